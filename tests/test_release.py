@@ -6,7 +6,7 @@ import copy
 import gc
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,10 +16,8 @@ from torch import Tensor, nn
 
 import optgen.optim as optim
 from optgen.accumulate import accumulator
-from optgen.driver.compile import compile as compiled
-from optgen.lang import flag, hyper, model_total, newton_schulz, optimizer, state
 from optgen.runtime import Optimizer
-from optgen.runtime.layout import plans, sharding
+from optgen.runtime.layout import sharding
 from optgen.verify import bounds
 from tests.harness import plan_of, same_bits, unoptimized
 from tests.training import same, through_file
@@ -111,21 +109,6 @@ def test_the_same_in_compiled_kernels_with_and_without_names(name: str, named: b
         agree(make, vectors=accepts_vectors(cls))
 
 
-def test_the_same_in_triton_kernels() -> None:
-    """In Triton's interpreter, so small."""
-    torch.manual_seed(0)
-    a = nn.Linear(70, 3)
-    b = copy.deepcopy(a)
-    opt_a, opt_b = (optim.LAMB(m.named_parameters(), backend="triton", plan="int8") for m in (a, b))
-    opt_b.release_gradients(b)
-    for _ in range(3):
-        for model, opt in ((a, opt_a), (b, opt_b)):
-            model(torch.ones(2, 70)).square().sum().backward()
-            opt.step()
-            opt.zero_grad()
-    same(a, b, opt_a, opt_b)
-
-
 def test_gradients_are_gone_as_soon_as_they_are_used() -> None:
     model = net()
     opt = optim.AdamW(model.named_parameters())
@@ -141,16 +124,6 @@ def test_gradients_are_gone_as_soon_as_they_are_used() -> None:
     assert alive == [0] * 5  # hooks run in order: ours came first, and nothing waits
     assert all(p.grad is None for p in model.parameters())
     assert all(opt.state[p]["step"] == 1 for p in model.parameters())
-
-
-def test_groups_with_options_of_their_own() -> None:
-    def make(m: Net) -> Optimizer:
-        decayed = [x for x in m.named_parameters() if x[1].ndim == 2]
-        others = [x for x in m.named_parameters() if x[1].ndim < 2]
-        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0, "plan": "fp32"}]
-        return optim.AdamW(groups, lr=1e-2, maximize=True)
-
-    agree(make)
 
 
 def test_schedulers_hooks_and_closures_see_steps() -> None:
@@ -217,11 +190,10 @@ def test_parameters_that_come_later_are_frozen_or_thawed() -> None:
     assert len(opt_b._release._hooks) == 4  # the frozen one has left
 
 
-@pytest.mark.parametrize("kept", [None, "int8"])
-def test_a_parameter_that_is_frozen_within_a_window_takes_what_came_and_no_more(kept: str | None) -> None:
+def test_a_parameter_that_is_frozen_within_a_window_takes_what_came_and_no_more() -> None:
     model = net(torch.float32)
     opt = optim.AdamW(model.named_parameters(), lr=1e-2)
-    opt.release_gradients(model, accumulate=4, accumulator=None if kept is None else accumulator(kept))
+    opt.release_gradients(model, accumulate=4, accumulator=accumulator("int8"))
     model.loss(0).backward()
     model.loss(2).backward()
     model.outer.weight.requires_grad_(False)
@@ -235,12 +207,9 @@ def test_a_parameter_that_is_frozen_within_a_window_takes_what_came_and_no_more(
     assert opt.state[model.outer.weight]["step"] == 1 and opt.state[model.inner.weight]["step"] == 2
 
 
-@pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("wrapped", ["", "_orig_mod."])
-def test_a_checkpoint_between_steps_continues_bit_for_bit(wrapped: str, frozen: bool) -> None:
-    """Random bits go by its names from the first backward on, those of a model that torch.compile wraps too, and of
-    one that is frozen while it loads.
-    """
+def test_a_checkpoint_between_steps_continues_bit_for_bit(wrapped: str) -> None:
+    """Random bits go by its names from the first backward on, those of a model that torch.compile wraps too."""
     a, opt_a, b, opt_b = pair(lambda m: optim.AdamW(m.named_parameters()))
     opt_a.release_gradients(a, clip=0.05, clip_by="previous_norm")
     handle = opt_b.release_gradients(b, clip=0.05, clip_by="previous_norm")
@@ -251,9 +220,7 @@ def test_a_checkpoint_between_steps_continues_bit_for_bit(wrapped: str, frozen: 
     c.load_state_dict(saved["model"])
     opt_c = optim.AdamW([(f"{wrapped}{name}", p) for name, p in c.named_parameters()])
     again = opt_c.release_gradients(c, clip=0.05, clip_by="previous_norm")
-    c.requires_grad_(not frozen)
     opt_c.load_state_dict(saved["opt"])
-    c.requires_grad_()
     again.load_state_dict(saved["release"])
     opt_c.param_groups[0].pop("initial_lr")
     train(opt_c, c, 3, start=3)
@@ -276,21 +243,18 @@ def test_parameters_that_are_replaced_in_their_group() -> None:
     assert opt.state[fresh]["step"] == 2
 
 
-@pytest.mark.parametrize(("every", "kept"), [(1, None), (3, "fp32")])
 def test_parameters_whose_content_was_swapped_are_released_from_the_next_step_on(
-    every: int, kept: str | None, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """torch leaves the hooks with what was in them: one step is an ordinary one, of the same bits."""
     monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
     plain, plain_opt, model, opt = pair(lambda m: optim.AdamW(m.named_parameters()), torch.float32)
-    make = None if kept is None else accumulator(kept)
-    with opt.release_gradients(model, accumulate=every, accumulator=make):
+    with opt.release_gradients(model):
         for k in range(3):
-            for released in (False, True):
-                for i in range(every):
-                    if released and (k, i) == (1, every - 1):
-                        model._apply(torch.clone)
-                    (model if released else plain).loss(every * k + i).backward()
+            if k == 1:
+                model._apply(torch.clone)
+            plain.loss(k).backward()
+            model.loss(k).backward()
             assert (model.outer.weight.grad is None) == (k != 1)
             for one in (plain_opt, opt):
                 one.step()
@@ -350,25 +314,6 @@ def test_clipping_of_each_parameter_is_torchs(by: str) -> None:
     same(a, b, opt_a, opt_b)
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"clip": 1.0}, {"clip": 1.0, "clip_by": "value"}, {"accumulate": 2, "accumulator": "int8"}], ids=str
-)
-def test_gradients_of_zeros_that_lie_nowhere(options: dict[str, Any]) -> None:
-    """What torch.sgn leaves cannot be written, as clipping and sums do."""
-    found = []
-    for nowhere in (True, False):
-        p = nn.Parameter(torch.randn(64, 72, generator=torch.Generator().manual_seed(0)).bfloat16())
-        opt = optim.AdamW([("p", p)], plan="int8_split24", backend="reference")
-        kept = {"accumulator": accumulator(options["accumulator"])} if "accumulator" in options else {}
-        opt.release_gradients(**{**options, **kept})
-        for k in range(5):  # a sum of two begins and ends with each of them, and one is left to step()
-            (p.square() if k in (1, 2) else p.sgn() if nowhere else p * 0).sum().backward()
-            if k % 2 == 1 or k == 4:
-                opt.step()
-        found.append([p.detach(), *(value for value in opt.state[p].values() if isinstance(value, Tensor))])
-    assert all(same_bits(a, b) for a, b in zip(*found, strict=True))
-
-
 def test_clipping_by_the_norm_of_the_step_before() -> None:
     a, opt_a, b, opt_b = pair(lambda m: optim.AdamW(m.named_parameters(), lr=1e-2), torch.float32)
     opt_b.release_gradients(b, clip=0.1, clip_by="previous_norm", accumulate=2)
@@ -403,14 +348,6 @@ def test_a_norm_that_is_not_finite_is_not_used() -> None:
 
 
 # -- sums of micro-batches kept in a format -------------------------------------------------------------
-
-
-@pytest.fixture(autouse=True)
-def provider() -> Iterator[None]:
-    """Compiling sets it for the process."""
-    before = plans.provider
-    yield
-    plans.provider = before
 
 
 def test_an_accumulator_keeps_no_gradient_between_micro_batches() -> None:
@@ -474,37 +411,29 @@ def test_the_error_of_a_compressed_sum_is_bounded_and_to_either_side() -> None:
     assert mean.abs().mean() < 0.5 * torch.stack(errors).abs().mean()
 
 
-@pytest.mark.parametrize("renamed", [False, True])
 @pytest.mark.parametrize("first", ["optimizer", "handle"])
-def test_sums_after_a_checkpoint_continue_bit_for_bit(first: str, renamed: bool) -> None:
-    """Those that were pending while a checkpoint with other names was loaded go by these."""
-
-    def made(model: Net, wrapper: str = "") -> tuple[Optimizer, Any]:
-        opt = optim.AdamW([(f"{wrapper}{name}", p) for name, p in model.named_parameters()])
+def test_sums_after_a_checkpoint_continue_bit_for_bit(first: str) -> None:
+    def made(model: Net) -> tuple[Optimizer, Any]:
+        opt = optim.AdamW(model.named_parameters())
         return opt, opt.release_gradients(model, accumulate=3, accumulator=accumulator("int8"))
 
-    def windows(model: Net, opt: Optimizer, start: int) -> None:
-        for k in range(start, 9):
+    def windows(model: Net, opt: Optimizer, steps: range) -> None:
+        for k in steps:
             model.loss(k).backward()
             if k % 3 == 2:
                 opt.step()
 
     a, b = net(), net()
     opt_a, handle_a = made(a)
-    a.loss(0).backward()
-    if renamed:
-        opt_a.load_state_dict(made(net(), "module.")[0].state_dict())
-    for k in (1, 2):
-        a.loss(k).backward()
-    opt_a.step()
+    windows(a, opt_a, range(3))
     saved: dict[str, Any] = copy.deepcopy({"optimizer": opt_a.state_dict(), "handle": handle_a.state_dict()})
     b.load_state_dict(a.state_dict())
     opt_b, handle_b = made(b)
     loads = {"optimizer": opt_b.load_state_dict, "handle": handle_b.load_state_dict}
     for name in (first, *(loads.keys() - {first})):
         loads[name](saved[name])
-    windows(a, opt_a, 3)
-    windows(b, opt_b, 3)
+    windows(a, opt_a, range(3, 9))
+    windows(b, opt_b, range(3, 9))
     same(a, b, opt_a, opt_b)
     assert set(handle_a.state_dict()["sums"].values()) == {3}
     with pytest.raises(TypeError, match="sums"):
@@ -539,51 +468,6 @@ def test_rules_that_sum_over_the_model_are_refused() -> None:
     model.loss(0).backward()
     assert all(p.grad is not None for n, p in model.named_parameters() if n != "rare.weight")
     opt.step()
-
-
-@optimizer(cite="nobody")
-def sums_at_times(
-    p, g, *, lr=hyper(1e-2, ge=0), k=hyper(2, ge=1), j=hyper(3, ge=1), now=flag(every="k"), not_now=flag(every="j")
-):
-    """Sums over the model neither in the usual step nor where all flags are set."""
-    size = 1
-    if now and not not_now:
-        size = 1 + model_total(g * g)
-    p = p - lr * g / size
-    return p
-
-
-def test_a_rule_that_sums_over_the_model_at_some_steps_is_refused_before_the_first() -> None:
-    model = net()
-    opt = compiled(sums_at_times)(model.named_parameters())
-    with pytest.raises(ValueError, match=r"'table.weight'.*needs sums over the whole model"):
-        opt.release_gradients(model)
-
-
-@optimizer(cite="nobody")
-def product_at_times(p, g, m=state(), *, lr=hyper(1e-2, ge=0), k=hyper(2, ge=1), now=flag(every="k")):
-    """A matrix product, whose kernels need room as large as the parameter, in every k-th step only."""
-    m = 0.9 * m + g
-    p = p - lr * (newton_schulz(m) if now else m)
-    return p, m
-
-
-def test_room_that_only_some_steps_need_is_freed_with_the_gradient() -> None:
-    def held() -> int:
-        gc.collect()
-        tensors = [x for x in gc.get_objects() if type(x) is Tensor and x.layout is torch.strided]
-        return sum({x.data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
-
-    p = nn.Parameter(torch.ones(128, 128))
-    opt = compiled(product_at_times, plan="fp32")([p], plan="fp32", backend="cpp")
-    with opt.release_gradients():
-        kept = []
-        for _ in range(3):
-            (p * p).sum().backward()
-            opt.step()
-            kept.append(held())
-    assert opt.state[p]["step"] == 3
-    assert max(kept) - kept[0] < p.numel()
 
 
 @pytest.mark.parametrize(
@@ -642,20 +526,6 @@ def test_an_error_in_backward_loses_nothing() -> None:
     same(other, model, opt_other, opt)
 
 
-@pytest.mark.parametrize("elsewhere", [False, True])
-def test_a_parameter_that_outgrew_its_sum_is_refused(elsewhere: bool) -> None:
-    """Micro-batches of the old shape wait, in p.grad or in an accumulator's states."""
-    p = nn.Parameter(torch.ones(4, 4))
-    opt = optim.AdamW([p], plan="fp32")
-    kept = {"accumulator": accumulator("fp32")} if elsewhere else {}
-    opt.release_gradients(accumulate=2, **kept)
-    p.sum().backward()
-    p.data = torch.ones(400, 4)
-    with pytest.raises(RuntimeError, match=r"gradient is of shape|total: expected float32 \[400, 4\], got"):
-        p.sum().backward() if elsewhere else opt.step()
-    assert bool((p == 1).all()) and not opt.state
-
-
 def test_a_second_optimizer_is_refused_while_the_first_is_there() -> None:
     """It would never see a gradient: the hook of the first one comes first, and frees it."""
     model = net()
@@ -682,26 +552,17 @@ def test_a_second_optimizer_is_refused_while_the_first_is_there() -> None:
 def test_an_optimizer_that_is_deleted_updates_nothing_any_more() -> None:
     """Its handle keeps it; a parameter does not."""
     model = net()
-    shown = [p.detach().clone() for p in model.parameters()]
     opt = optim.AdamW(model.parameters())
     handle = opt.release_gradients(model)
     there = weakref.ref(opt)
     del opt
     assert handle.optimizer is there()
-    gc.disable()
-    try:
-        del handle
-        assert there() is None
-    finally:
-        gc.enable()
+    del handle
+    gc.collect()
+    assert there() is None
     model.loss(0).backward()
-    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), shown, strict=True))
-    assert model.inner.weight.grad is not None and not model.inner.weight._post_accumulate_grad_hooks
-    other = optim.AdamW(model.parameters())
-    other.release_gradients(model)
-    model.zero_grad()
-    model.loss(0).backward()
-    assert other.state[model.inner.weight]["step"] == 1
+    assert model.inner.weight.grad is not None
+    optim.AdamW(model.parameters()).release_gradients(model)
 
 
 def test_evaluation_refuses_backward() -> None:
@@ -771,18 +632,6 @@ def test_the_norm_over_parameters_of_which_some_are_dtensors() -> None:
         assert type(norm) is Tensor  # what a file may hold
         found.append([norm, *(sharding.local(p.detach()) for p in params)])
     assert all(map(torch.equal, *found))
-
-
-def test_a_parameter_that_changes_its_dtype_is_refused() -> None:
-    p = nn.Parameter(torch.ones(8, 64))
-    opt = optim.AdamW([p], plan="fp32", backend="reference")
-    opt.release_gradients()
-    p.sum().backward()
-    p.data = p.data.bfloat16()
-    before = p.detach().clone()
-    with pytest.raises(RuntimeError, match=r"parameter 0 \(bfloat16 \[8, 64\]\) was float32"):
-        p.sum().backward()
-    assert torch.equal(p, before) and opt.state[p]["step"] == 1
 
 
 def test_the_number_of_micro_batches_may_be_changed() -> None:
