@@ -273,22 +273,6 @@ def _variant(opt: Any, p: Tensor) -> Any:
     return checkpoint.select(type(opt), opt.param_groups[0], p)[2]
 
 
-def test_swapped_parameters_lose_no_low_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where conversions swap what is in a Parameter, its attributes go as well: torch refuses until they are taken."""
-    model = cast_model(nn.Sequential(nn.Linear(9, 5)), torch.bfloat16)
-    opt = still(model, "split32")
-    full = opt.master_weights()
-    monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
-    with pytest.raises(RuntimeError, match=r"Couldn't swap Linear\.weight"):
-        model.half()
-    zero_step(opt)
-    opt.zero_grad()
-    model._apply(torch.clone)
-    assert alike(opt.master_weights(), full)
-    zero_step(opt)
-    assert alike(opt.master_weights(), full)
-
-
 # -- putting weights in ----------------------------------------------------------------------------------------
 
 
@@ -328,23 +312,6 @@ def test_loaded_weights_are_exact(when: str, plan: str) -> None:
         else:
             assert torch.equal(got[name], other[name]), name
     assert zero[0]["lr"] == 0.01
-
-
-def test_loaded_into_fp32_then_cast() -> None:
-    source, opt = ready("running")
-    saved = opt.master_state_dict(source)
-    model = Net(5)
-    model.load_state_dict(saved)
-    cast_model(model, torch.bfloat16)
-    again = AdamW(trained(model), plan={"bfloat16": "split32", "float32": "fp32"})
-    again.load_state_dict(opt.state_dict())  # its low bits are those of the same weights
-    assert alike(again.master_state_dict(model), saved)
-    for name, p in trained(source):
-        p.grad = torch.ones_like(p)
-        dict(trained(model))[name].grad = torch.ones_like(p)
-    opt.step()
-    again.step()
-    assert alike(again.master_weights(), opt.master_weights())
 
 
 def test_moments_of_torch_meet_low_bits_of_the_cast() -> None:
@@ -496,17 +463,6 @@ def test_a_weight_is_changed_where_it_is_two_places_from_the_kept_one(dtype: tor
         assert weights.edited((places + off).view(dtype), kept) is changed
 
 
-def test_an_edit_of_split_weights_costs_at_most_half_a_place() -> None:
-    """The low half of any weight fits every other: what it adds to the new one is below half of its last place."""
-    model, opt = ready("running", "split32")
-    new = torch.randn(520, 8).bfloat16()
-    model.body.weight.data.copy_(new)
-    got = opt.master_weights()["body.weight"]
-    assert ((patterns(got).long() - patterns(new.float()).long()).abs() <= 2**15).all()
-    opt.load_master_state_dict(model, model.state_dict())
-    assert torch.equal(opt.master_weights()["body.weight"], new.float())
-
-
 def test_parameters_moved_after_their_states_were_made() -> None:
     model, opt = ready("running")
     p = model.body.bias
@@ -531,21 +487,6 @@ def test_two_models_whose_parameters_have_the_same_names() -> None:
         other.plans()
 
 
-@pytest.mark.parametrize(
-    "value", [torch.tensor([1 + 2j]), torch.tensor([2**24 + 1]), torch.tensor([1 + 2.0**-40], dtype=torch.float64)]
-)
-def test_frozen_parameters_that_fp32_does_not_hold_are_given_as_they_are(value: Tensor) -> None:
-    p, frozen = nn.Parameter(torch.ones(4)), nn.Parameter(value.clone(), requires_grad=False)
-    opt = AdamW([("p", p), ("frozen", frozen)], plan="fp32", backend="reference")
-    found = opt.master_weights()
-    assert found["p"].dtype is torch.float32
-    assert found["frozen"].dtype is value.dtype and torch.equal(found["frozen"], value)
-    assert torch.equal(opt.full_weights()[1], value)
-    assert found["frozen"].data_ptr() != frozen.data_ptr()
-    model = nn.ParameterDict({"p": p, "frozen": frozen})
-    assert torch.equal(opt.master_state_dict(model)["frozen"], value)
-
-
 @pytest.mark.parametrize("plan", ["int8_split24", "fp32_master"])
 def test_states_begin_anew_and_weights_stay(plan: str) -> None:
     """What docs/contract.md says to do in the place of opt.state[p]["exp_avg"].zero_()."""
@@ -561,39 +502,3 @@ def test_states_begin_anew_and_weights_stay(plan: str) -> None:
         train(one, range(1))
         found.append([one.dense_state_dict()["state"], one.full_weights()])
     assert alike(*found)
-
-
-def test_a_checkpoint_of_a_model_that_was_cast_for_export_loads() -> None:
-    """Plans that follow the dtype: the states are still those of the one that they were made for."""
-    p = nn.Parameter(torch.randn(8, 64).bfloat16())
-    plan = {"bfloat16": "int8_split24", "float32": "fp32"}
-    opt = AdamW([p], plan=plan)
-    p.grad = torch.ones_like(p)
-    opt.step()
-    p.grad = None
-    p.data = p.data.float()
-    saved = copy.deepcopy(opt.state_dict())
-    p.data = p.data.bfloat16()
-    opt.load_state_dict(saved)
-    assert "weight_low" in opt.state[p] and opt.state[p]["step"] == 1
-
-
-def test_an_entry_of_a_users_own_takes_no_low_bits_away() -> None:
-    model = nn.Linear(64, 64, bias=False)
-    exact = model.weight.detach().clone()
-    cast_model(model, torch.bfloat16)
-    opt = AdamW(model.parameters(), plan="fp32_master")
-    opt.state[model.weight]["early"] = 3
-    opt.load_state_dict(copy.deepcopy(opt.state_dict()))
-    (weight,) = opt.master_weights().values()
-    assert torch.equal(weight, exact)
-    assert opt.state[model.weight] == {"early": 3}
-
-
-def test_copies_keep_what_belongs_to_a_parameter_that_was_moved() -> None:
-    model = cast_model(nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)), torch.bfloat16)
-    other = nn.Linear(64, 64, bias=False)
-    other.weight = model[1].weight
-    model[1] = other
-    for made in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert [low_bits.ATTRIBUTE in p.__dict__ for p in made.parameters()] == [True, True]

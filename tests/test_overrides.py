@@ -7,7 +7,6 @@ import gc
 import pickle
 import re
 import warnings
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -182,24 +181,6 @@ def test_parameters_of_one_name_cannot_be_told_apart() -> None:
     assert AdamW(twice, overrides={"w": "fp32"}).plans() == {"w": "int8_split24 (fp32 states)"}
 
 
-def test_a_frozen_part_of_the_model_is_no_mistake() -> None:
-    model = net()
-    model.embed.weight.requires_grad_(False)
-    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    opt = AdamW(trained, overrides={"embed": "fp32", nn.LayerNorm: "fp32"}, module=model)
-    train(opt, model, 1)
-    assert in_fp32(opt) == SMALL
-
-
-def test_wrappers_change_no_names() -> None:
-    model = net()
-    inside = {"embed": "fp32", "body.weight": "bf16_sr"}
-    named = [(f"module._orig_mod.{name}", p) for name, p in model.named_parameters()]
-    assert list(AdamW(named, overrides=inside).plans().values()) == list(
-        AdamW(model.named_parameters(), overrides=inside).plans().values()
-    )
-
-
 # -- in use ------------------------------------------------------------------------------------------------------
 
 MIXED = {"embed": "fp32", "numel < 5000": "split32"}
@@ -339,17 +320,6 @@ def test_a_checkpoint_is_matched_by_name_and_by_position() -> None:
         assert back.state[p].keys() == opt.state[p].keys() == unnamed.state[p].keys()
 
 
-def test_a_checkpoint_of_torch_is_encoded_under_the_plans_of_this_optimizer() -> None:
-    model = net(torch.float32)
-    theirs = torch.optim.AdamW(model.named_parameters())
-    train(theirs, model, 2)  # type: ignore[arg-type]
-    opt = AdamW(model.named_parameters(), plan="int8", overrides={"embed": "fp32"})
-    opt.load_state_dict(theirs.state_dict())
-    assert in_fp32(opt) == {"embed.weight"} | SMALL
-    p = model.embed.weight
-    assert torch.equal(opt.state[p]["exp_avg"], theirs.state[p]["exp_avg"])
-
-
 def test_a_file_says_its_plans_and_conversion_keeps_them(tmp_path: Any) -> None:
     from optgen.driver import checkpoints
 
@@ -366,12 +336,6 @@ def test_a_file_says_its_plans_and_conversion_keeps_them(tmp_path: Any) -> None:
         optgen.load_checkpoint(tmp_path / "b.pt", again, other)
     assert again.plans()["embed.weight"] == "fp32_master"
     assert again.plans()["head.weight"] == "split32" and again.plans()["body.weight"] == "bf16_sr"
-    checkpoints.convert(str(tmp_path / "b.pt"), str(tmp_path / "c.pt"), to="int8_split24")  # a full copy is no less
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        third = AdamW(net().named_parameters())
-        optgen.load_checkpoint(tmp_path / "c.pt", third)
-    assert third.plans()["embed.weight"] == "fp32_master" and third.plans()["body.weight"] == "int8_split24"
     key = opt.state[model.embed.weight]["exp_avg"]
     assert torch.equal(again.state[other.embed.weight]["exp_avg"], key)
     full = opt.master_state_dict(model)["embed.weight"]
@@ -443,25 +407,6 @@ def test_accumulators_follow_marks(named: bool) -> None:
     assert found == SMALL | {"embed.weight", "head.weight"}
 
 
-def test_a_copy_of_a_marked_module_is_no_mark_of_the_original() -> None:
-    """As averaged models make them: what was said once, or decided by a checkpoint, is not said again."""
-    model = net(embedding=optgen.StableEmbedding)
-    opt = AdamW(model.named_parameters(), overrides={"embed": "int8_split24"})
-    train(opt, model, 1)
-    saved = opt.state_dict()
-    for group in saved["param_groups"]:
-        del group["overrides"]
-    again = AdamW(model.named_parameters())
-    with pytest.warns(UserWarning, match="keeps 3 parameters otherwise"):
-        again.load_state_dict(saved)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        average = copy.deepcopy(model)
-        train(again, model, 1)
-    assert in_fp32(again) == SMALL | {"embed.norm.weight", "embed.norm.bias"}
-    assert AdamW(average.named_parameters()).plans()["embed.weight"] == "int8_split24 (fp32 states)"
-
-
 def test_overrides_come_before_marks_and_marks_end_with_their_module() -> None:
     model = net(embedding=optgen.StableEmbedding)
     opt = AdamW(model.named_parameters(), overrides={"embed.weight": "int8_split24"})
@@ -516,40 +461,6 @@ def test_the_stable_embedding_takes_the_place_of_an_embedding() -> None:
     assert torch.equal(made.norm.weight, torch.ones(16)) and made.weight.abs().max() <= (6 / 25) ** 0.5
     with pytest.raises(ValueError, match="sparse must be False"):
         optgen.StableEmbedding(9, 16, sparse=True)
-
-
-def test_nothing_of_the_model_is_kept_alive() -> None:
-    model = net()
-    head, watched = model.head.weight, weakref.ref(model.norm)
-    params = [p for name, p in model.named_parameters() if not name.startswith("norm")]
-    opt = AdamW(params, overrides={model.head: "fp32", nn.Linear: "fp32", model.norm: "fp32"}, module=model)
-    del model
-    gc.collect()
-    assert watched() is None
-    assert [plan for plan in opt.plans().values() if "fp32" in plan] == ["int8_split24 (fp32 states)"] * 2
-    opt.add_param_group({"params": [nn.Parameter(head.detach().clone())]})
-    assert opt.plans()[3] == "int8_split24"
-
-
-@pytest.mark.parametrize("way", ["_apply", "load_state_dict", "assign"])
-def test_a_parameter_that_is_a_key_can_be_swapped_and_is_the_same_afterwards(
-    way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """torch swaps no tensors that are remembered weakly."""
-    models = [net(torch.float32), net(torch.float32)]
-    plain, opt = (AdamW(m.parameters(), plan="int8", overrides={m.head.weight: "fp32"}) for m in models)
-    monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
-    for steps in (0, 1):
-        train(plain, models[0], steps)
-        train(opt, models[1], steps)
-        if way == "_apply":
-            models[1]._apply(torch.clone)
-        else:
-            models[1].load_state_dict(copy.deepcopy(models[1].state_dict()), assign=way == "assign")
-    train(plain, models[0], 1, seed=2)
-    train(opt, models[1], 1, seed=2)
-    same(*models, plain, opt)
-    assert opt.plans()[4] == "int8 (fp32 states)"
 
 
 def test_memory_says_what_each_plan_takes() -> None:

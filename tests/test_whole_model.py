@@ -280,39 +280,6 @@ def test_an_estimate_waits_while_the_rate_is_0(name: str) -> None:
     hold_estimate(*found)
 
 
-@pytest.mark.parametrize("name", AUTHORS)
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_a_group_with_a_rate_of_0_gets_reaches_no_other(name: str, bad: float) -> None:
-    """The bits of the other group are those of a run without it."""
-    cls = compiled(name)
-    start, gs = weights(SHAPES), gradients(SHAPES, 6)
-    gs[3][0][0, 0] = bad
-
-    def groups(ps: list[torch.nn.Parameter]) -> list[dict[str, Any]]:
-        return [{"params": ps[:3], "lr": 0.0}, {"params": ps[3:]}]
-
-    both, opt = walk(lambda ps: cls(groups(ps), plan="fp32", d0=1e-2), start, gs, torch.float32)
-    alone, _ = walk(lambda ps: cls(ps, plan="fp32", d0=1e-2), start[3:], [g[3:] for g in gs], torch.float32)
-    assert all(torch.equal(a, b) for a, b in zip(both[3:], alone, strict=True))
-    assert all(torch.equal(a.float(), b) for a, b in zip(both[:3], start[:3], strict=True))
-    for p in opt.param_groups[0]["params"]:
-        assert not opt.state[p]["exp_avg"].any() and not opt.state[p]["s"].any()
-
-
-def test_an_estimate_does_not_grow_while_the_rate_is_0() -> None:
-    """Neither where growth_rate has held it back."""
-    p = torch.nn.Parameter(torch.ones(40))
-    opt = compiled("prodigy")([p], plan="fp32", growth_rate=1.02)
-    seen = []
-    for rate in [1.0] * 12 + [0.0] * 2:
-        opt.param_groups[0]["lr"] = rate
-        p.grad = torch.ones(40)
-        opt.step()
-        seen.append(estimate(opt))
-    assert seen[0] < seen[11] < float(opt.state[p]["d_max"])
-    assert seen[11] == seen[12] == seen[13]
-
-
 def test_states_of_the_model_reach_parameters_that_missed_a_step() -> None:
     """A parameter without a gradient, and one whose first gradient comes late, see the same d as all others; a user's
     own entries are no states of the model."""
