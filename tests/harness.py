@@ -25,7 +25,7 @@ import torch
 
 from optgen import passes
 from optgen.backends import host, reference
-from optgen.driver import cpp_text, kernel_text, record_text, targets, triton_text
+from optgen.driver import cpp_text, record_text, targets, triton_text
 from optgen.driver.kernel_text import unpack_of
 from optgen.driver.targets import Case
 from optgen.ir.program import Schedule, Step
@@ -206,10 +206,10 @@ class Pair:
     def joined(self) -> tuple[Variant, Rule]:
         """The case's variant, and the rule of its C++ kernel, in the maths of the kernels."""
         assert self.case is not None
-        steps: dict[str, Any] = {}
-        exec(compile(kernel_text.record_text(self.spec, self.kernels.program.maths), "kernels", "exec"), steps)
+        made: dict[str, Any] = {}
+        exec(compile(record_text.rule_text(self.spec, self.kernels.program.maths), "records", "exec"), made)
         plan = record_text.plan_record(self.case.storage.plan)
-        variants = plans.with_steps(record_text.rules(self.spec)[1], steps["RULES"], plan)
+        variants = plans.with_steps(made["RULES"], made["STEPS"], plan)
         variant = next(v for v in variants if v.function == targets.case_name(self.spec, self.case))
         assert variant.single is not None
         return variant, variant.single

@@ -33,9 +33,8 @@ def pair_of(out: Path, rule: str, plan: str) -> Pair:
     """Return a rule under a plan, read from their generated files: the folder need not be importable."""
     own = out / PLANS / plan
     record = _package(own) if own.is_dir() else importlib.import_module(f"optgen.{PLANS}.{plan}")
-    rules, steps = (_package(out / rule, file).RULES for file in ("records.py", "kernels.py"))
     kernels = _package(out / rule / plan) if (out / rule / plan).is_dir() else None
-    return plans.joined(rules, steps, record, kernels, out / rule)
+    return plans.joined(_package(out / rule, "records.py"), record, kernels, out / rule)
 
 
 def _package(folder: Path, file: str = "__init__.py") -> ModuleType:

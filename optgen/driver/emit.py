@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import optgen
-from optgen.backends import wrapper
+from optgen.backends import columns, wrapper
 from optgen.driver import cpp_text, eager_text, judge, kernel_text, load, record_text, targets, triton_text
 from optgen.driver.eager_text import PLANS, is_ready
 from optgen.driver.project import Maths
@@ -51,22 +51,24 @@ BACKENDS = {
 """Name -> backend."""
 
 
+FINDINGS = "what the lint finds wrong with how a state is kept: constructing an optimizer with one warns."
+
+
 def emit_plan(spec: Spec, plan: Plan, *, maths: Maths = "fast", cases: Iterable[Case] | None = None) -> Files:
     """Return file name -> text of generated/<spec>/<plan>/, {} if all that it needs is of the rule or of the plan.
 
     cases  those that the lint looks at, all of them by default
     """
-    own = kernel_text.record_text(spec, maths, plan)
+    own = record_text.divided_text(spec, maths, plan)
     known = is_ready(spec) and comes_with(plan, maths)
     wrong = {} if known else judge.discouraged(spec, list(targets.cases(spec, plan) if cases is None else cases))
     if not own and not wrong:
         return {}
-    text = wrapper.render(
-        "plan.py.j2",
-        header="\n".join(kernel_text.header_of(spec, plan, "tables")),
-        discouraged=wrong,
-        rules=own.partition("# ruff: noqa\n")[2],
-    )
+    lines = [*kernel_text.header_of(spec, plan, "tables"), "# fmt: off", "# ruff: noqa"]
+    if wrong:
+        lines += ["", f"# State -> {FINDINGS}", "DISCOURAGED = {"]
+        lines += [*(f'    "{state}": {reason!r},' for state, reason in wrong.items()), "}"]
+    text = columns.python("\n".join([*lines, *["", own] * bool(own)]).rstrip("\n") + "\n")
     files = {"__init__.py": text}
     for backend in BACKENDS.values() if own else ():
         files |= backend.rule(spec, maths, plan)
@@ -133,13 +135,8 @@ def comes_with(plan: Plan, maths: Maths) -> bool:
 
 def rule_files(spec: Spec, plans: tuple[str, ...], own: Mapping[str, str], maths: Maths) -> Files:
     """Return file name -> text of a rule's files for all plans: the class, its records, its text for each backend."""
-    files = {
-        "__init__.py": emit_class(spec, plans, own),
-        record_text.RULE: record_text.rule_text(spec),
-        kernel_text.FILE: kernel_text.record_text(spec, maths),
-    }
-    if is_ready(spec):
-        files["discouraged.py"] = discouraged_text(spec)
+    records = record_text.rule_text(spec, maths) + (discouraged_text(spec) if is_ready(spec) else "")
+    files = {"__init__.py": emit_class(spec, plans, own), record_text.RULE: records}
     for backend in BACKENDS.values():
         files |= backend.rule(spec, maths, None)
     return {name: text for name, text in files.items() if text}
@@ -151,9 +148,13 @@ def discouraged_text(spec: Spec) -> str:
     for plan in filter(is_ready, load.plans().values()):
         for state, reason in judge.discouraged(spec, targets.cases(spec, plan)).items():
             found.setdefault(reason, {}).setdefault(plan.name, []).append(state)
-    header = "\n".join(kernel_text.header_of(spec, None, "the lint"))
-    rows = [(textwrap.wrap(x, 108, drop_whitespace=False), plans) for x, plans in found.items()]
-    return wrapper.render("discouraged.py.j2", header=header, found=rows) if rows else ""
+    lines = ["", f"# Plan -> states, under {FINDINGS}", "DISCOURAGED = ("]
+    for reason, of in found.items():
+        parts = textwrap.wrap(reason, 108, drop_whitespace=False)
+        lines += ["    (", *(f"        {part!r}" for part in parts[:-1]), f"        {parts[-1]!r},"]
+        states = {plan: tuple(names) for plan, names in of.items()}
+        lines += [*record_text.written("", states, ",", " " * 8), "    ),"]
+    return "\n".join([*lines, ")"]) + "\n" if found else ""
 
 
 def plan_files(plan: Plan, maths: Maths = "fast", others: Sequence[Plan] = ()) -> Files:

@@ -130,10 +130,9 @@ def joined(spec: Spec, plan: Plan, maths: Maths, module: Import) -> tuple[Pair, 
     from optgen.runtime.gpu.join import kernels
     from optgen.runtime.layout import plans
 
-    steps, own = (kernel_text.record_text(spec, maths, of) for of in (None, plan))
-    divided = module("own_steps", own).RULES if own else ()
-    rules = record_text.rules(spec)[1]
-    variants = plans.with_steps(rules, module("steps", steps).RULES, record_text.plan_record(plan), divided)
+    records, own = module("records", record_text.rule_text(spec, maths)), record_text.divided_text(spec, maths, plan)
+    divided = module("own_steps", own).STEPS if own else ()
+    variants = plans.with_steps(records.RULES, records.STEPS, record_text.plan_record(plan), divided)
     pair = Pair(plan.name, tuple(variants), plan.small_numel)
     texts = {"rule": rule_text(spec, maths), "codecs": codec_text(plan, maths)}
     texts |= {"own": rule_text(spec, maths, plan)} if own else {}

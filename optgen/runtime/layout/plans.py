@@ -40,9 +40,6 @@ PlanOption = str | Mapping[str, str] | None
 READY = "optgen._generated."
 """The package of the ready-made rules, which have every ready-made plan that divides their steps as they are."""
 
-DISCOURAGED = "discouraged"
-"""The module of a ready-made rule about ready-made plans."""
-
 DEVICE = "triton"
 """The module of a rule's Triton kernels, and of a plan's Triton codecs."""
 
@@ -78,11 +75,13 @@ def generated_class(cls: type) -> Any:
 
 
 def has_records(cls: type) -> bool:
-    """Return True if the package of a generated class has the records of its rule: version 0.1 generated none."""
+    """Return True if the package of a generated class has all records of its rule in one file: version 0.1 generated
+    none, and later ones two."""
     try:
-        return importlib.util.find_spec(f"{cls.__module__}.records") is not None
+        found = importlib.util.find_spec(f"{cls.__module__}.records")
     except ModuleNotFoundError:  # the class is in no package
         return False
+    return found is not None and not Path(found.origin or "").with_name("kernels.py").exists()
 
 
 def plan_name(cls: type, option: PlanOption, dtype: torch.dtype) -> str:
@@ -137,13 +136,9 @@ def _built(base: Any, plan: str) -> Pair | None:
     own, folder = f"{base.__module__}.{plan}", folder_of(sys.modules[base.__module__])
     kernels = importlib.import_module(own) if importlib.util.find_spec(own) else None
     functions = functools.partial(_functions, f"{base.__module__}.eager", f"{record.__name__}.eager")
-    rules, steps = (importlib.import_module(f"{base.__module__}.{x}").RULES for x in ("records", "kernels"))
     device = f"{base.__module__}.{DEVICE}", f"{record.__name__}.{DEVICE}"
-    pair = replace(joined(rules, steps, record, kernels, folder), reference=functions, triton=device)
-    if plan not in base.OWN_PLANS and importlib.util.find_spec(f"{base.__module__}.{DISCOURAGED}"):
-        found = importlib.import_module(f"{base.__module__}.{DISCOURAGED}").DISCOURAGED
-        pair = replace(pair, discouraged={state: why for why, of in found for state in of.get(plan, ())})
-    return pair
+    pair = joined(importlib.import_module(f"{base.__module__}.records"), record, kernels, folder)
+    return replace(pair, reference=functions, triton=device)
 
 
 def with_steps(
@@ -169,9 +164,7 @@ def folder_of(package: ModuleType) -> Path:
     return Path(package.__path__[0])
 
 
-def joined(
-    rules: tuple[RuleRecord, ...], steps: tuple[Rule, ...], plan: ModuleType, kernels: ModuleType | None, folder: Path
-) -> Pair:
+def joined(records: ModuleType, plan: ModuleType, kernels: ModuleType | None, folder: Path) -> Pair:
     """Return the pair of a rule's records and a plan's package.
 
     kernels  the package of what was generated for the two together, if anything was
@@ -179,7 +172,10 @@ def joined(
     """
     name = plan.__name__.rpartition(".")[2]
     wrong = getattr(kernels, "DISCOURAGED", {})
-    variants = tuple(with_steps(rules, steps, plan.PLAN, getattr(kernels, "RULES", ())))
+    if plan.__name__ == f"optgen.plans.{name}":  # ready-made rules have the findings about ready-made plans
+        found = getattr(records, "DISCOURAGED", ())
+        wrong = {**{state: why for why, of in found for state in of.get(name, ())}, **wrong}
+    variants = tuple(with_steps(records.RULES, records.STEPS, plan.PLAN, getattr(kernels, "STEPS", ())))
     cpp = folder / "kernels.h", folder_of(plan) / "codecs.h", folder / name / "kernels.h"
     return Pair(name, variants, plan.PLAN.small_numel, kernels=kernels, cpp=cpp, discouraged=wrong)
 
