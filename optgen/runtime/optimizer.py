@@ -23,7 +23,7 @@ from optgen.runtime.options.entries import Entry, Owner
 from optgen.runtime.records import Flag, Hyper
 from optgen.runtime.records.warn import warn
 from optgen.runtime.states import low_bits, memory, state
-from optgen.runtime.step import admit, interrupts, stepper
+from optgen.runtime.step import admit, stepper
 from optgen.runtime.work import counting
 
 IDLE = 2
@@ -410,11 +410,10 @@ class Optimizer(torch.optim.Optimizer):
                     state.settle(p, home)
                 raise
             started = [p for p in loaded.states if isinstance(p, Tensor) and state.of(loaded.states, p)]
-            with interrupts.Later():
-                self._stepper.forget_step()
-                weights.settle(loaded.rounded, started)
-                self.state = defaultdict(dict, loaded.states)
-                self.param_groups = loaded.groups
+            self._stepper.forget_step()
+            weights.settle(loaded.rounded, started)
+            self.state = defaultdict(dict, loaded.states)
+            self.param_groups = loaded.groups
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 

@@ -2,17 +2,15 @@
 
 For each chunk of parameters, weights and gradients are copied to pinned memory, the C++ backend makes the step there,
 and the weights are copied back.  Copies of one chunk and the work on another go on at the same time: two buffers take
-turns, copies have streams of their own, a thread waits for them and calls the kernels.  `step()` returns when the host
-has done its part; the last copies back are waited for by the device, in its own order of work.
+turns, and copies have streams of their own.  `step()` returns when the host has done its part; the last copies back are
+waited for by the device, in its own order of work.
 
 A step on the host has the bits of the C++ backend.  Parameters on the CPU are updated where they are.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
@@ -25,8 +23,7 @@ from optgen.runtime.options.entries import Entry, Owner
 from optgen.runtime.records import Variant
 from optgen.runtime.records.arena import LINE
 from optgen.runtime.states import low_bits, state
-from optgen.runtime.step import admit, interrupts
-from optgen.runtime.step.partial_step import StepError
+from optgen.runtime.step import admit
 from optgen.runtime.step.stepper import Stepper
 from optgen.runtime.work import counting
 
@@ -52,13 +49,10 @@ class Mover:
     def wait(self, token: Any) -> None:
         """Wait until those copies are done."""
 
-    def send(self, pairs: Sequence[Pair]) -> Any:
-        """Start copies to the device; return a token for `join` and `wait`."""
+    def send(self, pairs: Sequence[Pair]) -> None:
+        """Start copies to the device, for which all work waits that it is given from now on."""
         for written, read in pairs:
             written.copy_(read)
-
-    def join(self, token: Any) -> None:
-        """Let what the device is given from now on wait for those copies."""
 
 
 class Cuda(Mover):
@@ -89,31 +83,12 @@ class Cuda(Mover):
     def wait(self, token: torch.cuda.Event) -> None:
         token.synchronize()
 
-    def send(self, pairs: Sequence[Pair]) -> torch.cuda.Event:
-        return self._copy(self.up, pairs)
-
-    def join(self, token: torch.cuda.Event) -> None:
-        torch.cuda.current_stream(self.device).wait_event(token)
+    def send(self, pairs: Sequence[Pair]) -> None:
+        torch.cuda.current_stream(self.device).wait_event(self._copy(self.up, pairs))
 
 
 def mover(device: torch.device) -> Mover:
     return Cuda(device) if device.type == "cuda" else Mover()
-
-
-class Room:
-    """Host memory that chunks take turns in, and the work of the last one."""
-
-    __slots__ = ("busy", "memory")
-
-    def __init__(self, memory: Tensor) -> None:
-        self.memory = memory
-        self.busy: Future[Any] | None = None
-
-    def enter(self, move: Mover) -> None:
-        """Wait until the chunk before has left, its copies to the device included."""
-        if self.busy is not None:
-            move.wait(self.busy.result())
-            self.busy = None
 
 
 class Chunk:
@@ -122,11 +97,9 @@ class Chunk:
     room     the host memory for their weights and gradients; None if they stay
     twins    the tensors that are stepped: in that memory, or the parameters themselves
     sums     True if the rule sums over the model: then the stepper also sees states of parameters without a gradient
-    stepped  True if it has been stepped in the step that is under way
-    stopped  the error of that step's kernels
     """
 
-    def __init__(self, owner: Owner, members: Sequence[Entry], room: Room | None, sums: bool) -> None:
+    def __init__(self, owner: Owner, members: Sequence[Entry], room: Tensor | None, sums: bool) -> None:
         self.members, self.room, self.sums = members, room, sums
         self.twins: list[Tensor] = [] if room is not None else [m.p for m in members]
         self.grads: list[Tensor] = []
@@ -134,7 +107,7 @@ class Chunk:
         for m in members if room is not None else ():
             assert room is not None and m.p.grad is not None
             for like, views in ((m.p, self.twins), (m.p.grad, self.grads)):
-                views.append(room.memory[end : end + like.nbytes].view(like.dtype).view(like.shape))
+                views.append(room[end : end + like.nbytes].view(like.dtype).view(like.shape))
                 end += _lines(like.nbytes)
         self.numbers = list(dict.fromkeys(m.number for m in members))
         self.groups: list[dict[str, Any]] = []
@@ -143,15 +116,12 @@ class Chunk:
             self.groups.append({"params": [t for t, _ in inside], "param_names": [name for _, name in inside]})
         self.stepper = Stepper()
         self.states: dict[Any, Any] = {}
-        self.stepped = False
-        self.stopped: StepError | None = None
         groups, cls = owner.groups, owner.cls
         found = {id(plan): plan for m in members for plan in [checkpoint.select(cls, groups[m.number], m.p, m.name)[1]]}
         self.stored = frozenset(f.name for plan in found.values() for v in plan.variants for f in v.fields)
 
     def open(self, owner: Owner) -> None:
         """Take over options and states as they are now."""
-        self.stepped, self.stopped = False, None
         for number, group in zip(self.numbers, self.groups, strict=True):
             entries.take_options(group, owner.groups[number])
             group["offload"] = False
@@ -173,68 +143,68 @@ class Chunk:
             kept.update((p, entry) for p, entry in owner.states.items() if p not in inside)
         self.states = kept
 
-    def step(self, owner: Owner) -> None:
-        """Make the step; states that were made belong to the owner.  Raises StepError if a kernel fails."""
+    def fetch(self, move: Mover) -> Any:
+        """Start copies of weights and gradients to the host; return a token for `step`."""
+        pairs = [(twin, m.p) for twin, m in zip(self.twins, self.members, strict=True)]
+        pairs += [(g, m.p.grad) for g, m in zip(self.grads, self.members, strict=True) if m.p.grad is not None]
+        return move.fetch(pairs)
+
+    def step(self, owner: Owner, move: Mover | None = None, token: Any = None) -> None:
+        """Make the step; states that were made belong to the owner.
+
+        move, token   of a chunk that leaves: its copies to the host, which are waited for first
+        """
+        if move is not None:
+            move.wait(token)
+            for twin, g in zip(self.twins, self.grads, strict=True):
+                twin.grad = g
         try:
-            self.stepper.attempt(Owner(owner.cls, self.groups, self.states))
-        except StepError as stopped:
-            self.stopped = stopped
-            raise
+            self.stepper.step(Owner(owner.cls, self.groups, self.states))
         finally:
             for m, twin in zip(self.members, self.twins, strict=True):
                 made = self.states.get(twin)
                 if made is not None and owner.states.get(m.p) is not made:
                     owner.states[m.p] = made
                     low_bits.drop(m.p)
+                if move is not None:
+                    twin.grad = None
+        if move is not None:
+            move.send([(m.p, twin) for twin, m in zip(self.twins, self.members, strict=True)])
 
 
-class WorkerPool:
-    """The streams of each device, and the thread that works on the host; made when first needed.
-
-    Chunks of one optimizer take turns in two buffers for each device, as large as any needs.
-    """
+class Rooms:
+    """The streams of each device, and two buffers in which the chunks of an optimizer take turns, as large as any
+    needs."""
 
     def __init__(self, make: Callable[[torch.device], Mover]) -> None:
         self._make = make
         self._movers: dict[torch.device, Mover] = {}
-        self._worker: ThreadPoolExecutor | None = None
-        self._lock = threading.Lock()  # backward runs a thread per device
         self._expected: dict[torch.device, int] = {}
-        self._rooms: dict[torch.device, list[Room]] = {}
+        self._made: dict[torch.device, list[Tensor]] = {}
 
     def mover(self, device: torch.device) -> Mover:
-        with self._lock:
-            if device not in self._movers:
-                self._movers[device] = self._make(device)
-            return self._movers[device]
+        if device not in self._movers:
+            self._movers[device] = self._make(device)
+        return self._movers[device]
 
     def expect(self, device: torch.device, size: int) -> None:
         """Announce that some chunk will ask for so many bytes: the first buffer that is made is large enough for it."""
-        with self._lock:
-            self._expected[device] = max(size, self._expected.get(device, 0))
+        self._expected[device] = max(size, self._expected.get(device, 0))
 
-    def room(self, device: torch.device, size: int) -> Room:
+    def room(self, device: torch.device, size: int) -> Tensor:
         """Return one of the two buffers, in turns. A chunk keeps its own, even if the next one needs a larger one."""
-        move = self.mover(device)
         self.expect(device, size)
-        with self._lock:
-            rooms = self._rooms.setdefault(device, [])
-            found = rooms.pop(0) if len(rooms) == 2 else None
-            if found is None or found.memory.numel() < size:
-                found = Room(move.room(self._expected[device]))
-            rooms.append(found)
-            return found
+        made = self._made.setdefault(device, [])
+        found = made.pop(0) if len(made) == 2 else None
+        if found is None or found.numel() < size:
+            found = self.mover(device).room(self._expected[device])
+        made.append(found)
+        return found
 
-    def forget_rooms(self) -> None:
+    def forget(self) -> None:
         """Let go of the buffers and what was expected of them; chunks keep theirs."""
-        self._rooms.clear()
+        self._made.clear()
         self._expected.clear()
-
-    def worker(self) -> ThreadPoolExecutor:
-        with self._lock:
-            if self._worker is None:
-                self._worker = ThreadPoolExecutor(1, "optgen-offload")
-            return self._worker
 
 
 class Offload:
@@ -244,27 +214,27 @@ class Offload:
         self,
         make: Callable[[torch.device], Mover] = mover,
         resident: Sequence[str] = ("cpu",),
-        pool: WorkerPool | None = None,
+        rooms: Rooms | None = None,
         part: bool = False,
     ) -> None:
         """resident   types of devices whose parameters stay where they are
         part       True if it steps some parameters of an optimizer, and others beside it the rest, one at a time
         """
         self._resident = resident
-        self._pool = WorkerPool(make) if pool is None else pool
+        self._rooms = Rooms(make) if rooms is None else rooms
         self.active = False
         self._known: list[tuple[object, ...]] = []
         self._chunks: list[Chunk] = []
         self._part = part
 
     def part(self) -> Offload:
-        """Return one for a part of the optimizer: it moves by the same streams, thread and buffers."""
-        return Offload(resident=self._resident, pool=self._pool, part=True)
+        """Return one for a part of the optimizer: it moves by the same streams and buffers."""
+        return Offload(resident=self._resident, rooms=self._rooms, part=True)
 
     def expect(self, p: Tensor) -> None:
         """Announce that this parameter, with a gradient of its own dtype, will be moved if its group says so."""
         if p.device.type not in self._resident:
-            self._pool.expect(p.device, 2 * _lines(p.nbytes))
+            self._rooms.expect(p.device, 2 * _lines(p.nbytes))
 
     def forget_tables(self) -> None:
         """Free the memory that kernels need between stages, of every chunk."""
@@ -294,77 +264,21 @@ class Offload:
         if not self.active and not any(group.get("offload") for group in owner.groups):
             stepper.step(owner, scaler)
             return
-        with interrupts.Later(), torch.no_grad():
+        with torch.no_grad():
             self._check(owner, scaler)
             if scaler is not None and scaler.found_infinity():
                 return
             self._divide(owner, stepper)
             for chunk in self._chunks:
                 chunk.open(owner)
-            back: list[tuple[Chunk, Room, Future[Any]]] = []
-            failed: BaseException | None = None
-            try:
-                self._begin(owner, back)
-            except BaseException as error:
-                failed = error
-            wait([future for *_, future in back])
-            for chunk, room, future in back:
-                if future.exception() is None:
-                    chunk.stepped = True
-                    self._mover(chunk).join(future.result())
-                else:
-                    room.busy, failed = None, failed or future.exception()
-            if failed is not None:
-                raise self._noted(owner, failed)
-
-    def _begin(self, owner: Owner, back: list[tuple[Chunk, Room, Future[Any]]]) -> None:
-        """Step the chunks that stay, and hand those that leave to the worker; its work is added to `back`."""
-        threads = torch.get_num_threads()
-        for chunk in self._chunks:
-            room = chunk.room
-            if room is None:
-                chunk.step(owner)
-                chunk.stepped = True
-                continue
-            move = self._mover(chunk)
-            room.enter(move)
-            pairs = [(twin, m.p) for twin, m in zip(chunk.twins, chunk.members, strict=True)]
-            pairs += [(g, m.p.grad) for g, m in zip(chunk.grads, chunk.members, strict=True) if m.p.grad is not None]
-            token = move.fetch(pairs)
-            room.busy = self._pool.worker().submit(self._run, owner, chunk, move, token, threads)
-            back.append((chunk, room, room.busy))
-
-    def _noted(self, owner: Owner, error: BaseException) -> BaseException:
-        """Return the error of one chunk with a note: others may have been stepped, and of that one a part."""
-        done: list[state.State] = []
-        at_work: list[state.State] = []
-        for chunk in self._chunks:
-            if chunk.stepped:
-                done += [owner.states[m.p] for m in chunk.members if m.p in owner.states]
-            elif chunk.stopped is not None:
-                done += chunk.stopped.done
-                at_work += chunk.stopped.at_work
-        plain = error.error if isinstance(error, StepError) else error
-        return StepError(plain, done, at_work).noted(owner)
-
-    def _run(self, owner: Owner, chunk: Chunk, move: Mover, token: Any, threads: int) -> Any:
-        """Do the host's part of a chunk, in the worker."""
-        if torch.get_num_threads() != threads:
-            torch.set_num_threads(threads)  # each thread has its own count
-        with torch.no_grad():
-            move.wait(token)
-            for twin, g in zip(chunk.twins, chunk.grads, strict=True):
-                twin.grad = g
-            pairs = [(m.p, twin) for twin, m in zip(chunk.twins, chunk.members, strict=True)]
-            try:
-                chunk.step(owner)
-            except StepError:  # weights go with the states that were stepped
-                move.wait(move.send(pairs))
-                raise
-            finally:
-                for twin in chunk.twins:
-                    twin.grad = None
-            return move.send(pairs)
+            leaving = [(chunk, self._mover(chunk)) for chunk in self._chunks if chunk.room is not None]
+            tokens = [chunk.fetch(move) for chunk, move in leaving[:1]]
+            for chunk in self._chunks:
+                if chunk.room is None:
+                    chunk.step(owner)
+            for k, (chunk, move) in enumerate(leaving):
+                tokens += [following.fetch(its) for following, its in leaving[k + 1 : k + 2]]
+                chunk.step(owner, move, tokens[k])
 
     def _check(self, owner: Owner, scaler: counting.Scaler | None) -> None:
         """Refuse options that would be refused in the middle of a step."""
@@ -383,7 +297,7 @@ class Offload:
             )
 
     def _mover(self, chunk: Chunk) -> Mover:
-        return self._pool.mover(chunk.members[0].p.device)
+        return self._rooms.mover(chunk.members[0].p.device)
 
     def _members(self, owner: Owner, stepper: Stepper) -> list[Entry]:
         """Return the parameters of the step: those with a gradient, and parts of tensors that may have one elsewhere.
@@ -429,7 +343,7 @@ class Offload:
                 f"none"
             )
         if not self._part:
-            self._pool.forget_rooms()
+            self._rooms.forget()
         chunks: list[list[Entry]] = []
         size = 0
         for m in leaving:  # so that no chunk is larger than CHUNK bytes if it can be
@@ -439,10 +353,10 @@ class Offload:
             chunks[-1].append(m)
             size += _bytes(m)
         for chunk in chunks:
-            self._pool.expect(chunk[0].p.device, sum(map(_bytes, chunk)))
+            self._rooms.expect(chunk[0].p.device, sum(map(_bytes, chunk)))
         self._chunks = [Chunk(owner, staying, None, sums)] if staying else []
         for chunk in chunks:
-            room = self._pool.room(chunk[0].p.device, sum(map(_bytes, chunk)))
+            room = self._rooms.room(chunk[0].p.device, sum(map(_bytes, chunk)))
             self._chunks.append(Chunk(owner, chunk, room, sums))
         self.active = bool(leaving)
         self._known = known

@@ -25,7 +25,6 @@ from optgen.runtime.options import options
 from optgen.runtime.options.entries import Owner
 from optgen.runtime.step import launch
 from optgen.runtime.step.launch import Kernels
-from optgen.runtime.step.partial_step import StepError
 from optgen.runtime.work import counting
 from optgen.runtime.work.bucket import Bucket
 
@@ -237,8 +236,7 @@ class CachedStep:
     def run(self, owner: Owner, scaler: counting.Scaler | None) -> bool:
         """Make the step if it is like the last one; return False, and nothing has changed, if not.
 
-        Raises ValueError, before anything changes, if a hyper-parameter is out of its range, and StepError if a kernel
-        raises an error.
+        Raises ValueError, before anything changes, if a hyper-parameter is out of its range.
         """
         if not self.matches(owner, scaler is not None):
             return False
@@ -247,13 +245,8 @@ class CachedStep:
         if scaler is not None and self.on_host and scaler.found_infinity():
             return True
         counted = [bucket.count(self.groups[bucket.group], scaler) for bucket in self.buckets]
-        done: list[State] = []
         for bucket, one in zip(self.buckets, counted, strict=True):
-            try:
-                bucket.run(one)
-            except BaseException as error:
-                raise StepError(error, done, bucket.entries) from None
-            done += bucket.entries
+            bucket.run(one)
         return True
 
     def release(self) -> None:

@@ -16,7 +16,7 @@ from optgen.runtime.options.entries import Entry, Owner
 from optgen.runtime.records import Variant, as_float, keys
 from optgen.runtime.records.arena import Arena
 from optgen.runtime.states import state
-from optgen.runtime.step import admit, backends, interrupts, shared
+from optgen.runtime.step import admit, backends, shared
 from optgen.runtime.step.admit import Dtypes
 from optgen.runtime.step.choice import Choice, GroupChoices
 from optgen.runtime.work import counting, whole
@@ -219,18 +219,17 @@ def complete(owner: Owner, found: Sequence[Bucket], fresh: Fresh, arena: Arena |
         )
         for b, i in fresh
     ]
-    with interrupts.Later():  # states without the weights that belong to them would go on with other bits
-        shared.begin(owner.states, new, fresh, owner.groups)
-        for (b, i), made in zip(fresh, new, strict=True):
-            b.states[i] = made
-            shard = b.shards[i]
-            if shard is None:
-                owner.states[b.params[i]] = made
-            else:
-                added = {key: value for key, value in made.items() if key == "step" or key not in shard.owner}
-                shard.owner.update(shard.parts.wrapped(added))
-                owner.states[shard.p] = shard.owner
-        weights.settle(rounded, [b.kept(i) for b, i in fresh])
+    shared.begin(owner.states, new, fresh, owner.groups)
+    for (b, i), made in zip(fresh, new, strict=True):
+        b.states[i] = made
+        shard = b.shards[i]
+        if shard is None:
+            owner.states[b.params[i]] = made
+        else:
+            added = {key: value for key, value in made.items() if key == "step" or key not in shard.owner}
+            shard.owner.update(shard.parts.wrapped(added))
+            owner.states[shard.p] = shard.owner
+    weights.settle(rounded, [b.kept(i) for b, i in fresh])
     whole.collect_states(found)
 
 

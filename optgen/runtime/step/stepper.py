@@ -11,9 +11,8 @@ from optgen.runtime.options import entries
 from optgen.runtime.options.entries import Owner
 from optgen.runtime.records.arena import Arena
 from optgen.runtime.states import state
-from optgen.runtime.step import agreement, fast_path, interrupts, launch, shared, sort
+from optgen.runtime.step import agreement, fast_path, launch, shared, sort
 from optgen.runtime.step.admit import Dtypes
-from optgen.runtime.step.partial_step import StepError
 from optgen.runtime.work import counting, staged
 from optgen.runtime.work.bucket import Bucket
 
@@ -67,16 +66,8 @@ class Stepper:
     def step(self, owner: Owner, scaler: counting.Scaler | None = None) -> None:
         """Step every parameter that has a gradient.  Errors come before any change, except those of kernels."""
         try:
-            self.attempt(owner, scaler)
-        except StepError as stopped:
-            raise stopped.noted(owner) from stopped.error.__cause__
-
-    def attempt(self, owner: Owner, scaler: counting.Scaler | None = None) -> None:
-        """Make the step; raise StepError if a kernel fails."""
-        try:
-            with interrupts.Later():
-                if self.fast_path.run(owner, scaler):
-                    return
+            if self.fast_path.run(owner, scaler):
+                return
             with torch.no_grad():
                 self._sort_and_run(owner, scaler)
         except (TypeError, ValueError):
@@ -110,10 +101,9 @@ class Stepper:
             for _, kernels, (scalars, key, _) in ready:
                 if kernels is not None:
                     kernels.load(scalars, key)
-        with interrupts.Later():
-            _run(ready)
-            if any(f.space == "model" for bucket in buckets for f in bucket.variant.fields):
-                shared.spread(owner.states, buckets)
+        _run(ready)
+        if any(f.space == "model" for bucket in buckets for f in bucket.variant.fields):
+            shared.spread(owner.states, buckets)
         if not sending and _has_fast_path(owner.cls, ready):  # else other ranks may wait for this one at any step
             prepared = [(one.bucket, one.kernels) for one in ready if one.kernels is not None]
             self.fast_path.keep(owner, prepared, scaler is not None)
@@ -144,23 +134,15 @@ def _has_fast_path(cls: Any, ready: Sequence[ReadyBucket]) -> bool:
 
 
 def _run(ready: Sequence[ReadyBucket]) -> None:
-    """Run the kernels of a step.  Raises StepError if any fails."""
+    """Run the kernels of a step."""
+    for one in ready:
+        if not one.bucket.waits:
+            one.run()
     waiting = [one for one in ready if one.bucket.waits]
-    done: list[state.State] = []
-    at_work: list[state.State] = []
-    try:
-        for one in ready:
-            if not one.bucket.waits:
-                at_work = one.bucket.owned
-                one.run()
-                done += at_work
-        if waiting:
-            at_work = [s for one in waiting for s in one.bucket.owned]
-            shared.run([one.runner() for one in waiting])
-            for one in waiting:
-                one.bucket.finish(one.counted.after)
-    except BaseException as error:
-        raise StepError(error, done, at_work) from None
+    if waiting:
+        shared.run([one.runner() for one in waiting])
+        for one in waiting:
+            one.bucket.finish(one.counted.after)
 
 
 def _on_device(

@@ -1,0 +1,192 @@
+"""Kernels that fail to compile, that spill, or that fail while a step runs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("triton")
+
+from triton.runtime import interpreter
+
+import optgen.optim as optim
+from optgen.runtime import Optimizer
+from optgen.runtime.cpu import cpu
+from optgen.runtime.gpu import compiled
+from optgen.runtime.step import launch
+from tests.training import params_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value", "ignore:overflow")
+
+
+def made(backend: str, **options: Any) -> optim.AdamW:
+    """Three buckets: of two dtypes in one group, and of a second group."""
+    draw = torch.Generator().manual_seed(5)
+    a, b, c, d = (nn.Parameter(torch.randn(3, 5, generator=draw)) for _ in range(4))
+    a.data = a.data.bfloat16()
+    groups = [{"params": [("a", a), ("b", b)]}, {"params": [("c", c), ("d", d)], "weight_decay": 0.0}]
+    return optim.AdamW(groups, lr=0.1, plan={"bfloat16": "fp32_master", "float32": "fp32"}, backend=backend, **options)
+
+
+def give(opt: Optimizer, step: int) -> None:
+    draw = torch.Generator().manual_seed(step)
+    for p in params_of(opt):
+        p.grad = torch.randn(p.shape, generator=draw).to(p.dtype)
+
+
+class Broken(Exception):
+    """What a kernel raises here."""
+
+
+@contextmanager
+def failing(at: int) -> Iterator[None]:
+    """The launch of a C++ kernel of that number fails."""
+    real, numbers = cpu.call, itertools.count()
+
+    def call(*args: Any) -> None:
+        if next(numbers) == at:
+            raise Broken("injected")
+        real(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu, "call", call)
+        yield
+
+
+def counts(opt: Optimizer) -> list[int]:
+    return [int(opt.state[p]["step"]) for p in params_of(opt)]
+
+
+def test_the_scale_of_a_step_that_failed_is_not_left_behind() -> None:
+    """A scaler takes it back after steps that succeed only."""
+    opt, scaler = made("cpp", fused=True), torch.amp.GradScaler("cpu", init_scale=4.0)
+    give(opt, 0)
+    for p in params_of(opt):
+        assert p.grad is not None
+        scaler.scale(p.grad)  # the scaler makes its scale when it is first asked
+    with failing(1), pytest.raises(Broken):
+        scaler.step(opt)
+    assert not hasattr(opt, "grad_scale") and not hasattr(opt, "found_inf")
+
+
+class Compiler:
+    """Triton's interpreter as if it compiled: what it compiles and launches, and what its compiler answers.
+
+    Each is noted as (whether it is the kernel around another one, its limit of registers).
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, answer: Callable[[int | None], object]) -> None:
+        self.tried: list[tuple[bool, int | None]] = []
+        self.launched: list[tuple[bool, int | None]] = []
+        start = interpreter.InterpretedFunction.run
+
+        def warmup(jitted: Any, /, *args: Any, grid: Any, maxnreg: int | None = None, **options: Any) -> object:
+            assert len(grid) == 1
+            self.tried.append(("kernel" in options, maxnreg))
+            return answer(maxnreg)
+
+        def run(jitted: Any, /, *args: Any, maxnreg: int | None = None, **options: Any) -> Any:
+            self.launched.append(("kernel" in options, maxnreg))
+            return start(jitted, *args, **options)
+
+        monkeypatch.setattr(interpreter.InterpretedFunction, "warmup", warmup, raising=False)
+        monkeypatch.setattr(interpreter.InterpretedFunction, "run", run)
+        monkeypatch.setattr(compiled, "_loaded", {})
+        monkeypatch.setattr(compiled, "_roomier", {})
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+def test_kernels_are_compiled_before_the_first_is_launched(monkeypatch: pytest.MonkeyPatch, capturable: bool) -> None:
+    """What the compiler refuses in the last bucket leaves the first as it was; and each is compiled once."""
+
+    def answer(_: int | None) -> None:
+        if len(compiler.tried) == 2:
+            raise Broken("no registers left")
+
+    compiler = Compiler(monkeypatch, answer)
+    opt = made("triton", capturable=capturable)
+    give(opt, 0)
+    before = [p.detach().clone() for p in params_of(opt)]
+    with pytest.raises(Broken):
+        opt.step()
+    assert not compiler.launched
+    assert all(torch.equal(p, q) for p, q in zip(params_of(opt), before, strict=True))
+    assert not any(int(entry["step"]) for entry in opt.state.values())
+    for _ in range(3):
+        opt.step()
+    # The one that failed was tried again; c and d take the kernel of b.
+    assert [around for around, _ in compiler.tried] == [capturable] * 3
+    assert counts(opt) == [3, 3, 3, 3]
+
+
+@pytest.mark.parametrize("planned", [64, None])
+@pytest.mark.parametrize("capturable", [False, True])
+def test_a_kernel_that_spills_gets_more_registers(
+    monkeypatch: pytest.MonkeyPatch, capturable: bool, planned: int | None
+) -> None:
+    """Compilers find out; what was found holds for every later step, and is looked for once.  Told no limit, they take
+    fewer than there are, here 72."""
+
+    def answer(limit: int | None) -> object:
+        return SimpleNamespace(run=None, n_regs=limit or 72, n_spills=2 * ((limit or 72) < 90))
+
+    compiler = Compiler(monkeypatch, answer)
+    monkeypatch.setattr(launch, "_limits", lambda *_: {} if planned is None else {"maxnreg": planned})
+    opt = made("triton", capturable=capturable)
+    for step in range(2):
+        give(opt, step)
+        opt.step()
+    limits = [planned, *([] if planned is None else [72]), 80, 88, 96]
+    assert compiler.tried == [(capturable, limit) for limit in limits] * 2  # two kernels
+    assert set(compiler.launched) == {(capturable, 96)} and len(compiler.launched) >= 4
+
+
+@pytest.mark.parametrize("case", ["numbers", "a tensor", "a scaler"])
+def test_what_the_host_may_count_is_compiled_before_the_first_step(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    """A capturable optimizer's steps, outside of graphs too, launch the kernels that the first one compiled."""
+    spills = lambda limit: SimpleNamespace(run=None, n_regs=limit, n_spills=2 * (limit < 70))  # noqa: E731
+    compiler = Compiler(monkeypatch, spills)
+    monkeypatch.setattr(launch, "_limits", lambda *_: {"maxnreg": 64})
+    lr = torch.tensor(0.1) if case == "a tensor" else 0.1
+    p = nn.Parameter(torch.ones(3, 5))
+    opt = optim.AdamW([p], lr=lr, plan="fp32", backend="triton", capturable=True, fused=case == "a scaler")
+    for step in range(3):
+        give(opt, step)
+        if case == "a scaler":
+            opt.grad_scale, opt.found_inf = torch.tensor(1.0), torch.tensor(0.0)  # type: ignore[attr-defined]
+        opt.step()
+        assert compiler.tried == [(True, 64), (True, 72)]
+    assert compiler.launched == [(True, 72)] * 3
+
+
+def test_a_kernel_that_spills_whatever_it_is_told_is_told_nothing() -> None:
+    tried: list[object] = []
+
+    def spills(options: Mapping[str, Any]) -> int:
+        tried.append(options.get("maxnreg"))
+        return options.get("maxnreg", 255)
+
+    assert compiled.without_spills({"maxnreg": 208, "num_warps": 1}, spills, 1) == {"num_warps": 1}
+    assert tried == [208, 224, 240, None]
+    assert compiled.without_spills({"num_warps": 1}, spills, 1) == {"num_warps": 1}
+    assert compiled.without_spills({"maxnreg": 64}, lambda options: 0, 1) == {"maxnreg": 64}
+    # 144 registers for each of 512 threads are more than a processor has: such a program cannot be launched.
+    tried.clear()
+    assert compiled.without_spills({"maxnreg": 112}, spills, 16) == {} and tried == [112, 120, 128, None]
+    # Many more at a time may be too many: a kernel of LAMB's spills below 208 registers and from 224 on.
+    tried.clear()
+    assert compiled.without_spills({"maxnreg": 120}, lambda o: spills(o) * (o["maxnreg"] not in (208, 216)), 1) == {
+        "maxnreg": 208
+    }
+    assert tried == [120, 128, 144, 160, 176, 192, 208]
+    # What a compiler takes by itself is where the search begins, and what is left of a search that finds nothing.
+    tried.clear()
+    assert compiled.without_spills({}, lambda options: spills({"maxnreg": 200} | options), 1) == {}
+    assert tried == [200, 208, 224, 240, 200]
