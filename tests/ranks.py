@@ -967,35 +967,6 @@ def refuses_what_it_cannot_do(here: Here) -> None:
     assert torch.equal(kept, again.to_local())
 
 
-@case(2)
-def parts_made_under_inference_mode(here: Here) -> None:
-    """Refused before anything changes where they are to be written, whatever the DTensor around them says."""
-    mesh = here.mesh(2)
-    for refuses in (True, False):
-        with torch.inference_mode(refuses):
-            part = torch.ones(2080, dtype=torch.bfloat16, device=here.device)
-        with torch.inference_mode(not refuses):
-            p = nn.Parameter(DTensor.from_local(part, mesh, [Shard(0)], run_check=False))
-        models = nn.ParameterList([p]), nn.ParameterList([torch.ones(4160, dtype=torch.bfloat16, device=here.device)])
-        opt, plain = (
-            generated.AdamW(model.named_parameters(), plan="int8_split24", backend=here.backend) for model in models
-        )
-        value, g = here.values(4160), here.values(4160, dtype=torch.bfloat16)
-        p.grad, models[1][0].grad = distribute_tensor(g, mesh, [Shard(0)]), g
-        if refuses:  # each rank keeps the states of the whole vector, and its part of the weight
-            with refused(RuntimeError, "parameter '0'", "was made under torch.inference_mode()"):
-                opt.step()
-            with refused(RuntimeError, "parameter '0'", "was made under torch.inference_mode()"):
-                opt.load_master_state_dict(models[0], {"0": value})
-            assert bool((part == 1).all()) and not opt.state
-            continue
-        for one, model in zip((opt, plain), models, strict=True):
-            one.step()
-            one.load_master_state_dict(model, {"0": value})
-        alike(plain.master_weights()["0"], opt.master_weights()["0"], "the weight")
-        alike(models[1][0].detach(), p.detach(), "what the model shows")
-
-
 # -- running -----------------------------------------------------------------------------------------------
 
 

@@ -58,7 +58,7 @@ def test_every_case_on_one_to_four_ranks() -> None:
 @pytest.mark.ranks
 @pytest.mark.parametrize("backend", ["triton", "cpp"])
 def test_kernels_over_parts(interpreter: dict[str, str], backend: str) -> None:
-    cases = ["kernels_over_parts", "parts_made_under_inference_mode"]
+    cases = ["kernels_over_parts"]
     assert ran(*cases, "--ranks", "2", "--kernels", backend, **interpreter) == [f"2 {name}" for name in cases]
 
 

@@ -16,8 +16,7 @@ from torch.distributed._functional_collectives import all_reduce
 from torch.testing._internal.two_tensor import TwoTensor
 
 import generated
-import optgen
-from generated import CAME, LAMB, AdamW, Muon, ScheduleFreeAdamW
+from generated import CAME, LAMB, AdamW, Muon
 from optgen.runtime import Optimizer, files
 from optgen.runtime.step import admit
 
@@ -102,51 +101,6 @@ def test_foreach_is_accepted_and_changes_nothing() -> None:
         sides.append(params[0].detach())
     assert torch.equal(sides[0], sides[1])
     assert torch.equal(sides[0], sides[2])
-
-
-@pytest.mark.parametrize("backend", ["reference", "cpp"])
-@pytest.mark.parametrize("which", ["parameter 1", "exp_avg of parameter 0"])
-def test_what_torch_does_not_write_outside_of_inference_mode_changes_nothing(which: str, backend: str) -> None:
-    """It writes such a tensor and raises an error then; kernels write memory."""
-    params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(5))]
-    with torch.inference_mode():
-        if which == "parameter 1":
-            params[1] = nn.Parameter(torch.ones(5))
-        opt = AdamW(params, plan="fp32", backend=backend)
-        for p in params:
-            p.grad = torch.ones(p.shape)
-        if which != "parameter 1":
-            opt.step()
-    before, known = [p.detach().clone() for p in params], len(opt.state)
-    if backend == "reference":
-        with pytest.raises(RuntimeError, match=rf"^{which} \(float32.* was made under torch.inference_mode"):
-            opt.step()
-        assert all(torch.equal(p, old) for p, old in zip(params, before, strict=True)) and len(opt.state) == known
-    with torch.inference_mode(backend == "reference"):
-        opt.step()
-    assert all(bool((p < old).all()) for p, old in zip(params, before, strict=True))
-
-
-def test_what_torch_would_not_write_is_loaded_or_evaluated_not_even_in_part() -> None:
-    first = nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))
-    saving = AdamW([first], plan="int8_split24")
-    first.grad = torch.ones_like(first)
-    saving.step()
-    with torch.inference_mode():
-        model = optgen.cast_model(nn.Linear(64, 64, bias=False), torch.bfloat16)
-        averaged = nn.Parameter(torch.ones(3))
-        averaged.grad = torch.ones(3)
-    before = model.weight.clone()
-    loading = AdamW(model.named_parameters(), plan="int8_split24")
-    with pytest.raises(ValueError, match=r"nothing was loaded:\n.*the parameter was made under torch.inference_mode"):
-        loading.load_state_dict(saving.dense_state_dict())
-    with pytest.raises(RuntimeError, match=r"'weight' .* was made under torch.inference_mode"):
-        loading.load_master_state_dict(model, {"weight": torch.randn(64, 64)})
-    assert torch.equal(model.weight, before) and not loading.state
-    averaging = ScheduleFreeAdamW([averaged], backend="cpp", plan="fp32")
-    averaging.step()
-    with pytest.raises(RuntimeError, match=r"^parameter 0 \(float32 \[3\]\) was made under torch.inference_mode"):
-        averaging.eval()
 
 
 BACKENDS = ["reference", "triton", "cpp"]
@@ -317,12 +271,9 @@ def pairs() -> Iterator[tuple[str, Tensor, Tensor, bool]]:
     yield "the same", base, base.view(12, 8), True
     yield "the first and the last row", base[0], base[-1:], False
     yield "inside", base, base[2:4, 3:5], True
-    yield "columns beside one another", base[:, :5], base[:, 5:], False
-    yield "columns that meet", base[:, :5], base[:, 4:], True
-    yield "even and odd, which are not told apart", base[:, ::2], base[:, 1::2], True
+    yield "columns beside one another, which are not told apart", base[:, :5], base[:, 5:], True
     yield "a row across columns", base[:, 3], base[2, 1:6], True
     yield "other dtypes", base[:, :5], base.view(torch.bfloat16)[:, 9:12], True
-    yield "other dtypes beside one another", base[:, :5], base.view(torch.bfloat16)[:, 10:14], False
 
 
 @pytest.mark.parametrize(("a", "b", "meet"), [pytest.param(*x[1:], id=x[0]) for x in pairs()])

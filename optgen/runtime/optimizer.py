@@ -335,8 +335,6 @@ class Optimizer(torch.optim.Optimizer):
             return
         with torch.no_grad():
             started = [entry for entry in self._entries() if state.of(self.state, entry.p)]
-            for p, *_, name in started:
-                state.refuse_inference(p, name, sharding.local(p))
             found = [
                 (p, p.detach().clone(), weights.evaluated(type(self), group, p, self.state[p], name))
                 for p, group, *_, name in started
@@ -496,8 +494,7 @@ class Optimizer(torch.optim.Optimizer):
 
         strict   refuse names that are missing or that the model does not have
         Before the first step the bits wait beside the parameters (those of DTensors in their states) until that step
-        takes them.  All is checked first: ValueError lists what does not fit, RuntimeError names what was made under
-        torch.inference_mode and cannot be written outside of it, and nothing has changed.
+        takes them.  All is checked first: ValueError lists what does not fit, and nothing has changed.
         """
         self._refuse_in_evaluation("load_master_state_dict()")
         entries = self._trained_entries()
@@ -510,8 +507,6 @@ class Optimizer(torch.optim.Optimizer):
                 _, plan, variant = checkpoint.select(type(self), entry.group, p, entry.name, kept or None)
                 if kept:
                     state.check(variant, p, kept, entry.name)
-                own = {f.name: (kept or {}).get(f.name) for f in variant.fields if f.owner == "p"}
-                state.refuse_inference(p, entry.name, sharding.local(p), sharding.locals_of(own))
                 ready.append((plan, variant, p, kept, value, entry.group))
             if found.rest:
                 model.load_state_dict(found.rest, strict=False)

@@ -611,8 +611,6 @@ class _Source:
             p = self.target if parts is None else self.p
             if parts is not None and parts.gathered:  # p is a copy of all of it
                 p, shown = sharding.local(self.target), sharding.part_of(shown, parts.layout)
-            if state.of_inference(p):
-                self.misfit(f"the parameter {state.INFERENCE}")
             self.reading.loaded.rounded.append((p, shown))
         return made if parts is None else parts.wrapped(made)
 

@@ -152,9 +152,6 @@ def check(model: nn.Module, owner: str, saved: Any, owned: Mapping[int, object],
                 of = sharding.layout_of(target)
                 value = sharding.wrapped(sharding.part_of(value, of).to(target.device), of)
             loading.rest[name] = value
-            if isinstance(target, Tensor):
-                kind = "parameter" if isinstance(target, nn.Parameter) else "buffer"
-                state.refuse_inference(target, name, target, kind=kind)
     misfits.stop()
     return loading
 

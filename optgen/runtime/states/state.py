@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -73,8 +72,8 @@ def overlaps(p: Tensor) -> bool:
 
 
 def alike(params: Sequence[Tensor]) -> tuple[int, int] | None:
-    """Return the positions of the first two tensors that share an element, or whose elements alternate otherwise than
-    as columns of a common tensor; None if there are none.
+    """Return the positions of the first two tensors that share an element, or whose elements alternate; None if there
+    are none.
 
     Tensors without memory of their own (on meta, empty, freed by what shards them, those of other classes) have none.
     """
@@ -91,30 +90,10 @@ def alike(params: Sequence[Tensor]) -> tuple[int, int] | None:
     for begin, end, i in spans:
         open_spans = [span for span in open_spans if span[1] > begin]
         for _, _, j in open_spans:
-            if params[i].device == params[j].device and not _apart(params[j], params[i]):
+            if params[i].device == params[j].device:
                 return min(i, j), max(i, j)
         open_spans.append((begin, end, i))
     return None
-
-
-def _apart(a: Tensor, b: Tensor) -> bool:
-    """Return True if a and b, which begins within the span of a, are separate columns of a common tensor."""
-    if a.is_contiguous():
-        return False
-    pitches: set[int] = set()
-    taken: list[tuple[int, int]] = []  # of a common row, in bytes
-    for t in (a, b):
-        dims = sorted(
-            (stride * t.element_size(), size) for stride, size in zip(t.stride(), t.shape, strict=True) if size > 1
-        )
-        if not dims:
-            return False
-        pitch = dims.pop()[0]
-        begin = (t.data_ptr() - a.data_ptr()) % pitch if pitch else 0
-        pitches.add(pitch)
-        taken.append((begin, begin + sum((size - 1) * stride for stride, size in dims) + t.element_size()))
-    (_, low_end), (high, high_end) = sorted(taken)
-    return len(pitches) == 1 and low_end <= high and high_end <= max(pitches)
 
 
 def wraps(t: Any) -> bool:
@@ -266,42 +245,3 @@ def check(variant: Variant, p: Tensor, state: Mapping[str, Any], name: str | int
         f"flag, or loaded by torch.optim.Optimizer.load_state_dict, which casts it? The optimizer's own "
         f"load_state_dict(saved) reads it as it was saved): {'; '.join(found)}"
     )
-
-
-INFERENCE = (
-    "was made under torch.inference_mode(), outside of which torch does not let it be written: make "
-    "the model outside of it"
-)
-
-
-def of_inference(written: Tensor) -> bool:
-    """Return True if torch must not write this tensor in place: it was made under torch.inference_mode.
-
-    Outside of it, torch writes such a tensor and then raises an error.
-
-    written   of a DTensor the part on this rank, if that is written
-    """
-    return written.is_inference() and not torch.is_inference_mode_enabled()
-
-
-def refuse_inference(
-    p: Tensor,
-    name: str | int,
-    weight: Tensor | None,
-    fields: Mapping[str, Any] = MappingProxyType({}),
-    kind: str = "parameter",
-) -> None:
-    """Raise RuntimeError for a tensor that torch must not write (`of_inference`).
-
-    p, name, kind   its description in errors (`label`)
-    weight          the part of p that will be written, if any
-    fields          the fields of its state that will be written, by name
-    """
-    if weight is not None and of_inference(weight):
-        raise RuntimeError(f"{label(p, name, kind)} {INFERENCE}")
-    for key, value in fields.items():
-        if isinstance(value, Tensor) and of_inference(value):
-            raise RuntimeError(
-                f"{key} of {label(p, name, kind)} was made under torch.inference_mode(), outside of which torch does "
-                f"not let it be written: make the first step outside of it, or every step under it"
-            )

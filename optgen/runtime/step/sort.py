@@ -195,8 +195,6 @@ def buckets(
             bucket.variant = plans.at_step(bucket.plan, bucket.variant, flags)
     if scaler is not None and not all(b.counted for b in found) and scaler.found_infinity():
         return [], []
-    for bucket in found:
-        bucket.refuse_inference()
     backends.compile_all(found, [owner.groups[b.group]["backend"] for b in found])
     for b, i in fresh:  # thawed since it was given
         if b.variant.needs_matrix and len(b.params[i].shape) < 2:

@@ -12,7 +12,7 @@ from torch import Tensor
 from optgen.runtime.layout import layout, sharding
 from optgen.runtime.records import Variant
 from optgen.runtime.records.join import Pair
-from optgen.runtime.states import low_bits, state
+from optgen.runtime.states import state
 from optgen.runtime.work.counting import Step
 
 Backend = Literal["reference", "triton", "cpp"]
@@ -94,20 +94,6 @@ class Bucket:
     def check(self) -> None:
         for p, s, name in zip(self.params, self.states, self.names, strict=True):
             state.check(self.variant, p, s, name)
-
-    def refuse_inference(self) -> None:
-        """RuntimeError where torch is to write in place what was made under torch.inference_mode (state.py).
-
-        Kernels write memory, whose tensor nobody is asked about.
-        """
-        eager = self.backend == "reference"
-        fields = self.variant.names if eager or self.variant.model_temps else ()
-        for p, s, name, shard in zip(self.params, self.states, self.names, self.shards, strict=True):
-            whole = shard is not None and shard.whole
-            copied = whole or not p.is_contiguous() or low_bits.ATTRIBUTE in p.__dict__
-            if fields or eager or copied:
-                kept = {field: s.get(field) for field in fields}
-                state.refuse_inference(p, name, p if eager or copied else None, kept)
 
     def move_count(self, alone: bool) -> None:
         """The count of steps and the host states go to the device; the states take them over in `finish`.
