@@ -355,27 +355,6 @@ def test_what_a_graph_uses_stays_as_it_is() -> None:
     assert len(opt._stepper.launcher._captured) > len(first)
 
 
-def test_a_step_after_a_graph_writes_what_the_graph_may_have_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Numbers that stand on the device are not written again, unless a graph was taken up: it runs when it likes."""
-    room = counting.Control(2, torch.device("cpu"))
-    for graphs in (False, True):
-        monkeypatch.setattr(counting, "capturing", lambda now=graphs: now)
-        room.fill([0.5, 2.0], 3, None)
-        monkeypatch.setattr(counting, "capturing", lambda: False)
-        before = room.values.clone(), room.words[1:].clone()
-        room.values.fill_(7.0)
-        room.words.fill_(7)
-        room.fill([0.5, 2.0], 3, None)
-        assert torch.equal(room.values, before[0]) == graphs
-        assert torch.equal(room.words[1:], before[1]) == graphs
-    room.fill([0.5, torch.tensor(0.25, dtype=torch.float64)], 4, torch.tensor(True))
-    assert room.values.tolist() == [0.5, 0.25]
-    assert room.words[1:].tolist() == [1, keys.stream_of_steps(4)]
-    room.fill([-0.0, 0.0], 4, None)
-    assert room.values.signbit().tolist() == [True, False]
-    assert room.words[1] == 0
-
-
 def test_a_graph_and_every_stream_have_numbers_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph runs when it likes, and by then kept numbers may be gone; a stream does not wait for another's."""
     monkeypatch.setattr(host, "_constants", {})

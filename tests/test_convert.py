@@ -21,8 +21,8 @@ from optgen.base.errors import UserError
 from optgen.convert import packages
 from optgen.driver import cli
 from optgen.driver.checkpoints import convert, verify
-from optgen.optim import CAME, SGD, AdamW
-from optgen.runtime.checkpoint import checkpoint, container
+from optgen.optim import SGD, AdamW
+from optgen.runtime.checkpoint import container
 from tests.training import bits, states, train
 
 SHAPES = {"w": (70, 64), "b": (7,)}
@@ -165,18 +165,6 @@ def test_frozen_parameters_of_other_dtypes(tmp_path: Path) -> None:
     again = AdamW(models[1].named_parameters(), plan="int8")
     load_checkpoint(other, again, models[1])
     assert bits(models[1].state_dict()) == bits(models[0].state_dict())
-
-
-def test_states_of_rows_and_columns(tmp_path: Path) -> None:
-    model = nn.Linear(64, 70, bias=False).bfloat16()
-    opt = CAME(model.named_parameters(), plan="int8_split24")
-    train(opt, range(2))
-    save_checkpoint(tmp_path / "a.pt", opt, model)
-    convert(str(tmp_path / "a.pt"), str(tmp_path / "b.pt"), to="fp32_master")
-    other = nn.Linear(64, 70, bias=False).bfloat16()
-    again = CAME(other.named_parameters(), plan="fp32_master")
-    load_checkpoint(tmp_path / "b.pt", again, other)
-    assert bits(again.dense_state_dict()["state"]) == bits(opt.dense_state_dict()["state"])
 
 
 # -- torch.optim -----------------------------------------------------------------------------------------------
@@ -417,20 +405,6 @@ def test_momentum_of_bitsandbytes_sgd() -> None:
     opt.load_state_dict({"state": {0: {"step": 2, "state1": momentum}}, "param_groups": [{"params": [0], "lr": 0.1}]})
     assert torch.equal(opt.state[p]["momentum_buffer"], momentum)
     assert packages.dense({packages.BNB: {"state1": momentum}}, ("m",), (70, 64)) == {"m": momentum}
-
-
-def test_optgen_s_own_checkpoints_need_no_reader_of_other_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The runtime imports nothing of the room of conversions until a state dict is not its own."""
-    monkeypatch.setitem(sys.modules, checkpoint.READER, None)
-    model = Net()
-    opt = AdamW(model.named_parameters(), plan="int8")
-    train(opt, range(2))
-    before = states(opt)
-    opt.load_state_dict(opt.state_dict())
-    assert states(opt) == before
-    with pytest.raises(ImportError, match=checkpoint.READER):
-        opt.load_state_dict(opt.dense_state_dict())
-    assert states(opt) == before
 
 
 # -- the commands ----------------------------------------------------------------------------------------------

@@ -113,20 +113,6 @@ def test_accelerate_stopped_and_resumed(tmp_path: Path, precision: str, every: i
     assert not same_weights(whole, loop.network())
 
 
-@pytest.mark.usefixtures("fresh_accelerator")
-def test_prepare_changes_no_state_of_an_optimizer_that_has_stepped() -> None:
-    """`prepare` loads the optimizer's own state dict into it."""
-    accelerate = pytest.importorskip("accelerate")
-    model = example("accelerate_loop", "accelerate").network()
-    optimizer = AdamW(model.parameters(), plan="int8_split24")
-    model(torch.arange(8)).square().sum().backward()
-    optimizer.step()
-    before = {p: {k: v.clone() if isinstance(v, Tensor) else v for k, v in kept.items()}
-              for p, kept in optimizer.state.items()}  # fmt: skip
-    prepared = accelerate.Accelerator(cpu=True).prepare(optimizer)
-    assert alike(before, dict(prepared.optimizer.state))
-
-
 # -- Lightning --------------------------------------------------------------------------------------------
 
 

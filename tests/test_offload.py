@@ -114,18 +114,6 @@ def test_groups_that_stay_beside_groups_that_leave_and_are_turned_on_and_off() -
 
 
 @pytest.mark.usefixtures("small_chunks")
-def test_a_momentum_that_comes_and_goes_with_the_offloading() -> None:
-    a, opt_a, b, opt_b = pair(lambda m: optim.SGD(m.named_parameters(), lr=0.1, backend="cpp"))
-    moved(opt_b)
-    for k, momentum in enumerate((0.0, 0.9, 0.9, 0.0, 0.9)):
-        opt_a.param_groups[0]["momentum"] = opt_b.param_groups[0]["momentum"] = momentum
-        opt_b.param_groups[0]["offload"] = k != 3
-        train(opt_a, a, 1, start=k)
-        train(opt_b, b, 1, start=k)
-    same(a, b, opt_a, opt_b)
-
-
-@pytest.mark.usefixtures("small_chunks")
 def test_checkpoints_are_the_same_with_and_without() -> None:
     a, opt_a, b, opt_b = pair(lambda m: optim.AdamW(m.named_parameters(), backend="cpp"))
     moved(opt_b)
@@ -192,17 +180,6 @@ def test_options_are_refused_before_anything_changes() -> None:
     opt.step()
     with pytest.raises(TypeError, match="offload"):
         optim.AdamW([{"params": [nn.Parameter(torch.ones(2))], "offload": "yes"}])
-
-
-def test_a_parameter_that_outgrew_its_gradient_is_not_moved() -> None:
-    params = [nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4, 4))]
-    opt = moved(optim.AdamW(params, plan="fp32"))
-    for p in params:
-        p.grad = torch.ones_like(p)
-    params[1].data = torch.ones(400, 4)
-    with pytest.raises(RuntimeError, match=r"parameter 1 .* its gradient is of shape \[4, 4\]"):
-        opt.step()
-    assert all(bool((p == 1).all()) for p in params) and not opt.state
 
 
 def test_rules_over_the_model_are_all_or_nothing() -> None:

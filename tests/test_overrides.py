@@ -304,22 +304,6 @@ def test_a_checkpoint_brings_its_plans_and_says_where_they_were_changed() -> Non
     same(model, other, opt, again)
 
 
-def test_a_checkpoint_is_matched_by_name_and_by_position() -> None:
-    model = net()
-    opt = AdamW(model.named_parameters(), overrides=MIXED)
-    train(opt, model, 1)
-    saved = opt.state_dict()
-    back = AdamW(list(model.named_parameters())[::-1], overrides=MIXED)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        back.load_state_dict(saved)
-        unnamed = AdamW(model.parameters(), overrides=MIXED, module=model)
-        unnamed.load_state_dict(saved)
-    assert back.plans() == opt.plans() == unnamed.plans()
-    for p in model.parameters():
-        assert back.state[p].keys() == opt.state[p].keys() == unnamed.state[p].keys()
-
-
 def test_a_file_says_its_plans_and_conversion_keeps_them(tmp_path: Any) -> None:
     from optgen.driver import checkpoints
 

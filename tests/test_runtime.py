@@ -22,7 +22,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from torch import Tensor, nn
 
 from generated import SGD, SGDW, AdamW, NAdam
-from optgen.runtime import Hyper
 from optgen.runtime.layout import layout, plans
 from optgen.runtime.options import overrides
 from optgen.runtime.records import keys
@@ -597,16 +596,6 @@ def test_copies_are_of_their_class(copier: Callable[[AdamW], AdamW]) -> None:
     assert repr(other).startswith("Subclass (\n    group 0: 10 parameters, ")
 
 
-def test_old_pickles_get_new_options() -> None:
-    params = parameters(shapes=[(3,)])
-    opt = AdamW(params)
-    state = copy.deepcopy(opt.__getstate__())
-    for group in state["param_groups"]:
-        del group["seed"], group["maximize"]
-    opt.__setstate__(state)
-    train(opt, range(1))
-
-
 def test_add_param_group_is_all_or_nothing() -> None:
     params = parameters(shapes=[(3,), (4,), (5,)])
     opt = AdamW(params[:1])
@@ -751,17 +740,6 @@ def test_import_loads_nothing_that_torch_has_not_loaded_but_the_runtime_itself()
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) <= 1 + files
-
-
-@given(value=st.floats(allow_nan=True, allow_infinity=True), low=st.floats(-5, 5), high=st.floats(-5, 5))
-def test_ranges(value: float, low: float, high: float) -> None:
-    hyper = Hyper("x", 0.0, gt=low, le=high)
-    inside = low < value <= high
-    if inside:
-        assert hyper.check(value, "X") == value
-    else:
-        with pytest.raises(ValueError, match="X: x must be > "):
-            hyper.check(value, "X")
 
 
 @pytest.mark.parametrize("released", [False, True])

@@ -138,28 +138,14 @@ def two_steps(short: bool) -> Any:
     return opt
 
 
-def grad_in_fp32(p: Any, entry: dict[str, Any]) -> None:
-    p.grad_dtype = None
-    p.grad = part(8, 640, dtype=torch.float32, seed=9)
-
-
-def state_replaced(p: Any, entry: dict[str, Any]) -> None:
-    old = entry["exp_avg_codes"]
-    new = DTensor.from_local(old.to_local() ^ 1, p.device_mesh, [Shard(0)], shape=old.shape, stride=old.stride())
-    entry["exp_avg_codes"] = new
-
-
 CHANGES: dict[str, Callable[[Any, dict[str, Any]], object]] = {
     "nothing": lambda p, entry: None,
     "gradient elsewhere": lambda p, entry: setattr(p, "grad", part(8, 640, seed=7)),
     "gradient placed otherwise": lambda p, entry: setattr(p, "grad", part(16, 640, seed=8, of=Replicate())),
-    "no gradient": lambda p, entry: setattr(p, "grad", None),
-    "gradient in fp32": grad_in_fp32,
     "part moved": lambda p, entry: setattr(p, "_local_tensor", p._local_tensor.clone()),
     "part of a state moved": lambda p, entry: setattr(
         entry["exp_avg_codes"], "_local_tensor", entry["exp_avg_codes"].to_local() ^ 1
     ),
-    "state replaced": state_replaced,
     "step set": lambda p, entry: entry.update(step=40),
 }
 NO_COMPILER = pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler")

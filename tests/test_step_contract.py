@@ -91,18 +91,6 @@ def test_averages_of_models() -> None:
     assert opt.param_groups[0]["lr"] == pytest.approx(0.02, rel=1e-9)
 
 
-def test_foreach_is_accepted_and_changes_nothing() -> None:
-    sides = []
-    for foreach in (None, False, True):
-        params = parameters((4, 5))
-        opt = AdamW(params, lr=0.1, plan="fp32", foreach=foreach)
-        params[0].grad = torch.ones(4, 5)
-        opt.step()
-        sides.append(params[0].detach())
-    assert torch.equal(sides[0], sides[1])
-    assert torch.equal(sides[0], sides[2])
-
-
 BACKENDS = ["reference", "triton", "cpp"]
 
 
