@@ -6,7 +6,7 @@ from optgen.lang import (
 
 
 @optimizer(
-    cite="Jordan et al. 2024, kellerjordan.github.io/posts/muon; Liu et al. 2025, arXiv:2502.16982", matrix="first"
+    cite="Jordan et al. 2024, kellerjordan.github.io/posts/muon; Liu et al. 2025, arXiv:2502.16982", matrix="heads"
 )
 def muon(
     p, g, t,
@@ -29,8 +29,10 @@ def muon(
 ):
     """Muon: momentum of a weight matrix, made orthogonal; AdamW for everything that is no matrix.
 
-    Convolutions are matrices of their output channels.  Groups with adamw=True (embeddings, the head) take AdamW
-    whatever their shape.  match_rms_adamw scales the step so that learning rates of AdamW serve (Moonlight).
+    Each matrix of a stack [experts, rows, columns] is one of its own, and convolutions are matrices of their output
+    channels: `blocks` says which of the two, and how many heads a matrix has.  Groups with adamw=True (embeddings, the
+    head) take AdamW whatever their shape.  match_rms_adamw scales the step so that learning rates of AdamW serve
+    (Moonlight).
     """
     if adamw or not matrix:
         p, momentum_buffer, exp_avg_sq = policies.adamw_step(

@@ -1,12 +1,12 @@
 """NorMuon: Muon whose orthogonal step is evened out over the rows; AdamW for everything that is no matrix."""
 
 from optgen.lang import (
-    columns, flag, hyper, maximum, newton_schulz, nonneg, norm, optimizer, policies, row, row_mean, rows,
+    columns, flag, hyper, mat_norm, maximum, newton_schulz, nonneg, optimizer, policies, row, row_mean, rows,
     shape_flag, sqrt, state,
 )  # fmt: skip
 
 
-@optimizer(cite="Li et al. 2025, arXiv:2510.05491, algorithm 1", name="NorMuon", matrix="first")
+@optimizer(cite="Li et al. 2025, arXiv:2510.05491, algorithm 1", name="NorMuon", matrix="heads")
 def normuon(
     p, g, t,
     momentum_buffer=state(),
@@ -25,8 +25,9 @@ def normuon(
 ):
     """NorMuon: Muon whose orthogonal step is evened out over the rows; AdamW for everything that is no matrix.
 
-    Convolutions are matrices of their output channels.  Groups with adamw=True (embeddings, the head) take AdamW
-    whatever their shape.
+    Each matrix of a stack [experts, rows, columns] is one of its own, and convolutions are matrices of their output
+    channels: `blocks` says which of the two, and how many heads a matrix has.  Groups with adamw=True (embeddings, the
+    head) take AdamW whatever their shape.
     """
     if adamw or not matrix:
         p, momentum_buffer, exp_avg_sq = policies.adamw_step(
@@ -38,7 +39,7 @@ def normuon(
     direction = newton_schulz(momentum_buffer, ns_steps)
     row_sq = beta2 * row_sq + (1 - beta2) * row_mean(direction * direction)
     even = direction / (sqrt(row_sq) + eps)
-    size = 0.2 * sqrt(rows(p) * columns(p)) / maximum(norm(even), eps)
+    size = 0.2 * sqrt(rows(p) * columns(p)) / maximum(mat_norm(even), eps)
     p = policies.decoupled(p, lr, weight_decay)
     p = p - lr * size * even
     return p, momentum_buffer, exp_avg_sq, row_sq

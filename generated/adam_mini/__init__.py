@@ -51,7 +51,7 @@ class AdamMini(Optimizer):
         "bfloat16": "int8_split24",
         "float16": "int8_split24",
     }
-    BLOCKS = True
+    BLOCKS = "rows"
 
     def __init__(
         self,

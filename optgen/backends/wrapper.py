@@ -90,7 +90,7 @@ class ClassRow:
     rebuild: str
     own: Mapping[str, str] = field(default_factory=dict)  # the user's plans -> their packages
     evaluation: tuple[str, ...] = ()  # lines of the function that gives the weights to evaluate with
-    blocks: bool = False  # whether its user may say how many blocks of rows a parameter has
+    blocks: str = ""  # what blocks of rows are that its user may ask for: "rows" of its matrix, or "heads"
 
     @property
     def signature(self) -> list[str]:

@@ -106,7 +106,7 @@ def class_row(spec: Spec, plans: tuple[str, ...], own: Mapping[str, str]) -> wra
         rule=spec.source.body,
         rebuild=f"optgen build {spec.name}",
         evaluation=_evaluation(spec),
-        blocks=spec.blocks,
+        blocks="" if not spec.blocks else "heads" if spec.matrix == "heads" else "rows",
     )
 
 

@@ -35,7 +35,7 @@ def refuse(spec: Spec, variants: Iterable[Variant], rules: Iterable[RuleRecord])
         why = "some of its steps are made in another way"
     elif spec.evaluation is not None:
         why = "it has other weights for evaluation"
-    elif spec.blocks:
+    elif spec.blocks and spec.matrix != "heads":
         why = "its user says how many blocks of rows a parameter has"
     elif any("model" in rule.spaces for rule in rules):
         why = "it sums over all parameters of a model"

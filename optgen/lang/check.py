@@ -30,9 +30,9 @@ def trace(spec: Spec, setting: tuple[tuple[str, bool], ...]) -> Trace:
 def _check_call(spec: Spec, node: Node, trace: Trace) -> None:
     """Raise UserError E129 for newton_schulz of blocks of rows, and of its own result, scaled or not."""
     place = trace.places.get(node.uid, spec.loc)
-    if spec.blocks:
+    if spec.blocks and spec.matrix != "heads":
         why = 'matrix="blocks" divides rows into blocks, and it takes the whole matrix'
-        remedy = 'write matrix="first"; for one matrix per attention head, make each head a parameter of its own'
+        remedy = 'write matrix="heads", under which each block of rows is a matrix, or matrix="first"'
         raise UserError("E129", loc=place, why=why, remedy=remedy)
     inner = node.args[0]
     while inner.op in ("mul", "div", "neg"):
@@ -45,11 +45,24 @@ def _check_call(spec: Spec, node: Node, trace: Trace) -> None:
         raise UserError("E129", loc=places, why=why, remedy="one call of more steps: newton_schulz(x, 10)")
 
 
+def _check_vectors(spec: Spec, flags: Mapping[str, bool], trace: Trace) -> None:
+    """Raise UserError E129 for newton_schulz under a flag setting that vectors have, too."""
+    if any(f.shape is not None and f.shape((1024,)) != flags[f.name] for f in spec.flags):
+        return
+    for node in postorder([trace.p, *trace.states.values()]):
+        if node.op == "call":
+            why = "a vector, which has no rows and columns, would come here, too"
+            remedy = "write is_matrix=shape_flag(lambda shape: len(shape) >= 2) after the `*`, and a step of vectors "
+            remedy += "under `if not is_matrix:`"
+            raise UserError("E129", loc=trace.places.get(node.uid, spec.loc), why=why, remedy=remedy)
+
+
 def check(spec: Spec) -> None:
     """Check a spec over all its flag settings; raise UserError for the first fault."""
     traces = [(setting, spec.trace(setting)) for setting in spec.settings()]
     for setting, trace in traces:
         _check_repeats(spec, setting, trace)
+        _check_vectors(spec, setting, trace)
     read = set().union(*(_reads(trace) for _, trace in traces))
     for s in spec.kept:
         if s.name not in read:

@@ -77,7 +77,8 @@ def optimizer(
           hyper-parameters...) of plain arithmetic, with the names that the spec has for them
     matrix  whose rows and columns are reduced: "last", of the last two dimensions, once for each index of the leading
             ones; "first", of the first dimension (output neurons, channels) against all others; "blocks", the same,
-            and the user may say of single parameters how many blocks of consecutive rows are one row each
+            and the user may say of single parameters how many blocks of consecutive rows are one row each; "heads",
+            the same, where each block is a matrix, as is each index of a stack of matrices
     """
     for option, text in (("cite", cite), ("like", like or ""), ("name", name or "")):
         if not isinstance(text, str):
@@ -87,12 +88,12 @@ def optimizer(
     if evaluate is not None and not isinstance(evaluate, FunctionType):
         called = getattr(evaluate, "__name__", repr(evaluate))
         raise UserError("E127", loc=author_loc(), name=called, why="it is not a function of its own, made with def")
-    if matrix not in ("last", "first", "blocks"):
+    if matrix not in ("last", "first", "blocks", "heads"):
         hint = (
             "last: the last two dimensions; first: dimension 0 against all others; blocks: the same, where the user "
-            "may put consecutive rows together"
+            "may put consecutive rows together; heads: the same, where these are a matrix"
         )
-        what = f'matrix= is "last", "first" or "blocks", got {matrix!r}'
+        what = f'matrix= is "last", "first", "blocks" or "heads", got {matrix!r}'
         raise UserError("E113", loc=author_loc(), what=what, hint=hint)
 
     def make(function: Callable[..., Any]) -> Spec:
@@ -154,7 +155,7 @@ def _spec(
         source=source,
         readings=Readings(check.trace, check.check),
         evaluation=_evaluation(evaluate, declared) if evaluate is not None else None,
-        blocks=matrix == "blocks",
+        blocks=matrix in ("blocks", "heads"),
     )
     _check_names(spec)
     _check_references(spec)

@@ -148,6 +148,11 @@ def norm(x: Num) -> Num:
     return sqrt(_reduced("tensor_sum", x * x, "norm"))
 
 
+def mat_norm(x: Num) -> Num:
+    """The Frobenius norm of the last two dimensions, one per leading index."""
+    return sqrt(_reduced("mat_sum", x * x, "mat_norm"))
+
+
 def dot(a: Num, b: Num) -> Num:
     """The inner product over the whole tensor."""
     return _reduced("tensor_sum", a * b, "dot")

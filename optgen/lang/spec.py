@@ -17,8 +17,9 @@ from optgen.lang.source import SpecSource
 from optgen.lang.values import Absent
 from optgen.ops import spaces
 from optgen.ops.dtypes import PRECISION
+from optgen.runtime.records import by_shape
 
-MatrixKind = Literal["last", "first"]
+MatrixKind = Literal["last", "first", "heads"]
 """The matrix that a rule's rows and columns belong to, where a parameter has more than two dimensions."""
 
 
@@ -241,8 +242,8 @@ class Spec:
         """One step on anything that `optgen.lang` reads: (new p, new states, new host states).
 
         With fp64 tensors this is the oracle.  p and g have the parameter's shape; t counts from 1; row states
-        have a last dimension of 1, col states a last but one (of the view as a matrix, where the spec's is the first
-        dimension against the rest).  States not given start from their init.
+        have a last dimension of 1, col states a last but one (of the view as a matrix, where p has one that is the
+        first dimension against the rest).  States not given start from their init.
         """
         arguments = {h.name for h in self.hypers} | {f.name for f in self.flags}
         self._known(hypers_and_flags, arguments, "hyper-parameter or flag")
@@ -250,7 +251,8 @@ class Spec:
         self._known(host_states or {}, {s.name for s in self.host_states}, "host state")
         shape = tuple(p.shape) if hasattr(p, "shape") else None
         flags = self.flag_values(hypers_and_flags, shape, t)
-        if self.matrix == "first" and shape is not None and len(shape) > 2:
+        matrix = self.matrix if self.matrix != "heads" or shape is None else by_shape(shape)
+        if matrix == "first" and shape is not None and len(shape) > 2:
             flat = (shape[0], math.prod(shape[1:]))
             elements = {s.name for s in self.states if s.space == spaces.elem}
             views = {k: v.reshape(flat) if k in elements else v for k, v in (states or {}).items()}

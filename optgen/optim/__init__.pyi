@@ -460,7 +460,7 @@ class Muon(Optimizer):
         match_rms_adamw: bool = False,
         adamw: bool = False,
         *,
-        maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None, blocks: Given = None,
         backend: str = "auto", seed: int = 0, foreach: bool | None = None,
         fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
     ) -> None: ...
@@ -496,7 +496,7 @@ class NorMuon(Optimizer):
         adamw_betas: Sequence[float | Tensor] = (0.9, 0.95),
         adamw: bool = False,
         *,
-        maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None, blocks: Given = None,
         backend: str = "auto", seed: int = 0, foreach: bool | None = None,
         fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
     ) -> None: ...

@@ -40,7 +40,8 @@ class Optimizer(torch.optim.Optimizer):
               first that holds wins; "fp32" keeps states in fp32, and the weight no less precise than `plan` does.
               Groups that are added later follow it too; each may have one of its own
     blocks    of rules that have statistics of blocks of rows: into how many blocks of consecutive rows single matrices
-              fall, {the same keys: a number}; 1 is the whole matrix.  Matrices without have a block for each row
+              fall, {the same keys: a number}; 1 is the whole matrix.  Matrices without have a block for each row.  In
+              Muon and NorMuon each block is a matrix, and there is one, but of a stack [experts, rows, columns]
     backend   "auto" (Triton on GPUs; C++ on CPUs, compiled at the first step; eager torch where those are missing),
               "reference" (eager torch), "triton" or "cpp"; OPTGEN_BACKEND in the environment replaces "auto"
     seed      of the stochastic rounding; the same bits follow from the same seed, parameter names (positions
@@ -58,7 +59,7 @@ class Optimizer(torch.optim.Optimizer):
     PLANS: ClassVar[tuple[str, ...]]
     OWN_PLANS: ClassVar[Mapping[str, str]] = {}
     DEFAULT_PLAN: ClassVar[Mapping[str, str]]
-    BLOCKS: ClassVar[bool] = False
+    BLOCKS: ClassVar[str] = ""
     evaluation: ClassVar[Callable[..., Tensor] | None] = None
 
     _warned_of_stack = False
@@ -146,14 +147,19 @@ class Optimizer(torch.optim.Optimizer):
 
     def _bring_up(self) -> None:
         """Migrate groups and states of an older version, as a pickle may hold them."""
-        current = [group.get("format") == checkpoint.FORMAT for group in self.param_groups]
+        cls = type(self)
+        versions = [group.get("format", 0) for group in self.param_groups]
         for group in self.param_groups:
             checkpoint.check_format(group)
             group["format"] = checkpoint.FORMAT
-        if not all(current):
-            for p, group, *_, name in self._entries():
+        if any(version != checkpoint.FORMAT for version in versions):
+            stacks = []
+            for p, group, number, *_, name in self._entries():
                 if p in self.state:
-                    self.state[p] = checkpoint.renamed(type(self), group, p, name, self.state[p])
+                    self.state[p] = checkpoint.renamed(cls, group, p, name, self.state[p])
+                    old = versions[number] < checkpoint.STACKS
+                    stacks += [name] if old and checkpoint.is_stack(cls, group, p, name) else []
+            checkpoint.warn_stacks(cls, stacks)
         self.defaults["format"] = checkpoint.FORMAT
 
     def __repr__(self) -> str:

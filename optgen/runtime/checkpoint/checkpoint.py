@@ -17,7 +17,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from optgen.runtime.layout import layout, plans, sharding
 from optgen.runtime.options import blocks, options, overrides
 from optgen.runtime.options.entries import labels as labels_of
-from optgen.runtime.records import Field, Variant, as_float, in_blocks, keys
+from optgen.runtime.records import Field, Variant, as_float, beside, keys
 from optgen.runtime.records.arena import Arena
 from optgen.runtime.records.join import Pair
 from optgen.runtime.records.misfits import SHOWN, Misfits
@@ -37,7 +37,7 @@ from optgen.runtime.states import low_bits, state
 
 Groups = list[dict[str, Any]]
 
-FORMAT = 4
+FORMAT = 5
 """The version of a group and its states, saved under "format". A file of every version is in tests/cases/checkpoints.
 
 1   The version is saved; version 0 had none.
@@ -46,10 +46,12 @@ FORMAT = 4
     dimension behind the first; before there was one per combination of indices (`_misread` tells them apart).
 4   A group may have "streams" of random bits. Codes have names of their own; before they had the name of their state,
     which torch.optim gives to the state itself (`renamed` renames them by the plan).
+5   Rules of matrix="heads" may have "blocks", and take a stack of matrices apart; before, such a parameter was one
+    matrix of dimension 0 against the rest.
 """
 
-AXES = 3
-"""The first version with scales per index of each dimension."""
+AXES, STACKS = 3, 5
+"""The first version with scales per index of each dimension, and with stacks of matrices."""
 
 
 def _misread(variant: Variant, p: Tensor) -> str:
@@ -77,7 +79,10 @@ def check_format(group: Mapping[str, Any]) -> None:
 
 
 def renamed(cls: Any, group: Mapping[str, Any], p: Tensor, label: plans.Label, entry: Any) -> Any:
-    """Return a parameter's saved state with codes under the names of their fields, not of the state (format 3)."""
+    """Return a parameter's saved state with codes under the names of their fields, not of the state (format 3).
+
+    Statistics of rows of what is a stack of matrices since format 5 are zeros.
+    """
     if not isinstance(entry, Mapping) or p.dtype not in overrides.TRAINED:
         return entry
     codes = _codes(plans.chosen(cls, group, p.dtype, label).pair)
@@ -89,7 +94,36 @@ def renamed(cls: Any, group: Mapping[str, Any], p: Tensor, label: plans.Label, e
         and isinstance(value, Tensor)
         and value.dtype == f.torch_dtype  # else it is the state itself, of a tensor that is too small for codes
     }
-    return {found.get(key, key): value for key, value in entry.items()} if found else entry
+    entry = {found.get(key, key): value for key, value in entry.items()} if found else entry
+    if not is_stack(cls, group, p, label):
+        return entry
+    fresh = {}
+    for f in select(cls, group, p, label)[2].fields:
+        value, one = entry.get(f.name), layout.field_shape(replace(f, matrix="first"), p.shape)
+        if isinstance(value, Tensor) and tuple(value.shape) == one != layout.field_shape(f, p.shape):
+            fresh[f.name] = torch.full(layout.field_shape(f, p.shape), f.zero, dtype=f.torch_dtype, device=p.device)
+    return {**entry, **fresh} if fresh else entry
+
+
+def is_stack(cls: Any, group: Mapping[str, Any], p: Tensor, label: plans.Label) -> bool:
+    """Return True if a rule of matrix="heads" takes a parameter as a stack of matrices."""
+    if cls.BLOCKS != "heads" or p.ndim != 3:
+        return False
+    variant = select(cls, group, p, label)[2]
+    return variant.needs_matrix and variant.matrix == "last"
+
+
+def warn_stacks(cls: Any, labels: Collection[plans.Label]) -> None:
+    """Warn of stacks of matrices in a checkpoint from before format 5, if there are any."""
+    if labels:
+        label = next(iter(labels))
+        warn(
+            f"{cls.__name__}: the checkpoint is from before stacks of matrices were told from convolutions. {label!r} "
+            f"(of {len(labels)} such parameters) was one matrix, dimension 0 against the rest, and is a stack now: "
+            f"each matrix is made orthogonal by itself, and statistics of its rows start anew.  If it is a "
+            f"convolution, create the optimizer with blocks={{{label!r}: 1}}, and load again",
+            cls,
+        )
 
 
 @lru_cache(maxsize=256)
@@ -188,15 +222,20 @@ def read(
     started = any(not entry or "step" in entry for entry in state.of_parameters(present))
     loaded = Loaded({}, merged, [])
     missing: list[str] = []
+    stacks: list[plans.Label] = []
     for group, saved_group, labels in zip(merged, saved_groups, labels_of(merged), strict=True):
         reading = _Reading(cls, group, saved_group, misfits, loaded)
         numbers = [order[id(p)] for p in group["params"]]
         absent = reading.read(labels, numbers, saved_state)
         missing += [name for p, name in absent if not started or state.of(present, p)]
+        if "plan" in saved_group and saved_group.get("format", 0) < STACKS:
+            pairs = zip(group["params"], labels, strict=True)
+            stacks += [x for p, x in pairs if p in loaded.states and is_stack(cls, group, p, x)]
     loaded.states.update({k: _copied(x, None, k, misfits) for k, x in saved_state.items() if k in beside})
     if sharding.anywhere(bool(misfits.lines), [p for group in merged for p in group["params"]]) and not misfits.lines:
         misfits.add("another rank found what does not fit its parts, and says it")
     misfits.stop()
+    warn_stacks(cls, stacks)
     if missing and any("step" in entry for entry in state.of_parameters(loaded.states)):
         warn(
             f"{cls.__name__}.load_state_dict: the checkpoint has no state for {len(missing)} parameters "
@@ -399,7 +438,9 @@ def _take_settings(
         pairs = zip(labels_of(groups), labels_of(merged), strict=True)
         for present, group, other, (before, after) in zip(groups, merged, saved, pairs, strict=True):
             mine = [read(present).get(label) for label in before]
-            found = [theirs[order[id(p)]][1] for p in group["params"]] if "plan" in other else mine
+            silent = key == "blocks" and cls.BLOCKS == "heads" and other.get("format", 0) < STACKS
+            follows = "plan" in other and not silent
+            found = [theirs[order[id(p)]][1] for p in group["params"]] if follows else mine
             if "plan" in present:
                 rows = zip(group["params"], after, mine, found, strict=True)
                 changed += [(label, was, now) for p, label, was, now in rows if was != now and p.requires_grad]
@@ -451,19 +492,18 @@ def held(
     chosen = plans.chosen(cls, group, p.dtype, name)
     small, vector = p.numel() < chosen.limit, p.ndim < 2
     settings = {tuple(v.flags.items()) for v in chosen.pair.variants if v.param == variant.param}
-    beside = [plans.variant(chosen.pair, p.dtype, small, setting, vector) for setting in sorted(settings)]
-    owners = {f.name: f.owner for v in beside for f in v.fields if f.owner != "p"}
-    owners.update((name, name) for v in beside for name in v.states)
+    others = [plans.variant(chosen.pair, p.dtype, small, setting, vector) for setting in sorted(settings)]
+    owners = {f.name: f.owner for v in others for f in v.fields if f.owner != "p"}
+    owners.update((name, name) for v in others for name in v.states)
     there = {owners[key] for key in kept if key in owners}
     if there == set(variant.states):
         return variant
-    for v in sorted(beside, key=lambda v: len(_apart(variant, v))):
+    for v in sorted(others, key=lambda v: len(_apart(variant, v))):
         apart = _apart(variant, v)
         late = not there.issuperset(variant.states)
         if set(v.states) != there or apart & fixed or (late and not apart <= switched):
             continue
-        if isinstance(variant.matrix, int):
-            v = in_blocks(v, variant.matrix)
+        v = beside(v, variant)
         common = there.intersection(variant.states) | {"p"}
         if {f for f in v.fields if f.owner in common} == {f for f in variant.fields if f.owner in common}:
             return v

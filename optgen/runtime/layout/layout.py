@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from optgen.runtime.layout import plans
-from optgen.runtime.records import Field, Matrix, Variant, dtype_name
+from optgen.runtime.records import Field, Heads, Matrix, Variant, by_shape, dtype_name
 from optgen.runtime.records.join import Pair
 
 CHUNK = 2**24
@@ -71,16 +71,19 @@ def matrix_shape(matrix: Matrix, shape: torch.Size) -> torch.Size:
     """The shape whose last two dimensions are the rows and columns of a rule.
 
     matrix  "last": those of the parameter; "first": dimension 0 against the rest, as blocks are laid; a number: so many
-            rows of that put together.  ValueError where they do not come out even
+            rows of that put together; Heads: blocks of so many rows beside one another.  ValueError where they do not
+            come out even
     """
+    matrix = by_shape(shape) if matrix == "heads" else matrix
     if matrix == "last" or len(shape) < 2:
         return shape
-    if isinstance(matrix, int):
-        rows, columns = grid(shape)
-        if rows % matrix:
-            raise ValueError(f"{rows} rows are no whole number of blocks of {matrix}")
-        return torch.Size((rows // matrix, columns * matrix))
-    return torch.Size(grid(shape)) if len(shape) > 2 else shape
+    if isinstance(matrix, str):
+        return torch.Size(grid(shape)) if len(shape) > 2 else shape
+    rows, columns = grid(shape)
+    height = matrix.rows if isinstance(matrix, Heads) else matrix
+    if rows % height:
+        raise ValueError(f"{rows} rows are no whole number of blocks of {height}")
+    return torch.Size((rows // height, *((height, columns) if isinstance(matrix, Heads) else (height * columns,))))
 
 
 @functools.lru_cache(maxsize=65536)
@@ -92,7 +95,8 @@ def column_dims(matrix: Matrix, shape: torch.Size) -> tuple[int, ...]:
     """
     if len(shape) < 2:
         raise ValueError(f"a tensor of shape {list(shape)} has no rows and columns")
-    dims = shape[-1:] if matrix == "last" else shape[1:] if matrix == "first" else (int(matrix), *shape[1:])
+    matrix = by_shape(shape) if matrix == "heads" else matrix
+    dims = shape[-1:] if matrix == "last" else (matrix, *shape[1:]) if isinstance(matrix, int) else shape[1:]
     return tuple(size for size in dims if size != 1) or (1,)
 
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from optgen.runtime.records import Flag, Rule, Variant, dtype_name, in_blocks, join, keys
+from optgen.runtime.records import Flag, Rule, Variant, beside, dtype_name, join, keys
 from optgen.runtime.records.join import Pair, PlanRecord, Reference, RuleRecord
 from optgen.runtime.reference import stored
 
@@ -223,7 +223,7 @@ def at_step(pair: Pair, variant: Variant, flags: tuple[tuple[str, bool], ...]) -
     for v in pair.variants:
         same = (v.param, v.small, v.vector) == (variant.param, variant.small, variant.vector)
         if same and dict(v.flags) == wanted:
-            return in_blocks(v, variant.matrix) if isinstance(variant.matrix, int) else v
+            return beside(v, variant)
     raise ValueError(f"plan {pair.name!r} has no kernel with {dict(flags)}")
 
 

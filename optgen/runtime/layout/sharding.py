@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from optgen.runtime.layout import layout
-from optgen.runtime.records import Field, Matrix, Variant, dtype_name
+from optgen.runtime.records import Field, Heads, Matrix, Variant, dtype_name
 from optgen.runtime.records.join import Pair
 
 if TYPE_CHECKING:
@@ -179,6 +179,8 @@ def role(dim: int, shape: torch.Size, matrix: Matrix) -> str:
     """Return what a dimension counts: rows of a rule's matrices ("row"), columns ("col") or matrices ("lead")."""
     if len(shape) < 2:
         return "col"
+    if isinstance(matrix, Heads):
+        return "lead" if dim == 0 else "col"
     if matrix != "last":
         return "row" if dim == 0 else "col"
     return {len(shape) - 2: "row", len(shape) - 1: "col"}.get(dim, "lead")
@@ -232,8 +234,8 @@ class Layout:
             return whole._replace(column=self.here[0][0] if self.here else 0)
         (top, _), *rest = self.here
         (left, _), *deeper = rest
-        if isinstance(matrix, int):
-            return whole._replace(row=top // matrix)  # whole blocks, of all columns: see mode
+        if not isinstance(matrix, str):  # whole blocks, of all columns: see mode
+            return whole._replace(row=top // (matrix.rows if isinstance(matrix, Heads) else matrix))
         behind = math.prod(self.shape[2:])
         if any(span != (0, size) for span, size in zip(deeper, self.shape[2:], strict=True)):
             return whole._replace(row=top, width=math.prod(b - a for a, b in rest))  # nothing is numbered: see problem
@@ -394,8 +396,10 @@ Mode = Literal["local", "gathered"]
 def mode(variant: Variant, of: Layout) -> Mode:
     """Return "gathered" for vectors whose parts cut storage blocks: every rank steps the whole, with states that all
     ranks have.  Other parameters are stepped in parts.  Raises ValueError, saying what to do, if neither can be."""
-    if isinstance(variant.matrix, int):
-        return _mode_of_blocks(of.shape, of.mesh_shape, of.cuts, variant.matrix)
+    matrix = variant.matrix
+    if not isinstance(matrix, str):
+        height = matrix.rows if isinstance(matrix, Heads) else matrix
+        return _mode_of_blocks(of.shape, of.mesh_shape, of.cuts, height)
     blocks = {(f.per, f.width) for f in variant.fields if f.per > 1}
     blocks |= {(s.block, 1) for s in variant.stages if s.block > 1}
     stacked = variant.needs_matrix and variant.stochastic and variant.matrix == "last"
@@ -406,7 +410,7 @@ def mode(variant: Variant, of: Layout) -> Mode:
 
 @functools.lru_cache(maxsize=65536)
 def _mode_of_blocks(shape: torch.Size, mesh: tuple[int, ...], cuts: Cuts, height: int) -> Mode:
-    """`mode` of a parameter of which `height` consecutive rows are one row of the rule's matrix."""
+    """`mode` of a parameter of which `height` consecutive rows are one row, or all rows, of the rule's matrix."""
     if {cut[0] for cut in cuts if cut is not None} - {0}:
         raise ValueError(
             "it is cut along another dimension than the first, and `blocks` puts rows of it together: shard it along "

@@ -3,7 +3,8 @@
 A rule of `matrix="blocks"` has a statistic for each row of a matrix, unless its user says into how many blocks of
 consecutive rows a parameter falls (attention heads, say): then each block is one row.  A parameter of shape
 (rows, ...) in n blocks is seen as (n, elements of a block) by kernels, formats and random bits alike, so that it takes
-the steps of a parameter of that shape.
+the steps of a parameter of that shape.  Under a rule of matrix="heads" each block is a matrix: a block of one index of
+a tensor of three dimensions (an expert of a stack) one of the other two, any other one of its rows against the rest.
 
 What is asked for is decided once, when a parameter comes into the optimizer, and is recorded in its group under
 "blocks", by name (by position over all groups where parameters have no names).
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from optgen.runtime.layout import plans
 from optgen.runtime.options import overrides
-from optgen.runtime.records import Variant, as_int, in_blocks, keys
+from optgen.runtime.records import Heads, Variant, as_int, by_shape, in_blocks, keys
 
 Recorded = tuple[tuple[plans.Label, int], ...]
 """Into how many blocks single parameters fall."""
@@ -83,7 +84,7 @@ class Rules(overrides.Rules):
 
 
 def decided(
-    cls: type, own: Rules, given: Any, tensors: Sequence[Tensor], labels: Sequence[plans.Label]
+    cls: Any, own: Rules, given: Any, tensors: Sequence[Tensor], labels: Sequence[plans.Label]
 ) -> dict[str, Recorded]:
     """Return {"blocks": those of single parameters in a group that is to come}, or {}; arguments as in `Rules.asked`.
 
@@ -91,7 +92,7 @@ def decided(
     """
     found = []
     for p, label, count in zip(tensors, labels, own.asked(cls, given, tensors, labels), strict=True):
-        if count is not None:
+        if count is not None and (p.ndim > 1 or cls.BLOCKS != "heads"):  # a module's bias has no matrix
             try:
                 height(p.shape, count)
             except ValueError as error:
@@ -119,7 +120,10 @@ def of(cls: Any, group: Mapping[str, Any]) -> Mapping[plans.Label, int]:
 
 def seen(variant: Variant, p: Tensor, count: int | None) -> Variant:
     """The variant for a parameter in so many blocks; None: in those that its rule says.  ValueError as of `height`."""
+    heads = variant.matrix == "heads"
     if count is None or not variant.needs_matrix or not p.numel():
-        return variant
+        return in_blocks(variant, by_shape(p.shape)) if heads else variant
     rows = height(p.shape, count)
+    if heads:
+        return in_blocks(variant, "first" if count == 1 else "last" if rows == 1 and p.ndim == 3 else Heads(rows))
     return variant if rows == 1 else in_blocks(variant, rows)

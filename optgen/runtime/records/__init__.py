@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 if TYPE_CHECKING:  # the build reads records, and importing torch takes a second
     import torch
@@ -174,9 +174,25 @@ class Flag:
             raise ValueError(f"{owner}: {self.name}=True needs {self.excludes}=0, got {group[self.excludes]!r}")
 
 
-Matrix = str | int
+class Heads(NamedTuple):
+    """Blocks of so many consecutive rows, each of which is a matrix."""
+
+    rows: int
+
+
+Matrix = str | int | Heads
 """Whose rows and columns a rule reduces: "last", those of the last two dimensions; "first", of dimension 0 against the
-rest; a number, likewise, where so many consecutive rows are one row."""
+rest; a number, likewise, where so many consecutive rows are one row; Heads, likewise, of each block of rows.  "heads"
+is the matrix of a rule that leaves it to the parameter (`by_shape`, options/blocks.py) which of these it has."""
+
+
+def by_shape(shape: Sequence[int]) -> str:
+    """Return the matrix of a parameter under a rule of matrix="heads", if its user says nothing.
+
+    Three dimensions of which the last two have at least 8 indices are a stack of matrices.  Anything else, such as the
+    weight of a convolution with a short kernel, is one matrix of dimension 0 against the rest.
+    """
+    return "last" if len(shape) == 3 and min(shape[1:]) >= 8 else "first"
 
 PACK = 64
 """Columns that packed codes are read in where nothing else is in blocks."""
@@ -349,9 +365,7 @@ class Variant:
     temps        what the stages leave for one another
     stages       the kernels of a step that takes more than one, in order; () where `kernel` is all of it
     rows         whether other steps of the same parameter, for which flags are set otherwise, work on rows and columns
-    matrix       "last": rows and columns are those of the last two dimensions; "first": those of dimension 0 against
-                 the rest, which the kernels then see in the place of the parameter's shape; a number: as "first", with
-                 so many rows put together (`in_blocks`)
+    matrix       see Matrix; kernels see its shape in the place of the parameter's (layout.matrix_shape)
     eager        how the eager reference keeps each value
     rule         the step in the maths of its kernels, free of any plan
     own          True if its stages are not those of the rule: the plan divides it in a way of its own
@@ -510,13 +524,20 @@ class Variant:
 
 
 @lru_cache(maxsize=4096)
-def in_blocks(variant: Variant, rows: int) -> Variant:
-    """The variant for parameters of which so many consecutive rows are one row of the rule's matrix.
+def in_blocks(variant: Variant, matrix: Matrix) -> Variant:
+    """The variant for parameters that have this matrix.
 
-    The kernels are the same: they are told other sizes.  All that is stored lies along these longer rows.
+    The kernels are the same: they are told other sizes.  If rows are put into blocks, all that is stored lies along
+    these longer rows.
     """
-    fields = tuple(replace(f, matrix=rows) for f in variant.fields)
-    return replace(variant, fields=fields, matrix=rows)
+    fields = (f if isinstance(matrix, str) and f.space == "elem" else replace(f, matrix=matrix) for f in variant.fields)
+    return replace(variant, fields=tuple(fields), matrix=matrix)
+
+
+def beside(variant: Variant, other: Variant) -> Variant:
+    """Return a variant with the matrix of another one, which is for the same parameter at other steps."""
+    own = isinstance(other.matrix, str) and variant.matrix != "heads"
+    return variant if own else in_blocks(variant, other.matrix)
 
 
 def dtype_of(name: str) -> torch.dtype:

@@ -11,6 +11,7 @@ from torch import Tensor
 from optgen.runtime.checkpoint import checkpoint
 from optgen.runtime.layout import plans, sharding
 from optgen.runtime.layout.plans import Label
+from optgen.runtime.options import blocks
 from optgen.runtime.options.entries import Entry
 from optgen.runtime.records import Variant, dtype_name
 from optgen.runtime.records.join import Pair
@@ -86,20 +87,17 @@ def refuse_flattened(cls: Any, p: Tensor, name: Label) -> None:
 def refuse_vectors(cls: Any, entries: Iterable[Entry]) -> Entry | None:
     """Raise ValueError for a parameter without rows and columns if the rule needs them.
 
-    Returns the first stack of matrices that a function of matrices takes as one, if there is any.
+    Returns the first parameter of which nobody said that it is a stack of matrices, and which is taken for one.
     """
     found: Entry | None = None
     for entry in entries:
         p = entry.p
-        stack = p.ndim == 3 and min(p.shape[1:]) >= 8  # the last dimension of a 1-d convolution is shorter
-        if not p.requires_grad or not (p.ndim < 2 or stack):
+        if not p.requires_grad or p.ndim == 2:
             continue
-        variant = checkpoint.select(cls, entry.group, p, entry.name)[2]
-        if p.ndim < 2 and variant.needs_matrix:
+        if p.ndim < 2 and checkpoint.select(cls, entry.group, p, entry.name)[2].needs_matrix:
             raise no_matrix(cls, p, entry.name)
-        whole = variant.matrix == "first" and any(s.space == "call" for s in variant.stages)
-        if stack and whole and found is None:
-            found = entry
+        if found is None and checkpoint.is_stack(cls, entry.group, p, entry.name):
+            found = entry if entry.name not in blocks.of(cls, entry.group) else None
     return found
 
 
@@ -111,12 +109,12 @@ def no_matrix(cls: Any, p: Tensor, name: Label) -> ValueError:
 
 
 def warn_stack(cls: Any, entry: Entry) -> None:
-    """Warn of a stack of matrices that the rule takes as one matrix."""
+    """Warn of a parameter of three dimensions that nobody said to be a stack of matrices."""
+    count = entry.p.shape[0]
     warn(
-        f"{cls.__name__} orthogonalizes {state.label(entry.p, entry.name)} as one matrix of {entry.p.shape[0]} rows: "
-        f"dimension 0 against all others. That is right for convolutions. If it is a stack of matrices, "
-        "such as a layer's experts, make each a parameter of its own, or build a copy of the spec with "
-        '@optimizer(..., matrix="last"), which takes each matrix by itself',
+        f"{cls.__name__} takes {state.label(entry.p, entry.name)} as a stack of {count} matrices, such as a layer's "
+        f"experts, each by itself.  Say so with blocks={{{entry.name!r}: {count}}}; if it is a convolution, one matrix "
+        f"of {count} rows, with blocks={{{entry.name!r}: 1}}",
         cls,
     )
 

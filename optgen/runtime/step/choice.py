@@ -21,7 +21,7 @@ class Choice:
     counted   True if their steps are counted on the device, as capturable=True asks, and fused=True if there is a
               GradScaler; None: as in their states.  Only Triton kernels can be told
     limit     elements below which a tensor takes the variant for small ones
-    variants  by shape
+    variants  by shape, and blocks that are asked for
     """
 
     __slots__ = ("backend", "counted", "device", "dtype", "limit", "own", "plan", "variants")
@@ -34,7 +34,7 @@ class Choice:
         if self.backend == "triton" and all(flag.every is None for flag in cls.FLAGS):
             fused = (scaled or None) if group.get("fused") else False
             self.counted = True if group.get("capturable") else fused
-        self.variants: dict[torch.Size, Variant] = {}
+        self.variants: dict[tuple[torch.Size, int | None], Variant] = {}
 
 
 class GroupChoices:
@@ -56,14 +56,13 @@ class GroupChoices:
             if last is None:
                 last = self._made[kind] = Choice(self._cls, self._group, p, self._scaled, own)
             self._last = last
-        variant = last.variants.get(p.shape)
+        seen = p.shape, self._blocks.get(name) if self._blocks else None
+        variant = last.variants.get(seen)
         if variant is None:
             flags = options.flags_of(self._cls, self._group, tuple(p.shape))
             variant = plans.variant(last.plan, dtype, p.numel() < last.limit, flags, p.ndim < 2)
-            last.variants[p.shape] = variant
-        if self._blocks:
             try:
-                variant = blocks.seen(variant, p, self._blocks.get(name))
+                last.variants[seen] = variant = blocks.seen(variant, p, seen[1])
             except ValueError as error:
                 raise ValueError(f"{self._cls.__name__}: blocks: parameter {name!r} {error}") from None
         return last, variant

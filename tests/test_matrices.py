@@ -1,0 +1,152 @@
+"""Rules of whole matrices: stacks, heads and convolutions, against rules that are given each matrix by itself."""
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from optgen.optim import Muon, NorMuon
+from tests import oracles
+
+STACKS = Path(__file__).parent / "cases/checkpoints/stacks-4.pt"
+ULP = 2.0**-23
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def followed(cls: Any, params: list[nn.Parameter], gradients: Callable[[int], list[Tensor]], **options: Any) -> None:
+    """Make four steps of an optimizer, without a warning."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        opt = cls([(f"w{i}", p) for i, p in enumerate(params)], lr=0.02, **options)
+        for step in range(4):
+            for p, g in zip(params, gradients(step), strict=True):
+                p.grad = g.clone()
+            opt.step()
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpp"])
+@pytest.mark.parametrize("cls", [Muon, NorMuon])
+@pytest.mark.parametrize(
+    ("shape", "blocks", "matrices"),
+    [
+        ((4, 16, 8), 4, (4, 16, 8)),
+        ((3, 9, 33), 3, (3, 9, 33)),
+        ((48, 20), 3, (3, 16, 20)),
+        ((6, 5, 3, 3), 2, (2, 3, 45)),
+        ((6, 9, 10), 2, (2, 3, 90)),
+        ((6, 9, 10), 1, (1, 6, 90)),
+    ],
+    ids=str,
+)
+def test_each_matrix_takes_the_steps_of_a_parameter_of_its_own(
+    cls: Any, shape: tuple[int, ...], blocks: int, matrices: tuple[int, ...], backend: str
+) -> None:
+    whole = nn.Parameter(drawn(*shape))
+    each = [nn.Parameter(x.clone()) for x in whole.detach().view(matrices)]
+    options = {"plan": "fp32", "backend": backend}
+    followed(cls, [whole], lambda step: [drawn(*shape, seed=1 + step)], blocks={"w0": blocks}, **options)
+    followed(cls, each, lambda step: list(drawn(*shape, seed=1 + step).view(matrices)), **options)
+    assert torch.equal(whole.view(matrices), torch.stack(list(each)))
+
+
+@pytest.mark.parametrize("name", ["muon", "normuon"])
+def test_a_stack_of_experts_is_the_oracle_s_for_each_of_them(name: str) -> None:
+    """torch.optim.Muon, and algorithm 1 of NorMuon's paper, given one expert at a time."""
+    cls = {"muon": Muon, "normuon": NorMuon}[name]
+    flags = {"nesterov": True, "match_rms_adamw": False, "adamw": False}
+    hypers = {h.name: h.default for h in cls.HYPERS} | {"ns_steps": 5}
+    for shape in ((4, 40, 30), (4, 16, 64)):
+        p = nn.Parameter(drawn(*shape))
+        opt = cls([("experts", p)], plan="fp32", lr=0.02, blocks={"experts": 4})
+        steps = [oracles.WHOLE[name](flags, hypers) for _ in range(4)]
+        expected = list(p.detach().clone())
+        for t in range(1, 9):
+            p.grad = drawn(*shape, seed=t)
+            opt.step()
+            expected = [f(w, g, t, 0.02) for f, w, g in zip(steps, expected, p.grad, strict=True)]
+        # As in tests/test_whole_model.py: directions go through bf16, their entries are 1.2 at most in a matrix.
+        scale = max(1.0, (shape[1] / shape[2]) ** 0.5) if name == "muon" else 0.2 * max(shape) ** 0.5
+        difference = (p.detach() - torch.stack(expected)).abs()
+        assert difference.max() <= 8 * (0.02 * scale * 1.2 * 2.0**-7 + 2 * ULP * p.abs().max())
+        assert difference.median() <= 8 * 4 * ULP * p.abs().max()
+
+
+@pytest.mark.parametrize("cls", [Muon, NorMuon])
+def test_heads_in_8_bits_have_the_bits_of_a_stack_of_heads(cls: Any) -> None:
+    options = {"blocks": {"w0": 8}, "plan": "int8_split24"}
+    heads, stack = nn.Parameter(drawn(128, 96).bfloat16()), nn.Parameter(drawn(8, 16, 96).bfloat16())
+    followed(cls, [heads], lambda step: [drawn(128, 96, seed=step).bfloat16()], **options)
+    followed(cls, [stack], lambda step: [drawn(8, 16, 96, seed=step).bfloat16()], **options)
+    assert torch.equal(heads, stack.view(128, 96))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.experts = nn.Conv1d(16, 8, 9), nn.Parameter(drawn(4, 16, 8))
+
+
+@pytest.mark.parametrize("cls", [Muon, NorMuon])
+def test_a_stack_is_told_from_a_convolution(cls: Any) -> None:
+    """By shape, with a warning where that could be wrong, and by what the user says."""
+    stacks = [(f"experts.{i}", nn.Parameter(torch.zeros(4, 16, 8))) for i in range(2)]
+    with pytest.warns(UserWarning, match=r"'experts.0'.*stack of 4 matrices.*blocks={'experts.0': 4}") as caught:
+        opt = cls([{"params": stacks[:1]}, {"params": stacks[1:]}])
+    assert (len(caught), caught[0].filename) == (1, __file__)
+    quiet = [nn.Parameter(torch.ones(shape)) for shape in [(8, 16), (8, 16, 3), (8, 16, 3, 3), (8,)]]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cls(quiet)
+        cls([{"params": stacks, "adamw": True}])
+        cls(stacks, blocks={"experts.*": 4})
+        model = Net()
+        opt = cls(model.named_parameters(), blocks={"conv.*": 1, "experts": 4}, plan="fp32")
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    opt.step()
+    if cls is NorMuon:
+        assert {name: list(opt.state[p]["row_sq"].shape) for name, p in model.named_parameters() if p.ndim > 1} == {
+            "experts": [4, 16, 1], "conv.weight": [8, 1],
+        }  # fmt: skip
+    with pytest.raises(ValueError, match=r"'w' of shape \[8, 4\] has 8 rows, which do not fall into 3 equal blocks"):
+        cls([("w", nn.Parameter(torch.zeros(8, 4)))], blocks={"w": 3})
+
+
+@pytest.mark.parametrize("cls", [Muon, NorMuon])
+def test_checkpoints_from_before_stacks_were_told_apart(cls: Any) -> None:
+    """A stack goes on by each matrix, which a warning says; what is said to be a convolution goes on as it was."""
+    saved = torch.load(STACKS)[cls.__name__]
+
+    def loaded(**options: Any) -> tuple[Any, dict[str, nn.Parameter]]:
+        params = {name: nn.Parameter(value.clone()) for name, value in saved["model"].items()}
+        opt = cls(params.items(), plan="fp32", backend="reference", **options)
+        opt.load_state_dict(saved["optimizer"])
+        for i, p in enumerate(params.values()):
+            p.grad = drawn(*p.shape, seed=7 + i)
+        return opt, params
+
+    with pytest.warns(UserWarning, match=r"'experts' \(of 1 such parameters\) was one matrix") as caught:
+        opt, params = loaded(blocks={"experts": 4})
+    assert len(caught) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        conv, one = loaded(blocks={"experts": 1})
+        again = cls(one.items(), plan="fp32", blocks={"experts": 1})
+        again.load_state_dict(conv.state_dict())
+    for index, (name, p) in enumerate(params.items()):
+        before = saved["optimizer"]["state"][index]
+        assert torch.equal(opt.state[p]["momentum_buffer"], before["momentum_buffer"])
+        assert all(torch.equal(value, conv.state[one[name]][key]) for key, value in before.items() if key != "step")
+    if cls is NorMuon:
+        assert torch.equal(opt.state[params["experts"]]["row_sq"], torch.zeros(4, 16, 1))
+    opt.step()
+    conv.step()
+    assert torch.equal(params["conv"], one["conv"]) and torch.equal(params["w"], one["w"])
+    assert not torch.equal(params["experts"], one["experts"])
