@@ -92,7 +92,7 @@ def decided(
     """
     found = []
     for p, label, count in zip(tensors, labels, own.asked(cls, given, tensors, labels), strict=True):
-        if count is not None and (p.ndim > 1 or cls.BLOCKS != "heads"):  # a module's bias has no matrix
+        if count is not None and (p.ndim > 1 or cls.BLOCKS != "heads"):  # a pattern may name biases, too
             try:
                 height(p.shape, count)
             except ValueError as error:
