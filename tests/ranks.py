@@ -17,7 +17,6 @@ import os
 import sys
 import tempfile
 import traceback
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -566,25 +565,6 @@ def fully_sharded(here: Here) -> None:
             alike(alone[name].detach(), p.detach(), name)
             alike_states(other, alone[name], opt, p, name)
             assert all(isinstance(x, DTensor) for x in opt.state[p].values() if isinstance(x, Tensor))
-
-
-@case(2)
-def cast_and_sharded(here: Here) -> None:
-    """The order of docs/scaling.md: every bit of the fp32 weights, and no warning."""
-    model = built(here)
-    full = model.state_dict()
-    optgen.cast_model(model, torch.bfloat16, low_bits=False)
-    fully_shard(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        opt = generated.AdamW(model.named_parameters(), lr=0.0, plan="fp32_master", backend=here.backend)
-        opt.load_master_state_dict(model, full)
-        for p in model.parameters():
-            p.grad = torch.ones_like(p)
-        opt.step()
-        back = opt.master_state_dict(model)
-    for name, value in full.items():
-        alike(value, back[name], name)
 
 
 @case(2, 3)

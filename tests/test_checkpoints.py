@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from torch import Tensor
 from optgen import optim
 from optgen.optim import CAME, AdamW
 from optgen.runtime.checkpoint import checkpoint
-from tests.training import everything, give
+from tests.training import everything, give, train
 from tools import make_checkpoint_fixture as fixture
 
 FILES = sorted((Path(__file__).parent / "cases/checkpoints").glob("format-*.pt"))
@@ -64,25 +63,6 @@ def test_unknown_versions_are_refused(version: object) -> None:
     assert everything(opt) == before
 
 
-@pytest.mark.parametrize(("shape", "told"), [((1100, 2, 2), True), ((1100, 2, 1, 2), True), ((1100, 4), False),
-                                             ((1100, 4, 1), False), ((600, 2, 4), False)])  # fmt: skip
-def test_scales_of_dimensions_are_told_from_those_of_their_combinations(shape: tuple[int, ...], told: bool) -> None:
-    """Of two indices in each of two dimensions there are as many as of both together."""
-    p = torch.nn.Parameter(torch.linspace(-1, 1, math.prod(shape)).view(shape))
-    opt = AdamW([p], plan="lpmm4", backend="reference")
-    p.grad = p.detach().clone()
-    opt.step()
-    saved = copy.deepcopy(opt.state_dict())
-    saved["param_groups"][0]["format"] = 2
-    before = everything(opt)
-    said = refusal(opt, saved)
-    assert everything(opt) == before
-    assert ("exp_avg_sq_col: expected scales of 2 dimensions" in said) == told
-    assert told or said == ""
-    saved["param_groups"][0]["format"] = checkpoint.FORMAT
-    assert refusal(opt, saved) == ""
-
-
 # -- what torch.optim must not take for its own --------------------------------------------------------------------
 
 
@@ -90,14 +70,9 @@ def stepped(cls: Any, plan: str, steps: int = 2, **options: Any) -> tuple[Any, l
     """An optimizer of a matrix that is kept in codes and of a vector that is not."""
     draw = torch.Generator().manual_seed(4)
     params = [torch.nn.Parameter(torch.randn(shape, generator=draw)) for shape in ((64, 80), (5,))]
-    return trained(cls(params, plan=plan, backend="reference", **options), params, range(steps)), params
-
-
-def trained(opt: Any, params: list[torch.nn.Parameter], steps: range) -> Any:
-    for step in steps:
-        give(params, step)
-        opt.step()
-    return opt
+    opt = cls(params, plan=plan, backend="reference", **options)
+    train(opt, range(steps))
+    return opt, params
 
 
 @pytest.mark.filterwarnings("ignore:.*is discouraged")
@@ -148,7 +123,8 @@ def test_distributed_checkpoints_of_before_names_of_codes(tmp_path: Path) -> Non
     def made(steps: int) -> tuple[torch.nn.Module, Any]:
         model = torch.nn.Linear(80, 64)
         opt = AdamW(model.named_parameters(), plan="int8_split24", backend="reference")
-        return model, trained(opt, list(model.parameters()), range(steps))
+        train(opt, range(steps))
+        return model, opt
 
     model, opt = made(2)
     saved = get_optimizer_state_dict(model, opt)
@@ -171,13 +147,14 @@ def test_random_bits_go_on_where_only_the_optimizer_has_names() -> None:
     named = [(name, torch.nn.Parameter(p.detach().clone())) for name, p in zip("wb", expected, strict=True)]
     opt = AdamW(named, plan="int8_split24", backend="reference")
     opt.load_state_dict(copy.deepcopy(whole.state_dict()))
-    trained(whole, expected, range(2, 4))
+    train(whole, range(2, 4))
     params = [p for _, p in named]
-    trained(opt, params, range(2, 3))
+    train(opt, range(2, 3))
     again = AdamW(named[::-1], plan="int8_split24", backend="reference")  # by names now, in another order
     again.load_state_dict(copy.deepcopy(opt.state_dict()))
     assert again.param_groups[0]["param_names"] == ["b", "w"]
-    trained(again, params, range(3, 4))
+    give(params, 3)
+    again.step()
     assert all(map(torch.equal, params, expected))
     fresh = AdamW(named, plan="int8_split24", backend="reference")
     opt.load_state_dict(fresh.state_dict())  # of an optimizer whose random bits go by its names
@@ -192,13 +169,13 @@ def test_names_that_a_distributed_checkpoint_dropped_are_not_taken_for_none(flat
     models = [torch.nn.Linear(80, 64) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     opts = [AdamW(model.named_parameters(), plan="int8_split24", backend="reference") for model in models]
-    trained(opts[0], list(models[0].parameters()), range(2))
+    train(opts[0], range(2))
     dcp.set_optimizer_state_dict(
         models[1], opts[1], dcp.get_optimizer_state_dict(models[0], opts[0], options=how), options=how
     )
     models[1].load_state_dict(models[0].state_dict())
-    for model, opt in zip(models, opts, strict=True):
-        trained(opt, list(model.parameters()), range(2, 4))
+    for opt in opts:
+        train(opt, range(2, 4))
     assert torch.equal(models[0].weight, models[1].weight)
     assert "streams" not in opts[1].param_groups[0]
 

@@ -143,30 +143,6 @@ def test_groups_and_a_file_without_a_model(tmp_path: Path) -> None:
     assert bits(torch.load(b, weights_only=True)["state"]) == bits(opt.dense_state_dict()["state"])
 
 
-def test_frozen_parameters_of_other_dtypes(tmp_path: Path) -> None:
-    """Quantized or complex weights that an optimizer was given with the others come back, and are what they were."""
-    models = [Net(seed) for seed in range(2)]
-    for seed, model in enumerate(models):
-        draw = torch.Generator().manual_seed(seed)
-        drawn = [torch.rand(6, dtype=torch.float64, generator=draw), torch.randint(2**60, (6,), generator=draw)]
-        for value in (*drawn, torch.view_as_complex(drawn[0].view(3, 2).float()), drawn[1].to(torch.uint8)):
-            model.register_parameter(str(value.dtype)[6:], nn.Parameter(value, requires_grad=False))
-    first, second = (AdamW(model.named_parameters(), plan="int8_split24") for model in models)
-    models[0].w.grad, models[0].b.grad = (torch.ones(shape) for shape in SHAPES.values())
-    first.step()
-    path, other = tmp_path / "run.pt", tmp_path / "other.pt"
-    save_checkpoint(path, first, models[0])
-    assert not verify(str(path)).findings
-    load_checkpoint(path, second, models[1])
-    assert bits(models[1].state_dict()) == bits(models[0].state_dict())
-    assert states(second) == states(first)
-    convert(str(path), str(other), to="int8")
-    assert not verify(str(other)).findings
-    again = AdamW(models[1].named_parameters(), plan="int8")
-    load_checkpoint(other, again, models[1])
-    assert bits(models[1].state_dict()) == bits(models[0].state_dict())
-
-
 # -- torch.optim -----------------------------------------------------------------------------------------------
 
 

@@ -141,16 +141,6 @@ def test_a_cast_that_no_optimizer_meets() -> None:
     assert all(low_bits.ATTRIBUTE not in p.__dict__ for p in off.parameters())
 
 
-def test_models_without_numbers_are_cast_too() -> None:
-    with torch.device("meta"):
-        model = Net()
-    assert cast_model(model, torch.bfloat16).body.weight.dtype == torch.bfloat16
-    assert low_bits.ATTRIBUTE not in model.body.weight.__dict__
-    model = cast_model(Net(), torch.bfloat16, keep=["body"])
-    assert low_bits.ATTRIBUTE not in model.body.weight.__dict__
-    assert low_bits.ATTRIBUTE in model.embed.weight.__dict__
-
-
 @pytest.mark.parametrize("copier", ["pickle", "saved whole"])
 def test_pickles_of_a_cast_model_start_from_the_same_weights(copier: str) -> None:
     model = Net()

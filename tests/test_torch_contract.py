@@ -24,7 +24,7 @@ with warnings.catch_warnings():
 
 import generated
 from optgen.runtime import Optimizer
-from tests.training import alike, through_file
+from tests.training import alike, give, through_file
 
 ABSENT = {"ASGD", "LBFGS", "SparseAdam"}
 """Rules that are not among the generated ones."""
@@ -54,12 +54,6 @@ def matrices(count: int = 2, seed: int = 0) -> list[nn.Parameter]:
     """Every rule takes matrices."""
     draw = torch.Generator().manual_seed(seed)
     return [nn.Parameter(torch.randn(4 + k, 3, generator=draw)) for k in range(count)]
-
-
-def give(params: list[nn.Parameter], seed: int) -> None:
-    draw = torch.Generator().manual_seed(seed)
-    for p in params:
-        p.grad = torch.randn(p.shape, generator=draw)
 
 
 def fresh(kwargs: dict[str, Any]) -> dict[str, Any]:
