@@ -246,25 +246,6 @@ def test_the_watch_sees_what_a_step_on_the_host_reads(monkeypatch: pytest.Monkey
         opt.step()
 
 
-def test_a_number_given_as_a_tensor_is_read_at_every_step() -> None:
-    sides = []
-    for capturable in (False, True):
-        params = parameters()
-        opt = AdamW(params, lr=torch.tensor(0.1), plan="bf16_sr", backend="triton", capturable=capturable)
-        rate = opt.param_groups[0]["lr"]
-        schedule = torch.optim.lr_scheduler.OneCycleLR(opt, max_lr=0.1, total_steps=6)
-        seen = set()
-        for step in range(4):
-            give(params, step)
-            opt.step()
-            seen.add(rate.item())
-            schedule.step()
-        assert opt.param_groups[0]["lr"] is rate
-        assert len(seen) == 4
-        sides.append(opt)
-    assert everything(sides[0]) == everything(sides[1])
-
-
 @pytest.mark.parametrize("who", [{0}, {0, 1}, {1}])
 def test_parameters_that_miss_a_step_are_not_counted(who: set[int]) -> None:
     """One tensor counts several parameters for as long as they step together."""

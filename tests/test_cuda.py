@@ -362,19 +362,6 @@ def test_a_checkpoint_goes_on_elsewhere(there: bool) -> None:
     assert not moved_differences(*(devices[::-1] if there else devices))
 
 
-@pytest.mark.cuda
-def test_offloaded_states_take_the_same_steps() -> None:
-    """C++ steps in host memory and kernels on the device, in strict maths."""
-    cls, draw = optgen.compile("adamw", plan="int8_split24", maths="strict"), drawn(ADAMW)
-    weights = [torch.randn(s, generator=draw) for s in MOVED]
-    sides = [Side(ADAMW, weights, "auto", DEVICE, cls, offload=True), Side(ADAMW, weights, "triton", DEVICE, cls)]
-    for step in range(STEPS):
-        grads = gradients(MOVED, draw, torch.bfloat16, step)
-        for side in sides:
-            side.step(grads)
-    assert not differences(*(side.kept() for side in sides), "offloaded")
-
-
 # Far beyond 2^31 ------------------------------------------------------------------------------------------------------
 
 
