@@ -2,6 +2,8 @@
 
     optgen.compile("specs/mine.py", plan="int8_split24")     a class in memory
     optgen.cast_model(model, torch.bfloat16)                 a 16-bit model for it
+    optgen.StableEmbedding(...)                              an embedding whose optimizer states stay in fp32
+    optgen.keep_states_fp32(module)                          the same for any module
     optgen.attention_heads(model.named_parameters(), 32)     blocks for Adam-mini
     optgen.save_checkpoint(path, opt, model)                 one file, whole or not at all; load_checkpoint
 
@@ -9,7 +11,10 @@
 """
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "attention_heads", "cast_model", "compile", "load_checkpoint", "save_checkpoint"]
+__all__ = [
+    "StableEmbedding", "__version__", "attention_heads", "cast_model", "compile", "keep_states_fp32", "load_checkpoint",
+    "save_checkpoint",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> object:
@@ -22,6 +27,14 @@ def __getattr__(name: str) -> object:
         from optgen.cast import cast_model
 
         return cast_model
+    if name == "StableEmbedding":
+        from optgen.embedding import StableEmbedding
+
+        return StableEmbedding
+    if name == "keep_states_fp32":
+        from optgen.runtime.records.marks import keep_states_fp32
+
+        return keep_states_fp32
     if name == "attention_heads":
         from optgen.runtime.options.blocks import attention_heads
 

@@ -57,7 +57,7 @@ def cast_model(model: nn.Module, dtype: torch.dtype, keep: Sequence[str] = (), *
         if id(tensor) not in kept | done and tensor.is_floating_point():
             done.add(id(tensor))
             _cast(tensor, dtype, low_bits)
-    bits.remember(model)
+    bits.carry(model)
     for module in modules.values():
         _no_boundary(module)
     for name in sorted(kept_modules):

@@ -622,11 +622,11 @@ def gradients_released(here: Here) -> None:
 
 
 class Tokens(nn.Module):
-    """An embedding, a matrix, a normalization."""
+    """A stable embedding, a matrix, a normalization."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(33, 130)
+        self.embed = optgen.StableEmbedding(33, 130)
         self.body, self.norm = nn.Linear(130, 97), nn.LayerNorm(97)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -635,7 +635,7 @@ class Tokens(nn.Module):
 
 @case(2)
 def keeps_what_matters(here: Here) -> None:
-    """Overrides, through fully_shard: decided on the whole tensor, as on one rank."""
+    """Overrides and modules with fp32 states, through fully_shard: decided on the whole tensor, as on one rank."""
     torch.manual_seed(SEED)
     alone = Tokens().to(here.device, torch.bfloat16)
     model = copy.deepcopy(alone)
@@ -643,8 +643,8 @@ def keeps_what_matters(here: Here) -> None:
     fully_shard(model)
     # 97 * 130 elements in all, half of them here
     options = {"lr": 1e-2, "plan": "int8_split24", "backend": here.backend}
-    rules = {"norm": "bf16_sr", "numel >= 12610": "split32", "embed": "fp32"}
-    opt, other = (generated.AdamW(m.named_parameters(), overrides=rules, **options) for m in (model, alone))
+    rules: dict[Any, str] = {nn.LayerNorm: "bf16_sr", "numel >= 12610": "split32"}
+    opt, other = (generated.AdamW(m.named_parameters(), overrides=rules, module=m, **options) for m in (model, alone))
     assert opt.plans() == other.plans()
     assert opt.plans()["embed.weight"] == "int8_split24 (fp32 states)"
     assert opt.plans()["body.weight"] == "split32" and opt.plans()["norm.bias"] == "bf16_sr"

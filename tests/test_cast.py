@@ -144,23 +144,26 @@ def test_dtensors_are_refused_and_nothing_is_cast(shard: str) -> None:
 
 @pytest.mark.usefixtures("one_rank")
 def test_low_bits_that_sharding_leaves_behind_are_missed() -> None:
-    """Once for each model, at the user's line; other parameters are not warned of."""
+    """Once for each model, at the user's line, with module= and without; other parameters are not warned of."""
     mesh = init_device_mesh("cpu", (1,))
-    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
-    full = copy.deepcopy(model.state_dict())
-    fully_shard(cast_model(model, torch.bfloat16), mesh=mesh)
-    with pytest.warns(UserWarning, match="load_master_state_dict") as seen:
-        AdamW(model.named_parameters(), plan="fp32_master")
-    assert [x.filename for x in seen] == [__file__]
+    models = [nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)) for _ in range(2)]
+    full = copy.deepcopy(models[0].state_dict())
+    for model in models:
+        fully_shard(cast_model(model, torch.bfloat16), mesh=mesh)
+    with pytest.warns(UserWarning, match="AdamW: the low bits that cast_model kept for 4 parameters") as seen:
+        AdamW(models[0].parameters(), plan="fp32_master", module=models[0])
+    with pytest.warns(UserWarning, match="load_master_state_dict") as later:
+        AdamW(models[1].named_parameters(), plan="fp32_master")
+    assert [(len(x), x[0].filename) for x in (seen, later)] == [(1, __file__)] * 2
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        opt = AdamW(model.parameters(), plan="fp32_master")
-        opt.load_master_state_dict(model, full)
-        back = opt.master_state_dict(model)
+        opt = AdamW(models[0].parameters(), plan="fp32_master", module=models[0])
+        opt.load_master_state_dict(models[0], full)
+        back = opt.master_state_dict(models[0])
         assert all(torch.equal(back[name].full_tensor(), value) for name, value in full.items())
-        other = cast_model(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), torch.bfloat16)
-        other[1] = nn.Linear(64, 64, dtype=torch.bfloat16)
-        AdamW(other.parameters())
+        model = cast_model(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), torch.bfloat16)
+        model[1] = nn.Linear(64, 64, dtype=torch.bfloat16)
+        AdamW(model.parameters(), module=model).master_state_dict(model)
 
 
 @pytest.mark.usefixtures("one_rank")

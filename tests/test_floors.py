@@ -32,6 +32,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
         ("convert", "base runtime", "torch torchao"),
         ("runtime", "", "torch triton"),
         ("cast", "runtime", "torch"),
+        ("embedding", "runtime", "torch"),
         ("accumulate", "driver formats lang", ""),
         ("__main__", "driver", ""),
         ("optim", "_generated runtime driver", ""),

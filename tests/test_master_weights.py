@@ -7,6 +7,7 @@ import gc
 import pickle
 import weakref
 from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import pytest
@@ -141,18 +142,40 @@ def test_a_cast_that_no_optimizer_meets() -> None:
     assert all(low_bits.ATTRIBUTE not in p.__dict__ for p in off.parameters())
 
 
-@pytest.mark.parametrize("copier", ["pickle", "saved whole"])
-def test_pickles_of_a_cast_model_start_from_the_same_weights(copier: str) -> None:
+COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda m: pickle.loads(pickle.dumps(m)),
+    "saved whole": lambda m: through_file(m, weights_only=False),
+    "pickle, then deepcopy": lambda m: copy.deepcopy(pickle.loads(pickle.dumps(m))),
+    "to another process": lambda m: pickle.loads(bytes(ForkingPickler.dumps(m))),
+}
+
+
+@pytest.mark.parametrize("copier", COPIES)
+def test_copies_of_a_cast_model_start_from_the_same_weights(copier: str) -> None:
+    """And so do copies of its parts, of which no module keeps the bits."""
     model = Net()
     exact = {name: p.detach().clone() for name, p in trained(model)}
-    cast_model(model, torch.bfloat16)
-    made = pickle.loads(pickle.dumps(model)) if copier == "pickle" else through_file(model, weights_only=False)
+    made = COPIES[copier](cast_model(model, torch.bfloat16))
     assert made.head.weight is made.embed.weight
     opt = still(made, "split32")
     zero_step(opt)
     assert alike(opt.master_weights(), exact)
     assert not any(low_bits.ATTRIBUTE in p.__dict__ for p in made.parameters())  # taken
     assert low_bits.ATTRIBUTE in model.body.weight.__dict__
+    both = nn.ModuleList([model.head, model.embed])
+    for part in (COPIES[copier](model.head), *COPIES[copier](both)):
+        assert torch.equal(low_bits.exact(part.weight), exact["embed.weight"])
+
+
+def test_an_optimizer_copied_before_its_first_step() -> None:
+    model = Net()
+    exact = {name: p.detach().clone() for name, p in trained(model)}
+    opt = still(cast_model(model, torch.bfloat16), "split32")
+    sent = pickle.loads(bytes(ForkingPickler.dumps(opt)))
+    for made in (copy.deepcopy(opt), pickle.loads(pickle.dumps(opt)), sent):
+        zero_step(made)
+        assert alike(made.master_weights(), exact)
 
 
 # -- from fp32 weights through a first step --------------------------------------------------------------------

@@ -1,11 +1,13 @@
-"""Plans of single parameters: `overrides`."""
+"""Plans of single parameters: `overrides`, and modules that keep their states in fp32 under every optimizer."""
 
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import re
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,8 +15,10 @@ import torch
 from torch import Tensor, nn
 
 import optgen
+from optgen.accumulate import accumulator
 from optgen.optim import AdamW
 from optgen.runtime import Optimizer
+from optgen.runtime.records import marks
 from tests.harness import same_bits
 from tests.test_offload import moved
 from tests.training import same, through_file
@@ -61,23 +65,29 @@ def in_fp32(opt: Optimizer) -> set[str]:
 SMALL = {"norm.weight", "norm.bias"}
 """In fp32 under every plan of 8 bits, whatever is said."""
 
-RULES: dict[str, tuple[str, set[str]]] = {
-    "a pattern": ("*embed*", {"embed.weight"}),
-    "a module's name": ("body", {"body.weight"}),
-    "a size": ("numel < 5_200", {"head.weight"}),
-    "a size, inclusive": ("numel<=5200", {"head.weight", "embed.weight"}),
+RULES: dict[str, tuple[Callable[[Net], Any], set[str]]] = {
+    "a pattern": (lambda m: "*embed*", {"embed.weight"}),
+    "a module's name": (lambda m: "body", {"body.weight"}),
+    "a size": (lambda m: "numel < 5_200", {"head.weight"}),
+    "a size, inclusive": (lambda m: "numel<=5200", {"head.weight", "embed.weight"}),
+    "a module": (lambda m: m.head, {"head.weight"}),
+    "a class": (lambda m: nn.Linear, {"body.weight", "head.weight"}),
+    "a parameter": (lambda m: m.body.weight, {"body.weight"}),
 }
 
 
+@pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize("kind", RULES)
-def test_a_rule_holds_for_what_it_names_and_nothing_else(kind: str) -> None:
+def test_a_rule_holds_for_what_it_names_and_nothing_else(kind: str, named: bool) -> None:
     model = net()
     key, wanted = RULES[kind]
-    opt = AdamW(model.named_parameters(), plan="int8_split24", overrides={key: "fp32"})
+    params = model.named_parameters() if named else model.parameters()
+    opt = AdamW(params, plan="int8_split24", overrides={key(model): "fp32"}, module=model)
     train(opt, model, 1)
-    assert in_fp32(opt) == wanted | SMALL
+    names = [name for name, _ in model.named_parameters()]
+    assert (in_fp32(opt) if named else {names[int(i)] for i in in_fp32(opt)}) == wanted | SMALL
     reported = {name for name, plan in opt.plans().items() if "fp32" in plan}
-    assert reported - SMALL == wanted
+    assert {name if isinstance(name, str) else names[name] for name in reported} - SMALL == wanted
     assert {p.name for p in opt.memory().parameters if "fp32" in p.plan} == reported
 
 
@@ -134,34 +144,40 @@ def test_the_step_is_that_of_the_plan_it_names() -> None:
         ("*embd*", "'*embd*' matches no parameter; did you mean 'embed'?"),
         ("bdoy", "'bdoy' matches no parameter; did you mean 'body'?"),
         ("decoder.*", "matches no parameter"),
+        (nn.BatchNorm1d, "BatchNorm1d matches no parameter"),
+        (nn.Linear(2, 2), "the module Linear matches no parameter: it has been replaced, copied or sharded"),
         ("numel 4", "expected a size such as 'numel < 16384', got 'numel 4'"),
     ],
 )
 def test_a_rule_that_means_nothing_is_refused(key: Any, said: str) -> None:
     model = net()
     with pytest.raises(ValueError, match=re.escape(said)):
-        AdamW(model.named_parameters(), overrides={key: "fp32"})
+        AdamW(model.named_parameters(), overrides={key: "fp32"}, module=model)
 
 
 def test_what_cannot_be_told_is_refused_with_the_way_to_tell_it() -> None:
     model = net()
     with pytest.raises(ValueError, match=r"the parameters have none: give model.named_parameters\(\)"):
         AdamW(model.parameters(), overrides={"embed": "fp32"})
+    with pytest.raises(ValueError, match=r"LayerNorm is a class of modules.*AdamW\(..., module=model\)"):
+        AdamW(model.named_parameters(), overrides={nn.LayerNorm: "fp32"})
     with pytest.raises(ValueError, match="no plan `fp23`"):
         AdamW(model.named_parameters(), overrides={"embed": "fp23"})
     with pytest.raises(TypeError, match=r"overrides\['embed'\]: expected a plan's name, got 32"):
         AdamW(model.named_parameters(), overrides={"embed": 32})
     with pytest.raises(TypeError, match="a key must be a pattern"):
-        AdamW(model.named_parameters(), overrides={nn.LayerNorm: "fp32"})
+        AdamW(model.named_parameters(), overrides={3: "fp32"})
     with pytest.raises(TypeError, match="overrides must be a dict"):
         AdamW(model.named_parameters(), overrides="fp32")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"module must be a torch.nn.Module or None, got list"):
+        AdamW(model.named_parameters(), overrides={"embed": "fp32"}, module=[])
 
 
 def test_parameters_of_one_name_cannot_be_told_apart() -> None:
     model = net()
     twice = [("w", model.body.weight), ("w", model.head.weight)]
     with pytest.raises(ValueError, match="two parameters of a group are called 'w'"):
-        AdamW(twice, overrides={"numel < 5000": "fp32"})
+        AdamW(twice, overrides={model.head: "fp32"})
     assert AdamW(twice, overrides={"w": "fp32"}).plans() == {"w": "int8_split24 (fp32 states)"}
 
 
@@ -330,6 +346,105 @@ def test_the_state_dicts_of_distributed_checkpoints_carry_them(flat: bool) -> No
     train(opt, model, 1, seed=9)
     train(again, other, 1, seed=9)
     same(model, other, opt, again)
+
+
+# -- modules that say it themselves ------------------------------------------------------------------------------
+
+
+def assigned(model: Net) -> Net:
+    """Other Parameter objects, as loading into a model without memory makes them."""
+    model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
+    return model
+
+
+FATES: dict[str, Callable[[Net], Net]] = {
+    "as it is": lambda m: m,
+    "deepcopy": copy.deepcopy,
+    "pickled": lambda m: through_file(m, weights_only=False),
+    ".to()": lambda m: m.to(torch.float32).to(torch.bfloat16),
+    "assigned": assigned,
+}
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("fate", FATES)
+def test_the_states_of_a_stable_embedding_are_fp32_whatever_became_of_it(fate: str, named: bool) -> None:
+    model = FATES[fate](net(embedding=optgen.StableEmbedding))
+    opt = AdamW(model.named_parameters() if named else model.parameters(), plan="int8_split24")
+    train(opt, model, 1)
+    names = [name for name, _ in model.named_parameters()]
+    found = in_fp32(opt) if named else {names[int(i)] for i in in_fp32(opt)}
+    assert found == SMALL | {"embed.weight", "embed.norm.weight", "embed.norm.bias"}
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_accumulators_follow_marks(named: bool) -> None:
+    model = net()
+    optgen.keep_states_fp32(model.embed)
+    optgen.keep_states_fp32(model.head)
+    opt = AdamW(model.named_parameters() if named else model.parameters(), plan="int8_split24")
+    handle = opt.release_gradients(model, accumulate=2, accumulator=accumulator("int8"))
+    model(torch.arange(5)).float().sum().backward()
+    kept = {one.name: one.sums._entry for one in handle._release._released.values() if one.sums and one.sums._entry}
+    names = [name for name, _ in model.named_parameters()]
+    found = {name if isinstance(name, str) else names[name] for name, entry in kept.items() if "total" in entry}
+    assert found == SMALL | {"embed.weight", "head.weight"}
+
+
+def test_overrides_come_before_marks_and_marks_end_with_their_module() -> None:
+    model = net(embedding=optgen.StableEmbedding)
+    opt = AdamW(model.named_parameters(), overrides={"embed.weight": "int8_split24"})
+    train(opt, model, 1)
+    assert in_fp32(opt) == SMALL | {"embed.norm.weight", "embed.norm.bias"}
+    gc.collect()  # what earlier tests have left
+    before = len(marks.parameters())
+    del model, opt
+    gc.collect()
+    assert len(marks.parameters()) == before - 3
+
+
+def test_tied_weights_of_a_marked_module_are_marked() -> None:
+    model = nn.ModuleDict({"embed": optgen.StableEmbedding(65, 70), "head": nn.Linear(70, 65, bias=False)})
+    model["head"].weight = model["embed"].weight
+    opt = AdamW(model["head"].named_parameters(), plan="int8")
+    assert opt.plans() == {"weight": "int8 (fp32 states)"}
+
+
+def test_the_stable_embedding_is_that_of_bitsandbytes() -> None:
+    import bitsandbytes
+
+    indices = torch.tensor([[3, 0, 7], [1, 3, 3]])
+    for options in ({}, {"padding_idx": 3}, {"max_norm": 0.1, "scale_grad_by_freq": True}):
+        outputs = []
+        for cls in (bitsandbytes.nn.StableEmbedding, optgen.StableEmbedding):
+            torch.manual_seed(4)
+            module = cls(9, 16, **options)
+            made = module(indices)
+            made.square().mul(torch.arange(16)).sum().backward()
+            outputs.append((module.weight, made, module.weight.grad, module.norm.weight.grad, *module.state_dict()))
+        assert all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in zip(*outputs, strict=True)), (
+            options
+        )
+    bound = (6 / (9 + 16)) ** 0.5  # Xavier: uniform in the root of 6 / (fan in + fan out), both ways
+    own = optgen.StableEmbedding(9, 16).weight.detach()
+    assert 0.9 * bound < own.abs().max() <= bound
+
+
+def test_the_stable_embedding_takes_the_place_of_an_embedding() -> None:
+    half = optgen.StableEmbedding(9, 16, dtype=torch.bfloat16)
+    assert half(torch.tensor([1])).dtype == torch.bfloat16 == half.norm.weight.dtype
+    table = torch.randn(9, 16)
+    frozen = optgen.StableEmbedding.from_pretrained(table, padding_idx=2)
+    assert torch.equal(frozen.weight, table) and not frozen.weight.requires_grad and frozen.padding_idx == 2
+    wanted = nn.functional.layer_norm(table[[4]], (16,))
+    torch.testing.assert_close(frozen(torch.tensor([4])), wanted, rtol=0, atol=0)
+    with torch.device("meta"):
+        empty = optgen.StableEmbedding(9, 16)
+    made = empty.to_empty(device="cpu")
+    made.reset_parameters()
+    assert torch.equal(made.norm.weight, torch.ones(16)) and made.weight.abs().max() <= (6 / 25) ** 0.5
+    with pytest.raises(ValueError, match="sparse must be False"):
+        optgen.StableEmbedding(9, 16, sparse=True)
 
 
 def test_memory_says_what_each_plan_takes() -> None:

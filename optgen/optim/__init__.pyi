@@ -4,7 +4,7 @@
 # ruff: noqa
 from collections.abc import Sequence
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from optgen.runtime import Optimizer
@@ -23,7 +23,7 @@ class ADOPT(Optimizer):
         decoupled_weight_decay: bool = False,
         *,
         maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
-        backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
         fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
     ) -> None: ...
 
@@ -41,7 +41,7 @@ class AdEMAMix(Optimizer):
         weight_decay: float | Tensor = 0.0,
         *,
         maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
-        backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
         fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
     ) -> None: ...
 
@@ -56,7 +56,7 @@ class AdaBelief(Optimizer):
         weight_decay: float | Tensor = 0.0,
         *,
         maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
-        backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
         fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
     ) -> None: ...
 
@@ -71,7 +71,7 @@ class Adadelta(Optimizer):
         weight_decay: float | Tensor = 0.0,
         *,
         maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
-        backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
         fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
     ) -> None: ...
 
@@ -87,7 +87,7 @@ class Adafactor(Optimizer):
         weight_decay: float | Tensor = 0.0,
         *,
         maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
-        backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
         fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
     ) -> None: ...
 
@@ -106,7 +106,7 @@ class AdafactorPaper(Optimizer):
         relative_step: bool = True,
         *,
         maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
-        backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
         fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
     ) -> None: ...
 
@@ -122,7 +122,7 @@ class Adagrad(Optimizer):
         eps: float | Tensor = 1e-10,
         *,
         maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
-        backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
         fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
     ) -> None: ...
 
@@ -139,7 +139,7 @@ class Adam(Optimizer):
         decoupled_weight_decay: bool = False,
         *,
         maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
-        backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
         fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
     ) -> None: ...
 
@@ -154,7 +154,7 @@ class AdamMini(Optimizer):
         weight_decay: float | Tensor = 0.0,
         *,
         maximize: bool = False, plan: PlanOption = None, overrides: Given = None, blocks: Given = None,
-        backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
         fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
     ) -> None: ...
 
@@ -172,7 +172,7 @@ class AdamP(Optimizer):
         nesterov: bool = False,
         *,
         maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
-        backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
         fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
     ) -> None: ...
 
@@ -189,7 +189,7 @@ class AdamW(Optimizer):
         decouple_lr: bool = False,
         *,
         maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
-        backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
         fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
     ) -> None: ...
 
@@ -204,7 +204,7 @@ class Adamax(Optimizer):
         weight_decay: float | Tensor = 0.0,
         *,
         maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
-        backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
         fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
     ) -> None: ...
 
@@ -219,7 +219,7 @@ class Adan(Optimizer):
         weight_decay: float | Tensor = 0.0,
         *,
         maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
-        backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
         fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
     ) -> None: ...
 
@@ -235,7 +235,7 @@ class CAME(Optimizer):
         weight_decay: float | Tensor = 0.0,
         *,
         maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
-        backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
         fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
     ) -> None: ...
 
@@ -250,7 +250,7 @@ class CautiousAdamW(Optimizer):
         weight_decay: float | Tensor = 0.01,
         *,
         maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
-        backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
         fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
     ) -> None: ...
 
@@ -264,7 +264,7 @@ class CautiousLion(Optimizer):
         weight_decay: float | Tensor = 0.0,
         *,
         maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
-        backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
         fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
     ) -> None: ...
 
@@ -282,7 +282,7 @@ class ClippedAdamW(Optimizer):
         decouple_lr: bool = False,
         *,
         maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
-        backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
         fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
     ) -> None: ...
 
@@ -300,7 +300,7 @@ class DAdaptAdam(Optimizer):
         use_bias_correction: bool = False,
         *,
         maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
-        backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
         fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
     ) -> None: ...
 
@@ -312,7 +312,7 @@ class Fromage(Optimizer):
         lr: float | Tensor = 0.01,
         *,
         maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
-        backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
         fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
     ) -> None: ...
 
@@ -327,7 +327,7 @@ class Grams(Optimizer):
         weight_decay: float | Tensor = 0.0,
         *,
         maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
-        backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
         fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
     ) -> None: ...
 
@@ -344,7 +344,7 @@ class LAMB(Optimizer):
         max_norm: float | Tensor = 3e38,
         *,
         maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
-        backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
         fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
     ) -> None: ...
 
@@ -359,7 +359,7 @@ class LARS(Optimizer):
         trust_coefficient: float | Tensor = 0.001,
         *,
         maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
-        backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
         fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
     ) -> None: ...
 
@@ -374,7 +374,7 @@ class LaProp(Optimizer):
         weight_decay: float | Tensor = 0.0,
         *,
         maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
-        backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
         fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
     ) -> None: ...
 
@@ -388,7 +388,7 @@ class Lion(Optimizer):
         weight_decay: float | Tensor = 0.0,
         *,
         maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
-        backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
         fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
     ) -> None: ...
 
@@ -407,7 +407,7 @@ class LookaheadAdamW(Optimizer):
         decouple_lr: bool = False,
         *,
         maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
-        backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
         fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
     ) -> None: ...
 
@@ -422,7 +422,7 @@ class MADGRAD(Optimizer):
         eps: float | Tensor = 1e-6,
         *,
         maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
-        backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
         fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
     ) -> None: ...
 
@@ -438,7 +438,7 @@ class MARS(Optimizer):
         gamma: float | Tensor = 0.025,
         *,
         maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
-        backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
         fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
     ) -> None: ...
 
@@ -461,7 +461,7 @@ class Muon(Optimizer):
         adamw: bool = False,
         *,
         maximize: bool = False, plan: PlanOption = None, overrides: Given = None, blocks: Given = None,
-        backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
         fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
     ) -> None: ...
 
@@ -478,7 +478,7 @@ class NAdam(Optimizer):
         decoupled_weight_decay: bool = False,
         *,
         maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
-        backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
         fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
     ) -> None: ...
 
@@ -497,7 +497,7 @@ class NorMuon(Optimizer):
         adamw: bool = False,
         *,
         maximize: bool = False, plan: PlanOption = None, overrides: Given = None, blocks: Given = None,
-        backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
         fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
     ) -> None: ...
 
@@ -513,7 +513,7 @@ class NovoGrad(Optimizer):
         grad_averaging: bool = False,
         *,
         maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
-        backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
         fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
     ) -> None: ...
 
@@ -529,7 +529,7 @@ class OrthoGrad(Optimizer):
         nesterov: bool = False,
         *,
         maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
-        backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
         fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
     ) -> None: ...
 
@@ -549,7 +549,7 @@ class Prodigy(Optimizer):
         safeguard_warmup: bool = False,
         *,
         maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
-        backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
         fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
     ) -> None: ...
 
@@ -565,7 +565,7 @@ class RAdam(Optimizer):
         decoupled_weight_decay: bool = False,
         *,
         maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
-        backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
         fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
     ) -> None: ...
 
@@ -582,7 +582,7 @@ class RMSprop(Optimizer):
         centered: bool = False,
         *,
         maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
-        backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
         fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
     ) -> None: ...
 
@@ -596,7 +596,7 @@ class Rprop(Optimizer):
         step_sizes: Sequence[float | Tensor] = (1e-6, 50.0),
         *,
         maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
-        backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
         fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
     ) -> None: ...
 
@@ -612,7 +612,7 @@ class SGD(Optimizer):
         nesterov: bool = False,
         *,
         maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
-        backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
         fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
     ) -> None: ...
 
@@ -631,7 +631,7 @@ class SGDP(Optimizer):
         nesterov: bool = False,
         *,
         maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
-        backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
         fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
     ) -> None: ...
 
@@ -647,7 +647,7 @@ class SGDW(Optimizer):
         nesterov: bool = False,
         *,
         maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
-        backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
         fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
     ) -> None: ...
 
@@ -661,7 +661,7 @@ class SM3(Optimizer):
         eps: float | Tensor = 1e-30,
         *,
         maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
-        backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
         fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
     ) -> None: ...
 
@@ -679,7 +679,7 @@ class ScheduleFreeAdamW(Optimizer):
         weight_lr_power: float | Tensor = 2.0,
         *,
         maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
-        backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
         fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
     ) -> None: ...
 
@@ -696,7 +696,7 @@ class ScheduleFreeSGD(Optimizer):
         weight_lr_power: float | Tensor = 2.0,
         *,
         maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
-        backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
         fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
     ) -> None: ...
 
@@ -710,7 +710,7 @@ class Signum(Optimizer):
         weight_decay: float | Tensor = 0.0,
         *,
         maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
-        backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
         fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
     ) -> None: ...
 
@@ -725,7 +725,7 @@ class StableAdamW(Optimizer):
         weight_decay: float | Tensor = 0.01,
         *,
         maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
-        backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
         fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
     ) -> None: ...
 
@@ -739,7 +739,7 @@ class Tiger(Optimizer):
         weight_decay: float | Tensor = 0.01,
         *,
         maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
-        backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
         fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
     ) -> None: ...
 
@@ -755,6 +755,6 @@ class Yogi(Optimizer):
         weight_decay: float | Tensor = 0.0,
         *,
         maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
-        backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
         fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
     ) -> None: ...

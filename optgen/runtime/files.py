@@ -88,11 +88,13 @@ def load_checkpoint(path: Path_, optimizer: Optimizer, model: nn.Module | None =
             for p, bits in zip(params, waiting, strict=True):
                 if bits is not None:
                     setattr(p, low_bits.ATTRIBUTE, bits)
+            low_bits.carry(model)
             raise
         for p in params:
             kept = content["waiting"][order[id(p)]]
             if kept is not None and state_of(optimizer.state, p) is None:
                 setattr(p, low_bits.ATTRIBUTE, _in_memory(kept))
+        low_bits.carry(model)
     return _in_memory(content["extra"])
 
 

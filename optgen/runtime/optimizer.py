@@ -36,12 +36,14 @@ class Optimizer(torch.optim.Optimizer):
     Options beyond the hyper-parameters, per group or for all:
 
     plan      how states and weights are stored: a plan's name, names by parameter dtype, or None for the default
-    overrides what single parameters are stored under instead: {pattern of names or "numel < N": a plan's name}, the
-              first that holds wins; "fp32" keeps states in fp32, and the weight no less precise than `plan` does.
-              Groups that are added later follow it too; each may have one of its own
+    overrides what single parameters are stored under instead: {pattern of names, "numel < N", module, class of modules
+              or parameter: a plan's name}, the first that holds wins; "fp32" keeps states in fp32, and the weight no
+              less precise than `plan` does.  Groups that are added later follow it too; each may have one of its own
     blocks    of rules that have statistics of blocks of rows: into how many blocks of consecutive rows single matrices
               fall, {the same keys: a number}; 1 is the whole matrix.  Matrices without have a block for each row.  In
               Muon and NorMuon each block is a matrix, and there is one, but of a stack [experts, rows, columns]
+    module    the model that the parameters are of, where `overrides` or `blocks` name classes of modules, or the
+              parameters have no names; it is not kept
     backend   "auto" (Triton on GPUs; C++ on CPUs, compiled at the first step; eager torch where those are missing),
               "reference" (eager torch), "triton" or "cpp"; OPTGEN_BACKEND in the environment replaces "auto"
     seed      of the stochastic rounding; the same bits follow from the same seed, parameter names (positions
@@ -82,6 +84,7 @@ class Optimizer(torch.optim.Optimizer):
         plan: PlanOption = None,
         overrides: rules.Given = None,
         blocks: rules.Given = None,
+        module: torch.nn.Module | None = None,
         backend: str = "auto",
         seed: int = 0,
         foreach: bool | None = None,
@@ -95,8 +98,9 @@ class Optimizer(torch.optim.Optimizer):
         asked["differentiable"] = differentiable
         defaults = {**options.check(type(self), {**given, **asked}), "format": checkpoint.FORMAT}
         self._reset_caches()
-        self._rules = rules.Rules(type(self), overrides)
-        self._blocks = of_rows.Rules(type(self), blocks)
+        tables = None if module is None else rules.Tables(type(self).__name__, module)
+        self._rules = rules.Rules(type(self), overrides, tables)
+        self._blocks = of_rows.Rules(type(self), blocks, tables)
         self._all_given = False
         super().__init__(params, defaults)
         self._all_given = True
@@ -104,14 +108,22 @@ class Optimizer(torch.optim.Optimizer):
         labels, found = [entry.name for entry in self._entries()], [entry.p for entry in self._entries()]
         for given_rules in (self._rules, self._blocks):
             given_rules.refuse_unused(found, labels)
-        if low_bits.lost(found):
+            given_rules.keep()
+        for model in [module] if module is not None else low_bits.sharded_models(found):
+            self._say_lost_bits(model)
+        admit.warn_discouraged(type(self), self._entries())
+
+    def _say_lost_bits(self, model: torch.nn.Module) -> None:
+        """Warn, once for a model, if it was sharded after it had been cast, which leaves the low bits behind."""
+        count = low_bits.lost(model)
+        if count:
             warn(
-                f"{type(self).__name__}: the low bits that cast_model kept did not come along when the model was "
-                f"sharded: it goes on from its rounded weights.  To keep them, take full = model.state_dict() before "
-                f"cast_model(..., low_bits=False), and call opt.load_master_state_dict(model, full) after sharding",
+                f"{type(self).__name__}: the low bits that cast_model kept for {count} parameters did not come along "
+                f"when the model was sharded: it goes on from its rounded weights.  To keep them, take full = "
+                f"model.state_dict() before cast_model(..., low_bits=False), and call "
+                f"opt.load_master_state_dict(model, full) after sharding",
                 type(self),
             )
-        admit.warn_discouraged(type(self), self._entries())
 
     def _reset_caches(self) -> None:
         """Reset what is derived from parameters and groups, and neither copied nor pickled."""
@@ -373,7 +385,11 @@ class Optimizer(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         self._refuse_in_evaluation("copying")
         found: dict[str, Any] = super().__getstate__()
-        return found | {"_rules": self._rules, "_blocks": self._blocks}
+        found |= {"_rules": self._rules, "_blocks": self._blocks}
+        params = [entry.p for entry in self._entries()]
+        if any(low_bits.ATTRIBUTE in p.__dict__ for p in params):
+            found[low_bits.CARRIER] = low_bits.Carrier(params)
+        return found
 
     # -- checkpoints ----------------------------------------------------------------------------------
 
@@ -471,6 +487,7 @@ class Optimizer(torch.optim.Optimizer):
         a model none of whose parameters is this optimizer's.
         """
         self._refuse_in_evaluation("master_state_dict()")
+        self._say_lost_bits(model)
         owned = {key: functools.partial(self._full_weight, entry) for key, entry in self._trained_entries().items()}
         with torch.no_grad():
             return weights.of_model(model, type(self).__name__, owned)
@@ -503,6 +520,7 @@ class Optimizer(torch.optim.Optimizer):
                 made = weights.put(plan, variant, p, kept, value, group)
                 if made is not None:
                     self.state[p] = {**self.state.get(p, {}), **made}
+            low_bits.carry(model)
 
     def plans(self) -> dict[Label, str]:
         """Return the plan that each parameter is kept under, by name (by position over all groups where it has none).

@@ -579,7 +579,7 @@ class GradientAccumulator:
                 f"accumulator('int8') does, got {keeper!r:.80}"
             )
         self._cls, self._group = type(keeper), keeper.param_groups[0]
-        self.rename(name)
+        self.rename(name)  # what it keeps otherwise goes by the position that it has alone
         variant = refuse_sums(self._cls, self._group, p, name)[0]
         self._zeros = {f.name: f.zero for f in variant.fields}
         self._first = {"step": 0, **dict(variant.host_states)}
@@ -590,6 +590,8 @@ class GradientAccumulator:
     def rename(self, name: Label) -> None:
         """Give the parameter another name, from which its random bits follow."""
         self._group["param_names"] = [name]
+        if self._group.get("overrides"):
+            self._group["overrides"] = tuple((name, plan) for _, plan in self._group["overrides"])
 
     @_disable_dynamo
     def add(self, g: Tensor) -> None:

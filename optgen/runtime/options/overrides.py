@@ -16,10 +16,10 @@ from operator import ge, gt, le, lt
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from optgen.runtime.layout import plans
-from optgen.runtime.records import dtype_name, keys
+from optgen.runtime.records import dtype_name, keys, marks
 from optgen.runtime.records.join import Pair
 
 FP32 = "fp32"
@@ -37,60 +37,103 @@ TRAINED = (torch.float32, torch.bfloat16, torch.float16)
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "module.")
 """The parts of names that wrappers add before or between those of what they wrap."""
 
-Given = Mapping[str, Any] | None
-"""{pattern or "numel < N": plan}, the first that holds wins."""
+Given = Mapping[Any, Any] | None
+"""{pattern, "numel < N", module, class of modules or parameter: plan}, the first that holds wins."""
 
 
 @dataclass(frozen=True)
 class Member:
-    """A parameter as rules see it, with the names that patterns may match."""
+    """A parameter as rules see it: the names it may be called by, and the classes of the modules that it is in."""
 
     p: Tensor
     names: tuple[str, ...]
+    classes: frozenset[type]
 
 
 class Rule:
-    """One entry of `overrides`, or of another option with such keys: it holds for a pattern of names, or for a size."""
+    """One entry of `overrides`, or of another option with such keys: it holds for a pattern of names, for a size, for a
+    class of modules, or for the parameters of these ids."""
 
-    def __init__(self, where: str, key: Any, value: Any) -> None:
+    def __init__(self, where: str, key: Any, value: Any, has_model: bool) -> None:
         self.value, self.used, self.shown = value, False, repr(key)
         self.pattern: str | None = None
         self.size: tuple[Callable[[int, int], bool], int] | None = None
-        if not isinstance(key, str):
-            raise TypeError(
-                f"{where}: a key must be a pattern of parameter or module names or a size such as 'numel < 16384', got "
-                f"{key!r:.80}"
-            )
-        size = _SIZE.fullmatch(key)
-        if size is not None:
-            self.size = _COMPARE[size[1]], int(size[2])
-        elif re.match(r"\s*numel\b", key):
-            raise ValueError(f"{where}: expected a size such as 'numel < 16384', got {key!r}")
+        self.kind: type[nn.Module] | None = None
+        self.params = frozenset[int]()
+        if isinstance(key, str):
+            size = _SIZE.fullmatch(key)
+            if size is not None:
+                self.size = _COMPARE[size[1]], int(size[2])
+            elif re.match(r"\s*numel\b", key):
+                raise ValueError(f"{where}: expected a size such as 'numel < 16384', got {key!r}")
+            else:
+                self.pattern = key
+        elif isinstance(key, nn.Module):
+            self.params, self.shown = frozenset(map(id, key.parameters())), f"the module {type(key).__name__}"
+        elif isinstance(key, Tensor):
+            self.params, self.shown = frozenset((id(key),)), f"a parameter of shape {list(key.shape)}"
+        elif isinstance(key, type) and issubclass(key, nn.Module):
+            if not has_model:
+                raise ValueError(
+                    f"{where}: {key.__name__} is a class of modules, and parameters do not say in which modules they "
+                    f"are: give the model as well, {where.partition(':')[0]}(..., module=model)"
+                )
+            self.kind, self.shown = key, key.__name__
         else:
-            self.pattern = key
+            raise TypeError(
+                f"{where}: a key must be a pattern of parameter or module names, a size such as 'numel < 16384', a "
+                f"module, a class of modules or a parameter, got {key!r:.80}"
+            )
 
     def holds(self, member: Member) -> bool:
         if self.size is not None:
             return self.size[0](member.p.numel(), self.size[1])
-        return any(fnmatchcase(name, self.pattern or "") for name in member.names)
+        if self.pattern is not None:
+            pattern = self.pattern
+            return any(fnmatchcase(name, pattern) for name in member.names)
+        if self.kind is not None:
+            kind = self.kind
+            return any(issubclass(found, kind) for found in member.classes)
+        return id(member.p) in self.params
+
+
+class Tables:
+    """The names that a model gives its parameters, and the classes of the modules that they are in, by id."""
+
+    def __init__(self, owner: str, model: Any) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"{owner}: module must be a torch.nn.Module or None, got {type(model).__name__}")
+        self.params = list(model.parameters())
+        self.names: dict[int, list[str]] = {}
+        self.classes: dict[int, set[type]] = {}
+        for name, own in model.named_parameters(remove_duplicate=False):
+            self.names.setdefault(id(own), []).append(name)
+        for module in model.modules():
+            for inside in module.parameters():
+                self.classes.setdefault(id(inside), set()).add(type(module))
 
 
 class Rules:
-    """All entries of `overrides`, in order."""
+    """All entries of `overrides`, in order.
+
+    tables  of the model, while an optimizer is made of its parameters
+    """
 
     OPTION: ClassVar[str] = "overrides"
     EXAMPLE: ClassVar[str] = "{'*embed*': 'fp32'}"
     VALUE: ClassVar[str] = "plan"
 
-    where: str = OPTION  # in pickles of older versions
+    where: str = OPTION  # in pickles of older versions, as is the next
+    tables: Tables | None = None
 
-    def __init__(self, cls: type, given: Given = None) -> None:
+    def __init__(self, cls: type, given: Given = None, tables: Tables | None = None) -> None:
         self.where = f"{cls.__name__}: {self.OPTION}"
         if given is not None and not isinstance(given, Mapping):
             raise TypeError(f"{self.where} must be a dict such as {self.EXAMPLE}, or None, got {given!r:.80}")
-        self.rules = [Rule(self.where, key, value) for key, value in (given or {}).items()]
+        self.rules = [Rule(self.where, key, value, tables is not None) for key, value in (given or {}).items()]
         for rule in self.rules:
             rule.value = self.checked(cls, rule.value, f"{self.where}[{rule.shown}]")
+        self.tables = tables
 
     @classmethod
     def checked(cls, owner: type, value: Any, where: str) -> Any:
@@ -111,10 +154,22 @@ class Rules:
             )
         return tuple((label, cls.checked(owner, of, f"{where} {label!r}")) for label, of in value)
 
+    def keep(self) -> None:
+        """Keep the rules that parameters of later groups may follow: patterns and sizes."""
+        self.rules = [rule for rule in self.rules if rule.pattern is not None or rule.size is not None]
+        self.tables = None
+
     def members(self, tensors: Sequence[Tensor], labels: Sequence[plans.Label]) -> list[Member]:
         """Return members; `labels`: what the optimizer calls them, positions are no names."""
-        called = [_called(label) if isinstance(label, str) else [] for label in labels]
-        return [Member(p, tuple(dict.fromkeys(names))) for p, names in zip(tensors, called, strict=True)]
+        made = []
+        for p, label in zip(tensors, labels, strict=True):
+            called, classes = [label] if isinstance(label, str) else [], frozenset[type]()
+            if self.tables is not None:
+                called += self.tables.names.get(id(p), ())
+                classes = frozenset(self.tables.classes.get(id(p), ()))
+            names = dict.fromkeys(known for name in called for known in _called(name))
+            made.append(Member(p, tuple(names), classes))
+        return made
 
     def apply(self, members: Iterable[Member]) -> list[Any]:
         """Return the value for each, or None."""
@@ -139,7 +194,7 @@ class Rules:
                 f"{self.where} of a group: it has no parameter {extra[0]!r} (positions are counted over all groups)"
             )
         asked = [recorded.get(label) for label in labels]
-        of_group = type(self)(cls, None if is_record else given)
+        of_group = type(self)(cls, None if is_record else given, self.tables)
         for found in (of_group, self):
             if found.rules:
                 asked = [a or b for a, b in zip(asked, found.apply(found.members(tensors, labels)), strict=True)]
@@ -155,19 +210,28 @@ class Rules:
 
     def refuse_unused(self, tensors: Sequence[Tensor], labels: Sequence[plans.Label]) -> None:
         """Raise ValueError if a rule that is not about sizes holds for none of these parameters, which the optimizer
-        has."""
+        has, nor for a frozen one of the model."""
         unused = [rule for rule in self.rules if not rule.used and rule.size is None]
+        if unused and self.tables is not None:
+            self.apply(self.members(self.tables.params, range(len(self.tables.params))))
+            unused = [rule for rule in unused if not rule.used]
         if not unused:
             return
-        names = [name for member in self.members(tensors, labels) for name in member.names]
-        if not names:
+        rule, members = unused[0], self.members(tensors, labels)
+        if rule.pattern is not None and not any(m.names for m in members):
             raise ValueError(
-                f"{self.where}: {unused[0].shown} is a pattern of names, and the parameters have none: give "
-                f"model.named_parameters()"
+                f"{self.where}: {rule.shown} is a pattern of names, and the parameters have none: give "
+                f"model.named_parameters(), or the model as well, {self.where.partition(':')[0]}(..., module=model)"
             )
-        close = difflib.get_close_matches(unused[0].pattern or "", names, n=1)
+        names = [name for m in members for name in m.names] if rule.pattern is not None else []
+        close = difflib.get_close_matches(rule.pattern or "", names, n=1)
         guess = f"; did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"{self.where}: {unused[0].shown} matches no parameter{guess}")
+        if rule.pattern is None and rule.kind is None:
+            guess = (
+                ": it has been replaced, copied or sharded since, or its parameters were not given; make the optimizer "
+                "from the model as it is now"
+            )
+        raise ValueError(f"{self.where}: {rule.shown} matches no parameter{guess}")
 
 
 def bare(name: str) -> str:
@@ -227,10 +291,12 @@ def decided(
 ) -> dict[str, plans.Recorded]:
     """Return {"overrides": the plans of single parameters in a group that is to come}, or {}.
 
-    own, given  rules of the optimizer, and of the group (`Rules.asked`)
+    own, given  rules of the optimizer, and of the group (`Rules.asked`); marks of modules follow
     option      the plan of the group
     """
+    marked = marks.parameters()
     asked = own.asked(cls, given, tensors, labels)
+    asked = [a or (FP32 if id(p) in marked else None) for a, p in zip(asked, tensors, strict=True)]
     found = tuple(
         (label, settled(cls, option, value, p.dtype))
         for p, label, value in zip(tensors, labels, asked, strict=True)

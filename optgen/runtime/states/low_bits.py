@@ -8,8 +8,9 @@ whether another one was written since; the low bits then count for nothing.
 
 from __future__ import annotations
 
+import copy
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -19,7 +20,6 @@ from optgen.runtime.layout import sharding
 
 ATTRIBUTE = "_optgen_low_bits"
 CARRIER = "_optgen_low_bits_of"
-"""The same of all parameters of an optimizer or a module, in pickles of older versions."""
 
 NARROW = frozenset({torch.bfloat16, torch.float16})
 """Dtypes of weights that leave bits behind."""
@@ -29,8 +29,8 @@ ODD = 6364136223846793005  # the multiplier of Knuth's MMIX generator; products 
 CHUNK = 2**24
 """The number of elements worked on at a time, which bounds temporaries to 128 MiB each."""
 
-_kept: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""The models that were cast: parameters do not say which model they belong to."""
+_carrying: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""The models with a Carrier: parameters do not say which model they belong to."""
 
 
 def keep(p: Tensor, exact: Tensor) -> None:
@@ -68,8 +68,11 @@ def exact(p: Tensor) -> Tensor | None:
 
 
 def drop(p: Tensor) -> None:
-    """Drop the bits of p."""
+    """Drop the bits of p, and the references of Carriers to p: torch swaps no tensors with weak references."""
     p.__dict__.pop(ATTRIBUTE, None)
+    for ref in weakref.getweakrefs(p):
+        if isinstance(ref, _Ref):
+            ref.forget()
 
 
 def checksum(p: Tensor) -> int:
@@ -91,23 +94,100 @@ def _pieces(p: Tensor, wide: Tensor, low: Tensor) -> Iterator[tuple[int, Tensor,
         yield start, a, b, c
 
 
-def _carrier(params: list[Tensor], kept: list[dict[str, Any]]) -> None:
-    """Give parameters their bits, as pickles of older versions ask."""
+class _Ref(weakref.ref[Tensor]):
+    """A Carrier's reference to a parameter, until the parameter's bits are dropped."""
+
+    __slots__ = ("_among", "number")
+
+    number: int
+    _among: list[_Ref]
+
+    @classmethod
+    def put(cls, p: Tensor, among: list[_Ref]) -> None:
+        """Add a reference to those of a Carrier."""
+        made = cls(p)
+        made.number, made._among = id(p), among
+        among.append(made)
+
+    def forget(self) -> None:
+        self._among[:] = [ref for ref in self._among if ref is not self]
+
+
+class Carrier:
+    """The low bits of a module's parameters, copied with it when it is deep-copied or sent to another process.
+
+    torch then copies parameters without their attributes. References are weak: parameters that the module has dropped
+    are freed.
+    """
+
+    def __init__(self, params: Iterable[Tensor]) -> None:
+        self._refs: list[_Ref] = []
+        for p in params:
+            if ATTRIBUTE in p.__dict__:
+                _Ref.put(p, self._refs)
+        self.said = False
+
+    def strays(self, own: Collection[int]) -> set[int]:
+        """Return the ids of the parameters that are not among `own`."""
+        return {ref.number for ref in self._refs if (p := ref()) is None or id(p) not in own}
+
+    @property
+    def params(self) -> list[Tensor]:
+        """The parameters that have bits."""
+        found = [ref() for ref in self._refs]
+        return [p for p in found if p is not None and ATTRIBUTE in p.__dict__]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Carrier:
+        params = self.params
+        copies = [copy.deepcopy(p, memo) for p in params]
+        return _carrier(copies, [copy.deepcopy(p.__dict__[ATTRIBUTE], memo) for p in params])
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _carrier, (self.params, [p.__dict__[ATTRIBUTE] for p in self.params])
+
+
+def _carrier(params: list[Tensor], kept: list[dict[str, Any]]) -> Carrier:
+    """Return the Carrier of copies of parameters, and give these their bits."""
     for p, own in zip(params, kept, strict=True):
         setattr(p, ATTRIBUTE, own)
+    return Carrier(params)
 
 
-def remember(model: nn.Module) -> None:
-    """Note whether parameters of a model have bits, for `lost`."""
-    if any(ATTRIBUTE in p.__dict__ for p in model.parameters()):
-        _kept.add(model)
-    else:
-        _kept.discard(model)
+def carry(module: nn.Module) -> None:
+    """Let copies of the module, and of each of its parts, keep the bits of its parameters."""
+    for part in module.modules():
+        part.__dict__.pop(CARRIER, None)
+        # The whole has those of all: a parameter may be given to another of its modules.
+        carrier = Carrier(part.parameters(recurse=part is module))
+        if carrier.params:
+            part.__dict__[CARRIER] = carrier
+    if CARRIER in module.__dict__:
+        _carrying.add(module)
 
 
-def lost(params: Iterable[Tensor]) -> bool:
-    """Return True, once for a model, if these parameters took the place of some that had bits as it was sharded."""
-    own = {id(p) for p in params if sharding.is_sharded(p) or getattr(p, "_fsdp_flattened", False)}
-    found = [model for model in list(_kept) if own and any(id(p) in own for p in model.parameters())]
-    _kept.difference_update(found)
-    return bool(found)
+def sharded_models(params: Iterable[Tensor]) -> list[nn.Module]:
+    """Return the models that have bits kept and that these parameters belong to, if these are sharded."""
+    own = {id(p) for p in params if _is_part(p)}
+    return [m for m in list(_carrying) if any(id(p) in own for p in m.parameters())] if own else []
+
+
+def _is_part(p: Tensor) -> bool:
+    return sharding.is_sharded(p) or bool(getattr(p, "_fsdp_flattened", False))
+
+
+def lost(module: nn.Module) -> int:
+    """Return how many parameters with bits were replaced when the module was sharded; 0 if that was said already.
+
+    Parameters of a module that is not sharded may have been replaced by other weights (a new head, an assigned state
+    dict), to which the bits never belonged.
+    """
+    params = list(module.parameters())
+    if not any(_is_part(p) for p in params):
+        return 0
+    own, found = {id(p) for p in params}, set[int]()
+    for part in module.modules():
+        carrier = part.__dict__.get(CARRIER)
+        if isinstance(carrier, Carrier) and not carrier.said and (strays := carrier.strays(own)):
+            carrier.said = True
+            found |= strays
+    return len(found)
