@@ -307,7 +307,7 @@ def test_checkpoints_of_other_blocks_and_plans(tmp_path: Path) -> None:
         rows.load_state_dict(dense)
     assert not rows.state
     optgen.save_checkpoint(tmp_path / "run.pt", opt, model)
-    assert not checkpoints.verify(str(tmp_path / "run.pt")).findings
+    assert not checkpoints.verify(str(tmp_path / "run.pt"))["findings"]
     checkpoints.convert(str(tmp_path / "run.pt"), str(tmp_path / "fp32.pt"), to="fp32")
     other = net().bfloat16()
     again = AdamMini(other.named_parameters(), plan="fp32", blocks=BLOCKS)

@@ -311,7 +311,7 @@ def test_a_file_says_its_plans_and_conversion_keeps_them(tmp_path: Any) -> None:
     opt = AdamW(model.named_parameters(), plan="int8_split24", overrides={"embed": "fp32", "head": "split32"})
     train(opt, model, 2)
     optgen.save_checkpoint(tmp_path / "a.pt", opt, model)
-    assert not checkpoints.verify(str(tmp_path / "a.pt")).findings
+    assert not checkpoints.verify(str(tmp_path / "a.pt"))["findings"]
     checkpoints.convert(str(tmp_path / "a.pt"), str(tmp_path / "b.pt"), to="bf16_sr")
     other = net()
     again = AdamW(other.named_parameters(), plan="bf16_sr", overrides={"embed": "fp32", "head": "split32"})

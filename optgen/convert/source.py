@@ -16,7 +16,6 @@ from optgen.base.errors import UserError
 from optgen.convert import packages
 from optgen.runtime.checkpoint import checkpoint, container
 from optgen.runtime.checkpoint.container import CheckpointError
-from optgen.runtime.options import options
 from optgen.runtime.records import dtype_name, dtype_of
 from optgen.runtime.records.misfits import Misfits
 from optgen.runtime.states import low_bits
@@ -31,6 +30,9 @@ TORCH = "torch"
 
 TRAINED = frozenset({torch.float32, torch.bfloat16, torch.float16})
 """The dtypes of parameters that have states. Parameters of other dtypes are not trained and stay as they are."""
+
+FP32 = {"float32": "fp32", "bfloat16": "fp32_master", "float16": "fp32_master"}
+"""The plan that keeps all bits, by dtype of the parameters."""
 
 MODEL = ("model", "state_dict", "model_state_dict")
 """The keys under which training scripts save a model's state dict beside the optimizer's."""
@@ -131,39 +133,20 @@ def read(file: Path, spec: str | None, weights: str | None, find: Find) -> tuple
     if not isinstance(about, Mapping) and spec is None:
         raise refuse(file, "it does not say which rule made it", "--spec adamw, or the name of another rule")
     rule = spec if spec is not None else rule_of(about or {})
-    groups, entries = groups_and_states(saved, file)
+    try:
+        groups, states = checkpoint.parts(saved, Misfits("its optimizer's state dict is none"))
+    except ValueError as error:
+        raise refuse(file, str(error)) from error
+    entries = [states.get(number) for group in groups for number in group["params"]]
     model = _model_in(content) if saved is not content else None
     if weights is not None:
         given = _load(existing(weights), weights=True)
         model = _model_in(given) or given
     parameters = _parameters(groups, entries, about, model, file)
-    found = Source("optgen" if is_own(saved) else TORCH, groups, parameters, {}, model, content.get("extra"))
-    if is_own(saved):
-        _decode_own(found, find(rule), saved, content.get("waiting") or [], file)
-    else:
-        _decode_foreign(found, find(rule), entries, file)
+    kind = "optgen" if is_own(saved) else TORCH
+    found = Source(kind, list(map(dict, groups)), parameters, {}, model, content.get("extra"))
+    _decode(found, find(rule), saved, content.get("waiting") or [], file)
     return found, rule
-
-
-def groups_and_states(
-    saved: Mapping[str, Any], file: Path
-) -> tuple[list[dict[str, Any]], dict[int, Mapping[str, Any]]]:
-    """Return (groups, states by position) of a state dict of any package."""
-    try:
-        groups, states = checkpoint.parts(saved, Misfits("its optimizer's state dict is none"))
-    except ValueError as error:
-        raise refuse(file, str(error)) from error
-    entries: dict[int, Mapping[str, Any]] = {}
-    for i, number in enumerate(n for g in groups for n in g["params"]):
-        entry = states.get(number)
-        nested = entry.get(packages.BNB, {}) if isinstance(entry, Mapping) else {}
-        if not (entry is None or isinstance(entry, Mapping)) or not isinstance(nested, Mapping):
-            raise refuse(file, f"parameter {i}: expected a dict of states, got {entry!r:.80}")
-        entries[i] = entry or {}
-        for key, value in {**entries[i], **nested}.items():
-            if isinstance(value, Tensor) and not checkpoint.has_values(value):
-                raise refuse(file, f"parameter {i}: {key}: expected a tensor with values, got {value!r:.80}")
-    return [dict(group) for group in groups], entries
 
 
 def _state_dict_in(content: Mapping[str, Any], file: Path) -> Mapping[str, Any]:
@@ -188,7 +171,7 @@ def _model_in(content: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def _parameters(
     groups: Sequence[Mapping[str, Any]],
-    entries: Mapping[int, Mapping[str, Any]],
+    entries: Sequence[Any],
     about: Any,
     model: Mapping[str, Any] | None,
     file: Path,
@@ -203,7 +186,7 @@ def _parameters(
         made = [Parameter(n, one["key"] or n, tuple(one["shape"]), dtype_of(one["dtype"])) for n, one in rows]
     else:
         made = [Parameter(n, n, *_shown(entries[i])) for i, n in enumerate(names)]
-        low = any(str(key).startswith("weight_") for entry in entries.values() for key in entry)
+        low = any(str(key).startswith("weight_") for entry in entries for key in entry or ())
         if low and model is None:
             why = "it keeps low bits of weights, but neither these nor their dtype"
             raise refuse(file, why, "--weights FILE gives them: the model's state dict")
@@ -226,9 +209,10 @@ def _parameters(
     return made
 
 
-def _shown(entry: Mapping[str, Any]) -> tuple[tuple[int, ...] | None, torch.dtype]:
+def _shown(entry: Any) -> tuple[tuple[int, ...] | None, torch.dtype]:
     """Return (shape, dtype) of a parameter as its state shows them: torch's states have the parameter's dtype."""
-    parts = {**entry, **entry.get(packages.BNB, {})}
+    parts = dict(entry) if isinstance(entry, Mapping) else {}
+    parts |= nested if isinstance(nested := parts.get(packages.BNB), Mapping) else {}
     tensors = [v for k, v in parts.items() if isinstance(v, Tensor) and k != "step" and v.ndim]
     if not tensors:
         return None, torch.float32
@@ -267,64 +251,34 @@ def placeholder(p: Parameter) -> nn.Parameter:
     return nn.Parameter(value, requires_grad=p.dtype in TRAINED)
 
 
-def _decode_own(
+def _decode(
     found: Source, cls: Any, saved: Mapping[str, Any], waiting: Sequence[dict[str, Any] | None], file: Path
 ) -> None:
-    """Decode the states and weights of an optgen checkpoint into `found`."""
+    """Decode the states and weights of a checkpoint into `found`: an optimizer of its plan loads it.
+
+    States of other packages become fp32, beside full copies of the weights.
+    """
     params = [placeholder(p) for p in found.parameters]
     for weight, kept in zip(params, waiting, strict=bool(waiting)):
         if kept is not None:  # a weight that was not stepped yet
             setattr(weight, low_bits.ATTRIBUTE, kept)
+    own = is_own(saved)
     try:
-        opt = cls(grouped(found, params), plan=saved["param_groups"][0]["plan"])
+        opt = cls(grouped(found, params), plan=saved["param_groups"][0]["plan"] if own else FP32)
         opt.load_state_dict(saved)
     except (TypeError, ValueError) as error:
         raise refuse(file, str(error)) from error
-    known = opt.dense_state_dict()["state"]
+    found.states = opt.dense_state_dict()["state"]
     full = opt.full_weights() if all(p.weight is not None for p in found.parameters) else []
-    found.states = known
     for p, exact in zip(found.parameters, full, strict=False):
         p.weight = exact if p.dtype in TRAINED else p.weight
-
-
-def _decode_foreign(found: Source, cls: Any, entries: Mapping[int, Mapping[str, Any]], file: Path) -> None:
-    """Decode the states and weights of torch.optim or another package into `found`."""
-    try:
-        states = _state_names(cls, found)
-    except (TypeError, ValueError) as error:
-        raise refuse(file, str(error)) from error
-    widths = [group.get("master_bytewidth") for group in found.groups for _ in group["params"]]
-    for i, (p, entry) in enumerate(zip(found.parameters, entries.values(), strict=True)):
-        if not entry:
-            continue
-        try:
-            if p.weight is not None:
-                exact = packages.weight(entry, p.weight, widths[i])
-                p.weight = p.weight if exact is None else exact
-            found.states[i] = packages.dense(entry, states, p.shape or ())
-        except ValueError as error:
-            raise refuse(file, f"parameter {p.name or i}: {error}") from error
-    known = {"params", "param_names", "maximize", "initial_lr"}
-    known |= {h.name for h in cls.HYPERS} | {f.name for f in cls.FLAGS}
-    for group in found.groups:
-        for key in group.keys() - known:
-            del group[key]
-        for key, value in group.items():
-            if isinstance(value, Tensor):
-                if value.numel() != 1 or not checkpoint.has_values(value):
-                    raise refuse(file, f"{key}: expected a number, got a tensor of shape {list(value.shape)}")
-                group[key] = value.item()
-
-
-def _state_names(cls: Any, found: Source) -> tuple[str, ...]:
-    """Return the names of the rule's states in order, as the first parameter with dimensions has them."""
-    first = next((p for p in found.parameters if p.shape), None)
-    p = torch.zeros(first.shape if first and first.shape else (1,))
-    first_group = found.groups[0] if found.groups else {}
-    group = {**cls([p.requires_grad_()]).param_groups[0], **{k: v for k, v in first_group.items() if k != "params"}}
-    group |= options.check(cls, group)
-    names: tuple[str, ...] = checkpoint.select(cls, {**group, "plan": "fp32"}, p)[2].states
-    return names
+    if not own:
+        known = {"params", "param_names", "maximize", "initial_lr"}
+        known |= {h.name for h in cls.HYPERS} | {f.name for f in cls.FLAGS}
+        for group, kept in zip(found.groups, opt.param_groups, strict=True):
+            for key in [key for key in group if key not in known]:
+                del group[key]
+            group.update((key, kept[key]) for key in group if key not in ("params", "param_names"))
 
 
 def split(groups: Sequence[Mapping[str, Any]], values: Iterable[T]) -> list[list[T]]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -577,7 +578,8 @@ class _Reading:
             self.misfits.add(f"{where}: expected a dict of states, got {_short(entry)}")
             return None
         found = {key: value for key, value in entry.items() if value is not None}
-        for key, value in found.items():
+        nested = [value for value in found.values() if isinstance(value, Mapping)]
+        for key, value in itertools.chain(found.items(), *(part.items() for part in nested)):
             if isinstance(value, Tensor) and (kind := without_values(value)):
                 self.misfits.add(f"{where}: {key}: expected a tensor with values, got one {kind}")
                 return None
