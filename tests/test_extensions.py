@@ -123,7 +123,7 @@ SPELL = {
 }
 
 
-def text(spec, maths, plan):
+def text(spec, maths):
     functions = {}
     for flags in spec.settings():
         step = eager_text.rule_step(spec, flags)

@@ -78,7 +78,7 @@ def test_names_that_kernels_import_are_no_names_of_values() -> None:
         assert found, file
         imported |= {name for names in found for name in re.findall(r"\w+", "".join(names))}
     # Kernels call these, and bind nothing.
-    imported -= {"rounds", "walk", "walk_matrices"}
+    imported -= {"rounds", "walk"}
     assert imported
     assert imported <= RESERVED | PRIMS.keys()
     assert imported <= CALLED

@@ -90,29 +90,23 @@ def test_every_ready_made_pair_steps_without_the_compiler(installed: Path, tmp_p
         torch.set_num_threads(1)
         warnings.simplefilter("ignore")  # plans that are discouraged
         plans = sorted(f.name for f in (Path(optgen.__file__).parent / "plans").glob("[a-z]*"))
-        left, done = set(), 0
+        done = 0
         for name in optgen.optim.__all__:
             made = getattr(optgen.optim, name)
             for plan in plans:
                 p = torch.nn.Parameter(torch.full((33, 128), 0.5, dtype=torch.bfloat16))
                 p.grad = torch.full_like(p, 0.25)
-                try:
-                    optimizer = made([p], lr=0.25, plan=plan, backend="reference")
-                except ModuleNotFoundError:  # the compiler was asked
-                    assert plan not in made.PLANS
-                    left.add(plan)
-                    continue
+                optimizer = made([p], lr=0.25, plan=plan, backend="reference")
                 optimizer.step()
                 assert p.isfinite().all() and optimizer.state[p]["step"] == 1, (name, plan)
                 done += 1
-        assert left <= {"int4_factored_split24", "int5_factored_split24", "lpmm4", "lpmm4_factor"}, left
         print(len(optgen.optim.__all__), len(plans), done)
         """,
         installed,
         tmp_path,
     )
     rules, plans, done = map(int, out.split())
-    assert done > rules * (plans - 4)
+    assert done == rules * plans
 
 
 def test_rules_around_ready_made_rules(installed: Path, tmp_path: Path) -> None:

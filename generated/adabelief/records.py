@@ -73,6 +73,7 @@ STEPS = (
                 reads=("p", "g", "exp_avg", "exp_avg_var"),
                 stores=("p", "exp_avg", "exp_avg_var"),
                 plus=("exp_avg_var",),
+                needs=(("exp_avg_var", ("g", "exp_avg", "exp_avg_var")),),
             ),
         ),
     ),

@@ -48,6 +48,7 @@ STEPS = (
                 reads=("p", "g", "square_avg", "acc_delta"),
                 stores=("p", "square_avg", "acc_delta"),
                 plus=("square_avg", "acc_delta"),
+                needs=(("square_avg", ("p", "g", "square_avg")), ("acc_delta", ("p", "g", "square_avg", "acc_delta"))),
             ),
         ),
     ),

@@ -268,6 +268,7 @@ STEPS = (
                 reads=("p", "g", "variance", "tensor_div"),
                 stores=("p", "variance"),
                 plus=("variance",),
+                needs=(("variance", ("g", "variance")),),
             ),
         ),
     ),

@@ -9,9 +9,8 @@ import triton.language as tl
 
 from optgen.runtime.gpu.between import rounds
 from optgen.runtime.gpu.codecs import read
-from optgen.runtime.gpu.matrices import walk_matrices
+from optgen.runtime.gpu.matrices import walk
 from optgen.runtime.gpu.prelude import minus, reciprocal
-from optgen.runtime.gpu.walk import walk
 
 
 @triton.jit
@@ -23,7 +22,7 @@ def adafactor_1_tile(PLAN: tl.constexpr, p, g, live, MASKED: tl.constexpr):
 @triton.jit(do_not_specialize=["step_key"])
 def adafactor_1_sweep(table, work, step_key: tl.int32, SWEEP: tl.constexpr):
     """adafactor: the tiles of one work item."""
-    walk_matrices(table, work, adafactor_1_tile, SWEEP, (), step_key)
+    walk(table, work, adafactor_1_tile, SWEEP, (), step_key)
 
 
 @triton.jit
@@ -107,7 +106,7 @@ def adafactor_7_tile(PLAN: tl.constexpr, g, col_var, row_div, eps1_times_eps1, l
 @triton.jit(do_not_specialize=["step_key"])
 def adafactor_7_sweep(table, work, eps1_times_eps1: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr):
     """adafactor: the tiles of one work item."""
-    walk_matrices(table, work, adafactor_7_tile, SWEEP, (eps1_times_eps1,), step_key)
+    walk(table, work, adafactor_7_tile, SWEEP, (eps1_times_eps1,), step_key)
 
 
 @triton.jit
@@ -156,7 +155,7 @@ def adafactor_10_sweep(
     step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     """adafactor: the tiles of one work item."""
-    walk_matrices(
+    walk(
         table, work, adafactor_10_tile, SWEEP, (grad_scale, one_minus_lr_times_weight_decay, eps1_times_eps1), step_key,
     )
 

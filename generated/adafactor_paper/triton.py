@@ -9,9 +9,8 @@ import triton.language as tl
 
 from optgen.runtime.gpu.between import rounds
 from optgen.runtime.gpu.codecs import read, times
-from optgen.runtime.gpu.matrices import walk_matrices
+from optgen.runtime.gpu.matrices import walk
 from optgen.runtime.gpu.prelude import minus, reciprocal
-from optgen.runtime.gpu.walk import walk
 
 
 @triton.jit
@@ -23,7 +22,7 @@ def adafactor_paper_1_tile(PLAN: tl.constexpr, p, g, live, MASKED: tl.constexpr)
 @triton.jit(do_not_specialize=["step_key"])
 def adafactor_paper_1_sweep(table, work, step_key: tl.int32, SWEEP: tl.constexpr):
     """adafactor_paper: the tiles of one work item."""
-    walk_matrices(table, work, adafactor_paper_1_tile, SWEEP, (), step_key)
+    walk(table, work, adafactor_paper_1_tile, SWEEP, (), step_key)
 
 
 @triton.jit
@@ -106,7 +105,7 @@ def adafactor_paper_7_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def adafactor_paper_7_sweep(table, work, step_key: tl.int32, SWEEP: tl.constexpr):
     """adafactor_paper: the tiles of one work item."""
-    walk_matrices(table, work, adafactor_paper_7_tile, SWEEP, (), step_key)
+    walk(table, work, adafactor_paper_7_tile, SWEEP, (), step_key)
 
 
 @triton.jit
@@ -158,7 +157,7 @@ def adafactor_paper_11_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def adafactor_paper_11_sweep(table, work, grad_scale: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr):
     """adafactor_paper: the tiles of one work item."""
-    walk_matrices(table, work, adafactor_paper_11_tile, SWEEP, (grad_scale,), step_key)
+    walk(table, work, adafactor_paper_11_tile, SWEEP, (grad_scale,), step_key)
 
 
 @triton.jit
@@ -264,9 +263,7 @@ def adafactor_paper_has_momentum_11_sweep(
     SWEEP: tl.constexpr,
 ):
     """adafactor_paper: the tiles of one work item."""
-    walk_matrices(
-        table, work, adafactor_paper_has_momentum_11_tile, SWEEP, (beta1, one_minus_beta1_times_grad_scale), step_key,
-    )
+    walk(table, work, adafactor_paper_has_momentum_11_tile, SWEEP, (beta1, one_minus_beta1_times_grad_scale), step_key)
 
 
 @triton.jit
@@ -365,7 +362,7 @@ def adafactor_paper_no_scale_parameter_1_tile(PLAN: tl.constexpr, g, live, MASKE
 @triton.jit(do_not_specialize=["step_key"])
 def adafactor_paper_no_scale_parameter_1_sweep(table, work, step_key: tl.int32, SWEEP: tl.constexpr):
     """adafactor_paper: the tiles of one work item."""
-    walk_matrices(table, work, adafactor_paper_no_scale_parameter_1_tile, SWEEP, (), step_key)
+    walk(table, work, adafactor_paper_no_scale_parameter_1_tile, SWEEP, (), step_key)
 
 
 @triton.jit
@@ -453,7 +450,7 @@ def adafactor_paper_no_scale_parameter_10_sweep(
     SWEEP: tl.constexpr,
 ):
     """adafactor_paper: the tiles of one work item."""
-    walk_matrices(
+    walk(
         table, work, adafactor_paper_no_scale_parameter_10_tile, SWEEP, (grad_scale,
         minus_lr_min_t_pow_m0p5_times_weight_decay), step_key,
     )
@@ -552,7 +549,7 @@ def adafactor_paper_no_scale_parameter_has_momentum_10_sweep(
     minus_lr_min_t_pow_m0p5_times_weight_decay: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     """adafactor_paper: the tiles of one work item."""
-    walk_matrices(
+    walk(
         table, work, adafactor_paper_no_scale_parameter_has_momentum_10_tile, SWEEP, (beta1,
         one_minus_beta1_times_grad_scale, minus_lr_min_t_pow_m0p5_times_weight_decay), step_key,
     )

@@ -51,6 +51,7 @@ STEPS = (
                 reads=("p", "g", "sum"),
                 stores=("p", "sum"),
                 plus=("sum",),
+                needs=(("sum", ("p", "g", "sum")),),
             ),
         ),
     ),

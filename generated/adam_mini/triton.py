@@ -9,9 +9,8 @@ import triton.language as tl
 
 from optgen.runtime.gpu.between import rounds
 from optgen.runtime.gpu.codecs import read, times
-from optgen.runtime.gpu.matrices import walk_matrices
+from optgen.runtime.gpu.matrices import walk
 from optgen.runtime.gpu.prelude import minus
-from optgen.runtime.gpu.walk import walk
 
 
 @triton.jit
@@ -28,7 +27,7 @@ def adam_mini_1_sweep(
     SWEEP: tl.constexpr,
 ):
     """adam_mini: the tiles of one work item."""
-    walk_matrices(table, work, adam_mini_1_tile, SWEEP, (beta1, one_minus_beta1_times_grad_scale), step_key)
+    walk(table, work, adam_mini_1_tile, SWEEP, (beta1, one_minus_beta1_times_grad_scale), step_key)
 
 
 @triton.jit
@@ -76,7 +75,7 @@ def adam_mini_3_sweep(
     step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     """adam_mini: the tiles of one work item."""
-    walk_matrices(
+    walk(
         table, work, adam_mini_3_tile, SWEEP, (one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t),
         step_key,
     )

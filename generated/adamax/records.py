@@ -47,6 +47,7 @@ STEPS = (
                 stores=("p", "exp_avg", "exp_inf"),
                 plus=("exp_inf",),
                 picked=("exp_inf",),
+                needs=(("exp_inf", ("p", "g", "exp_inf")),),
             ),
         ),
     ),

@@ -118,6 +118,47 @@ OPTGEN_INLINE F adamp_7(
     return p_2;
 }
 
+// a sweep: update (specs/adamp.py:29)
+template <class S0, class S1, class S2, class S3, class S4, class S5>
+OPTGEN_INLINE void adamp_late_1(
+    F p, F g, F beta1, F beta2, F one_minus_beta1_times_grad_scale, F scalar_1, F scalar_2, F scalar_3, S0 &exp_avg,
+    S1 &exp_avg_sq, S2 &row_sum_for_invariant, S3 &row_sum_for_invariant_2, S4 &row_sum_for_invariant_3,
+    S5 &row_sum_of_p
+) {
+    // 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    const F exp_avg_ = fma(one_minus_beta1_times_grad_scale, g, exp_avg.times(beta1));
+    // 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
+    const F exp_avg_sq_ = fma(scalar_1 * g, g, exp_avg_sq.times(beta2));
+    // 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
+    const F update = exp_avg_ / fma(sqrt(exp_avg_sq_), scalar_2, scalar_3);
+    row_sum_for_invariant.set(p * g);
+    row_sum_for_invariant_2.set(p * p);
+    row_sum_for_invariant_3.set(g * g);
+    row_sum_of_p.set(p * update);
+}
+
+// a sweep: the update
+template <class S0, class S1, class S2, class S3>
+OPTGEN_INLINE F adamp_late_7(
+    F p, F g, F beta1, F beta2, F one_minus_beta1_times_grad_scale, F scalar_1, F scalar_2, F scalar_3,
+    F minus_lr_over_one_minus_beta1_pow_t, S0 &exp_avg, S1 &exp_avg_sq, S2 &one_minus_lr_times_weight_decay_2,
+    S3 &row_sum_of_p_over_row_mul_3_2
+) {
+    // 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    const F exp_avg_ = fma(one_minus_beta1_times_grad_scale, g, exp_avg.times(beta1));
+    // 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
+    const F exp_avg_sq_ = fma(scalar_1 * g, g, exp_avg_sq.times(beta2));
+    // 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
+    const F update = exp_avg_ / fma(sqrt(exp_avg_sq_), scalar_2, scalar_3);
+    // 29  update, invariant = without_radial(update, p, g, delta, eps)
+    const F update_2 = fma(-row_sum_of_p_over_row_mul_3_2.read(), p, update);
+    const F p_ = p * one_minus_lr_times_weight_decay_2.read();               // 31  p = decoupled(p, lr, weight_decay)
+    const F p_2 = fma(minus_lr_over_one_minus_beta1_pow_t, update_2, p_);    // 32  p = p - lr / (1 - beta1**t) * update
+    exp_avg.set(exp_avg_);
+    exp_avg_sq.set(exp_avg_sq_);
+    return p_2;
+}
+
 struct adamp_no_projected {  // adamp
     static constexpr int SCALARS = 8, APART = 1;
     static constexpr bool ROOT[] = {false, true};

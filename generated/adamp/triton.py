@@ -9,9 +9,8 @@ import triton.language as tl
 
 from optgen.runtime.gpu.between import rounds
 from optgen.runtime.gpu.codecs import plus, read, times
-from optgen.runtime.gpu.matrices import walk_matrices
+from optgen.runtime.gpu.matrices import walk
 from optgen.runtime.gpu.prelude import minus, reciprocal
-from optgen.runtime.gpu.walk import walk
 
 
 @triton.jit
@@ -36,7 +35,7 @@ def adamp_1_sweep(
     scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     """adamp: the tiles of one work item."""
-    walk_matrices(
+    walk(
         table, work, adamp_1_tile, SWEEP, (beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2,
         scalar_3), step_key,
     )
@@ -138,7 +137,67 @@ def adamp_7_sweep(
     step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     """adamp: the tiles of one work item."""
-    walk_matrices(table, work, adamp_7_tile, SWEEP, (scalar_2, scalar_3, minus_lr_over_one_minus_beta1_pow_t), step_key)
+    walk(table, work, adamp_7_tile, SWEEP, (scalar_2, scalar_3, minus_lr_over_one_minus_beta1_pow_t), step_key)
+
+
+@triton.jit
+def adamp_late_1_tile(
+    PLAN: tl.constexpr, p, g, exp_avg, exp_avg_sq, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
+    scalar_2, scalar_3, live, MASKED: tl.constexpr,
+):
+    """What is reduced to row_sum_for_invariant, row_sum_for_invariant_2, row_sum_for_invariant_3, row_sum_of_p."""
+    # 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))
+    # 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
+    exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))
+    # 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
+    update = exp_avg * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3))
+    return p, g, p, g, p, update
+
+
+@triton.jit(do_not_specialize=["step_key"])
+def adamp_late_1_sweep(
+    table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
+    scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
+):
+    """adamp: the tiles of one work item."""
+    walk(
+        table, work, adamp_late_1_tile, SWEEP, (beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2,
+        scalar_3), step_key,
+    )
+
+
+@triton.jit
+def adamp_late_7_tile(
+    PLAN: tl.constexpr, p, g, exp_avg, exp_avg_sq, one_minus_lr_times_weight_decay_2, row_sum_of_p_over_row_mul_3_2,
+    beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3,
+    minus_lr_over_one_minus_beta1_pow_t, live, MASKED: tl.constexpr,
+):
+    """The new p, exp_avg, exp_avg_sq."""
+    # 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))
+    # 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
+    exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))
+    # 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
+    update = exp_avg * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3))
+    # 29  update, invariant = without_radial(update, p, g, delta, eps)
+    update = tl.fma(minus(row_sum_of_p_over_row_mul_3_2), p, update)
+    p = p * one_minus_lr_times_weight_decay_2                         # 31  p = decoupled(p, lr, weight_decay)
+    p = tl.fma(minus_lr_over_one_minus_beta1_pow_t, update, p)        # 32  p = p - lr / (1 - beta1**t) * update
+    return p, exp_avg, exp_avg_sq
+
+
+@triton.jit(do_not_specialize=["step_key"])
+def adamp_late_7_sweep(
+    table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
+    scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
+    minus_lr_over_one_minus_beta1_pow_t: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
+):
+    """adamp: the tiles of one work item."""
+    walk(
+        table, work, adamp_late_7_tile, SWEEP, (beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2,
+        scalar_3, minus_lr_over_one_minus_beta1_pow_t), step_key,
+    )
 
 
 @triton.jit
@@ -196,7 +255,7 @@ def adamp_nesterov_1_sweep(
     scalar_4: tl.float32, scalar_5: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     """adamp: the tiles of one work item."""
-    walk_matrices(
+    walk(
         table, work, adamp_nesterov_1_tile, SWEEP, (beta2, scalar_0, beta1_times_beta1,
         beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5), step_key,
     )
@@ -229,7 +288,7 @@ def adamp_nesterov_7_sweep(
     minus_lr_over_one_minus_beta1_pow_t: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     """adamp: the tiles of one work item."""
-    walk_matrices(
+    walk(
         table, work, adamp_nesterov_7_tile, SWEEP, (beta1, beta2, one_minus_beta1_times_grad_scale, scalar_0, scalar_4,
         scalar_5, minus_lr_over_one_minus_beta1_pow_t), step_key,
     )

@@ -86,6 +86,7 @@ STEPS = (
                 reads=("p", "g", "exp_avg", "exp_avg_diff", "exp_avg_sq", "prev_grad"),
                 stores=("p", "exp_avg", "exp_avg_diff", "exp_avg_sq", "prev_grad"),
                 plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq", "prev_grad")),),
             ),
         ),
     ),

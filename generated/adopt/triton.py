@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.gpu.codecs import read, times
+from optgen.runtime.gpu.matrices import walk
 from optgen.runtime.gpu.prelude import reciprocal
-from optgen.runtime.gpu.walk import walk
 
 
 @triton.jit

@@ -335,6 +335,7 @@ STEPS = (
                 reads=("p", "g", "exp_avg", "exp_avg_sq", "one_over_one_max_tensor_div"),
                 stores=("p", "exp_avg", "exp_avg_sq"),
                 plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
             ),
         ),
     ),

@@ -9,9 +9,8 @@ import triton.language as tl
 
 from optgen.runtime.gpu.between import rounds
 from optgen.runtime.gpu.codecs import read, times
-from optgen.runtime.gpu.matrices import walk_matrices
+from optgen.runtime.gpu.matrices import walk
 from optgen.runtime.gpu.prelude import minus, reciprocal
-from optgen.runtime.gpu.walk import walk
 
 
 @triton.jit
@@ -23,7 +22,7 @@ def came_1_tile(PLAN: tl.constexpr, g, live, MASKED: tl.constexpr):
 @triton.jit(do_not_specialize=["step_key"])
 def came_1_sweep(table, work, step_key: tl.int32, SWEEP: tl.constexpr):
     """came: the tiles of one work item."""
-    walk_matrices(table, work, came_1_tile, SWEEP, (), step_key)
+    walk(table, work, came_1_tile, SWEEP, (), step_key)
 
 
 @triton.jit
@@ -90,7 +89,7 @@ def came_6_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def came_6_sweep(table, work, step_key: tl.int32, SWEEP: tl.constexpr):
     """came: the tiles of one work item."""
-    walk_matrices(table, work, came_6_tile, SWEEP, (), step_key)
+    walk(table, work, came_6_tile, SWEEP, (), step_key)
 
 
 @triton.jit
@@ -145,7 +144,7 @@ def came_10_sweep(
     step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     """came: the tiles of one work item."""
-    walk_matrices(table, work, came_10_tile, SWEEP, (beta1, grad_scale, one_minus_beta1_times_grad_scale), step_key)
+    walk(table, work, came_10_tile, SWEEP, (beta1, grad_scale, one_minus_beta1_times_grad_scale), step_key)
 
 
 @triton.jit
@@ -208,7 +207,7 @@ def came_15_sweep(
     SWEEP: tl.constexpr,
 ):
     """came: the tiles of one work item."""
-    walk_matrices(table, work, came_15_tile, SWEEP, (lr, one_minus_lr_times_weight_decay), step_key)
+    walk(table, work, came_15_tile, SWEEP, (lr, one_minus_lr_times_weight_decay), step_key)
 
 
 @triton.jit

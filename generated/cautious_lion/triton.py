@@ -9,8 +9,8 @@ import triton.language as tl
 
 from optgen.runtime.gpu.between import rounds
 from optgen.runtime.gpu.codecs import times
+from optgen.runtime.gpu.matrices import walk
 from optgen.runtime.gpu.prelude import minus, sign
-from optgen.runtime.gpu.walk import walk
 
 
 @triton.jit

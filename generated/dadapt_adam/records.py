@@ -211,6 +211,7 @@ STEPS = (
                 stores=("p", "exp_avg", "exp_avg_sq", "s"),
                 sums=(("sum", ("tensor_sum_for_total",)), ("sum", ("tensor_sum_for_numerator",))),
                 plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
             ),
             Stage(
                 "dadapt_adam_3",
@@ -282,6 +283,7 @@ STEPS = (
                 stores=("p", "exp_avg", "exp_avg_sq", "s"),
                 sums=(("sum", ("tensor_sum_for_total",)), ("sum", ("tensor_sum_for_numerator",))),
                 plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
             ),
             Stage(
                 "dadapt_adam_3",

@@ -73,6 +73,7 @@ STEPS = (
                 reads=("p", "g", "exp_avg", "exp_avg_sq"),
                 stores=("p", "exp_avg", "exp_avg_sq"),
                 plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
             ),
         ),
     ),

@@ -80,6 +80,7 @@ STEPS = (
                 stores=("exp_avg", "exp_avg_sq"),
                 sums=(("square", ("tensor_sum_for_weight_norm",)), ("square", ("tensor_sum_for_update_norm",))),
                 plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
             ),
             Stage(
                 "lamb_2",
@@ -100,6 +101,49 @@ STEPS = (
             ),
         ),
         early=("exp_avg_sq", "exp_avg"),
+    ),
+    Rule(
+        ({},),
+        (
+            "beta1", "beta2", "weight_decay", "one_minus_beta1_times_grad_scale", "scalar_1", "scalar_2", "scalar_3",
+            "lr", "min_norm", "max_norm",
+        ),
+        host=kernel_scalars,
+        temps=(
+            Temp("tensor_sum_for_update_norm", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_for_weight_norm", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("lr_times_trust", "tensor"),
+        ),
+        stages=(
+            Stage(
+                "lamb_late_1",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2, 3, 4, 5, 6),
+                temps=("tensor_sum_for_weight_norm", "tensor_sum_for_update_norm"),
+                reads=("p", "g", "exp_avg", "exp_avg_sq"),
+                sums=(("square", ("tensor_sum_for_weight_norm",)), ("square", ("tensor_sum_for_update_norm",))),
+            ),
+            Stage(
+                "lamb_2",
+                "tensor",
+                level=1,
+                scalars=(7, 8, 9),
+                temps=("lr_times_trust",),
+                reads=("tensor_sum_for_weight_norm", "tensor_sum_for_update_norm"),
+                stores=("lr_times_trust",),
+            ),
+            Stage(
+                "lamb_late_3",
+                "elem",
+                level=2,
+                scalars=(0, 1, 2, 3, 4, 5, 6),
+                reads=("p", "g", "exp_avg", "exp_avg_sq", "lr_times_trust"),
+                stores=("p", "exp_avg", "exp_avg_sq"),
+                plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+            ),
+        ),
     ),
 )
 

@@ -9,8 +9,8 @@ import triton.language as tl
 
 from optgen.runtime.gpu.between import rounds
 from optgen.runtime.gpu.codecs import read, times
+from optgen.runtime.gpu.matrices import walk
 from optgen.runtime.gpu.prelude import minus, reciprocal
-from optgen.runtime.gpu.walk import walk
 
 
 @triton.jit
@@ -82,3 +82,60 @@ def lamb_3_sweep(
 ):
     """lamb: the tiles of one work item."""
     walk(table, work, lamb_3_tile, SWEEP, (weight_decay, scalar_2, scalar_3), step_key)
+
+
+@triton.jit
+def lamb_late_1_tile(
+    PLAN: tl.constexpr, p, g, exp_avg, exp_avg_sq, beta1, beta2, weight_decay, one_minus_beta1_times_grad_scale,
+    scalar_1, scalar_2, scalar_3, live, MASKED: tl.constexpr,
+):
+    """What is reduced to tensor_sum_for_weight_norm, tensor_sum_for_update_norm."""
+    # 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))
+    # 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
+    exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))
+    # 27  update = exp_avg / (1 - beta1**t) / denom + weight_decay * p
+    update = tl.fma(weight_decay, p, exp_avg * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3)))
+    return p, update
+
+
+@triton.jit(do_not_specialize=["step_key"])
+def lamb_late_1_sweep(
+    table, work, beta1: tl.float32, beta2: tl.float32, weight_decay: tl.float32,
+    one_minus_beta1_times_grad_scale: tl.float32, scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
+    step_key: tl.int32, SWEEP: tl.constexpr,
+):
+    """lamb: the tiles of one work item."""
+    walk(
+        table, work, lamb_late_1_tile, SWEEP, (beta1, beta2, weight_decay, one_minus_beta1_times_grad_scale, scalar_1,
+        scalar_2, scalar_3), step_key,
+    )
+
+
+@triton.jit
+def lamb_late_3_tile(
+    PLAN: tl.constexpr, p, g, exp_avg, exp_avg_sq, lr_times_trust, beta1, beta2, weight_decay,
+    one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, live, MASKED: tl.constexpr,
+):
+    """The new p, exp_avg, exp_avg_sq."""
+    # 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))
+    # 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
+    exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))
+    # 27  update = exp_avg / (1 - beta1**t) / denom + weight_decay * p
+    update = tl.fma(weight_decay, p, exp_avg * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3)))
+    p = tl.fma(minus(lr_times_trust), update, p)  # 31  p = p - lr * trust * update
+    return p, exp_avg, exp_avg_sq
+
+
+@triton.jit(do_not_specialize=["step_key"])
+def lamb_late_3_sweep(
+    table, work, beta1: tl.float32, beta2: tl.float32, weight_decay: tl.float32,
+    one_minus_beta1_times_grad_scale: tl.float32, scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
+    step_key: tl.int32, SWEEP: tl.constexpr,
+):
+    """lamb: the tiles of one work item."""
+    walk(
+        table, work, lamb_late_3_tile, SWEEP, (beta1, beta2, weight_decay, one_minus_beta1_times_grad_scale, scalar_1,
+        scalar_2, scalar_3), step_key,
+    )

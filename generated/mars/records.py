@@ -106,6 +106,7 @@ STEPS = (
                 reads=("p", "g", "exp_avg", "exp_avg_sq", "last_grad", "one_over_sqrt_tensor_sum_of_c_max_one"),
                 stores=("p", "exp_avg", "exp_avg_sq", "last_grad"),
                 plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq", "last_grad", "one_over_sqrt_tensor_sum_of_c_max_one")),),
             ),
         ),
     ),

@@ -376,6 +376,7 @@ STEPS = (
                 reads=("p", "g", "momentum_buffer", "exp_avg_sq"),
                 stores=("p", "momentum_buffer", "exp_avg_sq"),
                 plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
             ),
         ),
     ),

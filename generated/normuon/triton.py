@@ -9,9 +9,8 @@ import triton.language as tl
 
 from optgen.runtime.gpu.between import rounds
 from optgen.runtime.gpu.codecs import times
-from optgen.runtime.gpu.matrices import walk_matrices
+from optgen.runtime.gpu.matrices import walk
 from optgen.runtime.gpu.prelude import minus, reciprocal, widened
-from optgen.runtime.gpu.walk import walk
 
 
 @triton.jit
@@ -50,7 +49,7 @@ def normuon_3_tile(PLAN: tl.constexpr, direction_stored, live, MASKED: tl.conste
 @triton.jit(do_not_specialize=["step_key"])
 def normuon_3_sweep(table, work, step_key: tl.int32, SWEEP: tl.constexpr):
     """normuon: the tiles of one work item."""
-    walk_matrices(table, work, normuon_3_tile, SWEEP, (), step_key)
+    walk(table, work, normuon_3_tile, SWEEP, (), step_key)
 
 
 @triton.jit
@@ -82,7 +81,7 @@ def normuon_5_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def normuon_5_sweep(table, work, step_key: tl.int32, SWEEP: tl.constexpr):
     """normuon: the tiles of one work item."""
-    walk_matrices(table, work, normuon_5_tile, SWEEP, (), step_key)
+    walk(table, work, normuon_5_tile, SWEEP, (), step_key)
 
 
 @triton.jit
@@ -138,7 +137,7 @@ def normuon_10_sweep(
     table, work, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     """normuon: the tiles of one work item."""
-    walk_matrices(table, work, normuon_10_tile, SWEEP, (one_minus_lr_times_weight_decay,), step_key)
+    walk(table, work, normuon_10_tile, SWEEP, (one_minus_lr_times_weight_decay,), step_key)
 
 
 @triton.jit

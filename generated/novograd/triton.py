@@ -9,7 +9,7 @@ import triton.language as tl
 
 from optgen.runtime.gpu.between import rounds
 from optgen.runtime.gpu.codecs import plus
-from optgen.runtime.gpu.walk import walk
+from optgen.runtime.gpu.matrices import walk
 
 
 @triton.jit

@@ -45,6 +45,7 @@ STEPS = (
                 stores=("p", "prev", "step_size"),
                 plus=("step_size",),
                 picked=("prev", "step_size"),
+                needs=(("step_size", ("g", "prev", "step_size")),),
             ),
         ),
     ),

@@ -87,6 +87,7 @@ STEPS = (
                 reads=("p", "g", "z", "exp_avg_sq"),
                 stores=("p", "z", "exp_avg_sq"),
                 plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
             ),
         ),
     ),

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.gpu.codecs import read
-from optgen.runtime.gpu.walk import walk
+from optgen.runtime.gpu.matrices import walk
 
 
 @triton.jit

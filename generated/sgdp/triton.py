@@ -9,9 +9,8 @@ import triton.language as tl
 
 from optgen.runtime.gpu.between import rounds
 from optgen.runtime.gpu.codecs import read, times
-from optgen.runtime.gpu.matrices import walk_matrices
+from optgen.runtime.gpu.matrices import walk
 from optgen.runtime.gpu.prelude import minus
-from optgen.runtime.gpu.walk import walk
 
 
 @triton.jit
@@ -34,7 +33,7 @@ def sgdp_1_sweep(
     SWEEP: tl.constexpr,
 ):
     """sgdp: the tiles of one work item."""
-    walk_matrices(table, work, sgdp_1_tile, SWEEP, (momentum, one_minus_dampening_times_grad_scale), step_key)
+    walk(table, work, sgdp_1_tile, SWEEP, (momentum, one_minus_dampening_times_grad_scale), step_key)
 
 
 @triton.jit
@@ -127,7 +126,7 @@ def sgdp_7_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def sgdp_7_sweep(table, work, minus_lr: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr):
     """sgdp: the tiles of one work item."""
-    walk_matrices(table, work, sgdp_7_tile, SWEEP, (minus_lr,), step_key)
+    walk(table, work, sgdp_7_tile, SWEEP, (minus_lr,), step_key)
 
 
 @triton.jit
@@ -176,7 +175,7 @@ def sgdp_nesterov_1_sweep(
     step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     """sgdp: the tiles of one work item."""
-    walk_matrices(table, work, sgdp_nesterov_1_tile, SWEEP, (grad_scale, momentum_times_momentum, scalar_1), step_key)
+    walk(table, work, sgdp_nesterov_1_tile, SWEEP, (grad_scale, momentum_times_momentum, scalar_1), step_key)
 
 
 @triton.jit
@@ -205,7 +204,7 @@ def sgdp_nesterov_7_sweep(
     minus_lr: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     """sgdp: the tiles of one work item."""
-    walk_matrices(
+    walk(
         table, work, sgdp_nesterov_7_tile, SWEEP, (momentum, grad_scale, one_minus_dampening_times_grad_scale,
         minus_lr), step_key,
     )

@@ -9,9 +9,8 @@ import triton.language as tl
 
 from optgen.runtime.gpu.between import rounds
 from optgen.runtime.gpu.codecs import read, times
-from optgen.runtime.gpu.matrices import walk_matrices
+from optgen.runtime.gpu.matrices import walk
 from optgen.runtime.gpu.prelude import reciprocal
-from optgen.runtime.gpu.walk import walk
 
 
 @triton.jit
@@ -36,9 +35,7 @@ def sm3_1_sweep(
     step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     """sm3: the tiles of one work item."""
-    walk_matrices(
-        table, work, sm3_1_tile, SWEEP, (eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale), step_key,
-    )
+    walk(table, work, sm3_1_tile, SWEEP, (eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale), step_key)
 
 
 @triton.jit
@@ -111,7 +108,7 @@ def sm3_has_momentum_1_sweep(
     one_minus_momentum_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     """sm3: the tiles of one work item."""
-    walk_matrices(
+    walk(
         table, work, sm3_has_momentum_1_tile, SWEEP, (momentum, eps, grad_scale_times_grad_scale,
         one_minus_momentum_times_grad_scale, minus_lr), step_key,
     )

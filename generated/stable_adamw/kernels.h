@@ -45,3 +45,33 @@ OPTGEN_INLINE F stable_adamw_3(
     const F p_2 = fma(-(rate.read() * exp_avg_), 1.0f / (sqrt(exp_avg_sq_) + eps), p_);
     return p_2;
 }
+
+// a sweep: surprise (specs/stable_adamw.py:24)
+template <class S0, class S1>
+OPTGEN_INLINE void stable_adamw_late_1(
+    F g, F scalar_0, F beta2_hat, F eps_times_eps, S0 &exp_avg_sq, S1 &tensor_sum_for_surprise
+) {
+    const F exp_avg_sq_ = exp_avg_sq.read();
+    // 23  exp_avg_sq = beta2_hat * exp_avg_sq + (1 - beta2_hat) * g * g
+    const F exp_avg_sq_2 = fma(scalar_0 * g, g, beta2_hat * exp_avg_sq_);
+    tensor_sum_for_surprise.set(g * g / max(exp_avg_sq_2, eps_times_eps));
+}
+
+// a sweep: the update
+template <class S0, class S1, class S2, class S3>
+OPTGEN_INLINE F stable_adamw_late_3(
+    F p, F g, F eps, F beta1_hat, F scalar_1, F scalar_0, F beta2_hat, S0 &exp_avg, S1 &exp_avg_sq,
+    S2 &one_minus_rate_times_weight_decay, S3 &rate
+) {
+    const F exp_avg_sq_ = exp_avg_sq.read();
+    // 22  exp_avg = beta1_hat * exp_avg + (1 - beta1_hat) * g
+    const F exp_avg_ = fma(scalar_1, g, exp_avg.times(beta1_hat));
+    // 23  exp_avg_sq = beta2_hat * exp_avg_sq + (1 - beta2_hat) * g * g
+    const F exp_avg_sq_2 = fma(scalar_0 * g, g, beta2_hat * exp_avg_sq_);
+    const F p_ = p * one_minus_rate_times_weight_decay.read();             // 26  p = decoupled(p, rate, weight_decay)
+    // 27  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + eps)
+    const F p_2 = fma(-(rate.read() * exp_avg_), 1.0f / (sqrt(exp_avg_sq_2) + eps), p_);
+    exp_avg.set(exp_avg_);
+    exp_avg_sq.set(exp_avg_sq_2);
+    return p_2;
+}

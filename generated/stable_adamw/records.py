@@ -39,6 +39,21 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     return (beta1_hat, scalar_1, scalar_2, beta2_hat, eps_times_eps, lr, weight_decay, grad_scale_times_grad_scale, eps)
 
 
+def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2 = betas
+    common_1 = step - 1
+    scalar_0 = (1 - divide(beta2 * (1 - beta2**common_1), 1 - beta2**step)) * grad_scale * grad_scale
+    # 21  beta2_hat = beta2 * (1 - beta2 ** (t - 1)) / (1 - beta2**t)
+    beta2_hat = divide(beta2 * (1 - beta2**common_1), 1 - beta2**step)
+    eps_times_eps = eps * eps
+    grad_scale_times_grad_scale = grad_scale * grad_scale
+    # 20  beta1_hat = beta1 * (1 - beta1 ** (t - 1)) / (1 - beta1**t)
+    beta1_hat = divide(beta1 * (1 - beta1**common_1), 1 - beta1**step)
+    scalar_1 = (1 - beta1_hat) * grad_scale
+    return (scalar_0, beta2_hat, eps_times_eps, lr, weight_decay, grad_scale_times_grad_scale, eps, beta1_hat, scalar_1)
+
+
 RULES = (
     RuleRecord(
         "stable_adamw",
@@ -80,6 +95,7 @@ STEPS = (
                 stores=("exp_avg", "exp_avg_sq"),
                 sums=(("product", ("tensor_sum_for_surprise",)),),
                 plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
             ),
             Stage(
                 "stable_adamw_2",
@@ -102,6 +118,51 @@ STEPS = (
             ),
         ),
         early=("exp_avg_sq", "exp_avg"),
+    ),
+    Rule(
+        ({},),
+        (
+            "scalar_0", "beta2_hat", "eps_times_eps", "lr", "weight_decay", "grad_scale_times_grad_scale", "eps",
+            "beta1_hat", "scalar_1",
+        ),
+        host=kernel_scalars_2,
+        temps=(
+            Temp("tensor_sum_for_surprise", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("one_minus_rate_times_weight_decay", "tensor"),
+            Temp("rate", "tensor"),
+        ),
+        stages=(
+            Stage(
+                "stable_adamw_late_1",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2),
+                temps=("tensor_sum_for_surprise",),
+                reads=("g", "exp_avg_sq"),
+                sums=(("product", ("tensor_sum_for_surprise",)),),
+            ),
+            Stage(
+                "stable_adamw_2",
+                "tensor",
+                level=1,
+                scalars=(3, 4, 5),
+                temps=("rate", "one_minus_rate_times_weight_decay"),
+                reads=("tensor_sum_for_surprise",),
+                stores=("rate", "one_minus_rate_times_weight_decay"),
+                extents=("elements",),
+                plus=("one_minus_rate_times_weight_decay",),
+            ),
+            Stage(
+                "stable_adamw_late_3",
+                "elem",
+                level=2,
+                scalars=(6, 7, 8, 0, 1),
+                reads=("p", "g", "exp_avg", "exp_avg_sq", "one_minus_rate_times_weight_decay", "rate"),
+                stores=("p", "exp_avg", "exp_avg_sq"),
+                plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+            ),
+        ),
     ),
 )
 

@@ -9,8 +9,8 @@ import triton.language as tl
 
 from optgen.runtime.gpu.between import rounds
 from optgen.runtime.gpu.codecs import read, times
+from optgen.runtime.gpu.matrices import walk
 from optgen.runtime.gpu.prelude import minus, reciprocal
-from optgen.runtime.gpu.walk import walk
 
 
 @triton.jit
@@ -75,3 +75,49 @@ def stable_adamw_3_tile(
 def stable_adamw_3_sweep(table, work, eps: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr):
     """stable_adamw: the tiles of one work item."""
     walk(table, work, stable_adamw_3_tile, SWEEP, (eps,), step_key)
+
+
+@triton.jit
+def stable_adamw_late_1_tile(
+    PLAN: tl.constexpr, g, exp_avg_sq, scalar_0, beta2_hat, eps_times_eps, live, MASKED: tl.constexpr,
+):
+    """What is reduced to tensor_sum_for_surprise."""
+    exp_avg_sq = read(exp_avg_sq, PLAN.exp_avg_sq)
+    # 23  exp_avg_sq = beta2_hat * exp_avg_sq + (1 - beta2_hat) * g * g
+    exp_avg_sq = tl.fma(scalar_0 * g, g, beta2_hat * exp_avg_sq)
+    return g * g, reciprocal(tl.maximum(exp_avg_sq, eps_times_eps, propagate_nan=tl.PropagateNan.ALL))
+
+
+@triton.jit(do_not_specialize=["step_key"])
+def stable_adamw_late_1_sweep(
+    table, work, scalar_0: tl.float32, beta2_hat: tl.float32, eps_times_eps: tl.float32, step_key: tl.int32,
+    SWEEP: tl.constexpr,
+):
+    """stable_adamw: the tiles of one work item."""
+    walk(table, work, stable_adamw_late_1_tile, SWEEP, (scalar_0, beta2_hat, eps_times_eps), step_key)
+
+
+@triton.jit
+def stable_adamw_late_3_tile(
+    PLAN: tl.constexpr, p, g, exp_avg, exp_avg_sq, one_minus_rate_times_weight_decay, rate, eps, beta1_hat,
+    scalar_1, scalar_0, beta2_hat, live, MASKED: tl.constexpr,
+):
+    """The new p, exp_avg, exp_avg_sq."""
+    exp_avg_sq = read(exp_avg_sq, PLAN.exp_avg_sq)
+    # 22  exp_avg = beta1_hat * exp_avg + (1 - beta1_hat) * g
+    exp_avg = tl.fma(scalar_1, g, times(beta1_hat, exp_avg, PLAN.exp_avg))
+    # 23  exp_avg_sq = beta2_hat * exp_avg_sq + (1 - beta2_hat) * g * g
+    exp_avg_sq = tl.fma(scalar_0 * g, g, beta2_hat * exp_avg_sq)
+    p = p * one_minus_rate_times_weight_decay                               # 26  p = decoupled(p, rate, weight_decay)
+    # 27  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + eps)
+    p = tl.fma(minus(rate * exp_avg), reciprocal(tl.sqrt(exp_avg_sq) + eps), p)
+    return p, exp_avg, exp_avg_sq
+
+
+@triton.jit(do_not_specialize=["step_key"])
+def stable_adamw_late_3_sweep(
+    table, work, eps: tl.float32, beta1_hat: tl.float32, scalar_1: tl.float32, scalar_0: tl.float32,
+    beta2_hat: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
+):
+    """stable_adamw: the tiles of one work item."""
+    walk(table, work, stable_adamw_late_3_tile, SWEEP, (eps, beta1_hat, scalar_1, scalar_0, beta2_hat), step_key)

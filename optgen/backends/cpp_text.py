@@ -9,7 +9,7 @@ A codec is a struct of the fields of a value in a tile: how they are read, and h
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from optgen.backends.cpp import (
@@ -26,6 +26,7 @@ from optgen.backends.cpp import (
     stored,
     tables,
     type_of,
+    wanted,
 )
 from optgen.backends.printer import ATOM, Text, computed, with_comments
 from optgen.backends.reference import ROOT, Codec, X
@@ -45,25 +46,35 @@ _RESERVED = RESERVED | frozenset(
 # -- rules
 
 
-class _RulePrinter(CppPrinter):
-    """A printer of values that a plan keeps; `pieces`: states that are only multiplied."""
+class ValuePrinter(CppPrinter):
+    """A printer of values that a plan keeps, value -> its parameter; `pieces`: those that are only multiplied."""
 
-    def __init__(self, plan: Phases, pieces: Collection[str], states: dict[str, str]) -> None:
+    def __init__(self, plan: Phases, pieces: Collection[str], values: Mapping[str, str]) -> None:
         super().__init__(plan)
-        self.pieces, self.states = pieces, states
+        self.pieces, self.values = pieces, values
 
     def express(self, node: Node) -> Text:
-        if node.uid not in self.names:
-            for c, x in (node.args[:2], node.args[1::-1]) if node.op in ("mul", "fma") else ():
-                if x.op == "load" and x.attr in self.pieces:
-                    given = ", ".join(self._number(a) for a in (c, *node.args[2:]))
-                    return f"{self.states[x.attr]}.{'plus' if node.op == 'fma' else 'times'}({given})", ATOM
-            if node.op == "load" and node.attr in self.states:
-                return f"{self.states[node.attr]}.read()", ATOM
+        if node.uid in self.names:
+            return super().express(node)
+        for c, x in (node.args[:2], node.args[1::-1]) if node.op in ("mul", "fma") else ():
+            if x.op == "load" and x.attr in self.pieces:
+                given = ", ".join(self._number(a) for a in (c, *node.args[2:]))
+                return f"{self.values[x.attr]}.{'plus' if node.op == 'fma' else 'times'}({given})", ATOM
+        # What one stage leaves for the next ones of each element is bf16.
+        load = node.args[0] if node.op == "cast" and node.args[0].dtype is dtypes.bf16 else node
+        if load.op == "load" and load.attr in self.values:
+            return f"{self.values[load.attr]}.read()", ATOM
         return super().express(node)
 
     def _number(self, node: Node) -> str:
         return f"F({self.text(node)})" if node.op == "const" else self.text(node)
+
+    def of_float(self, node: Node) -> str:
+        """The text of a number of each element; a word whose upper half is bf16 as a float of its bits."""
+        if node.op == "const" or node.space == spaces.host:
+            return f"F({self.text(node)})"
+        word = wanted(node) if node.dtype is dtypes.bf16 else node
+        return self.text(word) if type_of(word.dtype) == "F" else f"as_float({self.text(word)})"
 
 
 def rule_struct(schedule: Schedule, kernel: str, nonneg: Collection[str], source: str) -> list[str]:
@@ -88,7 +99,7 @@ def rule_struct(schedule: Schedule, kernel: str, nonneg: Collection[str], source
     template = [f"    template <{', '.join(f'class {t}' for t in types)}>"] if types else []
     params = [f"{t} &{states[x]}" for t, x in zip(types, values, strict=True)]
 
-    def body(printer: _RulePrinter, roots: Iterable[Node], stop: Collection[int]) -> list[tuple[str, str]]:
+    def body(printer: ValuePrinter, roots: Iterable[Node], stop: Collection[int]) -> list[tuple[str, str]]:
         need = _reached(roots, stop)
         return [assigned(plan, let, printer) for let in plan.phases[0].elements if let.node.uid in need]
 
@@ -97,11 +108,11 @@ def rule_struct(schedule: Schedule, kernel: str, nonneg: Collection[str], source
         out.extend(f"        {line}" for line in with_comments(lines, comment_mark="//"))
         out.append("    }")
 
-    def setting(printer: _RulePrinter) -> list[tuple[str, str]]:
-        return [(f"{states[x]}.set({_f(printer, n)});", "") for x, n in new.items() if x != "p"]
+    def setting(printer: ValuePrinter) -> list[tuple[str, str]]:
+        return [(f"{states[x]}.set({printer.of_float(n)});", "") for x, n in new.items() if x != "p"]
 
-    def printer_of(names: dict[int, str]) -> _RulePrinter:
-        printer = _RulePrinter(plan, pieces, states)
+    def printer_of(names: dict[int, str]) -> ValuePrinter:
+        printer = ValuePrinter(plan, pieces, states)
         printer.names |= given | names
         return printer
 
@@ -111,7 +122,7 @@ def rule_struct(schedule: Schedule, kernel: str, nonneg: Collection[str], source
         lines = body(printer, new.values(), ())
         function(
             f"F step({', '.join(['F p', 'F g', *params])})",
-            [*lines, *setting(printer), (f"return {_f(printer, new['p'])};", "")],
+            [*lines, *setting(printer), (f"return {printer.of_float(new['p'])};", "")],
         )
         apart = 0
     else:
@@ -123,7 +134,7 @@ def rule_struct(schedule: Schedule, kernel: str, nonneg: Collection[str], source
         printer = printer_of({uid: f"{states[x]}.{how}()" for uid, (x, how) in read.items()})
         lines = body(printer, [new["p"]], read)
         taken = ", ".join(["F p", "F g", *(f"const {x}" for x in params)])
-        function(f"F weight({taken})", [*lines, (f"return {_f(printer, new['p'])};", "")])
+        function(f"F weight({taken})", [*lines, (f"return {printer.of_float(new['p'])};", "")])
         for name, how in (("NEXT", "next"), ("ROOT", "root")):
             row = ", ".join(str((x, how) in read.values()).lower() for x in values)
             out.insert(2, f"    static constexpr bool {name}[] = {{{row}}};")
@@ -132,10 +143,6 @@ def rule_struct(schedule: Schedule, kernel: str, nonneg: Collection[str], source
         out.insert(2, f"    static constexpr bool NEXT[] = {{{flags}}}, ROOT[] = {{{flags}}};")
     out[1] = out[1].format(apart=apart)
     return [*out, "};"]
-
-
-def _f(printer: CppPrinter, node: Node) -> str:
-    return f"F({printer.text(node)})" if node.space == spaces.host or node.op == "const" else printer.text(node)
 
 
 def _reached(roots: Iterable[Node], stop: Collection[int]) -> dict[int, Node]:
@@ -182,6 +189,10 @@ def _cut(new: dict[str, Node], plan: Phases) -> tuple[dict[int, tuple[str, str]]
 # -- codecs
 
 
+def _f(printer: CppPrinter, node: Node) -> str:
+    return f"F({printer.text(node)})" if node.space == spaces.host or node.op == "const" else printer.text(node)
+
+
 class _CodecPhases(Phases):
     """The loops of a codec.
 
@@ -211,25 +222,20 @@ class _CodecPhases(Phases):
 
 def _buffers(codec: Codec) -> list[Buffer]:
     """The buffers of elements and blocks."""
-    known = {b.name: b for s in (codec.decode, codec.nearest) for b in s.stages[-1].schedule.program.buffers}
+    known = {b.name: b for s in (codec.decode, codec.nearest) for b in s.sweeps[-1].schedule.program.buffers}
     return [known[name] for name in codec.names]
 
 
-def vectors(step: Step) -> list[str]:
-    """Return the names of the values of rows, columns and matrices that a codec's function of elements reads."""
-    schedule = step.stages[-1].schedule
-    spaces_of = {b.name: b.space.name for b in schedule.program.buffers}
-    return [x for x in schedule.sweep.reads if spaces_of[x] in ("row", "col", "mat")]
-
-
-def codec_structs(codec: Codec, name: str, doc: str, both: bool) -> list[list[str]]:
+def codec_structs(codec: Codec, name: str, doc: str, both: bool, small: Iterable[list[str]]) -> list[list[str]]:
     """The structs NAME_fields, which reads, and NAME_stochastic and NAME_nearest, which store.
 
-    both  True if the format rounds some values by random bits and some to nearest
+    both   True if the format rounds some values by random bits and some to nearest
+    small  static functions of NAME_fields: the work on values of rows and columns before and between sweeps
     """
     fields = f"{name}_fields"
     nearest = _Encoder(codec, codec.nearest)
-    out = [[f"// {doc}", *_fields(codec, fields)]]
+    *head, end = _fields(codec, fields)
+    out = [[f"// {doc}", *head, *(f"    {line}" for function in small for line in function), end]]
     if codec.encode is None:
         return [*out, nearest.lines(f"{name}_nearest", fields)]
     stochastic = _Encoder(codec, codec.encode)
@@ -244,11 +250,11 @@ def codec_structs(codec: Codec, name: str, doc: str, both: bool) -> list[list[st
 def table_lines(codecs: Iterable[Codec]) -> list[str]:
     """The tables that codecs look numbers up in, each once."""
     steps = [x for codec in codecs for x in (codec.decode, codec.root, codec.encode, codec.nearest) if x is not None]
-    return tables(root for step in steps for root in step.stages[-1].schedule.program.roots())
+    return tables(root for step in steps for root in step.sweeps[-1].schedule.program.roots())
 
 
 def _fields(codec: Codec, struct: str) -> list[str]:
-    buffers, few = _buffers(codec), vectors(codec.decode)
+    buffers, few = _buffers(codec), [x for x in codec.reads if x not in codec.names]
     block = max((b.space.size or 1 for b in buffers), default=1)
     out = [f"struct {struct} : Codec {{", f"    static constexpr int FIELDS = {len(buffers) + len(few)};"]
     out += ["    static constexpr bool HAS_ROOT = true;"] if codec.root is not None else []
@@ -269,12 +275,12 @@ def _fields(codec: Codec, struct: str) -> list[str]:
     packed = [b for b in buffers if b.dtype.packed]
     # Codes of a value that has rows and columns lie in the blocks of other values.
     out += [f"    alignas(64) uint8_t {b.name}_at[most_of({'WIDEST' if few else block})];" for b in packed]
-    plans = [(_CodecPhases(step.stages[-1].schedule), step) for step in (codec.decode, codec.root) if step]
+    plans = [(_CodecPhases(step.sweeps[-1].schedule), step) for step in (codec.decode, codec.root) if step]
     kept: dict[str, str] = {}
     stages: list[tuple[str, str]] = []
     texts: list[list[str]] = []
     known: set[str] = set()
-    (root,) = codec.root.stages[-1].schedule.sweep.stores if codec.root is not None else (None,)
+    (root,) = codec.root.sweeps[-1].schedule.sweep.stores if codec.root is not None else (None,)
     for plan, step in plans:
         function, arrays, lines = _reader(plan, step, root.node if root is not None else None)
         kept |= arrays
@@ -359,10 +365,10 @@ def _reader(
 
 def _given(step: Step) -> tuple[Node, bool]:
     """The node that an encoding begins with, and True if that is the root of the new value."""
-    nodes = list(postorder([s.node for s in step.stages[-1].schedule.sweep.stores]))
+    nodes = list(postorder([s.node for s in step.sweeps[-1].schedule.sweep.stores]))
     load = next((n for n in nodes if n.op == "load" and n.attr == X), ir.load(X, dtypes.f32, spaces.elem))
     users = [n for n in nodes if any(a is load for a in n.args)]
-    stores = step.stages[-1].schedule.sweep.stores
+    stores = step.sweeps[-1].schedule.sweep.stores
     if len(users) == 1 and users[0].op == "sqrt" and all(s.node is not load for s in stores):
         return users[0], True
     return load, False
@@ -382,8 +388,8 @@ class _Encoder:
 
     def __init__(self, codec: Codec, step: Step) -> None:
         given, rooted = _given(step)
-        self.vectors = vectors(step)
-        plan = _CodecPhases(step.stages[-1].schedule, given, "new_" if self.vectors else "")
+        self.given = codec.given
+        plan = _CodecPhases(step.sweeps[-1].schedule, given, "new_")
         buffers = _buffers(codec)
         block = max((b.space.size or 1 for b in buffers), default=1)
         count = len(plan.phases)
@@ -437,7 +443,7 @@ class _Encoder:
         known = base.constants if base is not None else _DEFAULTS
         arrays = base.arrays if base is not None else {}
         constants = [f"{name} = {n}" for name, n in self.constants.items() if known.get(name) != n]
-        new = self.vectors if base is None else []
+        new = self.given if base is None else []
         out = [f"struct {struct} : {fields} {{"]
         out += [f"    static constexpr int {', '.join(constants)};"] if constants else []
         out += ["    static constexpr bool ROOTED = true;"] if base is None and self.rooted else []
@@ -459,9 +465,10 @@ class _Encoder:
         return [*out, "};"]
 
 
-def _constructor(struct: str, fields: str, new: Iterable[str]) -> list[str]:
+def _constructor(struct: str, fields: str, new: Sequence[str]) -> list[str]:
     """The constructor of a struct that stores with new values of rows and columns, behind the fields."""
-    made = [f"new_{x}_at((const float *)more[FIELDS - 1 + {k}])" for k, x in enumerate(new)]
+    places = ["FIELDS - 1", "FIELDS", *(f"FIELDS + {k}" for k in range(1, len(new)))]
+    made = [f"new_{x}_at((const float *)more[{at}])" for x, at in zip(new, places, strict=False)]
     head = f"    {struct}(char *first, char *const *more) : "
     return [head + ", ".join([f"{fields}(first, more)", *made]) + " {}"]
 

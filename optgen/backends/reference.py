@@ -20,13 +20,22 @@ X, ROOT = "x", "root"
 
 @dataclass(frozen=True)
 class Codec:
-    """The steps of a format alone; `names`: its fields' buffers in the order in which they are stored."""
+    """The steps of a format alone.
+
+    names  the buffers of its fields in the order in which they are stored
+    reads  what the functions that read take; () where that is the fields
+    given  what those that store take behind the value
+    small  the small work for a state that is kept as a whole, in the order of its records
+    """
 
     names: tuple[str, ...]
     decode: Step
     root: Step | None
     encode: Step | None
     nearest: Step
+    reads: tuple[str, ...] = ()
+    given: tuple[str, ...] = ()
+    small: tuple[Schedule, ...] = ()
 
 
 def _const(p: Printer, n: Node) -> Text:

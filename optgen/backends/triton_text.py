@@ -35,7 +35,7 @@ PRELUDE = (
 )  # fmt: skip
 CODECS = ("Codec", "beside", "fraction", "integer", "middle", "plus", "read", "times")
 MODULES = {
-    "between": ("rounds",), "codecs": CODECS, "matrices": ("walk_matrices",), "prelude": PRELUDE, "walk": ("walk",),
+    "between": ("rounds",), "codecs": CODECS, "matrices": ("walk",), "prelude": PRELUDE,
 }  # fmt: skip
 """The functions that generated text may call, by modules of optgen.runtime.gpu."""
 
@@ -63,17 +63,11 @@ class RulePrinter(TritonPrinter):
 
     function = "table"
 
-    def __init__(self, schedule: Schedule, nonneg: Collection[str], whole: Collection[str]) -> None:
+    def __init__(self, schedule: Schedule, nonneg: Collection[str]) -> None:
         super().__init__(schedule.program)
-        self.spell = {**self.spell, "draw": self._draw}
         found = [b for b in schedule.program.buffers if b.role == "state" and b.space == spaces.elem]
-        self.states = frozenset(b.name for b in found if b.owner not in whole)
+        self.states = frozenset(b.name for b in found)
         self.pieces = multiplied(schedule, nonneg, self.states)
-
-    def _draw(self, _: Printer, n: Node) -> Text:
-        """The random bits of a state that is kept as a whole; the record of its codes says which."""
-        codes = next(b.name for b in self.program.buffers if b.owner == n.attr[3] and b.space == spaces.elem)
-        return _drawn(n, f"draws[PLAN.{codes}.word]", f"PLAN.{codes}.shift")
 
     def express(self, node: Node) -> Text:
         if node.uid not in self.names:
@@ -116,16 +110,13 @@ def _is_stored(buffer: Buffer) -> bool:
     return buffer.role != "partial" or buffer.space == spaces.model
 
 
-def sweep_functions(
-    schedule: Schedule, kernel: str, nonneg: Collection[str], whole: Collection[str], source: str
-) -> list[str]:
+def sweep_functions(schedule: Schedule, kernel: str, nonneg: Collection[str], source: str) -> list[str]:
     """The tile function of a sweep, and the kernel that walks the tiles of a work item.
 
     nonneg  states of which no value is negative
-    whole   states that are kept as a whole: their fields come as they are
     """
     program = schedule.program
-    printer = RulePrinter(schedule, nonneg, whole)
+    printer = RulePrinter(schedule, nonneg)
 
     def reading(let: Let) -> str:
         kept = let.node.attr in printer.states - printer.pieces
@@ -137,8 +128,7 @@ def sweep_functions(
     lines["encode"].append((f"return {_tuple(results)}", ""))
     host = [let.name for let in program.host]
     sizes = [f"extent_{x}" for x in triton.sizes(program)]
-    drawn = ["draws"] if any(n.op == "draw" for n in postorder(program.roots())) else []
-    given = ["PLAN: tl.constexpr", *names, *sizes, *host, *drawn, "live", "MASKED: tl.constexpr"]
+    given = ["PLAN: tl.constexpr", *names, *sizes, *host, "live", "MASKED: tl.constexpr"]
     out = [*triton.tables(program, "table"), "@triton.jit", *wrapped(f"def {kernel}_tile(", given)]
     out.append(f'    """{_made(schedule)}"""')
     out += [f"    {line}" for line in assemble(lines, source) if not line.startswith("# -- ")]
@@ -146,14 +136,8 @@ def sweep_functions(
     args = ["table", "work", *(f"{h}: tl.float32" for h in scalars), "step_key: tl.int32", "SWEEP: tl.constexpr"]
     out += ["", "", triton.ENTRY, *wrapped(f"def {kernel}_sweep(", args)]
     out.append(f'    """{program.name}: the tiles of one work item."""')
-    walker = "walk_matrices" if is_of_matrices(program) else "walk"
     call = ["table", "work", f"{kernel}_tile", "SWEEP", *triton.in_tuple(scalars), "step_key"]
-    return [*out, *(f"    {x}" for x in wrapped(f"{walker}(", call, close=")"))]
-
-
-def is_of_matrices(program: Program) -> bool:
-    """Return True if a sweep reads or reduces values of rows, columns or matrices."""
-    return any(b.space.name in ("row", "col", "mat") for b in program.buffers)
+    return [*out, *(f"    {x}" for x in wrapped("walk(", call, close=")"))]
 
 
 def _made(schedule: Schedule) -> str:
@@ -198,25 +182,39 @@ def level_functions(stages: Sequence[tuple[str, Schedule]], known: dict[str, str
     host: dict[str, None] = {}
     calls = []
     for k, (kernel, schedule) in enumerate(stages):
-        program = schedule.program
-        printer = TritonPrinter(program)
-        lines, names = _read(schedule, printer, lambda _: "")
-        results = [printer.text(s.node) for s in stored(schedule)]
-        results += [printer.text(t.node) for t in triton.terms(schedule)]
-        lines["encode"].append((f"return {_tuple(results)}", ""))
-        given = [*names, *(f"extent_{x}" for x in triton.sizes(program)), *(let.name for let in program.host)]
-        text = [f'    """{_made(schedule)}"""']
-        text += [f"    {line}" for part in lines.values() for line in with_comments(part)]
+        given, text = _values(schedule)
         function = known.setdefault("\n".join([*given, *text]), f"{kernel}_values")
         if function == f"{kernel}_values":
             out += ["@triton.jit", *wrapped(f"def {function}(", given), *text, "", ""]
-        scalars = triton.scalars(program)
+        scalars = triton.scalars(schedule.program)
         host |= dict.fromkeys(scalars)
         taken = ["table", "work", function, "LEVEL", str(k), *triton.in_tuple(scalars)]
         calls += [f"    {x}" for x in wrapped("rounds(", taken, close=")")]
     args = ["table", "work", *(f"{h}: tl.float32" for h in host), "LEVEL: tl.constexpr"]
     out += ["@triton.jit", *wrapped(f"def {stages[0][0]}_between(", args)]
     return [*out, f'    """{stages[0][1].program.name}: matrices of one tensor."""', *calls]
+
+
+def _values(schedule: Schedule) -> tuple[list[str], list[str]]:
+    """The arguments and the lines of the function of a stage of small work."""
+    program = schedule.program
+    printer = TritonPrinter(program)
+    lines, names = _read(schedule, printer, lambda _: "")
+    results = [printer.text(s.node) for s in stored(schedule)]
+    results += [printer.text(t.node) for t in triton.terms(schedule)]
+    lines["encode"].append((f"return {_tuple(results)}", ""))
+    given = [*names, *(f"extent_{x}" for x in triton.sizes(program)), *(let.name for let in program.host)]
+    text = [f"    {line}" for part in lines.values() for line in with_comments(part)]
+    return given, [f'    """{_made(schedule)}"""', *text]
+
+
+def small_functions(stages: Iterable[Schedule], name: str) -> list[list[str]]:
+    """The functions name_small_1(values..., sizes...), name_small_2 ... of a codec's small work."""
+    out = []
+    for k, schedule in enumerate(stages):
+        given, text = _values(schedule)
+        out.append([*_head(f"{name}_small_{k + 1}", given), *text])
+    return out
 
 
 def _tuple(items: Sequence[str]) -> str:
@@ -250,7 +248,7 @@ class CodecPrinter(TritonPrinter):
 def codec_functions(codec: Codec, name: str) -> list[list[str]]:
     """The functions name_decode(c, fields...), name_root(fields...), name_encode and name_nearest."""
     tables = [f"{table}_ptr" for table in triton.in_memory(_programs(codec))]
-    given = [*_fields(codec.decode, codec.names), *tables]
+    given = [*_fields(codec.decode, codec.reads or codec.names), *tables]
     out = []
     for part, reads, known in reading(codec, name, given):
         lines, results = _body(reads, known)
@@ -269,11 +267,12 @@ def codec_functions(codec: Codec, name: str) -> list[list[str]]:
         if step is not None:
             lines, results = _body(step, {})
             made = [results[field][0] for field in (*codec.names, *([ROOT] if ROOT in results else []))]
-            head = _head(f"{name}_{tail}", ["x", "live", "MASKED: tl.constexpr", *given, *tables])
+            given += [*_fields(step, codec.given), *tables]
+            head = _head(f"{name}_{tail}", ["x", "live", "MASKED: tl.constexpr", *given])
             short = len(text := f"    return {_tuple(made)}") <= 116
             last = [text] if short else ["    return (", *(f"        {x}," for x in made), "    )"]
             out.append([*head, *_scalars(step), *lines, *last])
-    return out
+    return [*out, *small_functions(codec.small, name)]
 
 
 def _head(function: str, names: Sequence[str]) -> list[str]:
@@ -287,20 +286,20 @@ def _programs(codec: Codec) -> list[Program]:
 
 def _fields(step: Step, fields: Sequence[str]) -> list[str]:
     """Return the names of a codec's fields."""
-    loads = {let.node.attr: let.name for let in step.stages[0].schedule.sweep.lets if let.node.op == "load"}
+    loads = {let.node.attr: let.name for let in step.sweeps[-1].schedule.sweep.lets if let.node.op == "load"}
     return [loads.get(field, f"{field}_") for field in fields]
 
 
 def _scalars(step: Step) -> list[str]:
     """The lines that compute what is made of constants and c alone."""
-    printer = TritonPrinter(step.stages[0].schedule.program)
+    printer = TritonPrinter(step.sweeps[-1].schedule.program)
     found = [(let.name, computed(let.node)) for let in step.host if let.node.op != "sym"]
     return [f"    {name} = {printer.text(node)}" for name, node in found]
 
 
 def _body(step: Step, known: Known) -> tuple[list[str], dict[str, tuple[str, Node, TritonPrinter]]]:
     """The lines of a codec's function, and its results."""
-    (stage,) = step.stages
+    stage = step.sweeps[-1]
     program, sweep = stage.schedule.program, stage.schedule.sweep
     printer: TritonPrinter = CodecPrinter(program)
     printer.names |= {let.node.uid: let.name for let in sweep.lets if let.node.op == "load"} | {**known}
@@ -327,6 +326,8 @@ def codec_record(codec: Codec, name: str, *, plus: bool) -> list[str]:
     given += ["plus=True"] if plus else []
     numbers = triton.in_memory(programs)
     given += [f"tables=({', '.join(numbers)},)"] if numbers else []
+    small = [f"{name}_small_{k + 1}" for k in range(len(codec.small))]
+    given += [f"small={triton.as_tuple(small)}"] if small else []
     return given
 
 

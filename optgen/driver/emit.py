@@ -23,28 +23,29 @@ Files = dict[str, str]
 class Backend:
     """A kind of generated text: the files of a rule and of a plan, of which those without text are left out.
 
-    rule   (rule, maths, plan) -> its files; with a plan, those of the steps that the plan divides otherwise
+    rule   (rule, maths) -> its files
+    plan   (plan, maths, others) -> its files, which take from `others` the codecs that these have too
     names  those of files that only a build with this backend has
     """
 
-    rule: Callable[[Spec, Maths, Plan | None], Files]
+    rule: Callable[[Spec, Maths], Files]
     plan: Callable[[Plan, Maths, Sequence[Plan]], Files] = lambda plan, maths, others: {}
     names: tuple[str, ...] = ()
 
 
 BACKENDS = {
     "triton": Backend(
-        lambda spec, maths, plan: {triton_text.FILE: triton_text.rule_text(spec, maths, plan)},
+        lambda spec, maths: {triton_text.FILE: triton_text.rule_text(spec, maths)},
         lambda plan, maths, others: {triton_text.FILE: triton_text.codec_text(plan, maths, others)},
         (triton_text.FILE,),
     ),
     "cpp": Backend(
-        lambda spec, maths, plan: {cpp_text.FILE: cpp_text.rule_text(spec, maths, plan)},
+        lambda spec, maths: {cpp_text.FILE: cpp_text.rule_text(spec, maths)},
         lambda plan, maths, others: {cpp_text.CODECS: cpp_text.codec_text(plan, maths, others)},
         (cpp_text.FILE, cpp_text.CODECS),
     ),
     "reference": Backend(
-        lambda spec, _, plan: {} if plan else {eager_text.FILE: eager_text.rule_text(spec)},
+        lambda spec, _: {eager_text.FILE: eager_text.rule_text(spec)},
         lambda plan, _, others: {eager_text.FILE: eager_text.codec_text(plan, others)},
     ),
 }
@@ -55,24 +56,18 @@ FINDINGS = "what the lint finds wrong with how a state is kept: constructing an 
 
 
 def emit_plan(spec: Spec, plan: Plan, *, maths: Maths = "fast", cases: Iterable[Case] | None = None) -> Files:
-    """Return file name -> text of generated/<spec>/<plan>/, {} if all that it needs is of the rule or of the plan.
+    """Return file name -> text of generated/<spec>/<plan>/, which is what the lint finds; {} if it finds nothing.
 
     cases  those that the lint looks at, all of them by default
     """
-    own = record_text.divided_text(spec, maths, plan)
     known = is_ready(spec) and comes_with(plan, maths)
     wrong = {} if known else judge.discouraged(spec, list(targets.cases(spec, plan) if cases is None else cases))
-    if not own and not wrong:
+    if not wrong:
         return {}
-    lines = [*kernel_text.header_of(spec, plan, "tables"), "# fmt: off", "# ruff: noqa"]
-    if wrong:
-        lines += ["", f"# State -> {FINDINGS}", "DISCOURAGED = {"]
-        lines += [*(f'    "{state}": {reason!r},' for state, reason in wrong.items()), "}"]
-    text = columns.python("\n".join([*lines, *["", own] * bool(own)]).rstrip("\n") + "\n")
-    files = {"__init__.py": text}
-    for backend in BACKENDS.values() if own else ():
-        files |= backend.rule(spec, maths, plan)
-    return {name: text for name, text in files.items() if text}
+    lines = [*kernel_text.header_of(spec, plan, "the lint"), "# fmt: off", "# ruff: noqa"]
+    lines += ["", f"# State -> {FINDINGS}", "DISCOURAGED = {"]
+    lines += [*(f'    "{state}": {reason!r},' for state, reason in wrong.items()), "}"]
+    return {"__init__.py": columns.python("\n".join(lines) + "\n")}
 
 
 def class_row(spec: Spec, plans: tuple[str, ...], own: Mapping[str, str]) -> wrapper.ClassRow:
@@ -138,7 +133,7 @@ def rule_files(spec: Spec, plans: tuple[str, ...], own: Mapping[str, str], maths
     records = record_text.rule_text(spec, maths) + (discouraged_text(spec) if is_ready(spec) else "")
     files = {"__init__.py": emit_class(spec, plans, own), record_text.RULE: records}
     for backend in BACKENDS.values():
-        files |= backend.rule(spec, maths, None)
+        files |= backend.rule(spec, maths)
     return {name: text for name, text in files.items() if text}
 
 
@@ -159,7 +154,7 @@ def discouraged_text(spec: Spec) -> str:
 
 def plan_files(plan: Plan, maths: Maths = "fast", others: Sequence[Plan] = ()) -> Files:
     """Return file name -> text of a plan's package: its record and its codecs, but for those that `others` have."""
-    files = {record_text.PLAN: record_text.plan_text(plan)}
+    files = {record_text.PLAN: record_text.plan_text(plan, maths)}
     for backend in BACKENDS.values():
         files |= backend.plan(plan, maths, others)
     return files

@@ -11,28 +11,23 @@ from optgen.backends.cpp import RESERVED
 from optgen.backends.host import Unpack
 from optgen.driver import eager_text, targets
 from optgen.driver.project import Maths
-from optgen.formats.plan import Plan, Storage
+from optgen.formats.plan import Plan
 from optgen.ir import node as ir
 from optgen.ir.node import Node, Rewriter
 from optgen.ir.program import Program, Stage, Step
 from optgen.lang.spec import Spec
-from optgen.lower import is_whole, lower_divided
-from optgen.ops import dtypes
+from optgen.lower import lower_rule
 
 Flags = tuple[tuple[str, bool], ...]
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The step of a rule under one setting of its flags, and the names of its kernels.
-
-    whole  states that a plan keeps as a whole, whose fields the tile functions read and store
-    """
+    """The step of a rule under one setting of its flags, and the names of its kernels."""
 
     flags: Mapping[str, bool]
     step: Step
     kernels: tuple[str, ...]
-    whole: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -47,18 +42,13 @@ class RuleKernels:
 
 
 @lru_cache(maxsize=128)
-def rule_kernels(spec: Spec, maths: Maths, plan: Plan | None = None) -> RuleKernels:
-    """Number and name the kernels of a rule: <rule>, or <rule>_<k> where a step takes several; words of flags after.
-
-    plan  the steps that it divides otherwise, and no others
-    """
+def rule_kernels(spec: Spec, maths: Maths) -> RuleKernels:
+    """Number and name the kernels of a rule: <rule>, or <rule>_<k> where a step takes several; words of flags after."""
     settings: list[Setting] = []
     known: dict[tuple[object, ...], str] = {}
     stages: dict[str, Stage] = {}
-    for flags, step, whole in _steps(spec, maths, plan):
-        name = targets.function_name(spec, flags)
-        # A plan that keeps states of large tensors as a whole may divide the step of small ones too.
-        name += "_small" if any(s.flags == flags for s in settings) else ""
+    for flags, step, tail in _steps(spec, maths):
+        name = targets.function_name(spec, flags) + tail
         names = []
         for k, stage in enumerate(step.stages):
             wanted = f"{name}_{k + 1}" if step.in_stages else name
@@ -66,30 +56,24 @@ def rule_kernels(spec: Spec, maths: Maths, plan: Plan | None = None) -> RuleKern
             found = stage.call or known.setdefault(_meaning(step, stage), wanted)
             stages.setdefault(found, stage)
             names.append(found)
-        settings.append(Setting(flags, step, tuple(names), whole))
+        settings.append(Setting(flags, step, tuple(names)))
     return RuleKernels(tuple(settings), stages)
 
 
-def _steps(spec: Spec, maths: Maths, plan: Plan | None) -> Iterator[tuple[Mapping[str, bool], Step, frozenset[str]]]:
-    """Yield the steps of a rule, each with its flags and the states that are kept as a whole; see `rule_kernels`."""
+def _steps(spec: Spec, maths: Maths) -> Iterator[tuple[Mapping[str, bool], Step, str]]:
+    """Yield the steps of a rule, each with its flags and what its name ends in.
+
+    Of a step that reads new states back there is a second one that does not, where a plan may not let it: one of them
+    may be kept as a whole, which is known last, or relative to a state that is not read back.
+    """
+    nonneg = {s.name for s in spec.states if s.nonneg}
     for flags in spec.settings():
         step = eager_text.rule_step(spec, flags, maths)
-        if plan is None:
-            yield flags, step, frozenset()
-            continue
-        recurrences = targets.recurrences_of(spec, tuple(sorted(flags.items())))
-        known = set()
-        for small in (False, True):
-            storage = plan.storage(spec.present(flags), dtypes.f32, small, recurrences)
-            whole = frozenset(name for name, fmt in storage.states.items() if is_whole(fmt))
-            if is_divided(storage, step) and whole not in known:
-                known.add(whole)
-                yield flags, targets.placed(spec, passes.step(lower_divided(spec, flags, storage), maths)), whole
-
-
-def is_divided(storage: Storage, rule: Step) -> bool:
-    """Return True if a plan divides the step of a rule into stages of its own; see `Variant.divided`."""
-    return any(map(is_whole, storage.states.values()))
+        yield flags, step, ""
+        apart = any((x in step.early) != (base in step.early) for x, base in step.program.together)
+        if apart or not nonneg.isdisjoint(step.early):
+            late = replace(lower_rule(spec, flags), kept=())
+            yield flags, targets.placed(spec, passes.step(late, maths)), "_late"
 
 
 def _meaning(step: Step, stage: Stage) -> tuple[object, ...]:

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator, Mapping
 from functools import lru_cache, partial
 from typing import Any
 
+from optgen import passes
 from optgen.backends import host, triton, triton_text
 from optgen.backends.printer import wrapped
 from optgen.driver import eager_text, explain, kernel_text, targets
@@ -17,15 +18,15 @@ from optgen.driver.project import Maths
 from optgen.formats import floats, format
 from optgen.formats.format import Format
 from optgen.formats.plan import Plan, field_names, rounds_to_nearest
-from optgen.ir.node import postorder
-from optgen.ir.program import Buffer, Program, Stage, Step
+from optgen.ir.node import loads, postorder
+from optgen.ir.program import Buffer, Program, Schedule, Stage, Step
 from optgen.ir.ranges import is_plus
 from optgen.lang.spec import Spec
-from optgen.lower import differing, lower_rule, needs_matrix
+from optgen.lower import CODE, X, differing, lower_codec, lower_rule, needs_matrix
 from optgen.ops import dtypes, spaces
 from optgen.passes.convert import ARITHMETIC
 from optgen.runtime import records
-from optgen.runtime.records import Field, Rule, Temp
+from optgen.runtime.records import Field, Rule, Temp, Whole
 from optgen.runtime.records.join import FP32, FormatRecord, PlanRecord, RuleRecord, StateRecord
 
 RULE, PLAN = "records.py", "__init__.py"
@@ -138,14 +139,11 @@ def _spaces(program: Program) -> Iterator[str]:
         yield "call"
 
 
-def steps(spec: Spec, maths: Maths, plan: Plan | None, pool: Pool) -> tuple[Rule, ...]:
-    """Return the steps of a rule's kernels, one for settings whose steps are equal; host functions go to `pool`.
-
-    plan  the steps that it divides otherwise, and no others
-    """
+def steps(spec: Spec, maths: Maths, pool: Pool) -> tuple[Rule, ...]:
+    """Return the steps of a rule's kernels, one for settings whose steps are equal; host functions go to `pool`."""
     nonneg = {s.name for s in spec.states if s.nonneg}
     found: dict[Rule, list[Mapping[str, bool]]] = {}
-    for s in kernel_text.rule_kernels(spec, maths, plan).settings:
+    for s in kernel_text.rule_kernels(spec, maths).settings:
         make = partial(host.scalars_function, kernel_text.host_program(s.step), kernel_text.unpack_of(spec))
         function: Any = Name(pool.add("kernel_scalars", make))
         step = Rule(
@@ -155,7 +153,6 @@ def steps(spec: Spec, maths: Maths, plan: Plan | None, pool: Pool) -> tuple[Rule
             temps=tuple(_temp(s.step, b) for b in s.step.temps),
             stages=tuple(_stage(x, name, nonneg) for x, name in zip(s.step.stages, s.kernels, strict=True)),
             early=s.step.early,
-            whole=tuple(sorted(s.whole)),
             strict=maths == "strict",
         )
         found.setdefault(step, []).append(s.flags)
@@ -179,6 +176,7 @@ def _stage(stage: Stage, kernel: str, nonneg: Collection[str]) -> records.Stage:
         given = tuple(a.attr for a in call.args[1:])
         return records.Stage(kernel, "call", stage.level, stage.scalars, temps=(buffer.name,), given=given)
     stored = triton_text.stored(stage.schedule)
+    needs = [(s.buffer, {*loads([s.node])}) for s in stored if s.buffer in nonneg and stage.is_sweep]
     return records.Stage(
         kernel,
         stage.space.name,
@@ -192,6 +190,7 @@ def _stage(stage: Stage, kernel: str, nonneg: Collection[str]) -> records.Stage:
         extents=tuple(triton.sizes(program)),
         plus=tuple(s.buffer for s in stored if is_plus(s.node, nonneg)),
         picked=tuple(s.buffer for s in stored if s.node.op not in ARITHMETIC),
+        needs=tuple((state, tuple(x for x in sweep.reads if x in read)) for state, read in needs),
     )
 
 
@@ -204,31 +203,17 @@ def rule_text(spec: Spec, maths: Maths) -> str:
     """Return the text of generated/<spec>/records.py, without what the lint finds."""
     strict, found = rules(spec)
     pool = Pool(dict(strict.names), list(strict.functions))
-    made = steps(spec, maths, None, pool)
-    lines = [*kernel_text.header_of(spec, None, f"records, {maths} maths"), *_rounding(spec, maths, None)]
-    lines += ["# fmt: off", "# ruff: noqa", *_imports(made)]
+    made = steps(spec, maths, pool)
+    temps = ", Temp" if any(step.temps for step in made) else ""
+    lines = [*kernel_text.header_of(spec, None, f"records, {maths} maths"), *_rounding(spec, maths)]
+    lines += ["# fmt: off", "# ruff: noqa", f"from optgen.runtime.records import Rule, Stage{temps}"]
     lines += ["from optgen.runtime.records.join import RuleRecord, StateRecord", *_functions(pool)]
     return "\n".join([*lines, "", "", *written("RULES = ", found), "", *written("STEPS = ", made)]) + "\n"
 
 
-def divided_text(spec: Spec, maths: Maths, plan: Plan) -> str:
-    """Return the text of the steps that a plan divides in a way of its own; "" where it divides none."""
-    pool = Pool()
-    made = steps(spec, maths, plan, pool)
-    if not made:
-        return ""
-    lines = ["# The steps that this plan divides in a way of its own.", *_rounding(spec, maths, plan), *_imports(made)]
-    return "\n".join([*lines, *_functions(pool), "", "", *written("STEPS = ", made)]) + "\n"
-
-
-def _imports(made: tuple[Rule, ...]) -> list[str]:
-    temps = ", Temp" if any(step.temps for step in made) else ""
-    return [f"from optgen.runtime.records import Rule, Stage{temps}"]
-
-
-def _rounding(spec: Spec, maths: Maths, plan: Plan | None) -> list[str]:
+def _rounding(spec: Spec, maths: Maths) -> list[str]:
     """Return the line that names the passes by which the kernels' rounding differs from the reference."""
-    settings = kernel_text.rule_kernels(spec, maths, plan).settings
+    settings = kernel_text.rule_kernels(spec, maths).settings
     names = sorted({r for s in settings for r in s.step.program.rules})
     return [f"#   rounding changed by: {', '.join(names)}"] if names else []
 
@@ -243,9 +228,9 @@ def _functions(pool: Pool) -> list[str]:
 # -- plans
 
 
-def plan_text(plan: Plan) -> str:
+def plan_text(plan: Plan, maths: Maths = "fast") -> str:
     """Return the text of a plan's package: what it keeps, within which bounds, and its record."""
-    found = plan_record(plan)
+    found = plan_record(plan, maths)
     file = targets.source_name(plan.loc.file)
     kept = ["An element, in bytes between steps; a sweep that uses a value reads or writes so many.", ""]
     kept += explain.storage_lines(explain.of_plan(plan))
@@ -263,28 +248,28 @@ def plan_text(plan: Plan) -> str:
     text = list(written("PLAN = ", found))
     names = [name for name in ("FormatRecord", "PlanRecord") if any(f"{name}(" in line for line in text)]
     lines.append(f"from optgen.runtime.records.join import {', '.join(names)}")
-    if any("Field(" in line for line in text):
-        lines.append("from optgen.runtime.records import Field")
+    if more := [name for name in ("Field", "Stage", "Temp", "Whole") if any(f"{name}(" in line for line in text)]:
+        lines.append(f"from optgen.runtime.records import {', '.join(more)}")
     return "\n".join([*lines, "", *text]) + "\n"
 
 
-def plan_record(plan: Plan) -> PlanRecord:
+def plan_record(plan: Plan, maths: Maths = "fast") -> PlanRecord:
+    """Return the record of a plan; the small work for states that are kept as a whole is that of kernels."""
     weights = {}
     for param in (dtypes.bf16, dtypes.f16):
         fields = [_field(k, f) for k, f in plan.master.fields(param).items() if k]
         weights[param.torch] = FormatRecord(f"weight_{param.name}", tuple(fields), plan.master.noise_bits(param))
-    given = {role: _format(plan, getattr(plan, role)) for role in ("signed", "nonneg", "initial", "small")}
-    own = {state: _format(plan, fmt) for state, fmt in sorted(plan.overrides.items())}
+    given = {role: _format(plan, getattr(plan, role), maths) for role in ("signed", "nonneg", "initial", "small")}
+    own = {state: _format(plan, fmt, maths) for state, fmt in sorted(plan.overrides.items())}
     return PlanRecord(plan.small_numel, weights, **given, overrides=own)
 
 
-def _format(plan: Plan, fmt: Format) -> FormatRecord:
+def _format(plan: Plan, fmt: Format, maths: Maths) -> FormatRecord:
     found = fmt.rounded("stochastic") if fmt.rounding == "auto" else fmt
     if found == floats.f32:
         return FP32
-    names = field_names("", found.fields())
-    fields = tuple(_field(names[k].removeprefix("_"), f) for k, f in found.fields().items())
-    vector = fmt.of_vectors()
+    fields = tuple(_field(name, f) for name, f in zip(_names(found), found.fields().values(), strict=True))
+    vector, work = fmt.of_vectors(), whole_work(found, maths)
     return FormatRecord(
         codec=eager_text.codec_of(plan, found),
         fields=fields,
@@ -293,8 +278,76 @@ def _format(plan: Plan, fmt: Format) -> FormatRecord:
         positive=found.positive,
         matrix=found.matrix,
         nearest=eager_text.codec_of(plan, fmt.rounded("nearest")) if fmt.rounding == "auto" else None,
-        vector=None if vector == fmt else _format(plan, vector),
+        vector=None if vector == fmt else _format(plan, vector, maths),
+        whole=None if work is None else work.record,
     )
+
+
+def _names(fmt: Format) -> list[str]:
+    """Return the names of a format's fields in records."""
+    return [name.removeprefix("_") for name in field_names("", fmt.fields()).values()]
+
+
+# -- states that are kept as a whole
+
+
+@dataclasses.dataclass(frozen=True)
+class WholeWork:
+    """The small work for states in one format, as a record and as schedules.
+
+    reads, given  buffers of the codec's programs that its functions take; see `optgen.backends.reference.Codec`
+    """
+
+    record: Whole
+    reads: tuple[str, ...]
+    given: tuple[str, ...]
+    small: tuple[Schedule, ...]
+
+
+@lru_cache(maxsize=256)
+def whole_work(fmt: Format, maths: Maths) -> WholeWork | None:
+    """Return the small work of a format that keeps numbers of rows, columns or the tensor; None of any other."""
+    if all(f.space == "elem" for f in fmt.fields().values()):
+        return None
+    made = lower_codec(fmt, plus=False)
+    reading = [passes.step(p, maths) for p in (made.decode, made.root) if p is not None]
+    writing = [passes.step(p, maths) for p in (made.nearest, made.encode) if p is not None]
+    before = {tuple(s.buffer for s in x.schedule.sweep.stores): x for step in reading for x in step.stages[:-1]}
+    first, *between, _ = writing[0].stages
+    names = {k or CODE: name for k, name in zip(made.fields, _names(fmt), strict=True)}
+    reads = dict.fromkeys([k for k in names if any(k in s.sweeps[-1].schedule.sweep.reads for s in reading)])
+    reads |= dict.fromkeys(x for s in reading for x in s.sweeps[-1].schedule.sweep.reads)
+    given = dict.fromkeys(x for s in writing for x in s.sweeps[-1].schedule.sweep.reads if x != X)
+    # A vector that reading needs is replaced when the new value is stored; all others as soon as they are made.
+    kept = {k: f"new_{name}" for k, name in names.items() if made.fields.get(k) and k in reads and k != CODE}
+    kept = {k: name for k, name in kept.items() if made.fields[k].space != "elem"}
+    new = {b.name: f"new_{b.name}" for b in writing[0].temps} | {k: names[k] for k in names} | kept
+    temps = [_temp(step, b) for step in reading[:1] for b in step.temps]
+    temps += [dataclasses.replace(t, name=new[t.name]) for t in (_temp(writing[0], b) for b in writing[0].temps)]
+    temps += [Temp(name, made.fields[k].space) for k, name in kept.items()]
+    old = {b.name: b.name for step in reading for b in step.temps} | names
+    stages = [_renamed(_stage(s, f"small_{k + 1}", ()), old) for k, s in enumerate(before.values())]
+    made_by = [_renamed(_stage(s, f"small_{len(stages) + k + 1}", ()), new) for k, s in enumerate(between)]
+    record = Whole(
+        decode=tuple(old[x] for x in reads),
+        encode=tuple(new[x] for x in given),
+        sums=_renamed(_stage(first, "", ()), new).sums,
+        before=tuple(stages),
+        between=tuple(made_by),
+        temps=tuple(temps),
+        kept=tuple((names[k], name, made.fields[k].space) for k, name in kept.items()),
+    )
+    return WholeWork(record, tuple(reads), tuple(given), tuple(s.schedule for s in (*before.values(), *between)))
+
+
+def _renamed(stage: records.Stage, names: Mapping[str, str]) -> records.Stage:
+    def of(some: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(names.get(x, x) for x in some)
+
+    return dataclasses.replace(
+        stage, temps=of(stage.temps), reads=of(stage.reads), stores=of(stage.stores), picked=of(stage.picked),
+        sums=tuple((kind, of(some)) for kind, some in stage.sums),
+    )  # fmt: skip
 
 
 def _field(name: str, f: format.Field) -> Field:

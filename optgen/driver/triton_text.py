@@ -40,10 +40,10 @@ def _module(header: list[str], lines: list[str], imports: Sequence[str] = ()) ->
 # -- rules
 
 
-def rule_text(spec: Spec, maths: Maths, plan: Plan | None = None) -> str:
-    """Return the text of generated/<rule>/triton.py, and of that file of a plan that divides steps."""
+def rule_text(spec: Spec, maths: Maths) -> str:
+    """Return the text of generated/<rule>/triton.py."""
     file = targets.source_name(spec.loc.file)
-    made = kernel_text.rule_kernels(spec, maths, plan)
+    made = kernel_text.rule_kernels(spec, maths)
     nonneg = {s.name for s in spec.states if s.nonneg}
     lines: list[str] = []
     known: dict[str, str] = {}
@@ -57,8 +57,8 @@ def rule_text(spec: Spec, maths: Maths, plan: Plan | None = None) -> str:
                 lines += ["", "", *triton_text.level_functions([(k, s.schedule) for k, s in stages], known)]
                 continue
             for kernel, stage in stages:
-                lines += ["", "", *_sweep(stage.schedule, kernel, nonneg, setting.whole, file)]
-    return _module(kernel_text.header_of(spec, plan, f"triton, {maths} maths"), lines)
+                lines += ["", "", *_sweep(stage.schedule, kernel, nonneg, file)]
+    return _module(kernel_text.header_of(spec, None, f"triton, {maths} maths"), lines)
 
 
 _sweep = triton_text.sweep_functions
@@ -67,30 +67,27 @@ _sweep = triton_text.sweep_functions
 # -- plans
 
 
-def _codec(made: CodecPrograms, signed: bool, maths: Maths) -> Codec | None:
-    """The steps of a format; None where it needs more than its own tile: sums over the tensor, of rows or columns."""
+def _codec(made: CodecPrograms, signed: bool, maths: Maths, whole: record_text.WholeWork | None = None) -> Codec:
+    """The steps of a format; `whole`: the small work of one that keeps states as a whole."""
     c, (store,) = ir.sym(triton_text.C), made.decode.stores
     ranges = () if signed else ((triton_text.C, (0.0, triton_text.LARGEST)),)
     product = Store(store.buffer, ir.op("mul", c, store.node))
     decode: Program = replace(made.decode, stores=(product,), hypers=(triton_text.C,), ranges=ranges)
-    if any(f.space != "elem" for f in made.fields.values()):
-        return None
     steps = [None if p is None else passes.step(p, maths) for p in (decode, made.root, made.encode, made.nearest)]
     assert steps[0] is not None and steps[3] is not None
-    names = tuple(suffix or "code" for suffix in made.fields)
-    return Codec(names, steps[0], steps[1], steps[2], steps[3])
+    names = tuple(suffix or "code" for suffix, field in made.fields.items() if field.space == "elem")
+    codec = Codec(names, steps[0], steps[1], steps[2], steps[3])
+    return codec if whole is None else replace(codec, reads=whole.reads, given=whole.given, small=whole.small)
 
 
 def codecs(plan: Plan, maths: Maths) -> Iterator[tuple[str, Codec, Format | None, str]]:
     """Yield the name, the steps, the format and its description of each codec that a tile function may use."""
     for param in (dtypes.bf16, dtypes.f16):
         made = _codec(lower_weight(plan.master, param), True, maths)
-        assert made is not None
         yield f"weight_{param.name}", made, None, plan.master.describe(param)
     for name, fmt in eager_text.formats(plan).items():
-        made = _codec(lower_codec(fmt, plus=False), fmt.signed, maths)
-        if made is not None:
-            yield name, made, fmt, str(fmt)
+        made = _codec(lower_codec(fmt, plus=False), fmt.signed, maths, record_text.whole_work(fmt, maths))
+        yield name, made, fmt, str(fmt)
 
 
 @lru_cache(maxsize=256)
@@ -130,10 +127,7 @@ def joined(spec: Spec, plan: Plan, maths: Maths, module: Import) -> tuple[Pair, 
     from optgen.runtime.gpu.join import kernels
     from optgen.runtime.layout import plans
 
-    records, own = module("records", record_text.rule_text(spec, maths)), record_text.divided_text(spec, maths, plan)
-    divided = module("own_steps", own).STEPS if own else ()
-    variants = plans.with_steps(records.RULES, records.STEPS, record_text.plan_record(plan), divided)
+    records = module("records", record_text.rule_text(spec, maths))
+    variants = plans.with_steps(records.RULES, records.STEPS, record_text.plan_record(plan, maths))
     pair = Pair(plan.name, tuple(variants), plan.small_numel)
-    texts = {"rule": rule_text(spec, maths), "codecs": codec_text(plan, maths)}
-    texts |= {"own": rule_text(spec, maths, plan)} if own else {}
-    return pair, kernels(pair, **{name: module(name, text) for name, text in texts.items()})
+    return pair, kernels(pair, module("rule", rule_text(spec, maths)), module("codecs", codec_text(plan, maths)))

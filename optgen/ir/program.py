@@ -90,18 +90,6 @@ class KeptValue:
 
 
 @dataclass(frozen=True)
-class Draws:
-    """The random bits of a step, where they are `draw` leaves.
-
-    wants  (value, bits), in the order in which they are dealt out
-    rare   values that some steps do not store, or make in another way (keys.deal)
-    """
-
-    wants: tuple[tuple[str, int], ...] = ()
-    rare: frozenset[str] = frozenset()
-
-
-@dataclass(frozen=True)
 class Program:
     name: str
     buffers: tuple[Buffer, ...]
@@ -121,7 +109,6 @@ class Program:
     sums: tuple[Node, ...] = ()  # over the model, of a whole step: a parameter that does not use one is part of it
     together: tuple[tuple[str, str], ...] = ()  # owners that one sweep stores: one is kept relative to the other
     space: Space = spaces.elem  # whose entries the program runs over; a small one: work between two sweeps
-    draws: Draws = Draws()
 
     @property
     def touched(self) -> tuple[Buffer, ...]:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from optgen.formats import floats
-from optgen.formats.format import Field, Format, Noise
+from optgen.formats.format import Field
 from optgen.formats.masters import Native
 from optgen.formats.plan import Plan, Storage, field_names
 from optgen.ir import node as ir
 from optgen.ir.node import Node, Rewriter
-from optgen.ir.program import Buffer, Draws, KeptValue, Let, Program, Role, Store
+from optgen.ir.program import Buffer, KeptValue, Let, Program, Role, Store
 from optgen.ir.ranges import ANY, Intervals, is_plus
 from optgen.lang.spec import MatrixKind, Spec
-from optgen.lang.values import Num, Value, cast
+from optgen.lang.values import Value, cast
 from optgen.lower.naming import Recorder
-from optgen.lower.noise import Drawn, deal
+from optgen.lower.noise import deal
 from optgen.ops import dtypes, spaces
 from optgen.ops.dtypes import DType
 from optgen.ops.spaces import Space
@@ -132,19 +132,15 @@ def _encode_all(
     weight: Value,
     states: Mapping[str, Value],
     *,
-    drawn: bool = False,
-    rare: frozenset[str] = frozenset(),
-    still: frozenset[str] = frozenset(),
+    rare: frozenset[str],
+    still: frozenset[str],
 ) -> tuple[list[Let], list[Store]]:
     """The random words, and the stores that keep a weight and the states.
 
-    drawn  True for `draw` leaves in place of the words' bits
     rare   states, or "p", that not every step stores, or not in the same way
     still  states that are not stored at this one
     """
-    wants = _wants(spec, storage, still)
-    noise: Mapping[str, Noise] = {name: Drawn(bits=bits, of=name) for name, bits in wants.items() if bits}
-    noise, words = (noise, []) if drawn else deal(wants, rare)
+    noise, words = deal(_wants(spec, storage, still), rare)
     anew = {bits.word.node for name, bits in noise.items() if name in rare and bits.word is not None}
     spread = "32 random bits: hash(element, tensor, window of steps), evenly spread over a window"
     docs = ["32 random bits: hash(element, tensor, step)" if word in anew else spread for word in words]
@@ -241,12 +237,10 @@ def lower(
     *,
     grad: DType | None = None,
     alone: bool = False,
-    drawn: bool = False,
 ) -> Program:
     """One optimizer step as a Program: decode, the author's lets, encode.
 
     grad   the gradient's dtype, by default the parameter's
-    drawn  True for random bits as leaves; what words they are of is left to the backend
     alone  the rule without a plan, see `lower_rule`
     """
     trace = spec.trace(dict(flags))
@@ -275,7 +269,7 @@ def lower(
     body = [Let("g", g.node, "decode"), *decoded, *lets]
     new_states = {name: Value(node) for name, node in new_nodes.items()}
     rare = _rare(spec, storage, flags)
-    words, stores = _encode_all(spec, storage, Value(new_weight), new_states, drawn=drawn, rare=rare, still=still)
+    words, stores = _encode_all(spec, storage, Value(new_weight), new_states, rare=rare, still=still)
     body += words
     needed = [s.node for s in stores]
     used, live = (set(ir.loads(nodes)) for nodes in ([*(let.node for let in body), *needed], needed))
@@ -304,7 +298,6 @@ def lower(
         kept=tuple(kept),
         sums=tuple(map(rewrite, trace.sums)),
         together=pairs,
-        draws=Draws(tuple(_wants(spec, storage, still).items()), rare) if drawn else Draws(),
     )
 
 
@@ -324,38 +317,3 @@ def lower_rule(spec: Spec, flags: Mapping[str, bool]) -> Program:
     States that a plan may store relative to one another are stored in one sweep, and both where one of them changes.
     """
     return lower(spec, flags, plain_storage(spec, flags), alone=True)
-
-
-def is_whole(fmt: Format) -> bool:
-    """Return True if a format keeps numbers of rows, columns or the tensor: no tile can be encoded alone."""
-    return any(f.space != "elem" for f in fmt.fields().values())
-
-
-@dataclass(frozen=True)
-class Open(Format):
-    """The place of a format that codecs stand for: fp32, `relative` to the root of a state that is kept as a whole."""
-
-    relative: bool = False
-
-    def __str__(self) -> str:
-        return "what is kept, times the root"
-
-    def fields(self) -> dict[str, Field]:
-        return floats.f32.fields()
-
-    def encode(self, x: Num, *, noise: Noise | None = None, root: Num | None = None) -> dict[str, Num]:
-        return {"": self.counted(x, root)}
-
-    def decode(self, parts: Mapping[str, Num], *, root: Num | None = None) -> Num:
-        return parts[""] if root is None else parts[""] * root
-
-
-def lower_divided(spec: Spec, flags: Mapping[str, bool], storage: Storage) -> Program:
-    """One step of a rule where a plan divides it: states that are kept as a whole, all else as in `lower_rule`."""
-    whole = {name for name, fmt in storage.states.items() if is_whole(fmt)}
-    states = {
-        name: fmt if name in whole else Open(fmt.relative and normalizer(spec, name) in whole)
-        for name, fmt in storage.states.items()
-    }
-    opened = replace(storage, param=dtypes.f32, master=Native(), states=states)
-    return replace(lower(spec, flags, opened, alone=True, drawn=True), kept=())

@@ -29,7 +29,7 @@
 # fmt: off
 # ruff: noqa
 from optgen.runtime.records.join import FormatRecord, PlanRecord
-from optgen.runtime.records import Field
+from optgen.runtime.records import Field, Stage, Temp, Whole
 
 PLAN = PlanRecord(
     4096,
@@ -58,6 +58,84 @@ PLAN = PlanRecord(
             noise=12,
             positive=True,
             nearest="nonneg_vector",
+        ),
+        whole=Whole(
+            ("row", "col", "least"),
+            encode=("new_row", "new_col", "new_least"),
+            sums=(("sum", ("new_row_sum_for_row_means", "new_col_sum_for_parts")),),
+            before=(
+                Stage(
+                    "small_1",
+                    "row",
+                    level=-1,
+                    scalars=(),
+                    temps=("least",),
+                    matrices=True,
+                    reads=("row",),
+                    stores=("least",),
+                    picked=("least",),
+                ),
+            ),
+            between=(
+                Stage(
+                    "small_2",
+                    "row",
+                    level=1,
+                    scalars=(),
+                    temps=("new_row_means", "new_mat_sum_for_row_factor"),
+                    matrices=True,
+                    reads=("new_row_sum_for_row_means",),
+                    stores=("new_row_means",),
+                    sums=(("sum", ("new_mat_sum_for_row_factor",)),),
+                    extents=("columns",),
+                ),
+                Stage(
+                    "small_3",
+                    "col",
+                    level=1,
+                    scalars=(),
+                    matrices=True,
+                    reads=("new_col_sum_for_parts",),
+                    stores=("new_col",),
+                    extents=("rows",),
+                    picked=("new_col",),
+                ),
+                Stage(
+                    "small_4",
+                    "mat",
+                    level=1,
+                    scalars=(),
+                    temps=("new_mat_max",),
+                    matrices=True,
+                    reads=("new_mat_sum_for_row_factor",),
+                    stores=("new_mat_max",),
+                    extents=("rows",),
+                    picked=("new_mat_max",),
+                ),
+                Stage(
+                    "small_5",
+                    "row",
+                    level=1,
+                    scalars=(),
+                    temps=("new_least",),
+                    matrices=True,
+                    reads=("new_row_means", "new_mat_max"),
+                    stores=("new_row", "new_least"),
+                    picked=("new_row", "new_least"),
+                ),
+            ),
+            temps=(
+                Temp("least", "row"),
+                Temp("new_col_sum_for_parts", "col", reduction="col_sum", source="elem"),
+                Temp("new_row_sum_for_row_means", "row", reduction="row_sum", source="elem"),
+                Temp("new_mat_sum_for_row_factor", "mat", reduction="mat_sum", source="row"),
+                Temp("new_row_means", "row"),
+                Temp("new_mat_max", "mat"),
+                Temp("new_least", "row"),
+                Temp("new_row", "row"),
+                Temp("new_col", "col"),
+            ),
+            kept=(("row", "new_row", "row"), ("col", "new_col", "col")),
         ),
     ),
 )

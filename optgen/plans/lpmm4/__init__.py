@@ -25,7 +25,7 @@
 # fmt: off
 # ruff: noqa
 from optgen.runtime.records.join import FormatRecord, PlanRecord
-from optgen.runtime.records import Field
+from optgen.runtime.records import Field, Stage, Temp, Whole
 
 PLAN = PlanRecord(
     4096,
@@ -50,6 +50,65 @@ PLAN = PlanRecord(
             codec="nonneg_vector",
             fields=(Field("codes", "uint8", per=8, width=4), Field("scale", "float32", per=128, nonneg=True)),
             positive=True,
+        ),
+        whole=Whole(
+            ("codes", "row", "col_spread"),
+            encode=("new_row", "new_col_top_spread"),
+            sums=(("max", ("new_row_max_for_row_top", "new_col_max_for_col_top")),),
+            before=(
+                Stage(
+                    "small_1",
+                    "col",
+                    level=-1,
+                    scalars=(),
+                    temps=("col_spread",),
+                    matrices=True,
+                    reads=("col",),
+                    stores=("col_spread",),
+                    picked=("col_spread",),
+                ),
+            ),
+            between=(
+                Stage(
+                    "small_2",
+                    "row",
+                    level=1,
+                    scalars=(),
+                    matrices=True,
+                    reads=("new_row_max_for_row_top",),
+                    stores=("new_row",),
+                    picked=("new_row",),
+                ),
+                Stage(
+                    "small_3",
+                    "axis",
+                    level=1,
+                    scalars=(),
+                    matrices=True,
+                    reads=("new_col_max_for_col_top",),
+                    stores=("col",),
+                    picked=("col",),
+                ),
+                Stage(
+                    "small_4",
+                    "col",
+                    level=1,
+                    scalars=(),
+                    temps=("new_col_top_spread",),
+                    matrices=True,
+                    reads=("col",),
+                    stores=("new_col_top_spread",),
+                    picked=("new_col_top_spread",),
+                ),
+            ),
+            temps=(
+                Temp("col_spread", "col"),
+                Temp("new_col_max_for_col_top", "col", reduction="col_max", source="elem"),
+                Temp("new_row_max_for_row_top", "row", reduction="row_max", source="elem"),
+                Temp("new_col_top_spread", "col"),
+                Temp("new_row", "row"),
+            ),
+            kept=(("row", "new_row", "row"),),
         ),
     ),
 )

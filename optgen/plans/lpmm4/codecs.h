@@ -88,6 +88,86 @@ struct signed_nearest : signed_fields {
     }
 };
 
+// 4-bit unsigned under the smallest of its indices' maxima: linear, no zero, fp32 scale, nearest
+struct nonneg_fields : Codec {
+    static constexpr int FIELDS = 3;
+    static constexpr bool HAS_ROOT = true;
+    uint8_t *__restrict code_packed;
+    const float *__restrict row_at, *__restrict col_spread_at;
+    int mask = -1;
+    alignas(64) uint8_t code_at[most_of(WIDEST)];
+
+    nonneg_fields(char *first, char *const *more) : code_packed((uint8_t *)first), row_at((const float *)more[0]),
+        col_spread_at((const float *)more[1]) {}
+    void within(int row_mask) { mask = row_mask; }
+    void unpack_codes(int count) { unpack<4>(code_at, code_packed, count); }
+    Product times(F c, const In &in, int i) const {
+        const F c_times_0p0625(c * 0.0625f);
+        const U8 code_code = raw(code_at + i);
+        const I piece = to_int(code_code);
+        const F code = as_float(piece | 0x4b000000) - 8388608.0f;
+        const F code_2 = code + 1.0f;
+        const F row = load(row_at + (unsigned)(i & mask));
+        const F col_spread = load(col_spread_at + i);
+        const F scale = min(row, col_spread);
+        return {F(c_times_0p0625), code_2 * scale};
+    }
+    F root(const In &in, int i) const {
+        const F sqrt_0p0625(0.25f);
+        const U8 code_code = raw(code_at + i);
+        const I piece = to_int(code_code);
+        const F code = as_float(piece | 0x4b000000) - 8388608.0f;
+        const F code_2 = code + 1.0f;
+        const F row = load(row_at + (unsigned)(i & mask));
+        const F col_spread = load(col_spread_at + i);
+        const F scale = min(row, col_spread);
+        return sqrt_0p0625 * sqrt(code_2 * scale);
+    }
+    template <class S0, class S1>
+    static OPTGEN_INLINE void small_1(S0 &col, S1 &col_spread) {
+        col_spread.set(col.read());
+    }
+    template <class S0, class S1>
+    static OPTGEN_INLINE void small_2(S0 &row_max_for_row_top, S1 &row) {
+        const F row_top = max(F(3.0092655e-36f), row_max_for_row_top.read());
+        row.set(row_top);
+    }
+    template <class S0, class S1>
+    static OPTGEN_INLINE void small_3(S0 &col_max_for_col_top, S1 &col) {
+        const F col_top = max(F(3.0092655e-36f), col_max_for_col_top.read());
+        col.set(col_top);
+    }
+    template <class S0, class S1>
+    static OPTGEN_INLINE void small_4(S0 &col, S1 &col_top_spread) {
+        col_top_spread.set(col.read());
+    }
+};
+
+struct nonneg_nearest : nonneg_fields {
+    const float *__restrict new_row_at, *__restrict new_col_top_spread_at;
+
+    nonneg_nearest(char *first, char *const *more) : nonneg_fields(first, more), new_row_at((const float *)more[FIELDS -
+        1]), new_col_top_spread_at((const float *)more[FIELDS]) {}
+    template <bool RAGGED, int VALUE, class N>
+    F encode(Loop<0>, Head &h, int i, int end, F x, const N &noise) {
+        const F sqrt_0p0625(0.25f);
+        const F scale = min(load(new_row_at + (unsigned)(i & mask)), load(new_col_top_spread_at + i));
+        const F divisor = min(F(3.4028235e+38f), scale);
+        const F exact = 16.0f * (x / divisor);
+        const F exact_2 = min(F(16.0f), max(F(1.0f), exact));
+        const I piece = -1 - to_int(floor(0.5f - exact_2));
+        const F code = as_float(piece | 0x4b000000) - 8388608.0f;
+        const F code_2 = code + 1.0f;
+        const I parts_ = piece;
+        store(code_at + i, parts_);
+        return sqrt_0p0625 * sqrt(code_2 * scale);
+    }
+    template <int BLOCK> void pack_codes(int blocks, const int *live) {
+        no_codes<BLOCK>(code_at, blocks, live);
+        pack<4>(code_packed, code_at, BLOCK * blocks);
+    }
+};
+
 // 4-bit unsigned blocks of 128: linear, no zero, fp32 scale, nearest
 struct nonneg_vector_fields : Codec {
     static constexpr int FIELDS = 2;

@@ -47,6 +47,68 @@ def signed_nearest(x, live, MASKED: tl.constexpr):
 
 
 @triton.jit
+def nonneg_decode(c, code_code, row, col_spread):
+    c_times_0p0625 = c * 0.0625
+    piece = code_code.to(tl.int32)
+    code = (piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
+    code = code + 1.0
+    scale = tl.minimum(row, col_spread, propagate_nan=tl.PropagateNan.ALL)
+    return c_times_0p0625, code * scale
+
+
+@triton.jit
+def nonneg_root(code_code, row, col_spread):
+    sqrt_0p0625 = 0.25
+    piece = code_code.to(tl.int32)
+    code = (piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
+    code = code + 1.0
+    scale = tl.minimum(row, col_spread, propagate_nan=tl.PropagateNan.ALL)
+    return sqrt_0p0625 * tl.sqrt(code * scale)
+
+
+@triton.jit
+def nonneg_nearest(x, live, MASKED: tl.constexpr, row, col_top_spread):
+    sqrt_0p0625 = 0.25
+    scale = tl.minimum(row, col_top_spread, propagate_nan=tl.PropagateNan.ALL)
+    divisor = tl.minimum(scale, 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
+    exact = 16.0 * (x * (1.0 / divisor))
+    exact = tl.minimum(
+        tl.maximum(exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL
+    )
+    piece = -1 - floor(0.5 - exact).to(tl.int32)
+    code = (piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
+    code = code + 1.0
+    parts = piece.to(tl.uint8)
+    return parts, sqrt_0p0625 * tl.sqrt(code * scale)
+
+
+@triton.jit
+def nonneg_small_1(col):
+    """The new col_spread."""
+    return (col,)
+
+
+@triton.jit
+def nonneg_small_2(row_max_for_row_top):
+    """The new row."""
+    row_top = tl.maximum(row_max_for_row_top, 3.009265538105056e-36, propagate_nan=tl.PropagateNan.ALL)
+    return (row_top,)
+
+
+@triton.jit
+def nonneg_small_3(col_max_for_col_top):
+    """The new col."""
+    col_top = tl.maximum(col_max_for_col_top, 3.009265538105056e-36, propagate_nan=tl.PropagateNan.ALL)
+    return (col_top,)
+
+
+@triton.jit
+def nonneg_small_4(col):
+    """The new col_top_spread."""
+    return (col,)
+
+
+@triton.jit
 def nonneg_vector_decode(c, code_code, scale):
     c_times_0p0625 = c * 0.0625
     piece = code_code.to(tl.int32)
@@ -90,6 +152,12 @@ def nonneg_vector_nearest(x, live, MASKED: tl.constexpr):
 
 # 4-bit signed blocks of 128: dynamic4, fp32 scale, nearest
 signed = Codec(signed_decode, signed_nearest, looks_up=True, lines=True)
+
+# 4-bit unsigned under the smallest of its indices' maxima: linear, no zero, fp32 scale, nearest
+nonneg = Codec(
+    nonneg_decode, nonneg_nearest, root=nonneg_root,
+    small=(nonneg_small_1, nonneg_small_2, nonneg_small_3, nonneg_small_4),
+)
 
 # 4-bit unsigned blocks of 128: linear, no zero, fp32 scale, nearest
 nonneg_vector = Codec(nonneg_vector_decode, nonneg_vector_nearest, root=nonneg_vector_root)

@@ -6,3 +6,73 @@
 // from lpmm4: signed
 // from lpmm4: nonneg_vector
 // clang-format off
+
+// means of rows and columns, f32
+struct nonneg_fields : Codec {
+    static constexpr int FIELDS = 3;
+    static constexpr bool HAS_ROOT = true;
+    const float *__restrict row_at, *__restrict col_at, *__restrict least_at;
+    int mask = -1;
+
+    nonneg_fields(char *first, char *const *more) : row_at((const float *)first), col_at((const float *)more[0]),
+        least_at((const float *)more[1]) {}
+    void within(int row_mask) { mask = row_mask; }
+    Product times(F c, const In &in, int i) const {
+        const F row = load(row_at + (unsigned)(i & mask));
+        const F col = load(col_at + i);
+        const F least = load(least_at + (unsigned)(i & mask));
+        return {F(c), max(row * col, least)};
+    }
+    F root(const In &in, int i) const {
+        const F row = load(row_at + (unsigned)(i & mask));
+        const F col = load(col_at + i);
+        const F least = load(least_at + (unsigned)(i & mask));
+        return sqrt(max(row * col, least));
+    }
+    template <class S0, class S1>
+    static OPTGEN_INLINE void small_1(S0 &row, S1 &least) {
+        const F least_ = min(F(1.1754944e-38f), row.read());
+        least.set(least_);
+    }
+    template <class S0, class S1, class S2>
+    static OPTGEN_INLINE void small_2(
+        F extent_columns, S0 &row_sum_for_row_means, S1 &row_means, S2 &mat_sum_for_row_factor
+    ) {
+        const F row_means_ = row_sum_for_row_means.read() / extent_columns;
+        row_means.set(row_means_);
+        mat_sum_for_row_factor.set(row_means_);
+    }
+    template <class S0, class S1>
+    static OPTGEN_INLINE void small_3(F extent_rows, S0 &col_sum_for_parts, S1 &col) {
+        const F parts_ = max(F(7.888609e-31f), col_sum_for_parts.read() / extent_rows);
+        col.set(parts_);
+    }
+    template <class S0, class S1>
+    static OPTGEN_INLINE void small_4(F extent_rows, S0 &mat_sum_for_row_factor, S1 &mat_max) {
+        mat_max.set(max(F(1.1754944e-38f), mat_sum_for_row_factor.read() / extent_rows));
+    }
+    template <class S0, class S1, class S2, class S3>
+    static OPTGEN_INLINE void small_5(S0 &row_means, S1 &mat_max, S2 &row, S3 &least) {
+        const F row_factor = max(F(7.888609e-31f), row_means.read() / mat_max.read());
+        const F least_ = min(F(1.1754944e-38f), row_factor);
+        row.set(row_factor);
+        least.set(least_);
+    }
+};
+
+struct nonneg_nearest : nonneg_fields {
+    static constexpr int READS = 0;
+    const float *__restrict new_row_at, *__restrict new_col_at, *__restrict new_least_at;
+
+    nonneg_nearest(char *first, char *const *more) : nonneg_fields(first, more), new_row_at((const float *)more[FIELDS -
+        1]), new_col_at((const float *)more[FIELDS]), new_least_at((const float *)more[FIELDS + 1]) {}
+    template <bool RAGGED, int VALUE, class N>
+    F encode(Loop<0>, Head &h, int i, int end, F x, const N &noise) {
+        return sqrt(
+            max(
+                load(new_row_at + (unsigned)(i & mask)) * load(new_col_at + i),
+                load(new_least_at + (unsigned)(i & mask))
+            )
+        );
+    }
+};

@@ -3,5 +3,68 @@
 #   plan      specs/plans.py:164  sha256 fc72af6610ea
 # fmt: off
 # ruff: noqa
+import triton
+import triton.language as tl
+
 from optgen.plans.fp32.triton import weight_bf16, weight_f16
 from optgen.plans.lpmm4.triton import nonneg_vector, signed
+from optgen.runtime.gpu.codecs import Codec
+
+
+@triton.jit
+def nonneg_decode(c, row, col, least):
+    return c, tl.maximum(row * col, least, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def nonneg_root(row, col, least):
+    return tl.sqrt(tl.maximum(row * col, least, propagate_nan=tl.PropagateNan.ALL))
+
+
+@triton.jit
+def nonneg_nearest(x, live, MASKED: tl.constexpr, row, col, least):
+    return (tl.sqrt(tl.maximum(row * col, least, propagate_nan=tl.PropagateNan.ALL)),)
+
+
+@triton.jit
+def nonneg_small_1(row):
+    """The new least."""
+    least = tl.minimum(row, 1.1754943508222875e-38, propagate_nan=tl.PropagateNan.ALL)
+    return (least,)
+
+
+@triton.jit
+def nonneg_small_2(row_sum_for_row_means, extent_columns):
+    """The new row_means; what is reduced to mat_sum_for_row_factor."""
+    row_means = row_sum_for_row_means / extent_columns
+    return row_means, row_means
+
+
+@triton.jit
+def nonneg_small_3(col_sum_for_parts, extent_rows):
+    """The new col."""
+    parts = tl.maximum(col_sum_for_parts / extent_rows, 7.888609052210118e-31, propagate_nan=tl.PropagateNan.ALL)
+    return (parts,)
+
+
+@triton.jit
+def nonneg_small_4(mat_sum_for_row_factor, extent_rows):
+    """The new mat_max."""
+    return (
+        tl.maximum(mat_sum_for_row_factor / extent_rows, 1.1754943508222875e-38, propagate_nan=tl.PropagateNan.ALL),
+    )
+
+
+@triton.jit
+def nonneg_small_5(row_means, mat_max):
+    """The new row, least."""
+    row_factor = tl.maximum(row_means / mat_max, 7.888609052210118e-31, propagate_nan=tl.PropagateNan.ALL)
+    least = tl.minimum(row_factor, 1.1754943508222875e-38, propagate_nan=tl.PropagateNan.ALL)
+    return row_factor, least
+
+
+# means of rows and columns, f32
+nonneg = Codec(
+    nonneg_decode, nonneg_nearest, root=nonneg_root,
+    small=(nonneg_small_1, nonneg_small_2, nonneg_small_3, nonneg_small_4, nonneg_small_5),
+)

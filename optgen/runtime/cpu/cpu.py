@@ -53,23 +53,22 @@ def codec_text(file: Path) -> str:
 
 def has_kernels(plan: Pair) -> bool:
     """Return True if C++ kernels were generated."""
-    rule, codecs, own = plan.cpp or (Path(), Path(), Path())
-    return codecs.is_file() and (rule.is_file() or own.is_file())
+    return bool(plan.cpp) and all(file.is_file() for file in plan.cpp)
 
 
 def source(plan: Pair, variant: Variant) -> str:
     """Return the text that holds the C++ kernel of a variant."""
-    rule, codecs, own = plan.cpp
+    rule, codecs = plan.cpp
     assert variant.rule is not None
     make = join.source if variant.single is not None else join.steps_source
-    return make(variant, variant.rule, _text(own if variant.own else rule), codec_text(codecs))
+    return make(variant, variant.rule, _text(rule), codec_text(codecs))
 
 
 def job(plan: Pair, variant: Variant, grad: torch.dtype) -> native.Job:
     """Return the library that holds the kernel of a variant, for gradients of that dtype."""
     assert variant.rule is not None
     # Settings of flags that have one kernel have one library.
-    kernel, dtype = next(s.kernel for s in variant.rule.stages if s.space != "call"), dtype_name(grad)
+    kernel, dtype = next(s.kernel for s in variant.rule.stages if s.space == "elem"), dtype_name(grad)
     defines = f"OPTGEN_KERNEL={join.KERNEL}", f"OPTGEN_GRAD={dtype}"
     return native.Job(f"{kernel}_{variant.param}-{dtype}", source(plan, variant), defines)
 

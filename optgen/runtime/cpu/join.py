@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from optgen.runtime.records import EIGHT, Eager, Field, Rule, Stage, Temp, Variant
 
@@ -34,6 +34,7 @@ def source(variant: Variant, rule: Rule, text: str, codecs: str) -> str:
             str(-1 if base is None else states.index(base)),
             str(owner in stores).lower(),
             str(owner in variant.nonneg and owner not in stage.plus).lower(),
+            str(2 if owner == "p" else first + 1),
         ]
         values.append(f"Value<{', '.join(given)}>")
     rare = {x: eager.words[eager.noise[x][0]][2] for x in eager.noise}
@@ -45,6 +46,7 @@ def source(variant: Variant, rule: Rule, text: str, codecs: str) -> str:
         [
             '#include "sweep.h"',
             "namespace {",
+            f"constexpr int WIDEST = {variant.block};",
             codecs,
             text,
             f"static_assert({stage.kernel}::SCALARS == {len(stage.scalars)});",
@@ -100,27 +102,19 @@ _KINDS = {
 }  # fmt: skip
 _REDUCTIONS = {"": "NONE", "sum": "TOTAL", "max": "LARGEST"}
 _EXTENTS = ("rows", "columns", "elements")
-_STORED = {
-    "uint8": "uint8_t", "int8": "int8_t", "int16": "int16_t", "int32": "int32_t", "bfloat16": "uint16_t",
-    "float16": "uint16_t",
-}  # fmt: skip
 
 
 def steps_source(variant: Variant, rule: Rule, text: str, codecs: str) -> str:
-    """Return the text of a step of several stages, from the texts of its rule and of its plan's codecs.
-
-    variant  with its stages
-    text     of the rule, or of what the plan divides otherwise
-    """
+    """Return the text of a step of several stages, from the texts of its rule and of its plan's codecs."""
     names = ["p", "g", *variant.names, *(t.name for t in variant.temps)]
     reduced = [t for t in variant.temps if t.source == "elem"]
     columns = [_column_of(variant, name) for name in names]
     columns += [f"{{4, {_KINDS[t.space]} + 8}}" for t in reduced]
     kernels = [(own, stage) for own, stage in zip(variant.stages, rule.stages, strict=True) if stage.space != "call"]
     noise = ", ".join(_wants(variant))
-    lines = ['#include "steps.h"', "namespace {", codecs, text]
+    lines = ['#include "steps.h"', "namespace {", f"constexpr int WIDEST = {variant.block};", codecs, text]
     for k, (own, stage) in enumerate(kernels):
-        lines += _Stage(variant, own, stage, names, reduced, noise).lines(k)
+        lines += _Stage(variant, own, stage, names, reduced, noise).lines(k, text)
     return "\n".join(
         [
             *lines,
@@ -183,28 +177,40 @@ class _Stage:
         self.variant, self.own, self.stage, self.names, self.noise = variant, own, stage, names, noise
         assert variant.eager is not None
         self.eager = variant.eager
-        self.fields = {f.name: f for f in variant.fields}
         self.temps = {t.name: t for t in variant.temps}
+        self.spaces = {f.name: f.space for f in variant.fields} | {t.name: t.space for t in variant.temps}
         self.partial = {t.name: len(names) + k for k, t in enumerate(reduced)}
-        self.stores = {x for x in stage.stores if x not in self.eager.still}
-        self.sums = [names[0] for _, names in stage.sums]
-        taken = dict.fromkeys((*stage.reads, *stage.stores, *self.sums))
+        self.stores = set() if stage.reduces else {x for x in stage.stores if x not in self.eager.still}
+        self.sums = {} if stage.reduces else {names[0]: names for _, names in stage.sums}
+        for x, (_, temps) in zip(stage.reduces, stage.sums, strict=False):
+            self.sums[x] = (*self.sums.get(x, ()), *temps)
+        taken = dict.fromkeys((*stage.reads, *stage.stores, *(names[0] for _, names in self.walk().sums)))
         self.given = [x for x in taken if x not in ("p", "g")]
-        self.bases = [x for x in variant.owners_in(stage) if x not in taken]
+        owners = variant.owners_in(stage)
+        self.bases = [x for x in owners if x not in taken]
+        self.reads = {x for x in stage.reads if x not in stage.absent}
+        self.reads |= {base for x, base in self.eager.relative.items() if x in owners}
         self.places: list[str] = []
 
-    def lines(self, number: int) -> list[str]:
-        """The layout, the rule's part and the alias `stage_<number>`."""
+    def walk(self) -> Stage:
+        """The stage, or the sweep of which it is the first walk: its function has that one's sums, too."""
+        assert self.variant.rule is not None
+        alike = (s for s in self.variant.rule.stages if s.kernel == self.stage.kernel and not s.reduces)
+        return next(alike) if self.stage.reduces else self.stage
+
+    def lines(self, number: int, text: str) -> list[str]:
+        """The layout, the rule's part and the alias `stage_<number>`; `text`: of the rule."""
         stage = self.stage
-        weight = self.owned("p") if "p" in stage.reads or "p" in self.stores else []
+        weight = self.owned("p") if "p" in self.reads or "p" in self.stores else []
+        flags = "p" in self.reads, "p" in self.stores
         for name in weight[:1]:
-            self.place("p", name)
-        gradient = len(self.places) if "g" in stage.reads else -1
+            self.place(name, *flags)
+        gradient = len(self.places) if "g" in self.reads else -1
         if gradient >= 0:
             self.places.append("{1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0}")
         more = len(self.places)
         for name in weight[1:]:
-            self.place("p", name)
+            self.place(name, *flags)
         values = [self.weight(more), *(self.value(k, x) for k, x in enumerate((*self.given, *self.bases)))]
         order = [*stage.scalars, *(-1 - _EXTENTS.index(x) for x in stage.extents)]
         places = ", ".join(map(str, (*order, 0)))
@@ -221,22 +227,23 @@ class _Stage:
             "    }};",
             "    static constexpr auto COLUMNS = columns_of(PLACES);",
             "};",
-            *self.rule(number, len(order)),
+            *self.rule(number, len(order), text),
             f"template <class Grad> using stage_{number} = Staged<",
             f"    layout_{number}<Grad>, rule_{number}, {'Grad' if gradient >= 0 else 'no_gradient'},",
             ",\n".join(f"    {value}" for value in values) + ">;",
         ]
 
-    def rule(self, number: int, count: int) -> list[str]:
-        """The struct that keeps a stage's scalars and calls the rule's function."""
-        assert self.variant.rule is not None
-        alone = not self.variant.own and len(self.variant.rule.stages) == 1
-        if alone and not self.stage.matrices and not self.stage.extents:
-            return [f"using rule_{number} = {self.stage.kernel};"]  # a sweep, of states some of which have few values
+    def rule(self, number: int, count: int, text: str) -> list[str]:
+        """The struct that keeps a stage's scalars and calls the rule's function, or that of a state's codec."""
+        kernel = self.stage.kernel
+        if f"\nstruct {kernel} {{" in text:
+            return [f"using rule_{number} = {kernel};"]  # of a rule of one sweep
+        if self.stage.state:
+            kernel = f"{self.eager.codecs[self.stage.state]}_fields::{kernel}"
         scalars, values = [f"s{k}" for k in range(count)], [f"a{k}" for k in range(len(self.given))]
         kinds = [f"A{k}" for k in range(len(self.given) + len(self.bases))]
         given = [*(x for x in ("p", "g") if x in self.stage.reads), *scalars, *values]
-        call = f"{self.stage.kernel}({', '.join(given)});"
+        call = f"{kernel}({', '.join(given)});"
         taken = ["F p", "F g", *(f"{kind} &{name}" for kind, name in zip(kinds, values, strict=False))]
         taken += [f"{kind} &" for kind in kinds[len(values) :]]
         return [
@@ -255,30 +262,30 @@ class _Stage:
         ]
 
     def owned(self, owner: str) -> list[str]:
-        """The columns that keep a value: itself, or its fields."""
-        if owner == "p":
-            return ["p", *(f.name for f in self.variant.fields if f.owner == "p")]
+        """The columns that keep a value: itself, its fields, or what its codec reads."""
+        if owner in self.eager.whole:
+            return [_suffixed(owner, x) for x in self.eager.whole[owner].decode]
         if owner in self.temps:
             return [owner]
-        return [f.name for f in self.variant.fields if self.variant.touched(f) == owner]
+        return [*(["p"] if owner == "p" else []), *(f.name for f in self.variant.fields if owner in (f.owner, f.name))]
 
-    def place(self, owner: str, name: str, source: int = -1) -> None:
-        """Add the place of a column; `source`: that whose array a sum shares."""
-        read = owner in self.stage.reads or owner in self.bases
-        written, reduction, partial = owner in self.stores, "NONE", -1
-        if any(name in names for _, names in self.stage.sums):
-            temp = self.temps[name]
-            read, written = False, True
-            reduction = _REDUCTIONS[temp.reduction.partition("_")[2]]
-            partial = self.partial.get(name, -1) if self.stage.space == "elem" else -1
+    def place(
+        self, name: str, read: bool, written: bool, partial: int = -1, reduction: str = "NONE", source: int = -1
+    ) -> None:
+        """Add the place of a column; `source`: that whose array a reduced value shares, itself where it is negative."""
         size = _column_of(self.variant, name)[1:-1]
-        source = len(self.places) if source < 0 else source
         flags = f"{str(read).lower()}, {str(written).lower()}"
+        source = len(self.places) if source < 0 else source
         self.places.append(f"{{{self.names.index(name)}, {partial}, {size}, {flags}, {reduction}, {source}}}")
+
+    def reduced(self, name: str, source: int) -> None:
+        """Add the place of a temp that is reduced from the array of the place `source`."""
+        partial = self.partial.get(name, -1) if self.stage.space == "elem" else -1
+        self.place(name, False, True, partial, _REDUCTIONS[self.temps[name].reduction.partition("_")[2]], source)
 
     def weight(self, more: int) -> str:
         number = len(self.given) + len(self.bases)
-        if "p" not in self.stage.reads and "p" not in self.stores:
+        if "p" not in self.reads and "p" not in self.stores:
             return f"Value<untouched, {number}, 0, P, -1, false>"
         codec = _encoding(self.eager, "p", "p" in self.stores)
         return f"Value<{codec}, {number}, 0, P, -1, {str('p' in self.stores).lower()}, false, {more}>"
@@ -286,47 +293,43 @@ class _Stage:
     def value(self, number: int, x: str) -> str:
         """The value of a state, of one of its fields, or of a temp; its places."""
         eager, at = self.eager, len(self.places)
-        owner = self.fields[x].owner if x in self.fields else x
         written = x in self.stores or x in self.sums
-        read = x in self.stage.reads or x in self.bases
         dealt = [name for name in eager.noise if name != "p"]
-        drawn = str(dealt.index(owner)) if owner in dealt else "P"
-        if not read and not written:
+        drawn = str(dealt.index(x)) if x in dealt else "P"
+        if x not in self.reads and not written:
             return f"Value<untouched, {number}, 0, P, -1, false>"
-        for name in self.owned(x):
-            self.place(x, name)
-        for _, names in self.stage.sums:
-            for name in names[1:] if names[0] == x else ():
-                self.place(name, name, at)
-        codec, base, plus = self.codec(x, owner), "-1", False
-        if x in eager.codecs and owner not in self.variant.whole:
-            codec = _encoding(eager, x, written)
+        codec, base, plus = self.codec(x), "-1", False
+        for name in self.owned(x) if x in self.reads or x in self.stores else ():
+            vector = x in eager.whole and self.spaces[name] != "elem"
+            self.place(name, vector or x in self.reads, x in self.stores and not vector)
+        if x in eager.whole:
+            for name in eager.whole[x].encode if x in self.stores else ():
+                self.place(_suffixed(x, name), True, False)
+        elif x in eager.codecs:
             plus = x in self.variant.nonneg and x not in self.stage.plus
-        if x in self.variant.bases:
-            base = str([*self.given, *self.bases].index(self.variant.bases[x]))
+        source = len(self.places)
+        for name in self.sums.get(x, ()):
+            self.reduced(name, source)
+        if x in eager.relative:
+            base = str([*self.given, *self.bases].index(eager.relative[x]))
         flags = f"{str(written).lower()}, {str(plus).lower()}"
         return f"Value<{codec}, {number}, {at}, {drawn}, {base}, {flags}>"
 
-    def codec(self, x: str, owner: str) -> str:
-        """The codec of a value, that of the plan without its ending."""
-        if x in self.eager.codecs and owner not in self.variant.whole:
-            return self.eager.codecs[x]
-        space = self.temps[x].space if x in self.temps else self.spaces()[x]
-        if x in self.sums or _KINDS[space] == _KINDS[self.stage.space] and space != "elem":
+    def codec(self, x: str) -> str:
+        """The codec of a value."""
+        if x in self.stage.reduces:
+            return f"reduced<{_encoding(self.eager, x, False) if x in self.reads else 'untouched'}>"
+        if x in self.eager.codecs:
+            return _encoding(self.eager, x, x in self.stores)
+        space = self.spaces[x]
+        if x in self.sums or (_KINDS[space] == _KINDS[self.stage.space] and space != "elem"):
             return "full_nearest"
         if space in ("row", "mat"):
             return "of_rows"
         if space in ("tensor", "model"):
             return "of_tensor"
-        if x in self.temps and space == "elem":
-            return "upper_half"
-        field = self.fields.get(x)
-        if field is None or field.dtype == "float32" or space != "elem":
-            return "full_nearest"
-        drawn = str(owner in self.eager.noise).lower()
-        if field.width > 1 or field.per == EIGHT:
-            return f"packed_numbers<{field.width}, {self.own.block}, {drawn}>"
-        return f"numbers<{_STORED[field.dtype]}, {drawn}>"
+        return "upper_half" if x in self.temps and space == "elem" else "full_nearest"
 
-    def spaces(self) -> Mapping[str, str]:
-        return {self.variant.touched(f): f.space for f in self.variant.fields}
+
+def _suffixed(state: str, name: str) -> str:
+    return f"{state}_{name}" if name else state

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -34,6 +35,7 @@ class Round:
     sums      (maximum, entries of sums over a matrix, entries of sums over the tensor) of each term that follows
     extents   entries of sizes of the logical tensor
     matrices  the entry that is the number of matrices; their rows and columns follow, dimensions of columns are before
+    values    its function; None where the kernel names it
     strict    sums are in the order that every backend has
     """
 
@@ -44,6 +46,7 @@ class Round:
     extents: tuple[int, ...] = ()
     matrices: int = -1
     strict: bool = False
+    values: Any = None
 
     def reduces(self, whole: int) -> bool:
         """Return True if a round reduces anything over matrices (0), or over the tensor (1)."""
@@ -67,7 +70,11 @@ class Level:
     @cached_property
     def cache_key(self) -> str:
         """The record's part of the name under which Triton keeps a compiled kernel."""
-        return repr(self)
+        return " ".join([repr(self), *(getattr(x.values, "cache_key", "") for x in self.rounds)])
+
+    def count(self) -> int:
+        """Return the number of rounds."""
+        return len(self.rounds)
 
     def round(self, k: int) -> Round:
         """Return one of the rounds; Triton makes constants of what methods return, and not of attributes."""
@@ -205,6 +212,19 @@ def rounds(table, work, values: tl.constexpr, LEVEL: tl.constexpr, K: tl.constex
         row = table + LEVEL.width * tl.load(item).to(tl.int64)
         first = tl.load(item + 1).to(tl.int64)
         _round(row, first, tl.load(item + 2).to(tl.int64), scalars, values, LEVEL.round(K), LEVEL.lanes)
+
+
+@triton.jit
+def of_states(table, work, LEVEL: tl.constexpr):
+    """The work of a level for states that are kept as a whole."""
+    for k in tl.static_range(LEVEL.count()):
+        rounds(table, work, LEVEL.round(k).values, LEVEL, k, ())
+
+
+@triton.jit
+def copy(x):
+    """x, to be stored or reduced as it is."""
+    return (x,)
 
 
 @triton.jit

@@ -34,6 +34,7 @@ class Codec:
     lines     it takes the numbers of a table for points of a few lines
     plus      a zero must be +0
     tables    the numbers that it reads from memory
+    small     functions of the small work for a state that is kept as a whole (optgen.runtime.records.Whole)
     """
 
     decode: Any
@@ -46,11 +47,12 @@ class Codec:
     lines: bool = False
     plus: bool = False
     tables: tuple[tuple[float, ...], ...] = ()
+    small: tuple[Any, ...] = ()
 
     @property
     def cache_key(self) -> str:
         """The text of the functions: of a record without it Triton would name a compiled kernel by their names."""
-        functions = (self.decode, self.nearest, self.encode, self.root)
+        functions = (self.decode, self.nearest, self.encode, self.root, *self.small)
         return " ".join(getattr(f, "cache_key", "") for f in functions) + repr(self)
 
 
@@ -58,7 +60,9 @@ class Codec:
 class Kept:
     """A value of a rule, as a plan keeps it.
 
-    fields    the positions of its buffers among those of the sweep
+    fields    the positions of the buffers that it is read from among those of the sweep
+    stores    the positions of those that it is stored in
+    given     the positions of what else it is encoded with
     tables    the positions of its codec's tables
     base      the position of the value that it is relative to; -1: none
     root      the position of that one's new root among the roots of the sweep
@@ -66,11 +70,14 @@ class Kept:
     plus      a zero must be made +0 before it is stored
     guarded   a NaN must be made one of arithmetic before it is stored
     direct    the tile function takes it as it lies in memory
+    absent    nothing depends on it: it is not read
     """
 
     name: str
     codec: Codec
     fields: tuple[int, ...]
+    stores: tuple[int, ...]
+    given: tuple[int, ...] = ()
     tables: tuple[int, ...] = ()
     base: int = -1
     root: int = -1
@@ -79,6 +86,7 @@ class Kept:
     plus: bool = False
     guarded: bool = False
     direct: bool = False
+    absent: bool = False
 
     @property
     def cache_key(self) -> str:
@@ -208,7 +216,10 @@ def given(
     buffers, where, live, tables, SWEEP: tl.constexpr, VALUE: tl.constexpr, MASKED: tl.constexpr
 ):  # fmt: skip
     """A value as its tile function gets it."""
-    fields = fields_of(buffers, where, live, tables, SWEEP, VALUE, MASKED)
+    if VALUE.absent:
+        fields = (tl.full(live[0].shape, 0.0, tl.float32),)
+    else:
+        fields = fields_of(buffers, where, live, tables, SWEEP, VALUE, MASKED)
     if VALUE.direct:
         out = fields[0]
     elif VALUE.name == "p" or VALUE.name == "g":
@@ -226,18 +237,23 @@ def put_value(
     buffers, where, live, tables, x, roots, draws, SWEEP: tl.constexpr, VALUE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Store a new value; the root that is read back, where its codec has one."""
-    made = encoded(x, roots, draws, live, tables, VALUE, MASKED)
-    for i in tl.static_range(len(VALUE.fields)):
-        stored(buffers[VALUE.fields[i]], made[i], where, live, SWEEP, VALUE.fields[i], MASKED)
+    own = ()
+    for i in tl.static_range(len(VALUE.given)):
+        own = own + (loaded(buffers[VALUE.given[i]], where, live, SWEEP, VALUE.given[i], MASKED),)
+    for i in tl.static_range(len(VALUE.tables)):
+        own = own + (tables[VALUE.tables[i]],)
+    made = encoded(x, roots, draws, live, own, VALUE, MASKED)
+    for i in tl.static_range(len(VALUE.stores)):
+        stored(buffers[VALUE.stores[i]], made[i], where, live, SWEEP, VALUE.stores[i], MASKED)
     out = ()
     if VALUE.codec.root is not None:
-        out = (made[len(VALUE.fields)],)
+        out = (made[len(VALUE.stores)],)
     return out
 
 
 @triton.jit
-def encoded(x, roots, draws, live, tables, VALUE: tl.constexpr, MASKED: tl.constexpr):
-    """The fields of a new value, and the root that is read back."""
+def encoded(x, roots, draws, live, own, VALUE: tl.constexpr, MASKED: tl.constexpr):
+    """The fields of a new value, and the root that is read back; `own`: the codec's further arguments."""
     if VALUE.guarded:
         x = tl.where(x == x, x, float("nan"))
     if VALUE.root >= 0:
@@ -247,9 +263,6 @@ def encoded(x, roots, draws, live, tables, VALUE: tl.constexpr, MASKED: tl.const
             x = x * reciprocal(roots[VALUE.root])
     if VALUE.plus:
         x = x + 0.0
-    own = ()
-    for i in tl.static_range(len(VALUE.tables)):
-        own = own + (tables[VALUE.tables[i]],)
     if VALUE.word >= 0 and VALUE.codec.encode is not None:
         out = VALUE.codec.encode(x, live[0], MASKED, draws[VALUE.word], VALUE.shift, *own)
     else:

@@ -21,19 +21,13 @@ def kernels(pair: Pair) -> Any:
     """Return the Triton kernels of a pair."""
     from optgen.runtime.gpu import join
 
-    return join.kernels(pair, *(importlib.import_module(x) if _exists(x) else None for x in _modules(pair)))
+    return join.kernels(pair, *map(importlib.import_module, pair.triton))
 
 
 @functools.cache
 def has_kernels(pair: Pair) -> bool:
     """Return True if Triton kernels were generated."""
     return bool(pair.triton) and all(map(_exists, pair.triton))
-
-
-def _modules(pair: Pair) -> tuple[str, str, str]:
-    """Return the modules of a rule's tile functions, of a plan's codecs, and of steps that the plan divides."""
-    rule, codecs = pair.triton or ("", "")
-    return rule, codecs, f"{pair.kernels.__name__}.triton" if pair.kernels else ""
 
 
 def _exists(module: str) -> bool:

@@ -10,12 +10,13 @@ from typing import Any
 
 import triton.language as tl
 
+from optgen.runtime.gpu import between
 from optgen.runtime.gpu.between import Level, Round
 from optgen.runtime.gpu.codecs import FULL, Codec, Kept
 from optgen.runtime.gpu.matrices import Panels
 from optgen.runtime.gpu.prelude import KEEPS_LAYOUTS
 from optgen.runtime.gpu.walk import Sweep
-from optgen.runtime.records import Field, Rule, Stage, Temp, Variant
+from optgen.runtime.records import COPY, Field, Rule, Stage, Temp, Variant
 from optgen.runtime.records.join import Pair
 from optgen.runtime.records.sums import panel_columns
 
@@ -32,18 +33,12 @@ _SIZES = {"rows": 6, "columns": 7, "elements": 8}
 """Sizes of the logical tensor -> their places behind the number of elements in a row of the table."""
 
 
-def kernels(
-    pair: Pair, rule: ModuleType | None, codecs: ModuleType | None, own: ModuleType | None = None
-) -> Any:
-    """Return the kernels of a pair as attributes, beside TILE, OPTIONS, CONSTANTS, WARPS and NUMBERS of each.
-
-    own  the tile functions of steps that the plan divides in a way of its own
-    """
+def kernels(pair: Pair, rule: ModuleType, codecs: ModuleType) -> Any:
+    """Return the kernels of a pair as attributes, beside TILE, OPTIONS, CONSTANTS, WARPS and NUMBERS of each."""
     out = SimpleNamespace(TILE={}, OPTIONS={}, CONSTANTS={}, NUMBERS={}, WARPS={})
     for variant in pair.variants:
-        tiles = own if variant.own else rule
-        if tiles is not None and codecs is not None and variant.rule is not None:
-            _add(out, variant, variant.rule, tiles, codecs)
+        if variant.rule is not None:
+            _add(out, variant, variant.rule, rule, codecs)
     return out
 
 
@@ -61,7 +56,8 @@ def _add(out: Any, variant: Variant, steps: Rule, rule: ModuleType, codecs: Modu
     small = [s for s in steps.stages if s.space not in ("elem", "call")]
     for _, level in groupby(small, key=lambda s: s.level):
         first, *more = level
-        setattr(out, names[first], getattr(rule, f"{first.kernel}_between"))
+        own = first.state or first.kernel == COPY
+        setattr(out, names[first], between.of_states if own else getattr(rule, f"{first.kernel}_between"))
         out.CONSTANTS[names[first]] = {"LEVEL": _level(variant, frame, [first, *more])}
 
 
@@ -106,8 +102,7 @@ class Frame:
     def of(cls, variant: Variant, codecs: ModuleType) -> Frame:
         """Return the frame of a variant."""
         assert variant.eager is not None
-        named = {owner: name for owner, name in variant.eager.codecs.items() if owner not in variant.whole}
-        found = {owner: getattr(codecs, name) for owner, name in named.items() if name}
+        found = {owner: getattr(codecs, name) for owner, name in variant.eager.codecs.items() if name}
         numbers: list[tuple[float, ...]] = []
         tables: dict[int, tuple[int, ...]] = {}
         for codec in dict.fromkeys(found.values()):
@@ -139,53 +134,57 @@ def sweep(variant: Variant, stage: Stage, frame: Frame) -> Sweep:
     assert eager is not None and steps is not None
     fields = {f.name: f for f in variant.fields}
     temps = {t.name: t for t in variant.temps}
-    stores = [x for x in stage.stores if x not in eager.still]
-    owners = variant.owners_in(stage)
-    touched = [x for x in frame.columns if (variant.touched(fields[x]) if x in fields else x) in owners]
-    found = {x: frame.codecs.get(x, FULL) for x in owners}
+    stores = [x for x in stage.stores if x not in eager.still and not stage.reduces]
+    live = variant.owners_in(stage)
+    owners = [*stage.reads, *(x for x in live if x not in stage.reads)]
+    found = {x: frame.codecs.get(x, FULL) for x in live}
+    kept = {x: _kept(variant, frame, x) for x in live}
+    given = {x: [f"{x}_{k}" for k in eager.whole[x].encode] if x in eager.whole and x in stores else [] for x in live}
+    used = {name for names in (*kept.values(), *given.values()) for name in names}
+    touched = [x for x in frame.columns if x in used]
     # The weight comes first, then what others are divided by: `Eager.relative` holds their roots to what is stored.
-    bases = set(variant.bases.values())
+    bases = set(eager.relative.values())
     order = sorted(stores, key=lambda x: (x != "p", x not in bases))
     rooted = [x for x in order if found[x].root is not None]
-    clean = all(found[x].plus for x in owners if x in variant.nonneg)  # no -0 is read
+    clean = all(found[x].plus for x in live if x in variant.nonneg)  # no -0 is read
     values = []
     for x in owners:
-        whole = fields[x].owner if x in fields and fields[x].owner in variant.whole else ""
-        own = [i for i, name in enumerate(touched) if name == x or (name in fields and fields[name].owner == x)]
-        word, shift = eager.noise.get(whole or x, (-1, 0))
-        base = variant.bases.get(x)
-        of_element = x in ("p", "g") or any(f.owner == x and f.space == "elem" for f in variant.fields)
+        if x not in live:
+            values.append(Kept(x, FULL, (), (), direct=_is_direct(variant, x), absent=True))
+            continue
+        word, shift = eager.noise.get(x, (-1, 0))
+        base = eager.relative.get(x)
         values.append(
             Kept(
                 x,
                 found[x],
-                tuple(own),
+                tuple(touched.index(name) for name in kept[x]),
+                tuple(touched.index(name) for name in kept[x] if x not in eager.whole or _is_of_element(fields, name)),
+                tuple(touched.index(name) for name in given[x]),
                 frame.tables.get(id(found[x]), ()),
                 base=-1 if base is None else owners.index(base),
                 root=-1 if base is None or x not in stores else rooted.index(base),
-                word=word if (whole or found[x].encode is not None) and x in stores else -1,
+                word=word if found[x].encode is not None and x in stores else -1,
                 shift=shift,
                 plus=found[x].plus and not (x in stage.plus and clean),
                 guarded=found[x].guards and x in stage.picked,
-                direct=bool(whole) or not of_element,
+                direct=_is_direct(variant, x),
             )
         )
     buffers = tuple((frame.columns[x], *_buffer(variant, fields.get(x), temps.get(x), x)) for x in touched)
     counted = any(x.word >= 0 for x in values)
-    drawn = any(x.word >= 0 and x.direct for x in values)  # by the tile function, where it makes codes
-    block = variant.block_of(owners)
+    block = variant.block_of(live)
     numbers = range(frame.first, frame.first + len(frame.numbers))
-    given: dict[str, Any] = dict(
+    made: dict[str, Any] = dict(
         block=block,
         counted=counted,
-        drawn=drawn,
         tables=tuple(numbers),
         extents=frame.extents(stage),
         strict=steps.strict and bool(stage.sums),
         values=tuple(values),
         taken=len(stage.reads),
         stores=tuple((owners.index(x), stage.stores.index(x)) for x in order),
-        returned=len(stage.stores),
+        summed=_summed(stage),
         words=eager.words if counted else (),
     )
     if stage.matrices:
@@ -195,13 +194,38 @@ def sweep(variant: Variant, stage: Stage, frame: Frame) -> Sweep:
         halves = [i for i in read if buffers[i][0] == 1 or (not buffers[i][2] and _bits(buffers[i][1]) in (8, 16))]
         anchor = next(iter(halves), -1) if counted else -1
         return Panels(
-            frame.width, frame.numel, buffers, sums=sums, matrices=frame.matrices, part=part, anchor=anchor, **given
+            frame.width, frame.numel, buffers, sums=sums, matrices=frame.matrices, part=part, anchor=anchor, **made
         )
     sums = _terms(frame, temps, stage, ("tensor", "model"))
-    record = Sweep(frame.width, frame.numel, buffers, sums=sums, **given)
+    record = Sweep(frame.width, frame.numel, buffers, sums=sums, **made)
     # Masked elements come one by one, in a register each: few at a time, lest registers spill, and then with sums of
     # their own.  In strict maths sums need the lanes of a whole tile.
     return replace(record, parts=1 if record.strict else _tile(record) // LEAST)
+
+
+def _kept(variant: Variant, frame: Frame, owner: str) -> list[str]:
+    """Return the fields and temps that a value is read from, in the order in which its codec takes them."""
+    assert variant.eager is not None
+    if owner in variant.eager.whole:
+        return [f"{owner}_{x}" for x in variant.eager.whole[owner].decode]
+    return [x for x in frame.columns if x == owner or x in variant.owned(owner)]
+
+
+def _is_of_element(fields: Mapping[str, Field], name: str) -> bool:
+    return name in fields and fields[name].space == "elem"
+
+
+def _is_direct(variant: Variant, owner: str) -> bool:
+    """Return True for a value of which there are few, or a temp."""
+    return owner not in ("p", "g") and not any(f.owner == owner and f.wide for f in variant.fields)
+
+
+def _summed(stage: Stage) -> tuple[int, ...]:
+    """Return the positions of the factors of terms in what a tile function returns: new values, then those of terms."""
+    if stage.reduces:
+        return tuple(stage.stores.index(x) for x in stage.reduces)
+    count = sum(len({*_FACTORS.get(kind, (0,))}) for kind, _ in stage.sums)
+    return tuple(range(len(stage.stores), len(stage.stores) + count))
 
 
 _FACTORS = {"square": (0, 0), "product": (0, 1)}
@@ -221,8 +245,7 @@ def _terms(frame: Frame, temps: Mapping[str, Temp], stage: Stage, *spaces: tuple
 
 def _level(variant: Variant, frame: Frame, stages: Sequence[Stage]) -> Level:
     """Return the record of small work between two sweeps."""
-    assert variant.rule is not None
-    return Level(frame.width, tuple(_round(variant, frame, stage, variant.rule.strict) for stage in stages))
+    return Level(frame.width, tuple(_round(variant, frame, stage) for stage in stages))
 
 
 _ONE = ("tensor", "model")
@@ -230,8 +253,12 @@ _GATHERED = {("col", "axis"): "axis_min", ("axis", "col"): "axis_max"}
 """Space of a round, space of a value that it reads -> how it gathers it."""
 
 
-def _round(variant: Variant, frame: Frame, stage: Stage, strict: bool) -> Round:
+def _round(variant: Variant, frame: Frame, stage: Stage) -> Round:
+    assert variant.rule is not None
     columns = frame.columns
+    values = between.copy if stage.kernel == COPY else None
+    if stage.state:
+        values = frame.codecs[stage.state].small[int(stage.kernel.removeprefix("small_")) - 1]
     spaces = {f.name: f.space for f in variant.fields} | {t.name: t.space for t in variant.temps}
 
     def kind(name: str) -> str:
@@ -251,7 +278,8 @@ def _round(variant: Variant, frame: Frame, stage: Stage, strict: bool) -> Round:
         tuple(sums),
         frame.extents(stage),
         frame.matrices,
-        strict,
+        variant.rule.strict,
+        values,
     )
 
 

@@ -16,7 +16,17 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.gpu.prelude import down, fold, joint, log2, missing, pointer, put
-from optgen.runtime.gpu.walk import Sweep, arguments, by_rows, coded, further, joined, numbering, pointers
+from optgen.runtime.gpu.walk import (
+    Sweep,
+    arguments,
+    by_rows,
+    coded,
+    further,
+    joined,
+    numbering,
+    pointers,
+    walk_segments,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +41,7 @@ class Panels(Sweep):
 
     matrices: int = 0
     part: int = 256
+    panels: bool = True
 
     def panel(self) -> int:
         """Return the columns of a panel."""
@@ -308,6 +319,15 @@ def walk_any(table, work, tile: tl.constexpr, SWEEP: tl.constexpr, scalars, step
         for i in tl.static_range(len(SWEEP.sums)):
             to = pointer(row + (SWEEP.numel + 9 + i), tl.float32, False)
             put(to, at, operand(terms, SWEEP, i), live, True)
+
+
+@triton.jit
+def walk(table, work, tile: tl.constexpr, SWEEP: tl.constexpr, scalars, step_key):
+    """One work item of any sweep."""
+    if SWEEP.panels:
+        walk_matrices(table, work, tile, SWEEP, scalars, step_key)
+    else:
+        walk_segments(table, work, tile, SWEEP, scalars, step_key)
 
 
 @triton.jit

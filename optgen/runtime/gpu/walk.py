@@ -36,7 +36,6 @@ class Sweep:
     block       elements of a storage block, 1: nothing is stored in blocks
     parts       parts of a full tile that a masked tile has
     counted     elements are numbered, for random bits
-    drawn       the tile function takes words of random bits
     tables      entries of tables of numbers in memory
     extents     entries of sizes of the logical tensor
     sums        (maximum, factors, entries of partial results) of each term: the sum, or the maximum, of one of the
@@ -45,13 +44,14 @@ class Sweep:
     values      how a plan keeps the values of a rule: those that its tile function takes come first, in its order
     taken       how many these are
     stores      (position in `values`, in what the tile function returns) of what is stored, in order
-    returned    how many new values the tile function returns; terms follow
+    summed      (position in what the tile function returns) of each factor of terms
     anchor      the buffer whose threads compute the numbers of elements (see `within` of the prelude); -1: any
     words       the recipes of words of random bits (optgen.runtime.keys.Word)
     grad        the dtype of gradients
     tiles, tile  tiles of a work item, and elements of a tile
     ragged      blocks, or numbers of elements, are counted row by row
     aligned     all addresses are multiples of 16 bytes
+    panels      matrices are walked panel by panel (matrices.py)
     """
 
     width: int
@@ -60,7 +60,6 @@ class Sweep:
     block: int = 1
     parts: int = 1
     counted: bool = False
-    drawn: bool = False
     tables: tuple[int, ...] = ()
     extents: tuple[int, ...] = ()
     sums: tuple[tuple[Any, ...], ...] = ()
@@ -68,7 +67,7 @@ class Sweep:
     values: tuple[Kept, ...] = ()
     taken: int = 0
     stores: tuple[tuple[int, int], ...] = ()
-    returned: int = 0
+    summed: tuple[int, ...] = ()
     anchor: int = -1
     words: tuple[Word, ...] = ()
     grad: Any = None
@@ -76,6 +75,7 @@ class Sweep:
     tile: int = 256
     ragged: bool = False
     aligned: bool = False
+    panels: bool = False
 
     @cached_property
     def cache_key(self) -> str:
@@ -129,10 +129,6 @@ class Sweep:
     def packed(self) -> bool:
         """Return True if codes share bytes."""
         return any(self.kind(i) == "eight" for i in range(len(self.buffers)))
-
-    def summands(self) -> int:
-        """Return how many factors of terms the tile function returns."""
-        return len({k for _, factors, *_ in self.sums for k in factors})
 
     def greatest(self, k: int) -> bool:
         """Return True if factor k is of a term that is reduced to its maximum."""
@@ -209,7 +205,7 @@ def joined(total, terms, SWEEP: tl.constexpr, I: tl.constexpr):
 
 
 @triton.jit
-def walk(table, work, tile: tl.constexpr, SWEEP: tl.constexpr, scalars, step_key):
+def walk_segments(table, work, tile: tl.constexpr, SWEEP: tl.constexpr, scalars, step_key):
     """The tiles of one work item."""
     item = work + 2 * tl.program_id(0)
     row = table + SWEEP.width * tl.load(item).to(tl.int64)
@@ -297,12 +293,8 @@ def coded(
     values = ()
     for i in tl.static_range(SWEEP.inputs()):
         values = values + (codecs.given(buffers, where, live, tables, SWEEP, SWEEP.kept(i), MASKED),)
-    if SWEEP.drawn:
-        draws = _drawn(buffers, where, live, index, keys, SWEEP, MASKED)
-        made = tile(SWEEP.plan(), *values, *scalars, draws, live[0], MASKED)
-    else:
-        made = tile(SWEEP.plan(), *values, *scalars, live[0], MASKED)
-        draws = _drawn(buffers, where, live, index, keys, SWEEP, MASKED)
+    made = tile(SWEEP.plan(), *values, *scalars, live[0], MASKED)
+    draws = _drawn(buffers, where, live, index, keys, SWEEP, MASKED)
     roots = ()
     for i in tl.static_range(len(SWEEP.stores)):
         roots = roots + codecs.put_value(
@@ -310,8 +302,8 @@ def coded(
             SWEEP.kept(SWEEP.stores[i][0]), MASKED,
         )  # fmt: skip
     terms = ()
-    for k in tl.static_range(SWEEP.summands()):
-        terms = terms + (term(made[SWEEP.returned + k], where[0], live[0], MASKED, SWEEP.greatest(k)),)
+    for k in tl.static_range(len(SWEEP.summed)):
+        terms = terms + (term(made[SWEEP.summed[k]], where[0], live[0], MASKED, SWEEP.greatest(k)),)
     return terms
 
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from optgen.runtime.records import Flag, Rule, Variant, beside, dtype_name, join, keys
+from optgen.runtime.records import Flag, Rule, Variant, beside, dtype_name, join, keys, whole
 from optgen.runtime.records.join import Pair, PlanRecord, Reference, RuleRecord
 from optgen.runtime.reference import stored
 
@@ -134,29 +134,23 @@ def _built(base: Any, plan: str) -> Pair | None:
             raise
         return None
     own, folder = f"{base.__module__}.{plan}", folder_of(sys.modules[base.__module__])
-    kernels = importlib.import_module(own) if importlib.util.find_spec(own) else None
+    findings = importlib.import_module(own) if importlib.util.find_spec(own) else None
     functions = functools.partial(_functions, f"{base.__module__}.eager", f"{record.__name__}.eager")
     device = f"{base.__module__}.{DEVICE}", f"{record.__name__}.{DEVICE}"
-    pair = joined(importlib.import_module(f"{base.__module__}.records"), record, kernels, folder)
+    pair = joined(importlib.import_module(f"{base.__module__}.records"), record, findings, folder)
     return replace(pair, reference=functions, triton=device)
 
 
-def with_steps(
-    rules: tuple[RuleRecord, ...], steps: tuple[Rule, ...], plan: PlanRecord, divided: tuple[Rule, ...] = ()
-) -> Iterator[Variant]:
+def with_steps(rules: tuple[RuleRecord, ...], steps: tuple[Rule, ...], plan: PlanRecord) -> Iterator[Variant]:
     """Yield the variants of a rule under a plan, each with the step of its flags.
 
-    divided  the steps of those that the plan divides in a way of its own
+    Of a step that reads new states back there are two, and the one that reads none back is taken where it may not.
     """
-    of_rule, own = (
-        {(*sorted(f.items()), bool(s.whole)): s for s in some for f in s.settings} for some in (steps, divided)
-    )
     for v in join.variants(rules, plan):
-        flags = tuple(sorted(v.flags.items()))
-        found = replace(v, rule=of_rule.get((*flags, False)))
-        if found.divided:
-            found = replace(found, rule=own.get((*flags, found.of_whole)), own=True)
-        yield found.in_stages()
+        assert v.eager is not None
+        early = set(v.eager.early)
+        fitting = sorted((s for s in steps if dict(v.flags) in s.settings), key=lambda s: set(s.early) != early)
+        yield replace(v, rule=whole.divided(fitting[0], v)).in_stages() if fitting else v
 
 
 def folder_of(package: ModuleType) -> Path:
@@ -164,20 +158,20 @@ def folder_of(package: ModuleType) -> Path:
     return Path(package.__path__[0])
 
 
-def joined(records: ModuleType, plan: ModuleType, kernels: ModuleType | None, folder: Path) -> Pair:
+def joined(records: ModuleType, plan: ModuleType, findings: ModuleType | None, folder: Path) -> Pair:
     """Return the pair of a rule's records and a plan's package.
 
-    kernels  the package of what was generated for the two together, if anything was
-    folder   of the rule's package
+    findings  the package of what the lint finds wrong with the two together, if anything
+    folder    of the rule's package
     """
     name = plan.__name__.rpartition(".")[2]
-    wrong = getattr(kernels, "DISCOURAGED", {})
+    wrong = getattr(findings, "DISCOURAGED", {})
     if plan.__name__ == f"optgen.plans.{name}":  # ready-made rules have the findings about ready-made plans
         found = getattr(records, "DISCOURAGED", ())
         wrong = {**{state: why for why, of in found for state in of.get(name, ())}, **wrong}
-    variants = tuple(with_steps(records.RULES, records.STEPS, plan.PLAN, getattr(kernels, "STEPS", ())))
-    cpp = folder / "kernels.h", folder_of(plan) / "codecs.h", folder / name / "kernels.h"
-    return Pair(name, variants, plan.PLAN.small_numel, kernels=kernels, cpp=cpp, discouraged=wrong)
+    variants = tuple(with_steps(records.RULES, records.STEPS, plan.PLAN))
+    cpp = folder / "kernels.h", folder_of(plan) / "codecs.h"
+    return Pair(name, variants, plan.PLAN.small_numel, cpp=cpp, discouraged=wrong)
 
 
 def _functions(rule: str, plan: str, variant: Variant) -> Reference:

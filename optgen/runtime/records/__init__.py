@@ -283,6 +283,11 @@ class Stage:
     extents   sizes of the logical tensor that it computes with
     plus      of what it stores: values that are never -0 if no state is that is never negative
     picked    of what it stores: values that no arithmetic makes, whose NaN may be any
+    needs     (state, values that its new value is made of) of each state that is never negative and that it stores
+    state     of small work for a state that is kept as a whole: its name; the kernel is a function of its codec
+    reduces   where not () it stores nothing: `stores` are what its function returns, and these of them are reduced, one
+              for each of `sums`
+    absent    of such a walk: those of `reads` that nothing depends on
     """
 
     kernel: str
@@ -299,6 +304,36 @@ class Stage:
     extents: tuple[str, ...] = ()
     plus: tuple[str, ...] = ()
     picked: tuple[str, ...] = ()
+    needs: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    state: str = ""
+    reduces: tuple[str, ...] = ()
+    absent: tuple[str, ...] = ()
+
+
+COPY = "copy"
+"""The kernel of small work that stores, or reduces, the one value that it reads as it is."""
+
+
+@dataclass(frozen=True)
+class Whole:
+    """The work for a state that is kept as a whole, in one format; names are suffixes of the state's.
+
+    decode   fields and temps that the codec's `decode` and `root` take, in order
+    encode   temps that its `encode` and `nearest` take behind the value
+    sums     (kind, temps) of each term that the new value is reduced to
+    before   small work that reading needs; kernels "small_1", "small_2" ... are functions of the codec
+    between  small work that makes the new vectors
+    temps    what these leave
+    kept     (field, temp, space) of each vector that is read until the new value is stored
+    """
+
+    decode: tuple[str, ...]
+    encode: tuple[str, ...] = ()
+    sums: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    before: tuple[Stage, ...] = ()
+    between: tuple[Stage, ...] = ()
+    temps: tuple[Temp, ...] = ()
+    kept: tuple[tuple[str, str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -310,7 +345,6 @@ class Rule:
     temps          values that the stages leave for one another
     stages         its kernels, in order
     early          states that later sweeps of the step read as they are stored
-    whole          states that the plan keeps as a whole: the tile functions read and store their fields
     strict         sums are taken in the order that every backend has
     """
 
@@ -320,7 +354,6 @@ class Rule:
     temps: tuple[Temp, ...] = ()
     stages: tuple[Stage, ...] = ()
     early: tuple[str, ...] = ()
-    whole: tuple[str, ...] = ()
     strict: bool = False
 
 
@@ -334,6 +367,7 @@ class Eager:
     words     (factor of the step's place, ((shift, bits) of narrow fields, ...), True if hashed anew at each step)
     early     states that later sweeps of the step read as they are stored
     still     states that the step leaves as they are stored
+    whole     those that are kept as a whole, and the work for them
     """
 
     codecs: Mapping[str, str] = field(default_factory=dict)
@@ -342,6 +376,7 @@ class Eager:
     words: tuple[tuple[int, tuple[tuple[int, int], ...], bool], ...] = ()
     early: tuple[str, ...] = ()
     still: tuple[str, ...] = ()
+    whole: Mapping[str, Whole] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -367,8 +402,7 @@ class Variant:
     rows         whether other steps of the same parameter, for which flags are set otherwise, work on rows and columns
     matrix       see Matrix; kernels see its shape in the place of the parameter's (layout.matrix_shape)
     eager        how the eager reference keeps each value
-    rule         the step in the maths of its kernels, free of any plan
-    own          True if its stages are not those of the rule: the plan divides it in a way of its own
+    rule         the step in the maths of its kernels
     """
 
     function: str
@@ -392,7 +426,6 @@ class Variant:
     matrix: Matrix = "last"
     eager: Eager | None = None
     rule: Rule | None = None
-    own: bool = False
 
     def owned(self, owner: str) -> tuple[str, ...]:
         """Names of the fields that store part of a state, or of "p"."""
@@ -420,15 +453,9 @@ class Variant:
         return any(f.shared for f in self.fields)
 
     @cached_property
-    def divided(self) -> bool:
-        """True if the plan divides the step of the rule into stages of its own."""
-        early = self.eager.early if self.eager is not None else ()
-        return self.of_whole or (self.rule is not None and set(self.rule.early) != set(early))
-
-    @cached_property
     def single(self) -> Rule | None:
         """The rule of a step that is one sweep and knows elements and blocks only."""
-        if self.rule is None or self.own or len(self.rule.stages) > 1:
+        if self.rule is None or len(self.rule.stages) > 1:
             return None
         (stage,) = self.rule.stages
         few = stage.matrices or bool(stage.extents) or any(f.space != "elem" for f in self.fields)
@@ -451,27 +478,13 @@ class Variant:
     def owners_in(self, stage: Stage) -> list[str]:
         """Return the values that a stage of the rule touches: those read, those stored, those whose roots are read."""
         assert self.eager is not None
-        owners = dict.fromkeys([*stage.reads, *(x for x in stage.stores if x not in self.eager.still)])
-        return list(owners | {x: None for name, x in self.bases.items() if name in owners})
-
-    @cached_property
-    def whole(self) -> frozenset[str]:
-        """The states that are kept as a whole: of these, stages touch fields."""
-        return frozenset(f.owner for f in self.fields if f.shared)
-
-    @cached_property
-    def bases(self) -> Mapping[str, str]:
-        """State -> the one by whose root codecs divide it; by that of one that is kept as a whole the step divides."""
-        assert self.eager is not None
-        return {name: x for name, x in self.eager.relative.items() if x not in self.whole}
-
-    def touched(self, f: Field) -> str:
-        """Return what stages call a field: its owner, or itself."""
-        return f.name if f.owner in self.whole else f.owner
+        stores = [] if stage.reduces else [x for x in stage.stores if x not in self.eager.still]
+        owners = dict.fromkeys([*(x for x in stage.reads if x not in stage.absent), *stores])
+        return list(owners | {x: None for name, x in self.eager.relative.items() if name in owners})
 
     def block_of(self, owners: Collection[str]) -> int:
         """Return the elements of a storage block of these values; 1: none is in blocks."""
-        fields = [f for f in self.fields if self.touched(f) in owners]
+        fields = [f for f in self.fields if f.owner in owners]
         block = max((f.per for f in fields if f.width == 1), default=1)
         return block if block > 1 or all(f.width == 1 for f in fields) else PACK
 

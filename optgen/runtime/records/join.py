@@ -10,10 +10,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from optgen.runtime.records import PACK, Eager, Field, HostFunction, Matrix, Variant, keys
+from optgen.runtime.records import PACK, Eager, Field, HostFunction, Matrix, Variant, Whole, keys
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -88,6 +87,7 @@ class FormatRecord:
     matrix    whose rows and columns the fields are those of; None if there are none
     nearest   the codec where states ask for rounding to nearest; None if the format says how it rounds
     vector    the form for tensors without rows and columns; None if it is the same
+    whole     the work for a state that is kept by numbers of rows and columns; None of others
     """
 
     codec: str = ""
@@ -98,6 +98,7 @@ class FormatRecord:
     matrix: Matrix | None = None
     nearest: str | None = None
     vector: FormatRecord | None = None
+    whole: Whole | None = None
 
 
 FP32 = FormatRecord()
@@ -159,8 +160,7 @@ class Pair:
     variants     one for each parameter dtype, size class and setting of the flags
     small_numel  tensors with fewer elements take the variant for small tensors
     reference    variant -> its eager functions
-    kernels      the package of what only the two together have, if there is any
-    cpp          the files of the rule's C++ text, of the plan's, and of the kernels of the two
+    cpp          the files of the rule's C++ text and of the plan's
     triton       the modules of the rule's Triton kernels and of the plan's codecs, by name
     discouraged  state -> what the lint finds wrong with how the plan keeps it
     """
@@ -169,7 +169,6 @@ class Pair:
     variants: tuple[Variant, ...]
     small_numel: int = 0
     reference: Callable[[Variant], Reference] | None = None
-    kernels: ModuleType | None = None
     cpp: tuple[Path, ...] = ()
     triton: tuple[str, ...] = ()
     discouraged: Mapping[str, str] = field(default_factory=dict)
@@ -208,9 +207,12 @@ def joined(
     still = _settled(rule.unchanged[0], relative)
     rare = set(rule.differs).union(*(_settled(names, relative) for names in rule.unchanged))
     wants = {name: formats[name].noise for name in order if name not in still} | {"p": weight.noise if weight else 0}
-    noise, words = keys.deal(wants, rare)
-    apart = {name for name, fmt in formats.items() if fmt.matrix is not None}
-    early = () if apart else _settled(rule.early, relative)
+    dealt, words = keys.deal(wants, rare)
+    noise = {name: (k, at) for name, (k, at, _) in dealt.items()}
+    whole = {name: fmt.whole for name, fmt in formats.items() if fmt.whole is not None}
+    # What is read with values of rows and columns is not read back within the step: they change with it.
+    apart = not whole.keys().isdisjoint(rule.early) or set(_settled(rule.early, relative)) != set(rule.early)
+    early = () if apart else rule.early
     few = {f.space for fmt in formats.values() for f in fmt.fields} - {"elem"}
     own_matrix = next((x for x in ("last", "first") if x in {fmt.matrix for fmt in formats.values()}), rule.matrix)
     matrix = rule.matrix if rule.by_rows else own_matrix
@@ -236,7 +238,7 @@ def joined(
         init={s.name: s.init for s in rule.states if s.init != 0.0},
         rows=rows,
         matrix=matrix if rows or few or rule.spaces else "last",
-        eager=Eager(codecs, relative, {name: (k, at) for name, (k, at, _) in noise.items()}, words, early, still),
+        eager=Eager(codecs, relative, noise, words, early, still, whole),
         small=small,
         vector=vector,
     )

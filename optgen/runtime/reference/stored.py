@@ -235,8 +235,7 @@ def step(variant: Variant, rule: ModuleType, codecs: ModuleType) -> Callable[...
     """Return `step(p, g, fields..., scalars..., step_key, stream_key, place, dims)`: a step of a rule under a plan."""
     function = getattr(rule, variant.step)
     count = len(variant.fields)
-    temps = variant.rule.temps if variant.rule is not None and variant.own else ()
-    kind = _Divided if any(t.reduction == "tensor_sum" and t.source == "row" for t in temps) else Stored
+    kind = _Divided if variant.eager is not None and variant.eager.whole else Stored
 
     def run(
         p: Tensor, g: Tensor, *rest: Any, place: tuple[int, int, int] | None = None, dims: Sequence[int] | None = None

@@ -54,44 +54,21 @@ struct upper_half : Single {
     }
 };
 
-// Numbers of a state that is kept as a whole: the rule itself reads and makes them.
-template <class T, bool DRAWN> struct numbers : Single {
-    static constexpr int DRAWS = DRAWN;
-    T *__restrict at;
+// A new value that is not stored: an array of the tile takes it, from where it is reduced.  C reads the old one.
+template <class C> struct reduced : C {
+    float *__restrict sum_at;
 
-    numbers(char *first, char *const *) : at((T *)first) {}
-    auto raw(int i) const {
-        if constexpr (sizeof(T) == 4 || T(-1) < T(0) && sizeof(T) == 1)
-            return load(at + i);
-        else
-            return ::raw(at + i);
-    }
-    Product times(F c, const In &, int) const { return {c, F(0.0f)}; }
-    template <bool RAGGED, int VALUE, class N> F encode(Loop<0>, Head &, int i, int, F x, const N &) const {
-        store(at + i, bits(x));
+    reduced(char *first, char *const *more) : C(first, more), sum_at((float *)more[C::FIELDS - 1]) {}
+    template <bool RAGGED, int VALUE, class N> F encode(Loop<0>, Codec::Head &, int i, int, F x, const N &) const {
+        store(sum_at + i, x);
         return x;
-    }
-};
-template <int BITS, int BLOCK, bool DRAWN> struct packed_numbers : Single {
-    static constexpr int DRAWS = DRAWN;
-    uint8_t *__restrict packed;
-    alignas(64) uint8_t at[most_of(BLOCK)];
-
-    packed_numbers(char *first, char *const *) : packed((uint8_t *)first) {}
-    void unpack_codes(int count) { unpack<BITS>(at, packed, count); }
-    auto raw(int i) const { return ::raw(at + i); }
-    Product times(F c, const In &, int) const { return {c, F(0.0f)}; }
-    template <bool RAGGED, int VALUE, class N> F encode(Loop<0>, Head &, int i, int, F x, const N &) {
-        store(at + i, bits(x));
-        return x;
-    }
-    template <int SIZE> void pack_codes(int blocks, const int *live) {
-        no_codes<BLOCK>(at, blocks, live);
-        pack<BITS>(packed, at, BLOCK * blocks);
     }
 };
 
 // -- stages
+
+// Small work that hands on the one value that it reads.
+template <class From, class To> OPTGEN_INLINE void copy(From &from, To &to) { to.set(from.read()); }
 
 struct no_gradient {
     typedef float stored;

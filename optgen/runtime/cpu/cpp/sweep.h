@@ -60,7 +60,7 @@ struct full_nearest : Codec {
 // A value of a rule: its place among them, its first column, the number by which random bits are dealt to it, the value
 // that it is relative to (-1: none); whether the step writes it, and makes zeros +0; the column of its second field.
 template <class C, int PLACE_, int AT, int VALUE_, int BASE_ = -1, bool WRITTEN_ = true, bool PLUS_ = false,
-          int MORE_ = AT ? AT + 1 : 2>
+          int MORE_ = AT + 1>
 struct Value : C {
     static constexpr int PLACE = PLACE_, VALUE = VALUE_, BASE = BASE_;
     static constexpr int MORE = MORE_;
@@ -155,7 +155,6 @@ template <class Layout, class Rule, class Grad, class P, class... V> struct Swee
             return fma(found.a, found.b, y);
         }
         F read() const { return times(F(1.0f)); }
-        auto raw() const { return kept.raw(i); }
         void set(F y) { x = y; }
         F next() const { return x; }
         F root() const { return sqrt(x); }
