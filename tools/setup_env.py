@@ -111,8 +111,17 @@ def run(arguments: list[str]) -> bool:
 
 
 def pip(*arguments: str) -> bool:
-    fixed = ["-m", "pip", "install", "--disable-pip-version-check", "--no-input", "--progress-bar", "off"]
-    return run([str(PYTHON), *fixed, "-c", str(ROOT / "requirements/constraints.txt"), *arguments])
+    """Install without bytecode: pip compiles on one core, for 40 s, mostly modules that nothing here imports."""
+    fixed = ["install", "--no-compile", "--disable-pip-version-check", "--no-input", "--progress-bar", "off"]
+    return run([str(PYTHON), "-m", "pip", *fixed, "-c", str(ROOT / "requirements/constraints.txt"), *arguments])
+
+
+def compiling() -> subprocess.Popen[bytes]:
+    """Start to compile what nearly every process imports; other modules are compiled when they are imported."""
+    code = """import compileall, sysconfig
+for name in ("torch", "sympy", "mpmath"):
+    compileall.compile_dir(f"{sysconfig.get_path('purelib')}/{name}", quiet=2)"""
+    return subprocess.Popen([str(PYTHON), "-c", code])
 
 
 def failed(step: str) -> SetupError:
@@ -162,6 +171,7 @@ def install(kind: str) -> None:
     make_venv()
     LOG.write_text("")
     install_torch(kind)
+    bytecode = compiling()
     triton = triton_requirement(kind)
     say("the packages of requirements/dev.txt" + (f" and triton {TRITON}" if triton else ""))
     if not pip("-r", str(ROOT / "requirements/dev.txt"), *triton):
@@ -170,6 +180,7 @@ def install(kind: str) -> None:
     say("optgen itself (editable)")
     if not pip("--no-build-isolation", "--no-deps", "--editable", str(ROOT)):
         raise failed("installing optgen")
+    bytecode.wait()
     check = "import torch, optgen; print(torch.__version__, 'with CUDA' if torch.cuda.is_available() else 'on the CPU')"
     answer = subprocess.run([str(PYTHON), "-c", check], cwd=VENV, capture_output=True, text=True, check=False)
     if answer.returncode != 0:
