@@ -23,14 +23,16 @@ setup:
 demo: setup
 	@$(PY) tools/demo.py $(ARGS)
 
-# The tests start hundreds of processes: where these keep what Python compiles of the sources, they are a tenth faster.
-test test-full: export PYTHONDONTWRITEBYTECODE :=
+# The tests start hundreds of processes: where these keep what Python compiles, they are a tenth faster.
+demo test test-full: export PYTHONDONTWRITEBYTECODE :=
 
-test: lint
-	$(PY) -m pytest -rfEs -n $(WORKERS) -m "not slow and not full" $(ARGS)
+test: setup
+	$(PY) -m ruff check .
+	$(PY) -m pytest -rfEs -n $(WORKERS) --dist worksteal -m "not slow and not full" $(ARGS)
 
-test-full: lint
-	$(PY) -m pytest -rfEs -n $(WORKERS) --hypothesis-profile=full $(ARGS)
+test-full: setup
+	$(PY) -m ruff check .
+	$(PY) -m pytest -rfEs -n $(WORKERS) --dist worksteal --hypothesis-profile=full $(ARGS)
 	$(PY) tools/test_full.py
 
 lint: setup
