@@ -388,7 +388,7 @@ class Optimizer(torch.optim.Optimizer):
         found |= {"_rules": self._rules, "_blocks": self._blocks}
         params = [entry.p for entry in self._entries()]
         if any(low_bits.ATTRIBUTE in p.__dict__ for p in params):
-            found[low_bits.CARRIER] = low_bits.Carrier(params)
+            found[low_bits.CARRIER] = low_bits.Kept(params)
         return found
 
     # -- checkpoints ----------------------------------------------------------------------------------

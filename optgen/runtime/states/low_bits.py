@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -68,11 +68,8 @@ def exact(p: Tensor) -> Tensor | None:
 
 
 def drop(p: Tensor) -> None:
-    """Drop the bits of p, and the references of Carriers to p: torch swaps no tensors with weak references."""
+    """Drop the bits of p."""
     p.__dict__.pop(ATTRIBUTE, None)
-    for ref in weakref.getweakrefs(p):
-        if isinstance(ref, _Ref):
-            ref.forget()
 
 
 def checksum(p: Tensor) -> int:
@@ -94,72 +91,65 @@ def _pieces(p: Tensor, wide: Tensor, low: Tensor) -> Iterator[tuple[int, Tensor,
         yield start, a, b, c
 
 
-class _Ref(weakref.ref[Tensor]):
-    """A Carrier's reference to a parameter, until the parameter's bits are dropped."""
-
-    __slots__ = ("_among", "number")
-
-    number: int
-    _among: list[_Ref]
-
-    @classmethod
-    def put(cls, p: Tensor, among: list[_Ref]) -> None:
-        """Add a reference to those of a Carrier."""
-        made = cls(p)
-        made.number, made._among = id(p), among
-        among.append(made)
-
-    def forget(self) -> None:
-        self._among[:] = [ref for ref in self._among if ref is not self]
-
-
 class Carrier:
     """The low bits of a module's parameters, copied with it when it is deep-copied or sent to another process.
 
-    torch then copies parameters without their attributes. References are weak: parameters that the module has dropped
-    are freed.
+    torch then copies parameters without their attributes.
+
+    known   the ids of the parameters that had bits when the module was cast
+    said    True if it was said that some were left behind
     """
 
-    def __init__(self, params: Iterable[Tensor]) -> None:
-        self._refs: list[_Ref] = []
-        for p in params:
-            if ATTRIBUTE in p.__dict__:
-                _Ref.put(p, self._refs)
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+        self.known = frozenset(id(p) for p in module.parameters() if ATTRIBUTE in p.__dict__)
         self.said = False
 
-    def strays(self, own: Collection[int]) -> set[int]:
-        """Return the ids of the parameters that are not among `own`."""
-        return {ref.number for ref in self._refs if (p := ref()) is None or id(p) not in own}
+    def _kept(self) -> tuple[nn.Module | None, list[Tensor], list[dict[str, Any]]]:
+        """Return the module, its parameters that have bits, and these."""
+        module = self._module()
+        params = [] if module is None else [p for p in module.parameters() if ATTRIBUTE in p.__dict__]
+        return module, list(params), [p.__dict__[ATTRIBUTE] for p in params]
 
-    @property
-    def params(self) -> list[Tensor]:
-        """The parameters that have bits."""
-        found = [ref() for ref in self._refs]
-        return [p for p in found if p is not None and ATTRIBUTE in p.__dict__]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Carrier:
-        params = self.params
-        copies = [copy.deepcopy(p, memo) for p in params]
-        return _carrier(copies, [copy.deepcopy(p.__dict__[ATTRIBUTE], memo) for p in params])
+    def __deepcopy__(self, memo: dict[int, Any]) -> Carrier | None:
+        module, params, bits = self._kept()
+        return _carrier(copy.deepcopy(params, memo), copy.deepcopy(bits, memo), memo.get(id(module)))
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _carrier, (self.params, [p.__dict__[ATTRIBUTE] for p in self.params])
+        module, params, bits = self._kept()
+        return _carrier, (params, bits, module)
 
 
-def _carrier(params: list[Tensor], kept: list[dict[str, Any]]) -> Carrier:
-    """Return the Carrier of copies of parameters, and give these their bits."""
+def _carrier(params: list[Tensor], kept: list[dict[str, Any]], module: nn.Module | None = None) -> Carrier | None:
+    """Give copies of parameters their bits; return the Carrier of the module's copy, if there is a module."""
     for p, own in zip(params, kept, strict=True):
         setattr(p, ATTRIBUTE, own)
-    return Carrier(params)
+    if not isinstance(module, nn.Module):
+        return None
+    made = Carrier.__new__(Carrier)
+    made._module, made.known, made.said = weakref.ref(module), frozenset(map(id, params)), False
+    return made
+
+
+class Kept:
+    """The low bits of an optimizer's parameters, while it is copied."""
+
+    def __init__(self, params: Iterable[Tensor]) -> None:
+        self._params = [p for p in params if ATTRIBUTE in p.__dict__]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        _carrier(copy.deepcopy(self._params, memo), copy.deepcopy([p.__dict__[ATTRIBUTE] for p in self._params], memo))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _carrier, (self._params, [p.__dict__[ATTRIBUTE] for p in self._params])
 
 
 def carry(module: nn.Module) -> None:
     """Let copies of the module, and of each of its parts, keep the bits of its parameters."""
     for part in module.modules():
         part.__dict__.pop(CARRIER, None)
-        # The whole has those of all: a parameter may be given to another of its modules.
-        carrier = Carrier(part.parameters(recurse=part is module))
-        if carrier.params:
+        carrier = Carrier(part)
+        if carrier.known:
             part.__dict__[CARRIER] = carrier
     if CARRIER in module.__dict__:
         _carrying.add(module)
@@ -187,7 +177,7 @@ def lost(module: nn.Module) -> int:
     own, found = {id(p) for p in params}, set[int]()
     for part in module.modules():
         carrier = part.__dict__.get(CARRIER)
-        if isinstance(carrier, Carrier) and not carrier.said and (strays := carrier.strays(own)):
+        if isinstance(carrier, Carrier) and not carrier.said and (strays := carrier.known - own):
             carrier.said = True
             found |= strays
     return len(found)
