@@ -39,7 +39,8 @@ from optgen.ops import dtypes, spaces
 _RESERVED = RESERVED | frozenset(
     "All APART Arrays at b blocks_ Codec code_at DRAWS encode end FIELDS first full_nearest g h HAS_ROOT Head head i "
     "in In Later Loop LOOPS more most_of next NEXT Of p pack_codes plus Product READS root ROOT ROOTED ROOT_LOOP set "
-    "start states step Sweep tail tile times unpack_codes Value VALUE weight x c".split()
+    "of_head_1 of_head_2 of_head_3 of_in OfBlocks start states step Sweep tail tile times unpack_codes Value VALUE "
+    "weight x c".split()
 )
 
 
@@ -287,8 +288,7 @@ def _fields(codec: Codec, struct: str) -> list[str]:
         texts.append(function)
         stages += [line for line in lines if line[0] not in known]
         known |= {line[0] for line in lines}
-    size = f"most_of({block}) / {block}"
-    out += [f"    {line}" for line in _arrays({x: (f"alignas(64) {KEPT[kind]}", size) for x, kind in kept.items()})]
+    out += [f"    {line}" for line in _struct("In", kept, block)] if kept else []
     more = "more" if len(made) > 1 else ""
     out += ["", f"    {struct}(char *first, char *const *{more}) : {', '.join(made)} {{}}"]
     if few:
@@ -298,13 +298,27 @@ def _fields(codec: Codec, struct: str) -> list[str]:
         out.append(f"    void unpack_codes(int count) {{ {unpacked} }}")
     if kept:
         out.append("    void decode_blocks(int b) {")
-        out += [f"        {line}" for line in with_comments(stages, comment_mark="//")] + ["    }"]
-        out.append(f"    struct In {{ {' '.join(f'{kind} {x};' for x, kind in kept.items())} }};")
-        found = ", ".join(f"{kind}({x}_kept[b])" for x, kind in kept.items())
-        out.append(f"    In in(int b) const {{ return {{{found}}}; }}")
+        out += [f"        {line}" for line in with_comments(stages, comment_mark="//")]
+        out += [f"        {_set('In', kept)}", "    }", "    In in(int b) const { return of_in[b]; }"]
     for text in texts:
         out += [f"    {line}" for line in text]
     return [*out, "};"]
+
+
+def _struct(name: str, members: Mapping[str, str], block: int = 0) -> list[str]:
+    """Return a struct of blocks' values, name -> type, and if `block` is given the array of it: of_<name>."""
+    of = [f"{kind} {', '.join(own)};" for kind, own in _by_kind(members).items()]
+    array = [f"OfBlocks<{block}, {name}> of_{name.lower()};"] if block else []
+    return [f"struct {name} {{ {' '.join(of)} }};", *array]
+
+
+def _by_kind(members: Mapping[str, str]) -> dict[str, list[str]]:
+    return {kind: [x for x, own in members.items() if own == kind] for kind in dict.fromkeys(members.values())}
+
+
+def _set(name: str, members: Mapping[str, str]) -> str:
+    """Return the line that fills such an array."""
+    return f"of_{name.lower()}.set(b, {', '.join(x for own in _by_kind(members).values() for x in own)});"
 
 
 def _arrays(arrays: Mapping[str, tuple[str, str]]) -> list[str]:
@@ -340,7 +354,6 @@ def _reader(
     printer = CppPrinter(plan)
     need = _reached(across, ())
     stages = [assigned(plan, let, printer) for let in phase.blocks if let.node.uid in need]
-    stages += [(keep(n, plan.name[n.uid], "b"), "") for n in across]
     arrays = {plan.name[n.uid]: type_of(n.dtype) for n in across}
     printer = CppPrinter(plan)
     printer.names |= {n.uid: f"in.{plan.name[n.uid]}" for n in across}
@@ -403,17 +416,17 @@ class _Encoder:
             "KEPT": len(plan.kept),
         }
         self.rooted = rooted
-        few = [n for n in plan.across if n.op not in ("block_max", "block_min")]
+        few = _few(plan)
         size = f"most_of({block}) / {block}"
         kept = [(n, f"most_of({block})") for n in plan.kept] + [(n, size) for n in few]
         self.arrays = {plan.name[n.uid]: (f"alignas(64) {KEPT[type_of(n.dtype)]}", m) for n, m in kept}
         self.arrays |= {plan.name[n.uid]: ("I", size) for phase in plan.phases for n in phase.reductions}
         scalars = _scalar_lines(plan, step)
         self.simple = count == 1 and not plan.phases[0].blocks
-        self.heads: dict[int, str] = {}
+        self.heads: dict[int, list[str]] = {}
         self.functions: dict[tuple[str, int], list[str]] = {}
         for k in range(count):
-            self.heads[k], functions = _loop(plan, k, scalars, self.simple, {n.uid for n in few})
+            self.heads[k], functions = _loop(plan, k, scalars, self.simple, {n.uid for n in few}, block)
             self.functions |= {(name, k): lines for name, lines in functions.items()}
         packed = [b for b in buffers if b.dtype.packed]
         if packed:
@@ -458,7 +471,7 @@ class _Encoder:
         elif not self.simple:
             out.append("    using Codec::blocks, Codec::head, Codec::tail;")
         for name, k in functions:
-            head = [self.heads[k]] if name == "head" and self.heads[k] else []
+            head = self.heads[k] if name == "head" else []
             if base is not None and base.heads.get(k) == self.heads.get(k):
                 head = []
             out += [f"    {line}" for line in (*head, *self.functions[name, k])]
@@ -488,12 +501,39 @@ def _reads_given(plan: _CodecPhases, k: int, given: Node) -> bool:
     return False
 
 
+def _of_blocks(plan: _CodecPhases, k: int) -> list[Node]:
+    """Return the blocks' values that the elements' loop k reads."""
+    own = {let.node.uid for let in plan.phases[k].elements}
+    return [n for n in plan.uses(plan.phase_roots(k), own) if n.space.name == "block"]
+
+
+def _together(plan: _CodecPhases, k: int) -> list[Node]:
+    """Return these values where the blocks' stage of that loop makes all of them, and the loop reduces nothing."""
+    phase, found = plan.phases[k], _of_blocks(plan, k)
+    made = {let.node.uid for let in phase.blocks}
+    alike = all(n.uid in made and type_of(n.dtype) != "M" for n in found)
+    return found if alike and not phase.reductions else []
+
+
+def _few(plan: _CodecPhases) -> list[Node]:
+    """Return the blocks' values that have arrays of their own."""
+    read: set[int] = set()
+    for k, phase in enumerate(plan.phases):
+        if not _together(plan, k):
+            read |= {n.uid for n in _of_blocks(plan, k)}
+        own = {let.node.uid for let in phase.blocks} | {n.uid for n in phase.found}
+        roots = [let.node for let in phase.blocks] + [s.node for s in phase.block_stores]
+        read |= {n.uid for n in plan.uses(roots, own)}
+    return [n for n in plan.across if n.uid in read and n.op not in ("block_max", "block_min")]
+
+
 def _loop(
-    plan: _CodecPhases, k: int, scalars: list[str], simple: bool, few: set[int]
-) -> tuple[str, dict[str, list[str]]]:
+    plan: _CodecPhases, k: int, scalars: list[str], simple: bool, few: set[int], block: int
+) -> tuple[list[str], dict[str, list[str]]]:
     """The struct and functions of loop k: the blocks' stage before it, its head and tail for a block, its work on
     elements."""
-    phase, struct = plan.phases[k], ""
+    together = {plan.name[n.uid]: type_of(n.dtype) for n in _together(plan, k)}
+    phase, struct = plan.phases[k], list[str]()
     out: dict[str, list[str]] = {}
     if phase.found or phase.blocks or phase.block_stores:
         printer = CppPrinter(plan)
@@ -510,6 +550,7 @@ def _loop(
             printer.names[n.uid] = name
         lines += [assigned(plan, let, printer) for let in phase.blocks]
         lines += [(keep(n, plan.name[n.uid], "b"), "") for n in plan.across if n.uid in own and n.uid in few]
+        lines += [(_set(f"Head_{k}", together), "")] if together else []
         lines += [(stored(plan, s, printer, "b"), "") for s in phase.block_stores]
         body = (f"    {x}" for x in with_comments(lines, comment_mark="//"))
         out["blocks"] = [f"void blocks(Loop<{k}>, int b) {{", *body, "}"]
@@ -541,15 +582,17 @@ def _loop(
     lines.append((f"return {root};", ""))
     kind = "Head" if simple else f"Head_{k}"
     if not simple:
-        members = " ".join(f"{t} {name};" for t, name, _ in head)
-        values = ", ".join(f"{t}{v}" if v.startswith("(") else v[3:] for t, _, v in head)
-        struct = f"struct Head_{k} {{ {members} }};"
-        out["head"] = [f"Head_{k} head(Loop<{k}>, int{' b' if values else ''}) const {{ return {{{values}}}; }}"]
+        members = {name: t for t, name, _ in head}
+        struct = _struct(f"Head_{k}", members, block if together else 0) if members else [f"struct Head_{k} {{}};"]
+        order = [x for own in _by_kind(members).values() for x in own]
+        values = {name: f"{t}{v}" if v.startswith("(") else v[3:] for t, name, v in head}
+        found = f"of_head_{k}[b]" if together else f"{{{', '.join(values[x] for x in order)}}}"
+        out["head"] = [f"Head_{k} head(Loop<{k}>, int{' b' if values else ''}) const {{ return {found}; }}"]
     if phase.reductions:
         ends = " ".join(f"{plan.name[n.uid]}_kept[b] = h.{plan.name[n.uid]};" for n in phase.reductions)
         out["tail"] = [f"void tail(Loop<{k}>, const Head_{k} &h, int b) {{ {ends} }}"]
     out["encode"] = [
-        "template <bool RAGGED, int VALUE, class N>",
+        "template <bool RAGGED, int VALUE, class N> "
         f"F encode(Loop<{k}>, {kind} &h, int i, int end, F x, const N &noise) {{",
         *(f"    {line}" for line in with_comments(lines, comment_mark="//")),
         "}",

@@ -19,8 +19,7 @@ struct signed_fields : Codec {
 
 struct signed_nearest : signed_fields {
     using signed_fields::signed_fields;
-    template <bool RAGGED, int VALUE, class N>
-    F encode(Loop<0>, Head &h, int i, int end, F x, const N &noise) {
+    template <bool RAGGED, int VALUE, class N> F encode(Loop<0>, Head &h, int i, int end, F x, const N &noise) {
         const I x_bits = bits(x);
         const I carry = (x_bits >> 16 & 1) + 32767;
         store_half<2>(code_at + i, bits_or_nan(as_float(x_bits)) + carry);

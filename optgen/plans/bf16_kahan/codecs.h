@@ -21,8 +21,7 @@ struct weight_bf16_fields : Codec {
 
 struct weight_bf16_nearest : weight_bf16_fields {
     using weight_bf16_fields::weight_bf16_fields;
-    template <bool RAGGED, int VALUE, class N>
-    F encode(Loop<0>, Head &h, int i, int end, F x, const N &noise) {
+    template <bool RAGGED, int VALUE, class N> F encode(Loop<0>, Head &h, int i, int end, F x, const N &noise) {
         const I x_bits = bits(x);
         const I carry = (x_bits >> 16 & 1) + 32767;
         const I weight_ = bits_or_nan(as_float(x_bits)) + carry >> 16;
@@ -53,8 +52,7 @@ struct weight_f16_fields : Codec {
 
 struct weight_f16_nearest : weight_f16_fields {
     using weight_f16_fields::weight_f16_fields;
-    template <bool RAGGED, int VALUE, class N>
-    F encode(Loop<0>, Head &h, int i, int end, F x, const N &noise) {
+    template <bool RAGGED, int VALUE, class N> F encode(Loop<0>, Head &h, int i, int end, F x, const N &noise) {
         const I weight_ = narrow_half(x);
         const F lost = x - widen_half(weight_);
         const F lost_2 = where(abs(lost) <= 3.4028235e+38f, lost, F(0.0f));

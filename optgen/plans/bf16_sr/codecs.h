@@ -19,8 +19,7 @@ struct weight_bf16_stochastic : weight_bf16_fields {
     static constexpr int NOISE = 16, DRAWS = 1;
 
     using weight_bf16_fields::weight_bf16_fields;
-    template <bool RAGGED, int VALUE, class N>
-    F encode(Loop<0>, Head &h, int i, int end, F x, const N &noise) {
+    template <bool RAGGED, int VALUE, class N> F encode(Loop<0>, Head &h, int i, int end, F x, const N &noise) {
         const I x_bits = bits(x);
         store_half<2>(code_at + i, bits_or_nan(as_float(x_bits)) + integer<VALUE>(noise));
         return x;
@@ -43,8 +42,7 @@ struct weight_f16_stochastic : weight_f16_fields {
     static constexpr int NOISE = 13, DRAWS = 1;
 
     using weight_f16_fields::weight_f16_fields;
-    template <bool RAGGED, int VALUE, class N>
-    F encode(Loop<0>, Head &h, int i, int end, F x, const N &noise) {
+    template <bool RAGGED, int VALUE, class N> F encode(Loop<0>, Head &h, int i, int end, F x, const N &noise) {
         const I x_bitcast = bits(x);
         const I sign_ = x_bitcast >> 16 & 0x8000;
         const I magnitude = x_bitcast & 0x7fffffff;
@@ -74,8 +72,7 @@ struct signed_stochastic : signed_fields {
     static constexpr int NOISE = 16, DRAWS = 1;
 
     using signed_fields::signed_fields;
-    template <bool RAGGED, int VALUE, class N>
-    F encode(Loop<0>, Head &h, int i, int end, F x, const N &noise) {
+    template <bool RAGGED, int VALUE, class N> F encode(Loop<0>, Head &h, int i, int end, F x, const N &noise) {
         const I x_bits = bits(x);
         store_half<2>(code_at + i, bits_or_nan(as_float(x_bits)) + integer<VALUE>(noise));
         return x;
@@ -84,8 +81,7 @@ struct signed_stochastic : signed_fields {
 
 struct signed_nearest : signed_fields {
     using signed_fields::signed_fields;
-    template <bool RAGGED, int VALUE, class N>
-    F encode(Loop<0>, Head &h, int i, int end, F x, const N &noise) {
+    template <bool RAGGED, int VALUE, class N> F encode(Loop<0>, Head &h, int i, int end, F x, const N &noise) {
         const I x_bits = bits(x);
         const I carry = (x_bits >> 16 & 1) + 32767;
         store_half<2>(code_at + i, bits_or_nan(as_float(x_bits)) + carry);

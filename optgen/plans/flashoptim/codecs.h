@@ -28,8 +28,7 @@ struct weight_bf16_fields : Codec {
 
 struct weight_bf16_nearest : weight_bf16_fields {
     using weight_bf16_fields::weight_bf16_fields;
-    template <bool RAGGED, int VALUE, class N>
-    F encode(Loop<0>, Head &h, int i, int end, F x, const N &noise) {
+    template <bool RAGGED, int VALUE, class N> F encode(Loop<0>, Head &h, int i, int end, F x, const N &noise) {
         const I x_bits = bits(x);
         const I carry = (x_bits >> 16 & 1) + 32767;
         const I kept_ = bits_or_nan(as_float(x_bits)) + carry >> 16;
@@ -75,8 +74,7 @@ struct weight_f16_fields : Codec {
 
 struct weight_f16_nearest : weight_f16_fields {
     using weight_f16_fields::weight_f16_fields;
-    template <bool RAGGED, int VALUE, class N>
-    F encode(Loop<0>, Head &h, int i, int end, F x, const N &noise) {
+    template <bool RAGGED, int VALUE, class N> F encode(Loop<0>, Head &h, int i, int end, F x, const N &noise) {
         const I kept_ = narrow_half(x);
         const F weight_ = widen_half(kept_);
         const F error = x - weight_;
@@ -100,16 +98,16 @@ struct signed_fields : Codec {
     static constexpr int FIELDS = 2;
     uint8_t *__restrict code_at;
     uint16_t *__restrict scale_at;
-    alignas(64) float scale_2_kept[most_of(32) / 32];
+    struct In { F scale_2; };
+    OfBlocks<32, In> of_in;
 
     signed_fields(char *first, char *const *more) : code_at((uint8_t *)first), scale_at((uint16_t *)more[0]) {}
     void decode_blocks(int b) {
         const U16 scale = raw(scale_at + b);
         const F scale_2 = widen_half(scale);
-        store(scale_2_kept + b, scale_2);
+        of_in.set(b, scale_2);
     }
-    struct In { F scale_2; };
-    In in(int b) const { return {F(scale_2_kept[b])}; }
+    In in(int b) const { return of_in[b]; }
     Product times(F c, const In &in, int i) const {
         const F c_times_one_over_127(c * 0.007874016f);
         const F one_over_127(0.007874016f);
@@ -122,7 +120,6 @@ struct signed_fields : Codec {
 
 struct signed_nearest : signed_fields {
     static constexpr int LOOPS = 2, READS = 3;
-    alignas(64) float scale_mul_kept[most_of(32) / 32], scale_rcp_kept[most_of(32) / 32];
     I largest_of_block_kept[most_of(32) / 32];
 
     using signed_fields::signed_fields;
@@ -130,8 +127,7 @@ struct signed_nearest : signed_fields {
     struct Head_0 { I largest_of_block; };
     Head_0 head(Loop<0>, int b) const { return {I(INT32_MIN)}; }
     void tail(Loop<0>, const Head_0 &h, int b) { largest_of_block_kept[b] = h.largest_of_block; }
-    template <bool RAGGED, int VALUE, class N>
-    F encode(Loop<0>, Head_0 &h, int i, int end, F x, const N &noise) {
+    template <bool RAGGED, int VALUE, class N> F encode(Loop<0>, Head_0 &h, int i, int end, F x, const N &noise) {
         h.largest_of_block = larger<RAGGED>(h.largest_of_block, bits(abs(x)), i, end);
         return x;
     }
@@ -140,14 +136,13 @@ struct signed_nearest : signed_fields {
         const F scale = max(F(1e-12f), as_float(largest_of_block));
         const F scale_rcp = 1.0f / scale;
         const F scale_mul = 254.0f * scale_rcp;
-        store(scale_mul_kept + b, scale_mul);
-        store(scale_rcp_kept + b, scale_rcp);
+        of_head_1.set(b, scale_mul, scale_rcp);
         store(scale_at + b, narrow_half(scale));
     }
-    struct Head_1 { F scale_mul; F scale_rcp; };
-    Head_1 head(Loop<1>, int b) const { return {F(scale_mul_kept[b]), F(scale_rcp_kept[b])}; }
-    template <bool RAGGED, int VALUE, class N>
-    F encode(Loop<1>, Head_1 &h, int i, int end, F x, const N &noise) {
+    struct Head_1 { F scale_mul, scale_rcp; };
+    OfBlocks<32, Head_1> of_head_1;
+    Head_1 head(Loop<1>, int b) const { return of_head_1[b]; }
+    template <bool RAGGED, int VALUE, class N> F encode(Loop<1>, Head_1 &h, int i, int end, F x, const N &noise) {
         store(code_at + i, to_int(floor(fma(h.scale_mul, x / (1.0f + abs(h.scale_rcp * x)), 0.5f))) + 128);
         return x;
     }
@@ -159,16 +154,16 @@ struct nonneg_fields : Codec {
     static constexpr bool HAS_ROOT = true;
     uint8_t *__restrict code_at;
     uint16_t *__restrict scale_at;
-    alignas(64) float scale_2_kept[most_of(32) / 32];
+    struct In { F scale_2; };
+    OfBlocks<32, In> of_in;
 
     nonneg_fields(char *first, char *const *more) : code_at((uint8_t *)first), scale_at((uint16_t *)more[0]) {}
     void decode_blocks(int b) {
         const U16 scale = raw(scale_at + b);
         const F scale_2 = widen_half(scale);
-        store(scale_2_kept + b, scale_2);
+        of_in.set(b, scale_2);
     }
-    struct In { F scale_2; };
-    In in(int b) const { return {F(scale_2_kept[b])}; }
+    In in(int b) const { return of_in[b]; }
     Product times(F c, const In &in, int i) const {
         const F scalar_0(sqrt(c * 1.53787e-05f));
         const F scale_mul = scalar_0 * in.scale_2;
@@ -189,7 +184,6 @@ struct nonneg_fields : Codec {
 struct nonneg_nearest : nonneg_fields {
     static constexpr int LOOPS = 2, ROOT_LOOP = 1, READS = 3;
     static constexpr bool ROOTED = true;
-    alignas(64) float scale_mul_2_kept[most_of(32) / 32], scale_mul_kept[most_of(32) / 32];
     I largest_of_block_kept[most_of(32) / 32];
 
     using nonneg_fields::nonneg_fields;
@@ -197,8 +191,7 @@ struct nonneg_nearest : nonneg_fields {
     struct Head_0 { I largest_of_block; };
     Head_0 head(Loop<0>, int b) const { return {I(INT32_MIN)}; }
     void tail(Loop<0>, const Head_0 &h, int b) { largest_of_block_kept[b] = h.largest_of_block; }
-    template <bool RAGGED, int VALUE, class N>
-    F encode(Loop<0>, Head_0 &h, int i, int end, F x, const N &noise) {
+    template <bool RAGGED, int VALUE, class N> F encode(Loop<0>, Head_0 &h, int i, int end, F x, const N &noise) {
         const F one_over_255(0.003921569f);
         h.largest_of_block = larger<RAGGED>(h.largest_of_block, bits(abs(x)), i, end);
         return x;
@@ -211,14 +204,13 @@ struct nonneg_nearest : nonneg_fields {
         const F scale_2 = widen_half(scale_cast);
         const F scale_mul = one_over_255 * scale_2;
         const F scale_mul_2 = 255.0f / scale;
-        store(scale_mul_2_kept + b, scale_mul_2);
-        store(scale_mul_kept + b, scale_mul);
+        of_head_1.set(b, scale_mul_2, scale_mul);
         store(scale_at + b, scale_cast);
     }
-    struct Head_1 { F scale_mul_2; F scale_mul; };
-    Head_1 head(Loop<1>, int b) const { return {F(scale_mul_2_kept[b]), F(scale_mul_kept[b])}; }
-    template <bool RAGGED, int VALUE, class N>
-    F encode(Loop<1>, Head_1 &h, int i, int end, F x, const N &noise) {
+    struct Head_1 { F scale_mul_2, scale_mul; };
+    OfBlocks<32, Head_1> of_head_1;
+    Head_1 head(Loop<1>, int b) const { return of_head_1[b]; }
+    template <bool RAGGED, int VALUE, class N> F encode(Loop<1>, Head_1 &h, int i, int end, F x, const N &noise) {
         const F one_over_255(0.003921569f);
         const I parts_ = to_int(fma(h.scale_mul_2, x, 0.5f));
         const I piece = parts_ & 255;

@@ -66,8 +66,7 @@ struct nonneg_nearest : nonneg_fields {
 
     nonneg_nearest(char *first, char *const *more) : nonneg_fields(first, more), new_row_at((const float *)more[FIELDS -
         1]), new_col_at((const float *)more[FIELDS]), new_least_at((const float *)more[FIELDS + 1]) {}
-    template <bool RAGGED, int VALUE, class N>
-    F encode(Loop<0>, Head &h, int i, int end, F x, const N &noise) {
+    template <bool RAGGED, int VALUE, class N> F encode(Loop<0>, Head &h, int i, int end, F x, const N &noise) {
         return sqrt(
             max(
                 load(new_row_at + (unsigned)(i & mask)) * load(new_col_at + i),

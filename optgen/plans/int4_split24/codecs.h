@@ -11,7 +11,8 @@ struct signed_fields : Codec {
     uint8_t *__restrict code_packed;
     int16_t *__restrict scale_at;
     alignas(64) uint8_t code_at[most_of(64)];
-    alignas(64) float scale_2_kept[most_of(64) / 64];
+    struct In { F scale_2; };
+    OfBlocks<64, In> of_in;
 
     signed_fields(char *first, char *const *more) : code_packed((uint8_t *)first), scale_at((int16_t *)more[0]) {}
     void unpack_codes(int count) { unpack<4>(code_at, code_packed, count); }
@@ -20,10 +21,9 @@ struct signed_fields : Codec {
         const I scale_bits = to_int(scale) << 15;
         const I scale_bits_2 = scale_bits & 0x7fffffff;
         const F scale_2 = as_float(where(scale_bits_2 == 0x7f800000, I(0x7f7fffff), scale_bits_2));
-        store(scale_2_kept + b, scale_2);
+        of_in.set(b, scale_2);
     }
-    struct In { F scale_2; };
-    In in(int b) const { return {F(scale_2_kept[b])}; }
+    In in(int b) const { return of_in[b]; }
     Product times(F c, const In &in, int i) const {
         const F scale_mul = c * in.scale_2;
         const U8 code_code = raw(code_at + i);
@@ -35,7 +35,6 @@ struct signed_fields : Codec {
 
 struct signed_stochastic : signed_fields {
     static constexpr int NOISE = 12, LOOPS = 2, READS = 3, DRAWS = 2;
-    alignas(64) float divisor_mul_kept[most_of(64) / 64];
     I largest_of_block_kept[most_of(64) / 64];
 
     using signed_fields::signed_fields;
@@ -43,8 +42,7 @@ struct signed_stochastic : signed_fields {
     struct Head_0 { I largest_of_block; };
     Head_0 head(Loop<0>, int b) const { return {I(INT32_MIN)}; }
     void tail(Loop<0>, const Head_0 &h, int b) { largest_of_block_kept[b] = h.largest_of_block; }
-    template <bool RAGGED, int VALUE, class N>
-    F encode(Loop<0>, Head_0 &h, int i, int end, F x, const N &noise) {
+    template <bool RAGGED, int VALUE, class N> F encode(Loop<0>, Head_0 &h, int i, int end, F x, const N &noise) {
         const F x_abs = abs(x);
         h.largest_of_block = larger<RAGGED>(h.largest_of_block, bits(x_abs), i, end);
         return x;
@@ -55,13 +53,13 @@ struct signed_stochastic : signed_fields {
         const I up_2 = where(largest_of_block < 0x7f800000, up, I(0x7fc00000));
         const I divisor = min(I(0x7f7fffff), up_2 & 0x7fff8000);
         const F divisor_mul = as_float(divisor) * 0.0952381f;
-        store(divisor_mul_kept + b, divisor_mul);
+        of_head_1.set(b, divisor_mul);
         store(scale_at + b, up_2 >> 15);
     }
     struct Head_1 { F divisor_mul; };
-    Head_1 head(Loop<1>, int b) const { return {F(divisor_mul_kept[b])}; }
-    template <bool RAGGED, int VALUE, class N>
-    F encode(Loop<1>, Head_1 &h, int i, int end, F x, const N &noise) {
+    OfBlocks<64, Head_1> of_head_1;
+    Head_1 head(Loop<1>, int b) const { return of_head_1[b]; }
+    template <bool RAGGED, int VALUE, class N> F encode(Loop<1>, Head_1 &h, int i, int end, F x, const N &noise) {
         const I pattern = bits(fma(x, 1.0f / fma(0.04761905f, abs(x), h.divisor_mul), 3080.0f));
         store(code_at + i, pattern + integer<VALUE>(noise) >> 12);
         return x;
@@ -77,8 +75,7 @@ struct signed_nearest : signed_stochastic {
 
     using signed_stochastic::signed_stochastic;
     using signed_stochastic::encode;
-    template <bool RAGGED, int VALUE, class N>
-    F encode(Loop<1>, Head_1 &h, int i, int end, F x, const N &noise) {
+    template <bool RAGGED, int VALUE, class N> F encode(Loop<1>, Head_1 &h, int i, int end, F x, const N &noise) {
         store(code_at + i, bits(fma(x, 1.0f / fma(0.04761905f, abs(x), h.divisor_mul), 12582912.0f)) - 0x4b3ffff8);
         return x;
     }
@@ -91,7 +88,8 @@ struct nonneg_fields : Codec {
     uint8_t *__restrict code_packed;
     int16_t *__restrict range_at;
     alignas(64) uint8_t code_at[most_of(64)];
-    alignas(64) int32_t middle_2_kept[most_of(64) / 64], step_2_kept[most_of(64) / 64];
+    struct In { I middle_2, step_2; };
+    OfBlocks<64, In> of_in;
 
     nonneg_fields(char *first, char *const *more) : code_packed((uint8_t *)first), range_at((int16_t *)more[0]) {}
     void unpack_codes(int count) { unpack<4>(code_at, code_packed, count); }
@@ -103,11 +101,9 @@ struct nonneg_fields : Codec {
         const I step_2 = step_ << 1;
         const I middle_ = ((header & 0xff00) << 14) + 0x20000000 + (step_2 >> 1);
         const I middle_2 = where(header == 0, I(0), middle_);
-        store(middle_2_kept + b, middle_2);
-        store(step_2_kept + b, step_2);
+        of_in.set(b, middle_2, step_2);
     }
-    struct In { I middle_2; I step_2; };
-    In in(int b) const { return {I(middle_2_kept[b]), I(step_2_kept[b])}; }
+    In in(int b) const { return of_in[b]; }
     Product times(F c, const In &in, int i) const {
         const F value = root(in, i);
         return {F(c), value * value};
@@ -122,19 +118,16 @@ struct nonneg_fields : Codec {
 struct nonneg_stochastic : nonneg_fields {
     static constexpr int NOISE = 12, LOOPS = 2, ROOT_LOOP = 1, READS = 3, DRAWS = 2;
     static constexpr bool ROOTED = true;
-    alignas(64) int32_t half_add_kept[most_of(64) / 64], base_kept[most_of(64) / 64], base_sub_kept[most_of(64) / 64],
-        scale_kept[most_of(64) / 64], start_add_kept[most_of(64) / 64], step_3_kept[most_of(64) / 64];
     I largest_of_block_kept[most_of(64) / 64], smallest_of_block_kept[most_of(64) / 64];
 
     using nonneg_fields::nonneg_fields;
     using Codec::blocks, Codec::head, Codec::tail;
-    struct Head_0 { I largest_of_block; I smallest_of_block; };
+    struct Head_0 { I largest_of_block, smallest_of_block; };
     Head_0 head(Loop<0>, int b) const { return {I(INT32_MIN), I(INT32_MAX)}; }
     void tail(Loop<0>, const Head_0 &h, int b) {
         largest_of_block_kept[b] = h.largest_of_block; smallest_of_block_kept[b] = h.smallest_of_block;
     }
-    template <bool RAGGED, int VALUE, class N>
-    F encode(Loop<0>, Head_0 &h, int i, int end, F x, const N &noise) {
+    template <bool RAGGED, int VALUE, class N> F encode(Loop<0>, Head_0 &h, int i, int end, F x, const N &noise) {
         const I pattern = bits(x);
         h.largest_of_block = larger<RAGGED>(h.largest_of_block, pattern, i, end);
         h.smallest_of_block = smaller<RAGGED>(h.smallest_of_block, pattern, i, end);
@@ -165,23 +158,13 @@ struct nonneg_stochastic : nonneg_fields {
         const I scale = cells << 2;
         const I half_add = half * scale - 0x800000;
         const I header = first_ - 128 << 8 | cells;
-        store(half_add_kept + b, half_add);
-        store(base_kept + b, base);
-        store(base_sub_kept + b, base_sub);
-        store(scale_kept + b, scale);
-        store(start_add_kept + b, start_add);
-        store(step_3_kept + b, step_3);
+        of_head_1.set(b, half_add, base, base_sub, scale, start_add, step_3);
         store(range_at + b, header);
     }
-    struct Head_1 { I half_add; I base; I base_sub; I scale; I start_add; I step_3; };
-    Head_1 head(Loop<1>, int b) const {
-        return {
-            I(half_add_kept[b]), I(base_kept[b]), I(base_sub_kept[b]), I(scale_kept[b]), I(start_add_kept[b]),
-            I(step_3_kept[b])
-        };
-    }
-    template <bool RAGGED, int VALUE, class N>
-    F encode(Loop<1>, Head_1 &h, int i, int end, F x, const N &noise) {
+    struct Head_1 { I half_add, base, base_sub, scale, start_add, step_3; };
+    OfBlocks<64, Head_1> of_head_1;
+    Head_1 head(Loop<1>, int b) const { return of_head_1[b]; }
+    template <bool RAGGED, int VALUE, class N> F encode(Loop<1>, Head_1 &h, int i, int end, F x, const N &noise) {
         const I offset = fraction<VALUE, 24>(noise) + h.half_add;
         const I position = max(I(0), min(bits(x) - h.base, h.base_sub)) * h.scale + offset;
         const I code = lshr(position, 24);
@@ -197,7 +180,6 @@ struct nonneg_stochastic : nonneg_fields {
 
 struct nonneg_nearest : nonneg_stochastic {
     static constexpr int NOISE = 0, DRAWS = 0;
-    alignas(64) int32_t start__kept[most_of(64) / 64], start_sub_kept[most_of(64) / 64], step_2_kept[most_of(64) / 64];
 
     using nonneg_stochastic::nonneg_stochastic;
     using nonneg_stochastic::blocks, nonneg_stochastic::head, nonneg_stochastic::encode;
@@ -217,19 +199,13 @@ struct nonneg_nearest : nonneg_stochastic {
         const I start_sub = 0x5f5ffffe - start_;
         const I scale = cells << 2;
         const I header = first_ - 128 << 8 | cells;
-        store(start__kept + b, start_);
-        store(start_sub_kept + b, start_sub);
-        store(scale_kept + b, scale);
-        store(start_add_kept + b, start_add);
-        store(step_2_kept + b, step_2);
+        of_head_1.set(b, start_, start_sub, scale, start_add, step_2);
         store(range_at + b, header);
     }
-    struct Head_1 { I start_; I start_sub; I scale; I start_add; I step_2; };
-    Head_1 head(Loop<1>, int b) const {
-        return {I(start__kept[b]), I(start_sub_kept[b]), I(scale_kept[b]), I(start_add_kept[b]), I(step_2_kept[b])};
-    }
-    template <bool RAGGED, int VALUE, class N>
-    F encode(Loop<1>, Head_1 &h, int i, int end, F x, const N &noise) {
+    struct Head_1 { I start_, start_sub, scale, start_add, step_2; };
+    OfBlocks<64, Head_1> of_head_1;
+    Head_1 head(Loop<1>, int b) const { return of_head_1[b]; }
+    template <bool RAGGED, int VALUE, class N> F encode(Loop<1>, Head_1 &h, int i, int end, F x, const N &noise) {
         const I position = max(I(0), min(bits(x) - h.start_, h.start_sub)) * h.scale;
         const I code = lshr(position, 24);
         const F value = as_float(h.start_add + code * h.step_2);

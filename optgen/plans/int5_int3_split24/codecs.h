@@ -15,7 +15,8 @@ struct nonneg_fields : Codec {
     int16_t *__restrict peak_at;
     alignas(64) uint8_t code_at[most_of(64)];
     alignas(64) uint8_t high_at[most_of(64)];
-    alignas(64) int32_t start__kept[most_of(64) / 64];
+    struct In { I start_; };
+    OfBlocks<64, In> of_in;
 
     nonneg_fields(char *first, char *const *more) : code_packed((uint8_t *)first), high_packed((uint8_t *)more[0]),
         peak_at((int16_t *)more[1]) {}
@@ -24,10 +25,9 @@ struct nonneg_fields : Codec {
         const I16 peak = raw(peak_at + b);
         const I top = to_int(peak);
         const I start_ = where(top == 0, I(0), (top - 7) * 0x2db6db + 0x20000000);
-        store(start__kept + b, start_);
+        of_in.set(b, start_);
     }
-    struct In { I start_; };
-    In in(int b) const { return {I(start__kept[b])}; }
+    In in(int b) const { return of_in[b]; }
     Product times(F c, const In &in, int i) const {
         const F value = root(in, i);
         return {F(c), value * value};
@@ -44,7 +44,6 @@ struct nonneg_fields : Codec {
 struct nonneg_stochastic : nonneg_fields {
     static constexpr int NOISE = 12, LOOPS = 2, ROOT_LOOP = 1, READS = 3, DRAWS = 2;
     static constexpr bool ROOTED = true;
-    alignas(64) int32_t start__kept[most_of(64) / 64];
     I largest_of_block_kept[most_of(64) / 64];
 
     using nonneg_fields::nonneg_fields;
@@ -52,8 +51,7 @@ struct nonneg_stochastic : nonneg_fields {
     struct Head_0 { I largest_of_block; };
     Head_0 head(Loop<0>, int b) const { return {I(INT32_MIN)}; }
     void tail(Loop<0>, const Head_0 &h, int b) { largest_of_block_kept[b] = h.largest_of_block; }
-    template <bool RAGGED, int VALUE, class N>
-    F encode(Loop<0>, Head_0 &h, int i, int end, F x, const N &noise) {
+    template <bool RAGGED, int VALUE, class N> F encode(Loop<0>, Head_0 &h, int i, int end, F x, const N &noise) {
         const I pattern = bits(x);
         h.largest_of_block = larger<RAGGED>(h.largest_of_block, pattern, i, end);
         return x;
@@ -64,13 +62,13 @@ struct nonneg_stochastic : nonneg_fields {
         const I point = -to_int(floor(fma(-to_float(largest_ - 0x20000000), 3.3378606e-07f, 0.0009765625f)));
         const I top = max(I(7), point);
         const I start_ = (top - 7) * 0x2db6db + 0x20000000;
-        store(start__kept + b, start_);
+        of_head_1.set(b, start_);
         store(peak_at + b, top);
     }
     struct Head_1 { I start_; };
-    Head_1 head(Loop<1>, int b) const { return {I(start__kept[b])}; }
-    template <bool RAGGED, int VALUE, class N>
-    F encode(Loop<1>, Head_1 &h, int i, int end, F x, const N &noise) {
+    OfBlocks<64, Head_1> of_head_1;
+    Head_1 head(Loop<1>, int b) const { return of_head_1[b]; }
+    template <bool RAGGED, int VALUE, class N> F encode(Loop<1>, Head_1 &h, int i, int end, F x, const N &noise) {
         const F under = to_float(max(I(0), min(I(0x5f524924), bits(x)) - h.start_));
         const F exact = min(F(7.0f), 3.3378606e-07f * under);
         const F rest = exact - floor(exact);
@@ -104,11 +102,10 @@ struct nonneg_nearest : nonneg_stochastic {
         const I point_2 = point + to_int(0x16dcda < rest);
         const I top = max(I(7), point_2);
         const I start_ = (top - 7) * 0x2db6db + 0x20000000;
-        store(start__kept + b, start_);
+        of_head_1.set(b, start_);
         store(peak_at + b, top);
     }
-    template <bool RAGGED, int VALUE, class N>
-    F encode(Loop<1>, Head_1 &h, int i, int end, F x, const N &noise) {
+    template <bool RAGGED, int VALUE, class N> F encode(Loop<1>, Head_1 &h, int i, int end, F x, const N &noise) {
         const F under = to_float(max(I(0), min(I(0x5f524924), bits(x)) - h.start_));
         const F exact = min(F(7.0f), 3.3378606e-07f * under);
         const I code = bits(exact + 12582912.0f) - 0x4b400000;

@@ -19,8 +19,7 @@ struct weight_bf16_fields : Codec {
 
 struct weight_bf16_nearest : weight_bf16_fields {
     using weight_bf16_fields::weight_bf16_fields;
-    template <bool RAGGED, int VALUE, class N>
-    F encode(Loop<0>, Head &h, int i, int end, F x, const N &noise) {
+    template <bool RAGGED, int VALUE, class N> F encode(Loop<0>, Head &h, int i, int end, F x, const N &noise) {
         const I word = bits_or_nan(x) + 0x8080;
         store_half<2>(code_at + i, word);
         store_byte<1>(low_at + i, word);
@@ -57,8 +56,7 @@ struct weight_f16_fields : Codec {
 
 struct weight_f16_nearest : weight_f16_fields {
     using weight_f16_fields::weight_f16_fields;
-    template <bool RAGGED, int VALUE, class N>
-    F encode(Loop<0>, Head &h, int i, int end, F x, const N &noise) {
+    template <bool RAGGED, int VALUE, class N> F encode(Loop<0>, Head &h, int i, int end, F x, const N &noise) {
         const I x_bitcast = bits(x);
         const I sign_ = x_bitcast >> 16 & 0x8000;
         const I magnitude = x_bitcast & 0x7fffffff;
@@ -81,7 +79,8 @@ struct signed_fields : Codec {
     static constexpr int FIELDS = 2;
     uint8_t *__restrict code_at;
     int16_t *__restrict scale_at;
-    alignas(64) float scale_2_kept[most_of(64) / 64];
+    struct In { F scale_2; };
+    OfBlocks<64, In> of_in;
 
     signed_fields(char *first, char *const *more) : code_at((uint8_t *)first), scale_at((int16_t *)more[0]) {}
     void decode_blocks(int b) {
@@ -89,10 +88,9 @@ struct signed_fields : Codec {
         const I scale_bits = to_int(scale) << 15;
         const I scale_bits_2 = scale_bits & 0x7fffffff;
         const F scale_2 = as_float(where(scale_bits_2 == 0x7f800000, I(0x7f7fffff), scale_bits_2));
-        store(scale_2_kept + b, scale_2);
+        of_in.set(b, scale_2);
     }
-    struct In { F scale_2; };
-    In in(int b) const { return {F(scale_2_kept[b])}; }
+    In in(int b) const { return of_in[b]; }
     Product times(F c, const In &in, int i) const {
         const F scale_mul = c * in.scale_2;
         const U8 code_code = raw(code_at + i);
@@ -104,7 +102,6 @@ struct signed_fields : Codec {
 
 struct signed_nearest : signed_fields {
     static constexpr int LOOPS = 2, READS = 3;
-    alignas(64) float divisor_mul_kept[most_of(64) / 64];
     I largest_of_block_kept[most_of(64) / 64];
 
     using signed_fields::signed_fields;
@@ -112,8 +109,7 @@ struct signed_nearest : signed_fields {
     struct Head_0 { I largest_of_block; };
     Head_0 head(Loop<0>, int b) const { return {I(INT32_MIN)}; }
     void tail(Loop<0>, const Head_0 &h, int b) { largest_of_block_kept[b] = h.largest_of_block; }
-    template <bool RAGGED, int VALUE, class N>
-    F encode(Loop<0>, Head_0 &h, int i, int end, F x, const N &noise) {
+    template <bool RAGGED, int VALUE, class N> F encode(Loop<0>, Head_0 &h, int i, int end, F x, const N &noise) {
         const F x_abs = abs(x);
         h.largest_of_block = larger<RAGGED>(h.largest_of_block, bits(x_abs), i, end);
         return x;
@@ -124,13 +120,13 @@ struct signed_nearest : signed_fields {
         const I up_2 = where(largest_of_block < 0x7f800000, up, I(0x7fc00000));
         const I divisor = min(I(0x7f7fffff), up_2 & 0x7fff8000);
         const F divisor_mul = as_float(divisor) * 0.003937008f;
-        store(divisor_mul_kept + b, divisor_mul);
+        of_head_1.set(b, divisor_mul);
         store(scale_at + b, up_2 >> 15);
     }
     struct Head_1 { F divisor_mul; };
-    Head_1 head(Loop<1>, int b) const { return {F(divisor_mul_kept[b])}; }
-    template <bool RAGGED, int VALUE, class N>
-    F encode(Loop<1>, Head_1 &h, int i, int end, F x, const N &noise) {
+    OfBlocks<64, Head_1> of_head_1;
+    Head_1 head(Loop<1>, int b) const { return of_head_1[b]; }
+    template <bool RAGGED, int VALUE, class N> F encode(Loop<1>, Head_1 &h, int i, int end, F x, const N &noise) {
         store(code_at + i, bits(fma(x, 1.0f / fma(0.003937008f, abs(x), h.divisor_mul), 12583040.0f)));
         return x;
     }
@@ -142,9 +138,8 @@ struct nonneg_fields : Codec {
     static constexpr bool HAS_ROOT = true;
     uint8_t *__restrict code_at;
     int16_t *__restrict scale_at;
-    alignas(64) float scale_2_kept[most_of(64) / 64], scale_mul_kept[most_of(64) / 64], scale_mul_2_kept[most_of(64) /
-        64];
-    alignas(64) int32_t scale_bitcast_kept[most_of(64) / 64];
+    struct In { F scale_2, scale_mul, scale_mul_2; I scale_bitcast; };
+    OfBlocks<64, In> of_in;
 
     nonneg_fields(char *first, char *const *more) : code_at((uint8_t *)first), scale_at((int16_t *)more[0]) {}
     void decode_blocks(int b) {
@@ -153,18 +148,12 @@ struct nonneg_fields : Codec {
         const I scale_bits = min(I(0x5f7ffff0), (scale_and << 14) + 0x20000000);
         const I scale_bits_2 = where(scale_and == 0xffff, I(0x7fc00000), scale_bits);
         const F scale_2 = as_float(where(scale_and == 0, I(0), scale_bits_2));
-        store(scale_2_kept + b, scale_2);
         const F scale_mul = 0.0039215675f * scale_2;
         const F scale_mul_2 = scale_mul * -8388608.0f;
         const I scale_bitcast = bits(scale_mul * 0.49902344f);
-        store(scale_mul_kept + b, scale_mul);
-        store(scale_mul_2_kept + b, scale_mul_2);
-        store(scale_bitcast_kept + b, scale_bitcast);
+        of_in.set(b, scale_2, scale_mul, scale_mul_2, scale_bitcast);
     }
-    struct In { F scale_2; F scale_mul; F scale_mul_2; I scale_bitcast; };
-    In in(int b) const {
-        return {F(scale_2_kept[b]), F(scale_mul_kept[b]), F(scale_mul_2_kept[b]), I(scale_bitcast_kept[b])};
-    }
+    In in(int b) const { return of_in[b]; }
     Product times(F c, const In &in, int i) const {
         const F scalar_0(sqrt(c * 1.5378693e-05f));
         const F scale_mul = scalar_0 * in.scale_2;
@@ -184,9 +173,6 @@ struct nonneg_fields : Codec {
 struct nonneg_nearest : nonneg_fields {
     static constexpr int LOOPS = 2, ROOT_LOOP = 1, READS = 3;
     static constexpr bool ROOTED = true;
-    alignas(64) float divisor_mul_kept[most_of(64) / 64], scale_mul_kept[most_of(64) / 64], scale_mul_2_kept[most_of(64)
-        / 64];
-    alignas(64) int32_t scale_bitcast_kept[most_of(64) / 64];
     I largest_of_block_kept[most_of(64) / 64];
 
     using nonneg_fields::nonneg_fields;
@@ -194,8 +180,7 @@ struct nonneg_nearest : nonneg_fields {
     struct Head_0 { I largest_of_block; };
     Head_0 head(Loop<0>, int b) const { return {I(INT32_MIN)}; }
     void tail(Loop<0>, const Head_0 &h, int b) { largest_of_block_kept[b] = h.largest_of_block; }
-    template <bool RAGGED, int VALUE, class N>
-    F encode(Loop<0>, Head_0 &h, int i, int end, F x, const N &noise) {
+    template <bool RAGGED, int VALUE, class N> F encode(Loop<0>, Head_0 &h, int i, int end, F x, const N &noise) {
         h.largest_of_block = larger<RAGGED>(h.largest_of_block, bits(abs(x)), i, end);
         return x;
     }
@@ -212,18 +197,13 @@ struct nonneg_nearest : nonneg_fields {
         const F scale_mul = 0.0039215675f * scale;
         const F scale_mul_2 = scale_mul * -8388608.0f;
         const I scale_bitcast = bits(scale_mul * 0.49902344f);
-        store(divisor_mul_kept + b, divisor_mul);
-        store(scale_mul_kept + b, scale_mul);
-        store(scale_mul_2_kept + b, scale_mul_2);
-        store(scale_bitcast_kept + b, scale_bitcast);
+        of_head_1.set(b, divisor_mul, scale_mul, scale_mul_2, scale_bitcast);
         store(scale_at + b, up_cast);
     }
-    struct Head_1 { F divisor_mul; F scale_mul; F scale_mul_2; I scale_bitcast; };
-    Head_1 head(Loop<1>, int b) const {
-        return {F(divisor_mul_kept[b]), F(scale_mul_kept[b]), F(scale_mul_2_kept[b]), I(scale_bitcast_kept[b])};
-    }
-    template <bool RAGGED, int VALUE, class N>
-    F encode(Loop<1>, Head_1 &h, int i, int end, F x, const N &noise) {
+    struct Head_1 { F divisor_mul, scale_mul, scale_mul_2; I scale_bitcast; };
+    OfBlocks<64, Head_1> of_head_1;
+    Head_1 head(Loop<1>, int b) const { return of_head_1[b]; }
+    template <bool RAGGED, int VALUE, class N> F encode(Loop<1>, Head_1 &h, int i, int end, F x, const N &noise) {
         const I parts_ = bits(fma(h.divisor_mul, x, 12582912.0f));
         const I piece = parts_ & 255;
         const F linear = as_float(

@@ -22,8 +22,7 @@ struct weight_bf16_fields : Codec {
 
 struct weight_bf16_nearest : weight_bf16_fields {
     using weight_bf16_fields::weight_bf16_fields;
-    template <bool RAGGED, int VALUE, class N>
-    F encode(Loop<0>, Head &h, int i, int end, F x, const N &noise) {
+    template <bool RAGGED, int VALUE, class N> F encode(Loop<0>, Head &h, int i, int end, F x, const N &noise) {
         const I word = bits_or_nan(x) + 0x8000;
         const I low = (word & 0xffff) - 0x8000;
         store_half<2>(code_at + i, word);
@@ -60,8 +59,7 @@ struct weight_f16_fields : Codec {
 
 struct weight_f16_nearest : weight_f16_fields {
     using weight_f16_fields::weight_f16_fields;
-    template <bool RAGGED, int VALUE, class N>
-    F encode(Loop<0>, Head &h, int i, int end, F x, const N &noise) {
+    template <bool RAGGED, int VALUE, class N> F encode(Loop<0>, Head &h, int i, int end, F x, const N &noise) {
         const I x_bitcast = bits(x);
         const I sign_ = x_bitcast >> 16 & 0x8000;
         const I magnitude = x_bitcast & 0x7fffffff;

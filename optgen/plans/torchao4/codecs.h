@@ -11,16 +11,16 @@ struct signed_fields : Codec {
     uint8_t *__restrict code_packed;
     float *__restrict scale_at;
     alignas(64) uint8_t code_at[most_of(128)];
-    alignas(64) float scale_kept[most_of(128) / 128];
+    struct In { F scale; };
+    OfBlocks<128, In> of_in;
 
     signed_fields(char *first, char *const *more) : code_packed((uint8_t *)first), scale_at((float *)more[0]) {}
     void unpack_codes(int count) { unpack<4>(code_at, code_packed, count); }
     void decode_blocks(int b) {
         const F scale = load(scale_at + b);
-        store(scale_kept + b, scale);
+        of_in.set(b, scale);
     }
-    struct In { F scale; };
-    In in(int b) const { return {F(scale_kept[b])}; }
+    In in(int b) const { return of_in[b]; }
     Product times(F c, const In &in, int i) const {
         const F scale_mul = c * in.scale;
         const U8 code_code = raw(code_at + i);
@@ -42,7 +42,6 @@ struct signed_fields : Codec {
 
 struct signed_nearest : signed_fields {
     static constexpr int LOOPS = 2, READS = 3;
-    alignas(64) float scale_rcp_kept[most_of(128) / 128];
     I largest_of_block_kept[most_of(128) / 128];
 
     using signed_fields::signed_fields;
@@ -50,8 +49,7 @@ struct signed_nearest : signed_fields {
     struct Head_0 { I largest_of_block; };
     Head_0 head(Loop<0>, int b) const { return {I(INT32_MIN)}; }
     void tail(Loop<0>, const Head_0 &h, int b) { largest_of_block_kept[b] = h.largest_of_block; }
-    template <bool RAGGED, int VALUE, class N>
-    F encode(Loop<0>, Head_0 &h, int i, int end, F x, const N &noise) {
+    template <bool RAGGED, int VALUE, class N> F encode(Loop<0>, Head_0 &h, int i, int end, F x, const N &noise) {
         h.largest_of_block = larger<RAGGED>(h.largest_of_block, bits(abs(x)), i, end);
         return x;
     }
@@ -61,13 +59,13 @@ struct signed_nearest : signed_fields {
             where(largest_of_block < 0x7f800000, max(I(0x2b8cbccc), largest_of_block), I(0x7fc00000))
         );
         const F scale_rcp = 1.0f / scale;
-        store(scale_rcp_kept + b, scale_rcp);
+        of_head_1.set(b, scale_rcp);
         store(scale_at + b, scale);
     }
     struct Head_1 { F scale_rcp; };
-    Head_1 head(Loop<1>, int b) const { return {F(scale_rcp_kept[b])}; }
-    template <bool RAGGED, int VALUE, class N>
-    F encode(Loop<1>, Head_1 &h, int i, int end, F x, const N &noise) {
+    OfBlocks<128, Head_1> of_head_1;
+    Head_1 head(Loop<1>, int b) const { return of_head_1[b]; }
+    template <bool RAGGED, int VALUE, class N> F encode(Loop<1>, Head_1 &h, int i, int end, F x, const N &noise) {
         const F number = h.scale_rcp * x;
         const F number_abs = abs(number);
         const F number_rint = rint(
@@ -95,18 +93,17 @@ struct nonneg_fields : Codec {
     uint8_t *__restrict code_packed;
     float *__restrict scale_at;
     alignas(64) uint8_t code_at[most_of(128)];
-    alignas(64) float scale_kept[most_of(128) / 128], scale_mul_kept[most_of(128) / 128];
+    struct In { F scale, scale_mul; };
+    OfBlocks<128, In> of_in;
 
     nonneg_fields(char *first, char *const *more) : code_packed((uint8_t *)first), scale_at((float *)more[0]) {}
     void unpack_codes(int count) { unpack<4>(code_at, code_packed, count); }
     void decode_blocks(int b) {
         const F scale = load(scale_at + b);
-        store(scale_kept + b, scale);
         const F scale_mul = 0.0625f * scale;
-        store(scale_mul_kept + b, scale_mul);
+        of_in.set(b, scale, scale_mul);
     }
-    struct In { F scale; F scale_mul; };
-    In in(int b) const { return {F(scale_kept[b]), F(scale_mul_kept[b])}; }
+    In in(int b) const { return of_in[b]; }
     Product times(F c, const In &in, int i) const {
         const F c_times_0p0625(c * 0.0625f);
         const F scale_mul = c_times_0p0625 * in.scale;
@@ -124,7 +121,6 @@ struct nonneg_fields : Codec {
 
 struct nonneg_nearest : nonneg_fields {
     static constexpr int LOOPS = 2, ROOT_LOOP = 1, READS = 3;
-    alignas(64) float scale_rcp_kept[most_of(128) / 128], scale_mul_kept[most_of(128) / 128];
     I largest_of_block_kept[most_of(128) / 128];
 
     using nonneg_fields::nonneg_fields;
@@ -132,8 +128,7 @@ struct nonneg_nearest : nonneg_fields {
     struct Head_0 { I largest_of_block; };
     Head_0 head(Loop<0>, int b) const { return {I(INT32_MIN)}; }
     void tail(Loop<0>, const Head_0 &h, int b) { largest_of_block_kept[b] = h.largest_of_block; }
-    template <bool RAGGED, int VALUE, class N>
-    F encode(Loop<0>, Head_0 &h, int i, int end, F x, const N &noise) {
+    template <bool RAGGED, int VALUE, class N> F encode(Loop<0>, Head_0 &h, int i, int end, F x, const N &noise) {
         const F sqrt_0p0625(0.25f);
         h.largest_of_block = larger<RAGGED>(h.largest_of_block, bits(abs(x)), i, end);
         return x;
@@ -146,14 +141,13 @@ struct nonneg_nearest : nonneg_fields {
         );
         const F scale_mul = sqrt_0p0625 * sqrt(scale);
         const F scale_rcp = 1.0f / scale;
-        store(scale_rcp_kept + b, scale_rcp);
-        store(scale_mul_kept + b, scale_mul);
+        of_head_1.set(b, scale_rcp, scale_mul);
         store(scale_at + b, scale);
     }
-    struct Head_1 { F scale_rcp; F scale_mul; };
-    Head_1 head(Loop<1>, int b) const { return {F(scale_rcp_kept[b]), F(scale_mul_kept[b])}; }
-    template <bool RAGGED, int VALUE, class N>
-    F encode(Loop<1>, Head_1 &h, int i, int end, F x, const N &noise) {
+    struct Head_1 { F scale_rcp, scale_mul; };
+    OfBlocks<128, Head_1> of_head_1;
+    Head_1 head(Loop<1>, int b) const { return of_head_1[b]; }
+    template <bool RAGGED, int VALUE, class N> F encode(Loop<1>, Head_1 &h, int i, int end, F x, const N &noise) {
         const F sqrt_0p0625(0.25f);
         const F number = h.scale_rcp * x;
         const I code = to_int(rint(min(F(16.0f), max(F(1.0f), 16.0f * max(F(0.0f), number)))) - 1.0f);

@@ -10,15 +10,15 @@ struct signed_fields : Codec {
     static constexpr int FIELDS = 2;
     uint8_t *__restrict code_at;
     float *__restrict scale_at;
-    alignas(64) float scale_kept[most_of(256) / 256];
+    struct In { F scale; };
+    OfBlocks<256, In> of_in;
 
     signed_fields(char *first, char *const *more) : code_at((uint8_t *)first), scale_at((float *)more[0]) {}
     void decode_blocks(int b) {
         const F scale = load(scale_at + b);
-        store(scale_kept + b, scale);
+        of_in.set(b, scale);
     }
-    struct In { F scale; };
-    In in(int b) const { return {F(scale_kept[b])}; }
+    In in(int b) const { return of_in[b]; }
     Product times(F c, const In &in, int i) const {
         const F scale_mul = c * in.scale;
         const U8 code_code = raw(code_at + i);
@@ -45,7 +45,6 @@ struct signed_fields : Codec {
 
 struct signed_nearest : signed_fields {
     static constexpr int LOOPS = 2, READS = 3;
-    alignas(64) float scale_rcp_kept[most_of(256) / 256];
     I largest_of_block_kept[most_of(256) / 256];
 
     using signed_fields::signed_fields;
@@ -53,8 +52,7 @@ struct signed_nearest : signed_fields {
     struct Head_0 { I largest_of_block; };
     Head_0 head(Loop<0>, int b) const { return {I(INT32_MIN)}; }
     void tail(Loop<0>, const Head_0 &h, int b) { largest_of_block_kept[b] = h.largest_of_block; }
-    template <bool RAGGED, int VALUE, class N>
-    F encode(Loop<0>, Head_0 &h, int i, int end, F x, const N &noise) {
+    template <bool RAGGED, int VALUE, class N> F encode(Loop<0>, Head_0 &h, int i, int end, F x, const N &noise) {
         h.largest_of_block = larger<RAGGED>(h.largest_of_block, bits(abs(x)), i, end);
         return x;
     }
@@ -64,13 +62,13 @@ struct signed_nearest : signed_fields {
             where(largest_of_block < 0x7f800000, max(I(0x2b8cbccc), largest_of_block), I(0x7fc00000))
         );
         const F scale_rcp = 1.0f / scale;
-        store(scale_rcp_kept + b, scale_rcp);
+        of_head_1.set(b, scale_rcp);
         store(scale_at + b, scale);
     }
     struct Head_1 { F scale_rcp; };
-    Head_1 head(Loop<1>, int b) const { return {F(scale_rcp_kept[b])}; }
-    template <bool RAGGED, int VALUE, class N>
-    F encode(Loop<1>, Head_1 &h, int i, int end, F x, const N &noise) {
+    OfBlocks<256, Head_1> of_head_1;
+    Head_1 head(Loop<1>, int b) const { return of_head_1[b]; }
+    template <bool RAGGED, int VALUE, class N> F encode(Loop<1>, Head_1 &h, int i, int end, F x, const N &noise) {
         const F number = h.scale_rcp * x;
         const F number_abs = abs(number);
         const F number_rint = rint(
@@ -101,15 +99,15 @@ struct nonneg_fields : Codec {
     static constexpr bool HAS_ROOT = true;
     uint8_t *__restrict code_at;
     float *__restrict scale_at;
-    alignas(64) float scale_kept[most_of(256) / 256];
+    struct In { F scale; };
+    OfBlocks<256, In> of_in;
 
     nonneg_fields(char *first, char *const *more) : code_at((uint8_t *)first), scale_at((float *)more[0]) {}
     void decode_blocks(int b) {
         const F scale = load(scale_at + b);
-        store(scale_kept + b, scale);
+        of_in.set(b, scale);
     }
-    struct In { F scale; };
-    In in(int b) const { return {F(scale_kept[b])}; }
+    In in(int b) const { return of_in[b]; }
     Product times(F c, const In &in, int i) const {
         const F scale_mul = c * in.scale;
         const U8 code_code = raw(code_at + i);
@@ -155,7 +153,6 @@ struct nonneg_fields : Codec {
 
 struct nonneg_nearest : nonneg_fields {
     static constexpr int LOOPS = 2, ROOT_LOOP = 1, READS = 3;
-    alignas(64) float scale_rcp_kept[most_of(256) / 256], scale_sqrt_kept[most_of(256) / 256];
     I largest_of_block_kept[most_of(256) / 256];
 
     using nonneg_fields::nonneg_fields;
@@ -163,8 +160,7 @@ struct nonneg_nearest : nonneg_fields {
     struct Head_0 { I largest_of_block; };
     Head_0 head(Loop<0>, int b) const { return {I(INT32_MIN)}; }
     void tail(Loop<0>, const Head_0 &h, int b) { largest_of_block_kept[b] = h.largest_of_block; }
-    template <bool RAGGED, int VALUE, class N>
-    F encode(Loop<0>, Head_0 &h, int i, int end, F x, const N &noise) {
+    template <bool RAGGED, int VALUE, class N> F encode(Loop<0>, Head_0 &h, int i, int end, F x, const N &noise) {
         h.largest_of_block = larger<RAGGED>(h.largest_of_block, bits(abs(x)), i, end);
         return x;
     }
@@ -175,14 +171,13 @@ struct nonneg_nearest : nonneg_fields {
         );
         const F scale_sqrt = sqrt(scale);
         const F scale_rcp = 1.0f / scale;
-        store(scale_rcp_kept + b, scale_rcp);
-        store(scale_sqrt_kept + b, scale_sqrt);
+        of_head_1.set(b, scale_rcp, scale_sqrt);
         store(scale_at + b, scale);
     }
-    struct Head_1 { F scale_rcp; F scale_sqrt; };
-    Head_1 head(Loop<1>, int b) const { return {F(scale_rcp_kept[b]), F(scale_sqrt_kept[b])}; }
-    template <bool RAGGED, int VALUE, class N>
-    F encode(Loop<1>, Head_1 &h, int i, int end, F x, const N &noise) {
+    struct Head_1 { F scale_rcp, scale_sqrt; };
+    OfBlocks<256, Head_1> of_head_1;
+    Head_1 head(Loop<1>, int b) const { return of_head_1[b]; }
+    template <bool RAGGED, int VALUE, class N> F encode(Loop<1>, Head_1 &h, int i, int end, F x, const N &noise) {
         const F number = h.scale_rcp * x;
         const F number_max = max(F(0.0f), number);
         const I code = to_int(

@@ -5,6 +5,8 @@
 // scales by; between them stands a stage for the blocks' own values, a vector of blocks at a time.  A value that is
 // relative to another begins in the loop in which the other's new root is known.
 #pragma once
+#include <utility>
+
 #include "optgen.h"
 
 #define OPTGEN_INLINE inline __attribute__((always_inline))
@@ -42,6 +44,30 @@ struct Codec {
     template <int K> void blocks(Loop<K>, int) const {}
     template <int K> Head head(Loop<K>, int) const { return {}; }
     template <int K, class H> void tail(Loop<K>, const H &, int) const {}
+};
+
+// A struct T of vectors for each block of a tile, set for W blocks at a time, read for one.
+template <int BLOCK, class T> struct OfBlocks {
+    static constexpr int COUNT = sizeof(T) / sizeof(I);
+    alignas(64) int32_t kept[COUNT][most_of(BLOCK) / BLOCK];
+
+    struct One {
+        const int32_t *at;
+        operator I() const { return I(*at); }
+        operator F() const {
+            float x;
+            memcpy(&x, at, sizeof(x));
+            return F(x);
+        }
+    };
+    template <class... V> void set(int b, V... x) {
+        int k = 0;
+        (put(kept[k++] + b, x), ...);
+    }
+    T operator[](int b) const { return all(b, std::make_index_sequence<COUNT>()); }
+    template <size_t... K> T all(int b, std::index_sequence<K...>) const { return {One{kept[K] + b}...}; }
+    static void put(int32_t *at, I x) { store(at, x); }
+    static void put(int32_t *at, F x) { store((float *)at, x); }
 };
 
 // fp32 as it is.
