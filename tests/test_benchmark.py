@@ -6,7 +6,7 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,11 @@ import torch
 from torch.utils.benchmark import Timer
 
 from optgen.driver import load, targets
-from optgen.runtime.cpu import native
 from tests import product
-from tools import bench_cpu, bench_memory, benchmark, cpu_kernel, gpu_check
+from tools import bench_cpu, bench_memory, benchmark, gpu_check
 from tools.benchmark import BASE, COPY, FP32, Contender, Lane, Target
 
 ROOT = Path(__file__).resolve().parent.parent
-needs_compiler = pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler")
 
 
 def sgd(name: str, kept: float = math.nan, make: Any = None, **more: Any) -> Contender:
@@ -57,24 +55,6 @@ def test_traffic_is_that_of_the_step_that_is_generated(name: str) -> None:
             case = next(x for x in targets.cases(spec, load.find_plan(plan)) if x.param.torch == "bfloat16")
             c.count("cpu")
             assert c.moved == sum(product.compile_case(spec, case).fast.traffic)
-
-
-def test_tensors_within_a_wrapper_and_shared_ones_are_counted_once() -> None:
-    class Wrapped(torch.Tensor):
-        def __tensor_flatten__(self) -> tuple[list[str], None]:
-            return ["codes", "scale"], None
-
-    def make(params: Sequence[torch.nn.Parameter]) -> Any:
-        opt = torch.optim.SGD(params, lr=0.1)
-        wrapped = torch.zeros(2**14).as_subclass(Wrapped)
-        wrapped.codes, wrapped.scale = torch.zeros(2**14, dtype=torch.uint8), torch.zeros(256)  # type: ignore[attr-defined]
-        table = torch.zeros(1024)
-        opt.state[params[0]] = {"step": torch.zeros(3), "average": wrapped, "one": table, "two": table, "note": 3}
-        return opt
-
-    one = sgd("wrapped", make=make)
-    one.count("cpu")
-    assert one.kept == 4 + 1 + 256 * 4 / 2**14 + 1024 * 4 / 2**14
 
 
 # Statistics -----------------------------------------------------------------------------------------------------------
@@ -161,26 +141,6 @@ def test_a_run_on_the_cpu_writes_its_report(tmp_path: Path, monkeypatch: pytest.
         assert str(tmp_path) not in written and str(ROOT) not in written
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        (["--sizes", "lots"], "is no size"),
-        (["--threads", "0"], "--threads"),
-        (["--rounds", "-1"], "--rounds"),
-        (["--only", "nobody"], "no contender here has nobody in its name"),
-    ],
-)
-def test_wrong_calls_are_refused(
-    given: list[str], words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.delenv("OPTGEN_ISA", raising=False)
-    assert bench_cpu.main([*given, "--out", str(tmp_path)]) == 2
-    assert words in capsys.readouterr().err and not list(tmp_path.iterdir())
-    monkeypatch.setenv("OPTGEN_ISA", "portable")
-    assert bench_cpu.main(["--out", str(tmp_path)]) == 2
-    assert "OPTGEN_ISA is set" in capsys.readouterr().err
-
-
 @pytest.fixture
 def gpu_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, dict[str, Any], str]]:
     """Run gpu_check with stand-ins for its halves; give its exit code, report and page."""
@@ -223,18 +183,6 @@ def test_a_dry_run_of_both_halves(tmp_path: Path, interpreter: dict[str, str]) -
     found = json.loads(done.stdout.splitlines()[-1])
     assert "bench_error" not in found and found["correctness"]["ok"]
     assert {"tensor, 1", "gpt2, 1", "llama_8b, 1", "tune, 1"} <= set(found["sections"])
-
-
-@pytest.mark.slow  # it compiles six kernels
-@needs_compiler
-def test_one_kernel_beside_its_variants(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cpu_kernel.main(["--optimizer", "SGD", "--numel", "8192", "--rounds", "2", "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)
-    found = {row["variant"] for row in rows}
-    assert {"as it is", "nothing fetched", "tiles of 1024", "tiles of 2048", "tiles of 4096"} <= found
-    assert all(0 < row["least"] <= row["median"] for row in rows)
-    with pytest.raises(SystemExit, match="LAMB takes several stages"):
-        cpu_kernel.main(["--optimizer", "LAMB", "--numel", "8192"])
 
 
 @pytest.mark.slow

@@ -318,28 +318,6 @@ def test_checkpoints_of_other_blocks_and_plans(tmp_path: Path) -> None:
                 assert same_bits(dense["state"][a.position][name], again.state[b.p][name]), (a.name, name)
 
 
-def test_released_gradients_take_the_same_steps() -> None:
-    model, other = net(), net()
-    ids = torch.arange(6)
-
-    def loss(net: Net) -> Tensor:
-        x = net.norm(net.embed_tokens(ids))
-        mixed = net.attn.o_proj(net.attn.q_proj(x)) + (net.attn.k_proj(x) * net.attn.v_proj(x)).sum()
-        return net.lm_head(mixed).square().mean() + net.mlp(mixed).mean() + net.mixing(mixed).square().sum()
-
-    ours = AdamMini(model.named_parameters(), lr=1e-2, blocks=BLOCKS)
-    theirs = AdamMini(other.named_parameters(), lr=1e-2, blocks=BLOCKS)
-    theirs.release_gradients(other)
-    for _ in range(2):
-        loss(model).backward()
-        ours.step()
-        ours.zero_grad()
-        loss(other).backward()
-        theirs.step()
-    same(ours, theirs)
-    assert theirs.state[other.attn.q_proj.weight]["vmean_row"].shape == (HEADS, 1)
-
-
 # -- parts of several ranks (whole runs: tests/ranks.py) ------------------------------------------------------------
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,7 +16,6 @@ import specs
 from optgen.base.errors import UserError
 from optgen.driver import cli, fuzz, load, terminal, watch
 from optgen.driver.build import Request
-from optgen.lower import naming
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -173,18 +171,6 @@ def test_fuzz_says_that_no_bound_is_known_of_a_format(project: Path, run: Run) -
     assert (code, data["holds"], data["unknown"], data["reproduce"]) == (1, False, {"exp_avg": "Mine"}, "")
 
 
-def test_fuzz_counts_the_elements_of_which_no_bound_is_known(run: Run) -> None:
-    case = '{"shape":[8,8],"steps":2}'
-    code, out, _ = run("fuzz", "muon", "--plan", "fp32", "--case", case)
-    assert code == 0
-    assert "no bound is known of p (128 of 128 elements)" in out
-    assert "1 examples, every other element within its bound" in out
-    data = as_json(run("fuzz", "muon", "--plan", "fp32", "--case", case, "--json")[1])
-    assert (data["holds"], data["unbounded"]) == (True, {"p": [128, 128]})
-    out = run("fuzz", "sgd", "--plan", "fp32", "--case", case)[1]
-    assert "1 examples, every element within its bound" in out
-
-
 def test_fuzz_in_tritons_interpreter(run: Run) -> None:
     for maths in ("strict", "fast"):
         words = ("sgd", "--plan", "int8_split24", "--backend", "triton", "--maths", maths, "-n", "3", "--steps", "1")
@@ -208,21 +194,6 @@ def test_doctor_says_three_where_something_is_missing(run: Run, monkeypatch: pyt
     code, out, _ = run("doctor", "--json")
     assert (code, as_json(out)["exit"]) == (3, 3)
     assert as_json(out)["verdict"] == "not ready: no-such-package missing"
-
-
-@pytest.mark.parametrize("why", ["read-only", "other users"])
-def test_doctor_warns_of_a_cache_that_is_not_used(
-    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, why: str
-) -> None:
-    tmp_path.chmod(0o777 if why == "other users" else 0o700)
-    monkeypatch.setenv("OPTGEN_CACHE", str(tmp_path))
-    monkeypatch.setattr(os, "access", lambda path, mode: why != "read-only" or Path(path) != tmp_path)
-    code, out, _ = run("doctor", "--json")
-    data = as_json(out)
-    lines = {line["what"]: line for line in data["lines"]}
-    assert (code, lines["cpu"]["verdict"], lines["cache"]["verdict"]) == (0, "ok", "warning")
-    assert lines["cache"]["found"].startswith(f"{tmp_path}, ") and lines["cache"]["advice"].startswith(why)
-    assert data["verdict"].endswith("; see the warning at cache")
 
 
 def test_version_and_help(run: Run) -> None:
@@ -312,23 +283,6 @@ def test_interrupting_a_spec_is_no_fault_of_it(project: Path, run: Run) -> None:
     assert run("explain", "specs/mine.py")[0] == terminal.INTERRUPTED
 
 
-def test_a_spec_in_another_encoding(project: Path, run: Run) -> None:
-    """By its first line a file may be in any; without one it is UTF-8, in its comments as well."""
-    run("new", "mine")
-    file = project / "specs/mine.py"
-    text = file.read_text()
-    latin = (text + "# café\n").encode("latin-1")
-    file.write_bytes(b"# -*- coding: ascii -*-\n" + latin)
-    assert "0xe9 is not valid ascii" in run("explain", "mine")[2]
-    file.write_text(f"# -*- coding: no-such -*-\n{text}")
-    assert "error[E401]: " in run("explain", "mine")[2]
-    for right in (b"# -*- coding: latin-1 -*-\n" + latin, b"\xef\xbb\xbf" + (text + "# café\n").encode()):
-        file.write_bytes(right)
-        assert run("explain", "mine")[0] == 0
-    file.write_bytes("# -*- coding: latin-1 -*-\ncafé = 1  # é\n".encode("latin-1"))
-    assert naming._targets(str(file)) == {2: (2, "café")}
-
-
 RULE = """
 @optimizer()
 def r(p, g, *, lr=hyper(1e-3, ge=0)):
@@ -405,17 +359,6 @@ def test_a_fault_of_ours_is_seventy(run: Run, monkeypatch: pytest.MonkeyPatch) -
     assert "boom" in err
 
 
-def test_lines_are_padded_nowhere_and_as_wide_as_asked(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("COLUMNS", raising=False)
-    wide = run("explain", "came")[1]
-    assert not [line for line in wide.splitlines() if line != line.rstrip()]
-    assert "\nwhy        " in wide
-    monkeypatch.setenv("COLUMNS", "80")
-    narrow = run("explain", "came")[1]
-    assert max(map(len, narrow.splitlines())) <= 80
-    assert narrow.split("between steps")[1].split()[-5:] == wide.split("between steps")[1].split()[-5:]
-
-
 def test_a_build_says_how_its_classes_are_imported(project: Path, run: Run) -> None:
     for name in ("one", "two", "three", "four"):
         run("new", name)
@@ -430,14 +373,6 @@ def test_bytes_of_a_plan_are_listed_for_both_dtypes(run: Run) -> None:
     assert (plans["fp32"], plans["int8"]) == (("10", "12"), ("4.0625", "6.0625"))
     line = next(line for line in run("list")[1].splitlines() if line.startswith(" fp32 "))
     assert line.split()[:3] == ["fp32", "10", "12"]
-
-
-def test_no_colour_in_a_pipe() -> None:
-    env = {k: v for k, v in os.environ.items() if not k.endswith("_COLOR")}
-    command = [sys.executable, "-m", "optgen", "explain", "no_such"]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "\x1b" not in done.stderr + done.stdout
 
 
 def test_what_is_built_is_judged_and_printed_without_torch() -> None:
@@ -496,18 +431,6 @@ def test_files_import_their_neighbours(project: Path) -> None:
     assert list(specs.__path__) == beside
 
 
-def _refused(monkeypatch: pytest.MonkeyPatch, path: Path, method: str = "read_bytes") -> None:
-    """Lets the system refuse one file or folder, whoever runs the tests."""
-    real = getattr(Path, method)
-
-    def refuse(self: Path, *args: Any, **options: Any) -> Any:
-        if self == path:
-            raise PermissionError(13, "Permission denied", str(self))
-        return real(self, *args, **options)
-
-    monkeypatch.setattr(Path, method, refuse)
-
-
 def test_what_editors_and_systems_lay_beside_specs_is_no_spec(project: Path, run: Run) -> None:
     """Emacs locks a file by a link to nowhere, macOS keeps attributes in ._ files; folders are no files."""
     run("new", "mine")
@@ -526,64 +449,6 @@ def test_what_editors_and_systems_lay_beside_specs_is_no_spec(project: Path, run
     for name in ("gone", "folder", ".#mine"):
         with pytest.raises(UserError, match="E404"):
             load.find_spec(name)
-
-
-def test_files_that_may_not_be_read(project: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("mine", "other", "third"):
-        run("new", name)
-    file = project / "specs/mine.py"
-    _refused(monkeypatch, file)
-    for words in (["build"], ["build", "mine"], ["explain", "mine"], ["explain", "specs/mine.py"]):
-        code, out, err = run(*words)
-        assert (code, out) == (2, "")
-        assert err == "error[E417]: specs/mine.py cannot be read: Permission denied\n"
-    code, out, _ = run("check", "--json")
-    assert code == 2
-    assert [e["code"] for e in as_json(out)["errors"]] == ["E417"]
-    code, out, _ = run("list", "--json")
-    assert code == 0
-    assert [s["states"] for s in as_json(out)["specs"] if s["name"] == "mine"] == ["error E417"]
-    assert run("explain", "other")[0] == 0
-    monkeypatch.undo()
-    os.chdir(project)
-    assert run("explain", "mine")[0] == 0
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
-def test_output_that_nobody_takes() -> None:
-    """A reader that has had enough is no finding; a full disk is said in one line."""
-    command = [sys.executable, "-m", "optgen", "list"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
-        assert process.stdout is not None
-        process.stdout.close()
-        assert process.stderr is not None
-        assert process.stderr.read() == ""
-        assert process.wait() == 0
-    with Path("/dev/full").open("w") as full:
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False)
-    assert (done.returncode, done.stderr) == (2, "the output cannot be written: No space left on device\n")
-    without = ["sh", "-c", 'exec "$@" >&-', "sh", *command]
-    closed = subprocess.run(without, stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False)
-    assert (closed.returncode, closed.stderr) == (0, "")
-
-
-def test_what_is_built_from_elsewhere_is_watched(project: Path, run: Run) -> None:
-    """Files of the table, of options, and of earlier builds, wherever they lie."""
-    (project / "rules").mkdir()
-    run("new", "mine")
-    text = (project / "specs/mine.py").read_text()
-    for name in ("one", "two", "three", "plans"):
-        (project / f"rules/{name}.py").write_text(text.replace("def mine", f"def {name}"))
-    (project / "pyproject.toml").write_text("[tool.optgen]\n")  # what files are called from
-    assert run("build", "rules/three.py", "--plan", "fp32")[0] == 0
-    (project / "pyproject.toml").write_text(
-        '[tool.optgen]\nbuild = [{ specs = ["rules/one.py", "adam*"], plans = ["rules/plans.py:own", "fp32"] }]\n'
-    )
-    seen = watch.stamps(project, ["rules/two.py:two", "lion"], ["int8", "rules/two.py:own"])
-    below = {f.resolve().relative_to(project.resolve()).as_posix() for f in seen if f.resolve().is_relative_to(project)}
-    assert below == {"pyproject.toml", "specs/mine.py", *(f"rules/{n}.py" for n in ("one", "two", "three", "plans"))}
-    (project / "pyproject.toml").write_text("[tool.optgen\n")  # the build says so
-    assert project / "pyproject.toml" in watch.stamps(project, [])
 
 
 def test_watch_builds_again_after_a_change(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ import importlib
 import zlib
 from collections.abc import Callable
 from contextlib import nullcontext
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -397,34 +396,6 @@ def test_tables_without_a_law_have_none() -> None:
         assert book(tuple(table), 6, "up", "x").entries.law is None
 
 
-@pytest.mark.skipif(native.compiler() is None, reason="there is no C++ compiler")
-def test_lines_in_a_kernel_keep_codes(tmp_path: Path) -> None:
-    """Fast maths of the C++ kernel beside the strict reference: codes differ only at the ends of cells."""
-    spec, plan = harness.spec_of("adamw"), plans.bnb8
-    strict = harness.schedule(spec, plan, "float32", "strict")
-    fast = harness.schedule(spec, plan, "float32", "fast")
-    assert "table" in fast.program.rules
-    pair = harness.Pair(spec, strict, tmp_path, kernels=fast)
-    draw = torch.Generator().manual_seed(0)
-    weight, g = torch.randn(64, 512, generator=draw), torch.randn(64, 512, generator=draw)
-    g *= torch.logspace(-15, 3, 64)[:, None]  # the reciprocal of a small scale, times the slope of a line, is infinite
-    g[::5] = 0
-    ours, theirs = pair.buffers((64, 512), weight), pair.buffers((64, 512), weight)
-    pair.run_reference(ours, g, 1, 1, 99, lr=1e-2)
-    pair.run_cpp([(theirs, g, 99)], 1, 1, lr=1e-2)
-    for name, fmt in (("exp_avg", plan.signed), ("exp_avg_sq", plan.nonneg)):
-        assert isinstance(fmt, Codebook)
-        a, b = (x[f"{name}_codes"].int() for x in (ours, theirs))
-        apart = a != b
-        assert int((a - b).abs().max()) <= 1
-        m = 0.1 * g.double() if name == "exp_avg" else 0.001 * g.double() ** 2
-        number = (m.view(64, 2, 256) / m.view(64, 2, 256).abs().amax(-1, keepdim=True)).view(64, 512)[apart]
-        edge = torch.minimum(a, b)[apart].long()
-        end, gap = f32(cell_ends(fmt.table, fmt.ties))[edge], f32(fmt.table).diff()[edge]
-        assert bool(((number - end).abs() <= CELL * gap + 2.0**-20 * number.abs()).all())
-        assert int(apart.sum()) < apart.numel() * 2**-8
-
-
 # -- what is said about them
 
 
@@ -484,22 +455,6 @@ def test_the_largest_numbers_stay_numbers(fmt: Any) -> None:
     kept = fmt.decode(fmt.encode(x))
     assert kept.isfinite().all()
     assert torch.allclose(kept[..., 3], x[..., 3], rtol=2.0**-4, atol=0)  # half a place of three bits
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("fmt", [plans.bnb8.signed, plans.torchao4.signed, plans.torchao_fp8.signed], ids=str)
-def test_a_block_with_what_is_no_number_reads_as_nan_and_no_other(fmt: Any, bad: float) -> None:
-    x = torch.randn(2, 3, fmt.block, generator=torch.Generator().manual_seed(0))
-    x[1, 1, 5] = bad
-    read = fmt.decode(fmt.encode(x))
-    assert bool(read[1, 1].isnan().all())
-    assert int(read.isnan().sum()) == fmt.block
-
-
-@pytest.mark.parametrize("number", [-1e39, 10**400, Fraction(1, 3), np.float32(1)], ids=["1e39", "1e400", "1/3", "f32"])
-def test_numbers_that_no_table_holds_are_refused(number: float) -> None:
-    with pytest.raises(UserError, match="E311"):
-        Codebook((0.0, number), 4)
 
 
 @pytest.mark.parametrize(("k", "hint"), [(np.int64(1), "int(x)"), (np.float32(1), "float(x)"), (-1, "k <= 2^16")])

@@ -16,7 +16,6 @@ import pytest
 from optgen.base.errors import TABLE, UserError, did_you_mean
 from optgen.base.loc import Loc
 from optgen.driver.load import find_spec
-from optgen.driver.project import read_config
 from optgen.lang import Spec
 from optgen.lang.source import forget
 
@@ -72,14 +71,6 @@ def test_no_text_has_an_unfilled_field_or_an_empty_line() -> None:
             assert "{" not in line or "|" in line
 
 
-def test_carets_count_characters_not_bytes(tmp_path: Path) -> None:
-    file = tmp_path / "greek.py"
-    file.write_text("x = 'βeta' + y\n")
-    start = len("x = 'βeta' + ".encode())
-    lines = str(UserError("E104", loc=Loc(str(file), 1, start, 1, start + 1), got="y")).splitlines()
-    assert lines[2].index("y") == lines[3].index("^")
-
-
 @pytest.mark.parametrize(
     ("row", "encoding", "column", "marked"),
     [
@@ -101,23 +92,6 @@ def test_what_python_cannot_read_is_marked_in_characters(
     *_, place, line, marks, _ = str(caught.value).splitlines()
     assert place.endswith(f"broken.py:2:{column}")
     assert "".join(c for c, mark in zip(line, marks.ljust(len(line)), strict=True) if mark == "^") == marked
-
-
-@pytest.mark.parametrize(
-    ("before", "encoding"),
-    [(b"", "utf-8"), (b"\xef\xbb\xbf", "utf-8"), (b"# -*- coding: euc-jp -*-\n", "euc-jp")],
-)
-def test_a_byte_that_is_no_text_is_counted_in_characters(before: bytes, encoding: str, tmp_path: Path) -> None:
-    file = tmp_path / "broken.py"
-    file.write_bytes(before + "# 日本 ".encode(encoding) + b"\xff\n")
-    with pytest.raises(UserError, match=f"broken.py:{1 + before.count(10)}:6\n"):
-        find_spec(str(file))
-
-
-def test_columns_of_toml_are_characters(tmp_path: Path) -> None:
-    (tmp_path / "pyproject.toml").write_text('[tool.optgen]\n"ééé" = 2 x\n', encoding="utf-8")
-    with pytest.raises(UserError, match=r"pyproject.toml:2:11\n  2 \| \"ééé\" = 2 x\n    \|           \^\n"):
-        read_config(tmp_path)
 
 
 def test_a_notebook_shows_the_error_without_a_traceback() -> None:

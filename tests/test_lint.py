@@ -288,39 +288,6 @@ def test_unproven_companders_are_refused() -> None:
 # -- what it claims, run
 
 
-def run(fmt: Format, steps: int, rule: object, start: float) -> torch.Tensor:
-    """256 blocks of 64 equal elements under `state = rule(state)`, stored in fmt after every step."""
-    generator = torch.Generator().manual_seed(0)
-    value = torch.full((256, 1, 64), start)
-    for _ in range(steps):
-        noise = None
-        if fmt.noise_bits:
-            word = torch.randint(0, 1 << fmt.noise_bits, value.shape, dtype=torch.int32, generator=generator)
-            noise = Noise(word, 0, fmt.noise_bits)
-        value = fmt.decode(fmt.encode(rule(value), noise=noise))  # type: ignore[operator]
-    return value
-
-
-def test_a_sum_stops_to_nearest_and_goes_on_stochastically() -> None:
-    def rule(s: torch.Tensor) -> torch.Tensor:
-        return s + 1e-3
-
-    assert float(run(plain_bf16, 3000, rule, 1.0).mean()) == 1.0
-    assert float(run(floats.bf16_auto, 3000, rule, 1.0).mean()) == pytest.approx(4.0, rel=0.01)
-
-
-def test_a_maximum_climbs_stochastically_and_holds_to_nearest() -> None:
-    current = torch.rand(256, 1, 64, generator=torch.Generator().manual_seed(3)) + 0.5
-
-    def rule(s: torch.Tensor) -> torch.Tensor:
-        return torch.maximum(s, current)
-
-    random, nearest = (run(MINMAX.rounded(r), 200, rule, 0.6) for r in ("stochastic", "nearest"))
-    true = rule(torch.full((256, 1, 64), 0.6))
-    assert float((nearest / true).mean()) == pytest.approx(1, abs=0.005)
-    assert float((random / true).mean()) > 1.004
-
-
 GROWTH = 1.004 ** torch.arange(600, dtype=torch.float64)  # to 10.9 times: the root by 0.2 % a step
 
 
@@ -369,25 +336,6 @@ def test_codes_under_a_scale_drag_a_maximum_up_with_it(fmt: Format) -> None:
 def test_numbers_that_stay_keep_a_maximum(fmt: Format) -> None:
     assert fmt.still
     assert float((held(fmt) - 1).abs().max()) <= rounded_a_few_times(fmt)
-
-
-def test_a_maximum_in_codes_under_a_scale_is_refused() -> None:
-    """AdamW's, under a plan that says no rounding: `auto` is to nearest for it."""
-    drag = Plan("8-bit second moments in blocks.", nonneg=ROOTS.rounded("auto"))
-    with pytest.raises(UserError, match="L9, `max_exp_avg_sq` in 8-bit unsigned blocks of 64"):
-        judge(adamw, drag)
-    found = look(adamw, drag).findings
-    assert [(f.code, f.state) for f in found if f.severity == "error"] == [("L9", "max_exp_avg_sq")]
-
-
-@pytest.mark.parametrize("name", [n for n, plan in vars(plans).items() if isinstance(plan, Plan)])
-def test_the_plans_for_every_rule_take_a_maximum_unless_they_are_discouraged(name: str) -> None:
-    plan = getattr(plans, name)
-    states = adamw.present({f.name: f.name == "amsgrad" for f in adamw.flags})
-    recurs = lint.recurrences(adamw, {"amsgrad": True})
-    for vector in (False, True):
-        found = lint.lint(recurs, plan.storage(states, dtypes.f32, False, recurs, vector=vector))
-        assert bool([f for f in found if f.severity == "error"]) <= bool(plan.discouraged)
 
 
 @pytest.mark.parametrize("kind", ["e4m3", "e5m2"])

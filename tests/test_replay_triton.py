@@ -13,7 +13,6 @@ pytest.importorskip("triton")
 
 from generated import LAMB, AdamW
 from optgen.runtime import Optimizer
-from optgen.runtime.gpu import compiled
 from optgen.runtime.step import fast_path, launch
 from tests.training import bits, everything, params_of
 
@@ -182,51 +181,6 @@ def test_a_step_that_broke_off_while_tables_followed_is_made_right_the_next_time
         one.step()
     assert everything(opt) == everything(other)
     del kept
-
-
-def test_kernels_that_share_a_bucket_follow_their_own_gradients() -> None:
-    """Aligned tensors and others, rows that end within blocks, in one bucket: a table each."""
-    sides = []
-    for short in (True, False):
-        draw = torch.Generator().manual_seed(5)
-        memory = torch.randn(4000, generator=draw).bfloat16()
-        shapes = [(3, 70), (2, 64), (5, 30), (4, 64)]
-        params, end = [], 0
-        for k, shape in enumerate(shapes):
-            size = shape[0] * shape[1]
-            params.append(nn.Parameter(memory[end : end + size].view(shape)))
-            end += -(-size // 64) * 64 + (k % 2)  # every second one lies at an odd place
-        opt = AdamW(params, plan="bf16_sr", lr=0.1, backend="triton")
-        if not short:
-            opt._stepper.fast_path.keep = lambda *_: None  # type: ignore[method-assign]
-        kept = []
-        for step in range(6):
-            for p in params:
-                g = torch.randn(p.shape, generator=draw).bfloat16()
-                p.grad = p.grad.copy_(g) if step == 4 and p.grad is not None else g
-            kept.append([p.grad for p in params])
-            if step == 4:  # a long step finds tables that have followed
-                opt._stepper.fast_path.last = None
-            before = opt._stepper.fast_path.last
-            opt.step()
-            assert opt._stepper.fast_path.last is (before if before is not None else opt._stepper.fast_path.last)
-        if short:
-            assert opt._stepper.fast_path.last is not None
-        sides.append(everything(opt))
-    assert sides[0] == sides[1]
-
-
-def test_the_same_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bucket each of two groups, launched as often the short way."""
-    opt = trained(AdamW)
-    count: list[int] = []
-    start = compiled.start
-    monkeypatch.setattr(compiled, "start", lambda *args, **more: count.append(1) or start(*args, **more))
-    opt.step()
-    short = len(count)
-    opt._stepper.fast_path = fast_path.FastPath()
-    opt.step()
-    assert len(count) == 2 * short
 
 
 @pytest.mark.parametrize("backend", ["triton", "cpp"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -215,6 +215,24 @@ def test_zero_over_zero_is_nan_in_strict_maths_and_no_step_in_fast(maths: str, b
     assert kept["p"].isnan().all() if maths == "strict" else torch.equal(kept["p"], torch.zeros(4))
 
 
+def fast_beside_strict(
+    spec: Spec, plan: Plan, gradients: Sequence[Tensor], backend: str, folder: Path
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return what a step for each gradient keeps: the strict reference's buffers and the fast kernel's."""
+    if backend == "cpp" and native.compiler() is None:
+        pytest.skip("there is no C++ compiler")
+    schedules = [harness.schedule(spec, plan, "float32", maths) for maths in ("strict", "fast")]
+    pair = harness.Pair(spec, schedules[0], folder, kernels=schedules[1])
+    strict, fast = (pair.buffers(tuple(gradients[0].shape), torch.zeros_like(gradients[0])) for _ in range(2))
+    for step, g in enumerate(gradients, start=1):
+        pair.run_reference(strict, g, step, 1, 1)
+        if backend == "triton":
+            pair.run_triton(fast, g, step, 1, 1)
+        else:
+            pair.run_cpp([(fast, g, 1)], step, 1)
+    return strict, fast
+
+
 @optimizer(cite="a test")
 def lagged(
     p, g, prev=state(), older=state(), square=state(), scaled=state(), product=state(), around=state(), *,
@@ -237,22 +255,11 @@ def test_elements_that_are_finite_stay_so_beside_the_largest_of_their_block(
     fmt: Blocked, large: float, small: float, now: float, backend: str, tmp_path: Path
 ) -> None:
     """The square of the block's scale is infinite, or 0, here; what the rule makes of an element is as in strict."""
-    if backend == "cpp" and native.compiler() is None:
-        pytest.skip("there is no C++ compiler")
     names = ("square", "scaled", "product", "around")
     plan = Plan("a test", signed=fmt, small_numel=0, overrides=dict.fromkeys(names, floats.f32))
-    schedules = [harness.schedule(lagged, plan, "float32", maths) for maths in ("strict", "fast")]
-    pair = harness.Pair(lagged, schedules[0], tmp_path, kernels=schedules[1])
-    first = torch.full((128,), small)
+    first, then = torch.full((128,), small), torch.full((128,), now)
     first[::64] = large
-    then = torch.full((128,), now)
-    strict, fast = (pair.buffers((128,), torch.zeros(128)) for _ in range(2))
-    for step, g in enumerate((first, then), start=1):
-        pair.run_reference(strict, g, step, 1, 1)
-        if backend == "triton":
-            pair.run_triton(fast, g, step, 1, 1)
-        else:
-            pair.run_cpp([(fast, g, 1)], step, 1)
+    strict, fast = fast_beside_strict(lagged, plan, [first, then], backend, tmp_path)
     for name in names:
         assert not strict[name].isnan().any(), name
         # Each has a decoded value or two, of 4 roundings each, and three products.
@@ -272,20 +279,9 @@ def rooted(p, g, v=state(nonneg), size=state(), *, lr=hyper(1.0)):
 @pytest.mark.parametrize("gradient", [1e18, 1e-18])
 def test_the_root_of_a_kept_square_is_taken_without_the_square(gradient: float, backend: str, tmp_path: Path) -> None:
     """A code of 255 times its scale has a square of 65025 times the value, which leaves fp32's range first."""
-    if backend == "cpp" and native.compiler() is None:
-        pytest.skip("there is no C++ compiler")
     kept = plans.int8_rn_split24.nonneg
     plan = Plan("a test", nonneg=kept, small_numel=0, overrides={"size": floats.f32}, discouraged="a test")
-    schedules = [harness.schedule(rooted, plan, "float32", maths) for maths in ("strict", "fast")]
-    pair = harness.Pair(rooted, schedules[0], tmp_path, kernels=schedules[1])
-    strict, fast = (pair.buffers((128,), torch.zeros(128)) for _ in range(2))
-    for step in (1, 2):
-        g = torch.full((128,), gradient)
-        pair.run_reference(strict, g, step, 1, 1)
-        if backend == "triton":
-            pair.run_triton(fast, g, step, 1, 1)
-        else:
-            pair.run_cpp([(fast, g, 1)], step, 1)
+    strict, fast = fast_beside_strict(rooted, plan, [torch.full((128,), gradient)] * 2, backend, tmp_path)
     assert (strict["size"] > 0.99 * gradient).all()
     # A scale times a code times 1/255, a square and a root of it: 5 roundings on both sides.
     torch.testing.assert_close(fast["size"], strict["size"], rtol=10 * 2.0**-23, atol=0.0)
@@ -381,12 +377,8 @@ class Counts(ByValue):
 
 def test_ties_go_to_even_numbers_before_an_odd_bias_is_added(tmp_path: Path) -> None:
     """Fast maths may round and add in one where that keeps which numbers are even."""
-    plan = Plan("a test", signed=Counts(), small_numel=0)
-    schedules = [harness.schedule(keeping, plan, "float32", maths) for maths in ("strict", "fast")]
-    pair = harness.Pair(keeping, schedules[0], tmp_path, kernels=schedules[1])
-    g = torch.arange(64) / 2
-    found = pair.buffers((64,), torch.zeros(64))
-    pair.run_triton(found, g, 1, 1, 1, lr=1.0)
+    plan, g = Plan("a test", signed=Counts(), small_numel=0), torch.arange(64) / 2
+    _, found = fast_beside_strict(keeping, plan, [g], "triton", tmp_path)
     assert torch.equal(found["kept_codes"], g.round().to(torch.uint8) + 1)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -113,21 +112,3 @@ def test_is_sound_and_short(name: str) -> None:
     assert spec.cite and spec.doc
     body = [n for n in spec.source.statements if not n.text.startswith(('"', "'"))]
     assert len(body) <= 30
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_nothing_moves_a_weight_without_gradient_state_or_decay(name: str) -> None:
-    """Bit for bit in float32, step after step, under every flag setting."""
-    spec = spec_of(name)
-    p = torch.tensor([[0.1, -3.0, 1e-20, 7e7, 0.0, 1 / 3]])
-    momentum = {"momentum": (0.0, 0.9)} if any(f.nonzero == "momentum" for f in spec.flags) else {"momentum": (None,)}
-    free = [f.name for f in spec.flags if not f.derived]
-    for values in itertools.product(*[(False, True)] * len(free)):
-        for m in momentum["momentum"]:
-            hypers: dict[str, Any] = dict(zip(free, values, strict=True)) | ({} if m is None else {"momentum": m})
-            if any(h.name == "weight_decay" for h in spec.hypers):
-                hypers["weight_decay"] = 0.0
-            new, states, host = p, {}, {}
-            for t in (1, 2, 3):
-                new, states, host = spec.evaluate(new, torch.zeros_like(p), t, states, host, **hypers)
-                assert torch.equal(new, p)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import subprocess
 import sys
 import warnings
@@ -74,18 +73,6 @@ def test_parts_that_are_frozen_or_left_out_are_none_of_it(backend: str, how: str
     for _ in range(3):
         opt.step()  # no gradients at all, after some
     assert stepped(model, opt, 1) == []
-
-
-@pytest.mark.parametrize("how", ["", "released"])
-def test_gradients_that_never_came_are_asked_for(how: str) -> None:
-    model = built()
-    opt = AdamW(model.parameters())
-    released(opt, how)
-    other = copy.deepcopy(model)  # the one that is trained
-    assert stepped(other, opt, 1) == []
-    (message,) = stepped(other, opt, 3)
-    assert "2 steps, and none of its 6 parameters has had a gradient yet" in message
-    assert "a copy of the model" in message
 
 
 def test_one_step_before_the_first_gradient_is_a_habit_of_schedulers() -> None:

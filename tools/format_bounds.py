@@ -211,7 +211,7 @@ def text() -> str:
         "*Bound*: the largest error of storing a value once, in parts of what the next column says. *Supremum*: what",
         "the format does at worst, over all fp32 inputs; *random blocks*: the largest error found among "
         f"{BLOCKS} blocks within the bound's range; both in parts of the bound with its allowance for fp32 arithmetic.",
-        "Suprema of weights are tested over all fp32 (`tests/test_split_exhaustive.py`).", "",
+        "Suprema of weights are tested over whole binades (`tests/test_split_exhaustive.py`).", "",
     ]  # fmt: skip
     cells = []
     for row in (*states, *weights):
