@@ -467,54 +467,39 @@ def test_fast_maths_is_within_its_bound_of_the_oracle_and_a_code_of_strict(cell:
                 assert code_distance(name, fmt, run.buffers, fast.buffers) <= 1, name
 
 
-# -- many steps beside fp64: the yardsticks that one step cannot show
-#
-# The same tests run the plan `flashoptim`, whose scales and roundings are known to fail them.
+# -- many steps beside fp64: the yardsticks that one step cannot show, and that the plan `flashoptim` is known to fail
 
-
-ADAMW = Cell("adamw", "int8_split24")
 LR = 1e-3
+CONSTANT_SIZES = tuple(10.0**-k for k in range(3, 10))
 
 
 def seeded(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-# -- constant gradients
-
-CONSTANT_SIZES = tuple(10.0**-k for k in range(3, 10))
-
-
-def displacement(cell: Cell, steps: int = 300) -> Tensor:
-    """How far weights move under constant gradients of each size, over how far they should: (sizes,)."""
-    draw = seeded()
+def test_constant_gradients_of_any_size_move_weights_as_far_as_in_fp64() -> None:
+    """1e-3 ... 1e-9 for 300 steps, within 1 %: scales follow small gradients, and averages do not stick."""
+    cell, draw = Cell("adamw", DEFAULT), seeded()
     rows = torch.tensor(CONSTANT_SIZES).view(-1, 1)
     g = ((0.5 + torch.rand(len(CONSTANT_SIZES), 512, generator=draw)) * rows).bfloat16()
     weight = 1 + torch.rand(g.shape, generator=draw)
     options = dict(lr=LR, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
     run, exact = Run(build(cell), weight, **options), Oracle(build(cell), weight, **options)
     start = exact.p
-    for _ in range(steps):
+    for _ in range(300):
         run.step(g)
         exact.step(g)
-    return (run.decoded()["p"].double() - start).sum(1) / (exact.p - start).sum(1)
-
-
-def test_constant_gradients_of_any_size_move_weights_as_far_as_in_fp64() -> None:
-    """1e-3 ... 1e-9 for 300 steps, within 1 %: scales follow small gradients, and averages do not stick."""
-    ratio = displacement(ADAMW)
+    ratio = (run.decoded()["p"].double() - start).sum(1) / (exact.p - start).sum(1)
     assert ((ratio - 1).abs() <= 0.01).all(), dict(zip(CONSTANT_SIZES, ratio.tolist(), strict=True))
 
 
-# -- weights whose gradient stops
-
-
-def drift(plan: str, betas: tuple[float, float], warm: int = 300, after: int = 1000) -> tuple[float, float]:
-    """rms movement, in lr, of weights whose gradient is exactly 0 after `warm` steps: (kept, fp64).
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9, 0.95)], ids=str)
+def test_a_weight_without_gradient_comes_to_rest(betas: tuple[float, float]) -> None:
+    """It drifts no more than 1.1 times as far as in fp64 when its gradient has stopped: no momentum code is stuck.
 
     One of eight elements in every block; the others go on as before, so that the block's scales stay.
     """
-    cell, draw = Cell("adamw", plan, "float32"), seeded()
+    cell, draw, warm, after = Cell("adamw", "int8", "float32"), seeded(), 300, 1000
     weight = torch.randn(2048, generator=draw)
     size = 1e-3 * torch.exp2(torch.randn(weight.shape, generator=draw))
     dead = torch.arange(len(weight)) % 8 == 5
@@ -529,43 +514,26 @@ def drift(plan: str, betas: tuple[float, float], warm: int = 300, after: int = 1
         exact.step(g.masked_fill(dead, 0.0) if k >= warm else g)
     moved = (torch.stack([run.decoded()["p"].double(), exact.p]) - start)[:, dead] / LR
     kept, true = moved.square().mean(1).sqrt().tolist()
-    return kept, true
-
-
-@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9, 0.95)], ids=str)
-def test_a_weight_without_gradient_comes_to_rest(betas: tuple[float, float]) -> None:
-    """It drifts no more than 1.1 times as far as in fp64: no momentum code is stuck."""
-    kept, true = drift("int8", betas)
     assert kept <= 1.1 * true
-
-
-# -- updates far below the last place
-
-
-def follow(cell: Cell, steps: int, count: int = 512) -> tuple[Tensor, float, float]:
-    """Weights in [1, 2) under constant updates of 1e-3 bf16 ulp: (moved / true, weight by weight, d, its true size).
-
-    d is the update in ulp of a 24-bit weight: bf16 with 8 more bits.
-    """
-    place, update = 2.0**-15, 1e-3 * 2.0**-7
-    weight = 1 + 0.5 * torch.rand(count, generator=seeded())
-    run = Run(build(cell), weight, lr=1.0, weight_decay=0.0, momentum=0.0)
-    start, g = run.decoded()["p"].double(), torch.full((count,), -update)
-    for _ in range(steps):
-        run.step(g)
-    return (run.decoded()["p"].double() - start) / (steps * update), update / place, update
 
 
 @pytest.mark.parametrize("steps", [5_000, pytest.param(100_000, marks=pytest.mark.slow)])
 def test_a_24_bit_weight_follows_updates_of_a_thousandth_of_its_visible_place(steps: int) -> None:
-    """Within 2 % after 1e5 updates; after fewer, within what their random walk allows.
+    """Weights in [1, 2) under constant updates of 1e-3 bf16 ulp: within 2 % after 1e5 of them; after fewer, within what
+    their random walk allows.
 
-    A step rounds d = 0.256 places up or not: its variance is d (1 - d).  fp32 rounds the sum to half of its own
-    ulp, 2^-24, which is up to 0.8 % of the update.
+    A step rounds d = 0.256 places of a 24-bit weight up or not: its variance is d (1 - d).  fp32 rounds the sum to half
+    of its own ulp, 2^-24, which is up to 0.8 % of the update.
     """
-    moved, d, update = follow(Cell("sgd", "int8_split24"), steps)
+    place, update, count = 2.0**-15, 1e-3 * 2.0**-7, 512
+    weight = 1 + 0.5 * torch.rand(count, generator=seeded())
+    run = Run(build(Cell("sgd", DEFAULT)), weight, lr=1.0, weight_decay=0.0, momentum=0.0)
+    start, g = run.decoded()["p"].double(), torch.full((count,), -update)
+    for _ in range(steps):
+        run.step(g)
+    moved, d = (run.decoded()["p"].double() - start) / (steps * update), update / place
     rounding = 2.0**-24 / update
     walk = math.sqrt(d * (1 - d) / steps) / d
-    five = 5 * walk / math.sqrt(len(moved))
+    five = 5 * walk / math.sqrt(count)
     assert abs(float(moved.mean()) - 1) <= rounding + five <= 0.02
     assert float((moved - 1).abs().max()) <= rounding + 6 * walk
