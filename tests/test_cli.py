@@ -13,7 +13,6 @@ import pytest
 
 import optgen
 import specs
-from optgen.base.errors import UserError
 from optgen.driver import cli, fuzz, load, terminal, watch
 from optgen.driver.build import Request
 
@@ -171,6 +170,13 @@ def test_fuzz_says_that_no_bound_is_known_of_a_format(project: Path, run: Run) -
     assert (code, data["holds"], data["unknown"], data["reproduce"]) == (1, False, {"exp_avg": "Mine"}, "")
 
 
+def test_fuzz_counts_the_elements_of_which_no_bound_is_known(run: Run) -> None:
+    code, out, _ = run("fuzz", "muon", "--plan", "fp32", "--case", '{"shape":[8,8]}')
+    assert code == 0
+    assert "no bound is known of p (64 of 64 elements)" in out
+    assert "1 examples, every other element within its bound" in out
+
+
 def test_fuzz_in_tritons_interpreter(run: Run) -> None:
     for maths in ("strict", "fast"):
         words = ("sgd", "--plan", "int8_split24", "--backend", "triton", "--maths", maths, "-n", "3", "--steps", "1")
@@ -194,6 +200,15 @@ def test_doctor_says_three_where_something_is_missing(run: Run, monkeypatch: pyt
     code, out, _ = run("doctor", "--json")
     assert (code, as_json(out)["exit"]) == (3, 3)
     assert as_json(out)["verdict"] == "not ready: no-such-package missing"
+
+
+def test_doctor_warns_of_a_cache_that_is_not_used(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path.chmod(0o777)
+    monkeypatch.setenv("OPTGEN_CACHE", str(tmp_path))
+    code, out, _ = run("doctor", "--json")
+    (line,) = (line for line in as_json(out)["lines"] if line["what"] == "cache")
+    assert (code, line["verdict"]) == (0, "warning")
+    assert line["found"].startswith(f"{tmp_path}, ") and line["advice"].startswith("other users")
 
 
 def test_version_and_help(run: Run) -> None:
@@ -253,6 +268,8 @@ def test_an_error_in_a_spec_has_its_place(project: Path, run: Run) -> None:
     assert set(error) >= {"code", "message", "places", "note", "hint"}
     assert error["code"].startswith("E")
     assert {"file", "line", "column"} <= set(error["places"][0])
+    (project / "specs/bad.py").write_text("# -*- coding: no-such -*-\n")
+    assert "error[E401]: " in run("explain", "specs/bad.py")[2]
     (project / "specs/bad.py").write_text("import math\n\nx = math.sqrt(-1)\n")
     code, out, err = run("explain", "bad")
     assert code == 2
@@ -368,6 +385,26 @@ def test_a_build_says_how_its_classes_are_imported(project: Path, run: Run) -> N
     assert "import" not in run("build", "one", "--plan", "fp32", "--out", "1st/2nd")[1]
 
 
+def test_lines_are_as_wide_as_asked(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert max(map(len, run("explain", "came")[1].splitlines())) <= 80
+
+
+def test_a_file_that_may_not_be_read_is_named(project: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    run("new", "mine")
+    real = Path.read_bytes
+
+    def refuse(path: Path) -> bytes:
+        if path.name == "mine.py":
+            raise PermissionError(13, "Permission denied")
+        return real(path)
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    assert run("explain", "mine") == (2, "", "error[E417]: specs/mine.py cannot be read: Permission denied\n")
+    code, out, _ = run("list", "--json")
+    assert (code, [s["states"] for s in as_json(out)["specs"] if s["name"] == "mine"]) == (0, ["error E417"])
+
+
 def test_bytes_of_a_plan_are_listed_for_both_dtypes(run: Run) -> None:
     plans = {p["name"]: (p["bytes"], p["bytes_float32"]) for p in as_json(run("list", "--json")[1])["plans"]}
     assert (plans["fp32"], plans["int8"]) == (("10", "12"), ("4.0625", "6.0625"))
@@ -431,24 +468,11 @@ def test_files_import_their_neighbours(project: Path) -> None:
     assert list(specs.__path__) == beside
 
 
-def test_what_editors_and_systems_lay_beside_specs_is_no_spec(project: Path, run: Run) -> None:
-    """Emacs locks a file by a link to nowhere, macOS keeps attributes in ._ files; folders are no files."""
-    run("new", "mine")
-    (project / "specs/.#mine.py").symlink_to("somebody@somewhere.1234")
-    (project / "specs/._mine.py").write_bytes(b"\0\5\x16\7")
-    (project / "specs/gone.py").symlink_to("nowhere.py")
-    (project / "specs/folder.py").mkdir()
-    (project / "specs/plans.py").mkdir()
-    assert [e.name for e in load.entries().values() if e.own] == ["mine"]
-    assert load.without_spec() == []
-    assert set(watch.stamps(project, [])) >= {project / "specs/mine.py"}
-    assert not [f for f in watch.stamps(project, []) if f.name != "mine.py" and f.parent == project / "specs"]
-    for words in (["list"], ["check"], ["explain", "mine"], ["build", "mine", "--plan", "fp32"]):
-        code, out, err = run(*words, "--json")
-        assert (code, as_json(out)["exit"], err) == (0, 0, "")
-    for name in ("gone", "folder", ".#mine"):
-        with pytest.raises(UserError, match="E404"):
-            load.find_spec(name)
+def test_what_is_built_from_elsewhere_is_watched(project: Path) -> None:
+    (project / "pyproject.toml").write_text('[tool.optgen]\nbuild = [{ specs = ["rules/one.py"], plans = ["fp32"] }]\n')
+    (project / "rules").mkdir()
+    (project / "rules/one.py").write_text("# one\n")
+    assert set(watch.stamps(project, [])) >= {project / "pyproject.toml", project / "rules/one.py"}
 
 
 def test_watch_builds_again_after_a_change(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:

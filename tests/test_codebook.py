@@ -457,6 +457,11 @@ def test_the_largest_numbers_stay_numbers(fmt: Any) -> None:
     assert torch.allclose(kept[..., 3], x[..., 3], rtol=2.0**-4, atol=0)  # half a place of three bits
 
 
+def test_numbers_that_no_table_holds_are_refused() -> None:
+    with pytest.raises(UserError, match="E311"):
+        Codebook((0.0, -1e39), 4)
+
+
 @pytest.mark.parametrize(("k", "hint"), [(np.int64(1), "int(x)"), (np.float32(1), "float(x)"), (-1, "k <= 2^16")])
 def test_a_number_of_another_library_is_told_from_one_out_of_range(k: float, hint: str) -> None:
     with pytest.raises(UserError) as caught:

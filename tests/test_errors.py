@@ -16,6 +16,7 @@ import pytest
 from optgen.base.errors import TABLE, UserError, did_you_mean
 from optgen.base.loc import Loc
 from optgen.driver.load import find_spec
+from optgen.driver.project import read_config
 from optgen.lang import Spec
 from optgen.lang.source import forget
 
@@ -92,6 +93,12 @@ def test_what_python_cannot_read_is_marked_in_characters(
     *_, place, line, marks, _ = str(caught.value).splitlines()
     assert place.endswith(f"broken.py:2:{column}")
     assert "".join(c for c, mark in zip(line, marks.ljust(len(line)), strict=True) if mark == "^") == marked
+
+
+def test_columns_of_toml_are_characters(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text('[tool.optgen]\n"ééé" = 2 x\n', encoding="utf-8")
+    with pytest.raises(UserError, match=r"pyproject.toml:2:11\n  2 \| \"ééé\" = 2 x\n    \|           \^\n"):
+        read_config(tmp_path)
 
 
 def test_a_notebook_shows_the_error_without_a_traceback() -> None:

@@ -51,15 +51,3 @@ def test_errors_beyond_a_bound_are_seen(tool: Any, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(Blocked, "decode", shifted)
     assert tool.fuzzed(fmt) > 1
-
-
-def test_formats_whose_yardstick_is_unknown_are_named(tool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dataclasses import replace
-
-    from optgen.formats import floats
-    from optgen.verify import bounds
-
-    known = bounds.one_step_bound(floats.bf16)
-    monkeypatch.setattr(bounds, "one_step_bound", lambda fmt: replace(known, of="block's mean"))
-    with pytest.raises(TypeError, match="bf16: a bound of so many block's mean"):
-        tool.fuzzed(floats.bf16)

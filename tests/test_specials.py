@@ -13,10 +13,8 @@ import torch
 from torch import Tensor
 
 import optgen
-from optgen.driver import targets
 from optgen.formats import Blocked, Plan, floats, linear
 from optgen.formats.format import Field, Format, Noise
-from optgen.ir.node import postorder
 from optgen.lang import (
     Spec,
     cbrt,
@@ -33,7 +31,6 @@ from optgen.lang import (
     total,
 )
 from optgen.lang.values import Num, cast, clip, exp2, log2, rint
-from optgen.lower import lower
 from optgen.ops import dtypes
 from optgen.ops.dtypes import DType
 from optgen.runtime.cpu import native
@@ -150,43 +147,6 @@ def test_odd_roots_and_powers_keep_zeros_infinities_and_nans(maths: str, backend
         assert torch.equal(kept[name][len(NANS) :], g[len(NANS) :]), name
     assert kept["even"][len(NANS) :].tolist() == [0.0, 0.0, math.inf, math.inf]
     assert torch.equal(kept["p"][len(NANS) : -2], torch.zeros(2))
-
-
-@optimizer(cite="a test")
-def of_one_sign(p, g, v=state(nonneg), *, lr=hyper(1e-3, ge=0), scale=hyper(0.5, ge=0)):
-    v = 0.9 * v + scale * g * g
-    p = p - lr * g / (cbrt(v) + abs(g) ** 0.7 + (v + 1e-3) ** 1.3 + 1e-6)
-    return p, v
-
-
-def test_what_is_never_negative_is_spelled_without_a_sign() -> None:
-    """As a nonneg state, a square and a magnitude show; MADGRAD's kernels depend on it."""
-
-    def ops(spec: Spec) -> set[str]:
-        flags = {f.name: f.default for f in spec.flags}
-        recurrences = targets.recurrences_of(spec, tuple(sorted(flags.items())))
-        storage = harness.plan_of("fp32").storage(spec.present(flags), dtypes.f32, False, recurrences)
-        return {n.op for n in postorder(lower(spec, flags, storage).roots())}
-
-    for spec in (of_one_sign, harness.spec_of("madgrad")):
-        assert "cbrt" in ops(spec)
-        assert not {"cbrt_signed", "power_signed"} & ops(spec)
-    assert {"cbrt_signed", "power_signed"} <= ops(of_either_sign)
-
-
-@pytest.mark.parametrize(("maths", "backend"), MODES)
-def test_radam_steps_without_its_second_moment_where_that_overflows(maths: str, backend: str, tmp_path: Path) -> None:
-    """Five steps with rho <= 5, as torch makes them: the second moment of these gradients is infinite."""
-    g = torch.tensor([1e20, -3e25, 1e30, 1.0])
-    kept = kept_by(harness.spec_of("radam"), maths, backend, g, tmp_path, 5)
-    weight = torch.nn.Parameter(torch.zeros_like(g))
-    theirs = torch.optim.RAdam([weight], foreach=False)
-    for _ in range(5):
-        weight.grad = g
-        theirs.step()
-    assert kept["exp_avg_sq"].isinf().any()
-    # Five sums of a product and a sum each, of numbers that grow: some ulp of the last.
-    torch.testing.assert_close(kept["p"], weight.detach(), rtol=5 * 4 * 2.0**-24, atol=0.0)
 
 
 @pytest.mark.parametrize(("maths", "backend"), MODES)
