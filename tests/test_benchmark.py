@@ -6,7 +6,6 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch.utils.benchmark import Timer
 
 from optgen.driver import load, targets
 from tests import product
-from tools import bench_cpu, bench_memory, benchmark, gpu_check
+from tools import bench_cpu, bench_memory, benchmark
 from tools.benchmark import BASE, COPY, FP32, Contender, Lane, Target
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -27,23 +26,6 @@ def sgd(name: str, kept: float = math.nan, make: Any = None, **more: Any) -> Con
 
 
 # What a step moves ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "kept", "moved"),
-    [
-        (BASE, 12, 28),
-        ("torch AdamW fused bf16", 6, 14),
-        ("torch SGD momentum fused fp32", 8, 20),
-        ("AdamW int8_split24", 5.0625, 12.125),
-        ("AdamW fp32", 12, 28),
-        ("Lion int8_split24", 4.03125, 10.0625),
-    ],
-)
-def test_bytes_are_counted_on_the_tensors(name: str, kept: float, moved: float) -> None:
-    (one,) = (c for c in benchmark.torch_s_own() + benchmark.generated("reference") if c.name == name)
-    one.count("cpu")
-    assert (one.kept, one.moved) == (kept, moved)
 
 
 @pytest.mark.parametrize("name", ["AdamW", "Lion"])
@@ -139,39 +121,6 @@ def test_a_run_on_the_cpu_writes_its_report(tmp_path: Path, monkeypatch: pytest.
     assert "## 2 tensors of 64, 1 thread" in text and "missed" in text
     for written in (path.read_text(encoding="utf-8"), text):
         assert str(tmp_path) not in written and str(ROOT) not in written
-
-
-@pytest.fixture
-def gpu_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, dict[str, Any], str]]:
-    """Run gpu_check with stand-ins for its halves; give its exit code, report and page."""
-
-    def do(bench: Any, tests: str, *given: str) -> tuple[int, dict[str, Any], str]:
-        (tmp_path / "test_here.py").write_text(f"import pytest, time\npytestmark = pytest.mark.cuda\n{tests}")
-        monkeypatch.setattr(gpu_check, "CHECKS", (str(tmp_path / "test_here.py"),))
-        monkeypatch.setattr(gpu_check.Run, "bench", bench)
-        asked = ["--device", "cpu", "--out", str(tmp_path / "out"), *given]
-        code = gpu_check.Run(gpu_check.arguments(asked)).run()
-        (path,) = (tmp_path / "out").glob("*.json")
-        return code, json.loads(path.read_text()), path.with_suffix(".md").read_text(encoding="utf-8")
-
-    return do
-
-
-SECTION = {"title": "One", "tensors": 1, "elements": 5, "threads": 1, "rows": [], "left_out": {"a": "no time left"}}
-
-
-def test_what_is_wrong_decides_and_costs_nobody_else_anything(gpu_run: Any) -> None:
-    """A benchmark that fails, a test that fails, and one that ends its process."""
-
-    def bench(self: Any) -> None:
-        self.data["sections"]["tensor, 1"] = SECTION
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    tests = "import os\ndef test_a(): pass\ndef test_b(): assert 0\ndef test_c(): os._exit(1)"
-    code, data, page = gpu_run(bench, tests)
-    assert "illegal memory access" in data["bench_error"] and "## One, 1 thread" in page
-    assert code == 1 and "1 tests passed, 2 failed" in page
-    assert all(any(f"test_{x}" in name for name in data["correctness"]["outcomes"]["FAILED"]) for x in "bc")
 
 
 @pytest.mark.slow

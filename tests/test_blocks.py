@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -263,7 +262,7 @@ def test_a_group_that_was_given_rules_later_is_refused_before_anything_changes()
         assert not opt.state and all(same_bits(p, start[name]) for name, p in model.state_dict().items())
 
 
-@pytest.mark.parametrize("way", ["state_dict", "pickle", "file"])
+@pytest.mark.parametrize("way", ["state_dict", "file"])
 def test_a_run_goes_on_as_it_would_have(way: str, tmp_path: Path) -> None:
     """The record of blocks travels with the states, and wins over what the optimizer was made with."""
     model = net().bfloat16()
@@ -272,15 +271,7 @@ def test_a_run_goes_on_as_it_would_have(way: str, tmp_path: Path) -> None:
     train(opt, model, grads[:2])
     other = copy.deepcopy(model)
     again = AdamMini(other.named_parameters(), lr=1e-2, blocks={"*.q_proj.weight": 2})
-    if way == "pickle":
-        again = pickle.loads(pickle.dumps(opt))
-        for (_, p), q in zip(other.named_parameters(), again.param_groups[0]["params"], strict=True):
-            p.data = q.data
-        other = net().bfloat16()
-        for name, q in zip(dict(other.named_parameters()), again.param_groups[0]["params"], strict=True):
-            module, _, last = name.rpartition(".")
-            setattr(other.get_submodule(module), last, q)
-    elif way == "file":
+    if way == "file":
         optgen.save_checkpoint(tmp_path / "run.pt", opt, model)
         with pytest.warns(UserWarning, match="3 parameters otherwise .* 'attn.q_proj.weight' has 8, not 2"):
             optgen.load_checkpoint(tmp_path / "run.pt", again, other)

@@ -725,27 +725,6 @@ def test_well_known_closed_forms() -> None:
     assert one_step_bound(LogMinMax(8, 64, rounding="nearest"), 8).value == 1 / 128
 
 
-@pytest.mark.parametrize("param", [dtypes.bf16, dtypes.f16], ids=str)
-@pytest.mark.parametrize(
-    "master", [Native(), Native("stochastic"), Copy(), Kahan(), Split(8), Split(16), Ecc8()], ids=str
-)
-def test_bounds_of_weights_are_attained(master: object, param: dtypes.DType) -> None:
-    bound = master_bound(master, param)  # type: ignore[arg-type]
-    # One binade, every seventh pattern and all above its beginning, where a place is the largest part of a number.
-    x = torch.cat([torch.arange(1 << 17), torch.arange(1 << 17, 1 << 23, 7)]).int().add(0x3F800000).view(torch.float32)
-    count = master.noise_bits(param)  # type: ignore[attr-defined]
-    worst = 0.0
-    for word in (0, (1 << count) - 1) if count else (None,):
-        noise = None if word is None else Noise(torch.full((), word, dtype=torch.int32), 0, count)
-        kept = master.decode(master.encode(x, param, noise=noise), param)  # type: ignore[attr-defined]
-        worst = max(worst, float(((kept.double() - x.double()) / x.double()).abs().max()))
-    assert worst <= bound.total
-    if bound.value:
-        assert worst >= 0.95 * bound.value
-    else:
-        assert worst == 0
-
-
 # -- checks of companders
 
 

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import triton
-import triton.language as tl
 
 from optgen.runtime.records.keys import step_key
 from tests import harness, interpreter, product
@@ -57,23 +55,3 @@ def test_a_kernel_stores_the_same_bits(cell: Cell, tmp_path: Path) -> None:
         run.step(g)
         assert product.same_bits(twins[0].buffers, twins[1].buffers)
         assert not product.same_bits(twins[0].buffers, before.buffers)
-
-
-@triton.jit
-def _operations(x, out, N: tl.constexpr):
-    at = tl.arange(0, N)
-    values = tl.load(x + at)
-    small = at.to(tl.int8)
-    square = tl.broadcast_to(at[None, :], (4, N)) * 1000003 + tl.arange(0, 4)[:, None]
-    wrapped = tl.sum(square, axis=0) + tl.max(small, axis=0) * 100  # int8 * 100 wraps
-    halves = values.to(tl.float16) * 0.5 + values.to(tl.bfloat16)
-    tl.store(out + at, tl.where(at % 3 == 0, wrapped.to(tl.float32), halves.to(tl.float32)))
-
-
-def test_operations_give_the_same_types_and_numbers() -> None:
-    """Promotion, broadcasting between ranks, reductions, narrow integers that wrap around."""
-    x, quick, slow = torch.randn(16), torch.zeros(16), torch.zeros(16)
-    _operations[(1,)](x, quick, N=16)
-    with plain():
-        _operations[(1,)](x, slow, N=16)
-    assert torch.equal(quick, slow) and quick.count_nonzero() == 16

@@ -23,7 +23,7 @@ from optgen.lang import cbrt, clip, maximum, minimum, sign, sqrt, where
 from optgen.lang.reductions import col_mean, dot, mean, norm, rms, row_max, row_sum
 from optgen.runtime.records import sums
 from optgen.verify.differential import Trial, Values, compare, enclose, oracle
-from optgen.verify.intervals import F32_LARGEST, F32_TINY, F32_UNIT, Condition, Interval
+from optgen.verify.intervals import F32_LARGEST, F32_TINY, F32_UNIT, Interval
 from tests import product
 
 finite = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -84,34 +84,6 @@ def test_results_lie_inside_whatever_the_ends_and_whatever_else_is_computed(oper
         torch.testing.assert_close(end[plain][:, plain], other, rtol=0, atol=0, equal_nan=True)
 
 
-@given(rows=triples)
-def test_one_operation_is_widened_by_one_rounding(rows: list[tuple[float, float, float]]) -> None:
-    x, y, _ = columns(rows)
-    for inside, exact in (
-        (Interval.point(x) + Interval.point(y), x.double() + y.double()),
-        (Interval.point(x) * Interval.point(y), x.double() * y.double()),
-    ):
-        fits = exact.abs() <= 2.0**127
-        width = inside.distance(exact)[fits]
-        # fp64 rounds the end itself: 2^-53 of a number that is 2^24 times the width.
-        assert (width <= exact.abs()[fits] * (F32_UNIT + 2.0**-52) + F32_TINY).all()
-
-
-def test_numbers_are_rounded_once_and_exact_ones_not_at_all() -> None:
-    x = Interval.point(torch.ones(1))
-    half, tenth = x * 0.5, x * 0.0 + 0.1
-    assert half.contains(torch.tensor([0.5])).all()
-    assert tenth.contains(torch.tensor([0.1], dtype=torch.float64)).all()
-    assert tenth.contains(torch.tensor([0.1], dtype=torch.float32)).all()
-
-
-def test_zero_stays_zero() -> None:
-    zero, x = Interval.point(torch.zeros(3)), Interval.point(torch.tensor([1.0, -3e38, 1e-45]))
-    for out in (zero * x, zero + zero, zero / (x + 4.0), sqrt(zero), -zero, zero * 0.1, abs(zero)):
-        assert (out.lo == 0).all()
-        assert (out.hi == 0).all()
-
-
 @pytest.mark.parametrize(
     "broken",
     [
@@ -129,27 +101,6 @@ def test_what_may_be_nan_claims_nothing(broken: Callable[[Any], Any]) -> None:
     assert not out.known.any()
     assert out.distance(x).isinf().all()
     assert out.contains(torch.tensor([math.nan, 5.0])).all()
-
-
-def test_overflow_reaches_infinity() -> None:
-    x = Interval.point(torch.tensor([3e38, -3e38]))
-    out = x * 2.0
-    assert out.contains(torch.tensor([6e38, -6e38], dtype=torch.float64)).all()
-    assert out.contains(torch.tensor([math.inf, -math.inf])).all()
-    assert not out.contains(torch.tensor([1e38, -1e38])).any()
-
-
-def test_undecided_conditions_take_both_sides() -> None:
-    lo, hi = torch.tensor([-1.0, 1.0]).double(), torch.tensor([1.0, 2.0]).double()
-    x = Interval(lo, hi)
-    c = x > 0
-    assert isinstance(c, Condition)
-    assert c.yes.tolist() == [False, True]
-    assert c.no.tolist() == [False, False]
-    out = where(c, 10.0, -10.0)
-    assert out.lo.tolist() == [-10.0, 10.0]
-    assert out.hi.tolist() == [10.0, 10.0]
-    assert sign(x).lo.tolist() == [-1.0, 1.0]
 
 
 def test_reductions() -> None:

@@ -62,16 +62,6 @@ def test_every_shape_gives_the_same_bits(name: str) -> None:
 
 
 @pytest.mark.skipif(native.compiler() is None, reason="there is no C++ compiler")
-def test_blocks_longer_than_a_tile_give_the_same_bits() -> None:
-    """Sixteen blocks of 256 are 4096 codes, twice those of a usual tile."""
-    wide = Plan("Long blocks.", name="wide", signed=Blocked(4, block=256), nonneg=LogMinMax(4, block=256))
-    cls, shapes = optgen.compile("lion", wide, maths="strict"), [(128, 1024)]
-    ours = train(cls, "reference", torch.float32, "wide", shapes)
-    with unoptimized():
-        compare(ours, train(cls, "cpp", torch.float32, "wide", shapes), shapes)
-
-
-@pytest.mark.skipif(native.compiler() is None, reason="there is no C++ compiler")
 def test_rows_and_columns_beside_packed_codes() -> None:
     shapes = [shape for shape in SHAPES if len(shape) > 1]
     tight = plans.int4_split24.but(small_numel=0, name="int4_tight")

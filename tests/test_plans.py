@@ -12,7 +12,6 @@ from torch import nn
 from generated import AdamW
 from optgen.base.errors import UserError
 from optgen.formats import Blocked, Factored, LogMinMax, Plan, f32, floats
-from optgen.formats import bf16 as plain_bf16
 from optgen.lang.declare import StateDecl
 from optgen.lang.spec import Recurrence
 from optgen.ops import dtypes, spaces
@@ -51,15 +50,6 @@ def test_small_tensors_are_kept_in_fp32_where_blocks_are_used(plan: Plan) -> Non
     assert all(f == f32 for f in small.states.values())
 
 
-def test_relative_storage_needs_a_second_moment_that_is_never_zero() -> None:
-    plan = plans.int8_split24
-    assert plan.storage(STATES, dtypes.bf16, False).states["exp_avg"].relative
-    alone = (StateDecl("momentum_buffer", spaces.elem),)
-    assert not plan.storage(alone, dtypes.bf16, False).states["momentum_buffer"].relative
-    in_fp32 = plan.but(overrides={"exp_avg_sq": f32})
-    assert not in_fp32.storage(STATES, dtypes.bf16, False).states["exp_avg"].relative
-
-
 @pytest.mark.parametrize(
     ("recurs", "rounding"),
     [
@@ -85,23 +75,6 @@ def test_rounding_auto_is_decided_by_the_recurrence(recurs: Recurrence | None, r
         assert (fmt.noise_bits > 0) == (rounding == "stochastic")
     explicit = plans.int8.but(nonneg=LogMinMax(8, 64, rounding="stochastic"))
     assert explicit.storage(state, dtypes.bf16, False, given).states["s"].rounding == "stochastic"
-
-
-def test_states_by_trait_space_start_and_name() -> None:
-    plan = plans.int8.but(overrides={"special": plain_bf16})
-    states = (
-        StateDecl("m", spaces.elem),
-        StateDecl("v", spaces.elem, nonneg=True),
-        StateDecl("r", spaces.row, nonneg=True),
-        StateDecl("x0", spaces.elem, init="param"),
-        StateDecl("special", spaces.elem),
-    )
-    kept = plan.storage(states, dtypes.f32, False).states
-    assert isinstance(kept["m"], Blocked)
-    assert isinstance(kept["v"], LogMinMax)
-    assert kept["r"] == kept["x0"] == f32
-    assert kept["special"] == plain_bf16
-    assert list(kept) == [s.name for s in states]
 
 
 def test_but_replaces_parts_and_takes_the_new_name() -> None:

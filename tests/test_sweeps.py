@@ -57,14 +57,6 @@ def test_moments_that_later_sweeps_need_are_stored_early_where_that_moves_fewer_
     assert sum(s.traffic) == pytest.approx(17.1875)
 
 
-def test_came_takes_four_sweeps() -> None:
-    """Row and column means of g^2, then the clip's norm, then the residual's means, then the update."""
-    s = step(came)
-    assert reductions(s) == [{"row_sum", "col_sum"}, {"row_sum"}, {"row_sum", "col_sum"}, set()]
-    assert [stage.level for stage in s.sweeps] == [0, 2, 4, 6]
-    assert all(stage.level % 2 == 1 for stage in s.stages if not stage.is_sweep)
-
-
 def moved(record: Sweep) -> float:
     """Bytes per parameter that a sweep loads and stores; gradients are bf16."""
     values = record.values
@@ -125,12 +117,6 @@ def kernels_of_wide_blocks(block: int, folder: Path) -> Any:
     """CAME's."""
     plan = plans.int8_split24.but(signed=Blocked(8, block), nonneg=LogMinMax(8, block, of="sqrt"), name="wide")
     return compiled(came, plan, next(targets.cases(came, plan)), folder)[1]
-
-
-@pytest.mark.parametrize("block", [64, 1024, 2048])
-def test_a_panel_takes_no_more_warps_than_a_device_runs_together(block: int, tmp_path: Path) -> None:
-    """A panel is 16 blocks wide: where they are of 2048 elements, each of 1024 threads takes 32."""
-    assert max(kernels_of_wide_blocks(block, tmp_path).WARPS.values()) == min(16 * block // 1024, 32)
 
 
 @pytest.mark.parametrize(("block", "registers"), [(64, 144), (1024, 128), (2048, 64)])
