@@ -160,17 +160,7 @@ class Pair:
         tiles: int = 4,
         **hypers: Any,
     ) -> None:
-        self.launch([(buffers, g, stream)], step, key, tiles, **hypers)
-
-    def launch(
-        self,
-        tensors: Sequence[tuple[dict[str, torch.Tensor], torch.Tensor, int]],
-        step: int,
-        key: int,
-        tiles: int = 4,
-        **hypers: Any,
-    ) -> None:
-        """One launch over several tensors (buffers, gradient, stream key), all ragged or none of them."""
+        """Launch the kernel over one tensor."""
         import triton.language as tl
 
         from optgen.runtime.gpu.walk import launched
@@ -179,22 +169,17 @@ class Pair:
         name, block = variant.function, self.schedule.program.block
         assert variant.single is not None
         size = kernels.TILE[name]
+        tensors = [g if b.role == "grad" else buffers[b.name] for b in self.schedule.program.buffers]
         numbers = [torch.tensor(x) for x in kernels.NUMBERS[name]]
-        table, work, everything = [], [], []
-        for row, (buffers, g, stream) in enumerate(tensors):
-            ordered = [g if b.role == "grad" else buffers[b.name] for b in self.schedule.program.buffers]
-            everything += ordered
-            ordered += numbers
-            rows, columns = rows_and_columns(g.shape)
-            ragged = block > 1 and rows > 1 and columns % block != 0
-            count = -(-rows * -(-columns // block) // (size // block)) if ragged else max(1, -(-g.numel() // size))
-            table.append([t.data_ptr() for t in ordered] + [g.numel(), columns, stream, 0, 0, columns])
-            work += [[row, first] for first in range(0, count, tiles)]
+        rows, columns = rows_and_columns(g.shape)
+        ragged = block > 1 and rows > 1 and columns % block != 0
+        count = -(-rows * -(-columns // block) // (size // block)) if ragged else max(1, -(-g.numel() // size))
+        row = [t.data_ptr() for t in (*tensors, *numbers)] + [g.numel(), columns, stream, 0, 0, columns]
+        work = [[0, first] for first in range(0, count, tiles)]
         grad = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[g.dtype]
-        aligned = all(t.data_ptr() % 16 == 0 for t in everything)
-        items, pointers = torch.tensor(work, dtype=torch.int32), torch.tensor(table, dtype=torch.int64)
-        program = self.kernels.program
-        values = {h.name: h.default for h in self.spec.hypers} | dict(program.host_states) | dict(hypers)
+        aligned = all(t.data_ptr() % 16 == 0 for t in tensors)
+        items, pointers = torch.tensor(work, dtype=torch.int32), torch.tensor([row], dtype=torch.int64)
+        values = {h.name: h.default for h in self.spec.hypers} | dict(self.kernels.program.host_states) | dict(hypers)
         made = variant.single.host(step, 1.0, **values)
         scalars = [made[k] for k in variant.single.stages[0].scalars]
         how: dict[str, Any] = dict(grad=grad, tiles=tiles, tile=size, ragged=ragged, aligned=aligned)
