@@ -23,7 +23,7 @@ from optgen.ir.node import Node
 from optgen.lang import hyper, maximum, nonneg, optimizer, state, values
 from optgen.lang.spec import Recurrence
 from optgen.ops import dtypes, spaces
-from optgen.ops.tables import CELL, EXACT, NEVER, Table, after, book, cell_ends
+from optgen.ops.tables import CELL, EXACT, NEVER, after, book, cell_ends
 from optgen.runtime.cpu import native
 from optgen.runtime.layout import workspace
 from optgen.runtime.work import counting
@@ -419,14 +419,6 @@ def test_what_the_lint_says() -> None:
     assert codes(Fp8("e4m3"), nonneg=False) == set()
     assert codes(Fp8("e4m3"), nonneg=True) == {("L13", "warning")}
     assert ("L5", "error") in codes(plans.torchao_fp8.signed, nonneg=False)
-
-
-def test_a_table_is_known_by_its_numbers() -> None:
-    """Two tables of one name are two: nodes, printed names and the text of the IR tell them apart."""
-    one, two = Table("t", (0.0, 0.5, 1.0)), Table("t", (0.0, 0.25, 1.0))
-    assert str(one) != str(two)
-    assert ir.op("search", NUMBER.node, attr=one) is not ir.op("search", NUMBER.node, attr=two)
-    assert ir.op("search", NUMBER.node, attr=one) is ir.op("search", NUMBER.node, attr=Table("t", (0.0, 0.5, 1.0)))
 
 
 def test_numbers_beyond_the_table_read_as_its_ends() -> None:

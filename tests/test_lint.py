@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-import optgen
 from optgen.base.errors import UserError
 from optgen.base.loc import relative
 from optgen.driver import load
@@ -397,18 +396,3 @@ def from_the_start(p, g, gradients=state(), start=state(init="param"), *, lr=hyp
 def test_a_signed_sum_of_few_bits_is_told(spec: Spec, plan: Plan, found: bool) -> None:
     assert ("L17" in [f.code for f in look(spec, plan).findings]) == found
     assert not look(spec, plan).refused
-
-
-def test_stores_of_a_sum_add_up_as_the_lint_says() -> None:
-    """Beside a number that holds the scale of its block, by steps as large as a cell."""
-    p = torch.nn.Parameter(torch.zeros(128, 64))
-    opt = optgen.compile(from_the_start, plan=plans.int4_split24)([p], plan="int4_split24")
-    draw, exact = torch.Generator().manual_seed(0), torch.zeros(128, 64)
-    for t in range(100):
-        p.grad = 0.2 * (torch.rand(128, 64, generator=draw) - 0.5)
-        p.grad[:, 0] = 3.0 if t == 0 else 0.0
-        exact += p.grad
-        opt.step()
-    spread = float((p.detach() + exact)[:, 1:].square().mean().sqrt()) / 3
-    most = bounds.spread_of_sum(bounds.one_step_bound(plans.int4_split24.signed).value, 100)
-    assert most / 4 < spread < most

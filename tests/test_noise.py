@@ -116,25 +116,6 @@ def test_fields_of_few_bits_move_too() -> None:
         assert (rows == torch.arange(1 << bits)[:, None]).all()
 
 
-@pytest.mark.parametrize("every", [2, 3, 8])
-def test_fields_that_are_stored_rarely_lean_to_no_side_for_a_window(every: int) -> None:
-    """Of a window's places, every second are in one half of the range: draws of such fields are independent."""
-    dealt, nodes = deal({"often": 12, "rare": 12, "p": 8}, rare={"rare"})
-    assert dealt["often"].word.node is dealt["p"].word.node is nodes[0] and dealt["rare"].word.node is nodes[1]
-    assert deal({"often": 12, "p": 8})[1] == nodes[:1]  # the others draw what they draw
-    count = 1 << 13
-    code, shift = compile(Printer(SPELL, {}).text(nodes[1]), "word", "eval"), dealt["rare"].shift
-    names = {"b": Blocks(torch.empty(count), 1), "stream_key": 7, "torch": torch, "rotl": rotl}
-    steps = range(WINDOW, 2 * WINDOW, every)
-    draws = torch.stack([(eval(code, {**names, "step_key": step_key(0, t)}).long() & 0xFFFFFFFF) for t in steps])
-    means = ((draws >> shift & 4095) + 0.5).double().mean(0) / 4096 - 0.5
-    # The variance of such a mean over elements, and what chance allows it: of a uniform number 1/12 and kurtosis 1.8.
-    assert abs(float(means.square().mean()) * 12 * len(steps) - 1) <= SIGMAS * math.sqrt(2 / count)
-    one, other = draws[0] >> shift & 4095, draws[1:] >> shift & 4095
-    apart = ((one / 4096 - 0.5) * (other / 4096 - 0.5)).mean(1) * 12
-    assert float(apart.abs().max()) <= SIGMAS / math.sqrt(count)
-
-
 @optimizer(cite="none", name="Descent")
 def descent(p, g, *, lr=hyper(1e-2, ge=0)):
     """Steps of equal size where gradients are."""

@@ -12,9 +12,8 @@ from torch import nn
 from generated import AdamW
 from optgen.base.errors import UserError
 from optgen.formats import Blocked, Factored, LogMinMax, Plan, f32, floats
-from optgen.lang.declare import StateDecl
 from optgen.lang.spec import Recurrence
-from optgen.ops import dtypes, spaces
+from optgen.ops import dtypes
 from specs import plans
 from specs.adamw import adamw
 
@@ -48,33 +47,6 @@ def test_small_tensors_are_kept_in_fp32_where_blocks_are_used(plan: Plan) -> Non
     blocked = plan.storage(STATES, dtypes.bf16, False).block > 1
     assert (plan.small_numel > 0) == (blocked and plan is not plans.flashoptim)
     assert all(f == f32 for f in small.states.values())
-
-
-@pytest.mark.parametrize(
-    ("recurs", "rounding"),
-    [
-        (Recurrence("ema", 0.9), "stochastic"),
-        (Recurrence("sum", 1.0), "stochastic"),
-        (Recurrence("max", 1.0), "nearest"),
-        (Recurrence("max"), "nearest"),
-        (Recurrence("max", 0.999), "stochastic"),
-        (Recurrence("min", 1.0), "nearest"),
-        (Recurrence("previous"), "nearest"),
-        (Recurrence("constant"), "nearest"),
-        (Recurrence("multiplicative"), "stochastic"),
-        (Recurrence("other"), "stochastic"),
-        (None, "stochastic"),
-    ],
-)
-def test_rounding_auto_is_decided_by_the_recurrence(recurs: Recurrence | None, rounding: str) -> None:
-    state = (StateDecl("s", spaces.elem, nonneg=True),)
-    given = None if recurs is None else {"s": recurs}
-    for plan in (plans.int8, plans.split32):
-        fmt = plan.storage(state, dtypes.bf16, False, given).states["s"]
-        assert fmt.rounding == rounding
-        assert (fmt.noise_bits > 0) == (rounding == "stochastic")
-    explicit = plans.int8.but(nonneg=LogMinMax(8, 64, rounding="stochastic"))
-    assert explicit.storage(state, dtypes.bf16, False, given).states["s"].rounding == "stochastic"
 
 
 def test_but_replaces_parts_and_takes_the_new_name() -> None:

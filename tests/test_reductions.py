@@ -8,7 +8,6 @@ import torch
 from optgen import compile as compile_class
 from optgen import optim
 from optgen.lang import (
-    amax,
     col,
     col_mean,
     columns,
@@ -24,7 +23,6 @@ from optgen.lang import (
     rsqrt,
     shape_flag,
     state,
-    where,
 )
 from optgen.runtime.cpu import native
 from tests.harness import plan_of, unoptimized
@@ -225,26 +223,6 @@ def test_sizes_reach_the_optimizer() -> None:
 
 
 # -- conditions on what is reduced
-
-
-@optimizer(cite="nobody")
-def choosy(p, g, *, lr=hyper(0.5, ge=0)):
-    """Rows with large gradients move unless the tensor's largest is too large: two conditions cross to the elements."""
-    large = row_sum(abs(g)) > 1.0
-    calm = amax(abs(g)) < 100.0
-    p = where(large & calm, p - lr * g, where(calm, p, -p))
-    return p
-
-
-def test_a_condition_crosses_from_one_stage_to_the_next() -> None:
-    cls = compile_class(choosy, plan_of("fp32"))
-    p = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    for g in (torch.tensor([[0.1, 0.2], [1.0, -2.0]]), torch.tensor([[0.1, 0.2], [1.0, -200.0]])):
-        mine = torch.nn.Parameter(p.clone())
-        mine.grad = g
-        cls([mine]).step()
-        assert torch.equal(mine.detach(), choosy.evaluate(p, g, 1)[0])
-    assert torch.equal(mine.detach(), -p)
 
 
 @optimizer(cite="a test", name="Measured")
