@@ -619,7 +619,7 @@ def test_every_value_of_the_word_outside_its_bits_is_ignored() -> None:
         (Split, {"bits": 12}),
         (softsign, {"k": 0}),
     ],
-    ids=str,
+    ids=lambda x: getattr(x, "__name__", str(x)),
 )
 def test_formats_that_no_kernel_has_are_refused(make: Any, given: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="E305"):
