@@ -42,6 +42,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import generated
+import optgen
 from optgen.accumulate import accumulator
 from optgen.driver import targets
 from optgen.ops import dtypes
