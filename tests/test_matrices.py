@@ -1,6 +1,8 @@
 """Rules of whole matrices: stacks, heads and convolutions, against rules that are given each matrix by itself."""
 
 import warnings
+import weakref
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,8 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from optgen.driver.explain import explain
 from optgen.optim import Muon, NorMuon
+from optgen.runtime.work import staged
+from specs import plans
+from specs.muon import muon
 from tests import oracles
 
 STACKS = Path(__file__).parent / "cases/checkpoints/stacks-4.pt"
@@ -150,3 +157,70 @@ def test_checkpoints_from_before_stacks_were_told_apart(cls: Any) -> None:
     conv.step()
     assert torch.equal(params["conv"], one["conv"]) and torch.equal(params["w"], one["w"])
     assert not torch.equal(params["experts"], one["experts"])
+
+
+class Watch(TorchDispatchMode):
+    """Counts operations, and the most bytes that their results hold at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.live, self.peak = Counter[str](), 0, 0
+
+    def freed(self, size: int) -> None:
+        self.live -= size
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.calls[func.overloadpacket.__name__] += 1
+        if isinstance(out, Tensor) and all(r.alias_info is None for r in func._schema.returns):
+            size = out.numel() * out.element_size()
+            self.live += size
+            self.peak = max(self.peak, self.live)
+            weakref.finalize(out, self.freed, size)
+        return out
+
+
+def shapes_of_gpt2(width: int) -> list[tuple[int, int]]:
+    return 12 * [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)]
+
+
+def test_matrices_of_one_shape_are_one_batch() -> None:
+    """The 48 matrices of GPT-2's layers: 4 batches of 15 products, with the bits of one matrix at a time."""
+    params, others = ([nn.Parameter(drawn(*s, seed=i)) for i, s in enumerate(shapes_of_gpt2(24))] for _ in range(2))
+    options: dict[str, Any] = {"plan": "fp32", "backend": "cpp", "lr": 0.02}
+    one = Muon(params, **options)
+    each = [Muon([p], **options) for p in others]
+    for step in range(3):
+        for k, (p, q) in enumerate(zip(params, others, strict=True)):
+            p.grad = drawn(*p.shape, seed=100 * step + k)
+            q.grad = p.grad.clone()
+        with Watch() as watch:
+            one.step()
+        assert {name: n for name, n in watch.calls.items() if "mm" in name} == {"bmm": 20, "baddbmm": 40}
+        for opt in each:
+            opt.step()
+    assert all(torch.equal(p, q) for p, q in zip(params, others, strict=True))
+
+
+def test_batches_are_cut_where_they_pass_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is in use stays below five times the limit, and the bits stay as they are, also one at a time."""
+    found = []
+    for limit, deterministic in ((2**28, False), (4 * 2 * 64 * 64, False), (2**28, True)):
+        params = [nn.Parameter(drawn(*shape)) for shape in ((8, 64, 64), (64, 64), (3, 64, 64))]
+        named = [(f"w{i}", p) for i, p in enumerate(params)]
+        opt = Muon(named, plan="fp32", backend="cpp", blocks={"w0": 8, "w2": 3})
+        for p in params:
+            p.grad = drawn(*p.shape, seed=1)
+        monkeypatch.setattr(staged, "AT_ONCE", limit)
+        torch.use_deterministic_algorithms(deterministic)
+        try:
+            with Watch() as watch:
+                opt.step()
+        finally:
+            torch.use_deterministic_algorithms(False)
+        products = watch.calls["bmm"] + watch.calls["mm"]
+        assert products == 5 * (12 if deterministic else 1 if limit == 2**28 else 3)
+        assert watch.peak <= 5 * min(limit, 12 * 2 * 64 * 64)
+        found.append(torch.cat([p.detach().flatten() for p in params]))
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    assert "batches of 256 MiB" in explain(muon, plans.int8_split24).matrices

@@ -148,6 +148,7 @@ class Explanation:
     rules: tuple[str, ...]
     findings: tuple[Finding, ...]
     discouraged: str
+    matrices: str  # how functions of whole matrices are computed; "" if there are none
 
     @property
     def traffic(self) -> float:
@@ -173,10 +174,16 @@ def explain(spec: Spec, plan: Plan, param: str = "bfloat16", flags: Mapping[str,
     verdict = judge.look(spec, plan)
     plain = 4.0 * (1 + sum(s.space.name == "elem" for s in spec.present(case.flags)))
     host = tuple((let.name, text(let.node)) for let in step.host)
+    matrices = ""
+    if any(node.op == "call" for node in postorder(step.program.roots())):
+        from optgen.runtime.work.staged import AT_ONCE  # imports torch
+
+        size = f"{AT_ONCE >> 20} MiB"
+        matrices = f"those of one shape in batches of {size} in bf16, or of one; at most five times that is in use"
     return Explanation(
         spec.name, plan.name, param, dict(case.flags), f"{relative(spec.loc.file)}:{spec.loc.line}",
         tuple(plain_formulas(spec, case.flags)), rows, sum(r.bytes for r in rows), plain, tuple(_sweeps(step)), host,
-        step.program.rules, verdict.findings, verdict.discouraged,
+        step.program.rules, verdict.findings, verdict.discouraged, matrices,
     )  # fmt: skip
 
 

@@ -121,7 +121,7 @@ def of(cls: Any, group: Mapping[str, Any]) -> Mapping[plans.Label, int]:
 def seen(variant: Variant, p: Tensor, count: int | None) -> Variant:
     """The variant for a parameter in so many blocks; None: in those that its rule says.  ValueError as of `height`."""
     heads = variant.matrix == "heads"
-    if count is None or not variant.needs_matrix or not p.numel():
+    if count is None or not variant.needs_matrix or not p.numel() or (heads and count == 1 and p.ndim == 2):
         return in_blocks(variant, by_shape(p.shape)) if heads else variant
     rows = height(p.shape, count)
     if heads:

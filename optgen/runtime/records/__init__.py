@@ -192,7 +192,7 @@ def by_shape(shape: Sequence[int]) -> str:
     Three dimensions of which the last two have at least 8 indices are a stack of matrices.  Anything else, such as the
     weight of a convolution with a short kernel, is one matrix of dimension 0 against the rest.
     """
-    return "last" if len(shape) == 3 and min(shape[1:]) >= 8 else "first"
+    return "last" if len(shape) == 2 or (len(shape) == 3 and min(shape[1:]) >= 8) else "first"
 
 PACK = 64
 """Columns that packed codes are read in where nothing else is in blocks."""

@@ -110,11 +110,11 @@ def no_matrix(cls: Any, p: Tensor, name: Label) -> ValueError:
 
 def warn_stack(cls: Any, entry: Entry) -> None:
     """Warn of a parameter of three dimensions that nobody said to be a stack of matrices."""
-    count = entry.p.shape[0]
+    count, name = entry.p.shape[0], repr(entry.name) if isinstance(entry.name, str) else "its name"
     warn(
         f"{cls.__name__} takes {state.label(entry.p, entry.name)} as a stack of {count} matrices, such as a layer's "
-        f"experts, each by itself.  Say so with blocks={{{entry.name!r}: {count}}}; if it is a convolution, one matrix "
-        f"of {count} rows, with blocks={{{entry.name!r}: 1}}",
+        f"experts, each by itself.  Say so with blocks={{{name}: {count}}}; if it is a convolution, one matrix of "
+        f"{count} rows, with blocks={{{name}: 1}}",
         cls,
     )
 

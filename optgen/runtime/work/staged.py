@@ -15,13 +15,13 @@ from torch import Tensor
 
 from optgen.runtime.layout import layout, sharding
 from optgen.runtime.layout.workspace import Workspace, entries
-from optgen.runtime.records import Stage, Variant
-from optgen.runtime.reference import matrices
+from optgen.runtime.records import Matrix, Stage, Variant
+from optgen.runtime.reference import matrices as functions
 from optgen.runtime.work.bucket import Bucket
 from optgen.runtime.work.counting import Control
 
 AT_ONCE = 2**28
-"""Bytes of matrices that are put together from their parts at a time."""
+"""Bytes of matrices in bf16 that are put together from their parts, or worked on in one batch, at a time."""
 
 Runner = Generator[list[Tensor] | sharding.Exchange, Tensor | None, None]
 """Yields what each of its tensors adds to a sum (0-dim, fp32), and is sent the sum; or what it needs of other ranks."""
@@ -160,12 +160,12 @@ def _over_ranks(bucket: Bucket, room: Workspace, names: Sequence[str]) -> list[s
 def _call(
     bucket: Bucket, room: Workspace, stage: Stage, temp: int, scalars: Sequence[float] | Control
 ) -> Generator[sharding.Exchange, Tensor | None, None]:
-    """A function of whole matrices of every tensor, in place.
+    """A function of whole matrices of every tensor, in place; matrices of one shape are a batch.
 
     Of a tensor that lies over several ranks each computes it for the whole tensor, and keeps its part.
     """
     numbers = scalars.rounded if isinstance(scalars, Control) else scalars.__getitem__
-    function: Callable[..., Tensor] = getattr(matrices, stage.kernel)
+    function: Callable[..., Tensor] = getattr(functions, stage.kernel)
     names = bucket.variant.scalars if bucket.variant.kernel_scalars is None else bucket.variant.kernel_scalars
     given = [numbers(names.index(x)) if isinstance(x, str) else x for x in stage.given]
     own, parted = [], []
@@ -177,20 +177,36 @@ def _call(
         else:
             parted.append((x, sharding.Whole(shard.layout, x)))
     matrix = bucket.variant.matrix
-    for x in own:
-        seen = x.view(layout.matrix_shape(matrix, x.shape))
-        seen.copy_(function(seen, *given))
-    for some in _batches(parted):
+    _apply(function, given, matrix, own)
+    for some in _together(parted):
         yield sharding.Exchange(wholes=[wanted for _, wanted in some])
-        for x, wanted in some:
-            assert wanted.found is not None
-            seen = wanted.found.view(layout.matrix_shape(matrix, wanted.found.shape))
-            made = function(seen, *given).view(wanted.found.shape)
+        wholes = [wanted.found for _, wanted in some if wanted.found is not None]
+        _apply(function, given, matrix, wholes)
+        for (x, wanted), made in zip(some, wholes, strict=True):
             x.copy_(sharding.part_of(made, wanted.layout))
             wanted.found = None
 
 
-def _batches(parted: list[tuple[Tensor, sharding.Whole]]) -> Iterator[list[tuple[Tensor, sharding.Whole]]]:
+def _apply(function: Callable[..., Tensor], given: Sequence[float], matrix: Matrix, tensors: Sequence[Tensor]) -> None:
+    """Replace the matrices of tensors by a function of them, in batches of one shape that AT_ONCE holds.
+
+    A batch has the bits of its matrices one at a time where torch multiplies each by itself, as on CPUs; under
+    torch.use_deterministic_algorithms, which is for the same bits in every run, matrices are taken one at a time.
+    """
+    alike: dict[torch.Size, list[Tensor]] = {}
+    for x in tensors:
+        seen = x.view(layout.matrix_shape(matrix, x.shape))
+        alike.setdefault(seen.shape[-2:], []).extend(seen.view(-1, *seen.shape[-2:]).unbind())
+    alone = torch.are_deterministic_algorithms_enabled()
+    for shape, found in alike.items():
+        most = 1 if alone else max(AT_ONCE // (2 * shape.numel()), 1)
+        for start in range(0, len(found), most):
+            some = found[start : start + most]
+            made = function(torch.stack(some), *given) if len(some) > 1 else function(some[0], *given)[None]
+            torch._foreach_copy_(some, list(made.unbind()))
+
+
+def _together(parted: list[tuple[Tensor, sharding.Whole]]) -> Iterator[list[tuple[Tensor, sharding.Whole]]]:
     """Matrices that are wanted whole at one time: as many as AT_ONCE holds, one at least."""
     some: list[tuple[Tensor, sharding.Whole]] = []
     room = 0
