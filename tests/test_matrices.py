@@ -203,7 +203,7 @@ def test_matrices_of_one_shape_are_one_batch() -> None:
 
 
 def test_batches_are_cut_where_they_pass_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is in use stays below five times the limit, and the bits stay as they are, also one at a time."""
+    """Beside the scratch of the step no more than five times the limit is in use, and bits stay, also one at a time."""
     found = []
     for limit, deterministic in ((2**28, False), (4 * 2 * 64 * 64, False), (2**28, True)):
         params = [nn.Parameter(drawn(*shape)) for shape in ((8, 64, 64), (64, 64), (3, 64, 64))]
@@ -211,6 +211,7 @@ def test_batches_are_cut_where_they_pass_the_limit(monkeypatch: pytest.MonkeyPat
         opt = Muon(named, plan="fp32", backend="cpp", blocks={"w0": 8, "w2": 3})
         for p in params:
             p.grad = drawn(*p.shape, seed=1)
+        opt.step()  # makes states
         monkeypatch.setattr(staged, "AT_ONCE", limit)
         torch.use_deterministic_algorithms(deterministic)
         try:
@@ -220,7 +221,8 @@ def test_batches_are_cut_where_they_pass_the_limit(monkeypatch: pytest.MonkeyPat
             torch.use_deterministic_algorithms(False)
         products = watch.calls["bmm"] + watch.calls["mm"]
         assert products == 5 * (12 if deterministic else 1 if limit == 2**28 else 3)
-        assert watch.peak <= 5 * min(limit, 12 * 2 * 64 * 64)
+        scratch = 12 * 2 * 64 * 64
+        assert watch.peak <= 5 * min(limit, scratch) + scratch
         found.append(torch.cat([p.detach().flatten() for p in params]))
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
     assert "batches of 256 MiB" in explain(muon, plans.int8_split24).matrices

@@ -179,7 +179,7 @@ def explain(spec: Spec, plan: Plan, param: str = "bfloat16", flags: Mapping[str,
         from optgen.runtime.work.staged import AT_ONCE  # imports torch
 
         size = f"{AT_ONCE >> 20} MiB"
-        matrices = f"those of one shape in batches of {size} in bf16, or of one; at most five times that is in use"
+        matrices = f"those of one shape in batches of {size} in bf16, or of one; five times that is in use at most"
     return Explanation(
         spec.name, plan.name, param, dict(case.flags), f"{relative(spec.loc.file)}:{spec.loc.line}",
         tuple(plain_formulas(spec, case.flags)), rows, sum(r.bytes for r in rows), plain, tuple(_sweeps(step)), host,
