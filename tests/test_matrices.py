@@ -11,8 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
+import optgen
+from optgen.base.errors import UserError
 from optgen.driver.explain import explain
+from optgen.lang import hyper, mat_norm, newton_schulz, optimizer, shape_flag, state
 from optgen.optim import Muon, NorMuon
 from optgen.runtime.work import staged
 from specs import plans
@@ -226,3 +230,85 @@ def test_batches_are_cut_where_they_pass_the_limit(monkeypatch: pytest.MonkeyPat
         found.append(torch.cat([p.detach().flatten() for p in params]))
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
     assert "batches of 256 MiB" in explain(muon, plans.int8_split24).matrices
+
+
+def exactly(x: Tensor, steps: int, rounds: list[tuple[float, float, float]], norm: bool = True) -> Tensor:
+    """Newton-Schulz in fp64 of what bf16 makes of x, by singular values: each goes through the polynomials."""
+    left, values, right = torch.linalg.svd(x.to(torch.bfloat16).double(), full_matrices=False)
+    values = values / values.norm(dim=-1, keepdim=True) if norm else values
+    for k in range(steps):
+        a, b, c = rounds[min(k, len(rounds) - 1)]
+        values = a * values + b * values**3 + c * values**5
+    return left @ (values[..., None] * right)
+
+
+EXPRESS = [
+    (8.2051, -22.9019, 16.4607), (4.0664, -2.8612, 0.5184), (3.9096, -2.8234, 0.5250), (3.2856, -2.4153, 0.4853),
+    (2.2779, -1.6198, 0.3985), (1.8726, -1.2307, 0.3585), (1.8564, -1.2132, 0.3568), (1.875, -1.25, 0.375),
+]  # fmt: skip
+JORDAN = (3.4445, -4.7750, 2.0315)
+ROUNDS = {
+    "jordan": (5, [JORDAN], 0.35),
+    "polar_express": (5, EXPRESS, 0.15),
+    "deepseek": (10, 8 * [JORDAN] + [(2.0, -1.5, 0.5)], 0.02),
+    "cubic": (10, [(1.5, -0.5, 0.0)], 0.7),
+}
+"""Rounds and coefficients as the papers have them, and how far from 1 singular values of Gaussian matrices stay."""
+
+
+@pytest.mark.parametrize("gram", [False, True])
+@pytest.mark.parametrize("name", ROUNDS)
+def test_named_coefficients_are_those_of_their_papers(name: str, gram: bool) -> None:
+    """Against fp64, within roundings of bf16; the form with products of the short side is no further from it."""
+    steps, rounds, near = ROUNDS[name]
+    for shape in ((3, 64, 256), (256, 64), (30, 40), (40, 40), (8, 40)):
+        x = drawn(*shape)
+        made, exact = newton_schulz(x, coefficients=name, gram=gram), exactly(x, steps, rounds)
+        usual = newton_schulz(x, steps, rounds).double()
+        assert (made - exact).norm() <= 0.03 * exact.norm()
+        if gram and min(shape[-2:]) < max(shape[-2:]):
+            assert (made - exact).norm() <= (usual - exact).norm() + 2.0**-8 * exact.norm()
+            assert (made - usual).norm() <= 0.05 * exact.norm()
+        if name != "cubic" and shape[-2] != shape[-1]:
+            assert (torch.linalg.svdvals(made) - 1).abs().max() <= near
+
+
+def test_the_form_by_short_sides_takes_few_products_of_the_long_side() -> None:
+    rows, columns = 32, 1024
+    flops = {}
+    for gram in (False, True):
+        with FlopCounterMode(display=False) as counter:
+            newton_schulz(drawn(2, rows, columns), gram=gram)
+        flops[gram] = counter.get_total_flops() / (2 * 2 * rows * rows)  # of two matrices
+    assert flops[False] == 10 * columns + 5 * rows
+    assert 4 * columns < flops[True] <= 4 * columns + 5 * 4 * rows
+
+
+@optimizer(cite="nobody", matrix="heads")
+def in_two_calls(p, g, m=state(), *, lr=hyper(1e-2, ge=0), wide=shape_flag(lambda shape: len(shape) >= 2)):
+    m = 0.9 * m + g
+    if wide:
+        once = newton_schulz(m / (1.02 * mat_norm(m) + 1e-6), 5, "polar_express", normalize=False, gram=True)
+        u = newton_schulz(once, 2, (2.0, -1.5, 0.5), normalize=False)
+    else:
+        u = m
+    p = p - lr * u
+    return p, m
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpp"])
+def test_a_spec_says_how_its_matrices_are_made_orthogonal(backend: str) -> None:
+    cls = optgen.compile(in_two_calls, plan="fp32")
+    p = nn.Parameter(drawn(4, 16, 24))
+    opt = cls([("w", p)], lr=1.0, backend=backend, blocks={"w": 4})
+    p.grad, before = drawn(4, 16, 24, seed=1), p.detach().clone()
+    opt.step()
+    scaled = p.grad.double() / (1.02 * p.grad.double().norm(dim=(1, 2), keepdim=True) + 1e-6)
+    wanted = exactly(exactly(scaled, 5, EXPRESS, norm=False), 2, [(2.0, -1.5, 0.5)], norm=False)
+    assert ((before - p.detach()) - wanted).norm() <= 0.03 * wanted.norm()
+
+
+@pytest.mark.parametrize("coefficients", ["polar", (), [(1.0, 2.0)], (1.0, 2.0)])
+def test_other_coefficients_are_refused(coefficients: Any) -> None:
+    with pytest.raises(UserError, match=r"coefficients=\(a, b, c\), a list of such, or a name"):
+        newton_schulz(torch.ones(2, 3), coefficients=coefficients)

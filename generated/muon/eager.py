@@ -53,8 +53,8 @@ def muon(
     direction_tensor = b.flat(
         b.elements(
             newton_schulz(
-                direction_tensor, float(ns_steps), float(ns_coefficients_0), float(ns_coefficients_1),
-                float(ns_coefficients_2), float(eps)
+                direction_tensor, float(ns_steps), float(1.0), float(0.0), float(eps), float(ns_coefficients_0),
+                float(ns_coefficients_1), float(ns_coefficients_2)
             )
         ).to(torch.bfloat16)
     )
@@ -150,8 +150,8 @@ def muon_match_rms_adamw(
     direction_tensor = b.flat(
         b.elements(
             newton_schulz(
-                direction_tensor, float(ns_steps), float(ns_coefficients_0), float(ns_coefficients_1),
-                float(ns_coefficients_2), float(eps)
+                direction_tensor, float(ns_steps), float(1.0), float(0.0), float(eps), float(ns_coefficients_0),
+                float(ns_coefficients_1), float(ns_coefficients_2)
             )
         ).to(torch.bfloat16)
     )
@@ -215,8 +215,8 @@ def muon_no_nesterov(
     direction_tensor = b.flat(
         b.elements(
             newton_schulz(
-                direction_tensor, float(ns_steps), float(ns_coefficients_0), float(ns_coefficients_1),
-                float(ns_coefficients_2), float(eps)
+                direction_tensor, float(ns_steps), float(1.0), float(0.0), float(eps), float(ns_coefficients_0),
+                float(ns_coefficients_1), float(ns_coefficients_2)
             )
         ).to(torch.bfloat16)
     )
@@ -280,8 +280,8 @@ def muon_no_nesterov_match_rms_adamw(
     direction_tensor = b.flat(
         b.elements(
             newton_schulz(
-                direction_tensor, float(ns_steps), float(ns_coefficients_0), float(ns_coefficients_1),
-                float(ns_coefficients_2), float(eps)
+                direction_tensor, float(ns_steps), float(1.0), float(0.0), float(eps), float(ns_coefficients_0),
+                float(ns_coefficients_1), float(ns_coefficients_2)
             )
         ).to(torch.bfloat16)
     )

@@ -44,7 +44,10 @@ def normuon(
     # -- encode and store
     direction_tensor = b.flat(
         b.elements(
-            newton_schulz(direction_tensor, float(ns_steps), float(3.4445), float(-4.775), float(2.0315), float(1e-07))
+            newton_schulz(
+                direction_tensor, float(ns_steps), float(1.0), float(0.0), float(1e-07), float(3.4445), float(-4.775),
+                float(2.0315)
+            )
         ).to(torch.bfloat16)
     )
 

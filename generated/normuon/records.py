@@ -159,7 +159,7 @@ STEPS = (
                 level=1,
                 scalars=(2,),
                 temps=("direction",),
-                given=("ns_steps", 3.4445, -4.775, 2.0315, 1e-07),
+                given=("ns_steps", 1.0, 0.0, 1e-07, 3.4445, -4.775, 2.0315),
             ),
             Stage(
                 "normuon_3",

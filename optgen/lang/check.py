@@ -34,6 +34,8 @@ def _check_call(spec: Spec, node: Node, trace: Trace) -> None:
         why = 'matrix="blocks" divides rows into blocks, and it takes the whole matrix'
         remedy = 'write matrix="heads", under which each block of rows is a matrix, or matrix="first"'
         raise UserError("E129", loc=place, why=why, remedy=remedy)
+    if node.args[2].attr == 0:  # it does not normalize
+        return
     inner = node.args[0]
     while inner.op in ("mul", "div", "neg"):
         (inner, *others) = sorted(inner.args, key=lambda a: a.space != spaces.elem)
@@ -42,7 +44,8 @@ def _check_call(spec: Spec, node: Node, trace: Trace) -> None:
     if inner.op == "call":
         why = "its operand is its own result, which it would divide by the Frobenius norm a second time"
         places = (place, trace.places.get(inner.uid, spec.loc))
-        raise UserError("E129", loc=places, why=why, remedy="one call of more steps: newton_schulz(x, 10)")
+        remedy = "one call: newton_schulz(x, coefficients=[(a, b, c), ...]), or more steps, newton_schulz(x, 10)"
+        raise UserError("E129", loc=places, why=why, remedy=remedy)
 
 
 def _check_vectors(spec: Spec, flags: Mapping[str, bool], trace: Trace) -> None:

@@ -124,7 +124,7 @@ class Levels:
             if reduces_model(node):
                 self.of[node.uid] = below + 2
             elif reduces_elements(node) or node.op == "call":
-                self.of[node.uid] = below + 1
+                self.of[node.uid] = below + below % 2 + 1  # after the sweep that reads a call's own result
             elif node.space in (spaces.host,) or not node.args:
                 self.of[node.uid] = START if is_small(node) or node.space == spaces.host else 0
             elif is_small(node):
