@@ -229,6 +229,7 @@ def changes(saved: dict[str, Any]) -> Iterator[tuple[str, Callable[[dict[str, An
             for what, change in (
                 ("dtype", other_dtype),
                 ("complex", lambda t: t.to(torch.complex64)),
+                ("no values", lambda t: t.to("meta")),
                 ("shape", lambda t: t.unsqueeze(0)),
                 ("flat", lambda t: t.reshape(-1) if t.ndim != 1 else t.reshape(1, -1)),
                 ("short", lambda t: t[:-1] if t.ndim else t.reshape(1)),

@@ -202,6 +202,37 @@ def test_from_fp32_torch_to_a_16_bit_model(tmp_path: Path) -> None:
         assert bits(again.master_weights()) == bits(opt.master_weights())
 
 
+WRONG: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "no dict of states": (lambda s: s["state"].update({0: [1]}), "parameter 0: expected a dict of states"),
+    "no values": (lambda s: s["state"][0].update(exp_avg=torch.ones(70, 64, device="meta")), "a tensor with values"),
+    "another shape": (lambda s: s["state"][0].update(exp_avg=torch.ones(64, 70)), "the weight 'w' is [70, 64], its"),
+    "an option": (lambda s: s["param_groups"][0].update(lr="fast"), "lr must be a number, got 'fast'"),
+    "a flag": (lambda s: s["param_groups"][0].update(amsgrad="yes"), "amsgrad must be True or False, got 'yes'"),
+    "NaN": (lambda s: s["state"][0]["exp_avg"].fill_(torch.nan), "exp_avg: expected numbers, 4480 of 4480 are NaN"),
+    "no groups": (lambda s: s.update(param_groups=3), "its optimizer's state dict is none"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_cannot_be_converted_is_refused_and_nothing_is_written(tmp_path: Path, case: str) -> None:
+    change, text = WRONG[case]
+    model = Net()
+    oracle = torch.optim.AdamW(model.named_parameters())
+    train(oracle, range(1))
+    saved = copy.deepcopy(oracle.state_dict())
+    change(saved)
+    t, o, w = (tmp_path / f"{name}.pt" for name in "tow")
+    torch.save(saved, t)
+    torch.save(model.state_dict(), w)
+    with pytest.raises(UserError) as caught:
+        convert(str(t), str(o), to="int8", spec="adamw", weights=str(w))
+    assert text in str(caught.value)
+    t.write_bytes(t.read_bytes()[:-100])
+    with pytest.raises(UserError):
+        convert(str(t), str(o), to="int8", spec="adamw", weights=str(w))
+    assert not o.exists()
+
+
 # -- other packages --------------------------------------------------------------------------------------------
 
 
