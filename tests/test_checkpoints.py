@@ -180,27 +180,6 @@ def test_names_that_a_distributed_checkpoint_dropped_are_not_taken_for_none(flat
     assert "streams" not in opts[1].param_groups[0]
 
 
-def test_a_group_says_all_in_primitives() -> None:
-    """What torch.load(weights_only=True), torch.distributed.checkpoint and JSON take."""
-
-    def leaves(value: Any) -> Iterator[Any]:
-        if isinstance(value, (dict, list, tuple)):
-            for part in value.values() if isinstance(value, dict) else value:
-                yield from leaves(part)
-        else:
-            yield value
-
-    for case in fixture.CASES:
-        opt, params = fixture.optimizer(case)
-        fixture.train(opt, params, range(1))
-        saved = opt.state_dict()
-        for group in saved["param_groups"]:
-            assert {type(x) for x in leaves(group)} <= {int, float, bool, str, type(None)}
-        for entry in saved["state"].values():
-            assert all(type(x) in (Tensor, int, float) for x in entry.values())
-            assert all("." not in key for key in entry)
-
-
 # -- every single change of a checkpoint -----------------------------------------------------------------------
 
 

@@ -340,23 +340,6 @@ def test_states_go_to_the_weights_that_they_were_of(tmp_path: Path, named: bool)
     assert everything(again, same) == everything(opt, model)
 
 
-def test_a_tied_weight_is_one_under_all_of_its_keys(tmp_path: Path) -> None:
-    """Also where the model that goes on has its modules in another order."""
-
-    def made(first: str, second: str) -> tuple[nn.Module, Any]:
-        model = nn.ModuleDict({first: nn.Linear(8, 8, bias=False), second: nn.Linear(8, 8, bias=False)})
-        model[second].weight = model[first].weight
-        return model, AdamW([model[first].weight], plan="fp32")
-
-    model, opt = made("a", "b")
-    train(opt, range(2))
-    save_checkpoint(tmp_path / "run.pt", opt, model)
-    other, again = made("b", "a")
-    load_checkpoint(tmp_path / "run.pt", again, other)
-    assert torch.equal(other["a"].weight, model["a"].weight)
-    assert len(again.state) == 1
-
-
 def test_a_model_that_fails_to_load_leaves_the_optimizer_too(tmp_path: Path) -> None:
     model, opt = ready()
     save_checkpoint(tmp_path / "run.pt", opt, model)

