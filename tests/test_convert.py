@@ -203,7 +203,7 @@ def test_from_fp32_torch_to_a_16_bit_model(tmp_path: Path) -> None:
 
 
 WRONG: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
-    "no dict of states": (lambda s: s["state"].update({0: [1]}), "parameter 0: expected a dict of states"),
+    "no dict of states": (lambda s: s["state"].update({0: [1]}), "expected a dict of states, got [1]"),
     "no values": (lambda s: s["state"][0].update(exp_avg=torch.ones(70, 64, device="meta")), "a tensor with values"),
     "another shape": (lambda s: s["state"][0].update(exp_avg=torch.ones(64, 70)), "the weight 'w' is [70, 64], its"),
     "an option": (lambda s: s["param_groups"][0].update(lr="fast"), "lr must be a number, got 'fast'"),
