@@ -307,6 +307,16 @@ def test_triton_kernels_give_the_bits_of_eager_torch(plan: Plan) -> None:
     compare(ours, theirs, shapes)
 
 
+@pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value", "ignore:overflow")
+@pytest.mark.parametrize("plan", [RANK1, pytest.param(FACTORED, marks=pytest.mark.slow)], ids=lambda x: x.name)
+def test_triton_kernels_of_a_rule_that_reads_new_states_back_elsewhere(plan: Plan) -> None:
+    """LAMB has a norm of the tensor too, whose sum goes by rows where a state is kept as a whole."""
+    pytest.importorskip("triton")
+    cls, shapes = compiled(harness.spec_of("lamb"), plan, "strict"), [(7, 70), (2, 3, 5, 14)]
+    ours, theirs = (train(cls, backend, torch.bfloat16, plan.name, shapes) for backend in ("reference", "triton"))
+    compare(ours, theirs, shapes)
+
+
 FOUR_BITS = plans.int4_split24.but(name="rank1_split24", nonneg=Rank1(4, vectors=64))
 
 

@@ -254,7 +254,7 @@ def _load(p: Printer, n: Node) -> Text:
 
 
 def _draw(p: Printer, n: Node) -> Text:
-    kind, _, width, _ = n.attr
+    kind, _, width = n.attr
     more = f", {width}" if kind != "integer" else ""
     return f"{kind}<VALUE{more}>(noise)", ATOM
 

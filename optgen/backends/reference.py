@@ -144,7 +144,7 @@ def _load(p: Printer, n: Node) -> Text:
 
 
 def _draw(p: Printer, n: Node) -> Text:
-    kind, bits, width, _ = n.attr
+    kind, bits, width = n.attr
     return f"noise.{kind}({bits}{f', {width}' if kind != 'integer' else ''})", ATOM
 
 

@@ -230,9 +230,9 @@ def _result(program: Program, s: Store, printer: Printer) -> str:
 # -- codecs
 
 
-def _drawn(n: Node, draws: str, shift: str) -> Text:
-    kind, bits, width, _ = n.attr
-    return f"{kind}({draws}, {shift}, {bits}{f', {width}' if kind != 'integer' else ''})", ATOM
+def _drawn(_: Printer, n: Node) -> Text:
+    kind, bits, width = n.attr
+    return f"{kind}(draws, SHIFT, {bits}{f', {width}' if kind != 'integer' else ''})", ATOM
 
 
 class CodecPrinter(TritonPrinter):
@@ -242,7 +242,7 @@ class CodecPrinter(TritonPrinter):
 
     def __init__(self, program: Program) -> None:
         super().__init__(program)
-        self.spell = {**self.spell, "draw": lambda p, n: _drawn(n, "draws", "SHIFT")}
+        self.spell = {**self.spell, "draw": _drawn}
 
 
 def codec_functions(codec: Codec, name: str) -> list[list[str]]:

@@ -136,12 +136,9 @@ def extent(name: str) -> Node:
     return _make("extent", (), name, dtypes.f32, spaces.tensor)
 
 
-def draw(kind: str, bits: int, width: int, of: str = "") -> Node:
-    """Random bits that a codec takes from its share of a word: `integer`, `fraction` or `middle`, `width` bits wide.
-
-    of  the state that is rounded by them, "p" for the weight; "" in a codec that stands alone
-    """
-    return _make("draw", (), (kind, bits, width, of), dtypes.i32, spaces.elem)
+def draw(kind: str, bits: int, width: int) -> Node:
+    """Random bits that a codec takes from its share of a word: `integer`, `fraction` or `middle`, `width` bits wide."""
+    return _make("draw", (), (kind, bits, width), dtypes.i32, spaces.elem)
 
 
 # -- everything else

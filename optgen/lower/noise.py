@@ -80,21 +80,20 @@ def deal(wants: Mapping[str, int], rare: Collection[str] = ()) -> tuple[dict[str
 
 @dataclass(frozen=True)
 class Drawn(Noise):
-    """Noise as a codec asks for it: leaves instead of bits of a word; `of` as in ir.draw."""
+    """Noise as a codec asks for it: leaves instead of bits of a word."""
 
     word: Num = None
     shift: int = 0
     bits: int = 0
-    of: str = ""
 
     def integer(self) -> Num:
-        return Value(ir.draw("integer", self.bits, self.bits, self.of))
+        return Value(ir.draw("integer", self.bits, self.bits))
 
     def fraction(self, width: int) -> Num:
-        return Value(ir.draw("fraction", self.bits, width, self.of))
+        return Value(ir.draw("fraction", self.bits, width))
 
     def middle(self, width: int) -> Num:
-        return Value(ir.draw("middle", self.bits, width, self.of))
+        return Value(ir.draw("middle", self.bits, width))
 
 
 __all__ = ["Drawn", "deal", "word"]
