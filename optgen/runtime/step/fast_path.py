@@ -103,7 +103,7 @@ class CachedBucket:
         users = [state[p][name] for p in self.params for name in bucket.variant.names]
         self.fields = [weakref.ref(x) for x in users]
         self.field_addresses = [_address(s[name]) for s in bucket.states for name in bucket.variant.names]
-        self.host, self.width = bucket.variant.host_for(bucket.backend)
+        self.made_by = bucket.variant.host_for(bucket.backend)
 
     def matches(self, state: Mapping[Any, State]) -> bool:
         """Return True if the same kernels can run on what is there now; notes the states and the gradients' addresses.
@@ -159,14 +159,11 @@ class CachedBucket:
 
     def count(self, group: CachedGroup, scaler: counting.Scaler | None) -> counting.Counted:
         """Compute the scalars."""
-        names, sign, (number, *host) = self.names[1:], group.sign, self.numbers
-        if self.control is not None:
-            hypers, seed = group.hypers_on(self.device), group.seed if self.variant.stochastic else None
-            return counting.on_device(
-                self.control, self.host, self.width, number, sign, hypers, names, host, seed, scaler
-            )
-        factor = sign if scaler is None else scaler.factor(sign)
-        return counting.on_host(self.host, self.width, number + 1, factor, group.hypers, names, host, group.seed)
+        number, *host = self.numbers
+        hypers = group.hypers if self.control is None else group.hypers_on(self.device)
+        return counting.counted(
+            self.made_by, self.variant, self.control, number, group.sign, hypers, host, group.seed, scaler
+        )
 
     def run(self, counted: counting.Counted) -> None:
         """Launch the step, then count it in the states."""

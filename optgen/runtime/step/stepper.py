@@ -93,7 +93,7 @@ class Stepper:
         if not buckets:
             return
         shared.check(buckets)
-        counted = [None if b.counted else _on_host(owner.cls, owner.groups[b.group], b, scaler) for b in buckets]
+        counted = [None if b.counted else _counted(owner.cls, owner.groups[b.group], b, None, scaler) for b in buckets]
         sort.complete(owner, buckets, fresh, self.arena)
         self.launcher.begin()
         ready = [self._prepare(owner, bucket, scaler, known) for bucket, known in zip(buckets, counted, strict=True)]
@@ -123,7 +123,8 @@ class Stepper:
         if not alone and counting.capturing():
             raise counting.not_ready(f"not every parameter that steps with {state.label(*bucket.first)}")
         bucket.move_count(alone)
-        return ReadyBucket(bucket, kernels, _on_device(owner.cls, owner.groups[bucket.group], bucket, kernels, scaler))
+        made = _counted(owner.cls, owner.groups[bucket.group], bucket, kernels.control, scaler)
+        return ReadyBucket(bucket, kernels, made)
 
 
 def _has_fast_path(cls: Any, ready: Sequence[ReadyBucket]) -> bool:
@@ -145,31 +146,17 @@ def _run(ready: Sequence[ReadyBucket]) -> None:
             one.bucket.finish(one.counted.after)
 
 
-def _on_device(
-    cls: Any, group: Mapping[str, Any], bucket: Bucket, kernels: launch.Kernels, scaler: counting.Scaler | None
+def _counted(
+    cls: Any, group: Mapping[str, Any], bucket: Bucket, control: counting.Control | None, scaler: counting.Scaler | None
 ) -> counting.Counted:
-    """Return a bucket's step on the device."""
-    variant, control = bucket.variant, kernels.control
-    assert control is not None and isinstance(bucket.step, torch.Tensor)
-    hypers = {hyper.name: hyper.read_on(group[hyper.name], bucket.device) for hyper in cls.HYPERS}
-    host = [x for x in bucket.host if isinstance(x, torch.Tensor)]
-    made = counting.on_device(
-        control, *variant.host_for(bucket.backend), bucket.step, -1.0 if group["maximize"] else 1.0, hypers,
-        variant.host_names, host, group["seed"] if variant.stochastic else None, scaler,
-    )  # fmt: skip
-    counting.check_calls(variant, control)
+    """Return a bucket's step; `control`: where its scalars are on the device, None if it is counted on the host."""
+    variant, sign = bucket.variant, -1.0 if group["maximize"] else 1.0
+    if control is None:
+        hypers = {hyper.name: hyper.read(group[hyper.name]) for hyper in cls.HYPERS}
+    else:
+        hypers = {hyper.name: hyper.read_on(group[hyper.name], bucket.device) for hyper in cls.HYPERS}
+    made_by = variant.host_for(bucket.backend)
+    made = counting.counted(made_by, variant, control, bucket.step, sign, hypers, bucket.host, group["seed"], scaler)
+    if control is not None:
+        counting.check_calls(variant, control)
     return made
-
-
-def _on_host(
-    cls: Any, group: Mapping[str, Any], bucket: Bucket, scaler: counting.Scaler | None
-) -> counting.Counted:
-    """Return a bucket's step on the host."""
-    assert not isinstance(bucket.step, torch.Tensor)
-    hypers = {hyper.name: hyper.read(group[hyper.name]) for hyper in cls.HYPERS}
-    sign = -1.0 if group["maximize"] else 1.0
-    factor = sign if scaler is None else scaler.factor(sign)
-    host, names = bucket.host, bucket.variant.host_names
-    return counting.on_host(
-        *bucket.variant.host_for(bucket.backend), bucket.step + 1, factor, hypers, names, host, group["seed"]
-    )

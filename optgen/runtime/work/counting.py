@@ -71,27 +71,6 @@ class Counted(NamedTuple):
     after: list[Any] | Step
 
 
-def on_host(
-    function: HostFunction,
-    scalars: int,
-    number: int,
-    factor: float,
-    hypers: Mapping[str, Any],
-    names: Sequence[str],
-    host: Sequence[Any],
-    seed: int,
-) -> Counted:
-    """Compute the scalars of a step of that number in fp64.
-
-    function, scalars  the host function, and how many of its results are kernel scalars
-    factor             what gradients are multiplied with
-    names, host        of the host states, and these before the step
-    """
-    values = function(number, factor, **hypers, **dict(zip(names, host, strict=True)))
-    rounded = (ctypes.c_float * scalars)(*values[:scalars])
-    return Counted(rounded, keys.step_key(seed, number), [number, *values[scalars:]])
-
-
 def is_count(x: object, device: torch.device) -> bool:
     """Return True for a tensor that counts steps on the device."""
     return isinstance(x, Tensor) and x.dtype is torch.int64 and x.ndim == 0 and x.device == device
@@ -196,34 +175,40 @@ class Step:
             kept.copy_(new if self.skip is None else torch.where(self.skip, kept, new))
 
 
-def on_device(
-    control: Control,
-    function: HostFunction,
-    scalars: int,
-    count: Tensor,
+def counted(
+    made_by: tuple[HostFunction, int],
+    variant: Variant,
+    control: Control | None,
+    done: Any,
     sign: float,
     hypers: Mapping[str, Any],
-    names: Sequence[str],
-    host: Sequence[Tensor],
-    seed: int | None,
+    host: Sequence[Any],
+    seed: int,
     scaler: Scaler | None,
 ) -> Counted:
-    """Compute the scalars of a step into `control`, in fp64; arguments as in `on_host`.
+    """Compute the scalars of the step after `done` steps, in fp64: on the host, or into `control`.
 
-    count  the steps done
-    sign   what gradients are multiplied with, before the scaler
-    seed   None where no random bits are drawn
+    made_by  the host function, and how many of its results are kernel scalars
+    sign     what gradients are multiplied with, before the scaler
+    host     the host states before the step
     """
-    device, skip = count.device, None
-    factor: Scalar = sign
-    number = control.count(count)
+    function, width = made_by
+    before = dict(zip(variant.host_names, host, strict=True))
+    if control is None:
+        number, factor = done + 1, sign if scaler is None else scaler.factor(sign)
+        values = function(number, factor, **hypers, **before)
+        rounded = (ctypes.c_float * width)(*values[:width])
+        return Counted(rounded, keys.step_key(seed, number), [number, *values[width:]])
+    there, skip = done.device, None
+    scale: Scalar = sign
+    number = control.count(done)
     if scaler is not None and scaler.found is not None:
-        skip = scaler.found.reshape(()).to(device, non_blocking=True) != 0
+        skip = scaler.found.reshape(()).to(there, non_blocking=True) != 0
     if scaler is not None and scaler.scale is not None:
-        factor = sign / scaler.scale.reshape(()).to(device, torch.float64, non_blocking=True)
-    values = function(number, factor, **hypers, **dict(zip(names, host, strict=True)))
-    control.fill(values[:scalars], seed, skip)
-    return Counted(control, 0, Step(count, host, values[scalars:], skip))
+        scale = sign / scaler.scale.reshape(()).to(there, torch.float64, non_blocking=True)
+    values = function(number, scale, **hypers, **before)
+    control.fill(values[:width], seed if variant.stochastic else None, skip)
+    return Counted(control, 0, Step(done, host, values[width:], skip))
 
 
 def check_calls(variant: Variant, control: Control) -> None:
