@@ -151,7 +151,8 @@ class Optimizer(torch.optim.Optimizer):
         self._bring_up()
         self.defaults.pop("differentiable", None)  # torch puts it there; it would wander into new groups
         for group in self.param_groups:
-            options.set_missing(group, self.defaults)
+            for key, value in self.defaults.items():
+                group.setdefault(key, value)
         for entry in self._entries():
             self._stepper.dtypes[id(entry.p)] = (entry.p, entry.p.dtype)
         if any(group.get("offload") for group in self.param_groups):  # copies of parameters do not know their homes

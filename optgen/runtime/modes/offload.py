@@ -271,7 +271,8 @@ class Offload:
             self._divide(owner, stepper)
             for chunk in self._chunks:
                 chunk.open(owner)
-            leaving = [(chunk, self._mover(chunk)) for chunk in self._chunks if chunk.room is not None]
+            moving = [chunk for chunk in self._chunks if chunk.room is not None]
+            leaving = [(chunk, self._rooms.mover(chunk.members[0].p.device)) for chunk in moving]
             tokens = [chunk.fetch(move) for chunk, move in leaving[:1]]
             for chunk in self._chunks:
                 if chunk.room is None:
@@ -295,9 +296,6 @@ class Offload:
                 f"{owner.cls.__name__}: offload=True takes no scaled gradients; call scaler.unscale_(optimizer) "
                 f"before scaler.step(optimizer)"
             )
-
-    def _mover(self, chunk: Chunk) -> Mover:
-        return self._rooms.mover(chunk.members[0].p.device)
 
     def _members(self, owner: Owner, stepper: Stepper) -> list[Entry]:
         """Return the parameters of the step: those with a gradient, and parts of tensors that may have one elsewhere.

@@ -282,12 +282,12 @@ class Release:
         )
         found = (getattr(sys.modules.get(module), name, None) for module, name in places)
         kinds = tuple(kind for kind in found if isinstance(kind, type))
-        wrappers: list[Any] = [] if self._model is None else [m for m in self._model.modules() if isinstance(m, kinds)]
-        if not wrappers and torch.distributed.is_available() and torch.distributed.is_initialized():
-            ours = {id(entry.p) for entry in entries.of(owner.groups)}
-            everything = gc.get_objects()
-            wraps = {kind for kind in set(map(type, everything)) if issubclass(kind, kinds)}  # slow, so once per type
-            wrappers = [m for m in everything if type(m) in wraps and any(id(p) in ours for p in m.parameters())]
+        if not kinds or not torch.distributed.is_available() or not torch.distributed.is_initialized():
+            return
+        ours = {id(entry.p) for entry in entries.of(owner.groups)}
+        everything = gc.get_objects()
+        wraps = {kind for kind in set(map(type, everything)) if issubclass(kind, kinds)}  # slow, so once per type
+        wrappers = [m for m in everything if type(m) in wraps and any(id(p) in ours for p in m.parameters())]
         if wrappers:
             raise NotImplementedError(
                 f"{owner.cls.__name__}.release_gradients: {type(wrappers[0]).__name__} sums gradients over "

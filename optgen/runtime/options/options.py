@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -206,8 +206,3 @@ def _plain_number(value: Any) -> Any:
         return value
     number = as_float(value)
     return value if number is None else number
-
-
-def set_missing(group: MutableMapping[str, Any], defaults: Mapping[str, Any]) -> None:
-    for key, value in defaults.items():
-        group.setdefault(key, value)
