@@ -88,7 +88,7 @@ def only(s: Schedule | Step) -> Schedule:
 
 
 def _texts(spec: Spec, s: Schedule, kernels: Schedule) -> tuple[str, str]:
-    """What `Pair` runs, printed: the reference, the host's scalars of it and of C++ kernels."""
+    """Generate what `Pair` runs: the reference, the host's scalars of it and of C++ kernels."""
     names = "Blocks, block_max, block_min, choose, larger, lookup, quotient, rotl, scalars, search, smaller, sqrt"
     text = f"import torch\nfrom optgen.runtime.reference.eager import {names}\n"
     lines = [*reference.tables([s]), *inlined.step_function(s, "f")]
@@ -251,7 +251,7 @@ def compiled(source: str, grad: str, isa: str = "") -> ctypes.CDLL:
 
 
 HEADERS = Path(__file__).parents[1] / "build" / "headers"
-"""What every kernel includes, read once by the compiler; left there for the next run."""
+"""The headers that every kernel includes, read once by the compiler; left there for the next run."""
 
 _INCLUDED = (
     "#include <stdint.h>\n#include <string.h>\n#ifdef _OPENMP\n#include <omp.h>\n#endif\n#include <immintrin.h>\n"

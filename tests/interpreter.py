@@ -52,7 +52,7 @@ _originals: list[Change] = []
 
 
 def originals() -> list[Change]:
-    """What `quicken` has replaced."""
+    """Return what `quicken` has replaced."""
     return list(_originals)
 
 

@@ -466,7 +466,7 @@ def lookahead_adamw(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
 
 
 def _adamw_beside(hypers: dict[str, Any], eps: str) -> Step:
-    """What rules of matrices do with other parameters: AdamW, which has a learning rate of its own."""
+    """AdamW as rules of matrices run it for other parameters: it has a learning rate of its own."""
     inner = torch_optim("AdamW")({}, {
         "lr": hypers["adamw_lr"], "betas": hypers["adamw_betas"], "eps": hypers[eps],
         "weight_decay": hypers["weight_decay"],

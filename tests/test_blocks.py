@@ -19,7 +19,7 @@ from optgen.lang import flag, hyper, optimizer, row_mean, sqrt, state
 from optgen.lang.spec import Spec
 from optgen.lang.spec import start as first
 from optgen.ops import dtypes
-from optgen.optim import AdamMini, AdamW
+from optgen.optim import AdamMini
 from optgen.runtime import Optimizer
 from optgen.runtime.layout import sharding
 from optgen.runtime.options.blocks import attention_heads
@@ -244,11 +244,6 @@ def test_bad_blocks_are_refused(what: str) -> None:
     with pytest.raises(error):
         opt.add_param_group({"params": rest, "blocks": blocks})
     assert opt.state_dict() == before
-
-
-def test_rules_without_blocks_take_none() -> None:
-    with pytest.raises(TypeError, match="blocks"):
-        AdamW(net().named_parameters(), blocks={"*": 1})
 
 
 def test_a_group_that_was_given_rules_later_is_refused_before_anything_changes() -> None:

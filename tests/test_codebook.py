@@ -16,7 +16,7 @@ from torch import Tensor
 
 import optgen
 from optgen.base.errors import UserError
-from optgen.formats import Codebook, Format, Fp8, Noise, Plan, codebooks, fp32, softsign, ue7m9, ue8m8
+from optgen.formats import Codebook, Format, Fp8, Noise, Plan, codebooks, fp32, ue7m9, ue8m8
 from optgen.formats.fp8 import numbers
 from optgen.ir import node as ir
 from optgen.ir.node import Node
@@ -452,13 +452,6 @@ def test_the_largest_numbers_stay_numbers(fmt: Any) -> None:
 def test_numbers_that_no_table_holds_are_refused() -> None:
     with pytest.raises(UserError, match="E311"):
         Codebook((0.0, -1e39), 4)
-
-
-@pytest.mark.parametrize(("k", "hint"), [(np.int64(1), "int(x)"), (np.float32(1), "float(x)"), (-1, "k <= 2^16")])
-def test_a_number_of_another_library_is_told_from_one_out_of_range(k: float, hint: str) -> None:
-    with pytest.raises(UserError) as caught:
-        softsign(k)
-    assert str(caught.value).splitlines()[0].endswith(hint)
 
 
 @optimizer()

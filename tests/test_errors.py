@@ -65,13 +65,6 @@ def test_every_code_has_a_case_and_every_case_a_code() -> None:
     assert {p.stem for p in (ROOT / "tests/cases/errors").glob("*.txt")} == {p.stem for p in CASES}
 
 
-def test_no_text_has_an_unfilled_field_or_an_empty_line() -> None:
-    for path in CASES:
-        for line in path.with_suffix(".txt").read_text().splitlines():
-            assert line.strip()
-            assert "{" not in line or "|" in line
-
-
 @pytest.mark.parametrize(
     ("row", "encoding", "column", "marked"),
     [

@@ -184,5 +184,5 @@ ONE_WAY += [f"runtime/{path.name}" for path in sorted((ROOT / "optgen" / "runtim
 
 @pytest.mark.parametrize("room", ONE_WAY)
 def test_no_file_imports_itself_by_way_of_others(room: str) -> None:
-    """What stands under TYPE_CHECKING and inside functions counts."""
+    """Imports under TYPE_CHECKING and inside functions count."""
     assert_one_way({path: _imported(path) for path in files(f"optgen/{room}") if path.name != "__init__.py"})

@@ -391,7 +391,7 @@ def test_steps_do_not_depend_on_how_a_reciprocal_rounds(bits: int) -> None:
 
 @pytest.mark.parametrize("fmt", [f for f in UNSIGNED if isinstance(f, (LogMax, LogMinMax))], ids=name_of)
 def test_headers_are_those_that_the_field_allows(fmt: Format) -> None:
-    """Of blocks whose ends lie anywhere in the range of f32, and both ends of what is allowed do occur."""
+    """The ends of these blocks lie anywhere in the range of f32; both ends of what is allowed do occur."""
     draw = torch.Generator().manual_seed(2)
     middle = torch.rand(20000, 1, 1, generator=draw) * 260 - 130
     spread = torch.rand(20000, 1, 1, generator=draw) ** 2 * 80

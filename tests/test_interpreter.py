@@ -28,7 +28,7 @@ def plain() -> Iterator[None]:
 
 
 def test_quickened_is_undone_and_done_again() -> None:
-    """What the other tests here compare are two interpreters, not one with itself."""
+    """The other test here compares two interpreters, not one with itself."""
     from triton.language import core
 
     quick = core.tensor.__init__

@@ -69,7 +69,7 @@ ENDS = (-math.inf, -F32_LARGEST, -1.5, -F32_TINY, 0.0, F32_TINY, 2.0**-126, 1.5,
 
 @pytest.mark.parametrize("operation", [operator.add, operator.sub, operator.mul, operator.truediv])
 def test_results_lie_inside_whatever_the_ends_and_whatever_else_is_computed(operation: Callable[..., Any]) -> None:
-    """Of intervals that end in infinities too, and where none does the same beside those and alone."""
+    """Also for intervals that end in infinities; the others have the same result beside those and alone."""
     lo, hi = torch.tensor([(a, b) for a in ENDS for b in ENDS if a <= b]).T.contiguous()
     inner = torch.zeros_like(lo).clamp(lo, hi)  # 0 times an infinity is NaN, also where no end is 0
     of_rows, of_columns = (Interval(lo.double().view(shape), hi.double().view(shape)) for shape in ((-1, 1), (1, -1)))
@@ -211,7 +211,7 @@ def _around(x: Tensor, radius: Tensor) -> Interval:
 @pytest.mark.parametrize("e", [9, 13.0, -3, -11.0, 64, 65, 70.0, 1.5, -0.5, 0.5, 0, 0.0])
 @given(rows=triples)
 def test_powers_hold_the_maths_of_either_sign(e: float, rows: list[tuple[float, float, float]]) -> None:
-    """Of points and of intervals around them, against PyTorch's fp64 power wherever that is finite."""
+    """Points and intervals around them, against PyTorch's fp64 power wherever that is finite."""
     x = columns(rows)[0].double()
     for radius in (0.0, 1e-3, 2.0):
         inside = _around(x, radius * x.abs().clamp(min=1e-3)) ** e

@@ -267,7 +267,7 @@ GROWTH = 1.004 ** torch.arange(600, dtype=torch.float64)  # to 10.9 times: the r
 
 
 def held(fmt: Format) -> torch.Tensor:
-    """What maxima that were reached at first read as, in parts of themselves, after one beside each of them has grown.
+    """Return maxima that were reached at first, in parts of themselves, after one beside each of them has grown.
 
     Their roots are 0.22 to 0.45 of the first scale, linear codes 57 to 114: a step of the scale of a root, of 0.4 % at
     most where it is two of ue7m9's, moves none of them by half a code.

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 PAGES = ("README.md", "docs/precision.md", "docs/checkpoints.md", "docs/memory.md")
 ELSEWHERE = ("@optimizer", "from generated import")
-"""What marks blocks that stand in files, or need them."""
+"""The marks of blocks that stand in files, or need them."""
 
 
 class Model(nn.Module):
@@ -56,7 +56,7 @@ def blocks() -> list[Any]:
 
 
 def surroundings(text: str) -> dict[str, Any]:
-    """What the pages take for granted."""
+    """Return the names that the pages take for granted."""
     torch.manual_seed(0)
     model = Model()
     if "cast_model" not in text:
@@ -125,7 +125,7 @@ WRITTEN = ("README.md", "ARCHITECTURE.md", *sorted(str(p.relative_to(ROOT)) for 
 
 
 def anchor(heading: str) -> str:
-    """What a heading is called in a link, as forges make it: lower case, no marks, a dash for a blank."""
+    """Return the name of a heading in a link, as forges make it: lower case, no marks, a dash for a blank."""
     return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
 
 

@@ -35,7 +35,7 @@ def _passes(head: str) -> list[str]:
 
 
 def _ranges(head: str) -> tuple[tuple[str, tuple[float, float]], ...]:
-    """What the text form does not carry: lines `[range] beta2 0.0 0.999`."""
+    """Read what the text form does not carry: lines `[range] beta2 0.0 0.999`."""
     rows = [line.split()[1:] for line in head.splitlines() if line.startswith("[range] ")]
     return tuple((name, (float(low), float(high))) for name, low, high in rows)
 

@@ -226,7 +226,7 @@ def test_a_tail_leaves_the_blocks_before_it_alone(plan: str, size: int) -> None:
 
 
 def assert_at_rest(cell: Cell, step: Callable[[Run, Tensor], None] = Run.step) -> None:
-    """Of a weight of -0.0 only the value: -0.0 - lr * -0.0 is 0.0."""
+    """Assert that a weight keeps its bits; of -0.0 only the value: -0.0 - lr * -0.0 is 0.0."""
     param = getattr(torch, cell.param)
     weight = torch.randn(3, 70, generator=draws(cell)) * 2.0 ** torch.linspace(-35, 13, 70)
     weight = torch.where(weight.to(param) == 0, 0.0, weight)

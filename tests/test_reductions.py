@@ -107,7 +107,7 @@ def test_a_line_without_gradient_and_weight_stays_finite_and_keeps_its_zeros(nam
 
 @pytest.mark.parametrize("name", sorted(WHOLE))
 def test_no_gradient_at_the_first_step_moves_nothing_and_divides_nothing_by_0(name: str) -> None:
-    """Of rules of the whole model and of matrices: on every kind of tensor, and then a step that goes on from there."""
+    """Rules of the whole model and of matrices, on every kind of tensor, and then a step that goes on from there."""
     draw = torch.Generator().manual_seed(0)
     start = [torch.randn(shape, generator=draw) for shape in (SHAPE, (1, 1), (1, 6), (2, 3, 4), (7,), ())]
     params = [torch.nn.Parameter(value.clone()) for value in start]

@@ -1,4 +1,4 @@
-"""How the environment is set up: which PyTorch, in which order it is looked for, and when nothing is done."""
+"""The environment: which PyTorch, in which order it is looked for, and when nothing is done."""
 
 from __future__ import annotations
 

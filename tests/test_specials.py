@@ -56,7 +56,7 @@ def decomposed(p, g, raised=state(), logged=state(), rooted=state(), powered=sta
 def kept_by(
     spec: Spec, maths: str, backend: str, g: Tensor, folder: Path, steps: int = 1, **hypers: float
 ) -> dict[str, Tensor]:
-    """What that many steps of one gradient keep under the plan fp32."""
+    """Return what that many steps of one gradient keep under the plan fp32."""
     schedules = [harness.schedule(spec, harness.plan_of("fp32"), "float32", m) for m in ("strict", maths)]
     pair = harness.Pair(spec, schedules[0], folder, kernels=schedules[1])
     buffers = pair.buffers(tuple(g.shape), torch.zeros_like(g))

@@ -48,7 +48,7 @@ def smallest_normal(param: DType) -> float:
 
 
 def last_held(split: Split, param: DType) -> float:
-    """What 8 more bits of the last binade, half a step further (a whole one with noise), still hold."""
+    """Return what 8 more bits of the last binade, half a step further (a whole one with noise), still hold."""
     return 2.0**127 * (2 - 2.0**-15) if param is bf16 else 2.0**15 * (2 - 2.0 ** -min(10 + split.bits, 23))
 
 

@@ -32,7 +32,7 @@ def released(opt: Optimizer, how: str) -> None:
 
 
 def stepped(model: nn.Module, opt: Optimizer, steps: int = 3) -> list[str]:
-    """What is said meanwhile."""
+    """Return the warnings of some steps."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for _ in range(steps):
