@@ -11,7 +11,6 @@ import torch
 
 from optgen.base.errors import UserError
 from optgen.base.loc import relative
-from optgen.driver import load
 from optgen.driver.explain import memory
 from optgen.driver.judge import judge, look
 from optgen.formats import (
@@ -373,10 +372,6 @@ def test_a_rule_of_rows_says_that_it_refuses_vectors() -> None:
         assert note.severity == "note"
         assert "is_matrix=shape_flag(lambda shape: len(shape) >= 2)" in str(note)
         assert "`if not is_matrix:`" in str(note)
-
-
-def test_no_ready_made_rule_refuses_vectors() -> None:
-    assert [name for name in load.entries() if lint.vectors(load.find_spec(name))] == []
 
 
 @optimizer()
