@@ -282,6 +282,18 @@ def whole_matrices(here: Here) -> None:
         Runs(here, cls, pieces, plan="int8_split24", backend=backend).step(2)
 
 
+@case(2, 3)
+def stacks_and_heads(here: Here) -> None:
+    """Ranks have whole experts and whole heads; a head that two ranks share is refused."""
+    mesh = here.mesh(here.world)
+    for cls in (generated.Muon, generated.NorMuon):
+        pieces = rows(here, mesh, [(5, 16, 24), (6, 9, 72), (1, 64, 40)], torch.bfloat16)
+        pieces += rows(here, mesh, [(8 * here.world, 20)], torch.bfloat16)
+        Runs(here, cls, pieces, plan="int8_split24", blocks={"numel <= 480": 2 * here.world}).step(2)
+        with refused(ValueError, "multiple of the", "`blocks`"):
+            cls([Piece(here.values(36, 8), mesh, [Shard(0)]).parameter(True)], blocks={"numel > 0": 1 + here.world})
+
+
 # -- rules that sum ----------------------------------------------------------------------------------------
 
 
