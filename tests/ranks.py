@@ -289,6 +289,8 @@ def stacks_and_heads(here: Here) -> None:
     for cls in (generated.Muon, generated.NorMuon):
         pieces = rows(here, mesh, [(5, 16, 24), (6, 9, 72), (1, 64, 40)], torch.bfloat16)
         pieces += rows(here, mesh, [(8 * here.world, 20)], torch.bfloat16)
+        if cls is generated.Muon:  # it sums over nothing, so that matrices may be cut, too
+            pieces.append(Piece(here.values(3, 8 * here.world, 64, dtype=torch.bfloat16), mesh, [Shard(1)]))
         Runs(here, cls, pieces, plan="int8_split24", blocks={"numel <= 480": 2 * here.world}).step(2)
         with refused(ValueError, "multiple of the", "`blocks`"):
             cls([Piece(here.values(36, 8), mesh, [Shard(0)]).parameter(True)], blocks={"numel > 0": 1 + here.world})

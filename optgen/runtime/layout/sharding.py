@@ -402,7 +402,7 @@ def mode(variant: Variant, of: Layout) -> Mode:
         return _mode_of_blocks(of.shape, of.mesh_shape, of.cuts, height)
     blocks = {(f.per, f.width) for f in variant.fields if f.per > 1}
     blocks |= {(s.block, 1) for s in variant.stages if s.block > 1}
-    stacked = variant.needs_matrix and variant.stochastic and variant.matrix == "last"
+    stacked = variant.sums_by_matrix and variant.stochastic and variant.matrix == "last"
     first = variant.needs_matrix and variant.matrix == "first"
     counted, axes = variant.stochastic, variant.has_axes
     return _mode(of.shape, of.mesh_shape, of.cuts, frozenset(blocks), counted, stacked, first, axes)

@@ -439,8 +439,13 @@ class Variant:
     @cached_property
     def needs_matrix(self) -> bool:
         """True if it keeps or computes anything per row, column or matrix, at this or another step."""
+        return self.sums_by_matrix or any(s.space == "call" for s in self.stages)
+
+    @cached_property
+    def sums_by_matrix(self) -> bool:
+        """True if it keeps or computes values of rows, columns or matrices, at this or another step."""
         spaces = {x.space for xs in (self.fields, self.temps, self.stages) for x in xs}
-        return self.rows or not spaces.isdisjoint({"row", "col", "mat", "call"})
+        return self.rows or not spaces.isdisjoint({"row", "col", "mat"})
 
     @cached_property
     def has_axes(self) -> bool:
