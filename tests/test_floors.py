@@ -36,6 +36,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
         ("accumulate", "driver formats lang", ""),
         ("__main__", "driver", ""),
         ("optim", "_generated runtime driver", ""),
+        ("plans", "runtime", "torch triton"),
         ("_generated", "", ""),
     )
 }  # fmt: skip

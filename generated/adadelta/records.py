@@ -54,36 +54,4 @@ STEPS = (
     ),
 )
 
-# Plan -> states, under what the lint finds wrong with how a state is kept: constructing an optimizer with one warns.
-DISCOURAGED = (
-    (
-        'the average freezes, and the step sizes made of it with it: a step under decay 0.9 changes it by 0.1 of '
-        'itself at most, and rounding to nearest undoes that in cells of up to 3; round it stochastically, or keep it'
-        ' in fp32',
-        {"int8_rn_split24": ("square_avg", "acc_delta")},
-    ),
-    (
-        'its scales cover 6.1e-05 to 6.55e+04 only: blocks beyond overflow or freeze',
-        {"flashoptim": ("square_avg", "acc_delta")},
-    ),
-    (
-        'the average freezes, and the step sizes made of it with it: a step under decay 0.9 changes it by 0.1 of '
-        'itself at most, and rounding to nearest undoes that in cells of up to 1.7; round it stochastically, or keep '
-        'it in fp32',
-        {"bnb8": ("square_avg", "acc_delta")},
-    ),
-    (
-        'its scales cover 1e-12 to 3.4e+38 only: blocks beyond overflow or freeze',
-        {
-            "torchao8": ("square_avg", "acc_delta"),
-            "torchao4": ("square_avg", "acc_delta"),
-            "torchao_fp8": ("square_avg", "acc_delta"),
-        },
-    ),
-    (
-        'the average freezes, and the step sizes made of it with it: a step under decay 0.9 changes it by 0.1 of '
-        'itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or keep it'
-        ' in fp32',
-        {"lpmm4": ("square_avg", "acc_delta"), "lpmm4_factor": ("square_avg", "acc_delta")},
-    ),
-)
+READY = True

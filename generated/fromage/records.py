@@ -78,3 +78,5 @@ STEPS = (
         ),
     ),
 )
+
+READY = True

@@ -86,24 +86,4 @@ STEPS = (
     ),
 )
 
-# Plan -> states, under what the lint finds wrong with how a state is kept: constructing an optimizer with one warns.
-DISCOURAGED = (
-    (
-        'it only grows, by ever smaller parts of itself, and nearest rounding drops whatever is below half a cell',
-        {
-            "bf16": ("grad_sum_sq", "s"),
-            "int8_rn_split24": ("grad_sum_sq", "s"),
-            "bnb8": ("grad_sum_sq", "s"),
-            "lpmm4": ("grad_sum_sq", "s"),
-            "lpmm4_factor": ("s", "grad_sum_sq"),
-        },
-    ),
-    (
-        'its scales cover 6.1e-05 to 6.55e+04 only: blocks beyond overflow or freeze',
-        {"flashoptim": ("grad_sum_sq", "s")},
-    ),
-    (
-        'its scales cover 1e-12 to 3.4e+38 only: blocks beyond overflow or freeze',
-        {"torchao8": ("grad_sum_sq", "s"), "torchao4": ("grad_sum_sq", "s"), "torchao_fp8": ("grad_sum_sq", "s")},
-    ),
-)
+READY = True

@@ -93,38 +93,4 @@ STEPS = (
     ),
 )
 
-# Plan -> states, under what the lint finds wrong with how a state is kept: constructing an optimizer with one warns.
-DISCOURAGED = (
-    (
-        'the average freezes, and the step sizes made of it with it: a step under decay 0.999 changes it by 0.001 of '
-        'itself at most, and rounding to nearest undoes that in cells of up to 0.0078 (kept / true in [0.204, inf] '
-        '(geometric sum of relative errors)); round it stochastically, or keep it in fp32',
-        {"bf16": ("exp_avg_sq",)},
-    ),
-    (
-        'the average freezes, and the step sizes made of it with it: a step under decay 0.999 changes it by 0.001 of '
-        'itself at most, and rounding to nearest undoes that in cells of up to 3; round it stochastically, or keep it'
-        ' in fp32',
-        {"int8_rn_split24": ("exp_avg_sq",)},
-    ),
-    (
-        'its scales cover 6.1e-05 to 6.55e+04 only: blocks beyond overflow or freeze',
-        {"flashoptim": ("exp_avg_sq",)},
-    ),
-    (
-        'the average freezes, and the step sizes made of it with it: a step under decay 0.999 changes it by 0.001 of '
-        'itself at most, and rounding to nearest undoes that in cells of up to 1.7; round it stochastically, or keep '
-        'it in fp32',
-        {"bnb8": ("exp_avg_sq",)},
-    ),
-    (
-        'its scales cover 1e-12 to 3.4e+38 only: blocks beyond overflow or freeze',
-        {"torchao8": ("exp_avg_sq",), "torchao4": ("exp_avg_sq",), "torchao_fp8": ("exp_avg_sq",)},
-    ),
-    (
-        'the average freezes, and the step sizes made of it with it: a step under decay 0.999 changes it by 0.001 of '
-        'itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or keep it'
-        ' in fp32',
-        {"lpmm4": ("exp_avg_sq",), "lpmm4_factor": ("exp_avg_sq",)},
-    ),
-)
+READY = True

@@ -70,3 +70,5 @@ STEPS = (
         ),
     ),
 )
+
+READY = True

@@ -81,29 +81,4 @@ STEPS = (
     ),
 )
 
-# Plan -> states, under what the lint finds wrong with how a state is kept: constructing an optimizer with one warns.
-DISCOURAGED = (
-    (
-        'to nearest, 5 codes up to 0.02 of the scale keep themselves under a decay of 0.9: a state without gradients '
-        'never returns to 0',
-        {"int8_rn_split24": ("momentum_buffer",)},
-    ),
-    (
-        'its scales cover 6.1e-05 to 6.55e+04 only: blocks beyond overflow or freeze',
-        {"flashoptim": ("momentum_buffer",)},
-    ),
-    (
-        'to nearest, 28 codes up to 0.0024 of the scale keep themselves under a decay of 0.9: a state without '
-        'gradients never returns to 0',
-        {"bnb8": ("momentum_buffer",)},
-    ),
-    (
-        'its scales cover 1e-12 to 3.4e+38 only: blocks beyond overflow or freeze',
-        {"torchao8": ("momentum_buffer",), "torchao4": ("momentum_buffer",), "torchao_fp8": ("momentum_buffer",)},
-    ),
-    (
-        'to nearest, 14 codes up to 0.89 of the scale keep themselves under a decay of 0.9: a state without gradients'
-        ' never returns to 0',
-        {"lpmm4": ("momentum_buffer",), "lpmm4_factor": ("momentum_buffer",)},
-    ),
-)
+READY = True
