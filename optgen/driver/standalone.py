@@ -134,9 +134,9 @@ def _kernel_texts(spec: Spec, plan: Plan, texts: Mapping[str, str]) -> dict[str,
     return {
         **texts,
         RULE: rule,
-        CODECS: f"{_shared(codecs)}\n{more}\n",
+        CODECS: f"{codecs}\n{more}\n",
         TILES: tiles,
-        DEVICE: _shared(triton_text.codec_text(plan, "fast")),
+        DEVICE: triton_text.codec_text(plan, "fast"),
     }
 
 
@@ -150,23 +150,6 @@ def _not_kept(text: str, call: str) -> str:
             body = body[: found.start()] + re.sub(rf"\b{found[1]}\b", found[2], body[found.end() :])
         functions[k] = body
     return "".join(functions)
-
-
-def _shared(text: str) -> str:
-    """Return codecs of which `decode` calls `root` where it begins with the same lines."""
-    functions = {
-        name: (head, body) for head, name, body in re.findall(r"^(def (\w+)\(.*\):\n)((?: .*\n)+)", text, re.M)
-    }
-    for name, (head, body) in functions.items():
-        root = functions.get(name.replace("_decode", "_root"))
-        if root is None or not name.endswith("_decode"):
-            continue
-        before, _, end = root[1].rpartition("    return ")
-        same = f"{before}    value = {end}"
-        if body.startswith(same):
-            call = root[0].removeprefix("def ").removesuffix(":\n")
-            text = text.replace(head + body, f"{head}    value = {call}\n{body[len(same) :]}")
-    return text
 
 
 def _device(plan: Plan) -> ModuleType:

@@ -32,11 +32,11 @@ class Certificate:
 
 
 @lru_cache(maxsize=256)
-def certify(fmt: Format, units: int = 0) -> Certificate:
-    """Return the supremum over all numbers of the format's lines (`Format.lines`); `units` as in `one_step_bound`."""
-    bound = one_step_bound(fmt, units)
+def certify(fmt: Format) -> Certificate:
+    """Return the supremum over all numbers of the format's lines (`Format.lines`)."""
+    bound = one_step_bound(fmt)
     fmt = fmt.of_vectors()  # the same codes under the same scales, one for a block
-    return _worst([_Line(fmt, line) for line in fmt.lines(units)], fmt, bound)
+    return _worst([_Line(fmt, line) for line in fmt.lines()], fmt, bound)
 
 
 @dataclass(frozen=True)
