@@ -20,7 +20,7 @@ import pytest
 from optgen.base.errors import UserError
 from optgen.driver import build as building
 from optgen.driver import load, swap
-from optgen.driver.build import MANIFEST, Outcome, Request, build, digest, read_manifest
+from optgen.driver.build import MANIFEST, Manifest, Outcome, Request, build, digest, read_manifest
 from optgen.driver.project import Config, read_config
 from optgen.runtime import stale as stale_code
 
@@ -170,6 +170,21 @@ def test_a_manifest_that_names_files_elsewhere_is_damaged(project: Path) -> None
     assert any(name.startswith("second/") for name in run(force=True).removed)
     assert precious.read_text() == "mine\n"
     assert list(read_manifest(project / "generated").specs) == ["first"]
+
+
+def test_files_of_an_earlier_version_go_with_the_build_of_their_rule(project: Path) -> None:
+    """Classes beside which they lie refuse to be imported, and name `optgen build first` as the mend."""
+    run()
+    folder = project / "generated"
+    made = read_manifest(folder)
+    earlier = ("first/kernels.py", "first/fp32/__init__.py", "first/bf16/__init__.py", "second/kernels.py")
+    for name in earlier:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("")
+    files = made.files | dict.fromkeys(earlier, digest(b""))
+    (folder / MANIFEST).write_text(Manifest(files, made.specs, made.sources).text())
+    assert run(names=("first",), plans=("fp32",)).removed == ["first/fp32/__init__.py", "first/kernels.py"]
+    assert set(earlier) & set(content(folder)) == set(earlier[2:])
 
 
 def test_nothing_is_removed_through_a_link_that_leads_outside(project: Path) -> None:
