@@ -137,6 +137,7 @@ def test_same_bits_for_gradients_of_another_dtype(plan: str) -> None:
 DIVIDED = (
     ("lamb", "int4_factored_split24"), ("adamp", "int4_factored_split24"), ("adamw", "lpmm4"),
     ("dadapt_adam", "lpmm4_factor"),  # its sweep has sums of its own, which the walk before it leaves
+    ("adabelief", "lpmm4_factor"),  # that walk reads a state in blocks of 128, and sums rows by panels of these
 )  # fmt: skip
 
 

@@ -135,6 +135,10 @@ class Stored:
         names = self.variant.owned(owner)
         return [*([self.p] if owner == "p" else []), *(self.fields[name] for name in names)]
 
+    def walked(self, owner: str) -> int:
+        """The blocks of the walk that reduces a state kept as a whole, whose kernels sum rows by panels of them."""
+        return next((stage.block for stage in self.variant.stages if owner in stage.reduces), 1)
+
     def over(self, *names: str) -> Sweep:
         """Begin a sweep that touches these values; its blocks are theirs."""
         used = [self.codec(name) for name in names if name != "g"]
@@ -152,11 +156,11 @@ class Sweep(Blocks):
         self.stored = stored
         self.words: dict[int, Tensor] = {}
 
-    def _own(self, codec: Codec) -> Blocks:
-        """The blocks in which a codec of whole tensors works: its sums do not depend on who else is in the sweep."""
+    def _own(self, codec: Codec, walked: int = 1) -> Blocks:
+        """The blocks in which a codec of whole tensors works: those of its codes, else `walked`."""
         if not codec.whole:
             return self
-        return self.by(codec.block if codec.block > 1 else PACK if codec.packed else 1)
+        return self.by(codec.block if codec.block > 1 else PACK if codec.packed else walked)
 
     def _read(self, function: Callable[..., Tensor], owner: str) -> Tensor:
         codec = self.stored.codec(owner)
@@ -201,7 +205,7 @@ class Sweep(Blocks):
     def encode(self, name: str, x: Tensor, stochastic: bool = True) -> tuple[Tensor, ...]:
         """The fields of x, and the root that will be read back of it where the codec has one."""
         s, codec = self.stored, self.stored.codec(name)
-        own = self._own(codec)
+        own = self._own(codec, s.walked(name))
         x = x if own is self else own.elements(self.flat(x))
         if codec.encode is None or not stochastic or name not in s.record.noise:
             return codec.nearest(own, x)
