@@ -30,7 +30,6 @@ from optgen.driver.eager_text import PLANS, is_ready
 from optgen.driver.project import BACKENDS, DEFAULT_PLANS, Config, Maths, Wish, plan_wishes, read_config, wishes
 from optgen.formats.plan import Plan
 from optgen.lang.spec import Spec
-from optgen.runtime.layout.plans import FINDINGS
 
 MANIFEST = "MANIFEST.json"
 INIT = "__init__.py"
@@ -428,7 +427,7 @@ def _jobs(
             add(f"{u.spec.name}/{plan.name}", partial(emit.emit_plan, u.spec, plan, maths=maths))
     if whole:
         specs = [u.spec for u in units]
-        jobs.insert(0, lambda: {f"{READY}{FINDINGS}.py": emit.findings_text(specs)})  # it takes longest
+        jobs.insert(0, lambda: {f"{READY}discouraged.py": emit.findings_text(specs)})  # it takes longest
         ready = [plan for plan in load.plans(project).values() if is_ready(plan)]
         for k, plan in enumerate(ready):
             add(f"{READY}{plan.name}", partial(emit.plan_files, plan, "fast", tuple(ready[:k])), ())

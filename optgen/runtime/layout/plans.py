@@ -38,10 +38,7 @@ PlanOption = str | Mapping[str, str] | None
 
 
 READY = "optgen._generated."
-"""The package of the ready-made rules, which have every ready-made plan that divides their steps as they are."""
-
-FINDINGS = "discouraged"
-"""The module beside the ready-made plans of what the lint finds wrong with them for ready-made rules."""
+"""The package of the ready-made rules, which have every ready-made plan."""
 
 DEVICE = "triton"
 """The module of a rule's Triton kernels, and of a plan's Triton codecs."""
@@ -170,7 +167,7 @@ def joined(records: ModuleType, plan: ModuleType, findings: ModuleType | None, f
     name = plan.__name__.rpartition(".")[2]
     wrong = getattr(findings, "DISCOURAGED", {})
     if plan.__name__ == f"optgen.plans.{name}":  # ready-made rules have the findings about ready-made plans
-        found = importlib.import_module(f"optgen.plans.{FINDINGS}").DISCOURAGED if hasattr(records, "READY") else {}
+        found = importlib.import_module("optgen.plans.discouraged").DISCOURAGED if hasattr(records, "READY") else {}
         rule = records.RULES[0].name
         wrong = {**{x: why for why, of in found.get(name, {}).items() for x in of if rule in of[x]}, **wrong}
     variants = tuple(with_steps(records.RULES, records.STEPS, plan.PLAN))
