@@ -164,10 +164,10 @@ def joined(records: ModuleType, plan: ModuleType, findings: ModuleType | None, f
     findings  the package of what the lint finds wrong with the two together, if anything
     folder    of the rule's package
     """
-    name = plan.__name__.rpartition(".")[2]
+    beside, _, name = plan.__name__.rpartition(".")
     wrong = getattr(findings, "DISCOURAGED", {})
     if plan.__name__ == f"optgen.plans.{name}":  # ready-made rules have the findings about ready-made plans
-        found = importlib.import_module("optgen.plans.discouraged").DISCOURAGED if hasattr(records, "READY") else {}
+        found = importlib.import_module(f"{beside}.discouraged").DISCOURAGED if hasattr(records, "READY") else {}
         rule = records.RULES[0].name
         wrong = {**{x: why for why, of in found.get(name, {}).items() for x in of if rule in of[x]}, **wrong}
     variants = tuple(with_steps(records.RULES, records.STEPS, plan.PLAN))
