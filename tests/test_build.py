@@ -374,7 +374,7 @@ def test_check_says_what_differs_and_writes_nothing(project: Path) -> None:
     before = content(project / "generated")
     outcome = run(check=True)
     assert "first/__init__.py" in outcome.written
-    assert "-        lr=1e-3," in outcome.diff or "-        lr=0.001," in outcome.diff
+    assert '-        Hyper("lr", 0.001, ge=0.0),' in outcome.diff
     assert content(project / "generated") == before
 
 

@@ -20,6 +20,7 @@ from optgen.driver import judge
 from optgen.driver.load import find_spec
 from optgen.formats import Plan
 from optgen.optim import AdamW
+from optgen.runtime.optimizer import OTHERS
 from specs import plans
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -162,10 +163,34 @@ def test_type_checkers_and_editors_know_the_ready_made_optimizers() -> None:
     tree = ast.parse(STUB.read_text(encoding="utf-8"))
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     assert list(classes) == sorted(optgen.optim.__all__)
-    for cls in (AdamW, optgen.optim.AdamMini):
-        (init,) = (node for node in classes[cls.__name__].body if isinstance(node, ast.FunctionDef))
-        names = [a.arg for a in (*init.args.args, *init.args.kwonlyargs)]
-        assert names == list(inspect.signature(cls.__init__).parameters)
+    for name, node in classes.items():
+        (init,) = (x for x in node.body if isinstance(x, ast.FunctionDef))
+        for argument in (*init.args.args, *init.args.kwonlyargs):
+            argument.annotation = None
+        cls = getattr(optgen.optim, name)
+        assert ast.unparse(ast.parse(f"def f{inspect.signature(cls.__init__)}: ...")) == ast.unparse(
+            ast.parse(f"def f({ast.unparse(init.args)}): ...")
+        )
+        assert str(inspect.signature(cls)) == str(inspect.signature(cls.__init__)).replace("self, ", "")
+        assert inspect.getdoc(cls).endswith(OTHERS)
+
+
+def test_a_subclass_has_its_own_signature() -> None:
+    class Mine(AdamW):
+        """A constructor of few arguments."""
+
+        def __init__(self, params: Any, lr: float) -> None:
+            super().__init__(params, lr, capturable=True)
+
+    assert list(inspect.signature(Mine).parameters) == ["params", "lr"]
+    assert inspect.getdoc(Mine) == "A constructor of few arguments."
+
+
+@pytest.mark.parametrize("name", ["foo", "hypers", "blocks"])
+def test_an_argument_that_is_not_there_is_named_with_the_class(name: str) -> None:
+    given: dict[str, Any] = {name: {"*": 2}}
+    with pytest.raises(TypeError, match=rf"^AdamW\.__init__\(\) got an unexpected keyword argument '{name}'$"):
+        AdamW([torch.zeros(3, requires_grad=True)], **given)
 
 
 def test_a_wrong_argument_is_an_error_to_mypy(tmp_path: Path) -> None:

@@ -23,8 +23,6 @@ class Adadelta(Optimizer):
     rho           a number, >= 0, <= 1
     eps           a number, >= 0
     weight_decay  a number, >= 0
-    The other arguments are those of every generated optimizer: help(optgen.runtime.Optimizer).
-    Raises ValueError for a number out of its range and TypeError for what is no number, before anything is made.
     """
 
     SPEC = "adadelta"
@@ -34,53 +32,8 @@ class Adadelta(Optimizer):
         Hyper("eps", 1e-6, ge=0.0),
         Hyper("weight_decay", 0.0, ge=0.0),
     )
-    FLAGS = (
-    )
     PLANS = ("fp32", "int8_split24",)
-    DEFAULT_PLAN = {
-        "float32": "int8_split24",
-        "bfloat16": "int8_split24",
-        "float16": "int8_split24",
-    }
+    DEFAULT_PLAN = {"float32": "int8_split24", "bfloat16": "int8_split24", "float16": "int8_split24"}
 
-    def __init__(
-        self,
-        params,
-        lr=1.0,
-        rho=0.9,
-        eps=1e-6,
-        weight_decay=0.0,
-        *,
-        maximize=False,
-        plan=None,
-        overrides=None,
-        module=None,
-        backend="auto",
-        seed=0,
-        foreach=None,
-        fused=None,
-        capturable=False,
-        differentiable=False,
-        offload=False,
-    ):
-        defaults = dict(
-            lr=lr,
-            rho=rho,
-            eps=eps,
-            weight_decay=weight_decay,
-            maximize=maximize,
-        )
-        super().__init__(
-            params,
-            defaults,
-            plan=plan,
-            overrides=overrides,
-            module=module,
-            backend=backend,
-            seed=seed,
-            foreach=foreach,
-            fused=fused,
-            capturable=capturable,
-            differentiable=differentiable,
-            offload=offload,
-        )
+    def __init__(self, params, lr=1.0, rho=0.9, eps=1e-6, weight_decay=0.0, **options):
+        super().__init__(params, dict(lr=lr, rho=rho, eps=eps, weight_decay=weight_decay), **options)

@@ -34,8 +34,6 @@ class Adafactor(Optimizer):
     eps           2 numbers, > 0
     d             a number, >= 1
     weight_decay  a number, >= 0
-    The other arguments are those of every generated optimizer: help(optgen.runtime.Optimizer).
-    Raises ValueError for a number out of its range and TypeError for what is no number, before anything is made.
     """
 
     SPEC = "adafactor"
@@ -50,52 +48,11 @@ class Adafactor(Optimizer):
         Flag("factored", shape=lambda shape: len(shape) >= 2),
     )
     PLANS = ("fp32", "int8_split24",)
-    DEFAULT_PLAN = {
-        "float32": "int8_split24",
-        "bfloat16": "int8_split24",
-        "float16": "int8_split24",
-    }
+    DEFAULT_PLAN = {"float32": "int8_split24", "bfloat16": "int8_split24", "float16": "int8_split24"}
 
     def __init__(
-        self,
-        params,
-        lr=0.01,
-        beta2_decay=-0.8,
-        eps=(1.1920928955078125e-7, 0.001),
-        d=1.0,
-        weight_decay=0.0,
-        *,
-        maximize=False,
-        plan=None,
-        overrides=None,
-        module=None,
-        backend="auto",
-        seed=0,
-        foreach=None,
-        fused=None,
-        capturable=False,
-        differentiable=False,
-        offload=False,
+        self, params, lr=0.01, beta2_decay=-0.8, eps=(1.1920928955078125e-7, 0.001), d=1.0, weight_decay=0.0, **options
     ):
-        defaults = dict(
-            lr=lr,
-            beta2_decay=beta2_decay,
-            eps=eps,
-            d=d,
-            weight_decay=weight_decay,
-            maximize=maximize,
-        )
         super().__init__(
-            params,
-            defaults,
-            plan=plan,
-            overrides=overrides,
-            module=module,
-            backend=backend,
-            seed=seed,
-            foreach=foreach,
-            fused=fused,
-            capturable=capturable,
-            differentiable=differentiable,
-            offload=offload,
+            params, dict(lr=lr, beta2_decay=beta2_decay, eps=eps, d=d, weight_decay=weight_decay), **options
         )

@@ -42,8 +42,6 @@ class AdafactorPaper(Optimizer):
     weight_decay     a number, >= 0
     scale_parameter  True or False
     relative_step    True or False
-    The other arguments are those of every generated optimizer: help(optgen.runtime.Optimizer).
-    Raises ValueError for a number out of its range and TypeError for what is no number, before anything is made.
     """
 
     SPEC = "adafactor_paper"
@@ -62,58 +60,17 @@ class AdafactorPaper(Optimizer):
         Flag("factored", shape=lambda shape: len(shape) >= 2),
     )
     PLANS = ("fp32", "int8_split24",)
-    DEFAULT_PLAN = {
-        "float32": "int8_split24",
-        "bfloat16": "int8_split24",
-        "float16": "int8_split24",
-    }
+    DEFAULT_PLAN = {"float32": "int8_split24", "bfloat16": "int8_split24", "float16": "int8_split24"}
 
     def __init__(
-        self,
-        params,
-        lr=0.01,
-        eps=(1e-30, 0.001),
-        clip_threshold=1.0,
-        decay_rate=-0.8,
-        beta1=0.0,
-        weight_decay=0.0,
-        scale_parameter=True,
-        relative_step=True,
-        *,
-        maximize=False,
-        plan=None,
-        overrides=None,
-        module=None,
-        backend="auto",
-        seed=0,
-        foreach=None,
-        fused=None,
-        capturable=False,
-        differentiable=False,
-        offload=False,
+        self, params, lr=0.01, eps=(1e-30, 0.001), clip_threshold=1.0, decay_rate=-0.8, beta1=0.0, weight_decay=0.0,
+        scale_parameter=True, relative_step=True, **options
     ):
-        defaults = dict(
-            lr=lr,
-            eps=eps,
-            clip_threshold=clip_threshold,
-            decay_rate=decay_rate,
-            beta1=beta1,
-            weight_decay=weight_decay,
-            scale_parameter=scale_parameter,
-            relative_step=relative_step,
-            maximize=maximize,
-        )
         super().__init__(
             params,
-            defaults,
-            plan=plan,
-            overrides=overrides,
-            module=module,
-            backend=backend,
-            seed=seed,
-            foreach=foreach,
-            fused=fused,
-            capturable=capturable,
-            differentiable=differentiable,
-            offload=offload,
+            dict(
+                lr=lr, eps=eps, clip_threshold=clip_threshold, decay_rate=decay_rate, beta1=beta1,
+                weight_decay=weight_decay, scale_parameter=scale_parameter, relative_step=relative_step
+            ),
+            **options
         )

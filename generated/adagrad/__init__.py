@@ -23,8 +23,6 @@ class Adagrad(Optimizer):
     weight_decay               a number, >= 0
     initial_accumulator_value  a number, >= 0
     eps                        a number, >= 0
-    The other arguments are those of every generated optimizer: help(optgen.runtime.Optimizer).
-    Raises ValueError for a number out of its range and TypeError for what is no number, before anything is made.
     """
 
     SPEC = "adagrad"
@@ -35,55 +33,17 @@ class Adagrad(Optimizer):
         Hyper("initial_accumulator_value", 0.0, ge=0.0),
         Hyper("eps", 1e-10, ge=0.0),
     )
-    FLAGS = (
-    )
     PLANS = ("fp32", "int8_split24",)
-    DEFAULT_PLAN = {
-        "float32": "int8_split24",
-        "bfloat16": "int8_split24",
-        "float16": "int8_split24",
-    }
+    DEFAULT_PLAN = {"float32": "int8_split24", "bfloat16": "int8_split24", "float16": "int8_split24"}
 
     def __init__(
-        self,
-        params,
-        lr=0.01,
-        lr_decay=0.0,
-        weight_decay=0.0,
-        initial_accumulator_value=0.0,
-        eps=1e-10,
-        *,
-        maximize=False,
-        plan=None,
-        overrides=None,
-        module=None,
-        backend="auto",
-        seed=0,
-        foreach=None,
-        fused=None,
-        capturable=False,
-        differentiable=False,
-        offload=False,
+        self, params, lr=0.01, lr_decay=0.0, weight_decay=0.0, initial_accumulator_value=0.0, eps=1e-10, **options
     ):
-        defaults = dict(
-            lr=lr,
-            lr_decay=lr_decay,
-            weight_decay=weight_decay,
-            initial_accumulator_value=initial_accumulator_value,
-            eps=eps,
-            maximize=maximize,
-        )
         super().__init__(
             params,
-            defaults,
-            plan=plan,
-            overrides=overrides,
-            module=module,
-            backend=backend,
-            seed=seed,
-            foreach=foreach,
-            fused=fused,
-            capturable=capturable,
-            differentiable=differentiable,
-            offload=offload,
+            dict(
+                lr=lr, lr_decay=lr_decay, weight_decay=weight_decay,
+                initial_accumulator_value=initial_accumulator_value, eps=eps
+            ),
+            **options
         )

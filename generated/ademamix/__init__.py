@@ -35,8 +35,6 @@ class AdEMAMix(Optimizer):
     beta3_warmup  a number, >= 0
     eps           a number, >= 0
     weight_decay  a number, >= 0
-    The other arguments are those of every generated optimizer: help(optgen.runtime.Optimizer).
-    Raises ValueError for a number out of its range and TypeError for what is no number, before anything is made.
     """
 
     SPEC = "ademamix"
@@ -49,59 +47,18 @@ class AdEMAMix(Optimizer):
         Hyper("eps", 1e-8, ge=0.0),
         Hyper("weight_decay", 0.0, ge=0.0),
     )
-    FLAGS = (
-    )
     PLANS = ("fp32", "int8_split24",)
-    DEFAULT_PLAN = {
-        "float32": "int8_split24",
-        "bfloat16": "int8_split24",
-        "float16": "int8_split24",
-    }
+    DEFAULT_PLAN = {"float32": "int8_split24", "bfloat16": "int8_split24", "float16": "int8_split24"}
 
     def __init__(
-        self,
-        params,
-        lr=0.001,
-        betas=(0.9, 0.999, 0.9999),
-        alpha=5.0,
-        alpha_warmup=0.0,
-        beta3_warmup=0.0,
-        eps=1e-8,
-        weight_decay=0.0,
-        *,
-        maximize=False,
-        plan=None,
-        overrides=None,
-        module=None,
-        backend="auto",
-        seed=0,
-        foreach=None,
-        fused=None,
-        capturable=False,
-        differentiable=False,
-        offload=False,
+        self, params, lr=0.001, betas=(0.9, 0.999, 0.9999), alpha=5.0, alpha_warmup=0.0, beta3_warmup=0.0, eps=1e-8,
+        weight_decay=0.0, **options
     ):
-        defaults = dict(
-            lr=lr,
-            betas=betas,
-            alpha=alpha,
-            alpha_warmup=alpha_warmup,
-            beta3_warmup=beta3_warmup,
-            eps=eps,
-            weight_decay=weight_decay,
-            maximize=maximize,
-        )
         super().__init__(
             params,
-            defaults,
-            plan=plan,
-            overrides=overrides,
-            module=module,
-            backend=backend,
-            seed=seed,
-            foreach=foreach,
-            fused=fused,
-            capturable=capturable,
-            differentiable=differentiable,
-            offload=offload,
+            dict(
+                lr=lr, betas=betas, alpha=alpha, alpha_warmup=alpha_warmup, beta3_warmup=beta3_warmup, eps=eps,
+                weight_decay=weight_decay
+            ),
+            **options
         )

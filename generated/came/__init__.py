@@ -40,8 +40,6 @@ class CAME(Optimizer):
     clip_threshold  a number, > 0
     betas           3 numbers, >= 0, < 1
     weight_decay    a number, >= 0
-    The other arguments are those of every generated optimizer: help(optgen.runtime.Optimizer).
-    Raises ValueError for a number out of its range and TypeError for what is no number, before anything is made.
     """
 
     SPEC = "came"
@@ -56,52 +54,13 @@ class CAME(Optimizer):
         Flag("factored", shape=lambda shape: len(shape) >= 2),
     )
     PLANS = ("fp32", "int8_split24",)
-    DEFAULT_PLAN = {
-        "float32": "int8_split24",
-        "bfloat16": "int8_split24",
-        "float16": "int8_split24",
-    }
+    DEFAULT_PLAN = {"float32": "int8_split24", "bfloat16": "int8_split24", "float16": "int8_split24"}
 
     def __init__(
-        self,
-        params,
-        lr=0.0002,
-        eps=(1e-30, 1e-16),
-        clip_threshold=1.0,
-        betas=(0.9, 0.999, 0.9999),
-        weight_decay=0.0,
-        *,
-        maximize=False,
-        plan=None,
-        overrides=None,
-        module=None,
-        backend="auto",
-        seed=0,
-        foreach=None,
-        fused=None,
-        capturable=False,
-        differentiable=False,
-        offload=False,
+        self, params, lr=0.0002, eps=(1e-30, 1e-16), clip_threshold=1.0, betas=(0.9, 0.999, 0.9999), weight_decay=0.0,
+        **options
     ):
-        defaults = dict(
-            lr=lr,
-            eps=eps,
-            clip_threshold=clip_threshold,
-            betas=betas,
-            weight_decay=weight_decay,
-            maximize=maximize,
-        )
         super().__init__(
-            params,
-            defaults,
-            plan=plan,
-            overrides=overrides,
-            module=module,
-            backend=backend,
-            seed=seed,
-            foreach=foreach,
-            fused=fused,
-            capturable=capturable,
-            differentiable=differentiable,
-            offload=offload,
+            params, dict(lr=lr, eps=eps, clip_threshold=clip_threshold, betas=betas, weight_decay=weight_decay),
+            **options
         )

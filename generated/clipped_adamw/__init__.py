@@ -33,8 +33,6 @@ class ClippedAdamW(Optimizer):
     max_norm      a number, > 0
     amsgrad       True or False
     decouple_lr   True or False
-    The other arguments are those of every generated optimizer: help(optgen.runtime.Optimizer).
-    Raises ValueError for a number out of its range and TypeError for what is no number, before anything is made.
     """
 
     SPEC = "clipped_adamw"
@@ -50,56 +48,17 @@ class ClippedAdamW(Optimizer):
         Flag("decouple_lr", False),
     )
     PLANS = ("fp32", "int8_split24",)
-    DEFAULT_PLAN = {
-        "float32": "int8_split24",
-        "bfloat16": "int8_split24",
-        "float16": "int8_split24",
-    }
+    DEFAULT_PLAN = {"float32": "int8_split24", "bfloat16": "int8_split24", "float16": "int8_split24"}
 
     def __init__(
-        self,
-        params,
-        lr=0.001,
-        betas=(0.9, 0.999),
-        eps=1e-8,
-        weight_decay=0.01,
-        max_norm=1.0,
-        amsgrad=False,
-        decouple_lr=False,
-        *,
-        maximize=False,
-        plan=None,
-        overrides=None,
-        module=None,
-        backend="auto",
-        seed=0,
-        foreach=None,
-        fused=None,
-        capturable=False,
-        differentiable=False,
-        offload=False,
+        self, params, lr=0.001, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, max_norm=1.0, amsgrad=False,
+        decouple_lr=False, **options
     ):
-        defaults = dict(
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            max_norm=max_norm,
-            amsgrad=amsgrad,
-            decouple_lr=decouple_lr,
-            maximize=maximize,
-        )
         super().__init__(
             params,
-            defaults,
-            plan=plan,
-            overrides=overrides,
-            module=module,
-            backend=backend,
-            seed=seed,
-            foreach=foreach,
-            fused=fused,
-            capturable=capturable,
-            differentiable=differentiable,
-            offload=offload,
+            dict(
+                lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, max_norm=max_norm, amsgrad=amsgrad,
+                decouple_lr=decouple_lr
+            ),
+            **options
         )

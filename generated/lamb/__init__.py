@@ -32,8 +32,6 @@ class LAMB(Optimizer):
     weight_decay  a number, >= 0
     min_norm      a number, >= 0
     max_norm      a number, > 0
-    The other arguments are those of every generated optimizer: help(optgen.runtime.Optimizer).
-    Raises ValueError for a number out of its range and TypeError for what is no number, before anything is made.
     """
 
     SPEC = "lamb"
@@ -45,57 +43,13 @@ class LAMB(Optimizer):
         Hyper("min_norm", 0.0, ge=0.0),
         Hyper("max_norm", 3e38, gt=0.0),
     )
-    FLAGS = (
-    )
     PLANS = ("fp32", "int8_split24",)
-    DEFAULT_PLAN = {
-        "float32": "int8_split24",
-        "bfloat16": "int8_split24",
-        "float16": "int8_split24",
-    }
+    DEFAULT_PLAN = {"float32": "int8_split24", "bfloat16": "int8_split24", "float16": "int8_split24"}
 
     def __init__(
-        self,
-        params,
-        lr=0.001,
-        betas=(0.9, 0.999),
-        eps=1e-6,
-        weight_decay=0.01,
-        min_norm=0.0,
-        max_norm=3e38,
-        *,
-        maximize=False,
-        plan=None,
-        overrides=None,
-        module=None,
-        backend="auto",
-        seed=0,
-        foreach=None,
-        fused=None,
-        capturable=False,
-        differentiable=False,
-        offload=False,
+        self, params, lr=0.001, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.01, min_norm=0.0, max_norm=3e38, **options
     ):
-        defaults = dict(
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            min_norm=min_norm,
-            max_norm=max_norm,
-            maximize=maximize,
-        )
         super().__init__(
-            params,
-            defaults,
-            plan=plan,
-            overrides=overrides,
-            module=module,
-            backend=backend,
-            seed=seed,
-            foreach=foreach,
-            fused=fused,
-            capturable=capturable,
-            differentiable=differentiable,
-            offload=offload,
+            params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, min_norm=min_norm, max_norm=max_norm),
+            **options
         )

@@ -43,8 +43,6 @@ class Muon(Optimizer):
     nesterov         True or False
     match_rms_adamw  True or False
     adamw            True or False
-    The other arguments are those of every generated optimizer: help(optgen.runtime.Optimizer).
-    Raises ValueError for a number out of its range and TypeError for what is no number, before anything is made.
     """
 
     SPEC = "muon"
@@ -66,69 +64,20 @@ class Muon(Optimizer):
         Flag("matrix", shape=lambda shape: len(shape) >= 2),
     )
     PLANS = ("fp32", "int8_split24",)
-    DEFAULT_PLAN = {
-        "float32": "int8_split24",
-        "bfloat16": "int8_split24",
-        "float16": "int8_split24",
-    }
+    DEFAULT_PLAN = {"float32": "int8_split24", "bfloat16": "int8_split24", "float16": "int8_split24"}
     BLOCKS = "heads"
 
     def __init__(
-        self,
-        params,
-        lr=0.001,
-        weight_decay=0.1,
-        momentum=0.95,
-        ns_coefficients=(3.4445, -4.775, 2.0315),
-        eps=1e-7,
-        ns_steps=5.0,
-        adamw_lr=0.001,
-        adamw_betas=(0.9, 0.95),
-        adamw_eps=1e-8,
-        nesterov=True,
-        match_rms_adamw=False,
-        adamw=False,
-        *,
-        maximize=False,
-        plan=None,
-        overrides=None,
-        blocks=None,
-        module=None,
-        backend="auto",
-        seed=0,
-        foreach=None,
-        fused=None,
-        capturable=False,
-        differentiable=False,
-        offload=False,
+        self, params, lr=0.001, weight_decay=0.1, momentum=0.95, ns_coefficients=(3.4445, -4.775, 2.0315), eps=1e-7,
+        ns_steps=5.0, adamw_lr=0.001, adamw_betas=(0.9, 0.95), adamw_eps=1e-8, nesterov=True, match_rms_adamw=False,
+        adamw=False, **options
     ):
-        defaults = dict(
-            lr=lr,
-            weight_decay=weight_decay,
-            momentum=momentum,
-            ns_coefficients=ns_coefficients,
-            eps=eps,
-            ns_steps=ns_steps,
-            adamw_lr=adamw_lr,
-            adamw_betas=adamw_betas,
-            adamw_eps=adamw_eps,
-            nesterov=nesterov,
-            match_rms_adamw=match_rms_adamw,
-            adamw=adamw,
-            maximize=maximize,
-        )
         super().__init__(
             params,
-            defaults,
-            plan=plan,
-            overrides=overrides,
-            blocks=blocks,
-            module=module,
-            backend=backend,
-            seed=seed,
-            foreach=foreach,
-            fused=fused,
-            capturable=capturable,
-            differentiable=differentiable,
-            offload=offload,
+            dict(
+                lr=lr, weight_decay=weight_decay, momentum=momentum, ns_coefficients=ns_coefficients, eps=eps,
+                ns_steps=ns_steps, adamw_lr=adamw_lr, adamw_betas=adamw_betas, adamw_eps=adamw_eps, nesterov=nesterov,
+                match_rms_adamw=match_rms_adamw, adamw=adamw
+            ),
+            **options
         )

@@ -45,8 +45,6 @@ class Prodigy(Optimizer):
     growth_rate          a number, > 0
     use_bias_correction  True or False
     safeguard_warmup     True or False
-    The other arguments are those of every generated optimizer: help(optgen.runtime.Optimizer).
-    Raises ValueError for a number out of its range and TypeError for what is no number, before anything is made.
     """
 
     SPEC = "prodigy"
@@ -64,60 +62,17 @@ class Prodigy(Optimizer):
         Flag("safeguard_warmup", False),
     )
     PLANS = ("fp32", "int8_split24",)
-    DEFAULT_PLAN = {
-        "float32": "int8_split24",
-        "bfloat16": "int8_split24",
-        "float16": "int8_split24",
-    }
+    DEFAULT_PLAN = {"float32": "int8_split24", "bfloat16": "int8_split24", "float16": "int8_split24"}
 
     def __init__(
-        self,
-        params,
-        lr=1.0,
-        betas=(0.9, 0.999),
-        eps=1e-8,
-        weight_decay=0.0,
-        d0=1e-6,
-        d_coef=1.0,
-        growth_rate=3e38,
-        use_bias_correction=False,
-        safeguard_warmup=False,
-        *,
-        maximize=False,
-        plan=None,
-        overrides=None,
-        module=None,
-        backend="auto",
-        seed=0,
-        foreach=None,
-        fused=None,
-        capturable=False,
-        differentiable=False,
-        offload=False,
+        self, params, lr=1.0, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, d0=1e-6, d_coef=1.0, growth_rate=3e38,
+        use_bias_correction=False, safeguard_warmup=False, **options
     ):
-        defaults = dict(
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            d0=d0,
-            d_coef=d_coef,
-            growth_rate=growth_rate,
-            use_bias_correction=use_bias_correction,
-            safeguard_warmup=safeguard_warmup,
-            maximize=maximize,
-        )
         super().__init__(
             params,
-            defaults,
-            plan=plan,
-            overrides=overrides,
-            module=module,
-            backend=backend,
-            seed=seed,
-            foreach=foreach,
-            fused=fused,
-            capturable=capturable,
-            differentiable=differentiable,
-            offload=offload,
+            dict(
+                lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, d0=d0, d_coef=d_coef, growth_rate=growth_rate,
+                use_bias_correction=use_bias_correction, safeguard_warmup=safeguard_warmup
+            ),
+            **options
         )

@@ -28,8 +28,6 @@ class Rprop(Optimizer):
     lr          a number, >= 0
     etas        2 numbers, > 0
     step_sizes  2 numbers, >= 0
-    The other arguments are those of every generated optimizer: help(optgen.runtime.Optimizer).
-    Raises ValueError for a number out of its range and TypeError for what is no number, before anything is made.
     """
 
     SPEC = "rprop"
@@ -38,51 +36,8 @@ class Rprop(Optimizer):
         Hyper("etas", (0.5, 1.2), gt=0.0),
         Hyper("step_sizes", (1e-6, 50.0), ge=0.0),
     )
-    FLAGS = (
-    )
     PLANS = ("fp32", "int8_split24",)
-    DEFAULT_PLAN = {
-        "float32": "int8_split24",
-        "bfloat16": "int8_split24",
-        "float16": "int8_split24",
-    }
+    DEFAULT_PLAN = {"float32": "int8_split24", "bfloat16": "int8_split24", "float16": "int8_split24"}
 
-    def __init__(
-        self,
-        params,
-        lr=0.01,
-        etas=(0.5, 1.2),
-        step_sizes=(1e-6, 50.0),
-        *,
-        maximize=False,
-        plan=None,
-        overrides=None,
-        module=None,
-        backend="auto",
-        seed=0,
-        foreach=None,
-        fused=None,
-        capturable=False,
-        differentiable=False,
-        offload=False,
-    ):
-        defaults = dict(
-            lr=lr,
-            etas=etas,
-            step_sizes=step_sizes,
-            maximize=maximize,
-        )
-        super().__init__(
-            params,
-            defaults,
-            plan=plan,
-            overrides=overrides,
-            module=module,
-            backend=backend,
-            seed=seed,
-            foreach=foreach,
-            fused=fused,
-            capturable=capturable,
-            differentiable=differentiable,
-            offload=offload,
-        )
+    def __init__(self, params, lr=0.01, etas=(0.5, 1.2), step_sizes=(1e-6, 50.0), **options):
+        super().__init__(params, dict(lr=lr, etas=etas, step_sizes=step_sizes), **options)

@@ -33,8 +33,6 @@ class ScheduleFreeAdamW(Optimizer):
     warmup_steps     a number, >= 0
     r                a number, >= 0
     weight_lr_power  a number, >= 0
-    The other arguments are those of every generated optimizer: help(optgen.runtime.Optimizer).
-    Raises ValueError for a number out of its range and TypeError for what is no number, before anything is made.
     """
 
     SPEC = "schedule_free_adamw"
@@ -47,14 +45,8 @@ class ScheduleFreeAdamW(Optimizer):
         Hyper("r", 0.0, ge=0.0),
         Hyper("weight_lr_power", 2.0, ge=0.0),
     )
-    FLAGS = (
-    )
     PLANS = ("fp32", "int8_split24",)
-    DEFAULT_PLAN = {
-        "float32": "int8_split24",
-        "bfloat16": "int8_split24",
-        "float16": "int8_split24",
-    }
+    DEFAULT_PLAN = {"float32": "int8_split24", "bfloat16": "int8_split24", "float16": "int8_split24"}
 
     @staticmethod
     def evaluation(p, z, *, betas):
@@ -62,49 +54,14 @@ class ScheduleFreeAdamW(Optimizer):
         return p + (1 - 1 / betas[0]) * (z - p)
 
     def __init__(
-        self,
-        params,
-        lr=0.0025,
-        betas=(0.9, 0.999),
-        eps=1e-8,
-        weight_decay=0.0,
-        warmup_steps=0.0,
-        r=0.0,
-        weight_lr_power=2.0,
-        *,
-        maximize=False,
-        plan=None,
-        overrides=None,
-        module=None,
-        backend="auto",
-        seed=0,
-        foreach=None,
-        fused=None,
-        capturable=False,
-        differentiable=False,
-        offload=False,
+        self, params, lr=0.0025, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, warmup_steps=0.0, r=0.0,
+        weight_lr_power=2.0, **options
     ):
-        defaults = dict(
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            warmup_steps=warmup_steps,
-            r=r,
-            weight_lr_power=weight_lr_power,
-            maximize=maximize,
-        )
         super().__init__(
             params,
-            defaults,
-            plan=plan,
-            overrides=overrides,
-            module=module,
-            backend=backend,
-            seed=seed,
-            foreach=foreach,
-            fused=fused,
-            capturable=capturable,
-            differentiable=differentiable,
-            offload=offload,
+            dict(
+                lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, warmup_steps=warmup_steps, r=r,
+                weight_lr_power=weight_lr_power
+            ),
+            **options
         )

@@ -30,8 +30,6 @@ class ScheduleFreeSGD(Optimizer):
     warmup_steps     a number, >= 0
     r                a number, >= 0
     weight_lr_power  a number, >= 0
-    The other arguments are those of every generated optimizer: help(optgen.runtime.Optimizer).
-    Raises ValueError for a number out of its range and TypeError for what is no number, before anything is made.
     """
 
     SPEC = "schedule_free_sgd"
@@ -43,14 +41,8 @@ class ScheduleFreeSGD(Optimizer):
         Hyper("r", 0.0, ge=0.0),
         Hyper("weight_lr_power", 2.0, ge=0.0),
     )
-    FLAGS = (
-    )
     PLANS = ("fp32", "int8_split24",)
-    DEFAULT_PLAN = {
-        "float32": "int8_split24",
-        "bfloat16": "int8_split24",
-        "float16": "int8_split24",
-    }
+    DEFAULT_PLAN = {"float32": "int8_split24", "bfloat16": "int8_split24", "float16": "int8_split24"}
 
     @staticmethod
     def evaluation(p, z, *, momentum):
@@ -58,47 +50,13 @@ class ScheduleFreeSGD(Optimizer):
         return p + (1 - 1 / momentum) * (z - p)
 
     def __init__(
-        self,
-        params,
-        lr=1.0,
-        momentum=0.9,
-        weight_decay=0.0,
-        warmup_steps=0.0,
-        r=0.0,
-        weight_lr_power=2.0,
-        *,
-        maximize=False,
-        plan=None,
-        overrides=None,
-        module=None,
-        backend="auto",
-        seed=0,
-        foreach=None,
-        fused=None,
-        capturable=False,
-        differentiable=False,
-        offload=False,
+        self, params, lr=1.0, momentum=0.9, weight_decay=0.0, warmup_steps=0.0, r=0.0, weight_lr_power=2.0, **options
     ):
-        defaults = dict(
-            lr=lr,
-            momentum=momentum,
-            weight_decay=weight_decay,
-            warmup_steps=warmup_steps,
-            r=r,
-            weight_lr_power=weight_lr_power,
-            maximize=maximize,
-        )
         super().__init__(
             params,
-            defaults,
-            plan=plan,
-            overrides=overrides,
-            module=module,
-            backend=backend,
-            seed=seed,
-            foreach=foreach,
-            fused=fused,
-            capturable=capturable,
-            differentiable=differentiable,
-            offload=offload,
+            dict(
+                lr=lr, momentum=momentum, weight_decay=weight_decay, warmup_steps=warmup_steps, r=r,
+                weight_lr_power=weight_lr_power
+            ),
+            **options
         )

@@ -31,8 +31,6 @@ class SM3(Optimizer):
     lr        a number, >= 0
     momentum  a number, >= 0, < 1
     eps       a number, > 0
-    The other arguments are those of every generated optimizer: help(optgen.runtime.Optimizer).
-    Raises ValueError for a number out of its range and TypeError for what is no number, before anything is made.
     """
 
     SPEC = "sm3"
@@ -46,48 +44,7 @@ class SM3(Optimizer):
         Flag("factored", shape=lambda shape: len(shape) >= 2),
     )
     PLANS = ("fp32", "int8_split24",)
-    DEFAULT_PLAN = {
-        "float32": "int8_split24",
-        "bfloat16": "int8_split24",
-        "float16": "int8_split24",
-    }
+    DEFAULT_PLAN = {"float32": "int8_split24", "bfloat16": "int8_split24", "float16": "int8_split24"}
 
-    def __init__(
-        self,
-        params,
-        lr=0.1,
-        momentum=0.9,
-        eps=1e-30,
-        *,
-        maximize=False,
-        plan=None,
-        overrides=None,
-        module=None,
-        backend="auto",
-        seed=0,
-        foreach=None,
-        fused=None,
-        capturable=False,
-        differentiable=False,
-        offload=False,
-    ):
-        defaults = dict(
-            lr=lr,
-            momentum=momentum,
-            eps=eps,
-            maximize=maximize,
-        )
-        super().__init__(
-            params,
-            defaults,
-            plan=plan,
-            overrides=overrides,
-            module=module,
-            backend=backend,
-            seed=seed,
-            foreach=foreach,
-            fused=fused,
-            capturable=capturable,
-            differentiable=differentiable,
-            offload=offload,
-        )
+    def __init__(self, params, lr=0.1, momentum=0.9, eps=1e-30, **options):
+        super().__init__(params, dict(lr=lr, momentum=momentum, eps=eps), **options)

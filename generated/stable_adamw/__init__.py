@@ -27,8 +27,6 @@ class StableAdamW(Optimizer):
     betas         2 numbers, >= 0, < 1
     eps           a number, > 0
     weight_decay  a number, >= 0
-    The other arguments are those of every generated optimizer: help(optgen.runtime.Optimizer).
-    Raises ValueError for a number out of its range and TypeError for what is no number, before anything is made.
     """
 
     SPEC = "stable_adamw"
@@ -38,53 +36,8 @@ class StableAdamW(Optimizer):
         Hyper("eps", 1e-6, gt=0.0),
         Hyper("weight_decay", 0.01, ge=0.0),
     )
-    FLAGS = (
-    )
     PLANS = ("fp32", "int8_split24",)
-    DEFAULT_PLAN = {
-        "float32": "int8_split24",
-        "bfloat16": "int8_split24",
-        "float16": "int8_split24",
-    }
+    DEFAULT_PLAN = {"float32": "int8_split24", "bfloat16": "int8_split24", "float16": "int8_split24"}
 
-    def __init__(
-        self,
-        params,
-        lr=0.001,
-        betas=(0.9, 0.99),
-        eps=1e-6,
-        weight_decay=0.01,
-        *,
-        maximize=False,
-        plan=None,
-        overrides=None,
-        module=None,
-        backend="auto",
-        seed=0,
-        foreach=None,
-        fused=None,
-        capturable=False,
-        differentiable=False,
-        offload=False,
-    ):
-        defaults = dict(
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            maximize=maximize,
-        )
-        super().__init__(
-            params,
-            defaults,
-            plan=plan,
-            overrides=overrides,
-            module=module,
-            backend=backend,
-            seed=seed,
-            foreach=foreach,
-            fused=fused,
-            capturable=capturable,
-            differentiable=differentiable,
-            offload=offload,
-        )
+    def __init__(self, params, lr=0.001, betas=(0.9, 0.99), eps=1e-6, weight_decay=0.01, **options):
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay), **options)

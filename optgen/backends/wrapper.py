@@ -117,8 +117,10 @@ class ClassRow:
         return [f"{row.name:{width}}  {row.described}" for row in rows]
 
     @property
-    def defaults(self) -> list[str]:
-        return [h.name for h in self.hypers] + [f.name for f in self.flags if not f.derived]
+    def given(self) -> list[str]:
+        """The rule's own arguments as the constructor hands them on."""
+        names = [h.name for h in self.hypers] + [f.name for f in self.flags if not f.derived]
+        return [f"{name}={name}" for name in names]
 
 
 def literal(value: float | tuple[float, ...]) -> str:
