@@ -209,7 +209,7 @@ def build(request: Request, track: Track | None = None) -> Outcome:
     specs |= {u.spec.name: Built(u.spec.class_name, u.reference, u.listed) for u in units}
     _distinct(specs)
     files[INIT] = init_text({b.class_name: name for name, b in specs.items()})
-    gone = sorted(x for x in set(manifest.files) - set(files) if not request.partial or _is_replaced(x, units))
+    gone = sorted(x for x in set(manifest.files) - set(files) if not request.partial or _is_replaced(x, units, files))
     kept = {k: v for k, v in manifest.files.items() if k not in gone}
     stale = [name for name in gone if swap.is_inside(out, name)]
     outcome.warnings += [_LINKED.format(file=f"{outcome.out}/{name}") for name in gone if name not in stale]
@@ -232,9 +232,11 @@ def build(request: Request, track: Track | None = None) -> Outcome:
     return outcome
 
 
-def _is_replaced(name: str, units: Sequence[Unit]) -> bool:
-    """Return True if a file of the folder is of a rule, or of a rule and a plan, that are built anew."""
+def _is_replaced(name: str, units: Sequence[Unit], files: Files) -> bool:
+    """Return True if a file of the folder is of a rule, a plan, or a rule and a plan, that are built anew."""
     rule, *inner = name.split("/")
+    if rule == PLANS:
+        return f"{PLANS}/{inner[0]}/{INIT}" in files
     return any(rule == u.spec.name and (len(inner) == 1 or inner[0] in {p.name for p in u.plans}) for u in units)
 
 

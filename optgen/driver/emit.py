@@ -47,7 +47,6 @@ BACKENDS = {
     ),
     "reference": Backend(
         lambda spec, _: {eager_text.FILE: eager_text.rule_text(spec)},
-        lambda plan, _, others: {eager_text.FILE: eager_text.codec_text(plan, others)},
     ),
 }
 """Name -> backend."""
@@ -158,7 +157,7 @@ def findings_text(specs: Iterable[Spec]) -> str:
 
 def plan_files(plan: Plan, maths: Maths = "fast", others: Sequence[Plan] = ()) -> Files:
     """Return file name -> text of a plan's package: its record and its codecs, but for those that `others` have."""
-    files = {record_text.PLAN: record_text.plan_text(plan, maths)}
+    files = {record_text.PLAN: record_text.plan_text(plan, maths, others)}
     for backend in BACKENDS.values():
         files |= backend.plan(plan, maths, others)
     return files

@@ -116,7 +116,7 @@ def codec_text(plan: Plan, maths: Maths, others: Sequence[Plan] = ()) -> str:
         f"#   plan      {file}:{plan.loc.line}  sha256 {targets.digest(plan.loc.file)}",
     ]
     lines = [*([""] if tables else []), *tables, *lines, "", *records]
-    return _module(header, lines, eager_text.imports(known, FILE))
+    return _module(header, lines, eager_text.imports(known, ".triton"))
 
 
 # -- both

@@ -74,14 +74,20 @@ def generated_class(cls: type) -> Any:
     raise TypeError(f"{cls.__name__} is not a generated optimizer: it has no PLANS")
 
 
-def has_records(cls: type) -> bool:
-    """Return True if the package of a generated class has all records of its rule in one file: version 0.1 generated
-    none, and later ones two."""
+def has_records(cls: Any) -> bool:
+    """Return True if the packages of a generated class and of its user's plans have all records where they are read.
+
+    Version 0.1 generated none, and later ones two files of a rule's, or a plan's eager codecs in a file of their own.
+    """
     try:
         found = importlib.util.find_spec(f"{cls.__module__}.records")
     except ModuleNotFoundError:  # the class is in no package
         return False
-    return found is not None and not Path(found.origin or "").with_name("kernels.py").exists()
+    if found is None:
+        return False
+    folder = Path(found.origin or "").parent
+    former = [folder / "kernels.py", *(folder.parent / "plans" / plan / "eager.py" for plan in cls.OWN_PLANS)]
+    return not any(file.exists() for file in former)
 
 
 def plan_name(cls: type, option: PlanOption, dtype: torch.dtype) -> str:
@@ -135,7 +141,7 @@ def _built(base: Any, plan: str) -> Pair | None:
         return None
     own, folder = f"{base.__module__}.{plan}", folder_of(sys.modules[base.__module__])
     findings = importlib.import_module(own) if importlib.util.find_spec(own) else None
-    functions = functools.partial(_functions, f"{base.__module__}.eager", f"{record.__name__}.eager")
+    functions = functools.partial(_functions, f"{base.__module__}.eager", record.__name__)
     device = f"{base.__module__}.{DEVICE}", f"{record.__name__}.{DEVICE}"
     pair = joined(importlib.import_module(f"{base.__module__}.records"), record, findings, folder)
     return replace(pair, reference=functions, triton=device)
