@@ -368,6 +368,7 @@ class Eager:
     early     states that later sweeps of the step read as they are stored
     still     states that the step leaves as they are stored
     whole     those that are kept as a whole, and the work for them
+    walks     of these, the blocks of the walk that reduces each: kernels sum its rows by panels of them
     """
 
     codecs: Mapping[str, str] = field(default_factory=dict)
@@ -377,6 +378,7 @@ class Eager:
     early: tuple[str, ...] = ()
     still: tuple[str, ...] = ()
     whole: Mapping[str, Whole] = field(default_factory=dict)
+    walks: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -478,7 +480,9 @@ class Variant:
         for k, stage in enumerate(rule.stages):
             own = replace(stage, kernel=f"{self.function}_{k + 1}", block=self.block_of(self.owners_in(stage)))
             stages.append(stage if stage.space == "call" else own)
-        return replace(found, temps=rule.temps, stages=tuple(stages))
+        assert self.eager is not None
+        walks = {name: stage.block for stage in stages for name in stage.reduces}
+        return replace(found, temps=rule.temps, stages=tuple(stages), eager=replace(self.eager, walks=walks))
 
     def owners_in(self, stage: Stage) -> list[str]:
         """Return the values that a stage of the rule touches: those read, those stored, those whose roots are read."""

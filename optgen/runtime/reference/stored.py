@@ -135,10 +135,6 @@ class Stored:
         names = self.variant.owned(owner)
         return [*([self.p] if owner == "p" else []), *(self.fields[name] for name in names)]
 
-    def walked(self, owner: str) -> int:
-        """The blocks of the walk that reduces a state kept as a whole, whose kernels sum rows by panels of them."""
-        return next((stage.block for stage in self.variant.stages if owner in stage.reduces), 1)
-
     def over(self, *names: str) -> Sweep:
         """Begin a sweep that touches these values; its blocks are theirs."""
         used = [self.codec(name) for name in names if name != "g"]
@@ -205,7 +201,7 @@ class Sweep(Blocks):
     def encode(self, name: str, x: Tensor, stochastic: bool = True) -> tuple[Tensor, ...]:
         """The fields of x, and the root that will be read back of it where the codec has one."""
         s, codec = self.stored, self.stored.codec(name)
-        own = self._own(codec, s.walked(name))
+        own = self._own(codec, s.record.walks.get(name, 1))
         x = x if own is self else own.elements(self.flat(x))
         if codec.encode is None or not stochastic or name not in s.record.noise:
             return codec.nearest(own, x)
