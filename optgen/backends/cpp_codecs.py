@@ -217,7 +217,7 @@ def _given(step: Step) -> tuple[Node, bool]:
 
 
 _DEFAULTS = {"NOISE": 0, "LOOPS": 1, "ROOT_LOOP": 0, "READS": 1, "DRAWS": 0, "KEPT": 0}
-"""Those of `Codec` in sweep.h."""
+"""The constants of `Codec` in sweep.h, which a codec that has these numbers need not say."""
 
 
 class _Encoder:

@@ -25,7 +25,7 @@ NAMES = RESERVED | frozenset(
     "of_head_1 of_head_2 of_head_3 of_in OfBlocks start states step Sweep tail tile times unpack_codes Value VALUE "
     "weight x c".split()
 )
-"""What joined text names itself, beside the words of all C++ text."""
+"""Names that joined text gives itself, beside the words of all C++ text."""
 _OF_STAGES = RESERVED | frozenset("All Codec g Loop OPTGEN_INLINE p Product Sweep Value".split())
 
 
