@@ -151,9 +151,7 @@ def test_the_authors_optimizer_and_ours_lie_in_one_enclosure(monkeypatch: pytest
     heads = attention_heads(model.named_parameters(), HEADS, KV_HEADS)
     groups = [{"params": decayed}, {"params": norms, "weight_decay": 0.0}]
     ours = AdamMini(groups, blocks={**heads, "mixing": 1}, plan="fp32", **options)
-    theirs = Adam_mini(
-        exact.named_parameters(), dim=DIM, n_heads=HEADS, n_kv_heads=KV_HEADS, verbose=False, **options
-    )
+    theirs = Adam_mini(exact.named_parameters(), dim=DIM, n_heads=HEADS, n_kv_heads=KV_HEADS, verbose=False, **options)
     counts = {"attn.q_proj.weight": HEADS, "attn.k_proj.weight": KV_HEADS, "mixing.weight": 1}
     carried: dict[str, dict[str, Interval]] = {}
     width, moved = [], []

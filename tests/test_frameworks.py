@@ -54,11 +54,7 @@ def bare(optimizer: Any) -> AdamW:
 
 @pytest.mark.parametrize(
     ("ready", "options"),
-    [
-        (False, {}),
-        (True, {}),
-        (False, {"bf16": True, "gradient_accumulation_steps": 2}),
-    ],
+    [(False, {}), (True, {}), (False, {"bf16": True, "gradient_accumulation_steps": 2})],
     ids=["class", "ready", "bf16-accumulated"],
 )
 def test_trainer_stopped_and_resumed(tmp_path: Path, ready: bool, options: dict[str, Any]) -> None:

@@ -112,9 +112,7 @@ def family(kernel: str) -> str:
     return next(name for name in READS if kernel.startswith(name))
 
 
-def test_nothing_spills_and_no_value_goes_through_shared_memory(
-    stats: dict[tuple[str, str], dict[str, Any]],
-) -> None:
+def test_nothing_spills_and_no_value_goes_through_shared_memory(stats: dict[tuple[str, str], dict[str, Any]]) -> None:
     for key, row in stats.items():
         assert row["stack"] == 0, key
         assert row["shared"] == 0, key

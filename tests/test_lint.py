@@ -39,19 +39,7 @@ from optgen.formats import (
 from optgen.formats import bf16 as plain_bf16
 from optgen.formats.companders import HALF
 from optgen.formats.fp8 import numbers
-from optgen.lang import (
-    Spec,
-    col_mean,
-    exp,
-    flag,
-    hyper,
-    optimizer,
-    row_mean,
-    scalar,
-    sqrt,
-    state,
-    where,
-)
+from optgen.lang import Spec, col_mean, exp, flag, hyper, optimizer, row_mean, scalar, sqrt, state, where
 from optgen.lang.declare import StateDecl
 from optgen.lang.values import Num
 from optgen.ops import dtypes, spaces

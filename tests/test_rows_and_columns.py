@@ -148,11 +148,7 @@ def test_of_more_dimensions_not_a_number_takes_what_shares_an_index_with_it() ->
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
-@pytest.mark.parametrize(
-    "fmt",
-    [NEAREST, replace(NEAREST, rounding="stochastic")],
-    ids=str,
-)
+@pytest.mark.parametrize("fmt", [NEAREST, replace(NEAREST, rounding="stochastic")], ids=str)
 def test_the_exact_worst_error_is_the_bound(fmt: Rank1, bits: int) -> None:
     found = certify(replace(fmt, bits=bits))
     assert found.ratio >= 0.99
@@ -160,11 +156,7 @@ def test_the_exact_worst_error_is_the_bound(fmt: Rank1, bits: int) -> None:
 
 
 @pytest.mark.parametrize("name", MATRICES)
-@pytest.mark.parametrize(
-    "fmt",
-    [NEAREST, replace(NEAREST, bits=6)],
-    ids=str,
-)
+@pytest.mark.parametrize("fmt", [NEAREST, replace(NEAREST, bits=6)], ids=str)
 def test_storing_is_within_its_bound_and_storing_twice_is_storing_once(fmt: Rank1, name: str) -> None:
     x = MATRICES[name]
     parts = fmt.encode(x)

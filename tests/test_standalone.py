@@ -94,9 +94,7 @@ def test_a_file_is_short_enough_to_be_read() -> None:
     assert sum(bool(line.strip()) for line in text("adamw/int8_split24").splitlines()) <= 750
 
 
-def test_triton_keeps_a_compiled_kernel_under_the_text_of_its_codecs(
-    tmp_path: Path, compiling: dict[str, str]
-) -> None:
+def test_triton_keeps_a_compiled_kernel_under_the_text_of_its_codecs(tmp_path: Path, compiling: dict[str, str]) -> None:
     """On disk a constant counts by its `cache_key`."""
     (tmp_path / "one_file.py").write_text(text("lion/bf16_sr"))
     code = "import one_file as m; assert m.lion_tile.cache_key in m.VARIANTS[0].cache_key"

@@ -11,19 +11,7 @@ from optgen.driver.explain import explain
 from optgen.formats import Plan
 from optgen.formats.format import Format
 from optgen.ir.program import Program
-from optgen.lang import (
-    Spec,
-    flag,
-    hyper,
-    nonneg,
-    norm,
-    optimizer,
-    row,
-    row_mean,
-    sqrt,
-    state,
-    tensor_state,
-)
+from optgen.lang import Spec, flag, hyper, nonneg, norm, optimizer, row, row_mean, sqrt, state, tensor_state
 from optgen.lower import lower, untouched
 from optgen.ops import dtypes
 from optgen.runtime.cpu import native
