@@ -13,23 +13,10 @@ from torch import Tensor
 
 import optgen
 from optgen.formats import Blocked
-from optgen.lang import (
-    amax,
-    col,
-    col_max,
-    col_mean,
-    hyper,
-    mat_mean,
-    maximum,
-    mean,
-    nonneg,
-    norm,
-    optimizer,
-    row,
-    row_max,
-    row_mean,
-    rsqrt,
-    state,
+
+from optgen.lang import (  # isort: skip
+    amax, col, col_max, col_mean, hyper, mat_mean, maximum, mean, nonneg, norm, optimizer, row, row_max, row_mean,
+    rsqrt, state,
 )  # fmt: skip
 from optgen.runtime.cpu import cpu, native
 from optgen.verify.intervals import FAST

@@ -18,35 +18,11 @@ from torch import Tensor
 
 from optgen.base.errors import UserError
 from optgen.driver.explain import memory, storage_lines
-from optgen.formats import (
-    Blocked,
-    Codebook,
-    Copy,
-    Ecc8,
-    Factored,
-    Float,
-    Format,
-    Fp8,
-    Kahan,
-    LogMax,
-    LogMinMax,
-    Master,
-    Native,
-    Noise,
-    Plan,
-    Rank1,
-    Split,
-    codebooks,
-    compander,
-    floats,
-    fp16,
-    fp32,
-    linear,
-    scales,
-    softsign,
-    ue7m9,
-    ue8m8,
-)
+
+from optgen.formats import (  # isort: skip
+    Blocked, Codebook, Copy, Ecc8, Factored, Float, Format, Fp8, Kahan, LogMax, LogMinMax, Master, Native, Noise, Plan,
+    Rank1, Split, codebooks, compander, floats, fp16, fp32, linear, scales, softsign, ue7m9, ue8m8,
+)  # fmt: skip
 from optgen.formats.bound import ROUNDOFF
 from optgen.formats.companders import Compander, check
 from optgen.formats.scales import LARGEST, Scale

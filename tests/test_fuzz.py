@@ -10,26 +10,11 @@ from hypothesis import HealthCheck, given, settings
 from optgen.driver import fuzz
 from optgen.driver.compile import compile as compiled
 from optgen.driver.fuzz import Example, examples
-from optgen.lang import (
-    Spec,
-    amax,
-    hyper,
-    lookahead,
-    mean,
-    model_norm,
-    model_state,
-    newton_schulz,
-    nonneg,
-    optimizer,
-    row,
-    row_mean,
-    row_sum,
-    scalar,
-    shape_flag,
-    sqrt,
-    state,
-    where,
-)
+
+from optgen.lang import (  # isort: skip
+    Spec, amax, hyper, lookahead, mean, model_norm, model_state, newton_schulz, nonneg, optimizer, row, row_mean,
+    row_sum, scalar, shape_flag, sqrt, state, where,
+)  # fmt: skip
 from optgen.verify.differential import Report
 from specs import plans
 from specs.adamp import adamp

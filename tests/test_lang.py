@@ -22,44 +22,12 @@ from optgen.base.errors import UserError
 from optgen.ir import node as ir
 from optgen.ir.node import Node, postorder
 from optgen.ir.spell import name_for
-from optgen.lang import (
-    Spec,
-    amax,
-    cbrt,
-    clip,
-    col_max,
-    col_mean,
-    col_sum,
-    columns,
-    dot,
-    elements,
-    equal,
-    flag,
-    hyper,
-    mat_mean,
-    maximum,
-    mean,
-    minimum,
-    model_norm,
-    model_total,
-    nonneg,
-    norm,
-    optimizer,
-    policies,
-    rms,
-    row,
-    row_max,
-    row_mean,
-    row_sum,
-    rows,
-    scalar,
-    sign,
-    sqrt,
-    state,
-    tensor_state,
-    total,
-    where,
-)
+
+from optgen.lang import (  # isort: skip
+    Spec, amax, cbrt, clip, col_max, col_mean, col_sum, columns, dot, elements, equal, flag, hyper, mat_mean, maximum,
+    mean, minimum, model_norm, model_total, nonneg, norm, optimizer, policies, rms, row, row_max, row_mean, row_sum,
+    rows, scalar, sign, sqrt, state, tensor_state, total, where,
+)  # fmt: skip
 from optgen.lang.declare import conditions
 from optgen.lang.plain import plain_formulas
 from optgen.lang.probe import Run

@@ -13,29 +13,11 @@ from optgen.base.errors import UserError
 from optgen.base.loc import relative
 from optgen.driver.explain import memory
 from optgen.driver.judge import judge, look
-from optgen.formats import (
-    Blocked,
-    Codebook,
-    Factored,
-    Field,
-    Format,
-    Fp8,
-    LogMax,
-    LogMinMax,
-    Noise,
-    Plan,
-    Rank1,
-    codebooks,
-    compander,
-    f16,
-    f32,
-    floats,
-    fp16,
-    linear,
-    measured,
-    softsign,
-    ue7m9,
-)
+
+from optgen.formats import (  # isort: skip
+    Blocked, Codebook, Factored, Field, Format, Fp8, LogMax, LogMinMax, Noise, Plan, Rank1, codebooks, compander, f16,
+    f32, floats, fp16, linear, measured, softsign, ue7m9,
+)  # fmt: skip
 from optgen.formats import bf16 as plain_bf16
 from optgen.formats.companders import HALF
 from optgen.formats.fp8 import numbers

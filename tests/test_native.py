@@ -25,9 +25,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -166,6 +166,7 @@ def clean(shared: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         yield
+    torch.set_num_threads(1)  # as tests/conftest.py has it
 
 
 def forget() -> None:
@@ -877,12 +878,28 @@ def is_short(opt: Optimizer) -> bool:
     return opt._stepper.fast_path.last is not None
 
 
-def named() -> list[nn.Parameter]:
-    return parameters(7, [(3, 4), (6,)])
+def first(opt: Momentum, ndim: int = 2) -> Any:
+    """The first parameter of so many dimensions."""
+    return next(p for p in opt.param_groups[0]["params"] if p.ndim == ndim)
 
 
-def lr(opt: Momentum) -> None:
-    opt.param_groups[0]["lr"] = 0.7
+def entry(opt: Momentum) -> dict[str, Any]:
+    return opt.state[first(opt)]
+
+
+def given(seed: int, shapes: Any) -> list[nn.Parameter]:
+    """New parameters that have gradients."""
+    new = parameters(seed, shapes)
+    give(new, seed)
+    return new
+
+
+def by_columns(x: Tensor) -> Tensor:
+    return x.t().contiguous().t()
+
+
+def doubled(state: dict[str, Any]) -> dict[str, Any]:
+    return {k: v * 2 if isinstance(v, Tensor) else v for k, v in state.items()}
 
 
 def fill_lr(opt: Momentum) -> None:
@@ -893,47 +910,9 @@ def fill_lr(opt: Momentum) -> None:
         opt.param_groups[0]["lr"] = torch.tensor(0.9)
 
 
-def first(opt: Momentum, ndim: int = 2) -> nn.Parameter:
-    """The first parameter that is a matrix."""
-    return next(p for p in opt.param_groups[0]["params"] if p.ndim == ndim)
-
-
-def set_data(opt: Momentum) -> None:
-    first(opt).data = first(opt).data * 2
-
-
-def set_data_by_columns(opt: Momentum) -> None:
-    first(opt).data = first(opt).data.t().contiguous().t()
-
-
-def set_shape(opt: Momentum) -> None:
-    """The same memory, another shape: its state no longer fits."""
-    p = opt.param_groups[0]["params"][4]
-    p.data = p.data.view(8, 8)
-    p.grad = p.grad.view(8, 8)
-
-
-def no_gradient(opt: Momentum) -> None:
-    first(opt).grad = None
-
-
-def columns(opt: Momentum) -> None:
-    p = first(opt)
-    assert p.grad is not None
-    p.grad = p.grad.t().contiguous().t()
-
-
-def gradient_data(opt: Momentum) -> None:
-    p = first(opt)
-    assert p.grad is not None
-    p.grad.data = p.grad.data * 3
-
-
 def gradient_half(opt: Momentum) -> None:
-    p = first(opt)
-    assert p.grad is not None
-    p.grad_dtype = None
-    p.grad = p.grad.bfloat16()
+    first(opt).grad_dtype = None
+    first(opt).grad = first(opt).grad.bfloat16()
 
 
 def gradient_negated(opt: Momentum) -> None:
@@ -944,137 +923,85 @@ def gradient_negated(opt: Momentum) -> None:
     assert p.grad.is_contiguous()
 
 
-def reorder(opt: Momentum) -> None:
-    opt.param_groups[0]["params"].reverse()
-
-
 def another_parameter(opt: Momentum) -> None:
-    new = parameters(5, [(3, 5)])
-    give(new, 9)
     old, params = first(opt), opt.param_groups[0]["params"]
     del opt.state[old]
-    params[[p is old for p in params].index(True)] = new[0]
-
-
-def longer_list(opt: Momentum) -> None:
-    new = parameters(5, [(3, 5)])
-    give(new, 9)
-    opt.param_groups[0]["params"] += new
-
-
-def add_group(opt: Momentum) -> None:
-    new = named()
-    give(new, 3)
-    opt.add_param_group({"params": new, "lr": 0.3})
+    params[[p is old for p in params].index(True)] = given(5, [(3, 5)])[0]
 
 
 def load(opt: Momentum) -> None:
     saved = copy.deepcopy(opt.state_dict())
-    for entry in saved["state"].values():
-        entry["buffer"] *= 2
-        entry.pop("note", None)  # of `extra_key`; loading refuses it
+    for kept in saved["state"].values():
+        kept["buffer"] *= 2
+        kept.pop("note", None)  # of `extra_key`; loading refuses it
     opt.load_state_dict(saved)
 
 
-def clear_state(opt: Momentum) -> None:
-    opt.state.clear()
-
-
-def drop_one(opt: Momentum) -> None:
-    del opt.state[first(opt)]
-
-
-def new_entry(opt: Momentum) -> None:
-    opt.state[first(opt)] = {k: v * 2 if isinstance(v, Tensor) else v for k, v in opt.state[first(opt)].items()}
-
-
-def new_field(opt: Momentum) -> None:
-    entry = opt.state[first(opt)]
-    entry["buffer"] = entry["buffer"] * 2
-
-
-def new_field_data(opt: Momentum) -> None:
-    entry = opt.state[first(opt)]
-    entry["buffer"].data = entry["buffer"].data * 2
-
-
-def share_field(opt: Momentum) -> None:
-    """Sending a state to another process moves its memory."""
-    for entry in opt.state.values():
-        entry["buffer"].share_memory_()
-
-
-def set_step(opt: Momentum) -> None:
-    opt.state[first(opt)]["step"] = 40
-
-
-def set_host_state(opt: Momentum) -> None:
-    opt.state[first(opt)]["total"] = 3.5
-
-
-def extra_key(opt: Momentum) -> None:
-    opt.state[first(opt)]["note"] = "mine"
-
-
-def flag(opt: Momentum) -> None:
-    opt.param_groups[0]["strange"] = True
-
-
-def maximize(opt: Momentum) -> None:
-    opt.param_groups[0]["maximize"] = True
-
-
-def extra_option(opt: Momentum) -> None:
-    opt.param_groups[0]["comment"] = 1
-
-
-def nothing(opt: Momentum) -> None:
-    pass
-
-
-CHANGES = [
-    nothing, lr, fill_lr, set_data, set_data_by_columns, no_gradient, columns, gradient_data, gradient_half,
-    gradient_negated, reorder, another_parameter, longer_list, add_group, load, clear_state, drop_one, new_entry,
-    new_field, new_field_data, share_field, set_step, set_host_state, extra_key, flag, maximize, extra_option,
-]  # fmt: skip
-SHORT = {nothing, lr, fill_lr, gradient_data, maximize, load, extra_key}
+CHANGES: dict[str, Callable[[Momentum], object]] = {
+    "nothing": lambda opt: None,
+    "lr": lambda opt: opt.param_groups[0].update(lr=0.7),
+    "fill_lr": fill_lr,
+    "set_data": lambda opt: setattr(first(opt), "data", first(opt).data * 2),
+    "set_data_by_columns": lambda opt: setattr(first(opt), "data", by_columns(first(opt).data)),
+    "no_gradient": lambda opt: setattr(first(opt), "grad", None),
+    "columns": lambda opt: setattr(first(opt), "grad", by_columns(first(opt).grad)),
+    "gradient_data": lambda opt: setattr(first(opt).grad, "data", first(opt).grad.data * 3),
+    "gradient_half": gradient_half,
+    "gradient_negated": gradient_negated,
+    "reorder": lambda opt: opt.param_groups[0]["params"].reverse(),
+    "another_parameter": another_parameter,
+    "longer_list": lambda opt: opt.param_groups[0]["params"].extend(given(5, [(3, 5)])),
+    "add_group": lambda opt: opt.add_param_group({"params": given(7, [(3, 4), (6,)]), "lr": 0.3}),
+    "load": load,
+    "clear_state": lambda opt: opt.state.clear(),
+    "drop_one": lambda opt: opt.state.pop(first(opt)),
+    "new_entry": lambda opt: opt.state.update({first(opt): doubled(entry(opt))}),
+    "new_field": lambda opt: entry(opt).update(buffer=entry(opt)["buffer"] * 2),
+    "new_field_data": lambda opt: setattr(entry(opt)["buffer"], "data", entry(opt)["buffer"].data * 2),
+    "share_field": lambda opt: [kept["buffer"].share_memory_() for kept in opt.state.values()],  # moves their memory
+    "set_step": lambda opt: entry(opt).update(step=40),
+    "set_host_state": lambda opt: entry(opt).update(total=3.5),
+    "extra_key": lambda opt: entry(opt).update(note="mine"),
+    "flag": lambda opt: opt.param_groups[0].update(strange=True),
+    "maximize": lambda opt: opt.param_groups[0].update(maximize=True),
+    "extra_option": lambda opt: opt.param_groups[0].update(comment=1),
+}
+SHORT = {"nothing", "lr", "fill_lr", "gradient_data", "maximize", "load", "extra_key"}
 """Changes after which a step goes the short way at once; `load` starts with a long step, unasked."""
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_whatever_changes_between_steps_is_seen(
-    change: Callable[[Momentum], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whatever_changes_between_steps_is_seen(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same bits as eager torch; and where nothing is new to the kernels, the short way."""
-    value = torch.tensor(0.1) if change is fill_lr else 0.1
+    value = torch.tensor(0.1) if change == "fill_lr" else 0.1
     made = [trained(lr=copy.copy(value)), trained("reference", lr=copy.copy(value))]
     taken: list[bool] = []
     again = fast_path.CachedStep.run
     monkeypatch.setattr(fast_path.CachedStep, "run", lambda *args: taken.append(again(*args)) or taken[-1])
     assert is_short(made[0])
     for opt in made:
-        change(opt)
+        CHANGES[change](opt)
         for step in range(6):
             opt.step()
-            if change is gradient_negated:
+            if change == "gradient_negated":
                 gradient_negated(opt)
             elif step > 0:
                 for g in opt.param_groups:
                     give(g["params"], step)
     assert everything(made[0]) == everything(made[1])
     assert taken[0] == (change in SHORT)
-    if change not in (set_data_by_columns, gradient_negated):  # what needs the long way at every step
+    if change not in ("set_data_by_columns", "gradient_negated"):  # what needs the long way at every step
         assert taken[-1]
         assert is_short(made[0])
 
 
-@settings(max_examples=40)
-@given(changes=st.lists(st.sampled_from(CHANGES), max_size=8))
-def test_changes_one_after_the_other(changes: list[Callable[[Momentum], None]]) -> None:
+@hypothesis.settings(max_examples=40)
+@hypothesis.given(changes=st.lists(st.sampled_from(sorted(CHANGES)), max_size=8))
+def test_changes_one_after_the_other(changes: list[str]) -> None:
     made = [trained(), trained("reference")]
     for opt in made:
         for step, change in enumerate(changes):
-            change(opt)
+            CHANGES[change](opt)
             opt.step()
             if step % 3 < 2:
                 opt.step()
@@ -1087,7 +1014,8 @@ def test_changes_one_after_the_other(changes: list[Callable[[Momentum], None]]) 
 def test_a_parameter_that_takes_another_shape_is_refused() -> None:
     opt = trained()
     before = everything(opt)[1]
-    set_shape(opt)
+    p = opt.param_groups[0]["params"][4]  # the same memory, another shape: its state no longer fits
+    p.data, p.grad = p.data.view(8, 8), p.grad.view(8, 8)
     with pytest.raises(RuntimeError, match=r"buffer: expected float32 \[8, 8\], got float32 \[64\]"):
         opt.step()
     assert everything(opt)[1] == before
@@ -1163,14 +1091,10 @@ def test_numbers_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "threads", lambda elements: seen.append(count(elements)) or seen[-1])
     params = parameters(shapes=[(70000,)])
     opt = Momentum(params, backend="cpp")
-    before = torch.get_num_threads()
-    try:
-        for threads in (1, 2, 2, 1, 3):
-            give(params, 0)
-            torch.set_num_threads(threads)
-            opt.step()
-    finally:
-        torch.set_num_threads(before)
+    for threads in (1, 2, 2, 1, 3):
+        give(params, 0)
+        torch.set_num_threads(threads)
+        opt.step()
     assert seen == [1, 2, 2, 1, 3]
     assert cpu.threads(cpu.SERIAL - 1) == 1
 
@@ -1210,23 +1134,19 @@ def test_generated_kernels_the_short_way(threads: int, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(plans, "provider", None)
     made = []
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(threads)
-        for short in (True, False):
-            params = [p.detach().bfloat16().requires_grad_() for p in parameters(3, [(3, 5), (80, 100), (), (70, 999)])]
-            groups = [{"params": params[:2]}, {"params": params[2:], "weight_decay": 0.0, "seed": 3}]
-            opt = AdamW(groups, lr=1e-2, backend="cpp")
-            if not short:
-                monkeypatch.setattr(opt._stepper.fast_path, "keep", lambda *_: None)
-            for step in range(6):
-                give(params, step)  # type: ignore[arg-type]
-                opt.param_groups[0]["lr"] = 0.01 / (step + 1)
-                opt.step()
-            assert is_short(opt) == short
-            made.append(everything(opt))
-    finally:
-        torch.set_num_threads(before)
+    torch.set_num_threads(threads)
+    for short in (True, False):
+        params = [p.detach().bfloat16().requires_grad_() for p in parameters(3, [(3, 5), (80, 100), (), (70, 999)])]
+        groups = [{"params": params[:2]}, {"params": params[2:], "weight_decay": 0.0, "seed": 3}]
+        opt = AdamW(groups, lr=1e-2, backend="cpp")
+        if not short:
+            monkeypatch.setattr(opt._stepper.fast_path, "keep", lambda *_: None)
+        for step in range(6):
+            give(params, step)  # type: ignore[arg-type]
+            opt.param_groups[0]["lr"] = 0.01 / (step + 1)
+            opt.step()
+        assert is_short(opt) == short
+        made.append(everything(opt))
     assert made[0] == made[1]
 
 

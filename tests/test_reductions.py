@@ -7,23 +7,11 @@ import torch
 
 from optgen import compile as compile_class
 from optgen import optim
-from optgen.lang import (
-    col,
-    col_mean,
-    columns,
-    elements,
-    hyper,
-    maximum,
-    nonneg,
-    optimizer,
-    row,
-    row_mean,
-    row_sum,
-    rows,
-    rsqrt,
-    shape_flag,
-    state,
-)
+
+from optgen.lang import (  # isort: skip
+    col, col_mean, columns, elements, hyper, maximum, nonneg, optimizer, row, row_mean, row_sum, rows, rsqrt,
+    shape_flag, state,
+)  # fmt: skip
 from optgen.runtime.cpu import native
 from tests.harness import plan_of, unoptimized
 from tests.oracles import REDUCING, WHOLE

@@ -15,21 +15,10 @@ from torch import Tensor
 import optgen
 from optgen.formats import Blocked, Plan, floats, linear
 from optgen.formats.format import Field, Format, Noise
-from optgen.lang import (
-    Spec,
-    cbrt,
-    flag,
-    hyper,
-    maximum,
-    minimum,
-    nonneg,
-    optimizer,
-    power,
-    sqrt,
-    state,
-    tensor_state,
-    total,
-)
+
+from optgen.lang import (  # isort: skip
+    Spec, cbrt, flag, hyper, maximum, minimum, nonneg, optimizer, power, sqrt, state, tensor_state, total,
+)  # fmt: skip
 from optgen.lang.values import Num, cast, clip, exp2, log2, rint
 from optgen.ops import dtypes
 from optgen.ops.dtypes import DType

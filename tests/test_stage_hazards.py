@@ -15,24 +15,11 @@ import pytest
 import torch
 
 import optgen
-from optgen.lang import (
-    flag,
-    hyper,
-    lookahead,
-    model_dot,
-    model_norm,
-    model_total,
-    newton_schulz,
-    norm,
-    optimizer,
-    row,
-    row_sum,
-    shape_flag,
-    sqrt,
-    state,
-    tensor_state,
-    where,
-)
+
+from optgen.lang import (  # isort: skip
+    flag, hyper, lookahead, model_dot, model_norm, model_total, newton_schulz, norm, optimizer, row, row_sum,
+    shape_flag, sqrt, state, tensor_state, where,
+)  # fmt: skip
 from optgen.lang.spec import Spec
 
 BACKENDS = ("reference", "cpp")

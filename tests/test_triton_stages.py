@@ -26,26 +26,11 @@ pytest.importorskip("triton")
 from optgen import optim
 from optgen.driver import emit
 from optgen.formats import Blocked, LogMinMax, Plan, Split, scales, softsign
-from optgen.lang import (
-    Spec,
-    amax,
-    col,
-    col_max,
-    dot,
-    hyper,
-    mat_mean,
-    maximum,
-    mean,
-    nonneg,
-    optimizer,
-    row,
-    row_max,
-    row_mean,
-    sqrt,
-    state,
-    tensor_state,
-    total,
-)
+
+from optgen.lang import (  # isort: skip
+    Spec, amax, col, col_max, dot, hyper, mat_mean, maximum, mean, nonneg, optimizer, row, row_max, row_mean, sqrt,
+    state, tensor_state, total,
+)  # fmt: skip
 from optgen.runtime.gpu import stages
 from optgen.runtime.layout import plans as loaded
 from optgen.runtime.step import backends, launch
