@@ -11,6 +11,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import sys
 import tempfile
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -68,15 +69,30 @@ def remember(made: Schedule | Step, spec: Spec, case: Case) -> None:
         _cases.popitem(last=False)
 
 
-def module(folder: Path, name: str, text: str) -> ModuleType:
+def module(folder: Path, name: str, text: str, known: bool = False) -> ModuleType:
     """Return the module of a text, which is written to a folder."""
     path = folder / f"{name}.py"
     path.write_text(text, encoding="utf-8")
-    found = importlib.util.spec_from_file_location(path.stem, path)
+    return imported(path, name, known)
+
+
+def imported(path: Path, name: str, known: bool = False) -> ModuleType:
+    """Import a file, or the package whose `__init__.py` it is, under a name; `known` to sys.modules or not."""
+    found = importlib.util.spec_from_file_location(name, path)
     assert found and found.loader
     made = importlib.util.module_from_spec(found)
+    if known:
+        sys.modules[name] = made
     found.loader.exec_module(made)
     return made
+
+
+def package(folder: Path, name: str, texts: Mapping[str, str]) -> ModuleType:
+    """Write the files of a package below a folder and import it."""
+    for file, text in texts.items():
+        (folder / name / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name / file).write_text(text, encoding="utf-8")
+    return imported(folder / name / "__init__.py", name, known=True)
 
 
 def only(s: Schedule | Step) -> Schedule:

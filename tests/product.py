@@ -6,11 +6,9 @@ as `optgen build`; a `Run` trains one tensor with its strict reference, and can 
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import random
 import re
-import sys
 import types
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -47,7 +45,7 @@ from optgen.verify import differential
 from optgen.verify.differential import Report, Values
 from optgen.verify.intervals import STRICT, Model
 from tests import harness
-from tests.harness import Pair, plan_of, spec_of
+from tests.harness import Pair, package, plan_of, spec_of
 
 ROOT = Path(__file__).parents[1]
 # No enclosure of a product of matrices is worth having: rules that take one are held to theirs in test_whole_model.py.
@@ -498,17 +496,7 @@ def optimizer_texts(cell: Cell) -> dict[str, str]:
 def optimizer_class(cell: Cell, folder: Path) -> Any:
     """The optimizer of one cell in strict maths, from a package of its own."""
     name = "cell_" + re.sub(r"\W", "_", str(cell))
-    for file, text in optimizer_texts(cell).items():
-        (folder / name / file).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name / file).write_text(text, encoding="utf-8")
-    found = importlib.util.spec_from_file_location(
-        name, folder / name / "__init__.py", submodule_search_locations=[str(folder / name)]
-    )
-    assert found and found.loader
-    module = importlib.util.module_from_spec(found)
-    sys.modules[name] = module
-    found.loader.exec_module(module)
-    return getattr(module, spec_of(cell.spec).class_name)
+    return getattr(package(folder, name, optimizer_texts(cell)), spec_of(cell.spec).class_name)
 
 
 def differing(cell: Cell, folder: Path, steps: int = 2) -> list[str]:

@@ -6,10 +6,8 @@ specs are checked; FILES is a project (path -> text) in which its `case()` runs.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -19,24 +17,15 @@ from optgen.driver.load import find_spec
 from optgen.driver.project import read_config
 from optgen.lang import Spec
 from optgen.lang.source import forget
+from tests.harness import imported
 
 ROOT = Path(__file__).parent.parent
 CASES = sorted((ROOT / "tests/cases/errors").glob("E*.py"))
 
 
-def load(path: Path) -> ModuleType:
-    """The file as a module, under a name that no other has."""
-    forget(str(path))
-    made = importlib.util.spec_from_file_location(f"case_{path.stem}", path)
-    assert made is not None
-    assert made.loader is not None
-    module = importlib.util.module_from_spec(made)
-    made.loader.exec_module(module)
-    return module
-
-
 def run(path: Path, project: Path) -> None:
-    module = load(path)
+    forget(str(path))
+    module = imported(path, f"case_{path.stem}")
     for name, text in getattr(module, "FILES", {}).items():
         (project / name).parent.mkdir(parents=True, exist_ok=True)
         (project / name).write_text(text)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -30,6 +28,7 @@ from optgen.verify import bounds, lint
 from optgen.verify.differential import stored
 from optgen.verify.intervals import Interval
 from specs.adamw import adamw
+from tests.harness import module
 
 FORMAT = '''
 from dataclasses import dataclass
@@ -61,17 +60,6 @@ class Bounded(Cut):
     def bound(self):
         return Bound(2.0**-7, "value", "2^-126 <= |x|", absolute=2.0**-133)
 '''
-
-
-def module(folder: Path, name: str, text: str) -> ModuleType:
-    """Write a stranger's file and import it."""
-    file = folder / f"{name}.py"
-    file.write_text(text)
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec and spec.loader
-    made = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(made)
-    return made
 
 
 def test_a_format_in_one_file_states_its_bound_or_has_none(tmp_path: Path) -> None:

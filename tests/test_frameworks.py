@@ -6,7 +6,6 @@ Where a framework is not installed its tests are skipped: they come with `pip in
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from optgen.optim import AdamW
+from tests.harness import imported
 from tests.training import alike
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -30,12 +30,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is fetched: models are random, dat
 def example(name: str, *needs: str) -> ModuleType:
     for package in needs:
         pytest.importorskip(package)
-    found = importlib.util.spec_from_file_location(f"example_{name}", ROOT / "examples" / f"{name}.py")
-    assert found and found.loader
-    module = importlib.util.module_from_spec(found)
-    sys.modules[found.name] = module
-    found.loader.exec_module(module)
-    return module
+    return imported(ROOT / "examples" / f"{name}.py", f"example_{name}", known=True)
 
 
 def same_weights(a: nn.Module, b: nn.Module) -> bool:

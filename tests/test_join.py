@@ -142,20 +142,14 @@ def test_codecs_that_stand_in_the_files_of_other_plans_are_found(name: str) -> N
 
 
 STALE = """
-import importlib.util, sys, tempfile
+import tempfile
 from pathlib import Path
 from optgen.driver import triton_text
 from tests import harness
 
 def keys(change):
     folder = Path(tempfile.mkdtemp())
-    def module(name, text):
-        path = folder / f"{name}.py"
-        path.write_text(change(text) if name == "codecs" else text)
-        spec = importlib.util.spec_from_file_location(name, path)
-        made = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(made)
-        return made
+    module = lambda name, text: harness.module(folder, name, change(text) if name == "codecs" else text)
     spec, plan = harness.spec_of("lion"), harness.plan_of("int8_split24")
     _, kernels = triton_text.joined(spec, plan, "fast", module)
     return kernels.CONSTANTS["lion_bfloat16"]["SWEEP"].cache_key

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import inspect
 import re
 from pathlib import Path
@@ -22,6 +21,7 @@ from optgen.formats import Plan
 from optgen.optim import AdamW
 from optgen.runtime.optimizer import OTHERS
 from specs import plans
+from tools import draw_memory
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -114,11 +114,7 @@ def test_the_first_page_names_every_plan() -> None:
 
 
 def test_the_chart_of_memory_is_what_the_formats_say() -> None:
-    spec = importlib.util.spec_from_file_location("draw_memory", ROOT / "tools" / "draw_memory.py")
-    assert spec and spec.loader
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
-    assert tool.FILE.read_text(encoding="utf-8") == tool.draw()
+    assert draw_memory.FILE.read_text(encoding="utf-8") == draw_memory.draw()
 
 
 LINK = re.compile(r"\[[^\]]+\]\(([^)\s]+)\)")

@@ -3,30 +3,19 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import re
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from tests import with_timm
+from tools import setup_env
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-@pytest.fixture
-def setup_env() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("setup_env", ROOT / "tools" / "setup_env.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_without_a_gpu_the_cpu_build_comes_first(setup_env: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_the_cpu_build_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.delenv("OPTGEN_TORCH", raising=False)
     monkeypatch.setattr(setup_env, "has_nvidia_gpu", lambda: False)
@@ -37,7 +26,7 @@ def test_without_a_gpu_the_cpu_build_comes_first(setup_env: ModuleType, monkeypa
     assert last == [f"torch=={setup_env.TORCH}"]
 
 
-def test_with_a_gpu_a_cpu_build_is_never_taken(setup_env: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_a_gpu_a_cpu_build_is_never_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OPTGEN_TORCH", raising=False)
     monkeypatch.setattr(setup_env, "has_nvidia_gpu", lambda: True)
     kind = setup_env.wanted_torch()
@@ -50,7 +39,7 @@ def test_with_a_gpu_a_cpu_build_is_never_taken(setup_env: ModuleType, monkeypatc
     assert setup_env.triton_requirement(kind) == []
 
 
-def test_every_direct_requirement_is_pinned(setup_env: ModuleType) -> None:
+def test_every_direct_requirement_is_pinned() -> None:
     def names(file: str) -> set[str]:
         lines = (ROOT / "requirements" / file).read_text().splitlines()
         found = (re.match(r"[\w.-]+", line) for line in lines)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import json
 import os
 import re
@@ -13,7 +12,6 @@ from collections.abc import Sequence
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -24,6 +22,7 @@ import optgen.optim
 from optgen.base.errors import UserError
 from optgen.driver import cli, load, standalone
 from optgen.formats import Plan, bf16
+from tests import harness
 
 SHAPES = ((70, 130), (64, 128), (33,), (5000,), (), (3, 5, 4, 7), (0, 4))
 PAIRS = (
@@ -42,19 +41,9 @@ def text(pair: str) -> str:
     return standalone.text(load.find_spec(spec), load.find_plan(plan))
 
 
-def module(pair: str, folder: Path) -> ModuleType:
-    file = folder / "one_file.py"
-    file.write_text(text(pair))
-    found = importlib.util.spec_from_file_location("one_file", file)
-    assert found is not None and found.loader is not None
-    made = importlib.util.module_from_spec(found)
-    sys.modules["one_file"] = made  # dataclasses look their module up
-    found.loader.exec_module(made)
-    return made
-
-
 def optimizer(pair: str, folder: Path, *, kernels: bool = False) -> Any:
-    cls = getattr(module(pair, folder), load.find_spec(pair.split("/")[0]).class_name)
+    made = harness.module(folder, "one_file", text(pair), known=True)  # dataclasses look their module up
+    cls = getattr(made, load.find_spec(pair.split("/")[0]).class_name)
     cls.KERNELS = kernels  # by Triton's interpreter, where the file has kernels
     return cls
 

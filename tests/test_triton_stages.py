@@ -6,8 +6,6 @@ than a panel, more than two dimensions with blocks that straddle rows and that d
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import json
 import subprocess
 import sys
@@ -39,6 +37,8 @@ from specs.came import came
 from specs.lamb import lamb
 
 # The interpreter computes in lanes that hold nothing, too.
+from tests.harness import package
+
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value", "ignore:overflow")
 
 ROOT = Path(__file__).parents[1]
@@ -95,19 +95,8 @@ def largest(p, g, m=state(), seen=tensor_state(nonneg), *, lr=hyper(1e-2, ge=0),
 @cache
 def built(spec: Spec, plan: Plan, maths: str, folder: Path) -> Any:
     """The optimizer's class, from a package of its own."""
-    root = folder / f"stages_{spec.name}_{plan.name}_{maths}"
-    for name, text in emit.emit_package(spec, plan, maths=maths).items():  # type: ignore[arg-type]
-        file = root / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text, encoding="utf-8")
-    found = importlib.util.spec_from_file_location(
-        root.name, root / "__init__.py", submodule_search_locations=[str(root)]
-    )
-    assert found and found.loader
-    module = importlib.util.module_from_spec(found)
-    sys.modules[root.name] = module
-    found.loader.exec_module(module)
-    return getattr(module, spec.class_name)
+    name = f"stages_{spec.name}_{plan.name}_{maths}"
+    return getattr(package(folder, name, emit.emit_package(spec, plan, maths=maths)), spec.class_name)
 
 
 @pytest.fixture(scope="module")

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import math
 import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -18,21 +16,12 @@ from optgen.driver import targets
 from optgen.runtime.cpu import native
 from tests import product
 from tests.product import PARAMS, Cell, plan_of, spec_of
+from tools import test_full as tool
 
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.fixture(scope="module")
-def tool() -> ModuleType:
-    found = importlib.util.spec_from_file_location("whole_product", ROOT / "tools" / "test_full.py")
-    assert found and found.loader
-    module = importlib.util.module_from_spec(found)
-    sys.modules["whole_product"] = module
-    found.loader.exec_module(module)
-    return module
-
-
-def test_a_run_that_was_killed_goes_on(tool: ModuleType, tmp_path: Path) -> None:
+def test_a_run_that_was_killed_goes_on(tmp_path: Path) -> None:
     """Half a line at the end is passed over and closed; results of other sources are not taken."""
     path = tmp_path / "build" / "results.jsonl"
     tool.Results(path, "now").add("one", {"weight": 0.5})
@@ -58,9 +47,7 @@ def test_of_eight_cells_about_one_runs_kernels_as_users_compile_them() -> None:
     assert users is native.FLAGS
 
 
-def test_a_kernel_that_uses_the_stack_makes_a_run_fail(
-    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kernel_that_uses_the_stack_makes_a_run_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     turn = tool.Turn(("adamw", "fp32"), 0, 0)
     monkeypatch.setattr(tool, "pairs_with_kernels", lambda seed: [turn.pair])
     asked = argparse.Namespace(seed=0, sample=1, jobs=1)
@@ -70,7 +57,7 @@ def test_a_kernel_that_uses_the_stack_makes_a_run_fail(
         assert tool.run_kernels(results, asked, math.inf)[1] == bool(spilled)
 
 
-def test_every_kernel_of_a_pair_is_compiled_for_every_target(tool: ModuleType, tmp_path: Path) -> None:
+def test_every_kernel_of_a_pair_is_compiled_for_every_target(tmp_path: Path) -> None:
     """Those that walk panels and those between sweeps too: all that has a table and a list of work to go through."""
     pytest.importorskip("triton")
     case = next(c for c in targets.cases(spec_of("adamw"), plan_of("lpmm4")) if c.param.torch == "bfloat16")
@@ -97,7 +84,7 @@ for spec, plan, target in json.load(sys.stdin):
 """
 
 
-def test_a_quarter_of_the_rules_and_half_of_the_plans_compile(tool: ModuleType, compiling: dict[str, str]) -> None:
+def test_a_quarter_of_the_rules_and_half_of_the_plans_compile(compiling: dict[str, str]) -> None:
     """Every fourth rule, each with the next plan but one, beginning at drawn ones: one drawn kernel, for the targets in
     turn.
 

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import importlib.util
 import json
 import multiprocessing
 import os
@@ -41,6 +40,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
@@ -55,7 +55,7 @@ from prose import table  # noqa: E402
 
 from optgen.driver.targets import Case, case_name  # noqa: E402
 from optgen.runtime.cpu import native  # noqa: E402
-from tests import interpreter, product  # noqa: E402
+from tests import harness, interpreter, product  # noqa: E402
 from tests.product import Cell  # noqa: E402
 
 DOC = ROOT / "docs" / "test-full.md"
@@ -178,17 +178,8 @@ def _jobs(pair: tuple[str, str], cases: Sequence[Case] | None, folder: Path) -> 
 
     spec, plan = product.spec_of(pair[0]), product.plan_of(pair[1])
     named = None if cases is None else {case_name(spec, c) for c in cases}
-    joined, kernels = triton_text.joined(spec, plan, "fast", lambda name, x: _module(folder / f"{name}.py", x))
+    joined, kernels = triton_text.joined(spec, plan, "fast", partial(harness.module, folder))
     yield from kernel_stats.of_variants(".".join(pair), joined, kernels, named)
-
-
-def _module(path: Path, text: str) -> Any:
-    path.write_text(text, encoding="utf-8")
-    found = importlib.util.spec_from_file_location(path.stem, path)
-    assert found and found.loader
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
-    return module
 
 
 # The report -----------------------------------------------------------------------------------------------------------
