@@ -129,7 +129,6 @@ class Pair:
     @cached_property
     def triton(self) -> tuple[Variant, Any]:
         """The case's variant, and the Triton kernels of all cases of its plan."""
-        assert self.case is not None
         plan, maths = self.case.storage.plan, self.kernels.program.maths
         name = targets.case_name(self.spec, self.case)
         folder = Path(tempfile.mkdtemp(dir=self.folder))
@@ -183,7 +182,6 @@ class Pair:
 
         variant, kernels = self.triton
         name, block = variant.function, self.schedule.program.block
-        assert variant.single is not None
         size = kernels.TILE[name]
         tensors = [g if b.role == "grad" else buffers[b.name] for b in self.schedule.program.buffers]
         numbers = [torch.tensor(x) for x in kernels.NUMBERS[name]]
@@ -206,19 +204,16 @@ class Pair:
     @cached_property
     def joined(self) -> tuple[Variant, Rule]:
         """The case's variant, and the rule of its C++ kernel, in the maths of the kernels."""
-        assert self.case is not None
         made: dict[str, Any] = {}
         exec(compile(record_text.rule_text(self.spec, self.kernels.program.maths), "records", "exec"), made)
         plan = record_text.plan_record(self.case.storage.plan)
         variants = plans.with_steps(made["RULES"], made["STEPS"], plan)
         variant = next(v for v in variants if v.function == targets.case_name(self.spec, self.case))
-        assert variant.single is not None
         return variant, variant.single
 
     @cached_property
     def source(self) -> str:
         """The C++ text of this kernel alone."""
-        assert self.case is not None
         maths = self.kernels.program.maths
         texts = cpp_text.rule_text(self.spec, maths), cpp_text.codec_text(self.case.storage.plan, maths)
         return join.source(*self.joined, *texts).replace(f"using {join.KERNEL} =", "using f =")

@@ -363,7 +363,6 @@ def test_lines_say_what_the_table_says(table: codebooks.Numbers, ties: str) -> N
     """Exhaustively: every entry within 2^-20, every end of a cell within 2^-12 of a cell, every place likewise."""
     found = book(tuple(table), 8 if len(table) > 64 else 6 if len(table) > 32 else 5, ties, table.name)
     law = found.entries.law
-    assert law is not None
     assert len(law.search) + len(law.lookup) <= 20
     entries, codes = np.array(table, np.float32), np.arange(len(table), dtype=np.int32)
     error = np.abs(computed(decompose.lookup(CODE, law).node, codes) - entries)
@@ -384,7 +383,6 @@ def test_no_place_is_above_the_last_entry() -> None:
     for gap in (1e-2, 1e-4, 1e-5, 1e-6):
         table = (*(float(np.float32(k / 14 * (1 - gap))) for k in range(15)), 1.0)
         law = book(table, 4, "up", "steep").entries.law
-        assert law is not None
         assert law.top is not None
         x = np.array([1.0, after(1.0), after(1.0, 4)], np.float32)
         assert (computed(decompose.place(NUMBER, law).node, x) <= len(table) - 1).all()

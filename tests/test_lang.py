@@ -138,7 +138,6 @@ def test_a_let_for_each_named_statement_in_order() -> None:
 def test_a_let_carries_the_authors_line_and_place() -> None:
     lines = Path(__file__).read_text().splitlines()
     for x in many_ways.trace().lets:
-        assert x.loc is not None
         assert x.loc.file == __file__
         assert x.loc.function == "many_ways"
         text = " ".join(" ".join(lines[x.loc.line - 1 : x.loc.end_line]).split())

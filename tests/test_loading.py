@@ -69,7 +69,6 @@ def test_the_scale_of_a_step_that_failed_is_not_left_behind() -> None:
     opt, scaler = made("cpp", fused=True), torch.amp.GradScaler("cpu", init_scale=4.0)
     give(opt, 0)
     for p in params_of(opt):
-        assert p.grad is not None
         scaler.scale(p.grad)  # the scaler makes its scale when it is first asked
     with failing(1), pytest.raises(Broken):
         scaler.step(opt)

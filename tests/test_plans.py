@@ -36,7 +36,6 @@ def test_every_plan_is_there_under_its_own_name() -> None:
 @each_plan
 def test_bytes_in_the_text_are_those_derived(plan: Plan) -> None:
     found = re.search(r"([\d.]+) bytes per (fp32 )?parameter", plan.doc)
-    assert found is not None
     param = dtypes.f32 if found[2] else dtypes.bf16
     assert plan.storage(STATES, param, False).bytes_per_param == float(found[1])
 

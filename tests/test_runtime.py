@@ -119,7 +119,6 @@ def test_strides_change_nothing(order: str) -> None:
     opt, other = AdamW([p], lr=0.1), AdamW([plain], lr=0.1)
     for step in range(3):
         give([plain], step)
-        assert plain.grad is not None
         p.grad = LAYOUTS["channels_last"](plain.grad)
         opt.step()
         other.step()
