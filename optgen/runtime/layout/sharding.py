@@ -131,7 +131,8 @@ def region(shape: torch.Size, mesh: tuple[int, ...], coordinate: tuple[int, ...]
     return tuple(found[0] if found else (size, size) for found, size in zip(spans, shape, strict=True))
 
 
-def _coordinates(mesh: tuple[int, ...], cuts: Cuts) -> Iterator[tuple[int, ...]]:
+def coordinates(mesh: tuple[int, ...], cuts: Cuts) -> Iterator[tuple[int, ...]]:
+    """Yield a coordinate for each part: 0 along mesh dimensions whose ranks all hold the same."""
     return itertools.product(*(range(n) if c else (0,) for n, c in zip(mesh, cuts, strict=True)))
 
 
@@ -216,7 +217,7 @@ class Layout:
 
     def coordinates(self) -> Iterator[tuple[int, ...]]:
         """Yield a coordinate for each part: 0 along mesh dimensions whose ranks all hold the same."""
-        return _coordinates(self.mesh_shape, self.cuts)
+        return coordinates(self.mesh_shape, self.cuts)
 
     def roles(self, matrix: Matrix) -> frozenset[str]:
         """Return which roles of dimensions are cut: rows, columns or matrices."""
@@ -417,7 +418,7 @@ def _mode_of_blocks(shape: torch.Size, mesh: tuple[int, ...], cuts: Cuts, height
             "dimension 0, or leave it out of `blocks`"
         )
     ranks = _ranks(mesh, cuts, 0)
-    for coordinate in _coordinates(mesh, cuts):
+    for coordinate in coordinates(mesh, cuts):
         top, bottom = region(shape, mesh, coordinate, cuts)[0]
         if top != bottom and (top % height or bottom % height):
             raise ValueError(
@@ -453,7 +454,7 @@ def _mode(
         )
     rows, columns = layout.grid(shape)
     behind = math.prod(shape[2:])
-    for coordinate in _coordinates(mesh, cuts):
+    for coordinate in coordinates(mesh, cuts):
         here = region(shape, mesh, coordinate, cuts)
         if len(shape) < 2 and not here:
             continue
@@ -489,6 +490,7 @@ class Shard:
     position  over all groups: the order in which ranks send
     owner     the state that the optimizer keeps, of DTensors
     whole     whether the kernels of this step see the whole logical tensor, and this rank keeps its part of the result
+    workers   for each of its matrices the rank that works on it, if a function of whole matrices is called (workers.py)
     """
 
     p: DTensor
@@ -497,6 +499,7 @@ class Shard:
     owner: dict[str, Any]
     parts: Parts
     whole: bool = False
+    workers: tuple[int, ...] = ()
 
     @property
     def gathered(self) -> bool:
@@ -557,19 +560,32 @@ class Whole:
     found: Tensor | None = None
 
 
+Pieces = list[tuple[int, Tensor]]
+"""Views that are sent to ranks of a mesh, or received from them; ranks are numbered as the mesh lists them."""
+
+
+@dataclass(slots=True)
+class Move:
+    """Pieces of tensors that change ranks.  Two ranks list the pieces that go from one to the other in one order."""
+
+    mesh: DeviceMesh
+    sends: Pieces
+    receives: Pieces
+
+
 @dataclass(slots=True)
 class Exchange:
-    """The requests of a step to other ranks: sums, and whole tensors."""
+    """The requests of a step to other ranks: sums, and pieces of tensors."""
 
     sums: list[Sum] = field(default_factory=list)
-    wholes: list[Whole] = field(default_factory=list)
+    moves: list[Move] = field(default_factory=list)
 
 
 def serve(exchanges: Iterable[Exchange]) -> None:
-    """Send one message per group of ranks for all sums, one for all maxima, one for all gathered tensors."""
+    """Send one message per group of ranks for all sums, one for all maxima, one for the pieces between two ranks."""
     found = list(exchanges)
     reduce([s for e in found for s in e.sums])
-    gather([w for e in found for w in e.wholes])
+    move([m for e in found for m in e.moves])
 
 
 def reduce(items: Sequence[Sum]) -> None:
@@ -653,6 +669,64 @@ def gather(items: Sequence[Whole]) -> None:
                 data = data[: math.prod(shape) * item.value.element_size()].view(item.value.dtype).view(shape)
                 item.found[tuple(slice(a, b) for a, b in spans)] = data
             begin += size
+
+
+def move(items: Sequence[Move]) -> None:
+    """Bring pieces of tensors to the ranks that receive them."""
+    import torch.distributed as dist
+
+    for mesh in dict.fromkeys(item.mesh for item in items):
+        group, ranks = _all_ranks(mesh, dist.group.WORLD)
+        me = ranks[dist.get_rank(group)]
+        sends = [x for item in items if item.mesh == mesh for x in item.sends]
+        receives = [x for item in items if item.mesh == mesh for x in item.receives]
+        _copy([x for rank, x in receives if rank == me], [x for rank, x in sends if rank == me])
+        read, packed, out, sizes = _buffer(mesh, ranks, me, sends)
+        written, arrived, into, expected = _buffer(mesh, ranks, me, receives)
+        _copy(packed, read)
+        dist.all_to_all_single(into, out, expected, sizes, group=group)
+        _copy(written, arrived)
+
+
+def _buffer(
+    mesh: DeviceMesh, ranks: Sequence[int], me: int, pieces: Pieces
+) -> tuple[list[Tensor], list[Tensor], Tensor, list[int]]:
+    """Return the pieces of other ranks in their order, the places of these in a buffer, it, and its bytes by rank."""
+    by_rank: dict[int, list[Tensor]] = {rank: [] for rank in ranks}
+    for rank, x in pieces:
+        if rank != me:
+            by_rank[rank].append(x)
+    found = list(itertools.chain(*by_rank.values()))
+    room = [-(-x.nbytes // 8) * 8 for x in found]  # where any dtype may begin
+    device = _sent_from(mesh, found[0].device if found else torch.device(mesh.device_type))
+    flat = torch.empty(sum(room), dtype=torch.uint8, device=device)
+    places = [y[: x.nbytes].view(x.dtype).view(x.shape) for x, y in zip(found, torch.split(flat, room), strict=True)]
+    ends = [0, *itertools.accumulate(room)]
+    counts = [0, *itertools.accumulate(map(len, by_rank.values()))]
+    return found, places, flat, [ends[b] - ends[a] for a, b in itertools.pairwise(counts)]
+
+
+def _copy(written: list[Tensor], read: list[Tensor]) -> None:
+    if written:
+        torch._foreach_copy_(written, read)
+
+
+@functools.lru_cache(maxsize=64)
+def _all_ranks(mesh: DeviceMesh, world: Any) -> tuple[Any, tuple[int, ...]]:
+    """Return the group of all ranks of a mesh, made if there is none, and their numbers in the mesh in its order.
+
+    world   the default group: a new one has new groups
+    """
+    import torch.distributed as dist
+
+    ranks = mesh.mesh.flatten().tolist()
+    if mesh.ndim == 1:
+        group = mesh.get_group()
+    elif len(ranks) == dist.get_world_size():
+        group = world
+    else:
+        group = dist.new_group(ranks, use_local_synchronization=True)
+    return group, tuple(sorted(range(len(ranks)), key=lambda k: dist.get_group_rank(group, ranks[k])))
 
 
 @functools.lru_cache(maxsize=65536)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -37,6 +37,16 @@ def newton_schulz(x: Tensor, steps: float, normalize: float, gram: float, eps: f
             square = x @ x.mT
             x = _sum(a, x, 1.0, _sum(b, square, c, square, square) if c else b * square, x)
     return x if wide else x.mT
+
+
+def newton_schulz_flops(rows: int, columns: int) -> int:
+    """Return the operations of a round over a matrix, which are in proportion to those of all rounds."""
+    short, long = sorted((rows, columns))
+    return 4 * short * short * long + 2 * short**3
+
+
+FLOPS: Mapping[str, Callable[[int, int], int]] = {"newton_schulz": newton_schulz_flops}
+"""The cost of each function of matrices, for rows and columns, by which ranks share the work."""
 
 
 def _sum(beta: float, x: Tensor, alpha: float, left: Tensor, right: Tensor) -> Tensor:

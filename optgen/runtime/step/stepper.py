@@ -92,6 +92,7 @@ class Stepper:
         buckets, fresh = sort.buckets(owner, listed, elsewhere, self.dtypes, scaler)
         if not buckets:
             return
+        agreement.share(buckets, sending)
         shared.check(buckets)
         counted = [None if b.counted else _counted(owner.cls, owner.groups[b.group], b, None, scaler) for b in buckets]
         sort.complete(owner, buckets, fresh, self.arena)

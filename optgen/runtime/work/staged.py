@@ -6,7 +6,7 @@ That is functions of whole matrices, which torch computes, and sums over the mod
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,11 +17,12 @@ from optgen.runtime.layout import layout, sharding
 from optgen.runtime.layout.workspace import Workspace, entries
 from optgen.runtime.records import Matrix, Stage, Variant
 from optgen.runtime.reference import matrices as functions
+from optgen.runtime.work import workers
 from optgen.runtime.work.bucket import Bucket
 from optgen.runtime.work.counting import Control
 
 AT_ONCE = 2**28
-"""Bytes of matrices in bf16 that are put together from their parts, or worked on in one batch, at a time."""
+"""Bytes of matrices that a rank puts together from their parts, or works on in one batch, at a time."""
 
 Runner = Generator[list[Tensor] | sharding.Exchange, Tensor | None, None]
 """Yields what each of its tensors adds to a sum (0-dim, fp32), and is sent the sum; or what it needs of other ranks."""
@@ -121,7 +122,7 @@ def drive(
 def run(runner: Runner) -> None:
     """Run to the end; for steps in which nothing is summed over the model or over ranks."""
     for request in runner:
-        if isinstance(request, list) or request.sums or request.wholes:
+        if isinstance(request, list) or request.sums or request.moves:
             raise AssertionError("a sum over the model is taken together with the other buckets")
 
 
@@ -162,29 +163,29 @@ def _call(
 ) -> Generator[sharding.Exchange, Tensor | None, None]:
     """A function of whole matrices of every tensor, in place; matrices of one shape are a batch.
 
-    Of a tensor that lies over several ranks each computes it for the whole tensor, and keeps its part.
+    Of a tensor that lies over several ranks each matrix is worked on by one of them.
     """
     numbers = scalars.rounded if isinstance(scalars, Control) else scalars.__getitem__
     function: Callable[..., Tensor] = getattr(functions, stage.kernel)
     names = bucket.variant.scalars if bucket.variant.kernel_scalars is None else bucket.variant.kernel_scalars
     given = [numbers(names.index(x)) if isinstance(x, str) else x for x in stage.given]
-    own, parted = [], []
+    matrix = bucket.variant.matrix
+    own: list[Tensor] = []
+    parted: list[workers.Parted] = []
     for i, at in _with_elements(bucket, room.offsets[temp]):
         p, shard = bucket.params[i], bucket.shards[i] if bucket.shards else None
         x = room.memory[at : at + -(-p.numel() // 2)].view(torch.bfloat16)[: p.numel()].view(p.shape)
         if shard is None or shard.whole or not shard.layout.dims():
             own.append(x)
         else:
-            parted.append((x, sharding.Whole(shard.layout, x)))
-    matrix = bucket.variant.matrix
+            parted.append(workers.Parted(i, shard.layout, matrix, shard.workers, [x], [x]))
     _apply(function, given, matrix, own)
-    for some in _together(parted):
-        yield sharding.Exchange(wholes=[wanted for _, wanted in some])
-        wholes = [wanted.found for _, wanted in some if wanted.found is not None]
-        _apply(function, given, matrix, wholes)
-        for (x, wanted), made in zip(some, wholes, strict=True):
-            x.copy_(sharding.part_of(made, wanted.layout))
-            wanted.found = None
+
+    def work(_: Sequence[workers.Key], operands: Sequence[list[Tensor]]) -> Sequence[list[Tensor]]:
+        _apply(function, given, matrix, [x for (x,) in operands])
+        return operands
+
+    yield from workers.run(parted, work, AT_ONCE)
 
 
 def _apply(function: Callable[..., Tensor], given: Sequence[float], matrix: Matrix, tensors: Sequence[Tensor]) -> None:
@@ -204,18 +205,3 @@ def _apply(function: Callable[..., Tensor], given: Sequence[float], matrix: Matr
             some = found[start : start + most]
             made = function(torch.stack(some), *given) if len(some) > 1 else function(some[0], *given)[None]
             torch._foreach_copy_(some, list(made.unbind()))
-
-
-def _together(parted: list[tuple[Tensor, sharding.Whole]]) -> Iterator[list[tuple[Tensor, sharding.Whole]]]:
-    """Matrices that are wanted whole at one time: as many as AT_ONCE holds, one at least."""
-    some: list[tuple[Tensor, sharding.Whole]] = []
-    room = 0
-    for x, wanted in parted:
-        size = wanted.layout.shape.numel() * x.element_size()
-        if some and room + size > AT_ONCE:
-            yield some
-            some, room = [], 0
-        some.append((x, wanted))
-        room += size
-    if some:
-        yield some
