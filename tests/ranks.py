@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch._dynamo  # as the first DTensor does: once, before there are ranks
@@ -45,6 +46,8 @@ from optgen.ops import dtypes
 from optgen.runtime import files
 from optgen.runtime.checkpoint import checkpoint
 from optgen.runtime.layout import sharding
+from optgen.runtime.reference import matrices
+from optgen.runtime.work import staged
 from optgen.verify.differential import Values, compare, enclose, oracle
 from optgen.verify.intervals import FAST
 from tests.harness import plan_of, spec_of, unoptimized
@@ -289,6 +292,47 @@ def stacks_and_heads(here: Here) -> None:
         Runs(here, cls, pieces, plan="int8_split24", blocks={"numel <= 480": 2 * here.world}).step(2)
         with refused(ValueError, "multiple of the", "`blocks`"):
             cls([Piece(here.values(36, 8), mesh, [Shard(0)]).parameter(True)], blocks={"numel > 0": 1 + here.world})
+
+
+@case(2, 3, 4)
+def matrices_have_one_worker(here: Here) -> None:
+    """Each is worked on once, in one round or several, and no replica repeats it; if that fails, no rank waits."""
+    mesh = here.mesh(here.world)
+    pieces = rows(here, mesh, [(97, 130), (64, 96), (2, 200), (5, 16, 24), (7, 3, 3, 24)], torch.bfloat16)
+    pieces.append(Piece(here.values(40, 64 * here.world, dtype=torch.bfloat16), mesh, [Shard(1)]))
+    if here.world == 4:
+        mesh = here.mesh(2, 2)
+        kinds = [(Replicate(), Shard(0)), (Shard(1), Replicate()), (Shard(0), Shard(1)), (Shard(1), Shard(0))]
+        kinds.append((_StridedShard(0, split_factor=2), Shard(0)))
+        pieces += [Piece(here.values(36, 256, dtype=torch.bfloat16), mesh, kind) for kind in kinds]
+        pieces.append(Piece(here.values(6, 16, 24, dtype=torch.bfloat16), mesh, kinds[0]))
+        half = init_device_mesh(here.device, (2, 2, 1), mesh_dim_names=("a", "b", "c"))["a", "c"]
+        pieces.append(Piece(here.values(33, 64, dtype=torch.bfloat16), half, [Shard(0), Replicate()]))
+    expected = sum(len(piece.value) if piece.value.ndim == 3 else 1 for piece in pieces) + (here.world == 4)
+    runs, worked = Runs(here, generated.Muon, pieces, plan="int8_split24"), torch.zeros(())
+    function, fails = matrices.newton_schulz, False
+
+    def counted(x: Tensor, *given: float) -> Tensor:
+        worked.add_(len(x) if x.ndim == 3 else 1)
+        if fails:
+            raise ArithmeticError("on this rank")
+        return function(x, *given)
+
+    for room in (staged.AT_ONCE, 2 * 16 * 24):
+        runs.give(lambda piece: here.values(*piece.value.shape, dtype=piece.value.dtype))
+        runs.one.step()
+        worked.zero_()
+        with mock.patch.object(matrices, "newton_schulz", counted), mock.patch.object(staged, "AT_ONCE", room):
+            runs.many.step()
+        runs.same()
+        total = worked.to(here.device)
+        dist.all_reduce(total)
+        assert total == expected, (total, expected)
+    fails = here.rank == 0
+    known = refused(ArithmeticError, "this rank") if fails else nullcontext()
+    with mock.patch.object(matrices, "newton_schulz", counted), known:
+        runs.many.step()
+    assert any(p.to_local().isnan().any() for p in runs.parts)
 
 
 # -- rules that sum ----------------------------------------------------------------------------------------

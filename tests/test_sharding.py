@@ -44,21 +44,32 @@ def ran(*arguments: str, **environment: str) -> list[str]:
     return [line.removeprefix("ok ") for line in found.stdout.splitlines() if line.startswith("ok ")]
 
 
+OF_KERNELS = ("kernels_over_parts", "matrices_have_one_worker")
+"""Cases that eager torch has not: there every rank steps whole tensors, or none has a kernel."""
+
+
 @pytest.mark.ranks
 def test_every_case_on_one_to_four_ranks() -> None:
     expected = [
         f"{world} {name}"
         for world in ranks.RANKS
         for name, (_, worlds) in ranks.CASES.items()
-        if world in worlds and name != "kernels_over_parts"
+        if world in worlds and name not in OF_KERNELS
     ]
-    assert ran("--but", "kernels_over_parts", "--kernels", "reference") == expected
+    assert ran("--but", *OF_KERNELS, "--kernels", "reference") == expected
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("backend", ["triton", "cpp"])
 def test_kernels_over_parts(interpreter: dict[str, str], backend: str) -> None:
     assert ran("kernels_over_parts", "--ranks", "2", "--kernels", backend, **interpreter) == ["2 kernels_over_parts"]
+
+
+@pytest.mark.ranks
+def test_each_matrix_is_worked_on_by_one_rank() -> None:
+    names = ["whole_matrices", "stacks_and_heads", "matrices_have_one_worker"]
+    done = ran(*names, "--ranks", "2", "4", "3", "--kernels", "cpp")
+    assert done == [f"{n} {name}" for n in (2, 4, 3) for name in names if n in ranks.CASES[name][1]]
 
 
 MESHES = [

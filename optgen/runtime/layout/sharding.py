@@ -131,8 +131,7 @@ def region(shape: torch.Size, mesh: tuple[int, ...], coordinate: tuple[int, ...]
     return tuple(found[0] if found else (size, size) for found, size in zip(spans, shape, strict=True))
 
 
-def coordinates(mesh: tuple[int, ...], cuts: Cuts) -> Iterator[tuple[int, ...]]:
-    """Yield a coordinate for each part: 0 along mesh dimensions whose ranks all hold the same."""
+def _coordinates(mesh: tuple[int, ...], cuts: Cuts) -> Iterator[tuple[int, ...]]:
     return itertools.product(*(range(n) if c else (0,) for n, c in zip(mesh, cuts, strict=True)))
 
 
@@ -217,7 +216,7 @@ class Layout:
 
     def coordinates(self) -> Iterator[tuple[int, ...]]:
         """Yield a coordinate for each part: 0 along mesh dimensions whose ranks all hold the same."""
-        return coordinates(self.mesh_shape, self.cuts)
+        return _coordinates(self.mesh_shape, self.cuts)
 
     def roles(self, matrix: Matrix) -> frozenset[str]:
         """Return which roles of dimensions are cut: rows, columns or matrices."""
@@ -418,7 +417,7 @@ def _mode_of_blocks(shape: torch.Size, mesh: tuple[int, ...], cuts: Cuts, height
             "dimension 0, or leave it out of `blocks`"
         )
     ranks = _ranks(mesh, cuts, 0)
-    for coordinate in coordinates(mesh, cuts):
+    for coordinate in _coordinates(mesh, cuts):
         top, bottom = region(shape, mesh, coordinate, cuts)[0]
         if top != bottom and (top % height or bottom % height):
             raise ValueError(
@@ -454,7 +453,7 @@ def _mode(
         )
     rows, columns = layout.grid(shape)
     behind = math.prod(shape[2:])
-    for coordinate in coordinates(mesh, cuts):
+    for coordinate in _coordinates(mesh, cuts):
         here = region(shape, mesh, coordinate, cuts)
         if len(shape) < 2 and not here:
             continue
@@ -560,7 +559,7 @@ class Whole:
     found: Tensor | None = None
 
 
-Pieces = list[tuple[int, Tensor]]
+Pieces = Sequence[tuple[int, Tensor]]
 """Views that are sent to ranks of a mesh, or received from them; ranks are numbered as the mesh lists them."""
 
 
@@ -582,7 +581,7 @@ class Exchange:
 
 
 def serve(exchanges: Iterable[Exchange]) -> None:
-    """Send one message per group of ranks for all sums, one for all maxima, one for the pieces between two ranks."""
+    """Send one message per group of ranks for all sums, one for all maxima, one for all pieces between two ranks."""
     found = list(exchanges)
     reduce([s for e in found for s in e.sums])
     move([m for e in found for m in e.moves])
@@ -676,44 +675,35 @@ def move(items: Sequence[Move]) -> None:
     import torch.distributed as dist
 
     for mesh in dict.fromkeys(item.mesh for item in items):
-        group, ranks = _all_ranks(mesh, dist.group.WORLD)
-        me = ranks[dist.get_rank(group)]
-        sends = [x for item in items if item.mesh == mesh for x in item.sends]
-        receives = [x for item in items if item.mesh == mesh for x in item.receives]
-        _copy([x for rank, x in receives if rank == me], [x for rank, x in sends if rank == me])
-        read, packed, out, sizes = _buffer(mesh, ranks, me, sends)
-        written, arrived, into, expected = _buffer(mesh, ranks, me, receives)
-        _copy(packed, read)
+        group, order = _all_ranks(mesh, dist.group.WORLD)
+        some = [item for item in items if item.mesh == mesh]
+        read, packed, out, sizes = _buffer(mesh, order, [piece for item in some for piece in item.sends])
+        written, arrived, into, expected = _buffer(mesh, order, [piece for item in some for piece in item.receives])
+        if read:
+            torch._foreach_copy_(packed, read)
         dist.all_to_all_single(into, out, expected, sizes, group=group)
-        _copy(written, arrived)
+        if written:
+            torch._foreach_copy_(written, arrived)
 
 
 def _buffer(
-    mesh: DeviceMesh, ranks: Sequence[int], me: int, pieces: Pieces
+    mesh: DeviceMesh, order: Sequence[int], pieces: Pieces
 ) -> tuple[list[Tensor], list[Tensor], Tensor, list[int]]:
-    """Return the pieces of other ranks in their order, the places of these in a buffer, it, and its bytes by rank."""
-    by_rank: dict[int, list[Tensor]] = {rank: [] for rank in ranks}
+    """Return pieces by rank, their places in a buffer, it, and how many of its bytes are each rank's."""
+    found = [x for _, x in sorted(pieces, key=lambda piece: order[piece[0]])]
+    room = [-(-x.nbytes // 8) * 8 for x in found]  # any dtype may begin there
+    sizes = [0] * len(order)
     for rank, x in pieces:
-        if rank != me:
-            by_rank[rank].append(x)
-    found = list(itertools.chain(*by_rank.values()))
-    room = [-(-x.nbytes // 8) * 8 for x in found]  # where any dtype may begin
-    device = _sent_from(mesh, found[0].device if found else torch.device(mesh.device_type))
+        sizes[order[rank]] += -(-x.nbytes // 8) * 8
+    device = _sent_from(mesh, found[0].device) if found else mesh.device_type
     flat = torch.empty(sum(room), dtype=torch.uint8, device=device)
     places = [y[: x.nbytes].view(x.dtype).view(x.shape) for x, y in zip(found, torch.split(flat, room), strict=True)]
-    ends = [0, *itertools.accumulate(room)]
-    counts = [0, *itertools.accumulate(map(len, by_rank.values()))]
-    return found, places, flat, [ends[b] - ends[a] for a, b in itertools.pairwise(counts)]
-
-
-def _copy(written: list[Tensor], read: list[Tensor]) -> None:
-    if written:
-        torch._foreach_copy_(written, read)
+    return found, places, flat, sizes
 
 
 @functools.lru_cache(maxsize=64)
 def _all_ranks(mesh: DeviceMesh, world: Any) -> tuple[Any, tuple[int, ...]]:
-    """Return the group of all ranks of a mesh, made if there is none, and their numbers in the mesh in its order.
+    """Return the group of all ranks of a mesh, made if there is none, and the place of each in it.
 
     world   the default group: a new one has new groups
     """
@@ -726,7 +716,7 @@ def _all_ranks(mesh: DeviceMesh, world: Any) -> tuple[Any, tuple[int, ...]]:
         group = world
     else:
         group = dist.new_group(ranks, use_local_synchronization=True)
-    return group, tuple(sorted(range(len(ranks)), key=lambda k: dist.get_group_rank(group, ranks[k])))
+    return group, tuple(dist.get_group_rank(group, rank) for rank in ranks)
 
 
 @functools.lru_cache(maxsize=65536)

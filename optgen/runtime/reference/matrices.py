@@ -39,14 +39,10 @@ def newton_schulz(x: Tensor, steps: float, normalize: float, gram: float, eps: f
     return x if wide else x.mT
 
 
-def newton_schulz_flops(rows: int, columns: int) -> int:
-    """Return the operations of a round over a matrix, which are in proportion to those of all rounds."""
-    short, long = sorted((rows, columns))
-    return 4 * short * short * long + 2 * short**3
-
-
-FLOPS: Mapping[str, Callable[[int, int], int]] = {"newton_schulz": newton_schulz_flops}
-"""The cost of each function of matrices, for rows and columns, by which ranks share the work."""
+FLOPS: Mapping[str, Callable[[int, int], int]] = {
+    "newton_schulz": lambda m, n: 4 * min(m, n) ** 2 * max(m, n) + 2 * min(m, n) ** 3,  # a round
+}
+"""The cost of each function for a matrix of m rows and n columns, in a unit of its own: ranks share work by it."""
 
 
 def _sum(beta: float, x: Tensor, alpha: float, left: Tensor, right: Tensor) -> Tensor:

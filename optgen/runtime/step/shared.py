@@ -66,14 +66,15 @@ def run(runners: Iterable[Runner]) -> None:
     """Run all parts of all runners; sums are taken in the order of the parameters (see sums.py).
 
     What runners need of other ranks comes first, in one message for all of them: a sum over the model is one that all
-    wait for.
+    wait for.  After an error the other runners go on, for which other ranks wait; the first error is raised at the end.
     """
-    waiting = _on([(r, None) for r in runners])
+    failures: list[Exception] = []
+    waiting = _on([(r, None) for r in runners], failures)
     while waiting:
         exchanges = [(r, request) for r, request in waiting if isinstance(request, sharding.Exchange)]
         if exchanges:
             sharding.serve(request for _, request in exchanges)
-            on = {id(r): request for r, request in _on([(r, None) for r, _ in exchanges])}
+            on = {id(r): request for r, request in _on([(r, None) for r, _ in exchanges], failures)}
             asked = {id(r) for r, _ in exchanges}
             kept = [(r, on.get(id(r)) if id(r) in asked else request) for r, request in waiting]
             waiting = [(r, request) for r, request in kept if request is not None]
@@ -82,15 +83,21 @@ def run(runners: Iterable[Runner]) -> None:
         total = torch.zeros((), dtype=torch.float32, device="cpu")
         if each:
             total = sums.in_lanes(torch.stack([v.to(each[0].device).reshape(()) for v in each]))
-        waiting = _on([(r, total) for r, _ in waiting])
+        waiting = _on([(r, total) for r, _ in waiting], failures)
+    if failures:
+        raise failures[0]
 
 
-def _on(runners: Iterable[tuple[Runner, Tensor | None]]) -> list[tuple[Runner, Any]]:
+def _on(runners: Iterable[tuple[Runner, Tensor | None]], failures: list[Exception]) -> list[tuple[Runner, Any]]:
     """Send each runner the answer that it waits for; return those that ask for more, with their requests."""
     after = []
     for r, answer in runners:
-        with suppress(StopIteration):
+        try:
             after.append((r, r.send(answer)))
+        except StopIteration:
+            pass
+        except Exception as error:
+            failures.append(error)
     return after
 
 

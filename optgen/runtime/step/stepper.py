@@ -9,11 +9,12 @@ import torch
 
 from optgen.runtime.options import entries
 from optgen.runtime.options.entries import Owner
+from optgen.runtime.records import keys
 from optgen.runtime.records.arena import Arena
 from optgen.runtime.states import state
 from optgen.runtime.step import agreement, fast_path, launch, shared, sort
 from optgen.runtime.step.admit import Dtypes
-from optgen.runtime.work import counting, staged
+from optgen.runtime.work import counting, staged, workers
 from optgen.runtime.work.bucket import Bucket
 
 
@@ -92,7 +93,8 @@ class Stepper:
         buckets, fresh = sort.buckets(owner, listed, elsewhere, self.dtypes, scaler)
         if not buckets:
             return
-        agreement.share(buckets, sending)
+        if sending:
+            workers.share(buckets, sending, keys.stream_key(listed[0].name))
         shared.check(buckets)
         counted = [None if b.counted else _counted(owner.cls, owner.groups[b.group], b, None, scaler) for b in buckets]
         sort.complete(owner, buckets, fresh, self.arena)

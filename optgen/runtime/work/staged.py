@@ -99,15 +99,19 @@ def parts(variant: Variant, cut: frozenset[str] = frozenset()) -> tuple[Part, ..
 def drive(
     bucket: Bucket, room: Workspace, scalars: Sequence[float] | Control, kernels: Callable[[int, int], None]
 ) -> Runner:
-    """The step of a bucket; `kernels(begin, end)` runs those stages over all its tensors."""
-    variant = bucket.variant
+    """The step of a bucket; `kernels(begin, end)` runs those stages over all its tensors.
+
+    An error of a function of matrices is raised at the end, since other ranks take part in the rest.
+    """
+    variant, failure = bucket.variant, None
     position = {t.name: k for k, t in enumerate(variant.temps)}
     for part in parts(variant, bucket.cut):
         if part.kind == "kernels":
             kernels(part.begin, part.end)
         elif part.kind == "call":
             assert part.stage is not None
-            yield from _call(bucket, room, part.stage, position[part.stage.temps[0]], scalars)
+            error = yield from _call(bucket, room, part.stage, position[part.stage.temps[0]], scalars)
+            failure = failure or error
         elif part.kind == "ranks":
             yield sharding.Exchange(sums=_over_ranks(bucket, room, part.temps))
         else:
@@ -117,6 +121,8 @@ def drive(
                 assert total is not None
                 for k in at:
                     room.memory[k] = total
+    if failure is not None:
+        raise failure
 
 
 def run(runner: Runner) -> None:
@@ -160,10 +166,10 @@ def _over_ranks(bucket: Bucket, room: Workspace, names: Sequence[str]) -> list[s
 
 def _call(
     bucket: Bucket, room: Workspace, stage: Stage, temp: int, scalars: Sequence[float] | Control
-) -> Generator[sharding.Exchange, Tensor | None, None]:
+) -> Generator[sharding.Exchange, Tensor | None, Exception | None]:
     """A function of whole matrices of every tensor, in place; matrices of one shape are a batch.
 
-    Of a tensor that lies over several ranks each matrix is worked on by one of them.
+    Of a tensor that lies over several ranks each matrix is worked on by one of them; returns its error.
     """
     numbers = scalars.rounded if isinstance(scalars, Control) else scalars.__getitem__
     function: Callable[..., Tensor] = getattr(functions, stage.kernel)
@@ -185,7 +191,7 @@ def _call(
         _apply(function, given, matrix, [x for (x,) in operands])
         return operands
 
-    yield from workers.run(parted, work, AT_ONCE)
+    return (yield from workers.run(parted, work, AT_ONCE))
 
 
 def _apply(function: Callable[..., Tensor], given: Sequence[float], matrix: Matrix, tensors: Sequence[Tensor]) -> None:
