@@ -16,9 +16,11 @@ def muon(
     lr=hyper(1e-3, ge=0),
     weight_decay=hyper(0.1, ge=0),
     momentum=hyper(0.95, ge=0, lt=1),
-    ns_coefficients=hyper((3.4445, -4.7750, 2.0315)),
+    ns_coefficients=hyper((3.4445, -4.7750, 2.0315), series=True),
     eps=hyper(1e-7, gt=0),
-    ns_steps=hyper(5, ge=0, lt=100),
+    ns_steps=hyper(5, ge=0, lt=100, rounds_of="ns_coefficients"),
+    gram=hyper(False),
+    scale_floor=hyper(1.0, ge=0),
     adamw_lr=hyper(1e-3, ge=0),
     adamw_betas=hyper((0.9, 0.95), ge=0, lt=1),
     adamw_eps=hyper(1e-8, gt=0),
@@ -31,8 +33,12 @@ def muon(
 
     Each matrix of a stack [experts, rows, columns] is one of its own, and convolutions are matrices of their output
     channels: `blocks` says which of the two, and how many heads a matrix has.  Groups with adamw=True (embeddings, the
-    head) take AdamW whatever their shape.  match_rms_adamw scales the step so that learning rates of AdamW serve
-    (Moonlight).
+    head) take AdamW whatever their shape.
+
+    ns_coefficients "jordan", "polar_express", "deepseek" or "cubic", (a, b, c), or a list of those of each round, of
+    which the last goes on.  gram takes the products of the short side of a matrix.  A step is scaled by
+    sqrt(max(scale_floor, rows / columns)): with scale_floor=0 all have a spectral norm of sqrt(rows / columns).
+    match_rms_adamw scales by 0.2 sqrt(max(rows, columns)) instead, so that learning rates of AdamW serve (Moonlight).
     """
     if adamw or not matrix:
         p, momentum_buffer, exp_avg_sq = policies.adamw_step(
@@ -41,9 +47,9 @@ def muon(
         return p, momentum_buffer, exp_avg_sq
     momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
     direction = momentum * momentum_buffer + (1 - momentum) * g if nesterov else momentum_buffer
-    direction = newton_schulz(direction, ns_steps, ns_coefficients, eps)
+    direction = newton_schulz(direction, ns_steps, ns_coefficients, eps, gram=gram)
     height, width = rows(p), columns(p)
-    scale = 0.2 * sqrt(maximum(height, width)) if match_rms_adamw else sqrt(maximum(1.0, height / width))
+    scale = 0.2 * sqrt(maximum(height, width)) if match_rms_adamw else sqrt(maximum(scale_floor, height / width))
     p = policies.decoupled(p, lr, weight_decay)
     p = p - lr * scale * direction
     return p, momentum_buffer, exp_avg_sq

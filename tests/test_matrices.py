@@ -308,7 +308,36 @@ def test_a_spec_says_how_its_matrices_are_made_orthogonal(backend: str) -> None:
     assert ((before - p.detach()) - wanted).norm() <= 0.03 * wanted.norm()
 
 
-@pytest.mark.parametrize("coefficients", ["polar", (), [(1.0, 2.0)], (1.0, 2.0)])
+@pytest.mark.parametrize("backend", ["reference", "cpp"])
+@pytest.mark.parametrize("floor", [0.0, 1.0])
+def test_groups_choose_their_coefficients(floor: float, backend: str) -> None:
+    """Names, lists and triples, each in a group, before and after a checkpoint: the first step against fp64."""
+    given: dict[str, Any] = {name: {"ns_coefficients": name, "gram": name == "deepseek"} for name in ROUNDS}
+    given["list"] = {"ns_coefficients": [list(t) for t in EXPRESS[:3]]}
+    given["triple"] = {"ns_coefficients": EXPRESS[0], "ns_steps": 2}
+    wanted = {name: (steps, rounds) for name, (steps, rounds, _) in ROUNDS.items()}
+    wanted |= {"list": (3, EXPRESS[:3]), "triple": (2, EXPRESS[:1])}
+    for shape in ((64, 32), (24, 40)):
+        ps = [nn.Parameter(torch.zeros(shape)) for _ in given]
+        groups = [{"params": [(name, p)], **x} for p, (name, x) in zip(ps, given.items(), strict=True)]
+        opt = Muon(groups, lr=1.0, plan="fp32", backend=backend, scale_floor=floor)
+        other = Muon([{"params": [(name, p)]} for p, name in zip(ps, given, strict=True)], plan="fp32", backend=backend)
+        other.load_state_dict(opt.state_dict())
+        assert [g["ns_steps"] for g in other.param_groups] == [steps for steps, _ in wanted.values()]
+        for p in ps:
+            p.grad = drawn(*shape, seed=3)
+        other.step()
+        scale = max(floor, shape[0] / shape[1]) ** 0.5
+        for p, (steps, rounds) in zip(ps, wanted.values(), strict=True):
+            exact = -scale * exactly(drawn(*shape, seed=3), steps, rounds)
+            assert (p.detach() - exact).norm() <= 0.03 * exact.norm()
+
+
+@pytest.mark.parametrize("coefficients", ["polar", (), [(1.0, 2.0)], (1.0, 2.0), ((1.0, 2.0, "x"),), 3])
 def test_other_coefficients_are_refused(coefficients: Any) -> None:
     with pytest.raises(UserError, match=r"coefficients=\(a, b, c\), a list of such, or a name"):
         newton_schulz(torch.ones(2, 3), coefficients=coefficients)
+    with pytest.raises(ValueError, match=r"Muon: ns_coefficients must be \(a, b, c\).*'polar_express', 'deepseek'"):
+        Muon([nn.Parameter(torch.ones(2, 3))], ns_coefficients=coefficients)
+    with pytest.raises(TypeError, match="NorMuon: gram must be True or False, got 1"):
+        NorMuon([nn.Parameter(torch.ones(2, 3))], gram=1)

@@ -70,6 +70,11 @@ def test_bits_of_the_package(pair: str, tmp_path: Path) -> None:
     check(pair, optimizer(pair, tmp_path), "reference", SHAPES, 4)
 
 
+def test_a_file_takes_the_coefficients_that_the_package_takes(tmp_path: Path) -> None:
+    options = {"ns_coefficients": "deepseek", "gram": True}
+    check("muon/fp32", optimizer("muon/fp32", tmp_path), "reference", ((6, 10),), 2, **options)
+
+
 @pytest.mark.parametrize("pair", KERNELS)
 def test_kernels_have_the_bits_of_the_package(pair: str, tmp_path: Path) -> None:
     """Also where rows end within a block; in Triton's interpreter."""
@@ -91,11 +96,11 @@ def test_triton_keeps_a_compiled_kernel_under_the_text_of_its_codecs(tmp_path: P
     assert done.returncode == 0, done.stderr
 
 
-def check(pair: str, cls: Any, backend: str, shapes: Sequence[tuple[int, ...]], steps: int) -> None:
+def check(pair: str, cls: Any, backend: str, shapes: Sequence[tuple[int, ...]], steps: int, **options: Any) -> None:
     ours, theirs = params(0, shapes), params(0, shapes)
     name = load.find_spec(pair.split("/")[0]).class_name
-    alone = cls(ours, seed=7)
-    whole = getattr(optgen.optim, name)(theirs, plan=pair.split("/")[1], backend=backend, seed=7)
+    alone = cls(ours, seed=7, **options)
+    whole = getattr(optgen.optim, name)(theirs, plan=pair.split("/")[1], backend=backend, seed=7, **options)
     for k in range(steps):
         gradients(ours, k)
         gradients(theirs, k)

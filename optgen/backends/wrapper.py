@@ -21,18 +21,40 @@ class HyperRow:
     default: float | tuple[float, ...]
     bounds: tuple[tuple[str, float], ...]  # ("ge", 0.0), ...
     parts: tuple[str, ...]
+    series: bool = False
+    rounds_of: str = ""
+
+    @property
+    def signature(self) -> str:
+        return f"{self.name}={'None' if self.rounds_of else literal(self.default)}"
+
+    @property
+    def typed(self) -> str:
+        """The argument's type."""
+        if self.series:
+            return "str | Sequence[float] | Sequence[Sequence[float]]"
+        if isinstance(self.default, bool):
+            return "bool"
+        one = "Sequence[float | Tensor]" if isinstance(self.default, tuple) else "float | Tensor"
+        return f"{one} | None" if self.rounds_of else one
 
     @property
     def described(self) -> str:
         """The values that the constructor takes, in words: "2 numbers, >= 0, < 1"."""
+        if self.series:
+            return "a triple, a list of them, or the name of a set"
+        if isinstance(self.default, bool):
+            return "True or False"
         signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
         count = f"{len(self.default)} numbers" if isinstance(self.default, tuple) else "a number"
+        count += f", None: that of {self.rounds_of}" if self.rounds_of else ""
         return ", ".join([count, *(f"{signs[k]} {v:g}" for k, v in self.bounds)])
 
     @property
     def declaration(self) -> str:
         bounds = "".join(f", {k}={v!r}" for k, v in self.bounds)
-        return f'Hyper("{self.name}", {literal(self.default)}{bounds})'
+        bounds += f', rounds_of="{self.rounds_of}"' if self.rounds_of else ""
+        return f'{"Series" if self.series else "Hyper"}("{self.name}", {literal(self.default)}{bounds})'
 
 
 @dataclass(frozen=True)
@@ -94,13 +116,13 @@ class ClassRow:
 
     @property
     def signature(self) -> list[str]:
-        out = [f"{h.name}={literal(h.default)}" for h in self.hypers]
+        out = [h.signature for h in self.hypers]
         return out + [f"{f.name}={f.default}" for f in self.flags if not f.derived]
 
     @property
     def typed(self) -> list[str]:
         """The signature as a stub states it."""
-        kinds = ["Sequence[float | Tensor]" if isinstance(h.default, tuple) else "float | Tensor" for h in self.hypers]
+        kinds = [h.typed for h in self.hypers]
         kinds += ["bool"] * (len(self.signature) - len(kinds))
         pairs = (argument.split("=", 1) for argument in self.signature)
         return [f"{name}: {kind} = {default}" for (name, default), kind in zip(pairs, kinds, strict=True)]
@@ -125,6 +147,8 @@ class ClassRow:
 
 def literal(value: float | tuple[float, ...]) -> str:
     """A default as a person writes it: 1e-3, 0.9, (0.9, 0.999)."""
+    if isinstance(value, bool):
+        return str(value)
     if isinstance(value, tuple):
         return f"({', '.join(literal(v) for v in value)})"
     text = f"{value:g}"

@@ -78,6 +78,8 @@ def class_row(spec: Spec, plans: tuple[str, ...], own: Mapping[str, str]) -> wra
             h.default,
             tuple((k, float(v)) for k in ("ge", "gt", "le", "lt") if (v := getattr(h, k)) is not None),
             h.parts,
+            h.series,
+            h.rounds_of,
         )
         for h in spec.hypers
     )

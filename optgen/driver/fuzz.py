@@ -97,6 +97,8 @@ def _hyper_values(decl: HyperDecl, whole: bool) -> st.SearchStrategy[Any]:
         allowed = sorted({x for x in drawn if decl.allows(x)} - {default})
         return st.sampled_from([default, *allowed])
 
+    if isinstance(decl.default, bool):
+        return st.booleans()
     if isinstance(decl.default, tuple):
         return st.tuples(*(one(x) for x in decl.default))
     return one(decl.default)

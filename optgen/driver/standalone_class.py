@@ -99,7 +99,7 @@ def key_of_stream(name: str | int) -> int:
 class SingleFile(torch.optim.Optimizer):
     """An optimizer of one device; its state dict holds states as they are stored."""
 
-    HYPERS: Mapping[str, tuple[int, str, Callable[[float], bool]]]  # name -> (numbers, 0 for one; range; test)
+    HYPERS: Mapping[str, Any]  # name -> (numbers, 0 for one, or a function of the group; range; test)
     FLAGS: Mapping[str, Any] = {}  # name -> bool, a hyper-parameter that must not be 0, or a function of the shape
     VARIANTS: tuple[Any, ...]
     _run: Any  # (group, hypers, jobs): make the steps of a group
@@ -117,7 +117,8 @@ class SingleFile(torch.optim.Optimizer):
 
     def _read(self, group: Mapping[str, Any], name: str) -> Any:
         count, words, holds = self.HYPERS[name]
-        numbers = tuple(float(x) for x in (group[name] if count else [group[name]]))
+        count, value = (0, count(group)) if callable(count) else (count, group[name])
+        numbers = tuple(float(x) for x in (value if count else [value]))
         if len(numbers) != max(count, 1) or not all(map(holds, numbers)):
             raise ValueError(f"{type(self).__name__}: {name} must be {words}, got {group[name]!r}")
         return numbers if count else numbers[0]

@@ -24,6 +24,7 @@ from optgen.lang.values import author_loc
 from optgen.ops import spaces
 from optgen.ops.spaces import Space
 from optgen.runtime.records import Flag, Hyper
+from optgen.runtime.records.series import number
 
 Shape = tuple[int, ...]
 
@@ -43,15 +44,28 @@ class HyperDecl(Hyper):
     """A hyper-parameter as its author declares it, with the names of its scalars.
 
     `parts` is ("lr",) for a number and the author's names for a tuple: ("beta1", "beta2") for betas.
+    `series`: the value is coefficients of newton_schulz, which kernels take as one number.
     """
 
     parts: tuple[str, ...] = ()
     loc: Loc | None = None
+    series: bool = False
+
+    @property
+    def divided(self) -> bool:
+        """True if each of several numbers is a scalar of its own."""
+        return isinstance(self.default, tuple) and not self.series
 
     @property
     def values(self) -> tuple[float, ...]:
         """The default, one number per part."""
-        return self.default if isinstance(self.default, tuple) else (self.default,)
+        return self.numbers(self.default)
+
+    def numbers(self, value: Any) -> tuple[float, ...]:
+        """Return a value as one number per part."""
+        if self.series:
+            return (number(value),)
+        return tuple(value) if isinstance(value, (tuple, list)) else (float(value),)
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -185,8 +199,15 @@ def hyper(
     gt: float | None = None,
     le: float | None = None,
     lt: float | None = None,
+    series: bool = False,
+    rounds_of: str = "",
 ) -> Any:
-    """A constructor argument: a number, or a tuple of numbers that all obey the range."""
+    """A constructor argument: a number, or a tuple of numbers that all obey the range; hyper(False) takes True and
+    False, which are 1 and 0.
+
+    series     it takes whatever newton_schulz takes as coefficients
+    rounds_of  None, which the constructor takes by default, is the usual number of rounds of those coefficients
+    """
     if ge is not None and gt is not None or le is not None and lt is not None:
         raise _refuse("a range has one lower and one upper end", "give ge= or gt=, and le= or lt=")
     value: float | tuple[float, ...]
@@ -197,9 +218,11 @@ def hyper(
         if not default:
             raise _refuse("a tuple hyper-parameter has at least one part", "")
         value = tuple(_finite("a hyper-parameter's default", x) for x in default)
+    elif isinstance(default, bool):
+        value = default
     else:
         value = _finite("a hyper-parameter's default", default, "a number, or a tuple of numbers: hyper((0.9, 0.999))")
-    return HyperDecl("", value, ge, gt, le, lt)
+    return HyperDecl("", value, ge, gt, le, lt, rounds_of, series=series)
 
 
 def flag(

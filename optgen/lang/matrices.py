@@ -13,38 +13,19 @@ from optgen.base.errors import UserError
 from optgen.ir import node as ir
 from optgen.lang.values import Num, Value, author_loc
 from optgen.ops import spaces
+from optgen.runtime.records import series
 
 Triple = tuple[Num, Num, Num]
-
-_EXPRESS = (
-    (8.28721201814563, -23.595886519098837, 17.300387312530933),
-    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
-    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
-    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
-    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
-    (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
-    (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
-)
-JORDAN = (3.4445, -4.7750, 2.0315)
-SETS: dict[str, tuple[int, tuple[Triple, ...]]] = {
-    "jordan": (5, (JORDAN,)),
-    "polar_express": (5, (*((a / 1.01, b / 1.01**3, c / 1.01**5) for a, b, c in _EXPRESS), (1.875, -1.25, 0.375))),
-    "deepseek": (10, (*8 * (JORDAN,), (2.0, -1.5, 0.5))),
-    "cubic": (10, ((1.5, -0.5, 0.0),)),
-}
-"""Rounds as usual, and coefficients: of the series that brings all singular values near 1 in five rounds (Jordan et al.
-2024); of the best one for each round, with the authors' margin for bf16 (Amsel et al. 2025, arXiv:2505.16932); eight
-rounds of the first and two that converge; Newton and Schulz's own."""
 
 
 def newton_schulz(
     x: Num,
     steps: Num | None = None,
-    coefficients: str | Triple | Sequence[Triple] = JORDAN,
+    coefficients: str | Num | Triple | Sequence[Triple] = series.JORDAN,
     eps: Num = 1e-7,
     *,
     normalize: bool = True,
-    gram: bool = False,
+    gram: Num = False,
 ) -> Any:
     """The orthogonal matrix nearest to x, nearly: x (rows, columns) with its singular values brought near 1.
 
@@ -52,12 +33,14 @@ def newton_schulz(
     bf16 (Jordan et al. 2024, as in torch.optim.Muon); more rows than columns are transposed first.
 
     steps         by default those of the set, or one for each triple, 5 for a single one
-    coefficients  (a, b, c), a list of those of each round, of which the last goes on, or the name of a set in SETS
+    coefficients  (a, b, c), a list of those of each round, of which the last goes on, or the name of a set
+                  (runtime/records/series.py); or a hyper-parameter with series=True
     normalize     False: x has no singular value above 1 already
     gram          True: take products of the short side of x, in fp16: 4 instead of 10 of its long side in five rounds
     """
-    usual, triples = _rounds(coefficients)
-    numbers = [usual if steps is None else steps, float(normalize), float(gram), eps, *(x for t in triples for x in t)]
+    usual, triples = (5, ((coefficients,),)) if isinstance(coefficients, Value) else _rounds(coefficients)
+    by_gram = gram if isinstance(gram, Value) else float(gram)
+    numbers = [usual if steps is None else steps, float(normalize), by_gram, eps, *(x for t in triples for x in t)]
     if isinstance(x, Value):
         if x.node.space != spaces.elem:
             raise UserError("E201", loc=author_loc(), function="newton_schulz", want="elem", got=x.node.space)
@@ -78,14 +61,10 @@ def newton_schulz(
     return sympy.Function("newton_schulz")(x)
 
 
-def _rounds(coefficients: str | Triple | Sequence[Triple]) -> tuple[int, Sequence[Triple]]:
+def _rounds(given: str | Triple | Sequence[Triple]) -> tuple[int, Sequence[Sequence[Num]]]:
     """Return the usual number of rounds and the triples of coefficients.  Raises UserError E113 for other forms."""
-    if isinstance(coefficients, str) and coefficients in SETS:
-        return SETS[coefficients]
-    given: Any = coefficients
-    if not isinstance(given, str) and len(given) == 3 and not isinstance(given[0], Sequence):
-        return 5, (given,)
-    if isinstance(given, str) or not given or any(not isinstance(t, Sequence) or len(t) != 3 for t in given):
+    try:
+        return series.rounds(given, lambda x: None if isinstance(x, str) else x)
+    except (TypeError, ValueError):
         what = f"newton_schulz() takes coefficients=(a, b, c), a list of such, or a name, got {given!r}"
-        raise UserError("E113", loc=author_loc(), what=what, hint=", ".join(map(repr, SETS)))
-    return len(given) if len(given) > 1 else 5, given
+        raise UserError("E113", loc=author_loc(), what=what, hint=", ".join(map(repr, series.SETS))) from None

@@ -223,14 +223,14 @@ def _declared(p: inspect.Parameter, source: SpecSource) -> Declaration:
 
 def _parts(name: str, decl: HyperDecl, source: SpecSource) -> tuple[str, ...]:
     """The names of a hyper-parameter's scalars: the author's own where a tuple is unpacked."""
-    if not isinstance(decl.default, tuple):
+    if not decl.divided:
         return (name,)
-    names = source.unpacked(name)
+    names, count = source.unpacked(name), len(decl.values)
     if names is None:
-        return tuple(f"{name}_{k}" for k in range(len(decl.default)))
-    if len(names) != len(decl.default):
+        return tuple(f"{name}_{k}" for k in range(count))
+    if len(names) != count:
         loc = source.parameters[name]
-        raise UserError("E117", loc=loc, name=name, want=len(decl.default), got=", ".join(part for part, _ in names))
+        raise UserError("E117", loc=loc, name=name, want=count, got=", ".join(part for part, _ in names))
     # `_, beta2 = betas` leaves a part without a name; `a, b = betas` names one as generated code names something else.
     taken = {"_", *RESERVED, *VARIABLES, *CALLED} - {*LEAVES}
     return tuple(f"{name}_{k}" if part in taken else part for k, (part, _) in enumerate(names))
@@ -282,7 +282,7 @@ def _check_references(spec: Spec) -> None:
     for d in spec.kept:
         for word in flags_in(d.when):
             _refuse_unknown(d, "when", word, flags, "flag", "flags")
-    scalars = {h.name for h in spec.hypers if not isinstance(h.default, tuple)}
+    scalars = {h.name for h in spec.hypers if not isinstance(h.default, (tuple, bool))}
     of_scalars = (scalars, "hyper-parameter", "numbers among the hyper-parameters")
     for f in spec.flags:
         for option in ("nonzero", "every", "needs", "excludes"):

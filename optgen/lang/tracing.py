@@ -93,7 +93,7 @@ def run(spec: Spec, flags: Mapping[str, bool]) -> Trace:
     values: dict[str, Any] = dict(flags)
     for h in spec.hypers:
         parts = tuple(value(ir.sym(part)) for part in h.parts)
-        values[h.name] = parts if isinstance(h.default, tuple) else parts[0]
+        values[h.name] = parts if h.divided else parts[0]
     for s in spec.states:
         on = spec.holds(s.when, flags)
         values[s.name] = value(ir.load(s.name, dtypes.f32, s.space)) if on else Absent(s.name, s.when or "")
@@ -146,9 +146,9 @@ def check_weights(
     """Read the function of the weights to evaluate with on values; raise UserError unless it is arithmetic of them."""
     options: dict[str, Any] = {}
     for h in hypers:
-        names = h.parts if isinstance(h.default, tuple) else (h.name,)
+        names = h.parts if h.divided else (h.name,)
         parts = tuple(Value(ir.sym(name)) for name in names)
-        options[h.name] = parts if isinstance(h.default, tuple) else parts[0]
+        options[h.name] = parts if h.divided else parts[0]
     kept = [Value(ir.load(name, dtypes.f32, spaces.elem)) for name in ("p", *states)]
     try:
         with insisted():

@@ -8,12 +8,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from optgen.runtime.records import Eager, Field, Flag, Hyper, Stage, Temp, Variant
+from optgen.runtime.records.series import Series
 
 if TYPE_CHECKING:
     from optgen.runtime.optimizer import Optimizer
     from optgen.runtime.states.memory import Memory, ParameterMemory
 
-__all__ = ["Eager", "Field", "Flag", "Hyper", "Memory", "Optimizer", "ParameterMemory", "Stage", "Temp", "Variant"]
+__all__ = [
+    "Eager", "Field", "Flag", "Hyper", "Memory", "Optimizer", "ParameterMemory", "Series", "Stage", "Temp", "Variant",
+]  # fmt: skip
 
 _LATER = {"Memory": "states.memory", "ParameterMemory": "states.memory", "Optimizer": "optimizer"}
 

@@ -164,6 +164,8 @@ class Optimizer(torch.optim.Optimizer):
         given = {k: v for k, v in state.items() if k != low_bits.CARRIER and v is not None}  # no rules were None once
         super().__setstate__(given)
         self._bring_up()
+        own = {h.name: h.default for h in self.HYPERS} | {f.name: f.default for f in self.FLAGS if not f.derived}
+        self.defaults |= own | self.defaults  # the rule may have got more since
         self.defaults.pop("differentiable", None)  # torch puts it there; it would wander into new groups
         for group in self.param_groups:
             for key, value in self.defaults.items():
@@ -221,6 +223,7 @@ class Optimizer(torch.optim.Optimizer):
         param_group = {key: value for key, value in param_group.items() if key not in apart}
         group = {**self.defaults, **param_group}
         found = options.check(cls, group)
+        found |= options.rounds(cls, found)
         found["plan"] = options.record_plan(cls, found["plan"], tensors)
         options.warn_unknown(cls, param_group)
         first = sum(len(g["params"]) for g in self.param_groups)

@@ -94,7 +94,7 @@ def _evaluated(spec: Spec, before: Values, gradient: Interval, hypers: Mapping[s
     pointed = dict(hypers)
     for h in spec.hypers:
         if (given := hypers.get(h.name)) is not None:
-            pointed[h.name] = tuple(map(float, given)) if isinstance(given, (tuple, list)) else float(given)
+            pointed[h.name] = given if h.series else h.numbers(given) if h.divided else float(given)
     step = float(before.step + 1)
     found: tuple[Any, Any, Any] = spec.evaluate(before.p, gradient, step, before.states, before.host, **pointed)
     return found
@@ -213,8 +213,7 @@ def _scalars(spec: Spec, before: Values, hypers: Mapping[str, Any]) -> dict[str,
     """Return the hyper-parameters by part, the host states and the step."""
     out: dict[str, float] = {**before.host, "step": before.step + 1}
     for h in spec.hypers:
-        value = hypers.get(h.name, h.default)
-        out |= dict(zip(h.parts, value if isinstance(value, tuple) else (value,), strict=True))
+        out |= dict(zip(h.parts, h.numbers(hypers.get(h.name, h.default)), strict=True))
     return out | {h.name: before.host.get(h.name, h.init) for h in spec.host_states}
 
 

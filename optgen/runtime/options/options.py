@@ -12,7 +12,7 @@ from torch import Tensor
 
 from optgen.runtime.layout import plans
 from optgen.runtime.options import blocks, overrides
-from optgen.runtime.records import Flag, Hyper, as_float, as_int, dtype_name, keys
+from optgen.runtime.records import Flag, Hyper, as_float, as_int, dtype_name, keys, series, switch
 from optgen.runtime.records.warn import warn
 
 BACKENDS = ("auto", "reference", "triton", "cpp")
@@ -48,7 +48,7 @@ def check(cls: Any, group: Mapping[str, Any]) -> dict[str, Any]:
     flags: Sequence[Flag] = cls.FLAGS
     for name in RUNNING:
         if group.get(name) is not None:
-            found[name] = _switch(group[name], name, owner)
+            found[name] = switch(group[name], name, owner)
     if found.get("capturable") and (changing := [flag for flag in flags if flag.every is not None]):
         raise ValueError(
             f"{owner} does not support capturable=True: every {changing[0].every} steps it does something else, "
@@ -61,7 +61,7 @@ def check(cls: Any, group: Mapping[str, Any]) -> dict[str, Any]:
             found[hyper.name] = hyper.check(group[hyper.name], owner, bool(found.get("capturable")))
     for name in ("maximize", *(flag.name for flag in flags if not flag.derived)):
         if name in group:
-            found[name] = _switch(group[name], name, owner)
+            found[name] = switch(group[name], name, owner)
     for flag in flags:
         flag.check({**group, **found}, owner)
     if "seed" in group:
@@ -101,12 +101,6 @@ def _said(group: Mapping[str, Any], name: str) -> bool:
     return isinstance(value, torch.Tensor) or bool(value)
 
 
-def _switch(value: object, name: str, owner: str) -> bool:
-    if isinstance(value, bool):
-        return value
-    raise TypeError(f"{owner}: {name} must be True or False, got {value!r}")
-
-
 def _plan(cls: Any, option: object) -> plans.PlanOption:
     """A plan option whose plans all exist."""
     if option is None:
@@ -141,6 +135,12 @@ def record_plan(cls: type, option: plans.PlanOption, params: Iterable[Tensor]) -
     return (
         next(iter(names.values())) if option is None and len(set(names.values())) == 1 else {**(option or {}), **names}
     )
+
+
+def rounds(cls: Any, group: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of rounds that a group leaves to its coefficients."""
+    left = [h for h in cls.HYPERS if h.rounds_of and group[h.name] is None]
+    return {h.name: float(series.rounds(group[h.rounds_of])[0]) for h in left}
 
 
 def flags_declared(cls: Any) -> Sequence[Flag]:

@@ -35,7 +35,10 @@ def _is_tensor(value: object) -> TypeGuard[torch.Tensor]:
 
 @dataclass(frozen=True)
 class Hyper:
-    """A hyper-parameter: a number, or a tuple of numbers (`betas`), each within the range."""
+    """A hyper-parameter: a number, or a tuple of numbers (`betas`), each within the range; a bool if its default is.
+
+    rounds_of  the name of the coefficients (records/series.py) whose usual number of rounds None stands for
+    """
 
     name: str
     default: float | tuple[float, ...]
@@ -43,6 +46,7 @@ class Hyper:
     gt: float | None = None
     le: float | None = None
     lt: float | None = None
+    rounds_of: str = ""
 
     @property
     def range(self) -> str:
@@ -52,12 +56,16 @@ class Hyper:
 
     def check(
         self, value: object, owner: str, tensors: bool = False
-    ) -> float | torch.Tensor | tuple[float | torch.Tensor, ...]:
+    ) -> float | torch.Tensor | tuple[float | torch.Tensor, ...] | None:
         """Return `value` as a group keeps it: Python floats; a learning rate given as a tensor stays that tensor
         (schedulers fill it in place), and where `tensors` are kept, so does any number; None for a part of a tuple is
         its default, as torch writes what it chooses itself (Adafactor's eps).  Raises TypeError or ValueError naming
         `owner` and the range."""
         where = f"{owner}: {self.name}"
+        if value is None and self.rounds_of:
+            return None
+        if isinstance(self.default, bool):
+            return switch(value, self.name, owner)
         if not isinstance(self.default, tuple):
             number = self._number(value, where)
             return value if _is_tensor(value) and (tensors or self.name == "lr") else number
@@ -133,6 +141,13 @@ def as_float(value: object) -> float | None:
         return float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
         return None
+
+
+def switch(value: object, name: str, owner: str) -> bool:
+    """Return a bool as it is; TypeError for anything else."""
+    if isinstance(value, bool):
+        return value
+    raise TypeError(f"{owner}: {name} must be True or False, got {value!r}")
 
 
 def as_int(value: object) -> int | None:

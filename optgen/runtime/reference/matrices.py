@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from optgen.runtime.records import series
+
 RESTART = (2, 3)
 """The first round of the gram form that begins with products of the long side again, and the rounds to the next:
 rounding adds up in between."""
@@ -19,7 +21,8 @@ def newton_schulz(x: Tensor, steps: float, normalize: float, gram: float, eps: f
 
     normalize     unless 0, divide by the Frobenius norm first, which is eps at least
     gram          unless 0, take the same rounds by products of the short side of x, where it has one, in fp16
-    coefficients  a, b and c of each round; those of the last are those of all further rounds
+    coefficients  a, b and c of each round, or one number that stands for them (series.number); those of the last round
+                  are those of all further ones
     """
     if x.ndim > 3:
         return newton_schulz(x.flatten(0, -3), steps, normalize, gram, eps, *coefficients).view(x.shape)
@@ -28,6 +31,8 @@ def newton_schulz(x: Tensor, steps: float, normalize: float, gram: float, eps: f
     x = x if wide else x.mT
     if normalize:
         x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=eps)
+    if len(coefficients) == 1:
+        coefficients = tuple(x for t in series.of_number(coefficients[0]) for x in t)
     triples = [coefficients[k : k + 3] for k in range(0, len(coefficients), 3)]
     rounds = [triples[min(k, len(triples) - 1)] for k in range(int(steps))]
     if gram and x.shape[-2] < x.shape[-1]:
