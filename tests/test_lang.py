@@ -238,7 +238,7 @@ def by_part(spec: Spec, hypers: dict[str, Any]) -> dict[str, float]:
     out: dict[str, float] = {}
     for h in spec.hypers:
         value = hypers[h.name]
-        out |= dict(zip(h.parts, value if isinstance(value, tuple) else (value,), strict=True))
+        out |= dict(zip(h.parts, h.numbers(value), strict=True))
     return out
 
 

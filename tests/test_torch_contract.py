@@ -270,12 +270,13 @@ def test_hooks(cls: type[Optimizer]) -> None:
 def test_every_argument_of_torch_is_one_here(name: str) -> None:
     """With its default; hyper-parameters and flags by position, too, the rest by name (docs/contract.md).
 
-    Adafactor's eps[0] is a number here, torch's None means the same one for fp32.
+    Adafactor's eps[0] is a number here, torch's None means the same one for fp32; Muon's ns_steps is None, which means
+    torch's 5 for its coefficients.
     """
     theirs = inspect.signature(getattr(torch.optim, name)).parameters
     ours = inspect.signature(getattr(generated, name)).parameters
     assert [x for x in theirs if x not in ours] == (["adjust_lr_fn"] if name == "Muon" else [])
-    for word in theirs.keys() & ours.keys() - ({"eps"} if name == "Adafactor" else set()):
+    for word in theirs.keys() & ours.keys() - {{"Adafactor": "eps", "Muon": "ns_steps"}.get(name)}:
         assert theirs[word].default == ours[word].default, word
     wanted, found = (
         [p.name for p in given.values() if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]

@@ -45,10 +45,9 @@ def plain(given: Any, part: Callable[[Any], Any] = as_float) -> str | Triple | t
         if given in SETS:
             return given
     elif isinstance(given, Sequence) and given:
-        parts = [tuple(map(part, t)) for t in (given if isinstance(given[0], Sequence) else [given])]
+        parts: Any = tuple(tuple(map(part, t)) for t in (given if isinstance(given[0], Sequence) else [given]))
         if all(len(t) == 3 and not any(x is None for x in t) for t in parts):
-            found: Any = tuple(parts) if isinstance(given[0], Sequence) else parts[0]
-            return found
+            return parts if isinstance(given[0], Sequence) else parts[0]  # type: ignore[no-any-return]
     raise ValueError(f"must be (a, b, c), a list of such, or one of {', '.join(map(repr, SETS))}, got {given!r}")
 
 
