@@ -145,10 +145,12 @@ class ClassRow:
         return [f"{name}={name}" for name in names]
 
 
-def literal(value: float | tuple[float, ...]) -> str:
+def literal(value: float | str | tuple[Any, ...]) -> str:
     """A default as a person writes it: 1e-3, 0.9, (0.9, 0.999)."""
     if isinstance(value, bool):
         return str(value)
+    if isinstance(value, str):
+        return f'"{value}"'
     if isinstance(value, tuple):
         return f"({', '.join(literal(v) for v in value)})"
     text = f"{value:g}"

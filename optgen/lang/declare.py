@@ -24,7 +24,7 @@ from optgen.lang.values import author_loc
 from optgen.ops import spaces
 from optgen.ops.spaces import Space
 from optgen.runtime.records import Flag, Hyper
-from optgen.runtime.records.series import number
+from optgen.runtime.records.series import number, plain
 
 Shape = tuple[int, ...]
 
@@ -193,7 +193,7 @@ def scalar(init: float = 0.0, *, when: str | None = None) -> Any:
 
 
 def hyper(
-    default: float | tuple[float, ...],
+    default: float | tuple[float, ...] | str,
     *,
     ge: float | None = None,
     gt: float | None = None,
@@ -214,7 +214,9 @@ def hyper(
     for name, bound in (("ge=", ge), ("gt=", gt), ("le=", le), ("lt=", lt)):
         if bound is not None and math.isnan(_number(name, bound)):
             raise _refuse(f"{name} is a number, got nan", "")
-    if isinstance(default, tuple):
+    if series:
+        value = _coefficients(default)
+    elif isinstance(default, tuple):
         if not default:
             raise _refuse("a tuple hyper-parameter has at least one part", "")
         value = tuple(_finite("a hyper-parameter's default", x) for x in default)
@@ -223,6 +225,14 @@ def hyper(
     else:
         value = _finite("a hyper-parameter's default", default, "a number, or a tuple of numbers: hyper((0.9, 0.999))")
     return HyperDecl("", value, ge, gt, le, lt, rounds_of, series=series)
+
+
+def _coefficients(default: Any) -> Any:
+    """Return coefficients as a group keeps them.  Raises UserError for others."""
+    try:
+        return plain(default)
+    except (TypeError, ValueError) as error:
+        raise _refuse(f"a hyper-parameter's default {error}", "") from None
 
 
 def flag(
