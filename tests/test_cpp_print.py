@@ -88,7 +88,7 @@ def test_scalars_of_a_rule_stand_in_the_order_of_its_record(rule: str) -> None:
     """Settings that differ in scalars alone share a kernel, so its names are those of one of them."""
     text = (Path(generated.__path__[0]) / rule / "kernels.h").read_text(encoding="utf-8")
     wanted: dict[str, list[list[str]]] = {}
-    for record in importlib.import_module(f"generated.{rule}.records").STEPS:
+    for record in importlib.import_module(f"generated.{rule}").STEPS:
         for stage in record.stages:
             wanted.setdefault(stage.kernel, []).append([record.scalars[k] for k in stage.scalars])
     found = given(text)

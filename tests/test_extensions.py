@@ -138,7 +138,7 @@ def test_a_backend_in_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     build(Request(names=("adamw",), plans=("fp32",), backends=("numpy",), out="made"))
     texts = {file.name: file.read_text() for file in (tmp_path / "made/adamw").glob("*.*")}
     assert texts.keys() >= {"numpy_text.py", "eager.py"} and not texts.keys() & {"triton.py", "kernels.h"}
-    rule, records = (module(tmp_path, name, texts[f"{name}.py"]) for name in ("numpy_text", "records"))
+    rule, records = (module(tmp_path, name, texts[f"{name}.py"]) for name in ("numpy_text", "__init__"))
 
     options = {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
     generator = torch.Generator().manual_seed(0)

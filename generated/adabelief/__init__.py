@@ -5,6 +5,9 @@
 # fmt: off
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer
+from optgen.runtime.records import Rule, Stage
+from optgen.runtime.records.join import RuleRecord, StateRecord
+from optgen.runtime.records.scalars import choose, divide, larger, root
 
 
 class AdaBelief(Optimizer):
@@ -35,7 +38,80 @@ class AdaBelief(Optimizer):
         Hyper("weight_decay", 0.0, ge=0.0),
     )
     PLANS = ("fp32", "int8_split24",)
-    DEFAULT_PLAN = {"float32": "int8_split24", "bfloat16": "int8_split24", "float16": "int8_split24"}
 
     def __init__(self, params, lr=0.001, betas=(0.9, 0.999), eps=1e-16, weight_decay=0.0, **options):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay), **options)
+
+
+def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2 = betas
+    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
+    one_minus_beta1 = 1 - beta1
+    one_minus_beta2 = 1 - beta2
+    sqrt_one_minus_beta2_pow_t = root(1 - beta2**step)
+    lr_over_one_minus_beta1_pow_t = divide(lr, 1 - beta1**step)
+    return (
+        beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
+        sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
+    )
+
+
+def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2 = betas
+    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
+    one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
+    one_minus_beta2 = 1 - beta2
+    common_1 = root(1 - beta2**step)
+    common_2 = divide(lr, 1 - beta1**step) * common_1
+    common_3 = common_2 < 7.888609052210118e-31
+    scalar_3 = choose(common_3, 1, divide(1, common_2))
+    scalar_4 = divide(larger(eps * common_1, 1.1754943508222875e-38), choose(common_3, 0, common_2))
+    return (
+        beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+        one_minus_beta2, scalar_3, scalar_4,
+    )
+
+
+# The eager reference, in strict maths.
+RULES = (
+    RuleRecord(
+        "adabelief",
+        "",
+        flags={},
+        step="adabelief",
+        scalars=(
+            "beta1", "beta2", "eps", "grad_scale", "one_minus_lr_times_weight_decay", "one_minus_beta1",
+            "one_minus_beta2", "sqrt_one_minus_beta2_pow_t", "lr_over_one_minus_beta1_pow_t",
+        ),
+        host=host_scalars,
+        states=(StateRecord("exp_avg"), StateRecord("exp_avg_var", nonneg=True)),
+    ),
+)
+
+# The kernels, in fast maths; rounding changed by: eps, fma, group, reciprocal, step.
+STEPS = (
+    Rule(
+        ({},),
+        (
+            "beta1", "beta2", "eps", "grad_scale", "one_minus_lr_times_weight_decay",
+            "one_minus_beta1_times_grad_scale", "one_minus_beta2", "scalar_3", "scalar_4",
+        ),
+        host=kernel_scalars,
+        stages=(
+            Stage(
+                "adabelief",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2, 3, 4, 5, 6, 7, 8),
+                reads=("p", "g", "exp_avg", "exp_avg_var"),
+                stores=("p", "exp_avg", "exp_avg_var"),
+                plus=("exp_avg_var",),
+                needs=(("exp_avg_var", ("g", "exp_avg", "exp_avg_var")),),
+            ),
+        ),
+    ),
+)
+
+READY = True

@@ -5,6 +5,8 @@
 # fmt: off
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer
+from optgen.runtime.records import Rule, Stage
+from optgen.runtime.records.join import RuleRecord, StateRecord
 
 
 class Adadelta(Optimizer):
@@ -33,7 +35,56 @@ class Adadelta(Optimizer):
         Hyper("weight_decay", 0.0, ge=0.0),
     )
     PLANS = ("fp32", "int8_split24",)
-    DEFAULT_PLAN = {"float32": "int8_split24", "bfloat16": "int8_split24", "float16": "int8_split24"}
 
     def __init__(self, params, lr=1.0, rho=0.9, eps=1e-6, weight_decay=0.0, **options):
         super().__init__(params, dict(lr=lr, rho=rho, eps=eps, weight_decay=weight_decay), **options)
+
+
+def host_scalars(step, grad_scale, *, lr, rho, eps, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    one_minus_rho = 1 - rho
+    return (lr, rho, eps, weight_decay, grad_scale, one_minus_rho)
+
+
+def kernel_scalars(step, grad_scale, *, lr, rho, eps, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    one_minus_rho = 1 - rho
+    minus_lr = -lr
+    return (rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr)
+
+
+# The eager reference, in strict maths.
+RULES = (
+    RuleRecord(
+        "adadelta",
+        "",
+        flags={},
+        step="adadelta",
+        scalars=("lr", "rho", "eps", "weight_decay", "grad_scale", "one_minus_rho"),
+        host=host_scalars,
+        states=(StateRecord("square_avg", nonneg=True), StateRecord("acc_delta", nonneg=True)),
+    ),
+)
+
+# The kernels, in fast maths; rounding changed by: fma, group, reciprocal.
+STEPS = (
+    Rule(
+        ({},),
+        ("rho", "eps", "weight_decay", "grad_scale", "one_minus_rho", "minus_lr"),
+        host=kernel_scalars,
+        stages=(
+            Stage(
+                "adadelta",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2, 3, 4, 5),
+                reads=("p", "g", "square_avg", "acc_delta"),
+                stores=("p", "square_avg", "acc_delta"),
+                plus=("square_avg", "acc_delta"),
+                needs=(("square_avg", ("p", "g", "square_avg")), ("acc_delta", ("p", "g", "square_avg", "acc_delta"))),
+            ),
+        ),
+    ),
+)
+
+READY = True

@@ -5,6 +5,9 @@
 # fmt: off
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer
+from optgen.runtime.records import Rule, Stage, Temp
+from optgen.runtime.records.join import RuleRecord, StateRecord
+from optgen.runtime.records.scalars import power, smaller
 
 
 class Adafactor(Optimizer):
@@ -48,7 +51,6 @@ class Adafactor(Optimizer):
         Flag("factored", shape=lambda shape: len(shape) >= 2),
     )
     PLANS = ("fp32", "int8_split24",)
-    DEFAULT_PLAN = {"float32": "int8_split24", "bfloat16": "int8_split24", "float16": "int8_split24"}
 
     def __init__(
         self, params, lr=0.01, beta2_decay=-0.8, eps=(1.1920928955078125e-7, 0.001), d=1.0, weight_decay=0.0, **options
@@ -56,3 +58,272 @@ class Adafactor(Optimizer):
         super().__init__(
             params, dict(lr=lr, beta2_decay=beta2_decay, eps=eps, d=d, weight_decay=weight_decay), **options
         )
+
+
+def host_scalars(step, grad_scale, *, lr, beta2_decay, eps, d, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    eps1, eps2 = eps
+    one_minus_t_pow_beta2_decay = 1 - power(step, beta2_decay)
+    one_minus_beta2 = power(step, beta2_decay)  # 41  one_minus_beta2 = t**beta2_decay
+    lr_min_t_pow_m0p5 = smaller(lr, power(step, -0.5))
+    eps1_times_eps1 = eps1 * eps1
+    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
+    return (
+        grad_scale, one_minus_t_pow_beta2_decay, one_minus_beta2, eps2, lr_min_t_pow_m0p5, eps1, eps1_times_eps1, d,
+        one_minus_lr_times_weight_decay,
+    )
+
+
+def host_scalars_2(step, grad_scale, *, lr, beta2_decay, eps, d, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    eps1, eps2 = eps
+    one_minus_t_pow_beta2_decay = 1 - power(step, beta2_decay)
+    one_minus_beta2 = power(step, beta2_decay)  # 41  one_minus_beta2 = t**beta2_decay
+    eps1_times_eps1 = eps1 * eps1
+    lr_min_t_pow_m0p5 = smaller(lr, power(step, -0.5))
+    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
+    return (
+        grad_scale, one_minus_t_pow_beta2_decay, one_minus_beta2, eps1_times_eps1, eps2, d, lr_min_t_pow_m0p5,
+        one_minus_lr_times_weight_decay,
+    )
+
+
+def kernel_scalars(step, grad_scale, *, lr, beta2_decay, eps, d, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    eps1, eps2 = eps
+    grad_scale_times_grad_scale = grad_scale * grad_scale
+    one_minus_t_pow_beta2_decay = 1 - power(step, beta2_decay)
+    one_minus_beta2 = power(step, beta2_decay)  # 41  one_minus_beta2 = t**beta2_decay
+    lr_min_t_pow_m0p5 = smaller(lr, power(step, -0.5))
+    eps1_times_eps1 = eps1 * eps1
+    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
+    return (
+        grad_scale_times_grad_scale, one_minus_t_pow_beta2_decay, one_minus_beta2, eps2, lr_min_t_pow_m0p5, eps1,
+        eps1_times_eps1, d, grad_scale, one_minus_lr_times_weight_decay,
+    )
+
+
+def kernel_scalars_2(step, grad_scale, *, lr, beta2_decay, eps, d, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    eps1, eps2 = eps
+    one_minus_beta2 = power(step, beta2_decay)  # 41  one_minus_beta2 = t**beta2_decay
+    scalar_0 = one_minus_beta2 * (grad_scale * grad_scale)
+    one_minus_t_pow_beta2_decay = 1 - one_minus_beta2
+    eps1_times_eps1 = eps1 * eps1
+    lr_min_t_pow_m0p5 = smaller(lr, power(step, -0.5))
+    grad_scale_times_grad_scale = grad_scale * grad_scale
+    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
+    return (
+        scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, eps2, d, lr_min_t_pow_m0p5, grad_scale_times_grad_scale,
+        grad_scale, one_minus_lr_times_weight_decay,
+    )
+
+
+# The eager reference, in strict maths.
+RULES = (
+    RuleRecord(
+        "adafactor",
+        "",
+        flags={"factored": True},
+        step="adafactor",
+        scalars=(
+            "grad_scale", "one_minus_t_pow_beta2_decay", "one_minus_beta2", "eps2", "lr_min_t_pow_m0p5", "eps1",
+            "eps1_times_eps1", "d", "one_minus_lr_times_weight_decay",
+        ),
+        host=host_scalars,
+        states=(StateRecord("row_var", nonneg=True, space="row"), StateRecord("col_var", nonneg=True, space="col")),
+        spaces=("col", "mat", "row", "tensor"),
+        by_rows=True,
+    ),
+    RuleRecord(
+        "adafactor",
+        "_no_factored",
+        flags={"factored": False},
+        step="adafactor_no_factored",
+        scalars=(
+            "grad_scale", "one_minus_t_pow_beta2_decay", "one_minus_beta2", "eps1_times_eps1", "eps2", "d",
+            "lr_min_t_pow_m0p5", "one_minus_lr_times_weight_decay",
+        ),
+        host=host_scalars_2,
+        states=(StateRecord("variance", nonneg=True),),
+        spaces=("tensor",),
+    ),
+)
+
+# The kernels, in fast maths; rounding changed by: fma, group, linear, reciprocal.
+STEPS = (
+    Rule(
+        ({"factored": True},),
+        (
+            "grad_scale_times_grad_scale", "one_minus_t_pow_beta2_decay", "one_minus_beta2", "eps2",
+            "lr_min_t_pow_m0p5", "eps1", "eps1_times_eps1", "d", "grad_scale", "one_minus_lr_times_weight_decay",
+        ),
+        host=kernel_scalars,
+        temps=(
+            Temp("col_sum_for_col_var", "col", reduction="col_sum", source="elem"),
+            Temp("row_sum_for_alpha", "row", reduction="row_sum", source="elem"),
+            Temp("row_sum_for_row_var", "row", reduction="row_sum", source="elem"),
+            Temp("mat_sum_of_row_var", "mat", reduction="mat_sum", source="row"),
+            Temp("tensor_sum_for_alpha", "tensor", reduction="tensor_sum", source="row"),
+            Temp("alpha", "tensor"),
+            Temp("mat_sum_of_row_var_over_rows_max_eps1", "mat"),
+            Temp("row_div", "row"),
+            Temp("row_sum_of_g", "row", reduction="row_sum", source="elem"),
+            Temp("tensor_sum_of_g", "tensor", reduction="tensor_sum", source="row"),
+            Temp("tensor_div", "tensor"),
+        ),
+        stages=(
+            Stage(
+                "adafactor_1",
+                "elem",
+                level=0,
+                scalars=(),
+                temps=("row_sum_for_alpha", "row_sum_for_row_var", "col_sum_for_col_var"),
+                matrices=True,
+                reads=("p", "g"),
+                sums=(("square", ("row_sum_for_alpha",)), ("square", ("row_sum_for_row_var", "col_sum_for_col_var"))),
+            ),
+            Stage(
+                "adafactor_2",
+                "row",
+                level=1,
+                scalars=(0, 1, 2),
+                temps=("mat_sum_of_row_var", "tensor_sum_for_alpha"),
+                matrices=True,
+                reads=("row_var", "row_sum_for_row_var", "row_sum_for_alpha"),
+                stores=("row_var",),
+                sums=(("sum", ("mat_sum_of_row_var",)), ("sum", ("tensor_sum_for_alpha",))),
+                extents=("columns",),
+                plus=("row_var",),
+            ),
+            Stage(
+                "adafactor_3",
+                "col",
+                level=1,
+                scalars=(0, 1, 2),
+                matrices=True,
+                reads=("col_var", "col_sum_for_col_var"),
+                stores=("col_var",),
+                extents=("rows",),
+                plus=("col_var",),
+            ),
+            Stage(
+                "adafactor_4",
+                "tensor",
+                level=1,
+                scalars=(3, 4),
+                temps=("alpha",),
+                reads=("tensor_sum_for_alpha",),
+                stores=("alpha",),
+                extents=("elements",),
+            ),
+            Stage(
+                "adafactor_5",
+                "mat",
+                level=1,
+                scalars=(5,),
+                temps=("mat_sum_of_row_var_over_rows_max_eps1",),
+                matrices=True,
+                reads=("mat_sum_of_row_var",),
+                stores=("mat_sum_of_row_var_over_rows_max_eps1",),
+                extents=("rows",),
+                picked=("mat_sum_of_row_var_over_rows_max_eps1",),
+            ),
+            Stage(
+                "adafactor_6",
+                "row",
+                level=1,
+                scalars=(),
+                temps=("row_div",),
+                matrices=True,
+                reads=("row_var", "mat_sum_of_row_var_over_rows_max_eps1"),
+                stores=("row_div",),
+            ),
+            Stage(
+                "adafactor_7",
+                "elem",
+                level=2,
+                scalars=(6,),
+                temps=("row_sum_of_g",),
+                matrices=True,
+                reads=("g", "col_var", "row_div"),
+                sums=(("square", ("row_sum_of_g",)),),
+            ),
+            Stage(
+                "adafactor_8",
+                "row",
+                level=3,
+                scalars=(),
+                temps=("tensor_sum_of_g",),
+                matrices=True,
+                reads=("row_sum_of_g",),
+                sums=(("sum", ("tensor_sum_of_g",)),),
+            ),
+            Stage(
+                "adafactor_9",
+                "tensor",
+                level=3,
+                scalars=(7, 0),
+                temps=("tensor_div",),
+                reads=("alpha", "tensor_sum_of_g"),
+                stores=("tensor_div",),
+                extents=("elements",),
+            ),
+            Stage(
+                "adafactor_10",
+                "elem",
+                level=4,
+                scalars=(8, 9, 6),
+                matrices=True,
+                reads=("p", "g", "col_var", "tensor_div", "row_div"),
+                stores=("p",),
+            ),
+        ),
+    ),
+    Rule(
+        ({"factored": False},),
+        (
+            "scalar_0", "one_minus_t_pow_beta2_decay", "eps1_times_eps1", "eps2", "d", "lr_min_t_pow_m0p5",
+            "grad_scale_times_grad_scale", "grad_scale", "one_minus_lr_times_weight_decay",
+        ),
+        host=kernel_scalars_2,
+        temps=(
+            Temp("tensor_sum_for_alpha", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_of_g", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_div", "tensor"),
+        ),
+        stages=(
+            Stage(
+                "adafactor_no_factored_1",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2),
+                temps=("tensor_sum_for_alpha", "tensor_sum_of_g"),
+                reads=("p", "g", "variance"),
+                sums=(("square", ("tensor_sum_for_alpha",)), ("square", ("tensor_sum_of_g",))),
+            ),
+            Stage(
+                "adafactor_no_factored_2",
+                "tensor",
+                level=1,
+                scalars=(3, 4, 5, 6),
+                temps=("tensor_div",),
+                reads=("tensor_sum_for_alpha", "tensor_sum_of_g"),
+                stores=("tensor_div",),
+                extents=("elements",),
+            ),
+            Stage(
+                "adafactor_no_factored_3",
+                "elem",
+                level=2,
+                scalars=(7, 8, 0, 1, 2),
+                reads=("p", "g", "variance", "tensor_div"),
+                stores=("p", "variance"),
+                plus=("variance",),
+                needs=(("variance", ("g", "variance")),),
+            ),
+        ),
+    ),
+)
+
+READY = True

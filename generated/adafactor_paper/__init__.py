@@ -5,6 +5,9 @@
 # fmt: off
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer
+from optgen.runtime.records import Rule, Stage, Temp
+from optgen.runtime.records.join import RuleRecord, StateRecord
+from optgen.runtime.records.scalars import power, smaller
 
 
 class AdafactorPaper(Optimizer):
@@ -60,7 +63,6 @@ class AdafactorPaper(Optimizer):
         Flag("factored", shape=lambda shape: len(shape) >= 2),
     )
     PLANS = ("fp32", "int8_split24",)
-    DEFAULT_PLAN = {"float32": "int8_split24", "bfloat16": "int8_split24", "float16": "int8_split24"}
 
     def __init__(
         self, params, lr=0.01, eps=(1e-30, 0.001), clip_threshold=1.0, decay_rate=-0.8, beta1=0.0, weight_decay=0.0,
@@ -74,3 +76,1987 @@ class AdafactorPaper(Optimizer):
             ),
             **options
         )
+
+
+def host_scalars(step, grad_scale, *, lr, eps, clip_threshold, decay_rate, beta1, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    eps1, eps2 = eps
+    beta2 = 1 - power(step, decay_rate)    # 49  beta2 = 1 - t**decay_rate
+    one_minus_one_minus_t_pow_decay_rate = 1 - beta2
+    rate = smaller(lr, power(step, -0.5))  # 46  rate = minimum(lr, t**-0.5) if relative_step else lr
+    return (eps1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, eps2, weight_decay, rate, clip_threshold)
+
+
+def host_scalars_2(step, grad_scale, *, lr, eps, clip_threshold, decay_rate, beta1, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    eps1, eps2 = eps
+    beta2 = 1 - power(step, decay_rate)    # 49  beta2 = 1 - t**decay_rate
+    one_minus_one_minus_t_pow_decay_rate = 1 - beta2
+    rate = smaller(lr, power(step, -0.5))  # 46  rate = minimum(lr, t**-0.5) if relative_step else lr
+    return (eps1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, eps2, clip_threshold, weight_decay, rate)
+
+
+def host_scalars_3(step, grad_scale, *, lr, eps, clip_threshold, decay_rate, beta1, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    eps1, eps2 = eps
+    beta2 = 1 - power(step, decay_rate)    # 49  beta2 = 1 - t**decay_rate
+    one_minus_one_minus_t_pow_decay_rate = 1 - beta2
+    rate = smaller(lr, power(step, -0.5))  # 46  rate = minimum(lr, t**-0.5) if relative_step else lr
+    one_minus_beta1 = 1 - beta1
+    return (
+        eps1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, eps2, weight_decay, rate, clip_threshold, beta1,
+        one_minus_beta1,
+    )
+
+
+def host_scalars_4(step, grad_scale, *, lr, eps, clip_threshold, decay_rate, beta1, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    eps1, eps2 = eps
+    beta2 = 1 - power(step, decay_rate)    # 49  beta2 = 1 - t**decay_rate
+    one_minus_one_minus_t_pow_decay_rate = 1 - beta2
+    rate = smaller(lr, power(step, -0.5))  # 46  rate = minimum(lr, t**-0.5) if relative_step else lr
+    one_minus_beta1 = 1 - beta1
+    return (
+        eps1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, eps2, clip_threshold, weight_decay, rate, beta1,
+        one_minus_beta1,
+    )
+
+
+def host_scalars_5(step, grad_scale, *, lr, eps, clip_threshold, decay_rate, beta1, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    eps1, eps2 = eps
+    beta2 = 1 - power(step, decay_rate)  # 49  beta2 = 1 - t**decay_rate
+    one_minus_one_minus_t_pow_decay_rate = 1 - beta2
+    return (eps1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, lr, eps2, weight_decay, clip_threshold)
+
+
+def host_scalars_6(step, grad_scale, *, lr, eps, clip_threshold, decay_rate, beta1, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    eps1, eps2 = eps
+    beta2 = 1 - power(step, decay_rate)  # 49  beta2 = 1 - t**decay_rate
+    one_minus_one_minus_t_pow_decay_rate = 1 - beta2
+    return (eps1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, lr, eps2, clip_threshold, weight_decay)
+
+
+def host_scalars_7(step, grad_scale, *, lr, eps, clip_threshold, decay_rate, beta1, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    eps1, eps2 = eps
+    beta2 = 1 - power(step, decay_rate)  # 49  beta2 = 1 - t**decay_rate
+    one_minus_one_minus_t_pow_decay_rate = 1 - beta2
+    one_minus_beta1 = 1 - beta1
+    return (
+        eps1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, lr, eps2, weight_decay, clip_threshold, beta1,
+        one_minus_beta1,
+    )
+
+
+def host_scalars_8(step, grad_scale, *, lr, eps, clip_threshold, decay_rate, beta1, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    eps1, eps2 = eps
+    beta2 = 1 - power(step, decay_rate)  # 49  beta2 = 1 - t**decay_rate
+    one_minus_one_minus_t_pow_decay_rate = 1 - beta2
+    one_minus_beta1 = 1 - beta1
+    return (
+        eps1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, lr, eps2, clip_threshold, weight_decay, beta1,
+        one_minus_beta1,
+    )
+
+
+def host_scalars_9(step, grad_scale, *, lr, eps, clip_threshold, decay_rate, beta1, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    eps1, eps2 = eps
+    beta2 = 1 - power(step, decay_rate)    # 49  beta2 = 1 - t**decay_rate
+    one_minus_one_minus_t_pow_decay_rate = 1 - beta2
+    rate = smaller(lr, power(step, -0.5))  # 46  rate = minimum(lr, t**-0.5) if relative_step else lr
+    lr_min_t_pow_m0p5_times_weight_decay = rate * weight_decay
+    return (
+        eps1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, clip_threshold, rate,
+        lr_min_t_pow_m0p5_times_weight_decay,
+    )
+
+
+def host_scalars_10(step, grad_scale, *, lr, eps, clip_threshold, decay_rate, beta1, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    eps1, eps2 = eps
+    beta2 = 1 - power(step, decay_rate)    # 49  beta2 = 1 - t**decay_rate
+    one_minus_one_minus_t_pow_decay_rate = 1 - beta2
+    rate = smaller(lr, power(step, -0.5))  # 46  rate = minimum(lr, t**-0.5) if relative_step else lr
+    one_minus_beta1 = 1 - beta1
+    lr_min_t_pow_m0p5_times_weight_decay = rate * weight_decay
+    return (
+        eps1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, clip_threshold, rate, beta1, one_minus_beta1,
+        lr_min_t_pow_m0p5_times_weight_decay,
+    )
+
+
+def host_scalars_11(step, grad_scale, *, lr, eps, clip_threshold, decay_rate, beta1, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    eps1, eps2 = eps
+    beta2 = 1 - power(step, decay_rate)  # 49  beta2 = 1 - t**decay_rate
+    one_minus_one_minus_t_pow_decay_rate = 1 - beta2
+    lr_times_weight_decay = lr * weight_decay
+    return (eps1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, lr, clip_threshold, lr_times_weight_decay)
+
+
+def host_scalars_12(step, grad_scale, *, lr, eps, clip_threshold, decay_rate, beta1, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    eps1, eps2 = eps
+    beta2 = 1 - power(step, decay_rate)  # 49  beta2 = 1 - t**decay_rate
+    one_minus_one_minus_t_pow_decay_rate = 1 - beta2
+    one_minus_beta1 = 1 - beta1
+    lr_times_weight_decay = lr * weight_decay
+    return (
+        eps1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, lr, clip_threshold, beta1, one_minus_beta1,
+        lr_times_weight_decay,
+    )
+
+
+def kernel_scalars(step, grad_scale, *, lr, eps, clip_threshold, decay_rate, beta1, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    eps1, eps2 = eps
+    grad_scale_times_grad_scale = grad_scale * grad_scale
+    beta2 = 1 - power(step, decay_rate)    # 49  beta2 = 1 - t**decay_rate
+    one_minus_one_minus_t_pow_decay_rate = 1 - beta2
+    rate = smaller(lr, power(step, -0.5))  # 46  rate = minimum(lr, t**-0.5) if relative_step else lr
+    return (
+        eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, eps2, weight_decay, rate,
+        clip_threshold, grad_scale,
+    )
+
+
+def kernel_scalars_2(step, grad_scale, *, lr, eps, clip_threshold, decay_rate, beta1, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    eps1, eps2 = eps
+    grad_scale_times_grad_scale = grad_scale * grad_scale
+    beta2 = 1 - power(step, decay_rate)    # 49  beta2 = 1 - t**decay_rate
+    one_minus_one_minus_t_pow_decay_rate = 1 - beta2
+    rate = smaller(lr, power(step, -0.5))  # 46  rate = minimum(lr, t**-0.5) if relative_step else lr
+    return (
+        eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, eps2, clip_threshold,
+        weight_decay, rate, grad_scale,
+    )
+
+
+def kernel_scalars_3(step, grad_scale, *, lr, eps, clip_threshold, decay_rate, beta1, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    eps1, eps2 = eps
+    grad_scale_times_grad_scale = grad_scale * grad_scale
+    beta2 = 1 - power(step, decay_rate)    # 49  beta2 = 1 - t**decay_rate
+    one_minus_one_minus_t_pow_decay_rate = 1 - beta2
+    rate = smaller(lr, power(step, -0.5))  # 46  rate = minimum(lr, t**-0.5) if relative_step else lr
+    one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
+    return (
+        eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, eps2, weight_decay, rate,
+        clip_threshold, beta1, one_minus_beta1_times_grad_scale,
+    )
+
+
+def kernel_scalars_4(step, grad_scale, *, lr, eps, clip_threshold, decay_rate, beta1, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    eps1, eps2 = eps
+    grad_scale_times_grad_scale = grad_scale * grad_scale
+    beta2 = 1 - power(step, decay_rate)    # 49  beta2 = 1 - t**decay_rate
+    one_minus_one_minus_t_pow_decay_rate = 1 - beta2
+    rate = smaller(lr, power(step, -0.5))  # 46  rate = minimum(lr, t**-0.5) if relative_step else lr
+    one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
+    return (
+        eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, eps2, clip_threshold,
+        weight_decay, rate, beta1, one_minus_beta1_times_grad_scale,
+    )
+
+
+def kernel_scalars_5(step, grad_scale, *, lr, eps, clip_threshold, decay_rate, beta1, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    eps1, eps2 = eps
+    grad_scale_times_grad_scale = grad_scale * grad_scale
+    beta2 = 1 - power(step, decay_rate)  # 49  beta2 = 1 - t**decay_rate
+    one_minus_one_minus_t_pow_decay_rate = 1 - beta2
+    return (
+        eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, lr, eps2, weight_decay,
+        clip_threshold, grad_scale,
+    )
+
+
+def kernel_scalars_6(step, grad_scale, *, lr, eps, clip_threshold, decay_rate, beta1, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    eps1, eps2 = eps
+    grad_scale_times_grad_scale = grad_scale * grad_scale
+    beta2 = 1 - power(step, decay_rate)  # 49  beta2 = 1 - t**decay_rate
+    one_minus_one_minus_t_pow_decay_rate = 1 - beta2
+    return (
+        eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, lr, eps2, clip_threshold,
+        weight_decay, grad_scale,
+    )
+
+
+def kernel_scalars_7(step, grad_scale, *, lr, eps, clip_threshold, decay_rate, beta1, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    eps1, eps2 = eps
+    grad_scale_times_grad_scale = grad_scale * grad_scale
+    beta2 = 1 - power(step, decay_rate)  # 49  beta2 = 1 - t**decay_rate
+    one_minus_one_minus_t_pow_decay_rate = 1 - beta2
+    one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
+    return (
+        eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, lr, eps2, weight_decay,
+        clip_threshold, beta1, one_minus_beta1_times_grad_scale,
+    )
+
+
+def kernel_scalars_8(step, grad_scale, *, lr, eps, clip_threshold, decay_rate, beta1, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    eps1, eps2 = eps
+    grad_scale_times_grad_scale = grad_scale * grad_scale
+    beta2 = 1 - power(step, decay_rate)  # 49  beta2 = 1 - t**decay_rate
+    one_minus_one_minus_t_pow_decay_rate = 1 - beta2
+    one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
+    return (
+        eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, lr, eps2, clip_threshold,
+        weight_decay, beta1, one_minus_beta1_times_grad_scale,
+    )
+
+
+def kernel_scalars_9(step, grad_scale, *, lr, eps, clip_threshold, decay_rate, beta1, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    eps1, eps2 = eps
+    grad_scale_times_grad_scale = grad_scale * grad_scale
+    beta2 = 1 - power(step, decay_rate)    # 49  beta2 = 1 - t**decay_rate
+    one_minus_one_minus_t_pow_decay_rate = 1 - beta2
+    rate = smaller(lr, power(step, -0.5))  # 46  rate = minimum(lr, t**-0.5) if relative_step else lr
+    minus_lr_min_t_pow_m0p5_times_weight_decay = -(rate * weight_decay)
+    return (
+        eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, clip_threshold, rate,
+        grad_scale, minus_lr_min_t_pow_m0p5_times_weight_decay,
+    )
+
+
+def kernel_scalars_10(step, grad_scale, *, lr, eps, clip_threshold, decay_rate, beta1, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    eps1, eps2 = eps
+    grad_scale_times_grad_scale = grad_scale * grad_scale
+    beta2 = 1 - power(step, decay_rate)    # 49  beta2 = 1 - t**decay_rate
+    one_minus_one_minus_t_pow_decay_rate = 1 - beta2
+    rate = smaller(lr, power(step, -0.5))  # 46  rate = minimum(lr, t**-0.5) if relative_step else lr
+    one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
+    minus_lr_min_t_pow_m0p5_times_weight_decay = -(rate * weight_decay)
+    return (
+        eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, clip_threshold, rate, beta1,
+        one_minus_beta1_times_grad_scale, minus_lr_min_t_pow_m0p5_times_weight_decay,
+    )
+
+
+def kernel_scalars_11(step, grad_scale, *, lr, eps, clip_threshold, decay_rate, beta1, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    eps1, eps2 = eps
+    grad_scale_times_grad_scale = grad_scale * grad_scale
+    beta2 = 1 - power(step, decay_rate)  # 49  beta2 = 1 - t**decay_rate
+    one_minus_one_minus_t_pow_decay_rate = 1 - beta2
+    minus_lr_times_weight_decay = -(lr * weight_decay)
+    return (
+        eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, lr, clip_threshold, grad_scale,
+        minus_lr_times_weight_decay,
+    )
+
+
+def kernel_scalars_12(step, grad_scale, *, lr, eps, clip_threshold, decay_rate, beta1, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    eps1, eps2 = eps
+    grad_scale_times_grad_scale = grad_scale * grad_scale
+    beta2 = 1 - power(step, decay_rate)  # 49  beta2 = 1 - t**decay_rate
+    one_minus_one_minus_t_pow_decay_rate = 1 - beta2
+    one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
+    minus_lr_times_weight_decay = -(lr * weight_decay)
+    return (
+        eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, lr, clip_threshold, beta1,
+        one_minus_beta1_times_grad_scale, minus_lr_times_weight_decay,
+    )
+
+
+# The eager reference, in strict maths.
+RULES = (
+    RuleRecord(
+        "adafactor_paper",
+        "",
+        flags={"scale_parameter": True, "relative_step": True, "has_momentum": False, "factored": True},
+        step="adafactor_paper",
+        scalars=(
+            "eps1", "grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "eps2", "weight_decay", "rate",
+            "clip_threshold",
+        ),
+        host=host_scalars,
+        states=(
+            StateRecord("exp_avg_sq_row", nonneg=True, space="row"),
+            StateRecord("exp_avg_sq_col", nonneg=True, space="col"),
+        ),
+        spaces=("col", "mat", "row", "tensor"),
+        by_rows=True,
+    ),
+    RuleRecord(
+        "adafactor_paper",
+        "_no_factored",
+        flags={"scale_parameter": True, "relative_step": True, "has_momentum": False, "factored": False},
+        step="adafactor_paper_no_factored",
+        scalars=(
+            "eps1", "grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "eps2", "clip_threshold",
+            "weight_decay", "rate",
+        ),
+        host=host_scalars_2,
+        states=(StateRecord("exp_avg_sq", nonneg=True),),
+        spaces=("tensor",),
+    ),
+    RuleRecord(
+        "adafactor_paper",
+        "_has_momentum",
+        flags={"scale_parameter": True, "relative_step": True, "has_momentum": True, "factored": True},
+        step="adafactor_paper_has_momentum",
+        scalars=(
+            "eps1", "grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "eps2", "weight_decay", "rate",
+            "clip_threshold", "beta1", "one_minus_beta1",
+        ),
+        host=host_scalars_3,
+        states=(
+            StateRecord("exp_avg"),
+            StateRecord("exp_avg_sq_row", nonneg=True, space="row"),
+            StateRecord("exp_avg_sq_col", nonneg=True, space="col"),
+        ),
+        spaces=("col", "mat", "row", "tensor"),
+        by_rows=True,
+    ),
+    RuleRecord(
+        "adafactor_paper",
+        "_has_momentum_no_factored",
+        flags={"scale_parameter": True, "relative_step": True, "has_momentum": True, "factored": False},
+        step="adafactor_paper_has_momentum_no_factored",
+        scalars=(
+            "eps1", "grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "eps2", "clip_threshold",
+            "weight_decay", "rate", "beta1", "one_minus_beta1",
+        ),
+        host=host_scalars_4,
+        states=(StateRecord("exp_avg"), StateRecord("exp_avg_sq", nonneg=True)),
+        spaces=("tensor",),
+    ),
+    RuleRecord(
+        "adafactor_paper",
+        "_no_relative_step",
+        flags={"scale_parameter": True, "relative_step": False, "has_momentum": False, "factored": True},
+        step="adafactor_paper_no_relative_step",
+        scalars=(
+            "eps1", "grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "lr", "eps2", "weight_decay",
+            "clip_threshold",
+        ),
+        host=host_scalars_5,
+        states=(
+            StateRecord("exp_avg_sq_row", nonneg=True, space="row"),
+            StateRecord("exp_avg_sq_col", nonneg=True, space="col"),
+        ),
+        spaces=("col", "mat", "row", "tensor"),
+        by_rows=True,
+    ),
+    RuleRecord(
+        "adafactor_paper",
+        "_no_relative_step_no_factored",
+        flags={"scale_parameter": True, "relative_step": False, "has_momentum": False, "factored": False},
+        step="adafactor_paper_no_relative_step_no_factored",
+        scalars=(
+            "eps1", "grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "lr", "eps2", "clip_threshold",
+            "weight_decay",
+        ),
+        host=host_scalars_6,
+        states=(StateRecord("exp_avg_sq", nonneg=True),),
+        spaces=("tensor",),
+    ),
+    RuleRecord(
+        "adafactor_paper",
+        "_no_relative_step_has_momentum",
+        flags={"scale_parameter": True, "relative_step": False, "has_momentum": True, "factored": True},
+        step="adafactor_paper_no_relative_step_has_momentum",
+        scalars=(
+            "eps1", "grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "lr", "eps2", "weight_decay",
+            "clip_threshold", "beta1", "one_minus_beta1",
+        ),
+        host=host_scalars_7,
+        states=(
+            StateRecord("exp_avg"),
+            StateRecord("exp_avg_sq_row", nonneg=True, space="row"),
+            StateRecord("exp_avg_sq_col", nonneg=True, space="col"),
+        ),
+        spaces=("col", "mat", "row", "tensor"),
+        by_rows=True,
+    ),
+    RuleRecord(
+        "adafactor_paper",
+        "_no_relative_step_has_momentum_no_factored",
+        flags={"scale_parameter": True, "relative_step": False, "has_momentum": True, "factored": False},
+        step="adafactor_paper_no_relative_step_has_momentum_no_factored",
+        scalars=(
+            "eps1", "grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "lr", "eps2", "clip_threshold",
+            "weight_decay", "beta1", "one_minus_beta1",
+        ),
+        host=host_scalars_8,
+        states=(StateRecord("exp_avg"), StateRecord("exp_avg_sq", nonneg=True)),
+        spaces=("tensor",),
+    ),
+    RuleRecord(
+        "adafactor_paper",
+        "_no_scale_parameter",
+        flags={"scale_parameter": False, "relative_step": True, "has_momentum": False, "factored": True},
+        step="adafactor_paper_no_scale_parameter",
+        scalars=(
+            "eps1", "grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "clip_threshold", "rate",
+            "lr_min_t_pow_m0p5_times_weight_decay",
+        ),
+        host=host_scalars_9,
+        states=(
+            StateRecord("exp_avg_sq_row", nonneg=True, space="row"),
+            StateRecord("exp_avg_sq_col", nonneg=True, space="col"),
+        ),
+        spaces=("col", "mat", "row", "tensor"),
+        by_rows=True,
+    ),
+    RuleRecord(
+        "adafactor_paper",
+        "_no_scale_parameter_no_factored",
+        flags={"scale_parameter": False, "relative_step": True, "has_momentum": False, "factored": False},
+        step="adafactor_paper_no_scale_parameter_no_factored",
+        scalars=(
+            "eps1", "grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "clip_threshold", "rate",
+            "lr_min_t_pow_m0p5_times_weight_decay",
+        ),
+        host=host_scalars_9,
+        states=(StateRecord("exp_avg_sq", nonneg=True),),
+        spaces=("tensor",),
+    ),
+    RuleRecord(
+        "adafactor_paper",
+        "_no_scale_parameter_has_momentum",
+        flags={"scale_parameter": False, "relative_step": True, "has_momentum": True, "factored": True},
+        step="adafactor_paper_no_scale_parameter_has_momentum",
+        scalars=(
+            "eps1", "grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "clip_threshold", "rate", "beta1",
+            "one_minus_beta1", "lr_min_t_pow_m0p5_times_weight_decay",
+        ),
+        host=host_scalars_10,
+        states=(
+            StateRecord("exp_avg"),
+            StateRecord("exp_avg_sq_row", nonneg=True, space="row"),
+            StateRecord("exp_avg_sq_col", nonneg=True, space="col"),
+        ),
+        spaces=("col", "mat", "row", "tensor"),
+        by_rows=True,
+    ),
+    RuleRecord(
+        "adafactor_paper",
+        "_no_scale_parameter_has_momentum_no_factored",
+        flags={"scale_parameter": False, "relative_step": True, "has_momentum": True, "factored": False},
+        step="adafactor_paper_no_scale_parameter_has_momentum_no_factored",
+        scalars=(
+            "eps1", "grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "clip_threshold", "rate", "beta1",
+            "one_minus_beta1", "lr_min_t_pow_m0p5_times_weight_decay",
+        ),
+        host=host_scalars_10,
+        states=(StateRecord("exp_avg"), StateRecord("exp_avg_sq", nonneg=True)),
+        spaces=("tensor",),
+    ),
+    RuleRecord(
+        "adafactor_paper",
+        "_no_scale_parameter_no_relative_step",
+        flags={"scale_parameter": False, "relative_step": False, "has_momentum": False, "factored": True},
+        step="adafactor_paper_no_scale_parameter_no_relative_step",
+        scalars=(
+            "eps1", "grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "lr", "clip_threshold",
+            "lr_times_weight_decay",
+        ),
+        host=host_scalars_11,
+        states=(
+            StateRecord("exp_avg_sq_row", nonneg=True, space="row"),
+            StateRecord("exp_avg_sq_col", nonneg=True, space="col"),
+        ),
+        spaces=("col", "mat", "row", "tensor"),
+        by_rows=True,
+    ),
+    RuleRecord(
+        "adafactor_paper",
+        "_no_scale_parameter_no_relative_step_no_factored",
+        flags={"scale_parameter": False, "relative_step": False, "has_momentum": False, "factored": False},
+        step="adafactor_paper_no_scale_parameter_no_relative_step_no_factored",
+        scalars=(
+            "eps1", "grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "lr", "clip_threshold",
+            "lr_times_weight_decay",
+        ),
+        host=host_scalars_11,
+        states=(StateRecord("exp_avg_sq", nonneg=True),),
+        spaces=("tensor",),
+    ),
+    RuleRecord(
+        "adafactor_paper",
+        "_no_scale_parameter_no_relative_step_has_momentum",
+        flags={"scale_parameter": False, "relative_step": False, "has_momentum": True, "factored": True},
+        step="adafactor_paper_no_scale_parameter_no_relative_step_has_momentum",
+        scalars=(
+            "eps1", "grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "lr", "clip_threshold", "beta1",
+            "one_minus_beta1", "lr_times_weight_decay",
+        ),
+        host=host_scalars_12,
+        states=(
+            StateRecord("exp_avg"),
+            StateRecord("exp_avg_sq_row", nonneg=True, space="row"),
+            StateRecord("exp_avg_sq_col", nonneg=True, space="col"),
+        ),
+        spaces=("col", "mat", "row", "tensor"),
+        by_rows=True,
+    ),
+    RuleRecord(
+        "adafactor_paper",
+        "_no_scale_parameter_no_relative_step_has_momentum_no_factored",
+        flags={"scale_parameter": False, "relative_step": False, "has_momentum": True, "factored": False},
+        step="adafactor_paper_no_scale_parameter_no_relative_step_has_momentum_no_factored",
+        scalars=(
+            "eps1", "grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "lr", "clip_threshold", "beta1",
+            "one_minus_beta1", "lr_times_weight_decay",
+        ),
+        host=host_scalars_12,
+        states=(StateRecord("exp_avg"), StateRecord("exp_avg_sq", nonneg=True)),
+        spaces=("tensor",),
+    ),
+)
+
+# The kernels, in fast maths; rounding changed by: fma, group, linear, reciprocal.
+STEPS = (
+    Rule(
+        ({"scale_parameter": True, "relative_step": True, "has_momentum": False, "factored": True},),
+        (
+            "eps1", "grad_scale_times_grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "eps2",
+            "weight_decay", "rate", "clip_threshold", "grad_scale",
+        ),
+        host=kernel_scalars,
+        temps=(
+            Temp("col_sum_for_exp_avg_sq_col", "col", reduction="col_sum", source="elem"),
+            Temp("row_sum_for_exp_avg_sq_row", "row", reduction="row_sum", source="elem"),
+            Temp("row_sum_for_rate", "row", reduction="row_sum", source="elem"),
+            Temp("mat_sum_of_exp_avg_sq_row", "mat", reduction="mat_sum", source="row"),
+            Temp("tensor_sum_for_rate", "tensor", reduction="tensor_sum", source="row"),
+            Temp("one_over_sqrt_exp_avg_sq_col_2", "col"),
+            Temp("rate", "tensor"),
+            Temp("rate_times_weight_decay", "tensor"),
+            Temp("mat_sum_of_exp_avg_sq_row_over_rows", "mat"),
+            Temp("one_over_sqrt_row_div", "row"),
+            Temp("row_sum_of_g", "row", reduction="row_sum", source="elem"),
+            Temp("tensor_sum_of_g", "tensor", reduction="tensor_sum", source="row"),
+            Temp("rate_over_one_max_tensor_div", "tensor"),
+            Temp("row_mul_3", "row"),
+        ),
+        stages=(
+            Stage(
+                "adafactor_paper_1",
+                "elem",
+                level=0,
+                scalars=(),
+                temps=("row_sum_for_rate", "col_sum_for_exp_avg_sq_col", "row_sum_for_exp_avg_sq_row"),
+                matrices=True,
+                reads=("p", "g"),
+                sums=(
+                    ("square", ("row_sum_for_rate",)),
+                    ("square", ("col_sum_for_exp_avg_sq_col", "row_sum_for_exp_avg_sq_row")),
+                ),
+            ),
+            Stage(
+                "adafactor_paper_2",
+                "row",
+                level=1,
+                scalars=(0, 1, 2, 3),
+                temps=("mat_sum_of_exp_avg_sq_row", "tensor_sum_for_rate"),
+                matrices=True,
+                reads=("exp_avg_sq_row", "row_sum_for_exp_avg_sq_row", "row_sum_for_rate"),
+                stores=("exp_avg_sq_row",),
+                sums=(("sum", ("mat_sum_of_exp_avg_sq_row",)), ("sum", ("tensor_sum_for_rate",))),
+                extents=("columns",),
+                plus=("exp_avg_sq_row",),
+            ),
+            Stage(
+                "adafactor_paper_3",
+                "col",
+                level=1,
+                scalars=(0, 1, 2, 3),
+                temps=("one_over_sqrt_exp_avg_sq_col_2",),
+                matrices=True,
+                reads=("exp_avg_sq_col", "col_sum_for_exp_avg_sq_col"),
+                stores=("exp_avg_sq_col", "one_over_sqrt_exp_avg_sq_col_2"),
+                extents=("rows",),
+                plus=("exp_avg_sq_col", "one_over_sqrt_exp_avg_sq_col_2"),
+            ),
+            Stage(
+                "adafactor_paper_4",
+                "tensor",
+                level=1,
+                scalars=(4, 5, 6),
+                temps=("rate", "rate_times_weight_decay"),
+                reads=("tensor_sum_for_rate",),
+                stores=("rate", "rate_times_weight_decay"),
+                extents=("elements",),
+            ),
+            Stage(
+                "adafactor_paper_5",
+                "mat",
+                level=1,
+                scalars=(),
+                temps=("mat_sum_of_exp_avg_sq_row_over_rows",),
+                matrices=True,
+                reads=("mat_sum_of_exp_avg_sq_row",),
+                stores=("mat_sum_of_exp_avg_sq_row_over_rows",),
+                extents=("rows",),
+            ),
+            Stage(
+                "adafactor_paper_6",
+                "row",
+                level=1,
+                scalars=(),
+                temps=("one_over_sqrt_row_div",),
+                matrices=True,
+                reads=("exp_avg_sq_row", "mat_sum_of_exp_avg_sq_row_over_rows"),
+                stores=("one_over_sqrt_row_div",),
+            ),
+            Stage(
+                "adafactor_paper_7",
+                "elem",
+                level=2,
+                scalars=(),
+                temps=("row_sum_of_g",),
+                matrices=True,
+                reads=("g", "one_over_sqrt_exp_avg_sq_col_2", "one_over_sqrt_row_div"),
+                sums=(("square", ("row_sum_of_g",)),),
+            ),
+            Stage(
+                "adafactor_paper_8",
+                "row",
+                level=3,
+                scalars=(),
+                temps=("tensor_sum_of_g",),
+                matrices=True,
+                reads=("row_sum_of_g",),
+                sums=(("sum", ("tensor_sum_of_g",)),),
+            ),
+            Stage(
+                "adafactor_paper_9",
+                "tensor",
+                level=3,
+                scalars=(7, 1),
+                temps=("rate_over_one_max_tensor_div",),
+                reads=("rate", "tensor_sum_of_g"),
+                stores=("rate_over_one_max_tensor_div",),
+                extents=("elements",),
+            ),
+            Stage(
+                "adafactor_paper_10",
+                "row",
+                level=3,
+                scalars=(),
+                temps=("row_mul_3",),
+                matrices=True,
+                reads=("rate_over_one_max_tensor_div", "one_over_sqrt_row_div"),
+                stores=("row_mul_3",),
+            ),
+            Stage(
+                "adafactor_paper_11",
+                "elem",
+                level=4,
+                scalars=(8,),
+                matrices=True,
+                reads=("p", "g", "rate_times_weight_decay", "one_over_sqrt_exp_avg_sq_col_2", "row_mul_3"),
+                stores=("p",),
+            ),
+        ),
+    ),
+    Rule(
+        ({"scale_parameter": True, "relative_step": True, "has_momentum": False, "factored": False},),
+        (
+            "eps1", "grad_scale_times_grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "eps2",
+            "clip_threshold", "weight_decay", "rate", "grad_scale",
+        ),
+        host=kernel_scalars_2,
+        temps=(
+            Temp("tensor_sum_for_rate", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_of_g", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("rate_over_one_max_tensor_div", "tensor"),
+            Temp("rate_times_weight_decay", "tensor"),
+        ),
+        stages=(
+            Stage(
+                "adafactor_paper_no_factored_1",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2, 3),
+                temps=("tensor_sum_for_rate", "tensor_sum_of_g"),
+                reads=("p", "g", "exp_avg_sq"),
+                sums=(("square", ("tensor_sum_for_rate",)), ("square", ("tensor_sum_of_g",))),
+            ),
+            Stage(
+                "adafactor_paper_no_factored_2",
+                "tensor",
+                level=1,
+                scalars=(4, 5, 6, 7, 1),
+                temps=("rate_over_one_max_tensor_div", "rate_times_weight_decay"),
+                reads=("tensor_sum_for_rate", "tensor_sum_of_g"),
+                stores=("rate_over_one_max_tensor_div", "rate_times_weight_decay"),
+                extents=("elements",),
+            ),
+            Stage(
+                "adafactor_paper_no_factored_3",
+                "elem",
+                level=2,
+                scalars=(0, 8, 1, 2, 3),
+                reads=("p", "g", "exp_avg_sq", "rate_times_weight_decay", "rate_over_one_max_tensor_div"),
+                stores=("p", "exp_avg_sq"),
+                plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+            ),
+        ),
+    ),
+    Rule(
+        ({"scale_parameter": True, "relative_step": True, "has_momentum": True, "factored": True},),
+        (
+            "eps1", "grad_scale_times_grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "eps2",
+            "weight_decay", "rate", "clip_threshold", "beta1", "one_minus_beta1_times_grad_scale",
+        ),
+        host=kernel_scalars_3,
+        temps=(
+            Temp("col_sum_for_exp_avg_sq_col", "col", reduction="col_sum", source="elem"),
+            Temp("row_sum_for_exp_avg_sq_row", "row", reduction="row_sum", source="elem"),
+            Temp("row_sum_for_rate", "row", reduction="row_sum", source="elem"),
+            Temp("mat_sum_of_exp_avg_sq_row", "mat", reduction="mat_sum", source="row"),
+            Temp("tensor_sum_for_rate", "tensor", reduction="tensor_sum", source="row"),
+            Temp("one_over_sqrt_exp_avg_sq_col_2", "col"),
+            Temp("rate", "tensor"),
+            Temp("rate_times_weight_decay", "tensor"),
+            Temp("mat_sum_of_exp_avg_sq_row_over_rows", "mat"),
+            Temp("one_over_sqrt_row_div", "row"),
+            Temp("row_sum_of_g", "row", reduction="row_sum", source="elem"),
+            Temp("tensor_sum_of_g", "tensor", reduction="tensor_sum", source="row"),
+            Temp("rate_over_one_max_tensor_div", "tensor"),
+            Temp("row_mul_3", "row"),
+        ),
+        stages=(
+            Stage(
+                "adafactor_paper_1",
+                "elem",
+                level=0,
+                scalars=(),
+                temps=("row_sum_for_rate", "col_sum_for_exp_avg_sq_col", "row_sum_for_exp_avg_sq_row"),
+                matrices=True,
+                reads=("p", "g"),
+                sums=(
+                    ("square", ("row_sum_for_rate",)),
+                    ("square", ("col_sum_for_exp_avg_sq_col", "row_sum_for_exp_avg_sq_row")),
+                ),
+            ),
+            Stage(
+                "adafactor_paper_2",
+                "row",
+                level=1,
+                scalars=(0, 1, 2, 3),
+                temps=("mat_sum_of_exp_avg_sq_row", "tensor_sum_for_rate"),
+                matrices=True,
+                reads=("exp_avg_sq_row", "row_sum_for_exp_avg_sq_row", "row_sum_for_rate"),
+                stores=("exp_avg_sq_row",),
+                sums=(("sum", ("mat_sum_of_exp_avg_sq_row",)), ("sum", ("tensor_sum_for_rate",))),
+                extents=("columns",),
+                plus=("exp_avg_sq_row",),
+            ),
+            Stage(
+                "adafactor_paper_3",
+                "col",
+                level=1,
+                scalars=(0, 1, 2, 3),
+                temps=("one_over_sqrt_exp_avg_sq_col_2",),
+                matrices=True,
+                reads=("exp_avg_sq_col", "col_sum_for_exp_avg_sq_col"),
+                stores=("exp_avg_sq_col", "one_over_sqrt_exp_avg_sq_col_2"),
+                extents=("rows",),
+                plus=("exp_avg_sq_col", "one_over_sqrt_exp_avg_sq_col_2"),
+            ),
+            Stage(
+                "adafactor_paper_4",
+                "tensor",
+                level=1,
+                scalars=(4, 5, 6),
+                temps=("rate", "rate_times_weight_decay"),
+                reads=("tensor_sum_for_rate",),
+                stores=("rate", "rate_times_weight_decay"),
+                extents=("elements",),
+            ),
+            Stage(
+                "adafactor_paper_5",
+                "mat",
+                level=1,
+                scalars=(),
+                temps=("mat_sum_of_exp_avg_sq_row_over_rows",),
+                matrices=True,
+                reads=("mat_sum_of_exp_avg_sq_row",),
+                stores=("mat_sum_of_exp_avg_sq_row_over_rows",),
+                extents=("rows",),
+            ),
+            Stage(
+                "adafactor_paper_6",
+                "row",
+                level=1,
+                scalars=(),
+                temps=("one_over_sqrt_row_div",),
+                matrices=True,
+                reads=("exp_avg_sq_row", "mat_sum_of_exp_avg_sq_row_over_rows"),
+                stores=("one_over_sqrt_row_div",),
+            ),
+            Stage(
+                "adafactor_paper_7",
+                "elem",
+                level=2,
+                scalars=(),
+                temps=("row_sum_of_g",),
+                matrices=True,
+                reads=("g", "one_over_sqrt_exp_avg_sq_col_2", "one_over_sqrt_row_div"),
+                sums=(("square", ("row_sum_of_g",)),),
+            ),
+            Stage(
+                "adafactor_paper_8",
+                "row",
+                level=3,
+                scalars=(),
+                temps=("tensor_sum_of_g",),
+                matrices=True,
+                reads=("row_sum_of_g",),
+                sums=(("sum", ("tensor_sum_of_g",)),),
+            ),
+            Stage(
+                "adafactor_paper_9",
+                "tensor",
+                level=3,
+                scalars=(7, 1),
+                temps=("rate_over_one_max_tensor_div",),
+                reads=("rate", "tensor_sum_of_g"),
+                stores=("rate_over_one_max_tensor_div",),
+                extents=("elements",),
+            ),
+            Stage(
+                "adafactor_paper_10",
+                "row",
+                level=3,
+                scalars=(),
+                temps=("row_mul_3",),
+                matrices=True,
+                reads=("rate_over_one_max_tensor_div", "one_over_sqrt_row_div"),
+                stores=("row_mul_3",),
+            ),
+            Stage(
+                "adafactor_paper_has_momentum_11",
+                "elem",
+                level=4,
+                scalars=(8, 9),
+                matrices=True,
+                reads=("p", "g", "exp_avg", "rate_times_weight_decay", "one_over_sqrt_exp_avg_sq_col_2", "row_mul_3"),
+                stores=("p", "exp_avg"),
+            ),
+        ),
+    ),
+    Rule(
+        ({"scale_parameter": True, "relative_step": True, "has_momentum": True, "factored": False},),
+        (
+            "eps1", "grad_scale_times_grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "eps2",
+            "clip_threshold", "weight_decay", "rate", "beta1", "one_minus_beta1_times_grad_scale",
+        ),
+        host=kernel_scalars_4,
+        temps=(
+            Temp("tensor_sum_for_rate", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_of_g", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("rate_over_one_max_tensor_div", "tensor"),
+            Temp("rate_times_weight_decay", "tensor"),
+        ),
+        stages=(
+            Stage(
+                "adafactor_paper_no_factored_1",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2, 3),
+                temps=("tensor_sum_for_rate", "tensor_sum_of_g"),
+                reads=("p", "g", "exp_avg_sq"),
+                sums=(("square", ("tensor_sum_for_rate",)), ("square", ("tensor_sum_of_g",))),
+            ),
+            Stage(
+                "adafactor_paper_no_factored_2",
+                "tensor",
+                level=1,
+                scalars=(4, 5, 6, 7, 1),
+                temps=("rate_over_one_max_tensor_div", "rate_times_weight_decay"),
+                reads=("tensor_sum_for_rate", "tensor_sum_of_g"),
+                stores=("rate_over_one_max_tensor_div", "rate_times_weight_decay"),
+                extents=("elements",),
+            ),
+            Stage(
+                "adafactor_paper_has_momentum_no_factored_3",
+                "elem",
+                level=2,
+                scalars=(0, 8, 1, 2, 3, 9),
+                reads=("p", "g", "exp_avg", "exp_avg_sq", "rate_times_weight_decay", "rate_over_one_max_tensor_div"),
+                stores=("p", "exp_avg", "exp_avg_sq"),
+                plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+            ),
+        ),
+    ),
+    Rule(
+        ({"scale_parameter": True, "relative_step": False, "has_momentum": False, "factored": True},),
+        (
+            "eps1", "grad_scale_times_grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "lr", "eps2",
+            "weight_decay", "clip_threshold", "grad_scale",
+        ),
+        host=kernel_scalars_5,
+        temps=(
+            Temp("col_sum_for_exp_avg_sq_col", "col", reduction="col_sum", source="elem"),
+            Temp("row_sum_for_exp_avg_sq_row", "row", reduction="row_sum", source="elem"),
+            Temp("row_sum_for_rate", "row", reduction="row_sum", source="elem"),
+            Temp("mat_sum_of_exp_avg_sq_row", "mat", reduction="mat_sum", source="row"),
+            Temp("tensor_sum_for_rate", "tensor", reduction="tensor_sum", source="row"),
+            Temp("one_over_sqrt_exp_avg_sq_col_2", "col"),
+            Temp("rate", "tensor"),
+            Temp("rate_times_weight_decay", "tensor"),
+            Temp("mat_sum_of_exp_avg_sq_row_over_rows", "mat"),
+            Temp("one_over_sqrt_row_div", "row"),
+            Temp("row_sum_of_g", "row", reduction="row_sum", source="elem"),
+            Temp("tensor_sum_of_g", "tensor", reduction="tensor_sum", source="row"),
+            Temp("rate_over_one_max_tensor_div", "tensor"),
+            Temp("row_mul_3", "row"),
+        ),
+        stages=(
+            Stage(
+                "adafactor_paper_1",
+                "elem",
+                level=0,
+                scalars=(),
+                temps=("row_sum_for_rate", "col_sum_for_exp_avg_sq_col", "row_sum_for_exp_avg_sq_row"),
+                matrices=True,
+                reads=("p", "g"),
+                sums=(
+                    ("square", ("row_sum_for_rate",)),
+                    ("square", ("col_sum_for_exp_avg_sq_col", "row_sum_for_exp_avg_sq_row")),
+                ),
+            ),
+            Stage(
+                "adafactor_paper_no_relative_step_2",
+                "row",
+                level=1,
+                scalars=(0, 1, 2, 3),
+                temps=("mat_sum_of_exp_avg_sq_row", "tensor_sum_for_rate"),
+                matrices=True,
+                reads=("exp_avg_sq_row", "row_sum_for_exp_avg_sq_row", "row_sum_for_rate"),
+                stores=("exp_avg_sq_row",),
+                sums=(("sum", ("mat_sum_of_exp_avg_sq_row",)), ("sum", ("tensor_sum_for_rate",))),
+                extents=("columns",),
+                plus=("exp_avg_sq_row",),
+            ),
+            Stage(
+                "adafactor_paper_no_relative_step_3",
+                "col",
+                level=1,
+                scalars=(0, 1, 2, 3),
+                temps=("one_over_sqrt_exp_avg_sq_col_2",),
+                matrices=True,
+                reads=("exp_avg_sq_col", "col_sum_for_exp_avg_sq_col"),
+                stores=("exp_avg_sq_col", "one_over_sqrt_exp_avg_sq_col_2"),
+                extents=("rows",),
+                plus=("exp_avg_sq_col", "one_over_sqrt_exp_avg_sq_col_2"),
+            ),
+            Stage(
+                "adafactor_paper_no_relative_step_4",
+                "tensor",
+                level=1,
+                scalars=(4, 5, 6),
+                temps=("rate", "rate_times_weight_decay"),
+                reads=("tensor_sum_for_rate",),
+                stores=("rate", "rate_times_weight_decay"),
+                extents=("elements",),
+            ),
+            Stage(
+                "adafactor_paper_no_relative_step_5",
+                "mat",
+                level=1,
+                scalars=(),
+                temps=("mat_sum_of_exp_avg_sq_row_over_rows",),
+                matrices=True,
+                reads=("mat_sum_of_exp_avg_sq_row",),
+                stores=("mat_sum_of_exp_avg_sq_row_over_rows",),
+                extents=("rows",),
+            ),
+            Stage(
+                "adafactor_paper_no_relative_step_6",
+                "row",
+                level=1,
+                scalars=(),
+                temps=("one_over_sqrt_row_div",),
+                matrices=True,
+                reads=("exp_avg_sq_row", "mat_sum_of_exp_avg_sq_row_over_rows"),
+                stores=("one_over_sqrt_row_div",),
+            ),
+            Stage(
+                "adafactor_paper_7",
+                "elem",
+                level=2,
+                scalars=(),
+                temps=("row_sum_of_g",),
+                matrices=True,
+                reads=("g", "one_over_sqrt_exp_avg_sq_col_2", "one_over_sqrt_row_div"),
+                sums=(("square", ("row_sum_of_g",)),),
+            ),
+            Stage(
+                "adafactor_paper_8",
+                "row",
+                level=3,
+                scalars=(),
+                temps=("tensor_sum_of_g",),
+                matrices=True,
+                reads=("row_sum_of_g",),
+                sums=(("sum", ("tensor_sum_of_g",)),),
+            ),
+            Stage(
+                "adafactor_paper_9",
+                "tensor",
+                level=3,
+                scalars=(7, 1),
+                temps=("rate_over_one_max_tensor_div",),
+                reads=("rate", "tensor_sum_of_g"),
+                stores=("rate_over_one_max_tensor_div",),
+                extents=("elements",),
+            ),
+            Stage(
+                "adafactor_paper_10",
+                "row",
+                level=3,
+                scalars=(),
+                temps=("row_mul_3",),
+                matrices=True,
+                reads=("rate_over_one_max_tensor_div", "one_over_sqrt_row_div"),
+                stores=("row_mul_3",),
+            ),
+            Stage(
+                "adafactor_paper_11",
+                "elem",
+                level=4,
+                scalars=(8,),
+                matrices=True,
+                reads=("p", "g", "rate_times_weight_decay", "one_over_sqrt_exp_avg_sq_col_2", "row_mul_3"),
+                stores=("p",),
+            ),
+        ),
+    ),
+    Rule(
+        ({"scale_parameter": True, "relative_step": False, "has_momentum": False, "factored": False},),
+        (
+            "eps1", "grad_scale_times_grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "lr", "eps2",
+            "clip_threshold", "weight_decay", "grad_scale",
+        ),
+        host=kernel_scalars_6,
+        temps=(
+            Temp("tensor_sum_for_rate", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_of_g", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("rate_over_one_max_tensor_div", "tensor"),
+            Temp("rate_times_weight_decay", "tensor"),
+        ),
+        stages=(
+            Stage(
+                "adafactor_paper_no_factored_1",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2, 3),
+                temps=("tensor_sum_for_rate", "tensor_sum_of_g"),
+                reads=("p", "g", "exp_avg_sq"),
+                sums=(("square", ("tensor_sum_for_rate",)), ("square", ("tensor_sum_of_g",))),
+            ),
+            Stage(
+                "adafactor_paper_no_relative_step_no_factored_2",
+                "tensor",
+                level=1,
+                scalars=(4, 5, 6, 7, 1),
+                temps=("rate_over_one_max_tensor_div", "rate_times_weight_decay"),
+                reads=("tensor_sum_for_rate", "tensor_sum_of_g"),
+                stores=("rate_over_one_max_tensor_div", "rate_times_weight_decay"),
+                extents=("elements",),
+            ),
+            Stage(
+                "adafactor_paper_no_factored_3",
+                "elem",
+                level=2,
+                scalars=(0, 8, 1, 2, 3),
+                reads=("p", "g", "exp_avg_sq", "rate_times_weight_decay", "rate_over_one_max_tensor_div"),
+                stores=("p", "exp_avg_sq"),
+                plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+            ),
+        ),
+    ),
+    Rule(
+        ({"scale_parameter": True, "relative_step": False, "has_momentum": True, "factored": True},),
+        (
+            "eps1", "grad_scale_times_grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "lr", "eps2",
+            "weight_decay", "clip_threshold", "beta1", "one_minus_beta1_times_grad_scale",
+        ),
+        host=kernel_scalars_7,
+        temps=(
+            Temp("col_sum_for_exp_avg_sq_col", "col", reduction="col_sum", source="elem"),
+            Temp("row_sum_for_exp_avg_sq_row", "row", reduction="row_sum", source="elem"),
+            Temp("row_sum_for_rate", "row", reduction="row_sum", source="elem"),
+            Temp("mat_sum_of_exp_avg_sq_row", "mat", reduction="mat_sum", source="row"),
+            Temp("tensor_sum_for_rate", "tensor", reduction="tensor_sum", source="row"),
+            Temp("one_over_sqrt_exp_avg_sq_col_2", "col"),
+            Temp("rate", "tensor"),
+            Temp("rate_times_weight_decay", "tensor"),
+            Temp("mat_sum_of_exp_avg_sq_row_over_rows", "mat"),
+            Temp("one_over_sqrt_row_div", "row"),
+            Temp("row_sum_of_g", "row", reduction="row_sum", source="elem"),
+            Temp("tensor_sum_of_g", "tensor", reduction="tensor_sum", source="row"),
+            Temp("rate_over_one_max_tensor_div", "tensor"),
+            Temp("row_mul_3", "row"),
+        ),
+        stages=(
+            Stage(
+                "adafactor_paper_1",
+                "elem",
+                level=0,
+                scalars=(),
+                temps=("row_sum_for_rate", "col_sum_for_exp_avg_sq_col", "row_sum_for_exp_avg_sq_row"),
+                matrices=True,
+                reads=("p", "g"),
+                sums=(
+                    ("square", ("row_sum_for_rate",)),
+                    ("square", ("col_sum_for_exp_avg_sq_col", "row_sum_for_exp_avg_sq_row")),
+                ),
+            ),
+            Stage(
+                "adafactor_paper_no_relative_step_2",
+                "row",
+                level=1,
+                scalars=(0, 1, 2, 3),
+                temps=("mat_sum_of_exp_avg_sq_row", "tensor_sum_for_rate"),
+                matrices=True,
+                reads=("exp_avg_sq_row", "row_sum_for_exp_avg_sq_row", "row_sum_for_rate"),
+                stores=("exp_avg_sq_row",),
+                sums=(("sum", ("mat_sum_of_exp_avg_sq_row",)), ("sum", ("tensor_sum_for_rate",))),
+                extents=("columns",),
+                plus=("exp_avg_sq_row",),
+            ),
+            Stage(
+                "adafactor_paper_no_relative_step_3",
+                "col",
+                level=1,
+                scalars=(0, 1, 2, 3),
+                temps=("one_over_sqrt_exp_avg_sq_col_2",),
+                matrices=True,
+                reads=("exp_avg_sq_col", "col_sum_for_exp_avg_sq_col"),
+                stores=("exp_avg_sq_col", "one_over_sqrt_exp_avg_sq_col_2"),
+                extents=("rows",),
+                plus=("exp_avg_sq_col", "one_over_sqrt_exp_avg_sq_col_2"),
+            ),
+            Stage(
+                "adafactor_paper_no_relative_step_4",
+                "tensor",
+                level=1,
+                scalars=(4, 5, 6),
+                temps=("rate", "rate_times_weight_decay"),
+                reads=("tensor_sum_for_rate",),
+                stores=("rate", "rate_times_weight_decay"),
+                extents=("elements",),
+            ),
+            Stage(
+                "adafactor_paper_no_relative_step_5",
+                "mat",
+                level=1,
+                scalars=(),
+                temps=("mat_sum_of_exp_avg_sq_row_over_rows",),
+                matrices=True,
+                reads=("mat_sum_of_exp_avg_sq_row",),
+                stores=("mat_sum_of_exp_avg_sq_row_over_rows",),
+                extents=("rows",),
+            ),
+            Stage(
+                "adafactor_paper_no_relative_step_6",
+                "row",
+                level=1,
+                scalars=(),
+                temps=("one_over_sqrt_row_div",),
+                matrices=True,
+                reads=("exp_avg_sq_row", "mat_sum_of_exp_avg_sq_row_over_rows"),
+                stores=("one_over_sqrt_row_div",),
+            ),
+            Stage(
+                "adafactor_paper_7",
+                "elem",
+                level=2,
+                scalars=(),
+                temps=("row_sum_of_g",),
+                matrices=True,
+                reads=("g", "one_over_sqrt_exp_avg_sq_col_2", "one_over_sqrt_row_div"),
+                sums=(("square", ("row_sum_of_g",)),),
+            ),
+            Stage(
+                "adafactor_paper_8",
+                "row",
+                level=3,
+                scalars=(),
+                temps=("tensor_sum_of_g",),
+                matrices=True,
+                reads=("row_sum_of_g",),
+                sums=(("sum", ("tensor_sum_of_g",)),),
+            ),
+            Stage(
+                "adafactor_paper_9",
+                "tensor",
+                level=3,
+                scalars=(7, 1),
+                temps=("rate_over_one_max_tensor_div",),
+                reads=("rate", "tensor_sum_of_g"),
+                stores=("rate_over_one_max_tensor_div",),
+                extents=("elements",),
+            ),
+            Stage(
+                "adafactor_paper_10",
+                "row",
+                level=3,
+                scalars=(),
+                temps=("row_mul_3",),
+                matrices=True,
+                reads=("rate_over_one_max_tensor_div", "one_over_sqrt_row_div"),
+                stores=("row_mul_3",),
+            ),
+            Stage(
+                "adafactor_paper_has_momentum_11",
+                "elem",
+                level=4,
+                scalars=(8, 9),
+                matrices=True,
+                reads=("p", "g", "exp_avg", "rate_times_weight_decay", "one_over_sqrt_exp_avg_sq_col_2", "row_mul_3"),
+                stores=("p", "exp_avg"),
+            ),
+        ),
+    ),
+    Rule(
+        ({"scale_parameter": True, "relative_step": False, "has_momentum": True, "factored": False},),
+        (
+            "eps1", "grad_scale_times_grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "lr", "eps2",
+            "clip_threshold", "weight_decay", "beta1", "one_minus_beta1_times_grad_scale",
+        ),
+        host=kernel_scalars_8,
+        temps=(
+            Temp("tensor_sum_for_rate", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_of_g", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("rate_over_one_max_tensor_div", "tensor"),
+            Temp("rate_times_weight_decay", "tensor"),
+        ),
+        stages=(
+            Stage(
+                "adafactor_paper_no_factored_1",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2, 3),
+                temps=("tensor_sum_for_rate", "tensor_sum_of_g"),
+                reads=("p", "g", "exp_avg_sq"),
+                sums=(("square", ("tensor_sum_for_rate",)), ("square", ("tensor_sum_of_g",))),
+            ),
+            Stage(
+                "adafactor_paper_no_relative_step_no_factored_2",
+                "tensor",
+                level=1,
+                scalars=(4, 5, 6, 7, 1),
+                temps=("rate_over_one_max_tensor_div", "rate_times_weight_decay"),
+                reads=("tensor_sum_for_rate", "tensor_sum_of_g"),
+                stores=("rate_over_one_max_tensor_div", "rate_times_weight_decay"),
+                extents=("elements",),
+            ),
+            Stage(
+                "adafactor_paper_has_momentum_no_factored_3",
+                "elem",
+                level=2,
+                scalars=(0, 8, 1, 2, 3, 9),
+                reads=("p", "g", "exp_avg", "exp_avg_sq", "rate_times_weight_decay", "rate_over_one_max_tensor_div"),
+                stores=("p", "exp_avg", "exp_avg_sq"),
+                plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+            ),
+        ),
+    ),
+    Rule(
+        ({"scale_parameter": False, "relative_step": True, "has_momentum": False, "factored": True},),
+        (
+            "eps1", "grad_scale_times_grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "clip_threshold",
+            "rate", "grad_scale", "minus_lr_min_t_pow_m0p5_times_weight_decay",
+        ),
+        host=kernel_scalars_9,
+        temps=(
+            Temp("col_sum_for_exp_avg_sq_col", "col", reduction="col_sum", source="elem"),
+            Temp("row_sum_for_exp_avg_sq_row", "row", reduction="row_sum", source="elem"),
+            Temp("mat_sum_of_exp_avg_sq_row", "mat", reduction="mat_sum", source="row"),
+            Temp("one_over_sqrt_exp_avg_sq_col_2", "col"),
+            Temp("mat_sum_of_exp_avg_sq_row_over_rows", "mat"),
+            Temp("one_over_sqrt_row_div", "row"),
+            Temp("row_sum_of_g", "row", reduction="row_sum", source="elem"),
+            Temp("tensor_sum_of_g", "tensor", reduction="tensor_sum", source="row"),
+            Temp("lr_min_t_pow_m0p5_over_one_max_tensor_div", "tensor"),
+            Temp("row_mul_3", "row"),
+        ),
+        stages=(
+            Stage(
+                "adafactor_paper_no_scale_parameter_1",
+                "elem",
+                level=0,
+                scalars=(),
+                temps=("col_sum_for_exp_avg_sq_col", "row_sum_for_exp_avg_sq_row"),
+                matrices=True,
+                reads=("g",),
+                sums=(("square", ("col_sum_for_exp_avg_sq_col", "row_sum_for_exp_avg_sq_row")),),
+            ),
+            Stage(
+                "adafactor_paper_no_scale_parameter_2",
+                "row",
+                level=1,
+                scalars=(0, 1, 2, 3),
+                temps=("mat_sum_of_exp_avg_sq_row",),
+                matrices=True,
+                reads=("exp_avg_sq_row", "row_sum_for_exp_avg_sq_row"),
+                stores=("exp_avg_sq_row",),
+                sums=(("sum", ("mat_sum_of_exp_avg_sq_row",)),),
+                extents=("columns",),
+                plus=("exp_avg_sq_row",),
+            ),
+            Stage(
+                "adafactor_paper_no_scale_parameter_3",
+                "col",
+                level=1,
+                scalars=(0, 1, 2, 3),
+                temps=("one_over_sqrt_exp_avg_sq_col_2",),
+                matrices=True,
+                reads=("exp_avg_sq_col", "col_sum_for_exp_avg_sq_col"),
+                stores=("exp_avg_sq_col", "one_over_sqrt_exp_avg_sq_col_2"),
+                extents=("rows",),
+                plus=("exp_avg_sq_col", "one_over_sqrt_exp_avg_sq_col_2"),
+            ),
+            Stage(
+                "adafactor_paper_no_scale_parameter_4",
+                "mat",
+                level=1,
+                scalars=(),
+                temps=("mat_sum_of_exp_avg_sq_row_over_rows",),
+                matrices=True,
+                reads=("mat_sum_of_exp_avg_sq_row",),
+                stores=("mat_sum_of_exp_avg_sq_row_over_rows",),
+                extents=("rows",),
+            ),
+            Stage(
+                "adafactor_paper_no_scale_parameter_5",
+                "row",
+                level=1,
+                scalars=(),
+                temps=("one_over_sqrt_row_div",),
+                matrices=True,
+                reads=("exp_avg_sq_row", "mat_sum_of_exp_avg_sq_row_over_rows"),
+                stores=("one_over_sqrt_row_div",),
+            ),
+            Stage(
+                "adafactor_paper_7",
+                "elem",
+                level=2,
+                scalars=(),
+                temps=("row_sum_of_g",),
+                matrices=True,
+                reads=("g", "one_over_sqrt_exp_avg_sq_col_2", "one_over_sqrt_row_div"),
+                sums=(("square", ("row_sum_of_g",)),),
+            ),
+            Stage(
+                "adafactor_paper_no_scale_parameter_7",
+                "row",
+                level=3,
+                scalars=(),
+                temps=("tensor_sum_of_g",),
+                matrices=True,
+                reads=("row_sum_of_g",),
+                sums=(("sum", ("tensor_sum_of_g",)),),
+            ),
+            Stage(
+                "adafactor_paper_no_scale_parameter_8",
+                "tensor",
+                level=3,
+                scalars=(4, 1, 5),
+                temps=("lr_min_t_pow_m0p5_over_one_max_tensor_div",),
+                reads=("tensor_sum_of_g",),
+                stores=("lr_min_t_pow_m0p5_over_one_max_tensor_div",),
+                extents=("elements",),
+            ),
+            Stage(
+                "adafactor_paper_no_scale_parameter_9",
+                "row",
+                level=3,
+                scalars=(),
+                temps=("row_mul_3",),
+                matrices=True,
+                reads=("lr_min_t_pow_m0p5_over_one_max_tensor_div", "one_over_sqrt_row_div"),
+                stores=("row_mul_3",),
+            ),
+            Stage(
+                "adafactor_paper_no_scale_parameter_10",
+                "elem",
+                level=4,
+                scalars=(6, 7),
+                matrices=True,
+                reads=("p", "g", "one_over_sqrt_exp_avg_sq_col_2", "row_mul_3"),
+                stores=("p",),
+            ),
+        ),
+    ),
+    Rule(
+        ({"scale_parameter": False, "relative_step": True, "has_momentum": False, "factored": False},),
+        (
+            "eps1", "grad_scale_times_grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "clip_threshold",
+            "rate", "grad_scale", "minus_lr_min_t_pow_m0p5_times_weight_decay",
+        ),
+        host=kernel_scalars_9,
+        temps=(
+            Temp("tensor_sum_of_g", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("lr_min_t_pow_m0p5_over_one_max_tensor_div", "tensor"),
+        ),
+        stages=(
+            Stage(
+                "adafactor_paper_no_scale_parameter_no_factored_1",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2, 3),
+                temps=("tensor_sum_of_g",),
+                reads=("g", "exp_avg_sq"),
+                sums=(("square", ("tensor_sum_of_g",)),),
+            ),
+            Stage(
+                "adafactor_paper_no_scale_parameter_no_factored_2",
+                "tensor",
+                level=1,
+                scalars=(4, 1, 5),
+                temps=("lr_min_t_pow_m0p5_over_one_max_tensor_div",),
+                reads=("tensor_sum_of_g",),
+                stores=("lr_min_t_pow_m0p5_over_one_max_tensor_div",),
+                extents=("elements",),
+            ),
+            Stage(
+                "adafactor_paper_no_scale_parameter_no_factored_3",
+                "elem",
+                level=2,
+                scalars=(0, 6, 1, 2, 3, 7),
+                reads=("p", "g", "exp_avg_sq", "lr_min_t_pow_m0p5_over_one_max_tensor_div"),
+                stores=("p", "exp_avg_sq"),
+                plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+            ),
+        ),
+    ),
+    Rule(
+        ({"scale_parameter": False, "relative_step": True, "has_momentum": True, "factored": True},),
+        (
+            "eps1", "grad_scale_times_grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "clip_threshold",
+            "rate", "beta1", "one_minus_beta1_times_grad_scale", "minus_lr_min_t_pow_m0p5_times_weight_decay",
+        ),
+        host=kernel_scalars_10,
+        temps=(
+            Temp("col_sum_for_exp_avg_sq_col", "col", reduction="col_sum", source="elem"),
+            Temp("row_sum_for_exp_avg_sq_row", "row", reduction="row_sum", source="elem"),
+            Temp("mat_sum_of_exp_avg_sq_row", "mat", reduction="mat_sum", source="row"),
+            Temp("one_over_sqrt_exp_avg_sq_col_2", "col"),
+            Temp("mat_sum_of_exp_avg_sq_row_over_rows", "mat"),
+            Temp("one_over_sqrt_row_div", "row"),
+            Temp("row_sum_of_g", "row", reduction="row_sum", source="elem"),
+            Temp("tensor_sum_of_g", "tensor", reduction="tensor_sum", source="row"),
+            Temp("lr_min_t_pow_m0p5_over_one_max_tensor_div", "tensor"),
+            Temp("row_mul_3", "row"),
+        ),
+        stages=(
+            Stage(
+                "adafactor_paper_no_scale_parameter_1",
+                "elem",
+                level=0,
+                scalars=(),
+                temps=("col_sum_for_exp_avg_sq_col", "row_sum_for_exp_avg_sq_row"),
+                matrices=True,
+                reads=("g",),
+                sums=(("square", ("col_sum_for_exp_avg_sq_col", "row_sum_for_exp_avg_sq_row")),),
+            ),
+            Stage(
+                "adafactor_paper_no_scale_parameter_2",
+                "row",
+                level=1,
+                scalars=(0, 1, 2, 3),
+                temps=("mat_sum_of_exp_avg_sq_row",),
+                matrices=True,
+                reads=("exp_avg_sq_row", "row_sum_for_exp_avg_sq_row"),
+                stores=("exp_avg_sq_row",),
+                sums=(("sum", ("mat_sum_of_exp_avg_sq_row",)),),
+                extents=("columns",),
+                plus=("exp_avg_sq_row",),
+            ),
+            Stage(
+                "adafactor_paper_no_scale_parameter_3",
+                "col",
+                level=1,
+                scalars=(0, 1, 2, 3),
+                temps=("one_over_sqrt_exp_avg_sq_col_2",),
+                matrices=True,
+                reads=("exp_avg_sq_col", "col_sum_for_exp_avg_sq_col"),
+                stores=("exp_avg_sq_col", "one_over_sqrt_exp_avg_sq_col_2"),
+                extents=("rows",),
+                plus=("exp_avg_sq_col", "one_over_sqrt_exp_avg_sq_col_2"),
+            ),
+            Stage(
+                "adafactor_paper_no_scale_parameter_4",
+                "mat",
+                level=1,
+                scalars=(),
+                temps=("mat_sum_of_exp_avg_sq_row_over_rows",),
+                matrices=True,
+                reads=("mat_sum_of_exp_avg_sq_row",),
+                stores=("mat_sum_of_exp_avg_sq_row_over_rows",),
+                extents=("rows",),
+            ),
+            Stage(
+                "adafactor_paper_no_scale_parameter_5",
+                "row",
+                level=1,
+                scalars=(),
+                temps=("one_over_sqrt_row_div",),
+                matrices=True,
+                reads=("exp_avg_sq_row", "mat_sum_of_exp_avg_sq_row_over_rows"),
+                stores=("one_over_sqrt_row_div",),
+            ),
+            Stage(
+                "adafactor_paper_7",
+                "elem",
+                level=2,
+                scalars=(),
+                temps=("row_sum_of_g",),
+                matrices=True,
+                reads=("g", "one_over_sqrt_exp_avg_sq_col_2", "one_over_sqrt_row_div"),
+                sums=(("square", ("row_sum_of_g",)),),
+            ),
+            Stage(
+                "adafactor_paper_no_scale_parameter_7",
+                "row",
+                level=3,
+                scalars=(),
+                temps=("tensor_sum_of_g",),
+                matrices=True,
+                reads=("row_sum_of_g",),
+                sums=(("sum", ("tensor_sum_of_g",)),),
+            ),
+            Stage(
+                "adafactor_paper_no_scale_parameter_8",
+                "tensor",
+                level=3,
+                scalars=(4, 1, 5),
+                temps=("lr_min_t_pow_m0p5_over_one_max_tensor_div",),
+                reads=("tensor_sum_of_g",),
+                stores=("lr_min_t_pow_m0p5_over_one_max_tensor_div",),
+                extents=("elements",),
+            ),
+            Stage(
+                "adafactor_paper_no_scale_parameter_9",
+                "row",
+                level=3,
+                scalars=(),
+                temps=("row_mul_3",),
+                matrices=True,
+                reads=("lr_min_t_pow_m0p5_over_one_max_tensor_div", "one_over_sqrt_row_div"),
+                stores=("row_mul_3",),
+            ),
+            Stage(
+                "adafactor_paper_no_scale_parameter_has_momentum_10",
+                "elem",
+                level=4,
+                scalars=(6, 7, 8),
+                matrices=True,
+                reads=("p", "g", "exp_avg", "one_over_sqrt_exp_avg_sq_col_2", "row_mul_3"),
+                stores=("p", "exp_avg"),
+            ),
+        ),
+    ),
+    Rule(
+        ({"scale_parameter": False, "relative_step": True, "has_momentum": True, "factored": False},),
+        (
+            "eps1", "grad_scale_times_grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "clip_threshold",
+            "rate", "beta1", "one_minus_beta1_times_grad_scale", "minus_lr_min_t_pow_m0p5_times_weight_decay",
+        ),
+        host=kernel_scalars_10,
+        temps=(
+            Temp("tensor_sum_of_g", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("lr_min_t_pow_m0p5_over_one_max_tensor_div", "tensor"),
+        ),
+        stages=(
+            Stage(
+                "adafactor_paper_no_scale_parameter_no_factored_1",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2, 3),
+                temps=("tensor_sum_of_g",),
+                reads=("g", "exp_avg_sq"),
+                sums=(("square", ("tensor_sum_of_g",)),),
+            ),
+            Stage(
+                "adafactor_paper_no_scale_parameter_no_factored_2",
+                "tensor",
+                level=1,
+                scalars=(4, 1, 5),
+                temps=("lr_min_t_pow_m0p5_over_one_max_tensor_div",),
+                reads=("tensor_sum_of_g",),
+                stores=("lr_min_t_pow_m0p5_over_one_max_tensor_div",),
+                extents=("elements",),
+            ),
+            Stage(
+                "adafactor_paper_no_scale_parameter_has_momentum_no_factored_3",
+                "elem",
+                level=2,
+                scalars=(0, 6, 1, 2, 3, 7, 8),
+                reads=("p", "g", "exp_avg", "exp_avg_sq", "lr_min_t_pow_m0p5_over_one_max_tensor_div"),
+                stores=("p", "exp_avg", "exp_avg_sq"),
+                plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+            ),
+        ),
+    ),
+    Rule(
+        ({"scale_parameter": False, "relative_step": False, "has_momentum": False, "factored": True},),
+        (
+            "eps1", "grad_scale_times_grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "lr",
+            "clip_threshold", "grad_scale", "minus_lr_times_weight_decay",
+        ),
+        host=kernel_scalars_11,
+        temps=(
+            Temp("col_sum_for_exp_avg_sq_col", "col", reduction="col_sum", source="elem"),
+            Temp("row_sum_for_exp_avg_sq_row", "row", reduction="row_sum", source="elem"),
+            Temp("mat_sum_of_exp_avg_sq_row", "mat", reduction="mat_sum", source="row"),
+            Temp("one_over_sqrt_exp_avg_sq_col_2", "col"),
+            Temp("mat_sum_of_exp_avg_sq_row_over_rows", "mat"),
+            Temp("one_over_sqrt_row_div", "row"),
+            Temp("row_sum_of_g", "row", reduction="row_sum", source="elem"),
+            Temp("tensor_sum_of_g", "tensor", reduction="tensor_sum", source="row"),
+            Temp("lr_over_one_max_tensor_div", "tensor"),
+            Temp("row_mul_3", "row"),
+        ),
+        stages=(
+            Stage(
+                "adafactor_paper_no_scale_parameter_1",
+                "elem",
+                level=0,
+                scalars=(),
+                temps=("col_sum_for_exp_avg_sq_col", "row_sum_for_exp_avg_sq_row"),
+                matrices=True,
+                reads=("g",),
+                sums=(("square", ("col_sum_for_exp_avg_sq_col", "row_sum_for_exp_avg_sq_row")),),
+            ),
+            Stage(
+                "adafactor_paper_no_scale_parameter_2",
+                "row",
+                level=1,
+                scalars=(0, 1, 2, 3),
+                temps=("mat_sum_of_exp_avg_sq_row",),
+                matrices=True,
+                reads=("exp_avg_sq_row", "row_sum_for_exp_avg_sq_row"),
+                stores=("exp_avg_sq_row",),
+                sums=(("sum", ("mat_sum_of_exp_avg_sq_row",)),),
+                extents=("columns",),
+                plus=("exp_avg_sq_row",),
+            ),
+            Stage(
+                "adafactor_paper_no_scale_parameter_3",
+                "col",
+                level=1,
+                scalars=(0, 1, 2, 3),
+                temps=("one_over_sqrt_exp_avg_sq_col_2",),
+                matrices=True,
+                reads=("exp_avg_sq_col", "col_sum_for_exp_avg_sq_col"),
+                stores=("exp_avg_sq_col", "one_over_sqrt_exp_avg_sq_col_2"),
+                extents=("rows",),
+                plus=("exp_avg_sq_col", "one_over_sqrt_exp_avg_sq_col_2"),
+            ),
+            Stage(
+                "adafactor_paper_no_scale_parameter_4",
+                "mat",
+                level=1,
+                scalars=(),
+                temps=("mat_sum_of_exp_avg_sq_row_over_rows",),
+                matrices=True,
+                reads=("mat_sum_of_exp_avg_sq_row",),
+                stores=("mat_sum_of_exp_avg_sq_row_over_rows",),
+                extents=("rows",),
+            ),
+            Stage(
+                "adafactor_paper_no_scale_parameter_5",
+                "row",
+                level=1,
+                scalars=(),
+                temps=("one_over_sqrt_row_div",),
+                matrices=True,
+                reads=("exp_avg_sq_row", "mat_sum_of_exp_avg_sq_row_over_rows"),
+                stores=("one_over_sqrt_row_div",),
+            ),
+            Stage(
+                "adafactor_paper_7",
+                "elem",
+                level=2,
+                scalars=(),
+                temps=("row_sum_of_g",),
+                matrices=True,
+                reads=("g", "one_over_sqrt_exp_avg_sq_col_2", "one_over_sqrt_row_div"),
+                sums=(("square", ("row_sum_of_g",)),),
+            ),
+            Stage(
+                "adafactor_paper_no_scale_parameter_no_relative_step_7",
+                "row",
+                level=3,
+                scalars=(),
+                temps=("tensor_sum_of_g",),
+                matrices=True,
+                reads=("row_sum_of_g",),
+                sums=(("sum", ("tensor_sum_of_g",)),),
+            ),
+            Stage(
+                "adafactor_paper_no_scale_parameter_no_relative_step_8",
+                "tensor",
+                level=3,
+                scalars=(4, 5, 1),
+                temps=("lr_over_one_max_tensor_div",),
+                reads=("tensor_sum_of_g",),
+                stores=("lr_over_one_max_tensor_div",),
+                extents=("elements",),
+            ),
+            Stage(
+                "adafactor_paper_no_scale_parameter_no_relative_step_9",
+                "row",
+                level=3,
+                scalars=(),
+                temps=("row_mul_3",),
+                matrices=True,
+                reads=("lr_over_one_max_tensor_div", "one_over_sqrt_row_div"),
+                stores=("row_mul_3",),
+            ),
+            Stage(
+                "adafactor_paper_no_scale_parameter_10",
+                "elem",
+                level=4,
+                scalars=(6, 7),
+                matrices=True,
+                reads=("p", "g", "one_over_sqrt_exp_avg_sq_col_2", "row_mul_3"),
+                stores=("p",),
+            ),
+        ),
+    ),
+    Rule(
+        ({"scale_parameter": False, "relative_step": False, "has_momentum": False, "factored": False},),
+        (
+            "eps1", "grad_scale_times_grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "lr",
+            "clip_threshold", "grad_scale", "minus_lr_times_weight_decay",
+        ),
+        host=kernel_scalars_11,
+        temps=(
+            Temp("tensor_sum_of_g", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("lr_over_one_max_tensor_div", "tensor"),
+        ),
+        stages=(
+            Stage(
+                "adafactor_paper_no_scale_parameter_no_factored_1",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2, 3),
+                temps=("tensor_sum_of_g",),
+                reads=("g", "exp_avg_sq"),
+                sums=(("square", ("tensor_sum_of_g",)),),
+            ),
+            Stage(
+                "adafactor_paper_no_scale_parameter_no_relative_step_no_factored_2",
+                "tensor",
+                level=1,
+                scalars=(4, 5, 1),
+                temps=("lr_over_one_max_tensor_div",),
+                reads=("tensor_sum_of_g",),
+                stores=("lr_over_one_max_tensor_div",),
+                extents=("elements",),
+            ),
+            Stage(
+                "adafactor_paper_no_scale_parameter_no_relative_step_no_factored_3",
+                "elem",
+                level=2,
+                scalars=(0, 6, 1, 2, 3, 7),
+                reads=("p", "g", "exp_avg_sq", "lr_over_one_max_tensor_div"),
+                stores=("p", "exp_avg_sq"),
+                plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+            ),
+        ),
+    ),
+    Rule(
+        ({"scale_parameter": False, "relative_step": False, "has_momentum": True, "factored": True},),
+        (
+            "eps1", "grad_scale_times_grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "lr",
+            "clip_threshold", "beta1", "one_minus_beta1_times_grad_scale", "minus_lr_times_weight_decay",
+        ),
+        host=kernel_scalars_12,
+        temps=(
+            Temp("col_sum_for_exp_avg_sq_col", "col", reduction="col_sum", source="elem"),
+            Temp("row_sum_for_exp_avg_sq_row", "row", reduction="row_sum", source="elem"),
+            Temp("mat_sum_of_exp_avg_sq_row", "mat", reduction="mat_sum", source="row"),
+            Temp("one_over_sqrt_exp_avg_sq_col_2", "col"),
+            Temp("mat_sum_of_exp_avg_sq_row_over_rows", "mat"),
+            Temp("one_over_sqrt_row_div", "row"),
+            Temp("row_sum_of_g", "row", reduction="row_sum", source="elem"),
+            Temp("tensor_sum_of_g", "tensor", reduction="tensor_sum", source="row"),
+            Temp("lr_over_one_max_tensor_div", "tensor"),
+            Temp("row_mul_3", "row"),
+        ),
+        stages=(
+            Stage(
+                "adafactor_paper_no_scale_parameter_1",
+                "elem",
+                level=0,
+                scalars=(),
+                temps=("col_sum_for_exp_avg_sq_col", "row_sum_for_exp_avg_sq_row"),
+                matrices=True,
+                reads=("g",),
+                sums=(("square", ("col_sum_for_exp_avg_sq_col", "row_sum_for_exp_avg_sq_row")),),
+            ),
+            Stage(
+                "adafactor_paper_no_scale_parameter_2",
+                "row",
+                level=1,
+                scalars=(0, 1, 2, 3),
+                temps=("mat_sum_of_exp_avg_sq_row",),
+                matrices=True,
+                reads=("exp_avg_sq_row", "row_sum_for_exp_avg_sq_row"),
+                stores=("exp_avg_sq_row",),
+                sums=(("sum", ("mat_sum_of_exp_avg_sq_row",)),),
+                extents=("columns",),
+                plus=("exp_avg_sq_row",),
+            ),
+            Stage(
+                "adafactor_paper_no_scale_parameter_3",
+                "col",
+                level=1,
+                scalars=(0, 1, 2, 3),
+                temps=("one_over_sqrt_exp_avg_sq_col_2",),
+                matrices=True,
+                reads=("exp_avg_sq_col", "col_sum_for_exp_avg_sq_col"),
+                stores=("exp_avg_sq_col", "one_over_sqrt_exp_avg_sq_col_2"),
+                extents=("rows",),
+                plus=("exp_avg_sq_col", "one_over_sqrt_exp_avg_sq_col_2"),
+            ),
+            Stage(
+                "adafactor_paper_no_scale_parameter_4",
+                "mat",
+                level=1,
+                scalars=(),
+                temps=("mat_sum_of_exp_avg_sq_row_over_rows",),
+                matrices=True,
+                reads=("mat_sum_of_exp_avg_sq_row",),
+                stores=("mat_sum_of_exp_avg_sq_row_over_rows",),
+                extents=("rows",),
+            ),
+            Stage(
+                "adafactor_paper_no_scale_parameter_5",
+                "row",
+                level=1,
+                scalars=(),
+                temps=("one_over_sqrt_row_div",),
+                matrices=True,
+                reads=("exp_avg_sq_row", "mat_sum_of_exp_avg_sq_row_over_rows"),
+                stores=("one_over_sqrt_row_div",),
+            ),
+            Stage(
+                "adafactor_paper_7",
+                "elem",
+                level=2,
+                scalars=(),
+                temps=("row_sum_of_g",),
+                matrices=True,
+                reads=("g", "one_over_sqrt_exp_avg_sq_col_2", "one_over_sqrt_row_div"),
+                sums=(("square", ("row_sum_of_g",)),),
+            ),
+            Stage(
+                "adafactor_paper_no_scale_parameter_no_relative_step_7",
+                "row",
+                level=3,
+                scalars=(),
+                temps=("tensor_sum_of_g",),
+                matrices=True,
+                reads=("row_sum_of_g",),
+                sums=(("sum", ("tensor_sum_of_g",)),),
+            ),
+            Stage(
+                "adafactor_paper_no_scale_parameter_no_relative_step_8",
+                "tensor",
+                level=3,
+                scalars=(4, 5, 1),
+                temps=("lr_over_one_max_tensor_div",),
+                reads=("tensor_sum_of_g",),
+                stores=("lr_over_one_max_tensor_div",),
+                extents=("elements",),
+            ),
+            Stage(
+                "adafactor_paper_no_scale_parameter_no_relative_step_9",
+                "row",
+                level=3,
+                scalars=(),
+                temps=("row_mul_3",),
+                matrices=True,
+                reads=("lr_over_one_max_tensor_div", "one_over_sqrt_row_div"),
+                stores=("row_mul_3",),
+            ),
+            Stage(
+                "adafactor_paper_no_scale_parameter_has_momentum_10",
+                "elem",
+                level=4,
+                scalars=(6, 7, 8),
+                matrices=True,
+                reads=("p", "g", "exp_avg", "one_over_sqrt_exp_avg_sq_col_2", "row_mul_3"),
+                stores=("p", "exp_avg"),
+            ),
+        ),
+    ),
+    Rule(
+        ({"scale_parameter": False, "relative_step": False, "has_momentum": True, "factored": False},),
+        (
+            "eps1", "grad_scale_times_grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "lr",
+            "clip_threshold", "beta1", "one_minus_beta1_times_grad_scale", "minus_lr_times_weight_decay",
+        ),
+        host=kernel_scalars_12,
+        temps=(
+            Temp("tensor_sum_of_g", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("lr_over_one_max_tensor_div", "tensor"),
+        ),
+        stages=(
+            Stage(
+                "adafactor_paper_no_scale_parameter_no_factored_1",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2, 3),
+                temps=("tensor_sum_of_g",),
+                reads=("g", "exp_avg_sq"),
+                sums=(("square", ("tensor_sum_of_g",)),),
+            ),
+            Stage(
+                "adafactor_paper_no_scale_parameter_no_relative_step_no_factored_2",
+                "tensor",
+                level=1,
+                scalars=(4, 5, 1),
+                temps=("lr_over_one_max_tensor_div",),
+                reads=("tensor_sum_of_g",),
+                stores=("lr_over_one_max_tensor_div",),
+                extents=("elements",),
+            ),
+            Stage(
+                "adafactor_paper_no_scale_parameter_no_relative_step_has_momentum_no_factored_3",
+                "elem",
+                level=2,
+                scalars=(0, 6, 1, 2, 3, 7, 8),
+                reads=("p", "g", "exp_avg", "exp_avg_sq", "lr_over_one_max_tensor_div"),
+                stores=("p", "exp_avg", "exp_avg_sq"),
+                plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+            ),
+        ),
+    ),
+)
+
+READY = True

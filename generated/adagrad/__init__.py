@@ -5,6 +5,9 @@
 # fmt: off
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer
+from optgen.runtime.records import Rule, Stage
+from optgen.runtime.records.join import RuleRecord, StateRecord
+from optgen.runtime.records.scalars import choose, divide, larger
 
 
 class Adagrad(Optimizer):
@@ -34,7 +37,6 @@ class Adagrad(Optimizer):
         Hyper("eps", 1e-10, ge=0.0),
     )
     PLANS = ("fp32", "int8_split24",)
-    DEFAULT_PLAN = {"float32": "int8_split24", "bfloat16": "int8_split24", "float16": "int8_split24"}
 
     def __init__(
         self, params, lr=0.01, lr_decay=0.0, weight_decay=0.0, initial_accumulator_value=0.0, eps=1e-10, **options
@@ -47,3 +49,55 @@ class Adagrad(Optimizer):
             ),
             **options
         )
+
+
+def host_scalars(step, grad_scale, *, lr, lr_decay, weight_decay, initial_accumulator_value, eps):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    step_lr = divide(lr, 1 + (step - 1) * lr_decay)  # 21  step_lr = lr / (1 + (t - 1) * lr_decay)
+    return (weight_decay, eps, grad_scale, step_lr)
+
+
+def kernel_scalars(step, grad_scale, *, lr, lr_decay, weight_decay, initial_accumulator_value, eps):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    step_lr = divide(lr, 1 + (step - 1) * lr_decay)  # 21  step_lr = lr / (1 + (t - 1) * lr_decay)
+    common_1 = step_lr < 7.888609052210118e-31
+    scalar_0 = choose(common_1, 1, divide(1, step_lr))
+    scalar_1 = divide(larger(eps, 1.1754943508222875e-38), choose(common_1, 0, step_lr))
+    return (weight_decay, grad_scale, scalar_0, scalar_1)
+
+
+# The eager reference, in strict maths.
+RULES = (
+    RuleRecord(
+        "adagrad",
+        "",
+        flags={},
+        step="adagrad",
+        scalars=("weight_decay", "eps", "grad_scale", "step_lr"),
+        host=host_scalars,
+        states=(StateRecord("sum", nonneg=True, init="initial_accumulator_value"),),
+    ),
+)
+
+# The kernels, in fast maths; rounding changed by: fma, group, reciprocal, step.
+STEPS = (
+    Rule(
+        ({},),
+        ("weight_decay", "grad_scale", "scalar_0", "scalar_1"),
+        host=kernel_scalars,
+        stages=(
+            Stage(
+                "adagrad",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2, 3),
+                reads=("p", "g", "sum"),
+                stores=("p", "sum"),
+                plus=("sum",),
+                needs=(("sum", ("p", "g", "sum")),),
+            ),
+        ),
+    ),
+)
+
+READY = True

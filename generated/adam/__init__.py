@@ -5,6 +5,9 @@
 # fmt: off
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer
+from optgen.runtime.records import Rule, Stage
+from optgen.runtime.records.join import RuleRecord, StateRecord
+from optgen.runtime.records.scalars import choose, divide, larger, root
 
 
 class Adam(Optimizer):
@@ -46,7 +49,6 @@ class Adam(Optimizer):
         Flag("decoupled_weight_decay", False),
     )
     PLANS = ("fp32", "int8_split24",)
-    DEFAULT_PLAN = {"float32": "int8_split24", "bfloat16": "int8_split24", "float16": "int8_split24"}
 
     def __init__(
         self, params, lr=0.001, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, amsgrad=False,
@@ -60,3 +62,205 @@ class Adam(Optimizer):
             ),
             **options
         )
+
+
+def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2 = betas
+    one_minus_beta1 = 1 - beta1
+    one_minus_beta2 = 1 - beta2
+    sqrt_one_minus_beta2_pow_t = root(1 - beta2**step)
+    lr_over_one_minus_beta1_pow_t = divide(lr, 1 - beta1**step)
+    return (
+        beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
+        lr_over_one_minus_beta1_pow_t,
+    )
+
+
+def host_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2 = betas
+    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
+    one_minus_beta1 = 1 - beta1
+    one_minus_beta2 = 1 - beta2
+    sqrt_one_minus_beta2_pow_t = root(1 - beta2**step)
+    lr_over_one_minus_beta1_pow_t = divide(lr, 1 - beta1**step)
+    return (
+        beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
+        sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
+    )
+
+
+def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2 = betas
+    one_minus_beta1 = 1 - beta1
+    one_minus_beta2 = 1 - beta2
+    common_1 = root(1 - beta2**step)
+    common_2 = divide(lr, 1 - beta1**step) * common_1
+    common_3 = common_2 < 7.888609052210118e-31
+    scalar_2 = choose(common_3, 1, divide(1, common_2))
+    scalar_3 = divide(larger(eps * common_1, 1.1754943508222875e-38), choose(common_3, 0, common_2))
+    return (beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, scalar_2, scalar_3)
+
+
+def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2 = betas
+    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
+    one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
+    scalar_2 = (1 - beta2) * grad_scale * grad_scale
+    common_1 = root(1 - beta2**step)
+    common_2 = divide(lr, 1 - beta1**step) * common_1
+    common_3 = common_2 < 7.888609052210118e-31
+    scalar_3 = choose(common_3, 1, divide(1, common_2))
+    scalar_4 = divide(larger(eps * common_1, 1.1754943508222875e-38), choose(common_3, 0, common_2))
+    return (
+        beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+    )
+
+
+# The eager reference, in strict maths.
+RULES = (
+    RuleRecord(
+        "adam",
+        "",
+        flags={"amsgrad": False, "decoupled_weight_decay": False},
+        step="adam",
+        scalars=(
+            "beta1", "beta2", "eps", "weight_decay", "grad_scale", "one_minus_beta1", "one_minus_beta2",
+            "sqrt_one_minus_beta2_pow_t", "lr_over_one_minus_beta1_pow_t",
+        ),
+        host=host_scalars,
+        states=(StateRecord("exp_avg", normalized_by="exp_avg_sq"), StateRecord("exp_avg_sq", nonneg=True)),
+    ),
+    RuleRecord(
+        "adam",
+        "_decoupled_weight_decay",
+        flags={"amsgrad": False, "decoupled_weight_decay": True},
+        step="adam_decoupled_weight_decay",
+        scalars=(
+            "beta1", "beta2", "eps", "grad_scale", "one_minus_lr_times_weight_decay", "one_minus_beta1",
+            "one_minus_beta2", "sqrt_one_minus_beta2_pow_t", "lr_over_one_minus_beta1_pow_t",
+        ),
+        host=host_scalars_2,
+        states=(StateRecord("exp_avg", normalized_by="exp_avg_sq"), StateRecord("exp_avg_sq", nonneg=True)),
+    ),
+    RuleRecord(
+        "adam",
+        "_amsgrad",
+        flags={"amsgrad": True, "decoupled_weight_decay": False},
+        step="adam_amsgrad",
+        scalars=(
+            "beta1", "beta2", "eps", "weight_decay", "grad_scale", "one_minus_beta1", "one_minus_beta2",
+            "sqrt_one_minus_beta2_pow_t", "lr_over_one_minus_beta1_pow_t",
+        ),
+        host=host_scalars,
+        states=(
+            StateRecord("exp_avg", normalized_by="exp_avg_sq"),
+            StateRecord("exp_avg_sq", nonneg=True),
+            StateRecord("max_exp_avg_sq", nonneg=True, nearest=True),
+        ),
+    ),
+    RuleRecord(
+        "adam",
+        "_amsgrad_decoupled_weight_decay",
+        flags={"amsgrad": True, "decoupled_weight_decay": True},
+        step="adam_amsgrad_decoupled_weight_decay",
+        scalars=(
+            "beta1", "beta2", "eps", "grad_scale", "one_minus_lr_times_weight_decay", "one_minus_beta1",
+            "one_minus_beta2", "sqrt_one_minus_beta2_pow_t", "lr_over_one_minus_beta1_pow_t",
+        ),
+        host=host_scalars_2,
+        states=(
+            StateRecord("exp_avg", normalized_by="exp_avg_sq"),
+            StateRecord("exp_avg_sq", nonneg=True),
+            StateRecord("max_exp_avg_sq", nonneg=True, nearest=True),
+        ),
+    ),
+)
+
+# The kernels, in fast maths; rounding changed by: eps, fma, group, reciprocal, step.
+STEPS = (
+    Rule(
+        ({"amsgrad": False, "decoupled_weight_decay": False},),
+        ("beta1", "beta2", "weight_decay", "grad_scale", "one_minus_beta1", "one_minus_beta2", "scalar_2", "scalar_3"),
+        host=kernel_scalars,
+        stages=(
+            Stage(
+                "adam",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2, 3, 4, 5, 6, 7),
+                reads=("p", "g", "exp_avg", "exp_avg_sq"),
+                stores=("p", "exp_avg", "exp_avg_sq"),
+                plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("p", "g", "exp_avg_sq")),),
+            ),
+        ),
+    ),
+    Rule(
+        ({"amsgrad": False, "decoupled_weight_decay": True},),
+        (
+            "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
+            "scalar_3", "scalar_4",
+        ),
+        host=kernel_scalars_2,
+        stages=(
+            Stage(
+                "adam_decoupled_weight_decay",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2, 3, 4, 5, 6),
+                reads=("p", "g", "exp_avg", "exp_avg_sq"),
+                stores=("p", "exp_avg", "exp_avg_sq"),
+                plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+            ),
+        ),
+    ),
+    Rule(
+        ({"amsgrad": True, "decoupled_weight_decay": False},),
+        ("beta1", "beta2", "weight_decay", "grad_scale", "one_minus_beta1", "one_minus_beta2", "scalar_2", "scalar_3"),
+        host=kernel_scalars,
+        stages=(
+            Stage(
+                "adam_amsgrad",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2, 3, 4, 5, 6, 7),
+                reads=("p", "g", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+                stores=("p", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+                plus=("exp_avg_sq", "max_exp_avg_sq"),
+                picked=("max_exp_avg_sq",),
+                needs=(
+                    ("exp_avg_sq", ("p", "g", "exp_avg_sq")),
+                    ("max_exp_avg_sq", ("p", "g", "exp_avg_sq", "max_exp_avg_sq")),
+                ),
+            ),
+        ),
+    ),
+    Rule(
+        ({"amsgrad": True, "decoupled_weight_decay": True},),
+        (
+            "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
+            "scalar_3", "scalar_4",
+        ),
+        host=kernel_scalars_2,
+        stages=(
+            Stage(
+                "adam_amsgrad_decoupled_weight_decay",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2, 3, 4, 5, 6),
+                reads=("p", "g", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+                stores=("p", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+                plus=("exp_avg_sq", "max_exp_avg_sq"),
+                picked=("max_exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq")), ("max_exp_avg_sq", ("g", "exp_avg_sq", "max_exp_avg_sq"))),
+            ),
+        ),
+    ),
+)
+
+READY = True

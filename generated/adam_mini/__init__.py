@@ -5,6 +5,9 @@
 # fmt: off
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer
+from optgen.runtime.records import Rule, Stage, Temp
+from optgen.runtime.records.join import RuleRecord, StateRecord
+from optgen.runtime.records.scalars import divide, root
 
 
 class AdamMini(Optimizer):
@@ -44,8 +47,168 @@ class AdamMini(Optimizer):
         Flag("by_rows", shape=lambda shape: len(shape) >= 2),
     )
     PLANS = ("fp32", "int8_split24",)
-    DEFAULT_PLAN = {"float32": "int8_split24", "bfloat16": "int8_split24", "float16": "int8_split24"}
     BLOCKS = "rows"
 
     def __init__(self, params, lr=0.001, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, **options):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay), **options)
+
+
+def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2 = betas
+    one_minus_beta1 = 1 - beta1
+    one_minus_beta2 = 1 - beta2
+    sqrt_one_minus_beta2_pow_t = root(1 - beta2**step)
+    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
+    lr_over_one_minus_beta1_pow_t = divide(lr, 1 - beta1**step)
+    return (
+        beta1, grad_scale, one_minus_beta1, beta2, eps, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
+        one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t,
+    )
+
+
+def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2 = betas
+    one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
+    grad_scale_times_grad_scale = grad_scale * grad_scale
+    one_minus_beta2 = 1 - beta2
+    sqrt_one_minus_beta2_pow_t = root(1 - beta2**step)
+    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
+    lr_over_one_minus_beta1_pow_t = divide(lr, 1 - beta1**step)
+    return (
+        beta1, one_minus_beta1_times_grad_scale, beta2, eps, grad_scale_times_grad_scale, one_minus_beta2,
+        sqrt_one_minus_beta2_pow_t, one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t,
+    )
+
+
+# The eager reference, in strict maths.
+RULES = (
+    RuleRecord(
+        "adam_mini",
+        "",
+        flags={"by_rows": True},
+        step="adam_mini",
+        scalars=(
+            "beta1", "grad_scale", "one_minus_beta1", "beta2", "eps", "one_minus_beta2", "sqrt_one_minus_beta2_pow_t",
+            "one_minus_lr_times_weight_decay", "lr_over_one_minus_beta1_pow_t",
+        ),
+        host=host_scalars,
+        states=(StateRecord("m"), StateRecord("vmean_row", nonneg=True, space="row")),
+        early=("m",),
+        spaces=("row", "tensor"),
+        by_rows=True,
+        matrix="first",
+    ),
+    RuleRecord(
+        "adam_mini",
+        "_no_by_rows",
+        flags={"by_rows": False},
+        step="adam_mini_no_by_rows",
+        scalars=(
+            "beta1", "grad_scale", "one_minus_beta1", "beta2", "eps", "one_minus_beta2", "sqrt_one_minus_beta2_pow_t",
+            "one_minus_lr_times_weight_decay", "lr_over_one_minus_beta1_pow_t",
+        ),
+        host=host_scalars,
+        states=(StateRecord("m"), StateRecord("vmean", nonneg=True, space="tensor")),
+        early=("m",),
+        spaces=("tensor",),
+        matrix="first",
+    ),
+)
+
+# The kernels, in fast maths; rounding changed by: fma, group, linear.
+STEPS = (
+    Rule(
+        ({"by_rows": True},),
+        (
+            "beta1", "one_minus_beta1_times_grad_scale", "beta2", "eps", "grad_scale_times_grad_scale",
+            "one_minus_beta2", "sqrt_one_minus_beta2_pow_t", "one_minus_lr_times_weight_decay",
+            "lr_over_one_minus_beta1_pow_t",
+        ),
+        host=kernel_scalars,
+        temps=(Temp("row_sum_for_vmean_row", "row", reduction="row_sum", source="elem"), Temp("one_over_denom", "row")),
+        stages=(
+            Stage(
+                "adam_mini_1",
+                "elem",
+                level=0,
+                scalars=(0, 1),
+                temps=("row_sum_for_vmean_row",),
+                matrices=True,
+                reads=("g", "m"),
+                stores=("m",),
+                sums=(("square", ("row_sum_for_vmean_row",)),),
+            ),
+            Stage(
+                "adam_mini_2",
+                "row",
+                level=1,
+                scalars=(2, 3, 4, 5, 6),
+                temps=("one_over_denom",),
+                matrices=True,
+                reads=("vmean_row", "row_sum_for_vmean_row"),
+                stores=("vmean_row", "one_over_denom"),
+                extents=("columns",),
+                plus=("vmean_row", "one_over_denom"),
+            ),
+            Stage(
+                "adam_mini_3",
+                "elem",
+                level=2,
+                scalars=(7, 8),
+                matrices=True,
+                reads=("p", "m", "one_over_denom"),
+                stores=("p",),
+            ),
+        ),
+        early=("m",),
+    ),
+    Rule(
+        ({"by_rows": False},),
+        (
+            "beta1", "one_minus_beta1_times_grad_scale", "beta2", "eps", "grad_scale_times_grad_scale",
+            "one_minus_beta2", "sqrt_one_minus_beta2_pow_t", "one_minus_lr_times_weight_decay",
+            "lr_over_one_minus_beta1_pow_t",
+        ),
+        host=kernel_scalars,
+        temps=(
+            Temp("tensor_sum_for_vmean", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("one_over_denom", "tensor"),
+        ),
+        stages=(
+            Stage(
+                "adam_mini_no_by_rows_1",
+                "elem",
+                level=0,
+                scalars=(0, 1),
+                temps=("tensor_sum_for_vmean",),
+                reads=("g", "m"),
+                stores=("m",),
+                sums=(("square", ("tensor_sum_for_vmean",)),),
+            ),
+            Stage(
+                "adam_mini_no_by_rows_2",
+                "tensor",
+                level=1,
+                scalars=(2, 3, 4, 5, 6),
+                temps=("one_over_denom",),
+                reads=("vmean", "tensor_sum_for_vmean"),
+                stores=("vmean", "one_over_denom"),
+                extents=("elements",),
+                plus=("vmean", "one_over_denom"),
+            ),
+            Stage(
+                "adam_mini_no_by_rows_3",
+                "elem",
+                level=2,
+                scalars=(7, 8),
+                reads=("p", "m", "one_over_denom"),
+                stores=("p",),
+            ),
+        ),
+        early=("m",),
+    ),
+)
+
+READY = True

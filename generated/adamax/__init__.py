@@ -5,6 +5,9 @@
 # fmt: off
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer
+from optgen.runtime.records import Rule, Stage
+from optgen.runtime.records.join import RuleRecord, StateRecord
+from optgen.runtime.records.scalars import divide
 
 
 class Adamax(Optimizer):
@@ -33,7 +36,54 @@ class Adamax(Optimizer):
         Hyper("weight_decay", 0.0, ge=0.0),
     )
     PLANS = ("fp32", "int8_split24",)
-    DEFAULT_PLAN = {"float32": "int8_split24", "bfloat16": "int8_split24", "float16": "int8_split24"}
 
     def __init__(self, params, lr=0.002, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, **options):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay), **options)
+
+
+def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2 = betas
+    one_minus_beta1 = 1 - beta1
+    lr_over_one_minus_beta1_pow_t = divide(lr, 1 - beta1**step)
+    return (beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1, lr_over_one_minus_beta1_pow_t)
+
+
+# The eager reference, in strict maths.
+RULES = (
+    RuleRecord(
+        "adamax",
+        "",
+        flags={},
+        step="adamax",
+        scalars=(
+            "beta1", "beta2", "eps", "weight_decay", "grad_scale", "one_minus_beta1", "lr_over_one_minus_beta1_pow_t",
+        ),
+        host=host_scalars,
+        states=(StateRecord("exp_avg"), StateRecord("exp_inf", nonneg=True)),
+    ),
+)
+
+# The kernels, in fast maths; rounding changed by: fma, group, reciprocal.
+STEPS = (
+    Rule(
+        ({},),
+        ("beta1", "beta2", "eps", "weight_decay", "grad_scale", "one_minus_beta1", "lr_over_one_minus_beta1_pow_t"),
+        host=host_scalars,
+        stages=(
+            Stage(
+                "adamax",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2, 3, 4, 5, 6),
+                reads=("p", "g", "exp_avg", "exp_inf"),
+                stores=("p", "exp_avg", "exp_inf"),
+                plus=("exp_inf",),
+                picked=("exp_inf",),
+                needs=(("exp_inf", ("p", "g", "exp_inf")),),
+            ),
+        ),
+    ),
+)
+
+READY = True

@@ -5,6 +5,9 @@
 # fmt: off
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer
+from optgen.runtime.records import Rule, Stage, Temp
+from optgen.runtime.records.join import RuleRecord, StateRecord
+from optgen.runtime.records.scalars import choose, divide, larger, root
 
 
 class AdamP(Optimizer):
@@ -47,7 +50,6 @@ class AdamP(Optimizer):
         Flag("projected", shape=lambda shape: len(shape) >= 2),
     )
     PLANS = ("fp32", "int8_split24",)
-    DEFAULT_PLAN = {"float32": "int8_split24", "bfloat16": "int8_split24", "float16": "int8_split24"}
 
     def __init__(
         self, params, lr=0.001, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, delta=0.1, wd_ratio=0.1, nesterov=False,
@@ -61,3 +63,572 @@ class AdamP(Optimizer):
             ),
             **options
         )
+
+
+def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, delta, wd_ratio):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2 = betas
+    one_minus_beta1 = 1 - beta1
+    one_minus_beta2 = 1 - beta2
+    sqrt_one_minus_beta2_pow_t = root(1 - beta2**step)
+    one_minus_wd_ratio = 1 - wd_ratio
+    lr_over_one_minus_beta1_pow_t = divide(lr, 1 - beta1**step)
+    return (
+        beta1, beta2, eps, grad_scale, one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t, delta, lr,
+        weight_decay, one_minus_wd_ratio, lr_over_one_minus_beta1_pow_t,
+    )
+
+
+def host_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, delta, wd_ratio):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2 = betas
+    one_minus_beta1 = 1 - beta1
+    one_minus_beta2 = 1 - beta2
+    sqrt_one_minus_beta2_pow_t = root(1 - beta2**step)
+    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
+    lr_over_one_minus_beta1_pow_t = divide(lr, 1 - beta1**step)
+    return (
+        beta1, beta2, eps, grad_scale, one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
+        one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t,
+    )
+
+
+def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, delta, wd_ratio):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2 = betas
+    one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
+    scalar_1 = (1 - beta2) * grad_scale * grad_scale
+    common_1 = root(1 - beta2**step)
+    common_2 = common_1 < 7.888609052210118e-31
+    scalar_2 = choose(common_2, 1, 1 / common_1)
+    scalar_3 = divide(larger(eps * common_1, 1.1754943508222875e-38), choose(common_2, 0, common_1))
+    grad_scale_times_grad_scale = grad_scale * grad_scale
+    minus_one_minus_wd_ratio = -(1 - wd_ratio)
+    minus_lr = -lr
+    minus_lr_over_one_minus_beta1_pow_t = -divide(lr, 1 - beta1**step)
+    return (
+        beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, eps, grad_scale,
+        grad_scale_times_grad_scale, delta, weight_decay, minus_one_minus_wd_ratio, minus_lr,
+        minus_lr_over_one_minus_beta1_pow_t,
+    )
+
+
+def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, delta, wd_ratio):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2 = betas
+    one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
+    scalar_1 = (1 - beta2) * grad_scale * grad_scale
+    common_1 = root(1 - beta2**step)
+    common_2 = common_1 < 7.888609052210118e-31
+    scalar_2 = choose(common_2, 1, 1 / common_1)
+    scalar_3 = divide(larger(eps * common_1, 1.1754943508222875e-38), choose(common_2, 0, common_1))
+    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
+    minus_lr_over_one_minus_beta1_pow_t = -divide(lr, 1 - beta1**step)
+    return (
+        beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay,
+        minus_lr_over_one_minus_beta1_pow_t,
+    )
+
+
+def kernel_scalars_3(step, grad_scale, *, lr, betas, eps, weight_decay, delta, wd_ratio):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2 = betas
+    scalar_0 = (1 - beta2) * grad_scale * grad_scale
+    beta1_times_beta1 = beta1 * beta1
+    beta1_times_one_minus_beta1_times_grad_scale = beta1 * ((1 - beta1) * grad_scale)
+    one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
+    common_1 = root(1 - beta2**step)
+    common_2 = common_1 < 7.888609052210118e-31
+    scalar_4 = choose(common_2, 1, 1 / common_1)
+    scalar_5 = divide(larger(eps * common_1, 1.1754943508222875e-38), choose(common_2, 0, common_1))
+    grad_scale_times_grad_scale = grad_scale * grad_scale
+    minus_one_minus_wd_ratio = -(1 - wd_ratio)
+    minus_lr = -lr
+    minus_lr_over_one_minus_beta1_pow_t = -divide(lr, 1 - beta1**step)
+    return (
+        beta2, scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale,
+        one_minus_beta1_times_grad_scale, scalar_4, scalar_5, eps, grad_scale, grad_scale_times_grad_scale, delta,
+        weight_decay, minus_one_minus_wd_ratio, minus_lr, beta1, minus_lr_over_one_minus_beta1_pow_t,
+    )
+
+
+# The eager reference, in strict maths.
+RULES = (
+    RuleRecord(
+        "adamp",
+        "",
+        flags={"nesterov": False, "projected": True},
+        step="adamp",
+        scalars=(
+            "beta1", "beta2", "eps", "grad_scale", "one_minus_beta1", "one_minus_beta2", "sqrt_one_minus_beta2_pow_t",
+            "delta", "lr", "weight_decay", "one_minus_wd_ratio", "lr_over_one_minus_beta1_pow_t",
+        ),
+        host=host_scalars,
+        states=(StateRecord("exp_avg", normalized_by="exp_avg_sq"), StateRecord("exp_avg_sq", nonneg=True)),
+        early=("exp_avg_sq", "exp_avg"),
+        spaces=("row", "tensor"),
+        by_rows=True,
+        matrix="first",
+    ),
+    RuleRecord(
+        "adamp",
+        "_no_projected",
+        flags={"nesterov": False, "projected": False},
+        step="adamp_no_projected",
+        scalars=(
+            "beta1", "beta2", "eps", "grad_scale", "one_minus_beta1", "one_minus_beta2", "sqrt_one_minus_beta2_pow_t",
+            "one_minus_lr_times_weight_decay", "lr_over_one_minus_beta1_pow_t",
+        ),
+        host=host_scalars_2,
+        states=(StateRecord("exp_avg", normalized_by="exp_avg_sq"), StateRecord("exp_avg_sq", nonneg=True)),
+        matrix="first",
+    ),
+    RuleRecord(
+        "adamp",
+        "_nesterov",
+        flags={"nesterov": True, "projected": True},
+        step="adamp_nesterov",
+        scalars=(
+            "beta1", "beta2", "eps", "grad_scale", "one_minus_beta1", "one_minus_beta2", "sqrt_one_minus_beta2_pow_t",
+            "delta", "lr", "weight_decay", "one_minus_wd_ratio", "lr_over_one_minus_beta1_pow_t",
+        ),
+        host=host_scalars,
+        states=(StateRecord("exp_avg", normalized_by="exp_avg_sq"), StateRecord("exp_avg_sq", nonneg=True)),
+        spaces=("row", "tensor"),
+        by_rows=True,
+        matrix="first",
+    ),
+    RuleRecord(
+        "adamp",
+        "_nesterov_no_projected",
+        flags={"nesterov": True, "projected": False},
+        step="adamp_nesterov_no_projected",
+        scalars=(
+            "beta1", "beta2", "eps", "grad_scale", "one_minus_beta1", "one_minus_beta2", "sqrt_one_minus_beta2_pow_t",
+            "one_minus_lr_times_weight_decay", "lr_over_one_minus_beta1_pow_t",
+        ),
+        host=host_scalars_2,
+        states=(StateRecord("exp_avg", normalized_by="exp_avg_sq"), StateRecord("exp_avg_sq", nonneg=True)),
+        matrix="first",
+    ),
+)
+
+# The kernels, in fast maths; rounding changed by: distribute, eps, fma, group, linear, reciprocal, step.
+STEPS = (
+    Rule(
+        ({"nesterov": False, "projected": True},),
+        (
+            "beta1", "beta2", "one_minus_beta1_times_grad_scale", "scalar_1", "scalar_2", "scalar_3", "eps",
+            "grad_scale", "grad_scale_times_grad_scale", "delta", "weight_decay", "minus_one_minus_wd_ratio",
+            "minus_lr", "minus_lr_over_one_minus_beta1_pow_t",
+        ),
+        host=kernel_scalars,
+        temps=(
+            Temp("row_sum_for_invariant", "row", reduction="row_sum", source="elem"),
+            Temp("row_sum_for_invariant_2", "row", reduction="row_sum", source="elem"),
+            Temp("row_sum_for_invariant_3", "row", reduction="row_sum", source="elem"),
+            Temp("row_sum_of_p", "row", reduction="row_sum", source="elem"),
+            Temp("row_sum_of_p_over_row_mul_3", "row"),
+            Temp("tensor_max_for_invariant", "tensor", reduction="tensor_max", source="row"),
+            Temp("tensor_sum_for_invariant", "tensor", reduction="tensor_sum", source="row"),
+            Temp("tensor_sum_for_invariant_2", "tensor", reduction="tensor_sum", source="row"),
+            Temp("tensor_sum_for_invariant_3", "tensor", reduction="tensor_sum", source="row"),
+            Temp("tensor_sum_of_p", "tensor", reduction="tensor_sum", source="row"),
+            Temp("delta_over_sqrt_columns", "tensor"),
+            Temp("delta_over_sqrt_elements", "tensor"),
+            Temp("lt_tensor_div_delta_over_sqrt_elements", "tensor"),
+            Temp("tensor_sum_of_p_over_tensor_mul_3_2", "tensor"),
+            Temp("one_minus_lr_times_weight_decay_2", "tensor"),
+            Temp("tensor_lt", "tensor"),
+            Temp("row_sum_of_p_over_row_mul_3_2", "row"),
+        ),
+        stages=(
+            Stage(
+                "adamp_1",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2, 3, 4, 5),
+                temps=("row_sum_for_invariant", "row_sum_for_invariant_2", "row_sum_for_invariant_3", "row_sum_of_p"),
+                matrices=True,
+                reads=("p", "g", "exp_avg", "exp_avg_sq"),
+                stores=("exp_avg", "exp_avg_sq"),
+                sums=(
+                    ("product", ("row_sum_for_invariant",)),
+                    ("square", ("row_sum_for_invariant_2",)),
+                    ("square", ("row_sum_for_invariant_3",)),
+                    ("product", ("row_sum_of_p",)),
+                ),
+                plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+            ),
+            Stage(
+                "adamp_2",
+                "row",
+                level=1,
+                scalars=(6, 7, 8),
+                temps=(
+                    "tensor_max_for_invariant", "row_sum_of_p_over_row_mul_3", "tensor_sum_for_invariant",
+                    "tensor_sum_for_invariant_2", "tensor_sum_for_invariant_3", "tensor_sum_of_p",
+                ),
+                matrices=True,
+                reads=("row_sum_for_invariant", "row_sum_for_invariant_2", "row_sum_for_invariant_3", "row_sum_of_p"),
+                stores=("row_sum_of_p_over_row_mul_3",),
+                sums=(
+                    ("max", ("tensor_max_for_invariant",)),
+                    ("sum", ("tensor_sum_for_invariant",)),
+                    ("sum", ("tensor_sum_for_invariant_2",)),
+                    ("sum", ("tensor_sum_for_invariant_3",)),
+                    ("sum", ("tensor_sum_of_p",)),
+                ),
+            ),
+            Stage(
+                "adamp_3",
+                "tensor",
+                level=1,
+                scalars=(9,),
+                temps=("delta_over_sqrt_columns", "delta_over_sqrt_elements"),
+                stores=("delta_over_sqrt_columns", "delta_over_sqrt_elements"),
+                extents=("columns", "elements"),
+            ),
+            Stage(
+                "adamp_4",
+                "tensor",
+                level=1,
+                scalars=(6, 7, 8),
+                temps=("lt_tensor_div_delta_over_sqrt_elements", "tensor_sum_of_p_over_tensor_mul_3_2"),
+                reads=(
+                    "tensor_sum_for_invariant", "tensor_sum_for_invariant_2", "tensor_sum_for_invariant_3",
+                    "delta_over_sqrt_elements", "tensor_sum_of_p",
+                ),
+                stores=("lt_tensor_div_delta_over_sqrt_elements", "tensor_sum_of_p_over_tensor_mul_3_2"),
+                plus=("lt_tensor_div_delta_over_sqrt_elements",),
+                picked=("lt_tensor_div_delta_over_sqrt_elements", "tensor_sum_of_p_over_tensor_mul_3_2"),
+            ),
+            Stage(
+                "adamp_5",
+                "tensor",
+                level=1,
+                scalars=(10, 11, 12),
+                temps=("tensor_lt", "one_minus_lr_times_weight_decay_2"),
+                reads=("tensor_max_for_invariant", "delta_over_sqrt_columns", "lt_tensor_div_delta_over_sqrt_elements"),
+                stores=("tensor_lt", "one_minus_lr_times_weight_decay_2"),
+                plus=("tensor_lt", "one_minus_lr_times_weight_decay_2"),
+                picked=("tensor_lt",),
+            ),
+            Stage(
+                "adamp_6",
+                "row",
+                level=1,
+                scalars=(),
+                temps=("row_sum_of_p_over_row_mul_3_2",),
+                matrices=True,
+                reads=("tensor_lt", "row_sum_of_p_over_row_mul_3", "tensor_sum_of_p_over_tensor_mul_3_2"),
+                stores=("row_sum_of_p_over_row_mul_3_2",),
+                picked=("row_sum_of_p_over_row_mul_3_2",),
+            ),
+            Stage(
+                "adamp_7",
+                "elem",
+                level=2,
+                scalars=(4, 5, 13),
+                matrices=True,
+                reads=(
+                    "p", "exp_avg", "exp_avg_sq", "one_minus_lr_times_weight_decay_2", "row_sum_of_p_over_row_mul_3_2",
+                ),
+                stores=("p",),
+            ),
+        ),
+        early=("exp_avg_sq", "exp_avg"),
+    ),
+    Rule(
+        ({"nesterov": False, "projected": True},),
+        (
+            "beta1", "beta2", "one_minus_beta1_times_grad_scale", "scalar_1", "scalar_2", "scalar_3", "eps",
+            "grad_scale", "grad_scale_times_grad_scale", "delta", "weight_decay", "minus_one_minus_wd_ratio",
+            "minus_lr", "minus_lr_over_one_minus_beta1_pow_t",
+        ),
+        host=kernel_scalars,
+        temps=(
+            Temp("row_sum_for_invariant", "row", reduction="row_sum", source="elem"),
+            Temp("row_sum_for_invariant_2", "row", reduction="row_sum", source="elem"),
+            Temp("row_sum_for_invariant_3", "row", reduction="row_sum", source="elem"),
+            Temp("row_sum_of_p", "row", reduction="row_sum", source="elem"),
+            Temp("row_sum_of_p_over_row_mul_3", "row"),
+            Temp("tensor_max_for_invariant", "tensor", reduction="tensor_max", source="row"),
+            Temp("tensor_sum_for_invariant", "tensor", reduction="tensor_sum", source="row"),
+            Temp("tensor_sum_for_invariant_2", "tensor", reduction="tensor_sum", source="row"),
+            Temp("tensor_sum_for_invariant_3", "tensor", reduction="tensor_sum", source="row"),
+            Temp("tensor_sum_of_p", "tensor", reduction="tensor_sum", source="row"),
+            Temp("delta_over_sqrt_columns", "tensor"),
+            Temp("delta_over_sqrt_elements", "tensor"),
+            Temp("lt_tensor_div_delta_over_sqrt_elements", "tensor"),
+            Temp("tensor_sum_of_p_over_tensor_mul_3_2", "tensor"),
+            Temp("one_minus_lr_times_weight_decay_2", "tensor"),
+            Temp("tensor_lt", "tensor"),
+            Temp("row_sum_of_p_over_row_mul_3_2", "row"),
+        ),
+        stages=(
+            Stage(
+                "adamp_late_1",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2, 3, 4, 5),
+                temps=("row_sum_for_invariant", "row_sum_for_invariant_2", "row_sum_for_invariant_3", "row_sum_of_p"),
+                matrices=True,
+                reads=("p", "g", "exp_avg", "exp_avg_sq"),
+                sums=(
+                    ("product", ("row_sum_for_invariant",)),
+                    ("square", ("row_sum_for_invariant_2",)),
+                    ("square", ("row_sum_for_invariant_3",)),
+                    ("product", ("row_sum_of_p",)),
+                ),
+            ),
+            Stage(
+                "adamp_2",
+                "row",
+                level=1,
+                scalars=(6, 7, 8),
+                temps=(
+                    "tensor_max_for_invariant", "row_sum_of_p_over_row_mul_3", "tensor_sum_for_invariant",
+                    "tensor_sum_for_invariant_2", "tensor_sum_for_invariant_3", "tensor_sum_of_p",
+                ),
+                matrices=True,
+                reads=("row_sum_for_invariant", "row_sum_for_invariant_2", "row_sum_for_invariant_3", "row_sum_of_p"),
+                stores=("row_sum_of_p_over_row_mul_3",),
+                sums=(
+                    ("max", ("tensor_max_for_invariant",)),
+                    ("sum", ("tensor_sum_for_invariant",)),
+                    ("sum", ("tensor_sum_for_invariant_2",)),
+                    ("sum", ("tensor_sum_for_invariant_3",)),
+                    ("sum", ("tensor_sum_of_p",)),
+                ),
+            ),
+            Stage(
+                "adamp_3",
+                "tensor",
+                level=1,
+                scalars=(9,),
+                temps=("delta_over_sqrt_columns", "delta_over_sqrt_elements"),
+                stores=("delta_over_sqrt_columns", "delta_over_sqrt_elements"),
+                extents=("columns", "elements"),
+            ),
+            Stage(
+                "adamp_4",
+                "tensor",
+                level=1,
+                scalars=(6, 7, 8),
+                temps=("lt_tensor_div_delta_over_sqrt_elements", "tensor_sum_of_p_over_tensor_mul_3_2"),
+                reads=(
+                    "tensor_sum_for_invariant", "tensor_sum_for_invariant_2", "tensor_sum_for_invariant_3",
+                    "delta_over_sqrt_elements", "tensor_sum_of_p",
+                ),
+                stores=("lt_tensor_div_delta_over_sqrt_elements", "tensor_sum_of_p_over_tensor_mul_3_2"),
+                plus=("lt_tensor_div_delta_over_sqrt_elements",),
+                picked=("lt_tensor_div_delta_over_sqrt_elements", "tensor_sum_of_p_over_tensor_mul_3_2"),
+            ),
+            Stage(
+                "adamp_5",
+                "tensor",
+                level=1,
+                scalars=(10, 11, 12),
+                temps=("tensor_lt", "one_minus_lr_times_weight_decay_2"),
+                reads=("tensor_max_for_invariant", "delta_over_sqrt_columns", "lt_tensor_div_delta_over_sqrt_elements"),
+                stores=("tensor_lt", "one_minus_lr_times_weight_decay_2"),
+                plus=("tensor_lt", "one_minus_lr_times_weight_decay_2"),
+                picked=("tensor_lt",),
+            ),
+            Stage(
+                "adamp_6",
+                "row",
+                level=1,
+                scalars=(),
+                temps=("row_sum_of_p_over_row_mul_3_2",),
+                matrices=True,
+                reads=("tensor_lt", "row_sum_of_p_over_row_mul_3", "tensor_sum_of_p_over_tensor_mul_3_2"),
+                stores=("row_sum_of_p_over_row_mul_3_2",),
+                picked=("row_sum_of_p_over_row_mul_3_2",),
+            ),
+            Stage(
+                "adamp_late_7",
+                "elem",
+                level=2,
+                scalars=(0, 1, 2, 3, 4, 5, 13),
+                matrices=True,
+                reads=(
+                    "p", "g", "exp_avg", "exp_avg_sq", "one_minus_lr_times_weight_decay_2",
+                    "row_sum_of_p_over_row_mul_3_2",
+                ),
+                stores=("p", "exp_avg", "exp_avg_sq"),
+                plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+            ),
+        ),
+    ),
+    Rule(
+        ({"nesterov": False, "projected": False},),
+        (
+            "beta1", "beta2", "one_minus_beta1_times_grad_scale", "scalar_1", "scalar_2", "scalar_3",
+            "one_minus_lr_times_weight_decay", "minus_lr_over_one_minus_beta1_pow_t",
+        ),
+        host=kernel_scalars_2,
+        stages=(
+            Stage(
+                "adamp_no_projected",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2, 3, 4, 5, 6, 7),
+                reads=("p", "g", "exp_avg", "exp_avg_sq"),
+                stores=("p", "exp_avg", "exp_avg_sq"),
+                plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+            ),
+        ),
+    ),
+    Rule(
+        ({"nesterov": True, "projected": True},),
+        (
+            "beta2", "scalar_0", "beta1_times_beta1", "beta1_times_one_minus_beta1_times_grad_scale",
+            "one_minus_beta1_times_grad_scale", "scalar_4", "scalar_5", "eps", "grad_scale",
+            "grad_scale_times_grad_scale", "delta", "weight_decay", "minus_one_minus_wd_ratio", "minus_lr", "beta1",
+            "minus_lr_over_one_minus_beta1_pow_t",
+        ),
+        host=kernel_scalars_3,
+        temps=(
+            Temp("row_sum_for_invariant", "row", reduction="row_sum", source="elem"),
+            Temp("row_sum_for_invariant_2", "row", reduction="row_sum", source="elem"),
+            Temp("row_sum_for_invariant_3", "row", reduction="row_sum", source="elem"),
+            Temp("row_sum_of_p", "row", reduction="row_sum", source="elem"),
+            Temp("row_sum_of_p_over_row_mul_3", "row"),
+            Temp("tensor_max_for_invariant", "tensor", reduction="tensor_max", source="row"),
+            Temp("tensor_sum_for_invariant", "tensor", reduction="tensor_sum", source="row"),
+            Temp("tensor_sum_for_invariant_2", "tensor", reduction="tensor_sum", source="row"),
+            Temp("tensor_sum_for_invariant_3", "tensor", reduction="tensor_sum", source="row"),
+            Temp("tensor_sum_of_p", "tensor", reduction="tensor_sum", source="row"),
+            Temp("delta_over_sqrt_columns", "tensor"),
+            Temp("delta_over_sqrt_elements", "tensor"),
+            Temp("lt_tensor_div_delta_over_sqrt_elements", "tensor"),
+            Temp("tensor_sum_of_p_over_tensor_mul_3_2", "tensor"),
+            Temp("one_minus_lr_times_weight_decay_2", "tensor"),
+            Temp("tensor_lt", "tensor"),
+            Temp("row_sum_of_p_over_row_mul_3_2", "row"),
+        ),
+        stages=(
+            Stage(
+                "adamp_nesterov_1",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2, 3, 4, 5, 6),
+                temps=("row_sum_for_invariant", "row_sum_for_invariant_2", "row_sum_for_invariant_3", "row_sum_of_p"),
+                matrices=True,
+                reads=("p", "g", "exp_avg", "exp_avg_sq"),
+                sums=(
+                    ("product", ("row_sum_for_invariant",)),
+                    ("square", ("row_sum_for_invariant_2",)),
+                    ("square", ("row_sum_for_invariant_3",)),
+                    ("product", ("row_sum_of_p",)),
+                ),
+            ),
+            Stage(
+                "adamp_2",
+                "row",
+                level=1,
+                scalars=(7, 8, 9),
+                temps=(
+                    "tensor_max_for_invariant", "row_sum_of_p_over_row_mul_3", "tensor_sum_for_invariant",
+                    "tensor_sum_for_invariant_2", "tensor_sum_for_invariant_3", "tensor_sum_of_p",
+                ),
+                matrices=True,
+                reads=("row_sum_for_invariant", "row_sum_for_invariant_2", "row_sum_for_invariant_3", "row_sum_of_p"),
+                stores=("row_sum_of_p_over_row_mul_3",),
+                sums=(
+                    ("max", ("tensor_max_for_invariant",)),
+                    ("sum", ("tensor_sum_for_invariant",)),
+                    ("sum", ("tensor_sum_for_invariant_2",)),
+                    ("sum", ("tensor_sum_for_invariant_3",)),
+                    ("sum", ("tensor_sum_of_p",)),
+                ),
+            ),
+            Stage(
+                "adamp_3",
+                "tensor",
+                level=1,
+                scalars=(10,),
+                temps=("delta_over_sqrt_columns", "delta_over_sqrt_elements"),
+                stores=("delta_over_sqrt_columns", "delta_over_sqrt_elements"),
+                extents=("columns", "elements"),
+            ),
+            Stage(
+                "adamp_4",
+                "tensor",
+                level=1,
+                scalars=(7, 8, 9),
+                temps=("lt_tensor_div_delta_over_sqrt_elements", "tensor_sum_of_p_over_tensor_mul_3_2"),
+                reads=(
+                    "tensor_sum_for_invariant", "tensor_sum_for_invariant_2", "tensor_sum_for_invariant_3",
+                    "delta_over_sqrt_elements", "tensor_sum_of_p",
+                ),
+                stores=("lt_tensor_div_delta_over_sqrt_elements", "tensor_sum_of_p_over_tensor_mul_3_2"),
+                plus=("lt_tensor_div_delta_over_sqrt_elements",),
+                picked=("lt_tensor_div_delta_over_sqrt_elements", "tensor_sum_of_p_over_tensor_mul_3_2"),
+            ),
+            Stage(
+                "adamp_5",
+                "tensor",
+                level=1,
+                scalars=(11, 12, 13),
+                temps=("tensor_lt", "one_minus_lr_times_weight_decay_2"),
+                reads=("tensor_max_for_invariant", "delta_over_sqrt_columns", "lt_tensor_div_delta_over_sqrt_elements"),
+                stores=("tensor_lt", "one_minus_lr_times_weight_decay_2"),
+                plus=("tensor_lt", "one_minus_lr_times_weight_decay_2"),
+                picked=("tensor_lt",),
+            ),
+            Stage(
+                "adamp_6",
+                "row",
+                level=1,
+                scalars=(),
+                temps=("row_sum_of_p_over_row_mul_3_2",),
+                matrices=True,
+                reads=("tensor_lt", "row_sum_of_p_over_row_mul_3", "tensor_sum_of_p_over_tensor_mul_3_2"),
+                stores=("row_sum_of_p_over_row_mul_3_2",),
+                picked=("row_sum_of_p_over_row_mul_3_2",),
+            ),
+            Stage(
+                "adamp_nesterov_7",
+                "elem",
+                level=2,
+                scalars=(14, 0, 4, 1, 5, 6, 15),
+                matrices=True,
+                reads=(
+                    "p", "g", "exp_avg", "exp_avg_sq", "one_minus_lr_times_weight_decay_2",
+                    "row_sum_of_p_over_row_mul_3_2",
+                ),
+                stores=("p", "exp_avg", "exp_avg_sq"),
+                plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+            ),
+        ),
+    ),
+    Rule(
+        ({"nesterov": True, "projected": False},),
+        (
+            "beta1", "beta2", "one_minus_beta1_times_grad_scale", "scalar_1", "scalar_2", "scalar_3",
+            "one_minus_lr_times_weight_decay", "minus_lr_over_one_minus_beta1_pow_t",
+        ),
+        host=kernel_scalars_2,
+        stages=(
+            Stage(
+                "adamp_nesterov_no_projected",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2, 3, 4, 5, 6, 7),
+                reads=("p", "g", "exp_avg", "exp_avg_sq"),
+                stores=("p", "exp_avg", "exp_avg_sq"),
+                plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+            ),
+        ),
+    ),
+)
+
+READY = True

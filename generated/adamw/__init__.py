@@ -5,6 +5,9 @@
 # fmt: off
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer
+from optgen.runtime.records import Rule, Stage
+from optgen.runtime.records.join import RuleRecord, StateRecord
+from optgen.runtime.records.scalars import choose, divide, larger, root
 
 
 class AdamW(Optimizer):
@@ -53,7 +56,6 @@ class AdamW(Optimizer):
         "torchao8", "torchao4", "torchao_fp8", "lpmm4", "lpmm4_factor", "int4_factored_split24",
         "int5_factored_split24",
     )
-    DEFAULT_PLAN = {"float32": "int8_split24", "bfloat16": "int8_split24", "float16": "int8_split24"}
 
     def __init__(
         self, params, lr=0.001, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, amsgrad=False, decouple_lr=False,
@@ -64,3 +66,210 @@ class AdamW(Optimizer):
             dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad, decouple_lr=decouple_lr),
             **options
         )
+
+
+def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2 = betas
+    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
+    one_minus_beta1 = 1 - beta1
+    one_minus_beta2 = 1 - beta2
+    sqrt_one_minus_beta2_pow_t = root(1 - beta2**step)
+    lr_over_one_minus_beta1_pow_t = divide(lr, 1 - beta1**step)
+    return (
+        beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
+        sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
+    )
+
+
+def host_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, peak_lr):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2 = betas
+    peak_lr_2 = larger(peak_lr, lr)              # 28  peak_lr = maximum(peak_lr, lr)
+    rate = divide(lr, larger(peak_lr_2, 1e-30))  # 29  rate = schedule_of(lr, peak_lr) if decouple_lr else lr
+    scalar_0 = 1 - rate * weight_decay
+    one_minus_beta1 = 1 - beta1
+    one_minus_beta2 = 1 - beta2
+    sqrt_one_minus_beta2_pow_t = root(1 - beta2**step)
+    lr_over_one_minus_beta1_pow_t = divide(lr, 1 - beta1**step)
+    return (
+        beta1, beta2, eps, grad_scale, scalar_0, one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
+        lr_over_one_minus_beta1_pow_t, peak_lr_2,
+    )
+
+
+def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2 = betas
+    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
+    one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
+    scalar_2 = (1 - beta2) * grad_scale * grad_scale
+    common_1 = root(1 - beta2**step)
+    common_2 = divide(lr, 1 - beta1**step) * common_1
+    common_3 = common_2 < 7.888609052210118e-31
+    scalar_3 = choose(common_3, 1, divide(1, common_2))
+    scalar_4 = divide(larger(eps * common_1, 1.1754943508222875e-38), choose(common_3, 0, common_2))
+    return (
+        beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+    )
+
+
+def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, peak_lr):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2 = betas
+    peak_lr_2 = larger(peak_lr, lr)              # 28  peak_lr = maximum(peak_lr, lr)
+    rate = divide(lr, larger(peak_lr_2, 1e-30))  # 29  rate = schedule_of(lr, peak_lr) if decouple_lr else lr
+    scalar_0 = 1 - rate * weight_decay
+    one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
+    scalar_2 = (1 - beta2) * grad_scale * grad_scale
+    common_1 = root(1 - beta2**step)
+    common_2 = divide(lr, 1 - beta1**step) * common_1
+    common_3 = common_2 < 7.888609052210118e-31
+    scalar_3 = choose(common_3, 1, divide(1, common_2))
+    scalar_4 = divide(larger(eps * common_1, 1.1754943508222875e-38), choose(common_3, 0, common_2))
+    return (beta1, beta2, scalar_0, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, peak_lr_2)
+
+
+# The eager reference, in strict maths.
+RULES = (
+    RuleRecord(
+        "adamw",
+        "",
+        flags={"amsgrad": False, "decouple_lr": False},
+        step="adamw",
+        scalars=(
+            "beta1", "beta2", "eps", "grad_scale", "one_minus_lr_times_weight_decay", "one_minus_beta1",
+            "one_minus_beta2", "sqrt_one_minus_beta2_pow_t", "lr_over_one_minus_beta1_pow_t",
+        ),
+        host=host_scalars,
+        states=(StateRecord("exp_avg", normalized_by="exp_avg_sq"), StateRecord("exp_avg_sq", nonneg=True)),
+    ),
+    RuleRecord(
+        "adamw",
+        "_decouple_lr",
+        flags={"amsgrad": False, "decouple_lr": True},
+        step="adamw",
+        scalars=(
+            "beta1", "beta2", "eps", "grad_scale", "scalar_0", "one_minus_beta1", "one_minus_beta2",
+            "sqrt_one_minus_beta2_pow_t", "lr_over_one_minus_beta1_pow_t",
+        ),
+        host=host_scalars_2,
+        states=(StateRecord("exp_avg", normalized_by="exp_avg_sq"), StateRecord("exp_avg_sq", nonneg=True)),
+        host_states=(("peak_lr", 0.0),),
+    ),
+    RuleRecord(
+        "adamw",
+        "_amsgrad",
+        flags={"amsgrad": True, "decouple_lr": False},
+        step="adamw_amsgrad",
+        scalars=(
+            "beta1", "beta2", "eps", "grad_scale", "one_minus_lr_times_weight_decay", "one_minus_beta1",
+            "one_minus_beta2", "sqrt_one_minus_beta2_pow_t", "lr_over_one_minus_beta1_pow_t",
+        ),
+        host=host_scalars,
+        states=(
+            StateRecord("exp_avg", normalized_by="exp_avg_sq"),
+            StateRecord("exp_avg_sq", nonneg=True),
+            StateRecord("max_exp_avg_sq", nonneg=True, nearest=True),
+        ),
+    ),
+    RuleRecord(
+        "adamw",
+        "_amsgrad_decouple_lr",
+        flags={"amsgrad": True, "decouple_lr": True},
+        step="adamw_amsgrad",
+        scalars=(
+            "beta1", "beta2", "eps", "grad_scale", "scalar_0", "one_minus_beta1", "one_minus_beta2",
+            "sqrt_one_minus_beta2_pow_t", "lr_over_one_minus_beta1_pow_t",
+        ),
+        host=host_scalars_2,
+        states=(
+            StateRecord("exp_avg", normalized_by="exp_avg_sq"),
+            StateRecord("exp_avg_sq", nonneg=True),
+            StateRecord("max_exp_avg_sq", nonneg=True, nearest=True),
+        ),
+        host_states=(("peak_lr", 0.0),),
+    ),
+)
+
+# The kernels, in fast maths; rounding changed by: eps, fma, group, reciprocal, step.
+STEPS = (
+    Rule(
+        ({"amsgrad": False, "decouple_lr": False},),
+        (
+            "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
+            "scalar_3", "scalar_4",
+        ),
+        host=kernel_scalars,
+        stages=(
+            Stage(
+                "adamw",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2, 3, 4, 5, 6),
+                reads=("p", "g", "exp_avg", "exp_avg_sq"),
+                stores=("p", "exp_avg", "exp_avg_sq"),
+                plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+            ),
+        ),
+    ),
+    Rule(
+        ({"amsgrad": False, "decouple_lr": True},),
+        ("beta1", "beta2", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3", "scalar_4"),
+        host=kernel_scalars_2,
+        stages=(
+            Stage(
+                "adamw",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2, 3, 4, 5, 6),
+                reads=("p", "g", "exp_avg", "exp_avg_sq"),
+                stores=("p", "exp_avg", "exp_avg_sq"),
+                plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+            ),
+        ),
+    ),
+    Rule(
+        ({"amsgrad": True, "decouple_lr": False},),
+        (
+            "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
+            "scalar_3", "scalar_4",
+        ),
+        host=kernel_scalars,
+        stages=(
+            Stage(
+                "adamw_amsgrad",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2, 3, 4, 5, 6),
+                reads=("p", "g", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+                stores=("p", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+                plus=("exp_avg_sq", "max_exp_avg_sq"),
+                picked=("max_exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq")), ("max_exp_avg_sq", ("g", "exp_avg_sq", "max_exp_avg_sq"))),
+            ),
+        ),
+    ),
+    Rule(
+        ({"amsgrad": True, "decouple_lr": True},),
+        ("beta1", "beta2", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3", "scalar_4"),
+        host=kernel_scalars_2,
+        stages=(
+            Stage(
+                "adamw_amsgrad",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2, 3, 4, 5, 6),
+                reads=("p", "g", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+                stores=("p", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+                plus=("exp_avg_sq", "max_exp_avg_sq"),
+                picked=("max_exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq")), ("max_exp_avg_sq", ("g", "exp_avg_sq", "max_exp_avg_sq"))),
+            ),
+        ),
+    ),
+)
+
+READY = True

@@ -5,6 +5,9 @@
 # fmt: off
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer
+from optgen.runtime.records import Rule, Stage
+from optgen.runtime.records.join import RuleRecord, StateRecord
+from optgen.runtime.records.scalars import choose, divide, larger, root
 
 
 class Adan(Optimizer):
@@ -42,7 +45,93 @@ class Adan(Optimizer):
         Hyper("weight_decay", 0.0, ge=0.0),
     )
     PLANS = ("fp32", "int8_split24",)
-    DEFAULT_PLAN = {"float32": "int8_split24", "bfloat16": "int8_split24", "float16": "int8_split24"}
 
     def __init__(self, params, lr=0.001, betas=(0.98, 0.92, 0.99), eps=1e-8, weight_decay=0.0, **options):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay), **options)
+
+
+def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2, beta3 = betas
+    where_lt_one_t_one_zero = choose(1 < step, 1, 0)
+    one_minus_beta1 = 1 - beta1
+    one_minus_beta2 = 1 - beta2
+    one_minus_beta3 = 1 - beta3
+    sqrt_one_minus_beta3_pow_t = root(1 - beta3**step)
+    avg_lr = divide(lr, 1 - beta1**step)           # 31  avg_lr = lr / (1 - beta1**t)
+    diff_lr = divide(lr * beta2, 1 - beta2**step)  # 32  diff_lr = lr * beta2 / (1 - beta2**t)
+    one_plus_lr_times_weight_decay = 1 + lr * weight_decay
+    return (
+        beta1, beta2, beta3, eps, grad_scale, where_lt_one_t_one_zero, one_minus_beta1, one_minus_beta2,
+        one_minus_beta3, sqrt_one_minus_beta3_pow_t, avg_lr, diff_lr, one_plus_lr_times_weight_decay,
+    )
+
+
+def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2, beta3 = betas
+    where_lt_one_t_one_zero = choose(1 < step, 1, 0)
+    one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
+    one_minus_beta2 = 1 - beta2
+    one_minus_beta3 = 1 - beta3
+    avg_lr = divide(lr, 1 - beta1**step)           # 31  avg_lr = lr / (1 - beta1**t)
+    diff_lr = divide(lr * beta2, 1 - beta2**step)  # 32  diff_lr = lr * beta2 / (1 - beta2**t)
+    common_1 = root(1 - beta3**step)
+    common_2 = common_1 < 7.888609052210118e-31
+    scalar_6 = choose(common_2, 1, 1 / common_1)
+    scalar_7 = divide(larger(eps * common_1, 1.1754943508222875e-38), choose(common_2, 0, common_1))
+    one_over_one_plus_lr_times_weight_decay = divide(1, 1 + lr * weight_decay)
+    return (
+        beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2,
+        one_minus_beta3, avg_lr, diff_lr, scalar_6, scalar_7, one_over_one_plus_lr_times_weight_decay,
+    )
+
+
+# The eager reference, in strict maths.
+RULES = (
+    RuleRecord(
+        "adan",
+        "",
+        flags={},
+        step="adan",
+        scalars=(
+            "beta1", "beta2", "beta3", "eps", "grad_scale", "where_lt_one_t_one_zero", "one_minus_beta1",
+            "one_minus_beta2", "one_minus_beta3", "sqrt_one_minus_beta3_pow_t", "avg_lr", "diff_lr",
+            "one_plus_lr_times_weight_decay",
+        ),
+        host=host_scalars,
+        states=(
+            StateRecord("exp_avg"),
+            StateRecord("exp_avg_diff"),
+            StateRecord("exp_avg_sq", nonneg=True),
+            StateRecord("prev_grad", nearest=True),
+        ),
+    ),
+)
+
+# The kernels, in fast maths; rounding changed by: eps, fma, group, reciprocal, step.
+STEPS = (
+    Rule(
+        ({},),
+        (
+            "beta1", "beta2", "beta3", "grad_scale", "where_lt_one_t_one_zero", "one_minus_beta1_times_grad_scale",
+            "one_minus_beta2", "one_minus_beta3", "avg_lr", "diff_lr", "scalar_6", "scalar_7",
+            "one_over_one_plus_lr_times_weight_decay",
+        ),
+        host=kernel_scalars,
+        stages=(
+            Stage(
+                "adan",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12),
+                reads=("p", "g", "exp_avg", "exp_avg_diff", "exp_avg_sq", "prev_grad"),
+                stores=("p", "exp_avg", "exp_avg_diff", "exp_avg_sq", "prev_grad"),
+                plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq", "prev_grad")),),
+            ),
+        ),
+    ),
+)
+
+READY = True

@@ -5,6 +5,9 @@
 # fmt: off
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer
+from optgen.runtime.records import Rule, Stage
+from optgen.runtime.records.join import RuleRecord, StateRecord
+from optgen.runtime.records.scalars import choose, divide, exp, larger, log, root, smaller
 
 
 class AdEMAMix(Optimizer):
@@ -48,7 +51,6 @@ class AdEMAMix(Optimizer):
         Hyper("weight_decay", 0.0, ge=0.0),
     )
     PLANS = ("fp32", "int8_split24",)
-    DEFAULT_PLAN = {"float32": "int8_split24", "bfloat16": "int8_split24", "float16": "int8_split24"}
 
     def __init__(
         self, params, lr=0.001, betas=(0.9, 0.999, 0.9999), alpha=5.0, alpha_warmup=0.0, beta3_warmup=0.0, eps=1e-8,
@@ -62,3 +64,108 @@ class AdEMAMix(Optimizer):
             ),
             **options
         )
+
+
+def host_scalars(step, grad_scale, *, lr, betas, alpha, alpha_warmup, beta3_warmup, eps, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2, beta3 = betas
+    # 28  ramp = minimum(t / maximum(beta3_warmup, 1.0), 1.0)
+    ramp = smaller(divide(step, larger(beta3_warmup, 1)), 1)
+    # 29  log1, log3 = log(maximum(beta1, 1e-8)), log(maximum(beta3, 1e-8))
+    log1 = log(larger(beta1, 1e-08))
+    # 29  log1, log3 = log(maximum(beta1, 1e-8)), log(maximum(beta3, 1e-8))
+    log3 = log(larger(beta3, 1e-08))
+    # 30  slow = exp(log1 * log3 / ((1 - ramp) * log3 + ramp * log1))
+    slow = exp(divide(log1 * log3, (1 - ramp) * log3 + ramp * log1))
+    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
+    one_minus_beta1 = 1 - beta1
+    # 31  beta3_now = where(t < beta3_warmup, minimum(slow, beta3), beta3)
+    beta3_now = choose(step < beta3_warmup, smaller(slow, beta3), beta3)
+    scalar_3 = 1 - beta3_now
+    one_minus_beta2 = 1 - beta2
+    sqrt_one_minus_beta2_pow_t = root(1 - beta2**step)
+    one_minus_beta1_pow_t = 1 - beta1**step
+    # 27  mix = alpha * minimum(t / maximum(alpha_warmup, 1.0), 1.0)
+    mix = alpha * smaller(divide(step, larger(alpha_warmup, 1)), 1)
+    return (
+        lr, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, beta3_now, scalar_3,
+        one_minus_beta2, sqrt_one_minus_beta2_pow_t, one_minus_beta1_pow_t, mix,
+    )
+
+
+def kernel_scalars(step, grad_scale, *, lr, betas, alpha, alpha_warmup, beta3_warmup, eps, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2, beta3 = betas
+    # 27  mix = alpha * minimum(t / maximum(alpha_warmup, 1.0), 1.0)
+    mix = alpha * smaller(divide(step, larger(alpha_warmup, 1)), 1)
+    # 28  ramp = minimum(t / maximum(beta3_warmup, 1.0), 1.0)
+    ramp = smaller(divide(step, larger(beta3_warmup, 1)), 1)
+    # 29  log1, log3 = log(maximum(beta1, 1e-8)), log(maximum(beta3, 1e-8))
+    log1 = log(larger(beta1, 1e-08))
+    # 29  log1, log3 = log(maximum(beta1, 1e-8)), log(maximum(beta3, 1e-8))
+    log3 = log(larger(beta3, 1e-08))
+    # 30  slow = exp(log1 * log3 / ((1 - ramp) * log3 + ramp * log1))
+    slow = exp(divide(log1 * log3, (1 - ramp) * log3 + ramp * log1))
+    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
+    one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
+    # 31  beta3_now = where(t < beta3_warmup, minimum(slow, beta3), beta3)
+    beta3_now = choose(step < beta3_warmup, smaller(slow, beta3), beta3)
+    scalar_3 = (1 - beta3_now) * grad_scale
+    scalar_4 = (1 - beta2) * grad_scale * grad_scale
+    lr_times_one_over_one_minus_beta1_pow_t = lr * (1 / (1 - beta1**step))
+    scalar_6 = lr * mix
+    common_1 = root(1 - beta2**step)
+    common_2 = common_1 < 7.888609052210118e-31
+    scalar_7 = choose(common_2, 1, 1 / common_1)
+    scalar_8 = divide(larger(eps * common_1, 1.1754943508222875e-38), choose(common_2, 0, common_1))
+    return (
+        beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4,
+        lr_times_one_over_one_minus_beta1_pow_t, scalar_6, scalar_7, scalar_8,
+    )
+
+
+# The eager reference, in strict maths.
+RULES = (
+    RuleRecord(
+        "ademamix",
+        "",
+        flags={},
+        step="ademamix",
+        scalars=(
+            "lr", "beta1", "beta2", "eps", "grad_scale", "one_minus_lr_times_weight_decay", "one_minus_beta1",
+            "beta3_now", "scalar_3", "one_minus_beta2", "sqrt_one_minus_beta2_pow_t", "one_minus_beta1_pow_t", "mix",
+        ),
+        host=host_scalars,
+        states=(
+            StateRecord("exp_avg", normalized_by="exp_avg_sq"),
+            StateRecord("exp_avg_slow"),
+            StateRecord("exp_avg_sq", nonneg=True),
+        ),
+    ),
+)
+
+# The kernels, in fast maths; rounding changed by: distribute, eps, fma, group, reciprocal, step.
+STEPS = (
+    Rule(
+        ({},),
+        (
+            "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "beta3_now",
+            "scalar_3", "scalar_4", "lr_times_one_over_one_minus_beta1_pow_t", "scalar_6", "scalar_7", "scalar_8",
+        ),
+        host=kernel_scalars,
+        stages=(
+            Stage(
+                "ademamix",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10),
+                reads=("p", "g", "exp_avg", "exp_avg_slow", "exp_avg_sq"),
+                stores=("p", "exp_avg", "exp_avg_slow", "exp_avg_sq"),
+                plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+            ),
+        ),
+    ),
+)
+
+READY = True

@@ -5,6 +5,9 @@
 # fmt: off
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer
+from optgen.runtime.records import Rule, Stage
+from optgen.runtime.records.join import RuleRecord, StateRecord
+from optgen.runtime.records.scalars import choose, power
 
 
 class ADOPT(Optimizer):
@@ -45,7 +48,6 @@ class ADOPT(Optimizer):
         Flag("decoupled_weight_decay", False),
     )
     PLANS = ("fp32", "int8_split24",)
-    DEFAULT_PLAN = {"float32": "int8_split24", "bfloat16": "int8_split24", "float16": "int8_split24"}
 
     def __init__(
         self, params, lr=0.001, betas=(0.9, 0.9999), eps=1e-6, weight_decay=0.0, decoupled_weight_decay=False, **options
@@ -55,3 +57,139 @@ class ADOPT(Optimizer):
             dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, decoupled_weight_decay=decoupled_weight_decay),
             **options
         )
+
+
+def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2 = betas
+    minus_t_minus_one_pow_0p25 = -power(step - 1, 0.25)
+    bound = power(step - 1, 0.25)       # 28  bound = (t - 1) ** 0.25
+    one_minus_beta1 = 1 - beta1
+    decay = choose(1 < step, beta2, 0)  # 32  decay = where(t > 1, beta2, 0.0)
+    one_minus_where_lt_one_t_beta2_zero = 1 - decay
+    return (
+        lr, beta1, eps, weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, decay,
+        one_minus_where_lt_one_t_beta2_zero,
+    )
+
+
+def host_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2 = betas
+    common_1 = 1 < step
+    scalar_0 = 1 - lr * choose(common_1, weight_decay, 0)
+    minus_t_minus_one_pow_0p25 = -power(step - 1, 0.25)
+    bound = power(step - 1, 0.25)       # 28  bound = (t - 1) ** 0.25
+    one_minus_beta1 = 1 - beta1
+    decay = choose(common_1, beta2, 0)  # 32  decay = where(t > 1, beta2, 0.0)
+    one_minus_where_lt_one_t_beta2_zero = 1 - decay
+    return (
+        lr, beta1, eps, grad_scale, scalar_0, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, decay,
+        one_minus_where_lt_one_t_beta2_zero,
+    )
+
+
+def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2 = betas
+    minus_t_minus_one_pow_0p25 = -power(step - 1, 0.25)
+    bound = power(step - 1, 0.25)       # 28  bound = (t - 1) ** 0.25
+    one_minus_beta1 = 1 - beta1
+    minus_lr = -lr
+    one_minus_where_lt_one_t_beta2_zero = 1 - choose(1 < step, beta2, 0)
+    decay = choose(1 < step, beta2, 0)  # 32  decay = where(t > 1, beta2, 0.0)
+    return (
+        beta1, eps, weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr,
+        one_minus_where_lt_one_t_beta2_zero, decay,
+    )
+
+
+def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2 = betas
+    common_1 = 1 < step
+    scalar_0 = 1 - lr * choose(common_1, weight_decay, 0)
+    minus_t_minus_one_pow_0p25 = -power(step - 1, 0.25)
+    bound = power(step - 1, 0.25)       # 28  bound = (t - 1) ** 0.25
+    one_minus_beta1 = 1 - beta1
+    minus_lr = -lr
+    scalar_5 = (1 - choose(common_1, beta2, 0)) * grad_scale * grad_scale
+    decay = choose(common_1, beta2, 0)  # 32  decay = where(t > 1, beta2, 0.0)
+    return (
+        beta1, eps, grad_scale, scalar_0, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, scalar_5, decay,
+    )
+
+
+# The eager reference, in strict maths.
+RULES = (
+    RuleRecord(
+        "adopt",
+        "",
+        flags={"decoupled_weight_decay": False},
+        step="adopt",
+        scalars=(
+            "lr", "beta1", "eps", "weight_decay", "grad_scale", "minus_t_minus_one_pow_0p25", "bound",
+            "one_minus_beta1", "decay", "one_minus_where_lt_one_t_beta2_zero",
+        ),
+        host=host_scalars,
+        states=(StateRecord("exp_avg"), StateRecord("exp_avg_sq", nonneg=True)),
+    ),
+    RuleRecord(
+        "adopt",
+        "_decoupled_weight_decay",
+        flags={"decoupled_weight_decay": True},
+        step="adopt_decoupled_weight_decay",
+        scalars=(
+            "lr", "beta1", "eps", "grad_scale", "scalar_0", "minus_t_minus_one_pow_0p25", "bound", "one_minus_beta1",
+            "decay", "one_minus_where_lt_one_t_beta2_zero",
+        ),
+        host=host_scalars_2,
+        states=(StateRecord("exp_avg"), StateRecord("exp_avg_sq", nonneg=True)),
+    ),
+)
+
+# The kernels, in fast maths; rounding changed by: fma, group, reciprocal.
+STEPS = (
+    Rule(
+        ({"decoupled_weight_decay": False},),
+        (
+            "beta1", "eps", "weight_decay", "grad_scale", "minus_t_minus_one_pow_0p25", "bound", "one_minus_beta1",
+            "minus_lr", "one_minus_where_lt_one_t_beta2_zero", "decay",
+        ),
+        host=kernel_scalars,
+        stages=(
+            Stage(
+                "adopt",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2, 3, 4, 5, 6, 7, 8, 9),
+                reads=("p", "g", "exp_avg", "exp_avg_sq"),
+                stores=("p", "exp_avg", "exp_avg_sq"),
+                plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("p", "g", "exp_avg_sq")),),
+            ),
+        ),
+    ),
+    Rule(
+        ({"decoupled_weight_decay": True},),
+        (
+            "beta1", "eps", "grad_scale", "scalar_0", "minus_t_minus_one_pow_0p25", "bound", "one_minus_beta1",
+            "minus_lr", "scalar_5", "decay",
+        ),
+        host=kernel_scalars_2,
+        stages=(
+            Stage(
+                "adopt_decoupled_weight_decay",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2, 3, 4, 5, 6, 7, 8, 9),
+                reads=("p", "g", "exp_avg", "exp_avg_sq"),
+                stores=("p", "exp_avg", "exp_avg_sq"),
+                plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+            ),
+        ),
+    ),
+)
+
+READY = True

@@ -5,6 +5,8 @@
 # fmt: off
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer
+from optgen.runtime.records import Rule, Stage, Temp
+from optgen.runtime.records.join import RuleRecord, StateRecord
 
 
 class CAME(Optimizer):
@@ -54,7 +56,6 @@ class CAME(Optimizer):
         Flag("factored", shape=lambda shape: len(shape) >= 2),
     )
     PLANS = ("fp32", "int8_split24",)
-    DEFAULT_PLAN = {"float32": "int8_split24", "bfloat16": "int8_split24", "float16": "int8_split24"}
 
     def __init__(
         self, params, lr=0.0002, eps=(1e-30, 1e-16), clip_threshold=1.0, betas=(0.9, 0.999, 0.9999), weight_decay=0.0,
@@ -64,3 +65,340 @@ class CAME(Optimizer):
             params, dict(lr=lr, eps=eps, clip_threshold=clip_threshold, betas=betas, weight_decay=weight_decay),
             **options
         )
+
+
+def host_scalars(step, grad_scale, *, lr, eps, clip_threshold, betas, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    eps1, eps2 = eps
+    beta1, beta2, beta3 = betas
+    one_minus_beta2 = 1 - beta2
+    one_minus_beta1 = 1 - beta1
+    one_minus_beta3 = 1 - beta3
+    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
+    return (
+        eps1, grad_scale, beta2, one_minus_beta2, clip_threshold, eps2, beta1, one_minus_beta1, beta3, one_minus_beta3,
+        lr, one_minus_lr_times_weight_decay,
+    )
+
+
+def host_scalars_2(step, grad_scale, *, lr, eps, clip_threshold, betas, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    eps1, eps2 = eps
+    beta1, beta2, beta3 = betas
+    one_minus_beta2 = 1 - beta2
+    one_minus_beta1 = 1 - beta1
+    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
+    return (
+        eps1, beta2, grad_scale, one_minus_beta2, clip_threshold, lr, beta1, one_minus_beta1,
+        one_minus_lr_times_weight_decay,
+    )
+
+
+def kernel_scalars(step, grad_scale, *, lr, eps, clip_threshold, betas, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    eps1, eps2 = eps
+    beta1, beta2, beta3 = betas
+    grad_scale_times_grad_scale = grad_scale * grad_scale
+    one_minus_beta2 = 1 - beta2
+    one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
+    one_minus_beta3 = 1 - beta3
+    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
+    return (
+        eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2, clip_threshold, beta1, grad_scale,
+        one_minus_beta1_times_grad_scale, eps2, beta3, one_minus_beta3, lr, one_minus_lr_times_weight_decay,
+    )
+
+
+def kernel_scalars_2(step, grad_scale, *, lr, eps, clip_threshold, betas, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    eps1, eps2 = eps
+    beta1, beta2, beta3 = betas
+    grad_scale_times_grad_scale = grad_scale * grad_scale
+    one_minus_beta2 = 1 - beta2
+    one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
+    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
+    minus_lr = -lr
+    return (
+        eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2, clip_threshold, beta1,
+        one_minus_beta1_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr,
+    )
+
+
+# The eager reference, in strict maths.
+RULES = (
+    RuleRecord(
+        "came",
+        "",
+        flags={"factored": True},
+        step="came",
+        scalars=(
+            "eps1", "grad_scale", "beta2", "one_minus_beta2", "clip_threshold", "eps2", "beta1", "one_minus_beta1",
+            "beta3", "one_minus_beta3", "lr", "one_minus_lr_times_weight_decay",
+        ),
+        host=host_scalars,
+        states=(
+            StateRecord("exp_avg"),
+            StateRecord("exp_avg_sq_row", nonneg=True, space="row"),
+            StateRecord("exp_avg_sq_col", nonneg=True, space="col"),
+            StateRecord("exp_avg_res_row", nonneg=True, space="row"),
+            StateRecord("exp_avg_res_col", nonneg=True, space="col"),
+        ),
+        early=("exp_avg",),
+        spaces=("col", "mat", "row", "tensor"),
+        by_rows=True,
+    ),
+    RuleRecord(
+        "came",
+        "_no_factored",
+        flags={"factored": False},
+        step="came_no_factored",
+        scalars=(
+            "eps1", "beta2", "grad_scale", "one_minus_beta2", "clip_threshold", "lr", "beta1", "one_minus_beta1",
+            "one_minus_lr_times_weight_decay",
+        ),
+        host=host_scalars_2,
+        states=(StateRecord("exp_avg"), StateRecord("exp_avg_sq", nonneg=True)),
+        spaces=("tensor",),
+    ),
+)
+
+# The kernels, in fast maths; rounding changed by: fma, group, linear, reciprocal.
+STEPS = (
+    Rule(
+        ({"factored": True},),
+        (
+            "eps1", "beta2", "grad_scale_times_grad_scale", "one_minus_beta2", "clip_threshold", "beta1", "grad_scale",
+            "one_minus_beta1_times_grad_scale", "eps2", "beta3", "one_minus_beta3", "lr",
+            "one_minus_lr_times_weight_decay",
+        ),
+        host=kernel_scalars,
+        temps=(
+            Temp("col_sum_for_exp_avg_sq_col", "col", reduction="col_sum", source="elem"),
+            Temp("row_sum_for_exp_avg_sq_row", "row", reduction="row_sum", source="elem"),
+            Temp("mat_sum_of_exp_avg_sq_row", "mat", reduction="mat_sum", source="row"),
+            Temp("one_over_sqrt_exp_avg_sq_col_2", "col"),
+            Temp("mat_sum_of_exp_avg_sq_row_over_rows", "mat"),
+            Temp("one_over_sqrt_row_div", "row"),
+            Temp("row_sum_of_g", "row", reduction="row_sum", source="elem"),
+            Temp("tensor_sum_of_g", "tensor", reduction="tensor_sum", source="row"),
+            Temp("one_over_one_max_tensor_div", "tensor"),
+            Temp("row_mul_3", "row"),
+            Temp("col_sum_for_exp_avg_res_col", "col", reduction="col_sum", source="elem"),
+            Temp("row_sum_for_exp_avg_res_row", "row", reduction="row_sum", source="elem"),
+            Temp("mat_sum_of_exp_avg_res_row", "mat", reduction="mat_sum", source="row"),
+            Temp("one_over_sqrt_exp_avg_res_col_2", "col"),
+            Temp("mat_sum_of_exp_avg_res_row_over_rows", "mat"),
+            Temp("one_over_sqrt_row_div_2", "row"),
+        ),
+        stages=(
+            Stage(
+                "came_1",
+                "elem",
+                level=0,
+                scalars=(),
+                temps=("col_sum_for_exp_avg_sq_col", "row_sum_for_exp_avg_sq_row"),
+                matrices=True,
+                reads=("g",),
+                sums=(("square", ("col_sum_for_exp_avg_sq_col", "row_sum_for_exp_avg_sq_row")),),
+            ),
+            Stage(
+                "came_2",
+                "row",
+                level=1,
+                scalars=(0, 1, 2, 3),
+                temps=("mat_sum_of_exp_avg_sq_row",),
+                matrices=True,
+                reads=("exp_avg_sq_row", "row_sum_for_exp_avg_sq_row"),
+                stores=("exp_avg_sq_row",),
+                sums=(("sum", ("mat_sum_of_exp_avg_sq_row",)),),
+                extents=("columns",),
+                plus=("exp_avg_sq_row",),
+            ),
+            Stage(
+                "came_3",
+                "col",
+                level=1,
+                scalars=(0, 1, 2, 3),
+                temps=("one_over_sqrt_exp_avg_sq_col_2",),
+                matrices=True,
+                reads=("exp_avg_sq_col", "col_sum_for_exp_avg_sq_col"),
+                stores=("exp_avg_sq_col", "one_over_sqrt_exp_avg_sq_col_2"),
+                extents=("rows",),
+                plus=("exp_avg_sq_col", "one_over_sqrt_exp_avg_sq_col_2"),
+            ),
+            Stage(
+                "came_4",
+                "mat",
+                level=1,
+                scalars=(),
+                temps=("mat_sum_of_exp_avg_sq_row_over_rows",),
+                matrices=True,
+                reads=("mat_sum_of_exp_avg_sq_row",),
+                stores=("mat_sum_of_exp_avg_sq_row_over_rows",),
+                extents=("rows",),
+            ),
+            Stage(
+                "came_5",
+                "row",
+                level=1,
+                scalars=(),
+                temps=("one_over_sqrt_row_div",),
+                matrices=True,
+                reads=("exp_avg_sq_row", "mat_sum_of_exp_avg_sq_row_over_rows"),
+                stores=("one_over_sqrt_row_div",),
+            ),
+            Stage(
+                "came_6",
+                "elem",
+                level=2,
+                scalars=(),
+                temps=("row_sum_of_g",),
+                matrices=True,
+                reads=("g", "one_over_sqrt_exp_avg_sq_col_2", "one_over_sqrt_row_div"),
+                sums=(("square", ("row_sum_of_g",)),),
+            ),
+            Stage(
+                "came_7",
+                "row",
+                level=3,
+                scalars=(),
+                temps=("tensor_sum_of_g",),
+                matrices=True,
+                reads=("row_sum_of_g",),
+                sums=(("sum", ("tensor_sum_of_g",)),),
+            ),
+            Stage(
+                "came_8",
+                "tensor",
+                level=3,
+                scalars=(4, 2),
+                temps=("one_over_one_max_tensor_div",),
+                reads=("tensor_sum_of_g",),
+                stores=("one_over_one_max_tensor_div",),
+                extents=("elements",),
+            ),
+            Stage(
+                "came_9",
+                "row",
+                level=3,
+                scalars=(),
+                temps=("row_mul_3",),
+                matrices=True,
+                reads=("one_over_sqrt_row_div", "one_over_one_max_tensor_div"),
+                stores=("row_mul_3",),
+            ),
+            Stage(
+                "came_10",
+                "elem",
+                level=4,
+                scalars=(5, 6, 7),
+                temps=("row_sum_for_exp_avg_res_row", "col_sum_for_exp_avg_res_col"),
+                matrices=True,
+                reads=("g", "exp_avg", "one_over_sqrt_exp_avg_sq_col_2", "row_mul_3"),
+                stores=("exp_avg",),
+                sums=(("square", ("row_sum_for_exp_avg_res_row", "col_sum_for_exp_avg_res_col")),),
+            ),
+            Stage(
+                "came_11",
+                "row",
+                level=5,
+                scalars=(8, 9, 10),
+                temps=("mat_sum_of_exp_avg_res_row",),
+                matrices=True,
+                reads=("exp_avg_res_row", "row_sum_for_exp_avg_res_row"),
+                stores=("exp_avg_res_row",),
+                sums=(("sum", ("mat_sum_of_exp_avg_res_row",)),),
+                extents=("columns",),
+                plus=("exp_avg_res_row",),
+            ),
+            Stage(
+                "came_12",
+                "col",
+                level=5,
+                scalars=(8, 9, 10),
+                temps=("one_over_sqrt_exp_avg_res_col_2",),
+                matrices=True,
+                reads=("exp_avg_res_col", "col_sum_for_exp_avg_res_col"),
+                stores=("exp_avg_res_col", "one_over_sqrt_exp_avg_res_col_2"),
+                extents=("rows",),
+                plus=("exp_avg_res_col", "one_over_sqrt_exp_avg_res_col_2"),
+            ),
+            Stage(
+                "came_13",
+                "mat",
+                level=5,
+                scalars=(),
+                temps=("mat_sum_of_exp_avg_res_row_over_rows",),
+                matrices=True,
+                reads=("mat_sum_of_exp_avg_res_row",),
+                stores=("mat_sum_of_exp_avg_res_row_over_rows",),
+                extents=("rows",),
+            ),
+            Stage(
+                "came_14",
+                "row",
+                level=5,
+                scalars=(),
+                temps=("one_over_sqrt_row_div_2",),
+                matrices=True,
+                reads=("exp_avg_res_row", "mat_sum_of_exp_avg_res_row_over_rows"),
+                stores=("one_over_sqrt_row_div_2",),
+            ),
+            Stage(
+                "came_15",
+                "elem",
+                level=6,
+                scalars=(11, 12),
+                matrices=True,
+                reads=("p", "exp_avg", "one_over_sqrt_row_div_2", "one_over_sqrt_exp_avg_res_col_2"),
+                stores=("p",),
+            ),
+        ),
+        early=("exp_avg",),
+    ),
+    Rule(
+        ({"factored": False},),
+        (
+            "eps1", "beta2", "grad_scale_times_grad_scale", "one_minus_beta2", "clip_threshold", "beta1",
+            "one_minus_beta1_times_grad_scale", "one_minus_lr_times_weight_decay", "minus_lr",
+        ),
+        host=kernel_scalars_2,
+        temps=(
+            Temp("tensor_sum_of_g", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("one_over_one_max_tensor_div", "tensor"),
+        ),
+        stages=(
+            Stage(
+                "came_no_factored_1",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2, 3),
+                temps=("tensor_sum_of_g",),
+                reads=("g", "exp_avg_sq"),
+                sums=(("square", ("tensor_sum_of_g",)),),
+            ),
+            Stage(
+                "came_no_factored_2",
+                "tensor",
+                level=1,
+                scalars=(4, 2),
+                temps=("one_over_one_max_tensor_div",),
+                reads=("tensor_sum_of_g",),
+                stores=("one_over_one_max_tensor_div",),
+                extents=("elements",),
+            ),
+            Stage(
+                "came_no_factored_3",
+                "elem",
+                level=2,
+                scalars=(0, 5, 1, 2, 3, 6, 7, 8),
+                reads=("p", "g", "exp_avg", "exp_avg_sq", "one_over_one_max_tensor_div"),
+                stores=("p", "exp_avg", "exp_avg_sq"),
+                plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+            ),
+        ),
+    ),
+)
+
+READY = True

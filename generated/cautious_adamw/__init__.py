@@ -5,6 +5,9 @@
 # fmt: off
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer
+from optgen.runtime.records import Rule, Stage, Temp
+from optgen.runtime.records.join import RuleRecord, StateRecord
+from optgen.runtime.records.scalars import choose, divide, larger, root
 
 
 class CautiousAdamW(Optimizer):
@@ -36,7 +39,104 @@ class CautiousAdamW(Optimizer):
         Hyper("weight_decay", 0.01, ge=0.0),
     )
     PLANS = ("fp32", "int8_split24",)
-    DEFAULT_PLAN = {"float32": "int8_split24", "bfloat16": "int8_split24", "float16": "int8_split24"}
 
     def __init__(self, params, lr=0.001, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, **options):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay), **options)
+
+
+def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2 = betas
+    one_minus_beta1 = 1 - beta1
+    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
+    one_minus_beta2 = 1 - beta2
+    sqrt_one_minus_beta2_pow_t = root(1 - beta2**step)
+    lr_over_one_minus_beta1_pow_t = divide(lr, 1 - beta1**step)
+    return (
+        beta1, grad_scale, one_minus_beta1, beta2, eps, one_minus_lr_times_weight_decay, one_minus_beta2,
+        sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
+    )
+
+
+def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2 = betas
+    one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
+    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
+    scalar_2 = (1 - beta2) * grad_scale * grad_scale
+    common_1 = root(1 - beta2**step)
+    common_2 = divide(lr, 1 - beta1**step) * common_1
+    common_3 = common_2 < 7.888609052210118e-31
+    scalar_3 = choose(common_3, 1, divide(1, common_2))
+    scalar_4 = divide(larger(eps * common_1, 1.1754943508222875e-38), choose(common_3, 0, common_2))
+    return (
+        beta1, grad_scale, one_minus_beta1_times_grad_scale, beta2, one_minus_lr_times_weight_decay, scalar_2, scalar_3,
+        scalar_4,
+    )
+
+
+# The eager reference, in strict maths.
+RULES = (
+    RuleRecord(
+        "cautious_adamw",
+        "",
+        flags={},
+        step="cautious_adamw",
+        scalars=(
+            "beta1", "grad_scale", "one_minus_beta1", "beta2", "eps", "one_minus_lr_times_weight_decay",
+            "one_minus_beta2", "sqrt_one_minus_beta2_pow_t", "lr_over_one_minus_beta1_pow_t",
+        ),
+        host=host_scalars,
+        states=(StateRecord("exp_avg", normalized_by="exp_avg_sq"), StateRecord("exp_avg_sq", nonneg=True)),
+        spaces=("tensor",),
+    ),
+)
+
+# The kernels, in fast maths; rounding changed by: eps, fma, group, linear, reciprocal, step.
+STEPS = (
+    Rule(
+        ({},),
+        (
+            "beta1", "grad_scale", "one_minus_beta1_times_grad_scale", "beta2", "one_minus_lr_times_weight_decay",
+            "scalar_2", "scalar_3", "scalar_4",
+        ),
+        host=kernel_scalars,
+        temps=(
+            Temp("tensor_sum_of_agrees", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_div", "tensor"),
+        ),
+        stages=(
+            Stage(
+                "cautious_adamw_1",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2),
+                temps=("tensor_sum_of_agrees",),
+                reads=("g", "exp_avg"),
+                sums=(("sum", ("tensor_sum_of_agrees",)),),
+            ),
+            Stage(
+                "cautious_adamw_2",
+                "tensor",
+                level=1,
+                scalars=(),
+                temps=("tensor_div",),
+                reads=("tensor_sum_of_agrees",),
+                stores=("tensor_div",),
+                extents=("elements",),
+            ),
+            Stage(
+                "cautious_adamw_3",
+                "elem",
+                level=2,
+                scalars=(0, 3, 1, 4, 2, 5, 6, 7),
+                reads=("p", "g", "exp_avg", "exp_avg_sq", "tensor_div"),
+                stores=("p", "exp_avg", "exp_avg_sq"),
+                plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+            ),
+        ),
+    ),
+)
+
+READY = True

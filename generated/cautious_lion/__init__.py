@@ -5,6 +5,8 @@
 # fmt: off
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer
+from optgen.runtime.records import Rule, Stage, Temp
+from optgen.runtime.records.join import RuleRecord, StateRecord
 
 
 class CautiousLion(Optimizer):
@@ -32,7 +34,92 @@ class CautiousLion(Optimizer):
         Hyper("weight_decay", 0.0, ge=0.0),
     )
     PLANS = ("fp32", "int8_split24",)
-    DEFAULT_PLAN = {"float32": "int8_split24", "bfloat16": "int8_split24", "float16": "int8_split24"}
 
     def __init__(self, params, lr=0.0001, betas=(0.9, 0.99), weight_decay=0.0, **options):
         super().__init__(params, dict(lr=lr, betas=betas, weight_decay=weight_decay), **options)
+
+
+def host_scalars(step, grad_scale, *, lr, betas, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2 = betas
+    one_minus_beta1 = 1 - beta1
+    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
+    one_minus_beta2 = 1 - beta2
+    return (beta1, grad_scale, one_minus_beta1, lr, beta2, one_minus_lr_times_weight_decay, one_minus_beta2)
+
+
+def kernel_scalars(step, grad_scale, *, lr, betas, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2 = betas
+    one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
+    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
+    one_minus_beta2_times_grad_scale = (1 - beta2) * grad_scale
+    return (
+        beta1, grad_scale, one_minus_beta1_times_grad_scale, lr, beta2, one_minus_lr_times_weight_decay,
+        one_minus_beta2_times_grad_scale,
+    )
+
+
+# The eager reference, in strict maths.
+RULES = (
+    RuleRecord(
+        "cautious_lion",
+        "",
+        flags={},
+        step="cautious_lion",
+        scalars=(
+            "beta1", "grad_scale", "one_minus_beta1", "lr", "beta2", "one_minus_lr_times_weight_decay",
+            "one_minus_beta2",
+        ),
+        host=host_scalars,
+        states=(StateRecord("exp_avg"),),
+        spaces=("tensor",),
+    ),
+)
+
+# The kernels, in fast maths; rounding changed by: fma, group.
+STEPS = (
+    Rule(
+        ({},),
+        (
+            "beta1", "grad_scale", "one_minus_beta1_times_grad_scale", "lr", "beta2", "one_minus_lr_times_weight_decay",
+            "one_minus_beta2_times_grad_scale",
+        ),
+        host=kernel_scalars,
+        temps=(
+            Temp("tensor_sum_of_agrees", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_div", "tensor"),
+        ),
+        stages=(
+            Stage(
+                "cautious_lion_1",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2),
+                temps=("tensor_sum_of_agrees",),
+                reads=("g", "exp_avg"),
+                sums=(("sum", ("tensor_sum_of_agrees",)),),
+            ),
+            Stage(
+                "cautious_lion_2",
+                "tensor",
+                level=1,
+                scalars=(3,),
+                temps=("tensor_div",),
+                reads=("tensor_sum_of_agrees",),
+                stores=("tensor_div",),
+                extents=("elements",),
+            ),
+            Stage(
+                "cautious_lion_3",
+                "elem",
+                level=2,
+                scalars=(0, 4, 1, 5, 2, 6),
+                reads=("p", "g", "exp_avg", "tensor_div"),
+                stores=("p", "exp_avg"),
+            ),
+        ),
+    ),
+)
+
+READY = True

@@ -5,6 +5,9 @@
 # fmt: off
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer
+from optgen.runtime.records import Rule, Stage, Temp
+from optgen.runtime.records.join import RuleRecord, StateRecord
+from optgen.runtime.records.scalars import choose, divide, larger, root
 
 
 class ClippedAdamW(Optimizer):
@@ -48,7 +51,6 @@ class ClippedAdamW(Optimizer):
         Flag("decouple_lr", False),
     )
     PLANS = ("fp32", "int8_split24",)
-    DEFAULT_PLAN = {"float32": "int8_split24", "bfloat16": "int8_split24", "float16": "int8_split24"}
 
     def __init__(
         self, params, lr=0.001, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, max_norm=1.0, amsgrad=False,
@@ -62,3 +64,372 @@ class ClippedAdamW(Optimizer):
             ),
             **options
         )
+
+
+def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, max_norm):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2 = betas
+    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
+    one_minus_beta1 = 1 - beta1
+    one_minus_beta2 = 1 - beta2
+    sqrt_one_minus_beta2_pow_t = root(1 - beta2**step)
+    lr_over_one_minus_beta1_pow_t = divide(lr, 1 - beta1**step)
+    return (
+        grad_scale, max_norm, beta1, beta2, eps, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
+        sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
+    )
+
+
+def host_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, max_norm, peak_lr):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2 = betas
+    peak_lr_2 = larger(peak_lr, lr)              # 28  peak_lr = maximum(peak_lr, lr)
+    rate = divide(lr, larger(peak_lr_2, 1e-30))  # 29  rate = schedule_of(lr, peak_lr) if decouple_lr else lr
+    scalar_0 = 1 - rate * weight_decay
+    one_minus_beta1 = 1 - beta1
+    one_minus_beta2 = 1 - beta2
+    sqrt_one_minus_beta2_pow_t = root(1 - beta2**step)
+    lr_over_one_minus_beta1_pow_t = divide(lr, 1 - beta1**step)
+    return (
+        grad_scale, max_norm, beta1, beta2, eps, scalar_0, one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
+        lr_over_one_minus_beta1_pow_t, peak_lr_2,
+    )
+
+
+def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, max_norm):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2 = betas
+    grad_scale_times_grad_scale = grad_scale * grad_scale
+    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
+    one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
+    scalar_2 = (1 - beta2) * grad_scale * grad_scale
+    common_1 = root(1 - beta2**step)
+    common_2 = divide(lr, 1 - beta1**step) * common_1
+    common_3 = common_2 < 7.888609052210118e-31
+    scalar_3 = choose(common_3, 1, divide(1, common_2))
+    scalar_4 = divide(larger(eps * common_1, 1.1754943508222875e-38), choose(common_3, 0, common_2))
+    return (
+        grad_scale_times_grad_scale, max_norm, beta1, beta2, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+    )
+
+
+def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, max_norm, peak_lr):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2 = betas
+    peak_lr_2 = larger(peak_lr, lr)              # 28  peak_lr = maximum(peak_lr, lr)
+    rate = divide(lr, larger(peak_lr_2, 1e-30))  # 29  rate = schedule_of(lr, peak_lr) if decouple_lr else lr
+    grad_scale_times_grad_scale = grad_scale * grad_scale
+    scalar_0 = 1 - rate * weight_decay
+    one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
+    scalar_2 = (1 - beta2) * grad_scale * grad_scale
+    common_1 = root(1 - beta2**step)
+    common_2 = divide(lr, 1 - beta1**step) * common_1
+    common_3 = common_2 < 7.888609052210118e-31
+    scalar_3 = choose(common_3, 1, divide(1, common_2))
+    scalar_4 = divide(larger(eps * common_1, 1.1754943508222875e-38), choose(common_3, 0, common_2))
+    return (
+        grad_scale_times_grad_scale, max_norm, beta1, beta2, scalar_0, one_minus_beta1_times_grad_scale, scalar_2,
+        scalar_3, scalar_4, peak_lr_2,
+    )
+
+
+# The eager reference, in strict maths.
+RULES = (
+    RuleRecord(
+        "clipped_adamw",
+        "",
+        flags={"amsgrad": False, "decouple_lr": False},
+        step="clipped_adamw",
+        scalars=(
+            "grad_scale", "max_norm", "beta1", "beta2", "eps", "one_minus_lr_times_weight_decay", "one_minus_beta1",
+            "one_minus_beta2", "sqrt_one_minus_beta2_pow_t", "lr_over_one_minus_beta1_pow_t",
+        ),
+        host=host_scalars,
+        states=(StateRecord("exp_avg", normalized_by="exp_avg_sq"), StateRecord("exp_avg_sq", nonneg=True)),
+        spaces=("model",),
+    ),
+    RuleRecord(
+        "clipped_adamw",
+        "_decouple_lr",
+        flags={"amsgrad": False, "decouple_lr": True},
+        step="clipped_adamw",
+        scalars=(
+            "grad_scale", "max_norm", "beta1", "beta2", "eps", "scalar_0", "one_minus_beta1", "one_minus_beta2",
+            "sqrt_one_minus_beta2_pow_t", "lr_over_one_minus_beta1_pow_t",
+        ),
+        host=host_scalars_2,
+        states=(StateRecord("exp_avg", normalized_by="exp_avg_sq"), StateRecord("exp_avg_sq", nonneg=True)),
+        host_states=(("peak_lr", 0.0),),
+        spaces=("model",),
+    ),
+    RuleRecord(
+        "clipped_adamw",
+        "_amsgrad",
+        flags={"amsgrad": True, "decouple_lr": False},
+        step="clipped_adamw_amsgrad",
+        scalars=(
+            "grad_scale", "max_norm", "beta1", "beta2", "eps", "one_minus_lr_times_weight_decay", "one_minus_beta1",
+            "one_minus_beta2", "sqrt_one_minus_beta2_pow_t", "lr_over_one_minus_beta1_pow_t",
+        ),
+        host=host_scalars,
+        states=(
+            StateRecord("exp_avg", normalized_by="exp_avg_sq"),
+            StateRecord("exp_avg_sq", nonneg=True),
+            StateRecord("max_exp_avg_sq", nonneg=True, nearest=True),
+        ),
+        spaces=("model",),
+    ),
+    RuleRecord(
+        "clipped_adamw",
+        "_amsgrad_decouple_lr",
+        flags={"amsgrad": True, "decouple_lr": True},
+        step="clipped_adamw_amsgrad",
+        scalars=(
+            "grad_scale", "max_norm", "beta1", "beta2", "eps", "scalar_0", "one_minus_beta1", "one_minus_beta2",
+            "sqrt_one_minus_beta2_pow_t", "lr_over_one_minus_beta1_pow_t",
+        ),
+        host=host_scalars_2,
+        states=(
+            StateRecord("exp_avg", normalized_by="exp_avg_sq"),
+            StateRecord("exp_avg_sq", nonneg=True),
+            StateRecord("max_exp_avg_sq", nonneg=True, nearest=True),
+        ),
+        host_states=(("peak_lr", 0.0),),
+        spaces=("model",),
+    ),
+)
+
+# The kernels, in fast maths; rounding changed by: eps, fma, group, reciprocal, step.
+STEPS = (
+    Rule(
+        ({"amsgrad": False, "decouple_lr": False},),
+        (
+            "grad_scale_times_grad_scale", "max_norm", "beta1", "beta2", "one_minus_lr_times_weight_decay",
+            "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3", "scalar_4",
+        ),
+        host=kernel_scalars,
+        temps=(
+            Temp("tensor_sum_of_g", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("model_sum_of_g", "model", reduction="model_sum", source="tensor"),
+            Temp("model_min", "model"),
+        ),
+        stages=(
+            Stage(
+                "clipped_adamw_1",
+                "elem",
+                level=0,
+                scalars=(0,),
+                temps=("tensor_sum_of_g",),
+                reads=("g",),
+                sums=(("product", ("tensor_sum_of_g",)),),
+            ),
+            Stage(
+                "clipped_adamw_2",
+                "tensor",
+                level=1,
+                scalars=(),
+                temps=("model_sum_of_g",),
+                reads=("tensor_sum_of_g",),
+                stores=("model_sum_of_g",),
+                picked=("model_sum_of_g",),
+            ),
+            Stage(
+                "clipped_adamw_3",
+                "model",
+                level=3,
+                scalars=(1,),
+                temps=("model_min",),
+                reads=("model_sum_of_g",),
+                stores=("model_min",),
+                plus=("model_min",),
+                picked=("model_min",),
+            ),
+            Stage(
+                "clipped_adamw_4",
+                "elem",
+                level=4,
+                scalars=(2, 3, 4, 5, 6, 7, 8),
+                reads=("p", "g", "exp_avg", "exp_avg_sq", "model_min"),
+                stores=("p", "exp_avg", "exp_avg_sq"),
+                plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq", "model_min")),),
+            ),
+        ),
+    ),
+    Rule(
+        ({"amsgrad": False, "decouple_lr": True},),
+        (
+            "grad_scale_times_grad_scale", "max_norm", "beta1", "beta2", "scalar_0", "one_minus_beta1_times_grad_scale",
+            "scalar_2", "scalar_3", "scalar_4",
+        ),
+        host=kernel_scalars_2,
+        temps=(
+            Temp("tensor_sum_of_g", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("model_sum_of_g", "model", reduction="model_sum", source="tensor"),
+            Temp("model_min", "model"),
+        ),
+        stages=(
+            Stage(
+                "clipped_adamw_1",
+                "elem",
+                level=0,
+                scalars=(0,),
+                temps=("tensor_sum_of_g",),
+                reads=("g",),
+                sums=(("product", ("tensor_sum_of_g",)),),
+            ),
+            Stage(
+                "clipped_adamw_2",
+                "tensor",
+                level=1,
+                scalars=(),
+                temps=("model_sum_of_g",),
+                reads=("tensor_sum_of_g",),
+                stores=("model_sum_of_g",),
+                picked=("model_sum_of_g",),
+            ),
+            Stage(
+                "clipped_adamw_3",
+                "model",
+                level=3,
+                scalars=(1,),
+                temps=("model_min",),
+                reads=("model_sum_of_g",),
+                stores=("model_min",),
+                plus=("model_min",),
+                picked=("model_min",),
+            ),
+            Stage(
+                "clipped_adamw_4",
+                "elem",
+                level=4,
+                scalars=(2, 3, 4, 5, 6, 7, 8),
+                reads=("p", "g", "exp_avg", "exp_avg_sq", "model_min"),
+                stores=("p", "exp_avg", "exp_avg_sq"),
+                plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq", "model_min")),),
+            ),
+        ),
+    ),
+    Rule(
+        ({"amsgrad": True, "decouple_lr": False},),
+        (
+            "grad_scale_times_grad_scale", "max_norm", "beta1", "beta2", "one_minus_lr_times_weight_decay",
+            "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3", "scalar_4",
+        ),
+        host=kernel_scalars,
+        temps=(
+            Temp("tensor_sum_of_g", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("model_sum_of_g", "model", reduction="model_sum", source="tensor"),
+            Temp("model_min", "model"),
+        ),
+        stages=(
+            Stage(
+                "clipped_adamw_1",
+                "elem",
+                level=0,
+                scalars=(0,),
+                temps=("tensor_sum_of_g",),
+                reads=("g",),
+                sums=(("product", ("tensor_sum_of_g",)),),
+            ),
+            Stage(
+                "clipped_adamw_2",
+                "tensor",
+                level=1,
+                scalars=(),
+                temps=("model_sum_of_g",),
+                reads=("tensor_sum_of_g",),
+                stores=("model_sum_of_g",),
+                picked=("model_sum_of_g",),
+            ),
+            Stage(
+                "clipped_adamw_3",
+                "model",
+                level=3,
+                scalars=(1,),
+                temps=("model_min",),
+                reads=("model_sum_of_g",),
+                stores=("model_min",),
+                plus=("model_min",),
+                picked=("model_min",),
+            ),
+            Stage(
+                "clipped_adamw_amsgrad_4",
+                "elem",
+                level=4,
+                scalars=(2, 3, 4, 5, 6, 7, 8),
+                reads=("p", "g", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "model_min"),
+                stores=("p", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+                plus=("exp_avg_sq", "max_exp_avg_sq"),
+                picked=("max_exp_avg_sq",),
+                needs=(
+                    ("exp_avg_sq", ("g", "exp_avg_sq", "model_min")),
+                    ("max_exp_avg_sq", ("g", "exp_avg_sq", "max_exp_avg_sq", "model_min")),
+                ),
+            ),
+        ),
+    ),
+    Rule(
+        ({"amsgrad": True, "decouple_lr": True},),
+        (
+            "grad_scale_times_grad_scale", "max_norm", "beta1", "beta2", "scalar_0", "one_minus_beta1_times_grad_scale",
+            "scalar_2", "scalar_3", "scalar_4",
+        ),
+        host=kernel_scalars_2,
+        temps=(
+            Temp("tensor_sum_of_g", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("model_sum_of_g", "model", reduction="model_sum", source="tensor"),
+            Temp("model_min", "model"),
+        ),
+        stages=(
+            Stage(
+                "clipped_adamw_1",
+                "elem",
+                level=0,
+                scalars=(0,),
+                temps=("tensor_sum_of_g",),
+                reads=("g",),
+                sums=(("product", ("tensor_sum_of_g",)),),
+            ),
+            Stage(
+                "clipped_adamw_2",
+                "tensor",
+                level=1,
+                scalars=(),
+                temps=("model_sum_of_g",),
+                reads=("tensor_sum_of_g",),
+                stores=("model_sum_of_g",),
+                picked=("model_sum_of_g",),
+            ),
+            Stage(
+                "clipped_adamw_3",
+                "model",
+                level=3,
+                scalars=(1,),
+                temps=("model_min",),
+                reads=("model_sum_of_g",),
+                stores=("model_min",),
+                plus=("model_min",),
+                picked=("model_min",),
+            ),
+            Stage(
+                "clipped_adamw_amsgrad_4",
+                "elem",
+                level=4,
+                scalars=(2, 3, 4, 5, 6, 7, 8),
+                reads=("p", "g", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "model_min"),
+                stores=("p", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+                plus=("exp_avg_sq", "max_exp_avg_sq"),
+                picked=("max_exp_avg_sq",),
+                needs=(
+                    ("exp_avg_sq", ("g", "exp_avg_sq", "model_min")),
+                    ("max_exp_avg_sq", ("g", "exp_avg_sq", "max_exp_avg_sq", "model_min")),
+                ),
+            ),
+        ),
+    ),
+)
+
+READY = True

@@ -5,6 +5,9 @@
 # fmt: off
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer
+from optgen.runtime.records import Rule, Stage, Temp
+from optgen.runtime.records.join import RuleRecord, StateRecord
+from optgen.runtime.records.scalars import choose, divide, larger, root
 
 
 class DAdaptAdam(Optimizer):
@@ -57,7 +60,6 @@ class DAdaptAdam(Optimizer):
         Flag("use_bias_correction", False),
     )
     PLANS = ("fp32", "int8_split24",)
-    DEFAULT_PLAN = {"float32": "int8_split24", "bfloat16": "int8_split24", "float16": "int8_split24"}
 
     def __init__(
         self, params, lr=1.0, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, d0=1e-6, growth_rate=3e38,
@@ -71,3 +73,306 @@ class DAdaptAdam(Optimizer):
             ),
             **options
         )
+
+
+def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, d0, growth_rate):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2 = betas
+    common_1 = 0 < lr
+    # 35  gain1, gain2, gain3 = moves * (1 - beta1), moves * (1 - beta2), moves * (1 - beta3)
+    gain1 = choose(common_1, 1, 0) * (1 - beta1)
+    # 35  gain1, gain2, gain3 = moves * (1 - beta1), moves * (1 - beta2), moves * (1 - beta3)
+    gain3 = choose(common_1, 1, 0) * (1 - root(beta2))
+    moves = choose(common_1, 1, 0)                      # 33  moves = where(lr > 0, 1.0, 0.0)
+    # 34  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
+    keep1 = choose(common_1, beta1, 1)
+    # 34  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
+    keep2 = choose(common_1, beta2, 1)
+    # 35  gain1, gain2, gain3 = moves * (1 - beta1), moves * (1 - beta2), moves * (1 - beta3)
+    gain2 = moves * (1 - beta2)
+    # 34  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
+    keep3 = choose(common_1, root(beta2), 1)
+    beta3 = root(beta2)                                 # 32  beta3 = sqrt(beta2)
+    one_minus_sqrt_beta2 = 1 - beta3
+    return (
+        lr, weight_decay, gain1, gain3, eps, grad_scale, moves, keep1, keep2, gain2, keep3, growth_rate, beta3,
+        one_minus_sqrt_beta2,
+    )
+
+
+def host_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, d0, growth_rate):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2 = betas
+    # 36  own = lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
+    own = lr * divide(root(1 - beta2**step), 1 - beta1**step)
+    common_1 = 0 < lr
+    # 35  gain1, gain2, gain3 = moves * (1 - beta1), moves * (1 - beta2), moves * (1 - beta3)
+    gain1 = choose(common_1, 1, 0) * (1 - beta1)
+    # 35  gain1, gain2, gain3 = moves * (1 - beta1), moves * (1 - beta2), moves * (1 - beta3)
+    gain3 = choose(common_1, 1, 0) * (1 - root(beta2))
+    moves = choose(common_1, 1, 0)                             # 33  moves = where(lr > 0, 1.0, 0.0)
+    # 34  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
+    keep1 = choose(common_1, beta1, 1)
+    # 34  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
+    keep2 = choose(common_1, beta2, 1)
+    # 35  gain1, gain2, gain3 = moves * (1 - beta1), moves * (1 - beta2), moves * (1 - beta3)
+    gain2 = moves * (1 - beta2)
+    # 34  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
+    keep3 = choose(common_1, root(beta2), 1)
+    beta3 = root(beta2)                                        # 32  beta3 = sqrt(beta2)
+    one_minus_sqrt_beta2 = 1 - beta3
+    return (
+        weight_decay, own, gain1, gain3, eps, grad_scale, moves, keep1, keep2, gain2, keep3, growth_rate, beta3,
+        one_minus_sqrt_beta2,
+    )
+
+
+def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, d0, growth_rate):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2 = betas
+    common_1 = 0 < lr
+    # 35  gain1, gain2, gain3 = moves * (1 - beta1), moves * (1 - beta2), moves * (1 - beta3)
+    gain1 = choose(common_1, 1, 0) * (1 - beta1)
+    # 35  gain1, gain2, gain3 = moves * (1 - beta1), moves * (1 - beta2), moves * (1 - beta3)
+    gain3 = choose(common_1, 1, 0) * (1 - root(beta2))
+    moves = choose(common_1, 1, 0)                      # 33  moves = where(lr > 0, 1.0, 0.0)
+    # 34  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
+    keep1 = choose(common_1, beta1, 1)
+    # 35  gain1, gain2, gain3 = moves * (1 - beta1), moves * (1 - beta2), moves * (1 - beta3)
+    gain2 = moves * (1 - beta2)
+    # 34  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
+    keep2 = choose(common_1, beta2, 1)
+    # 34  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
+    keep3 = choose(common_1, root(beta2), 1)
+    common_2 = moves < 7.888609052210118e-31
+    scalar_5 = choose(common_2, 1, divide(1, moves))
+    scalar_6 = divide(larger(eps, 1.1754943508222875e-38), choose(common_2, 0, moves))
+    beta3 = root(beta2)                                 # 32  beta3 = sqrt(beta2)
+    one_minus_sqrt_beta2 = 1 - beta3
+    return (
+        lr, weight_decay, gain1, gain3, eps, grad_scale, moves, keep1, gain2, keep2, keep3, scalar_5, scalar_6,
+        growth_rate, beta3, one_minus_sqrt_beta2,
+    )
+
+
+def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, d0, growth_rate):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2 = betas
+    # 36  own = lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
+    own = lr * divide(root(1 - beta2**step), 1 - beta1**step)
+    common_1 = 0 < lr
+    # 35  gain1, gain2, gain3 = moves * (1 - beta1), moves * (1 - beta2), moves * (1 - beta3)
+    gain1 = choose(common_1, 1, 0) * (1 - beta1)
+    # 35  gain1, gain2, gain3 = moves * (1 - beta1), moves * (1 - beta2), moves * (1 - beta3)
+    gain3 = choose(common_1, 1, 0) * (1 - root(beta2))
+    moves = choose(common_1, 1, 0)                             # 33  moves = where(lr > 0, 1.0, 0.0)
+    # 34  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
+    keep1 = choose(common_1, beta1, 1)
+    # 35  gain1, gain2, gain3 = moves * (1 - beta1), moves * (1 - beta2), moves * (1 - beta3)
+    gain2 = moves * (1 - beta2)
+    # 34  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
+    keep2 = choose(common_1, beta2, 1)
+    # 34  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
+    keep3 = choose(common_1, root(beta2), 1)
+    common_2 = moves < 7.888609052210118e-31
+    scalar_5 = choose(common_2, 1, divide(1, moves))
+    scalar_6 = divide(larger(eps, 1.1754943508222875e-38), choose(common_2, 0, moves))
+    beta3 = root(beta2)                                        # 32  beta3 = sqrt(beta2)
+    one_minus_sqrt_beta2 = 1 - beta3
+    return (
+        weight_decay, own, gain1, gain3, eps, grad_scale, moves, keep1, gain2, keep2, keep3, scalar_5, scalar_6,
+        growth_rate, beta3, one_minus_sqrt_beta2,
+    )
+
+
+# The eager reference, in strict maths.
+RULES = (
+    RuleRecord(
+        "dadapt_adam",
+        "",
+        flags={"use_bias_correction": False},
+        step="dadapt_adam",
+        scalars=(
+            "lr", "weight_decay", "gain1", "gain3", "eps", "grad_scale", "moves", "keep1", "keep2", "gain2", "keep3",
+            "growth_rate", "beta3", "one_minus_sqrt_beta2",
+        ),
+        host=host_scalars,
+        states=(
+            StateRecord("exp_avg"),
+            StateRecord("exp_avg_sq", nonneg=True),
+            StateRecord("s"),
+            StateRecord("d", nonneg=True, space="model", init="d0"),
+            StateRecord("numerator_weighted", space="model"),
+        ),
+        spaces=("model",),
+    ),
+    RuleRecord(
+        "dadapt_adam",
+        "_use_bias_correction",
+        flags={"use_bias_correction": True},
+        step="dadapt_adam_use_bias_correction",
+        scalars=(
+            "weight_decay", "own", "gain1", "gain3", "eps", "grad_scale", "moves", "keep1", "keep2", "gain2", "keep3",
+            "growth_rate", "beta3", "one_minus_sqrt_beta2",
+        ),
+        host=host_scalars_2,
+        states=(
+            StateRecord("exp_avg"),
+            StateRecord("exp_avg_sq", nonneg=True),
+            StateRecord("s"),
+            StateRecord("d", nonneg=True, space="model", init="d0"),
+            StateRecord("numerator_weighted", space="model"),
+        ),
+        spaces=("model",),
+    ),
+)
+
+# The kernels, in fast maths; rounding changed by: fma, group, reciprocal, step.
+STEPS = (
+    Rule(
+        ({"use_bias_correction": False},),
+        (
+            "lr", "weight_decay", "gain1", "gain3", "eps", "grad_scale", "moves", "keep1", "gain2", "keep2", "keep3",
+            "scalar_5", "scalar_6", "growth_rate", "beta3", "one_minus_sqrt_beta2",
+        ),
+        host=kernel_scalars,
+        temps=(
+            Temp("one_minus_rate_times_weight_decay", "model"),
+            Temp("one_times_one_minus_beta1_times_rate", "model"),
+            Temp("one_times_one_minus_sqrt_beta2_times_rate", "model"),
+            Temp("tensor_sum_for_numerator", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_for_total", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("model_sum_for_numerator", "model", reduction="model_sum", source="tensor"),
+            Temp("total", "model", reduction="model_sum", source="tensor"),
+        ),
+        stages=(
+            Stage(
+                "dadapt_adam_1",
+                "model",
+                level=-1,
+                scalars=(0, 1, 2, 3),
+                temps=(
+                    "one_times_one_minus_beta1_times_rate", "one_minus_rate_times_weight_decay",
+                    "one_times_one_minus_sqrt_beta2_times_rate",
+                ),
+                reads=("d",),
+                stores=(
+                    "one_times_one_minus_beta1_times_rate", "one_minus_rate_times_weight_decay",
+                    "one_times_one_minus_sqrt_beta2_times_rate",
+                ),
+                plus=(
+                    "one_times_one_minus_beta1_times_rate", "one_minus_rate_times_weight_decay",
+                    "one_times_one_minus_sqrt_beta2_times_rate",
+                ),
+            ),
+            Stage(
+                "dadapt_adam_2",
+                "elem",
+                level=0,
+                scalars=(0, 4, 5, 6, 7, 8, 9, 10, 11, 12),
+                temps=("tensor_sum_for_total", "tensor_sum_for_numerator"),
+                reads=(
+                    "p", "g", "exp_avg", "exp_avg_sq", "s", "one_times_one_minus_sqrt_beta2_times_rate",
+                    "one_minus_rate_times_weight_decay", "one_times_one_minus_beta1_times_rate",
+                ),
+                stores=("p", "exp_avg", "exp_avg_sq", "s"),
+                sums=(("sum", ("tensor_sum_for_total",)), ("sum", ("tensor_sum_for_numerator",))),
+                plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+            ),
+            Stage(
+                "dadapt_adam_3",
+                "tensor",
+                level=1,
+                scalars=(),
+                temps=("model_sum_for_numerator", "total"),
+                reads=("tensor_sum_for_numerator", "tensor_sum_for_total"),
+                stores=("model_sum_for_numerator", "total"),
+                picked=("model_sum_for_numerator", "total"),
+            ),
+            Stage(
+                "dadapt_adam_4",
+                "model",
+                level=3,
+                scalars=(13, 14, 15),
+                reads=("d", "numerator_weighted", "total", "model_sum_for_numerator"),
+                stores=("d", "numerator_weighted"),
+                picked=("d", "numerator_weighted"),
+            ),
+        ),
+    ),
+    Rule(
+        ({"use_bias_correction": True},),
+        (
+            "weight_decay", "own", "gain1", "gain3", "eps", "grad_scale", "moves", "keep1", "gain2", "keep2", "keep3",
+            "scalar_5", "scalar_6", "growth_rate", "beta3", "one_minus_sqrt_beta2",
+        ),
+        host=kernel_scalars_2,
+        temps=(
+            Temp("one_minus_rate_times_weight_decay", "model"),
+            Temp("one_times_one_minus_beta1_times_rate", "model"),
+            Temp("one_times_one_minus_sqrt_beta2_times_rate", "model"),
+            Temp("tensor_sum_for_numerator", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_for_total", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("model_sum_for_numerator", "model", reduction="model_sum", source="tensor"),
+            Temp("total", "model", reduction="model_sum", source="tensor"),
+        ),
+        stages=(
+            Stage(
+                "dadapt_adam_use_bias_correction_1",
+                "model",
+                level=-1,
+                scalars=(0, 1, 2, 3),
+                temps=(
+                    "one_times_one_minus_beta1_times_rate", "one_minus_rate_times_weight_decay",
+                    "one_times_one_minus_sqrt_beta2_times_rate",
+                ),
+                reads=("d",),
+                stores=(
+                    "one_times_one_minus_beta1_times_rate", "one_minus_rate_times_weight_decay",
+                    "one_times_one_minus_sqrt_beta2_times_rate",
+                ),
+                plus=(
+                    "one_times_one_minus_beta1_times_rate", "one_minus_rate_times_weight_decay",
+                    "one_times_one_minus_sqrt_beta2_times_rate",
+                ),
+            ),
+            Stage(
+                "dadapt_adam_use_bias_correction_2",
+                "elem",
+                level=0,
+                scalars=(4, 5, 6, 7, 8, 9, 10, 11, 12, 1),
+                temps=("tensor_sum_for_total", "tensor_sum_for_numerator"),
+                reads=(
+                    "p", "g", "exp_avg", "exp_avg_sq", "s", "one_times_one_minus_sqrt_beta2_times_rate",
+                    "one_minus_rate_times_weight_decay", "one_times_one_minus_beta1_times_rate",
+                ),
+                stores=("p", "exp_avg", "exp_avg_sq", "s"),
+                sums=(("sum", ("tensor_sum_for_total",)), ("sum", ("tensor_sum_for_numerator",))),
+                plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+            ),
+            Stage(
+                "dadapt_adam_3",
+                "tensor",
+                level=1,
+                scalars=(),
+                temps=("model_sum_for_numerator", "total"),
+                reads=("tensor_sum_for_numerator", "tensor_sum_for_total"),
+                stores=("model_sum_for_numerator", "total"),
+                picked=("model_sum_for_numerator", "total"),
+            ),
+            Stage(
+                "dadapt_adam_4",
+                "model",
+                level=3,
+                scalars=(13, 14, 15),
+                reads=("d", "numerator_weighted", "total", "model_sum_for_numerator"),
+                stores=("d", "numerator_weighted"),
+                picked=("d", "numerator_weighted"),
+            ),
+        ),
+    ),
+)
+
+READY = True

@@ -5,6 +5,9 @@
 # fmt: off
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer
+from optgen.runtime.records import Rule, Stage, Temp
+from optgen.runtime.records.join import RuleRecord, StateRecord
+from optgen.runtime.records.scalars import divide, root
 
 
 class Fromage(Optimizer):
@@ -28,7 +31,80 @@ class Fromage(Optimizer):
         Hyper("lr", 0.01, ge=0.0),
     )
     PLANS = ("fp32", "int8_split24",)
-    DEFAULT_PLAN = {"float32": "int8_split24", "bfloat16": "int8_split24", "float16": "int8_split24"}
 
     def __init__(self, params, lr=0.01, **options):
         super().__init__(params, dict(lr=lr), **options)
+
+
+def host_scalars(step, grad_scale, *, lr):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    one_over_sqrt_one_plus_lr_times_lr = divide(1, root(1 + lr * lr))
+    return (grad_scale, lr, one_over_sqrt_one_plus_lr_times_lr)
+
+
+def kernel_scalars(step, grad_scale, *, lr):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    grad_scale_times_grad_scale = grad_scale * grad_scale
+    one_over_sqrt_one_plus_lr_times_lr = divide(1, root(1 + lr * lr))
+    return (lr, grad_scale_times_grad_scale, one_over_sqrt_one_plus_lr_times_lr, grad_scale)
+
+
+# The eager reference, in strict maths.
+RULES = (
+    RuleRecord(
+        "fromage",
+        "",
+        flags={},
+        step="fromage",
+        scalars=("grad_scale", "lr", "one_over_sqrt_one_plus_lr_times_lr"),
+        host=host_scalars,
+        spaces=("tensor",),
+    ),
+)
+
+# The kernels, in fast maths; rounding changed by: fma, group, linear.
+STEPS = (
+    Rule(
+        ({},),
+        ("lr", "grad_scale_times_grad_scale", "one_over_sqrt_one_plus_lr_times_lr", "grad_scale"),
+        host=kernel_scalars,
+        temps=(
+            Temp("tensor_sum_for_g_norm", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_for_p_norm", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("lr_times_ratio", "tensor"),
+            Temp("shrink", "tensor"),
+        ),
+        stages=(
+            Stage(
+                "fromage_1",
+                "elem",
+                level=0,
+                scalars=(),
+                temps=("tensor_sum_for_p_norm", "tensor_sum_for_g_norm"),
+                reads=("p", "g"),
+                sums=(("square", ("tensor_sum_for_p_norm",)), ("square", ("tensor_sum_for_g_norm",))),
+            ),
+            Stage(
+                "fromage_2",
+                "tensor",
+                level=1,
+                scalars=(0, 1, 2),
+                temps=("shrink", "lr_times_ratio"),
+                reads=("tensor_sum_for_g_norm", "tensor_sum_for_p_norm"),
+                stores=("shrink", "lr_times_ratio"),
+                plus=("shrink",),
+                picked=("shrink",),
+            ),
+            Stage(
+                "fromage_3",
+                "elem",
+                level=2,
+                scalars=(3,),
+                reads=("p", "g", "lr_times_ratio", "shrink"),
+                stores=("p",),
+            ),
+        ),
+    ),
+)
+
+READY = True

@@ -5,6 +5,9 @@
 # fmt: off
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer
+from optgen.runtime.records import Rule, Stage
+from optgen.runtime.records.join import RuleRecord, StateRecord
+from optgen.runtime.records.scalars import choose, divide, larger, root
 
 
 class Grams(Optimizer):
@@ -35,7 +38,80 @@ class Grams(Optimizer):
         Hyper("weight_decay", 0.0, ge=0.0),
     )
     PLANS = ("fp32", "int8_split24",)
-    DEFAULT_PLAN = {"float32": "int8_split24", "bfloat16": "int8_split24", "float16": "int8_split24"}
 
     def __init__(self, params, lr=0.001, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.0, **options):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay), **options)
+
+
+def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2 = betas
+    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
+    one_minus_beta1 = 1 - beta1
+    one_minus_beta2 = 1 - beta2
+    sqrt_one_minus_beta2_pow_t = root(1 - beta2**step)
+    lr_over_one_minus_beta1_pow_t = divide(lr, 1 - beta1**step)
+    return (
+        beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
+        sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
+    )
+
+
+def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2 = betas
+    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
+    one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
+    scalar_2 = (1 - beta2) * grad_scale * grad_scale
+    common_1 = root(1 - beta2**step)
+    common_2 = common_1 < 7.888609052210118e-31
+    scalar_3 = choose(common_2, 1, 1 / common_1)
+    scalar_4 = divide(larger(eps * common_1, 1.1754943508222875e-38), choose(common_2, 0, common_1))
+    minus_lr_over_one_minus_beta1_pow_t = -divide(lr, 1 - beta1**step)
+    return (
+        beta1, beta2, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+        scalar_4, minus_lr_over_one_minus_beta1_pow_t,
+    )
+
+
+# The eager reference, in strict maths.
+RULES = (
+    RuleRecord(
+        "grams",
+        "",
+        flags={},
+        step="grams",
+        scalars=(
+            "beta1", "beta2", "eps", "grad_scale", "one_minus_lr_times_weight_decay", "one_minus_beta1",
+            "one_minus_beta2", "sqrt_one_minus_beta2_pow_t", "lr_over_one_minus_beta1_pow_t",
+        ),
+        host=host_scalars,
+        states=(StateRecord("exp_avg", normalized_by="exp_avg_sq"), StateRecord("exp_avg_sq", nonneg=True)),
+    ),
+)
+
+# The kernels, in fast maths; rounding changed by: eps, fma, group, reciprocal, step.
+STEPS = (
+    Rule(
+        ({},),
+        (
+            "beta1", "beta2", "grad_scale", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale",
+            "scalar_2", "scalar_3", "scalar_4", "minus_lr_over_one_minus_beta1_pow_t",
+        ),
+        host=kernel_scalars,
+        stages=(
+            Stage(
+                "grams",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2, 3, 4, 5, 6, 7, 8),
+                reads=("p", "g", "exp_avg", "exp_avg_sq"),
+                stores=("p", "exp_avg", "exp_avg_sq"),
+                plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+            ),
+        ),
+    ),
+)
+
+READY = True

@@ -5,6 +5,9 @@
 # fmt: off
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer
+from optgen.runtime.records import Rule, Stage, Temp
+from optgen.runtime.records.join import RuleRecord, StateRecord
+from optgen.runtime.records.scalars import choose, divide, larger, root
 
 
 class LAMB(Optimizer):
@@ -44,7 +47,6 @@ class LAMB(Optimizer):
         Hyper("max_norm", 3e38, gt=0.0),
     )
     PLANS = ("fp32", "int8_split24",)
-    DEFAULT_PLAN = {"float32": "int8_split24", "bfloat16": "int8_split24", "float16": "int8_split24"}
 
     def __init__(
         self, params, lr=0.001, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.01, min_norm=0.0, max_norm=3e38, **options
@@ -53,3 +55,145 @@ class LAMB(Optimizer):
             params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, min_norm=min_norm, max_norm=max_norm),
             **options
         )
+
+
+def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, min_norm, max_norm):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2 = betas
+    one_minus_beta1 = 1 - beta1
+    one_minus_beta2 = 1 - beta2
+    sqrt_one_minus_beta2_pow_t = root(1 - beta2**step)
+    one_minus_beta1_pow_t = 1 - beta1**step
+    return (
+        beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
+        one_minus_beta1_pow_t, lr, min_norm, max_norm,
+    )
+
+
+def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, min_norm, max_norm):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2 = betas
+    one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
+    scalar_1 = (1 - beta2) * grad_scale * grad_scale
+    common_1 = root(1 - beta2**step)
+    common_2 = 1 / (1 - beta1**step) * common_1
+    common_3 = common_2 < 7.888609052210118e-31
+    scalar_2 = choose(common_3, 1, 1 / common_2)
+    scalar_3 = divide(larger(eps * common_1, 1.1754943508222875e-38), choose(common_3, 0, common_2))
+    return (
+        beta1, beta2, weight_decay, one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, lr, min_norm,
+        max_norm,
+    )
+
+
+# The eager reference, in strict maths.
+RULES = (
+    RuleRecord(
+        "lamb",
+        "",
+        flags={},
+        step="lamb",
+        scalars=(
+            "beta1", "beta2", "eps", "weight_decay", "grad_scale", "one_minus_beta1", "one_minus_beta2",
+            "sqrt_one_minus_beta2_pow_t", "one_minus_beta1_pow_t", "lr", "min_norm", "max_norm",
+        ),
+        host=host_scalars,
+        states=(StateRecord("exp_avg", normalized_by="exp_avg_sq"), StateRecord("exp_avg_sq", nonneg=True)),
+        early=("exp_avg_sq", "exp_avg"),
+        spaces=("tensor",),
+    ),
+)
+
+# The kernels, in fast maths; rounding changed by: eps, fma, group, reciprocal, step.
+STEPS = (
+    Rule(
+        ({},),
+        (
+            "beta1", "beta2", "weight_decay", "one_minus_beta1_times_grad_scale", "scalar_1", "scalar_2", "scalar_3",
+            "lr", "min_norm", "max_norm",
+        ),
+        host=kernel_scalars,
+        temps=(
+            Temp("tensor_sum_for_update_norm", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_for_weight_norm", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("lr_times_trust", "tensor"),
+        ),
+        stages=(
+            Stage(
+                "lamb_1",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2, 3, 4, 5, 6),
+                temps=("tensor_sum_for_weight_norm", "tensor_sum_for_update_norm"),
+                reads=("p", "g", "exp_avg", "exp_avg_sq"),
+                stores=("exp_avg", "exp_avg_sq"),
+                sums=(("square", ("tensor_sum_for_weight_norm",)), ("square", ("tensor_sum_for_update_norm",))),
+                plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+            ),
+            Stage(
+                "lamb_2",
+                "tensor",
+                level=1,
+                scalars=(7, 8, 9),
+                temps=("lr_times_trust",),
+                reads=("tensor_sum_for_weight_norm", "tensor_sum_for_update_norm"),
+                stores=("lr_times_trust",),
+            ),
+            Stage(
+                "lamb_3",
+                "elem",
+                level=2,
+                scalars=(2, 5, 6),
+                reads=("p", "exp_avg", "exp_avg_sq", "lr_times_trust"),
+                stores=("p",),
+            ),
+        ),
+        early=("exp_avg_sq", "exp_avg"),
+    ),
+    Rule(
+        ({},),
+        (
+            "beta1", "beta2", "weight_decay", "one_minus_beta1_times_grad_scale", "scalar_1", "scalar_2", "scalar_3",
+            "lr", "min_norm", "max_norm",
+        ),
+        host=kernel_scalars,
+        temps=(
+            Temp("tensor_sum_for_update_norm", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_for_weight_norm", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("lr_times_trust", "tensor"),
+        ),
+        stages=(
+            Stage(
+                "lamb_late_1",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2, 3, 4, 5, 6),
+                temps=("tensor_sum_for_weight_norm", "tensor_sum_for_update_norm"),
+                reads=("p", "g", "exp_avg", "exp_avg_sq"),
+                sums=(("square", ("tensor_sum_for_weight_norm",)), ("square", ("tensor_sum_for_update_norm",))),
+            ),
+            Stage(
+                "lamb_2",
+                "tensor",
+                level=1,
+                scalars=(7, 8, 9),
+                temps=("lr_times_trust",),
+                reads=("tensor_sum_for_weight_norm", "tensor_sum_for_update_norm"),
+                stores=("lr_times_trust",),
+            ),
+            Stage(
+                "lamb_late_3",
+                "elem",
+                level=2,
+                scalars=(0, 1, 2, 3, 4, 5, 6),
+                reads=("p", "g", "exp_avg", "exp_avg_sq", "lr_times_trust"),
+                stores=("p", "exp_avg", "exp_avg_sq"),
+                plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+            ),
+        ),
+    ),
+)
+
+READY = True

@@ -5,6 +5,9 @@
 # fmt: off
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer
+from optgen.runtime.records import Rule, Stage
+from optgen.runtime.records.join import RuleRecord, StateRecord
+from optgen.runtime.records.scalars import divide, root
 
 
 class LaProp(Optimizer):
@@ -36,7 +39,78 @@ class LaProp(Optimizer):
         Hyper("weight_decay", 0.0, ge=0.0),
     )
     PLANS = ("fp32", "int8_split24",)
-    DEFAULT_PLAN = {"float32": "int8_split24", "bfloat16": "int8_split24", "float16": "int8_split24"}
 
     def __init__(self, params, lr=0.0004, betas=(0.9, 0.999), eps=1e-15, weight_decay=0.0, **options):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay), **options)
+
+
+def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2 = betas
+    one_minus_beta2 = 1 - beta2
+    sqrt_one_minus_beta2_pow_t = root(1 - beta2**step)
+    one_minus_beta1 = 1 - beta1
+    lr_over_one_minus_beta1_pow_t = divide(lr, 1 - beta1**step)
+    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
+    return (
+        beta1, beta2, eps, grad_scale, one_minus_beta2, sqrt_one_minus_beta2_pow_t, one_minus_beta1,
+        lr_over_one_minus_beta1_pow_t, one_minus_lr_times_weight_decay,
+    )
+
+
+def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2 = betas
+    scalar_0 = (1 - beta2) * grad_scale * grad_scale
+    common_1 = root(1 - beta2**step)
+    eps_times_sqrt_one_minus_beta2_pow_t = eps * common_1
+    scalar_2 = (1 - beta1) * (grad_scale * common_1)
+    minus_lr_over_one_minus_beta1_pow_t = -divide(lr, 1 - beta1**step)
+    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
+    return (
+        beta1, beta2, scalar_0, eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, minus_lr_over_one_minus_beta1_pow_t,
+        one_minus_lr_times_weight_decay,
+    )
+
+
+# The eager reference, in strict maths.
+RULES = (
+    RuleRecord(
+        "laprop",
+        "",
+        flags={},
+        step="laprop",
+        scalars=(
+            "beta1", "beta2", "eps", "grad_scale", "one_minus_beta2", "sqrt_one_minus_beta2_pow_t", "one_minus_beta1",
+            "lr_over_one_minus_beta1_pow_t", "one_minus_lr_times_weight_decay",
+        ),
+        host=host_scalars,
+        states=(StateRecord("exp_avg"), StateRecord("exp_avg_sq", nonneg=True)),
+    ),
+)
+
+# The kernels, in fast maths; rounding changed by: eps, fma, group, reciprocal.
+STEPS = (
+    Rule(
+        ({},),
+        (
+            "beta1", "beta2", "scalar_0", "eps_times_sqrt_one_minus_beta2_pow_t", "scalar_2",
+            "minus_lr_over_one_minus_beta1_pow_t", "one_minus_lr_times_weight_decay",
+        ),
+        host=kernel_scalars,
+        stages=(
+            Stage(
+                "laprop",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2, 3, 4, 5, 6),
+                reads=("p", "g", "exp_avg", "exp_avg_sq"),
+                stores=("p", "exp_avg", "exp_avg_sq"),
+                plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+            ),
+        ),
+    ),
+)
+
+READY = True

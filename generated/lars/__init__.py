@@ -5,6 +5,8 @@
 # fmt: off
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer
+from optgen.runtime.records import Rule, Stage, Temp
+from optgen.runtime.records.join import RuleRecord, StateRecord
 
 
 class LARS(Optimizer):
@@ -33,10 +35,79 @@ class LARS(Optimizer):
         Hyper("trust_coefficient", 0.001, ge=0.0),
     )
     PLANS = ("fp32", "int8_split24",)
-    DEFAULT_PLAN = {"float32": "int8_split24", "bfloat16": "int8_split24", "float16": "int8_split24"}
 
     def __init__(self, params, lr=0.1, momentum=0.9, weight_decay=0.0005, trust_coefficient=0.001, **options):
         super().__init__(
             params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay, trust_coefficient=trust_coefficient),
             **options
         )
+
+
+def host_scalars(step, grad_scale, *, lr, momentum, weight_decay, trust_coefficient):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    return (grad_scale, lr, weight_decay, trust_coefficient, momentum)
+
+
+def kernel_scalars(step, grad_scale, *, lr, momentum, weight_decay, trust_coefficient):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    grad_scale_times_grad_scale = grad_scale * grad_scale
+    return (lr, weight_decay, trust_coefficient, grad_scale_times_grad_scale, momentum, grad_scale)
+
+
+# The eager reference, in strict maths.
+RULES = (
+    RuleRecord(
+        "lars",
+        "",
+        flags={},
+        step="lars",
+        scalars=("grad_scale", "lr", "weight_decay", "trust_coefficient", "momentum"),
+        host=host_scalars,
+        states=(StateRecord("momentum_buffer"),),
+        spaces=("tensor",),
+    ),
+)
+
+# The kernels, in fast maths; rounding changed by: fma, linear.
+STEPS = (
+    Rule(
+        ({},),
+        ("lr", "weight_decay", "trust_coefficient", "grad_scale_times_grad_scale", "momentum", "grad_scale"),
+        host=kernel_scalars,
+        temps=(
+            Temp("tensor_sum_for_grad_norm", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_for_weight_norm", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("lr_times_local_lr", "tensor"),
+        ),
+        stages=(
+            Stage(
+                "lars_1",
+                "elem",
+                level=0,
+                scalars=(),
+                temps=("tensor_sum_for_weight_norm", "tensor_sum_for_grad_norm"),
+                reads=("p", "g"),
+                sums=(("square", ("tensor_sum_for_weight_norm",)), ("square", ("tensor_sum_for_grad_norm",))),
+            ),
+            Stage(
+                "lars_2",
+                "tensor",
+                level=1,
+                scalars=(0, 1, 2, 3),
+                temps=("lr_times_local_lr",),
+                reads=("tensor_sum_for_weight_norm", "tensor_sum_for_grad_norm"),
+                stores=("lr_times_local_lr",),
+            ),
+            Stage(
+                "lars_3",
+                "elem",
+                level=2,
+                scalars=(4, 1, 5),
+                reads=("p", "g", "momentum_buffer", "lr_times_local_lr"),
+                stores=("p", "momentum_buffer"),
+            ),
+        ),
+    ),
+)
+
+READY = True

@@ -5,6 +5,8 @@
 # fmt: off
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer
+from optgen.runtime.records import Rule, Stage
+from optgen.runtime.records.join import RuleRecord, StateRecord
 
 
 class Lion(Optimizer):
@@ -31,7 +33,69 @@ class Lion(Optimizer):
         Hyper("weight_decay", 0.0, ge=0.0),
     )
     PLANS = ("fp32", "int8_split24",)
-    DEFAULT_PLAN = {"float32": "int8_split24", "bfloat16": "int8_split24", "float16": "int8_split24"}
 
     def __init__(self, params, lr=0.0001, betas=(0.9, 0.99), weight_decay=0.0, **options):
         super().__init__(params, dict(lr=lr, betas=betas, weight_decay=weight_decay), **options)
+
+
+def host_scalars(step, grad_scale, *, lr, betas, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2 = betas
+    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
+    one_minus_beta1 = 1 - beta1
+    one_minus_beta2 = 1 - beta2
+    return (lr, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2)
+
+
+def kernel_scalars(step, grad_scale, *, lr, betas, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2 = betas
+    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
+    one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
+    one_minus_beta2_times_grad_scale = (1 - beta2) * grad_scale
+    minus_lr = -lr
+    return (
+        beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+        one_minus_beta2_times_grad_scale, minus_lr,
+    )
+
+
+# The eager reference, in strict maths.
+RULES = (
+    RuleRecord(
+        "lion",
+        "",
+        flags={},
+        step="lion",
+        scalars=(
+            "lr", "beta1", "beta2", "grad_scale", "one_minus_lr_times_weight_decay", "one_minus_beta1",
+            "one_minus_beta2",
+        ),
+        host=host_scalars,
+        states=(StateRecord("exp_avg"),),
+    ),
+)
+
+# The kernels, in fast maths; rounding changed by: fma, group.
+STEPS = (
+    Rule(
+        ({},),
+        (
+            "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale",
+            "one_minus_beta2_times_grad_scale", "minus_lr",
+        ),
+        host=kernel_scalars,
+        stages=(
+            Stage(
+                "lion",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2, 3, 4, 5),
+                reads=("p", "g", "exp_avg"),
+                stores=("p", "exp_avg"),
+            ),
+        ),
+    ),
+)
+
+READY = True

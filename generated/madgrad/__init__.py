@@ -5,6 +5,9 @@
 # fmt: off
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer
+from optgen.runtime.records import Rule, Stage
+from optgen.runtime.records.join import RuleRecord, StateRecord
+from optgen.runtime.records.scalars import choose, root
 
 
 class MADGRAD(Optimizer):
@@ -42,7 +45,87 @@ class MADGRAD(Optimizer):
         Flag("has_momentum", nonzero="momentum"),
     )
     PLANS = ("fp32", "int8_split24",)
-    DEFAULT_PLAN = {"float32": "int8_split24", "bfloat16": "int8_split24", "float16": "int8_split24"}
 
     def __init__(self, params, lr=0.01, momentum=0.9, weight_decay=0.0, eps=1e-6, **options):
         super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay, eps=eps), **options)
+
+
+def host_scalars(step, grad_scale, *, lr, momentum, weight_decay, eps):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    weight = choose(0 < lr, lr + eps, 0) * root(step)  # 27  weight = where(lr > 0, lr + eps, 0.0) * sqrt(t)
+    return (weight_decay, eps, grad_scale, weight)
+
+
+def host_scalars_2(step, grad_scale, *, lr, momentum, weight_decay, eps):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    weight = choose(0 < lr, lr + eps, 0) * root(step)  # 27  weight = where(lr > 0, lr + eps, 0.0) * sqrt(t)
+    one_minus_momentum = 1 - momentum
+    return (weight_decay, eps, grad_scale, weight, one_minus_momentum)
+
+
+# The eager reference, in strict maths.
+RULES = (
+    RuleRecord(
+        "madgrad",
+        "",
+        flags={"has_momentum": False},
+        step="madgrad",
+        scalars=("weight_decay", "eps", "grad_scale", "weight"),
+        host=host_scalars,
+        states=(StateRecord("grad_sum_sq", nonneg=True), StateRecord("s")),
+    ),
+    RuleRecord(
+        "madgrad",
+        "_has_momentum",
+        flags={"has_momentum": True},
+        step="madgrad_has_momentum",
+        scalars=("weight_decay", "eps", "grad_scale", "weight", "one_minus_momentum"),
+        host=host_scalars_2,
+        states=(
+            StateRecord("grad_sum_sq", nonneg=True),
+            StateRecord("s"),
+            StateRecord("x0", init="param", nearest=True),
+        ),
+        unchanged=(("x0",),),
+    ),
+)
+
+# The kernels, in fast maths; rounding changed by: fma, group, reciprocal.
+STEPS = (
+    Rule(
+        ({"has_momentum": False},),
+        ("weight_decay", "eps", "grad_scale", "weight"),
+        host=host_scalars,
+        stages=(
+            Stage(
+                "madgrad",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2, 3),
+                reads=("p", "g", "grad_sum_sq", "s"),
+                stores=("p", "grad_sum_sq", "s"),
+                plus=("grad_sum_sq",),
+                needs=(("grad_sum_sq", ("p", "g", "grad_sum_sq")),),
+            ),
+        ),
+    ),
+    Rule(
+        ({"has_momentum": True},),
+        ("weight_decay", "eps", "grad_scale", "weight", "one_minus_momentum"),
+        host=host_scalars_2,
+        stages=(
+            Stage(
+                "madgrad_has_momentum",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2, 3, 4),
+                reads=("p", "g", "grad_sum_sq", "s", "x0"),
+                stores=("p", "grad_sum_sq", "s"),
+                plus=("grad_sum_sq",),
+                needs=(("grad_sum_sq", ("p", "g", "grad_sum_sq")),),
+            ),
+        ),
+    ),
+)
+
+READY = True

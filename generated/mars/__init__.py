@@ -5,6 +5,9 @@
 # fmt: off
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer
+from optgen.runtime.records import Rule, Stage, Temp
+from optgen.runtime.records.join import RuleRecord, StateRecord
+from optgen.runtime.records.scalars import choose, divide, larger, root
 
 
 class MARS(Optimizer):
@@ -40,7 +43,113 @@ class MARS(Optimizer):
         Hyper("gamma", 0.025, ge=0.0),
     )
     PLANS = ("fp32", "int8_split24",)
-    DEFAULT_PLAN = {"float32": "int8_split24", "bfloat16": "int8_split24", "float16": "int8_split24"}
 
     def __init__(self, params, lr=0.003, betas=(0.95, 0.99), eps=1e-8, weight_decay=0.0, gamma=0.025, **options):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, gamma=gamma), **options)
+
+
+def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, gamma):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2 = betas
+    where_lt_one_t_one_zero = choose(1 < step, 1, 0)
+    gamma_times_beta1_over_one_minus_beta1 = divide(gamma * beta1, 1 - beta1)
+    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
+    one_minus_beta1 = 1 - beta1
+    one_minus_beta2 = 1 - beta2
+    sqrt_one_minus_beta2_pow_t = root(1 - beta2**step)
+    lr_over_one_minus_beta1_pow_t = divide(lr, 1 - beta1**step)
+    return (
+        grad_scale, where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, beta1, beta2, eps,
+        one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
+        lr_over_one_minus_beta1_pow_t,
+    )
+
+
+def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, gamma):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2 = betas
+    where_lt_one_t_one_zero = choose(1 < step, 1, 0)
+    gamma_times_beta1_over_one_minus_beta1 = divide(gamma * beta1, 1 - beta1)
+    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
+    one_minus_beta1 = 1 - beta1
+    one_minus_beta2 = 1 - beta2
+    common_1 = root(1 - beta2**step)
+    common_2 = divide(lr, 1 - beta1**step) * common_1
+    common_3 = common_2 < 7.888609052210118e-31
+    scalar_5 = choose(common_3, 1, divide(1, common_2))
+    scalar_6 = divide(larger(eps * common_1, 1.1754943508222875e-38), choose(common_3, 0, common_2))
+    return (
+        grad_scale, where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, beta1, beta2,
+        one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, scalar_5, scalar_6,
+    )
+
+
+# The eager reference, in strict maths.
+RULES = (
+    RuleRecord(
+        "mars",
+        "",
+        flags={},
+        step="mars",
+        scalars=(
+            "grad_scale", "where_lt_one_t_one_zero", "gamma_times_beta1_over_one_minus_beta1", "beta1", "beta2", "eps",
+            "one_minus_lr_times_weight_decay", "one_minus_beta1", "one_minus_beta2", "sqrt_one_minus_beta2_pow_t",
+            "lr_over_one_minus_beta1_pow_t",
+        ),
+        host=host_scalars,
+        states=(
+            StateRecord("exp_avg", normalized_by="exp_avg_sq"),
+            StateRecord("exp_avg_sq", nonneg=True),
+            StateRecord("last_grad", nearest=True),
+        ),
+        spaces=("tensor",),
+    ),
+)
+
+# The kernels, in fast maths; rounding changed by: eps, fma, group, linear, reciprocal, step.
+STEPS = (
+    Rule(
+        ({},),
+        (
+            "grad_scale", "where_lt_one_t_one_zero", "gamma_times_beta1_over_one_minus_beta1", "beta1", "beta2",
+            "one_minus_lr_times_weight_decay", "one_minus_beta1", "one_minus_beta2", "scalar_5", "scalar_6",
+        ),
+        host=kernel_scalars,
+        temps=(
+            Temp("tensor_sum_of_c", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("one_over_sqrt_tensor_sum_of_c_max_one", "tensor"),
+        ),
+        stages=(
+            Stage(
+                "mars_1",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2),
+                temps=("tensor_sum_of_c",),
+                reads=("g", "last_grad"),
+                sums=(("square", ("tensor_sum_of_c",)),),
+            ),
+            Stage(
+                "mars_2",
+                "tensor",
+                level=1,
+                scalars=(),
+                temps=("one_over_sqrt_tensor_sum_of_c_max_one",),
+                reads=("tensor_sum_of_c",),
+                stores=("one_over_sqrt_tensor_sum_of_c_max_one",),
+            ),
+            Stage(
+                "mars_3",
+                "elem",
+                level=2,
+                scalars=(3, 4, 0, 1, 2, 5, 6, 7, 8, 9),
+                reads=("p", "g", "exp_avg", "exp_avg_sq", "last_grad", "one_over_sqrt_tensor_sum_of_c_max_one"),
+                stores=("p", "exp_avg", "exp_avg_sq", "last_grad"),
+                plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq", "last_grad", "one_over_sqrt_tensor_sum_of_c_max_one")),),
+            ),
+        ),
+    ),
+)
+
+READY = True

@@ -5,6 +5,9 @@
 # fmt: off
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer, Series
+from optgen.runtime.records import Rule, Stage, Temp
+from optgen.runtime.records.join import RuleRecord, StateRecord
+from optgen.runtime.records.scalars import choose, divide, larger, root
 
 
 class Muon(Optimizer):
@@ -72,7 +75,6 @@ class Muon(Optimizer):
         Flag("matrix", shape=lambda shape: len(shape) >= 2),
     )
     PLANS = ("fp32", "int8_split24",)
-    DEFAULT_PLAN = {"float32": "int8_split24", "bfloat16": "int8_split24", "float16": "int8_split24"}
     BLOCKS = "heads"
 
     def __init__(
@@ -89,3 +91,521 @@ class Muon(Optimizer):
             ),
             **options
         )
+
+
+def host_scalars(
+    step, grad_scale, *, lr, weight_decay, momentum, ns_coefficients, eps, ns_steps, gram, scale_floor, adamw_lr,
+    adamw_betas, adamw_eps,
+):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    one_minus_momentum = 1 - momentum
+    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
+    return (
+        lr, scale_floor, momentum, grad_scale, one_minus_momentum, ns_coefficients, eps, ns_steps, gram,
+        one_minus_lr_times_weight_decay,
+    )
+
+
+def host_scalars_2(
+    step, grad_scale, *, lr, weight_decay, momentum, ns_coefficients, eps, ns_steps, gram, scale_floor, adamw_lr,
+    adamw_betas, adamw_eps,
+):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    adamw_betas_0, adamw_betas_1 = adamw_betas
+    one_minus_adamw_lr_times_weight_decay = 1 - adamw_lr * weight_decay
+    one_minus_adamw_betas_0 = 1 - adamw_betas_0
+    adamw_lr_over_one_minus_adamw_betas_0_pow_t = divide(adamw_lr, 1 - adamw_betas_0**step)
+    one_minus_adamw_betas_1 = 1 - adamw_betas_1
+    sqrt_one_minus_adamw_betas_1_pow_t = root(1 - adamw_betas_1**step)
+    return (
+        adamw_betas_0, adamw_betas_1, adamw_eps, grad_scale, one_minus_adamw_lr_times_weight_decay,
+        one_minus_adamw_betas_0, adamw_lr_over_one_minus_adamw_betas_0_pow_t, one_minus_adamw_betas_1,
+        sqrt_one_minus_adamw_betas_1_pow_t,
+    )
+
+
+def host_scalars_3(
+    step, grad_scale, *, lr, weight_decay, momentum, ns_coefficients, eps, ns_steps, gram, scale_floor, adamw_lr,
+    adamw_betas, adamw_eps,
+):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    one_minus_momentum = 1 - momentum
+    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
+    return (
+        lr, momentum, grad_scale, one_minus_momentum, ns_coefficients, eps, ns_steps, gram,
+        one_minus_lr_times_weight_decay,
+    )
+
+
+def kernel_scalars(
+    step, grad_scale, *, lr, weight_decay, momentum, ns_coefficients, eps, ns_steps, gram, scale_floor, adamw_lr,
+    adamw_betas, adamw_eps,
+):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    one_minus_momentum_times_grad_scale = (1 - momentum) * grad_scale
+    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
+    return (
+        lr, scale_floor, momentum, one_minus_momentum_times_grad_scale, ns_coefficients, eps, ns_steps, gram,
+        one_minus_lr_times_weight_decay,
+    )
+
+
+def kernel_scalars_2(
+    step, grad_scale, *, lr, weight_decay, momentum, ns_coefficients, eps, ns_steps, gram, scale_floor, adamw_lr,
+    adamw_betas, adamw_eps,
+):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    adamw_betas_0, adamw_betas_1 = adamw_betas
+    one_minus_adamw_betas_0_times_grad_scale = (1 - adamw_betas_0) * grad_scale
+    scalar_1 = (1 - adamw_betas_1) * grad_scale * grad_scale
+    common_1 = root(1 - adamw_betas_1**step)
+    common_2 = divide(adamw_lr, 1 - adamw_betas_0**step) * common_1
+    common_3 = common_2 < 7.888609052210118e-31
+    scalar_2 = choose(common_3, 1, divide(1, common_2))
+    scalar_3 = divide(larger(adamw_eps * common_1, 1.1754943508222875e-38), choose(common_3, 0, common_2))
+    one_minus_adamw_lr_times_weight_decay = 1 - adamw_lr * weight_decay
+    return (
+        adamw_betas_0, adamw_betas_1, one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
+        one_minus_adamw_lr_times_weight_decay,
+    )
+
+
+def kernel_scalars_3(
+    step, grad_scale, *, lr, weight_decay, momentum, ns_coefficients, eps, ns_steps, gram, scale_floor, adamw_lr,
+    adamw_betas, adamw_eps,
+):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    one_minus_momentum_times_grad_scale = (1 - momentum) * grad_scale
+    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
+    return (
+        lr, momentum, one_minus_momentum_times_grad_scale, ns_coefficients, eps, ns_steps, gram,
+        one_minus_lr_times_weight_decay,
+    )
+
+
+# The eager reference, in strict maths.
+RULES = (
+    RuleRecord(
+        "muon",
+        "",
+        flags={"nesterov": True, "match_rms_adamw": False, "adamw": False, "matrix": True},
+        step="muon",
+        scalars=(
+            "lr", "scale_floor", "momentum", "grad_scale", "one_minus_momentum", "ns_coefficients", "eps", "ns_steps",
+            "gram", "one_minus_lr_times_weight_decay",
+        ),
+        host=host_scalars,
+        states=(StateRecord("momentum_buffer"),),
+        spaces=("call", "tensor"),
+        by_rows=True,
+        matrix="heads",
+    ),
+    RuleRecord(
+        "muon",
+        "_no_matrix",
+        flags={"nesterov": True, "match_rms_adamw": False, "adamw": False, "matrix": False},
+        step="muon_no_matrix",
+        scalars=(
+            "adamw_betas_0", "adamw_betas_1", "adamw_eps", "grad_scale", "one_minus_adamw_lr_times_weight_decay",
+            "one_minus_adamw_betas_0", "adamw_lr_over_one_minus_adamw_betas_0_pow_t", "one_minus_adamw_betas_1",
+            "sqrt_one_minus_adamw_betas_1_pow_t",
+        ),
+        host=host_scalars_2,
+        states=(StateRecord("momentum_buffer"), StateRecord("exp_avg_sq", nonneg=True)),
+        matrix="heads",
+    ),
+    RuleRecord(
+        "muon",
+        "_adamw",
+        flags={"nesterov": True, "match_rms_adamw": False, "adamw": True, "matrix": True},
+        step="muon_no_matrix",
+        scalars=(
+            "adamw_betas_0", "adamw_betas_1", "adamw_eps", "grad_scale", "one_minus_adamw_lr_times_weight_decay",
+            "one_minus_adamw_betas_0", "adamw_lr_over_one_minus_adamw_betas_0_pow_t", "one_minus_adamw_betas_1",
+            "sqrt_one_minus_adamw_betas_1_pow_t",
+        ),
+        host=host_scalars_2,
+        states=(StateRecord("momentum_buffer"), StateRecord("exp_avg_sq", nonneg=True)),
+        matrix="heads",
+    ),
+    RuleRecord(
+        "muon",
+        "_adamw_no_matrix",
+        flags={"nesterov": True, "match_rms_adamw": False, "adamw": True, "matrix": False},
+        step="muon_no_matrix",
+        scalars=(
+            "adamw_betas_0", "adamw_betas_1", "adamw_eps", "grad_scale", "one_minus_adamw_lr_times_weight_decay",
+            "one_minus_adamw_betas_0", "adamw_lr_over_one_minus_adamw_betas_0_pow_t", "one_minus_adamw_betas_1",
+            "sqrt_one_minus_adamw_betas_1_pow_t",
+        ),
+        host=host_scalars_2,
+        states=(StateRecord("momentum_buffer"), StateRecord("exp_avg_sq", nonneg=True)),
+        matrix="heads",
+    ),
+    RuleRecord(
+        "muon",
+        "_match_rms_adamw",
+        flags={"nesterov": True, "match_rms_adamw": True, "adamw": False, "matrix": True},
+        step="muon_match_rms_adamw",
+        scalars=(
+            "lr", "momentum", "grad_scale", "one_minus_momentum", "ns_coefficients", "eps", "ns_steps", "gram",
+            "one_minus_lr_times_weight_decay",
+        ),
+        host=host_scalars_3,
+        states=(StateRecord("momentum_buffer"),),
+        spaces=("call", "tensor"),
+        by_rows=True,
+        matrix="heads",
+    ),
+    RuleRecord(
+        "muon",
+        "_match_rms_adamw_no_matrix",
+        flags={"nesterov": True, "match_rms_adamw": True, "adamw": False, "matrix": False},
+        step="muon_no_matrix",
+        scalars=(
+            "adamw_betas_0", "adamw_betas_1", "adamw_eps", "grad_scale", "one_minus_adamw_lr_times_weight_decay",
+            "one_minus_adamw_betas_0", "adamw_lr_over_one_minus_adamw_betas_0_pow_t", "one_minus_adamw_betas_1",
+            "sqrt_one_minus_adamw_betas_1_pow_t",
+        ),
+        host=host_scalars_2,
+        states=(StateRecord("momentum_buffer"), StateRecord("exp_avg_sq", nonneg=True)),
+        matrix="heads",
+    ),
+    RuleRecord(
+        "muon",
+        "_match_rms_adamw_adamw",
+        flags={"nesterov": True, "match_rms_adamw": True, "adamw": True, "matrix": True},
+        step="muon_no_matrix",
+        scalars=(
+            "adamw_betas_0", "adamw_betas_1", "adamw_eps", "grad_scale", "one_minus_adamw_lr_times_weight_decay",
+            "one_minus_adamw_betas_0", "adamw_lr_over_one_minus_adamw_betas_0_pow_t", "one_minus_adamw_betas_1",
+            "sqrt_one_minus_adamw_betas_1_pow_t",
+        ),
+        host=host_scalars_2,
+        states=(StateRecord("momentum_buffer"), StateRecord("exp_avg_sq", nonneg=True)),
+        matrix="heads",
+    ),
+    RuleRecord(
+        "muon",
+        "_match_rms_adamw_adamw_no_matrix",
+        flags={"nesterov": True, "match_rms_adamw": True, "adamw": True, "matrix": False},
+        step="muon_no_matrix",
+        scalars=(
+            "adamw_betas_0", "adamw_betas_1", "adamw_eps", "grad_scale", "one_minus_adamw_lr_times_weight_decay",
+            "one_minus_adamw_betas_0", "adamw_lr_over_one_minus_adamw_betas_0_pow_t", "one_minus_adamw_betas_1",
+            "sqrt_one_minus_adamw_betas_1_pow_t",
+        ),
+        host=host_scalars_2,
+        states=(StateRecord("momentum_buffer"), StateRecord("exp_avg_sq", nonneg=True)),
+        matrix="heads",
+    ),
+    RuleRecord(
+        "muon",
+        "_no_nesterov",
+        flags={"nesterov": False, "match_rms_adamw": False, "adamw": False, "matrix": True},
+        step="muon_no_nesterov",
+        scalars=(
+            "lr", "scale_floor", "momentum", "grad_scale", "one_minus_momentum", "ns_coefficients", "eps", "ns_steps",
+            "gram", "one_minus_lr_times_weight_decay",
+        ),
+        host=host_scalars,
+        states=(StateRecord("momentum_buffer"),),
+        spaces=("call", "tensor"),
+        by_rows=True,
+        matrix="heads",
+    ),
+    RuleRecord(
+        "muon",
+        "_no_nesterov_no_matrix",
+        flags={"nesterov": False, "match_rms_adamw": False, "adamw": False, "matrix": False},
+        step="muon_no_matrix",
+        scalars=(
+            "adamw_betas_0", "adamw_betas_1", "adamw_eps", "grad_scale", "one_minus_adamw_lr_times_weight_decay",
+            "one_minus_adamw_betas_0", "adamw_lr_over_one_minus_adamw_betas_0_pow_t", "one_minus_adamw_betas_1",
+            "sqrt_one_minus_adamw_betas_1_pow_t",
+        ),
+        host=host_scalars_2,
+        states=(StateRecord("momentum_buffer"), StateRecord("exp_avg_sq", nonneg=True)),
+        matrix="heads",
+    ),
+    RuleRecord(
+        "muon",
+        "_no_nesterov_adamw",
+        flags={"nesterov": False, "match_rms_adamw": False, "adamw": True, "matrix": True},
+        step="muon_no_matrix",
+        scalars=(
+            "adamw_betas_0", "adamw_betas_1", "adamw_eps", "grad_scale", "one_minus_adamw_lr_times_weight_decay",
+            "one_minus_adamw_betas_0", "adamw_lr_over_one_minus_adamw_betas_0_pow_t", "one_minus_adamw_betas_1",
+            "sqrt_one_minus_adamw_betas_1_pow_t",
+        ),
+        host=host_scalars_2,
+        states=(StateRecord("momentum_buffer"), StateRecord("exp_avg_sq", nonneg=True)),
+        matrix="heads",
+    ),
+    RuleRecord(
+        "muon",
+        "_no_nesterov_adamw_no_matrix",
+        flags={"nesterov": False, "match_rms_adamw": False, "adamw": True, "matrix": False},
+        step="muon_no_matrix",
+        scalars=(
+            "adamw_betas_0", "adamw_betas_1", "adamw_eps", "grad_scale", "one_minus_adamw_lr_times_weight_decay",
+            "one_minus_adamw_betas_0", "adamw_lr_over_one_minus_adamw_betas_0_pow_t", "one_minus_adamw_betas_1",
+            "sqrt_one_minus_adamw_betas_1_pow_t",
+        ),
+        host=host_scalars_2,
+        states=(StateRecord("momentum_buffer"), StateRecord("exp_avg_sq", nonneg=True)),
+        matrix="heads",
+    ),
+    RuleRecord(
+        "muon",
+        "_no_nesterov_match_rms_adamw",
+        flags={"nesterov": False, "match_rms_adamw": True, "adamw": False, "matrix": True},
+        step="muon_no_nesterov_match_rms_adamw",
+        scalars=(
+            "lr", "momentum", "grad_scale", "one_minus_momentum", "ns_coefficients", "eps", "ns_steps", "gram",
+            "one_minus_lr_times_weight_decay",
+        ),
+        host=host_scalars_3,
+        states=(StateRecord("momentum_buffer"),),
+        spaces=("call", "tensor"),
+        by_rows=True,
+        matrix="heads",
+    ),
+    RuleRecord(
+        "muon",
+        "_no_nesterov_match_rms_adamw_no_matrix",
+        flags={"nesterov": False, "match_rms_adamw": True, "adamw": False, "matrix": False},
+        step="muon_no_matrix",
+        scalars=(
+            "adamw_betas_0", "adamw_betas_1", "adamw_eps", "grad_scale", "one_minus_adamw_lr_times_weight_decay",
+            "one_minus_adamw_betas_0", "adamw_lr_over_one_minus_adamw_betas_0_pow_t", "one_minus_adamw_betas_1",
+            "sqrt_one_minus_adamw_betas_1_pow_t",
+        ),
+        host=host_scalars_2,
+        states=(StateRecord("momentum_buffer"), StateRecord("exp_avg_sq", nonneg=True)),
+        matrix="heads",
+    ),
+    RuleRecord(
+        "muon",
+        "_no_nesterov_match_rms_adamw_adamw",
+        flags={"nesterov": False, "match_rms_adamw": True, "adamw": True, "matrix": True},
+        step="muon_no_matrix",
+        scalars=(
+            "adamw_betas_0", "adamw_betas_1", "adamw_eps", "grad_scale", "one_minus_adamw_lr_times_weight_decay",
+            "one_minus_adamw_betas_0", "adamw_lr_over_one_minus_adamw_betas_0_pow_t", "one_minus_adamw_betas_1",
+            "sqrt_one_minus_adamw_betas_1_pow_t",
+        ),
+        host=host_scalars_2,
+        states=(StateRecord("momentum_buffer"), StateRecord("exp_avg_sq", nonneg=True)),
+        matrix="heads",
+    ),
+    RuleRecord(
+        "muon",
+        "_no_nesterov_match_rms_adamw_adamw_no_matrix",
+        flags={"nesterov": False, "match_rms_adamw": True, "adamw": True, "matrix": False},
+        step="muon_no_matrix",
+        scalars=(
+            "adamw_betas_0", "adamw_betas_1", "adamw_eps", "grad_scale", "one_minus_adamw_lr_times_weight_decay",
+            "one_minus_adamw_betas_0", "adamw_lr_over_one_minus_adamw_betas_0_pow_t", "one_minus_adamw_betas_1",
+            "sqrt_one_minus_adamw_betas_1_pow_t",
+        ),
+        host=host_scalars_2,
+        states=(StateRecord("momentum_buffer"), StateRecord("exp_avg_sq", nonneg=True)),
+        matrix="heads",
+    ),
+)
+
+# The kernels, in fast maths; rounding changed by: eps, fma, group, reciprocal, step.
+STEPS = (
+    Rule(
+        ({"nesterov": True, "match_rms_adamw": False, "adamw": False, "matrix": True},),
+        (
+            "lr", "scale_floor", "momentum", "one_minus_momentum_times_grad_scale", "ns_coefficients", "eps",
+            "ns_steps", "gram", "one_minus_lr_times_weight_decay",
+        ),
+        host=kernel_scalars,
+        temps=(Temp("lr_times_scale", "tensor"), Temp("direction", "elem")),
+        stages=(
+            Stage(
+                "muon_1",
+                "tensor",
+                level=-1,
+                scalars=(0, 1),
+                temps=("lr_times_scale",),
+                stores=("lr_times_scale",),
+                extents=("rows", "columns"),
+            ),
+            Stage(
+                "muon_2",
+                "elem",
+                level=0,
+                scalars=(2, 3),
+                temps=("direction",),
+                reads=("g", "momentum_buffer"),
+                stores=("momentum_buffer", "direction"),
+                picked=("direction",),
+            ),
+            Stage(
+                "newton_schulz",
+                "call",
+                level=1,
+                scalars=(4, 5, 6, 7),
+                temps=("direction",),
+                given=("ns_steps", 1.0, "gram", "eps", "ns_coefficients"),
+            ),
+            Stage("muon_4", "elem", level=2, scalars=(8,), reads=("p", "lr_times_scale", "direction"), stores=("p",)),
+        ),
+    ),
+    Rule(
+        (
+            {"nesterov": True, "match_rms_adamw": False, "adamw": False, "matrix": False},
+            {"nesterov": True, "match_rms_adamw": False, "adamw": True, "matrix": True},
+            {"nesterov": True, "match_rms_adamw": False, "adamw": True, "matrix": False},
+            {"nesterov": True, "match_rms_adamw": True, "adamw": False, "matrix": False},
+            {"nesterov": True, "match_rms_adamw": True, "adamw": True, "matrix": True},
+            {"nesterov": True, "match_rms_adamw": True, "adamw": True, "matrix": False},
+            {"nesterov": False, "match_rms_adamw": False, "adamw": False, "matrix": False},
+            {"nesterov": False, "match_rms_adamw": False, "adamw": True, "matrix": True},
+            {"nesterov": False, "match_rms_adamw": False, "adamw": True, "matrix": False},
+            {"nesterov": False, "match_rms_adamw": True, "adamw": False, "matrix": False},
+            {"nesterov": False, "match_rms_adamw": True, "adamw": True, "matrix": True},
+            {"nesterov": False, "match_rms_adamw": True, "adamw": True, "matrix": False},
+        ),
+        (
+            "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
+            "scalar_3", "one_minus_adamw_lr_times_weight_decay",
+        ),
+        host=kernel_scalars_2,
+        stages=(
+            Stage(
+                "muon_no_matrix",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2, 3, 4, 5, 6),
+                reads=("p", "g", "momentum_buffer", "exp_avg_sq"),
+                stores=("p", "momentum_buffer", "exp_avg_sq"),
+                plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+            ),
+        ),
+    ),
+    Rule(
+        ({"nesterov": True, "match_rms_adamw": True, "adamw": False, "matrix": True},),
+        (
+            "lr", "momentum", "one_minus_momentum_times_grad_scale", "ns_coefficients", "eps", "ns_steps", "gram",
+            "one_minus_lr_times_weight_decay",
+        ),
+        host=kernel_scalars_3,
+        temps=(Temp("lr_times_scale", "tensor"), Temp("direction", "elem")),
+        stages=(
+            Stage(
+                "muon_match_rms_adamw_1",
+                "tensor",
+                level=-1,
+                scalars=(0,),
+                temps=("lr_times_scale",),
+                stores=("lr_times_scale",),
+                extents=("rows", "columns"),
+            ),
+            Stage(
+                "muon_2",
+                "elem",
+                level=0,
+                scalars=(1, 2),
+                temps=("direction",),
+                reads=("g", "momentum_buffer"),
+                stores=("momentum_buffer", "direction"),
+                picked=("direction",),
+            ),
+            Stage(
+                "newton_schulz",
+                "call",
+                level=1,
+                scalars=(3, 4, 5, 6),
+                temps=("direction",),
+                given=("ns_steps", 1.0, "gram", "eps", "ns_coefficients"),
+            ),
+            Stage("muon_4", "elem", level=2, scalars=(7,), reads=("p", "lr_times_scale", "direction"), stores=("p",)),
+        ),
+    ),
+    Rule(
+        ({"nesterov": False, "match_rms_adamw": False, "adamw": False, "matrix": True},),
+        (
+            "lr", "scale_floor", "momentum", "one_minus_momentum_times_grad_scale", "ns_coefficients", "eps",
+            "ns_steps", "gram", "one_minus_lr_times_weight_decay",
+        ),
+        host=kernel_scalars,
+        temps=(Temp("lr_times_scale", "tensor"), Temp("direction", "elem")),
+        stages=(
+            Stage(
+                "muon_1",
+                "tensor",
+                level=-1,
+                scalars=(0, 1),
+                temps=("lr_times_scale",),
+                stores=("lr_times_scale",),
+                extents=("rows", "columns"),
+            ),
+            Stage(
+                "muon_no_nesterov_2",
+                "elem",
+                level=0,
+                scalars=(2, 3),
+                temps=("direction",),
+                reads=("g", "momentum_buffer"),
+                stores=("momentum_buffer", "direction"),
+                picked=("direction",),
+            ),
+            Stage(
+                "newton_schulz",
+                "call",
+                level=1,
+                scalars=(4, 5, 6, 7),
+                temps=("direction",),
+                given=("ns_steps", 1.0, "gram", "eps", "ns_coefficients"),
+            ),
+            Stage("muon_4", "elem", level=2, scalars=(8,), reads=("p", "lr_times_scale", "direction"), stores=("p",)),
+        ),
+    ),
+    Rule(
+        ({"nesterov": False, "match_rms_adamw": True, "adamw": False, "matrix": True},),
+        (
+            "lr", "momentum", "one_minus_momentum_times_grad_scale", "ns_coefficients", "eps", "ns_steps", "gram",
+            "one_minus_lr_times_weight_decay",
+        ),
+        host=kernel_scalars_3,
+        temps=(Temp("lr_times_scale", "tensor"), Temp("direction", "elem")),
+        stages=(
+            Stage(
+                "muon_match_rms_adamw_1",
+                "tensor",
+                level=-1,
+                scalars=(0,),
+                temps=("lr_times_scale",),
+                stores=("lr_times_scale",),
+                extents=("rows", "columns"),
+            ),
+            Stage(
+                "muon_no_nesterov_2",
+                "elem",
+                level=0,
+                scalars=(1, 2),
+                temps=("direction",),
+                reads=("g", "momentum_buffer"),
+                stores=("momentum_buffer", "direction"),
+                picked=("direction",),
+            ),
+            Stage(
+                "newton_schulz",
+                "call",
+                level=1,
+                scalars=(3, 4, 5, 6),
+                temps=("direction",),
+                given=("ns_steps", 1.0, "gram", "eps", "ns_coefficients"),
+            ),
+            Stage("muon_4", "elem", level=2, scalars=(7,), reads=("p", "lr_times_scale", "direction"), stores=("p",)),
+        ),
+    ),
+)
+
+READY = True

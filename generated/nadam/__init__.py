@@ -5,6 +5,9 @@
 # fmt: off
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer
+from optgen.runtime.records import Rule, Stage
+from optgen.runtime.records.join import RuleRecord, StateRecord
+from optgen.runtime.records.scalars import choose, divide, larger, root
 
 
 class NAdam(Optimizer):
@@ -48,7 +51,6 @@ class NAdam(Optimizer):
         Flag("decoupled_weight_decay", False),
     )
     PLANS = ("fp32", "int8_split24",)
-    DEFAULT_PLAN = {"float32": "int8_split24", "bfloat16": "int8_split24", "float16": "int8_split24"}
 
     def __init__(
         self, params, lr=0.002, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, momentum_decay=0.004,
@@ -62,3 +64,171 @@ class NAdam(Optimizer):
             ),
             **options
         )
+
+
+def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, momentum_decay, mu_product):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2 = betas
+    # 27  mu = beta1 * (1 - 0.5 * 0.96 ** (t * momentum_decay))
+    mu = beta1 * (1 - 0.5 * 0.96**(step * momentum_decay))
+    # 28  mu_next = beta1 * (1 - 0.5 * 0.96 ** ((t + 1) * momentum_decay))
+    mu_next = beta1 * (1 - 0.5 * 0.96**((step + 1) * momentum_decay))
+    mu_product_2 = mu_product * mu                                     # 29  mu_product = mu_product * mu
+    one_minus_beta1 = 1 - beta1
+    one_minus_beta2 = 1 - beta2
+    one_minus_beta2_pow_t = 1 - beta2**step
+    grad_lr = divide(lr * (1 - mu), 1 - mu_product_2)                  # 33  grad_lr = lr * (1 - mu) / (1 - mu_product)
+    # 34  avg_lr = lr * mu_next / (1 - mu_product * mu_next)
+    avg_lr = divide(lr * mu_next, 1 - mu_product_2 * mu_next)
+    return (
+        beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, one_minus_beta2_pow_t, grad_lr,
+        avg_lr, mu_product_2,
+    )
+
+
+def host_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, momentum_decay, mu_product):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2 = betas
+    # 27  mu = beta1 * (1 - 0.5 * 0.96 ** (t * momentum_decay))
+    mu = beta1 * (1 - 0.5 * 0.96**(step * momentum_decay))
+    # 28  mu_next = beta1 * (1 - 0.5 * 0.96 ** ((t + 1) * momentum_decay))
+    mu_next = beta1 * (1 - 0.5 * 0.96**((step + 1) * momentum_decay))
+    mu_product_2 = mu_product * mu                                     # 29  mu_product = mu_product * mu
+    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
+    one_minus_beta1 = 1 - beta1
+    one_minus_beta2 = 1 - beta2
+    one_minus_beta2_pow_t = 1 - beta2**step
+    grad_lr = divide(lr * (1 - mu), 1 - mu_product_2)                  # 33  grad_lr = lr * (1 - mu) / (1 - mu_product)
+    # 34  avg_lr = lr * mu_next / (1 - mu_product * mu_next)
+    avg_lr = divide(lr * mu_next, 1 - mu_product_2 * mu_next)
+    return (
+        beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
+        one_minus_beta2_pow_t, grad_lr, avg_lr, mu_product_2,
+    )
+
+
+def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, momentum_decay, mu_product):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2 = betas
+    # 27  mu = beta1 * (1 - 0.5 * 0.96 ** (t * momentum_decay))
+    mu = beta1 * (1 - 0.5 * 0.96**(step * momentum_decay))
+    # 28  mu_next = beta1 * (1 - 0.5 * 0.96 ** ((t + 1) * momentum_decay))
+    mu_next = beta1 * (1 - 0.5 * 0.96**((step + 1) * momentum_decay))
+    mu_product_2 = mu_product * mu                                     # 29  mu_product = mu_product * mu
+    one_minus_beta1 = 1 - beta1
+    one_minus_beta2 = 1 - beta2
+    grad_lr = divide(lr * (1 - mu), 1 - mu_product_2)                  # 33  grad_lr = lr * (1 - mu) / (1 - mu_product)
+    # 34  avg_lr = lr * mu_next / (1 - mu_product * mu_next)
+    avg_lr = divide(lr * mu_next, 1 - mu_product_2 * mu_next)
+    common_1 = root(1 / (1 - beta2**step))
+    common_2 = 1 / common_1
+    common_3 = common_2 < 7.888609052210118e-31
+    scalar_4 = choose(common_3, 1, 1 / common_2)
+    scalar_5 = divide(larger(divide(eps, common_1), 1.1754943508222875e-38), choose(common_3, 0, common_2))
+    return (
+        beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, grad_lr, avg_lr, scalar_4, scalar_5,
+        mu_product_2,
+    )
+
+
+def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, momentum_decay, mu_product):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2 = betas
+    # 27  mu = beta1 * (1 - 0.5 * 0.96 ** (t * momentum_decay))
+    mu = beta1 * (1 - 0.5 * 0.96**(step * momentum_decay))
+    # 28  mu_next = beta1 * (1 - 0.5 * 0.96 ** ((t + 1) * momentum_decay))
+    mu_next = beta1 * (1 - 0.5 * 0.96**((step + 1) * momentum_decay))
+    mu_product_2 = mu_product * mu                                     # 29  mu_product = mu_product * mu
+    grad_lr = divide(lr * (1 - mu), 1 - mu_product_2)                  # 33  grad_lr = lr * (1 - mu) / (1 - mu_product)
+    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
+    one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
+    scalar_2 = (1 - beta2) * grad_scale * grad_scale
+    scalar_3 = grad_lr * grad_scale
+    # 34  avg_lr = lr * mu_next / (1 - mu_product * mu_next)
+    avg_lr = divide(lr * mu_next, 1 - mu_product_2 * mu_next)
+    common_1 = root(1 / (1 - beta2**step))
+    common_2 = 1 / common_1
+    common_3 = common_2 < 7.888609052210118e-31
+    scalar_5 = choose(common_3, 1, 1 / common_2)
+    scalar_6 = divide(larger(divide(eps, common_1), 1.1754943508222875e-38), choose(common_3, 0, common_2))
+    return (
+        beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, avg_lr,
+        scalar_5, scalar_6, mu_product_2,
+    )
+
+
+# The eager reference, in strict maths.
+RULES = (
+    RuleRecord(
+        "nadam",
+        "",
+        flags={"decoupled_weight_decay": False},
+        step="nadam",
+        scalars=(
+            "beta1", "beta2", "eps", "weight_decay", "grad_scale", "one_minus_beta1", "one_minus_beta2",
+            "one_minus_beta2_pow_t", "grad_lr", "avg_lr",
+        ),
+        host=host_scalars,
+        states=(StateRecord("exp_avg", normalized_by="exp_avg_sq"), StateRecord("exp_avg_sq", nonneg=True)),
+        host_states=(("mu_product", 1.0),),
+    ),
+    RuleRecord(
+        "nadam",
+        "_decoupled_weight_decay",
+        flags={"decoupled_weight_decay": True},
+        step="nadam_decoupled_weight_decay",
+        scalars=(
+            "beta1", "beta2", "eps", "grad_scale", "one_minus_lr_times_weight_decay", "one_minus_beta1",
+            "one_minus_beta2", "one_minus_beta2_pow_t", "grad_lr", "avg_lr",
+        ),
+        host=host_scalars_2,
+        states=(StateRecord("exp_avg", normalized_by="exp_avg_sq"), StateRecord("exp_avg_sq", nonneg=True)),
+        host_states=(("mu_product", 1.0),),
+    ),
+)
+
+# The kernels, in fast maths; rounding changed by: eps, fma, group, reciprocal, root, step.
+STEPS = (
+    Rule(
+        ({"decoupled_weight_decay": False},),
+        (
+            "beta1", "beta2", "weight_decay", "grad_scale", "one_minus_beta1", "one_minus_beta2", "grad_lr", "avg_lr",
+            "scalar_4", "scalar_5",
+        ),
+        host=kernel_scalars,
+        stages=(
+            Stage(
+                "nadam",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2, 3, 4, 5, 6, 7, 8, 9),
+                reads=("p", "g", "exp_avg", "exp_avg_sq"),
+                stores=("p", "exp_avg", "exp_avg_sq"),
+                plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("p", "g", "exp_avg_sq")),),
+            ),
+        ),
+    ),
+    Rule(
+        ({"decoupled_weight_decay": True},),
+        (
+            "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
+            "scalar_3", "avg_lr", "scalar_5", "scalar_6",
+        ),
+        host=kernel_scalars_2,
+        stages=(
+            Stage(
+                "nadam_decoupled_weight_decay",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2, 3, 4, 5, 6, 7, 8),
+                reads=("p", "g", "exp_avg", "exp_avg_sq"),
+                stores=("p", "exp_avg", "exp_avg_sq"),
+                plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+            ),
+        ),
+    ),
+)
+
+READY = True

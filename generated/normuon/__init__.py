@@ -5,6 +5,9 @@
 # fmt: off
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer, Series
+from optgen.runtime.records import Rule, Stage, Temp
+from optgen.runtime.records.join import RuleRecord, StateRecord
+from optgen.runtime.records.scalars import choose, divide, larger, root
 
 
 class NorMuon(Optimizer):
@@ -60,7 +63,6 @@ class NorMuon(Optimizer):
         Flag("matrix", shape=lambda shape: len(shape) >= 2),
     )
     PLANS = ("fp32", "int8_split24",)
-    DEFAULT_PLAN = {"float32": "int8_split24", "bfloat16": "int8_split24", "float16": "int8_split24"}
     BLOCKS = "heads"
 
     def __init__(
@@ -76,3 +78,272 @@ class NorMuon(Optimizer):
             ),
             **options
         )
+
+
+def host_scalars(
+    step, grad_scale, *, lr, weight_decay, betas, eps, ns_coefficients, ns_steps, gram, adamw_lr, adamw_betas,
+):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2 = betas
+    one_minus_beta1 = 1 - beta1
+    one_minus_beta2 = 1 - beta2
+    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
+    return (
+        beta1, grad_scale, one_minus_beta1, ns_coefficients, ns_steps, gram, beta2, eps, one_minus_beta2, lr,
+        one_minus_lr_times_weight_decay,
+    )
+
+
+def host_scalars_2(
+    step, grad_scale, *, lr, weight_decay, betas, eps, ns_coefficients, ns_steps, gram, adamw_lr, adamw_betas,
+):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    adamw_betas_0, adamw_betas_1 = adamw_betas
+    one_minus_adamw_lr_times_weight_decay = 1 - adamw_lr * weight_decay
+    one_minus_adamw_betas_0 = 1 - adamw_betas_0
+    adamw_lr_over_one_minus_adamw_betas_0_pow_t = divide(adamw_lr, 1 - adamw_betas_0**step)
+    one_minus_adamw_betas_1 = 1 - adamw_betas_1
+    sqrt_one_minus_adamw_betas_1_pow_t = root(1 - adamw_betas_1**step)
+    return (
+        eps, adamw_betas_0, adamw_betas_1, grad_scale, one_minus_adamw_lr_times_weight_decay, one_minus_adamw_betas_0,
+        adamw_lr_over_one_minus_adamw_betas_0_pow_t, one_minus_adamw_betas_1, sqrt_one_minus_adamw_betas_1_pow_t,
+    )
+
+
+def kernel_scalars(
+    step, grad_scale, *, lr, weight_decay, betas, eps, ns_coefficients, ns_steps, gram, adamw_lr, adamw_betas,
+):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2 = betas
+    one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
+    one_minus_beta2 = 1 - beta2
+    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
+    return (
+        beta1, one_minus_beta1_times_grad_scale, ns_coefficients, ns_steps, gram, beta2, eps, one_minus_beta2, lr,
+        one_minus_lr_times_weight_decay,
+    )
+
+
+def kernel_scalars_2(
+    step, grad_scale, *, lr, weight_decay, betas, eps, ns_coefficients, ns_steps, gram, adamw_lr, adamw_betas,
+):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    adamw_betas_0, adamw_betas_1 = adamw_betas
+    one_minus_adamw_betas_0_times_grad_scale = (1 - adamw_betas_0) * grad_scale
+    scalar_1 = (1 - adamw_betas_1) * grad_scale * grad_scale
+    common_1 = root(1 - adamw_betas_1**step)
+    common_2 = divide(adamw_lr, 1 - adamw_betas_0**step) * common_1
+    common_3 = common_2 < 7.888609052210118e-31
+    scalar_2 = choose(common_3, 1, divide(1, common_2))
+    scalar_3 = divide(larger(eps * common_1, 1.1754943508222875e-38), choose(common_3, 0, common_2))
+    one_minus_adamw_lr_times_weight_decay = 1 - adamw_lr * weight_decay
+    return (
+        adamw_betas_0, adamw_betas_1, one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
+        one_minus_adamw_lr_times_weight_decay,
+    )
+
+
+# The eager reference, in strict maths.
+RULES = (
+    RuleRecord(
+        "normuon",
+        "",
+        flags={"adamw": False, "matrix": True},
+        step="normuon",
+        scalars=(
+            "beta1", "grad_scale", "one_minus_beta1", "ns_coefficients", "ns_steps", "gram", "beta2", "eps",
+            "one_minus_beta2", "lr", "one_minus_lr_times_weight_decay",
+        ),
+        host=host_scalars,
+        states=(StateRecord("momentum_buffer"), StateRecord("row_sq", nonneg=True, space="row")),
+        spaces=("call", "mat", "row", "tensor"),
+        by_rows=True,
+        matrix="heads",
+    ),
+    RuleRecord(
+        "normuon",
+        "_no_matrix",
+        flags={"adamw": False, "matrix": False},
+        step="normuon_no_matrix",
+        scalars=(
+            "eps", "adamw_betas_0", "adamw_betas_1", "grad_scale", "one_minus_adamw_lr_times_weight_decay",
+            "one_minus_adamw_betas_0", "adamw_lr_over_one_minus_adamw_betas_0_pow_t", "one_minus_adamw_betas_1",
+            "sqrt_one_minus_adamw_betas_1_pow_t",
+        ),
+        host=host_scalars_2,
+        states=(StateRecord("momentum_buffer"), StateRecord("exp_avg_sq", nonneg=True)),
+        matrix="heads",
+    ),
+    RuleRecord(
+        "normuon",
+        "_adamw",
+        flags={"adamw": True, "matrix": True},
+        step="normuon_no_matrix",
+        scalars=(
+            "eps", "adamw_betas_0", "adamw_betas_1", "grad_scale", "one_minus_adamw_lr_times_weight_decay",
+            "one_minus_adamw_betas_0", "adamw_lr_over_one_minus_adamw_betas_0_pow_t", "one_minus_adamw_betas_1",
+            "sqrt_one_minus_adamw_betas_1_pow_t",
+        ),
+        host=host_scalars_2,
+        states=(StateRecord("momentum_buffer"), StateRecord("exp_avg_sq", nonneg=True)),
+        matrix="heads",
+    ),
+    RuleRecord(
+        "normuon",
+        "_adamw_no_matrix",
+        flags={"adamw": True, "matrix": False},
+        step="normuon_no_matrix",
+        scalars=(
+            "eps", "adamw_betas_0", "adamw_betas_1", "grad_scale", "one_minus_adamw_lr_times_weight_decay",
+            "one_minus_adamw_betas_0", "adamw_lr_over_one_minus_adamw_betas_0_pow_t", "one_minus_adamw_betas_1",
+            "sqrt_one_minus_adamw_betas_1_pow_t",
+        ),
+        host=host_scalars_2,
+        states=(StateRecord("momentum_buffer"), StateRecord("exp_avg_sq", nonneg=True)),
+        matrix="heads",
+    ),
+)
+
+# The kernels, in fast maths; rounding changed by: eps, fma, group, linear, reciprocal, step.
+STEPS = (
+    Rule(
+        ({"adamw": False, "matrix": True},),
+        (
+            "beta1", "one_minus_beta1_times_grad_scale", "ns_coefficients", "ns_steps", "gram", "beta2", "eps",
+            "one_minus_beta2", "lr", "one_minus_lr_times_weight_decay",
+        ),
+        host=kernel_scalars,
+        temps=(
+            Temp("direction", "elem"),
+            Temp("row_sum_for_row_sq", "row", reduction="row_sum", source="elem"),
+            Temp("one_over_sqrt_row_sq_2_plus_eps", "row"),
+            Temp("row_sum_for_size", "row", reduction="row_sum", source="elem"),
+            Temp("mat_sum_for_size", "mat", reduction="mat_sum", source="row"),
+            Temp("by_0p2_times_sqrt_rows_times_columns", "tensor"),
+            Temp("lr_times_size", "mat"),
+            Temp("row_mul_2", "row"),
+        ),
+        stages=(
+            Stage(
+                "normuon_1",
+                "elem",
+                level=0,
+                scalars=(0, 1),
+                temps=("direction",),
+                reads=("g", "momentum_buffer"),
+                stores=("momentum_buffer", "direction"),
+                picked=("direction",),
+            ),
+            Stage(
+                "newton_schulz",
+                "call",
+                level=1,
+                scalars=(2, 3, 4),
+                temps=("direction",),
+                given=("ns_steps", 1.0, "gram", 1e-07, "ns_coefficients"),
+            ),
+            Stage(
+                "normuon_3",
+                "elem",
+                level=2,
+                scalars=(),
+                temps=("row_sum_for_row_sq",),
+                matrices=True,
+                reads=("direction",),
+                sums=(("square", ("row_sum_for_row_sq",)),),
+            ),
+            Stage(
+                "normuon_4",
+                "row",
+                level=3,
+                scalars=(5, 6, 7),
+                temps=("one_over_sqrt_row_sq_2_plus_eps",),
+                matrices=True,
+                reads=("row_sq", "row_sum_for_row_sq"),
+                stores=("row_sq", "one_over_sqrt_row_sq_2_plus_eps"),
+                extents=("columns",),
+                plus=("row_sq", "one_over_sqrt_row_sq_2_plus_eps"),
+            ),
+            Stage(
+                "normuon_5",
+                "elem",
+                level=4,
+                scalars=(),
+                temps=("row_sum_for_size",),
+                matrices=True,
+                reads=("direction", "one_over_sqrt_row_sq_2_plus_eps"),
+                sums=(("square", ("row_sum_for_size",)),),
+            ),
+            Stage(
+                "normuon_6",
+                "row",
+                level=5,
+                scalars=(),
+                temps=("mat_sum_for_size",),
+                matrices=True,
+                reads=("row_sum_for_size",),
+                sums=(("sum", ("mat_sum_for_size",)),),
+            ),
+            Stage(
+                "normuon_7",
+                "tensor",
+                level=5,
+                scalars=(),
+                temps=("by_0p2_times_sqrt_rows_times_columns",),
+                stores=("by_0p2_times_sqrt_rows_times_columns",),
+                extents=("rows", "columns"),
+            ),
+            Stage(
+                "normuon_8",
+                "mat",
+                level=5,
+                scalars=(8, 6),
+                temps=("lr_times_size",),
+                matrices=True,
+                reads=("by_0p2_times_sqrt_rows_times_columns", "mat_sum_for_size"),
+                stores=("lr_times_size",),
+            ),
+            Stage(
+                "normuon_9",
+                "row",
+                level=5,
+                scalars=(),
+                temps=("row_mul_2",),
+                matrices=True,
+                reads=("lr_times_size", "one_over_sqrt_row_sq_2_plus_eps"),
+                stores=("row_mul_2",),
+            ),
+            Stage(
+                "normuon_10",
+                "elem",
+                level=6,
+                scalars=(9,),
+                matrices=True,
+                reads=("p", "direction", "row_mul_2"),
+                stores=("p",),
+            ),
+        ),
+    ),
+    Rule(
+        ({"adamw": False, "matrix": False}, {"adamw": True, "matrix": True}, {"adamw": True, "matrix": False}),
+        (
+            "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
+            "scalar_3", "one_minus_adamw_lr_times_weight_decay",
+        ),
+        host=kernel_scalars_2,
+        stages=(
+            Stage(
+                "normuon_no_matrix",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2, 3, 4, 5, 6),
+                reads=("p", "g", "momentum_buffer", "exp_avg_sq"),
+                stores=("p", "momentum_buffer", "exp_avg_sq"),
+                plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+            ),
+        ),
+    ),
+)
+
+READY = True

@@ -5,6 +5,9 @@
 # fmt: off
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer
+from optgen.runtime.records import Rule, Stage, Temp
+from optgen.runtime.records.join import RuleRecord, StateRecord
+from optgen.runtime.records.scalars import choose
 
 
 class NovoGrad(Optimizer):
@@ -40,7 +43,6 @@ class NovoGrad(Optimizer):
         Flag("grad_averaging", False),
     )
     PLANS = ("fp32", "int8_split24",)
-    DEFAULT_PLAN = {"float32": "int8_split24", "bfloat16": "int8_split24", "float16": "int8_split24"}
 
     def __init__(
         self, params, lr=0.01, betas=(0.95, 0.98), eps=1e-8, weight_decay=0.0, grad_averaging=False, **options
@@ -49,3 +51,165 @@ class NovoGrad(Optimizer):
             params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, grad_averaging=grad_averaging),
             **options
         )
+
+
+def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2 = betas
+    decay = choose(1 < step, beta2, 0)  # 20  decay = where(t > 1, beta2, 0.0)
+    one_minus_where_lt_one_t_beta2_zero = 1 - decay
+    return (grad_scale, eps, decay, one_minus_where_lt_one_t_beta2_zero, lr, beta1, weight_decay)
+
+
+def host_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2 = betas
+    decay = choose(1 < step, beta2, 0)  # 20  decay = where(t > 1, beta2, 0.0)
+    one_minus_where_lt_one_t_beta2_zero = 1 - decay
+    one_minus_beta1 = 1 - beta1
+    return (grad_scale, eps, decay, one_minus_where_lt_one_t_beta2_zero, lr, beta1, weight_decay, one_minus_beta1)
+
+
+def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2 = betas
+    grad_scale_times_grad_scale = grad_scale * grad_scale
+    decay = choose(1 < step, beta2, 0)  # 20  decay = where(t > 1, beta2, 0.0)
+    one_minus_where_lt_one_t_beta2_zero = 1 - decay
+    minus_lr = -lr
+    return (
+        eps, grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero, beta1, weight_decay, grad_scale,
+        minus_lr,
+    )
+
+
+def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2 = betas
+    grad_scale_times_grad_scale = grad_scale * grad_scale
+    decay = choose(1 < step, beta2, 0)  # 20  decay = where(t > 1, beta2, 0.0)
+    one_minus_where_lt_one_t_beta2_zero = 1 - decay
+    common_1 = 1 - beta1
+    one_minus_beta1_times_grad_scale = common_1 * grad_scale
+    one_minus_beta1_times_weight_decay = common_1 * weight_decay
+    minus_lr = -lr
+    return (
+        eps, grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero, beta1,
+        one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr,
+    )
+
+
+# The eager reference, in strict maths.
+RULES = (
+    RuleRecord(
+        "novograd",
+        "",
+        flags={"grad_averaging": False},
+        step="novograd",
+        scalars=("grad_scale", "eps", "decay", "one_minus_where_lt_one_t_beta2_zero", "lr", "beta1", "weight_decay"),
+        host=host_scalars,
+        states=(StateRecord("exp_avg"), StateRecord("exp_avg_sq", nonneg=True, space="tensor")),
+        spaces=("tensor",),
+    ),
+    RuleRecord(
+        "novograd",
+        "_grad_averaging",
+        flags={"grad_averaging": True},
+        step="novograd_grad_averaging",
+        scalars=(
+            "grad_scale", "eps", "decay", "one_minus_where_lt_one_t_beta2_zero", "lr", "beta1", "weight_decay",
+            "one_minus_beta1",
+        ),
+        host=host_scalars_2,
+        states=(StateRecord("exp_avg"), StateRecord("exp_avg_sq", nonneg=True, space="tensor")),
+        spaces=("tensor",),
+    ),
+)
+
+# The kernels, in fast maths; rounding changed by: distribute, fma, group, linear.
+STEPS = (
+    Rule(
+        ({"grad_averaging": False},),
+        (
+            "eps", "grad_scale_times_grad_scale", "decay", "one_minus_where_lt_one_t_beta2_zero", "beta1",
+            "weight_decay", "grad_scale", "minus_lr",
+        ),
+        host=kernel_scalars,
+        temps=(
+            Temp("tensor_sum_for_exp_avg_sq", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("one_over_sqrt_exp_avg_sq_2_plus_eps", "tensor"),
+        ),
+        stages=(
+            Stage(
+                "novograd_1",
+                "elem",
+                level=0,
+                scalars=(),
+                temps=("tensor_sum_for_exp_avg_sq",),
+                reads=("g",),
+                sums=(("square", ("tensor_sum_for_exp_avg_sq",)),),
+            ),
+            Stage(
+                "novograd_2",
+                "tensor",
+                level=1,
+                scalars=(0, 1, 2, 3),
+                temps=("one_over_sqrt_exp_avg_sq_2_plus_eps",),
+                reads=("exp_avg_sq", "tensor_sum_for_exp_avg_sq"),
+                stores=("exp_avg_sq", "one_over_sqrt_exp_avg_sq_2_plus_eps"),
+                plus=("exp_avg_sq", "one_over_sqrt_exp_avg_sq_2_plus_eps"),
+            ),
+            Stage(
+                "novograd_3",
+                "elem",
+                level=2,
+                scalars=(4, 5, 6, 7),
+                reads=("p", "g", "exp_avg", "one_over_sqrt_exp_avg_sq_2_plus_eps"),
+                stores=("p", "exp_avg"),
+            ),
+        ),
+    ),
+    Rule(
+        ({"grad_averaging": True},),
+        (
+            "eps", "grad_scale_times_grad_scale", "decay", "one_minus_where_lt_one_t_beta2_zero", "beta1",
+            "one_minus_beta1_times_grad_scale", "one_minus_beta1_times_weight_decay", "minus_lr",
+        ),
+        host=kernel_scalars_2,
+        temps=(
+            Temp("tensor_sum_for_exp_avg_sq", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("one_over_sqrt_exp_avg_sq_2_plus_eps", "tensor"),
+        ),
+        stages=(
+            Stage(
+                "novograd_1",
+                "elem",
+                level=0,
+                scalars=(),
+                temps=("tensor_sum_for_exp_avg_sq",),
+                reads=("g",),
+                sums=(("square", ("tensor_sum_for_exp_avg_sq",)),),
+            ),
+            Stage(
+                "novograd_2",
+                "tensor",
+                level=1,
+                scalars=(0, 1, 2, 3),
+                temps=("one_over_sqrt_exp_avg_sq_2_plus_eps",),
+                reads=("exp_avg_sq", "tensor_sum_for_exp_avg_sq"),
+                stores=("exp_avg_sq", "one_over_sqrt_exp_avg_sq_2_plus_eps"),
+                plus=("exp_avg_sq", "one_over_sqrt_exp_avg_sq_2_plus_eps"),
+            ),
+            Stage(
+                "novograd_grad_averaging_3",
+                "elem",
+                level=2,
+                scalars=(4, 5, 6, 7),
+                reads=("p", "g", "exp_avg", "one_over_sqrt_exp_avg_sq_2_plus_eps"),
+                stores=("p", "exp_avg"),
+            ),
+        ),
+    ),
+)
+
+READY = True

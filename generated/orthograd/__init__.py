@@ -5,6 +5,9 @@
 # fmt: off
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer
+from optgen.runtime.records import Rule, Stage, Temp
+from optgen.runtime.records.join import RuleRecord, StateRecord
+from optgen.runtime.records.scalars import choose
 
 
 class OrthoGrad(Optimizer):
@@ -45,10 +48,315 @@ class OrthoGrad(Optimizer):
         Flag("has_momentum", nonzero="momentum"),
     )
     PLANS = ("fp32", "int8_split24",)
-    DEFAULT_PLAN = {"float32": "int8_split24", "bfloat16": "int8_split24", "float16": "int8_split24"}
 
     def __init__(self, params, lr=0.001, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False, **options):
         super().__init__(
             params, dict(lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov),
             **options
         )
+
+
+def host_scalars(step, grad_scale, *, lr, momentum, dampening, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    return (grad_scale, lr, weight_decay)
+
+
+def host_scalars_2(step, grad_scale, *, lr, momentum, dampening, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    common_1 = 1 < step
+    where_lt_one_t_momentum_zero = choose(common_1, momentum, 0)
+    where_lt_one_t_one_minus_dampening_one = choose(common_1, 1 - dampening, 1)
+    return (grad_scale, lr, weight_decay, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one)
+
+
+def host_scalars_3(step, grad_scale, *, lr, momentum, dampening, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    common_1 = 1 < step
+    where_lt_one_t_momentum_zero = choose(common_1, momentum, 0)
+    where_lt_one_t_one_minus_dampening_one = choose(common_1, 1 - dampening, 1)
+    return (
+        grad_scale, lr, momentum, weight_decay, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
+    )
+
+
+def kernel_scalars(step, grad_scale, *, lr, momentum, dampening, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    grad_scale_times_grad_scale = grad_scale * grad_scale
+    minus_lr = -lr
+    return (grad_scale, grad_scale_times_grad_scale, weight_decay, minus_lr)
+
+
+def kernel_scalars_2(step, grad_scale, *, lr, momentum, dampening, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    grad_scale_times_grad_scale = grad_scale * grad_scale
+    common_1 = 1 < step
+    where_lt_one_t_momentum_zero = choose(common_1, momentum, 0)
+    where_lt_one_t_one_minus_dampening_one = choose(common_1, 1 - dampening, 1)
+    minus_lr = -lr
+    return (
+        grad_scale, grad_scale_times_grad_scale, weight_decay, where_lt_one_t_momentum_zero,
+        where_lt_one_t_one_minus_dampening_one, minus_lr,
+    )
+
+
+def kernel_scalars_3(step, grad_scale, *, lr, momentum, dampening, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    grad_scale_times_grad_scale = grad_scale * grad_scale
+    common_1 = 1 < step
+    where_lt_one_t_momentum_zero = choose(common_1, momentum, 0)
+    where_lt_one_t_one_minus_dampening_one = choose(common_1, 1 - dampening, 1)
+    minus_lr = -lr
+    return (
+        grad_scale, grad_scale_times_grad_scale, momentum, weight_decay, where_lt_one_t_momentum_zero,
+        where_lt_one_t_one_minus_dampening_one, minus_lr,
+    )
+
+
+# The eager reference, in strict maths.
+RULES = (
+    RuleRecord(
+        "orthograd",
+        "",
+        flags={"nesterov": False, "has_momentum": False},
+        step="orthograd",
+        scalars=("grad_scale", "lr", "weight_decay"),
+        host=host_scalars,
+        spaces=("tensor",),
+    ),
+    RuleRecord(
+        "orthograd",
+        "_has_momentum",
+        flags={"nesterov": False, "has_momentum": True},
+        step="orthograd_has_momentum",
+        scalars=(
+            "grad_scale", "lr", "weight_decay", "where_lt_one_t_momentum_zero",
+            "where_lt_one_t_one_minus_dampening_one",
+        ),
+        host=host_scalars_2,
+        states=(StateRecord("momentum_buffer"),),
+        spaces=("tensor",),
+    ),
+    RuleRecord(
+        "orthograd",
+        "_nesterov_has_momentum",
+        flags={"nesterov": True, "has_momentum": True},
+        step="orthograd_nesterov_has_momentum",
+        scalars=(
+            "grad_scale", "lr", "momentum", "weight_decay", "where_lt_one_t_momentum_zero",
+            "where_lt_one_t_one_minus_dampening_one",
+        ),
+        host=host_scalars_3,
+        states=(StateRecord("momentum_buffer"),),
+        spaces=("tensor",),
+    ),
+)
+
+# The kernels, in fast maths; rounding changed by: fma, linear.
+STEPS = (
+    Rule(
+        ({"nesterov": False, "has_momentum": False},),
+        ("grad_scale", "grad_scale_times_grad_scale", "weight_decay", "minus_lr"),
+        host=kernel_scalars,
+        temps=(
+            Temp("tensor_sum_for_g_norm", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_for_radial", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_for_radial_2", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("by_1em05_times_g_norm", "tensor"),
+            Temp("g_norm", "tensor"),
+            Temp("radial", "tensor"),
+            Temp("tensor_sum_for_tangent_norm", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("stretch", "tensor"),
+        ),
+        stages=(
+            Stage(
+                "orthograd_1",
+                "elem",
+                level=0,
+                scalars=(),
+                temps=("tensor_sum_for_g_norm", "tensor_sum_for_radial", "tensor_sum_for_radial_2"),
+                reads=("p", "g"),
+                sums=(
+                    ("square", ("tensor_sum_for_g_norm",)),
+                    ("product", ("tensor_sum_for_radial",)),
+                    ("square", ("tensor_sum_for_radial_2",)),
+                ),
+            ),
+            Stage(
+                "orthograd_2",
+                "tensor",
+                level=1,
+                scalars=(0, 1),
+                temps=("radial", "g_norm", "by_1em05_times_g_norm"),
+                reads=("tensor_sum_for_radial", "tensor_sum_for_radial_2", "tensor_sum_for_g_norm"),
+                stores=("radial", "g_norm", "by_1em05_times_g_norm"),
+            ),
+            Stage(
+                "orthograd_3",
+                "elem",
+                level=2,
+                scalars=(0,),
+                temps=("tensor_sum_for_tangent_norm",),
+                reads=("p", "g", "radial"),
+                sums=(("square", ("tensor_sum_for_tangent_norm",)),),
+            ),
+            Stage(
+                "orthograd_4",
+                "tensor",
+                level=3,
+                scalars=(),
+                temps=("stretch",),
+                reads=("by_1em05_times_g_norm", "tensor_sum_for_tangent_norm", "g_norm"),
+                stores=("stretch",),
+                picked=("stretch",),
+            ),
+            Stage(
+                "orthograd_5",
+                "elem",
+                level=4,
+                scalars=(2, 0, 3),
+                reads=("p", "g", "stretch", "radial"),
+                stores=("p",),
+            ),
+        ),
+    ),
+    Rule(
+        ({"nesterov": False, "has_momentum": True},),
+        (
+            "grad_scale", "grad_scale_times_grad_scale", "weight_decay", "where_lt_one_t_momentum_zero",
+            "where_lt_one_t_one_minus_dampening_one", "minus_lr",
+        ),
+        host=kernel_scalars_2,
+        temps=(
+            Temp("tensor_sum_for_g_norm", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_for_radial", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_for_radial_2", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("by_1em05_times_g_norm", "tensor"),
+            Temp("g_norm", "tensor"),
+            Temp("radial", "tensor"),
+            Temp("tensor_sum_for_tangent_norm", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("stretch", "tensor"),
+        ),
+        stages=(
+            Stage(
+                "orthograd_1",
+                "elem",
+                level=0,
+                scalars=(),
+                temps=("tensor_sum_for_g_norm", "tensor_sum_for_radial", "tensor_sum_for_radial_2"),
+                reads=("p", "g"),
+                sums=(
+                    ("square", ("tensor_sum_for_g_norm",)),
+                    ("product", ("tensor_sum_for_radial",)),
+                    ("square", ("tensor_sum_for_radial_2",)),
+                ),
+            ),
+            Stage(
+                "orthograd_2",
+                "tensor",
+                level=1,
+                scalars=(0, 1),
+                temps=("radial", "g_norm", "by_1em05_times_g_norm"),
+                reads=("tensor_sum_for_radial", "tensor_sum_for_radial_2", "tensor_sum_for_g_norm"),
+                stores=("radial", "g_norm", "by_1em05_times_g_norm"),
+            ),
+            Stage(
+                "orthograd_3",
+                "elem",
+                level=2,
+                scalars=(0,),
+                temps=("tensor_sum_for_tangent_norm",),
+                reads=("p", "g", "radial"),
+                sums=(("square", ("tensor_sum_for_tangent_norm",)),),
+            ),
+            Stage(
+                "orthograd_4",
+                "tensor",
+                level=3,
+                scalars=(),
+                temps=("stretch",),
+                reads=("by_1em05_times_g_norm", "tensor_sum_for_tangent_norm", "g_norm"),
+                stores=("stretch",),
+                picked=("stretch",),
+            ),
+            Stage(
+                "orthograd_has_momentum_5",
+                "elem",
+                level=4,
+                scalars=(2, 0, 3, 4, 5),
+                reads=("p", "g", "momentum_buffer", "stretch", "radial"),
+                stores=("p", "momentum_buffer"),
+            ),
+        ),
+    ),
+    Rule(
+        ({"nesterov": True, "has_momentum": True},),
+        (
+            "grad_scale", "grad_scale_times_grad_scale", "momentum", "weight_decay", "where_lt_one_t_momentum_zero",
+            "where_lt_one_t_one_minus_dampening_one", "minus_lr",
+        ),
+        host=kernel_scalars_3,
+        temps=(
+            Temp("tensor_sum_for_g_norm", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_for_radial", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_for_radial_2", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("by_1em05_times_g_norm", "tensor"),
+            Temp("g_norm", "tensor"),
+            Temp("radial", "tensor"),
+            Temp("tensor_sum_for_tangent_norm", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("stretch", "tensor"),
+        ),
+        stages=(
+            Stage(
+                "orthograd_1",
+                "elem",
+                level=0,
+                scalars=(),
+                temps=("tensor_sum_for_g_norm", "tensor_sum_for_radial", "tensor_sum_for_radial_2"),
+                reads=("p", "g"),
+                sums=(
+                    ("square", ("tensor_sum_for_g_norm",)),
+                    ("product", ("tensor_sum_for_radial",)),
+                    ("square", ("tensor_sum_for_radial_2",)),
+                ),
+            ),
+            Stage(
+                "orthograd_2",
+                "tensor",
+                level=1,
+                scalars=(0, 1),
+                temps=("radial", "g_norm", "by_1em05_times_g_norm"),
+                reads=("tensor_sum_for_radial", "tensor_sum_for_radial_2", "tensor_sum_for_g_norm"),
+                stores=("radial", "g_norm", "by_1em05_times_g_norm"),
+            ),
+            Stage(
+                "orthograd_3",
+                "elem",
+                level=2,
+                scalars=(0,),
+                temps=("tensor_sum_for_tangent_norm",),
+                reads=("p", "g", "radial"),
+                sums=(("square", ("tensor_sum_for_tangent_norm",)),),
+            ),
+            Stage(
+                "orthograd_4",
+                "tensor",
+                level=3,
+                scalars=(),
+                temps=("stretch",),
+                reads=("by_1em05_times_g_norm", "tensor_sum_for_tangent_norm", "g_norm"),
+                stores=("stretch",),
+                picked=("stretch",),
+            ),
+            Stage(
+                "orthograd_nesterov_has_momentum_5",
+                "elem",
+                level=4,
+                scalars=(2, 3, 0, 4, 5, 6),
+                reads=("p", "g", "momentum_buffer", "stretch", "radial"),
+                stores=("p", "momentum_buffer"),
+            ),
+        ),
+    ),
+)
+
+READY = True

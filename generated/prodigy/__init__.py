@@ -5,6 +5,9 @@
 # fmt: off
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer
+from optgen.runtime.records import Rule, Stage, Temp
+from optgen.runtime.records.join import RuleRecord, StateRecord
+from optgen.runtime.records.scalars import choose, divide, root
 
 
 class Prodigy(Optimizer):
@@ -62,7 +65,6 @@ class Prodigy(Optimizer):
         Flag("safeguard_warmup", False),
     )
     PLANS = ("fp32", "int8_split24",)
-    DEFAULT_PLAN = {"float32": "int8_split24", "bfloat16": "int8_split24", "float16": "int8_split24"}
 
     def __init__(
         self, params, lr=1.0, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, d0=1e-6, d_coef=1.0, growth_rate=3e38,
@@ -76,3 +78,606 @@ class Prodigy(Optimizer):
             ),
             **options
         )
+
+
+def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, d0, d_coef, growth_rate):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2 = betas
+    common_1 = 0 < lr
+    gain1 = choose(common_1, 1, 0) * (1 - beta1)  # 39  gain1, gain2 = moves * (1 - beta1), moves * (1 - beta2)
+    moves = choose(common_1, 1, 0)                # 37  moves = where(lr > 0, 1.0, 0.0)
+    # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
+    keep3 = choose(common_1, root(beta2), 1)
+    beta3 = root(beta2)                           # 36  beta3 = sqrt(beta2)
+    # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
+    keep1 = choose(common_1, beta1, 1)
+    # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
+    keep2 = choose(common_1, beta2, 1)
+    gain2 = moves * (1 - beta2)                   # 39  gain1, gain2 = moves * (1 - beta1), moves * (1 - beta2)
+    return (lr, weight_decay, d0, gain1, grad_scale, moves, keep3, eps, d_coef, growth_rate, beta3, keep1, keep2, gain2)
+
+
+def host_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, d0, d_coef, growth_rate):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2 = betas
+    common_1 = 0 < lr
+    gain1 = choose(common_1, 1, 0) * (1 - beta1)  # 39  gain1, gain2 = moves * (1 - beta1), moves * (1 - beta2)
+    moves = choose(common_1, 1, 0)                # 37  moves = where(lr > 0, 1.0, 0.0)
+    # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
+    keep3 = choose(common_1, root(beta2), 1)
+    beta3 = root(beta2)                           # 36  beta3 = sqrt(beta2)
+    # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
+    keep1 = choose(common_1, beta1, 1)
+    # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
+    keep2 = choose(common_1, beta2, 1)
+    gain2 = moves * (1 - beta2)                   # 39  gain1, gain2 = moves * (1 - beta1), moves * (1 - beta2)
+    return (lr, weight_decay, d0, gain1, moves, grad_scale, keep3, eps, d_coef, growth_rate, beta3, keep1, keep2, gain2)
+
+
+def host_scalars_3(step, grad_scale, *, lr, betas, eps, weight_decay, d0, d_coef, growth_rate):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2 = betas
+    # 40  own = lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
+    own = lr * divide(root(1 - beta2**step), 1 - beta1**step)
+    common_1 = 0 < lr
+    # 39  gain1, gain2 = moves * (1 - beta1), moves * (1 - beta2)
+    gain1 = choose(common_1, 1, 0) * (1 - beta1)
+    moves = choose(common_1, 1, 0)                             # 37  moves = where(lr > 0, 1.0, 0.0)
+    # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
+    keep3 = choose(common_1, root(beta2), 1)
+    beta3 = root(beta2)                                        # 36  beta3 = sqrt(beta2)
+    # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
+    keep1 = choose(common_1, beta1, 1)
+    # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
+    keep2 = choose(common_1, beta2, 1)
+    # 39  gain1, gain2 = moves * (1 - beta1), moves * (1 - beta2)
+    gain2 = moves * (1 - beta2)
+    return (
+        weight_decay, d0, own, gain1, grad_scale, moves, keep3, eps, d_coef, growth_rate, beta3, keep1, keep2, gain2,
+    )
+
+
+def host_scalars_4(step, grad_scale, *, lr, betas, eps, weight_decay, d0, d_coef, growth_rate):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2 = betas
+    # 40  own = lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
+    own = lr * divide(root(1 - beta2**step), 1 - beta1**step)
+    common_1 = 0 < lr
+    # 39  gain1, gain2 = moves * (1 - beta1), moves * (1 - beta2)
+    gain1 = choose(common_1, 1, 0) * (1 - beta1)
+    moves = choose(common_1, 1, 0)                             # 37  moves = where(lr > 0, 1.0, 0.0)
+    # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
+    keep3 = choose(common_1, root(beta2), 1)
+    beta3 = root(beta2)                                        # 36  beta3 = sqrt(beta2)
+    # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
+    keep1 = choose(common_1, beta1, 1)
+    # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
+    keep2 = choose(common_1, beta2, 1)
+    # 39  gain1, gain2 = moves * (1 - beta1), moves * (1 - beta2)
+    gain2 = moves * (1 - beta2)
+    return (
+        weight_decay, d0, own, gain1, moves, grad_scale, keep3, eps, d_coef, growth_rate, beta3, keep1, keep2, gain2,
+    )
+
+
+def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, d0, d_coef, growth_rate):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2 = betas
+    common_1 = 0 < lr
+    gain1 = choose(common_1, 1, 0) * (1 - beta1)  # 39  gain1, gain2 = moves * (1 - beta1), moves * (1 - beta2)
+    moves = choose(common_1, 1, 0)                # 37  moves = where(lr > 0, 1.0, 0.0)
+    # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
+    keep3 = choose(common_1, root(beta2), 1)
+    beta3 = root(beta2)                           # 36  beta3 = sqrt(beta2)
+    # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
+    keep1 = choose(common_1, beta1, 1)
+    gain2 = moves * (1 - beta2)                   # 39  gain1, gain2 = moves * (1 - beta1), moves * (1 - beta2)
+    # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
+    keep2 = choose(common_1, beta2, 1)
+    return (lr, weight_decay, d0, gain1, grad_scale, moves, keep3, eps, d_coef, growth_rate, beta3, keep1, gain2, keep2)
+
+
+def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, d0, d_coef, growth_rate):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2 = betas
+    common_1 = 0 < lr
+    gain1 = choose(common_1, 1, 0) * (1 - beta1)  # 39  gain1, gain2 = moves * (1 - beta1), moves * (1 - beta2)
+    moves = choose(common_1, 1, 0)                # 37  moves = where(lr > 0, 1.0, 0.0)
+    # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
+    keep3 = choose(common_1, root(beta2), 1)
+    beta3 = root(beta2)                           # 36  beta3 = sqrt(beta2)
+    # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
+    keep1 = choose(common_1, beta1, 1)
+    gain2 = moves * (1 - beta2)                   # 39  gain1, gain2 = moves * (1 - beta1), moves * (1 - beta2)
+    # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
+    keep2 = choose(common_1, beta2, 1)
+    return (lr, weight_decay, d0, gain1, moves, grad_scale, keep3, eps, d_coef, growth_rate, beta3, keep1, gain2, keep2)
+
+
+def kernel_scalars_3(step, grad_scale, *, lr, betas, eps, weight_decay, d0, d_coef, growth_rate):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2 = betas
+    # 40  own = lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
+    own = lr * divide(root(1 - beta2**step), 1 - beta1**step)
+    common_1 = 0 < lr
+    # 39  gain1, gain2 = moves * (1 - beta1), moves * (1 - beta2)
+    gain1 = choose(common_1, 1, 0) * (1 - beta1)
+    moves = choose(common_1, 1, 0)                             # 37  moves = where(lr > 0, 1.0, 0.0)
+    # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
+    keep3 = choose(common_1, root(beta2), 1)
+    beta3 = root(beta2)                                        # 36  beta3 = sqrt(beta2)
+    # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
+    keep1 = choose(common_1, beta1, 1)
+    # 39  gain1, gain2 = moves * (1 - beta1), moves * (1 - beta2)
+    gain2 = moves * (1 - beta2)
+    # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
+    keep2 = choose(common_1, beta2, 1)
+    return (
+        weight_decay, d0, own, gain1, grad_scale, moves, keep3, eps, d_coef, growth_rate, beta3, keep1, gain2, keep2,
+    )
+
+
+def kernel_scalars_4(step, grad_scale, *, lr, betas, eps, weight_decay, d0, d_coef, growth_rate):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2 = betas
+    # 40  own = lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
+    own = lr * divide(root(1 - beta2**step), 1 - beta1**step)
+    common_1 = 0 < lr
+    # 39  gain1, gain2 = moves * (1 - beta1), moves * (1 - beta2)
+    gain1 = choose(common_1, 1, 0) * (1 - beta1)
+    moves = choose(common_1, 1, 0)                             # 37  moves = where(lr > 0, 1.0, 0.0)
+    # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
+    keep3 = choose(common_1, root(beta2), 1)
+    beta3 = root(beta2)                                        # 36  beta3 = sqrt(beta2)
+    # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
+    keep1 = choose(common_1, beta1, 1)
+    # 39  gain1, gain2 = moves * (1 - beta1), moves * (1 - beta2)
+    gain2 = moves * (1 - beta2)
+    # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
+    keep2 = choose(common_1, beta2, 1)
+    return (
+        weight_decay, d0, own, gain1, moves, grad_scale, keep3, eps, d_coef, growth_rate, beta3, keep1, gain2, keep2,
+    )
+
+
+# The eager reference, in strict maths.
+RULES = (
+    RuleRecord(
+        "prodigy",
+        "",
+        flags={"use_bias_correction": False, "safeguard_warmup": False},
+        step="prodigy",
+        scalars=(
+            "lr", "weight_decay", "d0", "gain1", "grad_scale", "moves", "keep3", "eps", "d_coef", "growth_rate",
+            "beta3", "keep1", "keep2", "gain2",
+        ),
+        host=host_scalars,
+        states=(
+            StateRecord("exp_avg"),
+            StateRecord("exp_avg_sq", nonneg=True),
+            StateRecord("s"),
+            StateRecord("p0", init="param", nearest=True),
+            StateRecord("d", nonneg=True, space="model", init="d0"),
+            StateRecord("d_max", nonneg=True, space="model", init="d0"),
+            StateRecord("d_numerator", space="model"),
+        ),
+        unchanged=(("p0",),),
+        spaces=("model",),
+    ),
+    RuleRecord(
+        "prodigy",
+        "_safeguard_warmup",
+        flags={"use_bias_correction": False, "safeguard_warmup": True},
+        step="prodigy_safeguard_warmup",
+        scalars=(
+            "lr", "weight_decay", "d0", "gain1", "moves", "grad_scale", "keep3", "eps", "d_coef", "growth_rate",
+            "beta3", "keep1", "keep2", "gain2",
+        ),
+        host=host_scalars_2,
+        states=(
+            StateRecord("exp_avg"),
+            StateRecord("exp_avg_sq", nonneg=True),
+            StateRecord("s"),
+            StateRecord("p0", init="param", nearest=True),
+            StateRecord("d", nonneg=True, space="model", init="d0"),
+            StateRecord("d_max", nonneg=True, space="model", init="d0"),
+            StateRecord("d_numerator", space="model"),
+        ),
+        unchanged=(("p0",),),
+        spaces=("model",),
+    ),
+    RuleRecord(
+        "prodigy",
+        "_use_bias_correction",
+        flags={"use_bias_correction": True, "safeguard_warmup": False},
+        step="prodigy_use_bias_correction",
+        scalars=(
+            "weight_decay", "d0", "own", "gain1", "grad_scale", "moves", "keep3", "eps", "d_coef", "growth_rate",
+            "beta3", "keep1", "keep2", "gain2",
+        ),
+        host=host_scalars_3,
+        states=(
+            StateRecord("exp_avg"),
+            StateRecord("exp_avg_sq", nonneg=True),
+            StateRecord("s"),
+            StateRecord("p0", init="param", nearest=True),
+            StateRecord("d", nonneg=True, space="model", init="d0"),
+            StateRecord("d_max", nonneg=True, space="model", init="d0"),
+            StateRecord("d_numerator", space="model"),
+        ),
+        unchanged=(("p0",),),
+        spaces=("model",),
+    ),
+    RuleRecord(
+        "prodigy",
+        "_use_bias_correction_safeguard_warmup",
+        flags={"use_bias_correction": True, "safeguard_warmup": True},
+        step="prodigy_use_bias_correction_safeguard_warmup",
+        scalars=(
+            "weight_decay", "d0", "own", "gain1", "moves", "grad_scale", "keep3", "eps", "d_coef", "growth_rate",
+            "beta3", "keep1", "keep2", "gain2",
+        ),
+        host=host_scalars_4,
+        states=(
+            StateRecord("exp_avg"),
+            StateRecord("exp_avg_sq", nonneg=True),
+            StateRecord("s"),
+            StateRecord("p0", init="param", nearest=True),
+            StateRecord("d", nonneg=True, space="model", init="d0"),
+            StateRecord("d_max", nonneg=True, space="model", init="d0"),
+            StateRecord("d_numerator", space="model"),
+        ),
+        unchanged=(("p0",),),
+        spaces=("model",),
+    ),
+)
+
+# The kernels, in fast maths; rounding changed by: fma, group, reciprocal.
+STEPS = (
+    Rule(
+        ({"use_bias_correction": False, "safeguard_warmup": False},),
+        (
+            "lr", "weight_decay", "d0", "gain1", "grad_scale", "moves", "keep3", "eps", "d_coef", "growth_rate",
+            "beta3", "keep1", "gain2", "keep2",
+        ),
+        host=kernel_scalars,
+        temps=(
+            Temp("d_over_d0", "model"),
+            Temp("d_over_d0_times_rate", "model"),
+            Temp("one_minus_rate_times_weight_decay", "model"),
+            Temp("one_times_one_minus_beta1_times_d", "model"),
+            Temp("rate", "model"),
+            Temp("tensor_sum_for_d_denom", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_for_numerator", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("d_denom", "model", reduction="model_sum", source="tensor"),
+            Temp("model_sum_for_numerator", "model", reduction="model_sum", source="tensor"),
+            Temp("d_2", "model"),
+            Temp("d_2_times_eps", "model"),
+        ),
+        stages=(
+            Stage(
+                "prodigy_1",
+                "model",
+                level=-1,
+                scalars=(0, 1, 2, 3),
+                temps=(
+                    "one_times_one_minus_beta1_times_d", "rate", "one_minus_rate_times_weight_decay", "d_over_d0",
+                    "d_over_d0_times_rate",
+                ),
+                reads=("d",),
+                stores=(
+                    "one_times_one_minus_beta1_times_d", "rate", "one_minus_rate_times_weight_decay", "d_over_d0",
+                    "d_over_d0_times_rate",
+                ),
+                plus=(
+                    "one_times_one_minus_beta1_times_d", "rate", "one_minus_rate_times_weight_decay", "d_over_d0",
+                    "d_over_d0_times_rate",
+                ),
+            ),
+            Stage(
+                "prodigy_2",
+                "elem",
+                level=0,
+                scalars=(0, 4, 5, 6),
+                temps=("tensor_sum_for_d_denom", "tensor_sum_for_numerator"),
+                reads=("p", "g", "s", "p0", "d_over_d0_times_rate"),
+                stores=("s",),
+                sums=(("sum", ("tensor_sum_for_d_denom",)), ("sum", ("tensor_sum_for_numerator",))),
+            ),
+            Stage(
+                "prodigy_3",
+                "tensor",
+                level=1,
+                scalars=(),
+                temps=("model_sum_for_numerator", "d_denom"),
+                reads=("tensor_sum_for_numerator", "tensor_sum_for_d_denom"),
+                stores=("model_sum_for_numerator", "d_denom"),
+                picked=("model_sum_for_numerator", "d_denom"),
+            ),
+            Stage(
+                "prodigy_4",
+                "model",
+                level=3,
+                scalars=(7, 2, 8, 9, 10),
+                temps=("d_2", "d_2_times_eps"),
+                reads=("d", "d_max", "d_numerator", "d_denom", "model_sum_for_numerator"),
+                stores=("d_max", "d_numerator", "d_2", "d_2_times_eps"),
+                picked=("d_max", "d_numerator", "d_2"),
+            ),
+            Stage(
+                "prodigy_5",
+                "elem",
+                level=4,
+                scalars=(4, 5, 11, 12, 13),
+                reads=(
+                    "p", "g", "exp_avg", "exp_avg_sq", "d", "one_minus_rate_times_weight_decay", "rate",
+                    "one_times_one_minus_beta1_times_d", "d_2_times_eps",
+                ),
+                stores=("p", "exp_avg", "exp_avg_sq"),
+                plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq", "d")),),
+            ),
+            Stage("prodigy_6", "model", level=5, scalars=(), reads=("d_2",), stores=("d",), picked=("d",)),
+        ),
+    ),
+    Rule(
+        ({"use_bias_correction": False, "safeguard_warmup": True},),
+        (
+            "lr", "weight_decay", "d0", "gain1", "moves", "grad_scale", "keep3", "eps", "d_coef", "growth_rate",
+            "beta3", "keep1", "gain2", "keep2",
+        ),
+        host=kernel_scalars_2,
+        temps=(
+            Temp("d_over_d0", "model"),
+            Temp("d_over_d0_times_d_times_one", "model"),
+            Temp("one_minus_rate_times_weight_decay", "model"),
+            Temp("one_times_one_minus_beta1_times_d", "model"),
+            Temp("rate", "model"),
+            Temp("tensor_sum_for_d_denom", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_for_numerator", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("d_denom", "model", reduction="model_sum", source="tensor"),
+            Temp("model_sum_for_numerator", "model", reduction="model_sum", source="tensor"),
+            Temp("d_2", "model"),
+            Temp("d_2_times_eps", "model"),
+        ),
+        stages=(
+            Stage(
+                "prodigy_safeguard_warmup_1",
+                "model",
+                level=-1,
+                scalars=(0, 1, 2, 3, 4),
+                temps=(
+                    "one_times_one_minus_beta1_times_d", "rate", "one_minus_rate_times_weight_decay", "d_over_d0",
+                    "d_over_d0_times_d_times_one",
+                ),
+                reads=("d",),
+                stores=(
+                    "one_times_one_minus_beta1_times_d", "rate", "one_minus_rate_times_weight_decay", "d_over_d0",
+                    "d_over_d0_times_d_times_one",
+                ),
+                plus=(
+                    "one_times_one_minus_beta1_times_d", "rate", "one_minus_rate_times_weight_decay", "d_over_d0",
+                    "d_over_d0_times_d_times_one",
+                ),
+            ),
+            Stage(
+                "prodigy_safeguard_warmup_2",
+                "elem",
+                level=0,
+                scalars=(0, 5, 4, 6),
+                temps=("tensor_sum_for_d_denom", "tensor_sum_for_numerator"),
+                reads=("p", "g", "s", "p0", "d_over_d0_times_d_times_one"),
+                stores=("s",),
+                sums=(("sum", ("tensor_sum_for_d_denom",)), ("sum", ("tensor_sum_for_numerator",))),
+            ),
+            Stage(
+                "prodigy_3",
+                "tensor",
+                level=1,
+                scalars=(),
+                temps=("model_sum_for_numerator", "d_denom"),
+                reads=("tensor_sum_for_numerator", "tensor_sum_for_d_denom"),
+                stores=("model_sum_for_numerator", "d_denom"),
+                picked=("model_sum_for_numerator", "d_denom"),
+            ),
+            Stage(
+                "prodigy_4",
+                "model",
+                level=3,
+                scalars=(7, 2, 8, 9, 10),
+                temps=("d_2", "d_2_times_eps"),
+                reads=("d", "d_max", "d_numerator", "d_denom", "model_sum_for_numerator"),
+                stores=("d_max", "d_numerator", "d_2", "d_2_times_eps"),
+                picked=("d_max", "d_numerator", "d_2"),
+            ),
+            Stage(
+                "prodigy_5",
+                "elem",
+                level=4,
+                scalars=(5, 4, 11, 12, 13),
+                reads=(
+                    "p", "g", "exp_avg", "exp_avg_sq", "d", "one_minus_rate_times_weight_decay", "rate",
+                    "one_times_one_minus_beta1_times_d", "d_2_times_eps",
+                ),
+                stores=("p", "exp_avg", "exp_avg_sq"),
+                plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq", "d")),),
+            ),
+            Stage("prodigy_6", "model", level=5, scalars=(), reads=("d_2",), stores=("d",), picked=("d",)),
+        ),
+    ),
+    Rule(
+        ({"use_bias_correction": True, "safeguard_warmup": False},),
+        (
+            "weight_decay", "d0", "own", "gain1", "grad_scale", "moves", "keep3", "eps", "d_coef", "growth_rate",
+            "beta3", "keep1", "gain2", "keep2",
+        ),
+        host=kernel_scalars_3,
+        temps=(
+            Temp("d_over_d0", "model"),
+            Temp("d_over_d0_times_rate", "model"),
+            Temp("one_minus_rate_times_weight_decay", "model"),
+            Temp("one_times_one_minus_beta1_times_d", "model"),
+            Temp("rate", "model"),
+            Temp("tensor_sum_for_d_denom", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_for_numerator", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("d_denom", "model", reduction="model_sum", source="tensor"),
+            Temp("model_sum_for_numerator", "model", reduction="model_sum", source="tensor"),
+            Temp("d_2", "model"),
+            Temp("d_2_times_eps", "model"),
+        ),
+        stages=(
+            Stage(
+                "prodigy_use_bias_correction_1",
+                "model",
+                level=-1,
+                scalars=(0, 1, 2, 3),
+                temps=(
+                    "one_times_one_minus_beta1_times_d", "rate", "one_minus_rate_times_weight_decay", "d_over_d0",
+                    "d_over_d0_times_rate",
+                ),
+                reads=("d",),
+                stores=(
+                    "one_times_one_minus_beta1_times_d", "rate", "one_minus_rate_times_weight_decay", "d_over_d0",
+                    "d_over_d0_times_rate",
+                ),
+                plus=(
+                    "one_times_one_minus_beta1_times_d", "rate", "one_minus_rate_times_weight_decay", "d_over_d0",
+                    "d_over_d0_times_rate",
+                ),
+            ),
+            Stage(
+                "prodigy_use_bias_correction_2",
+                "elem",
+                level=0,
+                scalars=(4, 5, 6, 2),
+                temps=("tensor_sum_for_d_denom", "tensor_sum_for_numerator"),
+                reads=("p", "g", "s", "p0", "d_over_d0_times_rate"),
+                stores=("s",),
+                sums=(("sum", ("tensor_sum_for_d_denom",)), ("sum", ("tensor_sum_for_numerator",))),
+            ),
+            Stage(
+                "prodigy_3",
+                "tensor",
+                level=1,
+                scalars=(),
+                temps=("model_sum_for_numerator", "d_denom"),
+                reads=("tensor_sum_for_numerator", "tensor_sum_for_d_denom"),
+                stores=("model_sum_for_numerator", "d_denom"),
+                picked=("model_sum_for_numerator", "d_denom"),
+            ),
+            Stage(
+                "prodigy_4",
+                "model",
+                level=3,
+                scalars=(7, 1, 8, 9, 10),
+                temps=("d_2", "d_2_times_eps"),
+                reads=("d", "d_max", "d_numerator", "d_denom", "model_sum_for_numerator"),
+                stores=("d_max", "d_numerator", "d_2", "d_2_times_eps"),
+                picked=("d_max", "d_numerator", "d_2"),
+            ),
+            Stage(
+                "prodigy_5",
+                "elem",
+                level=4,
+                scalars=(4, 5, 11, 12, 13),
+                reads=(
+                    "p", "g", "exp_avg", "exp_avg_sq", "d", "one_minus_rate_times_weight_decay", "rate",
+                    "one_times_one_minus_beta1_times_d", "d_2_times_eps",
+                ),
+                stores=("p", "exp_avg", "exp_avg_sq"),
+                plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq", "d")),),
+            ),
+            Stage("prodigy_6", "model", level=5, scalars=(), reads=("d_2",), stores=("d",), picked=("d",)),
+        ),
+    ),
+    Rule(
+        ({"use_bias_correction": True, "safeguard_warmup": True},),
+        (
+            "weight_decay", "d0", "own", "gain1", "moves", "grad_scale", "keep3", "eps", "d_coef", "growth_rate",
+            "beta3", "keep1", "gain2", "keep2",
+        ),
+        host=kernel_scalars_4,
+        temps=(
+            Temp("d_over_d0", "model"),
+            Temp("d_over_d0_times_d_times_one", "model"),
+            Temp("one_minus_rate_times_weight_decay", "model"),
+            Temp("one_times_one_minus_beta1_times_d", "model"),
+            Temp("rate", "model"),
+            Temp("tensor_sum_for_d_denom", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_for_numerator", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("d_denom", "model", reduction="model_sum", source="tensor"),
+            Temp("model_sum_for_numerator", "model", reduction="model_sum", source="tensor"),
+            Temp("d_2", "model"),
+            Temp("d_2_times_eps", "model"),
+        ),
+        stages=(
+            Stage(
+                "prodigy_use_bias_correction_safeguard_warmup_1",
+                "model",
+                level=-1,
+                scalars=(0, 1, 2, 3, 4),
+                temps=(
+                    "one_times_one_minus_beta1_times_d", "rate", "one_minus_rate_times_weight_decay", "d_over_d0",
+                    "d_over_d0_times_d_times_one",
+                ),
+                reads=("d",),
+                stores=(
+                    "one_times_one_minus_beta1_times_d", "rate", "one_minus_rate_times_weight_decay", "d_over_d0",
+                    "d_over_d0_times_d_times_one",
+                ),
+                plus=(
+                    "one_times_one_minus_beta1_times_d", "rate", "one_minus_rate_times_weight_decay", "d_over_d0",
+                    "d_over_d0_times_d_times_one",
+                ),
+            ),
+            Stage(
+                "prodigy_use_bias_correction_safeguard_warmup_2",
+                "elem",
+                level=0,
+                scalars=(5, 4, 6, 2),
+                temps=("tensor_sum_for_d_denom", "tensor_sum_for_numerator"),
+                reads=("p", "g", "s", "p0", "d_over_d0_times_d_times_one"),
+                stores=("s",),
+                sums=(("sum", ("tensor_sum_for_d_denom",)), ("sum", ("tensor_sum_for_numerator",))),
+            ),
+            Stage(
+                "prodigy_3",
+                "tensor",
+                level=1,
+                scalars=(),
+                temps=("model_sum_for_numerator", "d_denom"),
+                reads=("tensor_sum_for_numerator", "tensor_sum_for_d_denom"),
+                stores=("model_sum_for_numerator", "d_denom"),
+                picked=("model_sum_for_numerator", "d_denom"),
+            ),
+            Stage(
+                "prodigy_4",
+                "model",
+                level=3,
+                scalars=(7, 1, 8, 9, 10),
+                temps=("d_2", "d_2_times_eps"),
+                reads=("d", "d_max", "d_numerator", "d_denom", "model_sum_for_numerator"),
+                stores=("d_max", "d_numerator", "d_2", "d_2_times_eps"),
+                picked=("d_max", "d_numerator", "d_2"),
+            ),
+            Stage(
+                "prodigy_5",
+                "elem",
+                level=4,
+                scalars=(5, 4, 11, 12, 13),
+                reads=(
+                    "p", "g", "exp_avg", "exp_avg_sq", "d", "one_minus_rate_times_weight_decay", "rate",
+                    "one_times_one_minus_beta1_times_d", "d_2_times_eps",
+                ),
+                stores=("p", "exp_avg", "exp_avg_sq"),
+                plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq", "d")),),
+            ),
+            Stage("prodigy_6", "model", level=5, scalars=(), reads=("d_2",), stores=("d",), picked=("d",)),
+        ),
+    ),
+)
+
+READY = True

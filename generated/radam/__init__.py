@@ -5,6 +5,9 @@
 # fmt: off
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer
+from optgen.runtime.records import Rule, Stage
+from optgen.runtime.records.join import RuleRecord, StateRecord
+from optgen.runtime.records.scalars import choose, divide, larger, root
 
 
 class RAdam(Optimizer):
@@ -49,7 +52,6 @@ class RAdam(Optimizer):
         Flag("decoupled_weight_decay", False),
     )
     PLANS = ("fp32", "int8_split24",)
-    DEFAULT_PLAN = {"float32": "int8_split24", "bfloat16": "int8_split24", "float16": "int8_split24"}
 
     def __init__(
         self, params, lr=0.001, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, decoupled_weight_decay=False, **options
@@ -59,3 +61,147 @@ class RAdam(Optimizer):
             dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, decoupled_weight_decay=decoupled_weight_decay),
             **options
         )
+
+
+def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2 = betas
+    common_1 = beta2**step
+    correction = 1 - common_1                                # 27  correction = 1 - beta2**t
+    rho_inf = divide(2, 1 - beta2) - 1                       # 28  rho_inf = 2 / (1 - beta2) - 1
+    rho = rho_inf - divide(2 * step * common_1, correction)  # 29  rho = rho_inf - 2 * t * beta2**t / correction
+    r = larger(rho, 5)                                       # 31  r, r_inf = maximum(rho, 5.0), maximum(rho_inf, 5.0)
+    r_inf = larger(rho_inf, 5)                               # 31  r, r_inf = maximum(rho, 5.0), maximum(rho_inf, 5.0)
+    # 32  rect = sqrt((r - 4) * (r - 2) * r_inf / ((r_inf - 4) * (r_inf - 2) * r))
+    rect = root(divide((r - 4) * (r - 2) * r_inf, (r_inf - 4) * (r_inf - 2) * r))
+    one_minus_beta1 = 1 - beta1
+    one_minus_beta2 = 1 - beta2
+    adaptive = divide(1, rect * root(correction))            # 33  adaptive = 1 / (rect * sqrt(correction))
+    scalar_3 = choose(5 < rho, 1, 0)
+    lr_over_one_minus_beta1_pow_t = divide(lr, 1 - beta1**step)
+    return (
+        beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, adaptive, scalar_3,
+        lr_over_one_minus_beta1_pow_t,
+    )
+
+
+def host_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2 = betas
+    common_1 = beta2**step
+    correction = 1 - common_1                                # 27  correction = 1 - beta2**t
+    rho_inf = divide(2, 1 - beta2) - 1                       # 28  rho_inf = 2 / (1 - beta2) - 1
+    rho = rho_inf - divide(2 * step * common_1, correction)  # 29  rho = rho_inf - 2 * t * beta2**t / correction
+    r = larger(rho, 5)                                       # 31  r, r_inf = maximum(rho, 5.0), maximum(rho_inf, 5.0)
+    r_inf = larger(rho_inf, 5)                               # 31  r, r_inf = maximum(rho, 5.0), maximum(rho_inf, 5.0)
+    # 32  rect = sqrt((r - 4) * (r - 2) * r_inf / ((r_inf - 4) * (r_inf - 2) * r))
+    rect = root(divide((r - 4) * (r - 2) * r_inf, (r_inf - 4) * (r_inf - 2) * r))
+    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
+    one_minus_beta1 = 1 - beta1
+    one_minus_beta2 = 1 - beta2
+    adaptive = divide(1, rect * root(correction))            # 33  adaptive = 1 / (rect * sqrt(correction))
+    scalar_4 = choose(5 < rho, 1, 0)
+    lr_over_one_minus_beta1_pow_t = divide(lr, 1 - beta1**step)
+    return (
+        beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, adaptive,
+        scalar_4, lr_over_one_minus_beta1_pow_t,
+    )
+
+
+def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2 = betas
+    common_1 = beta2**step
+    correction = 1 - common_1                                # 27  correction = 1 - beta2**t
+    common_2 = 1 - beta2
+    rho_inf = divide(2, common_2) - 1                        # 28  rho_inf = 2 / (1 - beta2) - 1
+    rho = rho_inf - divide(2 * step * common_1, correction)  # 29  rho = rho_inf - 2 * t * beta2**t / correction
+    r = larger(rho, 5)                                       # 31  r, r_inf = maximum(rho, 5.0), maximum(rho_inf, 5.0)
+    r_inf = larger(rho_inf, 5)                               # 31  r, r_inf = maximum(rho, 5.0), maximum(rho_inf, 5.0)
+    # 32  rect = sqrt((r - 4) * (r - 2) * r_inf / ((r_inf - 4) * (r_inf - 2) * r))
+    rect = root(divide((r - 4) * (r - 2) * r_inf, (r_inf - 4) * (r_inf - 2) * r))
+    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
+    one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
+    scalar_2 = common_2 * grad_scale * grad_scale
+    adaptive = divide(1, rect * root(correction))            # 33  adaptive = 1 / (rect * sqrt(correction))
+    scalar_4 = choose(5 < rho, 1, 0)
+    lr_over_one_minus_beta1_pow_t = divide(lr, 1 - beta1**step)
+    return (
+        beta1, beta2, eps, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, adaptive,
+        scalar_4, lr_over_one_minus_beta1_pow_t,
+    )
+
+
+# The eager reference, in strict maths.
+RULES = (
+    RuleRecord(
+        "radam",
+        "",
+        flags={"decoupled_weight_decay": False},
+        step="radam",
+        scalars=(
+            "beta1", "beta2", "eps", "weight_decay", "grad_scale", "one_minus_beta1", "one_minus_beta2", "adaptive",
+            "scalar_3", "lr_over_one_minus_beta1_pow_t",
+        ),
+        host=host_scalars,
+        states=(StateRecord("exp_avg", normalized_by="exp_avg_sq"), StateRecord("exp_avg_sq", nonneg=True)),
+    ),
+    RuleRecord(
+        "radam",
+        "_decoupled_weight_decay",
+        flags={"decoupled_weight_decay": True},
+        step="radam_decoupled_weight_decay",
+        scalars=(
+            "beta1", "beta2", "eps", "grad_scale", "one_minus_lr_times_weight_decay", "one_minus_beta1",
+            "one_minus_beta2", "adaptive", "scalar_4", "lr_over_one_minus_beta1_pow_t",
+        ),
+        host=host_scalars_2,
+        states=(StateRecord("exp_avg", normalized_by="exp_avg_sq"), StateRecord("exp_avg_sq", nonneg=True)),
+    ),
+)
+
+# The kernels, in fast maths; rounding changed by: fma, group, reciprocal.
+STEPS = (
+    Rule(
+        ({"decoupled_weight_decay": False},),
+        (
+            "beta1", "beta2", "eps", "weight_decay", "grad_scale", "one_minus_beta1", "one_minus_beta2", "adaptive",
+            "scalar_3", "lr_over_one_minus_beta1_pow_t",
+        ),
+        host=host_scalars,
+        stages=(
+            Stage(
+                "radam",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2, 3, 4, 5, 6, 7, 8, 9),
+                reads=("p", "g", "exp_avg", "exp_avg_sq"),
+                stores=("p", "exp_avg", "exp_avg_sq"),
+                plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("p", "g", "exp_avg_sq")),),
+            ),
+        ),
+    ),
+    Rule(
+        ({"decoupled_weight_decay": True},),
+        (
+            "beta1", "beta2", "eps", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
+            "adaptive", "scalar_4", "lr_over_one_minus_beta1_pow_t",
+        ),
+        host=kernel_scalars,
+        stages=(
+            Stage(
+                "radam_decoupled_weight_decay",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2, 3, 4, 5, 6, 7, 8),
+                reads=("p", "g", "exp_avg", "exp_avg_sq"),
+                stores=("p", "exp_avg", "exp_avg_sq"),
+                plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+            ),
+        ),
+    ),
+)
+
+READY = True

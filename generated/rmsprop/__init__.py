@@ -5,6 +5,8 @@
 # fmt: off
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer
+from optgen.runtime.records import Rule, Stage
+from optgen.runtime.records.join import RuleRecord, StateRecord
 
 
 class RMSprop(Optimizer):
@@ -47,7 +49,6 @@ class RMSprop(Optimizer):
         Flag("has_momentum", nonzero="momentum"),
     )
     PLANS = ("fp32", "int8_split24",)
-    DEFAULT_PLAN = {"float32": "int8_split24", "bfloat16": "int8_split24", "float16": "int8_split24"}
 
     def __init__(
         self, params, lr=0.01, alpha=0.99, eps=1e-8, weight_decay=0.0, momentum=0.0, centered=False, **options
@@ -56,3 +57,148 @@ class RMSprop(Optimizer):
             params, dict(lr=lr, alpha=alpha, eps=eps, weight_decay=weight_decay, momentum=momentum, centered=centered),
             **options
         )
+
+
+def host_scalars(step, grad_scale, *, lr, alpha, eps, weight_decay, momentum):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    one_minus_alpha = 1 - alpha
+    return (lr, alpha, eps, weight_decay, grad_scale, one_minus_alpha)
+
+
+def host_scalars_2(step, grad_scale, *, lr, alpha, eps, weight_decay, momentum):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    one_minus_alpha = 1 - alpha
+    return (lr, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha)
+
+
+def kernel_scalars(step, grad_scale, *, lr, alpha, eps, weight_decay, momentum):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    one_minus_alpha = 1 - alpha
+    minus_lr = -lr
+    return (alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr)
+
+
+def kernel_scalars_2(step, grad_scale, *, lr, alpha, eps, weight_decay, momentum):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    one_minus_alpha = 1 - alpha
+    minus_lr = -lr
+    return (alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr)
+
+
+# The eager reference, in strict maths.
+RULES = (
+    RuleRecord(
+        "rmsprop",
+        "",
+        flags={"centered": False, "has_momentum": False},
+        step="rmsprop",
+        scalars=("lr", "alpha", "eps", "weight_decay", "grad_scale", "one_minus_alpha"),
+        host=host_scalars,
+        states=(StateRecord("square_avg", nonneg=True),),
+    ),
+    RuleRecord(
+        "rmsprop",
+        "_has_momentum",
+        flags={"centered": False, "has_momentum": True},
+        step="rmsprop_has_momentum",
+        scalars=("lr", "alpha", "eps", "weight_decay", "momentum", "grad_scale", "one_minus_alpha"),
+        host=host_scalars_2,
+        states=(StateRecord("square_avg", nonneg=True), StateRecord("momentum_buffer")),
+    ),
+    RuleRecord(
+        "rmsprop",
+        "_centered",
+        flags={"centered": True, "has_momentum": False},
+        step="rmsprop_centered",
+        scalars=("lr", "alpha", "eps", "weight_decay", "grad_scale", "one_minus_alpha"),
+        host=host_scalars,
+        states=(StateRecord("square_avg", nonneg=True), StateRecord("grad_avg", normalized_by="square_avg")),
+    ),
+    RuleRecord(
+        "rmsprop",
+        "_centered_has_momentum",
+        flags={"centered": True, "has_momentum": True},
+        step="rmsprop_centered_has_momentum",
+        scalars=("lr", "alpha", "eps", "weight_decay", "momentum", "grad_scale", "one_minus_alpha"),
+        host=host_scalars_2,
+        states=(
+            StateRecord("square_avg", nonneg=True),
+            StateRecord("grad_avg", normalized_by="square_avg"),
+            StateRecord("momentum_buffer"),
+        ),
+    ),
+)
+
+# The kernels, in fast maths; rounding changed by: fma, group, reciprocal.
+STEPS = (
+    Rule(
+        ({"centered": False, "has_momentum": False},),
+        ("alpha", "eps", "weight_decay", "grad_scale", "one_minus_alpha", "minus_lr"),
+        host=kernel_scalars,
+        stages=(
+            Stage(
+                "rmsprop",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2, 3, 4, 5),
+                reads=("p", "g", "square_avg"),
+                stores=("p", "square_avg"),
+                plus=("square_avg",),
+                needs=(("square_avg", ("p", "g", "square_avg")),),
+            ),
+        ),
+    ),
+    Rule(
+        ({"centered": False, "has_momentum": True},),
+        ("alpha", "eps", "weight_decay", "momentum", "grad_scale", "one_minus_alpha", "minus_lr"),
+        host=kernel_scalars_2,
+        stages=(
+            Stage(
+                "rmsprop_has_momentum",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2, 3, 4, 5, 6),
+                reads=("p", "g", "square_avg", "momentum_buffer"),
+                stores=("p", "square_avg", "momentum_buffer"),
+                plus=("square_avg",),
+                needs=(("square_avg", ("p", "g", "square_avg")),),
+            ),
+        ),
+    ),
+    Rule(
+        ({"centered": True, "has_momentum": False},),
+        ("alpha", "eps", "weight_decay", "grad_scale", "one_minus_alpha", "minus_lr"),
+        host=kernel_scalars,
+        stages=(
+            Stage(
+                "rmsprop_centered",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2, 3, 4, 5),
+                reads=("p", "g", "square_avg", "grad_avg"),
+                stores=("p", "square_avg", "grad_avg"),
+                plus=("square_avg",),
+                needs=(("square_avg", ("p", "g", "square_avg")),),
+            ),
+        ),
+    ),
+    Rule(
+        ({"centered": True, "has_momentum": True},),
+        ("alpha", "eps", "weight_decay", "momentum", "grad_scale", "one_minus_alpha", "minus_lr"),
+        host=kernel_scalars_2,
+        stages=(
+            Stage(
+                "rmsprop_centered_has_momentum",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2, 3, 4, 5, 6),
+                reads=("p", "g", "square_avg", "grad_avg", "momentum_buffer"),
+                stores=("p", "square_avg", "grad_avg", "momentum_buffer"),
+                plus=("square_avg",),
+                needs=(("square_avg", ("p", "g", "square_avg")),),
+            ),
+        ),
+    ),
+)
+
+READY = True

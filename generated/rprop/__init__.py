@@ -5,6 +5,9 @@
 # fmt: off
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer
+from optgen.runtime.records import Rule, Stage
+from optgen.runtime.records.join import RuleRecord, StateRecord
+from optgen.runtime.records.scalars import choose
 
 
 class Rprop(Optimizer):
@@ -37,7 +40,52 @@ class Rprop(Optimizer):
         Hyper("step_sizes", (1e-6, 50.0), ge=0.0),
     )
     PLANS = ("fp32", "int8_split24",)
-    DEFAULT_PLAN = {"float32": "int8_split24", "bfloat16": "int8_split24", "float16": "int8_split24"}
 
     def __init__(self, params, lr=0.01, etas=(0.5, 1.2), step_sizes=(1e-6, 50.0), **options):
         super().__init__(params, dict(lr=lr, etas=etas, step_sizes=step_sizes), **options)
+
+
+def host_scalars(step, grad_scale, *, lr, etas, step_sizes):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    etaminus, etaplus = etas
+    step_size_min, step_size_max = step_sizes
+    where_lt_one_t_zero_lr = choose(1 < step, 0, lr)
+    return (etaminus, etaplus, step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr)
+
+
+# The eager reference, in strict maths.
+RULES = (
+    RuleRecord(
+        "rprop",
+        "",
+        flags={},
+        step="rprop",
+        scalars=("etaminus", "etaplus", "step_size_min", "step_size_max", "grad_scale", "where_lt_one_t_zero_lr"),
+        host=host_scalars,
+        states=(StateRecord("prev", nearest=True), StateRecord("step_size", nonneg=True)),
+    ),
+)
+
+# The kernels, in fast maths; rounding changed by: fma, group.
+STEPS = (
+    Rule(
+        ({},),
+        ("etaminus", "etaplus", "step_size_min", "step_size_max", "grad_scale", "where_lt_one_t_zero_lr"),
+        host=host_scalars,
+        stages=(
+            Stage(
+                "rprop",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2, 3, 4, 5),
+                reads=("p", "g", "prev", "step_size"),
+                stores=("p", "prev", "step_size"),
+                plus=("step_size",),
+                picked=("prev", "step_size"),
+                needs=(("step_size", ("g", "prev", "step_size")),),
+            ),
+        ),
+    ),
+)
+
+READY = True

@@ -5,6 +5,9 @@
 # fmt: off
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer
+from optgen.runtime.records import Rule, Stage
+from optgen.runtime.records.join import RuleRecord, StateRecord
+from optgen.runtime.records.scalars import divide, larger, power, root, smaller
 
 
 class ScheduleFreeAdamW(Optimizer):
@@ -46,7 +49,6 @@ class ScheduleFreeAdamW(Optimizer):
         Hyper("weight_lr_power", 2.0, ge=0.0),
     )
     PLANS = ("fp32", "int8_split24",)
-    DEFAULT_PLAN = {"float32": "int8_split24", "bfloat16": "int8_split24", "float16": "int8_split24"}
 
     @staticmethod
     def evaluation(p, z, *, betas):
@@ -65,3 +67,91 @@ class ScheduleFreeAdamW(Optimizer):
             ),
             **options
         )
+
+
+def host_scalars(
+    step, grad_scale, *, lr, betas, eps, weight_decay, warmup_steps, r, weight_lr_power, weight_sum, lr_max,
+):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2 = betas
+    # 33  lr_max = maximum(lr_max, rate)
+    lr_max_2 = larger(lr_max, lr * smaller(1, divide(step, larger(warmup_steps, 1))))
+    weight = power(step, r) * power(lr_max_2, weight_lr_power)     # 34  weight = t**r * lr_max**weight_lr_power
+    weight_sum_2 = weight_sum + weight                             # 35  weight_sum = weight_sum + weight
+    one_minus_beta2 = 1 - beta2
+    sqrt_one_minus_beta2_pow_t = root(1 - beta2**step)
+    c = divide(weight, larger(weight_sum_2, 1e-300))               # 36  c = weight / maximum(weight_sum, 1e-300)
+    scalar_3 = lr * smaller(1, divide(step, larger(warmup_steps, 1))) * (beta1 * (1 - c) - 1)
+    # 32  rate = lr * minimum(1.0, t / maximum(warmup_steps, 1.0))
+    rate = lr * smaller(1, divide(step, larger(warmup_steps, 1)))
+    return (
+        beta2, eps, weight_decay, grad_scale, one_minus_beta2, sqrt_one_minus_beta2_pow_t, c, scalar_3, rate,
+        weight_sum_2, lr_max_2,
+    )
+
+
+def kernel_scalars(
+    step, grad_scale, *, lr, betas, eps, weight_decay, warmup_steps, r, weight_lr_power, weight_sum, lr_max,
+):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2 = betas
+    # 32  rate = lr * minimum(1.0, t / maximum(warmup_steps, 1.0))
+    rate = lr * smaller(1, divide(step, larger(warmup_steps, 1)))
+    lr_max_2 = larger(lr_max, rate)                                # 33  lr_max = maximum(lr_max, rate)
+    weight = power(step, r) * power(lr_max_2, weight_lr_power)     # 34  weight = t**r * lr_max**weight_lr_power
+    weight_sum_2 = weight_sum + weight                             # 35  weight_sum = weight_sum + weight
+    scalar_0 = (1 - beta2) * grad_scale * grad_scale
+    common_1 = root(1 - beta2**step)
+    grad_scale_times_sqrt_one_minus_beta2_pow_t = grad_scale * common_1
+    eps_times_sqrt_one_minus_beta2_pow_t = eps * common_1
+    c = divide(weight, larger(weight_sum_2, 1e-300))               # 36  c = weight / maximum(weight_sum, 1e-300)
+    scalar_4 = rate * (beta1 * (1 - c) - 1)
+    scalar_5 = -rate
+    return (
+        beta2, weight_decay, scalar_0, grad_scale_times_sqrt_one_minus_beta2_pow_t,
+        eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5, weight_sum_2, lr_max_2,
+    )
+
+
+# The eager reference, in strict maths.
+RULES = (
+    RuleRecord(
+        "schedule_free_adamw",
+        "",
+        flags={},
+        step="schedule_free_adamw",
+        scalars=(
+            "beta2", "eps", "weight_decay", "grad_scale", "one_minus_beta2", "sqrt_one_minus_beta2_pow_t", "c",
+            "scalar_3", "rate",
+        ),
+        host=host_scalars,
+        states=(StateRecord("z", init="param"), StateRecord("exp_avg_sq", nonneg=True)),
+        host_states=(("weight_sum", 0.0), ("lr_max", 0.0)),
+    ),
+)
+
+# The kernels, in fast maths; rounding changed by: eps, fma, group, reciprocal.
+STEPS = (
+    Rule(
+        ({},),
+        (
+            "beta2", "weight_decay", "scalar_0", "grad_scale_times_sqrt_one_minus_beta2_pow_t",
+            "eps_times_sqrt_one_minus_beta2_pow_t", "c", "scalar_4", "scalar_5",
+        ),
+        host=kernel_scalars,
+        stages=(
+            Stage(
+                "schedule_free_adamw",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2, 3, 4, 5, 6, 7),
+                reads=("p", "g", "z", "exp_avg_sq"),
+                stores=("p", "z", "exp_avg_sq"),
+                plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+            ),
+        ),
+    ),
+)
+
+READY = True

@@ -5,6 +5,9 @@
 # fmt: off
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer
+from optgen.runtime.records import Rule, Stage
+from optgen.runtime.records.join import RuleRecord, StateRecord
+from optgen.runtime.records.scalars import divide, larger, power, smaller
 
 
 class ScheduleFreeSGD(Optimizer):
@@ -42,7 +45,6 @@ class ScheduleFreeSGD(Optimizer):
         Hyper("weight_lr_power", 2.0, ge=0.0),
     )
     PLANS = ("fp32", "int8_split24",)
-    DEFAULT_PLAN = {"float32": "int8_split24", "bfloat16": "int8_split24", "float16": "int8_split24"}
 
     @staticmethod
     def evaluation(p, z, *, momentum):
@@ -60,3 +62,69 @@ class ScheduleFreeSGD(Optimizer):
             ),
             **options
         )
+
+
+def host_scalars(
+    step, grad_scale, *, lr, momentum, weight_decay, warmup_steps, r, weight_lr_power, weight_sum, lr_max,
+):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    # 30  lr_max = maximum(lr_max, rate)
+    lr_max_2 = larger(lr_max, lr * smaller(1, divide(step, larger(warmup_steps, 1))))
+    weight = power(step, r) * power(lr_max_2, weight_lr_power)     # 31  weight = t**r * lr_max**weight_lr_power
+    weight_sum_2 = weight_sum + weight                             # 32  weight_sum = weight_sum + weight
+    c = divide(weight, larger(weight_sum_2, 1e-300))               # 33  c = weight / maximum(weight_sum, 1e-300)
+    scalar_1 = lr * smaller(1, divide(step, larger(warmup_steps, 1))) * (momentum * (1 - c) - 1)
+    # 29  rate = lr * minimum(1.0, t / maximum(warmup_steps, 1.0))
+    rate = lr * smaller(1, divide(step, larger(warmup_steps, 1)))
+    return (weight_decay, grad_scale, c, scalar_1, rate, weight_sum_2, lr_max_2)
+
+
+def kernel_scalars(
+    step, grad_scale, *, lr, momentum, weight_decay, warmup_steps, r, weight_lr_power, weight_sum, lr_max,
+):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    # 29  rate = lr * minimum(1.0, t / maximum(warmup_steps, 1.0))
+    rate = lr * smaller(1, divide(step, larger(warmup_steps, 1)))
+    lr_max_2 = larger(lr_max, rate)                                # 30  lr_max = maximum(lr_max, rate)
+    weight = power(step, r) * power(lr_max_2, weight_lr_power)     # 31  weight = t**r * lr_max**weight_lr_power
+    weight_sum_2 = weight_sum + weight                             # 32  weight_sum = weight_sum + weight
+    c = divide(weight, larger(weight_sum_2, 1e-300))               # 33  c = weight / maximum(weight_sum, 1e-300)
+    scalar_1 = rate * (momentum * (1 - c) - 1)
+    scalar_2 = -rate
+    return (weight_decay, grad_scale, c, scalar_1, scalar_2, weight_sum_2, lr_max_2)
+
+
+# The eager reference, in strict maths.
+RULES = (
+    RuleRecord(
+        "schedule_free_sgd",
+        "",
+        flags={},
+        step="schedule_free_sgd",
+        scalars=("weight_decay", "grad_scale", "c", "scalar_1", "rate"),
+        host=host_scalars,
+        states=(StateRecord("z", init="param"),),
+        host_states=(("weight_sum", 0.0), ("lr_max", 0.0)),
+    ),
+)
+
+# The kernels, in fast maths; rounding changed by: fma.
+STEPS = (
+    Rule(
+        ({},),
+        ("weight_decay", "grad_scale", "c", "scalar_1", "scalar_2"),
+        host=kernel_scalars,
+        stages=(
+            Stage(
+                "schedule_free_sgd",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2, 3, 4),
+                reads=("p", "g", "z"),
+                stores=("p", "z"),
+            ),
+        ),
+    ),
+)
+
+READY = True

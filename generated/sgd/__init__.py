@@ -5,6 +5,9 @@
 # fmt: off
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer
+from optgen.runtime.records import Rule, Stage
+from optgen.runtime.records.join import RuleRecord, StateRecord
+from optgen.runtime.records.scalars import choose
 
 
 class SGD(Optimizer):
@@ -39,10 +42,144 @@ class SGD(Optimizer):
         Flag("has_momentum", nonzero="momentum"),
     )
     PLANS = ("fp32", "int8_split24",)
-    DEFAULT_PLAN = {"float32": "int8_split24", "bfloat16": "int8_split24", "float16": "int8_split24"}
 
     def __init__(self, params, lr=0.001, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False, **options):
         super().__init__(
             params, dict(lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov),
             **options
         )
+
+
+def host_scalars(step, grad_scale, *, lr, momentum, dampening, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    return (lr, weight_decay, grad_scale)
+
+
+def host_scalars_2(step, grad_scale, *, lr, momentum, dampening, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    common_1 = 1 < step
+    where_lt_one_t_momentum_zero = choose(common_1, momentum, 0)
+    where_lt_one_t_one_minus_dampening_one = choose(common_1, 1 - dampening, 1)
+    return (lr, weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one)
+
+
+def host_scalars_3(step, grad_scale, *, lr, momentum, dampening, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    common_1 = 1 < step
+    where_lt_one_t_momentum_zero = choose(common_1, momentum, 0)
+    where_lt_one_t_one_minus_dampening_one = choose(common_1, 1 - dampening, 1)
+    return (
+        lr, momentum, weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
+    )
+
+
+def kernel_scalars(step, grad_scale, *, lr, momentum, dampening, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    lr_times_grad_scale = lr * grad_scale
+    lr_times_weight_decay = lr * weight_decay
+    return (lr_times_grad_scale, lr_times_weight_decay)
+
+
+def kernel_scalars_2(step, grad_scale, *, lr, momentum, dampening, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    common_1 = 1 < step
+    common_2 = choose(common_1, 1 - dampening, 1)
+    scalar_0 = common_2 * grad_scale
+    scalar_1 = common_2 * weight_decay
+    where_lt_one_t_momentum_zero = choose(common_1, momentum, 0)
+    minus_lr = -lr
+    return (scalar_0, scalar_1, where_lt_one_t_momentum_zero, minus_lr)
+
+
+def kernel_scalars_3(step, grad_scale, *, lr, momentum, dampening, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    common_1 = 1 < step
+    where_lt_one_t_momentum_zero = choose(common_1, momentum, 0)
+    where_lt_one_t_one_minus_dampening_one = choose(common_1, 1 - dampening, 1)
+    minus_lr = -lr
+    return (
+        momentum, weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
+        minus_lr,
+    )
+
+
+# The eager reference, in strict maths.
+RULES = (
+    RuleRecord(
+        "sgd",
+        "",
+        flags={"nesterov": False, "has_momentum": False},
+        step="sgd",
+        scalars=("lr", "weight_decay", "grad_scale"),
+        host=host_scalars,
+    ),
+    RuleRecord(
+        "sgd",
+        "_has_momentum",
+        flags={"nesterov": False, "has_momentum": True},
+        step="sgd_has_momentum",
+        scalars=(
+            "lr", "weight_decay", "grad_scale", "where_lt_one_t_momentum_zero",
+            "where_lt_one_t_one_minus_dampening_one",
+        ),
+        host=host_scalars_2,
+        states=(StateRecord("momentum_buffer"),),
+    ),
+    RuleRecord(
+        "sgd",
+        "_nesterov_has_momentum",
+        flags={"nesterov": True, "has_momentum": True},
+        step="sgd_nesterov_has_momentum",
+        scalars=(
+            "lr", "momentum", "weight_decay", "grad_scale", "where_lt_one_t_momentum_zero",
+            "where_lt_one_t_one_minus_dampening_one",
+        ),
+        host=host_scalars_3,
+        states=(StateRecord("momentum_buffer"),),
+    ),
+)
+
+# The kernels, in fast maths; rounding changed by: distribute, fma, group.
+STEPS = (
+    Rule(
+        ({"nesterov": False, "has_momentum": False},),
+        ("lr_times_grad_scale", "lr_times_weight_decay"),
+        host=kernel_scalars,
+        stages=(Stage("sgd", "elem", level=0, scalars=(0, 1), reads=("p", "g"), stores=("p",)),),
+    ),
+    Rule(
+        ({"nesterov": False, "has_momentum": True},),
+        ("scalar_0", "scalar_1", "where_lt_one_t_momentum_zero", "minus_lr"),
+        host=kernel_scalars_2,
+        stages=(
+            Stage(
+                "sgd_has_momentum",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2, 3),
+                reads=("p", "g", "momentum_buffer"),
+                stores=("p", "momentum_buffer"),
+            ),
+        ),
+    ),
+    Rule(
+        ({"nesterov": True, "has_momentum": True},),
+        (
+            "momentum", "weight_decay", "grad_scale", "where_lt_one_t_momentum_zero",
+            "where_lt_one_t_one_minus_dampening_one", "minus_lr",
+        ),
+        host=kernel_scalars_3,
+        stages=(
+            Stage(
+                "sgd_nesterov_has_momentum",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2, 3, 4, 5),
+                reads=("p", "g", "momentum_buffer"),
+                stores=("p", "momentum_buffer"),
+            ),
+        ),
+    ),
+)
+
+READY = True

@@ -5,6 +5,9 @@
 # fmt: off
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer
+from optgen.runtime.records import Rule, Stage, Temp
+from optgen.runtime.records.join import RuleRecord, StateRecord
+from optgen.runtime.records.scalars import divide
 
 
 class SGDP(Optimizer):
@@ -47,7 +50,6 @@ class SGDP(Optimizer):
         Flag("projected", shape=lambda shape: len(shape) >= 2),
     )
     PLANS = ("fp32", "int8_split24",)
-    DEFAULT_PLAN = {"float32": "int8_split24", "bfloat16": "int8_split24", "float16": "int8_split24"}
 
     def __init__(
         self, params, lr=0.1, momentum=0.9, dampening=0.0, eps=1e-8, weight_decay=0.0, delta=0.1, wd_ratio=0.1,
@@ -61,3 +63,399 @@ class SGDP(Optimizer):
             ),
             **options
         )
+
+
+def host_scalars(step, grad_scale, *, lr, momentum, dampening, eps, weight_decay, delta, wd_ratio):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    one_minus_dampening = 1 - dampening
+    one_minus_wd_ratio = 1 - wd_ratio
+    weight_decay_2 = divide(weight_decay, 1 - momentum)  # 25  weight_decay = weight_decay / (1 - momentum)
+    return (momentum, grad_scale, one_minus_dampening, eps, delta, lr, one_minus_wd_ratio, weight_decay_2)
+
+
+def host_scalars_2(step, grad_scale, *, lr, momentum, dampening, eps, weight_decay, delta, wd_ratio):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    weight_decay_2 = divide(weight_decay, 1 - momentum)  # 25  weight_decay = weight_decay / (1 - momentum)
+    one_minus_dampening = 1 - dampening
+    scalar_1 = 1 - lr * weight_decay_2
+    return (lr, momentum, grad_scale, one_minus_dampening, scalar_1)
+
+
+def kernel_scalars(step, grad_scale, *, lr, momentum, dampening, eps, weight_decay, delta, wd_ratio):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    one_minus_dampening_times_grad_scale = (1 - dampening) * grad_scale
+    grad_scale_times_grad_scale = grad_scale * grad_scale
+    minus_one_minus_wd_ratio = -(1 - wd_ratio)
+    weight_decay_2 = divide(weight_decay, 1 - momentum)  # 25  weight_decay = weight_decay / (1 - momentum)
+    minus_lr = -lr
+    return (
+        momentum, one_minus_dampening_times_grad_scale, eps, grad_scale, grad_scale_times_grad_scale, delta,
+        minus_one_minus_wd_ratio, weight_decay_2, minus_lr,
+    )
+
+
+def kernel_scalars_2(step, grad_scale, *, lr, momentum, dampening, eps, weight_decay, delta, wd_ratio):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    weight_decay_2 = divide(weight_decay, 1 - momentum)  # 25  weight_decay = weight_decay / (1 - momentum)
+    one_minus_dampening_times_grad_scale = (1 - dampening) * grad_scale
+    scalar_1 = 1 - lr * weight_decay_2
+    minus_lr = -lr
+    return (momentum, one_minus_dampening_times_grad_scale, scalar_1, minus_lr)
+
+
+def kernel_scalars_3(step, grad_scale, *, lr, momentum, dampening, eps, weight_decay, delta, wd_ratio):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    momentum_times_momentum = momentum * momentum
+    scalar_1 = momentum * ((1 - dampening) * grad_scale)
+    grad_scale_times_grad_scale = grad_scale * grad_scale
+    minus_one_minus_wd_ratio = -(1 - wd_ratio)
+    weight_decay_2 = divide(weight_decay, 1 - momentum)  # 25  weight_decay = weight_decay / (1 - momentum)
+    minus_lr = -lr
+    one_minus_dampening_times_grad_scale = (1 - dampening) * grad_scale
+    return (
+        grad_scale, momentum_times_momentum, scalar_1, eps, grad_scale_times_grad_scale, delta,
+        minus_one_minus_wd_ratio, weight_decay_2, minus_lr, momentum, one_minus_dampening_times_grad_scale,
+    )
+
+
+def kernel_scalars_4(step, grad_scale, *, lr, momentum, dampening, eps, weight_decay, delta, wd_ratio):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    weight_decay_2 = divide(weight_decay, 1 - momentum)  # 25  weight_decay = weight_decay / (1 - momentum)
+    one_minus_dampening_times_grad_scale = (1 - dampening) * grad_scale
+    lr_times_grad_scale = lr * grad_scale
+    lr_times_momentum = lr * momentum
+    scalar_3 = 1 - lr * weight_decay_2
+    return (momentum, one_minus_dampening_times_grad_scale, lr_times_grad_scale, lr_times_momentum, scalar_3)
+
+
+# The eager reference, in strict maths.
+RULES = (
+    RuleRecord(
+        "sgdp",
+        "",
+        flags={"nesterov": False, "projected": True},
+        step="sgdp",
+        scalars=(
+            "momentum", "grad_scale", "one_minus_dampening", "eps", "delta", "lr", "one_minus_wd_ratio",
+            "weight_decay_2",
+        ),
+        host=host_scalars,
+        states=(StateRecord("momentum_buffer"),),
+        early=("momentum_buffer",),
+        spaces=("row", "tensor"),
+        by_rows=True,
+        matrix="first",
+    ),
+    RuleRecord(
+        "sgdp",
+        "_no_projected",
+        flags={"nesterov": False, "projected": False},
+        step="sgdp_no_projected",
+        scalars=("lr", "momentum", "grad_scale", "one_minus_dampening", "scalar_1"),
+        host=host_scalars_2,
+        states=(StateRecord("momentum_buffer"),),
+        matrix="first",
+    ),
+    RuleRecord(
+        "sgdp",
+        "_nesterov",
+        flags={"nesterov": True, "projected": True},
+        step="sgdp_nesterov",
+        scalars=(
+            "momentum", "grad_scale", "one_minus_dampening", "eps", "delta", "lr", "one_minus_wd_ratio",
+            "weight_decay_2",
+        ),
+        host=host_scalars,
+        states=(StateRecord("momentum_buffer"),),
+        spaces=("row", "tensor"),
+        by_rows=True,
+        matrix="first",
+    ),
+    RuleRecord(
+        "sgdp",
+        "_nesterov_no_projected",
+        flags={"nesterov": True, "projected": False},
+        step="sgdp_nesterov_no_projected",
+        scalars=("lr", "momentum", "grad_scale", "one_minus_dampening", "scalar_1"),
+        host=host_scalars_2,
+        states=(StateRecord("momentum_buffer"),),
+        matrix="first",
+    ),
+)
+
+# The kernels, in fast maths; rounding changed by: distribute, fma, group, linear.
+STEPS = (
+    Rule(
+        ({"nesterov": False, "projected": True},),
+        (
+            "momentum", "one_minus_dampening_times_grad_scale", "eps", "grad_scale", "grad_scale_times_grad_scale",
+            "delta", "minus_one_minus_wd_ratio", "weight_decay_2", "minus_lr",
+        ),
+        host=kernel_scalars,
+        temps=(
+            Temp("row_sum_for_invariant", "row", reduction="row_sum", source="elem"),
+            Temp("row_sum_for_invariant_2", "row", reduction="row_sum", source="elem"),
+            Temp("row_sum_for_invariant_3", "row", reduction="row_sum", source="elem"),
+            Temp("row_sum_of_p", "row", reduction="row_sum", source="elem"),
+            Temp("row_sum_of_p_over_row_mul_3", "row"),
+            Temp("tensor_max_for_invariant", "tensor", reduction="tensor_max", source="row"),
+            Temp("tensor_sum_for_invariant", "tensor", reduction="tensor_sum", source="row"),
+            Temp("tensor_sum_for_invariant_2", "tensor", reduction="tensor_sum", source="row"),
+            Temp("tensor_sum_for_invariant_3", "tensor", reduction="tensor_sum", source="row"),
+            Temp("tensor_sum_of_p", "tensor", reduction="tensor_sum", source="row"),
+            Temp("delta_over_sqrt_columns", "tensor"),
+            Temp("delta_over_sqrt_elements", "tensor"),
+            Temp("lt_tensor_div_delta_over_sqrt_elements", "tensor"),
+            Temp("tensor_sum_of_p_over_tensor_mul_3_2", "tensor"),
+            Temp("one_minus_lr_times_weight_decay_2", "tensor"),
+            Temp("tensor_lt", "tensor"),
+            Temp("row_sum_of_p_over_row_mul_3_2", "row"),
+        ),
+        stages=(
+            Stage(
+                "sgdp_1",
+                "elem",
+                level=0,
+                scalars=(0, 1),
+                temps=("row_sum_for_invariant", "row_sum_for_invariant_2", "row_sum_for_invariant_3", "row_sum_of_p"),
+                matrices=True,
+                reads=("p", "g", "momentum_buffer"),
+                stores=("momentum_buffer",),
+                sums=(
+                    ("product", ("row_sum_for_invariant",)),
+                    ("square", ("row_sum_for_invariant_2",)),
+                    ("square", ("row_sum_for_invariant_3",)),
+                    ("product", ("row_sum_of_p",)),
+                ),
+            ),
+            Stage(
+                "sgdp_2",
+                "row",
+                level=1,
+                scalars=(2, 3, 4),
+                temps=(
+                    "tensor_max_for_invariant", "row_sum_of_p_over_row_mul_3", "tensor_sum_for_invariant",
+                    "tensor_sum_for_invariant_2", "tensor_sum_for_invariant_3", "tensor_sum_of_p",
+                ),
+                matrices=True,
+                reads=("row_sum_for_invariant", "row_sum_for_invariant_2", "row_sum_for_invariant_3", "row_sum_of_p"),
+                stores=("row_sum_of_p_over_row_mul_3",),
+                sums=(
+                    ("max", ("tensor_max_for_invariant",)),
+                    ("sum", ("tensor_sum_for_invariant",)),
+                    ("sum", ("tensor_sum_for_invariant_2",)),
+                    ("sum", ("tensor_sum_for_invariant_3",)),
+                    ("sum", ("tensor_sum_of_p",)),
+                ),
+            ),
+            Stage(
+                "sgdp_3",
+                "tensor",
+                level=1,
+                scalars=(5,),
+                temps=("delta_over_sqrt_columns", "delta_over_sqrt_elements"),
+                stores=("delta_over_sqrt_columns", "delta_over_sqrt_elements"),
+                extents=("columns", "elements"),
+            ),
+            Stage(
+                "sgdp_4",
+                "tensor",
+                level=1,
+                scalars=(2, 3, 4),
+                temps=("lt_tensor_div_delta_over_sqrt_elements", "tensor_sum_of_p_over_tensor_mul_3_2"),
+                reads=(
+                    "tensor_sum_for_invariant", "tensor_sum_for_invariant_2", "tensor_sum_for_invariant_3",
+                    "delta_over_sqrt_elements", "tensor_sum_of_p",
+                ),
+                stores=("lt_tensor_div_delta_over_sqrt_elements", "tensor_sum_of_p_over_tensor_mul_3_2"),
+                plus=("lt_tensor_div_delta_over_sqrt_elements",),
+                picked=("lt_tensor_div_delta_over_sqrt_elements", "tensor_sum_of_p_over_tensor_mul_3_2"),
+            ),
+            Stage(
+                "sgdp_5",
+                "tensor",
+                level=1,
+                scalars=(6, 7, 8),
+                temps=("tensor_lt", "one_minus_lr_times_weight_decay_2"),
+                reads=("tensor_max_for_invariant", "delta_over_sqrt_columns", "lt_tensor_div_delta_over_sqrt_elements"),
+                stores=("tensor_lt", "one_minus_lr_times_weight_decay_2"),
+                plus=("tensor_lt", "one_minus_lr_times_weight_decay_2"),
+                picked=("tensor_lt",),
+            ),
+            Stage(
+                "sgdp_6",
+                "row",
+                level=1,
+                scalars=(),
+                temps=("row_sum_of_p_over_row_mul_3_2",),
+                matrices=True,
+                reads=("tensor_lt", "row_sum_of_p_over_row_mul_3", "tensor_sum_of_p_over_tensor_mul_3_2"),
+                stores=("row_sum_of_p_over_row_mul_3_2",),
+                picked=("row_sum_of_p_over_row_mul_3_2",),
+            ),
+            Stage(
+                "sgdp_7",
+                "elem",
+                level=2,
+                scalars=(8,),
+                matrices=True,
+                reads=("p", "momentum_buffer", "one_minus_lr_times_weight_decay_2", "row_sum_of_p_over_row_mul_3_2"),
+                stores=("p",),
+            ),
+        ),
+        early=("momentum_buffer",),
+    ),
+    Rule(
+        ({"nesterov": False, "projected": False},),
+        ("momentum", "one_minus_dampening_times_grad_scale", "scalar_1", "minus_lr"),
+        host=kernel_scalars_2,
+        stages=(
+            Stage(
+                "sgdp_no_projected",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2, 3),
+                reads=("p", "g", "momentum_buffer"),
+                stores=("p", "momentum_buffer"),
+            ),
+        ),
+    ),
+    Rule(
+        ({"nesterov": True, "projected": True},),
+        (
+            "grad_scale", "momentum_times_momentum", "scalar_1", "eps", "grad_scale_times_grad_scale", "delta",
+            "minus_one_minus_wd_ratio", "weight_decay_2", "minus_lr", "momentum",
+            "one_minus_dampening_times_grad_scale",
+        ),
+        host=kernel_scalars_3,
+        temps=(
+            Temp("row_sum_for_invariant", "row", reduction="row_sum", source="elem"),
+            Temp("row_sum_for_invariant_2", "row", reduction="row_sum", source="elem"),
+            Temp("row_sum_for_invariant_3", "row", reduction="row_sum", source="elem"),
+            Temp("row_sum_of_p", "row", reduction="row_sum", source="elem"),
+            Temp("row_sum_of_p_over_row_mul_3", "row"),
+            Temp("tensor_max_for_invariant", "tensor", reduction="tensor_max", source="row"),
+            Temp("tensor_sum_for_invariant", "tensor", reduction="tensor_sum", source="row"),
+            Temp("tensor_sum_for_invariant_2", "tensor", reduction="tensor_sum", source="row"),
+            Temp("tensor_sum_for_invariant_3", "tensor", reduction="tensor_sum", source="row"),
+            Temp("tensor_sum_of_p", "tensor", reduction="tensor_sum", source="row"),
+            Temp("delta_over_sqrt_columns", "tensor"),
+            Temp("delta_over_sqrt_elements", "tensor"),
+            Temp("lt_tensor_div_delta_over_sqrt_elements", "tensor"),
+            Temp("tensor_sum_of_p_over_tensor_mul_3_2", "tensor"),
+            Temp("one_minus_lr_times_weight_decay_2", "tensor"),
+            Temp("tensor_lt", "tensor"),
+            Temp("row_sum_of_p_over_row_mul_3_2", "row"),
+        ),
+        stages=(
+            Stage(
+                "sgdp_nesterov_1",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2),
+                temps=("row_sum_for_invariant", "row_sum_for_invariant_2", "row_sum_for_invariant_3", "row_sum_of_p"),
+                matrices=True,
+                reads=("p", "g", "momentum_buffer"),
+                sums=(
+                    ("product", ("row_sum_for_invariant",)),
+                    ("square", ("row_sum_for_invariant_2",)),
+                    ("square", ("row_sum_for_invariant_3",)),
+                    ("product", ("row_sum_of_p",)),
+                ),
+            ),
+            Stage(
+                "sgdp_2",
+                "row",
+                level=1,
+                scalars=(3, 0, 4),
+                temps=(
+                    "tensor_max_for_invariant", "row_sum_of_p_over_row_mul_3", "tensor_sum_for_invariant",
+                    "tensor_sum_for_invariant_2", "tensor_sum_for_invariant_3", "tensor_sum_of_p",
+                ),
+                matrices=True,
+                reads=("row_sum_for_invariant", "row_sum_for_invariant_2", "row_sum_for_invariant_3", "row_sum_of_p"),
+                stores=("row_sum_of_p_over_row_mul_3",),
+                sums=(
+                    ("max", ("tensor_max_for_invariant",)),
+                    ("sum", ("tensor_sum_for_invariant",)),
+                    ("sum", ("tensor_sum_for_invariant_2",)),
+                    ("sum", ("tensor_sum_for_invariant_3",)),
+                    ("sum", ("tensor_sum_of_p",)),
+                ),
+            ),
+            Stage(
+                "sgdp_3",
+                "tensor",
+                level=1,
+                scalars=(5,),
+                temps=("delta_over_sqrt_columns", "delta_over_sqrt_elements"),
+                stores=("delta_over_sqrt_columns", "delta_over_sqrt_elements"),
+                extents=("columns", "elements"),
+            ),
+            Stage(
+                "sgdp_4",
+                "tensor",
+                level=1,
+                scalars=(3, 0, 4),
+                temps=("lt_tensor_div_delta_over_sqrt_elements", "tensor_sum_of_p_over_tensor_mul_3_2"),
+                reads=(
+                    "tensor_sum_for_invariant", "tensor_sum_for_invariant_2", "tensor_sum_for_invariant_3",
+                    "delta_over_sqrt_elements", "tensor_sum_of_p",
+                ),
+                stores=("lt_tensor_div_delta_over_sqrt_elements", "tensor_sum_of_p_over_tensor_mul_3_2"),
+                plus=("lt_tensor_div_delta_over_sqrt_elements",),
+                picked=("lt_tensor_div_delta_over_sqrt_elements", "tensor_sum_of_p_over_tensor_mul_3_2"),
+            ),
+            Stage(
+                "sgdp_5",
+                "tensor",
+                level=1,
+                scalars=(6, 7, 8),
+                temps=("tensor_lt", "one_minus_lr_times_weight_decay_2"),
+                reads=("tensor_max_for_invariant", "delta_over_sqrt_columns", "lt_tensor_div_delta_over_sqrt_elements"),
+                stores=("tensor_lt", "one_minus_lr_times_weight_decay_2"),
+                plus=("tensor_lt", "one_minus_lr_times_weight_decay_2"),
+                picked=("tensor_lt",),
+            ),
+            Stage(
+                "sgdp_6",
+                "row",
+                level=1,
+                scalars=(),
+                temps=("row_sum_of_p_over_row_mul_3_2",),
+                matrices=True,
+                reads=("tensor_lt", "row_sum_of_p_over_row_mul_3", "tensor_sum_of_p_over_tensor_mul_3_2"),
+                stores=("row_sum_of_p_over_row_mul_3_2",),
+                picked=("row_sum_of_p_over_row_mul_3_2",),
+            ),
+            Stage(
+                "sgdp_nesterov_7",
+                "elem",
+                level=2,
+                scalars=(9, 0, 10, 8),
+                matrices=True,
+                reads=(
+                    "p", "g", "momentum_buffer", "one_minus_lr_times_weight_decay_2", "row_sum_of_p_over_row_mul_3_2",
+                ),
+                stores=("p", "momentum_buffer"),
+            ),
+        ),
+    ),
+    Rule(
+        ({"nesterov": True, "projected": False},),
+        ("momentum", "one_minus_dampening_times_grad_scale", "lr_times_grad_scale", "lr_times_momentum", "scalar_3"),
+        host=kernel_scalars_4,
+        stages=(
+            Stage(
+                "sgdp_nesterov_no_projected",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2, 3, 4),
+                reads=("p", "g", "momentum_buffer"),
+                stores=("p", "momentum_buffer"),
+            ),
+        ),
+    ),
+)
+
+READY = True

@@ -5,6 +5,9 @@
 # fmt: off
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer
+from optgen.runtime.records import Rule, Stage
+from optgen.runtime.records.join import RuleRecord, StateRecord
+from optgen.runtime.records.scalars import choose
 
 
 class SGDW(Optimizer):
@@ -39,10 +42,151 @@ class SGDW(Optimizer):
         Flag("has_momentum", nonzero="momentum"),
     )
     PLANS = ("fp32", "int8_split24",)
-    DEFAULT_PLAN = {"float32": "int8_split24", "bfloat16": "int8_split24", "float16": "int8_split24"}
 
     def __init__(self, params, lr=0.001, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False, **options):
         super().__init__(
             params, dict(lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov),
             **options
         )
+
+
+def host_scalars(step, grad_scale, *, lr, momentum, dampening, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
+    return (lr, grad_scale, one_minus_lr_times_weight_decay)
+
+
+def host_scalars_2(step, grad_scale, *, lr, momentum, dampening, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    common_1 = 1 < step
+    where_lt_one_t_momentum_zero = choose(common_1, momentum, 0)
+    where_lt_one_t_one_minus_dampening_one = choose(common_1, 1 - dampening, 1)
+    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
+    return (
+        lr, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
+        one_minus_lr_times_weight_decay,
+    )
+
+
+def host_scalars_3(step, grad_scale, *, lr, momentum, dampening, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    common_1 = 1 < step
+    where_lt_one_t_momentum_zero = choose(common_1, momentum, 0)
+    where_lt_one_t_one_minus_dampening_one = choose(common_1, 1 - dampening, 1)
+    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
+    return (
+        lr, momentum, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
+        one_minus_lr_times_weight_decay,
+    )
+
+
+def kernel_scalars(step, grad_scale, *, lr, momentum, dampening, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
+    minus_lr_times_grad_scale = -(lr * grad_scale)
+    return (one_minus_lr_times_weight_decay, minus_lr_times_grad_scale)
+
+
+def kernel_scalars_2(step, grad_scale, *, lr, momentum, dampening, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    common_1 = 1 < step
+    where_lt_one_t_momentum_zero = choose(common_1, momentum, 0)
+    scalar_1 = choose(common_1, 1 - dampening, 1) * grad_scale
+    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
+    minus_lr = -lr
+    return (where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay, minus_lr)
+
+
+def kernel_scalars_3(step, grad_scale, *, lr, momentum, dampening, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    common_1 = 1 < step
+    where_lt_one_t_momentum_zero = choose(common_1, momentum, 0)
+    scalar_1 = choose(common_1, 1 - dampening, 1) * grad_scale
+    lr_times_grad_scale = lr * grad_scale
+    lr_times_momentum = lr * momentum
+    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
+    return (
+        where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale, lr_times_momentum, one_minus_lr_times_weight_decay,
+    )
+
+
+# The eager reference, in strict maths.
+RULES = (
+    RuleRecord(
+        "sgdw",
+        "",
+        flags={"nesterov": False, "has_momentum": False},
+        step="sgdw",
+        scalars=("lr", "grad_scale", "one_minus_lr_times_weight_decay"),
+        host=host_scalars,
+    ),
+    RuleRecord(
+        "sgdw",
+        "_has_momentum",
+        flags={"nesterov": False, "has_momentum": True},
+        step="sgdw_has_momentum",
+        scalars=(
+            "lr", "grad_scale", "where_lt_one_t_momentum_zero", "where_lt_one_t_one_minus_dampening_one",
+            "one_minus_lr_times_weight_decay",
+        ),
+        host=host_scalars_2,
+        states=(StateRecord("momentum_buffer"),),
+    ),
+    RuleRecord(
+        "sgdw",
+        "_nesterov_has_momentum",
+        flags={"nesterov": True, "has_momentum": True},
+        step="sgdw_nesterov_has_momentum",
+        scalars=(
+            "lr", "momentum", "grad_scale", "where_lt_one_t_momentum_zero", "where_lt_one_t_one_minus_dampening_one",
+            "one_minus_lr_times_weight_decay",
+        ),
+        host=host_scalars_3,
+        states=(StateRecord("momentum_buffer"),),
+    ),
+)
+
+# The kernels, in fast maths; rounding changed by: distribute, fma, group.
+STEPS = (
+    Rule(
+        ({"nesterov": False, "has_momentum": False},),
+        ("one_minus_lr_times_weight_decay", "minus_lr_times_grad_scale"),
+        host=kernel_scalars,
+        stages=(Stage("sgdw", "elem", level=0, scalars=(0, 1), reads=("p", "g"), stores=("p",)),),
+    ),
+    Rule(
+        ({"nesterov": False, "has_momentum": True},),
+        ("where_lt_one_t_momentum_zero", "scalar_1", "one_minus_lr_times_weight_decay", "minus_lr"),
+        host=kernel_scalars_2,
+        stages=(
+            Stage(
+                "sgdw_has_momentum",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2, 3),
+                reads=("p", "g", "momentum_buffer"),
+                stores=("p", "momentum_buffer"),
+            ),
+        ),
+    ),
+    Rule(
+        ({"nesterov": True, "has_momentum": True},),
+        (
+            "where_lt_one_t_momentum_zero", "scalar_1", "lr_times_grad_scale", "lr_times_momentum",
+            "one_minus_lr_times_weight_decay",
+        ),
+        host=kernel_scalars_3,
+        stages=(
+            Stage(
+                "sgdw_nesterov_has_momentum",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2, 3, 4),
+                reads=("p", "g", "momentum_buffer"),
+                stores=("p", "momentum_buffer"),
+            ),
+        ),
+    ),
+)
+
+READY = True

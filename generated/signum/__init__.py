@@ -5,6 +5,8 @@
 # fmt: off
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer
+from optgen.runtime.records import Rule, Stage
+from optgen.runtime.records.join import RuleRecord, StateRecord
 
 
 class Signum(Optimizer):
@@ -35,7 +37,83 @@ class Signum(Optimizer):
         Flag("has_momentum", nonzero="momentum"),
     )
     PLANS = ("fp32", "int8_split24",)
-    DEFAULT_PLAN = {"float32": "int8_split24", "bfloat16": "int8_split24", "float16": "int8_split24"}
 
     def __init__(self, params, lr=0.001, momentum=0.9, weight_decay=0.0, **options):
         super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay), **options)
+
+
+def host_scalars(step, grad_scale, *, lr, momentum, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
+    return (lr, grad_scale, one_minus_lr_times_weight_decay)
+
+
+def host_scalars_2(step, grad_scale, *, lr, momentum, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    one_minus_momentum = 1 - momentum
+    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
+    return (lr, momentum, grad_scale, one_minus_momentum, one_minus_lr_times_weight_decay)
+
+
+def kernel_scalars(step, grad_scale, *, lr, momentum, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
+    minus_lr = -lr
+    return (grad_scale, one_minus_lr_times_weight_decay, minus_lr)
+
+
+def kernel_scalars_2(step, grad_scale, *, lr, momentum, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    one_minus_momentum_times_grad_scale = (1 - momentum) * grad_scale
+    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
+    minus_lr = -lr
+    return (momentum, one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr)
+
+
+# The eager reference, in strict maths.
+RULES = (
+    RuleRecord(
+        "signum",
+        "",
+        flags={"has_momentum": False},
+        step="signum",
+        scalars=("lr", "grad_scale", "one_minus_lr_times_weight_decay"),
+        host=host_scalars,
+    ),
+    RuleRecord(
+        "signum",
+        "_has_momentum",
+        flags={"has_momentum": True},
+        step="signum_has_momentum",
+        scalars=("lr", "momentum", "grad_scale", "one_minus_momentum", "one_minus_lr_times_weight_decay"),
+        host=host_scalars_2,
+        states=(StateRecord("momentum_buffer"),),
+    ),
+)
+
+# The kernels, in fast maths; rounding changed by: fma, group.
+STEPS = (
+    Rule(
+        ({"has_momentum": False},),
+        ("grad_scale", "one_minus_lr_times_weight_decay", "minus_lr"),
+        host=kernel_scalars,
+        stages=(Stage("signum", "elem", level=0, scalars=(0, 1, 2), reads=("p", "g"), stores=("p",)),),
+    ),
+    Rule(
+        ({"has_momentum": True},),
+        ("momentum", "one_minus_momentum_times_grad_scale", "one_minus_lr_times_weight_decay", "minus_lr"),
+        host=kernel_scalars_2,
+        stages=(
+            Stage(
+                "signum_has_momentum",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2, 3),
+                reads=("p", "g", "momentum_buffer"),
+                stores=("p", "momentum_buffer"),
+            ),
+        ),
+    ),
+)
+
+READY = True

@@ -5,6 +5,8 @@
 # fmt: off
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer
+from optgen.runtime.records import Rule, Stage, Temp
+from optgen.runtime.records.join import RuleRecord, StateRecord
 
 
 class SM3(Optimizer):
@@ -44,7 +46,208 @@ class SM3(Optimizer):
         Flag("factored", shape=lambda shape: len(shape) >= 2),
     )
     PLANS = ("fp32", "int8_split24",)
-    DEFAULT_PLAN = {"float32": "int8_split24", "bfloat16": "int8_split24", "float16": "int8_split24"}
 
     def __init__(self, params, lr=0.1, momentum=0.9, eps=1e-30, **options):
         super().__init__(params, dict(lr=lr, momentum=momentum, eps=eps), **options)
+
+
+def host_scalars(step, grad_scale, *, lr, momentum, eps):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    return (lr, eps, grad_scale)
+
+
+def host_scalars_2(step, grad_scale, *, lr, momentum, eps):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    one_minus_momentum = 1 - momentum
+    return (lr, momentum, eps, grad_scale, one_minus_momentum)
+
+
+def kernel_scalars(step, grad_scale, *, lr, momentum, eps):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    grad_scale_times_grad_scale = grad_scale * grad_scale
+    minus_lr_times_grad_scale = -(lr * grad_scale)
+    return (eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale)
+
+
+def kernel_scalars_2(step, grad_scale, *, lr, momentum, eps):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    grad_scale_times_grad_scale = grad_scale * grad_scale
+    one_minus_momentum_times_grad_scale = (1 - momentum) * grad_scale
+    minus_lr = -lr
+    return (momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr)
+
+
+# The eager reference, in strict maths.
+RULES = (
+    RuleRecord(
+        "sm3",
+        "",
+        flags={"has_momentum": False, "factored": True},
+        step="sm3",
+        scalars=("lr", "eps", "grad_scale"),
+        host=host_scalars,
+        states=(
+            StateRecord("accumulator_row", nonneg=True, space="row"),
+            StateRecord("accumulator_col", nonneg=True, space="col"),
+        ),
+        spaces=("col", "row"),
+        by_rows=True,
+    ),
+    RuleRecord(
+        "sm3",
+        "_no_factored",
+        flags={"has_momentum": False, "factored": False},
+        step="sm3_no_factored",
+        scalars=("lr", "eps", "grad_scale"),
+        host=host_scalars,
+        states=(StateRecord("accumulator", nonneg=True),),
+    ),
+    RuleRecord(
+        "sm3",
+        "_has_momentum",
+        flags={"has_momentum": True, "factored": True},
+        step="sm3_has_momentum",
+        scalars=("lr", "momentum", "eps", "grad_scale", "one_minus_momentum"),
+        host=host_scalars_2,
+        states=(
+            StateRecord("accumulator_row", nonneg=True, space="row"),
+            StateRecord("accumulator_col", nonneg=True, space="col"),
+            StateRecord("momentum_buffer"),
+        ),
+        spaces=("col", "row"),
+        by_rows=True,
+    ),
+    RuleRecord(
+        "sm3",
+        "_has_momentum_no_factored",
+        flags={"has_momentum": True, "factored": False},
+        step="sm3_has_momentum_no_factored",
+        scalars=("lr", "momentum", "eps", "grad_scale", "one_minus_momentum"),
+        host=host_scalars_2,
+        states=(StateRecord("accumulator", nonneg=True), StateRecord("momentum_buffer")),
+    ),
+)
+
+# The kernels, in fast maths; rounding changed by: fma, group, reciprocal.
+STEPS = (
+    Rule(
+        ({"has_momentum": False, "factored": True},),
+        ("eps", "grad_scale_times_grad_scale", "minus_lr_times_grad_scale"),
+        host=kernel_scalars,
+        temps=(
+            Temp("accumulator_col_2", "col", reduction="col_max", source="elem"),
+            Temp("accumulator_row_2", "row", reduction="row_max", source="elem"),
+        ),
+        stages=(
+            Stage(
+                "sm3_1",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2),
+                temps=("accumulator_row_2", "accumulator_col_2"),
+                matrices=True,
+                reads=("p", "g", "accumulator_row", "accumulator_col"),
+                stores=("p",),
+                sums=(("max", ("accumulator_row_2", "accumulator_col_2")),),
+            ),
+            Stage(
+                "sm3_2",
+                "row",
+                level=1,
+                scalars=(),
+                matrices=True,
+                reads=("accumulator_row_2",),
+                stores=("accumulator_row",),
+                picked=("accumulator_row",),
+            ),
+            Stage(
+                "sm3_3",
+                "col",
+                level=1,
+                scalars=(),
+                matrices=True,
+                reads=("accumulator_col_2",),
+                stores=("accumulator_col",),
+                picked=("accumulator_col",),
+            ),
+        ),
+    ),
+    Rule(
+        ({"has_momentum": False, "factored": False},),
+        ("eps", "grad_scale_times_grad_scale", "minus_lr_times_grad_scale"),
+        host=kernel_scalars,
+        stages=(
+            Stage(
+                "sm3_no_factored",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2),
+                reads=("p", "g", "accumulator"),
+                stores=("p", "accumulator"),
+                plus=("accumulator",),
+                needs=(("accumulator", ("g", "accumulator")),),
+            ),
+        ),
+    ),
+    Rule(
+        ({"has_momentum": True, "factored": True},),
+        ("momentum", "eps", "grad_scale_times_grad_scale", "one_minus_momentum_times_grad_scale", "minus_lr"),
+        host=kernel_scalars_2,
+        temps=(
+            Temp("accumulator_col_2", "col", reduction="col_max", source="elem"),
+            Temp("accumulator_row_2", "row", reduction="row_max", source="elem"),
+        ),
+        stages=(
+            Stage(
+                "sm3_has_momentum_1",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2, 3, 4),
+                temps=("accumulator_row_2", "accumulator_col_2"),
+                matrices=True,
+                reads=("p", "g", "accumulator_row", "accumulator_col", "momentum_buffer"),
+                stores=("p", "momentum_buffer"),
+                sums=(("max", ("accumulator_row_2", "accumulator_col_2")),),
+            ),
+            Stage(
+                "sm3_2",
+                "row",
+                level=1,
+                scalars=(),
+                matrices=True,
+                reads=("accumulator_row_2",),
+                stores=("accumulator_row",),
+                picked=("accumulator_row",),
+            ),
+            Stage(
+                "sm3_3",
+                "col",
+                level=1,
+                scalars=(),
+                matrices=True,
+                reads=("accumulator_col_2",),
+                stores=("accumulator_col",),
+                picked=("accumulator_col",),
+            ),
+        ),
+    ),
+    Rule(
+        ({"has_momentum": True, "factored": False},),
+        ("momentum", "eps", "grad_scale_times_grad_scale", "one_minus_momentum_times_grad_scale", "minus_lr"),
+        host=kernel_scalars_2,
+        stages=(
+            Stage(
+                "sm3_has_momentum_no_factored",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2, 3, 4),
+                reads=("p", "g", "accumulator", "momentum_buffer"),
+                stores=("p", "accumulator", "momentum_buffer"),
+                plus=("accumulator",),
+                needs=(("accumulator", ("g", "accumulator")),),
+            ),
+        ),
+    ),
+)
+
+READY = True

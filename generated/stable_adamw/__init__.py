@@ -5,6 +5,9 @@
 # fmt: off
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer
+from optgen.runtime.records import Rule, Stage, Temp
+from optgen.runtime.records.join import RuleRecord, StateRecord
+from optgen.runtime.records.scalars import divide
 
 
 class StableAdamW(Optimizer):
@@ -37,7 +40,167 @@ class StableAdamW(Optimizer):
         Hyper("weight_decay", 0.01, ge=0.0),
     )
     PLANS = ("fp32", "int8_split24",)
-    DEFAULT_PLAN = {"float32": "int8_split24", "bfloat16": "int8_split24", "float16": "int8_split24"}
 
     def __init__(self, params, lr=0.001, betas=(0.9, 0.99), eps=1e-6, weight_decay=0.01, **options):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay), **options)
+
+
+def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2 = betas
+    common_1 = step - 1
+    # 20  beta1_hat = beta1 * (1 - beta1 ** (t - 1)) / (1 - beta1**t)
+    beta1_hat = divide(beta1 * (1 - beta1**common_1), 1 - beta1**step)
+    scalar_1 = 1 - beta1_hat
+    # 21  beta2_hat = beta2 * (1 - beta2 ** (t - 1)) / (1 - beta2**t)
+    beta2_hat = divide(beta2 * (1 - beta2**common_1), 1 - beta2**step)
+    scalar_3 = 1 - beta2_hat
+    eps_times_eps = eps * eps
+    return (grad_scale, beta1_hat, scalar_1, beta2_hat, scalar_3, eps_times_eps, lr, weight_decay, eps)
+
+
+def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2 = betas
+    common_1 = step - 1
+    # 20  beta1_hat = beta1 * (1 - beta1 ** (t - 1)) / (1 - beta1**t)
+    beta1_hat = divide(beta1 * (1 - beta1**common_1), 1 - beta1**step)
+    scalar_1 = (1 - beta1_hat) * grad_scale
+    scalar_2 = (1 - divide(beta2 * (1 - beta2**common_1), 1 - beta2**step)) * grad_scale * grad_scale
+    # 21  beta2_hat = beta2 * (1 - beta2 ** (t - 1)) / (1 - beta2**t)
+    beta2_hat = divide(beta2 * (1 - beta2**common_1), 1 - beta2**step)
+    eps_times_eps = eps * eps
+    grad_scale_times_grad_scale = grad_scale * grad_scale
+    return (beta1_hat, scalar_1, scalar_2, beta2_hat, eps_times_eps, lr, weight_decay, grad_scale_times_grad_scale, eps)
+
+
+def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2 = betas
+    common_1 = step - 1
+    scalar_0 = (1 - divide(beta2 * (1 - beta2**common_1), 1 - beta2**step)) * grad_scale * grad_scale
+    # 21  beta2_hat = beta2 * (1 - beta2 ** (t - 1)) / (1 - beta2**t)
+    beta2_hat = divide(beta2 * (1 - beta2**common_1), 1 - beta2**step)
+    eps_times_eps = eps * eps
+    grad_scale_times_grad_scale = grad_scale * grad_scale
+    # 20  beta1_hat = beta1 * (1 - beta1 ** (t - 1)) / (1 - beta1**t)
+    beta1_hat = divide(beta1 * (1 - beta1**common_1), 1 - beta1**step)
+    scalar_1 = (1 - beta1_hat) * grad_scale
+    return (scalar_0, beta2_hat, eps_times_eps, lr, weight_decay, grad_scale_times_grad_scale, eps, beta1_hat, scalar_1)
+
+
+# The eager reference, in strict maths.
+RULES = (
+    RuleRecord(
+        "stable_adamw",
+        "",
+        flags={},
+        step="stable_adamw",
+        scalars=(
+            "grad_scale", "beta1_hat", "scalar_1", "beta2_hat", "scalar_3", "eps_times_eps", "lr", "weight_decay",
+            "eps",
+        ),
+        host=host_scalars,
+        states=(StateRecord("exp_avg", normalized_by="exp_avg_sq"), StateRecord("exp_avg_sq", nonneg=True)),
+        early=("exp_avg_sq", "exp_avg"),
+        spaces=("tensor",),
+    ),
+)
+
+# The kernels, in fast maths; rounding changed by: fma, group, linear, reciprocal.
+STEPS = (
+    Rule(
+        ({},),
+        (
+            "beta1_hat", "scalar_1", "scalar_2", "beta2_hat", "eps_times_eps", "lr", "weight_decay",
+            "grad_scale_times_grad_scale", "eps",
+        ),
+        host=kernel_scalars,
+        temps=(
+            Temp("tensor_sum_for_surprise", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("one_minus_rate_times_weight_decay", "tensor"),
+            Temp("rate", "tensor"),
+        ),
+        stages=(
+            Stage(
+                "stable_adamw_1",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2, 3, 4),
+                temps=("tensor_sum_for_surprise",),
+                reads=("g", "exp_avg", "exp_avg_sq"),
+                stores=("exp_avg", "exp_avg_sq"),
+                sums=(("product", ("tensor_sum_for_surprise",)),),
+                plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+            ),
+            Stage(
+                "stable_adamw_2",
+                "tensor",
+                level=1,
+                scalars=(5, 6, 7),
+                temps=("rate", "one_minus_rate_times_weight_decay"),
+                reads=("tensor_sum_for_surprise",),
+                stores=("rate", "one_minus_rate_times_weight_decay"),
+                extents=("elements",),
+                plus=("one_minus_rate_times_weight_decay",),
+            ),
+            Stage(
+                "stable_adamw_3",
+                "elem",
+                level=2,
+                scalars=(8,),
+                reads=("p", "exp_avg", "exp_avg_sq", "one_minus_rate_times_weight_decay", "rate"),
+                stores=("p",),
+            ),
+        ),
+        early=("exp_avg_sq", "exp_avg"),
+    ),
+    Rule(
+        ({},),
+        (
+            "scalar_0", "beta2_hat", "eps_times_eps", "lr", "weight_decay", "grad_scale_times_grad_scale", "eps",
+            "beta1_hat", "scalar_1",
+        ),
+        host=kernel_scalars_2,
+        temps=(
+            Temp("tensor_sum_for_surprise", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("one_minus_rate_times_weight_decay", "tensor"),
+            Temp("rate", "tensor"),
+        ),
+        stages=(
+            Stage(
+                "stable_adamw_late_1",
+                "elem",
+                level=0,
+                scalars=(0, 1, 2),
+                temps=("tensor_sum_for_surprise",),
+                reads=("g", "exp_avg_sq"),
+                sums=(("product", ("tensor_sum_for_surprise",)),),
+            ),
+            Stage(
+                "stable_adamw_2",
+                "tensor",
+                level=1,
+                scalars=(3, 4, 5),
+                temps=("rate", "one_minus_rate_times_weight_decay"),
+                reads=("tensor_sum_for_surprise",),
+                stores=("rate", "one_minus_rate_times_weight_decay"),
+                extents=("elements",),
+                plus=("one_minus_rate_times_weight_decay",),
+            ),
+            Stage(
+                "stable_adamw_late_3",
+                "elem",
+                level=2,
+                scalars=(6, 7, 8, 0, 1),
+                reads=("p", "g", "exp_avg", "exp_avg_sq", "one_minus_rate_times_weight_decay", "rate"),
+                stores=("p", "exp_avg", "exp_avg_sq"),
+                plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+            ),
+        ),
+    ),
+)
+
+READY = True

@@ -5,6 +5,8 @@
 # fmt: off
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer
+from optgen.runtime.records import Rule, Stage
+from optgen.runtime.records.join import RuleRecord, StateRecord
 
 
 class Tiger(Optimizer):
@@ -29,7 +31,49 @@ class Tiger(Optimizer):
         Hyper("weight_decay", 0.01, ge=0.0),
     )
     PLANS = ("fp32", "int8_split24",)
-    DEFAULT_PLAN = {"float32": "int8_split24", "bfloat16": "int8_split24", "float16": "int8_split24"}
 
     def __init__(self, params, lr=0.001, beta=0.965, weight_decay=0.01, **options):
         super().__init__(params, dict(lr=lr, beta=beta, weight_decay=weight_decay), **options)
+
+
+def host_scalars(step, grad_scale, *, lr, beta, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
+    one_minus_beta = 1 - beta
+    return (lr, beta, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta)
+
+
+def kernel_scalars(step, grad_scale, *, lr, beta, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
+    one_minus_beta_times_grad_scale = (1 - beta) * grad_scale
+    minus_lr = -lr
+    return (beta, one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale, minus_lr)
+
+
+# The eager reference, in strict maths.
+RULES = (
+    RuleRecord(
+        "tiger",
+        "",
+        flags={},
+        step="tiger",
+        scalars=("lr", "beta", "grad_scale", "one_minus_lr_times_weight_decay", "one_minus_beta"),
+        host=host_scalars,
+        states=(StateRecord("exp_avg"),),
+    ),
+)
+
+# The kernels, in fast maths; rounding changed by: fma, group.
+STEPS = (
+    Rule(
+        ({},),
+        ("beta", "one_minus_lr_times_weight_decay", "one_minus_beta_times_grad_scale", "minus_lr"),
+        host=kernel_scalars,
+        stages=(
+            Stage("tiger", "elem", level=0, scalars=(0, 1, 2, 3), reads=("p", "g", "exp_avg"), stores=("p", "exp_avg")),
+        ),
+    ),
+)
+
+READY = True

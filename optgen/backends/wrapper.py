@@ -107,7 +107,6 @@ class ClassRow:
     hypers: tuple[HyperRow, ...]
     flags: tuple[FlagRow, ...]
     plans: tuple[str, ...]
-    default_plan: Mapping[str, str]
     rule: tuple[str, ...]  # the lines of the author's function
     rebuild: str
     own: Mapping[str, str] = field(default_factory=dict)  # the user's plans -> their packages

@@ -34,12 +34,13 @@ def pair_of(out: Path, rule: str, plan: str) -> Pair:
     own = out / PLANS / plan
     record = _package(own) if own.is_dir() else importlib.import_module(f"optgen.{PLANS}.{plan}")
     kernels = _package(out / rule / plan) if (out / rule / plan).is_dir() else None
-    return plans.joined(_package(out / rule, "records.py"), record, kernels, out / rule)
+    return plans.joined(_package(out / rule), record, kernels, out / rule)
 
 
-def _package(folder: Path, file: str = "__init__.py") -> ModuleType:
+def _package(folder: Path) -> ModuleType:
     name = f"_ahead_{folder.parent.name}_{folder.name}"
-    found = importlib.util.spec_from_file_location(name, folder / file, submodule_search_locations=[str(folder)])
+    file = folder / "__init__.py"
+    found = importlib.util.spec_from_file_location(name, file, submodule_search_locations=[str(folder)])
     assert found is not None and found.loader is not None
     module = importlib.util.module_from_spec(found)
     found.loader.exec_module(module)

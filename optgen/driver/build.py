@@ -269,7 +269,7 @@ def _units(request: Request, config: Config, manifest: Manifest, out: Path, outc
         if before:
             _refuse_other(spec, project / manifest.specs[name].reference)
         kept = {p for p in before if f"{PLANS}/{p}/{INIT}" in manifest.files}  # the user's plans then
-        for other in _left_behind(spec, before, kept, plans, out):
+        for other in _left_behind(spec, before, kept, plans, out, maths):
             try:
                 plan = load.find_plan(other, project)
             except UserError as error:
@@ -300,7 +300,7 @@ def _packages(plans: Iterable[str]) -> dict[str, str]:
 
 
 def _left_behind(
-    spec: Spec, before: tuple[str, ...], own: Collection[str], plans: Collection[str], out: Path
+    spec: Spec, before: tuple[str, ...], own: Collection[str], plans: Collection[str], out: Path, maths: Maths
 ) -> list[str]:
     """Return the existing plans of a class that were not requested, if the text of the class has changed since.
 
@@ -308,7 +308,7 @@ def _left_behind(
     """
     others = [plan for plan in before if plan not in plans]
     packages = _packages(p for p in before if p in own)
-    same = not others or _read(out / spec.name / INIT) == emit.emit_class(spec, before, packages)
+    same = not others or _read(out / spec.name / INIT) == emit.emit_class(spec, before, packages, maths)
     return [] if same else others
 
 

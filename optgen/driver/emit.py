@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import optgen
 from optgen.backends import columns, wrapper
+from optgen.base.errors import UserError
 from optgen.driver import cpp_text, eager_text, judge, kernel_text, load, record_text, targets, triton_text
 from optgen.driver.eager_text import PLANS, is_ready
 from optgen.driver.project import Maths
@@ -87,7 +88,6 @@ def class_row(spec: Spec, plans: tuple[str, ...], own: Mapping[str, str]) -> wra
         wrapper.FlagRow(f.name, f.default, f.nonzero, f.needs, f.excludes, spec.shape_text(f), f.every)
         for f in spec.flags
     )
-    defaults = {d: p if p in plans else plans[0] for d, p in targets.DEFAULT_PLAN.items()}
     return wrapper.ClassRow(
         name=spec.class_name,
         module=spec.name,
@@ -99,7 +99,6 @@ def class_row(spec: Spec, plans: tuple[str, ...], own: Mapping[str, str]) -> wra
         flags=flags,
         plans=plans,
         own=own,
-        default_plan=defaults,
         rule=spec.source.body,
         rebuild=f"optgen build {spec.name}",
         evaluation=_evaluation(spec),
@@ -131,9 +130,9 @@ def comes_with(plan: Plan, maths: Maths) -> bool:
 
 
 def rule_files(spec: Spec, plans: tuple[str, ...], own: Mapping[str, str], maths: Maths) -> Files:
-    """Return file name -> text of a rule's files for all plans: the class, its records, its text for each backend."""
-    records = record_text.rule_text(spec, maths) + ("\nREADY = True\n" if is_ready(spec) else "")
-    files = {"__init__.py": emit_class(spec, plans, own), record_text.RULE: records}
+    """Return file name -> text of a rule's files for all plans: the class with its records, its text for each
+    backend."""
+    files = {"__init__.py": emit_class(spec, plans, own, maths)}
     for backend in BACKENDS.values():
         files |= backend.rule(spec, maths)
     return {name: text for name, text in files.items() if text}
@@ -165,11 +164,18 @@ def plan_files(plan: Plan, maths: Maths = "fast", others: Sequence[Plan] = ()) -
     return files
 
 
-def emit_class(spec: Spec, plans: tuple[str, ...], own: Mapping[str, str]) -> str:
-    """The text of generated/<spec>/__init__.py; `own`: the user's plans and their packages."""
+def emit_class(spec: Spec, plans: tuple[str, ...], own: Mapping[str, str], maths: Maths) -> str:
+    """The text of generated/<spec>/__init__.py; `own`: the user's plans and their packages.
+
+    E115 for a class or a plan that is called as something else in this text: both are attributes of its module.
+    """
     row = class_row(spec, plans, own)
     doc = "\n    ".join(line.rstrip() for line in row.doc.strip().splitlines()) or f"The rule {row.module}."
-    return wrapper.render("optim.py.j2", c=row, doc=doc)
+    imports, body = record_text.rule_lines(spec, maths)
+    for name in {row.name, *plans} & {*compile("\n".join([*imports, *body]), row.source, "exec").co_names}:
+        raise UserError("E115", loc=spec.loc, name=name, why="something else in the generated module has it")
+    ready = ["", "READY = True"] if is_ready(spec) else []
+    return "\n".join([wrapper.render("optim.py.j2", c=row, doc=doc, imports=imports)[:-1], *body, *ready]) + "\n"
 
 
 def emit_stub(specs: Iterable[Spec]) -> str:

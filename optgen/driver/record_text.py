@@ -1,4 +1,4 @@
-"""The records that the runtime joins: one module for each rule (`RULES`, `STEPS`), one for each plan (`PLAN`)."""
+"""The records that the runtime joins: `RULES` and `STEPS` in the module of a rule, `PLAN` in that of a plan."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from optgen.runtime import records
 from optgen.runtime.records import Field, Rule, Temp, Whole
 from optgen.runtime.records.join import FP32, FormatRecord, PlanRecord, RuleRecord, StateRecord
 
-RULE, PLAN = "records.py", "__init__.py"
+PLAN = "__init__.py"
 WIDTH = 120
 
 
@@ -200,29 +200,31 @@ def _kind(stage: Stage, term: triton.Term) -> str:
 
 
 def rule_text(spec: Spec, maths: Maths) -> str:
-    """Return the text of generated/<spec>/records.py, without what the lint finds."""
+    """Return the records of a rule as a module of their own."""
+    imports, body = rule_lines(spec, maths)
+    return "\n".join([*imports, *body]) + "\n"
+
+
+def rule_lines(spec: Spec, maths: Maths) -> tuple[list[str], list[str]]:
+    """Return the imports of a rule's records, and their text."""
     strict, found = rules(spec)
     pool = Pool(dict(strict.names), list(strict.functions))
     made = steps(spec, maths, pool)
     temps = ", Temp" if any(step.temps for step in made) else ""
-    lines = [*kernel_text.header_of(spec, None, f"records, {maths} maths"), *_rounding(spec, maths)]
-    lines += ["# fmt: off", "# ruff: noqa", f"from optgen.runtime.records import Rule, Stage{temps}"]
-    lines += ["from optgen.runtime.records.join import RuleRecord, StateRecord", *_functions(pool)]
-    return "\n".join([*lines, "", "", *written("RULES = ", found), "", *written("STEPS = ", made)]) + "\n"
+    imports = [f"from optgen.runtime.records import Rule, Stage{temps}"]
+    imports += ["from optgen.runtime.records.join import RuleRecord, StateRecord"]
+    if names := host.needs(pool.functions):
+        imports += wrapped("from optgen.runtime.records.scalars import ", names, "")
+    body = [line for function in pool.functions for line in ("", "", *function)]
+    body += ["", "", "# The eager reference, in strict maths.", *written("RULES = ", found)]
+    return imports, [*body, "", f"# The kernels, in {maths} maths{_rounding(spec, maths)}.", *written("STEPS = ", made)]
 
 
-def _rounding(spec: Spec, maths: Maths) -> list[str]:
-    """Return the line that names the passes by which the kernels' rounding differs from the reference."""
+def _rounding(spec: Spec, maths: Maths) -> str:
+    """Return the passes by which the kernels' rounding differs from the reference, as the end of a comment."""
     settings = kernel_text.rule_kernels(spec, maths).settings
     names = sorted({r for s in settings for r in s.step.program.rules})
-    return [f"#   rounding changed by: {', '.join(names)}"] if names else []
-
-
-def _functions(pool: Pool) -> list[str]:
-    """Return host functions with their import."""
-    names = host.needs(pool.functions)
-    lines = wrapped("from optgen.runtime.records.scalars import ", names, "") if names else []
-    return lines + [line for function in pool.functions for line in ("", "", *function)]
+    return f"; rounding changed by: {', '.join(names)}" if names else ""
 
 
 # -- plans

@@ -21,7 +21,6 @@ from optgen.ops import dtypes
 from optgen.ops.dtypes import DType
 
 PARAM_DTYPES: tuple[DType, ...] = (dtypes.f32, dtypes.bf16, dtypes.f16)
-DEFAULT_PLAN = {"float32": "int8_split24", "bfloat16": "int8_split24", "float16": "int8_split24"}
 
 
 @dataclass(frozen=True)

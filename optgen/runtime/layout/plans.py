@@ -37,6 +37,9 @@ PlanOption = str | Mapping[str, str] | None
 """A plan's name, one per parameter dtype ({"float32": "fp32"}), or None for the class' defaults."""
 
 
+USUAL = "int8_split24"
+"""The default plan of a class that was built for it; others take their first one."""
+
 READY = "optgen._generated."
 """The package of the ready-made rules, which have every ready-made plan."""
 
@@ -74,20 +77,14 @@ def generated_class(cls: type) -> Any:
     raise TypeError(f"{cls.__name__} is not a generated optimizer: it has no PLANS")
 
 
-def has_records(cls: Any) -> bool:
-    """Return True if the packages of a generated class and of its user's plans have all records where they are read.
+def is_outdated(cls: Any) -> bool:
+    """Return True if an earlier version generated a class, or the package of one of its user's plans.
 
-    Version 0.1 generated none, and later ones two files of a rule's, or a plan's eager codecs in a file of their own.
+    Their classes list default plans and have no records beside them; their plans have eager codecs in a file of their
+    own.
     """
-    try:
-        found = importlib.util.find_spec(f"{cls.__module__}.records")
-    except ModuleNotFoundError:  # the class is in no package
-        return False
-    if found is None:
-        return False
-    folder = Path(found.origin or "").parent
-    former = [folder / "kernels.py", *(folder.parent / "plans" / plan / "eager.py" for plan in cls.OWN_PLANS)]
-    return not any(file.exists() for file in former)
+    folder = Path(getattr(sys.modules.get(cls.__module__), "__file__", None) or "").parent.parent / "plans"
+    return "DEFAULT_PLAN" in vars(cls) or any((folder / plan / "eager.py").exists() for plan in cls.OWN_PLANS)
 
 
 def plan_name(cls: type, option: PlanOption, dtype: torch.dtype) -> str:
@@ -139,11 +136,11 @@ def _built(base: Any, plan: str) -> Pair | None:
         if error.name != package:
             raise
         return None
-    own, folder = f"{base.__module__}.{plan}", folder_of(sys.modules[base.__module__])
+    rule, own = sys.modules[base.__module__], f"{base.__module__}.{plan}"
     findings = importlib.import_module(own) if importlib.util.find_spec(own) else None
     functions = functools.partial(_functions, f"{base.__module__}.eager", record.__name__)
     device = f"{base.__module__}.{DEVICE}", f"{record.__name__}.{DEVICE}"
-    pair = joined(importlib.import_module(f"{base.__module__}.records"), record, findings, folder)
+    pair = joined(rule, record, findings, folder_of(rule))
     return replace(pair, reference=functions, triton=device)
 
 
@@ -165,7 +162,7 @@ def folder_of(package: ModuleType) -> Path:
 
 
 def joined(records: ModuleType, plan: ModuleType, findings: ModuleType | None, folder: Path) -> Pair:
-    """Return the pair of a rule's records and a plan's package.
+    """Return the pair of a rule's package, or the module of its records, and a plan's package.
 
     findings  the package of what the lint finds wrong with the two together, if anything
     folder    of the rule's package
