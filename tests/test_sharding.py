@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,10 +23,12 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from generated import LAMB, AdamW
+from generated import LAMB, AdamW, Muon
 from optgen.runtime.cpu import native
 from optgen.runtime.layout import sharding
+from optgen.runtime.reference.matrices import FLOPS
 from optgen.runtime.step import fast_path
+from optgen.runtime.work import workers
 from tests import ranks
 from tests.harness import unoptimized
 from tests.training import bits
@@ -203,3 +206,84 @@ def test_no_rank_takes_the_short_way_while_others_may_wait(cls: Any, shape: tupl
                 params[0].grad = part(8, 640, seed=step)
                 opt.step()
             assert (opt._stepper.fast_path.last is None) == (cls is LAMB or not frozen)
+
+
+# -- the workers of matrices -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("model", "sizes"), [("Llama-3.1-8B", scaling.SIZES), ("Qwen3-30B-A3B", (32, 1024))])
+def test_the_work_of_matrices_is_shared_evenly(model: str, sizes: tuple[int, ...]) -> None:
+    """docs/scaling.md says what the tool counts; no rank has a tenth more than the mean or the largest matrix."""
+    lines = scaling.matrices(model, sizes)
+    text = (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8")
+    assert all(line in text for line in [*lines, *scaling.HEAD])
+    assert all(float(line.split("|")[5]) <= 1.1 and float(line.split("|")[8]) <= 4.0 for line in lines)
+
+
+def stacks(*shapes: tuple[int, ...]) -> tuple[workers.Stack, ...]:
+    """Tensors that are cut along dimension 0, and the cost of their matrices."""
+    return tuple(workers.Stack(torch.Size(s), ((0, 1),), "last", FLOPS["newton_schulz"](*s[-2:])) for s in shapes)
+
+
+@pytest.mark.parametrize("mesh", [(1,), (5,), (16,), (2, 4)])
+def test_workers_are_those_that_have_least_to_do(mesh: tuple[int, ...]) -> None:
+    """Without holders, as a list that is searched each time has them; with them, within the bound of such lists."""
+    n, sizes = math.prod(mesh), [8 * (k * k % 23 + 1) for k in range(60)]
+    cuts = (None,) * (len(mesh) - 1) + ((0, 1),)
+    for shapes in ([(16, size) for size in sizes], [(6, 16, size) for size in sizes]):
+        given = tuple(stack._replace(cuts=cuts) for stack in stacks(*shapes))
+        loads = [0] * n
+        for stack, chosen in zip(given, workers.assign(given, mesh, 3), strict=True):
+            for worker in chosen:
+                loads[worker] += stack.flops
+        costs = sorted((stack.flops for stack in given for _ in range(stack.matrices)), reverse=True)
+        assert max(loads) <= sum(costs) / n + costs[0]
+        if len(shapes[0]) == 2:
+            plain = [0] * n
+            for cost in costs:
+                plain[plain.index(min(plain))] += cost
+            assert sorted(loads) == sorted(plain)
+
+
+@NO_COMPILER
+def test_workers_stay_when_a_gradient_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They follow from all parameters that train, and from frozen ones as long as these have gradients."""
+    assign, found = workers.assign, list[list[tuple[int, ...]]]()
+    monkeypatch.setattr(workers, "assign", lambda *given: found.append(assign(*given)) or found[-1])
+    with one_of(2), unoptimized():
+        params = [nn.Parameter(part(*shape)) for shape in [(8, 64), (3, 24), (5, 24)]]
+        params.append(nn.Parameter(part(8, 8, of=Replicate())))  # each rank works on it
+        opt = Muon(params, plan="fp32", backend="cpp")
+        for missing in (3, 0, 1):
+            for k, p in enumerate(params):
+                p.grad = None if k == missing else part(*p.to_local().shape, of=p.placements[0])
+            opt.step()
+        assert found[0] == found[1] == found[2] and list(map(len, found[0])) == [1, 1, 1]
+        params[1].requires_grad_(False)
+        for missing in (0, 1):
+            params[1].grad = part(3, 24) if missing == 0 else None
+            opt.step()
+        assert [list(map(len, x)) for x in found[3:]] == [[1, 1, 1], [1, 1]]
+
+
+def test_parts_go_to_the_worker_and_back_once() -> None:
+    """Each rank sends the bytes that the tool counts, in rounds of few matrices."""
+    shapes = [(97, 132), (5, 16, 24), (3, 40, 8), (64, 4), (2, 8)]
+    found, messages = [], list[list[int]]()
+
+    def count(into: Tensor, out: Tensor, expected: list[int], sizes: list[int], group: Any) -> None:
+        assert sum(expected) == len(into) and sum(sizes) == len(out)
+        messages.append(sizes)
+
+    for rank in range(4):
+        messages.clear()
+        with one_of(4, rank), patch.object(dist, "all_to_all_single", count):
+            mesh, parted = init_device_mesh("cpu", (4,)), []
+            for k, chosen in enumerate(workers.assign(stacks(*shapes), (4,))):
+                of = sharding.Layout(mesh, (Shard(0),), torch.Size(shapes[k]))
+                part = torch.zeros([b - a for a, b in of.here or ()], dtype=torch.bfloat16)
+                parted.append(workers.Parted(k, of, "last", chosen, [part], [part]))
+            for exchange in workers.run(parted, lambda _, operands: operands, 1000):
+                sharding.serve([exchange])
+        found.append(sum(size for sizes in messages for to, size in enumerate(sizes) if to != rank))
+    assert found == scaling.share(shapes, 4).sent

@@ -1,16 +1,17 @@
-"""Count the bytes that a rank of many keeps and sends in a step, without the other ranks.
+"""Count the bytes that a rank of many keeps and sends in a step, and its work on whole matrices, without other ranks.
 
-    python tools/scaling.py [--ranks 1024] [--rank 0]
+    python tools/scaling.py [--ranks 1024] [--rank 0]     # the tables of docs/scaling.md
 
 The optimizer's own code makes a step over parameters without memory, with torch's process group that sends nothing;
 kernels are left out, messages are counted.  The parameters are those of a model of 70 billion weights, cut along
-dimension 0 as fully_shard cuts them.
+dimension 0 as fully_shard cuts them.  The matrices of Muon are shared out as the optimizer does it.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,11 +31,16 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 import generated  # noqa: E402
 from optgen.runtime.cpu import cpu  # noqa: E402
 from optgen.runtime.layout import layout, sharding  # noqa: E402
+from optgen.runtime.reference.matrices import FLOPS  # noqa: E402
 from optgen.runtime.step import backends  # noqa: E402
+from optgen.runtime.work import staged, workers  # noqa: E402
 
 RULES = ("AdamW", "Lion", "LAMB", "StableAdamW", "Adafactor", "CAME", "Prodigy", "ClippedAdamW")
 MATRICES_ONLY = ("CAME",)
 PLAN = "int8_split24"
+SIZES = (8, 16, 32, 64, 128, 256, 512, 1024)
+ROUNDS = 5
+"""Rounds of Newton-Schulz, Muon's `ns_steps`; each has three products."""
 
 
 def shapes() -> list[tuple[int, ...]]:
@@ -134,6 +140,79 @@ def table(ranks: int) -> list[str]:
     return lines
 
 
+def models() -> dict[str, list[tuple[int, ...]]]:
+    """Return the matrices that Muon has in models of public configurations; experts are stacks."""
+    llama = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336)]
+    qwen: list[tuple[int, ...]] = [(4096, 2048), (512, 2048), (512, 2048), (2048, 4096), (128, 2048)]
+    qwen += [(128, 768, 2048), (128, 768, 2048), (128, 2048, 768)]
+    wide, middle, heads = 7168, 2048, 64
+    attention: list[tuple[int, ...]] = [(1536, wide), (heads * 192, 1536), (576, wide), (heads * 256, 512)]
+    attention.append((wide, heads * 128))
+    dense, shared = ([(size, wide), (size, wide), (wide, size)] for size in (18432, middle))
+    experts = [(384, wide), (384, middle, wide), (384, middle, wide), (384, wide, middle)]
+    kimi = [*attention, *dense, *[*attention, *shared, *experts] * 60]
+    return {"Llama-3.1-8B": [*llama] * 32, "Qwen3-30B-A3B": qwen * 48, "Kimi K2": kimi}
+
+
+class Share(NamedTuple):
+    """The work of each rank in a step of Muon: operations, bytes that it sends, calls for a batch of matrices."""
+
+    flops: list[int]
+    sent: list[int]
+    batches: list[int]
+
+
+def share(shapes: list[tuple[int, ...]], ranks: int) -> Share:
+    """Share matrices that are cut along dimension 0; over one rank: what each does without workers."""
+    cuts: sharding.Cuts = ((0, 1),)
+    function = FLOPS["newton_schulz"]
+    stacks = tuple(workers.Stack(torch.Size(s), cuts, "last", ROUNDS * function(*s[-2:])) for s in shapes)
+    flops, sent = [0] * ranks, [0] * ranks
+    rounds: list[tuple[int, int]] = [(0, 0)] * ranks
+    batches: list[set[object]] = [set() for _ in range(ranks)]
+    for stack, chosen in zip(stacks, workers.assign(stacks, (ranks,)), strict=True):
+        *_, rows, columns = stack.shape
+        for worker in chosen:
+            flops[worker] += stack.flops
+            number, filled = rounds[worker]
+            if filled and filled + 2 * rows * columns > staged.AT_ONCE:
+                number, filled = number + 1, 0
+            rounds[worker] = number, filled + 2 * rows * columns
+            batches[worker].add((number, rows, columns))
+        for rank in range(ranks):
+            start, stop = sharding.chunk(stack.shape[0], ranks, rank)
+            stacked = len(stack.shape) > 2
+            for worker in chosen[start:stop] if stacked else chosen:
+                height = rows if stacked else stop - start
+                if worker != rank:  # bf16, to the worker and back
+                    sent[rank] += 2 * height * columns
+                    sent[worker] += 2 * height * columns
+    return Share(flops, sent, list(map(len, batches)))
+
+
+HEAD = (
+    "| model | ranks | TFLOP of a rank | busiest | to bound | MiB of a rank | most | bytes/element | batches | most |",
+    "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
+)
+
+
+def matrices(name: str, sizes: tuple[int, ...] = SIZES) -> list[str]:
+    """Return the lines of a model in the table of Muon's work, one for each number of ranks."""
+    shapes, lines = models()[name], []
+    alone = share(shapes, 1)
+    largest = max(ROUNDS * FLOPS["newton_schulz"](*shape[-2:]) for shape in shapes)
+    size = sum(2 * math.prod(shape) for shape in shapes)
+    for ranks in sizes:
+        found = share(shapes, ranks)
+        over = max(found.flops) / max(sum(found.flops) / ranks, largest)
+        lines.append(
+            f"| {name} | {ranks} | {alone.flops[0] / 1e12:.0f} | {max(found.flops) / 1e12:.1f} | {over:.3f} "
+            f"| {size * (ranks - 1) / ranks / 2**20:.0f} | {max(found.sent) / 2**20:.0f} "
+            f"| {sum(found.sent) / size * 2:.2f} | {alone.batches[0]} | {max(found.batches)} |"
+        )
+    return lines
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=1024)
@@ -142,6 +221,7 @@ def main() -> int:
     dist.init_process_group("fake", store=FakeStore(), rank=arguments.rank, world_size=arguments.ranks)
     print("\n".join(table(arguments.ranks)))
     dist.destroy_process_group()
+    print("\n".join(["", *HEAD, *(line for name in models() for line in matrices(name))]))
     return 0
 
 

@@ -95,7 +95,7 @@ def share(buckets: Sequence[Bucket], known: Mapping[Any, Stack], start: int) -> 
     """
     stacks = {p: stack for p, stack in known.items() if stack.flops}
     calling = [b for b in buckets if any(stage.space == "call" for stage in b.variant.stages)]
-    shards = [(b, shard) for b in calling for shard in b.shards if shard is not None]
+    shards = [(b, shard) for b in calling for shard in b.shards if shard is not None and shard.layout.dims()]
     for b, shard in shards:  # frozen ones may have a gradient
         stacks.setdefault(shard.p, Stack.of(shard.layout, [b.variant]))
     for mesh in dict.fromkeys(shard.layout.mesh for _, shard in shards):
