@@ -166,15 +166,9 @@ class Pair:
         self.reference.f(*ordered, *self.scalars("reference", step, hypers), key, stream)
 
     def run_triton(
-        self,
-        buffers: dict[str, torch.Tensor],
-        g: torch.Tensor,
-        step: int,
-        key: int,
-        stream: int,
-        tiles: int = 4,
+        self, buffers: dict[str, torch.Tensor], g: torch.Tensor, step: int, key: int, stream: int, tiles: int = 4,
         **hypers: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Launch the kernel over one tensor."""
         import triton.language as tl
 
@@ -219,15 +213,9 @@ class Pair:
         return join.source(*self.joined, *texts).replace(f"using {join.KERNEL} =", "using f =")
 
     def run_cpp(
-        self,
-        tensors: Sequence[tuple[dict[str, torch.Tensor], torch.Tensor, int]],
-        step: int,
-        key: int,
-        isa: str = "",
-        threads: int = 1,
-        at: tuple[int, int, int] | None = None,
-        **hypers: Any,
-    ) -> None:
+        self, tensors: Sequence[tuple[dict[str, torch.Tensor], torch.Tensor, int]], step: int, key: int, isa: str = "",
+        threads: int = 1, at: tuple[int, int, int] | None = None, **hypers: Any,
+    ) -> None:  # fmt: skip
         """One call over several tensors (buffers, gradient, stream key), for an instruction set of this machine.
 
         at   of which row and column of a wider tensor they begin, and how many columns that has
@@ -243,6 +231,14 @@ class Pair:
         arguments = (table.data_ptr(), len(rows), scalars.data_ptr(), key, threads)
         types = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32)
         assert library.optgen_step(*(t(a) for t, a in zip(types, arguments, strict=True))) == 0
+
+
+def strict(
+    rule: str, plan: str, folder: Path, param: str = "bfloat16", flags: Mapping[str, bool] | None = None
+) -> Pair:
+    """The reference and the strict kernel of a shipped rule under a shipped plan."""
+    spec = spec_of(rule)
+    return Pair(spec, schedule(spec, plan_of(plan), param, "strict", flags), folder)
 
 
 def compiled(source: str, grad: str, isa: str = "") -> ctypes.CDLL:
@@ -341,4 +337,4 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 
-__all__ = ["Pair", "compiled", "only", "plan_of", "remember", "same_bits", "schedule", "spec_of"]
+__all__ = ["Pair", "compiled", "only", "plan_of", "remember", "same_bits", "schedule", "spec_of", "strict"]

@@ -225,16 +225,12 @@ def test_version_and_help(run: Run) -> None:
 @pytest.mark.parametrize(
     ("words", "code"),
     [
-        (["explain", "adamv"], "E404"),
-        (["explain", "adamw", "--flag", "amsgrd"], "E411"),
-        (["build", "lion", "--out", ""], "E411"),
-        (["build", "--backend", "cuda"], "E411"),
-        (["build"], "E414"),
-        (["new", "sqrt"], "E409"),
-        (["fuzz", "sgd", "--case", "{"], "E411"),
+        (["explain", "adamv"], "E404"), (["explain", "adamw", "--flag", "amsgrd"], "E411"),
+        (["build", "lion", "--out", ""], "E411"), (["build", "--backend", "cuda"], "E411"), (["build"], "E414"),
+        (["new", "sqrt"], "E409"), (["fuzz", "sgd", "--case", "{"], "E411"),
         (["fuzz", "sgd", "--case", '{"shapes": [3]}'], "E411"),
     ],
-)
+)  # fmt: skip
 def test_a_users_mistake(project: Path, run: Run, words: list[str], code: str) -> None:
     exit_code, out, err = run(*words)
     assert (exit_code, out) == (2, "")

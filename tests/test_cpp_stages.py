@@ -19,12 +19,11 @@ from optgen.lang import (  # isort: skip
     rsqrt, state,
 )  # fmt: skip
 from optgen.runtime.cpu import cpu, native
-from optgen.verify.intervals import FAST
 from specs import plans
 from tests import product
 from tests.harness import same_bits, unoptimized
 from tests.product import Cell, Run, at_shape, build
-from tests.test_properties import code_distance, draws, gradient
+from tests.test_properties import draws, gradient, hold_fast
 
 pytestmark = pytest.mark.skipif(native.compiler() is None, reason="there is no C++ compiler")
 
@@ -210,14 +209,7 @@ def test_fast_maths_is_within_its_bound_of_the_oracle(cell: Cell, isa: str, monk
             opt.state[p] = {**fast.buffers, "step": run.steps}
             opt.step()
             fast.buffers = {"p": p.detach(), **{k: v for k, v in opt.state[p].items() if k != "step"}}
-            after = fast.decoded()
-            inside = built.enclose(run.enclosed(FAST), g, run.options, kept=after)
-            report = product.differential.compare(after, inside, run.oracle(g))
-            assert report.ok, [report.worst[name] for name in report.broken]
-            run.step(g)
-            for name, fmt in built.storage.states.items():
-                if fmt.fields().keys() - {""}:
-                    assert code_distance(name, fmt, run.buffers, fast.buffers) <= 1, name
+            hold_fast(built, run, fast, g)
 
 
 def test_stages_in_two_calls_are_the_step() -> None:

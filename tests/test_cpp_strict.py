@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 import subprocess
 import zlib
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,21 +16,12 @@ from optgen.runtime.records import keys
 from optgen.runtime.reference import stored
 from optgen.runtime.reference.eager import Blocks
 from tests import harness, product
+from tests.harness import strict
+from tests.test_triton_strict import CASES
 
 pytestmark = pytest.mark.skipif(native.compiler() is None, reason="there is no C++ compiler")
 
 SHAPES = [(), (1,), (15,), (63,), (64,), (1025,), (16, 64), (5, 70), (3, 7, 11), (40, 147), (3, 320), (5000,)]
-CASES = [
-    *(("adamw", plan, "bfloat16", {}) for plan in ("fp32", "bf16", "bf16_sr", "bf16_kahan", "fp32_master", "split32")),
-    *(("adamw", plan, "bfloat16", {}) for plan in ("int8_split24", "int8_rn_split24", "flashoptim")),
-    *(("adamw", plan, "bfloat16", {}) for plan in ("int6_split24", "int5_split24", "int4_split24")),
-    ("adamw", "int5_int3_split24", "bfloat16", {}),
-    ("adamw", "int8", "float32", {}),
-    ("adamw", "int8_split24", "float16", {}),
-    ("adamw", "int8_split24", "bfloat16", {"amsgrad": True}),
-    ("lion", "int8_split24", "bfloat16", {}),
-    ("sgd", "int8_rn_split24", "bfloat16", {"has_momentum": True, "nesterov": True}),
-]
 RULES = ("adamw", "lion", "sgd", "adan", "adamax", "radam", "yogi", "rmsprop")
 WHOLE = ("lpmm4", "lpmm4_factor", "int4_factored_split24", "int5_factored_split24")
 """Plans that keep a state as a whole: their steps take several sweeps."""
@@ -39,13 +30,7 @@ ISAS = [isa for isa in native.ISAS if isa.needs <= native.cpu_flags() and isa.na
 
 
 def steps(
-    pair: harness.Pair,
-    param: str,
-    grad: str,
-    isa: str,
-    threads: int,
-    salt: int = 0,
-    shapes: Sequence[tuple[int, ...]] = SHAPES,
+    pair: harness.Pair, param: str, grad: str, isa: str, threads: int, salt: int = 0, shapes: Any = SHAPES
 ) -> list[dict[str, torch.Tensor]]:
     """The buffers of every shape after three steps; beside them the reference's, compared bit by bit."""
     generator = torch.Generator().manual_seed(salt)
@@ -76,31 +61,25 @@ def steps(
 @pytest.mark.parametrize("isa", [isa.name for isa in ISAS])
 @pytest.mark.parametrize(("name", "plan", "param", "flags"), CASES, ids=lambda x: str(x))
 def test_same_bits(name: str, plan: str, param: str, flags: dict[str, bool], isa: str, tmp_path: Path) -> None:
-    spec = harness.spec_of(name)
-    pair = harness.Pair(spec, harness.schedule(spec, harness.plan_of(plan), param, "strict", flags), tmp_path)
-    steps(pair, param, param, isa, 2, zlib.crc32(f"{name} {plan}".encode()))
+    steps(strict(name, plan, tmp_path, param, flags), param, param, isa, 2, zlib.crc32(f"{name} {plan}".encode()))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("isa", [isa.name for isa in ISAS])
 @pytest.mark.parametrize(("rule", "plan"), EVERY, ids=str)
 def test_same_bits_of_every_plan(rule: str, plan: str, isa: str, tmp_path: Path) -> None:
-    spec = harness.spec_of(rule)
-    pair = harness.Pair(spec, harness.schedule(spec, harness.plan_of(plan), "bfloat16", "strict", {}), tmp_path)
-    steps(pair, "bfloat16", "bfloat16", isa, 2, zlib.crc32(f"{rule} {plan}".encode()))
+    test_same_bits(rule, plan, "bfloat16", {}, isa, tmp_path)
 
 
 @pytest.mark.parametrize("grad", ["float32", "bfloat16", "float16"])
 def test_gradients_of_another_dtype(grad: str, tmp_path: Path) -> None:
-    spec = harness.spec_of("adamw")
-    pair = harness.Pair(spec, harness.schedule(spec, harness.plan_of("int8_split24"), "bfloat16", "strict"), tmp_path)
+    pair = strict("adamw", "int8_split24", tmp_path)
     steps(pair, "bfloat16", grad, ISAS[0].name, 1)
 
 
 @pytest.mark.parametrize("plan", ["fp32", "int8_split24"])
 def test_any_number_of_threads_gives_the_same_bits(plan: str, tmp_path: Path) -> None:
-    spec = harness.spec_of("adamw")
-    pair = harness.Pair(spec, harness.schedule(spec, harness.plan_of(plan), "bfloat16", "strict"), tmp_path)
+    pair = strict("adamw", plan, tmp_path)
     one, two, seven = (steps(pair, "bfloat16", "bfloat16", ISAS[0].name, threads) for threads in (1, 2, 7))
     for a, b, c in zip(one, two, seven, strict=True):
         for name in a:
@@ -111,16 +90,14 @@ def test_any_number_of_threads_gives_the_same_bits(plan: str, tmp_path: Path) ->
 def test_tiles_of_any_size_give_the_same_bits(cache: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As large as the first-level cache allows: states go from one machine to another."""
     monkeypatch.setattr(native, "first_level_cache", lambda: cache)
-    spec = harness.spec_of("adamw")
-    pair = harness.Pair(spec, harness.schedule(spec, harness.plan_of("int8_split24"), "bfloat16", "strict"), tmp_path)
+    pair = strict("adamw", "int8_split24", tmp_path)
     steps(pair, "bfloat16", "bfloat16", ISAS[0].name, 2, shapes=[(2 * 8192 + 16 * 64 + 70,), (5, 1024), (17 * 64,)])
 
 
 @pytest.mark.parametrize("columns", [(1024, 2048), (1088, 1984), (4096, 70)])
 def test_parts_of_rows_have_the_bits_of_the_whole(columns: tuple[int, int], tmp_path: Path) -> None:
     """Parts of fewer blocks than a tile, of a vector of blocks and one more, and with a ragged end."""
-    spec = harness.spec_of("adamw")
-    pair = harness.Pair(spec, harness.schedule(spec, harness.plan_of("int8_split24"), "bfloat16", "strict"), tmp_path)
+    pair = strict("adamw", "int8_split24", tmp_path)
     generator = torch.Generator().manual_seed(sum(columns))
     rows, wide = 3, sum(columns)
     weight = torch.randn(rows, wide, generator=generator)

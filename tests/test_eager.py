@@ -14,13 +14,9 @@ from tests.product import Cell, Run, build
 
 ROOT = Path(__file__).parents[1]
 CELLS = [
-    Cell("lion", "int8_split24"),
-    Cell("adamw", "int4_split24"),
-    Cell("adamw", "int8_split24", "float16"),
-    Cell("adamw", "bf16_sr"),
-    Cell("adamw", "flashoptim"),
-    Cell("lookahead_adamw", "int8_split24"),
-]
+    Cell("lion", "int8_split24"), Cell("adamw", "int4_split24"), Cell("adamw", "int8_split24", "float16"),
+    Cell("adamw", "bf16_sr"), Cell("adamw", "flashoptim"), Cell("lookahead_adamw", "int8_split24"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)

@@ -608,26 +608,15 @@ TEXTS |= {(compander, "name"), (Compander, "name")}
 @pytest.mark.parametrize(
     ("make", "given"),
     [
-        (Blocked, {}),
-        (Codebook, {"table": codebooks.linear_nozero(), "bits": 4}),
-        (Factored, {}),
-        (Float, {"dtype": dtypes.bf16}),
-        (Fp8, {}),
-        (LogMax, {}),
-        (LogMinMax, {}),
-        (Native, {}),
-        (Plan, {"doc": "Hostile.", "name": "hostile"}),
-        (Rank1, {}),
-        (Split, {}),
-        (scales.FloatScale, {}),
+        (Blocked, {}), (Codebook, {"table": codebooks.linear_nozero(), "bits": 4}), (Factored, {}),
+        (Float, {"dtype": dtypes.bf16}), (Fp8, {}), (LogMax, {}), (LogMinMax, {}), (Native, {}),
+        (Plan, {"doc": "Hostile.", "name": "hostile"}), (Rank1, {}), (Split, {}), (scales.FloatScale, {}),
         (Compander, {"name": "own", "curve": abs, "inverse": abs}),
-        (compander, {"name": "own", "curve": abs, "inverse": abs}),
-        (softsign, {}),
-        (codebooks.dynamic, {}),
+        (compander, {"name": "own", "curve": abs, "inverse": abs}), (softsign, {}), (codebooks.dynamic, {}),
         (codebooks.linear_nozero, {}),
     ],
     ids=lambda x: getattr(x, "__name__", ""),
-)
+)  # fmt: skip
 def test_no_parameter_of_a_format_takes_what_is_not_one(make: Any, given: dict[str, Any]) -> None:
     """Wrong types and impossible numbers for every parameter: refused with a place, never with a Python error."""
     make(**given)

@@ -25,28 +25,16 @@ from optgen.runtime.records import scalars
 @pytest.mark.parametrize(
     ("got", "wanted"),
     [
-        (scalars.divide(1.0, 0.0), math.inf),
-        (scalars.divide(-1.0, 0.0), -math.inf),
-        (scalars.divide(-1.0, -0.0), math.inf),
-        (scalars.power(0.5, -2000.0), math.inf),
-        (scalars.power(0.0, -1.0), math.inf),
-        (scalars.power(2, 1024), math.inf),
-        (scalars.power(-2, 1025), -math.inf),
-        (scalars.power(-2, 1026), math.inf),
-        (scalars.power(3, 2), 9.0),
-        (scalars.power(2.0, 0.5), math.sqrt(2)),
-        (scalars.cube_root(-1.0), -1.0),
-        (scalars.cube_root(-math.inf), -math.inf),
-        (scalars.exp(1e4), math.inf),
-        (scalars.log(0.0), -math.inf),
-        (scalars.floor(-0.5), -1.0),
-        (scalars.floor(math.inf), math.inf),
-        (scalars.rint(2.5), 2.0),
-        (scalars.rint(-math.inf), -math.inf),
-        (scalars.sign(-3), -1.0),
-        (scalars.root(4.0), 2.0),
+        (scalars.divide(1.0, 0.0), math.inf), (scalars.divide(-1.0, 0.0), -math.inf),
+        (scalars.divide(-1.0, -0.0), math.inf), (scalars.power(0.5, -2000.0), math.inf),
+        (scalars.power(0.0, -1.0), math.inf), (scalars.power(2, 1024), math.inf),
+        (scalars.power(-2, 1025), -math.inf), (scalars.power(-2, 1026), math.inf), (scalars.power(3, 2), 9.0),
+        (scalars.power(2.0, 0.5), math.sqrt(2)), (scalars.cube_root(-1.0), -1.0),
+        (scalars.cube_root(-math.inf), -math.inf), (scalars.exp(1e4), math.inf), (scalars.log(0.0), -math.inf),
+        (scalars.floor(-0.5), -1.0), (scalars.floor(math.inf), math.inf), (scalars.rint(2.5), 2.0),
+        (scalars.rint(-math.inf), -math.inf), (scalars.sign(-3), -1.0), (scalars.root(4.0), 2.0),
     ],
-)
+)  # fmt: skip
 def test_ieee(got: float, wanted: float) -> None:
     assert got == wanted
 

@@ -217,9 +217,6 @@ def test_shape_flags_follow_the_shape() -> None:
     assert shapes == {"exp_avg": (2, 3, 4)} | {k: (2, 3, 1) if k.endswith("row") else (2, 1, 4) for k in FEW}
 
 
-# -- spaces
-
-
 # -- readings agree
 
 
@@ -504,9 +501,6 @@ def test_numbers_and_host_scalars_are_not_reduced(reduced: Callable[[Any], Any])
         assert caught.value.code == "E201"
         assert "its sum is the number times columns(g)" in caught.value.hint
     assert mean(0.5) == 0.5  # where no rule is traced
-
-
-# -- functions on values
 
 
 # -- policies

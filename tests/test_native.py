@@ -403,17 +403,24 @@ def stops_untouched(match: str) -> None:
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     stops_untouched(r"backend='cpp', but there is no C\+\+ compiler \(c\+\+, g\+\+ or clang\+\+")
-
-
-def test_cxx_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "/no/such/compiler -O1")
     stops_untouched("CXX='/no/such/compiler -O1' is no C\\+\\+ compiler that runs")
 
 
-def test_compiler_that_fails_shows_what_it_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("echo 'line 7: the moon is in the wrong house' >&2; exit 3",
+         r"exit status 3:\n  .*/bad -std=c\+\+17 -O3.*\nline 7: the moon is in the wrong house"),
+        ('for last; do :; done; echo "not a library" > "$last"', "was compiled but does not load"),
+    ],
+)  # fmt: skip
+def test_a_compiler_that_fails_or_makes_garbage(
+    text: str, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("OPTGEN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("CXX", script(tmp_path / "bad", "echo 'line 7: the moon is in the wrong house' >&2; exit 3"))
-    stops_untouched(r"exit status 3:\n  .*/bad -std=c\+\+17 -O3.*\nline 7: the moon is in the wrong house")
+    monkeypatch.setenv("CXX", script(tmp_path / "bad", text))
+    stops_untouched(said)
     assert not list((tmp_path / "cache").glob("*.so*"))
 
 
@@ -421,12 +428,6 @@ def test_source_that_is_wrong_shows_the_compilers_message(monkeypatch: pytest.Mo
     monkeypatch.setitem(TINY, "tiny", pair(text=KERNELS.replace("s[0] * m[i]", "s[0] * sun[i]")))
     monkeypatch.setattr(plans, "_made", {})
     stops_untouched("'sun' was not declared")
-
-
-def test_compiler_that_makes_garbage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("OPTGEN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("CXX", script(tmp_path / "junk", 'for last; do :; done; echo "not a library" > "$last"'))
-    stops_untouched("was compiled but does not load")
 
 
 def test_compiler_that_hangs_is_ended_with_its_children(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -503,6 +504,13 @@ def folder(shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 
 def kernel_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("momentum_*.so"))
+
+
+def taken_out(folder: Path) -> Path:
+    """Remove the kernel of a folder."""
+    (path,) = kernel_files(folder)
+    path.unlink()
+    return path
 
 
 def compiles(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -646,8 +654,7 @@ def test_a_folder_of_somebody_else(folder: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_what_is_compiled_is_told_before(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    for path in folder.iterdir():
-        path.unlink()
+    taken_out(folder)
     with caplog.at_level(logging.INFO, logger="optgen"):
         same_as_eager()
         forget()
@@ -674,8 +681,7 @@ def test_it_is_told_on_a_terminal_unless_the_log_is_set(
 def test_a_folder_that_takes_no_files(
     call: str, code: int, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for path in folder.iterdir():
-        path.unlink()
+    taken_out(folder)
     place = native.tempfile if call == "mkstemp" else os
     true = getattr(place, call)
 
@@ -694,8 +700,7 @@ def test_a_folder_that_takes_no_files(
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_folder_without_permission(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (path,) = kernel_files(folder)
-    path.unlink()
+    taken_out(folder)
     folder.chmod(0o500)
     with pytest.warns(UserWarning, match="takes no files"):
         same_as_eager()
@@ -712,8 +717,7 @@ def test_a_folder_that_cannot_be_made(where: str, tmp_path: Path, monkeypatch: p
 
 
 def test_no_room_for_temporary_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (path,) = kernel_files(folder)
-    path.unlink()
+    taken_out(folder)
 
     def full(*args: Any, **options: Any) -> Any:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -726,8 +730,7 @@ def test_a_lock_whose_holder_lives(folder: Path, monkeypatch: pytest.MonkeyPatch
     """Waited for, but not longer than a compiler may run."""
     import fcntl
 
-    (path,) = kernel_files(folder)
-    path.unlink()
+    path = taken_out(folder)
     monkeypatch.setenv("OPTGEN_COMPILE_TIMEOUT", "1")
 
     begun: list[float] = []
@@ -750,8 +753,7 @@ def test_a_lock_whose_holder_lives(folder: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_lock_whose_holder_died(folder: Path) -> None:
-    (path,) = kernel_files(folder)
-    path.unlink()
+    path = taken_out(folder)
     lock = Path(f"{path}.lock")
     lock.write_text("")
     start = time.monotonic()
@@ -762,8 +764,7 @@ def test_a_lock_whose_holder_died(folder: Path) -> None:
 
 
 def test_what_killed_processes_left_is_removed(folder: Path) -> None:
-    (path,) = kernel_files(folder)
-    path.unlink()
+    taken_out(folder)
     old, new = folder / ".optgen-new-old", folder / ".optgen-new-new"
     foreign = folder / "poetry.lock"
     for left in (old, new, foreign):

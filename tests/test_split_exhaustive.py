@@ -23,17 +23,11 @@ EDGES += (0x7F7F8000, 0x7F7FFF00, 0x7F800000, 0x7FC00000, 0x7FFFFFFF)
 each_case = pytest.mark.parametrize(
     ("split", "param", "word"),
     [
-        (Split(8, "nearest"), bf16, None),
-        (Split(8), bf16, 0),
-        (Split(8), bf16, 255),
-        (Split(16), bf16, None),
-        (Split(8, "nearest"), f16, None),
-        (Split(8), f16, 0),
-        (Split(8), f16, 255),
-        (Split(16), f16, None),
+        (Split(8, "nearest"), bf16, None), (Split(8), bf16, 0), (Split(8), bf16, 255), (Split(16), bf16, None),
+        (Split(8, "nearest"), f16, None), (Split(8), f16, 0), (Split(8), f16, 255), (Split(16), f16, None),
     ],
     ids=lambda x: str(x),
-)
+)  # fmt: skip
 
 
 def some_patterns() -> Iterator[Tensor]:

@@ -38,6 +38,7 @@ from specs.lamb import lamb
 
 # The interpreter computes in lanes that hold nothing, too.
 from tests.harness import package
+from tests.training import bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value", "ignore:overflow")
 
@@ -63,14 +64,8 @@ PLANS |= {f"blocks{b}": coded(b) for b in (16, 512)}
 
 @optimizer()
 def extremes(
-    p, g,
-    m=state(),
-    top=row(nonneg),
-    side=col(nonneg),
-    all_time=tensor_state(nonneg),
-    *,
-    lr=hyper(1e-2, ge=0),
-    beta=hyper(0.9, ge=0, lt=1),
+    p, g, m=state(), top=row(nonneg), side=col(nonneg), all_time=tensor_state(nonneg), *,
+    lr=hyper(1e-2, ge=0), beta=hyper(0.9, ge=0, lt=1),
 ):  # fmt: skip
     """Maxima of rows, columns and the tensor, means of matrices, and the dot product of two moments."""
     m = beta * m + (1 - beta) * g
@@ -122,17 +117,10 @@ def trained(made: Any, shapes: Shapes, backend: str, dtype: torch.dtype, steps: 
     return [p.data for p in params], [dict(opt.state[p]) for p in params]
 
 
-def bits(x: Tensor) -> Tensor:
-    return x.reshape(-1).view(torch.uint8)
-
-
 def assert_same(one: Result, other: Result, shapes: Shapes) -> None:
-    for a, b, s, t, shape in zip(one[0], other[0], one[1], other[1], shapes, strict=True):
-        assert torch.equal(bits(a), bits(b)), (shape, "p")
-        assert s.keys() == t.keys()
-        for key in s:
-            same = torch.equal(bits(s[key]), bits(t[key])) if isinstance(s[key], Tensor) else s[key] == t[key]
-            assert same, (shape, key)
+    for p, q, s, t, shape in zip(one[0], other[0], one[1], other[1], shapes, strict=True):
+        ours, theirs = bits({"p": p, **s}), bits({"p": q, **t})
+        assert ours == theirs, (shape, [key for key in ours if ours[key] != theirs[key]])
 
 
 @pytest.fixture
@@ -214,7 +202,7 @@ def test_the_company_of_other_tensors_changes_no_bit(build: Callable[..., Any]) 
     together = stepped([2, 0, 1])
     for k, i in enumerate((2, 0, 1)):
         (alone,) = stepped([i])
-        assert torch.equal(bits(together[k]), bits(alone))
+        assert bits(together[k]) == bits(alone)
 
 
 def test_launches_are_kept_while_only_addresses_change(build: Callable[..., Any]) -> None:

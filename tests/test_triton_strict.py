@@ -34,8 +34,7 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "plan", "param", "flags"), CASES, ids=lambda x: str(x))
 def test_same_bits(name: str, plan: str, param: str, flags: dict[str, bool], tmp_path: Path) -> None:
-    spec = harness.spec_of(name)
-    pair = harness.Pair(spec, harness.schedule(spec, harness.plan_of(plan), param, "strict", flags), tmp_path)
+    pair = harness.strict(name, plan, tmp_path, param, flags)
     generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {plan}".encode()))
     for shape in SHAPES:
         weight = torch.randn(shape, generator=generator)

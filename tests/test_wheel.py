@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,13 +28,18 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return site
 
 
-def python(code: str, site: Path, folder: Path) -> str:
-    """Runs code in a folder, with the unpacked wheel before everything else on the path."""
-    environment = {**os.environ, "PYTHONPATH": str(site)}
-    command = [sys.executable, "-c", textwrap.dedent(code)]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+@pytest.fixture
+def python(installed: Path, tmp_path: Path) -> Callable[[str], str]:
+    """Runs code in a folder of its own, with the unpacked wheel before everything else on the path."""
+
+    def run(code: str) -> str:
+        environment = {**os.environ, "PYTHONPATH": str(installed)}
+        command = [sys.executable, "-c", textwrap.dedent(code)]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    return run
 
 
 def test_wheel_holds_everything_that_the_checkout_has(installed: Path) -> None:
@@ -46,9 +52,8 @@ def test_wheel_holds_everything_that_the_checkout_has(installed: Path) -> None:
     assert {p.name.partition("-")[0] for p in installed.iterdir()} == {"optgen"}
 
 
-def test_ready_made_optimizers(installed: Path, tmp_path: Path) -> None:
-    out = python(
-        """
+def test_ready_made_optimizers(installed: Path, python: Callable[[str], str]) -> None:
+    out = python("""
         import pickle, sys
         import torch
         before = set(sys.modules)
@@ -68,18 +73,14 @@ def test_ready_made_optimizers(installed: Path, tmp_path: Path) -> None:
         opt.step()
         assert (p < 1).all()
         print(optgen.__file__)
-        """,
-        installed,
-        tmp_path,
-    )
+    """)
     assert "has no optimizer 'Adamw'" in out
     assert str(installed) in out
 
 
-def test_every_ready_made_pair_steps_without_the_compiler(installed: Path, tmp_path: Path) -> None:
+def test_every_ready_made_pair_steps_without_the_compiler(python: Callable[[str], str]) -> None:
     """Nothing is generated for what the wheel holds: all but some rules under plans that divide their steps anew."""
-    out = python(
-        """
+    out = python("""
         import sys
         import warnings
         from pathlib import Path
@@ -102,15 +103,12 @@ def test_every_ready_made_pair_steps_without_the_compiler(installed: Path, tmp_p
                 assert p.isfinite().all() and optimizer.state[p]["step"] == 1, (name, plan)
                 done += 1
         print(len(optgen.optim.__all__), len(plans), done)
-        """,
-        installed,
-        tmp_path,
-    )
+    """)
     rules, plans, done = map(int, out.split())
     assert done == rules * plans
 
 
-def test_rules_around_ready_made_rules(installed: Path, tmp_path: Path) -> None:
+def test_rules_around_ready_made_rules(python: Callable[[str], str], tmp_path: Path) -> None:
     """The ready-made ones under other plans, and a project's own, in specs/ and in a file beside nothing."""
     (tmp_path / "specs").mkdir()
     rule = "from optgen.lang import clipped\nfrom specs.adamw import adamw as base\n\nmine = clipped(base)\n"
@@ -118,8 +116,7 @@ def test_rules_around_ready_made_rules(installed: Path, tmp_path: Path) -> None:
     (tmp_path / "flat").mkdir()
     (tmp_path / "flat" / "flat.py").write_text(rule)
     (tmp_path / "flat" / "specs.py").write_text("raise SystemExit('a module of this name is not run')")
-    out = python(
-        """
+    out = python("""
         import sys
         from pathlib import Path
         # An editable checkout has a package of that name.
@@ -131,16 +128,12 @@ def test_rules_around_ready_made_rules(installed: Path, tmp_path: Path) -> None:
             print(optgen.compile(rule, plan="int8_split24").__name__)
         assert not any(name.startswith("specs.") for name in sys.modules)
         assert "clipped_adamw" in load.entries() and load.entries()["clipped_adamw"].own
-        """,
-        installed,
-        tmp_path,
-    )
+    """)
     assert out.split() == ["LookaheadAdamW", "ClippedAdamW", "ClippedAdamW", "ClippedAdamW"]
 
 
-def test_a_project_of_ones_own(installed: Path, tmp_path: Path) -> None:
-    out = python(
-        """
+def test_a_project_of_ones_own(python: Callable[[str], str], tmp_path: Path) -> None:
+    out = python("""
         import sys
         from optgen.driver.cli import main
         assert main(["new", "mine"]) == main(["build"]) == 0
@@ -157,8 +150,5 @@ def test_a_project_of_ones_own(installed: Path, tmp_path: Path) -> None:
             opt.step()
         assert torch.isfinite(p).all() and not torch.equal(p, start)
         print(generated.__file__)
-        """,
-        installed,
-        tmp_path,
-    )
+    """)
     assert str(tmp_path) in out
