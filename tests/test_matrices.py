@@ -16,7 +16,23 @@ from torch.utils.flop_counter import FlopCounterMode
 import optgen
 from optgen.base.errors import UserError
 from optgen.driver.explain import explain
-from optgen.lang import hyper, mat_norm, newton_schulz, optimizer, shape_flag, state
+from optgen.lang import (
+    eigenvectors,
+    flag,
+    gram,
+    hyper,
+    inverse_root,
+    mat_norm,
+    matrix_state,
+    newton_schulz,
+    optimizer,
+    orthogonal,
+    shape_flag,
+    sorting,
+    state,
+    symmetric,
+    trace,
+)  # fmt: skip
 from optgen.optim import Muon, NorMuon
 from optgen.runtime.work import staged
 from specs import plans
@@ -276,10 +292,10 @@ def test_named_coefficients_are_those_of_their_papers(name: str, gram: bool) -> 
 def test_the_form_by_short_sides_takes_few_products_of_the_long_side() -> None:
     rows, columns = 32, 1024
     flops = {}
-    for gram in (False, True):
+    for by_gram in (False, True):
         with FlopCounterMode(display=False) as counter:
-            newton_schulz(drawn(2, rows, columns), gram=gram)
-        flops[gram] = counter.get_total_flops() / (2 * 2 * rows * rows)  # of two matrices
+            newton_schulz(drawn(2, rows, columns), gram=by_gram)
+        flops[by_gram] = counter.get_total_flops() / (2 * 2 * rows * rows)  # of two matrices
     assert flops[False] == 10 * columns + 5 * rows
     assert 4 * columns < flops[True] <= 4 * columns + 5 * 4 * rows
 
@@ -341,3 +357,65 @@ def test_other_coefficients_are_refused(coefficients: Any) -> None:
         Muon([nn.Parameter(torch.ones(2, 3))], ns_coefficients=coefficients)
     with pytest.raises(TypeError, match="NorMuon: gram must be True or False, got 1"):
         NorMuon([nn.Parameter(torch.ones(2, 3))], gram=1)
+
+
+@optimizer(cite="nobody", matrix="heads")
+def whitened(
+    p, g,
+    exp_avg=state(),
+    left=matrix_state("rows", symmetric, when="is_matrix"),
+    basis=matrix_state("columns", orthogonal, when="is_matrix", init="identity"),
+    *,
+    lr=hyper(0.1, ge=0),
+    beta=hyper(0.9, ge=0, lt=1),
+    starts=flag(first=True),
+    is_matrix=shape_flag(lambda shape: len(shape) >= 2),
+):  # fmt: skip
+    if not is_matrix:
+        p = p - lr * g
+        return p, exp_avg, left, basis
+    left = beta * left + (1 - beta) * g @ g.T
+    if starts:
+        basis = eigenvectors(g.T @ g)
+    turned = g @ basis
+    exp_avg = beta * exp_avg + turned
+    if not starts:
+        order = sorting(gram(turned.T))
+        basis, exp_avg = basis @ order, exp_avg @ order
+    u = inverse_root(left, 2, 1e-3) @ exp_avg @ basis.T
+    p = p - lr * u / (trace(left) + mat_norm(u))
+    return p, exp_avg, left, basis
+
+
+def whitened_by_hand(steps: int, p: Tensor, gradients: Callable[[int], Tensor]) -> Tensor:
+    """The rule of `whitened` once more, in fp64."""
+    m, left = torch.zeros_like(p), p.new_zeros(p.shape[0], p.shape[0])
+    basis = p.new_zeros(p.shape[1], p.shape[1])
+    for t in range(steps):
+        g = gradients(t)
+        left = 0.9 * left + 0.1 * g @ g.mT
+        if t == 0:
+            basis = torch.linalg.eigh(g.mT @ g).eigenvectors.flip(1)
+        turned = g @ basis
+        m = 0.9 * m + turned
+        values, vectors = torch.linalg.eigh(left)
+        root = vectors / (values.clamp(min=0) + 1e-3 * values[-1]).sqrt() @ vectors.mT
+        if t:
+            order = (turned * turned).sum(0).argsort(descending=True)
+            m, basis = m[:, order], basis[:, order]
+        u = root @ m @ basis.mT
+        p = p - 0.02 * u / (left.trace() + u.norm())
+    return p
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpp"])
+@pytest.mark.parametrize("shape", [(6, 10), (9, 4), (3, 8, 8)], ids=str)
+def test_matrix_states_are_those_of_a_text_by_hand(shape: tuple[int, ...], backend: str) -> None:
+    p = nn.Parameter(drawn(*shape))
+    expected = p.detach().double()
+    followed(optgen.compile(whitened, "fp32"), [p], lambda t: [drawn(*shape, seed=9 + t)], backend=backend,
+             blocks={"w0": 3} if len(shape) == 3 else {})  # fmt: skip
+    each = expected if len(shape) == 3 else expected[None]
+    for k, x in enumerate(each):
+        grad = lambda t, k=k: drawn(*shape, seed=9 + t).double().view(len(each), *shape[-2:])[k]  # noqa: E731
+        assert torch.allclose(p.detach().view(each.shape)[k].double(), whitened_by_hand(4, x, grad), rtol=0, atol=1e-5)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from optgen.backends import matrices
 from optgen.backends.printer import ATOM, Printer, Spelling, Text, comment_of, number, shortest, with_comments, wrapped
 from optgen.ir.node import Node, postorder
 from optgen.ir.program import Buffer, Let, Program, Schedule, Stage, Step, Store
@@ -241,8 +242,25 @@ def _stage_lines(stage: Stage, printer: ReferencePrinter, order: Sequence[str]) 
     return lines
 
 
-def rule_function(step: Step, function: str, source: str = "") -> list[str]:
-    """`def function(stored, scalars...)`: one step of a rule alone; `stored` a runtime.stored.Stored."""
+def _whole_lines(stage: Stage, function: str, stored: Collection[str]) -> list[str]:
+    """The call of a function of whole matrices, and the stores of matrix states."""
+    schedule = stage.schedule
+    given = [f'stored["{x}"]' if x in stored else f"{x}_tensor" for x in schedule.sweep.reads]
+    given += [f"float({let.name})" for let in schedule.program.host]
+    given += [f'float(b.extent("{x}"))' for x in matrices.extents(schedule)]
+    names = [s.buffer for s in schedule.sweep.stores]
+    results = [f"{x}_new" if x in stored else f"{x}_tensor" for x in names]
+    lines = wrapped(f"{', '.join(results)} = {function}(", given, ")")
+    return [*lines, *(f'put(stored["{x}"], {x}_new)' for x in names if x in stored)]
+
+
+def rule_function(
+    step: Step, function: str, source: str = "", called: Callable[[Stage], str] = lambda stage: stage.call
+) -> list[str]:
+    """`def function(stored, scalars...)`: one step of a rule alone; `stored` a runtime.stored.Stored.
+
+    called  the name of the function that a stage of whole matrices is
+    """
     out = wrapped(f"def {function}(", ["stored", *(let.name for let in step.host)], "):")
     out.append('    """One step in place, in strict maths; the codecs of a plan load and store."""')
     stored = frozenset(b.name for b in step.program.buffers)
@@ -258,6 +276,9 @@ def rule_function(step: Step, function: str, source: str = "") -> list[str]:
         if stage.space == spaces.elem or (not begun and _needs_blocks(program)):
             out += [f"    {line}" for line in wrapped("b = stored.over(", touched, ")")]
             begun = True
+        if stage.call == "whole":
+            out += [f"    {line}" for line in _whole_lines(stage, called(stage), stored)]
+            continue
         lines = _stage_lines(stage, ReferencePrinter(SPELL, {}, stage.space, stored), order)
         out += [f"    {line}" for line in assemble(lines, source)]
     return out

@@ -68,11 +68,12 @@ class FlagRow:
     excludes: str | None
     shape: str = ""  # the source of a function of the shape
     every: str | None = None
+    first: bool = False
 
     @property
     def derived(self) -> bool:
         """True if no constructor argument sets it."""
-        return bool(self.nonzero or self.shape or self.every)
+        return bool(self.nonzero or self.shape or self.every or self.first)
 
     @property
     def described(self) -> str:
@@ -85,6 +86,8 @@ class FlagRow:
     def declaration(self) -> str:
         if self.shape:
             return f'Flag("{self.name}", shape={self.shape})'
+        if self.first:
+            return f'Flag("{self.name}", first=True)'
         if self.every:
             return f'Flag("{self.name}", every="{self.every}")'
         if self.nonzero:

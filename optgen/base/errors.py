@@ -109,7 +109,7 @@ TABLE: dict[str, Row] = {
         "a rule is read several times, once for each setting of its flags: it may depend on its arguments only",
         "change no global or nonlocal name or list in it, and draw no random number; what steps keep is a state()",
     ),
-    "E129": Row("newton_schulz() cannot be used here: {why}", "", "{remedy}"),
+    "E129": Row("{function} cannot be used here: {why}", "", "{remedy}"),
     "E131": Row("{kind}: {text}", "raised by Python while the spec was traced"),
     "E132": Row(
         "the source of `{name}` cannot be read",
@@ -159,6 +159,10 @@ TABLE: dict[str, Row] = {
         "host scalars depend on hyper-parameters and t only; they are computed once per step in fp64",
         "operators and comparisons do, and abs, sqrt, rsqrt, cbrt, square, power, exp, log, sign, floor, rint, "
         "maximum, minimum, clip, equal and where",
+    ),
+    "E206": Row(
+        "{function} takes {want}, got {got}",
+        "a matrix state is (rows, rows) or (columns, columns); a value per element is (rows, columns)",
     ),
     # E3xx: formats and plans
     "E301": Row(

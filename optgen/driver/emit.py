@@ -47,7 +47,7 @@ BACKENDS = {
         (cpp_text.FILE, cpp_text.CODECS),
     ),
     "reference": Backend(
-        lambda spec, _: {eager_text.FILE: eager_text.rule_text(spec)},
+        lambda spec, maths: {eager_text.FILE: eager_text.rule_text(spec, maths)},
     ),
 }
 """Name -> backend."""
@@ -85,7 +85,7 @@ def class_row(spec: Spec, plans: tuple[str, ...], own: Mapping[str, str]) -> wra
         for h in spec.hypers
     )
     flags = tuple(
-        wrapper.FlagRow(f.name, f.default, f.nonzero, f.needs, f.excludes, spec.shape_text(f), f.every)
+        wrapper.FlagRow(f.name, f.default, f.nonzero, f.needs, f.excludes, spec.shape_text(f), f.every, f.first)
         for f in spec.flags
     )
     return wrapper.ClassRow(

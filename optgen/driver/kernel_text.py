@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from optgen import passes
 from optgen.backends.cpp import RESERVED
 from optgen.backends.host import Unpack
-from optgen.driver import eager_text, targets
+from optgen.driver import steps, targets
 from optgen.driver.project import Maths
 from optgen.formats.plan import Plan
 from optgen.ir import node as ir
 from optgen.ir.node import Node, Rewriter
 from optgen.ir.program import Program, Stage, Step
 from optgen.lang.spec import Spec
-from optgen.lower import lower_rule
 
 Flags = tuple[tuple[str, bool], ...]
 
@@ -47,33 +45,21 @@ def rule_kernels(spec: Spec, maths: Maths) -> RuleKernels:
     settings: list[Setting] = []
     known: dict[tuple[object, ...], str] = {}
     stages: dict[str, Stage] = {}
-    for flags, step, tail in _steps(spec, maths):
+    for flags, step, tail in steps.kernel_steps(spec, maths):
         name = targets.function_name(spec, flags) + tail
         names = []
         for k, stage in enumerate(step.stages):
             wanted = f"{name}_{k + 1}" if step.in_stages else name
             wanted += "_" if wanted in RESERVED else ""  # a rule may be called `signed`
+            if stage.call == "whole":
+                names.append(steps.matrix_function(spec, stage, maths))
+                stages.setdefault(names[-1], stage)
+                continue
             found = stage.call or known.setdefault(_meaning(step, stage), wanted)
             stages.setdefault(found, stage)
             names.append(found)
         settings.append(Setting(flags, step, tuple(names)))
     return RuleKernels(tuple(settings), stages)
-
-
-def _steps(spec: Spec, maths: Maths) -> Iterator[tuple[Mapping[str, bool], Step, str]]:
-    """Yield the steps of a rule, each with its flags and what its name ends in.
-
-    Of a step that reads new states back there is a second one that does not, where a plan may not let it: one of them
-    may be kept as a whole, which is known last, or relative to a state that is not read back.
-    """
-    nonneg = {s.name for s in spec.states if s.nonneg}
-    for flags in spec.settings():
-        step = eager_text.rule_step(spec, flags, maths)
-        yield flags, step, ""
-        apart = any((x in step.early) != (base in step.early) for x, base in step.program.together)
-        if apart or not nonneg.isdisjoint(step.early):
-            late = replace(lower_rule(spec, flags), kept=())
-            yield flags, targets.placed(spec, passes.step(late, maths)), "_late"
 
 
 def _meaning(step: Step, stage: Stage) -> tuple[object, ...]:

@@ -10,11 +10,12 @@ from functools import lru_cache, partial
 from typing import Any
 
 from optgen import passes
-from optgen.backends import host, triton, triton_text
+from optgen.backends import host, matrices, triton, triton_text
 from optgen.backends.printer import wrapped
 from optgen.driver import eager_text, explain, kernel_text, targets
 from optgen.driver.pool import Pool
 from optgen.driver.project import Maths
+from optgen.driver.steps import rule_step
 from optgen.formats import floats, format
 from optgen.formats.format import Format
 from optgen.formats.plan import Plan, field_names, rounds_to_nearest
@@ -24,6 +25,7 @@ from optgen.ir.ranges import is_plus
 from optgen.lang.spec import Spec
 from optgen.lower import CODE, X, differing, lower_codec, lower_rule, needs_matrix
 from optgen.ops import dtypes, spaces
+from optgen.ops.prims import MATRIX_OPS
 from optgen.passes.convert import ARITHMETIC
 from optgen.runtime import records
 from optgen.runtime.records import Field, Rule, Temp, Whole
@@ -103,7 +105,7 @@ def rules(spec: Spec) -> tuple[Pool, tuple[RuleRecord, ...]]:
 
 
 def _rule(spec: Spec, flags: Mapping[str, bool], pool: Pool) -> RuleRecord:
-    step, program = eager_text.rule_step(spec, flags), lower_rule(spec, flags)
+    step, program = rule_step(spec, flags), lower_rule(spec, flags)
     recurrences = targets.recurrences_of(spec, tuple(sorted(flags.items())))
     states = [
         StateRecord(
@@ -135,7 +137,7 @@ def _spaces(program: Program) -> Iterator[str]:
     """Yield the small spaces of what a step computes or leaves as it is, and "call" where it calls for matrices."""
     nodes = list(postorder(program.roots()))
     yield from ({n.space.name for n in nodes} | {b.space.name for b in program.buffers}) & spaces.SMALL
-    if any(n.op == "call" for n in nodes):
+    if any(n.op in MATRIX_OPS for n in nodes):
         yield "call"
 
 
@@ -162,7 +164,7 @@ def steps(spec: Spec, maths: Maths, pool: Pool) -> tuple[Rule, ...]:
 def _temp(step: Step, b: Buffer) -> Temp:
     """Return the record of a value that one stage leaves for later ones."""
     if b.role != "partial":
-        return Temp(b.name, b.space.name)
+        return Temp(b.name, b.space.name, wide=b.space == spaces.elem and b.dtype is dtypes.f32)
     (source,) = {s.space.name for s in step.stages if b.name in {x.name for x in s.schedule.partials}}
     return Temp(b.name, b.space.name, b.reduction, source)
 
@@ -170,11 +172,18 @@ def _temp(step: Step, b: Buffer) -> Temp:
 def _stage(stage: Stage, kernel: str, nonneg: Collection[str]) -> records.Stage:
     """Return the record of a stage; `nonneg`: states of which no value is negative."""
     program, sweep = stage.schedule.program, stage.schedule.sweep
-    if stage.call:
+    if stage.call not in ("", "whole"):
         (buffer,) = program.buffers
         (call,) = (n for n in postorder(program.roots()) if n.op == "call")
         given = tuple(a.attr for a in call.args[1:])
         return records.Stage(kernel, "call", stage.level, stage.scalars, temps=(buffer.name,), given=given)
+    if stage.call:
+        results = tuple(s.buffer for s in sweep.stores)
+        temps, extents = tuple(x for x in results if program.buffer(x).role == "temp"), matrices.extents(stage.schedule)
+        return records.Stage(
+            kernel, "whole", stage.level, stage.scalars, temps, reads=tuple(sweep.reads), stores=results,
+            extents=tuple(extents),
+        )  # fmt: skip
     stored = triton_text.stored(stage.schedule)
     needs = [(s.buffer, {*loads([s.node])}) for s in stored if s.buffer in nonneg and stage.is_sweep]
     return records.Stage(

@@ -32,7 +32,7 @@ SERIES = "optgen.runtime.records.series"
 def refuse(spec: Spec, variants: Iterable[Variant], rules: Iterable[RuleRecord]) -> None:
     """UserError for a rule that one file does not serve."""
     why = ""
-    if any(f.every for f in spec.flags):
+    if any(f.clock for f in spec.flags):
         why = "some of its steps are made in another way"
     elif spec.evaluation is not None:
         why = "it has other weights for evaluation"

@@ -153,8 +153,17 @@ def op(name: str, *args: Node, attr: Any = None) -> Node:
     if not row.space:
         space = spaces.join_all([a.space for a in args])
     else:
-        space = spaces.block(attr) if row.space == "block" else Space(row.space)
+        made = _SPACES.get(row.space)
+        space = made(args, attr) if made else Space(row.space)
     return _make(name, args, attr, dtype, space)
+
+
+_SPACES: dict[str, Callable[[tuple[Node, ...], Any], Space]] = {
+    "block": lambda args, attr: spaces.block(attr),
+    "first": lambda args, attr: args[0].space,
+    "product": lambda args, attr: spaces.of_dims(spaces.dims(args[0].space)[0], spaces.dims(args[1].space)[1]),
+    "transposed": lambda args, attr: spaces.of_dims(*reversed(spaces.dims(args[0].space))),
+}
 
 
 def rebuild(node: Node, args: Iterable[Node]) -> Node:

@@ -182,7 +182,9 @@ class Stage:
 
     @cached_property
     def call(self) -> str:
-        """The function of whole matrices that the stage is; "" for a kernel."""
+        """The function of whole matrices that the stage is, "whole" if it has several; "" for a kernel."""
+        if self.space == spaces.whole:
+            return "whole"
         found = (n.attr for n in postorder([s.node for s in self.schedule.sweep.stores]) if n.op == "call")
         return str(next(found, ""))
 

@@ -8,7 +8,7 @@ from functools import lru_cache
 from optgen.ir.node import Node, postorder
 from optgen.ir.program import Program, Schedule
 from optgen.ops import dtypes, spaces
-from optgen.ops.prims import PRIMS
+from optgen.ops.prims import CALLS, PRIMS
 
 COMPUTE = (dtypes.f32, dtypes.i32, dtypes.boolean)
 
@@ -40,8 +40,8 @@ def _operands(node: Node) -> Iterator[str]:
         yield f"{node.op} of different dtypes {alike}"
     if node.op == "bitcast" and node.args[0].dtype.bits != node.dtype.bits:
         yield f"bitcast {node.args[0].dtype} -> {node.dtype}"
-    if node.op == "call" and any(a.space != spaces.host for a in node.args[1:]):
-        yield "call of more than one value per element: the others are host scalars"
+    if node.op == "call" and any(a.space != spaces.host for a in node.args[CALLS[node.attr] :]):
+        yield f"{node.attr} of more than {CALLS[node.attr]} matrices: the other operands are host scalars"
     if row.host == "only" and node.space != spaces.host:
         yield f"{node.op} outside host space"
 

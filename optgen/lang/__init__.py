@@ -2,10 +2,13 @@
 
 from optgen.lang.compose import clipped, lookahead
 from optgen.lang.declare import (
-    FlagDecl, HostStateDecl, HyperDecl, StateDecl, col, flag, hyper, model_state, nonneg, row, scalar, shape_flag,
-    state, tensor_state,
+    FlagDecl, HostStateDecl, HyperDecl, StateDecl, col, flag, hyper, matrix_state, model_state, nonneg, orthogonal, row,
+    scalar, shape_flag, state, symmetric, tensor_state, triangular,
 )
-from optgen.lang.matrices import newton_schulz
+from optgen.lang.matrices import (
+    cholesky, eigenvectors, gram, identity, inverse_root, newton_schulz, polar, qr, solve_triangular, sorting, trace,
+    transpose, triangle,
+)
 from optgen.lang.optimizer import optimizer
 from optgen.lang.reductions import (
     amax, col_max, col_mean, col_sum, columns, dot, elements, mat_mean, mat_norm, mean, model_dot, model_norm,
@@ -18,11 +21,12 @@ from optgen.lang.values import (
 )
 
 __all__ = [
-    "FlagDecl", "HostStateDecl", "HyperDecl", "Spec", "StateDecl", "Trace", "Value", "amax", "cbrt", "clip",
-    "clipped", "col", "col_max", "col_mean", "col_sum", "columns", "dot", "elements", "equal", "exp", "flag",
-    "floor", "hyper", "log", "lookahead", "mat_mean", "mat_norm", "maximum", "mean", "minimum",
-    "model_dot", "model_norm",
-    "model_state", "model_total", "newton_schulz", "nonneg", "norm", "optimizer", "power", "rint", "rms", "row",
-    "row_max", "row_mean", "row_sum", "rows", "rsqrt", "scalar", "shape_flag", "sign", "sqrt", "square", "state",
-    "tensor_state", "total", "where",
+    "FlagDecl", "HostStateDecl", "HyperDecl", "Spec", "StateDecl", "Trace", "Value", "amax", "cbrt", "cholesky",
+    "clip", "clipped", "col", "col_max", "col_mean", "col_sum", "columns", "dot", "eigenvectors", "elements",
+    "equal", "exp", "flag", "floor", "gram", "hyper", "identity", "inverse_root", "log", "lookahead", "mat_mean",
+    "mat_norm", "matrix_state", "maximum", "mean", "minimum", "model_dot", "model_norm", "model_state",
+    "model_total", "newton_schulz", "nonneg", "norm", "optimizer", "orthogonal", "polar", "power", "qr", "rint",
+    "rms", "row", "row_max", "row_mean", "row_sum", "rows", "rsqrt", "scalar", "shape_flag", "sign",
+    "solve_triangular", "sorting", "sqrt", "square", "state", "symmetric", "tensor_state", "total", "trace",
+    "transpose", "triangle", "triangular", "where",
 ]  # fmt: skip

@@ -12,6 +12,7 @@ from optgen.lang.probe import probe
 from optgen.lang.spec import Spec, Trace
 from optgen.lang.tracing import run
 from optgen.ops import spaces
+from optgen.ops.prims import MATRIX_OPS, PRIMS
 
 
 @lru_cache(maxsize=4096)
@@ -21,43 +22,50 @@ def trace(spec: Spec, setting: tuple[tuple[str, bool], ...]) -> Trace:
     flags = dict(setting)
     made = run(spec, flags)
     for node in postorder([made.p, *made.states.values()]):
-        if node.op == "call":
+        if node.op in MATRIX_OPS:
             _check_call(spec, node, made)
     probe(spec, flags, made)
     return made
 
 
 def _check_call(spec: Spec, node: Node, trace: Trace) -> None:
-    """Raise UserError E129 for newton_schulz of blocks of rows, and of its own result, scaled or not."""
+    """Raise UserError E129 for functions of whole matrices where rows are blocks, and for newton_schulz of its own
+    result, scaled or not."""
     place = trace.places.get(node.uid, spec.loc)
     if spec.blocks and spec.matrix != "heads":
         why = 'matrix="blocks" divides rows into blocks, and it takes the whole matrix'
         remedy = 'write matrix="heads", under which each block of rows is a matrix, or matrix="first"'
-        raise UserError("E129", loc=place, why=why, remedy=remedy)
-    if node.args[2].attr == 0:  # it does not normalize
+        raise UserError("E129", loc=place, function=_called(node), why=why, remedy=remedy)
+    if node.attr != "newton_schulz" or node.args[2].attr == 0:  # it does not normalize
         return
     inner = node.args[0]
     while inner.op in ("mul", "div", "neg"):
         (inner, *others) = sorted(inner.args, key=lambda a: a.space != spaces.elem)
         if any(other.space == spaces.elem for other in others):
             return
-    if inner.op == "call":
+    if inner.attr == "newton_schulz":
         why = "its operand is its own result, which it would divide by the Frobenius norm a second time"
         places = (place, trace.places.get(inner.uid, spec.loc))
         remedy = "one call: newton_schulz(x, coefficients=[(a, b, c), ...]), or more steps, newton_schulz(x, 10)"
-        raise UserError("E129", loc=places, why=why, remedy=remedy)
+        raise UserError("E129", loc=places, function=_called(node), why=why, remedy=remedy)
+
+
+def _called(node: Node) -> str:
+    """Return the name of a function of whole matrices in messages."""
+    return f"{node.attr}()" if node.op == "call" else PRIMS[node.op].spelled
 
 
 def _check_vectors(spec: Spec, flags: Mapping[str, bool], trace: Trace) -> None:
-    """Raise UserError E129 for newton_schulz under a flag setting that vectors have, too."""
+    """Raise UserError E129 for functions of whole matrices under a flag setting that vectors have, too."""
     if any(f.shape is not None and f.shape((1024,)) != flags[f.name] for f in spec.flags):
         return
     for node in postorder([trace.p, *trace.states.values()]):
-        if node.op == "call":
+        if node.op in MATRIX_OPS:
             why = "a vector, which has no rows and columns, would come here, too"
             remedy = "write is_matrix=shape_flag(lambda shape: len(shape) >= 2) after the `*`, and a step of vectors "
             remedy += "under `if not is_matrix:`"
-            raise UserError("E129", loc=trace.places.get(node.uid, spec.loc), why=why, remedy=remedy)
+            place = trace.places.get(node.uid, spec.loc)
+            raise UserError("E129", loc=place, function=_called(node), why=why, remedy=remedy)
 
 
 def check(spec: Spec) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from optgen.base.errors import UserError
@@ -37,6 +37,7 @@ class Trait:
 
 
 nonneg = Trait("nonneg")
+symmetric, orthogonal, triangular = Trait("symmetric"), Trait("orthogonal"), Trait("triangular")
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,7 @@ class StateDecl:
     init: float | str = 0.0
     normalized_by: str | None = None
     loc: Loc | None = None
+    trait: str = ""
 
 
 @dataclass(frozen=True)
@@ -187,6 +189,22 @@ def model_state(*traits: Trait, when: str | None = None, init: float | str = 0.0
     return _state(spaces.model, traits, when, init)
 
 
+def matrix_state(side: str, *traits: Trait, when: str | None = None, init: Any = 0.0) -> Any:
+    """A matrix for each matrix of the parameter: (rows, rows) for side="rows", (columns, columns) for "columns".
+
+    traits  one of symmetric, orthogonal and triangular (nonzero on and above the diagonal): what formats may rely on
+    init    before the first step: "identity", or the number in every place
+    """
+    if side not in ("rows", "columns"):
+        raise _refuse(f'a matrix state is one of "rows" or of "columns", got {side!r}', 'matrix_state("rows")')
+    if len(traits) > 1 or any(t not in (symmetric, orthogonal, triangular) for t in traits):
+        hint = 'matrix_state("rows", orthogonal, init="identity")'
+        raise _refuse(f"a matrix state is symmetric, orthogonal or triangular, got {traits!r}", hint)
+    start = init if init == "identity" else _finite("init=", init, 'a number, or "identity"')
+    made = _state(spaces.of_dims(side[0].replace("c", "n").replace("r", "m"), "mn"[side == "columns"]), (), when, 0.0)
+    return replace(made, init=start, trait=traits[0].name if traits else "")
+
+
 def scalar(init: float = 0.0, *, when: str | None = None) -> Any:
     """One number per parameter, kept on the host in fp64; it may depend on hyper-parameters and t only."""
     return HostStateDecl("", _number("scalar(...)", init), when)
@@ -240,21 +258,24 @@ def flag(
     *,
     nonzero: str | None = None,
     every: str | None = None,
+    first: bool = False,
     needs: str | None = None,
     excludes: str | None = None,
 ) -> Any:
     """A static switch, a real bool while the spec is traced.
 
     flag(False) is a constructor argument; flag(nonzero="momentum") holds where that hyper-parameter is not 0;
-    flag(every="k") holds at the steps that are multiples of that hyper-parameter, a whole number.
+    flag(every="k") holds at the steps that are multiples of that hyper-parameter, a whole number; flag(first=True) at
+    the first step of a parameter.
 
     needs, excludes  hyper-parameters without which, and with which, it must not be on: the constructor raises
     """
     if not isinstance(default, bool):
         raise _refuse(f"a flag's default is True or False, got {default!r}", "")
-    if (nonzero is not None or every is not None) and (needs or excludes or default or (nonzero and every)):
-        raise _refuse("a flag that follows a hyper-parameter has one of nonzero= and every=, and nothing else", "")
-    return FlagDecl("", default, nonzero, needs=needs, excludes=excludes, every=every)
+    follows = (nonzero is not None) + (every is not None) + first
+    if follows > 1 or follows and (needs or excludes or default):
+        raise _refuse("a flag that follows something has one of nonzero=, every= and first=, and nothing else", "")
+    return FlagDecl("", default, nonzero, needs=needs, excludes=excludes, every=every, first=first)
 
 
 def shape_flag(holds: Callable[[Shape], bool]) -> Any:

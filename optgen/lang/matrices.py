@@ -1,7 +1,7 @@
 """Functions of whole matrices: products and what is made of them.
 
-No kernel computes them: what comes before is one sweep, what comes after another, and between the two torch multiplies.
-The operand is rounded to bf16 on the way, in which the products are taken.
+No kernel computes them: what comes before is one sweep, what comes after another, and between the two torch multiplies,
+in fp32.  newton_schulz takes its products in bf16.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from optgen.base.errors import UserError
 from optgen.ir import node as ir
-from optgen.lang.values import Num, Value, author_loc
+from optgen.lang.values import Num, Value, author_loc, lift, reader_of
 from optgen.ops import spaces
 from optgen.runtime.records import series
 
@@ -41,11 +41,88 @@ def newton_schulz(
     usual, triples = (5, ((coefficients,),)) if isinstance(coefficients, Value) else _rounds(coefficients)
     by_gram = gram if isinstance(gram, Value) else float(gram)
     numbers = [usual if steps is None else steps, float(normalize), by_gram, eps, *(x for t in triples for x in t)]
+    return _call("newton_schulz", (x,), numbers)
+
+
+def transpose(x: Num) -> Any:
+    """x.T: rows and columns changed over."""
     if isinstance(x, Value):
-        if x.node.space != spaces.elem:
-            raise UserError("E201", loc=author_loc(), function="newton_schulz", want="elem", got=x.node.space)
-        operands = [v.node if isinstance(v, Value) else ir.const(v) for v in numbers]
-        node = ir.op("call", x.node, *operands, attr="newton_schulz")
+        return x.T
+    return x.mT if hasattr(x, "mT") else x
+
+
+def gram(x: Num) -> Any:
+    """x @ x.T: the inner products of the rows of x."""
+    return x @ transpose(x)
+
+
+def qr(x: Num) -> Any:
+    """The orthogonal factor of x = q r, of the shape of x; its columns span, from left to right, what those of x do."""
+    return _call("qr", (x,))
+
+
+def eigenvectors(x: Num) -> Any:
+    """The eigenvectors of a symmetric x, as columns, those of the largest eigenvalues first."""
+    return _call("eigenvectors", (x,))
+
+
+def sorting(x: Num) -> Any:
+    """The permutation matrix s for which s.T @ x @ s has its diagonal in falling order."""
+    return _call("sorting", (x,))
+
+
+def inverse_root(x: Num, p: Num, eps: Num = 0.0) -> Any:
+    """(x + eps I) ** (-1 / p) of a symmetric x of no negative eigenvalue; those that rounding makes so count as 0.
+
+    eps  relative to the largest eigenvalue; raise it where x may be singular
+    """
+    return _call("inverse_root", (x,), (p, eps))
+
+
+def cholesky(x: Num) -> Any:
+    """The lower triangular l for which l @ l.T is a symmetric positive definite x."""
+    return _call("cholesky", (x,))
+
+
+def solve_triangular(b: Num, a: Num, *, upper: bool = True) -> Any:
+    """The solution x of a @ x = b for a triangular a; of the shape of b."""
+    return _call("solve_triangular", (b, a), (float(upper),))
+
+
+def triangle(x: Num) -> Any:
+    """x with zeros below its diagonal."""
+    return _call("triangle", (x,))
+
+
+def identity(x: Num) -> Any:
+    """The identity matrix of the shape of a square x."""
+    return _call("identity", (x,))
+
+
+def trace(x: Num) -> Any:
+    """The sum of the diagonal, one value for each matrix."""
+    return reader_of(x).mat_sum(x * identity(x))
+
+
+def polar(x: Num) -> Any:
+    """The orthogonal factor of x, by its singular values, in fp32: what newton_schulz comes near to."""
+    return _call("polar", (x,))
+
+
+def _call(name: str, operands: tuple[Num, ...], numbers: Sequence[Num] = ()) -> Any:
+    """A function of whole matrices, then of host scalars, on whatever its first operand is."""
+    (x, *_) = operands
+    if isinstance(x, Value):
+        nodes = [lift(operand) for operand in operands]
+        if not all(spaces.dims(node.space) for node in nodes):
+            got = next(node.space for node in nodes if not spaces.dims(node.space))
+            raise UserError("E201", loc=author_loc(), function=name, want="elem or matrix", got=got)
+        if name not in ("newton_schulz", "qr", "solve_triangular", "polar") and len({*spaces.dims(nodes[0].space)}) > 1:
+            raise UserError(
+                "E206", loc=author_loc(), function=f"{name}()", want="a square matrix",
+                got=spaces.shown(nodes[0].space), hint="x @ x.T and x.T @ x are square",
+            )  # fmt: skip
+        node = ir.op("call", *nodes, *map(lift, numbers), attr=name)
         if x.record is not None:
             x.record(node)
         return Value(node, x.record)
@@ -55,10 +132,10 @@ def newton_schulz(
     if type(x).__module__.startswith("torch"):
         from optgen.runtime.reference import matrices
 
-        return matrices.newton_schulz(x, *numbers).to(x.dtype)
+        return getattr(matrices, name)(*operands, *numbers).to(x.dtype)
     import sympy
 
-    return sympy.Function("newton_schulz")(x)
+    return sympy.Function(name)(x)
 
 
 def _rounds(given: str | Triple | Sequence[Triple]) -> tuple[int, Sequence[Sequence[Num]]]:

@@ -288,7 +288,7 @@ def _check_references(spec: Spec) -> None:
         for option in ("nonzero", "every", "needs", "excludes"):
             if getattr(f, option) is not None:
                 _refuse_unknown(f, option, getattr(f, option), *of_scalars)
-    changing = {f.name for f in spec.flags if f.every is not None}
+    changing = {f.name for f in spec.flags if f.clock is not None}
     for d in spec.kept:
         for word in flags_in(d.when):
             if word in changing:
@@ -296,6 +296,8 @@ def _check_references(spec: Spec) -> None:
     roots = {s.name: s for s in spec.states if s.nonneg}
     for s in spec.states:
         if isinstance(s.init, str):
+            if s.space.name in spaces.MATRICES:
+                continue  # the identity
             _refuse_unknown(s, "init", s.init, *of_scalars, "param")
             if s.nonneg and spec.hyper(s.init).interval[0] < 0:
                 what = f"state `{s.name}` is declared nonneg, and `{s.init}`, at which it starts, may be below 0"

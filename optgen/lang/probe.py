@@ -62,7 +62,7 @@ def _propagating(pick: Callable[..., float]) -> Callable[[float, float], float]:
 _IEEE: dict[str, Callable[..., float]] = {
     "div": _div, "min": _propagating(min), "max": _propagating(max), "power": _power, "cast": lambda a: a,
     "pow": _total(lambda a, b: a**b), "rsqrt": lambda a: _div(1.0, _total(math.sqrt)(a)), "rcp": lambda a: _div(1.0, a),
-    "call": lambda a, *rest: a,  # whole matrices are not what this looks at
+    "call": lambda a, *rest: a, "transpose": lambda a: a,  # whole matrices are not what this looks at
 }  # fmt: skip
 """The meanings that differ from the row of the primitive: infinities and NaN where Python raises."""
 
@@ -121,6 +121,8 @@ class Run:
         for node in postorder(roots):
             if not node.args:
                 out[node.uid] = self.leaf(node, scalars, kept)
+            elif node.op == "matmul":
+                out[node.uid] = out[max(node.args, key=lambda a: a.space == spaces.elem).uid]
             elif node.op in REDUCTIONS:
                 pick = sum if REDUCTIONS[node.op][1] == "add" else max
                 x = out[node.args[0].uid]
@@ -219,6 +221,8 @@ def _walked(
         for s in spec.present(flags):
             if s.init == "param":
                 kept[s.name] = list(kept["p"])
+            elif s.space.name in spaces.MATRICES:
+                kept[s.name] = [1.0] * run.size
             else:
                 kept[s.name] = [float(scalars[s.init] if isinstance(s.init, str) else s.init)] * run.size
         for step in steps:

@@ -35,7 +35,7 @@ def _check(x: Num, function: str, below: tuple[str, ...]) -> None:
         space = spaces.host
     else:
         return
-    if space.name in below:
+    if space.name in below or (function == "mat_norm" and space.name in spaces.MATRICES):
         return
     hint = {"hint": _OF_NUMBER} if space == spaces.host else {}
     got = space if isinstance(x, Value) else f"the number {x!r}"

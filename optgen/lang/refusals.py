@@ -27,9 +27,9 @@ _MISSING = (
         "random numbers do not exist in rules (yet): the only noise is that of stochastic rounding, chosen by the plan",
     ),
     (
-        "matmul mm bmm mv addmm einsum outer kron T mT t transpose svd qr eigh eig inv inverse pinv cholesky linalg",
-        "products, transposes and decompositions of matrices do not exist (yet): there are dot(a, b), row_sum(a * b), "
-        "col_sum(a * b) and newton_schulz(x)",
+        "mm bmm mv addmm einsum outer kron mT t svd qr eigh eig inv inverse pinv cholesky linalg matrix_power",
+        "of whole matrices there are a @ b, x.T, qr(x), eigenvectors(x), inverse_root(x, p), cholesky(x) and "
+        "newton_schulz(x) in optgen.lang; of elements dot(a, b), row_sum(a * b) and col_sum(a * b)",
     ),
     (
         "tanh sigmoid softplus softmax erf atan atan2 arctan arctan2 sin cos tan sinh cosh log1p expm1 logsumexp",
@@ -107,11 +107,6 @@ def length(loc: Loc) -> UserError:
         return foreign(loc)
     hint = "use rows(x), columns(x) or elements(x) from optgen.lang"
     return UserError("E102", loc=loc, what="len()", hint=hint)
-
-
-def product(loc: Loc) -> UserError:
-    """a @ b."""
-    return UserError("E102", loc=loc, what="@", hint=missing("matmul"))
 
 
 def number(loc: Loc, default: str) -> UserError:

@@ -159,6 +159,8 @@ class Spec:
                 out[f.name] = bool(values[f.name])
             elif f.nonzero is not None:
                 out[f.name] = bool(values.get(f.nonzero, self.hyper(f.nonzero).default) != 0)
+            elif f.first:
+                out[f.name] = step == 1
             elif f.every is not None:
                 out[f.name] = step is not None and step % values.get(f.every, self.hyper(f.every).default) == 0
             elif f.shape is not None and shape is not None:
@@ -214,10 +216,10 @@ class Spec:
         steps; flags of one hyper-parameter change together."""
         setting = {f.name: flags.get(f.name, f.default) for f in self.flags}
         yield setting
-        given = {f.every: setting[f.name] for f in self.flags if f.every}
+        given = {f.clock: setting[f.name] for f in self.flags if f.clock}
         for values in itertools.product(*((on, not on) for on in given.values())):
             on = dict(zip(given, values, strict=True))
-            found = {**setting, **{f.name: on[f.every] for f in self.flags if f.every}}
+            found = {**setting, **{f.name: on[f.clock] for f in self.flags if f.clock}}
             if found != setting:
                 yield found
 
@@ -271,6 +273,10 @@ class Spec:
             values[hs.name] = (host_states or {}).get(hs.name, hs.init) if on else Absent(hs.name, hs.when or "")
         # A mean of ones and zeros, for instance, has no other operand to take its precision from.
         precision = PRECISION.set(getattr(p, "dtype", None))
+        if getattr(p, "ndim", 0) > 2 and type(p).__module__.startswith("torch"):
+            from optgen.lang.tensors import stacked
+
+            p, g, values = stacked(p), stacked(g), {name: stacked(value) for name, value in values.items()}
         try:
             new = self.call(p, g, t, values)
         finally:
@@ -303,6 +309,9 @@ def start(state: StateDecl, p: Any, hypers: Mapping[str, Any] | None = None) -> 
     """A state before the first step, for a parameter p; a plain number where p is no tensor."""
     if state.init == "param":
         return p.clone() if hasattr(p, "clone") else p
+    if state.init == "identity":
+        made = filled(state.space, p, 0.0)
+        return made + made.new_ones(made.shape[-1]).diag() if hasattr(made, "new_ones") else 1.0
     value = (hypers or {})[state.init] if isinstance(state.init, str) else state.init
     return filled(state.space, p, value)
 
@@ -320,4 +329,7 @@ def filled(space: spaces.Space, p: Any, value: Any) -> Any:
         "tensor": (),
         "model": (),
     }
+    if space != spaces.elem and (dims := spaces.dims(space)):
+        sides = dict(zip("mn", p.shape[-2:], strict=False))
+        return p.new_full((*p.shape[:-2], *(sides[d] for d in dims)), value)
     return p.new_full(shapes[space.name], value)

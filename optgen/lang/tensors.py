@@ -15,6 +15,21 @@ from optgen.ops.tables import Table
 Operand = Any  # Tensor | float
 
 
+class Matrices(torch.Tensor):
+    """A tensor of matrices (..., rows, columns), whose T is each of them transposed."""
+
+    __module__ = "torch"  # by which readings are told apart
+
+    @property
+    def T(self) -> Any:  # type: ignore[override]  # noqa: N802 - as torch and NumPy have it
+        return self.mT
+
+
+def stacked(x: Any) -> Any:
+    """x as Matrices, if it is a tensor."""
+    return x.as_subclass(Matrices) if isinstance(x, torch.Tensor) else x
+
+
 def _both(a: Operand, b: Operand) -> tuple[Any, Any]:
     """Return two operands, one of them a tensor at least, as tensors of its dtype and device."""
     like = a if isinstance(a, torch.Tensor) else b

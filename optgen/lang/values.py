@@ -94,6 +94,13 @@ class Value:
     def __pos__(self) -> Value:
         return self
 
+    __matmul__, __rmatmul__ = _operator("matmul"), _operator("matmul", swapped=True)
+
+    @property
+    def T(self) -> Value:  # noqa: N802 - as torch and NumPy have it
+        """The transposed matrix."""
+        return _op("transpose", self)
+
     def __pow__(self, e: Num) -> Any:
         if self.node.space == spaces.host or lift(e).space != spaces.host:
             return _op("pow", self, e)
@@ -127,7 +134,6 @@ class Value:
     __mod__ = __rmod__ = _missing("%", "use a - b * floor(a / b), floor from optgen.lang")
     __round__ = _missing("round()", "use rint(x) from optgen.lang")
     __getitem__, __setitem__ = _missing("x[...]", _ONE), _missing("x[...] =", _ONE)
-    __matmul__ = __rmatmul__ = _refused(refusals.product)
     __len__, __iter__ = _refused(refusals.length), _refused(refusals.iteration)
     __array_function__ = _refused(refusals.foreign)
 
@@ -188,7 +194,7 @@ class Absent:
         return self.refuse
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = refuse
-    __pow__ = __rpow__ = __neg__ = __abs__ = __lt__ = __le__ = __gt__ = __ge__ = refuse
+    __pow__ = __rpow__ = __neg__ = __abs__ = __lt__ = __le__ = __gt__ = __ge__ = __matmul__ = __rmatmul__ = refuse
     __bool__ = __float__ = __int__ = __iter__ = refuse
 
 
@@ -246,6 +252,7 @@ def _check_operands(name: str, nodes: list[Node]) -> None:
         if refused:
             got = " and ".join(dict.fromkeys(k.name for k in (kinds[:1] if want == "a condition first" else kinds)))
             raise UserError("E103", loc=author_loc(), function=shown, want=want, got=got, hint=hint)
+    _check_matrices(name, nodes)
     if row.host == "only" and any(n.space != spaces.host for n in nodes):
         space = next(n.space for n in nodes if n.space != spaces.host)
         raise UserError("E202", loc=author_loc(), function=shown, got=space)
@@ -253,6 +260,29 @@ def _check_operands(name: str, nodes: list[Node]) -> None:
     scalars = all(n.space == spaces.host and not n.dtype.is_int for n in nodes)
     if not row.host and scalars and any(n.op != "const" for n in nodes):
         raise UserError("E205", loc=author_loc(), function=shown)
+
+
+_OF_MATRICES = frozenset("add sub mul div neg abs sqrt max min sign where lt le mat_sum".split())
+"""Primitives of arithmetic that whole matrices beside those of elements have, too."""
+
+
+def _check_matrices(name: str, nodes: list[Node]) -> None:
+    """Raise UserError E206 where the shapes of whole matrices do not fit together."""
+    given = " and ".join(spaces.shown(n.space) for n in nodes)
+    shown = PRIMS[name].spelled
+    if name in ("matmul", "transpose"):
+        dims = [spaces.dims(n.space) for n in nodes]
+        if not all(dims):
+            raise UserError("E206", loc=author_loc(), function=shown, want="matrices", got=given, hint="")
+        if len(dims) == 2 and dims[0][1] != dims[1][0]:
+            hint = "g @ g.T is (rows, rows), g.T @ g is (columns, columns); elem is (rows, columns)"
+            raise UserError("E206", loc=author_loc(), function=shown, want="(a, b) and (b, c)", got=given, hint=hint)
+    elif any(n.space.name in spaces.MATRICES for n in nodes):
+        among = {n.space for n in nodes if n.space.name not in ("host", "model", "tensor", "mat")}
+        if len(among) > 1 or name not in _OF_MATRICES:
+            want = "matrices of one shape" if len(among) > 1 else "values of elements, not whole matrices"
+            hint = "matrices have + - * / @ .T, sqrt, abs, maximum, minimum, sign and where"
+            raise UserError("E206", loc=author_loc(), function=shown, want=want, got=given, hint=hint)
 
 
 def _op(name: str, *args: Num, attr: Any = None) -> Value:

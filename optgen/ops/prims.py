@@ -25,7 +25,8 @@ class Prim:
     takes     a letter per operand.  n: a number and x: anything, all of one dtype; f: f32; i: i32; b: a condition;
               c: a condition or i32; k: an i32 constant; h: host space; *: any
     dtype     of the result; None: of the last operand; "attr": the attribute
-    space     of the result: "" joins the operands'; "block": blocks of so many as the attribute says
+    space     of the result: "" joins the operands'; "block": blocks of so many as the attribute says; "first": that of
+              the first operand; "product", "transposed": of matrices
     combine   of a reduction: the primitive that joins two partial results
     core      whether every backend spells it
     host      whether host scalars are made with it: backends/host.py spells it; "only": nothing else is
@@ -158,8 +159,11 @@ _ROWS = (
     Prim("axis_max", "n", "of columns: for each index of a dimension the largest of the columns that have it",
          space="axis"),
     Prim("axis_min", "n", "of indices: for each column the smallest among its own", space="col"),
-    # a function of whole matrices that no kernel computes: attr is its name in optgen.runtime.reference.matrices
-    Prim("call", "f*", "one value per element of a function of the whole matrix, then its host scalars", f32, "elem"),
+    # of whole matrices, which no kernel computes
+    Prim("matmul", "ff", "product of two matrices", f32, "product", infix=("@", 6, True)),
+    Prim("transpose", "f", "rows and columns changed over", f32, "transposed"),
+    Prim("call", "f*", "attr: a function in optgen.runtime.reference.matrices, of a matrix, whose shape the result "
+         "has, of CALLS[attr] - 1 further ones, then of host scalars", f32, "first"),
     # host space only, fp64
     Prim("pow", "ff", "x ** y", host="only", shown="x ** y with a variable exponent", number=_power, symbol="Pow"),
     Prim("exp", "f", host="only", number=math.exp, tensor="exp", symbol="exp"),
@@ -185,6 +189,14 @@ PRIMS: dict[str, Prim] = {p.name: p for p in _ROWS}
 
 ON_HOST = frozenset(p.name for p in _ROWS if p.host)
 """Primitives of host scalars: each has a spelling of its own in Python (backends/host.py), in fp64."""
+
+CALLS = {
+    "newton_schulz": 1, "qr": 1, "eigenvectors": 1, "sorting": 1, "inverse_root": 1, "cholesky": 1,
+    "solve_triangular": 2, "triangle": 1, "identity": 1, "polar": 1,
+}  # fmt: skip
+"""Function of whole matrices -> how many of its operands are matrices."""
+
+MATRIX_OPS = frozenset({"matmul", "transpose", "call"})
 
 REDUCTIONS = {p.name: (p.space, p.combine) for p in _ROWS if p.combine}
 """op -> (space of the result, combine)."""

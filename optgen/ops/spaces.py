@@ -6,6 +6,9 @@ one per row and column of the last two dimensions, `block` one per storage block
 dimension) and `elem` one per element.  `axis` has one per index of each dimension that columns are made of, where they
 are made of several; where they are one dimension, its values are theirs.  Arithmetic joins spaces upward
 (`row * col -> elem`); reductions go down.
+
+Whole matrices beside those of elements have spaces named by their two dimensions, m rows of the parameter's matrix, n
+columns or a low rank r: `mm` (m, m), `nm` (n, m), `rn` (r, n) and so on; `elem` is (m, n).  No kernel knows them.
 """
 
 from __future__ import annotations
@@ -42,6 +45,8 @@ class Space:
 
 
 RANK = {"host": 0, "model": 1, "tensor": 2, "mat": 3, "row": 4, "col": 4, "axis": 4, "block": 5, "elem": 6}
+MATRICES = frozenset({"mm", "nn", "nm", "mr", "rm", "nr", "rn", "rr"})
+RANK |= dict.fromkeys(MATRICES, 7)
 SMALL = frozenset({"model", "tensor", "mat", "row", "col", "axis"})
 """Few values beside elements: kept in fp32 between sweeps."""
 
@@ -53,10 +58,27 @@ row = Space("row")
 col = Space("col")
 axis = Space("axis")
 elem = Space("elem")
+whole = Space("whole")  # of a stage: what torch does with whole matrices
 
 
 def block(size: int) -> Space:
     return Space("block", size)
+
+
+def dims(space: Space) -> str:
+    """Return the two dimensions of a space of whole matrices, "mn" of elements; "" of any other space."""
+    return "mn" if space is elem else space.name if space.name in MATRICES else ""
+
+
+def of_dims(rows: str, columns: str) -> Space:
+    """Return the space of matrices with these dimensions."""
+    return elem if rows + columns == "mn" else Space(rows + columns)
+
+
+def shown(space: Space) -> str:
+    """Return a space as errors say it: (rows, rank) for `mr`."""
+    words = {"m": "rows", "n": "columns", "r": "rank"}
+    return f"({', '.join(words[d] for d in dims(space))})" if dims(space) else str(space)
 
 
 @cache  # of the few spaces that there are; asked for each operand of each node

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from optgen.ir.program import Program, Schedule, Stage, Step
 from optgen.ir.verify import verify
+from optgen.ops import spaces
 from optgen.passes import scalars
 from optgen.passes.convert import convert
 from optgen.passes.cut import Cut, cut
@@ -90,7 +91,8 @@ def step(
         verify(piece.program, after="cut")
         if log and len(found.pieces) > 1:
             log("cut", whole, piece.program)
-        done.append(_passed(PROGRAM_PASSES, replace(piece.program, maths=maths), log))
+        of_piece = "strict" if piece.program.space == spaces.whole else maths
+        done.append(_passed(PROGRAM_PASSES, replace(piece.program, maths=of_piece), log))
     programs, host = scalars.merged(done)
     stages = []
     for piece, own in zip(found.pieces, programs, strict=True):

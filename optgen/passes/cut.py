@@ -5,8 +5,10 @@ tensors are computed between two sweeps, and a value that they leave for others 
 elements is split in three: the sweep leaves partial sums, their finish is the runtime's, and where a tensor is spread
 over several machines their sums are added up between the two.
 
-A function of whole matrices (*call*) stands between two sweeps like a reduction, but what it gives is one value per
-element again, in bf16.  Sums over the model end a level: they need that level of every parameter.
+Functions of whole matrices stand between two sweeps like a reduction.  Those of one level are a stage, which torch
+computes: it reads matrix states and what sweeps left for each element, leaves values of elements again, and in the last
+one stores the matrix states.  A newton_schulz of elements by itself is a *call*: a stage in place, in bf16.  Sums over
+the model end a level: they need that level of every parameter.
 
 A value per element that a later sweep needs again is computed again from the stored values, or read back: a state may
 be stored by an earlier sweep than its last use, and later sweeps then take its stored value for the new one.  Which of
@@ -22,7 +24,7 @@ rewrite:
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from optgen.base.names import unique
@@ -31,7 +33,7 @@ from optgen.ir.node import Node, Rewriter, loads, postorder
 from optgen.ir.program import Buffer, Let, Program, Store
 from optgen.ir.spell import name_for
 from optgen.ops import dtypes, spaces
-from optgen.ops.prims import REDUCTIONS
+from optgen.ops.prims import MATRIX_OPS, REDUCTIONS
 from optgen.ops.spaces import Space
 
 START = -1  # the level of small work before the first sweep
@@ -66,7 +68,17 @@ def is_small(node: Node) -> bool:
 
 def reduces_elements(node: Node) -> bool:
     """Return True if the node depends on a reduction over all elements."""
-    return node.op in REDUCTIONS and not is_small(node.args[0])
+    return node.op in REDUCTIONS and not is_small(node.args[0]) and node.args[0].space.name not in spaces.MATRICES
+
+
+def of_matrices(roots: Iterable[Node]) -> dict[int, Node]:
+    """Return the nodes (by uid) that are functions of whole matrices, or follow from them without elements."""
+    found: dict[int, Node] = {}
+    for node in postorder(roots):
+        small = is_small(node) and any(a.uid in found and a.space != spaces.elem for a in node.args)
+        if small or node.op in MATRIX_OPS or node.space.name in spaces.MATRICES:
+            found[node.uid] = node
+    return found
 
 
 def reduces_model(node: Node) -> bool:
@@ -78,7 +90,8 @@ def needs_cutting(program: Program) -> bool:
     """Return True if anything lives in a space between host and elements, or is computed outside of kernels."""
     if program.sums or any(b.space.name in spaces.SMALL for b in program.buffers):
         return True
-    return any(is_small(n) or n.op == "call" for n in postorder(s.node for s in program.stores))
+    nodes = postorder(s.node for s in program.stores)
+    return any(is_small(n) or n.op in MATRIX_OPS or n.space.name in spaces.MATRICES for n in nodes)
 
 
 def as_bf16(x: Node) -> Node:
@@ -102,7 +115,7 @@ def by_rows(program: Program) -> Program:
             return ir.op("model_sum", rule(ir.op("tensor_sum", node.args[0])))
         if (
             node.op == "mat_sum"
-            and not is_small(node.args[0])
+            and node.args[0].space == spaces.elem
             or (node.op in ("tensor_sum", "tensor_max") and matrices and not is_small(node.args[0]))
         ):
             rows = "row_max" if node.op == "tensor_max" else "row_sum"
@@ -117,14 +130,16 @@ def by_rows(program: Program) -> Program:
 class Levels:
     """Node -> the level at which it can first be computed; what is loaded or known on the host, at any."""
 
-    def __init__(self, roots: Iterable[Node]) -> None:
+    def __init__(self, roots: Iterable[Node], matrices: Container[int]) -> None:
         self.of: dict[int, int] = {}
         for node in postorder(roots):
             below = max((self.of[a.uid] for a in node.args), default=START)
             if reduces_model(node):
                 self.of[node.uid] = below + 2
-            elif reduces_elements(node) or node.op == "call":
-                self.of[node.uid] = below + below % 2 + 1  # after the sweep that reads a call's own result
+            elif reduces_elements(node):
+                self.of[node.uid] = below + below % 2 + 1
+            elif node.uid in matrices:
+                self.of[node.uid] = below + (below % 2 == 0)
             elif node.space in (spaces.host,) or not node.args:
                 self.of[node.uid] = START if is_small(node) or node.space == spaces.host else 0
             elif is_small(node):
@@ -183,24 +198,45 @@ class Cutter:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self.level = Levels([*program.roots(), *(k.old for k in program.kept), *(k.new for k in program.kept)])
+        roots = [*program.roots(), *(k.old for k in program.kept), *(k.new for k in program.kept)]
+        self.matrices = of_matrices(roots)
+        self.level = Levels(roots, self.matrices)
         self.size = _costs(program.buffers)
         self.buffers = {b.name: b for b in program.buffers}
         live = list(postorder([*(s.node for s in program.stores), *program.sums]))
         self.reductions = [n for n in live if reduces_elements(n)]
-        self.calls = [n for n in live if n.op == "call"]
+        self.matrix_stores = [s for s in program.stores if self.buffers[s.buffer].space.name in spaces.MATRICES]
+        whole = [n for n in live if n.uid in self.matrices]
+        inner = {a.uid for n in whole for a in n.args}
+        self.calls = [n for n in whole if self._is_alone(n) and n.uid not in inner]
+        of_elements = [a for n in whole if n not in self.calls for a in n.args if not self._is_matrix(a)]
+        self.operands = list(dict.fromkeys(a for a in of_elements if a.space == spaces.elem))
+        self.given = list(dict.fromkeys(a for a in of_elements if is_small(a) and a.args))
+        read = {a.uid for n in live if n.uid not in self.matrices for a in n.args}
+        read |= {s.node.uid for s in program.stores if s not in self.matrix_stores}
+        read |= {a.uid for n in whole for a in n.args if a.uid in self.matrices and self.level(a) < self.level(n)}
+        self.results = [n for n in whole if n not in self.calls and n.args and n.space.name not in spaces.MATRICES
+                        and n.uid in read]  # fmt: skip
+        self.crossing = (*self.reductions, *self.calls, *self.results)
         self.stores: dict[str, list[Store]] = {}
         for s in program.stores:
-            if not self._is_small_store(s):
+            if not self._is_small_store(s) and s not in self.matrix_stores:
                 self.stores.setdefault(self.buffers[s.buffer].owner, []).append(s)
         # A new value that is just the gradient is not worth reading back in another format.
         self.kept = {k.owner: k for k in program.kept if not _is_gradient(k.new)}
         self.names = self._names(live)
         self.first_users = self._first_users()
 
+    def _is_matrix(self, node: Node) -> bool:
+        return node.uid in self.matrices
+
+    def _is_alone(self, node: Node) -> bool:
+        """Return True for a newton_schulz of a value of elements, which takes the place of its operand."""
+        return node.attr == "newton_schulz" and node.space == spaces.elem and not self._is_matrix(node.args[0])
+
     def _first_users(self) -> dict[int, Let]:
         """Map reductions and calls (by uid) to the first line of the author that needs them."""
-        crossing = {n.uid for n in (*self.reductions, *self.calls)}
+        crossing = {n.uid for n in self.crossing}
         below: dict[int, frozenset[int]] = {}
         out: dict[int, Let] = {}
         for n in postorder(let.node for let in self.program.body):
@@ -218,7 +254,7 @@ class Cutter:
         """Return the names of small values: the author's where a line of theirs is the value."""
         named: dict[int, str] = {}
         for let in self.program.body:
-            if is_small(let.node) or let.node.op == "call":
+            if is_small(let.node) or self._is_matrix(let.node):
                 named.setdefault(let.node.uid, let.name)
         taken = {b.name for b in self.program.buffers} | set(self.program.hypers)
         out: dict[int, str] = {}
@@ -232,10 +268,14 @@ class Cutter:
             for a in n.args:
                 lines.setdefault(a.uid, n)
         for n in (*self.program.sums, *live):
-            if n.uid in out or not (is_small(n) or n.op == "call") or not n.args:
+            if n.uid in out or not (is_small(n) or self._is_matrix(n)) or not n.args or n.space.name in spaces.MATRICES:
                 continue
             base = named.get(n.uid) or self._described(n, named, lines if reduces_model(n) else users, out)
             name = out[n.uid] = unique(base, taken)
+            taken.add(name)
+        own = {let.node.uid: let.name for let in self.program.body}
+        for n in self.operands:
+            name = out[n.uid] = unique(f"{own.get(n.uid) or 'operand'}_whole", taken)
             taken.add(name)
         return out
 
@@ -248,8 +288,8 @@ class Cutter:
             user = users.get(user.uid)
             if user is not None and not is_small(user):
                 user = None
-        if node.op == "call":
-            return str(node.attr)
+        if self._is_matrix(node):
+            return str(node.attr or node.op)
         if node.op == "axis_min":
             (x,) = node.args
             return f"{x.attr if x.op == 'load' else named.get(x.uid) or out[x.uid]}_spread"
@@ -294,13 +334,18 @@ class Cutter:
     def sweeps(self, at: Mapping[str, int]) -> list[_Sweep]:
         """The sweeps where owner o's stores stand at level at[o]."""
         out = []
-        last = max([*at.values(), *(self.level(r) - 1 for r in (*self.reductions, *self.calls))], default=0)
+        last = max([*at.values(), *self._before()], default=0)
         for level in range(0, last + 1, 2):
             roots = [r.args[0] for r in (*self.reductions, *self.calls) if self.level(r) == level + 1]
+            roots += [x for x in self.operands if self.level(x) == level]
             roots += [s.node for o, ss in self.stores.items() if at[o] == level for s in ss]
             if roots:
                 out.append(self._look(level, roots, at))
         return out
+
+    def _before(self) -> list[int]:
+        """The levels of sweeps that something between sweeps needs."""
+        return [self.level(r) - 1 for r in (*self.reductions, *self.calls)] + [self.level(x) for x in self.operands]
 
     def _look(self, level: int, roots: list[Node], at: Mapping[str, int]) -> _Sweep:
         """Return a sweep with the values that it reads: early states from what was stored, small values from temps."""
@@ -318,6 +363,10 @@ class Cutter:
                 sweep.loads |= set(loads([self.kept[early[node.uid]].old]))
                 sweep.nodes.append(node)
                 continue
+            if self._is_matrix(node):
+                sweep.nodes.append(node)
+                sweep.calls.add(node.uid)
+                continue
             if is_small(node):
                 if node.args:
                     sweep.values.append(node)
@@ -325,9 +374,6 @@ class Cutter:
                     sweep.loads.add(node.attr)
                 continue
             sweep.nodes.append(node)
-            if node.op == "call":
-                sweep.calls.add(node.uid)
-                continue
             if node.op == "load":
                 sweep.feasible &= node.attr not in gone
                 sweep.loads.add(node.attr)
@@ -337,8 +383,8 @@ class Cutter:
     def choose(self) -> tuple[list[_Sweep], dict[str, int]]:
         """The sweeps with the least traffic, and the level at which each owner's stores stand."""
         groups = self.groups()
-        first = {id(g): max(self.level(s.node) for o in g for s in self.stores[o]) for g in groups}
-        last = max([*first.values(), *(self.level(r) - 1 for r in (*self.reductions, *self.calls))], default=0)
+        first = {id(g): max(self._sweep_of(s) for o in g for s in self.stores[o]) for g in groups}
+        last = max([*first.values(), *self._before()], default=0)
         best: tuple[tuple[float, int, int], list[_Sweep], dict[str, int]] | None = None
         for levels in itertools.product(*(range(first[id(g)], last + 1, 2) for g in groups)):
             at = {o: level for g, level in zip(groups, levels, strict=True) for o in g}
@@ -354,6 +400,11 @@ class Cutter:
         assert best is not None
         return best[1], best[2]
 
+    def _sweep_of(self, s: Store) -> int:
+        """Return the level of the first sweep that can store a value."""
+        level = self.level(s.node)
+        return level + level % 2
+
     def _reads_new(self, sweep: _Sweep, owner: str) -> bool:
         return owner in self.kept and any(n.uid == self.kept[owner].new.uid for n in sweep.nodes)
 
@@ -365,7 +416,7 @@ class Cutter:
         mapped = Rewriter(lambda node: node)
         memo = mapped.memo
         memo |= {value: small.read(value) for value in sweep.values}
-        memo |= {call: self.read_call(call) for call in self.calls if call.uid in sweep.calls} | early
+        memo |= {x: self.read_call(x) for x in (*self.calls, *self.results) if x.uid in sweep.calls} | early
         stores, reduced = [], []
         for r in self.reductions:
             if self.level(r) == sweep.level + 1:
@@ -377,6 +428,10 @@ class Cutter:
                 name = self.names[c.uid]
                 reduced.append(Buffer(name, dtypes.bf16, spaces.elem, "temp", name, False, True))
                 stores.append(Store(name, as_bf16(mapped(c.args[0]))))
+        for x in self.operands:
+            if self.level(x) == sweep.level:
+                reduced.append(self._temp(x))
+                stores.append(Store(self.names[x.uid], mapped(x)))
         stores += [Store(s.buffer, mapped(s.node)) for o, ss in self.stores.items() if at[o] == sweep.level for s in ss]
         seen = {n.uid for n in postorder(s.node for s in stores)}
         lets = []
@@ -392,7 +447,9 @@ class Cutter:
         return StageProgram(self._program(stores, tuple(lets), reduced, spaces.elem), sweep.level, why)
 
     def read_call(self, node: Node) -> Node:
-        """Return the load by which a later sweep reads the result of a call."""
+        """Return the load by which a later stage reads a value of functions of whole matrices."""
+        if node not in self.calls:
+            return ir.load(self.names[node.uid], dtypes.f32, node.space)
         return ir.op("cast", ir.load(self.names[node.uid], dtypes.bf16, spaces.elem), attr=dtypes.f32)
 
     def call_pieces(self) -> list[StageProgram]:
@@ -409,6 +466,38 @@ class Cutter:
                 space=spaces.elem, sums=(),
             )  # fmt: skip
             out.append(StageProgram(program, self.level(c), f"{c.attr} of whole matrices"))
+        return out
+
+    def _temp(self, node: Node) -> Buffer:
+        """Return the buffer of a value that is left for functions of whole matrices, or that they leave."""
+        return Buffer(self.names[node.uid], dtypes.f32, node.space, "temp", self.names[node.uid], False, True)
+
+    def matrix_pieces(self, small: SmallWork) -> list[StageProgram]:
+        """A stage for every level that has functions of whole matrices; matrix states are stored in the last one."""
+        levels = {self.level(x) for x in self.results}
+        if self.matrix_stores:
+            levels.add(max([*levels, *(self.level(s.node) for s in self.matrix_stores)]))
+        out = []
+        for level in sorted(levels):
+            memo: dict[Node, Node] = {x: ir.load(self.names[x.uid], dtypes.f32, spaces.elem) for x in self.operands}
+            memo |= {x: small.read(x) for x in self.given}
+            memo |= {x: self.read_call(x) for x in self.results if self.level(x) < level}
+            mapped = Rewriter(lambda node: node)
+            mapped.memo |= memo
+            made = [x for x in self.results if self.level(x) == level]
+            temps = [self._temp(x) for x in made]
+            stores = [Store(self.names[x.uid], mapped(x)) for x in made]
+            if level == max(levels):
+                stores += [Store(s.buffer, mapped(s.node)) for s in self.matrix_stores]
+            seen = {n.uid for n in postorder(s.node for s in stores)}
+            lets = []
+            for let in self.program.body:
+                if let.node.space == spaces.host:
+                    lets.append(let)
+                elif self._is_matrix(let.node) and (new := mapped(let.node)).uid in seen and new.op != "load":
+                    lets.append(replace(let, node=new))
+            program = self._program(stores, tuple(lets), temps, spaces.whole)
+            out.append(StageProgram(program, level, "functions of whole matrices"))
         return out
 
     def _program(self, stores: list[Store], lets: tuple[Let, ...], temps: list[Buffer], space: Space) -> Program:
@@ -436,7 +525,7 @@ class Cutter:
         if not reduced:
             return "the update" if number == count else "stores"
         users = []
-        for r in (*self.reductions, *self.calls):
+        for r in self.crossing:
             if self.level(r) == sweep.level + 1:
                 let = self.first_users.get(r.uid)
                 users.append(f"{let.name} ({let.loc.short})" if let and let.loc else str(r.attr or r.op))
@@ -459,7 +548,7 @@ class SmallWork:
         first = min((s.level + 1 for s in sweeps), default=START)
         wanted: list[tuple[Node, int]] = [(v, self._due(v)) for s in sweeps for v in s.values]
         wanted += [(s.node, max(level(s.node), first)) for s in self.stores if s.node.args]
-        wanted += [(n, self._due(n)) for n in reversed(program.sums)]
+        wanted += [(n, self._due(n)) for n in (*cutter.given, *reversed(program.sums))]
         self.roots: dict[int, list[Node]] = {}
         stack = wanted
         seen: set[tuple[int, int]] = set()
@@ -630,7 +719,7 @@ def cut(program: Program) -> Cut:
     small = SmallWork(cutter, sweeps)
     pieces = [cutter.piece(s, at, small, k + 1, len(sweeps)) for k, s in enumerate(sweeps)]
     pieces += small.pieces()
-    pieces += cutter.call_pieces()
+    pieces += cutter.call_pieces() + cutter.matrix_pieces(small)
     early = tuple(o for o in at if any(at[o] < s.level and cutter._reads_new(s, o) for s in sweeps))
     few = any(b.space.name in spaces.SMALL for b in program.buffers)
     if len(pieces) == 1 and not few and not pieces[0].program.is_sized:  # one kernel, whose table has every buffer

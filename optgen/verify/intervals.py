@@ -126,6 +126,14 @@ class Interval:
     def shape(self) -> torch.Size:
         return self.lo.shape
 
+    @property
+    def T(self) -> Interval:  # noqa: N802 - as torch and NumPy have it
+        return Interval(self.lo.mT, self.hi.mT, self.model)
+
+    def __matmul__(self, other: Interval) -> Interval:
+        """A product of whole matrices: nothing is claimed."""
+        return Interval(self.lo @ other.lo, self.hi @ other.hi, self.model).unknown()
+
     def reshape(self, shape: Sequence[int]) -> Interval:
         return Interval(self.lo.reshape(shape), self.hi.reshape(shape), self.model)
 

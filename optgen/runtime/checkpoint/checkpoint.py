@@ -488,7 +488,7 @@ def held(
     """
     if variant.keys == kept.keys():
         return variant
-    fixed = {flag.name for flag in cls.FLAGS if flag.shape is not None or flag.every is not None}
+    fixed = {flag.name for flag in cls.FLAGS if flag.shape is not None or flag.clock is not None}
     switched = {flag.name for flag in cls.FLAGS if flag.nonzero is not None}
     chosen = plans.chosen(cls, group, p.dtype, name)
     small, vector = p.numel() < chosen.limit, p.ndim < 2

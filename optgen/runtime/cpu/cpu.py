@@ -23,7 +23,7 @@ import torch
 
 from optgen.runtime.cpu import join, native
 from optgen.runtime.layout import workspace
-from optgen.runtime.records import EIGHT, Field, Variant, dtype_name
+from optgen.runtime.records import EIGHT, MATRICES, Field, Variant, dtype_name
 from optgen.runtime.records.join import Pair
 from optgen.runtime.work import staged
 from optgen.runtime.work.bucket import Bucket
@@ -103,8 +103,9 @@ KINDS = ("elem", "block", "row", "col", "mat", "tensor", "eight", "axis")
 
 
 def _kind(space: str) -> int:
-    """Return the number of a space; each tensor has its own copy of a value of the model."""
-    return KINDS.index("tensor" if space == "model" else space)
+    """Return the number of a space; each tensor has its own copy of a value of the model, and no kernel reads matrices.
+    """
+    return KINDS.index("tensor" if space == "model" or space in MATRICES else space)
 
 
 def _kind_of(field: Field) -> int:
@@ -115,7 +116,7 @@ def expected(variant: Variant, grad: torch.dtype) -> list[int]:
     """Return the `layout` (see optgen.h) of a kernel that was generated for the tables of this variant."""
     columns = [(getattr(torch, variant.param).itemsize, 0), (grad.itemsize, 0)]
     columns += [(f.torch_dtype.itemsize * f.width, _kind_of(f)) for f in variant.fields]
-    columns += [(2 if t.space == "elem" else 4, _kind(t.space)) for t in variant.temps]
+    columns += [(2 if t.space == "elem" and not t.wide else 4, _kind(t.space)) for t in variant.temps]
     columns += [(4, KINDS.index(t.space) + 8) for t in workspace.reduced(variant)]
     return [variant.host_for("cpp")[1], variant.block, len(columns), *(x for column in columns for x in column)]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from optgen.runtime.records import EIGHT, Eager, Field, Rule, Stage, Temp, Variant
+from optgen.runtime.records import EIGHT, MATRICES, Eager, Field, Rule, Stage, Temp, Variant
 
 KERNEL = "kernel"
 """The name of the kernel in its text."""
@@ -98,7 +98,7 @@ def _column(field: Field, written: bool) -> str:
 
 _KINDS = {
     "elem": "ELEMENT", "row": "ROW", "col": "COLUMN", "mat": "MATRIX", "tensor": "WHOLE", "model": "WHOLE",
-    "axis": "AXIS",
+    "axis": "AXIS", **dict.fromkeys(MATRICES, "WHOLE"),
 }  # fmt: skip
 _REDUCTIONS = {"": "NONE", "sum": "TOTAL", "max": "LARGEST"}
 _EXTENTS = ("rows", "columns", "elements")
@@ -110,7 +110,7 @@ def steps_source(variant: Variant, rule: Rule, text: str, codecs: str) -> str:
     reduced = [t for t in variant.temps if t.source == "elem"]
     columns = [_column_of(variant, name) for name in names]
     columns += [f"{{4, {_KINDS[t.space]} + 8}}" for t in reduced]
-    kernels = [(own, stage) for own, stage in zip(variant.stages, rule.stages, strict=True) if stage.space != "call"]
+    kernels = [(own, stage) for own, stage in zip(variant.stages, rule.stages, strict=True) if not stage.on_host]
     noise = ", ".join(_wants(variant))
     lines = ['#include "steps.h"', "namespace {", f"constexpr int WIDEST = {variant.block};", codecs, text]
     for k, (own, stage) in enumerate(kernels):
@@ -155,7 +155,7 @@ def _column_of(variant: Variant, name: str) -> str:
         if f.name == name:
             return f"{{{_bytes(f)}, {_kind(f)}}}"
     temp = next(t for t in variant.temps if t.name == name)
-    return f"{{{2 if temp.space == 'elem' else 4}, {_KINDS[temp.space]}}}"
+    return f"{{{2 if temp.space == 'elem' and not temp.wide else 4}, {_KINDS[temp.space]}}}"
 
 
 def _bytes(field: Field) -> int:
@@ -328,7 +328,7 @@ class _Stage:
             return "of_rows"
         if space in ("tensor", "model"):
             return "of_tensor"
-        return "upper_half" if x in self.temps and space == "elem" else "full_nearest"
+        return "upper_half" if x in self.temps and space == "elem" and not self.temps[x].wide else "full_nearest"
 
 
 def _suffixed(state: str, name: str) -> str:

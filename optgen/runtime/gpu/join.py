@@ -53,7 +53,7 @@ def _add(out: Any, variant: Variant, steps: Rule, rule: ModuleType, codecs: Modu
     for stage in steps.stages:
         if stage.space == "elem":
             _add_sweep(out, names[stage], variant, stage, frame, rule)
-    small = [s for s in steps.stages if s.space not in ("elem", "call")]
+    small = [s for s in steps.stages if s.space != "elem" and not s.on_host]
     for _, level in groupby(small, key=lambda s: s.level):
         first, *more = level
         own = first.state or first.kernel == COPY
@@ -294,7 +294,7 @@ def _buffer(variant: Variant, field: Field | None, temp: Temp | None, name: str)
     space = field.space if field is not None else temp.space if temp is not None else ""
     kind = "one" if space in _ONE else "" if space == "elem" else space
     if field is None:
-        return tl.float32 if kind else tl.bfloat16, kind
+        return tl.float32 if kind or (temp is not None and temp.wide) else tl.bfloat16, kind
     return getattr(tl, field.dtype), "block" if field.per > 1 else kind
 
 

@@ -208,7 +208,7 @@ class _Maker:
         self.plan = plan
         if self.operands is not None:
             plan.kept.append(self.operands)
-        kernels = [s for s in self.variant.stages if s.space != "call"]
+        kernels = [s for s in self.variant.stages if not s.on_host]
         for _, level in groupby(kernels, key=lambda s: s.level):
             stages = list(level)
             if stages[0].space == "elem":

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from optgen.runtime.layout import plans
-from optgen.runtime.records import Field, Heads, Matrix, Variant, by_shape, dtype_name
+from optgen.runtime.records import MATRICES, Field, Heads, Matrix, Variant, by_shape, dtype_name
 from optgen.runtime.records.join import Pair
 
 CHUNK = 2**24
@@ -106,12 +106,15 @@ def value_shape(space: str, shape: torch.Size, matrix: Matrix = "last") -> tuple
 
 
 def small_shape(space: str, shape: torch.Size) -> tuple[int, ...]:
-    """Shape of one value per row, column or matrix of the last two dimensions, or per tensor: it broadcasts."""
+    """Shape of one value per row, column or matrix of the last two dimensions, or per tensor: it broadcasts; or of a
+    matrix beside each matrix, such as "mm" (..., rows, rows)."""
     if space in ("tensor", "model"):
         return ()
     if len(shape) < 2:
         raise ValueError(f"a tensor of shape {list(shape)} has no rows and columns")
     *lead, rows, columns = shape
+    if space in MATRICES:
+        return *lead, *({"m": rows, "n": columns}[side] for side in space)
     return {"row": (*lead, rows, 1), "col": (*lead, 1, columns), "mat": (*lead, 1, 1)}[space]
 
 

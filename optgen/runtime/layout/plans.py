@@ -181,9 +181,8 @@ def joined(records: ModuleType, plan: ModuleType, findings: ModuleType | None, f
 def _functions(rule: str, plan: str, variant: Variant) -> Reference:
     """Return the eager functions of a variant: its rule's under its plan's codecs."""
     functions, codecs = importlib.import_module(rule), importlib.import_module(plan)
-    return Reference(
-        stored.step(variant, functions, codecs), stored.decode(variant, codecs), stored.encode(variant, codecs)
-    )
+    codec = stored.decode(variant, codecs), stored.encode(variant, codecs)
+    return Reference(stored.step(variant, functions, codecs), *codec, functions)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -228,7 +227,7 @@ def at_step(pair: Pair, variant: Variant, flags: tuple[tuple[str, bool], ...]) -
 def at_steps(pair: Pair, variant: Variant, flags: Sequence[Flag]) -> Iterator[Variant]:
     """The variants beside this one for every setting of those flags that change from step to step, that of the usual
     step first; flags of one hyper-parameter change together."""
-    following = [(flag.name, flag.every) for flag in flags if flag.every is not None]
+    following = [(flag.name, flag.clock) for flag in flags if flag.clock is not None]
     intervals = dict.fromkeys(every for _, every in following)
     for values in itertools.product((False, True), repeat=len(intervals)):
         on = dict(zip(intervals, values, strict=True))

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from optgen.runtime.layout import layout
-from optgen.runtime.records import Field, Heads, Matrix, Variant, dtype_name
+from optgen.runtime.records import MATRICES, Field, Heads, Matrix, Variant, dtype_name
 from optgen.runtime.records.join import Pair
 
 if TYPE_CHECKING:
@@ -402,6 +402,8 @@ def mode(variant: Variant, of: Layout) -> Mode:
         return _mode_of_blocks(of.shape, of.mesh_shape, of.cuts, height)
     blocks = {(f.per, f.width) for f in variant.fields if f.per > 1}
     blocks |= {(s.block, 1) for s in variant.stages if s.block > 1}
+    if of.dims() and any(f.space in MATRICES for f in variant.fields):
+        raise ValueError("it lies over several ranks, which rules with matrix states do not support: keep it whole")
     stacked = variant.sums_by_matrix and variant.stochastic and variant.matrix == "last"
     first = variant.needs_matrix and variant.matrix == "first"
     counted, axes = variant.stochastic, variant.has_axes

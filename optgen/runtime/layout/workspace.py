@@ -31,10 +31,10 @@ def matrices(shape: torch.Size) -> tuple[int, int, int]:
     return math.prod(shape[:-2]), shape[-2], shape[-1]
 
 
-def entries(space: str, shape: torch.Size) -> int:
+def entries(space: str, shape: torch.Size, wide: bool = False) -> int:
     """fp32 values of a small space in a tensor of that shape; of one bf16 value per element, as many as hold them."""
     if space == "elem":
-        return -(-math.prod(shape) // 2)
+        return math.prod(shape) if wide else -(-math.prod(shape) // 2)
     count, rows, columns = matrices(shape)
     # Dimensions of two indices or more have no more of these in all than columns that they make.
     few = {"row": count * rows, "col": count * columns, "axis": count * columns, "mat": count, "tensor": 1, "model": 1}
@@ -95,7 +95,7 @@ def make(variant: Variant, shapes: Sequence[torch.Size], device: torch.device, d
     offsets: list[list[int]] = []
     end = 0
     for sizes in (
-        *([entries(t.space, shape) for shape in shapes] for t in variant.temps),
+        *([entries(t.space, shape, t.wide) for shape in shapes] for t in variant.temps),
         *([partials(variant, t, shape) for shape in shapes] for t in reduced(variant)),
     ):
         offsets.append([])

@@ -49,9 +49,9 @@ def check(cls: Any, group: Mapping[str, Any]) -> dict[str, Any]:
     for name in RUNNING:
         if group.get(name) is not None:
             found[name] = switch(group[name], name, owner)
-    if found.get("capturable") and (changing := [flag for flag in flags if flag.every is not None]):
+    if found.get("capturable") and (changing := [flag for flag in flags if flag.clock is not None]):
         raise ValueError(
-            f"{owner} does not support capturable=True: every {changing[0].every} steps it does something else, "
+            f"{owner} does not support capturable=True: {changing[0].name} makes some of its steps different ones, "
             f"and a CUDA graph repeats one step"
         )
     if found.get("fused") and group.get("foreach"):
@@ -152,7 +152,7 @@ def flags_of(cls: Any, group: Mapping[str, Any], shape: tuple[int, ...] | None =
     """The setting of every flag in a group, derived ones included; those that follow a shape only where it is given."""
     setting = []
     for flag in cls.FLAGS:
-        if flag.every is not None:
+        if flag.clock is not None:
             setting.append((flag.name, False))
             continue
         if flag.shape is not None:
@@ -168,7 +168,9 @@ def at_step(cls: Any, group: Mapping[str, Any], step: int) -> tuple[tuple[str, b
     """The flags that change from step to step, at one (counted from 1); ValueError for an interval below 1."""
     setting = []
     for flag in flags_declared(cls):
-        if flag.every is not None:
+        if flag.first:
+            setting.append((flag.name, step == 1))
+        elif flag.every is not None:
             value = as_float(group[flag.every])
             interval = int(value) if value is not None and math.isfinite(value) else 0
             if interval < 1 or interval != value:

@@ -161,7 +161,8 @@ def as_int(value: object) -> int | None:
 @dataclass(frozen=True)
 class Flag:
     """A switch: a constructor argument; or (`nonzero` given) true iff that hyper-parameter is not 0; or (`shape` given)
-    what the function says of a parameter's shape; or (`every` given) true at the multiples of that hyper-parameter.
+    what the function says of a parameter's shape; or (`every` given) true at the multiples of that hyper-parameter; or
+    (`first`) true at the first step.
 
     needs, excludes  hyper-parameters that must not be 0, or must be 0, where the flag is on
     """
@@ -173,11 +174,17 @@ class Flag:
     excludes: str | None = None
     shape: Callable[[tuple[int, ...]], bool] | None = None
     every: str | None = None
+    first: bool = False
 
     @property
     def derived(self) -> bool:
         """True if no constructor argument sets it."""
-        return self.nonzero is not None or self.shape is not None or self.every is not None
+        return self.nonzero is not None or self.shape is not None or self.clock is not None
+
+    @property
+    def clock(self) -> str | None:
+        """The hyper-parameter that turns it on and off from step to step, or its own name; None if nothing does."""
+        return self.name if self.first else self.every
 
     def check(self, group: Mapping[str, Any], owner: str) -> None:
         """ValueError where the flag is on without a hyper-parameter that it needs, or with one that it excludes."""
@@ -208,6 +215,9 @@ def by_shape(shape: Sequence[int]) -> str:
     weight of a convolution with a short kernel, is one matrix of dimension 0 against the rest.
     """
     return "last" if len(shape) == 2 or (len(shape) == 3 and min(shape[1:]) >= 8) else "first"
+
+MATRICES = frozenset({"mm", "nn", "nm", "mr", "rm", "nr", "rn", "rr"})
+"""Spaces of whole matrices beside those of elements, by their two dimensions: m rows, n columns, a low rank r."""
 
 PACK = 64
 """Columns that packed codes are read in where nothing else is in blocks."""
@@ -271,12 +281,14 @@ class Temp:
 
     reduction   how it is reduced from what the stage computes ("row_sum"); "" where the stage stores it as it is
     source      the space whose values are reduced
+    wide        True for fp32 for elements, too
     """
 
     name: str
     space: str
     reduction: str = ""
     source: str = ""
+    wide: bool = False
 
 
 @dataclass(frozen=True)
@@ -285,7 +297,8 @@ class Stage:
 
     kernel    name of its kernel, or of the function that it calls
     space     over whose entries it runs: "elem" for a sweep, else a small space; "call": none, it is a function of
-              whole matrices in optgen.runtime.reference.matrices, in place
+              whole matrices in optgen.runtime.reference.matrices, in place; "whole": none, it is a function of whole
+              matrices in the rule's eager text, of `reads`, scalars and `extents`, which returns `stores`
     level     stages of one level may not begin before all of the level before has ended
     scalars   which of the variant's kernel scalars it takes, by position
     temps     names of the temps that it stores or reduces to
@@ -323,6 +336,11 @@ class Stage:
     state: str = ""
     reduces: tuple[str, ...] = ()
     absent: tuple[str, ...] = ()
+
+    @property
+    def on_host(self) -> bool:
+        """True for functions of whole matrices, which torch computes."""
+        return self.space in ("call", "whole")
 
 
 COPY = "copy"
@@ -456,7 +474,7 @@ class Variant:
     @cached_property
     def needs_matrix(self) -> bool:
         """True if it keeps or computes anything per row, column or matrix, at this or another step."""
-        return self.sums_by_matrix or any(s.space == "call" for s in self.stages)
+        return self.sums_by_matrix or any(s.on_host for s in self.stages)
 
     @cached_property
     def sums_by_matrix(self) -> bool:
@@ -494,7 +512,7 @@ class Variant:
         stages = []
         for k, stage in enumerate(rule.stages):
             own = replace(stage, kernel=f"{self.function}_{k + 1}", block=self.block_of(self.owners_in(stage)))
-            stages.append(stage if stage.space == "call" else own)
+            stages.append(stage if stage.on_host else own)
         assert self.eager is not None
         walks = {name: stage.block for stage in stages for name in stage.reduces}
         return replace(found, temps=rule.temps, stages=tuple(stages), eager=replace(self.eager, walks=walks))
@@ -526,7 +544,7 @@ class Variant:
     @cached_property
     def is_simple(self) -> bool:
         """True if a step is one stretch of kernels, with nothing for the host to do in between."""
-        return not self.model_temps and all(s.space != "call" for s in self.stages)
+        return not self.model_temps and not any(s.on_host for s in self.stages)
 
     @cached_property
     def states(self) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from optgen.runtime.records import PACK, Eager, Field, HostFunction, Matrix, Variant, Whole, keys
@@ -145,11 +146,12 @@ class PlanRecord:
 
 
 class Reference(NamedTuple):
-    """The eager functions of a variant, see runtime/reference/stored.py."""
+    """The eager functions of a variant, see runtime/reference/stored.py; those of whole matrices are in `module`."""
 
     step: Callable[..., Any]
     decode: Callable[..., Mapping[str, Tensor]]
     encode: Callable[..., Mapping[str, Tensor]]
+    module: ModuleType | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -76,3 +76,59 @@ def _by_gram(x: Tensor, rounds: Sequence[Sequence[float]]) -> Tensor:
             half = _sum(a, r, 1.0, z, r)
             r = _sum(a, half, 1.0, half, z)
     return q @ x if rounds else x
+
+
+def qr(x: Tensor) -> Tensor:
+    """The orthogonal factor of x = q r (..., rows, columns), of the shape of x."""
+    q: Tensor = torch.linalg.qr(x).Q
+    return q
+
+
+def eigenvectors(x: Tensor) -> Tensor:
+    """The eigenvectors of a symmetric x, as columns, those of the largest eigenvalues first."""
+    vectors: Tensor = torch.linalg.eigh(x).eigenvectors
+    return vectors.flip(-1)
+
+
+def sorting(x: Tensor) -> Tensor:
+    """The permutation matrix s for which s' x s has its diagonal in falling order."""
+    order = x.diagonal(dim1=-2, dim2=-1).argsort(dim=-1, descending=True, stable=True)
+    return torch.nn.functional.one_hot(order, x.shape[-1]).mT.to(x.dtype)
+
+
+def inverse_root(x: Tensor, p: float, eps: float = 0.0) -> Tensor:
+    """(x + eps I) ** (-1 / p) of a symmetric x whose eigenvalues are not negative; eps relative to the largest one."""
+    values, vectors = torch.linalg.eigh(x)
+    values = values.clamp(min=0)
+    values = values + eps * values[..., -1:]
+    root: Tensor = vectors * values.clamp(min=torch.finfo(x.dtype).tiny).pow(-1 / p)[..., None, :] @ vectors.mT
+    return root
+
+
+def cholesky(x: Tensor) -> Tensor:
+    """The lower triangular l for which l l' is a symmetric positive definite x."""
+    lower: Tensor = torch.linalg.cholesky(x)
+    return lower
+
+
+def solve_triangular(b: Tensor, a: Tensor, upper: float) -> Tensor:
+    """The solution x of a x = b for a triangular a."""
+    x: Tensor = torch.linalg.solve_triangular(a, b, upper=bool(upper))
+    return x
+
+
+def triangle(x: Tensor) -> Tensor:
+    """x with zeros below its diagonal."""
+    return x.triu()
+
+
+def identity(x: Tensor) -> Tensor:
+    """The identity matrix of the shape of a square x."""
+    return torch.eye(x.shape[-1], dtype=x.dtype, device=x.device).expand_as(x)
+
+
+def polar(x: Tensor) -> Tensor:
+    """The orthogonal factor of x, by its singular values."""
+    u, _, v = torch.linalg.svd(x, full_matrices=False)
+    product: Tensor = u @ v
+    return product

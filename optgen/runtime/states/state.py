@@ -164,6 +164,9 @@ def create(
     missing = [f for f in variant.fields if f.name not in state]
     made = {f.name: zeros(f, p, arena) for f in missing}
     values = first_values(variant, p, hypers or {})
+    for f in missing:
+        if variant.init.get(f.owner) == "identity":
+            made[f.name].diagonal(dim1=-2, dim2=-1).fill_(1)
     encoded = [f.name for f in missing if f.owner == "p" or isinstance(values[f.owner], Tensor) or values[f.owner] != 0]
     if encoded:
         own = {f.name for f in variant.fields if f.owner == "p"}
@@ -186,12 +189,14 @@ def sizes(variant: Variant, p: Tensor, present: Mapping[str, Any]) -> list[int]:
 
 
 def first_values(variant: Variant, p: Tensor, hypers: Mapping[str, Any]) -> dict[str, Tensor | float]:
-    """Return each state before the first step: a number, or p if the rule says so."""
+    """Return each state before the first step: a number, or p if the rule says so; of the identity matrix, 0."""
     values: dict[str, Tensor | float] = {}
     for name in variant.states:
         start = variant.init.get(name, 0.0)
         if start == "param":
             values[name] = p.detach()
+        elif start == "identity":
+            values[name] = 0.0
         else:
             values[name] = float(hypers[start]) if isinstance(start, str) else start
     return values

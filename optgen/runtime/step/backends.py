@@ -84,7 +84,7 @@ def able(backend: Backend, plan: Pair, variant: Variant) -> Backend:
     """Return the backend, or eager torch if it has no kernels for a step of several stages."""
     if not variant.stages or backend in ("reference", "cpp"):
         return backend
-    kernels = [s.kernel for s in variant.stages if s.space != "call"]
+    kernels = [s.kernel for s in variant.stages if not s.on_host]
     if backend == "triton" and hasattr(compiled.kernels(plan), kernels[0]):
         return backend
     return "reference"

@@ -31,7 +31,7 @@ class Choice:
         _, self.plan, self.limit = plans.resolved(cls, group.get("plan"), p.dtype, own)
         self.backend = backends.choose(group["backend"], p.device, self.plan)
         self.counted: bool | None = False
-        if self.backend == "triton" and all(flag.every is None for flag in cls.FLAGS):
+        if self.backend == "triton" and all(flag.clock is None for flag in cls.FLAGS):
             fused = (scaled or None) if group.get("fused") else False
             self.counted = True if group.get("capturable") else fused
         self.variants: dict[tuple[torch.Size, int | None], Variant] = {}

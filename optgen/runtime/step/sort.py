@@ -188,7 +188,7 @@ def buckets(
         if g is not None:
             sorter.add(entry, g)
     found, fresh = list(sorter.buckets.values()), sorter.fresh
-    if any(flag.every is not None for flag in owner.cls.FLAGS):
+    if any(flag.clock is not None for flag in owner.cls.FLAGS):
         for bucket in found:
             assert not isinstance(bucket.step, Tensor)  # such flags are not counted on a device
             flags = options.at_step(owner.cls, owner.groups[bucket.group], bucket.step + 1)

@@ -17,7 +17,7 @@ from optgen.runtime.layout import layout, sharding
 from optgen.runtime.layout.workspace import Workspace, entries
 from optgen.runtime.records import Matrix, Stage, Variant
 from optgen.runtime.reference import matrices as functions
-from optgen.runtime.work import workers
+from optgen.runtime.work import matrices, workers
 from optgen.runtime.work.bucket import Bucket
 from optgen.runtime.work.counting import Control
 
@@ -71,7 +71,7 @@ def parts(variant: Variant, cut: frozenset[str] = frozenset()) -> tuple[Part, ..
                 out.append(Part("kernels", begin, end))
             out.append(Part("ranks", temps=tuple(waiting)))
             begin, waiting = end, []
-        if stage.space == "call":
+        if stage.on_host:
             if end > begin:
                 out.append(Part("kernels", begin, end))
             out.append(Part("call", stage=stage))
@@ -110,6 +110,9 @@ def drive(
             kernels(part.begin, part.end)
         elif part.kind == "call":
             assert part.stage is not None
+            if part.stage.space == "whole":
+                matrices.work(bucket, room, part.stage, scalars, AT_ONCE)
+                continue
             error = yield from _call(bucket, room, part.stage, position[part.stage.temps[0]], scalars)
             failure = failure or error
         elif part.kind == "ranks":

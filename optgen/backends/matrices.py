@@ -1,0 +1,82 @@
+"""Functions of whole matrices as text: torch, one module for each rule, called by every backend between two sweeps."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from optgen.backends.printer import ATOM, Printer, Spelling, Text, comment_of, number, with_comments, wrapped
+from optgen.ir.node import Node, postorder
+from optgen.ir.program import Schedule
+from optgen.ops.prims import CALLS
+
+
+def _transpose(p: Printer, n: Node) -> Text:
+    return f"{p.text(n.args[0], ATOM)}.mT", ATOM
+
+
+def _limit(side: str, name: str) -> Spelling:
+    def spell(p: Printer, n: Node) -> Text:
+        x, y = sorted(n.args, key=lambda a: a.space.rank, reverse=True)
+        if y.op in ("const", "sym"):
+            return f"{p.text(x, ATOM)}.clamp({side}={p.text(y)})", ATOM
+        return f"{p.text(x, ATOM)}.{name}({p.text(y)})", ATOM
+
+    return spell
+
+
+def _method(call: str) -> Spelling:
+    return lambda p, n: (f"{p.text(n.args[0], ATOM)}.{call}", ATOM)
+
+
+SPELL: dict[str, Spelling] = {
+    "const": lambda p, n: (number(n), ATOM if n.attr >= 0 or isinstance(n.attr, bool) else 30),
+    "sym": lambda p, n: (str(n.attr), ATOM),
+    "extent": lambda p, n: (str(n.attr), ATOM),
+    "matmul": lambda p, n: (f"{p.text(n.args[0], 20)} @ {p.text(n.args[1], 21)}", 20),
+    "transpose": _transpose,
+    "call": lambda p, n: p.call(n.attr, *n.args),
+    "neg": lambda p, n: (f"-{p.text(n.args[0], 30)}", 30),
+    "abs": _method("abs()"),
+    "sqrt": _method("sqrt()"),
+    "sign": _method("sign()"),
+    "mat_sum": _method("sum((-2, -1), keepdim=True)"),
+    "max": _limit("min", "maximum"),
+    "min": _limit("max", "minimum"),
+    "where": lambda p, n: p.call("torch.where", *n.args),
+}
+
+
+def extents(schedule: Schedule) -> list[str]:
+    """Return the sizes of the tensor that a stage computes with."""
+    return sorted({str(n.attr) for n in postorder(schedule.program.roots()) if n.op == "extent"})
+
+
+def reads(schedule: Schedule) -> list[str]:
+    """Return the buffers that a stage reads, in the order of its function's arguments."""
+    return list(schedule.sweep.reads)
+
+
+def function(schedule: Schedule, name: str) -> list[str]:
+    """Return `def name(what is read..., scalars..., sizes...)`, which returns what the stage stores, in its order.
+
+    Tensors are (..., rows, columns), scalars and sizes numbers.
+    """
+    lets = schedule.sweep.lets
+    loads = {let.node.attr: let for let in lets if let.node.op == "load"}
+    printer = Printer(SPELL, {let.node.uid: let.name for let in loads.values()})
+    names = [loads[x].name for x in reads(schedule)]
+    lines = [(f"{x.name} = {printer.bind(x)}", comment_of(x)) for x in lets if x.node.op != "load"]
+    scalars = [let.name for let in schedule.program.host]
+    head = wrapped(f"def {name}(", [*names, *scalars, *extents(schedule)], "):")
+    found = [printer.text(s.node) for s in schedule.sweep.stores]
+    last = f"return {found[0]}" if len(found) == 1 else ""
+    ends = [last] if last else wrapped("return (", found, ")") if len(found) > 6 else [f"return {', '.join(found)}"]
+    return [*head, *(f"    {line}" for line in (*with_comments(lines), *ends))]
+
+
+def needs(functions: Iterable[Sequence[str]]) -> list[str]:
+    """Return the names that functions' lines want from optgen.runtime.reference.matrices."""
+    text = "\n".join(line.partition("  # ")[0] for lines in functions for line in lines)
+    wanted = sorted(CALLS.keys() - {"newton_schulz"})  # which eager text has from elsewhere
+    return [x for x in wanted if re.search(rf"(?<![.\w]){x}\(", text)]
