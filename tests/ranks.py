@@ -210,6 +210,16 @@ def refused(error: type[Exception], *words: str) -> Iterator[None]:
         assert word in message, (word, message)
 
 
+@contextmanager
+def one_at_a_time(deterministic: bool) -> Iterator[None]:
+    """Matrices have the bits that they have alone: on CUDA those of a batch depend on how many there are."""
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def rows(here: Here, mesh: DeviceMesh, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[Piece]:
     """Parameters cut along dimension 0."""
     return [Piece(here.values(*shape, dtype=dtype), mesh, [Shard(0)]) for shape in shapes]
@@ -272,7 +282,7 @@ def meshes_of_two_dimensions(here: Here) -> None:
 
 @case(2, 3)
 def whole_matrices(here: Here) -> None:
-    """Every rank computes a function of the whole matrix; and the reference sums as on one rank."""
+    """A function of whole matrices; and the reference sums as on one rank."""
     mesh = here.mesh(here.world)
     for cls, backend in ((generated.Muon, here.backend), (generated.CAME, "reference")):
         pieces = rows(here, mesh, [(97, 130), (64, 96), (2, 2500)], torch.bfloat16)
@@ -289,7 +299,8 @@ def stacks_and_heads(here: Here) -> None:
         pieces += rows(here, mesh, [(8 * here.world, 20)], torch.bfloat16)
         if cls is generated.Muon:  # it sums over nothing, so that matrices may be cut, too
             pieces.append(Piece(here.values(3, 8 * here.world, 64, dtype=torch.bfloat16), mesh, [Shard(1)]))
-        Runs(here, cls, pieces, plan="int8_split24", blocks={"numel <= 480": 2 * here.world}).step(2)
+        with one_at_a_time(here.device == "cuda"):
+            Runs(here, cls, pieces, plan="int8_split24", blocks={"numel <= 480": 2 * here.world}).step(2)
         with refused(ValueError, "multiple of the", "`blocks`"):
             cls([Piece(here.values(36, 8), mesh, [Shard(0)]).parameter(True)], blocks={"numel > 0": 1 + here.world})
 
@@ -320,10 +331,11 @@ def matrices_have_one_worker(here: Here) -> None:
 
     for room in (staged.AT_ONCE, 2 * 16 * 24):
         runs.give(lambda piece: here.values(*piece.value.shape, dtype=piece.value.dtype))
-        runs.one.step()
-        worked.zero_()
-        with mock.patch.object(matrices, "newton_schulz", counted), mock.patch.object(staged, "AT_ONCE", room):
-            runs.many.step()
+        with one_at_a_time(room < staged.AT_ONCE or here.device == "cuda"):
+            runs.one.step()
+            worked.zero_()
+            with mock.patch.object(matrices, "newton_schulz", counted), mock.patch.object(staged, "AT_ONCE", room):
+                runs.many.step()
         runs.same()
         total = worked.to(here.device)
         dist.all_reduce(total)
@@ -772,7 +784,11 @@ class Bag(nn.Module):
             opt.step()
 
 
-SAVED = (("AdamW", "int8_split24", torch.bfloat16, True), ("AdamW", "bf16_sr", torch.bfloat16, False))
+SAVED = (
+    ("AdamW", "int8_split24", torch.bfloat16, True),
+    ("AdamW", "bf16_sr", torch.bfloat16, False),
+    ("Muon", "int8_split24", torch.bfloat16, False),
+)
 
 
 def checkpointed(here: Here, k: int) -> tuple[Bag, Any, Path, bool]:
@@ -951,6 +967,7 @@ def start(rank: int, world: int, arguments: argparse.Namespace, init: str, local
     torch.set_num_threads(1)
     device = arguments.device
     if device == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which deterministic products need
         torch.cuda.set_device(local)
     backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(
