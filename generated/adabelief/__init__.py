@@ -7,7 +7,8 @@
 from optgen.runtime import Flag, Hyper, Optimizer
 from optgen.runtime.records import Rule, Stage
 from optgen.runtime.records.join import RuleRecord, StateRecord
-from optgen.runtime.records.scalars import choose, divide, larger, root
+from optgen.runtime.records.scalars import divide, maximum, root, where
+from optgen.runtime.reference.eager import sqrt
 
 
 class AdaBelief(Optimizer):
@@ -43,6 +44,33 @@ class AdaBelief(Optimizer):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay), **options)
 
 
+def adabelief(
+    stored, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
+    sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
+):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+    b = stored.over("p", "g", "exp_avg", "exp_avg_var")
+    # -- load and decode
+    p = b.load("p")
+    exp_avg = b.load("exp_avg")
+    g = b.load("g")
+    g = grad_scale * g
+    exp_avg_var = b.load("exp_avg_var")
+    # -- update  (specs/adabelief.py)
+    p = p * one_minus_lr_times_weight_decay                       # 20  p = decoupled(p, lr, weight_decay)
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * g               # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    surprise = g - exp_avg                                        # 22  surprise = g - exp_avg
+    # 23  exp_avg_var = beta2 * exp_avg_var + (1 - beta2) * surprise * surprise + eps
+    exp_avg_var = beta2 * exp_avg_var + one_minus_beta2 * surprise * surprise + eps
+    # 24  denom = sqrt(exp_avg_var) / sqrt(1 - beta2**t) + eps
+    denom = sqrt(exp_avg_var) / sqrt_one_minus_beta2_pow_t + eps
+    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom       # 25  p = p - lr / (1 - beta1**t) * exp_avg / denom
+    # -- encode and store
+    b.store("p", p)
+    b.store("exp_avg", exp_avg)
+    b.store("exp_avg_var", exp_avg_var)
+
+
 def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     """The kernel's scalars at this step, and the new host states; fp64."""
     beta1, beta2 = betas
@@ -66,8 +94,8 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     common_1 = root(1 - beta2**step)
     common_2 = divide(lr, 1 - beta1**step) * common_1
     common_3 = common_2 < 7.888609052210118e-31
-    scalar_3 = choose(common_3, 1, divide(1, common_2))
-    scalar_4 = divide(larger(eps * common_1, 1.1754943508222875e-38), choose(common_3, 0, common_2))
+    scalar_3 = where(common_3, 1, divide(1, common_2))
+    scalar_4 = divide(maximum(eps * common_1, 1.1754943508222875e-38), where(common_3, 0, common_2))
     return (
         beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
         one_minus_beta2, scalar_3, scalar_4,

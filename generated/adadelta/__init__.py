@@ -7,6 +7,7 @@
 from optgen.runtime import Flag, Hyper, Optimizer
 from optgen.runtime.records import Rule, Stage
 from optgen.runtime.records.join import RuleRecord, StateRecord
+from optgen.runtime.reference.eager import sqrt
 
 
 class Adadelta(Optimizer):
@@ -38,6 +39,29 @@ class Adadelta(Optimizer):
 
     def __init__(self, params, lr=1.0, rho=0.9, eps=1e-6, weight_decay=0.0, **options):
         super().__init__(params, dict(lr=lr, rho=rho, eps=eps, weight_decay=weight_decay), **options)
+
+
+def adadelta(stored, lr, rho, eps, weight_decay, grad_scale, one_minus_rho):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+    b = stored.over("p", "g", "square_avg", "acc_delta")
+    # -- load and decode
+    p = b.load("p")
+    acc_delta = b.load("acc_delta")
+    square_avg = b.load("square_avg")
+    g = b.load("g")
+    g = grad_scale * g
+    # -- update  (specs/adadelta.py)
+    g = g + weight_decay * p                                     # 19  g = l2(g, p, weight_decay)
+    square_avg = rho * square_avg + one_minus_rho * g * g        # 20  square_avg = rho * square_avg + (1 - rho) * g * g
+    # 21  delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
+    delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
+    p = p - lr * delta                                           # 23  p = p - lr * delta
+    # 22  acc_delta = rho * acc_delta + (1 - rho) * delta * delta
+    acc_delta = rho * acc_delta + one_minus_rho * delta * delta
+    # -- encode and store
+    b.store("p", p)
+    b.store("square_avg", square_avg)
+    b.store("acc_delta", acc_delta)
 
 
 def host_scalars(step, grad_scale, *, lr, rho, eps, weight_decay):

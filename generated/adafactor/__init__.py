@@ -7,7 +7,8 @@
 from optgen.runtime import Flag, Hyper, Optimizer
 from optgen.runtime.records import Rule, Stage, Temp
 from optgen.runtime.records.join import RuleRecord, StateRecord
-from optgen.runtime.records.scalars import power, smaller
+from optgen.runtime.records.scalars import minimum, power
+from optgen.runtime.reference.eager import few_sum, larger, put, quotient, sqrt
 
 
 class Adafactor(Optimizer):
@@ -60,12 +61,177 @@ class Adafactor(Optimizer):
         )
 
 
+def adafactor(
+    stored, grad_scale, one_minus_t_pow_beta2_decay, one_minus_beta2, eps2, lr_min_t_pow_m0p5, eps1,
+    eps1_times_eps1, d, one_minus_lr_times_weight_decay,
+):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+
+    # == sweep 1: alpha (specs/adafactor.py:42), row_var (specs/adafactor.py:45), col_var (specs/adafactor.py:46)
+    b = stored.over("p", "g")
+    # -- load and decode
+    p = b.load("p")
+    g = b.load("g")
+    g = grad_scale * g
+    # -- encode and store
+    g_mul = g * g
+    row_sum_for_alpha_tensor = b.row_sum(p * p)
+    row_sum_for_row_var_tensor = b.row_sum(g_mul)
+    col_sum_for_col_var_tensor = b.col_sum(g_mul)
+
+    # == row: values of rows
+    # -- load and decode
+    row_var = stored["row_var"]
+    row_sum_for_row_var = row_sum_for_row_var_tensor
+    row_sum_for_alpha = row_sum_for_alpha_tensor
+    # -- update  (specs/adafactor.py)
+    # 45  row_var = (1 - one_minus_beta2) * row_var + one_minus_beta2 * row_mean(g * g)
+    row_var = one_minus_t_pow_beta2_decay * row_var + one_minus_beta2 * (row_sum_for_row_var / b.extent("columns"))
+    # -- encode and store
+    mat_sum_of_row_var_tensor = few_sum(row_var, "mat")
+    tensor_sum_for_alpha_tensor = few_sum(row_sum_for_alpha, "tensor")
+    put(stored["row_var"], row_var)
+
+    # == col: values of columns
+    # -- load and decode
+    col_var = stored["col_var"]
+    col_sum_for_col_var = col_sum_for_col_var_tensor
+    # -- update  (specs/adafactor.py)
+    # 46  col_var = (1 - one_minus_beta2) * col_var + one_minus_beta2 * col_mean(g * g)
+    col_var = one_minus_t_pow_beta2_decay * col_var + one_minus_beta2 * (col_sum_for_col_var / b.extent("rows"))
+    # -- encode and store
+    put(stored["col_var"], col_var)
+
+    # == tensor: values of tensors
+    # -- load and decode
+    tensor_sum_for_alpha = tensor_sum_for_alpha_tensor
+    # -- update  (specs/adafactor.py)
+    # 42  alpha = maximum(rms(p), eps2) * minimum(lr, t**-0.5)
+    alpha = larger(sqrt(tensor_sum_for_alpha / b.extent("elements")), eps2) * lr_min_t_pow_m0p5
+    # -- encode and store
+    alpha_tensor = alpha
+
+    # == mat: values of matrices
+    # -- load and decode
+    mat_sum_of_row_var = mat_sum_of_row_var_tensor
+    # -- encode and store
+    mat_sum_of_row_var_over_rows_max_eps1_tensor = larger(mat_sum_of_row_var / b.extent("rows"), eps1)
+
+    # == row: values of rows
+    # -- load and decode
+    row_var = stored["row_var"]
+    mat_sum_of_row_var_over_rows_max_eps1 = mat_sum_of_row_var_over_rows_max_eps1_tensor
+    # -- encode and store
+    row_div_tensor = row_var / mat_sum_of_row_var_over_rows_max_eps1
+
+    # == sweep 2: p (specs/adafactor.py:52)
+    b = stored.over("g")
+    # -- load and decode
+    g = b.load("g")
+    g = grad_scale * g
+    row_div = b.spread(row_div_tensor)
+    col_var = b.spread(stored["col_var"])
+    # -- update  (specs/adafactor.py)
+    # 47  estimate = row_var / maximum(mat_mean(row_var), eps1) * col_var
+    estimate = row_div * col_var
+    # 51  update = g * rsqrt(maximum(estimate, eps1 * eps1))
+    update = g * quotient(1.0, sqrt(larger(estimate, eps1_times_eps1)))
+    # -- encode and store
+    row_sum_of_update_tensor = b.row_sum(update * update)
+
+    # == row: values of rows
+    # -- load and decode
+    row_sum_of_update = row_sum_of_update_tensor
+    # -- encode and store
+    tensor_sum_of_update_tensor = few_sum(row_sum_of_update, "tensor")
+
+    # == tensor: values of tensors
+    # -- load and decode
+    alpha = alpha_tensor
+    tensor_sum_of_update = tensor_sum_of_update_tensor
+    # -- encode and store
+    alpha_over_tensor_max_tensor = alpha / (sqrt(tensor_sum_of_update / b.extent("elements")) / d).clamp(min=1.0)
+
+    # == sweep 3: the update
+    b = stored.over("p", "g")
+    # -- load and decode
+    p = b.load("p")
+    alpha_over_tensor_max = b.spread(alpha_over_tensor_max_tensor)
+    g = b.load("g")
+    g = grad_scale * g
+    row_div = b.spread(row_div_tensor)
+    col_var = b.spread(stored["col_var"])
+    # -- update  (specs/adafactor.py)
+    p = p * one_minus_lr_times_weight_decay                              # 43  p = decoupled(p, lr, weight_decay)
+    # 47  estimate = row_var / maximum(mat_mean(row_var), eps1) * col_var
+    estimate = row_div * col_var
+    # 51  update = g * rsqrt(maximum(estimate, eps1 * eps1))
+    update = g * quotient(1.0, sqrt(larger(estimate, eps1_times_eps1)))
+    # 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
+    p = p - alpha_over_tensor_max * update
+    # -- encode and store
+    b.store("p", p)
+
+
+def adafactor_no_factored(
+    stored, grad_scale, one_minus_t_pow_beta2_decay, one_minus_beta2, eps1_times_eps1, eps2, d, lr_min_t_pow_m0p5,
+    one_minus_lr_times_weight_decay,
+):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+
+    # == sweep 1: alpha (specs/adafactor.py:42), p (specs/adafactor.py:52)
+    b = stored.over("p", "g", "variance")
+    # -- load and decode
+    p = b.load("p")
+    g = b.load("g")
+    g = grad_scale * g
+    variance = b.load("variance")
+    # -- update  (specs/adafactor.py)
+    # 49  variance = (1 - one_minus_beta2) * variance + one_minus_beta2 * (g * g)
+    variance = one_minus_t_pow_beta2_decay * variance + one_minus_beta2 * (g * g)
+    # 51  update = g * rsqrt(maximum(estimate, eps1 * eps1))
+    update = g * quotient(1.0, sqrt(larger(variance, eps1_times_eps1)))
+    # -- encode and store
+    tensor_sum_for_alpha_tensor = b.tensor_sum(p * p)
+    tensor_sum_of_update_tensor = b.tensor_sum(update * update)
+
+    # == tensor: values of tensors
+    # -- load and decode
+    tensor_sum_for_alpha = tensor_sum_for_alpha_tensor
+    tensor_sum_of_update = tensor_sum_of_update_tensor
+    # -- update  (specs/adafactor.py)
+    # 42  alpha = maximum(rms(p), eps2) * minimum(lr, t**-0.5)
+    alpha = larger(sqrt(tensor_sum_for_alpha / b.extent("elements")), eps2) * lr_min_t_pow_m0p5
+    # -- encode and store
+    alpha_over_tensor_max_tensor = alpha / (sqrt(tensor_sum_of_update / b.extent("elements")) / d).clamp(min=1.0)
+
+    # == sweep 2: the update
+    b = stored.over("p", "g", "variance")
+    # -- load and decode
+    p = b.load("p")
+    alpha_over_tensor_max = b.spread(alpha_over_tensor_max_tensor)
+    g = b.load("g")
+    g = grad_scale * g
+    variance = b.load("variance")
+    # -- update  (specs/adafactor.py)
+    p = p * one_minus_lr_times_weight_decay                              # 43  p = decoupled(p, lr, weight_decay)
+    # 49  variance = (1 - one_minus_beta2) * variance + one_minus_beta2 * (g * g)
+    variance = one_minus_t_pow_beta2_decay * variance + one_minus_beta2 * (g * g)
+    # 51  update = g * rsqrt(maximum(estimate, eps1 * eps1))
+    update = g * quotient(1.0, sqrt(larger(variance, eps1_times_eps1)))
+    # 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
+    p = p - alpha_over_tensor_max * update
+    # -- encode and store
+    b.store("p", p)
+    b.store("variance", variance)
+
+
 def host_scalars(step, grad_scale, *, lr, beta2_decay, eps, d, weight_decay):
     """The kernel's scalars at this step, and the new host states; fp64."""
     eps1, eps2 = eps
     one_minus_t_pow_beta2_decay = 1 - power(step, beta2_decay)
     one_minus_beta2 = power(step, beta2_decay)  # 41  one_minus_beta2 = t**beta2_decay
-    lr_min_t_pow_m0p5 = smaller(lr, power(step, -0.5))
+    lr_min_t_pow_m0p5 = minimum(lr, power(step, -0.5))
     eps1_times_eps1 = eps1 * eps1
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay
     return (
@@ -80,7 +246,7 @@ def host_scalars_2(step, grad_scale, *, lr, beta2_decay, eps, d, weight_decay):
     one_minus_t_pow_beta2_decay = 1 - power(step, beta2_decay)
     one_minus_beta2 = power(step, beta2_decay)  # 41  one_minus_beta2 = t**beta2_decay
     eps1_times_eps1 = eps1 * eps1
-    lr_min_t_pow_m0p5 = smaller(lr, power(step, -0.5))
+    lr_min_t_pow_m0p5 = minimum(lr, power(step, -0.5))
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay
     return (
         grad_scale, one_minus_t_pow_beta2_decay, one_minus_beta2, eps1_times_eps1, eps2, d, lr_min_t_pow_m0p5,
@@ -94,7 +260,7 @@ def kernel_scalars(step, grad_scale, *, lr, beta2_decay, eps, d, weight_decay):
     grad_scale_times_grad_scale = grad_scale * grad_scale
     one_minus_t_pow_beta2_decay = 1 - power(step, beta2_decay)
     one_minus_beta2 = power(step, beta2_decay)  # 41  one_minus_beta2 = t**beta2_decay
-    lr_min_t_pow_m0p5 = smaller(lr, power(step, -0.5))
+    lr_min_t_pow_m0p5 = minimum(lr, power(step, -0.5))
     eps1_times_eps1 = eps1 * eps1
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay
     return (
@@ -110,7 +276,7 @@ def kernel_scalars_2(step, grad_scale, *, lr, beta2_decay, eps, d, weight_decay)
     scalar_0 = one_minus_beta2 * (grad_scale * grad_scale)
     one_minus_t_pow_beta2_decay = 1 - one_minus_beta2
     eps1_times_eps1 = eps1 * eps1
-    lr_min_t_pow_m0p5 = smaller(lr, power(step, -0.5))
+    lr_min_t_pow_m0p5 = minimum(lr, power(step, -0.5))
     grad_scale_times_grad_scale = grad_scale * grad_scale
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay
     return (

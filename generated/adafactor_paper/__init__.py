@@ -7,7 +7,8 @@
 from optgen.runtime import Flag, Hyper, Optimizer
 from optgen.runtime.records import Rule, Stage, Temp
 from optgen.runtime.records.join import RuleRecord, StateRecord
-from optgen.runtime.records.scalars import power, smaller
+from optgen.runtime.records.scalars import minimum, power
+from optgen.runtime.reference.eager import few_sum, larger, put, quotient, sqrt
 
 
 class AdafactorPaper(Optimizer):
@@ -78,12 +79,1352 @@ class AdafactorPaper(Optimizer):
         )
 
 
+def adafactor_paper(
+    stored, eps1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, eps2, weight_decay, rate, clip_threshold,
+):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+
+    # == sweep 1: rate (specs/adafactor_paper.py:48), exp_avg_sq_row (specs/adafactor_paper.py:52), exp_avg_sq_col
+    #     (specs/adafactor_paper.py:53)
+    b = stored.over("p", "g")
+    # -- load and decode
+    p = b.load("p")
+    g = b.load("g")
+    g = grad_scale * g
+    # -- update  (specs/adafactor_paper.py)
+    square = g * g + eps1  # 50  square = g * g + eps1
+    # -- encode and store
+    row_sum_for_rate_tensor = b.row_sum(p * p)
+    row_sum_for_exp_avg_sq_row_tensor = b.row_sum(square)
+    col_sum_for_exp_avg_sq_col_tensor = b.col_sum(square)
+
+    # == row: values of rows
+    # -- load and decode
+    exp_avg_sq_row = stored["exp_avg_sq_row"]
+    row_sum_for_exp_avg_sq_row = row_sum_for_exp_avg_sq_row_tensor
+    row_sum_for_rate = row_sum_for_rate_tensor
+    # -- update  (specs/adafactor_paper.py)
+    # 52  exp_avg_sq_row = beta2 * exp_avg_sq_row + (1 - beta2) * row_mean(square)
+    exp_avg_sq_row = (
+        beta2 * exp_avg_sq_row + one_minus_one_minus_t_pow_decay_rate
+        * (row_sum_for_exp_avg_sq_row / b.extent("columns"))
+    )
+    # -- encode and store
+    mat_sum_of_exp_avg_sq_row_tensor = few_sum(exp_avg_sq_row, "mat")
+    tensor_sum_for_rate_tensor = few_sum(row_sum_for_rate, "tensor")
+    put(stored["exp_avg_sq_row"], exp_avg_sq_row)
+
+    # == col: values of columns
+    # -- load and decode
+    exp_avg_sq_col = stored["exp_avg_sq_col"]
+    col_sum_for_exp_avg_sq_col = col_sum_for_exp_avg_sq_col_tensor
+    # -- update  (specs/adafactor_paper.py)
+    # 53  exp_avg_sq_col = beta2 * exp_avg_sq_col + (1 - beta2) * col_mean(square)
+    exp_avg_sq_col = (
+        beta2 * exp_avg_sq_col + one_minus_one_minus_t_pow_decay_rate * (col_sum_for_exp_avg_sq_col / b.extent("rows"))
+    )
+    # -- encode and store
+    one_over_sqrt_exp_avg_sq_col_2_tensor = quotient(1.0, sqrt(exp_avg_sq_col))
+    put(stored["exp_avg_sq_col"], exp_avg_sq_col)
+
+    # == tensor: values of tensors
+    # -- load and decode
+    tensor_sum_for_rate = tensor_sum_for_rate_tensor
+    # -- update  (specs/adafactor_paper.py)
+    # 48  rate = rate * maximum(eps2, rms(p))
+    rate_ = rate * larger(eps2, sqrt(tensor_sum_for_rate / b.extent("elements")))
+    # -- encode and store
+    rate_tensor = rate_
+    rate_times_weight_decay_tensor = rate_ * weight_decay
+
+    # == mat: values of matrices
+    # -- load and decode
+    mat_sum_of_exp_avg_sq_row = mat_sum_of_exp_avg_sq_row_tensor
+    # -- encode and store
+    mat_sum_of_exp_avg_sq_row_over_rows_tensor = mat_sum_of_exp_avg_sq_row / b.extent("rows")
+
+    # == row: values of rows
+    # -- load and decode
+    exp_avg_sq_row = stored["exp_avg_sq_row"]
+    mat_sum_of_exp_avg_sq_row_over_rows = mat_sum_of_exp_avg_sq_row_over_rows_tensor
+    # -- encode and store
+    one_over_sqrt_row_div_tensor = quotient(1.0, sqrt(exp_avg_sq_row / mat_sum_of_exp_avg_sq_row_over_rows))
+
+    # == sweep 2: update (specs/adafactor_paper.py:58)
+    b = stored.over("g")
+    # -- load and decode
+    g = b.load("g")
+    g = grad_scale * g
+    one_over_sqrt_row_div = b.spread(one_over_sqrt_row_div_tensor)
+    one_over_sqrt_exp_avg_sq_col_2 = b.spread(one_over_sqrt_exp_avg_sq_col_2_tensor)
+    # -- update  (specs/adafactor_paper.py)
+    # 54  update = g * rsqrt(exp_avg_sq_row / mat_mean(exp_avg_sq_row)) * rsqrt(exp_avg_sq_col)
+    update = g * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2
+    # -- encode and store
+    row_sum_of_update_tensor = b.row_sum(update * update)
+
+    # == row: values of rows
+    # -- load and decode
+    row_sum_of_update = row_sum_of_update_tensor
+    # -- encode and store
+    tensor_sum_of_update_tensor = few_sum(row_sum_of_update, "tensor")
+
+    # == tensor: values of tensors
+    # -- load and decode
+    rate = rate_tensor
+    tensor_sum_of_update = tensor_sum_of_update_tensor
+    # -- encode and store
+    rate_over_one_max_tensor_div_tensor = rate / (
+        sqrt(tensor_sum_of_update / b.extent("elements")) / clip_threshold
+    ).clamp(min=1.0)
+
+    # == sweep 3: the update
+    b = stored.over("p", "g")
+    # -- load and decode
+    p = b.load("p")
+    rate_times_weight_decay = b.spread(rate_times_weight_decay_tensor)
+    rate_over_one_max_tensor_div = b.spread(rate_over_one_max_tensor_div_tensor)
+    g = b.load("g")
+    g = grad_scale * g
+    one_over_sqrt_row_div = b.spread(one_over_sqrt_row_div_tensor)
+    one_over_sqrt_exp_avg_sq_col_2 = b.spread(one_over_sqrt_exp_avg_sq_col_2_tensor)
+    # -- update  (specs/adafactor_paper.py)
+    # 54  update = g * rsqrt(exp_avg_sq_row / mat_mean(exp_avg_sq_row)) * rsqrt(exp_avg_sq_col)
+    update = g * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2
+    # 58  update = rate / maximum(1.0, rms(update) / clip_threshold) * update
+    update = rate_over_one_max_tensor_div * update
+    p = p - rate_times_weight_decay * p - update                         # 62  p = p - rate * weight_decay * p - update
+    # -- encode and store
+    b.store("p", p)
+
+
+def adafactor_paper_no_factored(
+    stored, eps1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, eps2, clip_threshold, weight_decay, rate,
+):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+
+    # == sweep 1: rate (specs/adafactor_paper.py:48), update (specs/adafactor_paper.py:58)
+    b = stored.over("p", "g", "exp_avg_sq")
+    # -- load and decode
+    p = b.load("p")
+    g = b.load("g")
+    g = grad_scale * g
+    exp_avg_sq = b.load("exp_avg_sq")
+    # -- update  (specs/adafactor_paper.py)
+    square = g * g + eps1                         # 50  square = g * g + eps1
+    # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
+    exp_avg_sq = beta2 * exp_avg_sq + one_minus_one_minus_t_pow_decay_rate * square
+    update = g * quotient(1.0, sqrt(exp_avg_sq))  # 57  update = g * rsqrt(exp_avg_sq)
+    # -- encode and store
+    tensor_sum_for_rate_tensor = b.tensor_sum(p * p)
+    tensor_sum_of_update_tensor = b.tensor_sum(update * update)
+
+    # == tensor: values of tensors
+    # -- load and decode
+    tensor_sum_for_rate = tensor_sum_for_rate_tensor
+    tensor_sum_of_update = tensor_sum_of_update_tensor
+    # -- update  (specs/adafactor_paper.py)
+    # 48  rate = rate * maximum(eps2, rms(p))
+    rate_ = rate * larger(eps2, sqrt(tensor_sum_for_rate / b.extent("elements")))
+    # -- encode and store
+    rate_over_one_max_tensor_div_tensor = rate_ / (
+        sqrt(tensor_sum_of_update / b.extent("elements")) / clip_threshold
+    ).clamp(min=1.0)
+    rate_times_weight_decay_tensor = rate_ * weight_decay
+
+    # == sweep 2: the update
+    b = stored.over("p", "g", "exp_avg_sq")
+    # -- load and decode
+    p = b.load("p")
+    rate_times_weight_decay = b.spread(rate_times_weight_decay_tensor)
+    rate_over_one_max_tensor_div = b.spread(rate_over_one_max_tensor_div_tensor)
+    g = b.load("g")
+    g = grad_scale * g
+    exp_avg_sq = b.load("exp_avg_sq")
+    # -- update  (specs/adafactor_paper.py)
+    square = g * g + eps1                           # 50  square = g * g + eps1
+    # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
+    exp_avg_sq = beta2 * exp_avg_sq + one_minus_one_minus_t_pow_decay_rate * square
+    update = g * quotient(1.0, sqrt(exp_avg_sq))    # 57  update = g * rsqrt(exp_avg_sq)
+    # 58  update = rate / maximum(1.0, rms(update) / clip_threshold) * update
+    update = rate_over_one_max_tensor_div * update
+    p = p - rate_times_weight_decay * p - update    # 62  p = p - rate * weight_decay * p - update
+    # -- encode and store
+    b.store("p", p)
+    b.store("exp_avg_sq", exp_avg_sq)
+
+
+def adafactor_paper_has_momentum(
+    stored, eps1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, eps2, weight_decay, rate, clip_threshold,
+    beta1, one_minus_beta1,
+):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+
+    # == sweep 1: rate (specs/adafactor_paper.py:48), exp_avg_sq_row (specs/adafactor_paper.py:52), exp_avg_sq_col
+    #     (specs/adafactor_paper.py:53)
+    b = stored.over("p", "g")
+    # -- load and decode
+    p = b.load("p")
+    g = b.load("g")
+    g = grad_scale * g
+    # -- update  (specs/adafactor_paper.py)
+    square = g * g + eps1  # 50  square = g * g + eps1
+    # -- encode and store
+    row_sum_for_rate_tensor = b.row_sum(p * p)
+    row_sum_for_exp_avg_sq_row_tensor = b.row_sum(square)
+    col_sum_for_exp_avg_sq_col_tensor = b.col_sum(square)
+
+    # == row: values of rows
+    # -- load and decode
+    exp_avg_sq_row = stored["exp_avg_sq_row"]
+    row_sum_for_exp_avg_sq_row = row_sum_for_exp_avg_sq_row_tensor
+    row_sum_for_rate = row_sum_for_rate_tensor
+    # -- update  (specs/adafactor_paper.py)
+    # 52  exp_avg_sq_row = beta2 * exp_avg_sq_row + (1 - beta2) * row_mean(square)
+    exp_avg_sq_row = (
+        beta2 * exp_avg_sq_row + one_minus_one_minus_t_pow_decay_rate
+        * (row_sum_for_exp_avg_sq_row / b.extent("columns"))
+    )
+    # -- encode and store
+    mat_sum_of_exp_avg_sq_row_tensor = few_sum(exp_avg_sq_row, "mat")
+    tensor_sum_for_rate_tensor = few_sum(row_sum_for_rate, "tensor")
+    put(stored["exp_avg_sq_row"], exp_avg_sq_row)
+
+    # == col: values of columns
+    # -- load and decode
+    exp_avg_sq_col = stored["exp_avg_sq_col"]
+    col_sum_for_exp_avg_sq_col = col_sum_for_exp_avg_sq_col_tensor
+    # -- update  (specs/adafactor_paper.py)
+    # 53  exp_avg_sq_col = beta2 * exp_avg_sq_col + (1 - beta2) * col_mean(square)
+    exp_avg_sq_col = (
+        beta2 * exp_avg_sq_col + one_minus_one_minus_t_pow_decay_rate * (col_sum_for_exp_avg_sq_col / b.extent("rows"))
+    )
+    # -- encode and store
+    one_over_sqrt_exp_avg_sq_col_2_tensor = quotient(1.0, sqrt(exp_avg_sq_col))
+    put(stored["exp_avg_sq_col"], exp_avg_sq_col)
+
+    # == tensor: values of tensors
+    # -- load and decode
+    tensor_sum_for_rate = tensor_sum_for_rate_tensor
+    # -- update  (specs/adafactor_paper.py)
+    # 48  rate = rate * maximum(eps2, rms(p))
+    rate_ = rate * larger(eps2, sqrt(tensor_sum_for_rate / b.extent("elements")))
+    # -- encode and store
+    rate_tensor = rate_
+    rate_times_weight_decay_tensor = rate_ * weight_decay
+
+    # == mat: values of matrices
+    # -- load and decode
+    mat_sum_of_exp_avg_sq_row = mat_sum_of_exp_avg_sq_row_tensor
+    # -- encode and store
+    mat_sum_of_exp_avg_sq_row_over_rows_tensor = mat_sum_of_exp_avg_sq_row / b.extent("rows")
+
+    # == row: values of rows
+    # -- load and decode
+    exp_avg_sq_row = stored["exp_avg_sq_row"]
+    mat_sum_of_exp_avg_sq_row_over_rows = mat_sum_of_exp_avg_sq_row_over_rows_tensor
+    # -- encode and store
+    one_over_sqrt_row_div_tensor = quotient(1.0, sqrt(exp_avg_sq_row / mat_sum_of_exp_avg_sq_row_over_rows))
+
+    # == sweep 2: update (specs/adafactor_paper.py:58)
+    b = stored.over("g")
+    # -- load and decode
+    g = b.load("g")
+    g = grad_scale * g
+    one_over_sqrt_row_div = b.spread(one_over_sqrt_row_div_tensor)
+    one_over_sqrt_exp_avg_sq_col_2 = b.spread(one_over_sqrt_exp_avg_sq_col_2_tensor)
+    # -- update  (specs/adafactor_paper.py)
+    # 54  update = g * rsqrt(exp_avg_sq_row / mat_mean(exp_avg_sq_row)) * rsqrt(exp_avg_sq_col)
+    update = g * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2
+    # -- encode and store
+    row_sum_of_update_tensor = b.row_sum(update * update)
+
+    # == row: values of rows
+    # -- load and decode
+    row_sum_of_update = row_sum_of_update_tensor
+    # -- encode and store
+    tensor_sum_of_update_tensor = few_sum(row_sum_of_update, "tensor")
+
+    # == tensor: values of tensors
+    # -- load and decode
+    rate = rate_tensor
+    tensor_sum_of_update = tensor_sum_of_update_tensor
+    # -- encode and store
+    rate_over_one_max_tensor_div_tensor = rate / (
+        sqrt(tensor_sum_of_update / b.extent("elements")) / clip_threshold
+    ).clamp(min=1.0)
+
+    # == sweep 3: the update
+    b = stored.over("p", "g", "exp_avg")
+    # -- load and decode
+    p = b.load("p")
+    rate_times_weight_decay = b.spread(rate_times_weight_decay_tensor)
+    exp_avg = b.load("exp_avg")
+    rate_over_one_max_tensor_div = b.spread(rate_over_one_max_tensor_div_tensor)
+    g = b.load("g")
+    g = grad_scale * g
+    one_over_sqrt_row_div = b.spread(one_over_sqrt_row_div_tensor)
+    one_over_sqrt_exp_avg_sq_col_2 = b.spread(one_over_sqrt_exp_avg_sq_col_2_tensor)
+    # -- update  (specs/adafactor_paper.py)
+    # 54  update = g * rsqrt(exp_avg_sq_row / mat_mean(exp_avg_sq_row)) * rsqrt(exp_avg_sq_col)
+    update = g * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2
+    # 58  update = rate / maximum(1.0, rms(update) / clip_threshold) * update
+    update = rate_over_one_max_tensor_div * update
+    # 60  exp_avg = beta1 * exp_avg + (1 - beta1) * update
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * update
+    p = p - rate_times_weight_decay * p - exp_avg                        # 62  p = p - rate * weight_decay * p - update
+    # -- encode and store
+    b.store("p", p)
+    b.store("exp_avg", exp_avg)
+
+
+def adafactor_paper_has_momentum_no_factored(
+    stored, eps1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, eps2, clip_threshold, weight_decay, rate,
+    beta1, one_minus_beta1,
+):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+
+    # == sweep 1: rate (specs/adafactor_paper.py:48), update (specs/adafactor_paper.py:58)
+    b = stored.over("p", "g", "exp_avg_sq")
+    # -- load and decode
+    p = b.load("p")
+    g = b.load("g")
+    g = grad_scale * g
+    exp_avg_sq = b.load("exp_avg_sq")
+    # -- update  (specs/adafactor_paper.py)
+    square = g * g + eps1                         # 50  square = g * g + eps1
+    # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
+    exp_avg_sq = beta2 * exp_avg_sq + one_minus_one_minus_t_pow_decay_rate * square
+    update = g * quotient(1.0, sqrt(exp_avg_sq))  # 57  update = g * rsqrt(exp_avg_sq)
+    # -- encode and store
+    tensor_sum_for_rate_tensor = b.tensor_sum(p * p)
+    tensor_sum_of_update_tensor = b.tensor_sum(update * update)
+
+    # == tensor: values of tensors
+    # -- load and decode
+    tensor_sum_for_rate = tensor_sum_for_rate_tensor
+    tensor_sum_of_update = tensor_sum_of_update_tensor
+    # -- update  (specs/adafactor_paper.py)
+    # 48  rate = rate * maximum(eps2, rms(p))
+    rate_ = rate * larger(eps2, sqrt(tensor_sum_for_rate / b.extent("elements")))
+    # -- encode and store
+    rate_over_one_max_tensor_div_tensor = rate_ / (
+        sqrt(tensor_sum_of_update / b.extent("elements")) / clip_threshold
+    ).clamp(min=1.0)
+    rate_times_weight_decay_tensor = rate_ * weight_decay
+
+    # == sweep 2: the update
+    b = stored.over("p", "g", "exp_avg", "exp_avg_sq")
+    # -- load and decode
+    p = b.load("p")
+    rate_times_weight_decay = b.spread(rate_times_weight_decay_tensor)
+    exp_avg = b.load("exp_avg")
+    rate_over_one_max_tensor_div = b.spread(rate_over_one_max_tensor_div_tensor)
+    g = b.load("g")
+    g = grad_scale * g
+    exp_avg_sq = b.load("exp_avg_sq")
+    # -- update  (specs/adafactor_paper.py)
+    square = g * g + eps1                                 # 50  square = g * g + eps1
+    # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
+    exp_avg_sq = beta2 * exp_avg_sq + one_minus_one_minus_t_pow_decay_rate * square
+    update = g * quotient(1.0, sqrt(exp_avg_sq))          # 57  update = g * rsqrt(exp_avg_sq)
+    # 58  update = rate / maximum(1.0, rms(update) / clip_threshold) * update
+    update = rate_over_one_max_tensor_div * update
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * update  # 60  exp_avg = beta1 * exp_avg + (1 - beta1) * update
+    p = p - rate_times_weight_decay * p - exp_avg         # 62  p = p - rate * weight_decay * p - update
+    # -- encode and store
+    b.store("p", p)
+    b.store("exp_avg", exp_avg)
+    b.store("exp_avg_sq", exp_avg_sq)
+
+
+def adafactor_paper_no_relative_step(
+    stored, eps1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, lr, eps2, weight_decay, clip_threshold,
+):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+
+    # == sweep 1: rate (specs/adafactor_paper.py:48), exp_avg_sq_row (specs/adafactor_paper.py:52), exp_avg_sq_col
+    #     (specs/adafactor_paper.py:53)
+    b = stored.over("p", "g")
+    # -- load and decode
+    p = b.load("p")
+    g = b.load("g")
+    g = grad_scale * g
+    # -- update  (specs/adafactor_paper.py)
+    square = g * g + eps1  # 50  square = g * g + eps1
+    # -- encode and store
+    row_sum_for_rate_tensor = b.row_sum(p * p)
+    row_sum_for_exp_avg_sq_row_tensor = b.row_sum(square)
+    col_sum_for_exp_avg_sq_col_tensor = b.col_sum(square)
+
+    # == row: values of rows
+    # -- load and decode
+    exp_avg_sq_row = stored["exp_avg_sq_row"]
+    row_sum_for_exp_avg_sq_row = row_sum_for_exp_avg_sq_row_tensor
+    row_sum_for_rate = row_sum_for_rate_tensor
+    # -- update  (specs/adafactor_paper.py)
+    # 52  exp_avg_sq_row = beta2 * exp_avg_sq_row + (1 - beta2) * row_mean(square)
+    exp_avg_sq_row = (
+        beta2 * exp_avg_sq_row + one_minus_one_minus_t_pow_decay_rate
+        * (row_sum_for_exp_avg_sq_row / b.extent("columns"))
+    )
+    # -- encode and store
+    mat_sum_of_exp_avg_sq_row_tensor = few_sum(exp_avg_sq_row, "mat")
+    tensor_sum_for_rate_tensor = few_sum(row_sum_for_rate, "tensor")
+    put(stored["exp_avg_sq_row"], exp_avg_sq_row)
+
+    # == col: values of columns
+    # -- load and decode
+    exp_avg_sq_col = stored["exp_avg_sq_col"]
+    col_sum_for_exp_avg_sq_col = col_sum_for_exp_avg_sq_col_tensor
+    # -- update  (specs/adafactor_paper.py)
+    # 53  exp_avg_sq_col = beta2 * exp_avg_sq_col + (1 - beta2) * col_mean(square)
+    exp_avg_sq_col = (
+        beta2 * exp_avg_sq_col + one_minus_one_minus_t_pow_decay_rate * (col_sum_for_exp_avg_sq_col / b.extent("rows"))
+    )
+    # -- encode and store
+    one_over_sqrt_exp_avg_sq_col_2_tensor = quotient(1.0, sqrt(exp_avg_sq_col))
+    put(stored["exp_avg_sq_col"], exp_avg_sq_col)
+
+    # == tensor: values of tensors
+    # -- load and decode
+    tensor_sum_for_rate = tensor_sum_for_rate_tensor
+    # -- update  (specs/adafactor_paper.py)
+    # 48  rate = rate * maximum(eps2, rms(p))
+    rate = lr * larger(eps2, sqrt(tensor_sum_for_rate / b.extent("elements")))
+    # -- encode and store
+    rate_tensor = rate
+    rate_times_weight_decay_tensor = rate * weight_decay
+
+    # == mat: values of matrices
+    # -- load and decode
+    mat_sum_of_exp_avg_sq_row = mat_sum_of_exp_avg_sq_row_tensor
+    # -- encode and store
+    mat_sum_of_exp_avg_sq_row_over_rows_tensor = mat_sum_of_exp_avg_sq_row / b.extent("rows")
+
+    # == row: values of rows
+    # -- load and decode
+    exp_avg_sq_row = stored["exp_avg_sq_row"]
+    mat_sum_of_exp_avg_sq_row_over_rows = mat_sum_of_exp_avg_sq_row_over_rows_tensor
+    # -- encode and store
+    one_over_sqrt_row_div_tensor = quotient(1.0, sqrt(exp_avg_sq_row / mat_sum_of_exp_avg_sq_row_over_rows))
+
+    # == sweep 2: update (specs/adafactor_paper.py:58)
+    b = stored.over("g")
+    # -- load and decode
+    g = b.load("g")
+    g = grad_scale * g
+    one_over_sqrt_row_div = b.spread(one_over_sqrt_row_div_tensor)
+    one_over_sqrt_exp_avg_sq_col_2 = b.spread(one_over_sqrt_exp_avg_sq_col_2_tensor)
+    # -- update  (specs/adafactor_paper.py)
+    # 54  update = g * rsqrt(exp_avg_sq_row / mat_mean(exp_avg_sq_row)) * rsqrt(exp_avg_sq_col)
+    update = g * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2
+    # -- encode and store
+    row_sum_of_update_tensor = b.row_sum(update * update)
+
+    # == row: values of rows
+    # -- load and decode
+    row_sum_of_update = row_sum_of_update_tensor
+    # -- encode and store
+    tensor_sum_of_update_tensor = few_sum(row_sum_of_update, "tensor")
+
+    # == tensor: values of tensors
+    # -- load and decode
+    rate = rate_tensor
+    tensor_sum_of_update = tensor_sum_of_update_tensor
+    # -- encode and store
+    rate_over_one_max_tensor_div_tensor = rate / (
+        sqrt(tensor_sum_of_update / b.extent("elements")) / clip_threshold
+    ).clamp(min=1.0)
+
+    # == sweep 3: the update
+    b = stored.over("p", "g")
+    # -- load and decode
+    p = b.load("p")
+    rate_times_weight_decay = b.spread(rate_times_weight_decay_tensor)
+    rate_over_one_max_tensor_div = b.spread(rate_over_one_max_tensor_div_tensor)
+    g = b.load("g")
+    g = grad_scale * g
+    one_over_sqrt_row_div = b.spread(one_over_sqrt_row_div_tensor)
+    one_over_sqrt_exp_avg_sq_col_2 = b.spread(one_over_sqrt_exp_avg_sq_col_2_tensor)
+    # -- update  (specs/adafactor_paper.py)
+    # 54  update = g * rsqrt(exp_avg_sq_row / mat_mean(exp_avg_sq_row)) * rsqrt(exp_avg_sq_col)
+    update = g * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2
+    # 58  update = rate / maximum(1.0, rms(update) / clip_threshold) * update
+    update = rate_over_one_max_tensor_div * update
+    p = p - rate_times_weight_decay * p - update                         # 62  p = p - rate * weight_decay * p - update
+    # -- encode and store
+    b.store("p", p)
+
+
+def adafactor_paper_no_relative_step_no_factored(
+    stored, eps1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, lr, eps2, clip_threshold, weight_decay,
+):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+
+    # == sweep 1: rate (specs/adafactor_paper.py:48), update (specs/adafactor_paper.py:58)
+    b = stored.over("p", "g", "exp_avg_sq")
+    # -- load and decode
+    p = b.load("p")
+    g = b.load("g")
+    g = grad_scale * g
+    exp_avg_sq = b.load("exp_avg_sq")
+    # -- update  (specs/adafactor_paper.py)
+    square = g * g + eps1                         # 50  square = g * g + eps1
+    # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
+    exp_avg_sq = beta2 * exp_avg_sq + one_minus_one_minus_t_pow_decay_rate * square
+    update = g * quotient(1.0, sqrt(exp_avg_sq))  # 57  update = g * rsqrt(exp_avg_sq)
+    # -- encode and store
+    tensor_sum_for_rate_tensor = b.tensor_sum(p * p)
+    tensor_sum_of_update_tensor = b.tensor_sum(update * update)
+
+    # == tensor: values of tensors
+    # -- load and decode
+    tensor_sum_for_rate = tensor_sum_for_rate_tensor
+    tensor_sum_of_update = tensor_sum_of_update_tensor
+    # -- update  (specs/adafactor_paper.py)
+    # 48  rate = rate * maximum(eps2, rms(p))
+    rate = lr * larger(eps2, sqrt(tensor_sum_for_rate / b.extent("elements")))
+    # -- encode and store
+    rate_over_one_max_tensor_div_tensor = rate / (
+        sqrt(tensor_sum_of_update / b.extent("elements")) / clip_threshold
+    ).clamp(min=1.0)
+    rate_times_weight_decay_tensor = rate * weight_decay
+
+    # == sweep 2: the update
+    b = stored.over("p", "g", "exp_avg_sq")
+    # -- load and decode
+    p = b.load("p")
+    rate_times_weight_decay = b.spread(rate_times_weight_decay_tensor)
+    rate_over_one_max_tensor_div = b.spread(rate_over_one_max_tensor_div_tensor)
+    g = b.load("g")
+    g = grad_scale * g
+    exp_avg_sq = b.load("exp_avg_sq")
+    # -- update  (specs/adafactor_paper.py)
+    square = g * g + eps1                           # 50  square = g * g + eps1
+    # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
+    exp_avg_sq = beta2 * exp_avg_sq + one_minus_one_minus_t_pow_decay_rate * square
+    update = g * quotient(1.0, sqrt(exp_avg_sq))    # 57  update = g * rsqrt(exp_avg_sq)
+    # 58  update = rate / maximum(1.0, rms(update) / clip_threshold) * update
+    update = rate_over_one_max_tensor_div * update
+    p = p - rate_times_weight_decay * p - update    # 62  p = p - rate * weight_decay * p - update
+    # -- encode and store
+    b.store("p", p)
+    b.store("exp_avg_sq", exp_avg_sq)
+
+
+def adafactor_paper_no_relative_step_has_momentum(
+    stored, eps1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, lr, eps2, weight_decay, clip_threshold,
+    beta1, one_minus_beta1,
+):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+
+    # == sweep 1: rate (specs/adafactor_paper.py:48), exp_avg_sq_row (specs/adafactor_paper.py:52), exp_avg_sq_col
+    #     (specs/adafactor_paper.py:53)
+    b = stored.over("p", "g")
+    # -- load and decode
+    p = b.load("p")
+    g = b.load("g")
+    g = grad_scale * g
+    # -- update  (specs/adafactor_paper.py)
+    square = g * g + eps1  # 50  square = g * g + eps1
+    # -- encode and store
+    row_sum_for_rate_tensor = b.row_sum(p * p)
+    row_sum_for_exp_avg_sq_row_tensor = b.row_sum(square)
+    col_sum_for_exp_avg_sq_col_tensor = b.col_sum(square)
+
+    # == row: values of rows
+    # -- load and decode
+    exp_avg_sq_row = stored["exp_avg_sq_row"]
+    row_sum_for_exp_avg_sq_row = row_sum_for_exp_avg_sq_row_tensor
+    row_sum_for_rate = row_sum_for_rate_tensor
+    # -- update  (specs/adafactor_paper.py)
+    # 52  exp_avg_sq_row = beta2 * exp_avg_sq_row + (1 - beta2) * row_mean(square)
+    exp_avg_sq_row = (
+        beta2 * exp_avg_sq_row + one_minus_one_minus_t_pow_decay_rate
+        * (row_sum_for_exp_avg_sq_row / b.extent("columns"))
+    )
+    # -- encode and store
+    mat_sum_of_exp_avg_sq_row_tensor = few_sum(exp_avg_sq_row, "mat")
+    tensor_sum_for_rate_tensor = few_sum(row_sum_for_rate, "tensor")
+    put(stored["exp_avg_sq_row"], exp_avg_sq_row)
+
+    # == col: values of columns
+    # -- load and decode
+    exp_avg_sq_col = stored["exp_avg_sq_col"]
+    col_sum_for_exp_avg_sq_col = col_sum_for_exp_avg_sq_col_tensor
+    # -- update  (specs/adafactor_paper.py)
+    # 53  exp_avg_sq_col = beta2 * exp_avg_sq_col + (1 - beta2) * col_mean(square)
+    exp_avg_sq_col = (
+        beta2 * exp_avg_sq_col + one_minus_one_minus_t_pow_decay_rate * (col_sum_for_exp_avg_sq_col / b.extent("rows"))
+    )
+    # -- encode and store
+    one_over_sqrt_exp_avg_sq_col_2_tensor = quotient(1.0, sqrt(exp_avg_sq_col))
+    put(stored["exp_avg_sq_col"], exp_avg_sq_col)
+
+    # == tensor: values of tensors
+    # -- load and decode
+    tensor_sum_for_rate = tensor_sum_for_rate_tensor
+    # -- update  (specs/adafactor_paper.py)
+    # 48  rate = rate * maximum(eps2, rms(p))
+    rate = lr * larger(eps2, sqrt(tensor_sum_for_rate / b.extent("elements")))
+    # -- encode and store
+    rate_tensor = rate
+    rate_times_weight_decay_tensor = rate * weight_decay
+
+    # == mat: values of matrices
+    # -- load and decode
+    mat_sum_of_exp_avg_sq_row = mat_sum_of_exp_avg_sq_row_tensor
+    # -- encode and store
+    mat_sum_of_exp_avg_sq_row_over_rows_tensor = mat_sum_of_exp_avg_sq_row / b.extent("rows")
+
+    # == row: values of rows
+    # -- load and decode
+    exp_avg_sq_row = stored["exp_avg_sq_row"]
+    mat_sum_of_exp_avg_sq_row_over_rows = mat_sum_of_exp_avg_sq_row_over_rows_tensor
+    # -- encode and store
+    one_over_sqrt_row_div_tensor = quotient(1.0, sqrt(exp_avg_sq_row / mat_sum_of_exp_avg_sq_row_over_rows))
+
+    # == sweep 2: update (specs/adafactor_paper.py:58)
+    b = stored.over("g")
+    # -- load and decode
+    g = b.load("g")
+    g = grad_scale * g
+    one_over_sqrt_row_div = b.spread(one_over_sqrt_row_div_tensor)
+    one_over_sqrt_exp_avg_sq_col_2 = b.spread(one_over_sqrt_exp_avg_sq_col_2_tensor)
+    # -- update  (specs/adafactor_paper.py)
+    # 54  update = g * rsqrt(exp_avg_sq_row / mat_mean(exp_avg_sq_row)) * rsqrt(exp_avg_sq_col)
+    update = g * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2
+    # -- encode and store
+    row_sum_of_update_tensor = b.row_sum(update * update)
+
+    # == row: values of rows
+    # -- load and decode
+    row_sum_of_update = row_sum_of_update_tensor
+    # -- encode and store
+    tensor_sum_of_update_tensor = few_sum(row_sum_of_update, "tensor")
+
+    # == tensor: values of tensors
+    # -- load and decode
+    rate = rate_tensor
+    tensor_sum_of_update = tensor_sum_of_update_tensor
+    # -- encode and store
+    rate_over_one_max_tensor_div_tensor = rate / (
+        sqrt(tensor_sum_of_update / b.extent("elements")) / clip_threshold
+    ).clamp(min=1.0)
+
+    # == sweep 3: the update
+    b = stored.over("p", "g", "exp_avg")
+    # -- load and decode
+    p = b.load("p")
+    rate_times_weight_decay = b.spread(rate_times_weight_decay_tensor)
+    exp_avg = b.load("exp_avg")
+    rate_over_one_max_tensor_div = b.spread(rate_over_one_max_tensor_div_tensor)
+    g = b.load("g")
+    g = grad_scale * g
+    one_over_sqrt_row_div = b.spread(one_over_sqrt_row_div_tensor)
+    one_over_sqrt_exp_avg_sq_col_2 = b.spread(one_over_sqrt_exp_avg_sq_col_2_tensor)
+    # -- update  (specs/adafactor_paper.py)
+    # 54  update = g * rsqrt(exp_avg_sq_row / mat_mean(exp_avg_sq_row)) * rsqrt(exp_avg_sq_col)
+    update = g * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2
+    # 58  update = rate / maximum(1.0, rms(update) / clip_threshold) * update
+    update = rate_over_one_max_tensor_div * update
+    # 60  exp_avg = beta1 * exp_avg + (1 - beta1) * update
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * update
+    p = p - rate_times_weight_decay * p - exp_avg                        # 62  p = p - rate * weight_decay * p - update
+    # -- encode and store
+    b.store("p", p)
+    b.store("exp_avg", exp_avg)
+
+
+def adafactor_paper_no_relative_step_has_momentum_no_factored(
+    stored, eps1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, lr, eps2, clip_threshold, weight_decay,
+    beta1, one_minus_beta1,
+):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+
+    # == sweep 1: rate (specs/adafactor_paper.py:48), update (specs/adafactor_paper.py:58)
+    b = stored.over("p", "g", "exp_avg_sq")
+    # -- load and decode
+    p = b.load("p")
+    g = b.load("g")
+    g = grad_scale * g
+    exp_avg_sq = b.load("exp_avg_sq")
+    # -- update  (specs/adafactor_paper.py)
+    square = g * g + eps1                         # 50  square = g * g + eps1
+    # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
+    exp_avg_sq = beta2 * exp_avg_sq + one_minus_one_minus_t_pow_decay_rate * square
+    update = g * quotient(1.0, sqrt(exp_avg_sq))  # 57  update = g * rsqrt(exp_avg_sq)
+    # -- encode and store
+    tensor_sum_for_rate_tensor = b.tensor_sum(p * p)
+    tensor_sum_of_update_tensor = b.tensor_sum(update * update)
+
+    # == tensor: values of tensors
+    # -- load and decode
+    tensor_sum_for_rate = tensor_sum_for_rate_tensor
+    tensor_sum_of_update = tensor_sum_of_update_tensor
+    # -- update  (specs/adafactor_paper.py)
+    # 48  rate = rate * maximum(eps2, rms(p))
+    rate = lr * larger(eps2, sqrt(tensor_sum_for_rate / b.extent("elements")))
+    # -- encode and store
+    rate_over_one_max_tensor_div_tensor = rate / (
+        sqrt(tensor_sum_of_update / b.extent("elements")) / clip_threshold
+    ).clamp(min=1.0)
+    rate_times_weight_decay_tensor = rate * weight_decay
+
+    # == sweep 2: the update
+    b = stored.over("p", "g", "exp_avg", "exp_avg_sq")
+    # -- load and decode
+    p = b.load("p")
+    rate_times_weight_decay = b.spread(rate_times_weight_decay_tensor)
+    exp_avg = b.load("exp_avg")
+    rate_over_one_max_tensor_div = b.spread(rate_over_one_max_tensor_div_tensor)
+    g = b.load("g")
+    g = grad_scale * g
+    exp_avg_sq = b.load("exp_avg_sq")
+    # -- update  (specs/adafactor_paper.py)
+    square = g * g + eps1                                 # 50  square = g * g + eps1
+    # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
+    exp_avg_sq = beta2 * exp_avg_sq + one_minus_one_minus_t_pow_decay_rate * square
+    update = g * quotient(1.0, sqrt(exp_avg_sq))          # 57  update = g * rsqrt(exp_avg_sq)
+    # 58  update = rate / maximum(1.0, rms(update) / clip_threshold) * update
+    update = rate_over_one_max_tensor_div * update
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * update  # 60  exp_avg = beta1 * exp_avg + (1 - beta1) * update
+    p = p - rate_times_weight_decay * p - exp_avg         # 62  p = p - rate * weight_decay * p - update
+    # -- encode and store
+    b.store("p", p)
+    b.store("exp_avg", exp_avg)
+    b.store("exp_avg_sq", exp_avg_sq)
+
+
+def adafactor_paper_no_scale_parameter(
+    stored, eps1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, clip_threshold, rate,
+    lr_min_t_pow_m0p5_times_weight_decay,
+):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+
+    # == sweep 1: exp_avg_sq_row (specs/adafactor_paper.py:52), exp_avg_sq_col (specs/adafactor_paper.py:53)
+    b = stored.over("g")
+    # -- load and decode
+    g = b.load("g")
+    g = grad_scale * g
+    # -- update  (specs/adafactor_paper.py)
+    square = g * g + eps1  # 50  square = g * g + eps1
+    # -- encode and store
+    row_sum_for_exp_avg_sq_row_tensor = b.row_sum(square)
+    col_sum_for_exp_avg_sq_col_tensor = b.col_sum(square)
+
+    # == row: values of rows
+    # -- load and decode
+    exp_avg_sq_row = stored["exp_avg_sq_row"]
+    row_sum_for_exp_avg_sq_row = row_sum_for_exp_avg_sq_row_tensor
+    # -- update  (specs/adafactor_paper.py)
+    # 52  exp_avg_sq_row = beta2 * exp_avg_sq_row + (1 - beta2) * row_mean(square)
+    exp_avg_sq_row = (
+        beta2 * exp_avg_sq_row + one_minus_one_minus_t_pow_decay_rate
+        * (row_sum_for_exp_avg_sq_row / b.extent("columns"))
+    )
+    # -- encode and store
+    mat_sum_of_exp_avg_sq_row_tensor = few_sum(exp_avg_sq_row, "mat")
+    put(stored["exp_avg_sq_row"], exp_avg_sq_row)
+
+    # == col: values of columns
+    # -- load and decode
+    exp_avg_sq_col = stored["exp_avg_sq_col"]
+    col_sum_for_exp_avg_sq_col = col_sum_for_exp_avg_sq_col_tensor
+    # -- update  (specs/adafactor_paper.py)
+    # 53  exp_avg_sq_col = beta2 * exp_avg_sq_col + (1 - beta2) * col_mean(square)
+    exp_avg_sq_col = (
+        beta2 * exp_avg_sq_col + one_minus_one_minus_t_pow_decay_rate * (col_sum_for_exp_avg_sq_col / b.extent("rows"))
+    )
+    # -- encode and store
+    one_over_sqrt_exp_avg_sq_col_2_tensor = quotient(1.0, sqrt(exp_avg_sq_col))
+    put(stored["exp_avg_sq_col"], exp_avg_sq_col)
+
+    # == mat: values of matrices
+    # -- load and decode
+    mat_sum_of_exp_avg_sq_row = mat_sum_of_exp_avg_sq_row_tensor
+    # -- encode and store
+    mat_sum_of_exp_avg_sq_row_over_rows_tensor = mat_sum_of_exp_avg_sq_row / b.extent("rows")
+
+    # == row: values of rows
+    # -- load and decode
+    exp_avg_sq_row = stored["exp_avg_sq_row"]
+    mat_sum_of_exp_avg_sq_row_over_rows = mat_sum_of_exp_avg_sq_row_over_rows_tensor
+    # -- encode and store
+    one_over_sqrt_row_div_tensor = quotient(1.0, sqrt(exp_avg_sq_row / mat_sum_of_exp_avg_sq_row_over_rows))
+
+    # == sweep 2: update (specs/adafactor_paper.py:58)
+    b = stored.over("g")
+    # -- load and decode
+    g = b.load("g")
+    g = grad_scale * g
+    one_over_sqrt_row_div = b.spread(one_over_sqrt_row_div_tensor)
+    one_over_sqrt_exp_avg_sq_col_2 = b.spread(one_over_sqrt_exp_avg_sq_col_2_tensor)
+    # -- update  (specs/adafactor_paper.py)
+    # 54  update = g * rsqrt(exp_avg_sq_row / mat_mean(exp_avg_sq_row)) * rsqrt(exp_avg_sq_col)
+    update = g * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2
+    # -- encode and store
+    row_sum_of_update_tensor = b.row_sum(update * update)
+
+    # == row: values of rows
+    # -- load and decode
+    row_sum_of_update = row_sum_of_update_tensor
+    # -- encode and store
+    tensor_sum_of_update_tensor = few_sum(row_sum_of_update, "tensor")
+
+    # == tensor: values of tensors
+    # -- load and decode
+    tensor_sum_of_update = tensor_sum_of_update_tensor
+    # -- encode and store
+    lr_min_t_pow_m0p5_over_one_max_tensor_div_tensor = (
+        rate / (sqrt(tensor_sum_of_update / b.extent("elements")) / clip_threshold).clamp(min=1.0)
+    )
+
+    # == sweep 3: the update
+    b = stored.over("p", "g")
+    # -- load and decode
+    p = b.load("p")
+    lr_min_t_pow_m0p5_over_one_max_tensor_div = b.spread(lr_min_t_pow_m0p5_over_one_max_tensor_div_tensor)
+    g = b.load("g")
+    g = grad_scale * g
+    one_over_sqrt_row_div = b.spread(one_over_sqrt_row_div_tensor)
+    one_over_sqrt_exp_avg_sq_col_2 = b.spread(one_over_sqrt_exp_avg_sq_col_2_tensor)
+    # -- update  (specs/adafactor_paper.py)
+    # 54  update = g * rsqrt(exp_avg_sq_row / mat_mean(exp_avg_sq_row)) * rsqrt(exp_avg_sq_col)
+    update = g * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2
+    # 58  update = rate / maximum(1.0, rms(update) / clip_threshold) * update
+    update = lr_min_t_pow_m0p5_over_one_max_tensor_div * update
+    p = p - lr_min_t_pow_m0p5_times_weight_decay * p - update            # 62  p = p - rate * weight_decay * p - update
+    # -- encode and store
+    b.store("p", p)
+
+
+def adafactor_paper_no_scale_parameter_no_factored(
+    stored, eps1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, clip_threshold, rate,
+    lr_min_t_pow_m0p5_times_weight_decay,
+):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+
+    # == sweep 1: update (specs/adafactor_paper.py:58)
+    b = stored.over("g", "exp_avg_sq")
+    # -- load and decode
+    g = b.load("g")
+    g = grad_scale * g
+    exp_avg_sq = b.load("exp_avg_sq")
+    # -- update  (specs/adafactor_paper.py)
+    square = g * g + eps1                         # 50  square = g * g + eps1
+    # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
+    exp_avg_sq = beta2 * exp_avg_sq + one_minus_one_minus_t_pow_decay_rate * square
+    update = g * quotient(1.0, sqrt(exp_avg_sq))  # 57  update = g * rsqrt(exp_avg_sq)
+    # -- encode and store
+    tensor_sum_of_update_tensor = b.tensor_sum(update * update)
+
+    # == tensor: values of tensors
+    # -- load and decode
+    tensor_sum_of_update = tensor_sum_of_update_tensor
+    # -- encode and store
+    lr_min_t_pow_m0p5_over_one_max_tensor_div_tensor = (
+        rate / (sqrt(tensor_sum_of_update / b.extent("elements")) / clip_threshold).clamp(min=1.0)
+    )
+
+    # == sweep 2: the update
+    b = stored.over("p", "g", "exp_avg_sq")
+    # -- load and decode
+    p = b.load("p")
+    lr_min_t_pow_m0p5_over_one_max_tensor_div = b.spread(lr_min_t_pow_m0p5_over_one_max_tensor_div_tensor)
+    g = b.load("g")
+    g = grad_scale * g
+    exp_avg_sq = b.load("exp_avg_sq")
+    # -- update  (specs/adafactor_paper.py)
+    square = g * g + eps1                                        # 50  square = g * g + eps1
+    # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
+    exp_avg_sq = beta2 * exp_avg_sq + one_minus_one_minus_t_pow_decay_rate * square
+    update = g * quotient(1.0, sqrt(exp_avg_sq))                 # 57  update = g * rsqrt(exp_avg_sq)
+    # 58  update = rate / maximum(1.0, rms(update) / clip_threshold) * update
+    update = lr_min_t_pow_m0p5_over_one_max_tensor_div * update
+    p = p - lr_min_t_pow_m0p5_times_weight_decay * p - update    # 62  p = p - rate * weight_decay * p - update
+    # -- encode and store
+    b.store("p", p)
+    b.store("exp_avg_sq", exp_avg_sq)
+
+
+def adafactor_paper_no_scale_parameter_has_momentum(
+    stored, eps1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, clip_threshold, rate, beta1,
+    one_minus_beta1, lr_min_t_pow_m0p5_times_weight_decay,
+):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+
+    # == sweep 1: exp_avg_sq_row (specs/adafactor_paper.py:52), exp_avg_sq_col (specs/adafactor_paper.py:53)
+    b = stored.over("g")
+    # -- load and decode
+    g = b.load("g")
+    g = grad_scale * g
+    # -- update  (specs/adafactor_paper.py)
+    square = g * g + eps1  # 50  square = g * g + eps1
+    # -- encode and store
+    row_sum_for_exp_avg_sq_row_tensor = b.row_sum(square)
+    col_sum_for_exp_avg_sq_col_tensor = b.col_sum(square)
+
+    # == row: values of rows
+    # -- load and decode
+    exp_avg_sq_row = stored["exp_avg_sq_row"]
+    row_sum_for_exp_avg_sq_row = row_sum_for_exp_avg_sq_row_tensor
+    # -- update  (specs/adafactor_paper.py)
+    # 52  exp_avg_sq_row = beta2 * exp_avg_sq_row + (1 - beta2) * row_mean(square)
+    exp_avg_sq_row = (
+        beta2 * exp_avg_sq_row + one_minus_one_minus_t_pow_decay_rate
+        * (row_sum_for_exp_avg_sq_row / b.extent("columns"))
+    )
+    # -- encode and store
+    mat_sum_of_exp_avg_sq_row_tensor = few_sum(exp_avg_sq_row, "mat")
+    put(stored["exp_avg_sq_row"], exp_avg_sq_row)
+
+    # == col: values of columns
+    # -- load and decode
+    exp_avg_sq_col = stored["exp_avg_sq_col"]
+    col_sum_for_exp_avg_sq_col = col_sum_for_exp_avg_sq_col_tensor
+    # -- update  (specs/adafactor_paper.py)
+    # 53  exp_avg_sq_col = beta2 * exp_avg_sq_col + (1 - beta2) * col_mean(square)
+    exp_avg_sq_col = (
+        beta2 * exp_avg_sq_col + one_minus_one_minus_t_pow_decay_rate * (col_sum_for_exp_avg_sq_col / b.extent("rows"))
+    )
+    # -- encode and store
+    one_over_sqrt_exp_avg_sq_col_2_tensor = quotient(1.0, sqrt(exp_avg_sq_col))
+    put(stored["exp_avg_sq_col"], exp_avg_sq_col)
+
+    # == mat: values of matrices
+    # -- load and decode
+    mat_sum_of_exp_avg_sq_row = mat_sum_of_exp_avg_sq_row_tensor
+    # -- encode and store
+    mat_sum_of_exp_avg_sq_row_over_rows_tensor = mat_sum_of_exp_avg_sq_row / b.extent("rows")
+
+    # == row: values of rows
+    # -- load and decode
+    exp_avg_sq_row = stored["exp_avg_sq_row"]
+    mat_sum_of_exp_avg_sq_row_over_rows = mat_sum_of_exp_avg_sq_row_over_rows_tensor
+    # -- encode and store
+    one_over_sqrt_row_div_tensor = quotient(1.0, sqrt(exp_avg_sq_row / mat_sum_of_exp_avg_sq_row_over_rows))
+
+    # == sweep 2: update (specs/adafactor_paper.py:58)
+    b = stored.over("g")
+    # -- load and decode
+    g = b.load("g")
+    g = grad_scale * g
+    one_over_sqrt_row_div = b.spread(one_over_sqrt_row_div_tensor)
+    one_over_sqrt_exp_avg_sq_col_2 = b.spread(one_over_sqrt_exp_avg_sq_col_2_tensor)
+    # -- update  (specs/adafactor_paper.py)
+    # 54  update = g * rsqrt(exp_avg_sq_row / mat_mean(exp_avg_sq_row)) * rsqrt(exp_avg_sq_col)
+    update = g * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2
+    # -- encode and store
+    row_sum_of_update_tensor = b.row_sum(update * update)
+
+    # == row: values of rows
+    # -- load and decode
+    row_sum_of_update = row_sum_of_update_tensor
+    # -- encode and store
+    tensor_sum_of_update_tensor = few_sum(row_sum_of_update, "tensor")
+
+    # == tensor: values of tensors
+    # -- load and decode
+    tensor_sum_of_update = tensor_sum_of_update_tensor
+    # -- encode and store
+    lr_min_t_pow_m0p5_over_one_max_tensor_div_tensor = (
+        rate / (sqrt(tensor_sum_of_update / b.extent("elements")) / clip_threshold).clamp(min=1.0)
+    )
+
+    # == sweep 3: the update
+    b = stored.over("p", "g", "exp_avg")
+    # -- load and decode
+    p = b.load("p")
+    exp_avg = b.load("exp_avg")
+    lr_min_t_pow_m0p5_over_one_max_tensor_div = b.spread(lr_min_t_pow_m0p5_over_one_max_tensor_div_tensor)
+    g = b.load("g")
+    g = grad_scale * g
+    one_over_sqrt_row_div = b.spread(one_over_sqrt_row_div_tensor)
+    one_over_sqrt_exp_avg_sq_col_2 = b.spread(one_over_sqrt_exp_avg_sq_col_2_tensor)
+    # -- update  (specs/adafactor_paper.py)
+    # 54  update = g * rsqrt(exp_avg_sq_row / mat_mean(exp_avg_sq_row)) * rsqrt(exp_avg_sq_col)
+    update = g * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2
+    # 58  update = rate / maximum(1.0, rms(update) / clip_threshold) * update
+    update = lr_min_t_pow_m0p5_over_one_max_tensor_div * update
+    # 60  exp_avg = beta1 * exp_avg + (1 - beta1) * update
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * update
+    p = p - lr_min_t_pow_m0p5_times_weight_decay * p - exp_avg           # 62  p = p - rate * weight_decay * p - update
+    # -- encode and store
+    b.store("p", p)
+    b.store("exp_avg", exp_avg)
+
+
+def adafactor_paper_no_scale_parameter_has_momentum_no_factored(
+    stored, eps1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, clip_threshold, rate, beta1,
+    one_minus_beta1, lr_min_t_pow_m0p5_times_weight_decay,
+):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+
+    # == sweep 1: update (specs/adafactor_paper.py:58)
+    b = stored.over("g", "exp_avg_sq")
+    # -- load and decode
+    g = b.load("g")
+    g = grad_scale * g
+    exp_avg_sq = b.load("exp_avg_sq")
+    # -- update  (specs/adafactor_paper.py)
+    square = g * g + eps1                         # 50  square = g * g + eps1
+    # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
+    exp_avg_sq = beta2 * exp_avg_sq + one_minus_one_minus_t_pow_decay_rate * square
+    update = g * quotient(1.0, sqrt(exp_avg_sq))  # 57  update = g * rsqrt(exp_avg_sq)
+    # -- encode and store
+    tensor_sum_of_update_tensor = b.tensor_sum(update * update)
+
+    # == tensor: values of tensors
+    # -- load and decode
+    tensor_sum_of_update = tensor_sum_of_update_tensor
+    # -- encode and store
+    lr_min_t_pow_m0p5_over_one_max_tensor_div_tensor = (
+        rate / (sqrt(tensor_sum_of_update / b.extent("elements")) / clip_threshold).clamp(min=1.0)
+    )
+
+    # == sweep 2: the update
+    b = stored.over("p", "g", "exp_avg", "exp_avg_sq")
+    # -- load and decode
+    p = b.load("p")
+    exp_avg = b.load("exp_avg")
+    lr_min_t_pow_m0p5_over_one_max_tensor_div = b.spread(lr_min_t_pow_m0p5_over_one_max_tensor_div_tensor)
+    g = b.load("g")
+    g = grad_scale * g
+    exp_avg_sq = b.load("exp_avg_sq")
+    # -- update  (specs/adafactor_paper.py)
+    square = g * g + eps1                                        # 50  square = g * g + eps1
+    # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
+    exp_avg_sq = beta2 * exp_avg_sq + one_minus_one_minus_t_pow_decay_rate * square
+    update = g * quotient(1.0, sqrt(exp_avg_sq))                 # 57  update = g * rsqrt(exp_avg_sq)
+    # 58  update = rate / maximum(1.0, rms(update) / clip_threshold) * update
+    update = lr_min_t_pow_m0p5_over_one_max_tensor_div * update
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * update         # 60  exp_avg = beta1 * exp_avg + (1 - beta1) * update
+    p = p - lr_min_t_pow_m0p5_times_weight_decay * p - exp_avg   # 62  p = p - rate * weight_decay * p - update
+    # -- encode and store
+    b.store("p", p)
+    b.store("exp_avg", exp_avg)
+    b.store("exp_avg_sq", exp_avg_sq)
+
+
+def adafactor_paper_no_scale_parameter_no_relative_step(
+    stored, eps1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, lr, clip_threshold,
+    lr_times_weight_decay,
+):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+
+    # == sweep 1: exp_avg_sq_row (specs/adafactor_paper.py:52), exp_avg_sq_col (specs/adafactor_paper.py:53)
+    b = stored.over("g")
+    # -- load and decode
+    g = b.load("g")
+    g = grad_scale * g
+    # -- update  (specs/adafactor_paper.py)
+    square = g * g + eps1  # 50  square = g * g + eps1
+    # -- encode and store
+    row_sum_for_exp_avg_sq_row_tensor = b.row_sum(square)
+    col_sum_for_exp_avg_sq_col_tensor = b.col_sum(square)
+
+    # == row: values of rows
+    # -- load and decode
+    exp_avg_sq_row = stored["exp_avg_sq_row"]
+    row_sum_for_exp_avg_sq_row = row_sum_for_exp_avg_sq_row_tensor
+    # -- update  (specs/adafactor_paper.py)
+    # 52  exp_avg_sq_row = beta2 * exp_avg_sq_row + (1 - beta2) * row_mean(square)
+    exp_avg_sq_row = (
+        beta2 * exp_avg_sq_row + one_minus_one_minus_t_pow_decay_rate
+        * (row_sum_for_exp_avg_sq_row / b.extent("columns"))
+    )
+    # -- encode and store
+    mat_sum_of_exp_avg_sq_row_tensor = few_sum(exp_avg_sq_row, "mat")
+    put(stored["exp_avg_sq_row"], exp_avg_sq_row)
+
+    # == col: values of columns
+    # -- load and decode
+    exp_avg_sq_col = stored["exp_avg_sq_col"]
+    col_sum_for_exp_avg_sq_col = col_sum_for_exp_avg_sq_col_tensor
+    # -- update  (specs/adafactor_paper.py)
+    # 53  exp_avg_sq_col = beta2 * exp_avg_sq_col + (1 - beta2) * col_mean(square)
+    exp_avg_sq_col = (
+        beta2 * exp_avg_sq_col + one_minus_one_minus_t_pow_decay_rate * (col_sum_for_exp_avg_sq_col / b.extent("rows"))
+    )
+    # -- encode and store
+    one_over_sqrt_exp_avg_sq_col_2_tensor = quotient(1.0, sqrt(exp_avg_sq_col))
+    put(stored["exp_avg_sq_col"], exp_avg_sq_col)
+
+    # == mat: values of matrices
+    # -- load and decode
+    mat_sum_of_exp_avg_sq_row = mat_sum_of_exp_avg_sq_row_tensor
+    # -- encode and store
+    mat_sum_of_exp_avg_sq_row_over_rows_tensor = mat_sum_of_exp_avg_sq_row / b.extent("rows")
+
+    # == row: values of rows
+    # -- load and decode
+    exp_avg_sq_row = stored["exp_avg_sq_row"]
+    mat_sum_of_exp_avg_sq_row_over_rows = mat_sum_of_exp_avg_sq_row_over_rows_tensor
+    # -- encode and store
+    one_over_sqrt_row_div_tensor = quotient(1.0, sqrt(exp_avg_sq_row / mat_sum_of_exp_avg_sq_row_over_rows))
+
+    # == sweep 2: update (specs/adafactor_paper.py:58)
+    b = stored.over("g")
+    # -- load and decode
+    g = b.load("g")
+    g = grad_scale * g
+    one_over_sqrt_row_div = b.spread(one_over_sqrt_row_div_tensor)
+    one_over_sqrt_exp_avg_sq_col_2 = b.spread(one_over_sqrt_exp_avg_sq_col_2_tensor)
+    # -- update  (specs/adafactor_paper.py)
+    # 54  update = g * rsqrt(exp_avg_sq_row / mat_mean(exp_avg_sq_row)) * rsqrt(exp_avg_sq_col)
+    update = g * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2
+    # -- encode and store
+    row_sum_of_update_tensor = b.row_sum(update * update)
+
+    # == row: values of rows
+    # -- load and decode
+    row_sum_of_update = row_sum_of_update_tensor
+    # -- encode and store
+    tensor_sum_of_update_tensor = few_sum(row_sum_of_update, "tensor")
+
+    # == tensor: values of tensors
+    # -- load and decode
+    tensor_sum_of_update = tensor_sum_of_update_tensor
+    # -- encode and store
+    lr_over_one_max_tensor_div_tensor = lr / (
+        sqrt(tensor_sum_of_update / b.extent("elements")) / clip_threshold
+    ).clamp(min=1.0)
+
+    # == sweep 3: the update
+    b = stored.over("p", "g")
+    # -- load and decode
+    p = b.load("p")
+    lr_over_one_max_tensor_div = b.spread(lr_over_one_max_tensor_div_tensor)
+    g = b.load("g")
+    g = grad_scale * g
+    one_over_sqrt_row_div = b.spread(one_over_sqrt_row_div_tensor)
+    one_over_sqrt_exp_avg_sq_col_2 = b.spread(one_over_sqrt_exp_avg_sq_col_2_tensor)
+    # -- update  (specs/adafactor_paper.py)
+    # 54  update = g * rsqrt(exp_avg_sq_row / mat_mean(exp_avg_sq_row)) * rsqrt(exp_avg_sq_col)
+    update = g * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2
+    # 58  update = rate / maximum(1.0, rms(update) / clip_threshold) * update
+    update = lr_over_one_max_tensor_div * update
+    p = p - lr_times_weight_decay * p - update                           # 62  p = p - rate * weight_decay * p - update
+    # -- encode and store
+    b.store("p", p)
+
+
+def adafactor_paper_no_scale_parameter_no_relative_step_no_factored(
+    stored, eps1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, lr, clip_threshold,
+    lr_times_weight_decay,
+):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+
+    # == sweep 1: update (specs/adafactor_paper.py:58)
+    b = stored.over("g", "exp_avg_sq")
+    # -- load and decode
+    g = b.load("g")
+    g = grad_scale * g
+    exp_avg_sq = b.load("exp_avg_sq")
+    # -- update  (specs/adafactor_paper.py)
+    square = g * g + eps1                         # 50  square = g * g + eps1
+    # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
+    exp_avg_sq = beta2 * exp_avg_sq + one_minus_one_minus_t_pow_decay_rate * square
+    update = g * quotient(1.0, sqrt(exp_avg_sq))  # 57  update = g * rsqrt(exp_avg_sq)
+    # -- encode and store
+    tensor_sum_of_update_tensor = b.tensor_sum(update * update)
+
+    # == tensor: values of tensors
+    # -- load and decode
+    tensor_sum_of_update = tensor_sum_of_update_tensor
+    # -- encode and store
+    lr_over_one_max_tensor_div_tensor = lr / (
+        sqrt(tensor_sum_of_update / b.extent("elements")) / clip_threshold
+    ).clamp(min=1.0)
+
+    # == sweep 2: the update
+    b = stored.over("p", "g", "exp_avg_sq")
+    # -- load and decode
+    p = b.load("p")
+    lr_over_one_max_tensor_div = b.spread(lr_over_one_max_tensor_div_tensor)
+    g = b.load("g")
+    g = grad_scale * g
+    exp_avg_sq = b.load("exp_avg_sq")
+    # -- update  (specs/adafactor_paper.py)
+    square = g * g + eps1                         # 50  square = g * g + eps1
+    # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
+    exp_avg_sq = beta2 * exp_avg_sq + one_minus_one_minus_t_pow_decay_rate * square
+    update = g * quotient(1.0, sqrt(exp_avg_sq))  # 57  update = g * rsqrt(exp_avg_sq)
+    # 58  update = rate / maximum(1.0, rms(update) / clip_threshold) * update
+    update = lr_over_one_max_tensor_div * update
+    p = p - lr_times_weight_decay * p - update    # 62  p = p - rate * weight_decay * p - update
+    # -- encode and store
+    b.store("p", p)
+    b.store("exp_avg_sq", exp_avg_sq)
+
+
+def adafactor_paper_no_scale_parameter_no_relative_step_has_momentum(
+    stored, eps1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, lr, clip_threshold, beta1,
+    one_minus_beta1, lr_times_weight_decay,
+):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+
+    # == sweep 1: exp_avg_sq_row (specs/adafactor_paper.py:52), exp_avg_sq_col (specs/adafactor_paper.py:53)
+    b = stored.over("g")
+    # -- load and decode
+    g = b.load("g")
+    g = grad_scale * g
+    # -- update  (specs/adafactor_paper.py)
+    square = g * g + eps1  # 50  square = g * g + eps1
+    # -- encode and store
+    row_sum_for_exp_avg_sq_row_tensor = b.row_sum(square)
+    col_sum_for_exp_avg_sq_col_tensor = b.col_sum(square)
+
+    # == row: values of rows
+    # -- load and decode
+    exp_avg_sq_row = stored["exp_avg_sq_row"]
+    row_sum_for_exp_avg_sq_row = row_sum_for_exp_avg_sq_row_tensor
+    # -- update  (specs/adafactor_paper.py)
+    # 52  exp_avg_sq_row = beta2 * exp_avg_sq_row + (1 - beta2) * row_mean(square)
+    exp_avg_sq_row = (
+        beta2 * exp_avg_sq_row + one_minus_one_minus_t_pow_decay_rate
+        * (row_sum_for_exp_avg_sq_row / b.extent("columns"))
+    )
+    # -- encode and store
+    mat_sum_of_exp_avg_sq_row_tensor = few_sum(exp_avg_sq_row, "mat")
+    put(stored["exp_avg_sq_row"], exp_avg_sq_row)
+
+    # == col: values of columns
+    # -- load and decode
+    exp_avg_sq_col = stored["exp_avg_sq_col"]
+    col_sum_for_exp_avg_sq_col = col_sum_for_exp_avg_sq_col_tensor
+    # -- update  (specs/adafactor_paper.py)
+    # 53  exp_avg_sq_col = beta2 * exp_avg_sq_col + (1 - beta2) * col_mean(square)
+    exp_avg_sq_col = (
+        beta2 * exp_avg_sq_col + one_minus_one_minus_t_pow_decay_rate * (col_sum_for_exp_avg_sq_col / b.extent("rows"))
+    )
+    # -- encode and store
+    one_over_sqrt_exp_avg_sq_col_2_tensor = quotient(1.0, sqrt(exp_avg_sq_col))
+    put(stored["exp_avg_sq_col"], exp_avg_sq_col)
+
+    # == mat: values of matrices
+    # -- load and decode
+    mat_sum_of_exp_avg_sq_row = mat_sum_of_exp_avg_sq_row_tensor
+    # -- encode and store
+    mat_sum_of_exp_avg_sq_row_over_rows_tensor = mat_sum_of_exp_avg_sq_row / b.extent("rows")
+
+    # == row: values of rows
+    # -- load and decode
+    exp_avg_sq_row = stored["exp_avg_sq_row"]
+    mat_sum_of_exp_avg_sq_row_over_rows = mat_sum_of_exp_avg_sq_row_over_rows_tensor
+    # -- encode and store
+    one_over_sqrt_row_div_tensor = quotient(1.0, sqrt(exp_avg_sq_row / mat_sum_of_exp_avg_sq_row_over_rows))
+
+    # == sweep 2: update (specs/adafactor_paper.py:58)
+    b = stored.over("g")
+    # -- load and decode
+    g = b.load("g")
+    g = grad_scale * g
+    one_over_sqrt_row_div = b.spread(one_over_sqrt_row_div_tensor)
+    one_over_sqrt_exp_avg_sq_col_2 = b.spread(one_over_sqrt_exp_avg_sq_col_2_tensor)
+    # -- update  (specs/adafactor_paper.py)
+    # 54  update = g * rsqrt(exp_avg_sq_row / mat_mean(exp_avg_sq_row)) * rsqrt(exp_avg_sq_col)
+    update = g * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2
+    # -- encode and store
+    row_sum_of_update_tensor = b.row_sum(update * update)
+
+    # == row: values of rows
+    # -- load and decode
+    row_sum_of_update = row_sum_of_update_tensor
+    # -- encode and store
+    tensor_sum_of_update_tensor = few_sum(row_sum_of_update, "tensor")
+
+    # == tensor: values of tensors
+    # -- load and decode
+    tensor_sum_of_update = tensor_sum_of_update_tensor
+    # -- encode and store
+    lr_over_one_max_tensor_div_tensor = lr / (
+        sqrt(tensor_sum_of_update / b.extent("elements")) / clip_threshold
+    ).clamp(min=1.0)
+
+    # == sweep 3: the update
+    b = stored.over("p", "g", "exp_avg")
+    # -- load and decode
+    p = b.load("p")
+    exp_avg = b.load("exp_avg")
+    lr_over_one_max_tensor_div = b.spread(lr_over_one_max_tensor_div_tensor)
+    g = b.load("g")
+    g = grad_scale * g
+    one_over_sqrt_row_div = b.spread(one_over_sqrt_row_div_tensor)
+    one_over_sqrt_exp_avg_sq_col_2 = b.spread(one_over_sqrt_exp_avg_sq_col_2_tensor)
+    # -- update  (specs/adafactor_paper.py)
+    # 54  update = g * rsqrt(exp_avg_sq_row / mat_mean(exp_avg_sq_row)) * rsqrt(exp_avg_sq_col)
+    update = g * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2
+    # 58  update = rate / maximum(1.0, rms(update) / clip_threshold) * update
+    update = lr_over_one_max_tensor_div * update
+    # 60  exp_avg = beta1 * exp_avg + (1 - beta1) * update
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * update
+    p = p - lr_times_weight_decay * p - exp_avg                          # 62  p = p - rate * weight_decay * p - update
+    # -- encode and store
+    b.store("p", p)
+    b.store("exp_avg", exp_avg)
+
+
+def adafactor_paper_no_scale_parameter_no_relative_step_has_momentum_no_factored(
+    stored, eps1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, lr, clip_threshold, beta1,
+    one_minus_beta1, lr_times_weight_decay,
+):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+
+    # == sweep 1: update (specs/adafactor_paper.py:58)
+    b = stored.over("g", "exp_avg_sq")
+    # -- load and decode
+    g = b.load("g")
+    g = grad_scale * g
+    exp_avg_sq = b.load("exp_avg_sq")
+    # -- update  (specs/adafactor_paper.py)
+    square = g * g + eps1                         # 50  square = g * g + eps1
+    # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
+    exp_avg_sq = beta2 * exp_avg_sq + one_minus_one_minus_t_pow_decay_rate * square
+    update = g * quotient(1.0, sqrt(exp_avg_sq))  # 57  update = g * rsqrt(exp_avg_sq)
+    # -- encode and store
+    tensor_sum_of_update_tensor = b.tensor_sum(update * update)
+
+    # == tensor: values of tensors
+    # -- load and decode
+    tensor_sum_of_update = tensor_sum_of_update_tensor
+    # -- encode and store
+    lr_over_one_max_tensor_div_tensor = lr / (
+        sqrt(tensor_sum_of_update / b.extent("elements")) / clip_threshold
+    ).clamp(min=1.0)
+
+    # == sweep 2: the update
+    b = stored.over("p", "g", "exp_avg", "exp_avg_sq")
+    # -- load and decode
+    p = b.load("p")
+    exp_avg = b.load("exp_avg")
+    lr_over_one_max_tensor_div = b.spread(lr_over_one_max_tensor_div_tensor)
+    g = b.load("g")
+    g = grad_scale * g
+    exp_avg_sq = b.load("exp_avg_sq")
+    # -- update  (specs/adafactor_paper.py)
+    square = g * g + eps1                                 # 50  square = g * g + eps1
+    # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
+    exp_avg_sq = beta2 * exp_avg_sq + one_minus_one_minus_t_pow_decay_rate * square
+    update = g * quotient(1.0, sqrt(exp_avg_sq))          # 57  update = g * rsqrt(exp_avg_sq)
+    # 58  update = rate / maximum(1.0, rms(update) / clip_threshold) * update
+    update = lr_over_one_max_tensor_div * update
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * update  # 60  exp_avg = beta1 * exp_avg + (1 - beta1) * update
+    p = p - lr_times_weight_decay * p - exp_avg           # 62  p = p - rate * weight_decay * p - update
+    # -- encode and store
+    b.store("p", p)
+    b.store("exp_avg", exp_avg)
+    b.store("exp_avg_sq", exp_avg_sq)
+
+
 def host_scalars(step, grad_scale, *, lr, eps, clip_threshold, decay_rate, beta1, weight_decay):
     """The kernel's scalars at this step, and the new host states; fp64."""
     eps1, eps2 = eps
     beta2 = 1 - power(step, decay_rate)    # 49  beta2 = 1 - t**decay_rate
     one_minus_one_minus_t_pow_decay_rate = 1 - beta2
-    rate = smaller(lr, power(step, -0.5))  # 46  rate = minimum(lr, t**-0.5) if relative_step else lr
+    rate = minimum(lr, power(step, -0.5))  # 46  rate = minimum(lr, t**-0.5) if relative_step else lr
     return (eps1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, eps2, weight_decay, rate, clip_threshold)
 
 
@@ -92,7 +1433,7 @@ def host_scalars_2(step, grad_scale, *, lr, eps, clip_threshold, decay_rate, bet
     eps1, eps2 = eps
     beta2 = 1 - power(step, decay_rate)    # 49  beta2 = 1 - t**decay_rate
     one_minus_one_minus_t_pow_decay_rate = 1 - beta2
-    rate = smaller(lr, power(step, -0.5))  # 46  rate = minimum(lr, t**-0.5) if relative_step else lr
+    rate = minimum(lr, power(step, -0.5))  # 46  rate = minimum(lr, t**-0.5) if relative_step else lr
     return (eps1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, eps2, clip_threshold, weight_decay, rate)
 
 
@@ -101,7 +1442,7 @@ def host_scalars_3(step, grad_scale, *, lr, eps, clip_threshold, decay_rate, bet
     eps1, eps2 = eps
     beta2 = 1 - power(step, decay_rate)    # 49  beta2 = 1 - t**decay_rate
     one_minus_one_minus_t_pow_decay_rate = 1 - beta2
-    rate = smaller(lr, power(step, -0.5))  # 46  rate = minimum(lr, t**-0.5) if relative_step else lr
+    rate = minimum(lr, power(step, -0.5))  # 46  rate = minimum(lr, t**-0.5) if relative_step else lr
     one_minus_beta1 = 1 - beta1
     return (
         eps1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, eps2, weight_decay, rate, clip_threshold, beta1,
@@ -114,7 +1455,7 @@ def host_scalars_4(step, grad_scale, *, lr, eps, clip_threshold, decay_rate, bet
     eps1, eps2 = eps
     beta2 = 1 - power(step, decay_rate)    # 49  beta2 = 1 - t**decay_rate
     one_minus_one_minus_t_pow_decay_rate = 1 - beta2
-    rate = smaller(lr, power(step, -0.5))  # 46  rate = minimum(lr, t**-0.5) if relative_step else lr
+    rate = minimum(lr, power(step, -0.5))  # 46  rate = minimum(lr, t**-0.5) if relative_step else lr
     one_minus_beta1 = 1 - beta1
     return (
         eps1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, eps2, clip_threshold, weight_decay, rate, beta1,
@@ -167,7 +1508,7 @@ def host_scalars_9(step, grad_scale, *, lr, eps, clip_threshold, decay_rate, bet
     eps1, eps2 = eps
     beta2 = 1 - power(step, decay_rate)    # 49  beta2 = 1 - t**decay_rate
     one_minus_one_minus_t_pow_decay_rate = 1 - beta2
-    rate = smaller(lr, power(step, -0.5))  # 46  rate = minimum(lr, t**-0.5) if relative_step else lr
+    rate = minimum(lr, power(step, -0.5))  # 46  rate = minimum(lr, t**-0.5) if relative_step else lr
     lr_min_t_pow_m0p5_times_weight_decay = rate * weight_decay
     return (
         eps1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, clip_threshold, rate,
@@ -180,7 +1521,7 @@ def host_scalars_10(step, grad_scale, *, lr, eps, clip_threshold, decay_rate, be
     eps1, eps2 = eps
     beta2 = 1 - power(step, decay_rate)    # 49  beta2 = 1 - t**decay_rate
     one_minus_one_minus_t_pow_decay_rate = 1 - beta2
-    rate = smaller(lr, power(step, -0.5))  # 46  rate = minimum(lr, t**-0.5) if relative_step else lr
+    rate = minimum(lr, power(step, -0.5))  # 46  rate = minimum(lr, t**-0.5) if relative_step else lr
     one_minus_beta1 = 1 - beta1
     lr_min_t_pow_m0p5_times_weight_decay = rate * weight_decay
     return (
@@ -217,7 +1558,7 @@ def kernel_scalars(step, grad_scale, *, lr, eps, clip_threshold, decay_rate, bet
     grad_scale_times_grad_scale = grad_scale * grad_scale
     beta2 = 1 - power(step, decay_rate)    # 49  beta2 = 1 - t**decay_rate
     one_minus_one_minus_t_pow_decay_rate = 1 - beta2
-    rate = smaller(lr, power(step, -0.5))  # 46  rate = minimum(lr, t**-0.5) if relative_step else lr
+    rate = minimum(lr, power(step, -0.5))  # 46  rate = minimum(lr, t**-0.5) if relative_step else lr
     return (
         eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, eps2, weight_decay, rate,
         clip_threshold, grad_scale,
@@ -230,7 +1571,7 @@ def kernel_scalars_2(step, grad_scale, *, lr, eps, clip_threshold, decay_rate, b
     grad_scale_times_grad_scale = grad_scale * grad_scale
     beta2 = 1 - power(step, decay_rate)    # 49  beta2 = 1 - t**decay_rate
     one_minus_one_minus_t_pow_decay_rate = 1 - beta2
-    rate = smaller(lr, power(step, -0.5))  # 46  rate = minimum(lr, t**-0.5) if relative_step else lr
+    rate = minimum(lr, power(step, -0.5))  # 46  rate = minimum(lr, t**-0.5) if relative_step else lr
     return (
         eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, eps2, clip_threshold,
         weight_decay, rate, grad_scale,
@@ -243,7 +1584,7 @@ def kernel_scalars_3(step, grad_scale, *, lr, eps, clip_threshold, decay_rate, b
     grad_scale_times_grad_scale = grad_scale * grad_scale
     beta2 = 1 - power(step, decay_rate)    # 49  beta2 = 1 - t**decay_rate
     one_minus_one_minus_t_pow_decay_rate = 1 - beta2
-    rate = smaller(lr, power(step, -0.5))  # 46  rate = minimum(lr, t**-0.5) if relative_step else lr
+    rate = minimum(lr, power(step, -0.5))  # 46  rate = minimum(lr, t**-0.5) if relative_step else lr
     one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
     return (
         eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, eps2, weight_decay, rate,
@@ -257,7 +1598,7 @@ def kernel_scalars_4(step, grad_scale, *, lr, eps, clip_threshold, decay_rate, b
     grad_scale_times_grad_scale = grad_scale * grad_scale
     beta2 = 1 - power(step, decay_rate)    # 49  beta2 = 1 - t**decay_rate
     one_minus_one_minus_t_pow_decay_rate = 1 - beta2
-    rate = smaller(lr, power(step, -0.5))  # 46  rate = minimum(lr, t**-0.5) if relative_step else lr
+    rate = minimum(lr, power(step, -0.5))  # 46  rate = minimum(lr, t**-0.5) if relative_step else lr
     one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
     return (
         eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, eps2, clip_threshold,
@@ -321,7 +1662,7 @@ def kernel_scalars_9(step, grad_scale, *, lr, eps, clip_threshold, decay_rate, b
     grad_scale_times_grad_scale = grad_scale * grad_scale
     beta2 = 1 - power(step, decay_rate)    # 49  beta2 = 1 - t**decay_rate
     one_minus_one_minus_t_pow_decay_rate = 1 - beta2
-    rate = smaller(lr, power(step, -0.5))  # 46  rate = minimum(lr, t**-0.5) if relative_step else lr
+    rate = minimum(lr, power(step, -0.5))  # 46  rate = minimum(lr, t**-0.5) if relative_step else lr
     minus_lr_min_t_pow_m0p5_times_weight_decay = -(rate * weight_decay)
     return (
         eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, clip_threshold, rate,
@@ -335,7 +1676,7 @@ def kernel_scalars_10(step, grad_scale, *, lr, eps, clip_threshold, decay_rate, 
     grad_scale_times_grad_scale = grad_scale * grad_scale
     beta2 = 1 - power(step, decay_rate)    # 49  beta2 = 1 - t**decay_rate
     one_minus_one_minus_t_pow_decay_rate = 1 - beta2
-    rate = smaller(lr, power(step, -0.5))  # 46  rate = minimum(lr, t**-0.5) if relative_step else lr
+    rate = minimum(lr, power(step, -0.5))  # 46  rate = minimum(lr, t**-0.5) if relative_step else lr
     one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
     minus_lr_min_t_pow_m0p5_times_weight_decay = -(rate * weight_decay)
     return (

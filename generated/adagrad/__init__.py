@@ -7,7 +7,8 @@
 from optgen.runtime import Flag, Hyper, Optimizer
 from optgen.runtime.records import Rule, Stage
 from optgen.runtime.records.join import RuleRecord, StateRecord
-from optgen.runtime.records.scalars import choose, divide, larger
+from optgen.runtime.records.scalars import divide, maximum, where
+from optgen.runtime.reference.eager import sqrt
 
 
 class Adagrad(Optimizer):
@@ -51,6 +52,23 @@ class Adagrad(Optimizer):
         )
 
 
+def adagrad(stored, weight_decay, eps, grad_scale, step_lr):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+    b = stored.over("p", "g", "sum")
+    # -- load and decode
+    p = b.load("p")
+    g = b.load("g")
+    g = grad_scale * g
+    sum_ = b.load("sum")
+    # -- update  (specs/adagrad.py)
+    g = g + weight_decay * p                  # 19  g = l2(g, p, weight_decay)
+    sum_ = sum_ + g * g                       # 20  sum = sum + g * g
+    p = p - step_lr * g / (sqrt(sum_) + eps)  # 22  p = p - step_lr * g / (sqrt(sum) + eps)
+    # -- encode and store
+    b.store("p", p)
+    b.store("sum", sum_)
+
+
 def host_scalars(step, grad_scale, *, lr, lr_decay, weight_decay, initial_accumulator_value, eps):
     """The kernel's scalars at this step, and the new host states; fp64."""
     step_lr = divide(lr, 1 + (step - 1) * lr_decay)  # 21  step_lr = lr / (1 + (t - 1) * lr_decay)
@@ -61,8 +79,8 @@ def kernel_scalars(step, grad_scale, *, lr, lr_decay, weight_decay, initial_accu
     """The kernel's scalars at this step, and the new host states; fp64."""
     step_lr = divide(lr, 1 + (step - 1) * lr_decay)  # 21  step_lr = lr / (1 + (t - 1) * lr_decay)
     common_1 = step_lr < 7.888609052210118e-31
-    scalar_0 = choose(common_1, 1, divide(1, step_lr))
-    scalar_1 = divide(larger(eps, 1.1754943508222875e-38), choose(common_1, 0, step_lr))
+    scalar_0 = where(common_1, 1, divide(1, step_lr))
+    scalar_1 = divide(maximum(eps, 1.1754943508222875e-38), where(common_1, 0, step_lr))
     return (weight_decay, grad_scale, scalar_0, scalar_1)
 
 

@@ -7,7 +7,8 @@
 from optgen.runtime import Flag, Hyper, Optimizer
 from optgen.runtime.records import Rule, Stage
 from optgen.runtime.records.join import RuleRecord, StateRecord
-from optgen.runtime.records.scalars import choose, divide, larger, root
+from optgen.runtime.records.scalars import divide, maximum, root, where
+from optgen.runtime.reference.eager import larger, sqrt
 
 
 class Adam(Optimizer):
@@ -64,6 +65,116 @@ class Adam(Optimizer):
         )
 
 
+def adam(
+    stored, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
+    sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
+):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+    b = stored.over("p", "g", "exp_avg", "exp_avg_sq")
+    # -- load and decode
+    p = b.load("p")
+    exp_avg = b.load("exp_avg")
+    g = b.load("g")
+    g = grad_scale * g
+    exp_avg_sq = b.load("exp_avg_sq")
+    # -- update  (specs/adam.py)
+    g = g + weight_decay * p                                     # 26  g = l2(g, p, weight_decay)
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * g              # 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    # 28  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
+    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
+    denom = sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps  # 32  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
+    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom      # 33  p = p - lr / (1 - beta1**t) * exp_avg / denom
+    # -- encode and store
+    b.store("p", p)
+    b.store("exp_avg_sq", exp_avg_sq)
+    b.store("exp_avg", exp_avg)
+
+
+def adam_decoupled_weight_decay(
+    stored, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
+    sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
+):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+    b = stored.over("p", "g", "exp_avg", "exp_avg_sq")
+    # -- load and decode
+    p = b.load("p")
+    exp_avg = b.load("exp_avg")
+    g = b.load("g")
+    g = grad_scale * g
+    exp_avg_sq = b.load("exp_avg_sq")
+    # -- update  (specs/adam.py)
+    p = p * one_minus_lr_times_weight_decay                      # 24  p = decoupled(p, lr, weight_decay)
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * g              # 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    # 28  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
+    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
+    denom = sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps  # 32  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
+    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom      # 33  p = p - lr / (1 - beta1**t) * exp_avg / denom
+    # -- encode and store
+    b.store("p", p)
+    b.store("exp_avg_sq", exp_avg_sq)
+    b.store("exp_avg", exp_avg)
+
+
+def adam_amsgrad(
+    stored, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
+    sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
+):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+    b = stored.over("p", "g", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+    # -- load and decode
+    p = b.load("p")
+    exp_avg = b.load("exp_avg")
+    g = b.load("g")
+    g = grad_scale * g
+    max_exp_avg_sq = b.load("max_exp_avg_sq")
+    exp_avg_sq = b.load("exp_avg_sq")
+    # -- update  (specs/adam.py)
+    g = g + weight_decay * p                                         # 26  g = l2(g, p, weight_decay)
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * g                  # 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    # 28  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
+    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
+    # 30  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
+    max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq)
+    # 32  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
+    denom = sqrt(max_exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
+    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 33  p = p - lr / (1 - beta1**t) * exp_avg / denom
+    # -- encode and store
+    b.store("p", p)
+    b.store("exp_avg_sq", exp_avg_sq)
+    b.store("exp_avg", exp_avg)
+    b.store("max_exp_avg_sq", max_exp_avg_sq)
+
+
+def adam_amsgrad_decoupled_weight_decay(
+    stored, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
+    sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
+):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+    b = stored.over("p", "g", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+    # -- load and decode
+    p = b.load("p")
+    exp_avg = b.load("exp_avg")
+    g = b.load("g")
+    g = grad_scale * g
+    max_exp_avg_sq = b.load("max_exp_avg_sq")
+    exp_avg_sq = b.load("exp_avg_sq")
+    # -- update  (specs/adam.py)
+    p = p * one_minus_lr_times_weight_decay                          # 24  p = decoupled(p, lr, weight_decay)
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * g                  # 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    # 28  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
+    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
+    # 30  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
+    max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq)
+    # 32  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
+    denom = sqrt(max_exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
+    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 33  p = p - lr / (1 - beta1**t) * exp_avg / denom
+    # -- encode and store
+    b.store("p", p)
+    b.store("exp_avg_sq", exp_avg_sq)
+    b.store("exp_avg", exp_avg)
+    b.store("max_exp_avg_sq", max_exp_avg_sq)
+
+
 def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     """The kernel's scalars at this step, and the new host states; fp64."""
     beta1, beta2 = betas
@@ -99,8 +210,8 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     common_1 = root(1 - beta2**step)
     common_2 = divide(lr, 1 - beta1**step) * common_1
     common_3 = common_2 < 7.888609052210118e-31
-    scalar_2 = choose(common_3, 1, divide(1, common_2))
-    scalar_3 = divide(larger(eps * common_1, 1.1754943508222875e-38), choose(common_3, 0, common_2))
+    scalar_2 = where(common_3, 1, divide(1, common_2))
+    scalar_3 = divide(maximum(eps * common_1, 1.1754943508222875e-38), where(common_3, 0, common_2))
     return (beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, scalar_2, scalar_3)
 
 
@@ -113,8 +224,8 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay):
     common_1 = root(1 - beta2**step)
     common_2 = divide(lr, 1 - beta1**step) * common_1
     common_3 = common_2 < 7.888609052210118e-31
-    scalar_3 = choose(common_3, 1, divide(1, common_2))
-    scalar_4 = divide(larger(eps * common_1, 1.1754943508222875e-38), choose(common_3, 0, common_2))
+    scalar_3 = where(common_3, 1, divide(1, common_2))
+    scalar_4 = divide(maximum(eps * common_1, 1.1754943508222875e-38), where(common_3, 0, common_2))
     return (
         beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
     )

@@ -8,6 +8,7 @@ from optgen.runtime import Flag, Hyper, Optimizer
 from optgen.runtime.records import Rule, Stage, Temp
 from optgen.runtime.records.join import RuleRecord, StateRecord
 from optgen.runtime.records.scalars import divide, root
+from optgen.runtime.reference.eager import put, sqrt
 
 
 class AdamMini(Optimizer):
@@ -51,6 +52,92 @@ class AdamMini(Optimizer):
 
     def __init__(self, params, lr=0.001, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, **options):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay), **options)
+
+
+def adam_mini(
+    stored, beta1, grad_scale, one_minus_beta1, beta2, eps, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
+    one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t,
+):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+
+    # == sweep 1: vmean_row (specs/adam_mini.py:29)
+    b = stored.over("g", "m")
+    # -- load and decode
+    m = b.load("m")
+    g = b.load("g")
+    g = grad_scale * g
+    # -- update  (specs/adam_mini.py)
+    m = beta1 * m + one_minus_beta1 * g  # 27  m = beta1 * m + (1 - beta1) * g
+    # -- encode and store
+    row_sum_for_vmean_row_tensor = b.row_sum(g * g)
+    b.store("m", m)
+
+    # == row: values of rows
+    # -- load and decode
+    vmean_row = stored["vmean_row"]
+    row_sum_for_vmean_row = row_sum_for_vmean_row_tensor
+    # -- update  (specs/adam_mini.py)
+    # 29  vmean_row = beta2 * vmean_row + (1 - beta2) * row_mean(g * g)
+    vmean_row = beta2 * vmean_row + one_minus_beta2 * (row_sum_for_vmean_row / b.extent("columns"))
+    denom = sqrt(vmean_row) / sqrt_one_minus_beta2_pow_t + eps  # 33  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
+    # -- encode and store
+    denom_tensor = denom
+    put(stored["vmean_row"], vmean_row)
+
+    # == sweep 2: the update
+    b = stored.over("p", "m")
+    # -- load and decode
+    p = b.load("p")
+    m = b.load("m")
+    denom = b.spread(denom_tensor)
+    # -- update  (specs/adam_mini.py)
+    p = p * one_minus_lr_times_weight_decay            # 26  p = decoupled(p, lr, weight_decay)
+    p = p - lr_over_one_minus_beta1_pow_t * m / denom  # 34  p = p - lr / (1 - beta1**t) * m / denom
+    # -- encode and store
+    b.store("p", p)
+
+
+def adam_mini_no_by_rows(
+    stored, beta1, grad_scale, one_minus_beta1, beta2, eps, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
+    one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t,
+):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+
+    # == sweep 1: vmean (specs/adam_mini.py:31)
+    b = stored.over("g", "m")
+    # -- load and decode
+    m = b.load("m")
+    g = b.load("g")
+    g = grad_scale * g
+    # -- update  (specs/adam_mini.py)
+    m = beta1 * m + one_minus_beta1 * g  # 27  m = beta1 * m + (1 - beta1) * g
+    # -- encode and store
+    tensor_sum_for_vmean_tensor = b.tensor_sum(g * g)
+    b.store("m", m)
+
+    # == tensor: values of tensors
+    # -- load and decode
+    vmean = stored["vmean"]
+    tensor_sum_for_vmean = tensor_sum_for_vmean_tensor
+    # -- update  (specs/adam_mini.py)
+    # 31  vmean = beta2 * vmean + (1 - beta2) * mean(g * g)
+    vmean = beta2 * vmean + one_minus_beta2 * (tensor_sum_for_vmean / b.extent("elements"))
+    denom = sqrt(vmean) / sqrt_one_minus_beta2_pow_t + eps  # 33  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
+    # -- encode and store
+    denom_tensor = denom
+    put(stored["vmean"], vmean)
+
+    # == sweep 2: the update
+    b = stored.over("p", "m")
+    # -- load and decode
+    p = b.load("p")
+    m = b.load("m")
+    denom = b.spread(denom_tensor)
+    # -- update  (specs/adam_mini.py)
+    p = p * one_minus_lr_times_weight_decay            # 26  p = decoupled(p, lr, weight_decay)
+    p = p - lr_over_one_minus_beta1_pow_t * m / denom  # 34  p = p - lr / (1 - beta1**t) * m / denom
+    # -- encode and store
+    b.store("p", p)
 
 
 def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):

@@ -8,6 +8,7 @@ from optgen.runtime import Flag, Hyper, Optimizer
 from optgen.runtime.records import Rule, Stage
 from optgen.runtime.records.join import RuleRecord, StateRecord
 from optgen.runtime.records.scalars import divide
+from optgen.runtime.reference.eager import larger
 
 
 class Adamax(Optimizer):
@@ -39,6 +40,26 @@ class Adamax(Optimizer):
 
     def __init__(self, params, lr=0.002, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, **options):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay), **options)
+
+
+def adamax(stored, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1, lr_over_one_minus_beta1_pow_t):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+    b = stored.over("p", "g", "exp_avg", "exp_inf")
+    # -- load and decode
+    p = b.load("p")
+    exp_avg = b.load("exp_avg")
+    g = b.load("g")
+    g = grad_scale * g
+    exp_inf = b.load("exp_inf")
+    # -- update  (specs/adamax.py)
+    g = g + weight_decay * p                                   # 20  g = l2(g, p, weight_decay)
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * g            # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    exp_inf = larger(beta2 * exp_inf, g.abs() + eps)           # 22  exp_inf = maximum(beta2 * exp_inf, abs(g) + eps)
+    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / exp_inf  # 23  p = p - lr / (1 - beta1**t) * exp_avg / exp_inf
+    # -- encode and store
+    b.store("p", p)
+    b.store("exp_avg", exp_avg)
+    b.store("exp_inf", exp_inf)
 
 
 def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):

@@ -4,10 +4,13 @@
 #   rebuild   optgen build adamp
 # fmt: off
 # ruff: noqa
+import torch
+
 from optgen.runtime import Flag, Hyper, Optimizer
 from optgen.runtime.records import Rule, Stage, Temp
 from optgen.runtime.records.join import RuleRecord, StateRecord
-from optgen.runtime.records.scalars import choose, divide, larger, root
+from optgen.runtime.records.scalars import divide, maximum, root, where
+from optgen.runtime.reference.eager import choose, few_max, few_sum, sqrt
 
 
 class AdamP(Optimizer):
@@ -65,6 +68,304 @@ class AdamP(Optimizer):
         )
 
 
+def adamp(
+    stored, beta1, beta2, eps, grad_scale, one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t, delta, lr,
+    weight_decay, one_minus_wd_ratio, lr_over_one_minus_beta1_pow_t,
+):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+
+    # == sweep 1: update (specs/adamp.py:29)
+    b = stored.over("p", "g", "exp_avg", "exp_avg_sq")
+    # -- load and decode
+    exp_avg = b.load("exp_avg")
+    g = b.load("g")
+    g = grad_scale * g
+    exp_avg_sq = b.load("exp_avg_sq")
+    p = b.load("p")
+    # -- update  (specs/adamp.py)
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * g              # 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    # 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
+    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
+    # 26  denom = sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps
+    denom = sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
+    # 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
+    update = exp_avg / denom
+    # -- encode and store
+    row_sum_for_invariant_tensor = b.row_sum(p * g)
+    row_sum_for_invariant_2_tensor = b.row_sum(p * p)
+    row_sum_for_invariant_3_tensor = b.row_sum(g * g)
+    row_sum_of_p_tensor = b.row_sum(p * update)
+    b.store("exp_avg_sq", exp_avg_sq)
+    b.store("exp_avg", exp_avg)
+
+    # == row: values of rows
+    # -- load and decode
+    row_sum_for_invariant = row_sum_for_invariant_tensor
+    row_sum_for_invariant_2 = row_sum_for_invariant_2_tensor
+    row_sum_for_invariant_3 = row_sum_for_invariant_3_tensor
+    row_sum_of_p = row_sum_of_p_tensor
+    # -- encode and store
+    row_sum_for_invariant_2_add = sqrt(row_sum_for_invariant_2) + eps
+    tensor_max_for_invariant_tensor = few_max(
+        row_sum_for_invariant.abs() / (row_sum_for_invariant_2_add * (sqrt(row_sum_for_invariant_3) + eps)), "tensor"
+    )
+    tensor_sum_for_invariant_tensor = few_sum(row_sum_for_invariant, "tensor")
+    tensor_sum_for_invariant_2_tensor = few_sum(row_sum_for_invariant_2, "tensor")
+    tensor_sum_for_invariant_3_tensor = few_sum(row_sum_for_invariant_3, "tensor")
+    tensor_sum_of_p_tensor = few_sum(row_sum_of_p, "tensor")
+    row_sum_of_p_over_row_mul_2_tensor = row_sum_of_p / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add)
+
+    # == tensor: values of tensors
+    # -- encode and store
+    delta_over_sqrt_columns_tensor = delta / sqrt(b.extent("columns"))
+    delta_over_sqrt_elements_tensor = delta / sqrt(b.extent("elements"))
+
+    # == tensor: values of tensors
+    # -- load and decode
+    tensor_sum_for_invariant = tensor_sum_for_invariant_tensor
+    tensor_sum_for_invariant_2 = tensor_sum_for_invariant_2_tensor
+    tensor_sum_for_invariant_3 = tensor_sum_for_invariant_3_tensor
+    delta_over_sqrt_elements = delta_over_sqrt_elements_tensor
+    tensor_sum_of_p = tensor_sum_of_p_tensor
+    # -- encode and store
+    tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps
+    delta_over_sqrt_elements_lt = (
+        tensor_sum_for_invariant.abs() / (tensor_sum_for_invariant_2_add * (sqrt(tensor_sum_for_invariant_3) + eps))
+        < delta_over_sqrt_elements
+    )
+    tensor_lt_2_tensor = choose(delta_over_sqrt_elements_lt, 1.0, 0.0)
+    tensor_sum_of_p_over_tensor_mul_2_2_tensor = torch.where(
+        delta_over_sqrt_elements_lt,
+        tensor_sum_of_p / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0
+    )
+
+    # == tensor: values of tensors
+    # -- load and decode
+    tensor_max_for_invariant = tensor_max_for_invariant_tensor
+    delta_over_sqrt_columns = delta_over_sqrt_columns_tensor
+    tensor_lt_2 = tensor_lt_2_tensor
+    # -- update  (specs/adamp.py)
+    tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns
+    # 29  update, invariant = without_radial(update, p, g, delta, eps)
+    invariant = choose(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
+    # 30  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
+    weight_decay_ = weight_decay * (1.0 - one_minus_wd_ratio * invariant)
+    # -- encode and store
+    tensor_lt_tensor = choose(tensor_max_for_invariant_lt, 1.0, 0.0)
+    one_minus_lr_times_weight_decay_2_tensor = 1.0 - lr * weight_decay_
+
+    # == row: values of rows
+    # -- load and decode
+    tensor_lt = tensor_lt_tensor
+    row_sum_of_p_over_row_mul_2 = row_sum_of_p_over_row_mul_2_tensor
+    tensor_sum_of_p_over_tensor_mul_2_2 = tensor_sum_of_p_over_tensor_mul_2_2_tensor
+    # -- encode and store
+    row_sum_of_p_over_row_mul_2_2_tensor = torch.where(
+        0.0 < tensor_lt, row_sum_of_p_over_row_mul_2, tensor_sum_of_p_over_tensor_mul_2_2
+    )
+
+    # == sweep 2: the update
+    b = stored.over("p", "exp_avg", "exp_avg_sq")
+    # -- load and decode
+    p = b.load("p")
+    one_minus_lr_times_weight_decay_2 = b.spread(one_minus_lr_times_weight_decay_2_tensor)
+    exp_avg = b.load("exp_avg")
+    exp_avg_sq = b.load("exp_avg_sq")
+    row_sum_of_p_over_row_mul_2_2 = b.spread(row_sum_of_p_over_row_mul_2_2_tensor)
+    # -- update  (specs/adamp.py)
+    p_2 = p * one_minus_lr_times_weight_decay_2                  # 31  p = decoupled(p, lr, weight_decay)
+    # 26  denom = sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps
+    denom = sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
+    # 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
+    update = exp_avg / denom
+    # 29  update, invariant = without_radial(update, p, g, delta, eps)
+    update = update - row_sum_of_p_over_row_mul_2_2 * p
+    p = p_2 - lr_over_one_minus_beta1_pow_t * update             # 32  p = p - lr / (1 - beta1**t) * update
+    # -- encode and store
+    b.store("p", p)
+
+
+def adamp_no_projected(
+    stored, beta1, beta2, eps, grad_scale, one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
+    one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t,
+):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+    b = stored.over("p", "g", "exp_avg", "exp_avg_sq")
+    # -- load and decode
+    p = b.load("p")
+    exp_avg = b.load("exp_avg")
+    g = b.load("g")
+    g = grad_scale * g
+    exp_avg_sq = b.load("exp_avg_sq")
+    # -- update  (specs/adamp.py)
+    p = p * one_minus_lr_times_weight_decay                      # 31  p = decoupled(p, lr, weight_decay)
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * g              # 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    # 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
+    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
+    # 26  denom = sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps
+    denom = sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
+    # 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
+    update = exp_avg / denom
+    p = p - lr_over_one_minus_beta1_pow_t * update               # 32  p = p - lr / (1 - beta1**t) * update
+    # -- encode and store
+    b.store("p", p)
+    b.store("exp_avg_sq", exp_avg_sq)
+    b.store("exp_avg", exp_avg)
+
+
+def adamp_nesterov(
+    stored, beta1, beta2, eps, grad_scale, one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t, delta, lr,
+    weight_decay, one_minus_wd_ratio, lr_over_one_minus_beta1_pow_t,
+):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+
+    # == sweep 1: update (specs/adamp.py:29)
+    b = stored.over("p", "g", "exp_avg", "exp_avg_sq")
+    # -- load and decode
+    p = b.load("p")
+    g = b.load("g")
+    g = grad_scale * g
+    exp_avg = b.load("exp_avg")
+    exp_avg_sq = b.load("exp_avg_sq")
+    # -- update  (specs/adamp.py)
+    g_mul = one_minus_beta1 * g
+    exp_avg = beta1 * exp_avg + g_mul                            # 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    # 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
+    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
+    # 26  denom = sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps
+    denom = sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
+    # 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
+    update = (beta1 * exp_avg + g_mul) / denom
+    # -- encode and store
+    row_sum_for_invariant_tensor = b.row_sum(p * g)
+    row_sum_for_invariant_2_tensor = b.row_sum(p * p)
+    row_sum_for_invariant_3_tensor = b.row_sum(g * g)
+    row_sum_of_p_tensor = b.row_sum(p * update)
+
+    # == row: values of rows
+    # -- load and decode
+    row_sum_for_invariant = row_sum_for_invariant_tensor
+    row_sum_for_invariant_2 = row_sum_for_invariant_2_tensor
+    row_sum_for_invariant_3 = row_sum_for_invariant_3_tensor
+    row_sum_of_p = row_sum_of_p_tensor
+    # -- encode and store
+    row_sum_for_invariant_2_add = sqrt(row_sum_for_invariant_2) + eps
+    tensor_max_for_invariant_tensor = few_max(
+        row_sum_for_invariant.abs() / (row_sum_for_invariant_2_add * (sqrt(row_sum_for_invariant_3) + eps)), "tensor"
+    )
+    tensor_sum_for_invariant_tensor = few_sum(row_sum_for_invariant, "tensor")
+    tensor_sum_for_invariant_2_tensor = few_sum(row_sum_for_invariant_2, "tensor")
+    tensor_sum_for_invariant_3_tensor = few_sum(row_sum_for_invariant_3, "tensor")
+    tensor_sum_of_p_tensor = few_sum(row_sum_of_p, "tensor")
+    row_sum_of_p_over_row_mul_2_tensor = row_sum_of_p / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add)
+
+    # == tensor: values of tensors
+    # -- encode and store
+    delta_over_sqrt_columns_tensor = delta / sqrt(b.extent("columns"))
+    delta_over_sqrt_elements_tensor = delta / sqrt(b.extent("elements"))
+
+    # == tensor: values of tensors
+    # -- load and decode
+    tensor_sum_for_invariant = tensor_sum_for_invariant_tensor
+    tensor_sum_for_invariant_2 = tensor_sum_for_invariant_2_tensor
+    tensor_sum_for_invariant_3 = tensor_sum_for_invariant_3_tensor
+    delta_over_sqrt_elements = delta_over_sqrt_elements_tensor
+    tensor_sum_of_p = tensor_sum_of_p_tensor
+    # -- encode and store
+    tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps
+    delta_over_sqrt_elements_lt = (
+        tensor_sum_for_invariant.abs() / (tensor_sum_for_invariant_2_add * (sqrt(tensor_sum_for_invariant_3) + eps))
+        < delta_over_sqrt_elements
+    )
+    tensor_lt_2_tensor = choose(delta_over_sqrt_elements_lt, 1.0, 0.0)
+    tensor_sum_of_p_over_tensor_mul_2_2_tensor = torch.where(
+        delta_over_sqrt_elements_lt,
+        tensor_sum_of_p / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0
+    )
+
+    # == tensor: values of tensors
+    # -- load and decode
+    tensor_max_for_invariant = tensor_max_for_invariant_tensor
+    delta_over_sqrt_columns = delta_over_sqrt_columns_tensor
+    tensor_lt_2 = tensor_lt_2_tensor
+    # -- update  (specs/adamp.py)
+    tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns
+    # 29  update, invariant = without_radial(update, p, g, delta, eps)
+    invariant = choose(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
+    # 30  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
+    weight_decay_ = weight_decay * (1.0 - one_minus_wd_ratio * invariant)
+    # -- encode and store
+    tensor_lt_tensor = choose(tensor_max_for_invariant_lt, 1.0, 0.0)
+    one_minus_lr_times_weight_decay_2_tensor = 1.0 - lr * weight_decay_
+
+    # == row: values of rows
+    # -- load and decode
+    tensor_lt = tensor_lt_tensor
+    row_sum_of_p_over_row_mul_2 = row_sum_of_p_over_row_mul_2_tensor
+    tensor_sum_of_p_over_tensor_mul_2_2 = tensor_sum_of_p_over_tensor_mul_2_2_tensor
+    # -- encode and store
+    row_sum_of_p_over_row_mul_2_2_tensor = torch.where(
+        0.0 < tensor_lt, row_sum_of_p_over_row_mul_2, tensor_sum_of_p_over_tensor_mul_2_2
+    )
+
+    # == sweep 2: the update
+    b = stored.over("p", "g", "exp_avg", "exp_avg_sq")
+    # -- load and decode
+    p = b.load("p")
+    one_minus_lr_times_weight_decay_2 = b.spread(one_minus_lr_times_weight_decay_2_tensor)
+    exp_avg = b.load("exp_avg")
+    g = b.load("g")
+    g = grad_scale * g
+    exp_avg_sq = b.load("exp_avg_sq")
+    row_sum_of_p_over_row_mul_2_2 = b.spread(row_sum_of_p_over_row_mul_2_2_tensor)
+    # -- update  (specs/adamp.py)
+    p_2 = p * one_minus_lr_times_weight_decay_2                  # 31  p = decoupled(p, lr, weight_decay)
+    g_mul = one_minus_beta1 * g
+    exp_avg = beta1 * exp_avg + g_mul                            # 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    # 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
+    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
+    # 26  denom = sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps
+    denom = sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
+    # 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
+    update = (beta1 * exp_avg + g_mul) / denom
+    # 29  update, invariant = without_radial(update, p, g, delta, eps)
+    update = update - row_sum_of_p_over_row_mul_2_2 * p
+    p = p_2 - lr_over_one_minus_beta1_pow_t * update             # 32  p = p - lr / (1 - beta1**t) * update
+    # -- encode and store
+    b.store("p", p)
+    b.store("exp_avg_sq", exp_avg_sq)
+    b.store("exp_avg", exp_avg)
+
+
+def adamp_nesterov_no_projected(
+    stored, beta1, beta2, eps, grad_scale, one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
+    one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t,
+):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+    b = stored.over("p", "g", "exp_avg", "exp_avg_sq")
+    # -- load and decode
+    p = b.load("p")
+    exp_avg = b.load("exp_avg")
+    g = b.load("g")
+    g = grad_scale * g
+    exp_avg_sq = b.load("exp_avg_sq")
+    # -- update  (specs/adamp.py)
+    p = p * one_minus_lr_times_weight_decay                      # 31  p = decoupled(p, lr, weight_decay)
+    g_mul = one_minus_beta1 * g
+    exp_avg = beta1 * exp_avg + g_mul                            # 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    # 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
+    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
+    # 26  denom = sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps
+    denom = sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
+    # 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
+    update = (beta1 * exp_avg + g_mul) / denom
+    p = p - lr_over_one_minus_beta1_pow_t * update               # 32  p = p - lr / (1 - beta1**t) * update
+    # -- encode and store
+    b.store("p", p)
+    b.store("exp_avg_sq", exp_avg_sq)
+    b.store("exp_avg", exp_avg)
+
+
 def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, delta, wd_ratio):
     """The kernel's scalars at this step, and the new host states; fp64."""
     beta1, beta2 = betas
@@ -100,8 +401,8 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, delta, wd_
     scalar_1 = (1 - beta2) * grad_scale * grad_scale
     common_1 = root(1 - beta2**step)
     common_2 = common_1 < 7.888609052210118e-31
-    scalar_2 = choose(common_2, 1, 1 / common_1)
-    scalar_3 = divide(larger(eps * common_1, 1.1754943508222875e-38), choose(common_2, 0, common_1))
+    scalar_2 = where(common_2, 1, 1 / common_1)
+    scalar_3 = divide(maximum(eps * common_1, 1.1754943508222875e-38), where(common_2, 0, common_1))
     grad_scale_times_grad_scale = grad_scale * grad_scale
     minus_one_minus_wd_ratio = -(1 - wd_ratio)
     minus_lr = -lr
@@ -120,8 +421,8 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, delta, w
     scalar_1 = (1 - beta2) * grad_scale * grad_scale
     common_1 = root(1 - beta2**step)
     common_2 = common_1 < 7.888609052210118e-31
-    scalar_2 = choose(common_2, 1, 1 / common_1)
-    scalar_3 = divide(larger(eps * common_1, 1.1754943508222875e-38), choose(common_2, 0, common_1))
+    scalar_2 = where(common_2, 1, 1 / common_1)
+    scalar_3 = divide(maximum(eps * common_1, 1.1754943508222875e-38), where(common_2, 0, common_1))
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay
     minus_lr_over_one_minus_beta1_pow_t = -divide(lr, 1 - beta1**step)
     return (
@@ -139,8 +440,8 @@ def kernel_scalars_3(step, grad_scale, *, lr, betas, eps, weight_decay, delta, w
     one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
     common_1 = root(1 - beta2**step)
     common_2 = common_1 < 7.888609052210118e-31
-    scalar_4 = choose(common_2, 1, 1 / common_1)
-    scalar_5 = divide(larger(eps * common_1, 1.1754943508222875e-38), choose(common_2, 0, common_1))
+    scalar_4 = where(common_2, 1, 1 / common_1)
+    scalar_5 = divide(maximum(eps * common_1, 1.1754943508222875e-38), where(common_2, 0, common_1))
     grad_scale_times_grad_scale = grad_scale * grad_scale
     minus_one_minus_wd_ratio = -(1 - wd_ratio)
     minus_lr = -lr

@@ -4,10 +4,13 @@
 #   rebuild   optgen build adan
 # fmt: off
 # ruff: noqa
+import torch
+
 from optgen.runtime import Flag, Hyper, Optimizer
 from optgen.runtime.records import Rule, Stage
 from optgen.runtime.records.join import RuleRecord, StateRecord
-from optgen.runtime.records.scalars import choose, divide, larger, root
+from optgen.runtime.records.scalars import divide, maximum, root, where
+from optgen.runtime.reference.eager import sqrt
 
 
 class Adan(Optimizer):
@@ -50,10 +53,47 @@ class Adan(Optimizer):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay), **options)
 
 
+def adan(
+    stored, beta1, beta2, beta3, eps, grad_scale, where_lt_one_t_one_zero, one_minus_beta1, one_minus_beta2,
+    one_minus_beta3, sqrt_one_minus_beta3_pow_t, avg_lr, diff_lr, one_plus_lr_times_weight_decay,
+):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+    b = stored.over("p", "g", "exp_avg", "exp_avg_diff", "exp_avg_sq", "prev_grad")
+    # -- load and decode
+    p = b.load("p")
+    exp_avg = b.load("exp_avg")
+    g = b.load("g")
+    g = grad_scale * g
+    exp_avg_diff = b.load("exp_avg_diff")
+    prev_grad = b.load("prev_grad")
+    exp_avg_sq = b.load("exp_avg_sq")
+    # -- update  (specs/adan.py)
+    # 26  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * g
+    # 25  change = where(t > 1, g - prev_grad, 0.0)
+    change = torch.where(0.0 < where_lt_one_t_one_zero, g - prev_grad, 0.0)
+    # 27  exp_avg_diff = beta2 * exp_avg_diff + (1 - beta2) * change
+    exp_avg_diff = beta2 * exp_avg_diff + one_minus_beta2 * change
+    ahead = g + beta2 * change                                               # 28  ahead = g + beta2 * change
+    # 29  exp_avg_sq = beta3 * exp_avg_sq + (1 - beta3) * ahead * ahead
+    exp_avg_sq = beta3 * exp_avg_sq + one_minus_beta3 * ahead * ahead
+    # 30  denom = sqrt(exp_avg_sq) / sqrt(1 - beta3**t) + eps
+    denom = sqrt(exp_avg_sq) / sqrt_one_minus_beta3_pow_t + eps
+    # 33  p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
+    p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
+    p = p / one_plus_lr_times_weight_decay                                   # 34  p = proximal(p, lr, weight_decay)
+    # -- encode and store
+    b.store("p", p)
+    b.store("exp_avg", exp_avg)
+    b.store("exp_avg_diff", exp_avg_diff)
+    b.store("exp_avg_sq", exp_avg_sq)
+    b.store("prev_grad", g)
+
+
 def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     """The kernel's scalars at this step, and the new host states; fp64."""
     beta1, beta2, beta3 = betas
-    where_lt_one_t_one_zero = choose(1 < step, 1, 0)
+    where_lt_one_t_one_zero = where(1 < step, 1, 0)
     one_minus_beta1 = 1 - beta1
     one_minus_beta2 = 1 - beta2
     one_minus_beta3 = 1 - beta3
@@ -70,7 +110,7 @@ def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
 def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     """The kernel's scalars at this step, and the new host states; fp64."""
     beta1, beta2, beta3 = betas
-    where_lt_one_t_one_zero = choose(1 < step, 1, 0)
+    where_lt_one_t_one_zero = where(1 < step, 1, 0)
     one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
     one_minus_beta2 = 1 - beta2
     one_minus_beta3 = 1 - beta3
@@ -78,8 +118,8 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     diff_lr = divide(lr * beta2, 1 - beta2**step)  # 32  diff_lr = lr * beta2 / (1 - beta2**t)
     common_1 = root(1 - beta3**step)
     common_2 = common_1 < 7.888609052210118e-31
-    scalar_6 = choose(common_2, 1, 1 / common_1)
-    scalar_7 = divide(larger(eps * common_1, 1.1754943508222875e-38), choose(common_2, 0, common_1))
+    scalar_6 = where(common_2, 1, 1 / common_1)
+    scalar_7 = divide(maximum(eps * common_1, 1.1754943508222875e-38), where(common_2, 0, common_1))
     one_over_one_plus_lr_times_weight_decay = divide(1, 1 + lr * weight_decay)
     return (
         beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2,

@@ -7,7 +7,8 @@
 from optgen.runtime import Flag, Hyper, Optimizer
 from optgen.runtime.records import Rule, Stage
 from optgen.runtime.records.join import RuleRecord, StateRecord
-from optgen.runtime.records.scalars import choose, divide, exp, larger, log, root, smaller
+from optgen.runtime.records.scalars import divide, exp, log, maximum, minimum, root, where
+from optgen.runtime.reference.eager import sqrt
 
 
 class AdEMAMix(Optimizer):
@@ -66,27 +67,58 @@ class AdEMAMix(Optimizer):
         )
 
 
+def ademamix(
+    stored, lr, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, beta3_now,
+    scalar_3, one_minus_beta2, sqrt_one_minus_beta2_pow_t, one_minus_beta1_pow_t, mix,
+):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+    b = stored.over("p", "g", "exp_avg", "exp_avg_slow", "exp_avg_sq")
+    # -- load and decode
+    p = b.load("p")
+    exp_avg = b.load("exp_avg")
+    g = b.load("g")
+    g = grad_scale * g
+    exp_avg_slow = b.load("exp_avg_slow")
+    exp_avg_sq = b.load("exp_avg_sq")
+    # -- update  (specs/ademamix.py)
+    p = p * one_minus_lr_times_weight_decay                      # 32  p = decoupled(p, lr, weight_decay)
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * g              # 33  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    # 34  exp_avg_slow = beta3_now * exp_avg_slow + (1 - beta3_now) * g
+    exp_avg_slow = beta3_now * exp_avg_slow + scalar_3 * g
+    # 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
+    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
+    # 36  denom = sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps
+    denom = sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
+    # 37  p = p - lr * (exp_avg / (1 - beta1**t) + mix * exp_avg_slow) / denom
+    p = p - lr * (exp_avg / one_minus_beta1_pow_t + mix * exp_avg_slow) / denom
+    # -- encode and store
+    b.store("p", p)
+    b.store("exp_avg_sq", exp_avg_sq)
+    b.store("exp_avg", exp_avg)
+    b.store("exp_avg_slow", exp_avg_slow)
+
+
 def host_scalars(step, grad_scale, *, lr, betas, alpha, alpha_warmup, beta3_warmup, eps, weight_decay):
     """The kernel's scalars at this step, and the new host states; fp64."""
     beta1, beta2, beta3 = betas
     # 28  ramp = minimum(t / maximum(beta3_warmup, 1.0), 1.0)
-    ramp = smaller(divide(step, larger(beta3_warmup, 1)), 1)
+    ramp = minimum(divide(step, maximum(beta3_warmup, 1)), 1)
     # 29  log1, log3 = log(maximum(beta1, 1e-8)), log(maximum(beta3, 1e-8))
-    log1 = log(larger(beta1, 1e-08))
+    log1 = log(maximum(beta1, 1e-08))
     # 29  log1, log3 = log(maximum(beta1, 1e-8)), log(maximum(beta3, 1e-8))
-    log3 = log(larger(beta3, 1e-08))
+    log3 = log(maximum(beta3, 1e-08))
     # 30  slow = exp(log1 * log3 / ((1 - ramp) * log3 + ramp * log1))
     slow = exp(divide(log1 * log3, (1 - ramp) * log3 + ramp * log1))
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay
     one_minus_beta1 = 1 - beta1
     # 31  beta3_now = where(t < beta3_warmup, minimum(slow, beta3), beta3)
-    beta3_now = choose(step < beta3_warmup, smaller(slow, beta3), beta3)
+    beta3_now = where(step < beta3_warmup, minimum(slow, beta3), beta3)
     scalar_3 = 1 - beta3_now
     one_minus_beta2 = 1 - beta2
     sqrt_one_minus_beta2_pow_t = root(1 - beta2**step)
     one_minus_beta1_pow_t = 1 - beta1**step
     # 27  mix = alpha * minimum(t / maximum(alpha_warmup, 1.0), 1.0)
-    mix = alpha * smaller(divide(step, larger(alpha_warmup, 1)), 1)
+    mix = alpha * minimum(divide(step, maximum(alpha_warmup, 1)), 1)
     return (
         lr, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, beta3_now, scalar_3,
         one_minus_beta2, sqrt_one_minus_beta2_pow_t, one_minus_beta1_pow_t, mix,
@@ -97,27 +129,27 @@ def kernel_scalars(step, grad_scale, *, lr, betas, alpha, alpha_warmup, beta3_wa
     """The kernel's scalars at this step, and the new host states; fp64."""
     beta1, beta2, beta3 = betas
     # 27  mix = alpha * minimum(t / maximum(alpha_warmup, 1.0), 1.0)
-    mix = alpha * smaller(divide(step, larger(alpha_warmup, 1)), 1)
+    mix = alpha * minimum(divide(step, maximum(alpha_warmup, 1)), 1)
     # 28  ramp = minimum(t / maximum(beta3_warmup, 1.0), 1.0)
-    ramp = smaller(divide(step, larger(beta3_warmup, 1)), 1)
+    ramp = minimum(divide(step, maximum(beta3_warmup, 1)), 1)
     # 29  log1, log3 = log(maximum(beta1, 1e-8)), log(maximum(beta3, 1e-8))
-    log1 = log(larger(beta1, 1e-08))
+    log1 = log(maximum(beta1, 1e-08))
     # 29  log1, log3 = log(maximum(beta1, 1e-8)), log(maximum(beta3, 1e-8))
-    log3 = log(larger(beta3, 1e-08))
+    log3 = log(maximum(beta3, 1e-08))
     # 30  slow = exp(log1 * log3 / ((1 - ramp) * log3 + ramp * log1))
     slow = exp(divide(log1 * log3, (1 - ramp) * log3 + ramp * log1))
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay
     one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
     # 31  beta3_now = where(t < beta3_warmup, minimum(slow, beta3), beta3)
-    beta3_now = choose(step < beta3_warmup, smaller(slow, beta3), beta3)
+    beta3_now = where(step < beta3_warmup, minimum(slow, beta3), beta3)
     scalar_3 = (1 - beta3_now) * grad_scale
     scalar_4 = (1 - beta2) * grad_scale * grad_scale
     lr_times_one_over_one_minus_beta1_pow_t = lr * (1 / (1 - beta1**step))
     scalar_6 = lr * mix
     common_1 = root(1 - beta2**step)
     common_2 = common_1 < 7.888609052210118e-31
-    scalar_7 = choose(common_2, 1, 1 / common_1)
-    scalar_8 = divide(larger(eps * common_1, 1.1754943508222875e-38), choose(common_2, 0, common_1))
+    scalar_7 = where(common_2, 1, 1 / common_1)
+    scalar_8 = divide(maximum(eps * common_1, 1.1754943508222875e-38), where(common_2, 0, common_1))
     return (
         beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4,
         lr_times_one_over_one_minus_beta1_pow_t, scalar_6, scalar_7, scalar_8,

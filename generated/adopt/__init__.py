@@ -7,7 +7,8 @@
 from optgen.runtime import Flag, Hyper, Optimizer
 from optgen.runtime.records import Rule, Stage
 from optgen.runtime.records.join import RuleRecord, StateRecord
-from optgen.runtime.records.scalars import choose, power
+from optgen.runtime.records.scalars import power, where
+from optgen.runtime.reference.eager import larger, smaller, sqrt
 
 
 class ADOPT(Optimizer):
@@ -59,13 +60,65 @@ class ADOPT(Optimizer):
         )
 
 
+def adopt(
+    stored, lr, beta1, eps, weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, decay,
+    one_minus_where_lt_one_t_beta2_zero,
+):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+    b = stored.over("p", "g", "exp_avg", "exp_avg_sq")
+    # -- load and decode
+    p = b.load("p")
+    exp_avg = b.load("exp_avg")
+    g = b.load("g")
+    g = grad_scale * g
+    exp_avg_sq = b.load("exp_avg_sq")
+    # -- update  (specs/adopt.py)
+    g = g + weight_decay * p                              # 27  g = l2(g, p, weight_decay)
+    # 29  scaled = clip(g / maximum(sqrt(exp_avg_sq), eps), -bound, bound)
+    scaled = smaller(larger(g / larger(sqrt(exp_avg_sq), eps), minus_t_minus_one_pow_0p25), bound)
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * scaled  # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
+    p = p - lr * exp_avg                                  # 31  p = p - lr * exp_avg
+    # 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
+    exp_avg_sq = decay * exp_avg_sq + one_minus_where_lt_one_t_beta2_zero * g * g
+    # -- encode and store
+    b.store("p", p)
+    b.store("exp_avg", exp_avg)
+    b.store("exp_avg_sq", exp_avg_sq)
+
+
+def adopt_decoupled_weight_decay(
+    stored, lr, beta1, eps, grad_scale, scalar_0, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, decay,
+    one_minus_where_lt_one_t_beta2_zero,
+):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+    b = stored.over("p", "g", "exp_avg", "exp_avg_sq")
+    # -- load and decode
+    p = b.load("p")
+    exp_avg = b.load("exp_avg")
+    g = b.load("g")
+    g = grad_scale * g
+    exp_avg_sq = b.load("exp_avg_sq")
+    # -- update  (specs/adopt.py)
+    p = p * scalar_0                                      # 25  p = decoupled(p, lr, where(t > 1, weight_decay, 0.0))
+    # 29  scaled = clip(g / maximum(sqrt(exp_avg_sq), eps), -bound, bound)
+    scaled = smaller(larger(g / larger(sqrt(exp_avg_sq), eps), minus_t_minus_one_pow_0p25), bound)
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * scaled  # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
+    p = p - lr * exp_avg                                  # 31  p = p - lr * exp_avg
+    # 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
+    exp_avg_sq = decay * exp_avg_sq + one_minus_where_lt_one_t_beta2_zero * g * g
+    # -- encode and store
+    b.store("p", p)
+    b.store("exp_avg", exp_avg)
+    b.store("exp_avg_sq", exp_avg_sq)
+
+
 def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     """The kernel's scalars at this step, and the new host states; fp64."""
     beta1, beta2 = betas
     minus_t_minus_one_pow_0p25 = -power(step - 1, 0.25)
-    bound = power(step - 1, 0.25)       # 28  bound = (t - 1) ** 0.25
+    bound = power(step - 1, 0.25)      # 28  bound = (t - 1) ** 0.25
     one_minus_beta1 = 1 - beta1
-    decay = choose(1 < step, beta2, 0)  # 32  decay = where(t > 1, beta2, 0.0)
+    decay = where(1 < step, beta2, 0)  # 32  decay = where(t > 1, beta2, 0.0)
     one_minus_where_lt_one_t_beta2_zero = 1 - decay
     return (
         lr, beta1, eps, weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, decay,
@@ -77,11 +130,11 @@ def host_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay):
     """The kernel's scalars at this step, and the new host states; fp64."""
     beta1, beta2 = betas
     common_1 = 1 < step
-    scalar_0 = 1 - lr * choose(common_1, weight_decay, 0)
+    scalar_0 = 1 - lr * where(common_1, weight_decay, 0)
     minus_t_minus_one_pow_0p25 = -power(step - 1, 0.25)
-    bound = power(step - 1, 0.25)       # 28  bound = (t - 1) ** 0.25
+    bound = power(step - 1, 0.25)      # 28  bound = (t - 1) ** 0.25
     one_minus_beta1 = 1 - beta1
-    decay = choose(common_1, beta2, 0)  # 32  decay = where(t > 1, beta2, 0.0)
+    decay = where(common_1, beta2, 0)  # 32  decay = where(t > 1, beta2, 0.0)
     one_minus_where_lt_one_t_beta2_zero = 1 - decay
     return (
         lr, beta1, eps, grad_scale, scalar_0, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, decay,
@@ -93,11 +146,11 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     """The kernel's scalars at this step, and the new host states; fp64."""
     beta1, beta2 = betas
     minus_t_minus_one_pow_0p25 = -power(step - 1, 0.25)
-    bound = power(step - 1, 0.25)       # 28  bound = (t - 1) ** 0.25
+    bound = power(step - 1, 0.25)      # 28  bound = (t - 1) ** 0.25
     one_minus_beta1 = 1 - beta1
     minus_lr = -lr
-    one_minus_where_lt_one_t_beta2_zero = 1 - choose(1 < step, beta2, 0)
-    decay = choose(1 < step, beta2, 0)  # 32  decay = where(t > 1, beta2, 0.0)
+    one_minus_where_lt_one_t_beta2_zero = 1 - where(1 < step, beta2, 0)
+    decay = where(1 < step, beta2, 0)  # 32  decay = where(t > 1, beta2, 0.0)
     return (
         beta1, eps, weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr,
         one_minus_where_lt_one_t_beta2_zero, decay,
@@ -108,13 +161,13 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay):
     """The kernel's scalars at this step, and the new host states; fp64."""
     beta1, beta2 = betas
     common_1 = 1 < step
-    scalar_0 = 1 - lr * choose(common_1, weight_decay, 0)
+    scalar_0 = 1 - lr * where(common_1, weight_decay, 0)
     minus_t_minus_one_pow_0p25 = -power(step - 1, 0.25)
-    bound = power(step - 1, 0.25)       # 28  bound = (t - 1) ** 0.25
+    bound = power(step - 1, 0.25)      # 28  bound = (t - 1) ** 0.25
     one_minus_beta1 = 1 - beta1
     minus_lr = -lr
-    scalar_5 = (1 - choose(common_1, beta2, 0)) * grad_scale * grad_scale
-    decay = choose(common_1, beta2, 0)  # 32  decay = where(t > 1, beta2, 0.0)
+    scalar_5 = (1 - where(common_1, beta2, 0)) * grad_scale * grad_scale
+    decay = where(common_1, beta2, 0)  # 32  decay = where(t > 1, beta2, 0.0)
     return (
         beta1, eps, grad_scale, scalar_0, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, scalar_5, decay,
     )

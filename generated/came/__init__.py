@@ -7,6 +7,7 @@
 from optgen.runtime import Flag, Hyper, Optimizer
 from optgen.runtime.records import Rule, Stage, Temp
 from optgen.runtime.records.join import RuleRecord, StateRecord
+from optgen.runtime.reference.eager import few_sum, put, quotient, sqrt
 
 
 class CAME(Optimizer):
@@ -65,6 +66,208 @@ class CAME(Optimizer):
             params, dict(lr=lr, eps=eps, clip_threshold=clip_threshold, betas=betas, weight_decay=weight_decay),
             **options
         )
+
+
+def came(
+    stored, eps1, grad_scale, beta2, one_minus_beta2, clip_threshold, eps2, beta1, one_minus_beta1, beta3,
+    one_minus_beta3, lr, one_minus_lr_times_weight_decay,
+):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+
+    # == sweep 1: exp_avg_sq_row (specs/came.py:30), exp_avg_sq_col (specs/came.py:31)
+    b = stored.over("g")
+    # -- load and decode
+    g = b.load("g")
+    g = grad_scale * g
+    # -- update  (specs/came.py)
+    square = g * g + eps1  # 28  square = g * g + eps1
+    # -- encode and store
+    row_sum_for_exp_avg_sq_row_tensor = b.row_sum(square)
+    col_sum_for_exp_avg_sq_col_tensor = b.col_sum(square)
+
+    # == row: values of rows
+    # -- load and decode
+    exp_avg_sq_row = stored["exp_avg_sq_row"]
+    row_sum_for_exp_avg_sq_row = row_sum_for_exp_avg_sq_row_tensor
+    # -- update  (specs/came.py)
+    # 30  exp_avg_sq_row = beta2 * exp_avg_sq_row + (1 - beta2) * row_mean(square)
+    exp_avg_sq_row = beta2 * exp_avg_sq_row + one_minus_beta2 * (row_sum_for_exp_avg_sq_row / b.extent("columns"))
+    # -- encode and store
+    mat_sum_of_exp_avg_sq_row_tensor = few_sum(exp_avg_sq_row, "mat")
+    put(stored["exp_avg_sq_row"], exp_avg_sq_row)
+
+    # == col: values of columns
+    # -- load and decode
+    exp_avg_sq_col = stored["exp_avg_sq_col"]
+    col_sum_for_exp_avg_sq_col = col_sum_for_exp_avg_sq_col_tensor
+    # -- update  (specs/came.py)
+    # 31  exp_avg_sq_col = beta2 * exp_avg_sq_col + (1 - beta2) * col_mean(square)
+    exp_avg_sq_col = beta2 * exp_avg_sq_col + one_minus_beta2 * (col_sum_for_exp_avg_sq_col / b.extent("rows"))
+    # -- encode and store
+    one_over_sqrt_exp_avg_sq_col_2_tensor = quotient(1.0, sqrt(exp_avg_sq_col))
+    put(stored["exp_avg_sq_col"], exp_avg_sq_col)
+
+    # == mat: values of matrices
+    # -- load and decode
+    mat_sum_of_exp_avg_sq_row = mat_sum_of_exp_avg_sq_row_tensor
+    # -- encode and store
+    mat_sum_of_exp_avg_sq_row_over_rows_tensor = mat_sum_of_exp_avg_sq_row / b.extent("rows")
+
+    # == row: values of rows
+    # -- load and decode
+    exp_avg_sq_row = stored["exp_avg_sq_row"]
+    mat_sum_of_exp_avg_sq_row_over_rows = mat_sum_of_exp_avg_sq_row_over_rows_tensor
+    # -- encode and store
+    one_over_sqrt_row_div_tensor = quotient(1.0, sqrt(exp_avg_sq_row / mat_sum_of_exp_avg_sq_row_over_rows))
+
+    # == sweep 2: update (specs/came.py:36)
+    b = stored.over("g")
+    # -- load and decode
+    g = b.load("g")
+    g = grad_scale * g
+    one_over_sqrt_row_div = b.spread(one_over_sqrt_row_div_tensor)
+    one_over_sqrt_exp_avg_sq_col_2 = b.spread(one_over_sqrt_exp_avg_sq_col_2_tensor)
+    # -- update  (specs/came.py)
+    # 32  update = g * rsqrt(exp_avg_sq_row / mat_mean(exp_avg_sq_row)) * rsqrt(exp_avg_sq_col)
+    update = g * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2
+    # -- encode and store
+    row_sum_of_update_tensor = b.row_sum(update * update)
+
+    # == row: values of rows
+    # -- load and decode
+    row_sum_of_update = row_sum_of_update_tensor
+    # -- encode and store
+    tensor_sum_of_update_tensor = few_sum(row_sum_of_update, "tensor")
+
+    # == tensor: values of tensors
+    # -- load and decode
+    tensor_sum_of_update = tensor_sum_of_update_tensor
+    # -- encode and store
+    one_max_tensor_div_tensor = (sqrt(tensor_sum_of_update / b.extent("elements")) / clip_threshold).clamp(min=1.0)
+
+    # == sweep 3: exp_avg_res_row (specs/came.py:40), exp_avg_res_col (specs/came.py:41)
+    b = stored.over("g", "exp_avg")
+    # -- load and decode
+    exp_avg = b.load("exp_avg")
+    g = b.load("g")
+    g = grad_scale * g
+    one_over_sqrt_row_div = b.spread(one_over_sqrt_row_div_tensor)
+    one_over_sqrt_exp_avg_sq_col_2 = b.spread(one_over_sqrt_exp_avg_sq_col_2_tensor)
+    one_max_tensor_div = b.spread(one_max_tensor_div_tensor)
+    # -- update  (specs/came.py)
+    # 32  update = g * rsqrt(exp_avg_sq_row / mat_mean(exp_avg_sq_row)) * rsqrt(exp_avg_sq_col)
+    update = g * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2
+    # 36  update = update / maximum(1.0, rms(update) / clip_threshold)
+    update = update / one_max_tensor_div
+    # 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * update
+    update_sub = update - exp_avg
+    residual = update_sub * update_sub + eps2                            # 39  residual = (update - exp_avg) ** 2 + eps2
+    # -- encode and store
+    row_sum_for_exp_avg_res_row_tensor = b.row_sum(residual)
+    col_sum_for_exp_avg_res_col_tensor = b.col_sum(residual)
+    b.store("exp_avg", exp_avg)
+
+    # == row: values of rows
+    # -- load and decode
+    exp_avg_res_row = stored["exp_avg_res_row"]
+    row_sum_for_exp_avg_res_row = row_sum_for_exp_avg_res_row_tensor
+    # -- update  (specs/came.py)
+    # 40  exp_avg_res_row = beta3 * exp_avg_res_row + (1 - beta3) * row_mean(residual)
+    exp_avg_res_row = beta3 * exp_avg_res_row + one_minus_beta3 * (row_sum_for_exp_avg_res_row / b.extent("columns"))
+    # -- encode and store
+    mat_sum_of_exp_avg_res_row_tensor = few_sum(exp_avg_res_row, "mat")
+    put(stored["exp_avg_res_row"], exp_avg_res_row)
+
+    # == col: values of columns
+    # -- load and decode
+    exp_avg_res_col = stored["exp_avg_res_col"]
+    col_sum_for_exp_avg_res_col = col_sum_for_exp_avg_res_col_tensor
+    # -- update  (specs/came.py)
+    # 41  exp_avg_res_col = beta3 * exp_avg_res_col + (1 - beta3) * col_mean(residual)
+    exp_avg_res_col = beta3 * exp_avg_res_col + one_minus_beta3 * (col_sum_for_exp_avg_res_col / b.extent("rows"))
+    # -- encode and store
+    one_over_sqrt_exp_avg_res_col_2_tensor = quotient(1.0, sqrt(exp_avg_res_col))
+    put(stored["exp_avg_res_col"], exp_avg_res_col)
+
+    # == mat: values of matrices
+    # -- load and decode
+    mat_sum_of_exp_avg_res_row = mat_sum_of_exp_avg_res_row_tensor
+    # -- encode and store
+    mat_sum_of_exp_avg_res_row_over_rows_tensor = mat_sum_of_exp_avg_res_row / b.extent("rows")
+
+    # == row: values of rows
+    # -- load and decode
+    exp_avg_res_row = stored["exp_avg_res_row"]
+    mat_sum_of_exp_avg_res_row_over_rows = mat_sum_of_exp_avg_res_row_over_rows_tensor
+    # -- encode and store
+    one_over_sqrt_row_div_2_tensor = quotient(1.0, sqrt(exp_avg_res_row / mat_sum_of_exp_avg_res_row_over_rows))
+
+    # == sweep 4: the update
+    b = stored.over("p", "exp_avg")
+    # -- load and decode
+    p = b.load("p")
+    exp_avg = b.load("exp_avg")
+    one_over_sqrt_row_div_2 = b.spread(one_over_sqrt_row_div_2_tensor)
+    one_over_sqrt_exp_avg_res_col_2 = b.spread(one_over_sqrt_exp_avg_res_col_2_tensor)
+    # -- update  (specs/came.py)
+    p = p * one_minus_lr_times_weight_decay  # 45  p = policies.decoupled(p, lr, weight_decay)
+    # 42  step = exp_avg * rsqrt(exp_avg_res_row / mat_mean(exp_avg_res_row)) * rsqrt(exp_avg_res_col)
+    step = exp_avg * one_over_sqrt_row_div_2 * one_over_sqrt_exp_avg_res_col_2
+    p = p - lr * step                        # 46  p = p - lr * step
+    # -- encode and store
+    b.store("p", p)
+
+
+def came_no_factored(
+    stored, eps1, beta2, grad_scale, one_minus_beta2, clip_threshold, lr, beta1, one_minus_beta1,
+    one_minus_lr_times_weight_decay,
+):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+
+    # == sweep 1: update (specs/came.py:36)
+    b = stored.over("g", "exp_avg_sq")
+    # -- load and decode
+    g = b.load("g")
+    g = grad_scale * g
+    exp_avg_sq = b.load("exp_avg_sq")
+    # -- update  (specs/came.py)
+    square = g * g + eps1                                       # 28  square = g * g + eps1
+    # 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
+    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * square
+    update = g * quotient(1.0, sqrt(exp_avg_sq))                # 35  update = g * rsqrt(exp_avg_sq)
+    # -- encode and store
+    tensor_sum_of_update_tensor = b.tensor_sum(update * update)
+
+    # == tensor: values of tensors
+    # -- load and decode
+    tensor_sum_of_update = tensor_sum_of_update_tensor
+    # -- encode and store
+    one_max_tensor_div_tensor = (sqrt(tensor_sum_of_update / b.extent("elements")) / clip_threshold).clamp(min=1.0)
+
+    # == sweep 2: the update
+    b = stored.over("p", "g", "exp_avg", "exp_avg_sq")
+    # -- load and decode
+    p = b.load("p")
+    exp_avg = b.load("exp_avg")
+    g = b.load("g")
+    g = grad_scale * g
+    exp_avg_sq = b.load("exp_avg_sq")
+    one_max_tensor_div = b.spread(one_max_tensor_div_tensor)
+    # -- update  (specs/came.py)
+    p = p * one_minus_lr_times_weight_decay                     # 45  p = policies.decoupled(p, lr, weight_decay)
+    square = g * g + eps1                                       # 28  square = g * g + eps1
+    # 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
+    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * square
+    update = g * quotient(1.0, sqrt(exp_avg_sq))                # 35  update = g * rsqrt(exp_avg_sq)
+    # 36  update = update / maximum(1.0, rms(update) / clip_threshold)
+    update = update / one_max_tensor_div
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * update        # 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update
+    p = p - lr * exp_avg                                        # 46  p = p - lr * step
+    # -- encode and store
+    b.store("p", p)
+    b.store("exp_avg", exp_avg)
+    b.store("exp_avg_sq", exp_avg_sq)
 
 
 def host_scalars(step, grad_scale, *, lr, eps, clip_threshold, betas, weight_decay):

@@ -4,10 +4,13 @@
 #   rebuild   optgen build cautious_adamw
 # fmt: off
 # ruff: noqa
+import torch
+
 from optgen.runtime import Flag, Hyper, Optimizer
 from optgen.runtime.records import Rule, Stage, Temp
 from optgen.runtime.records.join import RuleRecord, StateRecord
-from optgen.runtime.records.scalars import choose, divide, larger, root
+from optgen.runtime.records.scalars import divide, maximum, root, where
+from optgen.runtime.reference.eager import choose, sqrt
 
 
 class CautiousAdamW(Optimizer):
@@ -44,6 +47,68 @@ class CautiousAdamW(Optimizer):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay), **options)
 
 
+def cautious_adamw(
+    stored, beta1, grad_scale, one_minus_beta1, beta2, eps, one_minus_lr_times_weight_decay, one_minus_beta2,
+    sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
+):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+
+    # == sweep 1: scale (specs/cautious_adamw.py:24)
+    b = stored.over("g", "exp_avg")
+    # -- load and decode
+    exp_avg = b.load("exp_avg")
+    g = b.load("g")
+    g = grad_scale * g
+    # -- update  (specs/cautious_adamw.py)
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * g  # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    # 23  agrees = where(sign(exp_avg) * sign(g) > 0, 1.0, 0.0)
+    agrees = choose(
+        0.0 < torch.where(
+            exp_avg > 0, 1.0, torch.where(exp_avg < 0, -1.0, exp_avg)
+        ) * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)),
+        1.0, 0.0
+    )
+    # -- encode and store
+    tensor_sum_of_agrees_tensor = b.tensor_sum(agrees)
+
+    # == tensor: values of tensors
+    # -- load and decode
+    tensor_sum_of_agrees = tensor_sum_of_agrees_tensor
+    # -- encode and store
+    tensor_sum_of_agrees_over_elements_max_0p001_tensor = (tensor_sum_of_agrees / b.extent("elements")).clamp(min=0.001)
+
+    # == sweep 2: the update
+    b = stored.over("p", "g", "exp_avg", "exp_avg_sq")
+    # -- load and decode
+    p = b.load("p")
+    exp_avg = b.load("exp_avg")
+    g = b.load("g")
+    g = grad_scale * g
+    tensor_sum_of_agrees_over_elements_max_0p001 = b.spread(tensor_sum_of_agrees_over_elements_max_0p001_tensor)
+    exp_avg_sq = b.load("exp_avg_sq")
+    # -- update  (specs/cautious_adamw.py)
+    p = p * one_minus_lr_times_weight_decay                          # 20  p = decoupled(p, lr, weight_decay)
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * g                  # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    # 23  agrees = where(sign(exp_avg) * sign(g) > 0, 1.0, 0.0)
+    agrees = choose(
+        0.0 < torch.where(
+            exp_avg > 0, 1.0, torch.where(exp_avg < 0, -1.0, exp_avg)
+        ) * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)),
+        1.0, 0.0
+    )
+    scale = agrees / tensor_sum_of_agrees_over_elements_max_0p001    # 24  scale = agrees / maximum(mean(agrees), 1e-3)
+    # 22  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
+    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
+    # 25  denom = sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps
+    denom = sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
+    # 26  p = p - lr / (1 - beta1**t) * scale * exp_avg / denom
+    p = p - lr_over_one_minus_beta1_pow_t * scale * exp_avg / denom
+    # -- encode and store
+    b.store("p", p)
+    b.store("exp_avg_sq", exp_avg_sq)
+    b.store("exp_avg", exp_avg)
+
+
 def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     """The kernel's scalars at this step, and the new host states; fp64."""
     beta1, beta2 = betas
@@ -67,8 +132,8 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     common_1 = root(1 - beta2**step)
     common_2 = divide(lr, 1 - beta1**step) * common_1
     common_3 = common_2 < 7.888609052210118e-31
-    scalar_3 = choose(common_3, 1, divide(1, common_2))
-    scalar_4 = divide(larger(eps * common_1, 1.1754943508222875e-38), choose(common_3, 0, common_2))
+    scalar_3 = where(common_3, 1, divide(1, common_2))
+    scalar_4 = divide(maximum(eps * common_1, 1.1754943508222875e-38), where(common_3, 0, common_2))
     return (
         beta1, grad_scale, one_minus_beta1_times_grad_scale, beta2, one_minus_lr_times_weight_decay, scalar_2, scalar_3,
         scalar_4,

@@ -4,9 +4,12 @@
 #   rebuild   optgen build cautious_lion
 # fmt: off
 # ruff: noqa
+import torch
+
 from optgen.runtime import Flag, Hyper, Optimizer
 from optgen.runtime.records import Rule, Stage, Temp
 from optgen.runtime.records.join import RuleRecord, StateRecord
+from optgen.runtime.reference.eager import choose
 
 
 class CautiousLion(Optimizer):
@@ -37,6 +40,58 @@ class CautiousLion(Optimizer):
 
     def __init__(self, params, lr=0.0001, betas=(0.9, 0.99), weight_decay=0.0, **options):
         super().__init__(params, dict(lr=lr, betas=betas, weight_decay=weight_decay), **options)
+
+
+def cautious_lion(
+    stored, beta1, grad_scale, one_minus_beta1, lr, beta2, one_minus_lr_times_weight_decay, one_minus_beta2,
+):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+
+    # == sweep 1: p (specs/cautious_lion.py:22)
+    b = stored.over("g", "exp_avg")
+    # -- load and decode
+    exp_avg = b.load("exp_avg")
+    g = b.load("g")
+    g = grad_scale * g
+    # -- update  (specs/cautious_lion.py)
+    # 19  update = sign(beta1 * exp_avg + (1 - beta1) * g)
+    update = torch.where(
+        beta1 * exp_avg + one_minus_beta1 * g > 0, 1.0,
+        torch.where(beta1 * exp_avg + one_minus_beta1 * g < 0, -1.0, beta1 * exp_avg + one_minus_beta1 * g)
+    )
+    # 20  agrees = where(update * sign(g) > 0, 1.0, 0.0)
+    agrees = choose(0.0 < update * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)), 1.0, 0.0)
+    # -- encode and store
+    tensor_sum_of_agrees_tensor = b.tensor_sum(agrees)
+
+    # == tensor: values of tensors
+    # -- load and decode
+    tensor_sum_of_agrees = tensor_sum_of_agrees_tensor
+    # -- encode and store
+    tensor_div_tensor = lr / (tensor_sum_of_agrees / b.extent("elements")).clamp(min=0.001)
+
+    # == sweep 2: the update
+    b = stored.over("p", "g", "exp_avg")
+    # -- load and decode
+    p = b.load("p")
+    tensor_div = b.spread(tensor_div_tensor)
+    exp_avg = b.load("exp_avg")
+    g = b.load("g")
+    g = grad_scale * g
+    # -- update  (specs/cautious_lion.py)
+    p = p * one_minus_lr_times_weight_decay          # 18  p = decoupled(p, lr, weight_decay)
+    # 19  update = sign(beta1 * exp_avg + (1 - beta1) * g)
+    update = torch.where(
+        beta1 * exp_avg + one_minus_beta1 * g > 0, 1.0,
+        torch.where(beta1 * exp_avg + one_minus_beta1 * g < 0, -1.0, beta1 * exp_avg + one_minus_beta1 * g)
+    )
+    # 20  agrees = where(update * sign(g) > 0, 1.0, 0.0)
+    agrees = choose(0.0 < update * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)), 1.0, 0.0)
+    p = p - tensor_div * agrees * update             # 22  p = p - lr / maximum(mean(agrees), 1e-3) * agrees * update
+    exp_avg = beta2 * exp_avg + one_minus_beta2 * g  # 21  exp_avg = beta2 * exp_avg + (1 - beta2) * g
+    # -- encode and store
+    b.store("p", p)
+    b.store("exp_avg", exp_avg)
 
 
 def host_scalars(step, grad_scale, *, lr, betas, weight_decay):

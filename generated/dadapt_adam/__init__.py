@@ -4,10 +4,13 @@
 #   rebuild   optgen build dadapt_adam
 # fmt: off
 # ruff: noqa
+import torch
+
 from optgen.runtime import Flag, Hyper, Optimizer
 from optgen.runtime.records import Rule, Stage, Temp
 from optgen.runtime.records.join import RuleRecord, StateRecord
-from optgen.runtime.records.scalars import choose, divide, larger, root
+from optgen.runtime.records.scalars import divide, maximum, root, where
+from optgen.runtime.reference.eager import larger, put, smaller, sqrt
 
 
 class DAdaptAdam(Optimizer):
@@ -75,24 +78,178 @@ class DAdaptAdam(Optimizer):
         )
 
 
+def dadapt_adam(
+    stored, lr, weight_decay, gain1, gain3, eps, grad_scale, moves, keep1, keep2, gain2, keep3, growth_rate, beta3,
+    one_minus_sqrt_beta2,
+):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+
+    # == model: values of the model
+    # -- load and decode
+    d = stored["d"]
+    # -- update  (specs/dadapt_adam.py)
+    rate = d * lr  # 37  rate = d * own
+    # -- encode and store
+    one_times_one_minus_beta1_times_rate_tensor = gain1 * rate
+    one_minus_rate_times_weight_decay_tensor = 1.0 - rate * weight_decay
+    one_times_one_minus_sqrt_beta2_times_rate_tensor = gain3 * rate
+
+    # == sweep 1: total (specs/dadapt_adam.py:42), numerator (specs/dadapt_adam.py:38)
+    b = stored.over("p", "g", "exp_avg", "exp_avg_sq", "s")
+    # -- load and decode
+    p = b.load("p")
+    one_minus_rate_times_weight_decay = b.spread(one_minus_rate_times_weight_decay_tensor)
+    exp_avg = b.load("exp_avg")
+    one_times_one_minus_beta1_times_rate = b.spread(one_times_one_minus_beta1_times_rate_tensor)
+    g = b.load("g")
+    g = grad_scale * g
+    exp_avg_sq = b.load("exp_avg_sq")
+    s = b.load("s")
+    one_times_one_minus_sqrt_beta2_times_rate = b.spread(one_times_one_minus_sqrt_beta2_times_rate_tensor)
+    # -- update  (specs/dadapt_adam.py)
+    # 46  p = policies.decoupled(p, rate, weight_decay)
+    p = p * one_minus_rate_times_weight_decay
+    g = torch.where(0.0 < moves, g, 0.0)                                  # 30  g = where(lr > 0, g, 0.0)
+    # 39  exp_avg = keep1 * exp_avg + gain1 * rate * g
+    exp_avg = keep1 * exp_avg + one_times_one_minus_beta1_times_rate * g
+    # 40  exp_avg_sq = keep2 * exp_avg_sq + gain2 * g * g
+    exp_avg_sq_2 = keep2 * exp_avg_sq + gain2 * g * g
+    # 47  p = p - moves * exp_avg / (sqrt(exp_avg_sq) + eps)
+    p = p - moves * exp_avg / (sqrt(exp_avg_sq_2) + eps)
+    s_2 = keep3 * s + one_times_one_minus_sqrt_beta2_times_rate * g       # 41  s = keep3 * s + gain3 * rate * g
+    # -- encode and store
+    tensor_sum_for_total_tensor = b.tensor_sum(moves * s_2.abs())
+    tensor_sum_for_numerator_tensor = b.tensor_sum(lr * g * (s / (sqrt(exp_avg_sq) + eps)))
+    b.store("p", p)
+    b.store("exp_avg", exp_avg)
+    b.store("exp_avg_sq", exp_avg_sq_2)
+    b.store("s", s_2)
+
+    # == tensor: values of tensors
+    # -- load and decode
+    tensor_sum_for_numerator = tensor_sum_for_numerator_tensor
+    tensor_sum_for_total = tensor_sum_for_total_tensor
+    # -- encode and store
+    model_sum_for_numerator_tensor = yield tensor_sum_for_numerator
+    total_tensor = yield tensor_sum_for_total
+
+    # == model: values of the model
+    # -- load and decode
+    d = stored["d"]
+    total = total_tensor
+    numerator_weighted = stored["numerator_weighted"]
+    model_sum_for_numerator = model_sum_for_numerator_tensor
+    # -- update  (specs/dadapt_adam.py)
+    total_lt = 0.0 < total
+    numerator = d * model_sum_for_numerator  # 38  numerator = d * model_dot(own * g, s / (sqrt(exp_avg_sq) + eps))
+    # 43  weighted = beta3 * numerator_weighted + (1 - beta3) * numerator
+    weighted = beta3 * numerator_weighted + one_minus_sqrt_beta2 * numerator
+    # 44  numerator_weighted = where(total > 0, weighted, numerator_weighted)
+    numerator_weighted = torch.where(total_lt, weighted, numerator_weighted)
+    # 45  d_hat = numerator_weighted / maximum((1 - beta3) * total, 1e-37)
+    d_hat = numerator_weighted / (one_minus_sqrt_beta2 * total).clamp(min=1e-37)
+    # 48  d = maximum(d, where(total > 0, minimum(d_hat, d * growth_rate), 0.0))
+    d = larger(d, torch.where(total_lt, smaller(d_hat, d * growth_rate), 0.0))
+    # -- encode and store
+    put(stored["d"], d)
+    put(stored["numerator_weighted"], numerator_weighted)
+
+
+def dadapt_adam_use_bias_correction(
+    stored, weight_decay, own, gain1, gain3, eps, grad_scale, moves, keep1, keep2, gain2, keep3, growth_rate, beta3,
+    one_minus_sqrt_beta2,
+):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+
+    # == model: values of the model
+    # -- load and decode
+    d = stored["d"]
+    # -- update  (specs/dadapt_adam.py)
+    rate = d * own  # 37  rate = d * own
+    # -- encode and store
+    one_times_one_minus_beta1_times_rate_tensor = gain1 * rate
+    one_minus_rate_times_weight_decay_tensor = 1.0 - rate * weight_decay
+    one_times_one_minus_sqrt_beta2_times_rate_tensor = gain3 * rate
+
+    # == sweep 1: total (specs/dadapt_adam.py:42), numerator (specs/dadapt_adam.py:38)
+    b = stored.over("p", "g", "exp_avg", "exp_avg_sq", "s")
+    # -- load and decode
+    p = b.load("p")
+    one_minus_rate_times_weight_decay = b.spread(one_minus_rate_times_weight_decay_tensor)
+    exp_avg = b.load("exp_avg")
+    one_times_one_minus_beta1_times_rate = b.spread(one_times_one_minus_beta1_times_rate_tensor)
+    g = b.load("g")
+    g = grad_scale * g
+    exp_avg_sq = b.load("exp_avg_sq")
+    s = b.load("s")
+    one_times_one_minus_sqrt_beta2_times_rate = b.spread(one_times_one_minus_sqrt_beta2_times_rate_tensor)
+    # -- update  (specs/dadapt_adam.py)
+    # 46  p = policies.decoupled(p, rate, weight_decay)
+    p = p * one_minus_rate_times_weight_decay
+    g = torch.where(0.0 < moves, g, 0.0)                                  # 30  g = where(lr > 0, g, 0.0)
+    # 39  exp_avg = keep1 * exp_avg + gain1 * rate * g
+    exp_avg = keep1 * exp_avg + one_times_one_minus_beta1_times_rate * g
+    # 40  exp_avg_sq = keep2 * exp_avg_sq + gain2 * g * g
+    exp_avg_sq_2 = keep2 * exp_avg_sq + gain2 * g * g
+    # 47  p = p - moves * exp_avg / (sqrt(exp_avg_sq) + eps)
+    p = p - moves * exp_avg / (sqrt(exp_avg_sq_2) + eps)
+    s_2 = keep3 * s + one_times_one_minus_sqrt_beta2_times_rate * g       # 41  s = keep3 * s + gain3 * rate * g
+    # -- encode and store
+    tensor_sum_for_total_tensor = b.tensor_sum(moves * s_2.abs())
+    tensor_sum_for_numerator_tensor = b.tensor_sum(own * g * (s / (sqrt(exp_avg_sq) + eps)))
+    b.store("p", p)
+    b.store("exp_avg", exp_avg)
+    b.store("exp_avg_sq", exp_avg_sq_2)
+    b.store("s", s_2)
+
+    # == tensor: values of tensors
+    # -- load and decode
+    tensor_sum_for_numerator = tensor_sum_for_numerator_tensor
+    tensor_sum_for_total = tensor_sum_for_total_tensor
+    # -- encode and store
+    model_sum_for_numerator_tensor = yield tensor_sum_for_numerator
+    total_tensor = yield tensor_sum_for_total
+
+    # == model: values of the model
+    # -- load and decode
+    d = stored["d"]
+    total = total_tensor
+    numerator_weighted = stored["numerator_weighted"]
+    model_sum_for_numerator = model_sum_for_numerator_tensor
+    # -- update  (specs/dadapt_adam.py)
+    total_lt = 0.0 < total
+    numerator = d * model_sum_for_numerator  # 38  numerator = d * model_dot(own * g, s / (sqrt(exp_avg_sq) + eps))
+    # 43  weighted = beta3 * numerator_weighted + (1 - beta3) * numerator
+    weighted = beta3 * numerator_weighted + one_minus_sqrt_beta2 * numerator
+    # 44  numerator_weighted = where(total > 0, weighted, numerator_weighted)
+    numerator_weighted = torch.where(total_lt, weighted, numerator_weighted)
+    # 45  d_hat = numerator_weighted / maximum((1 - beta3) * total, 1e-37)
+    d_hat = numerator_weighted / (one_minus_sqrt_beta2 * total).clamp(min=1e-37)
+    # 48  d = maximum(d, where(total > 0, minimum(d_hat, d * growth_rate), 0.0))
+    d = larger(d, torch.where(total_lt, smaller(d_hat, d * growth_rate), 0.0))
+    # -- encode and store
+    put(stored["d"], d)
+    put(stored["numerator_weighted"], numerator_weighted)
+
+
 def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, d0, growth_rate):
     """The kernel's scalars at this step, and the new host states; fp64."""
     beta1, beta2 = betas
     common_1 = 0 < lr
     # 35  gain1, gain2, gain3 = moves * (1 - beta1), moves * (1 - beta2), moves * (1 - beta3)
-    gain1 = choose(common_1, 1, 0) * (1 - beta1)
+    gain1 = where(common_1, 1, 0) * (1 - beta1)
     # 35  gain1, gain2, gain3 = moves * (1 - beta1), moves * (1 - beta2), moves * (1 - beta3)
-    gain3 = choose(common_1, 1, 0) * (1 - root(beta2))
-    moves = choose(common_1, 1, 0)                      # 33  moves = where(lr > 0, 1.0, 0.0)
+    gain3 = where(common_1, 1, 0) * (1 - root(beta2))
+    moves = where(common_1, 1, 0)                      # 33  moves = where(lr > 0, 1.0, 0.0)
     # 34  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep1 = choose(common_1, beta1, 1)
+    keep1 = where(common_1, beta1, 1)
     # 34  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep2 = choose(common_1, beta2, 1)
+    keep2 = where(common_1, beta2, 1)
     # 35  gain1, gain2, gain3 = moves * (1 - beta1), moves * (1 - beta2), moves * (1 - beta3)
     gain2 = moves * (1 - beta2)
     # 34  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep3 = choose(common_1, root(beta2), 1)
-    beta3 = root(beta2)                                 # 32  beta3 = sqrt(beta2)
+    keep3 = where(common_1, root(beta2), 1)
+    beta3 = root(beta2)                                # 32  beta3 = sqrt(beta2)
     one_minus_sqrt_beta2 = 1 - beta3
     return (
         lr, weight_decay, gain1, gain3, eps, grad_scale, moves, keep1, keep2, gain2, keep3, growth_rate, beta3,
@@ -107,18 +264,18 @@ def host_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, d0, growth
     own = lr * divide(root(1 - beta2**step), 1 - beta1**step)
     common_1 = 0 < lr
     # 35  gain1, gain2, gain3 = moves * (1 - beta1), moves * (1 - beta2), moves * (1 - beta3)
-    gain1 = choose(common_1, 1, 0) * (1 - beta1)
+    gain1 = where(common_1, 1, 0) * (1 - beta1)
     # 35  gain1, gain2, gain3 = moves * (1 - beta1), moves * (1 - beta2), moves * (1 - beta3)
-    gain3 = choose(common_1, 1, 0) * (1 - root(beta2))
-    moves = choose(common_1, 1, 0)                             # 33  moves = where(lr > 0, 1.0, 0.0)
+    gain3 = where(common_1, 1, 0) * (1 - root(beta2))
+    moves = where(common_1, 1, 0)                              # 33  moves = where(lr > 0, 1.0, 0.0)
     # 34  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep1 = choose(common_1, beta1, 1)
+    keep1 = where(common_1, beta1, 1)
     # 34  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep2 = choose(common_1, beta2, 1)
+    keep2 = where(common_1, beta2, 1)
     # 35  gain1, gain2, gain3 = moves * (1 - beta1), moves * (1 - beta2), moves * (1 - beta3)
     gain2 = moves * (1 - beta2)
     # 34  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep3 = choose(common_1, root(beta2), 1)
+    keep3 = where(common_1, root(beta2), 1)
     beta3 = root(beta2)                                        # 32  beta3 = sqrt(beta2)
     one_minus_sqrt_beta2 = 1 - beta3
     return (
@@ -132,22 +289,22 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, d0, growth
     beta1, beta2 = betas
     common_1 = 0 < lr
     # 35  gain1, gain2, gain3 = moves * (1 - beta1), moves * (1 - beta2), moves * (1 - beta3)
-    gain1 = choose(common_1, 1, 0) * (1 - beta1)
+    gain1 = where(common_1, 1, 0) * (1 - beta1)
     # 35  gain1, gain2, gain3 = moves * (1 - beta1), moves * (1 - beta2), moves * (1 - beta3)
-    gain3 = choose(common_1, 1, 0) * (1 - root(beta2))
-    moves = choose(common_1, 1, 0)                      # 33  moves = where(lr > 0, 1.0, 0.0)
+    gain3 = where(common_1, 1, 0) * (1 - root(beta2))
+    moves = where(common_1, 1, 0)                      # 33  moves = where(lr > 0, 1.0, 0.0)
     # 34  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep1 = choose(common_1, beta1, 1)
+    keep1 = where(common_1, beta1, 1)
     # 35  gain1, gain2, gain3 = moves * (1 - beta1), moves * (1 - beta2), moves * (1 - beta3)
     gain2 = moves * (1 - beta2)
     # 34  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep2 = choose(common_1, beta2, 1)
+    keep2 = where(common_1, beta2, 1)
     # 34  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep3 = choose(common_1, root(beta2), 1)
+    keep3 = where(common_1, root(beta2), 1)
     common_2 = moves < 7.888609052210118e-31
-    scalar_5 = choose(common_2, 1, divide(1, moves))
-    scalar_6 = divide(larger(eps, 1.1754943508222875e-38), choose(common_2, 0, moves))
-    beta3 = root(beta2)                                 # 32  beta3 = sqrt(beta2)
+    scalar_5 = where(common_2, 1, divide(1, moves))
+    scalar_6 = divide(maximum(eps, 1.1754943508222875e-38), where(common_2, 0, moves))
+    beta3 = root(beta2)                                # 32  beta3 = sqrt(beta2)
     one_minus_sqrt_beta2 = 1 - beta3
     return (
         lr, weight_decay, gain1, gain3, eps, grad_scale, moves, keep1, gain2, keep2, keep3, scalar_5, scalar_6,
@@ -162,21 +319,21 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, d0, grow
     own = lr * divide(root(1 - beta2**step), 1 - beta1**step)
     common_1 = 0 < lr
     # 35  gain1, gain2, gain3 = moves * (1 - beta1), moves * (1 - beta2), moves * (1 - beta3)
-    gain1 = choose(common_1, 1, 0) * (1 - beta1)
+    gain1 = where(common_1, 1, 0) * (1 - beta1)
     # 35  gain1, gain2, gain3 = moves * (1 - beta1), moves * (1 - beta2), moves * (1 - beta3)
-    gain3 = choose(common_1, 1, 0) * (1 - root(beta2))
-    moves = choose(common_1, 1, 0)                             # 33  moves = where(lr > 0, 1.0, 0.0)
+    gain3 = where(common_1, 1, 0) * (1 - root(beta2))
+    moves = where(common_1, 1, 0)                              # 33  moves = where(lr > 0, 1.0, 0.0)
     # 34  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep1 = choose(common_1, beta1, 1)
+    keep1 = where(common_1, beta1, 1)
     # 35  gain1, gain2, gain3 = moves * (1 - beta1), moves * (1 - beta2), moves * (1 - beta3)
     gain2 = moves * (1 - beta2)
     # 34  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep2 = choose(common_1, beta2, 1)
+    keep2 = where(common_1, beta2, 1)
     # 34  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep3 = choose(common_1, root(beta2), 1)
+    keep3 = where(common_1, root(beta2), 1)
     common_2 = moves < 7.888609052210118e-31
-    scalar_5 = choose(common_2, 1, divide(1, moves))
-    scalar_6 = divide(larger(eps, 1.1754943508222875e-38), choose(common_2, 0, moves))
+    scalar_5 = where(common_2, 1, divide(1, moves))
+    scalar_6 = divide(maximum(eps, 1.1754943508222875e-38), where(common_2, 0, moves))
     beta3 = root(beta2)                                        # 32  beta3 = sqrt(beta2)
     one_minus_sqrt_beta2 = 1 - beta3
     return (

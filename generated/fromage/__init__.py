@@ -4,10 +4,13 @@
 #   rebuild   optgen build fromage
 # fmt: off
 # ruff: noqa
+import torch
+
 from optgen.runtime import Flag, Hyper, Optimizer
 from optgen.runtime.records import Rule, Stage, Temp
 from optgen.runtime.records.join import RuleRecord, StateRecord
 from optgen.runtime.records.scalars import divide, root
+from optgen.runtime.reference.eager import sqrt
 
 
 class Fromage(Optimizer):
@@ -34,6 +37,49 @@ class Fromage(Optimizer):
 
     def __init__(self, params, lr=0.01, **options):
         super().__init__(params, dict(lr=lr), **options)
+
+
+def fromage(stored, grad_scale, lr, one_over_sqrt_one_plus_lr_times_lr):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+
+    # == sweep 1: p_norm (specs/fromage.py:16), g_norm (specs/fromage.py:16)
+    b = stored.over("p", "g")
+    # -- load and decode
+    p = b.load("p")
+    g = b.load("g")
+    g = grad_scale * g
+    # -- encode and store
+    tensor_sum_for_p_norm_tensor = b.tensor_sum(p * p)
+    tensor_sum_for_g_norm_tensor = b.tensor_sum(g * g)
+
+    # == tensor: values of tensors
+    # -- load and decode
+    tensor_sum_for_g_norm = tensor_sum_for_g_norm_tensor
+    tensor_sum_for_p_norm = tensor_sum_for_p_norm_tensor
+    # -- update  (specs/fromage.py)
+    g_norm = sqrt(tensor_sum_for_g_norm)                                    # 16  p_norm, g_norm = norm(p), norm(g)
+    g_norm_le = g_norm <= 0.0
+    # 18  shrink = where(g_norm <= 0, 1.0, 1 / sqrt(1 + lr * lr))
+    shrink = torch.where(g_norm_le, 1.0, one_over_sqrt_one_plus_lr_times_lr)
+    p_norm = sqrt(tensor_sum_for_p_norm)                                    # 16  p_norm, g_norm = norm(p), norm(g)
+    # 17  ratio = where((p_norm <= 0) | (g_norm <= 0), 1.0, p_norm / g_norm)
+    ratio = torch.where((p_norm <= 0.0) | g_norm_le, 1.0, p_norm / g_norm)
+    # -- encode and store
+    shrink_tensor = shrink
+    lr_times_ratio_tensor = lr * ratio
+
+    # == sweep 2: the update
+    b = stored.over("p", "g")
+    # -- load and decode
+    p = b.load("p")
+    lr_times_ratio = b.spread(lr_times_ratio_tensor)
+    g = b.load("g")
+    g = grad_scale * g
+    shrink = b.spread(shrink_tensor)
+    # -- update  (specs/fromage.py)
+    p = (p - lr_times_ratio * g) * shrink  # 19  p = (p - lr * ratio * g) * shrink
+    # -- encode and store
+    b.store("p", p)
 
 
 def host_scalars(step, grad_scale, *, lr):

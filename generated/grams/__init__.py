@@ -4,10 +4,13 @@
 #   rebuild   optgen build grams
 # fmt: off
 # ruff: noqa
+import torch
+
 from optgen.runtime import Flag, Hyper, Optimizer
 from optgen.runtime.records import Rule, Stage
 from optgen.runtime.records.join import RuleRecord, StateRecord
-from optgen.runtime.records.scalars import choose, divide, larger, root
+from optgen.runtime.records.scalars import divide, maximum, root, where
+from optgen.runtime.reference.eager import sqrt
 
 
 class Grams(Optimizer):
@@ -43,6 +46,34 @@ class Grams(Optimizer):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay), **options)
 
 
+def grams(
+    stored, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
+    sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
+):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+    b = stored.over("p", "g", "exp_avg", "exp_avg_sq")
+    # -- load and decode
+    p = b.load("p")
+    g = b.load("g")
+    g = grad_scale * g
+    exp_avg = b.load("exp_avg")
+    exp_avg_sq = b.load("exp_avg_sq")
+    # -- update  (specs/grams.py)
+    p = p * one_minus_lr_times_weight_decay                      # 20  p = decoupled(p, lr, weight_decay)
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * g              # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    # 22  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
+    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
+    # 23  denom = sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps
+    denom = sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
+    size = exp_avg.abs() / denom                                 # 24  size = abs(exp_avg) / denom
+    # 25  p = p - lr / (1 - beta1**t) * sign(g) * size
+    p = p - lr_over_one_minus_beta1_pow_t * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)) * size
+    # -- encode and store
+    b.store("p", p)
+    b.store("exp_avg_sq", exp_avg_sq)
+    b.store("exp_avg", exp_avg)
+
+
 def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     """The kernel's scalars at this step, and the new host states; fp64."""
     beta1, beta2 = betas
@@ -65,8 +96,8 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     scalar_2 = (1 - beta2) * grad_scale * grad_scale
     common_1 = root(1 - beta2**step)
     common_2 = common_1 < 7.888609052210118e-31
-    scalar_3 = choose(common_2, 1, 1 / common_1)
-    scalar_4 = divide(larger(eps * common_1, 1.1754943508222875e-38), choose(common_2, 0, common_1))
+    scalar_3 = where(common_2, 1, 1 / common_1)
+    scalar_4 = divide(maximum(eps * common_1, 1.1754943508222875e-38), where(common_2, 0, common_1))
     minus_lr_over_one_minus_beta1_pow_t = -divide(lr, 1 - beta1**step)
     return (
         beta1, beta2, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,

@@ -4,10 +4,13 @@
 #   rebuild   optgen build lamb
 # fmt: off
 # ruff: noqa
+import torch
+
 from optgen.runtime import Flag, Hyper, Optimizer
 from optgen.runtime.records import Rule, Stage, Temp
 from optgen.runtime.records.join import RuleRecord, StateRecord
-from optgen.runtime.records.scalars import choose, divide, larger, root
+from optgen.runtime.records.scalars import divide, maximum, root, where
+from optgen.runtime.reference.eager import larger, smaller, sqrt
 
 
 class LAMB(Optimizer):
@@ -57,6 +60,65 @@ class LAMB(Optimizer):
         )
 
 
+def lamb(
+    stored, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
+    sqrt_one_minus_beta2_pow_t, one_minus_beta1_pow_t, lr, min_norm, max_norm,
+):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+
+    # == sweep 1: weight_norm (specs/lamb.py:28), update_norm (specs/lamb.py:29)
+    b = stored.over("p", "g", "exp_avg", "exp_avg_sq")
+    # -- load and decode
+    exp_avg = b.load("exp_avg")
+    g = b.load("g")
+    g = grad_scale * g
+    exp_avg_sq = b.load("exp_avg_sq")
+    p = b.load("p")
+    # -- update  (specs/lamb.py)
+    # 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * g
+    # 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
+    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
+    # 26  denom = sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps
+    denom = sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
+    # 27  update = exp_avg / (1 - beta1**t) / denom + weight_decay * p
+    update = exp_avg / one_minus_beta1_pow_t / denom + weight_decay * p
+    # -- encode and store
+    tensor_sum_for_weight_norm_tensor = b.tensor_sum(p * p)
+    tensor_sum_for_update_norm_tensor = b.tensor_sum(update * update)
+    b.store("exp_avg_sq", exp_avg_sq)
+    b.store("exp_avg", exp_avg)
+
+    # == tensor: values of tensors
+    # -- load and decode
+    tensor_sum_for_weight_norm = tensor_sum_for_weight_norm_tensor
+    tensor_sum_for_update_norm = tensor_sum_for_update_norm_tensor
+    # -- update  (specs/lamb.py)
+    # 28  weight_norm = minimum(maximum(norm(p), min_norm), max_norm)
+    weight_norm = smaller(larger(sqrt(tensor_sum_for_weight_norm), min_norm), max_norm)
+    update_norm = sqrt(tensor_sum_for_update_norm)  # 29  update_norm = norm(update)
+    # 30  trust = where((weight_norm <= 0) | (update_norm <= 0), 1.0, weight_norm / update_norm)
+    trust = torch.where((weight_norm <= 0.0) | (update_norm <= 0.0), 1.0, weight_norm / update_norm)
+    # -- encode and store
+    lr_times_trust_tensor = lr * trust
+
+    # == sweep 2: the update
+    b = stored.over("p", "exp_avg", "exp_avg_sq")
+    # -- load and decode
+    p = b.load("p")
+    lr_times_trust = b.spread(lr_times_trust_tensor)
+    exp_avg = b.load("exp_avg")
+    exp_avg_sq = b.load("exp_avg_sq")
+    # -- update  (specs/lamb.py)
+    # 26  denom = sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps
+    denom = sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
+    # 27  update = exp_avg / (1 - beta1**t) / denom + weight_decay * p
+    update = exp_avg / one_minus_beta1_pow_t / denom + weight_decay * p
+    p = p - lr_times_trust * update                                      # 31  p = p - lr * trust * update
+    # -- encode and store
+    b.store("p", p)
+
+
 def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, min_norm, max_norm):
     """The kernel's scalars at this step, and the new host states; fp64."""
     beta1, beta2 = betas
@@ -78,8 +140,8 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, min_norm, 
     common_1 = root(1 - beta2**step)
     common_2 = 1 / (1 - beta1**step) * common_1
     common_3 = common_2 < 7.888609052210118e-31
-    scalar_2 = choose(common_3, 1, 1 / common_2)
-    scalar_3 = divide(larger(eps * common_1, 1.1754943508222875e-38), choose(common_3, 0, common_2))
+    scalar_2 = where(common_3, 1, 1 / common_2)
+    scalar_3 = divide(maximum(eps * common_1, 1.1754943508222875e-38), where(common_3, 0, common_2))
     return (
         beta1, beta2, weight_decay, one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, lr, min_norm,
         max_norm,

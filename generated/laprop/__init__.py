@@ -8,6 +8,7 @@ from optgen.runtime import Flag, Hyper, Optimizer
 from optgen.runtime.records import Rule, Stage
 from optgen.runtime.records.join import RuleRecord, StateRecord
 from optgen.runtime.records.scalars import divide, root
+from optgen.runtime.reference.eager import sqrt
 
 
 class LaProp(Optimizer):
@@ -42,6 +43,33 @@ class LaProp(Optimizer):
 
     def __init__(self, params, lr=0.0004, betas=(0.9, 0.999), eps=1e-15, weight_decay=0.0, **options):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay), **options)
+
+
+def laprop(
+    stored, beta1, beta2, eps, grad_scale, one_minus_beta2, sqrt_one_minus_beta2_pow_t, one_minus_beta1,
+    lr_over_one_minus_beta1_pow_t, one_minus_lr_times_weight_decay,
+):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+    b = stored.over("p", "g", "exp_avg", "exp_avg_sq")
+    # -- load and decode
+    p = b.load("p")
+    exp_avg = b.load("exp_avg")
+    g = b.load("g")
+    g = grad_scale * g
+    exp_avg_sq = b.load("exp_avg_sq")
+    # -- update  (specs/laprop.py)
+    # 23  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
+    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
+    # 24  scaled = g / (sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps)
+    scaled = g / (sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps)
+    # 25  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * scaled
+    p = p - lr_over_one_minus_beta1_pow_t * exp_avg                     # 26  p = p - lr / (1 - beta1**t) * exp_avg
+    p = p * one_minus_lr_times_weight_decay                             # 27  p = decoupled(p, lr, weight_decay)
+    # -- encode and store
+    b.store("p", p)
+    b.store("exp_avg", exp_avg)
+    b.store("exp_avg_sq", exp_avg_sq)
 
 
 def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):

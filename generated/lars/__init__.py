@@ -4,9 +4,12 @@
 #   rebuild   optgen build lars
 # fmt: off
 # ruff: noqa
+import torch
+
 from optgen.runtime import Flag, Hyper, Optimizer
 from optgen.runtime.records import Rule, Stage, Temp
 from optgen.runtime.records.join import RuleRecord, StateRecord
+from optgen.runtime.reference.eager import sqrt
 
 
 class LARS(Optimizer):
@@ -41,6 +44,50 @@ class LARS(Optimizer):
             params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay, trust_coefficient=trust_coefficient),
             **options
         )
+
+
+def lars(stored, grad_scale, lr, weight_decay, trust_coefficient, momentum):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+
+    # == sweep 1: weight_norm (specs/lars.py:17), grad_norm (specs/lars.py:17)
+    b = stored.over("p", "g")
+    # -- load and decode
+    p = b.load("p")
+    g = b.load("g")
+    g = grad_scale * g
+    # -- encode and store
+    tensor_sum_for_weight_norm_tensor = b.tensor_sum(p * p)
+    tensor_sum_for_grad_norm_tensor = b.tensor_sum(g * g)
+
+    # == tensor: values of tensors
+    # -- load and decode
+    tensor_sum_for_weight_norm = tensor_sum_for_weight_norm_tensor
+    tensor_sum_for_grad_norm = tensor_sum_for_grad_norm_tensor
+    # -- update  (specs/lars.py)
+    weight_norm = sqrt(tensor_sum_for_weight_norm)  # 17  weight_norm, grad_norm = norm(p), norm(g)
+    grad_norm = sqrt(tensor_sum_for_grad_norm)      # 17  weight_norm, grad_norm = norm(p), norm(g)
+    # 18  ratio = trust_coefficient * weight_norm / (grad_norm + weight_decay * weight_norm)
+    ratio = trust_coefficient * weight_norm / (grad_norm + weight_decay * weight_norm)
+    # 19  local_lr = where((weight_norm <= 0) | (grad_norm <= 0), 1.0, ratio)
+    local_lr = torch.where((weight_norm <= 0.0) | (grad_norm <= 0.0), 1.0, ratio)
+    # -- encode and store
+    lr_times_local_lr_tensor = lr * local_lr
+
+    # == sweep 2: the update
+    b = stored.over("p", "g", "momentum_buffer")
+    # -- load and decode
+    p = b.load("p")
+    momentum_buffer = b.load("momentum_buffer")
+    lr_times_local_lr = b.spread(lr_times_local_lr_tensor)
+    g = b.load("g")
+    g = grad_scale * g
+    # -- update  (specs/lars.py)
+    # 20  momentum_buffer = momentum * momentum_buffer + lr * local_lr * (g + weight_decay * p)
+    momentum_buffer = momentum * momentum_buffer + lr_times_local_lr * (g + weight_decay * p)
+    p = p - momentum_buffer  # 21  p = p - momentum_buffer
+    # -- encode and store
+    b.store("p", p)
+    b.store("momentum_buffer", momentum_buffer)
 
 
 def host_scalars(step, grad_scale, *, lr, momentum, weight_decay, trust_coefficient):

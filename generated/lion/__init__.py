@@ -4,6 +4,8 @@
 #   rebuild   optgen build lion
 # fmt: off
 # ruff: noqa
+import torch
+
 from optgen.runtime import Flag, Hyper, Optimizer
 from optgen.runtime.records import Rule, Stage
 from optgen.runtime.records.join import RuleRecord, StateRecord
@@ -36,6 +38,28 @@ class Lion(Optimizer):
 
     def __init__(self, params, lr=0.0001, betas=(0.9, 0.99), weight_decay=0.0, **options):
         super().__init__(params, dict(lr=lr, betas=betas, weight_decay=weight_decay), **options)
+
+
+def lion(stored, lr, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+    b = stored.over("p", "g", "exp_avg")
+    # -- load and decode
+    p = b.load("p")
+    exp_avg = b.load("exp_avg")
+    g = b.load("g")
+    g = grad_scale * g
+    # -- update  (specs/lion.py)
+    p = p * one_minus_lr_times_weight_decay          # 18  p = decoupled(p, lr, weight_decay)
+    # 19  update = sign(beta1 * exp_avg + (1 - beta1) * g)
+    update = torch.where(
+        beta1 * exp_avg + one_minus_beta1 * g > 0, 1.0,
+        torch.where(beta1 * exp_avg + one_minus_beta1 * g < 0, -1.0, beta1 * exp_avg + one_minus_beta1 * g)
+    )
+    p = p - lr * update                              # 21  p = p - lr * update
+    exp_avg = beta2 * exp_avg + one_minus_beta2 * g  # 20  exp_avg = beta2 * exp_avg + (1 - beta2) * g
+    # -- encode and store
+    b.store("p", p)
+    b.store("exp_avg", exp_avg)
 
 
 def host_scalars(step, grad_scale, *, lr, betas, weight_decay):

@@ -4,10 +4,12 @@
 #   rebuild   optgen build madgrad
 # fmt: off
 # ruff: noqa
+import torch
+
 from optgen.runtime import Flag, Hyper, Optimizer
 from optgen.runtime.records import Rule, Stage
 from optgen.runtime.records.join import RuleRecord, StateRecord
-from optgen.runtime.records.scalars import choose, root
+from optgen.runtime.records.scalars import root, where
 
 
 class MADGRAD(Optimizer):
@@ -50,15 +52,106 @@ class MADGRAD(Optimizer):
         super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay, eps=eps), **options)
 
 
+def madgrad(stored, weight_decay, eps, grad_scale, weight):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+    b = stored.over("p", "g", "grad_sum_sq", "s")
+    # -- load and decode
+    p = b.load("p")
+    grad_sum_sq = b.load("grad_sum_sq")
+    s = b.load("s")
+    g = b.load("g")
+    g = grad_scale * g
+    # -- update  (specs/madgrad.py)
+    grad_sum_sq_bitcast = (
+        (grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 0x2a508935
+    ).view(torch.float32)
+    grad_sum_sq_sub = grad_sum_sq_bitcast - (
+        grad_sum_sq_bitcast - grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)
+    ) * 0.3333333333333333
+    grad_sum_sq_sub = grad_sum_sq_sub - (
+        grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)
+    ) * 0.3333333333333333
+    # 25  before = cbrt(grad_sum_sq) + eps
+    before = torch.where(
+        (0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38),
+        grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333,
+        grad_sum_sq
+    ) + eps
+    # 26  start = x0 if has_momentum else p + where(before > 0, s / before, 0.0)
+    start = p + torch.where(0.0 < before, s / before, 0.0)
+    g = g + weight_decay * p                                # 24  g = l2(g, p, weight_decay)
+    g_mul = weight * g
+    grad_sum_sq = grad_sum_sq + g_mul * g                   # 28  grad_sum_sq = grad_sum_sq + weight * g * g
+    grad_sum_sq_bitcast = (
+        (grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 0x2a508935
+    ).view(torch.float32)
+    grad_sum_sq_sub = grad_sum_sq_bitcast - (
+        grad_sum_sq_bitcast - grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)
+    ) * 0.3333333333333333
+    grad_sum_sq_sub = grad_sum_sq_sub - (
+        grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)
+    ) * 0.3333333333333333
+    # 30  denom = cbrt(grad_sum_sq) + eps
+    denom = torch.where(
+        (0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38),
+        grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333,
+        grad_sum_sq
+    ) + eps
+    s = s + g_mul                                           # 29  s = s + weight * g
+    z = start - torch.where(0.0 < denom, s / denom, 0.0)    # 31  z = start - where(denom > 0, s / denom, 0.0)
+    # -- encode and store
+    b.store("p", z)
+    b.store("grad_sum_sq", grad_sum_sq)
+    b.store("s", s)
+
+
+def madgrad_has_momentum(stored, weight_decay, eps, grad_scale, weight, one_minus_momentum):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+    b = stored.over("p", "g", "grad_sum_sq", "s", "x0")
+    # -- load and decode
+    p = b.load("p")
+    x0 = b.load("x0")
+    grad_sum_sq = b.load("grad_sum_sq")
+    g = b.load("g")
+    g = grad_scale * g
+    s = b.load("s")
+    # -- update  (specs/madgrad.py)
+    g = g + weight_decay * p                           # 24  g = l2(g, p, weight_decay)
+    g_mul = weight * g
+    grad_sum_sq = grad_sum_sq + g_mul * g              # 28  grad_sum_sq = grad_sum_sq + weight * g * g
+    grad_sum_sq_bitcast = (
+        (grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 0x2a508935
+    ).view(torch.float32)
+    grad_sum_sq_sub = grad_sum_sq_bitcast - (
+        grad_sum_sq_bitcast - grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)
+    ) * 0.3333333333333333
+    grad_sum_sq_sub = grad_sum_sq_sub - (
+        grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)
+    ) * 0.3333333333333333
+    # 30  denom = cbrt(grad_sum_sq) + eps
+    denom = torch.where(
+        (0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38),
+        grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333,
+        grad_sum_sq
+    ) + eps
+    s = s + g_mul                                      # 29  s = s + weight * g
+    z = x0 - torch.where(0.0 < denom, s / denom, 0.0)  # 31  z = start - where(denom > 0, s / denom, 0.0)
+    p = p + one_minus_momentum * (z - p)               # 32  p = p + (1 - momentum) * (z - p) if has_momentum else z
+    # -- encode and store
+    b.store("p", p)
+    b.store("grad_sum_sq", grad_sum_sq)
+    b.store("s", s)
+
+
 def host_scalars(step, grad_scale, *, lr, momentum, weight_decay, eps):
     """The kernel's scalars at this step, and the new host states; fp64."""
-    weight = choose(0 < lr, lr + eps, 0) * root(step)  # 27  weight = where(lr > 0, lr + eps, 0.0) * sqrt(t)
+    weight = where(0 < lr, lr + eps, 0) * root(step)  # 27  weight = where(lr > 0, lr + eps, 0.0) * sqrt(t)
     return (weight_decay, eps, grad_scale, weight)
 
 
 def host_scalars_2(step, grad_scale, *, lr, momentum, weight_decay, eps):
     """The kernel's scalars at this step, and the new host states; fp64."""
-    weight = choose(0 < lr, lr + eps, 0) * root(step)  # 27  weight = where(lr > 0, lr + eps, 0.0) * sqrt(t)
+    weight = where(0 < lr, lr + eps, 0) * root(step)  # 27  weight = where(lr > 0, lr + eps, 0.0) * sqrt(t)
     one_minus_momentum = 1 - momentum
     return (weight_decay, eps, grad_scale, weight, one_minus_momentum)
 

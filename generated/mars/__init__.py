@@ -4,10 +4,13 @@
 #   rebuild   optgen build mars
 # fmt: off
 # ruff: noqa
+import torch
+
 from optgen.runtime import Flag, Hyper, Optimizer
 from optgen.runtime.records import Rule, Stage, Temp
 from optgen.runtime.records.join import RuleRecord, StateRecord
-from optgen.runtime.records.scalars import choose, divide, larger, root
+from optgen.runtime.records.scalars import divide, maximum, root, where
+from optgen.runtime.reference.eager import sqrt
 
 
 class MARS(Optimizer):
@@ -48,10 +51,69 @@ class MARS(Optimizer):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, gamma=gamma), **options)
 
 
+def mars(
+    stored, grad_scale, where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, beta1, beta2, eps,
+    one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
+    lr_over_one_minus_beta1_pow_t,
+):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+
+    # == sweep 1: c (specs/mars.py:24)
+    b = stored.over("g", "last_grad")
+    # -- load and decode
+    g = b.load("g")
+    g = grad_scale * g
+    last_grad = b.load("last_grad")
+    # -- update  (specs/mars.py)
+    # 22  change = where(t > 1, g - last_grad, 0.0)
+    change = torch.where(0.0 < where_lt_one_t_one_zero, g - last_grad, 0.0)
+    # 23  c = g + gamma * beta1 / (1 - beta1) * change
+    c = g + gamma_times_beta1_over_one_minus_beta1 * change
+    # -- encode and store
+    tensor_sum_of_c_tensor = b.tensor_sum(c * c)
+
+    # == tensor: values of tensors
+    # -- load and decode
+    tensor_sum_of_c = tensor_sum_of_c_tensor
+    # -- encode and store
+    sqrt_tensor_sum_of_c_max_one_tensor = sqrt(tensor_sum_of_c).clamp(min=1.0)
+
+    # == sweep 2: the update
+    b = stored.over("p", "g", "exp_avg", "exp_avg_sq", "last_grad")
+    # -- load and decode
+    p = b.load("p")
+    exp_avg = b.load("exp_avg")
+    g = b.load("g")
+    g = grad_scale * g
+    last_grad = b.load("last_grad")
+    sqrt_tensor_sum_of_c_max_one = b.spread(sqrt_tensor_sum_of_c_max_one_tensor)
+    exp_avg_sq = b.load("exp_avg_sq")
+    # -- update  (specs/mars.py)
+    p = p * one_minus_lr_times_weight_decay                                  # 25  p = decoupled(p, lr, weight_decay)
+    # 22  change = where(t > 1, g - last_grad, 0.0)
+    change = torch.where(0.0 < where_lt_one_t_one_zero, g - last_grad, 0.0)
+    # 23  c = g + gamma * beta1 / (1 - beta1) * change
+    c = g + gamma_times_beta1_over_one_minus_beta1 * change
+    c = c / sqrt_tensor_sum_of_c_max_one                                     # 24  c = c / maximum(norm(c), 1.0)
+    # 26  exp_avg = beta1 * exp_avg + (1 - beta1) * c
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * c
+    # 27  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * c * c
+    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * c * c
+    # 28  denom = sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps
+    denom = sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
+    # 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
+    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom
+    # -- encode and store
+    b.store("p", p)
+    b.store("exp_avg_sq", exp_avg_sq)
+    b.store("exp_avg", exp_avg)
+    b.store("last_grad", g)
+
+
 def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, gamma):
     """The kernel's scalars at this step, and the new host states; fp64."""
     beta1, beta2 = betas
-    where_lt_one_t_one_zero = choose(1 < step, 1, 0)
+    where_lt_one_t_one_zero = where(1 < step, 1, 0)
     gamma_times_beta1_over_one_minus_beta1 = divide(gamma * beta1, 1 - beta1)
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay
     one_minus_beta1 = 1 - beta1
@@ -68,7 +130,7 @@ def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, gamma):
 def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, gamma):
     """The kernel's scalars at this step, and the new host states; fp64."""
     beta1, beta2 = betas
-    where_lt_one_t_one_zero = choose(1 < step, 1, 0)
+    where_lt_one_t_one_zero = where(1 < step, 1, 0)
     gamma_times_beta1_over_one_minus_beta1 = divide(gamma * beta1, 1 - beta1)
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay
     one_minus_beta1 = 1 - beta1
@@ -76,8 +138,8 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, gamma):
     common_1 = root(1 - beta2**step)
     common_2 = divide(lr, 1 - beta1**step) * common_1
     common_3 = common_2 < 7.888609052210118e-31
-    scalar_5 = choose(common_3, 1, divide(1, common_2))
-    scalar_6 = divide(larger(eps * common_1, 1.1754943508222875e-38), choose(common_3, 0, common_2))
+    scalar_5 = where(common_3, 1, divide(1, common_2))
+    scalar_6 = divide(maximum(eps * common_1, 1.1754943508222875e-38), where(common_3, 0, common_2))
     return (
         grad_scale, where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, beta1, beta2,
         one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, scalar_5, scalar_6,

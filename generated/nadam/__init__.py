@@ -7,7 +7,8 @@
 from optgen.runtime import Flag, Hyper, Optimizer
 from optgen.runtime.records import Rule, Stage
 from optgen.runtime.records.join import RuleRecord, StateRecord
-from optgen.runtime.records.scalars import choose, divide, larger, root
+from optgen.runtime.records.scalars import divide, maximum, root, where
+from optgen.runtime.reference.eager import sqrt
 
 
 class NAdam(Optimizer):
@@ -64,6 +65,56 @@ class NAdam(Optimizer):
             ),
             **options
         )
+
+
+def nadam(
+    stored, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, one_minus_beta2_pow_t,
+    grad_lr, avg_lr,
+):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+    b = stored.over("p", "g", "exp_avg", "exp_avg_sq")
+    # -- load and decode
+    p = b.load("p")
+    g = b.load("g")
+    g = grad_scale * g
+    exp_avg = b.load("exp_avg")
+    exp_avg_sq = b.load("exp_avg_sq")
+    # -- update  (specs/nadam.py)
+    g = g + weight_decay * p                                   # 26  g = l2(g, p, weight_decay)
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * g            # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    # 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
+    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
+    denom = sqrt(exp_avg_sq / one_minus_beta2_pow_t) + eps     # 32  denom = sqrt(exp_avg_sq / (1 - beta2**t)) + eps
+    p = p - (grad_lr * g + avg_lr * exp_avg) / denom           # 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
+    # -- encode and store
+    b.store("p", p)
+    b.store("exp_avg_sq", exp_avg_sq)
+    b.store("exp_avg", exp_avg)
+
+
+def nadam_decoupled_weight_decay(
+    stored, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
+    one_minus_beta2_pow_t, grad_lr, avg_lr,
+):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+    b = stored.over("p", "g", "exp_avg", "exp_avg_sq")
+    # -- load and decode
+    p = b.load("p")
+    g = b.load("g")
+    g = grad_scale * g
+    exp_avg = b.load("exp_avg")
+    exp_avg_sq = b.load("exp_avg_sq")
+    # -- update  (specs/nadam.py)
+    p = p * one_minus_lr_times_weight_decay                    # 24  p = decoupled(p, lr, weight_decay)
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * g            # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    # 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
+    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
+    denom = sqrt(exp_avg_sq / one_minus_beta2_pow_t) + eps     # 32  denom = sqrt(exp_avg_sq / (1 - beta2**t)) + eps
+    p = p - (grad_lr * g + avg_lr * exp_avg) / denom           # 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
+    # -- encode and store
+    b.store("p", p)
+    b.store("exp_avg_sq", exp_avg_sq)
+    b.store("exp_avg", exp_avg)
 
 
 def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, momentum_decay, mu_product):
@@ -123,8 +174,8 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, momentum_d
     common_1 = root(1 / (1 - beta2**step))
     common_2 = 1 / common_1
     common_3 = common_2 < 7.888609052210118e-31
-    scalar_4 = choose(common_3, 1, 1 / common_2)
-    scalar_5 = divide(larger(divide(eps, common_1), 1.1754943508222875e-38), choose(common_3, 0, common_2))
+    scalar_4 = where(common_3, 1, 1 / common_2)
+    scalar_5 = divide(maximum(divide(eps, common_1), 1.1754943508222875e-38), where(common_3, 0, common_2))
     return (
         beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, grad_lr, avg_lr, scalar_4, scalar_5,
         mu_product_2,
@@ -149,8 +200,8 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, momentum
     common_1 = root(1 / (1 - beta2**step))
     common_2 = 1 / common_1
     common_3 = common_2 < 7.888609052210118e-31
-    scalar_5 = choose(common_3, 1, 1 / common_2)
-    scalar_6 = divide(larger(divide(eps, common_1), 1.1754943508222875e-38), choose(common_3, 0, common_2))
+    scalar_5 = where(common_3, 1, 1 / common_2)
+    scalar_6 = divide(maximum(divide(eps, common_1), 1.1754943508222875e-38), where(common_3, 0, common_2))
     return (
         beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, avg_lr,
         scalar_5, scalar_6, mu_product_2,

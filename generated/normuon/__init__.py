@@ -4,10 +4,13 @@
 #   rebuild   optgen build normuon
 # fmt: off
 # ruff: noqa
+import torch
+
 from optgen.runtime import Flag, Hyper, Optimizer, Series
 from optgen.runtime.records import Rule, Stage, Temp
 from optgen.runtime.records.join import RuleRecord, StateRecord
-from optgen.runtime.records.scalars import choose, divide, larger, root
+from optgen.runtime.records.scalars import divide, maximum, root, where
+from optgen.runtime.reference.eager import few_sum, larger, newton_schulz, put, sqrt
 
 
 class NorMuon(Optimizer):
@@ -80,6 +83,149 @@ class NorMuon(Optimizer):
         )
 
 
+def normuon(
+    stored, beta1, grad_scale, one_minus_beta1, ns_coefficients, ns_steps, gram, beta2, eps, one_minus_beta2, lr,
+    one_minus_lr_times_weight_decay,
+):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+
+    # == sweep 1: direction (specs/normuon.py:41)
+    b = stored.over("g", "momentum_buffer")
+    # -- load and decode
+    momentum_buffer = b.load("momentum_buffer")
+    g = b.load("g")
+    g = grad_scale * g
+    # -- update  (specs/normuon.py)
+    # 40  momentum_buffer = beta1 * momentum_buffer + (1 - beta1) * g
+    momentum_buffer = beta1 * momentum_buffer + one_minus_beta1 * g
+    # -- encode and store
+    momentum_buffer_bitcast = momentum_buffer.view(torch.int32)
+    direction_tensor = b.flat(
+        (
+            torch.where(
+                momentum_buffer == momentum_buffer,
+                momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000
+            )
+            >> 16
+        ).to(torch.int16).view(torch.bfloat16)
+    )
+    b.store("momentum_buffer", momentum_buffer)
+
+    # == newton_schulz: newton_schulz of whole matrices
+    b = stored.over()
+    # -- load and decode
+    direction_stored = b.elements(direction_tensor)
+    # -- encode and store
+    direction_tensor = b.flat(
+        b.elements(
+            newton_schulz(
+                direction_tensor, float(ns_steps), float(1.0), float(gram), float(1e-07), float(ns_coefficients)
+            )
+        ).to(torch.bfloat16)
+    )
+
+    # == sweep 2: row_sq (specs/normuon.py:42)
+    b = stored.over()
+    # -- load and decode
+    direction_stored = b.elements(direction_tensor)
+    # -- update  (specs/normuon.py)
+    # 41  direction = newton_schulz(momentum_buffer, ns_steps, ns_coefficients, gram=gram)
+    direction = direction_stored.to(torch.float32)
+    # -- encode and store
+    row_sum_for_row_sq_tensor = b.row_sum(direction * direction)
+
+    # == row: values of rows
+    # -- load and decode
+    row_sq = stored["row_sq"]
+    row_sum_for_row_sq = row_sum_for_row_sq_tensor
+    # -- update  (specs/normuon.py)
+    # 42  row_sq = beta2 * row_sq + (1 - beta2) * row_mean(direction * direction)
+    row_sq = beta2 * row_sq + one_minus_beta2 * (row_sum_for_row_sq / b.extent("columns"))
+    # -- encode and store
+    sqrt_row_sq_2_plus_eps_tensor = sqrt(row_sq) + eps
+    put(stored["row_sq"], row_sq)
+
+    # == sweep 3: size (specs/normuon.py:44)
+    b = stored.over()
+    # -- load and decode
+    direction_stored = b.elements(direction_tensor)
+    sqrt_row_sq_2_plus_eps = b.spread(sqrt_row_sq_2_plus_eps_tensor)
+    # -- update  (specs/normuon.py)
+    # 41  direction = newton_schulz(momentum_buffer, ns_steps, ns_coefficients, gram=gram)
+    direction = direction_stored.to(torch.float32)
+    even = direction / sqrt_row_sq_2_plus_eps       # 43  even = direction / (sqrt(row_sq) + eps)
+    # -- encode and store
+    row_sum_for_size_tensor = b.row_sum(even * even)
+
+    # == row: values of rows
+    # -- load and decode
+    row_sum_for_size = row_sum_for_size_tensor
+    # -- encode and store
+    mat_sum_for_size_tensor = few_sum(row_sum_for_size, "mat")
+
+    # == tensor: values of tensors
+    # -- encode and store
+    by_0p2_times_sqrt_rows_times_columns_tensor = 0.2 * sqrt(b.extent("rows") * b.extent("columns"))
+
+    # == mat: values of matrices
+    # -- load and decode
+    by_0p2_times_sqrt_rows_times_columns = by_0p2_times_sqrt_rows_times_columns_tensor
+    mat_sum_for_size = mat_sum_for_size_tensor
+    # -- update  (specs/normuon.py)
+    # 44  size = 0.2 * sqrt(rows(p) * columns(p)) / maximum(mat_norm(even), eps)
+    size = by_0p2_times_sqrt_rows_times_columns / larger(sqrt(mat_sum_for_size), eps)
+    # -- encode and store
+    lr_times_size_tensor = lr * size
+
+    # == sweep 4: the update
+    b = stored.over("p")
+    # -- load and decode
+    p = b.load("p")
+    lr_times_size = b.spread(lr_times_size_tensor)
+    direction_stored = b.elements(direction_tensor)
+    sqrt_row_sq_2_plus_eps = b.spread(sqrt_row_sq_2_plus_eps_tensor)
+    # -- update  (specs/normuon.py)
+    p = p * one_minus_lr_times_weight_decay         # 45  p = policies.decoupled(p, lr, weight_decay)
+    # 41  direction = newton_schulz(momentum_buffer, ns_steps, ns_coefficients, gram=gram)
+    direction = direction_stored.to(torch.float32)
+    even = direction / sqrt_row_sq_2_plus_eps       # 43  even = direction / (sqrt(row_sq) + eps)
+    p = p - lr_times_size * even                    # 46  p = p - lr * size * even
+    # -- encode and store
+    b.store("p", p)
+
+
+def normuon_no_matrix(
+    stored, eps, adamw_betas_0, adamw_betas_1, grad_scale, one_minus_adamw_lr_times_weight_decay,
+    one_minus_adamw_betas_0, adamw_lr_over_one_minus_adamw_betas_0_pow_t, one_minus_adamw_betas_1,
+    sqrt_one_minus_adamw_betas_1_pow_t,
+):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+    b = stored.over("p", "g", "momentum_buffer", "exp_avg_sq")
+    # -- load and decode
+    p = b.load("p")
+    momentum_buffer = b.load("momentum_buffer")
+    g = b.load("g")
+    g = grad_scale * g
+    exp_avg_sq = b.load("exp_avg_sq")
+    # -- update  (specs/normuon.py)
+    # 35  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr,
+    #     adamw_betas, eps, weight_decay )
+    momentum_buffer = adamw_betas_0 * momentum_buffer + one_minus_adamw_betas_0 * g
+    # 35  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr,
+    #     adamw_betas, eps, weight_decay )
+    exp_avg_sq = adamw_betas_1 * exp_avg_sq + one_minus_adamw_betas_1 * g * g
+    # 35  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr,
+    #     adamw_betas, eps, weight_decay )
+    p = (
+        p * one_minus_adamw_lr_times_weight_decay - adamw_lr_over_one_minus_adamw_betas_0_pow_t * momentum_buffer
+        / (sqrt(exp_avg_sq) / sqrt_one_minus_adamw_betas_1_pow_t + eps)
+    )
+    # -- encode and store
+    b.store("p", p)
+    b.store("momentum_buffer", momentum_buffer)
+    b.store("exp_avg_sq", exp_avg_sq)
+
+
 def host_scalars(
     step, grad_scale, *, lr, weight_decay, betas, eps, ns_coefficients, ns_steps, gram, adamw_lr, adamw_betas,
 ):
@@ -134,8 +280,8 @@ def kernel_scalars_2(
     common_1 = root(1 - adamw_betas_1**step)
     common_2 = divide(adamw_lr, 1 - adamw_betas_0**step) * common_1
     common_3 = common_2 < 7.888609052210118e-31
-    scalar_2 = choose(common_3, 1, divide(1, common_2))
-    scalar_3 = divide(larger(eps * common_1, 1.1754943508222875e-38), choose(common_3, 0, common_2))
+    scalar_2 = where(common_3, 1, divide(1, common_2))
+    scalar_3 = divide(maximum(eps * common_1, 1.1754943508222875e-38), where(common_3, 0, common_2))
     one_minus_adamw_lr_times_weight_decay = 1 - adamw_lr * weight_decay
     return (
         adamw_betas_0, adamw_betas_1, one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,

@@ -7,7 +7,8 @@
 from optgen.runtime import Flag, Hyper, Optimizer
 from optgen.runtime.records import Rule, Stage, Temp
 from optgen.runtime.records.join import RuleRecord, StateRecord
-from optgen.runtime.records.scalars import choose
+from optgen.runtime.records.scalars import where
+from optgen.runtime.reference.eager import put, sqrt
 
 
 class NovoGrad(Optimizer):
@@ -53,10 +54,93 @@ class NovoGrad(Optimizer):
         )
 
 
+def novograd(stored, grad_scale, eps, decay, one_minus_where_lt_one_t_beta2_zero, lr, beta1, weight_decay):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+
+    # == sweep 1: exp_avg_sq (specs/novograd.py:21)
+    b = stored.over("g")
+    # -- load and decode
+    g = b.load("g")
+    g = grad_scale * g
+    # -- encode and store
+    tensor_sum_for_exp_avg_sq_tensor = b.tensor_sum(g * g)
+
+    # == tensor: values of tensors
+    # -- load and decode
+    exp_avg_sq = stored["exp_avg_sq"]
+    tensor_sum_for_exp_avg_sq = tensor_sum_for_exp_avg_sq_tensor
+    # -- update  (specs/novograd.py)
+    # 21  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * dot(g, g)
+    exp_avg_sq = decay * exp_avg_sq + one_minus_where_lt_one_t_beta2_zero * tensor_sum_for_exp_avg_sq
+    # -- encode and store
+    sqrt_exp_avg_sq_2_plus_eps_tensor = sqrt(exp_avg_sq) + eps
+    put(stored["exp_avg_sq"], exp_avg_sq)
+
+    # == sweep 2: the update
+    b = stored.over("p", "g", "exp_avg")
+    # -- load and decode
+    p = b.load("p")
+    exp_avg = b.load("exp_avg")
+    g = b.load("g")
+    g = grad_scale * g
+    sqrt_exp_avg_sq_2_plus_eps = b.spread(sqrt_exp_avg_sq_2_plus_eps_tensor)
+    # -- update  (specs/novograd.py)
+    # 22  update = g / (sqrt(exp_avg_sq) + eps) + weight_decay * p
+    update = g / sqrt_exp_avg_sq_2_plus_eps + weight_decay * p
+    exp_avg = beta1 * exp_avg + update                          # 25  exp_avg = beta1 * exp_avg + update
+    p = p - lr * exp_avg                                        # 26  p = p - lr * exp_avg
+    # -- encode and store
+    b.store("p", p)
+    b.store("exp_avg", exp_avg)
+
+
+def novograd_grad_averaging(
+    stored, grad_scale, eps, decay, one_minus_where_lt_one_t_beta2_zero, lr, beta1, weight_decay, one_minus_beta1,
+):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+
+    # == sweep 1: exp_avg_sq (specs/novograd.py:21)
+    b = stored.over("g")
+    # -- load and decode
+    g = b.load("g")
+    g = grad_scale * g
+    # -- encode and store
+    tensor_sum_for_exp_avg_sq_tensor = b.tensor_sum(g * g)
+
+    # == tensor: values of tensors
+    # -- load and decode
+    exp_avg_sq = stored["exp_avg_sq"]
+    tensor_sum_for_exp_avg_sq = tensor_sum_for_exp_avg_sq_tensor
+    # -- update  (specs/novograd.py)
+    # 21  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * dot(g, g)
+    exp_avg_sq = decay * exp_avg_sq + one_minus_where_lt_one_t_beta2_zero * tensor_sum_for_exp_avg_sq
+    # -- encode and store
+    sqrt_exp_avg_sq_2_plus_eps_tensor = sqrt(exp_avg_sq) + eps
+    put(stored["exp_avg_sq"], exp_avg_sq)
+
+    # == sweep 2: the update
+    b = stored.over("p", "g", "exp_avg")
+    # -- load and decode
+    p = b.load("p")
+    exp_avg = b.load("exp_avg")
+    g = b.load("g")
+    g = grad_scale * g
+    sqrt_exp_avg_sq_2_plus_eps = b.spread(sqrt_exp_avg_sq_2_plus_eps_tensor)
+    # -- update  (specs/novograd.py)
+    # 22  update = g / (sqrt(exp_avg_sq) + eps) + weight_decay * p
+    update = g / sqrt_exp_avg_sq_2_plus_eps + weight_decay * p
+    update = one_minus_beta1 * update                           # 24  update = (1 - beta1) * update
+    exp_avg = beta1 * exp_avg + update                          # 25  exp_avg = beta1 * exp_avg + update
+    p = p - lr * exp_avg                                        # 26  p = p - lr * exp_avg
+    # -- encode and store
+    b.store("p", p)
+    b.store("exp_avg", exp_avg)
+
+
 def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     """The kernel's scalars at this step, and the new host states; fp64."""
     beta1, beta2 = betas
-    decay = choose(1 < step, beta2, 0)  # 20  decay = where(t > 1, beta2, 0.0)
+    decay = where(1 < step, beta2, 0)  # 20  decay = where(t > 1, beta2, 0.0)
     one_minus_where_lt_one_t_beta2_zero = 1 - decay
     return (grad_scale, eps, decay, one_minus_where_lt_one_t_beta2_zero, lr, beta1, weight_decay)
 
@@ -64,7 +148,7 @@ def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
 def host_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay):
     """The kernel's scalars at this step, and the new host states; fp64."""
     beta1, beta2 = betas
-    decay = choose(1 < step, beta2, 0)  # 20  decay = where(t > 1, beta2, 0.0)
+    decay = where(1 < step, beta2, 0)  # 20  decay = where(t > 1, beta2, 0.0)
     one_minus_where_lt_one_t_beta2_zero = 1 - decay
     one_minus_beta1 = 1 - beta1
     return (grad_scale, eps, decay, one_minus_where_lt_one_t_beta2_zero, lr, beta1, weight_decay, one_minus_beta1)
@@ -74,7 +158,7 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     """The kernel's scalars at this step, and the new host states; fp64."""
     beta1, beta2 = betas
     grad_scale_times_grad_scale = grad_scale * grad_scale
-    decay = choose(1 < step, beta2, 0)  # 20  decay = where(t > 1, beta2, 0.0)
+    decay = where(1 < step, beta2, 0)  # 20  decay = where(t > 1, beta2, 0.0)
     one_minus_where_lt_one_t_beta2_zero = 1 - decay
     minus_lr = -lr
     return (
@@ -87,7 +171,7 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay):
     """The kernel's scalars at this step, and the new host states; fp64."""
     beta1, beta2 = betas
     grad_scale_times_grad_scale = grad_scale * grad_scale
-    decay = choose(1 < step, beta2, 0)  # 20  decay = where(t > 1, beta2, 0.0)
+    decay = where(1 < step, beta2, 0)  # 20  decay = where(t > 1, beta2, 0.0)
     one_minus_where_lt_one_t_beta2_zero = 1 - decay
     common_1 = 1 - beta1
     one_minus_beta1_times_grad_scale = common_1 * grad_scale

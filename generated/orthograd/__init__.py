@@ -4,10 +4,13 @@
 #   rebuild   optgen build orthograd
 # fmt: off
 # ruff: noqa
+import torch
+
 from optgen.runtime import Flag, Hyper, Optimizer
 from optgen.runtime.records import Rule, Stage, Temp
 from optgen.runtime.records.join import RuleRecord, StateRecord
-from optgen.runtime.records.scalars import choose
+from optgen.runtime.records.scalars import where
+from optgen.runtime.reference.eager import sqrt
 
 
 class OrthoGrad(Optimizer):
@@ -56,6 +59,225 @@ class OrthoGrad(Optimizer):
         )
 
 
+def orthograd(stored, grad_scale, lr, weight_decay):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+
+    # == sweep 1: g_norm (specs/orthograd.py:25), radial (specs/orthograd.py:23)
+    b = stored.over("p", "g")
+    # -- load and decode
+    g = b.load("g")
+    g = grad_scale * g
+    p = b.load("p")
+    # -- encode and store
+    tensor_sum_for_g_norm_tensor = b.tensor_sum(g * g)
+    tensor_sum_for_radial_tensor = b.tensor_sum(p * g)
+    tensor_sum_for_radial_2_tensor = b.tensor_sum(p * p)
+
+    # == tensor: values of tensors
+    # -- load and decode
+    tensor_sum_for_radial = tensor_sum_for_radial_tensor
+    tensor_sum_for_radial_2 = tensor_sum_for_radial_2_tensor
+    tensor_sum_for_g_norm = tensor_sum_for_g_norm_tensor
+    # -- update  (specs/orthograd.py)
+    radial = tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1e-30)  # 23  radial = dot(p, g) / (dot(p, p) + 1e-30)
+    # 25  g_norm, tangent_norm = norm(g), norm(tangent)
+    g_norm = sqrt(tensor_sum_for_g_norm)
+    # -- encode and store
+    radial_tensor = radial
+    g_norm_tensor = g_norm
+    by_1em05_times_g_norm_tensor = 1e-05 * g_norm
+
+    # == sweep 2: tangent_norm (specs/orthograd.py:25)
+    b = stored.over("p", "g")
+    # -- load and decode
+    g = b.load("g")
+    g = grad_scale * g
+    radial = b.spread(radial_tensor)
+    p = b.load("p")
+    # -- update  (specs/orthograd.py)
+    tangent = g - radial * p  # 24  tangent = g - radial * p
+    # -- encode and store
+    tensor_sum_for_tangent_norm_tensor = b.tensor_sum(tangent * tangent)
+
+    # == tensor: values of tensors
+    # -- load and decode
+    by_1em05_times_g_norm = by_1em05_times_g_norm_tensor
+    tensor_sum_for_tangent_norm = tensor_sum_for_tangent_norm_tensor
+    g_norm = g_norm_tensor
+    # -- update  (specs/orthograd.py)
+    tangent_norm = sqrt(tensor_sum_for_tangent_norm)  # 25  g_norm, tangent_norm = norm(g), norm(tangent)
+    # 26  stretch = where(tangent_norm > 1e-5 * g_norm, g_norm / tangent_norm, 0.0)
+    stretch = torch.where(by_1em05_times_g_norm < tangent_norm, g_norm / tangent_norm, 0.0)
+    # -- encode and store
+    stretch_tensor = stretch
+
+    # == sweep 3: the update
+    b = stored.over("p", "g")
+    # -- load and decode
+    p = b.load("p")
+    stretch = b.spread(stretch_tensor)
+    g = b.load("g")
+    g = grad_scale * g
+    radial = b.spread(radial_tensor)
+    # -- update  (specs/orthograd.py)
+    tangent = g - radial * p                  # 24  tangent = g - radial * p
+    g = stretch * tangent + weight_decay * p  # 27  g = l2(stretch * tangent, p, weight_decay)
+    p = p - lr * g                            # 32  p = p - lr * update
+    # -- encode and store
+    b.store("p", p)
+
+
+def orthograd_has_momentum(
+    stored, grad_scale, lr, weight_decay, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
+):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+
+    # == sweep 1: g_norm (specs/orthograd.py:25), radial (specs/orthograd.py:23)
+    b = stored.over("p", "g")
+    # -- load and decode
+    g = b.load("g")
+    g = grad_scale * g
+    p = b.load("p")
+    # -- encode and store
+    tensor_sum_for_g_norm_tensor = b.tensor_sum(g * g)
+    tensor_sum_for_radial_tensor = b.tensor_sum(p * g)
+    tensor_sum_for_radial_2_tensor = b.tensor_sum(p * p)
+
+    # == tensor: values of tensors
+    # -- load and decode
+    tensor_sum_for_radial = tensor_sum_for_radial_tensor
+    tensor_sum_for_radial_2 = tensor_sum_for_radial_2_tensor
+    tensor_sum_for_g_norm = tensor_sum_for_g_norm_tensor
+    # -- update  (specs/orthograd.py)
+    radial = tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1e-30)  # 23  radial = dot(p, g) / (dot(p, p) + 1e-30)
+    # 25  g_norm, tangent_norm = norm(g), norm(tangent)
+    g_norm = sqrt(tensor_sum_for_g_norm)
+    # -- encode and store
+    radial_tensor = radial
+    g_norm_tensor = g_norm
+    by_1em05_times_g_norm_tensor = 1e-05 * g_norm
+
+    # == sweep 2: tangent_norm (specs/orthograd.py:25)
+    b = stored.over("p", "g")
+    # -- load and decode
+    g = b.load("g")
+    g = grad_scale * g
+    radial = b.spread(radial_tensor)
+    p = b.load("p")
+    # -- update  (specs/orthograd.py)
+    tangent = g - radial * p  # 24  tangent = g - radial * p
+    # -- encode and store
+    tensor_sum_for_tangent_norm_tensor = b.tensor_sum(tangent * tangent)
+
+    # == tensor: values of tensors
+    # -- load and decode
+    by_1em05_times_g_norm = by_1em05_times_g_norm_tensor
+    tensor_sum_for_tangent_norm = tensor_sum_for_tangent_norm_tensor
+    g_norm = g_norm_tensor
+    # -- update  (specs/orthograd.py)
+    tangent_norm = sqrt(tensor_sum_for_tangent_norm)  # 25  g_norm, tangent_norm = norm(g), norm(tangent)
+    # 26  stretch = where(tangent_norm > 1e-5 * g_norm, g_norm / tangent_norm, 0.0)
+    stretch = torch.where(by_1em05_times_g_norm < tangent_norm, g_norm / tangent_norm, 0.0)
+    # -- encode and store
+    stretch_tensor = stretch
+
+    # == sweep 3: the update
+    b = stored.over("p", "g", "momentum_buffer")
+    # -- load and decode
+    p = b.load("p")
+    momentum_buffer = b.load("momentum_buffer")
+    stretch = b.spread(stretch_tensor)
+    g = b.load("g")
+    g = grad_scale * g
+    radial = b.spread(radial_tensor)
+    # -- update  (specs/orthograd.py)
+    tangent = g - radial * p                  # 24  tangent = g - radial * p
+    g = stretch * tangent + weight_decay * p  # 27  g = l2(stretch * tangent, p, weight_decay)
+    # 30  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
+    momentum_buffer = where_lt_one_t_momentum_zero * momentum_buffer + where_lt_one_t_one_minus_dampening_one * g
+    p = p - lr * momentum_buffer              # 32  p = p - lr * update
+    # -- encode and store
+    b.store("p", p)
+    b.store("momentum_buffer", momentum_buffer)
+
+
+def orthograd_nesterov_has_momentum(
+    stored, grad_scale, lr, momentum, weight_decay, where_lt_one_t_momentum_zero,
+    where_lt_one_t_one_minus_dampening_one,
+):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+
+    # == sweep 1: g_norm (specs/orthograd.py:25), radial (specs/orthograd.py:23)
+    b = stored.over("p", "g")
+    # -- load and decode
+    g = b.load("g")
+    g = grad_scale * g
+    p = b.load("p")
+    # -- encode and store
+    tensor_sum_for_g_norm_tensor = b.tensor_sum(g * g)
+    tensor_sum_for_radial_tensor = b.tensor_sum(p * g)
+    tensor_sum_for_radial_2_tensor = b.tensor_sum(p * p)
+
+    # == tensor: values of tensors
+    # -- load and decode
+    tensor_sum_for_radial = tensor_sum_for_radial_tensor
+    tensor_sum_for_radial_2 = tensor_sum_for_radial_2_tensor
+    tensor_sum_for_g_norm = tensor_sum_for_g_norm_tensor
+    # -- update  (specs/orthograd.py)
+    radial = tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1e-30)  # 23  radial = dot(p, g) / (dot(p, p) + 1e-30)
+    # 25  g_norm, tangent_norm = norm(g), norm(tangent)
+    g_norm = sqrt(tensor_sum_for_g_norm)
+    # -- encode and store
+    radial_tensor = radial
+    g_norm_tensor = g_norm
+    by_1em05_times_g_norm_tensor = 1e-05 * g_norm
+
+    # == sweep 2: tangent_norm (specs/orthograd.py:25)
+    b = stored.over("p", "g")
+    # -- load and decode
+    g = b.load("g")
+    g = grad_scale * g
+    radial = b.spread(radial_tensor)
+    p = b.load("p")
+    # -- update  (specs/orthograd.py)
+    tangent = g - radial * p  # 24  tangent = g - radial * p
+    # -- encode and store
+    tensor_sum_for_tangent_norm_tensor = b.tensor_sum(tangent * tangent)
+
+    # == tensor: values of tensors
+    # -- load and decode
+    by_1em05_times_g_norm = by_1em05_times_g_norm_tensor
+    tensor_sum_for_tangent_norm = tensor_sum_for_tangent_norm_tensor
+    g_norm = g_norm_tensor
+    # -- update  (specs/orthograd.py)
+    tangent_norm = sqrt(tensor_sum_for_tangent_norm)  # 25  g_norm, tangent_norm = norm(g), norm(tangent)
+    # 26  stretch = where(tangent_norm > 1e-5 * g_norm, g_norm / tangent_norm, 0.0)
+    stretch = torch.where(by_1em05_times_g_norm < tangent_norm, g_norm / tangent_norm, 0.0)
+    # -- encode and store
+    stretch_tensor = stretch
+
+    # == sweep 3: the update
+    b = stored.over("p", "g", "momentum_buffer")
+    # -- load and decode
+    p = b.load("p")
+    stretch = b.spread(stretch_tensor)
+    g = b.load("g")
+    g = grad_scale * g
+    radial = b.spread(radial_tensor)
+    momentum_buffer = b.load("momentum_buffer")
+    # -- update  (specs/orthograd.py)
+    tangent = g - radial * p                  # 24  tangent = g - radial * p
+    g = stretch * tangent + weight_decay * p  # 27  g = l2(stretch * tangent, p, weight_decay)
+    # 30  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
+    momentum_buffer = where_lt_one_t_momentum_zero * momentum_buffer + where_lt_one_t_one_minus_dampening_one * g
+    # 31  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
+    update = g + momentum * momentum_buffer
+    p = p - lr * update                       # 32  p = p - lr * update
+    # -- encode and store
+    b.store("p", p)
+    b.store("momentum_buffer", momentum_buffer)
+
+
 def host_scalars(step, grad_scale, *, lr, momentum, dampening, weight_decay):
     """The kernel's scalars at this step, and the new host states; fp64."""
     return (grad_scale, lr, weight_decay)
@@ -64,16 +286,16 @@ def host_scalars(step, grad_scale, *, lr, momentum, dampening, weight_decay):
 def host_scalars_2(step, grad_scale, *, lr, momentum, dampening, weight_decay):
     """The kernel's scalars at this step, and the new host states; fp64."""
     common_1 = 1 < step
-    where_lt_one_t_momentum_zero = choose(common_1, momentum, 0)
-    where_lt_one_t_one_minus_dampening_one = choose(common_1, 1 - dampening, 1)
+    where_lt_one_t_momentum_zero = where(common_1, momentum, 0)
+    where_lt_one_t_one_minus_dampening_one = where(common_1, 1 - dampening, 1)
     return (grad_scale, lr, weight_decay, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one)
 
 
 def host_scalars_3(step, grad_scale, *, lr, momentum, dampening, weight_decay):
     """The kernel's scalars at this step, and the new host states; fp64."""
     common_1 = 1 < step
-    where_lt_one_t_momentum_zero = choose(common_1, momentum, 0)
-    where_lt_one_t_one_minus_dampening_one = choose(common_1, 1 - dampening, 1)
+    where_lt_one_t_momentum_zero = where(common_1, momentum, 0)
+    where_lt_one_t_one_minus_dampening_one = where(common_1, 1 - dampening, 1)
     return (
         grad_scale, lr, momentum, weight_decay, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
     )
@@ -90,8 +312,8 @@ def kernel_scalars_2(step, grad_scale, *, lr, momentum, dampening, weight_decay)
     """The kernel's scalars at this step, and the new host states; fp64."""
     grad_scale_times_grad_scale = grad_scale * grad_scale
     common_1 = 1 < step
-    where_lt_one_t_momentum_zero = choose(common_1, momentum, 0)
-    where_lt_one_t_one_minus_dampening_one = choose(common_1, 1 - dampening, 1)
+    where_lt_one_t_momentum_zero = where(common_1, momentum, 0)
+    where_lt_one_t_one_minus_dampening_one = where(common_1, 1 - dampening, 1)
     minus_lr = -lr
     return (
         grad_scale, grad_scale_times_grad_scale, weight_decay, where_lt_one_t_momentum_zero,
@@ -103,8 +325,8 @@ def kernel_scalars_3(step, grad_scale, *, lr, momentum, dampening, weight_decay)
     """The kernel's scalars at this step, and the new host states; fp64."""
     grad_scale_times_grad_scale = grad_scale * grad_scale
     common_1 = 1 < step
-    where_lt_one_t_momentum_zero = choose(common_1, momentum, 0)
-    where_lt_one_t_one_minus_dampening_one = choose(common_1, 1 - dampening, 1)
+    where_lt_one_t_momentum_zero = where(common_1, momentum, 0)
+    where_lt_one_t_one_minus_dampening_one = where(common_1, 1 - dampening, 1)
     minus_lr = -lr
     return (
         grad_scale, grad_scale_times_grad_scale, momentum, weight_decay, where_lt_one_t_momentum_zero,

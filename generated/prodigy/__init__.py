@@ -4,10 +4,13 @@
 #   rebuild   optgen build prodigy
 # fmt: off
 # ruff: noqa
+import torch
+
 from optgen.runtime import Flag, Hyper, Optimizer
 from optgen.runtime.records import Rule, Stage, Temp
 from optgen.runtime.records.join import RuleRecord, StateRecord
-from optgen.runtime.records.scalars import choose, divide, root
+from optgen.runtime.records.scalars import divide, root, where
+from optgen.runtime.reference.eager import larger, put, smaller, sqrt
 
 
 class Prodigy(Optimizer):
@@ -80,20 +83,448 @@ class Prodigy(Optimizer):
         )
 
 
+def prodigy(
+    stored, lr, weight_decay, d0, gain1, grad_scale, moves, keep3, eps, d_coef, growth_rate, beta3, keep1, keep2,
+    gain2,
+):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+
+    # == model: values of the model
+    # -- load and decode
+    d = stored["d"]
+    # -- update  (specs/prodigy.py)
+    rate = d * lr  # 41  rate = d * own
+    # -- encode and store
+    d_div = d / d0
+    one_times_one_minus_beta1_times_d_tensor = gain1 * d
+    rate_tensor = rate
+    one_minus_rate_times_weight_decay_tensor = 1.0 - rate * weight_decay
+    d_over_d0_tensor = d_div
+    d_over_d0_times_rate_tensor = d_div * rate
+
+    # == sweep 1: d_denom (specs/prodigy.py:46), numerator (specs/prodigy.py:42)
+    b = stored.over("p", "g", "s", "p0")
+    # -- load and decode
+    s = b.load("s")
+    d_over_d0_times_rate = b.spread(d_over_d0_times_rate_tensor)
+    g = b.load("g")
+    g = grad_scale * g
+    p0 = b.load("p0")
+    p = b.load("p")
+    # -- update  (specs/prodigy.py)
+    g = torch.where(0.0 < moves, g, 0.0)      # 34  g = where(lr > 0, g, 0.0)
+    # 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
+    s = keep3 * s + d_over_d0_times_rate * g
+    # -- encode and store
+    tensor_sum_for_d_denom_tensor = b.tensor_sum(moves * s.abs())
+    tensor_sum_for_numerator_tensor = b.tensor_sum(lr * g * (p0 - p))
+    b.store("s", s)
+
+    # == tensor: values of tensors
+    # -- load and decode
+    tensor_sum_for_numerator = tensor_sum_for_numerator_tensor
+    tensor_sum_for_d_denom = tensor_sum_for_d_denom_tensor
+    # -- encode and store
+    model_sum_for_numerator_tensor = yield tensor_sum_for_numerator
+    d_denom_tensor = yield tensor_sum_for_d_denom
+
+    # == model: values of the model
+    # -- load and decode
+    d_max = stored["d_max"]
+    d_denom = d_denom_tensor
+    d_numerator = stored["d_numerator"]
+    d = stored["d"]
+    model_sum_for_numerator = model_sum_for_numerator_tensor
+    # -- update  (specs/prodigy.py)
+    d_denom_lt = 0.0 < d_denom
+    # 42  numerator = beta3 * d_numerator + d / d0 * d * model_dot(own * g, p0 - p)
+    numerator = beta3 * d_numerator + d / d0 * d * model_sum_for_numerator
+    # 47  d_numerator = where(d_denom > 0, numerator, d_numerator)
+    d_numerator = torch.where(d_denom_lt, numerator, d_numerator)
+    # 48  d_hat = d_coef * d_numerator / maximum(d_denom, 1e-37)
+    d_hat = d_coef * d_numerator / d_denom.clamp(min=1e-37)
+    # 50  d_max = maximum(d_max, where(d_denom > 0, d_hat, 0.0))
+    d_max = larger(d_max, torch.where(d_denom_lt, d_hat, 0.0))
+    # 49  raised = where(equal(d, d0), maximum(d, d_hat), d)
+    raised = torch.where(d == d0, larger(d, d_hat), d)
+    # 51  d = where(d_denom > 0, minimum(d_max, raised * growth_rate), d)
+    d = torch.where(d_denom_lt, smaller(d_max, raised * growth_rate), d)
+    # -- encode and store
+    d_2_tensor = d
+    d_2_times_eps_tensor = d * eps
+    put(stored["d_max"], d_max)
+    put(stored["d_numerator"], d_numerator)
+
+    # == sweep 2: the update
+    b = stored.over("p", "g", "exp_avg", "exp_avg_sq")
+    # -- load and decode
+    p = b.load("p")
+    one_minus_rate_times_weight_decay = b.spread(one_minus_rate_times_weight_decay_tensor)
+    rate = b.spread(rate_tensor)
+    exp_avg = b.load("exp_avg")
+    one_times_one_minus_beta1_times_d = b.spread(one_times_one_minus_beta1_times_d_tensor)
+    g = b.load("g")
+    g = grad_scale * g
+    exp_avg_sq = b.load("exp_avg_sq")
+    d = b.spread(stored["d"])
+    d_2_times_eps = b.spread(d_2_times_eps_tensor)
+    # -- update  (specs/prodigy.py)
+    # 52  p = policies.decoupled(p, rate, weight_decay)
+    p = p * one_minus_rate_times_weight_decay
+    g = torch.where(0.0 < moves, g, 0.0)                               # 34  g = where(lr > 0, g, 0.0)
+    exp_avg = keep1 * exp_avg + one_times_one_minus_beta1_times_d * g  # 43  exp_avg = keep1 * exp_avg + gain1 * d * g
+    d_mul = d * g
+    # 44  exp_avg_sq = keep2 * exp_avg_sq + gain2 * (d * g) ** 2
+    exp_avg_sq = keep2 * exp_avg_sq + gain2 * (d_mul * d_mul)
+    # 53  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
+    p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d_2_times_eps)
+    # -- encode and store
+    b.store("p", p)
+    b.store("exp_avg", exp_avg)
+    b.store("exp_avg_sq", exp_avg_sq)
+
+    # == model: values of the model
+    # -- load and decode
+    d_2 = d_2_tensor
+    # -- encode and store
+    put(stored["d"], d_2)
+
+
+def prodigy_safeguard_warmup(
+    stored, lr, weight_decay, d0, gain1, moves, grad_scale, keep3, eps, d_coef, growth_rate, beta3, keep1, keep2,
+    gain2,
+):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+
+    # == model: values of the model
+    # -- load and decode
+    d = stored["d"]
+    # -- update  (specs/prodigy.py)
+    rate = d * lr  # 41  rate = d * own
+    # -- encode and store
+    d_div = d / d0
+    one_times_one_minus_beta1_times_d_tensor = gain1 * d
+    rate_tensor = rate
+    one_minus_rate_times_weight_decay_tensor = 1.0 - rate * weight_decay
+    d_over_d0_tensor = d_div
+    d_over_d0_times_d_times_one_tensor = d_div * (d * moves)
+
+    # == sweep 1: d_denom (specs/prodigy.py:46), numerator (specs/prodigy.py:42)
+    b = stored.over("p", "g", "s", "p0")
+    # -- load and decode
+    s = b.load("s")
+    d_over_d0_times_d_times_one = b.spread(d_over_d0_times_d_times_one_tensor)
+    g = b.load("g")
+    g = grad_scale * g
+    p0 = b.load("p0")
+    p = b.load("p")
+    # -- update  (specs/prodigy.py)
+    g = torch.where(0.0 < moves, g, 0.0)             # 34  g = where(lr > 0, g, 0.0)
+    # 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
+    s = keep3 * s + d_over_d0_times_d_times_one * g
+    # -- encode and store
+    tensor_sum_for_d_denom_tensor = b.tensor_sum(moves * s.abs())
+    tensor_sum_for_numerator_tensor = b.tensor_sum(lr * g * (p0 - p))
+    b.store("s", s)
+
+    # == tensor: values of tensors
+    # -- load and decode
+    tensor_sum_for_numerator = tensor_sum_for_numerator_tensor
+    tensor_sum_for_d_denom = tensor_sum_for_d_denom_tensor
+    # -- encode and store
+    model_sum_for_numerator_tensor = yield tensor_sum_for_numerator
+    d_denom_tensor = yield tensor_sum_for_d_denom
+
+    # == model: values of the model
+    # -- load and decode
+    d_max = stored["d_max"]
+    d_denom = d_denom_tensor
+    d_numerator = stored["d_numerator"]
+    d = stored["d"]
+    model_sum_for_numerator = model_sum_for_numerator_tensor
+    # -- update  (specs/prodigy.py)
+    d_denom_lt = 0.0 < d_denom
+    # 42  numerator = beta3 * d_numerator + d / d0 * d * model_dot(own * g, p0 - p)
+    numerator = beta3 * d_numerator + d / d0 * d * model_sum_for_numerator
+    # 47  d_numerator = where(d_denom > 0, numerator, d_numerator)
+    d_numerator = torch.where(d_denom_lt, numerator, d_numerator)
+    # 48  d_hat = d_coef * d_numerator / maximum(d_denom, 1e-37)
+    d_hat = d_coef * d_numerator / d_denom.clamp(min=1e-37)
+    # 50  d_max = maximum(d_max, where(d_denom > 0, d_hat, 0.0))
+    d_max = larger(d_max, torch.where(d_denom_lt, d_hat, 0.0))
+    # 49  raised = where(equal(d, d0), maximum(d, d_hat), d)
+    raised = torch.where(d == d0, larger(d, d_hat), d)
+    # 51  d = where(d_denom > 0, minimum(d_max, raised * growth_rate), d)
+    d = torch.where(d_denom_lt, smaller(d_max, raised * growth_rate), d)
+    # -- encode and store
+    d_2_tensor = d
+    d_2_times_eps_tensor = d * eps
+    put(stored["d_max"], d_max)
+    put(stored["d_numerator"], d_numerator)
+
+    # == sweep 2: the update
+    b = stored.over("p", "g", "exp_avg", "exp_avg_sq")
+    # -- load and decode
+    p = b.load("p")
+    one_minus_rate_times_weight_decay = b.spread(one_minus_rate_times_weight_decay_tensor)
+    rate = b.spread(rate_tensor)
+    exp_avg = b.load("exp_avg")
+    one_times_one_minus_beta1_times_d = b.spread(one_times_one_minus_beta1_times_d_tensor)
+    g = b.load("g")
+    g = grad_scale * g
+    exp_avg_sq = b.load("exp_avg_sq")
+    d = b.spread(stored["d"])
+    d_2_times_eps = b.spread(d_2_times_eps_tensor)
+    # -- update  (specs/prodigy.py)
+    # 52  p = policies.decoupled(p, rate, weight_decay)
+    p = p * one_minus_rate_times_weight_decay
+    g = torch.where(0.0 < moves, g, 0.0)                               # 34  g = where(lr > 0, g, 0.0)
+    exp_avg = keep1 * exp_avg + one_times_one_minus_beta1_times_d * g  # 43  exp_avg = keep1 * exp_avg + gain1 * d * g
+    d_mul = d * g
+    # 44  exp_avg_sq = keep2 * exp_avg_sq + gain2 * (d * g) ** 2
+    exp_avg_sq = keep2 * exp_avg_sq + gain2 * (d_mul * d_mul)
+    # 53  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
+    p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d_2_times_eps)
+    # -- encode and store
+    b.store("p", p)
+    b.store("exp_avg", exp_avg)
+    b.store("exp_avg_sq", exp_avg_sq)
+
+    # == model: values of the model
+    # -- load and decode
+    d_2 = d_2_tensor
+    # -- encode and store
+    put(stored["d"], d_2)
+
+
+def prodigy_use_bias_correction(
+    stored, weight_decay, d0, own, gain1, grad_scale, moves, keep3, eps, d_coef, growth_rate, beta3, keep1, keep2,
+    gain2,
+):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+
+    # == model: values of the model
+    # -- load and decode
+    d = stored["d"]
+    # -- update  (specs/prodigy.py)
+    rate = d * own  # 41  rate = d * own
+    # -- encode and store
+    d_div = d / d0
+    one_times_one_minus_beta1_times_d_tensor = gain1 * d
+    rate_tensor = rate
+    one_minus_rate_times_weight_decay_tensor = 1.0 - rate * weight_decay
+    d_over_d0_tensor = d_div
+    d_over_d0_times_rate_tensor = d_div * rate
+
+    # == sweep 1: d_denom (specs/prodigy.py:46), numerator (specs/prodigy.py:42)
+    b = stored.over("p", "g", "s", "p0")
+    # -- load and decode
+    s = b.load("s")
+    d_over_d0_times_rate = b.spread(d_over_d0_times_rate_tensor)
+    g = b.load("g")
+    g = grad_scale * g
+    p0 = b.load("p0")
+    p = b.load("p")
+    # -- update  (specs/prodigy.py)
+    g = torch.where(0.0 < moves, g, 0.0)      # 34  g = where(lr > 0, g, 0.0)
+    # 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
+    s = keep3 * s + d_over_d0_times_rate * g
+    # -- encode and store
+    tensor_sum_for_d_denom_tensor = b.tensor_sum(moves * s.abs())
+    tensor_sum_for_numerator_tensor = b.tensor_sum(own * g * (p0 - p))
+    b.store("s", s)
+
+    # == tensor: values of tensors
+    # -- load and decode
+    tensor_sum_for_numerator = tensor_sum_for_numerator_tensor
+    tensor_sum_for_d_denom = tensor_sum_for_d_denom_tensor
+    # -- encode and store
+    model_sum_for_numerator_tensor = yield tensor_sum_for_numerator
+    d_denom_tensor = yield tensor_sum_for_d_denom
+
+    # == model: values of the model
+    # -- load and decode
+    d_max = stored["d_max"]
+    d_denom = d_denom_tensor
+    d_numerator = stored["d_numerator"]
+    d = stored["d"]
+    model_sum_for_numerator = model_sum_for_numerator_tensor
+    # -- update  (specs/prodigy.py)
+    d_denom_lt = 0.0 < d_denom
+    # 42  numerator = beta3 * d_numerator + d / d0 * d * model_dot(own * g, p0 - p)
+    numerator = beta3 * d_numerator + d / d0 * d * model_sum_for_numerator
+    # 47  d_numerator = where(d_denom > 0, numerator, d_numerator)
+    d_numerator = torch.where(d_denom_lt, numerator, d_numerator)
+    # 48  d_hat = d_coef * d_numerator / maximum(d_denom, 1e-37)
+    d_hat = d_coef * d_numerator / d_denom.clamp(min=1e-37)
+    # 50  d_max = maximum(d_max, where(d_denom > 0, d_hat, 0.0))
+    d_max = larger(d_max, torch.where(d_denom_lt, d_hat, 0.0))
+    # 49  raised = where(equal(d, d0), maximum(d, d_hat), d)
+    raised = torch.where(d == d0, larger(d, d_hat), d)
+    # 51  d = where(d_denom > 0, minimum(d_max, raised * growth_rate), d)
+    d = torch.where(d_denom_lt, smaller(d_max, raised * growth_rate), d)
+    # -- encode and store
+    d_2_tensor = d
+    d_2_times_eps_tensor = d * eps
+    put(stored["d_max"], d_max)
+    put(stored["d_numerator"], d_numerator)
+
+    # == sweep 2: the update
+    b = stored.over("p", "g", "exp_avg", "exp_avg_sq")
+    # -- load and decode
+    p = b.load("p")
+    one_minus_rate_times_weight_decay = b.spread(one_minus_rate_times_weight_decay_tensor)
+    rate = b.spread(rate_tensor)
+    exp_avg = b.load("exp_avg")
+    one_times_one_minus_beta1_times_d = b.spread(one_times_one_minus_beta1_times_d_tensor)
+    g = b.load("g")
+    g = grad_scale * g
+    exp_avg_sq = b.load("exp_avg_sq")
+    d = b.spread(stored["d"])
+    d_2_times_eps = b.spread(d_2_times_eps_tensor)
+    # -- update  (specs/prodigy.py)
+    # 52  p = policies.decoupled(p, rate, weight_decay)
+    p = p * one_minus_rate_times_weight_decay
+    g = torch.where(0.0 < moves, g, 0.0)                               # 34  g = where(lr > 0, g, 0.0)
+    exp_avg = keep1 * exp_avg + one_times_one_minus_beta1_times_d * g  # 43  exp_avg = keep1 * exp_avg + gain1 * d * g
+    d_mul = d * g
+    # 44  exp_avg_sq = keep2 * exp_avg_sq + gain2 * (d * g) ** 2
+    exp_avg_sq = keep2 * exp_avg_sq + gain2 * (d_mul * d_mul)
+    # 53  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
+    p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d_2_times_eps)
+    # -- encode and store
+    b.store("p", p)
+    b.store("exp_avg", exp_avg)
+    b.store("exp_avg_sq", exp_avg_sq)
+
+    # == model: values of the model
+    # -- load and decode
+    d_2 = d_2_tensor
+    # -- encode and store
+    put(stored["d"], d_2)
+
+
+def prodigy_use_bias_correction_safeguard_warmup(
+    stored, weight_decay, d0, own, gain1, moves, grad_scale, keep3, eps, d_coef, growth_rate, beta3, keep1, keep2,
+    gain2,
+):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+
+    # == model: values of the model
+    # -- load and decode
+    d = stored["d"]
+    # -- update  (specs/prodigy.py)
+    rate = d * own  # 41  rate = d * own
+    # -- encode and store
+    d_div = d / d0
+    one_times_one_minus_beta1_times_d_tensor = gain1 * d
+    rate_tensor = rate
+    one_minus_rate_times_weight_decay_tensor = 1.0 - rate * weight_decay
+    d_over_d0_tensor = d_div
+    d_over_d0_times_d_times_one_tensor = d_div * (d * moves)
+
+    # == sweep 1: d_denom (specs/prodigy.py:46), numerator (specs/prodigy.py:42)
+    b = stored.over("p", "g", "s", "p0")
+    # -- load and decode
+    s = b.load("s")
+    d_over_d0_times_d_times_one = b.spread(d_over_d0_times_d_times_one_tensor)
+    g = b.load("g")
+    g = grad_scale * g
+    p0 = b.load("p0")
+    p = b.load("p")
+    # -- update  (specs/prodigy.py)
+    g = torch.where(0.0 < moves, g, 0.0)             # 34  g = where(lr > 0, g, 0.0)
+    # 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
+    s = keep3 * s + d_over_d0_times_d_times_one * g
+    # -- encode and store
+    tensor_sum_for_d_denom_tensor = b.tensor_sum(moves * s.abs())
+    tensor_sum_for_numerator_tensor = b.tensor_sum(own * g * (p0 - p))
+    b.store("s", s)
+
+    # == tensor: values of tensors
+    # -- load and decode
+    tensor_sum_for_numerator = tensor_sum_for_numerator_tensor
+    tensor_sum_for_d_denom = tensor_sum_for_d_denom_tensor
+    # -- encode and store
+    model_sum_for_numerator_tensor = yield tensor_sum_for_numerator
+    d_denom_tensor = yield tensor_sum_for_d_denom
+
+    # == model: values of the model
+    # -- load and decode
+    d_max = stored["d_max"]
+    d_denom = d_denom_tensor
+    d_numerator = stored["d_numerator"]
+    d = stored["d"]
+    model_sum_for_numerator = model_sum_for_numerator_tensor
+    # -- update  (specs/prodigy.py)
+    d_denom_lt = 0.0 < d_denom
+    # 42  numerator = beta3 * d_numerator + d / d0 * d * model_dot(own * g, p0 - p)
+    numerator = beta3 * d_numerator + d / d0 * d * model_sum_for_numerator
+    # 47  d_numerator = where(d_denom > 0, numerator, d_numerator)
+    d_numerator = torch.where(d_denom_lt, numerator, d_numerator)
+    # 48  d_hat = d_coef * d_numerator / maximum(d_denom, 1e-37)
+    d_hat = d_coef * d_numerator / d_denom.clamp(min=1e-37)
+    # 50  d_max = maximum(d_max, where(d_denom > 0, d_hat, 0.0))
+    d_max = larger(d_max, torch.where(d_denom_lt, d_hat, 0.0))
+    # 49  raised = where(equal(d, d0), maximum(d, d_hat), d)
+    raised = torch.where(d == d0, larger(d, d_hat), d)
+    # 51  d = where(d_denom > 0, minimum(d_max, raised * growth_rate), d)
+    d = torch.where(d_denom_lt, smaller(d_max, raised * growth_rate), d)
+    # -- encode and store
+    d_2_tensor = d
+    d_2_times_eps_tensor = d * eps
+    put(stored["d_max"], d_max)
+    put(stored["d_numerator"], d_numerator)
+
+    # == sweep 2: the update
+    b = stored.over("p", "g", "exp_avg", "exp_avg_sq")
+    # -- load and decode
+    p = b.load("p")
+    one_minus_rate_times_weight_decay = b.spread(one_minus_rate_times_weight_decay_tensor)
+    rate = b.spread(rate_tensor)
+    exp_avg = b.load("exp_avg")
+    one_times_one_minus_beta1_times_d = b.spread(one_times_one_minus_beta1_times_d_tensor)
+    g = b.load("g")
+    g = grad_scale * g
+    exp_avg_sq = b.load("exp_avg_sq")
+    d = b.spread(stored["d"])
+    d_2_times_eps = b.spread(d_2_times_eps_tensor)
+    # -- update  (specs/prodigy.py)
+    # 52  p = policies.decoupled(p, rate, weight_decay)
+    p = p * one_minus_rate_times_weight_decay
+    g = torch.where(0.0 < moves, g, 0.0)                               # 34  g = where(lr > 0, g, 0.0)
+    exp_avg = keep1 * exp_avg + one_times_one_minus_beta1_times_d * g  # 43  exp_avg = keep1 * exp_avg + gain1 * d * g
+    d_mul = d * g
+    # 44  exp_avg_sq = keep2 * exp_avg_sq + gain2 * (d * g) ** 2
+    exp_avg_sq = keep2 * exp_avg_sq + gain2 * (d_mul * d_mul)
+    # 53  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
+    p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d_2_times_eps)
+    # -- encode and store
+    b.store("p", p)
+    b.store("exp_avg", exp_avg)
+    b.store("exp_avg_sq", exp_avg_sq)
+
+    # == model: values of the model
+    # -- load and decode
+    d_2 = d_2_tensor
+    # -- encode and store
+    put(stored["d"], d_2)
+
+
 def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, d0, d_coef, growth_rate):
     """The kernel's scalars at this step, and the new host states; fp64."""
     beta1, beta2 = betas
     common_1 = 0 < lr
-    gain1 = choose(common_1, 1, 0) * (1 - beta1)  # 39  gain1, gain2 = moves * (1 - beta1), moves * (1 - beta2)
-    moves = choose(common_1, 1, 0)                # 37  moves = where(lr > 0, 1.0, 0.0)
+    gain1 = where(common_1, 1, 0) * (1 - beta1)  # 39  gain1, gain2 = moves * (1 - beta1), moves * (1 - beta2)
+    moves = where(common_1, 1, 0)                # 37  moves = where(lr > 0, 1.0, 0.0)
     # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep3 = choose(common_1, root(beta2), 1)
-    beta3 = root(beta2)                           # 36  beta3 = sqrt(beta2)
+    keep3 = where(common_1, root(beta2), 1)
+    beta3 = root(beta2)                          # 36  beta3 = sqrt(beta2)
     # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep1 = choose(common_1, beta1, 1)
+    keep1 = where(common_1, beta1, 1)
     # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep2 = choose(common_1, beta2, 1)
-    gain2 = moves * (1 - beta2)                   # 39  gain1, gain2 = moves * (1 - beta1), moves * (1 - beta2)
+    keep2 = where(common_1, beta2, 1)
+    gain2 = moves * (1 - beta2)                  # 39  gain1, gain2 = moves * (1 - beta1), moves * (1 - beta2)
     return (lr, weight_decay, d0, gain1, grad_scale, moves, keep3, eps, d_coef, growth_rate, beta3, keep1, keep2, gain2)
 
 
@@ -101,16 +532,16 @@ def host_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, d0, d_coef
     """The kernel's scalars at this step, and the new host states; fp64."""
     beta1, beta2 = betas
     common_1 = 0 < lr
-    gain1 = choose(common_1, 1, 0) * (1 - beta1)  # 39  gain1, gain2 = moves * (1 - beta1), moves * (1 - beta2)
-    moves = choose(common_1, 1, 0)                # 37  moves = where(lr > 0, 1.0, 0.0)
+    gain1 = where(common_1, 1, 0) * (1 - beta1)  # 39  gain1, gain2 = moves * (1 - beta1), moves * (1 - beta2)
+    moves = where(common_1, 1, 0)                # 37  moves = where(lr > 0, 1.0, 0.0)
     # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep3 = choose(common_1, root(beta2), 1)
-    beta3 = root(beta2)                           # 36  beta3 = sqrt(beta2)
+    keep3 = where(common_1, root(beta2), 1)
+    beta3 = root(beta2)                          # 36  beta3 = sqrt(beta2)
     # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep1 = choose(common_1, beta1, 1)
+    keep1 = where(common_1, beta1, 1)
     # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep2 = choose(common_1, beta2, 1)
-    gain2 = moves * (1 - beta2)                   # 39  gain1, gain2 = moves * (1 - beta1), moves * (1 - beta2)
+    keep2 = where(common_1, beta2, 1)
+    gain2 = moves * (1 - beta2)                  # 39  gain1, gain2 = moves * (1 - beta1), moves * (1 - beta2)
     return (lr, weight_decay, d0, gain1, moves, grad_scale, keep3, eps, d_coef, growth_rate, beta3, keep1, keep2, gain2)
 
 
@@ -121,15 +552,15 @@ def host_scalars_3(step, grad_scale, *, lr, betas, eps, weight_decay, d0, d_coef
     own = lr * divide(root(1 - beta2**step), 1 - beta1**step)
     common_1 = 0 < lr
     # 39  gain1, gain2 = moves * (1 - beta1), moves * (1 - beta2)
-    gain1 = choose(common_1, 1, 0) * (1 - beta1)
-    moves = choose(common_1, 1, 0)                             # 37  moves = where(lr > 0, 1.0, 0.0)
+    gain1 = where(common_1, 1, 0) * (1 - beta1)
+    moves = where(common_1, 1, 0)                              # 37  moves = where(lr > 0, 1.0, 0.0)
     # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep3 = choose(common_1, root(beta2), 1)
+    keep3 = where(common_1, root(beta2), 1)
     beta3 = root(beta2)                                        # 36  beta3 = sqrt(beta2)
     # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep1 = choose(common_1, beta1, 1)
+    keep1 = where(common_1, beta1, 1)
     # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep2 = choose(common_1, beta2, 1)
+    keep2 = where(common_1, beta2, 1)
     # 39  gain1, gain2 = moves * (1 - beta1), moves * (1 - beta2)
     gain2 = moves * (1 - beta2)
     return (
@@ -144,15 +575,15 @@ def host_scalars_4(step, grad_scale, *, lr, betas, eps, weight_decay, d0, d_coef
     own = lr * divide(root(1 - beta2**step), 1 - beta1**step)
     common_1 = 0 < lr
     # 39  gain1, gain2 = moves * (1 - beta1), moves * (1 - beta2)
-    gain1 = choose(common_1, 1, 0) * (1 - beta1)
-    moves = choose(common_1, 1, 0)                             # 37  moves = where(lr > 0, 1.0, 0.0)
+    gain1 = where(common_1, 1, 0) * (1 - beta1)
+    moves = where(common_1, 1, 0)                              # 37  moves = where(lr > 0, 1.0, 0.0)
     # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep3 = choose(common_1, root(beta2), 1)
+    keep3 = where(common_1, root(beta2), 1)
     beta3 = root(beta2)                                        # 36  beta3 = sqrt(beta2)
     # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep1 = choose(common_1, beta1, 1)
+    keep1 = where(common_1, beta1, 1)
     # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep2 = choose(common_1, beta2, 1)
+    keep2 = where(common_1, beta2, 1)
     # 39  gain1, gain2 = moves * (1 - beta1), moves * (1 - beta2)
     gain2 = moves * (1 - beta2)
     return (
@@ -164,16 +595,16 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, d0, d_coef
     """The kernel's scalars at this step, and the new host states; fp64."""
     beta1, beta2 = betas
     common_1 = 0 < lr
-    gain1 = choose(common_1, 1, 0) * (1 - beta1)  # 39  gain1, gain2 = moves * (1 - beta1), moves * (1 - beta2)
-    moves = choose(common_1, 1, 0)                # 37  moves = where(lr > 0, 1.0, 0.0)
+    gain1 = where(common_1, 1, 0) * (1 - beta1)  # 39  gain1, gain2 = moves * (1 - beta1), moves * (1 - beta2)
+    moves = where(common_1, 1, 0)                # 37  moves = where(lr > 0, 1.0, 0.0)
     # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep3 = choose(common_1, root(beta2), 1)
-    beta3 = root(beta2)                           # 36  beta3 = sqrt(beta2)
+    keep3 = where(common_1, root(beta2), 1)
+    beta3 = root(beta2)                          # 36  beta3 = sqrt(beta2)
     # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep1 = choose(common_1, beta1, 1)
-    gain2 = moves * (1 - beta2)                   # 39  gain1, gain2 = moves * (1 - beta1), moves * (1 - beta2)
+    keep1 = where(common_1, beta1, 1)
+    gain2 = moves * (1 - beta2)                  # 39  gain1, gain2 = moves * (1 - beta1), moves * (1 - beta2)
     # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep2 = choose(common_1, beta2, 1)
+    keep2 = where(common_1, beta2, 1)
     return (lr, weight_decay, d0, gain1, grad_scale, moves, keep3, eps, d_coef, growth_rate, beta3, keep1, gain2, keep2)
 
 
@@ -181,16 +612,16 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, d0, d_co
     """The kernel's scalars at this step, and the new host states; fp64."""
     beta1, beta2 = betas
     common_1 = 0 < lr
-    gain1 = choose(common_1, 1, 0) * (1 - beta1)  # 39  gain1, gain2 = moves * (1 - beta1), moves * (1 - beta2)
-    moves = choose(common_1, 1, 0)                # 37  moves = where(lr > 0, 1.0, 0.0)
+    gain1 = where(common_1, 1, 0) * (1 - beta1)  # 39  gain1, gain2 = moves * (1 - beta1), moves * (1 - beta2)
+    moves = where(common_1, 1, 0)                # 37  moves = where(lr > 0, 1.0, 0.0)
     # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep3 = choose(common_1, root(beta2), 1)
-    beta3 = root(beta2)                           # 36  beta3 = sqrt(beta2)
+    keep3 = where(common_1, root(beta2), 1)
+    beta3 = root(beta2)                          # 36  beta3 = sqrt(beta2)
     # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep1 = choose(common_1, beta1, 1)
-    gain2 = moves * (1 - beta2)                   # 39  gain1, gain2 = moves * (1 - beta1), moves * (1 - beta2)
+    keep1 = where(common_1, beta1, 1)
+    gain2 = moves * (1 - beta2)                  # 39  gain1, gain2 = moves * (1 - beta1), moves * (1 - beta2)
     # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep2 = choose(common_1, beta2, 1)
+    keep2 = where(common_1, beta2, 1)
     return (lr, weight_decay, d0, gain1, moves, grad_scale, keep3, eps, d_coef, growth_rate, beta3, keep1, gain2, keep2)
 
 
@@ -201,17 +632,17 @@ def kernel_scalars_3(step, grad_scale, *, lr, betas, eps, weight_decay, d0, d_co
     own = lr * divide(root(1 - beta2**step), 1 - beta1**step)
     common_1 = 0 < lr
     # 39  gain1, gain2 = moves * (1 - beta1), moves * (1 - beta2)
-    gain1 = choose(common_1, 1, 0) * (1 - beta1)
-    moves = choose(common_1, 1, 0)                             # 37  moves = where(lr > 0, 1.0, 0.0)
+    gain1 = where(common_1, 1, 0) * (1 - beta1)
+    moves = where(common_1, 1, 0)                              # 37  moves = where(lr > 0, 1.0, 0.0)
     # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep3 = choose(common_1, root(beta2), 1)
+    keep3 = where(common_1, root(beta2), 1)
     beta3 = root(beta2)                                        # 36  beta3 = sqrt(beta2)
     # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep1 = choose(common_1, beta1, 1)
+    keep1 = where(common_1, beta1, 1)
     # 39  gain1, gain2 = moves * (1 - beta1), moves * (1 - beta2)
     gain2 = moves * (1 - beta2)
     # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep2 = choose(common_1, beta2, 1)
+    keep2 = where(common_1, beta2, 1)
     return (
         weight_decay, d0, own, gain1, grad_scale, moves, keep3, eps, d_coef, growth_rate, beta3, keep1, gain2, keep2,
     )
@@ -224,17 +655,17 @@ def kernel_scalars_4(step, grad_scale, *, lr, betas, eps, weight_decay, d0, d_co
     own = lr * divide(root(1 - beta2**step), 1 - beta1**step)
     common_1 = 0 < lr
     # 39  gain1, gain2 = moves * (1 - beta1), moves * (1 - beta2)
-    gain1 = choose(common_1, 1, 0) * (1 - beta1)
-    moves = choose(common_1, 1, 0)                             # 37  moves = where(lr > 0, 1.0, 0.0)
+    gain1 = where(common_1, 1, 0) * (1 - beta1)
+    moves = where(common_1, 1, 0)                              # 37  moves = where(lr > 0, 1.0, 0.0)
     # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep3 = choose(common_1, root(beta2), 1)
+    keep3 = where(common_1, root(beta2), 1)
     beta3 = root(beta2)                                        # 36  beta3 = sqrt(beta2)
     # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep1 = choose(common_1, beta1, 1)
+    keep1 = where(common_1, beta1, 1)
     # 39  gain1, gain2 = moves * (1 - beta1), moves * (1 - beta2)
     gain2 = moves * (1 - beta2)
     # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep2 = choose(common_1, beta2, 1)
+    keep2 = where(common_1, beta2, 1)
     return (
         weight_decay, d0, own, gain1, moves, grad_scale, keep3, eps, d_coef, growth_rate, beta3, keep1, gain2, keep2,
     )

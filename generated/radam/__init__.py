@@ -4,10 +4,13 @@
 #   rebuild   optgen build radam
 # fmt: off
 # ruff: noqa
+import torch
+
 from optgen.runtime import Flag, Hyper, Optimizer
 from optgen.runtime.records import Rule, Stage
 from optgen.runtime.records.join import RuleRecord, StateRecord
-from optgen.runtime.records.scalars import choose, divide, larger, root
+from optgen.runtime.records.scalars import divide, maximum, root, where
+from optgen.runtime.reference.eager import sqrt
 
 
 class RAdam(Optimizer):
@@ -63,6 +66,58 @@ class RAdam(Optimizer):
         )
 
 
+def radam(
+    stored, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, adaptive, scalar_3,
+    lr_over_one_minus_beta1_pow_t,
+):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+    b = stored.over("p", "g", "exp_avg", "exp_avg_sq")
+    # -- load and decode
+    p = b.load("p")
+    exp_avg = b.load("exp_avg")
+    g = b.load("g")
+    g = grad_scale * g
+    exp_avg_sq = b.load("exp_avg_sq")
+    # -- update  (specs/radam.py)
+    g = g + weight_decay * p                                   # 24  g = l2(g, p, weight_decay)
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * g            # 25  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    # 26  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
+    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
+    # 35  denom = where(rho > 5, adaptive * (sqrt(exp_avg_sq) + eps), 1.0)
+    denom = torch.where(0.0 < scalar_3, adaptive * (sqrt(exp_avg_sq) + eps), 1.0)
+    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom    # 36  p = p - lr / (1 - beta1**t) * exp_avg / denom
+    # -- encode and store
+    b.store("p", p)
+    b.store("exp_avg_sq", exp_avg_sq)
+    b.store("exp_avg", exp_avg)
+
+
+def radam_decoupled_weight_decay(
+    stored, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
+    adaptive, scalar_4, lr_over_one_minus_beta1_pow_t,
+):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+    b = stored.over("p", "g", "exp_avg", "exp_avg_sq")
+    # -- load and decode
+    p = b.load("p")
+    exp_avg = b.load("exp_avg")
+    g = b.load("g")
+    g = grad_scale * g
+    exp_avg_sq = b.load("exp_avg_sq")
+    # -- update  (specs/radam.py)
+    p = p * one_minus_lr_times_weight_decay                    # 22  p = decoupled(p, lr, weight_decay)
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * g            # 25  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    # 26  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
+    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
+    # 35  denom = where(rho > 5, adaptive * (sqrt(exp_avg_sq) + eps), 1.0)
+    denom = torch.where(0.0 < scalar_4, adaptive * (sqrt(exp_avg_sq) + eps), 1.0)
+    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom    # 36  p = p - lr / (1 - beta1**t) * exp_avg / denom
+    # -- encode and store
+    b.store("p", p)
+    b.store("exp_avg_sq", exp_avg_sq)
+    b.store("exp_avg", exp_avg)
+
+
 def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     """The kernel's scalars at this step, and the new host states; fp64."""
     beta1, beta2 = betas
@@ -70,14 +125,14 @@ def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     correction = 1 - common_1                                # 27  correction = 1 - beta2**t
     rho_inf = divide(2, 1 - beta2) - 1                       # 28  rho_inf = 2 / (1 - beta2) - 1
     rho = rho_inf - divide(2 * step * common_1, correction)  # 29  rho = rho_inf - 2 * t * beta2**t / correction
-    r = larger(rho, 5)                                       # 31  r, r_inf = maximum(rho, 5.0), maximum(rho_inf, 5.0)
-    r_inf = larger(rho_inf, 5)                               # 31  r, r_inf = maximum(rho, 5.0), maximum(rho_inf, 5.0)
+    r = maximum(rho, 5)                                      # 31  r, r_inf = maximum(rho, 5.0), maximum(rho_inf, 5.0)
+    r_inf = maximum(rho_inf, 5)                              # 31  r, r_inf = maximum(rho, 5.0), maximum(rho_inf, 5.0)
     # 32  rect = sqrt((r - 4) * (r - 2) * r_inf / ((r_inf - 4) * (r_inf - 2) * r))
     rect = root(divide((r - 4) * (r - 2) * r_inf, (r_inf - 4) * (r_inf - 2) * r))
     one_minus_beta1 = 1 - beta1
     one_minus_beta2 = 1 - beta2
     adaptive = divide(1, rect * root(correction))            # 33  adaptive = 1 / (rect * sqrt(correction))
-    scalar_3 = choose(5 < rho, 1, 0)
+    scalar_3 = where(5 < rho, 1, 0)
     lr_over_one_minus_beta1_pow_t = divide(lr, 1 - beta1**step)
     return (
         beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, adaptive, scalar_3,
@@ -92,15 +147,15 @@ def host_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay):
     correction = 1 - common_1                                # 27  correction = 1 - beta2**t
     rho_inf = divide(2, 1 - beta2) - 1                       # 28  rho_inf = 2 / (1 - beta2) - 1
     rho = rho_inf - divide(2 * step * common_1, correction)  # 29  rho = rho_inf - 2 * t * beta2**t / correction
-    r = larger(rho, 5)                                       # 31  r, r_inf = maximum(rho, 5.0), maximum(rho_inf, 5.0)
-    r_inf = larger(rho_inf, 5)                               # 31  r, r_inf = maximum(rho, 5.0), maximum(rho_inf, 5.0)
+    r = maximum(rho, 5)                                      # 31  r, r_inf = maximum(rho, 5.0), maximum(rho_inf, 5.0)
+    r_inf = maximum(rho_inf, 5)                              # 31  r, r_inf = maximum(rho, 5.0), maximum(rho_inf, 5.0)
     # 32  rect = sqrt((r - 4) * (r - 2) * r_inf / ((r_inf - 4) * (r_inf - 2) * r))
     rect = root(divide((r - 4) * (r - 2) * r_inf, (r_inf - 4) * (r_inf - 2) * r))
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay
     one_minus_beta1 = 1 - beta1
     one_minus_beta2 = 1 - beta2
     adaptive = divide(1, rect * root(correction))            # 33  adaptive = 1 / (rect * sqrt(correction))
-    scalar_4 = choose(5 < rho, 1, 0)
+    scalar_4 = where(5 < rho, 1, 0)
     lr_over_one_minus_beta1_pow_t = divide(lr, 1 - beta1**step)
     return (
         beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, adaptive,
@@ -116,15 +171,15 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     common_2 = 1 - beta2
     rho_inf = divide(2, common_2) - 1                        # 28  rho_inf = 2 / (1 - beta2) - 1
     rho = rho_inf - divide(2 * step * common_1, correction)  # 29  rho = rho_inf - 2 * t * beta2**t / correction
-    r = larger(rho, 5)                                       # 31  r, r_inf = maximum(rho, 5.0), maximum(rho_inf, 5.0)
-    r_inf = larger(rho_inf, 5)                               # 31  r, r_inf = maximum(rho, 5.0), maximum(rho_inf, 5.0)
+    r = maximum(rho, 5)                                      # 31  r, r_inf = maximum(rho, 5.0), maximum(rho_inf, 5.0)
+    r_inf = maximum(rho_inf, 5)                              # 31  r, r_inf = maximum(rho, 5.0), maximum(rho_inf, 5.0)
     # 32  rect = sqrt((r - 4) * (r - 2) * r_inf / ((r_inf - 4) * (r_inf - 2) * r))
     rect = root(divide((r - 4) * (r - 2) * r_inf, (r_inf - 4) * (r_inf - 2) * r))
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay
     one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
     scalar_2 = common_2 * grad_scale * grad_scale
     adaptive = divide(1, rect * root(correction))            # 33  adaptive = 1 / (rect * sqrt(correction))
-    scalar_4 = choose(5 < rho, 1, 0)
+    scalar_4 = where(5 < rho, 1, 0)
     lr_over_one_minus_beta1_pow_t = divide(lr, 1 - beta1**step)
     return (
         beta1, beta2, eps, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, adaptive,

@@ -7,6 +7,7 @@
 from optgen.runtime import Flag, Hyper, Optimizer
 from optgen.runtime.records import Rule, Stage
 from optgen.runtime.records.join import RuleRecord, StateRecord
+from optgen.runtime.reference.eager import larger, sqrt
 
 
 class RMSprop(Optimizer):
@@ -57,6 +58,102 @@ class RMSprop(Optimizer):
             params, dict(lr=lr, alpha=alpha, eps=eps, weight_decay=weight_decay, momentum=momentum, centered=centered),
             **options
         )
+
+
+def rmsprop(stored, lr, alpha, eps, weight_decay, grad_scale, one_minus_alpha):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+    b = stored.over("p", "g", "square_avg")
+    # -- load and decode
+    p = b.load("p")
+    g = b.load("g")
+    g = grad_scale * g
+    square_avg = b.load("square_avg")
+    # -- update  (specs/rmsprop.py)
+    g = g + weight_decay * p                                   # 27  g = l2(g, p, weight_decay)
+    # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
+    square_avg = alpha * square_avg + one_minus_alpha * g * g
+    update = g / (sqrt(square_avg) + eps)                      # 34  update = g / (sqrt(variance) + eps)
+    p = p - lr * update                                        # 38  p = p - lr * update
+    # -- encode and store
+    b.store("p", p)
+    b.store("square_avg", square_avg)
+
+
+def rmsprop_has_momentum(stored, lr, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+    b = stored.over("p", "g", "square_avg", "momentum_buffer")
+    # -- load and decode
+    p = b.load("p")
+    momentum_buffer = b.load("momentum_buffer")
+    g = b.load("g")
+    g = grad_scale * g
+    square_avg = b.load("square_avg")
+    # -- update  (specs/rmsprop.py)
+    g = g + weight_decay * p                                   # 27  g = l2(g, p, weight_decay)
+    # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
+    square_avg = alpha * square_avg + one_minus_alpha * g * g
+    update = g / (sqrt(square_avg) + eps)                      # 34  update = g / (sqrt(variance) + eps)
+    # 36  momentum_buffer = momentum * momentum_buffer + update
+    momentum_buffer = momentum * momentum_buffer + update
+    p = p - lr * momentum_buffer                               # 38  p = p - lr * update
+    # -- encode and store
+    b.store("p", p)
+    b.store("square_avg", square_avg)
+    b.store("momentum_buffer", momentum_buffer)
+
+
+def rmsprop_centered(stored, lr, alpha, eps, weight_decay, grad_scale, one_minus_alpha):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+    b = stored.over("p", "g", "square_avg", "grad_avg")
+    # -- load and decode
+    p = b.load("p")
+    g = b.load("g")
+    g = grad_scale * g
+    square_avg = b.load("square_avg")
+    grad_avg = b.load("grad_avg")
+    # -- update  (specs/rmsprop.py)
+    g = g + weight_decay * p                                  # 27  g = l2(g, p, weight_decay)
+    g_mul = one_minus_alpha * g
+    # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
+    square_avg = alpha * square_avg + g_mul * g
+    grad_avg = alpha * grad_avg + g_mul                       # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
+    # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
+    variance = larger(square_avg - grad_avg * grad_avg, 0.0)
+    update = g / (sqrt(variance) + eps)                       # 34  update = g / (sqrt(variance) + eps)
+    p = p - lr * update                                       # 38  p = p - lr * update
+    # -- encode and store
+    b.store("p", p)
+    b.store("square_avg", square_avg)
+    b.store("grad_avg", grad_avg)
+
+
+def rmsprop_centered_has_momentum(stored, lr, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+    b = stored.over("p", "g", "square_avg", "grad_avg", "momentum_buffer")
+    # -- load and decode
+    p = b.load("p")
+    momentum_buffer = b.load("momentum_buffer")
+    g = b.load("g")
+    g = grad_scale * g
+    square_avg = b.load("square_avg")
+    grad_avg = b.load("grad_avg")
+    # -- update  (specs/rmsprop.py)
+    g = g + weight_decay * p                                  # 27  g = l2(g, p, weight_decay)
+    g_mul = one_minus_alpha * g
+    # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
+    square_avg = alpha * square_avg + g_mul * g
+    grad_avg = alpha * grad_avg + g_mul                       # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
+    # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
+    variance = larger(square_avg - grad_avg * grad_avg, 0.0)
+    update = g / (sqrt(variance) + eps)                       # 34  update = g / (sqrt(variance) + eps)
+    # 36  momentum_buffer = momentum * momentum_buffer + update
+    momentum_buffer = momentum * momentum_buffer + update
+    p = p - lr * momentum_buffer                              # 38  p = p - lr * update
+    # -- encode and store
+    b.store("p", p)
+    b.store("square_avg", square_avg)
+    b.store("grad_avg", grad_avg)
+    b.store("momentum_buffer", momentum_buffer)
 
 
 def host_scalars(step, grad_scale, *, lr, alpha, eps, weight_decay, momentum):

@@ -4,10 +4,13 @@
 #   rebuild   optgen build rprop
 # fmt: off
 # ruff: noqa
+import torch
+
 from optgen.runtime import Flag, Hyper, Optimizer
 from optgen.runtime.records import Rule, Stage
 from optgen.runtime.records.join import RuleRecord, StateRecord
-from optgen.runtime.records.scalars import choose
+from optgen.runtime.records.scalars import where
+from optgen.runtime.reference.eager import larger, smaller
 
 
 class Rprop(Optimizer):
@@ -45,11 +48,37 @@ class Rprop(Optimizer):
         super().__init__(params, dict(lr=lr, etas=etas, step_sizes=step_sizes), **options)
 
 
+def rprop(stored, etaminus, etaplus, step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+    b = stored.over("p", "g", "prev", "step_size")
+    # -- load and decode
+    p = b.load("p")
+    g = b.load("g")
+    g = grad_scale * g
+    prev = b.load("prev")
+    step_size = b.load("step_size")
+    # -- update  (specs/rprop.py)
+    agreement = g * prev                                               # 22  agreement = g * prev
+    agreement_lt = agreement < 0.0
+    prev = torch.where(agreement_lt, 0.0, g)                           # 27  prev = where(agreement < 0, 0.0, g)
+    size = step_size + where_lt_one_t_zero_lr                          # 23  size = step_size + where(t > 1, 0.0, lr)
+    # 24  scaled = where(agreement > 0, size * etaplus, where(agreement < 0, size * etaminus, size))
+    scaled = torch.where(0.0 < agreement, size * etaplus, torch.where(agreement_lt, size * etaminus, size))
+    # 25  step_size = clip(scaled, step_size_min, step_size_max)
+    step_size = smaller(larger(scaled, step_size_min), step_size_max)
+    # 28  p = p - sign(prev) * step_size
+    p = p - torch.where(prev > 0, 1.0, torch.where(prev < 0, -1.0, prev)) * step_size
+    # -- encode and store
+    b.store("p", p)
+    b.store("prev", prev)
+    b.store("step_size", step_size)
+
+
 def host_scalars(step, grad_scale, *, lr, etas, step_sizes):
     """The kernel's scalars at this step, and the new host states; fp64."""
     etaminus, etaplus = etas
     step_size_min, step_size_max = step_sizes
-    where_lt_one_t_zero_lr = choose(1 < step, 0, lr)
+    where_lt_one_t_zero_lr = where(1 < step, 0, lr)
     return (etaminus, etaplus, step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr)
 
 

@@ -7,7 +7,8 @@
 from optgen.runtime import Flag, Hyper, Optimizer
 from optgen.runtime.records import Rule, Stage
 from optgen.runtime.records.join import RuleRecord, StateRecord
-from optgen.runtime.records.scalars import divide, larger, power, root, smaller
+from optgen.runtime.records.scalars import divide, maximum, minimum, power, root
+from optgen.runtime.reference.eager import sqrt
 
 
 class ScheduleFreeAdamW(Optimizer):
@@ -69,21 +70,46 @@ class ScheduleFreeAdamW(Optimizer):
         )
 
 
+def schedule_free_adamw(
+    stored, beta2, eps, weight_decay, grad_scale, one_minus_beta2, sqrt_one_minus_beta2_pow_t, c, scalar_3, rate,
+):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+    b = stored.over("p", "g", "z", "exp_avg_sq")
+    # -- load and decode
+    p = b.load("p")
+    z = b.load("z")
+    g = b.load("g")
+    g = grad_scale * g
+    exp_avg_sq = b.load("exp_avg_sq")
+    # -- update  (specs/schedule_free_adamw.py)
+    # 37  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
+    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
+    # 38  step = g / (sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps) + weight_decay * p
+    step = g / (sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps) + weight_decay * p
+    # 39  p = p + c * (z - p) + rate * (beta1 * (1 - c) - 1) * step
+    p = p + c * (z - p) + scalar_3 * step
+    z = z - rate * step                                        # 40  z = z - rate * step
+    # -- encode and store
+    b.store("p", p)
+    b.store("z", z)
+    b.store("exp_avg_sq", exp_avg_sq)
+
+
 def host_scalars(
     step, grad_scale, *, lr, betas, eps, weight_decay, warmup_steps, r, weight_lr_power, weight_sum, lr_max,
 ):
     """The kernel's scalars at this step, and the new host states; fp64."""
     beta1, beta2 = betas
     # 33  lr_max = maximum(lr_max, rate)
-    lr_max_2 = larger(lr_max, lr * smaller(1, divide(step, larger(warmup_steps, 1))))
-    weight = power(step, r) * power(lr_max_2, weight_lr_power)     # 34  weight = t**r * lr_max**weight_lr_power
-    weight_sum_2 = weight_sum + weight                             # 35  weight_sum = weight_sum + weight
+    lr_max_2 = maximum(lr_max, lr * minimum(1, divide(step, maximum(warmup_steps, 1))))
+    weight = power(step, r) * power(lr_max_2, weight_lr_power)      # 34  weight = t**r * lr_max**weight_lr_power
+    weight_sum_2 = weight_sum + weight                              # 35  weight_sum = weight_sum + weight
     one_minus_beta2 = 1 - beta2
     sqrt_one_minus_beta2_pow_t = root(1 - beta2**step)
-    c = divide(weight, larger(weight_sum_2, 1e-300))               # 36  c = weight / maximum(weight_sum, 1e-300)
-    scalar_3 = lr * smaller(1, divide(step, larger(warmup_steps, 1))) * (beta1 * (1 - c) - 1)
+    c = divide(weight, maximum(weight_sum_2, 1e-300))               # 36  c = weight / maximum(weight_sum, 1e-300)
+    scalar_3 = lr * minimum(1, divide(step, maximum(warmup_steps, 1))) * (beta1 * (1 - c) - 1)
     # 32  rate = lr * minimum(1.0, t / maximum(warmup_steps, 1.0))
-    rate = lr * smaller(1, divide(step, larger(warmup_steps, 1)))
+    rate = lr * minimum(1, divide(step, maximum(warmup_steps, 1)))
     return (
         beta2, eps, weight_decay, grad_scale, one_minus_beta2, sqrt_one_minus_beta2_pow_t, c, scalar_3, rate,
         weight_sum_2, lr_max_2,
@@ -96,15 +122,15 @@ def kernel_scalars(
     """The kernel's scalars at this step, and the new host states; fp64."""
     beta1, beta2 = betas
     # 32  rate = lr * minimum(1.0, t / maximum(warmup_steps, 1.0))
-    rate = lr * smaller(1, divide(step, larger(warmup_steps, 1)))
-    lr_max_2 = larger(lr_max, rate)                                # 33  lr_max = maximum(lr_max, rate)
-    weight = power(step, r) * power(lr_max_2, weight_lr_power)     # 34  weight = t**r * lr_max**weight_lr_power
-    weight_sum_2 = weight_sum + weight                             # 35  weight_sum = weight_sum + weight
+    rate = lr * minimum(1, divide(step, maximum(warmup_steps, 1)))
+    lr_max_2 = maximum(lr_max, rate)                                # 33  lr_max = maximum(lr_max, rate)
+    weight = power(step, r) * power(lr_max_2, weight_lr_power)      # 34  weight = t**r * lr_max**weight_lr_power
+    weight_sum_2 = weight_sum + weight                              # 35  weight_sum = weight_sum + weight
     scalar_0 = (1 - beta2) * grad_scale * grad_scale
     common_1 = root(1 - beta2**step)
     grad_scale_times_sqrt_one_minus_beta2_pow_t = grad_scale * common_1
     eps_times_sqrt_one_minus_beta2_pow_t = eps * common_1
-    c = divide(weight, larger(weight_sum_2, 1e-300))               # 36  c = weight / maximum(weight_sum, 1e-300)
+    c = divide(weight, maximum(weight_sum_2, 1e-300))               # 36  c = weight / maximum(weight_sum, 1e-300)
     scalar_4 = rate * (beta1 * (1 - c) - 1)
     scalar_5 = -rate
     return (

@@ -7,7 +7,7 @@
 from optgen.runtime import Flag, Hyper, Optimizer
 from optgen.runtime.records import Rule, Stage
 from optgen.runtime.records.join import RuleRecord, StateRecord
-from optgen.runtime.records.scalars import divide, larger, power, smaller
+from optgen.runtime.records.scalars import divide, maximum, minimum, power
 
 
 class ScheduleFreeSGD(Optimizer):
@@ -64,18 +64,35 @@ class ScheduleFreeSGD(Optimizer):
         )
 
 
+def schedule_free_sgd(stored, weight_decay, grad_scale, c, scalar_1, rate):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+    b = stored.over("p", "g", "z")
+    # -- load and decode
+    p = b.load("p")
+    z = b.load("z")
+    g = b.load("g")
+    g = grad_scale * g
+    # -- update  (specs/schedule_free_sgd.py)
+    step = g + weight_decay * p            # 34  step = g + weight_decay * p
+    p = p + c * (z - p) + scalar_1 * step  # 35  p = p + c * (z - p) + rate * (momentum * (1 - c) - 1) * step
+    z = z - rate * step                    # 36  z = z - rate * step
+    # -- encode and store
+    b.store("p", p)
+    b.store("z", z)
+
+
 def host_scalars(
     step, grad_scale, *, lr, momentum, weight_decay, warmup_steps, r, weight_lr_power, weight_sum, lr_max,
 ):
     """The kernel's scalars at this step, and the new host states; fp64."""
     # 30  lr_max = maximum(lr_max, rate)
-    lr_max_2 = larger(lr_max, lr * smaller(1, divide(step, larger(warmup_steps, 1))))
-    weight = power(step, r) * power(lr_max_2, weight_lr_power)     # 31  weight = t**r * lr_max**weight_lr_power
-    weight_sum_2 = weight_sum + weight                             # 32  weight_sum = weight_sum + weight
-    c = divide(weight, larger(weight_sum_2, 1e-300))               # 33  c = weight / maximum(weight_sum, 1e-300)
-    scalar_1 = lr * smaller(1, divide(step, larger(warmup_steps, 1))) * (momentum * (1 - c) - 1)
+    lr_max_2 = maximum(lr_max, lr * minimum(1, divide(step, maximum(warmup_steps, 1))))
+    weight = power(step, r) * power(lr_max_2, weight_lr_power)      # 31  weight = t**r * lr_max**weight_lr_power
+    weight_sum_2 = weight_sum + weight                              # 32  weight_sum = weight_sum + weight
+    c = divide(weight, maximum(weight_sum_2, 1e-300))               # 33  c = weight / maximum(weight_sum, 1e-300)
+    scalar_1 = lr * minimum(1, divide(step, maximum(warmup_steps, 1))) * (momentum * (1 - c) - 1)
     # 29  rate = lr * minimum(1.0, t / maximum(warmup_steps, 1.0))
-    rate = lr * smaller(1, divide(step, larger(warmup_steps, 1)))
+    rate = lr * minimum(1, divide(step, maximum(warmup_steps, 1)))
     return (weight_decay, grad_scale, c, scalar_1, rate, weight_sum_2, lr_max_2)
 
 
@@ -84,11 +101,11 @@ def kernel_scalars(
 ):
     """The kernel's scalars at this step, and the new host states; fp64."""
     # 29  rate = lr * minimum(1.0, t / maximum(warmup_steps, 1.0))
-    rate = lr * smaller(1, divide(step, larger(warmup_steps, 1)))
-    lr_max_2 = larger(lr_max, rate)                                # 30  lr_max = maximum(lr_max, rate)
-    weight = power(step, r) * power(lr_max_2, weight_lr_power)     # 31  weight = t**r * lr_max**weight_lr_power
-    weight_sum_2 = weight_sum + weight                             # 32  weight_sum = weight_sum + weight
-    c = divide(weight, larger(weight_sum_2, 1e-300))               # 33  c = weight / maximum(weight_sum, 1e-300)
+    rate = lr * minimum(1, divide(step, maximum(warmup_steps, 1)))
+    lr_max_2 = maximum(lr_max, rate)                                # 30  lr_max = maximum(lr_max, rate)
+    weight = power(step, r) * power(lr_max_2, weight_lr_power)      # 31  weight = t**r * lr_max**weight_lr_power
+    weight_sum_2 = weight_sum + weight                              # 32  weight_sum = weight_sum + weight
+    c = divide(weight, maximum(weight_sum_2, 1e-300))               # 33  c = weight / maximum(weight_sum, 1e-300)
     scalar_1 = rate * (momentum * (1 - c) - 1)
     scalar_2 = -rate
     return (weight_decay, grad_scale, c, scalar_1, scalar_2, weight_sum_2, lr_max_2)

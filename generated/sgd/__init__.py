@@ -7,7 +7,7 @@
 from optgen.runtime import Flag, Hyper, Optimizer
 from optgen.runtime.records import Rule, Stage
 from optgen.runtime.records.join import RuleRecord, StateRecord
-from optgen.runtime.records.scalars import choose
+from optgen.runtime.records.scalars import where
 
 
 class SGD(Optimizer):
@@ -50,6 +50,63 @@ class SGD(Optimizer):
         )
 
 
+def sgd(stored, lr, weight_decay, grad_scale):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+    b = stored.over("p", "g")
+    # -- load and decode
+    p = b.load("p")
+    g = b.load("g")
+    g = grad_scale * g
+    # -- update  (specs/sgd.py)
+    g = g + weight_decay * p  # 20  g = l2(g, p, weight_decay)
+    p = p - lr * g            # 25  p = p - lr * update
+    # -- encode and store
+    b.store("p", p)
+
+
+def sgd_has_momentum(
+    stored, lr, weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
+):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+    b = stored.over("p", "g", "momentum_buffer")
+    # -- load and decode
+    p = b.load("p")
+    momentum_buffer = b.load("momentum_buffer")
+    g = b.load("g")
+    g = grad_scale * g
+    # -- update  (specs/sgd.py)
+    g = g + weight_decay * p      # 20  g = l2(g, p, weight_decay)
+    # 23  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
+    momentum_buffer = where_lt_one_t_momentum_zero * momentum_buffer + where_lt_one_t_one_minus_dampening_one * g
+    p = p - lr * momentum_buffer  # 25  p = p - lr * update
+    # -- encode and store
+    b.store("p", p)
+    b.store("momentum_buffer", momentum_buffer)
+
+
+def sgd_nesterov_has_momentum(
+    stored, lr, momentum, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
+    where_lt_one_t_one_minus_dampening_one,
+):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+    b = stored.over("p", "g", "momentum_buffer")
+    # -- load and decode
+    p = b.load("p")
+    g = b.load("g")
+    g = grad_scale * g
+    momentum_buffer = b.load("momentum_buffer")
+    # -- update  (specs/sgd.py)
+    g = g + weight_decay * p                 # 20  g = l2(g, p, weight_decay)
+    # 23  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
+    momentum_buffer = where_lt_one_t_momentum_zero * momentum_buffer + where_lt_one_t_one_minus_dampening_one * g
+    # 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
+    update = g + momentum * momentum_buffer
+    p = p - lr * update                      # 25  p = p - lr * update
+    # -- encode and store
+    b.store("p", p)
+    b.store("momentum_buffer", momentum_buffer)
+
+
 def host_scalars(step, grad_scale, *, lr, momentum, dampening, weight_decay):
     """The kernel's scalars at this step, and the new host states; fp64."""
     return (lr, weight_decay, grad_scale)
@@ -58,16 +115,16 @@ def host_scalars(step, grad_scale, *, lr, momentum, dampening, weight_decay):
 def host_scalars_2(step, grad_scale, *, lr, momentum, dampening, weight_decay):
     """The kernel's scalars at this step, and the new host states; fp64."""
     common_1 = 1 < step
-    where_lt_one_t_momentum_zero = choose(common_1, momentum, 0)
-    where_lt_one_t_one_minus_dampening_one = choose(common_1, 1 - dampening, 1)
+    where_lt_one_t_momentum_zero = where(common_1, momentum, 0)
+    where_lt_one_t_one_minus_dampening_one = where(common_1, 1 - dampening, 1)
     return (lr, weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one)
 
 
 def host_scalars_3(step, grad_scale, *, lr, momentum, dampening, weight_decay):
     """The kernel's scalars at this step, and the new host states; fp64."""
     common_1 = 1 < step
-    where_lt_one_t_momentum_zero = choose(common_1, momentum, 0)
-    where_lt_one_t_one_minus_dampening_one = choose(common_1, 1 - dampening, 1)
+    where_lt_one_t_momentum_zero = where(common_1, momentum, 0)
+    where_lt_one_t_one_minus_dampening_one = where(common_1, 1 - dampening, 1)
     return (
         lr, momentum, weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
     )
@@ -83,10 +140,10 @@ def kernel_scalars(step, grad_scale, *, lr, momentum, dampening, weight_decay):
 def kernel_scalars_2(step, grad_scale, *, lr, momentum, dampening, weight_decay):
     """The kernel's scalars at this step, and the new host states; fp64."""
     common_1 = 1 < step
-    common_2 = choose(common_1, 1 - dampening, 1)
+    common_2 = where(common_1, 1 - dampening, 1)
     scalar_0 = common_2 * grad_scale
     scalar_1 = common_2 * weight_decay
-    where_lt_one_t_momentum_zero = choose(common_1, momentum, 0)
+    where_lt_one_t_momentum_zero = where(common_1, momentum, 0)
     minus_lr = -lr
     return (scalar_0, scalar_1, where_lt_one_t_momentum_zero, minus_lr)
 
@@ -94,8 +151,8 @@ def kernel_scalars_2(step, grad_scale, *, lr, momentum, dampening, weight_decay)
 def kernel_scalars_3(step, grad_scale, *, lr, momentum, dampening, weight_decay):
     """The kernel's scalars at this step, and the new host states; fp64."""
     common_1 = 1 < step
-    where_lt_one_t_momentum_zero = choose(common_1, momentum, 0)
-    where_lt_one_t_one_minus_dampening_one = choose(common_1, 1 - dampening, 1)
+    where_lt_one_t_momentum_zero = where(common_1, momentum, 0)
+    where_lt_one_t_one_minus_dampening_one = where(common_1, 1 - dampening, 1)
     minus_lr = -lr
     return (
         momentum, weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,

@@ -4,10 +4,13 @@
 #   rebuild   optgen build sgdp
 # fmt: off
 # ruff: noqa
+import torch
+
 from optgen.runtime import Flag, Hyper, Optimizer
 from optgen.runtime.records import Rule, Stage, Temp
 from optgen.runtime.records.join import RuleRecord, StateRecord
 from optgen.runtime.records.scalars import divide
+from optgen.runtime.reference.eager import choose, few_max, few_sum, sqrt
 
 
 class SGDP(Optimizer):
@@ -63,6 +66,258 @@ class SGDP(Optimizer):
             ),
             **options
         )
+
+
+def sgdp(stored, momentum, grad_scale, one_minus_dampening, eps, delta, lr, one_minus_wd_ratio, weight_decay_2):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+
+    # == sweep 1: update (specs/sgdp.py:27)
+    b = stored.over("p", "g", "momentum_buffer")
+    # -- load and decode
+    momentum_buffer = b.load("momentum_buffer")
+    g = b.load("g")
+    g = grad_scale * g
+    p = b.load("p")
+    # -- update  (specs/sgdp.py)
+    # 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
+    momentum_buffer = momentum * momentum_buffer + one_minus_dampening * g
+    # -- encode and store
+    row_sum_for_invariant_tensor = b.row_sum(p * g)
+    row_sum_for_invariant_2_tensor = b.row_sum(p * p)
+    row_sum_for_invariant_3_tensor = b.row_sum(g * g)
+    row_sum_of_p_tensor = b.row_sum(p * momentum_buffer)
+    b.store("momentum_buffer", momentum_buffer)
+
+    # == row: values of rows
+    # -- load and decode
+    row_sum_for_invariant = row_sum_for_invariant_tensor
+    row_sum_for_invariant_2 = row_sum_for_invariant_2_tensor
+    row_sum_for_invariant_3 = row_sum_for_invariant_3_tensor
+    row_sum_of_p = row_sum_of_p_tensor
+    # -- encode and store
+    row_sum_for_invariant_2_add = sqrt(row_sum_for_invariant_2) + eps
+    tensor_max_for_invariant_tensor = few_max(
+        row_sum_for_invariant.abs() / (row_sum_for_invariant_2_add * (sqrt(row_sum_for_invariant_3) + eps)), "tensor"
+    )
+    tensor_sum_for_invariant_tensor = few_sum(row_sum_for_invariant, "tensor")
+    tensor_sum_for_invariant_2_tensor = few_sum(row_sum_for_invariant_2, "tensor")
+    tensor_sum_for_invariant_3_tensor = few_sum(row_sum_for_invariant_3, "tensor")
+    tensor_sum_of_p_tensor = few_sum(row_sum_of_p, "tensor")
+    row_sum_of_p_over_row_mul_2_tensor = row_sum_of_p / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add)
+
+    # == tensor: values of tensors
+    # -- encode and store
+    delta_over_sqrt_columns_tensor = delta / sqrt(b.extent("columns"))
+    delta_over_sqrt_elements_tensor = delta / sqrt(b.extent("elements"))
+
+    # == tensor: values of tensors
+    # -- load and decode
+    tensor_sum_for_invariant = tensor_sum_for_invariant_tensor
+    tensor_sum_for_invariant_2 = tensor_sum_for_invariant_2_tensor
+    tensor_sum_for_invariant_3 = tensor_sum_for_invariant_3_tensor
+    delta_over_sqrt_elements = delta_over_sqrt_elements_tensor
+    tensor_sum_of_p = tensor_sum_of_p_tensor
+    # -- encode and store
+    tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps
+    delta_over_sqrt_elements_lt = (
+        tensor_sum_for_invariant.abs() / (tensor_sum_for_invariant_2_add * (sqrt(tensor_sum_for_invariant_3) + eps))
+        < delta_over_sqrt_elements
+    )
+    tensor_lt_2_tensor = choose(delta_over_sqrt_elements_lt, 1.0, 0.0)
+    tensor_sum_of_p_over_tensor_mul_2_2_tensor = torch.where(
+        delta_over_sqrt_elements_lt,
+        tensor_sum_of_p / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0
+    )
+
+    # == tensor: values of tensors
+    # -- load and decode
+    tensor_max_for_invariant = tensor_max_for_invariant_tensor
+    delta_over_sqrt_columns = delta_over_sqrt_columns_tensor
+    tensor_lt_2 = tensor_lt_2_tensor
+    # -- update  (specs/sgdp.py)
+    tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns
+    # 27  update, invariant = without_radial(update, p, g, delta, eps)
+    invariant = choose(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
+    # 28  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
+    weight_decay = weight_decay_2 * (1.0 - one_minus_wd_ratio * invariant)
+    # -- encode and store
+    tensor_lt_tensor = choose(tensor_max_for_invariant_lt, 1.0, 0.0)
+    one_minus_lr_times_weight_decay_2_tensor = 1.0 - lr * weight_decay
+
+    # == row: values of rows
+    # -- load and decode
+    tensor_lt = tensor_lt_tensor
+    row_sum_of_p_over_row_mul_2 = row_sum_of_p_over_row_mul_2_tensor
+    tensor_sum_of_p_over_tensor_mul_2_2 = tensor_sum_of_p_over_tensor_mul_2_2_tensor
+    # -- encode and store
+    row_sum_of_p_over_row_mul_2_2_tensor = torch.where(
+        0.0 < tensor_lt, row_sum_of_p_over_row_mul_2, tensor_sum_of_p_over_tensor_mul_2_2
+    )
+
+    # == sweep 2: the update
+    b = stored.over("p", "momentum_buffer")
+    # -- load and decode
+    p = b.load("p")
+    one_minus_lr_times_weight_decay_2 = b.spread(one_minus_lr_times_weight_decay_2_tensor)
+    momentum_buffer = b.load("momentum_buffer")
+    row_sum_of_p_over_row_mul_2_2 = b.spread(row_sum_of_p_over_row_mul_2_2_tensor)
+    # -- update  (specs/sgdp.py)
+    p_2 = p * one_minus_lr_times_weight_decay_2                   # 29  p = decoupled(p, lr, weight_decay)
+    # 27  update, invariant = without_radial(update, p, g, delta, eps)
+    update = momentum_buffer - row_sum_of_p_over_row_mul_2_2 * p
+    p = p_2 - lr * update                                         # 30  p = p - lr * update
+    # -- encode and store
+    b.store("p", p)
+
+
+def sgdp_no_projected(stored, lr, momentum, grad_scale, one_minus_dampening, scalar_1):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+    b = stored.over("p", "g", "momentum_buffer")
+    # -- load and decode
+    p = b.load("p")
+    momentum_buffer = b.load("momentum_buffer")
+    g = b.load("g")
+    g = grad_scale * g
+    # -- update  (specs/sgdp.py)
+    p = p * scalar_1                                                        # 29  p = decoupled(p, lr, weight_decay)
+    # 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
+    momentum_buffer = momentum * momentum_buffer + one_minus_dampening * g
+    p = p - lr * momentum_buffer                                            # 30  p = p - lr * update
+    # -- encode and store
+    b.store("p", p)
+    b.store("momentum_buffer", momentum_buffer)
+
+
+def sgdp_nesterov(
+    stored, momentum, grad_scale, one_minus_dampening, eps, delta, lr, one_minus_wd_ratio, weight_decay_2,
+):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+
+    # == sweep 1: update (specs/sgdp.py:27)
+    b = stored.over("p", "g", "momentum_buffer")
+    # -- load and decode
+    p = b.load("p")
+    g = b.load("g")
+    g = grad_scale * g
+    momentum_buffer = b.load("momentum_buffer")
+    # -- update  (specs/sgdp.py)
+    # 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
+    momentum_buffer = momentum * momentum_buffer + one_minus_dampening * g
+    # 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
+    update = g + momentum * momentum_buffer
+    # -- encode and store
+    row_sum_for_invariant_tensor = b.row_sum(p * g)
+    row_sum_for_invariant_2_tensor = b.row_sum(p * p)
+    row_sum_for_invariant_3_tensor = b.row_sum(g * g)
+    row_sum_of_p_tensor = b.row_sum(p * update)
+
+    # == row: values of rows
+    # -- load and decode
+    row_sum_for_invariant = row_sum_for_invariant_tensor
+    row_sum_for_invariant_2 = row_sum_for_invariant_2_tensor
+    row_sum_for_invariant_3 = row_sum_for_invariant_3_tensor
+    row_sum_of_p = row_sum_of_p_tensor
+    # -- encode and store
+    row_sum_for_invariant_2_add = sqrt(row_sum_for_invariant_2) + eps
+    tensor_max_for_invariant_tensor = few_max(
+        row_sum_for_invariant.abs() / (row_sum_for_invariant_2_add * (sqrt(row_sum_for_invariant_3) + eps)), "tensor"
+    )
+    tensor_sum_for_invariant_tensor = few_sum(row_sum_for_invariant, "tensor")
+    tensor_sum_for_invariant_2_tensor = few_sum(row_sum_for_invariant_2, "tensor")
+    tensor_sum_for_invariant_3_tensor = few_sum(row_sum_for_invariant_3, "tensor")
+    tensor_sum_of_p_tensor = few_sum(row_sum_of_p, "tensor")
+    row_sum_of_p_over_row_mul_2_tensor = row_sum_of_p / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add)
+
+    # == tensor: values of tensors
+    # -- encode and store
+    delta_over_sqrt_columns_tensor = delta / sqrt(b.extent("columns"))
+    delta_over_sqrt_elements_tensor = delta / sqrt(b.extent("elements"))
+
+    # == tensor: values of tensors
+    # -- load and decode
+    tensor_sum_for_invariant = tensor_sum_for_invariant_tensor
+    tensor_sum_for_invariant_2 = tensor_sum_for_invariant_2_tensor
+    tensor_sum_for_invariant_3 = tensor_sum_for_invariant_3_tensor
+    delta_over_sqrt_elements = delta_over_sqrt_elements_tensor
+    tensor_sum_of_p = tensor_sum_of_p_tensor
+    # -- encode and store
+    tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps
+    delta_over_sqrt_elements_lt = (
+        tensor_sum_for_invariant.abs() / (tensor_sum_for_invariant_2_add * (sqrt(tensor_sum_for_invariant_3) + eps))
+        < delta_over_sqrt_elements
+    )
+    tensor_lt_2_tensor = choose(delta_over_sqrt_elements_lt, 1.0, 0.0)
+    tensor_sum_of_p_over_tensor_mul_2_2_tensor = torch.where(
+        delta_over_sqrt_elements_lt,
+        tensor_sum_of_p / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0
+    )
+
+    # == tensor: values of tensors
+    # -- load and decode
+    tensor_max_for_invariant = tensor_max_for_invariant_tensor
+    delta_over_sqrt_columns = delta_over_sqrt_columns_tensor
+    tensor_lt_2 = tensor_lt_2_tensor
+    # -- update  (specs/sgdp.py)
+    tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns
+    # 27  update, invariant = without_radial(update, p, g, delta, eps)
+    invariant = choose(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
+    # 28  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
+    weight_decay = weight_decay_2 * (1.0 - one_minus_wd_ratio * invariant)
+    # -- encode and store
+    tensor_lt_tensor = choose(tensor_max_for_invariant_lt, 1.0, 0.0)
+    one_minus_lr_times_weight_decay_2_tensor = 1.0 - lr * weight_decay
+
+    # == row: values of rows
+    # -- load and decode
+    tensor_lt = tensor_lt_tensor
+    row_sum_of_p_over_row_mul_2 = row_sum_of_p_over_row_mul_2_tensor
+    tensor_sum_of_p_over_tensor_mul_2_2 = tensor_sum_of_p_over_tensor_mul_2_2_tensor
+    # -- encode and store
+    row_sum_of_p_over_row_mul_2_2_tensor = torch.where(
+        0.0 < tensor_lt, row_sum_of_p_over_row_mul_2, tensor_sum_of_p_over_tensor_mul_2_2
+    )
+
+    # == sweep 2: the update
+    b = stored.over("p", "g", "momentum_buffer")
+    # -- load and decode
+    p = b.load("p")
+    one_minus_lr_times_weight_decay_2 = b.spread(one_minus_lr_times_weight_decay_2_tensor)
+    g = b.load("g")
+    g = grad_scale * g
+    momentum_buffer = b.load("momentum_buffer")
+    row_sum_of_p_over_row_mul_2_2 = b.spread(row_sum_of_p_over_row_mul_2_2_tensor)
+    # -- update  (specs/sgdp.py)
+    p_2 = p * one_minus_lr_times_weight_decay_2                             # 29  p = decoupled(p, lr, weight_decay)
+    # 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
+    momentum_buffer = momentum * momentum_buffer + one_minus_dampening * g
+    # 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
+    update = g + momentum * momentum_buffer
+    # 27  update, invariant = without_radial(update, p, g, delta, eps)
+    update = update - row_sum_of_p_over_row_mul_2_2 * p
+    p = p_2 - lr * update                                                   # 30  p = p - lr * update
+    # -- encode and store
+    b.store("p", p)
+    b.store("momentum_buffer", momentum_buffer)
+
+
+def sgdp_nesterov_no_projected(stored, lr, momentum, grad_scale, one_minus_dampening, scalar_1):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+    b = stored.over("p", "g", "momentum_buffer")
+    # -- load and decode
+    p = b.load("p")
+    g = b.load("g")
+    g = grad_scale * g
+    momentum_buffer = b.load("momentum_buffer")
+    # -- update  (specs/sgdp.py)
+    p = p * scalar_1                                                        # 29  p = decoupled(p, lr, weight_decay)
+    # 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
+    momentum_buffer = momentum * momentum_buffer + one_minus_dampening * g
+    # 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
+    update = g + momentum * momentum_buffer
+    p = p - lr * update                                                     # 30  p = p - lr * update
+    # -- encode and store
+    b.store("p", p)
+    b.store("momentum_buffer", momentum_buffer)
 
 
 def host_scalars(step, grad_scale, *, lr, momentum, dampening, eps, weight_decay, delta, wd_ratio):

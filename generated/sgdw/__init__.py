@@ -7,7 +7,7 @@
 from optgen.runtime import Flag, Hyper, Optimizer
 from optgen.runtime.records import Rule, Stage
 from optgen.runtime.records.join import RuleRecord, StateRecord
-from optgen.runtime.records.scalars import choose
+from optgen.runtime.records.scalars import where
 
 
 class SGDW(Optimizer):
@@ -50,6 +50,64 @@ class SGDW(Optimizer):
         )
 
 
+def sgdw(stored, lr, grad_scale, one_minus_lr_times_weight_decay):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+    b = stored.over("p", "g")
+    # -- load and decode
+    p = b.load("p")
+    g = b.load("g")
+    g = grad_scale * g
+    # -- update  (specs/sgdw.py)
+    p = p * one_minus_lr_times_weight_decay  # 24  p = decoupled(p, lr, weight_decay)
+    p = p - lr * g                           # 25  p = p - lr * update
+    # -- encode and store
+    b.store("p", p)
+
+
+def sgdw_has_momentum(
+    stored, lr, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
+    one_minus_lr_times_weight_decay,
+):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+    b = stored.over("p", "g", "momentum_buffer")
+    # -- load and decode
+    p = b.load("p")
+    momentum_buffer = b.load("momentum_buffer")
+    g = b.load("g")
+    g = grad_scale * g
+    # -- update  (specs/sgdw.py)
+    p = p * one_minus_lr_times_weight_decay  # 24  p = decoupled(p, lr, weight_decay)
+    # 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
+    momentum_buffer = where_lt_one_t_momentum_zero * momentum_buffer + where_lt_one_t_one_minus_dampening_one * g
+    p = p - lr * momentum_buffer             # 25  p = p - lr * update
+    # -- encode and store
+    b.store("p", p)
+    b.store("momentum_buffer", momentum_buffer)
+
+
+def sgdw_nesterov_has_momentum(
+    stored, lr, momentum, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
+    one_minus_lr_times_weight_decay,
+):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+    b = stored.over("p", "g", "momentum_buffer")
+    # -- load and decode
+    p = b.load("p")
+    g = b.load("g")
+    g = grad_scale * g
+    momentum_buffer = b.load("momentum_buffer")
+    # -- update  (specs/sgdw.py)
+    p = p * one_minus_lr_times_weight_decay  # 24  p = decoupled(p, lr, weight_decay)
+    # 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
+    momentum_buffer = where_lt_one_t_momentum_zero * momentum_buffer + where_lt_one_t_one_minus_dampening_one * g
+    # 23  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
+    update = g + momentum * momentum_buffer
+    p = p - lr * update                      # 25  p = p - lr * update
+    # -- encode and store
+    b.store("p", p)
+    b.store("momentum_buffer", momentum_buffer)
+
+
 def host_scalars(step, grad_scale, *, lr, momentum, dampening, weight_decay):
     """The kernel's scalars at this step, and the new host states; fp64."""
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay
@@ -59,8 +117,8 @@ def host_scalars(step, grad_scale, *, lr, momentum, dampening, weight_decay):
 def host_scalars_2(step, grad_scale, *, lr, momentum, dampening, weight_decay):
     """The kernel's scalars at this step, and the new host states; fp64."""
     common_1 = 1 < step
-    where_lt_one_t_momentum_zero = choose(common_1, momentum, 0)
-    where_lt_one_t_one_minus_dampening_one = choose(common_1, 1 - dampening, 1)
+    where_lt_one_t_momentum_zero = where(common_1, momentum, 0)
+    where_lt_one_t_one_minus_dampening_one = where(common_1, 1 - dampening, 1)
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay
     return (
         lr, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
@@ -71,8 +129,8 @@ def host_scalars_2(step, grad_scale, *, lr, momentum, dampening, weight_decay):
 def host_scalars_3(step, grad_scale, *, lr, momentum, dampening, weight_decay):
     """The kernel's scalars at this step, and the new host states; fp64."""
     common_1 = 1 < step
-    where_lt_one_t_momentum_zero = choose(common_1, momentum, 0)
-    where_lt_one_t_one_minus_dampening_one = choose(common_1, 1 - dampening, 1)
+    where_lt_one_t_momentum_zero = where(common_1, momentum, 0)
+    where_lt_one_t_one_minus_dampening_one = where(common_1, 1 - dampening, 1)
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay
     return (
         lr, momentum, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
@@ -90,8 +148,8 @@ def kernel_scalars(step, grad_scale, *, lr, momentum, dampening, weight_decay):
 def kernel_scalars_2(step, grad_scale, *, lr, momentum, dampening, weight_decay):
     """The kernel's scalars at this step, and the new host states; fp64."""
     common_1 = 1 < step
-    where_lt_one_t_momentum_zero = choose(common_1, momentum, 0)
-    scalar_1 = choose(common_1, 1 - dampening, 1) * grad_scale
+    where_lt_one_t_momentum_zero = where(common_1, momentum, 0)
+    scalar_1 = where(common_1, 1 - dampening, 1) * grad_scale
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay
     minus_lr = -lr
     return (where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay, minus_lr)
@@ -100,8 +158,8 @@ def kernel_scalars_2(step, grad_scale, *, lr, momentum, dampening, weight_decay)
 def kernel_scalars_3(step, grad_scale, *, lr, momentum, dampening, weight_decay):
     """The kernel's scalars at this step, and the new host states; fp64."""
     common_1 = 1 < step
-    where_lt_one_t_momentum_zero = choose(common_1, momentum, 0)
-    scalar_1 = choose(common_1, 1 - dampening, 1) * grad_scale
+    where_lt_one_t_momentum_zero = where(common_1, momentum, 0)
+    scalar_1 = where(common_1, 1 - dampening, 1) * grad_scale
     lr_times_grad_scale = lr * grad_scale
     lr_times_momentum = lr * momentum
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay

@@ -4,6 +4,8 @@
 #   rebuild   optgen build signum
 # fmt: off
 # ruff: noqa
+import torch
+
 from optgen.runtime import Flag, Hyper, Optimizer
 from optgen.runtime.records import Rule, Stage
 from optgen.runtime.records.join import RuleRecord, StateRecord
@@ -40,6 +42,39 @@ class Signum(Optimizer):
 
     def __init__(self, params, lr=0.001, momentum=0.9, weight_decay=0.0, **options):
         super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay), **options)
+
+
+def signum(stored, lr, grad_scale, one_minus_lr_times_weight_decay):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+    b = stored.over("p", "g")
+    # -- load and decode
+    p = b.load("p")
+    g = b.load("g")
+    g = grad_scale * g
+    # -- update  (specs/signum.py)
+    p = p * one_minus_lr_times_weight_decay                            # 22  p = decoupled(p, lr, weight_decay)
+    p = p - lr * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g))  # 23  p = p - lr * sign(update)
+    # -- encode and store
+    b.store("p", p)
+
+
+def signum_has_momentum(stored, lr, momentum, grad_scale, one_minus_momentum, one_minus_lr_times_weight_decay):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+    b = stored.over("p", "g", "momentum_buffer")
+    # -- load and decode
+    p = b.load("p")
+    momentum_buffer = b.load("momentum_buffer")
+    g = b.load("g")
+    g = grad_scale * g
+    # -- update  (specs/signum.py)
+    p = p * one_minus_lr_times_weight_decay                                # 22  p = decoupled(p, lr, weight_decay)
+    # 20  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
+    momentum_buffer = momentum * momentum_buffer + one_minus_momentum * g
+    # 23  p = p - lr * sign(update)
+    p = p - lr * torch.where(momentum_buffer > 0, 1.0, torch.where(momentum_buffer < 0, -1.0, momentum_buffer))
+    # -- encode and store
+    b.store("p", p)
+    b.store("momentum_buffer", momentum_buffer)
 
 
 def host_scalars(step, grad_scale, *, lr, momentum, weight_decay):

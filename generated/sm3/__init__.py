@@ -7,6 +7,7 @@
 from optgen.runtime import Flag, Hyper, Optimizer
 from optgen.runtime.records import Rule, Stage, Temp
 from optgen.runtime.records.join import RuleRecord, StateRecord
+from optgen.runtime.reference.eager import put, quotient, smaller, sqrt
 
 
 class SM3(Optimizer):
@@ -49,6 +50,116 @@ class SM3(Optimizer):
 
     def __init__(self, params, lr=0.1, momentum=0.9, eps=1e-30, **options):
         super().__init__(params, dict(lr=lr, momentum=momentum, eps=eps), **options)
+
+
+def sm3(stored, lr, eps, grad_scale):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+
+    # == sweep 1: accumulator_row (specs/sm3.py:39), accumulator_col (specs/sm3.py:40)
+    b = stored.over("p", "g")
+    # -- load and decode
+    p = b.load("p")
+    g = b.load("g")
+    g = grad_scale * g
+    accumulator_row = b.spread(stored["accumulator_row"])
+    accumulator_col = b.spread(stored["accumulator_col"])
+    # -- update  (specs/sm3.py)
+    # 38  total = minimum(accumulator_row, accumulator_col) + g * g
+    total = smaller(accumulator_row, accumulator_col) + g * g
+    update = g * quotient(1.0, sqrt(total + eps))              # 44  update = g * rsqrt(total + eps)
+    p = p - lr * update                                        # 48  p = p - lr * update
+    # -- encode and store
+    accumulator_row_2_tensor = b.row_max(total)
+    accumulator_col_2_tensor = b.col_max(total)
+    b.store("p", p)
+
+    # == row: values of rows
+    # -- load and decode
+    accumulator_row_2 = accumulator_row_2_tensor
+    # -- encode and store
+    put(stored["accumulator_row"], accumulator_row_2)
+
+    # == col: values of columns
+    # -- load and decode
+    accumulator_col_2 = accumulator_col_2_tensor
+    # -- encode and store
+    put(stored["accumulator_col"], accumulator_col_2)
+
+
+def sm3_no_factored(stored, lr, eps, grad_scale):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+    b = stored.over("p", "g", "accumulator")
+    # -- load and decode
+    p = b.load("p")
+    g = b.load("g")
+    g = grad_scale * g
+    accumulator = b.load("accumulator")
+    # -- update  (specs/sm3.py)
+    accumulator = accumulator + g * g                    # 42  accumulator = accumulator + g * g
+    update = g * quotient(1.0, sqrt(accumulator + eps))  # 44  update = g * rsqrt(total + eps)
+    p = p - lr * update                                  # 48  p = p - lr * update
+    # -- encode and store
+    b.store("p", p)
+    b.store("accumulator", accumulator)
+
+
+def sm3_has_momentum(stored, lr, momentum, eps, grad_scale, one_minus_momentum):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+
+    # == sweep 1: accumulator_row (specs/sm3.py:39), accumulator_col (specs/sm3.py:40)
+    b = stored.over("p", "g", "momentum_buffer")
+    # -- load and decode
+    p = b.load("p")
+    momentum_buffer = b.load("momentum_buffer")
+    g = b.load("g")
+    g = grad_scale * g
+    accumulator_row = b.spread(stored["accumulator_row"])
+    accumulator_col = b.spread(stored["accumulator_col"])
+    # -- update  (specs/sm3.py)
+    # 38  total = minimum(accumulator_row, accumulator_col) + g * g
+    total = smaller(accumulator_row, accumulator_col) + g * g
+    update = g * quotient(1.0, sqrt(total + eps))              # 44  update = g * rsqrt(total + eps)
+    # 46  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * update
+    momentum_buffer = momentum * momentum_buffer + one_minus_momentum * update
+    p = p - lr * momentum_buffer                               # 48  p = p - lr * update
+    # -- encode and store
+    accumulator_row_2_tensor = b.row_max(total)
+    accumulator_col_2_tensor = b.col_max(total)
+    b.store("p", p)
+    b.store("momentum_buffer", momentum_buffer)
+
+    # == row: values of rows
+    # -- load and decode
+    accumulator_row_2 = accumulator_row_2_tensor
+    # -- encode and store
+    put(stored["accumulator_row"], accumulator_row_2)
+
+    # == col: values of columns
+    # -- load and decode
+    accumulator_col_2 = accumulator_col_2_tensor
+    # -- encode and store
+    put(stored["accumulator_col"], accumulator_col_2)
+
+
+def sm3_has_momentum_no_factored(stored, lr, momentum, eps, grad_scale, one_minus_momentum):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+    b = stored.over("p", "g", "accumulator", "momentum_buffer")
+    # -- load and decode
+    p = b.load("p")
+    momentum_buffer = b.load("momentum_buffer")
+    g = b.load("g")
+    g = grad_scale * g
+    accumulator = b.load("accumulator")
+    # -- update  (specs/sm3.py)
+    accumulator = accumulator + g * g                    # 42  accumulator = accumulator + g * g
+    update = g * quotient(1.0, sqrt(accumulator + eps))  # 44  update = g * rsqrt(total + eps)
+    # 46  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * update
+    momentum_buffer = momentum * momentum_buffer + one_minus_momentum * update
+    p = p - lr * momentum_buffer                         # 48  p = p - lr * update
+    # -- encode and store
+    b.store("p", p)
+    b.store("accumulator", accumulator)
+    b.store("momentum_buffer", momentum_buffer)
 
 
 def host_scalars(step, grad_scale, *, lr, momentum, eps):

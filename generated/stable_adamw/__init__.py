@@ -8,6 +8,7 @@ from optgen.runtime import Flag, Hyper, Optimizer
 from optgen.runtime.records import Rule, Stage, Temp
 from optgen.runtime.records.join import RuleRecord, StateRecord
 from optgen.runtime.records.scalars import divide
+from optgen.runtime.reference.eager import larger, sqrt
 
 
 class StableAdamW(Optimizer):
@@ -43,6 +44,53 @@ class StableAdamW(Optimizer):
 
     def __init__(self, params, lr=0.001, betas=(0.9, 0.99), eps=1e-6, weight_decay=0.01, **options):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay), **options)
+
+
+def stable_adamw(
+    stored, grad_scale, beta1_hat, scalar_1, beta2_hat, scalar_3, eps_times_eps, lr, weight_decay, eps,
+):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+
+    # == sweep 1: surprise (specs/stable_adamw.py:24)
+    b = stored.over("g", "exp_avg", "exp_avg_sq")
+    # -- load and decode
+    exp_avg = b.load("exp_avg")
+    g = b.load("g")
+    g = grad_scale * g
+    exp_avg_sq = b.load("exp_avg_sq")
+    # -- update  (specs/stable_adamw.py)
+    exp_avg = beta1_hat * exp_avg + scalar_1 * g            # 22  exp_avg = beta1_hat * exp_avg + (1 - beta1_hat) * g
+    # 23  exp_avg_sq = beta2_hat * exp_avg_sq + (1 - beta2_hat) * g * g
+    exp_avg_sq = beta2_hat * exp_avg_sq + scalar_3 * g * g
+    # -- encode and store
+    tensor_sum_for_surprise_tensor = b.tensor_sum(g * g / larger(exp_avg_sq, eps_times_eps))
+    b.store("exp_avg_sq", exp_avg_sq)
+    b.store("exp_avg", exp_avg)
+
+    # == tensor: values of tensors
+    # -- load and decode
+    tensor_sum_for_surprise = tensor_sum_for_surprise_tensor
+    # -- update  (specs/stable_adamw.py)
+    # 24  surprise = sqrt(mean(g * g / maximum(exp_avg_sq, eps * eps)))
+    surprise = sqrt(tensor_sum_for_surprise / b.extent("elements"))
+    rate = lr / surprise.clamp(min=1.0)                              # 25  rate = lr / maximum(1.0, surprise)
+    # -- encode and store
+    rate_tensor = rate
+    one_minus_rate_times_weight_decay_tensor = 1.0 - rate * weight_decay
+
+    # == sweep 2: the update
+    b = stored.over("p", "exp_avg", "exp_avg_sq")
+    # -- load and decode
+    p = b.load("p")
+    one_minus_rate_times_weight_decay = b.spread(one_minus_rate_times_weight_decay_tensor)
+    rate = b.spread(rate_tensor)
+    exp_avg = b.load("exp_avg")
+    exp_avg_sq = b.load("exp_avg_sq")
+    # -- update  (specs/stable_adamw.py)
+    p = p * one_minus_rate_times_weight_decay          # 26  p = decoupled(p, rate, weight_decay)
+    p = p - rate * exp_avg / (sqrt(exp_avg_sq) + eps)  # 27  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + eps)
+    # -- encode and store
+    b.store("p", p)
 
 
 def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):

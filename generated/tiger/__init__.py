@@ -4,6 +4,8 @@
 #   rebuild   optgen build tiger
 # fmt: off
 # ruff: noqa
+import torch
+
 from optgen.runtime import Flag, Hyper, Optimizer
 from optgen.runtime.records import Rule, Stage
 from optgen.runtime.records.join import RuleRecord, StateRecord
@@ -34,6 +36,24 @@ class Tiger(Optimizer):
 
     def __init__(self, params, lr=0.001, beta=0.965, weight_decay=0.01, **options):
         super().__init__(params, dict(lr=lr, beta=beta, weight_decay=weight_decay), **options)
+
+
+def tiger(stored, lr, beta, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+    b = stored.over("p", "g", "exp_avg")
+    # -- load and decode
+    p = b.load("p")
+    exp_avg = b.load("exp_avg")
+    g = b.load("g")
+    g = grad_scale * g
+    # -- update  (specs/tiger.py)
+    p = p * one_minus_lr_times_weight_decay        # 17  p = decoupled(p, lr, weight_decay)
+    exp_avg = beta * exp_avg + one_minus_beta * g  # 18  exp_avg = beta * exp_avg + (1 - beta) * g
+    # 19  p = p - lr * sign(exp_avg)
+    p = p - lr * torch.where(exp_avg > 0, 1.0, torch.where(exp_avg < 0, -1.0, exp_avg))
+    # -- encode and store
+    b.store("p", p)
+    b.store("exp_avg", exp_avg)
 
 
 def host_scalars(step, grad_scale, *, lr, beta, weight_decay):

@@ -4,10 +4,13 @@
 #   rebuild   optgen build yogi
 # fmt: off
 # ruff: noqa
+import torch
+
 from optgen.runtime import Flag, Hyper, Optimizer
 from optgen.runtime.records import Rule, Stage
 from optgen.runtime.records.join import RuleRecord, StateRecord
-from optgen.runtime.records.scalars import choose, divide, larger, root
+from optgen.runtime.records.scalars import divide, maximum, root, where
+from optgen.runtime.reference.eager import sqrt
 
 
 class Yogi(Optimizer):
@@ -54,12 +57,45 @@ class Yogi(Optimizer):
         )
 
 
+def yogi(
+    stored, beta1, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1,
+    where_lt_one_t_zero_initial_accumulator, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
+    lr_over_one_minus_beta1_pow_t,
+):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+    b = stored.over("p", "g", "exp_avg", "exp_avg_sq")
+    # -- load and decode
+    p = b.load("p")
+    exp_avg = b.load("exp_avg")
+    g = b.load("g")
+    g = grad_scale * g
+    exp_avg_sq = b.load("exp_avg_sq")
+    # -- update  (specs/yogi.py)
+    p = p * one_minus_lr_times_weight_decay                            # 24  p = decoupled(p, lr, weight_decay)
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * g                    # 25  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    # 27  exp_avg_sq = exp_avg_sq + where(t > 1, 0.0, initial_accumulator)
+    exp_avg_sq = exp_avg_sq + where_lt_one_t_zero_initial_accumulator
+    square = g * g                                                     # 26  square = g * g
+    # 28  exp_avg_sq = exp_avg_sq - (1 - beta2) * sign(exp_avg_sq - square) * square
+    exp_avg_sq = exp_avg_sq - one_minus_beta2 * torch.where(
+        exp_avg_sq - square > 0, 1.0, torch.where(exp_avg_sq - square < 0, -1.0, exp_avg_sq - square)
+    ) * square
+    # 29  denom = sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps
+    denom = sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
+    # 30  p = p - lr / (1 - beta1**t) * exp_avg / denom
+    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom
+    # -- encode and store
+    b.store("p", p)
+    b.store("exp_avg", exp_avg)
+    b.store("exp_avg_sq", exp_avg_sq)
+
+
 def host_scalars(step, grad_scale, *, lr, betas, initial_accumulator, eps, weight_decay):
     """The kernel's scalars at this step, and the new host states; fp64."""
     beta1, beta2 = betas
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay
     one_minus_beta1 = 1 - beta1
-    where_lt_one_t_zero_initial_accumulator = choose(1 < step, 0, initial_accumulator)
+    where_lt_one_t_zero_initial_accumulator = where(1 < step, 0, initial_accumulator)
     one_minus_beta2 = 1 - beta2
     sqrt_one_minus_beta2_pow_t = root(1 - beta2**step)
     lr_over_one_minus_beta1_pow_t = divide(lr, 1 - beta1**step)
@@ -75,14 +111,14 @@ def kernel_scalars(step, grad_scale, *, lr, betas, initial_accumulator, eps, wei
     beta1, beta2 = betas
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay
     one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
-    where_lt_one_t_zero_initial_accumulator = choose(1 < step, 0, initial_accumulator)
+    where_lt_one_t_zero_initial_accumulator = where(1 < step, 0, initial_accumulator)
     grad_scale_times_grad_scale = grad_scale * grad_scale
     scalar_4 = (1 - beta2) * grad_scale_times_grad_scale
     common_1 = root(1 - beta2**step)
     common_2 = divide(lr, 1 - beta1**step) * common_1
     common_3 = common_2 < 7.888609052210118e-31
-    scalar_5 = choose(common_3, 1, divide(1, common_2))
-    scalar_6 = divide(larger(eps * common_1, 1.1754943508222875e-38), choose(common_3, 0, common_2))
+    scalar_5 = where(common_3, 1, divide(1, common_2))
+    scalar_6 = divide(maximum(eps * common_1, 1.1754943508222875e-38), where(common_3, 0, common_2))
     return (
         beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
         where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale, scalar_4, scalar_5, scalar_6,

@@ -72,13 +72,13 @@ HOST: dict[str, Spelling] = {
     "rint": _function("rint"),
     "sign": _function("sign"),
     "abs": _function("abs"),
-    "max": _function("larger"),
-    "min": _function("smaller"),
+    "max": _function("maximum"),
+    "min": _function("minimum"),
     "cbrt": _function("cube_root"),
     "not": _function("negated"),
     "and": _function("both"),
     "or": _function("either"),
-    "where": _function("choose"),
+    "where": _function("where"),
 }
 """Operators of numbers and of 0-dim tensors; what only numbers have is a function of runtime/records/scalars.py."""
 
@@ -138,8 +138,8 @@ def _shared(program: Program, statements: list[Let]) -> list[Let]:
 
 
 HELPERS = (
-    "both", "choose", "cube_root", "divide", "either", "exp", "floor", "larger", "log", "negated", "power", "rint",
-    "root", "sign", "smaller",
+    "both", "cube_root", "divide", "either", "exp", "floor", "log", "maximum", "minimum", "negated", "power", "rint",
+    "root", "sign", "where",
 )  # fmt: skip
 
 

@@ -176,11 +176,11 @@ def environment() -> Environment:
         autoescape=False,
     )
     env.filters["quoted"] = _quoted
-    env.filters["imported"] = _imported
+    env.filters["imported"] = imported
     return env
 
 
-def _imported(names: Iterable[str], module: str) -> str:
+def imported(names: Iterable[str], module: str) -> str:
     """An import of names: one line, or as many as it takes in parentheses."""
     found = list(names)
     plain = f"from {module} import {', '.join(found)}"

@@ -6,11 +6,12 @@ import itertools
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import optgen
 from optgen.backends import columns, wrapper
 from optgen.base.errors import UserError
-from optgen.driver import cpp_text, eager_text, judge, kernel_text, load, record_text, targets, triton_text
+from optgen.driver import cpp_text, eager_text, judge, load, record_text, targets, triton_text
 from optgen.driver.eager_text import PLANS, is_ready
 from optgen.driver.project import Maths
 from optgen.driver.targets import Case
@@ -46,9 +47,7 @@ BACKENDS = {
         lambda plan, maths, others: {cpp_text.CODECS: cpp_text.codec_text(plan, maths, others)},
         (cpp_text.FILE, cpp_text.CODECS),
     ),
-    "reference": Backend(
-        lambda spec, maths: {eager_text.FILE: eager_text.rule_text(spec, maths)},
-    ),
+    "reference": Backend(lambda spec, maths: {}),  # beside the class, which needs it everywhere
 }
 """Name -> backend."""
 
@@ -65,7 +64,7 @@ def emit_plan(spec: Spec, plan: Plan, *, maths: Maths = "fast", cases: Iterable[
     wrong = {} if known else judge.discouraged(spec, list(targets.cases(spec, plan) if cases is None else cases))
     if not wrong:
         return {}
-    lines = [*kernel_text.header_of(spec, plan, "the lint"), "# fmt: off", "# ruff: noqa"]
+    lines = [targets.mark(spec.loc.file, f"{spec.name} · plan {plan.name} · the lint"), "# fmt: off", "# ruff: noqa"]
     lines += ["", f"# State -> {FINDINGS}", "DISCOURAGED = {"]
     lines += [*(f'    "{state}": {reason!r},' for state, reason in wrong.items()), "}"]
     return {"__init__.py": columns.python("\n".join(lines) + "\n")}
@@ -130,8 +129,8 @@ def comes_with(plan: Plan, maths: Maths) -> bool:
 
 
 def rule_files(spec: Spec, plans: tuple[str, ...], own: Mapping[str, str], maths: Maths) -> Files:
-    """Return file name -> text of a rule's files for all plans: the class with its records, its text for each
-    backend."""
+    """Return file name -> text of a rule's files for all plans: the class with its eager reference and records, and
+    its text for each other backend."""
     files = {"__init__.py": emit_class(spec, plans, own, maths)}
     for backend in BACKENDS.values():
         files |= backend.rule(spec, maths)
@@ -171,11 +170,13 @@ def emit_class(spec: Spec, plans: tuple[str, ...], own: Mapping[str, str], maths
     """
     row = class_row(spec, plans, own)
     doc = "\n    ".join(line.rstrip() for line in row.doc.strip().splitlines()) or f"The rule {row.module}."
-    imports, body = record_text.rule_lines(spec, maths)
-    for name in {row.name, *plans} & {*compile("\n".join([*imports, *body]), row.source, "exec").co_names}:
+    (names, steps), (imports, records) = eager_text.rule_lines(spec, maths), record_text.rule_lines(spec, maths)
+    text = "\n".join(["import torch", *imports, *names, *steps, *records])
+    for name in {row.name, *plans, Path(triton_text.FILE).stem} & {*compile(text, row.source, "exec").co_names}:
         raise UserError("E115", loc=spec.loc, name=name, why="something else in the generated module has it")
-    ready = ["", "READY = True"] if is_ready(spec) else []
-    return "\n".join([wrapper.render("optim.py.j2", c=row, doc=doc, imports=imports)[:-1], *body, *ready]) + "\n"
+    uses_torch = any("torch." in line for line in steps)
+    head = wrapper.render("optim.py.j2", c=row, doc=doc, torch=uses_torch, imports=[*imports, *names])
+    return "\n".join([head[:-1], *steps, *records, *(["", "READY = True"] if is_ready(spec) else [])]) + "\n"
 
 
 def emit_stub(specs: Iterable[Spec]) -> str:

@@ -10,8 +10,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 from optgen import passes
-from optgen.backends import host, matrices, triton, triton_text
-from optgen.backends.printer import wrapped
+from optgen.backends import host, matrices, triton, triton_text, wrapper
 from optgen.driver import eager_text, explain, kernel_text, targets
 from optgen.driver.pool import Pool
 from optgen.driver.project import Maths
@@ -223,7 +222,7 @@ def rule_lines(spec: Spec, maths: Maths) -> tuple[list[str], list[str]]:
     imports = [f"from optgen.runtime.records import Rule, Stage{temps}"]
     imports += ["from optgen.runtime.records.join import RuleRecord, StateRecord"]
     if names := host.needs(pool.functions):
-        imports += wrapped("from optgen.runtime.records.scalars import ", names, "")
+        imports += [wrapper.imported(names, "optgen.runtime.records.scalars")]
     body = [line for function in pool.functions for line in ("", "", *function)]
     body += ["", "", "# The eager reference, in strict maths.", *written("RULES = ", found)]
     return imports, [*body, "", f"# The kernels, in {maths} maths{_rounding(spec, maths)}.", *written("STEPS = ", made)]

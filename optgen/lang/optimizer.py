@@ -35,7 +35,7 @@ VARIABLES = frozenset(
 )
 # Functions that generated code calls where hyper-parameters, flags and host states are variables.
 CALLED = frozenset(
-    "abs both choose cube_root divide either exp floor larger log negated power root smaller "
+    "abs both choose cube_root divide either exp floor larger log maximum minimum negated power root smaller where "
     "dict super options foreach fused capturable differentiable "
     "get put pointer reciprocal inverse rint rotl sign minus block_max block_min block_magnitude quotient sqrt "
     "widened counter joined byte apart rounded within numbered opaque packed unpacked term fold down axis_max axis_min "

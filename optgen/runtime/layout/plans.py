@@ -138,7 +138,7 @@ def _built(base: Any, plan: str) -> Pair | None:
         return None
     rule, own = sys.modules[base.__module__], f"{base.__module__}.{plan}"
     findings = importlib.import_module(own) if importlib.util.find_spec(own) else None
-    functions = functools.partial(_functions, f"{base.__module__}.eager", record.__name__)
+    functions = functools.partial(_functions, base.__module__, record.__name__)
     device = f"{base.__module__}.{DEVICE}", f"{record.__name__}.{DEVICE}"
     pair = joined(rule, record, findings, folder_of(rule))
     return replace(pair, reference=functions, triton=device)

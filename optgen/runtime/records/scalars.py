@@ -47,21 +47,21 @@ def _stream(device: torch.device) -> int:
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
-def choose(condition: Truth, then: Scalar, other: Scalar) -> Scalar:
+def where(condition: Truth, then: Scalar, other: Scalar) -> Scalar:
     """`then` where the condition holds, else `other`."""
     if isinstance(condition, Tensor):
         return torch.where(condition, _like(then, condition), _like(other, condition))
     return then if condition else other
 
 
-def larger(a: Scalar, b: Scalar) -> Scalar:
+def maximum(a: Scalar, b: Scalar) -> Scalar:
     """b where b > a, else a: Python's max, with its answer where one of them is NaN."""
-    return choose(b > a, b, a)
+    return where(b > a, b, a)
 
 
-def smaller(a: Scalar, b: Scalar) -> Scalar:
+def minimum(a: Scalar, b: Scalar) -> Scalar:
     """b where b < a, else a: Python's min, likewise."""
-    return choose(b < a, b, a)
+    return where(b < a, b, a)
 
 
 def both(a: Truth, b: Truth) -> Truth:
@@ -155,4 +155,4 @@ def rint(x: Scalar) -> Scalar:
 
 def sign(x: Scalar) -> Scalar:
     """-1, 0 or 1; NaN stays."""
-    return choose(x > 0, 1.0, choose(x < 0, -1.0, x + 0.0))
+    return where(x > 0, 1.0, where(x < 0, -1.0, x + 0.0))
