@@ -42,6 +42,7 @@ import generated
 import optgen
 from optgen.accumulate import accumulator
 from optgen.driver import targets
+from optgen.lang import hyper, optimizer, polar, shape_flag, state
 from optgen.ops import dtypes
 from optgen.runtime import files
 from optgen.runtime.checkpoint import checkpoint
@@ -303,6 +304,24 @@ def stacks_and_heads(here: Here) -> None:
             Runs(here, cls, pieces, plan="int8_split24", blocks={"numel <= 480": 2 * here.world}).step(2)
         with refused(ValueError, "multiple of the", "`blocks`"):
             cls([Piece(here.values(36, 8), mesh, [Shard(0)]).parameter(True)], blocks={"numel > 0": 1 + here.world})
+
+
+@optimizer(cite="none: a function of whole matrices whose operands and results are in fp32")
+def polar_steps(
+    p, g, momentum=state(), *, lr=hyper(1e-3, ge=0), is_matrix=shape_flag(lambda shape: len(shape) > 1)
+):
+    momentum = 0.9 * momentum + 0.1 * g
+    p = p - lr * (polar(momentum) if is_matrix else momentum)
+    return p, momentum
+
+
+@case(2, 3)
+def functions_of_whole_matrices(here: Here) -> None:
+    """As Newton-Schulz: parts of fp32 matrices, with ranks that have none; rows, columns and stacks."""
+    mesh = here.mesh(here.world)
+    pieces = rows(here, mesh, [(17, 30), (2, 40), (5, 16, 24)], torch.bfloat16)
+    pieces.append(Piece(here.values(12, 8 * here.world, dtype=torch.bfloat16), mesh, [Shard(1)]))
+    Runs(here, optgen.compile(polar_steps, plan="int8_split24"), pieces, plan="int8_split24").step(2)
 
 
 @case(2, 3, 4)

@@ -402,7 +402,9 @@ def mode(variant: Variant, of: Layout) -> Mode:
         return _mode_of_blocks(of.shape, of.mesh_shape, of.cuts, height)
     blocks = {(f.per, f.width) for f in variant.fields if f.per > 1}
     blocks |= {(s.block, 1) for s in variant.stages if s.block > 1}
-    if of.dims() and any(f.space in MATRICES for f in variant.fields):
+    elements = {t.name for t in variant.temps if t.space == "elem"}
+    others = {name for s in variant.stages if s.space == "whole" for name in (*s.reads, *s.stores)} - elements
+    if of.dims() and (others or any(f.space in MATRICES for f in variant.fields)):
         raise ValueError("it lies over several ranks, which rules with matrix states do not support: keep it whole")
     stacked = variant.sums_by_matrix and variant.stochastic and variant.matrix == "last"
     first = variant.needs_matrix and variant.matrix == "first"

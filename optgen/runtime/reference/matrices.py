@@ -47,7 +47,12 @@ def newton_schulz(x: Tensor, steps: float, normalize: float, gram: float, eps: f
 FLOPS: Mapping[str, Callable[[int, int], int]] = {
     "newton_schulz": lambda m, n: 4 * min(m, n) ** 2 * max(m, n) + 2 * min(m, n) ** 3,  # a round
 }
-"""The cost of each function for a matrix of m rows and n columns, in a unit of its own: ranks share work by it."""
+"""The cost of a function for a matrix of m rows and n columns, in a unit of its own: ranks share work by it."""
+
+
+def products(m: int, n: int) -> int:
+    """Return the cost of other functions: of products with square matrices of both sides."""
+    return m * n * (m + n)
 
 
 def _sum(beta: float, x: Tensor, alpha: float, left: Tensor, right: Tensor) -> Tensor:

@@ -111,9 +111,9 @@ def drive(
         elif part.kind == "call":
             assert part.stage is not None
             if part.stage.space == "whole":
-                matrices.work(bucket, room, part.stage, scalars, AT_ONCE)
-                continue
-            error = yield from _call(bucket, room, part.stage, position[part.stage.temps[0]], scalars)
+                error = yield from matrices.work(bucket, room, part.stage, scalars, AT_ONCE)
+            else:
+                error = yield from _call(bucket, room, part.stage, position[part.stage.temps[0]], scalars)
             failure = failure or error
         elif part.kind == "ranks":
             yield sharding.Exchange(sums=_over_ranks(bucket, room, part.temps))

@@ -19,7 +19,7 @@ from torch import Tensor
 from optgen.runtime.layout import layout
 from optgen.runtime.layout.sharding import Cuts, Exchange, Layout, Move, Span, region
 from optgen.runtime.records import Heads, Matrix, Variant
-from optgen.runtime.reference.matrices import FLOPS
+from optgen.runtime.reference.matrices import FLOPS, products
 from optgen.runtime.work.bucket import Bucket
 
 Key = tuple[int, int]
@@ -44,8 +44,8 @@ class Stack(NamedTuple):
     @classmethod
     def of(cls, where: Layout, variants: Iterable[Variant]) -> Stack:
         """Return that of a parameter; its cost is 0 where none of the variants of its steps calls a function."""
-        calls = [(v.matrix, s.kernel) for v in variants for s in v.stages if s.space == "call"]
-        flops = [FLOPS[kernel](*layout.matrix_shape(matrix, where.shape)[-2:]) for matrix, kernel in calls]
+        calls = [(v.matrix, s.kernel) for v in variants for s in v.stages if s.on_host]
+        flops = [FLOPS.get(f, products)(*layout.matrix_shape(matrix, where.shape)[-2:]) for matrix, f in calls]
         return cls(where.shape, where.cuts, calls[0][0] if calls else "last", max(flops, default=0))
 
     @property
@@ -94,7 +94,7 @@ def share(buckets: Sequence[Bucket], known: Mapping[Any, Stack], start: int) -> 
             whichever parameters have gradients
     """
     stacks = {p: stack for p, stack in known.items() if stack.flops}
-    calling = [b for b in buckets if any(stage.space == "call" for stage in b.variant.stages)]
+    calling = [b for b in buckets if any(stage.on_host for stage in b.variant.stages)]
     shards = [(b, shard) for b in calling for shard in b.shards if shard is not None and shard.layout.dims()]
     for b, shard in shards:  # frozen ones may have a gradient
         stacks.setdefault(shard.p, Stack.of(shard.layout, [b.variant]))
