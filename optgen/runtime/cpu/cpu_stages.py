@@ -46,6 +46,7 @@ def table(
     places: Sequence[layout.Place] | None = None,
     dims: workspace.Dims = None,
     old: Table | None = None,
+    pool: workspace.Pool | None = None,
 ) -> Table:
     """Return the table of a bucket's tensors; those whose logical tensors have no elements are left out.
 
@@ -53,7 +54,7 @@ def table(
     dims      what columns are made of, for each tensor
     old       a table for the same shapes: its room is used again, because nothing in it outlives a step
     """
-    room = old.room if old is not None and isinstance(old.room, Workspace) else make(variant, shapes, dims)
+    room = old.room if old is not None and isinstance(old.room, Workspace) else make(variant, shapes, dims, pool)
     out, elements = array("q"), 0
     columns = [*columns, *room.columns, room.axes or [0] * len(shapes)]
     places = places or [layout.place(shape) for shape in shapes]
@@ -65,12 +66,14 @@ def table(
     return Table(out, len(columns) + 12, elements, room)
 
 
-def make(variant: Variant, shapes: Sequence[torch.Size], dims: workspace.Dims = None) -> Workspace:
+def make(
+    variant: Variant, shapes: Sequence[torch.Size], dims: workspace.Dims, pool: workspace.Pool | None
+) -> Workspace:
     """Make the workspace of a bucket: temps, partial results, and dense copies where they are needed.
 
     Its last column holds the addresses of the dense copies, 0 where there is none.
     """
-    few = workspace.make(variant, shapes, torch.device("cpu"), dims)
+    few = workspace.make(variant, shapes, torch.device("cpu"), dims, pool)
     copies = [dense_copies(variant, shape) * math.prod(shape) for shape in shapes]
     dense = torch.empty(sum(copies) + len(copies) * 16, dtype=torch.float32, device="cpu")
     at, addresses = -(-dense.data_ptr() // 64) * 64, []

@@ -133,7 +133,7 @@ def build(
         made = moved(old, _sent(live.rows(rows, old.room, old.dense), device))
         made.live = live
         return made
-    room = workspace.make(bucket.variant, live.shapes, device, live.dims)
+    room = workspace.make(bucket.variant, live.shapes, device, live.dims, bucket.pool)
     room = replace(room, numbers=workspace.numbers(kernels, bucket.variant, device))
     maker = _Maker(bucket, kernels, grad, live, room, panel_rows, limits)
     maker.make(Plan(live, room, maker.dense, _sent(live.rows(rows, room, maker.dense), device)))

@@ -63,6 +63,25 @@ def partials(variant: Variant, temp: Temp, shape: torch.Size) -> int:
     return -(-grid_rows * -(-grid_columns // block) * block // sums.SEGMENT)
 
 
+LIMIT = 2**29
+"""Bytes of one bucket's values of elements, of a rule with functions of whole matrices: further matrices are another
+bucket, which comes after it and has the same memory."""
+
+
+class Pool:
+    """The memory of an optimizer's buckets, of which one after the other makes its whole step."""
+
+    def __init__(self) -> None:
+        self._memory: dict[torch.device, Tensor] = {}
+
+    def take(self, size: int, device: torch.device) -> Tensor:
+        """Return as many fp32 values or more, the same each time unless they are too few."""
+        found = self._memory.get(device)
+        if found is None or found.numel() < size:
+            found = self._memory[device] = torch.empty(size, dtype=torch.float32, device=device)
+        return found
+
+
 @dataclass(frozen=True, slots=True)
 class Workspace:
     """Room for the tensors of a bucket.
@@ -89,8 +108,10 @@ Dims = Sequence[tuple[int, ...]] | None
 """`layout.column_dims` of each tensor; None where they do not matter."""
 
 
-def make(variant: Variant, shapes: Sequence[torch.Size], device: torch.device, dims: Dims = None) -> Workspace:
-    """Room on a device, zeroed."""
+def make(
+    variant: Variant, shapes: Sequence[torch.Size], device: torch.device, dims: Dims = None, pool: Pool | None = None
+) -> Workspace:
+    """Room on a device; pool: where to take it from."""
     unit = ALIGNMENT // 4
     offsets: list[list[int]] = []
     end = 0
@@ -102,7 +123,7 @@ def make(variant: Variant, shapes: Sequence[torch.Size], device: torch.device, d
         for size in sizes:
             offsets[-1].append(end)
             end += -(-size // unit) * unit
-    memory = torch.zeros(end + unit, dtype=torch.float32, device=device)
+    memory = (pool or Pool()).take(end + unit, device)
     first = -(-memory.data_ptr() // ALIGNMENT) * ALIGNMENT
     shift = (first - memory.data_ptr()) // 4
     columns = [[first + 4 * offset for offset in column] for column in offsets]

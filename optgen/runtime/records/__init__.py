@@ -483,6 +483,11 @@ class Variant:
         return self.rows or not spaces.isdisjoint({"row", "col", "mat"})
 
     @cached_property
+    def left_per_element(self) -> int:
+        """The bytes that the stages of a step leave for one another of each element."""
+        return sum(4 if t.wide else 2 for t in self.temps if t.space == "elem")
+
+    @cached_property
     def has_axes(self) -> bool:
         """True if it keeps anything per index of the dimensions that columns are made of."""
         return any(f.space == "axis" for f in self.fields)

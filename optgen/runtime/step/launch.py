@@ -216,7 +216,8 @@ class Native(Kernels):
         self.kernel = bucket.kernel
         if bucket.variant.stages:
             alike = old is not None and (old.known.shapes, old.known.dims) == (now.shapes, now.dims)
-            self.table = cpu_stages.table(bucket.variant, *now, old.table if old is not None and alike else None)
+            before = old.table if old is not None and alike else None
+            self.table = cpu_stages.table(bucket.variant, *now, before, bucket.pool)
         else:
             lines = rows(now.columns, now.shapes, now.streams, now.places)
             self.table = cpu.table(lines, len(bucket.variant.names))
@@ -462,6 +463,7 @@ class Launcher:
         self._alike: Counter[tuple[object, ...]] = Counter()
         self._captured: list[object] = []
         self._capturing = False
+        self._pool = workspace.Pool()
 
     def begin(self) -> None:
         """Begin a step: what the step before did not use is dropped; not so where a CUDA graph takes the step up."""
@@ -477,6 +479,8 @@ class Launcher:
         except (KeyError, AttributeError):
             bucket.check()  # says what is missing
             raise
+        if not bucket.waits and not self._capturing:
+            bucket.pool = self._pool
         alike = (bucket.group, bucket.backend, bucket.variant, bucket.grad_dtype, bucket.device, tuning, bucket.cut)
         self._alike[alike] += 1  # several buckets where parameters have made unequally many steps
         key = (*alike, self._alike[alike])

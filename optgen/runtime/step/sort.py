@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from optgen.runtime.checkpoint import checkpoint, weights
-from optgen.runtime.layout import plans, sharding
+from optgen.runtime.layout import plans, sharding, workspace
 from optgen.runtime.layout.plans import Label
 from optgen.runtime.options import options
 from optgen.runtime.options.entries import Entry, Owner
@@ -53,6 +53,7 @@ class _Sorter:
     def __init__(self, owner: Owner, dtypes: Dtypes, scaled: bool) -> None:
         self.cls, self.states, self.dtypes, self.scaled = owner.cls, owner.states, dtypes, scaled
         self.buckets: dict[tuple[object, ...], Bucket] = {}
+        self.chunks: dict[tuple[object, ...], tuple[int, int]] = {}
         self.fresh: Fresh = []
         self.sharded, self.capturing = sharding.kind(), counting.capturing()
         self.switched = any(flag.nonzero is not None for flag in self.cls.FLAGS)
@@ -76,6 +77,8 @@ class _Sorter:
                 cut = shard.layout.roles(variant.matrix)
         count = self._count(choice, variant, kept, p, name)
         key = (self.number, variant, grad_dtype, choice.device, cut, *count.key)
+        if variant.left_per_element and not cut:
+            key = (*key, self._chunk(key, variant.left_per_element * p.numel()))
         bucket = self.buckets.get(key)
         if bucket is None:
             backend = backends.able(choice.backend, choice.plan, variant)
@@ -102,6 +105,14 @@ class _Sorter:
         bucket.states.append(kept if kept is not None else {})
         bucket.streams.append(keys.stream_key(self.streams.get(name, name) if self.streams else name))
         bucket.names.append(name)
+
+    def _chunk(self, key: tuple[object, ...], size: int) -> int:
+        """Return the number of the bucket for a parameter of so many bytes of workspace, among those that are alike."""
+        chunk, used = self.chunks.get(key, (0, 0))
+        if used and used + size > workspace.LIMIT:
+            chunk, used = chunk + 1, 0
+        self.chunks[key] = chunk, used + size
+        return chunk
 
     def _count(self, choice: Choice, variant: Variant, kept: state.State | None, p: Tensor, name: Label) -> _Count:
         """Return how many steps a parameter has made."""

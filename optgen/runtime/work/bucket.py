@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from optgen.runtime.layout import layout, sharding
+from optgen.runtime.layout import layout, sharding, workspace
 from optgen.runtime.records import Variant
 from optgen.runtime.records.join import Pair
 from optgen.runtime.states import state
@@ -32,6 +32,7 @@ class Bucket:
     cut            what of its tensors' matrices lies over several ranks ("row", "col", "lead"), all of them alike
     shards         of each parameter that is a DTensor; params, grads and states are then the parts on this rank
     places         where each tensor lies in its logical tensor; None: each is all of it
+    pool           the memory that it shares with other buckets, which come before or after it; None: its own
     """
 
     group: int
@@ -53,6 +54,7 @@ class Bucket:
     cut: frozenset[str] = frozenset()
     shards: list[sharding.Shard | None] = field(default_factory=list)
     places: list[layout.Place] | None = None
+    pool: workspace.Pool | None = None
 
     @property
     def in_parts(self) -> bool:
