@@ -34,6 +34,7 @@ from optgen.lang import (
     trace,
 )  # fmt: skip
 from optgen.optim import Muon, NorMuon
+from optgen.runtime.layout import workspace
 from optgen.runtime.work import staged
 from specs import plans
 from specs.muon import muon
@@ -245,7 +246,7 @@ def test_batches_are_cut_where_they_pass_the_limit(monkeypatch: pytest.MonkeyPat
         assert watch.peak <= 5 * min(limit, scratch) + scratch
         found.append(torch.cat([p.detach().flatten() for p in params]))
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
-    assert "batches of 256 MiB" in explain(muon, plans.int8_split24).matrices
+    assert "batch of 256 MiB" in explain(muon, plans.int8_split24).matrices[-1]
 
 
 def exactly(x: Tensor, steps: int, rounds: list[tuple[float, float, float]], norm: bool = True) -> Tensor:
@@ -419,3 +420,19 @@ def test_matrix_states_are_those_of_a_text_by_hand(shape: tuple[int, ...], backe
     for k, x in enumerate(each):
         grad = lambda t, k=k: drawn(*shape, seed=9 + t).double().view(len(each), *shape[-2:])[k]  # noqa: E731
         assert torch.allclose(p.detach().view(each.shape)[k].double(), whitened_by_hand(4, x, grad), rtol=0, atol=1e-5)
+
+
+def test_workspace_is_bounded_and_buckets_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bits of one large bucket, with the memory of the largest of several that come one after the other."""
+    found, sizes = [], []
+    for limit in (workspace.LIMIT, 3 * 4 * 512):
+        monkeypatch.setattr(workspace, "LIMIT", limit)
+        taken: list[int] = []
+        take = lambda pool, n, on, taken=taken: (taken.append(n), torch.empty(n))[1]  # noqa: E731
+        monkeypatch.setattr(workspace.Pool, "take", take)
+        params = [nn.Parameter(drawn(16, 32, seed=k)) for k in range(5)]
+        followed(optgen.compile(whitened, "fp32"), params, lambda t: [drawn(16, 32, seed=9 + t)] * 5, backend="cpp")
+        found.append(torch.stack(list(params)))
+        sizes.append(max(taken))
+    assert torch.equal(*found)
+    assert sizes[1] < sizes[0] / 4

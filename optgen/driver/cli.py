@@ -326,8 +326,8 @@ def _tell_explanation(t: Terminal, x: Any) -> None:
         t.show_filled(f"sweep {n}/{len(x.sweeps)}  {did}: {s.bytes:g} B per parameter")
     speed = f"{x.traffic / 4.8:.3g} ms per 1e9 parameters at 4.8 TB/s"  # the memory of an H200
     t.show_filled(f"why        {x.sweeps[-1].why}")
-    if x.matrices:
-        t.show_filled(f"matrices   {x.matrices}")
+    for k, line in enumerate(x.matrices):
+        t.show_filled(f"{'' if k else 'matrices':<11}{line}")
     t.show_filled(f"traffic    {x.traffic:g} B per parameter and step; {speed}")
     t.show_filled(f"host       {len(x.host)} scalars in fp64 per step: " + ", ".join(name for name, _ in x.host))
     if x.rules:

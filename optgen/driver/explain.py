@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import textwrap
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -148,7 +149,7 @@ class Explanation:
     rules: tuple[str, ...]
     findings: tuple[Finding, ...]
     discouraged: str
-    matrices: str  # how functions of whole matrices are computed; "" if there are none
+    matrices: tuple[str, ...]  # the work on whole matrices, and how it is done; () if there is none
 
     @property
     def traffic(self) -> float:
@@ -174,17 +175,51 @@ def explain(spec: Spec, plan: Plan, param: str = "bfloat16", flags: Mapping[str,
     verdict = judge.look(spec, plan)
     plain = 4.0 * (1 + sum(s.space.name == "elem" for s in spec.present(case.flags)))
     host = tuple((let.name, text(let.node)) for let in step.host)
-    matrices = ""
-    if any(node.op == "call" for node in postorder(step.program.roots())):
-        from optgen.runtime.work.staged import AT_ONCE  # imports torch
-
-        size = f"{AT_ONCE >> 20} MiB"
-        matrices = f"those of one shape in batches of {size} in bf16, or of one; five times that is in use at most"
     return Explanation(
         spec.name, plan.name, param, dict(case.flags), f"{relative(spec.loc.file)}:{spec.loc.line}",
         tuple(plain_formulas(spec, case.flags)), rows, sum(r.bytes for r in rows), plain, tuple(_sweeps(step)), host,
-        step.program.rules, verdict.findings, verdict.discouraged, matrices,
+        step.program.rules, verdict.findings, verdict.discouraged, tuple(_matrices(spec, step, case.flags)),
     )  # fmt: skip
+
+
+_WORK = {
+    "newton_schulz": "4 {a} {b} {s} + 2 {s}^3 flops a round in bf16, fewer with gram=True",
+    "qr": "about 4 {a} {b}^2 flops", "eigenvectors": "about 9 {a}^3 flops", "inverse_root": "about 11 {a}^3 flops",
+    "cholesky": "about {a}^3 / 3 flops", "solve_triangular": "{a}^2 {b} flops", "polar": "about 20 {a} {b} {s} flops",
+}  # fmt: skip
+"""Function of matrices -> its floating-point operations for a matrix of a x b, s the shorter side."""
+
+
+def _matrices(spec: Spec, step: Step, flags: Mapping[str, bool]) -> Iterator[str]:
+    """Yield the operations on whole matrices, with their work, and the memory in which they are done."""
+    usual = set(_operations(step.program.roots()))
+    if not usual:
+        return
+    for setting in spec.at_steps(flags):
+        at = [f for f in spec.flags if f.clock and setting[f.name] != flags.get(f.name, f.default)]
+        if len(at) > 1:
+            continue
+        when = " and ".join("at the first step" if f.first else f"every {f.every} steps" for f in at)
+        found = _operations([x for x in spec.trace(setting).new.values() if x.space != spaces.host])
+        for op, count in Counter(x for x in found if not at or x not in usual).items():
+            yield f"{f'{count} x ' if count > 1 else ''}{op}{f', {when}' if when else ''}"
+    from optgen.runtime.layout.workspace import LIMIT  # imports torch
+    from optgen.runtime.work.staged import AT_ONCE
+
+    left = sum(b.dtype.bytes for b in step.temps if b.space == spaces.elem and b.role == "temp")
+    yield f"between sweeps {left} B per parameter, of as many parameters at a time as fit in {LIMIT >> 20} MiB"
+    yield f"matrices of one shape are a batch of {AT_ONCE >> 20} MiB at most, or of one"
+
+
+def _operations(roots: Sequence[Node]) -> Iterator[str]:
+    """Yield the operations on whole matrices below some nodes, each with its floating-point operations."""
+    for node in postorder(roots):
+        if node.op == "matmul":
+            a, b, c = *spaces.dims(node.args[0].space), spaces.dims(node.space)[1]
+            yield f"({a}, {b}) @ ({b}, {c}): 2 {a} {b} {c} flops"
+        elif node.op == "call" and node.attr in _WORK:
+            a, b = tuple(spaces.dims(node.space))
+            yield f"{node.attr} ({a}, {b}): " + _WORK[str(node.attr)].format(a=a, b=b, s=a if a == b else "min(m, n)")
 
 
 def _sweeps(step: Step) -> Iterator[Pass]:
@@ -205,7 +240,7 @@ def _over_all(root: Node) -> dict[int, str]:
     return {
         n.uid: str(n.attr or n.op)
         for n in postorder([root])
-        if n.op == "call" or (n.op in REDUCTIONS and n.args[0].space == spaces.elem)
+        if n.op in ("call", "matmul") or (n.op in REDUCTIONS and n.args[0].space == spaces.elem)
     }
 
 

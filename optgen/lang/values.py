@@ -99,7 +99,8 @@ class Value:
     @property
     def T(self) -> Value:  # noqa: N802 - as torch and NumPy have it
         """The transposed matrix."""
-        return _op("transpose", self)
+        node = self.node
+        return Value(node.args[0], self.record) if node.op == "transpose" else _op("transpose", self)
 
     def __pow__(self, e: Num) -> Any:
         if self.node.space == spaces.host or lift(e).space != spaces.host:
