@@ -206,7 +206,7 @@ def _matrices(spec: Spec, step: Step, flags: Mapping[str, bool]) -> Iterator[str
     from optgen.runtime.layout.workspace import LIMIT  # imports torch
     from optgen.runtime.work.staged import AT_ONCE
 
-    left = sum(b.dtype.bytes for b in step.temps if b.space == spaces.elem and b.role == "temp")
+    left = sum(int(b.dtype.bytes) for b in step.temps if b.space == spaces.elem and b.role == "temp")
     yield f"between sweeps {left} B per parameter, of as many parameters at a time as fit in {LIMIT >> 20} MiB"
     yield f"matrices of one shape are a batch of {AT_ONCE >> 20} MiB at most, or of one"
 
