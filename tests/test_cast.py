@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import warnings
 
 import pytest
@@ -15,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from generated import AdamW
 from optgen.cast import cast_model
+from tests.training import through_file
 
 
 class Net(nn.Module):
@@ -84,10 +84,7 @@ def test_kept_modules_fit_in_between() -> None:
     out.sum().backward()
     assert model.body[0].weight.grad.dtype == torch.float32
     handle.remove()
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    assert torch.equal(torch.load(file, weights_only=False)(x), copy.deepcopy(model)(x))
+    assert torch.equal(through_file(model, weights_only=False)(x), copy.deepcopy(model)(x))
 
 
 @pytest.mark.parametrize("name", ["body", "body.2", "head"])

@@ -11,7 +11,7 @@ import pickle
 import random
 import struct
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -112,6 +112,18 @@ def test_tensors_of_any_dtype_come_back(tmp_path: Path) -> None:
         )
 
 
+def damaged(path: Path, count: int) -> Iterator[None]:
+    """Write a file again and again, each time with one bit flipped: in all of it, in its headers, and in each of its
+    last 200 bytes; then cut short."""
+    whole, drawn = path.read_bytes(), random.Random(0)
+    for place in [*drawn.choices(range(len(whole)), k=count), *range(0, 2000, 9), *range(len(whole) - 200, len(whole))]:
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << drawn.randrange(8)]) + whole[place + 1 :])
+        yield
+    for length in (0, 8, 300, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        yield
+
+
 @pytest.mark.parametrize("old", OLD, ids=lambda path: path.stem)
 def test_files_of_before_go_on_as_they_would_have(tmp_path: Path, old: Path) -> None:
     want = fixture.run()[0].late
@@ -126,13 +138,7 @@ def test_files_of_before_go_on_as_they_would_have(tmp_path: Path, old: Path) -> 
     assert extra.pop(("key", 2)).tolist() == [0, 1, 2]
     assert extra == {"tuple": (1, None, [True, float("inf")]), 5: {}}
     assert torch.equal(low_bits.exact(model.late), low_bits.exact(want)) and model.tied is model.w
-    whole, drawn = old.read_bytes(), random.Random(0)
-    for place in [*range(0, 1000, 7), *range(len(whole) - 200, len(whole)), *drawn.choices(range(len(whole)), k=200)]:
-        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << drawn.randrange(8)]) + whole[place + 1 :])
-        with pytest.raises(CheckpointError):
-            files.read(path)
-    for length in (0, 8, 300, len(whole) // 2, len(whole) - 1):
-        path.write_bytes(whole[:length])
+    for _ in damaged(path, 200):
         with pytest.raises(CheckpointError):
             files.read(path)
 
@@ -142,18 +148,11 @@ def test_files_of_before_go_on_as_they_would_have(tmp_path: Path, old: Path) -> 
 
 @pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_every_flipped_bit_and_a_file_that_was_cut_short_are_found(tmp_path: Path, count: int) -> None:
-    """Bits all over the file, some in its headers, and one of each of its last 200 bytes."""
     model, opt = ready()
     path = tmp_path / "run.pt"
     save_checkpoint(path, opt, model)
-    whole, drawn = path.read_bytes(), random.Random(0)
     before = everything(opt, model)
-    for place in [*drawn.choices(range(len(whole)), k=count), *range(0, 2000, 9), *range(len(whole) - 200, len(whole))]:
-        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << drawn.randrange(8)]) + whole[place + 1 :])
-        with pytest.raises(CheckpointError):
-            load_checkpoint(path, opt, model)
-    for length in (0, 8, 300, len(whole) // 2, len(whole) - 1):
-        path.write_bytes(whole[:length])
+    for _ in damaged(path, count):
         with pytest.raises(CheckpointError):
             load_checkpoint(path, opt, model)
     assert everything(opt, model) == before

@@ -21,7 +21,7 @@ from optgen.runtime import Optimizer
 from optgen.runtime.cpu import cpu
 from optgen.runtime.gpu import compiled
 from optgen.runtime.step import launch
-from tests.training import params_of
+from tests.training import give, params_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value", "ignore:overflow")
 
@@ -33,12 +33,6 @@ def made(backend: str, **options: Any) -> optim.AdamW:
     a.data = a.data.bfloat16()
     groups = [{"params": [("a", a), ("b", b)]}, {"params": [("c", c), ("d", d)], "weight_decay": 0.0}]
     return optim.AdamW(groups, lr=0.1, plan={"bfloat16": "fp32_master", "float32": "fp32"}, backend=backend, **options)
-
-
-def give(opt: Optimizer, step: int) -> None:
-    draw = torch.Generator().manual_seed(step)
-    for p in params_of(opt):
-        p.grad = torch.randn(p.shape, generator=draw).to(p.dtype)
 
 
 class Broken(Exception):
@@ -67,7 +61,7 @@ def counts(opt: Optimizer) -> list[int]:
 def test_the_scale_of_a_step_that_failed_is_not_left_behind() -> None:
     """A scaler takes it back after steps that succeed only."""
     opt, scaler = made("cpp", fused=True), torch.amp.GradScaler("cpu", init_scale=4.0)
-    give(opt, 0)
+    give(params_of(opt), 0)
     for p in params_of(opt):
         scaler.scale(p.grad)  # the scaler makes its scale when it is first asked
     with failing(1), pytest.raises(Broken):
@@ -111,7 +105,7 @@ def test_kernels_are_compiled_before_the_first_is_launched(monkeypatch: pytest.M
 
     compiler = Compiler(monkeypatch, answer)
     opt = made("triton", capturable=capturable)
-    give(opt, 0)
+    give(params_of(opt), 0)
     before = [p.detach().clone() for p in params_of(opt)]
     with pytest.raises(Broken):
         opt.step()
@@ -140,7 +134,7 @@ def test_a_kernel_that_spills_gets_more_registers(
     monkeypatch.setattr(launch, "_limits", lambda *_: {} if planned is None else {"maxnreg": planned})
     opt = made("triton", capturable=capturable)
     for step in range(2):
-        give(opt, step)
+        give(params_of(opt), step)
         opt.step()
     limits = [planned, *([] if planned is None else [72]), 80, 88, 96]
     assert compiler.tried == [(capturable, limit) for limit in limits] * 2  # two kernels
@@ -157,7 +151,7 @@ def test_what_the_host_may_count_is_compiled_before_the_first_step(monkeypatch: 
     p = nn.Parameter(torch.ones(3, 5))
     opt = optim.AdamW([p], lr=lr, plan="fp32", backend="triton", capturable=True, fused=case == "a scaler")
     for step in range(3):
-        give(opt, step)
+        give(params_of(opt), step)
         if case == "a scaler":
             opt.grad_scale, opt.found_inf = torch.tensor(1.0), torch.tensor(0.0)  # type: ignore[attr-defined]
         opt.step()

@@ -70,22 +70,27 @@ MATRICES = {
 }
 
 
-@pytest.mark.parametrize("name", MATRICES)
-def test_codes_are_those_of_the_paper(name: str) -> None:
-    """x / scale and the middles between two entries are taken in f32 by either; where the paper divides 0 by 0, ours is
+def codes_of_the_paper(x: Tensor, read: Tensor) -> np.ndarray:
+    """The paper's codes of a tensor, after a look at what is read of ours.
+
+    x / scale and the middles between two entries are taken in f32 by either; where the paper divides 0 by 0, ours is
     the lowest code of the lowest scale."""
-    x = MATRICES[name]
-    parts = NEAREST.encode(x)
-    scale = oracles.rank1_scale(x.numpy())
+    scale, kept = oracles.rank1_scale(x.numpy()), read.numpy()
     dead = scale == 0
     quotient = np.divide(x.numpy(), scale, where=~dead, out=np.zeros_like(scale))
     codes, _ = oracles.nearest_entry(quotient, oracles.UNSIGNED_MAP.astype(np.float32))
-    assert np.array_equal(parts[""].numpy(), codes)
-    kept = NEAREST.decode(parts).numpy()
     wanted = oracles.UNSIGNED_MAP.astype(np.float32)[codes] * scale
     assert np.array_equal(kept[~dead], wanted[~dead])
     assert (kept[dead] <= SMALLEST).all()
     assert (kept > 0).all()
+    return codes
+
+
+@pytest.mark.parametrize("name", MATRICES)
+def test_codes_are_those_of_the_paper(name: str) -> None:
+    x = MATRICES[name]
+    parts = NEAREST.encode(x)
+    assert np.array_equal(parts[""].numpy(), codes_of_the_paper(x, NEAREST.decode(parts)))
 
 
 def zero_slices() -> Tensor:
@@ -113,19 +118,11 @@ def test_of_more_dimensions_scales_are_the_smallest_of_the_maxima_over_all_other
     for each index of each dimension."""
     x = STACKS[name]
     stored, kept = kept_of(x)
-    scale = oracles.rank1_scale(x.numpy())
-    dead = scale == 0
-    quotient = np.divide(x.numpy(), scale, where=~dead, out=np.zeros_like(scale))
-    codes, _ = oracles.nearest_entry(quotient, oracles.UNSIGNED_MAP.astype(np.float32))
     rows, columns = layout.grid(x.shape)
-    assert np.array_equal(nibbles(stored["exp_avg_sq_codes"])[:, :columns], codes.reshape(rows, columns))
+    codes = codes_of_the_paper(x, kept).reshape(rows, columns)
+    assert np.array_equal(nibbles(stored["exp_avg_sq_codes"])[:, :columns], codes)
     assert stored["exp_avg_sq_row"].flatten().tolist() == x.amax(tuple(range(1, x.ndim))).clamp(SMALLEST).tolist()
     assert stored["exp_avg_sq_col"].shape == (1, sum([n for n in x.shape[1:] if n > 1] or [1]))
-    read = kept.numpy()
-    wanted = oracles.UNSIGNED_MAP.astype(np.float32)[codes] * scale
-    assert np.array_equal(read[~dead], wanted[~dead])
-    assert (read[dead] <= SMALLEST).all()
-    assert (read > 0).all()
 
 
 def kept_of(x: Tensor) -> tuple[dict[str, Tensor], Tensor]:

@@ -24,7 +24,7 @@ with warnings.catch_warnings():
 
 import generated
 from optgen.runtime import Optimizer
-from tests.training import alike, give, through_file
+from tests.training import alike, copies, give, parameters, params_of, through_file, train
 
 ABSENT = {"ASGD", "LBFGS", "SparseAdam"}
 """Rules that are not among the generated ones."""
@@ -52,8 +52,7 @@ def in_turn(*values: object) -> list[Any]:
 
 def matrices(count: int = 2, seed: int = 0) -> list[nn.Parameter]:
     """Every rule takes matrices."""
-    draw = torch.Generator().manual_seed(seed)
-    return [nn.Parameter(torch.randn(4 + k, 3, generator=draw)) for k in range(count)]
+    return parameters([(4 + k, 3) for k in range(count)], seed=seed)
 
 
 def fresh(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -62,20 +61,14 @@ def fresh(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def trained(cls: type[Optimizer], kwargs: dict[str, Any], steps: int = STEPS) -> Optimizer:
-    params = matrices()
-    opt = cls(params, **fresh(kwargs))
-    for step in range(steps):
-        give(params, step)
-        opt.step()
+    opt = cls(matrices(), **fresh(kwargs))
+    train(opt, range(steps))
     return opt
 
 
 def go_on(opt: Optimizer, steps: int = 2) -> list[Tensor]:
-    params = opt.param_groups[0]["params"]
-    for step in range(steps):
-        give(params, 100 + step)
-        opt.step()
-    return [p.detach().clone() for p in params]
+    train(opt, range(100, 100 + steps))
+    return [p.detach().clone() for p in params_of(opt)]
 
 
 def test_the_table_knows_what_is_here() -> None:
@@ -211,7 +204,7 @@ def test_states_and_checkpoints(cls: type[Optimizer], kwargs: dict[str, Any]) ->
             group.pop(key, None)
     others = []
     for saved in (through_file(first), old):
-        other = cls([nn.Parameter(p.detach().clone()) for p in opt.param_groups[0]["params"]], **fresh(kwargs))
+        other = cls(copies(opt), **fresh(kwargs))
         other.load_state_dict(saved)
         others.append(other)
     assert alike(others[0].state_dict(), first)
@@ -223,7 +216,7 @@ def test_states_and_checkpoints(cls: type[Optimizer], kwargs: dict[str, Any]) ->
 @pytest.mark.parametrize("kind", [float, torch.tensor, lambda n: torch.tensor(float(n)), lambda n: torch.tensor([n])])
 def test_steps_of_any_kind(cls: type[Optimizer], kind: Callable[[int], Any]) -> None:
     opt = trained(cls, {})
-    other = cls([nn.Parameter(p.detach().clone()) for p in opt.param_groups[0]["params"]])
+    other = cls(copies(opt))
     saved = copy.deepcopy(opt.state_dict())
     for entry in saved["state"].values():
         entry["step"] = kind(entry["step"])
