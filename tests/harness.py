@@ -11,8 +11,10 @@ import hashlib
 import importlib.util
 import json
 import os
+import subprocess
 import sys
 import tempfile
+import textwrap
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -38,6 +40,18 @@ from optgen.runtime.layout import plans
 from optgen.runtime.records import Rule, Variant
 from optgen.runtime.reference.eager import Blocks, rows_and_columns
 from tests import inlined
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def python(
+    code: str, *words: str, cwd: Path = ROOT, env: Mapping[str, str] | None = None, stdin: str | None = None
+) -> str:
+    """Run code in a process of its own and return what it prints."""
+    command = [sys.executable, "-c", textwrap.dedent(code), *words]
+    done = subprocess.run(command, cwd=cwd, env=env, input=stdin, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr[-8000:]
+    return done.stdout
 
 
 def spec_of(name: str) -> Spec:
@@ -257,7 +271,7 @@ def compiled(source: str, grad: str, isa: str = "") -> ctypes.CDLL:
     return library
 
 
-HEADERS = Path(__file__).parents[1] / "build" / "headers"
+HEADERS = ROOT / "build" / "headers"
 """The headers that every kernel includes, read once by the compiler; left there for the next run."""
 
 _INCLUDED = (

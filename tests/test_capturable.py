@@ -12,7 +12,6 @@ import json
 import math
 import os
 import pickle
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -41,11 +40,11 @@ from optgen.runtime.records import scalars as host
 from optgen.runtime.step import fast_path
 from optgen.runtime.work import counting
 from tests import training
+from tests.harness import python
 from tests.training import bits, copies, params_of, through_file
 
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value", "ignore:overflow")
 
-ROOT = Path(__file__).resolve().parents[1]
 SHAPES = [(3, 20), (2, 32), (9,)]
 
 CODED = Plan(
@@ -437,9 +436,7 @@ def test_the_kernel_around_a_kernel_compiles_as_it_is_launched(compiling: dict[s
     """From the very arguments of a launch, of which Triton makes the types itself: once for each set of constants."""
     path = os.pathsep.join([str(OLDEST)] * oldest + [compiling.get("PYTHONPATH", "")])
     env = {**compiling, "PYTHONPATH": path}
-    done = subprocess.run([sys.executable, "-c", LAUNCHED], cwd=ROOT, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    version, found = json.loads(done.stdout)
+    version, found = json.loads(python(LAUNCHED, env=env))
     assert (version == triton.__version__) != oldest or triton.__version__.startswith("3.6.")
     assert found == [[1, True, True], [2, False, True], [2, False, True]]
 

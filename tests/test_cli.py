@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ import optgen
 import specs
 from optgen.driver import cli, fuzz, load, terminal, watch
 from optgen.driver.build import Request
+from tests.harness import python
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -416,8 +416,7 @@ def test_what_is_built_is_judged_and_printed_without_torch() -> None:
         "from optgen.driver import build\nbuild.PROCESSES = 1\n"
         "assert main(['build', 'signum', '--check']) == 0\nassert 'torch' not in sys.modules\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    python(code)
 
 
 # -- finding things

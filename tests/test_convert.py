@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +20,7 @@ from optgen.driver import cli
 from optgen.driver.checkpoints import convert, verify
 from optgen.optim import SGD, AdamW
 from optgen.runtime.checkpoint import container
+from tests.harness import python
 from tests.training import bits, states, train
 
 SHAPES = {"w": (70, 64), "b": (7,)}
@@ -304,9 +302,7 @@ def test_the_command_imports_torchao_where_a_file_needs_it(tmp_path: Path) -> No
         sys.argv = "optgen convert x.pt o.pt --plan fp32 --spec adamw".split()
         main()
     """
-    command = [sys.executable, "-c", textwrap.dedent(code)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    python(code, cwd=tmp_path)
     assert (tmp_path / "o.pt").is_file()
 
 

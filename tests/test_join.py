@@ -6,8 +6,6 @@ import functools
 import itertools
 import random
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -160,8 +158,7 @@ assert same == again != other
 
 def test_triton_keeps_a_compiled_kernel_under_the_text_of_its_codecs(compiling: dict[str, str]) -> None:
     """On disk a constant counts by its `cache_key`: a codec whose text has changed makes another kernel."""
-    done = subprocess.run([sys.executable, "-c", STALE], cwd=ROOT, env=compiling, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    harness.python(STALE, env=compiling)
 
 
 @pytest.mark.parametrize("rule", ["lamb", "stable_adamw"])

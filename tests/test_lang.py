@@ -6,8 +6,6 @@ import contextlib
 import doctest
 import itertools
 import math
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -35,7 +33,7 @@ from optgen.lang.spec import start
 from optgen.lang.symbolic import expression, recurrence
 from optgen.ops.prims import REDUCTIONS
 from specs.came import came
-from tests.harness import spec_of
+from tests.harness import python, spec_of
 
 SPECS = Path(__file__).parent.parent / "specs"
 NAMES = sorted(f.stem for f in SPECS.glob("*.py") if f.stem not in ("__init__", "plans"))
@@ -520,12 +518,12 @@ def test_policies(p: float, u: float) -> None:
 
 
 def test_a_spec_needs_no_torch_and_no_sympy() -> None:
-    code = (
-        "import sys; from specs.adamw import adamw; adamw.check();"
-        "assert not {'torch', 'sympy', 'numpy'} & set(sys.modules), set(sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=SPECS.parent, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    python("""
+        import sys
+        from specs.adamw import adamw
+        adamw.check()
+        assert not {"torch", "sympy", "numpy"} & set(sys.modules), set(sys.modules)
+    """)
 
 
 def test_settings_that_a_needed_hyper_parameter_rules_out_do_not_exist() -> None:

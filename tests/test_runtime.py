@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
-import os
 import pickle
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,10 +23,9 @@ from optgen.runtime.layout import layout, plans
 from optgen.runtime.records import keys
 from optgen.verify import bounds
 from tests import training
-from tests.harness import plan_of
+from tests.harness import ROOT, plan_of, python
 from tests.training import DTYPES, bits, everything, give, states, through_file, train
 
-ROOT = Path(__file__).resolve().parent.parent
 SHAPES = [(), (1,), (7,), (8,), (0,), (3, 0), (5, 7), (65, 64), (2, 3, 5), (2, 4, 3, 3)]
 """One of them is kept in codes where a plan has any."""
 
@@ -647,17 +643,16 @@ def test_nesterov_needs_a_momentum_and_no_dampening_as_in_torch() -> None:
 
 def test_import_loads_nothing_that_torch_has_not_loaded_but_the_runtime_itself() -> None:
     """So that it costs no more than its own files: modules are counted, a clock would depend on the machine."""
-    script = (
-        "import sys, torch\nbefore = set(sys.modules)\nimport optgen.runtime\n"
-        "new = {m for m in set(sys.modules) - before if m.partition('.')[0] not in sys.stdlib_module_names}\n"
-        "bad = {m for m in new - {'optgen'} if not m.startswith('optgen.runtime')}\n"
-        "assert not bad, bad\nprint(len(new))\n"
-    )
-    files = len(list((ROOT / "optgen" / "runtime").rglob("*.py")))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) <= 1 + files
+    count = python("""
+        import sys, torch
+        before = set(sys.modules)
+        import optgen.runtime
+        new = {m for m in set(sys.modules) - before if m.partition(".")[0] not in sys.stdlib_module_names}
+        bad = {m for m in new - {"optgen"} if not m.startswith("optgen.runtime")}
+        assert not bad, bad
+        print(len(new))
+    """)
+    assert int(count) <= 1 + len(list((ROOT / "optgen" / "runtime").rglob("*.py")))
 
 
 @pytest.mark.parametrize("released", [False, True])

@@ -92,8 +92,7 @@ def test_triton_keeps_a_compiled_kernel_under_the_text_of_its_codecs(tmp_path: P
     """On disk a constant counts by its `cache_key`."""
     (tmp_path / "one_file.py").write_text(text("lion/bf16_sr"))
     code = "import one_file as m; assert m.lion_tile.cache_key in m.VARIANTS[0].cache_key"
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=compiling, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    harness.python(code, cwd=tmp_path, env=compiling)
 
 
 def check(pair: str, cls: Any, backend: str, shapes: Sequence[tuple[int, ...]], steps: int, **options: Any) -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +11,7 @@ from torch import nn
 from optgen.accumulate import accumulator
 from optgen.optim import AdamW
 from optgen.runtime import Optimizer
+from tests.harness import python
 
 BACKENDS = ["reference", "cpp"]
 
@@ -85,31 +83,28 @@ def test_one_step_before_the_first_gradient_is_a_habit_of_schedulers() -> None:
 
 
 def test_fully_shard_after_the_optimizer_is_noticed() -> None:
-    code = (
-        "import torch, warnings, torch.distributed as dist\n"
-        "from torch import nn\n"
-        "from torch.distributed.fsdp import fully_shard\n"
-        "from torch.testing._internal.distributed.fake_pg import FakeStore\n"
-        "from optgen.optim import AdamW\n"
-        "dist.init_process_group('fake', store=FakeStore(), rank=0, world_size=2)\n"
-        "model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))\n"
-        "opt = AdamW(model.named_parameters())\n"
-        "for layer in model: fully_shard(layer)\n"
-        "fully_shard(model)\n"
-        "with warnings.catch_warnings(record=True) as said:\n"
-        "    warnings.simplefilter('always')\n"
-        "    for _ in range(3):\n"
-        "        model(torch.ones(2, 6)).sum().backward()\n"
-        "        opt.step()\n"
-        "said = [str(w.message) for w in said if 'AdamW' in str(w.message)]\n"
-        "assert len(said) == 1, said\n"
-        "assert 'none of its 4 parameters has had a gradient yet' in said[0], said\n"
-        "opt = AdamW(model.named_parameters(), overrides={'0': 'fp32'})\n"
-        "with warnings.catch_warnings():\n"
-        "    warnings.simplefilter('error')\n"
-        "    model(torch.ones(2, 6)).sum().backward()\n"
-        "    opt.step()\n"
-    )
-    root = Path(__file__).resolve().parents[1]
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, timeout=300)
-    assert found.returncode == 0, found.stderr[-4000:]
+    python("""
+        import torch, warnings, torch.distributed as dist
+        from torch import nn
+        from torch.distributed.fsdp import fully_shard
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+        from optgen.optim import AdamW
+        dist.init_process_group('fake', store=FakeStore(), rank=0, world_size=2)
+        model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
+        opt = AdamW(model.named_parameters())
+        for layer in model: fully_shard(layer)
+        fully_shard(model)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter('always')
+            for _ in range(3):
+                model(torch.ones(2, 6)).sum().backward()
+                opt.step()
+        said = [str(w.message) for w in said if 'AdamW' in str(w.message)]
+        assert len(said) == 1, said
+        assert 'none of its 4 parameters has had a gradient yet' in said[0], said
+        opt = AdamW(model.named_parameters(), overrides={'0': 'fp32'})
+        with warnings.catch_warnings():
+            warnings.simplefilter('error')
+            model(torch.ones(2, 6)).sum().backward()
+            opt.step()
+    """)

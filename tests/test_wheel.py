@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import textwrap
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
+
+from tests import harness
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -31,15 +33,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def python(installed: Path, tmp_path: Path) -> Callable[[str], str]:
     """Runs code in a folder of its own, with the unpacked wheel before everything else on the path."""
-
-    def run(code: str) -> str:
-        environment = {**os.environ, "PYTHONPATH": str(installed)}
-        command = [sys.executable, "-c", textwrap.dedent(code)]
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    return run
+    return partial(harness.python, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(installed)})
 
 
 def test_wheel_holds_everything_that_the_checkout_has(installed: Path) -> None:

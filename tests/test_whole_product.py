@@ -6,15 +6,13 @@ import argparse
 import json
 import math
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from optgen.driver import targets
 from optgen.runtime.cpu import native
-from tests import product
+from tests import harness, product
 from tests.product import PARAMS, Cell, plan_of, spec_of
 from tools import test_full as tool
 
@@ -73,7 +71,7 @@ import json, random, sys
 
 import test_full as tool
 from optgen.driver import targets
-from tests import product
+from tests import harness, product
 
 seed = int(sys.argv[1])
 for spec, plan, target in json.load(sys.stdin):
@@ -99,12 +97,8 @@ def test_a_quarter_of_the_rules_and_half_of_the_plans_compile(compiling: dict[st
         for k, rule in enumerate(rules)
     ]
     env = {**compiling, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tools")])}
-    done = subprocess.run(
-        [sys.executable, "-c", SAMPLE, str(seed)],
-        cwd=ROOT, env=env, input=json.dumps(asked), capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    found = harness.python(SAMPLE, str(seed), env=env, stdin=json.dumps(asked))
+    rows = [json.loads(line) for line in found.splitlines()]
     assert [row["pair"] for row in rows] == [[rule, plan] for rule, plan, _ in asked]
     for row in rows:
         assert not row["failed"], row
