@@ -96,7 +96,8 @@ def check_noise(case: Case, program: Any, eager: records.Eager) -> None:
 def test_the_join_is_what_the_compiler_lowers(seed: int) -> None:
     """Rules of each kind under drawn plans."""
     draw = random.Random(seed)
-    for name, plan in draw.sample(list(itertools.product(SPECS, PLANS)), 24):
+    own_matrix = "adamp", "int4_factored_split24"  # not the matrix of the plan
+    for name, plan in [own_matrix, *draw.sample(list(itertools.product(SPECS, PLANS)), 23)]:
         if name != "adafactor_paper":  # whose 16 settings take as long as 16 rules
             check(load.find_spec(name, ROOT), PLANS[plan])
 

@@ -313,18 +313,21 @@ def test_ties_go_to_even_numbers_before_an_odd_bias_is_added(tmp_path: Path) -> 
 
 
 @optimizer(cite="a test")
-def shifted(p, g, kept=state(), *, lr=hyper(0.5, ge=0), shift=hyper(-2.0)):
+def shifted(p, g, kept=state(), *, lr=hyper(0.5, ge=0), scale=hyper(1.0, ge=0), shift=hyper(-2.0)):
     kept = 0.5 * kept + g
-    p = p - lr * kept / (kept * kept + shift)
+    p = p - lr * kept / (scale * (kept * kept) + shift)
     return p, kept
 
 
-@pytest.mark.parametrize("shift", [-2.0, -0.25, 0.5])
-def test_a_number_that_may_be_negative_stays_in_its_denominator(shift: float, tmp_path: Path) -> None:
-    """A rate that moves into the denominator divides what is added there, which counts as 2^-126 where it is 0."""
+@pytest.mark.parametrize(("shift", "scale"), [(-2.0, 1.0), (-0.25, 1.0), (0.5, 1.0), (0.5, 0.0)])
+def test_a_number_that_may_be_negative_or_0_stays_in_its_denominator(
+    shift: float, scale: float, tmp_path: Path
+) -> None:
+    """A rate that moves into the denominator divides what is added there, which counts as 2^-126 where it is 0; a
+    factor that moves out of it divides the rest."""
     g = torch.linspace(-3, 3, 64)
-    found = kept_by(shifted, "fast", "triton", g, tmp_path, shift=shift)
-    exact = -0.5 * g.double() / (g.double().square() + shift)
+    found = kept_by(shifted, "fast", "triton", g, tmp_path, shift=shift, scale=scale)
+    exact = -0.5 * g.double() / (scale * g.double().square() + shift)
     torch.testing.assert_close(found["p"].double(), exact, rtol=1e-5, atol=0.0)
 
 
