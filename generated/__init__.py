@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .adopt import ADOPT as ADOPT
     from .ademamix import AdEMAMix as AdEMAMix
     from .adabelief import AdaBelief as AdaBelief
+    from .adamuon import AdaMuon as AdaMuon
     from .adadelta import Adadelta as Adadelta
     from .adafactor import Adafactor as Adafactor
     from .adafactor_paper import AdafactorPaper as AdafactorPaper
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from .normuon import NorMuon as NorMuon
     from .novograd import NovoGrad as NovoGrad
     from .orthograd import OrthoGrad as OrthoGrad
+    from .polargrad import PolarGrad as PolarGrad
     from .prodigy import Prodigy as Prodigy
     from .radam import RAdam as RAdam
     from .rmsprop import RMSprop as RMSprop
@@ -52,7 +54,9 @@ if TYPE_CHECKING:
     from .sm3 import SM3 as SM3
     from .schedule_free_adamw import ScheduleFreeAdamW as ScheduleFreeAdamW
     from .schedule_free_sgd import ScheduleFreeSGD as ScheduleFreeSGD
+    from .scion import Scion as Scion
     from .signum import Signum as Signum
+    from .sinkgd import SinkGD as SinkGD
     from .stable_adamw import StableAdamW as StableAdamW
     from .tiger import Tiger as Tiger
     from .yogi import Yogi as Yogi
@@ -61,6 +65,7 @@ _MODULES = {
     "ADOPT": "adopt",
     "AdEMAMix": "ademamix",
     "AdaBelief": "adabelief",
+    "AdaMuon": "adamuon",
     "Adadelta": "adadelta",
     "Adafactor": "adafactor",
     "AdafactorPaper": "adafactor_paper",
@@ -90,6 +95,7 @@ _MODULES = {
     "NorMuon": "normuon",
     "NovoGrad": "novograd",
     "OrthoGrad": "orthograd",
+    "PolarGrad": "polargrad",
     "Prodigy": "prodigy",
     "RAdam": "radam",
     "RMSprop": "rmsprop",
@@ -100,7 +106,9 @@ _MODULES = {
     "SM3": "sm3",
     "ScheduleFreeAdamW": "schedule_free_adamw",
     "ScheduleFreeSGD": "schedule_free_sgd",
+    "Scion": "scion",
     "Signum": "signum",
+    "SinkGD": "sinkgd",
     "StableAdamW": "stable_adamw",
     "Tiger": "tiger",
     "Yogi": "yogi",
@@ -110,6 +118,7 @@ __all__ = [
     "ADOPT",
     "AdEMAMix",
     "AdaBelief",
+    "AdaMuon",
     "Adadelta",
     "Adafactor",
     "AdafactorPaper",
@@ -139,6 +148,7 @@ __all__ = [
     "NorMuon",
     "NovoGrad",
     "OrthoGrad",
+    "PolarGrad",
     "Prodigy",
     "RAdam",
     "RMSprop",
@@ -149,7 +159,9 @@ __all__ = [
     "SM3",
     "ScheduleFreeAdamW",
     "ScheduleFreeSGD",
+    "Scion",
     "Signum",
+    "SinkGD",
     "StableAdamW",
     "Tiger",
     "Yogi",

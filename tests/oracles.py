@@ -402,6 +402,43 @@ ELEMENTWISE: dict[str, Oracle] = {
     "tiger": peer("Tiger"),
     "yogi": yogi,
 }
+def _adamw_beside(hypers: dict[str, Any], eps: str) -> Step:
+    """AdamW as rules of matrices run it for other parameters: it has a learning rate of its own."""
+    inner = torch_optim("AdamW")({}, {
+        "lr": hypers["adamw_lr"], "betas": hypers["adamw_betas"], "eps": hypers[eps],
+        "weight_decay": hypers["weight_decay"],
+    })  # fmt: skip
+    return lambda p, g, t, lr: inner(p, g, t, hypers["adamw_lr"])
+
+
+def _flat(inner: Step) -> Step:
+    """Convolutions are matrices of their output channels."""
+
+    def step(p: Tensor, g: Tensor, t: int, lr: float) -> Tensor:
+        rows = p.shape[0]
+        return inner(p.reshape(rows, -1), g.reshape(rows, -1), t, lr).reshape(p.shape)
+
+    return step
+
+
+def _by_shape(matrices: Step, others: Step, only_others: bool) -> Step:
+    return lambda p, g, t, lr: (others if only_others or p.ndim < 2 else matrices)(p, g, t, lr)
+
+
+def sinkgd(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
+    """Algorithm 4: rows, then columns, five times divided by their norms, times the root of their length."""
+
+    def matrices(p: Tensor, g: Tensor, t: int, lr: float) -> Tensor:
+        rows, columns = g.shape
+        for _ in range(5):
+            g = math.sqrt(columns) * g / g.norm(dim=1, keepdim=True).clamp(min=1e-12 * math.sqrt(columns))
+            g = math.sqrt(rows) * g / g.norm(dim=0, keepdim=True).clamp(min=1e-12 * math.sqrt(rows))
+        return p * (1 - lr * hypers["weight_decay"]) - lr * hypers["scale"] * g
+
+    others = torch_optim("AdamW")({}, {k: hypers[k] for k in ("lr", "betas", "eps", "weight_decay")})
+    return _by_shape(_flat(matrices), others, flags["adamw"])
+
+
 REDUCING: dict[str, Oracle] = {
     "adafactor": adafactor,
     "adafactor_paper": adafactor_paper,
@@ -418,6 +455,7 @@ REDUCING: dict[str, Oracle] = {
     "orthograd": orthograd,
     "sgdp": peer("SGDP"),
     "sm3": sm3,
+    "sinkgd": sinkgd,
     "stable_adamw": peer("StableAdamW"),
 }
 
@@ -465,29 +503,6 @@ def lookahead_adamw(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
     return step
 
 
-def _adamw_beside(hypers: dict[str, Any], eps: str) -> Step:
-    """AdamW as rules of matrices run it for other parameters: it has a learning rate of its own."""
-    inner = torch_optim("AdamW")({}, {
-        "lr": hypers["adamw_lr"], "betas": hypers["adamw_betas"], "eps": hypers[eps],
-        "weight_decay": hypers["weight_decay"],
-    })  # fmt: skip
-    return lambda p, g, t, lr: inner(p, g, t, hypers["adamw_lr"])
-
-
-def _flat(inner: Step) -> Step:
-    """Convolutions are matrices of their output channels."""
-
-    def step(p: Tensor, g: Tensor, t: int, lr: float) -> Tensor:
-        rows = p.shape[0]
-        return inner(p.reshape(rows, -1), g.reshape(rows, -1), t, lr).reshape(p.shape)
-
-    return step
-
-
-def _by_shape(matrices: Step, others: Step, only_others: bool) -> Step:
-    return lambda p, g, t, lr: (others if only_others or p.ndim < 2 else matrices)(p, g, t, lr)
-
-
 def muon(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
     """torch.optim.Muon, which takes matrices only."""
     own = ("weight_decay", "momentum", "ns_coefficients", "eps", "ns_steps")
@@ -515,13 +530,74 @@ def normuon(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
     return _by_shape(_flat(matrices), _adamw_beside(hypers, "eps"), flags["adamw"])
 
 
+def adamuon(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
+    """Algorithm 1, with the authors' Nesterov momentum and torch's Newton-Schulz."""
+    m = v = torch.zeros(())
+    beta, eps = hypers["momentum"], hypers["eps"]
+
+    def matrices(p: Tensor, g: Tensor, t: int, lr: float) -> Tensor:
+        nonlocal m, v
+        m = torch.lerp(m.expand_as(g), g, 1 - beta)
+        ahead = torch.lerp(g, m, beta) if hypers["nesterov"] else m
+        o = _zeropower_via_newtonschulz(ahead.sign(), hypers["ns_coefficients"], hypers["ns_steps"], 1e-7).to(p.dtype)
+        v = beta * v + (1 - beta) * o.square()
+        o = o / (v.sqrt() + eps)
+        o = o * (0.2 * math.sqrt(o.numel()) / (torch.linalg.matrix_norm(o) + eps))
+        return p * (1 - lr * hypers["weight_decay"]) - lr * o
+
+    return _by_shape(_flat(matrices), _adamw_beside(hypers, "eps"), flags["adamw"])
+
+
+def polargrad(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
+    """The authors' step, with torch's Newton-Schulz: lr times <m, u> u, where u is m made orthogonal."""
+    m = torch.zeros(())
+
+    def matrices(p: Tensor, g: Tensor, t: int, lr: float) -> Tensor:
+        nonlocal m
+        m = torch.lerp(m.expand_as(g), g, 1 - hypers["momentum"])
+        u = _zeropower_via_newtonschulz(m, hypers["ns_coefficients"], hypers["ns_steps"], 1e-7).to(p.dtype)
+        return p * (1 - lr * hypers["weight_decay"]) - lr * torch.sum(m * u) * u
+
+    return _by_shape(_flat(matrices), _adamw_beside(hypers, "adamw_eps"), flags["adamw"])
+
+
+def scion(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
+    """The authors' norms: Spectral, Sign and RowNorm of matrices, BiasRMS of vectors; torch's Newton-Schulz."""
+    m = torch.zeros(())
+    eps = hypers["eps"]
+
+    def lmo(x: Tensor) -> Tensor:
+        if x.ndim < 2:
+            return x / (x.square().mean().sqrt() + eps)
+        d_out, d_in = x.shape[0], x.shape[1] if hypers["normalized"] else 1
+        if flags["sign_norm"]:
+            return x.sign() / d_in
+        if flags["row_norm"]:
+            mean = x.square().mean(1, keepdim=True).sqrt()  # of the normalized kind, which ColNorm of an embedding is
+            return x / (d_in * mean + eps)
+        o = _zeropower_via_newtonschulz(x, hypers["ns_coefficients"], hypers["ns_steps"], 1e-7).to(x.dtype)
+        return o * math.sqrt(d_out / d_in)
+
+    def step(p: Tensor, g: Tensor, t: int, lr: float) -> Tensor:
+        nonlocal m
+        m = (1 - hypers["momentum"]) * m + hypers["momentum"] * g
+        x = m if m.ndim < 2 else m.reshape(len(m), -1)
+        p = p if hypers["unconstrained"] else p * (1 - lr)
+        return p - lr * hypers["scale"] * lmo(x).reshape(p.shape)
+
+    return step
+
+
 WHOLE: dict[str, Oracle] = {
+    "adamuon": adamuon,
     "clipped_adamw": clipped_adamw,
     "dadapt_adam": package(dadaptation.DAdaptAdam, decouple=True),
     "lookahead_adamw": lookahead_adamw,
     "muon": muon,
     "normuon": normuon,
+    "polargrad": polargrad,
     "prodigy": package(prodigyopt.Prodigy),
+    "scion": scion,
     "schedule_free_adamw": schedule_free(schedulefree.AdamWScheduleFree),
     "schedule_free_sgd": schedule_free(schedulefree.SGDScheduleFree),
 }

@@ -35,7 +35,7 @@ from tests.oracles import ELEMENTWISE, REDUCING, WHOLE
 STEPS = 50
 SHAPES = ((), (1,), (7,), (1, 1), (1, 6), (6, 1), (5, 7), (2, 3, 4), (4, 3, 3, 3))
 LONG = (3, 1100)  # more columns than are summed at a time
-KEPT = ("eps", "adamw_eps", "min_norm", "ns_coefficients")  # nobody tunes them
+KEPT = ("eps", "adamw_eps", "min_norm", "gram", "scale_floor")  # nobody tunes them, or the oracle has no such
 COUNTS = {"ns_steps": (2, 6), "warmup_steps": (0, 9), "lookahead_k": (1, 6), "alpha_warmup": (0, 30)}
 COUNTS |= {"beta3_warmup": (0, 30)}
 START = {"d0": 1e-2, "growth_rate": 1.2}  # fifty steps show what the rule does with it
@@ -45,8 +45,12 @@ def drawn(h: HyperDecl, draw: torch.Generator) -> Any:
     """A legal value about as far from its end of the range as the default is; nonzero where the default is 0."""
     if h.name in COUNTS:
         return int(torch.randint(*COUNTS[h.name], (), generator=draw))
+    if h.series:
+        return (3.4445, -4.7750, 2.0315)  # torch's Newton-Schulz takes a triple
     if h.name in KEPT or max(h.values) > 1e30 and h.name not in START:
         return h.default
+    if isinstance(h.default, bool):
+        return bool(torch.randint(2, (), generator=draw))
     h = replace(h, default=START.get(h.name, h.default))
     out = []
     for value in h.values:

@@ -60,6 +60,28 @@ class AdaBelief(Optimizer):
         fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
     ) -> None: ...
 
+class AdaMuon(Optimizer):
+    """AdaMuon: Muon of the momentum's signs, whose step each element's second moment evens out; AdamW for vectors."""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 0.02,
+        weight_decay: float | Tensor = 0.01,
+        momentum: float | Tensor = 0.95,
+        eps: float | Tensor = 1e-8,
+        nesterov: bool = True,
+        ns_coefficients: str | Sequence[float] | Sequence[Sequence[float]] = (3.4445, -4.775, 2.0315),
+        ns_steps: float | Tensor | None = None,
+        gram: bool = False,
+        adamw_lr: float | Tensor = 0.001,
+        adamw_betas: Sequence[float | Tensor] = (0.9, 0.95),
+        adamw: bool = False,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None, blocks: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+    ) -> None: ...
+
 class Adadelta(Optimizer):
     """Steps in the units of the weight: the gradient times RMS(past steps) / RMS(gradients)."""
 
@@ -537,6 +559,27 @@ class OrthoGrad(Optimizer):
         fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
     ) -> None: ...
 
+class PolarGrad(Optimizer):
+    """PolarGrad: momentum of a weight matrix, made orthogonal and given its nuclear norm; AdamW for vectors."""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 0.02,
+        weight_decay: float | Tensor = 0.0,
+        momentum: float | Tensor = 0.95,
+        ns_coefficients: str | Sequence[float] | Sequence[Sequence[float]] = "polar_express",
+        ns_steps: float | Tensor | None = None,
+        gram: bool = False,
+        adamw_lr: float | Tensor = 0.001,
+        adamw_betas: Sequence[float | Tensor] = (0.9, 0.95),
+        adamw_eps: float | Tensor = 1e-8,
+        adamw: bool = False,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None, blocks: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+    ) -> None: ...
+
 class Prodigy(Optimizer):
     """The estimate d is one for the whole model: each group is in its sums with a rate of its own, lr."""
 
@@ -704,6 +747,28 @@ class ScheduleFreeSGD(Optimizer):
         fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
     ) -> None: ...
 
+class Scion(Optimizer):
+    """Scion: steps of one size in a norm of each layer: spectral for matrices, root mean square for vectors."""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 0.001,
+        momentum: float | Tensor = 0.1,
+        scale: float | Tensor = 1.0,
+        unconstrained: bool = False,
+        normalized: bool = True,
+        ns_coefficients: str | Sequence[float] | Sequence[Sequence[float]] = (3.4445, -4.775, 2.0315),
+        ns_steps: float | Tensor | None = None,
+        gram: bool = False,
+        eps: float | Tensor = 1e-8,
+        sign_norm: bool = False,
+        row_norm: bool = False,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None, blocks: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+    ) -> None: ...
+
 class Signum(Optimizer):
     """The sign of the momentum, with decoupled weight decay; signSGD where momentum is 0."""
 
@@ -714,6 +779,23 @@ class Signum(Optimizer):
         weight_decay: float | Tensor = 0.0,
         *,
         maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+    ) -> None: ...
+
+class SinkGD(Optimizer):
+    """SinkGD: the gradient with rows and columns of one size, without a state; Adam for vectors."""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 0.02,
+        scale: float | Tensor = 0.05,
+        weight_decay: float | Tensor = 0.0,
+        betas: Sequence[float | Tensor] = (0.9, 0.999),
+        eps: float | Tensor = 1e-8,
+        adamw: bool = False,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None, blocks: Given = None,
         module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
         fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
     ) -> None: ...

@@ -10,7 +10,7 @@ DISCOURAGED = {
             "exp_avg_var": ("adabelief",),
             "exp_avg_sq": (
                 "adam", "adamp", "adamw", "ademamix", "came", "cautious_adamw", "clipped_adamw", "dadapt_adam", "grams",
-                "lamb", "laprop", "lookahead_adamw", "nadam", "prodigy", "radam", "schedule_free_adamw",
+                "lamb", "laprop", "lookahead_adamw", "nadam", "prodigy", "radam", "schedule_free_adamw", "sinkgd",
             ),
             "exp_inf": ("adamax",),
         },
@@ -47,10 +47,10 @@ DISCOURAGED = {
             "exp_avg": (
                 "adabelief", "adafactor_paper", "adam", "adamax", "adamp", "adamw", "ademamix", "adopt", "came",
                 "cautious_adamw", "clipped_adamw", "dadapt_adam", "grams", "lamb", "laprop", "lookahead_adamw", "nadam",
-                "prodigy", "radam", "stable_adamw", "yogi",
+                "prodigy", "radam", "sinkgd", "stable_adamw", "yogi",
             ),
             "m": ("adam_mini",),
-            "momentum_buffer": ("lars", "orthograd", "rmsprop", "sgd", "sgdp", "sgdw", "signum", "sm3"),
+            "momentum_buffer": ("lars", "orthograd", "rmsprop", "scion", "sgd", "sgdp", "sgdw", "signum", "sm3"),
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.999 changes it by 0.001 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 3; round it stochastically, or keep it'
@@ -58,7 +58,7 @@ DISCOURAGED = {
             "exp_avg_var": ("adabelief",),
             "exp_avg_sq": (
                 "adam", "adamp", "adamw", "ademamix", "came", "cautious_adamw", "clipped_adamw", "dadapt_adam", "grams",
-                "lamb", "laprop", "lookahead_adamw", "nadam", "prodigy", "radam", "schedule_free_adamw",
+                "lamb", "laprop", "lookahead_adamw", "nadam", "prodigy", "radam", "schedule_free_adamw", "sinkgd",
             ),
             "exp_inf": ("adamax",),
         },
@@ -80,6 +80,14 @@ DISCOURAGED = {
         " of a format of one's own that says so by `still`": {
             "max_exp_avg_sq": ("adam", "adamw", "clipped_adamw", "lookahead_adamw"),
         },
+        'to nearest, 10 codes up to 0.041 of the scale keep themselves under a decay of 0.95: a state without '
+        'gradients never returns to 0': {
+            "momentum_buffer": ("adamuon", "muon", "normuon", "polargrad"),
+            "exp_avg": ("mars", "novograd"),
+        },
+        'the average freezes, and the step sizes made of it with it: a step under decay 0.95 changes it by 0.05 of '
+        'itself at most, and rounding to nearest undoes that in cells of up to 3; round it stochastically, or keep it'
+        ' in fp32': {"exp_avg_sq": ("adamuon", "muon", "normuon", "polargrad")},
         'to nearest, 28 codes up to 0.12 of the scale keep themselves under a decay of 0.98: a state without '
         'gradients never returns to 0': {"exp_avg": ("adan",)},
         'to nearest, 6 codes up to 0.024 of the scale keep themselves under a decay of 0.92: a state without '
@@ -96,11 +104,6 @@ DISCOURAGED = {
         'gradients never returns to 0': {"exp_avg": ("cautious_lion", "lion"), "grad_avg": ("rmsprop",)},
         'to nearest, 127 codes up to 1 of the scale keep themselves under a decay of 0.9995: a state without '
         'gradients never returns to 0': {"s": ("dadapt_adam", "prodigy")},
-        'to nearest, 10 codes up to 0.041 of the scale keep themselves under a decay of 0.95: a state without '
-        'gradients never returns to 0': {"exp_avg": ("mars", "novograd"), "momentum_buffer": ("muon", "normuon")},
-        'the average freezes, and the step sizes made of it with it: a step under decay 0.95 changes it by 0.05 of '
-        'itself at most, and rounding to nearest undoes that in cells of up to 3; round it stochastically, or keep it'
-        ' in fp32': {"exp_avg_sq": ("muon", "normuon")},
         'to nearest, 15 codes up to 0.063 of the scale keep themselves under a decay of 0.965: a state without '
         'gradients never returns to 0': {"exp_avg": ("tiger",)},
     },
@@ -109,28 +112,31 @@ DISCOURAGED = {
             "exp_avg": (
                 "adabelief", "adafactor_paper", "adam", "adamax", "adamp", "adamw", "adan", "ademamix", "adopt", "came",
                 "cautious_adamw", "cautious_lion", "clipped_adamw", "dadapt_adam", "grams", "lamb", "laprop", "lion",
-                "lookahead_adamw", "mars", "nadam", "novograd", "prodigy", "radam", "stable_adamw", "tiger", "yogi",
+                "lookahead_adamw", "mars", "nadam", "novograd", "prodigy", "radam", "sinkgd", "stable_adamw", "tiger",
+                "yogi",
             ),
             "exp_avg_var": ("adabelief",),
             "square_avg": ("adadelta", "rmsprop"),
             "acc_delta": ("adadelta",),
             "variance": ("adafactor",),
             "exp_avg_sq": (
-                "adafactor_paper", "adam", "adamp", "adamw", "adan", "ademamix", "adopt", "came", "cautious_adamw",
-                "clipped_adamw", "dadapt_adam", "grams", "lamb", "laprop", "lookahead_adamw", "mars", "muon", "nadam",
-                "normuon", "prodigy", "radam", "schedule_free_adamw", "stable_adamw", "yogi",
+                "adafactor_paper", "adam", "adamp", "adamuon", "adamw", "adan", "ademamix", "adopt", "came",
+                "cautious_adamw", "clipped_adamw", "dadapt_adam", "grams", "lamb", "laprop", "lookahead_adamw", "mars",
+                "muon", "nadam", "normuon", "polargrad", "prodigy", "radam", "schedule_free_adamw", "sinkgd",
+                "stable_adamw", "yogi",
             ),
             "sum": ("adagrad",),
             "max_exp_avg_sq": ("adam", "adamw", "clipped_adamw", "lookahead_adamw"),
             "m": ("adam_mini",),
             "exp_inf": ("adamax",),
+            "momentum_buffer": (
+                "adamuon", "lars", "muon", "normuon", "orthograd", "polargrad", "rmsprop", "scion", "sgd", "sgdp",
+                "sgdw", "signum", "sm3",
+            ),
             "exp_avg_diff": ("adan",),
             "prev_grad": ("adan",),
             "exp_avg_slow": ("ademamix",),
             "s": ("dadapt_adam", "madgrad", "prodigy"),
-            "momentum_buffer": (
-                "lars", "muon", "normuon", "orthograd", "rmsprop", "sgd", "sgdp", "sgdw", "signum", "sm3",
-            ),
             "grad_sum_sq": ("madgrad",),
             "last_grad": ("mars",),
             "grad_avg": ("rmsprop",),
@@ -145,10 +151,10 @@ DISCOURAGED = {
             "exp_avg": (
                 "adabelief", "adafactor_paper", "adam", "adamax", "adamp", "adamw", "ademamix", "adopt", "came",
                 "cautious_adamw", "clipped_adamw", "dadapt_adam", "grams", "lamb", "laprop", "lookahead_adamw", "nadam",
-                "prodigy", "radam", "stable_adamw", "yogi",
+                "prodigy", "radam", "sinkgd", "stable_adamw", "yogi",
             ),
             "m": ("adam_mini",),
-            "momentum_buffer": ("lars", "orthograd", "rmsprop", "sgd", "sgdp", "sgdw", "signum", "sm3"),
+            "momentum_buffer": ("lars", "orthograd", "rmsprop", "scion", "sgd", "sgdp", "sgdw", "signum", "sm3"),
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.999 changes it by 0.001 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 1.7; round it stochastically, or keep '
@@ -156,7 +162,7 @@ DISCOURAGED = {
             "exp_avg_var": ("adabelief",),
             "exp_avg_sq": (
                 "adam", "adamp", "adamw", "ademamix", "came", "cautious_adamw", "clipped_adamw", "dadapt_adam", "grams",
-                "lamb", "laprop", "lookahead_adamw", "nadam", "prodigy", "radam", "schedule_free_adamw",
+                "lamb", "laprop", "lookahead_adamw", "nadam", "prodigy", "radam", "schedule_free_adamw", "sinkgd",
             ),
             "exp_inf": ("adamax",),
         },
@@ -178,6 +184,14 @@ DISCOURAGED = {
         " of a format of one's own that says so by `still`": {
             "max_exp_avg_sq": ("adam", "adamw", "clipped_adamw", "lookahead_adamw"),
         },
+        'to nearest, 62 codes up to 0.14 of the scale keep themselves under a decay of 0.95: a state without '
+        'gradients never returns to 0': {
+            "momentum_buffer": ("adamuon", "muon", "normuon", "polargrad"),
+            "exp_avg": ("mars", "novograd"),
+        },
+        'the average freezes, and the step sizes made of it with it: a step under decay 0.95 changes it by 0.05 of '
+        'itself at most, and rounding to nearest undoes that in cells of up to 1.7; round it stochastically, or keep '
+        'it in fp32': {"exp_avg_sq": ("adamuon", "muon", "normuon", "polargrad")},
         'to nearest, 140 codes up to 0.35 of the scale keep themselves under a decay of 0.98: a state without '
         'gradients never returns to 0': {"exp_avg": ("adan",)},
         'to nearest, 36 codes up to 0.017 of the scale keep themselves under a decay of 0.92: a state without '
@@ -194,11 +208,6 @@ DISCOURAGED = {
         'gradients never returns to 0': {"exp_avg": ("cautious_lion", "lion"), "grad_avg": ("rmsprop",)},
         'to nearest, 255 codes up to 1 of the scale keep themselves under a decay of 0.9995: a state without '
         'gradients never returns to 0': {"s": ("dadapt_adam", "prodigy")},
-        'to nearest, 62 codes up to 0.14 of the scale keep themselves under a decay of 0.95: a state without '
-        'gradients never returns to 0': {"exp_avg": ("mars", "novograd"), "momentum_buffer": ("muon", "normuon")},
-        'the average freezes, and the step sizes made of it with it: a step under decay 0.95 changes it by 0.05 of '
-        'itself at most, and rounding to nearest undoes that in cells of up to 1.7; round it stochastically, or keep '
-        'it in fp32': {"exp_avg_sq": ("muon", "normuon")},
         'it is only ever multiplied, and the format can round it to 0, where it would stay': {"step_size": ("rprop",)},
         'to nearest, 92 codes up to 0.19 of the scale keep themselves under a decay of 0.965: a state without '
         'gradients never returns to 0': {"exp_avg": ("tiger",)},
@@ -208,28 +217,31 @@ DISCOURAGED = {
             "exp_avg": (
                 "adabelief", "adafactor_paper", "adam", "adamax", "adamp", "adamw", "adan", "ademamix", "adopt", "came",
                 "cautious_adamw", "cautious_lion", "clipped_adamw", "dadapt_adam", "grams", "lamb", "laprop", "lion",
-                "lookahead_adamw", "mars", "nadam", "novograd", "prodigy", "radam", "stable_adamw", "tiger", "yogi",
+                "lookahead_adamw", "mars", "nadam", "novograd", "prodigy", "radam", "sinkgd", "stable_adamw", "tiger",
+                "yogi",
             ),
             "exp_avg_var": ("adabelief",),
             "square_avg": ("adadelta", "rmsprop"),
             "acc_delta": ("adadelta",),
             "variance": ("adafactor",),
             "exp_avg_sq": (
-                "adafactor_paper", "adam", "adamp", "adamw", "adan", "ademamix", "adopt", "came", "cautious_adamw",
-                "clipped_adamw", "dadapt_adam", "grams", "lamb", "laprop", "lookahead_adamw", "mars", "muon", "nadam",
-                "normuon", "prodigy", "radam", "schedule_free_adamw", "stable_adamw", "yogi",
+                "adafactor_paper", "adam", "adamp", "adamuon", "adamw", "adan", "ademamix", "adopt", "came",
+                "cautious_adamw", "clipped_adamw", "dadapt_adam", "grams", "lamb", "laprop", "lookahead_adamw", "mars",
+                "muon", "nadam", "normuon", "polargrad", "prodigy", "radam", "schedule_free_adamw", "sinkgd",
+                "stable_adamw", "yogi",
             ),
             "sum": ("adagrad",),
             "max_exp_avg_sq": ("adam", "adamw", "clipped_adamw", "lookahead_adamw"),
             "m": ("adam_mini",),
             "exp_inf": ("adamax",),
+            "momentum_buffer": (
+                "adamuon", "lars", "muon", "normuon", "orthograd", "polargrad", "rmsprop", "scion", "sgd", "sgdp",
+                "sgdw", "signum", "sm3",
+            ),
             "exp_avg_diff": ("adan",),
             "prev_grad": ("adan",),
             "exp_avg_slow": ("ademamix",),
             "s": ("dadapt_adam", "madgrad", "prodigy"),
-            "momentum_buffer": (
-                "lars", "muon", "normuon", "orthograd", "rmsprop", "sgd", "sgdp", "sgdw", "signum", "sm3",
-            ),
             "grad_sum_sq": ("madgrad",),
             "last_grad": ("mars",),
             "grad_avg": ("rmsprop",),
@@ -243,28 +255,31 @@ DISCOURAGED = {
             "exp_avg": (
                 "adabelief", "adafactor_paper", "adam", "adamax", "adamp", "adamw", "adan", "ademamix", "adopt", "came",
                 "cautious_adamw", "cautious_lion", "clipped_adamw", "dadapt_adam", "grams", "lamb", "laprop", "lion",
-                "lookahead_adamw", "mars", "nadam", "novograd", "prodigy", "radam", "stable_adamw", "tiger", "yogi",
+                "lookahead_adamw", "mars", "nadam", "novograd", "prodigy", "radam", "sinkgd", "stable_adamw", "tiger",
+                "yogi",
             ),
             "exp_avg_var": ("adabelief",),
             "square_avg": ("adadelta", "rmsprop"),
             "acc_delta": ("adadelta",),
             "variance": ("adafactor",),
             "exp_avg_sq": (
-                "adafactor_paper", "adam", "adamp", "adamw", "adan", "ademamix", "adopt", "came", "cautious_adamw",
-                "clipped_adamw", "dadapt_adam", "grams", "lamb", "laprop", "lookahead_adamw", "mars", "muon", "nadam",
-                "normuon", "prodigy", "radam", "schedule_free_adamw", "stable_adamw", "yogi",
+                "adafactor_paper", "adam", "adamp", "adamuon", "adamw", "adan", "ademamix", "adopt", "came",
+                "cautious_adamw", "clipped_adamw", "dadapt_adam", "grams", "lamb", "laprop", "lookahead_adamw", "mars",
+                "muon", "nadam", "normuon", "polargrad", "prodigy", "radam", "schedule_free_adamw", "sinkgd",
+                "stable_adamw", "yogi",
             ),
             "sum": ("adagrad",),
             "max_exp_avg_sq": ("adam", "adamw", "clipped_adamw", "lookahead_adamw"),
             "m": ("adam_mini",),
             "exp_inf": ("adamax",),
+            "momentum_buffer": (
+                "adamuon", "lars", "muon", "normuon", "orthograd", "polargrad", "rmsprop", "scion", "sgd", "sgdp",
+                "sgdw", "signum", "sm3",
+            ),
             "exp_avg_diff": ("adan",),
             "prev_grad": ("adan",),
             "exp_avg_slow": ("ademamix",),
             "s": ("dadapt_adam", "madgrad", "prodigy"),
-            "momentum_buffer": (
-                "lars", "muon", "normuon", "orthograd", "rmsprop", "sgd", "sgdp", "sgdw", "signum", "sm3",
-            ),
             "grad_sum_sq": ("madgrad",),
             "last_grad": ("mars",),
             "grad_avg": ("rmsprop",),
@@ -278,28 +293,31 @@ DISCOURAGED = {
             "exp_avg": (
                 "adabelief", "adafactor_paper", "adam", "adamax", "adamp", "adamw", "adan", "ademamix", "adopt", "came",
                 "cautious_adamw", "cautious_lion", "clipped_adamw", "dadapt_adam", "grams", "lamb", "laprop", "lion",
-                "lookahead_adamw", "mars", "nadam", "novograd", "prodigy", "radam", "stable_adamw", "tiger", "yogi",
+                "lookahead_adamw", "mars", "nadam", "novograd", "prodigy", "radam", "sinkgd", "stable_adamw", "tiger",
+                "yogi",
             ),
             "exp_avg_var": ("adabelief",),
             "square_avg": ("adadelta", "rmsprop"),
             "acc_delta": ("adadelta",),
             "variance": ("adafactor",),
             "exp_avg_sq": (
-                "adafactor_paper", "adam", "adamp", "adamw", "adan", "ademamix", "adopt", "came", "cautious_adamw",
-                "clipped_adamw", "dadapt_adam", "grams", "lamb", "laprop", "lookahead_adamw", "mars", "muon", "nadam",
-                "normuon", "prodigy", "radam", "schedule_free_adamw", "stable_adamw", "yogi",
+                "adafactor_paper", "adam", "adamp", "adamuon", "adamw", "adan", "ademamix", "adopt", "came",
+                "cautious_adamw", "clipped_adamw", "dadapt_adam", "grams", "lamb", "laprop", "lookahead_adamw", "mars",
+                "muon", "nadam", "normuon", "polargrad", "prodigy", "radam", "schedule_free_adamw", "sinkgd",
+                "stable_adamw", "yogi",
             ),
             "sum": ("adagrad",),
             "max_exp_avg_sq": ("adam", "adamw", "clipped_adamw", "lookahead_adamw"),
             "m": ("adam_mini",),
             "exp_inf": ("adamax",),
+            "momentum_buffer": (
+                "adamuon", "lars", "muon", "normuon", "orthograd", "polargrad", "rmsprop", "scion", "sgd", "sgdp",
+                "sgdw", "signum", "sm3",
+            ),
             "exp_avg_diff": ("adan",),
             "prev_grad": ("adan",),
             "exp_avg_slow": ("ademamix",),
             "s": ("dadapt_adam", "madgrad", "prodigy"),
-            "momentum_buffer": (
-                "lars", "muon", "normuon", "orthograd", "rmsprop", "sgd", "sgdp", "sgdw", "signum", "sm3",
-            ),
             "grad_sum_sq": ("madgrad",),
             "last_grad": ("mars",),
             "grad_avg": ("rmsprop",),
@@ -314,10 +332,10 @@ DISCOURAGED = {
             "exp_avg": (
                 "adabelief", "adafactor_paper", "adam", "adamax", "adamp", "adamw", "ademamix", "adopt", "came",
                 "cautious_adamw", "clipped_adamw", "dadapt_adam", "grams", "lamb", "laprop", "lookahead_adamw", "nadam",
-                "prodigy", "radam", "stable_adamw", "yogi",
+                "prodigy", "radam", "sinkgd", "stable_adamw", "yogi",
             ),
             "m": ("adam_mini",),
-            "momentum_buffer": ("lars", "orthograd", "rmsprop", "sgd", "sgdp", "sgdw", "signum", "sm3"),
+            "momentum_buffer": ("lars", "orthograd", "rmsprop", "scion", "sgd", "sgdp", "sgdw", "signum", "sm3"),
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.999 changes it by 0.001 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or keep it'
@@ -325,7 +343,7 @@ DISCOURAGED = {
             "exp_avg_var": ("adabelief",),
             "exp_avg_sq": (
                 "adam", "adamp", "adamw", "ademamix", "came", "cautious_adamw", "clipped_adamw", "dadapt_adam", "grams",
-                "lamb", "laprop", "lookahead_adamw", "nadam", "prodigy", "radam", "schedule_free_adamw",
+                "lamb", "laprop", "lookahead_adamw", "nadam", "prodigy", "radam", "schedule_free_adamw", "sinkgd",
             ),
             "exp_inf": ("adamax",),
         },
@@ -347,6 +365,14 @@ DISCOURAGED = {
         " of a format of one's own that says so by `still`": {
             "max_exp_avg_sq": ("adam", "adamw", "clipped_adamw", "lookahead_adamw"),
         },
+        'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.95: a state without gradients '
+        'never returns to 0': {
+            "momentum_buffer": ("adamuon", "muon", "normuon", "polargrad"),
+            "exp_avg": ("mars", "novograd"),
+        },
+        'the average freezes, and the step sizes made of it with it: a step under decay 0.95 changes it by 0.05 of '
+        'itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or keep it'
+        ' in fp32': {"exp_avg_sq": ("adamuon", "muon", "normuon", "polargrad")},
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.98: a state without gradients '
         'never returns to 0': {"exp_avg": ("adan",)},
         'to nearest, 14 codes up to 0.89 of the scale keep themselves under a decay of 0.92: a state without '
@@ -363,11 +389,6 @@ DISCOURAGED = {
         'never returns to 0': {"exp_avg": ("cautious_lion", "lion"), "grad_avg": ("rmsprop",)},
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.9995: a state without gradients'
         ' never returns to 0': {"s": ("dadapt_adam", "prodigy")},
-        'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.95: a state without gradients '
-        'never returns to 0': {"exp_avg": ("mars", "novograd"), "momentum_buffer": ("muon", "normuon")},
-        'the average freezes, and the step sizes made of it with it: a step under decay 0.95 changes it by 0.05 of '
-        'itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or keep it'
-        ' in fp32': {"exp_avg_sq": ("muon", "normuon")},
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.965: a state without gradients '
         'never returns to 0': {"exp_avg": ("tiger",)},
     },
@@ -377,10 +398,10 @@ DISCOURAGED = {
             "exp_avg": (
                 "adabelief", "adafactor_paper", "adam", "adamax", "adamp", "adamw", "ademamix", "adopt", "came",
                 "cautious_adamw", "clipped_adamw", "dadapt_adam", "grams", "lamb", "laprop", "lookahead_adamw", "nadam",
-                "prodigy", "radam", "stable_adamw", "yogi",
+                "prodigy", "radam", "sinkgd", "stable_adamw", "yogi",
             ),
             "m": ("adam_mini",),
-            "momentum_buffer": ("lars", "orthograd", "rmsprop", "sgd", "sgdp", "sgdw", "signum", "sm3"),
+            "momentum_buffer": ("lars", "orthograd", "rmsprop", "scion", "sgd", "sgdp", "sgdw", "signum", "sm3"),
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.999 changes it by 0.001 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or keep it'
@@ -388,7 +409,7 @@ DISCOURAGED = {
             "exp_avg_var": ("adabelief",),
             "exp_avg_sq": (
                 "adam", "adamp", "adamw", "ademamix", "came", "cautious_adamw", "clipped_adamw", "dadapt_adam", "grams",
-                "lamb", "laprop", "lookahead_adamw", "nadam", "prodigy", "radam", "schedule_free_adamw",
+                "lamb", "laprop", "lookahead_adamw", "nadam", "prodigy", "radam", "schedule_free_adamw", "sinkgd",
             ),
             "exp_inf": ("adamax",),
         },
@@ -410,6 +431,14 @@ DISCOURAGED = {
         " of a format of one's own that says so by `still`": {
             "max_exp_avg_sq": ("adam", "adamw", "clipped_adamw", "lookahead_adamw"),
         },
+        'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.95: a state without gradients '
+        'never returns to 0': {
+            "momentum_buffer": ("adamuon", "muon", "normuon", "polargrad"),
+            "exp_avg": ("mars", "novograd"),
+        },
+        'the average freezes, and the step sizes made of it with it: a step under decay 0.95 changes it by 0.05 of '
+        'itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or keep it'
+        ' in fp32': {"exp_avg_sq": ("adamuon", "muon", "normuon", "polargrad")},
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.98: a state without gradients '
         'never returns to 0': {"exp_avg": ("adan",)},
         'to nearest, 14 codes up to 0.89 of the scale keep themselves under a decay of 0.92: a state without '
@@ -426,11 +455,6 @@ DISCOURAGED = {
         'never returns to 0': {"exp_avg": ("cautious_lion", "lion"), "grad_avg": ("rmsprop",)},
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.9995: a state without gradients'
         ' never returns to 0': {"s": ("dadapt_adam", "prodigy")},
-        'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.95: a state without gradients '
-        'never returns to 0': {"exp_avg": ("mars", "novograd"), "momentum_buffer": ("muon", "normuon")},
-        'the average freezes, and the step sizes made of it with it: a step under decay 0.95 changes it by 0.05 of '
-        'itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or keep it'
-        ' in fp32': {"exp_avg_sq": ("muon", "normuon")},
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.965: a state without gradients '
         'never returns to 0': {"exp_avg": ("tiger",)},
     },
