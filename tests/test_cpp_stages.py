@@ -35,8 +35,9 @@ SHAPES = [
 ]  # fmt: skip
 ISAS = [isa.name for isa in native.ISAS if isa.needs <= native.cpu_flags() and isa.name != "avx512"]
 RULES = (
-    "adafactor", "adafactor_paper", "adam_mini", "cautious_adamw", "cautious_lion", "clipped_adamw", "dadapt_adam",
-    "fromage", "lars", "mars", "muon", "normuon", "novograd", "orthograd", "prodigy", "sm3", "stable_adamw",
+    "adafactor", "adafactor_paper", "adam_mini", "adamuon", "cautious_adamw", "cautious_lion", "clipped_adamw",
+    "dadapt_adam", "fromage", "lars", "mars", "muon", "normuon", "novograd", "orthograd", "polargrad", "prodigy",
+    "scion", "sinkgd", "sm3", "stable_adamw",
 )  # fmt: skip
 
 

@@ -33,13 +33,14 @@ from optgen.lang import (
     symmetric,
     trace,
 )  # fmt: skip
-from optgen.optim import Muon, NorMuon
+from optgen.optim import AdaMuon, Muon, NorMuon, PolarGrad, Scion, SinkGD
 from optgen.runtime.layout import workspace
 from optgen.runtime.work import staged
 from specs import plans
 from specs.muon import muon
 from tests import oracles
 
+OF_MATRICES = (AdaMuon, Muon, NorMuon, PolarGrad, Scion, SinkGD)
 STACKS = Path(__file__).parent / "cases/checkpoints/stacks-4.pt"
 ULP = 2.0**-23
 
@@ -60,7 +61,7 @@ def followed(cls: Any, params: list[nn.Parameter], gradients: Callable[[int], li
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpp"])
-@pytest.mark.parametrize("cls", [Muon, NorMuon])
+@pytest.mark.parametrize("cls", OF_MATRICES)
 @pytest.mark.parametrize(
     ("shape", "blocks", "matrices"),
     [
@@ -106,7 +107,7 @@ def test_a_stack_of_experts_is_the_oracle_s_for_each_of_them(name: str) -> None:
         assert difference.median() <= 8 * 4 * ULP * p.abs().max()
 
 
-@pytest.mark.parametrize("cls", [Muon, NorMuon])
+@pytest.mark.parametrize("cls", OF_MATRICES)
 def test_heads_in_8_bits_have_the_bits_of_a_stack_of_heads(cls: Any) -> None:
     options = {"blocks": {"w0": 8}, "plan": "int8_split24"}
     heads, stack = nn.Parameter(drawn(128, 96).bfloat16()), nn.Parameter(drawn(8, 16, 96).bfloat16())

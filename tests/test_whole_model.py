@@ -22,6 +22,7 @@ import optgen
 from optgen.base.errors import UserError
 from optgen.lang import clipped
 from optgen.lang import lookahead as around
+from tests import oracles
 from tests.harness import spec_of
 
 SPECS = Path(__file__).parents[1] / "specs"
@@ -411,6 +412,34 @@ def test_muon_is_torchs(options: dict[str, Any]) -> None:
         scale = 0.2 * max(w.shape) ** 0.5 if options.get("match_rms_adamw") else scale
         assert (a - x).abs().max() <= 12 * (lr * scale * 1.2 * 2.0**-7 + 2 * ULP * x.abs().max())
         assert (a - x).abs().median() <= 12 * 4 * ULP * x.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [("adamuon", {}), ("polargrad", {}), ("scion", {}), ("scion", {"sign_norm": True}), ("scion", {"row_norm": True})],
+)
+def test_rules_of_matrices_are_their_oracles(name: str, flags: dict[str, bool]) -> None:
+    cls, lr = compiled(name), 0.02
+    start, gs = weights(MATRICES), gradients(MATRICES, 12)
+    hypers = {h.name: h.default for h in cls.HYPERS} | {"ns_coefficients": (3.4445, -4.7750, 2.0315), "ns_steps": 5}
+    given = {"adamw": False, "sign_norm": False, "row_norm": False} | flags
+    ours, _ = walk(lambda ps: cls(ps, plan="fp32", **(hypers | flags | {"lr": lr})), start, gs, torch.float32)
+    for k, (w, own) in enumerate(zip(start, ours, strict=True)):
+        step, x = oracles.WHOLE[name](given, hypers), w.clone()
+        for t, g in enumerate((g[k] for g in gs), 1):
+            x = step(x, g, t, lr)
+        (rows, columns), n = w.shape, w.numel()
+        # The largest entry of a step of lr = 1, and how far it may be rounded: as of Muon, or by a sum of squares and
+        # few operations of fp32.  A nuclear norm is that of a momentum whose elements are below 5.
+        size, rounding = {
+            "adamuon": (0.2 * n**0.5, (n / 2 + 32) * 2.0**-24),
+            "polargrad": (1.2 * 5 * n**0.5 * min(w.shape) ** 0.5, 2 * 2.0**-7),
+            "scion": (1.2 * (rows / columns) ** 0.5, 2.0**-7),
+            "sign_norm": (1.0, 0.0),
+            "row_norm": (columns**0.5, (columns / 2 + 32) * 2.0**-24),
+        }[next(iter(flags), name)]
+        assert (own - x).abs().max() <= 12 * (lr * size * rounding + 2 * ULP * x.abs().max())
+        assert (own - x).abs().median() <= 12 * 4 * ULP * x.abs().max()
 
 
 def test_what_is_no_matrix_takes_adamw() -> None:
