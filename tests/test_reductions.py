@@ -15,7 +15,7 @@ from optgen.lang import (  # isort: skip
 from optgen.runtime.cpu import native
 from tests.harness import plan_of, unoptimized
 from tests.oracles import REDUCING, WHOLE
-from tests.product import Cell, Run, at_shape, build, spec_of
+from tests.product import OF_MATRICES, Cell, Run, at_shape, build, spec_of
 from tests.test_rows_and_columns import at_times
 
 SHAPE, AT = (4, 6), (1, 2)
@@ -156,7 +156,7 @@ def test_a_vector_is_refused_by_a_rule_of_rows_when_the_optimizer_is_made(spec, 
 # -- which matrix
 
 
-@pytest.mark.parametrize("name", ["adam_mini", "adamp", "sgdp", "sinkgd", *product.OF_MATRICES])
+@pytest.mark.parametrize("name", ["adam_mini", "adamp", "sgdp", "sinkgd", *OF_MATRICES])
 @pytest.mark.parametrize("plan", ["fp32", "int8_split24"])
 def test_a_matrix_of_the_first_dimension_is_the_view(name: str, plan: str) -> None:
     """A kernel of a convolution steps as its view (channels, the rest), bit for bit; so do its statistics."""

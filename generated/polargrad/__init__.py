@@ -4,10 +4,13 @@
 #   rebuild   optgen build polargrad
 # fmt: off
 # ruff: noqa
+import torch
+
 from optgen.runtime import Flag, Hyper, Optimizer, Series
 from optgen.runtime.records import Rule, Stage, Temp
 from optgen.runtime.records.join import RuleRecord, StateRecord
-from optgen.runtime.records.scalars import choose, divide, larger, root
+from optgen.runtime.records.scalars import divide, maximum, root, where
+from optgen.runtime.reference.eager import few_sum, newton_schulz, sqrt
 
 
 class PolarGrad(Optimizer):
@@ -75,6 +78,125 @@ class PolarGrad(Optimizer):
         )
 
 
+def polargrad(
+    stored, momentum, grad_scale, one_minus_momentum, ns_coefficients, ns_steps, gram, lr,
+    one_minus_lr_times_weight_decay,
+):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+
+    # == sweep 1: direction (specs/polargrad.py:37)
+    b = stored.over("g", "momentum_buffer")
+    # -- load and decode
+    momentum_buffer = b.load("momentum_buffer")
+    g = b.load("g")
+    g = grad_scale * g
+    # -- update  (specs/polargrad.py)
+    # 36  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
+    momentum_buffer = momentum * momentum_buffer + one_minus_momentum * g
+    # -- encode and store
+    momentum_buffer_bitcast = momentum_buffer.view(torch.int32)
+    direction_tensor = b.flat(
+        (
+            torch.where(
+                momentum_buffer == momentum_buffer,
+                momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000
+            )
+            >> 16
+        ).to(torch.int16).view(torch.bfloat16)
+    )
+    b.store("momentum_buffer", momentum_buffer)
+
+    # == newton_schulz: newton_schulz of whole matrices
+    b = stored.over()
+    # -- load and decode
+    direction_stored = b.elements(direction_tensor)
+    # -- encode and store
+    direction_tensor = b.flat(
+        b.elements(
+            newton_schulz(
+                direction_tensor, float(ns_steps), float(1.0), float(gram), float(1e-07), float(ns_coefficients)
+            )
+        ).to(torch.bfloat16)
+    )
+
+    # == sweep 2: nuclear (specs/polargrad.py:38)
+    b = stored.over("momentum_buffer")
+    # -- load and decode
+    momentum_buffer = b.load("momentum_buffer")
+    direction_stored = b.elements(direction_tensor)
+    # -- update  (specs/polargrad.py)
+    # 37  direction = newton_schulz(momentum_buffer, ns_steps, ns_coefficients, gram=gram)
+    direction = direction_stored.to(torch.float32)
+    # -- encode and store
+    row_sum_for_nuclear_tensor = b.row_sum(momentum_buffer * direction)
+
+    # == row: values of rows
+    # -- load and decode
+    row_sum_for_nuclear = row_sum_for_nuclear_tensor
+    # -- encode and store
+    mat_sum_for_nuclear_tensor = few_sum(row_sum_for_nuclear, "mat")
+
+    # == tensor: values of tensors
+    # -- encode and store
+    rows_times_columns_tensor = b.extent("rows") * b.extent("columns")
+
+    # == mat: values of matrices
+    # -- load and decode
+    mat_sum_for_nuclear = mat_sum_for_nuclear_tensor
+    rows_times_columns = rows_times_columns_tensor
+    # -- update  (specs/polargrad.py)
+    # 38  nuclear = mat_mean(momentum_buffer * direction) * (rows(p) * columns(p))
+    nuclear = mat_sum_for_nuclear / rows_times_columns * rows_times_columns
+    # -- encode and store
+    lr_times_nuclear_tensor = lr * nuclear
+
+    # == sweep 3: the update
+    b = stored.over("p")
+    # -- load and decode
+    p = b.load("p")
+    lr_times_nuclear = b.spread(lr_times_nuclear_tensor)
+    direction_stored = b.elements(direction_tensor)
+    # -- update  (specs/polargrad.py)
+    p = p * one_minus_lr_times_weight_decay         # 39  p = policies.decoupled(p, lr, weight_decay)
+    # 37  direction = newton_schulz(momentum_buffer, ns_steps, ns_coefficients, gram=gram)
+    direction = direction_stored.to(torch.float32)
+    p = p - lr_times_nuclear * direction            # 40  p = p - lr * nuclear * direction
+    # -- encode and store
+    b.store("p", p)
+
+
+def polargrad_no_matrix(
+    stored, adamw_betas_0, adamw_betas_1, adamw_eps, grad_scale, one_minus_adamw_lr_times_weight_decay,
+    one_minus_adamw_betas_0, adamw_lr_over_one_minus_adamw_betas_0_pow_t, one_minus_adamw_betas_1,
+    sqrt_one_minus_adamw_betas_1_pow_t,
+):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+    b = stored.over("p", "g", "momentum_buffer", "exp_avg_sq")
+    # -- load and decode
+    p = b.load("p")
+    momentum_buffer = b.load("momentum_buffer")
+    g = b.load("g")
+    g = grad_scale * g
+    exp_avg_sq = b.load("exp_avg_sq")
+    # -- update  (specs/polargrad.py)
+    # 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr,
+    #     adamw_betas, adamw_eps, weight_decay )
+    momentum_buffer = adamw_betas_0 * momentum_buffer + one_minus_adamw_betas_0 * g
+    # 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr,
+    #     adamw_betas, adamw_eps, weight_decay )
+    exp_avg_sq = adamw_betas_1 * exp_avg_sq + one_minus_adamw_betas_1 * g * g
+    # 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr,
+    #     adamw_betas, adamw_eps, weight_decay )
+    p = (
+        p * one_minus_adamw_lr_times_weight_decay - adamw_lr_over_one_minus_adamw_betas_0_pow_t * momentum_buffer
+        / (sqrt(exp_avg_sq) / sqrt_one_minus_adamw_betas_1_pow_t + adamw_eps)
+    )
+    # -- encode and store
+    b.store("p", p)
+    b.store("momentum_buffer", momentum_buffer)
+    b.store("exp_avg_sq", exp_avg_sq)
+
+
 def host_scalars(
     step, grad_scale, *, lr, weight_decay, momentum, ns_coefficients, ns_steps, gram, adamw_lr, adamw_betas,
     adamw_eps,
@@ -129,8 +251,8 @@ def kernel_scalars_2(
     common_1 = root(1 - adamw_betas_1**step)
     common_2 = divide(adamw_lr, 1 - adamw_betas_0**step) * common_1
     common_3 = common_2 < 7.888609052210118e-31
-    scalar_2 = choose(common_3, 1, divide(1, common_2))
-    scalar_3 = divide(larger(adamw_eps * common_1, 1.1754943508222875e-38), choose(common_3, 0, common_2))
+    scalar_2 = where(common_3, 1, divide(1, common_2))
+    scalar_3 = divide(maximum(adamw_eps * common_1, 1.1754943508222875e-38), where(common_3, 0, common_2))
     one_minus_adamw_lr_times_weight_decay = 1 - adamw_lr * weight_decay
     return (
         adamw_betas_0, adamw_betas_1, one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,

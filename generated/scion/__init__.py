@@ -4,9 +4,12 @@
 #   rebuild   optgen build scion
 # fmt: off
 # ruff: noqa
+import torch
+
 from optgen.runtime import Flag, Hyper, Optimizer, Series
 from optgen.runtime.records import Rule, Stage, Temp
 from optgen.runtime.records.join import RuleRecord, StateRecord
+from optgen.runtime.reference.eager import newton_schulz, sqrt
 
 
 class Scion(Optimizer):
@@ -80,6 +83,194 @@ class Scion(Optimizer):
             ),
             **options
         )
+
+
+def scion(
+    stored, normalized, momentum, grad_scale, one_minus_momentum, ns_coefficients, ns_steps, gram,
+    one_minus_lr_times_one_minus_unconstrained, lr_times_scale,
+):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+
+    # == tensor: values of tensors
+    b = stored.over()
+    # -- update  (specs/scion.py)
+    width = 1.0 + normalized * (b.extent("columns") - 1.0)  # 35  width = 1 + normalized * (columns(p) - 1)
+    # -- encode and store
+    sqrt_rows_over_width_tensor = sqrt(b.extent("rows") / width)
+
+    # == sweep 1: step (specs/scion.py:41)
+    b = stored.over("g", "momentum_buffer")
+    # -- load and decode
+    momentum_buffer = b.load("momentum_buffer")
+    g = b.load("g")
+    g = grad_scale * g
+    # -- update  (specs/scion.py)
+    # 33  momentum_buffer = (1 - momentum) * momentum_buffer + momentum * g
+    momentum_buffer = one_minus_momentum * momentum_buffer + momentum * g
+    # -- encode and store
+    momentum_buffer_bitcast = momentum_buffer.view(torch.int32)
+    newton_schulz_tensor = b.flat(
+        (
+            torch.where(
+                momentum_buffer == momentum_buffer,
+                momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000
+            )
+            >> 16
+        ).to(torch.int16).view(torch.bfloat16)
+    )
+    b.store("momentum_buffer", momentum_buffer)
+
+    # == newton_schulz: newton_schulz of whole matrices
+    b = stored.over()
+    # -- load and decode
+    newton_schulz_stored = b.elements(newton_schulz_tensor)
+    # -- encode and store
+    newton_schulz_tensor = b.flat(
+        b.elements(
+            newton_schulz(
+                newton_schulz_tensor, float(ns_steps), float(1.0), float(gram), float(1e-07), float(ns_coefficients)
+            )
+        ).to(torch.bfloat16)
+    )
+
+    # == sweep 2: the update
+    b = stored.over("p")
+    # -- load and decode
+    p = b.load("p")
+    sqrt_rows_over_width = b.spread(sqrt_rows_over_width_tensor)
+    newton_schulz_stored = b.elements(newton_schulz_tensor)
+    # -- update  (specs/scion.py)
+    # 41  step = sqrt(rows(p) / width) * newton_schulz(momentum_buffer, ns_steps, ns_coefficients, gram=gram)
+    step = sqrt_rows_over_width * newton_schulz_stored.to(torch.float32)
+    # 44  p = p * (1 - lr * (1 - unconstrained)) - lr * scale * step
+    p = p * one_minus_lr_times_one_minus_unconstrained - lr_times_scale * step
+    # -- encode and store
+    b.store("p", p)
+
+
+def scion_no_matrix(
+    stored, momentum, grad_scale, one_minus_momentum, eps, one_minus_lr_times_one_minus_unconstrained,
+    lr_times_scale,
+):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+
+    # == sweep 1: step (specs/scion.py:43)
+    b = stored.over("g", "momentum_buffer")
+    # -- load and decode
+    momentum_buffer = b.load("momentum_buffer")
+    g = b.load("g")
+    g = grad_scale * g
+    # -- update  (specs/scion.py)
+    # 33  momentum_buffer = (1 - momentum) * momentum_buffer + momentum * g
+    momentum_buffer = one_minus_momentum * momentum_buffer + momentum * g
+    # -- encode and store
+    tensor_sum_of_momentum_buffer_tensor = b.tensor_sum(momentum_buffer * momentum_buffer)
+    b.store("momentum_buffer", momentum_buffer)
+
+    # == tensor: values of tensors
+    # -- load and decode
+    tensor_sum_of_momentum_buffer = tensor_sum_of_momentum_buffer_tensor
+    # -- encode and store
+    tensor_add_tensor = sqrt(tensor_sum_of_momentum_buffer / b.extent("elements")) + eps
+
+    # == sweep 2: the update
+    b = stored.over("p", "momentum_buffer")
+    # -- load and decode
+    p = b.load("p")
+    momentum_buffer = b.load("momentum_buffer")
+    tensor_add = b.spread(tensor_add_tensor)
+    # -- update  (specs/scion.py)
+    step = momentum_buffer / tensor_add  # 43  step = momentum_buffer / (rms(momentum_buffer) + eps)
+    # 44  p = p * (1 - lr * (1 - unconstrained)) - lr * scale * step
+    p = p * one_minus_lr_times_one_minus_unconstrained - lr_times_scale * step
+    # -- encode and store
+    b.store("p", p)
+
+
+def scion_row_norm(
+    stored, momentum, grad_scale, one_minus_momentum, normalized, eps, one_minus_lr_times_one_minus_unconstrained,
+    lr_times_scale,
+):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+
+    # == sweep 1: step (specs/scion.py:39)
+    b = stored.over("g", "momentum_buffer")
+    # -- load and decode
+    momentum_buffer = b.load("momentum_buffer")
+    g = b.load("g")
+    g = grad_scale * g
+    # -- update  (specs/scion.py)
+    # 33  momentum_buffer = (1 - momentum) * momentum_buffer + momentum * g
+    momentum_buffer = one_minus_momentum * momentum_buffer + momentum * g
+    # -- encode and store
+    row_sum_of_momentum_buffer_tensor = b.row_sum(momentum_buffer * momentum_buffer)
+    b.store("momentum_buffer", momentum_buffer)
+
+    # == row: values of rows
+    # -- load and decode
+    row_sum_of_momentum_buffer = row_sum_of_momentum_buffer_tensor
+    # -- encode and store
+    sqrt_row_sum_of_momentum_buffer_over_columns_tensor = sqrt(row_sum_of_momentum_buffer / b.extent("columns"))
+
+    # == tensor: values of tensors
+    # -- update  (specs/scion.py)
+    width = 1.0 + normalized * (b.extent("columns") - 1.0)  # 35  width = 1 + normalized * (columns(p) - 1)
+    # -- encode and store
+    width_tensor = width
+
+    # == row: values of rows
+    # -- load and decode
+    width = width_tensor
+    sqrt_row_sum_of_momentum_buffer_over_columns = sqrt_row_sum_of_momentum_buffer_over_columns_tensor
+    # -- encode and store
+    row_mul_plus_eps_tensor = width * sqrt_row_sum_of_momentum_buffer_over_columns + eps
+
+    # == sweep 2: the update
+    b = stored.over("p", "momentum_buffer")
+    # -- load and decode
+    p = b.load("p")
+    momentum_buffer = b.load("momentum_buffer")
+    row_mul_plus_eps = b.spread(row_mul_plus_eps_tensor)
+    # -- update  (specs/scion.py)
+    # 39  step = momentum_buffer / (width * sqrt(row_mean(momentum_buffer * momentum_buffer)) + eps)
+    step = momentum_buffer / row_mul_plus_eps
+    # 44  p = p * (1 - lr * (1 - unconstrained)) - lr * scale * step
+    p = p * one_minus_lr_times_one_minus_unconstrained - lr_times_scale * step
+    # -- encode and store
+    b.store("p", p)
+
+
+def scion_sign_norm(
+    stored, normalized, momentum, grad_scale, one_minus_momentum, one_minus_lr_times_one_minus_unconstrained,
+    lr_times_scale,
+):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+
+    # == tensor: values of tensors
+    b = stored.over()
+    # -- update  (specs/scion.py)
+    width = 1.0 + normalized * (b.extent("columns") - 1.0)  # 35  width = 1 + normalized * (columns(p) - 1)
+    # -- encode and store
+    width_tensor = width
+
+    # == sweep 1: the update
+    b = stored.over("p", "g", "momentum_buffer")
+    # -- load and decode
+    p = b.load("p")
+    momentum_buffer = b.load("momentum_buffer")
+    g = b.load("g")
+    g = grad_scale * g
+    width = b.spread(width_tensor)
+    # -- update  (specs/scion.py)
+    # 33  momentum_buffer = (1 - momentum) * momentum_buffer + momentum * g
+    momentum_buffer = one_minus_momentum * momentum_buffer + momentum * g
+    # 37  step = sign(momentum_buffer) / width
+    step = torch.where(momentum_buffer > 0, 1.0, torch.where(momentum_buffer < 0, -1.0, momentum_buffer)) / width
+    # 44  p = p * (1 - lr * (1 - unconstrained)) - lr * scale * step
+    p = p * one_minus_lr_times_one_minus_unconstrained - lr_times_scale * step
+    # -- encode and store
+    b.store("p", p)
+    b.store("momentum_buffer", momentum_buffer)
 
 
 def host_scalars(

@@ -7,7 +7,8 @@
 from optgen.runtime import Flag, Hyper, Optimizer
 from optgen.runtime.records import Rule, Stage, Temp
 from optgen.runtime.records.join import RuleRecord, StateRecord
-from optgen.runtime.records.scalars import choose, divide, larger, root
+from optgen.runtime.records.scalars import divide, maximum, root, where
+from optgen.runtime.reference.eager import quotient, sqrt
 
 
 class SinkGD(Optimizer):
@@ -62,6 +63,241 @@ class SinkGD(Optimizer):
         )
 
 
+def sinkgd(stored, grad_scale, one_minus_lr_times_weight_decay, lr_times_scale):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+
+    # == sweep 1: across (specs/sinkgd.py:35)
+    b = stored.over("g")
+    # -- load and decode
+    g = b.load("g")
+    g = grad_scale * g
+    # -- encode and store
+    row_sum_for_across_tensor = b.row_sum(g * g)
+
+    # == row: values of rows
+    # -- load and decode
+    row_sum_for_across = row_sum_for_across_tensor
+    # -- update  (specs/sinkgd.py)
+    # 35  across = 1 / maximum(sqrt(row_mean((g * down) ** 2)), 1e-12)
+    across = quotient(1.0, sqrt(row_sum_for_across / b.extent("columns")).clamp(min=1e-12))
+    # -- encode and store
+    across_tensor = across
+
+    # == sweep 2: down (specs/sinkgd.py:36)
+    b = stored.over("g")
+    # -- load and decode
+    g = b.load("g")
+    g = grad_scale * g
+    across = b.spread(across_tensor)
+    # -- encode and store
+    g_mul = g * across
+    col_sum_for_down_tensor = b.col_sum(g_mul * g_mul)
+
+    # == col: values of columns
+    # -- load and decode
+    col_sum_for_down = col_sum_for_down_tensor
+    # -- update  (specs/sinkgd.py)
+    # 36  down = 1 / maximum(sqrt(col_mean((g * across) ** 2)), 1e-12)
+    down_ = quotient(1.0, sqrt(col_sum_for_down / b.extent("rows")).clamp(min=1e-12))
+    # -- encode and store
+    down_tensor = down_
+
+    # == sweep 3: across (specs/sinkgd.py:35)
+    b = stored.over("g")
+    # -- load and decode
+    g = b.load("g")
+    g = grad_scale * g
+    down_ = b.spread(down_tensor)
+    # -- encode and store
+    g_mul = g * down_
+    row_sum_for_across_2_tensor = b.row_sum(g_mul * g_mul)
+
+    # == row: values of rows
+    # -- load and decode
+    row_sum_for_across_2 = row_sum_for_across_2_tensor
+    # -- update  (specs/sinkgd.py)
+    # 35  across = 1 / maximum(sqrt(row_mean((g * down) ** 2)), 1e-12)
+    across = quotient(1.0, sqrt(row_sum_for_across_2 / b.extent("columns")).clamp(min=1e-12))
+    # -- encode and store
+    across_2_tensor = across
+
+    # == sweep 4: down (specs/sinkgd.py:36)
+    b = stored.over("g")
+    # -- load and decode
+    g = b.load("g")
+    g = grad_scale * g
+    across_2 = b.spread(across_2_tensor)
+    # -- encode and store
+    g_mul = g * across_2
+    col_sum_for_down_2_tensor = b.col_sum(g_mul * g_mul)
+
+    # == col: values of columns
+    # -- load and decode
+    col_sum_for_down_2 = col_sum_for_down_2_tensor
+    # -- update  (specs/sinkgd.py)
+    # 36  down = 1 / maximum(sqrt(col_mean((g * across) ** 2)), 1e-12)
+    down_ = quotient(1.0, sqrt(col_sum_for_down_2 / b.extent("rows")).clamp(min=1e-12))
+    # -- encode and store
+    down_2_tensor = down_
+
+    # == sweep 5: across (specs/sinkgd.py:35)
+    b = stored.over("g")
+    # -- load and decode
+    g = b.load("g")
+    g = grad_scale * g
+    down_2 = b.spread(down_2_tensor)
+    # -- encode and store
+    g_mul = g * down_2
+    row_sum_for_across_3_tensor = b.row_sum(g_mul * g_mul)
+
+    # == row: values of rows
+    # -- load and decode
+    row_sum_for_across_3 = row_sum_for_across_3_tensor
+    # -- update  (specs/sinkgd.py)
+    # 35  across = 1 / maximum(sqrt(row_mean((g * down) ** 2)), 1e-12)
+    across = quotient(1.0, sqrt(row_sum_for_across_3 / b.extent("columns")).clamp(min=1e-12))
+    # -- encode and store
+    across_3_tensor = across
+
+    # == sweep 6: down (specs/sinkgd.py:36)
+    b = stored.over("g")
+    # -- load and decode
+    g = b.load("g")
+    g = grad_scale * g
+    across_3 = b.spread(across_3_tensor)
+    # -- encode and store
+    g_mul = g * across_3
+    col_sum_for_down_3_tensor = b.col_sum(g_mul * g_mul)
+
+    # == col: values of columns
+    # -- load and decode
+    col_sum_for_down_3 = col_sum_for_down_3_tensor
+    # -- update  (specs/sinkgd.py)
+    # 36  down = 1 / maximum(sqrt(col_mean((g * across) ** 2)), 1e-12)
+    down_ = quotient(1.0, sqrt(col_sum_for_down_3 / b.extent("rows")).clamp(min=1e-12))
+    # -- encode and store
+    down_3_tensor = down_
+
+    # == sweep 7: across (specs/sinkgd.py:35)
+    b = stored.over("g")
+    # -- load and decode
+    g = b.load("g")
+    g = grad_scale * g
+    down_3 = b.spread(down_3_tensor)
+    # -- encode and store
+    g_mul = g * down_3
+    row_sum_for_across_4_tensor = b.row_sum(g_mul * g_mul)
+
+    # == row: values of rows
+    # -- load and decode
+    row_sum_for_across_4 = row_sum_for_across_4_tensor
+    # -- update  (specs/sinkgd.py)
+    # 35  across = 1 / maximum(sqrt(row_mean((g * down) ** 2)), 1e-12)
+    across = quotient(1.0, sqrt(row_sum_for_across_4 / b.extent("columns")).clamp(min=1e-12))
+    # -- encode and store
+    across_4_tensor = across
+
+    # == sweep 8: down (specs/sinkgd.py:36)
+    b = stored.over("g")
+    # -- load and decode
+    g = b.load("g")
+    g = grad_scale * g
+    across_4 = b.spread(across_4_tensor)
+    # -- encode and store
+    g_mul = g * across_4
+    col_sum_for_down_4_tensor = b.col_sum(g_mul * g_mul)
+
+    # == col: values of columns
+    # -- load and decode
+    col_sum_for_down_4 = col_sum_for_down_4_tensor
+    # -- update  (specs/sinkgd.py)
+    # 36  down = 1 / maximum(sqrt(col_mean((g * across) ** 2)), 1e-12)
+    down_ = quotient(1.0, sqrt(col_sum_for_down_4 / b.extent("rows")).clamp(min=1e-12))
+    # -- encode and store
+    down_4_tensor = down_
+
+    # == sweep 9: across (specs/sinkgd.py:35)
+    b = stored.over("g")
+    # -- load and decode
+    g = b.load("g")
+    g = grad_scale * g
+    down_4 = b.spread(down_4_tensor)
+    # -- encode and store
+    g_mul = g * down_4
+    row_sum_for_across_5_tensor = b.row_sum(g_mul * g_mul)
+
+    # == row: values of rows
+    # -- load and decode
+    row_sum_for_across_5 = row_sum_for_across_5_tensor
+    # -- update  (specs/sinkgd.py)
+    # 35  across = 1 / maximum(sqrt(row_mean((g * down) ** 2)), 1e-12)
+    across = quotient(1.0, sqrt(row_sum_for_across_5 / b.extent("columns")).clamp(min=1e-12))
+    # -- encode and store
+    across_5_tensor = across
+
+    # == sweep 10: down (specs/sinkgd.py:36)
+    b = stored.over("g")
+    # -- load and decode
+    g = b.load("g")
+    g = grad_scale * g
+    across_5 = b.spread(across_5_tensor)
+    # -- encode and store
+    g_mul = g * across_5
+    col_sum_for_down_5_tensor = b.col_sum(g_mul * g_mul)
+
+    # == col: values of columns
+    # -- load and decode
+    col_sum_for_down_5 = col_sum_for_down_5_tensor
+    # -- update  (specs/sinkgd.py)
+    # 36  down = 1 / maximum(sqrt(col_mean((g * across) ** 2)), 1e-12)
+    down_ = quotient(1.0, sqrt(col_sum_for_down_5 / b.extent("rows")).clamp(min=1e-12))
+    # -- encode and store
+    down_5_tensor = down_
+
+    # == sweep 11: the update
+    b = stored.over("p", "g")
+    # -- load and decode
+    p = b.load("p")
+    g = b.load("g")
+    g = grad_scale * g
+    across_5 = b.spread(across_5_tensor)
+    down_5 = b.spread(down_5_tensor)
+    # -- update  (specs/sinkgd.py)
+    p = p * one_minus_lr_times_weight_decay  # 38  p = policies.decoupled(p, lr, weight_decay)
+    even = g * across_5 * down_5             # 37  even = g * across * down
+    p = p - lr_times_scale * even            # 39  p = p - lr * scale * even
+    # -- encode and store
+    b.store("p", p)
+
+
+def sinkgd_no_matrix(
+    stored, betas_0, betas_1, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_betas_0,
+    lr_over_one_minus_betas_0_pow_t, one_minus_betas_1, sqrt_one_minus_betas_1_pow_t,
+):
+    """One step in place, in strict maths; the codecs of a plan load and store."""
+    b = stored.over("p", "g", "exp_avg", "exp_avg_sq")
+    # -- load and decode
+    p = b.load("p")
+    exp_avg = b.load("exp_avg")
+    g = b.load("g")
+    g = grad_scale * g
+    exp_avg_sq = b.load("exp_avg_sq")
+    # -- update  (specs/sinkgd.py)
+    # 31  p, exp_avg, exp_avg_sq = policies.adamw_step(p, g, t, exp_avg, exp_avg_sq, lr, betas, eps, weight_decay)
+    exp_avg = betas_0 * exp_avg + one_minus_betas_0 * g
+    # 31  p, exp_avg, exp_avg_sq = policies.adamw_step(p, g, t, exp_avg, exp_avg_sq, lr, betas, eps, weight_decay)
+    exp_avg_sq = betas_1 * exp_avg_sq + one_minus_betas_1 * g * g
+    # 31  p, exp_avg, exp_avg_sq = policies.adamw_step(p, g, t, exp_avg, exp_avg_sq, lr, betas, eps, weight_decay)
+    p = (
+        p * one_minus_lr_times_weight_decay - lr_over_one_minus_betas_0_pow_t * exp_avg
+        / (sqrt(exp_avg_sq) / sqrt_one_minus_betas_1_pow_t + eps)
+    )
+    # -- encode and store
+    b.store("p", p)
+    b.store("exp_avg", exp_avg)
+    b.store("exp_avg_sq", exp_avg_sq)
+
+
 def host_scalars(step, grad_scale, *, lr, scale, weight_decay, betas, eps):
     """The kernel's scalars at this step, and the new host states; fp64."""
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay
@@ -99,8 +335,8 @@ def kernel_scalars_2(step, grad_scale, *, lr, scale, weight_decay, betas, eps):
     common_1 = root(1 - betas_1**step)
     common_2 = divide(lr, 1 - betas_0**step) * common_1
     common_3 = common_2 < 7.888609052210118e-31
-    scalar_2 = choose(common_3, 1, divide(1, common_2))
-    scalar_3 = divide(larger(eps * common_1, 1.1754943508222875e-38), choose(common_3, 0, common_2))
+    scalar_2 = where(common_3, 1, divide(1, common_2))
+    scalar_3 = divide(maximum(eps * common_1, 1.1754943508222875e-38), where(common_3, 0, common_2))
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay
     return (
         betas_0, betas_1, one_minus_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
