@@ -140,7 +140,10 @@ def outcome(cls: Any, options: dict[str, Any]) -> Tensor | None:
     return torch.cat([p.detach().flatten() for p in params])
 
 
-def others(value: float) -> Iterator[float]:
+def others(value: Any) -> Iterator[Any]:
+    if isinstance(value, (bool, str)):
+        yield "cubic" if isinstance(value, str) else not value
+        return
     yield from (x for x in (value * 0.5, 0.1, 2.0, value * 3 + 1, -1.0, 3e-3, 100.0) if x != value)
 
 
