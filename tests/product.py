@@ -251,11 +251,6 @@ class Built:
         """Return True if a step waits for sums over the model."""
         return any(b.reduction == "model_sum" for b in self.compiled.strict.temps)
 
-    @cached_property
-    def stochastic(self) -> bool:
-        fmts = self.storage.states.values()
-        return any(f.noise_bits for f in fmts) or self.storage.master.noise_bits(self.storage.param) > 0
-
     def enclose(
         self, before: Values, g: Tensor, options: Mapping[str, Any], kept: Mapping[str, Tensor] | None = None
     ) -> Values:
@@ -536,10 +531,7 @@ def differing(cell: Cell, folder: Path, steps: int = 2) -> list[str]:
 
 def same_bits(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
     """Return True if two sets of buffers hold the same bits."""
-    return a.keys() == b.keys() and all(
-        a[k].shape == b[k].shape and torch.equal(a[k].reshape(-1).view(torch.uint8), b[k].reshape(-1).view(torch.uint8))
-        for k in a
-    )
+    return a.keys() == b.keys() and all(a[k].shape == b[k].shape and harness.same_bits(a[k], b[k]) for k in a)
 
 
 SHAPES = ((331,), (3, 70))  # more than one tile with a tail; rows that end within a block
@@ -586,17 +578,9 @@ def check(cell: Cell, folder: Path, shapes: Iterable[tuple[int, ...]] = (), step
 
 
 def allowed_distance(
-    spec: Spec,
-    storage: Storage,
-    before: Mapping[str, Tensor],
-    g: Tensor,
-    step: int,
-    hypers: Mapping[str, Any],
-    host: Mapping[str, float] | None = None,
-    *,
-    model: Model = STRICT,
-    kept: Mapping[str, Tensor] | None = None,
-) -> dict[str, Tensor]:
+    spec: Spec, storage: Storage, before: Mapping[str, Tensor], g: Tensor, step: int, hypers: Mapping[str, Any],
+    host: Mapping[str, float] | None = None, *, model: Model = STRICT, kept: Mapping[str, Tensor] | None = None,
+) -> dict[str, Tensor]:  # fmt: skip
     """The largest distance of what is kept to the fp64 oracle, per element of "p" and of each state.
 
     before  decoded "p" and states, fp32; inf where nothing can be promised (overflow, division by 0, NaN)

@@ -97,8 +97,6 @@ def case(*worlds: int) -> Callable[[Case], Case]:
 
 
 # -- two runs beside each other ---------------------------------------------------------------------------
-
-
 @dataclass
 class Piece:
     """A parameter: its value, and how it lies."""
@@ -231,8 +229,6 @@ UNEVEN = [(97, 130), (64, 256), (3, 1500), (7,), (4160,), (8192,), (5, 3, 16, 16
 
 
 # -- bit for bit the run on one rank ------------------------------------------------------------------------
-
-
 @case(2, 3, 4)
 def rows_of_element_wise_rules(here: Here) -> None:
     """Uneven parts, ranks without rows, vectors."""
@@ -367,8 +363,6 @@ def matrices_have_one_worker(here: Here) -> None:
 
 
 # -- rules that sum ----------------------------------------------------------------------------------------
-
-
 def enclosed(here: Here, name: str, plan_name: str, pieces: Sequence[Piece], steps: int = 2) -> None:
     """Each step of each parameter lies where running error analysis says that it may, sums taken in any order; what all
     ranks keep is the same on all of them."""
@@ -557,8 +551,6 @@ def kernels_over_parts(here: Here) -> None:
 
 
 # -- as their users use them -------------------------------------------------------------------------------
-
-
 class Model(nn.Module):
     """Two layers of odd sizes, one normalization."""
 
@@ -574,15 +566,6 @@ class Model(nn.Module):
 def built(here: Here, width: int = 130) -> Model:
     torch.manual_seed(SEED)
     return Model(width).to(here.device)
-
-
-def trained(here: Here, model: nn.Module, opt: Any, steps: int) -> None:
-    """The same batches on all ranks, so that the gradients are those of one rank, divided and added up again."""
-    for _ in range(steps):
-        x = here.values(16, 64)
-        opt.zero_grad()
-        model(x).square().mean().backward()
-        opt.step()
 
 
 @case(2)
@@ -967,8 +950,6 @@ def refuses_what_it_cannot_do(here: Here) -> None:
 
 
 # -- running -----------------------------------------------------------------------------------------------
-
-
 def run_cases(here: Here, arguments: argparse.Namespace) -> None:
     """Every case for so many ranks."""
     for name, (function, worlds) in CASES.items():

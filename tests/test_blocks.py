@@ -90,7 +90,6 @@ def same(a: Optimizer, b: Optimizer) -> None:
 
 
 # -- what blocks are ------------------------------------------------------------------------------------------------
-
 SHAPES = [((96, 80), 8), ((96, 83), 8), ((96, 83), 1), ((24, 5, 7, 9), 4), ((12, 7), 3), ((12, 7), 12)]
 
 
@@ -201,8 +200,6 @@ def test_heads_are_found_by_their_names() -> None:
 
 
 # -- how they are said, and kept --------------------------------------------------------------------------------------
-
-
 def test_groups_may_have_blocks_of_their_own() -> None:
     model = net()
     named = list(model.named_parameters())
@@ -304,8 +301,6 @@ def test_checkpoints_of_other_blocks_and_plans(tmp_path: Path) -> None:
 
 
 # -- parts of several ranks (whole runs: tests/ranks.py) ------------------------------------------------------------
-
-
 def mode(shape: tuple[int, ...], ranks: int, dim: int, height: int) -> str:
     return sharding._mode_of_blocks(torch.Size(shape), (ranks,), ((dim, 1),), height)
 

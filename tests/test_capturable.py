@@ -98,8 +98,6 @@ def shapes_of(cls: type[Optimizer]) -> list[tuple[int, ...]]:
 
 
 # -- the arithmetic ---------------------------------------------------------------------------------------------
-
-
 @triton.jit
 def key_of(words, out):
     tl.store(out, controlled.step_key(tl.load(words), tl.load(words + 2)))
@@ -118,7 +116,6 @@ def tensor(x: float) -> Tensor:
 
 
 # -- the same steps -----------------------------------------------------------------------------------------------
-
 RULES: list[tuple[str, dict[str, Any]]] = [
     ("AdamW", {"plan": "coded"}),
     ("AdamW", {"plan": "bf16_sr", "decouple_lr": True, "maximize": True}),  # peak_lr is a host state
@@ -265,8 +262,6 @@ def test_parameters_that_miss_a_step_are_not_counted(who: set[int]) -> None:
 
 
 # -- copies and checkpoints -----------------------------------------------------------------------------------------
-
-
 def loaded(capturable: bool) -> Callable[[Optimizer], Optimizer]:
     def copier(opt: Optimizer) -> Optimizer:
         other = AdamW(copies(opt), plan="bf16_sr", backend="triton", capturable=capturable)
@@ -297,8 +292,6 @@ def test_copies_and_checkpoints_go_on_alike_in_both_ways_of_counting(copier: Any
 
 
 # -- graphs -----------------------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def capture() -> Iterator[None]:
     """What is within sees a CUDA graph being captured."""
@@ -442,8 +435,6 @@ def test_the_kernel_around_a_kernel_compiles_as_it_is_launched(compiling: dict[s
 
 
 # -- GradScaler ------------------------------------------------------------------------------------------------------
-
-
 def scaled(opt: Optimizer, scale: float, found: float) -> None:
     opt.grad_scale, opt.found_inf = torch.tensor(scale), torch.tensor(found)  # type: ignore[attr-defined]
     opt.step()

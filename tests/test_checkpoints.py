@@ -29,8 +29,6 @@ older."""
 
 
 # -- versions ------------------------------------------------------------------------------------------------------
-
-
 def test_every_version_has_its_file() -> None:
     assert [int(f.stem.partition("-")[2]) for f in FILES] == list(range(checkpoint.FORMAT + 1))
 
@@ -64,8 +62,6 @@ def test_unknown_versions_are_refused(version: object) -> None:
 
 
 # -- what torch.optim must not take for its own --------------------------------------------------------------------
-
-
 def stepped(cls: Any, plan: str, steps: int = 2, **options: Any) -> tuple[Any, list[torch.nn.Parameter]]:
     """An optimizer of a matrix that is kept in codes and of a vector that is not."""
     draw = torch.Generator().manual_seed(4)
@@ -140,8 +136,6 @@ def test_distributed_checkpoints_of_before_names_of_codes(tmp_path: Path) -> Non
 
 
 # -- names that come with a checkpoint, or do not ------------------------------------------------------------------
-
-
 def test_random_bits_go_on_where_only_the_optimizer_has_names() -> None:
     whole, expected = stepped(AdamW, "int8_split24")
     named = [(name, torch.nn.Parameter(p.detach().clone())) for name, p in zip("wb", expected, strict=True)]
@@ -181,8 +175,6 @@ def test_names_that_a_distributed_checkpoint_dropped_are_not_taken_for_none(flat
 
 
 # -- every single change of a checkpoint -----------------------------------------------------------------------
-
-
 def other_dtype(t: Tensor) -> Tensor:
     return t.to(torch.int32) if t.dtype in (torch.uint8, torch.int16) else t.to(torch.int64)
 

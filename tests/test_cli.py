@@ -51,8 +51,6 @@ def as_json(out: str) -> dict[str, Any]:
 
 
 # -- every command
-
-
 def test_new_build_check_list(project: Path, run: Run) -> None:
     code, out, _ = run("new", "MyRule")
     assert (code, (project / "specs/my_rule.py").is_file()) == (0, True)
@@ -220,8 +218,6 @@ def test_version_and_help(run: Run) -> None:
 
 
 # -- wrong input
-
-
 @pytest.mark.parametrize(
     ("words", "code"),
     [
@@ -420,8 +416,6 @@ def test_what_is_built_is_judged_and_printed_without_torch() -> None:
 
 
 # -- finding things
-
-
 def test_own_specs_and_plans_come_first(project: Path) -> None:
     (project / "specs").mkdir()
     text = (ROOT / "specs/lion.py").read_text()

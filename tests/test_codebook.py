@@ -43,8 +43,6 @@ def f32(x: Any) -> Tensor:
 
 
 # -- the tables
-
-
 @pytest.mark.parametrize(("signed", "bits"), [(True, 8), (False, 8), (True, 4), (False, 4)])
 def test_dynamic_maps_are_those_of_the_packages(signed: bool, bits: int) -> None:
     """Every bit of every entry; on machines without AVX2 torch itself makes other last places of some."""
@@ -86,8 +84,6 @@ def test_what_the_missing_number_does_is_what_the_format_says() -> None:
 
 
 # -- codes and numbers, beside the packages' own functions
-
-
 def quantized_by_bitsandbytes(x: Tensor, fmt: Codebook) -> tuple[Tensor, Tensor]:
     """Its reference for dtypes without a kernel of their own, which fp64 is: the nearest entry, by trying all.
 
@@ -182,8 +178,6 @@ def test_every_end_of_a_cell_is_that_of_the_package(name: str, kind: str) -> Non
 
 
 # -- 8-bit floats
-
-
 @pytest.mark.parametrize(("kind", "dtype"), [("e4m3", torch.float8_e4m3fn), ("e5m2", torch.float8_e5m2)])
 def test_floats_are_torchs(kind: Any, dtype: torch.dtype) -> None:
     """Every code reads as torch reads it; every end of a cell, and one place to both sides, rounds as torch rounds."""
@@ -330,7 +324,6 @@ def test_long_tables_are_read_from_memory(
 
 
 # -- the law of a table, in fast maths
-
 NUMPY: dict[str, Callable[..., Any]] = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "abs": np.abs, "neg": np.negative, "min": np.minimum,
     "max": np.maximum, "rint": np.rint, "lt": np.less, "where": np.where,
@@ -395,8 +388,6 @@ def test_tables_without_a_law_have_none() -> None:
 
 
 # -- what is said about them
-
-
 def test_what_the_lint_says() -> None:
     def codes(fmt: Format, *, nonneg: bool) -> set[tuple[str, str]]:
         from optgen.lang.declare import StateDecl

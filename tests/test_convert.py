@@ -36,8 +36,6 @@ class Net(nn.Module):
 
 
 # -- from plan to plan -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("first", "second", "dtype"),
     [
@@ -142,8 +140,6 @@ def test_groups_and_a_file_without_a_model(tmp_path: Path) -> None:
 
 
 # -- torch.optim -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("named", [False, True])
 def test_from_torch_and_back(tmp_path: Path, named: bool) -> None:
     theirs = Net()
@@ -232,8 +228,6 @@ def test_what_cannot_be_converted_is_refused_and_nothing_is_written(tmp_path: Pa
 
 
 # -- other packages --------------------------------------------------------------------------------------------
-
-
 def of_bitsandbytes() -> tuple[Any, Callable[[Any, Any], Tensor]]:
     """An optimizer after two steps, and (entry, state) -> what the package itself reads of it."""
     import bitsandbytes as bnb
@@ -411,8 +405,6 @@ def test_momentum_of_bitsandbytes_sgd() -> None:
 
 
 # -- the commands ----------------------------------------------------------------------------------------------
-
-
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any]]:
     capsys.readouterr()
     code = cli.main([*words, "--json"])

@@ -144,8 +144,6 @@ def test_files_of_before_go_on_as_they_would_have(tmp_path: Path, old: Path) -> 
 
 
 # -- damage --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_every_flipped_bit_and_a_file_that_was_cut_short_are_found(tmp_path: Path, count: int) -> None:
     model, opt = ready()
@@ -253,8 +251,6 @@ def test_safetensors_of_a_header_that_is_none(tmp_path: Path, header: str) -> No
 
 
 # -- what does not fit -----------------------------------------------------------------------------------------
-
-
 def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
     model, opt = ready()
     path = tmp_path / "run.pt"
@@ -378,8 +374,6 @@ def test_what_would_need_code_to_load_is_not_saved(tmp_path: Path, extra: object
 
 
 # -- whole or not at all ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("place", ["write", "fsync", "replace"])
 def test_an_error_while_writing_leaves_the_old_file(
     tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch

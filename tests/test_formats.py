@@ -118,8 +118,6 @@ def draw_noise(fmt: Format, x: Tensor, seed: int | None) -> Noise | None:
 
 
 # -- states
-
-
 @each_format
 @given(data=st.data())
 def test_encoding_what_was_decoded_changes_nothing(fmt: Format, data: st.DataObject) -> None:
@@ -349,8 +347,6 @@ def test_what_is_not_finite_stays_in_its_element(fmt: Format) -> None:
 
 
 # -- LogMinMax's integers
-
-
 @pytest.mark.parametrize("bits", [8, 7, 6, 5, 4])
 def test_steps_do_not_depend_on_how_a_reciprocal_rounds(bits: int) -> None:
     """Both divisions per block may be off by two ulps and still give the same integers."""
@@ -428,8 +424,6 @@ def test_a_maximum_on_the_grid_is_not_lifted_to_the_next_point(fmt: LogMax) -> N
 
 
 # -- weights
-
-
 @each_master
 @each_narrow
 @given(seed=st.integers(0, 2**32 - 1))
@@ -464,8 +458,6 @@ def test_the_visible_weight_is_a_rounding_of_the_kept_one(master: Master, param:
 
 
 # -- FlashOptim's numbers, by its published formulas in numpy
-
-
 def flash_quantize(x: np.ndarray, *, moment: bool) -> tuple[np.ndarray, np.ndarray]:
     """(codes, fp16 scales) of rows of 32: absolute maximum, softsign (or a root), halves up."""
     one, two, half = np.float32(1), np.float32(2), np.float32(0.5)
@@ -524,8 +516,6 @@ def test_flashoptim_weights_are_its_own_bit_for_bit(param: dtypes.DType) -> None
 
 
 # -- scales, noise, and what is refused
-
-
 @pytest.mark.parametrize("scale", SCALES, ids=str)
 @given(pattern=st.integers(0, 0x7F7FFFFF))
 def test_scales_are_rounded_up_and_what_the_encoder_divides_by(scale: Scale, pattern: int) -> None:
@@ -690,8 +680,6 @@ def test_well_known_closed_forms() -> None:
 
 
 # -- checks of companders
-
-
 def test_right_companders_pass() -> None:
     for c in COMPANDERS:
         check(c)
@@ -722,8 +710,6 @@ def test_a_falling_stretch_is_found() -> None:
 
 
 # -- over many steps
-
-
 @pytest.mark.parametrize("decay", [0.9, 0.95, -0.9, -0.95])
 def test_the_steady_bound_of_a_signed_average_is_nearly_attained(decay: float) -> None:
     """Nearest rounding under a scale that another element holds: the average of a pulse gets stuck where it may.

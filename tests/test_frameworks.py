@@ -45,8 +45,6 @@ def bare(optimizer: Any) -> AdamW:
 
 
 # -- Hugging Face Trainer ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("ready", "options"),
     [(False, {}), (True, {}), (False, {"bf16": True, "gradient_accumulation_steps": 2})],
@@ -81,8 +79,6 @@ def test_trainer_makes_groups_with_and_without_decay(tmp_path: Path) -> None:
 
 
 # -- accelerate -------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def fresh_accelerator() -> Iterator[None]:
     """Its settings are the process's: another precision needs another start."""
@@ -105,8 +101,6 @@ def test_accelerate_stopped_and_resumed(tmp_path: Path, precision: str, every: i
 
 
 # -- Lightning --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "options", [{}, {"precision": "bf16-mixed", "accumulate_grad_batches": 2}], ids=["plain", "bf16-accumulated"]
 )
@@ -123,7 +117,6 @@ def test_lightning_stopped_and_resumed(tmp_path: Path, options: dict[str, Any]) 
 
 
 # -- torchtitan -------------------------------------------------------------------------------------------
-
 TITAN = ("torchtitan", "tyro", "typeguard", "docstring_parser", "spmd_types")
 """What its optimizers import, of which an installation by hand may lack one."""
 
@@ -152,8 +145,6 @@ def test_torchtitan_makes_states_without_a_change_of_weights() -> None:
 
 
 # -- timm -------------------------------------------------------------------------------------------------
-
-
 def test_timm() -> None:
     """In a process of its own: timm needs torchvision, beside which nothing else can be imported where torch is a
     CPU build and torchvision is not."""
@@ -170,8 +161,6 @@ def test_timm() -> None:
 
 
 # -- plain torch ------------------------------------------------------------------------------------------
-
-
 def test_gradient_release_in_plain_torch() -> None:
     release = example("gradient_release")
     (a, opt_a), (b, opt_b) = (release.train(4, released=way) for way in (True, False))

@@ -60,7 +60,6 @@ def test_what_several_scalars_share_is_computed_once() -> None:
 
 
 # -- every primitive
-
 NUMBERS = (-math.inf, -3.0, -2.5, -1.0, -0.0, 0.0, 0.3, 1.0, 2.0, 2.5, 1024.0, 1e4, 1e308, math.inf, math.nan)
 LOGICAL = ("and", "or", "xor", "not")
 

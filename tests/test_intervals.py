@@ -147,8 +147,6 @@ def test_sums_of_one_sign_keep_it_and_overflow_claims_nothing() -> None:
 
 
 # -- storage and generated code
-
-
 def trial(plan: str, dtype: torch.dtype, seed: int = 0, **options: Any) -> tuple[Trial, Any]:
     spec = load.find_spec("adamw")
     chosen = load.find_plan(plan)

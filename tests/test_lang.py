@@ -47,8 +47,6 @@ def setting_id(case: tuple[str, dict[str, bool]]) -> str:
 
 
 # -- specs that are only here
-
-
 def smooth(old: Any, new: Any, beta: Any) -> Any:
     kept = beta * old
     added = (1 - beta) * new
@@ -114,8 +112,6 @@ def tensor_wise(p, g, scale=tensor_state(nonneg), mu=scalar(1.0), *, lr=hyper(0.
 
 
 # -- names
-
-
 def names_of(spec: Spec, **flags: bool) -> list[str]:
     return [let.name for let in spec.trace(flags).lets]
 
@@ -156,7 +152,6 @@ def test_spelling_of_names() -> None:
 
 
 # -- declarations
-
 FEW = ("exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_res_row", "exp_avg_res_col")
 
 
@@ -216,8 +211,6 @@ def test_shape_flags_follow_the_shape() -> None:
 
 
 # -- readings agree
-
-
 def random_scalars(spec: Spec, setting: dict[str, bool]) -> dict[str, Any]:
     """Hyper-parameters by constructor name, consistent with the derived flags."""
     out = {h.name: h.default for h in spec.hypers}
@@ -362,7 +355,6 @@ def test_plain_formulas_keep_the_parentheses_that_matter() -> None:
 
 
 # -- recurrences
-
 EMA, SUM, MAX, MIN, PREVIOUS = "ema", "sum", "max", "min", "previous"
 LATE_DECAY = 1 - (10.0**9) ** -0.8  # Adafactor's, late in training
 # One rule of each kind; those of several_ways are of more.
@@ -502,8 +494,6 @@ def test_numbers_and_host_scalars_are_not_reduced(reduced: Callable[[Any], Any])
 
 
 # -- policies
-
-
 @pytest.mark.parametrize(("p", "u"), list(itertools.product([-2.0, 0.0, 3.0], [-1.0, 0.0, 0.5])))
 def test_policies(p: float, u: float) -> None:
     assert policies.l2(u, p, 0.1) == u + 0.1 * p
@@ -515,8 +505,6 @@ def test_policies(p: float, u: float) -> None:
 
 
 # -- soundness
-
-
 def test_a_spec_needs_no_torch_and_no_sympy() -> None:
     python("""
         import sys
@@ -532,8 +520,6 @@ def test_settings_that_a_needed_hyper_parameter_rules_out_do_not_exist() -> None
 
 
 # -- rules that must not become optimizers
-
-
 def refused(spec: Spec) -> UserError:
     with pytest.raises(UserError) as caught:
         spec.check()

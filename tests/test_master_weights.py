@@ -63,8 +63,6 @@ def patterns(t: Tensor) -> Tensor:
 
 
 # -- what a cast keeps ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", NARROW)
 def test_every_bit_comes_back(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Patterns around every value of the narrow dtype (ties above all), random ones, subnormals, Inf and NaN."""
@@ -179,8 +177,6 @@ def test_an_optimizer_copied_before_its_first_step() -> None:
 
 
 # -- from fp32 weights through a first step --------------------------------------------------------------------
-
-
 def half_code(plan: str, dtype: torch.dtype, exact: Tensor) -> Tensor:
     """What the plan may lose of a weight, in places of the fp32 pattern: half of what its last stored bit is worth.
 
@@ -264,8 +260,6 @@ def _variant(opt: Any, p: Tensor) -> Any:
 
 
 # -- putting weights in ----------------------------------------------------------------------------------------
-
-
 def ready(when: str, plan: str = "split32") -> tuple[Net, AdamW]:
     model = cast_model(Net(), torch.bfloat16)
     opt = AdamW(trained(model), lr=0.01, plan={"bfloat16": plan, "float32": "fp32"})
@@ -428,8 +422,6 @@ def test_names_of_a_wrapped_model_are_its_own() -> None:
 
 
 # -- weights that somebody else changes ------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("plan", ["fp32_master", "bf16_kahan"])
 def test_an_edit_that_contradicts_the_kept_weight_is_found(plan: str) -> None:
     model, opt = ready("running", plan)

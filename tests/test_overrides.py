@@ -61,7 +61,6 @@ def in_fp32(opt: Optimizer) -> set[str]:
 
 
 # -- which parameters a rule means -------------------------------------------------------------------------------
-
 SMALL = {"norm.weight", "norm.bias"}
 """In fp32 under every plan of 8 bits, whatever is said."""
 
@@ -182,7 +181,6 @@ def test_parameters_of_one_name_cannot_be_told_apart() -> None:
 
 
 # -- in use ------------------------------------------------------------------------------------------------------
-
 MIXED = {"embed": "fp32", "numel < 5000": "split32"}
 
 
@@ -349,8 +347,6 @@ def test_the_state_dicts_of_distributed_checkpoints_carry_them(flat: bool) -> No
 
 
 # -- modules that say it themselves ------------------------------------------------------------------------------
-
-
 def assigned(model: Net) -> Net:
     """Other Parameter objects, as loading into a model without memory makes them."""
     model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)

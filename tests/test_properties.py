@@ -128,8 +128,6 @@ def test_many_steps_are_within_their_bounds(cell: Cell) -> None:
 
 
 # -- stochastic rounding: unbiased (codes of states: tests/test_formats.py), by index and keys only
-
-
 @pytest.mark.parametrize(
     "cell",
     [Cell("adamw", plan, param) for plan in (DEFAULT, "bf16_sr") for param in ("bfloat16", "float16")]
@@ -222,8 +220,6 @@ def test_a_tail_leaves_the_blocks_before_it_alone(plan: str, size: int) -> None:
 
 
 # -- 2. nothing comes of nothing
-
-
 def assert_at_rest(cell: Cell, step: Callable[[Run, Tensor], None] = Run.step) -> None:
     """Assert that a weight keeps its bits; of -0.0 only the value: -0.0 - lr * -0.0 is 0.0."""
     param = getattr(torch, cell.param)
@@ -242,7 +238,6 @@ def test_without_gradient_state_and_decay_the_weight_keeps_its_bits(cell: Cell) 
 
 
 # -- 4. the whole range of gradients
-
 RANGE = tuple(10.0**e for e in range(-38, 39, 4))
 
 
@@ -291,8 +286,6 @@ def test_no_finite_gradient_makes_adamw_states_infinite(param: str) -> None:
 
 
 # -- 7. what is not finite stays where it is
-
-
 def assert_kept_apart(cell: Cell, step: Callable[[Run, Tensor], None] = Run.step) -> None:
     """Three elements of one step, each in a block of its own: the rest is, bit for bit, what it is without them.
 
@@ -367,8 +360,6 @@ def test_kernels_keep_what_is_not_finite_apart_and_the_rest_finite(cell: Cell, m
 
 
 # -- 8. bounds of the update
-
-
 def quotient_bound(beta1: float, beta2: float, root_error: float, code_error: float) -> float:
     """The largest |m| / sqrt(v) that can be read back, however long it was stored.
 
@@ -413,8 +404,6 @@ def test_kept_moments_never_make_a_larger_update_than_adam_can(betas: tuple[floa
 
 
 # -- 9. fast maths beside strict
-
-
 def codes_of(name: str, fmt: Format, buffers: dict[str, Tensor]) -> Tensor:
     """The codes of a state, element by element, i32."""
     shape, parts = buffers["p"].shape, {}
@@ -472,7 +461,6 @@ def test_fast_maths_is_within_its_bound_of_the_oracle_and_a_code_of_strict(cell:
 
 
 # -- many steps beside fp64: the yardsticks that one step cannot show, and that the plan `flashoptim` is known to fail
-
 LR = 1e-3
 CONSTANT_SIZES = tuple(10.0**-k for k in range(3, 10))
 

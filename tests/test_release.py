@@ -291,8 +291,6 @@ def test_copies_are_not_released() -> None:
 
 
 # -- clipping -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("by", ["norm", "value"])
 def test_clipping_of_each_parameter_is_torchs(by: str) -> None:
     a, opt_a, b, opt_b = pair(lambda m: optim.AdamW(m.named_parameters(), lr=1e-2), torch.float32)
@@ -349,8 +347,6 @@ def test_a_norm_that_is_not_finite_is_not_used() -> None:
 
 
 # -- sums of micro-batches kept in a format -------------------------------------------------------------
-
-
 def test_an_accumulator_keeps_no_gradient_between_micro_batches() -> None:
     model, opt, handle = released(accumulate=2, accumulator=accumulator("int8"))
     model.loss(1).backward()
@@ -454,8 +450,6 @@ def test_zero_grad_forgets_a_sum_and_remove_gives_it_back() -> None:
 
 
 # -- what is refused ----------------------------------------------------------------------------------
-
-
 def test_rules_that_sum_over_the_model_are_refused() -> None:
     model = net()
     opt = optim.Prodigy(model.named_parameters())
@@ -624,8 +618,6 @@ def test_the_number_of_micro_batches_may_be_changed() -> None:
 
 
 # -- outcomes that would be wrong without a word
-
-
 @pytest.mark.parametrize(("every", "accumulate"), [(1, 1), (2, 2), (9, 1), (2, 1)])
 def test_several_backwards_before_a_step_warn_once(every: int, accumulate: int) -> None:
     """But not where gradients are accumulated, nor where step() is never called."""

@@ -191,8 +191,6 @@ def test_not_a_number_stays_in_its_row_and_column_and_an_infinity_in_its_element
 
 
 # -- Factored
-
-
 @pytest.mark.parametrize("name", MATRICES)
 def test_means_of_rows_and_columns_are_kept(name: str) -> None:
     """But for what is raised, to far less than any number here; a fresh state reads as 0."""
@@ -322,8 +320,6 @@ def test_one_more_sweep_over_gradient_and_second_moment() -> None:
 
 
 # -- vectors, states and their forms
-
-
 def test_vectors_take_blocks_and_small_tensors_what_the_plan_says() -> None:
     cls = compiled(adamw, "lpmm4")
     params = [torch.nn.Parameter(torch.ones(s)) for s in ((5000,), (64, 70), (40,), (8, 600, 2))]
@@ -393,8 +389,6 @@ def test_states_go_to_torch_s_form_and_back(plan: str) -> None:
 
 
 # -- what is refused, and what is said
-
-
 @optimizer(cite="nobody")
 def averaged(p, g, slow=state(init="param"), *, lr=hyper(1e-3)):
     p = p - lr * g

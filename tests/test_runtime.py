@@ -43,8 +43,6 @@ def parameters(dtype: torch.dtype = torch.float32, shapes: Any = SHAPES, seed: i
 
 
 # -- the numbers --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("lr", [torch.tensor(0.01), torch.tensor([[0.01]]), np.float64(0.01), np.float32(0.01)])
 def test_lr_of_any_kind_of_number(lr: Any) -> None:
     one, two = parameters(), parameters()
@@ -99,7 +97,6 @@ def test_chunks_of_encode_and_decode_change_nothing(shape: tuple[int, ...], chun
 
 
 # -- memory layouts, gradients --------------------------------------------------------------------------
-
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "channels_last": lambda x: x.clone(memory_format=torch.channels_last),
     "transposed": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
@@ -142,21 +139,7 @@ def test_gradients_of_another_dtype(dtype: torch.dtype, grad: torch.dtype, backe
     assert p.grad._version == version
 
 
-def test_autograd_sees_the_step() -> None:
-    (p,) = parameters(torch.bfloat16, [(3, 9)])
-    opt = AdamW([p])
-    loss = (p * p).sum()
-    p.grad = torch.ones_like(p)
-    version = p._version
-    opt.step()
-    assert p._version > version
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
 # -- what is refused, before anything changes --------------------------------------------------------------
-
-
 def test_sparse_gradient_is_refused_before_anything_changes() -> None:
     params = parameters(torch.bfloat16, [(4, 5), (4, 5)])
     opt = AdamW(params)
@@ -292,8 +275,6 @@ def test_misspelt_group_option_is_mentioned() -> None:
 
 
 # -- step: closure, schedulers ------------------------------------------------------------------------------------
-
-
 def test_closure_runs_once_with_gradients_before_they_are_read() -> None:
     (p,) = parameters(shapes=[(3,)])
     opt = AdamW([p], lr=0.1)
@@ -342,8 +323,6 @@ def test_default_and_named_plans_are_recorded() -> None:
 
 
 # -- random keys --------------------------------------------------------------------------------------------------
-
-
 def test_keys_are_signed_words_and_differ() -> None:
     words = [keys.step_key(seed, step) for seed in (-1, 0, 1, 2**63) for step in range(1, 200)]
     words += [keys.stream_key(i) for i in range(500)] + [keys.stream_key(f"layer.{i}.weight") for i in range(500)]
@@ -386,8 +365,6 @@ def test_seeds_and_streams_differ() -> None:
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------
-
-
 def fresh(dtype: torch.dtype, names: bool = False, **options: Any) -> tuple[AdamW, list[nn.Parameter]]:
     params = parameters(dtype)
     given: Any = [(f"p{i}", p) for i, p in enumerate(params)] if names else params
@@ -498,8 +475,6 @@ def test_torch_checkpoint_is_encoded() -> None:
 
 
 # -- copies ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("copier", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
 def test_copies_are_of_their_class(copier: Callable[[AdamW], AdamW]) -> None:
     params = parameters()
@@ -601,8 +576,6 @@ TestInterrupted.settings = settings(max_examples=25, stateful_step_count=12, dea
 
 
 # -- memory, import ---------------------------------------------------------------------------------------------
-
-
 def test_memory_counts_what_is_there() -> None:
     params = [p for dtype in DTYPES for p in parameters(dtype)]
     opt = AdamW([(f"p{i}", p) for i, p in enumerate(params)])

@@ -332,8 +332,6 @@ def test_a_number_that_may_be_negative_or_0_stays_in_its_denominator(
 
 
 # -- zeros of both signs
-
-
 @optimizer()
 def negative_part(p, g, below=state(nonneg), *, lr=hyper(1e-3, ge=0)):
     """Keeps the size of the negative part of the gradient: -0 where that is 0."""

@@ -77,8 +77,6 @@ def test_the_table_knows_what_is_here() -> None:
 
 
 # -- the direction ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("cls", "kwargs", "sliced"), in_turn(False, True))
 def test_the_loss_goes_down(cls: type[Optimizer], kwargs: dict[str, Any], sliced: bool) -> None:
     draw = torch.Generator().manual_seed(1)
@@ -160,8 +158,6 @@ def test_groups_have_options_of_their_own(cls: type[Optimizer]) -> None:
 
 
 # -- what a step leaves alone ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("cls", "kwargs"), BOTH)
 def test_what_a_step_leaves_alone(cls: type[Optimizer], kwargs: dict[str, Any]) -> None:
     """A parameter without a gradient; any gradient; and but for weight decay one whose gradient is 0."""
@@ -187,8 +183,6 @@ def test_what_a_step_leaves_alone(cls: type[Optimizer], kwargs: dict[str, Any]) 
 
 
 # -- states ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("cls", "kwargs"), BOTH)
 def test_states_and_checkpoints(cls: type[Optimizer], kwargs: dict[str, Any]) -> None:
     """Printed; the same dict twice; through a file, weights_only, and on with the same bits."""
@@ -257,8 +251,6 @@ def test_hooks(cls: type[Optimizer]) -> None:
 
 
 # -- checkpoints of torch ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_every_argument_of_torch_is_one_here(name: str) -> None:
     """With its default; hyper-parameters and flags by position, too, the rest by name (docs/contract.md).
@@ -320,7 +312,6 @@ def test_the_decay_of_a_checkpoint_is_the_one_that_torch_goes_on_with(
 
 
 # -- errors ----------------------------------------------------------------------------------------------------------
-
 OTHER_WORDS = {
     "a param group cannot have duplicate parameters": (ValueError, "contains a parameter twice"),
     "Tensor lr must be 1-element": (TypeError, "lr must be a number"),
@@ -353,7 +344,6 @@ def test_arguments_that_torch_refuses(cls: type[Optimizer], case: Any) -> None:
 
 
 # -- a momentum that is set to 0 and back -------------------------------------------------------------
-
 MOMENTA = (0.0, 0.5, 0.5, 0.0, 0.0, 0.25, 0.5)
 """At each step.  With these, rates that are powers of two and small whole gradients fp32 rounds nothing."""
 
