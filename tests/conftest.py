@@ -1,4 +1,4 @@
-"""What all tests share: one thread per worker, Hypothesis profiles, and the skip of GPU tests."""
+"""Settings of all tests: one thread per worker, Hypothesis profiles, and the skip of GPU tests."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ SEED = 20
 
 @dataclass
 class Here:
-    """What a case knows: its rank, the kind of device, the backend of the kernels, a folder that all runs share."""
+    """The setting of a case: its rank, the kind of device, the backend of the kernels, a folder that all runs share."""
 
     rank: int
     world: int
@@ -198,7 +198,7 @@ def whole(x: Tensor) -> Tensor:
 
 @contextmanager
 def refused(error: type[Exception], *words: str) -> Iterator[None]:
-    """What is inside raises that error, and its message has these words."""
+    """Assert that the block raises an error whose message has these words."""
     message = None
     try:
         yield
@@ -986,7 +986,7 @@ def start(rank: int, world: int, arguments: argparse.Namespace, init: str, local
 
 
 def fork(world: int, arguments: argparse.Namespace) -> int:
-    """That many processes; the exit code.  All are ended when one fails."""
+    """Start so many processes, end all when one fails, and return the exit code."""
     accumulator("fp32")  # once, before there are ranks
     with tempfile.TemporaryDirectory() as folder:
         children = []

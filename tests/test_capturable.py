@@ -209,7 +209,7 @@ def skipped_by_a_scaler(opt: Optimizer, count: Tensor) -> None:
 
 
 def captured(opt: Optimizer, count: Tensor) -> None:
-    """What a graph does between steps of the host: it writes the tensors, and nobody moves their versions."""
+    """Write the tensors as a graph does between steps of the host, without moving their versions."""
     with capture():
         give(params_of(opt), 50)
         opt.step()
@@ -294,7 +294,7 @@ def test_copies_and_checkpoints_go_on_alike_in_both_ways_of_counting(copier: Any
 # -- graphs -----------------------------------------------------------------------------------------------------------
 @contextmanager
 def capture() -> Iterator[None]:
-    """What is within sees a CUDA graph being captured."""
+    """Let the block see a CUDA graph being captured."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(counting, "capturing", lambda: True)
         yield

@@ -242,7 +242,7 @@ def poison(saved: dict[str, Any], number: int, key: str, wrong: float) -> None:
 
 
 def refusal(opt: Any, saved: dict[str, Any]) -> str:
-    """What load_state_dict says against it; "" where it loads."""
+    """Return the error of load_state_dict, or "" where it loads."""
     try:
         opt.load_state_dict(saved)
     except ValueError as error:

@@ -43,7 +43,7 @@ def test_within_its_bound_of_the_oracle_and_a_code_of_strict(cell: Cell, isa: st
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("plan", ["int8_split24", "int8_rn_split24", "bf16_sr", "fp32_master"])
 def test_no_nan_turns_into_a_number(plan: str, isa: str, tmp_path: Path) -> None:
-    """Of either sign and with any payload: what rounding adds to its pattern must not carry over into a number's."""
+    """NaNs of either sign, with any payload: no carry of rounding may turn their pattern into a number's."""
     built = build(Cell("adamw", plan))
     pair = harness.Pair(built.spec, built.compiled.strict, tmp_path, kernels=built.compiled.fast)
     run, _ = _trained(built, (9, 256), 9)

@@ -141,7 +141,7 @@ def test_limits_keep_the_zero_that_the_reference_keeps(isa: str, tmp_path: Path)
 
 @dataclass(frozen=True)
 class Upper(LogMax):
-    """What a block's maximum is taken of is not what its elements are encoded from."""
+    """A format that encodes other values than those of which it takes the block's maximum."""
 
     def _encode(self, x: Any, noise: Any) -> Any:
         pattern = bits(sqrt(x))

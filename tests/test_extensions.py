@@ -1,4 +1,4 @@
-"""What a stranger adds to the package in one file of their own, without a change to it."""
+"""Formats, backends and primitives in one file of a stranger's, without a change to the package."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ def test_the_committed_records_are_those_that_are_joined() -> None:
 
 @pytest.mark.parametrize("name", PLANS)
 def test_codecs_that_stand_in_the_files_of_other_plans_are_found(name: str) -> None:
-    """What is compiled has the structs of a plan that shares none."""
+    """Compare the structs that are compiled with those of a plan that shares none."""
     found = cpu.codec_text(ROOT / "optgen" / "plans" / name / cpp_text.CODECS)
     structs = [
         re.findall(r"^struct .*?^};$", x, re.M | re.S) for x in (found, cpp_text.codec_text(PLANS[name], "fast"))

@@ -1,4 +1,4 @@
-"""What compiled kernels cost, without a GPU: no spills, full-width accesses, and no more instructions than before.
+"""The cost of compiled kernels, without a GPU: no spills, full-width accesses, and no more instructions than before.
 
 The kernels of `tools/kernel_stats.py --chosen` are compiled for two targets every day and for two more in the slow
 tests, and those of `--watched` for one, in processes of their own (this one interprets Triton), and read back from
@@ -137,7 +137,7 @@ def test_accesses_are_as_wide_as_eight_elements(stats: dict[tuple[str, str], dic
 
 
 def test_elements_are_not_converted_by_the_slow_unit(stats: dict[tuple[str, str], dict[str, Any]]) -> None:
-    """What is left converts a few integers per block of 64."""
+    """A few integers per block of 64 are all that is converted."""
     for key, row in stats.items():
         assert row["classes"].get("convert", 0) / row["elements_per_thread"] <= 0.5, key
 

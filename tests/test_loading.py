@@ -36,7 +36,7 @@ def made(backend: str, **options: Any) -> optim.AdamW:
 
 
 class Broken(Exception):
-    """What a kernel raises here."""
+    """The error of a kernel here."""
 
 
 @contextmanager
@@ -97,7 +97,7 @@ class Compiler:
 
 @pytest.mark.parametrize("capturable", [False, True])
 def test_kernels_are_compiled_before_the_first_is_launched(monkeypatch: pytest.MonkeyPatch, capturable: bool) -> None:
-    """What the compiler refuses in the last bucket leaves the first as it was; and each is compiled once."""
+    """A refusal of the compiler in the last bucket leaves the first as it was; and each is compiled once."""
 
     def answer(_: int | None) -> None:
         if len(compiler.tried) == 2:

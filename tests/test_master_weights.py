@@ -178,7 +178,7 @@ def test_an_optimizer_copied_before_its_first_step() -> None:
 
 # -- from fp32 weights through a first step --------------------------------------------------------------------
 def half_code(plan: str, dtype: torch.dtype, exact: Tensor) -> Tensor:
-    """What the plan may lose of a weight, in places of the fp32 pattern: half of what its last stored bit is worth.
+    """The most that a plan may lose of a weight, in places of the fp32 pattern: half of its last stored bit.
 
     24 bits of bf16 leave 8 of fp32's; fp16 with 8 more has 18 of 23 bits of mantissa, below 2^-14 fewer.
     """
@@ -454,7 +454,7 @@ def test_parameters_moved_after_their_states_were_made() -> None:
 
 
 def test_two_models_whose_parameters_have_the_same_names() -> None:
-    """What is by name says so where names do not tell parameters apart; what is by model or position loses none."""
+    """Calls by name refuse names of several parameters; calls by model or position lose none."""
     models = [nn.Linear(64, 80), nn.Linear(64, 80)]
     groups: list[dict[str, Any]] = [{"params": m.named_parameters()} for m in models]
     opt = AdamW(groups, plan="int8")
@@ -471,7 +471,7 @@ def test_two_models_whose_parameters_have_the_same_names() -> None:
 
 @pytest.mark.parametrize("plan", ["int8_split24", "fp32_master"])
 def test_states_begin_anew_and_weights_stay(plan: str) -> None:
-    """What docs/contract.md says to do in the place of opt.state[p]["exp_avg"].zero_()."""
+    """The advice of docs/contract.md in the place of opt.state[p]["exp_avg"].zero_()."""
     model = nn.Linear(72, 64).bfloat16()
     opt, new = (AdamW(model.named_parameters(), plan=plan, backend="reference") for _ in range(2))
     train(opt, range(3))

@@ -38,7 +38,7 @@ def backward(net: nn.Module) -> None:
 
 
 def allowed(key: str, kept: dict[str, torch.Tensor]) -> torch.Tensor:
-    """What storing a state once under int8_split24 may change."""
+    """The largest change of a state that is stored once under int8_split24."""
     signed, nonneg = (bounds.one_step_bound(f).total for f in (int8_split24.signed, int8_split24.nonneg))
     if key == "exp_avg_sq":  # so much of the root
         return ((1 + nonneg) ** 2 - 1) * kept[key]

@@ -1,5 +1,5 @@
-"""What the suites of FlashOptim, torchao.optim, bitsandbytes and optimi ask of their optimizers, or users in issues:
-asked of these, as far as it is claimed here, and not asked in a test of its own subject."""
+"""Questions of the suites of FlashOptim, torchao.optim, bitsandbytes and optimi, and of users in issues, as far as they
+concern a claim of this project and are not asked in a test of its own subject."""
 
 from __future__ import annotations
 

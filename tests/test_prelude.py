@@ -122,7 +122,7 @@ def test_bits_between_bytes_are_gathered(k: int) -> None:
 
 
 def test_a_mask_on_the_noise_does_what_a_shift_does() -> None:
-    """What `rounded` computes of bits 8 to 19 on machines with assembly, and on the others: the same byte."""
+    """`rounded` takes the same byte of bits 8 to 19 on machines with assembly and on the others."""
     for pattern, noise in zip(_words(200), _words(300), strict=False):
         plain = (pattern + (noise >> 8 & 4095)) >> 12 & 0xFF
         assert ((pattern << 8) + (noise & 0xFFF00) & WORD) >> 20 & 0xFF == plain

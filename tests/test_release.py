@@ -362,7 +362,7 @@ def test_an_accumulator_keeps_no_gradient_between_micro_batches() -> None:
 
 
 def error_bound(micro: list[Tensor], plan: str) -> Tensor:
-    """How far the sum that an update gets can be from the exact one, by element: one store per micro-batch but the
+    """The distance of the sum that an update gets from the exact one, by element: one store per micro-batch but the
     last, whose result is rounded to the gradient's dtype alone; errors of earlier stores are not amplified.
 
     Each fp32 addition rounds by half an ulp, too.

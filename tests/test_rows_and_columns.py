@@ -126,7 +126,7 @@ def test_of_more_dimensions_scales_are_the_smallest_of_the_maxima_over_all_other
 
 
 def kept_of(x: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """What is stored to nearest of a second moment x of any shape, and what is read of it."""
+    """The fields to nearest of a second moment x of any shape, and the numbers that they decode to."""
     p = torch.nn.Parameter(torch.zeros(x.shape))
     cls = compiled(adamw, RANK1, "strict")
     options = cls([p], plan=RANK1.name, backend="reference").param_groups[0]

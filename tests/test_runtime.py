@@ -246,7 +246,7 @@ class Subclass(AdamW):
 
 @pytest.mark.parametrize("cls", [AdamW, Subclass])
 def test_warnings_point_at_the_line_of_the_user(cls: type[AdamW]) -> None:
-    """Which is the place that Python prints, whichever way the call took from there."""
+    """The place that Python prints, whichever way the call took from there."""
     params = parameters(shapes=[(3,), (4,)])
     opt = cls(params)
     give(params[:1], 0)

@@ -210,7 +210,7 @@ def test_tensors_that_stand_for_others_are_refused() -> None:
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_gradients_are_waited_for(backend: str) -> None:
-    """What a collective of torch's returns is at no address as long as nobody waits for it."""
+    """The result of a collective of torch's is at no address as long as nobody waits for it."""
     found = []
     for sent in (False, True):
         (p,) = parameters((5, 7))

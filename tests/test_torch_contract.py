@@ -1,4 +1,4 @@
-"""What PyTorch asks of its own optimizers, asked of the generated ones.
+"""Questions of PyTorch's tests of its own optimizers, asked of the generated ones.
 
 The optimizers and the arguments come from PyTorch's table (torch.testing._internal.common_optimizers); the questions
 are those of its generic tests, written anew.  docs/contract.md says which of them do not apply.
@@ -101,7 +101,7 @@ def test_the_loss_goes_down(cls: type[Optimizer], kwargs: dict[str, Any], sliced
 @pytest.mark.parametrize("kind", ["a chain", "OneCycleLR", "CyclicLR"])
 @pytest.mark.parametrize("cls", CLASSES)
 def test_the_rate_and_the_momentum_that_schedulers_set(cls: type[Optimizer], kind: str) -> None:
-    """Are those of the step: the same as set by hand."""
+    """Steps take them as if they were set by hand."""
     ours, by_hand = matrices(), matrices()
     options = {"momentum": 0.9} if cls.__name__ in ("SGD", "RMSprop") else {}
     opt, other = (
@@ -220,7 +220,7 @@ def test_steps_of_any_kind(cls: type[Optimizer], kind: Callable[[int], Any]) -> 
 
 @pytest.mark.parametrize("cls", CLASSES)
 def test_hooks(cls: type[Optimizer]) -> None:
-    """Of steps, of state dicts, which they may change, and of loading; global ones too; removed, they are silent."""
+    """Those of steps, of state dicts, which they may change, and of loading; global ones; removed, they are silent."""
     opt, seen = trained(cls, {}, 1), list[str]()
     note = lambda name: lambda *_: seen.append(name)  # noqa: E731
     handles = [

@@ -155,7 +155,7 @@ def kinds(
     p, g, rate=tensor_state(init=0.5), rows=row(init=2.0), m=state(), n=state(), *,
     lr=hyper(1e-2, ge=0), k=hyper(3, ge=1), now=flag(every="k")
 ):  # fmt: skip
-    """What there are few values of, and a moment, of every k-th step."""
+    """States of few values, and a moment, of every k-th step."""
     if now:
         rate = 0.9 * rate + 0.1 * norm(g)
         rows = 0.9 * rows + row_mean(abs(g))

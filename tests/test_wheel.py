@@ -1,4 +1,4 @@
-"""What a user gets from the wheel: the ready-made optimizers, their specs, and the way to a project of their own."""
+"""The wheel of a user: the ready-made optimizers, their specs, and the way to a project of their own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is asked of generated optimizers under timm itself: `python -m tests.with_timm`, run by test_frameworks.
+"""Tests of generated optimizers under timm itself: `python -m tests.with_timm`, run by test_frameworks.
 
 timm and torchvision are taken from the environment, or from its folder `FOLDER`, into which `make setup` puts them.
 """

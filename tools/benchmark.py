@@ -92,9 +92,10 @@ def machine(device: str) -> dict[str, Any]:
     return found
 
 
-def cpu_model(path: str = "/proc/cpuinfo") -> str:
+def cpu_model() -> str:
     """Return the processor's name, with its numbers where a virtual machine hides which one of its line it is."""
-    text = Path(path).read_text(encoding="utf-8", errors="replace") if Path(path).exists() else ""
+    path = Path("/proc/cpuinfo")
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     known = dict(re.findall(r"^([\w ]+?)\s*:\s*(.+)$", text, re.MULTILINE))
     name = known.get("model name") or platform.processor() or platform.machine()
     hidden = not re.search(r"\d", name) and "model" in known
