@@ -187,8 +187,6 @@ def test_fp32_and_the_oracle_lie_in_one_enclosure(name: str, k: int, shape: tupl
 
 
 # -- the packages that the papers' rules above are checked with
-
-
 def follows(make: Any, oracle: Any, shapes: tuple[tuple[int, ...], ...], lr: float, relative: float) -> None:
     """Fifty steps of a torch optimizer beside an oracle."""
     for shape in shapes:

@@ -26,8 +26,6 @@ def sgd(name: str, kept: float = math.nan, make: Any = None, **more: Any) -> Con
 
 
 # What a step moves ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["AdamW", "Lion"])
 def test_traffic_is_that_of_the_step_that_is_generated(name: str) -> None:
     for c in benchmark.generated("triton"):
@@ -40,8 +38,6 @@ def test_traffic_is_that_of_the_step_that_is_generated(name: str) -> None:
 
 
 # Statistics -----------------------------------------------------------------------------------------------------------
-
-
 def test_ratios_are_medians_of_rounds() -> None:
     """A round in which the machine was slow for all changes no ratio, and a round that one sat out has none."""
 
@@ -64,8 +60,6 @@ def test_ratios_are_medians_of_rounds() -> None:
 
 
 # Sections -------------------------------------------------------------------------------------------------------------
-
-
 class Breaking(torch.optim.SGD):
     """An optimizer whose steps end in an error from a number on."""
 

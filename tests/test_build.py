@@ -61,8 +61,6 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 # -- what is built
-
-
 def test_a_project_without_a_table_builds_its_specs_under_two_plans(project: Path) -> None:
     run()
     files = content(project / "generated")
@@ -243,8 +241,6 @@ def test_files_no_longer_built_are_removed(project: Path) -> None:
 
 
 # -- all or nothing
-
-
 @pytest.mark.parametrize(
     ("text", "code"),
     [
@@ -364,8 +360,6 @@ def test_line_ends_are_no_edit(project: Path) -> None:
 
 
 # -- check
-
-
 def test_check_says_what_differs_and_writes_nothing(project: Path) -> None:
     outcome = run(check=True)
     assert not outcome.clean
@@ -381,8 +375,6 @@ def test_check_says_what_differs_and_writes_nothing(project: Path) -> None:
 
 
 # -- the bytes
-
-
 def build_elsewhere(folder: Path, seed: str, *names: str) -> dict[str, bytes]:
     """A build in a process of its own, under a hash seed."""
     environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)}
@@ -414,8 +406,6 @@ def test_no_file_tells_of_this_machine(project: Path) -> None:
 
 
 # -- what is built works
-
-
 def test_the_package_imports_one_optimizer_at_a_time(project: Path) -> None:
     """It compares each with its sources, and knows packages that an earlier version built."""
     (project / "specs/third.py").write_text(rule("third"))
@@ -632,8 +622,6 @@ def test_triton_keeps_a_compiled_kernel_under_all_of_its_sweep() -> None:
 
 
 # -- compiling in memory
-
-
 def test_compile_in_memory(project: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     import torch
 

@@ -148,8 +148,6 @@ def differences(one: Sequence[dict[str, Tensor]], two: Sequence[dict[str, Tensor
 
 
 # Fast maths -----------------------------------------------------------------------------------------------------------
-
-
 def outside(
     cell: Cell,
     shapes: Sequence[Shape],
@@ -223,8 +221,6 @@ def test_neither_order_nor_work_items_change_a_bit(cell: Cell) -> None:
 
 
 # Strict maths ---------------------------------------------------------------------------------------------------------
-
-
 def strict_differences(cell: Cell, shapes: Sequence[Shape], device: torch.device) -> list[str]:
     """Return what the strict kernels and eager torch store with other bits, on the device and on the CPU."""
     cls, draw = optgen.compile(cell.spec, plan=cell.plan, maths="strict"), drawn(cell)
@@ -363,8 +359,6 @@ def test_a_checkpoint_goes_on_elsewhere(there: bool) -> None:
 
 
 # Far beyond 2^31 ------------------------------------------------------------------------------------------------------
-
-
 def huge_differences(numel: int, device: torch.device) -> list[str]:
     """Return the pieces of a large tensor that step otherwise than tensors of their own; nothing is drawn at random."""
     torch.manual_seed(0)

@@ -32,7 +32,6 @@ def tensors(state: dict[str, Any]) -> dict[str, Tensor]:
 
 
 # -- what is kept ------------------------------------------------------------------------------------------------
-
 SHAPES: list[tuple[int, ...]] = [
     (4095,), (4096,), (4097,), (63, 65), (64, 64), (65, 64), (1, 4097), (4097, 1), (2, 1, 2048), (0,), (0, 7), (), (1,),
 ]  # fmt: skip
@@ -62,8 +61,6 @@ def test_states_are_quantized_from_4096_elements_on_and_take_the_bytes_that_are_
 
 
 # -- what a step does --------------------------------------------------------------------------------------------
-
-
 def test_more_bits_of_the_weight_follow_fp32_more_closely() -> None:
     """FlashOptim: error correction increases precision.  With states in fp32, and without decay, updates are those of
     fp32, so what differs is only how weights are stored: at most one place of 24 bits (2^-15 of the weight) a step."""
@@ -110,7 +107,6 @@ def test_decoupled_decay_does_not_shrink_with_the_rate(plan: str) -> None:
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------
-
 ACTIVE: dict[str, dict[str, Any]] = {
     **{name: {"momentum": 0.5} for name in ("SGD", "SGDW", "OrthoGrad")},
     **{name: {"weight_decay": 0.1} for name in ("Adam", "AdamP", "SGDP", "ADOPT", "NAdam", "RAdam")},

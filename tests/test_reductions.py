@@ -112,8 +112,6 @@ def test_no_gradient_at_the_first_step_moves_nothing_and_divides_nothing_by_0(na
 
 
 # -- refused
-
-
 @optimizer(cite="nobody")
 def unguarded(p, g, r=row(nonneg), c=col(nonneg), *, lr=hyper(1e-2, ge=0)):
     """Factored, with nothing to do for a vector."""
@@ -154,8 +152,6 @@ def test_a_vector_is_refused_by_a_rule_of_rows_when_the_optimizer_is_made(spec, 
 
 
 # -- which matrix
-
-
 @pytest.mark.parametrize("name", ["adam_mini", "adamp", "sgdp", "sinkgd", *OF_MATRICES])
 @pytest.mark.parametrize("plan", ["fp32", "int8_split24"])
 def test_a_matrix_of_the_first_dimension_is_the_view(name: str, plan: str) -> None:
@@ -190,8 +186,6 @@ def test_a_matrix_of_the_first_dimension_is_the_view(name: str, plan: str) -> No
 
 
 # -- sizes
-
-
 @optimizer(cite="nobody", matrix="first")
 def sized(p, g, *, lr=hyper(1.0, ge=0), matrix=shape_flag(lambda shape: len(shape) >= 2)):
     """Steps of known sizes: rows + 10 * columns + 100 * elements."""
@@ -211,8 +205,6 @@ def test_sizes_reach_the_optimizer() -> None:
 
 
 # -- conditions on what is reduced
-
-
 @optimizer(cite="a test", name="Measured")
 def measured(p, g, m=state(), *, lr=hyper(1e-2, ge=0)):
     """Steps of a row's length at least, times the share of a row; no size is computed with another."""

@@ -127,8 +127,6 @@ def test_what_a_step_on_1024_ranks_keeps_and_sends() -> None:
 
 
 # -- the short way through a step over DTensors ---------------------------------------------------------------------
-
-
 def part(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0, of: Placement = Shard(0)) -> DTensor:
     """This rank's part of a tensor on two ranks."""
     value = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
@@ -209,8 +207,6 @@ def test_no_rank_takes_the_short_way_while_others_may_wait(cls: Any, shape: tupl
 
 
 # -- the workers of matrices -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("model", "sizes"), [("Llama-3.1-8B", scaling.SIZES), ("Qwen3-30B-A3B", (32, 1024))])
 def test_the_work_of_matrices_is_shared_evenly(model: str, sizes: tuple[int, ...]) -> None:
     """docs/scaling.md says what the tool counts; no rank has a tenth more than the mean or the largest matrix."""

@@ -100,8 +100,6 @@ def hold_estimate(a: Any, b: Any, c: Any) -> None:
 
 
 # -- Schedule-Free
-
-
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -323,8 +321,6 @@ def test_a_group_that_begins_later_takes_over_a_state_of_the_model_whatever_it_s
 
 
 # -- intervals
-
-
 @pytest.mark.parametrize("k", [0.5, 2.5])
 def test_an_interval_is_a_whole_number(k: float) -> None:
     p = torch.nn.Parameter(torch.ones(3))
@@ -336,7 +332,6 @@ def test_an_interval_is_a_whole_number(k: float) -> None:
 
 
 # -- rules around any rule
-
 RULES = sorted(f.stem for f in SPECS.glob("*.py") if f.stem not in ("__init__", "plans"))
 
 
@@ -384,7 +379,6 @@ def test_a_rule_around_itself_is_refused_where_its_names_are_taken() -> None:
 
 
 # -- matrix products
-
 MATRICES = ((40, 30), (30, 40), (1, 7), (7, 1), (1, 1), (64, 64))
 
 
