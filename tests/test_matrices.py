@@ -70,6 +70,7 @@ def followed(cls: Any, params: list[nn.Parameter], gradients: Callable[[int], li
         ((48, 20), 3, (3, 16, 20)),
         ((6, 5, 3, 3), 2, (2, 3, 45)),
         ((6, 9, 10), 2, (2, 3, 90)),
+        ((2, 32, 20), 4, (4, 16, 20)),
         ((6, 9, 10), 1, (1, 6, 90)),
     ],
     ids=str,
@@ -110,10 +111,11 @@ def test_a_stack_of_experts_is_the_oracle_s_for_each_of_them(name: str) -> None:
 @pytest.mark.parametrize("cls", OF_MATRICES)
 def test_heads_in_8_bits_have_the_bits_of_a_stack_of_heads(cls: Any) -> None:
     options = {"blocks": {"w0": 8}, "plan": "int8_split24"}
-    heads, stack = nn.Parameter(drawn(128, 96).bfloat16()), nn.Parameter(drawn(8, 16, 96).bfloat16())
-    followed(cls, [heads], lambda step: [drawn(128, 96, seed=step).bfloat16()], **options)
-    followed(cls, [stack], lambda step: [drawn(8, 16, 96, seed=step).bfloat16()], **options)
-    assert torch.equal(heads, stack.view(128, 96))
+    shapes = ((128, 96), (8, 16, 96), (2, 64, 96))  # heads of a matrix, a stack, heads of each matrix of a stack
+    params = [nn.Parameter(drawn(*shape).bfloat16()) for shape in shapes]
+    for p in params:
+        followed(cls, [p], lambda step, p=p: [drawn(*p.shape, seed=step).bfloat16()], **options)
+    assert all(torch.equal(params[0], p.view(128, 96)) for p in params[1:])
 
 
 class Net(nn.Module):
@@ -146,6 +148,10 @@ def test_a_stack_is_told_from_a_convolution(cls: Any) -> None:
         }  # fmt: skip
     with pytest.raises(ValueError, match=r"'w' of shape \[8, 4\] has 8 rows, which do not fall into 3 equal blocks"):
         cls([("w", nn.Parameter(torch.zeros(8, 4)))], blocks={"w": 3})
+    with pytest.raises(ValueError, match=r"'w' of shape \[4, 9, 8\] has 4 rows, which do not fall into 8 equal blocks"):
+        cls([("w", nn.Parameter(torch.zeros(4, 9, 8)))], blocks={"w": 8})
+    with pytest.raises(ValueError, match=r"blocks have equal.*\(16, 4, 4\): as heads these are 6 of 4 rows"):
+        cls([("w", nn.Parameter(torch.zeros(24, 4)))], blocks={"w": (16, 4, 4)})
 
 
 @pytest.mark.parametrize("cls", [Muon, NorMuon])

@@ -80,6 +80,8 @@ def matrix_shape(matrix: Matrix, shape: torch.Size) -> torch.Size:
     if isinstance(matrix, str):
         return torch.Size(grid(shape)) if len(shape) > 2 else shape
     rows, columns = grid(shape)
+    if isinstance(matrix, Heads) and matrix.stacked:
+        rows, columns = shape[:-1].numel(), shape[-1]
     height = matrix.rows if isinstance(matrix, Heads) else matrix
     if rows % height:
         raise ValueError(f"{rows} rows are no whole number of blocks of {height}")
@@ -96,7 +98,8 @@ def column_dims(matrix: Matrix, shape: torch.Size) -> tuple[int, ...]:
     if len(shape) < 2:
         raise ValueError(f"a tensor of shape {list(shape)} has no rows and columns")
     matrix = by_shape(shape) if matrix == "heads" else matrix
-    dims = shape[-1:] if matrix == "last" else (matrix, *shape[1:]) if isinstance(matrix, int) else shape[1:]
+    stacked = isinstance(matrix, Heads) and matrix.stacked
+    dims = shape[-1:] if matrix == "last" or stacked else (matrix, *shape[1:]) if isinstance(matrix, int) else shape[1:]
     return tuple(size for size in dims if size != 1) or (1,)
 
 

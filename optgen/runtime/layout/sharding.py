@@ -397,6 +397,8 @@ def mode(variant: Variant, of: Layout) -> Mode:
     """Return "gathered" for vectors whose parts cut storage blocks: every rank steps the whole, with states that all
     ranks have.  Other parameters are stepped in parts.  Raises ValueError, saying what to do, if neither can be."""
     matrix = variant.matrix
+    if isinstance(matrix, Heads) and matrix.stacked and of.dims():
+        raise ValueError("it lies over several ranks, and `blocks` divides each matrix of a stack: keep it whole")
     if not isinstance(matrix, str):
         height = matrix.rows if isinstance(matrix, Heads) else matrix
         return _mode_of_blocks(of.shape, of.mesh_shape, of.cuts, height)

@@ -5,6 +5,7 @@ consecutive rows a parameter falls (attention heads, say): then each block is on
 (rows, ...) in n blocks is seen as (n, elements of a block) by kernels, formats and random bits alike, so that it takes
 the steps of a parameter of that shape.  Under a rule of matrix="heads" each block is a matrix: a block of one index of
 a tensor of three dimensions (an expert of a stack) one of the other two, any other one of its rows against the rest.
+More blocks than a stack has matrices are heads of each of them.
 
 What is asked for is decided once, when a parameter comes into the optimizer, and is recorded in its group under
 "blocks", by name (by position over all groups where parameters have no names).
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import glob
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -76,6 +78,12 @@ class Rules(overrides.Rules):
     @classmethod
     def checked(cls, owner: type, value: Any, where: str) -> int:
         count = None if isinstance(value, bool) else as_int(value)
+        rows = value if isinstance(value, (tuple, list)) else ()
+        if rows and all(isinstance(x, int) and x > 0 for x in rows):
+            raise ValueError(
+                f"{where}: blocks have equal numbers of rows, got {value!r:.80}: as heads these are "
+                f"{sum(rows) // math.gcd(*rows)} of {math.gcd(*rows)} rows; otherwise make them parameters of their own"
+            )
         if count is None:
             raise TypeError(f"{where}: expected a number of blocks, got {value!r:.80}")
         if count < 1:
@@ -94,19 +102,24 @@ def decided(
     for p, label, count in zip(tensors, labels, own.asked(cls, given, tensors, labels), strict=True):
         if count is not None and (p.ndim > 1 or cls.BLOCKS != "heads"):  # a pattern may name biases, too
             try:
-                height(p.shape, count)
+                height(p.shape, count, cls.BLOCKS == "heads")
             except ValueError as error:
                 raise ValueError(f"{own.where}: parameter {label!r} {error}") from None
             found.append((label, count))
     return {"blocks": tuple(found)} if found else {}
 
 
-def height(shape: torch.Size, count: int) -> int:
-    """Rows of each of so many blocks of a parameter of that shape; ValueError where there are no such."""
+def height(shape: torch.Size, count: int, heads: bool) -> int:
+    """Rows of each of so many blocks of a parameter of that shape; ValueError where there are no such.
+
+    heads  each block is a matrix, also one of some rows of each matrix of a stack
+    """
     if len(shape) < 2:
         raise ValueError(
             f"of shape {list(shape)} has no rows, and is one block as it is: name matrices only, as '*.weight' does"
         )
+    if heads and len(shape) == 3 and count > shape[0] and not count % shape[0] and not math.prod(shape[:2]) % count:
+        return math.prod(shape[:2]) // count
     if shape[0] % count:
         raise ValueError(f"of shape {list(shape)} has {shape[0]} rows, which do not fall into {count} equal blocks")
     return shape[0] // count
@@ -123,7 +136,9 @@ def seen(variant: Variant, p: Tensor, count: int | None) -> Variant:
     heads = variant.matrix == "heads"
     if count is None or not variant.needs_matrix or not p.numel() or (heads and count == 1 and p.ndim == 2):
         return in_blocks(variant, by_shape(p.shape)) if heads else variant
-    rows = height(p.shape, count)
+    rows = height(p.shape, count, heads)
     if heads:
-        return in_blocks(variant, "first" if count == 1 else "last" if rows == 1 and p.ndim == 3 else Heads(rows))
+        of_stack = p.ndim == 3 and count >= p.shape[0] > 1
+        whole = "first" if count == 1 else "last" if of_stack and count == p.shape[0] else None
+        return in_blocks(variant, whole or Heads(rows, of_stack))
     return variant if rows == 1 else in_blocks(variant, rows)

@@ -197,9 +197,10 @@ class Flag:
 
 
 class Heads(NamedTuple):
-    """Blocks of so many consecutive rows, each of which is a matrix."""
+    """Blocks of so many consecutive rows, each of which is a matrix; `stacked`: rows of the last two dimensions."""
 
     rows: int
+    stacked: bool = False
 
 
 Matrix = str | int | Heads
