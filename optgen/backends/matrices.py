@@ -36,6 +36,8 @@ SPELL: dict[str, Spelling] = {
     "matmul": lambda p, n: (f"{p.text(n.args[0], 20)} @ {p.text(n.args[1], 21)}", 20),
     "transpose": _transpose,
     "call": lambda p, n: p.call(n.attr, *n.args),
+    "to_wide": lambda p, n: p.call("wide", *n.args),
+    "zero_product": lambda p, n: p.call("zero_product", *n.args),
     "neg": lambda p, n: (f"-{p.text(n.args[0], 30)}", 30),
     "abs": _method("abs()"),
     "sqrt": _method("sqrt()"),
@@ -78,5 +80,5 @@ def function(schedule: Schedule, name: str) -> list[str]:
 def needs(functions: Iterable[Sequence[str]]) -> list[str]:
     """Return the names that functions' lines want from optgen.runtime.reference.matrices."""
     text = "\n".join(line.partition("  # ")[0] for lines in functions for line in lines)
-    wanted = sorted(CALLS.keys() - {"newton_schulz"})  # which eager text has from elsewhere
+    wanted = sorted({"wide", "zero_product", *CALLS} - {"newton_schulz"})  # which eager text has from elsewhere
     return [x for x in wanted if re.search(rf"(?<![.\w]){x}\(", text)]

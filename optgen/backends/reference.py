@@ -247,7 +247,8 @@ def _whole_lines(stage: Stage, function: str, stored: Collection[str]) -> list[s
     schedule = stage.schedule
     given = [f'stored["{x}"]' if x in stored else f"{x}_tensor" for x in schedule.sweep.reads]
     given += [f"float({let.name})" for let in schedule.program.host]
-    given += [f'float(b.extent("{x}"))' for x in matrices.extents(schedule)]
+    extents = ['stored.streams()' if x == "stream" else f'float(b.extent("{x}"))' for x in matrices.extents(schedule)]
+    given += extents
     names = [s.buffer for s in schedule.sweep.stores]
     results = [f"{x}_new" if x in stored else f"{x}_tensor" for x in names]
     lines = wrapped(f"{', '.join(results)} = {function}(", given, ")")

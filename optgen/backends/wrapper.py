@@ -23,6 +23,7 @@ class HyperRow:
     parts: tuple[str, ...]
     series: bool = False
     rounds_of: str = ""
+    whole: bool = False
 
     @property
     def signature(self) -> str:
@@ -47,6 +48,7 @@ class HyperRow:
             return "True or False"
         signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
         count = f"{len(self.default)} numbers" if isinstance(self.default, tuple) else "a number"
+        count = "a whole number" if self.whole else count
         count += f", None: that of {self.rounds_of}" if self.rounds_of else ""
         return ", ".join([count, *(f"{signs[k]} {v:g}" for k, v in self.bounds)])
 
@@ -54,6 +56,7 @@ class HyperRow:
     def declaration(self) -> str:
         bounds = "".join(f", {k}={v!r}" for k, v in self.bounds)
         bounds += f', rounds_of="{self.rounds_of}"' if self.rounds_of else ""
+        bounds += ", whole=True" if self.whole else ""
         return f'{"Series" if self.series else "Hyper"}("{self.name}", {literal(self.default)}{bounds})'
 
 
@@ -86,10 +89,9 @@ class FlagRow:
     def declaration(self) -> str:
         if self.shape:
             return f'Flag("{self.name}", shape={self.shape})'
-        if self.first:
-            return f'Flag("{self.name}", first=True)'
-        if self.every:
-            return f'Flag("{self.name}", every="{self.every}")'
+        if self.first or self.every:
+            every = f', every="{self.every}"' if self.every else ""
+            return f'Flag("{self.name}"{every}{", first=True" if self.first else ""})'
         if self.nonzero:
             return f'Flag("{self.name}", nonzero="{self.nonzero}")'
         limits = (("needs", self.needs), ("excludes", self.excludes))

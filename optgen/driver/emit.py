@@ -80,6 +80,7 @@ def class_row(spec: Spec, plans: tuple[str, ...], own: Mapping[str, str]) -> wra
             h.parts,
             h.series,
             h.rounds_of,
+            h.whole,
         )
         for h in spec.hypers
     )

@@ -186,6 +186,7 @@ _WORK = {
     "newton_schulz": "4 {a} {b} {s} + 2 {s}^3 flops a round in bf16, fewer with gram=True",
     "qr": "about 4 {a} {b}^2 flops", "eigenvectors": "about 9 {a}^3 flops", "inverse_root": "about 11 {a}^3 flops",
     "cholesky": "about {a}^3 / 3 flops", "solve_triangular": "{a}^2 {b} flops", "polar": "about 20 {a} {b} {s} flops",
+    "singular_vectors": "about 20 m n min(m, n) flops",
 }  # fmt: skip
 """Function of matrices -> its floating-point operations for a matrix of a x b, s the shorter side."""
 
@@ -199,7 +200,7 @@ def _matrices(spec: Spec, step: Step, flags: Mapping[str, bool]) -> Iterator[str
         at = [f for f in spec.flags if f.clock and setting[f.name] != flags.get(f.name, f.default)]
         if len(at) > 1:
             continue
-        when = " and ".join("at the first step" if f.first else f"every {f.every} steps" for f in at)
+        when = " and ".join(f"every {f.every} steps" if f.every else "at the first step" for f in at)
         found = _operations([x for x in spec.trace(setting).new.values() if x.space != spaces.host])
         for op, count in Counter(x for x in found if not at or x not in usual).items():
             yield f"{f'{count} x ' if count > 1 else ''}{op}{f', {when}' if when else ''}"

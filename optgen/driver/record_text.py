@@ -108,7 +108,8 @@ def _rule(spec: Spec, flags: Mapping[str, bool], pool: Pool) -> RuleRecord:
     recurrences = targets.recurrences_of(spec, tuple(sorted(flags.items())))
     states = [
         StateRecord(
-            s.name, s.nonneg, s.space.name, s.init, s.normalized_by or "", rounds_to_nearest(recurrences[s.name])
+            s.name, s.nonneg, s.space.name, s.init, s.normalized_by or "", rounds_to_nearest(recurrences[s.name]),
+            s.rank,
         )
         for s in spec.present(flags)
     ]

@@ -132,7 +132,8 @@ def key(name: str) -> Node:
 
 
 def extent(name: str) -> Node:
-    """The number of `rows` or `columns` of the matrix of the last two dimensions, or of `elements` of the tensor."""
+    """The number of `rows` or `columns` of the matrix of the last two dimensions, or of `elements` of the tensor; or
+    the key of its `stream` of random numbers."""
     return _make("extent", (), name, dtypes.f32, spaces.tensor)
 
 

@@ -2,12 +2,13 @@
 
 from optgen.lang.compose import clipped, lookahead
 from optgen.lang.declare import (
-    FlagDecl, HostStateDecl, HyperDecl, StateDecl, col, flag, hyper, matrix_state, model_state, nonneg, orthogonal, row,
-    scalar, shape_flag, state, symmetric, tensor_state, triangular,
+    FlagDecl, HostStateDecl, HyperDecl, StateDecl, col, flag, hyper, low_rank_state, matrix_state, model_state, nonneg,
+    orthogonal, row, scalar, shape_flag, state, symmetric, tensor_state, triangular,
 )
 from optgen.lang.matrices import (
-    cholesky, eigenvectors, gram, identity, inverse_root, newton_schulz, polar, qr, solve_triangular, sorting, trace,
-    transpose, triangle,
+    cholesky, column_norms, eigenvectors, gram, identity, inverse_root, newton_schulz, normal, polar, qr,
+    singular_vectors, solve_triangular, sorting, trace, transpose, triangle, uniform, unwide, wide,
+    zero_product,
 )
 from optgen.lang.optimizer import optimizer
 from optgen.lang.reductions import (
@@ -22,11 +23,12 @@ from optgen.lang.values import (
 
 __all__ = [
     "FlagDecl", "HostStateDecl", "HyperDecl", "Spec", "StateDecl", "Trace", "Value", "amax", "cbrt", "cholesky",
-    "clip", "clipped", "col", "col_max", "col_mean", "col_sum", "columns", "dot", "eigenvectors", "elements",
-    "equal", "exp", "flag", "floor", "gram", "hyper", "identity", "inverse_root", "log", "lookahead", "mat_mean",
-    "mat_norm", "matrix_state", "maximum", "mean", "minimum", "model_dot", "model_norm", "model_state",
-    "model_total", "newton_schulz", "nonneg", "norm", "optimizer", "orthogonal", "polar", "power", "qr", "rint",
-    "rms", "row", "row_max", "row_mean", "row_sum", "rows", "rsqrt", "scalar", "shape_flag", "sign",
-    "solve_triangular", "sorting", "sqrt", "square", "state", "symmetric", "tensor_state", "total", "trace",
-    "transpose", "triangle", "triangular", "where",
+    "clip", "clipped", "col", "col_max", "col_mean", "col_sum", "column_norms", "columns", "dot",
+    "eigenvectors", "elements", "equal", "exp", "flag", "floor", "gram", "hyper", "identity", "inverse_root",
+    "log", "lookahead", "low_rank_state", "mat_mean", "mat_norm", "matrix_state", "maximum", "mean", "minimum",
+    "model_dot", "model_norm", "model_state", "model_total", "newton_schulz", "nonneg", "norm", "normal",
+    "optimizer", "orthogonal", "polar", "power", "qr", "rint", "rms", "row", "row_max", "row_mean", "row_sum",
+    "rows", "rsqrt", "scalar", "shape_flag", "sign", "singular_vectors", "solve_triangular", "sorting", "sqrt",
+    "square", "state", "symmetric", "tensor_state", "total", "trace", "transpose", "triangle", "triangular",
+    "uniform", "unwide", "where", "wide", "zero_product",
 ]  # fmt: skip

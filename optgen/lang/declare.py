@@ -102,6 +102,7 @@ class StateDecl:
     normalized_by: str | None = None
     loc: Loc | None = None
     trait: str = ""
+    rank: str = ""
 
 
 @dataclass(frozen=True)
@@ -205,6 +206,20 @@ def matrix_state(side: str, *traits: Trait, when: str | None = None, init: Any =
     return replace(made, init=start, trait=traits[0].name if traits else "")
 
 
+def low_rank_state(side: str, *, rank: str, when: str | None = None) -> Any:
+    """A matrix of low rank r for each matrix of the parameter, zero before the first step: (rows, r) for side="rows",
+    (r, columns) for "columns", and of its shorter and its longer side (shorter, r) for "short", (r, longer) for "long".
+
+    rank  the hyper-parameter that r is, hyper(..., ge=1, whole=True); a matrix of fewer rows or columns has as many
+    """
+    sides = {"rows": "mr", "columns": "rn", "short": "sr", "long": "rl"}
+    if side not in sides:
+        raise _refuse(f"a state of low rank is one of {', '.join(sides)}, got {side!r}", 'low_rank_state("rows", ...)')
+    if not isinstance(rank, str):
+        raise _refuse(f"rank= is the name of a hyper-parameter in quotes, got {rank!r}", 'for instance rank="rank"')
+    return replace(_state(Space(sides[side]), (), when, 0.0), rank=rank)
+
+
 def scalar(init: float = 0.0, *, when: str | None = None) -> Any:
     """One number per parameter, kept on the host in fp64; it may depend on hyper-parameters and t only."""
     return HostStateDecl("", _number("scalar(...)", init), when)
@@ -219,12 +234,14 @@ def hyper(
     lt: float | None = None,
     series: bool = False,
     rounds_of: str = "",
+    whole: bool = False,
 ) -> Any:
     """A constructor argument: a number, or a tuple of numbers that all obey the range; hyper(False) takes True and
     False, which are 1 and 0.
 
     series     it takes whatever newton_schulz takes as coefficients
     rounds_of  None, which the constructor takes by default, is the usual number of rounds of those coefficients
+    whole      it takes whole numbers only
     """
     if ge is not None and gt is not None or le is not None and lt is not None:
         raise _refuse("a range has one lower and one upper end", "give ge= or gt=, and le= or lt=")
@@ -242,7 +259,7 @@ def hyper(
         value = default
     else:
         value = _finite("a hyper-parameter's default", default, "a number, or a tuple of numbers: hyper((0.9, 0.999))")
-    return HyperDecl("", value, ge, gt, le, lt, rounds_of, series=series)
+    return HyperDecl("", value, ge, gt, le, lt, rounds_of, whole, series=series)
 
 
 def _coefficients(default: Any) -> Any:
@@ -266,15 +283,15 @@ def flag(
 
     flag(False) is a constructor argument; flag(nonzero="momentum") holds where that hyper-parameter is not 0;
     flag(every="k") holds at the steps that are multiples of that hyper-parameter, a whole number; flag(first=True) at
-    the first step of a parameter.
+    the first step of a parameter; with both at steps 1, k + 1, 2 k + 1 ...
 
     needs, excludes  hyper-parameters without which, and with which, it must not be on: the constructor raises
     """
     if not isinstance(default, bool):
         raise _refuse(f"a flag's default is True or False, got {default!r}", "")
     follows = (nonzero is not None) + (every is not None) + first
-    if follows > 1 or follows and (needs or excludes or default):
-        raise _refuse("a flag that follows something has one of nonzero=, every= and first=, and nothing else", "")
+    if follows - (first and every is not None) > 1 or follows and (needs or excludes or default):
+        raise _refuse("a flag that follows something has nonzero=, or every= and first=, and nothing else", "")
     return FlagDecl("", default, nonzero, needs=needs, excludes=excludes, every=every, first=first)
 
 

@@ -13,7 +13,7 @@ from optgen.base.errors import UserError
 from optgen.ir import node as ir
 from optgen.lang.values import Num, Value, author_loc, lift, reader_of
 from optgen.ops import spaces
-from optgen.runtime.records import series
+from optgen.runtime.records import keys, series
 
 Triple = tuple[Num, Num, Num]
 
@@ -109,6 +109,74 @@ def polar(x: Num) -> Any:
     return _call("polar", (x,))
 
 
+def wide(x: Num) -> Any:
+    """x or x.T, the one with more columns than rows (x.T where they are as many): (shorter side, longer side)."""
+    if isinstance(x, Value):
+        if x.node.space != spaces.elem:
+            raise UserError("E201", loc=author_loc(), function="wide", want="elem", got=x.node.space)
+        return _recorded(ir.op("to_wide", x.node), x)
+    shape = getattr(x, "shape", (0, 1))
+    return x if shape[-2] < shape[-1] else transpose(x)
+
+
+def unwide(like: Num, x: Num) -> Any:
+    """The inverse of `wide`: a (shorter side, longer side) x in the shape of `like`, which is one of elements."""
+    return _call("unwide", (like, x))
+
+
+def zero_product(a: Num, b: Num) -> Any:
+    """Zeros in the shape of a @ b."""
+    return reader_of(a, b).zero_product(a, b) if isinstance(a, Value) else a @ b * 0
+
+
+def singular_vectors(like: Num, x: Num) -> Any:
+    """The left singular vectors of x for its largest singular values, as columns: as many as `like` has columns.
+
+    Of the two signs of each it is the one whose entry of largest magnitude is positive.  NaN where x is not finite.
+    """
+    return _call("singular_vectors", (like, x))
+
+
+def column_norms(like: Num, x: Num) -> Any:
+    """The Euclidean norm of each column of x, in every row of the shape of `like`."""
+    return _call("column_norms", (like, x))
+
+
+def normal(like: Num, key: Num) -> Any:
+    """Standard normal random numbers in the shape of `like`, the same for the same parameter, place and key.
+
+    key   a whole number, such as that of the step; the numbers depend on it and on the parameter's name (its position
+          where it has none) alone: not on the device, the ranks, or other parameters
+    """
+    return _drawn("normal", like, key)
+
+
+def uniform(like: Num, key: Num) -> Any:
+    """Random numbers as those of `normal`, evenly spread over 0 <= x < 1: multiples of 2^-24."""
+    return _drawn("uniform", like, key)
+
+
+def _drawn(name: str, like: Num, key: Num) -> Any:
+    """A function of random numbers; on tensors those of a parameter without a name, the first of its optimizer."""
+    stream: Any = keys.stream_key(0)
+    if isinstance(like, Value):
+        stream = Value(ir.extent("stream"), like.record)
+    elif type(like).__module__.startswith("torch"):
+        from optgen.runtime.reference import matrices
+
+        stream = matrices.streams(stream, like)
+    return _call(name, (like,), (key, stream))
+
+
+def _recorded(node: ir.Node, x: Value) -> Value:
+    if x.record is not None:
+        x.record(node)
+    return Value(node, x.record)
+
+
+_OF_SQUARES = frozenset({"eigenvectors", "sorting", "inverse_root", "cholesky", "triangle", "identity"})
+
+
 def _call(name: str, operands: tuple[Num, ...], numbers: Sequence[Num] = ()) -> Any:
     """A function of whole matrices, then of host scalars, on whatever its first operand is."""
     (x, *_) = operands
@@ -117,15 +185,12 @@ def _call(name: str, operands: tuple[Num, ...], numbers: Sequence[Num] = ()) -> 
         if not all(spaces.dims(node.space) for node in nodes):
             got = next(node.space for node in nodes if not spaces.dims(node.space))
             raise UserError("E201", loc=author_loc(), function=name, want="elem or matrix", got=got)
-        if name not in ("newton_schulz", "qr", "solve_triangular", "polar") and len({*spaces.dims(nodes[0].space)}) > 1:
+        if name in _OF_SQUARES and len({*spaces.dims(nodes[0].space)}) > 1:
             raise UserError(
                 "E206", loc=author_loc(), function=f"{name}()", want="a square matrix",
                 got=spaces.shown(nodes[0].space), hint="x @ x.T and x.T @ x are square",
             )  # fmt: skip
-        node = ir.op("call", *nodes, *map(lift, numbers), attr=name)
-        if x.record is not None:
-            x.record(node)
-        return Value(node, x.record)
+        return _recorded(ir.op("call", *nodes, *map(lift, numbers), attr=name), x)
     own = getattr(type(x), "reader", None)
     if own is not None:
         return own.call(x)

@@ -295,6 +295,12 @@ def _check_references(spec: Spec) -> None:
                 raise UserError("E126", loc=d.loc, name=d.name, flag=word)
     roots = {s.name: s for s in spec.states if s.nonneg}
     for s in spec.states:
+        if s.rank:
+            ranks = [x.rank for x in spec.states]
+            _refuse_unknown(s, "rank", s.rank, *of_scalars)
+            if not spec.hyper(s.rank).whole or spec.hyper(s.rank).interval[0] < 1 or len({*ranks} - {''}) > 1:
+                what = f"`{s.rank}`, the rank of state `{s.name}`, is a whole number from 1 on, and one for all states"
+                raise UserError("E113", loc=s.loc, what=what, hint=f"{s.rank}=hyper(128, ge=1, whole=True)")
         if isinstance(s.init, str):
             if s.space.name in spaces.MATRICES:
                 continue  # the identity

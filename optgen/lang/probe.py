@@ -62,7 +62,8 @@ def _propagating(pick: Callable[..., float]) -> Callable[[float, float], float]:
 _IEEE: dict[str, Callable[..., float]] = {
     "div": _div, "min": _propagating(min), "max": _propagating(max), "power": _power, "cast": lambda a: a,
     "pow": _total(lambda a, b: a**b), "rsqrt": lambda a: _div(1.0, _total(math.sqrt)(a)), "rcp": lambda a: _div(1.0, a),
-    "call": lambda a, *rest: a, "transpose": lambda a: a,  # whole matrices are not what this looks at
+    # Whole matrices are not what this looks at.
+    **dict.fromkeys(("call", "transpose", "to_wide", "zero_product"), lambda a, *rest: a),
 }  # fmt: skip
 """The meanings that differ from the row of the primitive: infinities and NaN where Python raises."""
 
@@ -113,7 +114,8 @@ class Run:
             return [scalars[node.attr]] * self.size
         if node.op == "extent":
             rows = self.size // self.columns
-            return [float({"rows": rows, "columns": self.columns, "elements": self.size}[node.attr])] * self.size
+            sizes = {"rows": rows, "columns": self.columns, "elements": self.size, "stream": 0}
+            return [float(sizes[node.attr])] * self.size
         return [node.attr] * self.size
 
     def values(self, roots: list[Node], scalars: Mapping[str, float], kept: Mapping[str, list[float]]) -> NodeValues:

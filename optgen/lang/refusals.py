@@ -24,7 +24,7 @@ _OPERANDS = {1: "x", 2: "a, b", 3: "c, a, b"}
 _MISSING = (
     (
         "rand randn rand_like randn_like randint normal uniform bernoulli random gauss noise dropout",
-        "random numbers do not exist in rules (yet): the only noise is that of stochastic rounding, chosen by the plan",
+        "random numbers of rules are normal(like, key) and uniform(like, key) in optgen.lang, of a matrix and a step",
     ),
     (
         "mm bmm mv addmm einsum outer kron mT t svd qr eigh eig inv inverse pinv cholesky linalg matrix_power",

@@ -159,10 +159,11 @@ class Spec:
                 out[f.name] = bool(values[f.name])
             elif f.nonzero is not None:
                 out[f.name] = bool(values.get(f.nonzero, self.hyper(f.nonzero).default) != 0)
+            elif f.every is not None:
+                interval = values.get(f.every, self.hyper(f.every).default)
+                out[f.name] = step is not None and (step - f.first) % interval == 0
             elif f.first:
                 out[f.name] = step == 1
-            elif f.every is not None:
-                out[f.name] = step is not None and step % values.get(f.every, self.hyper(f.every).default) == 0
             elif f.shape is not None and shape is not None:
                 out[f.name] = bool(f.shape(shape))
             else:
@@ -282,7 +283,7 @@ class Spec:
         finally:
             PRECISION.reset(precision)
         kept, on_host = self.present(flags), self.present_host(flags)
-        states = {s.name: filled(s.space, p, new[s.name]) for s in kept}
+        states = {s.name: filled(s.space, p, new[s.name], values.get(s.rank)) for s in kept}
         return filled(spaces.elem, p, new["p"]), states, {s.name: new[s.name] for s in on_host}
 
     def call(self, p: Any, g: Any, t: Any, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -309,16 +310,20 @@ def start(state: StateDecl, p: Any, hypers: Mapping[str, Any] | None = None) -> 
     """A state before the first step, for a parameter p; a plain number where p is no tensor."""
     if state.init == "param":
         return p.clone() if hasattr(p, "clone") else p
+    rank = (hypers or {}).get(state.rank)
     if state.init == "identity":
-        made = filled(state.space, p, 0.0)
+        made = filled(state.space, p, 0.0, rank)
         return made + made.new_ones(made.shape[-1]).diag() if hasattr(made, "new_ones") else 1.0
     value = (hypers or {})[state.init] if isinstance(state.init, str) else state.init
-    return filled(state.space, p, value)
+    return filled(state.space, p, value, rank)
 
 
-def filled(space: spaces.Space, p: Any, value: Any) -> Any:
+def filled(space: spaces.Space, p: Any, value: Any, rank: Any = 1) -> Any:
     """A value of a space for a parameter p: a number, such as one of the sides of where(), as an entry for each place
-    there; the number itself where p is no tensor."""
+    there; the number itself where p is no tensor.
+
+    rank  of a space of matrices of low rank
+    """
     if not isinstance(value, (int, float)) or not hasattr(p, "new_full"):
         return value
     shapes = {
@@ -330,6 +335,7 @@ def filled(space: spaces.Space, p: Any, value: Any) -> Any:
         "model": (),
     }
     if space != spaces.elem and (dims := spaces.dims(space)):
-        sides = dict(zip("mn", p.shape[-2:], strict=False))
+        sides = dict(zip("mnsl", (*p.shape[-2:], *sorted(p.shape[-2:])), strict=False))
+        sides["r"] = min(int(rank or 1), *p.shape[-2:])
         return p.new_full((*p.shape[:-2], *(sides[d] for d in dims)), value)
     return p.new_full(shapes[space.name], value)

@@ -271,7 +271,7 @@ def _check_matrices(name: str, nodes: list[Node]) -> None:
     """Raise UserError E206 where the shapes of whole matrices do not fit together."""
     given = " and ".join(spaces.shown(n.space) for n in nodes)
     shown = PRIMS[name].spelled
-    if name in ("matmul", "transpose"):
+    if name in ("matmul", "zero_product", "transpose"):
         dims = [spaces.dims(n.space) for n in nodes]
         if not all(dims):
             raise UserError("E206", loc=author_loc(), function=shown, want="matrices", got=given, hint="")

@@ -162,6 +162,8 @@ _ROWS = (
     # of whole matrices, which no kernel computes
     Prim("matmul", "ff", "product of two matrices", f32, "product", infix=("@", 6, True)),
     Prim("transpose", "f", "rows and columns changed over", f32, "transposed"),
+    Prim("zero_product", "ff", "zeros in the shape of a product of two matrices", f32, "product"),
+    Prim("to_wide", "f", "the matrix, or its transpose, that has more columns than rows", f32, "sl"),
     Prim("call", "f*", "attr: a function in optgen.runtime.reference.matrices, of a matrix, whose shape the result "
          "has, of CALLS[attr] - 1 further ones, then of host scalars", f32, "first"),
     # host space only, fp64
@@ -193,10 +195,11 @@ ON_HOST = frozenset(p.name for p in _ROWS if p.host)
 CALLS = {
     "newton_schulz": 1, "qr": 1, "eigenvectors": 1, "sorting": 1, "inverse_root": 1, "cholesky": 1,
     "solve_triangular": 2, "triangle": 1, "identity": 1, "polar": 1,
+    "unwide": 2, "singular_vectors": 2, "column_norms": 2, "normal": 1, "uniform": 1,
 }  # fmt: skip
 """Function of whole matrices -> how many of its operands are matrices."""
 
-MATRIX_OPS = frozenset({"matmul", "transpose", "call"})
+MATRIX_OPS = frozenset({"matmul", "transpose", "to_wide", "zero_product", "call"})
 
 REDUCTIONS = {p.name: (p.space, p.combine) for p in _ROWS if p.combine}
 """op -> (space of the result, combine)."""

@@ -8,7 +8,8 @@ are made of several; where they are one dimension, its values are theirs.  Arith
 (`row * col -> elem`); reductions go down.
 
 Whole matrices beside those of elements have spaces named by their two dimensions, m rows of the parameter's matrix, n
-columns or a low rank r: `mm` (m, m), `nm` (n, m), `rn` (r, n) and so on; `elem` is (m, n).  No kernel knows them.
+columns, the shorter of these s, the longer l, or a low rank r: `mm` (m, m), `nm` (n, m), `rn` (r, n) and so on; `elem`
+is (m, n).  No kernel knows them.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Space:
 
 
 RANK = {"host": 0, "model": 1, "tensor": 2, "mat": 3, "row": 4, "col": 4, "axis": 4, "block": 5, "elem": 6}
-MATRICES = frozenset({"mm", "nn", "nm", "mr", "rm", "nr", "rn", "rr"})
+MATRICES = frozenset(a + b for a in "mnslr" for b in "mnslr") - {"mn"}
 RANK |= dict.fromkeys(MATRICES, 7)
 SMALL = frozenset({"model", "tensor", "mat", "row", "col", "axis"})
 """Few values beside elements: kept in fp32 between sweeps."""
@@ -77,7 +78,7 @@ def of_dims(rows: str, columns: str) -> Space:
 
 def shown(space: Space) -> str:
     """Return a space as errors say it: (rows, rank) for `mr`."""
-    words = {"m": "rows", "n": "columns", "r": "rank"}
+    words = {"m": "rows", "n": "columns", "r": "rank", "s": "shorter side", "l": "longer side"}
     return f"({', '.join(words[d] for d in dims(space))})" if dims(space) else str(space)
 
 

@@ -249,7 +249,7 @@ class Reading:
         if node.op == "const":
             return node.attr
         if node.op == "extent":
-            sizes = {"rows": self.shape[-2:-1], "columns": self.shape[-1:], "elements": self.shape}
+            sizes = {"rows": self.shape[-2:-1], "columns": self.shape[-1:], "elements": self.shape, "stream": (0,)}
             return float(math.prod(sizes[node.attr]))
         parts = [self.memo[a.uid] if a.uid in self.memo else self(a) for a in node.args]
         meaning = PRIMS[node.op].operator

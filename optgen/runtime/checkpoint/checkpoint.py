@@ -474,7 +474,7 @@ def select(
     small, vector = p.numel() < chosen.limit, p.ndim < 2
     found = plans.variant(chosen.pair, p.dtype, small, flags, vector)
     count = blocks.of(cls, group).get(name) if name is not None else None
-    found = blocks.seen(found, p, count)
+    found = blocks.seen(found, p, count, group)
     return chosen.name, chosen.pair, found if kept is None else held(cls, group, p, name, found, kept)
 
 

@@ -60,7 +60,7 @@ def field_shape(field: Field, shape: torch.Size) -> tuple[int, ...]:
     if field.space == "axis":
         return (*matrix_shape(field.matrix, shape)[:-2], 1, sum(column_dims(field.matrix, shape)))
     if field.space != "elem":
-        return small_shape(field.space, matrix_shape(field.matrix, shape))
+        return small_shape(field.space, matrix_shape(field.matrix, shape), field.rank)
     if field.per == 1:
         return tuple(shape)
     rows, columns = grid(matrix_shape(field.matrix, shape))
@@ -108,7 +108,7 @@ def value_shape(space: str, shape: torch.Size, matrix: Matrix = "last") -> tuple
     return tuple(shape) if space == "elem" else small_shape(space, matrix_shape(matrix, shape))
 
 
-def small_shape(space: str, shape: torch.Size) -> tuple[int, ...]:
+def small_shape(space: str, shape: torch.Size, rank: str | int = 0) -> tuple[int, ...]:
     """Shape of one value per row, column or matrix of the last two dimensions, or per tensor: it broadcasts; or of a
     matrix beside each matrix, such as "mm" (..., rows, rows)."""
     if space in ("tensor", "model"):
@@ -117,7 +117,11 @@ def small_shape(space: str, shape: torch.Size) -> tuple[int, ...]:
         raise ValueError(f"a tensor of shape {list(shape)} has no rows and columns")
     *lead, rows, columns = shape
     if space in MATRICES:
-        return *lead, *({"m": rows, "n": columns}[side] for side in space)
+        short, long = sorted((rows, columns))
+        if "r" in space and not isinstance(rank, int):
+            raise TypeError(f"the rank of a state is that of a group, which says {rank}")
+        sides = {"m": rows, "n": columns, "s": short, "l": long, "r": min(int(rank), short)}
+        return *lead, *(sides[side] for side in space)
     return {"row": (*lead, rows, 1), "col": (*lead, 1, columns), "mat": (*lead, 1, 1)}[space]
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from optgen.runtime.layout import plans
 from optgen.runtime.options import overrides
-from optgen.runtime.records import Heads, Variant, as_int, by_shape, in_blocks, keys
+from optgen.runtime.records import Heads, Matrix, Variant, as_int, by_shape, in_blocks, keys
 
 Recorded = tuple[tuple[plans.Label, int], ...]
 """Into how many blocks single parameters fall."""
@@ -131,14 +131,21 @@ def of(cls: Any, group: Mapping[str, Any]) -> Mapping[plans.Label, int]:
     return keys.table(group.get("blocks") if cls.BLOCKS else None, functools.partial(Rules.recorded, cls))
 
 
-def seen(variant: Variant, p: Tensor, count: int | None) -> Variant:
-    """The variant for a parameter in so many blocks; None: in those that its rule says.  ValueError as of `height`."""
+def seen(variant: Variant, p: Tensor, count: int | None, group: Mapping[str, Any]) -> Variant:
+    """The variant for a parameter of a group in so many blocks; None: in those that its rule says.  ValueError as of
+    `height`."""
+    matrix = _matrix(variant, p, count)
+    rank = next((int(group[f.rank]) for f in variant.fields if isinstance(f.rank, str)), 0)
+    return variant if matrix == variant.matrix and not rank else in_blocks(variant, matrix, rank)
+
+
+def _matrix(variant: Variant, p: Tensor, count: int | None) -> Matrix:
     heads = variant.matrix == "heads"
     if count is None or not variant.needs_matrix or not p.numel() or (heads and count == 1 and p.ndim == 2):
-        return in_blocks(variant, by_shape(p.shape)) if heads else variant
+        return by_shape(p.shape) if heads else variant.matrix
     rows = height(p.shape, count, heads)
     if heads:
         of_stack = p.ndim == 3 and count >= p.shape[0] > 1
         whole = "first" if count == 1 else "last" if of_stack and count == p.shape[0] else None
-        return in_blocks(variant, whole or Heads(rows, of_stack))
-    return variant if rows == 1 else in_blocks(variant, rows)
+        return whole or Heads(rows, of_stack)
+    return variant.matrix if rows == 1 else rows

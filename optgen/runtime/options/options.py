@@ -168,14 +168,14 @@ def at_step(cls: Any, group: Mapping[str, Any], step: int) -> tuple[tuple[str, b
     """The flags that change from step to step, at one (counted from 1); ValueError for an interval below 1."""
     setting = []
     for flag in flags_declared(cls):
-        if flag.first:
-            setting.append((flag.name, step == 1))
-        elif flag.every is not None:
+        if flag.every is not None:
             value = as_float(group[flag.every])
             interval = int(value) if value is not None and math.isfinite(value) else 0
             if interval < 1 or interval != value:
                 raise ValueError(f"{cls.__name__}: {flag.every} must be a whole number >= 1, got {group[flag.every]!r}")
-            setting.append((flag.name, step % interval == 0))
+            setting.append((flag.name, (step - flag.first) % interval == 0))
+        elif flag.first:
+            setting.append((flag.name, step == 1))
     return tuple(setting)
 
 

@@ -38,6 +38,7 @@ class Hyper:
     """A hyper-parameter: a number, or a tuple of numbers (`betas`), each within the range; a bool if its default is.
 
     rounds_of  the name of the coefficients (records/series.py) whose usual number of rounds None stands for
+    whole      whether it has to be a whole number
     """
 
     name: str
@@ -47,12 +48,14 @@ class Hyper:
     le: float | None = None
     lt: float | None = None
     rounds_of: str = ""
+    whole: bool = False
 
     @property
     def range(self) -> str:
         """The range in words, "" where any number will do."""
         bounds = ((">=", self.ge), (">", self.gt), ("<=", self.le), ("<", self.lt))
-        return " and ".join(f"{sign} {bound:g}" for sign, bound in bounds if bound is not None)
+        found = " and ".join(f"{sign} {bound:g}" for sign, bound in bounds if bound is not None)
+        return f"a whole number {found}".rstrip() if self.whole else found
 
     def check(
         self, value: object, owner: str, tensors: bool = False
@@ -127,6 +130,7 @@ class Hyper:
             and (self.gt is None or number > self.gt)
             and (self.le is None or number <= self.le)
             and (self.lt is None or number < self.lt)
+            and (not self.whole or number == number // 1)
         )
 
 
@@ -162,7 +166,7 @@ def as_int(value: object) -> int | None:
 class Flag:
     """A switch: a constructor argument; or (`nonzero` given) true iff that hyper-parameter is not 0; or (`shape` given)
     what the function says of a parameter's shape; or (`every` given) true at the multiples of that hyper-parameter; or
-    (`first`) true at the first step.
+    (`first`) true at the first step, and with `every` at each such number of steps after it.
 
     needs, excludes  hyper-parameters that must not be 0, or must be 0, where the flag is on
     """
@@ -217,8 +221,9 @@ def by_shape(shape: Sequence[int]) -> str:
     """
     return "last" if len(shape) == 2 or (len(shape) == 3 and min(shape[1:]) >= 8) else "first"
 
-MATRICES = frozenset({"mm", "nn", "nm", "mr", "rm", "nr", "rn", "rr"})
-"""Spaces of whole matrices beside those of elements, by their two dimensions: m rows, n columns, a low rank r."""
+MATRICES = frozenset(a + b for a in "mnslr" for b in "mnslr") - {"mn"}
+"""Spaces of whole matrices beside those of elements, by their two dimensions: m rows, n columns, the shorter of these
+s, the longer l, a low rank r."""
 
 PACK = 64
 """Columns that packed codes are read in where nothing else is in blocks."""
@@ -246,6 +251,8 @@ class Field:
            state is
     least, most  between which its integers lie where they are not `zero`, read as unsigned ones; None: anywhere
     low    bit k: whether the low byte of such an integer may be k; 0: all may
+    rank   of matrices of low rank: the hyper-parameter that says it, or the number for one group (`in_blocks`); a
+           matrix of fewer rows or columns has as many
     """
 
     name: str
@@ -261,6 +268,7 @@ class Field:
     least: int = 0
     most: int | None = None
     low: int = 0
+    rank: str | int = 0
 
     @property
     def wide(self) -> bool:
@@ -439,6 +447,7 @@ class Variant:
     matrix       see Matrix; kernels see its shape in the place of the parameter's (layout.matrix_shape)
     eager        how the eager reference keeps each value
     rule         the step in the maths of its kernels
+    rank         of its matrices of low rank in one group (`in_blocks`); 0 if there are none
     """
 
     function: str
@@ -462,6 +471,7 @@ class Variant:
     matrix: Matrix = "last"
     eager: Eager | None = None
     rule: Rule | None = None
+    rank: int = 0
 
     def owned(self, owner: str) -> tuple[str, ...]:
         """Names of the fields that store part of a state, or of "p"."""
@@ -585,20 +595,21 @@ class Variant:
 
 
 @lru_cache(maxsize=4096)
-def in_blocks(variant: Variant, matrix: Matrix) -> Variant:
-    """The variant for parameters that have this matrix.
+def in_blocks(variant: Variant, matrix: Matrix, rank: int = 0) -> Variant:
+    """The variant for parameters that have this matrix, and states of this rank.
 
     The kernels are the same: they are told other sizes.  If rows are put into blocks, all that is stored lies along
     these longer rows.
     """
     fields = (f if isinstance(matrix, str) and f.space == "elem" else replace(f, matrix=matrix) for f in variant.fields)
-    return replace(variant, fields=tuple(fields), matrix=matrix)
+    fields = (replace(f, rank=rank) if f.rank else f for f in fields)
+    return replace(variant, fields=tuple(fields), matrix=matrix, rank=rank)
 
 
 def beside(variant: Variant, other: Variant) -> Variant:
-    """Return a variant with the matrix of another one, which is for the same parameter at other steps."""
-    own = isinstance(other.matrix, str) and variant.matrix != "heads"
-    return variant if own else in_blocks(variant, other.matrix)
+    """Return a variant with the matrix and the rank of another one, which is for the same parameter at other steps."""
+    own = isinstance(other.matrix, str) and variant.matrix != "heads" and not other.rank
+    return variant if own else in_blocks(variant, other.matrix, other.rank)
 
 
 def dtype_of(name: str) -> torch.dtype:

@@ -32,6 +32,7 @@ class StateRecord:
     init           the first value: a number, "param" for the weight, or the name of a hyper-parameter
     normalized_by  the state by whose root the rule divides it
     nearest        True if formats that may do either round it to nearest: it would climb, sink or wander otherwise
+    rank           of a matrix of low rank: the hyper-parameter that says it
     """
 
     name: str
@@ -40,6 +41,7 @@ class StateRecord:
     init: float | str = 0.0
     normalized_by: str = ""
     nearest: bool = False
+    rank: str = ""
 
 
 @dataclass(frozen=True)
@@ -266,4 +268,5 @@ def _fields(state: StateRecord, fmt: FormatRecord, matrix: Matrix) -> Iterator[F
             matrix=matrix if space != "elem" else "last",
             shared=space != state.space,
             nonneg=f.nonneg or (k == 0 and state.nonneg),
+            rank=state.rank or 0,
         )

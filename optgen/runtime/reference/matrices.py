@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from optgen.runtime.records import series
+from optgen.runtime.records import keys, series
+
+_WORD = 2**32 - 1
 
 RESTART = (2, 3)
 """The first round of the gram form that begins with products of the long side again, and the rounds to the next:
@@ -137,3 +140,69 @@ def polar(x: Tensor) -> Tensor:
     u, _, v = torch.linalg.svd(x, full_matrices=False)
     product: Tensor = u @ v
     return product
+
+
+def wide(x: Tensor) -> Tensor:
+    """x (..., rows, columns), or its transpose where it has no more columns than rows."""
+    return x if x.shape[-2] < x.shape[-1] else x.mT
+
+
+def unwide(like: Tensor, x: Tensor) -> Tensor:
+    """The inverse of `wide` for an x that was `like`, or has its shape."""
+    return x if like.shape[-2] < like.shape[-1] else x.mT
+
+
+def zero_product(a: Tensor, b: Tensor) -> Tensor:
+    """Zeros in the shape of a @ b."""
+    return a.new_zeros(()).expand(*a.shape[:-1], b.shape[-1])
+
+
+def singular_vectors(like: Tensor, x: Tensor) -> Tensor:
+    """The first left singular vectors of x, as many as `like` has columns; NaN where x is not finite.
+
+    The entry of largest magnitude of each is positive.
+    """
+    finite = x.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
+    u: Tensor = torch.linalg.svd(x.where(finite, 0.0), full_matrices=False).U[..., : like.shape[-1]]
+    most = u.gather(-2, u.abs().argmax(-2, keepdim=True))
+    return torch.where(finite, u * most.sign(), torch.nan)
+
+
+def column_norms(like: Tensor, x: Tensor) -> Tensor:
+    """The Euclidean norm of each column of x, for every row of `like`."""
+    norms: Tensor = x.norm(dim=-2, keepdim=True)
+    return norms.expand_as(like)
+
+
+def streams(stream: int, like: Tensor, first: int = 0) -> Tensor:
+    """The stream keys of a tensor's matrices (..., rows, columns): int64 (..., 1, 1); first: the first one's number."""
+    lead = like.shape[:-2]
+    numbers = torch.arange(first, first + math.prod(lead), device=like.device)
+    return (stream + numbers * keys.M3 & _WORD).view(*lead, 1, 1)
+
+
+def uniform(like: Tensor, key: float, stream: Tensor) -> Tensor:
+    """Multiples of 2^-24 below 1 in the shape of `like`, by a hash of place, stream and key."""
+    return (_words(like, key, stream, 0) >> 8).to(like.dtype) / 2**24
+
+
+def normal(like: Tensor, key: float, stream: Tensor) -> Tensor:
+    """Standard normal numbers in the shape of `like`, of two uniform ones each (Box & Muller 1958), in fp64."""
+    a, b = (((_words(like, key, stream, k) >> 8).double() + 0.5) / 2**24 for k in (0, 1))
+    return ((-2 * a.log()).sqrt() * (2 * math.pi * b).cos()).to(like.dtype)
+
+
+def _words(like: Tensor, key: float, stream: Tensor, which: int) -> Tensor:
+    """32 random bits for each place of a matrix, as int64: hashes of places and of keys are mixed before they meet, so
+    that no two parameters have the same numbers in another order."""
+    rows, columns = like.shape[-2:]
+    place = torch.arange(rows * columns, device=like.device).view(rows, columns)
+    begin = _mixed(stream + _mixed(torch.full((), int(key), device=like.device)) & _WORD)
+    return _mixed(_mixed(2 * place + which & _WORD) + begin & _WORD)
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """A bijection of 32 bits that avalanches (Wellons 2018, lowbias32), on int64."""
+    x = (x ^ x >> 16) * keys.M1 & _WORD
+    x = (x ^ x >> 15) * keys.M2 & _WORD
+    return x ^ x >> 16

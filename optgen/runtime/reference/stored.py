@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from optgen.runtime.records import PACK, Eager, Variant, keys
+from optgen.runtime.reference import matrices
 from optgen.runtime.reference.eager import Blocks, few_sum, rotl, scalars
 
 M1, M2, M3 = (keys.signed(m) for m in (keys.M1, keys.M2, keys.M3))
@@ -123,6 +124,10 @@ class Stored:
     def __getitem__(self, name: str) -> Tensor:
         """A state of few values."""
         return self.fields[name]
+
+    def streams(self) -> Tensor:
+        """The stream keys of the parameter's matrices."""
+        return matrices.streams(self.stream_key, self.p)
 
     def codec(self, owner: str) -> Codec:
         """The codec of the weight ("p") or a state."""

@@ -62,7 +62,7 @@ class GroupChoices:
             flags = options.flags_of(self._cls, self._group, tuple(p.shape))
             variant = plans.variant(last.plan, dtype, p.numel() < last.limit, flags, p.ndim < 2)
             try:
-                last.variants[seen] = variant = blocks.seen(variant, p, seen[1])
+                last.variants[seen] = variant = blocks.seen(variant, p, seen[1], self._group)
             except ValueError as error:
                 raise ValueError(f"{self._cls.__name__}: blocks: parameter {name!r} {error}") from None
         return last, variant

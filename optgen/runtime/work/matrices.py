@@ -11,12 +11,14 @@ from optgen.runtime.layout import layout, plans
 from optgen.runtime.layout.sharding import Exchange
 from optgen.runtime.layout.workspace import Workspace, entries
 from optgen.runtime.records import Stage
+from optgen.runtime.reference import matrices as functions
 from optgen.runtime.work import workers
 from optgen.runtime.work.bucket import Bucket
 from optgen.runtime.work.counting import Control
 
-Tensors = Sequence[tuple[int, torch.Size, list[Tensor]]]
-"""Tensors of a bucket, or matrices of these: the number, the shape as matrices, and what is read and stored."""
+Tensors = Sequence[tuple[int, int, torch.Size, list[Tensor]]]
+"""Tensors of a bucket, or matrices of these: the number, that of the first matrix, the shape as matrices, and what is
+read and stored."""
 
 
 def work(
@@ -29,14 +31,14 @@ def work(
     """
     matrix, count = bucket.variant.matrix, len(stage.reads)
     live = [i for i in range(len(bucket.params)) if bucket.numel(i)]
-    own: list[tuple[int, torch.Size, list[Tensor]]] = []
+    own: list[tuple[int, int, torch.Size, list[Tensor]]] = []
     parted: list[workers.Parted] = []
     for n, i in enumerate(live):
         p, shard = bucket.params[i], bucket.shards[i] if bucket.shards else None
         shape = layout.matrix_shape(matrix, p.shape)
         values = [_value(bucket, room, name, i, n, shape) for name in (*stage.reads, *stage.stores)]
         if shard is None or shard.whole or not shard.layout.dims():
-            own.append((i, shape, values))
+            own.append((i, 0, shape, values))
         else:
             values = [x.view(p.shape) for x in values]  # of elements: see sharding.mode
             parted.append(workers.Parted(i, shard.layout, matrix, shard.workers, values[:count], values[count:]))
@@ -47,8 +49,8 @@ def work(
         results = [[y.new_empty(xs[0].shape) for y in kept[i]] for (i, _), xs in zip(keys, operands, strict=True)]
         shapes = [layout.matrix_shape(matrix, xs[0].shape) for xs in operands]
         found = [
-            (i, shape, [x.view(shape) for x in (*xs, *ys)])
-            for (i, _), shape, xs, ys in zip(keys, shapes, operands, results, strict=True)
+            (i, k, shape, [x.view(shape) for x in (*xs, *ys)])
+            for (i, k), shape, xs, ys in zip(keys, shapes, operands, results, strict=True)
         ]
         _call(bucket, stage, scalars, at_once, found)
         return results
@@ -63,19 +65,24 @@ def _call(bucket: Bucket, stage: Stage, scalars: Sequence[float] | Control, at_o
     numbers = scalars.rounded if isinstance(scalars, Control) else scalars.__getitem__
     given = [numbers(k) for k in stage.scalars]
     alike: dict[tuple[int, ...], list[list[Tensor]]] = {}
-    for i, shape, values in tensors:
-        sizes = {"rows": shape[-2], "columns": shape[-1], "elements": bucket.numel(i)}
+    drawn = "stream" in stage.extents
+    for i, k, shape, values in tensors:
+        sizes = {"rows": shape[-2], "columns": shape[-1], "elements": bucket.numel(i), "stream": 0}
+        if drawn:
+            values.insert(len(stage.reads), functions.streams(bucket.streams[i], values[-1], k))
         key = (*shape[-2:], *(sizes[x] for x in stage.extents))
         each = (x.reshape(-1, *x.shape[-2:]).unbind() for x in values)
         alike.setdefault(key, []).extend(map(list, zip(*each, strict=True)))
     alone = torch.are_deterministic_algorithms_enabled()
-    count = len(stage.reads)
+    count = len(stage.reads) + drawn
     for (rows, columns, *extents), found in alike.items():
         most = 1 if alone else max(at_once // (4 * rows * columns), 1)
         for start in range(0, len(found), most):
             some = list(zip(*found[start : start + most], strict=True))
             taken = [torch.stack(x) if len(x) > 1 else x[0] for x in some[:count]]
-            made = function(*taken, *given, *map(float, extents))
+            streams = taken.pop() if drawn else None
+            sizes_of = zip(stage.extents, extents, strict=True)
+            made = function(*taken, *given, *(streams if x == "stream" else float(size) for x, size in sizes_of))
             for kept, new in zip(some[count:], [made] if isinstance(made, Tensor) else made, strict=True):
                 torch._foreach_copy_(list(kept), list(new.unbind()) if len(kept) > 1 else [new])
 

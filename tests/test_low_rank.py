@@ -1,0 +1,216 @@
+"""States of low rank and random numbers in rules, beside second texts in NumPy."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import optgen
+from optgen.base.errors import UserError
+from optgen.lang import (
+    flag,
+    hyper,
+    low_rank_state,
+    normal,
+    optimizer,
+    shape_flag,
+    singular_vectors,
+    uniform,
+    unwide,
+    wide,
+    zero_product,
+)
+
+U = 2.0**-24
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@optimizer(cite="nobody", matrix="heads")
+def sketched(
+    p, g, t,
+    low=low_rank_state("long", rank="rank", when="is_matrix"),
+    *,
+    lr=hyper(1.0, ge=0),
+    rank=hyper(4, ge=1, whole=True),
+    is_matrix=shape_flag(lambda shape: len(shape) >= 2),
+):  # fmt: skip
+    if not is_matrix:
+        p = p - lr * g
+        return p, low
+    full = wide(g)
+    sketch = normal(zero_product(full, low.T), t)
+    low = low + sketch.T @ full + uniform(low, t + 7)
+    p = p - lr * unwide(g, sketch @ low)
+    return p, low
+
+
+def mixed(x: Any) -> Any:
+    x = np.asarray(x, dtype=np.uint64)
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        x = (x ^ x >> np.uint64(shift)) * np.uint64(factor) & np.uint64(0xFFFFFFFF)
+    return x ^ x >> np.uint64(16)
+
+
+def fractions(shape: tuple[int, int], name: str, matrix: int, key: int, which: int) -> Any:
+    """24 random bits for each place, as a fraction: those of the matrix of that number of a parameter."""
+    stream = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "little")
+    begin = mixed((stream + matrix * 0x9E3779B1 + int(mixed(key))) % 2**32)
+    place = 2 * np.arange(math.prod(shape)).reshape(shape) + which
+    return (mixed((mixed(place) + begin) % np.uint64(2**32)) >> np.uint64(8)) / 2.0**24
+
+
+def gaussian(shape: tuple[int, int], name: str, matrix: int, key: int) -> Any:
+    a, b = (fractions(shape, name, matrix, key, which) + 2.0**-25 for which in (0, 1))
+    return np.sqrt(-2 * np.log(a)) * np.cos(2 * math.pi * b)
+
+
+def sketched_by_hand(g: list[Tensor], name: str, matrix: int, rank: int) -> tuple[Any, Any]:
+    """The sum of the steps of `sketched`, and a bound of the distance of fp32 from the former: each of the
+    terms of a sum is rounded once for each term after it."""
+    total = low = size = bound = np.zeros(())
+    for t, each in enumerate(g, 1):
+        x = each.double().numpy()
+        tall = x.shape[0] >= x.shape[1]
+        x = x.T if tall else x
+        r = min(rank, *x.shape)
+        sketch = gaussian((x.shape[0], r), name, matrix, t)
+        extra = fractions((r, x.shape[1]), name, matrix, t + 7, 0)
+        low, size = low + sketch.T @ x + extra, size + abs(sketch.T) @ abs(x) + extra
+        step, most = sketch @ low, abs(sketch) @ size
+        total, bound = total + (step.T if tall else step), bound + (most.T if tall else most)
+    return total, bound
+
+
+SHAPES = [(6, 10), (10, 6), (8, 8), (2, 9), (7,), (3, 9, 8), (6, 10)]
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpp", "triton"])
+def test_random_numbers_are_those_of_the_hash_for_each_name_and_step(backend: str) -> None:
+    """In batches, after a checkpoint, and of stacks; of a rank above the sides of a matrix there is as much as fits."""
+    params = {f"w{i}": nn.Parameter(drawn(*s, seed=i)) for i, s in enumerate(SHAPES)}
+    before = {name: p.detach().double().clone() for name, p in params.items()}
+    grads = {name: [drawn(*p.shape, seed=9 + t) for t in range(4)] for name, p in params.items()}
+    cls = optgen.compile(sketched, "fp32")
+
+    def made() -> Any:
+        few = [(name, p) for name, p in params.items() if name != "w6"]
+        groups = [{"params": few}, {"params": [("w6", params["w6"])], "rank": 2}]
+        return cls(groups, backend=backend, blocks={"w5": 3})
+
+    opt = made()
+    for t in range(4):
+        if t == 2:
+            saved, opt = copy.deepcopy(opt.state_dict()), made()
+            opt.load_state_dict(saved)
+        for name, p in params.items():
+            p.grad = grads[name][t]
+        opt.step()
+    for name, p in params.items():
+        if p.ndim < 2:
+            assert not opt.state[p].keys() & {"low"}
+            continue
+        rank, matrices = 2 if name == "w6" else 4, p.detach().double().view(-1, *p.shape[-2:])
+        for k, x in enumerate(matrices):
+            each = [g.view(matrices.shape)[k] for g in grads[name]]
+            total, bound = sketched_by_hand(each, name, k, rank)
+            start = before[name].view(matrices.shape)[k].numpy()
+            terms = sum(p.shape[-2:]) + 8
+            assert (abs(start - total - x.numpy()) <= terms * U * (bound + abs(start) + abs(total))).all()
+            assert opt.state[p]["low"].shape[-2:] == (min(rank, *p.shape[-2:]), max(p.shape[-2:]))
+
+
+def test_numbers_are_normal_and_uniform() -> None:
+    """Means of powers within five standard errors; those of neighbouring keys, parameters and matrices are others."""
+    like = torch.zeros(4, 300, 400)
+    x, y = normal(like, 3).double(), uniform(like, 3).double()
+    n = math.sqrt(x.numel())
+    for value, mean, deviation in (
+        (x, 0, 1), (x**2, 1, math.sqrt(2)), (x**4, 3, math.sqrt(96)), (y, 0.5, 1 / math.sqrt(12)),
+        (x * normal(like, 4).double(), 0, 1), *((x * x.roll(1, dim), 0, 1) for dim in range(3)),
+    ):  # fmt: skip
+        assert abs(value.mean() - mean) <= 5 * deviation / n
+    assert y.min() >= 0
+    assert y.max() < 1
+
+
+def test_ranks_are_checked() -> None:
+    cls, p = optgen.compile(sketched, "fp32"), nn.Parameter(drawn(6, 10))
+    for wrong in (0, -1, 2.5, math.nan, math.inf):
+        with pytest.raises(ValueError, match="rank must be a whole number >= 1, got"):
+            cls([p], rank=wrong)
+    opt = cls([p], rank=3)
+    p.grad = drawn(6, 10, seed=1)
+    opt.step()
+    opt.param_groups[0]["rank"] = 2
+    with pytest.raises(RuntimeError, match=r"low: expected float32 \[2, 10\], got float32 \[3, 10\]"):
+        opt.step()
+    opt.param_groups[0]["rank"] = 3
+    opt.step()
+    wrong_rank = copy.deepcopy(opt.state_dict())
+    wrong_rank["param_groups"][0]["rank"] = 2
+    with pytest.raises(ValueError, match=r"low: expected .*\[2, 10\]"):
+        cls([p], rank=3).load_state_dict(wrong_rank)
+    other = cls([p], rank=5)
+    other.load_state_dict(opt.state_dict())
+    assert other.param_groups[0]["rank"] == 3
+    other.step()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ge": 1}, "whole number from 1 on"),
+        ({"whole": True}, "whole number from 1 on"),
+    ],
+    ids=str,
+)
+def test_a_rank_is_declared_as_a_whole_number(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+
+        @optimizer(cite="nobody")
+        def wrong(p, g, low=low_rank_state("rows", rank="rank"), *, rank=hyper(4, **options)):
+            return p - g, low
+
+
+@pytest.mark.parametrize("wrong", [("sides", "rank"), ("rows", 4)], ids=str)
+def test_a_side_and_a_rank_are_names(wrong: tuple[str, Any]) -> None:
+    with pytest.raises(UserError, match=r"is one of rows, columns, short, long|name of a hyper-parameter"):
+        low_rank_state(wrong[0], rank=wrong[1])
+
+
+def test_singular_vectors_have_a_sign_and_pass_on_nan() -> None:
+    x, like = drawn(3, 6, 10), torch.zeros(3, 6, 2)
+    u = singular_vectors(like, x)
+    assert (u.abs().amax(-2) == u.amax(-2)).all()
+    exact = torch.linalg.svd(x.double()).U[..., :2]
+    assert ((u.double().mT @ exact).diagonal(dim1=-2, dim2=-1).abs() >= 1 - 1e-5).all()
+    x[1, 2, 3] = math.nan
+    again = singular_vectors(like, x)
+    assert again[1].isnan().all() and torch.equal(again[[0, 2]], u[[0, 2]])
+
+
+def test_flags_count_from_the_first_step() -> None:
+    @optimizer(cite="nobody")
+    def counted(p, g, *, k=hyper(3, ge=1), now=flag(first=True, every="k")):
+        if now:
+            p = p + g
+        return p
+
+    p = nn.Parameter(torch.zeros(2))
+    opt, found = optgen.compile(counted, "fp32")([p]), []
+    for _ in range(8):
+        p.grad, before = torch.ones(2), p.detach().clone()
+        opt.step()
+        found.append(bool((p != before).all()))
+    assert found == [True, False, False, True, False, False, True, False]
+    assert [counted.flag_values({}, step=t)["now"] for t in range(1, 9)] == found
