@@ -469,29 +469,11 @@ def takes_stages(cell: Cell) -> bool:
     return build(cell).compiled.strict.in_stages
 
 
-@lru_cache(maxsize=2)
-def optimizer_texts(cell: Cell) -> dict[str, str]:
-    """The package of one cell in strict maths, path within it -> text: as `optgen build` prints it."""
-    spec, flags = spec_of(cell.spec), flags_of(cell)
-    plan = plan_of(cell.plan) if cell.small else plan_of(cell.plan).but(name=cell.plan, small_numel=0)
-    # What shapes and steps decide is not chosen: the runtime takes the case that fits.
-    chosen = [f.name for f in spec.flags if f.shape is None and f.every is None]
-    cases = [
-        case
-        for case in targets.cases(spec, plan)
-        if case.param.torch == cell.param
-        # The runtime asks for the case of large tensors, and of matrices, too.
-        and case.small <= cell.small
-        and case.vector <= cell.vector
-        and all(case.flags[name] == flags[name] for name in chosen)
-    ]
-    return emit.emit_package(spec, plan, maths="strict", cases=cases)
-
-
 def optimizer_class(cell: Cell, folder: Path) -> Any:
     """The optimizer of one cell in strict maths, from a package of its own."""
-    name = "cell_" + re.sub(r"\W", "_", str(cell))
-    return getattr(package(folder, name, optimizer_texts(cell)), spec_of(cell.spec).class_name)
+    spec, name = spec_of(cell.spec), "cell_" + re.sub(r"\W", "_", str(cell))
+    plan = plan_of(cell.plan) if cell.small else plan_of(cell.plan).but(name=cell.plan, small_numel=0)
+    return getattr(package(folder, name, emit.emit_package(spec, plan, maths="strict")), spec.class_name)
 
 
 def differing(cell: Cell, folder: Path, steps: int = 2) -> list[str]:

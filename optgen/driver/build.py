@@ -27,7 +27,7 @@ from optgen.base.errors import UserError
 from optgen.base.loc import relative
 from optgen.driver import emit, judge, load, swap, targets
 from optgen.driver.eager_text import PLANS, is_ready
-from optgen.driver.project import BACKENDS, DEFAULT_PLANS, Config, Maths, Wish, plan_wishes, read_config, wishes
+from optgen.driver.project import DEFAULT_PLANS, Config, Maths, Wish, plan_wishes, read_config, wishes
 from optgen.formats.plan import Plan
 from optgen.lang.spec import Spec
 
@@ -200,7 +200,7 @@ def build(request: Request, track: Track | None = None) -> Outcome:
     outcome.warnings += load.idle(project)
     maths = request.maths or config.maths
     units = _units(request, config, manifest, out, outcome)
-    backends = request.backends or config.backends or BACKENDS
+    backends = request.backends or config.backends or tuple(emit.BACKENDS)
     whole = not request.partial and ready.is_checkout() and out.resolve() == ready.generated_dir()
     stays = manifest.files if request.partial else ()
     files = _generate(_jobs(units, maths, backends, whole, project, stays), track)

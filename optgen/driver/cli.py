@@ -357,10 +357,10 @@ def fuzz(
     """Test random inputs against the derived bounds and the fp64 oracle, and show the worst case found."""
     with session("fuzz", json) as t:
         from optgen.driver import fuzz as f
-        from optgen.driver.project import BACKENDS
+        from optgen.driver.emit import BACKENDS
 
         found, chosen = _pair(spec, plan)
-        _choice("--backend", backend, BACKENDS)
+        _choice("--backend", backend, tuple(BACKENDS))
         if backend == "triton":
             if find_spec("triton") is None:
                 raise Missing("Triton; `optgen doctor` says what is here")

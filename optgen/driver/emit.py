@@ -14,7 +14,6 @@ from optgen.base.errors import UserError
 from optgen.driver import cpp_text, eager_text, judge, load, record_text, targets, triton_text
 from optgen.driver.eager_text import PLANS, is_ready
 from optgen.driver.project import Maths
-from optgen.driver.targets import Case
 from optgen.formats.plan import Plan
 from optgen.lang.spec import Spec
 
@@ -55,13 +54,10 @@ BACKENDS = {
 FINDINGS = "what the lint finds wrong with how a state is kept; constructing an optimizer warns of it."
 
 
-def emit_plan(spec: Spec, plan: Plan, *, maths: Maths = "fast", cases: Iterable[Case] | None = None) -> Files:
-    """Return file name -> text of generated/<spec>/<plan>/, which is what the lint finds; {} if it finds nothing.
-
-    cases  those that the lint looks at, all of them by default
-    """
+def emit_plan(spec: Spec, plan: Plan, *, maths: Maths = "fast") -> Files:
+    """Return file name -> text of generated/<spec>/<plan>/, which is what the lint finds; {} if it finds nothing."""
     known = is_ready(spec) and comes_with(plan, maths)
-    wrong = {} if known else judge.discouraged(spec, list(targets.cases(spec, plan) if cases is None else cases))
+    wrong = {} if known else judge.discouraged(spec, targets.cases(spec, plan))
     if not wrong:
         return {}
     lines = [targets.mark(spec.loc.file, f"{spec.name} · plan {plan.name} · the lint"), "# fmt: off", "# ruff: noqa"]
@@ -115,12 +111,12 @@ def _evaluation(spec: Spec) -> tuple[str, ...]:
     return ("@staticmethod", head.replace(f"def {name}(", "def evaluation(", 1), *body)
 
 
-def emit_package(spec: Spec, plan: Plan, *, maths: Maths = "fast", cases: Iterable[Case] | None = None) -> Files:
+def emit_package(spec: Spec, plan: Plan, *, maths: Maths = "fast") -> Files:
     """Path -> text of a package of its own: the class, its rule, one plan, and the plan's package if it is the
     user's."""
     own = {} if comes_with(plan, maths) else plan_files(plan, maths)
     files = rule_files(spec, (plan.name,), {plan.name: f".{PLANS}.{plan.name}"} if own else {}, maths)
-    files |= {f"{plan.name}/{name}": text for name, text in emit_plan(spec, plan, maths=maths, cases=cases).items()}
+    files |= {f"{plan.name}/{name}": text for name, text in emit_plan(spec, plan, maths=maths).items()}
     return files | {f"{PLANS}/{plan.name}/{name}": text for name, text in own.items()}
 
 

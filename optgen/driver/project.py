@@ -28,7 +28,6 @@ from optgen.driver import load
 
 Maths = Literal["strict", "fast"]
 MATHS: tuple[Maths, ...] = ("strict", "fast")
-BACKENDS = ("triton", "cpp", "reference")
 
 DEFAULT_PLANS = ("fp32", "int8_split24")
 
@@ -43,11 +42,11 @@ class Rule:
 
 @dataclass(frozen=True)
 class Config:
-    """[tool.optgen]; `build` is None where the project has no such table."""
+    """[tool.optgen]; `build` is None where the project has no such table, no `backends` are all of them."""
 
     out: str = "generated"
     maths: Maths = "fast"
-    backends: tuple[str, ...] = BACKENDS
+    backends: tuple[str, ...] = ()
     build: tuple[Rule, ...] | None = None
 
 
@@ -97,7 +96,9 @@ def _config(table: Any, file: Path) -> Config:
         raise refuse(f"`out` is the name of a folder, got {out!r}", hint="")
     if maths not in MATHS:
         raise refuse(f"`maths` is one of {', '.join(MATHS)}, got {maths!r}", hint="")
-    backends = table.get("backends", list(BACKENDS))
+    from optgen.driver.emit import BACKENDS
+
+    backends = table.get("backends", [])
     if not isinstance(backends, list) or not all(b in BACKENDS for b in backends):
         raise refuse(f"`backends` lists some of {', '.join(BACKENDS)}, got {backends!r}", hint="")
     rules = table.get("build")
