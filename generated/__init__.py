@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from .sgdp import SGDP as SGDP
     from .sgdw import SGDW as SGDW
     from .sm3 import SM3 as SM3
+    from .soap import SOAP as SOAP
     from .schedule_free_adamw import ScheduleFreeAdamW as ScheduleFreeAdamW
     from .schedule_free_sgd import ScheduleFreeSGD as ScheduleFreeSGD
     from .scion import Scion as Scion
@@ -104,6 +105,7 @@ _MODULES = {
     "SGDP": "sgdp",
     "SGDW": "sgdw",
     "SM3": "sm3",
+    "SOAP": "soap",
     "ScheduleFreeAdamW": "schedule_free_adamw",
     "ScheduleFreeSGD": "schedule_free_sgd",
     "Scion": "scion",
@@ -157,6 +159,7 @@ __all__ = [
     "SGDP",
     "SGDW",
     "SM3",
+    "SOAP",
     "ScheduleFreeAdamW",
     "ScheduleFreeSGD",
     "Scion",

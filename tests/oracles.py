@@ -588,6 +588,59 @@ def scion(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
     return step
 
 
+def _each_matrix(matrices: Oracle, others: Oracle) -> Oracle:
+    """A rule of one matrix for each of a stack, and for convolutions; another for what is no matrix."""
+
+    def make(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
+        steps: dict[int, Step] = {}
+
+        def step(p: Tensor, g: Tensor, t: int, lr: float) -> Tensor:
+            if p.ndim < 2:
+                return steps.setdefault(0, others(flags, hypers))(p, g, t, lr)
+            p3, g3 = (x if x.ndim == 3 else x.reshape(1, len(x), -1) for x in (p, g))
+            made = (steps.setdefault(k, matrices(flags, hypers)) for k in range(len(p3)))
+            return torch.stack([f(*x, t, lr) for f, *x in zip(made, p3, g3, strict=True)]).reshape(p.shape)
+
+        return step
+
+    return make
+
+
+def _adamw_of_same_rate(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
+    return torch_optim("AdamW")({}, {k: hypers[k] for k in ("betas", "eps", "weight_decay")})
+
+
+@paper
+def _soap(o, s, p, g, t, lr):
+    """Algorithm 3 with the authors' momentum and factors in the parameter's space; the first step makes bases only."""
+    sides = [k for k in (0, 1) if g.shape[k] <= 10000]
+    grams = [g @ g.mT if k == 0 else g.mT @ g for k in sides]
+
+    def turned(x: Tensor, bases: list[Tensor]) -> Tensor:
+        for k, q in zip(sides, bases, strict=True):
+            x = q.mT @ x if k == 0 else x @ q
+        return x
+
+    if t == 1:
+        s.factors = [(1 - o.shampoo_beta) * x for x in grams]
+        s.bases = [torch.linalg.eigh(x).eigenvectors.flip(1) for x in s.factors]
+        return p
+    (beta1, beta2), inside = o.betas, turned(g, s.bases)
+    s.m, s.v = beta1 * s.m + (1 - beta1) * g, beta2 * s.v + (1 - beta2) * inside.square()
+    u = turned(turned(s.m, s.bases) / (s.v.sqrt() + o.eps), [q.mT for q in s.bases])
+    p = p - lr * math.sqrt(1 - beta2 ** (t - 1)) / (1 - beta1 ** (t - 1)) * u
+    s.factors = [o.shampoo_beta * x + (1 - o.shampoo_beta) * y for x, y in zip(s.factors, grams, strict=True)]
+    if (t - 1) % o.precondition_frequency == 0:
+        for i, k in enumerate(sides):
+            order = (s.bases[i].mT @ s.factors[i] @ s.bases[i]).diagonal().argsort(descending=True)
+            s.v = s.v.index_select(k, order)
+            s.bases[i] = torch.linalg.qr(s.factors[i] @ s.bases[i][:, order]).Q
+    return p - lr * o.weight_decay * p
+
+
+BASES: dict[str, Oracle] = {"soap": _each_matrix(_soap, _adamw_of_same_rate)}
+"""Rules of eigenvectors, which are arbitrary where eigenvalues are equal: held at gradients that tell them apart."""
+
 WHOLE: dict[str, Oracle] = {
     "adamuon": adamuon,
     "clipped_adamw": clipped_adamw,

@@ -20,6 +20,7 @@ from optgen.ir.node import postorder
 from optgen.lang.spec import Spec
 from optgen.lower import lower, matrix_of, needs_matrix
 from optgen.ops import spaces
+from optgen.ops.prims import MATRIX_OPS
 from optgen.runtime import records
 from optgen.runtime.cpu import cpu
 from optgen.runtime.records import Variant, join
@@ -46,7 +47,7 @@ def compare(spec: Spec, case: Case, variant: Variant) -> None:
     stored, elements = storage.fields(), {s.name for s in spec.states if s.space == spaces.elem}
     nonneg = {next(iter(field_names(s, storage.states[s].fields()).values())) for s in storage.nonneg}
     for b, f in zip(buffers, variant.fields, strict=True):
-        own, few = stored[b.name], b.space.name in spaces.SMALL
+        own, few = stored[b.name], b.space.name in spaces.SMALL | spaces.MATRICES
         bits = b.dtype.bits if b.dtype.packed else 0
         assert (f.dtype, f.state, f.width) == (b.dtype.torch, b.owner, bits or 1)
         assert f.per == (8 if bits else b.space.size or 1)
@@ -61,7 +62,7 @@ def compare(spec: Spec, case: Case, variant: Variant) -> None:
     draws = {n.attr for n in nodes if n.op == "key"}
     assert variant.stochastic == bool(draws) == bool(eager.words)
     few = ({n.space.name for n in nodes} | {b.space.name for b in program.buffers}) & spaces.SMALL
-    few |= {"call"} & {n.op for n in nodes}
+    few |= {"call"} if any(n.op in MATRIX_OPS for n in nodes) else set()
     elsewhere = needs_matrix(spec, case.flags) and few.isdisjoint({"row", "col", "mat", "call"})
     assert variant.rows == elsewhere
     assert variant.matrix == (matrix_of(spec, case.flags, storage) if elsewhere or few else "last")

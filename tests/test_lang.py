@@ -31,7 +31,7 @@ from optgen.lang.plain import plain_formulas
 from optgen.lang.probe import Run
 from optgen.lang.spec import start
 from optgen.lang.symbolic import expression, recurrence
-from optgen.ops.prims import REDUCTIONS
+from optgen.ops.prims import MATRIX_OPS, REDUCTIONS
 from specs.came import came
 from tests.harness import python, spec_of
 
@@ -251,8 +251,8 @@ def at_interval(spec: Spec, setting: dict[str, bool]) -> bool:
     return any(f.every and setting[f.name] for f in spec.flags)
 
 
-# Products of matrices are tried in test_whole_model.py.
-ELEMENTS = [c for c in SETTINGS if all(n.op != "call" for n in postorder([spec_of(c[0]).trace(c[1]).p]))]
+# Products of matrices are tried in test_whole_model.py and test_bases.py.
+ELEMENTS = [c for c in SETTINGS if all(n.op not in MATRIX_OPS for n in postorder([spec_of(c[0]).trace(c[1]).p]))]
 
 
 @pytest.mark.parametrize("case", ELEMENTS, ids=setting_id)

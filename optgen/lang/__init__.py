@@ -6,8 +6,8 @@ from optgen.lang.declare import (
     orthogonal, row, scalar, shape_flag, state, symmetric, tensor_state, triangular,
 )
 from optgen.lang.matrices import (
-    cholesky, column_norms, eigenvectors, gram, identity, inverse_root, newton_schulz, normal, polar, qr,
-    singular_vectors, solve_triangular, sorting, trace, transpose, triangle, uniform, unwide, wide,
+    cholesky, column_norms, eigenvectors, gram, identity, inverse_root, newton_schulz, normal, orthogonal_iteration,
+    polar, qr, singular_vectors, solve_triangular, sorting, trace, transpose, triangle, uniform, unwide, wide,
     zero_product,
 )
 from optgen.lang.optimizer import optimizer
@@ -27,8 +27,8 @@ __all__ = [
     "eigenvectors", "elements", "equal", "exp", "flag", "floor", "gram", "hyper", "identity", "inverse_root",
     "log", "lookahead", "low_rank_state", "mat_mean", "mat_norm", "matrix_state", "maximum", "mean", "minimum",
     "model_dot", "model_norm", "model_state", "model_total", "newton_schulz", "nonneg", "norm", "normal",
-    "optimizer", "orthogonal", "polar", "power", "qr", "rint", "rms", "row", "row_max", "row_mean", "row_sum",
-    "rows", "rsqrt", "scalar", "shape_flag", "sign", "singular_vectors", "solve_triangular", "sorting", "sqrt",
-    "square", "state", "symmetric", "tensor_state", "total", "trace", "transpose", "triangle", "triangular",
-    "uniform", "unwide", "where", "wide", "zero_product",
+    "optimizer", "orthogonal", "orthogonal_iteration", "polar", "power", "qr", "rint", "rms", "row", "row_max",
+    "row_mean", "row_sum", "rows", "rsqrt", "scalar", "shape_flag", "sign", "singular_vectors", "solve_triangular",
+    "sorting", "sqrt", "square", "state", "symmetric", "tensor_state", "total", "trace", "transpose", "triangle",
+    "triangular", "uniform", "unwide", "where", "wide", "zero_product",
 ]  # fmt: skip

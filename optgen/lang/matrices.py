@@ -66,6 +66,11 @@ def eigenvectors(x: Num) -> Any:
     return _call("eigenvectors", (x,))
 
 
+def orthogonal_iteration(x: Num, basis: Num) -> Any:
+    """qr(x @ basis), one step nearer to the eigenvectors of a symmetric x; those themselves where basis is 0."""
+    return _call("orthogonal_iteration", (x, basis))
+
+
 def sorting(x: Num) -> Any:
     """The permutation matrix s for which s.T @ x @ s has its diagonal in falling order."""
     return _call("sorting", (x,))

@@ -17,7 +17,7 @@ from optgen.lang.source import SpecSource
 from optgen.lang.values import Absent
 from optgen.ops import spaces
 from optgen.ops.dtypes import PRECISION
-from optgen.runtime.records import by_shape
+from optgen.runtime.records import by_shape, seen
 
 MatrixKind = Literal["last", "first", "heads"]
 """The matrix that a rule's rows and columns belong to, where a parameter has more than two dimensions."""
@@ -165,7 +165,7 @@ class Spec:
             elif f.first:
                 out[f.name] = step == 1
             elif f.shape is not None and shape is not None:
-                out[f.name] = bool(f.shape(shape))
+                out[f.name] = bool(f.shape(seen(shape) if self.matrix == "heads" else shape))
             else:
                 out[f.name] = f.default
         return out

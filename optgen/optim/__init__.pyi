@@ -712,6 +712,23 @@ class SM3(Optimizer):
         fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
     ) -> None: ...
 
+class SOAP(Optimizer):
+    """SOAP: AdamW in the eigenbasis of Shampoo's factors; AdamW for everything that is no matrix."""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 0.003,
+        betas: Sequence[float | Tensor] = (0.95, 0.95),
+        shampoo_beta: float | Tensor = 0.95,
+        eps: float | Tensor = 1e-8,
+        weight_decay: float | Tensor = 0.01,
+        precondition_frequency: float | Tensor = 10.0,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None, blocks: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+    ) -> None: ...
+
 class ScheduleFreeAdamW(Optimizer):
     """Schedule-Free AdamW: no decay of the learning rate; the model is evaluated with an average of its weights."""
 

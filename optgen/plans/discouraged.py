@@ -83,11 +83,11 @@ DISCOURAGED = {
         'to nearest, 10 codes up to 0.041 of the scale keep themselves under a decay of 0.95: a state without '
         'gradients never returns to 0': {
             "momentum_buffer": ("adamuon", "muon", "normuon", "polargrad"),
-            "exp_avg": ("mars", "novograd"),
+            "exp_avg": ("mars", "novograd", "soap"),
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.95 changes it by 0.05 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 3; round it stochastically, or keep it'
-        ' in fp32': {"exp_avg_sq": ("adamuon", "muon", "normuon", "polargrad")},
+        ' in fp32': {"exp_avg_sq": ("adamuon", "muon", "normuon", "polargrad", "soap")},
         'to nearest, 28 codes up to 0.12 of the scale keep themselves under a decay of 0.98: a state without '
         'gradients never returns to 0': {"exp_avg": ("adan",)},
         'to nearest, 6 codes up to 0.024 of the scale keep themselves under a decay of 0.92: a state without '
@@ -112,8 +112,8 @@ DISCOURAGED = {
             "exp_avg": (
                 "adabelief", "adafactor_paper", "adam", "adamax", "adamp", "adamw", "adan", "ademamix", "adopt", "came",
                 "cautious_adamw", "cautious_lion", "clipped_adamw", "dadapt_adam", "grams", "lamb", "laprop", "lion",
-                "lookahead_adamw", "mars", "nadam", "novograd", "prodigy", "radam", "sinkgd", "stable_adamw", "tiger",
-                "yogi",
+                "lookahead_adamw", "mars", "nadam", "novograd", "prodigy", "radam", "sinkgd", "soap", "stable_adamw",
+                "tiger", "yogi",
             ),
             "exp_avg_var": ("adabelief",),
             "square_avg": ("adadelta", "rmsprop"),
@@ -122,7 +122,7 @@ DISCOURAGED = {
             "exp_avg_sq": (
                 "adafactor_paper", "adam", "adamp", "adamuon", "adamw", "adan", "ademamix", "adopt", "came",
                 "cautious_adamw", "clipped_adamw", "dadapt_adam", "grams", "lamb", "laprop", "lookahead_adamw", "mars",
-                "muon", "nadam", "normuon", "polargrad", "prodigy", "radam", "schedule_free_adamw", "sinkgd",
+                "muon", "nadam", "normuon", "polargrad", "prodigy", "radam", "schedule_free_adamw", "sinkgd", "soap",
                 "stable_adamw", "yogi",
             ),
             "sum": ("adagrad",),
@@ -187,11 +187,11 @@ DISCOURAGED = {
         'to nearest, 62 codes up to 0.14 of the scale keep themselves under a decay of 0.95: a state without '
         'gradients never returns to 0': {
             "momentum_buffer": ("adamuon", "muon", "normuon", "polargrad"),
-            "exp_avg": ("mars", "novograd"),
+            "exp_avg": ("mars", "novograd", "soap"),
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.95 changes it by 0.05 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 1.7; round it stochastically, or keep '
-        'it in fp32': {"exp_avg_sq": ("adamuon", "muon", "normuon", "polargrad")},
+        'it in fp32': {"exp_avg_sq": ("adamuon", "muon", "normuon", "polargrad", "soap")},
         'to nearest, 140 codes up to 0.35 of the scale keep themselves under a decay of 0.98: a state without '
         'gradients never returns to 0': {"exp_avg": ("adan",)},
         'to nearest, 36 codes up to 0.017 of the scale keep themselves under a decay of 0.92: a state without '
@@ -217,8 +217,8 @@ DISCOURAGED = {
             "exp_avg": (
                 "adabelief", "adafactor_paper", "adam", "adamax", "adamp", "adamw", "adan", "ademamix", "adopt", "came",
                 "cautious_adamw", "cautious_lion", "clipped_adamw", "dadapt_adam", "grams", "lamb", "laprop", "lion",
-                "lookahead_adamw", "mars", "nadam", "novograd", "prodigy", "radam", "sinkgd", "stable_adamw", "tiger",
-                "yogi",
+                "lookahead_adamw", "mars", "nadam", "novograd", "prodigy", "radam", "sinkgd", "soap", "stable_adamw",
+                "tiger", "yogi",
             ),
             "exp_avg_var": ("adabelief",),
             "square_avg": ("adadelta", "rmsprop"),
@@ -227,7 +227,7 @@ DISCOURAGED = {
             "exp_avg_sq": (
                 "adafactor_paper", "adam", "adamp", "adamuon", "adamw", "adan", "ademamix", "adopt", "came",
                 "cautious_adamw", "clipped_adamw", "dadapt_adam", "grams", "lamb", "laprop", "lookahead_adamw", "mars",
-                "muon", "nadam", "normuon", "polargrad", "prodigy", "radam", "schedule_free_adamw", "sinkgd",
+                "muon", "nadam", "normuon", "polargrad", "prodigy", "radam", "schedule_free_adamw", "sinkgd", "soap",
                 "stable_adamw", "yogi",
             ),
             "sum": ("adagrad",),
@@ -255,8 +255,8 @@ DISCOURAGED = {
             "exp_avg": (
                 "adabelief", "adafactor_paper", "adam", "adamax", "adamp", "adamw", "adan", "ademamix", "adopt", "came",
                 "cautious_adamw", "cautious_lion", "clipped_adamw", "dadapt_adam", "grams", "lamb", "laprop", "lion",
-                "lookahead_adamw", "mars", "nadam", "novograd", "prodigy", "radam", "sinkgd", "stable_adamw", "tiger",
-                "yogi",
+                "lookahead_adamw", "mars", "nadam", "novograd", "prodigy", "radam", "sinkgd", "soap", "stable_adamw",
+                "tiger", "yogi",
             ),
             "exp_avg_var": ("adabelief",),
             "square_avg": ("adadelta", "rmsprop"),
@@ -265,7 +265,7 @@ DISCOURAGED = {
             "exp_avg_sq": (
                 "adafactor_paper", "adam", "adamp", "adamuon", "adamw", "adan", "ademamix", "adopt", "came",
                 "cautious_adamw", "clipped_adamw", "dadapt_adam", "grams", "lamb", "laprop", "lookahead_adamw", "mars",
-                "muon", "nadam", "normuon", "polargrad", "prodigy", "radam", "schedule_free_adamw", "sinkgd",
+                "muon", "nadam", "normuon", "polargrad", "prodigy", "radam", "schedule_free_adamw", "sinkgd", "soap",
                 "stable_adamw", "yogi",
             ),
             "sum": ("adagrad",),
@@ -293,8 +293,8 @@ DISCOURAGED = {
             "exp_avg": (
                 "adabelief", "adafactor_paper", "adam", "adamax", "adamp", "adamw", "adan", "ademamix", "adopt", "came",
                 "cautious_adamw", "cautious_lion", "clipped_adamw", "dadapt_adam", "grams", "lamb", "laprop", "lion",
-                "lookahead_adamw", "mars", "nadam", "novograd", "prodigy", "radam", "sinkgd", "stable_adamw", "tiger",
-                "yogi",
+                "lookahead_adamw", "mars", "nadam", "novograd", "prodigy", "radam", "sinkgd", "soap", "stable_adamw",
+                "tiger", "yogi",
             ),
             "exp_avg_var": ("adabelief",),
             "square_avg": ("adadelta", "rmsprop"),
@@ -303,7 +303,7 @@ DISCOURAGED = {
             "exp_avg_sq": (
                 "adafactor_paper", "adam", "adamp", "adamuon", "adamw", "adan", "ademamix", "adopt", "came",
                 "cautious_adamw", "clipped_adamw", "dadapt_adam", "grams", "lamb", "laprop", "lookahead_adamw", "mars",
-                "muon", "nadam", "normuon", "polargrad", "prodigy", "radam", "schedule_free_adamw", "sinkgd",
+                "muon", "nadam", "normuon", "polargrad", "prodigy", "radam", "schedule_free_adamw", "sinkgd", "soap",
                 "stable_adamw", "yogi",
             ),
             "sum": ("adagrad",),
@@ -368,11 +368,11 @@ DISCOURAGED = {
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.95: a state without gradients '
         'never returns to 0': {
             "momentum_buffer": ("adamuon", "muon", "normuon", "polargrad"),
-            "exp_avg": ("mars", "novograd"),
+            "exp_avg": ("mars", "novograd", "soap"),
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.95 changes it by 0.05 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or keep it'
-        ' in fp32': {"exp_avg_sq": ("adamuon", "muon", "normuon", "polargrad")},
+        ' in fp32': {"exp_avg_sq": ("adamuon", "muon", "normuon", "polargrad", "soap")},
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.98: a state without gradients '
         'never returns to 0': {"exp_avg": ("adan",)},
         'to nearest, 14 codes up to 0.89 of the scale keep themselves under a decay of 0.92: a state without '
@@ -434,11 +434,11 @@ DISCOURAGED = {
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.95: a state without gradients '
         'never returns to 0': {
             "momentum_buffer": ("adamuon", "muon", "normuon", "polargrad"),
-            "exp_avg": ("mars", "novograd"),
+            "exp_avg": ("mars", "novograd", "soap"),
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.95 changes it by 0.05 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or keep it'
-        ' in fp32': {"exp_avg_sq": ("adamuon", "muon", "normuon", "polargrad")},
+        ' in fp32': {"exp_avg_sq": ("adamuon", "muon", "normuon", "polargrad", "soap")},
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.98: a state without gradients '
         'never returns to 0': {"exp_avg": ("adan",)},
         'to nearest, 14 codes up to 0.89 of the scale keep themselves under a decay of 0.92: a state without '

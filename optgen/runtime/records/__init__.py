@@ -221,6 +221,13 @@ def by_shape(shape: Sequence[int]) -> str:
     """
     return "last" if len(shape) == 2 or (len(shape) == 3 and min(shape[1:]) >= 8) else "first"
 
+
+def seen(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return (..., rows, columns) of a parameter under a rule of matrix="heads", if its user says nothing."""
+    flat = len(shape) > 2 and by_shape(shape) == "first"
+    return (shape[0], math.prod(shape[1:])) if flat else tuple(shape)
+
+
 MATRICES = frozenset(a + b for a in "mnslr" for b in "mnslr") - {"mn"}
 """Spaces of whole matrices beside those of elements, by their two dimensions: m rows, n columns, the shorter of these
 s, the longer l, a low rank r."""

@@ -98,6 +98,12 @@ def eigenvectors(x: Tensor) -> Tensor:
     return vectors.flip(-1)
 
 
+def orthogonal_iteration(x: Tensor, basis: Tensor) -> Tensor:
+    """The orthogonal factor of x times basis; the eigenvectors of x where basis is 0, as before the first step."""
+    new, fresh = qr(x @ basis), (basis == 0).all(-1).all(-1)
+    return torch.where(fresh[..., None, None], eigenvectors(x), new) if bool(fresh.any()) else new
+
+
 def sorting(x: Tensor) -> Tensor:
     """The permutation matrix s for which s' x s has its diagonal in falling order."""
     order = x.diagonal(dim1=-2, dim2=-1).argsort(dim=-1, descending=True, stable=True)

@@ -1,0 +1,61 @@
+"""SOAP: AdamW in the eigenbasis of Shampoo's factors; AdamW for everything that is no matrix."""
+
+from optgen.lang import (
+    flag, gram, hyper, matrix_state, maximum, nonneg, optimizer, orthogonal, orthogonal_iteration, policies, shape_flag,
+    sorting, sqrt, state, symmetric, where,
+)  # fmt: skip
+
+
+@optimizer(cite="Vyas et al. 2024, arXiv:2409.11321, algorithm 3", name="SOAP", matrix="heads")
+def soap(
+    p, g, t,
+    exp_avg=state(normalized_by="exp_avg_sq"),
+    exp_avg_sq=state(nonneg),
+    left=matrix_state("rows", symmetric, when="by_rows"),
+    basis_left=matrix_state("rows", orthogonal, when="by_rows"),
+    right=matrix_state("columns", symmetric, when="by_columns"),
+    basis_right=matrix_state("columns", orthogonal, when="by_columns"),
+    *,
+    lr=hyper(3e-3, ge=0),
+    betas=hyper((0.95, 0.95), ge=0, lt=1),
+    shampoo_beta=hyper(0.95, ge=0, lt=1),
+    eps=hyper(1e-8, gt=0),
+    weight_decay=hyper(0.01, ge=0),
+    precondition_frequency=hyper(10, ge=1, whole=True),
+    refresh=flag(every="precondition_frequency", first=True),
+    by_rows=shape_flag(lambda shape: len(shape) >= 2 and shape[-2] <= 10000),
+    by_columns=shape_flag(lambda shape: len(shape) >= 2 and shape[-1] <= 10000),
+):
+    """SOAP: AdamW in the eigenbasis of Shampoo's factors; AdamW for everything that is no matrix.
+
+    The first step of a parameter makes its bases and does not move it, as in the authors' code.  Steps k + 1,
+    2k + 1 ..., with k = precondition_frequency, bring them nearer to the eigenvectors.  A side of more than 10000 has
+    none.
+    """
+    if not (by_rows or by_columns):
+        p, exp_avg, exp_avg_sq = policies.adamw_step(p, g, t, exp_avg, exp_avg_sq, lr, betas, eps, weight_decay)
+        return p, exp_avg, exp_avg_sq, left, basis_left, right, basis_right
+    beta1, beta2 = betas
+    turned = basis_left.T @ g if by_rows else g
+    turned = turned @ basis_right if by_columns else turned
+    exp_avg = beta1 * exp_avg + (1 - beta1) * turned
+    exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * turned * turned
+    update = exp_avg / (sqrt(exp_avg_sq) + eps)
+    update = basis_left @ update if by_rows else update
+    update = update @ basis_right.T if by_columns else update
+    lr, k = where(t > 1, lr, 0.0), maximum(t - 1, 1)
+    p = p - lr * sqrt(1 - beta2**k) / (1 - beta1**k) * update
+    p = policies.decoupled(p, lr, weight_decay)
+    if by_rows:
+        left = shampoo_beta * left + (1 - shampoo_beta) * gram(g)
+    if by_columns:
+        right = shampoo_beta * right + (1 - shampoo_beta) * gram(g.T)
+    if refresh and by_rows:
+        old, order = basis_left, sorting(basis_left.T @ left @ basis_left)
+        basis_left = orthogonal_iteration(left, old @ order)
+        exp_avg, exp_avg_sq = basis_left.T @ old @ exp_avg, order.T @ exp_avg_sq
+    if refresh and by_columns:
+        old, order = basis_right, sorting(basis_right.T @ right @ basis_right)
+        basis_right = orthogonal_iteration(right, old @ order)
+        exp_avg, exp_avg_sq = exp_avg @ old.T @ basis_right, exp_avg_sq @ order
+    return p, exp_avg, exp_avg_sq, left, basis_left, right, basis_right

@@ -1,0 +1,89 @@
+"""Rules that work in the eigenbases of a matrix's statistics, beside oracles in the parameter's own space."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import pytorch_optimizer
+import torch
+from torch import Tensor, nn
+
+from optgen import optim
+from tests.harness import spec_of
+from tests.oracles import BASES
+
+STEPS, LR, EPS, NOISE = 24, 0.01, 0.05, 0.1
+SHAPES = [(6, 10), (12, 5), (8, 8), (1, 7), (7, 1), (3, 8, 9), (6, 2, 3, 3), (7,), (10001, 4), (3, 10001)]
+SIZES = torch.tensor([4.0, 2.0, 1.0, 0.5], dtype=torch.float64)
+CASES: dict[str, dict[str, Any]] = {
+    "soap": {"precondition_frequency": 4, "betas": (0.8, 0.9), "shampoo_beta": 0.6, "eps": EPS, "weight_decay": 0.1},
+}
+
+
+def gradients(shape: tuple[int, ...]) -> Iterator[Tensor]:
+    """fp32, with singular values of 4, 2, 1 and a half, nearly, along directions that stay; their order turns round
+    half-way, so that eigenvectors change places."""
+    draw = torch.Generator().manual_seed(0)
+    if len(shape) < 2:
+        yield from (torch.randn(shape, generator=draw) for _ in range(STEPS))
+        return
+    stack = shape if len(shape) == 3 else (1, shape[0], math.prod(shape[1:]))
+    rank = min(4, *stack[1:])
+    u, v = (torch.linalg.qr(torch.randn(stack[0], n, rank, generator=draw, dtype=torch.float64)).Q for n in stack[1:])
+    for t in range(STEPS):
+        sizes = SIZES[:rank] if t < STEPS // 2 else SIZES[:rank].flip(0)
+        inner = sizes.diag() + NOISE * torch.randn(stack[0], rank, rank, generator=draw, dtype=torch.float64)
+        yield (u @ inner @ v.mT).reshape(shape).float()
+
+
+def allowed(shape: tuple[int, ...], t: int, unit: float) -> float:
+    """A bound of t steps: roundings of a weight below 4, and those of sums (their root, as they have either sign) of
+    rows and columns of a gradient of norm 5, by which a step changes by lr / eps at most, and a basis by 16 / .1875,
+    the largest eigenvalue over the least distance."""
+    sums = math.sqrt(shape[0] + math.prod(shape[1:]))
+    return t * unit * (4 + 5 * LR / EPS * 16 / 0.1875 * sums)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("backend", ["fp64", "reference", "cpp", "triton"])
+def test_many_steps_are_the_oracle_s(name: str, shape: tuple[int, ...], backend: str) -> None:
+    if backend == "triton" and math.prod(shape) > 1000:
+        pytest.skip("the interpreter takes minutes")
+    start, spec, options = torch.randn(shape, generator=torch.Generator().manual_seed(1)), spec_of(name), CASES[name]
+    ours = exact = start.double()
+    oracle, states, p = BASES[name]({}, options), {}, nn.Parameter(start.clone())
+    blocks = {"w": 3} if len(shape) == 3 else {}
+    cls = getattr(optim, spec.class_name)
+    given = {"plan": "fp32", "backend": "auto" if backend == "fp64" else backend, "blocks": blocks, "lr": LR}
+    opt = cls([("w", p)], **given, **options)
+    for t, g in enumerate(gradients(shape), 1):
+        exact = oracle(exact, g.double(), t, LR)
+        if backend == "fp64":
+            ours, states, _ = spec.evaluate(ours, g.double(), t, states, lr=LR, **options)
+        else:
+            p.grad = g
+            opt.step()
+            ours = p.detach().double()
+        assert (ours - exact).abs().max() <= allowed(shape, t, 2.0**-53 if backend == "fp64" else 2.0**-24), t
+    assert (exact - start).abs().max() > 0.09
+
+
+@pytest.mark.parametrize("shape", [(6, 10), (12, 5), (1, 7)], ids=str)
+def test_soap_is_pytorch_optimizers(shape: tuple[int, ...]) -> None:
+    """Whose QR is in fp32, which corrects the averages for one step more, and which has no refresh in other steps."""
+    options = CASES["soap"] | {"precondition_frequency": 1, "weight_decay": 0.0}
+    exact = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    oracle, p = BASES["soap"]({}, options), nn.Parameter(exact.clone())
+    theirs = pytorch_optimizer.SOAP([p], **options)
+    beta1, beta2 = options["betas"]
+    for t, g in enumerate(gradients(shape), 1):
+        size, other = (math.sqrt(1 - beta2**k) / (1 - beta1**k) for k in (max(t - 1, 1), t))
+        theirs.param_groups[0]["lr"] = LR * size / other
+        p.grad = g.double()
+        theirs.step()
+        exact = oracle(exact, g.double(), t, LR)
+    assert (p - exact).abs().max() <= allowed(shape, STEPS, 2.0**-24)
