@@ -1,7 +1,5 @@
 """Settings of all tests: one thread per worker, Hypothesis profiles, and the skip of GPU tests."""
 
-from __future__ import annotations
-
 import gc
 import os
 import time

@@ -5,8 +5,6 @@ stepped as a user would, lies within the enclosure of each step, and so does the
 weight, the oracle with its own exact states.  The enclosure of the states is carried from the first step on.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

@@ -1,7 +1,5 @@
 """`optgen build --backend cpp`: printed and compiled, so that the first step finds its kernels."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The benchmarks: what they count, their statistics and reports, and whole runs over tiny tensors."""
 
-from __future__ import annotations
-
 import json
 import math
 import subprocess

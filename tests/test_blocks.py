@@ -1,7 +1,5 @@
 """Blocks of rows: Adam-mini's second moment of an attention head, and what the option `blocks` takes and refuses."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from pathlib import Path

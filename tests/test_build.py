@@ -1,7 +1,5 @@
 """`optgen build`: the same bytes every time, all of it or nothing, and never over somebody's edits."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import json

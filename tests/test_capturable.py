@@ -5,8 +5,6 @@ equal fp32 scalars: the host's fp64 powers and logarithms are the C library's, t
 differ in the last place of fp64.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import math

@@ -1,7 +1,5 @@
 """cast_model: what is cast, what stays, and that the model still runs."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 

@@ -1,7 +1,5 @@
 """State dicts: versions, and that nothing which does not fit is loaded, or changes anything."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path

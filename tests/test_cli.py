@@ -1,7 +1,5 @@
 """The command line: every command's words, its JSON, its exit code."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Codebooks and 8-bit floats: equal to the packages that they come from, on every backend, in strict and fast maths."""
 
-from __future__ import annotations
-
 import importlib
 import zlib
 from collections.abc import Callable

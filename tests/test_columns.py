@@ -1,7 +1,5 @@
 """Generated text has no line over 120 columns, and breaking one changes nothing."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Checkpoints of other plans and other packages: read, converted, and gone on with."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable

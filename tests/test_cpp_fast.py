@@ -1,7 +1,5 @@
 """Fast maths: the C++ kernel keeps the bound of fast maths, and a code differs from strict by one at most."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

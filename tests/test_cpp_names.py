@@ -1,7 +1,5 @@
 """Rules that the C++ printer must not trip over: its own names, values that outlive a loop, zeros of either sign."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The C++ backend beside the primitive table and its headers."""
 
-from __future__ import annotations
-
 import importlib
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Steps of several stages: C++ kernels give the eager reference's bits in strict maths, and keep fast maths' bound."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Sequence
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Strict maths: the C++ kernel gives the eager reference's bits, on every instruction set and number of threads."""
 
-from __future__ import annotations
-
 import ctypes
 import subprocess
 import zlib

@@ -5,8 +5,6 @@ maths to every bit of eager torch on the same device. OPTGEN_TEST_DEVICE=cpu tri
 as the tests at the end do every day for a few of them.
 """
 
-from __future__ import annotations
-
 import ast
 import io
 import itertools

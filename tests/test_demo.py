@@ -1,7 +1,5 @@
 """The demo's own parts: the same text, batches and start for everybody, and an honest sentence at the end."""
 
-from __future__ import annotations
-
 import math
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The first word of a docstring: an imperative, or a noun with its article."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

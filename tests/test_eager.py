@@ -1,7 +1,5 @@
 """The eager reference: one text per rule and one per plan, put together where they meet."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

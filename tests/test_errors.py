@@ -4,8 +4,6 @@ A case is a Python file named after its code.  It raises while it is loaded, or 
 specs are checked; FILES is a project (path -> text) in which its `case()` runs.  UPDATE_GOLDEN=1 rewrites the texts.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Formats, backends and primitives in one file of a stranger's, without a change to the package."""
 
-from __future__ import annotations
-
 import math
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Checkpoint files: whole or not at all, refused when damaged, and back bit for bit."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import importlib

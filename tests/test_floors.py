@@ -1,7 +1,5 @@
 """Who may import whom.  Read from the syntax trees: imports inside functions count like all others."""
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

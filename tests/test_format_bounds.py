@@ -1,7 +1,5 @@
 """The tables of docs/formats.md are what the tool writes today, and say what they must."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from pathlib import Path

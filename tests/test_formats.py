@@ -3,8 +3,6 @@
 Formats are called with tensors of shape (rows, blocks, block): the same functions that compile.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from typing import Any

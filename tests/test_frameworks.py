@@ -4,8 +4,6 @@ Where a framework is not installed its tests are skipped: they come with `pip in
 `make setup`, which leaves out the data sets and loggers that torchtitan asks for and nothing here needs.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`optgen fuzz` follows every kind of rule: what it draws is allowed, what it compares is there."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Host scalars never raise in the middle of a training run: what overflows is an infinity."""
 
-from __future__ import annotations
-
 import inspect
 import itertools
 import math

@@ -1,7 +1,5 @@
 """The quick interpreter gives what Triton's own gives, for kernels and for single operations."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The IR: equal nodes, the text form and its parser, the verifier, intervals."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

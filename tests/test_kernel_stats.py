@@ -7,8 +7,6 @@ version: they are compared with tests/baselines/kernel_stats.json where it has t
 meant to move them: `python tools/kernel_stats.py --update`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

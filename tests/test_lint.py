@@ -1,7 +1,5 @@
 """The lint: each rule fires where it must and only there, and what it claims happens when run."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Kernels that fail to compile, that spill, or that fail while a step runs."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

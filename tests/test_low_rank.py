@@ -1,7 +1,5 @@
 """States of low rank and random numbers in rules, beside second texts in NumPy."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import math

@@ -1,7 +1,5 @@
 """Full weights: kept through a cast until an optimizer takes them, read out, and put back in."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle

@@ -1,7 +1,5 @@
 """Every block of docs/migration.md is run: the removed lines make an old optimizer, the added ones take over."""
 
-from __future__ import annotations
-
 import copy
 import importlib.metadata
 import re

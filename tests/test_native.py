@@ -1,7 +1,5 @@
 """C++ kernels on the CPU: compiling, the cache and its faults, the short way through a step, memory of the states."""
 
-from __future__ import annotations
-
 import copy
 import ctypes
 import errno

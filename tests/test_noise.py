@@ -4,8 +4,6 @@ The bounds are those of the binomial distribution at six standard deviations, so
 once in 10^8 checks, and the keys below are fixed.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable

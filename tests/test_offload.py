@@ -1,8 +1,6 @@
 """States in host memory.  Without an accelerator the machinery is given another reading of "device": tensors on the CPU
 that must be copied before they are worked on; what moves, waits and steps is what moves, waits and steps on a GPU."""
 
-from __future__ import annotations
-
 import copy
 import time
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Plans of single parameters: `overrides`, and modules that keep their states in fp32 under every optimizer."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle

@@ -1,7 +1,5 @@
 """Codes of fewer than 8 bits: how they lie in bytes, what they take, and that nothing is lost on the way."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import numpy as np

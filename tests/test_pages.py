@@ -1,7 +1,5 @@
 """The Python blocks of the pages that new users read do run, as they stand; migration.md has tests of its own."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import re

@@ -3,8 +3,6 @@
 UPDATE_GOLDEN=1 writes what the passes now make; read the diff before you commit it.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from dataclasses import replace

@@ -1,8 +1,6 @@
 """Questions of the suites of FlashOptim, torchao.optim, bitsandbytes and optimi, and of users in issues, as far as they
 concern a claim of this project and are not asked in a test of its own subject."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

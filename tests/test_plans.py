@@ -1,7 +1,5 @@
 """Plans: what they store, in how many bytes, by which name; and what does not fit is refused."""
 
-from __future__ import annotations
-
 import re
 import warnings
 

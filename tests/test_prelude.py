@@ -4,8 +4,6 @@ The interpreter runs the twins and no machine is at hand, so the permutations ar
 holds them: element i of a word is its i-th byte or half.
 """
 
-from __future__ import annotations
-
 import inspect
 import random
 import re

@@ -5,8 +5,6 @@ all), every plan under AdamW, and a sample of the rest, drawn by OPTGEN_SAMPLE_S
 The whole product is run by tools/test_full.py.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Edge facts of rules that reduce: zeros, what is not finite and how far it reaches, and what is refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

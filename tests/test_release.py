@@ -1,7 +1,5 @@
 """Gradient release: the bits of ordinary steps, no gradient left, and nothing lost where something is refused."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import warnings

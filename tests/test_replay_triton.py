@@ -1,7 +1,5 @@
 """The short way through steps of Triton kernels (interpreted): taken where nothing is new, and the same bits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

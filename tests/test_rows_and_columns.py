@@ -1,7 +1,5 @@
 """Formats that keep statistics of rows and columns: Rank1 and Factored, and the 4-bit paper's plans made of them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from contextlib import nullcontext

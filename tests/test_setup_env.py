@@ -1,7 +1,5 @@
 """The environment: which PyTorch, in which order it is looked for, and when nothing is done."""
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

@@ -1,7 +1,5 @@
 """Limits of classes and functions: what is larger is split."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Infinities and NaNs through the functions that are made of bit operations, and past branches that are not taken."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Single steps of the compiler that look for patterns: they find them whichever way the operands stand."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

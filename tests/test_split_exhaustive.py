@@ -3,8 +3,6 @@
 Between the binades that the slow test takes, a power of two is a factor of the value, the parts and the error.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

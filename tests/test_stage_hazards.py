@@ -3,8 +3,6 @@
 Each rule is run by the eager reference and in C++, and held to the author's own function in fp64.
 """
 
-from __future__ import annotations
-
 import copy
 import pickle
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`optgen build --standalone`: one file with the bits of the package, which needs torch alone."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

@@ -1,7 +1,5 @@
 """The step as other tools see it: torch.compile, averaged models, options that are refused, layouts of gradients."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext

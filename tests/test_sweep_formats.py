@@ -4,8 +4,6 @@ Held are ratios between plans on the same stream.  The stream made here is harde
 block differ by more, and more from step to step.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Steps of several sweeps: where they are cut, what crosses a cut, and what is read back rather than computed again."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

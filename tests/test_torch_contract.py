@@ -4,8 +4,6 @@ The optimizers and the arguments come from PyTorch's table (torch.testing._inter
 are those of its generic tests, written anew.  docs/contract.md says which of them do not apply.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 import warnings

@@ -4,8 +4,6 @@ Tensors of all kinds of shapes lie in one bucket: matrices that fill panels and 
 than a panel, more than two dimensions with blocks that straddle rows and that do not, vectors, a scalar, and nothing.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Strict maths: the Triton kernel, in the interpreter, gives the eager reference's bits: codes, scales, weights."""
 
-from __future__ import annotations
-
 import json
 import re
 import zlib

@@ -1,7 +1,5 @@
 """The types of optgen/, as `make lint` checks them; here beside other tests, for mypy keeps one core alone."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

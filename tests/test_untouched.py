@@ -1,7 +1,5 @@
 """States that a step gives back as it found them: it does not store them, nor read them for nothing."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Steps that never find a gradient, as those of a model that has other parameters by now: one warning."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

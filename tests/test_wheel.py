@@ -1,7 +1,5 @@
 """The wheel of a user: the ready-made optimizers, their specs, and the way to a project of their own."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -4,8 +4,6 @@ The oracles are the authors' own packages, torch, and the wrapped rule itself.  
 same gradients: ours (fp32) may be no further from the fp64 path than twice the package's own fp32 run, and 4 ulp.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from pathlib import Path

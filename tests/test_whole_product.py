@@ -1,7 +1,5 @@
 """The tool that runs the whole product: the results it keeps between runs, and the kernels that it compiles."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -3,8 +3,6 @@
 timm and torchvision are taken from the environment, or from its folder `FOLDER`, into which `make setup` puts them.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import sys
