@@ -33,7 +33,6 @@ def adabelief_sweep(
     one_minus_beta2: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32, step_key: tl.int32,
     SWEEP: tl.constexpr,
 ):
-    """adabelief: the tiles of one work item."""
     walk(
         table, work, adabelief_tile, SWEEP, (beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
         one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4), step_key,

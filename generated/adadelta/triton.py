@@ -36,5 +36,4 @@ def adadelta_sweep(
     table, work, rho: tl.float32, eps: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     one_minus_rho: tl.float32, minus_lr: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """adadelta: the tiles of one work item."""
     walk(table, work, adadelta_tile, SWEEP, (rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr), step_key)

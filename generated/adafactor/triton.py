@@ -18,7 +18,6 @@ def adafactor_1_tile(PLAN: tl.constexpr, p, g, live, MASKED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["step_key"])
 def adafactor_1_sweep(table, work, step_key: tl.int32, SWEEP: tl.constexpr):
-    """adafactor: the tiles of one work item."""
     walk(table, work, adafactor_1_tile, SWEEP, (), step_key)
 
 
@@ -78,7 +77,6 @@ def adafactor_2_between(
     one_minus_beta2: tl.float32, eps2: tl.float32, lr_min_t_pow_m0p5: tl.float32, eps1: tl.float32,
     LEVEL: tl.constexpr,
 ):
-    """adafactor: matrices of one tensor."""
     rounds(
         table, work, adafactor_2_values, LEVEL, 0, (grad_scale_times_grad_scale, one_minus_t_pow_beta2_decay,
         one_minus_beta2),
@@ -102,7 +100,6 @@ def adafactor_7_tile(PLAN: tl.constexpr, g, col_var, row_div, eps1_times_eps1, l
 
 @triton.jit(do_not_specialize=["step_key"])
 def adafactor_7_sweep(table, work, eps1_times_eps1: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr):
-    """adafactor: the tiles of one work item."""
     walk(table, work, adafactor_7_tile, SWEEP, (eps1_times_eps1,), step_key)
 
 
@@ -125,7 +122,6 @@ def adafactor_9_values(alpha, tensor_sum_of_g, extent_elements, d, grad_scale_ti
 
 @triton.jit
 def adafactor_8_between(table, work, d: tl.float32, grad_scale_times_grad_scale: tl.float32, LEVEL: tl.constexpr):
-    """adafactor: matrices of one tensor."""
     rounds(table, work, adafactor_8_values, LEVEL, 0, ())
     rounds(table, work, adafactor_9_values, LEVEL, 1, (d, grad_scale_times_grad_scale))
 
@@ -151,7 +147,6 @@ def adafactor_10_sweep(
     table, work, grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32, eps1_times_eps1: tl.float32,
     step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """adafactor: the tiles of one work item."""
     walk(
         table, work, adafactor_10_tile, SWEEP, (grad_scale, one_minus_lr_times_weight_decay, eps1_times_eps1), step_key,
     )
@@ -175,7 +170,6 @@ def adafactor_no_factored_1_sweep(
     table, work, scalar_0: tl.float32, one_minus_t_pow_beta2_decay: tl.float32, eps1_times_eps1: tl.float32,
     step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """adafactor: the tiles of one work item."""
     walk(
         table, work, adafactor_no_factored_1_tile, SWEEP, (scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1),
         step_key,
@@ -204,7 +198,6 @@ def adafactor_no_factored_2_between(
     table, work, eps2: tl.float32, d: tl.float32, lr_min_t_pow_m0p5: tl.float32,
     grad_scale_times_grad_scale: tl.float32, LEVEL: tl.constexpr,
 ):
-    """adafactor: matrices of one tensor."""
     rounds(
         table, work, adafactor_no_factored_2_values, LEVEL, 0, (eps2, d, lr_min_t_pow_m0p5,
         grad_scale_times_grad_scale),
@@ -234,7 +227,6 @@ def adafactor_no_factored_3_sweep(
     table, work, grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32, scalar_0: tl.float32,
     one_minus_t_pow_beta2_decay: tl.float32, eps1_times_eps1: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """adafactor: the tiles of one work item."""
     walk(
         table, work, adafactor_no_factored_3_tile, SWEEP, (grad_scale, one_minus_lr_times_weight_decay, scalar_0,
         one_minus_t_pow_beta2_decay, eps1_times_eps1), step_key,

@@ -18,7 +18,6 @@ def adafactor_paper_1_tile(PLAN: tl.constexpr, p, g, live, MASKED: tl.constexpr)
 
 @triton.jit(do_not_specialize=["step_key"])
 def adafactor_paper_1_sweep(table, work, step_key: tl.int32, SWEEP: tl.constexpr):
-    """adafactor_paper: the tiles of one work item."""
     walk(table, work, adafactor_paper_1_tile, SWEEP, (), step_key)
 
 
@@ -76,7 +75,6 @@ def adafactor_paper_2_between(
     one_minus_one_minus_t_pow_decay_rate: tl.float32, eps2: tl.float32, weight_decay: tl.float32, rate: tl.float32,
     LEVEL: tl.constexpr,
 ):
-    """adafactor_paper: matrices of one tensor."""
     rounds(
         table, work, adafactor_paper_2_values, LEVEL, 0, (eps1, grad_scale_times_grad_scale, beta2,
         one_minus_one_minus_t_pow_decay_rate),
@@ -101,7 +99,6 @@ def adafactor_paper_7_tile(
 
 @triton.jit(do_not_specialize=["step_key"])
 def adafactor_paper_7_sweep(table, work, step_key: tl.int32, SWEEP: tl.constexpr):
-    """adafactor_paper: the tiles of one work item."""
     walk(table, work, adafactor_paper_7_tile, SWEEP, (), step_key)
 
 
@@ -132,7 +129,6 @@ def adafactor_paper_10_values(rate_over_one_max_tensor_div, one_over_sqrt_row_di
 def adafactor_paper_8_between(
     table, work, clip_threshold: tl.float32, grad_scale_times_grad_scale: tl.float32, LEVEL: tl.constexpr,
 ):
-    """adafactor_paper: matrices of one tensor."""
     rounds(table, work, adafactor_paper_8_values, LEVEL, 0, ())
     rounds(table, work, adafactor_paper_9_values, LEVEL, 1, (clip_threshold, grad_scale_times_grad_scale))
     rounds(table, work, adafactor_paper_10_values, LEVEL, 2, ())
@@ -153,7 +149,6 @@ def adafactor_paper_11_tile(
 
 @triton.jit(do_not_specialize=["step_key"])
 def adafactor_paper_11_sweep(table, work, grad_scale: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr):
-    """adafactor_paper: the tiles of one work item."""
     walk(table, work, adafactor_paper_11_tile, SWEEP, (grad_scale,), step_key)
 
 
@@ -176,7 +171,6 @@ def adafactor_paper_no_factored_1_sweep(
     table, work, eps1: tl.float32, grad_scale_times_grad_scale: tl.float32, beta2: tl.float32,
     one_minus_one_minus_t_pow_decay_rate: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """adafactor_paper: the tiles of one work item."""
     walk(
         table, work, adafactor_paper_no_factored_1_tile, SWEEP, (eps1, grad_scale_times_grad_scale, beta2,
         one_minus_one_minus_t_pow_decay_rate), step_key,
@@ -202,7 +196,6 @@ def adafactor_paper_no_factored_2_between(
     table, work, eps2: tl.float32, clip_threshold: tl.float32, weight_decay: tl.float32, rate: tl.float32,
     grad_scale_times_grad_scale: tl.float32, LEVEL: tl.constexpr,
 ):
-    """adafactor_paper: matrices of one tensor."""
     rounds(
         table, work, adafactor_paper_no_factored_2_values, LEVEL, 0, (eps2, clip_threshold, weight_decay, rate,
         grad_scale_times_grad_scale),
@@ -232,7 +225,6 @@ def adafactor_paper_no_factored_3_sweep(
     table, work, eps1: tl.float32, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32,
     beta2: tl.float32, one_minus_one_minus_t_pow_decay_rate: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """adafactor_paper: the tiles of one work item."""
     walk(
         table, work, adafactor_paper_no_factored_3_tile, SWEEP, (eps1, grad_scale, grad_scale_times_grad_scale, beta2,
         one_minus_one_minus_t_pow_decay_rate), step_key,
@@ -259,7 +251,6 @@ def adafactor_paper_has_momentum_11_sweep(
     table, work, beta1: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, step_key: tl.int32,
     SWEEP: tl.constexpr,
 ):
-    """adafactor_paper: the tiles of one work item."""
     walk(table, work, adafactor_paper_has_momentum_11_tile, SWEEP, (beta1, one_minus_beta1_times_grad_scale), step_key)
 
 
@@ -289,7 +280,6 @@ def adafactor_paper_has_momentum_no_factored_3_sweep(
     one_minus_one_minus_t_pow_decay_rate: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """adafactor_paper: the tiles of one work item."""
     walk(
         table, work, adafactor_paper_has_momentum_no_factored_3_tile, SWEEP, (eps1, beta1, grad_scale_times_grad_scale,
         beta2, one_minus_one_minus_t_pow_decay_rate, one_minus_beta1_times_grad_scale), step_key,
@@ -310,7 +300,6 @@ def adafactor_paper_no_relative_step_2_between(
     one_minus_one_minus_t_pow_decay_rate: tl.float32, lr: tl.float32, eps2: tl.float32, weight_decay: tl.float32,
     LEVEL: tl.constexpr,
 ):
-    """adafactor_paper: matrices of one tensor."""
     rounds(
         table, work, adafactor_paper_2_values, LEVEL, 0, (eps1, grad_scale_times_grad_scale, beta2,
         one_minus_one_minus_t_pow_decay_rate),
@@ -343,7 +332,6 @@ def adafactor_paper_no_relative_step_no_factored_2_between(
     table, work, lr: tl.float32, eps2: tl.float32, clip_threshold: tl.float32, weight_decay: tl.float32,
     grad_scale_times_grad_scale: tl.float32, LEVEL: tl.constexpr,
 ):
-    """adafactor_paper: matrices of one tensor."""
     rounds(
         table, work, adafactor_paper_no_relative_step_no_factored_2_values, LEVEL, 0, (lr, eps2, clip_threshold,
         weight_decay, grad_scale_times_grad_scale),
@@ -358,7 +346,6 @@ def adafactor_paper_no_scale_parameter_1_tile(PLAN: tl.constexpr, g, live, MASKE
 
 @triton.jit(do_not_specialize=["step_key"])
 def adafactor_paper_no_scale_parameter_1_sweep(table, work, step_key: tl.int32, SWEEP: tl.constexpr):
-    """adafactor_paper: the tiles of one work item."""
     walk(table, work, adafactor_paper_no_scale_parameter_1_tile, SWEEP, (), step_key)
 
 
@@ -381,7 +368,6 @@ def adafactor_paper_no_scale_parameter_2_between(
     table, work, eps1: tl.float32, grad_scale_times_grad_scale: tl.float32, beta2: tl.float32,
     one_minus_one_minus_t_pow_decay_rate: tl.float32, LEVEL: tl.constexpr,
 ):
-    """adafactor_paper: matrices of one tensor."""
     rounds(
         table, work, adafactor_paper_no_scale_parameter_2_values, LEVEL, 0, (eps1, grad_scale_times_grad_scale, beta2,
         one_minus_one_minus_t_pow_decay_rate),
@@ -418,7 +404,6 @@ def adafactor_paper_no_scale_parameter_7_between(
     table, work, clip_threshold: tl.float32, grad_scale_times_grad_scale: tl.float32, rate: tl.float32,
     LEVEL: tl.constexpr,
 ):
-    """adafactor_paper: matrices of one tensor."""
     rounds(table, work, adafactor_paper_8_values, LEVEL, 0, ())
     rounds(
         table, work, adafactor_paper_no_scale_parameter_8_values, LEVEL, 1, (clip_threshold,
@@ -446,7 +431,6 @@ def adafactor_paper_no_scale_parameter_10_sweep(
     table, work, grad_scale: tl.float32, minus_lr_min_t_pow_m0p5_times_weight_decay: tl.float32, step_key: tl.int32,
     SWEEP: tl.constexpr,
 ):
-    """adafactor_paper: the tiles of one work item."""
     walk(
         table, work, adafactor_paper_no_scale_parameter_10_tile, SWEEP, (grad_scale,
         minus_lr_min_t_pow_m0p5_times_weight_decay), step_key,
@@ -472,7 +456,6 @@ def adafactor_paper_no_scale_parameter_no_factored_1_sweep(
     table, work, eps1: tl.float32, grad_scale_times_grad_scale: tl.float32, beta2: tl.float32,
     one_minus_one_minus_t_pow_decay_rate: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """adafactor_paper: the tiles of one work item."""
     walk(
         table, work, adafactor_paper_no_scale_parameter_no_factored_1_tile, SWEEP, (eps1, grad_scale_times_grad_scale,
         beta2, one_minus_one_minus_t_pow_decay_rate), step_key,
@@ -484,7 +467,6 @@ def adafactor_paper_no_scale_parameter_no_factored_2_between(
     table, work, clip_threshold: tl.float32, grad_scale_times_grad_scale: tl.float32, rate: tl.float32,
     LEVEL: tl.constexpr,
 ):
-    """adafactor_paper: matrices of one tensor."""
     rounds(
         table, work, adafactor_paper_no_scale_parameter_8_values, LEVEL, 0, (clip_threshold,
         grad_scale_times_grad_scale, rate),
@@ -516,7 +498,6 @@ def adafactor_paper_no_scale_parameter_no_factored_3_sweep(
     beta2: tl.float32, one_minus_one_minus_t_pow_decay_rate: tl.float32,
     minus_lr_min_t_pow_m0p5_times_weight_decay: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """adafactor_paper: the tiles of one work item."""
     walk(
         table, work, adafactor_paper_no_scale_parameter_no_factored_3_tile, SWEEP, (eps1, grad_scale,
         grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
@@ -545,7 +526,6 @@ def adafactor_paper_no_scale_parameter_has_momentum_10_sweep(
     table, work, beta1: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     minus_lr_min_t_pow_m0p5_times_weight_decay: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """adafactor_paper: the tiles of one work item."""
     walk(
         table, work, adafactor_paper_no_scale_parameter_has_momentum_10_tile, SWEEP, (beta1,
         one_minus_beta1_times_grad_scale, minus_lr_min_t_pow_m0p5_times_weight_decay), step_key,
@@ -579,7 +559,6 @@ def adafactor_paper_no_scale_parameter_has_momentum_no_factored_3_sweep(
     one_minus_one_minus_t_pow_decay_rate: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     minus_lr_min_t_pow_m0p5_times_weight_decay: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """adafactor_paper: the tiles of one work item."""
     walk(
         table, work, adafactor_paper_no_scale_parameter_has_momentum_no_factored_3_tile, SWEEP, (eps1, beta1,
         grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, one_minus_beta1_times_grad_scale,
@@ -611,7 +590,6 @@ def adafactor_paper_no_scale_parameter_no_relative_step_7_between(
     table, work, lr: tl.float32, clip_threshold: tl.float32, grad_scale_times_grad_scale: tl.float32,
     LEVEL: tl.constexpr,
 ):
-    """adafactor_paper: matrices of one tensor."""
     rounds(table, work, adafactor_paper_8_values, LEVEL, 0, ())
     rounds(
         table, work, adafactor_paper_no_scale_parameter_no_relative_step_8_values, LEVEL, 1, (lr, clip_threshold,
@@ -625,7 +603,6 @@ def adafactor_paper_no_scale_parameter_no_relative_step_no_factored_2_between(
     table, work, lr: tl.float32, clip_threshold: tl.float32, grad_scale_times_grad_scale: tl.float32,
     LEVEL: tl.constexpr,
 ):
-    """adafactor_paper: matrices of one tensor."""
     rounds(
         table, work, adafactor_paper_no_scale_parameter_no_relative_step_8_values, LEVEL, 0, (lr, clip_threshold,
         grad_scale_times_grad_scale),
@@ -656,7 +633,6 @@ def adafactor_paper_no_scale_parameter_no_relative_step_no_factored_3_sweep(
     beta2: tl.float32, one_minus_one_minus_t_pow_decay_rate: tl.float32, minus_lr_times_weight_decay: tl.float32,
     step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """adafactor_paper: the tiles of one work item."""
     walk(
         table, work, adafactor_paper_no_scale_parameter_no_relative_step_no_factored_3_tile, SWEEP, (eps1, grad_scale,
         grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, minus_lr_times_weight_decay),
@@ -690,7 +666,6 @@ def adafactor_paper_no_scale_parameter_no_relative_step_has_momentum_no_factored
     one_minus_one_minus_t_pow_decay_rate: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """adafactor_paper: the tiles of one work item."""
     walk(
         table, work, adafactor_paper_no_scale_parameter_no_relative_step_has_momentum_no_factored_3_tile, SWEEP, (eps1,
         beta1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,

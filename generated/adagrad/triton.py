@@ -28,5 +28,4 @@ def adagrad_sweep(
     table, work, weight_decay: tl.float32, grad_scale: tl.float32, scalar_0: tl.float32, scalar_1: tl.float32,
     step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """adagrad: the tiles of one work item."""
     walk(table, work, adagrad_tile, SWEEP, (weight_decay, grad_scale, scalar_0, scalar_1), step_key)

@@ -32,7 +32,6 @@ def adam_sweep(
     one_minus_beta1: tl.float32, one_minus_beta2: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
     step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """adam: the tiles of one work item."""
     walk(
         table, work, adam_tile, SWEEP, (beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
         scalar_2, scalar_3), step_key,
@@ -61,7 +60,6 @@ def adam_decoupled_weight_decay_sweep(
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32,
     step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """adam: the tiles of one work item."""
     walk(
         table, work, adam_decoupled_weight_decay_tile, SWEEP, (beta1, beta2, one_minus_lr_times_weight_decay,
         one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4), step_key,
@@ -94,7 +92,6 @@ def adam_amsgrad_sweep(
     one_minus_beta1: tl.float32, one_minus_beta2: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
     step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """adam: the tiles of one work item."""
     walk(
         table, work, adam_amsgrad_tile, SWEEP, (beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
         one_minus_beta2, scalar_2, scalar_3), step_key,
@@ -126,7 +123,6 @@ def adam_amsgrad_decoupled_weight_decay_sweep(
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32,
     step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """adam: the tiles of one work item."""
     walk(
         table, work, adam_amsgrad_decoupled_weight_decay_tile, SWEEP, (beta1, beta2, one_minus_lr_times_weight_decay,
         one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4), step_key,

@@ -23,7 +23,6 @@ def adam_mini_1_sweep(
     table, work, beta1: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, step_key: tl.int32,
     SWEEP: tl.constexpr,
 ):
-    """adam_mini: the tiles of one work item."""
     walk(table, work, adam_mini_1_tile, SWEEP, (beta1, one_minus_beta1_times_grad_scale), step_key)
 
 
@@ -46,7 +45,6 @@ def adam_mini_2_between(
     table, work, beta2: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     one_minus_beta2: tl.float32, sqrt_one_minus_beta2_pow_t: tl.float32, LEVEL: tl.constexpr,
 ):
-    """adam_mini: matrices of one tensor."""
     rounds(
         table, work, adam_mini_2_values, LEVEL, 0, (beta2, eps, grad_scale_times_grad_scale, one_minus_beta2,
         sqrt_one_minus_beta2_pow_t),
@@ -71,7 +69,6 @@ def adam_mini_3_sweep(
     table, work, one_minus_lr_times_weight_decay: tl.float32, lr_over_one_minus_beta1_pow_t: tl.float32,
     step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """adam_mini: the tiles of one work item."""
     walk(
         table, work, adam_mini_3_tile, SWEEP, (one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t),
         step_key,
@@ -93,7 +90,6 @@ def adam_mini_no_by_rows_1_sweep(
     table, work, beta1: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, step_key: tl.int32,
     SWEEP: tl.constexpr,
 ):
-    """adam_mini: the tiles of one work item."""
     walk(table, work, adam_mini_no_by_rows_1_tile, SWEEP, (beta1, one_minus_beta1_times_grad_scale), step_key)
 
 
@@ -114,7 +110,6 @@ def adam_mini_no_by_rows_2_between(
     table, work, beta2: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     one_minus_beta2: tl.float32, sqrt_one_minus_beta2_pow_t: tl.float32, LEVEL: tl.constexpr,
 ):
-    """adam_mini: matrices of one tensor."""
     rounds(
         table, work, adam_mini_no_by_rows_2_values, LEVEL, 0, (beta2, eps, grad_scale_times_grad_scale, one_minus_beta2,
         sqrt_one_minus_beta2_pow_t),
@@ -139,7 +134,6 @@ def adam_mini_no_by_rows_3_sweep(
     table, work, one_minus_lr_times_weight_decay: tl.float32, lr_over_one_minus_beta1_pow_t: tl.float32,
     step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """adam_mini: the tiles of one work item."""
     walk(
         table, work, adam_mini_no_by_rows_3_tile, SWEEP, (one_minus_lr_times_weight_decay,
         lr_over_one_minus_beta1_pow_t), step_key,

@@ -32,7 +32,6 @@ def adamax_sweep(
     grad_scale: tl.float32, one_minus_beta1: tl.float32, lr_over_one_minus_beta1_pow_t: tl.float32,
     step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """adamax: the tiles of one work item."""
     walk(
         table, work, adamax_tile, SWEEP, (beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
         lr_over_one_minus_beta1_pow_t), step_key,

@@ -31,7 +31,6 @@ def adamp_1_sweep(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """adamp: the tiles of one work item."""
     walk(
         table, work, adamp_1_tile, SWEEP, (beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2,
         scalar_3), step_key,
@@ -103,7 +102,6 @@ def adamp_2_between(
     delta: tl.float32, weight_decay: tl.float32, minus_one_minus_wd_ratio: tl.float32, minus_lr: tl.float32,
     LEVEL: tl.constexpr,
 ):
-    """adamp: matrices of one tensor."""
     rounds(table, work, adamp_2_values, LEVEL, 0, (eps, grad_scale, grad_scale_times_grad_scale))
     rounds(table, work, adamp_3_values, LEVEL, 1, (delta,))
     rounds(table, work, adamp_4_values, LEVEL, 2, (eps, grad_scale, grad_scale_times_grad_scale))
@@ -133,7 +131,6 @@ def adamp_7_sweep(
     table, work, scalar_2: tl.float32, scalar_3: tl.float32, minus_lr_over_one_minus_beta1_pow_t: tl.float32,
     step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """adamp: the tiles of one work item."""
     walk(table, work, adamp_7_tile, SWEEP, (scalar_2, scalar_3, minus_lr_over_one_minus_beta1_pow_t), step_key)
 
 
@@ -157,7 +154,6 @@ def adamp_late_1_sweep(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """adamp: the tiles of one work item."""
     walk(
         table, work, adamp_late_1_tile, SWEEP, (beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2,
         scalar_3), step_key,
@@ -190,7 +186,6 @@ def adamp_late_7_sweep(
     scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
     minus_lr_over_one_minus_beta1_pow_t: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """adamp: the tiles of one work item."""
     walk(
         table, work, adamp_late_7_tile, SWEEP, (beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2,
         scalar_3, minus_lr_over_one_minus_beta1_pow_t), step_key,
@@ -221,7 +216,6 @@ def adamp_no_projected_sweep(
     scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     minus_lr_over_one_minus_beta1_pow_t: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """adamp: the tiles of one work item."""
     walk(
         table, work, adamp_no_projected_tile, SWEEP, (beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
         scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t), step_key,
@@ -251,7 +245,6 @@ def adamp_nesterov_1_sweep(
     beta1_times_one_minus_beta1_times_grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_4: tl.float32, scalar_5: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """adamp: the tiles of one work item."""
     walk(
         table, work, adamp_nesterov_1_tile, SWEEP, (beta2, scalar_0, beta1_times_beta1,
         beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5), step_key,
@@ -284,7 +277,6 @@ def adamp_nesterov_7_sweep(
     scalar_0: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
     minus_lr_over_one_minus_beta1_pow_t: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """adamp: the tiles of one work item."""
     walk(
         table, work, adamp_nesterov_7_tile, SWEEP, (beta1, beta2, one_minus_beta1_times_grad_scale, scalar_0, scalar_4,
         scalar_5, minus_lr_over_one_minus_beta1_pow_t), step_key,
@@ -315,7 +307,6 @@ def adamp_nesterov_no_projected_sweep(
     scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     minus_lr_over_one_minus_beta1_pow_t: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """adamp: the tiles of one work item."""
     walk(
         table, work, adamp_nesterov_no_projected_tile, SWEEP, (beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
         scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t), step_key,

@@ -33,7 +33,6 @@ def adamuon_1_sweep(
     one_minus_nesterov_times_one_minus_momentum: tl.float32, scalar_2: tl.float32, step_key: tl.int32,
     SWEEP: tl.constexpr,
 ):
-    """adamuon: the tiles of one work item."""
     walk(
         table, work, adamuon_1_tile, SWEEP, (momentum, one_minus_momentum_times_grad_scale,
         one_minus_nesterov_times_one_minus_momentum, scalar_2), step_key,
@@ -59,7 +58,6 @@ def adamuon_3_sweep(
     table, work, momentum: tl.float32, eps: tl.float32, one_minus_momentum: tl.float32, step_key: tl.int32,
     SWEEP: tl.constexpr,
 ):
-    """adamuon: the tiles of one work item."""
     walk(table, work, adamuon_3_tile, SWEEP, (momentum, eps, one_minus_momentum), step_key)
 
 
@@ -85,7 +83,6 @@ def adamuon_6_values(by_0p2_times_sqrt_rows_times_columns, mat_sum_for_size, lr,
 
 @triton.jit
 def adamuon_4_between(table, work, lr: tl.float32, eps: tl.float32, LEVEL: tl.constexpr):
-    """adamuon: matrices of one tensor."""
     rounds(table, work, adamuon_4_values, LEVEL, 0, ())
     rounds(table, work, adamuon_5_values, LEVEL, 1, ())
     rounds(table, work, adamuon_6_values, LEVEL, 2, (lr, eps))
@@ -113,7 +110,6 @@ def adamuon_7_sweep(
     table, work, momentum: tl.float32, eps: tl.float32, one_minus_momentum: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """adamuon: the tiles of one work item."""
     walk(
         table, work, adamuon_7_tile, SWEEP, (momentum, eps, one_minus_momentum, one_minus_lr_times_weight_decay),
         step_key,
@@ -151,7 +147,6 @@ def adamuon_no_matrix_sweep(
     scalar_3: tl.float32, one_minus_adamw_lr_times_weight_decay: tl.float32, step_key: tl.int32,
     SWEEP: tl.constexpr,
 ):
-    """adamuon: the tiles of one work item."""
     walk(
         table, work, adamuon_no_matrix_tile, SWEEP, (adamw_betas_0, adamw_betas_1,
         one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3, one_minus_adamw_lr_times_weight_decay),

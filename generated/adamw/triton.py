@@ -31,7 +31,6 @@ def adamw_sweep(
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32,
     step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """adamw: the tiles of one work item."""
     walk(
         table, work, adamw_tile, SWEEP, (beta1, beta2, one_minus_lr_times_weight_decay,
         one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4), step_key,
@@ -63,7 +62,6 @@ def adamw_amsgrad_sweep(
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32,
     step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """adamw: the tiles of one work item."""
     walk(
         table, work, adamw_amsgrad_tile, SWEEP, (beta1, beta2, one_minus_lr_times_weight_decay,
         one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4), step_key,

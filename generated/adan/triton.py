@@ -44,7 +44,6 @@ def adan_sweep(
     scalar_7: tl.float32, one_over_one_plus_lr_times_weight_decay: tl.float32, step_key: tl.int32,
     SWEEP: tl.constexpr,
 ):
-    """adan: the tiles of one work item."""
     walk(
         table, work, adan_tile, SWEEP, (beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
         one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3, avg_lr, diff_lr, scalar_6, scalar_7,

@@ -38,7 +38,6 @@ def ademamix_sweep(
     lr_times_one_over_one_minus_beta1_pow_t: tl.float32, scalar_6: tl.float32, scalar_7: tl.float32,
     scalar_8: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """ademamix: the tiles of one work item."""
     walk(
         table, work, ademamix_tile, SWEEP, (beta1, beta2, one_minus_lr_times_weight_decay,
         one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4, lr_times_one_over_one_minus_beta1_pow_t,

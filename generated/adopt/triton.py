@@ -40,7 +40,6 @@ def adopt_sweep(
     minus_t_minus_one_pow_0p25: tl.float32, bound: tl.float32, one_minus_beta1: tl.float32, minus_lr: tl.float32,
     one_minus_where_lt_one_t_beta2_zero: tl.float32, decay: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """adopt: the tiles of one work item."""
     walk(
         table, work, adopt_tile, SWEEP, (beta1, eps, weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound,
         one_minus_beta1, minus_lr, one_minus_where_lt_one_t_beta2_zero, decay), step_key,
@@ -79,7 +78,6 @@ def adopt_decoupled_weight_decay_sweep(
     minus_t_minus_one_pow_0p25: tl.float32, bound: tl.float32, one_minus_beta1: tl.float32, minus_lr: tl.float32,
     scalar_5: tl.float32, decay: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """adopt: the tiles of one work item."""
     walk(
         table, work, adopt_decoupled_weight_decay_tile, SWEEP, (beta1, eps, grad_scale, scalar_0,
         minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, scalar_5, decay), step_key,

@@ -18,7 +18,6 @@ def came_1_tile(PLAN: tl.constexpr, g, live, MASKED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["step_key"])
 def came_1_sweep(table, work, step_key: tl.int32, SWEEP: tl.constexpr):
-    """came: the tiles of one work item."""
     walk(table, work, came_1_tile, SWEEP, (), step_key)
 
 
@@ -67,7 +66,6 @@ def came_2_between(
     table, work, eps1: tl.float32, beta2: tl.float32, grad_scale_times_grad_scale: tl.float32,
     one_minus_beta2: tl.float32, LEVEL: tl.constexpr,
 ):
-    """came: matrices of one tensor."""
     rounds(table, work, came_2_values, LEVEL, 0, (eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2))
     rounds(table, work, came_3_values, LEVEL, 1, (eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2))
     rounds(table, work, came_4_values, LEVEL, 2, ())
@@ -85,7 +83,6 @@ def came_6_tile(
 
 @triton.jit(do_not_specialize=["step_key"])
 def came_6_sweep(table, work, step_key: tl.int32, SWEEP: tl.constexpr):
-    """came: the tiles of one work item."""
     walk(table, work, came_6_tile, SWEEP, (), step_key)
 
 
@@ -116,7 +113,6 @@ def came_9_values(one_over_sqrt_row_div, one_over_one_max_tensor_div):
 def came_7_between(
     table, work, clip_threshold: tl.float32, grad_scale_times_grad_scale: tl.float32, LEVEL: tl.constexpr,
 ):
-    """came: matrices of one tensor."""
     rounds(table, work, came_7_values, LEVEL, 0, ())
     rounds(table, work, came_8_values, LEVEL, 1, (clip_threshold, grad_scale_times_grad_scale))
     rounds(table, work, came_9_values, LEVEL, 2, ())
@@ -140,7 +136,6 @@ def came_10_sweep(
     table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """came: the tiles of one work item."""
     walk(table, work, came_10_tile, SWEEP, (beta1, grad_scale, one_minus_beta1_times_grad_scale), step_key)
 
 
@@ -178,7 +173,6 @@ def came_14_values(exp_avg_res_row, mat_sum_of_exp_avg_res_row_over_rows):
 def came_11_between(
     table, work, eps2: tl.float32, beta3: tl.float32, one_minus_beta3: tl.float32, LEVEL: tl.constexpr,
 ):
-    """came: matrices of one tensor."""
     rounds(table, work, came_11_values, LEVEL, 0, (eps2, beta3, one_minus_beta3))
     rounds(table, work, came_12_values, LEVEL, 1, (eps2, beta3, one_minus_beta3))
     rounds(table, work, came_13_values, LEVEL, 2, ())
@@ -203,7 +197,6 @@ def came_15_sweep(
     table, work, lr: tl.float32, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32,
     SWEEP: tl.constexpr,
 ):
-    """came: the tiles of one work item."""
     walk(table, work, came_15_tile, SWEEP, (lr, one_minus_lr_times_weight_decay), step_key)
 
 
@@ -225,7 +218,6 @@ def came_no_factored_1_sweep(
     table, work, eps1: tl.float32, beta2: tl.float32, grad_scale_times_grad_scale: tl.float32,
     one_minus_beta2: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """came: the tiles of one work item."""
     walk(
         table, work, came_no_factored_1_tile, SWEEP, (eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2),
         step_key,
@@ -236,7 +228,6 @@ def came_no_factored_1_sweep(
 def came_no_factored_2_between(
     table, work, clip_threshold: tl.float32, grad_scale_times_grad_scale: tl.float32, LEVEL: tl.constexpr,
 ):
-    """came: matrices of one tensor."""
     rounds(table, work, came_8_values, LEVEL, 0, (clip_threshold, grad_scale_times_grad_scale))
 
 
@@ -266,7 +257,6 @@ def came_no_factored_3_sweep(
     one_minus_beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """came: the tiles of one work item."""
     walk(
         table, work, came_no_factored_3_tile, SWEEP, (eps1, beta1, beta2, grad_scale_times_grad_scale, one_minus_beta2,
         one_minus_beta1_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr), step_key,

@@ -28,7 +28,6 @@ def cautious_adamw_1_sweep(
     table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """cautious_adamw: the tiles of one work item."""
     walk(table, work, cautious_adamw_1_tile, SWEEP, (beta1, grad_scale, one_minus_beta1_times_grad_scale), step_key)
 
 
@@ -40,7 +39,6 @@ def cautious_adamw_2_values(tensor_sum_of_agrees, extent_elements):
 
 @triton.jit
 def cautious_adamw_2_between(table, work, LEVEL: tl.constexpr):
-    """cautious_adamw: matrices of one tensor."""
     rounds(table, work, cautious_adamw_2_values, LEVEL, 0, ())
 
 
@@ -70,7 +68,6 @@ def cautious_adamw_3_sweep(
     one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32,
     scalar_3: tl.float32, scalar_4: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """cautious_adamw: the tiles of one work item."""
     walk(
         table, work, cautious_adamw_3_tile, SWEEP, (beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
         one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4), step_key,

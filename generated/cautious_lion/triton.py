@@ -27,7 +27,6 @@ def cautious_lion_1_sweep(
     table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """cautious_lion: the tiles of one work item."""
     walk(table, work, cautious_lion_1_tile, SWEEP, (beta1, grad_scale, one_minus_beta1_times_grad_scale), step_key)
 
 
@@ -39,7 +38,6 @@ def cautious_lion_2_values(tensor_sum_of_agrees, extent_elements, lr):
 
 @triton.jit
 def cautious_lion_2_between(table, work, lr: tl.float32, LEVEL: tl.constexpr):
-    """cautious_lion: matrices of one tensor."""
     rounds(table, work, cautious_lion_2_values, LEVEL, 0, (lr,))
 
 
@@ -67,7 +65,6 @@ def cautious_lion_3_sweep(
     one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     one_minus_beta2_times_grad_scale: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """cautious_lion: the tiles of one work item."""
     walk(
         table, work, cautious_lion_3_tile, SWEEP, (beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
         one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale), step_key,

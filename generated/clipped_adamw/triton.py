@@ -20,7 +20,6 @@ def clipped_adamw_1_tile(PLAN: tl.constexpr, g, grad_scale_times_grad_scale, liv
 def clipped_adamw_1_sweep(
     table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """clipped_adamw: the tiles of one work item."""
     walk(table, work, clipped_adamw_1_tile, SWEEP, (grad_scale_times_grad_scale,), step_key)
 
 
@@ -32,7 +31,6 @@ def clipped_adamw_2_values(tensor_sum_of_g):
 
 @triton.jit
 def clipped_adamw_2_between(table, work, LEVEL: tl.constexpr):
-    """clipped_adamw: matrices of one tensor."""
     rounds(table, work, clipped_adamw_2_values, LEVEL, 0, ())
 
 
@@ -44,7 +42,6 @@ def clipped_adamw_3_values(model_sum_of_g, max_norm):
 
 @triton.jit
 def clipped_adamw_3_between(table, work, max_norm: tl.float32, LEVEL: tl.constexpr):
-    """clipped_adamw: matrices of one tensor."""
     rounds(table, work, clipped_adamw_3_values, LEVEL, 0, (max_norm,))
 
 
@@ -70,7 +67,6 @@ def clipped_adamw_4_sweep(
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32,
     step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """clipped_adamw: the tiles of one work item."""
     walk(
         table, work, clipped_adamw_4_tile, SWEEP, (beta1, beta2, one_minus_lr_times_weight_decay,
         one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4), step_key,
@@ -103,7 +99,6 @@ def clipped_adamw_amsgrad_4_sweep(
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32,
     step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """clipped_adamw: the tiles of one work item."""
     walk(
         table, work, clipped_adamw_amsgrad_4_tile, SWEEP, (beta1, beta2, one_minus_lr_times_weight_decay,
         one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4), step_key,

@@ -23,7 +23,6 @@ def dadapt_adam_1_between(
     table, work, lr: tl.float32, weight_decay: tl.float32, gain1: tl.float32, gain3: tl.float32,
     LEVEL: tl.constexpr,
 ):
-    """dadapt_adam: matrices of one tensor."""
     rounds(table, work, dadapt_adam_1_values, LEVEL, 0, (lr, weight_decay, gain1, gain3))
 
 
@@ -56,7 +55,6 @@ def dadapt_adam_2_sweep(
     gain2: tl.float32, keep2: tl.float32, keep3: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
     step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """dadapt_adam: the tiles of one work item."""
     walk(
         table, work, dadapt_adam_2_tile, SWEEP, (lr, eps, grad_scale, moves, keep1, gain2, keep2, keep3, scalar_5,
         scalar_6), step_key,
@@ -71,7 +69,6 @@ def dadapt_adam_3_values(tensor_sum_for_numerator, tensor_sum_for_total):
 
 @triton.jit
 def dadapt_adam_3_between(table, work, LEVEL: tl.constexpr):
-    """dadapt_adam: matrices of one tensor."""
     rounds(table, work, dadapt_adam_3_values, LEVEL, 0, ())
 
 
@@ -101,7 +98,6 @@ def dadapt_adam_4_values(
 def dadapt_adam_4_between(
     table, work, growth_rate: tl.float32, beta3: tl.float32, one_minus_sqrt_beta2: tl.float32, LEVEL: tl.constexpr,
 ):
-    """dadapt_adam: matrices of one tensor."""
     rounds(table, work, dadapt_adam_4_values, LEVEL, 0, (growth_rate, beta3, one_minus_sqrt_beta2))
 
 
@@ -118,7 +114,6 @@ def dadapt_adam_use_bias_correction_1_between(
     table, work, weight_decay: tl.float32, own: tl.float32, gain1: tl.float32, gain3: tl.float32,
     LEVEL: tl.constexpr,
 ):
-    """dadapt_adam: matrices of one tensor."""
     rounds(table, work, dadapt_adam_use_bias_correction_1_values, LEVEL, 0, (weight_decay, own, gain1, gain3))
 
 
@@ -151,7 +146,6 @@ def dadapt_adam_use_bias_correction_2_sweep(
     keep2: tl.float32, keep3: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32, own: tl.float32,
     step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """dadapt_adam: the tiles of one work item."""
     walk(
         table, work, dadapt_adam_use_bias_correction_2_tile, SWEEP, (eps, grad_scale, moves, keep1, gain2, keep2, keep3,
         scalar_5, scalar_6, own), step_key,

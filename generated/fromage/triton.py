@@ -17,7 +17,6 @@ def fromage_1_tile(PLAN: tl.constexpr, p, g, live, MASKED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["step_key"])
 def fromage_1_sweep(table, work, step_key: tl.int32, SWEEP: tl.constexpr):
-    """fromage: the tiles of one work item."""
     walk(table, work, fromage_1_tile, SWEEP, (), step_key)
 
 
@@ -42,7 +41,6 @@ def fromage_2_between(
     table, work, lr: tl.float32, grad_scale_times_grad_scale: tl.float32,
     one_over_sqrt_one_plus_lr_times_lr: tl.float32, LEVEL: tl.constexpr,
 ):
-    """fromage: matrices of one tensor."""
     rounds(
         table, work, fromage_2_values, LEVEL, 0, (lr, grad_scale_times_grad_scale, one_over_sqrt_one_plus_lr_times_lr),
     )
@@ -57,5 +55,4 @@ def fromage_3_tile(PLAN: tl.constexpr, p, g, lr_times_ratio, shrink, grad_scale,
 
 @triton.jit(do_not_specialize=["step_key"])
 def fromage_3_sweep(table, work, grad_scale: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr):
-    """fromage: the tiles of one work item."""
     walk(table, work, fromage_3_tile, SWEEP, (grad_scale,), step_key)

@@ -37,7 +37,6 @@ def grams_sweep(
     scalar_3: tl.float32, scalar_4: tl.float32, minus_lr_over_one_minus_beta1_pow_t: tl.float32, step_key: tl.int32,
     SWEEP: tl.constexpr,
 ):
-    """grams: the tiles of one work item."""
     walk(
         table, work, grams_tile, SWEEP, (beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
         one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, minus_lr_over_one_minus_beta1_pow_t), step_key,

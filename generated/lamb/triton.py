@@ -31,7 +31,6 @@ def lamb_1_sweep(
     one_minus_beta1_times_grad_scale: tl.float32, scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
     step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """lamb: the tiles of one work item."""
     walk(
         table, work, lamb_1_tile, SWEEP, (beta1, beta2, weight_decay, one_minus_beta1_times_grad_scale, scalar_1,
         scalar_2, scalar_3), step_key,
@@ -54,7 +53,6 @@ def lamb_2_values(tensor_sum_for_weight_norm, tensor_sum_for_update_norm, lr, mi
 
 @triton.jit
 def lamb_2_between(table, work, lr: tl.float32, min_norm: tl.float32, max_norm: tl.float32, LEVEL: tl.constexpr):
-    """lamb: matrices of one tensor."""
     rounds(table, work, lamb_2_values, LEVEL, 0, (lr, min_norm, max_norm))
 
 
@@ -77,7 +75,6 @@ def lamb_3_sweep(
     table, work, weight_decay: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, step_key: tl.int32,
     SWEEP: tl.constexpr,
 ):
-    """lamb: the tiles of one work item."""
     walk(table, work, lamb_3_tile, SWEEP, (weight_decay, scalar_2, scalar_3), step_key)
 
 
@@ -102,7 +99,6 @@ def lamb_late_1_sweep(
     one_minus_beta1_times_grad_scale: tl.float32, scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
     step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """lamb: the tiles of one work item."""
     walk(
         table, work, lamb_late_1_tile, SWEEP, (beta1, beta2, weight_decay, one_minus_beta1_times_grad_scale, scalar_1,
         scalar_2, scalar_3), step_key,
@@ -131,7 +127,6 @@ def lamb_late_3_sweep(
     one_minus_beta1_times_grad_scale: tl.float32, scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
     step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """lamb: the tiles of one work item."""
     walk(
         table, work, lamb_late_3_tile, SWEEP, (beta1, beta2, weight_decay, one_minus_beta1_times_grad_scale, scalar_1,
         scalar_2, scalar_3), step_key,

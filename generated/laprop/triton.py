@@ -34,7 +34,6 @@ def laprop_sweep(
     minus_lr_over_one_minus_beta1_pow_t: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """laprop: the tiles of one work item."""
     walk(
         table, work, laprop_tile, SWEEP, (beta1, beta2, scalar_0, eps_times_sqrt_one_minus_beta2_pow_t, scalar_2,
         minus_lr_over_one_minus_beta1_pow_t, one_minus_lr_times_weight_decay), step_key,

@@ -17,7 +17,6 @@ def lars_1_tile(PLAN: tl.constexpr, p, g, live, MASKED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["step_key"])
 def lars_1_sweep(table, work, step_key: tl.int32, SWEEP: tl.constexpr):
-    """lars: the tiles of one work item."""
     walk(table, work, lars_1_tile, SWEEP, (), step_key)
 
 
@@ -42,7 +41,6 @@ def lars_2_between(
     table, work, lr: tl.float32, weight_decay: tl.float32, trust_coefficient: tl.float32,
     grad_scale_times_grad_scale: tl.float32, LEVEL: tl.constexpr,
 ):
-    """lars: matrices of one tensor."""
     rounds(table, work, lars_2_values, LEVEL, 0, (lr, weight_decay, trust_coefficient, grad_scale_times_grad_scale))
 
 
@@ -66,5 +64,4 @@ def lars_3_sweep(
     table, work, momentum: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32, step_key: tl.int32,
     SWEEP: tl.constexpr,
 ):
-    """lars: the tiles of one work item."""
     walk(table, work, lars_3_tile, SWEEP, (momentum, weight_decay, grad_scale), step_key)

@@ -30,7 +30,6 @@ def lion_sweep(
     one_minus_beta1_times_grad_scale: tl.float32, one_minus_beta2_times_grad_scale: tl.float32,
     minus_lr: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """lion: the tiles of one work item."""
     walk(
         table, work, lion_tile, SWEEP, (beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
         one_minus_beta2_times_grad_scale, minus_lr), step_key,

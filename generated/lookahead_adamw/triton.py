@@ -31,7 +31,6 @@ def lookahead_adamw_sweep(
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32,
     step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """lookahead_adamw: the tiles of one work item."""
     walk(
         table, work, lookahead_adamw_tile, SWEEP, (beta1, beta2, one_minus_lr_times_weight_decay,
         one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4), step_key,
@@ -62,7 +61,6 @@ def lookahead_adamw_sync_sweep(
     one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32,
     scalar_3: tl.float32, scalar_4: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """lookahead_adamw: the tiles of one work item."""
     walk(
         table, work, lookahead_adamw_sync_tile, SWEEP, (beta1, beta2, alpha, one_minus_lr_times_weight_decay,
         one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4), step_key,
@@ -94,7 +92,6 @@ def lookahead_adamw_amsgrad_sweep(
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32,
     step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """lookahead_adamw: the tiles of one work item."""
     walk(
         table, work, lookahead_adamw_amsgrad_tile, SWEEP, (beta1, beta2, one_minus_lr_times_weight_decay,
         one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4), step_key,
@@ -129,7 +126,6 @@ def lookahead_adamw_amsgrad_sync_sweep(
     one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32,
     scalar_3: tl.float32, scalar_4: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """lookahead_adamw: the tiles of one work item."""
     walk(
         table, work, lookahead_adamw_amsgrad_sync_tile, SWEEP, (beta1, beta2, alpha, one_minus_lr_times_weight_decay,
         one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4), step_key,

@@ -74,7 +74,6 @@ def madgrad_sweep(
     table, work, weight_decay: tl.float32, eps: tl.float32, grad_scale: tl.float32, weight: tl.float32,
     step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """madgrad: the tiles of one work item."""
     walk(table, work, madgrad_tile, SWEEP, (weight_decay, eps, grad_scale, weight), step_key)
 
 
@@ -124,7 +123,6 @@ def madgrad_has_momentum_sweep(
     table, work, weight_decay: tl.float32, eps: tl.float32, grad_scale: tl.float32, weight: tl.float32,
     one_minus_momentum: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """madgrad: the tiles of one work item."""
     walk(
         table, work, madgrad_has_momentum_tile, SWEEP, (weight_decay, eps, grad_scale, weight, one_minus_momentum),
         step_key,

@@ -30,7 +30,6 @@ def mars_1_sweep(
     table, work, grad_scale: tl.float32, where_lt_one_t_one_zero: tl.float32,
     gamma_times_beta1_over_one_minus_beta1: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """mars: the tiles of one work item."""
     walk(
         table, work, mars_1_tile, SWEEP, (grad_scale, where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1),
         step_key,
@@ -45,7 +44,6 @@ def mars_2_values(tensor_sum_of_c):
 
 @triton.jit
 def mars_2_between(table, work, LEVEL: tl.constexpr):
-    """mars: matrices of one tensor."""
     rounds(table, work, mars_2_values, LEVEL, 0, ())
 
 
@@ -82,7 +80,6 @@ def mars_3_sweep(
     one_minus_beta1: tl.float32, one_minus_beta2: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
     step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """mars: the tiles of one work item."""
     walk(
         table, work, mars_3_tile, SWEEP, (beta1, beta2, grad_scale, where_lt_one_t_one_zero,
         gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,

@@ -20,7 +20,6 @@ def muon_1_values(extent_rows, extent_columns, lr, scale_floor):
 
 @triton.jit
 def muon_1_between(table, work, lr: tl.float32, scale_floor: tl.float32, LEVEL: tl.constexpr):
-    """muon: matrices of one tensor."""
     rounds(table, work, muon_1_values, LEVEL, 0, (lr, scale_floor))
 
 
@@ -46,7 +45,6 @@ def muon_2_sweep(
     table, work, momentum: tl.float32, one_minus_momentum_times_grad_scale: tl.float32, step_key: tl.int32,
     SWEEP: tl.constexpr,
 ):
-    """muon: the tiles of one work item."""
     walk(table, work, muon_2_tile, SWEEP, (momentum, one_minus_momentum_times_grad_scale), step_key)
 
 
@@ -65,7 +63,6 @@ def muon_4_tile(
 
 @triton.jit(do_not_specialize=["step_key"])
 def muon_4_sweep(table, work, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr):
-    """muon: the tiles of one work item."""
     walk(table, work, muon_4_tile, SWEEP, (one_minus_lr_times_weight_decay,), step_key)
 
 
@@ -100,7 +97,6 @@ def muon_no_matrix_sweep(
     scalar_3: tl.float32, one_minus_adamw_lr_times_weight_decay: tl.float32, step_key: tl.int32,
     SWEEP: tl.constexpr,
 ):
-    """muon: the tiles of one work item."""
     walk(
         table, work, muon_no_matrix_tile, SWEEP, (adamw_betas_0, adamw_betas_1,
         one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3, one_minus_adamw_lr_times_weight_decay),
@@ -118,7 +114,6 @@ def muon_match_rms_adamw_1_values(extent_rows, extent_columns, lr):
 
 @triton.jit
 def muon_match_rms_adamw_1_between(table, work, lr: tl.float32, LEVEL: tl.constexpr):
-    """muon: matrices of one tensor."""
     rounds(table, work, muon_match_rms_adamw_1_values, LEVEL, 0, (lr,))
 
 
@@ -147,5 +142,4 @@ def muon_no_nesterov_2_sweep(
     table, work, momentum: tl.float32, one_minus_momentum_times_grad_scale: tl.float32, step_key: tl.int32,
     SWEEP: tl.constexpr,
 ):
-    """muon: the tiles of one work item."""
     walk(table, work, muon_no_nesterov_2_tile, SWEEP, (momentum, one_minus_momentum_times_grad_scale), step_key)

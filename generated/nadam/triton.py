@@ -34,7 +34,6 @@ def nadam_sweep(
     one_minus_beta1: tl.float32, one_minus_beta2: tl.float32, grad_lr: tl.float32, avg_lr: tl.float32,
     scalar_4: tl.float32, scalar_5: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """nadam: the tiles of one work item."""
     walk(
         table, work, nadam_tile, SWEEP, (beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
         grad_lr, avg_lr, scalar_4, scalar_5), step_key,
@@ -65,7 +64,6 @@ def nadam_decoupled_weight_decay_sweep(
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, avg_lr: tl.float32,
     scalar_5: tl.float32, scalar_6: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """nadam: the tiles of one work item."""
     walk(
         table, work, nadam_decoupled_weight_decay_tile, SWEEP, (beta1, beta2, one_minus_lr_times_weight_decay,
         one_minus_beta1_times_grad_scale, scalar_2, scalar_3, avg_lr, scalar_5, scalar_6), step_key,

@@ -32,7 +32,6 @@ def normuon_1_sweep(
     table, work, beta1: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, step_key: tl.int32,
     SWEEP: tl.constexpr,
 ):
-    """normuon: the tiles of one work item."""
     walk(table, work, normuon_1_tile, SWEEP, (beta1, one_minus_beta1_times_grad_scale), step_key)
 
 
@@ -46,7 +45,6 @@ def normuon_3_tile(PLAN: tl.constexpr, direction_stored, live, MASKED: tl.conste
 
 @triton.jit(do_not_specialize=["step_key"])
 def normuon_3_sweep(table, work, step_key: tl.int32, SWEEP: tl.constexpr):
-    """normuon: the tiles of one work item."""
     walk(table, work, normuon_3_tile, SWEEP, (), step_key)
 
 
@@ -62,7 +60,6 @@ def normuon_4_values(row_sq, row_sum_for_row_sq, extent_columns, beta2, eps, one
 def normuon_4_between(
     table, work, beta2: tl.float32, eps: tl.float32, one_minus_beta2: tl.float32, LEVEL: tl.constexpr,
 ):
-    """normuon: matrices of one tensor."""
     rounds(table, work, normuon_4_values, LEVEL, 0, (beta2, eps, one_minus_beta2))
 
 
@@ -79,7 +76,6 @@ def normuon_5_tile(
 
 @triton.jit(do_not_specialize=["step_key"])
 def normuon_5_sweep(table, work, step_key: tl.int32, SWEEP: tl.constexpr):
-    """normuon: the tiles of one work item."""
     walk(table, work, normuon_5_tile, SWEEP, (), step_key)
 
 
@@ -113,7 +109,6 @@ def normuon_9_values(lr_times_size, one_over_sqrt_row_sq_2_plus_eps):
 
 @triton.jit
 def normuon_6_between(table, work, lr: tl.float32, eps: tl.float32, LEVEL: tl.constexpr):
-    """normuon: matrices of one tensor."""
     rounds(table, work, normuon_6_values, LEVEL, 0, ())
     rounds(table, work, normuon_7_values, LEVEL, 1, ())
     rounds(table, work, normuon_8_values, LEVEL, 2, (lr, eps))
@@ -136,7 +131,6 @@ def normuon_10_tile(
 def normuon_10_sweep(
     table, work, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """normuon: the tiles of one work item."""
     walk(table, work, normuon_10_tile, SWEEP, (one_minus_lr_times_weight_decay,), step_key)
 
 
@@ -171,7 +165,6 @@ def normuon_no_matrix_sweep(
     scalar_3: tl.float32, one_minus_adamw_lr_times_weight_decay: tl.float32, step_key: tl.int32,
     SWEEP: tl.constexpr,
 ):
-    """normuon: the tiles of one work item."""
     walk(
         table, work, normuon_no_matrix_tile, SWEEP, (adamw_betas_0, adamw_betas_1,
         one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3, one_minus_adamw_lr_times_weight_decay),

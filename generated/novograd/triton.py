@@ -17,7 +17,6 @@ def novograd_1_tile(PLAN: tl.constexpr, g, live, MASKED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["step_key"])
 def novograd_1_sweep(table, work, step_key: tl.int32, SWEEP: tl.constexpr):
-    """novograd: the tiles of one work item."""
     walk(table, work, novograd_1_tile, SWEEP, (), step_key)
 
 
@@ -39,7 +38,6 @@ def novograd_2_between(
     table, work, eps: tl.float32, grad_scale_times_grad_scale: tl.float32, decay: tl.float32,
     one_minus_where_lt_one_t_beta2_zero: tl.float32, LEVEL: tl.constexpr,
 ):
-    """novograd: matrices of one tensor."""
     rounds(
         table, work, novograd_2_values, LEVEL, 0, (eps, grad_scale_times_grad_scale, decay,
         one_minus_where_lt_one_t_beta2_zero),
@@ -64,7 +62,6 @@ def novograd_3_sweep(
     table, work, beta1: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32, minus_lr: tl.float32,
     step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """novograd: the tiles of one work item."""
     walk(table, work, novograd_3_tile, SWEEP, (beta1, weight_decay, grad_scale, minus_lr), step_key)
 
 
@@ -89,7 +86,6 @@ def novograd_grad_averaging_3_sweep(
     table, work, beta1: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     one_minus_beta1_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """novograd: the tiles of one work item."""
     walk(
         table, work, novograd_grad_averaging_3_tile, SWEEP, (beta1, one_minus_beta1_times_grad_scale,
         one_minus_beta1_times_weight_decay, minus_lr), step_key,

@@ -18,7 +18,6 @@ def orthograd_1_tile(PLAN: tl.constexpr, p, g, live, MASKED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["step_key"])
 def orthograd_1_sweep(table, work, step_key: tl.int32, SWEEP: tl.constexpr):
-    """orthograd: the tiles of one work item."""
     walk(table, work, orthograd_1_tile, SWEEP, (), step_key)
 
 
@@ -38,7 +37,6 @@ def orthograd_2_values(
 def orthograd_2_between(
     table, work, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32, LEVEL: tl.constexpr,
 ):
-    """orthograd: matrices of one tensor."""
     rounds(table, work, orthograd_2_values, LEVEL, 0, (grad_scale, grad_scale_times_grad_scale))
 
 
@@ -52,7 +50,6 @@ def orthograd_3_tile(PLAN: tl.constexpr, p, g, radial, grad_scale, live, MASKED:
 
 @triton.jit(do_not_specialize=["step_key"])
 def orthograd_3_sweep(table, work, grad_scale: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr):
-    """orthograd: the tiles of one work item."""
     walk(table, work, orthograd_3_tile, SWEEP, (grad_scale,), step_key)
 
 
@@ -67,7 +64,6 @@ def orthograd_4_values(by_1em05_times_g_norm, tensor_sum_for_tangent_norm, g_nor
 
 @triton.jit
 def orthograd_4_between(table, work, LEVEL: tl.constexpr):
-    """orthograd: matrices of one tensor."""
     rounds(table, work, orthograd_4_values, LEVEL, 0, ())
 
 
@@ -88,7 +84,6 @@ def orthograd_5_sweep(
     table, work, weight_decay: tl.float32, grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
     SWEEP: tl.constexpr,
 ):
-    """orthograd: the tiles of one work item."""
     walk(table, work, orthograd_5_tile, SWEEP, (weight_decay, grad_scale, minus_lr), step_key)
 
 
@@ -116,7 +111,6 @@ def orthograd_has_momentum_5_sweep(
     where_lt_one_t_one_minus_dampening_one: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
     SWEEP: tl.constexpr,
 ):
-    """orthograd: the tiles of one work item."""
     walk(
         table, work, orthograd_has_momentum_5_tile, SWEEP, (weight_decay, grad_scale, where_lt_one_t_momentum_zero,
         where_lt_one_t_one_minus_dampening_one, minus_lr), step_key,
@@ -149,7 +143,6 @@ def orthograd_nesterov_has_momentum_5_sweep(
     where_lt_one_t_momentum_zero: tl.float32, where_lt_one_t_one_minus_dampening_one: tl.float32,
     minus_lr: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """orthograd: the tiles of one work item."""
     walk(
         table, work, orthograd_nesterov_has_momentum_5_tile, SWEEP, (momentum, weight_decay, grad_scale,
         where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr), step_key,

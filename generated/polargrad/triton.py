@@ -35,7 +35,6 @@ def polargrad_1_sweep(
     table, work, momentum: tl.float32, one_minus_momentum_times_grad_scale: tl.float32, step_key: tl.int32,
     SWEEP: tl.constexpr,
 ):
-    """polargrad: the tiles of one work item."""
     walk(table, work, polargrad_1_tile, SWEEP, (momentum, one_minus_momentum_times_grad_scale), step_key)
 
 
@@ -50,7 +49,6 @@ def polargrad_3_tile(PLAN: tl.constexpr, momentum_buffer, direction_stored, live
 
 @triton.jit(do_not_specialize=["step_key"])
 def polargrad_3_sweep(table, work, step_key: tl.int32, SWEEP: tl.constexpr):
-    """polargrad: the tiles of one work item."""
     walk(table, work, polargrad_3_tile, SWEEP, (), step_key)
 
 
@@ -76,7 +74,6 @@ def polargrad_6_values(mat_sum_for_nuclear, rows_times_columns, lr):
 
 @triton.jit
 def polargrad_4_between(table, work, lr: tl.float32, LEVEL: tl.constexpr):
-    """polargrad: matrices of one tensor."""
     rounds(table, work, polargrad_4_values, LEVEL, 0, ())
     rounds(table, work, polargrad_5_values, LEVEL, 1, ())
     rounds(table, work, polargrad_6_values, LEVEL, 2, (lr,))
@@ -99,7 +96,6 @@ def polargrad_7_tile(
 def polargrad_7_sweep(
     table, work, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """polargrad: the tiles of one work item."""
     walk(table, work, polargrad_7_tile, SWEEP, (one_minus_lr_times_weight_decay,), step_key)
 
 
@@ -134,7 +130,6 @@ def polargrad_no_matrix_sweep(
     scalar_3: tl.float32, one_minus_adamw_lr_times_weight_decay: tl.float32, step_key: tl.int32,
     SWEEP: tl.constexpr,
 ):
-    """polargrad: the tiles of one work item."""
     walk(
         table, work, polargrad_no_matrix_tile, SWEEP, (adamw_betas_0, adamw_betas_1,
         one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3, one_minus_adamw_lr_times_weight_decay),

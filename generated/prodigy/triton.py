@@ -23,7 +23,6 @@ def prodigy_1_values(d, lr, weight_decay, d0, gain1):
 def prodigy_1_between(
     table, work, lr: tl.float32, weight_decay: tl.float32, d0: tl.float32, gain1: tl.float32, LEVEL: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor."""
     rounds(table, work, prodigy_1_values, LEVEL, 0, (lr, weight_decay, d0, gain1))
 
 
@@ -45,7 +44,6 @@ def prodigy_2_sweep(
     table, work, lr: tl.float32, grad_scale: tl.float32, moves: tl.float32, keep3: tl.float32, step_key: tl.int32,
     SWEEP: tl.constexpr,
 ):
-    """prodigy: the tiles of one work item."""
     walk(table, work, prodigy_2_tile, SWEEP, (lr, grad_scale, moves, keep3), step_key)
 
 
@@ -57,7 +55,6 @@ def prodigy_3_values(tensor_sum_for_numerator, tensor_sum_for_d_denom):
 
 @triton.jit
 def prodigy_3_between(table, work, LEVEL: tl.constexpr):
-    """prodigy: matrices of one tensor."""
     rounds(table, work, prodigy_3_values, LEVEL, 0, ())
 
 
@@ -85,7 +82,6 @@ def prodigy_4_between(
     table, work, eps: tl.float32, d0: tl.float32, d_coef: tl.float32, growth_rate: tl.float32, beta3: tl.float32,
     LEVEL: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor."""
     rounds(table, work, prodigy_4_values, LEVEL, 0, (eps, d0, d_coef, growth_rate, beta3))
 
 
@@ -113,7 +109,6 @@ def prodigy_5_sweep(
     table, work, grad_scale: tl.float32, moves: tl.float32, keep1: tl.float32, gain2: tl.float32, keep2: tl.float32,
     step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """prodigy: the tiles of one work item."""
     walk(table, work, prodigy_5_tile, SWEEP, (grad_scale, moves, keep1, gain2, keep2), step_key)
 
 
@@ -125,7 +120,6 @@ def prodigy_6_values(d_2):
 
 @triton.jit
 def prodigy_6_between(table, work, LEVEL: tl.constexpr):
-    """prodigy: matrices of one tensor."""
     rounds(table, work, prodigy_6_values, LEVEL, 0, ())
 
 
@@ -143,7 +137,6 @@ def prodigy_safeguard_warmup_1_between(
     table, work, lr: tl.float32, weight_decay: tl.float32, d0: tl.float32, gain1: tl.float32, moves: tl.float32,
     LEVEL: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor."""
     rounds(table, work, prodigy_safeguard_warmup_1_values, LEVEL, 0, (lr, weight_decay, d0, gain1, moves))
 
 
@@ -166,7 +159,6 @@ def prodigy_safeguard_warmup_2_sweep(
     table, work, lr: tl.float32, grad_scale: tl.float32, moves: tl.float32, keep3: tl.float32, step_key: tl.int32,
     SWEEP: tl.constexpr,
 ):
-    """prodigy: the tiles of one work item."""
     walk(table, work, prodigy_safeguard_warmup_2_tile, SWEEP, (lr, grad_scale, moves, keep3), step_key)
 
 
@@ -183,7 +175,6 @@ def prodigy_use_bias_correction_1_values(d, weight_decay, d0, own, gain1):
 def prodigy_use_bias_correction_1_between(
     table, work, weight_decay: tl.float32, d0: tl.float32, own: tl.float32, gain1: tl.float32, LEVEL: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor."""
     rounds(table, work, prodigy_use_bias_correction_1_values, LEVEL, 0, (weight_decay, d0, own, gain1))
 
 
@@ -206,7 +197,6 @@ def prodigy_use_bias_correction_2_sweep(
     table, work, grad_scale: tl.float32, moves: tl.float32, keep3: tl.float32, own: tl.float32, step_key: tl.int32,
     SWEEP: tl.constexpr,
 ):
-    """prodigy: the tiles of one work item."""
     walk(table, work, prodigy_use_bias_correction_2_tile, SWEEP, (grad_scale, moves, keep3, own), step_key)
 
 
@@ -224,7 +214,6 @@ def prodigy_use_bias_correction_safeguard_warmup_1_between(
     table, work, weight_decay: tl.float32, d0: tl.float32, own: tl.float32, gain1: tl.float32, moves: tl.float32,
     LEVEL: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor."""
     rounds(
         table, work, prodigy_use_bias_correction_safeguard_warmup_1_values, LEVEL, 0, (weight_decay, d0, own, gain1,
         moves),
@@ -250,7 +239,6 @@ def prodigy_use_bias_correction_safeguard_warmup_2_sweep(
     table, work, grad_scale: tl.float32, moves: tl.float32, keep3: tl.float32, own: tl.float32, step_key: tl.int32,
     SWEEP: tl.constexpr,
 ):
-    """prodigy: the tiles of one work item."""
     walk(
         table, work, prodigy_use_bias_correction_safeguard_warmup_2_tile, SWEEP, (grad_scale, moves, keep3, own),
         step_key,

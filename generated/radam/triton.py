@@ -34,7 +34,6 @@ def radam_sweep(
     grad_scale: tl.float32, one_minus_beta1: tl.float32, one_minus_beta2: tl.float32, adaptive: tl.float32,
     scalar_3: tl.float32, lr_over_one_minus_beta1_pow_t: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """radam: the tiles of one work item."""
     walk(
         table, work, radam_tile, SWEEP, (beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
         adaptive, scalar_3, lr_over_one_minus_beta1_pow_t), step_key,
@@ -66,7 +65,6 @@ def radam_decoupled_weight_decay_sweep(
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, adaptive: tl.float32, scalar_4: tl.float32,
     lr_over_one_minus_beta1_pow_t: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """radam: the tiles of one work item."""
     walk(
         table, work, radam_decoupled_weight_decay_tile, SWEEP, (beta1, beta2, eps, one_minus_lr_times_weight_decay,
         one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4, lr_over_one_minus_beta1_pow_t), step_key,

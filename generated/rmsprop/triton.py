@@ -30,7 +30,6 @@ def rmsprop_sweep(
     table, work, alpha: tl.float32, eps: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     one_minus_alpha: tl.float32, minus_lr: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """rmsprop: the tiles of one work item."""
     walk(table, work, rmsprop_tile, SWEEP, (alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr), step_key)
 
 
@@ -59,7 +58,6 @@ def rmsprop_has_momentum_sweep(
     grad_scale: tl.float32, one_minus_alpha: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
     SWEEP: tl.constexpr,
 ):
-    """rmsprop: the tiles of one work item."""
     walk(
         table, work, rmsprop_has_momentum_tile, SWEEP, (alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha,
         minus_lr), step_key,
@@ -90,7 +88,6 @@ def rmsprop_centered_sweep(
     table, work, alpha: tl.float32, eps: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     one_minus_alpha: tl.float32, minus_lr: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """rmsprop: the tiles of one work item."""
     walk(
         table, work, rmsprop_centered_tile, SWEEP, (alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr),
         step_key,
@@ -125,7 +122,6 @@ def rmsprop_centered_has_momentum_sweep(
     grad_scale: tl.float32, one_minus_alpha: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
     SWEEP: tl.constexpr,
 ):
-    """rmsprop: the tiles of one work item."""
     walk(
         table, work, rmsprop_centered_has_momentum_tile, SWEEP, (alpha, eps, weight_decay, momentum, grad_scale,
         one_minus_alpha, minus_lr), step_key,

@@ -38,7 +38,6 @@ def rprop_sweep(
     table, work, etaminus: tl.float32, etaplus: tl.float32, step_size_min: tl.float32, step_size_max: tl.float32,
     grad_scale: tl.float32, where_lt_one_t_zero_lr: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """rprop: the tiles of one work item."""
     walk(
         table, work, rprop_tile, SWEEP, (etaminus, etaplus, step_size_min, step_size_max, grad_scale,
         where_lt_one_t_zero_lr), step_key,

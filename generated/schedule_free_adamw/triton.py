@@ -37,7 +37,6 @@ def schedule_free_adamw_sweep(
     grad_scale_times_sqrt_one_minus_beta2_pow_t: tl.float32, eps_times_sqrt_one_minus_beta2_pow_t: tl.float32,
     c: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """schedule_free_adamw: the tiles of one work item."""
     walk(
         table, work, schedule_free_adamw_tile, SWEEP, (beta2, weight_decay, scalar_0,
         grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5),

@@ -26,5 +26,4 @@ def schedule_free_sgd_sweep(
     table, work, weight_decay: tl.float32, grad_scale: tl.float32, c: tl.float32, scalar_1: tl.float32,
     scalar_2: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """schedule_free_sgd: the tiles of one work item."""
     walk(table, work, schedule_free_sgd_tile, SWEEP, (weight_decay, grad_scale, c, scalar_1, scalar_2), step_key)

@@ -19,7 +19,6 @@ def scion_1_values(extent_rows, extent_columns, normalized):
 
 @triton.jit
 def scion_1_between(table, work, normalized: tl.float32, LEVEL: tl.constexpr):
-    """scion: matrices of one tensor."""
     rounds(table, work, scion_1_values, LEVEL, 0, (normalized,))
 
 
@@ -48,7 +47,6 @@ def scion_2_sweep(
     table, work, one_minus_momentum: tl.float32, momentum_times_grad_scale: tl.float32, step_key: tl.int32,
     SWEEP: tl.constexpr,
 ):
-    """scion: the tiles of one work item."""
     walk(table, work, scion_2_tile, SWEEP, (one_minus_momentum, momentum_times_grad_scale), step_key)
 
 
@@ -71,7 +69,6 @@ def scion_4_sweep(
     table, work, lr_times_scale: tl.float32, one_minus_lr_times_one_minus_unconstrained: tl.float32,
     step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """scion: the tiles of one work item."""
     walk(table, work, scion_4_tile, SWEEP, (lr_times_scale, one_minus_lr_times_one_minus_unconstrained), step_key)
 
 
@@ -93,7 +90,6 @@ def scion_no_matrix_1_sweep(
     table, work, one_minus_momentum: tl.float32, momentum_times_grad_scale: tl.float32, step_key: tl.int32,
     SWEEP: tl.constexpr,
 ):
-    """scion: the tiles of one work item."""
     walk(table, work, scion_no_matrix_1_tile, SWEEP, (one_minus_momentum, momentum_times_grad_scale), step_key)
 
 
@@ -105,7 +101,6 @@ def scion_no_matrix_2_values(tensor_sum_of_momentum_buffer, extent_elements, eps
 
 @triton.jit
 def scion_no_matrix_2_between(table, work, eps: tl.float32, LEVEL: tl.constexpr):
-    """scion: matrices of one tensor."""
     rounds(table, work, scion_no_matrix_2_values, LEVEL, 0, (eps,))
 
 
@@ -128,7 +123,6 @@ def scion_no_matrix_3_sweep(
     table, work, lr_times_scale: tl.float32, one_minus_lr_times_one_minus_unconstrained: tl.float32,
     step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """scion: the tiles of one work item."""
     walk(
         table, work, scion_no_matrix_3_tile, SWEEP, (lr_times_scale, one_minus_lr_times_one_minus_unconstrained),
         step_key,
@@ -153,7 +147,6 @@ def scion_row_norm_1_sweep(
     table, work, one_minus_momentum: tl.float32, momentum_times_grad_scale: tl.float32, step_key: tl.int32,
     SWEEP: tl.constexpr,
 ):
-    """scion: the tiles of one work item."""
     walk(table, work, scion_row_norm_1_tile, SWEEP, (one_minus_momentum, momentum_times_grad_scale), step_key)
 
 
@@ -178,7 +171,6 @@ def scion_row_norm_4_values(width, sqrt_row_sum_of_momentum_buffer_over_columns,
 
 @triton.jit
 def scion_row_norm_2_between(table, work, normalized: tl.float32, eps: tl.float32, LEVEL: tl.constexpr):
-    """scion: matrices of one tensor."""
     rounds(table, work, scion_row_norm_2_values, LEVEL, 0, ())
     rounds(table, work, scion_row_norm_3_values, LEVEL, 1, (normalized,))
     rounds(table, work, scion_row_norm_4_values, LEVEL, 2, (eps,))
@@ -204,7 +196,6 @@ def scion_row_norm_5_sweep(
     table, work, lr_times_scale: tl.float32, one_minus_lr_times_one_minus_unconstrained: tl.float32,
     step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """scion: the tiles of one work item."""
     walk(
         table, work, scion_row_norm_5_tile, SWEEP, (lr_times_scale, one_minus_lr_times_one_minus_unconstrained),
         step_key,
@@ -220,7 +211,6 @@ def scion_sign_norm_1_values(extent_columns, normalized):
 
 @triton.jit
 def scion_sign_norm_1_between(table, work, normalized: tl.float32, LEVEL: tl.constexpr):
-    """scion: matrices of one tensor."""
     rounds(table, work, scion_sign_norm_1_values, LEVEL, 0, (normalized,))
 
 
@@ -246,7 +236,6 @@ def scion_sign_norm_2_sweep(
     table, work, one_minus_momentum: tl.float32, momentum_times_grad_scale: tl.float32, lr_times_scale: tl.float32,
     one_minus_lr_times_one_minus_unconstrained: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """scion: the tiles of one work item."""
     walk(
         table, work, scion_sign_norm_2_tile, SWEEP, (one_minus_momentum, momentum_times_grad_scale, lr_times_scale,
         one_minus_lr_times_one_minus_unconstrained), step_key,

@@ -20,7 +20,6 @@ def sgd_sweep(
     table, work, lr_times_grad_scale: tl.float32, lr_times_weight_decay: tl.float32, step_key: tl.int32,
     SWEEP: tl.constexpr,
 ):
-    """sgd: the tiles of one work item."""
     walk(table, work, sgd_tile, SWEEP, (lr_times_grad_scale, lr_times_weight_decay), step_key)
 
 
@@ -43,7 +42,6 @@ def sgd_has_momentum_sweep(
     table, work, scalar_0: tl.float32, scalar_1: tl.float32, where_lt_one_t_momentum_zero: tl.float32,
     minus_lr: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """sgd: the tiles of one work item."""
     walk(
         table, work, sgd_has_momentum_tile, SWEEP, (scalar_0, scalar_1, where_lt_one_t_momentum_zero, minus_lr),
         step_key,
@@ -75,7 +73,6 @@ def sgd_nesterov_has_momentum_sweep(
     where_lt_one_t_momentum_zero: tl.float32, where_lt_one_t_one_minus_dampening_one: tl.float32,
     minus_lr: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """sgd: the tiles of one work item."""
     walk(
         table, work, sgd_nesterov_has_momentum_tile, SWEEP, (momentum, weight_decay, grad_scale,
         where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr), step_key,

@@ -29,7 +29,6 @@ def sgdp_1_sweep(
     table, work, momentum: tl.float32, one_minus_dampening_times_grad_scale: tl.float32, step_key: tl.int32,
     SWEEP: tl.constexpr,
 ):
-    """sgdp: the tiles of one work item."""
     walk(table, work, sgdp_1_tile, SWEEP, (momentum, one_minus_dampening_times_grad_scale), step_key)
 
 
@@ -98,7 +97,6 @@ def sgdp_2_between(
     delta: tl.float32, minus_one_minus_wd_ratio: tl.float32, weight_decay_2: tl.float32, minus_lr: tl.float32,
     LEVEL: tl.constexpr,
 ):
-    """sgdp: matrices of one tensor."""
     rounds(table, work, sgdp_2_values, LEVEL, 0, (eps, grad_scale, grad_scale_times_grad_scale))
     rounds(table, work, sgdp_3_values, LEVEL, 1, (delta,))
     rounds(table, work, sgdp_4_values, LEVEL, 2, (eps, grad_scale, grad_scale_times_grad_scale))
@@ -122,7 +120,6 @@ def sgdp_7_tile(
 
 @triton.jit(do_not_specialize=["step_key"])
 def sgdp_7_sweep(table, work, minus_lr: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr):
-    """sgdp: the tiles of one work item."""
     walk(table, work, sgdp_7_tile, SWEEP, (minus_lr,), step_key)
 
 
@@ -146,7 +143,6 @@ def sgdp_no_projected_sweep(
     table, work, momentum: tl.float32, one_minus_dampening_times_grad_scale: tl.float32, scalar_1: tl.float32,
     minus_lr: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """sgdp: the tiles of one work item."""
     walk(
         table, work, sgdp_no_projected_tile, SWEEP, (momentum, one_minus_dampening_times_grad_scale, scalar_1,
         minus_lr), step_key,
@@ -171,7 +167,6 @@ def sgdp_nesterov_1_sweep(
     table, work, grad_scale: tl.float32, momentum_times_momentum: tl.float32, scalar_1: tl.float32,
     step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """sgdp: the tiles of one work item."""
     walk(table, work, sgdp_nesterov_1_tile, SWEEP, (grad_scale, momentum_times_momentum, scalar_1), step_key)
 
 
@@ -200,7 +195,6 @@ def sgdp_nesterov_7_sweep(
     table, work, momentum: tl.float32, grad_scale: tl.float32, one_minus_dampening_times_grad_scale: tl.float32,
     minus_lr: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """sgdp: the tiles of one work item."""
     walk(
         table, work, sgdp_nesterov_7_tile, SWEEP, (momentum, grad_scale, one_minus_dampening_times_grad_scale,
         minus_lr), step_key,
@@ -228,7 +222,6 @@ def sgdp_nesterov_no_projected_sweep(
     lr_times_grad_scale: tl.float32, lr_times_momentum: tl.float32, scalar_3: tl.float32, step_key: tl.int32,
     SWEEP: tl.constexpr,
 ):
-    """sgdp: the tiles of one work item."""
     walk(
         table, work, sgdp_nesterov_no_projected_tile, SWEEP, (momentum, one_minus_dampening_times_grad_scale,
         lr_times_grad_scale, lr_times_momentum, scalar_3), step_key,

@@ -25,7 +25,6 @@ def sgdw_sweep(
     table, work, one_minus_lr_times_weight_decay: tl.float32, minus_lr_times_grad_scale: tl.float32,
     step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """sgdw: the tiles of one work item."""
     walk(table, work, sgdw_tile, SWEEP, (one_minus_lr_times_weight_decay, minus_lr_times_grad_scale), step_key)
 
 
@@ -47,7 +46,6 @@ def sgdw_has_momentum_sweep(
     table, work, where_lt_one_t_momentum_zero: tl.float32, scalar_1: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """sgdw: the tiles of one work item."""
     walk(
         table, work, sgdw_has_momentum_tile, SWEEP, (where_lt_one_t_momentum_zero, scalar_1,
         one_minus_lr_times_weight_decay, minus_lr), step_key,
@@ -75,7 +73,6 @@ def sgdw_nesterov_has_momentum_sweep(
     lr_times_momentum: tl.float32, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32,
     SWEEP: tl.constexpr,
 ):
-    """sgdw: the tiles of one work item."""
     walk(
         table, work, sgdw_nesterov_has_momentum_tile, SWEEP, (where_lt_one_t_momentum_zero, scalar_1,
         lr_times_grad_scale, lr_times_momentum, one_minus_lr_times_weight_decay), step_key,

@@ -25,7 +25,6 @@ def signum_sweep(
     table, work, grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32, minus_lr: tl.float32,
     step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """signum: the tiles of one work item."""
     walk(table, work, signum_tile, SWEEP, (grad_scale, one_minus_lr_times_weight_decay, minus_lr), step_key)
 
 
@@ -49,7 +48,6 @@ def signum_has_momentum_sweep(
     table, work, momentum: tl.float32, one_minus_momentum_times_grad_scale: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """signum: the tiles of one work item."""
     walk(
         table, work, signum_has_momentum_tile, SWEEP, (momentum, one_minus_momentum_times_grad_scale,
         one_minus_lr_times_weight_decay, minus_lr), step_key,

@@ -18,7 +18,6 @@ def sinkgd_1_tile(PLAN: tl.constexpr, g, live, MASKED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["step_key"])
 def sinkgd_1_sweep(table, work, step_key: tl.int32, SWEEP: tl.constexpr):
-    """sinkgd: the tiles of one work item."""
     walk(table, work, sinkgd_1_tile, SWEEP, (), step_key)
 
 
@@ -35,7 +34,6 @@ def sinkgd_2_values(row_sum_for_across, extent_columns, grad_scale_times_grad_sc
 
 @triton.jit
 def sinkgd_2_between(table, work, grad_scale_times_grad_scale: tl.float32, LEVEL: tl.constexpr):
-    """sinkgd: matrices of one tensor."""
     rounds(table, work, sinkgd_2_values, LEVEL, 0, (grad_scale_times_grad_scale,))
 
 
@@ -48,7 +46,6 @@ def sinkgd_3_tile(PLAN: tl.constexpr, g, across, live, MASKED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["step_key"])
 def sinkgd_3_sweep(table, work, step_key: tl.int32, SWEEP: tl.constexpr):
-    """sinkgd: the tiles of one work item."""
     walk(table, work, sinkgd_3_tile, SWEEP, (), step_key)
 
 
@@ -64,7 +61,6 @@ def sinkgd_4_values(col_sum_for_down, extent_rows, grad_scale_times_grad_scale):
 
 @triton.jit
 def sinkgd_4_between(table, work, grad_scale_times_grad_scale: tl.float32, LEVEL: tl.constexpr):
-    """sinkgd: matrices of one tensor."""
     rounds(table, work, sinkgd_4_values, LEVEL, 0, (grad_scale_times_grad_scale,))
 
 
@@ -77,7 +73,6 @@ def sinkgd_5_tile(PLAN: tl.constexpr, g, down_, live, MASKED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["step_key"])
 def sinkgd_5_sweep(table, work, step_key: tl.int32, SWEEP: tl.constexpr):
-    """sinkgd: the tiles of one work item."""
     walk(table, work, sinkgd_5_tile, SWEEP, (), step_key)
 
 
@@ -94,7 +89,6 @@ def sinkgd_6_values(row_sum_for_across_2, extent_columns, grad_scale_times_grad_
 
 @triton.jit
 def sinkgd_6_between(table, work, grad_scale_times_grad_scale: tl.float32, LEVEL: tl.constexpr):
-    """sinkgd: matrices of one tensor."""
     rounds(table, work, sinkgd_6_values, LEVEL, 0, (grad_scale_times_grad_scale,))
 
 
@@ -107,7 +101,6 @@ def sinkgd_7_tile(PLAN: tl.constexpr, g, across_2, live, MASKED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["step_key"])
 def sinkgd_7_sweep(table, work, step_key: tl.int32, SWEEP: tl.constexpr):
-    """sinkgd: the tiles of one work item."""
     walk(table, work, sinkgd_7_tile, SWEEP, (), step_key)
 
 
@@ -124,7 +117,6 @@ def sinkgd_8_values(col_sum_for_down_2, extent_rows, grad_scale_times_grad_scale
 
 @triton.jit
 def sinkgd_8_between(table, work, grad_scale_times_grad_scale: tl.float32, LEVEL: tl.constexpr):
-    """sinkgd: matrices of one tensor."""
     rounds(table, work, sinkgd_8_values, LEVEL, 0, (grad_scale_times_grad_scale,))
 
 
@@ -137,7 +129,6 @@ def sinkgd_9_tile(PLAN: tl.constexpr, g, down_2, live, MASKED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["step_key"])
 def sinkgd_9_sweep(table, work, step_key: tl.int32, SWEEP: tl.constexpr):
-    """sinkgd: the tiles of one work item."""
     walk(table, work, sinkgd_9_tile, SWEEP, (), step_key)
 
 
@@ -154,7 +145,6 @@ def sinkgd_10_values(row_sum_for_across_3, extent_columns, grad_scale_times_grad
 
 @triton.jit
 def sinkgd_10_between(table, work, grad_scale_times_grad_scale: tl.float32, LEVEL: tl.constexpr):
-    """sinkgd: matrices of one tensor."""
     rounds(table, work, sinkgd_10_values, LEVEL, 0, (grad_scale_times_grad_scale,))
 
 
@@ -167,7 +157,6 @@ def sinkgd_11_tile(PLAN: tl.constexpr, g, across_3, live, MASKED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["step_key"])
 def sinkgd_11_sweep(table, work, step_key: tl.int32, SWEEP: tl.constexpr):
-    """sinkgd: the tiles of one work item."""
     walk(table, work, sinkgd_11_tile, SWEEP, (), step_key)
 
 
@@ -184,7 +173,6 @@ def sinkgd_12_values(col_sum_for_down_3, extent_rows, grad_scale_times_grad_scal
 
 @triton.jit
 def sinkgd_12_between(table, work, grad_scale_times_grad_scale: tl.float32, LEVEL: tl.constexpr):
-    """sinkgd: matrices of one tensor."""
     rounds(table, work, sinkgd_12_values, LEVEL, 0, (grad_scale_times_grad_scale,))
 
 
@@ -197,7 +185,6 @@ def sinkgd_13_tile(PLAN: tl.constexpr, g, down_3, live, MASKED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["step_key"])
 def sinkgd_13_sweep(table, work, step_key: tl.int32, SWEEP: tl.constexpr):
-    """sinkgd: the tiles of one work item."""
     walk(table, work, sinkgd_13_tile, SWEEP, (), step_key)
 
 
@@ -214,7 +201,6 @@ def sinkgd_14_values(row_sum_for_across_4, extent_columns, grad_scale_times_grad
 
 @triton.jit
 def sinkgd_14_between(table, work, grad_scale_times_grad_scale: tl.float32, LEVEL: tl.constexpr):
-    """sinkgd: matrices of one tensor."""
     rounds(table, work, sinkgd_14_values, LEVEL, 0, (grad_scale_times_grad_scale,))
 
 
@@ -227,7 +213,6 @@ def sinkgd_15_tile(PLAN: tl.constexpr, g, across_4, live, MASKED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["step_key"])
 def sinkgd_15_sweep(table, work, step_key: tl.int32, SWEEP: tl.constexpr):
-    """sinkgd: the tiles of one work item."""
     walk(table, work, sinkgd_15_tile, SWEEP, (), step_key)
 
 
@@ -244,7 +229,6 @@ def sinkgd_16_values(col_sum_for_down_4, extent_rows, grad_scale_times_grad_scal
 
 @triton.jit
 def sinkgd_16_between(table, work, grad_scale_times_grad_scale: tl.float32, LEVEL: tl.constexpr):
-    """sinkgd: matrices of one tensor."""
     rounds(table, work, sinkgd_16_values, LEVEL, 0, (grad_scale_times_grad_scale,))
 
 
@@ -257,7 +241,6 @@ def sinkgd_17_tile(PLAN: tl.constexpr, g, down_4, live, MASKED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["step_key"])
 def sinkgd_17_sweep(table, work, step_key: tl.int32, SWEEP: tl.constexpr):
-    """sinkgd: the tiles of one work item."""
     walk(table, work, sinkgd_17_tile, SWEEP, (), step_key)
 
 
@@ -274,7 +257,6 @@ def sinkgd_18_values(row_sum_for_across_5, extent_columns, grad_scale_times_grad
 
 @triton.jit
 def sinkgd_18_between(table, work, grad_scale_times_grad_scale: tl.float32, LEVEL: tl.constexpr):
-    """sinkgd: matrices of one tensor."""
     rounds(table, work, sinkgd_18_values, LEVEL, 0, (grad_scale_times_grad_scale,))
 
 
@@ -287,7 +269,6 @@ def sinkgd_19_tile(PLAN: tl.constexpr, g, across_5, live, MASKED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["step_key"])
 def sinkgd_19_sweep(table, work, step_key: tl.int32, SWEEP: tl.constexpr):
-    """sinkgd: the tiles of one work item."""
     walk(table, work, sinkgd_19_tile, SWEEP, (), step_key)
 
 
@@ -304,7 +285,6 @@ def sinkgd_20_values(col_sum_for_down_5, extent_rows, grad_scale_times_grad_scal
 
 @triton.jit
 def sinkgd_20_between(table, work, grad_scale_times_grad_scale: tl.float32, LEVEL: tl.constexpr):
-    """sinkgd: matrices of one tensor."""
     rounds(table, work, sinkgd_20_values, LEVEL, 0, (grad_scale_times_grad_scale,))
 
 
@@ -325,7 +305,6 @@ def sinkgd_21_sweep(
     table, work, one_minus_lr_times_weight_decay: tl.float32, lr_times_scale_times_grad_scale: tl.float32,
     step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """sinkgd: the tiles of one work item."""
     walk(
         table, work, sinkgd_21_tile, SWEEP, (one_minus_lr_times_weight_decay, lr_times_scale_times_grad_scale),
         step_key,
@@ -355,7 +334,6 @@ def sinkgd_no_matrix_sweep(
     scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """sinkgd: the tiles of one work item."""
     walk(
         table, work, sinkgd_no_matrix_tile, SWEEP, (betas_0, betas_1, one_minus_betas_0_times_grad_scale, scalar_1,
         scalar_2, scalar_3, one_minus_lr_times_weight_decay), step_key,

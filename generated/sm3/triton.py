@@ -31,7 +31,6 @@ def sm3_1_sweep(
     table, work, eps: tl.float32, grad_scale_times_grad_scale: tl.float32, minus_lr_times_grad_scale: tl.float32,
     step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """sm3: the tiles of one work item."""
     walk(table, work, sm3_1_tile, SWEEP, (eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale), step_key)
 
 
@@ -49,7 +48,6 @@ def sm3_3_values(accumulator_col_2):
 
 @triton.jit
 def sm3_2_between(table, work, LEVEL: tl.constexpr):
-    """sm3: matrices of one tensor."""
     rounds(table, work, sm3_2_values, LEVEL, 0, ())
     rounds(table, work, sm3_3_values, LEVEL, 1, ())
 
@@ -72,7 +70,6 @@ def sm3_no_factored_sweep(
     table, work, eps: tl.float32, grad_scale_times_grad_scale: tl.float32, minus_lr_times_grad_scale: tl.float32,
     step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """sm3: the tiles of one work item."""
     walk(
         table, work, sm3_no_factored_tile, SWEEP, (eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale),
         step_key,
@@ -104,7 +101,6 @@ def sm3_has_momentum_1_sweep(
     table, work, momentum: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     one_minus_momentum_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """sm3: the tiles of one work item."""
     walk(
         table, work, sm3_has_momentum_1_tile, SWEEP, (momentum, eps, grad_scale_times_grad_scale,
         one_minus_momentum_times_grad_scale, minus_lr), step_key,
@@ -133,7 +129,6 @@ def sm3_has_momentum_no_factored_sweep(
     table, work, momentum: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     one_minus_momentum_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """sm3: the tiles of one work item."""
     walk(
         table, work, sm3_has_momentum_no_factored_tile, SWEEP, (momentum, eps, grad_scale_times_grad_scale,
         one_minus_momentum_times_grad_scale, minus_lr), step_key,

@@ -18,7 +18,6 @@ def soap_1_tile(PLAN: tl.constexpr, g, grad_scale, live, MASKED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["step_key"])
 def soap_1_sweep(table, work, grad_scale: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr):
-    """soap: the tiles of one work item."""
     walk(table, work, soap_1_tile, SWEEP, (grad_scale,), step_key)
 
 
@@ -41,7 +40,6 @@ def soap_3_sweep(
     table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, one_minus_beta1: tl.float32,
     one_minus_beta2: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """soap: the tiles of one work item."""
     walk(table, work, soap_3_tile, SWEEP, (beta1, beta2, eps, one_minus_beta1, one_minus_beta2), step_key)
 
 
@@ -55,7 +53,6 @@ def soap_5_tile(PLAN: tl.constexpr, p, update_2, scalar_0, scalar_1, live, MASKE
 
 @triton.jit(do_not_specialize=["step_key"])
 def soap_5_sweep(table, work, scalar_0: tl.float32, scalar_1: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr):
-    """soap: the tiles of one work item."""
     walk(table, work, soap_5_tile, SWEEP, (scalar_0, scalar_1), step_key)
 
 
@@ -78,7 +75,6 @@ def soap_no_by_columns_3_sweep(
     table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, one_minus_beta1: tl.float32,
     one_minus_beta2: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """soap: the tiles of one work item."""
     walk(table, work, soap_no_by_columns_3_tile, SWEEP, (beta1, beta2, eps, one_minus_beta1, one_minus_beta2), step_key)
 
 
@@ -94,7 +90,6 @@ def soap_no_by_columns_5_tile(PLAN: tl.constexpr, p, update, scalar_0, scalar_1,
 def soap_no_by_columns_5_sweep(
     table, work, scalar_0: tl.float32, scalar_1: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """soap: the tiles of one work item."""
     walk(table, work, soap_no_by_columns_5_tile, SWEEP, (scalar_0, scalar_1), step_key)
 
 
@@ -121,7 +116,6 @@ def soap_no_by_rows_no_by_columns_sweep(
     scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """soap: the tiles of one work item."""
     walk(
         table, work, soap_no_by_rows_no_by_columns_tile, SWEEP, (beta1, beta2, one_minus_beta1_times_grad_scale,
         scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay), step_key,
@@ -147,7 +141,6 @@ def soap_refresh_3_sweep(
     table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, one_minus_beta1: tl.float32,
     one_minus_beta2: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """soap: the tiles of one work item."""
     walk(table, work, soap_refresh_3_tile, SWEEP, (beta1, beta2, eps, one_minus_beta1, one_minus_beta2), step_key)
 
 
@@ -165,7 +158,6 @@ def soap_refresh_5_tile(
 def soap_refresh_5_sweep(
     table, work, scalar_0: tl.float32, scalar_1: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """soap: the tiles of one work item."""
     walk(table, work, soap_refresh_5_tile, SWEEP, (scalar_0, scalar_1), step_key)
 
 
@@ -188,7 +180,6 @@ def soap_refresh_no_by_columns_3_sweep(
     table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, one_minus_beta1: tl.float32,
     one_minus_beta2: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """soap: the tiles of one work item."""
     walk(
         table, work, soap_refresh_no_by_columns_3_tile, SWEEP, (beta1, beta2, eps, one_minus_beta1, one_minus_beta2),
         step_key,
@@ -209,5 +200,4 @@ def soap_refresh_no_by_columns_5_tile(
 def soap_refresh_no_by_columns_5_sweep(
     table, work, scalar_0: tl.float32, scalar_1: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """soap: the tiles of one work item."""
     walk(table, work, soap_refresh_no_by_columns_5_tile, SWEEP, (scalar_0, scalar_1), step_key)

@@ -31,7 +31,6 @@ def stable_adamw_1_sweep(
     table, work, beta1_hat: tl.float32, scalar_1: tl.float32, scalar_2: tl.float32, beta2_hat: tl.float32,
     eps_times_eps: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """stable_adamw: the tiles of one work item."""
     walk(table, work, stable_adamw_1_tile, SWEEP, (beta1_hat, scalar_1, scalar_2, beta2_hat, eps_times_eps), step_key)
 
 
@@ -50,7 +49,6 @@ def stable_adamw_2_between(
     table, work, lr: tl.float32, weight_decay: tl.float32, grad_scale_times_grad_scale: tl.float32,
     LEVEL: tl.constexpr,
 ):
-    """stable_adamw: matrices of one tensor."""
     rounds(table, work, stable_adamw_2_values, LEVEL, 0, (lr, weight_decay, grad_scale_times_grad_scale))
 
 
@@ -70,7 +68,6 @@ def stable_adamw_3_tile(
 
 @triton.jit(do_not_specialize=["step_key"])
 def stable_adamw_3_sweep(table, work, eps: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr):
-    """stable_adamw: the tiles of one work item."""
     walk(table, work, stable_adamw_3_tile, SWEEP, (eps,), step_key)
 
 
@@ -90,7 +87,6 @@ def stable_adamw_late_1_sweep(
     table, work, scalar_0: tl.float32, beta2_hat: tl.float32, eps_times_eps: tl.float32, step_key: tl.int32,
     SWEEP: tl.constexpr,
 ):
-    """stable_adamw: the tiles of one work item."""
     walk(table, work, stable_adamw_late_1_tile, SWEEP, (scalar_0, beta2_hat, eps_times_eps), step_key)
 
 
@@ -116,5 +112,4 @@ def stable_adamw_late_3_sweep(
     table, work, eps: tl.float32, beta1_hat: tl.float32, scalar_1: tl.float32, scalar_0: tl.float32,
     beta2_hat: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """stable_adamw: the tiles of one work item."""
     walk(table, work, stable_adamw_late_3_tile, SWEEP, (eps, beta1_hat, scalar_1, scalar_0, beta2_hat), step_key)

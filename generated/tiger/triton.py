@@ -27,7 +27,6 @@ def tiger_sweep(
     table, work, beta: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """tiger: the tiles of one work item."""
     walk(
         table, work, tiger_tile, SWEEP, (beta, one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale,
         minus_lr), step_key,

@@ -38,7 +38,6 @@ def yogi_sweep(
     grad_scale_times_grad_scale: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
     step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    """yogi: the tiles of one work item."""
     walk(
         table, work, yogi_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
         where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale, scalar_4, scalar_5, scalar_6), step_key,

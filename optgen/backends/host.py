@@ -87,7 +87,6 @@ def scalars_function(program: Program, unpack: tuple[Unpack, ...], function: str
     """`def function(step, grad_scale, *, hypers..., host states...) -> scalars, then new host states`."""
     names = [u.name for u in unpack] + [name for name, _ in program.host_states]
     out = wrapped(f"def {function}(", ["step", "grad_scale", *(["*", *names] if names else [])])
-    out.append('    """The kernel\'s scalars at this step, and the new host states; fp64."""')
     nodes = [let.node for let in (*program.host, *program.host_stores)]
     read = {n.attr for n in postorder(nodes) if n.op == "sym"}
     for u in unpack:

@@ -263,7 +263,6 @@ def rule_function(
     called  the name of the function that a stage of whole matrices is
     """
     out = wrapped(f"def {function}(", ["stored", *(let.name for let in step.host)], "):")
-    out.append('    """One step in place, in strict maths; the codecs of a plan load and store."""')
     stored = frozenset(b.name for b in step.program.buffers)
     bases = {base for _, base in step.program.together}
     order = ["p", *sorted((b.owner for b in step.program.buffers), key=lambda owner: owner not in bases)]

@@ -135,7 +135,6 @@ def sweep_functions(schedule: Schedule, kernel: str, nonneg: Collection[str], so
     scalars = triton.scalars(program)
     args = ["table", "work", *(f"{h}: tl.float32" for h in scalars), "step_key: tl.int32", "SWEEP: tl.constexpr"]
     out += ["", "", triton.ENTRY, *wrapped(f"def {kernel}_sweep(", args)]
-    out.append(f'    """{program.name}: the tiles of one work item."""')
     call = ["table", "work", f"{kernel}_tile", "SWEEP", *triton.in_tuple(scalars), "step_key"]
     return [*out, *(f"    {x}" for x in wrapped("walk(", call, close=")"))]
 
@@ -192,7 +191,7 @@ def level_functions(stages: Sequence[tuple[str, Schedule]], known: dict[str, str
         calls += [f"    {x}" for x in wrapped("rounds(", taken, close=")")]
     args = ["table", "work", *(f"{h}: tl.float32" for h in host), "LEVEL: tl.constexpr"]
     out += ["@triton.jit", *wrapped(f"def {stages[0][0]}_between(", args)]
-    return [*out, f'    """{stages[0][1].program.name}: matrices of one tensor."""', *calls]
+    return [*out, *calls]
 
 
 def _values(schedule: Schedule) -> tuple[list[str], list[str]]:

@@ -113,7 +113,6 @@ class ClassRow:
     flags: tuple[FlagRow, ...]
     plans: tuple[str, ...]
     rule: tuple[str, ...]  # the lines of the author's function
-    rebuild: str
     own: Mapping[str, str] = field(default_factory=dict)  # the user's plans -> their packages
     evaluation: tuple[str, ...] = ()  # lines of the function that gives the weights to evaluate with
     blocks: str = ""  # what blocks of rows are that its user may ask for: "rows" of its matrix, or "heads"

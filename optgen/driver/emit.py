@@ -96,7 +96,6 @@ def class_row(spec: Spec, plans: tuple[str, ...], own: Mapping[str, str]) -> wra
         plans=plans,
         own=own,
         rule=spec.source.body,
-        rebuild=f"optgen build {spec.name}",
         evaluation=_evaluation(spec),
         blocks="" if not spec.blocks else "heads" if spec.matrix == "heads" else "rows",
     )
@@ -172,7 +171,8 @@ def emit_class(spec: Spec, plans: tuple[str, ...], own: Mapping[str, str], maths
     for name in {row.name, *plans, Path(triton_text.FILE).stem} & {*compile(text, row.source, "exec").co_names}:
         raise UserError("E115", loc=spec.loc, name=name, why="something else in the generated module has it")
     uses_torch = any("torch." in line for line in steps)
-    head = wrapper.render("optim.py.j2", c=row, doc=doc, torch=uses_torch, imports=[*imports, *names])
+    mark = targets.mark(spec.loc.file, f"{spec.name} · sha256 {row.digest} · rebuild: optgen build {spec.name}")
+    head = wrapper.render("optim.py.j2", mark=mark, c=row, doc=doc, torch=uses_torch, imports=[*imports, *names])
     return "\n".join([head[:-1], *steps, *records, *(["", "READY = True"] if is_ready(spec) else [])]) + "\n"
 
 

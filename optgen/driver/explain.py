@@ -102,16 +102,9 @@ def of_plan(plan: Plan) -> list[Kept]:
 def storage_lines(rows: Sequence[Kept]) -> list[str]:
     """Return the rows as plain lines, for the head of a generated file."""
     names = max(len(r.name) for r in rows)
-    lines = []
     indent = " " * (names + 2)
     wrapper = textwrap.TextWrapper(112, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-    for r in rows:
-        what = f"|error| <= {r.error}" if r.error not in ("exact", UNKNOWN, NONE) else r.error
-        told = what + (f"; {r.valid}" if r.valid else "")
-        for part, first in ((f"{r.bytes:g} B  {r.stored}", f"{r.name:<{names}}  "), (told, indent)):
-            wrapper.initial_indent = first
-            lines += wrapper.wrap(part)
-    return lines
+    return [line for r in rows for line in wrapper.wrap(f"{r.name:<{names}}  {r.bytes:g} B  {r.stored}")]
 
 
 # -- everything

@@ -51,6 +51,8 @@ def _leaf(value: object) -> str:
 
 def _parts(value: Any) -> tuple[str, list[tuple[str, Any]], str] | None:
     """Return how a container's text begins, its parts behind what leads to each, and how it ends; None for others."""
+    if isinstance(value, tuple) and len(value) > 3 and value == tuple(range(len(value))):
+        return "tuple(", [("", Name(f"range({len(value)})"))], ")"
     if isinstance(value, tuple):
         return "(", [("", x) for x in value], ")"
     if isinstance(value, Mapping):
@@ -224,7 +226,8 @@ def rule_lines(spec: Spec, maths: Maths) -> tuple[list[str], list[str]]:
     imports += ["from optgen.runtime.records.join import RuleRecord, StateRecord"]
     if names := host.needs(pool.functions):
         imports += [wrapper.imported(names, "optgen.runtime.records.scalars")]
-    body = [line for function in pool.functions for line in ("", "", *function)]
+    body = ["", "", "# Scalars at a step, in fp64, with the new host states behind them."]
+    body += [line for function in pool.functions for line in ("", "", *function)][2:]
     body += ["", "", "# The eager reference, in strict maths.", *written("RULES = ", found)]
     return imports, [*body, "", f"# The kernels, in {maths} maths{_rounding(spec, maths)}.", *written("STEPS = ", made)]
 
@@ -240,10 +243,8 @@ def _rounding(spec: Spec, maths: Maths) -> str:
 
 
 def plan_text(plan: Plan, maths: Maths = "fast", others: Sequence[Plan] = ()) -> str:
-    """Return the text of a plan's package: what it keeps, within which bounds, its eager codecs, and its record."""
-    kept = ["An element, in bytes between steps; a sweep that uses a value reads or writes so many.", ""]
-    kept += explain.storage_lines(explain.of_plan(plan))
-    doc = [f'"""{plan.doc}', "", *(f"    {line}".rstrip() for line in kept), '"""']
+    """Return the text of a plan's package: how it keeps an element, its eager codecs, and its record."""
+    doc = [f'"""{plan.doc}', "", *(f"    {x}" for x in explain.storage_lines(explain.of_plan(plan))), '"""']
     text = list(written("PLAN = ", plan_record(plan, maths)))
     names = [name for name in ("FormatRecord", "PlanRecord") if any(f"{name}(" in line for line in text)]
     lines = [f"from optgen.runtime.records.join import {', '.join(names)}"]
