@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from .signum import Signum as Signum
     from .sinkgd import SinkGD as SinkGD
     from .stable_adamw import StableAdamW as StableAdamW
+    from .stable_spam import StableSPAM as StableSPAM
     from .tiger import Tiger as Tiger
     from .yogi import Yogi as Yogi
 
@@ -112,6 +113,7 @@ _MODULES = {
     "Signum": "signum",
     "SinkGD": "sinkgd",
     "StableAdamW": "stable_adamw",
+    "StableSPAM": "stable_spam",
     "Tiger": "tiger",
     "Yogi": "yogi",
 }
@@ -166,6 +168,7 @@ __all__ = [
     "Signum",
     "SinkGD",
     "StableAdamW",
+    "StableSPAM",
     "Tiger",
     "Yogi",
 ]

@@ -439,6 +439,23 @@ def sinkgd(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
     return _by_shape(_flat(matrices), others, flags["adamw"])
 
 
+def stable_spam(o: Any, s: Any, p: Tensor, g: Tensor, t: int, lr: float) -> Tensor:
+    """The authors' code, but that the averages of norms, which never begin anew, keep their bias corrections."""
+    (beta1, beta2), p = o.betas, p * (1 - lr * o.weight_decay)
+    top = g.abs().max()
+    s.top = o.gamma3 * s.top + (1 - o.gamma3) * top
+    limit = s.top / (1 - o.gamma3**t)
+    g = torch.where(g.abs() > limit, g / top * limit, g)
+    s.norm = o.gamma1 * s.norm + (1 - o.gamma1) * g.norm()
+    s.square = o.gamma2 * s.square + (1 - o.gamma2) * g.norm() ** 2
+    g = g / g.norm() * (s.norm / (1 - o.gamma1**t)) / ((s.square / (1 - o.gamma2**t)).sqrt() + o.eps)
+    if t % o.update_proj_gap == 0:
+        s.m = s.v = torch.zeros(())
+    since = t if t < o.update_proj_gap else t % o.update_proj_gap + 1
+    s.m, s.v = beta1 * s.m + (1 - beta1) * g, beta2 * s.v + (1 - beta2) * g * g
+    return p - lr / (1 - beta1**since) * s.m / (s.v.sqrt() / math.sqrt(1 - beta2**since) + o.eps)
+
+
 REDUCING: dict[str, Oracle] = {
     "adafactor": adafactor,
     "adafactor_paper": adafactor_paper,
@@ -457,6 +474,7 @@ REDUCING: dict[str, Oracle] = {
     "sm3": sm3,
     "sinkgd": sinkgd,
     "stable_adamw": peer("StableAdamW"),
+    "stable_spam": paper(stable_spam),
 }
 
 

@@ -35,7 +35,7 @@ ISAS = [isa.name for isa in native.ISAS if isa.needs <= native.cpu_flags() and i
 RULES = (
     "adafactor", "adafactor_paper", "adam_mini", "adamuon", "cautious_adamw", "cautious_lion", "clipped_adamw",
     "dadapt_adam", "fromage", "lars", "mars", "muon", "normuon", "novograd", "orthograd", "polargrad", "prodigy",
-    "scion", "sinkgd", "sm3", "stable_adamw",
+    "scion", "sinkgd", "sm3", "stable_adamw", "stable_spam",
 )  # fmt: skip
 
 

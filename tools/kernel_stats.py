@@ -532,7 +532,7 @@ STAGED: Sequence[tuple[str, str, str]] = (
 BUDGETED: Sequence[str] = (
     "adafactor", "adafactor_paper", "adam_mini", "adamp", "came", "cautious_adamw", "cautious_lion", "clipped_adamw",
     "dadapt_adam", "fromage", "lamb", "lars", "mars", "novograd", "orthograd", "prodigy", "sgdp", "sinkgd", "sm3",
-    "stable_adamw",
+    "stable_adamw", "stable_spam",
 )  # fmt: skip
 
 

@@ -832,6 +832,25 @@ class StableAdamW(Optimizer):
         fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
     ) -> None: ...
 
+class StableSPAM(Optimizer):
+    """StableSPAM: Adam of gradients whose spikes are clipped and whose norm is evened out, begun anew now and then."""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 0.001,
+        betas: Sequence[float | Tensor] = (0.9, 0.999),
+        eps: float | Tensor = 1e-8,
+        weight_decay: float | Tensor = 0.0,
+        gamma1: float | Tensor = 0.7,
+        gamma2: float | Tensor = 0.9,
+        gamma3: float | Tensor = 0.999,
+        update_proj_gap: float | Tensor = 1000.0,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+    ) -> None: ...
+
 class Tiger(Optimizer):
     """The sign of the momentum, with decoupled weight decay: Lion with one beta."""
 

@@ -46,7 +46,7 @@ AVERAGES = ("ema", "other")
 
 TYPICAL = 0.9  # a decay that is 0 by default and in use
 STEPS, LOST = 1000, 0.5  # after so many steps the noise of a sum may be this much of what it is a multiple of
-LATE = 1e6  # the step at which decays are taken: what the first steps do differently is forgotten
+LATE = 1e6 + 1  # the step of which decays are: first steps are forgotten, and it is no multiple of an interval
 
 
 @dataclass(frozen=True)

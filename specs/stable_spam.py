@@ -1,0 +1,49 @@
+"""StableSPAM: Adam of gradients whose spikes are clipped and whose norm is evened out, begun anew now and then."""
+
+from optgen.lang import (
+    amax, floor, hyper, maximum, nonneg, norm, optimizer, policies, sqrt, state, tensor_state, where,
+)  # fmt: skip
+
+
+@optimizer(cite="Huang et al. 2025, arXiv:2502.17055", name="StableSPAM")
+def stable_spam(
+    p, g, t,
+    exp_avg=state(),
+    exp_avg_sq=state(nonneg),
+    max_avg=tensor_state(nonneg),
+    norm_avg=tensor_state(nonneg),
+    norm_sq_avg=tensor_state(nonneg),
+    *,
+    lr=hyper(1e-3, ge=0),
+    betas=hyper((0.9, 0.999), ge=0, lt=1),
+    eps=hyper(1e-8, gt=0),
+    weight_decay=hyper(0.0, ge=0),
+    gamma1=hyper(0.7, ge=0, lt=1),
+    gamma2=hyper(0.9, ge=0, lt=1),
+    gamma3=hyper(0.999, ge=0, lt=1),
+    update_proj_gap=hyper(1000, ge=1),
+):
+    """StableSPAM: Adam of gradients whose spikes are clipped and whose norm is evened out, begun anew now and then.
+
+    Elements above the average of the gradient's largest (gamma3) are scaled by what it is to the largest; the norm of
+    a tensor's gradient becomes its average (gamma1) over the root of that of its square (gamma2).  At the multiples of
+    update_proj_gap the moments begin at 0 again, and their bias corrections with them.
+    """
+    beta1, beta2 = betas
+    top = amax(abs(g))
+    max_avg = gamma3 * max_avg + (1 - gamma3) * top
+    limit = max_avg / (1 - gamma3**t)
+    clipped = where(abs(g) > limit, g * (limit / maximum(top, 1e-30)), g)
+    length = norm(clipped)
+    norm_avg = gamma1 * norm_avg + (1 - gamma1) * length
+    norm_sq_avg = gamma2 * norm_sq_avg + (1 - gamma2) * length * length
+    even = norm_avg / (1 - gamma1**t) / (sqrt(norm_sq_avg / (1 - gamma2**t)) + eps)
+    scaled = clipped * (even / maximum(length, 1e-30))
+    since = where(t < update_proj_gap, t, t - update_proj_gap * floor(t / update_proj_gap) + 1)
+    kept = where(since > 1, 1.0, 0.0)
+    exp_avg = kept * beta1 * exp_avg + (1 - beta1) * scaled
+    exp_avg_sq = kept * beta2 * exp_avg_sq + (1 - beta2) * scaled * scaled
+    denom = sqrt(exp_avg_sq) / sqrt(1 - beta2**since) + eps
+    p = policies.decoupled(p, lr, weight_decay)
+    p = p - lr / (1 - beta1**since) * exp_avg / denom
+    return p, exp_avg, exp_avg_sq, max_avg, norm_avg, norm_sq_avg
