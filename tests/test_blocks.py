@@ -26,8 +26,6 @@ from optgen.verify.intervals import Interval
 from tests.harness import plan_of, same_bits, spec_of
 from tests.training import bits, params_of, states
 
-pytestmark = pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value", "ignore:overflow")
-
 HEADS, KV_HEADS, DIM = 8, 2, 40
 
 

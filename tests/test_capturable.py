@@ -41,8 +41,6 @@ from tests import training
 from tests.harness import python
 from tests.training import bits, copies, params_of, through_file
 
-pytestmark = pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value", "ignore:overflow")
-
 SHAPES = [(3, 20), (2, 32), (9,)]
 
 CODED = Plan(

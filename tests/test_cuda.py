@@ -35,8 +35,6 @@ from tests import product
 from tests.harness import plan_of, same_bits, spec_of
 from tests.product import Cell
 
-pytestmark = pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value", "ignore:overflow")
-
 DEVICE = torch.device(os.environ.get("OPTGEN_TEST_DEVICE") or "cpu")
 PATTERNS = tuple(os.environ.get("OPTGEN_TEST_KERNELS", "").split())
 QUICK, HUGE = bool(os.environ.get("OPTGEN_TEST_QUICK")), bool(os.environ.get("OPTGEN_TEST_HUGE"))

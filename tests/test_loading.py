@@ -21,8 +21,6 @@ from optgen.runtime.gpu import compiled
 from optgen.runtime.step import launch
 from tests.training import give, params_of
 
-pytestmark = pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value", "ignore:overflow")
-
 
 def made(backend: str, **options: Any) -> optim.AdamW:
     """Three buckets: of two dtypes in one group, and of a second group."""

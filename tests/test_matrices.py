@@ -16,22 +16,10 @@ from torch.utils.flop_counter import FlopCounterMode
 import optgen
 from optgen.base.errors import UserError
 from optgen.driver.explain import explain
-from optgen.lang import (
-    eigenvectors,
-    flag,
-    gram,
-    hyper,
-    inverse_root,
-    mat_norm,
-    matrix_state,
-    newton_schulz,
-    optimizer,
-    orthogonal,
-    shape_flag,
-    sorting,
-    state,
-    symmetric,
-    trace,
+
+from optgen.lang import (  # isort: skip
+    eigenvectors, flag, gram, hyper, inverse_root, mat_norm, matrix_state, newton_schulz, optimizer, orthogonal,
+    shape_flag, sorting, state, symmetric, trace,
 )  # fmt: skip
 from optgen.optim import AdaMuon, Muon, NorMuon, PolarGrad, Scion, SinkGD
 from optgen.runtime.layout import workspace

@@ -52,13 +52,12 @@ def unoptimized() -> Iterator[None]:
         yield
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several chunks for the parameters of a small model."""
     monkeypatch.setattr(offload, "CHUNK", 20_000)
 
 
-@pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("name", ["AdamW", "CAME", "LAMB", "Muon", "Prodigy"])
 def test_the_bits_are_those_of_the_cpp_backend(name: str) -> None:
     def make(m: Net) -> Optimizer:
@@ -73,7 +72,6 @@ def test_the_bits_are_those_of_the_cpp_backend(name: str) -> None:
     assert chunks == 5 if name == "Prodigy" else chunks > 5  # sums over the model: one chunk per step
 
 
-@pytest.mark.usefixtures("small_chunks")
 def test_copies_go_on_while_the_host_computes() -> None:
     """The next chunk is fetched before the one before it is sent back, and never more than two are on their way."""
     model = net(torch.float32)
@@ -90,7 +88,6 @@ def test_copies_go_on_while_the_host_computes() -> None:
     assert [len(rooms) for rooms in opt._offload._rooms._made.values()] == [2]
 
 
-@pytest.mark.usefixtures("small_chunks")
 def test_groups_that_stay_beside_groups_that_leave_and_are_turned_on_and_off() -> None:
     def make(m: Net) -> Optimizer:
         inner = [m.inner.weight, m.inner.bias]
@@ -111,7 +108,6 @@ def test_groups_that_stay_beside_groups_that_leave_and_are_turned_on_and_off() -
     assert state.home(b.outer.weight) == torch.device("cpu")
 
 
-@pytest.mark.usefixtures("small_chunks")
 def test_checkpoints_are_the_same_with_and_without() -> None:
     a, opt_a, b, opt_b = pair(lambda m: optim.AdamW(m.named_parameters(), backend="cpp"))
     moved(opt_b)
@@ -162,7 +158,6 @@ def test_a_checkpoint_is_read_and_decoded_where_the_states_are_to_be(plan: str) 
             assert all(torch.equal(found[key], wanted[key]) for key in ("exp_avg", "exp_avg_sq"))
 
 
-@pytest.mark.usefixtures("small_chunks")
 def test_options_are_refused_before_anything_changes() -> None:
     model = net()
     opt = moved(optim.AdamW(model.named_parameters(), lr=1e-2))
@@ -190,7 +185,6 @@ def test_rules_over_the_model_are_all_or_nothing() -> None:
     assert not opt.state
 
 
-@pytest.mark.usefixtures("small_chunks")
 def test_an_error_of_the_host_reaches_the_caller() -> None:
     class Broken(offload.Mover):
         def send(self, pairs: Sequence[offload.Pair]) -> None:

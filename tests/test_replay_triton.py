@@ -14,8 +14,6 @@ from optgen.runtime import Optimizer
 from optgen.runtime.step import fast_path, launch
 from tests.training import bits, everything, params_of
 
-pytestmark = [pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value", "ignore:overflow")]
-
 SHAPES = [(3, 5), (7,), (), (0,), (4, 6)]
 
 

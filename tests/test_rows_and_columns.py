@@ -283,7 +283,6 @@ def test_tables_are_those_of_the_dimensions_where_only_these_differ() -> None:
     compare(*found, ((8, 2, 3), (8, 3, 2)))
 
 
-@pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value", "ignore:overflow")
 @pytest.mark.parametrize("plan", [RANK1, pytest.param(ROOTED, marks=pytest.mark.slow), FACTORED], ids=lambda x: x.name)
 def test_triton_kernels_give_the_bits_of_eager_torch(plan: Plan) -> None:
     pytest.importorskip("triton")
@@ -292,7 +291,6 @@ def test_triton_kernels_give_the_bits_of_eager_torch(plan: Plan) -> None:
     compare(ours, theirs, shapes)
 
 
-@pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value", "ignore:overflow")
 @pytest.mark.parametrize("plan", [RANK1, pytest.param(FACTORED, marks=pytest.mark.slow)], ids=lambda x: x.name)
 def test_triton_kernels_of_a_rule_that_reads_new_states_back_elsewhere(plan: Plan) -> None:
     """LAMB has a norm of the tensor too, whose sum goes by rows where a state is kept as a whole."""

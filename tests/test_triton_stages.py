@@ -38,8 +38,6 @@ from specs.lamb import lamb
 from tests.harness import package
 from tests.training import bits
 
-pytestmark = pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value", "ignore:overflow")
-
 ROOT = Path(__file__).parents[1]
 Shapes = Sequence[tuple[int, ...]]
 
