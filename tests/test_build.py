@@ -20,8 +20,7 @@ from optgen.driver import load, swap
 from optgen.driver.build import MANIFEST, Manifest, Outcome, Request, build, digest, read_manifest
 from optgen.driver.project import Config, read_config
 from optgen.runtime import stale as stale_code
-
-ROOT = Path(__file__).resolve().parent.parent
+from tests.harness import ROOT, python
 
 
 def rule(name: str, lr: str = "1e-3", cls: str = "") -> str:
@@ -38,6 +37,12 @@ def {name}(p, g, m=state(), *, lr=hyper({lr}, ge=0), beta=hyper(0.9, ge=0, lt=1)
     p = p - lr * m
     return p, m
 '''
+
+
+STUCK = """
+from optgen.formats import Blocked, Plan
+stuck = Plan("Nearest.", signed=Blocked(8, 64, rounding="nearest"))
+"""
 
 
 @pytest.fixture
@@ -199,10 +204,7 @@ def test_nothing_is_removed_through_a_link_that_leads_outside(project: Path) -> 
 
 
 def test_a_pattern_leaves_out_what_does_not_fit_and_a_name_is_refused(project: Path) -> None:
-    (project / "specs" / "plans.py").write_text(
-        "from optgen.formats import Blocked, Plan\n"
-        'stuck = Plan("Nearest.", signed=Blocked(8, 64, rounding="nearest"))\n'
-    )
+    (project / "specs/plans.py").write_text(STUCK)
     outcome = run(names=("first",), plans=("fp32", "stuck*"))
     assert len(outcome.skipped) == 1
     assert "stuck" in outcome.skipped[0]
@@ -410,44 +412,50 @@ def test_the_package_imports_one_optimizer_at_a_time(project: Path) -> None:
     (project / "specs/plans.py").write_text("from optgen.formats import Plan\n\nmine = Plan('A plan.')\n")
     run(plans=("fp32",))
     run(names=("third",), plans=("mine",))
-    code = (
-        "import os, sys, generated\n"
-        "assert dir(generated) == generated.__all__ == ['First', 'Second', 'Third']\n"
-        "assert 'torch' not in sys.modules\n"
-        "from generated import First\n"
-        "assert 'generated.first' in sys.modules and 'generated.second' not in sys.modules\n"
-        "assert not {'sympy', 'jinja2', 'optgen.lang', 'optgen.driver'} & set(sys.modules)\n"
-        "import torch\n"
-        "p = torch.nn.Parameter(torch.ones(100, 64, dtype=torch.bfloat16)); p.grad = torch.ones_like(p)\n"
-        "First([p], lr=0.5).step()\n"
-        "assert (p < 1).all()\n"
-        "try:\n    generated.Frist\nexcept AttributeError as e:\n    print(e)\n"
-        "try:\n    from generated import Frist\nexcept ImportError as e:\n    print(e)\n"
-        "from generated import second\n"
-        "from pathlib import Path\n"
-        "def refused():\n"
-        "    try:\n        from generated import Third\n    except ImportError as e:\n        print(e)\n"
-        "Path('specs/third.py').write_text(Path('specs/third.py').read_text() + '# changed')\n"
-        "refused()\n"
-        "os.environ['OPTGEN_STALE'] = 'ignore'\n"
-        "codecs = Path('generated/plans/mine/eager.py')\n"
-        "codecs.write_text('')\n"
-        "refused()\n"
-        "codecs.unlink()\n"
-        "file = Path('generated/third/__init__.py')\n"
-        "text = file.read_text()\n"
-        "file.write_text(text.replace('    PLANS =', '    DEFAULT_PLAN = {}\\n    PLANS ='))\n"
-        "refused()\n"
-        "file.write_text(text)\n"
-        "from generated import Third\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OPTGEN_STALE": "error"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=project, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("has no optimizer 'Frist'; it has: First, Second, Third") == 2
-    stale, *earlier = done.stdout.splitlines()[2:]
+    code = """
+        import os, sys, generated
+        assert dir(generated) == generated.__all__ == ['First', 'Second', 'Third']
+        assert 'torch' not in sys.modules
+        from generated import First
+        assert 'generated.first' in sys.modules and 'generated.second' not in sys.modules
+        assert not {'sympy', 'jinja2', 'optgen.lang', 'optgen.driver'} & set(sys.modules)
+        import torch
+        p = torch.nn.Parameter(torch.ones(100, 64, dtype=torch.bfloat16)); p.grad = torch.ones_like(p)
+        First([p], lr=0.5).step()
+        assert (p < 1).all()
+        try:
+            generated.Frist
+        except AttributeError as e:
+            print(e)
+        try:
+            from generated import Frist
+        except ImportError as e:
+            print(e)
+        from generated import second
+        from pathlib import Path
+        def refused():
+            try:
+                from generated import Third
+            except ImportError as e:
+                print(e)
+        Path('specs/third.py').write_text(Path('specs/third.py').read_text() + '# changed')
+        refused()
+        os.environ['OPTGEN_STALE'] = 'ignore'
+        codecs = Path('generated/plans/mine/eager.py')
+        codecs.write_text('')
+        refused()
+        codecs.unlink()
+        file = Path('generated/third/__init__.py')
+        text = file.read_text()
+        file.write_text(text.replace('    PLANS =', '    DEFAULT_PLAN = {}\\n    PLANS ='))
+        refused()
+        file.write_text(text)
+        from generated import Third
+    """
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OPTGEN_STALE": "error"}
+    said = python(code, cwd=project, env=env)
+    assert said.count("has no optimizer 'Frist'; it has: First, Second, Third") == 2
+    stale, *earlier = said.splitlines()[2:]
     assert stale.startswith("specs/third.py changed since generated/third")
     assert len(earlier) == 2
     assert all("third was generated by an earlier version of optgen: run `optgen build" in line for line in earlier)
@@ -467,11 +475,8 @@ def test_rules_may_have_the_names_that_a_generated_folder_imports(project: Path)
         (project / f"specs/{name}.py").write_text(rule(name))
         run(names=(name,), plans=("fp32",))
     code = "import generated; print([getattr(generated, n).__module__ for n in ('Importlib', 'Any', 'Typing')])"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=project, capture_output=True, text=True, check=False,
-        env={**os.environ, "PYTHONPATH": f"{project}{os.pathsep}{ROOT}"},
-    )  # fmt: skip
-    assert done.stdout.strip() == "['generated.importlib', 'generated.any', 'generated.typing']", done.stderr
+    found = python(code, cwd=project, env={**os.environ, "PYTHONPATH": f"{project}{os.pathsep}{ROOT}"})
+    assert found.strip() == "['generated.importlib', 'generated.any', 'generated.typing']"
 
 
 def test_a_class_and_all_its_plans_are_of_one_rule(project: Path) -> None:
@@ -483,10 +488,7 @@ def test_a_class_and_all_its_plans_are_of_one_rule(project: Path) -> None:
     assert run(names=("first",), plans=("int8",)).packages == ["first/fp32", "first/bf16_sr", "first/int8"]
     assert run(names=("first",), plans=("fp32", "bf16_sr", "int8"), check=True).clean
     assert run(names=("first",), plans=("int8",)).packages == ["first/int8"]
-    (project / "specs" / "plans.py").write_text(
-        "from optgen.formats import Blocked, Plan\n"
-        'stuck = Plan("Nearest.", signed=Blocked(8, 64, rounding="nearest"))\n'
-    )
+    (project / "specs/plans.py").write_text(STUCK)
     (project / "specs/first.py").write_text(rule("first").replace("0.9, ge", "0.1, ge"))  # short enough for nearest
     run(names=("first",), plans=("stuck",))
     before = content(project / "generated")
