@@ -3,6 +3,8 @@
 Daily runs draw the same damage each time, `--hypothesis-profile=full` draws new one.
 """
 
+from __future__ import annotations
+
 import copy
 import math
 import random

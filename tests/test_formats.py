@@ -3,6 +3,8 @@
 Formats are called with tensors of shape (rows, blocks, block): the same functions that compile.
 """
 
+from __future__ import annotations
+
 import inspect
 import math
 from typing import Any

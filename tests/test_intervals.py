@@ -3,6 +3,8 @@
 Tolerances are none: an enclosure holds or it does not.  That it is worth something is tested by its width.
 """
 
+from __future__ import annotations
+
 import itertools
 import math
 import operator

@@ -4,6 +4,8 @@ Nothing here knows a tolerance: bounds are composed from the formats' closed for
 on the spec (optgen.verify), or derived where they are used.
 """
 
+from __future__ import annotations
+
 import math
 import random
 import zlib

@@ -1,5 +1,7 @@
 """The contract of torch.optim, asked of AdamW in eager torch: what it takes, refuses, saves and loads."""
 
+from __future__ import annotations
+
 import copy
 import math
 import pickle
