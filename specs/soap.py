@@ -12,9 +12,9 @@ def soap(
     exp_avg=state(normalized_by="exp_avg_sq"),
     exp_avg_sq=state(nonneg),
     left=matrix_state("rows", symmetric, when="by_rows"),
-    basis_left=matrix_state("rows", orthogonal, when="by_rows"),
+    basis_left=matrix_state("rows", orthogonal, when="by_rows", init="identity"),
     right=matrix_state("columns", symmetric, when="by_columns"),
-    basis_right=matrix_state("columns", orthogonal, when="by_columns"),
+    basis_right=matrix_state("columns", orthogonal, when="by_columns", init="identity"),
     *,
     lr=hyper(3e-3, ge=0),
     betas=hyper((0.95, 0.95), ge=0, lt=1),
@@ -30,32 +30,34 @@ def soap(
 
     The first step of a parameter makes its bases and does not move it, as in the authors' code.  Steps k + 1,
     2k + 1 ..., with k = precondition_frequency, bring them nearer to the eigenvectors.  A side of more than 10000 has
-    none.
+    none.  All states are kept in the bases, where few bits cost least.
     """
     if not (by_rows or by_columns):
         p, exp_avg, exp_avg_sq = policies.adamw_step(p, g, t, exp_avg, exp_avg_sq, lr, betas, eps, weight_decay)
         return p, exp_avg, exp_avg_sq, left, basis_left, right, basis_right
     beta1, beta2 = betas
+    moves, k = where(t > 1, 1.0, 0.0), maximum(t - 1, 1)
     turned = basis_left.T @ g if by_rows else g
     turned = turned @ basis_right if by_columns else turned
-    exp_avg = beta1 * exp_avg + (1 - beta1) * turned
-    exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * turned * turned
+    exp_avg = beta1 * exp_avg + (1 - beta1) * moves * turned
+    exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * moves * turned * turned
     update = exp_avg / (sqrt(exp_avg_sq) + eps)
     update = basis_left @ update if by_rows else update
     update = update @ basis_right.T if by_columns else update
-    lr, k = where(t > 1, lr, 0.0), maximum(t - 1, 1)
-    p = p - lr * sqrt(1 - beta2**k) / (1 - beta1**k) * update
-    p = policies.decoupled(p, lr, weight_decay)
+    p = p - moves * lr * sqrt(1 - beta2**k) / (1 - beta1**k) * update
+    p = policies.decoupled(p, moves * lr, weight_decay)
     if by_rows:
-        left = shampoo_beta * left + (1 - shampoo_beta) * gram(g)
+        left = shampoo_beta * left + (1 - shampoo_beta) * gram(turned)
     if by_columns:
-        right = shampoo_beta * right + (1 - shampoo_beta) * gram(g.T)
+        right = shampoo_beta * right + (1 - shampoo_beta) * gram(turned.T)
     if refresh and by_rows:
-        old, order = basis_left, sorting(basis_left.T @ left @ basis_left)
-        basis_left = orthogonal_iteration(left, old @ order)
-        exp_avg, exp_avg_sq = basis_left.T @ old @ exp_avg, order.T @ exp_avg_sq
+        order = sorting(left)
+        turn = orthogonal_iteration(left, moves * order)
+        basis_left, left = basis_left @ turn, turn.T @ left @ turn
+        exp_avg, exp_avg_sq = turn.T @ exp_avg, order.T @ exp_avg_sq
     if refresh and by_columns:
-        old, order = basis_right, sorting(basis_right.T @ right @ basis_right)
-        basis_right = orthogonal_iteration(right, old @ order)
-        exp_avg, exp_avg_sq = exp_avg @ old.T @ basis_right, exp_avg_sq @ order
+        order = sorting(right)
+        turn = orthogonal_iteration(right, moves * order)
+        basis_right, right = basis_right @ turn, turn.T @ right @ turn
+        exp_avg, exp_avg_sq = exp_avg @ turn, exp_avg_sq @ order
     return p, exp_avg, exp_avg_sq, left, basis_left, right, basis_right

@@ -23,31 +23,38 @@ def soap_1_sweep(table, work, grad_scale: tl.float32, step_key: tl.int32, SWEEP:
 
 @triton.jit
 def soap_3_tile(
-    PLAN: tl.constexpr, exp_avg, exp_avg_sq, turned_2, beta1, beta2, eps, one_minus_beta1, one_minus_beta2, live,
+    PLAN: tl.constexpr, exp_avg, exp_avg_sq, turned_2, beta1, beta2, eps,
+    one_minus_beta1_times_where_lt_one_t_one_zero, one_minus_beta2_times_where_lt_one_t_one_zero, live,
     MASKED: tl.constexpr,
 ):
     """The new exp_avg, exp_avg_sq, update_whole."""
-    # 41  exp_avg = beta1 * exp_avg + (1 - beta1) * turned
-    exp_avg = tl.fma(one_minus_beta1, turned_2, times(beta1, exp_avg, PLAN.exp_avg))
-    # 42  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * turned * turned
-    exp_avg_sq = tl.fma(one_minus_beta2 * turned_2, turned_2, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))
-    update = exp_avg * reciprocal(tl.sqrt(exp_avg_sq) + eps)  # 43  update = exp_avg / (sqrt(exp_avg_sq) + eps)
+    # 42  exp_avg = beta1 * exp_avg + (1 - beta1) * moves * turned
+    exp_avg = tl.fma(one_minus_beta1_times_where_lt_one_t_one_zero, turned_2, times(beta1, exp_avg, PLAN.exp_avg))
+    # 43  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * moves * turned * turned
+    exp_avg_sq = tl.fma(
+        one_minus_beta2_times_where_lt_one_t_one_zero * turned_2, turned_2, times(beta2, exp_avg_sq, PLAN.exp_avg_sq)
+    )
+    update = exp_avg * reciprocal(tl.sqrt(exp_avg_sq) + eps)  # 44  update = exp_avg / (sqrt(exp_avg_sq) + eps)
     return exp_avg, exp_avg_sq, update
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def soap_3_sweep(
-    table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, one_minus_beta1: tl.float32,
-    one_minus_beta2: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
+    table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32,
+    one_minus_beta1_times_where_lt_one_t_one_zero: tl.float32,
+    one_minus_beta2_times_where_lt_one_t_one_zero: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    walk(table, work, soap_3_tile, SWEEP, (beta1, beta2, eps, one_minus_beta1, one_minus_beta2), step_key)
+    walk(
+        table, work, soap_3_tile, SWEEP, (beta1, beta2, eps, one_minus_beta1_times_where_lt_one_t_one_zero,
+        one_minus_beta2_times_where_lt_one_t_one_zero), step_key,
+    )
 
 
 @triton.jit
 def soap_5_tile(PLAN: tl.constexpr, p, update_2, scalar_0, scalar_1, live, MASKED: tl.constexpr):
     """The new p."""
-    p = tl.fma(scalar_0, update_2, p)  # 47  p = p - lr * sqrt(1 - beta2**k) / (1 - beta1**k) * update
-    p = scalar_1 * p                   # 48  p = policies.decoupled(p, lr, weight_decay)
+    p = tl.fma(scalar_0, update_2, p)  # 47  p = p - moves * lr * sqrt(1 - beta2**k) / (1 - beta1**k) * update
+    p = scalar_1 * p                   # 48  p = policies.decoupled(p, moves * lr, weight_decay)
     return (p,)
 
 
@@ -58,31 +65,38 @@ def soap_5_sweep(table, work, scalar_0: tl.float32, scalar_1: tl.float32, step_k
 
 @triton.jit
 def soap_no_by_columns_3_tile(
-    PLAN: tl.constexpr, exp_avg, exp_avg_sq, turned, beta1, beta2, eps, one_minus_beta1, one_minus_beta2, live,
+    PLAN: tl.constexpr, exp_avg, exp_avg_sq, turned, beta1, beta2, eps,
+    one_minus_beta1_times_where_lt_one_t_one_zero, one_minus_beta2_times_where_lt_one_t_one_zero, live,
     MASKED: tl.constexpr,
 ):
     """The new exp_avg, exp_avg_sq, update_whole."""
-    # 41  exp_avg = beta1 * exp_avg + (1 - beta1) * turned
-    exp_avg = tl.fma(one_minus_beta1, turned, times(beta1, exp_avg, PLAN.exp_avg))
-    # 42  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * turned * turned
-    exp_avg_sq = tl.fma(one_minus_beta2 * turned, turned, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))
-    update = exp_avg * reciprocal(tl.sqrt(exp_avg_sq) + eps)  # 43  update = exp_avg / (sqrt(exp_avg_sq) + eps)
+    # 42  exp_avg = beta1 * exp_avg + (1 - beta1) * moves * turned
+    exp_avg = tl.fma(one_minus_beta1_times_where_lt_one_t_one_zero, turned, times(beta1, exp_avg, PLAN.exp_avg))
+    # 43  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * moves * turned * turned
+    exp_avg_sq = tl.fma(
+        one_minus_beta2_times_where_lt_one_t_one_zero * turned, turned, times(beta2, exp_avg_sq, PLAN.exp_avg_sq)
+    )
+    update = exp_avg * reciprocal(tl.sqrt(exp_avg_sq) + eps)  # 44  update = exp_avg / (sqrt(exp_avg_sq) + eps)
     return exp_avg, exp_avg_sq, update
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def soap_no_by_columns_3_sweep(
-    table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, one_minus_beta1: tl.float32,
-    one_minus_beta2: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
+    table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32,
+    one_minus_beta1_times_where_lt_one_t_one_zero: tl.float32,
+    one_minus_beta2_times_where_lt_one_t_one_zero: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    walk(table, work, soap_no_by_columns_3_tile, SWEEP, (beta1, beta2, eps, one_minus_beta1, one_minus_beta2), step_key)
+    walk(
+        table, work, soap_no_by_columns_3_tile, SWEEP, (beta1, beta2, eps,
+        one_minus_beta1_times_where_lt_one_t_one_zero, one_minus_beta2_times_where_lt_one_t_one_zero), step_key,
+    )
 
 
 @triton.jit
 def soap_no_by_columns_5_tile(PLAN: tl.constexpr, p, update, scalar_0, scalar_1, live, MASKED: tl.constexpr):
     """The new p."""
-    p = tl.fma(scalar_0, update, p)  # 47  p = p - lr * sqrt(1 - beta2**k) / (1 - beta1**k) * update
-    p = scalar_1 * p                 # 48  p = policies.decoupled(p, lr, weight_decay)
+    p = tl.fma(scalar_0, update, p)  # 47  p = p - moves * lr * sqrt(1 - beta2**k) / (1 - beta1**k) * update
+    p = scalar_1 * p                 # 48  p = policies.decoupled(p, moves * lr, weight_decay)
     return (p,)
 
 
@@ -124,24 +138,31 @@ def soap_no_by_rows_no_by_columns_sweep(
 
 @triton.jit
 def soap_refresh_3_tile(
-    PLAN: tl.constexpr, exp_avg, exp_avg_sq, turned_2, beta1, beta2, eps, one_minus_beta1, one_minus_beta2, live,
+    PLAN: tl.constexpr, exp_avg, exp_avg_sq, turned_2, beta1, beta2, eps,
+    one_minus_beta1_times_where_lt_one_t_one_zero, one_minus_beta2_times_where_lt_one_t_one_zero, live,
     MASKED: tl.constexpr,
 ):
     """The new update_whole, exp_avg_whole, exp_avg_sq_whole."""
-    # 41  exp_avg = beta1 * exp_avg + (1 - beta1) * turned
-    exp_avg = tl.fma(one_minus_beta1, turned_2, times(beta1, exp_avg, PLAN.exp_avg))
-    # 42  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * turned * turned
-    exp_avg_sq = tl.fma(one_minus_beta2 * turned_2, turned_2, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))
-    update = exp_avg * reciprocal(tl.sqrt(exp_avg_sq) + eps)  # 43  update = exp_avg / (sqrt(exp_avg_sq) + eps)
+    # 42  exp_avg = beta1 * exp_avg + (1 - beta1) * moves * turned
+    exp_avg = tl.fma(one_minus_beta1_times_where_lt_one_t_one_zero, turned_2, times(beta1, exp_avg, PLAN.exp_avg))
+    # 43  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * moves * turned * turned
+    exp_avg_sq = tl.fma(
+        one_minus_beta2_times_where_lt_one_t_one_zero * turned_2, turned_2, times(beta2, exp_avg_sq, PLAN.exp_avg_sq)
+    )
+    update = exp_avg * reciprocal(tl.sqrt(exp_avg_sq) + eps)  # 44  update = exp_avg / (sqrt(exp_avg_sq) + eps)
     return update, exp_avg, exp_avg_sq
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def soap_refresh_3_sweep(
-    table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, one_minus_beta1: tl.float32,
-    one_minus_beta2: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
+    table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32,
+    one_minus_beta1_times_where_lt_one_t_one_zero: tl.float32,
+    one_minus_beta2_times_where_lt_one_t_one_zero: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    walk(table, work, soap_refresh_3_tile, SWEEP, (beta1, beta2, eps, one_minus_beta1, one_minus_beta2), step_key)
+    walk(
+        table, work, soap_refresh_3_tile, SWEEP, (beta1, beta2, eps, one_minus_beta1_times_where_lt_one_t_one_zero,
+        one_minus_beta2_times_where_lt_one_t_one_zero), step_key,
+    )
 
 
 @triton.jit
@@ -149,8 +170,8 @@ def soap_refresh_5_tile(
     PLAN: tl.constexpr, p, update_2, exp_avg_3, exp_avg_sq_3, scalar_0, scalar_1, live, MASKED: tl.constexpr,
 ):
     """The new p, exp_avg, exp_avg_sq."""
-    p = tl.fma(scalar_0, update_2, p)  # 47  p = p - lr * sqrt(1 - beta2**k) / (1 - beta1**k) * update
-    p = scalar_1 * p                   # 48  p = policies.decoupled(p, lr, weight_decay)
+    p = tl.fma(scalar_0, update_2, p)  # 47  p = p - moves * lr * sqrt(1 - beta2**k) / (1 - beta1**k) * update
+    p = scalar_1 * p                   # 48  p = policies.decoupled(p, moves * lr, weight_decay)
     return p, exp_avg_3, exp_avg_sq_3
 
 
@@ -163,26 +184,30 @@ def soap_refresh_5_sweep(
 
 @triton.jit
 def soap_refresh_no_by_columns_3_tile(
-    PLAN: tl.constexpr, exp_avg, exp_avg_sq, turned, beta1, beta2, eps, one_minus_beta1, one_minus_beta2, live,
+    PLAN: tl.constexpr, exp_avg, exp_avg_sq, turned, beta1, beta2, eps,
+    one_minus_beta1_times_where_lt_one_t_one_zero, one_minus_beta2_times_where_lt_one_t_one_zero, live,
     MASKED: tl.constexpr,
 ):
     """The new update_whole, exp_avg_whole, exp_avg_sq_whole."""
-    # 41  exp_avg = beta1 * exp_avg + (1 - beta1) * turned
-    exp_avg = tl.fma(one_minus_beta1, turned, times(beta1, exp_avg, PLAN.exp_avg))
-    # 42  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * turned * turned
-    exp_avg_sq = tl.fma(one_minus_beta2 * turned, turned, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))
-    update = exp_avg * reciprocal(tl.sqrt(exp_avg_sq) + eps)  # 43  update = exp_avg / (sqrt(exp_avg_sq) + eps)
+    # 42  exp_avg = beta1 * exp_avg + (1 - beta1) * moves * turned
+    exp_avg = tl.fma(one_minus_beta1_times_where_lt_one_t_one_zero, turned, times(beta1, exp_avg, PLAN.exp_avg))
+    # 43  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * moves * turned * turned
+    exp_avg_sq = tl.fma(
+        one_minus_beta2_times_where_lt_one_t_one_zero * turned, turned, times(beta2, exp_avg_sq, PLAN.exp_avg_sq)
+    )
+    update = exp_avg * reciprocal(tl.sqrt(exp_avg_sq) + eps)  # 44  update = exp_avg / (sqrt(exp_avg_sq) + eps)
     return update, exp_avg, exp_avg_sq
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def soap_refresh_no_by_columns_3_sweep(
-    table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, one_minus_beta1: tl.float32,
-    one_minus_beta2: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
+    table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32,
+    one_minus_beta1_times_where_lt_one_t_one_zero: tl.float32,
+    one_minus_beta2_times_where_lt_one_t_one_zero: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     walk(
-        table, work, soap_refresh_no_by_columns_3_tile, SWEEP, (beta1, beta2, eps, one_minus_beta1, one_minus_beta2),
-        step_key,
+        table, work, soap_refresh_no_by_columns_3_tile, SWEEP, (beta1, beta2, eps,
+        one_minus_beta1_times_where_lt_one_t_one_zero, one_minus_beta2_times_where_lt_one_t_one_zero), step_key,
     )
 
 
@@ -191,8 +216,8 @@ def soap_refresh_no_by_columns_5_tile(
     PLAN: tl.constexpr, p, update, exp_avg_2, exp_avg_sq_2, scalar_0, scalar_1, live, MASKED: tl.constexpr,
 ):
     """The new p, exp_avg, exp_avg_sq."""
-    p = tl.fma(scalar_0, update, p)  # 47  p = p - lr * sqrt(1 - beta2**k) / (1 - beta1**k) * update
-    p = scalar_1 * p                 # 48  p = policies.decoupled(p, lr, weight_decay)
+    p = tl.fma(scalar_0, update, p)  # 47  p = p - moves * lr * sqrt(1 - beta2**k) / (1 - beta1**k) * update
+    p = scalar_1 * p                 # 48  p = policies.decoupled(p, moves * lr, weight_decay)
     return p, exp_avg_2, exp_avg_sq_2
 
 
