@@ -42,7 +42,21 @@ import generated
 import optgen
 from optgen.accumulate import accumulator
 from optgen.driver import targets
-from optgen.lang import hyper, optimizer, polar, shape_flag, state
+from optgen.lang import (
+    flag,
+    gram,
+    hyper,
+    inverse_root,
+    matrix_state,
+    optimizer,
+    orthogonal,
+    polar,
+    qr,
+    shape_flag,
+    state,
+    symmetric,
+    trace,
+)  # fmt: skip
 from optgen.ops import dtypes
 from optgen.runtime import files
 from optgen.runtime.checkpoint import checkpoint
@@ -318,6 +332,53 @@ def functions_of_whole_matrices(here: Here) -> None:
     pieces = rows(here, mesh, [(17, 30), (2, 40), (5, 16, 24)], torch.bfloat16)
     pieces.append(Piece(here.values(12, 8 * here.world, dtype=torch.bfloat16), mesh, [Shard(1)]))
     Runs(here, optgen.compile(polar_steps, plan="int8_split24"), pieces, plan="int8_split24").step(2)
+
+
+@optimizer(cite="none: as SOAP, without sums over elements", matrix="heads")
+def factors(
+    p, g, momentum=state(),
+    left=matrix_state("rows", symmetric, when="is_matrix", init=0.01),
+    basis=matrix_state("columns", orthogonal, when="is_matrix", init="identity"),
+    *,
+    lr=hyper(1e-3, ge=0),
+    k=hyper(2, ge=1),
+    turns=flag(every="k"),
+    is_matrix=shape_flag(lambda shape: len(shape) > 1),
+):  # fmt: skip
+    if not is_matrix:
+        p = p - lr * g
+        return p, momentum, left, basis
+    left = 0.9 * left + 0.1 * gram(g)
+    momentum = 0.9 * momentum + 0.1 * g @ basis
+    p = p - lr * (inverse_root(left, 4, 1e-3) @ momentum @ basis.T) / trace(left)
+    if turns:
+        basis = qr(gram(g.T) @ basis)
+    return p, momentum, left, basis
+
+
+FACTORS = [(17, 30), (2, 60), (70, 70), (5, 16, 24), (9, 4, 3, 3), (1, 120)]
+
+
+@case(2, 3, 4)
+def matrix_states(here: Here) -> None:
+    """Each rank keeps rows of the factors of a matrix, or the factors of its matrices of a stack."""
+    n, mesh = here.world, here.mesh(here.world)
+    pieces = rows(here, mesh, [*FACTORS, (130,), (8 * n, 3)], torch.bfloat16)
+    across = [Piece(here.values(*shape, dtype=torch.bfloat16), mesh, [Shard(1)]) for shape in ((3, 8, 9), (9, 8 * n))]
+    if n == 4:
+        kinds = [(Replicate(), Shard(0)), (Shard(1), Replicate()), (Shard(0), Shard(1)), (Shard(1), Shard(0))]
+        kinds.append((_StridedShard(0, split_factor=2), Shard(0)))
+        pieces += [Piece(here.values(36, 256, dtype=torch.bfloat16), here.mesh(2, 2), kind) for kind in kinds]
+        pieces.append(Piece(here.values(6, 16, 24, dtype=torch.bfloat16), here.mesh(2, 2), kinds[0]))
+    for plan in ("fp32", "int8_split24"):
+        cls = optgen.compile(factors, plan=plan)
+        some = [*pieces, *(across if plan == "fp32" else across[1:])]
+        for room in (staged.AT_ONCE, 4 * 16 * 24):
+            with mock.patch.object(staged, "AT_ONCE", room), one_at_a_time(True):
+                runs = Runs(here, cls, some, plan=plan, blocks={"numel <= 96": n})
+                runs.step(3)
+        left = runs.many.state[runs.parts[2]]["left"]
+        assert left.to_local().shape[0] <= -(-70 // n)
 
 
 @case(2, 3, 4)

@@ -634,7 +634,7 @@ class _Source:
     def read(self, arena: Arena) -> state.State:
         """Return the state, which is of no use if misfits were found."""
         variant, misfits = self.variant, self.reading.misfits.lines
-        before, dense = len(misfits), not self.reading.own and is_dense(variant, self.p, self.entry)
+        before, dense = len(misfits), not self.reading.own and is_dense(variant, self.p, self.entry, self.parts)
         expected = {*variant.states, *variant.host_names, "step"} if dense else variant.keys
         for key in sorted(map(str, self.entry.keys() - expected)):
             self.misfit(f"{key}: not expected (it has {', '.join(sorted(expected))})")
@@ -678,7 +678,7 @@ class _Source:
     def _copy(self, made: dict[str, Any], arena: Arena) -> None:
         """Copy the variant's fields into `made`, contiguous and on p's device; floats are cast to the field's dtype."""
         for f in self.variant.fields:
-            shape, value = layout.field_shape(f, self.p.shape), self.entry.get(f.name)
+            shape, value = state.shape(f, self.p, self.parts), self.entry.get(f.name)
             want = state.describe(f.torch_dtype, shape)
             if not isinstance(value, Tensor):
                 got = "it is missing" if value is None else f"got {_short(value)}"
@@ -688,7 +688,7 @@ class _Source:
             if tuple(value.shape) != shape or not (floats or value.dtype == f.torch_dtype):
                 self.misfit(f"{f.name}: expected {want}, got {_short(value)}")
             else:
-                made[f.name] = state.zeros(f, self.p, arena).copy_(value.detach())
+                made[f.name] = state.zeros(f, self.p, arena, self.parts).copy_(value.detach())
 
     def _checked(self, made: Mapping[str, Any]) -> Tensor | None:
         """Check the numbers of copied fields; returns new values of p if it is rounded anew.
@@ -748,7 +748,7 @@ class _Source:
         """
         plan, variant, p, parts = self.plan, self.variant, self.p, self.parts
         values = {key: self.entry[key].to(p.device) for key in variant.states}
-        room = {f.name: state.zeros(f, p, arena) for f in variant.fields}
+        room = {f.name: state.zeros(f, p, arena, parts) for f in variant.fields}
         exact = low_bits.exact(p) if self.exact is None else self.exact
         if whole and parts is not None:
             like = torch.zeros(parts.layout.shape, dtype=p.dtype, device=p.device)  # states do not depend on it
@@ -761,9 +761,11 @@ class _Source:
         return None if exact is None else made.pop("p")
 
 
-def is_dense(variant: Variant, p: Tensor, found: Mapping[str, Any]) -> bool:
+def is_dense(
+    variant: Variant, p: Tensor, found: Mapping[str, Any], parts: sharding.Parts | None = None
+) -> bool:
     """Return True if an entry holds torch's dense tensors of the states, not the variant's own fields."""
-    few = {f.owner: layout.field_shape(f, p.shape) for f in variant.fields if not f.wide}
+    few = {f.owner: state.shape(f, p, parts) for f in variant.fields if not f.wide}
     own = [f for f in variant.fields if f.name not in variant.states]
     if any(f.name in found for f in own) or not all(
         isinstance(value := found.get(name), Tensor)

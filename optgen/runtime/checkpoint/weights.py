@@ -235,7 +235,7 @@ def put(
             low_bits.keep(weight, full)
             if parts is not None:
                 rounded: list[tuple[Tensor, Tensor]] = []
-                made = parts.wrapped(state.create(plan, variant, weight, {}, None, hypers, rounded))
+                made = parts.wrapped(state.create(plan, variant, weight, {}, None, hypers, rounded, 0, parts))
                 settle(rounded, [weight])
     if parts is not None and parts.gathered:
         sharding.local(p).copy_(sharding.part_of(weight, parts.layout))

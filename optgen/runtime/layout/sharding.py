@@ -157,7 +157,7 @@ def _moved(placement: Any, dim: int | None) -> Any:
     """The placement along another dimension; None: everywhere the same."""
     from torch.distributed.tensor import Replicate, Shard
 
-    if dim is None or getattr(placement, "dim", None) is None:
+    if dim is None:
         return Replicate()
     split = getattr(placement, "split_factor", None)
     return Shard(dim) if split is None else type(placement)(dim, split_factor=split)
@@ -252,14 +252,20 @@ def layout_of(x: DTensor) -> Layout:
     return _layout(x.device_mesh, tuple(x.placements), x.shape)
 
 
+@functools.lru_cache(maxsize=65536)
 def field_layout(field: Field, of: Layout, gathered: bool = False) -> Layout:
-    """Return the layout of a parameter's field; gathered: all ranks have all of it."""
+    """Return the layout of a parameter's field; gathered: all ranks have all of it.
+
+    A matrix beside those of elements is cut along its first dimension by each mesh dimension that cuts the parameter.
+    """
     shape = torch.Size(layout.field_shape(field, of.shape))
     ndim = len(of.shape)
 
     def dim(cut: int) -> int | None:
         if gathered:
             return None
+        if field.space in MATRICES:
+            return 0
         if field.space == "elem":
             if field.per == 1:
                 return cut
@@ -271,7 +277,8 @@ def field_layout(field: Field, of: Layout, gathered: bool = False) -> Layout:
 
     cuts = [getattr(placement, "dim", None) for placement in of.placements]
     moved = [None if cut is None else dim(cut % max(ndim, 1)) for cut in cuts]
-    return _layout(of.mesh, tuple(map(_moved, of.placements, moved)), shape)
+    own = [None if field.space in MATRICES else x for x in of.placements]  # strided by one dimension, not by another
+    return _layout(of.mesh, tuple(map(_moved, own, moved)), shape)
 
 
 def wrapped(part: Tensor, of: Layout) -> DTensor:
@@ -302,6 +309,14 @@ class Parts:
     def field(self, f: Field) -> Layout:
         """Return the layout of a field."""
         return field_layout(f, self.layout, self.gathered)
+
+    def shape(self, f: Field, p: Tensor) -> tuple[int, ...]:
+        """Return the shape of this rank's part of a field, for a `weight` p."""
+        if f.space not in MATRICES:
+            return layout.field_shape(f, p.shape)
+        here = self.field(f).here
+        assert here is not None
+        return tuple(b - a for a, b in here)
 
     def weight(self, p: Any) -> Tensor:
         """The weight that stands beside this rank's states: its part of it, or all of it."""
@@ -404,10 +419,12 @@ def mode(variant: Variant, of: Layout) -> Mode:
         return _mode_of_blocks(of.shape, of.mesh_shape, of.cuts, height)
     blocks = {(f.per, f.width) for f in variant.fields if f.per > 1}
     blocks |= {(s.block, 1) for s in variant.stages if s.block > 1}
-    elements = {t.name for t in variant.temps if t.space == "elem"}
-    others = {name for s in variant.stages if s.space == "whole" for name in (*s.reads, *s.stores)} - elements
-    if of.dims() and (others or any(f.space in MATRICES for f in variant.fields)):
-        raise ValueError("it lies over several ranks, which rules with matrix states do not support: keep it whole")
+    called = {name for s in variant.stages if s.space == "whole" for name in (*s.reads, *s.stores)}
+    if of.dims() and any(t.name in called and t.space in ("tensor", "model") for t in variant.temps):
+        raise ValueError(
+            "it lies over several ranks, and a function of whole matrices takes or makes a value of the whole tensor, "
+            "which this rule supports for whole tensors only: leave it out of what is sharded"
+        )
     stacked = variant.sums_by_matrix and variant.stochastic and variant.matrix == "last"
     first = variant.needs_matrix and variant.matrix == "first"
     counted, axes = variant.stochastic, variant.has_axes

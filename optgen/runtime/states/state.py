@@ -148,6 +148,7 @@ def create(
     hypers: Mapping[str, Any] | None = None,
     rounded: list[tuple[Tensor, Tensor]] | None = None,
     step: Any = 0,
+    parts: sharding.Parts | None = None,
 ) -> State:
     """Return a state before the first step; entries of `present` stay as they are.
 
@@ -156,17 +157,19 @@ def create(
 
     rounded   gets (p, its new value) if the weight has low bits; the caller writes it
     step      the steps done, if only states that a flag needs from now on are missing
+    parts     of the DTensor that p is a part of
     """
     state: State = dict(present)
     state["step"] = step
     for name, value in variant.host_states:
         state.setdefault(name, value)
     missing = [f for f in variant.fields if f.name not in state]
-    made = {f.name: zeros(f, p, arena) for f in missing}
+    made = {f.name: zeros(f, p, arena, parts) for f in missing}
     values = first_values(variant, p, hypers or {})
     for f in missing:
         if variant.init.get(f.owner) == "identity":
-            made[f.name].diagonal(dim1=-2, dim2=-1).fill_(1)
+            here = parts.field(f).here if parts is not None else None
+            made[f.name].diagonal(here[-2][0] if here else 0, dim1=-2, dim2=-1).fill_(1)
     encoded = [f.name for f in missing if f.owner == "p" or isinstance(values[f.owner], Tensor) or values[f.owner] != 0]
     if encoded:
         own = {f.name for f in variant.fields if f.owner == "p"}
@@ -180,12 +183,19 @@ def create(
     return state | made
 
 
-def sizes(variant: Variant, p: Tensor, present: Mapping[str, Any]) -> list[int]:
+def sizes(
+    variant: Variant, p: Tensor, present: Mapping[str, Any], parts: sharding.Parts | None = None
+) -> list[int]:
     """Return the bytes of each field that `create` will make, in its order; [] for fake tensors."""
     if is_fake(p):
         return []
     fields = [f for f in variant.fields if f.name not in present]
-    return [nbytes(layout.field_shape(f, p.shape), f.torch_dtype) for f in fields]
+    return [nbytes(shape(f, p, parts), f.torch_dtype) for f in fields]
+
+
+def shape(field: Field, p: Tensor, parts: sharding.Parts | None) -> tuple[int, ...]:
+    """Return the shape of a field's tensor on this rank."""
+    return layout.field_shape(field, p.shape) if parts is None else parts.shape(field, p)
 
 
 def first_values(variant: Variant, p: Tensor, hypers: Mapping[str, Any]) -> dict[str, Tensor | float]:
@@ -202,13 +212,13 @@ def first_values(variant: Variant, p: Tensor, hypers: Mapping[str, Any]) -> dict
     return values
 
 
-def zeros(field: Field, p: Tensor, arena: Arena | None = None) -> Tensor:
+def zeros(field: Field, p: Tensor, arena: Arena | None = None, parts: sharding.Parts | None = None) -> Tensor:
     """Return the field's tensor in which every entry decodes to 0."""
-    shape = layout.field_shape(field, p.shape)
+    size = shape(field, p, parts)
     if arena is not None and home(p).type == "cpu" and not is_fake(p):
-        made = arena.zeros(shape, field.torch_dtype)
+        made = arena.zeros(size, field.torch_dtype)
         return made.fill_(field.zero) if field.zero else made
-    return torch.full(shape, field.zero, dtype=field.torch_dtype, device=home(p))
+    return torch.full(size, field.zero, dtype=field.torch_dtype, device=home(p))
 
 
 def step_count(value: object) -> int | None:
@@ -219,10 +229,12 @@ def step_count(value: object) -> int | None:
     return int(number) if number is not None and number >= 0 and number == int(number) else None
 
 
-def problems(variant: Variant, p: Tensor, state: Mapping[str, Any]) -> Iterator[str]:
+def problems(
+    variant: Variant, p: Tensor, state: Mapping[str, Any], parts: sharding.Parts | None = None
+) -> Iterator[str]:
     """Yield the reasons why a state is not one of `variant` for p; nothing if it fits."""
     for f in variant.fields:
-        want = describe(f.torch_dtype, layout.field_shape(f, p.shape))
+        want = describe(f.torch_dtype, shape(f, p, parts))
         value = state.get(f.name)
         if not isinstance(value, Tensor):
             yield f"{f.name}: expected {want}, " + ("it is missing" if value is None else f"got {value!r}")
@@ -234,9 +246,11 @@ def problems(variant: Variant, p: Tensor, state: Mapping[str, Any]) -> Iterator[
             yield f"{f.name}: expected a contiguous tensor, got strides {value.stride()}"
 
 
-def check(variant: Variant, p: Tensor, state: Mapping[str, Any], name: str | int) -> None:
+def check(
+    variant: Variant, p: Tensor, state: Mapping[str, Any], name: str | int, parts: sharding.Parts | None = None
+) -> None:
     """Raise RuntimeError if the state does not fit the variant and p."""
-    found = list(problems(variant, p, state))
+    found = list(problems(variant, p, state, parts))
     if not found:
         return
     where = {str(t.device) for f in variant.fields if isinstance(t := state.get(f.name), Tensor)}

@@ -224,7 +224,8 @@ def complete(owner: Owner, found: Sequence[Bucket], fresh: Fresh, arena: Arena |
     rounded: list[tuple[Tensor, Tensor]] = []
     new = [
         state.create(
-            b.plan, b.variant, b.kept(i), b.states[i], arenas.get(b.group), owner.groups[b.group], rounded, b.step
+            b.plan, b.variant, b.kept(i), b.states[i], arenas.get(b.group), owner.groups[b.group], rounded, b.step,
+            b.parts(i),
         )
         for b, i in fresh
     ]
@@ -247,5 +248,5 @@ def _arenas(fresh: Fresh) -> dict[int, Arena]:
     sizes: dict[int, list[int]] = {}
     for b, i in fresh:
         if b.device.type == "cpu":
-            sizes.setdefault(b.group, []).extend(state.sizes(b.variant, b.kept(i), b.states[i]))
+            sizes.setdefault(b.group, []).extend(state.sizes(b.variant, b.kept(i), b.states[i], b.parts(i)))
     return {group: Arena(found) for group, found in sizes.items()}

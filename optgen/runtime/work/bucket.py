@@ -94,8 +94,8 @@ class Bucket:
             self.grads[i] = g if g.is_contiguous() and not g.is_neg() else g.resolve_neg().contiguous()
 
     def check(self) -> None:
-        for p, s, name in zip(self.params, self.states, self.names, strict=True):
-            state.check(self.variant, p, s, name)
+        for p, s, name, shard in zip(self.params, self.states, self.names, self.shards, strict=True):
+            state.check(self.variant, p, s, name, None if shard is None or shard.whole else shard.parts)
 
     def move_count(self, alone: bool) -> None:
         """The count of steps and the host states go to the device; the states take them over in `finish`.
@@ -126,6 +126,11 @@ class Bucket:
         """Return the tensor that a parameter's states belong to: it, or its part on this rank."""
         shard = self.shards[i]
         return self.params[i] if shard is None or shard.gathered or not shard.whole else sharding.local(shard.p)
+
+    def parts(self, i: int) -> sharding.Parts | None:
+        """Return the layout of a parameter and its states, if it is a DTensor."""
+        shard = self.shards[i]
+        return None if shard is None else shard.parts
 
     def settle(self) -> None:
         """Set the places of parameters, once it is known which of them the kernels see whole."""

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from optgen.runtime.layout import layout, plans
-from optgen.runtime.layout.sharding import Exchange
+from optgen.runtime.layout.sharding import Exchange, Layout, Shard, field_layout
 from optgen.runtime.layout.workspace import Workspace, entries
-from optgen.runtime.records import Stage
+from optgen.runtime.records import Field, Stage
 from optgen.runtime.reference import matrices as functions
 from optgen.runtime.work import workers
 from optgen.runtime.work.bucket import Bucket
@@ -29,29 +29,33 @@ def work(
     at_once   bytes of fp32 matrices in one batch
     Of a tensor that lies over several ranks each matrix is worked on by one of them; returns its error.
     """
-    matrix, count = bucket.variant.matrix, len(stage.reads)
+    matrix, count, names = bucket.variant.matrix, len(stage.reads), (*stage.reads, *stage.stores)
     live = [i for i in range(len(bucket.params)) if bucket.numel(i)]
     own: list[tuple[int, int, torch.Size, list[Tensor]]] = []
     parted: list[workers.Parted] = []
     for n, i in enumerate(live):
         p, shard = bucket.params[i], bucket.shards[i] if bucket.shards else None
         shape = layout.matrix_shape(matrix, p.shape)
-        values = [_value(bucket, room, name, i, n, shape) for name in (*stage.reads, *stage.stores)]
+        values = [_value(bucket, room, name, i, n, shape) for name in names]
         if shard is None or shard.whole or not shard.layout.dims():
             own.append((i, 0, shape, values))
         else:
-            values = [x.view(p.shape) for x in values]  # of elements: see sharding.mode
-            parted.append(workers.Parted(i, shard.layout, matrix, shard.workers, values[:count], values[count:]))
+            layouts = tuple(_layout(bucket, shard, name) for name in names)
+            values = [x.view(p.shape) if of is shard.layout else x for x, of in zip(values, layouts, strict=True)]
+            parted.append(workers.Parted(i, shard.layout, matrix, shard.workers, values, layouts, count))
     _call(bucket, stage, scalars, at_once, own)
-    kept = {x.number: x.results for x in parted}
+    kept = {x.number: x for x in parted}
 
-    def call(keys: Sequence[workers.Key], operands: Sequence[list[Tensor]]) -> list[list[Tensor]]:
-        results = [[y.new_empty(xs[0].shape) for y in kept[i]] for (i, _), xs in zip(keys, operands, strict=True)]
-        shapes = [layout.matrix_shape(matrix, xs[0].shape) for xs in operands]
-        found = [
-            (i, k, shape, [x.view(shape) for x in (*xs, *ys)])
-            for (i, k), shape, xs, ys in zip(keys, shapes, operands, results, strict=True)
-        ]
+    def call(
+        keys: Sequence[workers.Key], operands: Sequence[list[Tensor]], shapes: Sequence[workers.Shapes]
+    ) -> list[list[Tensor]]:
+        found, results = [], []
+        for (i, k), xs, made in zip(keys, operands, shapes, strict=True):
+            x = kept[i]
+            results.append([y.new_empty(shape) for y, shape in zip(x.values[count:], made, strict=True)])
+            elements = layout.matrix_shape(matrix, x.layout.shape)[-2:]
+            values = zip((*xs, *results[-1]), x.layouts, strict=True)
+            found.append((i, k, elements, [y.view(-1, *elements) if of is x.layout else y for y, of in values]))
         _call(bucket, stage, scalars, at_once, found)
         return results
 
@@ -97,3 +101,13 @@ def _value(bucket: Bucket, room: Workspace, name: str, i: int, n: int, shape: to
             return room.memory[at : at + size].view(layout.value_shape(temp.space, shape))
     value: Tensor = bucket.states[i][name]
     return value
+
+
+def _layout(bucket: Bucket, shard: Shard, name: str) -> Layout:
+    """Return how a state or a temp of a parameter lies over the ranks."""
+    variant = bucket.variant
+    found = next((f for f in variant.fields if f.name == name), None)
+    if found is None:
+        temp = next(t for t in variant.temps if t.name == name)
+        found = Field(name, "float32", space=temp.space, matrix=variant.matrix)
+    return field_layout(found, shard.layout)

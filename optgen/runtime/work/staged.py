@@ -187,10 +187,10 @@ def _call(
         if shard is None or shard.whole or not shard.layout.dims():
             own.append(x)
         else:
-            parted.append(workers.Parted(i, shard.layout, matrix, shard.workers, [x], [x]))
+            parted.append(workers.Parted(i, shard.layout, matrix, shard.workers, [x, x], (shard.layout,) * 2, 1))
     _apply(function, given, matrix, own)
 
-    def work(_: Sequence[workers.Key], operands: Sequence[list[Tensor]]) -> Sequence[list[Tensor]]:
+    def work(_: object, operands: Sequence[list[Tensor]], shapes: object) -> Sequence[list[Tensor]]:
         _apply(function, given, matrix, [x for (x,) in operands])
         return operands
 

@@ -25,12 +25,14 @@ from optgen.runtime.work.bucket import Bucket
 Key = tuple[int, int]
 """A matrix: the number of its tensor, and its index in the stack that the tensor is."""
 
-Work = Callable[[Sequence[Key], Sequence[list[Tensor]]], Sequence[list[Tensor]]]
-"""A function of whole matrices: of the operands of each it makes the results of each."""
+Shapes = Sequence[tuple[int, ...]]
 
-Piece = tuple[int, int, tuple[slice, ...], bool]
-"""What a rank's part has of a matrix: the rank that holds it, or its worker; the tensor; its indices in the matrix, or
-in the part; False if another replica sends it to the worker."""
+Work = Callable[[Sequence[Key], Sequence[list[Tensor]], Sequence[Shapes]], Sequence[list[Tensor]]]
+"""A function of whole matrices: of the operands of each, and the shapes of its results, it makes the results."""
+
+Piece = tuple[int, int, int, tuple[slice, ...], bool]
+"""What a rank's part has of a value of a matrix: the rank that holds it, or its worker; the tensor; the value; its
+indices in the value, or in the part; False if another replica sends it to the worker."""
 
 
 class Stack(NamedTuple):
@@ -109,16 +111,18 @@ def share(buckets: Sequence[Bucket], known: Mapping[Any, Stack], start: int) -> 
 class Parted(NamedTuple):
     """A tensor in parts whose matrices are worked on whole.
 
-    workers             the rank of each matrix, as `assign` has them
-    operands, results   this rank's parts; those of the results are written
+    workers   the rank of each matrix, as `assign` has them
+    values    this rank's parts of what is read, `reads` in number, and of the results, which are written
+    layouts   of the values; those of another shape than the tensor are matrices in their last two dimensions
     """
 
     number: int
     layout: Layout
     matrix: Matrix
     workers: tuple[int, ...]
-    operands: list[Tensor]
-    results: list[Tensor]
+    values: list[Tensor]
+    layouts: tuple[Layout, ...]
+    reads: int
 
 
 def run(parted: Sequence[Parted], work: Work, room: int) -> Generator[Exchange, Tensor | None, Exception | None]:
@@ -131,66 +135,96 @@ def run(parted: Sequence[Parted], work: Work, room: int) -> Generator[Exchange, 
     failure: Exception | None = None
     for mesh in dict.fromkeys(x.layout.mesh for x in parted):
         some = [x for x in parted if x.layout.mesh == mesh]
-        kinds = tuple((x.layout, x.matrix, x.workers, sum(y.element_size() for y in x.operands)) for x in some)
+        sizes = [tuple(y.itemsize for y in x.values[: x.reads]) for x in some]
+        kinds = tuple((x.layout, x.matrix, x.workers, x.layouts, n) for x, n in zip(some, sizes, strict=True))
         for held, tasks in _rounds(kinds, room):
-            operands = [[x.new_empty(task.shape) for x in some[task.tensor].operands] for task in tasks]
-            sends = [(rank, x[at]) for rank, k, at, near in held if near for x in some[k].operands]
-            pieces = [(piece, xs) for task, xs in zip(tasks, operands, strict=True) for piece in task.pieces]
-            receives = [(rank, x[at]) for (rank, _, at, near), xs in pieces if near for x in xs]
+            whole = [_made(some[task.tensor], task, slice(some[task.tensor].reads)) for task in tasks]
+            pieces = [(piece, xs) for task, xs in zip(tasks, whole, strict=True) for piece in task.pieces]
+            sends = [(rank, some[k].values[j][at]) for rank, k, j, at, near in held if near and j < some[k].reads]
+            receives = [(rank, xs[j][at]) for (rank, _, j, at, near), xs in pieces if near and j < len(xs)]
             yield Exchange(moves=[Move(mesh, sends, receives)])
+            after = [slice(some[task.tensor].reads, None) for task in tasks]
+            keys = [(some[task.tensor].number, task.matrix) for task in tasks]
             try:
-                results = work([(some[task.tensor].number, task.matrix) for task in tasks], operands)
+                results = work(keys, whole, [task.shapes[rest] for task, rest in zip(tasks, after, strict=True)])
             except Exception as error:
                 failure = failure or error
-                results = [[x.new_full(task.shape, math.nan) for x in some[task.tensor].results] for task in tasks]
-            pieces = [(piece, xs) for task, xs in zip(tasks, results, strict=True) for piece in task.pieces]
-            sends = [(rank, x[at]) for (rank, _, at, _), xs in pieces for x in xs]
-            receives = [(rank, x[at]) for rank, k, at, _ in held for x in some[k].results]
+                made = [_made(some[task.tensor], task, rest) for task, rest in zip(tasks, after, strict=True)]
+                results = [[y.fill_(math.nan) for y in ys] for ys in made]
+            found = [(p, ys) for task, ys in zip(tasks, results, strict=True) for p in task.pieces]
+            sends = [(rank, ys[j - some[k].reads][at]) for (rank, k, j, at, _), ys in found if j >= some[k].reads]
+            receives = [(rank, some[k].values[j][at]) for rank, k, j, at, _ in held if j >= some[k].reads]
             yield Exchange(moves=[Move(mesh, sends, receives)])
     return failure
 
 
 class _Task(NamedTuple):
-    """A matrix that this rank works on, its shape as part of the tensor, and its pieces on all ranks."""
+    """A matrix that this rank works on, the shapes of its values, and their pieces on all ranks."""
 
     tensor: int
     matrix: int
-    shape: tuple[int, ...]
+    shapes: list[tuple[int, ...]]
     pieces: list[Piece]
+
+
+def _made(x: Parted, task: _Task, which: slice) -> list[Tensor]:
+    """Return new tensors for some of the values of a matrix."""
+    return [y.new_empty(shape) for y, shape in zip(x.values[which], task.shapes[which], strict=True)]
 
 
 @functools.lru_cache(maxsize=65536)
 def _rounds(
-    parted: tuple[tuple[Layout, Matrix, tuple[int, ...], int], ...], room: int
+    parted: tuple[tuple[Layout, Matrix, tuple[int, ...], tuple[Layout, ...], tuple[int, ...]], ...], room: int
 ) -> list[tuple[list[Piece], list[_Task]]]:
     """Return what is worked on at one time: this rank's pieces, and its matrices.
 
-    parted   layout, matrix, workers, and bytes of the operands of an element
+    parted   layout, matrix, workers, layouts of the values, and bytes of an element of each operand
     In each round every worker puts `room` bytes together, one matrix at least.
     """
     rounds: list[tuple[list[Piece], list[_Task]]] = []
     filled: dict[int, tuple[int, int]] = {}
-    for k, (of, matrix, workers, size) in enumerate(parted):
-        assert of.coordinate is not None and of.here is not None
-        uncut = [m for m, cut in enumerate(of.cuts) if cut is None]
-        regions = _regions(of.shape, of.mesh_shape, of.cuts)
-        replicas = [[coordinate[m] for m in uncut] for coordinate, _ in regions]
+    for k, (of, matrix, workers, layouts, sizes) in enumerate(parted):
+        views = [_View.of_layout(x, matrix if x.shape == of.shape else "last") for x in layouts]
         for e, worker in enumerate(workers):
-            box = _box(of.shape, matrix, e)
-            shape = tuple(b - a for a, b in box)
+            boxes = [_box(v.of.shape, v.matrix, e) for v in views]
+            shapes = [tuple(b - a for a, b in box) for box in boxes]
+            taken = sum(size * math.prod(shape) for size, shape in zip(sizes, shapes, strict=False))
             number, before = filled.get(worker, (0, 0))
-            if before and before + size * math.prod(shape) > room:
+            if before and before + taken > room:
                 number, before = number + 1, 0
-            filled[worker] = number, before + size * math.prod(shape)
+            filled[worker] = number, before + taken
             rounds += [([], []) for _ in range(number + 1 - len(rounds))]
             held, tasks = rounds[number]
-            if at := _common(of.here, box, of.here):
-                held.append((worker, k, at, [of.coordinate[m] for m in uncut] == replicas[worker]))
-            if regions[worker][0] == of.coordinate:
-                parts = [(rank, _common(part, box, box)) for rank, (_, part) in enumerate(regions)]
-                pieces = [(rank, k, at, replicas[rank] == replicas[worker]) for rank, at in parts if at]
-                tasks.append(_Task(k, e, shape, pieces))
+            own: list[Piece] = []
+            for j, (view, box) in enumerate(zip(views, boxes, strict=True)):
+                here = view.of.here
+                assert here is not None
+                if at := _common(here, box, here):
+                    held.append((worker, k, j, at, view.replicas[view.rank] == view.replicas[worker]))
+                if worker == view.rank:
+                    parts = [(rank, _common(part, box, box)) for rank, part in enumerate(view.parts)]
+                    own += [(r, k, j, at, view.replicas[r] == view.replicas[worker]) for r, at in parts if at]
+            if views[0].rank == worker:
+                tasks.append(_Task(k, e, shapes, own))
     return rounds
+
+
+class _View(NamedTuple):
+    """A value of all ranks: its layout, its matrices, this rank, the index ranges of each rank, and which ranks hold
+    the same, by their coordinates along the mesh dimensions that cut nothing."""
+
+    of: Layout
+    matrix: Matrix
+    rank: int
+    parts: list[tuple[Span, ...]]
+    replicas: list[list[int]]
+
+    @classmethod
+    def of_layout(cls, of: Layout, matrix: Matrix) -> _View:
+        found = _regions(of.shape, of.mesh_shape, of.cuts)
+        uncut = [m for m, cut in enumerate(of.cuts) if cut is None]
+        rank = next(r for r, (coordinate, _) in enumerate(found) if coordinate == of.coordinate)
+        return cls(of, matrix, rank, [part for _, part in found], [[c[m] for m in uncut] for c, _ in found])
 
 
 @functools.lru_cache(maxsize=4096)
