@@ -833,32 +833,34 @@ def flattened(here: Here) -> None:
 class Bag(nn.Module):
     """Parameters of many shapes, cut along dimension 0."""
 
-    def __init__(self, here: Here, dtype: torch.dtype) -> None:
+    def __init__(self, here: Here, dtype: torch.dtype, shapes: Sequence[tuple[int, ...]]) -> None:
         super().__init__()
         mesh = here.mesh(here.world)
-        self.shapes = UNEVEN
-        for k, piece in enumerate(rows(here, mesh, UNEVEN, dtype)):
+        for k, piece in enumerate(rows(here, mesh, shapes, dtype)):
             self.register_parameter(f"p{k}", piece.parameter(True))
 
     def train_on(self, here: Here, opt: Any, steps: int) -> None:
         for _ in range(steps):
             for p in self.parameters():
                 p.grad = distribute_tensor(here.values(*p.shape, dtype=p.dtype), p.device_mesh, p.placements)
-            opt.step()
+            with one_at_a_time(True):
+                opt.step()
 
 
 SAVED = (
     ("AdamW", "int8_split24", torch.bfloat16, True),
     ("AdamW", "bf16_sr", torch.bfloat16, False),
     ("Muon", "int8_split24", torch.bfloat16, False),
+    ("factors", "int8_split24", torch.bfloat16, True),
 )
 
 
 def checkpointed(here: Here, k: int) -> tuple[Bag, Any, Path, bool]:
     name, plan, dtype, flat = SAVED[k]
     here.restart()
-    bag = Bag(here, dtype)
-    opt = getattr(generated, name)(bag.named_parameters(), lr=1e-2, plan=plan, backend=here.backend)
+    bag = Bag(here, dtype, FACTORS if name == "factors" else UNEVEN)
+    cls = optgen.compile(factors, plan=plan) if name == "factors" else getattr(generated, name)
+    opt = cls(bag.named_parameters(), lr=1e-2, plan=plan, backend=here.backend)
     return bag, opt, here.folder / f"{name}_{plan}", flat
 
 
@@ -921,23 +923,25 @@ def loads_whole_and_dense(here: Here) -> None:
     """An optimizer's own state dict: of DTensors, of whole tensors, and torch.optim's."""
     mesh = here.mesh(here.world)
     pieces = rows(here, mesh, [(97, 130), (4160,), (7,)], torch.bfloat16)
-    runs = Runs(here, generated.AdamW, pieces, plan="int8_split24")
-    runs.step()
-    for saved in (runs.many.state_dict(), runs.one.state_dict()):
-        params, other = runs.another(saved, runs.parts)
-        for p, q in zip(runs.alone, params, strict=True):
-            alike_states(runs.one, p, other, q, "loaded")
-    alone, parts = runs.one.master_weights(), runs.many.master_weights()
-    for name, value in alone.items():
-        alike(value, parts[name], f"weight {name}")
-    dense, cut = runs.one.dense_state_dict(), runs.many.dense_state_dict()
-    for number, entry in dense["state"].items():
-        for key, value in entry.items():
-            alike(value, cut["state"][number][key], key)
-    params, other = runs.another(dense, runs.parts)
-    whole_params, one = runs.another(dense, runs.alone)
-    for p, q in zip(whole_params, params, strict=True):
-        alike_states(one, p, other, q, "dense")
+    rules = (optgen.compile(factors, plan="int8_split24"), generated.AdamW)
+    for cls in rules:
+        runs = Runs(here, cls, pieces, plan="int8_split24")
+        runs.step()
+        for saved in (runs.many.state_dict(), runs.one.state_dict()):
+            params, other = runs.another(saved, runs.parts)
+            for p, q in zip(runs.alone, params, strict=True):
+                alike_states(runs.one, p, other, q, "loaded")
+        alone, parts = runs.one.master_weights(), runs.many.master_weights()
+        for name, value in alone.items():
+            alike(value, parts[name], f"weight {name}")
+        dense, cut = runs.one.dense_state_dict(), runs.many.dense_state_dict()
+        for number, entry in dense["state"].items():
+            for key, value in entry.items():
+                alike(value, cut["state"][number][key], key)
+        params, other = runs.another(dense, runs.parts)
+        whole_params, one = runs.another(dense, runs.alone)
+        for p, q in zip(whole_params, params, strict=True):
+            alike_states(one, p, other, q, "dense")
     with refused(ValueError, "exp_avg", "nothing was loaded"):
         bad = runs.one.state_dict()
         bad["state"][0] = {**bad["state"][0], "exp_avg_codes": torch.zeros(96, 130, dtype=torch.uint8)}
@@ -957,10 +961,11 @@ def loads_whole_and_dense(here: Here) -> None:
             files.save_checkpoint("never.pt", other)
     # Saved by rows, loaded by columns: the states are laid anew.
     value = here.values(64, 256, dtype=torch.bfloat16)
-    by_rows, by_columns = (Runs(here, generated.AdamW, [Piece(value, mesh, [Shard(d)])]) for d in (0, 1))
-    by_rows.step()
-    by_columns.many.load_state_dict(by_rows.many.state_dict())
-    alike_states(by_rows.one, by_rows.alone[0], by_columns.many, by_columns.parts[0], "other parts")
+    for cls in rules:
+        by_rows, by_columns = (Runs(here, cls, [Piece(value, mesh, [Shard(d)])], plan="int8_split24") for d in (0, 1))
+        by_rows.step()
+        by_columns.many.load_state_dict(by_rows.many.state_dict())
+        alike_states(by_rows.one, by_rows.alone[0], by_columns.many, by_columns.parts[0], "other parts")
 
 
 @case(2)
