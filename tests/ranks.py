@@ -43,6 +43,7 @@ import optgen
 from optgen.accumulate import accumulator
 from optgen.driver import targets
 from optgen.lang import (
+    amax,
     flag,
     gram,
     hyper,
@@ -67,6 +68,7 @@ from optgen.verify.differential import Values, compare, enclose, oracle
 from optgen.verify.intervals import FAST
 from tests.harness import plan_of, spec_of, unoptimized
 from tests.interpreter import quicken
+from tests.test_low_rank import sketched
 
 RANKS = (2, 4, 3, 1)
 """The others load what two ranks have saved."""
@@ -348,7 +350,7 @@ def factors(
     if not is_matrix:
         p = p - lr * g
         return p, momentum, left, basis
-    left = 0.9 * left + 0.1 * gram(g)
+    left = 0.9 * left + 0.1 * gram(g) / (1 + amax(g * g))
     momentum = 0.9 * momentum + 0.1 * g @ basis
     p = p - lr * (inverse_root(left, 4, 1e-3) @ momentum @ basis.T) / trace(left)
     if turns:
@@ -370,15 +372,17 @@ def matrix_states(here: Here) -> None:
         kinds.append((_StridedShard(0, split_factor=2), Shard(0)))
         pieces += [Piece(here.values(36, 256, dtype=torch.bfloat16), here.mesh(2, 2), kind) for kind in kinds]
         pieces.append(Piece(here.values(6, 16, 24, dtype=torch.bfloat16), here.mesh(2, 2), kinds[0]))
-    for plan in ("fp32", "int8_split24"):
-        cls = optgen.compile(factors, plan=plan)
+    for rule, plan, room in (
+        (factors, "fp32", staged.AT_ONCE),
+        (factors, "int8_split24", 4 * 16 * 24),
+        (sketched, "fp32", 4 * 16 * 24),
+    ):
         some = [*pieces, *(across if plan == "fp32" else across[1:])]
-        for room in (staged.AT_ONCE, 4 * 16 * 24):
-            with mock.patch.object(staged, "AT_ONCE", room), one_at_a_time(True):
-                runs = Runs(here, cls, some, plan=plan, blocks={"numel <= 96": n})
-                runs.step(3)
-        left = runs.many.state[runs.parts[2]]["left"]
-        assert left.to_local().shape[0] <= -(-70 // n)
+        with mock.patch.object(staged, "AT_ONCE", room), one_at_a_time(True):
+            runs = Runs(here, optgen.compile(rule, plan=plan), some, plan=plan, blocks={"numel <= 96": n})
+            runs.step(3)
+        name = "left" if rule is factors else "low"
+        assert runs.many.state[runs.parts[2]][name].to_local().shape[0] <= -(-70 // n)
 
 
 @case(2, 3, 4)

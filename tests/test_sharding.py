@@ -70,7 +70,8 @@ def test_kernels_over_parts(interpreter: dict[str, str], backend: str) -> None:
 
 @pytest.mark.ranks
 def test_each_matrix_is_worked_on_by_one_rank() -> None:
-    names = ["whole_matrices", "stacks_and_heads", "functions_of_whole_matrices", "matrices_have_one_worker"]
+    names = ["whole_matrices", "stacks_and_heads", "functions_of_whole_matrices", "matrix_states"]
+    names.append("matrices_have_one_worker")
     done = ran(*names, "--ranks", "2", "4", "3", "--kernels", "cpp")
     assert done == [f"{n} {name}" for n in (2, 4, 3) for name in names if n in ranks.CASES[name][1]]
 

@@ -419,12 +419,6 @@ def mode(variant: Variant, of: Layout) -> Mode:
         return _mode_of_blocks(of.shape, of.mesh_shape, of.cuts, height)
     blocks = {(f.per, f.width) for f in variant.fields if f.per > 1}
     blocks |= {(s.block, 1) for s in variant.stages if s.block > 1}
-    called = {name for s in variant.stages if s.space == "whole" for name in (*s.reads, *s.stores)}
-    if of.dims() and any(t.name in called and t.space in ("tensor", "model") for t in variant.temps):
-        raise ValueError(
-            "it lies over several ranks, and a function of whole matrices takes or makes a value of the whole tensor, "
-            "which this rule supports for whole tensors only: leave it out of what is sharded"
-        )
     stacked = variant.sums_by_matrix and variant.stochastic and variant.matrix == "last"
     first = variant.needs_matrix and variant.matrix == "first"
     counted, axes = variant.stochastic, variant.has_axes

@@ -16,6 +16,9 @@ from optgen.runtime.work import workers
 from optgen.runtime.work.bucket import Bucket
 from optgen.runtime.work.counting import Control
 
+WHOLE = ("tensor", "model")
+"""Spaces of one value for all matrices."""
+
 Tensors = Sequence[tuple[int, int, torch.Size, list[Tensor]]]
 """Tensors of a bucket, or matrices of these: the number, that of the first matrix, the shape as matrices, and what is
 read and stored."""
@@ -98,9 +101,12 @@ def _value(bucket: Bucket, room: Workspace, name: str, i: int, n: int, shape: to
         if temp.name == name:
             size, column = entries(temp.space, shape, temp.wide), room.offsets[k]
             at = column[i if len(column) == len(bucket.params) else n]
-            return room.memory[at : at + size].view(layout.value_shape(temp.space, shape))
-    value: Tensor = bucket.states[i][name]
-    return value
+            value = room.memory[at : at + size]
+            if temp.space in WHOLE:  # which every matrix is given
+                return value.view(1, 1).expand(*shape[:-2], 1, 1)
+            return value.view(layout.value_shape(temp.space, shape))
+    state: Tensor = bucket.states[i][name]
+    return state
 
 
 def _layout(bucket: Bucket, shard: Shard, name: str) -> Layout:
@@ -108,6 +114,6 @@ def _layout(bucket: Bucket, shard: Shard, name: str) -> Layout:
     variant = bucket.variant
     found = next((f for f in variant.fields if f.name == name), None)
     if found is None:
-        temp = next(t for t in variant.temps if t.name == name)
-        found = Field(name, "float32", space=temp.space, matrix=variant.matrix)
+        space = next(t.space for t in variant.temps if t.name == name)
+        found = Field(name, "float32", space="mat" if space in WHOLE else space, matrix=variant.matrix)
     return field_layout(found, shard.layout)
