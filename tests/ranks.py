@@ -372,16 +372,16 @@ def matrix_states(here: Here) -> None:
         kinds.append((_StridedShard(0, split_factor=2), Shard(0)))
         pieces += [Piece(here.values(36, 256, dtype=torch.bfloat16), here.mesh(2, 2), kind) for kind in kinds]
         pieces.append(Piece(here.values(6, 16, 24, dtype=torch.bfloat16), here.mesh(2, 2), kinds[0]))
-    for rule, plan, room in (
-        (factors, "fp32", staged.AT_ONCE),
-        (factors, "int8_split24", 4 * 16 * 24),
-        (sketched, "fp32", 4 * 16 * 24),
+    for cls, plan, name, room in (
+        (optgen.compile(factors, plan="fp32"), "fp32", "left", staged.AT_ONCE),
+        (optgen.compile(factors, plan="int8_split24"), "int8_split24", "left", 4 * 16 * 24),
+        (optgen.compile(sketched, plan="fp32"), "fp32", "low", 4 * 16 * 24),
+        (generated.SOAP, "int8_split24", "left", staged.AT_ONCE),
     ):
         some = [*pieces, *(across if plan == "fp32" else across[1:])]
         with mock.patch.object(staged, "AT_ONCE", room), one_at_a_time(True):
-            runs = Runs(here, optgen.compile(rule, plan=plan), some, plan=plan, blocks={"numel <= 96": n})
+            runs = Runs(here, cls, some, plan=plan, blocks={"numel <= 96": n})
             runs.step(3)
-        name = "left" if rule is factors else "low"
         assert runs.many.state[runs.parts[2]][name].to_local().shape[0] <= -(-70 // n)
 
 
