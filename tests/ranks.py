@@ -316,6 +316,9 @@ def stacks_and_heads(here: Here) -> None:
             Runs(here, cls, pieces, plan="int8_split24", blocks={"numel <= 480": 2 * here.world}).step(2)
         with refused(ValueError, "multiple of the", "`blocks`"):
             cls([Piece(here.values(36, 8), mesh, [Shard(0)]).parameter(True)], blocks={"numel > 0": 1 + here.world})
+        with refused(ValueError, "divides each matrix of a stack"):
+            stack = Piece(here.values(2 * here.world, 8, 16), mesh, [Shard(0)]).parameter(True)
+            cls([stack], blocks={"numel > 0": 4 * here.world})
 
 
 @optimizer(cite="none: a function of whole matrices whose operands and results are in fp32")

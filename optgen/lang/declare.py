@@ -250,7 +250,10 @@ def hyper(
         if bound is not None and math.isnan(_number(name, bound)):
             raise _refuse(f"{name} is a number, got nan", "")
     if series:
-        value = _coefficients(default)
+        try:
+            value = plain(default, what="a hyper-parameter's default")
+        except ValueError as error:
+            raise _refuse(str(error), "") from None
     elif isinstance(default, tuple):
         if not default:
             raise _refuse("a tuple hyper-parameter has at least one part", "")
@@ -260,14 +263,6 @@ def hyper(
     else:
         value = _finite("a hyper-parameter's default", default, "a number, or a tuple of numbers: hyper((0.9, 0.999))")
     return HyperDecl("", value, ge, gt, le, lt, rounds_of, whole, series=series)
-
-
-def _coefficients(default: Any) -> Any:
-    """Return coefficients as a group keeps them.  Raises UserError for others."""
-    try:
-        return plain(default)
-    except (TypeError, ValueError) as error:
-        raise _refuse(f"a hyper-parameter's default {error}", "") from None
 
 
 def flag(

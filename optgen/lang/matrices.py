@@ -212,6 +212,6 @@ def _rounds(given: str | Triple | Sequence[Triple]) -> tuple[int, Sequence[Seque
     """Return the usual number of rounds and the triples of coefficients.  Raises UserError E113 for other forms."""
     try:
         return series.rounds(given, lambda x: None if isinstance(x, str) else x)
-    except (TypeError, ValueError):
+    except ValueError:
         what = f"newton_schulz() takes coefficients=(a, b, c), a list of such, or a name, got {given!r}"
         raise UserError("E113", loc=author_loc(), what=what, hint=", ".join(map(repr, series.SETS))) from None

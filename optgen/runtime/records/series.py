@@ -34,21 +34,22 @@ SETS: dict[str, tuple[int, tuple[Triple, ...]]] = {
 2024); of the best one for each round, with the authors' margin for bf16 (Amsel et al. 2025, arXiv:2505.16932); eight
 rounds of the first and two that converge; Newton and Schulz's own."""
 
-_places: dict[object, int] = {}
-_seen: list[tuple[Triple, ...]] = []
+_places: dict[Any, float] = {}
+SEEN: list[tuple[Triple, ...]] = []
+"""The triples that each number stands for."""
 
 
-def plain(given: Any, part: Callable[[Any], Any] = as_float) -> str | Triple | tuple[Triple, ...]:
+def plain(given: Any, part: Callable[[Any], Any] = as_float, what: str = "coefficients") -> Any:
     """Return coefficients as groups keep them: a name, a triple or triples of what `part` makes of numbers, None of
     anything else.  Raises ValueError for others."""
-    if isinstance(given, str):
-        if given in SETS:
-            return given
-    elif isinstance(given, Sequence) and given:
-        parts: Any = tuple(tuple(map(part, t)) for t in (given if isinstance(given[0], Sequence) else [given]))
+    if isinstance(given, str) and given in SETS:
+        return given
+    if isinstance(given, Sequence) and not isinstance(given, str) and given:
+        several = isinstance(given[0], Sequence)
+        parts = [tuple(map(part, t)) if isinstance(t, Sequence) else () for t in (given if several else [given])]
         if all(len(t) == 3 and not any(x is None for x in t) for t in parts):
-            return parts if isinstance(given[0], Sequence) else parts[0]  # type: ignore[no-any-return]
-    raise ValueError(f"must be (a, b, c), a list of such, or one of {', '.join(map(repr, SETS))}, got {given!r}")
+            return tuple(parts) if several else parts[0]
+    raise ValueError(f"{what} must be (a, b, c), a list of such, or one of {', '.join(map(repr, SETS))}, got {given!r}")
 
 
 def rounds(given: Any, part: Callable[[Any], Any] = as_float) -> tuple[int, tuple[Triple, ...]]:
@@ -63,16 +64,14 @@ def rounds(given: Any, part: Callable[[Any], Any] = as_float) -> tuple[int, tupl
 
 def number(given: Any) -> float:
     """Return the number that stands for coefficients in this process; it is whole, and exact in fp32."""
-    key = given if isinstance(given, (str, tuple)) else plain(given)
-    if key not in _places:
-        _places[key] = len(_seen)
-        _seen.append(rounds(key)[1])
-    return float(_places[key])
-
-
-def of_number(place: float) -> tuple[Triple, ...]:
-    """Return the triples that a number stands for."""
-    return _seen[int(place)]
+    try:
+        return _places[given]
+    except (KeyError, TypeError):  # it is new, or a list
+        key = plain(given)
+        if key not in _places:
+            _places[key] = float(len(SEEN))
+            SEEN.append(rounds(key)[1])
+        return _places[key]
 
 
 @dataclass(frozen=True)
@@ -80,13 +79,9 @@ class Series(Hyper):
     """The hyper-parameter whose value is such coefficients."""
 
     def check(self, value: object, owner: str, tensors: bool = False) -> Any:
-        try:
-            return plain(value)
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"{owner}: {self.name} {error}") from None
+        return plain(value, what=f"{owner}: {self.name}")
 
-    def read(self, value: object) -> float:
+    def read(self, value: object, device: object = None) -> float:
         return number(value)
 
-    def read_on(self, value: object, device: object) -> float:
-        return number(value)
+    read_on = read

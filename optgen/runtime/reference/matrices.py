@@ -35,7 +35,7 @@ def newton_schulz(x: Tensor, steps: float, normalize: float, gram: float, eps: f
     if normalize:
         x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=eps)
     if len(coefficients) == 1:
-        coefficients = tuple(x for t in series.of_number(coefficients[0]) for x in t)
+        coefficients = tuple(x for t in series.SEEN[int(coefficients[0])] for x in t)
     triples = [coefficients[k : k + 3] for k in range(0, len(coefficients), 3)]
     rounds = [triples[min(k, len(triples) - 1)] for k in range(int(steps))]
     if gram and x.shape[-2] < x.shape[-1]:
