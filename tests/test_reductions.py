@@ -40,6 +40,8 @@ REACH = {
     ("orthograd", "nan"): (ALL, ALL), ("orthograd", "inf"): (ALL, ALL),
     ("adamp", "nan"): (E, E), ("adamp", "inf"): (E, E),
     ("sgdp", "nan"): (E, E), ("sgdp", "inf"): (E, E),
+    ("sinkgd", "nan"): (ALL, ALL), ("sinkgd", "inf"): (ALL, ALL),
+    ("stable_spam", "nan"): (ALL, ALL), ("stable_spam", "inf"): (ALL, ALL),
     # A maximum of a row is read at the next step.
     ("sm3", "nan"): (E, CROSS), ("sm3", "inf"): (E, E),
     ("stable_adamw", "nan"): (ALL, ALL), ("stable_adamw", "inf"): (ALL, ALL),
