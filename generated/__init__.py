@@ -11,6 +11,7 @@ from typing import Any as _Any
 
 if TYPE_CHECKING:
     from .adopt import ADOPT as ADOPT
+    from .apollo import APOLLO as APOLLO
     from .ademamix import AdEMAMix as AdEMAMix
     from .adabelief import AdaBelief as AdaBelief
     from .adamuon import AdaMuon as AdaMuon
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from .clipped_adamw import ClippedAdamW as ClippedAdamW
     from .dadapt_adam import DAdaptAdam as DAdaptAdam
     from .fromage import Fromage as Fromage
+    from .galore import GaLore as GaLore
     from .grams import Grams as Grams
     from .lamb import LAMB as LAMB
     from .lars import LARS as LARS
@@ -65,6 +67,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "ADOPT": "adopt",
+    "APOLLO": "apollo",
     "AdEMAMix": "ademamix",
     "AdaBelief": "adabelief",
     "AdaMuon": "adamuon",
@@ -84,6 +87,7 @@ _MODULES = {
     "ClippedAdamW": "clipped_adamw",
     "DAdaptAdam": "dadapt_adam",
     "Fromage": "fromage",
+    "GaLore": "galore",
     "Grams": "grams",
     "LAMB": "lamb",
     "LARS": "lars",
@@ -120,6 +124,7 @@ _MODULES = {
 
 __all__ = [
     "ADOPT",
+    "APOLLO",
     "AdEMAMix",
     "AdaBelief",
     "AdaMuon",
@@ -139,6 +144,7 @@ __all__ = [
     "ClippedAdamW",
     "DAdaptAdam",
     "Fromage",
+    "GaLore",
     "Grams",
     "LAMB",
     "LARS",

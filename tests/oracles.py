@@ -674,6 +674,59 @@ WHOLE: dict[str, Oracle] = {
 }
 
 
+# -- states of low rank; `drawn(shape, matrix, key)` gives the random numbers of a parameter
+
+
+def _adam(o: Any, s: Any, g: Tensor) -> Tensor:
+    """Adam's step before its corrections, as transformers' AdamW has it, whose eps is added before them."""
+    m, v = moments(o, s, g)
+    return m / (v.sqrt() + o.eps)
+
+
+def _of_low_rank(update: Callable[..., Tensor]) -> Oracle:
+    """transformers' AdamW, with another step for the matrices of a parameter: (options, states, (matrices, shorter
+    side, longer side), t) -> the same."""
+
+    @paper
+    def rule(o, s, p, g, t, lr):
+        u = g if g.ndim < 2 or g.ndim == 3 else g.reshape(1, len(g), -1)
+        if g.ndim < 2 or o.adamw:
+            u = _adam(o, s, g)
+        elif u.shape[1] < u.shape[2]:
+            u = update(o, s, u, t)
+        else:
+            u = update(o, s, u.mT, t).mT
+        beta1, beta2 = o.betas
+        p = p - lr * math.sqrt(1 - beta2**t) / (1 - beta1**t) * u.reshape(p.shape)
+        return p - lr * o.weight_decay * p
+
+    return rule
+
+
+def _galore(o, s, g, t):
+    if (t - 1) % o.update_proj_gap == 0:
+        u = torch.linalg.svd(g, full_matrices=False).U[..., : o.rank]
+        s.space = u * u.gather(1, u.abs().argmax(1, keepdim=True)).sign()
+    return o.scale * s.space @ _adam(o, s, s.space.mT @ g)
+
+
+def _apollo(o, s, g, t):
+    shape = g.shape[1], min(o.rank, g.shape[1])
+    space = [o.drawn(shape, k, (t - 1) // o.update_proj_gap) for k in range(len(g))]
+    low = torch.from_numpy(np.stack(space)).to(g.dtype).mT @ g / math.sqrt(o.rank)
+    adam = _adam(o, s, low)
+    of = {"dim": (1, 2) if o.per_tensor else 1, "keepdim": True}
+    scaled = g * torch.linalg.vector_norm(adam, **of) / (torch.linalg.vector_norm(low, **of) + 1e-8)
+    size = scaled.norm()
+    limit = max(size / (s.size + 1e-8), 1.01) / 1.01 if t > 1 else 1.0
+    s.size = size / limit
+    return math.sqrt(o.scale) * scaled / limit
+
+
+LOW_RANK: dict[str, Oracle] = {"apollo": _of_low_rank(_apollo), "galore": _of_low_rank(_galore)}
+"""Rules of low rank, whose spaces are held at gradients that tell singular vectors apart."""
+
+
 # -- the 4-bit paper's storage (Li et al. 2023, arXiv:2309.01507), from its formulas in NumPy
 
 UNSIGNED_MAP = np.arange(1, 17) / 16

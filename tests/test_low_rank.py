@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import optgen
+from optgen import optim
 from optgen.base.errors import UserError
 from optgen.lang import (
     flag,
@@ -25,6 +26,9 @@ from optgen.lang import (
     wide,
     zero_product,
 )
+from optgen.runtime.records.keys import stream_key
+from tests.harness import spec_of
+from tests.oracles import LOW_RANK
 
 U = 2.0**-24
 
@@ -59,15 +63,18 @@ def mixed(x: Any) -> Any:
     return x ^ x >> np.uint64(16)
 
 
-def fractions(shape: tuple[int, int], name: str, matrix: int, key: int, which: int) -> Any:
-    """24 random bits for each place, as a fraction: those of the matrix of that number of a parameter."""
-    stream = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "little")
+def fractions(shape: tuple[int, int], name: str | int, matrix: int, key: int, which: int) -> Any:
+    """24 random bits for each place, as a fraction: those of the matrix of that number of a parameter, which has a name
+    or, for those that a spec is evaluated with, a position."""
+    stream = stream_key(name)
+    if isinstance(name, str):
+        stream = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "little")
     begin = mixed((stream + matrix * 0x9E3779B1 + int(mixed(key))) % 2**32)
     place = 2 * np.arange(math.prod(shape)).reshape(shape) + which
     return (mixed((mixed(place) + begin) % np.uint64(2**32)) >> np.uint64(8)) / 2.0**24
 
 
-def gaussian(shape: tuple[int, int], name: str, matrix: int, key: int) -> Any:
+def gaussian(shape: tuple[int, int], name: str | int, matrix: int, key: int) -> Any:
     a, b = (fractions(shape, name, matrix, key, which) + 2.0**-25 for which in (0, 1))
     return np.sqrt(-2 * np.log(a)) * np.cos(2 * math.pi * b)
 
@@ -212,3 +219,88 @@ def test_flags_count_from_the_first_step() -> None:
         found.append(bool((p != before).all()))
     assert found == [True, False, False, True, False, False, True, False]
     assert [counted.flag_values({}, step=t)["now"] for t in range(1, 9)] == found
+
+
+# -- rules
+
+STEPS, LR, GAP = 50, 0.01, 7
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "galore": ("galore", {"rank": 3, "scale": 0.25}),
+    "apollo": ("apollo", {"rank": 4, "scale": 1.0}),
+    "apollo_mini": ("apollo", {"rank": 1, "scale": 128.0, "per_tensor": True}),
+}
+OPTIONS = {"betas": (0.9, 0.95), "eps": 0.05, "weight_decay": 0.1, "update_proj_gap": GAP, "adamw": False}
+SIZES = torch.tensor([4.0, 2.0, 1.0, 0.5], dtype=torch.float64)
+
+
+def gradients(shape: tuple[int, ...]) -> list[Tensor]:
+    """fp32, of rank 4 at most, with singular values of 4, 2, 1 and a half, nearly; of length 1 to 3."""
+    draw = torch.Generator().manual_seed(0)
+    if len(shape) < 2:
+        return [torch.randn(shape, generator=draw) for _ in range(STEPS)]
+    stack = shape if len(shape) == 3 else (1, shape[0], math.prod(shape[1:]))
+    count = min(4, *stack[1:])
+    found = []
+    for t in range(STEPS):
+        sides = [torch.randn(stack[0], n, count, generator=draw, dtype=torch.float64) for n in stack[1:]]
+        u, v = (torch.linalg.qr(x).Q for x in sides)
+        found.append(((1 + t % 3) * u * SIZES[:count] @ v.mT).reshape(shape).float())
+    return found
+
+
+@pytest.mark.parametrize("shape", [(6, 10), (12, 5), (8, 8), (1, 7), (3, 8, 9), (6, 2, 3, 3), (7,)], ids=str)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("backend", ["fp64", "reference", "cpp"])
+def test_rules_of_low_rank_are_their_oracles(case: str, shape: tuple[int, ...], backend: str) -> None:
+    """The distance is that of roundings of a weight below 8 and of a gradient of norm 15, through a space that turns by
+    its error over the least distance of singular values, 1/2, and steps that a gradient changes by 1 / eps at most."""
+    name, given = CASES[case]
+    label = "w" if backend != "fp64" else 0
+    options = OPTIONS | given | {"drawn": lambda shape, matrix, key: gaussian(shape, label, matrix, key)}
+    step, spec = LOW_RANK[name]({}, {"per_tensor": False} | options), spec_of(name)
+    arguments = {k: v for k, v in options.items() if k != "drawn"}
+    start = drawn(*shape, seed=1)
+    ours = exact = start.double()
+    p, states = nn.Parameter(start.clone()), {}
+    blocks = {"w": 3} if len(shape) == 3 else {}
+    opt = getattr(optim, spec.class_name)([("w", p)], plan="fp32", lr=LR, blocks=blocks, **arguments)
+    unit, slope = (2.0**-53 if backend == "fp64" else U), given["scale"] / OPTIONS["eps"]
+    for t, g in enumerate(gradients(shape), 1):
+        exact = step(exact, g.double(), t, LR)
+        if backend == "fp64":
+            ours, states, _ = spec.evaluate(ours, g.double(), t, states, lr=LR, **arguments)
+        else:
+            p.grad, opt.param_groups[0]["backend"] = g, backend
+            opt.step()
+            ours = p.detach().double()
+        most = t * unit * (8 + LR * slope * 15 * 15 / 0.5 * math.sqrt(sum(shape)))
+        assert (ours - exact).abs().max() <= most, t
+    assert (exact - start).abs().max() > 0.05
+
+
+@pytest.mark.parametrize("name", LOW_RANK)
+def test_what_is_no_matrix_of_low_rank_takes_adamw(name: str) -> None:
+    spec, options = spec_of(name), {"betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1}
+    p = nn.Parameter(drawn(6, 10))
+    opt = getattr(optim, spec.class_name)([p], plan="fp32", lr=LR, adamw=True, **options)
+    step, exact = LOW_RANK[name]({}, options | {"adamw": True}), p.detach().double()
+    for t in range(1, 9):
+        p.grad = drawn(6, 10, seed=t)
+        opt.step()
+        exact = step(exact, p.grad.double(), t, LR)
+    assert (p.detach() - exact).abs().max() <= 8 * 8 * U * (exact.abs().max() + LR)
+    assert opt.state[p].keys() == {"step", "exp_avg", "exp_avg_sq"}
+
+
+@pytest.mark.parametrize("name", LOW_RANK)
+@pytest.mark.parametrize("backend", ["reference", "cpp"])
+def test_a_gradient_of_nan_makes_a_weight_of_nan(name: str, backend: str) -> None:
+    """As of AdamW; that of another parameter of the same batch does not change."""
+    a, b = (nn.Parameter(drawn(6, 10, seed=k)) for k in range(2))
+    opt = getattr(optim, spec_of(name).class_name)([a, b], plan="fp32", backend=backend, rank=2)
+    for seed in (3, 5):
+        a.grad, b.grad = drawn(6, 10, seed=seed), drawn(6, 10, seed=seed + 1)
+        a.grad[1, 2] = math.nan
+        opt.step()
+    assert a.isnan().all()
+    assert b.isfinite().all()

@@ -202,7 +202,7 @@ def _call(name: str, operands: tuple[Num, ...], numbers: Sequence[Num] = ()) -> 
     if type(x).__module__.startswith("torch"):
         from optgen.runtime.reference import matrices
 
-        return getattr(matrices, name)(*operands, *numbers).to(x.dtype)
+        return getattr(matrices, name)(*operands, *numbers).to(x.dtype).as_subclass(type(x))
     import sympy
 
     return sympy.Function(name)(x)

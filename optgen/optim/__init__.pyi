@@ -27,6 +27,26 @@ class ADOPT(Optimizer):
         fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
     ) -> None: ...
 
+class APOLLO(Optimizer):
+    """APOLLO: the gradient itself, scaled by what Adam would do in a random space of low rank."""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 0.001,
+        betas: Sequence[float | Tensor] = (0.9, 0.999),
+        eps: float | Tensor = 1e-6,
+        weight_decay: float | Tensor = 0.0,
+        rank: float | Tensor = 256.0,
+        update_proj_gap: float | Tensor = 200.0,
+        scale: float | Tensor = 1.0,
+        per_tensor: bool = False,
+        adamw: bool = False,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None, blocks: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+    ) -> None: ...
+
 class AdEMAMix(Optimizer):
     """Adam with a second, slow momentum of weight alpha, decay beta3."""
 
@@ -334,6 +354,25 @@ class Fromage(Optimizer):
         lr: float | Tensor = 0.01,
         *,
         maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+    ) -> None: ...
+
+class GaLore(Optimizer):
+    """GaLore: Adam of the gradient in the space of its largest singular vectors, found anew every 200 steps."""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 0.001,
+        betas: Sequence[float | Tensor] = (0.9, 0.999),
+        eps: float | Tensor = 1e-6,
+        weight_decay: float | Tensor = 0.0,
+        rank: float | Tensor = 128.0,
+        update_proj_gap: float | Tensor = 200.0,
+        scale: float | Tensor = 0.25,
+        adamw: bool = False,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None, blocks: Given = None,
         module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
         fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
     ) -> None: ...

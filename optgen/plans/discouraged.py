@@ -9,9 +9,9 @@ DISCOURAGED = {
         '(geometric sum of relative errors)); round it stochastically, or keep it in fp32': {
             "exp_avg_var": ("adabelief",),
             "exp_avg_sq": (
-                "adam", "adamp", "adamw", "ademamix", "came", "cautious_adamw", "clipped_adamw", "dadapt_adam", "grams",
-                "lamb", "laprop", "lookahead_adamw", "nadam", "prodigy", "radam", "schedule_free_adamw", "sinkgd",
-                "stable_spam",
+                "adam", "adamp", "adamw", "ademamix", "apollo", "came", "cautious_adamw", "clipped_adamw",
+                "dadapt_adam", "galore", "grams", "lamb", "laprop", "lookahead_adamw", "nadam", "prodigy", "radam",
+                "schedule_free_adamw", "sinkgd", "stable_spam",
             ),
             "exp_inf": ("adamax",),
         },
@@ -46,9 +46,9 @@ DISCOURAGED = {
         'to nearest, 5 codes up to 0.02 of the scale keep themselves under a decay of 0.9: a state without gradients '
         'never returns to 0': {
             "exp_avg": (
-                "adabelief", "adafactor_paper", "adam", "adamax", "adamp", "adamw", "ademamix", "adopt", "came",
-                "cautious_adamw", "clipped_adamw", "dadapt_adam", "grams", "lamb", "laprop", "lookahead_adamw", "nadam",
-                "prodigy", "radam", "sinkgd", "stable_adamw", "stable_spam", "yogi",
+                "adabelief", "adafactor_paper", "adam", "adamax", "adamp", "adamw", "ademamix", "adopt", "apollo",
+                "came", "cautious_adamw", "clipped_adamw", "dadapt_adam", "galore", "grams", "lamb", "laprop",
+                "lookahead_adamw", "nadam", "prodigy", "radam", "sinkgd", "stable_adamw", "stable_spam", "yogi",
             ),
             "m": ("adam_mini",),
             "momentum_buffer": ("lars", "orthograd", "rmsprop", "scion", "sgd", "sgdp", "sgdw", "signum", "sm3"),
@@ -58,9 +58,9 @@ DISCOURAGED = {
         ' in fp32': {
             "exp_avg_var": ("adabelief",),
             "exp_avg_sq": (
-                "adam", "adamp", "adamw", "ademamix", "came", "cautious_adamw", "clipped_adamw", "dadapt_adam", "grams",
-                "lamb", "laprop", "lookahead_adamw", "nadam", "prodigy", "radam", "schedule_free_adamw", "sinkgd",
-                "stable_spam",
+                "adam", "adamp", "adamw", "ademamix", "apollo", "came", "cautious_adamw", "clipped_adamw",
+                "dadapt_adam", "galore", "grams", "lamb", "laprop", "lookahead_adamw", "nadam", "prodigy", "radam",
+                "schedule_free_adamw", "sinkgd", "stable_spam",
             ),
             "exp_inf": ("adamax",),
         },
@@ -112,20 +112,20 @@ DISCOURAGED = {
     "flashoptim": {
         'its scales cover 6.1e-05 to 6.55e+04 only: blocks beyond overflow or freeze': {
             "exp_avg": (
-                "adabelief", "adafactor_paper", "adam", "adamax", "adamp", "adamw", "adan", "ademamix", "adopt", "came",
-                "cautious_adamw", "cautious_lion", "clipped_adamw", "dadapt_adam", "grams", "lamb", "laprop", "lion",
-                "lookahead_adamw", "mars", "nadam", "novograd", "prodigy", "radam", "sinkgd", "soap", "stable_adamw",
-                "stable_spam", "tiger", "yogi",
+                "adabelief", "adafactor_paper", "adam", "adamax", "adamp", "adamw", "adan", "ademamix", "adopt",
+                "apollo", "came", "cautious_adamw", "cautious_lion", "clipped_adamw", "dadapt_adam", "galore", "grams",
+                "lamb", "laprop", "lion", "lookahead_adamw", "mars", "nadam", "novograd", "prodigy", "radam", "sinkgd",
+                "soap", "stable_adamw", "stable_spam", "tiger", "yogi",
             ),
             "exp_avg_var": ("adabelief",),
             "square_avg": ("adadelta", "rmsprop"),
             "acc_delta": ("adadelta",),
             "variance": ("adafactor",),
             "exp_avg_sq": (
-                "adafactor_paper", "adam", "adamp", "adamuon", "adamw", "adan", "ademamix", "adopt", "came",
-                "cautious_adamw", "clipped_adamw", "dadapt_adam", "grams", "lamb", "laprop", "lookahead_adamw", "mars",
-                "muon", "nadam", "normuon", "polargrad", "prodigy", "radam", "schedule_free_adamw", "sinkgd", "soap",
-                "stable_adamw", "stable_spam", "yogi",
+                "adafactor_paper", "adam", "adamp", "adamuon", "adamw", "adan", "ademamix", "adopt", "apollo", "came",
+                "cautious_adamw", "clipped_adamw", "dadapt_adam", "galore", "grams", "lamb", "laprop",
+                "lookahead_adamw", "mars", "muon", "nadam", "normuon", "polargrad", "prodigy", "radam",
+                "schedule_free_adamw", "sinkgd", "soap", "stable_adamw", "stable_spam", "yogi",
             ),
             "sum": ("adagrad",),
             "max_exp_avg_sq": ("adam", "adamw", "clipped_adamw", "lookahead_adamw"),
@@ -151,9 +151,9 @@ DISCOURAGED = {
         'to nearest, 28 codes up to 0.0024 of the scale keep themselves under a decay of 0.9: a state without '
         'gradients never returns to 0': {
             "exp_avg": (
-                "adabelief", "adafactor_paper", "adam", "adamax", "adamp", "adamw", "ademamix", "adopt", "came",
-                "cautious_adamw", "clipped_adamw", "dadapt_adam", "grams", "lamb", "laprop", "lookahead_adamw", "nadam",
-                "prodigy", "radam", "sinkgd", "stable_adamw", "stable_spam", "yogi",
+                "adabelief", "adafactor_paper", "adam", "adamax", "adamp", "adamw", "ademamix", "adopt", "apollo",
+                "came", "cautious_adamw", "clipped_adamw", "dadapt_adam", "galore", "grams", "lamb", "laprop",
+                "lookahead_adamw", "nadam", "prodigy", "radam", "sinkgd", "stable_adamw", "stable_spam", "yogi",
             ),
             "m": ("adam_mini",),
             "momentum_buffer": ("lars", "orthograd", "rmsprop", "scion", "sgd", "sgdp", "sgdw", "signum", "sm3"),
@@ -163,9 +163,9 @@ DISCOURAGED = {
         'it in fp32': {
             "exp_avg_var": ("adabelief",),
             "exp_avg_sq": (
-                "adam", "adamp", "adamw", "ademamix", "came", "cautious_adamw", "clipped_adamw", "dadapt_adam", "grams",
-                "lamb", "laprop", "lookahead_adamw", "nadam", "prodigy", "radam", "schedule_free_adamw", "sinkgd",
-                "stable_spam",
+                "adam", "adamp", "adamw", "ademamix", "apollo", "came", "cautious_adamw", "clipped_adamw",
+                "dadapt_adam", "galore", "grams", "lamb", "laprop", "lookahead_adamw", "nadam", "prodigy", "radam",
+                "schedule_free_adamw", "sinkgd", "stable_spam",
             ),
             "exp_inf": ("adamax",),
         },
@@ -218,20 +218,20 @@ DISCOURAGED = {
     "torchao8": {
         'its scales cover 1e-12 to 3.4e+38 only: blocks beyond overflow or freeze': {
             "exp_avg": (
-                "adabelief", "adafactor_paper", "adam", "adamax", "adamp", "adamw", "adan", "ademamix", "adopt", "came",
-                "cautious_adamw", "cautious_lion", "clipped_adamw", "dadapt_adam", "grams", "lamb", "laprop", "lion",
-                "lookahead_adamw", "mars", "nadam", "novograd", "prodigy", "radam", "sinkgd", "soap", "stable_adamw",
-                "stable_spam", "tiger", "yogi",
+                "adabelief", "adafactor_paper", "adam", "adamax", "adamp", "adamw", "adan", "ademamix", "adopt",
+                "apollo", "came", "cautious_adamw", "cautious_lion", "clipped_adamw", "dadapt_adam", "galore", "grams",
+                "lamb", "laprop", "lion", "lookahead_adamw", "mars", "nadam", "novograd", "prodigy", "radam", "sinkgd",
+                "soap", "stable_adamw", "stable_spam", "tiger", "yogi",
             ),
             "exp_avg_var": ("adabelief",),
             "square_avg": ("adadelta", "rmsprop"),
             "acc_delta": ("adadelta",),
             "variance": ("adafactor",),
             "exp_avg_sq": (
-                "adafactor_paper", "adam", "adamp", "adamuon", "adamw", "adan", "ademamix", "adopt", "came",
-                "cautious_adamw", "clipped_adamw", "dadapt_adam", "grams", "lamb", "laprop", "lookahead_adamw", "mars",
-                "muon", "nadam", "normuon", "polargrad", "prodigy", "radam", "schedule_free_adamw", "sinkgd", "soap",
-                "stable_adamw", "stable_spam", "yogi",
+                "adafactor_paper", "adam", "adamp", "adamuon", "adamw", "adan", "ademamix", "adopt", "apollo", "came",
+                "cautious_adamw", "clipped_adamw", "dadapt_adam", "galore", "grams", "lamb", "laprop",
+                "lookahead_adamw", "mars", "muon", "nadam", "normuon", "polargrad", "prodigy", "radam",
+                "schedule_free_adamw", "sinkgd", "soap", "stable_adamw", "stable_spam", "yogi",
             ),
             "sum": ("adagrad",),
             "max_exp_avg_sq": ("adam", "adamw", "clipped_adamw", "lookahead_adamw"),
@@ -256,20 +256,20 @@ DISCOURAGED = {
     "torchao4": {
         'its scales cover 1e-12 to 3.4e+38 only: blocks beyond overflow or freeze': {
             "exp_avg": (
-                "adabelief", "adafactor_paper", "adam", "adamax", "adamp", "adamw", "adan", "ademamix", "adopt", "came",
-                "cautious_adamw", "cautious_lion", "clipped_adamw", "dadapt_adam", "grams", "lamb", "laprop", "lion",
-                "lookahead_adamw", "mars", "nadam", "novograd", "prodigy", "radam", "sinkgd", "soap", "stable_adamw",
-                "stable_spam", "tiger", "yogi",
+                "adabelief", "adafactor_paper", "adam", "adamax", "adamp", "adamw", "adan", "ademamix", "adopt",
+                "apollo", "came", "cautious_adamw", "cautious_lion", "clipped_adamw", "dadapt_adam", "galore", "grams",
+                "lamb", "laprop", "lion", "lookahead_adamw", "mars", "nadam", "novograd", "prodigy", "radam", "sinkgd",
+                "soap", "stable_adamw", "stable_spam", "tiger", "yogi",
             ),
             "exp_avg_var": ("adabelief",),
             "square_avg": ("adadelta", "rmsprop"),
             "acc_delta": ("adadelta",),
             "variance": ("adafactor",),
             "exp_avg_sq": (
-                "adafactor_paper", "adam", "adamp", "adamuon", "adamw", "adan", "ademamix", "adopt", "came",
-                "cautious_adamw", "clipped_adamw", "dadapt_adam", "grams", "lamb", "laprop", "lookahead_adamw", "mars",
-                "muon", "nadam", "normuon", "polargrad", "prodigy", "radam", "schedule_free_adamw", "sinkgd", "soap",
-                "stable_adamw", "stable_spam", "yogi",
+                "adafactor_paper", "adam", "adamp", "adamuon", "adamw", "adan", "ademamix", "adopt", "apollo", "came",
+                "cautious_adamw", "clipped_adamw", "dadapt_adam", "galore", "grams", "lamb", "laprop",
+                "lookahead_adamw", "mars", "muon", "nadam", "normuon", "polargrad", "prodigy", "radam",
+                "schedule_free_adamw", "sinkgd", "soap", "stable_adamw", "stable_spam", "yogi",
             ),
             "sum": ("adagrad",),
             "max_exp_avg_sq": ("adam", "adamw", "clipped_adamw", "lookahead_adamw"),
@@ -294,20 +294,20 @@ DISCOURAGED = {
     "torchao_fp8": {
         'its scales cover 1e-12 to 3.4e+38 only: blocks beyond overflow or freeze': {
             "exp_avg": (
-                "adabelief", "adafactor_paper", "adam", "adamax", "adamp", "adamw", "adan", "ademamix", "adopt", "came",
-                "cautious_adamw", "cautious_lion", "clipped_adamw", "dadapt_adam", "grams", "lamb", "laprop", "lion",
-                "lookahead_adamw", "mars", "nadam", "novograd", "prodigy", "radam", "sinkgd", "soap", "stable_adamw",
-                "stable_spam", "tiger", "yogi",
+                "adabelief", "adafactor_paper", "adam", "adamax", "adamp", "adamw", "adan", "ademamix", "adopt",
+                "apollo", "came", "cautious_adamw", "cautious_lion", "clipped_adamw", "dadapt_adam", "galore", "grams",
+                "lamb", "laprop", "lion", "lookahead_adamw", "mars", "nadam", "novograd", "prodigy", "radam", "sinkgd",
+                "soap", "stable_adamw", "stable_spam", "tiger", "yogi",
             ),
             "exp_avg_var": ("adabelief",),
             "square_avg": ("adadelta", "rmsprop"),
             "acc_delta": ("adadelta",),
             "variance": ("adafactor",),
             "exp_avg_sq": (
-                "adafactor_paper", "adam", "adamp", "adamuon", "adamw", "adan", "ademamix", "adopt", "came",
-                "cautious_adamw", "clipped_adamw", "dadapt_adam", "grams", "lamb", "laprop", "lookahead_adamw", "mars",
-                "muon", "nadam", "normuon", "polargrad", "prodigy", "radam", "schedule_free_adamw", "sinkgd", "soap",
-                "stable_adamw", "stable_spam", "yogi",
+                "adafactor_paper", "adam", "adamp", "adamuon", "adamw", "adan", "ademamix", "adopt", "apollo", "came",
+                "cautious_adamw", "clipped_adamw", "dadapt_adam", "galore", "grams", "lamb", "laprop",
+                "lookahead_adamw", "mars", "muon", "nadam", "normuon", "polargrad", "prodigy", "radam",
+                "schedule_free_adamw", "sinkgd", "soap", "stable_adamw", "stable_spam", "yogi",
             ),
             "sum": ("adagrad",),
             "max_exp_avg_sq": ("adam", "adamw", "clipped_adamw", "lookahead_adamw"),
@@ -333,9 +333,9 @@ DISCOURAGED = {
         'to nearest, 14 codes up to 0.89 of the scale keep themselves under a decay of 0.9: a state without gradients'
         ' never returns to 0': {
             "exp_avg": (
-                "adabelief", "adafactor_paper", "adam", "adamax", "adamp", "adamw", "ademamix", "adopt", "came",
-                "cautious_adamw", "clipped_adamw", "dadapt_adam", "grams", "lamb", "laprop", "lookahead_adamw", "nadam",
-                "prodigy", "radam", "sinkgd", "stable_adamw", "stable_spam", "yogi",
+                "adabelief", "adafactor_paper", "adam", "adamax", "adamp", "adamw", "ademamix", "adopt", "apollo",
+                "came", "cautious_adamw", "clipped_adamw", "dadapt_adam", "galore", "grams", "lamb", "laprop",
+                "lookahead_adamw", "nadam", "prodigy", "radam", "sinkgd", "stable_adamw", "stable_spam", "yogi",
             ),
             "m": ("adam_mini",),
             "momentum_buffer": ("lars", "orthograd", "rmsprop", "scion", "sgd", "sgdp", "sgdw", "signum", "sm3"),
@@ -345,9 +345,9 @@ DISCOURAGED = {
         ' in fp32': {
             "exp_avg_var": ("adabelief",),
             "exp_avg_sq": (
-                "adam", "adamp", "adamw", "ademamix", "came", "cautious_adamw", "clipped_adamw", "dadapt_adam", "grams",
-                "lamb", "laprop", "lookahead_adamw", "nadam", "prodigy", "radam", "schedule_free_adamw", "sinkgd",
-                "stable_spam",
+                "adam", "adamp", "adamw", "ademamix", "apollo", "came", "cautious_adamw", "clipped_adamw",
+                "dadapt_adam", "galore", "grams", "lamb", "laprop", "lookahead_adamw", "nadam", "prodigy", "radam",
+                "schedule_free_adamw", "sinkgd", "stable_spam",
             ),
             "exp_inf": ("adamax",),
         },
@@ -400,9 +400,9 @@ DISCOURAGED = {
         'to nearest, 14 codes up to 0.89 of the scale keep themselves under a decay of 0.9: a state without gradients'
         ' never returns to 0': {
             "exp_avg": (
-                "adabelief", "adafactor_paper", "adam", "adamax", "adamp", "adamw", "ademamix", "adopt", "came",
-                "cautious_adamw", "clipped_adamw", "dadapt_adam", "grams", "lamb", "laprop", "lookahead_adamw", "nadam",
-                "prodigy", "radam", "sinkgd", "stable_adamw", "stable_spam", "yogi",
+                "adabelief", "adafactor_paper", "adam", "adamax", "adamp", "adamw", "ademamix", "adopt", "apollo",
+                "came", "cautious_adamw", "clipped_adamw", "dadapt_adam", "galore", "grams", "lamb", "laprop",
+                "lookahead_adamw", "nadam", "prodigy", "radam", "sinkgd", "stable_adamw", "stable_spam", "yogi",
             ),
             "m": ("adam_mini",),
             "momentum_buffer": ("lars", "orthograd", "rmsprop", "scion", "sgd", "sgdp", "sgdw", "signum", "sm3"),
@@ -412,9 +412,9 @@ DISCOURAGED = {
         ' in fp32': {
             "exp_avg_var": ("adabelief",),
             "exp_avg_sq": (
-                "adam", "adamp", "adamw", "ademamix", "came", "cautious_adamw", "clipped_adamw", "dadapt_adam", "grams",
-                "lamb", "laprop", "lookahead_adamw", "nadam", "prodigy", "radam", "schedule_free_adamw", "sinkgd",
-                "stable_spam",
+                "adam", "adamp", "adamw", "ademamix", "apollo", "came", "cautious_adamw", "clipped_adamw",
+                "dadapt_adam", "galore", "grams", "lamb", "laprop", "lookahead_adamw", "nadam", "prodigy", "radam",
+                "schedule_free_adamw", "sinkgd", "stable_spam",
             ),
             "exp_inf": ("adamax",),
         },
