@@ -73,6 +73,7 @@ int8_split24 = Plan(
     master=Split(8, "stochastic"),
     signed=Blocked(8, 64, softsign(1), scales.ue8m8, relative=True),
     nonneg=LogMinMax(8, 64, of="sqrt"),
+    matrices=8,
 )
 
 int6_split24 = Plan(
@@ -80,6 +81,7 @@ int6_split24 = Plan(
     master=Split(8, "stochastic"),
     signed=Blocked(6, 64, softsign(1), scales.ue8m8, relative=True),
     nonneg=LogMinMax(6, 64, of="sqrt"),
+    matrices=8,
 )
 
 int5_split24 = Plan(
@@ -87,6 +89,7 @@ int5_split24 = Plan(
     master=Split(8, "stochastic"),
     signed=Blocked(5, 64, softsign(0.5), scales.ue8m8, relative=True),
     nonneg=LogMinMax(5, 64, of="sqrt"),
+    matrices=8,
 )
 
 int4_split24 = Plan(
@@ -94,6 +97,7 @@ int4_split24 = Plan(
     master=Split(8, "stochastic"),
     signed=Blocked(4, 64, softsign(0.5), scales.ue8m8, relative=True),
     nonneg=LogMinMax(4, 64, of="sqrt"),
+    matrices=8,
 )
 
 int5_int3_split24 = Plan(
@@ -101,12 +105,14 @@ int5_int3_split24 = Plan(
     master=Split(8, "stochastic"),
     signed=Blocked(5, 64, softsign(0.5), scales.ue8m8, relative=True),
     nonneg=LogMax(3, 64, octaves=2.5),
+    matrices=8,
 )
 
 int8 = Plan(
     "The 8-bit moments of int8_split24 for fp32 weights: 6.0625 bytes per fp32 parameter.",
     signed=int8_split24.signed,
     nonneg=int8_split24.nonneg,
+    matrices=8,
 )
 
 int8_rn_split24 = Plan(
@@ -114,6 +120,7 @@ int8_rn_split24 = Plan(
     master=Split(8, "nearest"),
     signed=Blocked(8, 64, softsign(1), scales.ue8m8, rounding="nearest"),
     nonneg=Blocked(8, 64, linear, scales.ue7m9, signed=False, of="sqrt", rounding="nearest"),
+    matrices=8,
     discouraged="draws no random bits, the cheapest kernel there is; for runs short enough to live with stuck averages",
 )
 
@@ -173,6 +180,7 @@ int4_factored_split24 = Plan(
     master=Split(8, "stochastic"),
     signed=Blocked(4, 64, softsign(0.5), scales.ue8m8, relative=True),
     nonneg=Factored(vectors=LogMinMax(4, 64, of="sqrt")),
+    matrices=8,
 )
 
 int5_factored_split24 = Plan(
@@ -180,4 +188,5 @@ int5_factored_split24 = Plan(
     master=Split(8, "stochastic"),
     signed=Blocked(5, 64, softsign(0.5), scales.ue8m8, relative=True),
     nonneg=Factored(vectors=LogMinMax(5, 64, of="sqrt")),
+    matrices=8,
 )

@@ -149,8 +149,8 @@ def apollo(
         float(floor_t_minus_one_over_update_proj_gap), float(sqrt_rank), float(one_minus_beta1), float(one_minus_beta2),
         stored.streams(),
     )
-    put(stored["low_avg"], low_avg_new)
-    put(stored["low_avg_sq"], low_avg_sq_new)
+    stored.put("low_avg", low_avg_new)
+    stored.put("low_avg_sq", low_avg_sq_new)
 
     # == sweep 2: size (specs/apollo.py:54)
     b = stored.over()
@@ -231,8 +231,8 @@ def apollo_per_tensor(
         float(floor_t_minus_one_over_update_proj_gap), float(sqrt_rank), float(one_minus_beta1), float(one_minus_beta2),
         stored.streams(),
     )
-    put(stored["low_avg"], low_avg_new)
-    put(stored["low_avg_sq"], low_avg_sq_new)
+    stored.put("low_avg", low_avg_new)
+    stored.put("low_avg_sq", low_avg_sq_new)
 
     # == sweep 2: size (specs/apollo.py:54)
     b = stored.over()

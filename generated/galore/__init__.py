@@ -6,7 +6,7 @@ from optgen.runtime import Flag, Hyper, Optimizer
 from optgen.runtime.records import Rule, Stage, Temp
 from optgen.runtime.records.join import RuleRecord, StateRecord
 from optgen.runtime.records.scalars import divide, root
-from optgen.runtime.reference.eager import put, sqrt
+from optgen.runtime.reference.eager import sqrt
 from optgen.runtime.reference.matrices import singular_vectors, unwide, wide
 
 
@@ -119,8 +119,8 @@ def galore(
         stored["projector"], stored["low_avg"], stored["low_avg_sq"], g_whole_tensor, float(beta1), float(beta2),
         float(eps), float(one_minus_beta1), float(one_minus_beta2),
     )
-    put(stored["low_avg"], low_avg_new)
-    put(stored["low_avg_sq"], low_avg_sq_new)
+    stored.put("low_avg", low_avg_new)
+    stored.put("low_avg_sq", low_avg_sq_new)
 
     # == sweep 2: the update
     b = stored.over("p")
@@ -154,9 +154,9 @@ def galore_renews(
         stored["projector"], stored["low_avg"], stored["low_avg_sq"], g_whole_tensor, float(beta1), float(beta2),
         float(eps), float(one_minus_beta1), float(one_minus_beta2),
     )
-    put(stored["projector"], projector_new)
-    put(stored["low_avg"], low_avg_new)
-    put(stored["low_avg_sq"], low_avg_sq_new)
+    stored.put("projector", projector_new)
+    stored.put("low_avg", low_avg_new)
+    stored.put("low_avg_sq", low_avg_sq_new)
 
     # == sweep 2: the update
     b = stored.over("p")

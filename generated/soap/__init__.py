@@ -5,7 +5,7 @@ from optgen.runtime import Flag, Hyper, Optimizer
 from optgen.runtime.records import Rule, Stage, Temp
 from optgen.runtime.records.join import RuleRecord, StateRecord
 from optgen.runtime.records.scalars import divide, maximum, root, where
-from optgen.runtime.reference.eager import put, sqrt
+from optgen.runtime.reference.eager import sqrt
 from optgen.runtime.reference.matrices import orthogonal_iteration, sorting
 
 
@@ -237,8 +237,8 @@ def soap(
         stored["left"], stored["basis_left"], stored["right"], stored["basis_right"], update_whole_tensor,
         turned_2_tensor, float(shampoo_beta), float(one_minus_shampoo_beta),
     )
-    put(stored["left"], left_new)
-    put(stored["right"], right_new)
+    stored.put("left", left_new)
+    stored.put("right", right_new)
 
     # == sweep 3: the update
     b = stored.over("p")
@@ -290,7 +290,7 @@ def soap_no_by_columns(
         stored["left"], stored["basis_left"], update_whole_tensor, turned_tensor, float(shampoo_beta),
         float(one_minus_shampoo_beta),
     )
-    put(stored["left"], left_new)
+    stored.put("left", left_new)
 
     # == sweep 3: the update
     b = stored.over("p")
@@ -342,7 +342,7 @@ def soap_no_by_rows(
         stored["right"], stored["basis_right"], update_whole_tensor, turned_tensor, float(shampoo_beta),
         float(one_minus_shampoo_beta),
     )
-    put(stored["right"], right_new)
+    stored.put("right", right_new)
 
     # == sweep 3: the update
     b = stored.over("p")
@@ -424,10 +424,10 @@ def soap_refresh(
         turned_2_tensor, exp_avg_whole_tensor, exp_avg_sq_whole_tensor, float(shampoo_beta),
         float(one_minus_shampoo_beta), float(moves),
     )
-    put(stored["left"], left_new)
-    put(stored["basis_left"], basis_left_new)
-    put(stored["right"], right_new)
-    put(stored["basis_right"], basis_right_new)
+    stored.put("left", left_new)
+    stored.put("basis_left", basis_left_new)
+    stored.put("right", right_new)
+    stored.put("basis_right", basis_right_new)
 
     # == sweep 3: the update
     b = stored.over("p", "exp_avg", "exp_avg_sq")
@@ -485,8 +485,8 @@ def soap_refresh_no_by_columns(
         stored["left"], stored["basis_left"], update_whole_tensor, turned_tensor, exp_avg_whole_tensor,
         exp_avg_sq_whole_tensor, float(shampoo_beta), float(one_minus_shampoo_beta), float(moves),
     )
-    put(stored["left"], left_new)
-    put(stored["basis_left"], basis_left_new)
+    stored.put("left", left_new)
+    stored.put("basis_left", basis_left_new)
 
     # == sweep 3: the update
     b = stored.over("p", "exp_avg", "exp_avg_sq")
@@ -542,8 +542,8 @@ def soap_refresh_no_by_rows(
         stored["right"], stored["basis_right"], update_whole_tensor, exp_avg_whole_tensor, turned_tensor,
         exp_avg_sq_whole_tensor, float(shampoo_beta), float(one_minus_shampoo_beta), float(moves),
     )
-    put(stored["right"], right_new)
-    put(stored["basis_right"], basis_right_new)
+    stored.put("right", right_new)
+    stored.put("basis_right", basis_right_new)
 
     # == sweep 3: the update
     b = stored.over("p", "exp_avg", "exp_avg_sq")
@@ -670,10 +670,10 @@ RULES = (
         states=(
             StateRecord("exp_avg", normalized_by="exp_avg_sq"),
             StateRecord("exp_avg_sq", nonneg=True),
-            StateRecord("left", space="mm"),
-            StateRecord("basis_left", space="mm", init="identity"),
-            StateRecord("right", space="nn"),
-            StateRecord("basis_right", space="nn", init="identity"),
+            StateRecord("left", space="mm", trait="symmetric"),
+            StateRecord("basis_left", space="mm", init="identity", trait="orthogonal"),
+            StateRecord("right", space="nn", trait="symmetric"),
+            StateRecord("basis_right", space="nn", init="identity", trait="orthogonal"),
         ),
         unchanged=(("basis_left", "basis_right"), ()),
         differs=("basis_left", "basis_right", "exp_avg", "exp_avg_sq", "left", "right"),
@@ -695,8 +695,8 @@ RULES = (
         states=(
             StateRecord("exp_avg", normalized_by="exp_avg_sq"),
             StateRecord("exp_avg_sq", nonneg=True),
-            StateRecord("left", space="mm"),
-            StateRecord("basis_left", space="mm", init="identity"),
+            StateRecord("left", space="mm", trait="symmetric"),
+            StateRecord("basis_left", space="mm", init="identity", trait="orthogonal"),
         ),
         unchanged=(("basis_left",), ()),
         differs=("basis_left", "exp_avg", "exp_avg_sq", "left"),
@@ -718,8 +718,8 @@ RULES = (
         states=(
             StateRecord("exp_avg", normalized_by="exp_avg_sq"),
             StateRecord("exp_avg_sq", nonneg=True),
-            StateRecord("right", space="nn"),
-            StateRecord("basis_right", space="nn", init="identity"),
+            StateRecord("right", space="nn", trait="symmetric"),
+            StateRecord("basis_right", space="nn", init="identity", trait="orthogonal"),
         ),
         unchanged=(("basis_right",), ()),
         differs=("basis_right", "exp_avg", "exp_avg_sq", "right"),
@@ -755,10 +755,10 @@ RULES = (
         states=(
             StateRecord("exp_avg", normalized_by="exp_avg_sq"),
             StateRecord("exp_avg_sq", nonneg=True),
-            StateRecord("left", space="mm"),
-            StateRecord("basis_left", space="mm", init="identity"),
-            StateRecord("right", space="nn"),
-            StateRecord("basis_right", space="nn", init="identity"),
+            StateRecord("left", space="mm", trait="symmetric"),
+            StateRecord("basis_left", space="mm", init="identity", trait="orthogonal"),
+            StateRecord("right", space="nn", trait="symmetric"),
+            StateRecord("basis_right", space="nn", init="identity", trait="orthogonal"),
         ),
         unchanged=((), ("basis_left", "basis_right")),
         differs=("basis_left", "basis_right", "exp_avg", "exp_avg_sq", "left", "right"),
@@ -780,8 +780,8 @@ RULES = (
         states=(
             StateRecord("exp_avg", normalized_by="exp_avg_sq"),
             StateRecord("exp_avg_sq", nonneg=True),
-            StateRecord("left", space="mm"),
-            StateRecord("basis_left", space="mm", init="identity"),
+            StateRecord("left", space="mm", trait="symmetric"),
+            StateRecord("basis_left", space="mm", init="identity", trait="orthogonal"),
         ),
         unchanged=((), ("basis_left",)),
         differs=("basis_left", "exp_avg", "exp_avg_sq", "left"),
@@ -803,8 +803,8 @@ RULES = (
         states=(
             StateRecord("exp_avg", normalized_by="exp_avg_sq"),
             StateRecord("exp_avg_sq", nonneg=True),
-            StateRecord("right", space="nn"),
-            StateRecord("basis_right", space="nn", init="identity"),
+            StateRecord("right", space="nn", trait="symmetric"),
+            StateRecord("basis_right", space="nn", init="identity", trait="orthogonal"),
         ),
         unchanged=((), ("basis_right",)),
         differs=("basis_right", "exp_avg", "exp_avg_sq", "right"),

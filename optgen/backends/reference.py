@@ -252,7 +252,7 @@ def _whole_lines(stage: Stage, function: str, stored: Collection[str]) -> list[s
     names = [s.buffer for s in schedule.sweep.stores]
     results = [f"{x}_new" if x in stored else f"{x}_tensor" for x in names]
     lines = wrapped(f"{', '.join(results)} = {function}(", given, ")")
-    return [*lines, *(f'put(stored["{x}"], {x}_new)' for x in names if x in stored)]
+    return [*lines, *(f'stored.put("{x}", {x}_new)' for x in names if x in stored)]
 
 
 def rule_function(

@@ -16,6 +16,7 @@ from optgen.driver import judge, targets
 from optgen.driver.project import Maths
 from optgen.driver.targets import Case
 from optgen.formats.format import Format
+from optgen.formats.of_matrices import MATRICES
 from optgen.formats.plan import Plan, Storage
 from optgen.ir.node import Node, postorder
 from optgen.ir.program import Program, Schedule, Step
@@ -51,11 +52,13 @@ def memory(spec: Spec, storage: Storage, decays: Mapping[str, Recurrence] | None
     weight = _bound(lambda: bounds.master_bound(master, param))
     size = sum(f.bytes_per_param for f in master.fields(param).values())
     rows = [Kept("p", master.describe(param), size, *weight)]
-    spaces = {s.name: s.space.name for s in spec.states}
+    held = {s.name: s.space for s in spec.states}
     for name, fmt in storage.states.items():
         error, valid = _bound(lambda fmt=fmt: bounds.one_step_bound(fmt))
         steady = _steady(fmt, (decays or {}).get(name))
-        of, size = ("", fmt.bytes_per_param) if spaces[name] == "elem" else (f", one per {spaces[name]}", 0.0)
+        of, size = (f", one per {held[name].name}", 0.0)
+        if spaces.dims(held[name]):
+            of, size = "" if held[name] is spaces.elem else ", of square matrices", fmt.bytes_per_param
         rows.append(Kept(name, f"{fmt}{of}", size, error, valid, steady))
     return rows
 
@@ -91,6 +94,7 @@ def of_plan(plan: Plan) -> list[Kept]:
         weight = _bound(lambda param=param: bounds.master_bound(plan.master, param))
         rows.append(Kept(f"{param.name} weight", plan.master.describe(param), size, *weight))
     roles = {role: getattr(plan, role) for role in ("signed", "nonneg", "initial", "small")}
+    roles |= MATRICES if plan.matrices == 8 else {}
     for role, fmt in {**roles, **plan.overrides}.items():
         for name, kept in {role: fmt, f"{role}, vectors": fmt.of_vectors()}.items():
             if name == role or kept != fmt:
@@ -166,7 +170,7 @@ def explain(spec: Spec, plan: Plan, param: str = "bfloat16", flags: Mapping[str,
     decays = lint.recurrences(spec, case.flags)
     rows = tuple(memory(spec, case.storage, decays))
     verdict = judge.look(spec, plan)
-    plain = 4.0 * (1 + sum(s.space.name == "elem" for s in spec.present(case.flags)))
+    plain = 4.0 * (1 + sum(bool(spaces.dims(s.space)) for s in spec.present(case.flags)))
     host = tuple((let.name, text(let.node)) for let in step.host)
     return Explanation(
         spec.name, plan.name, param, dict(case.flags), f"{relative(spec.loc.file)}:{spec.loc.line}",

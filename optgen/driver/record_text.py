@@ -111,7 +111,7 @@ def _rule(spec: Spec, flags: Mapping[str, bool], pool: Pool) -> RuleRecord:
     states = [
         StateRecord(
             s.name, s.nonneg, s.space.name, s.init, s.normalized_by or "", rounds_to_nearest(recurrences[s.name]),
-            s.rank,
+            s.rank, s.trait,
         )
         for s in spec.present(flags)
     ]
@@ -261,7 +261,7 @@ def plan_record(plan: Plan, maths: Maths = "fast") -> PlanRecord:
         weights[param.torch] = FormatRecord(f"weight_{param.name}", tuple(fields), plan.master.noise_bits(param))
     given = {role: _format(plan, getattr(plan, role), maths) for role in ("signed", "nonneg", "initial", "small")}
     own = {state: _format(plan, fmt, maths) for state, fmt in sorted(plan.overrides.items())}
-    return PlanRecord(plan.small_numel, weights, **given, overrides=own)
+    return PlanRecord(plan.small_numel, weights, **given, matrices=plan.matrices, overrides=own)
 
 
 def _format(plan: Plan, fmt: Format, maths: Maths) -> FormatRecord:

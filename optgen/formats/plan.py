@@ -19,6 +19,7 @@ from optgen.formats import floats
 from optgen.formats.check import is_whole, refusal
 from optgen.formats.format import Field, Format, Master
 from optgen.formats.masters import Native
+from optgen.formats.of_matrices import MATRICES
 from optgen.lang.declare import StateDecl
 from optgen.lang.spec import MatrixKind
 from optgen.ops.dtypes import DType, f32
@@ -164,6 +165,7 @@ class Plan:
     nonneg       states that are never negative
     initial      states that start as the weight: precise as weights, not as moments
     small        every state of a tensor with fewer than small_numel elements (of the logical tensor)
+    matrices     bits of matrix states: 8 for symmetric and orthogonal ones (OfMatrix), or 32
     overrides    state name -> format, before all of these; of small tensors in its form for vectors (Format.of_vectors)
     discouraged  why the plan exists although the lint finds an error; "": such a plan is refused
     """
@@ -177,6 +179,7 @@ class Plan:
     initial: Format = floats.f32
     small: Format = floats.f32
     small_numel: int = SMALL
+    matrices: int = 32
     overrides: Mapping[str, Format] = field(default_factory=dict)
     discouraged: str = ""
     loc: Loc = field(default_factory=lambda: locs.of_frame(_first_frame_outside()), init=False)
@@ -220,6 +223,7 @@ class Plan:
             ("doc", isinstance(self.doc, str), "a text, the first argument"),
             ("name", isinstance(self.name, str) and _nameable(self.name), name),
             ("small_numel", is_whole(self.small_numel) and self.small_numel >= 0, "a number of elements, 0 or more"),
+            ("matrices", is_whole(self.matrices) and self.matrices in (8, 32), "the bits of matrix states, 8 or 32"),
             ("discouraged", isinstance(self.discouraged, str), "the reason, a text"),
         ):
             if not fits:
@@ -303,7 +307,7 @@ class Plan:
         if state.name in self.overrides:
             return self.overrides[state.name]
         if state.space.name != "elem":
-            return floats.f32
+            return MATRICES.get(state.trait, floats.f32) if self.matrices == 8 and not small else floats.f32
         if state.init == "param":
             return self.initial
         if small:
@@ -335,7 +339,7 @@ class Plan:
             if not state.nonneg and not fmt.signed:
                 what = f"plan {self.name} keeps the signed state `{state.name}` in an unsigned format: {fmt}"
                 raise UserError("E301", loc=places, what=what)
-            if state.space.name != "elem" and fmt != floats.f32:
+            if state.space.name != "elem" and fmt not in (floats.f32, MATRICES.get(state.trait)):
                 space = state.space.name
                 raise UserError("E303", loc=places, plan=self.name, state=state.name, space=space, format=fmt)
             if state.init == "param" and fmt.matrix is not None:

@@ -765,7 +765,7 @@ def is_dense(
     variant: Variant, p: Tensor, found: Mapping[str, Any], parts: sharding.Parts | None = None
 ) -> bool:
     """Return True if an entry holds torch's dense tensors of the states, not the variant's own fields."""
-    few = {f.owner: state.shape(f, p, parts) for f in variant.fields if not f.wide}
+    few = {f.owner: state.shape(f.of_values, p, parts) for f in variant.fields if not f.wide}
     own = [f for f in variant.fields if f.name not in variant.states]
     if any(f.name in found for f in own) or not all(
         isinstance(value := found.get(name), Tensor)

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from optgen.runtime.layout import plans
-from optgen.runtime.records import MATRICES, Field, Heads, Matrix, Variant, by_shape, dtype_name
+from optgen.runtime.records import MATRICES, MATRIX_BLOCK, Field, Heads, Matrix, Variant, by_shape, dtype_name
 from optgen.runtime.records.join import Pair
+from optgen.runtime.reference.matrix_codecs import CODECS
 
 CHUNK = 2**24
 """Elements that encode and decode work on at a time: bounds their fp32 temporaries to 64 MiB each."""
@@ -60,11 +61,22 @@ def field_shape(field: Field, shape: torch.Size) -> tuple[int, ...]:
     if field.space == "axis":
         return (*matrix_shape(field.matrix, shape)[:-2], 1, sum(column_dims(field.matrix, shape)))
     if field.space != "elem":
-        return small_shape(field.space, matrix_shape(field.matrix, shape), field.rank)
+        found = small_shape(field.space, matrix_shape(field.matrix, shape), field.rank)
+        return _part_shape(field.part, found) if field.part else found
     if field.per == 1:
         return tuple(shape)
     rows, columns = grid(matrix_shape(field.matrix, shape))
     return rows, -(-columns // field.per) * field.width
+
+
+def _part_shape(part: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of a part of a matrix state (..., k, k), see Field."""
+    *lead, rows, width = shape
+    if part == "diagonal":
+        return *lead, width
+    if part.startswith("lower"):
+        rows, width = (rows + 1) // 2, width - 1
+    return (*lead, rows, width) if part == "lower" else (*lead, -(-rows * width // MATRIX_BLOCK))
 
 
 def matrix_shape(matrix: Matrix, shape: torch.Size) -> torch.Size:
@@ -212,10 +224,15 @@ def encode(
     own = [Field("p", dtype_name(p.dtype))] if "p" in wanted else []
     fields = own + [f for f in variant.fields if f.name in wanted]
     out = {f.name: room[f.name] for f in fields if room and f.name in room}
+    of_matrices = {
+        x: _matrix_fields(variant, x, values[x], p) for x in traits(variant) if any(f.owner == x for f in fields)
+    }
     for f in fields:
         if f.name not in out:
             out[f.name] = torch.empty(field_shape(f, p.shape), dtype=f.torch_dtype, device=p.device)
-        if not f.wide:  # as it is, in the field's dtype
+        if f.owner in of_matrices:
+            out[f.name].copy_(of_matrices[f.owner][f.name])
+        elif not f.wide:  # as it is, in the field's dtype
             value = values[f.owner]
             out[f.name].copy_(value) if isinstance(value, Tensor) else out[f.name].fill_(value)
         elif variant.of_whole and not p.numel():
@@ -244,10 +261,14 @@ def decode(
 ) -> dict[str, Tensor]:
     """fp32 tensors of p's shape for the wanted values: "p" (the full weight) or names of states."""
     function = plans.reference(plan, variant).decode
-    few = {f.owner: state[f.name].to(torch.float32, copy=True) for f in variant.fields if not f.wide}
+    few = {f.owner: f.name for f in variant.fields if not f.wide}
     elements = [name for name in wanted if name not in few]
     out = {name: torch.empty(p.shape, dtype=torch.float32, device=p.device) for name in elements}
-    out |= {name: value for name, value in few.items() if name in wanted}
+    of = traits(variant)
+    for name in (x for x in few if x in wanted):
+        fields = [state[x] for x in variant.owned(name)]
+        coded = name in of
+        out[name] = CODECS[of[name]].decode(*fields) if coded else fields[0].to(torch.float32, copy=True)
     weight = p.detach().contiguous()
     for part in _parts(variant, p.shape) if elements else ():
         made = part.decoded(function, variant, weight, state)
@@ -255,6 +276,19 @@ def decode(
             written = part.of(out[name])
             written.copy_(made[name].reshape(written.shape))
     return out
+
+
+def traits(variant: Variant) -> Mapping[str, str]:
+    """Return the matrix states that are encoded, with their traits."""
+    return variant.eager.matrices if variant.eager is not None else {}
+
+
+def _matrix_fields(variant: Variant, name: str, value: Tensor | float, p: Tensor) -> dict[str, Tensor]:
+    """Return the fields of a matrix state of these values, or of one number in every place."""
+    field = next(f.of_values for f in variant.fields if f.owner == name)
+    x = torch.empty(field_shape(field, p.shape), device=p.device)
+    x = x.copy_(value) if isinstance(value, Tensor) else x.fill_(value)
+    return dict(zip(variant.owned(name), CODECS[traits(variant)[name]].encode(x), strict=True))
 
 
 def first(

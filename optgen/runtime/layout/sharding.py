@@ -339,7 +339,7 @@ class Parts:
         """Return this rank's part of a saved state, of DTensors that lie as its own and of whole tensors; dense values
         of states, too.  Raises ValueError if one fits neither."""
         fields = {f.name: f for f in self.variant.fields}
-        few = {f.owner: f for f in self.variant.fields if not f.wide}
+        few = {f.owner: f.of_values for f in self.variant.fields if not f.wide}
         out = {}
         for name, value in entry.items():
             own = [self.field(fields[name])] if name in fields else []
@@ -395,7 +395,7 @@ def decode(
         return layout.decode(plan, variant, p, entry, wanted)
     parts = Parts.of(p, variant)
     made = layout.decode(plan, variant, parts.weight(p), locals_of(entry), wanted)
-    few = {f.owner: f for f in variant.fields if not f.wide}
+    few = {f.owner: f.of_values for f in variant.fields if not f.wide}
     out: dict[str, Tensor] = {}
     for name, value in made.items():
         if name in few:
@@ -419,6 +419,9 @@ def mode(variant: Variant, of: Layout) -> Mode:
         return _mode_of_blocks(of.shape, of.mesh_shape, of.cuts, height)
     blocks = {(f.per, f.width) for f in variant.fields if f.per > 1}
     blocks |= {(s.block, 1) for s in variant.stages if s.block > 1}
+    if of.dims() and any(f.part for f in variant.fields):
+        why = "it lies over several ranks, which matrix states in 8 bits do not support"
+        raise ValueError(f"{why}: keep it whole, or take a plan that keeps them in fp32 (matrices=32)")
     stacked = variant.sums_by_matrix and variant.stochastic and variant.matrix == "last"
     first = variant.needs_matrix and variant.matrix == "first"
     counted, axes = variant.stochastic, variant.has_axes

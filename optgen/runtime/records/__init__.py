@@ -232,6 +232,9 @@ MATRICES = frozenset(a + b for a in "mnslr" for b in "mnslr") - {"mn"}
 """Spaces of whole matrices beside those of elements, by their two dimensions: m rows, n columns, the shorter of these
 s, the longer l, a low rank r."""
 
+MATRIX_BLOCK = 64
+"""Entries of a matrix state that share a scale where it is kept in 8 bits."""
+
 PACK = 64
 """Columns that packed codes are read in where nothing else is in blocks."""
 
@@ -260,6 +263,8 @@ class Field:
     low    bit k: whether the low byte of such an integer may be k; 0: all may
     rank   of matrices of low rank: the hyper-parameter that says it, or the number for one group (`in_blocks`); a
            matrix of fewer rows or columns has as many
+    part   of a matrix state: "" if the field is all of it, "lower" half of its entries, "diagonal" these alone,
+           "scale" one entry for each block of codes, "lower scale" for each block of half of them
     """
 
     name: str
@@ -276,11 +281,17 @@ class Field:
     most: int | None = None
     low: int = 0
     rank: str | int = 0
+    part: str = ""
 
     @property
     def wide(self) -> bool:
         """True if the state that it belongs to has a value for each element."""
         return self.space == "elem" or self.shared
+
+    @property
+    def of_values(self) -> Field:
+        """A field of the shape of the state's values, where it is a part of a matrix state."""
+        return replace(self, part="") if self.part else self
 
     @cached_property
     def torch_dtype(self) -> torch.dtype:
@@ -418,6 +429,7 @@ class Eager:
     still     states that the step leaves as they are stored
     whole     those that are kept as a whole, and the work for them
     walks     of these, the blocks of the walk that reduces each: kernels sum its rows by panels of them
+    matrices  matrix state -> trait by which it is encoded (reference/matrix_codecs.py); fp32 as it is where not
     """
 
     codecs: Mapping[str, str] = field(default_factory=dict)
@@ -428,6 +440,7 @@ class Eager:
     still: tuple[str, ...] = ()
     whole: Mapping[str, Whole] = field(default_factory=dict)
     walks: Mapping[str, int] = field(default_factory=dict)
+    matrices: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)

@@ -33,6 +33,7 @@ class StateRecord:
     normalized_by  the state by whose root the rule divides it
     nearest        True if formats that may do either round it to nearest: it would climb, sink or wander otherwise
     rank           of a matrix of low rank: the hyper-parameter that says it
+    trait          of a matrix: what formats may rely on, such as "symmetric"
     """
 
     name: str
@@ -42,6 +43,7 @@ class StateRecord:
     normalized_by: str = ""
     nearest: bool = False
     rank: str = ""
+    trait: str = ""
 
 
 @dataclass(frozen=True)
@@ -106,12 +108,26 @@ class FormatRecord:
 
 FP32 = FormatRecord()
 
+MATRICES = {
+    "symmetric": FormatRecord(
+        "symmetric",
+        (
+            Field("codes", "int8", part="lower"),
+            Field("scale", "int16", part="lower scale"),
+            Field("diagonal", "float32", part="diagonal"),
+        ),
+    ),
+    "orthogonal": FormatRecord("orthogonal", (Field("codes", "int8"), Field("scale", "int16", part="scale"))),
+}
+"""Trait of a matrix state -> how plans of `matrices=8` keep it; the codec is one of reference/matrix_codecs.py."""
+
 
 @dataclass(frozen=True)
 class PlanRecord:
     """A plan: which format keeps which kind of value; see `optgen.formats.Plan`.
 
     weights  parameter dtype -> what is stored beside the parameter; nothing where there is none
+    matrices  bits of matrix states whose trait is in `MATRICES`, 8 or 32
     """
 
     small_numel: int
@@ -120,6 +136,7 @@ class PlanRecord:
     nonneg: FormatRecord = FP32
     initial: FormatRecord = FP32
     small: FormatRecord = FP32
+    matrices: int = 32
     overrides: Mapping[str, FormatRecord] = field(default_factory=dict)
 
     def of(self, state: StateRecord, small: bool, vector: bool) -> FormatRecord:
@@ -127,7 +144,7 @@ class PlanRecord:
         if state.name in self.overrides:
             found = self.overrides[state.name]
         elif state.space != "elem":
-            found = FP32
+            found = MATRICES.get(state.trait, FP32) if self.matrices == 8 and not small else FP32
         elif state.init == "param":
             found = self.initial
         elif small:
@@ -217,6 +234,7 @@ def joined(
     # What is read with values of rows and columns is not read back within the step: they change with it.
     apart = not whole.keys().isdisjoint(rule.early) or set(_settled(rule.early, relative)) != set(rule.early)
     early = () if apart else rule.early
+    matrices = {s.name: s.trait for s in rule.states if formats[s.name] is MATRICES.get(s.trait)}
     few = {f.space for fmt in formats.values() for f in fmt.fields} - {"elem"}
     own_matrix = next((x for x in ("last", "first") if x in {fmt.matrix for fmt in formats.values()}), rule.matrix)
     matrix = rule.matrix if rule.by_rows else own_matrix
@@ -242,7 +260,7 @@ def joined(
         init={s.name: s.init for s in rule.states if s.init != 0.0},
         rows=rows,
         matrix=matrix if rows or few or rule.spaces else "last",
-        eager=Eager(codecs, relative, noise, words, early, still, whole),
+        eager=Eager(codecs, relative, noise, words, early, still, whole, matrices=matrices),
         small=small,
         vector=vector,
     )

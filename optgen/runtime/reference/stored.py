@@ -18,6 +18,7 @@ from torch import Tensor
 from optgen.runtime.records import PACK, Eager, Variant, keys
 from optgen.runtime.reference import matrices
 from optgen.runtime.reference.eager import Blocks, few_sum, rotl, scalars
+from optgen.runtime.reference.matrix_codecs import CODECS
 
 M1, M2, M3 = (keys.signed(m) for m in (keys.M1, keys.M2, keys.M3))
 
@@ -122,8 +123,15 @@ class Stored:
         self.roots: dict[str, Tensor] = {}  # roots of new values as they will be read back, in the sweep's blocks
 
     def __getitem__(self, name: str) -> Tensor:
-        """A state of few values."""
-        return self.fields[name]
+        """A state of few values, or of whole matrices."""
+        trait = self.record.matrices.get(name)
+        return self.fields[name] if trait is None else CODECS[trait].decode(*self.parts(name))
+
+    def put(self, name: str, x: Tensor) -> None:
+        """Write a state of whole matrices."""
+        trait = self.record.matrices.get(name)
+        for to, new in zip(self.parts(name), (x,) if trait is None else CODECS[trait].encode(x), strict=True):
+            to.copy_(new)
 
     def streams(self) -> Tensor:
         """The stream keys of the parameter's matrices."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Generator, Sequence
 
 import torch
@@ -10,8 +11,9 @@ from torch import Tensor
 from optgen.runtime.layout import layout, plans
 from optgen.runtime.layout.sharding import Exchange, Layout, Shard, field_layout
 from optgen.runtime.layout.workspace import Workspace, entries
-from optgen.runtime.records import Field, Stage
+from optgen.runtime.records import Field, Stage, Variant
 from optgen.runtime.reference import matrices as functions
+from optgen.runtime.reference.matrix_codecs import CODECS
 from optgen.runtime.work import workers
 from optgen.runtime.work.bucket import Bucket
 from optgen.runtime.work.counting import Control
@@ -29,10 +31,13 @@ def work(
 ) -> Generator[Exchange, Tensor | None, Exception | None]:
     """Call the function of a stage for every matrix, and keep what it returns: temps, and states in place.
 
+    States in 8 bits are decoded before and encoded after it; what a step leaves as it is, no stage stores.
+
     at_once   bytes of fp32 matrices in one batch
     Of a tensor that lies over several ranks each matrix is worked on by one of them; returns its error.
     """
-    matrix, count, names = bucket.variant.matrix, len(stage.reads), (*stage.reads, *stage.stores)
+    matrix, names = bucket.variant.matrix, _columns(bucket.variant, (*stage.reads, *stage.stores))
+    count = len(_columns(bucket.variant, stage.reads))
     live = [i for i in range(len(bucket.params)) if bucket.numel(i)]
     own: list[tuple[int, int, torch.Size, list[Tensor]]] = []
     parted: list[workers.Parted] = []
@@ -71,27 +76,41 @@ def _call(bucket: Bucket, stage: Stage, scalars: Sequence[float] | Control, at_o
     function = getattr(plans.reference(bucket.plan, variant).module, stage.kernel)
     numbers = scalars.rounded if isinstance(scalars, Control) else scalars.__getitem__
     given = [numbers(k) for k in stage.scalars]
+    traits = layout.traits(variant)
+    flat = {f.name for f in variant.fields if f.part.endswith(("scale", "diagonal"))}
+    names, count = _columns(variant, (*stage.reads, *stage.stores)), len(_columns(variant, stage.reads))
+    dims = [1 if x in flat else 2 for x in names]
+    drawn, like = "stream" in stage.extents, max(k for k, n in enumerate(dims) if n == 2)
+    dims[count:count] = [2] if drawn else []
     alike: dict[tuple[int, ...], list[list[Tensor]]] = {}
-    drawn = "stream" in stage.extents
     for i, k, shape, values in tensors:
         sizes = {"rows": shape[-2], "columns": shape[-1], "elements": bucket.numel(i), "stream": 0}
         if drawn:
-            values.insert(len(stage.reads), functions.streams(bucket.streams[i], values[-1], k))
+            values.insert(count, functions.streams(bucket.streams[i], values[like], k))
         key = (*shape[-2:], *(sizes[x] for x in stage.extents))
-        each = (x.reshape(-1, *x.shape[-2:]).unbind() for x in values)
+        each = (x.reshape(x.shape[:-n].numel(), *x.shape[-n:]).unbind() for x, n in zip(values, dims, strict=True))
         alike.setdefault(key, []).extend(map(list, zip(*each, strict=True)))
     alone = torch.are_deterministic_algorithms_enabled()
-    count = len(stage.reads) + drawn
+    count += drawn
     for (rows, columns, *extents), found in alike.items():
         most = 1 if alone else max(at_once // (4 * rows * columns), 1)
         for start in range(0, len(found), most):
             some = list(zip(*found[start : start + most], strict=True))
-            taken = [torch.stack(x) if len(x) > 1 else x[0] for x in some[:count]]
-            streams = taken.pop() if drawn else None
+            stacked = iter([torch.stack(x) if len(x) > 1 else x[0] for x in some[:count]])
+            fields = ((x, itertools.islice(stacked, len(variant.owned(x)) or 1)) for x in stage.reads)
+            taken = [CODECS[traits[x]].decode(*kept) if x in traits else next(kept) for x, kept in fields]
+            streams = next(stacked) if drawn else None
             sizes_of = zip(stage.extents, extents, strict=True)
             made = function(*taken, *given, *(streams if x == "stream" else float(size) for x, size in sizes_of))
-            for kept, new in zip(some[count:], [made] if isinstance(made, Tensor) else made, strict=True):
-                torch._foreach_copy_(list(kept), list(new.unbind()) if len(kept) > 1 else [new])
+            results = zip(stage.stores, [made] if isinstance(made, Tensor) else made, strict=True)
+            new = [y for name, x in results for y in (CODECS[traits[name]].encode(x) if name in traits else (x,))]
+            for kept, x in zip(some[count:], new, strict=True):
+                torch._foreach_copy_(list(kept), list(x.unbind()) if len(kept) > 1 else [x])
+
+
+def _columns(variant: Variant, names: Sequence[str]) -> list[str]:
+    """Return the fields of states, and temps as they are."""
+    return [x for name in names for x in variant.owned(name) or (name,)]
 
 
 def _value(bucket: Bucket, room: Workspace, name: str, i: int, n: int, shape: torch.Size) -> Tensor:

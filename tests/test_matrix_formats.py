@@ -1,0 +1,220 @@
+"""Matrix states in 8 bits: their codecs within derived bounds, and the states of a rule from step to step."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import optgen
+from optgen.base.errors import UserError
+from optgen.driver.explain import explain
+from optgen.formats import Plan, floats
+from optgen.lang import (
+    eigenvectors,
+    flag,
+    gram,
+    hyper,
+    matrix_state,
+    optimizer,
+    orthogonal,
+    shape_flag,
+    state,
+    symmetric,
+)  # fmt: skip
+from optgen.runtime.reference.matrix_codecs import CODECS
+from optgen.verify import lint
+from specs import plans
+
+UNIT = 2.0**-24
+BACKENDS = pytest.mark.parametrize("backend", ["reference", "cpp"])
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def blocks(x: Tensor) -> Tensor:
+    """The largest magnitude of the block of 64 that each entry of x (..., count) is in."""
+    padded = torch.nn.functional.pad(x.abs(), (0, -x.shape[-1] % 64))
+    tops = padded.view(*x.shape[:-1], padded.shape[-1] // 64, 64).amax(-1)
+    return tops.repeat_interleave(64, -1)[..., : x.shape[-1]]
+
+
+def pairs(k: int) -> tuple[list[int], list[int]]:
+    """The places below the diagonal in the order in which they are kept."""
+    order = [x for row in range((k + 1) // 2) for x in
+             [(k - 1 - row, j) for j in range(k - 1 - row)] + [(row, j) for j in range(row)][::-1]]  # fmt: skip
+    order = list(dict.fromkeys(order))  # a middle row once
+    return [i for i, _ in order], [j for _, j in order]
+
+
+@given(st.integers(1, 70), st.integers(1, 80), st.integers(0, 2**20), st.booleans(), st.sampled_from([1e-12, 1.0, 1e9]))
+def test_symmetric_matrices_keep_their_diagonal_and_half_a_code_elsewhere(
+    k: int, rank: int, seed: int, definite: bool, size: float
+) -> None:
+    """1/254 of the block's scale, which is at most 2^-8 above its largest number; eight roundings of fp32."""
+    x = drawn(2, k, rank, seed=seed) * torch.logspace(0, -6, k)[:, None] * size**0.5
+    x = x @ x.mT if definite else size * (drawn(2, k, k, seed=seed) + drawn(2, k, k, seed=seed).mT)
+    x[..., 0, :] *= seed % 2  # a row of zeros
+    x[..., :, 0] *= seed % 2
+    codes, scale, diagonal = CODECS["symmetric"].encode(x)
+    assert (codes.shape, codes.dtype) == ((2, (k + 1) // 2, k - 1), torch.int8)
+    assert (scale.shape, scale.dtype) == ((2, -(-codes[0].numel() // 64)), torch.int16)
+    read = CODECS["symmetric"].decode(codes, scale, diagonal)
+    assert torch.equal(read, read.mT) and torch.equal(read.diagonal(dim1=1, dim2=2), x.diagonal(dim1=1, dim2=2))
+    root = diagonal.double().abs().sqrt()
+    root[root == 0] = 1
+    i, j = pairs(k)
+    weight = (root[:, i] * root[:, j]).clamp(min=1e-300)
+    wanted = x[:, i, j].double() / weight
+    error = (read[:, i, j].double() / weight - wanted).abs()
+    assert (error <= blocks(wanted) * (1 + 2.0**-8) * (0.5 / 127 + 8 * UNIT) + 2.0**-126).all()
+    assert not definite or (wanted.abs() <= 1 + (rank + 4) * 2 * UNIT).all()
+    again = CODECS["symmetric"].encode(read)
+    assert all(map(torch.equal, again, (codes, scale, diagonal)))
+
+
+@pytest.mark.parametrize("k", [1, 2, 63, 64, 130, 256])
+def test_orthogonal_matrices_are_made_orthogonal_again(k: int) -> None:
+    """Half a code of error, then one step of Bjoerck: by eigenvalues, 1 + e of q'q become 1 - 3/4 e^2 + 1/4 e^3."""
+    q = torch.linalg.qr(drawn(3, k, k, seed=k)).Q
+    codes, scale = CODECS["orthogonal"].encode(q)
+    scales = (scale.int() << 15).view(torch.float32).double().repeat_interleave(64, -1)[:, : k * k].view(q.shape)
+    kept = codes.double() * scales / 127
+    assert ((kept - q).abs().flatten(1) <= blocks(q.flatten(1)) * (1 + 2.0**-8) * (0.5 / 127 + 8 * UNIT)).all()
+    read = CODECS["orthogonal"].decode(codes, scale).double()
+    before, after = (torch.linalg.matrix_norm(x.mT @ x - torch.eye(k), 2).max() for x in (kept, read))
+    assert before <= 0.02 and (k < 63 or before > 0.01)
+    # Products of k terms of rows of norm 1, rounded, twice; their eigenvalues by the Frobenius norm.
+    assert after <= 0.75 * before**2 + 0.25 * before**3 + 2 * 3 * k * UNIT
+    ones = torch.eye(k)
+    assert torch.equal(CODECS["orthogonal"].decode(*CODECS["orthogonal"].encode(ones)), ones)
+
+
+@pytest.mark.parametrize("trait", CODECS)
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_what_is_no_number_stays_none(trait: str, wrong: float) -> None:
+    x = torch.eye(70)
+    x[60, 50] = x[50, 60] = wrong
+    assert CODECS[trait].decode(*CODECS[trait].encode(x)).isnan()[60, 50]
+
+
+@optimizer(cite="nobody")
+def turned(
+    p, g,
+    exp_avg=state(),
+    left=matrix_state("rows", symmetric, when="wide"),
+    basis=matrix_state("columns", orthogonal, when="wide", init="identity"),
+    plain=matrix_state("rows", when="wide"),
+    *,
+    lr=hyper(0.1, ge=0),
+    beta=hyper(0.9, ge=0, lt=1),
+    period=hyper(3, ge=1),
+    refresh=flag(every="period"),
+    wide=shape_flag(lambda shape: len(shape) >= 2),
+):  # fmt: skip
+    if not wide:
+        p = p - lr * g
+        return p, exp_avg, left, basis, plain
+    left = beta * left + (1 - beta) * gram(g)
+    plain = beta * plain + gram(g)
+    if refresh:
+        basis = eigenvectors(g.T @ g)
+    exp_avg = beta * exp_avg + g @ basis
+    p = p - lr * (left @ (exp_avg @ basis.T) + plain @ g)
+    return p, exp_avg, left, basis, plain
+
+
+KEPT = {
+    "left_codes": (torch.int8, (32, 63)), "left_scale": (torch.int16, (32,)), "left_diagonal": (torch.float32, (64,)),
+    "basis_codes": (torch.int8, (80, 80)), "basis_scale": (torch.int16, (100,)), "plain": (torch.float32, (64, 64)),
+}  # fmt: skip
+
+
+def made(plan: Any, backend: str, shape: tuple[int, ...] = (64, 80), seed: int = 0) -> tuple[nn.Parameter, Any]:
+    p = nn.Parameter(drawn(*shape, seed=seed))
+    return p, optgen.compile(turned, plan)([("w", p)], backend=backend, lr=1e-4)
+
+
+def stepped(opt: Any, p: nn.Parameter, t: int) -> None:
+    p.grad = drawn(*p.shape, seed=100 + t)
+    opt.step()
+
+
+@BACKENDS
+def test_a_step_reads_and_writes_what_the_codecs_do(backend: str) -> None:
+    """Step after step against the rule by hand on decoded states; a basis that stays keeps its bits."""
+    p, opt = made(plans.int8, backend)
+    for t in range(1, 8):
+        before = {k: v.clone() for k, v in opt.state[p].items() if isinstance(v, Tensor)} if t > 1 else {}
+        stepped(opt, p, t)
+        kept, g = opt.state[p], p.grad
+        assert {k: (kept[k].dtype, tuple(kept[k].shape)) for k in KEPT} == KEPT
+        if t > 1:
+            old = CODECS["symmetric"].decode(*(before[f"left_{x}"] for x in ("codes", "scale", "diagonal")))
+            codes, _, diagonal = CODECS["symmetric"].encode(0.9 * old + (1 - 0.9) * (g @ g.mT))
+            # One rounding more or less of g g' moves a code that is near its edge, not further than to the next.
+            assert (kept["left_codes"].int() - codes).abs().max() <= 1
+            assert torch.allclose(kept["left_diagonal"], diagonal, rtol=2 * 80 * UNIT)
+            stays = [torch.equal(before[f"basis_{x}"], kept[f"basis_{x}"]) for x in ("codes", "scale")]
+            assert all(stays) if t % 3 else not any(stays)
+        if t < 3:
+            ones = CODECS["orthogonal"].decode(kept["basis_codes"], kept["basis_scale"])
+            assert torch.equal(ones, torch.eye(80))
+
+
+@BACKENDS
+def test_stacks_are_the_matrices_of_parameters_of_their_own(backend: str) -> None:
+    whole, opt = made(plans.int8, backend, (3, 64, 80))
+    each = [nn.Parameter(x.clone()) for x in whole.detach()]
+    other = optgen.compile(turned, plans.int8)([(f"w{i}", p) for i, p in enumerate(each)], backend=backend, lr=1e-4)
+    for t in range(1, 5):
+        g = drawn(3, 64, 80, seed=t)
+        whole.grad = g.clone()
+        for p, x in zip(each, g, strict=True):
+            p.grad = x.clone()
+        opt.step()
+        other.step()
+    for name in KEPT:
+        assert torch.equal(opt.state[whole][name], torch.stack([other.state[p][name] for p in each]))
+
+
+def test_checkpoints_keep_bits_and_other_plans_are_converted(tmp_path: Path) -> None:
+    p, opt = made(plans.int8, "reference")
+    q, full = made(plans.fp32, "reference")
+    for t in range(1, 5):
+        stepped(opt, p, t)
+        stepped(full, q, t)
+    torch.save(opt.state_dict(), tmp_path / "a.pt")
+    p2, again = made(plans.int8, "reference", seed=1)
+    again.load_state_dict(torch.load(tmp_path / "a.pt"))
+    assert all(torch.equal(opt.state[p][k], again.state[p2][k]) for k in opt.state[p] if k != "step")
+    dense = {k: v for k, v in full.state[q].items() if isinstance(v, Tensor)}
+    again.load_state_dict(full.dense_state_dict())
+    for name, trait in (("left", "symmetric"), ("basis", "orthogonal")):
+        fields = [v for k, v in again.state[p2].items() if k.startswith(f"{name}_")]
+        coded = CODECS[trait].encode(dense[name])
+        assert all(map(torch.equal, fields, coded))
+        assert torch.equal(again.dense_state_dict()["state"][0][name], CODECS[trait].decode(*coded))
+    wrong = opt.state_dict()
+    wrong["state"][0]["left_diagonal"] = torch.full((64,), float("nan"))
+    with pytest.raises(ValueError, match=r"left_diagonal: expected numbers, 64 of 64 are NaN"):
+        again.load_state_dict(wrong)
+
+
+def test_plans_say_the_bits_of_matrix_states() -> None:
+    rows = {row.name: row for row in explain(turned, plans.int8_split24).memory}
+    assert rows["left"].bytes == 33 / 64 and rows["basis"].bytes == 33 / 32 and rows["plain"].bytes == 4
+    assert "square matrices" in rows["left"].stored and "0.75 d^2" in rows["basis"].valid
+    mine = plans.int8_split24.but(name="mine", overrides={"left": floats.f32})
+    assert [row.bytes for row in explain(turned, mine).memory if row.name == "left"] == [4]
+    with pytest.raises(UserError, match=r"`matrices` of a plan is the bits of matrix states, 8 or 32, got 4"):
+        Plan("four", matrices=4)
+    slow = lint.lint({"left": lint.Recurrence("ema", 0.99)}, plans.int8_split24.storage(
+        turned.states, lint.dtypes.bf16, False))  # fmt: skip
+    assert [(f.code, f.severity) for f in slow if f.state == "left"] == [("L2", "warning")]
+    assert "0.39 of the largest" in next(f.reason for f in slow if f.state == "left")
