@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from .schedule_free_adamw import ScheduleFreeAdamW as ScheduleFreeAdamW
     from .schedule_free_sgd import ScheduleFreeSGD as ScheduleFreeSGD
     from .scion import Scion as Scion
+    from .shampoo import Shampoo as Shampoo
     from .signum import Signum as Signum
     from .sinkgd import SinkGD as SinkGD
     from .stable_adamw import StableAdamW as StableAdamW
@@ -114,6 +115,7 @@ _MODULES = {
     "ScheduleFreeAdamW": "schedule_free_adamw",
     "ScheduleFreeSGD": "schedule_free_sgd",
     "Scion": "scion",
+    "Shampoo": "shampoo",
     "Signum": "signum",
     "SinkGD": "sinkgd",
     "StableAdamW": "stable_adamw",
@@ -171,6 +173,7 @@ __all__ = [
     "ScheduleFreeAdamW",
     "ScheduleFreeSGD",
     "Scion",
+    "Shampoo",
     "Signum",
     "SinkGD",
     "StableAdamW",

@@ -656,7 +656,30 @@ def _soap(o, s, p, g, t, lr):
     return p - lr * o.weight_decay * p
 
 
-BASES: dict[str, Oracle] = {"soap": _each_matrix(_soap, _adamw_of_same_rate)}
+@paper
+def _shampoo(o, s, p, g, t, lr):
+    """Algorithm 2 with exponential averages and Adam's norm; matrices with a long side take Adam's step."""
+
+    def power(x: Tensor) -> Tensor:
+        u, values, _ = torch.linalg.svd(x)
+        return u @ ((values + o.matrix_eps * values[0]) ** (-1 / o.root_order)).diag() @ u.mT
+
+    update = adam = adam_update(o, s, g, t)
+    if max(g.shape) <= 10000:
+        s.left = o.shampoo_beta * s.left + (1 - o.shampoo_beta) * g @ g.mT
+        s.right = o.shampoo_beta * s.right + (1 - o.shampoo_beta) * g.mT @ g
+        if t % o.precondition_frequency == 0:
+            s.roots = [power(s.left), power(s.right)]
+        if t >= o.precondition_frequency:
+            update = s.roots[0] @ s.m @ s.roots[1]
+            update = update * (torch.linalg.matrix_norm(adam) / torch.linalg.matrix_norm(update))
+    return p * (1 - lr * o.weight_decay) - lr * update
+
+
+BASES: dict[str, Oracle] = {
+    "shampoo": _each_matrix(_shampoo, _adamw_of_same_rate),
+    "soap": _each_matrix(_soap, _adamw_of_same_rate),
+}
 """Rules of eigenvectors, which are arbitrary where eigenvalues are equal: held at gradients that tell them apart."""
 
 WHOLE: dict[str, Oracle] = {

@@ -18,9 +18,8 @@ from tests.oracles import BASES
 STEPS, LR, EPS, NOISE = 24, 0.01, 0.05, 0.1
 SHAPES = [(6, 10), (12, 5), (8, 8), (1, 7), (7, 1), (3, 8, 9), (6, 2, 3, 3), (7,), (10001, 4), (3, 10001)]
 SIZES = torch.tensor([4.0, 2.0, 1.0, 0.5], dtype=torch.float64)
-CASES: dict[str, dict[str, Any]] = {
-    "soap": {"precondition_frequency": 4, "betas": (0.8, 0.9), "shampoo_beta": 0.6, "eps": EPS, "weight_decay": 0.1},
-}
+OPTIONS = {"precondition_frequency": 4, "betas": (0.8, 0.9), "shampoo_beta": 0.6, "eps": EPS, "weight_decay": 0.1}
+CASES: dict[str, dict[str, Any]] = {"shampoo": OPTIONS | {"matrix_eps": 1e-4, "root_order": 3.0}, "soap": OPTIONS}
 
 
 def gradients(shape: tuple[int, ...]) -> Iterator[Tensor]:

@@ -825,6 +825,25 @@ class Scion(Optimizer):
         fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
     ) -> None: ...
 
+class Shampoo(Optimizer):
+    """Shampoo with the size of Adam's step; AdamW for everything that is no matrix."""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 0.001,
+        betas: Sequence[float | Tensor] = (0.9, 0.99),
+        shampoo_beta: float | Tensor = 0.99,
+        eps: float | Tensor = 1e-8,
+        matrix_eps: float | Tensor = 1e-6,
+        root_order: float | Tensor = 4.0,
+        weight_decay: float | Tensor = 0.01,
+        precondition_frequency: float | Tensor = 10.0,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None, blocks: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+    ) -> None: ...
+
 class Signum(Optimizer):
     """The sign of the momentum, with decoupled weight decay; signSGD where momentum is 0."""
 

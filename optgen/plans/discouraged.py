@@ -31,7 +31,7 @@ DISCOURAGED = {
         'the average freezes, and the step sizes made of it with it: a step under decay 0.99 changes it by 0.01 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 0.0078 (kept / true in [0.719, 1.63] '
         '(geometric sum of relative errors)); round it stochastically, or keep it in fp32': {
-            "exp_avg_sq": ("adan", "mars", "stable_adamw"),
+            "exp_avg_sq": ("adan", "mars", "shampoo", "stable_adamw"),
             "square_avg": ("rmsprop",),
         },
         'to nearest, 128 codes up to 1 of the value keep themselves under a decay of 0.9999: a state without '
@@ -48,7 +48,8 @@ DISCOURAGED = {
             "exp_avg": (
                 "adabelief", "adafactor_paper", "adam", "adamax", "adamp", "adamw", "ademamix", "adopt", "apollo",
                 "came", "cautious_adamw", "clipped_adamw", "dadapt_adam", "galore", "grams", "lamb", "laprop",
-                "lookahead_adamw", "nadam", "prodigy", "radam", "sinkgd", "stable_adamw", "stable_spam", "yogi",
+                "lookahead_adamw", "nadam", "prodigy", "radam", "shampoo", "sinkgd", "stable_adamw", "stable_spam",
+                "yogi",
             ),
             "m": ("adam_mini",),
             "momentum_buffer": ("lars", "orthograd", "rmsprop", "scion", "sgd", "sgdp", "sgdw", "signum", "sm3"),
@@ -96,7 +97,7 @@ DISCOURAGED = {
         'gradients never returns to 0': {"exp_avg_diff": ("adan",)},
         'the average freezes, and the step sizes made of it with it: a step under decay 0.99 changes it by 0.01 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 3; round it stochastically, or keep it'
-        ' in fp32': {"exp_avg_sq": ("adan", "mars", "stable_adamw"), "square_avg": ("rmsprop",)},
+        ' in fp32': {"exp_avg_sq": ("adan", "mars", "shampoo", "stable_adamw"), "square_avg": ("rmsprop",)},
         'to nearest, 127 codes up to 1 of the scale keep themselves under a decay of 0.9999: a state without '
         'gradients never returns to 0': {"exp_avg_slow": ("ademamix",)},
         'the average freezes, and the step sizes made of it with it: a step under decay 0.9999 changes it by 0.0001 '
@@ -114,8 +115,8 @@ DISCOURAGED = {
             "exp_avg": (
                 "adabelief", "adafactor_paper", "adam", "adamax", "adamp", "adamw", "adan", "ademamix", "adopt",
                 "apollo", "came", "cautious_adamw", "cautious_lion", "clipped_adamw", "dadapt_adam", "galore", "grams",
-                "lamb", "laprop", "lion", "lookahead_adamw", "mars", "nadam", "novograd", "prodigy", "radam", "sinkgd",
-                "soap", "stable_adamw", "stable_spam", "tiger", "yogi",
+                "lamb", "laprop", "lion", "lookahead_adamw", "mars", "nadam", "novograd", "prodigy", "radam", "shampoo",
+                "sinkgd", "soap", "stable_adamw", "stable_spam", "tiger", "yogi",
             ),
             "exp_avg_var": ("adabelief",),
             "square_avg": ("adadelta", "rmsprop"),
@@ -125,7 +126,7 @@ DISCOURAGED = {
                 "adafactor_paper", "adam", "adamp", "adamuon", "adamw", "adan", "ademamix", "adopt", "apollo", "came",
                 "cautious_adamw", "clipped_adamw", "dadapt_adam", "galore", "grams", "lamb", "laprop",
                 "lookahead_adamw", "mars", "muon", "nadam", "normuon", "polargrad", "prodigy", "radam",
-                "schedule_free_adamw", "sinkgd", "soap", "stable_adamw", "stable_spam", "yogi",
+                "schedule_free_adamw", "shampoo", "sinkgd", "soap", "stable_adamw", "stable_spam", "yogi",
             ),
             "sum": ("adagrad",),
             "max_exp_avg_sq": ("adam", "adamw", "clipped_adamw", "lookahead_adamw"),
@@ -153,7 +154,8 @@ DISCOURAGED = {
             "exp_avg": (
                 "adabelief", "adafactor_paper", "adam", "adamax", "adamp", "adamw", "ademamix", "adopt", "apollo",
                 "came", "cautious_adamw", "clipped_adamw", "dadapt_adam", "galore", "grams", "lamb", "laprop",
-                "lookahead_adamw", "nadam", "prodigy", "radam", "sinkgd", "stable_adamw", "stable_spam", "yogi",
+                "lookahead_adamw", "nadam", "prodigy", "radam", "shampoo", "sinkgd", "stable_adamw", "stable_spam",
+                "yogi",
             ),
             "m": ("adam_mini",),
             "momentum_buffer": ("lars", "orthograd", "rmsprop", "scion", "sgd", "sgdp", "sgdw", "signum", "sm3"),
@@ -201,7 +203,7 @@ DISCOURAGED = {
         'gradients never returns to 0': {"exp_avg_diff": ("adan",)},
         'the average freezes, and the step sizes made of it with it: a step under decay 0.99 changes it by 0.01 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 1.7; round it stochastically, or keep '
-        'it in fp32': {"exp_avg_sq": ("adan", "mars", "stable_adamw"), "square_avg": ("rmsprop",)},
+        'it in fp32': {"exp_avg_sq": ("adan", "mars", "shampoo", "stable_adamw"), "square_avg": ("rmsprop",)},
         'to nearest, 255 codes up to 1 of the scale keep themselves under a decay of 0.9999: a state without '
         'gradients never returns to 0': {"exp_avg_slow": ("ademamix",)},
         'the average freezes, and the step sizes made of it with it: a step under decay 0.9999 changes it by 0.0001 '
@@ -220,8 +222,8 @@ DISCOURAGED = {
             "exp_avg": (
                 "adabelief", "adafactor_paper", "adam", "adamax", "adamp", "adamw", "adan", "ademamix", "adopt",
                 "apollo", "came", "cautious_adamw", "cautious_lion", "clipped_adamw", "dadapt_adam", "galore", "grams",
-                "lamb", "laprop", "lion", "lookahead_adamw", "mars", "nadam", "novograd", "prodigy", "radam", "sinkgd",
-                "soap", "stable_adamw", "stable_spam", "tiger", "yogi",
+                "lamb", "laprop", "lion", "lookahead_adamw", "mars", "nadam", "novograd", "prodigy", "radam", "shampoo",
+                "sinkgd", "soap", "stable_adamw", "stable_spam", "tiger", "yogi",
             ),
             "exp_avg_var": ("adabelief",),
             "square_avg": ("adadelta", "rmsprop"),
@@ -231,7 +233,7 @@ DISCOURAGED = {
                 "adafactor_paper", "adam", "adamp", "adamuon", "adamw", "adan", "ademamix", "adopt", "apollo", "came",
                 "cautious_adamw", "clipped_adamw", "dadapt_adam", "galore", "grams", "lamb", "laprop",
                 "lookahead_adamw", "mars", "muon", "nadam", "normuon", "polargrad", "prodigy", "radam",
-                "schedule_free_adamw", "sinkgd", "soap", "stable_adamw", "stable_spam", "yogi",
+                "schedule_free_adamw", "shampoo", "sinkgd", "soap", "stable_adamw", "stable_spam", "yogi",
             ),
             "sum": ("adagrad",),
             "max_exp_avg_sq": ("adam", "adamw", "clipped_adamw", "lookahead_adamw"),
@@ -258,8 +260,8 @@ DISCOURAGED = {
             "exp_avg": (
                 "adabelief", "adafactor_paper", "adam", "adamax", "adamp", "adamw", "adan", "ademamix", "adopt",
                 "apollo", "came", "cautious_adamw", "cautious_lion", "clipped_adamw", "dadapt_adam", "galore", "grams",
-                "lamb", "laprop", "lion", "lookahead_adamw", "mars", "nadam", "novograd", "prodigy", "radam", "sinkgd",
-                "soap", "stable_adamw", "stable_spam", "tiger", "yogi",
+                "lamb", "laprop", "lion", "lookahead_adamw", "mars", "nadam", "novograd", "prodigy", "radam", "shampoo",
+                "sinkgd", "soap", "stable_adamw", "stable_spam", "tiger", "yogi",
             ),
             "exp_avg_var": ("adabelief",),
             "square_avg": ("adadelta", "rmsprop"),
@@ -269,7 +271,7 @@ DISCOURAGED = {
                 "adafactor_paper", "adam", "adamp", "adamuon", "adamw", "adan", "ademamix", "adopt", "apollo", "came",
                 "cautious_adamw", "clipped_adamw", "dadapt_adam", "galore", "grams", "lamb", "laprop",
                 "lookahead_adamw", "mars", "muon", "nadam", "normuon", "polargrad", "prodigy", "radam",
-                "schedule_free_adamw", "sinkgd", "soap", "stable_adamw", "stable_spam", "yogi",
+                "schedule_free_adamw", "shampoo", "sinkgd", "soap", "stable_adamw", "stable_spam", "yogi",
             ),
             "sum": ("adagrad",),
             "max_exp_avg_sq": ("adam", "adamw", "clipped_adamw", "lookahead_adamw"),
@@ -296,8 +298,8 @@ DISCOURAGED = {
             "exp_avg": (
                 "adabelief", "adafactor_paper", "adam", "adamax", "adamp", "adamw", "adan", "ademamix", "adopt",
                 "apollo", "came", "cautious_adamw", "cautious_lion", "clipped_adamw", "dadapt_adam", "galore", "grams",
-                "lamb", "laprop", "lion", "lookahead_adamw", "mars", "nadam", "novograd", "prodigy", "radam", "sinkgd",
-                "soap", "stable_adamw", "stable_spam", "tiger", "yogi",
+                "lamb", "laprop", "lion", "lookahead_adamw", "mars", "nadam", "novograd", "prodigy", "radam", "shampoo",
+                "sinkgd", "soap", "stable_adamw", "stable_spam", "tiger", "yogi",
             ),
             "exp_avg_var": ("adabelief",),
             "square_avg": ("adadelta", "rmsprop"),
@@ -307,7 +309,7 @@ DISCOURAGED = {
                 "adafactor_paper", "adam", "adamp", "adamuon", "adamw", "adan", "ademamix", "adopt", "apollo", "came",
                 "cautious_adamw", "clipped_adamw", "dadapt_adam", "galore", "grams", "lamb", "laprop",
                 "lookahead_adamw", "mars", "muon", "nadam", "normuon", "polargrad", "prodigy", "radam",
-                "schedule_free_adamw", "sinkgd", "soap", "stable_adamw", "stable_spam", "yogi",
+                "schedule_free_adamw", "shampoo", "sinkgd", "soap", "stable_adamw", "stable_spam", "yogi",
             ),
             "sum": ("adagrad",),
             "max_exp_avg_sq": ("adam", "adamw", "clipped_adamw", "lookahead_adamw"),
@@ -335,7 +337,8 @@ DISCOURAGED = {
             "exp_avg": (
                 "adabelief", "adafactor_paper", "adam", "adamax", "adamp", "adamw", "ademamix", "adopt", "apollo",
                 "came", "cautious_adamw", "clipped_adamw", "dadapt_adam", "galore", "grams", "lamb", "laprop",
-                "lookahead_adamw", "nadam", "prodigy", "radam", "sinkgd", "stable_adamw", "stable_spam", "yogi",
+                "lookahead_adamw", "nadam", "prodigy", "radam", "shampoo", "sinkgd", "stable_adamw", "stable_spam",
+                "yogi",
             ),
             "m": ("adam_mini",),
             "momentum_buffer": ("lars", "orthograd", "rmsprop", "scion", "sgd", "sgdp", "sgdw", "signum", "sm3"),
@@ -383,7 +386,7 @@ DISCOURAGED = {
         'gradients never returns to 0': {"exp_avg_diff": ("adan",)},
         'the average freezes, and the step sizes made of it with it: a step under decay 0.99 changes it by 0.01 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or keep it'
-        ' in fp32': {"exp_avg_sq": ("adan", "mars", "stable_adamw"), "square_avg": ("rmsprop",)},
+        ' in fp32': {"exp_avg_sq": ("adan", "mars", "shampoo", "stable_adamw"), "square_avg": ("rmsprop",)},
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.9999: a state without gradients'
         ' never returns to 0': {"exp_avg_slow": ("ademamix",)},
         'the average freezes, and the step sizes made of it with it: a step under decay 0.9999 changes it by 0.0001 '
@@ -402,7 +405,8 @@ DISCOURAGED = {
             "exp_avg": (
                 "adabelief", "adafactor_paper", "adam", "adamax", "adamp", "adamw", "ademamix", "adopt", "apollo",
                 "came", "cautious_adamw", "clipped_adamw", "dadapt_adam", "galore", "grams", "lamb", "laprop",
-                "lookahead_adamw", "nadam", "prodigy", "radam", "sinkgd", "stable_adamw", "stable_spam", "yogi",
+                "lookahead_adamw", "nadam", "prodigy", "radam", "shampoo", "sinkgd", "stable_adamw", "stable_spam",
+                "yogi",
             ),
             "m": ("adam_mini",),
             "momentum_buffer": ("lars", "orthograd", "rmsprop", "scion", "sgd", "sgdp", "sgdw", "signum", "sm3"),
@@ -450,7 +454,7 @@ DISCOURAGED = {
         'gradients never returns to 0': {"exp_avg_diff": ("adan",)},
         'the average freezes, and the step sizes made of it with it: a step under decay 0.99 changes it by 0.01 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or keep it'
-        ' in fp32': {"exp_avg_sq": ("adan", "mars", "stable_adamw"), "square_avg": ("rmsprop",)},
+        ' in fp32': {"exp_avg_sq": ("adan", "mars", "shampoo", "stable_adamw"), "square_avg": ("rmsprop",)},
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.9999: a state without gradients'
         ' never returns to 0': {"exp_avg_slow": ("ademamix",)},
         'the average freezes, and the step sizes made of it with it: a step under decay 0.9999 changes it by 0.0001 '
