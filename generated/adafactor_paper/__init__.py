@@ -2,9 +2,7 @@
 #     optgen build adafactor_paper
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Flag, Hyper, Optimizer
-from optgen.runtime.records import Rule, Stage, Temp
-from optgen.runtime.records.join import RuleRecord, StateRecord
+from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp
 from optgen.runtime.records.scalars import minimum, power
 from optgen.runtime.reference.eager import few_sum, larger, put, quotient, sqrt
 

@@ -2,9 +2,7 @@
 #     optgen build clipped_adamw
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Flag, Hyper, Optimizer
-from optgen.runtime.records import Rule, Stage, Temp
-from optgen.runtime.records.join import RuleRecord, StateRecord
+from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp
 from optgen.runtime.records.scalars import divide, maximum, root, where
 from optgen.runtime.reference.eager import larger, sqrt
 

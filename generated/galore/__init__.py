@@ -2,9 +2,7 @@
 #     galore
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Flag, Hyper, Optimizer
-from optgen.runtime.records import Rule, Stage, Temp
-from optgen.runtime.records.join import RuleRecord, StateRecord
+from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp
 from optgen.runtime.records.scalars import divide, root
 from optgen.runtime.reference.eager import sqrt
 from optgen.runtime.reference.matrices import singular_vectors, unwide, wide

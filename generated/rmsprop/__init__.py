@@ -2,9 +2,7 @@
 #     rmsprop
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Flag, Hyper, Optimizer
-from optgen.runtime.records import Rule, Stage
-from optgen.runtime.records.join import RuleRecord, StateRecord
+from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord
 from optgen.runtime.reference.eager import larger, sqrt
 
 

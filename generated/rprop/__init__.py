@@ -3,9 +3,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime import Flag, Hyper, Optimizer
-from optgen.runtime.records import Rule, Stage
-from optgen.runtime.records.join import RuleRecord, StateRecord
+from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord
 from optgen.runtime.records.scalars import where
 from optgen.runtime.reference.eager import larger, smaller
 

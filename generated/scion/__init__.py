@@ -3,9 +3,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime import Flag, Hyper, Optimizer, Series
-from optgen.runtime.records import Rule, Stage, Temp
-from optgen.runtime.records.join import RuleRecord, StateRecord
+from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Series, Stage, StateRecord, Temp
 from optgen.runtime.reference.eager import newton_schulz, sqrt
 
 

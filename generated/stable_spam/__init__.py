@@ -4,9 +4,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime import Flag, Hyper, Optimizer
-from optgen.runtime.records import Rule, Stage, Temp
-from optgen.runtime.records.join import RuleRecord, StateRecord
+from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp
 from optgen.runtime.records.scalars import divide, floor, power, root, where
 from optgen.runtime.reference.eager import put, sqrt
 

@@ -166,13 +166,15 @@ def emit_class(spec: Spec, plans: tuple[str, ...], own: Mapping[str, str], maths
     """
     row = class_row(spec, plans, own)
     doc = "\n    ".join(line.rstrip() for line in row.doc.strip().splitlines()) or f"The rule {row.module}."
-    (names, steps), (imports, records) = eager_text.rule_lines(spec, maths), record_text.rule_lines(spec, maths)
-    text = "\n".join(["import torch", *imports, *names, *steps, *records])
-    for name in {row.name, *plans, Path(triton_text.FILE).stem} & {*compile(text, row.source, "exec").co_names}:
+    (eager, steps), (kinds, scalars, records) = eager_text.rule_lines(spec, maths), record_text.rule_lines(spec, maths)
+    code = compile("\n".join(["import torch", *scalars, *eager, *steps, *records]), row.source, "exec")
+    for name in {row.name, *plans, Path(triton_text.FILE).stem} & {*kinds, *code.co_names}:
         raise UserError("E115", loc=spec.loc, name=name, why="something else in the generated module has it")
     uses_torch = any("torch." in line for line in steps)
     mark = targets.mark(spec.loc.file, f"{spec.name} · sha256 {row.digest} · rebuild: optgen build {spec.name}")
-    head = wrapper.render("optim.py.j2", mark=mark, c=row, doc=doc, torch=uses_torch, imports=[*imports, *names])
+    kinds += ["Flag", "Hyper", "Optimizer", *(["Series"] if any(h.series for h in row.hypers) else [])]
+    imports = [wrapper.imported(sorted(kinds), "optgen.runtime"), *scalars, *eager]
+    head = wrapper.render("optim.py.j2", mark=mark, c=row, doc=doc, torch=uses_torch, imports=imports)
     return "\n".join([head[:-1], *steps, *records, *(["", "READY = True"] if is_ready(spec) else [])]) + "\n"
 
 

@@ -212,24 +212,23 @@ def _kind(stage: Stage, term: triton.Term) -> str:
 
 def rule_text(spec: Spec, maths: Maths) -> str:
     """Return the records of a rule as a module of their own."""
-    imports, body = rule_lines(spec, maths)
-    return "\n".join([*imports, *body]) + "\n"
+    names, imports, body = rule_lines(spec, maths)
+    return "\n".join([f"from optgen.runtime import {', '.join(names)}", *imports, *body]) + "\n"
 
 
-def rule_lines(spec: Spec, maths: Maths) -> tuple[list[str], list[str]]:
-    """Return the imports of a rule's records, and their text."""
+def rule_lines(spec: Spec, maths: Maths) -> tuple[list[str], list[str], list[str]]:
+    """Return the names that a rule's records import from optgen.runtime, their other imports, and their text."""
     strict, found = rules(spec)
     pool = Pool(dict(strict.names), list(strict.functions))
     made = steps(spec, maths, pool)
-    temps = ", Temp" if any(step.temps for step in made) else ""
-    imports = [f"from optgen.runtime.records import Rule, Stage{temps}"]
-    imports += ["from optgen.runtime.records.join import RuleRecord, StateRecord"]
-    if names := host.needs(pool.functions):
-        imports += [wrapper.imported(names, "optgen.runtime.records.scalars")]
+    names = ["Rule", "RuleRecord", "Stage", "StateRecord", *(["Temp"] if any(step.temps for step in made) else [])]
+    called = host.needs(pool.functions)
+    imports = [wrapper.imported(called, "optgen.runtime.records.scalars")] if called else []
     body = ["", "", "# Scalars at a step, in fp64, with the new host states behind them."]
     body += [line for function in pool.functions for line in ("", "", *function)][2:]
     body += ["", "", "# The eager reference, in strict maths.", *written("RULES = ", found)]
-    return imports, [*body, "", f"# The kernels, in {maths} maths{_rounding(spec, maths)}.", *written("STEPS = ", made)]
+    body += ["", f"# The kernels, in {maths} maths{_rounding(spec, maths)}.", *written("STEPS = ", made)]
+    return names, imports, body
 
 
 def _rounding(spec: Spec, maths: Maths) -> str:
@@ -246,11 +245,9 @@ def plan_text(plan: Plan, maths: Maths = "fast", others: Sequence[Plan] = ()) ->
     """Return the text of a plan's package: how it keeps an element, its eager codecs, and its record."""
     doc = [f'"""{plan.doc}', "", *(f"    {x}" for x in explain.storage_lines(explain.of_plan(plan))), '"""']
     text = list(written("PLAN = ", plan_record(plan, maths)))
-    names = [name for name in ("FormatRecord", "PlanRecord") if any(f"{name}(" in line for line in text)]
-    lines = [f"from optgen.runtime.records.join import {', '.join(names)}"]
-    if more := [name for name in ("Field", "Stage", "Temp", "Whole") if any(f"{name}(" in line for line in text)]:
-        lines.append(f"from optgen.runtime.records import {', '.join(more)}")
-    return eager_text.codec_text(plan, others, doc, lines, text)
+    known = ("Field", "FormatRecord", "PlanRecord", "Stage", "Temp", "Whole")
+    names = [name for name in known if any(f"{name}(" in line for line in text)]
+    return eager_text.codec_text(plan, others, doc, [f"from optgen.runtime import {', '.join(names)}"], text)
 
 
 def plan_record(plan: Plan, maths: Maths = "fast") -> PlanRecord:

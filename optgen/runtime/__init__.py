@@ -7,7 +7,8 @@ records and keys from here: torch is imported with the first name that needs it.
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from optgen.runtime.records import Eager, Field, Flag, Hyper, Stage, Temp, Variant
+from optgen.runtime.records import Eager, Field, Flag, Hyper, Rule, Stage, Temp, Variant, Whole
+from optgen.runtime.records.join import FormatRecord, PlanRecord, RuleRecord, StateRecord
 from optgen.runtime.records.series import Series
 
 if TYPE_CHECKING:
@@ -15,7 +16,8 @@ if TYPE_CHECKING:
     from optgen.runtime.states.memory import Memory, ParameterMemory
 
 __all__ = [
-    "Eager", "Field", "Flag", "Hyper", "Memory", "Optimizer", "ParameterMemory", "Series", "Stage", "Temp", "Variant",
+    "Eager", "Field", "Flag", "FormatRecord", "Hyper", "Memory", "Optimizer", "ParameterMemory", "PlanRecord", "Rule",
+    "RuleRecord", "Series", "Stage", "StateRecord", "Temp", "Variant", "Whole",
 ]  # fmt: skip
 
 _LATER = {"Memory": "states.memory", "ParameterMemory": "states.memory", "Optimizer": "optimizer"}

@@ -14,8 +14,7 @@ import torch
 
 from optgen.plans.fp32 import weight_bf16, weight_f16
 from optgen.runtime.reference.stored import Codec
-from optgen.runtime.records.join import FormatRecord, PlanRecord
-from optgen.runtime.records import Field
+from optgen.runtime import Field, FormatRecord, PlanRecord
 
 
 def signed_decode(b, code_tensor):

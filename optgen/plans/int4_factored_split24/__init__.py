@@ -19,8 +19,7 @@ from optgen.runtime.reference.eager import few_sum, larger, sqrt
 from optgen.plans.int4_split24 import nonneg as nonneg_vector, signed
 from optgen.plans.int8_split24 import weight_bf16, weight_f16
 from optgen.runtime.reference.stored import Codec
-from optgen.runtime.records.join import FormatRecord, PlanRecord
-from optgen.runtime.records import Field, Stage, Temp, Whole
+from optgen.runtime import Field, FormatRecord, PlanRecord, Stage, Temp, Whole
 
 
 def nonneg_decode(b, row_tensor, col_tensor):

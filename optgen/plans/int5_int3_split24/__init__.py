@@ -19,8 +19,7 @@ from optgen.runtime.reference.eager import block_max, sqrt
 from optgen.plans.int5_split24 import signed
 from optgen.plans.int8_split24 import weight_bf16, weight_f16
 from optgen.runtime.reference.stored import Codec
-from optgen.runtime.records.join import FormatRecord, PlanRecord
-from optgen.runtime.records import Field
+from optgen.runtime import Field, FormatRecord, PlanRecord
 
 
 def nonneg_decode(b, code_tensor, high_tensor, peak_tensor):

@@ -14,8 +14,7 @@
 # ruff: noqa
 from optgen.plans.fp32 import weight_bf16, weight_f16
 from optgen.plans.int8_split24 import nonneg, signed
-from optgen.runtime.records.join import FormatRecord, PlanRecord
-from optgen.runtime.records import Field
+from optgen.runtime import Field, FormatRecord, PlanRecord
 
 
 PLAN = PlanRecord(

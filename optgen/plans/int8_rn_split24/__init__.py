@@ -16,8 +16,7 @@ import torch
 
 from optgen.runtime.reference.eager import block_max, quotient, sqrt
 from optgen.runtime.reference.stored import Codec
-from optgen.runtime.records.join import FormatRecord, PlanRecord
-from optgen.runtime.records import Field
+from optgen.runtime import Field, FormatRecord, PlanRecord
 
 
 def weight_bf16_decode(b, code_tensor, low_tensor):

@@ -17,8 +17,7 @@ import torch
 from optgen.runtime.reference.eager import axis_max, axis_min, block_max, lookup, search, smaller, sqrt
 from optgen.plans.fp32 import weight_bf16, weight_f16
 from optgen.runtime.reference.stored import Codec
-from optgen.runtime.records.join import FormatRecord, PlanRecord
-from optgen.runtime.records import Field, Stage, Temp, Whole
+from optgen.runtime import Field, FormatRecord, PlanRecord, Stage, Temp, Whole
 
 dynamic4_59b750ea = (
     -0.8875, -0.6625, -0.4375, -0.21249999, -0.0775, -0.032500003, -0.0055, 0.0, 0.0055, 0.032500003, 0.0775,

@@ -15,8 +15,7 @@ from optgen.runtime.reference.eager import few_sum, larger, sqrt
 from optgen.plans.fp32 import weight_bf16, weight_f16
 from optgen.plans.lpmm4 import nonneg_vector, signed
 from optgen.runtime.reference.stored import Codec
-from optgen.runtime.records.join import FormatRecord, PlanRecord
-from optgen.runtime.records import Field, Stage, Temp, Whole
+from optgen.runtime import Field, FormatRecord, PlanRecord, Stage, Temp, Whole
 
 
 def nonneg_decode(b, row_tensor, col_tensor):

@@ -14,8 +14,7 @@ import torch
 
 from optgen.plans.bf16_sr import signed
 from optgen.runtime.reference.stored import Codec
-from optgen.runtime.records.join import FormatRecord, PlanRecord
-from optgen.runtime.records import Field
+from optgen.runtime import Field, FormatRecord, PlanRecord
 
 
 def weight_bf16_decode(b, code_tensor, low_tensor):

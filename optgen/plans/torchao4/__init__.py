@@ -15,8 +15,7 @@ import torch
 from optgen.runtime.reference.eager import block_max, lookup, search, sqrt
 from optgen.plans.fp32 import weight_bf16, weight_f16
 from optgen.runtime.reference.stored import Codec
-from optgen.runtime.records.join import FormatRecord, PlanRecord
-from optgen.runtime.records import Field
+from optgen.runtime import Field, FormatRecord, PlanRecord
 
 dynamic4_59b750ea = (
     -0.8875, -0.6625, -0.4375, -0.21249999, -0.0775, -0.032500003, -0.0055, 0.0, 0.0055, 0.032500003, 0.0775,

@@ -15,8 +15,7 @@ import torch
 from optgen.runtime.reference.eager import block_max, lookup, search, sqrt
 from optgen.plans.fp32 import weight_bf16, weight_f16
 from optgen.runtime.reference.stored import Codec
-from optgen.runtime.records.join import FormatRecord, PlanRecord
-from optgen.runtime.records import Field
+from optgen.runtime import Field, FormatRecord, PlanRecord
 
 dynamic8_1b137aeb = (
     -0.99296874, -0.9789063, -0.96484375, -0.9507812, -0.93671876, -0.92265624, -0.9085938, -0.89453125, -0.8804687,
