@@ -40,6 +40,8 @@ def refuse(spec: Spec, variants: Iterable[Variant], rules: Iterable[RuleRecord])
         why = "its user says how many blocks of rows a parameter has"
     elif any("model" in rule.spaces for rule in rules):
         why = "it sums over all parameters of a model"
+    elif any(f.rank for v in variants for f in v.fields):
+        why = "some of its states have a rank that its user chooses"
     elif any(v.init and v.axes for v in map(row, variants)):
         why = "its states do not begin at 0"
     if why:

@@ -30,6 +30,7 @@ class Field:
     space: str = "elem"
     matrix: Any = "last"
     shared: bool = False
+    rank: int = 0  # files have no states of low rank
 
     @property
     def wide(self) -> bool:
