@@ -18,7 +18,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -428,6 +428,12 @@ def matrices_have_one_worker(here: Here) -> None:
     with mock.patch.object(matrices, "newton_schulz", counted), known:
         runs.many.step()
     assert any(p.to_local().isnan().any() for p in runs.parts)
+    cls, error = optgen.compile(factors, plan="fp32"), mock.Mock(side_effect=ArithmeticError("on this rank"))
+    runs = Runs(here, cls, pieces[:1], plan="fp32")
+    runs.give(lambda piece: here.values(*piece.value.shape, dtype=piece.value.dtype))
+    with mock.patch.object(sys.modules[cls.__module__], "inverse_root", error), suppress(ArithmeticError):
+        runs.many.step()
+    assert runs.many.state[runs.parts[0]]["left"].to_local().isnan().all()
 
 
 # -- rules that sum ----------------------------------------------------------------------------------------
@@ -674,32 +680,34 @@ def states_by_rank(here: Here) -> None:
 @case(2, 4)
 def fully_sharded(here: Here) -> None:
     """fully_shard, alone and with tensor parallelism: the bits of one rank that has the same gradients."""
-    model = built(here, 128)
-    if here.world == 4:
-        mesh = here.mesh(2, 2)
-        parallelize_module(
-            model,
-            mesh["inner"],
-            {"up": ColwiseParallel(output_layouts=Replicate()), "down": RowwiseParallel(input_layouts=Replicate())},
-        )
-        fully_shard(model, mesh=mesh["outer"])
-    else:
-        fully_shard(model.up)
-        fully_shard(model)
-    opt = generated.AdamW(model.named_parameters(), lr=1e-2, plan="int8", backend=here.backend)
-    alone = {name: nn.Parameter(whole(p)) for name, p in model.named_parameters()}
-    other = generated.AdamW(alone.items(), lr=1e-2, plan="int8", backend=here.backend)
-    for _ in range(3):
-        opt.zero_grad()
-        model(here.values(16, 64)).square().mean().backward()
-        for name, p in model.named_parameters():
-            alone[name].grad = whole(p.grad)
-        opt.step()
-        other.step()
-        for name, p in model.named_parameters():
-            alike(alone[name].detach(), p.detach(), name)
-            alike_states(other, alone[name], opt, p, name)
-            assert all(isinstance(x, DTensor) for x in opt.state[p].values() if isinstance(x, Tensor))
+    for cls in (generated.AdamW, generated.SOAP):
+        model = built(here, 128)
+        if here.world == 4:
+            mesh = here.mesh(2, 2)
+            parallelize_module(
+                model,
+                mesh["inner"],
+                {"up": ColwiseParallel(output_layouts=Replicate()), "down": RowwiseParallel(input_layouts=Replicate())},
+            )
+            fully_shard(model, mesh=mesh["outer"])
+        else:
+            fully_shard(model.up)
+            fully_shard(model)
+        opt = cls(model.named_parameters(), lr=1e-2, plan="int8", backend=here.backend)
+        alone = {name: nn.Parameter(whole(p)) for name, p in model.named_parameters()}
+        other = cls(alone.items(), lr=1e-2, plan="int8", backend=here.backend)
+        for _ in range(3):
+            opt.zero_grad()
+            model(here.values(16, 64)).square().mean().backward()
+            for name, p in model.named_parameters():
+                alone[name].grad = whole(p.grad)
+            with one_at_a_time(True):
+                opt.step()
+                other.step()
+            for name, p in model.named_parameters():
+                alike(alone[name].detach(), p.detach(), name)
+                alike_states(other, alone[name], opt, p, name)
+                assert all(isinstance(x, DTensor) for x in opt.state[p].values() if isinstance(x, Tensor))
 
 
 @case(2, 3)

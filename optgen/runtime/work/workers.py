@@ -113,7 +113,7 @@ class Parted(NamedTuple):
 
     workers   the rank of each matrix, as `assign` has them
     values    this rank's parts of what is read, `reads` in number, and of the results, which are written
-    layouts   of the values; those of another shape than the tensor are matrices in their last two dimensions
+    layouts   of the values; those of another shape than the tensor have its matrices along their first dimensions
     """
 
     number: int
@@ -184,9 +184,9 @@ def _rounds(
     rounds: list[tuple[list[Piece], list[_Task]]] = []
     filled: dict[int, tuple[int, int]] = {}
     for k, (of, matrix, workers, layouts, sizes) in enumerate(parted):
-        views = [_View.of_layout(x, matrix if x.shape == of.shape else "last") for x in layouts]
+        views, lead = [_View.of_layout(x) for x in layouts], len(layout.matrix_shape(matrix, of.shape)) - 2
         for e, worker in enumerate(workers):
-            boxes = [_box(v.of.shape, v.matrix, e) for v in views]
+            boxes = [_box(x.shape, matrix, e) if x.shape == of.shape else _at(x.shape, lead, e) for x in layouts]
             shapes = [tuple(b - a for a, b in box) for box in boxes]
             taken = sum(size * math.prod(shape) for size, shape in zip(sizes, shapes, strict=False))
             number, before = filled.get(worker, (0, 0))
@@ -210,21 +210,20 @@ def _rounds(
 
 
 class _View(NamedTuple):
-    """A value of all ranks: its layout, its matrices, this rank, the index ranges of each rank, and which ranks hold
-    the same, by their coordinates along the mesh dimensions that cut nothing."""
+    """A value of all ranks: its layout, this rank, the index ranges of each rank, and which ranks hold the same, by
+    their coordinates along the mesh dimensions that cut nothing."""
 
     of: Layout
-    matrix: Matrix
     rank: int
     parts: list[tuple[Span, ...]]
     replicas: list[list[int]]
 
     @classmethod
-    def of_layout(cls, of: Layout, matrix: Matrix) -> _View:
+    def of_layout(cls, of: Layout) -> _View:
         found = _regions(of.shape, of.mesh_shape, of.cuts)
         uncut = [m for m, cut in enumerate(of.cuts) if cut is None]
         rank = next(r for r, (coordinate, _) in enumerate(found) if coordinate == of.coordinate)
-        return cls(of, matrix, rank, [part for _, part in found], [[c[m] for m in uncut] for c, _ in found])
+        return cls(of, rank, [part for _, part in found], [[c[m] for m in uncut] for c, _ in found])
 
 
 @functools.lru_cache(maxsize=4096)
@@ -245,9 +244,13 @@ def _box(shape: torch.Size, matrix: Matrix, index: int) -> list[Span]:
     """Return the index ranges of a matrix of a tensor."""
     if isinstance(matrix, Heads):
         return [(index * matrix.rows, (index + 1) * matrix.rows), *((0, size) for size in shape[1:])]
-    lead = layout.matrix_shape(matrix, shape)[:-2]
-    found = [(0, size) for size in shape[len(lead) :]]
-    for size in reversed(lead):
+    return _at(shape, len(layout.matrix_shape(matrix, shape)) - 2, index)
+
+
+def _at(shape: torch.Size, lead: int, index: int) -> list[Span]:
+    """Return the index ranges of the part of a tensor that belongs to a matrix; `lead` dimensions count matrices."""
+    found = [(0, size) for size in shape[lead:]]
+    for size in reversed(shape[:lead]):
         index, at = divmod(index, size)
         found.insert(0, (at, at + 1))
     return found
