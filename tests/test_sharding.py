@@ -279,8 +279,8 @@ def test_parts_go_to_the_worker_and_back_once() -> None:
             for k, chosen in enumerate(workers.assign(stacks(*shapes), (4,))):
                 of = sharding.Layout(mesh, (Shard(0),), torch.Size(shapes[k]))
                 part = torch.zeros([b - a for a, b in of.here or ()], dtype=torch.bfloat16)
-                parted.append(workers.Parted(k, of, "last", chosen, [part], [part]))
-            for exchange in workers.run(parted, lambda _, operands: operands, 1000):
+                parted.append(workers.Parted(k, of, "last", chosen, [part, part], (of, of), 1))
+            for exchange in workers.run(parted, lambda _, operands, shapes: operands, 1000):
                 sharding.serve([exchange])
         found.append(sum(size for sizes in messages for to, size in enumerate(sizes) if to != rank))
     assert found == scaling.share(shapes, 4).sent
