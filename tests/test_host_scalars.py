@@ -74,7 +74,7 @@ def operands(name: str) -> list[Value]:
 def test_what_the_host_does_not_spell_is_refused(name: str) -> None:
     with pytest.raises(UserError) as caught:
         _op(name, *operands(name), attr=dtypes.f32 if PRIMS[name].dtype == "attr" else None)
-    assert caught.value.code in ("E103", "E205")
+    assert caught.value.code in ("E103", "E205", "E206")  # the last of functions of matrices
 
 
 @pytest.mark.parametrize("name", sorted(ON_HOST))
