@@ -321,13 +321,11 @@ ENTRY = '@triton.jit(do_not_specialize=["step_key"])'
 class Term:
     """A term that a sweep adds up, or takes the largest of: the operand of one or more reductions.
 
-    name      of the variable that holds a tile of it
     node      its value
     partials  the buffers of the reductions
     factors   in fast maths the two factors of a product that only sums read: it is computed with them
     """
 
-    name: str
     node: Node
     partials: tuple[Buffer, ...]
     factors: tuple[Node, ...] = ()
@@ -344,12 +342,12 @@ class Term:
         return "max" if self.is_max else "sum"
 
     @property
-    def parts(self) -> list[tuple[str, Node]]:
-        """The variables that a tile function gives, and what they hold."""
+    def parts(self) -> tuple[Node, ...]:
+        """The values that a tile function gives."""
         if not self.factors:
-            return [(self.name, self.node)]
+            return (self.node,)
         one, other = self.factors
-        return [(self.name, one)] if one is other else [(self.name, one), (f"{self.name}_by", other)]
+        return (one,) if one is other else (one, other)
 
 
 def terms(schedule: Schedule) -> list[Term]:
@@ -360,21 +358,15 @@ def terms(schedule: Schedule) -> list[Term]:
         b = program.buffer(s.buffer)
         if b.role == "partial" and b.space != spaces.model:  # which the host adds up
             found.setdefault((s.node.uid, b.reduction.endswith("max")), []).append(b)
-    lets = {let.node.uid: let.name for let in schedule.sweep.lets}
     fast = program.maths == "fast"
     read = {a.uid for n in postorder(list(nodes.values())) for a in n.args} if fast else set()
     read |= {s.node.uid for s in schedule.sweep.stores if program.buffer(s.buffer).role != "partial"}
     out: list[Term] = []
     for (uid, _), buffers in found.items():
-        base = lets.get(uid, buffers[0].reduction)
-        name, k = base, 1
-        while any(t.name == f"{name}_term" for t in out):
-            k += 1
-            name = f"{base}_{k}"
         node = nodes[uid]
         splits = fast and node.op == "mul" and uid not in read and all(x.space == spaces.elem for x in node.args)
         splits = splits and not buffers[0].reduction.endswith("max")
-        out.append(Term(f"{name}_term", node, tuple(buffers), node.args if splits else ()))
+        out.append(Term(node, tuple(buffers), node.args if splits else ()))
     return out
 
 
@@ -382,7 +374,7 @@ def _printed_roots(schedule: Schedule) -> list[Node]:
     """Return the values that a tile function stores or returns."""
     program = schedule.program
     stored = [s.node for s in schedule.sweep.stores if program.buffer(s.buffer).role != "partial"]
-    return [*stored, *(node for t in terms(schedule) for _, node in t.parts)]
+    return [*stored, *(node for t in terms(schedule) for node in t.parts)]
 
 
 def printed_lets(schedule: Schedule) -> tuple[Let, ...]:

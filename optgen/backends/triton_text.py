@@ -124,7 +124,7 @@ def sweep_functions(schedule: Schedule, kernel: str, nonneg: Collection[str], so
 
     lines, names = _read(schedule, printer, reading)
     results = [_result(program, s, printer) for s in stored(schedule)]
-    results += [printer.text(node) for t in triton.terms(schedule) for _, node in t.parts]
+    results += [printer.text(node) for t in triton.terms(schedule) for node in t.parts]
     lines["encode"].append((f"return {_tuple(results)}", ""))
     host = [let.name for let in program.host]
     sizes = [f"extent_{x}" for x in triton.sizes(program)]
