@@ -63,10 +63,10 @@ def test_symmetric_matrices_keep_their_diagonal_and_half_a_code_elsewhere(
     x[..., :, 0] *= seed % 2
     codes, scale, diagonal = CODECS["symmetric"].encode(x)
     assert (codes.shape, codes.dtype) == ((2, (k + 1) // 2, k - 1), torch.int8)
-    assert (scale.shape, scale.dtype) == ((2, -(-codes[0].numel() // 64)), torch.int16)
+    assert (scale.shape, scale.dtype) == ((2, -(-codes[0].numel() // 64), 1), torch.int16)
     read = CODECS["symmetric"].decode(codes, scale, diagonal)
     assert torch.equal(read, read.mT) and torch.equal(read.diagonal(dim1=1, dim2=2), x.diagonal(dim1=1, dim2=2))
-    root = diagonal.double().abs().sqrt()
+    root = diagonal[..., 0].double().abs().sqrt()
     root[root == 0] = 1
     i, j = pairs(k)
     weight = (root[:, i] * root[:, j]).clamp(min=1e-300)
@@ -83,7 +83,8 @@ def test_orthogonal_matrices_are_made_orthogonal_again(k: int) -> None:
     """Half a code of error, then one step of Bjoerck: by eigenvalues, 1 + e of q'q become 1 - 3/4 e^2 + 1/4 e^3."""
     q = torch.linalg.qr(drawn(3, k, k, seed=k)).Q
     codes, scale = CODECS["orthogonal"].encode(q)
-    scales = (scale.int() << 15).view(torch.float32).double().repeat_interleave(64, -1)[:, : k * k].view(q.shape)
+    scales = (scale.int() << 15).view(torch.float32).double().expand(*scale.shape[:2], 64).flatten(1)[:, : k * k]
+    scales = scales.view(q.shape)
     kept = codes.double() * scales / 127
     assert ((kept - q).abs().flatten(1) <= blocks(q.flatten(1)) * (1 + 2.0**-8) * (0.5 / 127 + 8 * UNIT)).all()
     read = CODECS["orthogonal"].decode(codes, scale).double()
@@ -130,8 +131,9 @@ def turned(
 
 
 KEPT = {
-    "left_codes": (torch.int8, (32, 63)), "left_scale": (torch.int16, (32,)), "left_diagonal": (torch.float32, (64,)),
-    "basis_codes": (torch.int8, (80, 80)), "basis_scale": (torch.int16, (100,)), "plain": (torch.float32, (64, 64)),
+    "left_codes": (torch.int8, (32, 63)), "left_scale": (torch.int16, (32, 1)),
+    "left_diagonal": (torch.float32, (64, 1)), "basis_codes": (torch.int8, (80, 80)),
+    "basis_scale": (torch.int16, (100, 1)), "plain": (torch.float32, (64, 64)),
 }  # fmt: skip
 
 
@@ -201,7 +203,7 @@ def test_checkpoints_keep_bits_and_other_plans_are_converted(tmp_path: Path) -> 
         assert all(map(torch.equal, fields, coded))
         assert torch.equal(again.dense_state_dict()["state"][0][name], CODECS[trait].decode(*coded))
     wrong = opt.state_dict()
-    wrong["state"][0]["left_diagonal"] = torch.full((64,), float("nan"))
+    wrong["state"][0]["left_diagonal"] = torch.full((64, 1), float("nan"))
     with pytest.raises(ValueError, match=r"left_diagonal: expected numbers, 64 of 64 are NaN"):
         again.load_state_dict(wrong)
 

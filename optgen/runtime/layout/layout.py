@@ -73,10 +73,10 @@ def _part_shape(part: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape of a part of a matrix state (..., k, k), see Field."""
     *lead, rows, width = shape
     if part == "diagonal":
-        return *lead, width
+        return *lead, width, 1
     if part.startswith("lower"):
         rows, width = (rows + 1) // 2, width - 1
-    return (*lead, rows, width) if part == "lower" else (*lead, -(-rows * width // MATRIX_BLOCK))
+    return (*lead, rows, width) if part == "lower" else (*lead, -(-rows * width // MATRIX_BLOCK), 1)
 
 
 def matrix_shape(matrix: Matrix, shape: torch.Size) -> torch.Size:
@@ -224,9 +224,8 @@ def encode(
     own = [Field("p", dtype_name(p.dtype))] if "p" in wanted else []
     fields = own + [f for f in variant.fields if f.name in wanted]
     out = {f.name: room[f.name] for f in fields if room and f.name in room}
-    of_matrices = {
-        x: _matrix_fields(variant, x, values[x], p) for x in traits(variant) if any(f.owner == x for f in fields)
-    }
+    coded = [x for x in traits(variant) if any(f.owner == x for f in fields)]
+    of_matrices = {x: matrix_fields(variant, x, values[x], p.shape, p.device) for x in coded}
     for f in fields:
         if f.name not in out:
             out[f.name] = torch.empty(field_shape(f, p.shape), dtype=f.torch_dtype, device=p.device)
@@ -283,11 +282,16 @@ def traits(variant: Variant) -> Mapping[str, str]:
     return variant.eager.matrices if variant.eager is not None else {}
 
 
-def _matrix_fields(variant: Variant, name: str, value: Tensor | float, p: Tensor) -> dict[str, Tensor]:
-    """Return the fields of a matrix state of these values, or of one number in every place."""
+def matrix_fields(
+    variant: Variant, name: str, value: Tensor | float | str, shape: torch.Size, device: torch.device
+) -> dict[str, Tensor]:
+    """Return the fields of a matrix state of these values, of one number in every place, or of the "identity"."""
     field = next(f.of_values for f in variant.fields if f.owner == name)
-    x = torch.empty(field_shape(field, p.shape), device=p.device)
-    x = x.copy_(value) if isinstance(value, Tensor) else x.fill_(value)
+    x = torch.empty(field_shape(field, shape), device=device)
+    if isinstance(value, str):
+        x.zero_().diagonal(dim1=-2, dim2=-1).fill_(1)
+    else:
+        x = x.copy_(value) if isinstance(value, Tensor) else x.fill_(value)
     return dict(zip(variant.owned(name), CODECS[traits(variant)[name]].encode(x), strict=True))
 
 

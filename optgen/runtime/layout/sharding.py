@@ -350,9 +350,11 @@ class Parts:
         return out
 
     def assembled(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The states among those that have a value for each element, whole: all ranks of the mesh have to ask."""
-        few = {f.owner for f in self.variant.fields if not f.wide}
-        wanted = {name: Whole(self.layout, value) for name, value in values.items() if name not in few}
+        """The states among those that are encoded only as a whole, whole: all ranks of the mesh have to ask."""
+        coded = layout.traits(self.variant)
+        own = {f.owner: self.field(f.of_values) if f.owner in coded else self.layout for f in self.variant.fields
+               if f.owner in coded or (f.wide and self.variant.of_whole)}  # fmt: skip
+        wanted = {name: Whole(own[name], value) for name, value in values.items() if name in own}
         gather(list(wanted.values()))
         return {name: item.found for name, item in wanted.items() if item.found is not None}
 
@@ -394,12 +396,17 @@ def decode(
     if not is_sharded(p):
         return layout.decode(plan, variant, p, entry, wanted)
     parts = Parts.of(p, variant)
-    made = layout.decode(plan, variant, parts.weight(p), locals_of(entry), wanted)
+    coded, here = layout.traits(variant), locals_of(entry)
+    whole = {f.name: Whole(parts.field(f), here[f.name]) for f in variant.fields if f.owner in {*coded} & {*wanted}}
+    gather(list(whole.values()))
+    here = {**here, **{name: item.found for name, item in whole.items()}}
+    made = layout.decode(plan, variant, parts.weight(p), here, wanted)
     few = {f.owner: f.of_values for f in variant.fields if not f.wide}
     out: dict[str, Tensor] = {}
     for name, value in made.items():
         if name in few:
-            out[name] = wrapped(value, parts.field(few[name]))
+            of = parts.field(few[name])
+            out[name] = wrapped(part_of(value, of).contiguous() if name in coded else value, of)
         else:
             out[name] = wrapped(part_of(value, parts.layout).contiguous() if parts.gathered else value, parts.layout)
     return out
@@ -419,9 +426,6 @@ def mode(variant: Variant, of: Layout) -> Mode:
         return _mode_of_blocks(of.shape, of.mesh_shape, of.cuts, height)
     blocks = {(f.per, f.width) for f in variant.fields if f.per > 1}
     blocks |= {(s.block, 1) for s in variant.stages if s.block > 1}
-    if of.dims() and any(f.part for f in variant.fields):
-        why = "it lies over several ranks, which matrix states in 8 bits do not support"
-        raise ValueError(f"{why}: keep it whole, or take a plan that keeps them in fp32 (matrices=32)")
     stacked = variant.sums_by_matrix and variant.stochastic and variant.matrix == "last"
     first = variant.needs_matrix and variant.matrix == "first"
     counted, axes = variant.stochastic, variant.has_axes

@@ -16,6 +16,8 @@ from torch import Tensor
 from optgen.runtime.records import MATRIX_BLOCK
 
 _LAST, _TINY = 127.0, 2.0**-126
+NAN = -128
+"""A scale that reads as NaN."""
 
 
 class MatrixCodec(NamedTuple):
@@ -28,16 +30,16 @@ class MatrixCodec(NamedTuple):
 
 
 def _coded(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the codes (..., rows, columns) of x and the scales (..., blocks) of its neighbours, row after row."""
+    """Return the codes (..., rows, columns) of x and the scales (..., blocks, 1) of its neighbours, row after row."""
     count = x.shape[-2] * x.shape[-1]
     blocks = -(-count // MATRIX_BLOCK)
     flat = x.reshape(*x.shape[:-2], count)
     flat = torch.nn.functional.pad(flat, (0, blocks * MATRIX_BLOCK - count))
     flat = flat.view(*x.shape[:-2], blocks, MATRIX_BLOCK)
-    top = flat.abs().amax(-1).view(torch.int32)
+    top = flat.abs().amax(-1, keepdim=True).view(torch.int32)
     up = torch.where(top < 0x7F800000, (top + 0x7FF0).clamp(max=0x7F7F8000), 0x7FC00000)
     scale = (up >> 15).to(torch.int16)
-    codes = (flat / _scales(scale).clamp(min=_TINY)[..., None] * _LAST).round().to(torch.int8)
+    codes = (flat / _scales(scale).clamp(min=_TINY) * _LAST).round().to(torch.int8)
     return codes.flatten(-2)[..., :count].reshape(x.shape), scale
 
 
@@ -48,7 +50,7 @@ def _scales(scale: Tensor) -> Tensor:
 def _read(codes: Tensor, scale: Tensor) -> Tensor:
     """Return what codes read as, in their shape.  The product has 15 bits, so that code 127 reads as the scale."""
     count = codes.shape[-2] * codes.shape[-1]
-    scales = _scales(scale).repeat_interleave(MATRIX_BLOCK, -1)[..., :count].reshape(codes.shape)
+    scales = _scales(scale).expand(*scale.shape[:-1], MATRIX_BLOCK).flatten(-2)[..., :count].reshape(codes.shape)
     return codes * scales / _LAST
 
 
@@ -74,22 +76,22 @@ def _unfolded(x: Tensor, k: int) -> Tensor:
 
 
 def _roots(diagonal: Tensor) -> Tensor:
-    """Return what divides rows and columns: roots of the diagonal, 1 for 0; those of a positive matrix leave |x| <= 1.
-    """
+    """Return what divides rows and columns (..., k, 1): roots of the diagonal, 1 for 0; of a positive matrix they leave
+    |x| <= 1."""
     root = diagonal.abs().sqrt()
     return torch.where(root == 0, 1.0, root)
 
 
 def _encode_symmetric(x: Tensor) -> tuple[Tensor, ...]:
-    diagonal = x.diagonal(dim1=-2, dim2=-1)
+    diagonal = x.diagonal(dim1=-2, dim2=-1)[..., None].contiguous()
     root = _roots(diagonal)
-    return *_coded(_folded(x / root[..., None] / root[..., None, :])), diagonal.contiguous()
+    return *_coded(_folded(x / root / root.mT)), diagonal
 
 
 def _decode_symmetric(codes: Tensor, scale: Tensor, diagonal: Tensor) -> Tensor:
     root = _roots(diagonal)
-    lower = _unfolded(_read(codes, scale), diagonal.shape[-1]) * root[..., None] * root[..., None, :]
-    return lower + lower.mT + diagonal.diag_embed()
+    lower = _unfolded(_read(codes, scale), diagonal.shape[-2]) * root * root.mT
+    return lower + lower.mT + diagonal[..., 0].diag_embed()
 
 
 def _decode_orthogonal(codes: Tensor, scale: Tensor) -> Tensor:

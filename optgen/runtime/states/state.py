@@ -166,8 +166,17 @@ def create(
     missing = [f for f in variant.fields if f.name not in state]
     made = {f.name: zeros(f, p, arena, parts) for f in missing}
     values = first_values(variant, p, hypers or {})
+    coded, of = layout.traits(variant), p.shape if parts is None else parts.layout.shape
+    for name in dict.fromkeys(f.owner for f in missing if f.owner in coded and f.owner in variant.init):
+        start = "identity" if variant.init[name] == "identity" else values[name]
+        found = layout.matrix_fields(variant, name, start, of, home(p))
+        for f in missing:
+            if f.owner == name:
+                x = found[f.name]
+                made[f.name].copy_(x if parts is None else sharding.part_of(x, parts.field(f)))
+    missing = [f for f in missing if f.owner not in coded]
     for f in missing:
-        if variant.init.get(f.owner) == "identity" and f.owner not in layout.traits(variant):
+        if variant.init.get(f.owner) == "identity":
             here = parts.field(f).here if parts is not None else None
             made[f.name].diagonal(here[-2][0] if here else 0, dim1=-2, dim2=-1).fill_(1)
     encoded = [f.name for f in missing if f.owner == "p" or isinstance(values[f.owner], Tensor) or values[f.owner] != 0]
@@ -199,16 +208,12 @@ def shape(field: Field, p: Tensor, parts: sharding.Parts | None) -> tuple[int, .
 
 
 def first_values(variant: Variant, p: Tensor, hypers: Mapping[str, Any]) -> dict[str, Tensor | float]:
-    """Return each state before the first step: a number, or p if the rule says so; of the identity matrix, 0,
-    but it itself where it is encoded."""
+    """Return each state before the first step: a number, or p if the rule says so; of the identity matrix, 0."""
     values: dict[str, Tensor | float] = {}
     for name in variant.states:
         start = variant.init.get(name, 0.0)
         if start == "param":
             values[name] = p.detach()
-        elif start == "identity" and name in layout.traits(variant):
-            field = next(f.of_values for f in variant.fields if f.owner == name)
-            values[name] = torch.eye(*layout.field_shape(field, p.shape)[-2:], device=p.device)
         elif start == "identity":
             values[name] = 0.0
         else:

@@ -77,18 +77,14 @@ def _call(bucket: Bucket, stage: Stage, scalars: Sequence[float] | Control, at_o
     numbers = scalars.rounded if isinstance(scalars, Control) else scalars.__getitem__
     given = [numbers(k) for k in stage.scalars]
     traits = layout.traits(variant)
-    flat = {f.name for f in variant.fields if f.part.endswith(("scale", "diagonal"))}
-    names, count = _columns(variant, (*stage.reads, *stage.stores)), len(_columns(variant, stage.reads))
-    dims = [1 if x in flat else 2 for x in names]
-    drawn, like = "stream" in stage.extents, max(k for k, n in enumerate(dims) if n == 2)
-    dims[count:count] = [2] if drawn else []
+    count, drawn = len(_columns(variant, stage.reads)), "stream" in stage.extents
     alike: dict[tuple[int, ...], list[list[Tensor]]] = {}
     for i, k, shape, values in tensors:
         sizes = {"rows": shape[-2], "columns": shape[-1], "elements": bucket.numel(i), "stream": 0}
         if drawn:
-            values.insert(count, functions.streams(bucket.streams[i], values[like], k))
+            values.insert(count, functions.streams(bucket.streams[i], values[-1], k))
         key = (*shape[-2:], *(sizes[x] for x in stage.extents))
-        each = (x.reshape(x.shape[:-n].numel(), *x.shape[-n:]).unbind() for x, n in zip(values, dims, strict=True))
+        each = (x.reshape(x.shape[:-2].numel(), *x.shape[-2:]).unbind() for x in values)
         alike.setdefault(key, []).extend(map(list, zip(*each, strict=True)))
     alone = torch.are_deterministic_algorithms_enabled()
     count += drawn

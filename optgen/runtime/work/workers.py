@@ -20,6 +20,7 @@ from optgen.runtime.layout import layout
 from optgen.runtime.layout.sharding import Cuts, Exchange, Layout, Move, Span, region
 from optgen.runtime.records import Heads, Matrix, Variant
 from optgen.runtime.reference.matrices import FLOPS, products
+from optgen.runtime.reference.matrix_codecs import NAN
 from optgen.runtime.work.bucket import Bucket
 
 Key = tuple[int, int]
@@ -150,7 +151,7 @@ def run(parted: Sequence[Parted], work: Work, room: int) -> Generator[Exchange, 
             except Exception as error:
                 failure = failure or error
                 made = [_made(some[task.tensor], task, rest) for task, rest in zip(tasks, after, strict=True)]
-                results = [[y.fill_(math.nan) for y in ys] for ys in made]
+                results = [[y.fill_(math.nan if y.is_floating_point() else NAN) for y in ys] for ys in made]
             found = [(p, ys) for task, ys in zip(tasks, results, strict=True) for p in task.pieces]
             sends = [(rank, ys[j - some[k].reads][at]) for (rank, k, j, at, _), ys in found if j >= some[k].reads]
             receives = [(rank, some[k].values[j][at]) for rank, k, j, at, _ in held if j >= some[k].reads]
