@@ -92,10 +92,21 @@ def qr(x: Tensor) -> Tensor:
     return q
 
 
+def _eigh(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues and eigenvectors of symmetric matrices; NaN for those that are not finite, of which LAPACK raises for
+    the whole batch.  In fp64 where fp32 does not converge."""
+    finite = x.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
+    x = torch.where(finite, x, 0.0)
+    try:
+        values, vectors = torch.linalg.eigh(x)
+    except torch.linalg.LinAlgError:
+        values, vectors = (y.to(x.dtype) for y in torch.linalg.eigh(x.double()))
+    return values, torch.where(finite, vectors, math.nan)
+
+
 def eigenvectors(x: Tensor) -> Tensor:
     """The eigenvectors of a symmetric x, as columns, those of the largest eigenvalues first."""
-    vectors: Tensor = torch.linalg.eigh(x).eigenvectors
-    return vectors.flip(-1)
+    return _eigh(x)[1].flip(-1)
 
 
 def orthogonal_iteration(x: Tensor, basis: Tensor) -> Tensor:
@@ -112,7 +123,7 @@ def sorting(x: Tensor) -> Tensor:
 
 def inverse_root(x: Tensor, p: float, eps: float = 0.0) -> Tensor:
     """(x + eps I) ** (-1 / p) of a symmetric x whose eigenvalues are not negative; eps relative to the largest one."""
-    values, vectors = torch.linalg.eigh(x)
+    values, vectors = _eigh(x)
     values = values.clamp(min=0)
     values = values + eps * values[..., -1:]
     root: Tensor = vectors * values.clamp(min=torch.finfo(x.dtype).tiny).pow(-1 / p)[..., None, :] @ vectors.mT
