@@ -99,7 +99,7 @@ def _eigh(x: Tensor) -> tuple[Tensor, Tensor]:
     x = torch.where(finite, x, 0.0)
     try:
         values, vectors = torch.linalg.eigh(x)
-    except torch.linalg.LinAlgError:
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
         values, vectors = (y.to(x.dtype) for y in torch.linalg.eigh(x.double()))
     return values, torch.where(finite, vectors, math.nan)
 
