@@ -10,6 +10,7 @@ from optgen.ir import node as ir
 from optgen.ir.node import Node, postorder
 from optgen.ops import dtypes, spaces
 from optgen.passes.convert import Converter
+from optgen.passes.fold import exact
 
 A, B = (ir.load(name, dtypes.i32, spaces.elem) for name in "ab")
 
@@ -45,6 +46,12 @@ def test_a_product_with_a_reciprocal_is_a_division(turned: bool) -> None:
 
 def test_a_table_of_constants_is_a_balanced_tree() -> None:
     assert triton._tree("abcd", ("x", "y")) == "tl.where(x, tl.where(y, d, c), tl.where(y, b, a))"
+
+
+def test_a_logical_shift_stays_under_a_mask_that_is_no_constant() -> None:
+    shifted = ir.op("lshr", A, ir.const(3, dtypes.i32))
+    assert exact(ir.op("and", shifted, B)) is ir.op("and", shifted, B)
+    assert exact(ir.op("and", shifted, ir.const(7, dtypes.i32))).args[0].op == "shr"
 
 
 def test_bytes_between_bytes_are_one_permutation() -> None:

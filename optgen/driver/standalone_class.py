@@ -30,7 +30,8 @@ class Field:
     space: str = "elem"
     matrix: Any = "last"
     shared: bool = False
-    rank: int = 0  # files have no states of low rank
+    rank: int = 0  # files have no states of low rank, and no parts of matrix states
+    part: str = ""
 
     @property
     def wide(self) -> bool:
