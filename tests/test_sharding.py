@@ -26,6 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from generated import LAMB, AdamW, Muon
 from optgen.runtime.cpu import native
 from optgen.runtime.layout import sharding
+from optgen.runtime.records import Field
 from optgen.runtime.reference.matrices import FLOPS
 from optgen.runtime.step import fast_path
 from optgen.runtime.work import workers
@@ -264,9 +265,9 @@ def test_workers_stay_when_a_gradient_is_missing(monkeypatch: pytest.MonkeyPatch
 
 
 def test_parts_go_to_the_worker_and_back_once() -> None:
-    """Each rank sends the bytes that the tool counts, in rounds of few matrices."""
+    """Each rank sends the bytes that the tool counts, in rounds of few matrices, and its rows of a factor one way."""
     shapes = [(97, 132), (5, 16, 24), (3, 40, 8), (64, 4), (2, 8)]
-    found, messages = [], list[list[int]]()
+    found, factors, messages = [], [0] * 4, list[list[int]]()
 
     def count(into: Tensor, out: Tensor, expected: list[int], sizes: list[int], group: Any) -> None:
         assert sum(expected) == len(into) and sum(sizes) == len(out)
@@ -279,8 +280,13 @@ def test_parts_go_to_the_worker_and_back_once() -> None:
             for k, chosen in enumerate(workers.assign(stacks(*shapes), (4,))):
                 of = sharding.Layout(mesh, (Shard(0),), torch.Size(shapes[k]))
                 part = torch.zeros([b - a for a, b in of.here or ()], dtype=torch.bfloat16)
-                parted.append(workers.Parted(k, of, "last", chosen, [part, part], (of, of), 1))
-            for exchange in workers.run(parted, lambda _, operands, shapes: operands, 1000):
+                beside = sharding.field_layout(Field("left", "float64", space="mm"), of)
+                rows, *columns = beside.here or ()
+                left = torch.zeros(rows[1] - rows[0], *(b - a for a, b in columns), dtype=torch.float64)
+                elsewhere = [chosen[e if len(chosen) > 1 else 0] != rank for e in range(*rows)]
+                factors[rank] += sum(x.nbytes for x, sent in zip(left, elsewhere, strict=True) if sent)
+                parted.append(workers.Parted(k, of, "last", chosen, [part, left, part], (of, beside, of), 2))
+            for exchange in workers.run(parted, lambda _, operands, shapes: [xs[:1] for xs in operands], 1000):
                 sharding.serve([exchange])
         found.append(sum(size for sizes in messages for to, size in enumerate(sizes) if to != rank))
-    assert found == scaling.share(shapes, 4).sent
+    assert found == [a + b for a, b in zip(scaling.share(shapes, 4).sent, factors, strict=True)]
