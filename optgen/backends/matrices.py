@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from optgen.backends.printer import ATOM, Printer, Spelling, Text, comment_of, number, with_comments, wrapped
 from optgen.ir.node import Node, postorder
 from optgen.ir.program import Schedule
+from optgen.ops import spaces
 from optgen.ops.prims import CALLS
 
 
@@ -18,11 +19,24 @@ def _transpose(p: Printer, n: Node) -> Text:
 def _limit(side: str, name: str) -> Spelling:
     def spell(p: Printer, n: Node) -> Text:
         x, y = sorted(n.args, key=lambda a: a.space.rank, reverse=True)
-        if y.op in ("const", "sym"):
+        if y.space == spaces.host:
             return f"{p.text(x, ATOM)}.clamp({side}={p.text(y)})", ATOM
         return f"{p.text(x, ATOM)}.{name}({p.text(y)})", ATOM
 
     return spell
+
+
+def _called(p: Printer, n: Node) -> Text:
+    text, binds = p.call(n.attr, *n.args)
+    return f"{text}.float()" if n.attr == "newton_schulz" else text, binds  # which is bf16
+
+
+def _where(p: Printer, n: Node) -> Text:
+    condition, x, y = n.args
+    if condition.space == spaces.host:
+        return f"({p.text(x, 1)} if {p.text(condition)} else {p.text(y)})", ATOM
+    numbers = x.space == y.space == spaces.host  # of which torch makes the default dtype
+    return f"{p.call('torch.where', *n.args)[0]}{'.float()' if numbers else ''}", ATOM
 
 
 def _method(call: str) -> Spelling:
@@ -35,17 +49,18 @@ SPELL: dict[str, Spelling] = {
     "extent": lambda p, n: (str(n.attr), ATOM),
     "matmul": lambda p, n: (f"{p.text(n.args[0], 20)} @ {p.text(n.args[1], 21)}", 20),
     "transpose": _transpose,
-    "call": lambda p, n: p.call(n.attr, *n.args),
+    "call": _called,
     "to_wide": lambda p, n: p.call("wide", *n.args),
     "zero_product": lambda p, n: p.call("zero_product", *n.args),
     "neg": lambda p, n: (f"-{p.text(n.args[0], 30)}", 30),
+    "not": lambda p, n: (f"~{p.text(n.args[0], 30)}", 30),
     "abs": _method("abs()"),
     "sqrt": _method("sqrt()"),
     "sign": _method("sign()"),
     "mat_sum": _method("sum((-2, -1), keepdim=True)"),
     "max": _limit("min", "maximum"),
     "min": _limit("max", "minimum"),
-    "where": lambda p, n: p.call("torch.where", *n.args),
+    "where": _where,
 }
 
 

@@ -134,12 +134,13 @@ def _load(p: Printer, n: Node) -> Text:
     stored = n.attr in p.stored
     if stored and n.space == spaces.elem:
         return f'b.load("{n.attr}")', ATOM
-    name = n.attr if n.attr == X else f'stored["{n.attr}"]' if stored else f"{n.attr}_tensor"
+    given = n.attr == X and not p.stored  # of a codec; a rule may have an x of its own
+    name = n.attr if given else f'stored["{n.attr}"]' if stored else f"{n.attr}_tensor"
     if n.space.name in spaces.SMALL:
         return (f"b.spread({name})", ATOM) if p.space == spaces.elem else (name, ATOM)
     if n.dtype.packed:
         return f"b.codes({name}, {n.dtype.bits})", ATOM
-    if n.attr == X:
+    if given:
         return name, ATOM
     return f"b.{'per_block' if n.space.name == 'block' else 'elements'}({name})", ATOM
 

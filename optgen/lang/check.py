@@ -12,7 +12,7 @@ from optgen.lang.probe import probe
 from optgen.lang.spec import Spec, Trace
 from optgen.lang.tracing import run
 from optgen.ops import spaces
-from optgen.ops.prims import MATRIX_OPS, PRIMS
+from optgen.ops.prims import MATRIX_OPS, PRIMS, REDUCTIONS
 
 
 @lru_cache(maxsize=4096)
@@ -21,9 +21,18 @@ def trace(spec: Spec, setting: tuple[tuple[str, bool], ...]) -> Trace:
     where they are right, three steps on small numbers stay finite, and nonneg states nonneg."""
     flags = dict(setting)
     made = run(spec, flags)
+    whole: set[int] = set()  # of one value per matrix or more
     for node in postorder([made.p, *made.states.values()]):
         if node.op in MATRIX_OPS:
             _check_call(spec, node, made)
+        from_whole = any(a.uid in whole and a.space != spaces.elem for a in node.args)
+        if node.op in MATRIX_OPS or node.space.name in spaces.MATRICES or node.space == spaces.mat and from_whole:
+            whole.add(node.uid)
+        elif node.op in REDUCTIONS and from_whole:
+            why = "its operand is made of whole matrices, each of which is worked on by itself"
+            remedy = "reduce values of elements, which may have it as a term: mean(trace(x) + 0 * g)"
+            place = made.places.get(node.uid, spec.loc)
+            raise UserError("E129", loc=place, function="a reduction", why=why, remedy=remedy)
     probe(spec, flags, made)
     return made
 

@@ -190,11 +190,17 @@ def _call(name: str, operands: tuple[Num, ...], numbers: Sequence[Num] = ()) -> 
         if not all(spaces.dims(node.space) for node in nodes):
             got = next(node.space for node in nodes if not spaces.dims(node.space))
             raise UserError("E201", loc=author_loc(), function=name, want="elem or matrix", got=got)
-        if name in _OF_SQUARES and len({*spaces.dims(nodes[0].space)}) > 1:
-            raise UserError(
-                "E206", loc=author_loc(), function=f"{name}()", want="a square matrix",
-                got=spaces.shown(nodes[0].space), hint="x @ x.T and x.T @ x are square",
-            )  # fmt: skip
+        first, *others = (spaces.dims(node.space) for node in nodes)
+        square = first[0] == first[1]
+        want = "a square matrix" if not square and name in _OF_SQUARES else ""
+        if name == "qr" and not square and first[1] != "r" and first != "ls":
+            want = "a matrix that never has more columns than rows"
+        elif name == "solve_triangular" and others != [2 * first[0]]:
+            want = "a square matrix of as many rows as its first operand"
+        if want:
+            shown = " and ".join(spaces.shown(node.space) for node in nodes)
+            hint = "x @ x.T and x.T @ x are square"
+            raise UserError("E206", loc=author_loc(), function=f"{name}()", want=want, got=shown, hint=hint)
         return _recorded(ir.op("call", *nodes, *map(lift, numbers), attr=name), x)
     own = getattr(type(x), "reader", None)
     if own is not None:

@@ -104,6 +104,17 @@ def as_bf16(x: Node) -> Node:
     return ir.op("bitcast", short, attr=dtypes.bf16)
 
 
+def as_number(x: Node) -> Node:
+    """Return what a temp keeps of x: of a condition 1 or 0."""
+    return ir.op("where", x, ir.const(1.0), ir.const(0.0)) if x.dtype is dtypes.boolean else x
+
+
+def read_back(name: str, x: Node) -> Node:
+    """Return x as it is read from a temp."""
+    kept = ir.load(name, dtypes.f32, x.space)
+    return ir.op("lt", ir.const(0.0), kept) if x.dtype is dtypes.boolean else kept
+
+
 def by_rows(program: Program) -> Program:
     """Make sums of all elements sums of row sums where the program works on rows or columns anyway, and sums over
     a matrix everywhere: one read then serves all of them."""
@@ -449,7 +460,7 @@ class Cutter:
     def read_call(self, node: Node) -> Node:
         """Return the load by which a later stage reads a value of functions of whole matrices."""
         if node not in self.calls:
-            return ir.load(self.names[node.uid], dtypes.f32, node.space)
+            return read_back(self.names[node.uid], node)
         return ir.op("cast", ir.load(self.names[node.uid], dtypes.bf16, spaces.elem), attr=dtypes.f32)
 
     def call_pieces(self) -> list[StageProgram]:
@@ -486,7 +497,7 @@ class Cutter:
             mapped.memo |= memo
             made = [x for x in self.results if self.level(x) == level]
             temps = [self._temp(x) for x in made]
-            stores = [Store(self.names[x.uid], mapped(x)) for x in made]
+            stores = [Store(self.names[x.uid], as_number(mapped(x))) for x in made]
             if level == max(levels):
                 stores += [Store(s.buffer, mapped(s.node)) for s in self.matrix_stores]
             seen = {n.uid for n in postorder(s.node for s in stores)}
@@ -624,6 +635,7 @@ class SmallWork:
 
     def _commit(self, sweeps: list[_Sweep]) -> None:
         """Small states are stored when nothing reads their old value any more."""
+        level = self.cutter.level
         floors: dict[str, Round] = {}
         keys: dict[str, Round] = {}
         order = {s.buffer: _ORDER[self.cutter.buffers[s.buffer].space.name] for s in self.stores}
@@ -633,6 +645,9 @@ class SmallWork:
             for sweep in sweeps:
                 if s.buffer in sweep.loads:
                     floor = max(floor, (sweep.level + 1, 0, space))
+            whole = self.cutter.matrices.values()
+            if any(a.op == "load" and a.attr == s.buffer for n in whole for a in n.args):
+                floor = max(floor, (max(map(level, whole)) + 1, 0, space))
             for key, nodes in self.rounds.items():
                 if any(a.op == "load" and a.attr == s.buffer for n in nodes for a in n.args):
                     floor = max(floor, key if key[2] == space else (key[0], key[1] + 1, space))
@@ -661,9 +676,8 @@ class SmallWork:
         return self.state.get(node.uid) or self.cutter.names[node.uid]
 
     def read(self, node: Node) -> Node:
-        """Return what a later stage reads for a value; a condition is kept as 1 or 0."""
-        kept = ir.load(self.name(node), dtypes.f32, node.space)
-        return ir.op("lt", ir.const(0.0), kept) if node.dtype is dtypes.boolean else kept
+        """Return what a later stage reads for a value."""
+        return read_back(self.name(node), node)
 
     def pieces(self) -> list[StageProgram]:
         """A program for every round."""
@@ -692,10 +706,7 @@ class SmallWork:
                 stores.append(Store(self.name(n), mapped(n.args[0])))
             elif n.uid in self.temps and n.uid not in self.state and self.home[n.uid] == key:
                 temps.append(Buffer(self.name(n), dtypes.f32, n.space, "temp", self.name(n), False, True))
-                value = mapped(n)
-                if n.dtype is dtypes.boolean:
-                    value = ir.op("where", value, ir.const(1.0), ir.const(0.0))
-                stores.append(Store(self.name(n), value))
+                stores.append(Store(self.name(n), as_number(mapped(n))))
         stores += [Store(s.buffer, mapped(s.node)) for s in self.commits.get(key, ())]
         if not stores:
             return None

@@ -24,12 +24,12 @@ from optgen import passes
 from optgen.formats.format import Format
 from optgen.formats.plan import Storage
 from optgen.ir.node import Node, postorder
-from optgen.lang.spec import Spec, filled
+from optgen.lang.spec import Spec, filled, start
 from optgen.lang.values import equal, reader_of
 from optgen.lower import lower, matrix_of, untouched
 from optgen.ops import spaces
 from optgen.ops.dtypes import F32_UNIT, FROM_TORCH
-from optgen.ops.prims import PRIMS, REDUCTIONS
+from optgen.ops.prims import MATRIX_OPS, PRIMS, REDUCTIONS
 from optgen.runtime.checkpoint import checkpoint
 from optgen.runtime.layout import layout
 from optgen.runtime.reference import eager
@@ -200,7 +200,7 @@ _READ_BACK: dict[tuple[object, ...], tuple[str, ...]] = {}
 def read_back(spec: Spec, storage: Storage, flags: Mapping[str, bool]) -> tuple[str, ...]:
     """The states (or "p") whose new value later sweeps of the same step take from where it was stored."""
     trace = spec.trace(flags)
-    if not any(n.op in REDUCTIONS for n in postorder([trace.p, *trace.states.values()])):
+    if not any(n.op in REDUCTIONS or n.op in MATRIX_OPS for n in postorder([trace.p, *trace.states.values()])):
         return ()
     formats = tuple((name, repr(fmt)) for name, fmt in storage.states.items())
     key = (spec, tuple(sorted(flags.items())), storage.param.name, repr(storage.master), formats)
@@ -442,10 +442,13 @@ class Trial:
         values: dict[str, Tensor | float] = {}
         group = self.optimizer.param_groups[0]
         for s in self.spec.present(flags):
-            start: Tensor | float = self.param.detach().float()
-            if s.init != "param":
-                start = float(group[s.init] if isinstance(s.init, str) else s.init)
-            values[s.name] = states.get(s.name, start)
+            weight = self.param.detach().float()
+            begin: Tensor | float = weight
+            if s.init == "identity":
+                begin = start(s, weight.view(layout.matrix_shape(self.variant.matrix, shape)), group)
+            elif s.init != "param":
+                begin = float(group[s.init] if isinstance(s.init, str) else s.init)
+            values[s.name] = states.get(s.name, begin)
         fields = {f.name for f in self.variant.fields}
         made: dict[str, Any] = layout.encode(self.module, self.variant, self.param, values, fields)
         host = {h.name: h.init for h in self.spec.present_host(flags)}

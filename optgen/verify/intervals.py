@@ -130,6 +130,8 @@ class Interval:
     def T(self) -> Interval:  # noqa: N802 - as torch and NumPy have it
         return Interval(self.lo.mT, self.hi.mT, self.model)
 
+    mT = T  # noqa: N815 - likewise
+
     def __matmul__(self, other: Interval) -> Interval:
         """A product of whole matrices: nothing is claimed."""
         return Interval(self.lo @ other.lo, self.hi @ other.hi, self.model).unknown()

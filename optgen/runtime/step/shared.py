@@ -18,6 +18,7 @@ from torch import Tensor
 from optgen.runtime.layout import layout, plans, sharding
 from optgen.runtime.records import Variant, sums
 from optgen.runtime.states import state
+from optgen.runtime.work import matrices
 from optgen.runtime.work.bucket import Bucket
 from optgen.runtime.work.staged import Runner
 
@@ -29,14 +30,18 @@ def reference_runner(bucket: Bucket, scalars: Sequence[float], step_key: int) ->
     wide = {f.name for f in variant.fields if f.per == 1 and f.space == "elem"}
     places: Sequence[layout.Place | None] = bucket.places or [None] * len(bucket.params)
     parts: list[Generator[Tensor, Tensor, None]] = []
-    for p, g, s, stream, place in zip(bucket.params, bucket.grads, bucket.states, bucket.streams, places, strict=True):
+    each = zip(bucket.params, bucket.grads, bucket.states, bucket.streams, places, strict=True)
+    for i, (p, g, s, stream, place) in enumerate(each):
         shape = layout.matrix_shape(variant.matrix, p.shape)
         if p.numel():
             fields = (s[name].view(shape) if name in wide else s[name] for name in variant.names)
             where: dict[str, Any] = {} if place is None else {"place": place[:3]}
             if variant.has_axes:
                 where["dims"] = layout.column_dims(variant.matrix, p.shape)
-            parts.append(function(p.view(shape), g.view(shape), *fields, *scalars, step_key, stream, **where))
+            try:
+                parts.append(function(p.view(shape), g.view(shape), *fields, *scalars, step_key, stream, **where))
+            except matrices.LinAlgError as error:
+                raise matrices.failure(error, bucket, [i]) from error
     if not variant.model_temps:
         return
     total: Tensor | None = None

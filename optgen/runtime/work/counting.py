@@ -149,8 +149,9 @@ class Control:
         value = self.numbers[position]
         if isinstance(value, Tensor):
             raise RuntimeError(
-                "a hyper-parameter of a matrix function is a tensor, which a step that is counted on the device does "
-                "not read: give it as a number"
+                "a matrix function takes a hyper-parameter that is a tensor, or a number that depends on the step, "
+                "which a step that is counted on the device does not read: give it as a number, or do not set "
+                "capturable=True and fused=True"
             )
         return ctypes.c_float(value).value
 

@@ -14,9 +14,12 @@ from optgen.runtime.layout.workspace import Workspace, entries
 from optgen.runtime.records import Field, Stage, Variant
 from optgen.runtime.reference import matrices as functions
 from optgen.runtime.reference.matrix_codecs import CODECS
+from optgen.runtime.states import state
 from optgen.runtime.work import workers
 from optgen.runtime.work.bucket import Bucket
 from optgen.runtime.work.counting import Control
+
+LinAlgError: type[RuntimeError] = torch.linalg.LinAlgError  # type: ignore[attr-defined]
 
 WHOLE = ("tensor", "model")
 """Spaces of one value for all matrices."""
@@ -78,30 +81,42 @@ def _call(bucket: Bucket, stage: Stage, scalars: Sequence[float] | Control, at_o
     given = [numbers(k) for k in stage.scalars]
     traits = layout.traits(variant)
     count, drawn = len(_columns(variant, stage.reads)), "stream" in stage.extents
-    alike: dict[tuple[int, ...], list[list[Tensor]]] = {}
+    alike: dict[tuple[int, ...], list[tuple[int, tuple[Tensor, ...]]]] = {}
     for i, k, shape, values in tensors:
         sizes = {"rows": shape[-2], "columns": shape[-1], "elements": bucket.numel(i), "stream": 0}
         if drawn:
             values.insert(count, functions.streams(bucket.streams[i], values[-1], k))
         key = (*shape[-2:], *(sizes[x] for x in stage.extents))
         each = (x.reshape(x.shape[:-2].numel(), *x.shape[-2:]).unbind() for x in values)
-        alike.setdefault(key, []).extend(map(list, zip(*each, strict=True)))
+        alike.setdefault(key, []).extend((i, x) for x in zip(*each, strict=True))
     alone = torch.are_deterministic_algorithms_enabled()
     count += drawn
     for (rows, columns, *extents), found in alike.items():
         most = 1 if alone else max(at_once // (4 * rows * columns), 1)
         for start in range(0, len(found), most):
-            some = list(zip(*found[start : start + most], strict=True))
+            batch = found[start : start + most]
+            some = list(zip(*(x for _, x in batch), strict=True))
             stacked = iter([torch.stack(x) if len(x) > 1 else x[0] for x in some[:count]])
             fields = ((x, itertools.islice(stacked, len(variant.owned(x)) or 1)) for x in stage.reads)
             taken = [CODECS[traits[x]].decode(*kept) if x in traits else next(kept) for x, kept in fields]
             streams = next(stacked) if drawn else None
             sizes_of = zip(stage.extents, extents, strict=True)
-            made = function(*taken, *given, *(streams if x == "stream" else float(size) for x, size in sizes_of))
+            last = [streams if x == "stream" else float(size) for x, size in sizes_of]
+            try:
+                made = function(*taken, *given, *last)
+            except LinAlgError as error:
+                bad = [i for i, x in batch if not all(y.isfinite().all() for y in x[:count])]
+                raise failure(error, bucket, bad or [i for i, _ in batch]) from error
             results = zip(stage.stores, [made] if isinstance(made, Tensor) else made, strict=True)
             new = [y for name, x in results for y in (CODECS[traits[name]].encode(x) if name in traits else (x,))]
             for kept, x in zip(some[count:], new, strict=True):
                 torch._foreach_copy_(list(kept), list(x.unbind()) if len(kept) > 1 else [x])
+
+
+def failure(error: Exception, bucket: Bucket, numbers: Sequence[int]) -> Exception:
+    """Return an error of torch.linalg with the parameters of a bucket in which it came up."""
+    labels = dict.fromkeys(state.label(bucket.params[i], bucket.names[i]) for i in numbers)
+    return LinAlgError(f"{', '.join(labels)}: {error}")
 
 
 def _columns(variant: Variant, names: Sequence[str]) -> list[str]:
@@ -120,8 +135,8 @@ def _value(bucket: Bucket, room: Workspace, name: str, i: int, n: int, shape: to
             if temp.space in WHOLE:  # which every matrix is given
                 return value.view(1, 1).expand(*shape[:-2], 1, 1)
             return value.view(layout.value_shape(temp.space, shape))
-    state: Tensor = bucket.states[i][name]
-    return state
+    kept: Tensor = bucket.states[i][name]
+    return kept if kept.ndim else kept.expand(*shape[:-2], 1, 1)
 
 
 def _layout(bucket: Bucket, shard: Shard, name: str) -> Layout:

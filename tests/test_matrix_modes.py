@@ -1,0 +1,313 @@
+"""Rules of whole matrices: odd specs against fp64, and every mode of the runtime, for steps that differ."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import optgen
+from optgen import load_checkpoint, save_checkpoint
+from optgen.base.errors import UserError
+from optgen.driver.checkpoints import verify
+from optgen.lang import (
+    cholesky,
+    flag,
+    gram,
+    hyper,
+    identity,
+    mat_norm,
+    matrix_state,
+    maximum,
+    newton_schulz,
+    norm,
+    optimizer,
+    qr,
+    shape_flag,
+    solve_triangular,
+    state,
+    tensor_state,
+    trace,
+    where,
+)  # fmt: skip
+from optgen.lang.spec import Spec
+from optgen.optim import SOAP
+from optgen.runtime import Optimizer
+from optgen.runtime.work import staged
+from specs import plans
+from tests.harness import unoptimized
+from tests.test_fuzz import Example, ran
+from tests.test_offload import moved
+from tests.training import bits, everything, give, params_of, states, train
+
+SHAPES = [(6, 10), (9, 4), (3, 8, 8), (1, 5), (5, 1), (7,), (0, 4)]
+STEPS = 4
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@optimizer(cite="nobody", matrix="heads")
+def of_old_numbers(
+    p, g, t,
+    size=tensor_state(init=1.0, when="is_matrix"), left=matrix_state("rows", when="is_matrix"),
+    *,
+    lr=hyper(0.1, ge=0), beta=hyper(0.9, ge=0, lt=1), is_matrix=shape_flag(lambda shape: len(shape) >= 2),
+):  # fmt: skip
+    """Functions of matrices read a number of the tensor that the step replaces, and conditions of every kind."""
+    if not is_matrix:
+        p = p - lr * g
+        return p, size, left
+    left = beta * left + size * gram(g)
+    size = 0.5 * size + norm(g)
+    left = where(t > 2, left, maximum(left, 1 - beta) / size)
+    large = ~(trace(left) < 30)
+    left = where(large, left / 2, left) + where(left > 0, 1.0, 2.0)
+    p = p - lr * where(large, g, left @ g) / (1 + mat_norm(left))
+    return p, size, left
+
+
+@optimizer(cite="nobody", matrix="heads")
+def of_names(
+    p, g,
+    stored=state(), torch=matrix_state("rows", when="is_matrix"), right=matrix_state("columns", when="is_matrix"),
+    *,
+    lr=hyper(0.1, ge=0), k=hyper(2, ge=1), every=flag(every="k"),
+    is_matrix=shape_flag(lambda shape: len(shape) >= 2),
+):  # fmt: skip
+    """Names that generated code has, three levels, a swap of elements and products, and products at some steps only."""
+    if not is_matrix:
+        p = p - lr * g
+        return p, stored, torch, right
+    x = g @ gram(g.T)
+    y = gram(p) @ (x / (1 + mat_norm(x)))
+    stored = 0.9 * stored + y / (1 + norm(y))
+    torch = 0.9 * torch + gram(stored)
+    if every:
+        right = right.T + gram(stored.T) + 0.1 * gram(p.T)
+    p = p - lr * (torch @ stored + x / (1 + mat_norm(x)) + stored @ right)
+    return p, stored, torch, right
+
+
+@optimizer(cite="nobody", matrix="heads")
+def of_rounded(
+    p, g, left=matrix_state("rows", when="is_matrix"),
+    *,
+    lr=hyper(0.1, ge=0), is_matrix=shape_flag(lambda shape: len(shape) >= 2),
+):  # fmt: skip
+    """Products of the result of newton_schulz, which is bf16: in fp32."""
+    if not is_matrix:
+        p = p - lr * g
+        return p, left
+    u = newton_schulz(g, 5)
+    left = 0.9 * left + gram(u)
+    p = p - lr * newton_schulz(left @ u, 3)
+    return p, left
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpp"])
+@pytest.mark.parametrize(
+    ("spec", "tolerance"), [(of_old_numbers, 1e-5), (of_names, 1e-5), (of_rounded, 0.02)], ids=str
+)
+def test_odd_rules_are_their_own_fp64_reading(spec: Spec, tolerance: float, backend: str) -> None:
+    """Within fp32's roundings of some ten operations (2^-24 each, under sums of ten), or of one bf16 ulp of 1.2 a
+    round; relative to the largest value of each state."""
+    params = [nn.Parameter(drawn(*shape, seed=k)) for k, shape in enumerate(SHAPES)]
+    named = [(f"w{k}", p) for k, p in enumerate(params)]
+    opt = optgen.compile(spec, "fp32")(named, lr=0.02, backend=backend, blocks={"w2": 3})
+    exact: list[Any] = [(p.detach().double(), None, None) for p in params]
+    for t in range(1, STEPS + 1):
+        give(params, t)
+        opt.step()
+        exact = [
+            spec.evaluate(p, q.grad.double(), t, kept, host, lr=0.02) if q.numel() else (p, {}, {})
+            for q, (p, kept, host) in zip(params, exact, strict=True)
+        ]
+    for q, (p, kept, _) in zip(params, exact, strict=True):
+        assert opt.state[q]["step"] == STEPS
+        for name, wanted in {"p": p, **kept}.items():
+            got = q.detach() if name == "p" else opt.state[q][name]
+            largest = wanted.abs().max() if wanted.numel() else 0.0
+            assert got.shape == wanted.shape
+            assert torch.all((got - wanted).abs() <= tolerance * largest), (name, q.shape)
+
+
+def rule(made: Callable[[Any, Any], Any]) -> Spec:
+    """A rule whose matrix state is made by a function of its old value and the gradient."""
+
+    @optimizer(cite="nobody", matrix="heads")
+    def made_so(
+        p, g, left=matrix_state("rows", when="is_matrix"),
+        *,
+        lr=hyper(0.1, ge=0), is_matrix=shape_flag(lambda shape: len(shape) >= 2),
+    ):  # fmt: skip
+        if is_matrix:
+            left = left + made(left, g)
+            p = p - lr * left @ g
+        return p, left
+
+    return made_so
+
+
+WITHOUT_MEANING: list[tuple[Callable[[Any, Any], Any], str]] = [
+    (lambda x, g: x / (1 + norm(trace(x))), r"E129.*a reduction cannot be used here.*each of which is worked on by"),
+    (lambda x, g: gram(qr(g)), r"E206.*qr\(\) takes a matrix that never has more columns than rows, got \(rows, colu"),
+    (lambda x, g: gram(solve_triangular(g, gram(g.T))), r"E206.*a square matrix of as many rows as its first operand"),
+]
+
+
+@pytest.mark.parametrize(("made", "message"), WITHOUT_MEANING)
+def test_what_has_no_meaning_for_some_shapes_is_refused(made: Callable[[Any, Any], Any], message: str) -> None:
+    with pytest.raises(UserError, match=f"(?s){message}"):
+        optgen.compile(rule(made), "fp32")
+
+
+# -- SOAP, whose bases begin at the first step of a parameter and change at every second one after it
+
+
+def soap(backend: str, plan: str = "fp32", skip: Sequence[int] = (), **options: Any) -> Optimizer:
+    named = [(f"w{k}", nn.Parameter(drawn(*s, seed=k))) for k, s in enumerate(SHAPES) if k not in skip]
+    blocks = {} if 2 in skip else {"blocks": {"w2": 3}}
+    options = {"precondition_frequency": 2, **blocks, **options}
+    return SOAP(named, lr=0.02, backend=backend, plan=plan, **options)
+
+
+def from_file(opt: Optimizer, path: Path) -> Optimizer:
+    other = soap(opt.param_groups[0]["backend"], opt.param_groups[0]["plan"])
+    model, copied = (nn.ParameterDict({f"w{k}": p for k, p in enumerate(params_of(x))}) for x in (opt, other))
+    save_checkpoint(path / "run.pt", opt, model)
+    assert verify(str(path / "run.pt"))
+    load_checkpoint(path / "run.pt", other, copied)
+    return other
+
+
+WAYS: dict[str, Callable[[Any, Path], Any]] = {
+    "file": from_file,
+    "copy": lambda opt, path: copy.deepcopy(opt),
+    "pickle": lambda opt, path: pickle.loads(pickle.dumps(opt)),
+}
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpp", "triton"])
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_copies_go_on_between_two_refreshes(way: Any, backend: str, tmp_path: Path) -> None:
+    opt = soap(backend, "fp32" if backend == "triton" else "int8_split24")
+    train(opt, range(4))
+    other = way(opt, tmp_path)
+    for each in (opt, other):
+        train(each, range(4, 7))
+    assert everything(opt) == everything(other)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpp"])
+def test_the_first_step_is_that_of_each_parameter(backend: str) -> None:
+    """Of one that is thawed late, beside others, and in a group with another frequency: the bits of one alone."""
+    opt = soap(backend, precondition_frequency=3)
+    (late, *rest) = params_of(opt)
+    late.requires_grad_(False)
+    train(opt, range(2))
+    assert late not in opt.state
+    late.requires_grad_(True)
+    other, options = nn.Parameter(drawn(6, 11, seed=9)), {"lr": 0.02, "backend": backend, "plan": "fp32"}
+    alone = soap(backend, skip=range(1, 7), precondition_frequency=3)
+    second = SOAP([nn.Parameter(other.detach().clone())], precondition_frequency=2, **options)
+    opt.add_param_group({"params": [("other", other)], "precondition_frequency": 2})
+    for step in range(2, 7):
+        give(params_of(opt), step)
+        for each, p in ((alone, late), (second, other)):
+            params_of(each)[0].grad = p.grad.clone()
+            each.step()
+        opt.step()
+    assert bits([late, other]) == bits([*params_of(alone), *params_of(second)])
+    assert (opt.state[late]["step"], opt.state[rest[0]]["step"]) == (5, 7)
+
+
+class Net(nn.ParameterList):
+    def loss(self, step: int) -> Tensor:
+        return torch.stack([(p * drawn(*p.shape, seed=100 * step + k)).sum() for k, p in enumerate(self)]).sum()
+
+
+def scaled(opt: Optimizer) -> None:
+    """A GradScaler that meets an infinity every other time."""
+    step, scaler = opt.step, torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
+
+    def steps() -> None:
+        grads = [p.grad for p in params_of(opt)]
+        for skipped in (True, False):
+            scaler.scale(torch.zeros(()))
+            for p, g in zip(params_of(opt), grads, strict=True):
+                p.grad = g * (torch.inf if skipped else scaler.get_scale())
+            scaler.step(type("Steps", (), {"step": step, "param_groups": opt.param_groups})())
+            scaler.update()
+
+    opt.step = steps  # type: ignore[assignment, method-assign]
+
+
+MODES: dict[str, Callable[[Any], Any]] = {
+    "released": lambda opt: opt.release_gradients(Net(params_of(opt))),
+    "in host memory": moved,
+    "compiled": lambda opt: setattr(opt, "step", torch.compile(opt.step)),
+    "scaled": scaled,
+}
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+def test_modes_have_the_bits_of_plain_steps(mode: Callable[[Any], Any]) -> None:
+    with unoptimized():
+        plain, other = soap("cpp"), soap("cpp")
+        mode(other)
+        for step in range(5):
+            for opt in (plain, other):
+                Net(params_of(opt)).loss(step).backward()
+                opt.step()
+                opt.zero_grad()
+    assert bits(params_of(plain)) == bits(params_of(other))
+    assert states(plain) == states(other)
+
+
+def test_small_batches_and_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="SOAP does not support capturable=True: refresh makes some of its steps"):
+        soap("triton", capturable=True)
+    large, small = soap("cpp"), soap("cpp")
+    train(large, range(4))
+    monkeypatch.setattr(staged, "AT_ONCE", 1)
+    train(small, range(4))
+    assert bits(params_of(small)[:2]) == bits(params_of(large)[:2])
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpp"])
+@pytest.mark.parametrize(("key", "wrong"), [("left", None), ("basis_left", (5, 5)), ("right", (3, 10, 10))])
+def test_factors_that_do_not_fit_are_refused_by_name(key: str, wrong: Any, backend: str) -> None:
+    opt = soap(backend)
+    train(opt, range(2))
+    before, saved = everything(opt), copy.deepcopy(opt.state_dict())
+    saved["state"][0] |= {key: None if wrong is None else torch.zeros(wrong)}
+    with pytest.raises(ValueError, match=f"(?s)'w0'.*{key}: expected float32"):
+        opt.load_state_dict(saved)
+    assert everything(opt) == before
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpp"])
+def test_a_factor_that_there_is_not_names_its_parameter(backend: str) -> None:
+    cls = optgen.compile(rule(lambda x, g: cholesky(gram(g) + identity(x))), "fp32")
+    params = [nn.Parameter(drawn(6, 4, seed=k)) for k in range(3)]
+    opt = cls([(f"w{k}", p) for k, p in enumerate(params)], backend=backend)
+    give(params, 1)
+    params[1].grad.fill_(torch.nan)
+    with pytest.raises(RuntimeError, match=r"^parameter 'w1' \(float32 \[6, 4\]\): linalg.cholesky"):
+        opt.step()
+
+
+@pytest.mark.parametrize("shape", [(16, 24), (24, 16), (1, 9), (9, 1), (2, 16, 8)], ids=str)
+def test_fuzz_reads_states_that_begin_as_the_identity(shape: tuple[int, ...]) -> None:
+    from specs.soap import soap as spec
+
+    assert ran(spec, Example(shape=shape, steps=3)).ok
+    assert ran(of_names, Example(shape=shape, steps=2), plan=plans.fp32).claimed < 1
