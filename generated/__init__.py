@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from .cautious_lion import CautiousLion as CautiousLion
     from .clipped_adamw import ClippedAdamW as ClippedAdamW
     from .dadapt_adam import DAdaptAdam as DAdaptAdam
+    from .dion import Dion as Dion
+    from .fira import Fira as Fira
     from .fromage import Fromage as Fromage
     from .galore import GaLore as GaLore
     from .grams import Grams as Grams
@@ -87,6 +89,8 @@ _MODULES = {
     "CautiousLion": "cautious_lion",
     "ClippedAdamW": "clipped_adamw",
     "DAdaptAdam": "dadapt_adam",
+    "Dion": "dion",
+    "Fira": "fira",
     "Fromage": "fromage",
     "GaLore": "galore",
     "Grams": "grams",
@@ -145,6 +149,8 @@ __all__ = [
     "CautiousLion",
     "ClippedAdamW",
     "DAdaptAdam",
+    "Dion",
+    "Fira",
     "Fromage",
     "GaLore",
     "Grams",

@@ -616,7 +616,7 @@ def _each_matrix(matrices: Oracle, others: Oracle) -> Oracle:
             if p.ndim < 2:
                 return steps.setdefault(0, others(flags, hypers))(p, g, t, lr)
             p3, g3 = (x if x.ndim == 3 else x.reshape(1, len(x), -1) for x in (p, g))
-            made = (steps.setdefault(k, matrices(flags, hypers)) for k in range(len(p3)))
+            made = (steps.setdefault(k, matrices(flags, hypers | {"matrix": k})) for k in range(len(p3)))
             return torch.stack([f(*x, t, lr) for f, *x in zip(made, p3, g3, strict=True)]).reshape(p.shape)
 
         return step
@@ -733,6 +733,14 @@ def _galore(o, s, g, t):
     return o.scale * s.space @ _adam(o, s, s.space.mT @ g)
 
 
+def _limited(s, x, t):
+    """Limit the growth of a norm to 1 % a step."""
+    size = x.norm()
+    limit = max(size / (s.size + 1e-8), 1.01) / 1.01 if t > 1 else 1.0
+    s.size = size / limit
+    return x / limit
+
+
 def _apollo(o, s, g, t):
     shape = g.shape[1], min(o.rank, g.shape[1])
     space = [o.drawn(shape, k, (t - 1) // o.update_proj_gap) for k in range(len(g))]
@@ -740,13 +748,34 @@ def _apollo(o, s, g, t):
     adam = _adam(o, s, low)
     of = {"dim": (1, 2) if o.per_tensor else 1, "keepdim": True}
     scaled = g * torch.linalg.vector_norm(adam, **of) / (torch.linalg.vector_norm(low, **of) + 1e-8)
-    size = scaled.norm()
-    limit = max(size / (s.size + 1e-8), 1.01) / 1.01 if t > 1 else 1.0
-    s.size = size / limit
-    return math.sqrt(o.scale) * scaled / limit
+    return math.sqrt(o.scale) * _limited(s, scaled, t)
 
 
-LOW_RANK: dict[str, Oracle] = {"apollo": _of_low_rank(_apollo), "galore": _of_low_rank(_galore)}
+def _fira(o, s, g, t):
+    inside = _galore(SimpleNamespace(**{**vars(o), "scale": 1.0}), s, g, t)
+    low, adam = s.space.mT @ g, s.space.mT @ inside
+    rest = (g - o.alpha * s.space @ low) * (adam.norm(dim=1, keepdim=True) / (low.norm(dim=1, keepdim=True) + 1e-8))
+    return o.alpha * inside + _limited(s, rest, t)
+
+
+@paper
+def _dion(o, s, p, g, t, lr):
+    """Algorithm 1 of one matrix, as dion_simple has it."""
+    (m, n), of = p.shape, s.m + g
+    shape = min(o.rank, m, n), n
+    q = torch.from_numpy(o.drawn(shape, o.matrix, 0)).to(p.dtype).mT if t == 1 else s.q
+    left = torch.linalg.qr(of @ q).Q
+    right = of.mT @ left
+    s.m, s.q = of - (1 - o.mu) * left @ right.mT, right / (right.norm(dim=0) + o.eps)
+    return p * (1 - lr * o.weight_decay) - lr * math.sqrt(m / n) * left @ s.q.mT
+
+
+LOW_RANK: dict[str, Oracle] = {
+    "apollo": _of_low_rank(_apollo),
+    "dion": _each_matrix(_dion, _adamw_of_same_rate),
+    "fira": _of_low_rank(_fira),
+    "galore": _of_low_rank(_galore),
+}
 """Rules of low rank, whose spaces are held at gradients that tell singular vectors apart."""
 
 

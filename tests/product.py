@@ -49,7 +49,9 @@ from tests.harness import Pair, package, plan_of, spec_of
 
 ROOT = Path(__file__).parents[1]
 # No enclosure of a product of matrices is worth having: rules that take one are held to theirs in test_whole_model.py.
-OF_MATRICES = ("adamuon", "apollo", "galore", "muon", "normuon", "polargrad", "scion", "shampoo", "soap")
+OF_MATRICES = (
+    "adamuon", "apollo", "dion", "fira", "galore", "muon", "normuon", "polargrad", "scion", "shampoo", "soap",
+)  # fmt: skip
 SPECS = tuple(
     sorted(p.stem for p in (ROOT / "specs").glob("*.py") if p.stem not in ("__init__", "plans", *OF_MATRICES))
 )

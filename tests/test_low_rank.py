@@ -224,12 +224,15 @@ def test_flags_count_from_the_first_step() -> None:
 # -- rules
 
 STEPS, LR, GAP = 50, 0.01, 7
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "galore": ("galore", {"rank": 3, "scale": 0.25}),
-    "apollo": ("apollo", {"rank": 4, "scale": 1.0}),
-    "apollo_mini": ("apollo", {"rank": 1, "scale": 128.0, "per_tensor": True}),
+CASES: dict[str, tuple[str, float, dict[str, Any]]] = {
+    "galore": ("galore", 5, {"rank": 3, "scale": 0.25, "update_proj_gap": GAP}),
+    "apollo": ("apollo", 20, {"rank": 4, "scale": 1.0, "update_proj_gap": GAP}),
+    "apollo_mini": ("apollo", 2560, {"rank": 1, "scale": 128.0, "per_tensor": True, "update_proj_gap": GAP}),
+    "fira": ("fira", 20, {"rank": 3, "alpha": 0.25, "update_proj_gap": GAP}),
+    "dion": ("dion", 20, {"rank": 3, "mu": 0.8}),
 }
-OPTIONS = {"betas": (0.9, 0.95), "eps": 0.05, "weight_decay": 0.1, "update_proj_gap": GAP, "adamw": False}
+"""The rule, how far a step of lr = 1 changes by a gradient at most, and options."""
+OPTIONS = {"betas": (0.9, 0.95), "eps": 0.05, "weight_decay": 0.1, "adamw": False}
 SIZES = torch.tensor([4.0, 2.0, 1.0, 0.5], dtype=torch.float64)
 
 
@@ -253,8 +256,8 @@ def gradients(shape: tuple[int, ...]) -> list[Tensor]:
 @pytest.mark.parametrize("backend", ["fp64", "reference", "cpp"])
 def test_rules_of_low_rank_are_their_oracles(case: str, shape: tuple[int, ...], backend: str) -> None:
     """The distance is that of roundings of a weight below 8 and of a gradient of norm 15, through a space that turns by
-    its error over the least distance of singular values, 1/2, and steps that a gradient changes by 1 / eps at most."""
-    name, given = CASES[case]
+    its error over the least distance of singular values, 1/2, and steps that change by scale / eps at most."""
+    name, slope, given = CASES[case]
     label = "w" if backend != "fp64" else 0
     options = OPTIONS | given | {"drawn": lambda shape, matrix, key: gaussian(shape, label, matrix, key)}
     step, spec = LOW_RANK[name]({}, {"per_tensor": False} | options), spec_of(name)
@@ -264,7 +267,7 @@ def test_rules_of_low_rank_are_their_oracles(case: str, shape: tuple[int, ...], 
     p, states = nn.Parameter(start.clone()), {}
     blocks = {"w": 3} if len(shape) == 3 else {}
     opt = getattr(optim, spec.class_name)([("w", p)], plan="fp32", lr=LR, blocks=blocks, **arguments)
-    unit, slope = (2.0**-53 if backend == "fp64" else U), given["scale"] / OPTIONS["eps"]
+    unit = 2.0**-53 if backend == "fp64" else U
     for t, g in enumerate(gradients(shape), 1):
         exact = step(exact, g.double(), t, LR)
         if backend == "fp64":
@@ -283,13 +286,13 @@ def test_what_is_no_matrix_of_low_rank_takes_adamw(name: str) -> None:
     spec, options = spec_of(name), {"betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1}
     p = nn.Parameter(drawn(6, 10))
     opt = getattr(optim, spec.class_name)([p], plan="fp32", lr=LR, adamw=True, **options)
-    step, exact = LOW_RANK[name]({}, options | {"adamw": True}), p.detach().double()
+    step, exact = LOW_RANK[name]({}, options | {"adamw": True}), p.detach().double().flatten()
     for t in range(1, 9):
         p.grad = drawn(6, 10, seed=t)
         opt.step()
-        exact = step(exact, p.grad.double(), t, LR)
-    assert (p.detach() - exact).abs().max() <= 8 * 8 * U * (exact.abs().max() + LR)
-    assert opt.state[p].keys() == {"step", "exp_avg", "exp_avg_sq"}
+        exact = step(exact, p.grad.double().flatten(), t, LR)
+    assert (p.detach().flatten() - exact).abs().max() <= 8 * 8 * U * (exact.abs().max() + LR)
+    assert opt.state[p].keys() == {"step", "momentum_buffer" if name == "dion" else "exp_avg", "exp_avg_sq"}
 
 
 @pytest.mark.parametrize("name", LOW_RANK)

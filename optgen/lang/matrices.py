@@ -169,7 +169,7 @@ def _drawn(name: str, like: Num, key: Num) -> Any:
     elif type(like).__module__.startswith("torch"):
         from optgen.runtime.reference import matrices
 
-        stream = matrices.streams(stream, like)
+        stream = matrices.streams(stream, like.shape[:-2], like.device)
     return _call(name, (like,), (key, stream))
 
 

@@ -346,6 +346,43 @@ class DAdaptAdam(Optimizer):
         fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
     ) -> None: ...
 
+class Dion(Optimizer):
+    """Dion: momentum made orthogonal in a space of low rank, with feedback of what is not in it; AdamW for the rest."""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 0.01,
+        mu: float | Tensor = 0.95,
+        betas: Sequence[float | Tensor] = (0.9, 0.95),
+        weight_decay: float | Tensor = 0.01,
+        rank: float | Tensor = 768.0,
+        eps: float | Tensor = 1e-8,
+        adamw: bool = False,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None, blocks: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+    ) -> None: ...
+
+class Fira(Optimizer):
+    """Fira: GaLore, and beside it what the gradient has outside of the space, scaled as Adam scales inside."""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 0.001,
+        betas: Sequence[float | Tensor] = (0.9, 0.999),
+        eps: float | Tensor = 1e-6,
+        weight_decay: float | Tensor = 0.0,
+        rank: float | Tensor = 128.0,
+        update_proj_gap: float | Tensor = 200.0,
+        alpha: float | Tensor = 0.25,
+        adamw: bool = False,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None, blocks: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+    ) -> None: ...
+
 class Fromage(Optimizer):
     """The gradient at the length of the weight; the sum is shrunk by what a step at right angles would lengthen it."""
 

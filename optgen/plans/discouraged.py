@@ -10,8 +10,8 @@ DISCOURAGED = {
             "exp_avg_var": ("adabelief",),
             "exp_avg_sq": (
                 "adam", "adamp", "adamw", "ademamix", "apollo", "came", "cautious_adamw", "clipped_adamw",
-                "dadapt_adam", "galore", "grams", "lamb", "laprop", "lookahead_adamw", "nadam", "prodigy", "radam",
-                "schedule_free_adamw", "sinkgd", "stable_spam",
+                "dadapt_adam", "fira", "galore", "grams", "lamb", "laprop", "lookahead_adamw", "nadam", "prodigy",
+                "radam", "schedule_free_adamw", "sinkgd", "stable_spam",
             ),
             "exp_inf": ("adamax",),
         },
@@ -47,12 +47,14 @@ DISCOURAGED = {
         'never returns to 0': {
             "exp_avg": (
                 "adabelief", "adafactor_paper", "adam", "adamax", "adamp", "adamw", "ademamix", "adopt", "apollo",
-                "came", "cautious_adamw", "clipped_adamw", "dadapt_adam", "galore", "grams", "lamb", "laprop",
+                "came", "cautious_adamw", "clipped_adamw", "dadapt_adam", "fira", "galore", "grams", "lamb", "laprop",
                 "lookahead_adamw", "nadam", "prodigy", "radam", "shampoo", "sinkgd", "stable_adamw", "stable_spam",
                 "yogi",
             ),
             "m": ("adam_mini",),
-            "momentum_buffer": ("lars", "orthograd", "rmsprop", "scion", "sgd", "sgdp", "sgdw", "signum", "sm3"),
+            "momentum_buffer": (
+                "dion", "lars", "orthograd", "rmsprop", "scion", "sgd", "sgdp", "sgdw", "signum", "sm3",
+            ),
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.999 changes it by 0.001 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 3; round it stochastically, or keep it'
@@ -60,8 +62,8 @@ DISCOURAGED = {
             "exp_avg_var": ("adabelief",),
             "exp_avg_sq": (
                 "adam", "adamp", "adamw", "ademamix", "apollo", "came", "cautious_adamw", "clipped_adamw",
-                "dadapt_adam", "galore", "grams", "lamb", "laprop", "lookahead_adamw", "nadam", "prodigy", "radam",
-                "schedule_free_adamw", "sinkgd", "stable_spam",
+                "dadapt_adam", "fira", "galore", "grams", "lamb", "laprop", "lookahead_adamw", "nadam", "prodigy",
+                "radam", "schedule_free_adamw", "sinkgd", "stable_spam",
             ),
             "exp_inf": ("adamax",),
         },
@@ -90,7 +92,7 @@ DISCOURAGED = {
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.95 changes it by 0.05 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 3; round it stochastically, or keep it'
-        ' in fp32': {"exp_avg_sq": ("adamuon", "muon", "normuon", "polargrad", "soap")},
+        ' in fp32': {"exp_avg_sq": ("adamuon", "dion", "muon", "normuon", "polargrad", "soap")},
         'to nearest, 28 codes up to 0.12 of the scale keep themselves under a decay of 0.98: a state without '
         'gradients never returns to 0': {"exp_avg": ("adan",)},
         'to nearest, 6 codes up to 0.024 of the scale keep themselves under a decay of 0.92: a state without '
@@ -114,9 +116,9 @@ DISCOURAGED = {
         'its scales cover 6.1e-05 to 6.55e+04 only: blocks beyond overflow or freeze': {
             "exp_avg": (
                 "adabelief", "adafactor_paper", "adam", "adamax", "adamp", "adamw", "adan", "ademamix", "adopt",
-                "apollo", "came", "cautious_adamw", "cautious_lion", "clipped_adamw", "dadapt_adam", "galore", "grams",
-                "lamb", "laprop", "lion", "lookahead_adamw", "mars", "nadam", "novograd", "prodigy", "radam", "shampoo",
-                "sinkgd", "soap", "stable_adamw", "stable_spam", "tiger", "yogi",
+                "apollo", "came", "cautious_adamw", "cautious_lion", "clipped_adamw", "dadapt_adam", "fira", "galore",
+                "grams", "lamb", "laprop", "lion", "lookahead_adamw", "mars", "nadam", "novograd", "prodigy", "radam",
+                "shampoo", "sinkgd", "soap", "stable_adamw", "stable_spam", "tiger", "yogi",
             ),
             "exp_avg_var": ("adabelief",),
             "square_avg": ("adadelta", "rmsprop"),
@@ -124,7 +126,7 @@ DISCOURAGED = {
             "variance": ("adafactor",),
             "exp_avg_sq": (
                 "adafactor_paper", "adam", "adamp", "adamuon", "adamw", "adan", "ademamix", "adopt", "apollo", "came",
-                "cautious_adamw", "clipped_adamw", "dadapt_adam", "galore", "grams", "lamb", "laprop",
+                "cautious_adamw", "clipped_adamw", "dadapt_adam", "dion", "fira", "galore", "grams", "lamb", "laprop",
                 "lookahead_adamw", "mars", "muon", "nadam", "normuon", "polargrad", "prodigy", "radam",
                 "schedule_free_adamw", "shampoo", "sinkgd", "soap", "stable_adamw", "stable_spam", "yogi",
             ),
@@ -133,8 +135,8 @@ DISCOURAGED = {
             "m": ("adam_mini",),
             "exp_inf": ("adamax",),
             "momentum_buffer": (
-                "adamuon", "lars", "muon", "normuon", "orthograd", "polargrad", "rmsprop", "scion", "sgd", "sgdp",
-                "sgdw", "signum", "sm3",
+                "adamuon", "dion", "lars", "muon", "normuon", "orthograd", "polargrad", "rmsprop", "scion", "sgd",
+                "sgdp", "sgdw", "signum", "sm3",
             ),
             "exp_avg_diff": ("adan",),
             "prev_grad": ("adan",),
@@ -153,12 +155,14 @@ DISCOURAGED = {
         'gradients never returns to 0': {
             "exp_avg": (
                 "adabelief", "adafactor_paper", "adam", "adamax", "adamp", "adamw", "ademamix", "adopt", "apollo",
-                "came", "cautious_adamw", "clipped_adamw", "dadapt_adam", "galore", "grams", "lamb", "laprop",
+                "came", "cautious_adamw", "clipped_adamw", "dadapt_adam", "fira", "galore", "grams", "lamb", "laprop",
                 "lookahead_adamw", "nadam", "prodigy", "radam", "shampoo", "sinkgd", "stable_adamw", "stable_spam",
                 "yogi",
             ),
             "m": ("adam_mini",),
-            "momentum_buffer": ("lars", "orthograd", "rmsprop", "scion", "sgd", "sgdp", "sgdw", "signum", "sm3"),
+            "momentum_buffer": (
+                "dion", "lars", "orthograd", "rmsprop", "scion", "sgd", "sgdp", "sgdw", "signum", "sm3",
+            ),
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.999 changes it by 0.001 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 1.7; round it stochastically, or keep '
@@ -166,8 +170,8 @@ DISCOURAGED = {
             "exp_avg_var": ("adabelief",),
             "exp_avg_sq": (
                 "adam", "adamp", "adamw", "ademamix", "apollo", "came", "cautious_adamw", "clipped_adamw",
-                "dadapt_adam", "galore", "grams", "lamb", "laprop", "lookahead_adamw", "nadam", "prodigy", "radam",
-                "schedule_free_adamw", "sinkgd", "stable_spam",
+                "dadapt_adam", "fira", "galore", "grams", "lamb", "laprop", "lookahead_adamw", "nadam", "prodigy",
+                "radam", "schedule_free_adamw", "sinkgd", "stable_spam",
             ),
             "exp_inf": ("adamax",),
         },
@@ -196,7 +200,7 @@ DISCOURAGED = {
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.95 changes it by 0.05 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 1.7; round it stochastically, or keep '
-        'it in fp32': {"exp_avg_sq": ("adamuon", "muon", "normuon", "polargrad", "soap")},
+        'it in fp32': {"exp_avg_sq": ("adamuon", "dion", "muon", "normuon", "polargrad", "soap")},
         'to nearest, 140 codes up to 0.35 of the scale keep themselves under a decay of 0.98: a state without '
         'gradients never returns to 0': {"exp_avg": ("adan",)},
         'to nearest, 36 codes up to 0.017 of the scale keep themselves under a decay of 0.92: a state without '
@@ -221,9 +225,9 @@ DISCOURAGED = {
         'its scales cover 1e-12 to 3.4e+38 only: blocks beyond overflow or freeze': {
             "exp_avg": (
                 "adabelief", "adafactor_paper", "adam", "adamax", "adamp", "adamw", "adan", "ademamix", "adopt",
-                "apollo", "came", "cautious_adamw", "cautious_lion", "clipped_adamw", "dadapt_adam", "galore", "grams",
-                "lamb", "laprop", "lion", "lookahead_adamw", "mars", "nadam", "novograd", "prodigy", "radam", "shampoo",
-                "sinkgd", "soap", "stable_adamw", "stable_spam", "tiger", "yogi",
+                "apollo", "came", "cautious_adamw", "cautious_lion", "clipped_adamw", "dadapt_adam", "fira", "galore",
+                "grams", "lamb", "laprop", "lion", "lookahead_adamw", "mars", "nadam", "novograd", "prodigy", "radam",
+                "shampoo", "sinkgd", "soap", "stable_adamw", "stable_spam", "tiger", "yogi",
             ),
             "exp_avg_var": ("adabelief",),
             "square_avg": ("adadelta", "rmsprop"),
@@ -231,7 +235,7 @@ DISCOURAGED = {
             "variance": ("adafactor",),
             "exp_avg_sq": (
                 "adafactor_paper", "adam", "adamp", "adamuon", "adamw", "adan", "ademamix", "adopt", "apollo", "came",
-                "cautious_adamw", "clipped_adamw", "dadapt_adam", "galore", "grams", "lamb", "laprop",
+                "cautious_adamw", "clipped_adamw", "dadapt_adam", "dion", "fira", "galore", "grams", "lamb", "laprop",
                 "lookahead_adamw", "mars", "muon", "nadam", "normuon", "polargrad", "prodigy", "radam",
                 "schedule_free_adamw", "shampoo", "sinkgd", "soap", "stable_adamw", "stable_spam", "yogi",
             ),
@@ -240,8 +244,8 @@ DISCOURAGED = {
             "m": ("adam_mini",),
             "exp_inf": ("adamax",),
             "momentum_buffer": (
-                "adamuon", "lars", "muon", "normuon", "orthograd", "polargrad", "rmsprop", "scion", "sgd", "sgdp",
-                "sgdw", "signum", "sm3",
+                "adamuon", "dion", "lars", "muon", "normuon", "orthograd", "polargrad", "rmsprop", "scion", "sgd",
+                "sgdp", "sgdw", "signum", "sm3",
             ),
             "exp_avg_diff": ("adan",),
             "prev_grad": ("adan",),
@@ -259,9 +263,9 @@ DISCOURAGED = {
         'its scales cover 1e-12 to 3.4e+38 only: blocks beyond overflow or freeze': {
             "exp_avg": (
                 "adabelief", "adafactor_paper", "adam", "adamax", "adamp", "adamw", "adan", "ademamix", "adopt",
-                "apollo", "came", "cautious_adamw", "cautious_lion", "clipped_adamw", "dadapt_adam", "galore", "grams",
-                "lamb", "laprop", "lion", "lookahead_adamw", "mars", "nadam", "novograd", "prodigy", "radam", "shampoo",
-                "sinkgd", "soap", "stable_adamw", "stable_spam", "tiger", "yogi",
+                "apollo", "came", "cautious_adamw", "cautious_lion", "clipped_adamw", "dadapt_adam", "fira", "galore",
+                "grams", "lamb", "laprop", "lion", "lookahead_adamw", "mars", "nadam", "novograd", "prodigy", "radam",
+                "shampoo", "sinkgd", "soap", "stable_adamw", "stable_spam", "tiger", "yogi",
             ),
             "exp_avg_var": ("adabelief",),
             "square_avg": ("adadelta", "rmsprop"),
@@ -269,7 +273,7 @@ DISCOURAGED = {
             "variance": ("adafactor",),
             "exp_avg_sq": (
                 "adafactor_paper", "adam", "adamp", "adamuon", "adamw", "adan", "ademamix", "adopt", "apollo", "came",
-                "cautious_adamw", "clipped_adamw", "dadapt_adam", "galore", "grams", "lamb", "laprop",
+                "cautious_adamw", "clipped_adamw", "dadapt_adam", "dion", "fira", "galore", "grams", "lamb", "laprop",
                 "lookahead_adamw", "mars", "muon", "nadam", "normuon", "polargrad", "prodigy", "radam",
                 "schedule_free_adamw", "shampoo", "sinkgd", "soap", "stable_adamw", "stable_spam", "yogi",
             ),
@@ -278,8 +282,8 @@ DISCOURAGED = {
             "m": ("adam_mini",),
             "exp_inf": ("adamax",),
             "momentum_buffer": (
-                "adamuon", "lars", "muon", "normuon", "orthograd", "polargrad", "rmsprop", "scion", "sgd", "sgdp",
-                "sgdw", "signum", "sm3",
+                "adamuon", "dion", "lars", "muon", "normuon", "orthograd", "polargrad", "rmsprop", "scion", "sgd",
+                "sgdp", "sgdw", "signum", "sm3",
             ),
             "exp_avg_diff": ("adan",),
             "prev_grad": ("adan",),
@@ -297,9 +301,9 @@ DISCOURAGED = {
         'its scales cover 1e-12 to 3.4e+38 only: blocks beyond overflow or freeze': {
             "exp_avg": (
                 "adabelief", "adafactor_paper", "adam", "adamax", "adamp", "adamw", "adan", "ademamix", "adopt",
-                "apollo", "came", "cautious_adamw", "cautious_lion", "clipped_adamw", "dadapt_adam", "galore", "grams",
-                "lamb", "laprop", "lion", "lookahead_adamw", "mars", "nadam", "novograd", "prodigy", "radam", "shampoo",
-                "sinkgd", "soap", "stable_adamw", "stable_spam", "tiger", "yogi",
+                "apollo", "came", "cautious_adamw", "cautious_lion", "clipped_adamw", "dadapt_adam", "fira", "galore",
+                "grams", "lamb", "laprop", "lion", "lookahead_adamw", "mars", "nadam", "novograd", "prodigy", "radam",
+                "shampoo", "sinkgd", "soap", "stable_adamw", "stable_spam", "tiger", "yogi",
             ),
             "exp_avg_var": ("adabelief",),
             "square_avg": ("adadelta", "rmsprop"),
@@ -307,7 +311,7 @@ DISCOURAGED = {
             "variance": ("adafactor",),
             "exp_avg_sq": (
                 "adafactor_paper", "adam", "adamp", "adamuon", "adamw", "adan", "ademamix", "adopt", "apollo", "came",
-                "cautious_adamw", "clipped_adamw", "dadapt_adam", "galore", "grams", "lamb", "laprop",
+                "cautious_adamw", "clipped_adamw", "dadapt_adam", "dion", "fira", "galore", "grams", "lamb", "laprop",
                 "lookahead_adamw", "mars", "muon", "nadam", "normuon", "polargrad", "prodigy", "radam",
                 "schedule_free_adamw", "shampoo", "sinkgd", "soap", "stable_adamw", "stable_spam", "yogi",
             ),
@@ -316,8 +320,8 @@ DISCOURAGED = {
             "m": ("adam_mini",),
             "exp_inf": ("adamax",),
             "momentum_buffer": (
-                "adamuon", "lars", "muon", "normuon", "orthograd", "polargrad", "rmsprop", "scion", "sgd", "sgdp",
-                "sgdw", "signum", "sm3",
+                "adamuon", "dion", "lars", "muon", "normuon", "orthograd", "polargrad", "rmsprop", "scion", "sgd",
+                "sgdp", "sgdw", "signum", "sm3",
             ),
             "exp_avg_diff": ("adan",),
             "prev_grad": ("adan",),
@@ -336,12 +340,14 @@ DISCOURAGED = {
         ' never returns to 0': {
             "exp_avg": (
                 "adabelief", "adafactor_paper", "adam", "adamax", "adamp", "adamw", "ademamix", "adopt", "apollo",
-                "came", "cautious_adamw", "clipped_adamw", "dadapt_adam", "galore", "grams", "lamb", "laprop",
+                "came", "cautious_adamw", "clipped_adamw", "dadapt_adam", "fira", "galore", "grams", "lamb", "laprop",
                 "lookahead_adamw", "nadam", "prodigy", "radam", "shampoo", "sinkgd", "stable_adamw", "stable_spam",
                 "yogi",
             ),
             "m": ("adam_mini",),
-            "momentum_buffer": ("lars", "orthograd", "rmsprop", "scion", "sgd", "sgdp", "sgdw", "signum", "sm3"),
+            "momentum_buffer": (
+                "dion", "lars", "orthograd", "rmsprop", "scion", "sgd", "sgdp", "sgdw", "signum", "sm3",
+            ),
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.999 changes it by 0.001 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or keep it'
@@ -349,8 +355,8 @@ DISCOURAGED = {
             "exp_avg_var": ("adabelief",),
             "exp_avg_sq": (
                 "adam", "adamp", "adamw", "ademamix", "apollo", "came", "cautious_adamw", "clipped_adamw",
-                "dadapt_adam", "galore", "grams", "lamb", "laprop", "lookahead_adamw", "nadam", "prodigy", "radam",
-                "schedule_free_adamw", "sinkgd", "stable_spam",
+                "dadapt_adam", "fira", "galore", "grams", "lamb", "laprop", "lookahead_adamw", "nadam", "prodigy",
+                "radam", "schedule_free_adamw", "sinkgd", "stable_spam",
             ),
             "exp_inf": ("adamax",),
         },
@@ -379,7 +385,7 @@ DISCOURAGED = {
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.95 changes it by 0.05 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or keep it'
-        ' in fp32': {"exp_avg_sq": ("adamuon", "muon", "normuon", "polargrad", "soap")},
+        ' in fp32': {"exp_avg_sq": ("adamuon", "dion", "muon", "normuon", "polargrad", "soap")},
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.98: a state without gradients '
         'never returns to 0': {"exp_avg": ("adan",)},
         'to nearest, 14 codes up to 0.89 of the scale keep themselves under a decay of 0.92: a state without '
@@ -404,12 +410,14 @@ DISCOURAGED = {
         ' never returns to 0': {
             "exp_avg": (
                 "adabelief", "adafactor_paper", "adam", "adamax", "adamp", "adamw", "ademamix", "adopt", "apollo",
-                "came", "cautious_adamw", "clipped_adamw", "dadapt_adam", "galore", "grams", "lamb", "laprop",
+                "came", "cautious_adamw", "clipped_adamw", "dadapt_adam", "fira", "galore", "grams", "lamb", "laprop",
                 "lookahead_adamw", "nadam", "prodigy", "radam", "shampoo", "sinkgd", "stable_adamw", "stable_spam",
                 "yogi",
             ),
             "m": ("adam_mini",),
-            "momentum_buffer": ("lars", "orthograd", "rmsprop", "scion", "sgd", "sgdp", "sgdw", "signum", "sm3"),
+            "momentum_buffer": (
+                "dion", "lars", "orthograd", "rmsprop", "scion", "sgd", "sgdp", "sgdw", "signum", "sm3",
+            ),
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.999 changes it by 0.001 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or keep it'
@@ -417,8 +425,8 @@ DISCOURAGED = {
             "exp_avg_var": ("adabelief",),
             "exp_avg_sq": (
                 "adam", "adamp", "adamw", "ademamix", "apollo", "came", "cautious_adamw", "clipped_adamw",
-                "dadapt_adam", "galore", "grams", "lamb", "laprop", "lookahead_adamw", "nadam", "prodigy", "radam",
-                "schedule_free_adamw", "sinkgd", "stable_spam",
+                "dadapt_adam", "fira", "galore", "grams", "lamb", "laprop", "lookahead_adamw", "nadam", "prodigy",
+                "radam", "schedule_free_adamw", "sinkgd", "stable_spam",
             ),
             "exp_inf": ("adamax",),
         },
@@ -447,7 +455,7 @@ DISCOURAGED = {
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.95 changes it by 0.05 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or keep it'
-        ' in fp32': {"exp_avg_sq": ("adamuon", "muon", "normuon", "polargrad", "soap")},
+        ' in fp32': {"exp_avg_sq": ("adamuon", "dion", "muon", "normuon", "polargrad", "soap")},
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.98: a state without gradients '
         'never returns to 0': {"exp_avg": ("adan",)},
         'to nearest, 14 codes up to 0.89 of the scale keep themselves under a decay of 0.92: a state without '

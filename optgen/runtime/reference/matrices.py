@@ -191,10 +191,12 @@ def column_norms(like: Tensor, x: Tensor) -> Tensor:
     return norms.expand_as(like)
 
 
-def streams(stream: int, like: Tensor, first: int = 0) -> Tensor:
-    """The stream keys of a tensor's matrices (..., rows, columns): int64 (..., 1, 1); first: the first one's number."""
-    lead = like.shape[:-2]
-    numbers = torch.arange(first, first + math.prod(lead), device=like.device)
+def streams(stream: int, lead: Sequence[int], device: torch.device, first: int = 0) -> Tensor:
+    """The stream keys of a parameter's matrices, which have these leading dimensions: int64 (*lead, 1, 1).
+
+    first  number of the first one in the parameter
+    """
+    numbers = torch.arange(first, first + math.prod(lead), device=device)
     return (stream + numbers * keys.M3 & _WORD).view(*lead, 1, 1)
 
 

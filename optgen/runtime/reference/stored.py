@@ -135,7 +135,7 @@ class Stored:
 
     def streams(self) -> Tensor:
         """The stream keys of the parameter's matrices."""
-        return matrices.streams(self.stream_key, self.p)
+        return matrices.streams(self.stream_key, self.p.shape[:-2], self.p.device)
 
     def codec(self, owner: str) -> Codec:
         """The codec of the weight ("p") or a state."""

@@ -85,7 +85,7 @@ def _call(bucket: Bucket, stage: Stage, scalars: Sequence[float] | Control, at_o
     for i, k, shape, values in tensors:
         sizes = {"rows": shape[-2], "columns": shape[-1], "elements": bucket.numel(i), "stream": 0}
         if drawn:
-            values.insert(count, functions.streams(bucket.streams[i], values[-1], k))
+            values.insert(count, functions.streams(bucket.streams[i], shape[:-2], bucket.device, k))
         key = (*shape[-2:], *(sizes[x] for x in stage.extents))
         each = (x.reshape(x.shape[:-2].numel(), *x.shape[-2:]).unbind() for x in values)
         alike.setdefault(key, []).extend((i, x) for x in zip(*each, strict=True))
