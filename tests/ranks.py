@@ -733,6 +733,7 @@ def gradients_released(here: Here) -> None:
             ("LAMB", "int8_split24", bf16, {"accumulate": 2}),
             ("CAME", "fp32", fp32, {}),
             ("Muon", "int8_split24", bf16, {}),
+            ("SOAP", "int8_split24", bf16, {}),
         ]
     for name, plan, dtype, options in cases:
         model, other = sharded(dtype, on_host if name == "LAMB" else OffloadPolicy()), sharded(dtype, OffloadPolicy())
