@@ -25,8 +25,9 @@ from optgen.lang import (
     state,
     symmetric,
 )  # fmt: skip
+from optgen.lang.spec import Recurrence
+from optgen.ops import dtypes
 from optgen.runtime.reference.matrix_codecs import CODECS
-from optgen.verify import lint
 from specs import plans
 
 UNIT = 2.0**-24
@@ -216,7 +217,7 @@ def test_plans_say_the_bits_of_matrix_states() -> None:
     assert [row.bytes for row in explain(turned, mine).memory if row.name == "left"] == [4]
     with pytest.raises(UserError, match=r"`matrices` of a plan is the bits of matrix states, 8 or 32, got 4"):
         Plan("four", matrices=4)
-    slow = lint.lint({"left": lint.Recurrence("ema", 0.99)}, plans.int8_split24.storage(
-        turned.states, lint.dtypes.bf16, False))  # fmt: skip
-    assert [(f.code, f.severity) for f in slow if f.state == "left"] == [("L2", "warning")]
-    assert "0.39 of the largest" in next(f.reason for f in slow if f.state == "left")
+    for kind, decay, bits in (("ema", 0.95, 8), ("ema", 0.99, 32), ("sum", None, 32), ("previous", None, 8)):
+        recur = {"left": Recurrence(kind, decay), "basis": Recurrence("other")}
+        kept = plans.int8_split24.storage(turned.states, dtypes.bf16, False, recur).states
+        assert (kept["left"] == floats.f32) == (bits == 32) and kept["basis"] != floats.f32

@@ -436,9 +436,9 @@ RULES = (
         states=(
             StateRecord("exp_avg", normalized_by="exp_avg_sq"),
             StateRecord("exp_avg_sq", nonneg=True),
-            StateRecord("left", space="mm", trait="symmetric"),
+            StateRecord("left", space="mm"),
             StateRecord("root_left", space="mm", nearest=True, trait="symmetric"),
-            StateRecord("right", space="nn", trait="symmetric"),
+            StateRecord("right", space="nn"),
             StateRecord("root_right", space="nn", nearest=True, trait="symmetric"),
         ),
         unchanged=(("root_left", "root_right"), ()),
@@ -476,9 +476,9 @@ RULES = (
         states=(
             StateRecord("exp_avg", normalized_by="exp_avg_sq"),
             StateRecord("exp_avg_sq", nonneg=True),
-            StateRecord("left", space="mm", trait="symmetric"),
+            StateRecord("left", space="mm"),
             StateRecord("root_left", space="mm", nearest=True, trait="symmetric"),
-            StateRecord("right", space="nn", trait="symmetric"),
+            StateRecord("right", space="nn"),
             StateRecord("root_right", space="nn", nearest=True, trait="symmetric"),
         ),
         unchanged=((), ("root_left", "root_right")),

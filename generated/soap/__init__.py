@@ -753,9 +753,9 @@ RULES = (
         states=(
             StateRecord("exp_avg", normalized_by="exp_avg_sq"),
             StateRecord("exp_avg_sq", nonneg=True),
-            StateRecord("left", space="mm", trait="symmetric"),
+            StateRecord("left", space="mm"),
             StateRecord("basis_left", space="mm", init="identity", trait="orthogonal"),
-            StateRecord("right", space="nn", trait="symmetric"),
+            StateRecord("right", space="nn"),
             StateRecord("basis_right", space="nn", init="identity", trait="orthogonal"),
         ),
         unchanged=((), ("basis_left", "basis_right")),
@@ -778,7 +778,7 @@ RULES = (
         states=(
             StateRecord("exp_avg", normalized_by="exp_avg_sq"),
             StateRecord("exp_avg_sq", nonneg=True),
-            StateRecord("left", space="mm", trait="symmetric"),
+            StateRecord("left", space="mm"),
             StateRecord("basis_left", space="mm", init="identity", trait="orthogonal"),
         ),
         unchanged=((), ("basis_left",)),
@@ -801,7 +801,7 @@ RULES = (
         states=(
             StateRecord("exp_avg", normalized_by="exp_avg_sq"),
             StateRecord("exp_avg_sq", nonneg=True),
-            StateRecord("right", space="nn", trait="symmetric"),
+            StateRecord("right", space="nn"),
             StateRecord("basis_right", space="nn", init="identity", trait="orthogonal"),
         ),
         unchanged=((), ("basis_right",)),

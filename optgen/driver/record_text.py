@@ -17,7 +17,7 @@ from optgen.driver.project import Maths
 from optgen.driver.steps import rule_step
 from optgen.formats import floats, format
 from optgen.formats.format import Format
-from optgen.formats.plan import Plan, field_names, rounds_to_nearest
+from optgen.formats.plan import Plan, coded_trait, field_names, rounds_to_nearest
 from optgen.ir.node import loads, postorder
 from optgen.ir.program import Buffer, Program, Schedule, Stage, Step
 from optgen.ir.ranges import is_plus
@@ -111,7 +111,7 @@ def _rule(spec: Spec, flags: Mapping[str, bool], pool: Pool) -> RuleRecord:
     states = [
         StateRecord(
             s.name, s.nonneg, s.space.name, s.init, s.normalized_by or "", rounds_to_nearest(recurrences[s.name]),
-            s.rank, s.trait,
+            s.rank, coded_trait(s, recurrences[s.name]),
         )
         for s in spec.present(flags)
     ]

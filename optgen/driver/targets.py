@@ -54,10 +54,18 @@ def cases(spec: Spec, plan: Plan) -> Iterator[Case]:
 
 @lru_cache(maxsize=4096)
 def recurrences_of(spec: Spec, flags: tuple[tuple[str, bool], ...]) -> Mapping[str, object]:
-    """Return the recurrence of each present state, at the steps that change it if there are any."""
-    from optgen.lang.symbolic import recurrence
+    """Return the recurrence of each present state, at the steps that change it if there are any.
 
-    return {s.name: recurrence(spec, spec.moving(dict(flags), s.name), s.name) for s in spec.present(dict(flags))}
+    The decay of a matrix state, which decides whether it may have few bits, is that of default hyper-parameters.
+    """
+    from optgen.lang.symbolic import recurrence
+    from optgen.verify import lint
+
+    present = spec.present(dict(flags))
+    found = {s.name: recurrence(spec, spec.moving(dict(flags), s.name), s.name) for s in present}
+    traits = [s.name for s in present if s.trait]
+    numbers = lint.recurrences(spec, dict(flags)) if traits else {}
+    return found | {name: numbers[name] for name in traits}
 
 
 def source_name(file: str) -> str:

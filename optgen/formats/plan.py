@@ -25,7 +25,7 @@ from optgen.lang.spec import MatrixKind
 from optgen.ops.dtypes import DType, f32
 
 T = TypeVar("T")
-SMALL = 4096
+SMALL, SLOW = 4096, 0.98
 
 
 def rounds_to_nearest(recurrence: Any) -> bool:
@@ -38,6 +38,18 @@ def rounds_to_nearest(recurrence: Any) -> bool:
     if recurrence.kind in ("max", "min"):
         return recurrence.decay is None or bool(recurrence.decay == 1)
     return recurrence.kind in ("previous", "constant")
+
+
+def coded_trait(state: StateDecl, recurrence: Any) -> str:
+    """Return the trait by which plans of `matrices=8` keep a matrix state; "" where it stays fp32.
+
+    These are matrices of low rank, and symmetric states that recur like slow averages: to nearest, one of decay b does
+    not follow changes of 1 / (254 (1 - b)) of a block's largest number, a fifth from SLOW on.
+    """
+    if state.rank or state.trait != "symmetric" or recurrence is None or recurrence.kind in ("previous", "constant"):
+        return "" if state.rank else state.trait
+    fast = recurrence.kind == "ema" and recurrence.decay is not None and recurrence.decay < SLOW
+    return state.trait if fast else ""
 
 
 @dataclass(frozen=True)
@@ -293,21 +305,22 @@ class Plan:
     def _resolved(
         self, state: StateDecl, small: bool, vector: bool, recurrences: Mapping[str, Any] | None
     ) -> Format:
-        fmt = self._format(state, small)
+        recurrence = (recurrences or {}).get(state.name)
+        fmt = self._format(state, small, recurrence)
         # Small tensors are one class, vectors and matrices: what `overrides` keep of them may need no rows and columns.
         if vector or small:
             fmt = fmt.of_vectors()
         if fmt.rounding != "auto":
             return fmt
-        recurrence = (recurrences or {}).get(state.name)
         nearest = recurrence is not None and rounds_to_nearest(recurrence)
         return fmt.rounded("nearest" if nearest else "stochastic")
 
-    def _format(self, state: StateDecl, small: bool) -> Format:
+    def _format(self, state: StateDecl, small: bool, recurrence: Any) -> Format:
         if state.name in self.overrides:
             return self.overrides[state.name]
         if state.space.name != "elem":
-            return MATRICES.get(state.trait, floats.f32) if self.matrices == 8 and not small else floats.f32
+            trait = coded_trait(state, recurrence) if self.matrices == 8 and not small else ""
+            return MATRICES.get(trait, floats.f32)
         if state.init == "param":
             return self.initial
         if small:

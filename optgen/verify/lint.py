@@ -47,7 +47,6 @@ AVERAGES = ("ema", "other")
 
 TYPICAL = 0.9  # a decay that is 0 by default and in use
 STEPS, LOST = 1000, 0.5  # after so many steps the noise of a sum may be this much of what it is a multiple of
-SLOW = 0.98  # a decay from which 8 bits to nearest lose changes of a fifth of a block's largest number
 LATE = 1e6 + 1  # the step of which decays are: first steps are forgotten, and it is no multiple of an interval
 
 
@@ -144,11 +143,7 @@ def _of_state(fmt: Format, recurrence: Recurrence, nonneg: bool) -> Iterator[For
         return
     yield from _of_format(fmt, nonneg)
     kind, decay, nearest = recurrence.kind, recurrence.decay, fmt.noise_bits == 0
-    if isinstance(fmt, OfMatrix):  # its codes are those of a basis, which turns; measured at a decay of 0.95
-        if fmt.trait == "symmetric" and kind == "ema" and decay is not None and decay >= SLOW:
-            lost = f"{0.5 / 127 / (1 - decay):.2g} of the largest number of 64 neighbours"
-            reason = f"to nearest, an average under a decay of {decay:g} does not follow changes of up to {lost}"
-            yield "L2", "warning", f"{reason}; overrides={{...}} of the plan keeps it in fp32"
+    if isinstance(fmt, OfMatrix):  # slow averages are none (formats.plan.coded_trait)
         return
     if "" not in fmt.fields():  # sums of elements, in fp32: nothing that adds up is rounded away
         if kind in ("max", "min"):

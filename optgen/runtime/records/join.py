@@ -33,7 +33,7 @@ class StateRecord:
     normalized_by  the state by whose root the rule divides it
     nearest        True if formats that may do either round it to nearest: it would climb, sink or wander otherwise
     rank           of a matrix of low rank: the hyper-parameter that says it
-    trait          of a matrix: what formats may rely on, such as "symmetric"
+    trait          of a matrix: what formats in few bits may rely on, such as "symmetric"; "" keeps it in fp32
     """
 
     name: str
