@@ -53,11 +53,13 @@ def soap(
     if refresh and by_rows:
         order = sorting(left)
         turn = orthogonal_iteration(left, moves * order)
-        basis_left, left = basis_left @ turn, turn.T @ left @ turn
+        new, left = basis_left @ turn, turn.T @ left @ turn
+        basis_left = 1.5 * new - 0.5 * new @ gram(new.T)  # orthogonal again: roundings of products add up
         exp_avg, exp_avg_sq = turn.T @ exp_avg, order.T @ exp_avg_sq
     if refresh and by_columns:
         order = sorting(right)
         turn = orthogonal_iteration(right, moves * order)
-        basis_right, right = basis_right @ turn, turn.T @ right @ turn
+        new, right = basis_right @ turn, turn.T @ right @ turn
+        basis_right = 1.5 * new - 0.5 * new @ gram(new.T)
         exp_avg, exp_avg_sq = exp_avg @ turn, exp_avg_sq @ order
     return p, exp_avg, exp_avg_sq, left, basis_left, right, basis_right
