@@ -109,7 +109,7 @@ def of_rounded(
     return p, left
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpp"])
+@pytest.mark.parametrize("backend", ["reference", "cpp", "triton"])
 @pytest.mark.parametrize(("spec", "tolerance"), [(of_old_numbers, 1e-5), (of_names, 1e-5), (of_rounded, 0.02)], ids=str)
 def test_odd_rules_are_their_own_fp64_reading(spec: Spec, tolerance: float, backend: str) -> None:
     """Within fp32's roundings of some ten operations (2^-24 each, under sums of ten), or of one bf16 ulp of 1.2 a

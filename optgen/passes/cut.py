@@ -647,7 +647,7 @@ class SmallWork:
                     floor = max(floor, (sweep.level + 1, 0, space))
             whole = self.cutter.matrices.values()
             if any(a.op == "load" and a.attr == s.buffer for n in whole for a in n.args):
-                floor = max(floor, (max(map(level, whole)) + 1, 0, space))
+                floor = max(floor, (max(map(level, whole)) + 2, 0, space))
             for key, nodes in self.rounds.items():
                 if any(a.op == "load" and a.attr == s.buffer for n in nodes for a in n.args):
                     floor = max(floor, key if key[2] == space else (key[0], key[1] + 1, space))
