@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import optgen
+from optgen import optim
 from optgen.base.errors import UserError
 from optgen.driver.explain import explain
 from optgen.formats import Plan, floats
@@ -207,6 +208,16 @@ def test_checkpoints_keep_bits_and_other_plans_are_converted(tmp_path: Path) -> 
     wrong["state"][0]["left_diagonal"] = torch.full((64, 1), float("nan"))
     with pytest.raises(ValueError, match=r"left_diagonal: expected numbers, 64 of 64 are NaN"):
         again.load_state_dict(wrong)
+
+
+@pytest.mark.parametrize(("name", "coded"), [("SOAP", {"left", "right", "basis_left", "basis_right"}),
+                                             ("Shampoo", {"root_left", "root_right"})])  # fmt: skip
+def test_all_steps_of_a_rule_keep_matrix_states_alike(name: str, coded: set[str]) -> None:
+    p = nn.Parameter(drawn(64, 80))
+    opt = getattr(optim, name)([("w", p)], plan="int8", precondition_frequency=2, backend="reference")
+    for t in range(4):
+        stepped(opt, p, t)
+    assert {k.removesuffix("_codes") for k, v in opt.state[p].items() if getattr(v, "dtype", 0) == torch.int8} == coded
 
 
 def test_plans_say_the_bits_of_matrix_states() -> None:

@@ -761,9 +761,9 @@ RULES = (
         states=(
             StateRecord("exp_avg", normalized_by="exp_avg_sq"),
             StateRecord("exp_avg_sq", nonneg=True),
-            StateRecord("left", space="mm"),
+            StateRecord("left", space="mm", trait="symmetric"),
             StateRecord("basis_left", space="mm", init="identity", trait="orthogonal"),
-            StateRecord("right", space="nn"),
+            StateRecord("right", space="nn", trait="symmetric"),
             StateRecord("basis_right", space="nn", init="identity", trait="orthogonal"),
         ),
         unchanged=((), ("basis_left", "basis_right")),
@@ -786,7 +786,7 @@ RULES = (
         states=(
             StateRecord("exp_avg", normalized_by="exp_avg_sq"),
             StateRecord("exp_avg_sq", nonneg=True),
-            StateRecord("left", space="mm"),
+            StateRecord("left", space="mm", trait="symmetric"),
             StateRecord("basis_left", space="mm", init="identity", trait="orthogonal"),
         ),
         unchanged=((), ("basis_left",)),
@@ -809,7 +809,7 @@ RULES = (
         states=(
             StateRecord("exp_avg", normalized_by="exp_avg_sq"),
             StateRecord("exp_avg_sq", nonneg=True),
-            StateRecord("right", space="nn"),
+            StateRecord("right", space="nn", trait="symmetric"),
             StateRecord("basis_right", space="nn", init="identity", trait="orthogonal"),
         ),
         unchanged=((), ("basis_right",)),

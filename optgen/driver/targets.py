@@ -56,7 +56,8 @@ def cases(spec: Spec, plan: Plan) -> Iterator[Case]:
 def recurrences_of(spec: Spec, flags: tuple[tuple[str, bool], ...]) -> Mapping[str, object]:
     """Return the recurrence of each present state, at the steps that change it if there are any.
 
-    The decay of a matrix state, which decides whether it may have few bits, is that of default hyper-parameters.
+    Those of matrix states, which decide whether these may have few bits, are of steps without flags that follow steps,
+    and of default hyper-parameters: one form for all steps.
     """
     from optgen.lang.symbolic import recurrence
     from optgen.verify import lint
@@ -64,7 +65,8 @@ def recurrences_of(spec: Spec, flags: tuple[tuple[str, bool], ...]) -> Mapping[s
     present = spec.present(dict(flags))
     found = {s.name: recurrence(spec, spec.moving(dict(flags), s.name), s.name) for s in present}
     traits = [s.name for s in present if s.trait]
-    numbers = lint.recurrences(spec, dict(flags)) if traits else {}
+    usual = dict(flags) | {f.name: False for f in spec.flags if f.clock is not None}
+    numbers = lint.recurrences(spec, usual) if traits else {}
     return found | {name: numbers[name] for name in traits}
 
 
