@@ -111,9 +111,11 @@ ACTIVE: dict[str, dict[str, Any]] = {
     **{name: {"warmup_steps": 9.0} for name in ("ScheduleFreeAdamW", "ScheduleFreeSGD")},
     "Prodigy": {"lr": 0.5, "d_coef": 100.0},
     "AdafactorPaper": {"lr": 1.0},
+    "Shampoo": {"precondition_frequency": 3},
 }
 """What others of a rule's arguments depend on: no dampening without a momentum, no kind of decay without a decay, no
-safeguard against a rate that is 1, nor before the estimate has grown, no relative step while lr is less."""
+safeguard against a rate that is 1, nor before the estimate has grown, no relative step while lr is less, no factors
+before the first roots."""
 
 
 def outcome(cls: Any, options: dict[str, Any]) -> Tensor | None:

@@ -287,7 +287,7 @@ def matrix_fields(
 ) -> dict[str, Tensor]:
     """Return the fields of a matrix state of these values, of one number in every place, or of the "identity"."""
     field = next(f.of_values for f in variant.fields if f.owner == name)
-    x = torch.empty(field_shape(field, shape), device=device)
+    x = torch.empty(field_shape(field, shape), dtype=torch.float32, device=device)
     if isinstance(value, str):
         x.zero_().diagonal(dim1=-2, dim2=-1).fill_(1)
     else:
