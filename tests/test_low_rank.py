@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import optgen
 from optgen import optim
 from optgen.base.errors import UserError
+from optgen.driver.explain import explain
 from optgen.lang import (
     flag,
     hyper,
@@ -27,6 +28,7 @@ from optgen.lang import (
     zero_product,
 )
 from optgen.runtime.records.keys import stream_key
+from specs import plans
 from tests.harness import spec_of
 from tests.oracles import LOW_RANK
 
@@ -307,3 +309,11 @@ def test_a_gradient_of_nan_makes_a_weight_of_nan(name: str, backend: str) -> Non
         opt.step()
     assert a.isnan().all()
     assert b.isfinite().all()
+
+
+def test_explanations_name_functions_of_matrices_and_the_rank_of_their_bytes() -> None:
+    text = explain(spec_of("galore"), plans.fp32)
+    assert "full = wide(g)" in text.formulas
+    assert any("scale * unwide(g, " in line for line in text.formulas)
+    stored = {row.name: row.stored for row in text.memory}
+    assert "of full rank" in stored["low_avg"] and "rank" not in stored["p"]

@@ -53,12 +53,14 @@ def memory(spec: Spec, storage: Storage, decays: Mapping[str, Recurrence] | None
     size = sum(f.bytes_per_param for f in master.fields(param).values())
     rows = [Kept("p", master.describe(param), size, *weight)]
     held = {s.name: s.space for s in spec.states}
+    full = {s.name: " of full rank" if s.rank else "" for s in spec.states}
     for name, fmt in storage.states.items():
         error, valid = _bound(lambda fmt=fmt: bounds.one_step_bound(fmt))
         steady = _steady(fmt, (decays or {}).get(name))
         of, size = (f", one per {held[name].name}", 0.0)
         if spaces.dims(held[name]):
-            of, size = "" if held[name] is spaces.elem else ", of square matrices", fmt.bytes_per_param
+            of = "" if held[name] is spaces.elem else f", of square matrices{full[name]}"
+            size = fmt.bytes_per_param
         rows.append(Kept(name, f"{fmt}{of}", size, error, valid, steady))
     return rows
 

@@ -54,7 +54,8 @@ def _text(node: Node, parts: list[tuple[str, int]]) -> tuple[str, int]:
     if node.op == "where":
         (c, _), (a_text, _), (b_text, _) = parts
         return f"({a_text} if {c} else {b_text})", ATOM
-    return f"{node.op}({', '.join(t for t, _ in parts)})", ATOM
+    function = node.attr if node.op == "call" else node.op.removeprefix("to_")
+    return f"{function}({', '.join(t for t, _ in parts)})", ATOM
 
 
 def _expression(root: Node, known: Mapping[int, str]) -> str:
