@@ -12,7 +12,7 @@ from optgen.runtime.gpu.prelude import minus, reciprocal
 
 @triton.jit
 def adafactor_1_tile(PLAN: tl.constexpr, p, g, live, MASKED: tl.constexpr):
-    """What is reduced to row_sum_for_alpha, row_sum_for_row_var, col_sum_for_col_var."""
+    """The terms of row_sum_for_alpha, row_sum_for_row_var, col_sum_for_col_var."""
     return p, g
 
 
@@ -26,7 +26,7 @@ def adafactor_2_values(
     row_var, row_sum_for_row_var, row_sum_for_alpha, extent_columns, grad_scale_times_grad_scale,
     one_minus_t_pow_beta2_decay, one_minus_beta2,
 ):
-    """The new row_var; what is reduced to mat_sum_of_row_var, tensor_sum_for_alpha."""
+    """The new row_var; the terms of mat_sum_of_row_var, tensor_sum_for_alpha."""
     # 45  row_var = (1 - one_minus_beta2) * row_var + one_minus_beta2 * row_mean(g * g)
     row_var = tl.fma(
         one_minus_beta2, grad_scale_times_grad_scale * row_sum_for_row_var / extent_columns,
@@ -92,7 +92,7 @@ def adafactor_2_between(
 
 @triton.jit
 def adafactor_7_tile(PLAN: tl.constexpr, g, col_var, row_div, eps1_times_eps1, live, MASKED: tl.constexpr):
-    """What is reduced to row_sum_of_g."""
+    """The terms of row_sum_of_g."""
     estimate = row_div * col_var  # 47  estimate = row_var / maximum(mat_mean(row_var), eps1) * col_var
     g_mul = g * reciprocal(tl.sqrt(tl.maximum(estimate, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL)))
     return (g_mul,)
@@ -105,7 +105,7 @@ def adafactor_7_sweep(table, work, eps1_times_eps1: tl.float32, step_key: tl.int
 
 @triton.jit
 def adafactor_8_values(row_sum_of_g):
-    """What is reduced to tensor_sum_of_g."""
+    """The terms of tensor_sum_of_g."""
     return (row_sum_of_g,)
 
 
@@ -157,7 +157,7 @@ def adafactor_no_factored_1_tile(
     PLAN: tl.constexpr, p, g, variance, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, live,
     MASKED: tl.constexpr,
 ):
-    """What is reduced to tensor_sum_for_alpha, tensor_sum_of_g."""
+    """The terms of tensor_sum_for_alpha, tensor_sum_of_g."""
     variance = read(variance, PLAN.variance)
     # 49  variance = (1 - one_minus_beta2) * variance + one_minus_beta2 * (g * g)
     variance = tl.fma(scalar_0 * g, g, one_minus_t_pow_beta2_decay * variance)

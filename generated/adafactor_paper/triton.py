@@ -12,7 +12,7 @@ from optgen.runtime.gpu.prelude import minus, reciprocal
 
 @triton.jit
 def adafactor_paper_1_tile(PLAN: tl.constexpr, p, g, live, MASKED: tl.constexpr):
-    """What is reduced to row_sum_for_rate, col_sum_for_exp_avg_sq_col, row_sum_for_exp_avg_sq_row."""
+    """The terms of row_sum_for_rate, col_sum_for_exp_avg_sq_col, row_sum_for_exp_avg_sq_row."""
     return p, g
 
 
@@ -26,7 +26,7 @@ def adafactor_paper_2_values(
     exp_avg_sq_row, row_sum_for_exp_avg_sq_row, row_sum_for_rate, extent_columns, eps1, grad_scale_times_grad_scale,
     beta2, one_minus_one_minus_t_pow_decay_rate,
 ):
-    """The new exp_avg_sq_row; what is reduced to mat_sum_of_exp_avg_sq_row, tensor_sum_for_rate."""
+    """The new exp_avg_sq_row; the terms of mat_sum_of_exp_avg_sq_row, tensor_sum_for_rate."""
     # 52  exp_avg_sq_row = beta2 * exp_avg_sq_row + (1 - beta2) * row_mean(square)
     exp_avg_sq_row = tl.fma(
         one_minus_one_minus_t_pow_decay_rate,
@@ -92,7 +92,7 @@ def adafactor_paper_2_between(
 def adafactor_paper_7_tile(
     PLAN: tl.constexpr, g, one_over_sqrt_exp_avg_sq_col_2, one_over_sqrt_row_div, live, MASKED: tl.constexpr,
 ):
-    """What is reduced to row_sum_of_g."""
+    """The terms of row_sum_of_g."""
     one_over_sqrt_row_div_mul = g * one_over_sqrt_exp_avg_sq_col_2 * one_over_sqrt_row_div
     return (one_over_sqrt_row_div_mul,)
 
@@ -104,7 +104,7 @@ def adafactor_paper_7_sweep(table, work, step_key: tl.int32, SWEEP: tl.constexpr
 
 @triton.jit
 def adafactor_paper_8_values(row_sum_of_g):
-    """What is reduced to tensor_sum_of_g."""
+    """The terms of tensor_sum_of_g."""
     return (row_sum_of_g,)
 
 
@@ -157,7 +157,7 @@ def adafactor_paper_no_factored_1_tile(
     PLAN: tl.constexpr, p, g, exp_avg_sq, eps1, grad_scale_times_grad_scale, beta2,
     one_minus_one_minus_t_pow_decay_rate, live, MASKED: tl.constexpr,
 ):
-    """What is reduced to tensor_sum_for_rate, tensor_sum_of_g."""
+    """The terms of tensor_sum_for_rate, tensor_sum_of_g."""
     exp_avg_sq = read(exp_avg_sq, PLAN.exp_avg_sq)
     square = tl.fma(grad_scale_times_grad_scale * g, g, eps1)  # 50  square = g * g + eps1
     # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
@@ -340,7 +340,7 @@ def adafactor_paper_no_relative_step_no_factored_2_between(
 
 @triton.jit
 def adafactor_paper_no_scale_parameter_1_tile(PLAN: tl.constexpr, g, live, MASKED: tl.constexpr):
-    """What is reduced to col_sum_for_exp_avg_sq_col, row_sum_for_exp_avg_sq_row."""
+    """The terms of col_sum_for_exp_avg_sq_col, row_sum_for_exp_avg_sq_row."""
     return (g,)
 
 
@@ -354,7 +354,7 @@ def adafactor_paper_no_scale_parameter_2_values(
     exp_avg_sq_row, row_sum_for_exp_avg_sq_row, extent_columns, eps1, grad_scale_times_grad_scale, beta2,
     one_minus_one_minus_t_pow_decay_rate,
 ):
-    """The new exp_avg_sq_row; what is reduced to mat_sum_of_exp_avg_sq_row."""
+    """The new exp_avg_sq_row; the terms of mat_sum_of_exp_avg_sq_row."""
     # 52  exp_avg_sq_row = beta2 * exp_avg_sq_row + (1 - beta2) * row_mean(square)
     exp_avg_sq_row = tl.fma(
         one_minus_one_minus_t_pow_decay_rate,
@@ -442,7 +442,7 @@ def adafactor_paper_no_scale_parameter_no_factored_1_tile(
     PLAN: tl.constexpr, g, exp_avg_sq, eps1, grad_scale_times_grad_scale, beta2,
     one_minus_one_minus_t_pow_decay_rate, live, MASKED: tl.constexpr,
 ):
-    """What is reduced to tensor_sum_of_g."""
+    """The terms of tensor_sum_of_g."""
     exp_avg_sq = read(exp_avg_sq, PLAN.exp_avg_sq)
     square = tl.fma(grad_scale_times_grad_scale * g, g, eps1)  # 50  square = g * g + eps1
     # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square

@@ -12,7 +12,7 @@ from optgen.runtime.gpu.prelude import minus
 
 @triton.jit
 def adam_mini_1_tile(PLAN: tl.constexpr, g, m, beta1, one_minus_beta1_times_grad_scale, live, MASKED: tl.constexpr):
-    """The new m; what is reduced to row_sum_for_vmean_row."""
+    """The new m; the terms of row_sum_for_vmean_row."""
     # 27  m = beta1 * m + (1 - beta1) * g
     m = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, m, PLAN.m))
     return m, g
@@ -79,7 +79,7 @@ def adam_mini_3_sweep(
 def adam_mini_no_by_rows_1_tile(
     PLAN: tl.constexpr, g, m, beta1, one_minus_beta1_times_grad_scale, live, MASKED: tl.constexpr,
 ):
-    """The new m; what is reduced to tensor_sum_for_vmean."""
+    """The new m; the terms of tensor_sum_for_vmean."""
     # 27  m = beta1 * m + (1 - beta1) * g
     m = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, m, PLAN.m))
     return m, g

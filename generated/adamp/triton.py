@@ -15,7 +15,7 @@ def adamp_1_tile(
     PLAN: tl.constexpr, p, g, exp_avg, exp_avg_sq, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
     scalar_2, scalar_3, live, MASKED: tl.constexpr,
 ):
-    """The new exp_avg, exp_avg_sq; what is reduced to row_sum_for_invariant, row_sum_for_invariant_2,
+    """The new exp_avg, exp_avg_sq; the terms of row_sum_for_invariant, row_sum_for_invariant_2,
     row_sum_for_invariant_3, row_sum_of_p."""
     # 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))
@@ -42,8 +42,8 @@ def adamp_2_values(
     row_sum_for_invariant, row_sum_for_invariant_2, row_sum_for_invariant_3, row_sum_of_p, eps, grad_scale,
     grad_scale_times_grad_scale,
 ):
-    """The new row_sum_of_p_over_row_mul_3; what is reduced to tensor_max_for_invariant,
-    tensor_sum_for_invariant, tensor_sum_for_invariant_2, tensor_sum_for_invariant_3, tensor_sum_of_p."""
+    """The new row_sum_of_p_over_row_mul_3; the terms of tensor_max_for_invariant, tensor_sum_for_invariant,
+    tensor_sum_for_invariant_2, tensor_sum_for_invariant_3, tensor_sum_of_p."""
     row_sum_for_invariant_2_add = tl.sqrt(row_sum_for_invariant_2) + eps
     return (
         row_sum_of_p / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add),
@@ -139,7 +139,7 @@ def adamp_late_1_tile(
     PLAN: tl.constexpr, p, g, exp_avg, exp_avg_sq, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
     scalar_2, scalar_3, live, MASKED: tl.constexpr,
 ):
-    """What is reduced to row_sum_for_invariant, row_sum_for_invariant_2, row_sum_for_invariant_3, row_sum_of_p."""
+    """The terms of row_sum_for_invariant, row_sum_for_invariant_2, row_sum_for_invariant_3, row_sum_of_p."""
     # 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))
     # 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
@@ -228,7 +228,7 @@ def adamp_nesterov_1_tile(
     beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5, live,
     MASKED: tl.constexpr,
 ):
-    """What is reduced to row_sum_for_invariant, row_sum_for_invariant_2, row_sum_for_invariant_3, row_sum_of_p."""
+    """The terms of row_sum_for_invariant, row_sum_for_invariant_2, row_sum_for_invariant_3, row_sum_of_p."""
     # 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_0 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))
     # 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom

@@ -43,7 +43,7 @@ def adamuon_1_sweep(
 def adamuon_3_tile(
     PLAN: tl.constexpr, exp_avg_sq, direction_stored, momentum, eps, one_minus_momentum, live, MASKED: tl.constexpr,
 ):
-    """What is reduced to row_sum_for_size."""
+    """The terms of row_sum_for_size."""
     # 39  direction = newton_schulz(sign((1 - ahead) * momentum_buffer + ahead * g), ns_steps, ns_coefficients,
     #     gram=gram)
     direction = widened(direction_stored)
@@ -63,7 +63,7 @@ def adamuon_3_sweep(
 
 @triton.jit
 def adamuon_4_values(row_sum_for_size):
-    """What is reduced to mat_sum_for_size."""
+    """The terms of mat_sum_for_size."""
     return (row_sum_for_size,)
 
 

@@ -24,7 +24,7 @@ def apollo_1_sweep(table, work, grad_scale: tl.float32, step_key: tl.int32, SWEE
 
 @triton.jit
 def apollo_3_tile(PLAN: tl.constexpr, scaled, live, MASKED: tl.constexpr):
-    """What is reduced to tensor_sum_for_size."""
+    """The terms of tensor_sum_for_size."""
     return (scaled,)
 
 
@@ -100,7 +100,7 @@ def apollo_no_matrix_sweep(
 
 @triton.jit
 def apollo_per_tensor_3_tile(PLAN: tl.constexpr, scaled, live, MASKED: tl.constexpr):
-    """What is reduced to row_sum_for_size."""
+    """The terms of row_sum_for_size."""
     return (scaled,)
 
 
@@ -111,7 +111,7 @@ def apollo_per_tensor_3_sweep(table, work, step_key: tl.int32, SWEEP: tl.constex
 
 @triton.jit
 def apollo_per_tensor_4_values(row_sum_for_size):
-    """What is reduced to tensor_sum_for_size."""
+    """The terms of tensor_sum_for_size."""
     return (row_sum_for_size,)
 
 

@@ -12,7 +12,7 @@ from optgen.runtime.gpu.prelude import minus, reciprocal
 
 @triton.jit
 def came_1_tile(PLAN: tl.constexpr, g, live, MASKED: tl.constexpr):
-    """What is reduced to col_sum_for_exp_avg_sq_col, row_sum_for_exp_avg_sq_row."""
+    """The terms of col_sum_for_exp_avg_sq_col, row_sum_for_exp_avg_sq_row."""
     return (g,)
 
 
@@ -26,7 +26,7 @@ def came_2_values(
     exp_avg_sq_row, row_sum_for_exp_avg_sq_row, extent_columns, eps1, beta2, grad_scale_times_grad_scale,
     one_minus_beta2,
 ):
-    """The new exp_avg_sq_row; what is reduced to mat_sum_of_exp_avg_sq_row."""
+    """The new exp_avg_sq_row; the terms of mat_sum_of_exp_avg_sq_row."""
     # 30  exp_avg_sq_row = beta2 * exp_avg_sq_row + (1 - beta2) * row_mean(square)
     exp_avg_sq_row = tl.fma(
         one_minus_beta2, grad_scale_times_grad_scale * row_sum_for_exp_avg_sq_row / extent_columns + eps1,
@@ -76,7 +76,7 @@ def came_2_between(
 def came_6_tile(
     PLAN: tl.constexpr, g, one_over_sqrt_exp_avg_sq_col_2, one_over_sqrt_row_div, live, MASKED: tl.constexpr,
 ):
-    """What is reduced to row_sum_of_g."""
+    """The terms of row_sum_of_g."""
     one_over_sqrt_row_div_mul = g * one_over_sqrt_exp_avg_sq_col_2 * one_over_sqrt_row_div
     return (one_over_sqrt_row_div_mul,)
 
@@ -88,7 +88,7 @@ def came_6_sweep(table, work, step_key: tl.int32, SWEEP: tl.constexpr):
 
 @triton.jit
 def came_7_values(row_sum_of_g):
-    """What is reduced to tensor_sum_of_g."""
+    """The terms of tensor_sum_of_g."""
     return (row_sum_of_g,)
 
 
@@ -123,7 +123,7 @@ def came_10_tile(
     PLAN: tl.constexpr, g, exp_avg, one_over_sqrt_exp_avg_sq_col_2, row_mul_3, beta1, grad_scale,
     one_minus_beta1_times_grad_scale, live, MASKED: tl.constexpr,
 ):
-    """The new exp_avg; what is reduced to row_sum_for_exp_avg_res_row, col_sum_for_exp_avg_res_col."""
+    """The new exp_avg; the terms of row_sum_for_exp_avg_res_row, col_sum_for_exp_avg_res_col."""
     g_mul = g * one_over_sqrt_exp_avg_sq_col_2
     # 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale * row_mul_3, g_mul, times(beta1, exp_avg, PLAN.exp_avg))
@@ -141,7 +141,7 @@ def came_10_sweep(
 
 @triton.jit
 def came_11_values(exp_avg_res_row, row_sum_for_exp_avg_res_row, extent_columns, eps2, beta3, one_minus_beta3):
-    """The new exp_avg_res_row; what is reduced to mat_sum_of_exp_avg_res_row."""
+    """The new exp_avg_res_row; the terms of mat_sum_of_exp_avg_res_row."""
     # 40  exp_avg_res_row = beta3 * exp_avg_res_row + (1 - beta3) * row_mean(residual)
     exp_avg_res_row = tl.fma(
         one_minus_beta3, row_sum_for_exp_avg_res_row / extent_columns + eps2, beta3 * exp_avg_res_row
@@ -205,7 +205,7 @@ def came_no_factored_1_tile(
     PLAN: tl.constexpr, g, exp_avg_sq, eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2, live,
     MASKED: tl.constexpr,
 ):
-    """What is reduced to tensor_sum_of_g."""
+    """The terms of tensor_sum_of_g."""
     square = tl.fma(grad_scale_times_grad_scale * g, g, eps1)  # 28  square = g * g + eps1
     # 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
     exp_avg_sq = tl.fma(one_minus_beta2, square, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))

@@ -14,7 +14,7 @@ from optgen.runtime.gpu.prelude import minus, sign
 def cautious_lion_1_tile(
     PLAN: tl.constexpr, g, exp_avg, beta1, grad_scale, one_minus_beta1_times_grad_scale, live, MASKED: tl.constexpr,
 ):
-    """What is reduced to tensor_sum_of_agrees."""
+    """The terms of tensor_sum_of_agrees."""
     g_2 = grad_scale * g
     # 19  update = sign(beta1 * exp_avg + (1 - beta1) * g)
     update = sign(tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg)))

@@ -12,7 +12,7 @@ from optgen.runtime.gpu.prelude import minus, reciprocal
 
 @triton.jit
 def clipped_adamw_1_tile(PLAN: tl.constexpr, g, grad_scale_times_grad_scale, live, MASKED: tl.constexpr):
-    """What is reduced to tensor_sum_of_g."""
+    """The terms of tensor_sum_of_g."""
     return grad_scale_times_grad_scale * g, g
 
 

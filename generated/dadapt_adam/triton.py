@@ -32,7 +32,7 @@ def dadapt_adam_2_tile(
     one_minus_rate_times_weight_decay, one_times_one_minus_beta1_times_rate, lr, eps, grad_scale, moves, keep1,
     gain2, keep2, keep3, scalar_5, scalar_6, live, MASKED: tl.constexpr,
 ):
-    """The new p, exp_avg, exp_avg_sq, s; what is reduced to tensor_sum_for_total, tensor_sum_for_numerator."""
+    """The new p, exp_avg, exp_avg_sq, s; the terms of tensor_sum_for_total, tensor_sum_for_numerator."""
     exp_avg_sq = read(exp_avg_sq, PLAN.exp_avg_sq)
     s = read(s, PLAN.s)
     g = grad_scale * g
@@ -123,7 +123,7 @@ def dadapt_adam_use_bias_correction_2_tile(
     one_minus_rate_times_weight_decay, one_times_one_minus_beta1_times_rate, eps, grad_scale, moves, keep1, gain2,
     keep2, keep3, scalar_5, scalar_6, own, live, MASKED: tl.constexpr,
 ):
-    """The new p, exp_avg, exp_avg_sq, s; what is reduced to tensor_sum_for_total, tensor_sum_for_numerator."""
+    """The new p, exp_avg, exp_avg_sq, s; the terms of tensor_sum_for_total, tensor_sum_for_numerator."""
     exp_avg_sq = read(exp_avg_sq, PLAN.exp_avg_sq)
     s = read(s, PLAN.s)
     g = grad_scale * g

@@ -24,7 +24,7 @@ def fira_1_sweep(table, work, grad_scale: tl.float32, step_key: tl.int32, SWEEP:
 
 @triton.jit
 def fira_3_tile(PLAN: tl.constexpr, rest, live, MASKED: tl.constexpr):
-    """What is reduced to tensor_sum_for_size."""
+    """The terms of tensor_sum_for_size."""
     return (rest,)
 
 

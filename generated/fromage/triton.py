@@ -11,7 +11,7 @@ from optgen.runtime.gpu.prelude import minus
 
 @triton.jit
 def fromage_1_tile(PLAN: tl.constexpr, p, g, live, MASKED: tl.constexpr):
-    """What is reduced to tensor_sum_for_p_norm, tensor_sum_for_g_norm."""
+    """The terms of tensor_sum_for_p_norm, tensor_sum_for_g_norm."""
     return p, g
 
 

@@ -15,7 +15,7 @@ def lamb_1_tile(
     PLAN: tl.constexpr, p, g, exp_avg, exp_avg_sq, beta1, beta2, weight_decay, one_minus_beta1_times_grad_scale,
     scalar_1, scalar_2, scalar_3, live, MASKED: tl.constexpr,
 ):
-    """The new exp_avg, exp_avg_sq; what is reduced to tensor_sum_for_weight_norm, tensor_sum_for_update_norm."""
+    """The new exp_avg, exp_avg_sq; the terms of tensor_sum_for_weight_norm, tensor_sum_for_update_norm."""
     # 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))
     # 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
@@ -83,7 +83,7 @@ def lamb_late_1_tile(
     PLAN: tl.constexpr, p, g, exp_avg, exp_avg_sq, beta1, beta2, weight_decay, one_minus_beta1_times_grad_scale,
     scalar_1, scalar_2, scalar_3, live, MASKED: tl.constexpr,
 ):
-    """What is reduced to tensor_sum_for_weight_norm, tensor_sum_for_update_norm."""
+    """The terms of tensor_sum_for_weight_norm, tensor_sum_for_update_norm."""
     # 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))
     # 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g

@@ -11,7 +11,7 @@ from optgen.runtime.gpu.matrices import walk
 
 @triton.jit
 def lars_1_tile(PLAN: tl.constexpr, p, g, live, MASKED: tl.constexpr):
-    """What is reduced to tensor_sum_for_weight_norm, tensor_sum_for_grad_norm."""
+    """The terms of tensor_sum_for_weight_norm, tensor_sum_for_grad_norm."""
     return p, g
 
 

@@ -15,7 +15,7 @@ def mars_1_tile(
     PLAN: tl.constexpr, g, last_grad, grad_scale, where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1,
     live, MASKED: tl.constexpr,
 ):
-    """What is reduced to tensor_sum_of_c."""
+    """The terms of tensor_sum_of_c."""
     last_grad = read(last_grad, PLAN.last_grad)
     g = grad_scale * g
     # 22  change = where(t > 1, g - last_grad, 0.0)

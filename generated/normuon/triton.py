@@ -37,7 +37,7 @@ def normuon_1_sweep(
 
 @triton.jit
 def normuon_3_tile(PLAN: tl.constexpr, direction_stored, live, MASKED: tl.constexpr):
-    """What is reduced to row_sum_for_row_sq."""
+    """The terms of row_sum_for_row_sq."""
     # 41  direction = newton_schulz(momentum_buffer, ns_steps, ns_coefficients, gram=gram)
     direction = widened(direction_stored)
     return (direction,)
@@ -67,7 +67,7 @@ def normuon_4_between(
 def normuon_5_tile(
     PLAN: tl.constexpr, direction_stored, one_over_sqrt_row_sq_2_plus_eps, live, MASKED: tl.constexpr,
 ):
-    """What is reduced to row_sum_for_size."""
+    """The terms of row_sum_for_size."""
     # 41  direction = newton_schulz(momentum_buffer, ns_steps, ns_coefficients, gram=gram)
     direction = widened(direction_stored)
     even = direction * one_over_sqrt_row_sq_2_plus_eps  # 43  even = direction / (sqrt(row_sq) + eps)
@@ -81,7 +81,7 @@ def normuon_5_sweep(table, work, step_key: tl.int32, SWEEP: tl.constexpr):
 
 @triton.jit
 def normuon_6_values(row_sum_for_size):
-    """What is reduced to mat_sum_for_size."""
+    """The terms of mat_sum_for_size."""
     return (row_sum_for_size,)
 
 

@@ -11,7 +11,7 @@ from optgen.runtime.gpu.matrices import walk
 
 @triton.jit
 def novograd_1_tile(PLAN: tl.constexpr, g, live, MASKED: tl.constexpr):
-    """What is reduced to tensor_sum_for_exp_avg_sq."""
+    """The terms of tensor_sum_for_exp_avg_sq."""
     return (g,)
 
 

@@ -12,7 +12,7 @@ from optgen.runtime.gpu.prelude import minus
 
 @triton.jit
 def orthograd_1_tile(PLAN: tl.constexpr, p, g, live, MASKED: tl.constexpr):
-    """What is reduced to tensor_sum_for_g_norm, tensor_sum_for_radial, tensor_sum_for_radial_2."""
+    """The terms of tensor_sum_for_g_norm, tensor_sum_for_radial, tensor_sum_for_radial_2."""
     return g, p, g, p
 
 
@@ -42,7 +42,7 @@ def orthograd_2_between(
 
 @triton.jit
 def orthograd_3_tile(PLAN: tl.constexpr, p, g, radial, grad_scale, live, MASKED: tl.constexpr):
-    """What is reduced to tensor_sum_for_tangent_norm."""
+    """The terms of tensor_sum_for_tangent_norm."""
     g = grad_scale * g
     tangent = tl.fma(minus(radial), p, g)  # 24  tangent = g - radial * p
     return (tangent,)

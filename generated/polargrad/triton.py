@@ -40,7 +40,7 @@ def polargrad_1_sweep(
 
 @triton.jit
 def polargrad_3_tile(PLAN: tl.constexpr, momentum_buffer, direction_stored, live, MASKED: tl.constexpr):
-    """What is reduced to row_sum_for_nuclear."""
+    """The terms of row_sum_for_nuclear."""
     momentum_buffer = read(momentum_buffer, PLAN.momentum_buffer)
     # 37  direction = newton_schulz(momentum_buffer, ns_steps, ns_coefficients, gram=gram)
     direction = widened(direction_stored)
@@ -54,7 +54,7 @@ def polargrad_3_sweep(table, work, step_key: tl.int32, SWEEP: tl.constexpr):
 
 @triton.jit
 def polargrad_4_values(row_sum_for_nuclear):
-    """What is reduced to mat_sum_for_nuclear."""
+    """The terms of mat_sum_for_nuclear."""
     return (row_sum_for_nuclear,)
 
 

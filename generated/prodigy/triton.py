@@ -30,7 +30,7 @@ def prodigy_1_between(
 def prodigy_2_tile(
     PLAN: tl.constexpr, p, g, s, p0, d_over_d0_times_rate, lr, grad_scale, moves, keep3, live, MASKED: tl.constexpr,
 ):
-    """The new s; what is reduced to tensor_sum_for_d_denom, tensor_sum_for_numerator."""
+    """The new s; the terms of tensor_sum_for_d_denom, tensor_sum_for_numerator."""
     p0 = read(p0, PLAN.p0)
     g = grad_scale * g
     g = tl.where(0.0 < moves, g, 0.0)                             # 34  g = where(lr > 0, g, 0.0)
@@ -145,7 +145,7 @@ def prodigy_safeguard_warmup_2_tile(
     PLAN: tl.constexpr, p, g, s, p0, d_over_d0_times_d_times_one, lr, grad_scale, moves, keep3, live,
     MASKED: tl.constexpr,
 ):
-    """The new s; what is reduced to tensor_sum_for_d_denom, tensor_sum_for_numerator."""
+    """The new s; the terms of tensor_sum_for_d_denom, tensor_sum_for_numerator."""
     p0 = read(p0, PLAN.p0)
     g = grad_scale * g
     g = tl.where(0.0 < moves, g, 0.0)                                    # 34  g = where(lr > 0, g, 0.0)
@@ -183,7 +183,7 @@ def prodigy_use_bias_correction_2_tile(
     PLAN: tl.constexpr, p, g, s, p0, d_over_d0_times_rate, grad_scale, moves, keep3, own, live,
     MASKED: tl.constexpr,
 ):
-    """The new s; what is reduced to tensor_sum_for_d_denom, tensor_sum_for_numerator."""
+    """The new s; the terms of tensor_sum_for_d_denom, tensor_sum_for_numerator."""
     p0 = read(p0, PLAN.p0)
     g = grad_scale * g
     g = tl.where(0.0 < moves, g, 0.0)                             # 34  g = where(lr > 0, g, 0.0)
@@ -225,7 +225,7 @@ def prodigy_use_bias_correction_safeguard_warmup_2_tile(
     PLAN: tl.constexpr, p, g, s, p0, d_over_d0_times_d_times_one, grad_scale, moves, keep3, own, live,
     MASKED: tl.constexpr,
 ):
-    """The new s; what is reduced to tensor_sum_for_d_denom, tensor_sum_for_numerator."""
+    """The new s; the terms of tensor_sum_for_d_denom, tensor_sum_for_numerator."""
     p0 = read(p0, PLAN.p0)
     g = grad_scale * g
     g = tl.where(0.0 < moves, g, 0.0)                                    # 34  g = where(lr > 0, g, 0.0)

@@ -77,7 +77,7 @@ def scion_no_matrix_1_tile(
     PLAN: tl.constexpr, g, momentum_buffer, one_minus_momentum, momentum_times_grad_scale, live,
     MASKED: tl.constexpr,
 ):
-    """The new momentum_buffer; what is reduced to tensor_sum_of_momentum_buffer."""
+    """The new momentum_buffer; the terms of tensor_sum_of_momentum_buffer."""
     # 33  momentum_buffer = (1 - momentum) * momentum_buffer + momentum * g
     momentum_buffer = tl.fma(
         momentum_times_grad_scale, g, times(one_minus_momentum, momentum_buffer, PLAN.momentum_buffer)
@@ -134,7 +134,7 @@ def scion_row_norm_1_tile(
     PLAN: tl.constexpr, g, momentum_buffer, one_minus_momentum, momentum_times_grad_scale, live,
     MASKED: tl.constexpr,
 ):
-    """The new momentum_buffer; what is reduced to row_sum_of_momentum_buffer."""
+    """The new momentum_buffer; the terms of row_sum_of_momentum_buffer."""
     # 33  momentum_buffer = (1 - momentum) * momentum_buffer + momentum * g
     momentum_buffer = tl.fma(
         momentum_times_grad_scale, g, times(one_minus_momentum, momentum_buffer, PLAN.momentum_buffer)

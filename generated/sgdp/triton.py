@@ -15,7 +15,7 @@ def sgdp_1_tile(
     PLAN: tl.constexpr, p, g, momentum_buffer, momentum, one_minus_dampening_times_grad_scale, live,
     MASKED: tl.constexpr,
 ):
-    """The new momentum_buffer; what is reduced to row_sum_for_invariant, row_sum_for_invariant_2,
+    """The new momentum_buffer; the terms of row_sum_for_invariant, row_sum_for_invariant_2,
     row_sum_for_invariant_3, row_sum_of_p."""
     # 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
     momentum_buffer = tl.fma(
@@ -37,8 +37,8 @@ def sgdp_2_values(
     row_sum_for_invariant, row_sum_for_invariant_2, row_sum_for_invariant_3, row_sum_of_p, eps, grad_scale,
     grad_scale_times_grad_scale,
 ):
-    """The new row_sum_of_p_over_row_mul_3; what is reduced to tensor_max_for_invariant,
-    tensor_sum_for_invariant, tensor_sum_for_invariant_2, tensor_sum_for_invariant_3, tensor_sum_of_p."""
+    """The new row_sum_of_p_over_row_mul_3; the terms of tensor_max_for_invariant, tensor_sum_for_invariant,
+    tensor_sum_for_invariant_2, tensor_sum_for_invariant_3, tensor_sum_of_p."""
     row_sum_for_invariant_2_add = tl.sqrt(row_sum_for_invariant_2) + eps
     return (
         row_sum_of_p / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add),
@@ -154,7 +154,7 @@ def sgdp_nesterov_1_tile(
     PLAN: tl.constexpr, p, g, momentum_buffer, grad_scale, momentum_times_momentum, scalar_1, live,
     MASKED: tl.constexpr,
 ):
-    """What is reduced to row_sum_for_invariant, row_sum_for_invariant_2, row_sum_for_invariant_3, row_sum_of_p."""
+    """The terms of row_sum_for_invariant, row_sum_for_invariant_2, row_sum_for_invariant_3, row_sum_of_p."""
     # 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
     update = tl.fma(
         grad_scale, g, tl.fma(scalar_1, g, times(momentum_times_momentum, momentum_buffer, PLAN.momentum_buffer))

@@ -15,7 +15,7 @@ def shampoo_1_tile(
     PLAN: tl.constexpr, g, exp_avg, exp_avg_sq, beta1, beta2, grad_scale, one_minus_beta1_times_grad_scale,
     scalar_1, scalar_2, scalar_3, live, MASKED: tl.constexpr,
 ):
-    """The new exp_avg, exp_avg_sq, exp_avg_whole, g_whole; what is reduced to row_sum_of_adam."""
+    """The new exp_avg, exp_avg_sq, exp_avg_whole, g_whole; the terms of row_sum_of_adam."""
     g_2 = grad_scale * g
     # 41  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))
@@ -40,7 +40,7 @@ def shampoo_1_sweep(
 
 @triton.jit
 def shampoo_2_values(row_sum_of_adam):
-    """What is reduced to mat_sum_of_adam."""
+    """The terms of mat_sum_of_adam."""
     return (row_sum_of_adam,)
 
 
@@ -58,7 +58,7 @@ def shampoo_2_between(table, work, LEVEL: tl.constexpr):
 
 @triton.jit
 def shampoo_5_tile(PLAN: tl.constexpr, update, live, MASKED: tl.constexpr):
-    """What is reduced to row_sum_of_update."""
+    """The terms of row_sum_of_update."""
     return (update,)
 
 
@@ -69,7 +69,7 @@ def shampoo_5_sweep(table, work, step_key: tl.int32, SWEEP: tl.constexpr):
 
 @triton.jit
 def shampoo_6_values(row_sum_of_update):
-    """What is reduced to mat_sum_of_update."""
+    """The terms of mat_sum_of_update."""
     return (row_sum_of_update,)
 
 
@@ -120,7 +120,7 @@ def shampoo_late_1_tile(
     PLAN: tl.constexpr, g, exp_avg, exp_avg_sq, beta1, beta2, grad_scale, one_minus_beta1_times_grad_scale,
     scalar_1, scalar_2, scalar_3, live, MASKED: tl.constexpr,
 ):
-    """The new exp_avg_whole, g_whole; what is reduced to row_sum_of_adam."""
+    """The new exp_avg_whole, g_whole; the terms of row_sum_of_adam."""
     g_2 = grad_scale * g
     # 41  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))
@@ -210,7 +210,7 @@ def shampoo_refresh_1_tile(
     PLAN: tl.constexpr, g, exp_avg, exp_avg_sq, beta1, beta2, grad_scale, one_minus_beta1_times_grad_scale,
     scalar_1, scalar_2, scalar_3, live, MASKED: tl.constexpr,
 ):
-    """The new exp_avg, exp_avg_sq, g_whole, exp_avg_whole; what is reduced to row_sum_of_adam."""
+    """The new exp_avg, exp_avg_sq, g_whole, exp_avg_whole; the terms of row_sum_of_adam."""
     g_2 = grad_scale * g
     # 41  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))
@@ -238,7 +238,7 @@ def shampoo_refresh_late_1_tile(
     PLAN: tl.constexpr, g, exp_avg, exp_avg_sq, beta1, beta2, grad_scale, one_minus_beta1_times_grad_scale,
     scalar_1, scalar_2, scalar_3, live, MASKED: tl.constexpr,
 ):
-    """The new g_whole, exp_avg_whole; what is reduced to row_sum_of_adam."""
+    """The new g_whole, exp_avg_whole; the terms of row_sum_of_adam."""
     g_2 = grad_scale * g
     # 41  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))

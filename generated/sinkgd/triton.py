@@ -12,7 +12,7 @@ from optgen.runtime.gpu.prelude import minus, reciprocal
 
 @triton.jit
 def sinkgd_1_tile(PLAN: tl.constexpr, g, live, MASKED: tl.constexpr):
-    """What is reduced to row_sum_for_across."""
+    """The terms of row_sum_for_across."""
     return (g,)
 
 
@@ -39,7 +39,7 @@ def sinkgd_2_between(table, work, grad_scale_times_grad_scale: tl.float32, LEVEL
 
 @triton.jit
 def sinkgd_3_tile(PLAN: tl.constexpr, g, across, live, MASKED: tl.constexpr):
-    """What is reduced to col_sum_for_down."""
+    """The terms of col_sum_for_down."""
     g_mul = g * across
     return (g_mul,)
 
@@ -66,7 +66,7 @@ def sinkgd_4_between(table, work, grad_scale_times_grad_scale: tl.float32, LEVEL
 
 @triton.jit
 def sinkgd_5_tile(PLAN: tl.constexpr, g, down_, live, MASKED: tl.constexpr):
-    """What is reduced to row_sum_for_across_2."""
+    """The terms of row_sum_for_across_2."""
     g_mul = g * down_
     return (g_mul,)
 
@@ -94,7 +94,7 @@ def sinkgd_6_between(table, work, grad_scale_times_grad_scale: tl.float32, LEVEL
 
 @triton.jit
 def sinkgd_7_tile(PLAN: tl.constexpr, g, across_2, live, MASKED: tl.constexpr):
-    """What is reduced to col_sum_for_down_2."""
+    """The terms of col_sum_for_down_2."""
     g_mul = g * across_2
     return (g_mul,)
 
@@ -122,7 +122,7 @@ def sinkgd_8_between(table, work, grad_scale_times_grad_scale: tl.float32, LEVEL
 
 @triton.jit
 def sinkgd_9_tile(PLAN: tl.constexpr, g, down_2, live, MASKED: tl.constexpr):
-    """What is reduced to row_sum_for_across_3."""
+    """The terms of row_sum_for_across_3."""
     g_mul = g * down_2
     return (g_mul,)
 
@@ -150,7 +150,7 @@ def sinkgd_10_between(table, work, grad_scale_times_grad_scale: tl.float32, LEVE
 
 @triton.jit
 def sinkgd_11_tile(PLAN: tl.constexpr, g, across_3, live, MASKED: tl.constexpr):
-    """What is reduced to col_sum_for_down_3."""
+    """The terms of col_sum_for_down_3."""
     g_mul = g * across_3
     return (g_mul,)
 
@@ -178,7 +178,7 @@ def sinkgd_12_between(table, work, grad_scale_times_grad_scale: tl.float32, LEVE
 
 @triton.jit
 def sinkgd_13_tile(PLAN: tl.constexpr, g, down_3, live, MASKED: tl.constexpr):
-    """What is reduced to row_sum_for_across_4."""
+    """The terms of row_sum_for_across_4."""
     g_mul = g * down_3
     return (g_mul,)
 
@@ -206,7 +206,7 @@ def sinkgd_14_between(table, work, grad_scale_times_grad_scale: tl.float32, LEVE
 
 @triton.jit
 def sinkgd_15_tile(PLAN: tl.constexpr, g, across_4, live, MASKED: tl.constexpr):
-    """What is reduced to col_sum_for_down_4."""
+    """The terms of col_sum_for_down_4."""
     g_mul = g * across_4
     return (g_mul,)
 
@@ -234,7 +234,7 @@ def sinkgd_16_between(table, work, grad_scale_times_grad_scale: tl.float32, LEVE
 
 @triton.jit
 def sinkgd_17_tile(PLAN: tl.constexpr, g, down_4, live, MASKED: tl.constexpr):
-    """What is reduced to row_sum_for_across_5."""
+    """The terms of row_sum_for_across_5."""
     g_mul = g * down_4
     return (g_mul,)
 
@@ -262,7 +262,7 @@ def sinkgd_18_between(table, work, grad_scale_times_grad_scale: tl.float32, LEVE
 
 @triton.jit
 def sinkgd_19_tile(PLAN: tl.constexpr, g, across_5, live, MASKED: tl.constexpr):
-    """What is reduced to col_sum_for_down_5."""
+    """The terms of col_sum_for_down_5."""
     g_mul = g * across_5
     return (g_mul,)
 

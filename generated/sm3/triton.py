@@ -15,7 +15,7 @@ def sm3_1_tile(
     PLAN: tl.constexpr, p, g, accumulator_row, accumulator_col, eps, grad_scale_times_grad_scale,
     minus_lr_times_grad_scale, live, MASKED: tl.constexpr,
 ):
-    """The new p; what is reduced to accumulator_row_2, accumulator_col_2."""
+    """The new p; the terms of accumulator_row_2, accumulator_col_2."""
     # 38  total = minimum(accumulator_row, accumulator_col) + g * g
     total = tl.fma(
         grad_scale_times_grad_scale * g, g,
@@ -81,7 +81,7 @@ def sm3_has_momentum_1_tile(
     PLAN: tl.constexpr, p, g, accumulator_row, accumulator_col, momentum_buffer, momentum, eps,
     grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr, live, MASKED: tl.constexpr,
 ):
-    """The new p, momentum_buffer; what is reduced to accumulator_row_2, accumulator_col_2."""
+    """The new p, momentum_buffer; the terms of accumulator_row_2, accumulator_col_2."""
     # 38  total = minimum(accumulator_row, accumulator_col) + g * g
     total = tl.fma(
         grad_scale_times_grad_scale * g, g,

@@ -15,7 +15,7 @@ def stable_adamw_1_tile(
     PLAN: tl.constexpr, g, exp_avg, exp_avg_sq, beta1_hat, scalar_1, scalar_2, beta2_hat, eps_times_eps, live,
     MASKED: tl.constexpr,
 ):
-    """The new exp_avg, exp_avg_sq; what is reduced to tensor_sum_for_surprise."""
+    """The new exp_avg, exp_avg_sq; the terms of tensor_sum_for_surprise."""
     exp_avg_sq = read(exp_avg_sq, PLAN.exp_avg_sq)
     # 22  exp_avg = beta1_hat * exp_avg + (1 - beta1_hat) * g
     exp_avg = tl.fma(scalar_1, g, times(beta1_hat, exp_avg, PLAN.exp_avg))
@@ -75,7 +75,7 @@ def stable_adamw_3_sweep(table, work, eps: tl.float32, step_key: tl.int32, SWEEP
 def stable_adamw_late_1_tile(
     PLAN: tl.constexpr, g, exp_avg_sq, scalar_0, beta2_hat, eps_times_eps, live, MASKED: tl.constexpr,
 ):
-    """What is reduced to tensor_sum_for_surprise."""
+    """The terms of tensor_sum_for_surprise."""
     exp_avg_sq = read(exp_avg_sq, PLAN.exp_avg_sq)
     # 23  exp_avg_sq = beta2_hat * exp_avg_sq + (1 - beta2_hat) * g * g
     exp_avg_sq = tl.fma(scalar_0 * g, g, beta2_hat * exp_avg_sq)

@@ -12,7 +12,7 @@ from optgen.runtime.gpu.prelude import minus, reciprocal
 
 @triton.jit
 def stable_spam_1_tile(PLAN: tl.constexpr, g, grad_scale, live, MASKED: tl.constexpr):
-    """What is reduced to top."""
+    """The terms of top."""
     g = grad_scale * g
     return (tl.abs(g),)
 
@@ -42,7 +42,7 @@ def stable_spam_2_between(
 def stable_spam_3_tile(
     PLAN: tl.constexpr, g, limit, limit_over_top_max_1em30, grad_scale, live, MASKED: tl.constexpr,
 ):
-    """What is reduced to tensor_sum_for_length."""
+    """The terms of tensor_sum_for_length."""
     g_2 = grad_scale * g
     # 36  clipped = where(abs(g) > limit, g * (limit / maximum(top, 1e-30)), g)
     clipped = tl.where(limit < tl.abs(g_2), grad_scale * limit_over_top_max_1em30 * g, g_2)

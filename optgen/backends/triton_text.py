@@ -144,7 +144,7 @@ def _made(schedule: Schedule) -> str:
     new = [s.buffer for s in stored(schedule)]
     summed = [b.name for t in triton.terms(schedule) for b in t.partials]
     words = [f"The new {', '.join(new)}"] if new else []
-    words += [f"{'what' if new else 'What'} is reduced to {', '.join(dict.fromkeys(summed))}"] if summed else []
+    words += [f"{'the' if new else 'The'} terms of {', '.join(dict.fromkeys(summed))}"] if summed else []
     return textwrap.fill("; ".join(words) + ".", 105).replace("\n", "\n    ")
 
 

@@ -33,7 +33,7 @@ def nonneg_small_1(row):
 
 @triton.jit
 def nonneg_small_2(row_sum_for_row_means, extent_columns):
-    """The new row_means; what is reduced to mat_sum_for_row_factor."""
+    """The new row_means; the terms of mat_sum_for_row_factor."""
     row_means = row_sum_for_row_means / extent_columns
     return row_means, row_means
 
