@@ -32,7 +32,7 @@ Work = Callable[[Sequence[Key], Sequence[list[Tensor]], Sequence[Shapes]], Seque
 """A function of whole matrices: of the operands of each, and the shapes of its results, it makes the results."""
 
 Piece = tuple[int, int, int, tuple[slice, ...], bool]
-"""What a rank's part has of a value of a matrix: the rank that holds it, or its worker; the tensor; the value; its
+"""The part of a value of a matrix that a rank has: the rank that holds it, or its worker; the tensor; the value; its
 indices in the value, or in the part; False if another replica sends it to the worker."""
 
 
