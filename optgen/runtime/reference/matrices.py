@@ -94,12 +94,14 @@ def qr(x: Tensor) -> Tensor:
 
 def _eigh(x: Tensor) -> tuple[Tensor, Tensor]:
     """Eigenvalues and eigenvectors of symmetric matrices; NaN for those that are not finite, of which LAPACK raises for
-    the whole batch.  In fp64 where fp32 does not converge."""
+    the whole batch.  In fp64 where fp32 does not converge, of which MKL's LAPACK may return NaN and no error."""
     finite = x.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
     x = torch.where(finite, x, 0.0)
     try:
         values, vectors = torch.linalg.eigh(x)
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+        values = vectors = x.new_tensor(math.nan)
+    if not (values.isfinite().all() and vectors.isfinite().all()):
         values, vectors = (y.to(x.dtype) for y in torch.linalg.eigh(x.double()))
     return values, torch.where(finite, vectors, math.nan)
 
