@@ -6,6 +6,7 @@
     optgen.keep_states_fp32(module)                          the same for any module
     optgen.attention_heads(model.named_parameters(), 32)     blocks for Adam-mini
     optgen.save_checkpoint(path, opt, model)                 one file, whole or not at all; load_checkpoint
+    optgen.take_states(new, old)                             AdamW's states for Muon, or for SOAP
 
 `import optgen` itself imports nothing: generated code needs `optgen.runtime` only.
 """
@@ -13,7 +14,7 @@
 __version__ = "0.1.0"
 __all__ = [
     "StableEmbedding", "__version__", "attention_heads", "cast_model", "compile", "keep_states_fp32", "load_checkpoint",
-    "save_checkpoint",
+    "save_checkpoint", "take_states",
 ]  # fmt: skip
 
 
@@ -39,6 +40,10 @@ def __getattr__(name: str) -> object:
         from optgen.runtime.options.blocks import attention_heads
 
         return attention_heads
+    if name == "take_states":
+        from optgen.convert.rules import take_states
+
+        return take_states
     if name in ("load_checkpoint", "save_checkpoint"):
         from optgen.runtime import files
 

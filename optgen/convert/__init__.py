@@ -4,5 +4,5 @@
   optimizer is given such a state dict (`optgen.runtime.checkpoint.checkpoint.reader`).
 - `source`: a checkpoint of any kind, read as dense states and full weights.
 - `target`: the same, written under a plan or for torch.optim.
-- `verify`: the check of a file.
+- `rules`: states of AdamW taken over by Muon, SOAP and other rules.
 """
