@@ -29,9 +29,9 @@ from optgen.formats.scales import LARGEST, Scale
 from optgen.lang.values import exp2, log2, power, sqrt
 from optgen.ops import dtypes
 from optgen.verify.bounds import master_bound, one_step_bound, steady_state
-from optgen.verify.certificate import certify
 from specs import plans
 from specs.adamw import adamw
+from tools.certificate import certify
 
 own = compander("own", lambda n: n * (2 - n), lambda y: y / (1 + (1 - y) ** 0.5))
 root = compander("root", lambda n: sqrt(n), lambda y: y * y)

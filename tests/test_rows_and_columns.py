@@ -26,13 +26,13 @@ from optgen.runtime.cpu import native
 from optgen.runtime.layout import layout
 from optgen.verify import bounds
 from optgen.verify.bounds import one_step_bound
-from optgen.verify.certificate import certify
 from optgen.verify.differential import Trial
 from optgen.verify.intervals import FAST
 from specs import plans
 from specs.adamw import adamw
 from tests import harness, oracles
 from tests.test_cpp_stages import compare, train
+from tools.certificate import certify
 
 NEAREST = Rank1(4, rounding="nearest")
 

@@ -4,7 +4,7 @@
     .venv/bin/python tools/format_bounds.py --check    says whether they are current
 
 Three numbers for each format, all from its own `encode` and `decode`: the derived bound (optgen.verify.bounds), the
-exact supremum over all fp32 inputs of a block under one scale (optgen.verify.certificate), and the largest error of
+exact supremum over all fp32 inputs of a block under one scale (tools/certificate.py), and the largest error of
 random blocks of all magnitudes within the bound's range.  The last two are parts of the bound: never above 1.
 Formats are those of the plans in specs/plans.py, and families of companders and widths.  The seeds are fixed.
 """
@@ -123,8 +123,9 @@ def fuzzed(fmt: Any, seed: int = 0) -> float:
 
 
 def of_format(fmt: Any, plans: tuple[str, ...] = ()) -> Row:
+    from certificate import certify
+
     from optgen.verify.bounds import one_step_bound
-    from optgen.verify.certificate import certify
 
     bound = one_step_bound(fmt)
     if math.isinf(bound.value):  # what is kept are sums of elements, and no element by itself

@@ -152,8 +152,6 @@ def _standalone(t: Terminal, names: list[str], plans: list[str], out: str | None
         raise UserError("E411", option="--standalone", want="for one spec and one --plan", got=got)
     if find_spec("triton") is None:
         raise Missing("Triton, of whose functions the file is made; `optgen doctor` says what is here")
-    if find_spec("triton") is None:
-        raise Missing("Triton, of whose functions the file is made; `optgen doctor` says what is here")
     text = standalone.text(load.find_spec(names[0]), load.find_plan(plans[0]), force)
     t.result["text"] = text
     if out is None:
@@ -210,11 +208,7 @@ def list_(json: Json = False) -> None:
 
 
 @app.command()
-def check(
-    names: SpecNames = None,
-    plan: Plans = None,
-    json: Json = False,
-) -> None:
+def check(names: SpecNames = None, plan: Plans = None, json: Json = False) -> None:
     """Read and verify specs, and judge plans for them; build nothing."""
     with session("check", json) as t:
         from optgen.driver import load, overview
@@ -243,10 +237,9 @@ def check(
             t.fail(2)
         for line in () if names else load.idle():
             t.log(line, "yellow")
-        verdicts = {*found}
-        if "discouraged" in verdicts:
+        if "discouraged" in found:
             t.show("discouraged: the lint finds an error; using the plan warns (optgen explain says why it exists)")
-        if plan and verdicts & {"refused", "does not fit"}:
+        if plan and {*found} & {"refused", "does not fit"}:
             t.fail(1)
         elif errors:
             count = len(rows) + len(errors)
@@ -290,11 +283,7 @@ def show(
 
 @app.command()
 def explain(
-    spec: SpecName,
-    plan: PlanName = DEFAULT_PLAN,
-    param: Param = "bfloat16",
-    flag: Flags = None,
-    json: Json = False,
+    spec: SpecName, plan: PlanName = DEFAULT_PLAN, param: Param = "bfloat16", flag: Flags = None, json: Json = False
 ) -> None:
     """Explain memory, error bounds, traffic, sweeps and the lint's verdict."""
     with session("explain", json) as t:
@@ -302,8 +291,7 @@ def explain(
 
         found, chosen = _pair(spec, plan)
         x = e.explain(found, chosen, _param(param), _flags(found, flag or []))
-        extra = {"traffic": x.traffic, "findings": [str(f) for f in x.findings]}
-        t.result |= asdict(x) | extra
+        t.result |= asdict(x) | {"traffic": x.traffic, "findings": [str(f) for f in x.findings]}
         _tell_explanation(t, x)
 
 
@@ -388,11 +376,10 @@ def _tell_fuzz(t: Terminal, spec: str, plan: str, result: Any) -> None:
         "reproduce": result.reproduce, "crash": result.crash,
         "unknown": dict(result.unknown), "unbounded": dict(result.unbounded),
     }  # fmt: skip
-    columns = ("value", "error / bound", "error", "bound", "kept", "fp64 oracle")
-    rows = [
-        (w.name, f"{w.ratio:.4f}", f"{w.error:.3g}", f"{w.bound:.3g}", f"{w.got:.6g}", f"{w.exact:.6g}") for w in worst
-    ]
-    t.show(table("worst case found" if result.ok else "the shrunk failure", columns, rows))
+    columns = {"value": "", "error / bound": ".4f", "error": ".3g", "bound": ".3g", "kept": ".6g", "fp64 oracle": ".6g"}
+    cells = [(w.name, w.ratio, w.error, w.bound, w.got, w.exact) for w in worst]
+    rows = [[format(x, spec) for x, spec in zip(row, columns.values(), strict=True)] for row in cells]
+    t.show(table("worst case found" if result.ok else "the shrunk failure", tuple(columns), rows))
     if result.unknown:
         t.fail()
         for fmt in sorted(set(result.unknown.values())):

@@ -70,5 +70,4 @@ def _once(found: Iterable[Finding]) -> tuple[Finding, ...]:
     seen: dict[tuple[str, str], Finding] = {}
     for f in sorted(found, key=lambda f: f.where != ""):
         seen.setdefault((f.code, f.state), f)
-    order = {"error": 0, "warning": 1, "note": 2}
-    return tuple(sorted(seen.values(), key=lambda f: order[f.severity]))
+    return tuple(sorted(seen.values(), key=lambda f: lint.ORDER[f.severity]))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +11,7 @@ from torch import Tensor
 
 from optgen.runtime.layout.layout import column_dims, field_shape, matrix_shape
 from optgen.runtime.records import Eager
+from optgen.runtime.records.keys import step_key, stream_key
 from optgen.runtime.reference.eager import scalars
 from optgen.runtime.reference.stored import Stored, encode
 
@@ -68,34 +67,6 @@ class Variant:
 
     def owned(self, owner: str) -> tuple[str, ...]:
         return tuple(f.name for f in self.fields if f.owner == owner)
-
-
-GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, the increment of SplitMix64
-
-
-@functools.lru_cache(maxsize=1024)
-def mixed(z: int) -> int:
-    """The finalizer of SplitMix64 (Steele, Lea & Flood 2014)."""
-    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
-    z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
-    return z ^ z >> 31
-
-
-def signed(word: int) -> int:
-    return (word + 2**31) % 2**32 - 2**31
-
-
-def key_of_step(seed: int, step: int) -> int:
-    """32 bits for step number `step` (1, 2, ...); the last 8 are its place among 256 steps."""
-    word = mixed((mixed((seed + GOLDEN) % 2**64) + (step >> 8) * GOLDEN) % 2**64) >> 32
-    return signed(word & -256 | int(f"{step & 255:08b}"[::-1], 2))
-
-
-def key_of_stream(name: str | int) -> int:
-    """32 bits for a parameter: its name, or its position over all groups."""
-    if isinstance(name, str):
-        return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "little", signed=True)
-    return signed(mixed((name + 1) * GOLDEN % 2**64) >> 32)
 
 
 class SingleFile(torch.optim.Optimizer):
@@ -169,7 +140,7 @@ class SingleFile(torch.optim.Optimizer):
         given = host(state["step"], -1.0 if group["maximize"] else 1.0, **hypers, **keep)
         count = len(given) - len(keep)
         state.update(zip(keep, map(float, given[count:]), strict=True))
-        return given[:count], key_of_step(group["seed"], state["step"])
+        return given[:count], step_key(group["seed"], state["step"])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load states as they are stored; torch would cast them to the dtype of the parameter."""
@@ -204,7 +175,7 @@ class EagerFile(SingleFile):
             alike = {f.name for f in variant.fields if f.per == 1 and f.space == "elem"}
             fields = {f: state[f].view(shape) if f in alike else state[f] for f in variant.states}
             dims = column_dims(variant.matrix, p.shape) if variant.axes else None
-            random_keys = step, key_of_stream(name)
+            random_keys = step, stream_key(name)
             stored = Stored(variant, self.CODECS, w.view(shape), g.view(shape), fields, random_keys, dims=dims)
             variant.step(stored, *(scalars(p, *numbers) if numbers else ()))
             if w is not p:

@@ -21,8 +21,9 @@ from torch import Tensor
 from triton.language.target_info import current_target
 from triton.runtime.jit import constexpr_function
 
-from optgen.driver.standalone_class import SingleFile, key_of_stream
+from optgen.driver.standalone_class import SingleFile
 from optgen.runtime.gpu.prelude import reciprocal
+from optgen.runtime.records.keys import stream_key
 from optgen.runtime.reference.eager import scalars
 
 
@@ -362,12 +363,12 @@ class Fused(SingleFile):
             tensors = {**state, "p": p.detach().contiguous(), "g": p.grad.contiguous()}
             held.append((p, tensors))
             if not kernels and p.numel():
-                variant.made.eager(Tile(variant, tensors, step, key_of_stream(name)), *scalars(p, *numbers))
+                variant.made.eager(Tile(variant, tensors, step, stream_key(name)), *scalars(p, *numbers))
             elif p.numel():
                 size, columns = (variant.block, grid(p.shape)[1]) if variant.block > 1 else (64, p.numel())
                 row = [tensors[x[0]].data_ptr() for v in variant.values for x in v.fields()]
                 ragged = columns % size > 0 or any(x % 16 for x in row)
-                row += [columns, p.numel() // columns * -(-columns // size), key_of_stream(name)]
+                row += [columns, p.numel() // columns * -(-columns // size), stream_key(name)]
                 numbers = tuple(torch.tensor(numbers, dtype=torch.float64).float().tolist())
                 key = variant, numbers, step, tensors["g"].dtype, p.device, ragged, size
                 launches.setdefault(key, []).append(tuple(row))

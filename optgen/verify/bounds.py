@@ -3,7 +3,7 @@
 - `one_step_bound` and `master_bound`: the worst error of storing a number once, which the format states;
 - `steady_state`: the error when an average is stored again at every step.
 
-Every bound has its exact counterpart in `optgen.verify.certificate`.
+Every bound has its exact counterpart in `tools/certificate.py`.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ def one_step_bound(fmt: Format, units: int = 0) -> Bound:
 
     units  of LogMinMax: how many of its units the block spans; by default as many as it may
     """
-    found = fmt.bound(units) if units else fmt.bound()  # type: ignore[call-arg]
-    if found is None:
-        raise UnknownBound(f"no bound is known: {type(fmt).__name__} states none by a method bound()")
-    return found
+    return _known(fmt, fmt.bound(units) if units else fmt.bound())  # type: ignore[call-arg]
 
 
 def master_bound(master: Master, param: DType) -> Bound:
     """Return the worst error of keeping a weight once.  Raises UnknownBound where the master weight states none."""
-    found = master.bound(param)
+    return _known(master, master.bound(param))
+
+
+def _known(of: Format | Master, found: Bound | None) -> Bound:
     if found is None:
-        raise UnknownBound(f"no bound is known: {type(master).__name__} states none by a method bound()")
+        raise UnknownBound(f"no bound is known: {type(of).__name__} states none by a method bound()")
     return found
 
 
@@ -94,11 +94,6 @@ def steady_state(fmt: Format, decay: float, *, units: int = 0) -> Steady:
 def _spread(decay: float, cell: float) -> float:
     """The expected size of what independent errors add up to; the mean square of one is a sixth of a cell's."""
     return cell / math.sqrt(6 * (1 - decay * decay))
-
-
-def spread_of_sum(cell: float, steps: int) -> float:
-    """Return the expected size of what the stores of a sum add up to, which forgets none, in that many steps."""
-    return cell * math.sqrt(steps / 6)
 
 
 def _factor(decay: float, relative: float) -> tuple[float, float]:

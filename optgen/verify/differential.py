@@ -74,16 +74,15 @@ def oracle(
     spec: Spec, before: Mapping[str, Tensor], g: Tensor, step: int, host: Mapping[str, float], hypers: Mapping[str, Any]
 ) -> dict[str, Tensor]:
     """Step number `step` + 1 in fp64, from decoded values: "p" and the states."""
-    states = {k: v.double() for k, v in before.items() if k != "p"}
-    p, new, _ = spec.evaluate(before["p"].double(), g.double(), step + 1, states, host, **hypers)
+    states = {k: v.double() for k, v in before.items()}
+    p, new, _ = spec.evaluate(states.pop("p"), g.double(), step + 1, states, host, **hypers)
     return {"p": p, **new}
 
 
 def reading(spec: Spec, before: Values, g: Tensor, hypers: Mapping[str, Any]) -> dict[str, Interval]:
     """Read the rule of a step on intervals, before anything is stored: "p" and the states; the oracle's values lie
     inside."""
-    gradient = Interval.point(g.float(), before.p.model)
-    p, new, _ = _evaluated(spec, before, gradient, hypers)
+    p, new, _ = _evaluated(spec, before, Interval.point(g.float(), before.p.model), hypers)
     return {"p": p, **new}
 
 
@@ -114,7 +113,7 @@ def enclose(
     hypers  constructor arguments (flags too); the gradient has any float dtype
     kept    decoded states after the step, where they are known: what a relative format divided by is then a
             number, not an interval
-    dims    what the columns of a matrix are made of; None: one dimension
+    dims    as in `BlockView`
     """
     shape = before.p.shape
     flags = spec.flag_values(hypers, tuple(shape), before.step + 1)
@@ -270,10 +269,7 @@ def _root(x: Interval) -> Interval:
 
 
 def stored(fmt: Format, x: Interval, root: Interval | None = None, dims: tuple[int, ...] | None = None) -> Interval:
-    """Return the interval of decode(encode(x)) for every x in the interval; blocks run along the rows of the 2-D view.
-
-    dims  what the columns of a matrix x are made of; None: one dimension
-    """
+    """Return the interval of decode(encode(x)) for every x in the interval; `dims` as in `BlockView`."""
     return fmt.enclose(x, BlockView(x.shape, dims), root) if x.lo.numel() else x
 
 
@@ -284,7 +280,7 @@ def stored_weight(storage: Storage, x: Interval) -> Interval:
 
 
 class BlockView:
-    """The blocks and indices of tensors of one shape (`optgen.formats.format.View`).
+    """The blocks, along rows of the 2-D view, and indices of tensors of one shape (`optgen.formats.format.View`).
 
     dims  what the columns of a matrix are made of; None: one dimension
     """
@@ -349,17 +345,15 @@ class Report:
 
     def join(self, other: Report) -> Report:
         """The worse of both, value by value."""
-        worst = dict(self.worst)
+        worst, counts = dict(self.worst), dict(self.unbounded)
         for name, w in other.worst.items():
             if name not in worst or not w.ratio <= worst[name].ratio:
                 worst[name] = w
-        broken = tuple(dict.fromkeys((*self.broken, *other.broken)))
-        counts: dict[str, tuple[int, int]] = {}
-        for name, (part, of) in (*self.unbounded.items(), *other.unbounded.items()):
+        for name, (part, of) in other.unbounded.items():
             before = counts.get(name, (0, 0))
             counts[name] = (before[0] + part, before[1] + of)
-        unknown = {**self.unknown, **other.unknown}
-        return Report(worst, broken, min(self.claimed, other.claimed), counts, unknown)
+        broken = tuple(dict.fromkeys((*self.broken, *other.broken)))
+        return Report(worst, broken, min(self.claimed, other.claimed), counts, {**self.unknown, **other.unknown})
 
 
 def compare(

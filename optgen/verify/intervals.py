@@ -120,8 +120,6 @@ class Interval:
 
     reader: ClassVar[_Reader]  # optgen.lang's functions ask the type for it
 
-    # -- what spec.evaluate asks of a tensor
-
     @property
     def shape(self) -> torch.Size:
         return self.lo.shape
@@ -140,7 +138,7 @@ class Interval:
         return Interval(self.lo.reshape(shape), self.hi.reshape(shape), self.model)
 
     def clone(self) -> Interval:
-        return Interval(self.lo, self.hi, self.model)
+        return self._under(self.model)
 
     def new_full(self, shape: tuple[int, ...], value: float) -> Interval:
         one = _lift(value, self)
@@ -200,7 +198,7 @@ class Interval:
 
     def __mul__(self, o: Ends) -> Interval:
         y = _lift(o, self)
-        ends = _square(self) if y is self else _product(self, y)
+        ends = _product(self, y)
         if not self.model.regroups:
             return _rounded(*ends, self.model)
         (above, below), (more, less) = _factors(self), _factors(y)
@@ -334,21 +332,14 @@ def _unknown(where_: Tensor, lo: Tensor, hi: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _product(x: Interval, y: Interval) -> tuple[Tensor, Tensor]:
-    def holds_zero(a: Interval) -> Tensor:
-        return (a.lo <= 0) & (a.hi >= 0)
-
-    def holds_inf(a: Interval) -> Tensor:
-        return a.lo.isinf() | a.hi.isinf()
-
+    if x is y:
+        lo, hi = _hull([x.lo * x.lo, x.hi * x.hi])
+        return torch.where((x.lo < 0) & (x.hi > 0), 0.0, lo), hi
     ends = _hull([a * b for a in (x.lo, x.hi) for b in (y.lo, y.hi)])
     if _finite((x.hi - x.lo) + (y.hi - y.lo)):
         return ends
-    return _unknown((holds_zero(x) & holds_inf(y)) | (holds_zero(y) & holds_inf(x)), *ends)
-
-
-def _square(x: Interval) -> tuple[Tensor, Tensor]:
-    lo, hi = _hull([x.lo * x.lo, x.hi * x.hi])
-    return torch.where((x.lo < 0) & (x.hi > 0), 0.0, lo), hi
+    undefined = [(a.lo <= 0) & (a.hi >= 0) & (b.lo.isinf() | b.hi.isinf()) for a, b in ((x, y), (y, x))]  # 0 * Inf
+    return _unknown(undefined[0] | undefined[1], *ends)
 
 
 class _Reader:
@@ -392,7 +383,8 @@ class _Reader:
         return Interval(lo, hi, model)
 
     def eq(self, a: Ends, b: Ends) -> Condition:
-        x, y = _pair(a, b)
+        like: Any = a if isinstance(a, Interval) else b
+        x, y = _lift(a, like), _lift(b, like)
         same = (x.lo == x.hi) & (y.lo == y.hi) & (x.lo == y.lo)
         return Condition(same, (x.hi < y.lo) | (y.hi < x.lo))
 
@@ -488,8 +480,3 @@ def _sum(x: Interval, dims: tuple[int, ...]) -> Interval:
 
 
 Interval.reader = Condition.reader = _Reader()
-
-
-def _pair(a: Ends, b: Ends) -> tuple[Interval, Interval]:
-    like: Any = a if isinstance(a, Interval) else b
-    return _lift(a, like), _lift(b, like)

@@ -27,6 +27,7 @@ L17 a signed sum, stochastically, adds up the noise of its stores, and so do wei
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -44,6 +45,7 @@ from optgen.ops import dtypes
 from optgen.verify import bounds
 
 AVERAGES = ("ema", "other")
+ORDER = {"error": 0, "warning": 1, "note": 2}
 
 TYPICAL = 0.9  # a decay that is 0 by default and in use
 STEPS, LOST = 1000, 0.5  # after so many steps the noise of a sum may be this much of what it is a multiple of
@@ -96,17 +98,17 @@ def _number(decay: Any, values: Mapping[str, float]) -> float | None:
 def overflow(spec: Spec, flags: Mapping[str, bool]) -> list[Finding]:
     """Return a finding for a value that the rule itself makes no number of late in training, whatever it is stored as.
     """
-    return list(_overflow(spec, tuple(sorted(flags.items()))))
+    found = _late(spec, tuple(sorted(flags.items())))
+    if found is None:
+        return []
+    name, value, place = found
+    reason = f"at step {probe.LATE}, with default hyper-parameters, it is made of {value:g} at {place}"
+    return [Finding("L15", "warning", name, reason)]
 
 
 @lru_cache(maxsize=4096)
-def _overflow(spec: Spec, flags: tuple[tuple[str, bool], ...]) -> tuple[Finding, ...]:
-    found = probe.late(spec, dict(flags), spec.trace(dict(flags)))
-    if found is None:
-        return ()
-    name, value, place = found
-    reason = f"at step {probe.LATE}, with default hyper-parameters, it is made of {value:g} at {place}"
-    return (Finding("L15", "warning", name, reason),)
+def _late(spec: Spec, flags: tuple[tuple[str, bool], ...]) -> Any:
+    return probe.late(spec, dict(flags), spec.trace(dict(flags)))
 
 
 def vectors(spec: Spec) -> list[Finding]:
@@ -128,14 +130,11 @@ def lint(recurrences: Mapping[str, Recurrence], storage: Storage, still: Collect
     """
     out: list[Finding] = []
     for name, fmt in storage.states.items():
-        recurrence = recurrences.get(name, Recurrence("other"))
-        nonneg = name in storage.nonneg
-        for code, severity, reason in _of_state(fmt, recurrence, nonneg):
-            if name not in still or code == "L5":
-                out.append(Finding(code, severity, name, reason))
-    out += _of_weight(storage)
-    order = {"error": 0, "warning": 1, "note": 2}
-    return sorted(out, key=lambda f: order[f.severity])
+        found = _of_state(fmt, recurrences.get(name, Recurrence("other")), name in storage.nonneg)
+        out += [Finding(code, grade, name, why) for code, grade, why in found if name not in still or code == "L5"]
+    if storage.param is not dtypes.f32:
+        out += [Finding(code, grade, "p", why) for code, grade, why in storage.master.findings(storage.param)]
+    return sorted(out, key=lambda f: ORDER[f.severity])
 
 
 def _of_state(fmt: Format, recurrence: Recurrence, nonneg: bool) -> Iterator[FormatFinding]:
@@ -211,7 +210,7 @@ def _l17(fmt: Format) -> Iterator[FormatFinding]:
         bound = bounds.one_step_bound(fmt)
     except bounds.UnknownBound:
         return
-    spread = bounds.spread_of_sum(bound.value, STEPS)
+    spread = bound.value * math.sqrt(STEPS / 6)  # no error is forgotten, and the mean square of one is a sixth
     if spread >= LOST:
         reason = (
             "a signed sum keeps the noise of every store, and so does the weight that is made of it: after "
@@ -233,13 +232,6 @@ def _l9(fmt: Format, kind: str) -> Iterator[FormatFinding]:
             "and those of a format of one's own that says so by `still`"
         )
         yield "L9", "error", reason
-
-
-def _of_weight(storage: Storage) -> list[Finding]:
-    master, param = storage.master, storage.param
-    if param is dtypes.f32:
-        return []
-    return [Finding(code, severity, "p", reason) for code, severity, reason in master.findings(param)]
 
 
 # -- facts about formats
@@ -281,13 +273,7 @@ def check(
     errors = [f for f in findings if f.severity == "error"]
     if errors and not plan.discouraged:
         first = errors[0]
-        raise UserError(
-            "E307",
-            loc=(spec.loc, plan.loc),
-            spec=spec.name,
-            plan=plan.name,
-            state=first.state,
-            finding=f"{first.code}, `{first.state}`{where} in {storage.states[first.state]}",
-            reason=first.reason,
-        )
+        finding = f"{first.code}, `{first.state}`{where} in {storage.states[first.state]}"
+        words = {"spec": spec.name, "plan": plan.name, "state": first.state, "finding": finding, "reason": first.reason}
+        raise UserError("E307", loc=(spec.loc, plan.loc), **words)
     return findings

@@ -114,13 +114,9 @@ class Hyper:
             raise TypeError(f"{where} must be a number, got {value!r}")
         if self.allows(number):
             return number
-        if self._is_almost_zero(number):
+        if self.ge == 0.0 and -ROUNDING <= number < 0.0 and self.allows(0.0):  # LinearLR(end_factor=0) gives such
             return 0.0
         raise ValueError(f"{where} must be {self.range or 'a number'}, got {number!r}")
-
-    def _is_almost_zero(self, number: float) -> bool:
-        """Return True for a 0 that rounding has put below a range that begins there, as LinearLR(end_factor=0) does."""
-        return self.ge == 0.0 and -ROUNDING <= number < 0.0 and self.allows(0.0)
 
     def allows(self, number: float) -> bool:
         """Return True if one number is in the range; NaN never is."""

@@ -106,14 +106,9 @@ def step_key(seed: int, step: int) -> int:
     return signed(word & -WINDOW | sum((step >> i & 1) << (PLACE - 1 - i) for i in range(PLACE)))
 
 
-def _wrapped(word: int) -> int:
-    """64 bits as torch's int64 holds them."""
-    return word - 2**64 if word >= 2**63 else word
-
-
 def stream_of_steps(seed: int) -> int:
     """Return the 64-bit signed word from which a device makes keys of steps (`gpu.controlled.step_key`)."""
-    return _wrapped(_mix((seed + _GOLDEN) & _MASK))
+    return (_mix((seed + _GOLDEN) & _MASK) + 2**63) % 2**64 - 2**63
 
 
 @functools.lru_cache(maxsize=65536)

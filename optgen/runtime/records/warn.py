@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import sys
 import warnings
-from types import FrameType
 
 OURS = ("optgen.", "torch.", "_optgen_compiled.")
 """Modules through which a user's call passes on its way here; classes that were built elsewhere are looked up."""
@@ -18,7 +17,10 @@ def warn(text: str, owner: type = object) -> None:
     """
     generated = {c.__module__ for c in owner.__mro__ if "SPEC" in vars(c) and "HYPERS" in vars(c)}
     level, frame = 1, sys._getframe()
-    while frame.f_back is not None and _passed(frame, generated):
+    while frame.f_back is not None:
+        name = str(frame.f_globals.get("__name__", ""))
+        if not name.startswith(OURS) and name not in generated:
+            break
         level, frame = level + 1, frame.f_back
     warnings.warn(text, stacklevel=level)
 
@@ -31,8 +33,3 @@ def tell(text: str) -> None:
         log.info(text)
     elif log.level == logging.NOTSET and sys.stderr is not None and sys.stderr.isatty():
         print(f"optgen: {text}", file=sys.stderr, flush=True)
-
-
-def _passed(frame: FrameType, generated: set[str]) -> bool:
-    name = str(frame.f_globals.get("__name__", ""))
-    return name.startswith(OURS) or name in generated

@@ -36,7 +36,8 @@ def divided(rule: Rule, variant: Variant) -> Rule:
         add(_first_walk(s, made) for s in own if s.space == "elem" and not made.keys().isdisjoint(s.stores))
         add(_of_state(s, name, whole) for name, whole in made.items() for s in whole.between)
         add(_walk(s, sums, kept.keys() & set(variant.owners_in(s))) if s.space == "elem" else s for s in own)
-        add(Stage(COPY, "row", 0, (), temps=(x,), matrices=True, reads=(sums[x],), sums=((_kind(x, temps), (x,)),))
+        add(Stage(COPY, "row", 0, (), temps=(x,), matrices=True, reads=(sums[x],),
+                  sums=(("max" if temps[x].reduction.endswith("max") else "sum", (x,)),))
             for s in own for x in s.temps if x in sums and s.space == "elem")  # fmt: skip
         add(_copies(made))
     of_states = [replace(t, name=f"{name}_{t.name}") for name, whole in needed.items() for t in whole.temps]
@@ -57,10 +58,6 @@ def _by_rows(rule: Rule) -> tuple[dict[str, str], dict[str, Temp]]:
             t = replace(t, source="row")
         temps[t.name] = t
     return sums, temps
-
-
-def _kind(name: str, temps: Mapping[str, Temp]) -> str:
-    return "max" if temps[name].reduction.endswith("max") else "sum"
 
 
 def _of_state(stage: Stage, state: str, whole: Whole) -> Stage:
