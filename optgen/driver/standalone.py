@@ -309,7 +309,8 @@ def text(spec: Spec, plan: Plan, force: bool = False) -> str:
     variants = [replace(v, flags={k: on for k, on in v.flags.items() if k not in fixed}) for v in kept]
     texts = {RULE: eager_text.rule_text(spec), HOST: host, CODECS: eager_text.codec_text(plan)}
     fused = _fused(spec, plan, variants, texts)
-    kept_rows = explain.of_plan(plan)
+    traits = {state.trait for state in spec.states}
+    kept_rows = [x for x in explain.of_plan(plan) if x.name in traits or x.name not in explain.MATRICES]
     width = max(len(x.name) for x in kept_rows)
     c, file = emit.class_row(spec, (plan.name,), {}), File(texts)
     parts = fused or _eager(file, variants, c.hypers)

@@ -19,12 +19,10 @@ import hashlib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
-_MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, the increment of SplitMix64
 
 PLACE = 8
-WINDOW = 1 << PLACE
-"""Steps over which the noise of an element is one evenly spread sequence."""
+WINDOW = 1 << PLACE  # steps over which the noise of an element is one evenly spread sequence
 
 M1, M2, M3 = 0x7FEB352D, 0x846CA68B, 0x9E3779B1
 SALTS = (0, 0x3C6EF372, 0x1B873593, 0x5851F42D)
@@ -88,8 +86,8 @@ def _shares(wants: Mapping[str, int]) -> list[dict[str, int]]:
 
 def _mix(z: int) -> int:
     """The finalizer of SplitMix64 (Steele, Lea & Flood 2014): a bijection of 64 bits that avalanches."""
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) % 2**64
     return z ^ (z >> 31)
 
 
@@ -101,14 +99,14 @@ def signed(word: int) -> int:
 @functools.lru_cache(maxsize=1024)
 def step_key(seed: int, step: int) -> int:
     """32 bits for step number `step` (1, 2, ...) under `seed` (its low 64 bits count)."""
-    stream = _mix((seed + _GOLDEN) & _MASK)
-    word = _mix((stream + (step >> PLACE) * _GOLDEN) & _MASK) >> 32
+    stream = _mix((seed + _GOLDEN) % 2**64)
+    word = _mix((stream + (step >> PLACE) * _GOLDEN) % 2**64) >> 32
     return signed(word & -WINDOW | sum((step >> i & 1) << (PLACE - 1 - i) for i in range(PLACE)))
 
 
 def stream_of_steps(seed: int) -> int:
     """Return the 64-bit signed word from which a device makes keys of steps (`gpu.controlled.step_key`)."""
-    return (_mix((seed + _GOLDEN) & _MASK) + 2**63) % 2**64 - 2**63
+    return (_mix((seed + _GOLDEN) % 2**64) + 2**63) % 2**64 - 2**63
 
 
 @functools.lru_cache(maxsize=65536)
@@ -116,7 +114,7 @@ def stream_key(parameter: str | int) -> int:
     """32 bits for a parameter: its name, or its position over all groups."""
     if isinstance(parameter, str):
         return int.from_bytes(hashlib.blake2b(parameter.encode(), digest_size=4).digest(), "little", signed=True)
-    return signed(_mix(((parameter + 1) * _GOLDEN) & _MASK) >> 32)
+    return signed(_mix(((parameter + 1) * _GOLDEN) % 2**64) >> 32)
 
 
 Label = str | int
