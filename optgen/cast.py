@@ -62,7 +62,8 @@ def cast_model(model: nn.Module, dtype: torch.dtype, keep: Sequence[str] = (), *
         _no_boundary(module)
     for name in sorted(kept_modules):
         if not _below(name.rpartition(".")[0], kept_modules):
-            _at_boundary(modules[name], dtype)
+            modules[name].register_forward_pre_hook(_In(), with_kwargs=True)
+            modules[name].register_forward_hook(_Out(dtype))
     return model
 
 
@@ -113,7 +114,8 @@ class _In:
     """Forward pre-hook: floating inputs to the dtype of the module's own floating tensors."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        dtype = _own_dtype(module)
+        own = (t.dtype for t in (*module.parameters(), *module.buffers()) if t.is_floating_point())
+        dtype = next(own, None)
         return _convert(args, dtype), _convert(kwargs, dtype)
 
 
@@ -125,13 +127,6 @@ class _Out:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         return _convert(output, self.dtype)
-
-
-def _own_dtype(module: nn.Module) -> torch.dtype | None:
-    for tensor in (*module.parameters(), *module.buffers()):
-        if tensor.is_floating_point():
-            return tensor.dtype
-    return None
 
 
 def _convert(value: Any, dtype: torch.dtype | None) -> Any:
@@ -154,9 +149,3 @@ def _no_boundary(module: nn.Module) -> None:
     for key in [key for key, hook in module._forward_pre_hooks.items() if isinstance(hook, _In)]:
         del module._forward_pre_hooks[key]
         module._forward_pre_hooks_with_kwargs.pop(key, None)
-
-
-def _at_boundary(module: nn.Module, dtype: torch.dtype) -> None:
-    """Convert the inputs and outputs of a kept module."""
-    module.register_forward_pre_hook(_In(), with_kwargs=True)
-    module.register_forward_hook(_Out(dtype))

@@ -170,11 +170,7 @@ def _model_in(content: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _parameters(
-    groups: Sequence[Mapping[str, Any]],
-    entries: Sequence[Any],
-    about: Any,
-    model: Mapping[str, Any] | None,
-    file: Path,
+    groups: Sequence[Mapping[str, Any]], entries: Sequence[Any], about: Any, model: Mapping[str, Any] | None, file: Path
 ) -> list[Parameter]:
     """Return the parameters of a checkpoint with what it and the weights tell about them."""
     names: list[str | None] = []

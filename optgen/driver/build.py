@@ -111,13 +111,9 @@ class Manifest:
     sources: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     def text(self) -> str:
-        specs = {
-            name: {"class": b.class_name, "spec": b.reference, "plans": list(b.plans)}
-            for name, b in sorted(self.specs.items())
-        }
-        sources = dict(sorted(self.sources.items()))
-        files = dict(sorted(self.files.items()))
-        return json.dumps({"files": files, "specs": specs, "sources": sources}, indent=2) + "\n"
+        specs = {k: {"class": b.class_name, "spec": b.reference, "plans": list(b.plans)} for k, b in self.specs.items()}
+        parts = {"files": self.files, "specs": specs, "sources": self.sources}
+        return json.dumps({name: dict(sorted(part.items())) for name, part in parts.items()}, indent=2) + "\n"
 
 
 def read_manifest(out: Path, force: bool = False) -> Manifest:
@@ -190,11 +186,10 @@ def build(request: Request, track: Track | None = None) -> Outcome:
     config = read_config(project)
     out = Path.cwd() / request.out if request.out is not None else project / config.out
     try:
-        taken = out.exists() and not out.is_dir()
+        if out.exists() and not out.is_dir():
+            raise _not_written(relative(str(out)), "it is not a folder")
     except OSError as error:  # a name that is too long
         raise _not_written(request.out or config.out, error.strerror or str(error)) from error
-    if taken:
-        raise _not_written(relative(str(out)), "it is not a folder")
     manifest = read_manifest(out, request.force)
     outcome = Outcome(relative(str(out)))
     outcome.warnings += load.idle(project)
@@ -389,9 +384,8 @@ def _reference(spec: Spec) -> str:
 def _distinct(specs: Mapping[str, Built]) -> None:
     seen: dict[str, str] = {}
     for name, b in sorted(specs.items()):
-        if b.class_name in seen:
-            raise UserError("E412", what=f"the class {b.class_name}", note=f"they are {seen[b.class_name]} and {name}")
-        seen[b.class_name] = name
+        if (other := seen.setdefault(b.class_name, name)) != name:
+            raise UserError("E412", what=f"the class {b.class_name}", note=f"they are {other} and {name}")
 
 
 # -- generating
@@ -501,12 +495,9 @@ def __dir__() -> list[str]:
 
 def init_text(classes: Mapping[str, str]) -> str:
     """generated/__init__.py: class name -> module, imported when asked for (PEP 562)."""
+    lines = {"imports": "    from .{1} import {0} as {0}", "rows": '    "{0}": "{1}",', "names": '    "{0}",'}
     ordered = sorted(classes.items())
-    return _INIT_TEXT.format(
-        imports="\n".join(f"    from .{module} import {name} as {name}" for name, module in ordered),
-        rows="\n".join(f'    "{name}": "{module}",' for name, module in ordered),
-        names="\n".join(f'    "{name}",' for name, _ in ordered),
-    )
+    return _INIT_TEXT.format(**{k: "\n".join(line.format(*pair) for pair in ordered) for k, line in lines.items()})
 
 
 # -- comparing and writing
@@ -541,9 +532,7 @@ def _refuse_edited(out: Path, files: Mapping[str, str], stale: Sequence[str], ma
     edited = []
     for name in sorted(x for x in {*files, *stale} if x != MANIFEST and not _is_beside(x)):
         old = _read(out / name)
-        if old is None or old == files.get(name) or not old.strip():
-            continue
-        if digest(old.encode()) != manifest.files.get(name):
+        if old and old.strip() and old != files.get(name) and digest(old.encode()) != manifest.files.get(name):
             edited.append(name)
     if edited:
         more = f" and {len(edited) - 3} more" if len(edited) > 3 else ""

@@ -36,9 +36,7 @@ _specs: dict[str, Spec] = {}  # module of a compiled class -> its spec
 
 
 def compile(
-    spec: Spec | str | Path,
-    plan: Plan | str = DEFAULT_PLAN,
-    maths: Literal["strict", "fast"] = "fast",
+    spec: Spec | str | Path, plan: Plan | str = DEFAULT_PLAN, maths: Literal["strict", "fast"] = "fast"
 ) -> type[Any]:
     """Return the optimizer class of a spec under a plan.
 

@@ -7,7 +7,7 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -37,7 +37,11 @@ def doctor() -> list[Line]:
     lines += [_package(name, "missing") for name in NEEDED]
     lines.append(_package("triton", "note", "without Triton optimizers step in eager PyTorch on GPUs: right, but slow"))
     looks = {"gpu": _gpu, "cpu": _cpu, "compiler": _compiler, "cache": _cache}
-    lines += [_guarded(what, look) for what, look in looks.items()]
+    for what, look in looks.items():
+        try:
+            lines.append(look())
+        except Exception as error:  # of a driver, for instance: the other lines are made all the same
+            lines.append(Line(what, f"{type(error).__name__}: {error}", "note", "it could not be looked at"))
     if os.environ.get("TRITON_INTERPRET") == "1":
         lines.append(Line("TRITON_INTERPRET", "1", "note", "Triton kernels are interpreted: right, but very slow"))
     return lines
@@ -61,14 +65,6 @@ def _package(name: str, absent: Verdict, advice: str = "") -> Line:
         return Line(name, importlib.metadata.version(name))
     except importlib.metadata.PackageNotFoundError:
         return Line(name, "not installed", absent, advice or f"{sys.executable} -m pip install {name}")
-
-
-def _guarded(what: str, look: Callable[[], Line]) -> Line:
-    """Return the line of one look; its failure, of a driver for instance, must not end the others."""
-    try:
-        return look()
-    except Exception as error:
-        return Line(what, f"{type(error).__name__}: {error}", "note", "it could not be looked at")
 
 
 def _gpu() -> Line:

@@ -235,15 +235,6 @@ def _sweeps(step: Step) -> Iterator[Pass]:
         )
 
 
-def _over_all(root: Node) -> dict[int, str]:
-    """Return uid -> name of the operations below a node that depend on all elements."""
-    return {
-        n.uid: str(n.attr or n.op)
-        for n in postorder([root])
-        if n.op in ("call", "matmul") or (n.op in REDUCTIONS and n.args[0].space == spaces.elem)
-    }
-
-
 def why_last(step: Step) -> str:
     """Return the reason for the number of sweeps."""
     program = step.program
@@ -255,9 +246,10 @@ def why_last(step: Step) -> str:
     seen: set[int] = set()
     lets = [(f"{let.name} ({let.loc.short})", let.node) for let in program.body if let.loc is not None]
     for user, root in [*lets, *((f"keeping {program.buffer(s.buffer).owner}", s.node) for s in program.stores)]:
-        new = {uid: op for uid, op in _over_all(root).items() if uid not in seen}
-        seen |= {*new}
-        needs.setdefault(user, {}).update(dict.fromkeys(new.values()))
+        new = [n for n in postorder([root]) if n.uid not in seen and (
+            n.op in ("call", "matmul") or (n.op in REDUCTIONS and n.args[0].space == spaces.elem))]  # fmt: skip
+        seen |= {n.uid for n in new}
+        needs.setdefault(user, {}).update((str(n.attr or n.op), None) for n in new)
     users = [f"{user} needs {', '.join(ops)}" for user, ops in needs.items() if ops]
     early = f"; {' and '.join(step.early)} stored early and read back: fewer bytes than computing it again"
     sweeps = "1 sweep and work on what it reduces" if count == 1 else f"{count} sweeps"

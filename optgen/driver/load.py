@@ -329,8 +329,7 @@ def load(file: Path) -> ModuleType:
     # The name is private: a project's plans.py and the ready-made one are both loaded.
     name = f"_optgen_file_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
     made = importlib.util.spec_from_file_location(name, file)
-    assert made is not None
-    assert made.loader is not None
+    assert made is not None and made.loader is not None
     module = importlib.util.module_from_spec(made)
     forget(str(file))
     with _neighbours(file):

@@ -80,10 +80,8 @@ def read_config(project: Path) -> Config:
 
 
 def _config(table: Any, file: Path) -> Config:
-    where = relative(str(file))
-
     def refuse(what: str, **values: str) -> UserError:
-        return UserError("E407", loc=None, file=where, what=what, **values)
+        return UserError("E407", loc=None, file=relative(str(file)), what=what, **values)
 
     if not isinstance(table, dict):
         raise refuse("is not a table")
@@ -129,10 +127,10 @@ def wishes(project: Path, config: Config, built: Mapping[str, tuple[str, Sequenc
     built   existing packages: spec name -> (its name or file, its plans); without a table they are kept up to date,
             and so are the project's own specs under the default plans
     """
-    own = [name for name, entry in load.entries(project).items() if entry.own]
+    known = load.entries(project)
+    own = [name for name, entry in known.items() if entry.own]
     if config.build is None:
         out = [Wish(spec, plan, False) for spec in own for plan in DEFAULT_PLANS]
-        known = load.entries(project)
         for name, (reference, plans) in sorted(built.items()):
             if name in known or (project / reference).is_file():
                 out += [Wish(name if name in known else str(project / reference), plan, False) for plan in plans]
@@ -155,10 +153,8 @@ def plan_wishes(spec: str, plans: Sequence[str], project: Path) -> list[Wish]:
     """Return one spec under plans that may be patterns."""
     out = []
     for plan in plans:
-        if is_pattern(plan):
-            out += [Wish(spec, name, True) for name in load.plans(project) if fnmatchcase(name, plan)]
-        else:
-            out.append(Wish(spec, plan, False))
+        names = [x for x in load.plans(project) if fnmatchcase(x, plan)] if is_pattern(plan) else [plan]
+        out += [Wish(spec, name, is_pattern(plan)) for name in names]
     return out
 
 

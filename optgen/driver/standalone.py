@@ -18,6 +18,7 @@ from optgen.driver import compile as compiling
 from optgen.driver import eager_text, emit, explain, judge, record_text, standalone_class, triton_text
 from optgen.driver.record_text import Name, written
 from optgen.driver.standalone_file import CLASS, KERNELS, Defined, File
+from optgen.formats.of_matrices import MATRICES
 from optgen.formats.plan import Plan
 from optgen.lang.spec import Spec
 from optgen.runtime.layout import plans
@@ -310,7 +311,7 @@ def text(spec: Spec, plan: Plan, force: bool = False) -> str:
     texts = {RULE: eager_text.rule_text(spec), HOST: host, CODECS: eager_text.codec_text(plan)}
     fused = _fused(spec, plan, variants, texts)
     traits = {state.trait for state in spec.states}
-    kept_rows = [x for x in explain.of_plan(plan) if x.name in traits or x.name not in explain.MATRICES]
+    kept_rows = [x for x in explain.of_plan(plan) if x.name in traits or x.name not in MATRICES]
     width = max(len(x.name) for x in kept_rows)
     c, file = emit.class_row(spec, (plan.name,), {}), File(texts)
     parts = fused or _eager(file, variants, c.hypers)

@@ -81,9 +81,9 @@ def source_name(file: str) -> str:
     if path.is_relative_to(made):
         return f"specs/{path.relative_to(made).as_posix()}"
     root = load.table_above(path.parent) or next((p for p in path.parents if (p / "pyproject.toml").is_file()), None)
-    if root is not None:
-        return path.relative_to(root).as_posix()
-    return f"specs/{path.name}" if path.parent.name == "specs" else path.name
+    if root is None:
+        root = path.parent.parent if path.parent.name == "specs" else path.parent
+    return path.relative_to(root).as_posix()
 
 
 def digest(file: str) -> str:

@@ -146,15 +146,15 @@ def session(command: str, as_json: bool) -> Iterator[Terminal]:
     except BrokenPipeError as error:
         _not_written(terminal, error)
         terminal.code, terminal.silent = OK, True
-    except OSError as error:
-        if error.filename is not None or error.errno != errno.ENOSPC:
-            _internal(terminal, error)
-        else:
-            _not_written(terminal, error)
     except (typer.Exit, typer.Abort):
         raise
     except Exception as error:
-        _internal(terminal, error)
+        if isinstance(error, OSError) and error.filename is None and error.errno == errno.ENOSPC:
+            _not_written(terminal, error)
+        else:
+            sys.stderr.write("".join(traceback.format_exception(error)))
+            kind = type(error).__name__
+            terminal.error(INTERNAL, f"internal error: {kind}: {error}; this is a fault of optgen")
     try:
         terminal.finish()
         sys.stdout.flush()
@@ -162,11 +162,6 @@ def session(command: str, as_json: bool) -> Iterator[Terminal]:
         _not_written(terminal, error)
     if terminal.code:
         raise typer.Exit(terminal.code)
-
-
-def _internal(terminal: Terminal, error: Exception) -> None:
-    sys.stderr.write("".join(traceback.format_exception(error)))
-    terminal.error(INTERNAL, f"internal error: {type(error).__name__}: {error}; this is a fault of optgen")
 
 
 def _not_written(terminal: Terminal, error: OSError) -> None:

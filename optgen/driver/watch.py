@@ -48,8 +48,7 @@ def _elsewhere(project: Path, out: str | None) -> Iterator[str]:
     """Yield the references to specs and plans in the table and the manifest; the build reports errors in either."""
     with contextlib.suppress(UserError):
         config = read_config(project)
-        for rule in config.build or ():
-            yield from (placed(name, project) for name in (*rule.specs, *rule.plans))
+        yield from (placed(name, project) for rule in config.build or () for name in (*rule.specs, *rule.plans))
         built = read_manifest(Path.cwd() / out if out is not None else project / config.out)
         yield from (str(project / spec.reference) for spec in built.specs.values())
 

@@ -357,10 +357,7 @@ class Report:
 
 
 def compare(
-    after: Mapping[str, Tensor],
-    inside: Values,
-    exact: Mapping[str, Tensor],
-    rule: Mapping[str, Interval] | None = None,
+    after: Mapping[str, Tensor], inside: Values, exact: Mapping[str, Tensor], rule: Mapping[str, Interval] | None = None
 ) -> Report:
     """Decoded values after a step, where they should lie, and the fp64 oracle.
 

@@ -96,8 +96,7 @@ def _number(decay: Any, values: Mapping[str, float]) -> float | None:
 
 
 def overflow(spec: Spec, flags: Mapping[str, bool]) -> list[Finding]:
-    """Return a finding for a value that the rule itself makes no number of late in training, whatever it is stored as.
-    """
+    """Return a finding for a value that the rule itself makes no number of late in training."""
     found = _late(spec, tuple(sorted(flags.items())))
     if found is None:
         return []

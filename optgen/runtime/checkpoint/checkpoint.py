@@ -246,13 +246,9 @@ def read(
     return loaded
 
 
-READER = "optgen.convert.packages"
-"""The module that reads other packages' states, documented there; loaded when an optimizer is given some."""
-
-
 def reader() -> Any:
-    """Return the reader of other packages' states; optgen's own checkpoints do without it."""
-    return importlib.import_module(READER)
+    """Return the reader of other packages' states, which optgen's own checkpoints do without."""
+    return importlib.import_module("optgen.convert.packages")
 
 
 def opened(cls: Any, saved: Any) -> dict[str, Any]:
@@ -376,12 +372,7 @@ def positions(groups: Groups, saved: list[Mapping[str, Any]], misfits: Misfits) 
 
 
 def _merge(
-    cls: Any,
-    index: int,
-    group: Mapping[str, Any],
-    saved: Mapping[str, Any],
-    order: Mapping[int, Any],
-    misfits: Misfits,
+    cls: Any, index: int, group: Mapping[str, Any], saved: Mapping[str, Any], order: Mapping[int, Any], misfits: Misfits
 ) -> dict[str, Any]:
     """Return the group after loading: present parameters, with saved options and names over the present ones."""
     taken = {key: copy.deepcopy(value) for key, value in saved.items() if key not in options.FOREIGN}
@@ -763,9 +754,7 @@ class _Source:
         return None if exact is None else made.pop("p")
 
 
-def is_dense(
-    variant: Variant, p: Tensor, found: Mapping[str, Any], parts: sharding.Parts | None = None
-) -> bool:
+def is_dense(variant: Variant, p: Tensor, found: Mapping[str, Any], parts: sharding.Parts | None = None) -> bool:
     """Return True if an entry holds torch's dense tensors of the states, not the variant's own fields."""
     few = {f.owner: state.shape(f.of_values, p, parts) for f in variant.fields if not f.wide}
     own = [f for f in variant.fields if f.name not in variant.states]

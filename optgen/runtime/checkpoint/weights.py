@@ -207,12 +207,7 @@ def _pattern(t: Tensor) -> Tensor:
 
 
 def put(
-    plan: Pair,
-    variant: Variant,
-    p: Tensor,
-    kept: Mapping[str, Any] | None,
-    value: Tensor,
-    hypers: Mapping[str, Any],
+    plan: Pair, variant: Variant, p: Tensor, kept: Mapping[str, Any] | None, value: Tensor, hypers: Mapping[str, Any]
 ) -> dict[str, Any] | None:
     """Set a weight and the part of it that its state keeps; of a DTensor, the part on this rank.
 

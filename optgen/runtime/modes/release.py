@@ -16,7 +16,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from types import TracebackType
 from typing import Any, Literal, Protocol, Self, cast, get_args
 
 import torch
@@ -138,19 +137,15 @@ class Hook:
     It keeps no optimizer alive: a parameter lives longer than the optimizers that it had.
     """
 
-    __slots__ = ("_release",)
+    __slots__ = ("release",)
 
     def __init__(self, release: Release) -> None:
-        self._release = weakref.ref(release)
+        self.release = weakref.ref(release)
 
     def __call__(self, p: Tensor) -> None:
-        found = self._release()
+        found = self.release()
         if found is not None and found._optimizer() is not None:
             found._complete(p)
-
-    def release(self) -> Release | None:
-        """Return the release that it belongs to, as long as that is there."""
-        return self._release()
 
 
 def _releases(p: Tensor) -> Iterator[Release]:
@@ -276,11 +271,8 @@ class Release:
 
     def _refuse_wrappers(self, owner: Owner) -> None:
         """Raise NotImplementedError for wrappers that reduce gradients over ranks after the hooks have run."""
-        places = (
-            ("torch.nn.parallel.distributed", "DistributedDataParallel"),
-            ("torch.distributed.fsdp", "FullyShardedDataParallel"),
-        )
-        found = (getattr(sys.modules.get(module), name, None) for module, name in places)
+        ddp, fsdp = map(sys.modules.get, ("torch.nn.parallel.distributed", "torch.distributed.fsdp"))
+        found = getattr(ddp, "DistributedDataParallel", None), getattr(fsdp, "FullyShardedDataParallel", None)
         kinds = tuple(kind for kind in found if isinstance(kind, type))
         if not kinds or not torch.distributed.is_available() or not torch.distributed.is_initialized():
             return
@@ -305,11 +297,10 @@ class Release:
             one.sums = GradientAccumulator(self._accumulator, one.p, one.name, self.counts.get(one.name, 0))
 
     def _place(self, one: ReleasedParameter) -> None:
-        p = one.p
-        self._released[id(p)] = one
-        if id(p) not in self._hooks:
-            register: Callable[..., Any] = p.register_post_accumulate_grad_hook
-            self._hooks[id(p)] = register(Hook(self))
+        self._released[id(one.p)] = one
+        if id(one.p) not in self._hooks:
+            register: Callable[..., Any] = one.p.register_post_accumulate_grad_hook
+            self._hooks[id(one.p)] = register(Hook(self))
 
     # -- within backward ------------------------------------------------------------------------------
 
@@ -346,15 +337,14 @@ class Release:
 
     def _update(self, owner: Owner, one: ReleasedParameter) -> None:
         """Clip the gradient, step, and free it."""
-        p = one.p
-        assert p.grad is not None
+        assert one.p.grad is not None
         if one.sums is not None and one.summed:
-            one.sums.add(p.grad)
+            one.sums.add(one.p.grad)
             one.sums.clear()
             one.summed = 0
         self._clip_one(one)
         one.step(owner)
-        p.grad = None
+        one.p.grad = None
         one.summed = 0
         one.updates += 1
 
@@ -502,6 +492,7 @@ class Release:
             one.sums.clear()
         one.summed = 0
 
+
 class Handle:
     """The handle of released gradients, which keeps its optimizer: also a context manager, which removes the hooks at
     its end."""
@@ -555,9 +546,7 @@ class Handle:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.remove()
 
 
@@ -615,9 +604,8 @@ class GradientAccumulator:
         The next one is of a window of its own (runtime/records/keys.py): places of one window an even number of steps
         apart, as the same micro-batch of every sum would be, are all in the same half of the cell.
         """
-        for name, zero in self._zeros.items():
-            if self._entry is not None:
-                self._entry[name].fill_(zero)
         if self._entry is not None:
+            for name, zero in self._zeros.items():
+                self._entry[name].fill_(zero)
             self._entry.update(self._first)
         self.count += 1
