@@ -246,9 +246,13 @@ def read(
     return loaded
 
 
+READER = "optgen.convert.packages"
+"""The module that reads other packages' states, documented there; loaded when an optimizer is given some."""
+
+
 def reader() -> Any:
-    """Return the reader of other packages' states, which optgen's own checkpoints do without."""
-    return importlib.import_module("optgen.convert.packages")
+    """Return the reader of other packages' states; optgen's own checkpoints do without it."""
+    return importlib.import_module(READER)
 
 
 def opened(cls: Any, saved: Any) -> dict[str, Any]:
