@@ -1,7 +1,21 @@
-"""`python -m optgen` is the command `optgen`."""
+"""The command `optgen`, and `python -m optgen`."""
 
 import sys
 
-from optgen.driver.cli import main
+from optgen.base.extras import advice
 
-sys.exit(main())
+
+def main() -> int:
+    """Run the command line and return its exit code: 3 if a package that it needs is not installed."""
+    try:
+        from optgen.driver.cli import main as run
+    except ModuleNotFoundError as error:
+        if (missing := advice(error)) is None:
+            raise
+        print(f"optgen: missing: {missing}", file=sys.stderr)
+        return 3
+    return run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

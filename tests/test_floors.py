@@ -32,7 +32,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
         ("cast", "runtime", "torch"),
         ("embedding", "runtime", "torch"),
         ("accumulate", "driver formats lang", ""),
-        ("__main__", "driver", ""),
+        ("__main__", "base driver", ""),
         ("optim", "_generated runtime driver", ""),
         ("plans", "runtime", "torch triton"),
         ("_generated", "", ""),

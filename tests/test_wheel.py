@@ -144,3 +144,24 @@ def test_a_project_of_ones_own(python: Callable[[str], str], tmp_path: Path) -> 
         print(generated.__file__)
     """)
     assert str(tmp_path) in out
+
+
+@pytest.mark.parametrize(
+    ("absent", "code", "extra"),
+    [
+        ("typer", "from optgen.__main__ import main\nprint(main())", "optgen[compiler]"),
+        ("hypothesis", "from optgen.driver.cli import main\nprint(main(['fuzz', 'adamw']))", "optgen[fuzz]"),
+    ],
+)  # fmt: skip
+def test_what_the_compiler_needs_is_named_where_it_is_missing(
+    python: Callable[[str], str], absent: str, code: str, extra: str
+) -> None:
+    out = python(f"""
+import contextlib, sys
+for name in [name for name in sys.modules if name.partition(".")[0] == {absent!r}]:
+    del sys.modules[name]
+sys.modules[{absent!r}] = None
+with contextlib.redirect_stderr(sys.stdout):
+    exec({code!r})
+""")
+    assert f"{absent}, which this needs: pip install '{extra}'" in out.replace("\n", " "), out

@@ -15,7 +15,7 @@ import optgen
 from optgen.base import ready
 
 Verdict = Literal["ok", "note", "warning", "missing"]
-NEEDED = ("torch", "numpy", "sympy", "jinja2", "typer", "rich", "hypothesis")
+NEEDED = ("torch", "sympy", "jinja2", "typer", "rich")
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,7 @@ def doctor() -> list[Line]:
         Line("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
     ]
     lines += [_package(name, "missing") for name in NEEDED]
+    lines.append(_package("hypothesis", "note", "`optgen fuzz` needs it: pip install 'optgen[fuzz]'"))
     lines.append(_package("triton", "note", "without Triton optimizers step in eager PyTorch on GPUs: right, but slow"))
     looks = {"gpu": _gpu, "cpu": _cpu, "compiler": _compiler, "cache": _cache}
     for what, look in looks.items():

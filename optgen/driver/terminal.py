@@ -23,6 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from optgen.base import extras
 from optgen.base.errors import UserError
 from optgen.base.loc import relative
 
@@ -151,6 +152,8 @@ def session(command: str, as_json: bool) -> Iterator[Terminal]:
     except Exception as error:
         if isinstance(error, OSError) and error.filename is None and error.errno == errno.ENOSPC:
             _not_written(terminal, error)
+        elif isinstance(error, ModuleNotFoundError) and (missing := extras.advice(error)):
+            terminal.error(MISSING, f"missing: {missing}")
         else:
             sys.stderr.write("".join(traceback.format_exception(error)))
             kind = type(error).__name__
