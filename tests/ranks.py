@@ -63,7 +63,6 @@ from optgen.runtime import files
 from optgen.runtime.checkpoint import checkpoint
 from optgen.runtime.layout import sharding
 from optgen.runtime.reference import matrices
-from optgen.runtime.work import staged
 from optgen.verify.differential import Values, compare, enclose, oracle
 from optgen.verify.intervals import FAST
 from tests.harness import plan_of, spec_of, unoptimized
@@ -376,14 +375,15 @@ def matrix_states(here: Here) -> None:
         pieces += [Piece(here.values(36, 256, dtype=torch.bfloat16), here.mesh(2, 2), kind) for kind in kinds]
         pieces.append(Piece(here.values(6, 16, 24, dtype=torch.bfloat16), here.mesh(2, 2), kinds[0]))
     for cls, plan, name, room in (
-        (optgen.compile(factors, plan="fp32"), "fp32", "left", staged.AT_ONCE),
-        (optgen.compile(factors, plan="int8_split24"), "int8_split24", "left", 4 * 16 * 24),
-        (optgen.compile(sketched, plan="fp32"), "fp32", "low", 4 * 16 * 24),
-        (generated.SOAP, "int8_split24", "left", staged.AT_ONCE),
+        (optgen.compile(factors, plan="fp32"), "fp32", "left", None),
+        (optgen.compile(factors, plan="int8_split24"), "int8_split24", "left", 8 * 16 * 24),
+        (optgen.compile(sketched, plan="fp32"), "fp32", "low", 8 * 16 * 24),
+        (generated.SOAP, "int8_split24", "left", None),
     ):
         some = [*pieces, *(across if plan == "fp32" else across[1:])]
-        with mock.patch.object(staged, "AT_ONCE", room), one_at_a_time(True):
-            runs = Runs(here, cls, some, plan=plan, blocks={"numel <= 96": n})
+        with one_at_a_time(True):
+            more = {"stagger": True, "precondition_frequency": 2} if cls is generated.SOAP else {}
+            runs = Runs(here, cls, some, plan=plan, blocks={"numel <= 96": n}, workspace=room, **more)
             runs.step(3)
         key = name if name in runs.many.state[runs.parts[2]] else f"{name}_diagonal"
         assert runs.many.state[runs.parts[2]][key].to_local().shape[0] <= -(-70 // n)
@@ -413,12 +413,13 @@ def matrices_have_one_worker(here: Here) -> None:
             raise ArithmeticError("on this rank")
         return function(x, *given)
 
-    for room in (staged.AT_ONCE, 2 * 16 * 24):
+    for room in (2**29, 4 * 16 * 24):
         runs.give(lambda piece: here.values(*piece.value.shape, dtype=piece.value.dtype))
-        with one_at_a_time(room < staged.AT_ONCE or here.device == "cuda"):
+        with one_at_a_time(room < 2**29 or here.device == "cuda"):
             runs.one.step()
             worked.zero_()
-            with mock.patch.object(matrices, "newton_schulz", counted), mock.patch.object(staged, "AT_ONCE", room):
+            runs.many.param_groups[0]["workspace"] = room
+            with mock.patch.object(matrices, "newton_schulz", counted):
                 runs.many.step()
         runs.same()
         total = worked.to(here.device)

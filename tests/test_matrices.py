@@ -22,8 +22,6 @@ from optgen.lang import (  # isort: skip
     shape_flag, sorting, state, symmetric, trace,
 )  # fmt: skip
 from optgen.optim import AdaMuon, Muon, NorMuon, PolarGrad, Scion, SinkGD
-from optgen.runtime.layout import workspace
-from optgen.runtime.work import staged
 from specs import plans
 from specs.muon import muon
 from tests import oracles
@@ -37,7 +35,7 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def followed(cls: Any, params: list[nn.Parameter], gradients: Callable[[int], list[Tensor]], **options: Any) -> None:
+def followed(cls: Any, params: list[nn.Parameter], gradients: Callable[[int], list[Tensor]], **options: Any) -> Any:
     """Make four steps of an optimizer, without a warning."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -46,6 +44,7 @@ def followed(cls: Any, params: list[nn.Parameter], gradients: Callable[[int], li
             for p, g in zip(params, gradients(step), strict=True):
                 p.grad = g.clone()
             opt.step()
+    return opt
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpp"])
@@ -218,7 +217,7 @@ def test_matrices_of_one_shape_are_one_batch() -> None:
     assert all(torch.equal(p, q) for p, q in zip(params, others, strict=True))
 
 
-def test_batches_are_cut_where_they_pass_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_are_cut_where_they_pass_the_limit() -> None:
     """Beside the scratch of the step no more than five times the limit is in use, and bits stay, also one at a time."""
     found = []
     for limit, deterministic in ((2**28, False), (4 * 2 * 64 * 64, False), (2**28, True)):
@@ -228,7 +227,7 @@ def test_batches_are_cut_where_they_pass_the_limit(monkeypatch: pytest.MonkeyPat
         for p in params:
             p.grad = drawn(*p.shape, seed=1)
         opt.step()  # makes states
-        monkeypatch.setattr(staged, "AT_ONCE", limit)
+        opt.param_groups[0]["workspace"] = 2 * limit
         torch.use_deterministic_algorithms(deterministic)
         try:
             with Watch() as watch:
@@ -418,17 +417,25 @@ def test_matrix_states_are_those_of_a_text_by_hand(shape: tuple[int, ...], backe
         assert torch.allclose(p.detach().view(each.shape)[k].double(), whitened_by_hand(4, x, grad), rtol=0, atol=1e-5)
 
 
-def test_workspace_is_bounded_and_buckets_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bits of one large bucket, with the memory of the largest of several that come one after the other."""
-    found, sizes = [], []
-    for limit in (workspace.LIMIT, 3 * 4 * 512):
-        monkeypatch.setattr(workspace, "LIMIT", limit)
-        taken: list[int] = []
-        take = lambda pool, n, on, taken=taken: (taken.append(n), torch.empty(n))[1]  # noqa: E731
-        monkeypatch.setattr(workspace.Pool, "take", take)
-        params = [nn.Parameter(drawn(16, 32, seed=k)) for k in range(5)]
-        followed(optgen.compile(whitened, "fp32"), params, lambda t: [drawn(16, 32, seed=9 + t)] * 5, backend="cpp")
+def test_workspace_is_bounded_and_buckets_share_it() -> None:
+    """The bits of one large bucket, with the memory of the largest of several that come one after the other; beside it
+    a step makes what a function of the matrices of one batch returns, at most a dozen values of 32 x 32 for each."""
+    found, scratch, peaks = [], [], []
+    for given in (None, "6KiB"):
+        params = [nn.Parameter(drawn(16, 32, seed=k)) for k in range(16)]
+        cls = optgen.compile(whitened, "fp32")
+        opt = followed(cls, params, lambda t: [drawn(16, 32, seed=9 + t)] * 16, backend="cpp", workspace=given)
         found.append(torch.stack(list(params)))
-        sizes.append(max(taken))
+        with Watch() as watch:
+            opt.step()
+        scratch.append(sum(x.nbytes for x in opt._stepper.launcher._pool._memory.values()))
+        peaks.append(watch.peak)
     assert torch.equal(*found)
-    assert sizes[1] < sizes[0] / 4
+    assert scratch[1] <= 4 * 6 * 2**10 < scratch[0] / 8
+    assert peaks[1] <= 12 * 4 * 32 * 32 < peaks[0] / 8, peaks
+
+
+@pytest.mark.parametrize("wrong", ["lots", "5MB", -1, 0.5, True])
+def test_other_workspaces_are_refused(wrong: Any) -> None:
+    with pytest.raises(ValueError, match=r"Muon: workspace must be a number of bytes >= 1, or as in '512MiB'"):
+        Muon([nn.Parameter(torch.ones(2, 3))], workspace=wrong)

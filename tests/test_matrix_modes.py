@@ -37,9 +37,8 @@ from optgen.lang import (
     where,
 )  # fmt: skip
 from optgen.lang.spec import Spec
-from optgen.optim import SOAP
+from optgen.optim import SOAP, Muon
 from optgen.runtime import Optimizer
-from optgen.runtime.work import staged
 from specs import plans
 from tests.harness import unoptimized
 from tests.test_fuzz import Example, ran
@@ -193,7 +192,7 @@ WAYS: dict[str, Callable[[Any, Path], Any]] = {
 @pytest.mark.parametrize("backend", ["reference", "cpp", "triton"])
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_copies_go_on_between_two_refreshes(way: Any, backend: str, tmp_path: Path) -> None:
-    opt = soap(backend, "fp32" if backend == "triton" else "int8_split24")
+    opt = soap(backend, "fp32" if backend == "triton" else "int8_split24", stagger=True)
     train(opt, range(4))
     other = way(opt, tmp_path)
     for each in (opt, other):
@@ -256,7 +255,7 @@ MODES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 def test_modes_have_the_bits_of_plain_steps(mode: Callable[[Any], Any]) -> None:
     with unoptimized():
-        plain, other = soap("cpp"), soap("cpp")
+        plain, other = soap("cpp", stagger=True), soap("cpp", stagger=True)
         mode(other)
         for step in range(5):
             for opt in (plain, other):
@@ -266,14 +265,35 @@ def test_modes_have_the_bits_of_plain_steps(mode: Callable[[Any], Any]) -> None:
     assert (bits(params_of(plain)), states(plain)) == (bits(params_of(other)), states(other))
 
 
-def test_small_batches_and_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_batches_and_graphs() -> None:
     with pytest.raises(ValueError, match="SOAP does not support capturable=True: refresh makes some of its steps"):
         soap("triton", capturable=True)
-    large, small = soap("cpp"), soap("cpp")
+    large, small = soap("cpp"), soap("cpp", workspace=1)
     train(large, range(4))
-    monkeypatch.setattr(staged, "AT_ONCE", 1)
     train(small, range(4))
-    assert everything(small) == everything(large)
+    assert (bits(params_of(small)), states(small)) == (bits(params_of(large)), states(large))
+
+
+@pytest.mark.parametrize("interval", [3, 7])
+def test_refreshes_are_staggered(interval: int) -> None:
+    """After the first step each parameter has a refresh every so many steps, and each step its share, within two of
+    them (of 70 multiples of the golden ratio as many lie in each of equal parts of the circle); in all groups."""
+    params = [nn.Parameter(drawn(3, 4, seed=k)) for k in range(70)]
+    options: dict[str, Any] = {"plan": "fp32", "backend": "reference", "precondition_frequency": interval}
+    opt = SOAP([{"params": params[:30]}, {"params": params[30:50]}], stagger=True, **options)
+    opt.add_param_group({"params": params[50:]})
+    found = []
+    for step in range(2 * interval + 1):
+        before = [opt.state[p].get("basis_left") for p in params]
+        before = [None if x is None else x.clone() for x in before]
+        train(opt, [step])
+        pairs = zip(before, params, strict=True)
+        found.append([x is None or not torch.equal(x, opt.state[p]["basis_left"]) for x, p in pairs])
+    assert all(found[0]) and found[1 : interval + 1] == found[interval + 1 :]
+    assert all(sum(on) == 1 for on in zip(*found[1 : interval + 1], strict=True))
+    assert all(abs(sum(on) - 70 / interval) < 2 for on in found[1:])
+    with pytest.raises(ValueError, match="Muon: stagger=True spreads what is done every k steps"):
+        Muon(params, stagger=True)
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpp"])

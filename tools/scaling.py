@@ -30,10 +30,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 import generated  # noqa: E402
 from optgen.runtime.cpu import cpu  # noqa: E402
-from optgen.runtime.layout import layout, sharding  # noqa: E402
+from optgen.runtime.layout import layout, sharding, workspace  # noqa: E402
 from optgen.runtime.reference.matrices import FLOPS  # noqa: E402
 from optgen.runtime.step import backends  # noqa: E402
-from optgen.runtime.work import staged, workers  # noqa: E402
+from optgen.runtime.work import workers  # noqa: E402
 
 RULES = ("AdamW", "Lion", "LAMB", "StableAdamW", "Adafactor", "CAME", "Prodigy", "ClippedAdamW")
 MATRICES_ONLY = ("CAME",)
@@ -175,7 +175,7 @@ def share(shapes: list[tuple[int, ...]], ranks: int) -> Share:
         for worker in chosen:
             flops[worker] += stack.flops
             number, filled = rounds[worker]
-            if filled and filled + 2 * rows * columns > staged.AT_ONCE:
+            if filled and filled + 2 * rows * columns > workspace.USUAL // 2:
                 number, filled = number + 1, 0
             rounds[worker] = number, filled + 2 * rows * columns
             batches[worker].add((number, rows, columns))

@@ -203,12 +203,12 @@ def _matrices(spec: Spec, step: Step, flags: Mapping[str, bool]) -> Iterator[str
         found = _operations([x for x in spec.trace(setting).new.values() if x.space != spaces.host])
         for op, count in Counter(x for x in found if not at or x not in usual).items():
             yield f"{f'{count} x ' if count > 1 else ''}{op}{f', {when}' if when else ''}"
-    from optgen.runtime.layout.workspace import LIMIT  # imports torch
-    from optgen.runtime.work.staged import AT_ONCE
+    from optgen.runtime.layout.workspace import USUAL  # imports torch
 
     left = sum(int(b.dtype.bytes) for b in step.temps if b.space == spaces.elem and b.role == "temp")
-    yield f"between sweeps {left} B per parameter, of as many parameters at a time as fit in {LIMIT >> 20} MiB"
-    yield f"matrices of one shape are a batch of {AT_ONCE >> 20} MiB at most, or of one"
+    limit, half = (f"{size >> 20} MiB" for size in (USUAL, USUAL // 2))
+    yield f"between sweeps {left} B per parameter, of as many parameters at a time as fit in workspace={limit!r}"
+    yield f"matrices of one shape are a batch of {half} at most, half of that, or of one"
 
 
 def _operations(roots: Sequence[Node]) -> Iterator[str]:

@@ -59,6 +59,10 @@ class Optimizer(torch.optim.Optimizer):
               as tensors on the device stay tensors, the others are part of the graph
     fused     let torch.amp.GradScaler leave gradients scaled: the kernels divide, and skip a step that has an infinity
     offload   keep the states in host memory and let the host update the weights of an accelerator
+    stagger   of rules that do more at every k-th step, such as new bases of matrices: let each parameter do so at steps
+              of its own (by its position over all groups), so that no step does it for all but the first
+    workspace of rules with functions of whole matrices: bytes, or as in "512MiB" (the default), that matrices take
+              between two sweeps at a time; a batch of products has half of it
     """
 
     SPEC: ClassVar[str]
@@ -105,6 +109,8 @@ class Optimizer(torch.optim.Optimizer):
         capturable: bool = False,
         differentiable: bool = False,
         offload: bool = False,
+        stagger: bool = False,
+        workspace: int | str | None = None,
         **unknown: Any,
     ) -> None:
         unknown |= {} if self.BLOCKS or blocks is None else {"blocks": blocks}
@@ -113,7 +119,7 @@ class Optimizer(torch.optim.Optimizer):
             raise TypeError(f"{name}.__init__() got an unexpected keyword argument {next(iter(unknown))!r}")
         given = {"maximize": maximize, **hypers, "plan": plan, "backend": backend, "seed": seed, "foreach": foreach}
         asked: dict[str, Any] = {"capturable": capturable or None, "fused": fused or None, "offload": offload or None}
-        asked["differentiable"] = differentiable
+        asked |= {"differentiable": differentiable, "stagger": stagger or None, "workspace": workspace}
         defaults = {**options.check(type(self), {**given, **asked}), "format": checkpoint.FORMAT}
         self._reset_caches()
         tables = None if module is None else rules.Tables(type(self).__name__, module)

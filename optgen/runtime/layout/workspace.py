@@ -63,9 +63,9 @@ def partials(variant: Variant, temp: Temp, shape: torch.Size) -> int:
     return -(-grid_rows * -(-grid_columns // block) * block // sums.SEGMENT)
 
 
-LIMIT = 2**29
-"""Bytes of one bucket's values of elements, of a rule with functions of whole matrices: further matrices are another
-bucket, which comes after it and has the same memory."""
+USUAL = 2**29
+"""The usual `workspace` of a group: bytes of one bucket's values of elements, of a rule with functions of whole
+matrices.  Further matrices are another bucket, which comes after it and has the same memory."""
 
 
 class Pool:

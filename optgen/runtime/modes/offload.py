@@ -112,8 +112,8 @@ class Chunk:
         self.numbers = list(dict.fromkeys(m.number for m in members))
         self.groups: list[dict[str, Any]] = []
         for number in self.numbers:
-            inside = [(t, m.name) for t, m in zip(self.twins, members, strict=True) if m.number == number]
-            self.groups.append({"params": [t for t, _ in inside], "param_names": [name for _, name in inside]})
+            inside = [(t, m.name, m.position) for t, m in zip(self.twins, members, strict=True) if m.number == number]
+            self.groups.append({key: [x[k] for x in inside] for k, key in enumerate(entries.OWN)})
         self.stepper = Stepper()
         self.states: dict[Any, Any] = {}
         groups, cls = owner.groups, owner.cls

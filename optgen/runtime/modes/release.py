@@ -68,8 +68,8 @@ class ReleasedParameter:
     """
 
     def __init__(self, optimizer: Releasing, entry: Entry) -> None:
-        self.p, _, self.number, self.place, _, self.name = entry
-        self.group: dict[str, Any] = {"params": [self.p], "param_names": [self.name]}
+        self.p, _, self.number, self.place, position, self.name = entry
+        self.group: dict[str, Any] = {"params": [self.p], "param_names": [self.name], "positions": [position]}
         self.stepper, self.offload = Stepper(self.number), optimizer._offload.part()
         self.offload.expect(self.p)
         known = optimizer._stepper.dtypes.get(id(self.p))

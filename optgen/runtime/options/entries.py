@@ -9,8 +9,9 @@ from torch import Tensor
 
 from optgen.runtime.layout.plans import Label
 
-OWN = ("params", "param_names")
-"""Keys of a group that say which parameters it has; all others are options."""
+OWN = ("params", "param_names", "positions")
+"""Keys of a group that say which parameters it has; all others are options.  positions: of a part of a user's groups,
+which is stepped by itself, the indices over all of these."""
 
 
 class Owner(NamedTuple):
@@ -26,7 +27,7 @@ class Entry(NamedTuple):
 
     number    the group's index
     place     the index in the group
-    position  the index over all groups
+    position  the index over all groups of the user's
     name      the name, or the position if the group has no names
     """
 
@@ -65,11 +66,12 @@ def names(tensors: Sequence[Tensor], params: Any, kept: Any, first: int) -> list
 
 def of(groups: Sequence[dict[str, Any]]) -> Iterator[Entry]:
     """Yield the entries of all groups, in order."""
-    position = 0
+    start = 0
     for number, (group, names) in enumerate(zip(groups, labels(groups), strict=True)):
+        positions = group.get("positions") or range(start, start + len(names))
         for place, p in enumerate(group["params"]):
-            yield Entry(p, group, number, place, position, names[place])
-            position += 1
+            yield Entry(p, group, number, place, positions[place], names[place])
+        start += len(names)
 
 
 def take_options(group: dict[str, Any], source: Mapping[str, Any]) -> None:
@@ -77,6 +79,6 @@ def take_options(group: dict[str, Any], source: Mapping[str, Any]) -> None:
     for key, value in source.items():
         if key not in OWN:
             group[key] = value
-    if len(group) != len(source) + ("param_names" not in source):
+    if len(group) != len(source) + 1 + ("param_names" not in source):
         for key in group.keys() - source.keys() - set(OWN):
             del group[key]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ IGNORED = frozenset({"foreach"})
 
 REFUSED = {"differentiable": "the step is one fused kernel that autograd does not see"}
 
-OWN = frozenset({"plan", "overrides", "blocks", "backend", "seed", "streams", "format"})
+OWN = frozenset({"plan", "overrides", "blocks", "backend", "seed", "streams", "stagger", "workspace", "format"})
 """Keys of a group that no other package has; format: the version of the checkpoint format (checkpoint.py)."""
 
 RUNNING = ("capturable", "fused", "offload")
@@ -36,8 +37,15 @@ UNNAMED = "unnamed"
 """Key of a state dict, beside its groups, of an optimizer without names: other packages drop `param_names` from groups
 that have them."""
 
-FOREIGN = frozenset({"params", "backend", "format", ENTRIES, BESIDE, *IGNORED, *REFUSED, *RUNNING})
+FOREIGN = frozenset({"params", "backend", "workspace", "format", ENTRIES, BESIDE, *IGNORED, *REFUSED, *RUNNING})
 """Keys of a saved group that say how its optimizer ran or was saved, not what it had learned: not taken over."""
+
+
+Setting = tuple[tuple[str, bool], ...]
+"""Flags, each on or off."""
+
+GOLDEN = (5**0.5 - 1) / 2
+"""Multiples of it modulo 1 are spread evenly, however many of them, and any of them at equal distances."""
 
 
 def check(cls: Any, group: Mapping[str, Any]) -> dict[str, Any]:
@@ -69,6 +77,12 @@ def check(cls: Any, group: Mapping[str, Any]) -> dict[str, Any]:
         if seed is None:
             raise TypeError(f"{owner}: seed must be an int, got {group['seed']!r}")
         found["seed"] = seed
+    if _said(group, "stagger"):
+        found["stagger"] = switch(group["stagger"], "stagger", owner)
+        if not any(flag.every for flag in flags):
+            raise ValueError(f"{owner}: stagger=True spreads what is done every k steps, and this rule does nothing so")
+    if _said(group, "workspace"):
+        found["workspace"] = _bytes(group["workspace"], owner)
     if "backend" in group:
         if group["backend"] not in BACKENDS:
             raise ValueError(f"{owner}: backend must be one of {', '.join(BACKENDS)}, got {group['backend']!r}")
@@ -99,6 +113,16 @@ def _said(group: Mapping[str, Any], name: str) -> bool:
     """Return True if an option is there and not empty or off; a tensor, which may have no truth, counts as there."""
     value = group.get(name)
     return isinstance(value, torch.Tensor) or bool(value)
+
+
+def _bytes(value: object, owner: str) -> int:
+    """Return a number of bytes, given as one or as in "512MiB"."""
+    size = as_int(value)
+    if isinstance(value, str) and (found := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG])iB\s*", value)):
+        size = int(float(found[1]) * 1024 ** ("KMG".index(found[2]) + 1))
+    if size is None or isinstance(value, bool) or size < 1:
+        raise ValueError(f"{owner}: workspace must be a number of bytes >= 1, or as in '512MiB', got {value!r}")
+    return size
 
 
 def _plan(cls: Any, option: object) -> plans.PlanOption:
@@ -164,16 +188,22 @@ def flags_of(cls: Any, group: Mapping[str, Any], shape: tuple[int, ...] | None =
     return tuple(setting)
 
 
-def at_step(cls: Any, group: Mapping[str, Any], step: int) -> tuple[tuple[str, bool], ...]:
-    """The flags that change from step to step, at one (counted from 1); ValueError for an interval below 1."""
+def at_step(cls: Any, group: Mapping[str, Any], step: int, position: int) -> Setting:
+    """The flags that change from step to step, at one (counted from 1); ValueError for an interval below 1.
+
+    position  of the parameter over all groups: under `stagger` flags are on up to an interval earlier, by a fraction
+              of it that follows from the position
+    """
     setting = []
+    early = position * GOLDEN % 1 if group.get("stagger") else 0.0
     for flag in flags_declared(cls):
         if flag.every is not None:
             value = as_float(group[flag.every])
             interval = int(value) if value is not None and math.isfinite(value) else 0
             if interval < 1 or interval != value:
                 raise ValueError(f"{cls.__name__}: {flag.every} must be a whole number >= 1, got {group[flag.every]!r}")
-            setting.append((flag.name, (step - flag.first) % interval == 0))
+            on = (step - flag.first + int(early * interval)) % interval == 0
+            setting.append((flag.name, on or (flag.first and step == 1)))
         elif flag.first:
             setting.append((flag.name, step == 1))
     return tuple(setting)

@@ -54,6 +54,7 @@ class _Sorter:
         self.cls, self.states, self.dtypes, self.scaled = owner.cls, owner.states, dtypes, scaled
         self.buckets: dict[tuple[object, ...], Bucket] = {}
         self.chunks: dict[tuple[object, ...], tuple[int, int]] = {}
+        self.clocked = any(flag.clock is not None for flag in self.cls.FLAGS)
         self.fresh: Fresh = []
         self.sharded, self.capturing = sharding.kind(), counting.capturing()
         self.switched = any(flag.nonzero is not None for flag in self.cls.FLAGS)
@@ -62,6 +63,7 @@ class _Sorter:
         """Parameters of this group follow."""
         options.check_again(self.cls, group)
         self.number, self.group = number, group
+        self.workspace = group.get("workspace") or workspace.USUAL
         self.choices, self.streams = GroupChoices(self.cls, group, self.scaled), keys.streams(group)
 
     def add(self, entry: Entry, g: Tensor) -> None:
@@ -77,6 +79,11 @@ class _Sorter:
                 cut = shard.layout.roles(variant.matrix)
         count = self._count(choice, variant, kept, p, name)
         key = (self.number, variant, grad_dtype, choice.device, cut, *count.key)
+        at_step: options.Setting = ()
+        if self.clocked:
+            assert not isinstance(count.step, Tensor)  # such flags are not counted on a device
+            at_step = options.at_step(self.cls, self.group, count.step + 1, entry.position)
+            key = (*key, at_step)
         if variant.left_per_element and not cut:
             key = (*key, self._chunk(key, variant.left_per_element * p.numel()))
         bucket = self.buckets.get(key)
@@ -84,7 +91,8 @@ class _Sorter:
             backend = backends.able(choice.backend, choice.plan, variant)
             bucket = self.buckets[key] = Bucket(
                 self.number, choice.plan, variant, backend, choice.device, grad_dtype, count.step, count.host, cut=cut,
-                counted=backend == "triton" and (count.on_device or bool(choice.counted)),
+                counted=backend == "triton" and (count.on_device or bool(choice.counted)), at_step=at_step,
+                workspace=self.workspace,
             )  # fmt: skip
         if not count.ready or (self.switched and self._begins(variant, p, kept, name)):
             self.fresh.append((bucket, len(bucket.params)))
@@ -109,7 +117,7 @@ class _Sorter:
     def _chunk(self, key: tuple[object, ...], size: int) -> int:
         """Return the number of the bucket for a parameter of so many bytes of workspace, among those that are alike."""
         chunk, used = self.chunks.get(key, (0, 0))
-        if used and used + size > workspace.LIMIT:
+        if used and used + size > self.workspace:
             chunk, used = chunk + 1, 0
         self.chunks[key] = chunk, used + size
         return chunk
@@ -199,11 +207,8 @@ def buckets(
         if g is not None:
             sorter.add(entry, g)
     found, fresh = list(sorter.buckets.values()), sorter.fresh
-    if any(flag.clock is not None for flag in owner.cls.FLAGS):
-        for bucket in found:
-            assert not isinstance(bucket.step, Tensor)  # such flags are not counted on a device
-            flags = options.at_step(owner.cls, owner.groups[bucket.group], bucket.step + 1)
-            bucket.variant = plans.at_step(bucket.plan, bucket.variant, flags)
+    for bucket in found if sorter.clocked else ():
+        bucket.variant = plans.at_step(bucket.plan, bucket.variant, bucket.at_step)
     if scaler is not None and not all(b.counted for b in found) and scaler.found_infinity():
         return [], []
     backends.compile_all(found, [owner.groups[b.group]["backend"] for b in found])

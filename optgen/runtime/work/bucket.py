@@ -33,6 +33,8 @@ class Bucket:
     shards         of each parameter that is a DTensor; params, grads and states are then the parts on this rank
     places         where each tensor lies in its logical tensor; None: each is all of it
     pool           the memory that it shares with other buckets, which come before or after it; None: its own
+    at_step        the flags that change from step to step
+    workspace      bytes of its values of elements between sweeps; half of it, of the matrices in one batch
     """
 
     group: int
@@ -55,6 +57,8 @@ class Bucket:
     shards: list[sharding.Shard | None] = field(default_factory=list)
     places: list[layout.Place] | None = None
     pool: workspace.Pool | None = None
+    at_step: tuple[tuple[str, bool], ...] = ()
+    workspace: int = workspace.USUAL
 
     @property
     def in_parts(self) -> bool:

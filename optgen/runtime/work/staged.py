@@ -21,9 +21,6 @@ from optgen.runtime.work import matrices, workers
 from optgen.runtime.work.bucket import Bucket
 from optgen.runtime.work.counting import Control
 
-AT_ONCE = 2**28
-"""Bytes of matrices that a rank puts together from their parts, or works on in one batch, at a time."""
-
 Runner = Generator[list[Tensor] | sharding.Exchange, Tensor | None, None]
 """Yields what each of its tensors adds to a sum (0-dim, fp32), and is sent the sum; or what it needs of other ranks."""
 
@@ -111,7 +108,7 @@ def drive(
         elif part.kind == "call":
             assert part.stage is not None
             if part.stage.space == "whole":
-                error = yield from matrices.work(bucket, room, part.stage, scalars, AT_ONCE)
+                error = yield from matrices.work(bucket, room, part.stage, scalars, bucket.workspace // 2)
             else:
                 error = yield from _call(bucket, room, part.stage, position[part.stage.temps[0]], scalars)
             failure = failure or error
@@ -188,17 +185,19 @@ def _call(
             own.append(x)
         else:
             parted.append(workers.Parted(i, shard.layout, matrix, shard.workers, [x, x], (shard.layout,) * 2, 1))
-    _apply(function, given, matrix, own)
+    _apply(function, given, matrix, own, bucket.workspace // 2)
 
     def work(_: object, operands: Sequence[list[Tensor]], shapes: object) -> Sequence[list[Tensor]]:
-        _apply(function, given, matrix, [x for (x,) in operands])
+        _apply(function, given, matrix, [x for (x,) in operands], bucket.workspace // 2)
         return operands
 
-    return (yield from workers.run(parted, work, AT_ONCE))
+    return (yield from workers.run(parted, work, bucket.workspace // 2))
 
 
-def _apply(function: Callable[..., Tensor], given: Sequence[float], matrix: Matrix, tensors: Sequence[Tensor]) -> None:
-    """Replace the matrices of tensors by a function of them, in batches of one shape that AT_ONCE holds.
+def _apply(
+    function: Callable[..., Tensor], given: Sequence[float], matrix: Matrix, tensors: Sequence[Tensor], at_once: int
+) -> None:
+    """Replace the matrices of tensors by a function of them, in batches of one shape and `at_once` bytes.
 
     A batch has the bits of its matrices one at a time where torch multiplies each by itself, as on CPUs; under
     torch.use_deterministic_algorithms, which is for the same bits in every run, matrices are taken one at a time.
@@ -209,7 +208,7 @@ def _apply(function: Callable[..., Tensor], given: Sequence[float], matrix: Matr
         alike.setdefault(seen.shape[-2:], []).extend(seen.view(-1, *seen.shape[-2:]).unbind())
     alone = torch.are_deterministic_algorithms_enabled()
     for shape, found in alike.items():
-        most = 1 if alone else max(AT_ONCE // (2 * shape.numel()), 1)
+        most = 1 if alone else max(at_once // (2 * shape.numel()), 1)
         for start in range(0, len(found), most):
             some = found[start : start + most]
             made = function(torch.stack(some), *given) if len(some) > 1 else function(some[0], *given)[None]
