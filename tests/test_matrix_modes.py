@@ -276,8 +276,9 @@ def test_small_batches_and_graphs() -> None:
 
 @pytest.mark.parametrize("interval", [3, 7])
 def test_refreshes_are_staggered(interval: int) -> None:
-    """After the first step each parameter has a refresh every so many steps, and each step its share, within two of
-    them (of 70 multiples of the golden ratio as many lie in each of equal parts of the circle); in all groups."""
+    """After the first step each parameter has a refresh every so many steps, and each step its share, of all groups and
+    of every seventh parameter, as those of one shape lie in layers: within two of the first and at most two of these
+    above it, which the constant that spreads them was searched for."""
     params = [nn.Parameter(drawn(3, 4, seed=k)) for k in range(70)]
     options: dict[str, Any] = {"plan": "fp32", "backend": "reference", "precondition_frequency": interval}
     opt = SOAP([{"params": params[:30]}, {"params": params[30:50]}], stagger=True, **options)
@@ -292,6 +293,7 @@ def test_refreshes_are_staggered(interval: int) -> None:
     assert all(found[0]) and found[1 : interval + 1] == found[interval + 1 :]
     assert all(sum(on) == 1 for on in zip(*found[1 : interval + 1], strict=True))
     assert all(abs(sum(on) - 70 / interval) < 2 for on in found[1:])
+    assert all(sum(on[k::7]) <= 10 / interval + 2 for on in found[1:] for k in range(7))
     with pytest.raises(ValueError, match="Muon: stagger=True spreads what is done every k steps"):
         Muon(params, stagger=True)
 

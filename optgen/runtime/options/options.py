@@ -44,8 +44,10 @@ FOREIGN = frozenset({"params", "backend", "workspace", "format", ENTRIES, BESIDE
 Setting = tuple[tuple[str, bool], ...]
 """Flags, each on or off."""
 
-GOLDEN = (5**0.5 - 1) / 2
-"""Multiples of it modulo 1 are spread evenly, however many of them, and any of them at equal distances."""
+SPREAD = 0.73548
+"""Multiples of it modulo 1 are spread evenly, as are every second to every 16th of them, such as those of one shape in
+the layers of a model: 12 to 560 of them give none of 5 to 200 equal parts more than twice its share (rounded up), on
+average 1.14 times; of the golden ratio 4 and 1.34 times, at random 5 and 1.9."""
 
 
 def check(cls: Any, group: Mapping[str, Any]) -> dict[str, Any]:
@@ -195,7 +197,7 @@ def at_step(cls: Any, group: Mapping[str, Any], step: int, position: int) -> Set
               of it that follows from the position
     """
     setting = []
-    early = position * GOLDEN % 1 if group.get("stagger") else 0.0
+    early = position * SPREAD % 1 if group.get("stagger") else 0.0
     for flag in flags_declared(cls):
         if flag.every is not None:
             value = as_float(group[flag.every])
