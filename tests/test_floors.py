@@ -31,6 +31,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
         ("runtime", "", "torch triton"),
         ("cast", "runtime", "torch"),
         ("embedding", "runtime", "torch"),
+        ("by_name", "base runtime optim driver", "torch"),
         ("accumulate", "driver formats lang", ""),
         ("__main__", "base driver", ""),
         ("optim", "_generated runtime driver", ""),
@@ -54,6 +55,7 @@ RUNTIME: dict[str, set[str]] = {
     "step": {"records", "layout", "states", "options", "work", "gpu", "cpu", "checkpoint"},
     "modes": {"records", "layout", "states", "options", "work", "step", "checkpoint"},
     "optimizer": {"records", "layout", "states", "options", "work", "step", "checkpoint", "modes"},
+    "several": {"layout", "states", "options", "optimizer"},
     "files": {"records", "layout", "states", "options", "checkpoint", "optimizer"},
     "__init__": {"records", "states", "optimizer"},
 }

@@ -35,6 +35,7 @@ def save_checkpoint(path: Path_, optimizer: Optimizer, model: nn.Module | None =
 
     Raises TypeError for what could not be read back without running code, OSError if the file cannot be written.
     """
+    _refuse_several(optimizer)
     params = _parameters(optimizer)
     for p in params:
         if sharding.is_sharded(p):  # before a value is looked at: ranks would wait for those that are not here
@@ -62,6 +63,7 @@ def load_checkpoint(path: Path_, optimizer: Optimizer, model: nn.Module | None =
     Raises CheckpointError for a file that is damaged or no checkpoint, ValueError listing what does not fit. Then
     neither the optimizer nor the model has changed.
     """
+    _refuse_several(optimizer)
     content = read(path)
     misfits = Misfits(f"{os.fspath(path)} does not fit, nothing was loaded")
     name = plans.generated_class(type(optimizer)).__name__
@@ -96,6 +98,14 @@ def load_checkpoint(path: Path_, optimizer: Optimizer, model: nn.Module | None =
                 setattr(p, low_bits.ATTRIBUTE, _in_memory(kept))
         low_bits.carry(model)
     return _in_memory(content["extra"])
+
+
+def _refuse_several(optimizer: Any) -> None:
+    """Raise TypeError for what is no generated optimizer."""
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"expected a generated optimizer, got {type(optimizer).__name__}: keep its state_dict() with torch.save"
+        )
 
 
 def _in_memory(value: Any) -> Any:

@@ -427,6 +427,10 @@ class Optimizer(torch.optim.Optimizer):
         The options saved with the groups win, the plan among them; only `backend` stays.  All is checked first:
         ValueError lists what does not fit, and nothing has changed.  Nothing stays shared with `state_dict`.
         """
+        self._take(self._read(state_dict))
+
+    def _read(self, state_dict: Mapping[str, Any]) -> checkpoint.Loaded:
+        """Return groups and states as a state dict has them, or raise ValueError; nothing has changed."""
         self._refuse_in_evaluation("load_state_dict()")
         state_dict = checkpoint.opened(type(self), state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -436,11 +440,15 @@ class Optimizer(torch.optim.Optimizer):
         with torch.no_grad():
             moved = self._offload.settle(self.param_groups)
             try:
-                loaded = checkpoint.read(type(self), self.param_groups, state_dict, self.state)
+                return checkpoint.read(type(self), self.param_groups, state_dict, self.state)
             except BaseException:
                 for p, home in moved:
                     state.settle(p, home)
                 raise
+
+    def _take(self, loaded: checkpoint.Loaded) -> None:
+        """Go on with groups and states that were read."""
+        with torch.no_grad():
             started = [p for p in loaded.states if isinstance(p, Tensor) and state.of(loaded.states, p)]
             self._stepper.forget_step()
             weights.settle(loaded.rounded, started)

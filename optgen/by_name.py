@@ -1,0 +1,102 @@
+"""Optimizers by the names of their rules, also of several rules for the parameters of one model."""
+
+from __future__ import annotations
+
+import fnmatch
+import importlib
+import inspect
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from optgen.base import ready
+from optgen.runtime.optimizer import Optimizer
+from optgen.runtime.several import Several
+
+REST = "*"
+"""The pattern of the parameters that no other pattern matches."""
+
+Named = list[tuple[str, Tensor]]
+
+
+def list_rules(pattern: str = "*") -> list[str]:
+    """Return the names of the ready-made rules that match a shell pattern such as "adam*"."""
+    found = (path.stem for path in ready.specs_dir().glob("*.py") if path.stem not in ("__init__", "plans"))
+    return sorted(fnmatch.filter(found, pattern))
+
+
+def make(
+    rule: Any, model: nn.Module | Iterable[tuple[str, Tensor]], *, plan: Any = None, **options: Any
+) -> torch.optim.Optimizer:
+    """Return an optimizer of a model's parameters, by the name of its rule.
+
+    rule     the name of a ready-made rule, a spec or its file, an optimizer class, or several by the parameters' names:
+             {regular expression: one of these, or a dict of "rule" and options}.  An expression is searched for in the
+             name; "*" takes what no other matches.
+    model    or its named parameters
+    plan     the plan's name, or what `optgen.compile` takes; None: each rule's default
+    options  of the class.  With several rules each takes those that it has, and each dict has its own first.
+
+    ValueError, before anything is made, for a name that no expression matches or two do, and for an expression without
+    a name; TypeError for an option that no rule has.
+    """
+    named: Named = list(model.named_parameters() if isinstance(model, nn.Module) else model)
+    module = {"module": model} if isinstance(model, nn.Module) else {}
+    if not isinstance(rule, Mapping):
+        made: torch.optim.Optimizer = _class(rule, plan)(named, **_planned(plan), **module, **options)
+        return made
+    claimed = _claims(rule, [name for name, _ in named])
+    asked = {key: dict(value) if isinstance(value, Mapping) else {"rule": value} for key, value in rule.items()}
+    for key, own in asked.items():
+        if "rule" not in own:
+            raise ValueError(f"make: {key!r}: expected the name of a rule, or a dict with one under 'rule', got {own}")
+        own.setdefault("plan", plan)
+        own["rule"] = _class(own["rule"], own["plan"])
+    takes = {key: inspect.signature(own["rule"]).parameters for key, own in asked.items()}
+    for option in options:
+        if not any(option in known for known in takes.values()):
+            names = ", ".join(dict.fromkeys(own["rule"].__name__ for own in asked.values()))
+            raise TypeError(f"make: none of {names} has the option {option!r}")
+    parts: dict[str, Optimizer] = {}
+    for key, own in asked.items():
+        mine = [pair for pair in named if claimed[pair[0]] == key]
+        cls, own_plan = own.pop("rule"), own.pop("plan")
+        given = {name: value for name, value in options.items() if name in takes[key]}
+        parts[key] = cls(mine, **_planned(own_plan), **module, **{**given, **own})
+    return Several(parts)
+
+
+def _planned(plan: Any) -> dict[str, Any]:
+    """Return the option of a plan's name; other plans are compiled into the class."""
+    return {"plan": plan} if isinstance(plan, (str, Mapping)) and ":" not in plan else {}
+
+
+def _class(rule: Any, plan: Any) -> Any:
+    """Return the optimizer class of a rule; ready-made ones need no compiler."""
+    if isinstance(rule, type):
+        return rule
+    if isinstance(rule, str) and rule in list_rules() and (plan is None or _planned(plan)):
+        optim: Any = importlib.import_module("optgen.optim")
+        return getattr(optim, next(name for name in optim.__all__ if name.lower() == rule.replace("_", "")))
+    compile_: Any = importlib.import_module("optgen.driver.compile").compile
+    return compile_(rule) if plan is None else compile_(rule, plan=plan)
+
+
+def _claims(rules: Mapping[str, Any], names: list[str]) -> dict[str, str]:
+    """Return the expression that each name goes to."""
+    patterns = {key: re.compile(key) for key in rules if key != REST}
+    claimed: dict[str, str] = {}
+    for name in names:
+        found = [key for key, pattern in patterns.items() if pattern.search(name)]
+        if len(found) > 1:
+            raise ValueError(f"make: {name} is matched by {found[0]!r} and {found[1]!r}: let one of them exclude it")
+        if not found and REST not in rules:
+            raise ValueError(f"make: no pattern matches {name}: {REST!r} takes what is left")
+        claimed[name] = found[0] if found else REST
+    for key in rules:
+        if key not in claimed.values():
+            raise ValueError(f"make: {key!r} matches no parameter: their names are {', '.join(names[:8])} ...")
+    return claimed

@@ -1,0 +1,123 @@
+"""`optgen.make`: optimizers by name, and several rules in one optimizer."""
+
+import copy
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+import optgen
+from optgen.optim import AdamW, Lion, Muon
+
+RULES: dict[str, Any] = {r"^[02]\.weight$": {"rule": "muon", "lr": 0.02}, "^4": Lion, "*": "adamw"}
+COMMON = {"lr": 1e-3, "weight_decay": 0.1}
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 4))
+
+
+def train(net: nn.Module, opts: list[Any], steps: int, seed: int = 1) -> None:
+    made = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        net(torch.randn(8, 16, generator=made)).square().sum().backward()
+        for opt in opts:
+            opt.step()
+            opt.zero_grad()
+
+
+def same(a: nn.Module, b: nn.Module) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
+
+
+def test_each_parameter_takes_the_step_of_its_rule() -> None:
+    ours, theirs = model(), model()
+    opt: Any = optgen.make(RULES, ours, plan="int8_split24", **COMMON)
+    named = dict(theirs.named_parameters())
+
+    def pick(*names: str) -> list[tuple[str, nn.Parameter]]:
+        return [(name, named[name]) for name in names]
+
+    apart = [
+        Muon(pick("0.weight", "2.weight"), lr=0.02, weight_decay=0.1, plan="int8_split24"),
+        Lion(pick("4.weight", "4.bias"), plan="int8_split24", **COMMON),
+        AdamW(pick("0.bias", "2.bias"), plan="int8_split24", **COMMON),
+    ]
+    train(ours, [opt], 5)
+    train(theirs, apart, 5)
+    assert same(ours, theirs)
+    assert opt.matched == {r"^[02]\.weight$": ["0.weight", "2.weight"], "^4": ["4.weight", "4.bias"],
+                           "*": ["0.bias", "2.bias"]}  # fmt: skip
+    assert "'^4': Lion, 2 parameters, 100 elements, int8_split24" in repr(opt)
+    assert opt.memory().numel == sum(p.numel() for p in ours.parameters())
+
+
+@pytest.mark.parametrize("way", ["state_dict", "distributed", "copy"])
+def test_a_run_goes_on_exactly(way: str) -> None:
+    net = model()
+    opt: Any = optgen.make(RULES, net, plan="int8_split24", **COMMON)
+    scheduler = torch.optim.lr_scheduler.StepLR(opt, 1, 0.5)
+    train(net, [opt], 3)
+    scheduler.step()
+    assert [group["lr"] for group in opt.param_groups] == [0.01, 5e-4, 5e-4]
+    if way == "copy":
+        other, again = copy.deepcopy((net, opt))
+    else:
+        other = copy.deepcopy(net)
+        again = optgen.make(RULES, other, plan="int8_split24", **COMMON)
+        if way == "state_dict":
+            again.load_state_dict(copy.deepcopy(opt.state_dict()))
+        else:
+            found = copy.deepcopy(get_optimizer_state_dict(net, opt))
+            set_optimizer_state_dict(other, again, found)
+    train(net, [opt], 3, seed=2)
+    train(other, [again], 3, seed=2)
+    assert same(net, other)
+    assert [group["lr"] for group in again.param_groups] == [0.01, 5e-4, 5e-4]
+
+
+def test_what_does_not_fit_changes_nothing() -> None:
+    net = model()
+    opt: Any = optgen.make(RULES, net, **COMMON)
+    train(net, [opt], 2)
+    saved, before = copy.deepcopy(opt.state_dict()), copy.deepcopy(opt.state_dict())
+    saved["param_groups"][0]["lr"] = 5.0
+    saved["state"][5]["exp_avg_codes"] = torch.zeros(3)  # of the last part
+    with pytest.raises(ValueError, match="nothing was loaded"):
+        opt.load_state_dict(saved)
+    assert opt.param_groups[0]["lr"] == before["param_groups"][0]["lr"]
+    other: Any = optgen.make({"weight": "lion", "bias": "adamw"}, model(), **COMMON)
+    with pytest.raises(ValueError, match=r"expected groups of \['Lion', 'AdamW'\], got \['Muon', 'Lion', 'AdamW'\]"):
+        other.load_state_dict(before)
+
+
+@pytest.mark.parametrize(
+    ("rule", "options", "error", "words"),
+    [
+        ({"weight": "muon"}, {}, ValueError, "no pattern matches 0.bias"),
+        ({"weight": "muon", "0": "lion", "*": "adamw"}, {}, ValueError, "0.weight is matched by 'weight' and '0'"),
+        ({"conv": "muon", "*": "adamw"}, {}, ValueError, "'conv' matches no parameter"),
+        ({"*": {"lr": 1.0}}, {}, ValueError, "a dict with one under 'rule'"),
+        ({"weight": "muon", "*": "adamw"}, {"rho": 1.0}, TypeError, "none of Muon, AdamW has the option 'rho'"),
+        ("adamw", {"rho": 1.0}, TypeError, "unexpected keyword argument 'rho'"),
+    ],
+)  # fmt: skip
+def test_wrong_rules_are_refused(rule: Any, options: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        optgen.make(rule, model(), **options)
+
+
+def test_names_and_other_ways() -> None:
+    assert optgen.list_rules("adamw") == ["adamw"] and len(optgen.list_rules()) > 50
+    opt = optgen.make("adamw", model().named_parameters(), plan="fp32", lr=0.5)
+    assert type(opt) is AdamW and opt.param_groups[0]["plan"] == "fp32"
+    several: Any = optgen.make(RULES, net := model().bfloat16(), plan="int8_split24", **COMMON)
+    full = several.master_state_dict(net)
+    assert all(torch.equal(full[name], value.float()) for name, value in net.state_dict().items())
+    with pytest.raises(NotImplementedError, match="to the part"):
+        several.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    with pytest.raises(TypeError, match=r"torch\.save"):
+        optgen.save_checkpoint("never.pt", cast(Any, several))
