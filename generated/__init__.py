@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .clipped_adamw import ClippedAdamW as ClippedAdamW
     from .dadapt_adam import DAdaptAdam as DAdaptAdam
     from .dion import Dion as Dion
+    from .dion2 import Dion2 as Dion2
     from .fira import Fira as Fira
     from .fromage import Fromage as Fromage
     from .galore import GaLore as GaLore
@@ -90,6 +91,7 @@ _MODULES = {
     "ClippedAdamW": "clipped_adamw",
     "DAdaptAdam": "dadapt_adam",
     "Dion": "dion",
+    "Dion2": "dion2",
     "Fira": "fira",
     "Fromage": "fromage",
     "GaLore": "galore",
@@ -150,6 +152,7 @@ __all__ = [
     "ClippedAdamW",
     "DAdaptAdam",
     "Dion",
+    "Dion2",
     "Fira",
     "Fromage",
     "GaLore",

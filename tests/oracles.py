@@ -606,6 +606,24 @@ def scion(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
     return step
 
 
+def dion2(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
+    """The authors' step of a matrix on one device, with torch's Newton-Schulz."""
+    m = torch.zeros(())
+
+    def matrices(p: Tensor, g: Tensor, t: int, lr: float) -> Tensor:
+        nonlocal m
+        m = m + g
+        rows, u = (x.mT if len(g) > g.shape[1] else x for x in (m, torch.zeros_like(g)))
+        taken = rows.abs().sum(1).topk(max(1, math.ceil(hypers["fraction"] * len(rows)))).indices.sort().values
+        made = _zeropower_via_newtonschulz(rows[taken], hypers["ns_coefficients"], hypers["ns_steps"], hypers["eps"])
+        u[taken] = made.to(p.dtype)
+        rows[taken] *= hypers["ef_decay"]
+        u = u.mT if len(g) > g.shape[1] else u
+        return p * (1 - lr * hypers["weight_decay"]) - lr * math.sqrt(len(g) / g.shape[1]) * u
+
+    return _by_shape(_flat(matrices), _adamw_of_same_rate(flags, hypers), flags["adamw"])
+
+
 def _each_matrix(matrices: Oracle, others: Oracle) -> Oracle:
     """A rule of one matrix for each of a stack, and for convolutions; another for what is no matrix."""
 
@@ -685,6 +703,7 @@ BASES: dict[str, Oracle] = {
 WHOLE: dict[str, Oracle] = {
     "adamuon": adamuon,
     "clipped_adamw": clipped_adamw,
+    "dion2": dion2,
     "dadapt_adam": package(dadaptation.DAdaptAdam, decouple=True),
     "lookahead_adamw": lookahead_adamw,
     "muon": muon,

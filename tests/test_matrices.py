@@ -19,14 +19,14 @@ from optgen.driver.explain import explain
 
 from optgen.lang import (  # isort: skip
     eigenvectors, flag, gram, hyper, inverse_root, mat_norm, matrix_state, newton_schulz, optimizer, orthogonal,
-    shape_flag, sorting, state, symmetric, trace,
+    shape_flag, sorting, state, symmetric, top_rows, trace,
 )  # fmt: skip
-from optgen.optim import AdaMuon, Muon, NorMuon, PolarGrad, Scion, SinkGD
+from optgen.optim import AdaMuon, Dion2, Muon, NorMuon, PolarGrad, Scion, SinkGD
 from specs import plans
 from specs.muon import muon
 from tests import oracles
 
-OF_MATRICES = (AdaMuon, Muon, NorMuon, PolarGrad, Scion, SinkGD)
+OF_MATRICES = (AdaMuon, Dion2, Muon, NorMuon, PolarGrad, Scion, SinkGD)
 STACKS = Path(__file__).parent / "cases/checkpoints/stacks-4.pt"
 ULP = 2.0**-23
 
@@ -71,6 +71,12 @@ def test_each_matrix_takes_the_steps_of_a_parameter_of_its_own(
     followed(cls, [whole], lambda step: [drawn(*shape, seed=1 + step)], blocks={"w0": blocks}, **options)
     followed(cls, each, lambda step: list(drawn(*shape, seed=1 + step).view(matrices)), **options)
     assert torch.equal(whole.view(matrices), torch.stack(list(each)))
+
+
+@pytest.mark.parametrize("fraction", [0, -0.5, 1.5, float("nan")])
+def test_top_rows_takes_a_part(fraction: float) -> None:
+    with pytest.raises(UserError, match=f"fraction above 0 and up to 1, got {fraction}"):
+        top_rows(torch.ones(2, 3), fraction)
 
 
 @pytest.mark.parametrize("name", ["muon", "normuon"])

@@ -183,6 +183,7 @@ def explain(spec: Spec, plan: Plan, param: str = "bfloat16", flags: Mapping[str,
 
 _WORK = {
     "newton_schulz": "4 {a} {b} {s} + 2 {s}^3 flops a round in bf16, fewer with gram=True",
+    "newton_schulz_of_rows": "a round of newton_schulz of those rows",
     "qr": "about 4 {a} {b}^2 flops", "eigenvectors": "about 9 {a}^3 flops", "inverse_root": "about 11 {a}^3 flops",
     "cholesky": "about {a}^3 / 3 flops", "solve_triangular": "{a}^2 {b} flops", "polar": "about 20 {a} {b} {s} flops",
     "singular_vectors": "about 20 m n min(m, n) flops",

@@ -7,8 +7,8 @@ from optgen.lang.declare import (
 )
 from optgen.lang.matrices import (
     cholesky, column_norms, eigenvectors, gram, identity, inverse_root, newton_schulz, normal, orthogonal_iteration,
-    polar, qr, singular_vectors, solve_triangular, sorting, trace, transpose, triangle, uniform, unwide, wide,
-    zero_product,
+    polar, qr, singular_vectors, solve_triangular, sorting, top_rows, trace, transpose, triangle, uniform, unwide,
+    wide, zero_product,
 )
 from optgen.lang.optimizer import optimizer
 from optgen.lang.reductions import (
@@ -29,6 +29,6 @@ __all__ = [
     "model_dot", "model_norm", "model_state", "model_total", "newton_schulz", "nonneg", "norm", "normal",
     "optimizer", "orthogonal", "orthogonal_iteration", "polar", "power", "qr", "rint", "rms", "row", "row_max",
     "row_mean", "row_sum", "rows", "rsqrt", "scalar", "shape_flag", "sign", "singular_vectors", "solve_triangular",
-    "sorting", "sqrt", "square", "state", "symmetric", "tensor_state", "total", "trace", "transpose", "triangle",
-    "triangular", "uniform", "unwide", "where", "wide", "zero_product",
+    "sorting", "sqrt", "square", "state", "symmetric", "tensor_state", "top_rows", "total", "trace", "transpose",
+    "triangle", "triangular", "uniform", "unwide", "where", "wide", "zero_product",
 ]  # fmt: skip

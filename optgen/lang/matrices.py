@@ -26,6 +26,7 @@ def newton_schulz(
     *,
     normalize: bool = True,
     gram: Num = False,
+    part: Num | None = None,
 ) -> Any:
     """The orthogonal matrix nearest to x, nearly: x (rows, columns) with its singular values brought near 1.
 
@@ -37,11 +38,25 @@ def newton_schulz(
                   (runtime/records/series.py); or a hyper-parameter with series=True
     normalize     False: x has no singular value above 1 already
     gram          True: take products of the short side of x, in fp16: 4 instead of 10 of its long side in five rounds
+    part          x = top_rows(y, part): take products of these rows alone
     """
     usual, triples = (5, ((coefficients,),)) if isinstance(coefficients, Value) else _rounds(coefficients)
     by_gram = gram if isinstance(gram, Value) else float(gram)
     numbers = [usual if steps is None else steps, float(normalize), by_gram, eps, *(x for t in triples for x in t)]
+    if part is not None:
+        return _call("newton_schulz_of_rows", (x,), [part, *numbers])
     return _call("newton_schulz", (x,), numbers)
+
+
+def top_rows(x: Num, fraction: Num) -> Any:
+    """x with zeros outside of a fraction of its rows, or of its columns where there are fewer.
+
+    fraction   above 0; of n rows it takes fraction * n, rounded up, those with the largest sums of magnitudes
+    """
+    if isinstance(fraction, (int, float)) and not 0 < fraction <= 1:
+        what = f"top_rows() takes a fraction above 0 and up to 1, got {fraction!r}"
+        raise UserError("E113", loc=author_loc(), what=what, hint="hyper(0.25, gt=0, le=1) is one")
+    return _call("top_rows", (x,), (fraction,))
 
 
 def transpose(x: Num) -> Any:

@@ -385,6 +385,34 @@ class Dion(Optimizer):
         stagger: bool = False, workspace: int | str | None = None,
     ) -> None: ...
 
+class Dion2(Optimizer):
+    """Dion2: Muon of the momentum's largest rows, which alone lose what is applied of them; AdamW for the rest."""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 0.01,
+        fraction: float | Tensor = 0.25,
+        ef_decay: float | Tensor = 0.95,
+        betas: Sequence[float | Tensor] = (0.9, 0.95),
+        weight_decay: float | Tensor = 0.01,
+        eps: float | Tensor = 1e-8,
+        ns_coefficients: str | Sequence[float] | Sequence[Sequence[float]] = (
+            (7.996622083237707, -21.18650907793566, 14.381891134403759),
+            (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+            (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+            (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+            (2.3465413258596377, -1.7097828382687081, 0.42323551169305323)
+        ),
+        ns_steps: float | Tensor | None = None,
+        gram: bool = False,
+        adamw: bool = False,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None, blocks: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+        stagger: bool = False, workspace: int | str | None = None,
+    ) -> None: ...
+
 class Fira(Optimizer):
     """Fira: GaLore, and beside it what the gradient has outside of the space, scaled as Adam scales inside."""
 

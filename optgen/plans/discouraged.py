@@ -53,7 +53,7 @@ DISCOURAGED = {
             ),
             "m": ("adam_mini",),
             "momentum_buffer": (
-                "dion", "lars", "orthograd", "rmsprop", "scion", "sgd", "sgdp", "sgdw", "signum", "sm3",
+                "dion", "dion2", "lars", "orthograd", "rmsprop", "scion", "sgd", "sgdp", "sgdw", "signum", "sm3",
             ),
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.999 changes it by 0.001 of '
@@ -92,7 +92,7 @@ DISCOURAGED = {
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.95 changes it by 0.05 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 3; round it stochastically, or keep it'
-        ' in fp32': {"exp_avg_sq": ("adamuon", "dion", "muon", "normuon", "polargrad", "soap")},
+        ' in fp32': {"exp_avg_sq": ("adamuon", "dion", "dion2", "muon", "normuon", "polargrad", "soap")},
         'to nearest, 28 codes up to 0.12 of the scale keep themselves under a decay of 0.98: a state without '
         'gradients never returns to 0': {"exp_avg": ("adan",)},
         'to nearest, 6 codes up to 0.024 of the scale keep themselves under a decay of 0.92: a state without '
@@ -126,8 +126,8 @@ DISCOURAGED = {
             "variance": ("adafactor",),
             "exp_avg_sq": (
                 "adafactor_paper", "adam", "adamp", "adamuon", "adamw", "adan", "ademamix", "adopt", "apollo", "came",
-                "cautious_adamw", "clipped_adamw", "dadapt_adam", "dion", "fira", "galore", "grams", "lamb", "laprop",
-                "lookahead_adamw", "mars", "muon", "nadam", "normuon", "polargrad", "prodigy", "radam",
+                "cautious_adamw", "clipped_adamw", "dadapt_adam", "dion", "dion2", "fira", "galore", "grams", "lamb",
+                "laprop", "lookahead_adamw", "mars", "muon", "nadam", "normuon", "polargrad", "prodigy", "radam",
                 "schedule_free_adamw", "shampoo", "sinkgd", "soap", "stable_adamw", "stable_spam", "yogi",
             ),
             "sum": ("adagrad",),
@@ -135,8 +135,8 @@ DISCOURAGED = {
             "m": ("adam_mini",),
             "exp_inf": ("adamax",),
             "momentum_buffer": (
-                "adamuon", "dion", "lars", "muon", "normuon", "orthograd", "polargrad", "rmsprop", "scion", "sgd",
-                "sgdp", "sgdw", "signum", "sm3",
+                "adamuon", "dion", "dion2", "lars", "muon", "normuon", "orthograd", "polargrad", "rmsprop", "scion",
+                "sgd", "sgdp", "sgdw", "signum", "sm3",
             ),
             "exp_avg_diff": ("adan",),
             "prev_grad": ("adan",),
@@ -161,7 +161,7 @@ DISCOURAGED = {
             ),
             "m": ("adam_mini",),
             "momentum_buffer": (
-                "dion", "lars", "orthograd", "rmsprop", "scion", "sgd", "sgdp", "sgdw", "signum", "sm3",
+                "dion", "dion2", "lars", "orthograd", "rmsprop", "scion", "sgd", "sgdp", "sgdw", "signum", "sm3",
             ),
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.999 changes it by 0.001 of '
@@ -200,7 +200,7 @@ DISCOURAGED = {
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.95 changes it by 0.05 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 1.7; round it stochastically, or keep '
-        'it in fp32': {"exp_avg_sq": ("adamuon", "dion", "muon", "normuon", "polargrad", "soap")},
+        'it in fp32': {"exp_avg_sq": ("adamuon", "dion", "dion2", "muon", "normuon", "polargrad", "soap")},
         'to nearest, 140 codes up to 0.35 of the scale keep themselves under a decay of 0.98: a state without '
         'gradients never returns to 0': {"exp_avg": ("adan",)},
         'to nearest, 36 codes up to 0.017 of the scale keep themselves under a decay of 0.92: a state without '
@@ -235,8 +235,8 @@ DISCOURAGED = {
             "variance": ("adafactor",),
             "exp_avg_sq": (
                 "adafactor_paper", "adam", "adamp", "adamuon", "adamw", "adan", "ademamix", "adopt", "apollo", "came",
-                "cautious_adamw", "clipped_adamw", "dadapt_adam", "dion", "fira", "galore", "grams", "lamb", "laprop",
-                "lookahead_adamw", "mars", "muon", "nadam", "normuon", "polargrad", "prodigy", "radam",
+                "cautious_adamw", "clipped_adamw", "dadapt_adam", "dion", "dion2", "fira", "galore", "grams", "lamb",
+                "laprop", "lookahead_adamw", "mars", "muon", "nadam", "normuon", "polargrad", "prodigy", "radam",
                 "schedule_free_adamw", "shampoo", "sinkgd", "soap", "stable_adamw", "stable_spam", "yogi",
             ),
             "sum": ("adagrad",),
@@ -244,8 +244,8 @@ DISCOURAGED = {
             "m": ("adam_mini",),
             "exp_inf": ("adamax",),
             "momentum_buffer": (
-                "adamuon", "dion", "lars", "muon", "normuon", "orthograd", "polargrad", "rmsprop", "scion", "sgd",
-                "sgdp", "sgdw", "signum", "sm3",
+                "adamuon", "dion", "dion2", "lars", "muon", "normuon", "orthograd", "polargrad", "rmsprop", "scion",
+                "sgd", "sgdp", "sgdw", "signum", "sm3",
             ),
             "exp_avg_diff": ("adan",),
             "prev_grad": ("adan",),
@@ -273,8 +273,8 @@ DISCOURAGED = {
             "variance": ("adafactor",),
             "exp_avg_sq": (
                 "adafactor_paper", "adam", "adamp", "adamuon", "adamw", "adan", "ademamix", "adopt", "apollo", "came",
-                "cautious_adamw", "clipped_adamw", "dadapt_adam", "dion", "fira", "galore", "grams", "lamb", "laprop",
-                "lookahead_adamw", "mars", "muon", "nadam", "normuon", "polargrad", "prodigy", "radam",
+                "cautious_adamw", "clipped_adamw", "dadapt_adam", "dion", "dion2", "fira", "galore", "grams", "lamb",
+                "laprop", "lookahead_adamw", "mars", "muon", "nadam", "normuon", "polargrad", "prodigy", "radam",
                 "schedule_free_adamw", "shampoo", "sinkgd", "soap", "stable_adamw", "stable_spam", "yogi",
             ),
             "sum": ("adagrad",),
@@ -282,8 +282,8 @@ DISCOURAGED = {
             "m": ("adam_mini",),
             "exp_inf": ("adamax",),
             "momentum_buffer": (
-                "adamuon", "dion", "lars", "muon", "normuon", "orthograd", "polargrad", "rmsprop", "scion", "sgd",
-                "sgdp", "sgdw", "signum", "sm3",
+                "adamuon", "dion", "dion2", "lars", "muon", "normuon", "orthograd", "polargrad", "rmsprop", "scion",
+                "sgd", "sgdp", "sgdw", "signum", "sm3",
             ),
             "exp_avg_diff": ("adan",),
             "prev_grad": ("adan",),
@@ -311,8 +311,8 @@ DISCOURAGED = {
             "variance": ("adafactor",),
             "exp_avg_sq": (
                 "adafactor_paper", "adam", "adamp", "adamuon", "adamw", "adan", "ademamix", "adopt", "apollo", "came",
-                "cautious_adamw", "clipped_adamw", "dadapt_adam", "dion", "fira", "galore", "grams", "lamb", "laprop",
-                "lookahead_adamw", "mars", "muon", "nadam", "normuon", "polargrad", "prodigy", "radam",
+                "cautious_adamw", "clipped_adamw", "dadapt_adam", "dion", "dion2", "fira", "galore", "grams", "lamb",
+                "laprop", "lookahead_adamw", "mars", "muon", "nadam", "normuon", "polargrad", "prodigy", "radam",
                 "schedule_free_adamw", "shampoo", "sinkgd", "soap", "stable_adamw", "stable_spam", "yogi",
             ),
             "sum": ("adagrad",),
@@ -320,8 +320,8 @@ DISCOURAGED = {
             "m": ("adam_mini",),
             "exp_inf": ("adamax",),
             "momentum_buffer": (
-                "adamuon", "dion", "lars", "muon", "normuon", "orthograd", "polargrad", "rmsprop", "scion", "sgd",
-                "sgdp", "sgdw", "signum", "sm3",
+                "adamuon", "dion", "dion2", "lars", "muon", "normuon", "orthograd", "polargrad", "rmsprop", "scion",
+                "sgd", "sgdp", "sgdw", "signum", "sm3",
             ),
             "exp_avg_diff": ("adan",),
             "prev_grad": ("adan",),
@@ -346,7 +346,7 @@ DISCOURAGED = {
             ),
             "m": ("adam_mini",),
             "momentum_buffer": (
-                "dion", "lars", "orthograd", "rmsprop", "scion", "sgd", "sgdp", "sgdw", "signum", "sm3",
+                "dion", "dion2", "lars", "orthograd", "rmsprop", "scion", "sgd", "sgdp", "sgdw", "signum", "sm3",
             ),
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.999 changes it by 0.001 of '
@@ -385,7 +385,7 @@ DISCOURAGED = {
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.95 changes it by 0.05 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or keep it'
-        ' in fp32': {"exp_avg_sq": ("adamuon", "dion", "muon", "normuon", "polargrad", "soap")},
+        ' in fp32': {"exp_avg_sq": ("adamuon", "dion", "dion2", "muon", "normuon", "polargrad", "soap")},
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.98: a state without gradients '
         'never returns to 0': {"exp_avg": ("adan",)},
         'to nearest, 14 codes up to 0.89 of the scale keep themselves under a decay of 0.92: a state without '
@@ -416,7 +416,7 @@ DISCOURAGED = {
             ),
             "m": ("adam_mini",),
             "momentum_buffer": (
-                "dion", "lars", "orthograd", "rmsprop", "scion", "sgd", "sgdp", "sgdw", "signum", "sm3",
+                "dion", "dion2", "lars", "orthograd", "rmsprop", "scion", "sgd", "sgdp", "sgdw", "signum", "sm3",
             ),
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.999 changes it by 0.001 of '
@@ -455,7 +455,7 @@ DISCOURAGED = {
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.95 changes it by 0.05 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or keep it'
-        ' in fp32': {"exp_avg_sq": ("adamuon", "dion", "muon", "normuon", "polargrad", "soap")},
+        ' in fp32': {"exp_avg_sq": ("adamuon", "dion", "dion2", "muon", "normuon", "polargrad", "soap")},
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.98: a state without gradients '
         'never returns to 0': {"exp_avg": ("adan",)},
         'to nearest, 14 codes up to 0.89 of the scale keep themselves under a decay of 0.92: a state without '

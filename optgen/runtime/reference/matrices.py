@@ -47,6 +47,30 @@ def newton_schulz(x: Tensor, steps: float, normalize: float, gram: float, eps: f
     return x if wide else x.mT
 
 
+def _largest(x: Tensor, fraction: float) -> tuple[Tensor, int]:
+    """The numbers of the rows of largest l1 norm, of equal ones the first, and their dimension, -2; of columns, and -1,
+    where there are fewer.  Fractions come rounded to fp32, so that a whole number of rows may be a little more."""
+    dim = -2 if x.shape[-2] <= x.shape[-1] else -1
+    count = max(1, math.ceil(fraction * x.shape[dim] * (1 - 2**-22)))
+    order = x.abs().sum(-3 - dim).argsort(dim=-1, descending=True, stable=True)
+    return order[..., :count].sort().values.unsqueeze(-3 - dim), dim
+
+
+def top_rows(x: Tensor, fraction: float) -> Tensor:
+    """x with zeros outside of that fraction of its rows (columns, where there are fewer), those of largest l1 norm."""
+    order, dim = _largest(x, fraction)
+    rows = torch.zeros_like(x.narrow(-3 - dim, 0, 1), dtype=torch.bool)
+    return x.where(rows.scatter(dim, order, True), 0.0)
+
+
+def newton_schulz_of_rows(x: Tensor, fraction: float, *numbers: float) -> Tensor:
+    """newton_schulz of the rows (columns, where there are fewer) that `top_rows` takes of x, alone; zeros elsewhere."""
+    order, dim = _largest(x, fraction)
+    some = torch.take_along_dim(x, order, dim)
+    made = newton_schulz(some, *numbers).to(x.dtype)
+    return torch.zeros_like(x).scatter(dim, order.expand_as(some), made)
+
+
 FLOPS: Mapping[str, Callable[[int, int], int]] = {
     "newton_schulz": lambda m, n: 4 * min(m, n) ** 2 * max(m, n) + 2 * min(m, n) ** 3,  # a round
 }
