@@ -121,14 +121,16 @@ def test_eigenvectors_are_taken_in_fp64_where_fp32_fails(monkeypatch: pytest.Mon
     assert ((found.mT @ wanted).abs() - torch.eye(5)).abs().max() <= 64 * 2.0**-24 * 16 / 0.1875
 
 
-def test_bases_stay_orthogonal() -> None:
-    """Without a round of Newton-Schulz they part from it by 1e-7 in each refresh, without end."""
-    p = nn.Parameter(torch.zeros(12, 8))
-    opt = optim.SOAP([p], plan="fp32", precondition_frequency=1)
+@pytest.mark.parametrize(("plan", "shape", "steps"), [("fp32", (12, 8), 300), ("int8", (64, 70), 30)])
+def test_bases_stay_orthogonal(plan: str, shape: tuple[int, ...], steps: int) -> None:
+    """Without a round of Newton-Schulz they part from it by 1e-7 in each refresh, without end; in 8 bits by .017."""
+    p = nn.Parameter(torch.zeros(shape))
+    opt = optim.SOAP([p], plan=plan, precondition_frequency=1)
     draw = torch.Generator().manual_seed(0)
-    for _ in range(300):
-        p.grad = torch.randn(12, 8, generator=draw)
+    for _ in range(steps):
+        p.grad = torch.randn(shape, generator=draw)
         opt.step()
     for name in ("basis_left", "basis_right"):
-        basis = opt.state[p][name]
-        assert (basis.mT @ basis - torch.eye(len(basis))).abs().max() <= len(basis) * 2.0**-23
+        basis = opt.dense_state_dict()["state"][0][name]
+        off = torch.linalg.matrix_norm(basis.mT @ basis - torch.eye(len(basis)), 2)
+        assert off <= (len(basis) ** 2 * 2.0**-23 if plan == "fp32" else 0.02 + 0.02**2)  # of one encoding

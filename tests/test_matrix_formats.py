@@ -80,20 +80,14 @@ def test_symmetric_matrices_keep_their_diagonal_and_half_a_code_elsewhere(
     assert all(map(torch.equal, again, (codes, scale, diagonal)))
 
 
-@pytest.mark.parametrize("k", [1, 2, 63, 64, 130, 256])
-def test_orthogonal_matrices_are_made_orthogonal_again(k: int) -> None:
-    """Half a code of error, then one step of Bjoerck: by eigenvalues, 1 + e of q'q become 1 - 3/4 e^2 + 1/4 e^3."""
+@pytest.mark.parametrize("k", [1, 2, 63, 64, 130, 256, 363])
+def test_orthogonal_matrices_keep_half_a_code(k: int) -> None:
+    """And are nearly orthogonal as read: by 2 |E| + |E|^2 for errors E of half a code, of rms 1 / sqrt(12) codes."""
     q = torch.linalg.qr(drawn(3, k, k, seed=k)).Q
-    codes, scale = CODECS["orthogonal"].encode(q)
-    scales = (scale.int() << 15).view(torch.float32).double().expand(*scale.shape[:2], 64).flatten(1)[:, : k * k]
-    scales = scales.view(q.shape)
-    kept = codes.double() * scales / 127
-    assert ((kept - q).abs().flatten(1) <= blocks(q.flatten(1)) * (1 + 2.0**-8) * (0.5 / 127 + 8 * UNIT)).all()
-    read = CODECS["orthogonal"].decode(codes, scale).double()
-    before, after = (torch.linalg.matrix_norm(x.mT @ x - torch.eye(k), 2).max() for x in (kept, read))
-    assert before <= 0.02 and (k < 63 or before > 0.01)
-    # Products of k terms of rows of norm 1, rounded, twice; their eigenvalues by the Frobenius norm.
-    assert after <= 0.75 * before**2 + 0.25 * before**3 + 2 * 3 * k * UNIT
+    read = CODECS["orthogonal"].decode(*CODECS["orthogonal"].encode(q)).double()
+    assert ((read - q).abs().flatten(1) <= blocks(q.flatten(1)) * (1 + 2.0**-8) * (0.5 / 127 + 8 * UNIT)).all()
+    off = torch.linalg.matrix_norm(read.mT @ read - torch.eye(k), 2)
+    assert (off <= 0.02).all() and (k < 63 or (off > 0.01).all())
     ones = torch.eye(k)
     assert torch.equal(CODECS["orthogonal"].decode(*CODECS["orthogonal"].encode(ones)), ones)
 
@@ -223,7 +217,7 @@ def test_all_steps_of_a_rule_keep_matrix_states_alike(name: str, coded: set[str]
 def test_plans_say_the_bits_of_matrix_states() -> None:
     rows = {row.name: row for row in explain(turned, plans.int8_split24).memory}
     assert rows["left"].bytes == 33 / 64 and rows["basis"].bytes == 33 / 32 and rows["plain"].bytes == 4
-    assert "square matrices" in rows["left"].stored and "0.75 d^2" in rows["basis"].valid
+    assert "square matrices" in rows["left"].stored and "0.017 measured" in rows["basis"].valid
     mine = plans.int8_split24.but(name="mine", overrides={"left": floats.f32})
     assert [row.bytes for row in explain(turned, mine).memory if row.name == "left"] == [4]
     with pytest.raises(UserError, match=r"`matrices` of a plan is the bits of matrix states, 8 or 32, got 4"):
