@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType, NoneType
 from typing import TypeVar
@@ -68,11 +69,31 @@ def home() -> Path:
 
 
 def folders(project: Path | None = None) -> tuple[Path, ...]:
-    """Return the folders of specs: `specs/` of the project (by default `home()`), and the ready-made ones."""
+    """Return the folders of specs: `specs/` of the project (by default `home()`), the ready-made ones, and those of
+    installed packages."""
     own = (project or home()) / "specs"
     made = ready.specs_dir()
     same = own.is_dir() and made.is_dir() and own.resolve() == made.resolve()
-    return tuple(f.resolve() for f in ((own,) if same else (own, made)) if f.is_dir())
+    return tuple(f.resolve() for f in ((own,) if same else (own, made)) if f.is_dir()) + packs()
+
+
+@lru_cache(maxsize=1)
+def packs() -> tuple[Path, ...]:
+    """Return the folders of specs of installed packages, which the entry points of the group optgen.specs name.
+
+    A folder may have a plans.py, as a project's. Raises E417 for an entry point whose package is not there.
+    """
+    found: list[Path] = []
+    for point in sorted(entry_points(group="optgen.specs"), key=lambda point: point.name):
+        try:
+            package = importlib.util.find_spec(point.value)
+        except ImportError:
+            package = None
+        places = list(package.submodule_search_locations or ()) if package is not None else []
+        if not places:
+            raise UserError("E417", path=point.value, why=f"the entry point {point.name!r} names no package of specs")
+        found.append(Path(places[0]).resolve())
+    return tuple(found)
 
 
 def python_files(folder: Path) -> list[Path]:
@@ -115,16 +136,14 @@ def entries(project: Path | None = None) -> dict[str, Entry]:
 
 
 def _declarations(project: Path | None) -> dict[str, list[tuple[Entry, Loc | None]]]:
-    """Return name -> its declarations in the first folder that has any."""
+    """Return name -> its declarations: the project's own, else the ready-made ones and those of installed packages."""
     own = ((project or home()) / "specs").resolve()
-    out: dict[str, list[tuple[Entry, Loc | None]]] = {}
-    for folder in reversed(folders(project)):
-        here: dict[str, list[tuple[Entry, Loc | None]]] = {}
+    out: dict[bool, dict[str, list[tuple[Entry, Loc | None]]]] = {False: {}, True: {}}
+    for folder in folders(project):
         for file in python_files(folder):
-            for name, place in declared(file) if file.name != PLANS_FILE else ():
-                here.setdefault(name, []).append((Entry(name, file, folder == own), place))
-        out |= here
-    return out
+            for name, place in declared(file) if file.name not in (PLANS_FILE, "__init__.py") else ():
+                out[folder == own].setdefault(name, []).append((Entry(name, file, folder == own), place))
+    return out[False] | out[True]
 
 
 def _single(found: list[tuple[Entry, Loc | None]]) -> Entry:
@@ -249,7 +268,8 @@ def find_plan(reference: str | Path, project: Path | None = None) -> Plan:
 
 
 def plans(project: Path | None = None) -> dict[str, Plan]:
-    """Return name -> plan: the ready-made ones in their order, then those that the project's specs/plans.py adds."""
+    """Return name -> plan: those of installed packages, the ready-made ones in their order, then those that the
+    project's specs/plans.py adds."""
     out: dict[str, Plan] = {}
     for folder in reversed(folders(project)):
         file = folder / PLANS_FILE
