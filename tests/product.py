@@ -271,7 +271,7 @@ def build(cell: Cell) -> Built:
     compiled = compile_case(spec, Case(flags, param, cell.small, storage, cell.vector))
     for step in (compiled.fast, compiled.strict):
         harness.remember(step, spec, compiled.case)
-    every = join.variants(record_text.rules(spec)[1], record_text.plan_record(plan))
+    every = join.variants(record_text.rules(spec), record_text.plan_record(plan))
     size = (cell.param, cell.small, cell.vector)
     variant = next(v for v in every if dict(v.flags) == flags and (v.param, v.small, v.vector) == size)
     rule, codecs = rule_module(spec), codec_module(plan)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from optgen.runtime.cpu import cpu
 from tests import harness
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -39,7 +40,9 @@ def test_wheel_holds_everything_that_the_checkout_has(installed: Path) -> None:
         for path in sorted((ROOT / here).rglob("*")):
             relative = path.relative_to(ROOT / here)
             left_out = {"__pycache__", "_generated", "MANIFEST.json"}
-            if path.is_file() and not left_out & set(relative.parts):
+            if path.name in ("kernels.h", "codecs.h"):
+                assert cpu._text(installed / there / relative) == path.read_text(), relative
+            elif path.is_file() and not left_out & set(relative.parts):
                 assert (installed / there / relative).read_bytes() == path.read_bytes(), relative
     assert {p.name.partition("-")[0] for p in installed.iterdir()} == {"optgen"}
 
@@ -81,6 +84,8 @@ def test_every_ready_made_pair_steps_without_the_compiler(python: Callable[[str]
         for name in ("optgen.driver", "optgen.backends", "optgen.lang", "sympy", "jinja2"):
             sys.modules[name] = None  # its import fails
         import optgen.optim
+        from optgen.runtime.cpu import cpu
+        from optgen.runtime.layout.plans import load
         torch.set_num_threads(1)
         warnings.simplefilter("ignore")  # plans that are discouraged
         plans = sorted(f.name for f in Path(optgen.__file__).parent.glob("plans/[a-z]*/"))
@@ -90,6 +95,7 @@ def test_every_ready_made_pair_steps_without_the_compiler(python: Callable[[str]
             for plan in plans:
                 p = torch.nn.Parameter(torch.full((33, 128), 0.5, dtype=torch.bfloat16))
                 p.grad = torch.full_like(p, 0.25)
+                assert cpu.has_kernels(load(made, plan))
                 optimizer = made([p], lr=0.25, plan=plan, backend="reference")
                 optimizer.step()
                 assert p.isfinite().all() and optimizer.state[p]["step"] == 1, (name, plan)

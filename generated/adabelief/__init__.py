@@ -2,7 +2,7 @@
 #     adabelief
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord
+from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, by_flags
 from optgen.runtime.records.scalars import divide, maximum, root, where
 from optgen.runtime.reference.eager import sqrt
 
@@ -98,18 +98,15 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
 
 
 # The eager reference, in strict maths.
-RULES = (
+RULES = by_flags(
+    {},
     RuleRecord(
-        "adabelief",
-        "",
-        flags={},
-        step="adabelief",
+        "adabelief", "adabelief",
         scalars=(
             "beta1", "beta2", "eps", "grad_scale", "one_minus_lr_times_weight_decay", "one_minus_beta1",
             "one_minus_beta2", "sqrt_one_minus_beta2_pow_t", "lr_over_one_minus_beta1_pow_t",
         ),
-        host=host_scalars,
-        states=(StateRecord("exp_avg"), StateRecord("exp_avg_var", nonneg=True)),
+        host=host_scalars, states=(StateRecord("exp_avg"), StateRecord("exp_avg_var", nonneg=True)),
     ),
 )
 
@@ -124,13 +121,8 @@ STEPS = (
         host=kernel_scalars,
         stages=(
             Stage(
-                "adabelief",
-                "elem",
-                level=0,
-                scalars=tuple(range(9)),
-                reads=("p", "g", "exp_avg", "exp_avg_var"),
-                stores=("p", "exp_avg", "exp_avg_var"),
-                plus=("exp_avg_var",),
+                "adabelief", "elem", level=0, scalars=tuple(range(9)), reads=("p", "g", "exp_avg", "exp_avg_var"),
+                stores=("p", "exp_avg", "exp_avg_var"), plus=("exp_avg_var",),
                 needs=(("exp_avg_var", ("g", "exp_avg", "exp_avg_var")),),
             ),
         ),

@@ -2,7 +2,7 @@
 #     adadelta
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord
+from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, by_flags
 from optgen.runtime.reference.eager import sqrt
 
 
@@ -73,33 +73,22 @@ def kernel_scalars(step, grad_scale, *, lr, rho, eps, weight_decay):
 
 
 # The eager reference, in strict maths.
-RULES = (
+RULES = by_flags(
+    {},
     RuleRecord(
-        "adadelta",
-        "",
-        flags={},
-        step="adadelta",
-        scalars=("lr", "rho", "eps", "weight_decay", "grad_scale", "one_minus_rho"),
-        host=host_scalars,
-        states=(StateRecord("square_avg", nonneg=True), StateRecord("acc_delta", nonneg=True)),
+        "adadelta", "adadelta", scalars=("lr", "rho", "eps", "weight_decay", "grad_scale", "one_minus_rho"),
+        host=host_scalars, states=(StateRecord("square_avg", nonneg=True), StateRecord("acc_delta", nonneg=True)),
     ),
 )
 
 # The kernels, in fast maths; rounding changed by: fma, group, reciprocal.
 STEPS = (
     Rule(
-        ({},),
-        ("rho", "eps", "weight_decay", "grad_scale", "one_minus_rho", "minus_lr"),
-        host=kernel_scalars,
+        ({},), ("rho", "eps", "weight_decay", "grad_scale", "one_minus_rho", "minus_lr"), host=kernel_scalars,
         stages=(
             Stage(
-                "adadelta",
-                "elem",
-                level=0,
-                scalars=tuple(range(6)),
-                reads=("p", "g", "square_avg", "acc_delta"),
-                stores=("p", "square_avg", "acc_delta"),
-                plus=("square_avg", "acc_delta"),
+                "adadelta", "elem", level=0, scalars=tuple(range(6)), reads=("p", "g", "square_avg", "acc_delta"),
+                stores=("p", "square_avg", "acc_delta"), plus=("square_avg", "acc_delta"),
                 needs=(("square_avg", ("p", "g", "square_avg")), ("acc_delta", ("p", "g", "square_avg", "acc_delta"))),
             ),
         ),

@@ -2,7 +2,7 @@
 #     adafactor
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp
+from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp, by_flags
 from optgen.runtime.records.scalars import minimum, power
 from optgen.runtime.reference.eager import few_sum, larger, put, quotient, sqrt
 
@@ -159,10 +159,8 @@ def adafactor(
     col_var = b.spread(stored["col_var"])
     # -- update  (specs/adafactor.py)
     p = p * one_minus_lr_times_weight_decay                              # 43  p = decoupled(p, lr, weight_decay)
-    # 47  estimate = row_var / maximum(mat_mean(row_var), eps1) * col_var
-    estimate = row_div * col_var
-    # 51  update = g * rsqrt(maximum(estimate, eps1 * eps1))
-    update = g * quotient(1.0, sqrt(larger(estimate, eps1_times_eps1)))
+    estimate = row_div * col_var  # 47
+    update = g * quotient(1.0, sqrt(larger(estimate, eps1_times_eps1)))  # 51
     # 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
     p = p - alpha_over_tensor_max * update
     # -- encode and store
@@ -184,8 +182,7 @@ def adafactor_no_factored(
     # -- update  (specs/adafactor.py)
     # 49  variance = (1 - one_minus_beta2) * variance + one_minus_beta2 * (g * g)
     variance = one_minus_t_pow_beta2_decay * variance + one_minus_beta2 * (g * g)
-    # 51  update = g * rsqrt(maximum(estimate, eps1 * eps1))
-    update = g * quotient(1.0, sqrt(larger(variance, eps1_times_eps1)))
+    update = g * quotient(1.0, sqrt(larger(variance, eps1_times_eps1)))  # 51
     # -- encode and store
     tensor_sum_for_alpha_tensor = b.tensor_sum(p * p)
     tensor_sum_of_update_tensor = b.tensor_sum(update * update)
@@ -195,8 +192,7 @@ def adafactor_no_factored(
     tensor_sum_for_alpha = tensor_sum_for_alpha_tensor
     tensor_sum_of_update = tensor_sum_of_update_tensor
     # -- update  (specs/adafactor.py)
-    # 42  alpha = maximum(rms(p), eps2) * minimum(lr, t**-0.5)
-    alpha = larger(sqrt(tensor_sum_for_alpha / b.extent("elements")), eps2) * lr_min_t_pow_m0p5
+    alpha = larger(sqrt(tensor_sum_for_alpha / b.extent("elements")), eps2) * lr_min_t_pow_m0p5  # 42
     # -- encode and store
     alpha_over_tensor_max_tensor = alpha / (sqrt(tensor_sum_of_update / b.extent("elements")) / d).clamp(min=1.0)
 
@@ -209,13 +205,10 @@ def adafactor_no_factored(
     g = grad_scale * g
     variance = b.load("variance")
     # -- update  (specs/adafactor.py)
-    p = p * one_minus_lr_times_weight_decay                              # 43  p = decoupled(p, lr, weight_decay)
-    # 49  variance = (1 - one_minus_beta2) * variance + one_minus_beta2 * (g * g)
-    variance = one_minus_t_pow_beta2_decay * variance + one_minus_beta2 * (g * g)
-    # 51  update = g * rsqrt(maximum(estimate, eps1 * eps1))
-    update = g * quotient(1.0, sqrt(larger(variance, eps1_times_eps1)))
-    # 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
-    p = p - alpha_over_tensor_max * update
+    p = p * one_minus_lr_times_weight_decay                              # 43
+    variance = one_minus_t_pow_beta2_decay * variance + one_minus_beta2 * (g * g)  # 49
+    update = g * quotient(1.0, sqrt(larger(variance, eps1_times_eps1)))  # 51
+    p = p - alpha_over_tensor_max * update  # 52
     # -- encode and store
     b.store("p", p)
     b.store("variance", variance)
@@ -278,33 +271,26 @@ def kernel_scalars_2(step, grad_scale, *, lr, beta2_decay, eps, d, weight_decay)
 
 
 # The eager reference, in strict maths.
-RULES = (
+RULES = by_flags(
+    {"factored": True},
     RuleRecord(
-        "adafactor",
-        "",
-        flags={"factored": True},
-        step="adafactor",
+        "adafactor", "adafactor",
         scalars=(
             "grad_scale", "one_minus_t_pow_beta2_decay", "one_minus_beta2", "eps2", "lr_min_t_pow_m0p5", "eps1",
             "eps1_times_eps1", "d", "one_minus_lr_times_weight_decay",
         ),
         host=host_scalars,
         states=(StateRecord("row_var", nonneg=True, space="row"), StateRecord("col_var", nonneg=True, space="col")),
-        spaces=("col", "mat", "row", "tensor"),
-        by_rows=True,
+        spaces=("col", "mat", "row", "tensor"), by_rows=True, settings=({"factored": True},),
     ),
     RuleRecord(
-        "adafactor",
-        "_no_factored",
-        flags={"factored": False},
-        step="adafactor_no_factored",
+        "adafactor", "adafactor_no_factored",
         scalars=(
             "grad_scale", "one_minus_t_pow_beta2_decay", "one_minus_beta2", "eps1_times_eps1", "eps2", "d",
             "lr_min_t_pow_m0p5", "one_minus_lr_times_weight_decay",
         ),
-        host=host_scalars_2,
-        states=(StateRecord("variance", nonneg=True),),
-        spaces=("tensor",),
+        host=host_scalars_2, states=(StateRecord("variance", nonneg=True),), spaces=("tensor",),
+        settings=({"factored": False},),
     ),
 )
 
@@ -332,109 +318,49 @@ STEPS = (
         ),
         stages=(
             Stage(
-                "adafactor_1",
-                "elem",
-                level=0,
-                scalars=(),
-                temps=("row_sum_for_alpha", "row_sum_for_row_var", "col_sum_for_col_var"),
-                matrices=True,
+                "adafactor_1", "elem", level=0, scalars=(),
+                temps=("row_sum_for_alpha", "row_sum_for_row_var", "col_sum_for_col_var"), matrices=True,
                 reads=("p", "g"),
                 sums=(("square", ("row_sum_for_alpha",)), ("square", ("row_sum_for_row_var", "col_sum_for_col_var"))),
             ),
             Stage(
-                "adafactor_2",
-                "row",
-                level=1,
-                scalars=(0, 1, 2),
-                temps=("mat_sum_of_row_var", "tensor_sum_for_alpha"),
-                matrices=True,
-                reads=("row_var", "row_sum_for_row_var", "row_sum_for_alpha"),
-                stores=("row_var",),
-                sums=(("sum", ("mat_sum_of_row_var",)), ("sum", ("tensor_sum_for_alpha",))),
-                extents=("columns",),
+                "adafactor_2", "row", level=1, scalars=(0, 1, 2), temps=("mat_sum_of_row_var", "tensor_sum_for_alpha"),
+                matrices=True, reads=("row_var", "row_sum_for_row_var", "row_sum_for_alpha"), stores=("row_var",),
+                sums=(("sum", ("mat_sum_of_row_var",)), ("sum", ("tensor_sum_for_alpha",))), extents=("columns",),
                 plus=("row_var",),
             ),
             Stage(
-                "adafactor_3",
-                "col",
-                level=1,
-                scalars=(0, 1, 2),
-                matrices=True,
-                reads=("col_var", "col_sum_for_col_var"),
-                stores=("col_var",),
-                extents=("rows",),
-                plus=("col_var",),
+                "adafactor_3", "col", level=1, scalars=(0, 1, 2), matrices=True,
+                reads=("col_var", "col_sum_for_col_var"), stores=("col_var",), extents=("rows",), plus=("col_var",),
             ),
             Stage(
-                "adafactor_4",
-                "tensor",
-                level=1,
-                scalars=(3, 4),
-                temps=("alpha",),
-                reads=("tensor_sum_for_alpha",),
-                stores=("alpha",),
-                extents=("elements",),
+                "adafactor_4", "tensor", level=1, scalars=(3, 4), temps=("alpha",), reads=("tensor_sum_for_alpha",),
+                stores=("alpha",), extents=("elements",),
             ),
             Stage(
-                "adafactor_5",
-                "mat",
-                level=1,
-                scalars=(5,),
-                temps=("mat_sum_of_row_var_over_rows_max_eps1",),
-                matrices=True,
-                reads=("mat_sum_of_row_var",),
-                stores=("mat_sum_of_row_var_over_rows_max_eps1",),
-                extents=("rows",),
-                picked=("mat_sum_of_row_var_over_rows_max_eps1",),
+                "adafactor_5", "mat", level=1, scalars=(5,), temps=("mat_sum_of_row_var_over_rows_max_eps1",),
+                matrices=True, reads=("mat_sum_of_row_var",), stores=("mat_sum_of_row_var_over_rows_max_eps1",),
+                extents=("rows",), picked=("mat_sum_of_row_var_over_rows_max_eps1",),
             ),
             Stage(
-                "adafactor_6",
-                "row",
-                level=1,
-                scalars=(),
-                temps=("row_div",),
-                matrices=True,
-                reads=("row_var", "mat_sum_of_row_var_over_rows_max_eps1"),
-                stores=("row_div",),
+                "adafactor_6", "row", level=1, scalars=(), temps=("row_div",), matrices=True,
+                reads=("row_var", "mat_sum_of_row_var_over_rows_max_eps1"), stores=("row_div",),
             ),
             Stage(
-                "adafactor_7",
-                "elem",
-                level=2,
-                scalars=(6,),
-                temps=("row_sum_of_g",),
-                matrices=True,
-                reads=("g", "col_var", "row_div"),
-                sums=(("square", ("row_sum_of_g",)),),
+                "adafactor_7", "elem", level=2, scalars=(6,), temps=("row_sum_of_g",), matrices=True,
+                reads=("g", "col_var", "row_div"), sums=(("square", ("row_sum_of_g",)),),
             ),
             Stage(
-                "adafactor_8",
-                "row",
-                level=3,
-                scalars=(),
-                temps=("tensor_sum_of_g",),
-                matrices=True,
-                reads=("row_sum_of_g",),
-                sums=(("sum", ("tensor_sum_of_g",)),),
+                "adafactor_8", "row", level=3, scalars=(), temps=("tensor_sum_of_g",), matrices=True,
+                reads=("row_sum_of_g",), sums=(("sum", ("tensor_sum_of_g",)),),
             ),
             Stage(
-                "adafactor_9",
-                "tensor",
-                level=3,
-                scalars=(7, 0),
-                temps=("tensor_div",),
-                reads=("alpha", "tensor_sum_of_g"),
-                stores=("tensor_div",),
-                extents=("elements",),
+                "adafactor_9", "tensor", level=3, scalars=(7, 0), temps=("tensor_div",),
+                reads=("alpha", "tensor_sum_of_g"), stores=("tensor_div",), extents=("elements",),
             ),
             Stage(
-                "adafactor_10",
-                "elem",
-                level=4,
-                scalars=(8, 9, 6),
-                matrices=True,
-                reads=("p", "g", "col_var", "tensor_div", "row_div"),
-                stores=("p",),
+                "adafactor_10", "elem", level=4, scalars=(8, 9, 6), matrices=True,
+                reads=("p", "g", "col_var", "tensor_div", "row_div"), stores=("p",),
             ),
         ),
     ),
@@ -452,32 +378,17 @@ STEPS = (
         ),
         stages=(
             Stage(
-                "adafactor_no_factored_1",
-                "elem",
-                level=0,
-                scalars=(0, 1, 2),
-                temps=("tensor_sum_for_alpha", "tensor_sum_of_g"),
-                reads=("p", "g", "variance"),
+                "adafactor_no_factored_1", "elem", level=0, scalars=(0, 1, 2),
+                temps=("tensor_sum_for_alpha", "tensor_sum_of_g"), reads=("p", "g", "variance"),
                 sums=(("square", ("tensor_sum_for_alpha",)), ("square", ("tensor_sum_of_g",))),
             ),
             Stage(
-                "adafactor_no_factored_2",
-                "tensor",
-                level=1,
-                scalars=(3, 4, 5, 6),
-                temps=("tensor_div",),
-                reads=("tensor_sum_for_alpha", "tensor_sum_of_g"),
-                stores=("tensor_div",),
-                extents=("elements",),
+                "adafactor_no_factored_2", "tensor", level=1, scalars=(3, 4, 5, 6), temps=("tensor_div",),
+                reads=("tensor_sum_for_alpha", "tensor_sum_of_g"), stores=("tensor_div",), extents=("elements",),
             ),
             Stage(
-                "adafactor_no_factored_3",
-                "elem",
-                level=2,
-                scalars=(7, 8, 0, 1, 2),
-                reads=("p", "g", "variance", "tensor_div"),
-                stores=("p", "variance"),
-                plus=("variance",),
+                "adafactor_no_factored_3", "elem", level=2, scalars=(7, 8, 0, 1, 2),
+                reads=("p", "g", "variance", "tensor_div"), stores=("p", "variance"), plus=("variance",),
                 needs=(("variance", ("g", "variance")),),
             ),
         ),

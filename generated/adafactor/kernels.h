@@ -92,8 +92,7 @@ OPTGEN_INLINE F adafactor_10(
     F p, F g, F grad_scale, F one_minus_lr_times_weight_decay, F eps1_times_eps1, S0 &col_var, S1 &tensor_div,
     S2 &row_div
 ) {
-    // 47  estimate = row_var / maximum(mat_mean(row_var), eps1) * col_var
-    const F estimate = row_div.read() * col_var.read();
+    const F estimate = row_div.read() * col_var.read();  // 47
     const F p_ = one_minus_lr_times_weight_decay * p;    // 43  p = decoupled(p, lr, weight_decay)
     // 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
     const F p_2 = fma(-(grad_scale * tensor_div.read()), g / sqrt(max(estimate, eps1_times_eps1)), p_);
@@ -120,8 +119,7 @@ OPTGEN_INLINE void adafactor_no_factored_2(
     F eps2, F d, F lr_min_t_pow_m0p5, F grad_scale_times_grad_scale, F extent_elements, S0 &tensor_sum_for_alpha,
     S1 &tensor_sum_of_g, S2 &tensor_div
 ) {
-    // 42  alpha = maximum(rms(p), eps2) * minimum(lr, t**-0.5)
-    const F alpha = max(sqrt(tensor_sum_for_alpha.read() / extent_elements), eps2) * lr_min_t_pow_m0p5;
+    const F alpha = max(sqrt(tensor_sum_for_alpha.read() / extent_elements), eps2) * lr_min_t_pow_m0p5;  // 42
     tensor_div.set(
         alpha / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g.read() / extent_elements) / d)
     );
@@ -134,11 +132,9 @@ OPTGEN_INLINE F adafactor_no_factored_3(
     F eps1_times_eps1, S0 &variance, S1 &tensor_div
 ) {
     const F variance_ = variance.read();
-    // 49  variance = (1 - one_minus_beta2) * variance + one_minus_beta2 * (g * g)
-    const F variance_2 = fma(scalar_0 * g, g, one_minus_t_pow_beta2_decay * variance_);
-    const F p_ = one_minus_lr_times_weight_decay * p;  // 43  p = decoupled(p, lr, weight_decay)
-    // 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
-    const F p_2 = fma(-(grad_scale * tensor_div.read()), g / sqrt(max(variance_2, eps1_times_eps1)), p_);
+    const F variance_2 = fma(scalar_0 * g, g, one_minus_t_pow_beta2_decay * variance_);  // 49
+    const F p_ = one_minus_lr_times_weight_decay * p;  // 43
+    const F p_2 = fma(-(grad_scale * tensor_div.read()), g / sqrt(max(variance_2, eps1_times_eps1)), p_);  // 52
     variance.set(variance_2);
     return p_2;
 }

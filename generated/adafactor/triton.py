@@ -132,7 +132,7 @@ def adafactor_10_tile(
     eps1_times_eps1, live, MASKED: tl.constexpr,
 ):
     """The new p."""
-    estimate = row_div * col_var             # 47  estimate = row_var / maximum(mat_mean(row_var), eps1) * col_var
+    estimate = row_div * col_var             # 47
     p = one_minus_lr_times_weight_decay * p  # 43  p = decoupled(p, lr, weight_decay)
     # 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
     p = tl.fma(
@@ -181,7 +181,7 @@ def adafactor_no_factored_2_values(
     tensor_sum_for_alpha, tensor_sum_of_g, extent_elements, eps2, d, lr_min_t_pow_m0p5, grad_scale_times_grad_scale,
 ):
     """The new tensor_div."""
-    # 42  alpha = maximum(rms(p), eps2) * minimum(lr, t**-0.5)
+    # 42
     alpha = tl.maximum(
         tl.sqrt(tensor_sum_for_alpha / extent_elements), eps2, propagate_nan=tl.PropagateNan.ALL
     ) * lr_min_t_pow_m0p5
@@ -211,10 +211,9 @@ def adafactor_no_factored_3_tile(
 ):
     """The new p, variance."""
     variance = read(variance, PLAN.variance)
-    # 49  variance = (1 - one_minus_beta2) * variance + one_minus_beta2 * (g * g)
-    variance = tl.fma(scalar_0 * g, g, one_minus_t_pow_beta2_decay * variance)
-    p = one_minus_lr_times_weight_decay * p  # 43  p = decoupled(p, lr, weight_decay)
-    # 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
+    variance = tl.fma(scalar_0 * g, g, one_minus_t_pow_beta2_decay * variance)  # 49
+    p = one_minus_lr_times_weight_decay * p  # 43
+    # 52
     p = tl.fma(
         minus(grad_scale * tensor_div),
         g * reciprocal(tl.sqrt(tl.maximum(variance, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))), p

@@ -2,7 +2,7 @@
 #     optgen build adafactor_paper
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp
+from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp, by_flags
 from optgen.runtime.records.scalars import minimum, power
 from optgen.runtime.reference.eager import few_sum, larger, put, quotient, sqrt
 
@@ -76,12 +76,7 @@ class AdafactorPaper(Optimizer):
 
 
 # Steps in place, in strict maths; the codecs of a plan load and store.
-def adafactor_paper(
-    stored, eps1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, eps2, weight_decay, rate, clip_threshold,
-):
-
-    # == sweep 1: rate (specs/adafactor_paper.py:48), exp_avg_sq_row (specs/adafactor_paper.py:52), exp_avg_sq_col
-    #     (specs/adafactor_paper.py:53)
+def adafactor_paper_1(stored, eps1, grad_scale):
     b = stored.over("p", "g")
     # -- load and decode
     p = b.load("p")
@@ -93,8 +88,13 @@ def adafactor_paper(
     row_sum_for_rate_tensor = b.row_sum(p * p)
     row_sum_for_exp_avg_sq_row_tensor = b.row_sum(square)
     col_sum_for_exp_avg_sq_col_tensor = b.col_sum(square)
+    return row_sum_for_rate_tensor, row_sum_for_exp_avg_sq_row_tensor, col_sum_for_exp_avg_sq_col_tensor
 
-    # == row: values of rows
+
+def adafactor_paper_2(
+    stored, beta2, one_minus_one_minus_t_pow_decay_rate, row_sum_for_exp_avg_sq_row_tensor, row_sum_for_rate_tensor,
+):
+    b = stored.over()
     # -- load and decode
     exp_avg_sq_row = stored["exp_avg_sq_row"]
     row_sum_for_exp_avg_sq_row = row_sum_for_exp_avg_sq_row_tensor
@@ -109,8 +109,11 @@ def adafactor_paper(
     mat_sum_of_exp_avg_sq_row_tensor = few_sum(exp_avg_sq_row, "mat")
     tensor_sum_for_rate_tensor = few_sum(row_sum_for_rate, "tensor")
     put(stored["exp_avg_sq_row"], exp_avg_sq_row)
+    return mat_sum_of_exp_avg_sq_row_tensor, tensor_sum_for_rate_tensor
 
-    # == col: values of columns
+
+def adafactor_paper_3(stored, beta2, one_minus_one_minus_t_pow_decay_rate, col_sum_for_exp_avg_sq_col_tensor):
+    b = stored.over()
     # -- load and decode
     exp_avg_sq_col = stored["exp_avg_sq_col"]
     col_sum_for_exp_avg_sq_col = col_sum_for_exp_avg_sq_col_tensor
@@ -122,8 +125,11 @@ def adafactor_paper(
     # -- encode and store
     one_over_sqrt_exp_avg_sq_col_2_tensor = quotient(1.0, sqrt(exp_avg_sq_col))
     put(stored["exp_avg_sq_col"], exp_avg_sq_col)
+    return one_over_sqrt_exp_avg_sq_col_2_tensor
 
-    # == tensor: values of tensors
+
+def adafactor_paper_4(stored, eps2, weight_decay, rate, tensor_sum_for_rate_tensor):
+    b = stored.over()
     # -- load and decode
     tensor_sum_for_rate = tensor_sum_for_rate_tensor
     # -- update  (specs/adafactor_paper.py)
@@ -132,21 +138,28 @@ def adafactor_paper(
     # -- encode and store
     rate_tensor = rate_
     rate_times_weight_decay_tensor = rate_ * weight_decay
+    return rate_tensor, rate_times_weight_decay_tensor
 
-    # == mat: values of matrices
+
+def adafactor_paper_5(stored, mat_sum_of_exp_avg_sq_row_tensor):
+    b = stored.over()
     # -- load and decode
     mat_sum_of_exp_avg_sq_row = mat_sum_of_exp_avg_sq_row_tensor
     # -- encode and store
     mat_sum_of_exp_avg_sq_row_over_rows_tensor = mat_sum_of_exp_avg_sq_row / b.extent("rows")
+    return mat_sum_of_exp_avg_sq_row_over_rows_tensor
 
-    # == row: values of rows
+
+def adafactor_paper_6(stored, mat_sum_of_exp_avg_sq_row_over_rows_tensor):
     # -- load and decode
     exp_avg_sq_row = stored["exp_avg_sq_row"]
     mat_sum_of_exp_avg_sq_row_over_rows = mat_sum_of_exp_avg_sq_row_over_rows_tensor
     # -- encode and store
     one_over_sqrt_row_div_tensor = quotient(1.0, sqrt(exp_avg_sq_row / mat_sum_of_exp_avg_sq_row_over_rows))
+    return one_over_sqrt_row_div_tensor
 
-    # == sweep 2: update (specs/adafactor_paper.py:58)
+
+def adafactor_paper_7(stored, grad_scale, one_over_sqrt_row_div_tensor, one_over_sqrt_exp_avg_sq_col_2_tensor):
     b = stored.over("g")
     # -- load and decode
     g = b.load("g")
@@ -158,14 +171,11 @@ def adafactor_paper(
     update = g * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2
     # -- encode and store
     row_sum_of_update_tensor = b.row_sum(update * update)
+    return row_sum_of_update_tensor
 
-    # == row: values of rows
-    # -- load and decode
-    row_sum_of_update = row_sum_of_update_tensor
-    # -- encode and store
-    tensor_sum_of_update_tensor = few_sum(row_sum_of_update, "tensor")
 
-    # == tensor: values of tensors
+def adafactor_paper_9(stored, clip_threshold, rate_tensor, tensor_sum_of_update_tensor):
+    b = stored.over()
     # -- load and decode
     rate = rate_tensor
     tensor_sum_of_update = tensor_sum_of_update_tensor
@@ -173,8 +183,13 @@ def adafactor_paper(
     rate_over_one_max_tensor_div_tensor = rate / (
         sqrt(tensor_sum_of_update / b.extent("elements")) / clip_threshold
     ).clamp(min=1.0)
+    return rate_over_one_max_tensor_div_tensor
 
-    # == sweep 3: the update
+
+def adafactor_paper_10(
+    stored, grad_scale, rate_times_weight_decay_tensor, rate_over_one_max_tensor_div_tensor,
+    one_over_sqrt_row_div_tensor, one_over_sqrt_exp_avg_sq_col_2_tensor,
+):
     b = stored.over("p", "g")
     # -- load and decode
     p = b.load("p")
@@ -185,8 +200,7 @@ def adafactor_paper(
     one_over_sqrt_row_div = b.spread(one_over_sqrt_row_div_tensor)
     one_over_sqrt_exp_avg_sq_col_2 = b.spread(one_over_sqrt_exp_avg_sq_col_2_tensor)
     # -- update  (specs/adafactor_paper.py)
-    # 54  update = g * rsqrt(exp_avg_sq_row / mat_mean(exp_avg_sq_row)) * rsqrt(exp_avg_sq_col)
-    update = g * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2
+    update = g * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2  # 54
     # 58  update = rate / maximum(1.0, rms(update) / clip_threshold) * update
     update = rate_over_one_max_tensor_div * update
     p = p - rate_times_weight_decay * p - update                         # 62  p = p - rate * weight_decay * p - update
@@ -194,11 +208,61 @@ def adafactor_paper(
     b.store("p", p)
 
 
-def adafactor_paper_no_factored(
-    stored, eps1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, eps2, clip_threshold, weight_decay, rate,
+def adafactor_paper(
+    stored, eps1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, eps2, weight_decay, rate, clip_threshold,
 ):
 
-    # == sweep 1: rate (specs/adafactor_paper.py:48), update (specs/adafactor_paper.py:58)
+    # == sweep 1: rate (specs/adafactor_paper.py:48), exp_avg_sq_row (specs/adafactor_paper.py:52), exp_avg_sq_col
+    #     (specs/adafactor_paper.py:53)
+    row_sum_for_rate_tensor, row_sum_for_exp_avg_sq_row_tensor, col_sum_for_exp_avg_sq_col_tensor = adafactor_paper_1(
+        stored, eps1, grad_scale,
+    )
+
+    # == row: values of rows
+    mat_sum_of_exp_avg_sq_row_tensor, tensor_sum_for_rate_tensor = adafactor_paper_2(
+        stored, beta2, one_minus_one_minus_t_pow_decay_rate, row_sum_for_exp_avg_sq_row_tensor, row_sum_for_rate_tensor,
+    )
+
+    # == col: values of columns
+    one_over_sqrt_exp_avg_sq_col_2_tensor = adafactor_paper_3(
+        stored, beta2, one_minus_one_minus_t_pow_decay_rate, col_sum_for_exp_avg_sq_col_tensor,
+    )
+
+    # == tensor: values of tensors
+    rate_tensor, rate_times_weight_decay_tensor = adafactor_paper_4(
+        stored, eps2, weight_decay, rate, tensor_sum_for_rate_tensor,
+    )
+
+    # == mat: values of matrices
+    mat_sum_of_exp_avg_sq_row_over_rows_tensor = adafactor_paper_5(stored, mat_sum_of_exp_avg_sq_row_tensor)
+
+    # == row: values of rows
+    one_over_sqrt_row_div_tensor = adafactor_paper_6(stored, mat_sum_of_exp_avg_sq_row_over_rows_tensor)
+
+    # == sweep 2: update (specs/adafactor_paper.py:58)
+    row_sum_of_update_tensor = adafactor_paper_7(
+        stored, grad_scale, one_over_sqrt_row_div_tensor, one_over_sqrt_exp_avg_sq_col_2_tensor,
+    )
+
+    # == row: values of rows
+    # -- load and decode
+    row_sum_of_update = row_sum_of_update_tensor
+    # -- encode and store
+    tensor_sum_of_update_tensor = few_sum(row_sum_of_update, "tensor")
+
+    # == tensor: values of tensors
+    rate_over_one_max_tensor_div_tensor = adafactor_paper_9(
+        stored, clip_threshold, rate_tensor, tensor_sum_of_update_tensor,
+    )
+
+    # == sweep 3: the update
+    adafactor_paper_10(
+        stored, grad_scale, rate_times_weight_decay_tensor, rate_over_one_max_tensor_div_tensor,
+        one_over_sqrt_row_div_tensor, one_over_sqrt_exp_avg_sq_col_2_tensor,
+    )
+
+
+def adafactor_paper_no_factored_1(stored, eps1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate):
     b = stored.over("p", "g", "exp_avg_sq")
     # -- load and decode
     p = b.load("p")
@@ -206,28 +270,37 @@ def adafactor_paper_no_factored(
     g = grad_scale * g
     exp_avg_sq = b.load("exp_avg_sq")
     # -- update  (specs/adafactor_paper.py)
-    square = g * g + eps1                         # 50  square = g * g + eps1
+    square = g * g + eps1                         # 50
     # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_one_minus_t_pow_decay_rate * square
     update = g * quotient(1.0, sqrt(exp_avg_sq))  # 57  update = g * rsqrt(exp_avg_sq)
     # -- encode and store
     tensor_sum_for_rate_tensor = b.tensor_sum(p * p)
     tensor_sum_of_update_tensor = b.tensor_sum(update * update)
+    return tensor_sum_for_rate_tensor, tensor_sum_of_update_tensor
 
-    # == tensor: values of tensors
+
+def adafactor_paper_no_factored_2(
+    stored, eps2, clip_threshold, weight_decay, rate, tensor_sum_for_rate_tensor, tensor_sum_of_update_tensor,
+):
+    b = stored.over()
     # -- load and decode
     tensor_sum_for_rate = tensor_sum_for_rate_tensor
     tensor_sum_of_update = tensor_sum_of_update_tensor
     # -- update  (specs/adafactor_paper.py)
-    # 48  rate = rate * maximum(eps2, rms(p))
-    rate_ = rate * larger(eps2, sqrt(tensor_sum_for_rate / b.extent("elements")))
+    rate_ = rate * larger(eps2, sqrt(tensor_sum_for_rate / b.extent("elements")))  # 48
     # -- encode and store
     rate_over_one_max_tensor_div_tensor = rate_ / (
         sqrt(tensor_sum_of_update / b.extent("elements")) / clip_threshold
     ).clamp(min=1.0)
     rate_times_weight_decay_tensor = rate_ * weight_decay
+    return rate_over_one_max_tensor_div_tensor, rate_times_weight_decay_tensor
 
-    # == sweep 2: the update
+
+def adafactor_paper_no_factored_3(
+    stored, eps1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, rate_times_weight_decay_tensor,
+    rate_over_one_max_tensor_div_tensor,
+):
     b = stored.over("p", "g", "exp_avg_sq")
     # -- load and decode
     p = b.load("p")
@@ -237,16 +310,60 @@ def adafactor_paper_no_factored(
     g = grad_scale * g
     exp_avg_sq = b.load("exp_avg_sq")
     # -- update  (specs/adafactor_paper.py)
-    square = g * g + eps1                           # 50  square = g * g + eps1
-    # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_one_minus_t_pow_decay_rate * square
-    update = g * quotient(1.0, sqrt(exp_avg_sq))    # 57  update = g * rsqrt(exp_avg_sq)
-    # 58  update = rate / maximum(1.0, rms(update) / clip_threshold) * update
-    update = rate_over_one_max_tensor_div * update
-    p = p - rate_times_weight_decay * p - update    # 62  p = p - rate * weight_decay * p - update
+    square = g * g + eps1                           # 50
+    exp_avg_sq = beta2 * exp_avg_sq + one_minus_one_minus_t_pow_decay_rate * square  # 56
+    update = g * quotient(1.0, sqrt(exp_avg_sq))    # 57
+    update = rate_over_one_max_tensor_div * update  # 58
+    p = p - rate_times_weight_decay * p - update    # 62
     # -- encode and store
     b.store("p", p)
     b.store("exp_avg_sq", exp_avg_sq)
+
+
+def adafactor_paper_no_factored(
+    stored, eps1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, eps2, clip_threshold, weight_decay, rate,
+):
+
+    # == sweep 1: rate (specs/adafactor_paper.py:48), update (specs/adafactor_paper.py:58)
+    tensor_sum_for_rate_tensor, tensor_sum_of_update_tensor = adafactor_paper_no_factored_1(
+        stored, eps1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+    )
+
+    # == tensor: values of tensors
+    rate_over_one_max_tensor_div_tensor, rate_times_weight_decay_tensor = adafactor_paper_no_factored_2(
+        stored, eps2, clip_threshold, weight_decay, rate, tensor_sum_for_rate_tensor, tensor_sum_of_update_tensor,
+    )
+
+    # == sweep 2: the update
+    adafactor_paper_no_factored_3(
+        stored, eps1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, rate_times_weight_decay_tensor,
+        rate_over_one_max_tensor_div_tensor,
+    )
+
+
+def adafactor_paper_has_momentum_10(
+    stored, beta1, grad_scale, one_minus_beta1, rate_times_weight_decay_tensor, rate_over_one_max_tensor_div_tensor,
+    one_over_sqrt_row_div_tensor, one_over_sqrt_exp_avg_sq_col_2_tensor,
+):
+    b = stored.over("p", "g", "exp_avg")
+    # -- load and decode
+    p = b.load("p")
+    rate_times_weight_decay = b.spread(rate_times_weight_decay_tensor)
+    exp_avg = b.load("exp_avg")
+    rate_over_one_max_tensor_div = b.spread(rate_over_one_max_tensor_div_tensor)
+    g = b.load("g")
+    g = grad_scale * g
+    one_over_sqrt_row_div = b.spread(one_over_sqrt_row_div_tensor)
+    one_over_sqrt_exp_avg_sq_col_2 = b.spread(one_over_sqrt_exp_avg_sq_col_2_tensor)
+    # -- update  (specs/adafactor_paper.py)
+    update = g * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2  # 54
+    update = rate_over_one_max_tensor_div * update  # 58
+    # 60  exp_avg = beta1 * exp_avg + (1 - beta1) * update
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * update
+    p = p - rate_times_weight_decay * p - exp_avg                        # 62
+    # -- encode and store
+    b.store("p", p)
+    b.store("exp_avg", exp_avg)
 
 
 def adafactor_paper_has_momentum(
@@ -256,82 +373,35 @@ def adafactor_paper_has_momentum(
 
     # == sweep 1: rate (specs/adafactor_paper.py:48), exp_avg_sq_row (specs/adafactor_paper.py:52), exp_avg_sq_col
     #     (specs/adafactor_paper.py:53)
-    b = stored.over("p", "g")
-    # -- load and decode
-    p = b.load("p")
-    g = b.load("g")
-    g = grad_scale * g
-    # -- update  (specs/adafactor_paper.py)
-    square = g * g + eps1  # 50  square = g * g + eps1
-    # -- encode and store
-    row_sum_for_rate_tensor = b.row_sum(p * p)
-    row_sum_for_exp_avg_sq_row_tensor = b.row_sum(square)
-    col_sum_for_exp_avg_sq_col_tensor = b.col_sum(square)
+    row_sum_for_rate_tensor, row_sum_for_exp_avg_sq_row_tensor, col_sum_for_exp_avg_sq_col_tensor = adafactor_paper_1(
+        stored, eps1, grad_scale,
+    )
 
     # == row: values of rows
-    # -- load and decode
-    exp_avg_sq_row = stored["exp_avg_sq_row"]
-    row_sum_for_exp_avg_sq_row = row_sum_for_exp_avg_sq_row_tensor
-    row_sum_for_rate = row_sum_for_rate_tensor
-    # -- update  (specs/adafactor_paper.py)
-    # 52  exp_avg_sq_row = beta2 * exp_avg_sq_row + (1 - beta2) * row_mean(square)
-    exp_avg_sq_row = (
-        beta2 * exp_avg_sq_row + one_minus_one_minus_t_pow_decay_rate
-        * (row_sum_for_exp_avg_sq_row / b.extent("columns"))
+    mat_sum_of_exp_avg_sq_row_tensor, tensor_sum_for_rate_tensor = adafactor_paper_2(
+        stored, beta2, one_minus_one_minus_t_pow_decay_rate, row_sum_for_exp_avg_sq_row_tensor, row_sum_for_rate_tensor,
     )
-    # -- encode and store
-    mat_sum_of_exp_avg_sq_row_tensor = few_sum(exp_avg_sq_row, "mat")
-    tensor_sum_for_rate_tensor = few_sum(row_sum_for_rate, "tensor")
-    put(stored["exp_avg_sq_row"], exp_avg_sq_row)
 
     # == col: values of columns
-    # -- load and decode
-    exp_avg_sq_col = stored["exp_avg_sq_col"]
-    col_sum_for_exp_avg_sq_col = col_sum_for_exp_avg_sq_col_tensor
-    # -- update  (specs/adafactor_paper.py)
-    # 53  exp_avg_sq_col = beta2 * exp_avg_sq_col + (1 - beta2) * col_mean(square)
-    exp_avg_sq_col = (
-        beta2 * exp_avg_sq_col + one_minus_one_minus_t_pow_decay_rate * (col_sum_for_exp_avg_sq_col / b.extent("rows"))
+    one_over_sqrt_exp_avg_sq_col_2_tensor = adafactor_paper_3(
+        stored, beta2, one_minus_one_minus_t_pow_decay_rate, col_sum_for_exp_avg_sq_col_tensor,
     )
-    # -- encode and store
-    one_over_sqrt_exp_avg_sq_col_2_tensor = quotient(1.0, sqrt(exp_avg_sq_col))
-    put(stored["exp_avg_sq_col"], exp_avg_sq_col)
 
     # == tensor: values of tensors
-    # -- load and decode
-    tensor_sum_for_rate = tensor_sum_for_rate_tensor
-    # -- update  (specs/adafactor_paper.py)
-    # 48  rate = rate * maximum(eps2, rms(p))
-    rate_ = rate * larger(eps2, sqrt(tensor_sum_for_rate / b.extent("elements")))
-    # -- encode and store
-    rate_tensor = rate_
-    rate_times_weight_decay_tensor = rate_ * weight_decay
+    rate_tensor, rate_times_weight_decay_tensor = adafactor_paper_4(
+        stored, eps2, weight_decay, rate, tensor_sum_for_rate_tensor,
+    )
 
     # == mat: values of matrices
-    # -- load and decode
-    mat_sum_of_exp_avg_sq_row = mat_sum_of_exp_avg_sq_row_tensor
-    # -- encode and store
-    mat_sum_of_exp_avg_sq_row_over_rows_tensor = mat_sum_of_exp_avg_sq_row / b.extent("rows")
+    mat_sum_of_exp_avg_sq_row_over_rows_tensor = adafactor_paper_5(stored, mat_sum_of_exp_avg_sq_row_tensor)
 
     # == row: values of rows
-    # -- load and decode
-    exp_avg_sq_row = stored["exp_avg_sq_row"]
-    mat_sum_of_exp_avg_sq_row_over_rows = mat_sum_of_exp_avg_sq_row_over_rows_tensor
-    # -- encode and store
-    one_over_sqrt_row_div_tensor = quotient(1.0, sqrt(exp_avg_sq_row / mat_sum_of_exp_avg_sq_row_over_rows))
+    one_over_sqrt_row_div_tensor = adafactor_paper_6(stored, mat_sum_of_exp_avg_sq_row_over_rows_tensor)
 
     # == sweep 2: update (specs/adafactor_paper.py:58)
-    b = stored.over("g")
-    # -- load and decode
-    g = b.load("g")
-    g = grad_scale * g
-    one_over_sqrt_row_div = b.spread(one_over_sqrt_row_div_tensor)
-    one_over_sqrt_exp_avg_sq_col_2 = b.spread(one_over_sqrt_exp_avg_sq_col_2_tensor)
-    # -- update  (specs/adafactor_paper.py)
-    # 54  update = g * rsqrt(exp_avg_sq_row / mat_mean(exp_avg_sq_row)) * rsqrt(exp_avg_sq_col)
-    update = g * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2
-    # -- encode and store
-    row_sum_of_update_tensor = b.row_sum(update * update)
+    row_sum_of_update_tensor = adafactor_paper_7(
+        stored, grad_scale, one_over_sqrt_row_div_tensor, one_over_sqrt_exp_avg_sq_col_2_tensor,
+    )
 
     # == row: values of rows
     # -- load and decode
@@ -340,73 +410,21 @@ def adafactor_paper_has_momentum(
     tensor_sum_of_update_tensor = few_sum(row_sum_of_update, "tensor")
 
     # == tensor: values of tensors
-    # -- load and decode
-    rate = rate_tensor
-    tensor_sum_of_update = tensor_sum_of_update_tensor
-    # -- encode and store
-    rate_over_one_max_tensor_div_tensor = rate / (
-        sqrt(tensor_sum_of_update / b.extent("elements")) / clip_threshold
-    ).clamp(min=1.0)
+    rate_over_one_max_tensor_div_tensor = adafactor_paper_9(
+        stored, clip_threshold, rate_tensor, tensor_sum_of_update_tensor,
+    )
 
     # == sweep 3: the update
-    b = stored.over("p", "g", "exp_avg")
-    # -- load and decode
-    p = b.load("p")
-    rate_times_weight_decay = b.spread(rate_times_weight_decay_tensor)
-    exp_avg = b.load("exp_avg")
-    rate_over_one_max_tensor_div = b.spread(rate_over_one_max_tensor_div_tensor)
-    g = b.load("g")
-    g = grad_scale * g
-    one_over_sqrt_row_div = b.spread(one_over_sqrt_row_div_tensor)
-    one_over_sqrt_exp_avg_sq_col_2 = b.spread(one_over_sqrt_exp_avg_sq_col_2_tensor)
-    # -- update  (specs/adafactor_paper.py)
-    # 54  update = g * rsqrt(exp_avg_sq_row / mat_mean(exp_avg_sq_row)) * rsqrt(exp_avg_sq_col)
-    update = g * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2
-    # 58  update = rate / maximum(1.0, rms(update) / clip_threshold) * update
-    update = rate_over_one_max_tensor_div * update
-    # 60  exp_avg = beta1 * exp_avg + (1 - beta1) * update
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * update
-    p = p - rate_times_weight_decay * p - exp_avg                        # 62  p = p - rate * weight_decay * p - update
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg", exp_avg)
+    adafactor_paper_has_momentum_10(
+        stored, beta1, grad_scale, one_minus_beta1, rate_times_weight_decay_tensor, rate_over_one_max_tensor_div_tensor,
+        one_over_sqrt_row_div_tensor, one_over_sqrt_exp_avg_sq_col_2_tensor,
+    )
 
 
-def adafactor_paper_has_momentum_no_factored(
-    stored, eps1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, eps2, clip_threshold, weight_decay, rate,
-    beta1, one_minus_beta1,
+def adafactor_paper_has_momentum_no_factored_3(
+    stored, eps1, beta1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, one_minus_beta1,
+    rate_times_weight_decay_tensor, rate_over_one_max_tensor_div_tensor,
 ):
-
-    # == sweep 1: rate (specs/adafactor_paper.py:48), update (specs/adafactor_paper.py:58)
-    b = stored.over("p", "g", "exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/adafactor_paper.py)
-    square = g * g + eps1                         # 50  square = g * g + eps1
-    # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_one_minus_t_pow_decay_rate * square
-    update = g * quotient(1.0, sqrt(exp_avg_sq))  # 57  update = g * rsqrt(exp_avg_sq)
-    # -- encode and store
-    tensor_sum_for_rate_tensor = b.tensor_sum(p * p)
-    tensor_sum_of_update_tensor = b.tensor_sum(update * update)
-
-    # == tensor: values of tensors
-    # -- load and decode
-    tensor_sum_for_rate = tensor_sum_for_rate_tensor
-    tensor_sum_of_update = tensor_sum_of_update_tensor
-    # -- update  (specs/adafactor_paper.py)
-    # 48  rate = rate * maximum(eps2, rms(p))
-    rate_ = rate * larger(eps2, sqrt(tensor_sum_for_rate / b.extent("elements")))
-    # -- encode and store
-    rate_over_one_max_tensor_div_tensor = rate_ / (
-        sqrt(tensor_sum_of_update / b.extent("elements")) / clip_threshold
-    ).clamp(min=1.0)
-    rate_times_weight_decay_tensor = rate_ * weight_decay
-
-    # == sweep 2: the update
     b = stored.over("p", "g", "exp_avg", "exp_avg_sq")
     # -- load and decode
     p = b.load("p")
@@ -417,18 +435,50 @@ def adafactor_paper_has_momentum_no_factored(
     g = grad_scale * g
     exp_avg_sq = b.load("exp_avg_sq")
     # -- update  (specs/adafactor_paper.py)
-    square = g * g + eps1                                 # 50  square = g * g + eps1
-    # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_one_minus_t_pow_decay_rate * square
-    update = g * quotient(1.0, sqrt(exp_avg_sq))          # 57  update = g * rsqrt(exp_avg_sq)
-    # 58  update = rate / maximum(1.0, rms(update) / clip_threshold) * update
-    update = rate_over_one_max_tensor_div * update
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * update  # 60  exp_avg = beta1 * exp_avg + (1 - beta1) * update
-    p = p - rate_times_weight_decay * p - exp_avg         # 62  p = p - rate * weight_decay * p - update
+    square = g * g + eps1                                 # 50
+    exp_avg_sq = beta2 * exp_avg_sq + one_minus_one_minus_t_pow_decay_rate * square  # 56
+    update = g * quotient(1.0, sqrt(exp_avg_sq))          # 57
+    update = rate_over_one_max_tensor_div * update  # 58
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * update  # 60
+    p = p - rate_times_weight_decay * p - exp_avg         # 62
     # -- encode and store
     b.store("p", p)
     b.store("exp_avg", exp_avg)
     b.store("exp_avg_sq", exp_avg_sq)
+
+
+def adafactor_paper_has_momentum_no_factored(
+    stored, eps1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, eps2, clip_threshold, weight_decay, rate,
+    beta1, one_minus_beta1,
+):
+
+    # == sweep 1: rate (specs/adafactor_paper.py:48), update (specs/adafactor_paper.py:58)
+    tensor_sum_for_rate_tensor, tensor_sum_of_update_tensor = adafactor_paper_no_factored_1(
+        stored, eps1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+    )
+
+    # == tensor: values of tensors
+    rate_over_one_max_tensor_div_tensor, rate_times_weight_decay_tensor = adafactor_paper_no_factored_2(
+        stored, eps2, clip_threshold, weight_decay, rate, tensor_sum_for_rate_tensor, tensor_sum_of_update_tensor,
+    )
+
+    # == sweep 2: the update
+    adafactor_paper_has_momentum_no_factored_3(
+        stored, eps1, beta1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, one_minus_beta1,
+        rate_times_weight_decay_tensor, rate_over_one_max_tensor_div_tensor,
+    )
+
+
+def adafactor_paper_no_relative_step_4(stored, lr, eps2, weight_decay, tensor_sum_for_rate_tensor):
+    b = stored.over()
+    # -- load and decode
+    tensor_sum_for_rate = tensor_sum_for_rate_tensor
+    # -- update  (specs/adafactor_paper.py)
+    rate = lr * larger(eps2, sqrt(tensor_sum_for_rate / b.extent("elements")))  # 48
+    # -- encode and store
+    rate_tensor = rate
+    rate_times_weight_decay_tensor = rate * weight_decay
+    return rate_tensor, rate_times_weight_decay_tensor
 
 
 def adafactor_paper_no_relative_step(
@@ -437,82 +487,35 @@ def adafactor_paper_no_relative_step(
 
     # == sweep 1: rate (specs/adafactor_paper.py:48), exp_avg_sq_row (specs/adafactor_paper.py:52), exp_avg_sq_col
     #     (specs/adafactor_paper.py:53)
-    b = stored.over("p", "g")
-    # -- load and decode
-    p = b.load("p")
-    g = b.load("g")
-    g = grad_scale * g
-    # -- update  (specs/adafactor_paper.py)
-    square = g * g + eps1  # 50  square = g * g + eps1
-    # -- encode and store
-    row_sum_for_rate_tensor = b.row_sum(p * p)
-    row_sum_for_exp_avg_sq_row_tensor = b.row_sum(square)
-    col_sum_for_exp_avg_sq_col_tensor = b.col_sum(square)
+    row_sum_for_rate_tensor, row_sum_for_exp_avg_sq_row_tensor, col_sum_for_exp_avg_sq_col_tensor = adafactor_paper_1(
+        stored, eps1, grad_scale,
+    )
 
     # == row: values of rows
-    # -- load and decode
-    exp_avg_sq_row = stored["exp_avg_sq_row"]
-    row_sum_for_exp_avg_sq_row = row_sum_for_exp_avg_sq_row_tensor
-    row_sum_for_rate = row_sum_for_rate_tensor
-    # -- update  (specs/adafactor_paper.py)
-    # 52  exp_avg_sq_row = beta2 * exp_avg_sq_row + (1 - beta2) * row_mean(square)
-    exp_avg_sq_row = (
-        beta2 * exp_avg_sq_row + one_minus_one_minus_t_pow_decay_rate
-        * (row_sum_for_exp_avg_sq_row / b.extent("columns"))
+    mat_sum_of_exp_avg_sq_row_tensor, tensor_sum_for_rate_tensor = adafactor_paper_2(
+        stored, beta2, one_minus_one_minus_t_pow_decay_rate, row_sum_for_exp_avg_sq_row_tensor, row_sum_for_rate_tensor,
     )
-    # -- encode and store
-    mat_sum_of_exp_avg_sq_row_tensor = few_sum(exp_avg_sq_row, "mat")
-    tensor_sum_for_rate_tensor = few_sum(row_sum_for_rate, "tensor")
-    put(stored["exp_avg_sq_row"], exp_avg_sq_row)
 
     # == col: values of columns
-    # -- load and decode
-    exp_avg_sq_col = stored["exp_avg_sq_col"]
-    col_sum_for_exp_avg_sq_col = col_sum_for_exp_avg_sq_col_tensor
-    # -- update  (specs/adafactor_paper.py)
-    # 53  exp_avg_sq_col = beta2 * exp_avg_sq_col + (1 - beta2) * col_mean(square)
-    exp_avg_sq_col = (
-        beta2 * exp_avg_sq_col + one_minus_one_minus_t_pow_decay_rate * (col_sum_for_exp_avg_sq_col / b.extent("rows"))
+    one_over_sqrt_exp_avg_sq_col_2_tensor = adafactor_paper_3(
+        stored, beta2, one_minus_one_minus_t_pow_decay_rate, col_sum_for_exp_avg_sq_col_tensor,
     )
-    # -- encode and store
-    one_over_sqrt_exp_avg_sq_col_2_tensor = quotient(1.0, sqrt(exp_avg_sq_col))
-    put(stored["exp_avg_sq_col"], exp_avg_sq_col)
 
     # == tensor: values of tensors
-    # -- load and decode
-    tensor_sum_for_rate = tensor_sum_for_rate_tensor
-    # -- update  (specs/adafactor_paper.py)
-    # 48  rate = rate * maximum(eps2, rms(p))
-    rate = lr * larger(eps2, sqrt(tensor_sum_for_rate / b.extent("elements")))
-    # -- encode and store
-    rate_tensor = rate
-    rate_times_weight_decay_tensor = rate * weight_decay
+    rate_tensor, rate_times_weight_decay_tensor = adafactor_paper_no_relative_step_4(
+        stored, lr, eps2, weight_decay, tensor_sum_for_rate_tensor,
+    )
 
     # == mat: values of matrices
-    # -- load and decode
-    mat_sum_of_exp_avg_sq_row = mat_sum_of_exp_avg_sq_row_tensor
-    # -- encode and store
-    mat_sum_of_exp_avg_sq_row_over_rows_tensor = mat_sum_of_exp_avg_sq_row / b.extent("rows")
+    mat_sum_of_exp_avg_sq_row_over_rows_tensor = adafactor_paper_5(stored, mat_sum_of_exp_avg_sq_row_tensor)
 
     # == row: values of rows
-    # -- load and decode
-    exp_avg_sq_row = stored["exp_avg_sq_row"]
-    mat_sum_of_exp_avg_sq_row_over_rows = mat_sum_of_exp_avg_sq_row_over_rows_tensor
-    # -- encode and store
-    one_over_sqrt_row_div_tensor = quotient(1.0, sqrt(exp_avg_sq_row / mat_sum_of_exp_avg_sq_row_over_rows))
+    one_over_sqrt_row_div_tensor = adafactor_paper_6(stored, mat_sum_of_exp_avg_sq_row_over_rows_tensor)
 
     # == sweep 2: update (specs/adafactor_paper.py:58)
-    b = stored.over("g")
-    # -- load and decode
-    g = b.load("g")
-    g = grad_scale * g
-    one_over_sqrt_row_div = b.spread(one_over_sqrt_row_div_tensor)
-    one_over_sqrt_exp_avg_sq_col_2 = b.spread(one_over_sqrt_exp_avg_sq_col_2_tensor)
-    # -- update  (specs/adafactor_paper.py)
-    # 54  update = g * rsqrt(exp_avg_sq_row / mat_mean(exp_avg_sq_row)) * rsqrt(exp_avg_sq_col)
-    update = g * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2
-    # -- encode and store
-    row_sum_of_update_tensor = b.row_sum(update * update)
+    row_sum_of_update_tensor = adafactor_paper_7(
+        stored, grad_scale, one_over_sqrt_row_div_tensor, one_over_sqrt_exp_avg_sq_col_2_tensor,
+    )
 
     # == row: values of rows
     # -- load and decode
@@ -521,32 +524,32 @@ def adafactor_paper_no_relative_step(
     tensor_sum_of_update_tensor = few_sum(row_sum_of_update, "tensor")
 
     # == tensor: values of tensors
+    rate_over_one_max_tensor_div_tensor = adafactor_paper_9(
+        stored, clip_threshold, rate_tensor, tensor_sum_of_update_tensor,
+    )
+
+    # == sweep 3: the update
+    adafactor_paper_10(
+        stored, grad_scale, rate_times_weight_decay_tensor, rate_over_one_max_tensor_div_tensor,
+        one_over_sqrt_row_div_tensor, one_over_sqrt_exp_avg_sq_col_2_tensor,
+    )
+
+
+def adafactor_paper_no_relative_step_no_factored_2(
+    stored, lr, eps2, clip_threshold, weight_decay, tensor_sum_for_rate_tensor, tensor_sum_of_update_tensor,
+):
+    b = stored.over()
     # -- load and decode
-    rate = rate_tensor
+    tensor_sum_for_rate = tensor_sum_for_rate_tensor
     tensor_sum_of_update = tensor_sum_of_update_tensor
+    # -- update  (specs/adafactor_paper.py)
+    rate = lr * larger(eps2, sqrt(tensor_sum_for_rate / b.extent("elements")))  # 48
     # -- encode and store
     rate_over_one_max_tensor_div_tensor = rate / (
         sqrt(tensor_sum_of_update / b.extent("elements")) / clip_threshold
     ).clamp(min=1.0)
-
-    # == sweep 3: the update
-    b = stored.over("p", "g")
-    # -- load and decode
-    p = b.load("p")
-    rate_times_weight_decay = b.spread(rate_times_weight_decay_tensor)
-    rate_over_one_max_tensor_div = b.spread(rate_over_one_max_tensor_div_tensor)
-    g = b.load("g")
-    g = grad_scale * g
-    one_over_sqrt_row_div = b.spread(one_over_sqrt_row_div_tensor)
-    one_over_sqrt_exp_avg_sq_col_2 = b.spread(one_over_sqrt_exp_avg_sq_col_2_tensor)
-    # -- update  (specs/adafactor_paper.py)
-    # 54  update = g * rsqrt(exp_avg_sq_row / mat_mean(exp_avg_sq_row)) * rsqrt(exp_avg_sq_col)
-    update = g * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2
-    # 58  update = rate / maximum(1.0, rms(update) / clip_threshold) * update
-    update = rate_over_one_max_tensor_div * update
-    p = p - rate_times_weight_decay * p - update                         # 62  p = p - rate * weight_decay * p - update
-    # -- encode and store
-    b.store("p", p)
+    rate_times_weight_decay_tensor = rate * weight_decay
+    return rate_over_one_max_tensor_div_tensor, rate_times_weight_decay_tensor
 
 
 def adafactor_paper_no_relative_step_no_factored(
@@ -554,54 +557,22 @@ def adafactor_paper_no_relative_step_no_factored(
 ):
 
     # == sweep 1: rate (specs/adafactor_paper.py:48), update (specs/adafactor_paper.py:58)
-    b = stored.over("p", "g", "exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/adafactor_paper.py)
-    square = g * g + eps1                         # 50  square = g * g + eps1
-    # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_one_minus_t_pow_decay_rate * square
-    update = g * quotient(1.0, sqrt(exp_avg_sq))  # 57  update = g * rsqrt(exp_avg_sq)
-    # -- encode and store
-    tensor_sum_for_rate_tensor = b.tensor_sum(p * p)
-    tensor_sum_of_update_tensor = b.tensor_sum(update * update)
+    tensor_sum_for_rate_tensor, tensor_sum_of_update_tensor = adafactor_paper_no_factored_1(
+        stored, eps1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+    )
 
     # == tensor: values of tensors
-    # -- load and decode
-    tensor_sum_for_rate = tensor_sum_for_rate_tensor
-    tensor_sum_of_update = tensor_sum_of_update_tensor
-    # -- update  (specs/adafactor_paper.py)
-    # 48  rate = rate * maximum(eps2, rms(p))
-    rate = lr * larger(eps2, sqrt(tensor_sum_for_rate / b.extent("elements")))
-    # -- encode and store
-    rate_over_one_max_tensor_div_tensor = rate / (
-        sqrt(tensor_sum_of_update / b.extent("elements")) / clip_threshold
-    ).clamp(min=1.0)
-    rate_times_weight_decay_tensor = rate * weight_decay
+    (
+        rate_over_one_max_tensor_div_tensor, rate_times_weight_decay_tensor
+    ) = adafactor_paper_no_relative_step_no_factored_2(
+        stored, lr, eps2, clip_threshold, weight_decay, tensor_sum_for_rate_tensor, tensor_sum_of_update_tensor,
+    )
 
     # == sweep 2: the update
-    b = stored.over("p", "g", "exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    rate_times_weight_decay = b.spread(rate_times_weight_decay_tensor)
-    rate_over_one_max_tensor_div = b.spread(rate_over_one_max_tensor_div_tensor)
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/adafactor_paper.py)
-    square = g * g + eps1                           # 50  square = g * g + eps1
-    # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_one_minus_t_pow_decay_rate * square
-    update = g * quotient(1.0, sqrt(exp_avg_sq))    # 57  update = g * rsqrt(exp_avg_sq)
-    # 58  update = rate / maximum(1.0, rms(update) / clip_threshold) * update
-    update = rate_over_one_max_tensor_div * update
-    p = p - rate_times_weight_decay * p - update    # 62  p = p - rate * weight_decay * p - update
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg_sq", exp_avg_sq)
+    adafactor_paper_no_factored_3(
+        stored, eps1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, rate_times_weight_decay_tensor,
+        rate_over_one_max_tensor_div_tensor,
+    )
 
 
 def adafactor_paper_no_relative_step_has_momentum(
@@ -611,82 +582,35 @@ def adafactor_paper_no_relative_step_has_momentum(
 
     # == sweep 1: rate (specs/adafactor_paper.py:48), exp_avg_sq_row (specs/adafactor_paper.py:52), exp_avg_sq_col
     #     (specs/adafactor_paper.py:53)
-    b = stored.over("p", "g")
-    # -- load and decode
-    p = b.load("p")
-    g = b.load("g")
-    g = grad_scale * g
-    # -- update  (specs/adafactor_paper.py)
-    square = g * g + eps1  # 50  square = g * g + eps1
-    # -- encode and store
-    row_sum_for_rate_tensor = b.row_sum(p * p)
-    row_sum_for_exp_avg_sq_row_tensor = b.row_sum(square)
-    col_sum_for_exp_avg_sq_col_tensor = b.col_sum(square)
+    row_sum_for_rate_tensor, row_sum_for_exp_avg_sq_row_tensor, col_sum_for_exp_avg_sq_col_tensor = adafactor_paper_1(
+        stored, eps1, grad_scale,
+    )
 
     # == row: values of rows
-    # -- load and decode
-    exp_avg_sq_row = stored["exp_avg_sq_row"]
-    row_sum_for_exp_avg_sq_row = row_sum_for_exp_avg_sq_row_tensor
-    row_sum_for_rate = row_sum_for_rate_tensor
-    # -- update  (specs/adafactor_paper.py)
-    # 52  exp_avg_sq_row = beta2 * exp_avg_sq_row + (1 - beta2) * row_mean(square)
-    exp_avg_sq_row = (
-        beta2 * exp_avg_sq_row + one_minus_one_minus_t_pow_decay_rate
-        * (row_sum_for_exp_avg_sq_row / b.extent("columns"))
+    mat_sum_of_exp_avg_sq_row_tensor, tensor_sum_for_rate_tensor = adafactor_paper_2(
+        stored, beta2, one_minus_one_minus_t_pow_decay_rate, row_sum_for_exp_avg_sq_row_tensor, row_sum_for_rate_tensor,
     )
-    # -- encode and store
-    mat_sum_of_exp_avg_sq_row_tensor = few_sum(exp_avg_sq_row, "mat")
-    tensor_sum_for_rate_tensor = few_sum(row_sum_for_rate, "tensor")
-    put(stored["exp_avg_sq_row"], exp_avg_sq_row)
 
     # == col: values of columns
-    # -- load and decode
-    exp_avg_sq_col = stored["exp_avg_sq_col"]
-    col_sum_for_exp_avg_sq_col = col_sum_for_exp_avg_sq_col_tensor
-    # -- update  (specs/adafactor_paper.py)
-    # 53  exp_avg_sq_col = beta2 * exp_avg_sq_col + (1 - beta2) * col_mean(square)
-    exp_avg_sq_col = (
-        beta2 * exp_avg_sq_col + one_minus_one_minus_t_pow_decay_rate * (col_sum_for_exp_avg_sq_col / b.extent("rows"))
+    one_over_sqrt_exp_avg_sq_col_2_tensor = adafactor_paper_3(
+        stored, beta2, one_minus_one_minus_t_pow_decay_rate, col_sum_for_exp_avg_sq_col_tensor,
     )
-    # -- encode and store
-    one_over_sqrt_exp_avg_sq_col_2_tensor = quotient(1.0, sqrt(exp_avg_sq_col))
-    put(stored["exp_avg_sq_col"], exp_avg_sq_col)
 
     # == tensor: values of tensors
-    # -- load and decode
-    tensor_sum_for_rate = tensor_sum_for_rate_tensor
-    # -- update  (specs/adafactor_paper.py)
-    # 48  rate = rate * maximum(eps2, rms(p))
-    rate = lr * larger(eps2, sqrt(tensor_sum_for_rate / b.extent("elements")))
-    # -- encode and store
-    rate_tensor = rate
-    rate_times_weight_decay_tensor = rate * weight_decay
+    rate_tensor, rate_times_weight_decay_tensor = adafactor_paper_no_relative_step_4(
+        stored, lr, eps2, weight_decay, tensor_sum_for_rate_tensor,
+    )
 
     # == mat: values of matrices
-    # -- load and decode
-    mat_sum_of_exp_avg_sq_row = mat_sum_of_exp_avg_sq_row_tensor
-    # -- encode and store
-    mat_sum_of_exp_avg_sq_row_over_rows_tensor = mat_sum_of_exp_avg_sq_row / b.extent("rows")
+    mat_sum_of_exp_avg_sq_row_over_rows_tensor = adafactor_paper_5(stored, mat_sum_of_exp_avg_sq_row_tensor)
 
     # == row: values of rows
-    # -- load and decode
-    exp_avg_sq_row = stored["exp_avg_sq_row"]
-    mat_sum_of_exp_avg_sq_row_over_rows = mat_sum_of_exp_avg_sq_row_over_rows_tensor
-    # -- encode and store
-    one_over_sqrt_row_div_tensor = quotient(1.0, sqrt(exp_avg_sq_row / mat_sum_of_exp_avg_sq_row_over_rows))
+    one_over_sqrt_row_div_tensor = adafactor_paper_6(stored, mat_sum_of_exp_avg_sq_row_over_rows_tensor)
 
     # == sweep 2: update (specs/adafactor_paper.py:58)
-    b = stored.over("g")
-    # -- load and decode
-    g = b.load("g")
-    g = grad_scale * g
-    one_over_sqrt_row_div = b.spread(one_over_sqrt_row_div_tensor)
-    one_over_sqrt_exp_avg_sq_col_2 = b.spread(one_over_sqrt_exp_avg_sq_col_2_tensor)
-    # -- update  (specs/adafactor_paper.py)
-    # 54  update = g * rsqrt(exp_avg_sq_row / mat_mean(exp_avg_sq_row)) * rsqrt(exp_avg_sq_col)
-    update = g * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2
-    # -- encode and store
-    row_sum_of_update_tensor = b.row_sum(update * update)
+    row_sum_of_update_tensor = adafactor_paper_7(
+        stored, grad_scale, one_over_sqrt_row_div_tensor, one_over_sqrt_exp_avg_sq_col_2_tensor,
+    )
 
     # == row: values of rows
     # -- load and decode
@@ -695,36 +619,15 @@ def adafactor_paper_no_relative_step_has_momentum(
     tensor_sum_of_update_tensor = few_sum(row_sum_of_update, "tensor")
 
     # == tensor: values of tensors
-    # -- load and decode
-    rate = rate_tensor
-    tensor_sum_of_update = tensor_sum_of_update_tensor
-    # -- encode and store
-    rate_over_one_max_tensor_div_tensor = rate / (
-        sqrt(tensor_sum_of_update / b.extent("elements")) / clip_threshold
-    ).clamp(min=1.0)
+    rate_over_one_max_tensor_div_tensor = adafactor_paper_9(
+        stored, clip_threshold, rate_tensor, tensor_sum_of_update_tensor,
+    )
 
     # == sweep 3: the update
-    b = stored.over("p", "g", "exp_avg")
-    # -- load and decode
-    p = b.load("p")
-    rate_times_weight_decay = b.spread(rate_times_weight_decay_tensor)
-    exp_avg = b.load("exp_avg")
-    rate_over_one_max_tensor_div = b.spread(rate_over_one_max_tensor_div_tensor)
-    g = b.load("g")
-    g = grad_scale * g
-    one_over_sqrt_row_div = b.spread(one_over_sqrt_row_div_tensor)
-    one_over_sqrt_exp_avg_sq_col_2 = b.spread(one_over_sqrt_exp_avg_sq_col_2_tensor)
-    # -- update  (specs/adafactor_paper.py)
-    # 54  update = g * rsqrt(exp_avg_sq_row / mat_mean(exp_avg_sq_row)) * rsqrt(exp_avg_sq_col)
-    update = g * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2
-    # 58  update = rate / maximum(1.0, rms(update) / clip_threshold) * update
-    update = rate_over_one_max_tensor_div * update
-    # 60  exp_avg = beta1 * exp_avg + (1 - beta1) * update
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * update
-    p = p - rate_times_weight_decay * p - exp_avg                        # 62  p = p - rate * weight_decay * p - update
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg", exp_avg)
+    adafactor_paper_has_momentum_10(
+        stored, beta1, grad_scale, one_minus_beta1, rate_times_weight_decay_tensor, rate_over_one_max_tensor_div_tensor,
+        one_over_sqrt_row_div_tensor, one_over_sqrt_exp_avg_sq_col_2_tensor,
+    )
 
 
 def adafactor_paper_no_relative_step_has_momentum_no_factored(
@@ -733,57 +636,65 @@ def adafactor_paper_no_relative_step_has_momentum_no_factored(
 ):
 
     # == sweep 1: rate (specs/adafactor_paper.py:48), update (specs/adafactor_paper.py:58)
-    b = stored.over("p", "g", "exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/adafactor_paper.py)
-    square = g * g + eps1                         # 50  square = g * g + eps1
-    # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_one_minus_t_pow_decay_rate * square
-    update = g * quotient(1.0, sqrt(exp_avg_sq))  # 57  update = g * rsqrt(exp_avg_sq)
-    # -- encode and store
-    tensor_sum_for_rate_tensor = b.tensor_sum(p * p)
-    tensor_sum_of_update_tensor = b.tensor_sum(update * update)
+    tensor_sum_for_rate_tensor, tensor_sum_of_update_tensor = adafactor_paper_no_factored_1(
+        stored, eps1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+    )
 
     # == tensor: values of tensors
-    # -- load and decode
-    tensor_sum_for_rate = tensor_sum_for_rate_tensor
-    tensor_sum_of_update = tensor_sum_of_update_tensor
-    # -- update  (specs/adafactor_paper.py)
-    # 48  rate = rate * maximum(eps2, rms(p))
-    rate = lr * larger(eps2, sqrt(tensor_sum_for_rate / b.extent("elements")))
-    # -- encode and store
-    rate_over_one_max_tensor_div_tensor = rate / (
-        sqrt(tensor_sum_of_update / b.extent("elements")) / clip_threshold
-    ).clamp(min=1.0)
-    rate_times_weight_decay_tensor = rate * weight_decay
+    (
+        rate_over_one_max_tensor_div_tensor, rate_times_weight_decay_tensor
+    ) = adafactor_paper_no_relative_step_no_factored_2(
+        stored, lr, eps2, clip_threshold, weight_decay, tensor_sum_for_rate_tensor, tensor_sum_of_update_tensor,
+    )
 
     # == sweep 2: the update
-    b = stored.over("p", "g", "exp_avg", "exp_avg_sq")
+    adafactor_paper_has_momentum_no_factored_3(
+        stored, eps1, beta1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, one_minus_beta1,
+        rate_times_weight_decay_tensor, rate_over_one_max_tensor_div_tensor,
+    )
+
+
+def adafactor_paper_no_scale_parameter_1(stored, eps1, grad_scale):
+    b = stored.over("g")
     # -- load and decode
-    p = b.load("p")
-    rate_times_weight_decay = b.spread(rate_times_weight_decay_tensor)
-    exp_avg = b.load("exp_avg")
-    rate_over_one_max_tensor_div = b.spread(rate_over_one_max_tensor_div_tensor)
     g = b.load("g")
     g = grad_scale * g
-    exp_avg_sq = b.load("exp_avg_sq")
     # -- update  (specs/adafactor_paper.py)
-    square = g * g + eps1                                 # 50  square = g * g + eps1
-    # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_one_minus_t_pow_decay_rate * square
-    update = g * quotient(1.0, sqrt(exp_avg_sq))          # 57  update = g * rsqrt(exp_avg_sq)
-    # 58  update = rate / maximum(1.0, rms(update) / clip_threshold) * update
-    update = rate_over_one_max_tensor_div * update
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * update  # 60  exp_avg = beta1 * exp_avg + (1 - beta1) * update
-    p = p - rate_times_weight_decay * p - exp_avg         # 62  p = p - rate * weight_decay * p - update
+    square = g * g + eps1  # 50
     # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg", exp_avg)
-    b.store("exp_avg_sq", exp_avg_sq)
+    row_sum_for_exp_avg_sq_row_tensor = b.row_sum(square)
+    col_sum_for_exp_avg_sq_col_tensor = b.col_sum(square)
+    return row_sum_for_exp_avg_sq_row_tensor, col_sum_for_exp_avg_sq_col_tensor
+
+
+def adafactor_paper_no_scale_parameter_2(
+    stored, beta2, one_minus_one_minus_t_pow_decay_rate, row_sum_for_exp_avg_sq_row_tensor,
+):
+    b = stored.over()
+    # -- load and decode
+    exp_avg_sq_row = stored["exp_avg_sq_row"]
+    row_sum_for_exp_avg_sq_row = row_sum_for_exp_avg_sq_row_tensor
+    # -- update  (specs/adafactor_paper.py)
+    # 52
+    exp_avg_sq_row = (
+        beta2 * exp_avg_sq_row + one_minus_one_minus_t_pow_decay_rate
+        * (row_sum_for_exp_avg_sq_row / b.extent("columns"))
+    )
+    # -- encode and store
+    mat_sum_of_exp_avg_sq_row_tensor = few_sum(exp_avg_sq_row, "mat")
+    put(stored["exp_avg_sq_row"], exp_avg_sq_row)
+    return mat_sum_of_exp_avg_sq_row_tensor
+
+
+def adafactor_paper_no_scale_parameter_8(stored, clip_threshold, rate, tensor_sum_of_update_tensor):
+    b = stored.over()
+    # -- load and decode
+    tensor_sum_of_update = tensor_sum_of_update_tensor
+    # -- encode and store
+    lr_min_t_pow_m0p5_over_one_max_tensor_div_tensor = (
+        rate / (sqrt(tensor_sum_of_update / b.extent("elements")) / clip_threshold).clamp(min=1.0)
+    )
+    return lr_min_t_pow_m0p5_over_one_max_tensor_div_tensor
 
 
 def adafactor_paper_no_scale_parameter(
@@ -792,68 +703,30 @@ def adafactor_paper_no_scale_parameter(
 ):
 
     # == sweep 1: exp_avg_sq_row (specs/adafactor_paper.py:52), exp_avg_sq_col (specs/adafactor_paper.py:53)
-    b = stored.over("g")
-    # -- load and decode
-    g = b.load("g")
-    g = grad_scale * g
-    # -- update  (specs/adafactor_paper.py)
-    square = g * g + eps1  # 50  square = g * g + eps1
-    # -- encode and store
-    row_sum_for_exp_avg_sq_row_tensor = b.row_sum(square)
-    col_sum_for_exp_avg_sq_col_tensor = b.col_sum(square)
+    row_sum_for_exp_avg_sq_row_tensor, col_sum_for_exp_avg_sq_col_tensor = adafactor_paper_no_scale_parameter_1(
+        stored, eps1, grad_scale,
+    )
 
     # == row: values of rows
-    # -- load and decode
-    exp_avg_sq_row = stored["exp_avg_sq_row"]
-    row_sum_for_exp_avg_sq_row = row_sum_for_exp_avg_sq_row_tensor
-    # -- update  (specs/adafactor_paper.py)
-    # 52  exp_avg_sq_row = beta2 * exp_avg_sq_row + (1 - beta2) * row_mean(square)
-    exp_avg_sq_row = (
-        beta2 * exp_avg_sq_row + one_minus_one_minus_t_pow_decay_rate
-        * (row_sum_for_exp_avg_sq_row / b.extent("columns"))
+    mat_sum_of_exp_avg_sq_row_tensor = adafactor_paper_no_scale_parameter_2(
+        stored, beta2, one_minus_one_minus_t_pow_decay_rate, row_sum_for_exp_avg_sq_row_tensor,
     )
-    # -- encode and store
-    mat_sum_of_exp_avg_sq_row_tensor = few_sum(exp_avg_sq_row, "mat")
-    put(stored["exp_avg_sq_row"], exp_avg_sq_row)
 
     # == col: values of columns
-    # -- load and decode
-    exp_avg_sq_col = stored["exp_avg_sq_col"]
-    col_sum_for_exp_avg_sq_col = col_sum_for_exp_avg_sq_col_tensor
-    # -- update  (specs/adafactor_paper.py)
-    # 53  exp_avg_sq_col = beta2 * exp_avg_sq_col + (1 - beta2) * col_mean(square)
-    exp_avg_sq_col = (
-        beta2 * exp_avg_sq_col + one_minus_one_minus_t_pow_decay_rate * (col_sum_for_exp_avg_sq_col / b.extent("rows"))
+    one_over_sqrt_exp_avg_sq_col_2_tensor = adafactor_paper_3(
+        stored, beta2, one_minus_one_minus_t_pow_decay_rate, col_sum_for_exp_avg_sq_col_tensor,
     )
-    # -- encode and store
-    one_over_sqrt_exp_avg_sq_col_2_tensor = quotient(1.0, sqrt(exp_avg_sq_col))
-    put(stored["exp_avg_sq_col"], exp_avg_sq_col)
 
     # == mat: values of matrices
-    # -- load and decode
-    mat_sum_of_exp_avg_sq_row = mat_sum_of_exp_avg_sq_row_tensor
-    # -- encode and store
-    mat_sum_of_exp_avg_sq_row_over_rows_tensor = mat_sum_of_exp_avg_sq_row / b.extent("rows")
+    mat_sum_of_exp_avg_sq_row_over_rows_tensor = adafactor_paper_5(stored, mat_sum_of_exp_avg_sq_row_tensor)
 
     # == row: values of rows
-    # -- load and decode
-    exp_avg_sq_row = stored["exp_avg_sq_row"]
-    mat_sum_of_exp_avg_sq_row_over_rows = mat_sum_of_exp_avg_sq_row_over_rows_tensor
-    # -- encode and store
-    one_over_sqrt_row_div_tensor = quotient(1.0, sqrt(exp_avg_sq_row / mat_sum_of_exp_avg_sq_row_over_rows))
+    one_over_sqrt_row_div_tensor = adafactor_paper_6(stored, mat_sum_of_exp_avg_sq_row_over_rows_tensor)
 
     # == sweep 2: update (specs/adafactor_paper.py:58)
-    b = stored.over("g")
-    # -- load and decode
-    g = b.load("g")
-    g = grad_scale * g
-    one_over_sqrt_row_div = b.spread(one_over_sqrt_row_div_tensor)
-    one_over_sqrt_exp_avg_sq_col_2 = b.spread(one_over_sqrt_exp_avg_sq_col_2_tensor)
-    # -- update  (specs/adafactor_paper.py)
-    # 54  update = g * rsqrt(exp_avg_sq_row / mat_mean(exp_avg_sq_row)) * rsqrt(exp_avg_sq_col)
-    update = g * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2
-    # -- encode and store
-    row_sum_of_update_tensor = b.row_sum(update * update)
+    row_sum_of_update_tensor = adafactor_paper_7(
+        stored, grad_scale, one_over_sqrt_row_div_tensor, one_over_sqrt_exp_avg_sq_col_2_tensor,
+    )
 
     # == row: values of rows
     # -- load and decode
@@ -862,11 +735,8 @@ def adafactor_paper_no_scale_parameter(
     tensor_sum_of_update_tensor = few_sum(row_sum_of_update, "tensor")
 
     # == tensor: values of tensors
-    # -- load and decode
-    tensor_sum_of_update = tensor_sum_of_update_tensor
-    # -- encode and store
-    lr_min_t_pow_m0p5_over_one_max_tensor_div_tensor = (
-        rate / (sqrt(tensor_sum_of_update / b.extent("elements")) / clip_threshold).clamp(min=1.0)
+    lr_min_t_pow_m0p5_over_one_max_tensor_div_tensor = adafactor_paper_no_scale_parameter_8(
+        stored, clip_threshold, rate, tensor_sum_of_update_tensor,
     )
 
     # == sweep 3: the update
@@ -879,13 +749,28 @@ def adafactor_paper_no_scale_parameter(
     one_over_sqrt_row_div = b.spread(one_over_sqrt_row_div_tensor)
     one_over_sqrt_exp_avg_sq_col_2 = b.spread(one_over_sqrt_exp_avg_sq_col_2_tensor)
     # -- update  (specs/adafactor_paper.py)
-    # 54  update = g * rsqrt(exp_avg_sq_row / mat_mean(exp_avg_sq_row)) * rsqrt(exp_avg_sq_col)
-    update = g * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2
-    # 58  update = rate / maximum(1.0, rms(update) / clip_threshold) * update
-    update = lr_min_t_pow_m0p5_over_one_max_tensor_div * update
-    p = p - lr_min_t_pow_m0p5_times_weight_decay * p - update            # 62  p = p - rate * weight_decay * p - update
+    update = g * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2  # 54
+    update = lr_min_t_pow_m0p5_over_one_max_tensor_div * update  # 58
+    p = p - lr_min_t_pow_m0p5_times_weight_decay * p - update            # 62
     # -- encode and store
     b.store("p", p)
+
+
+def adafactor_paper_no_scale_parameter_no_factored_1(
+    stored, eps1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+):
+    b = stored.over("g", "exp_avg_sq")
+    # -- load and decode
+    g = b.load("g")
+    g = grad_scale * g
+    exp_avg_sq = b.load("exp_avg_sq")
+    # -- update  (specs/adafactor_paper.py)
+    square = g * g + eps1                         # 50
+    exp_avg_sq = beta2 * exp_avg_sq + one_minus_one_minus_t_pow_decay_rate * square  # 56
+    update = g * quotient(1.0, sqrt(exp_avg_sq))  # 57
+    # -- encode and store
+    tensor_sum_of_update_tensor = b.tensor_sum(update * update)
+    return tensor_sum_of_update_tensor
 
 
 def adafactor_paper_no_scale_parameter_no_factored(
@@ -894,25 +779,13 @@ def adafactor_paper_no_scale_parameter_no_factored(
 ):
 
     # == sweep 1: update (specs/adafactor_paper.py:58)
-    b = stored.over("g", "exp_avg_sq")
-    # -- load and decode
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/adafactor_paper.py)
-    square = g * g + eps1                         # 50  square = g * g + eps1
-    # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_one_minus_t_pow_decay_rate * square
-    update = g * quotient(1.0, sqrt(exp_avg_sq))  # 57  update = g * rsqrt(exp_avg_sq)
-    # -- encode and store
-    tensor_sum_of_update_tensor = b.tensor_sum(update * update)
+    tensor_sum_of_update_tensor = adafactor_paper_no_scale_parameter_no_factored_1(
+        stored, eps1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+    )
 
     # == tensor: values of tensors
-    # -- load and decode
-    tensor_sum_of_update = tensor_sum_of_update_tensor
-    # -- encode and store
-    lr_min_t_pow_m0p5_over_one_max_tensor_div_tensor = (
-        rate / (sqrt(tensor_sum_of_update / b.extent("elements")) / clip_threshold).clamp(min=1.0)
+    lr_min_t_pow_m0p5_over_one_max_tensor_div_tensor = adafactor_paper_no_scale_parameter_8(
+        stored, clip_threshold, rate, tensor_sum_of_update_tensor,
     )
 
     # == sweep 2: the update
@@ -924,13 +797,11 @@ def adafactor_paper_no_scale_parameter_no_factored(
     g = grad_scale * g
     exp_avg_sq = b.load("exp_avg_sq")
     # -- update  (specs/adafactor_paper.py)
-    square = g * g + eps1                                        # 50  square = g * g + eps1
-    # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_one_minus_t_pow_decay_rate * square
-    update = g * quotient(1.0, sqrt(exp_avg_sq))                 # 57  update = g * rsqrt(exp_avg_sq)
-    # 58  update = rate / maximum(1.0, rms(update) / clip_threshold) * update
-    update = lr_min_t_pow_m0p5_over_one_max_tensor_div * update
-    p = p - lr_min_t_pow_m0p5_times_weight_decay * p - update    # 62  p = p - rate * weight_decay * p - update
+    square = g * g + eps1                                        # 50
+    exp_avg_sq = beta2 * exp_avg_sq + one_minus_one_minus_t_pow_decay_rate * square  # 56
+    update = g * quotient(1.0, sqrt(exp_avg_sq))                 # 57
+    update = lr_min_t_pow_m0p5_over_one_max_tensor_div * update  # 58
+    p = p - lr_min_t_pow_m0p5_times_weight_decay * p - update    # 62
     # -- encode and store
     b.store("p", p)
     b.store("exp_avg_sq", exp_avg_sq)
@@ -942,68 +813,30 @@ def adafactor_paper_no_scale_parameter_has_momentum(
 ):
 
     # == sweep 1: exp_avg_sq_row (specs/adafactor_paper.py:52), exp_avg_sq_col (specs/adafactor_paper.py:53)
-    b = stored.over("g")
-    # -- load and decode
-    g = b.load("g")
-    g = grad_scale * g
-    # -- update  (specs/adafactor_paper.py)
-    square = g * g + eps1  # 50  square = g * g + eps1
-    # -- encode and store
-    row_sum_for_exp_avg_sq_row_tensor = b.row_sum(square)
-    col_sum_for_exp_avg_sq_col_tensor = b.col_sum(square)
+    row_sum_for_exp_avg_sq_row_tensor, col_sum_for_exp_avg_sq_col_tensor = adafactor_paper_no_scale_parameter_1(
+        stored, eps1, grad_scale,
+    )
 
     # == row: values of rows
-    # -- load and decode
-    exp_avg_sq_row = stored["exp_avg_sq_row"]
-    row_sum_for_exp_avg_sq_row = row_sum_for_exp_avg_sq_row_tensor
-    # -- update  (specs/adafactor_paper.py)
-    # 52  exp_avg_sq_row = beta2 * exp_avg_sq_row + (1 - beta2) * row_mean(square)
-    exp_avg_sq_row = (
-        beta2 * exp_avg_sq_row + one_minus_one_minus_t_pow_decay_rate
-        * (row_sum_for_exp_avg_sq_row / b.extent("columns"))
+    mat_sum_of_exp_avg_sq_row_tensor = adafactor_paper_no_scale_parameter_2(
+        stored, beta2, one_minus_one_minus_t_pow_decay_rate, row_sum_for_exp_avg_sq_row_tensor,
     )
-    # -- encode and store
-    mat_sum_of_exp_avg_sq_row_tensor = few_sum(exp_avg_sq_row, "mat")
-    put(stored["exp_avg_sq_row"], exp_avg_sq_row)
 
     # == col: values of columns
-    # -- load and decode
-    exp_avg_sq_col = stored["exp_avg_sq_col"]
-    col_sum_for_exp_avg_sq_col = col_sum_for_exp_avg_sq_col_tensor
-    # -- update  (specs/adafactor_paper.py)
-    # 53  exp_avg_sq_col = beta2 * exp_avg_sq_col + (1 - beta2) * col_mean(square)
-    exp_avg_sq_col = (
-        beta2 * exp_avg_sq_col + one_minus_one_minus_t_pow_decay_rate * (col_sum_for_exp_avg_sq_col / b.extent("rows"))
+    one_over_sqrt_exp_avg_sq_col_2_tensor = adafactor_paper_3(
+        stored, beta2, one_minus_one_minus_t_pow_decay_rate, col_sum_for_exp_avg_sq_col_tensor,
     )
-    # -- encode and store
-    one_over_sqrt_exp_avg_sq_col_2_tensor = quotient(1.0, sqrt(exp_avg_sq_col))
-    put(stored["exp_avg_sq_col"], exp_avg_sq_col)
 
     # == mat: values of matrices
-    # -- load and decode
-    mat_sum_of_exp_avg_sq_row = mat_sum_of_exp_avg_sq_row_tensor
-    # -- encode and store
-    mat_sum_of_exp_avg_sq_row_over_rows_tensor = mat_sum_of_exp_avg_sq_row / b.extent("rows")
+    mat_sum_of_exp_avg_sq_row_over_rows_tensor = adafactor_paper_5(stored, mat_sum_of_exp_avg_sq_row_tensor)
 
     # == row: values of rows
-    # -- load and decode
-    exp_avg_sq_row = stored["exp_avg_sq_row"]
-    mat_sum_of_exp_avg_sq_row_over_rows = mat_sum_of_exp_avg_sq_row_over_rows_tensor
-    # -- encode and store
-    one_over_sqrt_row_div_tensor = quotient(1.0, sqrt(exp_avg_sq_row / mat_sum_of_exp_avg_sq_row_over_rows))
+    one_over_sqrt_row_div_tensor = adafactor_paper_6(stored, mat_sum_of_exp_avg_sq_row_over_rows_tensor)
 
     # == sweep 2: update (specs/adafactor_paper.py:58)
-    b = stored.over("g")
-    # -- load and decode
-    g = b.load("g")
-    g = grad_scale * g
-    one_over_sqrt_row_div = b.spread(one_over_sqrt_row_div_tensor)
-    one_over_sqrt_exp_avg_sq_col_2 = b.spread(one_over_sqrt_exp_avg_sq_col_2_tensor)
-    # -- update  (specs/adafactor_paper.py)
-    # 54  update = g * rsqrt(exp_avg_sq_row / mat_mean(exp_avg_sq_row)) * rsqrt(exp_avg_sq_col)
-    update = g * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2
-    # -- encode and store
-    row_sum_of_update_tensor = b.row_sum(update * update)
+    row_sum_of_update_tensor = adafactor_paper_7(
+        stored, grad_scale, one_over_sqrt_row_div_tensor, one_over_sqrt_exp_avg_sq_col_2_tensor,
+    )
 
     # == row: values of rows
     # -- load and decode
@@ -1012,11 +845,8 @@ def adafactor_paper_no_scale_parameter_has_momentum(
     tensor_sum_of_update_tensor = few_sum(row_sum_of_update, "tensor")
 
     # == tensor: values of tensors
-    # -- load and decode
-    tensor_sum_of_update = tensor_sum_of_update_tensor
-    # -- encode and store
-    lr_min_t_pow_m0p5_over_one_max_tensor_div_tensor = (
-        rate / (sqrt(tensor_sum_of_update / b.extent("elements")) / clip_threshold).clamp(min=1.0)
+    lr_min_t_pow_m0p5_over_one_max_tensor_div_tensor = adafactor_paper_no_scale_parameter_8(
+        stored, clip_threshold, rate, tensor_sum_of_update_tensor,
     )
 
     # == sweep 3: the update
@@ -1030,13 +860,10 @@ def adafactor_paper_no_scale_parameter_has_momentum(
     one_over_sqrt_row_div = b.spread(one_over_sqrt_row_div_tensor)
     one_over_sqrt_exp_avg_sq_col_2 = b.spread(one_over_sqrt_exp_avg_sq_col_2_tensor)
     # -- update  (specs/adafactor_paper.py)
-    # 54  update = g * rsqrt(exp_avg_sq_row / mat_mean(exp_avg_sq_row)) * rsqrt(exp_avg_sq_col)
-    update = g * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2
-    # 58  update = rate / maximum(1.0, rms(update) / clip_threshold) * update
-    update = lr_min_t_pow_m0p5_over_one_max_tensor_div * update
-    # 60  exp_avg = beta1 * exp_avg + (1 - beta1) * update
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * update
-    p = p - lr_min_t_pow_m0p5_times_weight_decay * p - exp_avg           # 62  p = p - rate * weight_decay * p - update
+    update = g * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2  # 54
+    update = lr_min_t_pow_m0p5_over_one_max_tensor_div * update  # 58
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * update  # 60
+    p = p - lr_min_t_pow_m0p5_times_weight_decay * p - exp_avg           # 62
     # -- encode and store
     b.store("p", p)
     b.store("exp_avg", exp_avg)
@@ -1048,25 +875,13 @@ def adafactor_paper_no_scale_parameter_has_momentum_no_factored(
 ):
 
     # == sweep 1: update (specs/adafactor_paper.py:58)
-    b = stored.over("g", "exp_avg_sq")
-    # -- load and decode
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/adafactor_paper.py)
-    square = g * g + eps1                         # 50  square = g * g + eps1
-    # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_one_minus_t_pow_decay_rate * square
-    update = g * quotient(1.0, sqrt(exp_avg_sq))  # 57  update = g * rsqrt(exp_avg_sq)
-    # -- encode and store
-    tensor_sum_of_update_tensor = b.tensor_sum(update * update)
+    tensor_sum_of_update_tensor = adafactor_paper_no_scale_parameter_no_factored_1(
+        stored, eps1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+    )
 
     # == tensor: values of tensors
-    # -- load and decode
-    tensor_sum_of_update = tensor_sum_of_update_tensor
-    # -- encode and store
-    lr_min_t_pow_m0p5_over_one_max_tensor_div_tensor = (
-        rate / (sqrt(tensor_sum_of_update / b.extent("elements")) / clip_threshold).clamp(min=1.0)
+    lr_min_t_pow_m0p5_over_one_max_tensor_div_tensor = adafactor_paper_no_scale_parameter_8(
+        stored, clip_threshold, rate, tensor_sum_of_update_tensor,
     )
 
     # == sweep 2: the update
@@ -1079,18 +894,27 @@ def adafactor_paper_no_scale_parameter_has_momentum_no_factored(
     g = grad_scale * g
     exp_avg_sq = b.load("exp_avg_sq")
     # -- update  (specs/adafactor_paper.py)
-    square = g * g + eps1                                        # 50  square = g * g + eps1
-    # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_one_minus_t_pow_decay_rate * square
-    update = g * quotient(1.0, sqrt(exp_avg_sq))                 # 57  update = g * rsqrt(exp_avg_sq)
-    # 58  update = rate / maximum(1.0, rms(update) / clip_threshold) * update
-    update = lr_min_t_pow_m0p5_over_one_max_tensor_div * update
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * update         # 60  exp_avg = beta1 * exp_avg + (1 - beta1) * update
-    p = p - lr_min_t_pow_m0p5_times_weight_decay * p - exp_avg   # 62  p = p - rate * weight_decay * p - update
+    square = g * g + eps1                                        # 50
+    exp_avg_sq = beta2 * exp_avg_sq + one_minus_one_minus_t_pow_decay_rate * square  # 56
+    update = g * quotient(1.0, sqrt(exp_avg_sq))                 # 57
+    update = lr_min_t_pow_m0p5_over_one_max_tensor_div * update  # 58
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * update         # 60
+    p = p - lr_min_t_pow_m0p5_times_weight_decay * p - exp_avg   # 62
     # -- encode and store
     b.store("p", p)
     b.store("exp_avg", exp_avg)
     b.store("exp_avg_sq", exp_avg_sq)
+
+
+def adafactor_paper_no_scale_parameter_no_relative_step_8(stored, lr, clip_threshold, tensor_sum_of_update_tensor):
+    b = stored.over()
+    # -- load and decode
+    tensor_sum_of_update = tensor_sum_of_update_tensor
+    # -- encode and store
+    lr_over_one_max_tensor_div_tensor = lr / (
+        sqrt(tensor_sum_of_update / b.extent("elements")) / clip_threshold
+    ).clamp(min=1.0)
+    return lr_over_one_max_tensor_div_tensor
 
 
 def adafactor_paper_no_scale_parameter_no_relative_step(
@@ -1099,68 +923,30 @@ def adafactor_paper_no_scale_parameter_no_relative_step(
 ):
 
     # == sweep 1: exp_avg_sq_row (specs/adafactor_paper.py:52), exp_avg_sq_col (specs/adafactor_paper.py:53)
-    b = stored.over("g")
-    # -- load and decode
-    g = b.load("g")
-    g = grad_scale * g
-    # -- update  (specs/adafactor_paper.py)
-    square = g * g + eps1  # 50  square = g * g + eps1
-    # -- encode and store
-    row_sum_for_exp_avg_sq_row_tensor = b.row_sum(square)
-    col_sum_for_exp_avg_sq_col_tensor = b.col_sum(square)
+    row_sum_for_exp_avg_sq_row_tensor, col_sum_for_exp_avg_sq_col_tensor = adafactor_paper_no_scale_parameter_1(
+        stored, eps1, grad_scale,
+    )
 
     # == row: values of rows
-    # -- load and decode
-    exp_avg_sq_row = stored["exp_avg_sq_row"]
-    row_sum_for_exp_avg_sq_row = row_sum_for_exp_avg_sq_row_tensor
-    # -- update  (specs/adafactor_paper.py)
-    # 52  exp_avg_sq_row = beta2 * exp_avg_sq_row + (1 - beta2) * row_mean(square)
-    exp_avg_sq_row = (
-        beta2 * exp_avg_sq_row + one_minus_one_minus_t_pow_decay_rate
-        * (row_sum_for_exp_avg_sq_row / b.extent("columns"))
+    mat_sum_of_exp_avg_sq_row_tensor = adafactor_paper_no_scale_parameter_2(
+        stored, beta2, one_minus_one_minus_t_pow_decay_rate, row_sum_for_exp_avg_sq_row_tensor,
     )
-    # -- encode and store
-    mat_sum_of_exp_avg_sq_row_tensor = few_sum(exp_avg_sq_row, "mat")
-    put(stored["exp_avg_sq_row"], exp_avg_sq_row)
 
     # == col: values of columns
-    # -- load and decode
-    exp_avg_sq_col = stored["exp_avg_sq_col"]
-    col_sum_for_exp_avg_sq_col = col_sum_for_exp_avg_sq_col_tensor
-    # -- update  (specs/adafactor_paper.py)
-    # 53  exp_avg_sq_col = beta2 * exp_avg_sq_col + (1 - beta2) * col_mean(square)
-    exp_avg_sq_col = (
-        beta2 * exp_avg_sq_col + one_minus_one_minus_t_pow_decay_rate * (col_sum_for_exp_avg_sq_col / b.extent("rows"))
+    one_over_sqrt_exp_avg_sq_col_2_tensor = adafactor_paper_3(
+        stored, beta2, one_minus_one_minus_t_pow_decay_rate, col_sum_for_exp_avg_sq_col_tensor,
     )
-    # -- encode and store
-    one_over_sqrt_exp_avg_sq_col_2_tensor = quotient(1.0, sqrt(exp_avg_sq_col))
-    put(stored["exp_avg_sq_col"], exp_avg_sq_col)
 
     # == mat: values of matrices
-    # -- load and decode
-    mat_sum_of_exp_avg_sq_row = mat_sum_of_exp_avg_sq_row_tensor
-    # -- encode and store
-    mat_sum_of_exp_avg_sq_row_over_rows_tensor = mat_sum_of_exp_avg_sq_row / b.extent("rows")
+    mat_sum_of_exp_avg_sq_row_over_rows_tensor = adafactor_paper_5(stored, mat_sum_of_exp_avg_sq_row_tensor)
 
     # == row: values of rows
-    # -- load and decode
-    exp_avg_sq_row = stored["exp_avg_sq_row"]
-    mat_sum_of_exp_avg_sq_row_over_rows = mat_sum_of_exp_avg_sq_row_over_rows_tensor
-    # -- encode and store
-    one_over_sqrt_row_div_tensor = quotient(1.0, sqrt(exp_avg_sq_row / mat_sum_of_exp_avg_sq_row_over_rows))
+    one_over_sqrt_row_div_tensor = adafactor_paper_6(stored, mat_sum_of_exp_avg_sq_row_over_rows_tensor)
 
     # == sweep 2: update (specs/adafactor_paper.py:58)
-    b = stored.over("g")
-    # -- load and decode
-    g = b.load("g")
-    g = grad_scale * g
-    one_over_sqrt_row_div = b.spread(one_over_sqrt_row_div_tensor)
-    one_over_sqrt_exp_avg_sq_col_2 = b.spread(one_over_sqrt_exp_avg_sq_col_2_tensor)
-    # -- update  (specs/adafactor_paper.py)
-    # 54  update = g * rsqrt(exp_avg_sq_row / mat_mean(exp_avg_sq_row)) * rsqrt(exp_avg_sq_col)
-    update = g * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2
-    # -- encode and store
-    row_sum_of_update_tensor = b.row_sum(update * update)
+    row_sum_of_update_tensor = adafactor_paper_7(
+        stored, grad_scale, one_over_sqrt_row_div_tensor, one_over_sqrt_exp_avg_sq_col_2_tensor,
+    )
 
     # == row: values of rows
     # -- load and decode
@@ -1169,12 +955,9 @@ def adafactor_paper_no_scale_parameter_no_relative_step(
     tensor_sum_of_update_tensor = few_sum(row_sum_of_update, "tensor")
 
     # == tensor: values of tensors
-    # -- load and decode
-    tensor_sum_of_update = tensor_sum_of_update_tensor
-    # -- encode and store
-    lr_over_one_max_tensor_div_tensor = lr / (
-        sqrt(tensor_sum_of_update / b.extent("elements")) / clip_threshold
-    ).clamp(min=1.0)
+    lr_over_one_max_tensor_div_tensor = adafactor_paper_no_scale_parameter_no_relative_step_8(
+        stored, lr, clip_threshold, tensor_sum_of_update_tensor,
+    )
 
     # == sweep 3: the update
     b = stored.over("p", "g")
@@ -1186,11 +969,9 @@ def adafactor_paper_no_scale_parameter_no_relative_step(
     one_over_sqrt_row_div = b.spread(one_over_sqrt_row_div_tensor)
     one_over_sqrt_exp_avg_sq_col_2 = b.spread(one_over_sqrt_exp_avg_sq_col_2_tensor)
     # -- update  (specs/adafactor_paper.py)
-    # 54  update = g * rsqrt(exp_avg_sq_row / mat_mean(exp_avg_sq_row)) * rsqrt(exp_avg_sq_col)
-    update = g * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2
-    # 58  update = rate / maximum(1.0, rms(update) / clip_threshold) * update
-    update = lr_over_one_max_tensor_div * update
-    p = p - lr_times_weight_decay * p - update                           # 62  p = p - rate * weight_decay * p - update
+    update = g * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2  # 54
+    update = lr_over_one_max_tensor_div * update  # 58
+    p = p - lr_times_weight_decay * p - update                           # 62
     # -- encode and store
     b.store("p", p)
 
@@ -1201,26 +982,14 @@ def adafactor_paper_no_scale_parameter_no_relative_step_no_factored(
 ):
 
     # == sweep 1: update (specs/adafactor_paper.py:58)
-    b = stored.over("g", "exp_avg_sq")
-    # -- load and decode
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/adafactor_paper.py)
-    square = g * g + eps1                         # 50  square = g * g + eps1
-    # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_one_minus_t_pow_decay_rate * square
-    update = g * quotient(1.0, sqrt(exp_avg_sq))  # 57  update = g * rsqrt(exp_avg_sq)
-    # -- encode and store
-    tensor_sum_of_update_tensor = b.tensor_sum(update * update)
+    tensor_sum_of_update_tensor = adafactor_paper_no_scale_parameter_no_factored_1(
+        stored, eps1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+    )
 
     # == tensor: values of tensors
-    # -- load and decode
-    tensor_sum_of_update = tensor_sum_of_update_tensor
-    # -- encode and store
-    lr_over_one_max_tensor_div_tensor = lr / (
-        sqrt(tensor_sum_of_update / b.extent("elements")) / clip_threshold
-    ).clamp(min=1.0)
+    lr_over_one_max_tensor_div_tensor = adafactor_paper_no_scale_parameter_no_relative_step_8(
+        stored, lr, clip_threshold, tensor_sum_of_update_tensor,
+    )
 
     # == sweep 2: the update
     b = stored.over("p", "g", "exp_avg_sq")
@@ -1231,13 +1000,11 @@ def adafactor_paper_no_scale_parameter_no_relative_step_no_factored(
     g = grad_scale * g
     exp_avg_sq = b.load("exp_avg_sq")
     # -- update  (specs/adafactor_paper.py)
-    square = g * g + eps1                         # 50  square = g * g + eps1
-    # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_one_minus_t_pow_decay_rate * square
-    update = g * quotient(1.0, sqrt(exp_avg_sq))  # 57  update = g * rsqrt(exp_avg_sq)
-    # 58  update = rate / maximum(1.0, rms(update) / clip_threshold) * update
-    update = lr_over_one_max_tensor_div * update
-    p = p - lr_times_weight_decay * p - update    # 62  p = p - rate * weight_decay * p - update
+    square = g * g + eps1                         # 50
+    exp_avg_sq = beta2 * exp_avg_sq + one_minus_one_minus_t_pow_decay_rate * square  # 56
+    update = g * quotient(1.0, sqrt(exp_avg_sq))  # 57
+    update = lr_over_one_max_tensor_div * update  # 58
+    p = p - lr_times_weight_decay * p - update    # 62
     # -- encode and store
     b.store("p", p)
     b.store("exp_avg_sq", exp_avg_sq)
@@ -1249,68 +1016,30 @@ def adafactor_paper_no_scale_parameter_no_relative_step_has_momentum(
 ):
 
     # == sweep 1: exp_avg_sq_row (specs/adafactor_paper.py:52), exp_avg_sq_col (specs/adafactor_paper.py:53)
-    b = stored.over("g")
-    # -- load and decode
-    g = b.load("g")
-    g = grad_scale * g
-    # -- update  (specs/adafactor_paper.py)
-    square = g * g + eps1  # 50  square = g * g + eps1
-    # -- encode and store
-    row_sum_for_exp_avg_sq_row_tensor = b.row_sum(square)
-    col_sum_for_exp_avg_sq_col_tensor = b.col_sum(square)
+    row_sum_for_exp_avg_sq_row_tensor, col_sum_for_exp_avg_sq_col_tensor = adafactor_paper_no_scale_parameter_1(
+        stored, eps1, grad_scale,
+    )
 
     # == row: values of rows
-    # -- load and decode
-    exp_avg_sq_row = stored["exp_avg_sq_row"]
-    row_sum_for_exp_avg_sq_row = row_sum_for_exp_avg_sq_row_tensor
-    # -- update  (specs/adafactor_paper.py)
-    # 52  exp_avg_sq_row = beta2 * exp_avg_sq_row + (1 - beta2) * row_mean(square)
-    exp_avg_sq_row = (
-        beta2 * exp_avg_sq_row + one_minus_one_minus_t_pow_decay_rate
-        * (row_sum_for_exp_avg_sq_row / b.extent("columns"))
+    mat_sum_of_exp_avg_sq_row_tensor = adafactor_paper_no_scale_parameter_2(
+        stored, beta2, one_minus_one_minus_t_pow_decay_rate, row_sum_for_exp_avg_sq_row_tensor,
     )
-    # -- encode and store
-    mat_sum_of_exp_avg_sq_row_tensor = few_sum(exp_avg_sq_row, "mat")
-    put(stored["exp_avg_sq_row"], exp_avg_sq_row)
 
     # == col: values of columns
-    # -- load and decode
-    exp_avg_sq_col = stored["exp_avg_sq_col"]
-    col_sum_for_exp_avg_sq_col = col_sum_for_exp_avg_sq_col_tensor
-    # -- update  (specs/adafactor_paper.py)
-    # 53  exp_avg_sq_col = beta2 * exp_avg_sq_col + (1 - beta2) * col_mean(square)
-    exp_avg_sq_col = (
-        beta2 * exp_avg_sq_col + one_minus_one_minus_t_pow_decay_rate * (col_sum_for_exp_avg_sq_col / b.extent("rows"))
+    one_over_sqrt_exp_avg_sq_col_2_tensor = adafactor_paper_3(
+        stored, beta2, one_minus_one_minus_t_pow_decay_rate, col_sum_for_exp_avg_sq_col_tensor,
     )
-    # -- encode and store
-    one_over_sqrt_exp_avg_sq_col_2_tensor = quotient(1.0, sqrt(exp_avg_sq_col))
-    put(stored["exp_avg_sq_col"], exp_avg_sq_col)
 
     # == mat: values of matrices
-    # -- load and decode
-    mat_sum_of_exp_avg_sq_row = mat_sum_of_exp_avg_sq_row_tensor
-    # -- encode and store
-    mat_sum_of_exp_avg_sq_row_over_rows_tensor = mat_sum_of_exp_avg_sq_row / b.extent("rows")
+    mat_sum_of_exp_avg_sq_row_over_rows_tensor = adafactor_paper_5(stored, mat_sum_of_exp_avg_sq_row_tensor)
 
     # == row: values of rows
-    # -- load and decode
-    exp_avg_sq_row = stored["exp_avg_sq_row"]
-    mat_sum_of_exp_avg_sq_row_over_rows = mat_sum_of_exp_avg_sq_row_over_rows_tensor
-    # -- encode and store
-    one_over_sqrt_row_div_tensor = quotient(1.0, sqrt(exp_avg_sq_row / mat_sum_of_exp_avg_sq_row_over_rows))
+    one_over_sqrt_row_div_tensor = adafactor_paper_6(stored, mat_sum_of_exp_avg_sq_row_over_rows_tensor)
 
     # == sweep 2: update (specs/adafactor_paper.py:58)
-    b = stored.over("g")
-    # -- load and decode
-    g = b.load("g")
-    g = grad_scale * g
-    one_over_sqrt_row_div = b.spread(one_over_sqrt_row_div_tensor)
-    one_over_sqrt_exp_avg_sq_col_2 = b.spread(one_over_sqrt_exp_avg_sq_col_2_tensor)
-    # -- update  (specs/adafactor_paper.py)
-    # 54  update = g * rsqrt(exp_avg_sq_row / mat_mean(exp_avg_sq_row)) * rsqrt(exp_avg_sq_col)
-    update = g * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2
-    # -- encode and store
-    row_sum_of_update_tensor = b.row_sum(update * update)
+    row_sum_of_update_tensor = adafactor_paper_7(
+        stored, grad_scale, one_over_sqrt_row_div_tensor, one_over_sqrt_exp_avg_sq_col_2_tensor,
+    )
 
     # == row: values of rows
     # -- load and decode
@@ -1319,12 +1048,9 @@ def adafactor_paper_no_scale_parameter_no_relative_step_has_momentum(
     tensor_sum_of_update_tensor = few_sum(row_sum_of_update, "tensor")
 
     # == tensor: values of tensors
-    # -- load and decode
-    tensor_sum_of_update = tensor_sum_of_update_tensor
-    # -- encode and store
-    lr_over_one_max_tensor_div_tensor = lr / (
-        sqrt(tensor_sum_of_update / b.extent("elements")) / clip_threshold
-    ).clamp(min=1.0)
+    lr_over_one_max_tensor_div_tensor = adafactor_paper_no_scale_parameter_no_relative_step_8(
+        stored, lr, clip_threshold, tensor_sum_of_update_tensor,
+    )
 
     # == sweep 3: the update
     b = stored.over("p", "g", "exp_avg")
@@ -1337,13 +1063,10 @@ def adafactor_paper_no_scale_parameter_no_relative_step_has_momentum(
     one_over_sqrt_row_div = b.spread(one_over_sqrt_row_div_tensor)
     one_over_sqrt_exp_avg_sq_col_2 = b.spread(one_over_sqrt_exp_avg_sq_col_2_tensor)
     # -- update  (specs/adafactor_paper.py)
-    # 54  update = g * rsqrt(exp_avg_sq_row / mat_mean(exp_avg_sq_row)) * rsqrt(exp_avg_sq_col)
-    update = g * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2
-    # 58  update = rate / maximum(1.0, rms(update) / clip_threshold) * update
-    update = lr_over_one_max_tensor_div * update
-    # 60  exp_avg = beta1 * exp_avg + (1 - beta1) * update
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * update
-    p = p - lr_times_weight_decay * p - exp_avg                          # 62  p = p - rate * weight_decay * p - update
+    update = g * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2  # 54
+    update = lr_over_one_max_tensor_div * update  # 58
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * update  # 60
+    p = p - lr_times_weight_decay * p - exp_avg                          # 62
     # -- encode and store
     b.store("p", p)
     b.store("exp_avg", exp_avg)
@@ -1355,26 +1078,14 @@ def adafactor_paper_no_scale_parameter_no_relative_step_has_momentum_no_factored
 ):
 
     # == sweep 1: update (specs/adafactor_paper.py:58)
-    b = stored.over("g", "exp_avg_sq")
-    # -- load and decode
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/adafactor_paper.py)
-    square = g * g + eps1                         # 50  square = g * g + eps1
-    # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_one_minus_t_pow_decay_rate * square
-    update = g * quotient(1.0, sqrt(exp_avg_sq))  # 57  update = g * rsqrt(exp_avg_sq)
-    # -- encode and store
-    tensor_sum_of_update_tensor = b.tensor_sum(update * update)
+    tensor_sum_of_update_tensor = adafactor_paper_no_scale_parameter_no_factored_1(
+        stored, eps1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+    )
 
     # == tensor: values of tensors
-    # -- load and decode
-    tensor_sum_of_update = tensor_sum_of_update_tensor
-    # -- encode and store
-    lr_over_one_max_tensor_div_tensor = lr / (
-        sqrt(tensor_sum_of_update / b.extent("elements")) / clip_threshold
-    ).clamp(min=1.0)
+    lr_over_one_max_tensor_div_tensor = adafactor_paper_no_scale_parameter_no_relative_step_8(
+        stored, lr, clip_threshold, tensor_sum_of_update_tensor,
+    )
 
     # == sweep 2: the update
     b = stored.over("p", "g", "exp_avg", "exp_avg_sq")
@@ -1386,14 +1097,12 @@ def adafactor_paper_no_scale_parameter_no_relative_step_has_momentum_no_factored
     g = grad_scale * g
     exp_avg_sq = b.load("exp_avg_sq")
     # -- update  (specs/adafactor_paper.py)
-    square = g * g + eps1                                 # 50  square = g * g + eps1
-    # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_one_minus_t_pow_decay_rate * square
-    update = g * quotient(1.0, sqrt(exp_avg_sq))          # 57  update = g * rsqrt(exp_avg_sq)
-    # 58  update = rate / maximum(1.0, rms(update) / clip_threshold) * update
-    update = lr_over_one_max_tensor_div * update
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * update  # 60  exp_avg = beta1 * exp_avg + (1 - beta1) * update
-    p = p - lr_times_weight_decay * p - exp_avg           # 62  p = p - rate * weight_decay * p - update
+    square = g * g + eps1                                 # 50
+    exp_avg_sq = beta2 * exp_avg_sq + one_minus_one_minus_t_pow_decay_rate * square  # 56
+    update = g * quotient(1.0, sqrt(exp_avg_sq))          # 57
+    update = lr_over_one_max_tensor_div * update  # 58
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * update  # 60
+    p = p - lr_times_weight_decay * p - exp_avg           # 62
     # -- encode and store
     b.store("p", p)
     b.store("exp_avg", exp_avg)
@@ -1670,251 +1379,401 @@ def kernel_scalars_12(step, grad_scale, *, lr, eps, clip_threshold, decay_rate, 
     )
 
 
+# What several of the records below have.
+STATES = (
+    StateRecord("exp_avg_sq_row", nonneg=True, space="row"),
+    StateRecord("exp_avg_sq_col", nonneg=True, space="col"),
+)
+STATES_2 = (StateRecord("exp_avg_sq", nonneg=True),)
+STATES_3 = (
+    StateRecord("exp_avg"),
+    StateRecord("exp_avg_sq_row", nonneg=True, space="row"),
+    StateRecord("exp_avg_sq_col", nonneg=True, space="col"),
+)
+STATES_4 = (StateRecord("exp_avg"), StateRecord("exp_avg_sq", nonneg=True))
+SCALARS = (
+    "eps1", "grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "clip_threshold", "rate",
+    "lr_min_t_pow_m0p5_times_weight_decay",
+)
+SCALARS_2 = (
+    "eps1", "grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "clip_threshold", "rate", "beta1",
+    "one_minus_beta1", "lr_min_t_pow_m0p5_times_weight_decay",
+)
+SCALARS_3 = (
+    "eps1", "grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "lr", "clip_threshold",
+    "lr_times_weight_decay",
+)
+SCALARS_4 = (
+    "eps1", "grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "lr", "clip_threshold", "beta1",
+    "one_minus_beta1", "lr_times_weight_decay",
+)
+TEMPS = (
+    Temp("col_sum_for_exp_avg_sq_col", "col", reduction="col_sum", source="elem"),
+    Temp("row_sum_for_exp_avg_sq_row", "row", reduction="row_sum", source="elem"),
+    Temp("row_sum_for_rate", "row", reduction="row_sum", source="elem"),
+    Temp("mat_sum_of_exp_avg_sq_row", "mat", reduction="mat_sum", source="row"),
+    Temp("tensor_sum_for_rate", "tensor", reduction="tensor_sum", source="row"),
+    Temp("one_over_sqrt_exp_avg_sq_col_2", "col"),
+    Temp("rate", "tensor"),
+    Temp("rate_times_weight_decay", "tensor"),
+    Temp("mat_sum_of_exp_avg_sq_row_over_rows", "mat"),
+    Temp("one_over_sqrt_row_div", "row"),
+    Temp("row_sum_of_g", "row", reduction="row_sum", source="elem"),
+    Temp("tensor_sum_of_g", "tensor", reduction="tensor_sum", source="row"),
+    Temp("rate_over_one_max_tensor_div", "tensor"),
+    Temp("row_mul_3", "row"),
+)
+ADAFACTOR_PAPER_1 = Stage(
+    "adafactor_paper_1", "elem", level=0, scalars=(),
+    temps=("row_sum_for_rate", "col_sum_for_exp_avg_sq_col", "row_sum_for_exp_avg_sq_row"), matrices=True,
+    reads=("p", "g"),
+    sums=(("square", ("row_sum_for_rate",)), ("square", ("col_sum_for_exp_avg_sq_col", "row_sum_for_exp_avg_sq_row"))),
+)
+ADAFACTOR_PAPER_2 = Stage(
+    "adafactor_paper_2", "row", level=1, scalars=tuple(range(4)),
+    temps=("mat_sum_of_exp_avg_sq_row", "tensor_sum_for_rate"), matrices=True,
+    reads=("exp_avg_sq_row", "row_sum_for_exp_avg_sq_row", "row_sum_for_rate"), stores=("exp_avg_sq_row",),
+    sums=(("sum", ("mat_sum_of_exp_avg_sq_row",)), ("sum", ("tensor_sum_for_rate",))), extents=("columns",),
+    plus=("exp_avg_sq_row",),
+)
+ADAFACTOR_PAPER_3 = Stage(
+    "adafactor_paper_3", "col", level=1, scalars=tuple(range(4)), temps=("one_over_sqrt_exp_avg_sq_col_2",),
+    matrices=True, reads=("exp_avg_sq_col", "col_sum_for_exp_avg_sq_col"),
+    stores=("exp_avg_sq_col", "one_over_sqrt_exp_avg_sq_col_2"), extents=("rows",),
+    plus=("exp_avg_sq_col", "one_over_sqrt_exp_avg_sq_col_2"),
+)
+ADAFACTOR_PAPER_4 = Stage(
+    "adafactor_paper_4", "tensor", level=1, scalars=(4, 5, 6), temps=("rate", "rate_times_weight_decay"),
+    reads=("tensor_sum_for_rate",), stores=("rate", "rate_times_weight_decay"), extents=("elements",),
+)
+ADAFACTOR_PAPER_5 = Stage(
+    "adafactor_paper_5", "mat", level=1, scalars=(), temps=("mat_sum_of_exp_avg_sq_row_over_rows",), matrices=True,
+    reads=("mat_sum_of_exp_avg_sq_row",), stores=("mat_sum_of_exp_avg_sq_row_over_rows",), extents=("rows",),
+)
+ADAFACTOR_PAPER_6 = Stage(
+    "adafactor_paper_6", "row", level=1, scalars=(), temps=("one_over_sqrt_row_div",), matrices=True,
+    reads=("exp_avg_sq_row", "mat_sum_of_exp_avg_sq_row_over_rows"), stores=("one_over_sqrt_row_div",),
+)
+ADAFACTOR_PAPER_7 = Stage(
+    "adafactor_paper_7", "elem", level=2, scalars=(), temps=("row_sum_of_g",), matrices=True,
+    reads=("g", "one_over_sqrt_exp_avg_sq_col_2", "one_over_sqrt_row_div"), sums=(("square", ("row_sum_of_g",)),),
+)
+ADAFACTOR_PAPER_8 = Stage(
+    "adafactor_paper_8", "row", level=3, scalars=(), temps=("tensor_sum_of_g",), matrices=True, reads=("row_sum_of_g",),
+    sums=(("sum", ("tensor_sum_of_g",)),),
+)
+ADAFACTOR_PAPER_9 = Stage(
+    "adafactor_paper_9", "tensor", level=3, scalars=(7, 1), temps=("rate_over_one_max_tensor_div",),
+    reads=("rate", "tensor_sum_of_g"), stores=("rate_over_one_max_tensor_div",), extents=("elements",),
+)
+ADAFACTOR_PAPER_10 = Stage(
+    "adafactor_paper_10", "row", level=3, scalars=(), temps=("row_mul_3",), matrices=True,
+    reads=("rate_over_one_max_tensor_div", "one_over_sqrt_row_div"), stores=("row_mul_3",),
+)
+ADAFACTOR_PAPER_11 = Stage(
+    "adafactor_paper_11", "elem", level=4, scalars=(8,), matrices=True,
+    reads=("p", "g", "rate_times_weight_decay", "one_over_sqrt_exp_avg_sq_col_2", "row_mul_3"), stores=("p",),
+)
+TEMPS_2 = (
+    Temp("tensor_sum_for_rate", "tensor", reduction="tensor_sum", source="elem"),
+    Temp("tensor_sum_of_g", "tensor", reduction="tensor_sum", source="elem"),
+    Temp("rate_over_one_max_tensor_div", "tensor"),
+    Temp("rate_times_weight_decay", "tensor"),
+)
+ADAFACTOR_PAPER_NO_FACTORED_1 = Stage(
+    "adafactor_paper_no_factored_1", "elem", level=0, scalars=tuple(range(4)),
+    temps=("tensor_sum_for_rate", "tensor_sum_of_g"), reads=("p", "g", "exp_avg_sq"),
+    sums=(("square", ("tensor_sum_for_rate",)), ("square", ("tensor_sum_of_g",))),
+)
+ADAFACTOR_PAPER_NO_FACTORED_2 = Stage(
+    "adafactor_paper_no_factored_2", "tensor", level=1, scalars=(4, 5, 6, 7, 1),
+    temps=("rate_over_one_max_tensor_div", "rate_times_weight_decay"), reads=("tensor_sum_for_rate", "tensor_sum_of_g"),
+    stores=("rate_over_one_max_tensor_div", "rate_times_weight_decay"), extents=("elements",),
+)
+ADAFACTOR_PAPER_NO_FACTORED_3 = Stage(
+    "adafactor_paper_no_factored_3", "elem", level=2, scalars=(0, 8, 1, 2, 3),
+    reads=("p", "g", "exp_avg_sq", "rate_times_weight_decay", "rate_over_one_max_tensor_div"),
+    stores=("p", "exp_avg_sq"), plus=("exp_avg_sq",), needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+)
+ADAFACTOR_PAPER_HAS_MOMENTUM_11 = Stage(
+    "adafactor_paper_has_momentum_11", "elem", level=4, scalars=(8, 9), matrices=True,
+    reads=("p", "g", "exp_avg", "rate_times_weight_decay", "one_over_sqrt_exp_avg_sq_col_2", "row_mul_3"),
+    stores=("p", "exp_avg"),
+)
+ADAFACTOR_PAPER_HAS_MOMENTUM_NO_FACTORED_3 = Stage(
+    "adafactor_paper_has_momentum_no_factored_3", "elem", level=2, scalars=(0, 8, 1, 2, 3, 9),
+    reads=("p", "g", "exp_avg", "exp_avg_sq", "rate_times_weight_decay", "rate_over_one_max_tensor_div"),
+    stores=("p", "exp_avg", "exp_avg_sq"), plus=("exp_avg_sq",), needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+)
+ADAFACTOR_PAPER_NO_RELATIVE_STEP_2 = Stage(
+    "adafactor_paper_no_relative_step_2", "row", level=1, scalars=tuple(range(4)),
+    temps=("mat_sum_of_exp_avg_sq_row", "tensor_sum_for_rate"), matrices=True,
+    reads=("exp_avg_sq_row", "row_sum_for_exp_avg_sq_row", "row_sum_for_rate"), stores=("exp_avg_sq_row",),
+    sums=(("sum", ("mat_sum_of_exp_avg_sq_row",)), ("sum", ("tensor_sum_for_rate",))), extents=("columns",),
+    plus=("exp_avg_sq_row",),
+)
+ADAFACTOR_PAPER_NO_RELATIVE_STEP_3 = Stage(
+    "adafactor_paper_no_relative_step_3", "col", level=1, scalars=tuple(range(4)),
+    temps=("one_over_sqrt_exp_avg_sq_col_2",), matrices=True, reads=("exp_avg_sq_col", "col_sum_for_exp_avg_sq_col"),
+    stores=("exp_avg_sq_col", "one_over_sqrt_exp_avg_sq_col_2"), extents=("rows",),
+    plus=("exp_avg_sq_col", "one_over_sqrt_exp_avg_sq_col_2"),
+)
+ADAFACTOR_PAPER_NO_RELATIVE_STEP_4 = Stage(
+    "adafactor_paper_no_relative_step_4", "tensor", level=1, scalars=(4, 5, 6),
+    temps=("rate", "rate_times_weight_decay"), reads=("tensor_sum_for_rate",),
+    stores=("rate", "rate_times_weight_decay"), extents=("elements",),
+)
+ADAFACTOR_PAPER_NO_RELATIVE_STEP_5 = Stage(
+    "adafactor_paper_no_relative_step_5", "mat", level=1, scalars=(), temps=("mat_sum_of_exp_avg_sq_row_over_rows",),
+    matrices=True, reads=("mat_sum_of_exp_avg_sq_row",), stores=("mat_sum_of_exp_avg_sq_row_over_rows",),
+    extents=("rows",),
+)
+ADAFACTOR_PAPER_NO_RELATIVE_STEP_6 = Stage(
+    "adafactor_paper_no_relative_step_6", "row", level=1, scalars=(), temps=("one_over_sqrt_row_div",), matrices=True,
+    reads=("exp_avg_sq_row", "mat_sum_of_exp_avg_sq_row_over_rows"), stores=("one_over_sqrt_row_div",),
+)
+ADAFACTOR_PAPER_NO_RELATIVE_STEP_NO_FACTORED_2 = Stage(
+    "adafactor_paper_no_relative_step_no_factored_2", "tensor", level=1, scalars=(4, 5, 6, 7, 1),
+    temps=("rate_over_one_max_tensor_div", "rate_times_weight_decay"), reads=("tensor_sum_for_rate", "tensor_sum_of_g"),
+    stores=("rate_over_one_max_tensor_div", "rate_times_weight_decay"), extents=("elements",),
+)
+SCALARS_5 = (
+    "eps1", "grad_scale_times_grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "clip_threshold", "rate",
+    "grad_scale", "minus_lr_min_t_pow_m0p5_times_weight_decay",
+)
+TEMPS_3 = (
+    Temp("col_sum_for_exp_avg_sq_col", "col", reduction="col_sum", source="elem"),
+    Temp("row_sum_for_exp_avg_sq_row", "row", reduction="row_sum", source="elem"),
+    Temp("mat_sum_of_exp_avg_sq_row", "mat", reduction="mat_sum", source="row"),
+    Temp("one_over_sqrt_exp_avg_sq_col_2", "col"),
+    Temp("mat_sum_of_exp_avg_sq_row_over_rows", "mat"),
+    Temp("one_over_sqrt_row_div", "row"),
+    Temp("row_sum_of_g", "row", reduction="row_sum", source="elem"),
+    Temp("tensor_sum_of_g", "tensor", reduction="tensor_sum", source="row"),
+    Temp("lr_min_t_pow_m0p5_over_one_max_tensor_div", "tensor"),
+    Temp("row_mul_3", "row"),
+)
+ADAFACTOR_PAPER_NO_SCALE_PARAMETER_1 = Stage(
+    "adafactor_paper_no_scale_parameter_1", "elem", level=0, scalars=(),
+    temps=("col_sum_for_exp_avg_sq_col", "row_sum_for_exp_avg_sq_row"), matrices=True, reads=("g",),
+    sums=(("square", ("col_sum_for_exp_avg_sq_col", "row_sum_for_exp_avg_sq_row")),),
+)
+ADAFACTOR_PAPER_NO_SCALE_PARAMETER_2 = Stage(
+    "adafactor_paper_no_scale_parameter_2", "row", level=1, scalars=tuple(range(4)),
+    temps=("mat_sum_of_exp_avg_sq_row",), matrices=True, reads=("exp_avg_sq_row", "row_sum_for_exp_avg_sq_row"),
+    stores=("exp_avg_sq_row",), sums=(("sum", ("mat_sum_of_exp_avg_sq_row",)),), extents=("columns",),
+    plus=("exp_avg_sq_row",),
+)
+ADAFACTOR_PAPER_NO_SCALE_PARAMETER_3 = Stage(
+    "adafactor_paper_no_scale_parameter_3", "col", level=1, scalars=tuple(range(4)),
+    temps=("one_over_sqrt_exp_avg_sq_col_2",), matrices=True, reads=("exp_avg_sq_col", "col_sum_for_exp_avg_sq_col"),
+    stores=("exp_avg_sq_col", "one_over_sqrt_exp_avg_sq_col_2"), extents=("rows",),
+    plus=("exp_avg_sq_col", "one_over_sqrt_exp_avg_sq_col_2"),
+)
+ADAFACTOR_PAPER_NO_SCALE_PARAMETER_4 = Stage(
+    "adafactor_paper_no_scale_parameter_4", "mat", level=1, scalars=(), temps=("mat_sum_of_exp_avg_sq_row_over_rows",),
+    matrices=True, reads=("mat_sum_of_exp_avg_sq_row",), stores=("mat_sum_of_exp_avg_sq_row_over_rows",),
+    extents=("rows",),
+)
+ADAFACTOR_PAPER_NO_SCALE_PARAMETER_5 = Stage(
+    "adafactor_paper_no_scale_parameter_5", "row", level=1, scalars=(), temps=("one_over_sqrt_row_div",), matrices=True,
+    reads=("exp_avg_sq_row", "mat_sum_of_exp_avg_sq_row_over_rows"), stores=("one_over_sqrt_row_div",),
+)
+ADAFACTOR_PAPER_NO_SCALE_PARAMETER_7 = Stage(
+    "adafactor_paper_no_scale_parameter_7", "row", level=3, scalars=(), temps=("tensor_sum_of_g",), matrices=True,
+    reads=("row_sum_of_g",), sums=(("sum", ("tensor_sum_of_g",)),),
+)
+ADAFACTOR_PAPER_NO_SCALE_PARAMETER_8 = Stage(
+    "adafactor_paper_no_scale_parameter_8", "tensor", level=3, scalars=(4, 1, 5),
+    temps=("lr_min_t_pow_m0p5_over_one_max_tensor_div",), reads=("tensor_sum_of_g",),
+    stores=("lr_min_t_pow_m0p5_over_one_max_tensor_div",), extents=("elements",),
+)
+ADAFACTOR_PAPER_NO_SCALE_PARAMETER_9 = Stage(
+    "adafactor_paper_no_scale_parameter_9", "row", level=3, scalars=(), temps=("row_mul_3",), matrices=True,
+    reads=("lr_min_t_pow_m0p5_over_one_max_tensor_div", "one_over_sqrt_row_div"), stores=("row_mul_3",),
+)
+ADAFACTOR_PAPER_NO_SCALE_PARAMETER_10 = Stage(
+    "adafactor_paper_no_scale_parameter_10", "elem", level=4, scalars=(6, 7), matrices=True,
+    reads=("p", "g", "one_over_sqrt_exp_avg_sq_col_2", "row_mul_3"), stores=("p",),
+)
+TEMPS_4 = (
+    Temp("tensor_sum_of_g", "tensor", reduction="tensor_sum", source="elem"),
+    Temp("lr_min_t_pow_m0p5_over_one_max_tensor_div", "tensor"),
+)
+ADAFACTOR_PAPER_NO_SCALE_PARAMETER_NO_FACTORED_1 = Stage(
+    "adafactor_paper_no_scale_parameter_no_factored_1", "elem", level=0, scalars=tuple(range(4)),
+    temps=("tensor_sum_of_g",), reads=("g", "exp_avg_sq"), sums=(("square", ("tensor_sum_of_g",)),),
+)
+ADAFACTOR_PAPER_NO_SCALE_PARAMETER_NO_FACTORED_2 = Stage(
+    "adafactor_paper_no_scale_parameter_no_factored_2", "tensor", level=1, scalars=(4, 1, 5),
+    temps=("lr_min_t_pow_m0p5_over_one_max_tensor_div",), reads=("tensor_sum_of_g",),
+    stores=("lr_min_t_pow_m0p5_over_one_max_tensor_div",), extents=("elements",),
+)
+SCALARS_6 = (
+    "eps1", "grad_scale_times_grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "clip_threshold", "rate",
+    "beta1", "one_minus_beta1_times_grad_scale", "minus_lr_min_t_pow_m0p5_times_weight_decay",
+)
+ADAFACTOR_PAPER_NO_SCALE_PARAMETER_HAS_MOMENTUM_10 = Stage(
+    "adafactor_paper_no_scale_parameter_has_momentum_10", "elem", level=4, scalars=(6, 7, 8), matrices=True,
+    reads=("p", "g", "exp_avg", "one_over_sqrt_exp_avg_sq_col_2", "row_mul_3"), stores=("p", "exp_avg"),
+)
+SCALARS_7 = (
+    "eps1", "grad_scale_times_grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "lr", "clip_threshold",
+    "grad_scale", "minus_lr_times_weight_decay",
+)
+TEMPS_5 = (
+    Temp("col_sum_for_exp_avg_sq_col", "col", reduction="col_sum", source="elem"),
+    Temp("row_sum_for_exp_avg_sq_row", "row", reduction="row_sum", source="elem"),
+    Temp("mat_sum_of_exp_avg_sq_row", "mat", reduction="mat_sum", source="row"),
+    Temp("one_over_sqrt_exp_avg_sq_col_2", "col"),
+    Temp("mat_sum_of_exp_avg_sq_row_over_rows", "mat"),
+    Temp("one_over_sqrt_row_div", "row"),
+    Temp("row_sum_of_g", "row", reduction="row_sum", source="elem"),
+    Temp("tensor_sum_of_g", "tensor", reduction="tensor_sum", source="row"),
+    Temp("lr_over_one_max_tensor_div", "tensor"),
+    Temp("row_mul_3", "row"),
+)
+ADAFACTOR_PAPER_NO_SCALE_PARAMETER_NO_RELATIVE_STEP_7 = Stage(
+    "adafactor_paper_no_scale_parameter_no_relative_step_7", "row", level=3, scalars=(), temps=("tensor_sum_of_g",),
+    matrices=True, reads=("row_sum_of_g",), sums=(("sum", ("tensor_sum_of_g",)),),
+)
+ADAFACTOR_PAPER_NO_SCALE_PARAMETER_NO_RELATIVE_STEP_8 = Stage(
+    "adafactor_paper_no_scale_parameter_no_relative_step_8", "tensor", level=3, scalars=(4, 5, 1),
+    temps=("lr_over_one_max_tensor_div",), reads=("tensor_sum_of_g",), stores=("lr_over_one_max_tensor_div",),
+    extents=("elements",),
+)
+ADAFACTOR_PAPER_NO_SCALE_PARAMETER_NO_RELATIVE_STEP_9 = Stage(
+    "adafactor_paper_no_scale_parameter_no_relative_step_9", "row", level=3, scalars=(), temps=("row_mul_3",),
+    matrices=True, reads=("lr_over_one_max_tensor_div", "one_over_sqrt_row_div"), stores=("row_mul_3",),
+)
+TEMPS_6 = (
+    Temp("tensor_sum_of_g", "tensor", reduction="tensor_sum", source="elem"),
+    Temp("lr_over_one_max_tensor_div", "tensor"),
+)
+ADAFACTOR_PAPER_NO_SCALE_PARAMETER_NO_RELATIVE_STEP_NO_FACTORED_2 = Stage(
+    "adafactor_paper_no_scale_parameter_no_relative_step_no_factored_2", "tensor", level=1, scalars=(4, 5, 1),
+    temps=("lr_over_one_max_tensor_div",), reads=("tensor_sum_of_g",), stores=("lr_over_one_max_tensor_div",),
+    extents=("elements",),
+)
+SCALARS_8 = (
+    "eps1", "grad_scale_times_grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "lr", "clip_threshold",
+    "beta1", "one_minus_beta1_times_grad_scale", "minus_lr_times_weight_decay",
+)
+
 # The eager reference, in strict maths.
-RULES = (
+RULES = by_flags(
+    {"scale_parameter": True, "relative_step": True, "has_momentum": False, "factored": True},
     RuleRecord(
-        "adafactor_paper",
-        "",
-        flags={"scale_parameter": True, "relative_step": True, "has_momentum": False, "factored": True},
-        step="adafactor_paper",
+        "adafactor_paper", "adafactor_paper",
         scalars=(
             "eps1", "grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "eps2", "weight_decay", "rate",
             "clip_threshold",
         ),
-        host=host_scalars,
-        states=(
-            StateRecord("exp_avg_sq_row", nonneg=True, space="row"),
-            StateRecord("exp_avg_sq_col", nonneg=True, space="col"),
-        ),
-        spaces=("col", "mat", "row", "tensor"),
-        by_rows=True,
+        host=host_scalars, states=STATES, spaces=("col", "mat", "row", "tensor"), by_rows=True,
+        settings=({"scale_parameter": True, "relative_step": True, "has_momentum": False, "factored": True},),
     ),
     RuleRecord(
-        "adafactor_paper",
-        "_no_factored",
-        flags={"scale_parameter": True, "relative_step": True, "has_momentum": False, "factored": False},
-        step="adafactor_paper_no_factored",
+        "adafactor_paper", "adafactor_paper_no_factored",
         scalars=(
             "eps1", "grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "eps2", "clip_threshold",
             "weight_decay", "rate",
         ),
-        host=host_scalars_2,
-        states=(StateRecord("exp_avg_sq", nonneg=True),),
-        spaces=("tensor",),
+        host=host_scalars_2, states=STATES_2, spaces=("tensor",),
+        settings=({"scale_parameter": True, "relative_step": True, "has_momentum": False, "factored": False},),
     ),
     RuleRecord(
-        "adafactor_paper",
-        "_has_momentum",
-        flags={"scale_parameter": True, "relative_step": True, "has_momentum": True, "factored": True},
-        step="adafactor_paper_has_momentum",
+        "adafactor_paper", "adafactor_paper_has_momentum",
         scalars=(
             "eps1", "grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "eps2", "weight_decay", "rate",
             "clip_threshold", "beta1", "one_minus_beta1",
         ),
-        host=host_scalars_3,
-        states=(
-            StateRecord("exp_avg"),
-            StateRecord("exp_avg_sq_row", nonneg=True, space="row"),
-            StateRecord("exp_avg_sq_col", nonneg=True, space="col"),
-        ),
-        spaces=("col", "mat", "row", "tensor"),
-        by_rows=True,
+        host=host_scalars_3, states=STATES_3, spaces=("col", "mat", "row", "tensor"), by_rows=True,
+        settings=({"scale_parameter": True, "relative_step": True, "has_momentum": True, "factored": True},),
     ),
     RuleRecord(
-        "adafactor_paper",
-        "_has_momentum_no_factored",
-        flags={"scale_parameter": True, "relative_step": True, "has_momentum": True, "factored": False},
-        step="adafactor_paper_has_momentum_no_factored",
+        "adafactor_paper", "adafactor_paper_has_momentum_no_factored",
         scalars=(
             "eps1", "grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "eps2", "clip_threshold",
             "weight_decay", "rate", "beta1", "one_minus_beta1",
         ),
-        host=host_scalars_4,
-        states=(StateRecord("exp_avg"), StateRecord("exp_avg_sq", nonneg=True)),
-        spaces=("tensor",),
+        host=host_scalars_4, states=STATES_4, spaces=("tensor",),
+        settings=({"scale_parameter": True, "relative_step": True, "has_momentum": True, "factored": False},),
     ),
     RuleRecord(
-        "adafactor_paper",
-        "_no_relative_step",
-        flags={"scale_parameter": True, "relative_step": False, "has_momentum": False, "factored": True},
-        step="adafactor_paper_no_relative_step",
+        "adafactor_paper", "adafactor_paper_no_relative_step",
         scalars=(
             "eps1", "grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "lr", "eps2", "weight_decay",
             "clip_threshold",
         ),
-        host=host_scalars_5,
-        states=(
-            StateRecord("exp_avg_sq_row", nonneg=True, space="row"),
-            StateRecord("exp_avg_sq_col", nonneg=True, space="col"),
-        ),
-        spaces=("col", "mat", "row", "tensor"),
-        by_rows=True,
+        host=host_scalars_5, states=STATES, spaces=("col", "mat", "row", "tensor"), by_rows=True,
+        settings=({"scale_parameter": True, "relative_step": False, "has_momentum": False, "factored": True},),
     ),
     RuleRecord(
-        "adafactor_paper",
-        "_no_relative_step_no_factored",
-        flags={"scale_parameter": True, "relative_step": False, "has_momentum": False, "factored": False},
-        step="adafactor_paper_no_relative_step_no_factored",
+        "adafactor_paper", "adafactor_paper_no_relative_step_no_factored",
         scalars=(
             "eps1", "grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "lr", "eps2", "clip_threshold",
             "weight_decay",
         ),
-        host=host_scalars_6,
-        states=(StateRecord("exp_avg_sq", nonneg=True),),
-        spaces=("tensor",),
+        host=host_scalars_6, states=STATES_2, spaces=("tensor",),
+        settings=({"scale_parameter": True, "relative_step": False, "has_momentum": False, "factored": False},),
     ),
     RuleRecord(
-        "adafactor_paper",
-        "_no_relative_step_has_momentum",
-        flags={"scale_parameter": True, "relative_step": False, "has_momentum": True, "factored": True},
-        step="adafactor_paper_no_relative_step_has_momentum",
+        "adafactor_paper", "adafactor_paper_no_relative_step_has_momentum",
         scalars=(
             "eps1", "grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "lr", "eps2", "weight_decay",
             "clip_threshold", "beta1", "one_minus_beta1",
         ),
-        host=host_scalars_7,
-        states=(
-            StateRecord("exp_avg"),
-            StateRecord("exp_avg_sq_row", nonneg=True, space="row"),
-            StateRecord("exp_avg_sq_col", nonneg=True, space="col"),
-        ),
-        spaces=("col", "mat", "row", "tensor"),
-        by_rows=True,
+        host=host_scalars_7, states=STATES_3, spaces=("col", "mat", "row", "tensor"), by_rows=True,
+        settings=({"scale_parameter": True, "relative_step": False, "has_momentum": True, "factored": True},),
     ),
     RuleRecord(
-        "adafactor_paper",
-        "_no_relative_step_has_momentum_no_factored",
-        flags={"scale_parameter": True, "relative_step": False, "has_momentum": True, "factored": False},
-        step="adafactor_paper_no_relative_step_has_momentum_no_factored",
+        "adafactor_paper", "adafactor_paper_no_relative_step_has_momentum_no_factored",
         scalars=(
             "eps1", "grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "lr", "eps2", "clip_threshold",
             "weight_decay", "beta1", "one_minus_beta1",
         ),
-        host=host_scalars_8,
-        states=(StateRecord("exp_avg"), StateRecord("exp_avg_sq", nonneg=True)),
-        spaces=("tensor",),
+        host=host_scalars_8, states=STATES_4, spaces=("tensor",),
+        settings=({"scale_parameter": True, "relative_step": False, "has_momentum": True, "factored": False},),
     ),
     RuleRecord(
-        "adafactor_paper",
-        "_no_scale_parameter",
-        flags={"scale_parameter": False, "relative_step": True, "has_momentum": False, "factored": True},
-        step="adafactor_paper_no_scale_parameter",
-        scalars=(
-            "eps1", "grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "clip_threshold", "rate",
-            "lr_min_t_pow_m0p5_times_weight_decay",
-        ),
-        host=host_scalars_9,
-        states=(
-            StateRecord("exp_avg_sq_row", nonneg=True, space="row"),
-            StateRecord("exp_avg_sq_col", nonneg=True, space="col"),
-        ),
-        spaces=("col", "mat", "row", "tensor"),
-        by_rows=True,
+        "adafactor_paper", "adafactor_paper_no_scale_parameter", scalars=SCALARS, host=host_scalars_9, states=STATES,
+        spaces=("col", "mat", "row", "tensor"), by_rows=True,
+        settings=({"scale_parameter": False, "relative_step": True, "has_momentum": False, "factored": True},),
     ),
     RuleRecord(
-        "adafactor_paper",
-        "_no_scale_parameter_no_factored",
-        flags={"scale_parameter": False, "relative_step": True, "has_momentum": False, "factored": False},
-        step="adafactor_paper_no_scale_parameter_no_factored",
-        scalars=(
-            "eps1", "grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "clip_threshold", "rate",
-            "lr_min_t_pow_m0p5_times_weight_decay",
-        ),
-        host=host_scalars_9,
-        states=(StateRecord("exp_avg_sq", nonneg=True),),
-        spaces=("tensor",),
+        "adafactor_paper", "adafactor_paper_no_scale_parameter_no_factored", scalars=SCALARS, host=host_scalars_9,
+        states=STATES_2, spaces=("tensor",),
+        settings=({"scale_parameter": False, "relative_step": True, "has_momentum": False, "factored": False},),
     ),
     RuleRecord(
-        "adafactor_paper",
-        "_no_scale_parameter_has_momentum",
-        flags={"scale_parameter": False, "relative_step": True, "has_momentum": True, "factored": True},
-        step="adafactor_paper_no_scale_parameter_has_momentum",
-        scalars=(
-            "eps1", "grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "clip_threshold", "rate", "beta1",
-            "one_minus_beta1", "lr_min_t_pow_m0p5_times_weight_decay",
-        ),
-        host=host_scalars_10,
-        states=(
-            StateRecord("exp_avg"),
-            StateRecord("exp_avg_sq_row", nonneg=True, space="row"),
-            StateRecord("exp_avg_sq_col", nonneg=True, space="col"),
-        ),
-        spaces=("col", "mat", "row", "tensor"),
-        by_rows=True,
+        "adafactor_paper", "adafactor_paper_no_scale_parameter_has_momentum", scalars=SCALARS_2, host=host_scalars_10,
+        states=STATES_3, spaces=("col", "mat", "row", "tensor"), by_rows=True,
+        settings=({"scale_parameter": False, "relative_step": True, "has_momentum": True, "factored": True},),
     ),
     RuleRecord(
-        "adafactor_paper",
-        "_no_scale_parameter_has_momentum_no_factored",
-        flags={"scale_parameter": False, "relative_step": True, "has_momentum": True, "factored": False},
-        step="adafactor_paper_no_scale_parameter_has_momentum_no_factored",
-        scalars=(
-            "eps1", "grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "clip_threshold", "rate", "beta1",
-            "one_minus_beta1", "lr_min_t_pow_m0p5_times_weight_decay",
-        ),
-        host=host_scalars_10,
-        states=(StateRecord("exp_avg"), StateRecord("exp_avg_sq", nonneg=True)),
-        spaces=("tensor",),
+        "adafactor_paper", "adafactor_paper_no_scale_parameter_has_momentum_no_factored", scalars=SCALARS_2,
+        host=host_scalars_10, states=STATES_4, spaces=("tensor",),
+        settings=({"scale_parameter": False, "relative_step": True, "has_momentum": True, "factored": False},),
     ),
     RuleRecord(
-        "adafactor_paper",
-        "_no_scale_parameter_no_relative_step",
-        flags={"scale_parameter": False, "relative_step": False, "has_momentum": False, "factored": True},
-        step="adafactor_paper_no_scale_parameter_no_relative_step",
-        scalars=(
-            "eps1", "grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "lr", "clip_threshold",
-            "lr_times_weight_decay",
-        ),
-        host=host_scalars_11,
-        states=(
-            StateRecord("exp_avg_sq_row", nonneg=True, space="row"),
-            StateRecord("exp_avg_sq_col", nonneg=True, space="col"),
-        ),
-        spaces=("col", "mat", "row", "tensor"),
-        by_rows=True,
+        "adafactor_paper", "adafactor_paper_no_scale_parameter_no_relative_step", scalars=SCALARS_3,
+        host=host_scalars_11, states=STATES, spaces=("col", "mat", "row", "tensor"), by_rows=True,
+        settings=({"scale_parameter": False, "relative_step": False, "has_momentum": False, "factored": True},),
     ),
     RuleRecord(
-        "adafactor_paper",
-        "_no_scale_parameter_no_relative_step_no_factored",
-        flags={"scale_parameter": False, "relative_step": False, "has_momentum": False, "factored": False},
-        step="adafactor_paper_no_scale_parameter_no_relative_step_no_factored",
-        scalars=(
-            "eps1", "grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "lr", "clip_threshold",
-            "lr_times_weight_decay",
-        ),
-        host=host_scalars_11,
-        states=(StateRecord("exp_avg_sq", nonneg=True),),
-        spaces=("tensor",),
+        "adafactor_paper", "adafactor_paper_no_scale_parameter_no_relative_step_no_factored", scalars=SCALARS_3,
+        host=host_scalars_11, states=STATES_2, spaces=("tensor",),
+        settings=({"scale_parameter": False, "relative_step": False, "has_momentum": False, "factored": False},),
     ),
     RuleRecord(
-        "adafactor_paper",
-        "_no_scale_parameter_no_relative_step_has_momentum",
-        flags={"scale_parameter": False, "relative_step": False, "has_momentum": True, "factored": True},
-        step="adafactor_paper_no_scale_parameter_no_relative_step_has_momentum",
-        scalars=(
-            "eps1", "grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "lr", "clip_threshold", "beta1",
-            "one_minus_beta1", "lr_times_weight_decay",
-        ),
-        host=host_scalars_12,
-        states=(
-            StateRecord("exp_avg"),
-            StateRecord("exp_avg_sq_row", nonneg=True, space="row"),
-            StateRecord("exp_avg_sq_col", nonneg=True, space="col"),
-        ),
-        spaces=("col", "mat", "row", "tensor"),
-        by_rows=True,
+        "adafactor_paper", "adafactor_paper_no_scale_parameter_no_relative_step_has_momentum", scalars=SCALARS_4,
+        host=host_scalars_12, states=STATES_3, spaces=("col", "mat", "row", "tensor"), by_rows=True,
+        settings=({"scale_parameter": False, "relative_step": False, "has_momentum": True, "factored": True},),
     ),
     RuleRecord(
-        "adafactor_paper",
-        "_no_scale_parameter_no_relative_step_has_momentum_no_factored",
-        flags={"scale_parameter": False, "relative_step": False, "has_momentum": True, "factored": False},
-        step="adafactor_paper_no_scale_parameter_no_relative_step_has_momentum_no_factored",
-        scalars=(
-            "eps1", "grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "lr", "clip_threshold", "beta1",
-            "one_minus_beta1", "lr_times_weight_decay",
-        ),
-        host=host_scalars_12,
-        states=(StateRecord("exp_avg"), StateRecord("exp_avg_sq", nonneg=True)),
-        spaces=("tensor",),
+        "adafactor_paper", "adafactor_paper_no_scale_parameter_no_relative_step_has_momentum_no_factored",
+        scalars=SCALARS_4, host=host_scalars_12, states=STATES_4, spaces=("tensor",),
+        settings=({"scale_parameter": False, "relative_step": False, "has_momentum": True, "factored": False},),
     ),
 )
 
@@ -1926,142 +1785,11 @@ STEPS = (
             "eps1", "grad_scale_times_grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "eps2",
             "weight_decay", "rate", "clip_threshold", "grad_scale",
         ),
-        host=kernel_scalars,
-        temps=(
-            Temp("col_sum_for_exp_avg_sq_col", "col", reduction="col_sum", source="elem"),
-            Temp("row_sum_for_exp_avg_sq_row", "row", reduction="row_sum", source="elem"),
-            Temp("row_sum_for_rate", "row", reduction="row_sum", source="elem"),
-            Temp("mat_sum_of_exp_avg_sq_row", "mat", reduction="mat_sum", source="row"),
-            Temp("tensor_sum_for_rate", "tensor", reduction="tensor_sum", source="row"),
-            Temp("one_over_sqrt_exp_avg_sq_col_2", "col"),
-            Temp("rate", "tensor"),
-            Temp("rate_times_weight_decay", "tensor"),
-            Temp("mat_sum_of_exp_avg_sq_row_over_rows", "mat"),
-            Temp("one_over_sqrt_row_div", "row"),
-            Temp("row_sum_of_g", "row", reduction="row_sum", source="elem"),
-            Temp("tensor_sum_of_g", "tensor", reduction="tensor_sum", source="row"),
-            Temp("rate_over_one_max_tensor_div", "tensor"),
-            Temp("row_mul_3", "row"),
-        ),
+        host=kernel_scalars, temps=TEMPS,
         stages=(
-            Stage(
-                "adafactor_paper_1",
-                "elem",
-                level=0,
-                scalars=(),
-                temps=("row_sum_for_rate", "col_sum_for_exp_avg_sq_col", "row_sum_for_exp_avg_sq_row"),
-                matrices=True,
-                reads=("p", "g"),
-                sums=(
-                    ("square", ("row_sum_for_rate",)),
-                    ("square", ("col_sum_for_exp_avg_sq_col", "row_sum_for_exp_avg_sq_row")),
-                ),
-            ),
-            Stage(
-                "adafactor_paper_2",
-                "row",
-                level=1,
-                scalars=tuple(range(4)),
-                temps=("mat_sum_of_exp_avg_sq_row", "tensor_sum_for_rate"),
-                matrices=True,
-                reads=("exp_avg_sq_row", "row_sum_for_exp_avg_sq_row", "row_sum_for_rate"),
-                stores=("exp_avg_sq_row",),
-                sums=(("sum", ("mat_sum_of_exp_avg_sq_row",)), ("sum", ("tensor_sum_for_rate",))),
-                extents=("columns",),
-                plus=("exp_avg_sq_row",),
-            ),
-            Stage(
-                "adafactor_paper_3",
-                "col",
-                level=1,
-                scalars=tuple(range(4)),
-                temps=("one_over_sqrt_exp_avg_sq_col_2",),
-                matrices=True,
-                reads=("exp_avg_sq_col", "col_sum_for_exp_avg_sq_col"),
-                stores=("exp_avg_sq_col", "one_over_sqrt_exp_avg_sq_col_2"),
-                extents=("rows",),
-                plus=("exp_avg_sq_col", "one_over_sqrt_exp_avg_sq_col_2"),
-            ),
-            Stage(
-                "adafactor_paper_4",
-                "tensor",
-                level=1,
-                scalars=(4, 5, 6),
-                temps=("rate", "rate_times_weight_decay"),
-                reads=("tensor_sum_for_rate",),
-                stores=("rate", "rate_times_weight_decay"),
-                extents=("elements",),
-            ),
-            Stage(
-                "adafactor_paper_5",
-                "mat",
-                level=1,
-                scalars=(),
-                temps=("mat_sum_of_exp_avg_sq_row_over_rows",),
-                matrices=True,
-                reads=("mat_sum_of_exp_avg_sq_row",),
-                stores=("mat_sum_of_exp_avg_sq_row_over_rows",),
-                extents=("rows",),
-            ),
-            Stage(
-                "adafactor_paper_6",
-                "row",
-                level=1,
-                scalars=(),
-                temps=("one_over_sqrt_row_div",),
-                matrices=True,
-                reads=("exp_avg_sq_row", "mat_sum_of_exp_avg_sq_row_over_rows"),
-                stores=("one_over_sqrt_row_div",),
-            ),
-            Stage(
-                "adafactor_paper_7",
-                "elem",
-                level=2,
-                scalars=(),
-                temps=("row_sum_of_g",),
-                matrices=True,
-                reads=("g", "one_over_sqrt_exp_avg_sq_col_2", "one_over_sqrt_row_div"),
-                sums=(("square", ("row_sum_of_g",)),),
-            ),
-            Stage(
-                "adafactor_paper_8",
-                "row",
-                level=3,
-                scalars=(),
-                temps=("tensor_sum_of_g",),
-                matrices=True,
-                reads=("row_sum_of_g",),
-                sums=(("sum", ("tensor_sum_of_g",)),),
-            ),
-            Stage(
-                "adafactor_paper_9",
-                "tensor",
-                level=3,
-                scalars=(7, 1),
-                temps=("rate_over_one_max_tensor_div",),
-                reads=("rate", "tensor_sum_of_g"),
-                stores=("rate_over_one_max_tensor_div",),
-                extents=("elements",),
-            ),
-            Stage(
-                "adafactor_paper_10",
-                "row",
-                level=3,
-                scalars=(),
-                temps=("row_mul_3",),
-                matrices=True,
-                reads=("rate_over_one_max_tensor_div", "one_over_sqrt_row_div"),
-                stores=("row_mul_3",),
-            ),
-            Stage(
-                "adafactor_paper_11",
-                "elem",
-                level=4,
-                scalars=(8,),
-                matrices=True,
-                reads=("p", "g", "rate_times_weight_decay", "one_over_sqrt_exp_avg_sq_col_2", "row_mul_3"),
-                stores=("p",),
-            ),
+            ADAFACTOR_PAPER_1, ADAFACTOR_PAPER_2, ADAFACTOR_PAPER_3, ADAFACTOR_PAPER_4, ADAFACTOR_PAPER_5,
+            ADAFACTOR_PAPER_6, ADAFACTOR_PAPER_7, ADAFACTOR_PAPER_8, ADAFACTOR_PAPER_9, ADAFACTOR_PAPER_10,
+            ADAFACTOR_PAPER_11,
         ),
     ),
     Rule(
@@ -2070,44 +1798,8 @@ STEPS = (
             "eps1", "grad_scale_times_grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "eps2",
             "clip_threshold", "weight_decay", "rate", "grad_scale",
         ),
-        host=kernel_scalars_2,
-        temps=(
-            Temp("tensor_sum_for_rate", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("tensor_sum_of_g", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("rate_over_one_max_tensor_div", "tensor"),
-            Temp("rate_times_weight_decay", "tensor"),
-        ),
-        stages=(
-            Stage(
-                "adafactor_paper_no_factored_1",
-                "elem",
-                level=0,
-                scalars=tuple(range(4)),
-                temps=("tensor_sum_for_rate", "tensor_sum_of_g"),
-                reads=("p", "g", "exp_avg_sq"),
-                sums=(("square", ("tensor_sum_for_rate",)), ("square", ("tensor_sum_of_g",))),
-            ),
-            Stage(
-                "adafactor_paper_no_factored_2",
-                "tensor",
-                level=1,
-                scalars=(4, 5, 6, 7, 1),
-                temps=("rate_over_one_max_tensor_div", "rate_times_weight_decay"),
-                reads=("tensor_sum_for_rate", "tensor_sum_of_g"),
-                stores=("rate_over_one_max_tensor_div", "rate_times_weight_decay"),
-                extents=("elements",),
-            ),
-            Stage(
-                "adafactor_paper_no_factored_3",
-                "elem",
-                level=2,
-                scalars=(0, 8, 1, 2, 3),
-                reads=("p", "g", "exp_avg_sq", "rate_times_weight_decay", "rate_over_one_max_tensor_div"),
-                stores=("p", "exp_avg_sq"),
-                plus=("exp_avg_sq",),
-                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
-            ),
-        ),
+        host=kernel_scalars_2, temps=TEMPS_2,
+        stages=(ADAFACTOR_PAPER_NO_FACTORED_1, ADAFACTOR_PAPER_NO_FACTORED_2, ADAFACTOR_PAPER_NO_FACTORED_3),
     ),
     Rule(
         ({"scale_parameter": True, "relative_step": True, "has_momentum": True, "factored": True},),
@@ -2115,142 +1807,11 @@ STEPS = (
             "eps1", "grad_scale_times_grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "eps2",
             "weight_decay", "rate", "clip_threshold", "beta1", "one_minus_beta1_times_grad_scale",
         ),
-        host=kernel_scalars_3,
-        temps=(
-            Temp("col_sum_for_exp_avg_sq_col", "col", reduction="col_sum", source="elem"),
-            Temp("row_sum_for_exp_avg_sq_row", "row", reduction="row_sum", source="elem"),
-            Temp("row_sum_for_rate", "row", reduction="row_sum", source="elem"),
-            Temp("mat_sum_of_exp_avg_sq_row", "mat", reduction="mat_sum", source="row"),
-            Temp("tensor_sum_for_rate", "tensor", reduction="tensor_sum", source="row"),
-            Temp("one_over_sqrt_exp_avg_sq_col_2", "col"),
-            Temp("rate", "tensor"),
-            Temp("rate_times_weight_decay", "tensor"),
-            Temp("mat_sum_of_exp_avg_sq_row_over_rows", "mat"),
-            Temp("one_over_sqrt_row_div", "row"),
-            Temp("row_sum_of_g", "row", reduction="row_sum", source="elem"),
-            Temp("tensor_sum_of_g", "tensor", reduction="tensor_sum", source="row"),
-            Temp("rate_over_one_max_tensor_div", "tensor"),
-            Temp("row_mul_3", "row"),
-        ),
+        host=kernel_scalars_3, temps=TEMPS,
         stages=(
-            Stage(
-                "adafactor_paper_1",
-                "elem",
-                level=0,
-                scalars=(),
-                temps=("row_sum_for_rate", "col_sum_for_exp_avg_sq_col", "row_sum_for_exp_avg_sq_row"),
-                matrices=True,
-                reads=("p", "g"),
-                sums=(
-                    ("square", ("row_sum_for_rate",)),
-                    ("square", ("col_sum_for_exp_avg_sq_col", "row_sum_for_exp_avg_sq_row")),
-                ),
-            ),
-            Stage(
-                "adafactor_paper_2",
-                "row",
-                level=1,
-                scalars=tuple(range(4)),
-                temps=("mat_sum_of_exp_avg_sq_row", "tensor_sum_for_rate"),
-                matrices=True,
-                reads=("exp_avg_sq_row", "row_sum_for_exp_avg_sq_row", "row_sum_for_rate"),
-                stores=("exp_avg_sq_row",),
-                sums=(("sum", ("mat_sum_of_exp_avg_sq_row",)), ("sum", ("tensor_sum_for_rate",))),
-                extents=("columns",),
-                plus=("exp_avg_sq_row",),
-            ),
-            Stage(
-                "adafactor_paper_3",
-                "col",
-                level=1,
-                scalars=tuple(range(4)),
-                temps=("one_over_sqrt_exp_avg_sq_col_2",),
-                matrices=True,
-                reads=("exp_avg_sq_col", "col_sum_for_exp_avg_sq_col"),
-                stores=("exp_avg_sq_col", "one_over_sqrt_exp_avg_sq_col_2"),
-                extents=("rows",),
-                plus=("exp_avg_sq_col", "one_over_sqrt_exp_avg_sq_col_2"),
-            ),
-            Stage(
-                "adafactor_paper_4",
-                "tensor",
-                level=1,
-                scalars=(4, 5, 6),
-                temps=("rate", "rate_times_weight_decay"),
-                reads=("tensor_sum_for_rate",),
-                stores=("rate", "rate_times_weight_decay"),
-                extents=("elements",),
-            ),
-            Stage(
-                "adafactor_paper_5",
-                "mat",
-                level=1,
-                scalars=(),
-                temps=("mat_sum_of_exp_avg_sq_row_over_rows",),
-                matrices=True,
-                reads=("mat_sum_of_exp_avg_sq_row",),
-                stores=("mat_sum_of_exp_avg_sq_row_over_rows",),
-                extents=("rows",),
-            ),
-            Stage(
-                "adafactor_paper_6",
-                "row",
-                level=1,
-                scalars=(),
-                temps=("one_over_sqrt_row_div",),
-                matrices=True,
-                reads=("exp_avg_sq_row", "mat_sum_of_exp_avg_sq_row_over_rows"),
-                stores=("one_over_sqrt_row_div",),
-            ),
-            Stage(
-                "adafactor_paper_7",
-                "elem",
-                level=2,
-                scalars=(),
-                temps=("row_sum_of_g",),
-                matrices=True,
-                reads=("g", "one_over_sqrt_exp_avg_sq_col_2", "one_over_sqrt_row_div"),
-                sums=(("square", ("row_sum_of_g",)),),
-            ),
-            Stage(
-                "adafactor_paper_8",
-                "row",
-                level=3,
-                scalars=(),
-                temps=("tensor_sum_of_g",),
-                matrices=True,
-                reads=("row_sum_of_g",),
-                sums=(("sum", ("tensor_sum_of_g",)),),
-            ),
-            Stage(
-                "adafactor_paper_9",
-                "tensor",
-                level=3,
-                scalars=(7, 1),
-                temps=("rate_over_one_max_tensor_div",),
-                reads=("rate", "tensor_sum_of_g"),
-                stores=("rate_over_one_max_tensor_div",),
-                extents=("elements",),
-            ),
-            Stage(
-                "adafactor_paper_10",
-                "row",
-                level=3,
-                scalars=(),
-                temps=("row_mul_3",),
-                matrices=True,
-                reads=("rate_over_one_max_tensor_div", "one_over_sqrt_row_div"),
-                stores=("row_mul_3",),
-            ),
-            Stage(
-                "adafactor_paper_has_momentum_11",
-                "elem",
-                level=4,
-                scalars=(8, 9),
-                matrices=True,
-                reads=("p", "g", "exp_avg", "rate_times_weight_decay", "one_over_sqrt_exp_avg_sq_col_2", "row_mul_3"),
-                stores=("p", "exp_avg"),
-            ),
+            ADAFACTOR_PAPER_1, ADAFACTOR_PAPER_2, ADAFACTOR_PAPER_3, ADAFACTOR_PAPER_4, ADAFACTOR_PAPER_5,
+            ADAFACTOR_PAPER_6, ADAFACTOR_PAPER_7, ADAFACTOR_PAPER_8, ADAFACTOR_PAPER_9, ADAFACTOR_PAPER_10,
+            ADAFACTOR_PAPER_HAS_MOMENTUM_11,
         ),
     ),
     Rule(
@@ -2259,43 +1820,9 @@ STEPS = (
             "eps1", "grad_scale_times_grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "eps2",
             "clip_threshold", "weight_decay", "rate", "beta1", "one_minus_beta1_times_grad_scale",
         ),
-        host=kernel_scalars_4,
-        temps=(
-            Temp("tensor_sum_for_rate", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("tensor_sum_of_g", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("rate_over_one_max_tensor_div", "tensor"),
-            Temp("rate_times_weight_decay", "tensor"),
-        ),
+        host=kernel_scalars_4, temps=TEMPS_2,
         stages=(
-            Stage(
-                "adafactor_paper_no_factored_1",
-                "elem",
-                level=0,
-                scalars=tuple(range(4)),
-                temps=("tensor_sum_for_rate", "tensor_sum_of_g"),
-                reads=("p", "g", "exp_avg_sq"),
-                sums=(("square", ("tensor_sum_for_rate",)), ("square", ("tensor_sum_of_g",))),
-            ),
-            Stage(
-                "adafactor_paper_no_factored_2",
-                "tensor",
-                level=1,
-                scalars=(4, 5, 6, 7, 1),
-                temps=("rate_over_one_max_tensor_div", "rate_times_weight_decay"),
-                reads=("tensor_sum_for_rate", "tensor_sum_of_g"),
-                stores=("rate_over_one_max_tensor_div", "rate_times_weight_decay"),
-                extents=("elements",),
-            ),
-            Stage(
-                "adafactor_paper_has_momentum_no_factored_3",
-                "elem",
-                level=2,
-                scalars=(0, 8, 1, 2, 3, 9),
-                reads=("p", "g", "exp_avg", "exp_avg_sq", "rate_times_weight_decay", "rate_over_one_max_tensor_div"),
-                stores=("p", "exp_avg", "exp_avg_sq"),
-                plus=("exp_avg_sq",),
-                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
-            ),
+            ADAFACTOR_PAPER_NO_FACTORED_1, ADAFACTOR_PAPER_NO_FACTORED_2, ADAFACTOR_PAPER_HAS_MOMENTUM_NO_FACTORED_3,
         ),
     ),
     Rule(
@@ -2304,142 +1831,11 @@ STEPS = (
             "eps1", "grad_scale_times_grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "lr", "eps2",
             "weight_decay", "clip_threshold", "grad_scale",
         ),
-        host=kernel_scalars_5,
-        temps=(
-            Temp("col_sum_for_exp_avg_sq_col", "col", reduction="col_sum", source="elem"),
-            Temp("row_sum_for_exp_avg_sq_row", "row", reduction="row_sum", source="elem"),
-            Temp("row_sum_for_rate", "row", reduction="row_sum", source="elem"),
-            Temp("mat_sum_of_exp_avg_sq_row", "mat", reduction="mat_sum", source="row"),
-            Temp("tensor_sum_for_rate", "tensor", reduction="tensor_sum", source="row"),
-            Temp("one_over_sqrt_exp_avg_sq_col_2", "col"),
-            Temp("rate", "tensor"),
-            Temp("rate_times_weight_decay", "tensor"),
-            Temp("mat_sum_of_exp_avg_sq_row_over_rows", "mat"),
-            Temp("one_over_sqrt_row_div", "row"),
-            Temp("row_sum_of_g", "row", reduction="row_sum", source="elem"),
-            Temp("tensor_sum_of_g", "tensor", reduction="tensor_sum", source="row"),
-            Temp("rate_over_one_max_tensor_div", "tensor"),
-            Temp("row_mul_3", "row"),
-        ),
+        host=kernel_scalars_5, temps=TEMPS,
         stages=(
-            Stage(
-                "adafactor_paper_1",
-                "elem",
-                level=0,
-                scalars=(),
-                temps=("row_sum_for_rate", "col_sum_for_exp_avg_sq_col", "row_sum_for_exp_avg_sq_row"),
-                matrices=True,
-                reads=("p", "g"),
-                sums=(
-                    ("square", ("row_sum_for_rate",)),
-                    ("square", ("col_sum_for_exp_avg_sq_col", "row_sum_for_exp_avg_sq_row")),
-                ),
-            ),
-            Stage(
-                "adafactor_paper_no_relative_step_2",
-                "row",
-                level=1,
-                scalars=tuple(range(4)),
-                temps=("mat_sum_of_exp_avg_sq_row", "tensor_sum_for_rate"),
-                matrices=True,
-                reads=("exp_avg_sq_row", "row_sum_for_exp_avg_sq_row", "row_sum_for_rate"),
-                stores=("exp_avg_sq_row",),
-                sums=(("sum", ("mat_sum_of_exp_avg_sq_row",)), ("sum", ("tensor_sum_for_rate",))),
-                extents=("columns",),
-                plus=("exp_avg_sq_row",),
-            ),
-            Stage(
-                "adafactor_paper_no_relative_step_3",
-                "col",
-                level=1,
-                scalars=tuple(range(4)),
-                temps=("one_over_sqrt_exp_avg_sq_col_2",),
-                matrices=True,
-                reads=("exp_avg_sq_col", "col_sum_for_exp_avg_sq_col"),
-                stores=("exp_avg_sq_col", "one_over_sqrt_exp_avg_sq_col_2"),
-                extents=("rows",),
-                plus=("exp_avg_sq_col", "one_over_sqrt_exp_avg_sq_col_2"),
-            ),
-            Stage(
-                "adafactor_paper_no_relative_step_4",
-                "tensor",
-                level=1,
-                scalars=(4, 5, 6),
-                temps=("rate", "rate_times_weight_decay"),
-                reads=("tensor_sum_for_rate",),
-                stores=("rate", "rate_times_weight_decay"),
-                extents=("elements",),
-            ),
-            Stage(
-                "adafactor_paper_no_relative_step_5",
-                "mat",
-                level=1,
-                scalars=(),
-                temps=("mat_sum_of_exp_avg_sq_row_over_rows",),
-                matrices=True,
-                reads=("mat_sum_of_exp_avg_sq_row",),
-                stores=("mat_sum_of_exp_avg_sq_row_over_rows",),
-                extents=("rows",),
-            ),
-            Stage(
-                "adafactor_paper_no_relative_step_6",
-                "row",
-                level=1,
-                scalars=(),
-                temps=("one_over_sqrt_row_div",),
-                matrices=True,
-                reads=("exp_avg_sq_row", "mat_sum_of_exp_avg_sq_row_over_rows"),
-                stores=("one_over_sqrt_row_div",),
-            ),
-            Stage(
-                "adafactor_paper_7",
-                "elem",
-                level=2,
-                scalars=(),
-                temps=("row_sum_of_g",),
-                matrices=True,
-                reads=("g", "one_over_sqrt_exp_avg_sq_col_2", "one_over_sqrt_row_div"),
-                sums=(("square", ("row_sum_of_g",)),),
-            ),
-            Stage(
-                "adafactor_paper_8",
-                "row",
-                level=3,
-                scalars=(),
-                temps=("tensor_sum_of_g",),
-                matrices=True,
-                reads=("row_sum_of_g",),
-                sums=(("sum", ("tensor_sum_of_g",)),),
-            ),
-            Stage(
-                "adafactor_paper_9",
-                "tensor",
-                level=3,
-                scalars=(7, 1),
-                temps=("rate_over_one_max_tensor_div",),
-                reads=("rate", "tensor_sum_of_g"),
-                stores=("rate_over_one_max_tensor_div",),
-                extents=("elements",),
-            ),
-            Stage(
-                "adafactor_paper_10",
-                "row",
-                level=3,
-                scalars=(),
-                temps=("row_mul_3",),
-                matrices=True,
-                reads=("rate_over_one_max_tensor_div", "one_over_sqrt_row_div"),
-                stores=("row_mul_3",),
-            ),
-            Stage(
-                "adafactor_paper_11",
-                "elem",
-                level=4,
-                scalars=(8,),
-                matrices=True,
-                reads=("p", "g", "rate_times_weight_decay", "one_over_sqrt_exp_avg_sq_col_2", "row_mul_3"),
-                stores=("p",),
-            ),
+            ADAFACTOR_PAPER_1, ADAFACTOR_PAPER_NO_RELATIVE_STEP_2, ADAFACTOR_PAPER_NO_RELATIVE_STEP_3,
+            ADAFACTOR_PAPER_NO_RELATIVE_STEP_4, ADAFACTOR_PAPER_NO_RELATIVE_STEP_5, ADAFACTOR_PAPER_NO_RELATIVE_STEP_6,
+            ADAFACTOR_PAPER_7, ADAFACTOR_PAPER_8, ADAFACTOR_PAPER_9, ADAFACTOR_PAPER_10, ADAFACTOR_PAPER_11,
         ),
     ),
     Rule(
@@ -2448,43 +1844,10 @@ STEPS = (
             "eps1", "grad_scale_times_grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "lr", "eps2",
             "clip_threshold", "weight_decay", "grad_scale",
         ),
-        host=kernel_scalars_6,
-        temps=(
-            Temp("tensor_sum_for_rate", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("tensor_sum_of_g", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("rate_over_one_max_tensor_div", "tensor"),
-            Temp("rate_times_weight_decay", "tensor"),
-        ),
+        host=kernel_scalars_6, temps=TEMPS_2,
         stages=(
-            Stage(
-                "adafactor_paper_no_factored_1",
-                "elem",
-                level=0,
-                scalars=tuple(range(4)),
-                temps=("tensor_sum_for_rate", "tensor_sum_of_g"),
-                reads=("p", "g", "exp_avg_sq"),
-                sums=(("square", ("tensor_sum_for_rate",)), ("square", ("tensor_sum_of_g",))),
-            ),
-            Stage(
-                "adafactor_paper_no_relative_step_no_factored_2",
-                "tensor",
-                level=1,
-                scalars=(4, 5, 6, 7, 1),
-                temps=("rate_over_one_max_tensor_div", "rate_times_weight_decay"),
-                reads=("tensor_sum_for_rate", "tensor_sum_of_g"),
-                stores=("rate_over_one_max_tensor_div", "rate_times_weight_decay"),
-                extents=("elements",),
-            ),
-            Stage(
-                "adafactor_paper_no_factored_3",
-                "elem",
-                level=2,
-                scalars=(0, 8, 1, 2, 3),
-                reads=("p", "g", "exp_avg_sq", "rate_times_weight_decay", "rate_over_one_max_tensor_div"),
-                stores=("p", "exp_avg_sq"),
-                plus=("exp_avg_sq",),
-                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
-            ),
+            ADAFACTOR_PAPER_NO_FACTORED_1, ADAFACTOR_PAPER_NO_RELATIVE_STEP_NO_FACTORED_2,
+            ADAFACTOR_PAPER_NO_FACTORED_3,
         ),
     ),
     Rule(
@@ -2493,142 +1856,12 @@ STEPS = (
             "eps1", "grad_scale_times_grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "lr", "eps2",
             "weight_decay", "clip_threshold", "beta1", "one_minus_beta1_times_grad_scale",
         ),
-        host=kernel_scalars_7,
-        temps=(
-            Temp("col_sum_for_exp_avg_sq_col", "col", reduction="col_sum", source="elem"),
-            Temp("row_sum_for_exp_avg_sq_row", "row", reduction="row_sum", source="elem"),
-            Temp("row_sum_for_rate", "row", reduction="row_sum", source="elem"),
-            Temp("mat_sum_of_exp_avg_sq_row", "mat", reduction="mat_sum", source="row"),
-            Temp("tensor_sum_for_rate", "tensor", reduction="tensor_sum", source="row"),
-            Temp("one_over_sqrt_exp_avg_sq_col_2", "col"),
-            Temp("rate", "tensor"),
-            Temp("rate_times_weight_decay", "tensor"),
-            Temp("mat_sum_of_exp_avg_sq_row_over_rows", "mat"),
-            Temp("one_over_sqrt_row_div", "row"),
-            Temp("row_sum_of_g", "row", reduction="row_sum", source="elem"),
-            Temp("tensor_sum_of_g", "tensor", reduction="tensor_sum", source="row"),
-            Temp("rate_over_one_max_tensor_div", "tensor"),
-            Temp("row_mul_3", "row"),
-        ),
+        host=kernel_scalars_7, temps=TEMPS,
         stages=(
-            Stage(
-                "adafactor_paper_1",
-                "elem",
-                level=0,
-                scalars=(),
-                temps=("row_sum_for_rate", "col_sum_for_exp_avg_sq_col", "row_sum_for_exp_avg_sq_row"),
-                matrices=True,
-                reads=("p", "g"),
-                sums=(
-                    ("square", ("row_sum_for_rate",)),
-                    ("square", ("col_sum_for_exp_avg_sq_col", "row_sum_for_exp_avg_sq_row")),
-                ),
-            ),
-            Stage(
-                "adafactor_paper_no_relative_step_2",
-                "row",
-                level=1,
-                scalars=tuple(range(4)),
-                temps=("mat_sum_of_exp_avg_sq_row", "tensor_sum_for_rate"),
-                matrices=True,
-                reads=("exp_avg_sq_row", "row_sum_for_exp_avg_sq_row", "row_sum_for_rate"),
-                stores=("exp_avg_sq_row",),
-                sums=(("sum", ("mat_sum_of_exp_avg_sq_row",)), ("sum", ("tensor_sum_for_rate",))),
-                extents=("columns",),
-                plus=("exp_avg_sq_row",),
-            ),
-            Stage(
-                "adafactor_paper_no_relative_step_3",
-                "col",
-                level=1,
-                scalars=tuple(range(4)),
-                temps=("one_over_sqrt_exp_avg_sq_col_2",),
-                matrices=True,
-                reads=("exp_avg_sq_col", "col_sum_for_exp_avg_sq_col"),
-                stores=("exp_avg_sq_col", "one_over_sqrt_exp_avg_sq_col_2"),
-                extents=("rows",),
-                plus=("exp_avg_sq_col", "one_over_sqrt_exp_avg_sq_col_2"),
-            ),
-            Stage(
-                "adafactor_paper_no_relative_step_4",
-                "tensor",
-                level=1,
-                scalars=(4, 5, 6),
-                temps=("rate", "rate_times_weight_decay"),
-                reads=("tensor_sum_for_rate",),
-                stores=("rate", "rate_times_weight_decay"),
-                extents=("elements",),
-            ),
-            Stage(
-                "adafactor_paper_no_relative_step_5",
-                "mat",
-                level=1,
-                scalars=(),
-                temps=("mat_sum_of_exp_avg_sq_row_over_rows",),
-                matrices=True,
-                reads=("mat_sum_of_exp_avg_sq_row",),
-                stores=("mat_sum_of_exp_avg_sq_row_over_rows",),
-                extents=("rows",),
-            ),
-            Stage(
-                "adafactor_paper_no_relative_step_6",
-                "row",
-                level=1,
-                scalars=(),
-                temps=("one_over_sqrt_row_div",),
-                matrices=True,
-                reads=("exp_avg_sq_row", "mat_sum_of_exp_avg_sq_row_over_rows"),
-                stores=("one_over_sqrt_row_div",),
-            ),
-            Stage(
-                "adafactor_paper_7",
-                "elem",
-                level=2,
-                scalars=(),
-                temps=("row_sum_of_g",),
-                matrices=True,
-                reads=("g", "one_over_sqrt_exp_avg_sq_col_2", "one_over_sqrt_row_div"),
-                sums=(("square", ("row_sum_of_g",)),),
-            ),
-            Stage(
-                "adafactor_paper_8",
-                "row",
-                level=3,
-                scalars=(),
-                temps=("tensor_sum_of_g",),
-                matrices=True,
-                reads=("row_sum_of_g",),
-                sums=(("sum", ("tensor_sum_of_g",)),),
-            ),
-            Stage(
-                "adafactor_paper_9",
-                "tensor",
-                level=3,
-                scalars=(7, 1),
-                temps=("rate_over_one_max_tensor_div",),
-                reads=("rate", "tensor_sum_of_g"),
-                stores=("rate_over_one_max_tensor_div",),
-                extents=("elements",),
-            ),
-            Stage(
-                "adafactor_paper_10",
-                "row",
-                level=3,
-                scalars=(),
-                temps=("row_mul_3",),
-                matrices=True,
-                reads=("rate_over_one_max_tensor_div", "one_over_sqrt_row_div"),
-                stores=("row_mul_3",),
-            ),
-            Stage(
-                "adafactor_paper_has_momentum_11",
-                "elem",
-                level=4,
-                scalars=(8, 9),
-                matrices=True,
-                reads=("p", "g", "exp_avg", "rate_times_weight_decay", "one_over_sqrt_exp_avg_sq_col_2", "row_mul_3"),
-                stores=("p", "exp_avg"),
-            ),
+            ADAFACTOR_PAPER_1, ADAFACTOR_PAPER_NO_RELATIVE_STEP_2, ADAFACTOR_PAPER_NO_RELATIVE_STEP_3,
+            ADAFACTOR_PAPER_NO_RELATIVE_STEP_4, ADAFACTOR_PAPER_NO_RELATIVE_STEP_5, ADAFACTOR_PAPER_NO_RELATIVE_STEP_6,
+            ADAFACTOR_PAPER_7, ADAFACTOR_PAPER_8, ADAFACTOR_PAPER_9, ADAFACTOR_PAPER_10,
+            ADAFACTOR_PAPER_HAS_MOMENTUM_11,
         ),
     ),
     Rule(
@@ -2637,721 +1870,109 @@ STEPS = (
             "eps1", "grad_scale_times_grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "lr", "eps2",
             "clip_threshold", "weight_decay", "beta1", "one_minus_beta1_times_grad_scale",
         ),
-        host=kernel_scalars_8,
-        temps=(
-            Temp("tensor_sum_for_rate", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("tensor_sum_of_g", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("rate_over_one_max_tensor_div", "tensor"),
-            Temp("rate_times_weight_decay", "tensor"),
-        ),
+        host=kernel_scalars_8, temps=TEMPS_2,
         stages=(
+            ADAFACTOR_PAPER_NO_FACTORED_1, ADAFACTOR_PAPER_NO_RELATIVE_STEP_NO_FACTORED_2,
+            ADAFACTOR_PAPER_HAS_MOMENTUM_NO_FACTORED_3,
+        ),
+    ),
+    Rule(
+        ({"scale_parameter": False, "relative_step": True, "has_momentum": False, "factored": True},), SCALARS_5,
+        host=kernel_scalars_9, temps=TEMPS_3,
+        stages=(
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_1, ADAFACTOR_PAPER_NO_SCALE_PARAMETER_2,
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_3, ADAFACTOR_PAPER_NO_SCALE_PARAMETER_4,
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_5, ADAFACTOR_PAPER_7, ADAFACTOR_PAPER_NO_SCALE_PARAMETER_7,
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_8, ADAFACTOR_PAPER_NO_SCALE_PARAMETER_9,
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_10,
+        ),
+    ),
+    Rule(
+        ({"scale_parameter": False, "relative_step": True, "has_momentum": False, "factored": False},), SCALARS_5,
+        host=kernel_scalars_9, temps=TEMPS_4,
+        stages=(
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_NO_FACTORED_1,
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_NO_FACTORED_2,
             Stage(
-                "adafactor_paper_no_factored_1",
-                "elem",
-                level=0,
-                scalars=tuple(range(4)),
-                temps=("tensor_sum_for_rate", "tensor_sum_of_g"),
-                reads=("p", "g", "exp_avg_sq"),
-                sums=(("square", ("tensor_sum_for_rate",)), ("square", ("tensor_sum_of_g",))),
-            ),
-            Stage(
-                "adafactor_paper_no_relative_step_no_factored_2",
-                "tensor",
-                level=1,
-                scalars=(4, 5, 6, 7, 1),
-                temps=("rate_over_one_max_tensor_div", "rate_times_weight_decay"),
-                reads=("tensor_sum_for_rate", "tensor_sum_of_g"),
-                stores=("rate_over_one_max_tensor_div", "rate_times_weight_decay"),
-                extents=("elements",),
-            ),
-            Stage(
-                "adafactor_paper_has_momentum_no_factored_3",
-                "elem",
-                level=2,
-                scalars=(0, 8, 1, 2, 3, 9),
-                reads=("p", "g", "exp_avg", "exp_avg_sq", "rate_times_weight_decay", "rate_over_one_max_tensor_div"),
-                stores=("p", "exp_avg", "exp_avg_sq"),
-                plus=("exp_avg_sq",),
-                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+                "adafactor_paper_no_scale_parameter_no_factored_3", "elem", level=2, scalars=(0, 6, 1, 2, 3, 7),
+                reads=("p", "g", "exp_avg_sq", "lr_min_t_pow_m0p5_over_one_max_tensor_div"), stores=("p", "exp_avg_sq"),
+                plus=("exp_avg_sq",), needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
             ),
         ),
     ),
     Rule(
-        ({"scale_parameter": False, "relative_step": True, "has_momentum": False, "factored": True},),
-        (
-            "eps1", "grad_scale_times_grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "clip_threshold",
-            "rate", "grad_scale", "minus_lr_min_t_pow_m0p5_times_weight_decay",
-        ),
-        host=kernel_scalars_9,
-        temps=(
-            Temp("col_sum_for_exp_avg_sq_col", "col", reduction="col_sum", source="elem"),
-            Temp("row_sum_for_exp_avg_sq_row", "row", reduction="row_sum", source="elem"),
-            Temp("mat_sum_of_exp_avg_sq_row", "mat", reduction="mat_sum", source="row"),
-            Temp("one_over_sqrt_exp_avg_sq_col_2", "col"),
-            Temp("mat_sum_of_exp_avg_sq_row_over_rows", "mat"),
-            Temp("one_over_sqrt_row_div", "row"),
-            Temp("row_sum_of_g", "row", reduction="row_sum", source="elem"),
-            Temp("tensor_sum_of_g", "tensor", reduction="tensor_sum", source="row"),
-            Temp("lr_min_t_pow_m0p5_over_one_max_tensor_div", "tensor"),
-            Temp("row_mul_3", "row"),
-        ),
+        ({"scale_parameter": False, "relative_step": True, "has_momentum": True, "factored": True},), SCALARS_6,
+        host=kernel_scalars_10, temps=TEMPS_3,
         stages=(
-            Stage(
-                "adafactor_paper_no_scale_parameter_1",
-                "elem",
-                level=0,
-                scalars=(),
-                temps=("col_sum_for_exp_avg_sq_col", "row_sum_for_exp_avg_sq_row"),
-                matrices=True,
-                reads=("g",),
-                sums=(("square", ("col_sum_for_exp_avg_sq_col", "row_sum_for_exp_avg_sq_row")),),
-            ),
-            Stage(
-                "adafactor_paper_no_scale_parameter_2",
-                "row",
-                level=1,
-                scalars=tuple(range(4)),
-                temps=("mat_sum_of_exp_avg_sq_row",),
-                matrices=True,
-                reads=("exp_avg_sq_row", "row_sum_for_exp_avg_sq_row"),
-                stores=("exp_avg_sq_row",),
-                sums=(("sum", ("mat_sum_of_exp_avg_sq_row",)),),
-                extents=("columns",),
-                plus=("exp_avg_sq_row",),
-            ),
-            Stage(
-                "adafactor_paper_no_scale_parameter_3",
-                "col",
-                level=1,
-                scalars=tuple(range(4)),
-                temps=("one_over_sqrt_exp_avg_sq_col_2",),
-                matrices=True,
-                reads=("exp_avg_sq_col", "col_sum_for_exp_avg_sq_col"),
-                stores=("exp_avg_sq_col", "one_over_sqrt_exp_avg_sq_col_2"),
-                extents=("rows",),
-                plus=("exp_avg_sq_col", "one_over_sqrt_exp_avg_sq_col_2"),
-            ),
-            Stage(
-                "adafactor_paper_no_scale_parameter_4",
-                "mat",
-                level=1,
-                scalars=(),
-                temps=("mat_sum_of_exp_avg_sq_row_over_rows",),
-                matrices=True,
-                reads=("mat_sum_of_exp_avg_sq_row",),
-                stores=("mat_sum_of_exp_avg_sq_row_over_rows",),
-                extents=("rows",),
-            ),
-            Stage(
-                "adafactor_paper_no_scale_parameter_5",
-                "row",
-                level=1,
-                scalars=(),
-                temps=("one_over_sqrt_row_div",),
-                matrices=True,
-                reads=("exp_avg_sq_row", "mat_sum_of_exp_avg_sq_row_over_rows"),
-                stores=("one_over_sqrt_row_div",),
-            ),
-            Stage(
-                "adafactor_paper_7",
-                "elem",
-                level=2,
-                scalars=(),
-                temps=("row_sum_of_g",),
-                matrices=True,
-                reads=("g", "one_over_sqrt_exp_avg_sq_col_2", "one_over_sqrt_row_div"),
-                sums=(("square", ("row_sum_of_g",)),),
-            ),
-            Stage(
-                "adafactor_paper_no_scale_parameter_7",
-                "row",
-                level=3,
-                scalars=(),
-                temps=("tensor_sum_of_g",),
-                matrices=True,
-                reads=("row_sum_of_g",),
-                sums=(("sum", ("tensor_sum_of_g",)),),
-            ),
-            Stage(
-                "adafactor_paper_no_scale_parameter_8",
-                "tensor",
-                level=3,
-                scalars=(4, 1, 5),
-                temps=("lr_min_t_pow_m0p5_over_one_max_tensor_div",),
-                reads=("tensor_sum_of_g",),
-                stores=("lr_min_t_pow_m0p5_over_one_max_tensor_div",),
-                extents=("elements",),
-            ),
-            Stage(
-                "adafactor_paper_no_scale_parameter_9",
-                "row",
-                level=3,
-                scalars=(),
-                temps=("row_mul_3",),
-                matrices=True,
-                reads=("lr_min_t_pow_m0p5_over_one_max_tensor_div", "one_over_sqrt_row_div"),
-                stores=("row_mul_3",),
-            ),
-            Stage(
-                "adafactor_paper_no_scale_parameter_10",
-                "elem",
-                level=4,
-                scalars=(6, 7),
-                matrices=True,
-                reads=("p", "g", "one_over_sqrt_exp_avg_sq_col_2", "row_mul_3"),
-                stores=("p",),
-            ),
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_1, ADAFACTOR_PAPER_NO_SCALE_PARAMETER_2,
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_3, ADAFACTOR_PAPER_NO_SCALE_PARAMETER_4,
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_5, ADAFACTOR_PAPER_7, ADAFACTOR_PAPER_NO_SCALE_PARAMETER_7,
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_8, ADAFACTOR_PAPER_NO_SCALE_PARAMETER_9,
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_HAS_MOMENTUM_10,
         ),
     ),
     Rule(
-        ({"scale_parameter": False, "relative_step": True, "has_momentum": False, "factored": False},),
-        (
-            "eps1", "grad_scale_times_grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "clip_threshold",
-            "rate", "grad_scale", "minus_lr_min_t_pow_m0p5_times_weight_decay",
-        ),
-        host=kernel_scalars_9,
-        temps=(
-            Temp("tensor_sum_of_g", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("lr_min_t_pow_m0p5_over_one_max_tensor_div", "tensor"),
-        ),
+        ({"scale_parameter": False, "relative_step": True, "has_momentum": True, "factored": False},), SCALARS_6,
+        host=kernel_scalars_10, temps=TEMPS_4,
         stages=(
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_NO_FACTORED_1,
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_NO_FACTORED_2,
             Stage(
-                "adafactor_paper_no_scale_parameter_no_factored_1",
-                "elem",
-                level=0,
-                scalars=tuple(range(4)),
-                temps=("tensor_sum_of_g",),
-                reads=("g", "exp_avg_sq"),
-                sums=(("square", ("tensor_sum_of_g",)),),
-            ),
-            Stage(
-                "adafactor_paper_no_scale_parameter_no_factored_2",
-                "tensor",
-                level=1,
-                scalars=(4, 1, 5),
-                temps=("lr_min_t_pow_m0p5_over_one_max_tensor_div",),
-                reads=("tensor_sum_of_g",),
-                stores=("lr_min_t_pow_m0p5_over_one_max_tensor_div",),
-                extents=("elements",),
-            ),
-            Stage(
-                "adafactor_paper_no_scale_parameter_no_factored_3",
-                "elem",
-                level=2,
-                scalars=(0, 6, 1, 2, 3, 7),
-                reads=("p", "g", "exp_avg_sq", "lr_min_t_pow_m0p5_over_one_max_tensor_div"),
-                stores=("p", "exp_avg_sq"),
-                plus=("exp_avg_sq",),
-                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
-            ),
-        ),
-    ),
-    Rule(
-        ({"scale_parameter": False, "relative_step": True, "has_momentum": True, "factored": True},),
-        (
-            "eps1", "grad_scale_times_grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "clip_threshold",
-            "rate", "beta1", "one_minus_beta1_times_grad_scale", "minus_lr_min_t_pow_m0p5_times_weight_decay",
-        ),
-        host=kernel_scalars_10,
-        temps=(
-            Temp("col_sum_for_exp_avg_sq_col", "col", reduction="col_sum", source="elem"),
-            Temp("row_sum_for_exp_avg_sq_row", "row", reduction="row_sum", source="elem"),
-            Temp("mat_sum_of_exp_avg_sq_row", "mat", reduction="mat_sum", source="row"),
-            Temp("one_over_sqrt_exp_avg_sq_col_2", "col"),
-            Temp("mat_sum_of_exp_avg_sq_row_over_rows", "mat"),
-            Temp("one_over_sqrt_row_div", "row"),
-            Temp("row_sum_of_g", "row", reduction="row_sum", source="elem"),
-            Temp("tensor_sum_of_g", "tensor", reduction="tensor_sum", source="row"),
-            Temp("lr_min_t_pow_m0p5_over_one_max_tensor_div", "tensor"),
-            Temp("row_mul_3", "row"),
-        ),
-        stages=(
-            Stage(
-                "adafactor_paper_no_scale_parameter_1",
-                "elem",
-                level=0,
-                scalars=(),
-                temps=("col_sum_for_exp_avg_sq_col", "row_sum_for_exp_avg_sq_row"),
-                matrices=True,
-                reads=("g",),
-                sums=(("square", ("col_sum_for_exp_avg_sq_col", "row_sum_for_exp_avg_sq_row")),),
-            ),
-            Stage(
-                "adafactor_paper_no_scale_parameter_2",
-                "row",
-                level=1,
-                scalars=tuple(range(4)),
-                temps=("mat_sum_of_exp_avg_sq_row",),
-                matrices=True,
-                reads=("exp_avg_sq_row", "row_sum_for_exp_avg_sq_row"),
-                stores=("exp_avg_sq_row",),
-                sums=(("sum", ("mat_sum_of_exp_avg_sq_row",)),),
-                extents=("columns",),
-                plus=("exp_avg_sq_row",),
-            ),
-            Stage(
-                "adafactor_paper_no_scale_parameter_3",
-                "col",
-                level=1,
-                scalars=tuple(range(4)),
-                temps=("one_over_sqrt_exp_avg_sq_col_2",),
-                matrices=True,
-                reads=("exp_avg_sq_col", "col_sum_for_exp_avg_sq_col"),
-                stores=("exp_avg_sq_col", "one_over_sqrt_exp_avg_sq_col_2"),
-                extents=("rows",),
-                plus=("exp_avg_sq_col", "one_over_sqrt_exp_avg_sq_col_2"),
-            ),
-            Stage(
-                "adafactor_paper_no_scale_parameter_4",
-                "mat",
-                level=1,
-                scalars=(),
-                temps=("mat_sum_of_exp_avg_sq_row_over_rows",),
-                matrices=True,
-                reads=("mat_sum_of_exp_avg_sq_row",),
-                stores=("mat_sum_of_exp_avg_sq_row_over_rows",),
-                extents=("rows",),
-            ),
-            Stage(
-                "adafactor_paper_no_scale_parameter_5",
-                "row",
-                level=1,
-                scalars=(),
-                temps=("one_over_sqrt_row_div",),
-                matrices=True,
-                reads=("exp_avg_sq_row", "mat_sum_of_exp_avg_sq_row_over_rows"),
-                stores=("one_over_sqrt_row_div",),
-            ),
-            Stage(
-                "adafactor_paper_7",
-                "elem",
-                level=2,
-                scalars=(),
-                temps=("row_sum_of_g",),
-                matrices=True,
-                reads=("g", "one_over_sqrt_exp_avg_sq_col_2", "one_over_sqrt_row_div"),
-                sums=(("square", ("row_sum_of_g",)),),
-            ),
-            Stage(
-                "adafactor_paper_no_scale_parameter_7",
-                "row",
-                level=3,
-                scalars=(),
-                temps=("tensor_sum_of_g",),
-                matrices=True,
-                reads=("row_sum_of_g",),
-                sums=(("sum", ("tensor_sum_of_g",)),),
-            ),
-            Stage(
-                "adafactor_paper_no_scale_parameter_8",
-                "tensor",
-                level=3,
-                scalars=(4, 1, 5),
-                temps=("lr_min_t_pow_m0p5_over_one_max_tensor_div",),
-                reads=("tensor_sum_of_g",),
-                stores=("lr_min_t_pow_m0p5_over_one_max_tensor_div",),
-                extents=("elements",),
-            ),
-            Stage(
-                "adafactor_paper_no_scale_parameter_9",
-                "row",
-                level=3,
-                scalars=(),
-                temps=("row_mul_3",),
-                matrices=True,
-                reads=("lr_min_t_pow_m0p5_over_one_max_tensor_div", "one_over_sqrt_row_div"),
-                stores=("row_mul_3",),
-            ),
-            Stage(
-                "adafactor_paper_no_scale_parameter_has_momentum_10",
-                "elem",
-                level=4,
-                scalars=(6, 7, 8),
-                matrices=True,
-                reads=("p", "g", "exp_avg", "one_over_sqrt_exp_avg_sq_col_2", "row_mul_3"),
-                stores=("p", "exp_avg"),
-            ),
-        ),
-    ),
-    Rule(
-        ({"scale_parameter": False, "relative_step": True, "has_momentum": True, "factored": False},),
-        (
-            "eps1", "grad_scale_times_grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "clip_threshold",
-            "rate", "beta1", "one_minus_beta1_times_grad_scale", "minus_lr_min_t_pow_m0p5_times_weight_decay",
-        ),
-        host=kernel_scalars_10,
-        temps=(
-            Temp("tensor_sum_of_g", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("lr_min_t_pow_m0p5_over_one_max_tensor_div", "tensor"),
-        ),
-        stages=(
-            Stage(
-                "adafactor_paper_no_scale_parameter_no_factored_1",
-                "elem",
-                level=0,
-                scalars=tuple(range(4)),
-                temps=("tensor_sum_of_g",),
-                reads=("g", "exp_avg_sq"),
-                sums=(("square", ("tensor_sum_of_g",)),),
-            ),
-            Stage(
-                "adafactor_paper_no_scale_parameter_no_factored_2",
-                "tensor",
-                level=1,
-                scalars=(4, 1, 5),
-                temps=("lr_min_t_pow_m0p5_over_one_max_tensor_div",),
-                reads=("tensor_sum_of_g",),
-                stores=("lr_min_t_pow_m0p5_over_one_max_tensor_div",),
-                extents=("elements",),
-            ),
-            Stage(
-                "adafactor_paper_no_scale_parameter_has_momentum_no_factored_3",
-                "elem",
-                level=2,
+                "adafactor_paper_no_scale_parameter_has_momentum_no_factored_3", "elem", level=2,
                 scalars=(0, 6, 1, 2, 3, 7, 8),
                 reads=("p", "g", "exp_avg", "exp_avg_sq", "lr_min_t_pow_m0p5_over_one_max_tensor_div"),
-                stores=("p", "exp_avg", "exp_avg_sq"),
-                plus=("exp_avg_sq",),
+                stores=("p", "exp_avg", "exp_avg_sq"), plus=("exp_avg_sq",),
                 needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
             ),
         ),
     ),
     Rule(
-        ({"scale_parameter": False, "relative_step": False, "has_momentum": False, "factored": True},),
-        (
-            "eps1", "grad_scale_times_grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "lr",
-            "clip_threshold", "grad_scale", "minus_lr_times_weight_decay",
-        ),
-        host=kernel_scalars_11,
-        temps=(
-            Temp("col_sum_for_exp_avg_sq_col", "col", reduction="col_sum", source="elem"),
-            Temp("row_sum_for_exp_avg_sq_row", "row", reduction="row_sum", source="elem"),
-            Temp("mat_sum_of_exp_avg_sq_row", "mat", reduction="mat_sum", source="row"),
-            Temp("one_over_sqrt_exp_avg_sq_col_2", "col"),
-            Temp("mat_sum_of_exp_avg_sq_row_over_rows", "mat"),
-            Temp("one_over_sqrt_row_div", "row"),
-            Temp("row_sum_of_g", "row", reduction="row_sum", source="elem"),
-            Temp("tensor_sum_of_g", "tensor", reduction="tensor_sum", source="row"),
-            Temp("lr_over_one_max_tensor_div", "tensor"),
-            Temp("row_mul_3", "row"),
-        ),
+        ({"scale_parameter": False, "relative_step": False, "has_momentum": False, "factored": True},), SCALARS_7,
+        host=kernel_scalars_11, temps=TEMPS_5,
         stages=(
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_1, ADAFACTOR_PAPER_NO_SCALE_PARAMETER_2,
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_3, ADAFACTOR_PAPER_NO_SCALE_PARAMETER_4,
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_5, ADAFACTOR_PAPER_7,
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_NO_RELATIVE_STEP_7,
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_NO_RELATIVE_STEP_8,
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_NO_RELATIVE_STEP_9, ADAFACTOR_PAPER_NO_SCALE_PARAMETER_10,
+        ),
+    ),
+    Rule(
+        ({"scale_parameter": False, "relative_step": False, "has_momentum": False, "factored": False},), SCALARS_7,
+        host=kernel_scalars_11, temps=TEMPS_6,
+        stages=(
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_NO_FACTORED_1,
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_NO_RELATIVE_STEP_NO_FACTORED_2,
             Stage(
-                "adafactor_paper_no_scale_parameter_1",
-                "elem",
-                level=0,
-                scalars=(),
-                temps=("col_sum_for_exp_avg_sq_col", "row_sum_for_exp_avg_sq_row"),
-                matrices=True,
-                reads=("g",),
-                sums=(("square", ("col_sum_for_exp_avg_sq_col", "row_sum_for_exp_avg_sq_row")),),
-            ),
-            Stage(
-                "adafactor_paper_no_scale_parameter_2",
-                "row",
-                level=1,
-                scalars=tuple(range(4)),
-                temps=("mat_sum_of_exp_avg_sq_row",),
-                matrices=True,
-                reads=("exp_avg_sq_row", "row_sum_for_exp_avg_sq_row"),
-                stores=("exp_avg_sq_row",),
-                sums=(("sum", ("mat_sum_of_exp_avg_sq_row",)),),
-                extents=("columns",),
-                plus=("exp_avg_sq_row",),
-            ),
-            Stage(
-                "adafactor_paper_no_scale_parameter_3",
-                "col",
-                level=1,
-                scalars=tuple(range(4)),
-                temps=("one_over_sqrt_exp_avg_sq_col_2",),
-                matrices=True,
-                reads=("exp_avg_sq_col", "col_sum_for_exp_avg_sq_col"),
-                stores=("exp_avg_sq_col", "one_over_sqrt_exp_avg_sq_col_2"),
-                extents=("rows",),
-                plus=("exp_avg_sq_col", "one_over_sqrt_exp_avg_sq_col_2"),
-            ),
-            Stage(
-                "adafactor_paper_no_scale_parameter_4",
-                "mat",
-                level=1,
-                scalars=(),
-                temps=("mat_sum_of_exp_avg_sq_row_over_rows",),
-                matrices=True,
-                reads=("mat_sum_of_exp_avg_sq_row",),
-                stores=("mat_sum_of_exp_avg_sq_row_over_rows",),
-                extents=("rows",),
-            ),
-            Stage(
-                "adafactor_paper_no_scale_parameter_5",
-                "row",
-                level=1,
-                scalars=(),
-                temps=("one_over_sqrt_row_div",),
-                matrices=True,
-                reads=("exp_avg_sq_row", "mat_sum_of_exp_avg_sq_row_over_rows"),
-                stores=("one_over_sqrt_row_div",),
-            ),
-            Stage(
-                "adafactor_paper_7",
-                "elem",
-                level=2,
-                scalars=(),
-                temps=("row_sum_of_g",),
-                matrices=True,
-                reads=("g", "one_over_sqrt_exp_avg_sq_col_2", "one_over_sqrt_row_div"),
-                sums=(("square", ("row_sum_of_g",)),),
-            ),
-            Stage(
-                "adafactor_paper_no_scale_parameter_no_relative_step_7",
-                "row",
-                level=3,
-                scalars=(),
-                temps=("tensor_sum_of_g",),
-                matrices=True,
-                reads=("row_sum_of_g",),
-                sums=(("sum", ("tensor_sum_of_g",)),),
-            ),
-            Stage(
-                "adafactor_paper_no_scale_parameter_no_relative_step_8",
-                "tensor",
-                level=3,
-                scalars=(4, 5, 1),
-                temps=("lr_over_one_max_tensor_div",),
-                reads=("tensor_sum_of_g",),
-                stores=("lr_over_one_max_tensor_div",),
-                extents=("elements",),
-            ),
-            Stage(
-                "adafactor_paper_no_scale_parameter_no_relative_step_9",
-                "row",
-                level=3,
-                scalars=(),
-                temps=("row_mul_3",),
-                matrices=True,
-                reads=("lr_over_one_max_tensor_div", "one_over_sqrt_row_div"),
-                stores=("row_mul_3",),
-            ),
-            Stage(
-                "adafactor_paper_no_scale_parameter_10",
-                "elem",
-                level=4,
-                scalars=(6, 7),
-                matrices=True,
-                reads=("p", "g", "one_over_sqrt_exp_avg_sq_col_2", "row_mul_3"),
-                stores=("p",),
+                "adafactor_paper_no_scale_parameter_no_relative_step_no_factored_3", "elem", level=2,
+                scalars=(0, 6, 1, 2, 3, 7), reads=("p", "g", "exp_avg_sq", "lr_over_one_max_tensor_div"),
+                stores=("p", "exp_avg_sq"), plus=("exp_avg_sq",), needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
             ),
         ),
     ),
     Rule(
-        ({"scale_parameter": False, "relative_step": False, "has_momentum": False, "factored": False},),
-        (
-            "eps1", "grad_scale_times_grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "lr",
-            "clip_threshold", "grad_scale", "minus_lr_times_weight_decay",
-        ),
-        host=kernel_scalars_11,
-        temps=(
-            Temp("tensor_sum_of_g", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("lr_over_one_max_tensor_div", "tensor"),
-        ),
+        ({"scale_parameter": False, "relative_step": False, "has_momentum": True, "factored": True},), SCALARS_8,
+        host=kernel_scalars_12, temps=TEMPS_5,
         stages=(
-            Stage(
-                "adafactor_paper_no_scale_parameter_no_factored_1",
-                "elem",
-                level=0,
-                scalars=tuple(range(4)),
-                temps=("tensor_sum_of_g",),
-                reads=("g", "exp_avg_sq"),
-                sums=(("square", ("tensor_sum_of_g",)),),
-            ),
-            Stage(
-                "adafactor_paper_no_scale_parameter_no_relative_step_no_factored_2",
-                "tensor",
-                level=1,
-                scalars=(4, 5, 1),
-                temps=("lr_over_one_max_tensor_div",),
-                reads=("tensor_sum_of_g",),
-                stores=("lr_over_one_max_tensor_div",),
-                extents=("elements",),
-            ),
-            Stage(
-                "adafactor_paper_no_scale_parameter_no_relative_step_no_factored_3",
-                "elem",
-                level=2,
-                scalars=(0, 6, 1, 2, 3, 7),
-                reads=("p", "g", "exp_avg_sq", "lr_over_one_max_tensor_div"),
-                stores=("p", "exp_avg_sq"),
-                plus=("exp_avg_sq",),
-                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
-            ),
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_1, ADAFACTOR_PAPER_NO_SCALE_PARAMETER_2,
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_3, ADAFACTOR_PAPER_NO_SCALE_PARAMETER_4,
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_5, ADAFACTOR_PAPER_7,
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_NO_RELATIVE_STEP_7,
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_NO_RELATIVE_STEP_8,
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_NO_RELATIVE_STEP_9, ADAFACTOR_PAPER_NO_SCALE_PARAMETER_HAS_MOMENTUM_10,
         ),
     ),
     Rule(
-        ({"scale_parameter": False, "relative_step": False, "has_momentum": True, "factored": True},),
-        (
-            "eps1", "grad_scale_times_grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "lr",
-            "clip_threshold", "beta1", "one_minus_beta1_times_grad_scale", "minus_lr_times_weight_decay",
-        ),
-        host=kernel_scalars_12,
-        temps=(
-            Temp("col_sum_for_exp_avg_sq_col", "col", reduction="col_sum", source="elem"),
-            Temp("row_sum_for_exp_avg_sq_row", "row", reduction="row_sum", source="elem"),
-            Temp("mat_sum_of_exp_avg_sq_row", "mat", reduction="mat_sum", source="row"),
-            Temp("one_over_sqrt_exp_avg_sq_col_2", "col"),
-            Temp("mat_sum_of_exp_avg_sq_row_over_rows", "mat"),
-            Temp("one_over_sqrt_row_div", "row"),
-            Temp("row_sum_of_g", "row", reduction="row_sum", source="elem"),
-            Temp("tensor_sum_of_g", "tensor", reduction="tensor_sum", source="row"),
-            Temp("lr_over_one_max_tensor_div", "tensor"),
-            Temp("row_mul_3", "row"),
-        ),
+        ({"scale_parameter": False, "relative_step": False, "has_momentum": True, "factored": False},), SCALARS_8,
+        host=kernel_scalars_12, temps=TEMPS_6,
         stages=(
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_NO_FACTORED_1,
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_NO_RELATIVE_STEP_NO_FACTORED_2,
             Stage(
-                "adafactor_paper_no_scale_parameter_1",
-                "elem",
-                level=0,
-                scalars=(),
-                temps=("col_sum_for_exp_avg_sq_col", "row_sum_for_exp_avg_sq_row"),
-                matrices=True,
-                reads=("g",),
-                sums=(("square", ("col_sum_for_exp_avg_sq_col", "row_sum_for_exp_avg_sq_row")),),
-            ),
-            Stage(
-                "adafactor_paper_no_scale_parameter_2",
-                "row",
-                level=1,
-                scalars=tuple(range(4)),
-                temps=("mat_sum_of_exp_avg_sq_row",),
-                matrices=True,
-                reads=("exp_avg_sq_row", "row_sum_for_exp_avg_sq_row"),
-                stores=("exp_avg_sq_row",),
-                sums=(("sum", ("mat_sum_of_exp_avg_sq_row",)),),
-                extents=("columns",),
-                plus=("exp_avg_sq_row",),
-            ),
-            Stage(
-                "adafactor_paper_no_scale_parameter_3",
-                "col",
-                level=1,
-                scalars=tuple(range(4)),
-                temps=("one_over_sqrt_exp_avg_sq_col_2",),
-                matrices=True,
-                reads=("exp_avg_sq_col", "col_sum_for_exp_avg_sq_col"),
-                stores=("exp_avg_sq_col", "one_over_sqrt_exp_avg_sq_col_2"),
-                extents=("rows",),
-                plus=("exp_avg_sq_col", "one_over_sqrt_exp_avg_sq_col_2"),
-            ),
-            Stage(
-                "adafactor_paper_no_scale_parameter_4",
-                "mat",
-                level=1,
-                scalars=(),
-                temps=("mat_sum_of_exp_avg_sq_row_over_rows",),
-                matrices=True,
-                reads=("mat_sum_of_exp_avg_sq_row",),
-                stores=("mat_sum_of_exp_avg_sq_row_over_rows",),
-                extents=("rows",),
-            ),
-            Stage(
-                "adafactor_paper_no_scale_parameter_5",
-                "row",
-                level=1,
-                scalars=(),
-                temps=("one_over_sqrt_row_div",),
-                matrices=True,
-                reads=("exp_avg_sq_row", "mat_sum_of_exp_avg_sq_row_over_rows"),
-                stores=("one_over_sqrt_row_div",),
-            ),
-            Stage(
-                "adafactor_paper_7",
-                "elem",
-                level=2,
-                scalars=(),
-                temps=("row_sum_of_g",),
-                matrices=True,
-                reads=("g", "one_over_sqrt_exp_avg_sq_col_2", "one_over_sqrt_row_div"),
-                sums=(("square", ("row_sum_of_g",)),),
-            ),
-            Stage(
-                "adafactor_paper_no_scale_parameter_no_relative_step_7",
-                "row",
-                level=3,
-                scalars=(),
-                temps=("tensor_sum_of_g",),
-                matrices=True,
-                reads=("row_sum_of_g",),
-                sums=(("sum", ("tensor_sum_of_g",)),),
-            ),
-            Stage(
-                "adafactor_paper_no_scale_parameter_no_relative_step_8",
-                "tensor",
-                level=3,
-                scalars=(4, 5, 1),
-                temps=("lr_over_one_max_tensor_div",),
-                reads=("tensor_sum_of_g",),
-                stores=("lr_over_one_max_tensor_div",),
-                extents=("elements",),
-            ),
-            Stage(
-                "adafactor_paper_no_scale_parameter_no_relative_step_9",
-                "row",
-                level=3,
-                scalars=(),
-                temps=("row_mul_3",),
-                matrices=True,
-                reads=("lr_over_one_max_tensor_div", "one_over_sqrt_row_div"),
-                stores=("row_mul_3",),
-            ),
-            Stage(
-                "adafactor_paper_no_scale_parameter_has_momentum_10",
-                "elem",
-                level=4,
-                scalars=(6, 7, 8),
-                matrices=True,
-                reads=("p", "g", "exp_avg", "one_over_sqrt_exp_avg_sq_col_2", "row_mul_3"),
-                stores=("p", "exp_avg"),
-            ),
-        ),
-    ),
-    Rule(
-        ({"scale_parameter": False, "relative_step": False, "has_momentum": True, "factored": False},),
-        (
-            "eps1", "grad_scale_times_grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "lr",
-            "clip_threshold", "beta1", "one_minus_beta1_times_grad_scale", "minus_lr_times_weight_decay",
-        ),
-        host=kernel_scalars_12,
-        temps=(
-            Temp("tensor_sum_of_g", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("lr_over_one_max_tensor_div", "tensor"),
-        ),
-        stages=(
-            Stage(
-                "adafactor_paper_no_scale_parameter_no_factored_1",
-                "elem",
-                level=0,
-                scalars=tuple(range(4)),
-                temps=("tensor_sum_of_g",),
-                reads=("g", "exp_avg_sq"),
-                sums=(("square", ("tensor_sum_of_g",)),),
-            ),
-            Stage(
-                "adafactor_paper_no_scale_parameter_no_relative_step_no_factored_2",
-                "tensor",
-                level=1,
-                scalars=(4, 5, 1),
-                temps=("lr_over_one_max_tensor_div",),
-                reads=("tensor_sum_of_g",),
-                stores=("lr_over_one_max_tensor_div",),
-                extents=("elements",),
-            ),
-            Stage(
-                "adafactor_paper_no_scale_parameter_no_relative_step_has_momentum_no_factored_3",
-                "elem",
-                level=2,
-                scalars=(0, 6, 1, 2, 3, 7, 8),
-                reads=("p", "g", "exp_avg", "exp_avg_sq", "lr_over_one_max_tensor_div"),
-                stores=("p", "exp_avg", "exp_avg_sq"),
-                plus=("exp_avg_sq",),
+                "adafactor_paper_no_scale_parameter_no_relative_step_has_momentum_no_factored_3", "elem", level=2,
+                scalars=(0, 6, 1, 2, 3, 7, 8), reads=("p", "g", "exp_avg", "exp_avg_sq", "lr_over_one_max_tensor_div"),
+                stores=("p", "exp_avg", "exp_avg_sq"), plus=("exp_avg_sq",),
                 needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
             ),
         ),

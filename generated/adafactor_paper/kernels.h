@@ -138,8 +138,7 @@ OPTGEN_INLINE void adafactor_paper_no_factored_2(
     F eps2, F clip_threshold, F weight_decay, F rate, F grad_scale_times_grad_scale, F extent_elements,
     S0 &tensor_sum_for_rate, S1 &tensor_sum_of_g, S2 &rate_over_one_max_tensor_div, S3 &rate_times_weight_decay
 ) {
-    // 48  rate = rate * maximum(eps2, rms(p))
-    const F rate_ = rate * max(eps2, sqrt(tensor_sum_for_rate.read() / extent_elements));
+    const F rate_ = rate * max(eps2, sqrt(tensor_sum_for_rate.read() / extent_elements));  // 48
     rate_over_one_max_tensor_div.set(
         rate_
         / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g.read() / extent_elements) / clip_threshold)
@@ -154,10 +153,9 @@ OPTGEN_INLINE F adafactor_paper_no_factored_3(
     S0 &exp_avg_sq, S1 &rate_times_weight_decay, S2 &rate_over_one_max_tensor_div
 ) {
     const F exp_avg_sq_ = exp_avg_sq.read();
-    const F square = fma(grad_scale_times_grad_scale * g, g, eps1);  // 50  square = g * g + eps1
-    // 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
-    const F exp_avg_sq_2 = fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq_);
-    // 62  p = p - rate * weight_decay * p - update
+    const F square = fma(grad_scale_times_grad_scale * g, g, eps1);  // 50
+    const F exp_avg_sq_2 = fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq_);  // 56
+    // 62
     const F p_ = fma(
         -(grad_scale * rate_over_one_max_tensor_div.read()), g / sqrt(exp_avg_sq_2),
         fma(-rate_times_weight_decay.read(), p, p)
@@ -177,7 +175,7 @@ OPTGEN_INLINE F adafactor_paper_has_momentum_11(
         one_minus_beta1_times_grad_scale * row_mul_3.read(), g * one_over_sqrt_exp_avg_sq_col_2.read(),
         exp_avg.times(beta1)
     );
-    const F p_ = fma(-rate_times_weight_decay.read(), p, p) - exp_avg_;  // 62  p = p - rate * weight_decay * p - update
+    const F p_ = fma(-rate_times_weight_decay.read(), p, p) - exp_avg_;  // 62
     exp_avg.set(exp_avg_);
     return p_;
 }
@@ -190,15 +188,14 @@ OPTGEN_INLINE F adafactor_paper_has_momentum_no_factored_3(
     S3 &rate_over_one_max_tensor_div
 ) {
     const F exp_avg_sq_ = exp_avg_sq.read();
-    const F square = fma(grad_scale_times_grad_scale * g, g, eps1);      // 50  square = g * g + eps1
-    // 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
-    const F exp_avg_sq_2 = fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq_);
-    // 60  exp_avg = beta1 * exp_avg + (1 - beta1) * update
+    const F square = fma(grad_scale_times_grad_scale * g, g, eps1);      // 50
+    const F exp_avg_sq_2 = fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq_);  // 56
+    // 60
     const F exp_avg_ = fma(
         one_minus_beta1_times_grad_scale * rate_over_one_max_tensor_div.read(), g / sqrt(exp_avg_sq_2),
         exp_avg.times(beta1)
     );
-    const F p_ = fma(-rate_times_weight_decay.read(), p, p) - exp_avg_;  // 62  p = p - rate * weight_decay * p - update
+    const F p_ = fma(-rate_times_weight_decay.read(), p, p) - exp_avg_;  // 62
     exp_avg.set(exp_avg_);
     exp_avg_sq.set(exp_avg_sq_2);
     return p_;
@@ -211,7 +208,7 @@ OPTGEN_INLINE void adafactor_paper_no_relative_step_2(
     S0 &exp_avg_sq_row, S1 &row_sum_for_exp_avg_sq_row, S2 &row_sum_for_rate, S3 &mat_sum_of_exp_avg_sq_row,
     S4 &tensor_sum_for_rate
 ) {
-    // 52  exp_avg_sq_row = beta2 * exp_avg_sq_row + (1 - beta2) * row_mean(square)
+    // 52
     const F exp_avg_sq_row_ = fma(
         one_minus_one_minus_t_pow_decay_rate,
         grad_scale_times_grad_scale * row_sum_for_exp_avg_sq_row.read() / extent_columns + eps1,
@@ -228,7 +225,7 @@ OPTGEN_INLINE void adafactor_paper_no_relative_step_3(
     F eps1, F grad_scale_times_grad_scale, F beta2, F one_minus_one_minus_t_pow_decay_rate, F extent_rows,
     S0 &exp_avg_sq_col, S1 &col_sum_for_exp_avg_sq_col, S2 &one_over_sqrt_exp_avg_sq_col_2
 ) {
-    // 53  exp_avg_sq_col = beta2 * exp_avg_sq_col + (1 - beta2) * col_mean(square)
+    // 53
     const F exp_avg_sq_col_ = fma(
         one_minus_one_minus_t_pow_decay_rate,
         grad_scale_times_grad_scale * col_sum_for_exp_avg_sq_col.read() / extent_rows + eps1,
@@ -243,8 +240,7 @@ template <class S0, class S1, class S2>
 OPTGEN_INLINE void adafactor_paper_no_relative_step_4(
     F lr, F eps2, F weight_decay, F extent_elements, S0 &tensor_sum_for_rate, S1 &rate, S2 &rate_times_weight_decay
 ) {
-    // 48  rate = rate * maximum(eps2, rms(p))
-    const F rate_ = lr * max(eps2, sqrt(tensor_sum_for_rate.read() / extent_elements));
+    const F rate_ = lr * max(eps2, sqrt(tensor_sum_for_rate.read() / extent_elements));  // 48
     rate.set(rate_);
     rate_times_weight_decay.set(rate_ * weight_decay);
 }
@@ -271,8 +267,7 @@ OPTGEN_INLINE void adafactor_paper_no_relative_step_no_factored_2(
     F lr, F eps2, F clip_threshold, F weight_decay, F grad_scale_times_grad_scale, F extent_elements,
     S0 &tensor_sum_for_rate, S1 &tensor_sum_of_g, S2 &rate_over_one_max_tensor_div, S3 &rate_times_weight_decay
 ) {
-    // 48  rate = rate * maximum(eps2, rms(p))
-    const F rate = lr * max(eps2, sqrt(tensor_sum_for_rate.read() / extent_elements));
+    const F rate = lr * max(eps2, sqrt(tensor_sum_for_rate.read() / extent_elements));  // 48
     rate_over_one_max_tensor_div.set(
         rate
         / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g.read() / extent_elements) / clip_threshold)
@@ -293,7 +288,7 @@ OPTGEN_INLINE void adafactor_paper_no_scale_parameter_2(
     F eps1, F grad_scale_times_grad_scale, F beta2, F one_minus_one_minus_t_pow_decay_rate, F extent_columns,
     S0 &exp_avg_sq_row, S1 &row_sum_for_exp_avg_sq_row, S2 &mat_sum_of_exp_avg_sq_row
 ) {
-    // 52  exp_avg_sq_row = beta2 * exp_avg_sq_row + (1 - beta2) * row_mean(square)
+    // 52
     const F exp_avg_sq_row_ = fma(
         one_minus_one_minus_t_pow_decay_rate,
         grad_scale_times_grad_scale * row_sum_for_exp_avg_sq_row.read() / extent_columns + eps1,
@@ -309,7 +304,7 @@ OPTGEN_INLINE void adafactor_paper_no_scale_parameter_3(
     F eps1, F grad_scale_times_grad_scale, F beta2, F one_minus_one_minus_t_pow_decay_rate, F extent_rows,
     S0 &exp_avg_sq_col, S1 &col_sum_for_exp_avg_sq_col, S2 &one_over_sqrt_exp_avg_sq_col_2
 ) {
-    // 53  exp_avg_sq_col = beta2 * exp_avg_sq_col + (1 - beta2) * col_mean(square)
+    // 53
     const F exp_avg_sq_col_ = fma(
         one_minus_one_minus_t_pow_decay_rate,
         grad_scale_times_grad_scale * col_sum_for_exp_avg_sq_col.read() / extent_rows + eps1,
@@ -367,7 +362,7 @@ OPTGEN_INLINE F adafactor_paper_no_scale_parameter_10(
     F p, F g, F grad_scale, F minus_lr_min_t_pow_m0p5_times_weight_decay, S0 &one_over_sqrt_exp_avg_sq_col_2,
     S1 &row_mul_3
 ) {
-    // 62  p = p - rate * weight_decay * p - update
+    // 62
     const F p_ = fma(
         -(grad_scale * row_mul_3.read()), g * one_over_sqrt_exp_avg_sq_col_2.read(),
         fma(minus_lr_min_t_pow_m0p5_times_weight_decay, p, p)
@@ -382,9 +377,8 @@ OPTGEN_INLINE void adafactor_paper_no_scale_parameter_no_factored_1(
     S1 &tensor_sum_of_g
 ) {
     const F exp_avg_sq_ = exp_avg_sq.read();
-    const F square = fma(grad_scale_times_grad_scale * g, g, eps1);  // 50  square = g * g + eps1
-    // 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
-    const F exp_avg_sq_2 = fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq_);
+    const F square = fma(grad_scale_times_grad_scale * g, g, eps1);  // 50
+    const F exp_avg_sq_2 = fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq_);  // 56
     const F g_mul = g / sqrt(exp_avg_sq_2);
     tensor_sum_of_g.set(g_mul * g_mul);
 }
@@ -408,10 +402,9 @@ OPTGEN_INLINE F adafactor_paper_no_scale_parameter_no_factored_3(
     F minus_lr_min_t_pow_m0p5_times_weight_decay, S0 &exp_avg_sq, S1 &lr_min_t_pow_m0p5_over_one_max_tensor_div
 ) {
     const F exp_avg_sq_ = exp_avg_sq.read();
-    const F square = fma(grad_scale_times_grad_scale * g, g, eps1);  // 50  square = g * g + eps1
-    // 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
-    const F exp_avg_sq_2 = fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq_);
-    // 62  p = p - rate * weight_decay * p - update
+    const F square = fma(grad_scale_times_grad_scale * g, g, eps1);  // 50
+    const F exp_avg_sq_2 = fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq_);  // 56
+    // 62
     const F p_ = fma(
         -(grad_scale * lr_min_t_pow_m0p5_over_one_max_tensor_div.read()), g / sqrt(exp_avg_sq_2),
         fma(minus_lr_min_t_pow_m0p5_times_weight_decay, p, p)
@@ -426,13 +419,12 @@ OPTGEN_INLINE F adafactor_paper_no_scale_parameter_has_momentum_10(
     F p, F g, F beta1, F one_minus_beta1_times_grad_scale, F minus_lr_min_t_pow_m0p5_times_weight_decay, S0 &exp_avg,
     S1 &one_over_sqrt_exp_avg_sq_col_2, S2 &row_mul_3
 ) {
-    // 60  exp_avg = beta1 * exp_avg + (1 - beta1) * update
+    // 60
     const F exp_avg_ = fma(
         one_minus_beta1_times_grad_scale * row_mul_3.read(), g * one_over_sqrt_exp_avg_sq_col_2.read(),
         exp_avg.times(beta1)
     );
-    // 62  p = p - rate * weight_decay * p - update
-    const F p_ = fma(minus_lr_min_t_pow_m0p5_times_weight_decay, p, p) - exp_avg_;
+    const F p_ = fma(minus_lr_min_t_pow_m0p5_times_weight_decay, p, p) - exp_avg_;  // 62
     exp_avg.set(exp_avg_);
     return p_;
 }
@@ -445,16 +437,14 @@ OPTGEN_INLINE F adafactor_paper_no_scale_parameter_has_momentum_no_factored_3(
     S2 &lr_min_t_pow_m0p5_over_one_max_tensor_div
 ) {
     const F exp_avg_sq_ = exp_avg_sq.read();
-    const F square = fma(grad_scale_times_grad_scale * g, g, eps1);  // 50  square = g * g + eps1
-    // 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
-    const F exp_avg_sq_2 = fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq_);
-    // 60  exp_avg = beta1 * exp_avg + (1 - beta1) * update
+    const F square = fma(grad_scale_times_grad_scale * g, g, eps1);  // 50
+    const F exp_avg_sq_2 = fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq_);  // 56
+    // 60
     const F exp_avg_ = fma(
         one_minus_beta1_times_grad_scale * lr_min_t_pow_m0p5_over_one_max_tensor_div.read(), g / sqrt(exp_avg_sq_2),
         exp_avg.times(beta1)
     );
-    // 62  p = p - rate * weight_decay * p - update
-    const F p_ = fma(minus_lr_min_t_pow_m0p5_times_weight_decay, p, p) - exp_avg_;
+    const F p_ = fma(minus_lr_min_t_pow_m0p5_times_weight_decay, p, p) - exp_avg_;  // 62
     exp_avg.set(exp_avg_);
     exp_avg_sq.set(exp_avg_sq_2);
     return p_;
@@ -502,10 +492,9 @@ OPTGEN_INLINE F adafactor_paper_no_scale_parameter_no_relative_step_no_factored_
     F minus_lr_times_weight_decay, S0 &exp_avg_sq, S1 &lr_over_one_max_tensor_div
 ) {
     const F exp_avg_sq_ = exp_avg_sq.read();
-    const F square = fma(grad_scale_times_grad_scale * g, g, eps1);  // 50  square = g * g + eps1
-    // 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
-    const F exp_avg_sq_2 = fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq_);
-    // 62  p = p - rate * weight_decay * p - update
+    const F square = fma(grad_scale_times_grad_scale * g, g, eps1);  // 50
+    const F exp_avg_sq_2 = fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq_);  // 56
+    // 62
     const F p_ = fma(
         -(grad_scale * lr_over_one_max_tensor_div.read()), g / sqrt(exp_avg_sq_2),
         fma(minus_lr_times_weight_decay, p, p)
@@ -522,15 +511,14 @@ OPTGEN_INLINE F adafactor_paper_no_scale_parameter_no_relative_step_has_momentum
     S2 &lr_over_one_max_tensor_div
 ) {
     const F exp_avg_sq_ = exp_avg_sq.read();
-    const F square = fma(grad_scale_times_grad_scale * g, g, eps1);  // 50  square = g * g + eps1
-    // 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
-    const F exp_avg_sq_2 = fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq_);
-    // 60  exp_avg = beta1 * exp_avg + (1 - beta1) * update
+    const F square = fma(grad_scale_times_grad_scale * g, g, eps1);  // 50
+    const F exp_avg_sq_2 = fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq_);  // 56
+    // 60
     const F exp_avg_ = fma(
         one_minus_beta1_times_grad_scale * lr_over_one_max_tensor_div.read(), g / sqrt(exp_avg_sq_2),
         exp_avg.times(beta1)
     );
-    const F p_ = fma(minus_lr_times_weight_decay, p, p) - exp_avg_;  // 62  p = p - rate * weight_decay * p - update
+    const F p_ = fma(minus_lr_times_weight_decay, p, p) - exp_avg_;  // 62
     exp_avg.set(exp_avg_);
     exp_avg_sq.set(exp_avg_sq_2);
     return p_;

@@ -183,7 +183,7 @@ def adafactor_paper_no_factored_2_values(
     grad_scale_times_grad_scale,
 ):
     """The new rate_over_one_max_tensor_div, rate_times_weight_decay."""
-    # 48  rate = rate * maximum(eps2, rms(p))
+    # 48
     rate_ = rate * tl.maximum(eps2, tl.sqrt(tensor_sum_for_rate / extent_elements), propagate_nan=tl.PropagateNan.ALL)
     return rate_ / tl.maximum(
         1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / clip_threshold,
@@ -209,10 +209,9 @@ def adafactor_paper_no_factored_3_tile(
 ):
     """The new p, exp_avg_sq."""
     exp_avg_sq = read(exp_avg_sq, PLAN.exp_avg_sq)
-    square = tl.fma(grad_scale_times_grad_scale * g, g, eps1)  # 50  square = g * g + eps1
-    # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
-    exp_avg_sq = tl.fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq)
-    # 62  p = p - rate * weight_decay * p - update
+    square = tl.fma(grad_scale_times_grad_scale * g, g, eps1)  # 50
+    exp_avg_sq = tl.fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq)  # 56
+    # 62
     p = tl.fma(
         minus(grad_scale * rate_over_one_max_tensor_div), g * reciprocal(tl.sqrt(exp_avg_sq)),
         tl.fma(minus(rate_times_weight_decay), p, p)
@@ -242,7 +241,7 @@ def adafactor_paper_has_momentum_11_tile(
         one_minus_beta1_times_grad_scale * row_mul_3, g * one_over_sqrt_exp_avg_sq_col_2,
         times(beta1, exp_avg, PLAN.exp_avg)
     )
-    p = tl.fma(minus(rate_times_weight_decay), p, p) - exp_avg  # 62  p = p - rate * weight_decay * p - update
+    p = tl.fma(minus(rate_times_weight_decay), p, p) - exp_avg  # 62
     return p, exp_avg
 
 
@@ -262,15 +261,14 @@ def adafactor_paper_has_momentum_no_factored_3_tile(
 ):
     """The new p, exp_avg, exp_avg_sq."""
     exp_avg_sq = read(exp_avg_sq, PLAN.exp_avg_sq)
-    square = tl.fma(grad_scale_times_grad_scale * g, g, eps1)   # 50  square = g * g + eps1
-    # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
-    exp_avg_sq = tl.fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq)
-    # 60  exp_avg = beta1 * exp_avg + (1 - beta1) * update
+    square = tl.fma(grad_scale_times_grad_scale * g, g, eps1)   # 50
+    exp_avg_sq = tl.fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq)  # 56
+    # 60
     exp_avg = tl.fma(
         one_minus_beta1_times_grad_scale * rate_over_one_max_tensor_div, g * reciprocal(tl.sqrt(exp_avg_sq)),
         times(beta1, exp_avg, PLAN.exp_avg)
     )
-    p = tl.fma(minus(rate_times_weight_decay), p, p) - exp_avg  # 62  p = p - rate * weight_decay * p - update
+    p = tl.fma(minus(rate_times_weight_decay), p, p) - exp_avg  # 62
     return p, exp_avg, exp_avg_sq
 
 
@@ -289,7 +287,7 @@ def adafactor_paper_has_momentum_no_factored_3_sweep(
 @triton.jit
 def adafactor_paper_no_relative_step_4_values(tensor_sum_for_rate, extent_elements, lr, eps2, weight_decay):
     """The new rate, rate_times_weight_decay."""
-    # 48  rate = rate * maximum(eps2, rms(p))
+    # 48
     rate = lr * tl.maximum(eps2, tl.sqrt(tensor_sum_for_rate / extent_elements), propagate_nan=tl.PropagateNan.ALL)
     return rate, rate * weight_decay
 
@@ -319,7 +317,7 @@ def adafactor_paper_no_relative_step_no_factored_2_values(
     grad_scale_times_grad_scale,
 ):
     """The new rate_over_one_max_tensor_div, rate_times_weight_decay."""
-    # 48  rate = rate * maximum(eps2, rms(p))
+    # 48
     rate = lr * tl.maximum(eps2, tl.sqrt(tensor_sum_for_rate / extent_elements), propagate_nan=tl.PropagateNan.ALL)
     return rate / tl.maximum(
         1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / clip_threshold,
@@ -355,7 +353,7 @@ def adafactor_paper_no_scale_parameter_2_values(
     one_minus_one_minus_t_pow_decay_rate,
 ):
     """The new exp_avg_sq_row; the terms of mat_sum_of_exp_avg_sq_row."""
-    # 52  exp_avg_sq_row = beta2 * exp_avg_sq_row + (1 - beta2) * row_mean(square)
+    # 52
     exp_avg_sq_row = tl.fma(
         one_minus_one_minus_t_pow_decay_rate,
         grad_scale_times_grad_scale * row_sum_for_exp_avg_sq_row / extent_columns + eps1, beta2 * exp_avg_sq_row
@@ -418,7 +416,7 @@ def adafactor_paper_no_scale_parameter_10_tile(
     minus_lr_min_t_pow_m0p5_times_weight_decay, live, MASKED: tl.constexpr,
 ):
     """The new p."""
-    # 62  p = p - rate * weight_decay * p - update
+    # 62
     p = tl.fma(
         minus(grad_scale * row_mul_3), g * one_over_sqrt_exp_avg_sq_col_2,
         tl.fma(minus_lr_min_t_pow_m0p5_times_weight_decay, p, p)
@@ -444,9 +442,8 @@ def adafactor_paper_no_scale_parameter_no_factored_1_tile(
 ):
     """The terms of tensor_sum_of_g."""
     exp_avg_sq = read(exp_avg_sq, PLAN.exp_avg_sq)
-    square = tl.fma(grad_scale_times_grad_scale * g, g, eps1)  # 50  square = g * g + eps1
-    # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
-    exp_avg_sq = tl.fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq)
+    square = tl.fma(grad_scale_times_grad_scale * g, g, eps1)  # 50
+    exp_avg_sq = tl.fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq)  # 56
     g_mul = g * reciprocal(tl.sqrt(exp_avg_sq))
     return (g_mul,)
 
@@ -481,10 +478,9 @@ def adafactor_paper_no_scale_parameter_no_factored_3_tile(
 ):
     """The new p, exp_avg_sq."""
     exp_avg_sq = read(exp_avg_sq, PLAN.exp_avg_sq)
-    square = tl.fma(grad_scale_times_grad_scale * g, g, eps1)  # 50  square = g * g + eps1
-    # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
-    exp_avg_sq = tl.fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq)
-    # 62  p = p - rate * weight_decay * p - update
+    square = tl.fma(grad_scale_times_grad_scale * g, g, eps1)  # 50
+    exp_avg_sq = tl.fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq)  # 56
+    # 62
     p = tl.fma(
         minus(grad_scale * lr_min_t_pow_m0p5_over_one_max_tensor_div), g * reciprocal(tl.sqrt(exp_avg_sq)),
         tl.fma(minus_lr_min_t_pow_m0p5_times_weight_decay, p, p)
@@ -511,13 +507,12 @@ def adafactor_paper_no_scale_parameter_has_momentum_10_tile(
     one_minus_beta1_times_grad_scale, minus_lr_min_t_pow_m0p5_times_weight_decay, live, MASKED: tl.constexpr,
 ):
     """The new p, exp_avg."""
-    # 60  exp_avg = beta1 * exp_avg + (1 - beta1) * update
+    # 60
     exp_avg = tl.fma(
         one_minus_beta1_times_grad_scale * row_mul_3, g * one_over_sqrt_exp_avg_sq_col_2,
         times(beta1, exp_avg, PLAN.exp_avg)
     )
-    # 62  p = p - rate * weight_decay * p - update
-    p = tl.fma(minus_lr_min_t_pow_m0p5_times_weight_decay, p, p) - exp_avg
+    p = tl.fma(minus_lr_min_t_pow_m0p5_times_weight_decay, p, p) - exp_avg  # 62
     return p, exp_avg
 
 
@@ -540,16 +535,14 @@ def adafactor_paper_no_scale_parameter_has_momentum_no_factored_3_tile(
 ):
     """The new p, exp_avg, exp_avg_sq."""
     exp_avg_sq = read(exp_avg_sq, PLAN.exp_avg_sq)
-    square = tl.fma(grad_scale_times_grad_scale * g, g, eps1)               # 50  square = g * g + eps1
-    # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
-    exp_avg_sq = tl.fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq)
-    # 60  exp_avg = beta1 * exp_avg + (1 - beta1) * update
+    square = tl.fma(grad_scale_times_grad_scale * g, g, eps1)               # 50
+    exp_avg_sq = tl.fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq)  # 56
+    # 60
     exp_avg = tl.fma(
         one_minus_beta1_times_grad_scale * lr_min_t_pow_m0p5_over_one_max_tensor_div,
         g * reciprocal(tl.sqrt(exp_avg_sq)), times(beta1, exp_avg, PLAN.exp_avg)
     )
-    # 62  p = p - rate * weight_decay * p - update
-    p = tl.fma(minus_lr_min_t_pow_m0p5_times_weight_decay, p, p) - exp_avg
+    p = tl.fma(minus_lr_min_t_pow_m0p5_times_weight_decay, p, p) - exp_avg  # 62
     return p, exp_avg, exp_avg_sq
 
 
@@ -616,10 +609,9 @@ def adafactor_paper_no_scale_parameter_no_relative_step_no_factored_3_tile(
 ):
     """The new p, exp_avg_sq."""
     exp_avg_sq = read(exp_avg_sq, PLAN.exp_avg_sq)
-    square = tl.fma(grad_scale_times_grad_scale * g, g, eps1)  # 50  square = g * g + eps1
-    # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
-    exp_avg_sq = tl.fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq)
-    # 62  p = p - rate * weight_decay * p - update
+    square = tl.fma(grad_scale_times_grad_scale * g, g, eps1)  # 50
+    exp_avg_sq = tl.fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq)  # 56
+    # 62
     p = tl.fma(
         minus(grad_scale * lr_over_one_max_tensor_div), g * reciprocal(tl.sqrt(exp_avg_sq)),
         tl.fma(minus_lr_times_weight_decay, p, p)
@@ -648,15 +640,14 @@ def adafactor_paper_no_scale_parameter_no_relative_step_has_momentum_no_factored
 ):
     """The new p, exp_avg, exp_avg_sq."""
     exp_avg_sq = read(exp_avg_sq, PLAN.exp_avg_sq)
-    square = tl.fma(grad_scale_times_grad_scale * g, g, eps1)  # 50  square = g * g + eps1
-    # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
-    exp_avg_sq = tl.fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq)
-    # 60  exp_avg = beta1 * exp_avg + (1 - beta1) * update
+    square = tl.fma(grad_scale_times_grad_scale * g, g, eps1)  # 50
+    exp_avg_sq = tl.fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq)  # 56
+    # 60
     exp_avg = tl.fma(
         one_minus_beta1_times_grad_scale * lr_over_one_max_tensor_div, g * reciprocal(tl.sqrt(exp_avg_sq)),
         times(beta1, exp_avg, PLAN.exp_avg)
     )
-    p = tl.fma(minus_lr_times_weight_decay, p, p) - exp_avg    # 62  p = p - rate * weight_decay * p - update
+    p = tl.fma(minus_lr_times_weight_decay, p, p) - exp_avg    # 62
     return p, exp_avg, exp_avg_sq
 
 

@@ -2,7 +2,7 @@
 #     adagrad
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord
+from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, by_flags
 from optgen.runtime.records.scalars import divide, maximum, where
 from optgen.runtime.reference.eager import sqrt
 
@@ -80,14 +80,10 @@ def kernel_scalars(step, grad_scale, *, lr, lr_decay, weight_decay, initial_accu
 
 
 # The eager reference, in strict maths.
-RULES = (
+RULES = by_flags(
+    {},
     RuleRecord(
-        "adagrad",
-        "",
-        flags={},
-        step="adagrad",
-        scalars=("weight_decay", "eps", "grad_scale", "step_lr"),
-        host=host_scalars,
+        "adagrad", "adagrad", scalars=("weight_decay", "eps", "grad_scale", "step_lr"), host=host_scalars,
         states=(StateRecord("sum", nonneg=True, init="initial_accumulator_value"),),
     ),
 )
@@ -95,19 +91,11 @@ RULES = (
 # The kernels, in fast maths; rounding changed by: fma, group, reciprocal, step.
 STEPS = (
     Rule(
-        ({},),
-        ("weight_decay", "grad_scale", "scalar_0", "scalar_1"),
-        host=kernel_scalars,
+        ({},), ("weight_decay", "grad_scale", "scalar_0", "scalar_1"), host=kernel_scalars,
         stages=(
             Stage(
-                "adagrad",
-                "elem",
-                level=0,
-                scalars=tuple(range(4)),
-                reads=("p", "g", "sum"),
-                stores=("p", "sum"),
-                plus=("sum",),
-                needs=(("sum", ("p", "g", "sum")),),
+                "adagrad", "elem", level=0, scalars=tuple(range(4)), reads=("p", "g", "sum"), stores=("p", "sum"),
+                plus=("sum",), needs=(("sum", ("p", "g", "sum")),),
             ),
         ),
     ),

@@ -2,7 +2,7 @@
 #     adam_mini
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp
+from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp, by_flags
 from optgen.runtime.records.scalars import divide, root
 from optgen.runtime.reference.eager import put, sqrt
 
@@ -51,6 +51,19 @@ class AdamMini(Optimizer):
 
 
 # Steps in place, in strict maths; the codecs of a plan load and store.
+def adam_mini_3(stored, one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, denom_tensor):
+    b = stored.over("p", "m")
+    # -- load and decode
+    p = b.load("p")
+    m = b.load("m")
+    denom = b.spread(denom_tensor)
+    # -- update  (specs/adam_mini.py)
+    p = p * one_minus_lr_times_weight_decay            # 26  p = decoupled(p, lr, weight_decay)
+    p = p - lr_over_one_minus_beta1_pow_t * m / denom  # 34  p = p - lr / (1 - beta1**t) * m / denom
+    # -- encode and store
+    b.store("p", p)
+
+
 def adam_mini(
     stored, beta1, grad_scale, one_minus_beta1, beta2, eps, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
     one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t,
@@ -81,16 +94,7 @@ def adam_mini(
     put(stored["vmean_row"], vmean_row)
 
     # == sweep 2: the update
-    b = stored.over("p", "m")
-    # -- load and decode
-    p = b.load("p")
-    m = b.load("m")
-    denom = b.spread(denom_tensor)
-    # -- update  (specs/adam_mini.py)
-    p = p * one_minus_lr_times_weight_decay            # 26  p = decoupled(p, lr, weight_decay)
-    p = p - lr_over_one_minus_beta1_pow_t * m / denom  # 34  p = p - lr / (1 - beta1**t) * m / denom
-    # -- encode and store
-    b.store("p", p)
+    adam_mini_3(stored, one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, denom_tensor)
 
 
 def adam_mini_no_by_rows(
@@ -105,7 +109,7 @@ def adam_mini_no_by_rows(
     g = b.load("g")
     g = grad_scale * g
     # -- update  (specs/adam_mini.py)
-    m = beta1 * m + one_minus_beta1 * g  # 27  m = beta1 * m + (1 - beta1) * g
+    m = beta1 * m + one_minus_beta1 * g  # 27
     # -- encode and store
     tensor_sum_for_vmean_tensor = b.tensor_sum(g * g)
     b.store("m", m)
@@ -117,22 +121,13 @@ def adam_mini_no_by_rows(
     # -- update  (specs/adam_mini.py)
     # 31  vmean = beta2 * vmean + (1 - beta2) * mean(g * g)
     vmean = beta2 * vmean + one_minus_beta2 * (tensor_sum_for_vmean / b.extent("elements"))
-    denom = sqrt(vmean) / sqrt_one_minus_beta2_pow_t + eps  # 33  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
+    denom = sqrt(vmean) / sqrt_one_minus_beta2_pow_t + eps  # 33
     # -- encode and store
     denom_tensor = denom
     put(stored["vmean"], vmean)
 
     # == sweep 2: the update
-    b = stored.over("p", "m")
-    # -- load and decode
-    p = b.load("p")
-    m = b.load("m")
-    denom = b.spread(denom_tensor)
-    # -- update  (specs/adam_mini.py)
-    p = p * one_minus_lr_times_weight_decay            # 26  p = decoupled(p, lr, weight_decay)
-    p = p - lr_over_one_minus_beta1_pow_t * m / denom  # 34  p = p - lr / (1 - beta1**t) * m / denom
-    # -- encode and store
-    b.store("p", p)
+    adam_mini_3(stored, one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, denom_tensor)
 
 
 # Scalars at a step, in fp64, with the new host states behind them.
@@ -163,128 +158,71 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     )
 
 
+# What several of the records below have.
+SCALARS = (
+    "beta1", "grad_scale", "one_minus_beta1", "beta2", "eps", "one_minus_beta2", "sqrt_one_minus_beta2_pow_t",
+    "one_minus_lr_times_weight_decay", "lr_over_one_minus_beta1_pow_t",
+)
+SCALARS_2 = (
+    "beta1", "one_minus_beta1_times_grad_scale", "beta2", "eps", "grad_scale_times_grad_scale", "one_minus_beta2",
+    "sqrt_one_minus_beta2_pow_t", "one_minus_lr_times_weight_decay", "lr_over_one_minus_beta1_pow_t",
+)
+
 # The eager reference, in strict maths.
-RULES = (
+RULES = by_flags(
+    {"by_rows": True},
     RuleRecord(
-        "adam_mini",
-        "",
-        flags={"by_rows": True},
-        step="adam_mini",
-        scalars=(
-            "beta1", "grad_scale", "one_minus_beta1", "beta2", "eps", "one_minus_beta2", "sqrt_one_minus_beta2_pow_t",
-            "one_minus_lr_times_weight_decay", "lr_over_one_minus_beta1_pow_t",
-        ),
-        host=host_scalars,
-        states=(StateRecord("m"), StateRecord("vmean_row", nonneg=True, space="row")),
-        early=("m",),
-        spaces=("row", "tensor"),
-        by_rows=True,
-        matrix="first",
+        "adam_mini", "adam_mini", scalars=SCALARS, host=host_scalars,
+        states=(StateRecord("m"), StateRecord("vmean_row", nonneg=True, space="row")), early=("m",),
+        spaces=("row", "tensor"), by_rows=True, matrix="first", settings=({"by_rows": True},),
     ),
     RuleRecord(
-        "adam_mini",
-        "_no_by_rows",
-        flags={"by_rows": False},
-        step="adam_mini_no_by_rows",
-        scalars=(
-            "beta1", "grad_scale", "one_minus_beta1", "beta2", "eps", "one_minus_beta2", "sqrt_one_minus_beta2_pow_t",
-            "one_minus_lr_times_weight_decay", "lr_over_one_minus_beta1_pow_t",
-        ),
-        host=host_scalars,
-        states=(StateRecord("m"), StateRecord("vmean", nonneg=True, space="tensor")),
-        early=("m",),
-        spaces=("tensor",),
-        matrix="first",
+        "adam_mini", "adam_mini_no_by_rows", scalars=SCALARS, host=host_scalars,
+        states=(StateRecord("m"), StateRecord("vmean", nonneg=True, space="tensor")), early=("m",), spaces=("tensor",),
+        matrix="first", settings=({"by_rows": False},),
     ),
 )
 
 # The kernels, in fast maths; rounding changed by: fma, group, linear.
 STEPS = (
     Rule(
-        ({"by_rows": True},),
-        (
-            "beta1", "one_minus_beta1_times_grad_scale", "beta2", "eps", "grad_scale_times_grad_scale",
-            "one_minus_beta2", "sqrt_one_minus_beta2_pow_t", "one_minus_lr_times_weight_decay",
-            "lr_over_one_minus_beta1_pow_t",
-        ),
-        host=kernel_scalars,
+        ({"by_rows": True},), SCALARS_2, host=kernel_scalars,
         temps=(Temp("row_sum_for_vmean_row", "row", reduction="row_sum", source="elem"), Temp("one_over_denom", "row")),
         stages=(
             Stage(
-                "adam_mini_1",
-                "elem",
-                level=0,
-                scalars=(0, 1),
-                temps=("row_sum_for_vmean_row",),
-                matrices=True,
-                reads=("g", "m"),
-                stores=("m",),
-                sums=(("square", ("row_sum_for_vmean_row",)),),
+                "adam_mini_1", "elem", level=0, scalars=(0, 1), temps=("row_sum_for_vmean_row",), matrices=True,
+                reads=("g", "m"), stores=("m",), sums=(("square", ("row_sum_for_vmean_row",)),),
             ),
             Stage(
-                "adam_mini_2",
-                "row",
-                level=1,
-                scalars=(2, 3, 4, 5, 6),
-                temps=("one_over_denom",),
-                matrices=True,
-                reads=("vmean_row", "row_sum_for_vmean_row"),
-                stores=("vmean_row", "one_over_denom"),
-                extents=("columns",),
-                plus=("vmean_row", "one_over_denom"),
+                "adam_mini_2", "row", level=1, scalars=(2, 3, 4, 5, 6), temps=("one_over_denom",), matrices=True,
+                reads=("vmean_row", "row_sum_for_vmean_row"), stores=("vmean_row", "one_over_denom"),
+                extents=("columns",), plus=("vmean_row", "one_over_denom"),
             ),
             Stage(
-                "adam_mini_3",
-                "elem",
-                level=2,
-                scalars=(7, 8),
-                matrices=True,
-                reads=("p", "m", "one_over_denom"),
+                "adam_mini_3", "elem", level=2, scalars=(7, 8), matrices=True, reads=("p", "m", "one_over_denom"),
                 stores=("p",),
             ),
         ),
         early=("m",),
     ),
     Rule(
-        ({"by_rows": False},),
-        (
-            "beta1", "one_minus_beta1_times_grad_scale", "beta2", "eps", "grad_scale_times_grad_scale",
-            "one_minus_beta2", "sqrt_one_minus_beta2_pow_t", "one_minus_lr_times_weight_decay",
-            "lr_over_one_minus_beta1_pow_t",
-        ),
-        host=kernel_scalars,
+        ({"by_rows": False},), SCALARS_2, host=kernel_scalars,
         temps=(
             Temp("tensor_sum_for_vmean", "tensor", reduction="tensor_sum", source="elem"),
             Temp("one_over_denom", "tensor"),
         ),
         stages=(
             Stage(
-                "adam_mini_no_by_rows_1",
-                "elem",
-                level=0,
-                scalars=(0, 1),
-                temps=("tensor_sum_for_vmean",),
-                reads=("g", "m"),
-                stores=("m",),
-                sums=(("square", ("tensor_sum_for_vmean",)),),
+                "adam_mini_no_by_rows_1", "elem", level=0, scalars=(0, 1), temps=("tensor_sum_for_vmean",),
+                reads=("g", "m"), stores=("m",), sums=(("square", ("tensor_sum_for_vmean",)),),
             ),
             Stage(
-                "adam_mini_no_by_rows_2",
-                "tensor",
-                level=1,
-                scalars=(2, 3, 4, 5, 6),
-                temps=("one_over_denom",),
-                reads=("vmean", "tensor_sum_for_vmean"),
-                stores=("vmean", "one_over_denom"),
-                extents=("elements",),
+                "adam_mini_no_by_rows_2", "tensor", level=1, scalars=(2, 3, 4, 5, 6), temps=("one_over_denom",),
+                reads=("vmean", "tensor_sum_for_vmean"), stores=("vmean", "one_over_denom"), extents=("elements",),
                 plus=("vmean", "one_over_denom"),
             ),
             Stage(
-                "adam_mini_no_by_rows_3",
-                "elem",
-                level=2,
-                scalars=(7, 8),
-                reads=("p", "m", "one_over_denom"),
+                "adam_mini_no_by_rows_3", "elem", level=2, scalars=(7, 8), reads=("p", "m", "one_over_denom"),
                 stores=("p",),
             ),
         ),

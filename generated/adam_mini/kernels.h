@@ -43,7 +43,7 @@ template <class S0, class S1>
 OPTGEN_INLINE void adam_mini_no_by_rows_1(
     F g, F beta1, F one_minus_beta1_times_grad_scale, S0 &m, S1 &tensor_sum_for_vmean
 ) {
-    const F m_ = fma(one_minus_beta1_times_grad_scale, g, m.times(beta1));  // 27  m = beta1 * m + (1 - beta1) * g
+    const F m_ = fma(one_minus_beta1_times_grad_scale, g, m.times(beta1));  // 27
     m.set(m_);
     tensor_sum_for_vmean.set(g * g);
 }
@@ -59,8 +59,7 @@ OPTGEN_INLINE void adam_mini_no_by_rows_2(
         one_minus_beta2, grad_scale_times_grad_scale * tensor_sum_for_vmean.read() / extent_elements,
         beta2 * vmean.read()
     );
-    // 33  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
-    const F denom = sqrt(vmean_) / sqrt_one_minus_beta2_pow_t + eps;
+    const F denom = sqrt(vmean_) / sqrt_one_minus_beta2_pow_t + eps;  // 33
     vmean.set(vmean_);
     one_over_denom.set(1.0f / denom);
 }
@@ -71,8 +70,7 @@ OPTGEN_INLINE F adam_mini_no_by_rows_3(
     F p, F one_minus_lr_times_weight_decay, F lr_over_one_minus_beta1_pow_t, S0 &m, S1 &one_over_denom
 ) {
     const F m_ = m.read();
-    const F p_ = one_minus_lr_times_weight_decay * p;  // 26  p = decoupled(p, lr, weight_decay)
-    // 34  p = p - lr / (1 - beta1**t) * m / denom
-    const F p_2 = fma(-(lr_over_one_minus_beta1_pow_t * one_over_denom.read()), m_, p_);
+    const F p_ = one_minus_lr_times_weight_decay * p;  // 26
+    const F p_2 = fma(-(lr_over_one_minus_beta1_pow_t * one_over_denom.read()), m_, p_);  // 34
     return p_2;
 }

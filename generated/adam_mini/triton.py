@@ -80,8 +80,7 @@ def adam_mini_no_by_rows_1_tile(
     PLAN: tl.constexpr, g, m, beta1, one_minus_beta1_times_grad_scale, live, MASKED: tl.constexpr,
 ):
     """The new m; the terms of tensor_sum_for_vmean."""
-    # 27  m = beta1 * m + (1 - beta1) * g
-    m = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, m, PLAN.m))
+    m = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, m, PLAN.m))  # 27
     return m, g
 
 
@@ -101,7 +100,7 @@ def adam_mini_no_by_rows_2_values(
     """The new vmean, one_over_denom."""
     # 31  vmean = beta2 * vmean + (1 - beta2) * mean(g * g)
     vmean = tl.fma(one_minus_beta2, grad_scale_times_grad_scale * tensor_sum_for_vmean / extent_elements, beta2 * vmean)
-    denom = tl.sqrt(vmean) / sqrt_one_minus_beta2_pow_t + eps  # 33  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
+    denom = tl.sqrt(vmean) / sqrt_one_minus_beta2_pow_t + eps  # 33
     return vmean, 1.0 / denom
 
 
@@ -123,9 +122,8 @@ def adam_mini_no_by_rows_3_tile(
 ):
     """The new p."""
     m = read(m, PLAN.m)
-    p = one_minus_lr_times_weight_decay * p                                  # 26  p = decoupled(p, lr, weight_decay)
-    # 34  p = p - lr / (1 - beta1**t) * m / denom
-    p = tl.fma(minus(lr_over_one_minus_beta1_pow_t * one_over_denom), m, p)
+    p = one_minus_lr_times_weight_decay * p                                  # 26
+    p = tl.fma(minus(lr_over_one_minus_beta1_pow_t * one_over_denom), m, p)  # 34
     return (p,)
 
 

@@ -2,7 +2,7 @@
 #     adamax
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord
+from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, by_flags
 from optgen.runtime.records.scalars import divide
 from optgen.runtime.reference.eager import larger
 
@@ -66,17 +66,14 @@ def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     return (beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1, lr_over_one_minus_beta1_pow_t)
 
 
+# What several of the records below have.
+SCALARS = ("beta1", "beta2", "eps", "weight_decay", "grad_scale", "one_minus_beta1", "lr_over_one_minus_beta1_pow_t")
+
 # The eager reference, in strict maths.
-RULES = (
+RULES = by_flags(
+    {},
     RuleRecord(
-        "adamax",
-        "",
-        flags={},
-        step="adamax",
-        scalars=(
-            "beta1", "beta2", "eps", "weight_decay", "grad_scale", "one_minus_beta1", "lr_over_one_minus_beta1_pow_t",
-        ),
-        host=host_scalars,
+        "adamax", "adamax", scalars=SCALARS, host=host_scalars,
         states=(StateRecord("exp_avg"), StateRecord("exp_inf", nonneg=True)),
     ),
 )
@@ -84,19 +81,11 @@ RULES = (
 # The kernels, in fast maths; rounding changed by: fma, group, reciprocal.
 STEPS = (
     Rule(
-        ({},),
-        ("beta1", "beta2", "eps", "weight_decay", "grad_scale", "one_minus_beta1", "lr_over_one_minus_beta1_pow_t"),
-        host=host_scalars,
+        ({},), SCALARS, host=host_scalars,
         stages=(
             Stage(
-                "adamax",
-                "elem",
-                level=0,
-                scalars=tuple(range(7)),
-                reads=("p", "g", "exp_avg", "exp_inf"),
-                stores=("p", "exp_avg", "exp_inf"),
-                plus=("exp_inf",),
-                picked=("exp_inf",),
+                "adamax", "elem", level=0, scalars=tuple(range(7)), reads=("p", "g", "exp_avg", "exp_inf"),
+                stores=("p", "exp_avg", "exp_inf"), plus=("exp_inf",), picked=("exp_inf",),
                 needs=(("exp_inf", ("p", "g", "exp_inf")),),
             ),
         ),

@@ -3,7 +3,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp
+from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp, by_flags
 from optgen.runtime.records.scalars import divide, maximum, root, where
 from optgen.runtime.reference.eager import choose, few_max, few_sum, sqrt
 
@@ -64,6 +64,89 @@ class AdamP(Optimizer):
 
 
 # Steps in place, in strict maths; the codecs of a plan load and store.
+def adamp_2(
+    stored, eps, row_sum_for_invariant_tensor, row_sum_for_invariant_2_tensor, row_sum_for_invariant_3_tensor,
+    row_sum_of_p_tensor,
+):
+    # -- load and decode
+    row_sum_for_invariant = row_sum_for_invariant_tensor
+    row_sum_for_invariant_2 = row_sum_for_invariant_2_tensor
+    row_sum_for_invariant_3 = row_sum_for_invariant_3_tensor
+    row_sum_of_p = row_sum_of_p_tensor
+    # -- encode and store
+    row_sum_for_invariant_2_add = sqrt(row_sum_for_invariant_2) + eps
+    tensor_max_for_invariant_tensor = few_max(
+        row_sum_for_invariant.abs() / (row_sum_for_invariant_2_add * (sqrt(row_sum_for_invariant_3) + eps)), "tensor"
+    )
+    tensor_sum_for_invariant_tensor = few_sum(row_sum_for_invariant, "tensor")
+    tensor_sum_for_invariant_2_tensor = few_sum(row_sum_for_invariant_2, "tensor")
+    tensor_sum_for_invariant_3_tensor = few_sum(row_sum_for_invariant_3, "tensor")
+    tensor_sum_of_p_tensor = few_sum(row_sum_of_p, "tensor")
+    row_sum_of_p_over_row_mul_2_tensor = row_sum_of_p / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add)
+    return (
+        tensor_max_for_invariant_tensor, row_sum_of_p_over_row_mul_2_tensor, tensor_sum_for_invariant_tensor,
+        tensor_sum_for_invariant_2_tensor, tensor_sum_for_invariant_3_tensor, tensor_sum_of_p_tensor
+    )
+
+
+def adamp_4(
+    stored, eps, tensor_sum_for_invariant_tensor, tensor_sum_for_invariant_2_tensor,
+    tensor_sum_for_invariant_3_tensor, delta_over_sqrt_elements_tensor, tensor_sum_of_p_tensor,
+):
+    # -- load and decode
+    tensor_sum_for_invariant = tensor_sum_for_invariant_tensor
+    tensor_sum_for_invariant_2 = tensor_sum_for_invariant_2_tensor
+    tensor_sum_for_invariant_3 = tensor_sum_for_invariant_3_tensor
+    delta_over_sqrt_elements = delta_over_sqrt_elements_tensor
+    tensor_sum_of_p = tensor_sum_of_p_tensor
+    # -- encode and store
+    tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps
+    delta_over_sqrt_elements_lt = (
+        tensor_sum_for_invariant.abs() / (tensor_sum_for_invariant_2_add * (sqrt(tensor_sum_for_invariant_3) + eps))
+        < delta_over_sqrt_elements
+    )
+    tensor_lt_2_tensor = choose(delta_over_sqrt_elements_lt, 1.0, 0.0)
+    tensor_sum_of_p_over_tensor_mul_2_2_tensor = torch.where(
+        delta_over_sqrt_elements_lt,
+        tensor_sum_of_p / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0
+    )
+    return tensor_lt_2_tensor, tensor_sum_of_p_over_tensor_mul_2_2_tensor
+
+
+def adamp_5(
+    stored, lr, weight_decay, one_minus_wd_ratio, tensor_max_for_invariant_tensor, delta_over_sqrt_columns_tensor,
+    tensor_lt_2_tensor,
+):
+    # -- load and decode
+    tensor_max_for_invariant = tensor_max_for_invariant_tensor
+    delta_over_sqrt_columns = delta_over_sqrt_columns_tensor
+    tensor_lt_2 = tensor_lt_2_tensor
+    # -- update  (specs/adamp.py)
+    tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns
+    # 29  update, invariant = without_radial(update, p, g, delta, eps)
+    invariant = choose(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
+    # 30  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
+    weight_decay_ = weight_decay * (1.0 - one_minus_wd_ratio * invariant)
+    # -- encode and store
+    tensor_lt_tensor = choose(tensor_max_for_invariant_lt, 1.0, 0.0)
+    one_minus_lr_times_weight_decay_2_tensor = 1.0 - lr * weight_decay_
+    return tensor_lt_tensor, one_minus_lr_times_weight_decay_2_tensor
+
+
+def adamp_6(
+    stored, tensor_lt_tensor, row_sum_of_p_over_row_mul_2_tensor, tensor_sum_of_p_over_tensor_mul_2_2_tensor,
+):
+    # -- load and decode
+    tensor_lt = tensor_lt_tensor
+    row_sum_of_p_over_row_mul_2 = row_sum_of_p_over_row_mul_2_tensor
+    tensor_sum_of_p_over_tensor_mul_2_2 = tensor_sum_of_p_over_tensor_mul_2_2_tensor
+    # -- encode and store
+    row_sum_of_p_over_row_mul_2_2_tensor = torch.where(
+        0.0 < tensor_lt, row_sum_of_p_over_row_mul_2, tensor_sum_of_p_over_tensor_mul_2_2
+    )
+    return row_sum_of_p_over_row_mul_2_2_tensor
+
+
 def adamp(
     stored, beta1, beta2, eps, grad_scale, one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t, delta, lr,
     weight_decay, one_minus_wd_ratio, lr_over_one_minus_beta1_pow_t,
@@ -94,21 +177,13 @@ def adamp(
     b.store("exp_avg", exp_avg)
 
     # == row: values of rows
-    # -- load and decode
-    row_sum_for_invariant = row_sum_for_invariant_tensor
-    row_sum_for_invariant_2 = row_sum_for_invariant_2_tensor
-    row_sum_for_invariant_3 = row_sum_for_invariant_3_tensor
-    row_sum_of_p = row_sum_of_p_tensor
-    # -- encode and store
-    row_sum_for_invariant_2_add = sqrt(row_sum_for_invariant_2) + eps
-    tensor_max_for_invariant_tensor = few_max(
-        row_sum_for_invariant.abs() / (row_sum_for_invariant_2_add * (sqrt(row_sum_for_invariant_3) + eps)), "tensor"
+    (
+        tensor_max_for_invariant_tensor, row_sum_of_p_over_row_mul_2_tensor, tensor_sum_for_invariant_tensor,
+        tensor_sum_for_invariant_2_tensor, tensor_sum_for_invariant_3_tensor, tensor_sum_of_p_tensor
+    ) = adamp_2(
+        stored, eps, row_sum_for_invariant_tensor, row_sum_for_invariant_2_tensor, row_sum_for_invariant_3_tensor,
+        row_sum_of_p_tensor,
     )
-    tensor_sum_for_invariant_tensor = few_sum(row_sum_for_invariant, "tensor")
-    tensor_sum_for_invariant_2_tensor = few_sum(row_sum_for_invariant_2, "tensor")
-    tensor_sum_for_invariant_3_tensor = few_sum(row_sum_for_invariant_3, "tensor")
-    tensor_sum_of_p_tensor = few_sum(row_sum_of_p, "tensor")
-    row_sum_of_p_over_row_mul_2_tensor = row_sum_of_p / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add)
 
     # == tensor: values of tensors
     # -- encode and store
@@ -116,47 +191,20 @@ def adamp(
     delta_over_sqrt_elements_tensor = delta / sqrt(b.extent("elements"))
 
     # == tensor: values of tensors
-    # -- load and decode
-    tensor_sum_for_invariant = tensor_sum_for_invariant_tensor
-    tensor_sum_for_invariant_2 = tensor_sum_for_invariant_2_tensor
-    tensor_sum_for_invariant_3 = tensor_sum_for_invariant_3_tensor
-    delta_over_sqrt_elements = delta_over_sqrt_elements_tensor
-    tensor_sum_of_p = tensor_sum_of_p_tensor
-    # -- encode and store
-    tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps
-    delta_over_sqrt_elements_lt = (
-        tensor_sum_for_invariant.abs() / (tensor_sum_for_invariant_2_add * (sqrt(tensor_sum_for_invariant_3) + eps))
-        < delta_over_sqrt_elements
-    )
-    tensor_lt_2_tensor = choose(delta_over_sqrt_elements_lt, 1.0, 0.0)
-    tensor_sum_of_p_over_tensor_mul_2_2_tensor = torch.where(
-        delta_over_sqrt_elements_lt,
-        tensor_sum_of_p / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0
+    tensor_lt_2_tensor, tensor_sum_of_p_over_tensor_mul_2_2_tensor = adamp_4(
+        stored, eps, tensor_sum_for_invariant_tensor, tensor_sum_for_invariant_2_tensor,
+        tensor_sum_for_invariant_3_tensor, delta_over_sqrt_elements_tensor, tensor_sum_of_p_tensor,
     )
 
     # == tensor: values of tensors
-    # -- load and decode
-    tensor_max_for_invariant = tensor_max_for_invariant_tensor
-    delta_over_sqrt_columns = delta_over_sqrt_columns_tensor
-    tensor_lt_2 = tensor_lt_2_tensor
-    # -- update  (specs/adamp.py)
-    tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns
-    # 29  update, invariant = without_radial(update, p, g, delta, eps)
-    invariant = choose(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
-    # 30  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
-    weight_decay_ = weight_decay * (1.0 - one_minus_wd_ratio * invariant)
-    # -- encode and store
-    tensor_lt_tensor = choose(tensor_max_for_invariant_lt, 1.0, 0.0)
-    one_minus_lr_times_weight_decay_2_tensor = 1.0 - lr * weight_decay_
+    tensor_lt_tensor, one_minus_lr_times_weight_decay_2_tensor = adamp_5(
+        stored, lr, weight_decay, one_minus_wd_ratio, tensor_max_for_invariant_tensor, delta_over_sqrt_columns_tensor,
+        tensor_lt_2_tensor,
+    )
 
     # == row: values of rows
-    # -- load and decode
-    tensor_lt = tensor_lt_tensor
-    row_sum_of_p_over_row_mul_2 = row_sum_of_p_over_row_mul_2_tensor
-    tensor_sum_of_p_over_tensor_mul_2_2 = tensor_sum_of_p_over_tensor_mul_2_2_tensor
-    # -- encode and store
-    row_sum_of_p_over_row_mul_2_2_tensor = torch.where(
-        0.0 < tensor_lt, row_sum_of_p_over_row_mul_2, tensor_sum_of_p_over_tensor_mul_2_2
+    row_sum_of_p_over_row_mul_2_2_tensor = adamp_6(
+        stored, tensor_lt_tensor, row_sum_of_p_over_row_mul_2_tensor, tensor_sum_of_p_over_tensor_mul_2_2_tensor,
     )
 
     # == sweep 2: the update
@@ -169,12 +217,9 @@ def adamp(
     row_sum_of_p_over_row_mul_2_2 = b.spread(row_sum_of_p_over_row_mul_2_2_tensor)
     # -- update  (specs/adamp.py)
     p_2 = p * one_minus_lr_times_weight_decay_2                  # 31  p = decoupled(p, lr, weight_decay)
-    # 26  denom = sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps
-    denom = sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
-    # 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-    update = exp_avg / denom
-    # 29  update, invariant = without_radial(update, p, g, delta, eps)
-    update = update - row_sum_of_p_over_row_mul_2_2 * p
+    denom = sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps  # 26
+    update = exp_avg / denom  # 27
+    update = update - row_sum_of_p_over_row_mul_2_2 * p  # 29
     p = p_2 - lr_over_one_minus_beta1_pow_t * update             # 32  p = p - lr / (1 - beta1**t) * update
     # -- encode and store
     b.store("p", p)
@@ -192,15 +237,12 @@ def adamp_no_projected(
     g = grad_scale * g
     exp_avg_sq = b.load("exp_avg_sq")
     # -- update  (specs/adamp.py)
-    p = p * one_minus_lr_times_weight_decay                      # 31  p = decoupled(p, lr, weight_decay)
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g              # 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    # 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
-    # 26  denom = sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps
-    denom = sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
-    # 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-    update = exp_avg / denom
-    p = p - lr_over_one_minus_beta1_pow_t * update               # 32  p = p - lr / (1 - beta1**t) * update
+    p = p * one_minus_lr_times_weight_decay                      # 31
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * g              # 24
+    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g  # 25
+    denom = sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps  # 26
+    update = exp_avg / denom  # 27
+    p = p - lr_over_one_minus_beta1_pow_t * update               # 32
     # -- encode and store
     b.store("p", p)
     b.store("exp_avg_sq", exp_avg_sq)
@@ -222,13 +264,10 @@ def adamp_nesterov(
     exp_avg_sq = b.load("exp_avg_sq")
     # -- update  (specs/adamp.py)
     g_mul = one_minus_beta1 * g
-    exp_avg = beta1 * exp_avg + g_mul                            # 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    # 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
-    # 26  denom = sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps
-    denom = sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
-    # 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-    update = (beta1 * exp_avg + g_mul) / denom
+    exp_avg = beta1 * exp_avg + g_mul                            # 24
+    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g  # 25
+    denom = sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps  # 26
+    update = (beta1 * exp_avg + g_mul) / denom  # 27
     # -- encode and store
     row_sum_for_invariant_tensor = b.row_sum(p * g)
     row_sum_for_invariant_2_tensor = b.row_sum(p * p)
@@ -236,21 +275,13 @@ def adamp_nesterov(
     row_sum_of_p_tensor = b.row_sum(p * update)
 
     # == row: values of rows
-    # -- load and decode
-    row_sum_for_invariant = row_sum_for_invariant_tensor
-    row_sum_for_invariant_2 = row_sum_for_invariant_2_tensor
-    row_sum_for_invariant_3 = row_sum_for_invariant_3_tensor
-    row_sum_of_p = row_sum_of_p_tensor
-    # -- encode and store
-    row_sum_for_invariant_2_add = sqrt(row_sum_for_invariant_2) + eps
-    tensor_max_for_invariant_tensor = few_max(
-        row_sum_for_invariant.abs() / (row_sum_for_invariant_2_add * (sqrt(row_sum_for_invariant_3) + eps)), "tensor"
+    (
+        tensor_max_for_invariant_tensor, row_sum_of_p_over_row_mul_2_tensor, tensor_sum_for_invariant_tensor,
+        tensor_sum_for_invariant_2_tensor, tensor_sum_for_invariant_3_tensor, tensor_sum_of_p_tensor
+    ) = adamp_2(
+        stored, eps, row_sum_for_invariant_tensor, row_sum_for_invariant_2_tensor, row_sum_for_invariant_3_tensor,
+        row_sum_of_p_tensor,
     )
-    tensor_sum_for_invariant_tensor = few_sum(row_sum_for_invariant, "tensor")
-    tensor_sum_for_invariant_2_tensor = few_sum(row_sum_for_invariant_2, "tensor")
-    tensor_sum_for_invariant_3_tensor = few_sum(row_sum_for_invariant_3, "tensor")
-    tensor_sum_of_p_tensor = few_sum(row_sum_of_p, "tensor")
-    row_sum_of_p_over_row_mul_2_tensor = row_sum_of_p / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add)
 
     # == tensor: values of tensors
     # -- encode and store
@@ -258,47 +289,20 @@ def adamp_nesterov(
     delta_over_sqrt_elements_tensor = delta / sqrt(b.extent("elements"))
 
     # == tensor: values of tensors
-    # -- load and decode
-    tensor_sum_for_invariant = tensor_sum_for_invariant_tensor
-    tensor_sum_for_invariant_2 = tensor_sum_for_invariant_2_tensor
-    tensor_sum_for_invariant_3 = tensor_sum_for_invariant_3_tensor
-    delta_over_sqrt_elements = delta_over_sqrt_elements_tensor
-    tensor_sum_of_p = tensor_sum_of_p_tensor
-    # -- encode and store
-    tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps
-    delta_over_sqrt_elements_lt = (
-        tensor_sum_for_invariant.abs() / (tensor_sum_for_invariant_2_add * (sqrt(tensor_sum_for_invariant_3) + eps))
-        < delta_over_sqrt_elements
-    )
-    tensor_lt_2_tensor = choose(delta_over_sqrt_elements_lt, 1.0, 0.0)
-    tensor_sum_of_p_over_tensor_mul_2_2_tensor = torch.where(
-        delta_over_sqrt_elements_lt,
-        tensor_sum_of_p / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0
+    tensor_lt_2_tensor, tensor_sum_of_p_over_tensor_mul_2_2_tensor = adamp_4(
+        stored, eps, tensor_sum_for_invariant_tensor, tensor_sum_for_invariant_2_tensor,
+        tensor_sum_for_invariant_3_tensor, delta_over_sqrt_elements_tensor, tensor_sum_of_p_tensor,
     )
 
     # == tensor: values of tensors
-    # -- load and decode
-    tensor_max_for_invariant = tensor_max_for_invariant_tensor
-    delta_over_sqrt_columns = delta_over_sqrt_columns_tensor
-    tensor_lt_2 = tensor_lt_2_tensor
-    # -- update  (specs/adamp.py)
-    tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns
-    # 29  update, invariant = without_radial(update, p, g, delta, eps)
-    invariant = choose(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
-    # 30  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
-    weight_decay_ = weight_decay * (1.0 - one_minus_wd_ratio * invariant)
-    # -- encode and store
-    tensor_lt_tensor = choose(tensor_max_for_invariant_lt, 1.0, 0.0)
-    one_minus_lr_times_weight_decay_2_tensor = 1.0 - lr * weight_decay_
+    tensor_lt_tensor, one_minus_lr_times_weight_decay_2_tensor = adamp_5(
+        stored, lr, weight_decay, one_minus_wd_ratio, tensor_max_for_invariant_tensor, delta_over_sqrt_columns_tensor,
+        tensor_lt_2_tensor,
+    )
 
     # == row: values of rows
-    # -- load and decode
-    tensor_lt = tensor_lt_tensor
-    row_sum_of_p_over_row_mul_2 = row_sum_of_p_over_row_mul_2_tensor
-    tensor_sum_of_p_over_tensor_mul_2_2 = tensor_sum_of_p_over_tensor_mul_2_2_tensor
-    # -- encode and store
-    row_sum_of_p_over_row_mul_2_2_tensor = torch.where(
-        0.0 < tensor_lt, row_sum_of_p_over_row_mul_2, tensor_sum_of_p_over_tensor_mul_2_2
+    row_sum_of_p_over_row_mul_2_2_tensor = adamp_6(
+        stored, tensor_lt_tensor, row_sum_of_p_over_row_mul_2_tensor, tensor_sum_of_p_over_tensor_mul_2_2_tensor,
     )
 
     # == sweep 2: the update
@@ -312,18 +316,14 @@ def adamp_nesterov(
     exp_avg_sq = b.load("exp_avg_sq")
     row_sum_of_p_over_row_mul_2_2 = b.spread(row_sum_of_p_over_row_mul_2_2_tensor)
     # -- update  (specs/adamp.py)
-    p_2 = p * one_minus_lr_times_weight_decay_2                  # 31  p = decoupled(p, lr, weight_decay)
+    p_2 = p * one_minus_lr_times_weight_decay_2                  # 31
     g_mul = one_minus_beta1 * g
-    exp_avg = beta1 * exp_avg + g_mul                            # 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    # 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
-    # 26  denom = sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps
-    denom = sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
-    # 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-    update = (beta1 * exp_avg + g_mul) / denom
-    # 29  update, invariant = without_radial(update, p, g, delta, eps)
-    update = update - row_sum_of_p_over_row_mul_2_2 * p
-    p = p_2 - lr_over_one_minus_beta1_pow_t * update             # 32  p = p - lr / (1 - beta1**t) * update
+    exp_avg = beta1 * exp_avg + g_mul                            # 24
+    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g  # 25
+    denom = sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps  # 26
+    update = (beta1 * exp_avg + g_mul) / denom  # 27
+    update = update - row_sum_of_p_over_row_mul_2_2 * p  # 29
+    p = p_2 - lr_over_one_minus_beta1_pow_t * update             # 32
     # -- encode and store
     b.store("p", p)
     b.store("exp_avg_sq", exp_avg_sq)
@@ -342,16 +342,13 @@ def adamp_nesterov_no_projected(
     g = grad_scale * g
     exp_avg_sq = b.load("exp_avg_sq")
     # -- update  (specs/adamp.py)
-    p = p * one_minus_lr_times_weight_decay                      # 31  p = decoupled(p, lr, weight_decay)
+    p = p * one_minus_lr_times_weight_decay                      # 31
     g_mul = one_minus_beta1 * g
-    exp_avg = beta1 * exp_avg + g_mul                            # 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    # 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
-    # 26  denom = sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps
-    denom = sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
-    # 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-    update = (beta1 * exp_avg + g_mul) / denom
-    p = p - lr_over_one_minus_beta1_pow_t * update               # 32  p = p - lr / (1 - beta1**t) * update
+    exp_avg = beta1 * exp_avg + g_mul                            # 24
+    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g  # 25
+    denom = sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps  # 26
+    update = (beta1 * exp_avg + g_mul) / denom  # 27
+    p = p - lr_over_one_minus_beta1_pow_t * update               # 32
     # -- encode and store
     b.store("p", p)
     b.store("exp_avg_sq", exp_avg_sq)
@@ -441,186 +438,129 @@ def kernel_scalars_3(step, grad_scale, *, lr, betas, eps, weight_decay, delta, w
     )
 
 
+# What several of the records below have.
+SCALARS = (
+    "beta1", "beta2", "eps", "grad_scale", "one_minus_beta1", "one_minus_beta2", "sqrt_one_minus_beta2_pow_t", "delta",
+    "lr", "weight_decay", "one_minus_wd_ratio", "lr_over_one_minus_beta1_pow_t",
+)
+STATES = (StateRecord("exp_avg", normalized_by="exp_avg_sq"), StateRecord("exp_avg_sq", nonneg=True))
+SCALARS_2 = (
+    "beta1", "beta2", "eps", "grad_scale", "one_minus_beta1", "one_minus_beta2", "sqrt_one_minus_beta2_pow_t",
+    "one_minus_lr_times_weight_decay", "lr_over_one_minus_beta1_pow_t",
+)
+SCALARS_3 = (
+    "beta1", "beta2", "one_minus_beta1_times_grad_scale", "scalar_1", "scalar_2", "scalar_3", "eps", "grad_scale",
+    "grad_scale_times_grad_scale", "delta", "weight_decay", "minus_one_minus_wd_ratio", "minus_lr",
+    "minus_lr_over_one_minus_beta1_pow_t",
+)
+TEMPS = (
+    Temp("row_sum_for_invariant", "row", reduction="row_sum", source="elem"),
+    Temp("row_sum_for_invariant_2", "row", reduction="row_sum", source="elem"),
+    Temp("row_sum_for_invariant_3", "row", reduction="row_sum", source="elem"),
+    Temp("row_sum_of_p", "row", reduction="row_sum", source="elem"),
+    Temp("row_sum_of_p_over_row_mul_3", "row"),
+    Temp("tensor_max_for_invariant", "tensor", reduction="tensor_max", source="row"),
+    Temp("tensor_sum_for_invariant", "tensor", reduction="tensor_sum", source="row"),
+    Temp("tensor_sum_for_invariant_2", "tensor", reduction="tensor_sum", source="row"),
+    Temp("tensor_sum_for_invariant_3", "tensor", reduction="tensor_sum", source="row"),
+    Temp("tensor_sum_of_p", "tensor", reduction="tensor_sum", source="row"),
+    Temp("delta_over_sqrt_columns", "tensor"),
+    Temp("delta_over_sqrt_elements", "tensor"),
+    Temp("lt_tensor_div_delta_over_sqrt_elements", "tensor"),
+    Temp("tensor_sum_of_p_over_tensor_mul_3_2", "tensor"),
+    Temp("one_minus_lr_times_weight_decay_2", "tensor"),
+    Temp("tensor_lt", "tensor"),
+    Temp("row_sum_of_p_over_row_mul_3_2", "row"),
+)
+ADAMP_2 = Stage(
+    "adamp_2", "row", level=1, scalars=(6, 7, 8),
+    temps=(
+        "tensor_max_for_invariant", "row_sum_of_p_over_row_mul_3", "tensor_sum_for_invariant",
+        "tensor_sum_for_invariant_2", "tensor_sum_for_invariant_3", "tensor_sum_of_p",
+    ),
+    matrices=True,
+    reads=("row_sum_for_invariant", "row_sum_for_invariant_2", "row_sum_for_invariant_3", "row_sum_of_p"),
+    stores=("row_sum_of_p_over_row_mul_3",),
+    sums=(
+        ("max", ("tensor_max_for_invariant",)), ("sum", ("tensor_sum_for_invariant",)),
+        ("sum", ("tensor_sum_for_invariant_2",)), ("sum", ("tensor_sum_for_invariant_3",)),
+        ("sum", ("tensor_sum_of_p",)),
+    ),
+)
+ADAMP_3 = Stage(
+    "adamp_3", "tensor", level=1, scalars=(9,), temps=("delta_over_sqrt_columns", "delta_over_sqrt_elements"),
+    stores=("delta_over_sqrt_columns", "delta_over_sqrt_elements"), extents=("columns", "elements"),
+)
+ADAMP_4 = Stage(
+    "adamp_4", "tensor", level=1, scalars=(6, 7, 8),
+    temps=("lt_tensor_div_delta_over_sqrt_elements", "tensor_sum_of_p_over_tensor_mul_3_2"),
+    reads=(
+        "tensor_sum_for_invariant", "tensor_sum_for_invariant_2", "tensor_sum_for_invariant_3",
+        "delta_over_sqrt_elements", "tensor_sum_of_p",
+    ),
+    stores=("lt_tensor_div_delta_over_sqrt_elements", "tensor_sum_of_p_over_tensor_mul_3_2"),
+    plus=("lt_tensor_div_delta_over_sqrt_elements",),
+    picked=("lt_tensor_div_delta_over_sqrt_elements", "tensor_sum_of_p_over_tensor_mul_3_2"),
+)
+ADAMP_5 = Stage(
+    "adamp_5", "tensor", level=1, scalars=(10, 11, 12), temps=("tensor_lt", "one_minus_lr_times_weight_decay_2"),
+    reads=("tensor_max_for_invariant", "delta_over_sqrt_columns", "lt_tensor_div_delta_over_sqrt_elements"),
+    stores=("tensor_lt", "one_minus_lr_times_weight_decay_2"), plus=("tensor_lt", "one_minus_lr_times_weight_decay_2"),
+    picked=("tensor_lt",),
+)
+ADAMP_6 = Stage(
+    "adamp_6", "row", level=1, scalars=(), temps=("row_sum_of_p_over_row_mul_3_2",), matrices=True,
+    reads=("tensor_lt", "row_sum_of_p_over_row_mul_3", "tensor_sum_of_p_over_tensor_mul_3_2"),
+    stores=("row_sum_of_p_over_row_mul_3_2",), picked=("row_sum_of_p_over_row_mul_3_2",),
+)
+SCALARS_4 = (
+    "beta1", "beta2", "one_minus_beta1_times_grad_scale", "scalar_1", "scalar_2", "scalar_3",
+    "one_minus_lr_times_weight_decay", "minus_lr_over_one_minus_beta1_pow_t",
+)
+
 # The eager reference, in strict maths.
-RULES = (
+RULES = by_flags(
+    {"nesterov": False, "projected": True},
     RuleRecord(
-        "adamp",
-        "",
-        flags={"nesterov": False, "projected": True},
-        step="adamp",
-        scalars=(
-            "beta1", "beta2", "eps", "grad_scale", "one_minus_beta1", "one_minus_beta2", "sqrt_one_minus_beta2_pow_t",
-            "delta", "lr", "weight_decay", "one_minus_wd_ratio", "lr_over_one_minus_beta1_pow_t",
-        ),
-        host=host_scalars,
-        states=(StateRecord("exp_avg", normalized_by="exp_avg_sq"), StateRecord("exp_avg_sq", nonneg=True)),
-        early=("exp_avg_sq", "exp_avg"),
-        spaces=("row", "tensor"),
-        by_rows=True,
-        matrix="first",
+        "adamp", "adamp", scalars=SCALARS, host=host_scalars, states=STATES, early=("exp_avg_sq", "exp_avg"),
+        spaces=("row", "tensor"), by_rows=True, matrix="first", settings=({"nesterov": False, "projected": True},),
     ),
     RuleRecord(
-        "adamp",
-        "_no_projected",
-        flags={"nesterov": False, "projected": False},
-        step="adamp_no_projected",
-        scalars=(
-            "beta1", "beta2", "eps", "grad_scale", "one_minus_beta1", "one_minus_beta2", "sqrt_one_minus_beta2_pow_t",
-            "one_minus_lr_times_weight_decay", "lr_over_one_minus_beta1_pow_t",
-        ),
-        host=host_scalars_2,
-        states=(StateRecord("exp_avg", normalized_by="exp_avg_sq"), StateRecord("exp_avg_sq", nonneg=True)),
-        matrix="first",
+        "adamp", "adamp_no_projected", scalars=SCALARS_2, host=host_scalars_2, states=STATES, matrix="first",
+        settings=({"nesterov": False, "projected": False},),
     ),
     RuleRecord(
-        "adamp",
-        "_nesterov",
-        flags={"nesterov": True, "projected": True},
-        step="adamp_nesterov",
-        scalars=(
-            "beta1", "beta2", "eps", "grad_scale", "one_minus_beta1", "one_minus_beta2", "sqrt_one_minus_beta2_pow_t",
-            "delta", "lr", "weight_decay", "one_minus_wd_ratio", "lr_over_one_minus_beta1_pow_t",
-        ),
-        host=host_scalars,
-        states=(StateRecord("exp_avg", normalized_by="exp_avg_sq"), StateRecord("exp_avg_sq", nonneg=True)),
-        spaces=("row", "tensor"),
-        by_rows=True,
-        matrix="first",
+        "adamp", "adamp_nesterov", scalars=SCALARS, host=host_scalars, states=STATES, spaces=("row", "tensor"),
+        by_rows=True, matrix="first", settings=({"nesterov": True, "projected": True},),
     ),
     RuleRecord(
-        "adamp",
-        "_nesterov_no_projected",
-        flags={"nesterov": True, "projected": False},
-        step="adamp_nesterov_no_projected",
-        scalars=(
-            "beta1", "beta2", "eps", "grad_scale", "one_minus_beta1", "one_minus_beta2", "sqrt_one_minus_beta2_pow_t",
-            "one_minus_lr_times_weight_decay", "lr_over_one_minus_beta1_pow_t",
-        ),
-        host=host_scalars_2,
-        states=(StateRecord("exp_avg", normalized_by="exp_avg_sq"), StateRecord("exp_avg_sq", nonneg=True)),
-        matrix="first",
+        "adamp", "adamp_nesterov_no_projected", scalars=SCALARS_2, host=host_scalars_2, states=STATES, matrix="first",
+        settings=({"nesterov": True, "projected": False},),
     ),
 )
 
 # The kernels, in fast maths; rounding changed by: distribute, eps, fma, group, linear, reciprocal, step.
 STEPS = (
     Rule(
-        ({"nesterov": False, "projected": True},),
-        (
-            "beta1", "beta2", "one_minus_beta1_times_grad_scale", "scalar_1", "scalar_2", "scalar_3", "eps",
-            "grad_scale", "grad_scale_times_grad_scale", "delta", "weight_decay", "minus_one_minus_wd_ratio",
-            "minus_lr", "minus_lr_over_one_minus_beta1_pow_t",
-        ),
-        host=kernel_scalars,
-        temps=(
-            Temp("row_sum_for_invariant", "row", reduction="row_sum", source="elem"),
-            Temp("row_sum_for_invariant_2", "row", reduction="row_sum", source="elem"),
-            Temp("row_sum_for_invariant_3", "row", reduction="row_sum", source="elem"),
-            Temp("row_sum_of_p", "row", reduction="row_sum", source="elem"),
-            Temp("row_sum_of_p_over_row_mul_3", "row"),
-            Temp("tensor_max_for_invariant", "tensor", reduction="tensor_max", source="row"),
-            Temp("tensor_sum_for_invariant", "tensor", reduction="tensor_sum", source="row"),
-            Temp("tensor_sum_for_invariant_2", "tensor", reduction="tensor_sum", source="row"),
-            Temp("tensor_sum_for_invariant_3", "tensor", reduction="tensor_sum", source="row"),
-            Temp("tensor_sum_of_p", "tensor", reduction="tensor_sum", source="row"),
-            Temp("delta_over_sqrt_columns", "tensor"),
-            Temp("delta_over_sqrt_elements", "tensor"),
-            Temp("lt_tensor_div_delta_over_sqrt_elements", "tensor"),
-            Temp("tensor_sum_of_p_over_tensor_mul_3_2", "tensor"),
-            Temp("one_minus_lr_times_weight_decay_2", "tensor"),
-            Temp("tensor_lt", "tensor"),
-            Temp("row_sum_of_p_over_row_mul_3_2", "row"),
-        ),
+        ({"nesterov": False, "projected": True},), SCALARS_3, host=kernel_scalars, temps=TEMPS,
         stages=(
             Stage(
-                "adamp_1",
-                "elem",
-                level=0,
-                scalars=tuple(range(6)),
+                "adamp_1", "elem", level=0, scalars=tuple(range(6)),
                 temps=("row_sum_for_invariant", "row_sum_for_invariant_2", "row_sum_for_invariant_3", "row_sum_of_p"),
-                matrices=True,
-                reads=("p", "g", "exp_avg", "exp_avg_sq"),
-                stores=("exp_avg", "exp_avg_sq"),
+                matrices=True, reads=("p", "g", "exp_avg", "exp_avg_sq"), stores=("exp_avg", "exp_avg_sq"),
                 sums=(
-                    ("product", ("row_sum_for_invariant",)),
-                    ("square", ("row_sum_for_invariant_2",)),
-                    ("square", ("row_sum_for_invariant_3",)),
-                    ("product", ("row_sum_of_p",)),
+                    ("product", ("row_sum_for_invariant",)), ("square", ("row_sum_for_invariant_2",)),
+                    ("square", ("row_sum_for_invariant_3",)), ("product", ("row_sum_of_p",)),
                 ),
-                plus=("exp_avg_sq",),
-                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+                plus=("exp_avg_sq",), needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
             ),
+            ADAMP_2,
+            ADAMP_3,
+            ADAMP_4,
+            ADAMP_5,
+            ADAMP_6,
             Stage(
-                "adamp_2",
-                "row",
-                level=1,
-                scalars=(6, 7, 8),
-                temps=(
-                    "tensor_max_for_invariant", "row_sum_of_p_over_row_mul_3", "tensor_sum_for_invariant",
-                    "tensor_sum_for_invariant_2", "tensor_sum_for_invariant_3", "tensor_sum_of_p",
-                ),
-                matrices=True,
-                reads=("row_sum_for_invariant", "row_sum_for_invariant_2", "row_sum_for_invariant_3", "row_sum_of_p"),
-                stores=("row_sum_of_p_over_row_mul_3",),
-                sums=(
-                    ("max", ("tensor_max_for_invariant",)),
-                    ("sum", ("tensor_sum_for_invariant",)),
-                    ("sum", ("tensor_sum_for_invariant_2",)),
-                    ("sum", ("tensor_sum_for_invariant_3",)),
-                    ("sum", ("tensor_sum_of_p",)),
-                ),
-            ),
-            Stage(
-                "adamp_3",
-                "tensor",
-                level=1,
-                scalars=(9,),
-                temps=("delta_over_sqrt_columns", "delta_over_sqrt_elements"),
-                stores=("delta_over_sqrt_columns", "delta_over_sqrt_elements"),
-                extents=("columns", "elements"),
-            ),
-            Stage(
-                "adamp_4",
-                "tensor",
-                level=1,
-                scalars=(6, 7, 8),
-                temps=("lt_tensor_div_delta_over_sqrt_elements", "tensor_sum_of_p_over_tensor_mul_3_2"),
-                reads=(
-                    "tensor_sum_for_invariant", "tensor_sum_for_invariant_2", "tensor_sum_for_invariant_3",
-                    "delta_over_sqrt_elements", "tensor_sum_of_p",
-                ),
-                stores=("lt_tensor_div_delta_over_sqrt_elements", "tensor_sum_of_p_over_tensor_mul_3_2"),
-                plus=("lt_tensor_div_delta_over_sqrt_elements",),
-                picked=("lt_tensor_div_delta_over_sqrt_elements", "tensor_sum_of_p_over_tensor_mul_3_2"),
-            ),
-            Stage(
-                "adamp_5",
-                "tensor",
-                level=1,
-                scalars=(10, 11, 12),
-                temps=("tensor_lt", "one_minus_lr_times_weight_decay_2"),
-                reads=("tensor_max_for_invariant", "delta_over_sqrt_columns", "lt_tensor_div_delta_over_sqrt_elements"),
-                stores=("tensor_lt", "one_minus_lr_times_weight_decay_2"),
-                plus=("tensor_lt", "one_minus_lr_times_weight_decay_2"),
-                picked=("tensor_lt",),
-            ),
-            Stage(
-                "adamp_6",
-                "row",
-                level=1,
-                scalars=(),
-                temps=("row_sum_of_p_over_row_mul_3_2",),
-                matrices=True,
-                reads=("tensor_lt", "row_sum_of_p_over_row_mul_3", "tensor_sum_of_p_over_tensor_mul_3_2"),
-                stores=("row_sum_of_p_over_row_mul_3_2",),
-                picked=("row_sum_of_p_over_row_mul_3_2",),
-            ),
-            Stage(
-                "adamp_7",
-                "elem",
-                level=2,
-                scalars=(4, 5, 13),
-                matrices=True,
+                "adamp_7", "elem", level=2, scalars=(4, 5, 13), matrices=True,
                 reads=(
                     "p", "exp_avg", "exp_avg_sq", "one_minus_lr_times_weight_decay_2", "row_sum_of_p_over_row_mul_3_2",
                 ),
@@ -630,145 +570,39 @@ STEPS = (
         early=("exp_avg_sq", "exp_avg"),
     ),
     Rule(
-        ({"nesterov": False, "projected": True},),
-        (
-            "beta1", "beta2", "one_minus_beta1_times_grad_scale", "scalar_1", "scalar_2", "scalar_3", "eps",
-            "grad_scale", "grad_scale_times_grad_scale", "delta", "weight_decay", "minus_one_minus_wd_ratio",
-            "minus_lr", "minus_lr_over_one_minus_beta1_pow_t",
-        ),
-        host=kernel_scalars,
-        temps=(
-            Temp("row_sum_for_invariant", "row", reduction="row_sum", source="elem"),
-            Temp("row_sum_for_invariant_2", "row", reduction="row_sum", source="elem"),
-            Temp("row_sum_for_invariant_3", "row", reduction="row_sum", source="elem"),
-            Temp("row_sum_of_p", "row", reduction="row_sum", source="elem"),
-            Temp("row_sum_of_p_over_row_mul_3", "row"),
-            Temp("tensor_max_for_invariant", "tensor", reduction="tensor_max", source="row"),
-            Temp("tensor_sum_for_invariant", "tensor", reduction="tensor_sum", source="row"),
-            Temp("tensor_sum_for_invariant_2", "tensor", reduction="tensor_sum", source="row"),
-            Temp("tensor_sum_for_invariant_3", "tensor", reduction="tensor_sum", source="row"),
-            Temp("tensor_sum_of_p", "tensor", reduction="tensor_sum", source="row"),
-            Temp("delta_over_sqrt_columns", "tensor"),
-            Temp("delta_over_sqrt_elements", "tensor"),
-            Temp("lt_tensor_div_delta_over_sqrt_elements", "tensor"),
-            Temp("tensor_sum_of_p_over_tensor_mul_3_2", "tensor"),
-            Temp("one_minus_lr_times_weight_decay_2", "tensor"),
-            Temp("tensor_lt", "tensor"),
-            Temp("row_sum_of_p_over_row_mul_3_2", "row"),
-        ),
+        ({"nesterov": False, "projected": True},), SCALARS_3, host=kernel_scalars, temps=TEMPS,
         stages=(
             Stage(
-                "adamp_late_1",
-                "elem",
-                level=0,
-                scalars=tuple(range(6)),
+                "adamp_late_1", "elem", level=0, scalars=tuple(range(6)),
                 temps=("row_sum_for_invariant", "row_sum_for_invariant_2", "row_sum_for_invariant_3", "row_sum_of_p"),
-                matrices=True,
-                reads=("p", "g", "exp_avg", "exp_avg_sq"),
+                matrices=True, reads=("p", "g", "exp_avg", "exp_avg_sq"),
                 sums=(
-                    ("product", ("row_sum_for_invariant",)),
-                    ("square", ("row_sum_for_invariant_2",)),
-                    ("square", ("row_sum_for_invariant_3",)),
-                    ("product", ("row_sum_of_p",)),
+                    ("product", ("row_sum_for_invariant",)), ("square", ("row_sum_for_invariant_2",)),
+                    ("square", ("row_sum_for_invariant_3",)), ("product", ("row_sum_of_p",)),
                 ),
             ),
+            ADAMP_2,
+            ADAMP_3,
+            ADAMP_4,
+            ADAMP_5,
+            ADAMP_6,
             Stage(
-                "adamp_2",
-                "row",
-                level=1,
-                scalars=(6, 7, 8),
-                temps=(
-                    "tensor_max_for_invariant", "row_sum_of_p_over_row_mul_3", "tensor_sum_for_invariant",
-                    "tensor_sum_for_invariant_2", "tensor_sum_for_invariant_3", "tensor_sum_of_p",
-                ),
-                matrices=True,
-                reads=("row_sum_for_invariant", "row_sum_for_invariant_2", "row_sum_for_invariant_3", "row_sum_of_p"),
-                stores=("row_sum_of_p_over_row_mul_3",),
-                sums=(
-                    ("max", ("tensor_max_for_invariant",)),
-                    ("sum", ("tensor_sum_for_invariant",)),
-                    ("sum", ("tensor_sum_for_invariant_2",)),
-                    ("sum", ("tensor_sum_for_invariant_3",)),
-                    ("sum", ("tensor_sum_of_p",)),
-                ),
-            ),
-            Stage(
-                "adamp_3",
-                "tensor",
-                level=1,
-                scalars=(9,),
-                temps=("delta_over_sqrt_columns", "delta_over_sqrt_elements"),
-                stores=("delta_over_sqrt_columns", "delta_over_sqrt_elements"),
-                extents=("columns", "elements"),
-            ),
-            Stage(
-                "adamp_4",
-                "tensor",
-                level=1,
-                scalars=(6, 7, 8),
-                temps=("lt_tensor_div_delta_over_sqrt_elements", "tensor_sum_of_p_over_tensor_mul_3_2"),
-                reads=(
-                    "tensor_sum_for_invariant", "tensor_sum_for_invariant_2", "tensor_sum_for_invariant_3",
-                    "delta_over_sqrt_elements", "tensor_sum_of_p",
-                ),
-                stores=("lt_tensor_div_delta_over_sqrt_elements", "tensor_sum_of_p_over_tensor_mul_3_2"),
-                plus=("lt_tensor_div_delta_over_sqrt_elements",),
-                picked=("lt_tensor_div_delta_over_sqrt_elements", "tensor_sum_of_p_over_tensor_mul_3_2"),
-            ),
-            Stage(
-                "adamp_5",
-                "tensor",
-                level=1,
-                scalars=(10, 11, 12),
-                temps=("tensor_lt", "one_minus_lr_times_weight_decay_2"),
-                reads=("tensor_max_for_invariant", "delta_over_sqrt_columns", "lt_tensor_div_delta_over_sqrt_elements"),
-                stores=("tensor_lt", "one_minus_lr_times_weight_decay_2"),
-                plus=("tensor_lt", "one_minus_lr_times_weight_decay_2"),
-                picked=("tensor_lt",),
-            ),
-            Stage(
-                "adamp_6",
-                "row",
-                level=1,
-                scalars=(),
-                temps=("row_sum_of_p_over_row_mul_3_2",),
-                matrices=True,
-                reads=("tensor_lt", "row_sum_of_p_over_row_mul_3", "tensor_sum_of_p_over_tensor_mul_3_2"),
-                stores=("row_sum_of_p_over_row_mul_3_2",),
-                picked=("row_sum_of_p_over_row_mul_3_2",),
-            ),
-            Stage(
-                "adamp_late_7",
-                "elem",
-                level=2,
-                scalars=(0, 1, 2, 3, 4, 5, 13),
-                matrices=True,
+                "adamp_late_7", "elem", level=2, scalars=(0, 1, 2, 3, 4, 5, 13), matrices=True,
                 reads=(
                     "p", "g", "exp_avg", "exp_avg_sq", "one_minus_lr_times_weight_decay_2",
                     "row_sum_of_p_over_row_mul_3_2",
                 ),
-                stores=("p", "exp_avg", "exp_avg_sq"),
-                plus=("exp_avg_sq",),
+                stores=("p", "exp_avg", "exp_avg_sq"), plus=("exp_avg_sq",),
                 needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
             ),
         ),
     ),
     Rule(
-        ({"nesterov": False, "projected": False},),
-        (
-            "beta1", "beta2", "one_minus_beta1_times_grad_scale", "scalar_1", "scalar_2", "scalar_3",
-            "one_minus_lr_times_weight_decay", "minus_lr_over_one_minus_beta1_pow_t",
-        ),
-        host=kernel_scalars_2,
+        ({"nesterov": False, "projected": False},), SCALARS_4, host=kernel_scalars_2,
         stages=(
             Stage(
-                "adamp_no_projected",
-                "elem",
-                level=0,
-                scalars=tuple(range(8)),
-                reads=("p", "g", "exp_avg", "exp_avg_sq"),
-                stores=("p", "exp_avg", "exp_avg_sq"),
-                plus=("exp_avg_sq",),
+                "adamp_no_projected", "elem", level=0, scalars=tuple(range(8)),
+                reads=("p", "g", "exp_avg", "exp_avg_sq"), stores=("p", "exp_avg", "exp_avg_sq"), plus=("exp_avg_sq",),
                 needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
             ),
         ),
@@ -781,47 +615,19 @@ STEPS = (
             "grad_scale_times_grad_scale", "delta", "weight_decay", "minus_one_minus_wd_ratio", "minus_lr", "beta1",
             "minus_lr_over_one_minus_beta1_pow_t",
         ),
-        host=kernel_scalars_3,
-        temps=(
-            Temp("row_sum_for_invariant", "row", reduction="row_sum", source="elem"),
-            Temp("row_sum_for_invariant_2", "row", reduction="row_sum", source="elem"),
-            Temp("row_sum_for_invariant_3", "row", reduction="row_sum", source="elem"),
-            Temp("row_sum_of_p", "row", reduction="row_sum", source="elem"),
-            Temp("row_sum_of_p_over_row_mul_3", "row"),
-            Temp("tensor_max_for_invariant", "tensor", reduction="tensor_max", source="row"),
-            Temp("tensor_sum_for_invariant", "tensor", reduction="tensor_sum", source="row"),
-            Temp("tensor_sum_for_invariant_2", "tensor", reduction="tensor_sum", source="row"),
-            Temp("tensor_sum_for_invariant_3", "tensor", reduction="tensor_sum", source="row"),
-            Temp("tensor_sum_of_p", "tensor", reduction="tensor_sum", source="row"),
-            Temp("delta_over_sqrt_columns", "tensor"),
-            Temp("delta_over_sqrt_elements", "tensor"),
-            Temp("lt_tensor_div_delta_over_sqrt_elements", "tensor"),
-            Temp("tensor_sum_of_p_over_tensor_mul_3_2", "tensor"),
-            Temp("one_minus_lr_times_weight_decay_2", "tensor"),
-            Temp("tensor_lt", "tensor"),
-            Temp("row_sum_of_p_over_row_mul_3_2", "row"),
-        ),
+        host=kernel_scalars_3, temps=TEMPS,
         stages=(
             Stage(
-                "adamp_nesterov_1",
-                "elem",
-                level=0,
-                scalars=tuple(range(7)),
+                "adamp_nesterov_1", "elem", level=0, scalars=tuple(range(7)),
                 temps=("row_sum_for_invariant", "row_sum_for_invariant_2", "row_sum_for_invariant_3", "row_sum_of_p"),
-                matrices=True,
-                reads=("p", "g", "exp_avg", "exp_avg_sq"),
+                matrices=True, reads=("p", "g", "exp_avg", "exp_avg_sq"),
                 sums=(
-                    ("product", ("row_sum_for_invariant",)),
-                    ("square", ("row_sum_for_invariant_2",)),
-                    ("square", ("row_sum_for_invariant_3",)),
-                    ("product", ("row_sum_of_p",)),
+                    ("product", ("row_sum_for_invariant",)), ("square", ("row_sum_for_invariant_2",)),
+                    ("square", ("row_sum_for_invariant_3",)), ("product", ("row_sum_of_p",)),
                 ),
             ),
             Stage(
-                "adamp_2",
-                "row",
-                level=1,
-                scalars=(7, 8, 9),
+                "adamp_2", "row", level=1, scalars=(7, 8, 9),
                 temps=(
                     "tensor_max_for_invariant", "row_sum_of_p_over_row_mul_3", "tensor_sum_for_invariant",
                     "tensor_sum_for_invariant_2", "tensor_sum_for_invariant_3", "tensor_sum_of_p",
@@ -830,27 +636,18 @@ STEPS = (
                 reads=("row_sum_for_invariant", "row_sum_for_invariant_2", "row_sum_for_invariant_3", "row_sum_of_p"),
                 stores=("row_sum_of_p_over_row_mul_3",),
                 sums=(
-                    ("max", ("tensor_max_for_invariant",)),
-                    ("sum", ("tensor_sum_for_invariant",)),
-                    ("sum", ("tensor_sum_for_invariant_2",)),
-                    ("sum", ("tensor_sum_for_invariant_3",)),
+                    ("max", ("tensor_max_for_invariant",)), ("sum", ("tensor_sum_for_invariant",)),
+                    ("sum", ("tensor_sum_for_invariant_2",)), ("sum", ("tensor_sum_for_invariant_3",)),
                     ("sum", ("tensor_sum_of_p",)),
                 ),
             ),
             Stage(
-                "adamp_3",
-                "tensor",
-                level=1,
-                scalars=(10,),
+                "adamp_3", "tensor", level=1, scalars=(10,),
                 temps=("delta_over_sqrt_columns", "delta_over_sqrt_elements"),
-                stores=("delta_over_sqrt_columns", "delta_over_sqrt_elements"),
-                extents=("columns", "elements"),
+                stores=("delta_over_sqrt_columns", "delta_over_sqrt_elements"), extents=("columns", "elements"),
             ),
             Stage(
-                "adamp_4",
-                "tensor",
-                level=1,
-                scalars=(7, 8, 9),
+                "adamp_4", "tensor", level=1, scalars=(7, 8, 9),
                 temps=("lt_tensor_div_delta_over_sqrt_elements", "tensor_sum_of_p_over_tensor_mul_3_2"),
                 reads=(
                     "tensor_sum_for_invariant", "tensor_sum_for_invariant_2", "tensor_sum_for_invariant_3",
@@ -861,59 +658,30 @@ STEPS = (
                 picked=("lt_tensor_div_delta_over_sqrt_elements", "tensor_sum_of_p_over_tensor_mul_3_2"),
             ),
             Stage(
-                "adamp_5",
-                "tensor",
-                level=1,
-                scalars=(11, 12, 13),
+                "adamp_5", "tensor", level=1, scalars=(11, 12, 13),
                 temps=("tensor_lt", "one_minus_lr_times_weight_decay_2"),
                 reads=("tensor_max_for_invariant", "delta_over_sqrt_columns", "lt_tensor_div_delta_over_sqrt_elements"),
                 stores=("tensor_lt", "one_minus_lr_times_weight_decay_2"),
-                plus=("tensor_lt", "one_minus_lr_times_weight_decay_2"),
-                picked=("tensor_lt",),
+                plus=("tensor_lt", "one_minus_lr_times_weight_decay_2"), picked=("tensor_lt",),
             ),
+            ADAMP_6,
             Stage(
-                "adamp_6",
-                "row",
-                level=1,
-                scalars=(),
-                temps=("row_sum_of_p_over_row_mul_3_2",),
-                matrices=True,
-                reads=("tensor_lt", "row_sum_of_p_over_row_mul_3", "tensor_sum_of_p_over_tensor_mul_3_2"),
-                stores=("row_sum_of_p_over_row_mul_3_2",),
-                picked=("row_sum_of_p_over_row_mul_3_2",),
-            ),
-            Stage(
-                "adamp_nesterov_7",
-                "elem",
-                level=2,
-                scalars=(14, 0, 4, 1, 5, 6, 15),
-                matrices=True,
+                "adamp_nesterov_7", "elem", level=2, scalars=(14, 0, 4, 1, 5, 6, 15), matrices=True,
                 reads=(
                     "p", "g", "exp_avg", "exp_avg_sq", "one_minus_lr_times_weight_decay_2",
                     "row_sum_of_p_over_row_mul_3_2",
                 ),
-                stores=("p", "exp_avg", "exp_avg_sq"),
-                plus=("exp_avg_sq",),
+                stores=("p", "exp_avg", "exp_avg_sq"), plus=("exp_avg_sq",),
                 needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
             ),
         ),
     ),
     Rule(
-        ({"nesterov": True, "projected": False},),
-        (
-            "beta1", "beta2", "one_minus_beta1_times_grad_scale", "scalar_1", "scalar_2", "scalar_3",
-            "one_minus_lr_times_weight_decay", "minus_lr_over_one_minus_beta1_pow_t",
-        ),
-        host=kernel_scalars_2,
+        ({"nesterov": True, "projected": False},), SCALARS_4, host=kernel_scalars_2,
         stages=(
             Stage(
-                "adamp_nesterov_no_projected",
-                "elem",
-                level=0,
-                scalars=tuple(range(8)),
-                reads=("p", "g", "exp_avg", "exp_avg_sq"),
-                stores=("p", "exp_avg", "exp_avg_sq"),
-                plus=("exp_avg_sq",),
+                "adamp_nesterov_no_projected", "elem", level=0, scalars=tuple(range(8)),
+                reads=("p", "g", "exp_avg", "exp_avg_sq"), stores=("p", "exp_avg", "exp_avg_sq"), plus=("exp_avg_sq",),
                 needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
             ),
         ),

@@ -106,10 +106,8 @@ OPTGEN_INLINE F adamp_7(
 ) {
     const F exp_avg_ = exp_avg.read();
     const F exp_avg_sq_ = exp_avg_sq.read();
-    // 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-    const F update = exp_avg_ / fma(sqrt(exp_avg_sq_), scalar_2, scalar_3);
-    // 29  update, invariant = without_radial(update, p, g, delta, eps)
-    const F update_2 = fma(-row_sum_of_p_over_row_mul_3_2.read(), p, update);
+    const F update = exp_avg_ / fma(sqrt(exp_avg_sq_), scalar_2, scalar_3);  // 27
+    const F update_2 = fma(-row_sum_of_p_over_row_mul_3_2.read(), p, update);  // 29
     const F p_ = p * one_minus_lr_times_weight_decay_2.read();               // 31  p = decoupled(p, lr, weight_decay)
     const F p_2 = fma(minus_lr_over_one_minus_beta1_pow_t, update_2, p_);    // 32  p = p - lr / (1 - beta1**t) * update
     return p_2;
@@ -122,12 +120,9 @@ OPTGEN_INLINE void adamp_late_1(
     S1 &exp_avg_sq, S2 &row_sum_for_invariant, S3 &row_sum_for_invariant_2, S4 &row_sum_for_invariant_3,
     S5 &row_sum_of_p
 ) {
-    // 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    const F exp_avg_ = fma(one_minus_beta1_times_grad_scale, g, exp_avg.times(beta1));
-    // 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    const F exp_avg_sq_ = fma(scalar_1 * g, g, exp_avg_sq.times(beta2));
-    // 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-    const F update = exp_avg_ / fma(sqrt(exp_avg_sq_), scalar_2, scalar_3);
+    const F exp_avg_ = fma(one_minus_beta1_times_grad_scale, g, exp_avg.times(beta1));  // 24
+    const F exp_avg_sq_ = fma(scalar_1 * g, g, exp_avg_sq.times(beta2));  // 25
+    const F update = exp_avg_ / fma(sqrt(exp_avg_sq_), scalar_2, scalar_3);  // 27
     row_sum_for_invariant.set(p * g);
     row_sum_for_invariant_2.set(p * p);
     row_sum_for_invariant_3.set(g * g);
@@ -141,16 +136,12 @@ OPTGEN_INLINE F adamp_late_7(
     F minus_lr_over_one_minus_beta1_pow_t, S0 &exp_avg, S1 &exp_avg_sq, S2 &one_minus_lr_times_weight_decay_2,
     S3 &row_sum_of_p_over_row_mul_3_2
 ) {
-    // 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    const F exp_avg_ = fma(one_minus_beta1_times_grad_scale, g, exp_avg.times(beta1));
-    // 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    const F exp_avg_sq_ = fma(scalar_1 * g, g, exp_avg_sq.times(beta2));
-    // 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-    const F update = exp_avg_ / fma(sqrt(exp_avg_sq_), scalar_2, scalar_3);
-    // 29  update, invariant = without_radial(update, p, g, delta, eps)
-    const F update_2 = fma(-row_sum_of_p_over_row_mul_3_2.read(), p, update);
-    const F p_ = p * one_minus_lr_times_weight_decay_2.read();               // 31  p = decoupled(p, lr, weight_decay)
-    const F p_2 = fma(minus_lr_over_one_minus_beta1_pow_t, update_2, p_);    // 32  p = p - lr / (1 - beta1**t) * update
+    const F exp_avg_ = fma(one_minus_beta1_times_grad_scale, g, exp_avg.times(beta1));  // 24
+    const F exp_avg_sq_ = fma(scalar_1 * g, g, exp_avg_sq.times(beta2));  // 25
+    const F update = exp_avg_ / fma(sqrt(exp_avg_sq_), scalar_2, scalar_3);  // 27
+    const F update_2 = fma(-row_sum_of_p_over_row_mul_3_2.read(), p, update);  // 29
+    const F p_ = p * one_minus_lr_times_weight_decay_2.read();               // 31
+    const F p_2 = fma(minus_lr_over_one_minus_beta1_pow_t, update_2, p_);    // 32
     exp_avg.set(exp_avg_);
     exp_avg_sq.set(exp_avg_sq_);
     return p_2;
@@ -168,19 +159,16 @@ struct adamp_no_projected {  // adamp
         one_minus_lr_times_weight_decay(scalars[6]), minus_lr_over_one_minus_beta1_pow_t(scalars[7]) {}
     template <class S0, class S1>
     void states(F p, F g, S0 &exp_avg, S1 &exp_avg_sq) const {
-        // 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-        const F exp_avg_ = fma(one_minus_beta1_times_grad_scale, g, exp_avg.times(beta1));
-        // 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-        const F exp_avg_sq_ = fma(scalar_1 * g, g, exp_avg_sq.times(beta2));
+        const F exp_avg_ = fma(one_minus_beta1_times_grad_scale, g, exp_avg.times(beta1));  // 24
+        const F exp_avg_sq_ = fma(scalar_1 * g, g, exp_avg_sq.times(beta2));  // 25
         exp_avg.set(exp_avg_);
         exp_avg_sq.set(exp_avg_sq_);
     }
     template <class S0, class S1>
     F weight(F p, F g, const S0 &exp_avg, const S1 &exp_avg_sq) const {
-        // 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-        const F update = exp_avg.next() / fma(exp_avg_sq.root(), scalar_2, scalar_3);
-        const F p_ = one_minus_lr_times_weight_decay * p;                    // 31  p = decoupled(p, lr, weight_decay)
-        const F p_2 = fma(minus_lr_over_one_minus_beta1_pow_t, update, p_);  // 32  p = p - lr / (1 - beta1**t) * update
+        const F update = exp_avg.next() / fma(exp_avg_sq.root(), scalar_2, scalar_3);  // 27
+        const F p_ = one_minus_lr_times_weight_decay * p;                    // 31
+        const F p_2 = fma(minus_lr_over_one_minus_beta1_pow_t, update, p_);  // 32
         return p_2;
     }
 };
@@ -192,9 +180,8 @@ OPTGEN_INLINE void adamp_nesterov_1(
     F one_minus_beta1_times_grad_scale, F scalar_4, F scalar_5, S0 &exp_avg, S1 &exp_avg_sq, S2 &row_sum_for_invariant,
     S3 &row_sum_for_invariant_2, S4 &row_sum_for_invariant_3, S5 &row_sum_of_p
 ) {
-    // 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    const F exp_avg_sq_ = fma(scalar_0 * g, g, exp_avg_sq.times(beta2));
-    // 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
+    const F exp_avg_sq_ = fma(scalar_0 * g, g, exp_avg_sq.times(beta2));  // 25
+    // 27
     const F update = (
         fma(beta1_times_one_minus_beta1_times_grad_scale, g, exp_avg.times(beta1_times_beta1))
         + one_minus_beta1_times_grad_scale * g
@@ -213,16 +200,12 @@ OPTGEN_INLINE F adamp_nesterov_7(
     S3 &row_sum_of_p_over_row_mul_3_2
 ) {
     const F g_mul = one_minus_beta1_times_grad_scale * g;
-    // 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    const F exp_avg_ = exp_avg.plus(beta1, g_mul);
-    // 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    const F exp_avg_sq_ = fma(scalar_0 * g, g, exp_avg_sq.times(beta2));
-    // 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-    const F update = fma(beta1, exp_avg_, g_mul) / fma(sqrt(exp_avg_sq_), scalar_4, scalar_5);
-    // 29  update, invariant = without_radial(update, p, g, delta, eps)
-    const F update_2 = fma(-row_sum_of_p_over_row_mul_3_2.read(), p, update);
-    const F p_ = p * one_minus_lr_times_weight_decay_2.read();             // 31  p = decoupled(p, lr, weight_decay)
-    const F p_2 = fma(minus_lr_over_one_minus_beta1_pow_t, update_2, p_);  // 32  p = p - lr / (1 - beta1**t) * update
+    const F exp_avg_ = exp_avg.plus(beta1, g_mul);  // 24
+    const F exp_avg_sq_ = fma(scalar_0 * g, g, exp_avg_sq.times(beta2));  // 25
+    const F update = fma(beta1, exp_avg_, g_mul) / fma(sqrt(exp_avg_sq_), scalar_4, scalar_5);  // 27
+    const F update_2 = fma(-row_sum_of_p_over_row_mul_3_2.read(), p, update);  // 29
+    const F p_ = p * one_minus_lr_times_weight_decay_2.read();             // 31
+    const F p_2 = fma(minus_lr_over_one_minus_beta1_pow_t, update_2, p_);  // 32
     exp_avg.set(exp_avg_);
     exp_avg_sq.set(exp_avg_sq_);
     return p_2;
@@ -241,20 +224,17 @@ struct adamp_nesterov_no_projected {  // adamp
     template <class S0, class S1>
     void states(F p, F g, S0 &exp_avg, S1 &exp_avg_sq) const {
         const F g_mul = one_minus_beta1_times_grad_scale * g;
-        // 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-        const F exp_avg_ = exp_avg.plus(beta1, g_mul);
-        // 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-        const F exp_avg_sq_ = fma(scalar_1 * g, g, exp_avg_sq.times(beta2));
+        const F exp_avg_ = exp_avg.plus(beta1, g_mul);  // 24
+        const F exp_avg_sq_ = fma(scalar_1 * g, g, exp_avg_sq.times(beta2));  // 25
         exp_avg.set(exp_avg_);
         exp_avg_sq.set(exp_avg_sq_);
     }
     template <class S0, class S1>
     F weight(F p, F g, const S0 &exp_avg, const S1 &exp_avg_sq) const {
         const F g_mul = one_minus_beta1_times_grad_scale * g;
-        // 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-        const F update = fma(beta1, exp_avg.next(), g_mul) / fma(exp_avg_sq.root(), scalar_2, scalar_3);
-        const F p_ = one_minus_lr_times_weight_decay * p;                    // 31  p = decoupled(p, lr, weight_decay)
-        const F p_2 = fma(minus_lr_over_one_minus_beta1_pow_t, update, p_);  // 32  p = p - lr / (1 - beta1**t) * update
+        const F update = fma(beta1, exp_avg.next(), g_mul) / fma(exp_avg_sq.root(), scalar_2, scalar_3);  // 27
+        const F p_ = one_minus_lr_times_weight_decay * p;                    // 31
+        const F p_2 = fma(minus_lr_over_one_minus_beta1_pow_t, update, p_);  // 32
         return p_2;
     }
 };

@@ -117,10 +117,8 @@ def adamp_7_tile(
     """The new p."""
     exp_avg = read(exp_avg, PLAN.exp_avg)
     exp_avg_sq = read(exp_avg_sq, PLAN.exp_avg_sq)
-    # 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-    update = exp_avg * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3))
-    # 29  update, invariant = without_radial(update, p, g, delta, eps)
-    update = tl.fma(minus(row_sum_of_p_over_row_mul_3_2), p, update)
+    update = exp_avg * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3))  # 27
+    update = tl.fma(minus(row_sum_of_p_over_row_mul_3_2), p, update)  # 29
     p = p * one_minus_lr_times_weight_decay_2                         # 31  p = decoupled(p, lr, weight_decay)
     p = tl.fma(minus_lr_over_one_minus_beta1_pow_t, update, p)        # 32  p = p - lr / (1 - beta1**t) * update
     return (p,)
@@ -140,12 +138,9 @@ def adamp_late_1_tile(
     scalar_2, scalar_3, live, MASKED: tl.constexpr,
 ):
     """The terms of row_sum_for_invariant, row_sum_for_invariant_2, row_sum_for_invariant_3, row_sum_of_p."""
-    # 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))
-    # 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))
-    # 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-    update = exp_avg * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3))
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 24
+    exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 25
+    update = exp_avg * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3))  # 27
     return p, g, p, g, p, update
 
 
@@ -167,16 +162,12 @@ def adamp_late_7_tile(
     minus_lr_over_one_minus_beta1_pow_t, live, MASKED: tl.constexpr,
 ):
     """The new p, exp_avg, exp_avg_sq."""
-    # 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))
-    # 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))
-    # 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-    update = exp_avg * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3))
-    # 29  update, invariant = without_radial(update, p, g, delta, eps)
-    update = tl.fma(minus(row_sum_of_p_over_row_mul_3_2), p, update)
-    p = p * one_minus_lr_times_weight_decay_2                         # 31  p = decoupled(p, lr, weight_decay)
-    p = tl.fma(minus_lr_over_one_minus_beta1_pow_t, update, p)        # 32  p = p - lr / (1 - beta1**t) * update
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 24
+    exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 25
+    update = exp_avg * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3))  # 27
+    update = tl.fma(minus(row_sum_of_p_over_row_mul_3_2), p, update)  # 29
+    p = p * one_minus_lr_times_weight_decay_2                         # 31
+    p = tl.fma(minus_lr_over_one_minus_beta1_pow_t, update, p)        # 32
     return p, exp_avg, exp_avg_sq
 
 
@@ -199,14 +190,11 @@ def adamp_no_projected_tile(
     MASKED: tl.constexpr,
 ):
     """The new p, exp_avg, exp_avg_sq."""
-    # 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))
-    # 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))
-    # 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-    update = exp_avg * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3))
-    p = one_minus_lr_times_weight_decay * p                     # 31  p = decoupled(p, lr, weight_decay)
-    p = tl.fma(minus_lr_over_one_minus_beta1_pow_t, update, p)  # 32  p = p - lr / (1 - beta1**t) * update
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 24
+    exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 25
+    update = exp_avg * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3))  # 27
+    p = one_minus_lr_times_weight_decay * p                     # 31
+    p = tl.fma(minus_lr_over_one_minus_beta1_pow_t, update, p)  # 32
     return p, exp_avg, exp_avg_sq
 
 
@@ -229,9 +217,8 @@ def adamp_nesterov_1_tile(
     MASKED: tl.constexpr,
 ):
     """The terms of row_sum_for_invariant, row_sum_for_invariant_2, row_sum_for_invariant_3, row_sum_of_p."""
-    # 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_0 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))
-    # 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
+    exp_avg_sq = tl.fma(scalar_0 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 25
+    # 27
     update = (
         tl.fma(beta1_times_one_minus_beta1_times_grad_scale, g, times(beta1_times_beta1, exp_avg, PLAN.exp_avg))
         + one_minus_beta1_times_grad_scale * g
@@ -259,15 +246,12 @@ def adamp_nesterov_7_tile(
 ):
     """The new p, exp_avg, exp_avg_sq."""
     g_mul = one_minus_beta1_times_grad_scale * g
-    exp_avg = plus(beta1, exp_avg, g_mul, PLAN.exp_avg)               # 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    # 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_0 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))
-    # 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-    update = tl.fma(beta1, exp_avg, g_mul) * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_4, scalar_5))
-    # 29  update, invariant = without_radial(update, p, g, delta, eps)
-    update = tl.fma(minus(row_sum_of_p_over_row_mul_3_2), p, update)
-    p = p * one_minus_lr_times_weight_decay_2                         # 31  p = decoupled(p, lr, weight_decay)
-    p = tl.fma(minus_lr_over_one_minus_beta1_pow_t, update, p)        # 32  p = p - lr / (1 - beta1**t) * update
+    exp_avg = plus(beta1, exp_avg, g_mul, PLAN.exp_avg)               # 24
+    exp_avg_sq = tl.fma(scalar_0 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 25
+    update = tl.fma(beta1, exp_avg, g_mul) * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_4, scalar_5))  # 27
+    update = tl.fma(minus(row_sum_of_p_over_row_mul_3_2), p, update)  # 29
+    p = p * one_minus_lr_times_weight_decay_2                         # 31
+    p = tl.fma(minus_lr_over_one_minus_beta1_pow_t, update, p)        # 32
     return p, exp_avg, exp_avg_sq
 
 
@@ -291,13 +275,11 @@ def adamp_nesterov_no_projected_tile(
 ):
     """The new p, exp_avg, exp_avg_sq."""
     g_mul = one_minus_beta1_times_grad_scale * g
-    exp_avg = plus(beta1, exp_avg, g_mul, PLAN.exp_avg)         # 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    # 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))
-    # 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-    update = tl.fma(beta1, exp_avg, g_mul) * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3))
-    p = one_minus_lr_times_weight_decay * p                     # 31  p = decoupled(p, lr, weight_decay)
-    p = tl.fma(minus_lr_over_one_minus_beta1_pow_t, update, p)  # 32  p = p - lr / (1 - beta1**t) * update
+    exp_avg = plus(beta1, exp_avg, g_mul, PLAN.exp_avg)         # 24
+    exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 25
+    update = tl.fma(beta1, exp_avg, g_mul) * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3))  # 27
+    p = one_minus_lr_times_weight_decay * p                     # 31
+    p = tl.fma(minus_lr_over_one_minus_beta1_pow_t, update, p)  # 32
     return p, exp_avg, exp_avg_sq
 
 

@@ -4,7 +4,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Series, Stage, StateRecord, Temp
+from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Series, Stage, StateRecord, Temp, by_flags
 from optgen.runtime.records.scalars import divide, maximum, root, where
 from optgen.runtime.reference.eager import few_sum, newton_schulz, sqrt
 
@@ -173,12 +173,9 @@ def adamuon(
     exp_avg_sq = b.load("exp_avg_sq")
     # -- update  (specs/adamuon.py)
     p = p * one_minus_lr_times_weight_decay         # 43  p = policies.decoupled(p, lr, weight_decay)
-    # 39  direction = newton_schulz(sign((1 - ahead) * momentum_buffer + ahead * g), ns_steps, ns_coefficients,
-    #     gram=gram)
-    direction = direction_stored.to(torch.float32)
-    # 40  exp_avg_sq = momentum * exp_avg_sq + (1 - momentum) * direction * direction
-    exp_avg_sq = momentum * exp_avg_sq + one_minus_momentum * direction * direction
-    even = direction / (sqrt(exp_avg_sq) + eps)     # 41  even = direction / (sqrt(exp_avg_sq) + eps)
+    direction = direction_stored.to(torch.float32)  # 39
+    exp_avg_sq = momentum * exp_avg_sq + one_minus_momentum * direction * direction  # 40
+    even = direction / (sqrt(exp_avg_sq) + eps)     # 41
     p = p - lr_times_size * even                    # 44  p = p - lr * size * even
     # -- encode and store
     b.store("p", p)
@@ -201,11 +198,8 @@ def adamuon_no_matrix(
     # 33  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr,
     #     adamw_betas, eps, weight_decay )
     momentum_buffer = adamw_betas_0 * momentum_buffer + one_minus_adamw_betas_0 * g
-    # 33  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr,
-    #     adamw_betas, eps, weight_decay )
-    exp_avg_sq = adamw_betas_1 * exp_avg_sq + one_minus_adamw_betas_1 * g * g
-    # 33  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr,
-    #     adamw_betas, eps, weight_decay )
+    exp_avg_sq = adamw_betas_1 * exp_avg_sq + one_minus_adamw_betas_1 * g * g  # 33
+    # 33
     p = (
         p * one_minus_adamw_lr_times_weight_decay - adamw_lr_over_one_minus_adamw_betas_0_pow_t * momentum_buffer
         / (sqrt(exp_avg_sq) / sqrt_one_minus_adamw_betas_1_pow_t + eps)
@@ -282,64 +276,29 @@ def kernel_scalars_2(
     )
 
 
+# What several of the records below have.
+STATES = (StateRecord("momentum_buffer"), StateRecord("exp_avg_sq", nonneg=True))
+
 # The eager reference, in strict maths.
-RULES = (
+RULES = by_flags(
+    {"adamw": False, "matrix": True},
     RuleRecord(
-        "adamuon",
-        "",
-        flags={"adamw": False, "matrix": True},
-        step="adamuon",
+        "adamuon", "adamuon",
         scalars=(
             "momentum", "grad_scale", "one_minus_momentum", "one_minus_nesterov_times_one_minus_momentum", "ahead",
             "ns_coefficients", "ns_steps", "gram", "eps", "lr", "one_minus_lr_times_weight_decay",
         ),
-        host=host_scalars,
-        states=(StateRecord("momentum_buffer"), StateRecord("exp_avg_sq", nonneg=True)),
-        spaces=("call", "mat", "tensor"),
-        by_rows=True,
-        matrix="heads",
+        host=host_scalars, states=STATES, spaces=("call", "mat", "tensor"), by_rows=True, matrix="heads",
+        settings=({"adamw": False, "matrix": True},),
     ),
     RuleRecord(
-        "adamuon",
-        "_no_matrix",
-        flags={"adamw": False, "matrix": False},
-        step="adamuon_no_matrix",
+        "adamuon", "adamuon_no_matrix",
         scalars=(
             "eps", "adamw_betas_0", "adamw_betas_1", "grad_scale", "one_minus_adamw_lr_times_weight_decay",
             "one_minus_adamw_betas_0", "adamw_lr_over_one_minus_adamw_betas_0_pow_t", "one_minus_adamw_betas_1",
             "sqrt_one_minus_adamw_betas_1_pow_t",
         ),
-        host=host_scalars_2,
-        states=(StateRecord("momentum_buffer"), StateRecord("exp_avg_sq", nonneg=True)),
-        matrix="heads",
-    ),
-    RuleRecord(
-        "adamuon",
-        "_adamw",
-        flags={"adamw": True, "matrix": True},
-        step="adamuon_no_matrix",
-        scalars=(
-            "eps", "adamw_betas_0", "adamw_betas_1", "grad_scale", "one_minus_adamw_lr_times_weight_decay",
-            "one_minus_adamw_betas_0", "adamw_lr_over_one_minus_adamw_betas_0_pow_t", "one_minus_adamw_betas_1",
-            "sqrt_one_minus_adamw_betas_1_pow_t",
-        ),
-        host=host_scalars_2,
-        states=(StateRecord("momentum_buffer"), StateRecord("exp_avg_sq", nonneg=True)),
-        matrix="heads",
-    ),
-    RuleRecord(
-        "adamuon",
-        "_adamw_no_matrix",
-        flags={"adamw": True, "matrix": False},
-        step="adamuon_no_matrix",
-        scalars=(
-            "eps", "adamw_betas_0", "adamw_betas_1", "grad_scale", "one_minus_adamw_lr_times_weight_decay",
-            "one_minus_adamw_betas_0", "adamw_lr_over_one_minus_adamw_betas_0_pow_t", "one_minus_adamw_betas_1",
-            "sqrt_one_minus_adamw_betas_1_pow_t",
-        ),
-        host=host_scalars_2,
-        states=(StateRecord("momentum_buffer"), StateRecord("exp_avg_sq", nonneg=True)),
-        matrix="heads",
+        host=host_scalars_2, states=STATES, matrix="heads", settings=({"adamw": True}, {"matrix": False}),
     ),
 )
 
@@ -362,77 +321,38 @@ STEPS = (
         ),
         stages=(
             Stage(
-                "adamuon_1",
-                "elem",
-                level=0,
-                scalars=tuple(range(4)),
-                temps=("direction",),
-                reads=("g", "momentum_buffer"),
-                stores=("momentum_buffer", "direction"),
-                picked=("direction",),
+                "adamuon_1", "elem", level=0, scalars=tuple(range(4)), temps=("direction",),
+                reads=("g", "momentum_buffer"), stores=("momentum_buffer", "direction"), picked=("direction",),
             ),
             Stage(
-                "newton_schulz",
-                "call",
-                level=1,
-                scalars=(4, 5, 6),
-                temps=("direction",),
+                "newton_schulz", "call", level=1, scalars=(4, 5, 6), temps=("direction",),
                 given=("ns_steps", 1.0, "gram", 1e-07, "ns_coefficients"),
             ),
             Stage(
-                "adamuon_3",
-                "elem",
-                level=2,
-                scalars=(0, 7, 8),
-                temps=("row_sum_for_size",),
-                matrices=True,
-                reads=("exp_avg_sq", "direction"),
-                sums=(("square", ("row_sum_for_size",)),),
+                "adamuon_3", "elem", level=2, scalars=(0, 7, 8), temps=("row_sum_for_size",), matrices=True,
+                reads=("exp_avg_sq", "direction"), sums=(("square", ("row_sum_for_size",)),),
             ),
             Stage(
-                "adamuon_4",
-                "row",
-                level=3,
-                scalars=(),
-                temps=("mat_sum_for_size",),
-                matrices=True,
-                reads=("row_sum_for_size",),
-                sums=(("sum", ("mat_sum_for_size",)),),
+                "adamuon_4", "row", level=3, scalars=(), temps=("mat_sum_for_size",), matrices=True,
+                reads=("row_sum_for_size",), sums=(("sum", ("mat_sum_for_size",)),),
             ),
             Stage(
-                "adamuon_5",
-                "tensor",
-                level=3,
-                scalars=(),
-                temps=("by_0p2_times_sqrt_rows_times_columns",),
-                stores=("by_0p2_times_sqrt_rows_times_columns",),
-                extents=("rows", "columns"),
+                "adamuon_5", "tensor", level=3, scalars=(), temps=("by_0p2_times_sqrt_rows_times_columns",),
+                stores=("by_0p2_times_sqrt_rows_times_columns",), extents=("rows", "columns"),
             ),
             Stage(
-                "adamuon_6",
-                "mat",
-                level=3,
-                scalars=(9, 7),
-                temps=("lr_times_size",),
-                matrices=True,
-                reads=("by_0p2_times_sqrt_rows_times_columns", "mat_sum_for_size"),
-                stores=("lr_times_size",),
+                "adamuon_6", "mat", level=3, scalars=(9, 7), temps=("lr_times_size",), matrices=True,
+                reads=("by_0p2_times_sqrt_rows_times_columns", "mat_sum_for_size"), stores=("lr_times_size",),
             ),
             Stage(
-                "adamuon_7",
-                "elem",
-                level=4,
-                scalars=(0, 7, 8, 10),
-                matrices=True,
-                reads=("p", "exp_avg_sq", "lr_times_size", "direction"),
-                stores=("p", "exp_avg_sq"),
-                plus=("exp_avg_sq",),
-                needs=(("exp_avg_sq", ("exp_avg_sq", "direction")),),
+                "adamuon_7", "elem", level=4, scalars=(0, 7, 8, 10), matrices=True,
+                reads=("p", "exp_avg_sq", "lr_times_size", "direction"), stores=("p", "exp_avg_sq"),
+                plus=("exp_avg_sq",), needs=(("exp_avg_sq", ("exp_avg_sq", "direction")),),
             ),
         ),
     ),
     Rule(
-        ({"adamw": False, "matrix": False}, {"adamw": True, "matrix": True}, {"adamw": True, "matrix": False}),
+        ({"adamw": True}, {"matrix": False}),
         (
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
@@ -440,14 +360,9 @@ STEPS = (
         host=kernel_scalars_2,
         stages=(
             Stage(
-                "adamuon_no_matrix",
-                "elem",
-                level=0,
-                scalars=tuple(range(7)),
-                reads=("p", "g", "momentum_buffer", "exp_avg_sq"),
-                stores=("p", "momentum_buffer", "exp_avg_sq"),
-                plus=("exp_avg_sq",),
-                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+                "adamuon_no_matrix", "elem", level=0, scalars=tuple(range(7)),
+                reads=("p", "g", "momentum_buffer", "exp_avg_sq"), stores=("p", "momentum_buffer", "exp_avg_sq"),
+                plus=("exp_avg_sq",), needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
             ),
         ),
     ),

@@ -57,12 +57,9 @@ OPTGEN_INLINE F adamuon_7(
     F p, F momentum, F eps, F one_minus_momentum, F one_minus_lr_times_weight_decay, S0 &exp_avg_sq, S1 &lr_times_size,
     S2 &direction
 ) {
-    // 39  direction = newton_schulz(sign((1 - ahead) * momentum_buffer + ahead * g), ns_steps, ns_coefficients,
-    //     gram=gram)
-    const F direction_ = direction.read();
-    // 40  exp_avg_sq = momentum * exp_avg_sq + (1 - momentum) * direction * direction
-    const F exp_avg_sq_ = fma(one_minus_momentum * direction_, direction_, exp_avg_sq.times(momentum));
-    const F even = direction_ / (sqrt(exp_avg_sq_) + eps);  // 41  even = direction / (sqrt(exp_avg_sq) + eps)
+    const F direction_ = direction.read();  // 39
+    const F exp_avg_sq_ = fma(one_minus_momentum * direction_, direction_, exp_avg_sq.times(momentum));  // 40
+    const F even = direction_ / (sqrt(exp_avg_sq_) + eps);  // 41
     const F p_ = one_minus_lr_times_weight_decay * p;       // 43  p = policies.decoupled(p, lr, weight_decay)
     const F p_2 = fma(-lr_times_size.read(), even, p_);     // 44  p = p - lr * size * even
     exp_avg_sq.set(exp_avg_sq_);
@@ -86,16 +83,13 @@ struct adamuon_no_matrix {  // adamuon
         const F momentum_buffer_ = fma(
             one_minus_adamw_betas_0_times_grad_scale, g, momentum_buffer.times(adamw_betas_0)
         );
-        // 33  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr,
-        //     adamw_betas, eps, weight_decay )
-        const F exp_avg_sq_ = fma(scalar_1 * g, g, exp_avg_sq.times(adamw_betas_1));
+        const F exp_avg_sq_ = fma(scalar_1 * g, g, exp_avg_sq.times(adamw_betas_1));  // 33
         momentum_buffer.set(momentum_buffer_);
         exp_avg_sq.set(exp_avg_sq_);
     }
     template <class S0, class S1>
     F weight(F p, F g, const S0 &momentum_buffer, const S1 &exp_avg_sq) const {
-        // 33  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr,
-        //     adamw_betas, eps, weight_decay )
+        // 33
         const F p_ = fma(
             -momentum_buffer.next(), 1.0f / fma(exp_avg_sq.root(), scalar_2, scalar_3),
             one_minus_adamw_lr_times_weight_decay * p

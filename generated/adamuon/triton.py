@@ -94,12 +94,9 @@ def adamuon_7_tile(
     one_minus_lr_times_weight_decay, live, MASKED: tl.constexpr,
 ):
     """The new p, exp_avg_sq."""
-    # 39  direction = newton_schulz(sign((1 - ahead) * momentum_buffer + ahead * g), ns_steps, ns_coefficients,
-    #     gram=gram)
-    direction = widened(direction_stored)
-    # 40  exp_avg_sq = momentum * exp_avg_sq + (1 - momentum) * direction * direction
-    exp_avg_sq = tl.fma(one_minus_momentum * direction, direction, times(momentum, exp_avg_sq, PLAN.exp_avg_sq))
-    even = direction * reciprocal(tl.sqrt(exp_avg_sq) + eps)  # 41  even = direction / (sqrt(exp_avg_sq) + eps)
+    direction = widened(direction_stored)  # 39
+    exp_avg_sq = tl.fma(one_minus_momentum * direction, direction, times(momentum, exp_avg_sq, PLAN.exp_avg_sq))  # 40
+    even = direction * reciprocal(tl.sqrt(exp_avg_sq) + eps)  # 41
     p = one_minus_lr_times_weight_decay * p                   # 43  p = policies.decoupled(p, lr, weight_decay)
     p = tl.fma(minus(lr_times_size), even, p)                 # 44  p = p - lr * size * even
     return p, exp_avg_sq
@@ -128,11 +125,8 @@ def adamuon_no_matrix_tile(
     momentum_buffer = tl.fma(
         one_minus_adamw_betas_0_times_grad_scale, g, times(adamw_betas_0, momentum_buffer, PLAN.momentum_buffer)
     )
-    # 33  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr,
-    #     adamw_betas, eps, weight_decay )
-    exp_avg_sq = tl.fma(scalar_1 * g, g, times(adamw_betas_1, exp_avg_sq, PLAN.exp_avg_sq))
-    # 33  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr,
-    #     adamw_betas, eps, weight_decay )
+    exp_avg_sq = tl.fma(scalar_1 * g, g, times(adamw_betas_1, exp_avg_sq, PLAN.exp_avg_sq))  # 33
+    # 33
     p = tl.fma(
         minus(momentum_buffer), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3)),
         one_minus_adamw_lr_times_weight_decay * p

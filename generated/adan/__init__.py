@@ -3,7 +3,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord
+from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, by_flags
 from optgen.runtime.records.scalars import divide, maximum, root, where
 from optgen.runtime.reference.eager import sqrt
 
@@ -122,12 +122,10 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
 
 
 # The eager reference, in strict maths.
-RULES = (
+RULES = by_flags(
+    {},
     RuleRecord(
-        "adan",
-        "",
-        flags={},
-        step="adan",
+        "adan", "adan",
         scalars=(
             "beta1", "beta2", "beta3", "eps", "grad_scale", "where_lt_one_t_one_zero", "one_minus_beta1",
             "one_minus_beta2", "one_minus_beta3", "sqrt_one_minus_beta3_pow_t", "avg_lr", "diff_lr",
@@ -155,13 +153,9 @@ STEPS = (
         host=kernel_scalars,
         stages=(
             Stage(
-                "adan",
-                "elem",
-                level=0,
-                scalars=tuple(range(13)),
+                "adan", "elem", level=0, scalars=tuple(range(13)),
                 reads=("p", "g", "exp_avg", "exp_avg_diff", "exp_avg_sq", "prev_grad"),
-                stores=("p", "exp_avg", "exp_avg_diff", "exp_avg_sq", "prev_grad"),
-                plus=("exp_avg_sq",),
+                stores=("p", "exp_avg", "exp_avg_diff", "exp_avg_sq", "prev_grad"), plus=("exp_avg_sq",),
                 needs=(("exp_avg_sq", ("g", "exp_avg_sq", "prev_grad")),),
             ),
         ),

@@ -2,7 +2,7 @@
 #     ademamix
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord
+from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, by_flags
 from optgen.runtime.records.scalars import divide, exp, log, maximum, minimum, root, where
 from optgen.runtime.reference.eager import sqrt
 
@@ -152,12 +152,10 @@ def kernel_scalars(step, grad_scale, *, lr, betas, alpha, alpha_warmup, beta3_wa
 
 
 # The eager reference, in strict maths.
-RULES = (
+RULES = by_flags(
+    {},
     RuleRecord(
-        "ademamix",
-        "",
-        flags={},
-        step="ademamix",
+        "ademamix", "ademamix",
         scalars=(
             "lr", "beta1", "beta2", "eps", "grad_scale", "one_minus_lr_times_weight_decay", "one_minus_beta1",
             "beta3_now", "scalar_3", "one_minus_beta2", "sqrt_one_minus_beta2_pow_t", "one_minus_beta1_pow_t", "mix",
@@ -182,13 +180,9 @@ STEPS = (
         host=kernel_scalars,
         stages=(
             Stage(
-                "ademamix",
-                "elem",
-                level=0,
-                scalars=tuple(range(11)),
+                "ademamix", "elem", level=0, scalars=tuple(range(11)),
                 reads=("p", "g", "exp_avg", "exp_avg_slow", "exp_avg_sq"),
-                stores=("p", "exp_avg", "exp_avg_slow", "exp_avg_sq"),
-                plus=("exp_avg_sq",),
+                stores=("p", "exp_avg", "exp_avg_slow", "exp_avg_sq"), plus=("exp_avg_sq",),
                 needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
             ),
         ),

@@ -54,7 +54,7 @@ def adopt_decoupled_weight_decay_tile(
     """The new p, exp_avg, exp_avg_sq."""
     exp_avg_sq = read(exp_avg_sq, PLAN.exp_avg_sq)
     g_2 = grad_scale * g
-    # 29  scaled = clip(g / maximum(sqrt(exp_avg_sq), eps), -bound, bound)
+    # 29
     scaled = tl.minimum(
         tl.maximum(
             g_2 * reciprocal(tl.maximum(tl.sqrt(exp_avg_sq), eps, propagate_nan=tl.PropagateNan.ALL)),
@@ -62,13 +62,11 @@ def adopt_decoupled_weight_decay_tile(
         ),
         bound, propagate_nan=tl.PropagateNan.ALL
     )
-    # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
-    exp_avg = tl.fma(one_minus_beta1, scaled, times(beta1, exp_avg, PLAN.exp_avg))
+    exp_avg = tl.fma(one_minus_beta1, scaled, times(beta1, exp_avg, PLAN.exp_avg))  # 30
     # 25  p = decoupled(p, lr, where(t > 1, weight_decay, 0.0))
     p = scalar_0 * p
-    p = tl.fma(minus_lr, exp_avg, p)                          # 31  p = p - lr * exp_avg
-    # 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
-    exp_avg_sq = tl.fma(scalar_5 * g, g, decay * exp_avg_sq)
+    p = tl.fma(minus_lr, exp_avg, p)                          # 31
+    exp_avg_sq = tl.fma(scalar_5 * g, g, decay * exp_avg_sq)  # 33
     return p, exp_avg, exp_avg_sq
 
 

@@ -4,7 +4,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp
+from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp, by_flags
 from optgen.runtime.records.scalars import divide, floor, root, where
 from optgen.runtime.reference.eager import few_sum, put, quotient, sqrt
 from optgen.runtime.reference.matrices import column_norms, normal, unwide, wide, zero_product
@@ -113,21 +113,33 @@ def apollo_matrices_per_tensor(
     low_avg, low_avg_sq, g_whole, beta1, beta2, eps, floor_t_minus_one_over_update_proj_gap, sqrt_rank,
     one_minus_beta1, one_minus_beta2, stream,
 ):
-    full = wide(g_whole)                                           # 43  full = wide(g)
-    # 44  drawn = normal(zero_product(full, low_avg.T), floor((t - 1) / update_proj_gap))
-    drawn = normal(zero_product(full, low_avg.mT), floor_t_minus_one_over_update_proj_gap, stream)
-    low = drawn.mT @ full / sqrt_rank                              # 45  low = drawn.T @ full / sqrt(rank)
-    low_avg = beta1 * low_avg + one_minus_beta1 * low              # 46  low_avg = beta1 * low_avg + (1 - beta1) * low
-    # 47  low_avg_sq = beta2 * low_avg_sq + (1 - beta2) * low * low
-    low_avg_sq = beta2 * low_avg_sq + one_minus_beta2 * low * low
-    adam = low_avg / (low_avg_sq.sqrt() + eps)                     # 48  adam = low_avg / (sqrt(low_avg_sq) + eps)
+    full = wide(g_whole)                                           # 43
+    drawn = normal(zero_product(full, low_avg.mT), floor_t_minus_one_over_update_proj_gap, stream)  # 44
+    low = drawn.mT @ full / sqrt_rank                              # 45
+    low_avg = beta1 * low_avg + one_minus_beta1 * low              # 46
+    low_avg_sq = beta2 * low_avg_sq + one_minus_beta2 * low * low  # 47
+    adam = low_avg / (low_avg_sq.sqrt() + eps)                     # 48
     # 50  ratio = mat_norm(adam) / (mat_norm(low) + 1e-8)
     ratio = (adam * adam).sum((-2, -1), keepdim=True).sqrt() / ((low * low).sum((-2, -1), keepdim=True).sqrt() + 1e-08)
-    scaled = unwide(g_whole, full * ratio)                         # 53  scaled = unwide(g, full * ratio)
+    scaled = unwide(g_whole, full * ratio)                         # 53
     return low_avg, low_avg_sq, scaled
 
 
 # Steps in place, in strict maths; the codecs of a plan load and store.
+def apollo_5(stored, sqrt_scale, step_size, one_minus_lr_times_weight_decay, scaled_tensor, limit_tensor):
+    b = stored.over("p")
+    # -- load and decode
+    p = b.load("p")
+    scaled = b.elements(scaled_tensor)
+    limit = b.spread(limit_tensor)
+    # -- update  (specs/apollo.py)
+    u = sqrt_scale * scaled / limit          # 57  u = sqrt(scale) * scaled / limit
+    p = p - step_size * u                    # 58  p = p - step_size * u
+    p = p * one_minus_lr_times_weight_decay  # 59  p = p * (1 - lr * weight_decay)
+    # -- encode and store
+    b.store("p", p)
+
+
 def apollo(
     stored, grad_scale, beta1, beta2, eps, floor_t_minus_one_over_update_proj_gap, sqrt_rank, one_minus_beta1,
     one_minus_beta2, where_lt_one_t_one_zero, sqrt_scale, step_size, one_minus_lr_times_weight_decay,
@@ -173,17 +185,7 @@ def apollo(
     put(stored["scaled_grad"], scaled_grad)
 
     # == sweep 3: the update
-    b = stored.over("p")
-    # -- load and decode
-    p = b.load("p")
-    scaled = b.elements(scaled_tensor)
-    limit = b.spread(limit_tensor)
-    # -- update  (specs/apollo.py)
-    u = sqrt_scale * scaled / limit          # 57  u = sqrt(scale) * scaled / limit
-    p = p - step_size * u                    # 58  p = p - step_size * u
-    p = p * one_minus_lr_times_weight_decay  # 59  p = p * (1 - lr * weight_decay)
-    # -- encode and store
-    b.store("p", p)
+    apollo_5(stored, sqrt_scale, step_size, one_minus_lr_times_weight_decay, scaled_tensor, limit_tensor)
 
 
 def apollo_no_matrix(
@@ -202,8 +204,8 @@ def apollo_no_matrix(
     # 40  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
     u = exp_avg / (sqrt(exp_avg_sq) + eps)                     # 41  u = exp_avg / (sqrt(exp_avg_sq) + eps)
-    p = p - step_size * u                                      # 58  p = p - step_size * u
-    p = p * one_minus_lr_times_weight_decay                    # 59  p = p * (1 - lr * weight_decay)
+    p = p - step_size * u                                      # 58
+    p = p * one_minus_lr_times_weight_decay                    # 59
     # -- encode and store
     b.store("p", p)
     b.store("exp_avg", exp_avg)
@@ -256,28 +258,18 @@ def apollo_per_tensor(
     tensor_sum_for_size = tensor_sum_for_size_tensor
     scaled_grad_plus_1em08 = scaled_grad_plus_1em08_tensor
     # -- update  (specs/apollo.py)
-    size = sqrt(tensor_sum_for_size)  # 54  size = norm(scaled)
-    # 55  limit = where(t > 1, maximum(size / (scaled_grad + 1e-8), 1.01) / 1.01, 1.0)
+    size = sqrt(tensor_sum_for_size)  # 54
+    # 55
     limit = torch.where(
         0.0 < where_lt_one_t_one_zero, quotient((size / scaled_grad_plus_1em08).clamp(min=1.01), 1.01), 1.0
     )
-    scaled_grad = size / limit        # 56  scaled_grad = size / limit
+    scaled_grad = size / limit        # 56
     # -- encode and store
     limit_tensor = limit
     put(stored["scaled_grad"], scaled_grad)
 
     # == sweep 3: the update
-    b = stored.over("p")
-    # -- load and decode
-    p = b.load("p")
-    scaled = b.elements(scaled_tensor)
-    limit = b.spread(limit_tensor)
-    # -- update  (specs/apollo.py)
-    u = sqrt_scale * scaled / limit          # 57  u = sqrt(scale) * scaled / limit
-    p = p - step_size * u                    # 58  p = p - step_size * u
-    p = p * one_minus_lr_times_weight_decay  # 59  p = p * (1 - lr * weight_decay)
-    # -- encode and store
-    b.store("p", p)
+    apollo_5(stored, sqrt_scale, step_size, one_minus_lr_times_weight_decay, scaled_tensor, limit_tensor)
 
 
 # Scalars at a step, in fp64, with the new host states behind them.
@@ -336,138 +328,50 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, rank, up
     return (beta1, beta2, eps, one_minus_beta1_times_grad_scale, scalar_1, scalar_2, one_minus_lr_times_weight_decay)
 
 
+# What several of the records below have.
+SCALARS = (
+    "grad_scale", "beta1", "beta2", "eps", "floor_t_minus_one_over_update_proj_gap", "sqrt_rank", "one_minus_beta1",
+    "one_minus_beta2", "where_lt_one_t_one_zero", "sqrt_scale", "step_size", "one_minus_lr_times_weight_decay",
+)
+STATES = (
+    StateRecord("low_avg", space="rl", rank="rank"),
+    StateRecord("low_avg_sq", space="rl", rank="rank"),
+    StateRecord("scaled_grad", nonneg=True, space="tensor"),
+)
+SCALARS_2 = (
+    "grad_scale", "beta1", "beta2", "eps", "floor_t_minus_one_over_update_proj_gap", "sqrt_rank", "one_minus_beta1",
+    "one_minus_beta2", "where_lt_one_t_one_zero", "scalar_0", "one_minus_lr_times_weight_decay",
+)
+APOLLO_1 = Stage("apollo_1", "elem", level=0, scalars=(0,), temps=("g_whole",), reads=("g",), stores=("g_whole",))
+APOLLO_5 = Stage("apollo_5", "elem", level=4, scalars=(9, 10), reads=("p", "scaled", "one_over_limit"), stores=("p",))
+
 # The eager reference, in strict maths.
-RULES = (
+RULES = by_flags(
+    {"per_tensor": False, "adamw": False, "matrix": True},
     RuleRecord(
-        "apollo",
-        "",
-        flags={"per_tensor": False, "adamw": False, "matrix": True},
-        step="apollo",
-        scalars=(
-            "grad_scale", "beta1", "beta2", "eps", "floor_t_minus_one_over_update_proj_gap", "sqrt_rank",
-            "one_minus_beta1", "one_minus_beta2", "where_lt_one_t_one_zero", "sqrt_scale", "step_size",
-            "one_minus_lr_times_weight_decay",
-        ),
-        host=host_scalars,
-        states=(
-            StateRecord("low_avg", space="rl", rank="rank"),
-            StateRecord("low_avg_sq", space="rl", rank="rank"),
-            StateRecord("scaled_grad", nonneg=True, space="tensor"),
-        ),
-        spaces=("call", "tensor"),
-        by_rows=True,
-        matrix="heads",
+        "apollo", "apollo", scalars=SCALARS, host=host_scalars, states=STATES, spaces=("call", "tensor"), by_rows=True,
+        matrix="heads", settings=({"per_tensor": False, "adamw": False, "matrix": True},),
     ),
     RuleRecord(
-        "apollo",
-        "_no_matrix",
-        flags={"per_tensor": False, "adamw": False, "matrix": False},
-        step="apollo_no_matrix",
+        "apollo", "apollo_no_matrix",
         scalars=(
             "beta1", "beta2", "eps", "grad_scale", "one_minus_beta1", "one_minus_beta2", "step_size",
             "one_minus_lr_times_weight_decay",
         ),
-        host=host_scalars_2,
-        states=(StateRecord("exp_avg"), StateRecord("exp_avg_sq", nonneg=True)),
-        matrix="heads",
+        host=host_scalars_2, states=(StateRecord("exp_avg"), StateRecord("exp_avg_sq", nonneg=True)), matrix="heads",
+        settings=({"adamw": True}, {"matrix": False}),
     ),
     RuleRecord(
-        "apollo",
-        "_adamw",
-        flags={"per_tensor": False, "adamw": True, "matrix": True},
-        step="apollo_no_matrix",
-        scalars=(
-            "beta1", "beta2", "eps", "grad_scale", "one_minus_beta1", "one_minus_beta2", "step_size",
-            "one_minus_lr_times_weight_decay",
-        ),
-        host=host_scalars_2,
-        states=(StateRecord("exp_avg"), StateRecord("exp_avg_sq", nonneg=True)),
-        matrix="heads",
-    ),
-    RuleRecord(
-        "apollo",
-        "_adamw_no_matrix",
-        flags={"per_tensor": False, "adamw": True, "matrix": False},
-        step="apollo_no_matrix",
-        scalars=(
-            "beta1", "beta2", "eps", "grad_scale", "one_minus_beta1", "one_minus_beta2", "step_size",
-            "one_minus_lr_times_weight_decay",
-        ),
-        host=host_scalars_2,
-        states=(StateRecord("exp_avg"), StateRecord("exp_avg_sq", nonneg=True)),
-        matrix="heads",
-    ),
-    RuleRecord(
-        "apollo",
-        "_per_tensor",
-        flags={"per_tensor": True, "adamw": False, "matrix": True},
-        step="apollo_per_tensor",
-        scalars=(
-            "grad_scale", "beta1", "beta2", "eps", "floor_t_minus_one_over_update_proj_gap", "sqrt_rank",
-            "one_minus_beta1", "one_minus_beta2", "where_lt_one_t_one_zero", "sqrt_scale", "step_size",
-            "one_minus_lr_times_weight_decay",
-        ),
-        host=host_scalars,
-        states=(
-            StateRecord("low_avg", space="rl", rank="rank"),
-            StateRecord("low_avg_sq", space="rl", rank="rank"),
-            StateRecord("scaled_grad", nonneg=True, space="tensor"),
-        ),
-        spaces=("call", "mat", "tensor"),
-        by_rows=True,
-        matrix="heads",
-    ),
-    RuleRecord(
-        "apollo",
-        "_per_tensor_no_matrix",
-        flags={"per_tensor": True, "adamw": False, "matrix": False},
-        step="apollo_no_matrix",
-        scalars=(
-            "beta1", "beta2", "eps", "grad_scale", "one_minus_beta1", "one_minus_beta2", "step_size",
-            "one_minus_lr_times_weight_decay",
-        ),
-        host=host_scalars_2,
-        states=(StateRecord("exp_avg"), StateRecord("exp_avg_sq", nonneg=True)),
-        matrix="heads",
-    ),
-    RuleRecord(
-        "apollo",
-        "_per_tensor_adamw",
-        flags={"per_tensor": True, "adamw": True, "matrix": True},
-        step="apollo_no_matrix",
-        scalars=(
-            "beta1", "beta2", "eps", "grad_scale", "one_minus_beta1", "one_minus_beta2", "step_size",
-            "one_minus_lr_times_weight_decay",
-        ),
-        host=host_scalars_2,
-        states=(StateRecord("exp_avg"), StateRecord("exp_avg_sq", nonneg=True)),
-        matrix="heads",
-    ),
-    RuleRecord(
-        "apollo",
-        "_per_tensor_adamw_no_matrix",
-        flags={"per_tensor": True, "adamw": True, "matrix": False},
-        step="apollo_no_matrix",
-        scalars=(
-            "beta1", "beta2", "eps", "grad_scale", "one_minus_beta1", "one_minus_beta2", "step_size",
-            "one_minus_lr_times_weight_decay",
-        ),
-        host=host_scalars_2,
-        states=(StateRecord("exp_avg"), StateRecord("exp_avg_sq", nonneg=True)),
-        matrix="heads",
+        "apollo", "apollo_per_tensor", scalars=SCALARS, host=host_scalars, states=STATES,
+        spaces=("call", "mat", "tensor"), by_rows=True, matrix="heads",
+        settings=({"per_tensor": True, "adamw": False, "matrix": True},),
     ),
 )
 
 # The kernels, in fast maths; rounding changed by: fma, group, linear, reciprocal.
 STEPS = (
     Rule(
-        ({"per_tensor": False, "adamw": False, "matrix": True},),
-        (
-            "grad_scale", "beta1", "beta2", "eps", "floor_t_minus_one_over_update_proj_gap", "sqrt_rank",
-            "one_minus_beta1", "one_minus_beta2", "where_lt_one_t_one_zero", "scalar_0",
-            "one_minus_lr_times_weight_decay",
-        ),
-        host=kernel_scalars,
+        ({"per_tensor": False, "adamw": False, "matrix": True},), SCALARS_2, host=kernel_scalars,
         temps=(
             Temp("g_whole", "elem", wide=True),
             Temp("scaled", "elem", wide=True),
@@ -475,47 +379,25 @@ STEPS = (
             Temp("one_over_limit", "tensor"),
         ),
         stages=(
-            Stage("apollo_1", "elem", level=0, scalars=(0,), temps=("g_whole",), reads=("g",), stores=("g_whole",)),
+            APOLLO_1,
             Stage(
-                "apollo_matrices",
-                "whole",
-                level=1,
-                scalars=(1, 2, 3, 4, 5, 6, 7),
-                temps=("scaled",),
-                reads=("low_avg", "low_avg_sq", "g_whole"),
-                stores=("low_avg", "low_avg_sq", "scaled"),
+                "apollo_matrices", "whole", level=1, scalars=(1, 2, 3, 4, 5, 6, 7), temps=("scaled",),
+                reads=("low_avg", "low_avg_sq", "g_whole"), stores=("low_avg", "low_avg_sq", "scaled"),
                 extents=("stream",),
             ),
             Stage(
-                "apollo_3",
-                "elem",
-                level=2,
-                scalars=(),
-                temps=("tensor_sum_for_size",),
-                reads=("scaled",),
+                "apollo_3", "elem", level=2, scalars=(), temps=("tensor_sum_for_size",), reads=("scaled",),
                 sums=(("square", ("tensor_sum_for_size",)),),
             ),
             Stage(
-                "apollo_4",
-                "tensor",
-                level=3,
-                scalars=(8,),
-                temps=("one_over_limit",),
-                reads=("scaled_grad", "tensor_sum_for_size"),
-                stores=("scaled_grad", "one_over_limit"),
+                "apollo_4", "tensor", level=3, scalars=(8,), temps=("one_over_limit",),
+                reads=("scaled_grad", "tensor_sum_for_size"), stores=("scaled_grad", "one_over_limit"),
             ),
-            Stage("apollo_5", "elem", level=4, scalars=(9, 10), reads=("p", "scaled", "one_over_limit"), stores=("p",)),
+            APOLLO_5,
         ),
     ),
     Rule(
-        (
-            {"per_tensor": False, "adamw": False, "matrix": False},
-            {"per_tensor": False, "adamw": True, "matrix": True},
-            {"per_tensor": False, "adamw": True, "matrix": False},
-            {"per_tensor": True, "adamw": False, "matrix": False},
-            {"per_tensor": True, "adamw": True, "matrix": True},
-            {"per_tensor": True, "adamw": True, "matrix": False},
-        ),
+        ({"adamw": True}, {"matrix": False}),
         (
             "beta1", "beta2", "eps", "one_minus_beta1_times_grad_scale", "scalar_1", "scalar_2",
             "one_minus_lr_times_weight_decay",
@@ -523,25 +405,14 @@ STEPS = (
         host=kernel_scalars_2,
         stages=(
             Stage(
-                "apollo_no_matrix",
-                "elem",
-                level=0,
-                scalars=tuple(range(7)),
-                reads=("p", "g", "exp_avg", "exp_avg_sq"),
-                stores=("p", "exp_avg", "exp_avg_sq"),
-                plus=("exp_avg_sq",),
+                "apollo_no_matrix", "elem", level=0, scalars=tuple(range(7)), reads=("p", "g", "exp_avg", "exp_avg_sq"),
+                stores=("p", "exp_avg", "exp_avg_sq"), plus=("exp_avg_sq",),
                 needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
             ),
         ),
     ),
     Rule(
-        ({"per_tensor": True, "adamw": False, "matrix": True},),
-        (
-            "grad_scale", "beta1", "beta2", "eps", "floor_t_minus_one_over_update_proj_gap", "sqrt_rank",
-            "one_minus_beta1", "one_minus_beta2", "where_lt_one_t_one_zero", "scalar_0",
-            "one_minus_lr_times_weight_decay",
-        ),
-        host=kernel_scalars,
+        ({"per_tensor": True, "adamw": False, "matrix": True},), SCALARS_2, host=kernel_scalars,
         temps=(
             Temp("g_whole", "elem", wide=True),
             Temp("scaled", "elem", wide=True),
@@ -551,57 +422,29 @@ STEPS = (
             Temp("one_over_limit", "tensor"),
         ),
         stages=(
-            Stage("apollo_1", "elem", level=0, scalars=(0,), temps=("g_whole",), reads=("g",), stores=("g_whole",)),
+            APOLLO_1,
             Stage(
-                "apollo_matrices_per_tensor",
-                "whole",
-                level=1,
-                scalars=(1, 2, 3, 4, 5, 6, 7),
-                temps=("scaled",),
-                reads=("low_avg", "low_avg_sq", "g_whole"),
-                stores=("low_avg", "low_avg_sq", "scaled"),
+                "apollo_matrices_per_tensor", "whole", level=1, scalars=(1, 2, 3, 4, 5, 6, 7), temps=("scaled",),
+                reads=("low_avg", "low_avg_sq", "g_whole"), stores=("low_avg", "low_avg_sq", "scaled"),
                 extents=("stream",),
             ),
             Stage(
-                "apollo_per_tensor_3",
-                "elem",
-                level=2,
-                scalars=(),
-                temps=("row_sum_for_size",),
-                matrices=True,
-                reads=("scaled",),
-                sums=(("square", ("row_sum_for_size",)),),
+                "apollo_per_tensor_3", "elem", level=2, scalars=(), temps=("row_sum_for_size",), matrices=True,
+                reads=("scaled",), sums=(("square", ("row_sum_for_size",)),),
             ),
             Stage(
-                "apollo_per_tensor_4",
-                "row",
-                level=3,
-                scalars=(),
-                temps=("tensor_sum_for_size",),
-                matrices=True,
-                reads=("row_sum_for_size",),
-                sums=(("sum", ("tensor_sum_for_size",)),),
+                "apollo_per_tensor_4", "row", level=3, scalars=(), temps=("tensor_sum_for_size",), matrices=True,
+                reads=("row_sum_for_size",), sums=(("sum", ("tensor_sum_for_size",)),),
             ),
             Stage(
-                "apollo_per_tensor_5",
-                "tensor",
-                level=3,
-                scalars=(),
-                temps=("scaled_grad_plus_1em08",),
-                reads=("scaled_grad",),
-                stores=("scaled_grad_plus_1em08",),
-                plus=("scaled_grad_plus_1em08",),
+                "apollo_per_tensor_5", "tensor", level=3, scalars=(), temps=("scaled_grad_plus_1em08",),
+                reads=("scaled_grad",), stores=("scaled_grad_plus_1em08",), plus=("scaled_grad_plus_1em08",),
             ),
             Stage(
-                "apollo_per_tensor_6",
-                "tensor",
-                level=3,
-                scalars=(8,),
-                temps=("one_over_limit",),
-                reads=("tensor_sum_for_size", "scaled_grad_plus_1em08"),
-                stores=("scaled_grad", "one_over_limit"),
+                "apollo_per_tensor_6", "tensor", level=3, scalars=(8,), temps=("one_over_limit",),
+                reads=("tensor_sum_for_size", "scaled_grad_plus_1em08"), stores=("scaled_grad", "one_over_limit"),
             ),
-            Stage("apollo_5", "elem", level=4, scalars=(9, 10), reads=("p", "scaled", "one_over_limit"), stores=("p",)),
+            APOLLO_5,
         ),
     ),
 )

@@ -57,8 +57,8 @@ struct apollo_no_matrix {  // apollo
     template <class S0, class S1>
     F weight(F p, F g, const S0 &exp_avg, const S1 &exp_avg_sq) const {
         const F u = exp_avg.next() / (exp_avg_sq.root() + eps);  // 41  u = exp_avg / (sqrt(exp_avg_sq) + eps)
-        const F p_ = fma(scalar_2, u, p);                        // 58  p = p - step_size * u
-        const F p_2 = one_minus_lr_times_weight_decay * p_;      // 59  p = p * (1 - lr * weight_decay)
+        const F p_ = fma(scalar_2, u, p);                        // 58
+        const F p_2 = one_minus_lr_times_weight_decay * p_;      // 59
         return p_2;
     }
 };
@@ -86,12 +86,12 @@ template <class S0, class S1, class S2, class S3>
 OPTGEN_INLINE void apollo_per_tensor_6(
     F where_lt_one_t_one_zero, S0 &tensor_sum_for_size, S1 &scaled_grad_plus_1em08, S2 &scaled_grad, S3 &one_over_limit
 ) {
-    const F size = sqrt(tensor_sum_for_size.read());  // 54  size = norm(scaled)
-    // 55  limit = where(t > 1, maximum(size / (scaled_grad + 1e-8), 1.01) / 1.01, 1.0)
+    const F size = sqrt(tensor_sum_for_size.read());  // 54
+    // 55
     const F limit = where(
         0.0f < where_lt_one_t_one_zero, max(F(1.01f), size / scaled_grad_plus_1em08.read()) / 1.01f, F(1.0f)
     );
-    const F scaled_grad_ = size / limit;              // 56  scaled_grad = size / limit
+    const F scaled_grad_ = size / limit;              // 56
     scaled_grad.set(scaled_grad_);
     one_over_limit.set(1.0f / limit);
 }

@@ -180,16 +180,15 @@ OPTGEN_INLINE F came_no_factored_3(
     F one_minus_beta1_times_grad_scale, F one_minus_lr_times_weight_decay, F minus_lr, S0 &exp_avg, S1 &exp_avg_sq,
     S2 &one_over_one_max_tensor_div
 ) {
-    const F square = fma(grad_scale_times_grad_scale * g, g, eps1);  // 28  square = g * g + eps1
-    // 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
-    const F exp_avg_sq_ = fma(one_minus_beta2, square, exp_avg_sq.times(beta2));
-    // 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update
+    const F square = fma(grad_scale_times_grad_scale * g, g, eps1);  // 28
+    const F exp_avg_sq_ = fma(one_minus_beta2, square, exp_avg_sq.times(beta2));  // 34
+    // 37
     const F exp_avg_ = fma(
         one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div.read(), g / sqrt(exp_avg_sq_),
         exp_avg.times(beta1)
     );
-    const F p_ = one_minus_lr_times_weight_decay * p;                // 45  p = policies.decoupled(p, lr, weight_decay)
-    const F p_2 = fma(minus_lr, exp_avg_, p_);                       // 46  p = p - lr * step
+    const F p_ = one_minus_lr_times_weight_decay * p;                // 45
+    const F p_2 = fma(minus_lr, exp_avg_, p_);                       // 46
     exp_avg.set(exp_avg_);
     exp_avg_sq.set(exp_avg_sq_);
     return p_2;

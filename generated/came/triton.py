@@ -238,16 +238,15 @@ def came_no_factored_3_tile(
     minus_lr, live, MASKED: tl.constexpr,
 ):
     """The new p, exp_avg, exp_avg_sq."""
-    square = tl.fma(grad_scale_times_grad_scale * g, g, eps1)  # 28  square = g * g + eps1
-    # 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
-    exp_avg_sq = tl.fma(one_minus_beta2, square, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))
-    # 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update
+    square = tl.fma(grad_scale_times_grad_scale * g, g, eps1)  # 28
+    exp_avg_sq = tl.fma(one_minus_beta2, square, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 34
+    # 37
     exp_avg = tl.fma(
         one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g * reciprocal(tl.sqrt(exp_avg_sq)),
         times(beta1, exp_avg, PLAN.exp_avg)
     )
-    p = one_minus_lr_times_weight_decay * p                    # 45  p = policies.decoupled(p, lr, weight_decay)
-    p = tl.fma(minus_lr, exp_avg, p)                           # 46  p = p - lr * step
+    p = one_minus_lr_times_weight_decay * p                    # 45
+    p = tl.fma(minus_lr, exp_avg, p)                           # 46
     return p, exp_avg, exp_avg_sq
 
 

@@ -4,7 +4,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp
+from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp, by_flags
 from optgen.runtime.records.scalars import divide, maximum, root, where
 from optgen.runtime.reference.eager import choose, sqrt
 
@@ -84,8 +84,8 @@ def cautious_adamw(
     exp_avg_sq = b.load("exp_avg_sq")
     # -- update  (specs/cautious_adamw.py)
     p = p * one_minus_lr_times_weight_decay                          # 20  p = decoupled(p, lr, weight_decay)
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g                  # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    # 23  agrees = where(sign(exp_avg) * sign(g) > 0, 1.0, 0.0)
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * g                  # 21
+    # 23
     agrees = choose(
         0.0 < torch.where(
             exp_avg > 0, 1.0, torch.where(exp_avg < 0, -1.0, exp_avg)
@@ -136,12 +136,10 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
 
 
 # The eager reference, in strict maths.
-RULES = (
+RULES = by_flags(
+    {},
     RuleRecord(
-        "cautious_adamw",
-        "",
-        flags={},
-        step="cautious_adamw",
+        "cautious_adamw", "cautious_adamw",
         scalars=(
             "beta1", "grad_scale", "one_minus_beta1", "beta2", "eps", "one_minus_lr_times_weight_decay",
             "one_minus_beta2", "sqrt_one_minus_beta2_pow_t", "lr_over_one_minus_beta1_pow_t",
@@ -167,33 +165,17 @@ STEPS = (
         ),
         stages=(
             Stage(
-                "cautious_adamw_1",
-                "elem",
-                level=0,
-                scalars=(0, 1, 2),
-                temps=("tensor_sum_of_agrees",),
-                reads=("g", "exp_avg"),
-                sums=(("sum", ("tensor_sum_of_agrees",)),),
+                "cautious_adamw_1", "elem", level=0, scalars=(0, 1, 2), temps=("tensor_sum_of_agrees",),
+                reads=("g", "exp_avg"), sums=(("sum", ("tensor_sum_of_agrees",)),),
             ),
             Stage(
-                "cautious_adamw_2",
-                "tensor",
-                level=1,
-                scalars=(),
-                temps=("tensor_div",),
-                reads=("tensor_sum_of_agrees",),
-                stores=("tensor_div",),
-                extents=("elements",),
+                "cautious_adamw_2", "tensor", level=1, scalars=(), temps=("tensor_div",),
+                reads=("tensor_sum_of_agrees",), stores=("tensor_div",), extents=("elements",),
             ),
             Stage(
-                "cautious_adamw_3",
-                "elem",
-                level=2,
-                scalars=(0, 3, 1, 4, 2, 5, 6, 7),
-                reads=("p", "g", "exp_avg", "exp_avg_sq", "tensor_div"),
-                stores=("p", "exp_avg", "exp_avg_sq"),
-                plus=("exp_avg_sq",),
-                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+                "cautious_adamw_3", "elem", level=2, scalars=(0, 3, 1, 4, 2, 5, 6, 7),
+                reads=("p", "g", "exp_avg", "exp_avg_sq", "tensor_div"), stores=("p", "exp_avg", "exp_avg_sq"),
+                plus=("exp_avg_sq",), needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
             ),
         ),
     ),

@@ -4,7 +4,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp
+from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp, by_flags
 from optgen.runtime.reference.eager import choose
 
 
@@ -76,13 +76,12 @@ def cautious_lion(
     g = grad_scale * g
     # -- update  (specs/cautious_lion.py)
     p = p * one_minus_lr_times_weight_decay          # 18  p = decoupled(p, lr, weight_decay)
-    # 19  update = sign(beta1 * exp_avg + (1 - beta1) * g)
+    # 19
     update = torch.where(
         beta1 * exp_avg + one_minus_beta1 * g > 0, 1.0,
         torch.where(beta1 * exp_avg + one_minus_beta1 * g < 0, -1.0, beta1 * exp_avg + one_minus_beta1 * g)
     )
-    # 20  agrees = where(update * sign(g) > 0, 1.0, 0.0)
-    agrees = choose(0.0 < update * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)), 1.0, 0.0)
+    agrees = choose(0.0 < update * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)), 1.0, 0.0)  # 20
     p = p - tensor_div * agrees * update             # 22  p = p - lr / maximum(mean(agrees), 1e-3) * agrees * update
     exp_avg = beta2 * exp_avg + one_minus_beta2 * g  # 21  exp_avg = beta2 * exp_avg + (1 - beta2) * g
     # -- encode and store
@@ -111,19 +110,15 @@ def kernel_scalars(step, grad_scale, *, lr, betas, weight_decay):
 
 
 # The eager reference, in strict maths.
-RULES = (
+RULES = by_flags(
+    {},
     RuleRecord(
-        "cautious_lion",
-        "",
-        flags={},
-        step="cautious_lion",
+        "cautious_lion", "cautious_lion",
         scalars=(
             "beta1", "grad_scale", "one_minus_beta1", "lr", "beta2", "one_minus_lr_times_weight_decay",
             "one_minus_beta2",
         ),
-        host=host_scalars,
-        states=(StateRecord("exp_avg"),),
-        spaces=("tensor",),
+        host=host_scalars, states=(StateRecord("exp_avg"),), spaces=("tensor",),
     ),
 )
 
@@ -142,31 +137,16 @@ STEPS = (
         ),
         stages=(
             Stage(
-                "cautious_lion_1",
-                "elem",
-                level=0,
-                scalars=(0, 1, 2),
-                temps=("tensor_sum_of_agrees",),
-                reads=("g", "exp_avg"),
-                sums=(("sum", ("tensor_sum_of_agrees",)),),
+                "cautious_lion_1", "elem", level=0, scalars=(0, 1, 2), temps=("tensor_sum_of_agrees",),
+                reads=("g", "exp_avg"), sums=(("sum", ("tensor_sum_of_agrees",)),),
             ),
             Stage(
-                "cautious_lion_2",
-                "tensor",
-                level=1,
-                scalars=(3,),
-                temps=("tensor_div",),
-                reads=("tensor_sum_of_agrees",),
-                stores=("tensor_div",),
-                extents=("elements",),
+                "cautious_lion_2", "tensor", level=1, scalars=(3,), temps=("tensor_div",),
+                reads=("tensor_sum_of_agrees",), stores=("tensor_div",), extents=("elements",),
             ),
             Stage(
-                "cautious_lion_3",
-                "elem",
-                level=2,
-                scalars=(0, 4, 1, 5, 2, 6),
-                reads=("p", "g", "exp_avg", "tensor_div"),
-                stores=("p", "exp_avg"),
+                "cautious_lion_3", "elem", level=2, scalars=(0, 4, 1, 5, 2, 6),
+                reads=("p", "g", "exp_avg", "tensor_div"), stores=("p", "exp_avg"),
             ),
         ),
     ),

@@ -48,9 +48,8 @@ def cautious_lion_3_tile(
 ):
     """The new p, exp_avg."""
     g_2 = grad_scale * g
-    # 19  update = sign(beta1 * exp_avg + (1 - beta1) * g)
-    update = sign(tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg)))
-    agrees = tl.where(0.0 < update * sign(g_2), 1.0, 0.0)  # 20  agrees = where(update * sign(g) > 0, 1.0, 0.0)
+    update = sign(tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg)))  # 19
+    agrees = tl.where(0.0 < update * sign(g_2), 1.0, 0.0)  # 20
     p = one_minus_lr_times_weight_decay * p                # 18  p = decoupled(p, lr, weight_decay)
     # 22  p = p - lr / maximum(mean(agrees), 1e-3) * agrees * update
     p = tl.fma(minus(tensor_div * agrees), update, p)

@@ -44,15 +44,12 @@ OPTGEN_INLINE F clipped_adamw_amsgrad_4(
     F scalar_3, F scalar_4, S0 &exp_avg, S1 &exp_avg_sq, S2 &max_exp_avg_sq, S3 &model_min
 ) {
     const F max_exp_avg_sq_ = max_exp_avg_sq.read();
-    // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    const F exp_avg_ = fma(one_minus_beta1_times_grad_scale * model_min.read(), g, exp_avg.times(beta1));
-    // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    const F exp_avg_sq_ = fma(scalar_2 * model_min.read() * g, model_min.read() * g, exp_avg_sq.times(beta2));
+    const F exp_avg_ = fma(one_minus_beta1_times_grad_scale * model_min.read(), g, exp_avg.times(beta1));  // 31
+    const F exp_avg_sq_ = fma(scalar_2 * model_min.read() * g, model_min.read() * g, exp_avg_sq.times(beta2));  // 32
     // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     const F max_exp_avg_sq_2 = max(max_exp_avg_sq_, exp_avg_sq_);
-    const F p_ = one_minus_lr_times_weight_decay * p;              // 30  p = decoupled(p, rate, weight_decay)
-    // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    const F p_2 = fma(-exp_avg_, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_);
+    const F p_ = one_minus_lr_times_weight_decay * p;              // 30
+    const F p_2 = fma(-exp_avg_, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_);  // 37
     exp_avg.set(exp_avg_);
     exp_avg_sq.set(exp_avg_sq_);
     max_exp_avg_sq.set(max_exp_avg_sq_2);

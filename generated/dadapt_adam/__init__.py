@@ -4,7 +4,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp
+from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp, by_flags
 from optgen.runtime.records.scalars import divide, maximum, root, where
 from optgen.runtime.reference.eager import larger, put, smaller, sqrt
 
@@ -75,6 +75,28 @@ class DAdaptAdam(Optimizer):
 
 
 # Steps in place, in strict maths; the codecs of a plan load and store.
+def dadapt_adam_4(stored, growth_rate, beta3, one_minus_sqrt_beta2, total_tensor, model_sum_for_numerator_tensor):
+    # -- load and decode
+    d = stored["d"]
+    total = total_tensor
+    numerator_weighted = stored["numerator_weighted"]
+    model_sum_for_numerator = model_sum_for_numerator_tensor
+    # -- update  (specs/dadapt_adam.py)
+    total_lt = 0.0 < total
+    numerator = d * model_sum_for_numerator  # 38  numerator = d * model_dot(own * g, s / (sqrt(exp_avg_sq) + eps))
+    # 43  weighted = beta3 * numerator_weighted + (1 - beta3) * numerator
+    weighted = beta3 * numerator_weighted + one_minus_sqrt_beta2 * numerator
+    # 44  numerator_weighted = where(total > 0, weighted, numerator_weighted)
+    numerator_weighted = torch.where(total_lt, weighted, numerator_weighted)
+    # 45  d_hat = numerator_weighted / maximum((1 - beta3) * total, 1e-37)
+    d_hat = numerator_weighted / (one_minus_sqrt_beta2 * total).clamp(min=1e-37)
+    # 48  d = maximum(d, where(total > 0, minimum(d_hat, d * growth_rate), 0.0))
+    d = larger(d, torch.where(total_lt, smaller(d_hat, d * growth_rate), 0.0))
+    # -- encode and store
+    put(stored["d"], d)
+    put(stored["numerator_weighted"], numerator_weighted)
+
+
 def dadapt_adam(
     stored, lr, weight_decay, gain1, gain3, eps, grad_scale, moves, keep1, keep2, gain2, keep3, growth_rate, beta3,
     one_minus_sqrt_beta2,
@@ -130,25 +152,7 @@ def dadapt_adam(
     total_tensor = yield tensor_sum_for_total
 
     # == model: values of the model
-    # -- load and decode
-    d = stored["d"]
-    total = total_tensor
-    numerator_weighted = stored["numerator_weighted"]
-    model_sum_for_numerator = model_sum_for_numerator_tensor
-    # -- update  (specs/dadapt_adam.py)
-    total_lt = 0.0 < total
-    numerator = d * model_sum_for_numerator  # 38  numerator = d * model_dot(own * g, s / (sqrt(exp_avg_sq) + eps))
-    # 43  weighted = beta3 * numerator_weighted + (1 - beta3) * numerator
-    weighted = beta3 * numerator_weighted + one_minus_sqrt_beta2 * numerator
-    # 44  numerator_weighted = where(total > 0, weighted, numerator_weighted)
-    numerator_weighted = torch.where(total_lt, weighted, numerator_weighted)
-    # 45  d_hat = numerator_weighted / maximum((1 - beta3) * total, 1e-37)
-    d_hat = numerator_weighted / (one_minus_sqrt_beta2 * total).clamp(min=1e-37)
-    # 48  d = maximum(d, where(total > 0, minimum(d_hat, d * growth_rate), 0.0))
-    d = larger(d, torch.where(total_lt, smaller(d_hat, d * growth_rate), 0.0))
-    # -- encode and store
-    put(stored["d"], d)
-    put(stored["numerator_weighted"], numerator_weighted)
+    dadapt_adam_4(stored, growth_rate, beta3, one_minus_sqrt_beta2, total_tensor, model_sum_for_numerator_tensor)
 
 
 def dadapt_adam_use_bias_correction(
@@ -160,7 +164,7 @@ def dadapt_adam_use_bias_correction(
     # -- load and decode
     d = stored["d"]
     # -- update  (specs/dadapt_adam.py)
-    rate = d * own  # 37  rate = d * own
+    rate = d * own  # 37
     # -- encode and store
     one_times_one_minus_beta1_times_rate_tensor = gain1 * rate
     one_minus_rate_times_weight_decay_tensor = 1.0 - rate * weight_decay
@@ -179,16 +183,12 @@ def dadapt_adam_use_bias_correction(
     s = b.load("s")
     one_times_one_minus_sqrt_beta2_times_rate = b.spread(one_times_one_minus_sqrt_beta2_times_rate_tensor)
     # -- update  (specs/dadapt_adam.py)
-    # 46  p = policies.decoupled(p, rate, weight_decay)
-    p = p * one_minus_rate_times_weight_decay
-    g = torch.where(0.0 < moves, g, 0.0)                                  # 30  g = where(lr > 0, g, 0.0)
-    # 39  exp_avg = keep1 * exp_avg + gain1 * rate * g
-    exp_avg = keep1 * exp_avg + one_times_one_minus_beta1_times_rate * g
-    # 40  exp_avg_sq = keep2 * exp_avg_sq + gain2 * g * g
-    exp_avg_sq_2 = keep2 * exp_avg_sq + gain2 * g * g
-    # 47  p = p - moves * exp_avg / (sqrt(exp_avg_sq) + eps)
-    p = p - moves * exp_avg / (sqrt(exp_avg_sq_2) + eps)
-    s_2 = keep3 * s + one_times_one_minus_sqrt_beta2_times_rate * g       # 41  s = keep3 * s + gain3 * rate * g
+    p = p * one_minus_rate_times_weight_decay  # 46
+    g = torch.where(0.0 < moves, g, 0.0)                                  # 30
+    exp_avg = keep1 * exp_avg + one_times_one_minus_beta1_times_rate * g  # 39
+    exp_avg_sq_2 = keep2 * exp_avg_sq + gain2 * g * g  # 40
+    p = p - moves * exp_avg / (sqrt(exp_avg_sq_2) + eps)  # 47
+    s_2 = keep3 * s + one_times_one_minus_sqrt_beta2_times_rate * g       # 41
     # -- encode and store
     tensor_sum_for_total_tensor = b.tensor_sum(moves * s_2.abs())
     tensor_sum_for_numerator_tensor = b.tensor_sum(own * g * (s / (sqrt(exp_avg_sq) + eps)))
@@ -206,25 +206,7 @@ def dadapt_adam_use_bias_correction(
     total_tensor = yield tensor_sum_for_total
 
     # == model: values of the model
-    # -- load and decode
-    d = stored["d"]
-    total = total_tensor
-    numerator_weighted = stored["numerator_weighted"]
-    model_sum_for_numerator = model_sum_for_numerator_tensor
-    # -- update  (specs/dadapt_adam.py)
-    total_lt = 0.0 < total
-    numerator = d * model_sum_for_numerator  # 38  numerator = d * model_dot(own * g, s / (sqrt(exp_avg_sq) + eps))
-    # 43  weighted = beta3 * numerator_weighted + (1 - beta3) * numerator
-    weighted = beta3 * numerator_weighted + one_minus_sqrt_beta2 * numerator
-    # 44  numerator_weighted = where(total > 0, weighted, numerator_weighted)
-    numerator_weighted = torch.where(total_lt, weighted, numerator_weighted)
-    # 45  d_hat = numerator_weighted / maximum((1 - beta3) * total, 1e-37)
-    d_hat = numerator_weighted / (one_minus_sqrt_beta2 * total).clamp(min=1e-37)
-    # 48  d = maximum(d, where(total > 0, minimum(d_hat, d * growth_rate), 0.0))
-    d = larger(d, torch.where(total_lt, smaller(d_hat, d * growth_rate), 0.0))
-    # -- encode and store
-    put(stored["d"], d)
-    put(stored["numerator_weighted"], numerator_weighted)
+    dadapt_adam_4(stored, growth_rate, beta3, one_minus_sqrt_beta2, total_tensor, model_sum_for_numerator_tensor)
 
 
 # Scalars at a step, in fp64, with the new host states behind them.
@@ -334,45 +316,52 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, d0, grow
     )
 
 
+# What several of the records below have.
+STATES = (
+    StateRecord("exp_avg"),
+    StateRecord("exp_avg_sq", nonneg=True),
+    StateRecord("s"),
+    StateRecord("d", nonneg=True, space="model", init="d0"),
+    StateRecord("numerator_weighted", space="model"),
+)
+TEMPS = (
+    Temp("one_minus_rate_times_weight_decay", "model"),
+    Temp("one_times_one_minus_beta1_times_rate", "model"),
+    Temp("one_times_one_minus_sqrt_beta2_times_rate", "model"),
+    Temp("tensor_sum_for_numerator", "tensor", reduction="tensor_sum", source="elem"),
+    Temp("tensor_sum_for_total", "tensor", reduction="tensor_sum", source="elem"),
+    Temp("model_sum_for_numerator", "model", reduction="model_sum", source="tensor"),
+    Temp("total", "model", reduction="model_sum", source="tensor"),
+)
+DADAPT_ADAM_3 = Stage(
+    "dadapt_adam_3", "tensor", level=1, scalars=(), temps=("model_sum_for_numerator", "total"),
+    reads=("tensor_sum_for_numerator", "tensor_sum_for_total"), stores=("model_sum_for_numerator", "total"),
+    picked=("model_sum_for_numerator", "total"),
+)
+DADAPT_ADAM_4 = Stage(
+    "dadapt_adam_4", "model", level=3, scalars=(13, 14, 15),
+    reads=("d", "numerator_weighted", "total", "model_sum_for_numerator"), stores=("d", "numerator_weighted"),
+    picked=("d", "numerator_weighted"),
+)
+
 # The eager reference, in strict maths.
-RULES = (
+RULES = by_flags(
+    {"use_bias_correction": False},
     RuleRecord(
-        "dadapt_adam",
-        "",
-        flags={"use_bias_correction": False},
-        step="dadapt_adam",
+        "dadapt_adam", "dadapt_adam",
         scalars=(
             "lr", "weight_decay", "gain1", "gain3", "eps", "grad_scale", "moves", "keep1", "keep2", "gain2", "keep3",
             "growth_rate", "beta3", "one_minus_sqrt_beta2",
         ),
-        host=host_scalars,
-        states=(
-            StateRecord("exp_avg"),
-            StateRecord("exp_avg_sq", nonneg=True),
-            StateRecord("s"),
-            StateRecord("d", nonneg=True, space="model", init="d0"),
-            StateRecord("numerator_weighted", space="model"),
-        ),
-        spaces=("model",),
+        host=host_scalars, states=STATES, spaces=("model",), settings=({"use_bias_correction": False},),
     ),
     RuleRecord(
-        "dadapt_adam",
-        "_use_bias_correction",
-        flags={"use_bias_correction": True},
-        step="dadapt_adam_use_bias_correction",
+        "dadapt_adam", "dadapt_adam_use_bias_correction",
         scalars=(
             "weight_decay", "own", "gain1", "gain3", "eps", "grad_scale", "moves", "keep1", "keep2", "gain2", "keep3",
             "growth_rate", "beta3", "one_minus_sqrt_beta2",
         ),
-        host=host_scalars_2,
-        states=(
-            StateRecord("exp_avg"),
-            StateRecord("exp_avg_sq", nonneg=True),
-            StateRecord("s"),
-            StateRecord("d", nonneg=True, space="model", init="d0"),
-            StateRecord("numerator_weighted", space="model"),
-        ),
-        spaces=("model",),
+        host=host_scalars_2, states=STATES, spaces=("model",), settings=({"use_bias_correction": True},),
     ),
 )
 
@@ -384,22 +373,10 @@ STEPS = (
             "lr", "weight_decay", "gain1", "gain3", "eps", "grad_scale", "moves", "keep1", "gain2", "keep2", "keep3",
             "scalar_5", "scalar_6", "growth_rate", "beta3", "one_minus_sqrt_beta2",
         ),
-        host=kernel_scalars,
-        temps=(
-            Temp("one_minus_rate_times_weight_decay", "model"),
-            Temp("one_times_one_minus_beta1_times_rate", "model"),
-            Temp("one_times_one_minus_sqrt_beta2_times_rate", "model"),
-            Temp("tensor_sum_for_numerator", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("tensor_sum_for_total", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("model_sum_for_numerator", "model", reduction="model_sum", source="tensor"),
-            Temp("total", "model", reduction="model_sum", source="tensor"),
-        ),
+        host=kernel_scalars, temps=TEMPS,
         stages=(
             Stage(
-                "dadapt_adam_1",
-                "model",
-                level=-1,
-                scalars=tuple(range(4)),
+                "dadapt_adam_1", "model", level=-1, scalars=tuple(range(4)),
                 temps=(
                     "one_times_one_minus_beta1_times_rate", "one_minus_rate_times_weight_decay",
                     "one_times_one_minus_sqrt_beta2_times_rate",
@@ -415,39 +392,18 @@ STEPS = (
                 ),
             ),
             Stage(
-                "dadapt_adam_2",
-                "elem",
-                level=0,
-                scalars=(0, 4, 5, 6, 7, 8, 9, 10, 11, 12),
+                "dadapt_adam_2", "elem", level=0, scalars=(0, 4, 5, 6, 7, 8, 9, 10, 11, 12),
                 temps=("tensor_sum_for_total", "tensor_sum_for_numerator"),
                 reads=(
                     "p", "g", "exp_avg", "exp_avg_sq", "s", "one_times_one_minus_sqrt_beta2_times_rate",
                     "one_minus_rate_times_weight_decay", "one_times_one_minus_beta1_times_rate",
                 ),
                 stores=("p", "exp_avg", "exp_avg_sq", "s"),
-                sums=(("sum", ("tensor_sum_for_total",)), ("sum", ("tensor_sum_for_numerator",))),
-                plus=("exp_avg_sq",),
+                sums=(("sum", ("tensor_sum_for_total",)), ("sum", ("tensor_sum_for_numerator",))), plus=("exp_avg_sq",),
                 needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
             ),
-            Stage(
-                "dadapt_adam_3",
-                "tensor",
-                level=1,
-                scalars=(),
-                temps=("model_sum_for_numerator", "total"),
-                reads=("tensor_sum_for_numerator", "tensor_sum_for_total"),
-                stores=("model_sum_for_numerator", "total"),
-                picked=("model_sum_for_numerator", "total"),
-            ),
-            Stage(
-                "dadapt_adam_4",
-                "model",
-                level=3,
-                scalars=(13, 14, 15),
-                reads=("d", "numerator_weighted", "total", "model_sum_for_numerator"),
-                stores=("d", "numerator_weighted"),
-                picked=("d", "numerator_weighted"),
-            ),
+            DADAPT_ADAM_3,
+            DADAPT_ADAM_4,
         ),
     ),
     Rule(
@@ -456,22 +412,10 @@ STEPS = (
             "weight_decay", "own", "gain1", "gain3", "eps", "grad_scale", "moves", "keep1", "gain2", "keep2", "keep3",
             "scalar_5", "scalar_6", "growth_rate", "beta3", "one_minus_sqrt_beta2",
         ),
-        host=kernel_scalars_2,
-        temps=(
-            Temp("one_minus_rate_times_weight_decay", "model"),
-            Temp("one_times_one_minus_beta1_times_rate", "model"),
-            Temp("one_times_one_minus_sqrt_beta2_times_rate", "model"),
-            Temp("tensor_sum_for_numerator", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("tensor_sum_for_total", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("model_sum_for_numerator", "model", reduction="model_sum", source="tensor"),
-            Temp("total", "model", reduction="model_sum", source="tensor"),
-        ),
+        host=kernel_scalars_2, temps=TEMPS,
         stages=(
             Stage(
-                "dadapt_adam_use_bias_correction_1",
-                "model",
-                level=-1,
-                scalars=tuple(range(4)),
+                "dadapt_adam_use_bias_correction_1", "model", level=-1, scalars=tuple(range(4)),
                 temps=(
                     "one_times_one_minus_beta1_times_rate", "one_minus_rate_times_weight_decay",
                     "one_times_one_minus_sqrt_beta2_times_rate",
@@ -487,39 +431,18 @@ STEPS = (
                 ),
             ),
             Stage(
-                "dadapt_adam_use_bias_correction_2",
-                "elem",
-                level=0,
-                scalars=(4, 5, 6, 7, 8, 9, 10, 11, 12, 1),
+                "dadapt_adam_use_bias_correction_2", "elem", level=0, scalars=(4, 5, 6, 7, 8, 9, 10, 11, 12, 1),
                 temps=("tensor_sum_for_total", "tensor_sum_for_numerator"),
                 reads=(
                     "p", "g", "exp_avg", "exp_avg_sq", "s", "one_times_one_minus_sqrt_beta2_times_rate",
                     "one_minus_rate_times_weight_decay", "one_times_one_minus_beta1_times_rate",
                 ),
                 stores=("p", "exp_avg", "exp_avg_sq", "s"),
-                sums=(("sum", ("tensor_sum_for_total",)), ("sum", ("tensor_sum_for_numerator",))),
-                plus=("exp_avg_sq",),
+                sums=(("sum", ("tensor_sum_for_total",)), ("sum", ("tensor_sum_for_numerator",))), plus=("exp_avg_sq",),
                 needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
             ),
-            Stage(
-                "dadapt_adam_3",
-                "tensor",
-                level=1,
-                scalars=(),
-                temps=("model_sum_for_numerator", "total"),
-                reads=("tensor_sum_for_numerator", "tensor_sum_for_total"),
-                stores=("model_sum_for_numerator", "total"),
-                picked=("model_sum_for_numerator", "total"),
-            ),
-            Stage(
-                "dadapt_adam_4",
-                "model",
-                level=3,
-                scalars=(13, 14, 15),
-                reads=("d", "numerator_weighted", "total", "model_sum_for_numerator"),
-                stores=("d", "numerator_weighted"),
-                picked=("d", "numerator_weighted"),
-            ),
+            DADAPT_ADAM_3,
+            DADAPT_ADAM_4,
         ),
     ),
 )

@@ -79,7 +79,7 @@ OPTGEN_INLINE void dadapt_adam_use_bias_correction_1(
     F weight_decay, F own, F gain1, F gain3, S0 &d, S1 &one_times_one_minus_beta1_times_rate,
     S2 &one_minus_rate_times_weight_decay, S3 &one_times_one_minus_sqrt_beta2_times_rate
 ) {
-    const F rate = d.read() * own;  // 37  rate = d * own
+    const F rate = d.read() * own;  // 37
     one_times_one_minus_beta1_times_rate.set(gain1 * rate);
     one_minus_rate_times_weight_decay.set(fma(-rate, weight_decay, 1.0f));
     one_times_one_minus_sqrt_beta2_times_rate.set(gain3 * rate);
@@ -96,17 +96,12 @@ OPTGEN_INLINE F dadapt_adam_use_bias_correction_2(
     const F g_ = grad_scale * g;
     const F exp_avg_sq_ = exp_avg_sq.read();
     const F s_ = s.read();
-    const F g_2 = where(0.0f < moves, g_, F(0.0f));                     // 30  g = where(lr > 0, g, 0.0)
-    // 39  exp_avg = keep1 * exp_avg + gain1 * rate * g
-    const F exp_avg_ = fma(one_times_one_minus_beta1_times_rate.read(), g_2, exp_avg.times(keep1));
-    // 40  exp_avg_sq = keep2 * exp_avg_sq + gain2 * g * g
-    const F exp_avg_sq_2 = fma(gain2 * g_2, g_2, keep2 * exp_avg_sq_);
-    // 46  p = policies.decoupled(p, rate, weight_decay)
-    const F p_ = p * one_minus_rate_times_weight_decay.read();
-    // 47  p = p - moves * exp_avg / (sqrt(exp_avg_sq) + eps)
-    const F p_2 = fma(-exp_avg_, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_);
-    // 41  s = keep3 * s + gain3 * rate * g
-    const F s_2 = fma(one_times_one_minus_sqrt_beta2_times_rate.read(), g_2, keep3 * s_);
+    const F g_2 = where(0.0f < moves, g_, F(0.0f));                     // 30
+    const F exp_avg_ = fma(one_times_one_minus_beta1_times_rate.read(), g_2, exp_avg.times(keep1));  // 39
+    const F exp_avg_sq_2 = fma(gain2 * g_2, g_2, keep2 * exp_avg_sq_);  // 40
+    const F p_ = p * one_minus_rate_times_weight_decay.read();  // 46
+    const F p_2 = fma(-exp_avg_, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_);  // 47
+    const F s_2 = fma(one_times_one_minus_sqrt_beta2_times_rate.read(), g_2, keep3 * s_);  // 41
     exp_avg.set(exp_avg_);
     exp_avg_sq.set(exp_avg_sq_2);
     s.set(s_2);

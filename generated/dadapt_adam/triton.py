@@ -105,7 +105,7 @@ def dadapt_adam_4_between(
 def dadapt_adam_use_bias_correction_1_values(d, weight_decay, own, gain1, gain3):
     """The new one_times_one_minus_beta1_times_rate, one_minus_rate_times_weight_decay,
     one_times_one_minus_sqrt_beta2_times_rate."""
-    rate = d * own  # 37  rate = d * own
+    rate = d * own  # 37
     return gain1 * rate, tl.fma(minus(rate), weight_decay, 1.0), gain3 * rate
 
 
@@ -127,16 +127,12 @@ def dadapt_adam_use_bias_correction_2_tile(
     exp_avg_sq = read(exp_avg_sq, PLAN.exp_avg_sq)
     s = read(s, PLAN.s)
     g = grad_scale * g
-    g = tl.where(0.0 < moves, g, 0.0)                                      # 30  g = where(lr > 0, g, 0.0)
-    # 39  exp_avg = keep1 * exp_avg + gain1 * rate * g
-    exp_avg = tl.fma(one_times_one_minus_beta1_times_rate, g, times(keep1, exp_avg, PLAN.exp_avg))
-    # 40  exp_avg_sq = keep2 * exp_avg_sq + gain2 * g * g
-    exp_avg_sq_2 = tl.fma(gain2 * g, g, keep2 * exp_avg_sq)
-    # 46  p = policies.decoupled(p, rate, weight_decay)
-    p = p * one_minus_rate_times_weight_decay
-    # 47  p = p - moves * exp_avg / (sqrt(exp_avg_sq) + eps)
-    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq_2), scalar_5, scalar_6)), p)
-    s_2 = tl.fma(one_times_one_minus_sqrt_beta2_times_rate, g, keep3 * s)  # 41  s = keep3 * s + gain3 * rate * g
+    g = tl.where(0.0 < moves, g, 0.0)                                      # 30
+    exp_avg = tl.fma(one_times_one_minus_beta1_times_rate, g, times(keep1, exp_avg, PLAN.exp_avg))  # 39
+    exp_avg_sq_2 = tl.fma(gain2 * g, g, keep2 * exp_avg_sq)  # 40
+    p = p * one_minus_rate_times_weight_decay  # 46
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq_2), scalar_5, scalar_6)), p)  # 47
+    s_2 = tl.fma(one_times_one_minus_sqrt_beta2_times_rate, g, keep3 * s)  # 41
     return p, exp_avg, exp_avg_sq_2, s_2, moves * tl.abs(s_2), own * (g * s * reciprocal(tl.sqrt(exp_avg_sq) + eps))
 
 

@@ -44,7 +44,7 @@ def dion_4_tile(
     p = one_minus_lr_times_weight_decay * p                         # 44  p = policies.decoupled(p, lr, weight_decay)
     # 45  p = p - lr * sqrt(rows(p) / columns(p)) * (left @ q)
     p = tl.fma(minus(lr_times_sqrt_rows_over_columns), matmul_, p)
-    full = tl.fma(grad_scale, g, momentum_buffer)                   # 39  full = momentum_buffer + g
+    full = tl.fma(grad_scale, g, momentum_buffer)                   # 39
     # 43  momentum_buffer = full - (1 - mu) * (left @ right)
     momentum_buffer = tl.fma(minus_one_minus_mu, matmul_2, full)
     return p, momentum_buffer
@@ -69,11 +69,8 @@ def dion_no_matrix_tile(
     momentum_buffer = tl.fma(
         one_minus_betas_0_times_grad_scale, g, times(betas_0, momentum_buffer, PLAN.momentum_buffer)
     )
-    # 33  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, lr, betas, eps,
-    #     weight_decay )
-    exp_avg_sq = tl.fma(scalar_1 * g, g, times(betas_1, exp_avg_sq, PLAN.exp_avg_sq))
-    # 33  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, lr, betas, eps,
-    #     weight_decay )
+    exp_avg_sq = tl.fma(scalar_1 * g, g, times(betas_1, exp_avg_sq, PLAN.exp_avg_sq))  # 33
+    # 33
     p = tl.fma(
         minus(momentum_buffer), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3)),
         one_minus_lr_times_weight_decay * p

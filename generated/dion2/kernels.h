@@ -25,7 +25,7 @@ OPTGEN_INLINE F dion2_4(
     const F p_ = one_minus_lr_times_weight_decay * p;     // 51  p = policies.decoupled(p, lr, weight_decay)
     // 52  p = p - lr * sqrt(rows(p) / columns(p)) * step
     const F p_2 = fma(-lr_times_sqrt_rows_over_columns.read(), step_2.read(), p_);
-    const F full = fma(grad_scale, g, momentum_buffer_);  // 47  full = momentum_buffer + g
+    const F full = fma(grad_scale, g, momentum_buffer_);  // 47
     // 50  momentum_buffer = full - (1 - ef_decay) * taken
     const F momentum_buffer_2 = fma(minus_one_minus_ef_decay, taken.read(), full);
     momentum_buffer.set(momentum_buffer_2);
@@ -47,16 +47,13 @@ struct dion2_no_matrix {  // dion2
         // 43  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, lr, betas,
         //     eps, weight_decay )
         const F momentum_buffer_ = fma(one_minus_betas_0_times_grad_scale, g, momentum_buffer.times(betas_0));
-        // 43  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, lr, betas,
-        //     eps, weight_decay )
-        const F exp_avg_sq_ = fma(scalar_1 * g, g, exp_avg_sq.times(betas_1));
+        const F exp_avg_sq_ = fma(scalar_1 * g, g, exp_avg_sq.times(betas_1));  // 43
         momentum_buffer.set(momentum_buffer_);
         exp_avg_sq.set(exp_avg_sq_);
     }
     template <class S0, class S1>
     F weight(F p, F g, const S0 &momentum_buffer, const S1 &exp_avg_sq) const {
-        // 43  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, lr, betas,
-        //     eps, weight_decay )
+        // 43
         const F p_ = fma(
             -momentum_buffer.next(), 1.0f / fma(exp_avg_sq.root(), scalar_2, scalar_3),
             one_minus_lr_times_weight_decay * p

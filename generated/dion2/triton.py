@@ -44,7 +44,7 @@ def dion2_4_tile(
     p = one_minus_lr_times_weight_decay * p                          # 51  p = policies.decoupled(p, lr, weight_decay)
     # 52  p = p - lr * sqrt(rows(p) / columns(p)) * step
     p = tl.fma(minus(lr_times_sqrt_rows_over_columns), step_2, p)
-    full = tl.fma(grad_scale, g, momentum_buffer)                    # 47  full = momentum_buffer + g
+    full = tl.fma(grad_scale, g, momentum_buffer)                    # 47
     # 50  momentum_buffer = full - (1 - ef_decay) * taken
     momentum_buffer = tl.fma(minus_one_minus_ef_decay, taken, full)
     return p, momentum_buffer
@@ -72,11 +72,8 @@ def dion2_no_matrix_tile(
     momentum_buffer = tl.fma(
         one_minus_betas_0_times_grad_scale, g, times(betas_0, momentum_buffer, PLAN.momentum_buffer)
     )
-    # 43  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, lr, betas, eps,
-    #     weight_decay )
-    exp_avg_sq = tl.fma(scalar_1 * g, g, times(betas_1, exp_avg_sq, PLAN.exp_avg_sq))
-    # 43  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, lr, betas, eps,
-    #     weight_decay )
+    exp_avg_sq = tl.fma(scalar_1 * g, g, times(betas_1, exp_avg_sq, PLAN.exp_avg_sq))  # 43
+    # 43
     p = tl.fma(
         minus(momentum_buffer), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3)),
         one_minus_lr_times_weight_decay * p

@@ -3,7 +3,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp
+from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp, by_flags
 from optgen.runtime.records.scalars import divide, root, where
 from optgen.runtime.reference.eager import put, quotient, sqrt
 from optgen.runtime.reference.matrices import column_norms, singular_vectors, unwide, wide
@@ -104,24 +104,51 @@ def fira_matrices(
 def fira_matrices_renews(
     projector, low_avg, low_avg_sq, g_whole, beta1, beta2, eps, alpha, one_minus_beta1, one_minus_beta2,
 ):
-    full = wide(g_whole)                                                  # 42  full = wide(g)
+    full = wide(g_whole)                                                  # 42
     # 44  projector = singular_vectors(projector, full)
     projector = singular_vectors(projector, full)
-    low = projector.mT @ full                                             # 45  low = projector.T @ full
-    # 46  low_avg = beta1 * low_avg + (1 - beta1) * low
-    low_avg = beta1 * low_avg + one_minus_beta1 * low
-    # 47  low_avg_sq = beta2 * low_avg_sq + (1 - beta2) * low * low
-    low_avg_sq = beta2 * low_avg_sq + one_minus_beta2 * low * low
-    # 48  adam = low_avg / (sqrt(low_avg_sq) + eps)
-    adam = low_avg / (low_avg_sq.sqrt() + eps)
-    # 49  ratio = column_norms(full, adam) / (column_norms(full, low) + 1e-8)
-    ratio = column_norms(full, adam) / (column_norms(full, low) + 1e-08)
-    # 50  rest = unwide(g, (full - alpha * (projector @ low)) * ratio)
-    rest = unwide(g_whole, (full - alpha * (projector @ low)) * ratio)
+    low = projector.mT @ full                                             # 45
+    low_avg = beta1 * low_avg + one_minus_beta1 * low  # 46
+    low_avg_sq = beta2 * low_avg_sq + one_minus_beta2 * low * low  # 47
+    adam = low_avg / (low_avg_sq.sqrt() + eps)  # 48
+    ratio = column_norms(full, adam) / (column_norms(full, low) + 1e-08)  # 49
+    rest = unwide(g_whole, (full - alpha * (projector @ low)) * ratio)  # 50
     return projector, low_avg, low_avg_sq, unwide(g_whole, projector @ adam), rest
 
 
 # Steps in place, in strict maths; the codecs of a plan load and store.
+def fira_4(stored, where_lt_one_t_one_zero, tensor_sum_for_size_tensor):
+    # -- load and decode
+    tensor_sum_for_size = tensor_sum_for_size_tensor
+    scaling_grad = stored["scaling_grad"]
+    # -- update  (specs/fira.py)
+    size = sqrt(tensor_sum_for_size)  # 51  size = norm(rest)
+    # 52  limit = where(t > 1, maximum(size / (scaling_grad + 1e-8), 1.01) / 1.01, 1.0)
+    limit = torch.where(
+        0.0 < where_lt_one_t_one_zero, quotient((size / (scaling_grad + 1e-08)).clamp(min=1.01), 1.01), 1.0
+    )
+    scaling_grad = size / limit       # 53  scaling_grad = size / limit
+    # -- encode and store
+    limit_tensor = limit
+    put(stored["scaling_grad"], scaling_grad)
+    return limit_tensor
+
+
+def fira_5(stored, alpha, step_size, one_minus_lr_times_weight_decay, unwide_tensor, rest_tensor, limit_tensor):
+    b = stored.over("p")
+    # -- load and decode
+    p = b.load("p")
+    unwide = b.elements(unwide_tensor)
+    rest = b.elements(rest_tensor)
+    limit = b.spread(limit_tensor)
+    # -- update  (specs/fira.py)
+    u = alpha * unwide + rest / limit        # 54  u = alpha * unwide(g, projector @ adam) + rest / limit
+    p = p - step_size * u                    # 55  p = p - step_size * u
+    p = p * one_minus_lr_times_weight_decay  # 56  p = p * (1 - lr * weight_decay)
+    # -- encode and store
+    b.store("p", p)
+
+
 def fira(
     stored, grad_scale, beta1, beta2, eps, alpha, one_minus_beta1, one_minus_beta2, where_lt_one_t_one_zero,
     step_size, one_minus_lr_times_weight_decay,
@@ -151,33 +178,10 @@ def fira(
     tensor_sum_for_size_tensor = b.tensor_sum(rest * rest)
 
     # == tensor: values of tensors
-    # -- load and decode
-    tensor_sum_for_size = tensor_sum_for_size_tensor
-    scaling_grad = stored["scaling_grad"]
-    # -- update  (specs/fira.py)
-    size = sqrt(tensor_sum_for_size)  # 51  size = norm(rest)
-    # 52  limit = where(t > 1, maximum(size / (scaling_grad + 1e-8), 1.01) / 1.01, 1.0)
-    limit = torch.where(
-        0.0 < where_lt_one_t_one_zero, quotient((size / (scaling_grad + 1e-08)).clamp(min=1.01), 1.01), 1.0
-    )
-    scaling_grad = size / limit       # 53  scaling_grad = size / limit
-    # -- encode and store
-    limit_tensor = limit
-    put(stored["scaling_grad"], scaling_grad)
+    limit_tensor = fira_4(stored, where_lt_one_t_one_zero, tensor_sum_for_size_tensor)
 
     # == sweep 3: the update
-    b = stored.over("p")
-    # -- load and decode
-    p = b.load("p")
-    unwide = b.elements(unwide_tensor)
-    rest = b.elements(rest_tensor)
-    limit = b.spread(limit_tensor)
-    # -- update  (specs/fira.py)
-    u = alpha * unwide + rest / limit        # 54  u = alpha * unwide(g, projector @ adam) + rest / limit
-    p = p - step_size * u                    # 55  p = p - step_size * u
-    p = p * one_minus_lr_times_weight_decay  # 56  p = p * (1 - lr * weight_decay)
-    # -- encode and store
-    b.store("p", p)
+    fira_5(stored, alpha, step_size, one_minus_lr_times_weight_decay, unwide_tensor, rest_tensor, limit_tensor)
 
 
 def fira_renews(
@@ -210,33 +214,10 @@ def fira_renews(
     tensor_sum_for_size_tensor = b.tensor_sum(rest * rest)
 
     # == tensor: values of tensors
-    # -- load and decode
-    tensor_sum_for_size = tensor_sum_for_size_tensor
-    scaling_grad = stored["scaling_grad"]
-    # -- update  (specs/fira.py)
-    size = sqrt(tensor_sum_for_size)  # 51  size = norm(rest)
-    # 52  limit = where(t > 1, maximum(size / (scaling_grad + 1e-8), 1.01) / 1.01, 1.0)
-    limit = torch.where(
-        0.0 < where_lt_one_t_one_zero, quotient((size / (scaling_grad + 1e-08)).clamp(min=1.01), 1.01), 1.0
-    )
-    scaling_grad = size / limit       # 53  scaling_grad = size / limit
-    # -- encode and store
-    limit_tensor = limit
-    put(stored["scaling_grad"], scaling_grad)
+    limit_tensor = fira_4(stored, where_lt_one_t_one_zero, tensor_sum_for_size_tensor)
 
     # == sweep 3: the update
-    b = stored.over("p")
-    # -- load and decode
-    p = b.load("p")
-    unwide = b.elements(unwide_tensor)
-    rest = b.elements(rest_tensor)
-    limit = b.spread(limit_tensor)
-    # -- update  (specs/fira.py)
-    u = alpha * unwide + rest / limit        # 54  u = alpha * unwide(g, projector @ adam) + rest / limit
-    p = p - step_size * u                    # 55  p = p - step_size * u
-    p = p * one_minus_lr_times_weight_decay  # 56  p = p * (1 - lr * weight_decay)
-    # -- encode and store
-    b.store("p", p)
+    fira_5(stored, alpha, step_size, one_minus_lr_times_weight_decay, unwide_tensor, rest_tensor, limit_tensor)
 
 
 def fira_no_matrix(
@@ -255,8 +236,8 @@ def fira_no_matrix(
     # 39  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
     u = exp_avg / (sqrt(exp_avg_sq) + eps)                     # 40  u = exp_avg / (sqrt(exp_avg_sq) + eps)
-    p = p - step_size * u                                      # 55  p = p - step_size * u
-    p = p * one_minus_lr_times_weight_decay                    # 56  p = p * (1 - lr * weight_decay)
+    p = p - step_size * u                                      # 55
+    p = p * one_minus_lr_times_weight_decay                    # 56
     # -- encode and store
     b.store("p", p)
     b.store("exp_avg", exp_avg)
@@ -314,255 +295,97 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, rank, up
     return (beta1, beta2, eps, one_minus_beta1_times_grad_scale, scalar_1, scalar_2, one_minus_lr_times_weight_decay)
 
 
+# What several of the records below have.
+SCALARS = (
+    "grad_scale", "beta1", "beta2", "eps", "alpha", "one_minus_beta1", "one_minus_beta2", "where_lt_one_t_one_zero",
+    "step_size", "one_minus_lr_times_weight_decay",
+)
+STATES = (
+    StateRecord("projector", space="sr", rank="rank"),
+    StateRecord("low_avg", space="rl", rank="rank"),
+    StateRecord("low_avg_sq", space="rl", rank="rank"),
+    StateRecord("scaling_grad", nonneg=True, space="tensor"),
+)
+SCALARS_2 = (
+    "grad_scale", "beta1", "beta2", "eps", "alpha", "one_minus_beta1", "one_minus_beta2", "where_lt_one_t_one_zero",
+    "scalar_0", "one_minus_lr_times_weight_decay",
+)
+TEMPS = (
+    Temp("g_whole", "elem", wide=True),
+    Temp("rest", "elem", wide=True),
+    Temp("unwide", "elem", wide=True),
+    Temp("tensor_sum_for_size", "tensor", reduction="tensor_sum", source="elem"),
+    Temp("one_over_limit", "tensor"),
+)
+FIRA_1 = Stage("fira_1", "elem", level=0, scalars=(0,), temps=("g_whole",), reads=("g",), stores=("g_whole",))
+FIRA_3 = Stage(
+    "fira_3", "elem", level=2, scalars=(), temps=("tensor_sum_for_size",), reads=("rest",),
+    sums=(("square", ("tensor_sum_for_size",)),),
+)
+FIRA_4 = Stage(
+    "fira_4", "tensor", level=3, scalars=(7,), temps=("one_over_limit",), reads=("scaling_grad", "tensor_sum_for_size"),
+    stores=("scaling_grad", "one_over_limit"),
+)
+FIRA_5 = Stage(
+    "fira_5", "elem", level=4, scalars=(4, 8, 9), reads=("p", "unwide", "rest", "one_over_limit"), stores=("p",),
+)
+
 # The eager reference, in strict maths.
-RULES = (
+RULES = by_flags(
+    {"adamw": False, "matrix": True, "renews": False},
     RuleRecord(
-        "fira",
-        "",
-        flags={"adamw": False, "matrix": True, "renews": False},
-        step="fira",
-        scalars=(
-            "grad_scale", "beta1", "beta2", "eps", "alpha", "one_minus_beta1", "one_minus_beta2",
-            "where_lt_one_t_one_zero", "step_size", "one_minus_lr_times_weight_decay",
-        ),
-        host=host_scalars,
-        states=(
-            StateRecord("projector", space="sr", rank="rank"),
-            StateRecord("low_avg", space="rl", rank="rank"),
-            StateRecord("low_avg_sq", space="rl", rank="rank"),
-            StateRecord("scaling_grad", nonneg=True, space="tensor"),
-        ),
-        unchanged=(("projector",), ()),
-        differs=("low_avg", "low_avg_sq", "p", "projector", "scaling_grad"),
-        spaces=("call", "tensor"),
-        by_rows=True,
-        matrix="heads",
+        "fira", "fira", scalars=SCALARS, host=host_scalars, states=STATES, unchanged=(("projector",), ()),
+        differs=("low_avg", "low_avg_sq", "p", "projector", "scaling_grad"), spaces=("call", "tensor"), by_rows=True,
+        matrix="heads", settings=({"adamw": False, "matrix": True, "renews": False},),
     ),
     RuleRecord(
-        "fira",
-        "_renews",
-        flags={"adamw": False, "matrix": True, "renews": True},
-        step="fira_renews",
-        scalars=(
-            "grad_scale", "beta1", "beta2", "eps", "alpha", "one_minus_beta1", "one_minus_beta2",
-            "where_lt_one_t_one_zero", "step_size", "one_minus_lr_times_weight_decay",
-        ),
-        host=host_scalars,
-        states=(
-            StateRecord("projector", space="sr", rank="rank"),
-            StateRecord("low_avg", space="rl", rank="rank"),
-            StateRecord("low_avg_sq", space="rl", rank="rank"),
-            StateRecord("scaling_grad", nonneg=True, space="tensor"),
-        ),
-        unchanged=((), ("projector",)),
-        differs=("low_avg", "low_avg_sq", "p", "projector", "scaling_grad"),
-        spaces=("call", "tensor"),
-        by_rows=True,
-        matrix="heads",
+        "fira", "fira_renews", scalars=SCALARS, host=host_scalars, states=STATES, unchanged=((), ("projector",)),
+        differs=("low_avg", "low_avg_sq", "p", "projector", "scaling_grad"), spaces=("call", "tensor"), by_rows=True,
+        matrix="heads", settings=({"adamw": False, "matrix": True, "renews": True},),
     ),
     RuleRecord(
-        "fira",
-        "_no_matrix",
-        flags={"adamw": False, "matrix": False, "renews": False},
-        step="fira_no_matrix",
+        "fira", "fira_no_matrix",
         scalars=(
             "beta1", "beta2", "eps", "grad_scale", "one_minus_beta1", "one_minus_beta2", "step_size",
             "one_minus_lr_times_weight_decay",
         ),
-        host=host_scalars_2,
-        states=(StateRecord("exp_avg"), StateRecord("exp_avg_sq", nonneg=True)),
-        unchanged=((), ()),
-        matrix="heads",
-    ),
-    RuleRecord(
-        "fira",
-        "_no_matrix_renews",
-        flags={"adamw": False, "matrix": False, "renews": True},
-        step="fira_no_matrix",
-        scalars=(
-            "beta1", "beta2", "eps", "grad_scale", "one_minus_beta1", "one_minus_beta2", "step_size",
-            "one_minus_lr_times_weight_decay",
-        ),
-        host=host_scalars_2,
-        states=(StateRecord("exp_avg"), StateRecord("exp_avg_sq", nonneg=True)),
-        unchanged=((), ()),
-        matrix="heads",
-    ),
-    RuleRecord(
-        "fira",
-        "_adamw",
-        flags={"adamw": True, "matrix": True, "renews": False},
-        step="fira_no_matrix",
-        scalars=(
-            "beta1", "beta2", "eps", "grad_scale", "one_minus_beta1", "one_minus_beta2", "step_size",
-            "one_minus_lr_times_weight_decay",
-        ),
-        host=host_scalars_2,
-        states=(StateRecord("exp_avg"), StateRecord("exp_avg_sq", nonneg=True)),
-        unchanged=((), ()),
-        matrix="heads",
-    ),
-    RuleRecord(
-        "fira",
-        "_adamw_renews",
-        flags={"adamw": True, "matrix": True, "renews": True},
-        step="fira_no_matrix",
-        scalars=(
-            "beta1", "beta2", "eps", "grad_scale", "one_minus_beta1", "one_minus_beta2", "step_size",
-            "one_minus_lr_times_weight_decay",
-        ),
-        host=host_scalars_2,
-        states=(StateRecord("exp_avg"), StateRecord("exp_avg_sq", nonneg=True)),
-        unchanged=((), ()),
-        matrix="heads",
-    ),
-    RuleRecord(
-        "fira",
-        "_adamw_no_matrix",
-        flags={"adamw": True, "matrix": False, "renews": False},
-        step="fira_no_matrix",
-        scalars=(
-            "beta1", "beta2", "eps", "grad_scale", "one_minus_beta1", "one_minus_beta2", "step_size",
-            "one_minus_lr_times_weight_decay",
-        ),
-        host=host_scalars_2,
-        states=(StateRecord("exp_avg"), StateRecord("exp_avg_sq", nonneg=True)),
-        unchanged=((), ()),
-        matrix="heads",
-    ),
-    RuleRecord(
-        "fira",
-        "_adamw_no_matrix_renews",
-        flags={"adamw": True, "matrix": False, "renews": True},
-        step="fira_no_matrix",
-        scalars=(
-            "beta1", "beta2", "eps", "grad_scale", "one_minus_beta1", "one_minus_beta2", "step_size",
-            "one_minus_lr_times_weight_decay",
-        ),
-        host=host_scalars_2,
-        states=(StateRecord("exp_avg"), StateRecord("exp_avg_sq", nonneg=True)),
-        unchanged=((), ()),
-        matrix="heads",
+        host=host_scalars_2, states=(StateRecord("exp_avg"), StateRecord("exp_avg_sq", nonneg=True)),
+        unchanged=((), ()), matrix="heads", settings=({"adamw": True}, {"matrix": False}),
     ),
 )
 
 # The kernels, in fast maths; rounding changed by: fma, group, linear, reciprocal.
 STEPS = (
     Rule(
-        ({"adamw": False, "matrix": True, "renews": False},),
-        (
-            "grad_scale", "beta1", "beta2", "eps", "alpha", "one_minus_beta1", "one_minus_beta2",
-            "where_lt_one_t_one_zero", "scalar_0", "one_minus_lr_times_weight_decay",
-        ),
-        host=kernel_scalars,
-        temps=(
-            Temp("g_whole", "elem", wide=True),
-            Temp("rest", "elem", wide=True),
-            Temp("unwide", "elem", wide=True),
-            Temp("tensor_sum_for_size", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("one_over_limit", "tensor"),
-        ),
+        ({"adamw": False, "matrix": True, "renews": False},), SCALARS_2, host=kernel_scalars, temps=TEMPS,
         stages=(
-            Stage("fira_1", "elem", level=0, scalars=(0,), temps=("g_whole",), reads=("g",), stores=("g_whole",)),
+            FIRA_1,
             Stage(
-                "fira_matrices",
-                "whole",
-                level=1,
-                scalars=(1, 2, 3, 4, 5, 6),
-                temps=("unwide", "rest"),
+                "fira_matrices", "whole", level=1, scalars=(1, 2, 3, 4, 5, 6), temps=("unwide", "rest"),
                 reads=("projector", "low_avg", "low_avg_sq", "g_whole"),
                 stores=("low_avg", "low_avg_sq", "unwide", "rest"),
             ),
-            Stage(
-                "fira_3",
-                "elem",
-                level=2,
-                scalars=(),
-                temps=("tensor_sum_for_size",),
-                reads=("rest",),
-                sums=(("square", ("tensor_sum_for_size",)),),
-            ),
-            Stage(
-                "fira_4",
-                "tensor",
-                level=3,
-                scalars=(7,),
-                temps=("one_over_limit",),
-                reads=("scaling_grad", "tensor_sum_for_size"),
-                stores=("scaling_grad", "one_over_limit"),
-            ),
-            Stage(
-                "fira_5",
-                "elem",
-                level=4,
-                scalars=(4, 8, 9),
-                reads=("p", "unwide", "rest", "one_over_limit"),
-                stores=("p",),
-            ),
+            FIRA_3,
+            FIRA_4,
+            FIRA_5,
         ),
     ),
     Rule(
-        ({"adamw": False, "matrix": True, "renews": True},),
-        (
-            "grad_scale", "beta1", "beta2", "eps", "alpha", "one_minus_beta1", "one_minus_beta2",
-            "where_lt_one_t_one_zero", "scalar_0", "one_minus_lr_times_weight_decay",
-        ),
-        host=kernel_scalars,
-        temps=(
-            Temp("g_whole", "elem", wide=True),
-            Temp("rest", "elem", wide=True),
-            Temp("unwide", "elem", wide=True),
-            Temp("tensor_sum_for_size", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("one_over_limit", "tensor"),
-        ),
+        ({"adamw": False, "matrix": True, "renews": True},), SCALARS_2, host=kernel_scalars, temps=TEMPS,
         stages=(
-            Stage("fira_1", "elem", level=0, scalars=(0,), temps=("g_whole",), reads=("g",), stores=("g_whole",)),
+            FIRA_1,
             Stage(
-                "fira_matrices_renews",
-                "whole",
-                level=1,
-                scalars=(1, 2, 3, 4, 5, 6),
-                temps=("unwide", "rest"),
+                "fira_matrices_renews", "whole", level=1, scalars=(1, 2, 3, 4, 5, 6), temps=("unwide", "rest"),
                 reads=("projector", "low_avg", "low_avg_sq", "g_whole"),
                 stores=("projector", "low_avg", "low_avg_sq", "unwide", "rest"),
             ),
-            Stage(
-                "fira_3",
-                "elem",
-                level=2,
-                scalars=(),
-                temps=("tensor_sum_for_size",),
-                reads=("rest",),
-                sums=(("square", ("tensor_sum_for_size",)),),
-            ),
-            Stage(
-                "fira_4",
-                "tensor",
-                level=3,
-                scalars=(7,),
-                temps=("one_over_limit",),
-                reads=("scaling_grad", "tensor_sum_for_size"),
-                stores=("scaling_grad", "one_over_limit"),
-            ),
-            Stage(
-                "fira_5",
-                "elem",
-                level=4,
-                scalars=(4, 8, 9),
-                reads=("p", "unwide", "rest", "one_over_limit"),
-                stores=("p",),
-            ),
+            FIRA_3,
+            FIRA_4,
+            FIRA_5,
         ),
     ),
     Rule(
-        (
-            {"adamw": False, "matrix": False, "renews": False},
-            {"adamw": False, "matrix": False, "renews": True},
-            {"adamw": True, "matrix": True, "renews": False},
-            {"adamw": True, "matrix": True, "renews": True},
-            {"adamw": True, "matrix": False, "renews": False},
-            {"adamw": True, "matrix": False, "renews": True},
-        ),
+        ({"adamw": True}, {"matrix": False}),
         (
             "beta1", "beta2", "eps", "one_minus_beta1_times_grad_scale", "scalar_1", "scalar_2",
             "one_minus_lr_times_weight_decay",
@@ -570,13 +393,8 @@ STEPS = (
         host=kernel_scalars_2,
         stages=(
             Stage(
-                "fira_no_matrix",
-                "elem",
-                level=0,
-                scalars=tuple(range(7)),
-                reads=("p", "g", "exp_avg", "exp_avg_sq"),
-                stores=("p", "exp_avg", "exp_avg_sq"),
-                plus=("exp_avg_sq",),
+                "fira_no_matrix", "elem", level=0, scalars=tuple(range(7)), reads=("p", "g", "exp_avg", "exp_avg_sq"),
+                stores=("p", "exp_avg", "exp_avg_sq"), plus=("exp_avg_sq",),
                 needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
             ),
         ),

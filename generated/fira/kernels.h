@@ -60,8 +60,8 @@ struct fira_no_matrix {  // fira
     template <class S0, class S1>
     F weight(F p, F g, const S0 &exp_avg, const S1 &exp_avg_sq) const {
         const F u = exp_avg.next() / (exp_avg_sq.root() + eps);  // 40  u = exp_avg / (sqrt(exp_avg_sq) + eps)
-        const F p_ = fma(scalar_2, u, p);                        // 55  p = p - step_size * u
-        const F p_2 = one_minus_lr_times_weight_decay * p_;      // 56  p = p * (1 - lr * weight_decay)
+        const F p_ = fma(scalar_2, u, p);                        // 55
+        const F p_2 = one_minus_lr_times_weight_decay * p_;      // 56
         return p_2;
     }
 };

@@ -4,7 +4,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp
+from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp, by_flags
 from optgen.runtime.records.scalars import divide, root
 from optgen.runtime.reference.eager import sqrt
 
@@ -57,7 +57,7 @@ def fromage(stored, grad_scale, lr, one_over_sqrt_one_plus_lr_times_lr):
     g_norm_le = g_norm <= 0.0
     # 18  shrink = where(g_norm <= 0, 1.0, 1 / sqrt(1 + lr * lr))
     shrink = torch.where(g_norm_le, 1.0, one_over_sqrt_one_plus_lr_times_lr)
-    p_norm = sqrt(tensor_sum_for_p_norm)                                    # 16  p_norm, g_norm = norm(p), norm(g)
+    p_norm = sqrt(tensor_sum_for_p_norm)                                    # 16
     # 17  ratio = where((p_norm <= 0) | (g_norm <= 0), 1.0, p_norm / g_norm)
     ratio = torch.where((p_norm <= 0.0) | g_norm_le, 1.0, p_norm / g_norm)
     # -- encode and store
@@ -91,14 +91,10 @@ def kernel_scalars(step, grad_scale, *, lr):
 
 
 # The eager reference, in strict maths.
-RULES = (
+RULES = by_flags(
+    {},
     RuleRecord(
-        "fromage",
-        "",
-        flags={},
-        step="fromage",
-        scalars=("grad_scale", "lr", "one_over_sqrt_one_plus_lr_times_lr"),
-        host=host_scalars,
+        "fromage", "fromage", scalars=("grad_scale", "lr", "one_over_sqrt_one_plus_lr_times_lr"), host=host_scalars,
         spaces=("tensor",),
     ),
 )
@@ -106,8 +102,7 @@ RULES = (
 # The kernels, in fast maths; rounding changed by: fma, group, linear.
 STEPS = (
     Rule(
-        ({},),
-        ("lr", "grad_scale_times_grad_scale", "one_over_sqrt_one_plus_lr_times_lr", "grad_scale"),
+        ({},), ("lr", "grad_scale_times_grad_scale", "one_over_sqrt_one_plus_lr_times_lr", "grad_scale"),
         host=kernel_scalars,
         temps=(
             Temp("tensor_sum_for_g_norm", "tensor", reduction="tensor_sum", source="elem"),
@@ -117,32 +112,16 @@ STEPS = (
         ),
         stages=(
             Stage(
-                "fromage_1",
-                "elem",
-                level=0,
-                scalars=(),
-                temps=("tensor_sum_for_p_norm", "tensor_sum_for_g_norm"),
-                reads=("p", "g"),
-                sums=(("square", ("tensor_sum_for_p_norm",)), ("square", ("tensor_sum_for_g_norm",))),
+                "fromage_1", "elem", level=0, scalars=(), temps=("tensor_sum_for_p_norm", "tensor_sum_for_g_norm"),
+                reads=("p", "g"), sums=(("square", ("tensor_sum_for_p_norm",)), ("square", ("tensor_sum_for_g_norm",))),
             ),
             Stage(
-                "fromage_2",
-                "tensor",
-                level=1,
-                scalars=(0, 1, 2),
-                temps=("shrink", "lr_times_ratio"),
-                reads=("tensor_sum_for_g_norm", "tensor_sum_for_p_norm"),
-                stores=("shrink", "lr_times_ratio"),
-                plus=("shrink",),
-                picked=("shrink",),
+                "fromage_2", "tensor", level=1, scalars=(0, 1, 2), temps=("shrink", "lr_times_ratio"),
+                reads=("tensor_sum_for_g_norm", "tensor_sum_for_p_norm"), stores=("shrink", "lr_times_ratio"),
+                plus=("shrink",), picked=("shrink",),
             ),
             Stage(
-                "fromage_3",
-                "elem",
-                level=2,
-                scalars=(3,),
-                reads=("p", "g", "lr_times_ratio", "shrink"),
-                stores=("p",),
+                "fromage_3", "elem", level=2, scalars=(3,), reads=("p", "g", "lr_times_ratio", "shrink"), stores=("p",),
             ),
         ),
     ),

@@ -19,7 +19,7 @@ OPTGEN_INLINE void fromage_2(
     const M g_norm_le = g_norm <= 0.0f;
     // 18  shrink = where(g_norm <= 0, 1.0, 1 / sqrt(1 + lr * lr))
     const F shrink_ = where(g_norm_le, F(1.0f), one_over_sqrt_one_plus_lr_times_lr);
-    const F p_norm = sqrt(tensor_sum_for_p_norm.read());  // 16  p_norm, g_norm = norm(p), norm(g)
+    const F p_norm = sqrt(tensor_sum_for_p_norm.read());  // 16
     // 17  ratio = where((p_norm <= 0) | (g_norm <= 0), 1.0, p_norm / g_norm)
     const F ratio = where(p_norm <= 0.0f | g_norm_le, F(1.0f), p_norm / g_norm);
     shrink.set(shrink_);

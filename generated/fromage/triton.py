@@ -30,7 +30,7 @@ def fromage_2_values(
     g_norm_le = g_norm <= 0.0
     # 18  shrink = where(g_norm <= 0, 1.0, 1 / sqrt(1 + lr * lr))
     shrink = tl.where(g_norm_le, 1.0, one_over_sqrt_one_plus_lr_times_lr)
-    p_norm = tl.sqrt(tensor_sum_for_p_norm)                                # 16  p_norm, g_norm = norm(p), norm(g)
+    p_norm = tl.sqrt(tensor_sum_for_p_norm)                                # 16
     # 17  ratio = where((p_norm <= 0) | (g_norm <= 0), 1.0, p_norm / g_norm)
     ratio = tl.where((p_norm <= 0.0) | g_norm_le, 1.0, p_norm / g_norm)
     return shrink, lr * ratio

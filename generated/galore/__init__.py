@@ -2,7 +2,7 @@
 #     galore
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp
+from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp, by_flags
 from optgen.runtime.records.scalars import divide, root
 from optgen.runtime.reference.eager import sqrt
 from optgen.runtime.reference.matrices import singular_vectors, unwide, wide
@@ -89,16 +89,29 @@ def galore_matrices(projector, low_avg, low_avg_sq, g_whole, beta1, beta2, eps, 
 def galore_matrices_renews(
     projector, low_avg, low_avg_sq, g_whole, beta1, beta2, eps, one_minus_beta1, one_minus_beta2,
 ):
-    full = wide(g_whole)                                           # 41  full = wide(g)
+    full = wide(g_whole)                                           # 41
     projector = singular_vectors(projector, full)                  # 43  projector = singular_vectors(projector, full)
-    low = projector.mT @ full                                      # 44  low = projector.T @ full
-    low_avg = beta1 * low_avg + one_minus_beta1 * low              # 45  low_avg = beta1 * low_avg + (1 - beta1) * low
-    # 46  low_avg_sq = beta2 * low_avg_sq + (1 - beta2) * low * low
-    low_avg_sq = beta2 * low_avg_sq + one_minus_beta2 * low * low
+    low = projector.mT @ full                                      # 44
+    low_avg = beta1 * low_avg + one_minus_beta1 * low              # 45
+    low_avg_sq = beta2 * low_avg_sq + one_minus_beta2 * low * low  # 46
     return projector, low_avg, low_avg_sq, unwide(g_whole, projector @ (low_avg / (low_avg_sq.sqrt() + eps)))
 
 
 # Steps in place, in strict maths; the codecs of a plan load and store.
+def galore_3(stored, scale, step_size, one_minus_lr_times_weight_decay, unwide_tensor):
+    b = stored.over("p")
+    # -- load and decode
+    p = b.load("p")
+    unwide = b.elements(unwide_tensor)
+    # -- update  (specs/galore.py)
+    # 47  u = scale * unwide(g, projector @ (low_avg / (sqrt(low_avg_sq) + eps)))
+    u = scale * unwide
+    p = p - step_size * u                    # 48  p = p - step_size * u
+    p = p * one_minus_lr_times_weight_decay  # 49  p = p * (1 - lr * weight_decay)
+    # -- encode and store
+    b.store("p", p)
+
+
 def galore(
     stored, grad_scale, beta1, beta2, eps, one_minus_beta1, one_minus_beta2, scale, step_size,
     one_minus_lr_times_weight_decay,
@@ -121,17 +134,7 @@ def galore(
     stored.put("low_avg_sq", low_avg_sq_new)
 
     # == sweep 2: the update
-    b = stored.over("p")
-    # -- load and decode
-    p = b.load("p")
-    unwide = b.elements(unwide_tensor)
-    # -- update  (specs/galore.py)
-    # 47  u = scale * unwide(g, projector @ (low_avg / (sqrt(low_avg_sq) + eps)))
-    u = scale * unwide
-    p = p - step_size * u                    # 48  p = p - step_size * u
-    p = p * one_minus_lr_times_weight_decay  # 49  p = p * (1 - lr * weight_decay)
-    # -- encode and store
-    b.store("p", p)
+    galore_3(stored, scale, step_size, one_minus_lr_times_weight_decay, unwide_tensor)
 
 
 def galore_renews(
@@ -157,17 +160,7 @@ def galore_renews(
     stored.put("low_avg_sq", low_avg_sq_new)
 
     # == sweep 2: the update
-    b = stored.over("p")
-    # -- load and decode
-    p = b.load("p")
-    unwide = b.elements(unwide_tensor)
-    # -- update  (specs/galore.py)
-    # 47  u = scale * unwide(g, projector @ (low_avg / (sqrt(low_avg_sq) + eps)))
-    u = scale * unwide
-    p = p - step_size * u                    # 48  p = p - step_size * u
-    p = p * one_minus_lr_times_weight_decay  # 49  p = p * (1 - lr * weight_decay)
-    # -- encode and store
-    b.store("p", p)
+    galore_3(stored, scale, step_size, one_minus_lr_times_weight_decay, unwide_tensor)
 
 
 def galore_no_matrix(
@@ -186,8 +179,8 @@ def galore_no_matrix(
     # 38  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
     u = exp_avg / (sqrt(exp_avg_sq) + eps)                     # 39  u = exp_avg / (sqrt(exp_avg_sq) + eps)
-    p = p - step_size * u                                      # 48  p = p - step_size * u
-    p = p * one_minus_lr_times_weight_decay                    # 49  p = p * (1 - lr * weight_decay)
+    p = p - step_size * u                                      # 48
+    p = p * one_minus_lr_times_weight_decay                    # 49
     # -- encode and store
     b.store("p", p)
     b.store("exp_avg", exp_avg)
@@ -240,191 +233,75 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, rank, up
     return (beta1, beta2, eps, one_minus_beta1_times_grad_scale, scalar_1, scalar_2, one_minus_lr_times_weight_decay)
 
 
+# What several of the records below have.
+SCALARS = (
+    "grad_scale", "beta1", "beta2", "eps", "one_minus_beta1", "one_minus_beta2", "scale", "step_size",
+    "one_minus_lr_times_weight_decay",
+)
+STATES = (
+    StateRecord("projector", space="sr", rank="rank"),
+    StateRecord("low_avg", space="rl", rank="rank"),
+    StateRecord("low_avg_sq", space="rl", rank="rank"),
+)
+SCALARS_2 = (
+    "grad_scale", "beta1", "beta2", "eps", "one_minus_beta1", "one_minus_beta2", "scalar_0",
+    "one_minus_lr_times_weight_decay",
+)
+TEMPS = (Temp("g_whole", "elem", wide=True), Temp("unwide", "elem", wide=True))
+GALORE_1 = Stage("galore_1", "elem", level=0, scalars=(0,), temps=("g_whole",), reads=("g",), stores=("g_whole",))
+GALORE_3 = Stage("galore_3", "elem", level=2, scalars=(6, 7), reads=("p", "unwide"), stores=("p",))
+
 # The eager reference, in strict maths.
-RULES = (
+RULES = by_flags(
+    {"adamw": False, "matrix": True, "renews": False},
     RuleRecord(
-        "galore",
-        "",
-        flags={"adamw": False, "matrix": True, "renews": False},
-        step="galore",
-        scalars=(
-            "grad_scale", "beta1", "beta2", "eps", "one_minus_beta1", "one_minus_beta2", "scale", "step_size",
-            "one_minus_lr_times_weight_decay",
-        ),
-        host=host_scalars,
-        states=(
-            StateRecord("projector", space="sr", rank="rank"),
-            StateRecord("low_avg", space="rl", rank="rank"),
-            StateRecord("low_avg_sq", space="rl", rank="rank"),
-        ),
-        unchanged=(("projector",), ()),
-        differs=("low_avg", "low_avg_sq", "p", "projector"),
-        spaces=("call",),
-        by_rows=True,
-        matrix="heads",
+        "galore", "galore", scalars=SCALARS, host=host_scalars, states=STATES, unchanged=(("projector",), ()),
+        differs=("low_avg", "low_avg_sq", "p", "projector"), spaces=("call",), by_rows=True, matrix="heads",
+        settings=({"adamw": False, "matrix": True, "renews": False},),
     ),
     RuleRecord(
-        "galore",
-        "_renews",
-        flags={"adamw": False, "matrix": True, "renews": True},
-        step="galore_renews",
-        scalars=(
-            "grad_scale", "beta1", "beta2", "eps", "one_minus_beta1", "one_minus_beta2", "scale", "step_size",
-            "one_minus_lr_times_weight_decay",
-        ),
-        host=host_scalars,
-        states=(
-            StateRecord("projector", space="sr", rank="rank"),
-            StateRecord("low_avg", space="rl", rank="rank"),
-            StateRecord("low_avg_sq", space="rl", rank="rank"),
-        ),
-        unchanged=((), ("projector",)),
-        differs=("low_avg", "low_avg_sq", "p", "projector"),
-        spaces=("call",),
-        by_rows=True,
-        matrix="heads",
+        "galore", "galore_renews", scalars=SCALARS, host=host_scalars, states=STATES, unchanged=((), ("projector",)),
+        differs=("low_avg", "low_avg_sq", "p", "projector"), spaces=("call",), by_rows=True, matrix="heads",
+        settings=({"adamw": False, "matrix": True, "renews": True},),
     ),
     RuleRecord(
-        "galore",
-        "_no_matrix",
-        flags={"adamw": False, "matrix": False, "renews": False},
-        step="galore_no_matrix",
+        "galore", "galore_no_matrix",
         scalars=(
             "beta1", "beta2", "eps", "grad_scale", "one_minus_beta1", "one_minus_beta2", "step_size",
             "one_minus_lr_times_weight_decay",
         ),
-        host=host_scalars_2,
-        states=(StateRecord("exp_avg"), StateRecord("exp_avg_sq", nonneg=True)),
-        unchanged=((), ()),
-        matrix="heads",
-    ),
-    RuleRecord(
-        "galore",
-        "_no_matrix_renews",
-        flags={"adamw": False, "matrix": False, "renews": True},
-        step="galore_no_matrix",
-        scalars=(
-            "beta1", "beta2", "eps", "grad_scale", "one_minus_beta1", "one_minus_beta2", "step_size",
-            "one_minus_lr_times_weight_decay",
-        ),
-        host=host_scalars_2,
-        states=(StateRecord("exp_avg"), StateRecord("exp_avg_sq", nonneg=True)),
-        unchanged=((), ()),
-        matrix="heads",
-    ),
-    RuleRecord(
-        "galore",
-        "_adamw",
-        flags={"adamw": True, "matrix": True, "renews": False},
-        step="galore_no_matrix",
-        scalars=(
-            "beta1", "beta2", "eps", "grad_scale", "one_minus_beta1", "one_minus_beta2", "step_size",
-            "one_minus_lr_times_weight_decay",
-        ),
-        host=host_scalars_2,
-        states=(StateRecord("exp_avg"), StateRecord("exp_avg_sq", nonneg=True)),
-        unchanged=((), ()),
-        matrix="heads",
-    ),
-    RuleRecord(
-        "galore",
-        "_adamw_renews",
-        flags={"adamw": True, "matrix": True, "renews": True},
-        step="galore_no_matrix",
-        scalars=(
-            "beta1", "beta2", "eps", "grad_scale", "one_minus_beta1", "one_minus_beta2", "step_size",
-            "one_minus_lr_times_weight_decay",
-        ),
-        host=host_scalars_2,
-        states=(StateRecord("exp_avg"), StateRecord("exp_avg_sq", nonneg=True)),
-        unchanged=((), ()),
-        matrix="heads",
-    ),
-    RuleRecord(
-        "galore",
-        "_adamw_no_matrix",
-        flags={"adamw": True, "matrix": False, "renews": False},
-        step="galore_no_matrix",
-        scalars=(
-            "beta1", "beta2", "eps", "grad_scale", "one_minus_beta1", "one_minus_beta2", "step_size",
-            "one_minus_lr_times_weight_decay",
-        ),
-        host=host_scalars_2,
-        states=(StateRecord("exp_avg"), StateRecord("exp_avg_sq", nonneg=True)),
-        unchanged=((), ()),
-        matrix="heads",
-    ),
-    RuleRecord(
-        "galore",
-        "_adamw_no_matrix_renews",
-        flags={"adamw": True, "matrix": False, "renews": True},
-        step="galore_no_matrix",
-        scalars=(
-            "beta1", "beta2", "eps", "grad_scale", "one_minus_beta1", "one_minus_beta2", "step_size",
-            "one_minus_lr_times_weight_decay",
-        ),
-        host=host_scalars_2,
-        states=(StateRecord("exp_avg"), StateRecord("exp_avg_sq", nonneg=True)),
-        unchanged=((), ()),
-        matrix="heads",
+        host=host_scalars_2, states=(StateRecord("exp_avg"), StateRecord("exp_avg_sq", nonneg=True)),
+        unchanged=((), ()), matrix="heads", settings=({"adamw": True}, {"matrix": False}),
     ),
 )
 
 # The kernels, in fast maths; rounding changed by: fma, group, reciprocal.
 STEPS = (
     Rule(
-        ({"adamw": False, "matrix": True, "renews": False},),
-        (
-            "grad_scale", "beta1", "beta2", "eps", "one_minus_beta1", "one_minus_beta2", "scalar_0",
-            "one_minus_lr_times_weight_decay",
-        ),
-        host=kernel_scalars,
-        temps=(Temp("g_whole", "elem", wide=True), Temp("unwide", "elem", wide=True)),
+        ({"adamw": False, "matrix": True, "renews": False},), SCALARS_2, host=kernel_scalars, temps=TEMPS,
         stages=(
-            Stage("galore_1", "elem", level=0, scalars=(0,), temps=("g_whole",), reads=("g",), stores=("g_whole",)),
+            GALORE_1,
             Stage(
-                "galore_matrices",
-                "whole",
-                level=1,
-                scalars=(1, 2, 3, 4, 5),
-                temps=("unwide",),
-                reads=("projector", "low_avg", "low_avg_sq", "g_whole"),
-                stores=("low_avg", "low_avg_sq", "unwide"),
+                "galore_matrices", "whole", level=1, scalars=(1, 2, 3, 4, 5), temps=("unwide",),
+                reads=("projector", "low_avg", "low_avg_sq", "g_whole"), stores=("low_avg", "low_avg_sq", "unwide"),
             ),
-            Stage("galore_3", "elem", level=2, scalars=(6, 7), reads=("p", "unwide"), stores=("p",)),
+            GALORE_3,
         ),
     ),
     Rule(
-        ({"adamw": False, "matrix": True, "renews": True},),
-        (
-            "grad_scale", "beta1", "beta2", "eps", "one_minus_beta1", "one_minus_beta2", "scalar_0",
-            "one_minus_lr_times_weight_decay",
-        ),
-        host=kernel_scalars,
-        temps=(Temp("g_whole", "elem", wide=True), Temp("unwide", "elem", wide=True)),
+        ({"adamw": False, "matrix": True, "renews": True},), SCALARS_2, host=kernel_scalars, temps=TEMPS,
         stages=(
-            Stage("galore_1", "elem", level=0, scalars=(0,), temps=("g_whole",), reads=("g",), stores=("g_whole",)),
+            GALORE_1,
             Stage(
-                "galore_matrices_renews",
-                "whole",
-                level=1,
-                scalars=(1, 2, 3, 4, 5),
-                temps=("unwide",),
+                "galore_matrices_renews", "whole", level=1, scalars=(1, 2, 3, 4, 5), temps=("unwide",),
                 reads=("projector", "low_avg", "low_avg_sq", "g_whole"),
                 stores=("projector", "low_avg", "low_avg_sq", "unwide"),
             ),
-            Stage("galore_3", "elem", level=2, scalars=(6, 7), reads=("p", "unwide"), stores=("p",)),
+            GALORE_3,
         ),
     ),
     Rule(
-        (
-            {"adamw": False, "matrix": False, "renews": False},
-            {"adamw": False, "matrix": False, "renews": True},
-            {"adamw": True, "matrix": True, "renews": False},
-            {"adamw": True, "matrix": True, "renews": True},
-            {"adamw": True, "matrix": False, "renews": False},
-            {"adamw": True, "matrix": False, "renews": True},
-        ),
+        ({"adamw": True}, {"matrix": False}),
         (
             "beta1", "beta2", "eps", "one_minus_beta1_times_grad_scale", "scalar_1", "scalar_2",
             "one_minus_lr_times_weight_decay",
@@ -432,13 +309,8 @@ STEPS = (
         host=kernel_scalars_2,
         stages=(
             Stage(
-                "galore_no_matrix",
-                "elem",
-                level=0,
-                scalars=tuple(range(7)),
-                reads=("p", "g", "exp_avg", "exp_avg_sq"),
-                stores=("p", "exp_avg", "exp_avg_sq"),
-                plus=("exp_avg_sq",),
+                "galore_no_matrix", "elem", level=0, scalars=tuple(range(7)), reads=("p", "g", "exp_avg", "exp_avg_sq"),
+                stores=("p", "exp_avg", "exp_avg_sq"), plus=("exp_avg_sq",),
                 needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
             ),
         ),

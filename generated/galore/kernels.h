@@ -37,8 +37,8 @@ struct galore_no_matrix {  // galore
     template <class S0, class S1>
     F weight(F p, F g, const S0 &exp_avg, const S1 &exp_avg_sq) const {
         const F u = exp_avg.next() / (exp_avg_sq.root() + eps);  // 39  u = exp_avg / (sqrt(exp_avg_sq) + eps)
-        const F p_ = fma(scalar_2, u, p);                        // 48  p = p - step_size * u
-        const F p_2 = one_minus_lr_times_weight_decay * p_;      // 49  p = p * (1 - lr * weight_decay)
+        const F p_ = fma(scalar_2, u, p);                        // 48
+        const F p_2 = one_minus_lr_times_weight_decay * p_;      // 49
         return p_2;
     }
 };

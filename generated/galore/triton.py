@@ -50,8 +50,8 @@ def galore_no_matrix_tile(
     # 38  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))
     u = exp_avg * reciprocal(tl.sqrt(exp_avg_sq) + eps)  # 39  u = exp_avg / (sqrt(exp_avg_sq) + eps)
-    p = tl.fma(scalar_2, u, p)                           # 48  p = p - step_size * u
-    p = one_minus_lr_times_weight_decay * p              # 49  p = p * (1 - lr * weight_decay)
+    p = tl.fma(scalar_2, u, p)                           # 48
+    p = one_minus_lr_times_weight_decay * p              # 49
     return p, exp_avg, exp_avg_sq
 
 

@@ -3,7 +3,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord
+from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, by_flags
 from optgen.runtime.records.scalars import divide, maximum, root, where
 from optgen.runtime.reference.eager import sqrt
 
@@ -100,12 +100,10 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
 
 
 # The eager reference, in strict maths.
-RULES = (
+RULES = by_flags(
+    {},
     RuleRecord(
-        "grams",
-        "",
-        flags={},
-        step="grams",
+        "grams", "grams",
         scalars=(
             "beta1", "beta2", "eps", "grad_scale", "one_minus_lr_times_weight_decay", "one_minus_beta1",
             "one_minus_beta2", "sqrt_one_minus_beta2_pow_t", "lr_over_one_minus_beta1_pow_t",
@@ -126,13 +124,8 @@ STEPS = (
         host=kernel_scalars,
         stages=(
             Stage(
-                "grams",
-                "elem",
-                level=0,
-                scalars=tuple(range(9)),
-                reads=("p", "g", "exp_avg", "exp_avg_sq"),
-                stores=("p", "exp_avg", "exp_avg_sq"),
-                plus=("exp_avg_sq",),
+                "grams", "elem", level=0, scalars=tuple(range(9)), reads=("p", "g", "exp_avg", "exp_avg_sq"),
+                stores=("p", "exp_avg", "exp_avg_sq"), plus=("exp_avg_sq",),
                 needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
             ),
         ),

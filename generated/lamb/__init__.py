@@ -3,7 +3,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp
+from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp, by_flags
 from optgen.runtime.records.scalars import divide, maximum, root, where
 from optgen.runtime.reference.eager import larger, smaller, sqrt
 
@@ -105,10 +105,8 @@ def lamb(
     exp_avg = b.load("exp_avg")
     exp_avg_sq = b.load("exp_avg_sq")
     # -- update  (specs/lamb.py)
-    # 26  denom = sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps
-    denom = sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
-    # 27  update = exp_avg / (1 - beta1**t) / denom + weight_decay * p
-    update = exp_avg / one_minus_beta1_pow_t / denom + weight_decay * p
+    denom = sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps  # 26
+    update = exp_avg / one_minus_beta1_pow_t / denom + weight_decay * p  # 27
     p = p - lr_times_trust * update                                      # 31  p = p - lr * trust * update
     # -- encode and store
     b.store("p", p)
@@ -142,111 +140,70 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, min_norm, 
     )
 
 
+# What several of the records below have.
+SCALARS = (
+    "beta1", "beta2", "weight_decay", "one_minus_beta1_times_grad_scale", "scalar_1", "scalar_2", "scalar_3", "lr",
+    "min_norm", "max_norm",
+)
+TEMPS = (
+    Temp("tensor_sum_for_update_norm", "tensor", reduction="tensor_sum", source="elem"),
+    Temp("tensor_sum_for_weight_norm", "tensor", reduction="tensor_sum", source="elem"),
+    Temp("lr_times_trust", "tensor"),
+)
+LAMB_2 = Stage(
+    "lamb_2", "tensor", level=1, scalars=(7, 8, 9), temps=("lr_times_trust",),
+    reads=("tensor_sum_for_weight_norm", "tensor_sum_for_update_norm"), stores=("lr_times_trust",),
+)
+
 # The eager reference, in strict maths.
-RULES = (
+RULES = by_flags(
+    {},
     RuleRecord(
-        "lamb",
-        "",
-        flags={},
-        step="lamb",
+        "lamb", "lamb",
         scalars=(
             "beta1", "beta2", "eps", "weight_decay", "grad_scale", "one_minus_beta1", "one_minus_beta2",
             "sqrt_one_minus_beta2_pow_t", "one_minus_beta1_pow_t", "lr", "min_norm", "max_norm",
         ),
         host=host_scalars,
         states=(StateRecord("exp_avg", normalized_by="exp_avg_sq"), StateRecord("exp_avg_sq", nonneg=True)),
-        early=("exp_avg_sq", "exp_avg"),
-        spaces=("tensor",),
+        early=("exp_avg_sq", "exp_avg"), spaces=("tensor",),
     ),
 )
 
 # The kernels, in fast maths; rounding changed by: eps, fma, group, reciprocal, step.
 STEPS = (
     Rule(
-        ({},),
-        (
-            "beta1", "beta2", "weight_decay", "one_minus_beta1_times_grad_scale", "scalar_1", "scalar_2", "scalar_3",
-            "lr", "min_norm", "max_norm",
-        ),
-        host=kernel_scalars,
-        temps=(
-            Temp("tensor_sum_for_update_norm", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("tensor_sum_for_weight_norm", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("lr_times_trust", "tensor"),
-        ),
+        ({},), SCALARS, host=kernel_scalars, temps=TEMPS,
         stages=(
             Stage(
-                "lamb_1",
-                "elem",
-                level=0,
-                scalars=tuple(range(7)),
+                "lamb_1", "elem", level=0, scalars=tuple(range(7)),
                 temps=("tensor_sum_for_weight_norm", "tensor_sum_for_update_norm"),
-                reads=("p", "g", "exp_avg", "exp_avg_sq"),
-                stores=("exp_avg", "exp_avg_sq"),
+                reads=("p", "g", "exp_avg", "exp_avg_sq"), stores=("exp_avg", "exp_avg_sq"),
                 sums=(("square", ("tensor_sum_for_weight_norm",)), ("square", ("tensor_sum_for_update_norm",))),
-                plus=("exp_avg_sq",),
-                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+                plus=("exp_avg_sq",), needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
             ),
+            LAMB_2,
             Stage(
-                "lamb_2",
-                "tensor",
-                level=1,
-                scalars=(7, 8, 9),
-                temps=("lr_times_trust",),
-                reads=("tensor_sum_for_weight_norm", "tensor_sum_for_update_norm"),
-                stores=("lr_times_trust",),
-            ),
-            Stage(
-                "lamb_3",
-                "elem",
-                level=2,
-                scalars=(2, 5, 6),
-                reads=("p", "exp_avg", "exp_avg_sq", "lr_times_trust"),
+                "lamb_3", "elem", level=2, scalars=(2, 5, 6), reads=("p", "exp_avg", "exp_avg_sq", "lr_times_trust"),
                 stores=("p",),
             ),
         ),
         early=("exp_avg_sq", "exp_avg"),
     ),
     Rule(
-        ({},),
-        (
-            "beta1", "beta2", "weight_decay", "one_minus_beta1_times_grad_scale", "scalar_1", "scalar_2", "scalar_3",
-            "lr", "min_norm", "max_norm",
-        ),
-        host=kernel_scalars,
-        temps=(
-            Temp("tensor_sum_for_update_norm", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("tensor_sum_for_weight_norm", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("lr_times_trust", "tensor"),
-        ),
+        ({},), SCALARS, host=kernel_scalars, temps=TEMPS,
         stages=(
             Stage(
-                "lamb_late_1",
-                "elem",
-                level=0,
-                scalars=tuple(range(7)),
+                "lamb_late_1", "elem", level=0, scalars=tuple(range(7)),
                 temps=("tensor_sum_for_weight_norm", "tensor_sum_for_update_norm"),
                 reads=("p", "g", "exp_avg", "exp_avg_sq"),
                 sums=(("square", ("tensor_sum_for_weight_norm",)), ("square", ("tensor_sum_for_update_norm",))),
             ),
+            LAMB_2,
             Stage(
-                "lamb_2",
-                "tensor",
-                level=1,
-                scalars=(7, 8, 9),
-                temps=("lr_times_trust",),
-                reads=("tensor_sum_for_weight_norm", "tensor_sum_for_update_norm"),
-                stores=("lr_times_trust",),
-            ),
-            Stage(
-                "lamb_late_3",
-                "elem",
-                level=2,
-                scalars=tuple(range(7)),
-                reads=("p", "g", "exp_avg", "exp_avg_sq", "lr_times_trust"),
-                stores=("p", "exp_avg", "exp_avg_sq"),
-                plus=("exp_avg_sq",),
-                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+                "lamb_late_3", "elem", level=2, scalars=tuple(range(7)),
+                reads=("p", "g", "exp_avg", "exp_avg_sq", "lr_times_trust"), stores=("p", "exp_avg", "exp_avg_sq"),
+                plus=("exp_avg_sq",), needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
             ),
         ),
     ),

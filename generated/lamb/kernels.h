@@ -37,8 +37,7 @@ template <class S0, class S1, class S2>
 OPTGEN_INLINE F lamb_3(F p, F weight_decay, F scalar_2, F scalar_3, S0 &exp_avg, S1 &exp_avg_sq, S2 &lr_times_trust) {
     const F exp_avg_ = exp_avg.read();
     const F exp_avg_sq_ = exp_avg_sq.read();
-    // 27  update = exp_avg / (1 - beta1**t) / denom + weight_decay * p
-    const F update = fma(weight_decay, p, exp_avg_ / fma(sqrt(exp_avg_sq_), scalar_2, scalar_3));
+    const F update = fma(weight_decay, p, exp_avg_ / fma(sqrt(exp_avg_sq_), scalar_2, scalar_3));  // 27
     const F p_ = fma(-lr_times_trust.read(), update, p);  // 31  p = p - lr * trust * update
     return p_;
 }
@@ -49,12 +48,9 @@ OPTGEN_INLINE void lamb_late_1(
     F p, F g, F beta1, F beta2, F weight_decay, F one_minus_beta1_times_grad_scale, F scalar_1, F scalar_2, F scalar_3,
     S0 &exp_avg, S1 &exp_avg_sq, S2 &tensor_sum_for_weight_norm, S3 &tensor_sum_for_update_norm
 ) {
-    // 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    const F exp_avg_ = fma(one_minus_beta1_times_grad_scale, g, exp_avg.times(beta1));
-    // 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    const F exp_avg_sq_ = fma(scalar_1 * g, g, exp_avg_sq.times(beta2));
-    // 27  update = exp_avg / (1 - beta1**t) / denom + weight_decay * p
-    const F update = fma(weight_decay, p, exp_avg_ / fma(sqrt(exp_avg_sq_), scalar_2, scalar_3));
+    const F exp_avg_ = fma(one_minus_beta1_times_grad_scale, g, exp_avg.times(beta1));  // 24
+    const F exp_avg_sq_ = fma(scalar_1 * g, g, exp_avg_sq.times(beta2));  // 25
+    const F update = fma(weight_decay, p, exp_avg_ / fma(sqrt(exp_avg_sq_), scalar_2, scalar_3));  // 27
     tensor_sum_for_weight_norm.set(p * p);
     tensor_sum_for_update_norm.set(update * update);
 }
@@ -65,13 +61,10 @@ OPTGEN_INLINE F lamb_late_3(
     F p, F g, F beta1, F beta2, F weight_decay, F one_minus_beta1_times_grad_scale, F scalar_1, F scalar_2, F scalar_3,
     S0 &exp_avg, S1 &exp_avg_sq, S2 &lr_times_trust
 ) {
-    // 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    const F exp_avg_ = fma(one_minus_beta1_times_grad_scale, g, exp_avg.times(beta1));
-    // 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    const F exp_avg_sq_ = fma(scalar_1 * g, g, exp_avg_sq.times(beta2));
-    // 27  update = exp_avg / (1 - beta1**t) / denom + weight_decay * p
-    const F update = fma(weight_decay, p, exp_avg_ / fma(sqrt(exp_avg_sq_), scalar_2, scalar_3));
-    const F p_ = fma(-lr_times_trust.read(), update, p);                  // 31  p = p - lr * trust * update
+    const F exp_avg_ = fma(one_minus_beta1_times_grad_scale, g, exp_avg.times(beta1));  // 24
+    const F exp_avg_sq_ = fma(scalar_1 * g, g, exp_avg_sq.times(beta2));  // 25
+    const F update = fma(weight_decay, p, exp_avg_ / fma(sqrt(exp_avg_sq_), scalar_2, scalar_3));  // 27
+    const F p_ = fma(-lr_times_trust.read(), update, p);                  // 31
     exp_avg.set(exp_avg_);
     exp_avg_sq.set(exp_avg_sq_);
     return p_;

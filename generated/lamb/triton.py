@@ -64,8 +64,7 @@ def lamb_3_tile(
     """The new p."""
     exp_avg = read(exp_avg, PLAN.exp_avg)
     exp_avg_sq = read(exp_avg_sq, PLAN.exp_avg_sq)
-    # 27  update = exp_avg / (1 - beta1**t) / denom + weight_decay * p
-    update = tl.fma(weight_decay, p, exp_avg * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3)))
+    update = tl.fma(weight_decay, p, exp_avg * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3)))  # 27
     p = tl.fma(minus(lr_times_trust), update, p)  # 31  p = p - lr * trust * update
     return (p,)
 
@@ -84,12 +83,9 @@ def lamb_late_1_tile(
     scalar_1, scalar_2, scalar_3, live, MASKED: tl.constexpr,
 ):
     """The terms of tensor_sum_for_weight_norm, tensor_sum_for_update_norm."""
-    # 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))
-    # 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))
-    # 27  update = exp_avg / (1 - beta1**t) / denom + weight_decay * p
-    update = tl.fma(weight_decay, p, exp_avg * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3)))
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 24
+    exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 25
+    update = tl.fma(weight_decay, p, exp_avg * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3)))  # 27
     return p, update
 
 
@@ -111,13 +107,10 @@ def lamb_late_3_tile(
     one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, live, MASKED: tl.constexpr,
 ):
     """The new p, exp_avg, exp_avg_sq."""
-    # 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))
-    # 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))
-    # 27  update = exp_avg / (1 - beta1**t) / denom + weight_decay * p
-    update = tl.fma(weight_decay, p, exp_avg * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3)))
-    p = tl.fma(minus(lr_times_trust), update, p)  # 31  p = p - lr * trust * update
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 24
+    exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 25
+    update = tl.fma(weight_decay, p, exp_avg * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3)))  # 27
+    p = tl.fma(minus(lr_times_trust), update, p)  # 31
     return p, exp_avg, exp_avg_sq
 
 

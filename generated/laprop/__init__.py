@@ -2,7 +2,7 @@
 #     laprop
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord
+from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, by_flags
 from optgen.runtime.records.scalars import divide, root
 from optgen.runtime.reference.eager import sqrt
 
@@ -97,18 +97,15 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
 
 
 # The eager reference, in strict maths.
-RULES = (
+RULES = by_flags(
+    {},
     RuleRecord(
-        "laprop",
-        "",
-        flags={},
-        step="laprop",
+        "laprop", "laprop",
         scalars=(
             "beta1", "beta2", "eps", "grad_scale", "one_minus_beta2", "sqrt_one_minus_beta2_pow_t", "one_minus_beta1",
             "lr_over_one_minus_beta1_pow_t", "one_minus_lr_times_weight_decay",
         ),
-        host=host_scalars,
-        states=(StateRecord("exp_avg"), StateRecord("exp_avg_sq", nonneg=True)),
+        host=host_scalars, states=(StateRecord("exp_avg"), StateRecord("exp_avg_sq", nonneg=True)),
     ),
 )
 
@@ -123,13 +120,8 @@ STEPS = (
         host=kernel_scalars,
         stages=(
             Stage(
-                "laprop",
-                "elem",
-                level=0,
-                scalars=tuple(range(7)),
-                reads=("p", "g", "exp_avg", "exp_avg_sq"),
-                stores=("p", "exp_avg", "exp_avg_sq"),
-                plus=("exp_avg_sq",),
+                "laprop", "elem", level=0, scalars=tuple(range(7)), reads=("p", "g", "exp_avg", "exp_avg_sq"),
+                stores=("p", "exp_avg", "exp_avg_sq"), plus=("exp_avg_sq",),
                 needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
             ),
         ),

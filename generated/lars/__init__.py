@@ -3,7 +3,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp
+from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp, by_flags
 from optgen.runtime.reference.eager import sqrt
 
 
@@ -60,7 +60,7 @@ def lars(stored, grad_scale, lr, weight_decay, trust_coefficient, momentum):
     tensor_sum_for_grad_norm = tensor_sum_for_grad_norm_tensor
     # -- update  (specs/lars.py)
     weight_norm = sqrt(tensor_sum_for_weight_norm)  # 17  weight_norm, grad_norm = norm(p), norm(g)
-    grad_norm = sqrt(tensor_sum_for_grad_norm)      # 17  weight_norm, grad_norm = norm(p), norm(g)
+    grad_norm = sqrt(tensor_sum_for_grad_norm)      # 17
     # 18  ratio = trust_coefficient * weight_norm / (grad_norm + weight_decay * weight_norm)
     ratio = trust_coefficient * weight_norm / (grad_norm + weight_decay * weight_norm)
     # 19  local_lr = where((weight_norm <= 0) | (grad_norm <= 0), 1.0, ratio)
@@ -96,24 +96,18 @@ def kernel_scalars(step, grad_scale, *, lr, momentum, weight_decay, trust_coeffi
 
 
 # The eager reference, in strict maths.
-RULES = (
+RULES = by_flags(
+    {},
     RuleRecord(
-        "lars",
-        "",
-        flags={},
-        step="lars",
-        scalars=("grad_scale", "lr", "weight_decay", "trust_coefficient", "momentum"),
-        host=host_scalars,
-        states=(StateRecord("momentum_buffer"),),
-        spaces=("tensor",),
+        "lars", "lars", scalars=("grad_scale", "lr", "weight_decay", "trust_coefficient", "momentum"),
+        host=host_scalars, states=(StateRecord("momentum_buffer"),), spaces=("tensor",),
     ),
 )
 
 # The kernels, in fast maths; rounding changed by: fma, linear.
 STEPS = (
     Rule(
-        ({},),
-        ("lr", "weight_decay", "trust_coefficient", "grad_scale_times_grad_scale", "momentum", "grad_scale"),
+        ({},), ("lr", "weight_decay", "trust_coefficient", "grad_scale_times_grad_scale", "momentum", "grad_scale"),
         host=kernel_scalars,
         temps=(
             Temp("tensor_sum_for_grad_norm", "tensor", reduction="tensor_sum", source="elem"),
@@ -122,29 +116,16 @@ STEPS = (
         ),
         stages=(
             Stage(
-                "lars_1",
-                "elem",
-                level=0,
-                scalars=(),
-                temps=("tensor_sum_for_weight_norm", "tensor_sum_for_grad_norm"),
+                "lars_1", "elem", level=0, scalars=(), temps=("tensor_sum_for_weight_norm", "tensor_sum_for_grad_norm"),
                 reads=("p", "g"),
                 sums=(("square", ("tensor_sum_for_weight_norm",)), ("square", ("tensor_sum_for_grad_norm",))),
             ),
             Stage(
-                "lars_2",
-                "tensor",
-                level=1,
-                scalars=tuple(range(4)),
-                temps=("lr_times_local_lr",),
-                reads=("tensor_sum_for_weight_norm", "tensor_sum_for_grad_norm"),
-                stores=("lr_times_local_lr",),
+                "lars_2", "tensor", level=1, scalars=tuple(range(4)), temps=("lr_times_local_lr",),
+                reads=("tensor_sum_for_weight_norm", "tensor_sum_for_grad_norm"), stores=("lr_times_local_lr",),
             ),
             Stage(
-                "lars_3",
-                "elem",
-                level=2,
-                scalars=(4, 1, 5),
-                reads=("p", "g", "momentum_buffer", "lr_times_local_lr"),
+                "lars_3", "elem", level=2, scalars=(4, 1, 5), reads=("p", "g", "momentum_buffer", "lr_times_local_lr"),
                 stores=("p", "momentum_buffer"),
             ),
         ),

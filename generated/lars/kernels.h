@@ -15,8 +15,7 @@ OPTGEN_INLINE void lars_2(
     S1 &tensor_sum_for_grad_norm, S2 &lr_times_local_lr
 ) {
     const F weight_norm = sqrt(tensor_sum_for_weight_norm.read());  // 17  weight_norm, grad_norm = norm(p), norm(g)
-    // 17  weight_norm, grad_norm = norm(p), norm(g)
-    const F grad_norm = sqrt(grad_scale_times_grad_scale * tensor_sum_for_grad_norm.read());
+    const F grad_norm = sqrt(grad_scale_times_grad_scale * tensor_sum_for_grad_norm.read());  // 17
     // 18  ratio = trust_coefficient * weight_norm / (grad_norm + weight_decay * weight_norm)
     const F ratio = trust_coefficient * weight_norm / fma(weight_decay, weight_norm, grad_norm);
     // 19  local_lr = where((weight_norm <= 0) | (grad_norm <= 0), 1.0, ratio)

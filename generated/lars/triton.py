@@ -27,8 +27,7 @@ def lars_2_values(
 ):
     """The new lr_times_local_lr."""
     weight_norm = tl.sqrt(tensor_sum_for_weight_norm)  # 17  weight_norm, grad_norm = norm(p), norm(g)
-    # 17  weight_norm, grad_norm = norm(p), norm(g)
-    grad_norm = tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_grad_norm)
+    grad_norm = tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_grad_norm)  # 17
     # 18  ratio = trust_coefficient * weight_norm / (grad_norm + weight_decay * weight_norm)
     ratio = trust_coefficient * weight_norm / tl.fma(weight_decay, weight_norm, grad_norm)
     # 19  local_lr = where((weight_norm <= 0) | (grad_norm <= 0), 1.0, ratio)

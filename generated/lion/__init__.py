@@ -3,7 +3,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord
+from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, by_flags
 
 
 class Lion(Optimizer):
@@ -79,18 +79,15 @@ def kernel_scalars(step, grad_scale, *, lr, betas, weight_decay):
 
 
 # The eager reference, in strict maths.
-RULES = (
+RULES = by_flags(
+    {},
     RuleRecord(
-        "lion",
-        "",
-        flags={},
-        step="lion",
+        "lion", "lion",
         scalars=(
             "lr", "beta1", "beta2", "grad_scale", "one_minus_lr_times_weight_decay", "one_minus_beta1",
             "one_minus_beta2",
         ),
-        host=host_scalars,
-        states=(StateRecord("exp_avg"),),
+        host=host_scalars, states=(StateRecord("exp_avg"),),
     ),
 )
 
@@ -105,12 +102,7 @@ STEPS = (
         host=kernel_scalars,
         stages=(
             Stage(
-                "lion",
-                "elem",
-                level=0,
-                scalars=tuple(range(6)),
-                reads=("p", "g", "exp_avg"),
-                stores=("p", "exp_avg"),
+                "lion", "elem", level=0, scalars=tuple(range(6)), reads=("p", "g", "exp_avg"), stores=("p", "exp_avg"),
             ),
         ),
     ),

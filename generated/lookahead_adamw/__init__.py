@@ -2,7 +2,7 @@
 #     optgen build lookahead_adamw
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord
+from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, by_flags
 from optgen.runtime.records.scalars import divide, maximum, root, where
 from optgen.runtime.reference.eager import larger, sqrt
 
@@ -104,12 +104,11 @@ def lookahead_adamw_sync(
     g = grad_scale * g
     exp_avg_sq = b.load("exp_avg_sq")
     # -- update  (specs/lookahead_adamw.py)
-    p = p * one_minus_lr_times_weight_decay                      # 30  p = decoupled(p, rate, weight_decay)
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g              # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
-    denom = sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps  # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
-    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom      # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
+    p = p * one_minus_lr_times_weight_decay                      # 30
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * g              # 31
+    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g  # 32
+    denom = sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps  # 36
+    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom      # 37
     # -- encode and store
     slow_add = slow + alpha * (p - slow)
     b.store("p", slow_add)
@@ -131,15 +130,13 @@ def lookahead_adamw_amsgrad(
     max_exp_avg_sq = b.load("max_exp_avg_sq")
     exp_avg_sq = b.load("exp_avg_sq")
     # -- update  (specs/lookahead_adamw.py)
-    p = p * one_minus_lr_times_weight_decay                          # 30  p = decoupled(p, rate, weight_decay)
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g                  # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
+    p = p * one_minus_lr_times_weight_decay                          # 30
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * g                  # 31
+    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g  # 32
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq)
-    # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
-    denom = sqrt(max_exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
-    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
+    denom = sqrt(max_exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps  # 36
+    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37
     # -- encode and store
     b.store("p", p)
     b.store("exp_avg_sq", exp_avg_sq)
@@ -161,15 +158,12 @@ def lookahead_adamw_amsgrad_sync(
     max_exp_avg_sq = b.load("max_exp_avg_sq")
     exp_avg_sq = b.load("exp_avg_sq")
     # -- update  (specs/lookahead_adamw.py)
-    p = p * one_minus_lr_times_weight_decay                          # 30  p = decoupled(p, rate, weight_decay)
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g                  # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
-    # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq)
-    # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
-    denom = sqrt(max_exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
-    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
+    p = p * one_minus_lr_times_weight_decay                          # 30
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * g                  # 31
+    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g  # 32
+    max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq)  # 34
+    denom = sqrt(max_exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps  # 36
+    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37
     # -- encode and store
     slow_add = slow + alpha * (p - slow)
     b.store("p", slow_add)
@@ -297,315 +291,147 @@ def kernel_scalars_4(step, grad_scale, *, lr, betas, eps, weight_decay, lookahea
     return (beta1, beta2, alpha, scalar_0, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, peak_lr_2)
 
 
+# What several of the records below have.
+SCALARS = (
+    "beta1", "beta2", "eps", "grad_scale", "one_minus_lr_times_weight_decay", "one_minus_beta1", "one_minus_beta2",
+    "sqrt_one_minus_beta2_pow_t", "lr_over_one_minus_beta1_pow_t",
+)
+STATES = (
+    StateRecord("exp_avg", normalized_by="exp_avg_sq"),
+    StateRecord("exp_avg_sq", nonneg=True),
+    StateRecord("slow", init="param"),
+)
+SCALARS_2 = (
+    "beta1", "beta2", "eps", "alpha", "grad_scale", "one_minus_lr_times_weight_decay", "one_minus_beta1",
+    "one_minus_beta2", "sqrt_one_minus_beta2_pow_t", "lr_over_one_minus_beta1_pow_t",
+)
+SCALARS_3 = (
+    "beta1", "beta2", "eps", "grad_scale", "scalar_0", "one_minus_beta1", "one_minus_beta2",
+    "sqrt_one_minus_beta2_pow_t", "lr_over_one_minus_beta1_pow_t",
+)
+SCALARS_4 = (
+    "beta1", "beta2", "eps", "alpha", "grad_scale", "scalar_0", "one_minus_beta1", "one_minus_beta2",
+    "sqrt_one_minus_beta2_pow_t", "lr_over_one_minus_beta1_pow_t",
+)
+STATES_2 = (
+    StateRecord("exp_avg", normalized_by="exp_avg_sq"),
+    StateRecord("exp_avg_sq", nonneg=True),
+    StateRecord("max_exp_avg_sq", nonneg=True, nearest=True),
+    StateRecord("slow", init="param"),
+)
+SCALARS_5 = (
+    "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3",
+    "scalar_4",
+)
+LOOKAHEAD_ADAMW = Stage(
+    "lookahead_adamw", "elem", level=0, scalars=tuple(range(7)), reads=("p", "g", "exp_avg", "exp_avg_sq"),
+    stores=("p", "exp_avg", "exp_avg_sq"), plus=("exp_avg_sq",), needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+)
+SCALARS_6 = (
+    "beta1", "beta2", "alpha", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
+    "scalar_3", "scalar_4",
+)
+LOOKAHEAD_ADAMW_SYNC = Stage(
+    "lookahead_adamw_sync", "elem", level=0, scalars=tuple(range(8)), reads=("p", "g", "exp_avg", "exp_avg_sq", "slow"),
+    stores=("p", "exp_avg", "exp_avg_sq", "slow"), plus=("exp_avg_sq",), needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+)
+SCALARS_7 = ("beta1", "beta2", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3", "scalar_4")
+SCALARS_8 = (
+    "beta1", "beta2", "alpha", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3", "scalar_4",
+)
+LOOKAHEAD_ADAMW_AMSGRAD = Stage(
+    "lookahead_adamw_amsgrad", "elem", level=0, scalars=tuple(range(7)),
+    reads=("p", "g", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+    stores=("p", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"), plus=("exp_avg_sq", "max_exp_avg_sq"),
+    picked=("max_exp_avg_sq",),
+    needs=(("exp_avg_sq", ("g", "exp_avg_sq")), ("max_exp_avg_sq", ("g", "exp_avg_sq", "max_exp_avg_sq"))),
+)
+LOOKAHEAD_ADAMW_AMSGRAD_SYNC = Stage(
+    "lookahead_adamw_amsgrad_sync", "elem", level=0, scalars=tuple(range(8)),
+    reads=("p", "g", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "slow"),
+    stores=("p", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "slow"), plus=("exp_avg_sq", "max_exp_avg_sq"),
+    picked=("max_exp_avg_sq",),
+    needs=(("exp_avg_sq", ("g", "exp_avg_sq")), ("max_exp_avg_sq", ("g", "exp_avg_sq", "max_exp_avg_sq"))),
+)
+
 # The eager reference, in strict maths.
-RULES = (
+RULES = by_flags(
+    {"amsgrad": False, "decouple_lr": False, "sync": False},
     RuleRecord(
-        "lookahead_adamw",
-        "",
-        flags={"amsgrad": False, "decouple_lr": False, "sync": False},
-        step="lookahead_adamw",
-        scalars=(
-            "beta1", "beta2", "eps", "grad_scale", "one_minus_lr_times_weight_decay", "one_minus_beta1",
-            "one_minus_beta2", "sqrt_one_minus_beta2_pow_t", "lr_over_one_minus_beta1_pow_t",
-        ),
-        host=host_scalars,
-        states=(
-            StateRecord("exp_avg", normalized_by="exp_avg_sq"),
-            StateRecord("exp_avg_sq", nonneg=True),
-            StateRecord("slow", init="param"),
-        ),
-        unchanged=(("slow",), ()),
-        differs=("p", "slow"),
+        "lookahead_adamw", "lookahead_adamw", scalars=SCALARS, host=host_scalars, states=STATES,
+        unchanged=(("slow",), ()), differs=("p", "slow"),
+        settings=({"amsgrad": False, "decouple_lr": False, "sync": False},),
     ),
     RuleRecord(
-        "lookahead_adamw",
-        "_sync",
-        flags={"amsgrad": False, "decouple_lr": False, "sync": True},
-        step="lookahead_adamw_sync",
-        scalars=(
-            "beta1", "beta2", "eps", "alpha", "grad_scale", "one_minus_lr_times_weight_decay", "one_minus_beta1",
-            "one_minus_beta2", "sqrt_one_minus_beta2_pow_t", "lr_over_one_minus_beta1_pow_t",
-        ),
-        host=host_scalars_2,
-        states=(
-            StateRecord("exp_avg", normalized_by="exp_avg_sq"),
-            StateRecord("exp_avg_sq", nonneg=True),
-            StateRecord("slow", init="param"),
-        ),
-        unchanged=((), ("slow",)),
-        differs=("p", "slow"),
+        "lookahead_adamw", "lookahead_adamw_sync", scalars=SCALARS_2, host=host_scalars_2, states=STATES,
+        unchanged=((), ("slow",)), differs=("p", "slow"),
+        settings=({"amsgrad": False, "decouple_lr": False, "sync": True},),
     ),
     RuleRecord(
-        "lookahead_adamw",
-        "_decouple_lr",
-        flags={"amsgrad": False, "decouple_lr": True, "sync": False},
-        step="lookahead_adamw",
-        scalars=(
-            "beta1", "beta2", "eps", "grad_scale", "scalar_0", "one_minus_beta1", "one_minus_beta2",
-            "sqrt_one_minus_beta2_pow_t", "lr_over_one_minus_beta1_pow_t",
-        ),
-        host=host_scalars_3,
-        states=(
-            StateRecord("exp_avg", normalized_by="exp_avg_sq"),
-            StateRecord("exp_avg_sq", nonneg=True),
-            StateRecord("slow", init="param"),
-        ),
-        host_states=(("peak_lr", 0.0),),
-        unchanged=(("slow",), ()),
-        differs=("p", "slow"),
+        "lookahead_adamw", "lookahead_adamw", scalars=SCALARS_3, host=host_scalars_3, states=STATES,
+        host_states=(("peak_lr", 0.0),), unchanged=(("slow",), ()), differs=("p", "slow"),
+        settings=({"amsgrad": False, "decouple_lr": True, "sync": False},),
     ),
     RuleRecord(
-        "lookahead_adamw",
-        "_decouple_lr_sync",
-        flags={"amsgrad": False, "decouple_lr": True, "sync": True},
-        step="lookahead_adamw_sync",
-        scalars=(
-            "beta1", "beta2", "eps", "alpha", "grad_scale", "scalar_0", "one_minus_beta1", "one_minus_beta2",
-            "sqrt_one_minus_beta2_pow_t", "lr_over_one_minus_beta1_pow_t",
-        ),
-        host=host_scalars_4,
-        states=(
-            StateRecord("exp_avg", normalized_by="exp_avg_sq"),
-            StateRecord("exp_avg_sq", nonneg=True),
-            StateRecord("slow", init="param"),
-        ),
-        host_states=(("peak_lr", 0.0),),
-        unchanged=((), ("slow",)),
-        differs=("p", "slow"),
+        "lookahead_adamw", "lookahead_adamw_sync", scalars=SCALARS_4, host=host_scalars_4, states=STATES,
+        host_states=(("peak_lr", 0.0),), unchanged=((), ("slow",)), differs=("p", "slow"),
+        settings=({"amsgrad": False, "decouple_lr": True, "sync": True},),
     ),
     RuleRecord(
-        "lookahead_adamw",
-        "_amsgrad",
-        flags={"amsgrad": True, "decouple_lr": False, "sync": False},
-        step="lookahead_adamw_amsgrad",
-        scalars=(
-            "beta1", "beta2", "eps", "grad_scale", "one_minus_lr_times_weight_decay", "one_minus_beta1",
-            "one_minus_beta2", "sqrt_one_minus_beta2_pow_t", "lr_over_one_minus_beta1_pow_t",
-        ),
-        host=host_scalars,
-        states=(
-            StateRecord("exp_avg", normalized_by="exp_avg_sq"),
-            StateRecord("exp_avg_sq", nonneg=True),
-            StateRecord("max_exp_avg_sq", nonneg=True, nearest=True),
-            StateRecord("slow", init="param"),
-        ),
-        unchanged=(("slow",), ()),
-        differs=("p", "slow"),
+        "lookahead_adamw", "lookahead_adamw_amsgrad", scalars=SCALARS, host=host_scalars, states=STATES_2,
+        unchanged=(("slow",), ()), differs=("p", "slow"),
+        settings=({"amsgrad": True, "decouple_lr": False, "sync": False},),
     ),
     RuleRecord(
-        "lookahead_adamw",
-        "_amsgrad_sync",
-        flags={"amsgrad": True, "decouple_lr": False, "sync": True},
-        step="lookahead_adamw_amsgrad_sync",
-        scalars=(
-            "beta1", "beta2", "eps", "alpha", "grad_scale", "one_minus_lr_times_weight_decay", "one_minus_beta1",
-            "one_minus_beta2", "sqrt_one_minus_beta2_pow_t", "lr_over_one_minus_beta1_pow_t",
-        ),
-        host=host_scalars_2,
-        states=(
-            StateRecord("exp_avg", normalized_by="exp_avg_sq"),
-            StateRecord("exp_avg_sq", nonneg=True),
-            StateRecord("max_exp_avg_sq", nonneg=True, nearest=True),
-            StateRecord("slow", init="param"),
-        ),
-        unchanged=((), ("slow",)),
-        differs=("p", "slow"),
+        "lookahead_adamw", "lookahead_adamw_amsgrad_sync", scalars=SCALARS_2, host=host_scalars_2, states=STATES_2,
+        unchanged=((), ("slow",)), differs=("p", "slow"),
+        settings=({"amsgrad": True, "decouple_lr": False, "sync": True},),
     ),
     RuleRecord(
-        "lookahead_adamw",
-        "_amsgrad_decouple_lr",
-        flags={"amsgrad": True, "decouple_lr": True, "sync": False},
-        step="lookahead_adamw_amsgrad",
-        scalars=(
-            "beta1", "beta2", "eps", "grad_scale", "scalar_0", "one_minus_beta1", "one_minus_beta2",
-            "sqrt_one_minus_beta2_pow_t", "lr_over_one_minus_beta1_pow_t",
-        ),
-        host=host_scalars_3,
-        states=(
-            StateRecord("exp_avg", normalized_by="exp_avg_sq"),
-            StateRecord("exp_avg_sq", nonneg=True),
-            StateRecord("max_exp_avg_sq", nonneg=True, nearest=True),
-            StateRecord("slow", init="param"),
-        ),
-        host_states=(("peak_lr", 0.0),),
-        unchanged=(("slow",), ()),
-        differs=("p", "slow"),
+        "lookahead_adamw", "lookahead_adamw_amsgrad", scalars=SCALARS_3, host=host_scalars_3, states=STATES_2,
+        host_states=(("peak_lr", 0.0),), unchanged=(("slow",), ()), differs=("p", "slow"),
+        settings=({"amsgrad": True, "decouple_lr": True, "sync": False},),
     ),
     RuleRecord(
-        "lookahead_adamw",
-        "_amsgrad_decouple_lr_sync",
-        flags={"amsgrad": True, "decouple_lr": True, "sync": True},
-        step="lookahead_adamw_amsgrad_sync",
-        scalars=(
-            "beta1", "beta2", "eps", "alpha", "grad_scale", "scalar_0", "one_minus_beta1", "one_minus_beta2",
-            "sqrt_one_minus_beta2_pow_t", "lr_over_one_minus_beta1_pow_t",
-        ),
-        host=host_scalars_4,
-        states=(
-            StateRecord("exp_avg", normalized_by="exp_avg_sq"),
-            StateRecord("exp_avg_sq", nonneg=True),
-            StateRecord("max_exp_avg_sq", nonneg=True, nearest=True),
-            StateRecord("slow", init="param"),
-        ),
-        host_states=(("peak_lr", 0.0),),
-        unchanged=((), ("slow",)),
-        differs=("p", "slow"),
+        "lookahead_adamw", "lookahead_adamw_amsgrad_sync", scalars=SCALARS_4, host=host_scalars_4, states=STATES_2,
+        host_states=(("peak_lr", 0.0),), unchanged=((), ("slow",)), differs=("p", "slow"),
+        settings=({"amsgrad": True, "decouple_lr": True, "sync": True},),
     ),
 )
 
 # The kernels, in fast maths; rounding changed by: eps, fma, group, reciprocal, step.
 STEPS = (
     Rule(
-        ({"amsgrad": False, "decouple_lr": False, "sync": False},),
-        (
-            "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
-            "scalar_3", "scalar_4",
-        ),
-        host=kernel_scalars,
-        stages=(
-            Stage(
-                "lookahead_adamw",
-                "elem",
-                level=0,
-                scalars=tuple(range(7)),
-                reads=("p", "g", "exp_avg", "exp_avg_sq"),
-                stores=("p", "exp_avg", "exp_avg_sq"),
-                plus=("exp_avg_sq",),
-                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
-            ),
-        ),
+        ({"amsgrad": False, "decouple_lr": False, "sync": False},), SCALARS_5, host=kernel_scalars,
+        stages=(LOOKAHEAD_ADAMW,),
     ),
     Rule(
-        ({"amsgrad": False, "decouple_lr": False, "sync": True},),
-        (
-            "beta1", "beta2", "alpha", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale",
-            "scalar_2", "scalar_3", "scalar_4",
-        ),
-        host=kernel_scalars_2,
-        stages=(
-            Stage(
-                "lookahead_adamw_sync",
-                "elem",
-                level=0,
-                scalars=tuple(range(8)),
-                reads=("p", "g", "exp_avg", "exp_avg_sq", "slow"),
-                stores=("p", "exp_avg", "exp_avg_sq", "slow"),
-                plus=("exp_avg_sq",),
-                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
-            ),
-        ),
+        ({"amsgrad": False, "decouple_lr": False, "sync": True},), SCALARS_6, host=kernel_scalars_2,
+        stages=(LOOKAHEAD_ADAMW_SYNC,),
     ),
     Rule(
-        ({"amsgrad": False, "decouple_lr": True, "sync": False},),
-        ("beta1", "beta2", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3", "scalar_4"),
-        host=kernel_scalars_3,
-        stages=(
-            Stage(
-                "lookahead_adamw",
-                "elem",
-                level=0,
-                scalars=tuple(range(7)),
-                reads=("p", "g", "exp_avg", "exp_avg_sq"),
-                stores=("p", "exp_avg", "exp_avg_sq"),
-                plus=("exp_avg_sq",),
-                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
-            ),
-        ),
+        ({"amsgrad": False, "decouple_lr": True, "sync": False},), SCALARS_7, host=kernel_scalars_3,
+        stages=(LOOKAHEAD_ADAMW,),
     ),
     Rule(
-        ({"amsgrad": False, "decouple_lr": True, "sync": True},),
-        ("beta1", "beta2", "alpha", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3", "scalar_4"),
-        host=kernel_scalars_4,
-        stages=(
-            Stage(
-                "lookahead_adamw_sync",
-                "elem",
-                level=0,
-                scalars=tuple(range(8)),
-                reads=("p", "g", "exp_avg", "exp_avg_sq", "slow"),
-                stores=("p", "exp_avg", "exp_avg_sq", "slow"),
-                plus=("exp_avg_sq",),
-                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
-            ),
-        ),
+        ({"amsgrad": False, "decouple_lr": True, "sync": True},), SCALARS_8, host=kernel_scalars_4,
+        stages=(LOOKAHEAD_ADAMW_SYNC,),
     ),
     Rule(
-        ({"amsgrad": True, "decouple_lr": False, "sync": False},),
-        (
-            "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
-            "scalar_3", "scalar_4",
-        ),
-        host=kernel_scalars,
-        stages=(
-            Stage(
-                "lookahead_adamw_amsgrad",
-                "elem",
-                level=0,
-                scalars=tuple(range(7)),
-                reads=("p", "g", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
-                stores=("p", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
-                plus=("exp_avg_sq", "max_exp_avg_sq"),
-                picked=("max_exp_avg_sq",),
-                needs=(("exp_avg_sq", ("g", "exp_avg_sq")), ("max_exp_avg_sq", ("g", "exp_avg_sq", "max_exp_avg_sq"))),
-            ),
-        ),
+        ({"amsgrad": True, "decouple_lr": False, "sync": False},), SCALARS_5, host=kernel_scalars,
+        stages=(LOOKAHEAD_ADAMW_AMSGRAD,),
     ),
     Rule(
-        ({"amsgrad": True, "decouple_lr": False, "sync": True},),
-        (
-            "beta1", "beta2", "alpha", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale",
-            "scalar_2", "scalar_3", "scalar_4",
-        ),
-        host=kernel_scalars_2,
-        stages=(
-            Stage(
-                "lookahead_adamw_amsgrad_sync",
-                "elem",
-                level=0,
-                scalars=tuple(range(8)),
-                reads=("p", "g", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "slow"),
-                stores=("p", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "slow"),
-                plus=("exp_avg_sq", "max_exp_avg_sq"),
-                picked=("max_exp_avg_sq",),
-                needs=(("exp_avg_sq", ("g", "exp_avg_sq")), ("max_exp_avg_sq", ("g", "exp_avg_sq", "max_exp_avg_sq"))),
-            ),
-        ),
+        ({"amsgrad": True, "decouple_lr": False, "sync": True},), SCALARS_6, host=kernel_scalars_2,
+        stages=(LOOKAHEAD_ADAMW_AMSGRAD_SYNC,),
     ),
     Rule(
-        ({"amsgrad": True, "decouple_lr": True, "sync": False},),
-        ("beta1", "beta2", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3", "scalar_4"),
-        host=kernel_scalars_3,
-        stages=(
-            Stage(
-                "lookahead_adamw_amsgrad",
-                "elem",
-                level=0,
-                scalars=tuple(range(7)),
-                reads=("p", "g", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
-                stores=("p", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
-                plus=("exp_avg_sq", "max_exp_avg_sq"),
-                picked=("max_exp_avg_sq",),
-                needs=(("exp_avg_sq", ("g", "exp_avg_sq")), ("max_exp_avg_sq", ("g", "exp_avg_sq", "max_exp_avg_sq"))),
-            ),
-        ),
+        ({"amsgrad": True, "decouple_lr": True, "sync": False},), SCALARS_7, host=kernel_scalars_3,
+        stages=(LOOKAHEAD_ADAMW_AMSGRAD,),
     ),
     Rule(
-        ({"amsgrad": True, "decouple_lr": True, "sync": True},),
-        ("beta1", "beta2", "alpha", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3", "scalar_4"),
-        host=kernel_scalars_4,
-        stages=(
-            Stage(
-                "lookahead_adamw_amsgrad_sync",
-                "elem",
-                level=0,
-                scalars=tuple(range(8)),
-                reads=("p", "g", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "slow"),
-                stores=("p", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "slow"),
-                plus=("exp_avg_sq", "max_exp_avg_sq"),
-                picked=("max_exp_avg_sq",),
-                needs=(("exp_avg_sq", ("g", "exp_avg_sq")), ("max_exp_avg_sq", ("g", "exp_avg_sq", "max_exp_avg_sq"))),
-            ),
-        ),
+        ({"amsgrad": True, "decouple_lr": True, "sync": True},), SCALARS_8, host=kernel_scalars_4,
+        stages=(LOOKAHEAD_ADAMW_AMSGRAD_SYNC,),
     ),
 )
 

@@ -4,7 +4,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord
+from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, by_flags
 from optgen.runtime.records.scalars import root, where
 
 
@@ -111,9 +111,9 @@ def madgrad_has_momentum(stored, weight_decay, eps, grad_scale, weight, one_minu
     g = grad_scale * g
     s = b.load("s")
     # -- update  (specs/madgrad.py)
-    g = g + weight_decay * p                           # 24  g = l2(g, p, weight_decay)
+    g = g + weight_decay * p                           # 24
     g_mul = weight * g
-    grad_sum_sq = grad_sum_sq + g_mul * g              # 28  grad_sum_sq = grad_sum_sq + weight * g * g
+    grad_sum_sq = grad_sum_sq + g_mul * g              # 28
     grad_sum_sq_bitcast = (
         (grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 0x2a508935
     ).view(torch.float32)
@@ -123,14 +123,14 @@ def madgrad_has_momentum(stored, weight_decay, eps, grad_scale, weight, one_minu
     grad_sum_sq_sub = grad_sum_sq_sub - (
         grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)
     ) * 0.3333333333333333
-    # 30  denom = cbrt(grad_sum_sq) + eps
+    # 30
     denom = torch.where(
         (0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38),
         grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333,
         grad_sum_sq
     ) + eps
-    s = s + g_mul                                      # 29  s = s + weight * g
-    z = x0 - torch.where(0.0 < denom, s / denom, 0.0)  # 31  z = start - where(denom > 0, s / denom, 0.0)
+    s = s + g_mul                                      # 29
+    z = x0 - torch.where(0.0 < denom, s / denom, 0.0)  # 31
     p = p + one_minus_momentum * (z - p)               # 32  p = p + (1 - momentum) * (z - p) if has_momentum else z
     # -- encode and store
     b.store("p", p)
@@ -150,65 +150,46 @@ def host_scalars_2(step, grad_scale, *, lr, momentum, weight_decay, eps):
     return (weight_decay, eps, grad_scale, weight, one_minus_momentum)
 
 
+# What several of the records below have.
+SCALARS = ("weight_decay", "eps", "grad_scale", "weight")
+SCALARS_2 = ("weight_decay", "eps", "grad_scale", "weight", "one_minus_momentum")
+
 # The eager reference, in strict maths.
-RULES = (
+RULES = by_flags(
+    {"has_momentum": False},
     RuleRecord(
-        "madgrad",
-        "",
-        flags={"has_momentum": False},
-        step="madgrad",
-        scalars=("weight_decay", "eps", "grad_scale", "weight"),
-        host=host_scalars,
-        states=(StateRecord("grad_sum_sq", nonneg=True), StateRecord("s")),
+        "madgrad", "madgrad", scalars=SCALARS, host=host_scalars,
+        states=(StateRecord("grad_sum_sq", nonneg=True), StateRecord("s")), settings=({"has_momentum": False},),
     ),
     RuleRecord(
-        "madgrad",
-        "_has_momentum",
-        flags={"has_momentum": True},
-        step="madgrad_has_momentum",
-        scalars=("weight_decay", "eps", "grad_scale", "weight", "one_minus_momentum"),
-        host=host_scalars_2,
+        "madgrad", "madgrad_has_momentum", scalars=SCALARS_2, host=host_scalars_2,
         states=(
             StateRecord("grad_sum_sq", nonneg=True),
             StateRecord("s"),
             StateRecord("x0", init="param", nearest=True),
         ),
-        unchanged=(("x0",),),
+        unchanged=(("x0",),), settings=({"has_momentum": True},),
     ),
 )
 
 # The kernels, in fast maths; rounding changed by: fma, group, reciprocal.
 STEPS = (
     Rule(
-        ({"has_momentum": False},),
-        ("weight_decay", "eps", "grad_scale", "weight"),
-        host=host_scalars,
+        ({"has_momentum": False},), SCALARS, host=host_scalars,
         stages=(
             Stage(
-                "madgrad",
-                "elem",
-                level=0,
-                scalars=tuple(range(4)),
-                reads=("p", "g", "grad_sum_sq", "s"),
-                stores=("p", "grad_sum_sq", "s"),
-                plus=("grad_sum_sq",),
+                "madgrad", "elem", level=0, scalars=tuple(range(4)), reads=("p", "g", "grad_sum_sq", "s"),
+                stores=("p", "grad_sum_sq", "s"), plus=("grad_sum_sq",),
                 needs=(("grad_sum_sq", ("p", "g", "grad_sum_sq")),),
             ),
         ),
     ),
     Rule(
-        ({"has_momentum": True},),
-        ("weight_decay", "eps", "grad_scale", "weight", "one_minus_momentum"),
-        host=host_scalars_2,
+        ({"has_momentum": True},), SCALARS_2, host=host_scalars_2,
         stages=(
             Stage(
-                "madgrad_has_momentum",
-                "elem",
-                level=0,
-                scalars=tuple(range(5)),
-                reads=("p", "g", "grad_sum_sq", "s", "x0"),
-                stores=("p", "grad_sum_sq", "s"),
-                plus=("grad_sum_sq",),
+                "madgrad_has_momentum", "elem", level=0, scalars=tuple(range(5)),
+                reads=("p", "g", "grad_sum_sq", "s", "x0"), stores=("p", "grad_sum_sq", "s"), plus=("grad_sum_sq",),
                 needs=(("grad_sum_sq", ("p", "g", "grad_sum_sq")),),
             ),
         ),

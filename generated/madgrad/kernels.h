@@ -78,9 +78,9 @@ struct madgrad_has_momentum {  // madgrad
         const F g_ = grad_scale * g;
         const F grad_sum_sq_ = grad_sum_sq.read();
         const F s_ = s.read();
-        const F g_2 = fma(weight_decay, p, g_);                       // 24  g = l2(g, p, weight_decay)
+        const F g_2 = fma(weight_decay, p, g_);                       // 24
         const F g_mul = weight_ * g_2;
-        const F grad_sum_sq_2 = fma(g_mul, g_2, grad_sum_sq_);        // 28  grad_sum_sq = grad_sum_sq + weight * g * g
+        const F grad_sum_sq_2 = fma(g_mul, g_2, grad_sum_sq_);        // 28
         const F grad_sum_sq_bitcast = as_float(to_int(0.33333334f * to_float(bits(grad_sum_sq_2))) + 0x2a508935);
         const F grad_sum_sq_fma = fma(
             -0.33333334f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast),
@@ -90,7 +90,7 @@ struct madgrad_has_momentum {  // madgrad
             -0.33333334f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma),
             grad_sum_sq_fma
         );
-        // 30  denom = cbrt(grad_sum_sq) + eps
+        // 30
         const F denom = where(
             0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028235e+38f,
             fma(
@@ -99,9 +99,8 @@ struct madgrad_has_momentum {  // madgrad
             ),
             grad_sum_sq_2
         ) + eps;
-        const F s_2 = s_ + g_mul;                                     // 29  s = s + weight * g
-        // 31  z = start - where(denom > 0, s / denom, 0.0)
-        const F z = x0_ - where(0.0f < denom, s_2 / denom, F(0.0f));
+        const F s_2 = s_ + g_mul;                                     // 29
+        const F z = x0_ - where(0.0f < denom, s_2 / denom, F(0.0f));  // 31
         // 32  p = p + (1 - momentum) * (z - p) if has_momentum else z
         const F p_ = fma(one_minus_momentum, z - p, p);
         grad_sum_sq.set(grad_sum_sq_2);

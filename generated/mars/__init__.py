@@ -3,7 +3,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp
+from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp, by_flags
 from optgen.runtime.records.scalars import divide, maximum, root, where
 from optgen.runtime.reference.eager import sqrt
 
@@ -85,10 +85,8 @@ def mars(
     exp_avg_sq = b.load("exp_avg_sq")
     # -- update  (specs/mars.py)
     p = p * one_minus_lr_times_weight_decay                                  # 25  p = decoupled(p, lr, weight_decay)
-    # 22  change = where(t > 1, g - last_grad, 0.0)
-    change = torch.where(0.0 < where_lt_one_t_one_zero, g - last_grad, 0.0)
-    # 23  c = g + gamma * beta1 / (1 - beta1) * change
-    c = g + gamma_times_beta1_over_one_minus_beta1 * change
+    change = torch.where(0.0 < where_lt_one_t_one_zero, g - last_grad, 0.0)  # 22
+    c = g + gamma_times_beta1_over_one_minus_beta1 * change  # 23
     c = c / sqrt_tensor_sum_of_c_max_one                                     # 24  c = c / maximum(norm(c), 1.0)
     # 26  exp_avg = beta1 * exp_avg + (1 - beta1) * c
     exp_avg = beta1 * exp_avg + one_minus_beta1 * c
@@ -141,12 +139,10 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, gamma):
 
 
 # The eager reference, in strict maths.
-RULES = (
+RULES = by_flags(
+    {},
     RuleRecord(
-        "mars",
-        "",
-        flags={},
-        step="mars",
+        "mars", "mars",
         scalars=(
             "grad_scale", "where_lt_one_t_one_zero", "gamma_times_beta1_over_one_minus_beta1", "beta1", "beta2", "eps",
             "one_minus_lr_times_weight_decay", "one_minus_beta1", "one_minus_beta2", "sqrt_one_minus_beta2_pow_t",
@@ -177,31 +173,17 @@ STEPS = (
         ),
         stages=(
             Stage(
-                "mars_1",
-                "elem",
-                level=0,
-                scalars=(0, 1, 2),
-                temps=("tensor_sum_of_c",),
-                reads=("g", "last_grad"),
+                "mars_1", "elem", level=0, scalars=(0, 1, 2), temps=("tensor_sum_of_c",), reads=("g", "last_grad"),
                 sums=(("square", ("tensor_sum_of_c",)),),
             ),
             Stage(
-                "mars_2",
-                "tensor",
-                level=1,
-                scalars=(),
-                temps=("one_over_sqrt_tensor_sum_of_c_max_one",),
-                reads=("tensor_sum_of_c",),
-                stores=("one_over_sqrt_tensor_sum_of_c_max_one",),
+                "mars_2", "tensor", level=1, scalars=(), temps=("one_over_sqrt_tensor_sum_of_c_max_one",),
+                reads=("tensor_sum_of_c",), stores=("one_over_sqrt_tensor_sum_of_c_max_one",),
             ),
             Stage(
-                "mars_3",
-                "elem",
-                level=2,
-                scalars=(3, 4, 0, 1, 2, 5, 6, 7, 8, 9),
+                "mars_3", "elem", level=2, scalars=(3, 4, 0, 1, 2, 5, 6, 7, 8, 9),
                 reads=("p", "g", "exp_avg", "exp_avg_sq", "last_grad", "one_over_sqrt_tensor_sum_of_c_max_one"),
-                stores=("p", "exp_avg", "exp_avg_sq", "last_grad"),
-                plus=("exp_avg_sq",),
+                stores=("p", "exp_avg", "exp_avg_sq", "last_grad"), plus=("exp_avg_sq",),
                 needs=(("exp_avg_sq", ("g", "exp_avg_sq", "last_grad", "one_over_sqrt_tensor_sum_of_c_max_one")),),
             ),
         ),

@@ -31,10 +31,8 @@ OPTGEN_INLINE F mars_3(
 ) {
     const F g_ = grad_scale * g;
     const F last_grad_ = last_grad.read();
-    // 22  change = where(t > 1, g - last_grad, 0.0)
-    const F change = where(0.0f < where_lt_one_t_one_zero, g_ - last_grad_, F(0.0f));
-    // 23  c = g + gamma * beta1 / (1 - beta1) * change
-    const F c = fma(gamma_times_beta1_over_one_minus_beta1, change, g_);
+    const F change = where(0.0f < where_lt_one_t_one_zero, g_ - last_grad_, F(0.0f));  // 22
+    const F c = fma(gamma_times_beta1_over_one_minus_beta1, change, g_);  // 23
     // 26  exp_avg = beta1 * exp_avg + (1 - beta1) * c
     const F exp_avg_ = fma(one_minus_beta1 * one_over_sqrt_tensor_sum_of_c_max_one.read(), c, exp_avg.times(beta1));
     // 27  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * c * c

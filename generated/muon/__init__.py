@@ -3,7 +3,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Series, Stage, StateRecord, Temp
+from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Series, Stage, StateRecord, Temp, by_flags
 from optgen.runtime.records.scalars import divide, maximum, root, where
 from optgen.runtime.reference.eager import larger, newton_schulz, sqrt
 
@@ -92,20 +92,17 @@ class Muon(Optimizer):
 
 
 # Steps in place, in strict maths; the codecs of a plan load and store.
-def muon(
-    stored, lr, scale_floor, momentum, grad_scale, one_minus_momentum, ns_coefficients, eps, ns_steps, gram,
-    one_minus_lr_times_weight_decay,
-):
-
-    # == tensor: values of tensors
+def muon_1(stored, lr, scale_floor):
     b = stored.over()
     # -- update  (specs/muon.py)
     # 52  scale = 0.2 * sqrt(maximum(height, width)) if match_rms_adamw else sqrt(maximum(scale_floor, height / width))
     scale = sqrt(larger(scale_floor, b.extent("rows") / b.extent("columns")))
     # -- encode and store
     lr_times_scale_tensor = lr * scale
+    return lr_times_scale_tensor
 
-    # == sweep 1: direction (specs/muon.py:50)
+
+def muon_2(stored, momentum, grad_scale, one_minus_momentum):
     b = stored.over("g", "momentum_buffer")
     # -- load and decode
     momentum_buffer = b.load("momentum_buffer")
@@ -126,8 +123,10 @@ def muon(
         ).to(torch.int16).view(torch.bfloat16)
     )
     b.store("momentum_buffer", momentum_buffer)
+    return direction_tensor
 
-    # == newton_schulz: newton_schulz of whole matrices
+
+def muon_3(stored, ns_coefficients, eps, ns_steps, gram, direction_tensor):
     b = stored.over()
     # -- load and decode
     direction_stored = b.elements(direction_tensor)
@@ -139,8 +138,10 @@ def muon(
             )
         ).to(torch.bfloat16)
     )
+    return direction_tensor
 
-    # == sweep 2: the update
+
+def muon_4(stored, one_minus_lr_times_weight_decay, lr_times_scale_tensor, direction_tensor):
     b = stored.over("p")
     # -- load and decode
     p = b.load("p")
@@ -153,6 +154,24 @@ def muon(
     p = p - lr_times_scale * direction              # 54  p = p - lr * scale * direction
     # -- encode and store
     b.store("p", p)
+
+
+def muon(
+    stored, lr, scale_floor, momentum, grad_scale, one_minus_momentum, ns_coefficients, eps, ns_steps, gram,
+    one_minus_lr_times_weight_decay,
+):
+
+    # == tensor: values of tensors
+    lr_times_scale_tensor = muon_1(stored, lr, scale_floor)
+
+    # == sweep 1: direction (specs/muon.py:50)
+    direction_tensor = muon_2(stored, momentum, grad_scale, one_minus_momentum)
+
+    # == newton_schulz: newton_schulz of whole matrices
+    direction_tensor = muon_3(stored, ns_coefficients, eps, ns_steps, gram, direction_tensor)
+
+    # == sweep 2: the update
+    muon_4(stored, one_minus_lr_times_weight_decay, lr_times_scale_tensor, direction_tensor)
 
 
 def muon_no_matrix(
@@ -171,11 +190,8 @@ def muon_no_matrix(
     # 44  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr,
     #     adamw_betas, adamw_eps, weight_decay )
     momentum_buffer = adamw_betas_0 * momentum_buffer + one_minus_adamw_betas_0 * g
-    # 44  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr,
-    #     adamw_betas, adamw_eps, weight_decay )
-    exp_avg_sq = adamw_betas_1 * exp_avg_sq + one_minus_adamw_betas_1 * g * g
-    # 44  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr,
-    #     adamw_betas, adamw_eps, weight_decay )
+    exp_avg_sq = adamw_betas_1 * exp_avg_sq + one_minus_adamw_betas_1 * g * g  # 44
+    # 44
     p = (
         p * one_minus_adamw_lr_times_weight_decay - adamw_lr_over_one_minus_adamw_betas_0_pow_t * momentum_buffer
         / (sqrt(exp_avg_sq) / sqrt_one_minus_adamw_betas_1_pow_t + adamw_eps)
@@ -186,67 +202,54 @@ def muon_no_matrix(
     b.store("exp_avg_sq", exp_avg_sq)
 
 
+def muon_match_rms_adamw_1(stored, lr):
+    b = stored.over()
+    # -- update  (specs/muon.py)
+    scale = 0.2 * sqrt(larger(b.extent("rows"), b.extent("columns")))  # 52
+    # -- encode and store
+    lr_times_scale_tensor = lr * scale
+    return lr_times_scale_tensor
+
+
 def muon_match_rms_adamw(
     stored, lr, momentum, grad_scale, one_minus_momentum, ns_coefficients, eps, ns_steps, gram,
     one_minus_lr_times_weight_decay,
 ):
 
     # == tensor: values of tensors
-    b = stored.over()
-    # -- update  (specs/muon.py)
-    # 52  scale = 0.2 * sqrt(maximum(height, width)) if match_rms_adamw else sqrt(maximum(scale_floor, height / width))
-    scale = 0.2 * sqrt(larger(b.extent("rows"), b.extent("columns")))
-    # -- encode and store
-    lr_times_scale_tensor = lr * scale
+    lr_times_scale_tensor = muon_match_rms_adamw_1(stored, lr)
 
     # == sweep 1: direction (specs/muon.py:50)
+    direction_tensor = muon_2(stored, momentum, grad_scale, one_minus_momentum)
+
+    # == newton_schulz: newton_schulz of whole matrices
+    direction_tensor = muon_3(stored, ns_coefficients, eps, ns_steps, gram, direction_tensor)
+
+    # == sweep 2: the update
+    muon_4(stored, one_minus_lr_times_weight_decay, lr_times_scale_tensor, direction_tensor)
+
+
+def muon_no_nesterov_2(stored, momentum, grad_scale, one_minus_momentum):
     b = stored.over("g", "momentum_buffer")
     # -- load and decode
     momentum_buffer = b.load("momentum_buffer")
     g = b.load("g")
     g = grad_scale * g
     # -- update  (specs/muon.py)
-    g_mul = one_minus_momentum * g
-    # 48  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
-    momentum_buffer = momentum * momentum_buffer + g_mul
-    # 49  direction = momentum * momentum_buffer + (1 - momentum) * g if nesterov else momentum_buffer
-    direction = momentum * momentum_buffer + g_mul
+    momentum_buffer = momentum * momentum_buffer + one_minus_momentum * g  # 48
     # -- encode and store
-    direction_bitcast = direction.view(torch.int32)
+    momentum_buffer_bitcast = momentum_buffer.view(torch.int32)
     direction_tensor = b.flat(
         (
-            torch.where(direction == direction, direction_bitcast + 32767 + (direction_bitcast >> 16 & 1), 0x7fc00000)
+            torch.where(
+                momentum_buffer == momentum_buffer,
+                momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000
+            )
             >> 16
         ).to(torch.int16).view(torch.bfloat16)
     )
     b.store("momentum_buffer", momentum_buffer)
-
-    # == newton_schulz: newton_schulz of whole matrices
-    b = stored.over()
-    # -- load and decode
-    direction_stored = b.elements(direction_tensor)
-    # -- encode and store
-    direction_tensor = b.flat(
-        b.elements(
-            newton_schulz(
-                direction_tensor, float(ns_steps), float(1.0), float(gram), float(eps), float(ns_coefficients)
-            )
-        ).to(torch.bfloat16)
-    )
-
-    # == sweep 2: the update
-    b = stored.over("p")
-    # -- load and decode
-    p = b.load("p")
-    lr_times_scale = b.spread(lr_times_scale_tensor)
-    direction_stored = b.elements(direction_tensor)
-    # -- update  (specs/muon.py)
-    p = p * one_minus_lr_times_weight_decay         # 53  p = policies.decoupled(p, lr, weight_decay)
-    # 50  direction = newton_schulz(direction, ns_steps, ns_coefficients, eps, gram=gram)
-    direction = direction_stored.to(torch.float32)
-    p = p - lr_times_scale * direction              # 54  p = p - lr * scale * direction
-    # -- encode and store
-    b.store("p", p)
+    return direction_tensor
 
 
 def muon_no_nesterov(
@@ -255,61 +258,16 @@ def muon_no_nesterov(
 ):
 
     # == tensor: values of tensors
-    b = stored.over()
-    # -- update  (specs/muon.py)
-    # 52  scale = 0.2 * sqrt(maximum(height, width)) if match_rms_adamw else sqrt(maximum(scale_floor, height / width))
-    scale = sqrt(larger(scale_floor, b.extent("rows") / b.extent("columns")))
-    # -- encode and store
-    lr_times_scale_tensor = lr * scale
+    lr_times_scale_tensor = muon_1(stored, lr, scale_floor)
 
     # == sweep 1: direction (specs/muon.py:50)
-    b = stored.over("g", "momentum_buffer")
-    # -- load and decode
-    momentum_buffer = b.load("momentum_buffer")
-    g = b.load("g")
-    g = grad_scale * g
-    # -- update  (specs/muon.py)
-    # 48  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
-    momentum_buffer = momentum * momentum_buffer + one_minus_momentum * g
-    # -- encode and store
-    momentum_buffer_bitcast = momentum_buffer.view(torch.int32)
-    direction_tensor = b.flat(
-        (
-            torch.where(
-                momentum_buffer == momentum_buffer,
-                momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000
-            )
-            >> 16
-        ).to(torch.int16).view(torch.bfloat16)
-    )
-    b.store("momentum_buffer", momentum_buffer)
+    direction_tensor = muon_no_nesterov_2(stored, momentum, grad_scale, one_minus_momentum)
 
     # == newton_schulz: newton_schulz of whole matrices
-    b = stored.over()
-    # -- load and decode
-    direction_stored = b.elements(direction_tensor)
-    # -- encode and store
-    direction_tensor = b.flat(
-        b.elements(
-            newton_schulz(
-                direction_tensor, float(ns_steps), float(1.0), float(gram), float(eps), float(ns_coefficients)
-            )
-        ).to(torch.bfloat16)
-    )
+    direction_tensor = muon_3(stored, ns_coefficients, eps, ns_steps, gram, direction_tensor)
 
     # == sweep 2: the update
-    b = stored.over("p")
-    # -- load and decode
-    p = b.load("p")
-    lr_times_scale = b.spread(lr_times_scale_tensor)
-    direction_stored = b.elements(direction_tensor)
-    # -- update  (specs/muon.py)
-    p = p * one_minus_lr_times_weight_decay         # 53  p = policies.decoupled(p, lr, weight_decay)
-    # 50  direction = newton_schulz(direction, ns_steps, ns_coefficients, eps, gram=gram)
-    direction = direction_stored.to(torch.float32)
-    p = p - lr_times_scale * direction              # 54  p = p - lr * scale * direction
-    # -- encode and store
-    b.store("p", p)
+    muon_4(stored, one_minus_lr_times_weight_decay, lr_times_scale_tensor, direction_tensor)
 
 
 def muon_no_nesterov_match_rms_adamw(
@@ -318,61 +276,16 @@ def muon_no_nesterov_match_rms_adamw(
 ):
 
     # == tensor: values of tensors
-    b = stored.over()
-    # -- update  (specs/muon.py)
-    # 52  scale = 0.2 * sqrt(maximum(height, width)) if match_rms_adamw else sqrt(maximum(scale_floor, height / width))
-    scale = 0.2 * sqrt(larger(b.extent("rows"), b.extent("columns")))
-    # -- encode and store
-    lr_times_scale_tensor = lr * scale
+    lr_times_scale_tensor = muon_match_rms_adamw_1(stored, lr)
 
     # == sweep 1: direction (specs/muon.py:50)
-    b = stored.over("g", "momentum_buffer")
-    # -- load and decode
-    momentum_buffer = b.load("momentum_buffer")
-    g = b.load("g")
-    g = grad_scale * g
-    # -- update  (specs/muon.py)
-    # 48  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
-    momentum_buffer = momentum * momentum_buffer + one_minus_momentum * g
-    # -- encode and store
-    momentum_buffer_bitcast = momentum_buffer.view(torch.int32)
-    direction_tensor = b.flat(
-        (
-            torch.where(
-                momentum_buffer == momentum_buffer,
-                momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000
-            )
-            >> 16
-        ).to(torch.int16).view(torch.bfloat16)
-    )
-    b.store("momentum_buffer", momentum_buffer)
+    direction_tensor = muon_no_nesterov_2(stored, momentum, grad_scale, one_minus_momentum)
 
     # == newton_schulz: newton_schulz of whole matrices
-    b = stored.over()
-    # -- load and decode
-    direction_stored = b.elements(direction_tensor)
-    # -- encode and store
-    direction_tensor = b.flat(
-        b.elements(
-            newton_schulz(
-                direction_tensor, float(ns_steps), float(1.0), float(gram), float(eps), float(ns_coefficients)
-            )
-        ).to(torch.bfloat16)
-    )
+    direction_tensor = muon_3(stored, ns_coefficients, eps, ns_steps, gram, direction_tensor)
 
     # == sweep 2: the update
-    b = stored.over("p")
-    # -- load and decode
-    p = b.load("p")
-    lr_times_scale = b.spread(lr_times_scale_tensor)
-    direction_stored = b.elements(direction_tensor)
-    # -- update  (specs/muon.py)
-    p = p * one_minus_lr_times_weight_decay         # 53  p = policies.decoupled(p, lr, weight_decay)
-    # 50  direction = newton_schulz(direction, ns_steps, ns_coefficients, eps, gram=gram)
-    direction = direction_stored.to(torch.float32)
-    p = p - lr_times_scale * direction              # 54  p = p - lr * scale * direction
-    # -- encode and store
-    b.store("p", p)
+    muon_4(stored, one_minus_lr_times_weight_decay, lr_times_scale_tensor, direction_tensor)
 
 
 # Scalars at a step, in fp64, with the new host states behind them.
@@ -460,294 +373,95 @@ def kernel_scalars_3(
     )
 
 
+# What several of the records below have.
+SCALARS = (
+    "lr", "scale_floor", "momentum", "grad_scale", "one_minus_momentum", "ns_coefficients", "eps", "ns_steps", "gram",
+    "one_minus_lr_times_weight_decay",
+)
+SCALARS_2 = (
+    "lr", "momentum", "grad_scale", "one_minus_momentum", "ns_coefficients", "eps", "ns_steps", "gram",
+    "one_minus_lr_times_weight_decay",
+)
+SCALARS_3 = (
+    "lr", "scale_floor", "momentum", "one_minus_momentum_times_grad_scale", "ns_coefficients", "eps", "ns_steps",
+    "gram", "one_minus_lr_times_weight_decay",
+)
+TEMPS = (Temp("lr_times_scale", "tensor"), Temp("direction", "elem"))
+MUON_1 = Stage(
+    "muon_1", "tensor", level=-1, scalars=(0, 1), temps=("lr_times_scale",), stores=("lr_times_scale",),
+    extents=("rows", "columns"),
+)
+NEWTON_SCHULZ = Stage(
+    "newton_schulz", "call", level=1, scalars=(4, 5, 6, 7), temps=("direction",),
+    given=("ns_steps", 1.0, "gram", "eps", "ns_coefficients"),
+)
+MUON_4 = Stage("muon_4", "elem", level=2, scalars=(8,), reads=("p", "lr_times_scale", "direction"), stores=("p",))
+SCALARS_4 = (
+    "lr", "momentum", "one_minus_momentum_times_grad_scale", "ns_coefficients", "eps", "ns_steps", "gram",
+    "one_minus_lr_times_weight_decay",
+)
+MUON_MATCH_RMS_ADAMW_1 = Stage(
+    "muon_match_rms_adamw_1", "tensor", level=-1, scalars=(0,), temps=("lr_times_scale",), stores=("lr_times_scale",),
+    extents=("rows", "columns"),
+)
+NEWTON_SCHULZ_2 = Stage(
+    "newton_schulz", "call", level=1, scalars=(3, 4, 5, 6), temps=("direction",),
+    given=("ns_steps", 1.0, "gram", "eps", "ns_coefficients"),
+)
+MUON_4_2 = Stage("muon_4", "elem", level=2, scalars=(7,), reads=("p", "lr_times_scale", "direction"), stores=("p",))
+
 # The eager reference, in strict maths.
-RULES = (
+RULES = by_flags(
+    {"nesterov": True, "match_rms_adamw": False, "adamw": False, "matrix": True},
     RuleRecord(
-        "muon",
-        "",
-        flags={"nesterov": True, "match_rms_adamw": False, "adamw": False, "matrix": True},
-        step="muon",
-        scalars=(
-            "lr", "scale_floor", "momentum", "grad_scale", "one_minus_momentum", "ns_coefficients", "eps", "ns_steps",
-            "gram", "one_minus_lr_times_weight_decay",
-        ),
-        host=host_scalars,
-        states=(StateRecord("momentum_buffer"),),
-        spaces=("call", "tensor"),
-        by_rows=True,
-        matrix="heads",
+        "muon", "muon", scalars=SCALARS, host=host_scalars, states=(StateRecord("momentum_buffer"),),
+        spaces=("call", "tensor"), by_rows=True, matrix="heads",
+        settings=({"nesterov": True, "match_rms_adamw": False, "adamw": False, "matrix": True},),
     ),
     RuleRecord(
-        "muon",
-        "_no_matrix",
-        flags={"nesterov": True, "match_rms_adamw": False, "adamw": False, "matrix": False},
-        step="muon_no_matrix",
+        "muon", "muon_no_matrix",
         scalars=(
             "adamw_betas_0", "adamw_betas_1", "adamw_eps", "grad_scale", "one_minus_adamw_lr_times_weight_decay",
             "one_minus_adamw_betas_0", "adamw_lr_over_one_minus_adamw_betas_0_pow_t", "one_minus_adamw_betas_1",
             "sqrt_one_minus_adamw_betas_1_pow_t",
         ),
-        host=host_scalars_2,
-        states=(StateRecord("momentum_buffer"), StateRecord("exp_avg_sq", nonneg=True)),
-        matrix="heads",
+        host=host_scalars_2, states=(StateRecord("momentum_buffer"), StateRecord("exp_avg_sq", nonneg=True)),
+        matrix="heads", settings=({"adamw": True}, {"matrix": False}),
     ),
     RuleRecord(
-        "muon",
-        "_adamw",
-        flags={"nesterov": True, "match_rms_adamw": False, "adamw": True, "matrix": True},
-        step="muon_no_matrix",
-        scalars=(
-            "adamw_betas_0", "adamw_betas_1", "adamw_eps", "grad_scale", "one_minus_adamw_lr_times_weight_decay",
-            "one_minus_adamw_betas_0", "adamw_lr_over_one_minus_adamw_betas_0_pow_t", "one_minus_adamw_betas_1",
-            "sqrt_one_minus_adamw_betas_1_pow_t",
-        ),
-        host=host_scalars_2,
-        states=(StateRecord("momentum_buffer"), StateRecord("exp_avg_sq", nonneg=True)),
-        matrix="heads",
+        "muon", "muon_match_rms_adamw", scalars=SCALARS_2, host=host_scalars_3,
+        states=(StateRecord("momentum_buffer"),), spaces=("call", "tensor"), by_rows=True, matrix="heads",
+        settings=({"nesterov": True, "match_rms_adamw": True, "adamw": False, "matrix": True},),
     ),
     RuleRecord(
-        "muon",
-        "_adamw_no_matrix",
-        flags={"nesterov": True, "match_rms_adamw": False, "adamw": True, "matrix": False},
-        step="muon_no_matrix",
-        scalars=(
-            "adamw_betas_0", "adamw_betas_1", "adamw_eps", "grad_scale", "one_minus_adamw_lr_times_weight_decay",
-            "one_minus_adamw_betas_0", "adamw_lr_over_one_minus_adamw_betas_0_pow_t", "one_minus_adamw_betas_1",
-            "sqrt_one_minus_adamw_betas_1_pow_t",
-        ),
-        host=host_scalars_2,
-        states=(StateRecord("momentum_buffer"), StateRecord("exp_avg_sq", nonneg=True)),
-        matrix="heads",
+        "muon", "muon_no_nesterov", scalars=SCALARS, host=host_scalars, states=(StateRecord("momentum_buffer"),),
+        spaces=("call", "tensor"), by_rows=True, matrix="heads",
+        settings=({"nesterov": False, "match_rms_adamw": False, "adamw": False, "matrix": True},),
     ),
     RuleRecord(
-        "muon",
-        "_match_rms_adamw",
-        flags={"nesterov": True, "match_rms_adamw": True, "adamw": False, "matrix": True},
-        step="muon_match_rms_adamw",
-        scalars=(
-            "lr", "momentum", "grad_scale", "one_minus_momentum", "ns_coefficients", "eps", "ns_steps", "gram",
-            "one_minus_lr_times_weight_decay",
-        ),
-        host=host_scalars_3,
-        states=(StateRecord("momentum_buffer"),),
-        spaces=("call", "tensor"),
-        by_rows=True,
-        matrix="heads",
-    ),
-    RuleRecord(
-        "muon",
-        "_match_rms_adamw_no_matrix",
-        flags={"nesterov": True, "match_rms_adamw": True, "adamw": False, "matrix": False},
-        step="muon_no_matrix",
-        scalars=(
-            "adamw_betas_0", "adamw_betas_1", "adamw_eps", "grad_scale", "one_minus_adamw_lr_times_weight_decay",
-            "one_minus_adamw_betas_0", "adamw_lr_over_one_minus_adamw_betas_0_pow_t", "one_minus_adamw_betas_1",
-            "sqrt_one_minus_adamw_betas_1_pow_t",
-        ),
-        host=host_scalars_2,
-        states=(StateRecord("momentum_buffer"), StateRecord("exp_avg_sq", nonneg=True)),
-        matrix="heads",
-    ),
-    RuleRecord(
-        "muon",
-        "_match_rms_adamw_adamw",
-        flags={"nesterov": True, "match_rms_adamw": True, "adamw": True, "matrix": True},
-        step="muon_no_matrix",
-        scalars=(
-            "adamw_betas_0", "adamw_betas_1", "adamw_eps", "grad_scale", "one_minus_adamw_lr_times_weight_decay",
-            "one_minus_adamw_betas_0", "adamw_lr_over_one_minus_adamw_betas_0_pow_t", "one_minus_adamw_betas_1",
-            "sqrt_one_minus_adamw_betas_1_pow_t",
-        ),
-        host=host_scalars_2,
-        states=(StateRecord("momentum_buffer"), StateRecord("exp_avg_sq", nonneg=True)),
-        matrix="heads",
-    ),
-    RuleRecord(
-        "muon",
-        "_match_rms_adamw_adamw_no_matrix",
-        flags={"nesterov": True, "match_rms_adamw": True, "adamw": True, "matrix": False},
-        step="muon_no_matrix",
-        scalars=(
-            "adamw_betas_0", "adamw_betas_1", "adamw_eps", "grad_scale", "one_minus_adamw_lr_times_weight_decay",
-            "one_minus_adamw_betas_0", "adamw_lr_over_one_minus_adamw_betas_0_pow_t", "one_minus_adamw_betas_1",
-            "sqrt_one_minus_adamw_betas_1_pow_t",
-        ),
-        host=host_scalars_2,
-        states=(StateRecord("momentum_buffer"), StateRecord("exp_avg_sq", nonneg=True)),
-        matrix="heads",
-    ),
-    RuleRecord(
-        "muon",
-        "_no_nesterov",
-        flags={"nesterov": False, "match_rms_adamw": False, "adamw": False, "matrix": True},
-        step="muon_no_nesterov",
-        scalars=(
-            "lr", "scale_floor", "momentum", "grad_scale", "one_minus_momentum", "ns_coefficients", "eps", "ns_steps",
-            "gram", "one_minus_lr_times_weight_decay",
-        ),
-        host=host_scalars,
-        states=(StateRecord("momentum_buffer"),),
-        spaces=("call", "tensor"),
-        by_rows=True,
-        matrix="heads",
-    ),
-    RuleRecord(
-        "muon",
-        "_no_nesterov_no_matrix",
-        flags={"nesterov": False, "match_rms_adamw": False, "adamw": False, "matrix": False},
-        step="muon_no_matrix",
-        scalars=(
-            "adamw_betas_0", "adamw_betas_1", "adamw_eps", "grad_scale", "one_minus_adamw_lr_times_weight_decay",
-            "one_minus_adamw_betas_0", "adamw_lr_over_one_minus_adamw_betas_0_pow_t", "one_minus_adamw_betas_1",
-            "sqrt_one_minus_adamw_betas_1_pow_t",
-        ),
-        host=host_scalars_2,
-        states=(StateRecord("momentum_buffer"), StateRecord("exp_avg_sq", nonneg=True)),
-        matrix="heads",
-    ),
-    RuleRecord(
-        "muon",
-        "_no_nesterov_adamw",
-        flags={"nesterov": False, "match_rms_adamw": False, "adamw": True, "matrix": True},
-        step="muon_no_matrix",
-        scalars=(
-            "adamw_betas_0", "adamw_betas_1", "adamw_eps", "grad_scale", "one_minus_adamw_lr_times_weight_decay",
-            "one_minus_adamw_betas_0", "adamw_lr_over_one_minus_adamw_betas_0_pow_t", "one_minus_adamw_betas_1",
-            "sqrt_one_minus_adamw_betas_1_pow_t",
-        ),
-        host=host_scalars_2,
-        states=(StateRecord("momentum_buffer"), StateRecord("exp_avg_sq", nonneg=True)),
-        matrix="heads",
-    ),
-    RuleRecord(
-        "muon",
-        "_no_nesterov_adamw_no_matrix",
-        flags={"nesterov": False, "match_rms_adamw": False, "adamw": True, "matrix": False},
-        step="muon_no_matrix",
-        scalars=(
-            "adamw_betas_0", "adamw_betas_1", "adamw_eps", "grad_scale", "one_minus_adamw_lr_times_weight_decay",
-            "one_minus_adamw_betas_0", "adamw_lr_over_one_minus_adamw_betas_0_pow_t", "one_minus_adamw_betas_1",
-            "sqrt_one_minus_adamw_betas_1_pow_t",
-        ),
-        host=host_scalars_2,
-        states=(StateRecord("momentum_buffer"), StateRecord("exp_avg_sq", nonneg=True)),
-        matrix="heads",
-    ),
-    RuleRecord(
-        "muon",
-        "_no_nesterov_match_rms_adamw",
-        flags={"nesterov": False, "match_rms_adamw": True, "adamw": False, "matrix": True},
-        step="muon_no_nesterov_match_rms_adamw",
-        scalars=(
-            "lr", "momentum", "grad_scale", "one_minus_momentum", "ns_coefficients", "eps", "ns_steps", "gram",
-            "one_minus_lr_times_weight_decay",
-        ),
-        host=host_scalars_3,
-        states=(StateRecord("momentum_buffer"),),
-        spaces=("call", "tensor"),
-        by_rows=True,
-        matrix="heads",
-    ),
-    RuleRecord(
-        "muon",
-        "_no_nesterov_match_rms_adamw_no_matrix",
-        flags={"nesterov": False, "match_rms_adamw": True, "adamw": False, "matrix": False},
-        step="muon_no_matrix",
-        scalars=(
-            "adamw_betas_0", "adamw_betas_1", "adamw_eps", "grad_scale", "one_minus_adamw_lr_times_weight_decay",
-            "one_minus_adamw_betas_0", "adamw_lr_over_one_minus_adamw_betas_0_pow_t", "one_minus_adamw_betas_1",
-            "sqrt_one_minus_adamw_betas_1_pow_t",
-        ),
-        host=host_scalars_2,
-        states=(StateRecord("momentum_buffer"), StateRecord("exp_avg_sq", nonneg=True)),
-        matrix="heads",
-    ),
-    RuleRecord(
-        "muon",
-        "_no_nesterov_match_rms_adamw_adamw",
-        flags={"nesterov": False, "match_rms_adamw": True, "adamw": True, "matrix": True},
-        step="muon_no_matrix",
-        scalars=(
-            "adamw_betas_0", "adamw_betas_1", "adamw_eps", "grad_scale", "one_minus_adamw_lr_times_weight_decay",
-            "one_minus_adamw_betas_0", "adamw_lr_over_one_minus_adamw_betas_0_pow_t", "one_minus_adamw_betas_1",
-            "sqrt_one_minus_adamw_betas_1_pow_t",
-        ),
-        host=host_scalars_2,
-        states=(StateRecord("momentum_buffer"), StateRecord("exp_avg_sq", nonneg=True)),
-        matrix="heads",
-    ),
-    RuleRecord(
-        "muon",
-        "_no_nesterov_match_rms_adamw_adamw_no_matrix",
-        flags={"nesterov": False, "match_rms_adamw": True, "adamw": True, "matrix": False},
-        step="muon_no_matrix",
-        scalars=(
-            "adamw_betas_0", "adamw_betas_1", "adamw_eps", "grad_scale", "one_minus_adamw_lr_times_weight_decay",
-            "one_minus_adamw_betas_0", "adamw_lr_over_one_minus_adamw_betas_0_pow_t", "one_minus_adamw_betas_1",
-            "sqrt_one_minus_adamw_betas_1_pow_t",
-        ),
-        host=host_scalars_2,
-        states=(StateRecord("momentum_buffer"), StateRecord("exp_avg_sq", nonneg=True)),
-        matrix="heads",
+        "muon", "muon_no_nesterov_match_rms_adamw", scalars=SCALARS_2, host=host_scalars_3,
+        states=(StateRecord("momentum_buffer"),), spaces=("call", "tensor"), by_rows=True, matrix="heads",
+        settings=({"nesterov": False, "match_rms_adamw": True, "adamw": False, "matrix": True},),
     ),
 )
 
 # The kernels, in fast maths; rounding changed by: eps, fma, group, reciprocal, step.
 STEPS = (
     Rule(
-        ({"nesterov": True, "match_rms_adamw": False, "adamw": False, "matrix": True},),
-        (
-            "lr", "scale_floor", "momentum", "one_minus_momentum_times_grad_scale", "ns_coefficients", "eps",
-            "ns_steps", "gram", "one_minus_lr_times_weight_decay",
-        ),
-        host=kernel_scalars,
-        temps=(Temp("lr_times_scale", "tensor"), Temp("direction", "elem")),
+        ({"nesterov": True, "match_rms_adamw": False, "adamw": False, "matrix": True},), SCALARS_3, host=kernel_scalars,
+        temps=TEMPS,
         stages=(
+            MUON_1,
             Stage(
-                "muon_1",
-                "tensor",
-                level=-1,
-                scalars=(0, 1),
-                temps=("lr_times_scale",),
-                stores=("lr_times_scale",),
-                extents=("rows", "columns"),
+                "muon_2", "elem", level=0, scalars=(2, 3), temps=("direction",), reads=("g", "momentum_buffer"),
+                stores=("momentum_buffer", "direction"), picked=("direction",),
             ),
-            Stage(
-                "muon_2",
-                "elem",
-                level=0,
-                scalars=(2, 3),
-                temps=("direction",),
-                reads=("g", "momentum_buffer"),
-                stores=("momentum_buffer", "direction"),
-                picked=("direction",),
-            ),
-            Stage(
-                "newton_schulz",
-                "call",
-                level=1,
-                scalars=(4, 5, 6, 7),
-                temps=("direction",),
-                given=("ns_steps", 1.0, "gram", "eps", "ns_coefficients"),
-            ),
-            Stage("muon_4", "elem", level=2, scalars=(8,), reads=("p", "lr_times_scale", "direction"), stores=("p",)),
+            NEWTON_SCHULZ,
+            MUON_4,
         ),
     ),
     Rule(
-        (
-            {"nesterov": True, "match_rms_adamw": False, "adamw": False, "matrix": False},
-            {"nesterov": True, "match_rms_adamw": False, "adamw": True, "matrix": True},
-            {"nesterov": True, "match_rms_adamw": False, "adamw": True, "matrix": False},
-            {"nesterov": True, "match_rms_adamw": True, "adamw": False, "matrix": False},
-            {"nesterov": True, "match_rms_adamw": True, "adamw": True, "matrix": True},
-            {"nesterov": True, "match_rms_adamw": True, "adamw": True, "matrix": False},
-            {"nesterov": False, "match_rms_adamw": False, "adamw": False, "matrix": False},
-            {"nesterov": False, "match_rms_adamw": False, "adamw": True, "matrix": True},
-            {"nesterov": False, "match_rms_adamw": False, "adamw": True, "matrix": False},
-            {"nesterov": False, "match_rms_adamw": True, "adamw": False, "matrix": False},
-            {"nesterov": False, "match_rms_adamw": True, "adamw": True, "matrix": True},
-            {"nesterov": False, "match_rms_adamw": True, "adamw": True, "matrix": False},
-        ),
+        ({"adamw": True}, {"matrix": False}),
         (
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
@@ -755,132 +469,49 @@ STEPS = (
         host=kernel_scalars_2,
         stages=(
             Stage(
-                "muon_no_matrix",
-                "elem",
-                level=0,
-                scalars=tuple(range(7)),
-                reads=("p", "g", "momentum_buffer", "exp_avg_sq"),
-                stores=("p", "momentum_buffer", "exp_avg_sq"),
-                plus=("exp_avg_sq",),
-                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+                "muon_no_matrix", "elem", level=0, scalars=tuple(range(7)),
+                reads=("p", "g", "momentum_buffer", "exp_avg_sq"), stores=("p", "momentum_buffer", "exp_avg_sq"),
+                plus=("exp_avg_sq",), needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
             ),
         ),
     ),
     Rule(
-        ({"nesterov": True, "match_rms_adamw": True, "adamw": False, "matrix": True},),
-        (
-            "lr", "momentum", "one_minus_momentum_times_grad_scale", "ns_coefficients", "eps", "ns_steps", "gram",
-            "one_minus_lr_times_weight_decay",
-        ),
-        host=kernel_scalars_3,
-        temps=(Temp("lr_times_scale", "tensor"), Temp("direction", "elem")),
+        ({"nesterov": True, "match_rms_adamw": True, "adamw": False, "matrix": True},), SCALARS_4,
+        host=kernel_scalars_3, temps=TEMPS,
         stages=(
+            MUON_MATCH_RMS_ADAMW_1,
             Stage(
-                "muon_match_rms_adamw_1",
-                "tensor",
-                level=-1,
-                scalars=(0,),
-                temps=("lr_times_scale",),
-                stores=("lr_times_scale",),
-                extents=("rows", "columns"),
+                "muon_2", "elem", level=0, scalars=(1, 2), temps=("direction",), reads=("g", "momentum_buffer"),
+                stores=("momentum_buffer", "direction"), picked=("direction",),
             ),
-            Stage(
-                "muon_2",
-                "elem",
-                level=0,
-                scalars=(1, 2),
-                temps=("direction",),
-                reads=("g", "momentum_buffer"),
-                stores=("momentum_buffer", "direction"),
-                picked=("direction",),
-            ),
-            Stage(
-                "newton_schulz",
-                "call",
-                level=1,
-                scalars=(3, 4, 5, 6),
-                temps=("direction",),
-                given=("ns_steps", 1.0, "gram", "eps", "ns_coefficients"),
-            ),
-            Stage("muon_4", "elem", level=2, scalars=(7,), reads=("p", "lr_times_scale", "direction"), stores=("p",)),
+            NEWTON_SCHULZ_2,
+            MUON_4_2,
         ),
     ),
     Rule(
-        ({"nesterov": False, "match_rms_adamw": False, "adamw": False, "matrix": True},),
-        (
-            "lr", "scale_floor", "momentum", "one_minus_momentum_times_grad_scale", "ns_coefficients", "eps",
-            "ns_steps", "gram", "one_minus_lr_times_weight_decay",
-        ),
-        host=kernel_scalars,
-        temps=(Temp("lr_times_scale", "tensor"), Temp("direction", "elem")),
+        ({"nesterov": False, "match_rms_adamw": False, "adamw": False, "matrix": True},), SCALARS_3,
+        host=kernel_scalars, temps=TEMPS,
         stages=(
+            MUON_1,
             Stage(
-                "muon_1",
-                "tensor",
-                level=-1,
-                scalars=(0, 1),
-                temps=("lr_times_scale",),
-                stores=("lr_times_scale",),
-                extents=("rows", "columns"),
+                "muon_no_nesterov_2", "elem", level=0, scalars=(2, 3), temps=("direction",),
+                reads=("g", "momentum_buffer"), stores=("momentum_buffer", "direction"), picked=("direction",),
             ),
-            Stage(
-                "muon_no_nesterov_2",
-                "elem",
-                level=0,
-                scalars=(2, 3),
-                temps=("direction",),
-                reads=("g", "momentum_buffer"),
-                stores=("momentum_buffer", "direction"),
-                picked=("direction",),
-            ),
-            Stage(
-                "newton_schulz",
-                "call",
-                level=1,
-                scalars=(4, 5, 6, 7),
-                temps=("direction",),
-                given=("ns_steps", 1.0, "gram", "eps", "ns_coefficients"),
-            ),
-            Stage("muon_4", "elem", level=2, scalars=(8,), reads=("p", "lr_times_scale", "direction"), stores=("p",)),
+            NEWTON_SCHULZ,
+            MUON_4,
         ),
     ),
     Rule(
-        ({"nesterov": False, "match_rms_adamw": True, "adamw": False, "matrix": True},),
-        (
-            "lr", "momentum", "one_minus_momentum_times_grad_scale", "ns_coefficients", "eps", "ns_steps", "gram",
-            "one_minus_lr_times_weight_decay",
-        ),
-        host=kernel_scalars_3,
-        temps=(Temp("lr_times_scale", "tensor"), Temp("direction", "elem")),
+        ({"nesterov": False, "match_rms_adamw": True, "adamw": False, "matrix": True},), SCALARS_4,
+        host=kernel_scalars_3, temps=TEMPS,
         stages=(
+            MUON_MATCH_RMS_ADAMW_1,
             Stage(
-                "muon_match_rms_adamw_1",
-                "tensor",
-                level=-1,
-                scalars=(0,),
-                temps=("lr_times_scale",),
-                stores=("lr_times_scale",),
-                extents=("rows", "columns"),
+                "muon_no_nesterov_2", "elem", level=0, scalars=(1, 2), temps=("direction",),
+                reads=("g", "momentum_buffer"), stores=("momentum_buffer", "direction"), picked=("direction",),
             ),
-            Stage(
-                "muon_no_nesterov_2",
-                "elem",
-                level=0,
-                scalars=(1, 2),
-                temps=("direction",),
-                reads=("g", "momentum_buffer"),
-                stores=("momentum_buffer", "direction"),
-                picked=("direction",),
-            ),
-            Stage(
-                "newton_schulz",
-                "call",
-                level=1,
-                scalars=(3, 4, 5, 6),
-                temps=("direction",),
-                given=("ns_steps", 1.0, "gram", "eps", "ns_coefficients"),
-            ),
-            Stage("muon_4", "elem", level=2, scalars=(7,), reads=("p", "lr_times_scale", "direction"), stores=("p",)),
+            NEWTON_SCHULZ_2,
+            MUON_4_2,
         ),
     ),
 )

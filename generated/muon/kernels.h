@@ -53,16 +53,13 @@ struct muon_no_matrix {  // muon
         const F momentum_buffer_ = fma(
             one_minus_adamw_betas_0_times_grad_scale, g, momentum_buffer.times(adamw_betas_0)
         );
-        // 44  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr,
-        //     adamw_betas, adamw_eps, weight_decay )
-        const F exp_avg_sq_ = fma(scalar_1 * g, g, exp_avg_sq.times(adamw_betas_1));
+        const F exp_avg_sq_ = fma(scalar_1 * g, g, exp_avg_sq.times(adamw_betas_1));  // 44
         momentum_buffer.set(momentum_buffer_);
         exp_avg_sq.set(exp_avg_sq_);
     }
     template <class S0, class S1>
     F weight(F p, F g, const S0 &momentum_buffer, const S1 &exp_avg_sq) const {
-        // 44  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr,
-        //     adamw_betas, adamw_eps, weight_decay )
+        // 44
         const F p_ = fma(
             -momentum_buffer.next(), 1.0f / fma(exp_avg_sq.root(), scalar_2, scalar_3),
             one_minus_adamw_lr_times_weight_decay * p
@@ -74,8 +71,7 @@ struct muon_no_matrix {  // muon
 // tensor: values of tensors
 template <class S0>
 OPTGEN_INLINE void muon_match_rms_adamw_1(F lr, F extent_rows, F extent_columns, S0 &lr_times_scale) {
-    // 52  scale = 0.2 * sqrt(maximum(height, width)) if match_rms_adamw else sqrt(maximum(scale_floor, height / width))
-    const F scale = 0.2f * sqrt(max(extent_rows, extent_columns));
+    const F scale = 0.2f * sqrt(max(extent_rows, extent_columns));  // 52
     lr_times_scale.set(lr * scale);
 }
 
@@ -84,8 +80,7 @@ template <class S0, class S1>
 OPTGEN_INLINE void muon_no_nesterov_2(
     F g, F momentum, F one_minus_momentum_times_grad_scale, S0 &momentum_buffer, S1 &direction
 ) {
-    // 48  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
-    const F momentum_buffer_ = fma(one_minus_momentum_times_grad_scale, g, momentum_buffer.times(momentum));
+    const F momentum_buffer_ = fma(one_minus_momentum_times_grad_scale, g, momentum_buffer.times(momentum));  // 48
     const I momentum_buffer_bitcast = bits(momentum_buffer_);
     momentum_buffer.set(momentum_buffer_);
     direction.set(

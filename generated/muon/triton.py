@@ -78,11 +78,8 @@ def muon_no_matrix_tile(
     momentum_buffer = tl.fma(
         one_minus_adamw_betas_0_times_grad_scale, g, times(adamw_betas_0, momentum_buffer, PLAN.momentum_buffer)
     )
-    # 44  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr,
-    #     adamw_betas, adamw_eps, weight_decay )
-    exp_avg_sq = tl.fma(scalar_1 * g, g, times(adamw_betas_1, exp_avg_sq, PLAN.exp_avg_sq))
-    # 44  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr,
-    #     adamw_betas, adamw_eps, weight_decay )
+    exp_avg_sq = tl.fma(scalar_1 * g, g, times(adamw_betas_1, exp_avg_sq, PLAN.exp_avg_sq))  # 44
+    # 44
     p = tl.fma(
         minus(momentum_buffer), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3)),
         one_minus_adamw_lr_times_weight_decay * p
@@ -107,8 +104,7 @@ def muon_no_matrix_sweep(
 @triton.jit
 def muon_match_rms_adamw_1_values(extent_rows, extent_columns, lr):
     """The new lr_times_scale."""
-    # 52  scale = 0.2 * sqrt(maximum(height, width)) if match_rms_adamw else sqrt(maximum(scale_floor, height / width))
-    scale = 0.2 * tl.sqrt(tl.maximum(extent_rows, extent_columns, propagate_nan=tl.PropagateNan.ALL))
+    scale = 0.2 * tl.sqrt(tl.maximum(extent_rows, extent_columns, propagate_nan=tl.PropagateNan.ALL))  # 52
     return (lr * scale,)
 
 
@@ -123,7 +119,7 @@ def muon_no_nesterov_2_tile(
     MASKED: tl.constexpr,
 ):
     """The new momentum_buffer, direction."""
-    # 48  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
+    # 48
     momentum_buffer = tl.fma(
         one_minus_momentum_times_grad_scale, g, times(momentum, momentum_buffer, PLAN.momentum_buffer)
     )

@@ -38,17 +38,15 @@ struct nadam_decoupled_weight_decay {  // nadam
         scalar_3(scalars[5]), avg_lr(scalars[6]), scalar_5(scalars[7]), scalar_6(scalars[8]) {}
     template <class S0, class S1>
     void states(F p, F g, S0 &exp_avg, S1 &exp_avg_sq) const {
-        // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-        const F exp_avg_ = fma(one_minus_beta1_times_grad_scale, g, exp_avg.times(beta1));
-        // 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-        const F exp_avg_sq_ = fma(scalar_2 * g, g, exp_avg_sq.times(beta2));
+        const F exp_avg_ = fma(one_minus_beta1_times_grad_scale, g, exp_avg.times(beta1));  // 30
+        const F exp_avg_sq_ = fma(scalar_2 * g, g, exp_avg_sq.times(beta2));  // 31
         exp_avg.set(exp_avg_);
         exp_avg_sq.set(exp_avg_sq_);
     }
     template <class S0, class S1>
     F weight(F p, F g, const S0 &exp_avg, const S1 &exp_avg_sq) const {
         const F p_ = one_minus_lr_times_weight_decay * p;  // 24  p = decoupled(p, lr, weight_decay)
-        // 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
+        // 35
         const F p_2 = fma(
             -fma(avg_lr, exp_avg.next(), scalar_3 * g), 1.0f / fma(exp_avg_sq.root(), scalar_5, scalar_6), p_
         );

@@ -46,12 +46,10 @@ def nadam_decoupled_weight_decay_tile(
     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, avg_lr, scalar_5, scalar_6, live, MASKED: tl.constexpr,
 ):
     """The new p, exp_avg, exp_avg_sq."""
-    # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))
-    # 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 30
+    exp_avg_sq = tl.fma(scalar_2 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 31
     p = one_minus_lr_times_weight_decay * p  # 24  p = decoupled(p, lr, weight_decay)
-    # 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
+    # 35
     p = tl.fma(
         minus(tl.fma(avg_lr, exp_avg, scalar_3 * g)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_5, scalar_6)), p
     )

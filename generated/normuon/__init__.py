@@ -4,7 +4,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Series, Stage, StateRecord, Temp
+from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Series, Stage, StateRecord, Temp, by_flags
 from optgen.runtime.records.scalars import divide, maximum, root, where
 from optgen.runtime.reference.eager import few_sum, larger, newton_schulz, put, sqrt
 
@@ -147,8 +147,7 @@ def normuon(
     direction_stored = b.elements(direction_tensor)
     sqrt_row_sq_2_plus_eps = b.spread(sqrt_row_sq_2_plus_eps_tensor)
     # -- update  (specs/normuon.py)
-    # 41  direction = newton_schulz(momentum_buffer, ns_steps, ns_coefficients, gram=gram)
-    direction = direction_stored.to(torch.float32)
+    direction = direction_stored.to(torch.float32)  # 41
     even = direction / sqrt_row_sq_2_plus_eps       # 43  even = direction / (sqrt(row_sq) + eps)
     # -- encode and store
     row_sum_for_size_tensor = b.row_sum(even * even)
@@ -182,9 +181,8 @@ def normuon(
     sqrt_row_sq_2_plus_eps = b.spread(sqrt_row_sq_2_plus_eps_tensor)
     # -- update  (specs/normuon.py)
     p = p * one_minus_lr_times_weight_decay         # 45  p = policies.decoupled(p, lr, weight_decay)
-    # 41  direction = newton_schulz(momentum_buffer, ns_steps, ns_coefficients, gram=gram)
-    direction = direction_stored.to(torch.float32)
-    even = direction / sqrt_row_sq_2_plus_eps       # 43  even = direction / (sqrt(row_sq) + eps)
+    direction = direction_stored.to(torch.float32)  # 41
+    even = direction / sqrt_row_sq_2_plus_eps       # 43
     p = p - lr_times_size * even                    # 46  p = p - lr * size * even
     # -- encode and store
     b.store("p", p)
@@ -206,11 +204,8 @@ def normuon_no_matrix(
     # 35  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr,
     #     adamw_betas, eps, weight_decay )
     momentum_buffer = adamw_betas_0 * momentum_buffer + one_minus_adamw_betas_0 * g
-    # 35  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr,
-    #     adamw_betas, eps, weight_decay )
-    exp_avg_sq = adamw_betas_1 * exp_avg_sq + one_minus_adamw_betas_1 * g * g
-    # 35  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr,
-    #     adamw_betas, eps, weight_decay )
+    exp_avg_sq = adamw_betas_1 * exp_avg_sq + one_minus_adamw_betas_1 * g * g  # 35
+    # 35
     p = (
         p * one_minus_adamw_lr_times_weight_decay - adamw_lr_over_one_minus_adamw_betas_0_pow_t * momentum_buffer
         / (sqrt(exp_avg_sq) / sqrt_one_minus_adamw_betas_1_pow_t + eps)
@@ -282,63 +277,27 @@ def kernel_scalars_2(
 
 
 # The eager reference, in strict maths.
-RULES = (
+RULES = by_flags(
+    {"adamw": False, "matrix": True},
     RuleRecord(
-        "normuon",
-        "",
-        flags={"adamw": False, "matrix": True},
-        step="normuon",
+        "normuon", "normuon",
         scalars=(
             "beta1", "grad_scale", "one_minus_beta1", "ns_coefficients", "ns_steps", "gram", "beta2", "eps",
             "one_minus_beta2", "lr", "one_minus_lr_times_weight_decay",
         ),
-        host=host_scalars,
-        states=(StateRecord("momentum_buffer"), StateRecord("row_sq", nonneg=True, space="row")),
-        spaces=("call", "mat", "row", "tensor"),
-        by_rows=True,
-        matrix="heads",
+        host=host_scalars, states=(StateRecord("momentum_buffer"), StateRecord("row_sq", nonneg=True, space="row")),
+        spaces=("call", "mat", "row", "tensor"), by_rows=True, matrix="heads",
+        settings=({"adamw": False, "matrix": True},),
     ),
     RuleRecord(
-        "normuon",
-        "_no_matrix",
-        flags={"adamw": False, "matrix": False},
-        step="normuon_no_matrix",
+        "normuon", "normuon_no_matrix",
         scalars=(
             "eps", "adamw_betas_0", "adamw_betas_1", "grad_scale", "one_minus_adamw_lr_times_weight_decay",
             "one_minus_adamw_betas_0", "adamw_lr_over_one_minus_adamw_betas_0_pow_t", "one_minus_adamw_betas_1",
             "sqrt_one_minus_adamw_betas_1_pow_t",
         ),
-        host=host_scalars_2,
-        states=(StateRecord("momentum_buffer"), StateRecord("exp_avg_sq", nonneg=True)),
-        matrix="heads",
-    ),
-    RuleRecord(
-        "normuon",
-        "_adamw",
-        flags={"adamw": True, "matrix": True},
-        step="normuon_no_matrix",
-        scalars=(
-            "eps", "adamw_betas_0", "adamw_betas_1", "grad_scale", "one_minus_adamw_lr_times_weight_decay",
-            "one_minus_adamw_betas_0", "adamw_lr_over_one_minus_adamw_betas_0_pow_t", "one_minus_adamw_betas_1",
-            "sqrt_one_minus_adamw_betas_1_pow_t",
-        ),
-        host=host_scalars_2,
-        states=(StateRecord("momentum_buffer"), StateRecord("exp_avg_sq", nonneg=True)),
-        matrix="heads",
-    ),
-    RuleRecord(
-        "normuon",
-        "_adamw_no_matrix",
-        flags={"adamw": True, "matrix": False},
-        step="normuon_no_matrix",
-        scalars=(
-            "eps", "adamw_betas_0", "adamw_betas_1", "grad_scale", "one_minus_adamw_lr_times_weight_decay",
-            "one_minus_adamw_betas_0", "adamw_lr_over_one_minus_adamw_betas_0_pow_t", "one_minus_adamw_betas_1",
-            "sqrt_one_minus_adamw_betas_1_pow_t",
-        ),
-        host=host_scalars_2,
-        states=(StateRecord("momentum_buffer"), StateRecord("exp_avg_sq", nonneg=True)),
-        matrix="heads",
+        host=host_scalars_2, states=(StateRecord("momentum_buffer"), StateRecord("exp_avg_sq", nonneg=True)),
+        matrix="heads", settings=({"adamw": True}, {"matrix": False}),
     ),
 )
 
@@ -363,107 +322,51 @@ STEPS = (
         ),
         stages=(
             Stage(
-                "normuon_1",
-                "elem",
-                level=0,
-                scalars=(0, 1),
-                temps=("direction",),
-                reads=("g", "momentum_buffer"),
-                stores=("momentum_buffer", "direction"),
-                picked=("direction",),
+                "normuon_1", "elem", level=0, scalars=(0, 1), temps=("direction",), reads=("g", "momentum_buffer"),
+                stores=("momentum_buffer", "direction"), picked=("direction",),
             ),
             Stage(
-                "newton_schulz",
-                "call",
-                level=1,
-                scalars=(2, 3, 4),
-                temps=("direction",),
+                "newton_schulz", "call", level=1, scalars=(2, 3, 4), temps=("direction",),
                 given=("ns_steps", 1.0, "gram", 1e-07, "ns_coefficients"),
             ),
             Stage(
-                "normuon_3",
-                "elem",
-                level=2,
-                scalars=(),
-                temps=("row_sum_for_row_sq",),
-                matrices=True,
-                reads=("direction",),
-                sums=(("square", ("row_sum_for_row_sq",)),),
+                "normuon_3", "elem", level=2, scalars=(), temps=("row_sum_for_row_sq",), matrices=True,
+                reads=("direction",), sums=(("square", ("row_sum_for_row_sq",)),),
             ),
             Stage(
-                "normuon_4",
-                "row",
-                level=3,
-                scalars=(5, 6, 7),
-                temps=("one_over_sqrt_row_sq_2_plus_eps",),
-                matrices=True,
-                reads=("row_sq", "row_sum_for_row_sq"),
-                stores=("row_sq", "one_over_sqrt_row_sq_2_plus_eps"),
-                extents=("columns",),
+                "normuon_4", "row", level=3, scalars=(5, 6, 7), temps=("one_over_sqrt_row_sq_2_plus_eps",),
+                matrices=True, reads=("row_sq", "row_sum_for_row_sq"),
+                stores=("row_sq", "one_over_sqrt_row_sq_2_plus_eps"), extents=("columns",),
                 plus=("row_sq", "one_over_sqrt_row_sq_2_plus_eps"),
             ),
             Stage(
-                "normuon_5",
-                "elem",
-                level=4,
-                scalars=(),
-                temps=("row_sum_for_size",),
-                matrices=True,
-                reads=("direction", "one_over_sqrt_row_sq_2_plus_eps"),
-                sums=(("square", ("row_sum_for_size",)),),
+                "normuon_5", "elem", level=4, scalars=(), temps=("row_sum_for_size",), matrices=True,
+                reads=("direction", "one_over_sqrt_row_sq_2_plus_eps"), sums=(("square", ("row_sum_for_size",)),),
             ),
             Stage(
-                "normuon_6",
-                "row",
-                level=5,
-                scalars=(),
-                temps=("mat_sum_for_size",),
-                matrices=True,
-                reads=("row_sum_for_size",),
-                sums=(("sum", ("mat_sum_for_size",)),),
+                "normuon_6", "row", level=5, scalars=(), temps=("mat_sum_for_size",), matrices=True,
+                reads=("row_sum_for_size",), sums=(("sum", ("mat_sum_for_size",)),),
             ),
             Stage(
-                "normuon_7",
-                "tensor",
-                level=5,
-                scalars=(),
-                temps=("by_0p2_times_sqrt_rows_times_columns",),
-                stores=("by_0p2_times_sqrt_rows_times_columns",),
-                extents=("rows", "columns"),
+                "normuon_7", "tensor", level=5, scalars=(), temps=("by_0p2_times_sqrt_rows_times_columns",),
+                stores=("by_0p2_times_sqrt_rows_times_columns",), extents=("rows", "columns"),
             ),
             Stage(
-                "normuon_8",
-                "mat",
-                level=5,
-                scalars=(8, 6),
-                temps=("lr_times_size",),
-                matrices=True,
-                reads=("by_0p2_times_sqrt_rows_times_columns", "mat_sum_for_size"),
-                stores=("lr_times_size",),
+                "normuon_8", "mat", level=5, scalars=(8, 6), temps=("lr_times_size",), matrices=True,
+                reads=("by_0p2_times_sqrt_rows_times_columns", "mat_sum_for_size"), stores=("lr_times_size",),
             ),
             Stage(
-                "normuon_9",
-                "row",
-                level=5,
-                scalars=(),
-                temps=("row_mul_2",),
-                matrices=True,
-                reads=("lr_times_size", "one_over_sqrt_row_sq_2_plus_eps"),
-                stores=("row_mul_2",),
+                "normuon_9", "row", level=5, scalars=(), temps=("row_mul_2",), matrices=True,
+                reads=("lr_times_size", "one_over_sqrt_row_sq_2_plus_eps"), stores=("row_mul_2",),
             ),
             Stage(
-                "normuon_10",
-                "elem",
-                level=6,
-                scalars=(9,),
-                matrices=True,
-                reads=("p", "direction", "row_mul_2"),
+                "normuon_10", "elem", level=6, scalars=(9,), matrices=True, reads=("p", "direction", "row_mul_2"),
                 stores=("p",),
             ),
         ),
     ),
     Rule(
-        ({"adamw": False, "matrix": False}, {"adamw": True, "matrix": True}, {"adamw": True, "matrix": False}),
+        ({"adamw": True}, {"matrix": False}),
         (
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
@@ -471,14 +374,9 @@ STEPS = (
         host=kernel_scalars_2,
         stages=(
             Stage(
-                "normuon_no_matrix",
-                "elem",
-                level=0,
-                scalars=tuple(range(7)),
-                reads=("p", "g", "momentum_buffer", "exp_avg_sq"),
-                stores=("p", "momentum_buffer", "exp_avg_sq"),
-                plus=("exp_avg_sq",),
-                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+                "normuon_no_matrix", "elem", level=0, scalars=tuple(range(7)),
+                reads=("p", "g", "momentum_buffer", "exp_avg_sq"), stores=("p", "momentum_buffer", "exp_avg_sq"),
+                plus=("exp_avg_sq",), needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
             ),
         ),
     ),

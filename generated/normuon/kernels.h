@@ -41,8 +41,7 @@ OPTGEN_INLINE void normuon_4(
 // a sweep: size (specs/normuon.py:44)
 template <class S0, class S1, class S2>
 OPTGEN_INLINE void normuon_5(S0 &direction, S1 &one_over_sqrt_row_sq_2_plus_eps, S2 &row_sum_for_size) {
-    // 41  direction = newton_schulz(momentum_buffer, ns_steps, ns_coefficients, gram=gram)
-    const F direction_ = direction.read();
+    const F direction_ = direction.read();  // 41
     const F even = direction_ * one_over_sqrt_row_sq_2_plus_eps.read();  // 43  even = direction / (sqrt(row_sq) + eps)
     row_sum_for_size.set(even * even);
 }
@@ -78,8 +77,7 @@ OPTGEN_INLINE void normuon_9(S0 &lr_times_size, S1 &one_over_sqrt_row_sq_2_plus_
 // a sweep: the update
 template <class S0, class S1>
 OPTGEN_INLINE F normuon_10(F p, F one_minus_lr_times_weight_decay, S0 &direction, S1 &row_mul_2) {
-    // 41  direction = newton_schulz(momentum_buffer, ns_steps, ns_coefficients, gram=gram)
-    const F direction_ = direction.read();
+    const F direction_ = direction.read();  // 41
     const F p_ = one_minus_lr_times_weight_decay * p;      // 45  p = policies.decoupled(p, lr, weight_decay)
     const F p_2 = fma(-direction_, row_mul_2.read(), p_);  // 46  p = p - lr * size * even
     return p_2;
@@ -102,16 +100,13 @@ struct normuon_no_matrix {  // normuon
         const F momentum_buffer_ = fma(
             one_minus_adamw_betas_0_times_grad_scale, g, momentum_buffer.times(adamw_betas_0)
         );
-        // 35  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr,
-        //     adamw_betas, eps, weight_decay )
-        const F exp_avg_sq_ = fma(scalar_1 * g, g, exp_avg_sq.times(adamw_betas_1));
+        const F exp_avg_sq_ = fma(scalar_1 * g, g, exp_avg_sq.times(adamw_betas_1));  // 35
         momentum_buffer.set(momentum_buffer_);
         exp_avg_sq.set(exp_avg_sq_);
     }
     template <class S0, class S1>
     F weight(F p, F g, const S0 &momentum_buffer, const S1 &exp_avg_sq) const {
-        // 35  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr,
-        //     adamw_betas, eps, weight_decay )
+        // 35
         const F p_ = fma(
             -momentum_buffer.next(), 1.0f / fma(exp_avg_sq.root(), scalar_2, scalar_3),
             one_minus_adamw_lr_times_weight_decay * p

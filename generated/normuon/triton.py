@@ -68,8 +68,7 @@ def normuon_5_tile(
     PLAN: tl.constexpr, direction_stored, one_over_sqrt_row_sq_2_plus_eps, live, MASKED: tl.constexpr,
 ):
     """The terms of row_sum_for_size."""
-    # 41  direction = newton_schulz(momentum_buffer, ns_steps, ns_coefficients, gram=gram)
-    direction = widened(direction_stored)
+    direction = widened(direction_stored)  # 41
     even = direction * one_over_sqrt_row_sq_2_plus_eps  # 43  even = direction / (sqrt(row_sq) + eps)
     return (even,)
 
@@ -120,8 +119,7 @@ def normuon_10_tile(
     PLAN: tl.constexpr, p, direction_stored, row_mul_2, one_minus_lr_times_weight_decay, live, MASKED: tl.constexpr,
 ):
     """The new p."""
-    # 41  direction = newton_schulz(momentum_buffer, ns_steps, ns_coefficients, gram=gram)
-    direction = widened(direction_stored)
+    direction = widened(direction_stored)  # 41
     p = one_minus_lr_times_weight_decay * p     # 45  p = policies.decoupled(p, lr, weight_decay)
     p = tl.fma(minus(direction), row_mul_2, p)  # 46  p = p - lr * size * even
     return (p,)
@@ -146,11 +144,8 @@ def normuon_no_matrix_tile(
     momentum_buffer = tl.fma(
         one_minus_adamw_betas_0_times_grad_scale, g, times(adamw_betas_0, momentum_buffer, PLAN.momentum_buffer)
     )
-    # 35  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr,
-    #     adamw_betas, eps, weight_decay )
-    exp_avg_sq = tl.fma(scalar_1 * g, g, times(adamw_betas_1, exp_avg_sq, PLAN.exp_avg_sq))
-    # 35  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr,
-    #     adamw_betas, eps, weight_decay )
+    exp_avg_sq = tl.fma(scalar_1 * g, g, times(adamw_betas_1, exp_avg_sq, PLAN.exp_avg_sq))  # 35
+    # 35
     p = tl.fma(
         minus(momentum_buffer), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3)),
         one_minus_adamw_lr_times_weight_decay * p

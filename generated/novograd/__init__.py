@@ -2,7 +2,7 @@
 #     novograd
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp
+from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp, by_flags
 from optgen.runtime.records.scalars import where
 from optgen.runtime.reference.eager import put, sqrt
 
@@ -51,6 +51,19 @@ class NovoGrad(Optimizer):
 
 
 # Steps in place, in strict maths; the codecs of a plan load and store.
+def novograd_2(stored, eps, decay, one_minus_where_lt_one_t_beta2_zero, tensor_sum_for_exp_avg_sq_tensor):
+    # -- load and decode
+    exp_avg_sq = stored["exp_avg_sq"]
+    tensor_sum_for_exp_avg_sq = tensor_sum_for_exp_avg_sq_tensor
+    # -- update  (specs/novograd.py)
+    # 21  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * dot(g, g)
+    exp_avg_sq = decay * exp_avg_sq + one_minus_where_lt_one_t_beta2_zero * tensor_sum_for_exp_avg_sq
+    # -- encode and store
+    sqrt_exp_avg_sq_2_plus_eps_tensor = sqrt(exp_avg_sq) + eps
+    put(stored["exp_avg_sq"], exp_avg_sq)
+    return sqrt_exp_avg_sq_2_plus_eps_tensor
+
+
 def novograd(stored, grad_scale, eps, decay, one_minus_where_lt_one_t_beta2_zero, lr, beta1, weight_decay):
 
     # == sweep 1: exp_avg_sq (specs/novograd.py:21)
@@ -62,15 +75,9 @@ def novograd(stored, grad_scale, eps, decay, one_minus_where_lt_one_t_beta2_zero
     tensor_sum_for_exp_avg_sq_tensor = b.tensor_sum(g * g)
 
     # == tensor: values of tensors
-    # -- load and decode
-    exp_avg_sq = stored["exp_avg_sq"]
-    tensor_sum_for_exp_avg_sq = tensor_sum_for_exp_avg_sq_tensor
-    # -- update  (specs/novograd.py)
-    # 21  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * dot(g, g)
-    exp_avg_sq = decay * exp_avg_sq + one_minus_where_lt_one_t_beta2_zero * tensor_sum_for_exp_avg_sq
-    # -- encode and store
-    sqrt_exp_avg_sq_2_plus_eps_tensor = sqrt(exp_avg_sq) + eps
-    put(stored["exp_avg_sq"], exp_avg_sq)
+    sqrt_exp_avg_sq_2_plus_eps_tensor = novograd_2(
+        stored, eps, decay, one_minus_where_lt_one_t_beta2_zero, tensor_sum_for_exp_avg_sq_tensor,
+    )
 
     # == sweep 2: the update
     b = stored.over("p", "g", "exp_avg")
@@ -103,15 +110,9 @@ def novograd_grad_averaging(
     tensor_sum_for_exp_avg_sq_tensor = b.tensor_sum(g * g)
 
     # == tensor: values of tensors
-    # -- load and decode
-    exp_avg_sq = stored["exp_avg_sq"]
-    tensor_sum_for_exp_avg_sq = tensor_sum_for_exp_avg_sq_tensor
-    # -- update  (specs/novograd.py)
-    # 21  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * dot(g, g)
-    exp_avg_sq = decay * exp_avg_sq + one_minus_where_lt_one_t_beta2_zero * tensor_sum_for_exp_avg_sq
-    # -- encode and store
-    sqrt_exp_avg_sq_2_plus_eps_tensor = sqrt(exp_avg_sq) + eps
-    put(stored["exp_avg_sq"], exp_avg_sq)
+    sqrt_exp_avg_sq_2_plus_eps_tensor = novograd_2(
+        stored, eps, decay, one_minus_where_lt_one_t_beta2_zero, tensor_sum_for_exp_avg_sq_tensor,
+    )
 
     # == sweep 2: the update
     b = stored.over("p", "g", "exp_avg")
@@ -122,11 +123,10 @@ def novograd_grad_averaging(
     g = grad_scale * g
     sqrt_exp_avg_sq_2_plus_eps = b.spread(sqrt_exp_avg_sq_2_plus_eps_tensor)
     # -- update  (specs/novograd.py)
-    # 22  update = g / (sqrt(exp_avg_sq) + eps) + weight_decay * p
-    update = g / sqrt_exp_avg_sq_2_plus_eps + weight_decay * p
+    update = g / sqrt_exp_avg_sq_2_plus_eps + weight_decay * p  # 22
     update = one_minus_beta1 * update                           # 24  update = (1 - beta1) * update
-    exp_avg = beta1 * exp_avg + update                          # 25  exp_avg = beta1 * exp_avg + update
-    p = p - lr * exp_avg                                        # 26  p = p - lr * exp_avg
+    exp_avg = beta1 * exp_avg + update                          # 25
+    p = p - lr * exp_avg                                        # 26
     # -- encode and store
     b.store("p", p)
     b.store("exp_avg", exp_avg)
@@ -175,30 +175,37 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay):
     )
 
 
+# What several of the records below have.
+STATES = (StateRecord("exp_avg"), StateRecord("exp_avg_sq", nonneg=True, space="tensor"))
+TEMPS = (
+    Temp("tensor_sum_for_exp_avg_sq", "tensor", reduction="tensor_sum", source="elem"),
+    Temp("one_over_sqrt_exp_avg_sq_2_plus_eps", "tensor"),
+)
+NOVOGRAD_1 = Stage(
+    "novograd_1", "elem", level=0, scalars=(), temps=("tensor_sum_for_exp_avg_sq",), reads=("g",),
+    sums=(("square", ("tensor_sum_for_exp_avg_sq",)),),
+)
+NOVOGRAD_2 = Stage(
+    "novograd_2", "tensor", level=1, scalars=tuple(range(4)), temps=("one_over_sqrt_exp_avg_sq_2_plus_eps",),
+    reads=("exp_avg_sq", "tensor_sum_for_exp_avg_sq"), stores=("exp_avg_sq", "one_over_sqrt_exp_avg_sq_2_plus_eps"),
+    plus=("exp_avg_sq", "one_over_sqrt_exp_avg_sq_2_plus_eps"),
+)
+
 # The eager reference, in strict maths.
-RULES = (
+RULES = by_flags(
+    {"grad_averaging": False},
     RuleRecord(
-        "novograd",
-        "",
-        flags={"grad_averaging": False},
-        step="novograd",
+        "novograd", "novograd",
         scalars=("grad_scale", "eps", "decay", "one_minus_where_lt_one_t_beta2_zero", "lr", "beta1", "weight_decay"),
-        host=host_scalars,
-        states=(StateRecord("exp_avg"), StateRecord("exp_avg_sq", nonneg=True, space="tensor")),
-        spaces=("tensor",),
+        host=host_scalars, states=STATES, spaces=("tensor",), settings=({"grad_averaging": False},),
     ),
     RuleRecord(
-        "novograd",
-        "_grad_averaging",
-        flags={"grad_averaging": True},
-        step="novograd_grad_averaging",
+        "novograd", "novograd_grad_averaging",
         scalars=(
             "grad_scale", "eps", "decay", "one_minus_where_lt_one_t_beta2_zero", "lr", "beta1", "weight_decay",
             "one_minus_beta1",
         ),
-        host=host_scalars_2,
-        states=(StateRecord("exp_avg"), StateRecord("exp_avg_sq", nonneg=True, space="tensor")),
-        spaces=("tensor",),
+        host=host_scalars_2, states=STATES, spaces=("tensor",), settings=({"grad_averaging": True},),
     ),
 )
 
@@ -210,38 +217,13 @@ STEPS = (
             "eps", "grad_scale_times_grad_scale", "decay", "one_minus_where_lt_one_t_beta2_zero", "beta1",
             "weight_decay", "grad_scale", "minus_lr",
         ),
-        host=kernel_scalars,
-        temps=(
-            Temp("tensor_sum_for_exp_avg_sq", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("one_over_sqrt_exp_avg_sq_2_plus_eps", "tensor"),
-        ),
+        host=kernel_scalars, temps=TEMPS,
         stages=(
+            NOVOGRAD_1,
+            NOVOGRAD_2,
             Stage(
-                "novograd_1",
-                "elem",
-                level=0,
-                scalars=(),
-                temps=("tensor_sum_for_exp_avg_sq",),
-                reads=("g",),
-                sums=(("square", ("tensor_sum_for_exp_avg_sq",)),),
-            ),
-            Stage(
-                "novograd_2",
-                "tensor",
-                level=1,
-                scalars=tuple(range(4)),
-                temps=("one_over_sqrt_exp_avg_sq_2_plus_eps",),
-                reads=("exp_avg_sq", "tensor_sum_for_exp_avg_sq"),
-                stores=("exp_avg_sq", "one_over_sqrt_exp_avg_sq_2_plus_eps"),
-                plus=("exp_avg_sq", "one_over_sqrt_exp_avg_sq_2_plus_eps"),
-            ),
-            Stage(
-                "novograd_3",
-                "elem",
-                level=2,
-                scalars=(4, 5, 6, 7),
-                reads=("p", "g", "exp_avg", "one_over_sqrt_exp_avg_sq_2_plus_eps"),
-                stores=("p", "exp_avg"),
+                "novograd_3", "elem", level=2, scalars=(4, 5, 6, 7),
+                reads=("p", "g", "exp_avg", "one_over_sqrt_exp_avg_sq_2_plus_eps"), stores=("p", "exp_avg"),
             ),
         ),
     ),
@@ -251,38 +233,13 @@ STEPS = (
             "eps", "grad_scale_times_grad_scale", "decay", "one_minus_where_lt_one_t_beta2_zero", "beta1",
             "one_minus_beta1_times_grad_scale", "one_minus_beta1_times_weight_decay", "minus_lr",
         ),
-        host=kernel_scalars_2,
-        temps=(
-            Temp("tensor_sum_for_exp_avg_sq", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("one_over_sqrt_exp_avg_sq_2_plus_eps", "tensor"),
-        ),
+        host=kernel_scalars_2, temps=TEMPS,
         stages=(
+            NOVOGRAD_1,
+            NOVOGRAD_2,
             Stage(
-                "novograd_1",
-                "elem",
-                level=0,
-                scalars=(),
-                temps=("tensor_sum_for_exp_avg_sq",),
-                reads=("g",),
-                sums=(("square", ("tensor_sum_for_exp_avg_sq",)),),
-            ),
-            Stage(
-                "novograd_2",
-                "tensor",
-                level=1,
-                scalars=tuple(range(4)),
-                temps=("one_over_sqrt_exp_avg_sq_2_plus_eps",),
-                reads=("exp_avg_sq", "tensor_sum_for_exp_avg_sq"),
-                stores=("exp_avg_sq", "one_over_sqrt_exp_avg_sq_2_plus_eps"),
-                plus=("exp_avg_sq", "one_over_sqrt_exp_avg_sq_2_plus_eps"),
-            ),
-            Stage(
-                "novograd_grad_averaging_3",
-                "elem",
-                level=2,
-                scalars=(4, 5, 6, 7),
-                reads=("p", "g", "exp_avg", "one_over_sqrt_exp_avg_sq_2_plus_eps"),
-                stores=("p", "exp_avg"),
+                "novograd_grad_averaging_3", "elem", level=2, scalars=(4, 5, 6, 7),
+                reads=("p", "g", "exp_avg", "one_over_sqrt_exp_avg_sq_2_plus_eps"), stores=("p", "exp_avg"),
             ),
         ),
     ),

@@ -46,8 +46,8 @@ OPTGEN_INLINE F novograd_grad_averaging_3(
         one_minus_beta1_times_weight_decay, p,
         one_minus_beta1_times_grad_scale * one_over_sqrt_exp_avg_sq_2_plus_eps.read() * g
     );
-    const F exp_avg_ = exp_avg.plus(beta1, update);  // 25  exp_avg = beta1 * exp_avg + update
-    const F p_ = fma(minus_lr, exp_avg_, p);         // 26  p = p - lr * exp_avg
+    const F exp_avg_ = exp_avg.plus(beta1, update);  // 25
+    const F p_ = fma(minus_lr, exp_avg_, p);         // 26
     exp_avg.set(exp_avg_);
     return p_;
 }

@@ -76,8 +76,8 @@ def novograd_grad_averaging_3_tile(
         one_minus_beta1_times_weight_decay, p,
         one_minus_beta1_times_grad_scale * one_over_sqrt_exp_avg_sq_2_plus_eps * g
     )
-    exp_avg = plus(beta1, exp_avg, update, PLAN.exp_avg)  # 25  exp_avg = beta1 * exp_avg + update
-    p = tl.fma(minus_lr, exp_avg, p)                      # 26  p = p - lr * exp_avg
+    exp_avg = plus(beta1, exp_avg, update, PLAN.exp_avg)  # 25
+    p = tl.fma(minus_lr, exp_avg, p)                      # 26
     return p, exp_avg
 
 

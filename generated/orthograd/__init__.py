@@ -4,7 +4,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp
+from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp, by_flags
 from optgen.runtime.records.scalars import where
 from optgen.runtime.reference.eager import sqrt
 
@@ -56,9 +56,7 @@ class OrthoGrad(Optimizer):
 
 
 # Steps in place, in strict maths; the codecs of a plan load and store.
-def orthograd(stored, grad_scale, lr, weight_decay):
-
-    # == sweep 1: g_norm (specs/orthograd.py:25), radial (specs/orthograd.py:23)
+def orthograd_1(stored, grad_scale):
     b = stored.over("p", "g")
     # -- load and decode
     g = b.load("g")
@@ -68,8 +66,10 @@ def orthograd(stored, grad_scale, lr, weight_decay):
     tensor_sum_for_g_norm_tensor = b.tensor_sum(g * g)
     tensor_sum_for_radial_tensor = b.tensor_sum(p * g)
     tensor_sum_for_radial_2_tensor = b.tensor_sum(p * p)
+    return tensor_sum_for_g_norm_tensor, tensor_sum_for_radial_tensor, tensor_sum_for_radial_2_tensor
 
-    # == tensor: values of tensors
+
+def orthograd_2(stored, tensor_sum_for_radial_tensor, tensor_sum_for_radial_2_tensor, tensor_sum_for_g_norm_tensor):
     # -- load and decode
     tensor_sum_for_radial = tensor_sum_for_radial_tensor
     tensor_sum_for_radial_2 = tensor_sum_for_radial_2_tensor
@@ -82,8 +82,10 @@ def orthograd(stored, grad_scale, lr, weight_decay):
     radial_tensor = radial
     g_norm_tensor = g_norm
     by_1em05_times_g_norm_tensor = 1e-05 * g_norm
+    return radial_tensor, g_norm_tensor, by_1em05_times_g_norm_tensor
 
-    # == sweep 2: tangent_norm (specs/orthograd.py:25)
+
+def orthograd_3(stored, grad_scale, radial_tensor):
     b = stored.over("p", "g")
     # -- load and decode
     g = b.load("g")
@@ -94,18 +96,42 @@ def orthograd(stored, grad_scale, lr, weight_decay):
     tangent = g - radial * p  # 24  tangent = g - radial * p
     # -- encode and store
     tensor_sum_for_tangent_norm_tensor = b.tensor_sum(tangent * tangent)
+    return tensor_sum_for_tangent_norm_tensor
 
-    # == tensor: values of tensors
+
+def orthograd_4(stored, by_1em05_times_g_norm_tensor, tensor_sum_for_tangent_norm_tensor, g_norm_tensor):
     # -- load and decode
     by_1em05_times_g_norm = by_1em05_times_g_norm_tensor
     tensor_sum_for_tangent_norm = tensor_sum_for_tangent_norm_tensor
     g_norm = g_norm_tensor
     # -- update  (specs/orthograd.py)
-    tangent_norm = sqrt(tensor_sum_for_tangent_norm)  # 25  g_norm, tangent_norm = norm(g), norm(tangent)
+    tangent_norm = sqrt(tensor_sum_for_tangent_norm)  # 25
     # 26  stretch = where(tangent_norm > 1e-5 * g_norm, g_norm / tangent_norm, 0.0)
     stretch = torch.where(by_1em05_times_g_norm < tangent_norm, g_norm / tangent_norm, 0.0)
     # -- encode and store
     stretch_tensor = stretch
+    return stretch_tensor
+
+
+def orthograd(stored, grad_scale, lr, weight_decay):
+
+    # == sweep 1: g_norm (specs/orthograd.py:25), radial (specs/orthograd.py:23)
+    tensor_sum_for_g_norm_tensor, tensor_sum_for_radial_tensor, tensor_sum_for_radial_2_tensor = orthograd_1(
+        stored, grad_scale,
+    )
+
+    # == tensor: values of tensors
+    radial_tensor, g_norm_tensor, by_1em05_times_g_norm_tensor = orthograd_2(
+        stored, tensor_sum_for_radial_tensor, tensor_sum_for_radial_2_tensor, tensor_sum_for_g_norm_tensor,
+    )
+
+    # == sweep 2: tangent_norm (specs/orthograd.py:25)
+    tensor_sum_for_tangent_norm_tensor = orthograd_3(stored, grad_scale, radial_tensor)
+
+    # == tensor: values of tensors
+    stretch_tensor = orthograd_4(
+        stored, by_1em05_times_g_norm_tensor, tensor_sum_for_tangent_norm_tensor, g_norm_tensor,
+    )
 
     # == sweep 3: the update
     b = stored.over("p", "g")
@@ -116,7 +142,7 @@ def orthograd(stored, grad_scale, lr, weight_decay):
     g = grad_scale * g
     radial = b.spread(radial_tensor)
     # -- update  (specs/orthograd.py)
-    tangent = g - radial * p                  # 24  tangent = g - radial * p
+    tangent = g - radial * p                  # 24
     g = stretch * tangent + weight_decay * p  # 27  g = l2(stretch * tangent, p, weight_decay)
     p = p - lr * g                            # 32  p = p - lr * update
     # -- encode and store
@@ -128,53 +154,22 @@ def orthograd_has_momentum(
 ):
 
     # == sweep 1: g_norm (specs/orthograd.py:25), radial (specs/orthograd.py:23)
-    b = stored.over("p", "g")
-    # -- load and decode
-    g = b.load("g")
-    g = grad_scale * g
-    p = b.load("p")
-    # -- encode and store
-    tensor_sum_for_g_norm_tensor = b.tensor_sum(g * g)
-    tensor_sum_for_radial_tensor = b.tensor_sum(p * g)
-    tensor_sum_for_radial_2_tensor = b.tensor_sum(p * p)
+    tensor_sum_for_g_norm_tensor, tensor_sum_for_radial_tensor, tensor_sum_for_radial_2_tensor = orthograd_1(
+        stored, grad_scale,
+    )
 
     # == tensor: values of tensors
-    # -- load and decode
-    tensor_sum_for_radial = tensor_sum_for_radial_tensor
-    tensor_sum_for_radial_2 = tensor_sum_for_radial_2_tensor
-    tensor_sum_for_g_norm = tensor_sum_for_g_norm_tensor
-    # -- update  (specs/orthograd.py)
-    radial = tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1e-30)  # 23  radial = dot(p, g) / (dot(p, p) + 1e-30)
-    # 25  g_norm, tangent_norm = norm(g), norm(tangent)
-    g_norm = sqrt(tensor_sum_for_g_norm)
-    # -- encode and store
-    radial_tensor = radial
-    g_norm_tensor = g_norm
-    by_1em05_times_g_norm_tensor = 1e-05 * g_norm
+    radial_tensor, g_norm_tensor, by_1em05_times_g_norm_tensor = orthograd_2(
+        stored, tensor_sum_for_radial_tensor, tensor_sum_for_radial_2_tensor, tensor_sum_for_g_norm_tensor,
+    )
 
     # == sweep 2: tangent_norm (specs/orthograd.py:25)
-    b = stored.over("p", "g")
-    # -- load and decode
-    g = b.load("g")
-    g = grad_scale * g
-    radial = b.spread(radial_tensor)
-    p = b.load("p")
-    # -- update  (specs/orthograd.py)
-    tangent = g - radial * p  # 24  tangent = g - radial * p
-    # -- encode and store
-    tensor_sum_for_tangent_norm_tensor = b.tensor_sum(tangent * tangent)
+    tensor_sum_for_tangent_norm_tensor = orthograd_3(stored, grad_scale, radial_tensor)
 
     # == tensor: values of tensors
-    # -- load and decode
-    by_1em05_times_g_norm = by_1em05_times_g_norm_tensor
-    tensor_sum_for_tangent_norm = tensor_sum_for_tangent_norm_tensor
-    g_norm = g_norm_tensor
-    # -- update  (specs/orthograd.py)
-    tangent_norm = sqrt(tensor_sum_for_tangent_norm)  # 25  g_norm, tangent_norm = norm(g), norm(tangent)
-    # 26  stretch = where(tangent_norm > 1e-5 * g_norm, g_norm / tangent_norm, 0.0)
-    stretch = torch.where(by_1em05_times_g_norm < tangent_norm, g_norm / tangent_norm, 0.0)
-    # -- encode and store
-    stretch_tensor = stretch
+    stretch_tensor = orthograd_4(
+        stored, by_1em05_times_g_norm_tensor, tensor_sum_for_tangent_norm_tensor, g_norm_tensor,
+    )
 
     # == sweep 3: the update
     b = stored.over("p", "g", "momentum_buffer")
@@ -186,11 +181,11 @@ def orthograd_has_momentum(
     g = grad_scale * g
     radial = b.spread(radial_tensor)
     # -- update  (specs/orthograd.py)
-    tangent = g - radial * p                  # 24  tangent = g - radial * p
-    g = stretch * tangent + weight_decay * p  # 27  g = l2(stretch * tangent, p, weight_decay)
+    tangent = g - radial * p                  # 24
+    g = stretch * tangent + weight_decay * p  # 27
     # 30  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
     momentum_buffer = where_lt_one_t_momentum_zero * momentum_buffer + where_lt_one_t_one_minus_dampening_one * g
-    p = p - lr * momentum_buffer              # 32  p = p - lr * update
+    p = p - lr * momentum_buffer              # 32
     # -- encode and store
     b.store("p", p)
     b.store("momentum_buffer", momentum_buffer)
@@ -202,53 +197,22 @@ def orthograd_nesterov_has_momentum(
 ):
 
     # == sweep 1: g_norm (specs/orthograd.py:25), radial (specs/orthograd.py:23)
-    b = stored.over("p", "g")
-    # -- load and decode
-    g = b.load("g")
-    g = grad_scale * g
-    p = b.load("p")
-    # -- encode and store
-    tensor_sum_for_g_norm_tensor = b.tensor_sum(g * g)
-    tensor_sum_for_radial_tensor = b.tensor_sum(p * g)
-    tensor_sum_for_radial_2_tensor = b.tensor_sum(p * p)
+    tensor_sum_for_g_norm_tensor, tensor_sum_for_radial_tensor, tensor_sum_for_radial_2_tensor = orthograd_1(
+        stored, grad_scale,
+    )
 
     # == tensor: values of tensors
-    # -- load and decode
-    tensor_sum_for_radial = tensor_sum_for_radial_tensor
-    tensor_sum_for_radial_2 = tensor_sum_for_radial_2_tensor
-    tensor_sum_for_g_norm = tensor_sum_for_g_norm_tensor
-    # -- update  (specs/orthograd.py)
-    radial = tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1e-30)  # 23  radial = dot(p, g) / (dot(p, p) + 1e-30)
-    # 25  g_norm, tangent_norm = norm(g), norm(tangent)
-    g_norm = sqrt(tensor_sum_for_g_norm)
-    # -- encode and store
-    radial_tensor = radial
-    g_norm_tensor = g_norm
-    by_1em05_times_g_norm_tensor = 1e-05 * g_norm
+    radial_tensor, g_norm_tensor, by_1em05_times_g_norm_tensor = orthograd_2(
+        stored, tensor_sum_for_radial_tensor, tensor_sum_for_radial_2_tensor, tensor_sum_for_g_norm_tensor,
+    )
 
     # == sweep 2: tangent_norm (specs/orthograd.py:25)
-    b = stored.over("p", "g")
-    # -- load and decode
-    g = b.load("g")
-    g = grad_scale * g
-    radial = b.spread(radial_tensor)
-    p = b.load("p")
-    # -- update  (specs/orthograd.py)
-    tangent = g - radial * p  # 24  tangent = g - radial * p
-    # -- encode and store
-    tensor_sum_for_tangent_norm_tensor = b.tensor_sum(tangent * tangent)
+    tensor_sum_for_tangent_norm_tensor = orthograd_3(stored, grad_scale, radial_tensor)
 
     # == tensor: values of tensors
-    # -- load and decode
-    by_1em05_times_g_norm = by_1em05_times_g_norm_tensor
-    tensor_sum_for_tangent_norm = tensor_sum_for_tangent_norm_tensor
-    g_norm = g_norm_tensor
-    # -- update  (specs/orthograd.py)
-    tangent_norm = sqrt(tensor_sum_for_tangent_norm)  # 25  g_norm, tangent_norm = norm(g), norm(tangent)
-    # 26  stretch = where(tangent_norm > 1e-5 * g_norm, g_norm / tangent_norm, 0.0)
-    stretch = torch.where(by_1em05_times_g_norm < tangent_norm, g_norm / tangent_norm, 0.0)
-    # -- encode and store
-    stretch_tensor = stretch
+    stretch_tensor = orthograd_4(
+        stored, by_1em05_times_g_norm_tensor, tensor_sum_for_tangent_norm_tensor, g_norm_tensor,
+    )
 
     # == sweep 3: the update
     b = stored.over("p", "g", "momentum_buffer")
@@ -260,13 +224,12 @@ def orthograd_nesterov_has_momentum(
     radial = b.spread(radial_tensor)
     momentum_buffer = b.load("momentum_buffer")
     # -- update  (specs/orthograd.py)
-    tangent = g - radial * p                  # 24  tangent = g - radial * p
-    g = stretch * tangent + weight_decay * p  # 27  g = l2(stretch * tangent, p, weight_decay)
-    # 30  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-    momentum_buffer = where_lt_one_t_momentum_zero * momentum_buffer + where_lt_one_t_one_minus_dampening_one * g
+    tangent = g - radial * p                  # 24
+    g = stretch * tangent + weight_decay * p  # 27
+    momentum_buffer = where_lt_one_t_momentum_zero * momentum_buffer + where_lt_one_t_one_minus_dampening_one * g  # 30
     # 31  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
     update = g + momentum * momentum_buffer
-    p = p - lr * update                       # 32  p = p - lr * update
+    p = p - lr * update                       # 32
     # -- encode and store
     b.store("p", p)
     b.store("momentum_buffer", momentum_buffer)
@@ -323,42 +286,63 @@ def kernel_scalars_3(step, grad_scale, *, lr, momentum, dampening, weight_decay)
     )
 
 
+# What several of the records below have.
+TEMPS = (
+    Temp("tensor_sum_for_g_norm", "tensor", reduction="tensor_sum", source="elem"),
+    Temp("tensor_sum_for_radial", "tensor", reduction="tensor_sum", source="elem"),
+    Temp("tensor_sum_for_radial_2", "tensor", reduction="tensor_sum", source="elem"),
+    Temp("by_1em05_times_g_norm", "tensor"),
+    Temp("g_norm", "tensor"),
+    Temp("radial", "tensor"),
+    Temp("tensor_sum_for_tangent_norm", "tensor", reduction="tensor_sum", source="elem"),
+    Temp("stretch", "tensor"),
+)
+ORTHOGRAD_1 = Stage(
+    "orthograd_1", "elem", level=0, scalars=(),
+    temps=("tensor_sum_for_g_norm", "tensor_sum_for_radial", "tensor_sum_for_radial_2"), reads=("p", "g"),
+    sums=(
+        ("square", ("tensor_sum_for_g_norm",)), ("product", ("tensor_sum_for_radial",)),
+        ("square", ("tensor_sum_for_radial_2",)),
+    ),
+)
+ORTHOGRAD_2 = Stage(
+    "orthograd_2", "tensor", level=1, scalars=(0, 1), temps=("radial", "g_norm", "by_1em05_times_g_norm"),
+    reads=("tensor_sum_for_radial", "tensor_sum_for_radial_2", "tensor_sum_for_g_norm"),
+    stores=("radial", "g_norm", "by_1em05_times_g_norm"),
+)
+ORTHOGRAD_3 = Stage(
+    "orthograd_3", "elem", level=2, scalars=(0,), temps=("tensor_sum_for_tangent_norm",), reads=("p", "g", "radial"),
+    sums=(("square", ("tensor_sum_for_tangent_norm",)),),
+)
+ORTHOGRAD_4 = Stage(
+    "orthograd_4", "tensor", level=3, scalars=(), temps=("stretch",),
+    reads=("by_1em05_times_g_norm", "tensor_sum_for_tangent_norm", "g_norm"), stores=("stretch",), picked=("stretch",),
+)
+
 # The eager reference, in strict maths.
-RULES = (
+RULES = by_flags(
+    {"nesterov": False, "has_momentum": False},
     RuleRecord(
-        "orthograd",
-        "",
-        flags={"nesterov": False, "has_momentum": False},
-        step="orthograd",
-        scalars=("grad_scale", "lr", "weight_decay"),
-        host=host_scalars,
-        spaces=("tensor",),
+        "orthograd", "orthograd", scalars=("grad_scale", "lr", "weight_decay"), host=host_scalars, spaces=("tensor",),
+        settings=({"nesterov": False, "has_momentum": False},),
     ),
     RuleRecord(
-        "orthograd",
-        "_has_momentum",
-        flags={"nesterov": False, "has_momentum": True},
-        step="orthograd_has_momentum",
+        "orthograd", "orthograd_has_momentum",
         scalars=(
             "grad_scale", "lr", "weight_decay", "where_lt_one_t_momentum_zero",
             "where_lt_one_t_one_minus_dampening_one",
         ),
-        host=host_scalars_2,
-        states=(StateRecord("momentum_buffer"),),
-        spaces=("tensor",),
+        host=host_scalars_2, states=(StateRecord("momentum_buffer"),), spaces=("tensor",),
+        settings=({"nesterov": False, "has_momentum": True},),
     ),
     RuleRecord(
-        "orthograd",
-        "_nesterov_has_momentum",
-        flags={"nesterov": True, "has_momentum": True},
-        step="orthograd_nesterov_has_momentum",
+        "orthograd", "orthograd_nesterov_has_momentum",
         scalars=(
             "grad_scale", "lr", "momentum", "weight_decay", "where_lt_one_t_momentum_zero",
             "where_lt_one_t_one_minus_dampening_one",
         ),
-        host=host_scalars_3,
-        states=(StateRecord("momentum_buffer"),),
-        spaces=("tensor",),
+        host=host_scalars_3, states=(StateRecord("momentum_buffer"),), spaces=("tensor",),
+        settings=({"nesterov": True, "has_momentum": True},),
     ),
 )
 
@@ -366,67 +350,14 @@ RULES = (
 STEPS = (
     Rule(
         ({"nesterov": False, "has_momentum": False},),
-        ("grad_scale", "grad_scale_times_grad_scale", "weight_decay", "minus_lr"),
-        host=kernel_scalars,
-        temps=(
-            Temp("tensor_sum_for_g_norm", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("tensor_sum_for_radial", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("tensor_sum_for_radial_2", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("by_1em05_times_g_norm", "tensor"),
-            Temp("g_norm", "tensor"),
-            Temp("radial", "tensor"),
-            Temp("tensor_sum_for_tangent_norm", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("stretch", "tensor"),
-        ),
+        ("grad_scale", "grad_scale_times_grad_scale", "weight_decay", "minus_lr"), host=kernel_scalars, temps=TEMPS,
         stages=(
+            ORTHOGRAD_1,
+            ORTHOGRAD_2,
+            ORTHOGRAD_3,
+            ORTHOGRAD_4,
             Stage(
-                "orthograd_1",
-                "elem",
-                level=0,
-                scalars=(),
-                temps=("tensor_sum_for_g_norm", "tensor_sum_for_radial", "tensor_sum_for_radial_2"),
-                reads=("p", "g"),
-                sums=(
-                    ("square", ("tensor_sum_for_g_norm",)),
-                    ("product", ("tensor_sum_for_radial",)),
-                    ("square", ("tensor_sum_for_radial_2",)),
-                ),
-            ),
-            Stage(
-                "orthograd_2",
-                "tensor",
-                level=1,
-                scalars=(0, 1),
-                temps=("radial", "g_norm", "by_1em05_times_g_norm"),
-                reads=("tensor_sum_for_radial", "tensor_sum_for_radial_2", "tensor_sum_for_g_norm"),
-                stores=("radial", "g_norm", "by_1em05_times_g_norm"),
-            ),
-            Stage(
-                "orthograd_3",
-                "elem",
-                level=2,
-                scalars=(0,),
-                temps=("tensor_sum_for_tangent_norm",),
-                reads=("p", "g", "radial"),
-                sums=(("square", ("tensor_sum_for_tangent_norm",)),),
-            ),
-            Stage(
-                "orthograd_4",
-                "tensor",
-                level=3,
-                scalars=(),
-                temps=("stretch",),
-                reads=("by_1em05_times_g_norm", "tensor_sum_for_tangent_norm", "g_norm"),
-                stores=("stretch",),
-                picked=("stretch",),
-            ),
-            Stage(
-                "orthograd_5",
-                "elem",
-                level=4,
-                scalars=(2, 0, 3),
-                reads=("p", "g", "stretch", "radial"),
-                stores=("p",),
+                "orthograd_5", "elem", level=4, scalars=(2, 0, 3), reads=("p", "g", "stretch", "radial"), stores=("p",),
             ),
         ),
     ),
@@ -436,66 +367,15 @@ STEPS = (
             "grad_scale", "grad_scale_times_grad_scale", "weight_decay", "where_lt_one_t_momentum_zero",
             "where_lt_one_t_one_minus_dampening_one", "minus_lr",
         ),
-        host=kernel_scalars_2,
-        temps=(
-            Temp("tensor_sum_for_g_norm", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("tensor_sum_for_radial", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("tensor_sum_for_radial_2", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("by_1em05_times_g_norm", "tensor"),
-            Temp("g_norm", "tensor"),
-            Temp("radial", "tensor"),
-            Temp("tensor_sum_for_tangent_norm", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("stretch", "tensor"),
-        ),
+        host=kernel_scalars_2, temps=TEMPS,
         stages=(
+            ORTHOGRAD_1,
+            ORTHOGRAD_2,
+            ORTHOGRAD_3,
+            ORTHOGRAD_4,
             Stage(
-                "orthograd_1",
-                "elem",
-                level=0,
-                scalars=(),
-                temps=("tensor_sum_for_g_norm", "tensor_sum_for_radial", "tensor_sum_for_radial_2"),
-                reads=("p", "g"),
-                sums=(
-                    ("square", ("tensor_sum_for_g_norm",)),
-                    ("product", ("tensor_sum_for_radial",)),
-                    ("square", ("tensor_sum_for_radial_2",)),
-                ),
-            ),
-            Stage(
-                "orthograd_2",
-                "tensor",
-                level=1,
-                scalars=(0, 1),
-                temps=("radial", "g_norm", "by_1em05_times_g_norm"),
-                reads=("tensor_sum_for_radial", "tensor_sum_for_radial_2", "tensor_sum_for_g_norm"),
-                stores=("radial", "g_norm", "by_1em05_times_g_norm"),
-            ),
-            Stage(
-                "orthograd_3",
-                "elem",
-                level=2,
-                scalars=(0,),
-                temps=("tensor_sum_for_tangent_norm",),
-                reads=("p", "g", "radial"),
-                sums=(("square", ("tensor_sum_for_tangent_norm",)),),
-            ),
-            Stage(
-                "orthograd_4",
-                "tensor",
-                level=3,
-                scalars=(),
-                temps=("stretch",),
-                reads=("by_1em05_times_g_norm", "tensor_sum_for_tangent_norm", "g_norm"),
-                stores=("stretch",),
-                picked=("stretch",),
-            ),
-            Stage(
-                "orthograd_has_momentum_5",
-                "elem",
-                level=4,
-                scalars=(2, 0, 3, 4, 5),
-                reads=("p", "g", "momentum_buffer", "stretch", "radial"),
-                stores=("p", "momentum_buffer"),
+                "orthograd_has_momentum_5", "elem", level=4, scalars=(2, 0, 3, 4, 5),
+                reads=("p", "g", "momentum_buffer", "stretch", "radial"), stores=("p", "momentum_buffer"),
             ),
         ),
     ),
@@ -505,66 +385,15 @@ STEPS = (
             "grad_scale", "grad_scale_times_grad_scale", "momentum", "weight_decay", "where_lt_one_t_momentum_zero",
             "where_lt_one_t_one_minus_dampening_one", "minus_lr",
         ),
-        host=kernel_scalars_3,
-        temps=(
-            Temp("tensor_sum_for_g_norm", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("tensor_sum_for_radial", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("tensor_sum_for_radial_2", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("by_1em05_times_g_norm", "tensor"),
-            Temp("g_norm", "tensor"),
-            Temp("radial", "tensor"),
-            Temp("tensor_sum_for_tangent_norm", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("stretch", "tensor"),
-        ),
+        host=kernel_scalars_3, temps=TEMPS,
         stages=(
+            ORTHOGRAD_1,
+            ORTHOGRAD_2,
+            ORTHOGRAD_3,
+            ORTHOGRAD_4,
             Stage(
-                "orthograd_1",
-                "elem",
-                level=0,
-                scalars=(),
-                temps=("tensor_sum_for_g_norm", "tensor_sum_for_radial", "tensor_sum_for_radial_2"),
-                reads=("p", "g"),
-                sums=(
-                    ("square", ("tensor_sum_for_g_norm",)),
-                    ("product", ("tensor_sum_for_radial",)),
-                    ("square", ("tensor_sum_for_radial_2",)),
-                ),
-            ),
-            Stage(
-                "orthograd_2",
-                "tensor",
-                level=1,
-                scalars=(0, 1),
-                temps=("radial", "g_norm", "by_1em05_times_g_norm"),
-                reads=("tensor_sum_for_radial", "tensor_sum_for_radial_2", "tensor_sum_for_g_norm"),
-                stores=("radial", "g_norm", "by_1em05_times_g_norm"),
-            ),
-            Stage(
-                "orthograd_3",
-                "elem",
-                level=2,
-                scalars=(0,),
-                temps=("tensor_sum_for_tangent_norm",),
-                reads=("p", "g", "radial"),
-                sums=(("square", ("tensor_sum_for_tangent_norm",)),),
-            ),
-            Stage(
-                "orthograd_4",
-                "tensor",
-                level=3,
-                scalars=(),
-                temps=("stretch",),
-                reads=("by_1em05_times_g_norm", "tensor_sum_for_tangent_norm", "g_norm"),
-                stores=("stretch",),
-                picked=("stretch",),
-            ),
-            Stage(
-                "orthograd_nesterov_has_momentum_5",
-                "elem",
-                level=4,
-                scalars=(2, 3, 0, 4, 5, 6),
-                reads=("p", "g", "momentum_buffer", "stretch", "radial"),
-                stores=("p", "momentum_buffer"),
+                "orthograd_nesterov_has_momentum_5", "elem", level=4, scalars=(2, 3, 0, 4, 5, 6),
+                reads=("p", "g", "momentum_buffer", "stretch", "radial"), stores=("p", "momentum_buffer"),
             ),
         ),
     ),

@@ -37,8 +37,7 @@ OPTGEN_INLINE void orthograd_3(F p, F g, F grad_scale, S0 &radial, S1 &tensor_su
 // tensor: values of tensors
 template <class S0, class S1, class S2, class S3>
 OPTGEN_INLINE void orthograd_4(S0 &by_1em05_times_g_norm, S1 &tensor_sum_for_tangent_norm, S2 &g_norm, S3 &stretch) {
-    // 25  g_norm, tangent_norm = norm(g), norm(tangent)
-    const F tangent_norm = sqrt(tensor_sum_for_tangent_norm.read());
+    const F tangent_norm = sqrt(tensor_sum_for_tangent_norm.read());  // 25
     // 26  stretch = where(tangent_norm > 1e-5 * g_norm, g_norm / tangent_norm, 0.0)
     const F stretch_ = where(by_1em05_times_g_norm.read() < tangent_norm, g_norm.read() / tangent_norm, F(0.0f));
     stretch.set(stretch_);
@@ -48,7 +47,7 @@ OPTGEN_INLINE void orthograd_4(S0 &by_1em05_times_g_norm, S1 &tensor_sum_for_tan
 template <class S0, class S1>
 OPTGEN_INLINE F orthograd_5(F p, F g, F weight_decay, F grad_scale, F minus_lr, S0 &stretch, S1 &radial) {
     const F g_ = grad_scale * g;
-    const F tangent = fma(-radial.read(), p, g_);                  // 24  tangent = g - radial * p
+    const F tangent = fma(-radial.read(), p, g_);                  // 24
     const F g_2 = fma(weight_decay, p, stretch.read() * tangent);  // 27  g = l2(stretch * tangent, p, weight_decay)
     const F p_ = fma(minus_lr, g_2, p);                            // 32  p = p - lr * update
     return p_;
@@ -61,13 +60,13 @@ OPTGEN_INLINE F orthograd_has_momentum_5(
     F minus_lr, S0 &momentum_buffer, S1 &stretch, S2 &radial
 ) {
     const F g_ = grad_scale * g;
-    const F tangent = fma(-radial.read(), p, g_);                  // 24  tangent = g - radial * p
-    const F g_2 = fma(weight_decay, p, stretch.read() * tangent);  // 27  g = l2(stretch * tangent, p, weight_decay)
+    const F tangent = fma(-radial.read(), p, g_);                  // 24
+    const F g_2 = fma(weight_decay, p, stretch.read() * tangent);  // 27
     // 30  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
     const F momentum_buffer_ = fma(
         where_lt_one_t_one_minus_dampening_one, g_2, momentum_buffer.times(where_lt_one_t_momentum_zero)
     );
-    const F p_ = fma(minus_lr, momentum_buffer_, p);               // 32  p = p - lr * update
+    const F p_ = fma(minus_lr, momentum_buffer_, p);               // 32
     momentum_buffer.set(momentum_buffer_);
     return p_;
 }
@@ -79,15 +78,15 @@ OPTGEN_INLINE F orthograd_nesterov_has_momentum_5(
     F where_lt_one_t_one_minus_dampening_one, F minus_lr, S0 &momentum_buffer, S1 &stretch, S2 &radial
 ) {
     const F g_ = grad_scale * g;
-    const F tangent = fma(-radial.read(), p, g_);                  // 24  tangent = g - radial * p
-    const F g_2 = fma(weight_decay, p, stretch.read() * tangent);  // 27  g = l2(stretch * tangent, p, weight_decay)
-    // 30  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
+    const F tangent = fma(-radial.read(), p, g_);                  // 24
+    const F g_2 = fma(weight_decay, p, stretch.read() * tangent);  // 27
+    // 30
     const F momentum_buffer_ = fma(
         where_lt_one_t_one_minus_dampening_one, g_2, momentum_buffer.times(where_lt_one_t_momentum_zero)
     );
     // 31  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
     const F update = fma(momentum, momentum_buffer_, g_2);
-    const F p_ = fma(minus_lr, update, p);                         // 32  p = p - lr * update
+    const F p_ = fma(minus_lr, update, p);                         // 32
     momentum_buffer.set(momentum_buffer_);
     return p_;
 }

@@ -56,7 +56,7 @@ def orthograd_3_sweep(table, work, grad_scale: tl.float32, step_key: tl.int32, S
 @triton.jit
 def orthograd_4_values(by_1em05_times_g_norm, tensor_sum_for_tangent_norm, g_norm):
     """The new stretch."""
-    tangent_norm = tl.sqrt(tensor_sum_for_tangent_norm)  # 25  g_norm, tangent_norm = norm(g), norm(tangent)
+    tangent_norm = tl.sqrt(tensor_sum_for_tangent_norm)  # 25
     # 26  stretch = where(tangent_norm > 1e-5 * g_norm, g_norm / tangent_norm, 0.0)
     stretch = tl.where(by_1em05_times_g_norm < tangent_norm, g_norm / tangent_norm, 0.0)
     return (stretch,)
@@ -73,7 +73,7 @@ def orthograd_5_tile(
 ):
     """The new p."""
     g = grad_scale * g
-    tangent = tl.fma(minus(radial), p, g)           # 24  tangent = g - radial * p
+    tangent = tl.fma(minus(radial), p, g)           # 24
     g = tl.fma(weight_decay, p, stretch * tangent)  # 27  g = l2(stretch * tangent, p, weight_decay)
     p = tl.fma(minus_lr, g, p)                      # 32  p = p - lr * update
     return (p,)
@@ -94,14 +94,14 @@ def orthograd_has_momentum_5_tile(
 ):
     """The new p, momentum_buffer."""
     g = grad_scale * g
-    tangent = tl.fma(minus(radial), p, g)           # 24  tangent = g - radial * p
-    g = tl.fma(weight_decay, p, stretch * tangent)  # 27  g = l2(stretch * tangent, p, weight_decay)
+    tangent = tl.fma(minus(radial), p, g)           # 24
+    g = tl.fma(weight_decay, p, stretch * tangent)  # 27
     # 30  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
     momentum_buffer = tl.fma(
         where_lt_one_t_one_minus_dampening_one, g,
         times(where_lt_one_t_momentum_zero, momentum_buffer, PLAN.momentum_buffer)
     )
-    p = tl.fma(minus_lr, momentum_buffer, p)        # 32  p = p - lr * update
+    p = tl.fma(minus_lr, momentum_buffer, p)        # 32
     return p, momentum_buffer
 
 
@@ -124,16 +124,16 @@ def orthograd_nesterov_has_momentum_5_tile(
 ):
     """The new p, momentum_buffer."""
     g = grad_scale * g
-    tangent = tl.fma(minus(radial), p, g)           # 24  tangent = g - radial * p
-    g = tl.fma(weight_decay, p, stretch * tangent)  # 27  g = l2(stretch * tangent, p, weight_decay)
-    # 30  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
+    tangent = tl.fma(minus(radial), p, g)           # 24
+    g = tl.fma(weight_decay, p, stretch * tangent)  # 27
+    # 30
     momentum_buffer = tl.fma(
         where_lt_one_t_one_minus_dampening_one, g,
         times(where_lt_one_t_momentum_zero, momentum_buffer, PLAN.momentum_buffer)
     )
     # 31  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
     update = tl.fma(momentum, momentum_buffer, g)
-    p = tl.fma(minus_lr, update, p)                 # 32  p = p - lr * update
+    p = tl.fma(minus_lr, update, p)                 # 32
     return p, momentum_buffer
 
 

@@ -4,7 +4,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Series, Stage, StateRecord, Temp
+from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Series, Stage, StateRecord, Temp, by_flags
 from optgen.runtime.records.scalars import divide, maximum, root, where
 from optgen.runtime.reference.eager import few_sum, newton_schulz, sqrt
 
@@ -154,8 +154,7 @@ def polargrad(
     direction_stored = b.elements(direction_tensor)
     # -- update  (specs/polargrad.py)
     p = p * one_minus_lr_times_weight_decay         # 39  p = policies.decoupled(p, lr, weight_decay)
-    # 37  direction = newton_schulz(momentum_buffer, ns_steps, ns_coefficients, gram=gram)
-    direction = direction_stored.to(torch.float32)
+    direction = direction_stored.to(torch.float32)  # 37
     p = p - lr_times_nuclear * direction            # 40  p = p - lr * nuclear * direction
     # -- encode and store
     b.store("p", p)
@@ -177,11 +176,8 @@ def polargrad_no_matrix(
     # 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr,
     #     adamw_betas, adamw_eps, weight_decay )
     momentum_buffer = adamw_betas_0 * momentum_buffer + one_minus_adamw_betas_0 * g
-    # 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr,
-    #     adamw_betas, adamw_eps, weight_decay )
-    exp_avg_sq = adamw_betas_1 * exp_avg_sq + one_minus_adamw_betas_1 * g * g
-    # 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr,
-    #     adamw_betas, adamw_eps, weight_decay )
+    exp_avg_sq = adamw_betas_1 * exp_avg_sq + one_minus_adamw_betas_1 * g * g  # 32
+    # 32
     p = (
         p * one_minus_adamw_lr_times_weight_decay - adamw_lr_over_one_minus_adamw_betas_0_pow_t * momentum_buffer
         / (sqrt(exp_avg_sq) / sqrt_one_minus_adamw_betas_1_pow_t + adamw_eps)
@@ -253,64 +249,26 @@ def kernel_scalars_2(
 
 
 # The eager reference, in strict maths.
-RULES = (
+RULES = by_flags(
+    {"adamw": False, "matrix": True},
     RuleRecord(
-        "polargrad",
-        "",
-        flags={"adamw": False, "matrix": True},
-        step="polargrad",
+        "polargrad", "polargrad",
         scalars=(
             "momentum", "grad_scale", "one_minus_momentum", "ns_coefficients", "ns_steps", "gram", "lr",
             "one_minus_lr_times_weight_decay",
         ),
-        host=host_scalars,
-        states=(StateRecord("momentum_buffer"),),
-        early=("momentum_buffer",),
-        spaces=("call", "mat", "tensor"),
-        by_rows=True,
-        matrix="heads",
+        host=host_scalars, states=(StateRecord("momentum_buffer"),), early=("momentum_buffer",),
+        spaces=("call", "mat", "tensor"), by_rows=True, matrix="heads", settings=({"adamw": False, "matrix": True},),
     ),
     RuleRecord(
-        "polargrad",
-        "_no_matrix",
-        flags={"adamw": False, "matrix": False},
-        step="polargrad_no_matrix",
+        "polargrad", "polargrad_no_matrix",
         scalars=(
             "adamw_betas_0", "adamw_betas_1", "adamw_eps", "grad_scale", "one_minus_adamw_lr_times_weight_decay",
             "one_minus_adamw_betas_0", "adamw_lr_over_one_minus_adamw_betas_0_pow_t", "one_minus_adamw_betas_1",
             "sqrt_one_minus_adamw_betas_1_pow_t",
         ),
-        host=host_scalars_2,
-        states=(StateRecord("momentum_buffer"), StateRecord("exp_avg_sq", nonneg=True)),
-        matrix="heads",
-    ),
-    RuleRecord(
-        "polargrad",
-        "_adamw",
-        flags={"adamw": True, "matrix": True},
-        step="polargrad_no_matrix",
-        scalars=(
-            "adamw_betas_0", "adamw_betas_1", "adamw_eps", "grad_scale", "one_minus_adamw_lr_times_weight_decay",
-            "one_minus_adamw_betas_0", "adamw_lr_over_one_minus_adamw_betas_0_pow_t", "one_minus_adamw_betas_1",
-            "sqrt_one_minus_adamw_betas_1_pow_t",
-        ),
-        host=host_scalars_2,
-        states=(StateRecord("momentum_buffer"), StateRecord("exp_avg_sq", nonneg=True)),
-        matrix="heads",
-    ),
-    RuleRecord(
-        "polargrad",
-        "_adamw_no_matrix",
-        flags={"adamw": True, "matrix": False},
-        step="polargrad_no_matrix",
-        scalars=(
-            "adamw_betas_0", "adamw_betas_1", "adamw_eps", "grad_scale", "one_minus_adamw_lr_times_weight_decay",
-            "one_minus_adamw_betas_0", "adamw_lr_over_one_minus_adamw_betas_0_pow_t", "one_minus_adamw_betas_1",
-            "sqrt_one_minus_adamw_betas_1_pow_t",
-        ),
-        host=host_scalars_2,
-        states=(StateRecord("momentum_buffer"), StateRecord("exp_avg_sq", nonneg=True)),
-        matrix="heads",
+        host=host_scalars_2, states=(StateRecord("momentum_buffer"), StateRecord("exp_avg_sq", nonneg=True)),
+        matrix="heads", settings=({"adamw": True}, {"matrix": False}),
     ),
 )
 
@@ -332,76 +290,38 @@ STEPS = (
         ),
         stages=(
             Stage(
-                "polargrad_1",
-                "elem",
-                level=0,
-                scalars=(0, 1),
-                temps=("direction",),
-                reads=("g", "momentum_buffer"),
-                stores=("momentum_buffer", "direction"),
-                picked=("direction",),
+                "polargrad_1", "elem", level=0, scalars=(0, 1), temps=("direction",), reads=("g", "momentum_buffer"),
+                stores=("momentum_buffer", "direction"), picked=("direction",),
             ),
             Stage(
-                "newton_schulz",
-                "call",
-                level=1,
-                scalars=(2, 3, 4),
-                temps=("direction",),
+                "newton_schulz", "call", level=1, scalars=(2, 3, 4), temps=("direction",),
                 given=("ns_steps", 1.0, "gram", 1e-07, "ns_coefficients"),
             ),
             Stage(
-                "polargrad_3",
-                "elem",
-                level=2,
-                scalars=(),
-                temps=("row_sum_for_nuclear",),
-                matrices=True,
-                reads=("momentum_buffer", "direction"),
-                sums=(("product", ("row_sum_for_nuclear",)),),
+                "polargrad_3", "elem", level=2, scalars=(), temps=("row_sum_for_nuclear",), matrices=True,
+                reads=("momentum_buffer", "direction"), sums=(("product", ("row_sum_for_nuclear",)),),
             ),
             Stage(
-                "polargrad_4",
-                "row",
-                level=3,
-                scalars=(),
-                temps=("mat_sum_for_nuclear",),
-                matrices=True,
-                reads=("row_sum_for_nuclear",),
-                sums=(("sum", ("mat_sum_for_nuclear",)),),
+                "polargrad_4", "row", level=3, scalars=(), temps=("mat_sum_for_nuclear",), matrices=True,
+                reads=("row_sum_for_nuclear",), sums=(("sum", ("mat_sum_for_nuclear",)),),
             ),
             Stage(
-                "polargrad_5",
-                "tensor",
-                level=3,
-                scalars=(),
-                temps=("rows_times_columns",),
-                stores=("rows_times_columns",),
-                extents=("rows", "columns"),
+                "polargrad_5", "tensor", level=3, scalars=(), temps=("rows_times_columns",),
+                stores=("rows_times_columns",), extents=("rows", "columns"),
             ),
             Stage(
-                "polargrad_6",
-                "mat",
-                level=3,
-                scalars=(5,),
-                temps=("lr_times_nuclear",),
-                matrices=True,
-                reads=("mat_sum_for_nuclear", "rows_times_columns"),
-                stores=("lr_times_nuclear",),
+                "polargrad_6", "mat", level=3, scalars=(5,), temps=("lr_times_nuclear",), matrices=True,
+                reads=("mat_sum_for_nuclear", "rows_times_columns"), stores=("lr_times_nuclear",),
             ),
             Stage(
-                "polargrad_7",
-                "elem",
-                level=4,
-                scalars=(6,),
-                matrices=True,
-                reads=("p", "lr_times_nuclear", "direction"),
-                stores=("p",),
+                "polargrad_7", "elem", level=4, scalars=(6,), matrices=True,
+                reads=("p", "lr_times_nuclear", "direction"), stores=("p",),
             ),
         ),
         early=("momentum_buffer",),
     ),
     Rule(
-        ({"adamw": False, "matrix": False}, {"adamw": True, "matrix": True}, {"adamw": True, "matrix": False}),
+        ({"adamw": True}, {"matrix": False}),
         (
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
@@ -409,14 +329,9 @@ STEPS = (
         host=kernel_scalars_2,
         stages=(
             Stage(
-                "polargrad_no_matrix",
-                "elem",
-                level=0,
-                scalars=tuple(range(7)),
-                reads=("p", "g", "momentum_buffer", "exp_avg_sq"),
-                stores=("p", "momentum_buffer", "exp_avg_sq"),
-                plus=("exp_avg_sq",),
-                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+                "polargrad_no_matrix", "elem", level=0, scalars=tuple(range(7)),
+                reads=("p", "g", "momentum_buffer", "exp_avg_sq"), stores=("p", "momentum_buffer", "exp_avg_sq"),
+                plus=("exp_avg_sq",), needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
             ),
         ),
     ),

@@ -52,8 +52,7 @@ OPTGEN_INLINE void polargrad_6(F lr, S0 &mat_sum_for_nuclear, S1 &rows_times_col
 // a sweep: the update
 template <class S0, class S1>
 OPTGEN_INLINE F polargrad_7(F p, F one_minus_lr_times_weight_decay, S0 &lr_times_nuclear, S1 &direction) {
-    // 37  direction = newton_schulz(momentum_buffer, ns_steps, ns_coefficients, gram=gram)
-    const F direction_ = direction.read();
+    const F direction_ = direction.read();  // 37
     const F p_ = one_minus_lr_times_weight_decay * p;             // 39  p = policies.decoupled(p, lr, weight_decay)
     const F p_2 = fma(-lr_times_nuclear.read(), direction_, p_);  // 40  p = p - lr * nuclear * direction
     return p_2;
@@ -76,16 +75,13 @@ struct polargrad_no_matrix {  // polargrad
         const F momentum_buffer_ = fma(
             one_minus_adamw_betas_0_times_grad_scale, g, momentum_buffer.times(adamw_betas_0)
         );
-        // 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr,
-        //     adamw_betas, adamw_eps, weight_decay )
-        const F exp_avg_sq_ = fma(scalar_1 * g, g, exp_avg_sq.times(adamw_betas_1));
+        const F exp_avg_sq_ = fma(scalar_1 * g, g, exp_avg_sq.times(adamw_betas_1));  // 32
         momentum_buffer.set(momentum_buffer_);
         exp_avg_sq.set(exp_avg_sq_);
     }
     template <class S0, class S1>
     F weight(F p, F g, const S0 &momentum_buffer, const S1 &exp_avg_sq) const {
-        // 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr,
-        //     adamw_betas, adamw_eps, weight_decay )
+        // 32
         const F p_ = fma(
             -momentum_buffer.next(), 1.0f / fma(exp_avg_sq.root(), scalar_2, scalar_3),
             one_minus_adamw_lr_times_weight_decay * p

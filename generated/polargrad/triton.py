@@ -85,8 +85,7 @@ def polargrad_7_tile(
     MASKED: tl.constexpr,
 ):
     """The new p."""
-    # 37  direction = newton_schulz(momentum_buffer, ns_steps, ns_coefficients, gram=gram)
-    direction = widened(direction_stored)
+    direction = widened(direction_stored)  # 37
     p = one_minus_lr_times_weight_decay * p            # 39  p = policies.decoupled(p, lr, weight_decay)
     p = tl.fma(minus(lr_times_nuclear), direction, p)  # 40  p = p - lr * nuclear * direction
     return (p,)
@@ -111,11 +110,8 @@ def polargrad_no_matrix_tile(
     momentum_buffer = tl.fma(
         one_minus_adamw_betas_0_times_grad_scale, g, times(adamw_betas_0, momentum_buffer, PLAN.momentum_buffer)
     )
-    # 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr,
-    #     adamw_betas, adamw_eps, weight_decay )
-    exp_avg_sq = tl.fma(scalar_1 * g, g, times(adamw_betas_1, exp_avg_sq, PLAN.exp_avg_sq))
-    # 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr,
-    #     adamw_betas, adamw_eps, weight_decay )
+    exp_avg_sq = tl.fma(scalar_1 * g, g, times(adamw_betas_1, exp_avg_sq, PLAN.exp_avg_sq))  # 32
+    # 32
     p = tl.fma(
         minus(momentum_buffer), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3)),
         one_minus_adamw_lr_times_weight_decay * p

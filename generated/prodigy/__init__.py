@@ -4,7 +4,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp
+from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp, by_flags
 from optgen.runtime.records.scalars import divide, root, where
 from optgen.runtime.reference.eager import larger, put, smaller, sqrt
 
@@ -80,6 +80,67 @@ class Prodigy(Optimizer):
 
 
 # Steps in place, in strict maths; the codecs of a plan load and store.
+def prodigy_4(stored, eps, d0, d_coef, growth_rate, beta3, d_denom_tensor, model_sum_for_numerator_tensor):
+    # -- load and decode
+    d_max = stored["d_max"]
+    d_denom = d_denom_tensor
+    d_numerator = stored["d_numerator"]
+    d = stored["d"]
+    model_sum_for_numerator = model_sum_for_numerator_tensor
+    # -- update  (specs/prodigy.py)
+    d_denom_lt = 0.0 < d_denom
+    # 42  numerator = beta3 * d_numerator + d / d0 * d * model_dot(own * g, p0 - p)
+    numerator = beta3 * d_numerator + d / d0 * d * model_sum_for_numerator
+    # 47  d_numerator = where(d_denom > 0, numerator, d_numerator)
+    d_numerator = torch.where(d_denom_lt, numerator, d_numerator)
+    # 48  d_hat = d_coef * d_numerator / maximum(d_denom, 1e-37)
+    d_hat = d_coef * d_numerator / d_denom.clamp(min=1e-37)
+    # 50  d_max = maximum(d_max, where(d_denom > 0, d_hat, 0.0))
+    d_max = larger(d_max, torch.where(d_denom_lt, d_hat, 0.0))
+    # 49  raised = where(equal(d, d0), maximum(d, d_hat), d)
+    raised = torch.where(d == d0, larger(d, d_hat), d)
+    # 51  d = where(d_denom > 0, minimum(d_max, raised * growth_rate), d)
+    d = torch.where(d_denom_lt, smaller(d_max, raised * growth_rate), d)
+    # -- encode and store
+    d_2_tensor = d
+    d_2_times_eps_tensor = d * eps
+    put(stored["d_max"], d_max)
+    put(stored["d_numerator"], d_numerator)
+    return d_2_tensor, d_2_times_eps_tensor
+
+
+def prodigy_5(
+    stored, grad_scale, moves, keep1, keep2, gain2, one_minus_rate_times_weight_decay_tensor, rate_tensor,
+    one_times_one_minus_beta1_times_d_tensor, d_2_times_eps_tensor,
+):
+    b = stored.over("p", "g", "exp_avg", "exp_avg_sq")
+    # -- load and decode
+    p = b.load("p")
+    one_minus_rate_times_weight_decay = b.spread(one_minus_rate_times_weight_decay_tensor)
+    rate = b.spread(rate_tensor)
+    exp_avg = b.load("exp_avg")
+    one_times_one_minus_beta1_times_d = b.spread(one_times_one_minus_beta1_times_d_tensor)
+    g = b.load("g")
+    g = grad_scale * g
+    exp_avg_sq = b.load("exp_avg_sq")
+    d = b.spread(stored["d"])
+    d_2_times_eps = b.spread(d_2_times_eps_tensor)
+    # -- update  (specs/prodigy.py)
+    # 52  p = policies.decoupled(p, rate, weight_decay)
+    p = p * one_minus_rate_times_weight_decay
+    g = torch.where(0.0 < moves, g, 0.0)                               # 34  g = where(lr > 0, g, 0.0)
+    exp_avg = keep1 * exp_avg + one_times_one_minus_beta1_times_d * g  # 43  exp_avg = keep1 * exp_avg + gain1 * d * g
+    d_mul = d * g
+    # 44  exp_avg_sq = keep2 * exp_avg_sq + gain2 * (d * g) ** 2
+    exp_avg_sq = keep2 * exp_avg_sq + gain2 * (d_mul * d_mul)
+    # 53  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
+    p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d_2_times_eps)
+    # -- encode and store
+    b.store("p", p)
+    b.store("exp_avg", exp_avg)
+    b.store("exp_avg_sq", exp_avg_sq)
+
+
 def prodigy(
     stored, lr, weight_decay, d0, gain1, grad_scale, moves, keep3, eps, d_coef, growth_rate, beta3, keep1, keep2,
     gain2,
@@ -108,7 +169,7 @@ def prodigy(
     p0 = b.load("p0")
     p = b.load("p")
     # -- update  (specs/prodigy.py)
-    g = torch.where(0.0 < moves, g, 0.0)      # 34  g = where(lr > 0, g, 0.0)
+    g = torch.where(0.0 < moves, g, 0.0)      # 34
     # 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
     s = keep3 * s + d_over_d0_times_rate * g
     # -- encode and store
@@ -125,59 +186,15 @@ def prodigy(
     d_denom_tensor = yield tensor_sum_for_d_denom
 
     # == model: values of the model
-    # -- load and decode
-    d_max = stored["d_max"]
-    d_denom = d_denom_tensor
-    d_numerator = stored["d_numerator"]
-    d = stored["d"]
-    model_sum_for_numerator = model_sum_for_numerator_tensor
-    # -- update  (specs/prodigy.py)
-    d_denom_lt = 0.0 < d_denom
-    # 42  numerator = beta3 * d_numerator + d / d0 * d * model_dot(own * g, p0 - p)
-    numerator = beta3 * d_numerator + d / d0 * d * model_sum_for_numerator
-    # 47  d_numerator = where(d_denom > 0, numerator, d_numerator)
-    d_numerator = torch.where(d_denom_lt, numerator, d_numerator)
-    # 48  d_hat = d_coef * d_numerator / maximum(d_denom, 1e-37)
-    d_hat = d_coef * d_numerator / d_denom.clamp(min=1e-37)
-    # 50  d_max = maximum(d_max, where(d_denom > 0, d_hat, 0.0))
-    d_max = larger(d_max, torch.where(d_denom_lt, d_hat, 0.0))
-    # 49  raised = where(equal(d, d0), maximum(d, d_hat), d)
-    raised = torch.where(d == d0, larger(d, d_hat), d)
-    # 51  d = where(d_denom > 0, minimum(d_max, raised * growth_rate), d)
-    d = torch.where(d_denom_lt, smaller(d_max, raised * growth_rate), d)
-    # -- encode and store
-    d_2_tensor = d
-    d_2_times_eps_tensor = d * eps
-    put(stored["d_max"], d_max)
-    put(stored["d_numerator"], d_numerator)
+    d_2_tensor, d_2_times_eps_tensor = prodigy_4(
+        stored, eps, d0, d_coef, growth_rate, beta3, d_denom_tensor, model_sum_for_numerator_tensor,
+    )
 
     # == sweep 2: the update
-    b = stored.over("p", "g", "exp_avg", "exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    one_minus_rate_times_weight_decay = b.spread(one_minus_rate_times_weight_decay_tensor)
-    rate = b.spread(rate_tensor)
-    exp_avg = b.load("exp_avg")
-    one_times_one_minus_beta1_times_d = b.spread(one_times_one_minus_beta1_times_d_tensor)
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg_sq = b.load("exp_avg_sq")
-    d = b.spread(stored["d"])
-    d_2_times_eps = b.spread(d_2_times_eps_tensor)
-    # -- update  (specs/prodigy.py)
-    # 52  p = policies.decoupled(p, rate, weight_decay)
-    p = p * one_minus_rate_times_weight_decay
-    g = torch.where(0.0 < moves, g, 0.0)                               # 34  g = where(lr > 0, g, 0.0)
-    exp_avg = keep1 * exp_avg + one_times_one_minus_beta1_times_d * g  # 43  exp_avg = keep1 * exp_avg + gain1 * d * g
-    d_mul = d * g
-    # 44  exp_avg_sq = keep2 * exp_avg_sq + gain2 * (d * g) ** 2
-    exp_avg_sq = keep2 * exp_avg_sq + gain2 * (d_mul * d_mul)
-    # 53  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
-    p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d_2_times_eps)
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg", exp_avg)
-    b.store("exp_avg_sq", exp_avg_sq)
+    prodigy_5(
+        stored, grad_scale, moves, keep1, keep2, gain2, one_minus_rate_times_weight_decay_tensor, rate_tensor,
+        one_times_one_minus_beta1_times_d_tensor, d_2_times_eps_tensor,
+    )
 
     # == model: values of the model
     # -- load and decode
@@ -195,7 +212,7 @@ def prodigy_safeguard_warmup(
     # -- load and decode
     d = stored["d"]
     # -- update  (specs/prodigy.py)
-    rate = d * lr  # 41  rate = d * own
+    rate = d * lr  # 41
     # -- encode and store
     d_div = d / d0
     one_times_one_minus_beta1_times_d_tensor = gain1 * d
@@ -214,9 +231,8 @@ def prodigy_safeguard_warmup(
     p0 = b.load("p0")
     p = b.load("p")
     # -- update  (specs/prodigy.py)
-    g = torch.where(0.0 < moves, g, 0.0)             # 34  g = where(lr > 0, g, 0.0)
-    # 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
-    s = keep3 * s + d_over_d0_times_d_times_one * g
+    g = torch.where(0.0 < moves, g, 0.0)             # 34
+    s = keep3 * s + d_over_d0_times_d_times_one * g  # 45
     # -- encode and store
     tensor_sum_for_d_denom_tensor = b.tensor_sum(moves * s.abs())
     tensor_sum_for_numerator_tensor = b.tensor_sum(lr * g * (p0 - p))
@@ -231,59 +247,15 @@ def prodigy_safeguard_warmup(
     d_denom_tensor = yield tensor_sum_for_d_denom
 
     # == model: values of the model
-    # -- load and decode
-    d_max = stored["d_max"]
-    d_denom = d_denom_tensor
-    d_numerator = stored["d_numerator"]
-    d = stored["d"]
-    model_sum_for_numerator = model_sum_for_numerator_tensor
-    # -- update  (specs/prodigy.py)
-    d_denom_lt = 0.0 < d_denom
-    # 42  numerator = beta3 * d_numerator + d / d0 * d * model_dot(own * g, p0 - p)
-    numerator = beta3 * d_numerator + d / d0 * d * model_sum_for_numerator
-    # 47  d_numerator = where(d_denom > 0, numerator, d_numerator)
-    d_numerator = torch.where(d_denom_lt, numerator, d_numerator)
-    # 48  d_hat = d_coef * d_numerator / maximum(d_denom, 1e-37)
-    d_hat = d_coef * d_numerator / d_denom.clamp(min=1e-37)
-    # 50  d_max = maximum(d_max, where(d_denom > 0, d_hat, 0.0))
-    d_max = larger(d_max, torch.where(d_denom_lt, d_hat, 0.0))
-    # 49  raised = where(equal(d, d0), maximum(d, d_hat), d)
-    raised = torch.where(d == d0, larger(d, d_hat), d)
-    # 51  d = where(d_denom > 0, minimum(d_max, raised * growth_rate), d)
-    d = torch.where(d_denom_lt, smaller(d_max, raised * growth_rate), d)
-    # -- encode and store
-    d_2_tensor = d
-    d_2_times_eps_tensor = d * eps
-    put(stored["d_max"], d_max)
-    put(stored["d_numerator"], d_numerator)
+    d_2_tensor, d_2_times_eps_tensor = prodigy_4(
+        stored, eps, d0, d_coef, growth_rate, beta3, d_denom_tensor, model_sum_for_numerator_tensor,
+    )
 
     # == sweep 2: the update
-    b = stored.over("p", "g", "exp_avg", "exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    one_minus_rate_times_weight_decay = b.spread(one_minus_rate_times_weight_decay_tensor)
-    rate = b.spread(rate_tensor)
-    exp_avg = b.load("exp_avg")
-    one_times_one_minus_beta1_times_d = b.spread(one_times_one_minus_beta1_times_d_tensor)
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg_sq = b.load("exp_avg_sq")
-    d = b.spread(stored["d"])
-    d_2_times_eps = b.spread(d_2_times_eps_tensor)
-    # -- update  (specs/prodigy.py)
-    # 52  p = policies.decoupled(p, rate, weight_decay)
-    p = p * one_minus_rate_times_weight_decay
-    g = torch.where(0.0 < moves, g, 0.0)                               # 34  g = where(lr > 0, g, 0.0)
-    exp_avg = keep1 * exp_avg + one_times_one_minus_beta1_times_d * g  # 43  exp_avg = keep1 * exp_avg + gain1 * d * g
-    d_mul = d * g
-    # 44  exp_avg_sq = keep2 * exp_avg_sq + gain2 * (d * g) ** 2
-    exp_avg_sq = keep2 * exp_avg_sq + gain2 * (d_mul * d_mul)
-    # 53  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
-    p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d_2_times_eps)
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg", exp_avg)
-    b.store("exp_avg_sq", exp_avg_sq)
+    prodigy_5(
+        stored, grad_scale, moves, keep1, keep2, gain2, one_minus_rate_times_weight_decay_tensor, rate_tensor,
+        one_times_one_minus_beta1_times_d_tensor, d_2_times_eps_tensor,
+    )
 
     # == model: values of the model
     # -- load and decode
@@ -301,7 +273,7 @@ def prodigy_use_bias_correction(
     # -- load and decode
     d = stored["d"]
     # -- update  (specs/prodigy.py)
-    rate = d * own  # 41  rate = d * own
+    rate = d * own  # 41
     # -- encode and store
     d_div = d / d0
     one_times_one_minus_beta1_times_d_tensor = gain1 * d
@@ -320,9 +292,8 @@ def prodigy_use_bias_correction(
     p0 = b.load("p0")
     p = b.load("p")
     # -- update  (specs/prodigy.py)
-    g = torch.where(0.0 < moves, g, 0.0)      # 34  g = where(lr > 0, g, 0.0)
-    # 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
-    s = keep3 * s + d_over_d0_times_rate * g
+    g = torch.where(0.0 < moves, g, 0.0)      # 34
+    s = keep3 * s + d_over_d0_times_rate * g  # 45
     # -- encode and store
     tensor_sum_for_d_denom_tensor = b.tensor_sum(moves * s.abs())
     tensor_sum_for_numerator_tensor = b.tensor_sum(own * g * (p0 - p))
@@ -337,59 +308,15 @@ def prodigy_use_bias_correction(
     d_denom_tensor = yield tensor_sum_for_d_denom
 
     # == model: values of the model
-    # -- load and decode
-    d_max = stored["d_max"]
-    d_denom = d_denom_tensor
-    d_numerator = stored["d_numerator"]
-    d = stored["d"]
-    model_sum_for_numerator = model_sum_for_numerator_tensor
-    # -- update  (specs/prodigy.py)
-    d_denom_lt = 0.0 < d_denom
-    # 42  numerator = beta3 * d_numerator + d / d0 * d * model_dot(own * g, p0 - p)
-    numerator = beta3 * d_numerator + d / d0 * d * model_sum_for_numerator
-    # 47  d_numerator = where(d_denom > 0, numerator, d_numerator)
-    d_numerator = torch.where(d_denom_lt, numerator, d_numerator)
-    # 48  d_hat = d_coef * d_numerator / maximum(d_denom, 1e-37)
-    d_hat = d_coef * d_numerator / d_denom.clamp(min=1e-37)
-    # 50  d_max = maximum(d_max, where(d_denom > 0, d_hat, 0.0))
-    d_max = larger(d_max, torch.where(d_denom_lt, d_hat, 0.0))
-    # 49  raised = where(equal(d, d0), maximum(d, d_hat), d)
-    raised = torch.where(d == d0, larger(d, d_hat), d)
-    # 51  d = where(d_denom > 0, minimum(d_max, raised * growth_rate), d)
-    d = torch.where(d_denom_lt, smaller(d_max, raised * growth_rate), d)
-    # -- encode and store
-    d_2_tensor = d
-    d_2_times_eps_tensor = d * eps
-    put(stored["d_max"], d_max)
-    put(stored["d_numerator"], d_numerator)
+    d_2_tensor, d_2_times_eps_tensor = prodigy_4(
+        stored, eps, d0, d_coef, growth_rate, beta3, d_denom_tensor, model_sum_for_numerator_tensor,
+    )
 
     # == sweep 2: the update
-    b = stored.over("p", "g", "exp_avg", "exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    one_minus_rate_times_weight_decay = b.spread(one_minus_rate_times_weight_decay_tensor)
-    rate = b.spread(rate_tensor)
-    exp_avg = b.load("exp_avg")
-    one_times_one_minus_beta1_times_d = b.spread(one_times_one_minus_beta1_times_d_tensor)
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg_sq = b.load("exp_avg_sq")
-    d = b.spread(stored["d"])
-    d_2_times_eps = b.spread(d_2_times_eps_tensor)
-    # -- update  (specs/prodigy.py)
-    # 52  p = policies.decoupled(p, rate, weight_decay)
-    p = p * one_minus_rate_times_weight_decay
-    g = torch.where(0.0 < moves, g, 0.0)                               # 34  g = where(lr > 0, g, 0.0)
-    exp_avg = keep1 * exp_avg + one_times_one_minus_beta1_times_d * g  # 43  exp_avg = keep1 * exp_avg + gain1 * d * g
-    d_mul = d * g
-    # 44  exp_avg_sq = keep2 * exp_avg_sq + gain2 * (d * g) ** 2
-    exp_avg_sq = keep2 * exp_avg_sq + gain2 * (d_mul * d_mul)
-    # 53  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
-    p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d_2_times_eps)
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg", exp_avg)
-    b.store("exp_avg_sq", exp_avg_sq)
+    prodigy_5(
+        stored, grad_scale, moves, keep1, keep2, gain2, one_minus_rate_times_weight_decay_tensor, rate_tensor,
+        one_times_one_minus_beta1_times_d_tensor, d_2_times_eps_tensor,
+    )
 
     # == model: values of the model
     # -- load and decode
@@ -407,7 +334,7 @@ def prodigy_use_bias_correction_safeguard_warmup(
     # -- load and decode
     d = stored["d"]
     # -- update  (specs/prodigy.py)
-    rate = d * own  # 41  rate = d * own
+    rate = d * own  # 41
     # -- encode and store
     d_div = d / d0
     one_times_one_minus_beta1_times_d_tensor = gain1 * d
@@ -426,9 +353,8 @@ def prodigy_use_bias_correction_safeguard_warmup(
     p0 = b.load("p0")
     p = b.load("p")
     # -- update  (specs/prodigy.py)
-    g = torch.where(0.0 < moves, g, 0.0)             # 34  g = where(lr > 0, g, 0.0)
-    # 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
-    s = keep3 * s + d_over_d0_times_d_times_one * g
+    g = torch.where(0.0 < moves, g, 0.0)             # 34
+    s = keep3 * s + d_over_d0_times_d_times_one * g  # 45
     # -- encode and store
     tensor_sum_for_d_denom_tensor = b.tensor_sum(moves * s.abs())
     tensor_sum_for_numerator_tensor = b.tensor_sum(own * g * (p0 - p))
@@ -443,59 +369,15 @@ def prodigy_use_bias_correction_safeguard_warmup(
     d_denom_tensor = yield tensor_sum_for_d_denom
 
     # == model: values of the model
-    # -- load and decode
-    d_max = stored["d_max"]
-    d_denom = d_denom_tensor
-    d_numerator = stored["d_numerator"]
-    d = stored["d"]
-    model_sum_for_numerator = model_sum_for_numerator_tensor
-    # -- update  (specs/prodigy.py)
-    d_denom_lt = 0.0 < d_denom
-    # 42  numerator = beta3 * d_numerator + d / d0 * d * model_dot(own * g, p0 - p)
-    numerator = beta3 * d_numerator + d / d0 * d * model_sum_for_numerator
-    # 47  d_numerator = where(d_denom > 0, numerator, d_numerator)
-    d_numerator = torch.where(d_denom_lt, numerator, d_numerator)
-    # 48  d_hat = d_coef * d_numerator / maximum(d_denom, 1e-37)
-    d_hat = d_coef * d_numerator / d_denom.clamp(min=1e-37)
-    # 50  d_max = maximum(d_max, where(d_denom > 0, d_hat, 0.0))
-    d_max = larger(d_max, torch.where(d_denom_lt, d_hat, 0.0))
-    # 49  raised = where(equal(d, d0), maximum(d, d_hat), d)
-    raised = torch.where(d == d0, larger(d, d_hat), d)
-    # 51  d = where(d_denom > 0, minimum(d_max, raised * growth_rate), d)
-    d = torch.where(d_denom_lt, smaller(d_max, raised * growth_rate), d)
-    # -- encode and store
-    d_2_tensor = d
-    d_2_times_eps_tensor = d * eps
-    put(stored["d_max"], d_max)
-    put(stored["d_numerator"], d_numerator)
+    d_2_tensor, d_2_times_eps_tensor = prodigy_4(
+        stored, eps, d0, d_coef, growth_rate, beta3, d_denom_tensor, model_sum_for_numerator_tensor,
+    )
 
     # == sweep 2: the update
-    b = stored.over("p", "g", "exp_avg", "exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    one_minus_rate_times_weight_decay = b.spread(one_minus_rate_times_weight_decay_tensor)
-    rate = b.spread(rate_tensor)
-    exp_avg = b.load("exp_avg")
-    one_times_one_minus_beta1_times_d = b.spread(one_times_one_minus_beta1_times_d_tensor)
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg_sq = b.load("exp_avg_sq")
-    d = b.spread(stored["d"])
-    d_2_times_eps = b.spread(d_2_times_eps_tensor)
-    # -- update  (specs/prodigy.py)
-    # 52  p = policies.decoupled(p, rate, weight_decay)
-    p = p * one_minus_rate_times_weight_decay
-    g = torch.where(0.0 < moves, g, 0.0)                               # 34  g = where(lr > 0, g, 0.0)
-    exp_avg = keep1 * exp_avg + one_times_one_minus_beta1_times_d * g  # 43  exp_avg = keep1 * exp_avg + gain1 * d * g
-    d_mul = d * g
-    # 44  exp_avg_sq = keep2 * exp_avg_sq + gain2 * (d * g) ** 2
-    exp_avg_sq = keep2 * exp_avg_sq + gain2 * (d_mul * d_mul)
-    # 53  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
-    p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d_2_times_eps)
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg", exp_avg)
-    b.store("exp_avg_sq", exp_avg_sq)
+    prodigy_5(
+        stored, grad_scale, moves, keep1, keep2, gain2, one_minus_rate_times_weight_decay_tensor, rate_tensor,
+        one_times_one_minus_beta1_times_d_tensor, d_2_times_eps_tensor,
+    )
 
     # == model: values of the model
     # -- load and decode
@@ -657,95 +539,113 @@ def kernel_scalars_4(step, grad_scale, *, lr, betas, eps, weight_decay, d0, d_co
     )
 
 
+# What several of the records below have.
+STATES = (
+    StateRecord("exp_avg"),
+    StateRecord("exp_avg_sq", nonneg=True),
+    StateRecord("s"),
+    StateRecord("p0", init="param", nearest=True),
+    StateRecord("d", nonneg=True, space="model", init="d0"),
+    StateRecord("d_max", nonneg=True, space="model", init="d0"),
+    StateRecord("d_numerator", space="model"),
+)
+TEMPS = (
+    Temp("d_over_d0", "model"),
+    Temp("d_over_d0_times_rate", "model"),
+    Temp("one_minus_rate_times_weight_decay", "model"),
+    Temp("one_times_one_minus_beta1_times_d", "model"),
+    Temp("rate", "model"),
+    Temp("tensor_sum_for_d_denom", "tensor", reduction="tensor_sum", source="elem"),
+    Temp("tensor_sum_for_numerator", "tensor", reduction="tensor_sum", source="elem"),
+    Temp("d_denom", "model", reduction="model_sum", source="tensor"),
+    Temp("model_sum_for_numerator", "model", reduction="model_sum", source="tensor"),
+    Temp("d_2", "model"),
+    Temp("d_2_times_eps", "model"),
+)
+PRODIGY_3 = Stage(
+    "prodigy_3", "tensor", level=1, scalars=(), temps=("model_sum_for_numerator", "d_denom"),
+    reads=("tensor_sum_for_numerator", "tensor_sum_for_d_denom"), stores=("model_sum_for_numerator", "d_denom"),
+    picked=("model_sum_for_numerator", "d_denom"),
+)
+PRODIGY_4 = Stage(
+    "prodigy_4", "model", level=3, scalars=(7, 2, 8, 9, 10), temps=("d_2", "d_2_times_eps"),
+    reads=("d", "d_max", "d_numerator", "d_denom", "model_sum_for_numerator"),
+    stores=("d_max", "d_numerator", "d_2", "d_2_times_eps"), picked=("d_max", "d_numerator", "d_2"),
+)
+PRODIGY_5 = Stage(
+    "prodigy_5", "elem", level=4, scalars=(4, 5, 11, 12, 13),
+    reads=(
+        "p", "g", "exp_avg", "exp_avg_sq", "d", "one_minus_rate_times_weight_decay", "rate",
+        "one_times_one_minus_beta1_times_d", "d_2_times_eps",
+    ),
+    stores=("p", "exp_avg", "exp_avg_sq"), plus=("exp_avg_sq",), needs=(("exp_avg_sq", ("g", "exp_avg_sq", "d")),),
+)
+PRODIGY_6 = Stage("prodigy_6", "model", level=5, scalars=(), reads=("d_2",), stores=("d",), picked=("d",))
+TEMPS_2 = (
+    Temp("d_over_d0", "model"),
+    Temp("d_over_d0_times_d_times_one", "model"),
+    Temp("one_minus_rate_times_weight_decay", "model"),
+    Temp("one_times_one_minus_beta1_times_d", "model"),
+    Temp("rate", "model"),
+    Temp("tensor_sum_for_d_denom", "tensor", reduction="tensor_sum", source="elem"),
+    Temp("tensor_sum_for_numerator", "tensor", reduction="tensor_sum", source="elem"),
+    Temp("d_denom", "model", reduction="model_sum", source="tensor"),
+    Temp("model_sum_for_numerator", "model", reduction="model_sum", source="tensor"),
+    Temp("d_2", "model"),
+    Temp("d_2_times_eps", "model"),
+)
+PRODIGY_5_2 = Stage(
+    "prodigy_5", "elem", level=4, scalars=(5, 4, 11, 12, 13),
+    reads=(
+        "p", "g", "exp_avg", "exp_avg_sq", "d", "one_minus_rate_times_weight_decay", "rate",
+        "one_times_one_minus_beta1_times_d", "d_2_times_eps",
+    ),
+    stores=("p", "exp_avg", "exp_avg_sq"), plus=("exp_avg_sq",), needs=(("exp_avg_sq", ("g", "exp_avg_sq", "d")),),
+)
+PRODIGY_4_2 = Stage(
+    "prodigy_4", "model", level=3, scalars=(7, 1, 8, 9, 10), temps=("d_2", "d_2_times_eps"),
+    reads=("d", "d_max", "d_numerator", "d_denom", "model_sum_for_numerator"),
+    stores=("d_max", "d_numerator", "d_2", "d_2_times_eps"), picked=("d_max", "d_numerator", "d_2"),
+)
+
 # The eager reference, in strict maths.
-RULES = (
+RULES = by_flags(
+    {"use_bias_correction": False, "safeguard_warmup": False},
     RuleRecord(
-        "prodigy",
-        "",
-        flags={"use_bias_correction": False, "safeguard_warmup": False},
-        step="prodigy",
+        "prodigy", "prodigy",
         scalars=(
             "lr", "weight_decay", "d0", "gain1", "grad_scale", "moves", "keep3", "eps", "d_coef", "growth_rate",
             "beta3", "keep1", "keep2", "gain2",
         ),
-        host=host_scalars,
-        states=(
-            StateRecord("exp_avg"),
-            StateRecord("exp_avg_sq", nonneg=True),
-            StateRecord("s"),
-            StateRecord("p0", init="param", nearest=True),
-            StateRecord("d", nonneg=True, space="model", init="d0"),
-            StateRecord("d_max", nonneg=True, space="model", init="d0"),
-            StateRecord("d_numerator", space="model"),
-        ),
-        unchanged=(("p0",),),
-        spaces=("model",),
+        host=host_scalars, states=STATES, unchanged=(("p0",),), spaces=("model",),
+        settings=({"use_bias_correction": False, "safeguard_warmup": False},),
     ),
     RuleRecord(
-        "prodigy",
-        "_safeguard_warmup",
-        flags={"use_bias_correction": False, "safeguard_warmup": True},
-        step="prodigy_safeguard_warmup",
+        "prodigy", "prodigy_safeguard_warmup",
         scalars=(
             "lr", "weight_decay", "d0", "gain1", "moves", "grad_scale", "keep3", "eps", "d_coef", "growth_rate",
             "beta3", "keep1", "keep2", "gain2",
         ),
-        host=host_scalars_2,
-        states=(
-            StateRecord("exp_avg"),
-            StateRecord("exp_avg_sq", nonneg=True),
-            StateRecord("s"),
-            StateRecord("p0", init="param", nearest=True),
-            StateRecord("d", nonneg=True, space="model", init="d0"),
-            StateRecord("d_max", nonneg=True, space="model", init="d0"),
-            StateRecord("d_numerator", space="model"),
-        ),
-        unchanged=(("p0",),),
-        spaces=("model",),
+        host=host_scalars_2, states=STATES, unchanged=(("p0",),), spaces=("model",),
+        settings=({"use_bias_correction": False, "safeguard_warmup": True},),
     ),
     RuleRecord(
-        "prodigy",
-        "_use_bias_correction",
-        flags={"use_bias_correction": True, "safeguard_warmup": False},
-        step="prodigy_use_bias_correction",
+        "prodigy", "prodigy_use_bias_correction",
         scalars=(
             "weight_decay", "d0", "own", "gain1", "grad_scale", "moves", "keep3", "eps", "d_coef", "growth_rate",
             "beta3", "keep1", "keep2", "gain2",
         ),
-        host=host_scalars_3,
-        states=(
-            StateRecord("exp_avg"),
-            StateRecord("exp_avg_sq", nonneg=True),
-            StateRecord("s"),
-            StateRecord("p0", init="param", nearest=True),
-            StateRecord("d", nonneg=True, space="model", init="d0"),
-            StateRecord("d_max", nonneg=True, space="model", init="d0"),
-            StateRecord("d_numerator", space="model"),
-        ),
-        unchanged=(("p0",),),
-        spaces=("model",),
+        host=host_scalars_3, states=STATES, unchanged=(("p0",),), spaces=("model",),
+        settings=({"use_bias_correction": True, "safeguard_warmup": False},),
     ),
     RuleRecord(
-        "prodigy",
-        "_use_bias_correction_safeguard_warmup",
-        flags={"use_bias_correction": True, "safeguard_warmup": True},
-        step="prodigy_use_bias_correction_safeguard_warmup",
+        "prodigy", "prodigy_use_bias_correction_safeguard_warmup",
         scalars=(
             "weight_decay", "d0", "own", "gain1", "moves", "grad_scale", "keep3", "eps", "d_coef", "growth_rate",
             "beta3", "keep1", "keep2", "gain2",
         ),
-        host=host_scalars_4,
-        states=(
-            StateRecord("exp_avg"),
-            StateRecord("exp_avg_sq", nonneg=True),
-            StateRecord("s"),
-            StateRecord("p0", init="param", nearest=True),
-            StateRecord("d", nonneg=True, space="model", init="d0"),
-            StateRecord("d_max", nonneg=True, space="model", init="d0"),
-            StateRecord("d_numerator", space="model"),
-        ),
-        unchanged=(("p0",),),
-        spaces=("model",),
+        host=host_scalars_4, states=STATES, unchanged=(("p0",),), spaces=("model",),
+        settings=({"use_bias_correction": True, "safeguard_warmup": True},),
     ),
 )
 
@@ -757,26 +657,10 @@ STEPS = (
             "lr", "weight_decay", "d0", "gain1", "grad_scale", "moves", "keep3", "eps", "d_coef", "growth_rate",
             "beta3", "keep1", "gain2", "keep2",
         ),
-        host=kernel_scalars,
-        temps=(
-            Temp("d_over_d0", "model"),
-            Temp("d_over_d0_times_rate", "model"),
-            Temp("one_minus_rate_times_weight_decay", "model"),
-            Temp("one_times_one_minus_beta1_times_d", "model"),
-            Temp("rate", "model"),
-            Temp("tensor_sum_for_d_denom", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("tensor_sum_for_numerator", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("d_denom", "model", reduction="model_sum", source="tensor"),
-            Temp("model_sum_for_numerator", "model", reduction="model_sum", source="tensor"),
-            Temp("d_2", "model"),
-            Temp("d_2_times_eps", "model"),
-        ),
+        host=kernel_scalars, temps=TEMPS,
         stages=(
             Stage(
-                "prodigy_1",
-                "model",
-                level=-1,
-                scalars=tuple(range(4)),
+                "prodigy_1", "model", level=-1, scalars=tuple(range(4)),
                 temps=(
                     "one_times_one_minus_beta1_times_d", "rate", "one_minus_rate_times_weight_decay", "d_over_d0",
                     "d_over_d0_times_rate",
@@ -792,49 +676,15 @@ STEPS = (
                 ),
             ),
             Stage(
-                "prodigy_2",
-                "elem",
-                level=0,
-                scalars=(0, 4, 5, 6),
+                "prodigy_2", "elem", level=0, scalars=(0, 4, 5, 6),
                 temps=("tensor_sum_for_d_denom", "tensor_sum_for_numerator"),
-                reads=("p", "g", "s", "p0", "d_over_d0_times_rate"),
-                stores=("s",),
+                reads=("p", "g", "s", "p0", "d_over_d0_times_rate"), stores=("s",),
                 sums=(("sum", ("tensor_sum_for_d_denom",)), ("sum", ("tensor_sum_for_numerator",))),
             ),
-            Stage(
-                "prodigy_3",
-                "tensor",
-                level=1,
-                scalars=(),
-                temps=("model_sum_for_numerator", "d_denom"),
-                reads=("tensor_sum_for_numerator", "tensor_sum_for_d_denom"),
-                stores=("model_sum_for_numerator", "d_denom"),
-                picked=("model_sum_for_numerator", "d_denom"),
-            ),
-            Stage(
-                "prodigy_4",
-                "model",
-                level=3,
-                scalars=(7, 2, 8, 9, 10),
-                temps=("d_2", "d_2_times_eps"),
-                reads=("d", "d_max", "d_numerator", "d_denom", "model_sum_for_numerator"),
-                stores=("d_max", "d_numerator", "d_2", "d_2_times_eps"),
-                picked=("d_max", "d_numerator", "d_2"),
-            ),
-            Stage(
-                "prodigy_5",
-                "elem",
-                level=4,
-                scalars=(4, 5, 11, 12, 13),
-                reads=(
-                    "p", "g", "exp_avg", "exp_avg_sq", "d", "one_minus_rate_times_weight_decay", "rate",
-                    "one_times_one_minus_beta1_times_d", "d_2_times_eps",
-                ),
-                stores=("p", "exp_avg", "exp_avg_sq"),
-                plus=("exp_avg_sq",),
-                needs=(("exp_avg_sq", ("g", "exp_avg_sq", "d")),),
-            ),
-            Stage("prodigy_6", "model", level=5, scalars=(), reads=("d_2",), stores=("d",), picked=("d",)),
+            PRODIGY_3,
+            PRODIGY_4,
+            PRODIGY_5,
+            PRODIGY_6,
         ),
     ),
     Rule(
@@ -843,26 +693,10 @@ STEPS = (
             "lr", "weight_decay", "d0", "gain1", "moves", "grad_scale", "keep3", "eps", "d_coef", "growth_rate",
             "beta3", "keep1", "gain2", "keep2",
         ),
-        host=kernel_scalars_2,
-        temps=(
-            Temp("d_over_d0", "model"),
-            Temp("d_over_d0_times_d_times_one", "model"),
-            Temp("one_minus_rate_times_weight_decay", "model"),
-            Temp("one_times_one_minus_beta1_times_d", "model"),
-            Temp("rate", "model"),
-            Temp("tensor_sum_for_d_denom", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("tensor_sum_for_numerator", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("d_denom", "model", reduction="model_sum", source="tensor"),
-            Temp("model_sum_for_numerator", "model", reduction="model_sum", source="tensor"),
-            Temp("d_2", "model"),
-            Temp("d_2_times_eps", "model"),
-        ),
+        host=kernel_scalars_2, temps=TEMPS_2,
         stages=(
             Stage(
-                "prodigy_safeguard_warmup_1",
-                "model",
-                level=-1,
-                scalars=tuple(range(5)),
+                "prodigy_safeguard_warmup_1", "model", level=-1, scalars=tuple(range(5)),
                 temps=(
                     "one_times_one_minus_beta1_times_d", "rate", "one_minus_rate_times_weight_decay", "d_over_d0",
                     "d_over_d0_times_d_times_one",
@@ -878,49 +712,15 @@ STEPS = (
                 ),
             ),
             Stage(
-                "prodigy_safeguard_warmup_2",
-                "elem",
-                level=0,
-                scalars=(0, 5, 4, 6),
+                "prodigy_safeguard_warmup_2", "elem", level=0, scalars=(0, 5, 4, 6),
                 temps=("tensor_sum_for_d_denom", "tensor_sum_for_numerator"),
-                reads=("p", "g", "s", "p0", "d_over_d0_times_d_times_one"),
-                stores=("s",),
+                reads=("p", "g", "s", "p0", "d_over_d0_times_d_times_one"), stores=("s",),
                 sums=(("sum", ("tensor_sum_for_d_denom",)), ("sum", ("tensor_sum_for_numerator",))),
             ),
-            Stage(
-                "prodigy_3",
-                "tensor",
-                level=1,
-                scalars=(),
-                temps=("model_sum_for_numerator", "d_denom"),
-                reads=("tensor_sum_for_numerator", "tensor_sum_for_d_denom"),
-                stores=("model_sum_for_numerator", "d_denom"),
-                picked=("model_sum_for_numerator", "d_denom"),
-            ),
-            Stage(
-                "prodigy_4",
-                "model",
-                level=3,
-                scalars=(7, 2, 8, 9, 10),
-                temps=("d_2", "d_2_times_eps"),
-                reads=("d", "d_max", "d_numerator", "d_denom", "model_sum_for_numerator"),
-                stores=("d_max", "d_numerator", "d_2", "d_2_times_eps"),
-                picked=("d_max", "d_numerator", "d_2"),
-            ),
-            Stage(
-                "prodigy_5",
-                "elem",
-                level=4,
-                scalars=(5, 4, 11, 12, 13),
-                reads=(
-                    "p", "g", "exp_avg", "exp_avg_sq", "d", "one_minus_rate_times_weight_decay", "rate",
-                    "one_times_one_minus_beta1_times_d", "d_2_times_eps",
-                ),
-                stores=("p", "exp_avg", "exp_avg_sq"),
-                plus=("exp_avg_sq",),
-                needs=(("exp_avg_sq", ("g", "exp_avg_sq", "d")),),
-            ),
-            Stage("prodigy_6", "model", level=5, scalars=(), reads=("d_2",), stores=("d",), picked=("d",)),
+            PRODIGY_3,
+            PRODIGY_4,
+            PRODIGY_5_2,
+            PRODIGY_6,
         ),
     ),
     Rule(
@@ -929,26 +729,10 @@ STEPS = (
             "weight_decay", "d0", "own", "gain1", "grad_scale", "moves", "keep3", "eps", "d_coef", "growth_rate",
             "beta3", "keep1", "gain2", "keep2",
         ),
-        host=kernel_scalars_3,
-        temps=(
-            Temp("d_over_d0", "model"),
-            Temp("d_over_d0_times_rate", "model"),
-            Temp("one_minus_rate_times_weight_decay", "model"),
-            Temp("one_times_one_minus_beta1_times_d", "model"),
-            Temp("rate", "model"),
-            Temp("tensor_sum_for_d_denom", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("tensor_sum_for_numerator", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("d_denom", "model", reduction="model_sum", source="tensor"),
-            Temp("model_sum_for_numerator", "model", reduction="model_sum", source="tensor"),
-            Temp("d_2", "model"),
-            Temp("d_2_times_eps", "model"),
-        ),
+        host=kernel_scalars_3, temps=TEMPS,
         stages=(
             Stage(
-                "prodigy_use_bias_correction_1",
-                "model",
-                level=-1,
-                scalars=tuple(range(4)),
+                "prodigy_use_bias_correction_1", "model", level=-1, scalars=tuple(range(4)),
                 temps=(
                     "one_times_one_minus_beta1_times_d", "rate", "one_minus_rate_times_weight_decay", "d_over_d0",
                     "d_over_d0_times_rate",
@@ -964,49 +748,15 @@ STEPS = (
                 ),
             ),
             Stage(
-                "prodigy_use_bias_correction_2",
-                "elem",
-                level=0,
-                scalars=(4, 5, 6, 2),
+                "prodigy_use_bias_correction_2", "elem", level=0, scalars=(4, 5, 6, 2),
                 temps=("tensor_sum_for_d_denom", "tensor_sum_for_numerator"),
-                reads=("p", "g", "s", "p0", "d_over_d0_times_rate"),
-                stores=("s",),
+                reads=("p", "g", "s", "p0", "d_over_d0_times_rate"), stores=("s",),
                 sums=(("sum", ("tensor_sum_for_d_denom",)), ("sum", ("tensor_sum_for_numerator",))),
             ),
-            Stage(
-                "prodigy_3",
-                "tensor",
-                level=1,
-                scalars=(),
-                temps=("model_sum_for_numerator", "d_denom"),
-                reads=("tensor_sum_for_numerator", "tensor_sum_for_d_denom"),
-                stores=("model_sum_for_numerator", "d_denom"),
-                picked=("model_sum_for_numerator", "d_denom"),
-            ),
-            Stage(
-                "prodigy_4",
-                "model",
-                level=3,
-                scalars=(7, 1, 8, 9, 10),
-                temps=("d_2", "d_2_times_eps"),
-                reads=("d", "d_max", "d_numerator", "d_denom", "model_sum_for_numerator"),
-                stores=("d_max", "d_numerator", "d_2", "d_2_times_eps"),
-                picked=("d_max", "d_numerator", "d_2"),
-            ),
-            Stage(
-                "prodigy_5",
-                "elem",
-                level=4,
-                scalars=(4, 5, 11, 12, 13),
-                reads=(
-                    "p", "g", "exp_avg", "exp_avg_sq", "d", "one_minus_rate_times_weight_decay", "rate",
-                    "one_times_one_minus_beta1_times_d", "d_2_times_eps",
-                ),
-                stores=("p", "exp_avg", "exp_avg_sq"),
-                plus=("exp_avg_sq",),
-                needs=(("exp_avg_sq", ("g", "exp_avg_sq", "d")),),
-            ),
-            Stage("prodigy_6", "model", level=5, scalars=(), reads=("d_2",), stores=("d",), picked=("d",)),
+            PRODIGY_3,
+            PRODIGY_4_2,
+            PRODIGY_5,
+            PRODIGY_6,
         ),
     ),
     Rule(
@@ -1015,26 +765,10 @@ STEPS = (
             "weight_decay", "d0", "own", "gain1", "moves", "grad_scale", "keep3", "eps", "d_coef", "growth_rate",
             "beta3", "keep1", "gain2", "keep2",
         ),
-        host=kernel_scalars_4,
-        temps=(
-            Temp("d_over_d0", "model"),
-            Temp("d_over_d0_times_d_times_one", "model"),
-            Temp("one_minus_rate_times_weight_decay", "model"),
-            Temp("one_times_one_minus_beta1_times_d", "model"),
-            Temp("rate", "model"),
-            Temp("tensor_sum_for_d_denom", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("tensor_sum_for_numerator", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("d_denom", "model", reduction="model_sum", source="tensor"),
-            Temp("model_sum_for_numerator", "model", reduction="model_sum", source="tensor"),
-            Temp("d_2", "model"),
-            Temp("d_2_times_eps", "model"),
-        ),
+        host=kernel_scalars_4, temps=TEMPS_2,
         stages=(
             Stage(
-                "prodigy_use_bias_correction_safeguard_warmup_1",
-                "model",
-                level=-1,
-                scalars=tuple(range(5)),
+                "prodigy_use_bias_correction_safeguard_warmup_1", "model", level=-1, scalars=tuple(range(5)),
                 temps=(
                     "one_times_one_minus_beta1_times_d", "rate", "one_minus_rate_times_weight_decay", "d_over_d0",
                     "d_over_d0_times_d_times_one",
@@ -1050,49 +784,15 @@ STEPS = (
                 ),
             ),
             Stage(
-                "prodigy_use_bias_correction_safeguard_warmup_2",
-                "elem",
-                level=0,
-                scalars=(5, 4, 6, 2),
+                "prodigy_use_bias_correction_safeguard_warmup_2", "elem", level=0, scalars=(5, 4, 6, 2),
                 temps=("tensor_sum_for_d_denom", "tensor_sum_for_numerator"),
-                reads=("p", "g", "s", "p0", "d_over_d0_times_d_times_one"),
-                stores=("s",),
+                reads=("p", "g", "s", "p0", "d_over_d0_times_d_times_one"), stores=("s",),
                 sums=(("sum", ("tensor_sum_for_d_denom",)), ("sum", ("tensor_sum_for_numerator",))),
             ),
-            Stage(
-                "prodigy_3",
-                "tensor",
-                level=1,
-                scalars=(),
-                temps=("model_sum_for_numerator", "d_denom"),
-                reads=("tensor_sum_for_numerator", "tensor_sum_for_d_denom"),
-                stores=("model_sum_for_numerator", "d_denom"),
-                picked=("model_sum_for_numerator", "d_denom"),
-            ),
-            Stage(
-                "prodigy_4",
-                "model",
-                level=3,
-                scalars=(7, 1, 8, 9, 10),
-                temps=("d_2", "d_2_times_eps"),
-                reads=("d", "d_max", "d_numerator", "d_denom", "model_sum_for_numerator"),
-                stores=("d_max", "d_numerator", "d_2", "d_2_times_eps"),
-                picked=("d_max", "d_numerator", "d_2"),
-            ),
-            Stage(
-                "prodigy_5",
-                "elem",
-                level=4,
-                scalars=(5, 4, 11, 12, 13),
-                reads=(
-                    "p", "g", "exp_avg", "exp_avg_sq", "d", "one_minus_rate_times_weight_decay", "rate",
-                    "one_times_one_minus_beta1_times_d", "d_2_times_eps",
-                ),
-                stores=("p", "exp_avg", "exp_avg_sq"),
-                plus=("exp_avg_sq",),
-                needs=(("exp_avg_sq", ("g", "exp_avg_sq", "d")),),
-            ),
-            Stage("prodigy_6", "model", level=5, scalars=(), reads=("d_2",), stores=("d",), picked=("d",)),
+            PRODIGY_3,
+            PRODIGY_4_2,
+            PRODIGY_5_2,
+            PRODIGY_6,
         ),
     ),
 )

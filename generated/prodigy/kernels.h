@@ -73,7 +73,7 @@ OPTGEN_INLINE F prodigy_5(
     S3 &one_minus_rate_times_weight_decay, S4 &rate, S5 &one_times_one_minus_beta1_times_d, S6 &d_2_times_eps
 ) {
     const F g_ = grad_scale * g;
-    const F g_2 = where(0.0f < moves, g_, F(0.0f));             // 34  g = where(lr > 0, g, 0.0)
+    const F g_2 = where(0.0f < moves, g_, F(0.0f));             // 34
     // 43  exp_avg = keep1 * exp_avg + gain1 * d * g
     const F exp_avg_ = fma(one_times_one_minus_beta1_times_d.read(), g_2, exp_avg.times(keep1));
     // 44  exp_avg_sq = keep2 * exp_avg_sq + gain2 * (d * g) ** 2
@@ -98,7 +98,7 @@ OPTGEN_INLINE void prodigy_safeguard_warmup_1(
     F lr, F weight_decay, F d0, F gain1, F moves, S0 &d, S1 &one_times_one_minus_beta1_times_d, S2 &rate,
     S3 &one_minus_rate_times_weight_decay, S4 &d_over_d0, S5 &d_over_d0_times_d_times_one
 ) {
-    const F rate_ = d.read() * lr;  // 41  rate = d * own
+    const F rate_ = d.read() * lr;  // 41
     const F d_div = d.read() / d0;
     one_times_one_minus_beta1_times_d.set(gain1 * d.read());
     rate.set(rate_);
@@ -115,9 +115,8 @@ OPTGEN_INLINE void prodigy_safeguard_warmup_2(
 ) {
     const F g_ = grad_scale * g;
     const F p0_ = p0.read();
-    const F g_2 = where(0.0f < moves, g_, F(0.0f));  // 34  g = where(lr > 0, g, 0.0)
-    // 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
-    const F s_ = fma(d_over_d0_times_d_times_one.read(), g_2, s.times(keep3));
+    const F g_2 = where(0.0f < moves, g_, F(0.0f));  // 34
+    const F s_ = fma(d_over_d0_times_d_times_one.read(), g_2, s.times(keep3));  // 45
     s.set(s_);
     tensor_sum_for_d_denom.set(moves * abs(s_));
     tensor_sum_for_numerator.set(lr * (g_2 * (p0_ - p)));
@@ -129,7 +128,7 @@ OPTGEN_INLINE void prodigy_use_bias_correction_1(
     F weight_decay, F d0, F own, F gain1, S0 &d, S1 &one_times_one_minus_beta1_times_d, S2 &rate,
     S3 &one_minus_rate_times_weight_decay, S4 &d_over_d0, S5 &d_over_d0_times_rate
 ) {
-    const F rate_ = d.read() * own;  // 41  rate = d * own
+    const F rate_ = d.read() * own;  // 41
     const F d_div = d.read() / d0;
     one_times_one_minus_beta1_times_d.set(gain1 * d.read());
     rate.set(rate_);
@@ -146,9 +145,8 @@ OPTGEN_INLINE void prodigy_use_bias_correction_2(
 ) {
     const F g_ = grad_scale * g;
     const F p0_ = p0.read();
-    const F g_2 = where(0.0f < moves, g_, F(0.0f));                      // 34  g = where(lr > 0, g, 0.0)
-    // 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
-    const F s_ = fma(d_over_d0_times_rate.read(), g_2, s.times(keep3));
+    const F g_2 = where(0.0f < moves, g_, F(0.0f));                      // 34
+    const F s_ = fma(d_over_d0_times_rate.read(), g_2, s.times(keep3));  // 45
     s.set(s_);
     tensor_sum_for_d_denom.set(moves * abs(s_));
     tensor_sum_for_numerator.set(own * (g_2 * (p0_ - p)));
@@ -160,7 +158,7 @@ OPTGEN_INLINE void prodigy_use_bias_correction_safeguard_warmup_1(
     F weight_decay, F d0, F own, F gain1, F moves, S0 &d, S1 &one_times_one_minus_beta1_times_d, S2 &rate,
     S3 &one_minus_rate_times_weight_decay, S4 &d_over_d0, S5 &d_over_d0_times_d_times_one
 ) {
-    const F rate_ = d.read() * own;  // 41  rate = d * own
+    const F rate_ = d.read() * own;  // 41
     const F d_div = d.read() / d0;
     one_times_one_minus_beta1_times_d.set(gain1 * d.read());
     rate.set(rate_);
@@ -177,9 +175,8 @@ OPTGEN_INLINE void prodigy_use_bias_correction_safeguard_warmup_2(
 ) {
     const F g_ = grad_scale * g;
     const F p0_ = p0.read();
-    const F g_2 = where(0.0f < moves, g_, F(0.0f));  // 34  g = where(lr > 0, g, 0.0)
-    // 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
-    const F s_ = fma(d_over_d0_times_d_times_one.read(), g_2, s.times(keep3));
+    const F g_2 = where(0.0f < moves, g_, F(0.0f));  // 34
+    const F s_ = fma(d_over_d0_times_d_times_one.read(), g_2, s.times(keep3));  // 45
     s.set(s_);
     tensor_sum_for_d_denom.set(moves * abs(s_));
     tensor_sum_for_numerator.set(own * (g_2 * (p0_ - p)));

@@ -93,7 +93,7 @@ def prodigy_5_tile(
 ):
     """The new p, exp_avg, exp_avg_sq."""
     g = grad_scale * g
-    g = tl.where(0.0 < moves, g, 0.0)          # 34  g = where(lr > 0, g, 0.0)
+    g = tl.where(0.0 < moves, g, 0.0)          # 34
     # 43  exp_avg = keep1 * exp_avg + gain1 * d * g
     exp_avg = tl.fma(one_times_one_minus_beta1_times_d, g, times(keep1, exp_avg, PLAN.exp_avg))
     # 44  exp_avg_sq = keep2 * exp_avg_sq + gain2 * (d * g) ** 2
@@ -127,7 +127,7 @@ def prodigy_6_between(table, work, LEVEL: tl.constexpr):
 def prodigy_safeguard_warmup_1_values(d, lr, weight_decay, d0, gain1, moves):
     """The new one_times_one_minus_beta1_times_d, rate, one_minus_rate_times_weight_decay, d_over_d0,
     d_over_d0_times_d_times_one."""
-    rate = d * lr  # 41  rate = d * own
+    rate = d * lr  # 41
     d_div = d / d0
     return gain1 * d, rate, tl.fma(minus(rate), weight_decay, 1.0), d_div, d_div * (d * moves)
 
@@ -148,9 +148,8 @@ def prodigy_safeguard_warmup_2_tile(
     """The new s; the terms of tensor_sum_for_d_denom, tensor_sum_for_numerator."""
     p0 = read(p0, PLAN.p0)
     g = grad_scale * g
-    g = tl.where(0.0 < moves, g, 0.0)                                    # 34  g = where(lr > 0, g, 0.0)
-    # 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
-    s = tl.fma(d_over_d0_times_d_times_one, g, times(keep3, s, PLAN.s))
+    g = tl.where(0.0 < moves, g, 0.0)                                    # 34
+    s = tl.fma(d_over_d0_times_d_times_one, g, times(keep3, s, PLAN.s))  # 45
     return s, moves * tl.abs(s), lr * (g * (p0 - p))
 
 
@@ -166,7 +165,7 @@ def prodigy_safeguard_warmup_2_sweep(
 def prodigy_use_bias_correction_1_values(d, weight_decay, d0, own, gain1):
     """The new one_times_one_minus_beta1_times_d, rate, one_minus_rate_times_weight_decay, d_over_d0,
     d_over_d0_times_rate."""
-    rate = d * own  # 41  rate = d * own
+    rate = d * own  # 41
     d_div = d / d0
     return gain1 * d, rate, tl.fma(minus(rate), weight_decay, 1.0), d_div, d_div * rate
 
@@ -186,9 +185,8 @@ def prodigy_use_bias_correction_2_tile(
     """The new s; the terms of tensor_sum_for_d_denom, tensor_sum_for_numerator."""
     p0 = read(p0, PLAN.p0)
     g = grad_scale * g
-    g = tl.where(0.0 < moves, g, 0.0)                             # 34  g = where(lr > 0, g, 0.0)
-    # 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
-    s = tl.fma(d_over_d0_times_rate, g, times(keep3, s, PLAN.s))
+    g = tl.where(0.0 < moves, g, 0.0)                             # 34
+    s = tl.fma(d_over_d0_times_rate, g, times(keep3, s, PLAN.s))  # 45
     return s, moves * tl.abs(s), own * (g * (p0 - p))
 
 
@@ -204,7 +202,7 @@ def prodigy_use_bias_correction_2_sweep(
 def prodigy_use_bias_correction_safeguard_warmup_1_values(d, weight_decay, d0, own, gain1, moves):
     """The new one_times_one_minus_beta1_times_d, rate, one_minus_rate_times_weight_decay, d_over_d0,
     d_over_d0_times_d_times_one."""
-    rate = d * own  # 41  rate = d * own
+    rate = d * own  # 41
     d_div = d / d0
     return gain1 * d, rate, tl.fma(minus(rate), weight_decay, 1.0), d_div, d_div * (d * moves)
 
@@ -228,9 +226,8 @@ def prodigy_use_bias_correction_safeguard_warmup_2_tile(
     """The new s; the terms of tensor_sum_for_d_denom, tensor_sum_for_numerator."""
     p0 = read(p0, PLAN.p0)
     g = grad_scale * g
-    g = tl.where(0.0 < moves, g, 0.0)                                    # 34  g = where(lr > 0, g, 0.0)
-    # 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
-    s = tl.fma(d_over_d0_times_d_times_one, g, times(keep3, s, PLAN.s))
+    g = tl.where(0.0 < moves, g, 0.0)                                    # 34
+    s = tl.fma(d_over_d0_times_d_times_one, g, times(keep3, s, PLAN.s))  # 45
     return s, moves * tl.abs(s), own * (g * (p0 - p))
 
 

@@ -3,7 +3,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord
+from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, by_flags
 from optgen.runtime.records.scalars import divide, maximum, root, where
 from optgen.runtime.reference.eager import sqrt
 
@@ -100,12 +100,10 @@ def radam_decoupled_weight_decay(
     exp_avg_sq = b.load("exp_avg_sq")
     # -- update  (specs/radam.py)
     p = p * one_minus_lr_times_weight_decay                    # 22  p = decoupled(p, lr, weight_decay)
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g            # 25  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    # 26  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
-    # 35  denom = where(rho > 5, adaptive * (sqrt(exp_avg_sq) + eps), 1.0)
-    denom = torch.where(0.0 < scalar_4, adaptive * (sqrt(exp_avg_sq) + eps), 1.0)
-    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom    # 36  p = p - lr / (1 - beta1**t) * exp_avg / denom
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * g            # 25
+    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g  # 26
+    denom = torch.where(0.0 < scalar_4, adaptive * (sqrt(exp_avg_sq) + eps), 1.0)  # 35
+    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom    # 36
     # -- encode and store
     b.store("p", p)
     b.store("exp_avg_sq", exp_avg_sq)
@@ -179,52 +177,38 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     )
 
 
+# What several of the records below have.
+SCALARS = (
+    "beta1", "beta2", "eps", "weight_decay", "grad_scale", "one_minus_beta1", "one_minus_beta2", "adaptive", "scalar_3",
+    "lr_over_one_minus_beta1_pow_t",
+)
+STATES = (StateRecord("exp_avg", normalized_by="exp_avg_sq"), StateRecord("exp_avg_sq", nonneg=True))
+
 # The eager reference, in strict maths.
-RULES = (
+RULES = by_flags(
+    {"decoupled_weight_decay": False},
     RuleRecord(
-        "radam",
-        "",
-        flags={"decoupled_weight_decay": False},
-        step="radam",
-        scalars=(
-            "beta1", "beta2", "eps", "weight_decay", "grad_scale", "one_minus_beta1", "one_minus_beta2", "adaptive",
-            "scalar_3", "lr_over_one_minus_beta1_pow_t",
-        ),
-        host=host_scalars,
-        states=(StateRecord("exp_avg", normalized_by="exp_avg_sq"), StateRecord("exp_avg_sq", nonneg=True)),
+        "radam", "radam", scalars=SCALARS, host=host_scalars, states=STATES,
+        settings=({"decoupled_weight_decay": False},),
     ),
     RuleRecord(
-        "radam",
-        "_decoupled_weight_decay",
-        flags={"decoupled_weight_decay": True},
-        step="radam_decoupled_weight_decay",
+        "radam", "radam_decoupled_weight_decay",
         scalars=(
             "beta1", "beta2", "eps", "grad_scale", "one_minus_lr_times_weight_decay", "one_minus_beta1",
             "one_minus_beta2", "adaptive", "scalar_4", "lr_over_one_minus_beta1_pow_t",
         ),
-        host=host_scalars_2,
-        states=(StateRecord("exp_avg", normalized_by="exp_avg_sq"), StateRecord("exp_avg_sq", nonneg=True)),
+        host=host_scalars_2, states=STATES, settings=({"decoupled_weight_decay": True},),
     ),
 )
 
 # The kernels, in fast maths; rounding changed by: fma, group, reciprocal.
 STEPS = (
     Rule(
-        ({"decoupled_weight_decay": False},),
-        (
-            "beta1", "beta2", "eps", "weight_decay", "grad_scale", "one_minus_beta1", "one_minus_beta2", "adaptive",
-            "scalar_3", "lr_over_one_minus_beta1_pow_t",
-        ),
-        host=host_scalars,
+        ({"decoupled_weight_decay": False},), SCALARS, host=host_scalars,
         stages=(
             Stage(
-                "radam",
-                "elem",
-                level=0,
-                scalars=tuple(range(10)),
-                reads=("p", "g", "exp_avg", "exp_avg_sq"),
-                stores=("p", "exp_avg", "exp_avg_sq"),
-                plus=("exp_avg_sq",),
+                "radam", "elem", level=0, scalars=tuple(range(10)), reads=("p", "g", "exp_avg", "exp_avg_sq"),
+                stores=("p", "exp_avg", "exp_avg_sq"), plus=("exp_avg_sq",),
                 needs=(("exp_avg_sq", ("p", "g", "exp_avg_sq")),),
             ),
         ),
@@ -238,13 +222,8 @@ STEPS = (
         host=kernel_scalars,
         stages=(
             Stage(
-                "radam_decoupled_weight_decay",
-                "elem",
-                level=0,
-                scalars=tuple(range(9)),
-                reads=("p", "g", "exp_avg", "exp_avg_sq"),
-                stores=("p", "exp_avg", "exp_avg_sq"),
-                plus=("exp_avg_sq",),
+                "radam_decoupled_weight_decay", "elem", level=0, scalars=tuple(range(9)),
+                reads=("p", "g", "exp_avg", "exp_avg_sq"), stores=("p", "exp_avg", "exp_avg_sq"), plus=("exp_avg_sq",),
                 needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
             ),
         ),

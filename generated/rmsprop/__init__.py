@@ -2,7 +2,7 @@
 #     rmsprop
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord
+from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, by_flags
 from optgen.runtime.reference.eager import larger, sqrt
 
 
@@ -84,13 +84,12 @@ def rmsprop_has_momentum(stored, lr, alpha, eps, weight_decay, momentum, grad_sc
     g = grad_scale * g
     square_avg = b.load("square_avg")
     # -- update  (specs/rmsprop.py)
-    g = g + weight_decay * p                                   # 27  g = l2(g, p, weight_decay)
-    # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-    square_avg = alpha * square_avg + one_minus_alpha * g * g
-    update = g / (sqrt(square_avg) + eps)                      # 34  update = g / (sqrt(variance) + eps)
+    g = g + weight_decay * p                                   # 27
+    square_avg = alpha * square_avg + one_minus_alpha * g * g  # 28
+    update = g / (sqrt(square_avg) + eps)                      # 34
     # 36  momentum_buffer = momentum * momentum_buffer + update
     momentum_buffer = momentum * momentum_buffer + update
-    p = p - lr * momentum_buffer                               # 38  p = p - lr * update
+    p = p - lr * momentum_buffer                               # 38
     # -- encode and store
     b.store("p", p)
     b.store("square_avg", square_avg)
@@ -106,15 +105,14 @@ def rmsprop_centered(stored, lr, alpha, eps, weight_decay, grad_scale, one_minus
     square_avg = b.load("square_avg")
     grad_avg = b.load("grad_avg")
     # -- update  (specs/rmsprop.py)
-    g = g + weight_decay * p                                  # 27  g = l2(g, p, weight_decay)
+    g = g + weight_decay * p                                  # 27
     g_mul = one_minus_alpha * g
-    # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-    square_avg = alpha * square_avg + g_mul * g
+    square_avg = alpha * square_avg + g_mul * g  # 28
     grad_avg = alpha * grad_avg + g_mul                       # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
     variance = larger(square_avg - grad_avg * grad_avg, 0.0)
-    update = g / (sqrt(variance) + eps)                       # 34  update = g / (sqrt(variance) + eps)
-    p = p - lr * update                                       # 38  p = p - lr * update
+    update = g / (sqrt(variance) + eps)                       # 34
+    p = p - lr * update                                       # 38
     # -- encode and store
     b.store("p", p)
     b.store("square_avg", square_avg)
@@ -131,17 +129,14 @@ def rmsprop_centered_has_momentum(stored, lr, alpha, eps, weight_decay, momentum
     square_avg = b.load("square_avg")
     grad_avg = b.load("grad_avg")
     # -- update  (specs/rmsprop.py)
-    g = g + weight_decay * p                                  # 27  g = l2(g, p, weight_decay)
+    g = g + weight_decay * p                                  # 27
     g_mul = one_minus_alpha * g
-    # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-    square_avg = alpha * square_avg + g_mul * g
-    grad_avg = alpha * grad_avg + g_mul                       # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
-    # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
-    variance = larger(square_avg - grad_avg * grad_avg, 0.0)
-    update = g / (sqrt(variance) + eps)                       # 34  update = g / (sqrt(variance) + eps)
-    # 36  momentum_buffer = momentum * momentum_buffer + update
-    momentum_buffer = momentum * momentum_buffer + update
-    p = p - lr * momentum_buffer                              # 38  p = p - lr * update
+    square_avg = alpha * square_avg + g_mul * g  # 28
+    grad_avg = alpha * grad_avg + g_mul                       # 31
+    variance = larger(square_avg - grad_avg * grad_avg, 0.0)  # 33
+    update = g / (sqrt(variance) + eps)                       # 34
+    momentum_buffer = momentum * momentum_buffer + update  # 36
+    p = p - lr * momentum_buffer                              # 38
     # -- encode and store
     b.store("p", p)
     b.store("square_avg", square_avg)
@@ -172,116 +167,78 @@ def kernel_scalars_2(step, grad_scale, *, lr, alpha, eps, weight_decay, momentum
     return (alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr)
 
 
+# What several of the records below have.
+SCALARS = ("lr", "alpha", "eps", "weight_decay", "grad_scale", "one_minus_alpha")
+SCALARS_2 = ("lr", "alpha", "eps", "weight_decay", "momentum", "grad_scale", "one_minus_alpha")
+SCALARS_3 = ("alpha", "eps", "weight_decay", "grad_scale", "one_minus_alpha", "minus_lr")
+SCALARS_4 = ("alpha", "eps", "weight_decay", "momentum", "grad_scale", "one_minus_alpha", "minus_lr")
+
 # The eager reference, in strict maths.
-RULES = (
+RULES = by_flags(
+    {"centered": False, "has_momentum": False},
     RuleRecord(
-        "rmsprop",
-        "",
-        flags={"centered": False, "has_momentum": False},
-        step="rmsprop",
-        scalars=("lr", "alpha", "eps", "weight_decay", "grad_scale", "one_minus_alpha"),
-        host=host_scalars,
-        states=(StateRecord("square_avg", nonneg=True),),
+        "rmsprop", "rmsprop", scalars=SCALARS, host=host_scalars, states=(StateRecord("square_avg", nonneg=True),),
+        settings=({"centered": False, "has_momentum": False},),
     ),
     RuleRecord(
-        "rmsprop",
-        "_has_momentum",
-        flags={"centered": False, "has_momentum": True},
-        step="rmsprop_has_momentum",
-        scalars=("lr", "alpha", "eps", "weight_decay", "momentum", "grad_scale", "one_minus_alpha"),
-        host=host_scalars_2,
+        "rmsprop", "rmsprop_has_momentum", scalars=SCALARS_2, host=host_scalars_2,
         states=(StateRecord("square_avg", nonneg=True), StateRecord("momentum_buffer")),
+        settings=({"centered": False, "has_momentum": True},),
     ),
     RuleRecord(
-        "rmsprop",
-        "_centered",
-        flags={"centered": True, "has_momentum": False},
-        step="rmsprop_centered",
-        scalars=("lr", "alpha", "eps", "weight_decay", "grad_scale", "one_minus_alpha"),
-        host=host_scalars,
+        "rmsprop", "rmsprop_centered", scalars=SCALARS, host=host_scalars,
         states=(StateRecord("square_avg", nonneg=True), StateRecord("grad_avg", normalized_by="square_avg")),
+        settings=({"centered": True, "has_momentum": False},),
     ),
     RuleRecord(
-        "rmsprop",
-        "_centered_has_momentum",
-        flags={"centered": True, "has_momentum": True},
-        step="rmsprop_centered_has_momentum",
-        scalars=("lr", "alpha", "eps", "weight_decay", "momentum", "grad_scale", "one_minus_alpha"),
-        host=host_scalars_2,
+        "rmsprop", "rmsprop_centered_has_momentum", scalars=SCALARS_2, host=host_scalars_2,
         states=(
             StateRecord("square_avg", nonneg=True),
             StateRecord("grad_avg", normalized_by="square_avg"),
             StateRecord("momentum_buffer"),
         ),
+        settings=({"centered": True, "has_momentum": True},),
     ),
 )
 
 # The kernels, in fast maths; rounding changed by: fma, group, reciprocal.
 STEPS = (
     Rule(
-        ({"centered": False, "has_momentum": False},),
-        ("alpha", "eps", "weight_decay", "grad_scale", "one_minus_alpha", "minus_lr"),
-        host=kernel_scalars,
+        ({"centered": False, "has_momentum": False},), SCALARS_3, host=kernel_scalars,
         stages=(
             Stage(
-                "rmsprop",
-                "elem",
-                level=0,
-                scalars=tuple(range(6)),
-                reads=("p", "g", "square_avg"),
-                stores=("p", "square_avg"),
-                plus=("square_avg",),
-                needs=(("square_avg", ("p", "g", "square_avg")),),
+                "rmsprop", "elem", level=0, scalars=tuple(range(6)), reads=("p", "g", "square_avg"),
+                stores=("p", "square_avg"), plus=("square_avg",), needs=(("square_avg", ("p", "g", "square_avg")),),
             ),
         ),
     ),
     Rule(
-        ({"centered": False, "has_momentum": True},),
-        ("alpha", "eps", "weight_decay", "momentum", "grad_scale", "one_minus_alpha", "minus_lr"),
-        host=kernel_scalars_2,
+        ({"centered": False, "has_momentum": True},), SCALARS_4, host=kernel_scalars_2,
         stages=(
             Stage(
-                "rmsprop_has_momentum",
-                "elem",
-                level=0,
-                scalars=tuple(range(7)),
-                reads=("p", "g", "square_avg", "momentum_buffer"),
-                stores=("p", "square_avg", "momentum_buffer"),
-                plus=("square_avg",),
-                needs=(("square_avg", ("p", "g", "square_avg")),),
+                "rmsprop_has_momentum", "elem", level=0, scalars=tuple(range(7)),
+                reads=("p", "g", "square_avg", "momentum_buffer"), stores=("p", "square_avg", "momentum_buffer"),
+                plus=("square_avg",), needs=(("square_avg", ("p", "g", "square_avg")),),
             ),
         ),
     ),
     Rule(
-        ({"centered": True, "has_momentum": False},),
-        ("alpha", "eps", "weight_decay", "grad_scale", "one_minus_alpha", "minus_lr"),
-        host=kernel_scalars,
+        ({"centered": True, "has_momentum": False},), SCALARS_3, host=kernel_scalars,
         stages=(
             Stage(
-                "rmsprop_centered",
-                "elem",
-                level=0,
-                scalars=tuple(range(6)),
-                reads=("p", "g", "square_avg", "grad_avg"),
-                stores=("p", "square_avg", "grad_avg"),
-                plus=("square_avg",),
-                needs=(("square_avg", ("p", "g", "square_avg")),),
+                "rmsprop_centered", "elem", level=0, scalars=tuple(range(6)),
+                reads=("p", "g", "square_avg", "grad_avg"), stores=("p", "square_avg", "grad_avg"),
+                plus=("square_avg",), needs=(("square_avg", ("p", "g", "square_avg")),),
             ),
         ),
     ),
     Rule(
-        ({"centered": True, "has_momentum": True},),
-        ("alpha", "eps", "weight_decay", "momentum", "grad_scale", "one_minus_alpha", "minus_lr"),
-        host=kernel_scalars_2,
+        ({"centered": True, "has_momentum": True},), SCALARS_4, host=kernel_scalars_2,
         stages=(
             Stage(
-                "rmsprop_centered_has_momentum",
-                "elem",
-                level=0,
-                scalars=tuple(range(7)),
+                "rmsprop_centered_has_momentum", "elem", level=0, scalars=tuple(range(7)),
                 reads=("p", "g", "square_avg", "grad_avg", "momentum_buffer"),
-                stores=("p", "square_avg", "grad_avg", "momentum_buffer"),
-                plus=("square_avg",),
+                stores=("p", "square_avg", "grad_avg", "momentum_buffer"), plus=("square_avg",),
                 needs=(("square_avg", ("p", "g", "square_avg")),),
             ),
         ),

@@ -34,9 +34,8 @@ struct rmsprop_has_momentum {  // rmsprop
     void states(F p, F g, S0 &square_avg, S1 &momentum_buffer) const {
         const F g_ = grad_scale * g;
         const F square_avg_ = square_avg.read();
-        const F g_2 = fma(weight_decay, p, g_);  // 27  g = l2(g, p, weight_decay)
-        // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-        const F square_avg_2 = fma(one_minus_alpha * g_2, g_2, alpha * square_avg_);
+        const F g_2 = fma(weight_decay, p, g_);  // 27
+        const F square_avg_2 = fma(one_minus_alpha * g_2, g_2, alpha * square_avg_);  // 28
         // 36  momentum_buffer = momentum * momentum_buffer + update
         const F momentum_buffer_ = fma(g_2, 1.0f / (sqrt(square_avg_2) + eps), momentum_buffer.times(momentum));
         square_avg.set(square_avg_2);
@@ -44,7 +43,7 @@ struct rmsprop_has_momentum {  // rmsprop
     }
     template <class S0, class S1>
     F weight(F p, F g, const S0 &square_avg, const S1 &momentum_buffer) const {
-        const F p_ = fma(minus_lr, momentum_buffer.next(), p);  // 38  p = p - lr * update
+        const F p_ = fma(minus_lr, momentum_buffer.next(), p);  // 38
         return p_;
     }
 };
@@ -60,16 +59,15 @@ struct rmsprop_centered {  // rmsprop
     F step(F p, F g, S0 &square_avg, S1 &grad_avg) const {
         const F g_ = grad_scale * g;
         const F square_avg_ = square_avg.read();
-        const F g_2 = fma(weight_decay, p, g_);                       // 27  g = l2(g, p, weight_decay)
+        const F g_2 = fma(weight_decay, p, g_);                       // 27
         const F g_mul = one_minus_alpha * g_2;
         // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
         const F grad_avg_ = grad_avg.plus(alpha, g_mul);
-        // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-        const F square_avg_2 = fma(g_mul, g_2, alpha * square_avg_);
+        const F square_avg_2 = fma(g_mul, g_2, alpha * square_avg_);  // 28
         // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
         const F variance = max(F(0.0f), fma(-grad_avg_, grad_avg_, square_avg_2));
-        const F update = g_2 / (sqrt(variance) + eps);                // 34  update = g / (sqrt(variance) + eps)
-        const F p_ = fma(minus_lr, update, p);                        // 38  p = p - lr * update
+        const F update = g_2 / (sqrt(variance) + eps);                // 34
+        const F p_ = fma(minus_lr, update, p);                        // 38
         square_avg.set(square_avg_2);
         grad_avg.set(grad_avg_);
         return p_;
@@ -89,23 +87,19 @@ struct rmsprop_centered_has_momentum {  // rmsprop
     void states(F p, F g, S0 &square_avg, S1 &grad_avg, S2 &momentum_buffer) const {
         const F g_ = grad_scale * g;
         const F square_avg_ = square_avg.read();
-        const F g_2 = fma(weight_decay, p, g_);                       // 27  g = l2(g, p, weight_decay)
+        const F g_2 = fma(weight_decay, p, g_);                       // 27
         const F g_mul = one_minus_alpha * g_2;
-        // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
-        const F grad_avg_ = grad_avg.plus(alpha, g_mul);
-        // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-        const F square_avg_2 = fma(g_mul, g_2, alpha * square_avg_);
-        // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
-        const F variance = max(F(0.0f), fma(-grad_avg_, grad_avg_, square_avg_2));
-        // 36  momentum_buffer = momentum * momentum_buffer + update
-        const F momentum_buffer_ = fma(g_2, 1.0f / (sqrt(variance) + eps), momentum_buffer.times(momentum));
+        const F grad_avg_ = grad_avg.plus(alpha, g_mul);              // 31
+        const F square_avg_2 = fma(g_mul, g_2, alpha * square_avg_);  // 28
+        const F variance = max(F(0.0f), fma(-grad_avg_, grad_avg_, square_avg_2));  // 33
+        const F momentum_buffer_ = fma(g_2, 1.0f / (sqrt(variance) + eps), momentum_buffer.times(momentum));  // 36
         square_avg.set(square_avg_2);
         grad_avg.set(grad_avg_);
         momentum_buffer.set(momentum_buffer_);
     }
     template <class S0, class S1, class S2>
     F weight(F p, F g, const S0 &square_avg, const S1 &grad_avg, const S2 &momentum_buffer) const {
-        const F p_ = fma(minus_lr, momentum_buffer.next(), p);  // 38  p = p - lr * update
+        const F p_ = fma(minus_lr, momentum_buffer.next(), p);  // 38
         return p_;
     }
 };

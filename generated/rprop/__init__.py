@@ -3,7 +3,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord
+from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, by_flags
 from optgen.runtime.records.scalars import where
 from optgen.runtime.reference.eager import larger, smaller
 
@@ -77,15 +77,14 @@ def host_scalars(step, grad_scale, *, lr, etas, step_sizes):
     return (etaminus, etaplus, step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr)
 
 
+# What several of the records below have.
+SCALARS = ("etaminus", "etaplus", "step_size_min", "step_size_max", "grad_scale", "where_lt_one_t_zero_lr")
+
 # The eager reference, in strict maths.
-RULES = (
+RULES = by_flags(
+    {},
     RuleRecord(
-        "rprop",
-        "",
-        flags={},
-        step="rprop",
-        scalars=("etaminus", "etaplus", "step_size_min", "step_size_max", "grad_scale", "where_lt_one_t_zero_lr"),
-        host=host_scalars,
+        "rprop", "rprop", scalars=SCALARS, host=host_scalars,
         states=(StateRecord("prev", nearest=True), StateRecord("step_size", nonneg=True)),
     ),
 )
@@ -93,19 +92,11 @@ RULES = (
 # The kernels, in fast maths; rounding changed by: fma, group.
 STEPS = (
     Rule(
-        ({},),
-        ("etaminus", "etaplus", "step_size_min", "step_size_max", "grad_scale", "where_lt_one_t_zero_lr"),
-        host=host_scalars,
+        ({},), SCALARS, host=host_scalars,
         stages=(
             Stage(
-                "rprop",
-                "elem",
-                level=0,
-                scalars=tuple(range(6)),
-                reads=("p", "g", "prev", "step_size"),
-                stores=("p", "prev", "step_size"),
-                plus=("step_size",),
-                picked=("prev", "step_size"),
+                "rprop", "elem", level=0, scalars=tuple(range(6)), reads=("p", "g", "prev", "step_size"),
+                stores=("p", "prev", "step_size"), plus=("step_size",), picked=("prev", "step_size"),
                 needs=(("step_size", ("g", "prev", "step_size")),),
             ),
         ),

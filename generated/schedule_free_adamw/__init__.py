@@ -2,7 +2,7 @@
 #     rebuild: optgen build schedule_free_adamw
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord
+from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, by_flags
 from optgen.runtime.records.scalars import divide, maximum, minimum, power, root
 from optgen.runtime.reference.eager import sqrt
 
@@ -135,18 +135,15 @@ def kernel_scalars(
 
 
 # The eager reference, in strict maths.
-RULES = (
+RULES = by_flags(
+    {},
     RuleRecord(
-        "schedule_free_adamw",
-        "",
-        flags={},
-        step="schedule_free_adamw",
+        "schedule_free_adamw", "schedule_free_adamw",
         scalars=(
             "beta2", "eps", "weight_decay", "grad_scale", "one_minus_beta2", "sqrt_one_minus_beta2_pow_t", "c",
             "scalar_3", "rate",
         ),
-        host=host_scalars,
-        states=(StateRecord("z", init="param"), StateRecord("exp_avg_sq", nonneg=True)),
+        host=host_scalars, states=(StateRecord("z", init="param"), StateRecord("exp_avg_sq", nonneg=True)),
         host_states=(("weight_sum", 0.0), ("lr_max", 0.0)),
     ),
 )
@@ -162,14 +159,8 @@ STEPS = (
         host=kernel_scalars,
         stages=(
             Stage(
-                "schedule_free_adamw",
-                "elem",
-                level=0,
-                scalars=tuple(range(8)),
-                reads=("p", "g", "z", "exp_avg_sq"),
-                stores=("p", "z", "exp_avg_sq"),
-                plus=("exp_avg_sq",),
-                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+                "schedule_free_adamw", "elem", level=0, scalars=tuple(range(8)), reads=("p", "g", "z", "exp_avg_sq"),
+                stores=("p", "z", "exp_avg_sq"), plus=("exp_avg_sq",), needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
             ),
         ),
     ),

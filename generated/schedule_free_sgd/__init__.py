@@ -2,7 +2,7 @@
 #     rebuild: optgen build schedule_free_sgd
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord
+from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, by_flags
 from optgen.runtime.records.scalars import divide, maximum, minimum, power
 
 
@@ -107,33 +107,21 @@ def kernel_scalars(
 
 
 # The eager reference, in strict maths.
-RULES = (
+RULES = by_flags(
+    {},
     RuleRecord(
-        "schedule_free_sgd",
-        "",
-        flags={},
-        step="schedule_free_sgd",
-        scalars=("weight_decay", "grad_scale", "c", "scalar_1", "rate"),
-        host=host_scalars,
-        states=(StateRecord("z", init="param"),),
-        host_states=(("weight_sum", 0.0), ("lr_max", 0.0)),
+        "schedule_free_sgd", "schedule_free_sgd", scalars=("weight_decay", "grad_scale", "c", "scalar_1", "rate"),
+        host=host_scalars, states=(StateRecord("z", init="param"),), host_states=(("weight_sum", 0.0), ("lr_max", 0.0)),
     ),
 )
 
 # The kernels, in fast maths; rounding changed by: fma.
 STEPS = (
     Rule(
-        ({},),
-        ("weight_decay", "grad_scale", "c", "scalar_1", "scalar_2"),
-        host=kernel_scalars,
+        ({},), ("weight_decay", "grad_scale", "c", "scalar_1", "scalar_2"), host=kernel_scalars,
         stages=(
             Stage(
-                "schedule_free_sgd",
-                "elem",
-                level=0,
-                scalars=tuple(range(5)),
-                reads=("p", "g", "z"),
-                stores=("p", "z"),
+                "schedule_free_sgd", "elem", level=0, scalars=tuple(range(5)), reads=("p", "g", "z"), stores=("p", "z"),
             ),
         ),
     ),

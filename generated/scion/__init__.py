@@ -3,7 +3,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Series, Stage, StateRecord, Temp
+from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Series, Stage, StateRecord, Temp, by_flags
 from optgen.runtime.reference.eager import newton_schulz, sqrt
 
 
@@ -155,8 +155,7 @@ def scion_no_matrix(
     g = b.load("g")
     g = grad_scale * g
     # -- update  (specs/scion.py)
-    # 33  momentum_buffer = (1 - momentum) * momentum_buffer + momentum * g
-    momentum_buffer = one_minus_momentum * momentum_buffer + momentum * g
+    momentum_buffer = one_minus_momentum * momentum_buffer + momentum * g  # 33
     # -- encode and store
     tensor_sum_of_momentum_buffer_tensor = b.tensor_sum(momentum_buffer * momentum_buffer)
     b.store("momentum_buffer", momentum_buffer)
@@ -175,8 +174,7 @@ def scion_no_matrix(
     tensor_add = b.spread(tensor_add_tensor)
     # -- update  (specs/scion.py)
     step = momentum_buffer / tensor_add  # 43  step = momentum_buffer / (rms(momentum_buffer) + eps)
-    # 44  p = p * (1 - lr * (1 - unconstrained)) - lr * scale * step
-    p = p * one_minus_lr_times_one_minus_unconstrained - lr_times_scale * step
+    p = p * one_minus_lr_times_one_minus_unconstrained - lr_times_scale * step  # 44
     # -- encode and store
     b.store("p", p)
 
@@ -193,8 +191,7 @@ def scion_row_norm(
     g = b.load("g")
     g = grad_scale * g
     # -- update  (specs/scion.py)
-    # 33  momentum_buffer = (1 - momentum) * momentum_buffer + momentum * g
-    momentum_buffer = one_minus_momentum * momentum_buffer + momentum * g
+    momentum_buffer = one_minus_momentum * momentum_buffer + momentum * g  # 33
     # -- encode and store
     row_sum_of_momentum_buffer_tensor = b.row_sum(momentum_buffer * momentum_buffer)
     b.store("momentum_buffer", momentum_buffer)
@@ -207,7 +204,7 @@ def scion_row_norm(
 
     # == tensor: values of tensors
     # -- update  (specs/scion.py)
-    width = 1.0 + normalized * (b.extent("columns") - 1.0)  # 35  width = 1 + normalized * (columns(p) - 1)
+    width = 1.0 + normalized * (b.extent("columns") - 1.0)  # 35
     # -- encode and store
     width_tensor = width
 
@@ -227,8 +224,7 @@ def scion_row_norm(
     # -- update  (specs/scion.py)
     # 39  step = momentum_buffer / (width * sqrt(row_mean(momentum_buffer * momentum_buffer)) + eps)
     step = momentum_buffer / row_mul_plus_eps
-    # 44  p = p * (1 - lr * (1 - unconstrained)) - lr * scale * step
-    p = p * one_minus_lr_times_one_minus_unconstrained - lr_times_scale * step
+    p = p * one_minus_lr_times_one_minus_unconstrained - lr_times_scale * step  # 44
     # -- encode and store
     b.store("p", p)
 
@@ -241,7 +237,7 @@ def scion_sign_norm(
     # == tensor: values of tensors
     b = stored.over()
     # -- update  (specs/scion.py)
-    width = 1.0 + normalized * (b.extent("columns") - 1.0)  # 35  width = 1 + normalized * (columns(p) - 1)
+    width = 1.0 + normalized * (b.extent("columns") - 1.0)  # 35
     # -- encode and store
     width_tensor = width
 
@@ -254,12 +250,10 @@ def scion_sign_norm(
     g = grad_scale * g
     width = b.spread(width_tensor)
     # -- update  (specs/scion.py)
-    # 33  momentum_buffer = (1 - momentum) * momentum_buffer + momentum * g
-    momentum_buffer = one_minus_momentum * momentum_buffer + momentum * g
+    momentum_buffer = one_minus_momentum * momentum_buffer + momentum * g  # 33
     # 37  step = sign(momentum_buffer) / width
     step = torch.where(momentum_buffer > 0, 1.0, torch.where(momentum_buffer < 0, -1.0, momentum_buffer)) / width
-    # 44  p = p * (1 - lr * (1 - unconstrained)) - lr * scale * step
-    p = p * one_minus_lr_times_one_minus_unconstrained - lr_times_scale * step
+    p = p * one_minus_lr_times_one_minus_unconstrained - lr_times_scale * step  # 44
     # -- encode and store
     b.store("p", p)
     b.store("momentum_buffer", momentum_buffer)
@@ -363,125 +357,44 @@ def kernel_scalars_4(
 
 
 # The eager reference, in strict maths.
-RULES = (
+RULES = by_flags(
+    {"sign_norm": False, "row_norm": False, "matrix": True},
     RuleRecord(
-        "scion",
-        "",
-        flags={"sign_norm": False, "row_norm": False, "matrix": True},
-        step="scion",
+        "scion", "scion",
         scalars=(
             "normalized", "momentum", "grad_scale", "one_minus_momentum", "ns_coefficients", "ns_steps", "gram",
             "one_minus_lr_times_one_minus_unconstrained", "lr_times_scale",
         ),
-        host=host_scalars,
-        states=(StateRecord("momentum_buffer"),),
-        spaces=("call", "tensor"),
-        by_rows=True,
-        matrix="heads",
+        host=host_scalars, states=(StateRecord("momentum_buffer"),), spaces=("call", "tensor"), by_rows=True,
+        matrix="heads", settings=({"sign_norm": False, "row_norm": False, "matrix": True},),
     ),
     RuleRecord(
-        "scion",
-        "_no_matrix",
-        flags={"sign_norm": False, "row_norm": False, "matrix": False},
-        step="scion_no_matrix",
+        "scion", "scion_no_matrix",
         scalars=(
             "momentum", "grad_scale", "one_minus_momentum", "eps", "one_minus_lr_times_one_minus_unconstrained",
             "lr_times_scale",
         ),
-        host=host_scalars_2,
-        states=(StateRecord("momentum_buffer"),),
-        early=("momentum_buffer",),
-        spaces=("tensor",),
-        matrix="heads",
+        host=host_scalars_2, states=(StateRecord("momentum_buffer"),), early=("momentum_buffer",), spaces=("tensor",),
+        matrix="heads", settings=({"matrix": False},),
     ),
     RuleRecord(
-        "scion",
-        "_row_norm",
-        flags={"sign_norm": False, "row_norm": True, "matrix": True},
-        step="scion_row_norm",
+        "scion", "scion_row_norm",
         scalars=(
             "momentum", "grad_scale", "one_minus_momentum", "normalized", "eps",
             "one_minus_lr_times_one_minus_unconstrained", "lr_times_scale",
         ),
-        host=host_scalars_3,
-        states=(StateRecord("momentum_buffer"),),
-        early=("momentum_buffer",),
-        spaces=("row", "tensor"),
-        by_rows=True,
-        matrix="heads",
+        host=host_scalars_3, states=(StateRecord("momentum_buffer"),), early=("momentum_buffer",),
+        spaces=("row", "tensor"), by_rows=True, matrix="heads",
+        settings=({"sign_norm": False, "row_norm": True, "matrix": True},),
     ),
     RuleRecord(
-        "scion",
-        "_row_norm_no_matrix",
-        flags={"sign_norm": False, "row_norm": True, "matrix": False},
-        step="scion_no_matrix",
-        scalars=(
-            "momentum", "grad_scale", "one_minus_momentum", "eps", "one_minus_lr_times_one_minus_unconstrained",
-            "lr_times_scale",
-        ),
-        host=host_scalars_2,
-        states=(StateRecord("momentum_buffer"),),
-        early=("momentum_buffer",),
-        spaces=("tensor",),
-        matrix="heads",
-    ),
-    RuleRecord(
-        "scion",
-        "_sign_norm",
-        flags={"sign_norm": True, "row_norm": False, "matrix": True},
-        step="scion_sign_norm",
+        "scion", "scion_sign_norm",
         scalars=(
             "normalized", "momentum", "grad_scale", "one_minus_momentum", "one_minus_lr_times_one_minus_unconstrained",
             "lr_times_scale",
         ),
-        host=host_scalars_4,
-        states=(StateRecord("momentum_buffer"),),
-        spaces=("tensor",),
-        matrix="heads",
-    ),
-    RuleRecord(
-        "scion",
-        "_sign_norm_no_matrix",
-        flags={"sign_norm": True, "row_norm": False, "matrix": False},
-        step="scion_no_matrix",
-        scalars=(
-            "momentum", "grad_scale", "one_minus_momentum", "eps", "one_minus_lr_times_one_minus_unconstrained",
-            "lr_times_scale",
-        ),
-        host=host_scalars_2,
-        states=(StateRecord("momentum_buffer"),),
-        early=("momentum_buffer",),
-        spaces=("tensor",),
-        matrix="heads",
-    ),
-    RuleRecord(
-        "scion",
-        "_sign_norm_row_norm",
-        flags={"sign_norm": True, "row_norm": True, "matrix": True},
-        step="scion_sign_norm",
-        scalars=(
-            "normalized", "momentum", "grad_scale", "one_minus_momentum", "one_minus_lr_times_one_minus_unconstrained",
-            "lr_times_scale",
-        ),
-        host=host_scalars_4,
-        states=(StateRecord("momentum_buffer"),),
-        spaces=("tensor",),
-        matrix="heads",
-    ),
-    RuleRecord(
-        "scion",
-        "_sign_norm_row_norm_no_matrix",
-        flags={"sign_norm": True, "row_norm": True, "matrix": False},
-        step="scion_no_matrix",
-        scalars=(
-            "momentum", "grad_scale", "one_minus_momentum", "eps", "one_minus_lr_times_one_minus_unconstrained",
-            "lr_times_scale",
-        ),
-        host=host_scalars_2,
-        states=(StateRecord("momentum_buffer"),),
-        early=("momentum_buffer",),
-        spaces=("tensor",),
-        matrix="heads",
+        host=host_scalars_4, states=(StateRecord("momentum_buffer"),), spaces=("tensor",), matrix="heads",
+        settings=({"sign_norm": True, "matrix": True},),
     ),
 )
 
@@ -493,53 +406,28 @@ STEPS = (
             "normalized", "one_minus_momentum", "momentum_times_grad_scale", "ns_coefficients", "ns_steps", "gram",
             "lr_times_scale", "one_minus_lr_times_one_minus_unconstrained",
         ),
-        host=kernel_scalars,
-        temps=(Temp("sqrt_rows_over_width", "tensor"), Temp("newton_schulz", "elem")),
+        host=kernel_scalars, temps=(Temp("sqrt_rows_over_width", "tensor"), Temp("newton_schulz", "elem")),
         stages=(
             Stage(
-                "scion_1",
-                "tensor",
-                level=-1,
-                scalars=(0,),
-                temps=("sqrt_rows_over_width",),
-                stores=("sqrt_rows_over_width",),
-                extents=("rows", "columns"),
+                "scion_1", "tensor", level=-1, scalars=(0,), temps=("sqrt_rows_over_width",),
+                stores=("sqrt_rows_over_width",), extents=("rows", "columns"),
             ),
             Stage(
-                "scion_2",
-                "elem",
-                level=0,
-                scalars=(1, 2),
-                temps=("newton_schulz",),
-                reads=("g", "momentum_buffer"),
-                stores=("momentum_buffer", "newton_schulz"),
-                picked=("newton_schulz",),
+                "scion_2", "elem", level=0, scalars=(1, 2), temps=("newton_schulz",), reads=("g", "momentum_buffer"),
+                stores=("momentum_buffer", "newton_schulz"), picked=("newton_schulz",),
             ),
             Stage(
-                "newton_schulz",
-                "call",
-                level=1,
-                scalars=(3, 4, 5),
-                temps=("newton_schulz",),
+                "newton_schulz", "call", level=1, scalars=(3, 4, 5), temps=("newton_schulz",),
                 given=("ns_steps", 1.0, "gram", 1e-07, "ns_coefficients"),
             ),
             Stage(
-                "scion_4",
-                "elem",
-                level=2,
-                scalars=(6, 7),
-                reads=("p", "sqrt_rows_over_width", "newton_schulz"),
+                "scion_4", "elem", level=2, scalars=(6, 7), reads=("p", "sqrt_rows_over_width", "newton_schulz"),
                 stores=("p",),
             ),
         ),
     ),
     Rule(
-        (
-            {"sign_norm": False, "row_norm": False, "matrix": False},
-            {"sign_norm": False, "row_norm": True, "matrix": False},
-            {"sign_norm": True, "row_norm": False, "matrix": False},
-            {"sign_norm": True, "row_norm": True, "matrix": False},
-        ),
+        ({"matrix": False},),
         (
             "one_minus_momentum", "momentum_times_grad_scale", "eps", "lr_times_scale",
             "one_minus_lr_times_one_minus_unconstrained",
@@ -551,33 +439,18 @@ STEPS = (
         ),
         stages=(
             Stage(
-                "scion_no_matrix_1",
-                "elem",
-                level=0,
-                scalars=(0, 1),
-                temps=("tensor_sum_of_momentum_buffer",),
-                reads=("g", "momentum_buffer"),
-                stores=("momentum_buffer",),
+                "scion_no_matrix_1", "elem", level=0, scalars=(0, 1), temps=("tensor_sum_of_momentum_buffer",),
+                reads=("g", "momentum_buffer"), stores=("momentum_buffer",),
                 sums=(("square", ("tensor_sum_of_momentum_buffer",)),),
             ),
             Stage(
-                "scion_no_matrix_2",
-                "tensor",
-                level=1,
-                scalars=(2,),
-                temps=("one_over_tensor_add",),
-                reads=("tensor_sum_of_momentum_buffer",),
-                stores=("one_over_tensor_add",),
-                extents=("elements",),
+                "scion_no_matrix_2", "tensor", level=1, scalars=(2,), temps=("one_over_tensor_add",),
+                reads=("tensor_sum_of_momentum_buffer",), stores=("one_over_tensor_add",), extents=("elements",),
                 plus=("one_over_tensor_add",),
             ),
             Stage(
-                "scion_no_matrix_3",
-                "elem",
-                level=2,
-                scalars=(3, 4),
-                reads=("p", "momentum_buffer", "one_over_tensor_add"),
-                stores=("p",),
+                "scion_no_matrix_3", "elem", level=2, scalars=(3, 4),
+                reads=("p", "momentum_buffer", "one_over_tensor_add"), stores=("p",),
             ),
         ),
         early=("momentum_buffer",),
@@ -597,86 +470,46 @@ STEPS = (
         ),
         stages=(
             Stage(
-                "scion_row_norm_1",
-                "elem",
-                level=0,
-                scalars=(0, 1),
-                temps=("row_sum_of_momentum_buffer",),
-                matrices=True,
-                reads=("g", "momentum_buffer"),
-                stores=("momentum_buffer",),
+                "scion_row_norm_1", "elem", level=0, scalars=(0, 1), temps=("row_sum_of_momentum_buffer",),
+                matrices=True, reads=("g", "momentum_buffer"), stores=("momentum_buffer",),
                 sums=(("square", ("row_sum_of_momentum_buffer",)),),
             ),
             Stage(
-                "scion_row_norm_2",
-                "row",
-                level=1,
-                scalars=(),
-                temps=("sqrt_row_sum_of_momentum_buffer_over_columns",),
-                matrices=True,
-                reads=("row_sum_of_momentum_buffer",),
-                stores=("sqrt_row_sum_of_momentum_buffer_over_columns",),
-                extents=("columns",),
+                "scion_row_norm_2", "row", level=1, scalars=(), temps=("sqrt_row_sum_of_momentum_buffer_over_columns",),
+                matrices=True, reads=("row_sum_of_momentum_buffer",),
+                stores=("sqrt_row_sum_of_momentum_buffer_over_columns",), extents=("columns",),
             ),
             Stage(
-                "scion_row_norm_3",
-                "tensor",
-                level=1,
-                scalars=(2,),
-                temps=("width",),
-                stores=("width",),
-                extents=("columns",),
-                plus=("width",),
+                "scion_row_norm_3", "tensor", level=1, scalars=(2,), temps=("width",), stores=("width",),
+                extents=("columns",), plus=("width",),
             ),
             Stage(
-                "scion_row_norm_4",
-                "row",
-                level=1,
-                scalars=(3,),
-                temps=("one_over_row_mul_plus_eps",),
-                matrices=True,
-                reads=("width", "sqrt_row_sum_of_momentum_buffer_over_columns"),
-                stores=("one_over_row_mul_plus_eps",),
+                "scion_row_norm_4", "row", level=1, scalars=(3,), temps=("one_over_row_mul_plus_eps",), matrices=True,
+                reads=("width", "sqrt_row_sum_of_momentum_buffer_over_columns"), stores=("one_over_row_mul_plus_eps",),
                 plus=("one_over_row_mul_plus_eps",),
             ),
             Stage(
-                "scion_row_norm_5",
-                "elem",
-                level=2,
-                scalars=(4, 5),
-                matrices=True,
-                reads=("p", "momentum_buffer", "one_over_row_mul_plus_eps"),
-                stores=("p",),
+                "scion_row_norm_5", "elem", level=2, scalars=(4, 5), matrices=True,
+                reads=("p", "momentum_buffer", "one_over_row_mul_plus_eps"), stores=("p",),
             ),
         ),
         early=("momentum_buffer",),
     ),
     Rule(
-        ({"sign_norm": True, "row_norm": False, "matrix": True}, {"sign_norm": True, "row_norm": True, "matrix": True}),
+        ({"sign_norm": True, "matrix": True},),
         (
             "normalized", "one_minus_momentum", "momentum_times_grad_scale", "lr_times_scale",
             "one_minus_lr_times_one_minus_unconstrained",
         ),
-        host=kernel_scalars_4,
-        temps=(Temp("one_over_width", "tensor"),),
+        host=kernel_scalars_4, temps=(Temp("one_over_width", "tensor"),),
         stages=(
             Stage(
-                "scion_sign_norm_1",
-                "tensor",
-                level=-1,
-                scalars=(0,),
-                temps=("one_over_width",),
-                stores=("one_over_width",),
-                extents=("columns",),
-                plus=("one_over_width",),
+                "scion_sign_norm_1", "tensor", level=-1, scalars=(0,), temps=("one_over_width",),
+                stores=("one_over_width",), extents=("columns",), plus=("one_over_width",),
             ),
             Stage(
-                "scion_sign_norm_2",
-                "elem",
-                level=0,
-                scalars=(1, 2, 3, 4),
-                reads=("p", "g", "momentum_buffer", "one_over_width"),
-                stores=("p", "momentum_buffer"),
+                "scion_sign_norm_2", "elem", level=0, scalars=(1, 2, 3, 4),
+                reads=("p", "g", "momentum_buffer", "one_over_width"), stores=("p", "momentum_buffer"),
             ),
         ),
     ),

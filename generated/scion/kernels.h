@@ -45,8 +45,7 @@ template <class S0, class S1>
 OPTGEN_INLINE void scion_no_matrix_1(
     F g, F one_minus_momentum, F momentum_times_grad_scale, S0 &momentum_buffer, S1 &tensor_sum_of_momentum_buffer
 ) {
-    // 33  momentum_buffer = (1 - momentum) * momentum_buffer + momentum * g
-    const F momentum_buffer_ = fma(momentum_times_grad_scale, g, momentum_buffer.times(one_minus_momentum));
+    const F momentum_buffer_ = fma(momentum_times_grad_scale, g, momentum_buffer.times(one_minus_momentum));  // 33
     momentum_buffer.set(momentum_buffer_);
     tensor_sum_of_momentum_buffer.set(momentum_buffer_ * momentum_buffer_);
 }
@@ -65,7 +64,7 @@ OPTGEN_INLINE F scion_no_matrix_3(
     F p, F lr_times_scale, F one_minus_lr_times_one_minus_unconstrained, S0 &momentum_buffer, S1 &one_over_tensor_add
 ) {
     const F momentum_buffer_ = momentum_buffer.read();
-    // 44  p = p * (1 - lr * (1 - unconstrained)) - lr * scale * step
+    // 44
     const F p_ = fma(
         -(lr_times_scale * one_over_tensor_add.read()), momentum_buffer_, one_minus_lr_times_one_minus_unconstrained * p
     );
@@ -77,8 +76,7 @@ template <class S0, class S1>
 OPTGEN_INLINE void scion_row_norm_1(
     F g, F one_minus_momentum, F momentum_times_grad_scale, S0 &momentum_buffer, S1 &row_sum_of_momentum_buffer
 ) {
-    // 33  momentum_buffer = (1 - momentum) * momentum_buffer + momentum * g
-    const F momentum_buffer_ = fma(momentum_times_grad_scale, g, momentum_buffer.times(one_minus_momentum));
+    const F momentum_buffer_ = fma(momentum_times_grad_scale, g, momentum_buffer.times(one_minus_momentum));  // 33
     momentum_buffer.set(momentum_buffer_);
     row_sum_of_momentum_buffer.set(momentum_buffer_ * momentum_buffer_);
 }
@@ -94,7 +92,7 @@ OPTGEN_INLINE void scion_row_norm_2(
 // tensor: values of tensors
 template <class S0>
 OPTGEN_INLINE void scion_row_norm_3(F normalized, F extent_columns, S0 &width_) {
-    const F width_2 = fma(normalized, extent_columns - 1.0f, 1.0f);  // 35  width = 1 + normalized * (columns(p) - 1)
+    const F width_2 = fma(normalized, extent_columns - 1.0f, 1.0f);  // 35
     width_.set(width_2);
 }
 
@@ -113,7 +111,7 @@ OPTGEN_INLINE F scion_row_norm_5(
     S1 &one_over_row_mul_plus_eps
 ) {
     const F momentum_buffer_ = momentum_buffer.read();
-    // 44  p = p * (1 - lr * (1 - unconstrained)) - lr * scale * step
+    // 44
     const F p_ = fma(
         -(lr_times_scale * one_over_row_mul_plus_eps.read()), momentum_buffer_,
         one_minus_lr_times_one_minus_unconstrained * p
@@ -124,7 +122,7 @@ OPTGEN_INLINE F scion_row_norm_5(
 // tensor: values of tensors
 template <class S0>
 OPTGEN_INLINE void scion_sign_norm_1(F normalized, F extent_columns, S0 &one_over_width) {
-    const F width_ = fma(normalized, extent_columns - 1.0f, 1.0f);  // 35  width = 1 + normalized * (columns(p) - 1)
+    const F width_ = fma(normalized, extent_columns - 1.0f, 1.0f);  // 35
     one_over_width.set(1.0f / width_);
 }
 
@@ -134,9 +132,8 @@ OPTGEN_INLINE F scion_sign_norm_2(
     F p, F g, F one_minus_momentum, F momentum_times_grad_scale, F lr_times_scale,
     F one_minus_lr_times_one_minus_unconstrained, S0 &momentum_buffer, S1 &one_over_width
 ) {
-    // 33  momentum_buffer = (1 - momentum) * momentum_buffer + momentum * g
-    const F momentum_buffer_ = fma(momentum_times_grad_scale, g, momentum_buffer.times(one_minus_momentum));
-    // 44  p = p * (1 - lr * (1 - unconstrained)) - lr * scale * step
+    const F momentum_buffer_ = fma(momentum_times_grad_scale, g, momentum_buffer.times(one_minus_momentum));  // 33
+    // 44
     const F p_ = fma(
         -(lr_times_scale * one_over_width.read()), sign(momentum_buffer_),
         one_minus_lr_times_one_minus_unconstrained * p

@@ -78,7 +78,7 @@ def scion_no_matrix_1_tile(
     MASKED: tl.constexpr,
 ):
     """The new momentum_buffer; the terms of tensor_sum_of_momentum_buffer."""
-    # 33  momentum_buffer = (1 - momentum) * momentum_buffer + momentum * g
+    # 33
     momentum_buffer = tl.fma(
         momentum_times_grad_scale, g, times(one_minus_momentum, momentum_buffer, PLAN.momentum_buffer)
     )
@@ -111,7 +111,7 @@ def scion_no_matrix_3_tile(
 ):
     """The new p."""
     momentum_buffer = read(momentum_buffer, PLAN.momentum_buffer)
-    # 44  p = p * (1 - lr * (1 - unconstrained)) - lr * scale * step
+    # 44
     p = tl.fma(
         minus(lr_times_scale * one_over_tensor_add), momentum_buffer, one_minus_lr_times_one_minus_unconstrained * p
     )
@@ -135,7 +135,7 @@ def scion_row_norm_1_tile(
     MASKED: tl.constexpr,
 ):
     """The new momentum_buffer; the terms of row_sum_of_momentum_buffer."""
-    # 33  momentum_buffer = (1 - momentum) * momentum_buffer + momentum * g
+    # 33
     momentum_buffer = tl.fma(
         momentum_times_grad_scale, g, times(one_minus_momentum, momentum_buffer, PLAN.momentum_buffer)
     )
@@ -159,7 +159,7 @@ def scion_row_norm_2_values(row_sum_of_momentum_buffer, extent_columns):
 @triton.jit
 def scion_row_norm_3_values(extent_columns, normalized):
     """The new width."""
-    width = tl.fma(normalized, extent_columns - 1.0, 1.0)  # 35  width = 1 + normalized * (columns(p) - 1)
+    width = tl.fma(normalized, extent_columns - 1.0, 1.0)  # 35
     return (width,)
 
 
@@ -183,7 +183,7 @@ def scion_row_norm_5_tile(
 ):
     """The new p."""
     momentum_buffer = read(momentum_buffer, PLAN.momentum_buffer)
-    # 44  p = p * (1 - lr * (1 - unconstrained)) - lr * scale * step
+    # 44
     p = tl.fma(
         minus(lr_times_scale * one_over_row_mul_plus_eps), momentum_buffer,
         one_minus_lr_times_one_minus_unconstrained * p
@@ -205,7 +205,7 @@ def scion_row_norm_5_sweep(
 @triton.jit
 def scion_sign_norm_1_values(extent_columns, normalized):
     """The new one_over_width."""
-    width = tl.fma(normalized, extent_columns - 1.0, 1.0)  # 35  width = 1 + normalized * (columns(p) - 1)
+    width = tl.fma(normalized, extent_columns - 1.0, 1.0)  # 35
     return (1.0 / width,)
 
 
@@ -220,11 +220,11 @@ def scion_sign_norm_2_tile(
     lr_times_scale, one_minus_lr_times_one_minus_unconstrained, live, MASKED: tl.constexpr,
 ):
     """The new p, momentum_buffer."""
-    # 33  momentum_buffer = (1 - momentum) * momentum_buffer + momentum * g
+    # 33
     momentum_buffer = tl.fma(
         momentum_times_grad_scale, g, times(one_minus_momentum, momentum_buffer, PLAN.momentum_buffer)
     )
-    # 44  p = p * (1 - lr * (1 - unconstrained)) - lr * scale * step
+    # 44
     p = tl.fma(
         minus(lr_times_scale * one_over_width), sign(momentum_buffer), one_minus_lr_times_one_minus_unconstrained * p
     )

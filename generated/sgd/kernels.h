@@ -29,7 +29,7 @@ struct sgd_has_momentum {  // sgd
     }
     template <class S0>
     F weight(F p, F g, const S0 &momentum_buffer) const {
-        const F p_ = fma(minus_lr, momentum_buffer.next(), p);  // 25  p = p - lr * update
+        const F p_ = fma(minus_lr, momentum_buffer.next(), p);  // 25
         return p_;
     }
 };
@@ -47,13 +47,13 @@ struct sgd_nesterov_has_momentum {  // sgd
     F step(F p, F g, S0 &momentum_buffer) const {
         const F g_ = grad_scale * g;
         const F g_2 = fma(weight_decay, p, g_);                 // 20  g = l2(g, p, weight_decay)
-        // 23  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
+        // 23
         const F momentum_buffer_ = fma(
             where_lt_one_t_one_minus_dampening_one, g_2, momentum_buffer.times(where_lt_one_t_momentum_zero)
         );
         // 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
         const F update = fma(momentum, momentum_buffer_, g_2);
-        const F p_ = fma(minus_lr, update, p);                  // 25  p = p - lr * update
+        const F p_ = fma(minus_lr, update, p);                  // 25
         momentum_buffer.set(momentum_buffer_);
         return p_;
     }

@@ -33,7 +33,7 @@ def sgd_has_momentum_tile(
     momentum_buffer = plus(
         where_lt_one_t_momentum_zero, momentum_buffer, tl.fma(scalar_1, p, scalar_0 * g), PLAN.momentum_buffer
     )
-    p = tl.fma(minus_lr, momentum_buffer, p)  # 25  p = p - lr * update
+    p = tl.fma(minus_lr, momentum_buffer, p)  # 25
     return p, momentum_buffer
 
 
@@ -56,14 +56,14 @@ def sgd_nesterov_has_momentum_tile(
     """The new p, momentum_buffer."""
     g = grad_scale * g
     g = tl.fma(weight_decay, p, g)                 # 20  g = l2(g, p, weight_decay)
-    # 23  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
+    # 23
     momentum_buffer = tl.fma(
         where_lt_one_t_one_minus_dampening_one, g,
         times(where_lt_one_t_momentum_zero, momentum_buffer, PLAN.momentum_buffer)
     )
     # 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
     update = tl.fma(momentum, momentum_buffer, g)
-    p = tl.fma(minus_lr, update, p)                # 25  p = p - lr * update
+    p = tl.fma(minus_lr, update, p)                # 25
     return p, momentum_buffer
 
 

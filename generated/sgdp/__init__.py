@@ -3,7 +3,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp
+from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp, by_flags
 from optgen.runtime.records.scalars import divide
 from optgen.runtime.reference.eager import choose, few_max, few_sum, sqrt
 
@@ -64,6 +64,89 @@ class SGDP(Optimizer):
 
 
 # Steps in place, in strict maths; the codecs of a plan load and store.
+def sgdp_2(
+    stored, eps, row_sum_for_invariant_tensor, row_sum_for_invariant_2_tensor, row_sum_for_invariant_3_tensor,
+    row_sum_of_p_tensor,
+):
+    # -- load and decode
+    row_sum_for_invariant = row_sum_for_invariant_tensor
+    row_sum_for_invariant_2 = row_sum_for_invariant_2_tensor
+    row_sum_for_invariant_3 = row_sum_for_invariant_3_tensor
+    row_sum_of_p = row_sum_of_p_tensor
+    # -- encode and store
+    row_sum_for_invariant_2_add = sqrt(row_sum_for_invariant_2) + eps
+    tensor_max_for_invariant_tensor = few_max(
+        row_sum_for_invariant.abs() / (row_sum_for_invariant_2_add * (sqrt(row_sum_for_invariant_3) + eps)), "tensor"
+    )
+    tensor_sum_for_invariant_tensor = few_sum(row_sum_for_invariant, "tensor")
+    tensor_sum_for_invariant_2_tensor = few_sum(row_sum_for_invariant_2, "tensor")
+    tensor_sum_for_invariant_3_tensor = few_sum(row_sum_for_invariant_3, "tensor")
+    tensor_sum_of_p_tensor = few_sum(row_sum_of_p, "tensor")
+    row_sum_of_p_over_row_mul_2_tensor = row_sum_of_p / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add)
+    return (
+        tensor_max_for_invariant_tensor, row_sum_of_p_over_row_mul_2_tensor, tensor_sum_for_invariant_tensor,
+        tensor_sum_for_invariant_2_tensor, tensor_sum_for_invariant_3_tensor, tensor_sum_of_p_tensor
+    )
+
+
+def sgdp_4(
+    stored, eps, tensor_sum_for_invariant_tensor, tensor_sum_for_invariant_2_tensor,
+    tensor_sum_for_invariant_3_tensor, delta_over_sqrt_elements_tensor, tensor_sum_of_p_tensor,
+):
+    # -- load and decode
+    tensor_sum_for_invariant = tensor_sum_for_invariant_tensor
+    tensor_sum_for_invariant_2 = tensor_sum_for_invariant_2_tensor
+    tensor_sum_for_invariant_3 = tensor_sum_for_invariant_3_tensor
+    delta_over_sqrt_elements = delta_over_sqrt_elements_tensor
+    tensor_sum_of_p = tensor_sum_of_p_tensor
+    # -- encode and store
+    tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps
+    delta_over_sqrt_elements_lt = (
+        tensor_sum_for_invariant.abs() / (tensor_sum_for_invariant_2_add * (sqrt(tensor_sum_for_invariant_3) + eps))
+        < delta_over_sqrt_elements
+    )
+    tensor_lt_2_tensor = choose(delta_over_sqrt_elements_lt, 1.0, 0.0)
+    tensor_sum_of_p_over_tensor_mul_2_2_tensor = torch.where(
+        delta_over_sqrt_elements_lt,
+        tensor_sum_of_p / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0
+    )
+    return tensor_lt_2_tensor, tensor_sum_of_p_over_tensor_mul_2_2_tensor
+
+
+def sgdp_5(
+    stored, lr, one_minus_wd_ratio, weight_decay_2, tensor_max_for_invariant_tensor, delta_over_sqrt_columns_tensor,
+    tensor_lt_2_tensor,
+):
+    # -- load and decode
+    tensor_max_for_invariant = tensor_max_for_invariant_tensor
+    delta_over_sqrt_columns = delta_over_sqrt_columns_tensor
+    tensor_lt_2 = tensor_lt_2_tensor
+    # -- update  (specs/sgdp.py)
+    tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns
+    # 27  update, invariant = without_radial(update, p, g, delta, eps)
+    invariant = choose(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
+    # 28  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
+    weight_decay = weight_decay_2 * (1.0 - one_minus_wd_ratio * invariant)
+    # -- encode and store
+    tensor_lt_tensor = choose(tensor_max_for_invariant_lt, 1.0, 0.0)
+    one_minus_lr_times_weight_decay_2_tensor = 1.0 - lr * weight_decay
+    return tensor_lt_tensor, one_minus_lr_times_weight_decay_2_tensor
+
+
+def sgdp_6(
+    stored, tensor_lt_tensor, row_sum_of_p_over_row_mul_2_tensor, tensor_sum_of_p_over_tensor_mul_2_2_tensor,
+):
+    # -- load and decode
+    tensor_lt = tensor_lt_tensor
+    row_sum_of_p_over_row_mul_2 = row_sum_of_p_over_row_mul_2_tensor
+    tensor_sum_of_p_over_tensor_mul_2_2 = tensor_sum_of_p_over_tensor_mul_2_2_tensor
+    # -- encode and store
+    row_sum_of_p_over_row_mul_2_2_tensor = torch.where(
+        0.0 < tensor_lt, row_sum_of_p_over_row_mul_2, tensor_sum_of_p_over_tensor_mul_2_2
+    )
+    return row_sum_of_p_over_row_mul_2_2_tensor
+
+
 def sgdp(stored, momentum, grad_scale, one_minus_dampening, eps, delta, lr, one_minus_wd_ratio, weight_decay_2):
 
     # == sweep 1: update (specs/sgdp.py:27)
@@ -84,21 +167,13 @@ def sgdp(stored, momentum, grad_scale, one_minus_dampening, eps, delta, lr, one_
     b.store("momentum_buffer", momentum_buffer)
 
     # == row: values of rows
-    # -- load and decode
-    row_sum_for_invariant = row_sum_for_invariant_tensor
-    row_sum_for_invariant_2 = row_sum_for_invariant_2_tensor
-    row_sum_for_invariant_3 = row_sum_for_invariant_3_tensor
-    row_sum_of_p = row_sum_of_p_tensor
-    # -- encode and store
-    row_sum_for_invariant_2_add = sqrt(row_sum_for_invariant_2) + eps
-    tensor_max_for_invariant_tensor = few_max(
-        row_sum_for_invariant.abs() / (row_sum_for_invariant_2_add * (sqrt(row_sum_for_invariant_3) + eps)), "tensor"
+    (
+        tensor_max_for_invariant_tensor, row_sum_of_p_over_row_mul_2_tensor, tensor_sum_for_invariant_tensor,
+        tensor_sum_for_invariant_2_tensor, tensor_sum_for_invariant_3_tensor, tensor_sum_of_p_tensor
+    ) = sgdp_2(
+        stored, eps, row_sum_for_invariant_tensor, row_sum_for_invariant_2_tensor, row_sum_for_invariant_3_tensor,
+        row_sum_of_p_tensor,
     )
-    tensor_sum_for_invariant_tensor = few_sum(row_sum_for_invariant, "tensor")
-    tensor_sum_for_invariant_2_tensor = few_sum(row_sum_for_invariant_2, "tensor")
-    tensor_sum_for_invariant_3_tensor = few_sum(row_sum_for_invariant_3, "tensor")
-    tensor_sum_of_p_tensor = few_sum(row_sum_of_p, "tensor")
-    row_sum_of_p_over_row_mul_2_tensor = row_sum_of_p / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add)
 
     # == tensor: values of tensors
     # -- encode and store
@@ -106,47 +181,20 @@ def sgdp(stored, momentum, grad_scale, one_minus_dampening, eps, delta, lr, one_
     delta_over_sqrt_elements_tensor = delta / sqrt(b.extent("elements"))
 
     # == tensor: values of tensors
-    # -- load and decode
-    tensor_sum_for_invariant = tensor_sum_for_invariant_tensor
-    tensor_sum_for_invariant_2 = tensor_sum_for_invariant_2_tensor
-    tensor_sum_for_invariant_3 = tensor_sum_for_invariant_3_tensor
-    delta_over_sqrt_elements = delta_over_sqrt_elements_tensor
-    tensor_sum_of_p = tensor_sum_of_p_tensor
-    # -- encode and store
-    tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps
-    delta_over_sqrt_elements_lt = (
-        tensor_sum_for_invariant.abs() / (tensor_sum_for_invariant_2_add * (sqrt(tensor_sum_for_invariant_3) + eps))
-        < delta_over_sqrt_elements
-    )
-    tensor_lt_2_tensor = choose(delta_over_sqrt_elements_lt, 1.0, 0.0)
-    tensor_sum_of_p_over_tensor_mul_2_2_tensor = torch.where(
-        delta_over_sqrt_elements_lt,
-        tensor_sum_of_p / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0
+    tensor_lt_2_tensor, tensor_sum_of_p_over_tensor_mul_2_2_tensor = sgdp_4(
+        stored, eps, tensor_sum_for_invariant_tensor, tensor_sum_for_invariant_2_tensor,
+        tensor_sum_for_invariant_3_tensor, delta_over_sqrt_elements_tensor, tensor_sum_of_p_tensor,
     )
 
     # == tensor: values of tensors
-    # -- load and decode
-    tensor_max_for_invariant = tensor_max_for_invariant_tensor
-    delta_over_sqrt_columns = delta_over_sqrt_columns_tensor
-    tensor_lt_2 = tensor_lt_2_tensor
-    # -- update  (specs/sgdp.py)
-    tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns
-    # 27  update, invariant = without_radial(update, p, g, delta, eps)
-    invariant = choose(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
-    # 28  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
-    weight_decay = weight_decay_2 * (1.0 - one_minus_wd_ratio * invariant)
-    # -- encode and store
-    tensor_lt_tensor = choose(tensor_max_for_invariant_lt, 1.0, 0.0)
-    one_minus_lr_times_weight_decay_2_tensor = 1.0 - lr * weight_decay
+    tensor_lt_tensor, one_minus_lr_times_weight_decay_2_tensor = sgdp_5(
+        stored, lr, one_minus_wd_ratio, weight_decay_2, tensor_max_for_invariant_tensor, delta_over_sqrt_columns_tensor,
+        tensor_lt_2_tensor,
+    )
 
     # == row: values of rows
-    # -- load and decode
-    tensor_lt = tensor_lt_tensor
-    row_sum_of_p_over_row_mul_2 = row_sum_of_p_over_row_mul_2_tensor
-    tensor_sum_of_p_over_tensor_mul_2_2 = tensor_sum_of_p_over_tensor_mul_2_2_tensor
-    # -- encode and store
-    row_sum_of_p_over_row_mul_2_2_tensor = torch.where(
-        0.0 < tensor_lt, row_sum_of_p_over_row_mul_2, tensor_sum_of_p_over_tensor_mul_2_2
+    row_sum_of_p_over_row_mul_2_2_tensor = sgdp_6(
+        stored, tensor_lt_tensor, row_sum_of_p_over_row_mul_2_tensor, tensor_sum_of_p_over_tensor_mul_2_2_tensor,
     )
 
     # == sweep 2: the update
@@ -158,8 +206,7 @@ def sgdp(stored, momentum, grad_scale, one_minus_dampening, eps, delta, lr, one_
     row_sum_of_p_over_row_mul_2_2 = b.spread(row_sum_of_p_over_row_mul_2_2_tensor)
     # -- update  (specs/sgdp.py)
     p_2 = p * one_minus_lr_times_weight_decay_2                   # 29  p = decoupled(p, lr, weight_decay)
-    # 27  update, invariant = without_radial(update, p, g, delta, eps)
-    update = momentum_buffer - row_sum_of_p_over_row_mul_2_2 * p
+    update = momentum_buffer - row_sum_of_p_over_row_mul_2_2 * p  # 27
     p = p_2 - lr * update                                         # 30  p = p - lr * update
     # -- encode and store
     b.store("p", p)
@@ -173,10 +220,9 @@ def sgdp_no_projected(stored, lr, momentum, grad_scale, one_minus_dampening, sca
     g = b.load("g")
     g = grad_scale * g
     # -- update  (specs/sgdp.py)
-    p = p * scalar_1                                                        # 29  p = decoupled(p, lr, weight_decay)
-    # 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
-    momentum_buffer = momentum * momentum_buffer + one_minus_dampening * g
-    p = p - lr * momentum_buffer                                            # 30  p = p - lr * update
+    p = p * scalar_1                                                        # 29
+    momentum_buffer = momentum * momentum_buffer + one_minus_dampening * g  # 23
+    p = p - lr * momentum_buffer                                            # 30
     # -- encode and store
     b.store("p", p)
     b.store("momentum_buffer", momentum_buffer)
@@ -194,8 +240,7 @@ def sgdp_nesterov(
     g = grad_scale * g
     momentum_buffer = b.load("momentum_buffer")
     # -- update  (specs/sgdp.py)
-    # 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
-    momentum_buffer = momentum * momentum_buffer + one_minus_dampening * g
+    momentum_buffer = momentum * momentum_buffer + one_minus_dampening * g  # 23
     # 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
     update = g + momentum * momentum_buffer
     # -- encode and store
@@ -205,21 +250,13 @@ def sgdp_nesterov(
     row_sum_of_p_tensor = b.row_sum(p * update)
 
     # == row: values of rows
-    # -- load and decode
-    row_sum_for_invariant = row_sum_for_invariant_tensor
-    row_sum_for_invariant_2 = row_sum_for_invariant_2_tensor
-    row_sum_for_invariant_3 = row_sum_for_invariant_3_tensor
-    row_sum_of_p = row_sum_of_p_tensor
-    # -- encode and store
-    row_sum_for_invariant_2_add = sqrt(row_sum_for_invariant_2) + eps
-    tensor_max_for_invariant_tensor = few_max(
-        row_sum_for_invariant.abs() / (row_sum_for_invariant_2_add * (sqrt(row_sum_for_invariant_3) + eps)), "tensor"
+    (
+        tensor_max_for_invariant_tensor, row_sum_of_p_over_row_mul_2_tensor, tensor_sum_for_invariant_tensor,
+        tensor_sum_for_invariant_2_tensor, tensor_sum_for_invariant_3_tensor, tensor_sum_of_p_tensor
+    ) = sgdp_2(
+        stored, eps, row_sum_for_invariant_tensor, row_sum_for_invariant_2_tensor, row_sum_for_invariant_3_tensor,
+        row_sum_of_p_tensor,
     )
-    tensor_sum_for_invariant_tensor = few_sum(row_sum_for_invariant, "tensor")
-    tensor_sum_for_invariant_2_tensor = few_sum(row_sum_for_invariant_2, "tensor")
-    tensor_sum_for_invariant_3_tensor = few_sum(row_sum_for_invariant_3, "tensor")
-    tensor_sum_of_p_tensor = few_sum(row_sum_of_p, "tensor")
-    row_sum_of_p_over_row_mul_2_tensor = row_sum_of_p / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add)
 
     # == tensor: values of tensors
     # -- encode and store
@@ -227,47 +264,20 @@ def sgdp_nesterov(
     delta_over_sqrt_elements_tensor = delta / sqrt(b.extent("elements"))
 
     # == tensor: values of tensors
-    # -- load and decode
-    tensor_sum_for_invariant = tensor_sum_for_invariant_tensor
-    tensor_sum_for_invariant_2 = tensor_sum_for_invariant_2_tensor
-    tensor_sum_for_invariant_3 = tensor_sum_for_invariant_3_tensor
-    delta_over_sqrt_elements = delta_over_sqrt_elements_tensor
-    tensor_sum_of_p = tensor_sum_of_p_tensor
-    # -- encode and store
-    tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps
-    delta_over_sqrt_elements_lt = (
-        tensor_sum_for_invariant.abs() / (tensor_sum_for_invariant_2_add * (sqrt(tensor_sum_for_invariant_3) + eps))
-        < delta_over_sqrt_elements
-    )
-    tensor_lt_2_tensor = choose(delta_over_sqrt_elements_lt, 1.0, 0.0)
-    tensor_sum_of_p_over_tensor_mul_2_2_tensor = torch.where(
-        delta_over_sqrt_elements_lt,
-        tensor_sum_of_p / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0
+    tensor_lt_2_tensor, tensor_sum_of_p_over_tensor_mul_2_2_tensor = sgdp_4(
+        stored, eps, tensor_sum_for_invariant_tensor, tensor_sum_for_invariant_2_tensor,
+        tensor_sum_for_invariant_3_tensor, delta_over_sqrt_elements_tensor, tensor_sum_of_p_tensor,
     )
 
     # == tensor: values of tensors
-    # -- load and decode
-    tensor_max_for_invariant = tensor_max_for_invariant_tensor
-    delta_over_sqrt_columns = delta_over_sqrt_columns_tensor
-    tensor_lt_2 = tensor_lt_2_tensor
-    # -- update  (specs/sgdp.py)
-    tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns
-    # 27  update, invariant = without_radial(update, p, g, delta, eps)
-    invariant = choose(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
-    # 28  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
-    weight_decay = weight_decay_2 * (1.0 - one_minus_wd_ratio * invariant)
-    # -- encode and store
-    tensor_lt_tensor = choose(tensor_max_for_invariant_lt, 1.0, 0.0)
-    one_minus_lr_times_weight_decay_2_tensor = 1.0 - lr * weight_decay
+    tensor_lt_tensor, one_minus_lr_times_weight_decay_2_tensor = sgdp_5(
+        stored, lr, one_minus_wd_ratio, weight_decay_2, tensor_max_for_invariant_tensor, delta_over_sqrt_columns_tensor,
+        tensor_lt_2_tensor,
+    )
 
     # == row: values of rows
-    # -- load and decode
-    tensor_lt = tensor_lt_tensor
-    row_sum_of_p_over_row_mul_2 = row_sum_of_p_over_row_mul_2_tensor
-    tensor_sum_of_p_over_tensor_mul_2_2 = tensor_sum_of_p_over_tensor_mul_2_2_tensor
-    # -- encode and store
-    row_sum_of_p_over_row_mul_2_2_tensor = torch.where(
-        0.0 < tensor_lt, row_sum_of_p_over_row_mul_2, tensor_sum_of_p_over_tensor_mul_2_2
+    row_sum_of_p_over_row_mul_2_2_tensor = sgdp_6(
+        stored, tensor_lt_tensor, row_sum_of_p_over_row_mul_2_tensor, tensor_sum_of_p_over_tensor_mul_2_2_tensor,
     )
 
     # == sweep 2: the update
@@ -280,14 +290,11 @@ def sgdp_nesterov(
     momentum_buffer = b.load("momentum_buffer")
     row_sum_of_p_over_row_mul_2_2 = b.spread(row_sum_of_p_over_row_mul_2_2_tensor)
     # -- update  (specs/sgdp.py)
-    p_2 = p * one_minus_lr_times_weight_decay_2                             # 29  p = decoupled(p, lr, weight_decay)
-    # 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
-    momentum_buffer = momentum * momentum_buffer + one_minus_dampening * g
-    # 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
-    update = g + momentum * momentum_buffer
-    # 27  update, invariant = without_radial(update, p, g, delta, eps)
-    update = update - row_sum_of_p_over_row_mul_2_2 * p
-    p = p_2 - lr * update                                                   # 30  p = p - lr * update
+    p_2 = p * one_minus_lr_times_weight_decay_2                             # 29
+    momentum_buffer = momentum * momentum_buffer + one_minus_dampening * g  # 23
+    update = g + momentum * momentum_buffer  # 24
+    update = update - row_sum_of_p_over_row_mul_2_2 * p  # 27
+    p = p_2 - lr * update                                                   # 30
     # -- encode and store
     b.store("p", p)
     b.store("momentum_buffer", momentum_buffer)
@@ -301,12 +308,10 @@ def sgdp_nesterov_no_projected(stored, lr, momentum, grad_scale, one_minus_dampe
     g = grad_scale * g
     momentum_buffer = b.load("momentum_buffer")
     # -- update  (specs/sgdp.py)
-    p = p * scalar_1                                                        # 29  p = decoupled(p, lr, weight_decay)
-    # 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
-    momentum_buffer = momentum * momentum_buffer + one_minus_dampening * g
-    # 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
-    update = g + momentum * momentum_buffer
-    p = p - lr * update                                                     # 30  p = p - lr * update
+    p = p * scalar_1                                                        # 29
+    momentum_buffer = momentum * momentum_buffer + one_minus_dampening * g  # 23
+    update = g + momentum * momentum_buffer  # 24
+    p = p - lr * update                                                     # 30
     # -- encode and store
     b.store("p", p)
     b.store("momentum_buffer", momentum_buffer)
@@ -370,58 +375,65 @@ def kernel_scalars_4(step, grad_scale, *, lr, momentum, dampening, eps, weight_d
     return (momentum, one_minus_dampening_times_grad_scale, lr_times_grad_scale, lr_times_momentum, scalar_3)
 
 
+# What several of the records below have.
+SCALARS = (
+    "momentum", "grad_scale", "one_minus_dampening", "eps", "delta", "lr", "one_minus_wd_ratio", "weight_decay_2",
+)
+SCALARS_2 = ("lr", "momentum", "grad_scale", "one_minus_dampening", "scalar_1")
+TEMPS = (
+    Temp("row_sum_for_invariant", "row", reduction="row_sum", source="elem"),
+    Temp("row_sum_for_invariant_2", "row", reduction="row_sum", source="elem"),
+    Temp("row_sum_for_invariant_3", "row", reduction="row_sum", source="elem"),
+    Temp("row_sum_of_p", "row", reduction="row_sum", source="elem"),
+    Temp("row_sum_of_p_over_row_mul_3", "row"),
+    Temp("tensor_max_for_invariant", "tensor", reduction="tensor_max", source="row"),
+    Temp("tensor_sum_for_invariant", "tensor", reduction="tensor_sum", source="row"),
+    Temp("tensor_sum_for_invariant_2", "tensor", reduction="tensor_sum", source="row"),
+    Temp("tensor_sum_for_invariant_3", "tensor", reduction="tensor_sum", source="row"),
+    Temp("tensor_sum_of_p", "tensor", reduction="tensor_sum", source="row"),
+    Temp("delta_over_sqrt_columns", "tensor"),
+    Temp("delta_over_sqrt_elements", "tensor"),
+    Temp("lt_tensor_div_delta_over_sqrt_elements", "tensor"),
+    Temp("tensor_sum_of_p_over_tensor_mul_3_2", "tensor"),
+    Temp("one_minus_lr_times_weight_decay_2", "tensor"),
+    Temp("tensor_lt", "tensor"),
+    Temp("row_sum_of_p_over_row_mul_3_2", "row"),
+)
+SGDP_3 = Stage(
+    "sgdp_3", "tensor", level=1, scalars=(5,), temps=("delta_over_sqrt_columns", "delta_over_sqrt_elements"),
+    stores=("delta_over_sqrt_columns", "delta_over_sqrt_elements"), extents=("columns", "elements"),
+)
+SGDP_5 = Stage(
+    "sgdp_5", "tensor", level=1, scalars=(6, 7, 8), temps=("tensor_lt", "one_minus_lr_times_weight_decay_2"),
+    reads=("tensor_max_for_invariant", "delta_over_sqrt_columns", "lt_tensor_div_delta_over_sqrt_elements"),
+    stores=("tensor_lt", "one_minus_lr_times_weight_decay_2"), plus=("tensor_lt", "one_minus_lr_times_weight_decay_2"),
+    picked=("tensor_lt",),
+)
+SGDP_6 = Stage(
+    "sgdp_6", "row", level=1, scalars=(), temps=("row_sum_of_p_over_row_mul_3_2",), matrices=True,
+    reads=("tensor_lt", "row_sum_of_p_over_row_mul_3", "tensor_sum_of_p_over_tensor_mul_3_2"),
+    stores=("row_sum_of_p_over_row_mul_3_2",), picked=("row_sum_of_p_over_row_mul_3_2",),
+)
+
 # The eager reference, in strict maths.
-RULES = (
+RULES = by_flags(
+    {"nesterov": False, "projected": True},
     RuleRecord(
-        "sgdp",
-        "",
-        flags={"nesterov": False, "projected": True},
-        step="sgdp",
-        scalars=(
-            "momentum", "grad_scale", "one_minus_dampening", "eps", "delta", "lr", "one_minus_wd_ratio",
-            "weight_decay_2",
-        ),
-        host=host_scalars,
-        states=(StateRecord("momentum_buffer"),),
-        early=("momentum_buffer",),
-        spaces=("row", "tensor"),
-        by_rows=True,
-        matrix="first",
+        "sgdp", "sgdp", scalars=SCALARS, host=host_scalars, states=(StateRecord("momentum_buffer"),),
+        early=("momentum_buffer",), spaces=("row", "tensor"), by_rows=True, matrix="first",
+        settings=({"nesterov": False, "projected": True},),
     ),
     RuleRecord(
-        "sgdp",
-        "_no_projected",
-        flags={"nesterov": False, "projected": False},
-        step="sgdp_no_projected",
-        scalars=("lr", "momentum", "grad_scale", "one_minus_dampening", "scalar_1"),
-        host=host_scalars_2,
-        states=(StateRecord("momentum_buffer"),),
-        matrix="first",
+        "sgdp", "sgdp_no_projected", scalars=SCALARS_2, host=host_scalars_2, states=(StateRecord("momentum_buffer"),),
+        matrix="first", settings=({"nesterov": False, "projected": False},),
     ),
     RuleRecord(
-        "sgdp",
-        "_nesterov",
-        flags={"nesterov": True, "projected": True},
-        step="sgdp_nesterov",
-        scalars=(
-            "momentum", "grad_scale", "one_minus_dampening", "eps", "delta", "lr", "one_minus_wd_ratio",
-            "weight_decay_2",
-        ),
-        host=host_scalars,
-        states=(StateRecord("momentum_buffer"),),
-        spaces=("row", "tensor"),
-        by_rows=True,
-        matrix="first",
+        "sgdp", "sgdp_nesterov", scalars=SCALARS, host=host_scalars, states=(StateRecord("momentum_buffer"),),
+        spaces=("row", "tensor"), by_rows=True, matrix="first", settings=({"nesterov": True, "projected": True},),
     ),
     RuleRecord(
-        "sgdp",
-        "_nesterov_no_projected",
-        flags={"nesterov": True, "projected": False},
-        step="sgdp_nesterov_no_projected",
-        scalars=("lr", "momentum", "grad_scale", "one_minus_dampening", "scalar_1"),
-        host=host_scalars_2,
-        states=(StateRecord("momentum_buffer"),),
-        matrix="first",
+        "sgdp", "sgdp_nesterov_no_projected", scalars=SCALARS_2, host=host_scalars_2,
+        states=(StateRecord("momentum_buffer"),), matrix="first", settings=({"nesterov": True, "projected": False},),
     ),
 )
 
@@ -433,48 +445,19 @@ STEPS = (
             "momentum", "one_minus_dampening_times_grad_scale", "eps", "grad_scale", "grad_scale_times_grad_scale",
             "delta", "minus_one_minus_wd_ratio", "weight_decay_2", "minus_lr",
         ),
-        host=kernel_scalars,
-        temps=(
-            Temp("row_sum_for_invariant", "row", reduction="row_sum", source="elem"),
-            Temp("row_sum_for_invariant_2", "row", reduction="row_sum", source="elem"),
-            Temp("row_sum_for_invariant_3", "row", reduction="row_sum", source="elem"),
-            Temp("row_sum_of_p", "row", reduction="row_sum", source="elem"),
-            Temp("row_sum_of_p_over_row_mul_3", "row"),
-            Temp("tensor_max_for_invariant", "tensor", reduction="tensor_max", source="row"),
-            Temp("tensor_sum_for_invariant", "tensor", reduction="tensor_sum", source="row"),
-            Temp("tensor_sum_for_invariant_2", "tensor", reduction="tensor_sum", source="row"),
-            Temp("tensor_sum_for_invariant_3", "tensor", reduction="tensor_sum", source="row"),
-            Temp("tensor_sum_of_p", "tensor", reduction="tensor_sum", source="row"),
-            Temp("delta_over_sqrt_columns", "tensor"),
-            Temp("delta_over_sqrt_elements", "tensor"),
-            Temp("lt_tensor_div_delta_over_sqrt_elements", "tensor"),
-            Temp("tensor_sum_of_p_over_tensor_mul_3_2", "tensor"),
-            Temp("one_minus_lr_times_weight_decay_2", "tensor"),
-            Temp("tensor_lt", "tensor"),
-            Temp("row_sum_of_p_over_row_mul_3_2", "row"),
-        ),
+        host=kernel_scalars, temps=TEMPS,
         stages=(
             Stage(
-                "sgdp_1",
-                "elem",
-                level=0,
-                scalars=(0, 1),
+                "sgdp_1", "elem", level=0, scalars=(0, 1),
                 temps=("row_sum_for_invariant", "row_sum_for_invariant_2", "row_sum_for_invariant_3", "row_sum_of_p"),
-                matrices=True,
-                reads=("p", "g", "momentum_buffer"),
-                stores=("momentum_buffer",),
+                matrices=True, reads=("p", "g", "momentum_buffer"), stores=("momentum_buffer",),
                 sums=(
-                    ("product", ("row_sum_for_invariant",)),
-                    ("square", ("row_sum_for_invariant_2",)),
-                    ("square", ("row_sum_for_invariant_3",)),
-                    ("product", ("row_sum_of_p",)),
+                    ("product", ("row_sum_for_invariant",)), ("square", ("row_sum_for_invariant_2",)),
+                    ("square", ("row_sum_for_invariant_3",)), ("product", ("row_sum_of_p",)),
                 ),
             ),
             Stage(
-                "sgdp_2",
-                "row",
-                level=1,
-                scalars=(2, 3, 4),
+                "sgdp_2", "row", level=1, scalars=(2, 3, 4),
                 temps=(
                     "tensor_max_for_invariant", "row_sum_of_p_over_row_mul_3", "tensor_sum_for_invariant",
                     "tensor_sum_for_invariant_2", "tensor_sum_for_invariant_3", "tensor_sum_of_p",
@@ -483,27 +466,14 @@ STEPS = (
                 reads=("row_sum_for_invariant", "row_sum_for_invariant_2", "row_sum_for_invariant_3", "row_sum_of_p"),
                 stores=("row_sum_of_p_over_row_mul_3",),
                 sums=(
-                    ("max", ("tensor_max_for_invariant",)),
-                    ("sum", ("tensor_sum_for_invariant",)),
-                    ("sum", ("tensor_sum_for_invariant_2",)),
-                    ("sum", ("tensor_sum_for_invariant_3",)),
+                    ("max", ("tensor_max_for_invariant",)), ("sum", ("tensor_sum_for_invariant",)),
+                    ("sum", ("tensor_sum_for_invariant_2",)), ("sum", ("tensor_sum_for_invariant_3",)),
                     ("sum", ("tensor_sum_of_p",)),
                 ),
             ),
+            SGDP_3,
             Stage(
-                "sgdp_3",
-                "tensor",
-                level=1,
-                scalars=(5,),
-                temps=("delta_over_sqrt_columns", "delta_over_sqrt_elements"),
-                stores=("delta_over_sqrt_columns", "delta_over_sqrt_elements"),
-                extents=("columns", "elements"),
-            ),
-            Stage(
-                "sgdp_4",
-                "tensor",
-                level=1,
-                scalars=(2, 3, 4),
+                "sgdp_4", "tensor", level=1, scalars=(2, 3, 4),
                 temps=("lt_tensor_div_delta_over_sqrt_elements", "tensor_sum_of_p_over_tensor_mul_3_2"),
                 reads=(
                     "tensor_sum_for_invariant", "tensor_sum_for_invariant_2", "tensor_sum_for_invariant_3",
@@ -513,34 +483,10 @@ STEPS = (
                 plus=("lt_tensor_div_delta_over_sqrt_elements",),
                 picked=("lt_tensor_div_delta_over_sqrt_elements", "tensor_sum_of_p_over_tensor_mul_3_2"),
             ),
+            SGDP_5,
+            SGDP_6,
             Stage(
-                "sgdp_5",
-                "tensor",
-                level=1,
-                scalars=(6, 7, 8),
-                temps=("tensor_lt", "one_minus_lr_times_weight_decay_2"),
-                reads=("tensor_max_for_invariant", "delta_over_sqrt_columns", "lt_tensor_div_delta_over_sqrt_elements"),
-                stores=("tensor_lt", "one_minus_lr_times_weight_decay_2"),
-                plus=("tensor_lt", "one_minus_lr_times_weight_decay_2"),
-                picked=("tensor_lt",),
-            ),
-            Stage(
-                "sgdp_6",
-                "row",
-                level=1,
-                scalars=(),
-                temps=("row_sum_of_p_over_row_mul_3_2",),
-                matrices=True,
-                reads=("tensor_lt", "row_sum_of_p_over_row_mul_3", "tensor_sum_of_p_over_tensor_mul_3_2"),
-                stores=("row_sum_of_p_over_row_mul_3_2",),
-                picked=("row_sum_of_p_over_row_mul_3_2",),
-            ),
-            Stage(
-                "sgdp_7",
-                "elem",
-                level=2,
-                scalars=(8,),
-                matrices=True,
+                "sgdp_7", "elem", level=2, scalars=(8,), matrices=True,
                 reads=("p", "momentum_buffer", "one_minus_lr_times_weight_decay_2", "row_sum_of_p_over_row_mul_3_2"),
                 stores=("p",),
             ),
@@ -549,15 +495,10 @@ STEPS = (
     ),
     Rule(
         ({"nesterov": False, "projected": False},),
-        ("momentum", "one_minus_dampening_times_grad_scale", "scalar_1", "minus_lr"),
-        host=kernel_scalars_2,
+        ("momentum", "one_minus_dampening_times_grad_scale", "scalar_1", "minus_lr"), host=kernel_scalars_2,
         stages=(
             Stage(
-                "sgdp_no_projected",
-                "elem",
-                level=0,
-                scalars=tuple(range(4)),
-                reads=("p", "g", "momentum_buffer"),
+                "sgdp_no_projected", "elem", level=0, scalars=tuple(range(4)), reads=("p", "g", "momentum_buffer"),
                 stores=("p", "momentum_buffer"),
             ),
         ),
@@ -569,47 +510,19 @@ STEPS = (
             "minus_one_minus_wd_ratio", "weight_decay_2", "minus_lr", "momentum",
             "one_minus_dampening_times_grad_scale",
         ),
-        host=kernel_scalars_3,
-        temps=(
-            Temp("row_sum_for_invariant", "row", reduction="row_sum", source="elem"),
-            Temp("row_sum_for_invariant_2", "row", reduction="row_sum", source="elem"),
-            Temp("row_sum_for_invariant_3", "row", reduction="row_sum", source="elem"),
-            Temp("row_sum_of_p", "row", reduction="row_sum", source="elem"),
-            Temp("row_sum_of_p_over_row_mul_3", "row"),
-            Temp("tensor_max_for_invariant", "tensor", reduction="tensor_max", source="row"),
-            Temp("tensor_sum_for_invariant", "tensor", reduction="tensor_sum", source="row"),
-            Temp("tensor_sum_for_invariant_2", "tensor", reduction="tensor_sum", source="row"),
-            Temp("tensor_sum_for_invariant_3", "tensor", reduction="tensor_sum", source="row"),
-            Temp("tensor_sum_of_p", "tensor", reduction="tensor_sum", source="row"),
-            Temp("delta_over_sqrt_columns", "tensor"),
-            Temp("delta_over_sqrt_elements", "tensor"),
-            Temp("lt_tensor_div_delta_over_sqrt_elements", "tensor"),
-            Temp("tensor_sum_of_p_over_tensor_mul_3_2", "tensor"),
-            Temp("one_minus_lr_times_weight_decay_2", "tensor"),
-            Temp("tensor_lt", "tensor"),
-            Temp("row_sum_of_p_over_row_mul_3_2", "row"),
-        ),
+        host=kernel_scalars_3, temps=TEMPS,
         stages=(
             Stage(
-                "sgdp_nesterov_1",
-                "elem",
-                level=0,
-                scalars=(0, 1, 2),
+                "sgdp_nesterov_1", "elem", level=0, scalars=(0, 1, 2),
                 temps=("row_sum_for_invariant", "row_sum_for_invariant_2", "row_sum_for_invariant_3", "row_sum_of_p"),
-                matrices=True,
-                reads=("p", "g", "momentum_buffer"),
+                matrices=True, reads=("p", "g", "momentum_buffer"),
                 sums=(
-                    ("product", ("row_sum_for_invariant",)),
-                    ("square", ("row_sum_for_invariant_2",)),
-                    ("square", ("row_sum_for_invariant_3",)),
-                    ("product", ("row_sum_of_p",)),
+                    ("product", ("row_sum_for_invariant",)), ("square", ("row_sum_for_invariant_2",)),
+                    ("square", ("row_sum_for_invariant_3",)), ("product", ("row_sum_of_p",)),
                 ),
             ),
             Stage(
-                "sgdp_2",
-                "row",
-                level=1,
-                scalars=(3, 0, 4),
+                "sgdp_2", "row", level=1, scalars=(3, 0, 4),
                 temps=(
                     "tensor_max_for_invariant", "row_sum_of_p_over_row_mul_3", "tensor_sum_for_invariant",
                     "tensor_sum_for_invariant_2", "tensor_sum_for_invariant_3", "tensor_sum_of_p",
@@ -618,27 +531,14 @@ STEPS = (
                 reads=("row_sum_for_invariant", "row_sum_for_invariant_2", "row_sum_for_invariant_3", "row_sum_of_p"),
                 stores=("row_sum_of_p_over_row_mul_3",),
                 sums=(
-                    ("max", ("tensor_max_for_invariant",)),
-                    ("sum", ("tensor_sum_for_invariant",)),
-                    ("sum", ("tensor_sum_for_invariant_2",)),
-                    ("sum", ("tensor_sum_for_invariant_3",)),
+                    ("max", ("tensor_max_for_invariant",)), ("sum", ("tensor_sum_for_invariant",)),
+                    ("sum", ("tensor_sum_for_invariant_2",)), ("sum", ("tensor_sum_for_invariant_3",)),
                     ("sum", ("tensor_sum_of_p",)),
                 ),
             ),
+            SGDP_3,
             Stage(
-                "sgdp_3",
-                "tensor",
-                level=1,
-                scalars=(5,),
-                temps=("delta_over_sqrt_columns", "delta_over_sqrt_elements"),
-                stores=("delta_over_sqrt_columns", "delta_over_sqrt_elements"),
-                extents=("columns", "elements"),
-            ),
-            Stage(
-                "sgdp_4",
-                "tensor",
-                level=1,
-                scalars=(3, 0, 4),
+                "sgdp_4", "tensor", level=1, scalars=(3, 0, 4),
                 temps=("lt_tensor_div_delta_over_sqrt_elements", "tensor_sum_of_p_over_tensor_mul_3_2"),
                 reads=(
                     "tensor_sum_for_invariant", "tensor_sum_for_invariant_2", "tensor_sum_for_invariant_3",
@@ -648,34 +548,10 @@ STEPS = (
                 plus=("lt_tensor_div_delta_over_sqrt_elements",),
                 picked=("lt_tensor_div_delta_over_sqrt_elements", "tensor_sum_of_p_over_tensor_mul_3_2"),
             ),
+            SGDP_5,
+            SGDP_6,
             Stage(
-                "sgdp_5",
-                "tensor",
-                level=1,
-                scalars=(6, 7, 8),
-                temps=("tensor_lt", "one_minus_lr_times_weight_decay_2"),
-                reads=("tensor_max_for_invariant", "delta_over_sqrt_columns", "lt_tensor_div_delta_over_sqrt_elements"),
-                stores=("tensor_lt", "one_minus_lr_times_weight_decay_2"),
-                plus=("tensor_lt", "one_minus_lr_times_weight_decay_2"),
-                picked=("tensor_lt",),
-            ),
-            Stage(
-                "sgdp_6",
-                "row",
-                level=1,
-                scalars=(),
-                temps=("row_sum_of_p_over_row_mul_3_2",),
-                matrices=True,
-                reads=("tensor_lt", "row_sum_of_p_over_row_mul_3", "tensor_sum_of_p_over_tensor_mul_3_2"),
-                stores=("row_sum_of_p_over_row_mul_3_2",),
-                picked=("row_sum_of_p_over_row_mul_3_2",),
-            ),
-            Stage(
-                "sgdp_nesterov_7",
-                "elem",
-                level=2,
-                scalars=(9, 0, 10, 8),
-                matrices=True,
+                "sgdp_nesterov_7", "elem", level=2, scalars=(9, 0, 10, 8), matrices=True,
                 reads=(
                     "p", "g", "momentum_buffer", "one_minus_lr_times_weight_decay_2", "row_sum_of_p_over_row_mul_3_2",
                 ),
@@ -689,12 +565,8 @@ STEPS = (
         host=kernel_scalars_4,
         stages=(
             Stage(
-                "sgdp_nesterov_no_projected",
-                "elem",
-                level=0,
-                scalars=tuple(range(5)),
-                reads=("p", "g", "momentum_buffer"),
-                stores=("p", "momentum_buffer"),
+                "sgdp_nesterov_no_projected", "elem", level=0, scalars=tuple(range(5)),
+                reads=("p", "g", "momentum_buffer"), stores=("p", "momentum_buffer"),
             ),
         ),
     ),

@@ -98,8 +98,7 @@ OPTGEN_INLINE F sgdp_7(
     F p, F minus_lr, S0 &momentum_buffer, S1 &one_minus_lr_times_weight_decay_2, S2 &row_sum_of_p_over_row_mul_3_2
 ) {
     const F momentum_buffer_ = momentum_buffer.read();
-    // 27  update, invariant = without_radial(update, p, g, delta, eps)
-    const F update = fma(-row_sum_of_p_over_row_mul_3_2.read(), p, momentum_buffer_);
+    const F update = fma(-row_sum_of_p_over_row_mul_3_2.read(), p, momentum_buffer_);  // 27
     const F p_ = p * one_minus_lr_times_weight_decay_2.read();  // 29  p = decoupled(p, lr, weight_decay)
     const F p_2 = fma(minus_lr, update, p_);                    // 30  p = p - lr * update
     return p_2;
@@ -115,14 +114,13 @@ struct sgdp_no_projected {  // sgdp
         one_minus_dampening_times_grad_scale(scalars[1]), scalar_1(scalars[2]), minus_lr(scalars[3]) {}
     template <class S0>
     void states(F p, F g, S0 &momentum_buffer) const {
-        // 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
-        const F momentum_buffer_ = fma(one_minus_dampening_times_grad_scale, g, momentum_buffer.times(momentum));
+        const F momentum_buffer_ = fma(one_minus_dampening_times_grad_scale, g, momentum_buffer.times(momentum));  // 23
         momentum_buffer.set(momentum_buffer_);
     }
     template <class S0>
     F weight(F p, F g, const S0 &momentum_buffer) const {
-        const F p_ = scalar_1 * p;                                // 29  p = decoupled(p, lr, weight_decay)
-        const F p_2 = fma(minus_lr, momentum_buffer.next(), p_);  // 30  p = p - lr * update
+        const F p_ = scalar_1 * p;                                // 29
+        const F p_2 = fma(minus_lr, momentum_buffer.next(), p_);  // 30
         return p_2;
     }
 };
@@ -148,14 +146,11 @@ OPTGEN_INLINE F sgdp_nesterov_7(
     S1 &one_minus_lr_times_weight_decay_2, S2 &row_sum_of_p_over_row_mul_3_2
 ) {
     const F g_2 = grad_scale * g;
-    // 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
-    const F momentum_buffer_ = fma(one_minus_dampening_times_grad_scale, g, momentum_buffer.times(momentum));
-    // 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
-    const F update = fma(momentum, momentum_buffer_, g_2);
-    // 27  update, invariant = without_radial(update, p, g, delta, eps)
-    const F update_2 = fma(-row_sum_of_p_over_row_mul_3_2.read(), p, update);
-    const F p_ = p * one_minus_lr_times_weight_decay_2.read();  // 29  p = decoupled(p, lr, weight_decay)
-    const F p_2 = fma(minus_lr, update_2, p_);                  // 30  p = p - lr * update
+    const F momentum_buffer_ = fma(one_minus_dampening_times_grad_scale, g, momentum_buffer.times(momentum));  // 23
+    const F update = fma(momentum, momentum_buffer_, g_2);  // 24
+    const F update_2 = fma(-row_sum_of_p_over_row_mul_3_2.read(), p, update);  // 27
+    const F p_ = p * one_minus_lr_times_weight_decay_2.read();  // 29
+    const F p_2 = fma(minus_lr, update_2, p_);                  // 30
     momentum_buffer.set(momentum_buffer_);
     return p_2;
 }
@@ -171,14 +166,12 @@ struct sgdp_nesterov_no_projected {  // sgdp
         lr_times_momentum(scalars[3]), scalar_3(scalars[4]) {}
     template <class S0>
     void states(F p, F g, S0 &momentum_buffer) const {
-        // 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
-        const F momentum_buffer_ = fma(one_minus_dampening_times_grad_scale, g, momentum_buffer.times(momentum));
+        const F momentum_buffer_ = fma(one_minus_dampening_times_grad_scale, g, momentum_buffer.times(momentum));  // 23
         momentum_buffer.set(momentum_buffer_);
     }
     template <class S0>
     F weight(F p, F g, const S0 &momentum_buffer) const {
-        // 30  p = p - lr * update
-        const F p_ = fma(scalar_3, p, -fma(lr_times_momentum, momentum_buffer.next(), lr_times_grad_scale * g));
+        const F p_ = fma(scalar_3, p, -fma(lr_times_momentum, momentum_buffer.next(), lr_times_grad_scale * g));  // 30
         return p_;
     }
 };

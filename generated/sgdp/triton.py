@@ -111,8 +111,7 @@ def sgdp_7_tile(
 ):
     """The new p."""
     momentum_buffer = read(momentum_buffer, PLAN.momentum_buffer)
-    # 27  update, invariant = without_radial(update, p, g, delta, eps)
-    update = tl.fma(minus(row_sum_of_p_over_row_mul_3_2), p, momentum_buffer)
+    update = tl.fma(minus(row_sum_of_p_over_row_mul_3_2), p, momentum_buffer)  # 27
     p = p * one_minus_lr_times_weight_decay_2  # 29  p = decoupled(p, lr, weight_decay)
     p = tl.fma(minus_lr, update, p)            # 30  p = p - lr * update
     return (p,)
@@ -129,12 +128,12 @@ def sgdp_no_projected_tile(
     live, MASKED: tl.constexpr,
 ):
     """The new p, momentum_buffer."""
-    # 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
+    # 23
     momentum_buffer = tl.fma(
         one_minus_dampening_times_grad_scale, g, times(momentum, momentum_buffer, PLAN.momentum_buffer)
     )
-    p = scalar_1 * p                          # 29  p = decoupled(p, lr, weight_decay)
-    p = tl.fma(minus_lr, momentum_buffer, p)  # 30  p = p - lr * update
+    p = scalar_1 * p                          # 29
+    p = tl.fma(minus_lr, momentum_buffer, p)  # 30
     return p, momentum_buffer
 
 
@@ -177,16 +176,14 @@ def sgdp_nesterov_7_tile(
 ):
     """The new p, momentum_buffer."""
     g_2 = grad_scale * g
-    # 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
+    # 23
     momentum_buffer = tl.fma(
         one_minus_dampening_times_grad_scale, g, times(momentum, momentum_buffer, PLAN.momentum_buffer)
     )
-    # 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
-    update = tl.fma(momentum, momentum_buffer, g_2)
-    # 27  update, invariant = without_radial(update, p, g, delta, eps)
-    update = tl.fma(minus(row_sum_of_p_over_row_mul_3_2), p, update)
-    p = p * one_minus_lr_times_weight_decay_2                         # 29  p = decoupled(p, lr, weight_decay)
-    p = tl.fma(minus_lr, update, p)                                   # 30  p = p - lr * update
+    update = tl.fma(momentum, momentum_buffer, g_2)  # 24
+    update = tl.fma(minus(row_sum_of_p_over_row_mul_3_2), p, update)  # 27
+    p = p * one_minus_lr_times_weight_decay_2                         # 29
+    p = tl.fma(minus_lr, update, p)                                   # 30
     return p, momentum_buffer
 
 
@@ -207,12 +204,11 @@ def sgdp_nesterov_no_projected_tile(
     lr_times_momentum, scalar_3, live, MASKED: tl.constexpr,
 ):
     """The new p, momentum_buffer."""
-    # 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
+    # 23
     momentum_buffer = tl.fma(
         one_minus_dampening_times_grad_scale, g, times(momentum, momentum_buffer, PLAN.momentum_buffer)
     )
-    # 30  p = p - lr * update
-    p = tl.fma(scalar_3, p, minus(tl.fma(lr_times_momentum, momentum_buffer, lr_times_grad_scale * g)))
+    p = tl.fma(scalar_3, p, minus(tl.fma(lr_times_momentum, momentum_buffer, lr_times_grad_scale * g)))  # 30
     return p, momentum_buffer
 
 

@@ -36,8 +36,8 @@ def sgdw_has_momentum_tile(
     """The new p, momentum_buffer."""
     # 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
     momentum_buffer = tl.fma(scalar_1, g, times(where_lt_one_t_momentum_zero, momentum_buffer, PLAN.momentum_buffer))
-    p = one_minus_lr_times_weight_decay * p   # 24  p = decoupled(p, lr, weight_decay)
-    p = tl.fma(minus_lr, momentum_buffer, p)  # 25  p = p - lr * update
+    p = one_minus_lr_times_weight_decay * p   # 24
+    p = tl.fma(minus_lr, momentum_buffer, p)  # 25
     return p, momentum_buffer
 
 
@@ -58,9 +58,9 @@ def sgdw_nesterov_has_momentum_tile(
     lr_times_momentum, one_minus_lr_times_weight_decay, live, MASKED: tl.constexpr,
 ):
     """The new p, momentum_buffer."""
-    # 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
+    # 22
     momentum_buffer = tl.fma(scalar_1, g, times(where_lt_one_t_momentum_zero, momentum_buffer, PLAN.momentum_buffer))
-    # 25  p = p - lr * update
+    # 25
     p = tl.fma(
         one_minus_lr_times_weight_decay, p, minus(tl.fma(lr_times_momentum, momentum_buffer, lr_times_grad_scale * g))
     )

@@ -4,7 +4,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp
+from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp, by_flags
 from optgen.runtime.records.scalars import divide, maximum, root, where
 from optgen.runtime.reference.eager import few_sum, sqrt
 from optgen.runtime.reference.matrices import inverse_root
@@ -96,19 +96,48 @@ def shampoo_matrices_refresh(
     left, right, g_whole, exp_avg_whole, shampoo_beta, matrix_eps, root_order, one_minus_shampoo_beta,
 ):
     g_whole_transpose = g_whole.mT
-    # 44  left = shampoo_beta * left + (1 - shampoo_beta) * gram(g)
-    left = shampoo_beta * left + one_minus_shampoo_beta * (g_whole @ g_whole_transpose)
+    left = shampoo_beta * left + one_minus_shampoo_beta * (g_whole @ g_whole_transpose)  # 44
     # 47  root_left = inverse_root(left, root_order, matrix_eps)
     root_left = inverse_root(left, root_order, matrix_eps)
-    # 45  right = shampoo_beta * right + (1 - shampoo_beta) * gram(g.T)
-    right = shampoo_beta * right + one_minus_shampoo_beta * (g_whole_transpose @ g_whole)
+    right = shampoo_beta * right + one_minus_shampoo_beta * (g_whole_transpose @ g_whole)  # 45
     # 48  root_right = inverse_root(right, root_order, matrix_eps)
     root_right = inverse_root(right, root_order, matrix_eps)
-    update = root_left @ exp_avg_whole @ root_right           # 49  update = root_left @ exp_avg @ root_right
+    update = root_left @ exp_avg_whole @ root_right           # 49
     return left, root_left, right, root_right, update
 
 
 # Steps in place, in strict maths; the codecs of a plan load and store.
+def shampoo_7(stored, sqrt_mat_sum_of_adam_tensor, mat_sum_of_update_tensor):
+    # -- load and decode
+    sqrt_mat_sum_of_adam = sqrt_mat_sum_of_adam_tensor
+    mat_sum_of_update = mat_sum_of_update_tensor
+    # -- encode and store
+    mat_div_tensor = sqrt_mat_sum_of_adam / sqrt(mat_sum_of_update).clamp(min=1e-30)
+    return mat_div_tensor
+
+
+def shampoo_8(
+    stored, lr, eps, one_minus_beta1_pow_t, sqrt_one_minus_beta2_pow_t, one_minus_lr_times_weight_decay,
+    where_lt_t_precondition_frequency_one_zero, mat_div_tensor, update_tensor,
+):
+    b = stored.over("p", "exp_avg", "exp_avg_sq")
+    # -- load and decode
+    p = b.load("p")
+    exp_avg = b.load("exp_avg")
+    exp_avg_sq = b.load("exp_avg_sq")
+    mat_div = b.spread(mat_div_tensor)
+    update = b.elements(update_tensor)
+    # -- update  (specs/shampoo.py)
+    p = p * one_minus_lr_times_weight_decay  # 51  p = policies.decoupled(p, lr, weight_decay)
+    # 43  adam = exp_avg / (1 - beta1**t) / (sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps)
+    adam = exp_avg / one_minus_beta1_pow_t / (sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps)
+    update = mat_div * update                # 50  update = mat_norm(adam) / maximum(mat_norm(update), 1e-30) * update
+    # 52  p = p - lr * where(t < precondition_frequency, adam, update)
+    p = p - lr * torch.where(0.0 < where_lt_t_precondition_frequency_one_zero, adam, update)
+    # -- encode and store
+    b.store("p", p)
+
+
 def shampoo(
     stored, beta1, beta2, eps, grad_scale, one_minus_beta1, one_minus_beta2, one_minus_beta1_pow_t,
     sqrt_one_minus_beta2_pow_t, shampoo_beta, one_minus_shampoo_beta, lr, one_minus_lr_times_weight_decay,
@@ -126,8 +155,7 @@ def shampoo(
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g            # 41  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 42  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
-    # 43  adam = exp_avg / (1 - beta1**t) / (sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps)
-    adam = exp_avg / one_minus_beta1_pow_t / (sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps)
+    adam = exp_avg / one_minus_beta1_pow_t / (sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps)  # 43
     # -- encode and store
     row_sum_of_adam_tensor = b.row_sum(adam * adam)
     exp_avg_whole_tensor = b.flat(exp_avg)
@@ -169,29 +197,13 @@ def shampoo(
     mat_sum_of_update_tensor = few_sum(row_sum_of_update, "mat")
 
     # == mat: values of matrices
-    # -- load and decode
-    sqrt_mat_sum_of_adam = sqrt_mat_sum_of_adam_tensor
-    mat_sum_of_update = mat_sum_of_update_tensor
-    # -- encode and store
-    mat_div_tensor = sqrt_mat_sum_of_adam / sqrt(mat_sum_of_update).clamp(min=1e-30)
+    mat_div_tensor = shampoo_7(stored, sqrt_mat_sum_of_adam_tensor, mat_sum_of_update_tensor)
 
     # == sweep 3: the update
-    b = stored.over("p", "exp_avg", "exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    exp_avg = b.load("exp_avg")
-    exp_avg_sq = b.load("exp_avg_sq")
-    mat_div = b.spread(mat_div_tensor)
-    update = b.elements(update_tensor)
-    # -- update  (specs/shampoo.py)
-    p = p * one_minus_lr_times_weight_decay  # 51  p = policies.decoupled(p, lr, weight_decay)
-    # 43  adam = exp_avg / (1 - beta1**t) / (sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps)
-    adam = exp_avg / one_minus_beta1_pow_t / (sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps)
-    update = mat_div * update                # 50  update = mat_norm(adam) / maximum(mat_norm(update), 1e-30) * update
-    # 52  p = p - lr * where(t < precondition_frequency, adam, update)
-    p = p - lr * torch.where(0.0 < where_lt_t_precondition_frequency_one_zero, adam, update)
-    # -- encode and store
-    b.store("p", p)
+    shampoo_8(
+        stored, lr, eps, one_minus_beta1_pow_t, sqrt_one_minus_beta2_pow_t, one_minus_lr_times_weight_decay,
+        where_lt_t_precondition_frequency_one_zero, mat_div_tensor, update_tensor,
+    )
 
 
 def shampoo_no_matrix(
@@ -208,9 +220,8 @@ def shampoo_no_matrix(
     # -- update  (specs/shampoo.py)
     # 38  p, exp_avg, exp_avg_sq = policies.adamw_step(p, g, t, exp_avg, exp_avg_sq, lr, betas, eps, weight_decay)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g
-    # 38  p, exp_avg, exp_avg_sq = policies.adamw_step(p, g, t, exp_avg, exp_avg_sq, lr, betas, eps, weight_decay)
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
-    # 38  p, exp_avg, exp_avg_sq = policies.adamw_step(p, g, t, exp_avg, exp_avg_sq, lr, betas, eps, weight_decay)
+    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g  # 38
+    # 38
     p = (
         p * one_minus_lr_times_weight_decay - lr_over_one_minus_beta1_pow_t * exp_avg
         / (sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps)
@@ -235,11 +246,9 @@ def shampoo_refresh(
     g = grad_scale * g
     exp_avg_sq = b.load("exp_avg_sq")
     # -- update  (specs/shampoo.py)
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g            # 41  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    # 42  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
-    # 43  adam = exp_avg / (1 - beta1**t) / (sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps)
-    adam = exp_avg / one_minus_beta1_pow_t / (sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps)
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * g            # 41
+    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g  # 42
+    adam = exp_avg / one_minus_beta1_pow_t / (sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps)  # 43
     # -- encode and store
     row_sum_of_adam_tensor = b.row_sum(adam * adam)
     g_whole_tensor = b.flat(g)
@@ -283,29 +292,13 @@ def shampoo_refresh(
     mat_sum_of_update_tensor = few_sum(row_sum_of_update, "mat")
 
     # == mat: values of matrices
-    # -- load and decode
-    sqrt_mat_sum_of_adam = sqrt_mat_sum_of_adam_tensor
-    mat_sum_of_update = mat_sum_of_update_tensor
-    # -- encode and store
-    mat_div_tensor = sqrt_mat_sum_of_adam / sqrt(mat_sum_of_update).clamp(min=1e-30)
+    mat_div_tensor = shampoo_7(stored, sqrt_mat_sum_of_adam_tensor, mat_sum_of_update_tensor)
 
     # == sweep 3: the update
-    b = stored.over("p", "exp_avg", "exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    exp_avg = b.load("exp_avg")
-    exp_avg_sq = b.load("exp_avg_sq")
-    mat_div = b.spread(mat_div_tensor)
-    update = b.elements(update_tensor)
-    # -- update  (specs/shampoo.py)
-    p = p * one_minus_lr_times_weight_decay  # 51  p = policies.decoupled(p, lr, weight_decay)
-    # 43  adam = exp_avg / (1 - beta1**t) / (sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps)
-    adam = exp_avg / one_minus_beta1_pow_t / (sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps)
-    update = mat_div * update                # 50  update = mat_norm(adam) / maximum(mat_norm(update), 1e-30) * update
-    # 52  p = p - lr * where(t < precondition_frequency, adam, update)
-    p = p - lr * torch.where(0.0 < where_lt_t_precondition_frequency_one_zero, adam, update)
-    # -- encode and store
-    b.store("p", p)
+    shampoo_8(
+        stored, lr, eps, one_minus_beta1_pow_t, sqrt_one_minus_beta2_pow_t, one_minus_lr_times_weight_decay,
+        where_lt_t_precondition_frequency_one_zero, mat_div_tensor, update_tensor,
+    )
 
 
 # Scalars at a step, in fp64, with the new host states behind them.
@@ -420,301 +413,151 @@ def kernel_scalars_3(
     )
 
 
+# What several of the records below have.
+STATES = (
+    StateRecord("exp_avg", normalized_by="exp_avg_sq"),
+    StateRecord("exp_avg_sq", nonneg=True),
+    StateRecord("left", space="mm"),
+    StateRecord("root_left", space="mm", nearest=True, trait="symmetric"),
+    StateRecord("right", space="nn"),
+    StateRecord("root_right", space="nn", nearest=True, trait="symmetric"),
+)
+SCALARS = (
+    "beta1", "beta2", "grad_scale", "one_minus_beta1_times_grad_scale", "scalar_1", "scalar_2", "scalar_3",
+    "shampoo_beta", "one_minus_shampoo_beta", "one_minus_lr_times_weight_decay",
+    "where_lt_t_precondition_frequency_one_zero", "minus_lr",
+)
+TEMPS = (
+    Temp("exp_avg_whole", "elem", wide=True),
+    Temp("g_whole", "elem", wide=True),
+    Temp("row_sum_of_adam", "row", reduction="row_sum", source="elem"),
+    Temp("mat_sum_of_adam", "mat", reduction="mat_sum", source="row"),
+    Temp("sqrt_mat_sum_of_adam", "mat"),
+    Temp("update", "elem", wide=True),
+    Temp("row_sum_of_update", "row", reduction="row_sum", source="elem"),
+    Temp("mat_sum_of_update", "mat", reduction="mat_sum", source="row"),
+    Temp("mat_div", "mat"),
+)
+SHAMPOO_2 = Stage(
+    "shampoo_2", "row", level=1, scalars=(), temps=("mat_sum_of_adam",), matrices=True, reads=("row_sum_of_adam",),
+    sums=(("sum", ("mat_sum_of_adam",)),),
+)
+SHAMPOO_3 = Stage(
+    "shampoo_3", "mat", level=1, scalars=(), temps=("sqrt_mat_sum_of_adam",), matrices=True, reads=("mat_sum_of_adam",),
+    stores=("sqrt_mat_sum_of_adam",),
+)
+SHAMPOO_MATRICES = Stage(
+    "shampoo_matrices", "whole", level=1, scalars=(7, 8), temps=("update",),
+    reads=("left", "root_left", "right", "root_right", "exp_avg_whole", "g_whole"), stores=("left", "right", "update"),
+)
+SHAMPOO_5 = Stage(
+    "shampoo_5", "elem", level=2, scalars=(), temps=("row_sum_of_update",), matrices=True, reads=("update",),
+    sums=(("square", ("row_sum_of_update",)),),
+)
+SHAMPOO_6 = Stage(
+    "shampoo_6", "row", level=3, scalars=(), temps=("mat_sum_of_update",), matrices=True, reads=("row_sum_of_update",),
+    sums=(("sum", ("mat_sum_of_update",)),),
+)
+SHAMPOO_7 = Stage(
+    "shampoo_7", "mat", level=3, scalars=(), temps=("mat_div",), matrices=True,
+    reads=("sqrt_mat_sum_of_adam", "mat_sum_of_update"), stores=("mat_div",),
+)
+SCALARS_2 = (
+    "beta1", "beta2", "grad_scale", "one_minus_beta1_times_grad_scale", "scalar_1", "scalar_2", "scalar_3",
+    "shampoo_beta", "matrix_eps", "root_order", "one_minus_shampoo_beta", "one_minus_lr_times_weight_decay",
+    "where_lt_t_precondition_frequency_one_zero", "minus_lr",
+)
+SHAMPOO_MATRICES_REFRESH = Stage(
+    "shampoo_matrices_refresh", "whole", level=1, scalars=(7, 8, 9, 10), temps=("update",),
+    reads=("left", "right", "g_whole", "exp_avg_whole"), stores=("left", "root_left", "right", "root_right", "update"),
+)
+
 # The eager reference, in strict maths.
-RULES = (
+RULES = by_flags(
+    {"refresh": False, "matrix": True},
     RuleRecord(
-        "shampoo",
-        "",
-        flags={"refresh": False, "matrix": True},
-        step="shampoo",
+        "shampoo", "shampoo",
         scalars=(
             "beta1", "beta2", "eps", "grad_scale", "one_minus_beta1", "one_minus_beta2", "one_minus_beta1_pow_t",
             "sqrt_one_minus_beta2_pow_t", "shampoo_beta", "one_minus_shampoo_beta", "lr",
             "one_minus_lr_times_weight_decay", "where_lt_t_precondition_frequency_one_zero",
         ),
-        host=host_scalars,
-        states=(
-            StateRecord("exp_avg", normalized_by="exp_avg_sq"),
-            StateRecord("exp_avg_sq", nonneg=True),
-            StateRecord("left", space="mm"),
-            StateRecord("root_left", space="mm", nearest=True, trait="symmetric"),
-            StateRecord("right", space="nn"),
-            StateRecord("root_right", space="nn", nearest=True, trait="symmetric"),
-        ),
-        unchanged=(("root_left", "root_right"), ()),
-        differs=("p", "root_left", "root_right"),
-        early=("exp_avg_sq", "exp_avg"),
-        spaces=("call", "mat"),
-        by_rows=True,
-        matrix="heads",
+        host=host_scalars, states=STATES, unchanged=(("root_left", "root_right"), ()),
+        differs=("p", "root_left", "root_right"), early=("exp_avg_sq", "exp_avg"), spaces=("call", "mat"), by_rows=True,
+        matrix="heads", settings=({"refresh": False, "matrix": True},),
     ),
     RuleRecord(
-        "shampoo",
-        "_no_matrix",
-        flags={"refresh": False, "matrix": False},
-        step="shampoo_no_matrix",
+        "shampoo", "shampoo_no_matrix",
         scalars=(
             "beta1", "beta2", "eps", "grad_scale", "one_minus_lr_times_weight_decay", "one_minus_beta1",
             "lr_over_one_minus_beta1_pow_t", "one_minus_beta2", "sqrt_one_minus_beta2_pow_t",
         ),
         host=host_scalars_2,
         states=(StateRecord("exp_avg", normalized_by="exp_avg_sq"), StateRecord("exp_avg_sq", nonneg=True)),
-        unchanged=((), ()),
-        matrix="heads",
+        unchanged=((), ()), matrix="heads", settings=({"matrix": False},),
     ),
     RuleRecord(
-        "shampoo",
-        "_refresh",
-        flags={"refresh": True, "matrix": True},
-        step="shampoo_refresh",
+        "shampoo", "shampoo_refresh",
         scalars=(
             "beta1", "beta2", "eps", "grad_scale", "one_minus_beta1", "one_minus_beta2", "one_minus_beta1_pow_t",
             "sqrt_one_minus_beta2_pow_t", "shampoo_beta", "matrix_eps", "root_order", "one_minus_shampoo_beta", "lr",
             "one_minus_lr_times_weight_decay", "where_lt_t_precondition_frequency_one_zero",
         ),
-        host=host_scalars_3,
-        states=(
-            StateRecord("exp_avg", normalized_by="exp_avg_sq"),
-            StateRecord("exp_avg_sq", nonneg=True),
-            StateRecord("left", space="mm"),
-            StateRecord("root_left", space="mm", nearest=True, trait="symmetric"),
-            StateRecord("right", space="nn"),
-            StateRecord("root_right", space="nn", nearest=True, trait="symmetric"),
-        ),
-        unchanged=((), ("root_left", "root_right")),
-        differs=("p", "root_left", "root_right"),
-        early=("exp_avg_sq", "exp_avg"),
-        spaces=("call", "mat"),
-        by_rows=True,
-        matrix="heads",
-    ),
-    RuleRecord(
-        "shampoo",
-        "_refresh_no_matrix",
-        flags={"refresh": True, "matrix": False},
-        step="shampoo_no_matrix",
-        scalars=(
-            "beta1", "beta2", "eps", "grad_scale", "one_minus_lr_times_weight_decay", "one_minus_beta1",
-            "lr_over_one_minus_beta1_pow_t", "one_minus_beta2", "sqrt_one_minus_beta2_pow_t",
-        ),
-        host=host_scalars_2,
-        states=(StateRecord("exp_avg", normalized_by="exp_avg_sq"), StateRecord("exp_avg_sq", nonneg=True)),
-        unchanged=((), ()),
-        matrix="heads",
+        host=host_scalars_3, states=STATES, unchanged=((), ("root_left", "root_right")),
+        differs=("p", "root_left", "root_right"), early=("exp_avg_sq", "exp_avg"), spaces=("call", "mat"), by_rows=True,
+        matrix="heads", settings=({"refresh": True, "matrix": True},),
     ),
 )
 
 # The kernels, in fast maths; rounding changed by: eps, fma, group, reciprocal, step.
 STEPS = (
     Rule(
-        ({"refresh": False, "matrix": True},),
-        (
-            "beta1", "beta2", "grad_scale", "one_minus_beta1_times_grad_scale", "scalar_1", "scalar_2", "scalar_3",
-            "shampoo_beta", "one_minus_shampoo_beta", "one_minus_lr_times_weight_decay",
-            "where_lt_t_precondition_frequency_one_zero", "minus_lr",
-        ),
-        host=kernel_scalars,
-        temps=(
-            Temp("exp_avg_whole", "elem", wide=True),
-            Temp("g_whole", "elem", wide=True),
-            Temp("row_sum_of_adam", "row", reduction="row_sum", source="elem"),
-            Temp("mat_sum_of_adam", "mat", reduction="mat_sum", source="row"),
-            Temp("sqrt_mat_sum_of_adam", "mat"),
-            Temp("update", "elem", wide=True),
-            Temp("row_sum_of_update", "row", reduction="row_sum", source="elem"),
-            Temp("mat_sum_of_update", "mat", reduction="mat_sum", source="row"),
-            Temp("mat_div", "mat"),
-        ),
+        ({"refresh": False, "matrix": True},), SCALARS, host=kernel_scalars, temps=TEMPS,
         stages=(
             Stage(
-                "shampoo_1",
-                "elem",
-                level=0,
-                scalars=tuple(range(7)),
-                temps=("row_sum_of_adam", "exp_avg_whole", "g_whole"),
-                matrices=True,
-                reads=("g", "exp_avg", "exp_avg_sq"),
-                stores=("exp_avg", "exp_avg_sq", "exp_avg_whole", "g_whole"),
-                sums=(("square", ("row_sum_of_adam",)),),
-                plus=("exp_avg_sq",),
+                "shampoo_1", "elem", level=0, scalars=tuple(range(7)),
+                temps=("row_sum_of_adam", "exp_avg_whole", "g_whole"), matrices=True,
+                reads=("g", "exp_avg", "exp_avg_sq"), stores=("exp_avg", "exp_avg_sq", "exp_avg_whole", "g_whole"),
+                sums=(("square", ("row_sum_of_adam",)),), plus=("exp_avg_sq",),
                 needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
             ),
+            SHAMPOO_2,
+            SHAMPOO_3,
+            SHAMPOO_MATRICES,
+            SHAMPOO_5,
+            SHAMPOO_6,
+            SHAMPOO_7,
             Stage(
-                "shampoo_2",
-                "row",
-                level=1,
-                scalars=(),
-                temps=("mat_sum_of_adam",),
-                matrices=True,
-                reads=("row_sum_of_adam",),
-                sums=(("sum", ("mat_sum_of_adam",)),),
-            ),
-            Stage(
-                "shampoo_3",
-                "mat",
-                level=1,
-                scalars=(),
-                temps=("sqrt_mat_sum_of_adam",),
-                matrices=True,
-                reads=("mat_sum_of_adam",),
-                stores=("sqrt_mat_sum_of_adam",),
-            ),
-            Stage(
-                "shampoo_matrices",
-                "whole",
-                level=1,
-                scalars=(7, 8),
-                temps=("update",),
-                reads=("left", "root_left", "right", "root_right", "exp_avg_whole", "g_whole"),
-                stores=("left", "right", "update"),
-            ),
-            Stage(
-                "shampoo_5",
-                "elem",
-                level=2,
-                scalars=(),
-                temps=("row_sum_of_update",),
-                matrices=True,
-                reads=("update",),
-                sums=(("square", ("row_sum_of_update",)),),
-            ),
-            Stage(
-                "shampoo_6",
-                "row",
-                level=3,
-                scalars=(),
-                temps=("mat_sum_of_update",),
-                matrices=True,
-                reads=("row_sum_of_update",),
-                sums=(("sum", ("mat_sum_of_update",)),),
-            ),
-            Stage(
-                "shampoo_7",
-                "mat",
-                level=3,
-                scalars=(),
-                temps=("mat_div",),
-                matrices=True,
-                reads=("sqrt_mat_sum_of_adam", "mat_sum_of_update"),
-                stores=("mat_div",),
-            ),
-            Stage(
-                "shampoo_8",
-                "elem",
-                level=4,
-                scalars=(5, 6, 9, 10, 11),
-                matrices=True,
-                reads=("p", "exp_avg", "exp_avg_sq", "mat_div", "update"),
-                stores=("p",),
+                "shampoo_8", "elem", level=4, scalars=(5, 6, 9, 10, 11), matrices=True,
+                reads=("p", "exp_avg", "exp_avg_sq", "mat_div", "update"), stores=("p",),
             ),
         ),
         early=("exp_avg_sq", "exp_avg"),
     ),
     Rule(
-        ({"refresh": False, "matrix": True},),
-        (
-            "beta1", "beta2", "grad_scale", "one_minus_beta1_times_grad_scale", "scalar_1", "scalar_2", "scalar_3",
-            "shampoo_beta", "one_minus_shampoo_beta", "one_minus_lr_times_weight_decay",
-            "where_lt_t_precondition_frequency_one_zero", "minus_lr",
-        ),
-        host=kernel_scalars,
-        temps=(
-            Temp("exp_avg_whole", "elem", wide=True),
-            Temp("g_whole", "elem", wide=True),
-            Temp("row_sum_of_adam", "row", reduction="row_sum", source="elem"),
-            Temp("mat_sum_of_adam", "mat", reduction="mat_sum", source="row"),
-            Temp("sqrt_mat_sum_of_adam", "mat"),
-            Temp("update", "elem", wide=True),
-            Temp("row_sum_of_update", "row", reduction="row_sum", source="elem"),
-            Temp("mat_sum_of_update", "mat", reduction="mat_sum", source="row"),
-            Temp("mat_div", "mat"),
-        ),
+        ({"refresh": False, "matrix": True},), SCALARS, host=kernel_scalars, temps=TEMPS,
         stages=(
             Stage(
-                "shampoo_late_1",
-                "elem",
-                level=0,
-                scalars=tuple(range(7)),
-                temps=("row_sum_of_adam", "exp_avg_whole", "g_whole"),
-                matrices=True,
-                reads=("g", "exp_avg", "exp_avg_sq"),
-                stores=("exp_avg_whole", "g_whole"),
+                "shampoo_late_1", "elem", level=0, scalars=tuple(range(7)),
+                temps=("row_sum_of_adam", "exp_avg_whole", "g_whole"), matrices=True,
+                reads=("g", "exp_avg", "exp_avg_sq"), stores=("exp_avg_whole", "g_whole"),
                 sums=(("square", ("row_sum_of_adam",)),),
             ),
+            SHAMPOO_2,
+            SHAMPOO_3,
+            SHAMPOO_MATRICES,
+            SHAMPOO_5,
+            SHAMPOO_6,
+            SHAMPOO_7,
             Stage(
-                "shampoo_2",
-                "row",
-                level=1,
-                scalars=(),
-                temps=("mat_sum_of_adam",),
-                matrices=True,
-                reads=("row_sum_of_adam",),
-                sums=(("sum", ("mat_sum_of_adam",)),),
-            ),
-            Stage(
-                "shampoo_3",
-                "mat",
-                level=1,
-                scalars=(),
-                temps=("sqrt_mat_sum_of_adam",),
-                matrices=True,
-                reads=("mat_sum_of_adam",),
-                stores=("sqrt_mat_sum_of_adam",),
-            ),
-            Stage(
-                "shampoo_matrices",
-                "whole",
-                level=1,
-                scalars=(7, 8),
-                temps=("update",),
-                reads=("left", "root_left", "right", "root_right", "exp_avg_whole", "g_whole"),
-                stores=("left", "right", "update"),
-            ),
-            Stage(
-                "shampoo_5",
-                "elem",
-                level=2,
-                scalars=(),
-                temps=("row_sum_of_update",),
-                matrices=True,
-                reads=("update",),
-                sums=(("square", ("row_sum_of_update",)),),
-            ),
-            Stage(
-                "shampoo_6",
-                "row",
-                level=3,
-                scalars=(),
-                temps=("mat_sum_of_update",),
-                matrices=True,
-                reads=("row_sum_of_update",),
-                sums=(("sum", ("mat_sum_of_update",)),),
-            ),
-            Stage(
-                "shampoo_7",
-                "mat",
-                level=3,
-                scalars=(),
-                temps=("mat_div",),
-                matrices=True,
-                reads=("sqrt_mat_sum_of_adam", "mat_sum_of_update"),
-                stores=("mat_div",),
-            ),
-            Stage(
-                "shampoo_late_8",
-                "elem",
-                level=4,
-                scalars=(0, 1, 3, 4, 5, 6, 9, 10, 11),
-                matrices=True,
-                reads=("p", "g", "exp_avg", "exp_avg_sq", "mat_div", "update"),
-                stores=("p", "exp_avg", "exp_avg_sq"),
-                plus=("exp_avg_sq",),
-                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+                "shampoo_late_8", "elem", level=4, scalars=(0, 1, 3, 4, 5, 6, 9, 10, 11), matrices=True,
+                reads=("p", "g", "exp_avg", "exp_avg_sq", "mat_div", "update"), stores=("p", "exp_avg", "exp_avg_sq"),
+                plus=("exp_avg_sq",), needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
             ),
         ),
     ),
     Rule(
-        ({"refresh": False, "matrix": False}, {"refresh": True, "matrix": False}),
+        ({"matrix": False},),
         (
             "beta1", "beta2", "one_minus_beta1_times_grad_scale", "scalar_1", "scalar_2", "scalar_3",
             "one_minus_lr_times_weight_decay",
@@ -722,221 +565,54 @@ STEPS = (
         host=kernel_scalars_2,
         stages=(
             Stage(
-                "shampoo_no_matrix",
-                "elem",
-                level=0,
-                scalars=tuple(range(7)),
-                reads=("p", "g", "exp_avg", "exp_avg_sq"),
-                stores=("p", "exp_avg", "exp_avg_sq"),
-                plus=("exp_avg_sq",),
+                "shampoo_no_matrix", "elem", level=0, scalars=tuple(range(7)),
+                reads=("p", "g", "exp_avg", "exp_avg_sq"), stores=("p", "exp_avg", "exp_avg_sq"), plus=("exp_avg_sq",),
                 needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
             ),
         ),
     ),
     Rule(
-        ({"refresh": True, "matrix": True},),
-        (
-            "beta1", "beta2", "grad_scale", "one_minus_beta1_times_grad_scale", "scalar_1", "scalar_2", "scalar_3",
-            "shampoo_beta", "matrix_eps", "root_order", "one_minus_shampoo_beta", "one_minus_lr_times_weight_decay",
-            "where_lt_t_precondition_frequency_one_zero", "minus_lr",
-        ),
-        host=kernel_scalars_3,
-        temps=(
-            Temp("exp_avg_whole", "elem", wide=True),
-            Temp("g_whole", "elem", wide=True),
-            Temp("row_sum_of_adam", "row", reduction="row_sum", source="elem"),
-            Temp("mat_sum_of_adam", "mat", reduction="mat_sum", source="row"),
-            Temp("sqrt_mat_sum_of_adam", "mat"),
-            Temp("update", "elem", wide=True),
-            Temp("row_sum_of_update", "row", reduction="row_sum", source="elem"),
-            Temp("mat_sum_of_update", "mat", reduction="mat_sum", source="row"),
-            Temp("mat_div", "mat"),
-        ),
+        ({"refresh": True, "matrix": True},), SCALARS_2, host=kernel_scalars_3, temps=TEMPS,
         stages=(
             Stage(
-                "shampoo_refresh_1",
-                "elem",
-                level=0,
-                scalars=tuple(range(7)),
-                temps=("row_sum_of_adam", "g_whole", "exp_avg_whole"),
-                matrices=True,
-                reads=("g", "exp_avg", "exp_avg_sq"),
-                stores=("exp_avg", "exp_avg_sq", "g_whole", "exp_avg_whole"),
-                sums=(("square", ("row_sum_of_adam",)),),
-                plus=("exp_avg_sq",),
+                "shampoo_refresh_1", "elem", level=0, scalars=tuple(range(7)),
+                temps=("row_sum_of_adam", "g_whole", "exp_avg_whole"), matrices=True,
+                reads=("g", "exp_avg", "exp_avg_sq"), stores=("exp_avg", "exp_avg_sq", "g_whole", "exp_avg_whole"),
+                sums=(("square", ("row_sum_of_adam",)),), plus=("exp_avg_sq",),
                 needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
             ),
+            SHAMPOO_2,
+            SHAMPOO_3,
+            SHAMPOO_MATRICES_REFRESH,
+            SHAMPOO_5,
+            SHAMPOO_6,
+            SHAMPOO_7,
             Stage(
-                "shampoo_2",
-                "row",
-                level=1,
-                scalars=(),
-                temps=("mat_sum_of_adam",),
-                matrices=True,
-                reads=("row_sum_of_adam",),
-                sums=(("sum", ("mat_sum_of_adam",)),),
-            ),
-            Stage(
-                "shampoo_3",
-                "mat",
-                level=1,
-                scalars=(),
-                temps=("sqrt_mat_sum_of_adam",),
-                matrices=True,
-                reads=("mat_sum_of_adam",),
-                stores=("sqrt_mat_sum_of_adam",),
-            ),
-            Stage(
-                "shampoo_matrices_refresh",
-                "whole",
-                level=1,
-                scalars=(7, 8, 9, 10),
-                temps=("update",),
-                reads=("left", "right", "g_whole", "exp_avg_whole"),
-                stores=("left", "root_left", "right", "root_right", "update"),
-            ),
-            Stage(
-                "shampoo_5",
-                "elem",
-                level=2,
-                scalars=(),
-                temps=("row_sum_of_update",),
-                matrices=True,
-                reads=("update",),
-                sums=(("square", ("row_sum_of_update",)),),
-            ),
-            Stage(
-                "shampoo_6",
-                "row",
-                level=3,
-                scalars=(),
-                temps=("mat_sum_of_update",),
-                matrices=True,
-                reads=("row_sum_of_update",),
-                sums=(("sum", ("mat_sum_of_update",)),),
-            ),
-            Stage(
-                "shampoo_7",
-                "mat",
-                level=3,
-                scalars=(),
-                temps=("mat_div",),
-                matrices=True,
-                reads=("sqrt_mat_sum_of_adam", "mat_sum_of_update"),
-                stores=("mat_div",),
-            ),
-            Stage(
-                "shampoo_8",
-                "elem",
-                level=4,
-                scalars=(5, 6, 11, 12, 13),
-                matrices=True,
-                reads=("p", "exp_avg", "exp_avg_sq", "mat_div", "update"),
-                stores=("p",),
+                "shampoo_8", "elem", level=4, scalars=(5, 6, 11, 12, 13), matrices=True,
+                reads=("p", "exp_avg", "exp_avg_sq", "mat_div", "update"), stores=("p",),
             ),
         ),
         early=("exp_avg_sq", "exp_avg"),
     ),
     Rule(
-        ({"refresh": True, "matrix": True},),
-        (
-            "beta1", "beta2", "grad_scale", "one_minus_beta1_times_grad_scale", "scalar_1", "scalar_2", "scalar_3",
-            "shampoo_beta", "matrix_eps", "root_order", "one_minus_shampoo_beta", "one_minus_lr_times_weight_decay",
-            "where_lt_t_precondition_frequency_one_zero", "minus_lr",
-        ),
-        host=kernel_scalars_3,
-        temps=(
-            Temp("exp_avg_whole", "elem", wide=True),
-            Temp("g_whole", "elem", wide=True),
-            Temp("row_sum_of_adam", "row", reduction="row_sum", source="elem"),
-            Temp("mat_sum_of_adam", "mat", reduction="mat_sum", source="row"),
-            Temp("sqrt_mat_sum_of_adam", "mat"),
-            Temp("update", "elem", wide=True),
-            Temp("row_sum_of_update", "row", reduction="row_sum", source="elem"),
-            Temp("mat_sum_of_update", "mat", reduction="mat_sum", source="row"),
-            Temp("mat_div", "mat"),
-        ),
+        ({"refresh": True, "matrix": True},), SCALARS_2, host=kernel_scalars_3, temps=TEMPS,
         stages=(
             Stage(
-                "shampoo_refresh_late_1",
-                "elem",
-                level=0,
-                scalars=tuple(range(7)),
-                temps=("row_sum_of_adam", "g_whole", "exp_avg_whole"),
-                matrices=True,
-                reads=("g", "exp_avg", "exp_avg_sq"),
-                stores=("g_whole", "exp_avg_whole"),
+                "shampoo_refresh_late_1", "elem", level=0, scalars=tuple(range(7)),
+                temps=("row_sum_of_adam", "g_whole", "exp_avg_whole"), matrices=True,
+                reads=("g", "exp_avg", "exp_avg_sq"), stores=("g_whole", "exp_avg_whole"),
                 sums=(("square", ("row_sum_of_adam",)),),
             ),
+            SHAMPOO_2,
+            SHAMPOO_3,
+            SHAMPOO_MATRICES_REFRESH,
+            SHAMPOO_5,
+            SHAMPOO_6,
+            SHAMPOO_7,
             Stage(
-                "shampoo_2",
-                "row",
-                level=1,
-                scalars=(),
-                temps=("mat_sum_of_adam",),
-                matrices=True,
-                reads=("row_sum_of_adam",),
-                sums=(("sum", ("mat_sum_of_adam",)),),
-            ),
-            Stage(
-                "shampoo_3",
-                "mat",
-                level=1,
-                scalars=(),
-                temps=("sqrt_mat_sum_of_adam",),
-                matrices=True,
-                reads=("mat_sum_of_adam",),
-                stores=("sqrt_mat_sum_of_adam",),
-            ),
-            Stage(
-                "shampoo_matrices_refresh",
-                "whole",
-                level=1,
-                scalars=(7, 8, 9, 10),
-                temps=("update",),
-                reads=("left", "right", "g_whole", "exp_avg_whole"),
-                stores=("left", "root_left", "right", "root_right", "update"),
-            ),
-            Stage(
-                "shampoo_5",
-                "elem",
-                level=2,
-                scalars=(),
-                temps=("row_sum_of_update",),
-                matrices=True,
-                reads=("update",),
-                sums=(("square", ("row_sum_of_update",)),),
-            ),
-            Stage(
-                "shampoo_6",
-                "row",
-                level=3,
-                scalars=(),
-                temps=("mat_sum_of_update",),
-                matrices=True,
-                reads=("row_sum_of_update",),
-                sums=(("sum", ("mat_sum_of_update",)),),
-            ),
-            Stage(
-                "shampoo_7",
-                "mat",
-                level=3,
-                scalars=(),
-                temps=("mat_div",),
-                matrices=True,
-                reads=("sqrt_mat_sum_of_adam", "mat_sum_of_update"),
-                stores=("mat_div",),
-            ),
-            Stage(
-                "shampoo_late_8",
-                "elem",
-                level=4,
-                scalars=(0, 1, 3, 4, 5, 6, 11, 12, 13),
-                matrices=True,
-                reads=("p", "g", "exp_avg", "exp_avg_sq", "mat_div", "update"),
-                stores=("p", "exp_avg", "exp_avg_sq"),
-                plus=("exp_avg_sq",),
-                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+                "shampoo_late_8", "elem", level=4, scalars=(0, 1, 3, 4, 5, 6, 11, 12, 13), matrices=True,
+                reads=("p", "g", "exp_avg", "exp_avg_sq", "mat_div", "update"), stores=("p", "exp_avg", "exp_avg_sq"),
+                plus=("exp_avg_sq",), needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
             ),
         ),
     ),

@@ -59,8 +59,7 @@ OPTGEN_INLINE F shampoo_8(
 ) {
     const F exp_avg_ = exp_avg.read();
     const F exp_avg_sq_ = exp_avg_sq.read();
-    // 43  adam = exp_avg / (1 - beta1**t) / (sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps)
-    const F adam = exp_avg_ / fma(sqrt(exp_avg_sq_), scalar_2, scalar_3);
+    const F adam = exp_avg_ / fma(sqrt(exp_avg_sq_), scalar_2, scalar_3);  // 43
     // 50  update = mat_norm(adam) / maximum(mat_norm(update), 1e-30) * update
     const F update_ = mat_div.read() * update.read();
     // 51  p = policies.decoupled(p, lr, weight_decay)
@@ -77,12 +76,9 @@ OPTGEN_INLINE void shampoo_late_1(
     S0 &exp_avg, S1 &exp_avg_sq, S2 &exp_avg_whole, S3 &g_whole, S4 &row_sum_of_adam
 ) {
     const F g_2 = grad_scale * g;
-    // 41  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    const F exp_avg_ = fma(one_minus_beta1_times_grad_scale, g, exp_avg.times(beta1));
-    // 42  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    const F exp_avg_sq_ = fma(scalar_1 * g, g, exp_avg_sq.times(beta2));
-    // 43  adam = exp_avg / (1 - beta1**t) / (sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps)
-    const F adam = exp_avg_ / fma(sqrt(exp_avg_sq_), scalar_2, scalar_3);
+    const F exp_avg_ = fma(one_minus_beta1_times_grad_scale, g, exp_avg.times(beta1));  // 41
+    const F exp_avg_sq_ = fma(scalar_1 * g, g, exp_avg_sq.times(beta2));  // 42
+    const F adam = exp_avg_ / fma(sqrt(exp_avg_sq_), scalar_2, scalar_3);  // 43
     exp_avg_whole.set(exp_avg_);
     g_whole.set(g_2);
     row_sum_of_adam.set(adam * adam);
@@ -95,18 +91,12 @@ OPTGEN_INLINE F shampoo_late_8(
     F one_minus_lr_times_weight_decay, F where_lt_t_precondition_frequency_one_zero, F minus_lr, S0 &exp_avg,
     S1 &exp_avg_sq, S2 &mat_div, S3 &update
 ) {
-    // 41  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    const F exp_avg_ = fma(one_minus_beta1_times_grad_scale, g, exp_avg.times(beta1));
-    // 42  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    const F exp_avg_sq_ = fma(scalar_1 * g, g, exp_avg_sq.times(beta2));
-    // 43  adam = exp_avg / (1 - beta1**t) / (sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps)
-    const F adam = exp_avg_ / fma(sqrt(exp_avg_sq_), scalar_2, scalar_3);
-    // 50  update = mat_norm(adam) / maximum(mat_norm(update), 1e-30) * update
-    const F update_ = mat_div.read() * update.read();
-    // 51  p = policies.decoupled(p, lr, weight_decay)
-    const F p_ = one_minus_lr_times_weight_decay * p;
-    // 52  p = p - lr * where(t < precondition_frequency, adam, update)
-    const F p_2 = fma(minus_lr, where(0.0f < where_lt_t_precondition_frequency_one_zero, adam, update_), p_);
+    const F exp_avg_ = fma(one_minus_beta1_times_grad_scale, g, exp_avg.times(beta1));  // 41
+    const F exp_avg_sq_ = fma(scalar_1 * g, g, exp_avg_sq.times(beta2));  // 42
+    const F adam = exp_avg_ / fma(sqrt(exp_avg_sq_), scalar_2, scalar_3);  // 43
+    const F update_ = mat_div.read() * update.read();  // 50
+    const F p_ = one_minus_lr_times_weight_decay * p;  // 51
+    const F p_2 = fma(minus_lr, where(0.0f < where_lt_t_precondition_frequency_one_zero, adam, update_), p_);  // 52
     exp_avg.set(exp_avg_);
     exp_avg_sq.set(exp_avg_sq_);
     return p_2;
@@ -126,14 +116,13 @@ struct shampoo_no_matrix {  // shampoo
     void states(F p, F g, S0 &exp_avg, S1 &exp_avg_sq) const {
         // 38  p, exp_avg, exp_avg_sq = policies.adamw_step(p, g, t, exp_avg, exp_avg_sq, lr, betas, eps, weight_decay)
         const F exp_avg_ = fma(one_minus_beta1_times_grad_scale, g, exp_avg.times(beta1));
-        // 38  p, exp_avg, exp_avg_sq = policies.adamw_step(p, g, t, exp_avg, exp_avg_sq, lr, betas, eps, weight_decay)
-        const F exp_avg_sq_ = fma(scalar_1 * g, g, exp_avg_sq.times(beta2));
+        const F exp_avg_sq_ = fma(scalar_1 * g, g, exp_avg_sq.times(beta2));  // 38
         exp_avg.set(exp_avg_);
         exp_avg_sq.set(exp_avg_sq_);
     }
     template <class S0, class S1>
     F weight(F p, F g, const S0 &exp_avg, const S1 &exp_avg_sq) const {
-        // 38  p, exp_avg, exp_avg_sq = policies.adamw_step(p, g, t, exp_avg, exp_avg_sq, lr, betas, eps, weight_decay)
+        // 38
         const F p_ = fma(
             -exp_avg.next(), 1.0f / fma(exp_avg_sq.root(), scalar_2, scalar_3), one_minus_lr_times_weight_decay * p
         );
@@ -148,12 +137,9 @@ OPTGEN_INLINE void shampoo_refresh_1(
     S0 &exp_avg, S1 &exp_avg_sq, S2 &g_whole, S3 &exp_avg_whole, S4 &row_sum_of_adam
 ) {
     const F g_2 = grad_scale * g;
-    // 41  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    const F exp_avg_ = fma(one_minus_beta1_times_grad_scale, g, exp_avg.times(beta1));
-    // 42  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    const F exp_avg_sq_ = fma(scalar_1 * g, g, exp_avg_sq.times(beta2));
-    // 43  adam = exp_avg / (1 - beta1**t) / (sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps)
-    const F adam = exp_avg_ / fma(sqrt(exp_avg_sq_), scalar_2, scalar_3);
+    const F exp_avg_ = fma(one_minus_beta1_times_grad_scale, g, exp_avg.times(beta1));  // 41
+    const F exp_avg_sq_ = fma(scalar_1 * g, g, exp_avg_sq.times(beta2));  // 42
+    const F adam = exp_avg_ / fma(sqrt(exp_avg_sq_), scalar_2, scalar_3);  // 43
     exp_avg.set(exp_avg_);
     exp_avg_sq.set(exp_avg_sq_);
     g_whole.set(g_2);
@@ -168,12 +154,9 @@ OPTGEN_INLINE void shampoo_refresh_late_1(
     S0 &exp_avg, S1 &exp_avg_sq, S2 &g_whole, S3 &exp_avg_whole, S4 &row_sum_of_adam
 ) {
     const F g_2 = grad_scale * g;
-    // 41  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    const F exp_avg_ = fma(one_minus_beta1_times_grad_scale, g, exp_avg.times(beta1));
-    // 42  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    const F exp_avg_sq_ = fma(scalar_1 * g, g, exp_avg_sq.times(beta2));
-    // 43  adam = exp_avg / (1 - beta1**t) / (sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps)
-    const F adam = exp_avg_ / fma(sqrt(exp_avg_sq_), scalar_2, scalar_3);
+    const F exp_avg_ = fma(one_minus_beta1_times_grad_scale, g, exp_avg.times(beta1));  // 41
+    const F exp_avg_sq_ = fma(scalar_1 * g, g, exp_avg_sq.times(beta2));  // 42
+    const F adam = exp_avg_ / fma(sqrt(exp_avg_sq_), scalar_2, scalar_3);  // 43
     g_whole.set(g_2);
     exp_avg_whole.set(exp_avg_);
     row_sum_of_adam.set(adam * adam);

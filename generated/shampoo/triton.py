@@ -94,8 +94,7 @@ def shampoo_8_tile(
     """The new p."""
     exp_avg = read(exp_avg, PLAN.exp_avg)
     exp_avg_sq = read(exp_avg_sq, PLAN.exp_avg_sq)
-    # 43  adam = exp_avg / (1 - beta1**t) / (sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps)
-    adam = exp_avg * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3))
+    adam = exp_avg * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3))  # 43
     update = mat_div * update                # 50  update = mat_norm(adam) / maximum(mat_norm(update), 1e-30) * update
     p = one_minus_lr_times_weight_decay * p  # 51  p = policies.decoupled(p, lr, weight_decay)
     # 52  p = p - lr * where(t < precondition_frequency, adam, update)
@@ -122,12 +121,9 @@ def shampoo_late_1_tile(
 ):
     """The new exp_avg_whole, g_whole; the terms of row_sum_of_adam."""
     g_2 = grad_scale * g
-    # 41  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))
-    # 42  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))
-    # 43  adam = exp_avg / (1 - beta1**t) / (sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps)
-    adam = exp_avg * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3))
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 41
+    exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 42
+    adam = exp_avg * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3))  # 43
     return exp_avg, g_2, adam
 
 
@@ -150,16 +146,12 @@ def shampoo_late_8_tile(
     minus_lr, live, MASKED: tl.constexpr,
 ):
     """The new p, exp_avg, exp_avg_sq."""
-    # 41  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))
-    # 42  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))
-    # 43  adam = exp_avg / (1 - beta1**t) / (sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps)
-    adam = exp_avg * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3))
-    update = mat_div * update                # 50  update = mat_norm(adam) / maximum(mat_norm(update), 1e-30) * update
-    p = one_minus_lr_times_weight_decay * p  # 51  p = policies.decoupled(p, lr, weight_decay)
-    # 52  p = p - lr * where(t < precondition_frequency, adam, update)
-    p = tl.fma(minus_lr, tl.where(0.0 < where_lt_t_precondition_frequency_one_zero, adam, update), p)
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 41
+    exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 42
+    adam = exp_avg * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3))  # 43
+    update = mat_div * update                # 50
+    p = one_minus_lr_times_weight_decay * p  # 51
+    p = tl.fma(minus_lr, tl.where(0.0 < where_lt_t_precondition_frequency_one_zero, adam, update), p)  # 52
     return p, exp_avg, exp_avg_sq
 
 
@@ -184,9 +176,8 @@ def shampoo_no_matrix_tile(
     """The new p, exp_avg, exp_avg_sq."""
     # 38  p, exp_avg, exp_avg_sq = policies.adamw_step(p, g, t, exp_avg, exp_avg_sq, lr, betas, eps, weight_decay)
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))
-    # 38  p, exp_avg, exp_avg_sq = policies.adamw_step(p, g, t, exp_avg, exp_avg_sq, lr, betas, eps, weight_decay)
-    exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))
-    # 38  p, exp_avg, exp_avg_sq = policies.adamw_step(p, g, t, exp_avg, exp_avg_sq, lr, betas, eps, weight_decay)
+    exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 38
+    # 38
     p = tl.fma(
         minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3)), one_minus_lr_times_weight_decay * p
     )
@@ -212,12 +203,9 @@ def shampoo_refresh_1_tile(
 ):
     """The new exp_avg, exp_avg_sq, g_whole, exp_avg_whole; the terms of row_sum_of_adam."""
     g_2 = grad_scale * g
-    # 41  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))
-    # 42  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))
-    # 43  adam = exp_avg / (1 - beta1**t) / (sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps)
-    adam = exp_avg * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3))
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 41
+    exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 42
+    adam = exp_avg * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3))  # 43
     return exp_avg, exp_avg_sq, g_2, exp_avg, adam
 
 
@@ -240,12 +228,9 @@ def shampoo_refresh_late_1_tile(
 ):
     """The new g_whole, exp_avg_whole; the terms of row_sum_of_adam."""
     g_2 = grad_scale * g
-    # 41  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))
-    # 42  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))
-    # 43  adam = exp_avg / (1 - beta1**t) / (sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps)
-    adam = exp_avg * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3))
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 41
+    exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 42
+    adam = exp_avg * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3))  # 43
     return g_2, exp_avg, adam
 
 

@@ -4,7 +4,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord
+from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, by_flags
 
 
 class Signum(Optimizer):
@@ -62,11 +62,10 @@ def signum_has_momentum(stored, lr, momentum, grad_scale, one_minus_momentum, on
     g = b.load("g")
     g = grad_scale * g
     # -- update  (specs/signum.py)
-    p = p * one_minus_lr_times_weight_decay                                # 22  p = decoupled(p, lr, weight_decay)
+    p = p * one_minus_lr_times_weight_decay                                # 22
     # 20  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
     momentum_buffer = momentum * momentum_buffer + one_minus_momentum * g
-    # 23  p = p - lr * sign(update)
-    p = p - lr * torch.where(momentum_buffer > 0, 1.0, torch.where(momentum_buffer < 0, -1.0, momentum_buffer))
+    p = p - lr * torch.where(momentum_buffer > 0, 1.0, torch.where(momentum_buffer < 0, -1.0, momentum_buffer))  # 23
     # -- encode and store
     b.store("p", p)
     b.store("momentum_buffer", momentum_buffer)
@@ -98,32 +97,23 @@ def kernel_scalars_2(step, grad_scale, *, lr, momentum, weight_decay):
 
 
 # The eager reference, in strict maths.
-RULES = (
+RULES = by_flags(
+    {"has_momentum": False},
     RuleRecord(
-        "signum",
-        "",
-        flags={"has_momentum": False},
-        step="signum",
-        scalars=("lr", "grad_scale", "one_minus_lr_times_weight_decay"),
-        host=host_scalars,
+        "signum", "signum", scalars=("lr", "grad_scale", "one_minus_lr_times_weight_decay"), host=host_scalars,
+        settings=({"has_momentum": False},),
     ),
     RuleRecord(
-        "signum",
-        "_has_momentum",
-        flags={"has_momentum": True},
-        step="signum_has_momentum",
+        "signum", "signum_has_momentum",
         scalars=("lr", "momentum", "grad_scale", "one_minus_momentum", "one_minus_lr_times_weight_decay"),
-        host=host_scalars_2,
-        states=(StateRecord("momentum_buffer"),),
+        host=host_scalars_2, states=(StateRecord("momentum_buffer"),), settings=({"has_momentum": True},),
     ),
 )
 
 # The kernels, in fast maths; rounding changed by: fma, group.
 STEPS = (
     Rule(
-        ({"has_momentum": False},),
-        ("grad_scale", "one_minus_lr_times_weight_decay", "minus_lr"),
-        host=kernel_scalars,
+        ({"has_momentum": False},), ("grad_scale", "one_minus_lr_times_weight_decay", "minus_lr"), host=kernel_scalars,
         stages=(Stage("signum", "elem", level=0, scalars=(0, 1, 2), reads=("p", "g"), stores=("p",)),),
     ),
     Rule(
@@ -132,11 +122,7 @@ STEPS = (
         host=kernel_scalars_2,
         stages=(
             Stage(
-                "signum_has_momentum",
-                "elem",
-                level=0,
-                scalars=tuple(range(4)),
-                reads=("p", "g", "momentum_buffer"),
+                "signum_has_momentum", "elem", level=0, scalars=tuple(range(4)), reads=("p", "g", "momentum_buffer"),
                 stores=("p", "momentum_buffer"),
             ),
         ),

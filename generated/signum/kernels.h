@@ -32,8 +32,8 @@ struct signum_has_momentum {  // signum
     }
     template <class S0>
     F weight(F p, F g, const S0 &momentum_buffer) const {
-        const F p_ = one_minus_lr_times_weight_decay * p;               // 22  p = decoupled(p, lr, weight_decay)
-        const F p_2 = fma(minus_lr, sign(momentum_buffer.next()), p_);  // 23  p = p - lr * sign(update)
+        const F p_ = one_minus_lr_times_weight_decay * p;               // 22
+        const F p_2 = fma(minus_lr, sign(momentum_buffer.next()), p_);  // 23
         return p_2;
     }
 };

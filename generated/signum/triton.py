@@ -38,8 +38,8 @@ def signum_has_momentum_tile(
     momentum_buffer = tl.fma(
         one_minus_momentum_times_grad_scale, g, times(momentum, momentum_buffer, PLAN.momentum_buffer)
     )
-    p = one_minus_lr_times_weight_decay * p         # 22  p = decoupled(p, lr, weight_decay)
-    p = tl.fma(minus_lr, sign(momentum_buffer), p)  # 23  p = p - lr * sign(update)
+    p = one_minus_lr_times_weight_decay * p         # 22
+    p = tl.fma(minus_lr, sign(momentum_buffer), p)  # 23
     return p, momentum_buffer
 
 

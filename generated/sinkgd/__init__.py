@@ -2,7 +2,7 @@
 #     sinkgd
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp
+from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp, by_flags
 from optgen.runtime.records.scalars import divide, maximum, root, where
 from optgen.runtime.reference.eager import quotient, sqrt
 
@@ -112,8 +112,7 @@ def sinkgd(stored, grad_scale, one_minus_lr_times_weight_decay, lr_times_scale):
     # -- load and decode
     row_sum_for_across_2 = row_sum_for_across_2_tensor
     # -- update  (specs/sinkgd.py)
-    # 35  across = 1 / maximum(sqrt(row_mean((g * down) ** 2)), 1e-12)
-    across = quotient(1.0, sqrt(row_sum_for_across_2 / b.extent("columns")).clamp(min=1e-12))
+    across = quotient(1.0, sqrt(row_sum_for_across_2 / b.extent("columns")).clamp(min=1e-12))  # 35
     # -- encode and store
     across_2_tensor = across
 
@@ -131,8 +130,7 @@ def sinkgd(stored, grad_scale, one_minus_lr_times_weight_decay, lr_times_scale):
     # -- load and decode
     col_sum_for_down_2 = col_sum_for_down_2_tensor
     # -- update  (specs/sinkgd.py)
-    # 36  down = 1 / maximum(sqrt(col_mean((g * across) ** 2)), 1e-12)
-    down_ = quotient(1.0, sqrt(col_sum_for_down_2 / b.extent("rows")).clamp(min=1e-12))
+    down_ = quotient(1.0, sqrt(col_sum_for_down_2 / b.extent("rows")).clamp(min=1e-12))  # 36
     # -- encode and store
     down_2_tensor = down_
 
@@ -150,8 +148,7 @@ def sinkgd(stored, grad_scale, one_minus_lr_times_weight_decay, lr_times_scale):
     # -- load and decode
     row_sum_for_across_3 = row_sum_for_across_3_tensor
     # -- update  (specs/sinkgd.py)
-    # 35  across = 1 / maximum(sqrt(row_mean((g * down) ** 2)), 1e-12)
-    across = quotient(1.0, sqrt(row_sum_for_across_3 / b.extent("columns")).clamp(min=1e-12))
+    across = quotient(1.0, sqrt(row_sum_for_across_3 / b.extent("columns")).clamp(min=1e-12))  # 35
     # -- encode and store
     across_3_tensor = across
 
@@ -169,8 +166,7 @@ def sinkgd(stored, grad_scale, one_minus_lr_times_weight_decay, lr_times_scale):
     # -- load and decode
     col_sum_for_down_3 = col_sum_for_down_3_tensor
     # -- update  (specs/sinkgd.py)
-    # 36  down = 1 / maximum(sqrt(col_mean((g * across) ** 2)), 1e-12)
-    down_ = quotient(1.0, sqrt(col_sum_for_down_3 / b.extent("rows")).clamp(min=1e-12))
+    down_ = quotient(1.0, sqrt(col_sum_for_down_3 / b.extent("rows")).clamp(min=1e-12))  # 36
     # -- encode and store
     down_3_tensor = down_
 
@@ -188,8 +184,7 @@ def sinkgd(stored, grad_scale, one_minus_lr_times_weight_decay, lr_times_scale):
     # -- load and decode
     row_sum_for_across_4 = row_sum_for_across_4_tensor
     # -- update  (specs/sinkgd.py)
-    # 35  across = 1 / maximum(sqrt(row_mean((g * down) ** 2)), 1e-12)
-    across = quotient(1.0, sqrt(row_sum_for_across_4 / b.extent("columns")).clamp(min=1e-12))
+    across = quotient(1.0, sqrt(row_sum_for_across_4 / b.extent("columns")).clamp(min=1e-12))  # 35
     # -- encode and store
     across_4_tensor = across
 
@@ -207,8 +202,7 @@ def sinkgd(stored, grad_scale, one_minus_lr_times_weight_decay, lr_times_scale):
     # -- load and decode
     col_sum_for_down_4 = col_sum_for_down_4_tensor
     # -- update  (specs/sinkgd.py)
-    # 36  down = 1 / maximum(sqrt(col_mean((g * across) ** 2)), 1e-12)
-    down_ = quotient(1.0, sqrt(col_sum_for_down_4 / b.extent("rows")).clamp(min=1e-12))
+    down_ = quotient(1.0, sqrt(col_sum_for_down_4 / b.extent("rows")).clamp(min=1e-12))  # 36
     # -- encode and store
     down_4_tensor = down_
 
@@ -226,8 +220,7 @@ def sinkgd(stored, grad_scale, one_minus_lr_times_weight_decay, lr_times_scale):
     # -- load and decode
     row_sum_for_across_5 = row_sum_for_across_5_tensor
     # -- update  (specs/sinkgd.py)
-    # 35  across = 1 / maximum(sqrt(row_mean((g * down) ** 2)), 1e-12)
-    across = quotient(1.0, sqrt(row_sum_for_across_5 / b.extent("columns")).clamp(min=1e-12))
+    across = quotient(1.0, sqrt(row_sum_for_across_5 / b.extent("columns")).clamp(min=1e-12))  # 35
     # -- encode and store
     across_5_tensor = across
 
@@ -245,8 +238,7 @@ def sinkgd(stored, grad_scale, one_minus_lr_times_weight_decay, lr_times_scale):
     # -- load and decode
     col_sum_for_down_5 = col_sum_for_down_5_tensor
     # -- update  (specs/sinkgd.py)
-    # 36  down = 1 / maximum(sqrt(col_mean((g * across) ** 2)), 1e-12)
-    down_ = quotient(1.0, sqrt(col_sum_for_down_5 / b.extent("rows")).clamp(min=1e-12))
+    down_ = quotient(1.0, sqrt(col_sum_for_down_5 / b.extent("rows")).clamp(min=1e-12))  # 36
     # -- encode and store
     down_5_tensor = down_
 
@@ -280,9 +272,8 @@ def sinkgd_no_matrix(
     # -- update  (specs/sinkgd.py)
     # 31  p, exp_avg, exp_avg_sq = policies.adamw_step(p, g, t, exp_avg, exp_avg_sq, lr, betas, eps, weight_decay)
     exp_avg = betas_0 * exp_avg + one_minus_betas_0 * g
-    # 31  p, exp_avg, exp_avg_sq = policies.adamw_step(p, g, t, exp_avg, exp_avg_sq, lr, betas, eps, weight_decay)
-    exp_avg_sq = betas_1 * exp_avg_sq + one_minus_betas_1 * g * g
-    # 31  p, exp_avg, exp_avg_sq = policies.adamw_step(p, g, t, exp_avg, exp_avg_sq, lr, betas, eps, weight_decay)
+    exp_avg_sq = betas_1 * exp_avg_sq + one_minus_betas_1 * g * g  # 31
+    # 31
     p = (
         p * one_minus_lr_times_weight_decay - lr_over_one_minus_betas_0_pow_t * exp_avg
         / (sqrt(exp_avg_sq) / sqrt_one_minus_betas_1_pow_t + eps)
@@ -337,56 +328,21 @@ def kernel_scalars_2(step, grad_scale, *, lr, scale, weight_decay, betas, eps):
 
 
 # The eager reference, in strict maths.
-RULES = (
+RULES = by_flags(
+    {"adamw": False, "matrix": True},
     RuleRecord(
-        "sinkgd",
-        "",
-        flags={"adamw": False, "matrix": True},
-        step="sinkgd",
-        scalars=("grad_scale", "one_minus_lr_times_weight_decay", "lr_times_scale"),
-        host=host_scalars,
-        spaces=("col", "row", "tensor"),
-        by_rows=True,
-        matrix="heads",
+        "sinkgd", "sinkgd", scalars=("grad_scale", "one_minus_lr_times_weight_decay", "lr_times_scale"),
+        host=host_scalars, spaces=("col", "row", "tensor"), by_rows=True, matrix="heads",
+        settings=({"adamw": False, "matrix": True},),
     ),
     RuleRecord(
-        "sinkgd",
-        "_no_matrix",
-        flags={"adamw": False, "matrix": False},
-        step="sinkgd_no_matrix",
+        "sinkgd", "sinkgd_no_matrix",
         scalars=(
             "betas_0", "betas_1", "eps", "grad_scale", "one_minus_lr_times_weight_decay", "one_minus_betas_0",
             "lr_over_one_minus_betas_0_pow_t", "one_minus_betas_1", "sqrt_one_minus_betas_1_pow_t",
         ),
-        host=host_scalars_2,
-        states=(StateRecord("exp_avg"), StateRecord("exp_avg_sq", nonneg=True)),
-        matrix="heads",
-    ),
-    RuleRecord(
-        "sinkgd",
-        "_adamw",
-        flags={"adamw": True, "matrix": True},
-        step="sinkgd_no_matrix",
-        scalars=(
-            "betas_0", "betas_1", "eps", "grad_scale", "one_minus_lr_times_weight_decay", "one_minus_betas_0",
-            "lr_over_one_minus_betas_0_pow_t", "one_minus_betas_1", "sqrt_one_minus_betas_1_pow_t",
-        ),
-        host=host_scalars_2,
-        states=(StateRecord("exp_avg"), StateRecord("exp_avg_sq", nonneg=True)),
-        matrix="heads",
-    ),
-    RuleRecord(
-        "sinkgd",
-        "_adamw_no_matrix",
-        flags={"adamw": True, "matrix": False},
-        step="sinkgd_no_matrix",
-        scalars=(
-            "betas_0", "betas_1", "eps", "grad_scale", "one_minus_lr_times_weight_decay", "one_minus_betas_0",
-            "lr_over_one_minus_betas_0_pow_t", "one_minus_betas_1", "sqrt_one_minus_betas_1_pow_t",
-        ),
-        host=host_scalars_2,
-        states=(StateRecord("exp_avg"), StateRecord("exp_avg_sq", nonneg=True)),
-        matrix="heads",
+        host=host_scalars_2, states=(StateRecord("exp_avg"), StateRecord("exp_avg_sq", nonneg=True)), matrix="heads",
+        settings=({"adamw": True}, {"matrix": False}),
     ),
 )
 
@@ -420,228 +376,93 @@ STEPS = (
         ),
         stages=(
             Stage(
-                "sinkgd_1",
-                "elem",
-                level=0,
-                scalars=(),
-                temps=("row_sum_for_across",),
-                matrices=True,
-                reads=("g",),
+                "sinkgd_1", "elem", level=0, scalars=(), temps=("row_sum_for_across",), matrices=True, reads=("g",),
                 sums=(("square", ("row_sum_for_across",)),),
             ),
             Stage(
-                "sinkgd_2",
-                "row",
-                level=1,
-                scalars=(0,),
-                temps=("across",),
-                matrices=True,
-                reads=("row_sum_for_across",),
-                stores=("across",),
-                extents=("columns",),
+                "sinkgd_2", "row", level=1, scalars=(0,), temps=("across",), matrices=True,
+                reads=("row_sum_for_across",), stores=("across",), extents=("columns",),
             ),
             Stage(
-                "sinkgd_3",
-                "elem",
-                level=2,
-                scalars=(),
-                temps=("col_sum_for_down",),
-                matrices=True,
-                reads=("g", "across"),
-                sums=(("square", ("col_sum_for_down",)),),
+                "sinkgd_3", "elem", level=2, scalars=(), temps=("col_sum_for_down",), matrices=True,
+                reads=("g", "across"), sums=(("square", ("col_sum_for_down",)),),
             ),
             Stage(
-                "sinkgd_4",
-                "col",
-                level=3,
-                scalars=(0,),
-                temps=("down",),
-                matrices=True,
-                reads=("col_sum_for_down",),
-                stores=("down",),
-                extents=("rows",),
+                "sinkgd_4", "col", level=3, scalars=(0,), temps=("down",), matrices=True, reads=("col_sum_for_down",),
+                stores=("down",), extents=("rows",),
             ),
             Stage(
-                "sinkgd_5",
-                "elem",
-                level=4,
-                scalars=(),
-                temps=("row_sum_for_across_2",),
-                matrices=True,
-                reads=("g", "down"),
-                sums=(("square", ("row_sum_for_across_2",)),),
+                "sinkgd_5", "elem", level=4, scalars=(), temps=("row_sum_for_across_2",), matrices=True,
+                reads=("g", "down"), sums=(("square", ("row_sum_for_across_2",)),),
             ),
             Stage(
-                "sinkgd_6",
-                "row",
-                level=5,
-                scalars=(0,),
-                temps=("across_2",),
-                matrices=True,
-                reads=("row_sum_for_across_2",),
-                stores=("across_2",),
-                extents=("columns",),
+                "sinkgd_6", "row", level=5, scalars=(0,), temps=("across_2",), matrices=True,
+                reads=("row_sum_for_across_2",), stores=("across_2",), extents=("columns",),
             ),
             Stage(
-                "sinkgd_7",
-                "elem",
-                level=6,
-                scalars=(),
-                temps=("col_sum_for_down_2",),
-                matrices=True,
-                reads=("g", "across_2"),
-                sums=(("square", ("col_sum_for_down_2",)),),
+                "sinkgd_7", "elem", level=6, scalars=(), temps=("col_sum_for_down_2",), matrices=True,
+                reads=("g", "across_2"), sums=(("square", ("col_sum_for_down_2",)),),
             ),
             Stage(
-                "sinkgd_8",
-                "col",
-                level=7,
-                scalars=(0,),
-                temps=("down_2",),
-                matrices=True,
-                reads=("col_sum_for_down_2",),
-                stores=("down_2",),
-                extents=("rows",),
+                "sinkgd_8", "col", level=7, scalars=(0,), temps=("down_2",), matrices=True,
+                reads=("col_sum_for_down_2",), stores=("down_2",), extents=("rows",),
             ),
             Stage(
-                "sinkgd_9",
-                "elem",
-                level=8,
-                scalars=(),
-                temps=("row_sum_for_across_3",),
-                matrices=True,
-                reads=("g", "down_2"),
-                sums=(("square", ("row_sum_for_across_3",)),),
+                "sinkgd_9", "elem", level=8, scalars=(), temps=("row_sum_for_across_3",), matrices=True,
+                reads=("g", "down_2"), sums=(("square", ("row_sum_for_across_3",)),),
             ),
             Stage(
-                "sinkgd_10",
-                "row",
-                level=9,
-                scalars=(0,),
-                temps=("across_3",),
-                matrices=True,
-                reads=("row_sum_for_across_3",),
-                stores=("across_3",),
-                extents=("columns",),
+                "sinkgd_10", "row", level=9, scalars=(0,), temps=("across_3",), matrices=True,
+                reads=("row_sum_for_across_3",), stores=("across_3",), extents=("columns",),
             ),
             Stage(
-                "sinkgd_11",
-                "elem",
-                level=10,
-                scalars=(),
-                temps=("col_sum_for_down_3",),
-                matrices=True,
-                reads=("g", "across_3"),
-                sums=(("square", ("col_sum_for_down_3",)),),
+                "sinkgd_11", "elem", level=10, scalars=(), temps=("col_sum_for_down_3",), matrices=True,
+                reads=("g", "across_3"), sums=(("square", ("col_sum_for_down_3",)),),
             ),
             Stage(
-                "sinkgd_12",
-                "col",
-                level=11,
-                scalars=(0,),
-                temps=("down_3",),
-                matrices=True,
-                reads=("col_sum_for_down_3",),
-                stores=("down_3",),
-                extents=("rows",),
+                "sinkgd_12", "col", level=11, scalars=(0,), temps=("down_3",), matrices=True,
+                reads=("col_sum_for_down_3",), stores=("down_3",), extents=("rows",),
             ),
             Stage(
-                "sinkgd_13",
-                "elem",
-                level=12,
-                scalars=(),
-                temps=("row_sum_for_across_4",),
-                matrices=True,
-                reads=("g", "down_3"),
-                sums=(("square", ("row_sum_for_across_4",)),),
+                "sinkgd_13", "elem", level=12, scalars=(), temps=("row_sum_for_across_4",), matrices=True,
+                reads=("g", "down_3"), sums=(("square", ("row_sum_for_across_4",)),),
             ),
             Stage(
-                "sinkgd_14",
-                "row",
-                level=13,
-                scalars=(0,),
-                temps=("across_4",),
-                matrices=True,
-                reads=("row_sum_for_across_4",),
-                stores=("across_4",),
-                extents=("columns",),
+                "sinkgd_14", "row", level=13, scalars=(0,), temps=("across_4",), matrices=True,
+                reads=("row_sum_for_across_4",), stores=("across_4",), extents=("columns",),
             ),
             Stage(
-                "sinkgd_15",
-                "elem",
-                level=14,
-                scalars=(),
-                temps=("col_sum_for_down_4",),
-                matrices=True,
-                reads=("g", "across_4"),
-                sums=(("square", ("col_sum_for_down_4",)),),
+                "sinkgd_15", "elem", level=14, scalars=(), temps=("col_sum_for_down_4",), matrices=True,
+                reads=("g", "across_4"), sums=(("square", ("col_sum_for_down_4",)),),
             ),
             Stage(
-                "sinkgd_16",
-                "col",
-                level=15,
-                scalars=(0,),
-                temps=("down_4",),
-                matrices=True,
-                reads=("col_sum_for_down_4",),
-                stores=("down_4",),
-                extents=("rows",),
+                "sinkgd_16", "col", level=15, scalars=(0,), temps=("down_4",), matrices=True,
+                reads=("col_sum_for_down_4",), stores=("down_4",), extents=("rows",),
             ),
             Stage(
-                "sinkgd_17",
-                "elem",
-                level=16,
-                scalars=(),
-                temps=("row_sum_for_across_5",),
-                matrices=True,
-                reads=("g", "down_4"),
-                sums=(("square", ("row_sum_for_across_5",)),),
+                "sinkgd_17", "elem", level=16, scalars=(), temps=("row_sum_for_across_5",), matrices=True,
+                reads=("g", "down_4"), sums=(("square", ("row_sum_for_across_5",)),),
             ),
             Stage(
-                "sinkgd_18",
-                "row",
-                level=17,
-                scalars=(0,),
-                temps=("across_5",),
-                matrices=True,
-                reads=("row_sum_for_across_5",),
-                stores=("across_5",),
-                extents=("columns",),
+                "sinkgd_18", "row", level=17, scalars=(0,), temps=("across_5",), matrices=True,
+                reads=("row_sum_for_across_5",), stores=("across_5",), extents=("columns",),
             ),
             Stage(
-                "sinkgd_19",
-                "elem",
-                level=18,
-                scalars=(),
-                temps=("col_sum_for_down_5",),
-                matrices=True,
-                reads=("g", "across_5"),
-                sums=(("square", ("col_sum_for_down_5",)),),
+                "sinkgd_19", "elem", level=18, scalars=(), temps=("col_sum_for_down_5",), matrices=True,
+                reads=("g", "across_5"), sums=(("square", ("col_sum_for_down_5",)),),
             ),
             Stage(
-                "sinkgd_20",
-                "col",
-                level=19,
-                scalars=(0,),
-                temps=("down_5",),
-                matrices=True,
-                reads=("col_sum_for_down_5",),
-                stores=("down_5",),
-                extents=("rows",),
+                "sinkgd_20", "col", level=19, scalars=(0,), temps=("down_5",), matrices=True,
+                reads=("col_sum_for_down_5",), stores=("down_5",), extents=("rows",),
             ),
             Stage(
-                "sinkgd_21",
-                "elem",
-                level=20,
-                scalars=(1, 2),
-                matrices=True,
-                reads=("p", "g", "across_5", "down_5"),
+                "sinkgd_21", "elem", level=20, scalars=(1, 2), matrices=True, reads=("p", "g", "across_5", "down_5"),
                 stores=("p",),
             ),
         ),
     ),
     Rule(
-        ({"adamw": False, "matrix": False}, {"adamw": True, "matrix": True}, {"adamw": True, "matrix": False}),
+        ({"adamw": True}, {"matrix": False}),
         (
             "betas_0", "betas_1", "one_minus_betas_0_times_grad_scale", "scalar_1", "scalar_2", "scalar_3",
             "one_minus_lr_times_weight_decay",
@@ -649,13 +470,8 @@ STEPS = (
         host=kernel_scalars_2,
         stages=(
             Stage(
-                "sinkgd_no_matrix",
-                "elem",
-                level=0,
-                scalars=tuple(range(7)),
-                reads=("p", "g", "exp_avg", "exp_avg_sq"),
-                stores=("p", "exp_avg", "exp_avg_sq"),
-                plus=("exp_avg_sq",),
+                "sinkgd_no_matrix", "elem", level=0, scalars=tuple(range(7)), reads=("p", "g", "exp_avg", "exp_avg_sq"),
+                stores=("p", "exp_avg", "exp_avg_sq"), plus=("exp_avg_sq",),
                 needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
             ),
         ),

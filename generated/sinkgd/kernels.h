@@ -42,7 +42,7 @@ OPTGEN_INLINE void sinkgd_5(F g, S0 &down, S1 &row_sum_for_across_2) {
 // row: values of rows
 template <class S0, class S1>
 OPTGEN_INLINE void sinkgd_6(F grad_scale_times_grad_scale, F extent_columns, S0 &row_sum_for_across_2, S1 &across_2) {
-    // 35  across = 1 / maximum(sqrt(row_mean((g * down) ** 2)), 1e-12)
+    // 35
     const F across_ = 1.0f / max(
         F(1e-12f), sqrt(grad_scale_times_grad_scale * row_sum_for_across_2.read() / extent_columns)
     );
@@ -59,7 +59,7 @@ OPTGEN_INLINE void sinkgd_7(F g, S0 &across_2, S1 &col_sum_for_down_2) {
 // col: values of columns
 template <class S0, class S1>
 OPTGEN_INLINE void sinkgd_8(F grad_scale_times_grad_scale, F extent_rows, S0 &col_sum_for_down_2, S1 &down_2) {
-    // 36  down = 1 / maximum(sqrt(col_mean((g * across) ** 2)), 1e-12)
+    // 36
     const F down_ = 1.0f / max(F(1e-12f), sqrt(grad_scale_times_grad_scale * col_sum_for_down_2.read() / extent_rows));
     down_2.set(down_);
 }
@@ -74,7 +74,7 @@ OPTGEN_INLINE void sinkgd_9(F g, S0 &down_2, S1 &row_sum_for_across_3) {
 // row: values of rows
 template <class S0, class S1>
 OPTGEN_INLINE void sinkgd_10(F grad_scale_times_grad_scale, F extent_columns, S0 &row_sum_for_across_3, S1 &across_3) {
-    // 35  across = 1 / maximum(sqrt(row_mean((g * down) ** 2)), 1e-12)
+    // 35
     const F across_ = 1.0f / max(
         F(1e-12f), sqrt(grad_scale_times_grad_scale * row_sum_for_across_3.read() / extent_columns)
     );
@@ -91,7 +91,7 @@ OPTGEN_INLINE void sinkgd_11(F g, S0 &across_3, S1 &col_sum_for_down_3) {
 // col: values of columns
 template <class S0, class S1>
 OPTGEN_INLINE void sinkgd_12(F grad_scale_times_grad_scale, F extent_rows, S0 &col_sum_for_down_3, S1 &down_3) {
-    // 36  down = 1 / maximum(sqrt(col_mean((g * across) ** 2)), 1e-12)
+    // 36
     const F down_ = 1.0f / max(F(1e-12f), sqrt(grad_scale_times_grad_scale * col_sum_for_down_3.read() / extent_rows));
     down_3.set(down_);
 }
@@ -106,7 +106,7 @@ OPTGEN_INLINE void sinkgd_13(F g, S0 &down_3, S1 &row_sum_for_across_4) {
 // row: values of rows
 template <class S0, class S1>
 OPTGEN_INLINE void sinkgd_14(F grad_scale_times_grad_scale, F extent_columns, S0 &row_sum_for_across_4, S1 &across_4) {
-    // 35  across = 1 / maximum(sqrt(row_mean((g * down) ** 2)), 1e-12)
+    // 35
     const F across_ = 1.0f / max(
         F(1e-12f), sqrt(grad_scale_times_grad_scale * row_sum_for_across_4.read() / extent_columns)
     );
@@ -123,7 +123,7 @@ OPTGEN_INLINE void sinkgd_15(F g, S0 &across_4, S1 &col_sum_for_down_4) {
 // col: values of columns
 template <class S0, class S1>
 OPTGEN_INLINE void sinkgd_16(F grad_scale_times_grad_scale, F extent_rows, S0 &col_sum_for_down_4, S1 &down_4) {
-    // 36  down = 1 / maximum(sqrt(col_mean((g * across) ** 2)), 1e-12)
+    // 36
     const F down_ = 1.0f / max(F(1e-12f), sqrt(grad_scale_times_grad_scale * col_sum_for_down_4.read() / extent_rows));
     down_4.set(down_);
 }
@@ -138,7 +138,7 @@ OPTGEN_INLINE void sinkgd_17(F g, S0 &down_4, S1 &row_sum_for_across_5) {
 // row: values of rows
 template <class S0, class S1>
 OPTGEN_INLINE void sinkgd_18(F grad_scale_times_grad_scale, F extent_columns, S0 &row_sum_for_across_5, S1 &across_5) {
-    // 35  across = 1 / maximum(sqrt(row_mean((g * down) ** 2)), 1e-12)
+    // 35
     const F across_ = 1.0f / max(
         F(1e-12f), sqrt(grad_scale_times_grad_scale * row_sum_for_across_5.read() / extent_columns)
     );
@@ -155,7 +155,7 @@ OPTGEN_INLINE void sinkgd_19(F g, S0 &across_5, S1 &col_sum_for_down_5) {
 // col: values of columns
 template <class S0, class S1>
 OPTGEN_INLINE void sinkgd_20(F grad_scale_times_grad_scale, F extent_rows, S0 &col_sum_for_down_5, S1 &down_5) {
-    // 36  down = 1 / maximum(sqrt(col_mean((g * across) ** 2)), 1e-12)
+    // 36
     const F down_ = 1.0f / max(F(1e-12f), sqrt(grad_scale_times_grad_scale * col_sum_for_down_5.read() / extent_rows));
     down_5.set(down_);
 }
@@ -185,14 +185,13 @@ struct sinkgd_no_matrix {  // sinkgd
     void states(F p, F g, S0 &exp_avg, S1 &exp_avg_sq) const {
         // 31  p, exp_avg, exp_avg_sq = policies.adamw_step(p, g, t, exp_avg, exp_avg_sq, lr, betas, eps, weight_decay)
         const F exp_avg_ = fma(one_minus_betas_0_times_grad_scale, g, exp_avg.times(betas_0));
-        // 31  p, exp_avg, exp_avg_sq = policies.adamw_step(p, g, t, exp_avg, exp_avg_sq, lr, betas, eps, weight_decay)
-        const F exp_avg_sq_ = fma(scalar_1 * g, g, exp_avg_sq.times(betas_1));
+        const F exp_avg_sq_ = fma(scalar_1 * g, g, exp_avg_sq.times(betas_1));  // 31
         exp_avg.set(exp_avg_);
         exp_avg_sq.set(exp_avg_sq_);
     }
     template <class S0, class S1>
     F weight(F p, F g, const S0 &exp_avg, const S1 &exp_avg_sq) const {
-        // 31  p, exp_avg, exp_avg_sq = policies.adamw_step(p, g, t, exp_avg, exp_avg_sq, lr, betas, eps, weight_decay)
+        // 31
         const F p_ = fma(
             -exp_avg.next(), 1.0f / fma(exp_avg_sq.root(), scalar_2, scalar_3), one_minus_lr_times_weight_decay * p
         );

@@ -79,7 +79,7 @@ def sinkgd_5_sweep(table, work, step_key: tl.int32, SWEEP: tl.constexpr):
 @triton.jit
 def sinkgd_6_values(row_sum_for_across_2, extent_columns, grad_scale_times_grad_scale):
     """The new across_2."""
-    # 35  across = 1 / maximum(sqrt(row_mean((g * down) ** 2)), 1e-12)
+    # 35
     across = 1.0 / tl.maximum(
         tl.sqrt(grad_scale_times_grad_scale * row_sum_for_across_2 / extent_columns), 1e-12,
         propagate_nan=tl.PropagateNan.ALL
@@ -107,7 +107,7 @@ def sinkgd_7_sweep(table, work, step_key: tl.int32, SWEEP: tl.constexpr):
 @triton.jit
 def sinkgd_8_values(col_sum_for_down_2, extent_rows, grad_scale_times_grad_scale):
     """The new down_2."""
-    # 36  down = 1 / maximum(sqrt(col_mean((g * across) ** 2)), 1e-12)
+    # 36
     down_ = 1.0 / tl.maximum(
         tl.sqrt(grad_scale_times_grad_scale * col_sum_for_down_2 / extent_rows), 1e-12,
         propagate_nan=tl.PropagateNan.ALL
@@ -135,7 +135,7 @@ def sinkgd_9_sweep(table, work, step_key: tl.int32, SWEEP: tl.constexpr):
 @triton.jit
 def sinkgd_10_values(row_sum_for_across_3, extent_columns, grad_scale_times_grad_scale):
     """The new across_3."""
-    # 35  across = 1 / maximum(sqrt(row_mean((g * down) ** 2)), 1e-12)
+    # 35
     across = 1.0 / tl.maximum(
         tl.sqrt(grad_scale_times_grad_scale * row_sum_for_across_3 / extent_columns), 1e-12,
         propagate_nan=tl.PropagateNan.ALL
@@ -163,7 +163,7 @@ def sinkgd_11_sweep(table, work, step_key: tl.int32, SWEEP: tl.constexpr):
 @triton.jit
 def sinkgd_12_values(col_sum_for_down_3, extent_rows, grad_scale_times_grad_scale):
     """The new down_3."""
-    # 36  down = 1 / maximum(sqrt(col_mean((g * across) ** 2)), 1e-12)
+    # 36
     down_ = 1.0 / tl.maximum(
         tl.sqrt(grad_scale_times_grad_scale * col_sum_for_down_3 / extent_rows), 1e-12,
         propagate_nan=tl.PropagateNan.ALL
@@ -191,7 +191,7 @@ def sinkgd_13_sweep(table, work, step_key: tl.int32, SWEEP: tl.constexpr):
 @triton.jit
 def sinkgd_14_values(row_sum_for_across_4, extent_columns, grad_scale_times_grad_scale):
     """The new across_4."""
-    # 35  across = 1 / maximum(sqrt(row_mean((g * down) ** 2)), 1e-12)
+    # 35
     across = 1.0 / tl.maximum(
         tl.sqrt(grad_scale_times_grad_scale * row_sum_for_across_4 / extent_columns), 1e-12,
         propagate_nan=tl.PropagateNan.ALL
@@ -219,7 +219,7 @@ def sinkgd_15_sweep(table, work, step_key: tl.int32, SWEEP: tl.constexpr):
 @triton.jit
 def sinkgd_16_values(col_sum_for_down_4, extent_rows, grad_scale_times_grad_scale):
     """The new down_4."""
-    # 36  down = 1 / maximum(sqrt(col_mean((g * across) ** 2)), 1e-12)
+    # 36
     down_ = 1.0 / tl.maximum(
         tl.sqrt(grad_scale_times_grad_scale * col_sum_for_down_4 / extent_rows), 1e-12,
         propagate_nan=tl.PropagateNan.ALL
@@ -247,7 +247,7 @@ def sinkgd_17_sweep(table, work, step_key: tl.int32, SWEEP: tl.constexpr):
 @triton.jit
 def sinkgd_18_values(row_sum_for_across_5, extent_columns, grad_scale_times_grad_scale):
     """The new across_5."""
-    # 35  across = 1 / maximum(sqrt(row_mean((g * down) ** 2)), 1e-12)
+    # 35
     across = 1.0 / tl.maximum(
         tl.sqrt(grad_scale_times_grad_scale * row_sum_for_across_5 / extent_columns), 1e-12,
         propagate_nan=tl.PropagateNan.ALL
@@ -275,7 +275,7 @@ def sinkgd_19_sweep(table, work, step_key: tl.int32, SWEEP: tl.constexpr):
 @triton.jit
 def sinkgd_20_values(col_sum_for_down_5, extent_rows, grad_scale_times_grad_scale):
     """The new down_5."""
-    # 36  down = 1 / maximum(sqrt(col_mean((g * across) ** 2)), 1e-12)
+    # 36
     down_ = 1.0 / tl.maximum(
         tl.sqrt(grad_scale_times_grad_scale * col_sum_for_down_5 / extent_rows), 1e-12,
         propagate_nan=tl.PropagateNan.ALL
@@ -319,9 +319,8 @@ def sinkgd_no_matrix_tile(
     """The new p, exp_avg, exp_avg_sq."""
     # 31  p, exp_avg, exp_avg_sq = policies.adamw_step(p, g, t, exp_avg, exp_avg_sq, lr, betas, eps, weight_decay)
     exp_avg = tl.fma(one_minus_betas_0_times_grad_scale, g, times(betas_0, exp_avg, PLAN.exp_avg))
-    # 31  p, exp_avg, exp_avg_sq = policies.adamw_step(p, g, t, exp_avg, exp_avg_sq, lr, betas, eps, weight_decay)
-    exp_avg_sq = tl.fma(scalar_1 * g, g, times(betas_1, exp_avg_sq, PLAN.exp_avg_sq))
-    # 31  p, exp_avg, exp_avg_sq = policies.adamw_step(p, g, t, exp_avg, exp_avg_sq, lr, betas, eps, weight_decay)
+    exp_avg_sq = tl.fma(scalar_1 * g, g, times(betas_1, exp_avg_sq, PLAN.exp_avg_sq))  # 31
+    # 31
     p = tl.fma(
         minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3)), one_minus_lr_times_weight_decay * p
     )

@@ -43,8 +43,7 @@ struct sm3_no_factored {  // sm3
     }
     template <class S0>
     F weight(F p, F g, const S0 &accumulator) const {
-        // 48  p = p - lr * update
-        const F p_ = fma(minus_lr_times_grad_scale, g / sqrt(accumulator.next() + eps), p);
+        const F p_ = fma(minus_lr_times_grad_scale, g / sqrt(accumulator.next() + eps), p);  // 48
         return p_;
     }
 };
@@ -55,13 +54,12 @@ OPTGEN_INLINE F sm3_has_momentum_1(
     F p, F g, F momentum, F eps, F grad_scale_times_grad_scale, F one_minus_momentum_times_grad_scale, F minus_lr,
     S0 &accumulator_row, S1 &accumulator_col, S2 &momentum_buffer, S3 &accumulator_row_2
 ) {
-    // 38  total = minimum(accumulator_row, accumulator_col) + g * g
-    const F total = fma(grad_scale_times_grad_scale * g, g, min(accumulator_row.read(), accumulator_col.read()));
+    const F total = fma(grad_scale_times_grad_scale * g, g, min(accumulator_row.read(), accumulator_col.read()));  // 38
     // 46  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * update
     const F momentum_buffer_ = fma(
         one_minus_momentum_times_grad_scale, g / sqrt(total + eps), momentum_buffer.times(momentum)
     );
-    const F p_ = fma(minus_lr, momentum_buffer_, p);  // 48  p = p - lr * update
+    const F p_ = fma(minus_lr, momentum_buffer_, p);  // 48
     momentum_buffer.set(momentum_buffer_);
     accumulator_row_2.set(total);
     return p_;
@@ -79,9 +77,8 @@ struct sm3_has_momentum_no_factored {  // sm3
     template <class S0, class S1>
     void states(F p, F g, S0 &accumulator, S1 &momentum_buffer) const {
         const F accumulator_ = accumulator.read();
-        // 42  accumulator = accumulator + g * g
-        const F accumulator_2 = fma(grad_scale_times_grad_scale * g, g, accumulator_);
-        // 46  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * update
+        const F accumulator_2 = fma(grad_scale_times_grad_scale * g, g, accumulator_);  // 42
+        // 46
         const F momentum_buffer_ = fma(
             one_minus_momentum_times_grad_scale, g / sqrt(accumulator_2 + eps), momentum_buffer.times(momentum)
         );
@@ -90,7 +87,7 @@ struct sm3_has_momentum_no_factored {  // sm3
     }
     template <class S0, class S1>
     F weight(F p, F g, const S0 &accumulator, const S1 &momentum_buffer) const {
-        const F p_ = fma(minus_lr, momentum_buffer.next(), p);  // 48  p = p - lr * update
+        const F p_ = fma(minus_lr, momentum_buffer.next(), p);  // 48
         return p_;
     }
 };

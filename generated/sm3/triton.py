@@ -60,8 +60,7 @@ def sm3_no_factored_tile(
     """The new p, accumulator."""
     accumulator = read(accumulator, PLAN.accumulator)
     accumulator = tl.fma(grad_scale_times_grad_scale * g, g, accumulator)  # 42  accumulator = accumulator + g * g
-    # 48  p = p - lr * update
-    p = tl.fma(minus_lr_times_grad_scale, g * reciprocal(tl.sqrt(accumulator + eps)), p)
+    p = tl.fma(minus_lr_times_grad_scale, g * reciprocal(tl.sqrt(accumulator + eps)), p)  # 48
     return p, accumulator
 
 
@@ -82,7 +81,7 @@ def sm3_has_momentum_1_tile(
     grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr, live, MASKED: tl.constexpr,
 ):
     """The new p, momentum_buffer; the terms of accumulator_row_2, accumulator_col_2."""
-    # 38  total = minimum(accumulator_row, accumulator_col) + g * g
+    # 38
     total = tl.fma(
         grad_scale_times_grad_scale * g, g,
         tl.minimum(accumulator_row, accumulator_col, propagate_nan=tl.PropagateNan.ALL)
@@ -92,7 +91,7 @@ def sm3_has_momentum_1_tile(
         one_minus_momentum_times_grad_scale, g * reciprocal(tl.sqrt(total + eps)),
         times(momentum, momentum_buffer, PLAN.momentum_buffer)
     )
-    p = tl.fma(minus_lr, momentum_buffer, p)  # 48  p = p - lr * update
+    p = tl.fma(minus_lr, momentum_buffer, p)  # 48
     return p, momentum_buffer, total
 
 
@@ -114,13 +113,13 @@ def sm3_has_momentum_no_factored_tile(
 ):
     """The new p, accumulator, momentum_buffer."""
     accumulator = read(accumulator, PLAN.accumulator)
-    accumulator = tl.fma(grad_scale_times_grad_scale * g, g, accumulator)  # 42  accumulator = accumulator + g * g
-    # 46  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * update
+    accumulator = tl.fma(grad_scale_times_grad_scale * g, g, accumulator)  # 42
+    # 46
     momentum_buffer = tl.fma(
         one_minus_momentum_times_grad_scale, g * reciprocal(tl.sqrt(accumulator + eps)),
         times(momentum, momentum_buffer, PLAN.momentum_buffer)
     )
-    p = tl.fma(minus_lr, momentum_buffer, p)                               # 48  p = p - lr * update
+    p = tl.fma(minus_lr, momentum_buffer, p)                               # 48
     return p, accumulator, momentum_buffer
 
 

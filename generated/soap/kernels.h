@@ -41,13 +41,12 @@ OPTGEN_INLINE void soap_no_by_columns_3(
     F beta1, F beta2, F eps, F one_minus_beta1_times_where_lt_one_t_one_zero,
     F one_minus_beta2_times_where_lt_one_t_one_zero, S0 &exp_avg, S1 &exp_avg_sq, S2 &turned, S3 &update_whole
 ) {
-    // 42  exp_avg = beta1 * exp_avg + (1 - beta1) * moves * turned
-    const F exp_avg_ = fma(one_minus_beta1_times_where_lt_one_t_one_zero, turned.read(), exp_avg.times(beta1));
-    // 43  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * moves * turned * turned
+    const F exp_avg_ = fma(one_minus_beta1_times_where_lt_one_t_one_zero, turned.read(), exp_avg.times(beta1));  // 42
+    // 43
     const F exp_avg_sq_ = fma(
         one_minus_beta2_times_where_lt_one_t_one_zero * turned.read(), turned.read(), exp_avg_sq.times(beta2)
     );
-    const F update = exp_avg_ / (sqrt(exp_avg_sq_) + eps);  // 44  update = exp_avg / (sqrt(exp_avg_sq) + eps)
+    const F update = exp_avg_ / (sqrt(exp_avg_sq_) + eps);  // 44
     exp_avg.set(exp_avg_);
     exp_avg_sq.set(exp_avg_sq_);
     update_whole.set(update);
@@ -56,9 +55,8 @@ OPTGEN_INLINE void soap_no_by_columns_3(
 // a sweep: the update
 template <class S0>
 OPTGEN_INLINE F soap_no_by_columns_5(F p, F scalar_0, F scalar_1, S0 &update) {
-    // 47  p = p - moves * lr * sqrt(1 - beta2**k) / (1 - beta1**k) * update
-    const F p_ = fma(scalar_0, update.read(), p);
-    const F p_2 = scalar_1 * p_;                   // 48  p = policies.decoupled(p, moves * lr, weight_decay)
+    const F p_ = fma(scalar_0, update.read(), p);  // 47
+    const F p_2 = scalar_1 * p_;                   // 48
     return p_2;
 }
 
@@ -76,14 +74,13 @@ struct soap_no_by_rows_no_by_columns {  // soap
     void states(F p, F g, S0 &exp_avg, S1 &exp_avg_sq) const {
         // 36  p, exp_avg, exp_avg_sq = policies.adamw_step(p, g, t, exp_avg, exp_avg_sq, lr, betas, eps, weight_decay)
         const F exp_avg_ = fma(one_minus_beta1_times_grad_scale, g, exp_avg.times(beta1));
-        // 36  p, exp_avg, exp_avg_sq = policies.adamw_step(p, g, t, exp_avg, exp_avg_sq, lr, betas, eps, weight_decay)
-        const F exp_avg_sq_ = fma(scalar_1 * g, g, exp_avg_sq.times(beta2));
+        const F exp_avg_sq_ = fma(scalar_1 * g, g, exp_avg_sq.times(beta2));  // 36
         exp_avg.set(exp_avg_);
         exp_avg_sq.set(exp_avg_sq_);
     }
     template <class S0, class S1>
     F weight(F p, F g, const S0 &exp_avg, const S1 &exp_avg_sq) const {
-        // 36  p, exp_avg, exp_avg_sq = policies.adamw_step(p, g, t, exp_avg, exp_avg_sq, lr, betas, eps, weight_decay)
+        // 36
         const F p_ = fma(
             -exp_avg.next(), 1.0f / fma(exp_avg_sq.root(), scalar_2, scalar_3), one_minus_lr_times_weight_decay * p
         );
@@ -98,13 +95,12 @@ OPTGEN_INLINE void soap_refresh_3(
     F one_minus_beta2_times_where_lt_one_t_one_zero, S0 &exp_avg, S1 &exp_avg_sq, S2 &turned_2, S3 &update_whole,
     S4 &exp_avg_whole, S5 &exp_avg_sq_whole
 ) {
-    // 42  exp_avg = beta1 * exp_avg + (1 - beta1) * moves * turned
-    const F exp_avg_ = fma(one_minus_beta1_times_where_lt_one_t_one_zero, turned_2.read(), exp_avg.times(beta1));
-    // 43  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * moves * turned * turned
+    const F exp_avg_ = fma(one_minus_beta1_times_where_lt_one_t_one_zero, turned_2.read(), exp_avg.times(beta1));  // 42
+    // 43
     const F exp_avg_sq_ = fma(
         one_minus_beta2_times_where_lt_one_t_one_zero * turned_2.read(), turned_2.read(), exp_avg_sq.times(beta2)
     );
-    const F update = exp_avg_ / (sqrt(exp_avg_sq_) + eps);  // 44  update = exp_avg / (sqrt(exp_avg_sq) + eps)
+    const F update = exp_avg_ / (sqrt(exp_avg_sq_) + eps);  // 44
     update_whole.set(update);
     exp_avg_whole.set(exp_avg_);
     exp_avg_sq_whole.set(exp_avg_sq_);
@@ -115,9 +111,8 @@ template <class S0, class S1, class S2, class S3, class S4>
 OPTGEN_INLINE F soap_refresh_5(
     F p, F scalar_0, F scalar_1, S0 &update_2, S1 &exp_avg_3, S2 &exp_avg_sq_3, S3 &exp_avg, S4 &exp_avg_sq
 ) {
-    // 47  p = p - moves * lr * sqrt(1 - beta2**k) / (1 - beta1**k) * update
-    const F p_ = fma(scalar_0, update_2.read(), p);
-    const F p_2 = scalar_1 * p_;                     // 48  p = policies.decoupled(p, moves * lr, weight_decay)
+    const F p_ = fma(scalar_0, update_2.read(), p);  // 47
+    const F p_2 = scalar_1 * p_;                     // 48
     exp_avg.set(exp_avg_3.read());
     exp_avg_sq.set(exp_avg_sq_3.read());
     return p_2;
@@ -130,13 +125,12 @@ OPTGEN_INLINE void soap_refresh_no_by_columns_3(
     F one_minus_beta2_times_where_lt_one_t_one_zero, S0 &exp_avg, S1 &exp_avg_sq, S2 &turned, S3 &update_whole,
     S4 &exp_avg_whole, S5 &exp_avg_sq_whole
 ) {
-    // 42  exp_avg = beta1 * exp_avg + (1 - beta1) * moves * turned
-    const F exp_avg_ = fma(one_minus_beta1_times_where_lt_one_t_one_zero, turned.read(), exp_avg.times(beta1));
-    // 43  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * moves * turned * turned
+    const F exp_avg_ = fma(one_minus_beta1_times_where_lt_one_t_one_zero, turned.read(), exp_avg.times(beta1));  // 42
+    // 43
     const F exp_avg_sq_ = fma(
         one_minus_beta2_times_where_lt_one_t_one_zero * turned.read(), turned.read(), exp_avg_sq.times(beta2)
     );
-    const F update = exp_avg_ / (sqrt(exp_avg_sq_) + eps);  // 44  update = exp_avg / (sqrt(exp_avg_sq) + eps)
+    const F update = exp_avg_ / (sqrt(exp_avg_sq_) + eps);  // 44
     update_whole.set(update);
     exp_avg_whole.set(exp_avg_);
     exp_avg_sq_whole.set(exp_avg_sq_);
@@ -147,9 +141,8 @@ template <class S0, class S1, class S2, class S3, class S4>
 OPTGEN_INLINE F soap_refresh_no_by_columns_5(
     F p, F scalar_0, F scalar_1, S0 &update, S1 &exp_avg_2, S2 &exp_avg_sq_2, S3 &exp_avg, S4 &exp_avg_sq
 ) {
-    // 47  p = p - moves * lr * sqrt(1 - beta2**k) / (1 - beta1**k) * update
-    const F p_ = fma(scalar_0, update.read(), p);
-    const F p_2 = scalar_1 * p_;                   // 48  p = policies.decoupled(p, moves * lr, weight_decay)
+    const F p_ = fma(scalar_0, update.read(), p);  // 47
+    const F p_2 = scalar_1 * p_;                   // 48
     exp_avg.set(exp_avg_2.read());
     exp_avg_sq.set(exp_avg_sq_2.read());
     return p_2;

@@ -2,7 +2,7 @@
 #     build stable_adamw
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp
+from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp, by_flags
 from optgen.runtime.records.scalars import divide
 from optgen.runtime.reference.eager import larger, sqrt
 
@@ -131,21 +131,25 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay):
     return (scalar_0, beta2_hat, eps_times_eps, lr, weight_decay, grad_scale_times_grad_scale, eps, beta1_hat, scalar_1)
 
 
+# What several of the records below have.
+TEMPS = (
+    Temp("tensor_sum_for_surprise", "tensor", reduction="tensor_sum", source="elem"),
+    Temp("one_minus_rate_times_weight_decay", "tensor"),
+    Temp("rate", "tensor"),
+)
+
 # The eager reference, in strict maths.
-RULES = (
+RULES = by_flags(
+    {},
     RuleRecord(
-        "stable_adamw",
-        "",
-        flags={},
-        step="stable_adamw",
+        "stable_adamw", "stable_adamw",
         scalars=(
             "grad_scale", "beta1_hat", "scalar_1", "beta2_hat", "scalar_3", "eps_times_eps", "lr", "weight_decay",
             "eps",
         ),
         host=host_scalars,
         states=(StateRecord("exp_avg", normalized_by="exp_avg_sq"), StateRecord("exp_avg_sq", nonneg=True)),
-        early=("exp_avg_sq", "exp_avg"),
-        spaces=("tensor",),
+        early=("exp_avg_sq", "exp_avg"), spaces=("tensor",),
     ),
 )
 
@@ -157,43 +161,23 @@ STEPS = (
             "beta1_hat", "scalar_1", "scalar_2", "beta2_hat", "eps_times_eps", "lr", "weight_decay",
             "grad_scale_times_grad_scale", "eps",
         ),
-        host=kernel_scalars,
-        temps=(
-            Temp("tensor_sum_for_surprise", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("one_minus_rate_times_weight_decay", "tensor"),
-            Temp("rate", "tensor"),
-        ),
+        host=kernel_scalars, temps=TEMPS,
         stages=(
             Stage(
-                "stable_adamw_1",
-                "elem",
-                level=0,
-                scalars=tuple(range(5)),
-                temps=("tensor_sum_for_surprise",),
-                reads=("g", "exp_avg", "exp_avg_sq"),
-                stores=("exp_avg", "exp_avg_sq"),
-                sums=(("product", ("tensor_sum_for_surprise",)),),
-                plus=("exp_avg_sq",),
+                "stable_adamw_1", "elem", level=0, scalars=tuple(range(5)), temps=("tensor_sum_for_surprise",),
+                reads=("g", "exp_avg", "exp_avg_sq"), stores=("exp_avg", "exp_avg_sq"),
+                sums=(("product", ("tensor_sum_for_surprise",)),), plus=("exp_avg_sq",),
                 needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
             ),
             Stage(
-                "stable_adamw_2",
-                "tensor",
-                level=1,
-                scalars=(5, 6, 7),
-                temps=("rate", "one_minus_rate_times_weight_decay"),
-                reads=("tensor_sum_for_surprise",),
-                stores=("rate", "one_minus_rate_times_weight_decay"),
-                extents=("elements",),
+                "stable_adamw_2", "tensor", level=1, scalars=(5, 6, 7),
+                temps=("rate", "one_minus_rate_times_weight_decay"), reads=("tensor_sum_for_surprise",),
+                stores=("rate", "one_minus_rate_times_weight_decay"), extents=("elements",),
                 plus=("one_minus_rate_times_weight_decay",),
             ),
             Stage(
-                "stable_adamw_3",
-                "elem",
-                level=2,
-                scalars=(8,),
-                reads=("p", "exp_avg", "exp_avg_sq", "one_minus_rate_times_weight_decay", "rate"),
-                stores=("p",),
+                "stable_adamw_3", "elem", level=2, scalars=(8,),
+                reads=("p", "exp_avg", "exp_avg_sq", "one_minus_rate_times_weight_decay", "rate"), stores=("p",),
             ),
         ),
         early=("exp_avg_sq", "exp_avg"),
@@ -204,41 +188,22 @@ STEPS = (
             "scalar_0", "beta2_hat", "eps_times_eps", "lr", "weight_decay", "grad_scale_times_grad_scale", "eps",
             "beta1_hat", "scalar_1",
         ),
-        host=kernel_scalars_2,
-        temps=(
-            Temp("tensor_sum_for_surprise", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("one_minus_rate_times_weight_decay", "tensor"),
-            Temp("rate", "tensor"),
-        ),
+        host=kernel_scalars_2, temps=TEMPS,
         stages=(
             Stage(
-                "stable_adamw_late_1",
-                "elem",
-                level=0,
-                scalars=(0, 1, 2),
-                temps=("tensor_sum_for_surprise",),
-                reads=("g", "exp_avg_sq"),
-                sums=(("product", ("tensor_sum_for_surprise",)),),
+                "stable_adamw_late_1", "elem", level=0, scalars=(0, 1, 2), temps=("tensor_sum_for_surprise",),
+                reads=("g", "exp_avg_sq"), sums=(("product", ("tensor_sum_for_surprise",)),),
             ),
             Stage(
-                "stable_adamw_2",
-                "tensor",
-                level=1,
-                scalars=(3, 4, 5),
-                temps=("rate", "one_minus_rate_times_weight_decay"),
-                reads=("tensor_sum_for_surprise",),
-                stores=("rate", "one_minus_rate_times_weight_decay"),
-                extents=("elements",),
+                "stable_adamw_2", "tensor", level=1, scalars=(3, 4, 5),
+                temps=("rate", "one_minus_rate_times_weight_decay"), reads=("tensor_sum_for_surprise",),
+                stores=("rate", "one_minus_rate_times_weight_decay"), extents=("elements",),
                 plus=("one_minus_rate_times_weight_decay",),
             ),
             Stage(
-                "stable_adamw_late_3",
-                "elem",
-                level=2,
-                scalars=(6, 7, 8, 0, 1),
+                "stable_adamw_late_3", "elem", level=2, scalars=(6, 7, 8, 0, 1),
                 reads=("p", "g", "exp_avg", "exp_avg_sq", "one_minus_rate_times_weight_decay", "rate"),
-                stores=("p", "exp_avg", "exp_avg_sq"),
-                plus=("exp_avg_sq",),
+                stores=("p", "exp_avg", "exp_avg_sq"), plus=("exp_avg_sq",),
                 needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
             ),
         ),

@@ -49,8 +49,7 @@ OPTGEN_INLINE void stable_adamw_late_1(
     F g, F scalar_0, F beta2_hat, F eps_times_eps, S0 &exp_avg_sq, S1 &tensor_sum_for_surprise
 ) {
     const F exp_avg_sq_ = exp_avg_sq.read();
-    // 23  exp_avg_sq = beta2_hat * exp_avg_sq + (1 - beta2_hat) * g * g
-    const F exp_avg_sq_2 = fma(scalar_0 * g, g, beta2_hat * exp_avg_sq_);
+    const F exp_avg_sq_2 = fma(scalar_0 * g, g, beta2_hat * exp_avg_sq_);  // 23
     tensor_sum_for_surprise.set(g * g / max(exp_avg_sq_2, eps_times_eps));
 }
 
@@ -61,13 +60,10 @@ OPTGEN_INLINE F stable_adamw_late_3(
     S2 &one_minus_rate_times_weight_decay, S3 &rate
 ) {
     const F exp_avg_sq_ = exp_avg_sq.read();
-    // 22  exp_avg = beta1_hat * exp_avg + (1 - beta1_hat) * g
-    const F exp_avg_ = fma(scalar_1, g, exp_avg.times(beta1_hat));
-    // 23  exp_avg_sq = beta2_hat * exp_avg_sq + (1 - beta2_hat) * g * g
-    const F exp_avg_sq_2 = fma(scalar_0 * g, g, beta2_hat * exp_avg_sq_);
-    const F p_ = p * one_minus_rate_times_weight_decay.read();             // 26  p = decoupled(p, rate, weight_decay)
-    // 27  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + eps)
-    const F p_2 = fma(-(rate.read() * exp_avg_), 1.0f / (sqrt(exp_avg_sq_2) + eps), p_);
+    const F exp_avg_ = fma(scalar_1, g, exp_avg.times(beta1_hat));  // 22
+    const F exp_avg_sq_2 = fma(scalar_0 * g, g, beta2_hat * exp_avg_sq_);  // 23
+    const F p_ = p * one_minus_rate_times_weight_decay.read();             // 26
+    const F p_2 = fma(-(rate.read() * exp_avg_), 1.0f / (sqrt(exp_avg_sq_2) + eps), p_);  // 27
     exp_avg.set(exp_avg_);
     exp_avg_sq.set(exp_avg_sq_2);
     return p_2;

@@ -77,8 +77,7 @@ def stable_adamw_late_1_tile(
 ):
     """The terms of tensor_sum_for_surprise."""
     exp_avg_sq = read(exp_avg_sq, PLAN.exp_avg_sq)
-    # 23  exp_avg_sq = beta2_hat * exp_avg_sq + (1 - beta2_hat) * g * g
-    exp_avg_sq = tl.fma(scalar_0 * g, g, beta2_hat * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_0 * g, g, beta2_hat * exp_avg_sq)  # 23
     return g * g, reciprocal(tl.maximum(exp_avg_sq, eps_times_eps, propagate_nan=tl.PropagateNan.ALL))
 
 
@@ -97,13 +96,10 @@ def stable_adamw_late_3_tile(
 ):
     """The new p, exp_avg, exp_avg_sq."""
     exp_avg_sq = read(exp_avg_sq, PLAN.exp_avg_sq)
-    # 22  exp_avg = beta1_hat * exp_avg + (1 - beta1_hat) * g
-    exp_avg = tl.fma(scalar_1, g, times(beta1_hat, exp_avg, PLAN.exp_avg))
-    # 23  exp_avg_sq = beta2_hat * exp_avg_sq + (1 - beta2_hat) * g * g
-    exp_avg_sq = tl.fma(scalar_0 * g, g, beta2_hat * exp_avg_sq)
-    p = p * one_minus_rate_times_weight_decay                               # 26  p = decoupled(p, rate, weight_decay)
-    # 27  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + eps)
-    p = tl.fma(minus(rate * exp_avg), reciprocal(tl.sqrt(exp_avg_sq) + eps), p)
+    exp_avg = tl.fma(scalar_1, g, times(beta1_hat, exp_avg, PLAN.exp_avg))  # 22
+    exp_avg_sq = tl.fma(scalar_0 * g, g, beta2_hat * exp_avg_sq)  # 23
+    p = p * one_minus_rate_times_weight_decay                               # 26
+    p = tl.fma(minus(rate * exp_avg), reciprocal(tl.sqrt(exp_avg_sq) + eps), p)  # 27
     return p, exp_avg, exp_avg_sq
 
 

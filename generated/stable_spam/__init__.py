@@ -4,7 +4,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp
+from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp, by_flags
 from optgen.runtime.records.scalars import divide, floor, power, root, where
 from optgen.runtime.reference.eager import put, sqrt
 
@@ -146,8 +146,7 @@ def stable_spam(
     # -- update  (specs/stable_spam.py)
     # 47  p = policies.decoupled(p, lr, weight_decay)
     p = p * one_minus_lr_times_weight_decay
-    # 36  clipped = where(abs(g) > limit, g * (limit / maximum(top, 1e-30)), g)
-    clipped = torch.where(limit < g.abs(), g * limit_over_top_max_1em30, g)
+    clipped = torch.where(limit < g.abs(), g * limit_over_top_max_1em30, g)  # 36
     # 41  scaled = clipped * (even / maximum(length, 1e-30))
     scaled = clipped * even_over_length_max_1em30
     # 44  exp_avg = kept * beta1 * exp_avg + (1 - beta1) * scaled
@@ -216,12 +215,10 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, gamma1, ga
 
 
 # The eager reference, in strict maths.
-RULES = (
+RULES = by_flags(
+    {},
     RuleRecord(
-        "stable_spam",
-        "",
-        flags={},
-        step="stable_spam",
+        "stable_spam", "stable_spam",
         scalars=(
             "grad_scale", "gamma3", "one_minus_gamma3", "one_minus_gamma3_pow_t", "eps", "gamma1", "gamma2",
             "one_minus_gamma1", "one_minus_gamma2", "one_minus_gamma1_pow_t", "one_minus_gamma2_pow_t", "scalar_0",
@@ -259,54 +256,29 @@ STEPS = (
         ),
         stages=(
             Stage(
-                "stable_spam_1",
-                "elem",
-                level=0,
-                scalars=(0,),
-                temps=("top",),
-                reads=("g",),
-                sums=(("max", ("top",)),),
+                "stable_spam_1", "elem", level=0, scalars=(0,), temps=("top",), reads=("g",), sums=(("max", ("top",)),),
             ),
             Stage(
-                "stable_spam_2",
-                "tensor",
-                level=1,
-                scalars=(1, 2, 3),
-                temps=("limit", "limit_over_top_max_1em30"),
-                reads=("max_avg", "top"),
-                stores=("max_avg", "limit", "limit_over_top_max_1em30"),
+                "stable_spam_2", "tensor", level=1, scalars=(1, 2, 3), temps=("limit", "limit_over_top_max_1em30"),
+                reads=("max_avg", "top"), stores=("max_avg", "limit", "limit_over_top_max_1em30"),
                 plus=("max_avg", "limit"),
             ),
             Stage(
-                "stable_spam_3",
-                "elem",
-                level=2,
-                scalars=(0,),
-                temps=("tensor_sum_for_length",),
-                reads=("g", "limit", "limit_over_top_max_1em30"),
-                sums=(("square", ("tensor_sum_for_length",)),),
+                "stable_spam_3", "elem", level=2, scalars=(0,), temps=("tensor_sum_for_length",),
+                reads=("g", "limit", "limit_over_top_max_1em30"), sums=(("square", ("tensor_sum_for_length",)),),
             ),
             Stage(
-                "stable_spam_4",
-                "tensor",
-                level=3,
-                scalars=(4, 5, 6, 7, 8, 9, 10),
-                temps=("even_over_length_max_1em30",),
-                reads=("norm_avg", "norm_sq_avg", "tensor_sum_for_length"),
-                stores=("norm_avg", "norm_sq_avg", "even_over_length_max_1em30"),
-                plus=("norm_avg", "norm_sq_avg"),
+                "stable_spam_4", "tensor", level=3, scalars=(4, 5, 6, 7, 8, 9, 10),
+                temps=("even_over_length_max_1em30",), reads=("norm_avg", "norm_sq_avg", "tensor_sum_for_length"),
+                stores=("norm_avg", "norm_sq_avg", "even_over_length_max_1em30"), plus=("norm_avg", "norm_sq_avg"),
             ),
             Stage(
-                "stable_spam_5",
-                "elem",
-                level=4,
-                scalars=(4, 0, 11, 12, 13, 14, 15, 16, 17),
+                "stable_spam_5", "elem", level=4, scalars=(4, 0, 11, 12, 13, 14, 15, 16, 17),
                 reads=(
                     "p", "g", "exp_avg", "exp_avg_sq", "limit", "limit_over_top_max_1em30",
                     "even_over_length_max_1em30",
                 ),
-                stores=("p", "exp_avg", "exp_avg_sq"),
-                plus=("exp_avg_sq",),
+                stores=("p", "exp_avg", "exp_avg_sq"), plus=("exp_avg_sq",),
                 needs=(
                     (
                         "exp_avg_sq",

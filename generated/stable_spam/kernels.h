@@ -59,8 +59,7 @@ OPTGEN_INLINE F stable_spam_5(
     S4 &even_over_length_max_1em30
 ) {
     const F g_2 = grad_scale * g;
-    // 36  clipped = where(abs(g) > limit, g * (limit / maximum(top, 1e-30)), g)
-    const F clipped = where(limit.read() < abs(g_2), grad_scale * limit_over_top_max_1em30.read() * g, g_2);
+    const F clipped = where(limit.read() < abs(g_2), grad_scale * limit_over_top_max_1em30.read() * g, g_2);  // 36
     // 44  exp_avg = kept * beta1 * exp_avg + (1 - beta1) * scaled
     const F exp_avg_ = fma(one_minus_beta1 * even_over_length_max_1em30.read(), clipped, exp_avg.times(scalar_1));
     // 45  exp_avg_sq = kept * beta2 * exp_avg_sq + (1 - beta2) * scaled * scaled

@@ -90,8 +90,7 @@ def stable_spam_5_tile(
 ):
     """The new p, exp_avg, exp_avg_sq."""
     g_2 = grad_scale * g
-    # 36  clipped = where(abs(g) > limit, g * (limit / maximum(top, 1e-30)), g)
-    clipped = tl.where(limit < tl.abs(g_2), grad_scale * limit_over_top_max_1em30 * g, g_2)
+    clipped = tl.where(limit < tl.abs(g_2), grad_scale * limit_over_top_max_1em30 * g, g_2)  # 36
     # 44  exp_avg = kept * beta1 * exp_avg + (1 - beta1) * scaled
     exp_avg = tl.fma(one_minus_beta1 * even_over_length_max_1em30, clipped, times(scalar_1, exp_avg, PLAN.exp_avg))
     # 45  exp_avg_sq = kept * beta2 * exp_avg_sq + (1 - beta2) * scaled * scaled

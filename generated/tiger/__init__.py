@@ -3,7 +3,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord
+from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, by_flags
 
 
 class Tiger(Optimizer):
@@ -66,32 +66,22 @@ def kernel_scalars(step, grad_scale, *, lr, beta, weight_decay):
 
 
 # The eager reference, in strict maths.
-RULES = (
+RULES = by_flags(
+    {},
     RuleRecord(
-        "tiger",
-        "",
-        flags={},
-        step="tiger",
-        scalars=("lr", "beta", "grad_scale", "one_minus_lr_times_weight_decay", "one_minus_beta"),
-        host=host_scalars,
-        states=(StateRecord("exp_avg"),),
+        "tiger", "tiger", scalars=("lr", "beta", "grad_scale", "one_minus_lr_times_weight_decay", "one_minus_beta"),
+        host=host_scalars, states=(StateRecord("exp_avg"),),
     ),
 )
 
 # The kernels, in fast maths; rounding changed by: fma, group.
 STEPS = (
     Rule(
-        ({},),
-        ("beta", "one_minus_lr_times_weight_decay", "one_minus_beta_times_grad_scale", "minus_lr"),
+        ({},), ("beta", "one_minus_lr_times_weight_decay", "one_minus_beta_times_grad_scale", "minus_lr"),
         host=kernel_scalars,
         stages=(
             Stage(
-                "tiger",
-                "elem",
-                level=0,
-                scalars=tuple(range(4)),
-                reads=("p", "g", "exp_avg"),
-                stores=("p", "exp_avg"),
+                "tiger", "elem", level=0, scalars=tuple(range(4)), reads=("p", "g", "exp_avg"), stores=("p", "exp_avg"),
             ),
         ),
     ),

@@ -3,7 +3,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord
+from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, by_flags
 from optgen.runtime.records.scalars import divide, maximum, root, where
 from optgen.runtime.reference.eager import sqrt
 
@@ -120,19 +120,16 @@ def kernel_scalars(step, grad_scale, *, lr, betas, initial_accumulator, eps, wei
 
 
 # The eager reference, in strict maths.
-RULES = (
+RULES = by_flags(
+    {},
     RuleRecord(
-        "yogi",
-        "",
-        flags={},
-        step="yogi",
+        "yogi", "yogi",
         scalars=(
             "beta1", "eps", "grad_scale", "one_minus_lr_times_weight_decay", "one_minus_beta1",
             "where_lt_one_t_zero_initial_accumulator", "one_minus_beta2", "sqrt_one_minus_beta2_pow_t",
             "lr_over_one_minus_beta1_pow_t",
         ),
-        host=host_scalars,
-        states=(StateRecord("exp_avg"), StateRecord("exp_avg_sq", nonneg=True)),
+        host=host_scalars, states=(StateRecord("exp_avg"), StateRecord("exp_avg_sq", nonneg=True)),
     ),
 )
 
@@ -148,13 +145,8 @@ STEPS = (
         host=kernel_scalars,
         stages=(
             Stage(
-                "yogi",
-                "elem",
-                level=0,
-                scalars=tuple(range(8)),
-                reads=("p", "g", "exp_avg", "exp_avg_sq"),
-                stores=("p", "exp_avg", "exp_avg_sq"),
-                plus=("exp_avg_sq",),
+                "yogi", "elem", level=0, scalars=tuple(range(8)), reads=("p", "g", "exp_avg", "exp_avg_sq"),
+                stores=("p", "exp_avg", "exp_avg_sq"), plus=("exp_avg_sq",),
                 needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
             ),
         ),

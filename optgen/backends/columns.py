@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
+from collections.abc import Iterator
 
 LIMIT = 120
 _OPERATORS = re.compile(r" (?=(?:[-+*/|&^]|<<|>>|//|\*\*|<=?|>=?|==|!=|and|or|if|else|in|not in|\?|:) )")
@@ -13,7 +14,7 @@ def python(text: str) -> str:
     """Return Python text with its long lines broken; those of docstrings stay."""
     out: list[str] = []
     inside = False
-    for line in text.split("\n"):
+    for line in _numbered(text, "#"):
         quotes = line.count('"""')
         out += [line] if inside or quotes else _broken(line, "#")
         inside ^= quotes % 2 == 1
@@ -23,12 +24,33 @@ def python(text: str) -> str:
 def cpp(text: str) -> str:
     """Return C++ text with its long lines broken, lines of the preprocessor left alone."""
     out: list[str] = []
-    for line in text.split("\n"):
+    for line in _numbered(text, "//"):
         if line.lstrip().startswith("#") or line.endswith("\\"):
             out.append(line)
         else:
             out += _broken(line, "//")
     return "\n".join(out)
+
+
+def _numbered(text: str, mark: str) -> Iterator[str]:
+    """Yield lines of text in which the author's lines stand once, and their numbers at every further place."""
+    seen: set[str] = set()
+    number = ""
+    for line in text.split("\n"):
+        code, found, comment = line.rpartition(f"{mark} ")
+        if found and re.match(r"\d+  ", comment) and comment in seen:
+            line = f"{code}{mark} {comment.split()[0]}"
+            if not code.strip():
+                number = line
+                continue
+        elif found:
+            seen.add(comment)
+        if number and len(line) + len(number.strip()) + 2 <= LIMIT and not line.endswith("\\"):
+            line = f"{line}  {number.strip()}"
+        elif number:
+            yield number
+        number = ""
+        yield line
 
 
 def _broken(line: str, mark: str) -> list[str]:

@@ -257,32 +257,75 @@ def _whole_lines(stage: Stage, function: str, stored: Collection[str]) -> list[s
 
 
 def rule_function(
-    step: Step, function: str, source: str = "", called: Callable[[Stage], str] = lambda stage: stage.call
+    step: Step,
+    function: str,
+    source: str = "",
+    called: Callable[[Stage], str] = lambda stage: stage.call,
+    own: Callable[[Stage], str] = lambda stage: "",
 ) -> list[str]:
     """`def function(stored, scalars...)`: one step of a rule alone; `stored` a runtime.stored.Stored.
 
     called  the name of the function that a stage of whole matrices is
+    own     the name of the function that a stage is (`stage_function`); "" if it stands here
     """
     out = wrapped(f"def {function}(", ["stored", *(let.name for let in step.host)], "):")
     stored = frozenset(b.name for b in step.program.buffers)
-    bases = {base for _, base in step.program.together}
-    order = ["p", *sorted((b.owner for b in step.program.buffers), key=lambda owner: owner not in bases)]
     begun = False
     for stage in step.stages:
-        program = stage.schedule.program
         if len(step.stages) > 1:
             what = f"sweep {step.sweeps.index(stage) + 1}" if stage.is_sweep else stage.call or stage.space.name
             out += ["", f"    # == {what}: {stage.why}"]
-        touched = [f'"{b.name}"' for b in program.touched if b.name in stored and b.space == spaces.elem]
-        if stage.space == spaces.elem or (not begun and _needs_blocks(program)):
-            out += [f"    {line}" for line in wrapped("b = stored.over(", touched, ")")]
-            begun = True
-        if stage.call == "whole":
-            out += [f"    {line}" for line in _whole_lines(stage, called(stage), stored)]
+        if name := own(stage):
+            made = ", ".join(_left(step, stage))
+            call = wrapped(f"{made} = {name}(" if made else f"{name}(", _given(step, stage), ")")
+            out += [f"    {line}" for line in call]
             continue
-        lines = _stage_lines(stage, ReferencePrinter(SPELL, {}, stage.space, stored), order)
-        out += [f"    {line}" for line in assemble(lines, source)]
+        lines = _begun(stage, stored) if stage.space == spaces.elem or not begun else []
+        begun |= bool(lines)
+        lines += _whole_lines(stage, called(stage), stored) if stage.call == "whole" else _body(step, stage, source)
+        out += [f"    {line}" for line in lines]
     return out
+
+
+def stage_function(step: Step, stage: Stage, name: str, source: str = "") -> list[str]:
+    """`def name(stored, scalars..., temps...)`: one stage of a step, which returns what it leaves for later ones.
+
+    No lines for one that yields sums over the model, or calls a function of whole matrices.
+    """
+    if stage.call == "whole" or any(b.reduction == "model_sum" for b in stage.schedule.program.buffers):
+        return []
+    lines = _begun(stage, frozenset(b.name for b in step.program.buffers)) + _body(step, stage, source)
+    made = _left(step, stage)
+    ends = [f"return {', '.join(made)}"] if made else []
+    return [*wrapped(f"def {name}(", _given(step, stage), "):"), *(f"    {line}" for line in (*lines, *ends))]
+
+
+def _given(step: Step, stage: Stage) -> list[str]:
+    """The arguments of the function of a stage."""
+    program, stored = stage.schedule.program, {b.name for b in step.program.buffers}
+    temps = [f"{x}_tensor" for x in stage.schedule.sweep.reads if x not in stored]
+    return ["stored", *(let.name for let in program.host), *temps]
+
+
+def _left(step: Step, stage: Stage) -> list[str]:
+    """The values that a stage leaves for later ones."""
+    stored = {b.name for b in step.program.buffers}
+    return [f"{s.buffer}_tensor" for s in stage.schedule.sweep.stores if s.buffer not in stored]
+
+
+def _begun(stage: Stage, stored: Collection[str]) -> list[str]:
+    """The line that begins a sweep, or makes the sizes known that other stages compute with."""
+    program = stage.schedule.program
+    touched = [f'"{b.name}"' for b in program.touched if b.name in stored and b.space == spaces.elem]
+    return wrapped("b = stored.over(", touched, ")") if stage.space == spaces.elem or _needs_blocks(program) else []
+
+
+def _body(step: Step, stage: Stage, source: str) -> list[str]:
+    """The lines of a stage behind its beginning."""
+    stored = frozenset(b.name for b in step.program.buffers)
+    bases = {base for _, base in step.program.together}
+    order = ["p", *sorted((b.owner for b in step.program.buffers), key=lambda owner: owner not in bases)]
+    return assemble(_stage_lines(stage, ReferencePrinter(SPELL, {}, stage.space, stored), order), source)
 
 
 def _needs_blocks(program: Program) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from optgen.driver.steps import matrix_function, matrix_functions, rule_step
 from optgen.formats import floats
 from optgen.formats.format import Format
 from optgen.formats.plan import Plan
-from optgen.ir.program import Program, Step
+from optgen.ir.program import Program, Stage, Step
 from optgen.lang.spec import Spec
 from optgen.lower import CodecPrograms, lower_codec, lower_weight
 from optgen.ops import dtypes
@@ -34,17 +35,50 @@ PLANS = "plans"
 def _functions(spec: Spec) -> tuple[Pool, Mapping[tuple[tuple[str, bool], ...], str]]:
     pool, names = Pool(), {}
     source = targets.source_name(spec.loc.file)
+    shared = _shared_stages(spec, source)
     for flags in spec.settings():
         step = rule_step(spec, flags)
-        make = partial(_function, spec, step, source)
+        make = partial(_function, spec, step, source, pool, shared)
         names[tuple(sorted(flags.items()))] = pool.add(
             targets.function_name(spec, flags), make, [let.name for let in step.host]
         )
     return pool, names
 
 
-def _function(spec: Spec, step: Step, source: str, name: str) -> list[str]:
-    return reference.rule_function(step, name, source, partial(matrix_function, spec))
+CHARACTERS = 300
+"""Characters from which on a stage that several functions have is a function of its own."""
+
+
+def _shared_stages(spec: Spec, source: str) -> tuple[Pool, Collection[str]]:
+    """Return names of stages as functions, and those of them that several functions of the rule have."""
+    functions, stages, counts = Pool(), Pool(), Counter[str]()
+    for flags in spec.settings():
+        step, wanted = rule_step(spec, flags), targets.function_name(spec, flags)
+        text = reference.rule_function(step, "@", source, partial(matrix_function, spec))
+        if not functions.name(wanted, text, [let.name for let in step.host])[1]:
+            continue
+        for k, stage in enumerate(step.stages, 1):
+            lines = reference.stage_function(step, stage, "@", source) if len(step.stages) > 1 else []
+            if sum(map(len, lines)) >= CHARACTERS:
+                counts[stages.name(f"{wanted}_{k}", lines, _scalars(stage))[0]] += 1
+    return stages, {name for name, count in counts.items() if count > 1}
+
+
+def _function(
+    spec: Spec, step: Step, source: str, pool: Pool, shared: tuple[Pool, Collection[str]], name: str
+) -> list[str]:
+    def own(stage: Stage) -> str:
+        def make(name: str) -> list[str]:
+            return reference.stage_function(step, stage, name, source)
+
+        found = shared[0].name("", make("@"), _scalars(stage))[0]
+        return pool.add(found, make, _scalars(stage)) if found in shared[1] else ""
+
+    return reference.rule_function(step, name, source, partial(matrix_function, spec), own)
+
+
+def _scalars(stage: Stage) -> list[str]:
+    return [let.name for let in stage.schedule.program.host]
 
 
 def function_of(spec: Spec, flags: Mapping[str, bool]) -> str:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import textwrap
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, TypeVar
 
 from optgen import passes
 from optgen.backends import host, matrices, triton, triton_text, wrapper
@@ -28,7 +28,7 @@ from optgen.ops.prims import MATRIX_OPS
 from optgen.passes.convert import ARITHMETIC
 from optgen.runtime import records
 from optgen.runtime.records import Field, Rule, Temp, Whole
-from optgen.runtime.records.join import FP32, FormatRecord, PlanRecord, RuleRecord, StateRecord
+from optgen.runtime.records.join import FP32, FormatRecord, PlanRecord, RuleRecord, StateRecord, by_flags
 
 PLAN = "__init__.py"
 WIDTH = 120
@@ -39,6 +39,14 @@ WIDTH = 120
 
 class Name(str):
     """A name as it stands in the text."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A call of a function with these arguments."""
+
+    function: str
+    arguments: tuple[Any, ...]
 
 
 def _leaf(value: object) -> str:
@@ -57,6 +65,8 @@ def _parts(value: Any) -> tuple[str, list[tuple[str, Any]], str] | None:
         return "(", [("", x) for x in value], ")"
     if isinstance(value, Mapping):
         return "{", [(f"{_leaf(key)}: ", x) for key, x in value.items()], "}"
+    if isinstance(value, Call):
+        return f"{value.function}(", [("", x) for x in value.arguments], ")"
     if not dataclasses.is_dataclass(value):
         return None
     fields = dataclasses.fields(value)
@@ -85,24 +95,80 @@ def written(lead: str, value: Any, tail: str = "", indent: str = "") -> Iterator
         yield one
         return
     yield f"{indent}{lead}{parts[0]}"
-    if isinstance(value, tuple) and not any(map(_parts, value)):
-        more = indent + "    "
-        filled = textwrap.wrap(", ".join(map(_leaf, value)) + ",", WIDTH, initial_indent=more, subsequent_indent=more)
-        yield from filled
-    else:
-        for inner, x in parts[1]:
-            yield from written(inner, x, ",", indent + "    ")
+    records = isinstance(value, (tuple, Call)) and any(dataclasses.is_dataclass(x) for _, x in parts[1])
+    yield from _filled(parts[1], indent + "    ", records)
     yield f"{indent}{parts[2]}{tail}"
+
+
+def _filled(parts: Sequence[tuple[str, Any]], indent: str, apart: bool) -> Iterator[str]:
+    """Yield the parts of a container in lines as full as they get, or each in lines of its own."""
+    filled = ""
+    for lead, x in parts:
+        text = f"{lead}{line(x)},"
+        if filled and not apart and len(f"{indent}{filled} {text}") <= WIDTH:
+            filled += f" {text}"
+            continue
+        if filled:
+            yield indent + filled
+        fits = len(indent + text) <= WIDTH
+        filled = text if fits else ""
+        if not fits:
+            yield from written(lead, x, ",", indent)
+    if filled:
+        yield indent + filled
 
 
 # -- rules
 
 
+def rules(spec: Spec) -> tuple[RuleRecord, ...]:
+    """Return the records of a rule, one for every setting of its flags."""
+    return by_flags(_usual(spec), *_rules(spec)[1])
+
+
+def _usual(spec: Spec) -> Mapping[str, bool]:
+    return {f.name: f.default for f in spec.flags}
+
+
 @lru_cache(maxsize=64)
-def rules(spec: Spec) -> tuple[Pool, tuple[RuleRecord, ...]]:
-    """Return the host functions of a rule in strict maths, and its records under every setting of its flags."""
+def _rules(spec: Spec) -> tuple[Pool, tuple[RuleRecord, ...]]:
+    """Return the host functions of a rule in strict maths, and its records."""
     pool = Pool()
-    return pool, tuple(_rule(spec, flags, pool) for flags in spec.settings())
+    return pool, tuple(_merged(_rule(spec, flags, pool) for flags in spec.settings()))
+
+
+R = TypeVar("R", Rule, RuleRecord)
+
+
+def _merged(found: Iterable[R]) -> Iterator[R]:
+    """Yield records of one setting each, those that differ in nothing else as one."""
+    settings: dict[R, list[Mapping[str, bool]]] = {}
+    for record in found:
+        settings.setdefault(dataclasses.replace(record, settings=()), []).extend(record.settings)
+    for record, each in settings.items():
+        yield dataclasses.replace(record, settings=_shortened(each))
+
+
+def _shortened(settings: Sequence[Mapping[str, bool]]) -> tuple[Mapping[str, bool], ...]:
+    """Return partial settings that together allow these and no others: what is the same both ways is left out."""
+    names, whole = list(settings[0]), [frozenset(s.items()) for s in settings]
+    found, level = [], set(whole)
+    while level:
+        wider = {s: {s - {x} for x in s if s ^ {x, (x[0], not x[1])} in level} for s in level}
+        found += [s for s, several in wider.items() if not several]
+        level = set().union(*wider.values())
+    found.sort(key=lambda s: (len(s), [names.index(name) * 2 + (not on) for name, on in sorted(s, key=_place(names))]))
+    kept: list[Mapping[str, bool]] = []
+    left = set(whole)
+    while left:
+        best = max(found, key=lambda s: sum(s <= x for x in left))
+        left = {x for x in left if not best <= x}
+        kept.append(dict(sorted(best, key=_place(names))))
+    return tuple(kept)
+
+
+def _place(names: Sequence[str]) -> Callable[[tuple[str, bool]], int]:
+    return lambda pair: names.index(pair[0])
 
 
 def _rule(spec: Spec, flags: Mapping[str, bool], pool: Pool) -> RuleRecord:
@@ -119,8 +185,6 @@ def _rule(spec: Spec, flags: Mapping[str, bool], pool: Pool) -> RuleRecord:
     function: Any = Name(pool.add("host_scalars", make))
     return RuleRecord(
         name=spec.name,
-        suffix=targets.function_name(spec, flags).removeprefix(spec.name),
-        flags=flags,
         step=eager_text.function_of(spec, flags),
         scalars=tuple(let.name for let in step.host),
         host=function,
@@ -132,6 +196,7 @@ def _rule(spec: Spec, flags: Mapping[str, bool], pool: Pool) -> RuleRecord:
         spaces=tuple(sorted(_spaces(program))),
         by_rows=needs_matrix(spec, flags),
         matrix=spec.matrix,
+        settings=(flags,),
     )
 
 
@@ -146,12 +211,12 @@ def _spaces(program: Program) -> Iterator[str]:
 def steps(spec: Spec, maths: Maths, pool: Pool) -> tuple[Rule, ...]:
     """Return the steps of a rule's kernels, one for settings whose steps are equal; host functions go to `pool`."""
     nonneg = {s.name for s in spec.states if s.nonneg}
-    found: dict[Rule, list[Mapping[str, bool]]] = {}
+    found: list[Rule] = []
     for s in kernel_text.rule_kernels(spec, maths).settings:
         make = partial(host.scalars_function, kernel_text.host_program(s.step), kernel_text.unpack_of(spec))
         function: Any = Name(pool.add("kernel_scalars", make))
         step = Rule(
-            settings=(),
+            settings=(s.flags,),
             scalars=tuple(let.name for let in s.step.host),
             host=function,
             temps=tuple(_temp(s.step, b) for b in s.step.temps),
@@ -159,8 +224,43 @@ def steps(spec: Spec, maths: Maths, pool: Pool) -> tuple[Rule, ...]:
             early=s.step.early,
             strict=maths == "strict",
         )
-        found.setdefault(step, []).append(s.flags)
-    return tuple(dataclasses.replace(step, settings=tuple(flags)) for step, flags in found.items())
+        found.append(step)
+    return tuple(_merged(found))
+
+
+def _shared(found: Sequence[Rule | RuleRecord]) -> tuple[list[str], list[Any]]:
+    """Return constants for what several records have alike, as lines of text, and the records with their names."""
+    every = [(k, x) for record in found for k, x in _shareable(record)]
+    counts = Counter(line(x) for _, x in every)
+    names: dict[str, str] = {"": "RULES", " ": "STEPS"}
+    lines: list[str] = []
+    for wanted, x in every:
+        text = line(x)
+        if counts[text] > 1 and len(text) > 40 and text not in names:
+            numbered = (f"{wanted}_{k}" for k in itertools.count(2))
+            names[text] = next(name for name in itertools.chain([wanted], numbered) if name not in names.values())
+            lines += written(f"{names[text]} = ", x)
+
+    def name(x: Any) -> Any:
+        return Name(names[line(x)]) if line(x) in names else x
+
+    short = []
+    for record in found:
+        changes = {k: name(getattr(record, k)) for k in _SHARED if hasattr(record, k)}
+        if isinstance(record, Rule):
+            changes["stages"] = tuple(map(name, record.stages))
+        short.append(dataclasses.replace(record, **changes))
+    return lines, short
+
+
+_SHARED = "scalars", "states", "temps"
+
+
+def _shareable(record: Rule | RuleRecord) -> Iterator[tuple[str, Any]]:
+    """Yield the parts of a record that others may have too, each with a name for it."""
+    yield from ((k.upper(), getattr(record, k)) for k in _SHARED if hasattr(record, k))
+    if isinstance(record, Rule):
+        yield from ((stage.kernel.upper(), stage) for stage in record.stages)
 
 
 def _temp(step: Step, b: Buffer) -> Temp:
@@ -218,16 +318,21 @@ def rule_text(spec: Spec, maths: Maths) -> str:
 
 def rule_lines(spec: Spec, maths: Maths) -> tuple[list[str], list[str], list[str]]:
     """Return the names that a rule's records import from optgen.runtime, their other imports, and their text."""
-    strict, found = rules(spec)
+    strict, found = _rules(spec)
     pool = Pool(dict(strict.names), list(strict.functions))
     made = steps(spec, maths, pool)
     names = ["Rule", "RuleRecord", "Stage", "StateRecord", *(["Temp"] if any(step.temps for step in made) else [])]
+    names += ["by_flags"]
     called = host.needs(pool.functions)
     imports = [wrapper.imported(called, "optgen.runtime.records.scalars")] if called else []
     body = ["", "", "# Scalars at a step, in fp64, with the new host states behind them."]
     body += [line for function in pool.functions for line in ("", "", *function)][2:]
-    body += ["", "", "# The eager reference, in strict maths.", *written("RULES = ", found)]
-    body += ["", f"# The kernels, in {maths} maths{_rounding(spec, maths)}.", *written("STEPS = ", made)]
+    constants, short = _shared([*found, *made])
+    body += ["", "", *(["# What several of the records below have.", *constants, ""] if constants else [])]
+    body += ["# The eager reference, in strict maths."]
+    body += written("RULES = ", Call("by_flags", (_usual(spec), *short[: len(found)])))
+    body += ["", f"# The kernels, in {maths} maths{_rounding(spec, maths)}."]
+    body += written("STEPS = ", tuple(short[len(found) :]))
     return names, imports, body
 
 

@@ -18,21 +18,16 @@ DISCOURAGED = {
         'the average freezes, and the step sizes made of it with it: a step under decay 0.999984 changes it by '
         '1.6e-05 of itself at most, and rounding to nearest undoes that in cells of up to 0.0078 (kept / true in '
         '[0.00404, inf] (geometric sum of relative errors)); round it stochastically, or keep it in fp32': {
-            "variance": ("adafactor",),
-            "exp_avg_sq": ("adafactor_paper",),
+            "variance": ("adafactor",), "exp_avg_sq": ("adafactor_paper",),
         },
         'it only grows, by ever smaller parts of itself, and nearest rounding drops whatever is below half a cell': {
-            "sum": ("adagrad",),
-            "grad_sum_sq": ("madgrad",),
-            "s": ("madgrad",),
-            "accumulator": ("sm3",),
+            "sum": ("adagrad",), "grad_sum_sq": ("madgrad",), "s": ("madgrad",), "accumulator": ("sm3",),
             "exp_avg_sq": ("yogi",),
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.99 changes it by 0.01 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 0.0078 (kept / true in [0.719, 1.63] '
         '(geometric sum of relative errors)); round it stochastically, or keep it in fp32': {
-            "exp_avg_sq": ("adan", "mars", "shampoo", "stable_adamw"),
-            "square_avg": ("rmsprop",),
+            "exp_avg_sq": ("adan", "mars", "shampoo", "stable_adamw"), "square_avg": ("rmsprop",),
         },
         'to nearest, 128 codes up to 1 of the value keep themselves under a decay of 0.9999: a state without '
         'gradients never returns to 0': {"exp_avg_slow": ("ademamix",)},
@@ -74,10 +69,7 @@ DISCOURAGED = {
         '1.6e-05 of itself at most, and rounding to nearest undoes that in cells of up to 3; round it stochastically,'
         ' or keep it in fp32': {"variance": ("adafactor",), "exp_avg_sq": ("adafactor_paper",)},
         'it only grows, by ever smaller parts of itself, and nearest rounding drops whatever is below half a cell': {
-            "sum": ("adagrad",),
-            "grad_sum_sq": ("madgrad",),
-            "s": ("madgrad",),
-            "accumulator": ("sm3",),
+            "sum": ("adagrad",), "grad_sum_sq": ("madgrad",), "s": ("madgrad",), "accumulator": ("sm3",),
             "exp_avg_sq": ("yogi",),
         },
         'to nearest, a code keeps itself while the scale of its block moves slowly, and what it reads as moves with '
@@ -87,8 +79,7 @@ DISCOURAGED = {
         },
         'to nearest, 10 codes up to 0.041 of the scale keep themselves under a decay of 0.95: a state without '
         'gradients never returns to 0': {
-            "momentum_buffer": ("adamuon", "muon", "normuon", "polargrad"),
-            "exp_avg": ("mars", "novograd", "soap"),
+            "momentum_buffer": ("adamuon", "muon", "normuon", "polargrad"), "exp_avg": ("mars", "novograd", "soap"),
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.95 changes it by 0.05 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 3; round it stochastically, or keep it'
@@ -120,9 +111,7 @@ DISCOURAGED = {
                 "grams", "lamb", "laprop", "lion", "lookahead_adamw", "mars", "nadam", "novograd", "prodigy", "radam",
                 "shampoo", "sinkgd", "soap", "stable_adamw", "stable_spam", "tiger", "yogi",
             ),
-            "exp_avg_var": ("adabelief",),
-            "square_avg": ("adadelta", "rmsprop"),
-            "acc_delta": ("adadelta",),
+            "exp_avg_var": ("adabelief",), "square_avg": ("adadelta", "rmsprop"), "acc_delta": ("adadelta",),
             "variance": ("adafactor",),
             "exp_avg_sq": (
                 "adafactor_paper", "adam", "adamp", "adamuon", "adamw", "adan", "ademamix", "adopt", "apollo", "came",
@@ -130,24 +119,15 @@ DISCOURAGED = {
                 "laprop", "lookahead_adamw", "mars", "muon", "nadam", "normuon", "polargrad", "prodigy", "radam",
                 "schedule_free_adamw", "shampoo", "sinkgd", "soap", "stable_adamw", "stable_spam", "yogi",
             ),
-            "sum": ("adagrad",),
-            "max_exp_avg_sq": ("adam", "adamw", "clipped_adamw", "lookahead_adamw"),
-            "m": ("adam_mini",),
-            "exp_inf": ("adamax",),
+            "sum": ("adagrad",), "max_exp_avg_sq": ("adam", "adamw", "clipped_adamw", "lookahead_adamw"),
+            "m": ("adam_mini",), "exp_inf": ("adamax",),
             "momentum_buffer": (
                 "adamuon", "dion", "dion2", "lars", "muon", "normuon", "orthograd", "polargrad", "rmsprop", "scion",
                 "sgd", "sgdp", "sgdw", "signum", "sm3",
             ),
-            "exp_avg_diff": ("adan",),
-            "prev_grad": ("adan",),
-            "exp_avg_slow": ("ademamix",),
-            "s": ("dadapt_adam", "madgrad", "prodigy"),
-            "grad_sum_sq": ("madgrad",),
-            "last_grad": ("mars",),
-            "grad_avg": ("rmsprop",),
-            "prev": ("rprop",),
-            "step_size": ("rprop",),
-            "accumulator": ("sm3",),
+            "exp_avg_diff": ("adan",), "prev_grad": ("adan",), "exp_avg_slow": ("ademamix",),
+            "s": ("dadapt_adam", "madgrad", "prodigy"), "grad_sum_sq": ("madgrad",), "last_grad": ("mars",),
+            "grad_avg": ("rmsprop",), "prev": ("rprop",), "step_size": ("rprop",), "accumulator": ("sm3",),
         },
     },
     "bnb8": {
@@ -182,10 +162,7 @@ DISCOURAGED = {
         '1.6e-05 of itself at most, and rounding to nearest undoes that in cells of up to 1.7; round it '
         'stochastically, or keep it in fp32': {"variance": ("adafactor",), "exp_avg_sq": ("adafactor_paper",)},
         'it only grows, by ever smaller parts of itself, and nearest rounding drops whatever is below half a cell': {
-            "sum": ("adagrad",),
-            "grad_sum_sq": ("madgrad",),
-            "s": ("madgrad",),
-            "accumulator": ("sm3",),
+            "sum": ("adagrad",), "grad_sum_sq": ("madgrad",), "s": ("madgrad",), "accumulator": ("sm3",),
             "exp_avg_sq": ("yogi",),
         },
         'to nearest, a code keeps itself while the scale of its block moves slowly, and what it reads as moves with '
@@ -195,8 +172,7 @@ DISCOURAGED = {
         },
         'to nearest, 62 codes up to 0.14 of the scale keep themselves under a decay of 0.95: a state without '
         'gradients never returns to 0': {
-            "momentum_buffer": ("adamuon", "muon", "normuon", "polargrad"),
-            "exp_avg": ("mars", "novograd", "soap"),
+            "momentum_buffer": ("adamuon", "muon", "normuon", "polargrad"), "exp_avg": ("mars", "novograd", "soap"),
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.95 changes it by 0.05 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 1.7; round it stochastically, or keep '
@@ -229,9 +205,7 @@ DISCOURAGED = {
                 "grams", "lamb", "laprop", "lion", "lookahead_adamw", "mars", "nadam", "novograd", "prodigy", "radam",
                 "shampoo", "sinkgd", "soap", "stable_adamw", "stable_spam", "tiger", "yogi",
             ),
-            "exp_avg_var": ("adabelief",),
-            "square_avg": ("adadelta", "rmsprop"),
-            "acc_delta": ("adadelta",),
+            "exp_avg_var": ("adabelief",), "square_avg": ("adadelta", "rmsprop"), "acc_delta": ("adadelta",),
             "variance": ("adafactor",),
             "exp_avg_sq": (
                 "adafactor_paper", "adam", "adamp", "adamuon", "adamw", "adan", "ademamix", "adopt", "apollo", "came",
@@ -239,24 +213,15 @@ DISCOURAGED = {
                 "laprop", "lookahead_adamw", "mars", "muon", "nadam", "normuon", "polargrad", "prodigy", "radam",
                 "schedule_free_adamw", "shampoo", "sinkgd", "soap", "stable_adamw", "stable_spam", "yogi",
             ),
-            "sum": ("adagrad",),
-            "max_exp_avg_sq": ("adam", "adamw", "clipped_adamw", "lookahead_adamw"),
-            "m": ("adam_mini",),
-            "exp_inf": ("adamax",),
+            "sum": ("adagrad",), "max_exp_avg_sq": ("adam", "adamw", "clipped_adamw", "lookahead_adamw"),
+            "m": ("adam_mini",), "exp_inf": ("adamax",),
             "momentum_buffer": (
                 "adamuon", "dion", "dion2", "lars", "muon", "normuon", "orthograd", "polargrad", "rmsprop", "scion",
                 "sgd", "sgdp", "sgdw", "signum", "sm3",
             ),
-            "exp_avg_diff": ("adan",),
-            "prev_grad": ("adan",),
-            "exp_avg_slow": ("ademamix",),
-            "s": ("dadapt_adam", "madgrad", "prodigy"),
-            "grad_sum_sq": ("madgrad",),
-            "last_grad": ("mars",),
-            "grad_avg": ("rmsprop",),
-            "prev": ("rprop",),
-            "step_size": ("rprop",),
-            "accumulator": ("sm3",),
+            "exp_avg_diff": ("adan",), "prev_grad": ("adan",), "exp_avg_slow": ("ademamix",),
+            "s": ("dadapt_adam", "madgrad", "prodigy"), "grad_sum_sq": ("madgrad",), "last_grad": ("mars",),
+            "grad_avg": ("rmsprop",), "prev": ("rprop",), "step_size": ("rprop",), "accumulator": ("sm3",),
         },
     },
     "torchao4": {
@@ -267,9 +232,7 @@ DISCOURAGED = {
                 "grams", "lamb", "laprop", "lion", "lookahead_adamw", "mars", "nadam", "novograd", "prodigy", "radam",
                 "shampoo", "sinkgd", "soap", "stable_adamw", "stable_spam", "tiger", "yogi",
             ),
-            "exp_avg_var": ("adabelief",),
-            "square_avg": ("adadelta", "rmsprop"),
-            "acc_delta": ("adadelta",),
+            "exp_avg_var": ("adabelief",), "square_avg": ("adadelta", "rmsprop"), "acc_delta": ("adadelta",),
             "variance": ("adafactor",),
             "exp_avg_sq": (
                 "adafactor_paper", "adam", "adamp", "adamuon", "adamw", "adan", "ademamix", "adopt", "apollo", "came",
@@ -277,24 +240,15 @@ DISCOURAGED = {
                 "laprop", "lookahead_adamw", "mars", "muon", "nadam", "normuon", "polargrad", "prodigy", "radam",
                 "schedule_free_adamw", "shampoo", "sinkgd", "soap", "stable_adamw", "stable_spam", "yogi",
             ),
-            "sum": ("adagrad",),
-            "max_exp_avg_sq": ("adam", "adamw", "clipped_adamw", "lookahead_adamw"),
-            "m": ("adam_mini",),
-            "exp_inf": ("adamax",),
+            "sum": ("adagrad",), "max_exp_avg_sq": ("adam", "adamw", "clipped_adamw", "lookahead_adamw"),
+            "m": ("adam_mini",), "exp_inf": ("adamax",),
             "momentum_buffer": (
                 "adamuon", "dion", "dion2", "lars", "muon", "normuon", "orthograd", "polargrad", "rmsprop", "scion",
                 "sgd", "sgdp", "sgdw", "signum", "sm3",
             ),
-            "exp_avg_diff": ("adan",),
-            "prev_grad": ("adan",),
-            "exp_avg_slow": ("ademamix",),
-            "s": ("dadapt_adam", "madgrad", "prodigy"),
-            "grad_sum_sq": ("madgrad",),
-            "last_grad": ("mars",),
-            "grad_avg": ("rmsprop",),
-            "prev": ("rprop",),
-            "step_size": ("rprop",),
-            "accumulator": ("sm3",),
+            "exp_avg_diff": ("adan",), "prev_grad": ("adan",), "exp_avg_slow": ("ademamix",),
+            "s": ("dadapt_adam", "madgrad", "prodigy"), "grad_sum_sq": ("madgrad",), "last_grad": ("mars",),
+            "grad_avg": ("rmsprop",), "prev": ("rprop",), "step_size": ("rprop",), "accumulator": ("sm3",),
         },
     },
     "torchao_fp8": {
@@ -305,9 +259,7 @@ DISCOURAGED = {
                 "grams", "lamb", "laprop", "lion", "lookahead_adamw", "mars", "nadam", "novograd", "prodigy", "radam",
                 "shampoo", "sinkgd", "soap", "stable_adamw", "stable_spam", "tiger", "yogi",
             ),
-            "exp_avg_var": ("adabelief",),
-            "square_avg": ("adadelta", "rmsprop"),
-            "acc_delta": ("adadelta",),
+            "exp_avg_var": ("adabelief",), "square_avg": ("adadelta", "rmsprop"), "acc_delta": ("adadelta",),
             "variance": ("adafactor",),
             "exp_avg_sq": (
                 "adafactor_paper", "adam", "adamp", "adamuon", "adamw", "adan", "ademamix", "adopt", "apollo", "came",
@@ -315,24 +267,15 @@ DISCOURAGED = {
                 "laprop", "lookahead_adamw", "mars", "muon", "nadam", "normuon", "polargrad", "prodigy", "radam",
                 "schedule_free_adamw", "shampoo", "sinkgd", "soap", "stable_adamw", "stable_spam", "yogi",
             ),
-            "sum": ("adagrad",),
-            "max_exp_avg_sq": ("adam", "adamw", "clipped_adamw", "lookahead_adamw"),
-            "m": ("adam_mini",),
-            "exp_inf": ("adamax",),
+            "sum": ("adagrad",), "max_exp_avg_sq": ("adam", "adamw", "clipped_adamw", "lookahead_adamw"),
+            "m": ("adam_mini",), "exp_inf": ("adamax",),
             "momentum_buffer": (
                 "adamuon", "dion", "dion2", "lars", "muon", "normuon", "orthograd", "polargrad", "rmsprop", "scion",
                 "sgd", "sgdp", "sgdw", "signum", "sm3",
             ),
-            "exp_avg_diff": ("adan",),
-            "prev_grad": ("adan",),
-            "exp_avg_slow": ("ademamix",),
-            "s": ("dadapt_adam", "madgrad", "prodigy"),
-            "grad_sum_sq": ("madgrad",),
-            "last_grad": ("mars",),
-            "grad_avg": ("rmsprop",),
-            "prev": ("rprop",),
-            "step_size": ("rprop",),
-            "accumulator": ("sm3",),
+            "exp_avg_diff": ("adan",), "prev_grad": ("adan",), "exp_avg_slow": ("ademamix",),
+            "s": ("dadapt_adam", "madgrad", "prodigy"), "grad_sum_sq": ("madgrad",), "last_grad": ("mars",),
+            "grad_avg": ("rmsprop",), "prev": ("rprop",), "step_size": ("rprop",), "accumulator": ("sm3",),
         },
     },
     "lpmm4": {
@@ -367,10 +310,7 @@ DISCOURAGED = {
         '1.6e-05 of itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically,'
         ' or keep it in fp32': {"variance": ("adafactor",), "exp_avg_sq": ("adafactor_paper",)},
         'it only grows, by ever smaller parts of itself, and nearest rounding drops whatever is below half a cell': {
-            "sum": ("adagrad",),
-            "grad_sum_sq": ("madgrad",),
-            "s": ("madgrad",),
-            "accumulator": ("sm3",),
+            "sum": ("adagrad",), "grad_sum_sq": ("madgrad",), "s": ("madgrad",), "accumulator": ("sm3",),
             "exp_avg_sq": ("yogi",),
         },
         'to nearest, a code keeps itself while the scale of its block moves slowly, and what it reads as moves with '
@@ -380,8 +320,7 @@ DISCOURAGED = {
         },
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.95: a state without gradients '
         'never returns to 0': {
-            "momentum_buffer": ("adamuon", "muon", "normuon", "polargrad"),
-            "exp_avg": ("mars", "novograd", "soap"),
+            "momentum_buffer": ("adamuon", "muon", "normuon", "polargrad"), "exp_avg": ("mars", "novograd", "soap"),
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.95 changes it by 0.05 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or keep it'
@@ -437,10 +376,7 @@ DISCOURAGED = {
         '1.6e-05 of itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically,'
         ' or keep it in fp32': {"variance": ("adafactor",), "exp_avg_sq": ("adafactor_paper",)},
         'it only grows, by ever smaller parts of itself, and nearest rounding drops whatever is below half a cell': {
-            "sum": ("adagrad",),
-            "s": ("madgrad",),
-            "grad_sum_sq": ("madgrad",),
-            "accumulator": ("sm3",),
+            "sum": ("adagrad",), "s": ("madgrad",), "grad_sum_sq": ("madgrad",), "accumulator": ("sm3",),
             "exp_avg_sq": ("yogi",),
         },
         'to nearest, a code keeps itself while the scale of its block moves slowly, and what it reads as moves with '
@@ -450,8 +386,7 @@ DISCOURAGED = {
         },
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.95: a state without gradients '
         'never returns to 0': {
-            "momentum_buffer": ("adamuon", "muon", "normuon", "polargrad"),
-            "exp_avg": ("mars", "novograd", "soap"),
+            "momentum_buffer": ("adamuon", "muon", "normuon", "polargrad"), "exp_avg": ("mars", "novograd", "soap"),
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.95 changes it by 0.05 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or keep it'

@@ -147,11 +147,9 @@ PLAN = PlanRecord(
         "float16": FormatRecord(codec="weight_f16", fields=(Field("low", "uint8", zero=128),)),
     },
     signed=FormatRecord(
-        codec="signed",
-        fields=(Field("codes", "uint8", zero=128), Field("scale", "float16", per=32, nonneg=True)),
+        codec="signed", fields=(Field("codes", "uint8", zero=128), Field("scale", "float16", per=32, nonneg=True)),
     ),
     nonneg=FormatRecord(
-        codec="nonneg",
-        fields=(Field("codes", "uint8"), Field("scale", "float16", per=32, nonneg=True)),
+        codec="nonneg", fields=(Field("codes", "uint8"), Field("scale", "float16", per=32, nonneg=True)),
     ),
 )

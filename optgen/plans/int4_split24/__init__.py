@@ -149,11 +149,8 @@ PLAN = PlanRecord(
         "float16": FormatRecord(codec="weight_f16", fields=(Field("low", "uint8", zero=128),), noise=8),
     },
     signed=FormatRecord(
-        codec="signed",
-        fields=(Field("codes", "uint8", per=8, zero=136, width=4), Field("scale", "int16", per=64)),
-        noise=12,
-        relative=True,
-        nearest="signed",
+        codec="signed", fields=(Field("codes", "uint8", per=8, zero=136, width=4), Field("scale", "int16", per=64)),
+        noise=12, relative=True, nearest="signed",
     ),
     nonneg=FormatRecord(
         codec="nonneg",
@@ -161,9 +158,7 @@ PLAN = PlanRecord(
             Field("codes", "uint8", per=8, width=4),
             Field("range", "int16", per=64, least=1, most=65023, low=0x1013e),
         ),
-        noise=12,
-        positive=True,
-        nearest="nonneg",
+        noise=12, positive=True, nearest="nonneg",
     ),
     matrices=8,
 )

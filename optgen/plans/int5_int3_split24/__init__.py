@@ -94,9 +94,7 @@ PLAN = PlanRecord(
             Field("high", "uint8", per=8, zero=255),
             Field("scale", "int16", per=64),
         ),
-        noise=12,
-        relative=True,
-        nearest="signed",
+        noise=12, relative=True, nearest="signed",
     ),
     nonneg=FormatRecord(
         codec="nonneg",
@@ -105,9 +103,7 @@ PLAN = PlanRecord(
             Field("high", "uint8", per=8),
             Field("peak", "int16", per=64, least=7, most=355),
         ),
-        noise=12,
-        positive=True,
-        nearest="nonneg",
+        noise=12, positive=True, nearest="nonneg",
     ),
     matrices=8,
 )

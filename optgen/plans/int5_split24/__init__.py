@@ -171,9 +171,7 @@ PLAN = PlanRecord(
             Field("high", "uint8", per=8, zero=255),
             Field("scale", "int16", per=64),
         ),
-        noise=12,
-        relative=True,
-        nearest="signed",
+        noise=12, relative=True, nearest="signed",
     ),
     nonneg=FormatRecord(
         codec="nonneg",
@@ -182,9 +180,7 @@ PLAN = PlanRecord(
             Field("high", "uint8", per=8),
             Field("range", "int16", per=64, least=1, most=65023, low=0x10001057e),
         ),
-        noise=12,
-        positive=True,
-        nearest="nonneg",
+        noise=12, positive=True, nearest="nonneg",
     ),
     matrices=8,
 )

@@ -24,28 +24,19 @@ PLAN = PlanRecord(
         "float16": FormatRecord(codec="weight_f16", fields=()),
     },
     signed=FormatRecord(
-        codec="signed",
-        fields=(Field("codes", "uint8", zero=128), Field("scale", "int16", per=64)),
-        noise=12,
-        relative=True,
-        nearest="signed",
+        codec="signed", fields=(Field("codes", "uint8", zero=128), Field("scale", "int16", per=64)), noise=12,
+        relative=True, nearest="signed",
     ),
     nonneg=FormatRecord(
         codec="nonneg",
         fields=(
             Field("codes", "uint8"),
             Field(
-                "range",
-                "int16",
-                per=64,
-                least=4,
-                most=65023,
+                "range", "int16", per=64, least=4, most=65023,
                 low=0x8000000000000000000000000000000100000000002000010008041112affff0,
             ),
         ),
-        noise=12,
-        positive=True,
-        nearest="nonneg",
+        noise=12, positive=True, nearest="nonneg",
     ),
     matrices=8,
 )

@@ -154,9 +154,7 @@ PLAN = PlanRecord(
     },
     signed=FormatRecord(codec="signed", fields=(Field("codes", "uint8", zero=128), Field("scale", "int16", per=64))),
     nonneg=FormatRecord(
-        codec="nonneg",
-        fields=(Field("codes", "uint8"), Field("scale", "int16", per=64)),
-        positive=True,
+        codec="nonneg", fields=(Field("codes", "uint8"), Field("scale", "int16", per=64)), positive=True,
     ),
     matrices=8,
 )

@@ -193,11 +193,9 @@ PLAN = PlanRecord(
         "float16": FormatRecord(codec="weight_f16", fields=()),
     },
     signed=FormatRecord(
-        codec="signed",
-        fields=(Field("codes", "uint8", zero=127), Field("scale", "float32", per=256, nonneg=True)),
+        codec="signed", fields=(Field("codes", "uint8", zero=127), Field("scale", "float32", per=256, nonneg=True)),
     ),
     nonneg=FormatRecord(
-        codec="nonneg",
-        fields=(Field("codes", "uint8"), Field("scale", "float32", per=256, nonneg=True)),
+        codec="nonneg", fields=(Field("codes", "uint8"), Field("scale", "float32", per=256, nonneg=True)),
     ),
 )

@@ -58,11 +58,9 @@ PLAN = PlanRecord(
         "float16": FormatRecord(codec="weight_f16", fields=()),
     },
     signed=FormatRecord(
-        codec="signed",
-        fields=(Field("codes", "uint8"), Field("scale", "float32", per=256, nonneg=True)),
+        codec="signed", fields=(Field("codes", "uint8"), Field("scale", "float32", per=256, nonneg=True)),
     ),
     nonneg=FormatRecord(
-        codec="signed",
-        fields=(Field("codes", "uint8"), Field("scale", "float32", per=256, nonneg=True)),
+        codec="signed", fields=(Field("codes", "uint8"), Field("scale", "float32", per=256, nonneg=True)),
     ),
 )

@@ -37,7 +37,11 @@ Step = Callable[[int, int, "ctypes.Array[ctypes.c_float]", int, int], int]
 
 @functools.cache
 def _text(file: Path) -> str:
-    return file.read_text(encoding="utf-8")
+    """Return the text of a rule or a plan: that of its own file or, in a wheel, its part of the file of all."""
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    text = (file.parent.parent / file.name).read_text(encoding="utf-8")
+    return text.partition(f"// == {file.parent.name}\n")[2].partition("// == ")[0]
 
 
 @functools.cache
@@ -53,7 +57,7 @@ def codec_text(file: Path) -> str:
 
 def has_kernels(plan: Pair) -> bool:
     """Return True if C++ kernels were generated."""
-    return bool(plan.cpp) and all(file.is_file() for file in plan.cpp)
+    return bool(plan.cpp) and all(x.is_file() or (x.parent.parent / x.name).is_file() for x in plan.cpp)
 
 
 def source(plan: Pair, variant: Variant) -> str:

@@ -152,7 +152,8 @@ def with_steps(rules: tuple[RuleRecord, ...], steps: tuple[Rule, ...], plan: Pla
     for v in join.variants(rules, plan):
         assert v.eager is not None
         early = set(v.eager.early)
-        fitting = sorted((s for s in steps if dict(v.flags) in s.settings), key=lambda s: set(s.early) != early)
+        fitting = [s for s in steps if any(setting.items() <= v.flags.items() for setting in s.settings)]
+        fitting.sort(key=lambda s: set(s.early) != early)
         yield replace(v, rule=whole.divided(fitting[0], v)).in_stages() if fitting else v
 
 

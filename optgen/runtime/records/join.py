@@ -6,6 +6,7 @@ other; `variants` lists what they make of each parameter dtype, size class and s
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -48,9 +49,9 @@ class StateRecord:
 
 @dataclass(frozen=True)
 class RuleRecord:
-    """The step of a rule under one setting of its flags.
+    """The step of a rule under some settings of its flags.
 
-    name, suffix  the rule, and what its name ends in under these flags
+    name          the rule
     step          the eager step function
     scalars, host  see Variant
     states        those that exist under these flags, in the order of the signature
@@ -61,11 +62,11 @@ class RuleRecord:
     spaces        small spaces of the values that the step computes or keeps, and "call" for functions of matrices
     by_rows       True if it, or another step of the same parameter, works on rows and columns
     matrix        see Variant
+    settings      what these settings are: a flag that is not in one may be either
+    flags, suffix  one of them, and what the rule's name ends in under it; see `by_flags`
     """
 
     name: str
-    suffix: str
-    flags: Mapping[str, bool]
     step: str
     scalars: tuple[str, ...]
     host: HostFunction
@@ -77,6 +78,20 @@ class RuleRecord:
     spaces: tuple[str, ...] = ()
     by_rows: bool = False
     matrix: Matrix = "last"
+    settings: tuple[Mapping[str, bool], ...] = ({},)
+    flags: Mapping[str, bool] = field(default_factory=dict, hash=False)
+    suffix: str = ""
+
+
+def by_flags(usual: Mapping[str, bool], *rules: RuleRecord) -> tuple[RuleRecord, ...]:
+    """Return the record of each setting of the flags that there is one for; `usual`: the first setting."""
+    found = []
+    for changed in itertools.product((False, True), repeat=len(usual)):
+        flags = {name: on != other for (name, on), other in zip(usual.items(), changed, strict=True)}
+        words = [name if on else f"no_{name}" for name, on in flags.items() if on != usual[name]]
+        fitting = (x for x in rules if any(setting.items() <= flags.items() for setting in x.settings))
+        found += [replace(x, flags=flags, suffix="".join(f"_{word}" for word in words)) for x in fitting]
+    return tuple(found)
 
 
 @dataclass(frozen=True)
