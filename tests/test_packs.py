@@ -1,5 +1,6 @@
 """Specs and plans of installed packages, which entry points name."""
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,6 +37,7 @@ def pack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     load.packs.cache_clear()
     yield folder
     load.packs.cache_clear()
+    sys.modules.pop("apack", None)
 
 
 def test_a_pack_is_listed_and_found(pack: Path) -> None:
