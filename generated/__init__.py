@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .cautious_adamw import CautiousAdamW as CautiousAdamW
     from .cautious_lion import CautiousLion as CautiousLion
     from .clipped_adamw import ClippedAdamW as ClippedAdamW
+    from .conda import Conda as Conda
     from .dadapt_adam import DAdaptAdam as DAdaptAdam
     from .dion import Dion as Dion
     from .dion2 import Dion2 as Dion2
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from .fromage import Fromage as Fromage
     from .galore import GaLore as GaLore
     from .grams import Grams as Grams
+    from .kl_shampoo import KLShampoo as KLShampoo
     from .lamb import LAMB as LAMB
     from .lars import LARS as LARS
     from .laprop import LaProp as LaProp
@@ -58,6 +60,7 @@ if TYPE_CHECKING:
     from .sgdw import SGDW as SGDW
     from .sm3 import SM3 as SM3
     from .soap import SOAP as SOAP
+    from .splus import SPlus as SPlus
     from .schedule_free_adamw import ScheduleFreeAdamW as ScheduleFreeAdamW
     from .schedule_free_sgd import ScheduleFreeSGD as ScheduleFreeSGD
     from .scion import Scion as Scion
@@ -89,6 +92,7 @@ _MODULES = {
     "CautiousAdamW": "cautious_adamw",
     "CautiousLion": "cautious_lion",
     "ClippedAdamW": "clipped_adamw",
+    "Conda": "conda",
     "DAdaptAdam": "dadapt_adam",
     "Dion": "dion",
     "Dion2": "dion2",
@@ -96,6 +100,7 @@ _MODULES = {
     "Fromage": "fromage",
     "GaLore": "galore",
     "Grams": "grams",
+    "KLShampoo": "kl_shampoo",
     "LAMB": "lamb",
     "LARS": "lars",
     "LaProp": "laprop",
@@ -118,6 +123,7 @@ _MODULES = {
     "SGDW": "sgdw",
     "SM3": "sm3",
     "SOAP": "soap",
+    "SPlus": "splus",
     "ScheduleFreeAdamW": "schedule_free_adamw",
     "ScheduleFreeSGD": "schedule_free_sgd",
     "Scion": "scion",
@@ -150,6 +156,7 @@ __all__ = [
     "CautiousAdamW",
     "CautiousLion",
     "ClippedAdamW",
+    "Conda",
     "DAdaptAdam",
     "Dion",
     "Dion2",
@@ -157,6 +164,7 @@ __all__ = [
     "Fromage",
     "GaLore",
     "Grams",
+    "KLShampoo",
     "LAMB",
     "LARS",
     "LaProp",
@@ -179,6 +187,7 @@ __all__ = [
     "SGDW",
     "SM3",
     "SOAP",
+    "SPlus",
     "ScheduleFreeAdamW",
     "ScheduleFreeSGD",
     "Scion",

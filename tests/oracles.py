@@ -694,11 +694,83 @@ def _shampoo(o, s, p, g, t, lr):
     return p * (1 - lr * o.weight_decay) - lr * update
 
 
+@paper
+def _kl_shampoo(o, s, p, g, t, lr):
+    """The authors' algorithm, with momentum and factors in the parameter's own space and one bound of roots."""
+    if max(g.shape) > 10000:
+        return p * (1 - lr * o.weight_decay) - lr * adam_update(o, s, g, t)
+    (beta1, beta2), sides = o.betas, (g, g.mT)
+    if t == 1:
+        s.factors = [(1 - beta2) / x.shape[1] * x @ x.mT for x in sides]
+        s.bases = [torch.linalg.eigh(x).eigenvectors.flip(1) for x in s.factors]
+        s.values = [torch.full(x.shape[:1], o.init_factor, dtype=x.dtype) for x in sides]
+        return p
+    s.m = beta1 * s.m + (1 - beta1) * g
+    left, right = s.bases
+    bounded = [x.clamp(min=o.max_clamp_value**-2) for x in s.values]
+    u = left.mT @ s.m @ right / (torch.outer(*bounded).sqrt() + o.eps)
+    p = p - lr * left @ u @ right.mT
+    for k, (x, q, of) in enumerate(zip(sides, s.bases[::-1], bounded[::-1], strict=True)):
+        new = x @ q @ (1 / of).diag() @ q.mT @ x.mT / x.shape[1]
+        s.factors[k] = beta2 * s.factors[k] + (1 - beta2) * new
+        s.values[k] = beta2 * s.values[k] + (1 - beta2) * (s.bases[k].mT @ new @ s.bases[k]).diagonal()
+    if (t - 1) % o.precondition_frequency == 0:
+        s.bases = [torch.linalg.qr(x @ q).Q for x, q in zip(s.factors, s.bases, strict=True)]
+    return p - lr * o.weight_decay * p
+
+
 BASES: dict[str, Oracle] = {
+    "kl_shampoo": _each_matrix(_kl_shampoo, _adamw_of_same_rate),
     "shampoo": _each_matrix(_shampoo, _adamw_of_same_rate),
     "soap": _each_matrix(_soap, _adamw_of_same_rate),
 }
 """Rules of eigenvectors, which are arbitrary where eigenvalues are equal: held at gradients that tell them apart."""
+
+
+@paper
+def _splus(o, s, p, g, t, lr):
+    """The authors' step and average, with momentum and factors in the parameter's own space."""
+    beta1, beta2 = o.betas
+    s.m, rate = beta1 * s.m + (1 - beta1) * g, lr * o.nonstandard_constant
+    inside, sides = s.m, []
+    if g.ndim == 2 and max(g.shape) <= 10000:
+        s.left, s.right = (beta2 * f + (1 - beta2) * x @ x.mT for f, x in ((s.left, g), (s.right, g.mT)))
+        (left, right), sides, rate = o.bases(o.matrix), [s.left, s.right], lr * 2 / sum(g.shape)
+        inside = left.mT @ s.m @ right
+    p = p - rate * (left @ inside.sign() @ right.mT if sides else inside.sign())
+    s.ema = o.ema_rate * s.ema + (1 - o.ema_rate) * p
+    o.seen[o.matrix] = SimpleNamespace(inside=inside, rate=rate, sides=sides, ema=s.ema / (1 - o.ema_rate**t))
+    return p * (1 - rate * o.weight_decay)
+
+
+@paper
+def _conda(o, s, p, g, t, lr):
+    """The authors' step of one matrix, with the momentum in the parameter's own space."""
+    (beta1, beta2), wide = o.betas, (lambda x: x.mT) if g.shape[0] >= g.shape[1] else (lambda x: x)
+    s.m = beta1 * s.m + (1 - beta1) * g
+    (basis,) = o.bases(o.matrix)
+    s.v = beta2 * s.v + (1 - beta2) * (basis.mT @ wide(g)).square()
+    u = wide(basis @ (basis.mT @ wide(s.m) / (s.v.sqrt() + o.eps)))
+    o.seen[o.matrix] = SimpleNamespace(sides=[wide(s.m) @ wide(s.m).mT])
+    p = p - lr * math.sqrt(1 - beta2**t) / (1 - beta1**t) * o.scale * u
+    return p - lr * o.weight_decay * p
+
+
+@paper
+def _adam_beside(o, s, p, g, t, lr):
+    """Adam with eps before the corrections and the decay last, as transformers' AdamW had it."""
+    (beta1, beta2), u = o.betas, _adam(o, s, g)
+    p = p - lr * math.sqrt(1 - beta2**t) / (1 - beta1**t) * u
+    return p - lr * o.weight_decay * p
+
+
+IN_BASES: dict[str, Oracle] = {
+    "conda": _each_matrix(_conda, _adam_beside),
+    "splus": _each_matrix(_splus, _splus),
+}
+"""Rules in bases that are arbitrary, and which have a say in the step: `bases(k)` gives those of matrix k for a step,
+and `seen[k]` tells what they have to diagonalize."""
+
 
 WHOLE: dict[str, Oracle] = {
     "adamuon": adamuon,

@@ -14,13 +14,28 @@ from torch import Tensor, nn
 from optgen import optim
 from optgen.lang import eigenvectors, gram
 from tests.harness import spec_of
-from tests.oracles import BASES
+from tests.oracles import BASES, IN_BASES
 
 STEPS, LR, EPS, NOISE = 24, 0.01, 0.05, 0.1
 SHAPES = [(6, 10), (12, 5), (8, 8), (1, 7), (7, 1), (3, 8, 9), (6, 2, 3, 3), (7,), (10001, 4), (3, 10001)]
 SIZES = torch.tensor([4.0, 2.0, 1.0, 0.5], dtype=torch.float64)
 OPTIONS = {"precondition_frequency": 4, "betas": (0.8, 0.9), "shampoo_beta": 0.6, "eps": EPS, "weight_decay": 0.1}
-CASES: dict[str, dict[str, Any]] = {"shampoo": OPTIONS | {"matrix_eps": 1e-4, "root_order": 3.0}, "soap": OPTIONS}
+CASES: dict[str, dict[str, Any]] = {
+    "kl_shampoo": {k: v for k, v in OPTIONS.items() if k != "shampoo_beta"}
+    | {"init_factor": 0.1, "max_clamp_value": 4.0},
+    "shampoo": OPTIONS | {"matrix_eps": 1e-4, "root_order": 3.0},
+    "soap": OPTIONS,
+}
+PERIOD = 5
+OWN: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "conda": (("basis",), {"betas": (0.8, 0.9), "eps": EPS, "weight_decay": 0.1, "update_proj_gap": PERIOD}),
+    "splus": (
+        ("basis_left", "basis_right"),
+        {"betas": (0.8, 0.9), "ema_rate": 0.8, "weight_decay": 0.1, "nonstandard_constant": 0.2}
+        | {"inverse_every": PERIOD},
+    ),
+}
+"""Rules in bases of their own, by the names of these, and options."""
 
 
 def gradients(shape: tuple[int, ...]) -> Iterator[Tensor]:
@@ -70,6 +85,62 @@ def test_many_steps_are_the_oracle_s(name: str, shape: tuple[int, ...], backend:
             ours = p.detach().double()
         assert (ours - exact).abs().max() <= allowed(shape, t, 2.0**-53 if backend == "fp64" else 2.0**-24), t
     assert (exact - start).abs().max() > 0.09
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("backend", ["fp64", "reference", "cpp", "triton"])
+def test_steps_in_bases_of_their_own(name: str, shape: tuple[int, ...], backend: str) -> None:
+    """The oracle takes the rule's bases, which have to be orthogonal, to be renewed when they are due alone, and to
+    diagonalize then what it has found.  A step changes by lr / eps times the gradient's error, twice at most, or where
+    that error may change a sign in the bases, by what this sign moves."""
+    if backend == "triton" and math.prod(shape) > 1000:
+        pytest.skip("the interpreter takes minutes")
+    (names, options), draw = OWN[name], torch.Generator().manual_seed(1)
+    start, spec, unit = torch.randn(shape, generator=draw), spec_of(name), 2.0**-53 if backend == "fp64" else 2.0**-24
+    ours = exact = start.double()
+    states, p, seen, now = {}, nn.Parameter(start.clone()), {}, []
+    more = {"bases": lambda k: [x[k] for x in now], "seen": seen, "matrix": 0, "scale": 0.25, "adamw": False}
+    oracle = IN_BASES[name]({}, options | more)
+    given = {"plan": "fp32", "backend": "auto" if backend == "fp64" else backend, "lr": LR}
+    opt = getattr(optim, spec.class_name)([("w", p)], blocks={"w": 3} if len(shape) == 3 else {}, **given, **options)
+    loose, terms = torch.zeros(shape, dtype=torch.float64), math.sqrt(sum(shape[-2:]))
+
+    def bases() -> list[Tensor]:
+        found = (states if backend == "fp64" else opt.state[p]).get
+        kept = (found(x) for x in names)
+        return [x.double().reshape(-1, *x.shape[-2:]).clone() for x in kept if isinstance(x, Tensor)]
+
+    for t in range(1, STEPS + 1):
+        g, before = torch.randn(shape, generator=draw), bases()
+        if backend == "fp64":
+            ours, states, _ = spec.evaluate(ours, g.double(), t, states, lr=LR, **options)
+        else:
+            p.grad = g
+            opt.step()
+            ours = p.detach().double()
+        after = bases()
+        before = before or [torch.eye(x.shape[-1], dtype=x.dtype).expand_as(x) for x in after]
+        now = after if name == "conda" else before
+        exact, error = oracle(exact, g.double(), t, LR), unit * terms * g.double().norm()
+        due = (t - 1) % PERIOD == 0
+        assert due or all(map(torch.equal, before, after))
+        for k, of in seen.items():
+            for q, x in zip((x[k] for x in after if due), of.sides, strict=due):
+                inside = q.mT @ x @ q
+                assert (inside - inside.diagonal().diag()).norm() <= 32 * unit * terms * x.norm()
+                assert (q.mT @ q - torch.eye(len(q))).norm() <= 32 * unit * len(q)
+            if name == "splus":
+                moved = 2 * of.rate * (of.inside.abs() <= 8 * error).double()
+                assert moved.count_nonzero() <= 0.05 * moved.numel() + 1
+                left, right = (x[k].abs() for x in before) if of.sides else (None, None)
+                loose.view(-1, *moved.shape)[k] += left @ moved @ right.mT if of.sides else moved
+        most = loose + t * (8 * unit + 2 * LR / EPS * error)
+        assert ((ours - exact).abs() <= most).all(), t
+        if name == "splus":
+            average = (states if backend == "fp64" else opt.state[p])["ema"]
+            assert ((average - torch.stack([seen[k].ema for k in sorted(seen)]).view(shape)).abs() <= most).all(), t
+    assert (exact - start).abs().max() > 0.01
 
 
 @pytest.mark.parametrize("shape", [(6, 10), (12, 5), (1, 7)], ids=str)

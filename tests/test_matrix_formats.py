@@ -204,11 +204,19 @@ def test_checkpoints_keep_bits_and_other_plans_are_converted(tmp_path: Path) -> 
         again.load_state_dict(wrong)
 
 
-@pytest.mark.parametrize(("name", "coded"), [("SOAP", {"left", "right", "basis_left", "basis_right"}),
-                                             ("Shampoo", {"root_left", "root_right"})])  # fmt: skip
-def test_all_steps_of_a_rule_keep_matrix_states_alike(name: str, coded: set[str]) -> None:
+@pytest.mark.parametrize(
+    ("name", "period", "coded"),
+    [
+        ("SOAP", "precondition_frequency", {"left", "right", "basis_left", "basis_right"}),
+        ("Shampoo", "precondition_frequency", {"root_left", "root_right"}),
+        ("KLShampoo", "precondition_frequency", {"basis_left", "basis_right"}),
+        ("SPlus", "inverse_every", {"basis_left", "basis_right"}),
+        ("Conda", "update_proj_gap", {"basis"}),
+    ],
+)
+def test_all_steps_of_a_rule_keep_matrix_states_alike(name: str, period: str, coded: set[str]) -> None:
     p = nn.Parameter(drawn(64, 80))
-    opt = getattr(optim, name)([("w", p)], plan="int8", precondition_frequency=2, backend="reference")
+    opt = getattr(optim, name)([("w", p)], plan="int8", backend="reference", **{period: 2})
     for t in range(4):
         stepped(opt, p, t)
     assert {k.removesuffix("_codes") for k, v in opt.state[p].items() if getattr(v, "dtype", 0) == torch.int8} == coded

@@ -119,7 +119,8 @@ before the first roots."""
 
 
 def outcome(cls: Any, options: dict[str, Any]) -> Tensor | None:
-    """All weights after some steps, of which one has a large gradient; None for options out of their range."""
+    """All weights after some steps, of which one has a large gradient, and those to evaluate; None for options out of
+    their range."""
     torch.manual_seed(0)
     params = [nn.Parameter(torch.randn(12, 10))]
     if any(flag.shape is not None for flag in cls.FLAGS):
@@ -133,7 +134,9 @@ def outcome(cls: Any, options: dict[str, Any]) -> Tensor | None:
             opt.step()
     except ValueError:
         return None
-    return torch.cat([p.detach().flatten() for p in params])
+    trained = [p.detach().flatten().clone() for p in params]
+    opt.eval()
+    return torch.cat([*trained, *(p.detach().flatten() for p in params)])
 
 
 def others(value: Any) -> Iterator[Any]:

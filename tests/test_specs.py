@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from tests.harness import spec_of
-from tests.oracles import BASES, ELEMENTWISE, LOW_RANK, REDUCING, WHOLE
+from tests.oracles import BASES, ELEMENTWISE, IN_BASES, LOW_RANK, REDUCING, WHOLE
 
 SPECS = Path(__file__).parent.parent / "specs"
 # Those that look at the whole model, at intervals, or multiply matrices: in test_against_papers.py,
 # test_whole_model.py, test_bases.py and test_low_rank.py.
-NAMES = sorted(f.stem for f in SPECS.glob("*.py") if f.stem not in ("__init__", "plans", *WHOLE, *BASES, *LOW_RANK))
+ELSEWHERE = ("__init__", "plans", *WHOLE, *BASES, *IN_BASES, *LOW_RANK)
+NAMES = sorted(f.stem for f in SPECS.glob("*.py") if f.stem not in ELSEWHERE)
 
 
 def test_every_spec_has_an_oracle() -> None:

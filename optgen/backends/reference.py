@@ -221,7 +221,9 @@ def _stored(program: Program, s: Store, printer: ReferencePrinter) -> str:
             return f"{name} = b.{buffer.reduction}({value})"
         return f'{name} = few_{buffer.reduction.split("_")[1]}({value}, "{buffer.space.name}")'
     if buffer.name not in printer.stored:
-        return f"{name} = b.flat({value})" if buffer.space == spaces.elem else f"{name} = {value}"
+        # A state in fp32 is read where it lies: the copy outlives its store.
+        copy = ".clone()" if s.node.op == "load" and s.node.attr in printer.stored else ""
+        return f"{name} = b.flat({value}){copy}" if buffer.space == spaces.elem else f"{name} = {value}"
     if buffer.space.name in spaces.SMALL:
         return f'put(stored["{s.buffer}"], {value})'
     return f'b.store("{s.buffer}", {value})'

@@ -191,18 +191,21 @@ def model_state(*traits: Trait, when: str | None = None, init: float | str = 0.0
 
 
 def matrix_state(side: str, *traits: Trait, when: str | None = None, init: Any = 0.0) -> Any:
-    """A matrix for each matrix of the parameter: (rows, rows) for side="rows", (columns, columns) for "columns".
+    """A matrix for each matrix of the parameter: (rows, rows) for side="rows", (columns, columns) for "columns", and of
+    the shorter of the two for "short".
 
     traits  one of symmetric, orthogonal and triangular (nonzero on and above the diagonal): what formats may rely on
     init    before the first step: "identity", or the number in every place
     """
-    if side not in ("rows", "columns"):
-        raise _refuse(f'a matrix state is one of "rows" or of "columns", got {side!r}', 'matrix_state("rows")')
+    dims = {"rows": "mm", "columns": "nn", "short": "ss"}.get(side)
+    if dims is None:
+        what = f'a matrix state is one of "rows", of "columns" or of the "short" side, got {side!r}'
+        raise _refuse(what, 'matrix_state("rows")')
     if len(traits) > 1 or any(t not in (symmetric, orthogonal, triangular) for t in traits):
         hint = 'matrix_state("rows", orthogonal, init="identity")'
         raise _refuse(f"a matrix state is symmetric, orthogonal or triangular, got {traits!r}", hint)
     start = init if init == "identity" else _finite("init=", init, 'a number, or "identity"')
-    made = _state(spaces.of_dims(side[0].replace("c", "n").replace("r", "m"), "mn"[side == "columns"]), (), when, 0.0)
+    made = _state(Space(dims), (), when, 0.0)
     return replace(made, init=start, trait=traits[0].name if traits else "")
 
 

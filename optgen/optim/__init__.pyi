@@ -347,6 +347,25 @@ class ClippedAdamW(Optimizer):
         stagger: bool = False, workspace: int | str | None = None,
     ) -> None: ...
 
+class Conda(Optimizer):
+    """Conda: Adam whose second moment is that of the gradient along the singular vectors of the momentum."""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 0.001,
+        betas: Sequence[float | Tensor] = (0.9, 0.999),
+        eps: float | Tensor = 1e-8,
+        weight_decay: float | Tensor = 0.0,
+        update_proj_gap: float | Tensor = 2000.0,
+        scale: float | Tensor = 0.25,
+        adamw: bool = False,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None, blocks: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+        stagger: bool = False, workspace: int | str | None = None,
+    ) -> None: ...
+
 class DAdaptAdam(Optimizer):
     """The estimate d is one for the whole model: each group is in its sums with a rate of its own, lr."""
 
@@ -477,6 +496,25 @@ class Grams(Optimizer):
         weight_decay: float | Tensor = 0.0,
         *,
         maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+        stagger: bool = False, workspace: int | str | None = None,
+    ) -> None: ...
+
+class KLShampoo(Optimizer):
+    """KL-Shampoo: Shampoo whose two factors are estimated by one another's inverse; AdamW for what is no matrix."""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 0.0001,
+        betas: Sequence[float | Tensor] = (0.9, 0.98),
+        eps: float | Tensor = 1e-8,
+        weight_decay: float | Tensor = 0.01,
+        precondition_frequency: float | Tensor = 10.0,
+        init_factor: float | Tensor = 0.1,
+        max_clamp_value: float | Tensor = 4000.0,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None, blocks: Given = None,
         module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
         fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
         stagger: bool = False, workspace: int | str | None = None,
@@ -873,6 +911,24 @@ class SOAP(Optimizer):
         eps: float | Tensor = 1e-8,
         weight_decay: float | Tensor = 0.01,
         precondition_frequency: float | Tensor = 10.0,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None, blocks: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+        stagger: bool = False, workspace: int | str | None = None,
+    ) -> None: ...
+
+class SPlus(Optimizer):
+    """SPlus: the sign of the momentum in the eigenbasis of Shampoo's factors, and an average of weights to evaluate."""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 0.1,
+        betas: Sequence[float | Tensor] = (0.9, 0.999),
+        ema_rate: float | Tensor = 0.999,
+        weight_decay: float | Tensor = 0.01,
+        nonstandard_constant: float | Tensor = 0.001,
+        inverse_every: float | Tensor = 100.0,
         *,
         maximize: bool = False, plan: PlanOption = None, overrides: Given = None, blocks: Given = None,
         module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,

@@ -1,0 +1,62 @@
+"""KL-Shampoo: Shampoo whose two factors are estimated by one another's inverse; AdamW for what is no matrix."""
+
+from optgen.lang import (
+    col, col_mean, flag, gram, hyper, identity, matrix_state, minimum, nonneg, optimizer, orthogonal,
+    orthogonal_iteration, policies, row, row_mean, rsqrt, shape_flag, state, symmetric, where,
+)  # fmt: skip
+
+
+@optimizer(cite="Lin et al. 2025, arXiv:2509.03378, as the authors' code has it", name="KLShampoo", matrix="heads")
+def kl_shampoo(
+    p, g, t,
+    exp_avg=state(),
+    exp_avg_sq=state(nonneg, when="not matrix"),
+    left=matrix_state("rows", symmetric, when="matrix"),
+    basis_left=matrix_state("rows", orthogonal, when="matrix", init="identity"),
+    eigen_left=row(nonneg, when="matrix", init="init_factor"),
+    right=matrix_state("columns", symmetric, when="matrix"),
+    basis_right=matrix_state("columns", orthogonal, when="matrix", init="identity"),
+    eigen_right=col(nonneg, when="matrix", init="init_factor"),
+    *,
+    lr=hyper(1e-4, ge=0),
+    betas=hyper((0.9, 0.98), ge=0, lt=1),
+    eps=hyper(1e-8, gt=0),
+    weight_decay=hyper(0.01, ge=0),
+    precondition_frequency=hyper(10, ge=1, whole=True),
+    init_factor=hyper(0.1, gt=0),
+    max_clamp_value=hyper(4000.0, gt=0),
+    refresh=flag(every="precondition_frequency", first=True),
+    matrix=shape_flag(lambda shape: len(shape) >= 2 and max(shape[-2:]) <= 10000),
+):
+    """KL-Shampoo: Shampoo whose two factors are estimated by one another's inverse; AdamW for what is no matrix.
+
+    A step is left^(-1/2) m right^(-1/2) with the momentum m.  The first step of a parameter makes its bases and does
+    not move it, as in the authors' code.  Steps k + 1, 2k + 1 ..., with k = precondition_frequency, bring them nearer
+    to the eigenvectors; eigenvalues are averages of their own, renewed in each step.  Matrices with a side of more than
+    10000 take AdamW.  The momentum and both factors are kept in the bases, where few bits cost least.
+    """
+    if not matrix:
+        p, exp_avg, exp_avg_sq = policies.adamw_step(p, g, t, exp_avg, exp_avg_sq, lr, betas, eps, weight_decay)
+        return p, exp_avg, exp_avg_sq, left, basis_left, eigen_left, right, basis_right, eigen_right
+    beta1, beta2 = betas
+    moves, gain = where(t > 1, 1.0, 0.0), (1 - beta2) * where(t > 1, 1.0, init_factor)
+    g = basis_left.T @ g @ basis_right
+    down = minimum(rsqrt(eigen_left), max_clamp_value)
+    across = minimum(rsqrt(eigen_right), max_clamp_value)
+    exp_avg = beta1 * exp_avg + (1 - beta1) * moves * g
+    update = exp_avg * (down * across) / (1 + eps * (down * across))
+    p = p - moves * lr * (basis_left @ update @ basis_right.T)
+    p = policies.decoupled(p, moves * lr, weight_decay)
+    by_left, by_right = g * down, g * across
+    left = beta2 * left + gain * gram(by_right)  # times the columns, which the eigenvectors do not depend on
+    right = beta2 * right + gain * gram(by_left.T)
+    eigen_left = eigen_left + (1 - beta2) * moves * (row_mean(by_right * by_right) - eigen_left)
+    eigen_right = eigen_right + (1 - beta2) * moves * (col_mean(by_left * by_left) - eigen_right)
+    if refresh:
+        turn = orthogonal_iteration(left, moves * identity(left))
+        other = orthogonal_iteration(right, moves * identity(right))
+        left, right, exp_avg = turn.T @ left @ turn, other.T @ right @ other, turn.T @ exp_avg @ other
+        basis_left, basis_right = basis_left @ turn, basis_right @ other
+        basis_left = 1.5 * basis_left - 0.5 * basis_left @ gram(basis_left.T)  # orthogonal again: roundings add up
+        basis_right = 1.5 * basis_right - 0.5 * basis_right @ gram(basis_right.T)
+    return p, exp_avg, exp_avg_sq, left, basis_left, eigen_left, right, basis_right, eigen_right
