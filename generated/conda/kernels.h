@@ -42,19 +42,16 @@ struct conda_no_matrix {  // conda
         one_minus_lr_times_weight_decay(scalars[6]) {}
     template <class S0, class S1>
     void states(F p, F g, S0 &exp_avg, S1 &exp_avg_sq) const {
-        // 38  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-        const F exp_avg_ = fma(one_minus_beta1_times_grad_scale, g, exp_avg.times(beta1));
-        // 39  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-        const F exp_avg_sq_ = fma(scalar_1 * g, g, exp_avg_sq.times(beta2));
+        const F exp_avg_ = fma(one_minus_beta1_times_grad_scale, g, exp_avg.times(beta1));  // 38
+        const F exp_avg_sq_ = fma(scalar_1 * g, g, exp_avg_sq.times(beta2));  // 39
         exp_avg.set(exp_avg_);
         exp_avg_sq.set(exp_avg_sq_);
     }
     template <class S0, class S1>
     F weight(F p, F g, const S0 &exp_avg, const S1 &exp_avg_sq) const {
-        const F u = exp_avg.next() / (exp_avg_sq.root() + eps);  // 40  u = exp_avg / (sqrt(exp_avg_sq) + eps)
-        // 43  p = p - lr * sqrt(1 - beta2**t) / (1 - beta1**t) * u
-        const F p_ = fma(scalar_2, u, p);
-        const F p_2 = one_minus_lr_times_weight_decay * p_;      // 44  p = p * (1 - lr * weight_decay)
+        const F u = exp_avg.next() / (exp_avg_sq.root() + eps);  // 40
+        const F p_ = fma(scalar_2, u, p);                        // 43
+        const F p_2 = one_minus_lr_times_weight_decay * p_;      // 44
         return p_2;
     }
 };
@@ -74,11 +71,9 @@ OPTGEN_INLINE void conda_renews_3(
     F beta1, F beta2, F eps, F one_minus_beta1, F one_minus_beta2, S0 &exp_avg_sq, S1 &exp_avg_2, S2 &g_2, S3 &exp_avg,
     S4 &u_whole
 ) {
-    // 38  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    const F exp_avg_ = fma(one_minus_beta1, g_2.read(), beta1 * exp_avg_2.read());
-    // 39  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    const F exp_avg_sq_ = fma(one_minus_beta2 * g_2.read(), g_2.read(), exp_avg_sq.times(beta2));
-    const F u = exp_avg_ / (sqrt(exp_avg_sq_) + eps);  // 40  u = exp_avg / (sqrt(exp_avg_sq) + eps)
+    const F exp_avg_ = fma(one_minus_beta1, g_2.read(), beta1 * exp_avg_2.read());  // 38
+    const F exp_avg_sq_ = fma(one_minus_beta2 * g_2.read(), g_2.read(), exp_avg_sq.times(beta2));  // 39
+    const F u = exp_avg_ / (sqrt(exp_avg_sq_) + eps);  // 40
     exp_avg_sq.set(exp_avg_sq_);
     exp_avg.set(exp_avg_);
     u_whole.set(u);

@@ -2,7 +2,7 @@
 #     build kl_shampoo
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp
+from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp, by_flags
 from optgen.runtime.records.scalars import divide, maximum, root, where
 from optgen.runtime.reference.eager import put, quotient, smaller, sqrt
 from optgen.runtime.reference.matrices import identity, orthogonal_iteration
@@ -102,7 +102,7 @@ def kl_shampoo_matrices_refresh(
     left, basis_left, right, basis_right, update_whole, by_right_whole, exp_avg_whole, by_left_whole, beta2, gain,
     moves,
 ):
-    left = beta2 * left + gain * (by_right_whole @ by_right_whole.mT)  # 51  left = beta2 * left + gain * gram(by_right)
+    left = beta2 * left + gain * (by_right_whole @ by_right_whole.mT)  # 51
     # 56  turn = orthogonal_iteration(left, moves * identity(left))
     turn = orthogonal_iteration(left, moves * identity(left))
     turn_transpose = turn.mT
@@ -112,28 +112,19 @@ def kl_shampoo_matrices_refresh(
     basis_left_2 = basis_left @ turn
     # 60  basis_left = 1.5 * basis_left - 0.5 * basis_left @ gram(basis_left.T)
     basis_left_2 = 1.5 * basis_left_2 - 0.5 * basis_left_2 @ (basis_left_2.mT @ basis_left_2)
-    # 52  right = beta2 * right + gain * gram(by_left.T)
-    right = beta2 * right + gain * (by_left_whole.mT @ by_left_whole)
+    right = beta2 * right + gain * (by_left_whole.mT @ by_left_whole)  # 52
     # 57  other = orthogonal_iteration(right, moves * identity(right))
     other = orthogonal_iteration(right, moves * identity(right))
-    # 58  left, right, exp_avg = turn.T @ left @ turn, other.T @ right @ other, turn.T @ exp_avg @ other
-    right = other.mT @ right @ other
-    # 59  basis_left, basis_right = basis_left @ turn, basis_right @ other
-    basis_right_2 = basis_right @ other
+    right = other.mT @ right @ other  # 58
+    basis_right_2 = basis_right @ other  # 59
     # 61  basis_right = 1.5 * basis_right - 0.5 * basis_right @ gram(basis_right.T)
     basis_right_2 = 1.5 * basis_right_2 - 0.5 * basis_right_2 @ (basis_right_2.mT @ basis_right_2)
-    # 58  left, right, exp_avg = turn.T @ left @ turn, other.T @ right @ other, turn.T @ exp_avg @ other
-    exp_avg = turn_transpose @ exp_avg_whole @ other
+    exp_avg = turn_transpose @ exp_avg_whole @ other  # 58
     return left, basis_left_2, right, basis_right_2, basis_left @ update_whole @ basis_right.mT, exp_avg
 
 
 # Steps in place, in strict maths; the codecs of a plan load and store.
-def kl_shampoo(
-    stored, max_clamp_value, grad_scale, beta1, eps, one_minus_beta1_times_where_lt_one_t_one_zero,
-    one_minus_beta2_times_where_lt_one_t_one_zero, beta2, gain, where_lt_one_t_one_zero_times_lr, scalar_1,
-):
-
-    # == row: values of rows
+def kl_shampoo_1(stored, max_clamp_value):
     # -- load and decode
     eigen_left = stored["eigen_left"]
     # -- update  (specs/kl_shampoo.py)
@@ -141,8 +132,10 @@ def kl_shampoo(
     down_ = smaller(quotient(1.0, sqrt(eigen_left)), max_clamp_value)
     # -- encode and store
     down_tensor = down_
+    return down_tensor
 
-    # == col: values of columns
+
+def kl_shampoo_2(stored, max_clamp_value):
     # -- load and decode
     eigen_right = stored["eigen_right"]
     # -- update  (specs/kl_shampoo.py)
@@ -150,6 +143,49 @@ def kl_shampoo(
     across = smaller(quotient(1.0, sqrt(eigen_right)), max_clamp_value)
     # -- encode and store
     across_tensor = across
+    return across_tensor
+
+
+def kl_shampoo_6(stored, one_minus_beta2_times_where_lt_one_t_one_zero, row_sum_for_eigen_left_tensor):
+    b = stored.over()
+    # -- load and decode
+    eigen_left = stored["eigen_left"]
+    row_sum_for_eigen_left = row_sum_for_eigen_left_tensor
+    # -- update  (specs/kl_shampoo.py)
+    # 53  eigen_left = eigen_left + (1 - beta2) * moves * (row_mean(by_right * by_right) - eigen_left)
+    eigen_left = (
+        eigen_left + one_minus_beta2_times_where_lt_one_t_one_zero
+        * (row_sum_for_eigen_left / b.extent("columns") - eigen_left)
+    )
+    # -- encode and store
+    put(stored["eigen_left"], eigen_left)
+
+
+def kl_shampoo_7(stored, one_minus_beta2_times_where_lt_one_t_one_zero, col_sum_for_eigen_right_tensor):
+    b = stored.over()
+    # -- load and decode
+    eigen_right = stored["eigen_right"]
+    col_sum_for_eigen_right = col_sum_for_eigen_right_tensor
+    # -- update  (specs/kl_shampoo.py)
+    # 54  eigen_right = eigen_right + (1 - beta2) * moves * (col_mean(by_left * by_left) - eigen_right)
+    eigen_right = (
+        eigen_right + one_minus_beta2_times_where_lt_one_t_one_zero
+        * (col_sum_for_eigen_right / b.extent("rows") - eigen_right)
+    )
+    # -- encode and store
+    put(stored["eigen_right"], eigen_right)
+
+
+def kl_shampoo(
+    stored, max_clamp_value, grad_scale, beta1, eps, one_minus_beta1_times_where_lt_one_t_one_zero,
+    one_minus_beta2_times_where_lt_one_t_one_zero, beta2, gain, where_lt_one_t_one_zero_times_lr, scalar_1,
+):
+
+    # == row: values of rows
+    down_tensor = kl_shampoo_1(stored, max_clamp_value)
+
+    # == col: values of columns
+    across_tensor = kl_shampoo_2(stored, max_clamp_value)
 
     # == sweep 1: g (specs/kl_shampoo.py:43)
     b = stored.over("g")
@@ -173,7 +209,7 @@ def kl_shampoo(
     # 46  exp_avg = beta1 * exp_avg + (1 - beta1) * moves * g
     exp_avg = beta1 * exp_avg + one_minus_beta1_times_where_lt_one_t_one_zero * g_2
     by_right = g_2 * across                               # 50  by_left, by_right = g * down, g * across
-    by_left = g_2 * down_                                 # 50  by_left, by_right = g * down, g * across
+    by_left = g_2 * down_                                 # 50
     down_mul = down_ * across
     # 47  update = exp_avg * (down * across) / (1 + eps * (down * across))
     update = exp_avg * down_mul / (1.0 + eps * down_mul)
@@ -186,30 +222,10 @@ def kl_shampoo(
     b.store("exp_avg", exp_avg)
 
     # == row: values of rows
-    # -- load and decode
-    eigen_left = stored["eigen_left"]
-    row_sum_for_eigen_left = row_sum_for_eigen_left_tensor
-    # -- update  (specs/kl_shampoo.py)
-    # 53  eigen_left = eigen_left + (1 - beta2) * moves * (row_mean(by_right * by_right) - eigen_left)
-    eigen_left = (
-        eigen_left + one_minus_beta2_times_where_lt_one_t_one_zero
-        * (row_sum_for_eigen_left / b.extent("columns") - eigen_left)
-    )
-    # -- encode and store
-    put(stored["eigen_left"], eigen_left)
+    kl_shampoo_6(stored, one_minus_beta2_times_where_lt_one_t_one_zero, row_sum_for_eigen_left_tensor)
 
     # == col: values of columns
-    # -- load and decode
-    eigen_right = stored["eigen_right"]
-    col_sum_for_eigen_right = col_sum_for_eigen_right_tensor
-    # -- update  (specs/kl_shampoo.py)
-    # 54  eigen_right = eigen_right + (1 - beta2) * moves * (col_mean(by_left * by_left) - eigen_right)
-    eigen_right = (
-        eigen_right + one_minus_beta2_times_where_lt_one_t_one_zero
-        * (col_sum_for_eigen_right / b.extent("rows") - eigen_right)
-    )
-    # -- encode and store
-    put(stored["eigen_right"], eigen_right)
+    kl_shampoo_7(stored, one_minus_beta2_times_where_lt_one_t_one_zero, col_sum_for_eigen_right_tensor)
 
     # == whole: functions of whole matrices
     left_new, right_new, matmul_3_tensor = kl_shampoo_matrices_2(
@@ -246,9 +262,8 @@ def kl_shampoo_no_matrix(
     # -- update  (specs/kl_shampoo.py)
     # 39  p, exp_avg, exp_avg_sq = policies.adamw_step(p, g, t, exp_avg, exp_avg_sq, lr, betas, eps, weight_decay)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g
-    # 39  p, exp_avg, exp_avg_sq = policies.adamw_step(p, g, t, exp_avg, exp_avg_sq, lr, betas, eps, weight_decay)
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
-    # 39  p, exp_avg, exp_avg_sq = policies.adamw_step(p, g, t, exp_avg, exp_avg_sq, lr, betas, eps, weight_decay)
+    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g  # 39
+    # 39
     p = (
         p * one_minus_lr_times_weight_decay - lr_over_one_minus_beta1_pow_t * exp_avg
         / (sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps)
@@ -265,22 +280,10 @@ def kl_shampoo_refresh(
 ):
 
     # == row: values of rows
-    # -- load and decode
-    eigen_left = stored["eigen_left"]
-    # -- update  (specs/kl_shampoo.py)
-    # 44  down = minimum(rsqrt(eigen_left), max_clamp_value)
-    down_ = smaller(quotient(1.0, sqrt(eigen_left)), max_clamp_value)
-    # -- encode and store
-    down_tensor = down_
+    down_tensor = kl_shampoo_1(stored, max_clamp_value)
 
     # == col: values of columns
-    # -- load and decode
-    eigen_right = stored["eigen_right"]
-    # -- update  (specs/kl_shampoo.py)
-    # 45  across = minimum(rsqrt(eigen_right), max_clamp_value)
-    across = smaller(quotient(1.0, sqrt(eigen_right)), max_clamp_value)
-    # -- encode and store
-    across_tensor = across
+    across_tensor = kl_shampoo_2(stored, max_clamp_value)
 
     # == sweep 1: g (specs/kl_shampoo.py:43)
     b = stored.over("g")
@@ -302,13 +305,11 @@ def kl_shampoo_refresh(
     down_ = b.spread(down_tensor)
     exp_avg = b.load("exp_avg")
     # -- update  (specs/kl_shampoo.py)
-    by_right = g_2 * across                               # 50  by_left, by_right = g * down, g * across
-    by_left = g_2 * down_                                 # 50  by_left, by_right = g * down, g * across
-    # 46  exp_avg = beta1 * exp_avg + (1 - beta1) * moves * g
-    exp_avg = beta1 * exp_avg + one_minus_beta1_times_where_lt_one_t_one_zero * g_2
+    by_right = g_2 * across                               # 50
+    by_left = g_2 * down_                                 # 50
+    exp_avg = beta1 * exp_avg + one_minus_beta1_times_where_lt_one_t_one_zero * g_2  # 46
     down_mul = down_ * across
-    # 47  update = exp_avg * (down * across) / (1 + eps * (down * across))
-    update = exp_avg * down_mul / (1.0 + eps * down_mul)
+    update = exp_avg * down_mul / (1.0 + eps * down_mul)  # 47
     # -- encode and store
     row_sum_for_eigen_left_tensor = b.row_sum(by_right * by_right)
     col_sum_for_eigen_right_tensor = b.col_sum(by_left * by_left)
@@ -318,30 +319,10 @@ def kl_shampoo_refresh(
     by_left_whole_tensor = b.flat(by_left)
 
     # == row: values of rows
-    # -- load and decode
-    eigen_left = stored["eigen_left"]
-    row_sum_for_eigen_left = row_sum_for_eigen_left_tensor
-    # -- update  (specs/kl_shampoo.py)
-    # 53  eigen_left = eigen_left + (1 - beta2) * moves * (row_mean(by_right * by_right) - eigen_left)
-    eigen_left = (
-        eigen_left + one_minus_beta2_times_where_lt_one_t_one_zero
-        * (row_sum_for_eigen_left / b.extent("columns") - eigen_left)
-    )
-    # -- encode and store
-    put(stored["eigen_left"], eigen_left)
+    kl_shampoo_6(stored, one_minus_beta2_times_where_lt_one_t_one_zero, row_sum_for_eigen_left_tensor)
 
     # == col: values of columns
-    # -- load and decode
-    eigen_right = stored["eigen_right"]
-    col_sum_for_eigen_right = col_sum_for_eigen_right_tensor
-    # -- update  (specs/kl_shampoo.py)
-    # 54  eigen_right = eigen_right + (1 - beta2) * moves * (col_mean(by_left * by_left) - eigen_right)
-    eigen_right = (
-        eigen_right + one_minus_beta2_times_where_lt_one_t_one_zero
-        * (col_sum_for_eigen_right / b.extent("rows") - eigen_right)
-    )
-    # -- encode and store
-    put(stored["eigen_right"], eigen_right)
+    kl_shampoo_7(stored, one_minus_beta2_times_where_lt_one_t_one_zero, col_sum_for_eigen_right_tensor)
 
     # == whole: functions of whole matrices
     (
@@ -362,9 +343,8 @@ def kl_shampoo_refresh(
     matmul_3 = b.elements(matmul_3_tensor)
     exp_avg_2 = b.elements(exp_avg_2_tensor)
     # -- update  (specs/kl_shampoo.py)
-    # 48  p = p - moves * lr * (basis_left @ update @ basis_right.T)
-    p = p - where_lt_one_t_one_zero_times_lr * matmul_3
-    p = p * scalar_1                                     # 49  p = policies.decoupled(p, moves * lr, weight_decay)
+    p = p - where_lt_one_t_one_zero_times_lr * matmul_3  # 48
+    p = p * scalar_1                                     # 49
     # -- encode and store
     b.store("p", p)
     b.store("exp_avg", exp_avg_2)
@@ -486,87 +466,73 @@ def kernel_scalars_3(
     )
 
 
+# What several of the records below have.
+STATES = (
+    StateRecord("exp_avg"),
+    StateRecord("left", space="mm"),
+    StateRecord("basis_left", space="mm", init="identity", trait="orthogonal"),
+    StateRecord("eigen_left", nonneg=True, space="row", init="init_factor"),
+    StateRecord("right", space="nn"),
+    StateRecord("basis_right", space="nn", init="identity", trait="orthogonal"),
+    StateRecord("eigen_right", nonneg=True, space="col", init="init_factor"),
+)
+KL_SHAMPOO_1 = Stage(
+    "kl_shampoo_1", "row", level=-1, scalars=(0,), temps=("down",), matrices=True, reads=("eigen_left",),
+    stores=("down",), plus=("down",), picked=("down",),
+)
+KL_SHAMPOO_2 = Stage(
+    "kl_shampoo_2", "col", level=-1, scalars=(0,), temps=("across",), matrices=True, reads=("eigen_right",),
+    stores=("across",), plus=("across",), picked=("across",),
+)
+KL_SHAMPOO_3 = Stage(
+    "kl_shampoo_3", "elem", level=0, scalars=(1,), temps=("g_whole",), reads=("g",), stores=("g_whole",),
+)
+KL_SHAMPOO_MATRICES = Stage(
+    "kl_shampoo_matrices", "whole", level=1, scalars=(), temps=("g_2",), reads=("basis_left", "basis_right", "g_whole"),
+    stores=("g_2",),
+)
+KL_SHAMPOO_6 = Stage(
+    "kl_shampoo_6", "row", level=3, scalars=(5,), matrices=True, reads=("eigen_left", "row_sum_for_eigen_left"),
+    stores=("eigen_left",), extents=("columns",), plus=("eigen_left",),
+)
+KL_SHAMPOO_7 = Stage(
+    "kl_shampoo_7", "col", level=3, scalars=(5,), matrices=True, reads=("eigen_right", "col_sum_for_eigen_right"),
+    stores=("eigen_right",), extents=("rows",), plus=("eigen_right",),
+)
+
 # The eager reference, in strict maths.
-RULES = (
+RULES = by_flags(
+    {"refresh": False, "matrix": True},
     RuleRecord(
-        "kl_shampoo",
-        "",
-        flags={"refresh": False, "matrix": True},
-        step="kl_shampoo",
+        "kl_shampoo", "kl_shampoo",
         scalars=(
             "max_clamp_value", "grad_scale", "beta1", "eps", "one_minus_beta1_times_where_lt_one_t_one_zero",
             "one_minus_beta2_times_where_lt_one_t_one_zero", "beta2", "gain", "where_lt_one_t_one_zero_times_lr",
             "scalar_1",
         ),
-        host=host_scalars,
-        states=(
-            StateRecord("exp_avg"),
-            StateRecord("left", space="mm"),
-            StateRecord("basis_left", space="mm", init="identity", trait="orthogonal"),
-            StateRecord("eigen_left", nonneg=True, space="row", init="init_factor"),
-            StateRecord("right", space="nn"),
-            StateRecord("basis_right", space="nn", init="identity", trait="orthogonal"),
-            StateRecord("eigen_right", nonneg=True, space="col", init="init_factor"),
-        ),
-        unchanged=(("basis_left", "basis_right"), ()),
-        differs=("basis_left", "basis_right", "exp_avg", "left", "right"),
-        spaces=("call", "col", "row", "tensor"),
-        by_rows=True,
-        matrix="heads",
+        host=host_scalars, states=STATES, unchanged=(("basis_left", "basis_right"), ()),
+        differs=("basis_left", "basis_right", "exp_avg", "left", "right"), spaces=("call", "col", "row", "tensor"),
+        by_rows=True, matrix="heads", settings=({"refresh": False, "matrix": True},),
     ),
     RuleRecord(
-        "kl_shampoo",
-        "_no_matrix",
-        flags={"refresh": False, "matrix": False},
-        step="kl_shampoo_no_matrix",
+        "kl_shampoo", "kl_shampoo_no_matrix",
         scalars=(
             "beta1", "beta2", "eps", "grad_scale", "one_minus_lr_times_weight_decay", "one_minus_beta1",
             "lr_over_one_minus_beta1_pow_t", "one_minus_beta2", "sqrt_one_minus_beta2_pow_t",
         ),
-        host=host_scalars_2,
-        states=(StateRecord("exp_avg"), StateRecord("exp_avg_sq", nonneg=True)),
-        unchanged=((), ()),
-        matrix="heads",
+        host=host_scalars_2, states=(StateRecord("exp_avg"), StateRecord("exp_avg_sq", nonneg=True)),
+        unchanged=((), ()), matrix="heads", settings=({"matrix": False},),
     ),
     RuleRecord(
-        "kl_shampoo",
-        "_refresh",
-        flags={"refresh": True, "matrix": True},
-        step="kl_shampoo_refresh",
+        "kl_shampoo", "kl_shampoo_refresh",
         scalars=(
             "max_clamp_value", "grad_scale", "beta1", "eps", "one_minus_beta1_times_where_lt_one_t_one_zero",
             "one_minus_beta2_times_where_lt_one_t_one_zero", "beta2", "gain", "moves",
             "where_lt_one_t_one_zero_times_lr", "scalar_1",
         ),
-        host=host_scalars_3,
-        states=(
-            StateRecord("exp_avg"),
-            StateRecord("left", space="mm"),
-            StateRecord("basis_left", space="mm", init="identity", trait="orthogonal"),
-            StateRecord("eigen_left", nonneg=True, space="row", init="init_factor"),
-            StateRecord("right", space="nn"),
-            StateRecord("basis_right", space="nn", init="identity", trait="orthogonal"),
-            StateRecord("eigen_right", nonneg=True, space="col", init="init_factor"),
-        ),
-        unchanged=((), ("basis_left", "basis_right")),
-        differs=("basis_left", "basis_right", "exp_avg", "left", "right"),
-        spaces=("call", "col", "row", "tensor"),
-        by_rows=True,
-        matrix="heads",
-    ),
-    RuleRecord(
-        "kl_shampoo",
-        "_refresh_no_matrix",
-        flags={"refresh": True, "matrix": False},
-        step="kl_shampoo_no_matrix",
-        scalars=(
-            "beta1", "beta2", "eps", "grad_scale", "one_minus_lr_times_weight_decay", "one_minus_beta1",
-            "lr_over_one_minus_beta1_pow_t", "one_minus_beta2", "sqrt_one_minus_beta2_pow_t",
-        ),
-        host=host_scalars_2,
-        states=(StateRecord("exp_avg"), StateRecord("exp_avg_sq", nonneg=True)),
-        unchanged=((), ()),
-        matrix="heads",
+        host=host_scalars_3, states=STATES, unchanged=((), ("basis_left", "basis_right")),
+        differs=("basis_left", "basis_right", "exp_avg", "left", "right"), spaces=("call", "col", "row", "tensor"),
+        by_rows=True, matrix="heads", settings=({"refresh": True, "matrix": True},),
     ),
 )
 
@@ -593,82 +559,24 @@ STEPS = (
             Temp("matmul_3", "elem", wide=True),
         ),
         stages=(
+            KL_SHAMPOO_1,
+            KL_SHAMPOO_2,
+            KL_SHAMPOO_3,
+            KL_SHAMPOO_MATRICES,
             Stage(
-                "kl_shampoo_1",
-                "row",
-                level=-1,
-                scalars=(0,),
-                temps=("down",),
-                matrices=True,
-                reads=("eigen_left",),
-                stores=("down",),
-                plus=("down",),
-                picked=("down",),
-            ),
-            Stage(
-                "kl_shampoo_2",
-                "col",
-                level=-1,
-                scalars=(0,),
-                temps=("across",),
-                matrices=True,
-                reads=("eigen_right",),
-                stores=("across",),
-                plus=("across",),
-                picked=("across",),
-            ),
-            Stage("kl_shampoo_3", "elem", level=0, scalars=(1,), temps=("g_whole",), reads=("g",), stores=("g_whole",)),
-            Stage(
-                "kl_shampoo_matrices",
-                "whole",
-                level=1,
-                scalars=(),
-                temps=("g_2",),
-                reads=("basis_left", "basis_right", "g_whole"),
-                stores=("g_2",),
-            ),
-            Stage(
-                "kl_shampoo_5",
-                "elem",
-                level=2,
-                scalars=(2, 3, 4),
+                "kl_shampoo_5", "elem", level=2, scalars=(2, 3, 4),
                 temps=(
                     "row_sum_for_eigen_left", "col_sum_for_eigen_right", "update_whole", "by_right_whole",
                     "by_left_whole",
                 ),
-                matrices=True,
-                reads=("exp_avg", "g_2", "across", "down"),
+                matrices=True, reads=("exp_avg", "g_2", "across", "down"),
                 stores=("exp_avg", "update_whole", "by_right_whole", "by_left_whole"),
                 sums=(("square", ("row_sum_for_eigen_left",)), ("square", ("col_sum_for_eigen_right",))),
             ),
+            KL_SHAMPOO_6,
+            KL_SHAMPOO_7,
             Stage(
-                "kl_shampoo_6",
-                "row",
-                level=3,
-                scalars=(5,),
-                matrices=True,
-                reads=("eigen_left", "row_sum_for_eigen_left"),
-                stores=("eigen_left",),
-                extents=("columns",),
-                plus=("eigen_left",),
-            ),
-            Stage(
-                "kl_shampoo_7",
-                "col",
-                level=3,
-                scalars=(5,),
-                matrices=True,
-                reads=("eigen_right", "col_sum_for_eigen_right"),
-                stores=("eigen_right",),
-                extents=("rows",),
-                plus=("eigen_right",),
-            ),
-            Stage(
-                "kl_shampoo_matrices_2",
-                "whole",
-                level=3,
-                scalars=(6, 7),
-                temps=("matmul_3",),
+                "kl_shampoo_matrices_2", "whole", level=3, scalars=(6, 7), temps=("matmul_3",),
                 reads=("left", "basis_left", "right", "basis_right", "update_whole", "by_right_whole", "by_left_whole"),
                 stores=("left", "right", "matmul_3"),
             ),
@@ -676,7 +584,7 @@ STEPS = (
         ),
     ),
     Rule(
-        ({"refresh": False, "matrix": False}, {"refresh": True, "matrix": False}),
+        ({"matrix": False},),
         (
             "beta1", "beta2", "one_minus_beta1_times_grad_scale", "scalar_1", "scalar_2", "scalar_3",
             "one_minus_lr_times_weight_decay",
@@ -684,13 +592,8 @@ STEPS = (
         host=kernel_scalars_2,
         stages=(
             Stage(
-                "kl_shampoo_no_matrix",
-                "elem",
-                level=0,
-                scalars=tuple(range(7)),
-                reads=("p", "g", "exp_avg", "exp_avg_sq"),
-                stores=("p", "exp_avg", "exp_avg_sq"),
-                plus=("exp_avg_sq",),
+                "kl_shampoo_no_matrix", "elem", level=0, scalars=tuple(range(7)),
+                reads=("p", "g", "exp_avg", "exp_avg_sq"), stores=("p", "exp_avg", "exp_avg_sq"), plus=("exp_avg_sq",),
                 needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
             ),
         ),
@@ -718,82 +621,24 @@ STEPS = (
             Temp("matmul_3", "elem", wide=True),
         ),
         stages=(
+            KL_SHAMPOO_1,
+            KL_SHAMPOO_2,
+            KL_SHAMPOO_3,
+            KL_SHAMPOO_MATRICES,
             Stage(
-                "kl_shampoo_1",
-                "row",
-                level=-1,
-                scalars=(0,),
-                temps=("down",),
-                matrices=True,
-                reads=("eigen_left",),
-                stores=("down",),
-                plus=("down",),
-                picked=("down",),
-            ),
-            Stage(
-                "kl_shampoo_2",
-                "col",
-                level=-1,
-                scalars=(0,),
-                temps=("across",),
-                matrices=True,
-                reads=("eigen_right",),
-                stores=("across",),
-                plus=("across",),
-                picked=("across",),
-            ),
-            Stage("kl_shampoo_3", "elem", level=0, scalars=(1,), temps=("g_whole",), reads=("g",), stores=("g_whole",)),
-            Stage(
-                "kl_shampoo_matrices",
-                "whole",
-                level=1,
-                scalars=(),
-                temps=("g_2",),
-                reads=("basis_left", "basis_right", "g_whole"),
-                stores=("g_2",),
-            ),
-            Stage(
-                "kl_shampoo_refresh_5",
-                "elem",
-                level=2,
-                scalars=(2, 3, 4),
+                "kl_shampoo_refresh_5", "elem", level=2, scalars=(2, 3, 4),
                 temps=(
                     "row_sum_for_eigen_left", "col_sum_for_eigen_right", "update_whole", "by_right_whole",
                     "exp_avg_whole", "by_left_whole",
                 ),
-                matrices=True,
-                reads=("exp_avg", "g_2", "across", "down"),
+                matrices=True, reads=("exp_avg", "g_2", "across", "down"),
                 stores=("update_whole", "by_right_whole", "exp_avg_whole", "by_left_whole"),
                 sums=(("square", ("row_sum_for_eigen_left",)), ("square", ("col_sum_for_eigen_right",))),
             ),
+            KL_SHAMPOO_6,
+            KL_SHAMPOO_7,
             Stage(
-                "kl_shampoo_6",
-                "row",
-                level=3,
-                scalars=(5,),
-                matrices=True,
-                reads=("eigen_left", "row_sum_for_eigen_left"),
-                stores=("eigen_left",),
-                extents=("columns",),
-                plus=("eigen_left",),
-            ),
-            Stage(
-                "kl_shampoo_7",
-                "col",
-                level=3,
-                scalars=(5,),
-                matrices=True,
-                reads=("eigen_right", "col_sum_for_eigen_right"),
-                stores=("eigen_right",),
-                extents=("rows",),
-                plus=("eigen_right",),
-            ),
-            Stage(
-                "kl_shampoo_matrices_refresh",
-                "whole",
-                level=3,
-                scalars=(6, 7, 8),
-                temps=("matmul_3", "exp_avg_2"),
+                "kl_shampoo_matrices_refresh", "whole", level=3, scalars=(6, 7, 8), temps=("matmul_3", "exp_avg_2"),
                 reads=(
                     "left", "basis_left", "right", "basis_right", "update_whole", "by_right_whole", "exp_avg_whole",
                     "by_left_whole",
@@ -801,13 +646,8 @@ STEPS = (
                 stores=("left", "basis_left", "right", "basis_right", "matmul_3", "exp_avg_2"),
             ),
             Stage(
-                "kl_shampoo_refresh_9",
-                "elem",
-                level=4,
-                scalars=(9, 10),
-                reads=("p", "matmul_3", "exp_avg_2"),
-                stores=("p", "exp_avg"),
-                picked=("exp_avg",),
+                "kl_shampoo_refresh_9", "elem", level=4, scalars=(9, 10), reads=("p", "matmul_3", "exp_avg_2"),
+                stores=("p", "exp_avg"), picked=("exp_avg",),
             ),
         ),
     ),

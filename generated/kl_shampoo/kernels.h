@@ -33,7 +33,7 @@ OPTGEN_INLINE void kl_shampoo_5(
     // 46  exp_avg = beta1 * exp_avg + (1 - beta1) * moves * g
     const F exp_avg_ = fma(one_minus_beta1_times_where_lt_one_t_one_zero, g_2.read(), exp_avg.times(beta1));
     const F by_right = g_2.read() * across_.read();  // 50  by_left, by_right = g * down, g * across
-    const F by_left = g_2.read() * down.read();      // 50  by_left, by_right = g * down, g * across
+    const F by_left = g_2.read() * down.read();      // 50
     // 47  update = exp_avg * (down * across) / (1 + eps * (down * across))
     const F update = down.read() * (exp_avg_ * across_.read()) / fma(eps * down.read(), across_.read(), 1.0f);
     exp_avg.set(exp_avg_);
@@ -93,14 +93,13 @@ struct kl_shampoo_no_matrix {  // kl_shampoo
     void states(F p, F g, S0 &exp_avg, S1 &exp_avg_sq) const {
         // 39  p, exp_avg, exp_avg_sq = policies.adamw_step(p, g, t, exp_avg, exp_avg_sq, lr, betas, eps, weight_decay)
         const F exp_avg_ = fma(one_minus_beta1_times_grad_scale, g, exp_avg.times(beta1));
-        // 39  p, exp_avg, exp_avg_sq = policies.adamw_step(p, g, t, exp_avg, exp_avg_sq, lr, betas, eps, weight_decay)
-        const F exp_avg_sq_ = fma(scalar_1 * g, g, exp_avg_sq.times(beta2));
+        const F exp_avg_sq_ = fma(scalar_1 * g, g, exp_avg_sq.times(beta2));  // 39
         exp_avg.set(exp_avg_);
         exp_avg_sq.set(exp_avg_sq_);
     }
     template <class S0, class S1>
     F weight(F p, F g, const S0 &exp_avg, const S1 &exp_avg_sq) const {
-        // 39  p, exp_avg, exp_avg_sq = policies.adamw_step(p, g, t, exp_avg, exp_avg_sq, lr, betas, eps, weight_decay)
+        // 39
         const F p_ = fma(
             -exp_avg.next(), 1.0f / fma(exp_avg_sq.root(), scalar_2, scalar_3), one_minus_lr_times_weight_decay * p
         );
@@ -116,12 +115,10 @@ OPTGEN_INLINE void kl_shampoo_refresh_5(
     S4 &update_whole, S5 &by_right_whole, S6 &exp_avg_whole, S7 &by_left_whole, S8 &row_sum_for_eigen_left,
     S9 &col_sum_for_eigen_right
 ) {
-    const F by_right = g_2.read() * across_.read();  // 50  by_left, by_right = g * down, g * across
-    const F by_left = g_2.read() * down.read();      // 50  by_left, by_right = g * down, g * across
-    // 46  exp_avg = beta1 * exp_avg + (1 - beta1) * moves * g
-    const F exp_avg_ = fma(one_minus_beta1_times_where_lt_one_t_one_zero, g_2.read(), exp_avg.times(beta1));
-    // 47  update = exp_avg * (down * across) / (1 + eps * (down * across))
-    const F update = down.read() * (exp_avg_ * across_.read()) / fma(eps * down.read(), across_.read(), 1.0f);
+    const F by_right = g_2.read() * across_.read();  // 50
+    const F by_left = g_2.read() * down.read();      // 50
+    const F exp_avg_ = fma(one_minus_beta1_times_where_lt_one_t_one_zero, g_2.read(), exp_avg.times(beta1));  // 46
+    const F update = down.read() * (exp_avg_ * across_.read()) / fma(eps * down.read(), across_.read(), 1.0f);  // 47
     update_whole.set(update);
     by_right_whole.set(by_right);
     exp_avg_whole.set(exp_avg_);
@@ -135,9 +132,8 @@ template <class S0, class S1, class S2>
 OPTGEN_INLINE F kl_shampoo_refresh_9(
     F p, F minus_where_lt_one_t_one_zero_times_lr, F scalar_1, S0 &matmul_3, S1 &exp_avg_2, S2 &exp_avg
 ) {
-    // 48  p = p - moves * lr * (basis_left @ update @ basis_right.T)
-    const F p_ = fma(minus_where_lt_one_t_one_zero_times_lr, matmul_3.read(), p);
-    const F p_2 = scalar_1 * p_;  // 49  p = policies.decoupled(p, moves * lr, weight_decay)
+    const F p_ = fma(minus_where_lt_one_t_one_zero_times_lr, matmul_3.read(), p);  // 48
+    const F p_2 = scalar_1 * p_;  // 49
     exp_avg.set(exp_avg_2.read());
     return p_2;
 }

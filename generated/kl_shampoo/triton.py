@@ -54,7 +54,7 @@ def kl_shampoo_5_tile(
     # 46  exp_avg = beta1 * exp_avg + (1 - beta1) * moves * g
     exp_avg = tl.fma(one_minus_beta1_times_where_lt_one_t_one_zero, g_2, times(beta1, exp_avg, PLAN.exp_avg))
     by_right = g_2 * across  # 50  by_left, by_right = g * down, g * across
-    by_left = g_2 * down_    # 50  by_left, by_right = g * down, g * across
+    by_left = g_2 * down_    # 50
     # 47  update = exp_avg * (down * across) / (1 + eps * (down * across))
     update = down_ * (exp_avg * across) * (1.0 / tl.fma(eps * down_, across, 1.0))
     return exp_avg, update, by_right, by_left, by_right, by_left
@@ -128,9 +128,8 @@ def kl_shampoo_no_matrix_tile(
     """The new p, exp_avg, exp_avg_sq."""
     # 39  p, exp_avg, exp_avg_sq = policies.adamw_step(p, g, t, exp_avg, exp_avg_sq, lr, betas, eps, weight_decay)
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))
-    # 39  p, exp_avg, exp_avg_sq = policies.adamw_step(p, g, t, exp_avg, exp_avg_sq, lr, betas, eps, weight_decay)
-    exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))
-    # 39  p, exp_avg, exp_avg_sq = policies.adamw_step(p, g, t, exp_avg, exp_avg_sq, lr, betas, eps, weight_decay)
+    exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 39
+    # 39
     p = tl.fma(
         minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3)), one_minus_lr_times_weight_decay * p
     )
@@ -156,12 +155,10 @@ def kl_shampoo_refresh_5_tile(
 ):
     """The new update_whole, by_right_whole, exp_avg_whole, by_left_whole; the terms of row_sum_for_eigen_left,
     col_sum_for_eigen_right."""
-    by_right = g_2 * across  # 50  by_left, by_right = g * down, g * across
-    by_left = g_2 * down_    # 50  by_left, by_right = g * down, g * across
-    # 46  exp_avg = beta1 * exp_avg + (1 - beta1) * moves * g
-    exp_avg = tl.fma(one_minus_beta1_times_where_lt_one_t_one_zero, g_2, times(beta1, exp_avg, PLAN.exp_avg))
-    # 47  update = exp_avg * (down * across) / (1 + eps * (down * across))
-    update = down_ * (exp_avg * across) * (1.0 / tl.fma(eps * down_, across, 1.0))
+    by_right = g_2 * across  # 50
+    by_left = g_2 * down_    # 50
+    exp_avg = tl.fma(one_minus_beta1_times_where_lt_one_t_one_zero, g_2, times(beta1, exp_avg, PLAN.exp_avg))  # 46
+    update = down_ * (exp_avg * across) * (1.0 / tl.fma(eps * down_, across, 1.0))  # 47
     return update, by_right, exp_avg, by_left, by_right, by_left
 
 
@@ -182,10 +179,8 @@ def kl_shampoo_refresh_9_tile(
     MASKED: tl.constexpr,
 ):
     """The new p, exp_avg."""
-    # 48  p = p - moves * lr * (basis_left @ update @ basis_right.T)
-    p = tl.fma(minus_where_lt_one_t_one_zero_times_lr, matmul_3, p)
-    # 49  p = policies.decoupled(p, moves * lr, weight_decay)
-    p = scalar_1 * p
+    p = tl.fma(minus_where_lt_one_t_one_zero_times_lr, matmul_3, p)  # 48
+    p = scalar_1 * p  # 49
     return p, exp_avg_2
 
 

@@ -3,7 +3,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp
+from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp, by_flags
 from optgen.runtime.records.scalars import divide
 from optgen.runtime.reference.matrices import eigenvectors
 
@@ -101,7 +101,7 @@ def splus_matrices_refresh(
     left, basis_left, right, basis_right, update_whole, g_2, momentum_whole, beta2, one_minus_beta2,
 ):
     g_2_transpose = g_2.mT
-    left = beta2 * left + one_minus_beta2 * (g_2 @ g_2_transpose)    # 50  left = beta2 * left + (1 - beta2) * gram(g)
+    left = beta2 * left + one_minus_beta2 * (g_2 @ g_2_transpose)    # 50
     # 53  turn, across = eigenvectors(left), eigenvectors(right)
     turn = eigenvectors(left)
     turn_transpose = turn.mT
@@ -111,36 +111,35 @@ def splus_matrices_refresh(
     basis_left_2 = basis_left @ turn
     # 57  basis_left = 1.5 * basis_left - 0.5 * basis_left @ gram(basis_left.T)
     basis_left_2 = 1.5 * basis_left_2 - 0.5 * basis_left_2 @ (basis_left_2.mT @ basis_left_2)
-    # 51  right = beta2 * right + (1 - beta2) * gram(g.T)
-    right = beta2 * right + one_minus_beta2 * (g_2_transpose @ g_2)
-    # 53  turn, across = eigenvectors(left), eigenvectors(right)
-    across = eigenvectors(right)
-    # 54  left, right = turn.T @ left @ turn, across.T @ right @ across
-    right = across.mT @ right @ across
-    # 56  basis_left, basis_right = basis_left @ turn, basis_right @ across
-    basis_right_2 = basis_right @ across
+    right = beta2 * right + one_minus_beta2 * (g_2_transpose @ g_2)  # 51
+    across = eigenvectors(right)  # 53
+    right = across.mT @ right @ across  # 54
+    basis_right_2 = basis_right @ across  # 56
     # 58  basis_right = 1.5 * basis_right - 0.5 * basis_right @ gram(basis_right.T)
     basis_right_2 = 1.5 * basis_right_2 - 0.5 * basis_right_2 @ (basis_right_2.mT @ basis_right_2)
-    # 45  update, rate = basis_left @ update @ basis_right.T, lr * 2 / (rows(p) + columns(p))
-    update = basis_left @ update_whole @ basis_right.mT
+    update = basis_left @ update_whole @ basis_right.mT  # 45
     momentum = turn_transpose @ momentum_whole @ across              # 55  momentum = turn.T @ momentum @ across
     return left, basis_left_2, right, basis_right_2, update, momentum
 
 
 # Steps in place, in strict maths; the codecs of a plan load and store.
+def splus_1(stored, weight_decay, lr_times_two):
+    b = stored.over()
+    # -- update  (specs/splus.py)
+    rate = lr_times_two / (b.extent("rows") + b.extent("columns"))  # 45
+    # -- encode and store
+    rate_tensor = rate
+    one_minus_rate_times_weight_decay_tensor = 1.0 - rate * weight_decay
+    return rate_tensor, one_minus_rate_times_weight_decay_tensor
+
+
 def splus(
     stored, weight_decay, lr_times_two, grad_scale, beta1, one_minus_beta1, beta2, one_minus_beta2,
     one_minus_ema_rate_over_one_minus_ema_rate_pow_t,
 ):
 
     # == tensor: values of tensors
-    b = stored.over()
-    # -- update  (specs/splus.py)
-    # 45  update, rate = basis_left @ update @ basis_right.T, lr * 2 / (rows(p) + columns(p))
-    rate = lr_times_two / (b.extent("rows") + b.extent("columns"))
-    # -- encode and store
-    rate_tensor = rate
-    one_minus_rate_times_weight_decay_tensor = 1.0 - rate * weight_decay
+    rate_tensor, one_minus_rate_times_weight_decay_tensor = splus_1(stored, weight_decay, lr_times_two)
 
     # == sweep 1: g (specs/splus.py:41)
     b = stored.over("g")
@@ -203,13 +202,11 @@ def splus_no_matrix(
     g = grad_scale * g
     ema = b.load("ema")
     # -- update  (specs/splus.py)
-    momentum = beta1 * momentum + one_minus_beta1 * g  # 42  momentum = beta1 * momentum + (1 - beta1) * g
-    # 43  update, rate = sign(momentum), lr * nonstandard_constant
-    update = torch.where(momentum > 0, 1.0, torch.where(momentum < 0, -1.0, momentum))
-    p = p - rate * update                              # 46  p = p - rate * update
-    p_2 = p * scalar_3                                 # 48  p = policies.decoupled(p, rate, weight_decay)
-    # 47  ema = ema + (1 - ema_rate) / (1 - ema_rate**t) * (p - ema)
-    ema = ema + one_minus_ema_rate_over_one_minus_ema_rate_pow_t * (p - ema)
+    momentum = beta1 * momentum + one_minus_beta1 * g  # 42
+    update = torch.where(momentum > 0, 1.0, torch.where(momentum < 0, -1.0, momentum))  # 43
+    p = p - rate * update                              # 46
+    p_2 = p * scalar_3                                 # 48
+    ema = ema + one_minus_ema_rate_over_one_minus_ema_rate_pow_t * (p - ema)  # 47
     # -- encode and store
     b.store("p", p_2)
     b.store("momentum", momentum)
@@ -222,13 +219,7 @@ def splus_refresh(
 ):
 
     # == tensor: values of tensors
-    b = stored.over()
-    # -- update  (specs/splus.py)
-    # 45  update, rate = basis_left @ update @ basis_right.T, lr * 2 / (rows(p) + columns(p))
-    rate = lr_times_two / (b.extent("rows") + b.extent("columns"))
-    # -- encode and store
-    rate_tensor = rate
-    one_minus_rate_times_weight_decay_tensor = 1.0 - rate * weight_decay
+    rate_tensor, one_minus_rate_times_weight_decay_tensor = splus_1(stored, weight_decay, lr_times_two)
 
     # == sweep 1: g (specs/splus.py:41)
     b = stored.over("g")
@@ -247,9 +238,8 @@ def splus_refresh(
     momentum = b.load("momentum")
     g_2 = b.elements(g_2_tensor)
     # -- update  (specs/splus.py)
-    momentum = beta1 * momentum + one_minus_beta1 * g_2  # 42  momentum = beta1 * momentum + (1 - beta1) * g
-    # 43  update, rate = sign(momentum), lr * nonstandard_constant
-    update = torch.where(momentum > 0, 1.0, torch.where(momentum < 0, -1.0, momentum))
+    momentum = beta1 * momentum + one_minus_beta1 * g_2  # 42
+    update = torch.where(momentum > 0, 1.0, torch.where(momentum < 0, -1.0, momentum))  # 43
     # -- encode and store
     update_whole_tensor = b.flat(update)
     momentum_whole_tensor = b.flat(momentum)
@@ -274,10 +264,9 @@ def splus_refresh(
     momentum_2 = b.elements(momentum_2_tensor)
     ema = b.load("ema")
     # -- update  (specs/splus.py)
-    p = p - rate * update                        # 46  p = p - rate * update
-    p_2 = p * one_minus_rate_times_weight_decay  # 48  p = policies.decoupled(p, rate, weight_decay)
-    # 47  ema = ema + (1 - ema_rate) / (1 - ema_rate**t) * (p - ema)
-    ema = ema + one_minus_ema_rate_over_one_minus_ema_rate_pow_t * (p - ema)
+    p = p - rate * update                        # 46
+    p_2 = p * one_minus_rate_times_weight_decay  # 48
+    ema = ema + one_minus_ema_rate_over_one_minus_ema_rate_pow_t * (p - ema)  # 47
     # -- encode and store
     b.store("p", p_2)
     b.store("momentum", momentum_2)
@@ -319,95 +308,60 @@ def kernel_scalars(step, grad_scale, *, lr, betas, ema_rate, weight_decay, nonst
     )
 
 
+# What several of the records below have.
+SCALARS = (
+    "weight_decay", "lr_times_two", "grad_scale", "beta1", "one_minus_beta1", "beta2", "one_minus_beta2",
+    "one_minus_ema_rate_over_one_minus_ema_rate_pow_t",
+)
+STATES = (
+    StateRecord("momentum"),
+    StateRecord("ema", init="param"),
+    StateRecord("left", space="mm"),
+    StateRecord("basis_left", space="mm", init="identity", trait="orthogonal"),
+    StateRecord("right", space="nn"),
+    StateRecord("basis_right", space="nn", init="identity", trait="orthogonal"),
+)
+SPLUS_1 = Stage(
+    "splus_1", "tensor", level=-1, scalars=(0, 1), temps=("rate", "one_minus_rate_times_weight_decay"),
+    stores=("rate", "one_minus_rate_times_weight_decay"), extents=("rows", "columns"),
+    plus=("one_minus_rate_times_weight_decay",),
+)
+SPLUS_2 = Stage("splus_2", "elem", level=0, scalars=(2,), temps=("g_whole",), reads=("g",), stores=("g_whole",))
+SPLUS_MATRICES = Stage(
+    "splus_matrices", "whole", level=1, scalars=(), temps=("g_2",), reads=("basis_left", "basis_right", "g_whole"),
+    stores=("g_2",),
+)
+
 # The eager reference, in strict maths.
-RULES = (
+RULES = by_flags(
+    {"refresh": False, "matrix": True},
     RuleRecord(
-        "splus",
-        "",
-        flags={"refresh": False, "matrix": True},
-        step="splus",
-        scalars=(
-            "weight_decay", "lr_times_two", "grad_scale", "beta1", "one_minus_beta1", "beta2", "one_minus_beta2",
-            "one_minus_ema_rate_over_one_minus_ema_rate_pow_t",
-        ),
-        host=host_scalars,
-        states=(
-            StateRecord("momentum"),
-            StateRecord("ema", init="param"),
-            StateRecord("left", space="mm"),
-            StateRecord("basis_left", space="mm", init="identity", trait="orthogonal"),
-            StateRecord("right", space="nn"),
-            StateRecord("basis_right", space="nn", init="identity", trait="orthogonal"),
-        ),
+        "splus", "splus", scalars=SCALARS, host=host_scalars, states=STATES,
         unchanged=(("basis_left", "basis_right"), ()),
-        differs=("basis_left", "basis_right", "left", "momentum", "right"),
-        spaces=("call", "tensor"),
-        by_rows=True,
-        matrix="heads",
+        differs=("basis_left", "basis_right", "left", "momentum", "right"), spaces=("call", "tensor"), by_rows=True,
+        matrix="heads", settings=({"refresh": False, "matrix": True},),
     ),
     RuleRecord(
-        "splus",
-        "_no_matrix",
-        flags={"refresh": False, "matrix": False},
-        step="splus_no_matrix",
+        "splus", "splus_no_matrix",
         scalars=(
             "beta1", "grad_scale", "one_minus_beta1", "rate", "one_minus_ema_rate_over_one_minus_ema_rate_pow_t",
             "scalar_3",
         ),
-        host=host_scalars_2,
-        states=(StateRecord("momentum"), StateRecord("ema", init="param")),
-        unchanged=((), ()),
-        matrix="heads",
+        host=host_scalars_2, states=(StateRecord("momentum"), StateRecord("ema", init="param")), unchanged=((), ()),
+        matrix="heads", settings=({"matrix": False},),
     ),
     RuleRecord(
-        "splus",
-        "_refresh",
-        flags={"refresh": True, "matrix": True},
-        step="splus_refresh",
-        scalars=(
-            "weight_decay", "lr_times_two", "grad_scale", "beta1", "one_minus_beta1", "beta2", "one_minus_beta2",
-            "one_minus_ema_rate_over_one_minus_ema_rate_pow_t",
-        ),
-        host=host_scalars,
-        states=(
-            StateRecord("momentum"),
-            StateRecord("ema", init="param"),
-            StateRecord("left", space="mm"),
-            StateRecord("basis_left", space="mm", init="identity", trait="orthogonal"),
-            StateRecord("right", space="nn"),
-            StateRecord("basis_right", space="nn", init="identity", trait="orthogonal"),
-        ),
+        "splus", "splus_refresh", scalars=SCALARS, host=host_scalars, states=STATES,
         unchanged=((), ("basis_left", "basis_right")),
-        differs=("basis_left", "basis_right", "left", "momentum", "right"),
-        spaces=("call", "tensor"),
-        by_rows=True,
-        matrix="heads",
-    ),
-    RuleRecord(
-        "splus",
-        "_refresh_no_matrix",
-        flags={"refresh": True, "matrix": False},
-        step="splus_no_matrix",
-        scalars=(
-            "beta1", "grad_scale", "one_minus_beta1", "rate", "one_minus_ema_rate_over_one_minus_ema_rate_pow_t",
-            "scalar_3",
-        ),
-        host=host_scalars_2,
-        states=(StateRecord("momentum"), StateRecord("ema", init="param")),
-        unchanged=((), ()),
-        matrix="heads",
+        differs=("basis_left", "basis_right", "left", "momentum", "right"), spaces=("call", "tensor"), by_rows=True,
+        matrix="heads", settings=({"refresh": True, "matrix": True},),
     ),
 )
 
 # The kernels, in fast maths; rounding changed by: fma, group.
 STEPS = (
     Rule(
-        ({"refresh": False, "matrix": True},),
-        (
-            "weight_decay", "lr_times_two", "grad_scale", "beta1", "one_minus_beta1", "beta2", "one_minus_beta2",
-            "one_minus_ema_rate_over_one_minus_ema_rate_pow_t",
-        ),
-        host=host_scalars,
+        ({"refresh": False, "matrix": True},), SCALARS, host=host_scalars,
         temps=(
             Temp("one_minus_rate_times_weight_decay", "tensor"),
             Temp("rate", "tensor"),
@@ -417,57 +371,26 @@ STEPS = (
             Temp("update", "elem", wide=True),
         ),
         stages=(
+            SPLUS_1,
+            SPLUS_2,
+            SPLUS_MATRICES,
             Stage(
-                "splus_1",
-                "tensor",
-                level=-1,
-                scalars=(0, 1),
-                temps=("rate", "one_minus_rate_times_weight_decay"),
-                stores=("rate", "one_minus_rate_times_weight_decay"),
-                extents=("rows", "columns"),
-                plus=("one_minus_rate_times_weight_decay",),
-            ),
-            Stage("splus_2", "elem", level=0, scalars=(2,), temps=("g_whole",), reads=("g",), stores=("g_whole",)),
-            Stage(
-                "splus_matrices",
-                "whole",
-                level=1,
-                scalars=(),
-                temps=("g_2",),
-                reads=("basis_left", "basis_right", "g_whole"),
-                stores=("g_2",),
+                "splus_4", "elem", level=2, scalars=(3, 4), temps=("update_whole",), reads=("momentum", "g_2"),
+                stores=("momentum", "update_whole"), picked=("update_whole",),
             ),
             Stage(
-                "splus_4",
-                "elem",
-                level=2,
-                scalars=(3, 4),
-                temps=("update_whole",),
-                reads=("momentum", "g_2"),
-                stores=("momentum", "update_whole"),
-                picked=("update_whole",),
-            ),
-            Stage(
-                "splus_matrices_2",
-                "whole",
-                level=3,
-                scalars=(5, 6),
-                temps=("update",),
+                "splus_matrices_2", "whole", level=3, scalars=(5, 6), temps=("update",),
                 reads=("left", "basis_left", "right", "basis_right", "update_whole", "g_2"),
                 stores=("left", "right", "update"),
             ),
             Stage(
-                "splus_6",
-                "elem",
-                level=4,
-                scalars=(7,),
-                reads=("p", "ema", "rate", "update", "one_minus_rate_times_weight_decay"),
-                stores=("p", "ema"),
+                "splus_6", "elem", level=4, scalars=(7,),
+                reads=("p", "ema", "rate", "update", "one_minus_rate_times_weight_decay"), stores=("p", "ema"),
             ),
         ),
     ),
     Rule(
-        ({"refresh": False, "matrix": False}, {"refresh": True, "matrix": False}),
+        ({"matrix": False},),
         (
             "beta1", "one_minus_beta1_times_grad_scale", "minus_lr_times_nonstandard_constant",
             "one_minus_ema_rate_over_one_minus_ema_rate_pow_t", "scalar_3",
@@ -475,22 +398,13 @@ STEPS = (
         host=kernel_scalars,
         stages=(
             Stage(
-                "splus_no_matrix",
-                "elem",
-                level=0,
-                scalars=tuple(range(5)),
-                reads=("p", "g", "momentum", "ema"),
+                "splus_no_matrix", "elem", level=0, scalars=tuple(range(5)), reads=("p", "g", "momentum", "ema"),
                 stores=("p", "momentum", "ema"),
             ),
         ),
     ),
     Rule(
-        ({"refresh": True, "matrix": True},),
-        (
-            "weight_decay", "lr_times_two", "grad_scale", "beta1", "one_minus_beta1", "beta2", "one_minus_beta2",
-            "one_minus_ema_rate_over_one_minus_ema_rate_pow_t",
-        ),
-        host=host_scalars,
+        ({"refresh": True, "matrix": True},), SCALARS, host=host_scalars,
         temps=(
             Temp("one_minus_rate_times_weight_decay", "tensor"),
             Temp("rate", "tensor"),
@@ -502,53 +416,22 @@ STEPS = (
             Temp("update", "elem", wide=True),
         ),
         stages=(
+            SPLUS_1,
+            SPLUS_2,
+            SPLUS_MATRICES,
             Stage(
-                "splus_1",
-                "tensor",
-                level=-1,
-                scalars=(0, 1),
-                temps=("rate", "one_minus_rate_times_weight_decay"),
-                stores=("rate", "one_minus_rate_times_weight_decay"),
-                extents=("rows", "columns"),
-                plus=("one_minus_rate_times_weight_decay",),
-            ),
-            Stage("splus_2", "elem", level=0, scalars=(2,), temps=("g_whole",), reads=("g",), stores=("g_whole",)),
-            Stage(
-                "splus_matrices",
-                "whole",
-                level=1,
-                scalars=(),
-                temps=("g_2",),
-                reads=("basis_left", "basis_right", "g_whole"),
-                stores=("g_2",),
+                "splus_refresh_4", "elem", level=2, scalars=(3, 4), temps=("update_whole", "momentum_whole"),
+                reads=("momentum", "g_2"), stores=("update_whole", "momentum_whole"), picked=("update_whole",),
             ),
             Stage(
-                "splus_refresh_4",
-                "elem",
-                level=2,
-                scalars=(3, 4),
-                temps=("update_whole", "momentum_whole"),
-                reads=("momentum", "g_2"),
-                stores=("update_whole", "momentum_whole"),
-                picked=("update_whole",),
-            ),
-            Stage(
-                "splus_matrices_refresh",
-                "whole",
-                level=3,
-                scalars=(5, 6),
-                temps=("update", "momentum_2"),
+                "splus_matrices_refresh", "whole", level=3, scalars=(5, 6), temps=("update", "momentum_2"),
                 reads=("left", "basis_left", "right", "basis_right", "update_whole", "g_2", "momentum_whole"),
                 stores=("left", "basis_left", "right", "basis_right", "update", "momentum_2"),
             ),
             Stage(
-                "splus_refresh_6",
-                "elem",
-                level=4,
-                scalars=(7,),
+                "splus_refresh_6", "elem", level=4, scalars=(7,),
                 reads=("p", "ema", "rate", "update", "one_minus_rate_times_weight_decay", "momentum_2"),
-                stores=("p", "momentum", "ema"),
-                picked=("momentum",),
+                stores=("p", "momentum", "ema"), picked=("momentum",),
             ),
         ),
     ),

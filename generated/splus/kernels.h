@@ -56,15 +56,11 @@ struct splus_no_matrix {  // splus
     template <class S0, class S1>
     F step(F p, F g, S0 &momentum, S1 &ema) const {
         const F ema_ = ema.read();
-        // 42  momentum = beta1 * momentum + (1 - beta1) * g
-        const F momentum_ = fma(one_minus_beta1_times_grad_scale, g, momentum.times(beta1));
-        // 43  update, rate = sign(momentum), lr * nonstandard_constant
-        const F update = sign(momentum_);
-        const F p_ = fma(minus_lr_times_nonstandard_constant, update, p);  // 46  p = p - rate * update
-        // 48  p = policies.decoupled(p, rate, weight_decay)
-        const F p_2 = scalar_3 * p_;
-        // 47  ema = ema + (1 - ema_rate) / (1 - ema_rate**t) * (p - ema)
-        const F ema_2 = fma(one_minus_ema_rate_over_one_minus_ema_rate_pow_t, p_ - ema_, ema_);
+        const F momentum_ = fma(one_minus_beta1_times_grad_scale, g, momentum.times(beta1));  // 42
+        const F update = sign(momentum_);  // 43
+        const F p_ = fma(minus_lr_times_nonstandard_constant, update, p);  // 46
+        const F p_2 = scalar_3 * p_;  // 48
+        const F ema_2 = fma(one_minus_ema_rate_over_one_minus_ema_rate_pow_t, p_ - ema_, ema_);  // 47
         momentum.set(momentum_);
         ema.set(ema_2);
         return p_2;
@@ -76,9 +72,8 @@ template <class S0, class S1, class S2, class S3>
 OPTGEN_INLINE void splus_refresh_4(
     F beta1, F one_minus_beta1, S0 &momentum, S1 &g_2, S2 &update_whole, S3 &momentum_whole
 ) {
-    // 42  momentum = beta1 * momentum + (1 - beta1) * g
-    const F momentum_ = fma(one_minus_beta1, g_2.read(), momentum.times(beta1));
-    const F update = sign(momentum_);  // 43  update, rate = sign(momentum), lr * nonstandard_constant
+    const F momentum_ = fma(one_minus_beta1, g_2.read(), momentum.times(beta1));  // 42
+    const F update = sign(momentum_);  // 43
     update_whole.set(update);
     momentum_whole.set(momentum_);
 }
@@ -90,10 +85,9 @@ OPTGEN_INLINE F splus_refresh_6(
     S3 &one_minus_rate_times_weight_decay, S4 &momentum_2, S5 &momentum
 ) {
     const F ema_ = ema.read();
-    const F p_ = fma(-rate.read(), update.read(), p);             // 46  p = p - rate * update
-    const F p_2 = p_ * one_minus_rate_times_weight_decay.read();  // 48  p = policies.decoupled(p, rate, weight_decay)
-    // 47  ema = ema + (1 - ema_rate) / (1 - ema_rate**t) * (p - ema)
-    const F ema_2 = fma(one_minus_ema_rate_over_one_minus_ema_rate_pow_t, p_ - ema_, ema_);
+    const F p_ = fma(-rate.read(), update.read(), p);             // 46
+    const F p_2 = p_ * one_minus_rate_times_weight_decay.read();  // 48
+    const F ema_2 = fma(one_minus_ema_rate_over_one_minus_ema_rate_pow_t, p_ - ema_, ema_);  // 47
     ema.set(ema_2);
     momentum.set(momentum_2.read());
     return p_2;

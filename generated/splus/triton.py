@@ -81,14 +81,11 @@ def splus_no_matrix_tile(
 ):
     """The new p, momentum, ema."""
     ema = read(ema, PLAN.ema)
-    # 42  momentum = beta1 * momentum + (1 - beta1) * g
-    momentum = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, momentum, PLAN.momentum))
-    # 43  update, rate = sign(momentum), lr * nonstandard_constant
-    update = sign(momentum)
-    p = tl.fma(minus_lr_times_nonstandard_constant, update, p)  # 46  p = p - rate * update
-    p_2 = scalar_3 * p                                          # 48  p = policies.decoupled(p, rate, weight_decay)
-    # 47  ema = ema + (1 - ema_rate) / (1 - ema_rate**t) * (p - ema)
-    ema = tl.fma(one_minus_ema_rate_over_one_minus_ema_rate_pow_t, p - ema, ema)
+    momentum = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, momentum, PLAN.momentum))  # 42
+    update = sign(momentum)  # 43
+    p = tl.fma(minus_lr_times_nonstandard_constant, update, p)  # 46
+    p_2 = scalar_3 * p                                          # 48
+    ema = tl.fma(one_minus_ema_rate_over_one_minus_ema_rate_pow_t, p - ema, ema)  # 47
     return p_2, momentum, ema
 
 
@@ -107,9 +104,8 @@ def splus_no_matrix_sweep(
 @triton.jit
 def splus_refresh_4_tile(PLAN: tl.constexpr, momentum, g_2, beta1, one_minus_beta1, live, MASKED: tl.constexpr):
     """The new update_whole, momentum_whole."""
-    # 42  momentum = beta1 * momentum + (1 - beta1) * g
-    momentum = tl.fma(one_minus_beta1, g_2, times(beta1, momentum, PLAN.momentum))
-    update = sign(momentum)  # 43  update, rate = sign(momentum), lr * nonstandard_constant
+    momentum = tl.fma(one_minus_beta1, g_2, times(beta1, momentum, PLAN.momentum))  # 42
+    update = sign(momentum)  # 43
     return update, momentum
 
 
@@ -127,10 +123,9 @@ def splus_refresh_6_tile(
 ):
     """The new p, momentum, ema."""
     ema = read(ema, PLAN.ema)
-    p = tl.fma(minus(rate), update, p)           # 46  p = p - rate * update
-    p_2 = p * one_minus_rate_times_weight_decay  # 48  p = policies.decoupled(p, rate, weight_decay)
-    # 47  ema = ema + (1 - ema_rate) / (1 - ema_rate**t) * (p - ema)
-    ema = tl.fma(one_minus_ema_rate_over_one_minus_ema_rate_pow_t, p - ema, ema)
+    p = tl.fma(minus(rate), update, p)           # 46
+    p_2 = p * one_minus_rate_times_weight_decay  # 48
+    ema = tl.fma(one_minus_ema_rate_over_one_minus_ema_rate_pow_t, p - ema, ema)  # 47
     return p_2, momentum_2, ema
 
 

@@ -9,7 +9,7 @@ DISCOURAGED = {
         '(geometric sum of relative errors)); round it stochastically, or keep it in fp32': {
             "exp_avg_var": ("adabelief",),
             "exp_avg_sq": (
-                "adam", "adamp", "adamw", "ademamix", "apollo", "came", "cautious_adamw", "clipped_adamw",
+                "adam", "adamp", "adamw", "ademamix", "apollo", "came", "cautious_adamw", "clipped_adamw", "conda",
                 "dadapt_adam", "fira", "galore", "grams", "lamb", "laprop", "lookahead_adamw", "nadam", "prodigy",
                 "radam", "schedule_free_adamw", "sinkgd", "stable_spam",
             ),
@@ -42,21 +42,22 @@ DISCOURAGED = {
         'never returns to 0': {
             "exp_avg": (
                 "adabelief", "adafactor_paper", "adam", "adamax", "adamp", "adamw", "ademamix", "adopt", "apollo",
-                "came", "cautious_adamw", "clipped_adamw", "dadapt_adam", "fira", "galore", "grams", "lamb", "laprop",
-                "lookahead_adamw", "nadam", "prodigy", "radam", "shampoo", "sinkgd", "stable_adamw", "stable_spam",
-                "yogi",
+                "came", "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam", "fira", "galore", "grams",
+                "kl_shampoo", "lamb", "laprop", "lookahead_adamw", "nadam", "prodigy", "radam", "shampoo", "sinkgd",
+                "stable_adamw", "stable_spam", "yogi",
             ),
             "m": ("adam_mini",),
             "momentum_buffer": (
                 "dion", "dion2", "lars", "orthograd", "rmsprop", "scion", "sgd", "sgdp", "sgdw", "signum", "sm3",
             ),
+            "momentum": ("splus",),
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.999 changes it by 0.001 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 3; round it stochastically, or keep it'
         ' in fp32': {
             "exp_avg_var": ("adabelief",),
             "exp_avg_sq": (
-                "adam", "adamp", "adamw", "ademamix", "apollo", "came", "cautious_adamw", "clipped_adamw",
+                "adam", "adamp", "adamw", "ademamix", "apollo", "came", "cautious_adamw", "clipped_adamw", "conda",
                 "dadapt_adam", "fira", "galore", "grams", "lamb", "laprop", "lookahead_adamw", "nadam", "prodigy",
                 "radam", "schedule_free_adamw", "sinkgd", "stable_spam",
             ),
@@ -100,6 +101,9 @@ DISCOURAGED = {
         'gradients never returns to 0': {"exp_avg": ("cautious_lion", "lion"), "grad_avg": ("rmsprop",)},
         'to nearest, 127 codes up to 1 of the scale keep themselves under a decay of 0.9995: a state without '
         'gradients never returns to 0': {"s": ("dadapt_adam", "prodigy")},
+        'the average freezes, and the step sizes made of it with it: a step under decay 0.98 changes it by 0.02 of '
+        'itself at most, and rounding to nearest undoes that in cells of up to 3; round it stochastically, or keep it'
+        ' in fp32': {"exp_avg_sq": ("kl_shampoo",)},
         'to nearest, 15 codes up to 0.063 of the scale keep themselves under a decay of 0.965: a state without '
         'gradients never returns to 0': {"exp_avg": ("tiger",)},
     },
@@ -107,17 +111,19 @@ DISCOURAGED = {
         'its scales cover 6.1e-05 to 6.55e+04 only: blocks beyond overflow or freeze': {
             "exp_avg": (
                 "adabelief", "adafactor_paper", "adam", "adamax", "adamp", "adamw", "adan", "ademamix", "adopt",
-                "apollo", "came", "cautious_adamw", "cautious_lion", "clipped_adamw", "dadapt_adam", "fira", "galore",
-                "grams", "lamb", "laprop", "lion", "lookahead_adamw", "mars", "nadam", "novograd", "prodigy", "radam",
-                "shampoo", "sinkgd", "soap", "stable_adamw", "stable_spam", "tiger", "yogi",
+                "apollo", "came", "cautious_adamw", "cautious_lion", "clipped_adamw", "conda", "dadapt_adam", "fira",
+                "galore", "grams", "kl_shampoo", "lamb", "laprop", "lion", "lookahead_adamw", "mars", "nadam",
+                "novograd", "prodigy", "radam", "shampoo", "sinkgd", "soap", "stable_adamw", "stable_spam", "tiger",
+                "yogi",
             ),
             "exp_avg_var": ("adabelief",), "square_avg": ("adadelta", "rmsprop"), "acc_delta": ("adadelta",),
             "variance": ("adafactor",),
             "exp_avg_sq": (
                 "adafactor_paper", "adam", "adamp", "adamuon", "adamw", "adan", "ademamix", "adopt", "apollo", "came",
-                "cautious_adamw", "clipped_adamw", "dadapt_adam", "dion", "dion2", "fira", "galore", "grams", "lamb",
-                "laprop", "lookahead_adamw", "mars", "muon", "nadam", "normuon", "polargrad", "prodigy", "radam",
-                "schedule_free_adamw", "shampoo", "sinkgd", "soap", "stable_adamw", "stable_spam", "yogi",
+                "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam", "dion", "dion2", "fira", "galore", "grams",
+                "kl_shampoo", "lamb", "laprop", "lookahead_adamw", "mars", "muon", "nadam", "normuon", "polargrad",
+                "prodigy", "radam", "schedule_free_adamw", "shampoo", "sinkgd", "soap", "stable_adamw", "stable_spam",
+                "yogi",
             ),
             "sum": ("adagrad",), "max_exp_avg_sq": ("adam", "adamw", "clipped_adamw", "lookahead_adamw"),
             "m": ("adam_mini",), "exp_inf": ("adamax",),
@@ -128,6 +134,7 @@ DISCOURAGED = {
             "exp_avg_diff": ("adan",), "prev_grad": ("adan",), "exp_avg_slow": ("ademamix",),
             "s": ("dadapt_adam", "madgrad", "prodigy"), "grad_sum_sq": ("madgrad",), "last_grad": ("mars",),
             "grad_avg": ("rmsprop",), "prev": ("rprop",), "step_size": ("rprop",), "accumulator": ("sm3",),
+            "momentum": ("splus",),
         },
     },
     "bnb8": {
@@ -135,21 +142,22 @@ DISCOURAGED = {
         'gradients never returns to 0': {
             "exp_avg": (
                 "adabelief", "adafactor_paper", "adam", "adamax", "adamp", "adamw", "ademamix", "adopt", "apollo",
-                "came", "cautious_adamw", "clipped_adamw", "dadapt_adam", "fira", "galore", "grams", "lamb", "laprop",
-                "lookahead_adamw", "nadam", "prodigy", "radam", "shampoo", "sinkgd", "stable_adamw", "stable_spam",
-                "yogi",
+                "came", "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam", "fira", "galore", "grams",
+                "kl_shampoo", "lamb", "laprop", "lookahead_adamw", "nadam", "prodigy", "radam", "shampoo", "sinkgd",
+                "stable_adamw", "stable_spam", "yogi",
             ),
             "m": ("adam_mini",),
             "momentum_buffer": (
                 "dion", "dion2", "lars", "orthograd", "rmsprop", "scion", "sgd", "sgdp", "sgdw", "signum", "sm3",
             ),
+            "momentum": ("splus",),
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.999 changes it by 0.001 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 1.7; round it stochastically, or keep '
         'it in fp32': {
             "exp_avg_var": ("adabelief",),
             "exp_avg_sq": (
-                "adam", "adamp", "adamw", "ademamix", "apollo", "came", "cautious_adamw", "clipped_adamw",
+                "adam", "adamp", "adamw", "ademamix", "apollo", "came", "cautious_adamw", "clipped_adamw", "conda",
                 "dadapt_adam", "fira", "galore", "grams", "lamb", "laprop", "lookahead_adamw", "nadam", "prodigy",
                 "radam", "schedule_free_adamw", "sinkgd", "stable_spam",
             ),
@@ -193,6 +201,9 @@ DISCOURAGED = {
         'gradients never returns to 0': {"exp_avg": ("cautious_lion", "lion"), "grad_avg": ("rmsprop",)},
         'to nearest, 255 codes up to 1 of the scale keep themselves under a decay of 0.9995: a state without '
         'gradients never returns to 0': {"s": ("dadapt_adam", "prodigy")},
+        'the average freezes, and the step sizes made of it with it: a step under decay 0.98 changes it by 0.02 of '
+        'itself at most, and rounding to nearest undoes that in cells of up to 1.7; round it stochastically, or keep '
+        'it in fp32': {"exp_avg_sq": ("kl_shampoo",)},
         'it is only ever multiplied, and the format can round it to 0, where it would stay': {"step_size": ("rprop",)},
         'to nearest, 92 codes up to 0.19 of the scale keep themselves under a decay of 0.965: a state without '
         'gradients never returns to 0': {"exp_avg": ("tiger",)},
@@ -201,17 +212,19 @@ DISCOURAGED = {
         'its scales cover 1e-12 to 3.4e+38 only: blocks beyond overflow or freeze': {
             "exp_avg": (
                 "adabelief", "adafactor_paper", "adam", "adamax", "adamp", "adamw", "adan", "ademamix", "adopt",
-                "apollo", "came", "cautious_adamw", "cautious_lion", "clipped_adamw", "dadapt_adam", "fira", "galore",
-                "grams", "lamb", "laprop", "lion", "lookahead_adamw", "mars", "nadam", "novograd", "prodigy", "radam",
-                "shampoo", "sinkgd", "soap", "stable_adamw", "stable_spam", "tiger", "yogi",
+                "apollo", "came", "cautious_adamw", "cautious_lion", "clipped_adamw", "conda", "dadapt_adam", "fira",
+                "galore", "grams", "kl_shampoo", "lamb", "laprop", "lion", "lookahead_adamw", "mars", "nadam",
+                "novograd", "prodigy", "radam", "shampoo", "sinkgd", "soap", "stable_adamw", "stable_spam", "tiger",
+                "yogi",
             ),
             "exp_avg_var": ("adabelief",), "square_avg": ("adadelta", "rmsprop"), "acc_delta": ("adadelta",),
             "variance": ("adafactor",),
             "exp_avg_sq": (
                 "adafactor_paper", "adam", "adamp", "adamuon", "adamw", "adan", "ademamix", "adopt", "apollo", "came",
-                "cautious_adamw", "clipped_adamw", "dadapt_adam", "dion", "dion2", "fira", "galore", "grams", "lamb",
-                "laprop", "lookahead_adamw", "mars", "muon", "nadam", "normuon", "polargrad", "prodigy", "radam",
-                "schedule_free_adamw", "shampoo", "sinkgd", "soap", "stable_adamw", "stable_spam", "yogi",
+                "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam", "dion", "dion2", "fira", "galore", "grams",
+                "kl_shampoo", "lamb", "laprop", "lookahead_adamw", "mars", "muon", "nadam", "normuon", "polargrad",
+                "prodigy", "radam", "schedule_free_adamw", "shampoo", "sinkgd", "soap", "stable_adamw", "stable_spam",
+                "yogi",
             ),
             "sum": ("adagrad",), "max_exp_avg_sq": ("adam", "adamw", "clipped_adamw", "lookahead_adamw"),
             "m": ("adam_mini",), "exp_inf": ("adamax",),
@@ -222,23 +235,26 @@ DISCOURAGED = {
             "exp_avg_diff": ("adan",), "prev_grad": ("adan",), "exp_avg_slow": ("ademamix",),
             "s": ("dadapt_adam", "madgrad", "prodigy"), "grad_sum_sq": ("madgrad",), "last_grad": ("mars",),
             "grad_avg": ("rmsprop",), "prev": ("rprop",), "step_size": ("rprop",), "accumulator": ("sm3",),
+            "momentum": ("splus",),
         },
     },
     "torchao4": {
         'its scales cover 1e-12 to 3.4e+38 only: blocks beyond overflow or freeze': {
             "exp_avg": (
                 "adabelief", "adafactor_paper", "adam", "adamax", "adamp", "adamw", "adan", "ademamix", "adopt",
-                "apollo", "came", "cautious_adamw", "cautious_lion", "clipped_adamw", "dadapt_adam", "fira", "galore",
-                "grams", "lamb", "laprop", "lion", "lookahead_adamw", "mars", "nadam", "novograd", "prodigy", "radam",
-                "shampoo", "sinkgd", "soap", "stable_adamw", "stable_spam", "tiger", "yogi",
+                "apollo", "came", "cautious_adamw", "cautious_lion", "clipped_adamw", "conda", "dadapt_adam", "fira",
+                "galore", "grams", "kl_shampoo", "lamb", "laprop", "lion", "lookahead_adamw", "mars", "nadam",
+                "novograd", "prodigy", "radam", "shampoo", "sinkgd", "soap", "stable_adamw", "stable_spam", "tiger",
+                "yogi",
             ),
             "exp_avg_var": ("adabelief",), "square_avg": ("adadelta", "rmsprop"), "acc_delta": ("adadelta",),
             "variance": ("adafactor",),
             "exp_avg_sq": (
                 "adafactor_paper", "adam", "adamp", "adamuon", "adamw", "adan", "ademamix", "adopt", "apollo", "came",
-                "cautious_adamw", "clipped_adamw", "dadapt_adam", "dion", "dion2", "fira", "galore", "grams", "lamb",
-                "laprop", "lookahead_adamw", "mars", "muon", "nadam", "normuon", "polargrad", "prodigy", "radam",
-                "schedule_free_adamw", "shampoo", "sinkgd", "soap", "stable_adamw", "stable_spam", "yogi",
+                "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam", "dion", "dion2", "fira", "galore", "grams",
+                "kl_shampoo", "lamb", "laprop", "lookahead_adamw", "mars", "muon", "nadam", "normuon", "polargrad",
+                "prodigy", "radam", "schedule_free_adamw", "shampoo", "sinkgd", "soap", "stable_adamw", "stable_spam",
+                "yogi",
             ),
             "sum": ("adagrad",), "max_exp_avg_sq": ("adam", "adamw", "clipped_adamw", "lookahead_adamw"),
             "m": ("adam_mini",), "exp_inf": ("adamax",),
@@ -249,23 +265,26 @@ DISCOURAGED = {
             "exp_avg_diff": ("adan",), "prev_grad": ("adan",), "exp_avg_slow": ("ademamix",),
             "s": ("dadapt_adam", "madgrad", "prodigy"), "grad_sum_sq": ("madgrad",), "last_grad": ("mars",),
             "grad_avg": ("rmsprop",), "prev": ("rprop",), "step_size": ("rprop",), "accumulator": ("sm3",),
+            "momentum": ("splus",),
         },
     },
     "torchao_fp8": {
         'its scales cover 1e-12 to 3.4e+38 only: blocks beyond overflow or freeze': {
             "exp_avg": (
                 "adabelief", "adafactor_paper", "adam", "adamax", "adamp", "adamw", "adan", "ademamix", "adopt",
-                "apollo", "came", "cautious_adamw", "cautious_lion", "clipped_adamw", "dadapt_adam", "fira", "galore",
-                "grams", "lamb", "laprop", "lion", "lookahead_adamw", "mars", "nadam", "novograd", "prodigy", "radam",
-                "shampoo", "sinkgd", "soap", "stable_adamw", "stable_spam", "tiger", "yogi",
+                "apollo", "came", "cautious_adamw", "cautious_lion", "clipped_adamw", "conda", "dadapt_adam", "fira",
+                "galore", "grams", "kl_shampoo", "lamb", "laprop", "lion", "lookahead_adamw", "mars", "nadam",
+                "novograd", "prodigy", "radam", "shampoo", "sinkgd", "soap", "stable_adamw", "stable_spam", "tiger",
+                "yogi",
             ),
             "exp_avg_var": ("adabelief",), "square_avg": ("adadelta", "rmsprop"), "acc_delta": ("adadelta",),
             "variance": ("adafactor",),
             "exp_avg_sq": (
                 "adafactor_paper", "adam", "adamp", "adamuon", "adamw", "adan", "ademamix", "adopt", "apollo", "came",
-                "cautious_adamw", "clipped_adamw", "dadapt_adam", "dion", "dion2", "fira", "galore", "grams", "lamb",
-                "laprop", "lookahead_adamw", "mars", "muon", "nadam", "normuon", "polargrad", "prodigy", "radam",
-                "schedule_free_adamw", "shampoo", "sinkgd", "soap", "stable_adamw", "stable_spam", "yogi",
+                "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam", "dion", "dion2", "fira", "galore", "grams",
+                "kl_shampoo", "lamb", "laprop", "lookahead_adamw", "mars", "muon", "nadam", "normuon", "polargrad",
+                "prodigy", "radam", "schedule_free_adamw", "shampoo", "sinkgd", "soap", "stable_adamw", "stable_spam",
+                "yogi",
             ),
             "sum": ("adagrad",), "max_exp_avg_sq": ("adam", "adamw", "clipped_adamw", "lookahead_adamw"),
             "m": ("adam_mini",), "exp_inf": ("adamax",),
@@ -276,6 +295,7 @@ DISCOURAGED = {
             "exp_avg_diff": ("adan",), "prev_grad": ("adan",), "exp_avg_slow": ("ademamix",),
             "s": ("dadapt_adam", "madgrad", "prodigy"), "grad_sum_sq": ("madgrad",), "last_grad": ("mars",),
             "grad_avg": ("rmsprop",), "prev": ("rprop",), "step_size": ("rprop",), "accumulator": ("sm3",),
+            "momentum": ("splus",),
         },
     },
     "lpmm4": {
@@ -283,21 +303,22 @@ DISCOURAGED = {
         ' never returns to 0': {
             "exp_avg": (
                 "adabelief", "adafactor_paper", "adam", "adamax", "adamp", "adamw", "ademamix", "adopt", "apollo",
-                "came", "cautious_adamw", "clipped_adamw", "dadapt_adam", "fira", "galore", "grams", "lamb", "laprop",
-                "lookahead_adamw", "nadam", "prodigy", "radam", "shampoo", "sinkgd", "stable_adamw", "stable_spam",
-                "yogi",
+                "came", "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam", "fira", "galore", "grams",
+                "kl_shampoo", "lamb", "laprop", "lookahead_adamw", "nadam", "prodigy", "radam", "shampoo", "sinkgd",
+                "stable_adamw", "stable_spam", "yogi",
             ),
             "m": ("adam_mini",),
             "momentum_buffer": (
                 "dion", "dion2", "lars", "orthograd", "rmsprop", "scion", "sgd", "sgdp", "sgdw", "signum", "sm3",
             ),
+            "momentum": ("splus",),
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.999 changes it by 0.001 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or keep it'
         ' in fp32': {
             "exp_avg_var": ("adabelief",),
             "exp_avg_sq": (
-                "adam", "adamp", "adamw", "ademamix", "apollo", "came", "cautious_adamw", "clipped_adamw",
+                "adam", "adamp", "adamw", "ademamix", "apollo", "came", "cautious_adamw", "clipped_adamw", "conda",
                 "dadapt_adam", "fira", "galore", "grams", "lamb", "laprop", "lookahead_adamw", "nadam", "prodigy",
                 "radam", "schedule_free_adamw", "sinkgd", "stable_spam",
             ),
@@ -341,6 +362,9 @@ DISCOURAGED = {
         'never returns to 0': {"exp_avg": ("cautious_lion", "lion"), "grad_avg": ("rmsprop",)},
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.9995: a state without gradients'
         ' never returns to 0': {"s": ("dadapt_adam", "prodigy")},
+        'the average freezes, and the step sizes made of it with it: a step under decay 0.98 changes it by 0.02 of '
+        'itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or keep it'
+        ' in fp32': {"exp_avg_sq": ("kl_shampoo",)},
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.965: a state without gradients '
         'never returns to 0': {"exp_avg": ("tiger",)},
     },
@@ -349,21 +373,22 @@ DISCOURAGED = {
         ' never returns to 0': {
             "exp_avg": (
                 "adabelief", "adafactor_paper", "adam", "adamax", "adamp", "adamw", "ademamix", "adopt", "apollo",
-                "came", "cautious_adamw", "clipped_adamw", "dadapt_adam", "fira", "galore", "grams", "lamb", "laprop",
-                "lookahead_adamw", "nadam", "prodigy", "radam", "shampoo", "sinkgd", "stable_adamw", "stable_spam",
-                "yogi",
+                "came", "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam", "fira", "galore", "grams",
+                "kl_shampoo", "lamb", "laprop", "lookahead_adamw", "nadam", "prodigy", "radam", "shampoo", "sinkgd",
+                "stable_adamw", "stable_spam", "yogi",
             ),
             "m": ("adam_mini",),
             "momentum_buffer": (
                 "dion", "dion2", "lars", "orthograd", "rmsprop", "scion", "sgd", "sgdp", "sgdw", "signum", "sm3",
             ),
+            "momentum": ("splus",),
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.999 changes it by 0.001 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or keep it'
         ' in fp32': {
             "exp_avg_var": ("adabelief",),
             "exp_avg_sq": (
-                "adam", "adamp", "adamw", "ademamix", "apollo", "came", "cautious_adamw", "clipped_adamw",
+                "adam", "adamp", "adamw", "ademamix", "apollo", "came", "cautious_adamw", "clipped_adamw", "conda",
                 "dadapt_adam", "fira", "galore", "grams", "lamb", "laprop", "lookahead_adamw", "nadam", "prodigy",
                 "radam", "schedule_free_adamw", "sinkgd", "stable_spam",
             ),
@@ -407,6 +432,9 @@ DISCOURAGED = {
         'never returns to 0': {"exp_avg": ("cautious_lion", "lion"), "grad_avg": ("rmsprop",)},
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.9995: a state without gradients'
         ' never returns to 0': {"s": ("dadapt_adam", "prodigy")},
+        'the average freezes, and the step sizes made of it with it: a step under decay 0.98 changes it by 0.02 of '
+        'itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or keep it'
+        ' in fp32': {"exp_avg_sq": ("kl_shampoo",)},
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.965: a state without gradients '
         'never returns to 0': {"exp_avg": ("tiger",)},
     },
