@@ -156,8 +156,7 @@ def _state_dict_in(content: Mapping[str, Any], file: Path) -> Mapping[str, Any]:
     parts = [v for v in content.values() if is_state_dict(v)]
     if len(parts) != 1:
         raise refuse(file, f"expected one optimizer's state dict in it, got {len(parts)}")
-    part: Mapping[str, Any] = parts[0]
-    return part
+    return dict(parts[0])
 
 
 def _model_in(content: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -224,11 +223,8 @@ def _in_order(made: list[Parameter], groups: Sequence[Mapping[str, Any]], model:
     """
     floats: dict[str, Tensor] = {}
     for key, value in model.items():
-        if (
-            isinstance(value, Tensor)
-            and value.is_floating_point()
-            and not any(same_memory(value, v) for v in floats.values())
-        ):
+        tied = isinstance(value, Tensor) and any(same_memory(value, v) for v in floats.values())
+        if isinstance(value, Tensor) and value.is_floating_point() and not tied:
             floats[key] = value
     fits = len(groups) == 1 and len(floats) == len(made)
     if not fits or any(p.shape not in (None, tuple(v.shape)) for p, v in zip(made, floats.values(), strict=True)):

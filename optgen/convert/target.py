@@ -103,10 +103,8 @@ def _rebuilt(cls: Any, found: Source, plan: str, dtype: torch.dtype | None, sour
 def _dense(found: Source) -> dict[str, Any]:
     """Return the state dict of torch.optim."""
     numbers = split(found.groups, range(len(found.parameters)))
-    groups = [
-        {**{k: v for k, v in group.items() if k not in options.OWN}, "params": own}
-        for group, own in zip(found.groups, numbers, strict=True)
-    ]
+    others = [{k: v for k, v in group.items() if k not in options.OWN} for group in found.groups]
+    groups = [group | {"params": own} for group, own in zip(others, numbers, strict=True)]
     return {"state": found.states, "param_groups": groups}
 
 

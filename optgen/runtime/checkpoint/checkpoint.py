@@ -15,8 +15,7 @@ import copy
 import importlib
 import itertools
 import math
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -29,7 +28,7 @@ from torch import Tensor, nn
 from optgen.runtime.layout import layout, plans, sharding
 from optgen.runtime.options import blocks, options, overrides
 from optgen.runtime.options.entries import labels as labels_of
-from optgen.runtime.records import Field, Variant, as_float, beside, keys
+from optgen.runtime.records import Variant, as_float, beside, keys
 from optgen.runtime.records.arena import Arena
 from optgen.runtime.records.join import Pair
 from optgen.runtime.records.misfits import SHOWN, Misfits
@@ -86,16 +85,15 @@ def renamed(cls: Any, group: Mapping[str, Any], p: Tensor, label: plans.Label, e
     """
     if not isinstance(entry, Mapping) or p.dtype not in overrides.TRAINED:
         return entry
-    codes = _codes(plans.chosen(cls, group, p.dtype, label).pair)
+    pair = plans.chosen(cls, group, p.dtype, label).pair
+    codes = {f.owner: f for v in pair.variants for f in v.fields if f.name == f"{f.owner}_codes"}
     found = {
         key: f.name
-        for key, value in entry.items()
-        if (f := codes.get(key)) is not None
-        and f.name not in entry
-        and isinstance(value, Tensor)
+        for key, f in codes.items()
+        if isinstance(value := entry.get(key), Tensor) and f.name not in entry
         and value.dtype == f.torch_dtype  # else it is the state itself, of a tensor that is too small for codes
-    }
-    entry = {found.get(key, key): value for key, value in entry.items()} if found else entry
+    }  # fmt: skip
+    entry = {found.get(key, key): value for key, value in entry.items()}
     if not is_stack(cls, group, p, label):
         return entry
     fresh = {}
@@ -127,12 +125,6 @@ def warn_stacks(cls: Any, labels: Collection[plans.Label]) -> None:
         )
 
 
-@lru_cache(maxsize=256)
-def _codes(plan: Pair) -> dict[str, Field]:
-    """Return the fields that hold codes, by the names of their states."""
-    return {f.owner: f for v in plan.variants for f in v.fields if f.name == f"{f.owner}_codes"}
-
-
 def own_names(cls: Any, groups: Groups, states: Mapping[Any, Any]) -> list[dict[str, list[str]]]:
     """Return the names of a user's own entries, for each group of a state dict."""
     found: list[dict[str, list[str]]] = []
@@ -157,7 +149,7 @@ def _names(cls: Any, group: Mapping[str, Any], p: Tensor, label: plans.Label) ->
 @lru_cache(maxsize=256)
 def _fields(plan: Pair) -> frozenset[str]:
     """Return the keys of the states of all variants of a plan."""
-    return frozenset(["step", *(name for v in plan.variants for name in (*v.host_names, *(f.name for f in v.fields)))])
+    return frozenset({"step"}).union(*(v.keys for v in plan.variants))
 
 
 def _listed(group: Mapping[str, Any], key: str) -> set[str]:
@@ -354,12 +346,8 @@ def _match(groups: Groups, saved: list[Mapping[str, Any]], misfits: Misfits) -> 
 
 def _counted(names: Sequence[plans.Label]) -> list[tuple[plans.Label, int]]:
     """Pair each name with the number of its earlier occurrences: two parameters may share a name."""
-    seen: Counter[plans.Label] = Counter()
-    found = []
-    for name in names:
-        found.append((name, seen[name]))
-        seen[name] += 1
-    return found
+    seen: dict[plans.Label, Iterator[int]] = {}
+    return [(name, next(seen.setdefault(name, itertools.count()))) for name in names]
 
 
 def _bare(names: Sequence[plans.Label]) -> list[tuple[plans.Label, int]]:
@@ -370,8 +358,7 @@ def _bare(names: Sequence[plans.Label]) -> list[tuple[plans.Label, int]]:
 
 def positions(groups: Groups, saved: list[Mapping[str, Any]], misfits: Misfits) -> dict[int, int]:
     """Return id(parameter) -> its position in the checkpoint, counted over all groups."""
-    numbers = [number for group in saved for number in group["params"]]
-    place = {number: position for position, number in enumerate(numbers)}
+    place = {number: k for k, number in enumerate(number for group in saved for number in group["params"])}
     return {key: place[number] for key, number in _match(groups, saved, misfits).items()}
 
 
@@ -452,12 +439,9 @@ def _take_settings(
 
 
 def select(
-    cls: Any,
-    group: Mapping[str, Any],
-    p: Tensor,
-    name: plans.Label | None = None,
+    cls: Any, group: Mapping[str, Any], p: Tensor, name: plans.Label | None = None,
     kept: Mapping[str, Any] | None = None,
-) -> tuple[str, Pair, Variant]:
+) -> tuple[str, Pair, Variant]:  # fmt: skip
     """Return (plan name, plan, variant) of a parameter under the options of its group.
 
     name   the parameter's label in its group: its name, or its position over all groups; None if it has no plan of its

@@ -27,12 +27,8 @@ def kernels(pair: Pair) -> Any:
 @functools.cache
 def has_kernels(pair: Pair) -> bool:
     """Return True if Triton kernels were generated."""
-    return bool(pair.triton) and all(map(_exists, pair.triton))
-
-
-def _exists(module: str) -> bool:
     try:
-        return bool(module) and importlib.util.find_spec(module) is not None
+        return bool(pair.triton) and all(module and importlib.util.find_spec(module) for module in pair.triton)
     except ModuleNotFoundError:  # no package of that name
         return False
 
@@ -144,12 +140,8 @@ def _outer(
         return call.kernel, (call.table, call.work, *(scalars[k] for k in call.scalars), *key), call.constants
     from optgen.runtime.gpu import controlled
 
-    around = {
-        "kernel": call.kernel,
-        "WHICH": tuple(call.scalars),
-        "KEYED": call.keyed,
-        "CONSTANTS": _ordered(call.kernel, call.constants),
-    }
+    around = {"kernel": call.kernel, "WHICH": tuple(call.scalars), "KEYED": call.keyed}
+    around |= {"CONSTANTS": _ordered(call.kernel, call.constants)}
     return controlled.controlled, (call.table, call.work, scalars.values, scalars.words), around
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
 from types import ModuleType, SimpleNamespace
@@ -58,7 +58,8 @@ def _add(out: Any, variant: Variant, steps: Rule, rule: ModuleType, codecs: Modu
         first, *more = level
         own = first.state or first.kernel == COPY
         setattr(out, names[first], between.of_states if own else getattr(rule, f"{first.kernel}_between"))
-        out.CONSTANTS[names[first]] = {"LEVEL": _level(variant, frame, [first, *more])}
+        rounds = tuple(_round(variant, frame, stage) for stage in (first, *more))
+        out.CONSTANTS[names[first]] = {"LEVEL": Level(frame.width, rounds)}
 
 
 def _add_sweep(out: Any, name: str, variant: Variant, stage: Stage, frame: Frame, rule: ModuleType) -> None:
@@ -112,8 +113,7 @@ class Frame:
         reduced = [t.name for t in variant.temps if t.source == "elem"]
         first = len(names) + len(reduced)
         numel = first + len(numbers)
-        matrices = -1
-        width = numel + 6
+        matrices, width = -1, numel + 6
         if variant.stages:
             matrices = numel + variant.has_axes
             numel = matrices + 3
@@ -148,6 +148,7 @@ def sweep(variant: Variant, stage: Stage, frame: Frame) -> Sweep:
     rooted = [x for x in order if found[x].root is not None]
     clean = all(found[x].plus for x in live if x in variant.nonneg)  # no -0 is read
     values = []
+    few = {x for x in touched if x not in fields or fields[x].space != "elem"}
     for x in owners:
         if x not in live:
             values.append(Kept(x, FULL, (), (), direct=_is_direct(variant, x), absent=True))
@@ -159,7 +160,7 @@ def sweep(variant: Variant, stage: Stage, frame: Frame) -> Sweep:
                 x,
                 found[x],
                 tuple(touched.index(name) for name in kept[x]),
-                tuple(touched.index(name) for name in kept[x] if x not in eager.whole or _is_of_element(fields, name)),
+                tuple(touched.index(name) for name in kept[x] if x not in eager.whole or name not in few),
                 tuple(touched.index(name) for name in given[x]),
                 frame.tables.get(id(found[x]), ()),
                 base=-1 if base is None else owners.index(base),
@@ -211,10 +212,6 @@ def _kept(variant: Variant, frame: Frame, owner: str) -> list[str]:
     return [x for x in frame.columns if x == owner or x in variant.owned(owner)]
 
 
-def _is_of_element(fields: Mapping[str, Field], name: str) -> bool:
-    return name in fields and fields[name].space == "elem"
-
-
 def _is_direct(variant: Variant, owner: str) -> bool:
     """Return True for a value of which there are few, or a temp."""
     return owner not in ("p", "g") and not any(f.owner == owner and f.wide for f in variant.fields)
@@ -241,11 +238,6 @@ def _terms(frame: Frame, temps: Mapping[str, Temp], stage: Stage, *spaces: tuple
         out.append((kind == "max", factors, *entries))
         first = max(factors) + 1
     return tuple(out)
-
-
-def _level(variant: Variant, frame: Frame, stages: Sequence[Stage]) -> Level:
-    """Return the record of small work between two sweeps."""
-    return Level(frame.width, tuple(_round(variant, frame, stage) for stage in stages))
 
 
 _ONE = ("tensor", "model")

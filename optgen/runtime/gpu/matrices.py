@@ -85,19 +85,13 @@ def _with_part(parts, terms, SWEEP: tl.constexpr, I: tl.constexpr, K: tl.constex
 
 
 @triton.jit
-def _halved(parts, MAX: tl.constexpr):
-    """The upper half of some values added to the lower one."""
-    out = ()
-    for j in tl.static_range(len(parts) // 2):
-        out = out + (joint(parts[j], parts[j + len(parts) // 2], MAX),)
-    return out
-
-
-@triton.jit
 def _of_parts(parts, ROWS: tl.constexpr, SWEEP: tl.constexpr, I: tl.constexpr):
     """[ROWS]: the sums of rows."""
     for _ in tl.static_range(log2(len(parts))):
-        parts = _halved(parts, SWEEP.sums[I][0])
+        half = ()
+        for j in tl.static_range(len(parts) // 2):
+            half = half + (joint(parts[j], parts[j + len(parts) // 2], SWEEP.sums[I][0]),)
+        parts = half
     x = tl.reshape(parts[0], [ROWS, SWEEP.part])
     if SWEEP.ordered(I):
         out = fold(x, SWEEP.sums[I][0])

@@ -90,17 +90,12 @@ def smaller(a, b):
 
 
 @triton.jit
-def _values(x, lines):
-    """a * x + b of all pairs (a, b)."""
-    out = ()
-    for i in tl.static_range(len(lines)):
-        out = out + (tl.fma(lines[i][0], x, lines[i][1]),)
-    return out
-
-
-@triton.jit
-def _limit(values, of: tl.constexpr):
-    """Values made one pair by pair, round by round."""
+def _limit(x, values, of: tl.constexpr):
+    """The values a * x + b of all pairs (a, b) made one, pair by pair, round by round."""
+    made = ()
+    for i in tl.static_range(len(values)):
+        made = made + (tl.fma(values[i][0], x, values[i][1]),)
+    values = made
     for _ in tl.static_range(log2(len(values) - 1) + 1):
         pairs = ()
         for i in tl.static_range(len(values) // 2):
@@ -114,13 +109,13 @@ def _limit(values, of: tl.constexpr):
 @triton.jit
 def highest_line(x, lines):
     """The largest of a * x + b over the pairs (a, b); NaN if x is."""
-    return _limit(_values(x, lines), larger)
+    return _limit(x, lines, larger)
 
 
 @triton.jit
 def lowest_line(x, lines):
     """The smallest of a * x + b over the pairs (a, b); NaN if x is."""
-    return _limit(_values(x, lines), smaller)
+    return _limit(x, lines, smaller)
 
 
 @triton.jit
@@ -255,12 +250,8 @@ def counter(x):
             prmt.b32 $1, $4, 0x4B000000, 0x7651;
             prmt.b32 $2, $4, 0x4B000000, 0x7652;
             prmt.b32 $3, $4, 0x4B000000, 0x7653;""",
-            "=f,=f,=f,=f,r",
-            [x],
-            tl.float32,
-            is_pure=True,
-            pack=4,
-        )
+            "=f,=f,=f,=f,r", [x], tl.float32, is_pure=True, pack=4,
+        )  # fmt: skip
     else:
         out = (x.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True)
     return out
@@ -281,12 +272,8 @@ def joined(high, low):
             prmt.b32 $2, odd, $5, 0x5401;
             prmt.b32 $3, odd, $5, 0x7621;
             }""",
-            "=r,=r,=r,=r,r,r,r",
-            [high, low],
-            tl.int32,
-            is_pure=True,
-            pack=4,
-        )
+            "=r,=r,=r,=r,r,r,r", [high, low], tl.int32, is_pure=True, pack=4,
+        )  # fmt: skip
     else:
         out = high.to(tl.float32).to(tl.int32, bitcast=True) + (low.to(tl.int32) << 8)
     return out
@@ -335,12 +322,8 @@ def apart(x):
             prmt.b32 $1, $4, 0, 0x4441;
             prmt.b32 $2, $4, 0, 0x4442;
             prmt.b32 $3, $4, 0, 0x4443;""",
-            "=r,=r,=r,=r,r",
-            [x],
-            tl.int32,
-            is_pure=True,
-            pack=4,
-        )
+            "=r,=r,=r,=r,r", [x], tl.int32, is_pure=True, pack=4,
+        )  # fmt: skip
     else:
         out = x.to(tl.int32)
     return out

@@ -23,6 +23,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 from optgen.runtime.gpu.compiled import Call
@@ -78,10 +79,6 @@ class Live:
         own = [all(column[k] % 16 == 0 for column in columns) for k in range(len(live))]
         return cls(some(shapes), some(streams), columns, some(places), dims and some(dims), own)
 
-    def is_like(self, other: Live) -> bool:
-        """Return True if only addresses differ."""
-        return replace(self, columns=[]) == replace(other, columns=[])
-
     def rows(self, rows: Rows, room: workspace.Workspace, dense: list[list[int]]) -> list[list[int]]:
         """Return the rows of the table, with the addresses of dense operands."""
         made = rows(self.columns, room, self.shapes, self.streams, self.places)
@@ -128,7 +125,7 @@ def build(
     panel_rows  rows per tile of a panel
     """
     live, device = Live.of(now), bucket.device
-    if old is not None and live.is_like(old.live):
+    if old is not None and replace(live, columns=[]) == replace(old.live, columns=[]):
         # Only addresses are new.  Earlier launches may still read the old table, so it is another one.
         made = moved(old, _sent(live.rows(rows, old.room, old.dense), device))
         made.live = live
@@ -169,9 +166,9 @@ class _Maker:
         self.sizes = [workspace.matrices(shape) for shape in self.shapes]
         variant = self.variant
         self.temps = {t.name: t for t in variant.temps}
-        reduced = [t.name for t in workspace.reduced(variant)]
-        self.values = {t.name: room.columns[i] for i, t in enumerate(variant.temps)}
-        self.partials = {name: room.columns[len(variant.temps) + i] for i, name in enumerate(reduced)}
+        self.values = dict(zip(self.temps, room.columns, strict=False))
+        reduced = (t.name for t in workspace.reduced(variant))
+        self.partials = dict(zip(reduced, room.columns[len(self.temps) :], strict=False))
         self.operands: Tensor | None = None
         self.dense = self._dense()
         self.plan: Plan
@@ -289,7 +286,7 @@ class _Maker:
         width = sums.panel_columns(stage.block)
         groups: dict[int, list[int]] = {}
         for j, i in enumerate(tensors):
-            groups.setdefault(_power_of_two(min(width, self.sizes[i][2])), []).append(j)
+            groups.setdefault(triton.next_power_of_2(min(width, self.sizes[i][2])), []).append(j)
         for lanes, some in groups.items():
             counts = []
             for j in some:
@@ -333,12 +330,8 @@ class _Maker:
             step = max(1, ENTRIES // max(widest, 1))
             lanes = next((n for n in (4, 32) if widest <= n), 256)
             lines = [[i, first, min(first + step, matrices)] for first in range(0, matrices, step)]
-            if whole:
-                lines = [[i, 0, matrices]]
-            groups.setdefault(lanes, []).extend(lines)
+            groups.setdefault(lanes, []).extend([[i, 0, matrices]] if whole else lines)
         for lanes, lines in groups.items():
-            if not lines:
-                continue
             work = torch.tensor(lines, dtype=torch.int32, device="cpu")
             level = self.kernels.CONSTANTS[stages[0].kernel]["LEVEL"]
             level = launched(level, lanes=lanes, only=-1 if only is None or len(stages) == 1 else only)
@@ -372,11 +365,6 @@ def is_ragged(shape: torch.Size, block: int, place: layout.Place, counted: bool)
         return True
     parted = columns != place.width and rows > 1
     return counted and (parted or (block == 1 and (place.row * place.width + place.column) % 8 != 0))
-
-
-def _power_of_two(n: int) -> int:
-    """The power of two that is not below n."""
-    return 1 << (n - 1).bit_length()
 
 
 def stretch(plan: Plan, begin: int = 0, end: int | None = None) -> list[Call]:

@@ -8,6 +8,7 @@ sharding along dim 0 and grouping do not change it.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import NamedTuple
@@ -162,13 +163,11 @@ def pieces(shape: torch.Size, block: int) -> Iterator[Piece]:
         return
     if len(shape) >= 2 and columns <= CHUNK:
         height = max(1, CHUNK // columns)
-        for top in range(0, rows, height):
-            yield Piece(top, min(top + height, rows), 0, columns, False)
+        yield from (Piece(top, min(top + height, rows), 0, columns, False) for top in range(0, rows, height))
         return
     width = max(CHUNK // block, 1) * block
-    for row in range(rows):
-        for left in range(0, columns, width):
-            yield Piece(row, row + 1, left, min(left + width, columns), True)
+    for row, left in itertools.product(range(rows), range(0, columns, width)):
+        yield Piece(row, row + 1, left, min(left + width, columns), True)
 
 
 class _Part:
@@ -243,11 +242,10 @@ def encode(
     for part in _parts(variant, p.shape) if fields else ():
         arguments = {"p": part.of(weight).to(torch.float32).contiguous()}
         for name, value in dense.items():
-            arguments[name] = (
-                part.of(value).to(torch.float32).contiguous()
-                if isinstance(value, Tensor)
-                else torch.full_like(arguments["p"], value)
-            )
+            if isinstance(value, Tensor):
+                arguments[name] = part.of(value).to(torch.float32).contiguous()
+            else:
+                arguments[name] = torch.full_like(arguments["p"], value)
         made = function(arguments, **part.dims)
         for f in fields:
             written = part.of(out[f.name], f)

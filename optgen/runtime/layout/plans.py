@@ -23,6 +23,7 @@ import torch
 
 from optgen.runtime.records import Flag, Rule, Variant, beside, dtype_name, join, keys, whole
 from optgen.runtime.records.join import Pair, PlanRecord, Reference, RuleRecord
+from optgen.runtime.records.keys import Label as Label
 from optgen.runtime.reference import stored
 
 provider: Callable[[type, str], Pair] | None = None
@@ -48,9 +49,6 @@ DEVICE = "triton"
 
 FULL = "fp32_states"
 """The name that stands for the plan of the group, as it keeps small tensors."""
-
-Label = str | int
-"""A parameter's name, or its position over all groups where it has none."""
 
 Recorded = tuple[tuple[Label, str], ...]
 """The plans of single parameters, under "overrides" in their group: a plan's name, or FULL."""
@@ -200,9 +198,7 @@ def variant(
     """The variant for parameters of that dtype; `small` and `vector` (of fewer than two dimensions) fall back to the
     variant for all."""
     name, setting = dtype_name(dtype), dict(flags)
-    fitting = [
-        v for v in pair.variants if v.param == name and all(setting.get(flag) == on for flag, on in v.flags.items())
-    ]
+    fitting = [v for v in pair.variants if v.param == name and all(setting.get(f) == on for f, on in v.flags.items())]
     for kind in (("small",) if small else ()) + (("vector",) if vector else ()) + ("",):
         for v in fitting:
             if kind == ("small" if v.small else "vector" if v.vector else ""):
@@ -229,7 +225,7 @@ def at_steps(pair: Pair, variant: Variant, flags: Sequence[Flag]) -> Iterator[Va
     """The variants beside this one for every setting of those flags that change from step to step, that of the usual
     step first; flags of one hyper-parameter change together."""
     following = [(flag.name, flag.clock) for flag in flags if flag.clock is not None]
-    intervals = dict.fromkeys(every for _, every in following)
+    intervals = list(dict.fromkeys(every for _, every in following))
     for values in itertools.product((False, True), repeat=len(intervals)):
         on = dict(zip(intervals, values, strict=True))
         yield at_step(pair, variant, tuple((name, on[every]) for name, every in following))

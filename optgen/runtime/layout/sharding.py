@@ -404,11 +404,9 @@ def decode(
     few = {f.owner: f.of_values for f in variant.fields if not f.wide}
     out: dict[str, Tensor] = {}
     for name, value in made.items():
-        if name in few:
-            of = parts.field(few[name])
-            out[name] = wrapped(part_of(value, of).contiguous() if name in coded else value, of)
-        else:
-            out[name] = wrapped(part_of(value, parts.layout).contiguous() if parts.gathered else value, parts.layout)
+        of = parts.field(few[name]) if name in few else parts.layout
+        whole_here = name in coded if name in few else parts.gathered
+        out[name] = wrapped(part_of(value, of).contiguous() if whole_here else value, of)
     return out
 
 
@@ -426,10 +424,11 @@ def mode(variant: Variant, of: Layout) -> Mode:
         return _mode_of_blocks(of.shape, of.mesh_shape, of.cuts, height)
     blocks = {(f.per, f.width) for f in variant.fields if f.per > 1}
     blocks |= {(s.block, 1) for s in variant.stages if s.block > 1}
-    stacked = variant.sums_by_matrix and variant.stochastic and variant.matrix == "last"
-    first = variant.needs_matrix and variant.matrix == "first"
-    counted, axes = variant.stochastic, variant.has_axes
-    return _mode(of.shape, of.mesh_shape, of.cuts, frozenset(blocks), counted, stacked, first, axes)
+    stacked = variant.sums_by_matrix and variant.stochastic and matrix == "last"
+    first = variant.needs_matrix and matrix == "first"
+    return _mode(
+        of.shape, of.mesh_shape, of.cuts, frozenset(blocks), variant.stochastic, stacked, first, variant.has_axes
+    )
 
 
 @functools.lru_cache(maxsize=65536)
@@ -454,15 +453,9 @@ def _mode_of_blocks(shape: torch.Size, mesh: tuple[int, ...], cuts: Cuts, height
 
 @functools.lru_cache(maxsize=65536)
 def _mode(
-    shape: torch.Size,
-    mesh: tuple[int, ...],
-    cuts: Cuts,
-    blocks: frozenset[tuple[int, int]],
-    counted: bool,
-    stacked: bool,
-    first: bool,
-    axes: bool,
-) -> Mode:
+    shape: torch.Size, mesh: tuple[int, ...], cuts: Cuts, blocks: frozenset[tuple[int, int]], counted: bool,
+    stacked: bool, first: bool, axes: bool,
+) -> Mode:  # fmt: skip
     dims = {cut[0] for cut in cuts if cut is not None}
     uneven = first and 1 in dims and shape[1] % _ranks(mesh, cuts, 1) != 0
     if len(shape) > 2 and (

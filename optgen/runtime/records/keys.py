@@ -118,6 +118,7 @@ def stream_key(parameter: str | int) -> int:
 
 
 Label = str | int
+"""A parameter's name, or its position over all groups where it has none."""
 
 
 def streams(group: Mapping[str, Any]) -> dict[Label, Label]:
