@@ -90,10 +90,8 @@ def provide(cls: type, plan: str) -> Pair:
 
 def import_package(name: str, files: dict[str, str]) -> ModuleType:
     """Import the package of these files: path below it -> text."""
-    key = hashlib.sha256()
-    for path, text in sorted(files.items()):
-        key.update(f"{path}\0{len(text)}\0{text}".encode())
-    package = f"{name}_{key.hexdigest()[:16]}"
+    key = "".join(f"{path}\0{len(text)}\0{text}" for path, text in sorted(files.items()))
+    package = f"{name}_{hashlib.sha256(key.encode()).hexdigest()[:16]}"
     root = cache_folder()
     for path, text in files.items():
         _put(root / package / path, text)

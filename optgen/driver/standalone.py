@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import re
 import textwrap
@@ -32,48 +33,30 @@ SERIES = "optgen.runtime.records.series"
 
 def refuse(spec: Spec, variants: Iterable[Variant], rules: Iterable[RuleRecord]) -> None:
     """UserError for a rule that one file does not serve."""
-    why = ""
-    if any(f.clock for f in spec.flags):
-        why = "some of its steps are made in another way"
-    elif spec.evaluation is not None:
-        why = "it has other weights for evaluation"
-    elif spec.blocks and spec.matrix != "heads":
-        why = "its user says how many blocks of rows a parameter has"
-    elif any("model" in rule.spaces for rule in rules):
-        why = "it sums over all parameters of a model"
-    elif any(f.rank for v in variants for f in v.fields):
-        why = "some of its states have a rank that its user chooses"
-    elif any(v.init and v.axes for v in map(row, variants)):
-        why = "its states do not begin at 0"
-    if why:
+    reasons = {
+        "some of its steps are made in another way": any(f.clock for f in spec.flags),
+        "it has other weights for evaluation": spec.evaluation is not None,
+        "its user says how many blocks of rows a parameter has": spec.blocks and spec.matrix != "heads",
+        "it sums over all parameters of a model": any("model" in rule.spaces for rule in rules),
+        "some of its states have a rank that its user chooses": any(f.rank for v in variants for f in v.fields),
+        "its states do not begin at 0": any(v.init and v.has_axes for v in variants),
+    }
+    if why := next((why for why, holds in reasons.items() if holds), ""):
         raise UserError("E419", loc=spec.loc, name=spec.name, why=why)
 
 
 def row(variant: Variant, names: Mapping[Defined, str] | None = None) -> standalone_class.Variant:
     """Return what the file says of a variant; `names`: those of the functions in the file."""
-    fields = tuple(
-        standalone_class.Field(
-            f.name, f.dtype, f.per, f.zero, "" if f.state == f.name else f.state, f.width, f.space, f.matrix, f.shared
-        )
-        for f in variant.fields
-    )
+    own = [x.name for x in dataclasses.fields(standalone_class.Field) if x.name not in ("rank", "part")]
+    fields = []
+    for f in variant.fields:
+        given = {name: getattr(f, name) for name in own} | {"state": "" if f.state == f.name else f.state}
+        fields.append(standalone_class.Field(**given))
     step, host = (RULE, variant.step), (HOST, variant.host.__name__)
-    assert variant.eager is not None
     functions: Any = [Name(names[x] if names else x[1]) for x in (step, host)]
-    return standalone_class.Variant(
-        variant.param,
-        functions[0],
-        functions[1],
-        small=variant.small,
-        vector=variant.vector,
-        flags=dict(variant.flags),
-        fields=fields,
-        host_states=variant.host_states,
-        init=variant.init,
-        matrix=variant.matrix,
-        axes=variant.has_axes,
-        eager=variant.eager,
-    )
+    alike: Any = ("small", "vector", "host_states", "init", "matrix", "eager")
+    alike = {name: getattr(variant, name) for name in alike} | {"flags": dict(variant.flags), "axes": variant.has_axes}
+    return standalone_class.Variant(variant.param, functions[0], functions[1], fields=tuple(fields), **alike)
 
 
 def write(out: str, text: str, force: bool) -> str:
@@ -136,23 +119,15 @@ def _count(hyper: Any, names: Mapping[tuple[str, str], str]) -> str:
 
 def _kernel_texts(spec: Spec, plan: Plan, texts: Mapping[str, str]) -> dict[str, str]:
     """Return the modules of a file with kernels: eager codecs take the bits of random words as compiled ones do."""
-    rule = (
-        re.sub(r"    b = stored\.over\([^)]*\)\n", "", texts[RULE]).replace("stored,", "b,").replace("(stored)", "(b)")
-    )
-    rule = re.sub(r"    # -- .*\n", "", rule)
-    rule = _not_kept(rule, r'b\.kept\("\w+", (\w+)\)')
+    rule = re.sub(r"    (b = stored\.over\([^)]*\)|# -- .*)\n", "", texts[RULE])
+    rule = _not_kept(rule.replace("stored,", "b,").replace("(stored)", "(b)"), r'b\.kept\("\w+", (\w+)\)')
     codecs = re.sub(r"noise\.(\w+)\(", r"\1.fn(draws, SHIFT, ", texts[CODECS]).replace(", noise)", ", draws, SHIFT)")
     codecs = codecs.replace("block_max(", "highest(").replace("block_min(", "lowest(")
     more = f"from {KERNELS} import fraction, highest, integer, lowest, middle"
     tiles = re.sub(r"PLAN\.(\w+)", r'PLAN.named("\1")', triton_text.rule_text(spec, "fast"))
     tiles = _not_kept(tiles, r'kept\((\w+), live, MASKED, PLAN\.named\("\w+"\)\)')
-    return {
-        **texts,
-        RULE: rule,
-        CODECS: f"{codecs}\n{more}\n",
-        TILES: tiles,
-        DEVICE: triton_text.codec_text(plan, "fast"),
-    }
+    own = {RULE: rule, CODECS: f"{codecs}\n{more}\n", TILES: tiles, DEVICE: triton_text.codec_text(plan, "fast")}
+    return {**texts, **own}
 
 
 def _not_kept(text: str, call: str) -> str:
@@ -165,12 +140,6 @@ def _not_kept(text: str, call: str) -> str:
             body = body[: found.start()] + re.sub(rf"\b{found[1]}\b", found[2], body[found.end() :])
         functions[k] = body
     return "".join(functions)
-
-
-def _device(plan: Plan) -> ModuleType:
-    """Return the module of a plan's Triton codecs."""
-    package = compiling.import_package(plan.name, emit.plan_files(plan))
-    return importlib.import_module(f"{package.__name__}.{Path(triton_text.FILE).stem}")
 
 
 def _record(variant: Variant, device: ModuleType) -> Any:
@@ -222,8 +191,7 @@ class _Records:
         eager, device = ([self._name(module, f"{name}_{part}") for part in parts] for module in (CODECS, DEVICE))
         device += ["None"] * (3 - len(device))
         given = zip(("decode", "encode", "root"), device, strict=True)
-        text = f"fields={tuple(fields)}, eager=({', '.join(eager)}), {', '.join(f'{k}={v}' for k, v in given)}"
-        text = f"Record({text})"
+        text = f"Record(fields={tuple(fields)}, eager=({', '.join(eager)}), {', '.join(f'{k}={v}' for k, v in given)})"
         return self.codecs.setdefault(text, (name if x.word >= 0 else f"{name}_nearest").upper())
 
     def add(self, variant: Variant, sweep: Any) -> None:
@@ -268,7 +236,8 @@ def _fused(spec: Spec, plan: Plan, variants: Sequence[Variant], texts: Mapping[s
     """Return the parts of a file with kernels; None for a rule or a plan that it has none for."""
     if not triton_text.rule_text(spec, "fast"):
         return None
-    device = _device(plan)
+    package = compiling.import_package(plan.name, emit.plan_files(plan))
+    device = importlib.import_module(f"{package.__name__}.{Path(triton_text.FILE).stem}")
     sweeps = [_record(v, device) for v in variants]
     if None in sweeps:
         return None
@@ -316,16 +285,9 @@ def text(spec: Spec, plan: Plan, force: bool = False) -> str:
     c, file = emit.class_row(spec, (plan.name,), {}), File(texts)
     parts = fused or _eager(file, variants, c.hypers)
     hypers = [(h.name, _count(h, file.names), *_range(h)) for h in c.hypers]
-    flags = (f'"{f.name}": {f.shape or (repr(f.nonzero) if f.nonzero else f.default)}' for f in c.flags if f.derived)
+    flags = [f'"{f.name}": {f.shape or (repr(f.nonzero) if f.nonzero else f.default)}' for f in c.flags if f.derived]
+    stored = [f"{x.name:<{width}}  {x.bytes:g} B  {x.stored}" for x in kept_rows]
     return wrapper.render(
-        "standalone.py.j2",
-        c=c,
-        hypers=hypers,
-        plan=plan.name,
-        parts=parts,
-        fused=bool(fused),
-        stored=[f"{x.name:<{width}}  {x.bytes:g} B  {x.stored}" for x in kept_rows],
-        small=record.small_numel,
-        flags=list(flags),
-        signature=c.signature[: len(c.hypers)],
-    )
+        "standalone.py.j2", c=c, hypers=hypers, plan=plan.name, parts=parts, fused=bool(fused), stored=stored,
+        small=record.small_numel, flags=flags, signature=c.signature[: len(c.hypers)],
+    )  # fmt: skip

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 CLASS, KERNELS = "optgen.driver.standalone_class", "optgen.driver.standalone_kernels"
 RECORDS, PRELUDE, SCALARS = "optgen.runtime.records", "optgen.runtime.gpu.prelude", "optgen.runtime.records.scalars"
@@ -38,15 +39,12 @@ class _Plain(ast.NodeTransformer):
             node.returns = None
         return node
 
-    def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
+    def visit_If(self, node: ast.If | ast.IfExp) -> Any:
         self.generic_visit(node)
         found = _decided(node.test)
         return node if found is None else node.body if found else node.orelse
 
-    def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
-        self.generic_visit(node)
-        found = _decided(node.test)
-        return node if found is None else node.body if found else node.orelse
+    visit_IfExp = visit_If  # noqa: N815
 
 
 def _decided(test: ast.expr) -> bool | None:
@@ -121,13 +119,9 @@ Defined = tuple[str, str]
 
 def _bound(node: ast.AST) -> set[str]:
     """Return the names that a function binds: its arguments, and what it assigns."""
-    found: set[str] = set()
-    for inner in ast.walk(node):
-        if isinstance(inner, ast.arg):
-            found.add(inner.arg)
-        elif isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store):
-            found.add(inner.id)
-    return found
+    inside = list(ast.walk(node))
+    stored = {x.id for x in inside if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)}
+    return stored | {x.arg for x in inside if isinstance(x, ast.arg)}
 
 
 def _free(node: ast.AST, left: Collection[ast.AST] = (), bound: Set[str] = frozenset()) -> Iterator[ast.AST]:
@@ -261,9 +255,7 @@ class File:
         given: dict[Defined, str] = {}
         taken = {*local, *self.outside, *dir(builtins)}
         for module, name in self.wanted:
-            own = name
-            if own in taken:
-                own = f"{module.rpartition('.')[2]}_{name.lstrip('_')}"
+            own = f"{module.rpartition('.')[2]}_{name.lstrip('_')}" if name in taken else name
             taken.add(own)
             given[module, name] = own
         return given
