@@ -90,7 +90,7 @@ def _eager(file: File, variants: Sequence[Variant], hypers: Sequence[Any]) -> Pa
     """Return the parts of a file without kernels."""
     starts = any(v.init or any(map(_begins_as_weight, v.fields)) for v in variants)
     base = "Starting" if starts else "EagerFile"
-    codecs = sorted({name for v in variants if v.eager for name in v.eager.codecs.values()})
+    codecs = sorted({name for v in variants for name in v.eager.codecs.values()})
     for module, names in (
         (CLASS, {base, "Field", "Variant"}),
         (CODECS, codecs),
@@ -147,7 +147,6 @@ def _record(variant: Variant, device: ModuleType) -> Any:
     from optgen.runtime.gpu import join
 
     eager = variant.eager
-    assert eager is not None
     plain = all(f.width == 1 and f.per != 8 and f.space == "elem" and not f.shared for f in variant.fields)
     simple = not any(narrow or anew for _, narrow, anew in eager.words)
     if variant.single is None or variant.init or eager.still or eager.early or not plain or not simple:
@@ -175,7 +174,6 @@ class _Records:
 
     def codec(self, variant: Variant, x: Any) -> str:
         """Return the name of the codec of a value."""
-        assert variant.eager is not None
         name = variant.eager.codecs.get(x.name, "")
         if not name:
             return "FULL"
@@ -245,7 +243,7 @@ def _fused(spec: Spec, plan: Plan, variants: Sequence[Variant], texts: Mapping[s
     file.used.add("cache_key")  # Triton reads it
     file.want(KERNELS, "Fused")
     file.want(KERNELS, "FULL")
-    bases = {base for v in variants if v.eager for base in v.eager.relative.values()}
+    bases = {base for v in variants for base in v.eager.relative.values()}
     records = _Records(file, bases)
     for variant, sweep in zip(variants, sweeps, strict=True):
         records.add(variant, sweep)

@@ -172,7 +172,7 @@ def _first_values(
 ) -> dict[str, list[float]]:
     """Return the first values of every state that is kept in codes; {} if the state does not fit the plan."""
     _, plan, variant = checkpoint.select(cls, group, p, label)
-    coded = [x for x in variant.states if not variant.is_plain(x) and x not in layout.traits(variant)]  # element-wise
+    coded = [x for x in variant.states if not variant.is_plain(x) and x not in variant.eager.matrices]  # element-wise
     if not coded or any(problems(variant, p, kept)):
         return {}
     with torch.no_grad():

@@ -619,7 +619,7 @@ class _Source:
             self.misfit(f"{key}: not expected (it has {', '.join(sorted(expected))})")
         made = self._scalars(dense)
         whole, shown, parts = dict[str, Tensor](), None, self.parts
-        of_whole = variant.of_whole or layout.traits(variant)
+        of_whole = variant.of_whole or variant.eager.matrices
         if dense and of_whole and parts is not None and not parts.gathered and parts.layout.dims():
             # Their formats need statistics of all ranks, which all ask, also those that found misfits.
             whole = parts.assembled({key: self.entry[key].to(self.p.device) for key in variant.states})
@@ -680,7 +680,7 @@ class _Source:
         plan, variant, p = self.plan, self.variant, self.p
         floats = [f for f in variant.fields if f.torch_dtype.is_floating_point]
         self._numbers(made, [f.name for f in floats], {f.name for f in floats if f.nonneg})
-        parted = layout.traits(variant) if self.parts is not None else ()  # read as a whole only
+        parted = variant.eager.matrices if self.parts is not None else ()  # read as a whole only
         coded = [n for n in variant.states if not variant.is_plain(n) and n not in parted]
         read = layout.decode(plan, variant, p, made, coded) if coded else {}
         self._numbers(read, coded, variant.nonneg)

@@ -16,7 +16,6 @@ def source(variant: Variant, rule: Rule, text: str, codecs: str) -> str:
     The columns are p, g and the fields in their order, as a row of the table has them (optgen/runtime/cpu/cpp/sweep.h).
     """
     eager, (stage,) = variant.eager, rule.stages
-    assert eager is not None
     stores = [x for x in stage.stores if x not in eager.still]
     states = [x for x in dict.fromkeys((*stage.reads, *stage.stores)) if x not in ("p", "g")]
     dealt = [*(x for x in eager.noise if x != "p"), "p"]
@@ -138,7 +137,6 @@ def steps_source(variant: Variant, rule: Rule, text: str, codecs: str) -> str:
 def _wants(variant: Variant) -> Iterator[str]:
     """Yield the random bits of each value that draws some, last of the weight."""
     eager = variant.eager
-    assert eager is not None
     for owner in (*(x for x in eager.noise if x != "p"), "p"):
         rare = owner in eager.noise and eager.words[eager.noise[owner][0]][2]
         bits = f"{_codec(eager.codecs, owner)}::NOISE" if owner in eager.noise else "0"
@@ -175,7 +173,6 @@ class _Stage:
         self, variant: Variant, own: Stage, stage: Stage, names: Sequence[str], reduced: Sequence[Temp], noise: str
     ) -> None:
         self.variant, self.own, self.stage, self.names, self.noise = variant, own, stage, names, noise
-        assert variant.eager is not None
         self.eager = variant.eager
         self.temps = {t.name: t for t in variant.temps}
         self.spaces = {f.name: f.space for f in variant.fields} | {t.name: t.space for t in variant.temps}

@@ -102,7 +102,6 @@ class Frame:
     @classmethod
     def of(cls, variant: Variant, codecs: ModuleType) -> Frame:
         """Return the frame of a variant."""
-        assert variant.eager is not None
         found = {owner: getattr(codecs, name) for owner, name in variant.eager.codecs.items() if name}
         numbers: list[tuple[float, ...]] = []
         tables: dict[int, tuple[int, ...]] = {}
@@ -131,7 +130,7 @@ class Frame:
 def sweep(variant: Variant, stage: Stage, frame: Frame) -> Sweep:
     """Return the record of a sweep."""
     eager, steps = variant.eager, variant.rule
-    assert eager is not None and steps is not None
+    assert steps is not None
     fields = {f.name: f for f in variant.fields}
     temps = {t.name: t for t in variant.temps}
     stores = [x for x in stage.stores if x not in eager.still and not stage.reduces]
@@ -206,7 +205,6 @@ def sweep(variant: Variant, stage: Stage, frame: Frame) -> Sweep:
 
 def _kept(variant: Variant, frame: Frame, owner: str) -> list[str]:
     """Return the fields and temps that a value is read from, in the order in which its codec takes them."""
-    assert variant.eager is not None
     if owner in variant.eager.whole:
         return [f"{owner}_{x}" for x in variant.eager.whole[owner].decode]
     return [x for x in frame.columns if x == owner or x in variant.owned(owner)]

@@ -223,7 +223,7 @@ def encode(
     own = [Field("p", dtype_name(p.dtype))] if "p" in wanted else []
     fields = own + [f for f in variant.fields if f.name in wanted]
     out = {f.name: room[f.name] for f in fields if room and f.name in room}
-    coded = [x for x in traits(variant) if any(f.owner == x for f in fields)]
+    coded = [x for x in variant.eager.matrices if any(f.owner == x for f in fields)]
     of_matrices = {x: matrix_fields(variant, x, values[x], p.shape, p.device) for x in coded}
     for f in fields:
         if f.name not in out:
@@ -261,7 +261,7 @@ def decode(
     few = {f.owner: f.name for f in variant.fields if not f.wide}
     elements = [name for name in wanted if name not in few]
     out = {name: torch.empty(p.shape, dtype=torch.float32, device=p.device) for name in elements}
-    of = traits(variant)
+    of = variant.eager.matrices
     for name in (x for x in few if x in wanted):
         fields = [state[x] for x in variant.owned(name)]
         coded = name in of
@@ -275,11 +275,6 @@ def decode(
     return out
 
 
-def traits(variant: Variant) -> Mapping[str, str]:
-    """Return the matrix states that are encoded, with their traits."""
-    return variant.eager.matrices if variant.eager is not None else {}
-
-
 def matrix_fields(
     variant: Variant, name: str, value: Tensor | float | str, shape: torch.Size, device: torch.device
 ) -> dict[str, Tensor]:
@@ -290,7 +285,7 @@ def matrix_fields(
         x.zero_().diagonal(dim1=-2, dim2=-1).fill_(1)
     else:
         x = x.copy_(value) if isinstance(value, Tensor) else x.fill_(value)
-    return dict(zip(variant.owned(name), CODECS[traits(variant)[name]].encode(x), strict=True))
+    return dict(zip(variant.owned(name), CODECS[variant.eager.matrices[name]].encode(x), strict=True))
 
 
 def first(

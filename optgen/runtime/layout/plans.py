@@ -148,7 +148,6 @@ def with_steps(rules: tuple[RuleRecord, ...], steps: tuple[Rule, ...], plan: Pla
     Of a step that reads new states back there are two, and the one that reads none back is taken where it may not.
     """
     for v in join.variants(rules, plan):
-        assert v.eager is not None
         early = set(v.eager.early)
         fitting = [s for s in steps if any(setting.items() <= v.flags.items() for setting in s.settings)]
         fitting.sort(key=lambda s: set(s.early) != early)

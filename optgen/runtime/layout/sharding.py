@@ -351,7 +351,7 @@ class Parts:
 
     def assembled(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The states among those that are encoded only as a whole, whole: all ranks of the mesh have to ask."""
-        coded = layout.traits(self.variant)
+        coded = self.variant.eager.matrices
         own = {f.owner: self.field(f.of_values) if f.owner in coded else self.layout for f in self.variant.fields
                if f.owner in coded or (f.wide and self.variant.of_whole)}  # fmt: skip
         wanted = {name: Whole(own[name], value) for name, value in values.items() if name in own}
@@ -396,7 +396,7 @@ def decode(
     if not is_sharded(p):
         return layout.decode(plan, variant, p, entry, wanted)
     parts = Parts.of(p, variant)
-    coded, here = layout.traits(variant), locals_of(entry)
+    coded, here = variant.eager.matrices, locals_of(entry)
     whole = {f.name: Whole(parts.field(f), here[f.name]) for f in variant.fields if f.owner in {*coded} & {*wanted}}
     gather(list(whole.values()))
     here = {**here, **{name: item.found for name, item in whole.items()}}

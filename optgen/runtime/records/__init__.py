@@ -485,7 +485,7 @@ class Variant:
     stages: tuple[Stage, ...] = ()
     rows: bool = False
     matrix: Matrix = "last"
-    eager: Eager | None = None
+    eager: Eager = field(default_factory=Eager)
     rule: Rule | None = None
     rank: int = 0
 
@@ -545,13 +545,11 @@ class Variant:
         for k, stage in enumerate(rule.stages):
             own = replace(stage, kernel=f"{self.function}_{k + 1}", block=self.block_of(self.owners_in(stage)))
             stages.append(stage if stage.on_host else own)
-        assert self.eager is not None
         walks = {name: stage.block for stage in stages for name in stage.reduces}
         return replace(found, temps=rule.temps, stages=tuple(stages), eager=replace(self.eager, walks=walks))
 
     def owners_in(self, stage: Stage) -> list[str]:
         """Return the values that a stage of the rule touches: those read, those stored, those whose roots are read."""
-        assert self.eager is not None
         stores = [] if stage.reduces else [x for x in stage.stores if x not in self.eager.still]
         owners = dict.fromkeys([*(x for x in stage.reads if x not in stage.absent), *stores])
         return list(owners | {x: None for name, x in self.eager.relative.items() if name in owners})

@@ -16,7 +16,6 @@ from optgen.runtime.records import COPY, Rule, Stage, Temp, Variant, Whole
 
 def divided(rule: Rule, variant: Variant) -> Rule:
     """Return the stages of a rule for a variant, with those that its states need that are kept as a whole."""
-    assert variant.eager is not None
     kept = variant.eager.whole
     if not kept:
         return rule

@@ -113,7 +113,6 @@ class Stored:
         place: tuple[int, int, int] | None = None,
         dims: Sequence[int] | None = None,
     ) -> None:
-        assert variant.eager is not None
         self.record: Eager = variant.eager
         self.variant, self.codecs, self.p, self.g, self.fields = variant, codecs, p, g, fields
         self.step_key, self.stream_key = random_keys
@@ -248,7 +247,7 @@ def step(variant: Variant, rule: ModuleType, codecs: ModuleType) -> Callable[...
     """Return `step(p, g, fields..., scalars..., step_key, stream_key, place, dims)`: a step of a rule under a plan."""
     function = getattr(rule, variant.step)
     count = len(variant.fields)
-    kind = _Divided if variant.eager is not None and variant.eager.whole else Stored
+    kind = _Divided if variant.eager.whole else Stored
 
     def run(
         p: Tensor, g: Tensor, *rest: Any, place: tuple[int, int, int] | None = None, dims: Sequence[int] | None = None

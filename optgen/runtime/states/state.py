@@ -166,7 +166,7 @@ def create(
     missing = [f for f in variant.fields if f.name not in state]
     made = {f.name: zeros(f, p, arena, parts) for f in missing}
     values = first_values(variant, p, hypers or {})
-    coded, of = layout.traits(variant), p.shape if parts is None else parts.layout.shape
+    coded, of = variant.eager.matrices, p.shape if parts is None else parts.layout.shape
     for name in dict.fromkeys(f.owner for f in missing if f.owner in coded and f.owner in variant.init):
         start = "identity" if variant.init[name] == "identity" else values[name]
         found = layout.matrix_fields(variant, name, start, of, home(p))

@@ -59,10 +59,9 @@ class Tuning:
 
     def sizes(self, kernels: ModuleType, function: str) -> tuple[int, int]:
         """(elements per tile, full tiles per work item) of a kernel."""
-        planned: dict[str, int] = getattr(kernels, "TILES", {})
         # AMD's warps have 64 threads: as many elements for each.
         own = kernels.TILE[function] * (1 if torch.version.hip is None else 2)
-        return self.tile or own, self.tiles or planned.get(function, TILES)
+        return self.tile or own, self.tiles or TILES
 
 
 def _limits(kernels: ModuleType, device: torch.device, function: str) -> dict[str, int]:

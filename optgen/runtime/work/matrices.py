@@ -79,7 +79,7 @@ def _call(bucket: Bucket, stage: Stage, scalars: Sequence[float] | Control, at_o
     function = getattr(plans.reference(bucket.plan, variant).module, stage.kernel)
     numbers = scalars.rounded if isinstance(scalars, Control) else scalars.__getitem__
     given = [numbers(k) for k in stage.scalars]
-    traits = layout.traits(variant)
+    traits = variant.eager.matrices
     count, drawn = len(_columns(variant, stage.reads)), "stream" in stage.extents
     alike: dict[tuple[int, ...], list[tuple[int, tuple[Tensor, ...]]]] = {}
     for i, k, shape, values in tensors:
