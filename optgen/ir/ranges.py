@@ -254,18 +254,13 @@ def never_zero(node: Node, intervals: Intervals) -> bool:
     if op == "const":
         return bool(node.attr != 0)
     if op == "sub":
-        if not is_correction(node) or not is_step(a[1].args[1]):
+        if not is_correction(node) or (a[1].args[1].op, a[1].args[1].attr) != ("sym", "step"):
             return False
         low, high = intervals(a[1].args[0])
         return low > -1 and high < 1
     if op in ("sqrt", "neg"):
         return never_zero(a[0], intervals)
     return op in ("mul", "div") and all(never_zero(x, intervals) for x in a)
-
-
-def is_step(node: Node) -> bool:
-    """Return True if a host value is the number of the step."""
-    return node.op == "sym" and node.attr == "step"
 
 
 def is_correction(node: Node) -> bool:

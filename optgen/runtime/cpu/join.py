@@ -19,11 +19,11 @@ def source(variant: Variant, rule: Rule, text: str, codecs: str) -> str:
     stores = [x for x in stage.stores if x not in eager.still]
     states = [x for x in dict.fromkeys((*stage.reads, *stage.stores)) if x not in ("p", "g")]
     dealt = [*(x for x in eager.noise if x != "p"), "p"]
-    names = ["p", "g", *variant.names]
+    owners = ["p", "g", *(f.owner for f in variant.fields)]
     values = []
     for owner in ("p", *states):
         codec = _encoding(eager, owner, owner in stores)
-        first = next(k for k, name in enumerate(names) if name == owner or _owner(variant, name) == owner)
+        first = owners.index(owner)
         base = eager.relative.get(owner)
         given = [
             codec,
@@ -39,7 +39,8 @@ def source(variant: Variant, rule: Rule, text: str, codecs: str) -> str:
     rare = {x: eager.words[eager.noise[x][0]][2] for x in eager.noise}
     wants = [f"{{{_codec(eager.codecs, x)}::NOISE, {str(rare.get(x, False)).lower()}}}" for x in dealt]
     wants = [want if x in eager.noise else "{0, false}" for x, want in zip(dealt, wants, strict=True)]
-    columns = [_weight(variant), "{sizeof(typename Grad::stored), ELEMENT, false}"]
+    weight = f"{{{4 if variant.param == 'float32' else 2}, ELEMENT, true}}"
+    columns = [weight, "{sizeof(typename Grad::stored), ELEMENT, false}"]
     columns += [_column(f, f.owner in stores) for f in variant.fields]
     return "\n".join(
         [
@@ -66,10 +67,6 @@ def source(variant: Variant, rule: Rule, text: str, codecs: str) -> str:
     )
 
 
-def _owner(variant: Variant, name: str) -> str:
-    return next((f.owner for f in variant.fields if f.name == name), "")
-
-
 def _encoding(eager: Eager, owner: str, written: bool) -> str:
     """Return the struct of a value's codec: one that stores it, or one that reads alone."""
     codec = eager.codecs.get(owner, "full")
@@ -80,10 +77,6 @@ def _encoding(eager: Eager, owner: str, written: bool) -> str:
 def _codec(codecs: object, owner: str) -> str:
     assert isinstance(codecs, dict)
     return f"{codecs.get(owner, 'full')}_stochastic"
-
-
-def _weight(variant: Variant) -> str:
-    return f"{{{4 if variant.param == 'float32' else 2}, ELEMENT, true}}"
 
 
 def _column(field: Field, written: bool) -> str:
@@ -151,13 +144,10 @@ def _column_of(variant: Variant, name: str) -> str:
         return "{sizeof(typename Grad::stored), ELEMENT}"
     for f in variant.fields:
         if f.name == name:
-            return f"{{{_bytes(f)}, {_kind(f)}}}"
+            size = f.width if f.width > 1 or f.per == EIGHT else f.torch_dtype.itemsize
+            return f"{{{size}, {_kind(f)}}}"
     temp = next(t for t in variant.temps if t.name == name)
     return f"{{{2 if temp.space == 'elem' and not temp.wide else 4}, {_KINDS[temp.space]}}}"
-
-
-def _bytes(field: Field) -> int:
-    return field.width if field.width > 1 or field.per == EIGHT else field.torch_dtype.itemsize
 
 
 def _kind(field: Field) -> str:

@@ -452,7 +452,6 @@ class Variant:
     fields       what is stored, in the order of the step function's arguments
     scalars      names of the step function's host scalars, in order
     host         (step, grad_scale, **hypers, **host_states) -> scalars, then new host states; fp64
-    kernel_scalars, kernel_host   the same for the kernel, whose maths may want other scalars
     block        elements per block of the fields with per > 1
     stochastic   whether anything is rounded by random bits
     host_states  (name, first value) of the per-parameter numbers that stay on the host
@@ -462,7 +461,7 @@ class Variant:
     rows         whether other steps of the same parameter, for which flags are set otherwise, work on rows and columns
     matrix       see Matrix; kernels see its shape in the place of the parameter's (layout.matrix_shape)
     eager        how the eager reference keeps each value
-    rule         the step in the maths of its kernels
+    rule         the step in the maths of its kernels, which may want other scalars
     rank         of its matrices of low rank in one group (`in_blocks`); 0 if there are none
     """
 
@@ -479,8 +478,6 @@ class Variant:
     host_states: tuple[tuple[str, float], ...] = ()
     init: Mapping[str, float | str] = field(default_factory=dict)
     step: str = ""
-    kernel_scalars: tuple[str, ...] | None = None
-    kernel_host: HostFunction | None = None
     temps: tuple[Temp, ...] = ()
     stages: tuple[Stage, ...] = ()
     rows: bool = False
@@ -536,17 +533,14 @@ class Variant:
     def in_stages(self) -> Variant:
         """Return the variant with its rule's scalars, and the stages if it takes several, in the blocks of its plan."""
         rule = self.rule
-        if rule is None:
+        if rule is None or self.single is not None:
             return self
-        found = replace(self, kernel_scalars=rule.scalars, kernel_host=rule.host)
-        if self.single is not None:
-            return found
         stages = []
         for k, stage in enumerate(rule.stages):
             own = replace(stage, kernel=f"{self.function}_{k + 1}", block=self.block_of(self.owners_in(stage)))
             stages.append(stage if stage.on_host else own)
         walks = {name: stage.block for stage in stages for name in stage.reduces}
-        return replace(found, temps=rule.temps, stages=tuple(stages), eager=replace(self.eager, walks=walks))
+        return replace(self, temps=rule.temps, stages=tuple(stages), eager=replace(self.eager, walks=walks))
 
     def owners_in(self, stage: Stage) -> list[str]:
         """Return the values that a stage of the rule touches: those read, those stored, those whose roots are read."""
@@ -562,9 +556,8 @@ class Variant:
 
     def host_for(self, backend: str) -> tuple[HostFunction, int]:
         """(host function, number of scalars that it returns before the host states) of a backend."""
-        if backend != "reference" and self.kernel_host is not None and self.kernel_scalars is not None:
-            return self.kernel_host, len(self.kernel_scalars)
-        return self.host, len(self.scalars)
+        of = self if backend == "reference" or self.rule is None else self.rule
+        return of.host, len(of.scalars)
 
     @cached_property
     def model_temps(self) -> tuple[str, ...]:

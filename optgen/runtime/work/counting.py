@@ -214,7 +214,7 @@ def counted(
 
 def check_calls(variant: Variant, control: Control) -> None:
     """RuntimeError where a function of matrices between the kernels needs a number that only the device knows."""
-    names = variant.scalars if variant.kernel_scalars is None else variant.kernel_scalars
+    names = (variant.rule or variant).scalars
     for stage in variant.stages:
         for x in stage.given:
             if isinstance(x, str):

@@ -173,7 +173,7 @@ def _call(
     """
     numbers = scalars.rounded if isinstance(scalars, Control) else scalars.__getitem__
     function: Callable[..., Tensor] = getattr(functions, stage.kernel)
-    names = bucket.variant.scalars if bucket.variant.kernel_scalars is None else bucket.variant.kernel_scalars
+    names = (bucket.variant.rule or bucket.variant).scalars
     given = [numbers(names.index(x)) if isinstance(x, str) else x for x in stage.given]
     matrix = bucket.variant.matrix
     own: list[Tensor] = []
