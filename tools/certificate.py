@@ -12,10 +12,13 @@ from functools import lru_cache
 
 import torch
 
-from optgen.formats.bound import Bound, PatternRange
+from optgen.formats import LogMax, LogMinMax
+from optgen.formats.bound import Bound
 from optgen.formats.format import Format, Noise
 from optgen.ops.dtypes import of_pattern
 from optgen.verify.bounds import one_step_bound
+
+ONE = 0x3F800000  # the pattern of 1.0 in f32
 
 
 @dataclass(frozen=True)
@@ -31,12 +34,52 @@ class Certificate:
         return self.supremum / self.bound.value if self.bound.value else 1.0
 
 
+@dataclass(frozen=True)
+class PatternRange:
+    """Numbers with the f32 patterns low .. high, in a block whose first elements are `others`.
+
+    relative  their errors count relative to them
+    sign      1.0, or -1.0 for the negative numbers of these patterns
+    """
+
+    low: int
+    high: int
+    others: tuple[float, ...]
+    relative: bool
+    sign: float = 1.0
+
+
+def lines(fmt: Format, bound: Bound) -> list[PatternRange]:
+    """Return the numbers over which a format's worst error is looked for, in units of `bound.of`."""
+
+    def number_of(pattern: int) -> float:
+        return of_pattern(pattern) ** 2 if fmt.of == "sqrt" else of_pattern(pattern)
+
+    if isinstance(fmt, LogMax):
+        # The grid lies otherwise in each octave; a cell is widest, relative to the value, above a power of two.
+        tops = [ONE + (octave << 23) + (1 << 22) for octave in range(8)]
+        reach = (fmt.codes - 1) * fmt.step
+        return [PatternRange(top - reach, top, (number_of(top),), relative=True) for top in tops]
+    if isinstance(fmt, LogMinMax):
+        # The first and last unit hold the block's minimum and maximum; stochastically there is a margin to them.
+        margin = 0
+        if fmt.noise_bits:
+            margin = 1 << (fmt.unit - 2) if fmt.bits == 8 else int(fmt.margin(fmt.most) * 2**fmt.unit) + (1 << 8)
+        start = ONE - ((fmt.most // 2) << fmt.unit)
+        low, high = start + margin, start + (fmt.most << fmt.unit) - max(margin, 1 << 8)
+        return [PatternRange(low, high, (number_of(low), number_of(high)), relative=True)]
+    if bound.of == "value":
+        return [PatternRange(ONE, ONE + (1 << 23) - 1, (), relative=True)]
+    # Scales are powers of two times 1 to the same relative error: one block stands for all.
+    return [PatternRange(0, ONE, (1.0,), False, sign) for sign in ((1.0, -1.0) if fmt.signed else (1.0,))]
+
+
 @lru_cache(maxsize=256)
 def certify(fmt: Format) -> Certificate:
-    """Return the supremum over all numbers of the format's lines (`Format.lines`)."""
+    """Return the supremum over all numbers of the format's lines."""
     bound = one_step_bound(fmt)
     fmt = fmt.of_vectors()  # the same codes under the same scales, one for a block
-    return _worst([_Line(fmt, line) for line in fmt.lines()], fmt, bound)
+    return _worst([_Line(fmt, line) for line in lines(fmt, bound)], fmt, bound)
 
 
 @dataclass(frozen=True)

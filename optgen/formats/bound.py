@@ -1,4 +1,4 @@
-"""The error that a format states: a bound, and the numbers over which a certificate looks for the largest error."""
+"""The error that a format states."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from optgen.lang.values import where
 from optgen.ops.dtypes import f32
 
 ROUNDOFF = 2.0**-24  # half an ulp of f32, relative
-ONE = 0x3F800000  # the pattern of 1.0 in f32
 
 
 @dataclass(frozen=True)
@@ -62,18 +61,3 @@ class Bound:
         """Return the interval of what x, an interval, may read as where errors are relative."""
         size = x.magnitude()
         return x.widened(where(size == 0, 0.0, (size * relative).clamp(min=self.absolute))).saturated(self.largest)
-
-
-@dataclass(frozen=True)
-class PatternRange:
-    """Numbers with the f32 patterns low .. high, in a block whose first elements are `others`.
-
-    relative  their errors count relative to them
-    sign      1.0, or -1.0 for the negative numbers of these patterns
-    """
-
-    low: int
-    high: int
-    others: tuple[float, ...]
-    relative: bool
-    sign: float = 1.0

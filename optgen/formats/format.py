@@ -21,7 +21,7 @@ from functools import lru_cache
 from typing import Any, Literal, Protocol
 
 from optgen.formats import measured
-from optgen.formats.bound import ONE, Bound, PatternRange
+from optgen.formats.bound import Bound
 from optgen.ir import node as ir
 from optgen.lang.spec import MatrixKind
 from optgen.lang.values import Num, Value, cast, lshr, maximum, sqrt, where
@@ -285,16 +285,6 @@ class Format(ABC):
         Imports no torch where the format is this package's: that takes a second of a build.
         """
         return []
-
-    def lines(self, units: int = 0) -> list[PatternRange]:
-        """Return the numbers over which a certificate looks for the worst error, in units of `bound().of`."""
-        bound = self.bound()
-        if bound is None:
-            raise TypeError(f"no certificate for {type(self).__name__}")
-        if bound.of == "value":
-            return [PatternRange(ONE, ONE + (1 << 23) - 1, (), relative=True)]
-        # Scales are powers of two times 1 to the same relative error: one block stands for all.
-        return [PatternRange(0, ONE, (1.0,), False, sign) for sign in ((1.0, -1.0) if self.signed else (1.0,))]
 
 
 @lru_cache(maxsize=1024)

@@ -16,7 +16,7 @@ from typing import Any
 from optgen.base import loc as locs
 from optgen.base.loc import Loc
 from optgen.formats import narrow
-from optgen.formats.bound import ONE, ROUNDOFF, Bound, PatternRange
+from optgen.formats.bound import ROUNDOFF, Bound
 from optgen.formats.check import check_block, check_words, is_number, refusal
 from optgen.formats.format import Field, Noise, Rounding, View
 from optgen.formats.pseudolog import BEND, INFINITE, PseudoLog, tenths
@@ -179,9 +179,3 @@ class LogMax(PseudoLog):
 
     def cell(self) -> float:
         return (1 + self.step / 2**23) ** 2 - 1
-
-    def lines(self, units: int = 0) -> list[PatternRange]:
-        # The grid lies otherwise in each octave; a cell is widest, relative to the value, above a power of two.
-        tops = [ONE + (octave << 23) + (1 << 22) for octave in range(8)]
-        reach = (self.codes - 1) * self.step
-        return [PatternRange(top - reach, top, (self.number_of(top),), relative=True) for top in tops]

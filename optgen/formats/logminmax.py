@@ -16,7 +16,7 @@ from typing import Any, Literal
 from optgen.base import loc as locs
 from optgen.base.loc import Loc
 from optgen.formats import narrow
-from optgen.formats.bound import ONE, ROUNDOFF, Bound, PatternRange
+from optgen.formats.bound import ROUNDOFF, Bound
 from optgen.formats.check import check_block, check_words
 from optgen.formats.format import Field, Noise, Rounding, View
 from optgen.formats.pseudolog import BEND, INFINITE, PseudoLog, tenths
@@ -265,13 +265,3 @@ class LogMinMax(PseudoLog):
     def cell(self) -> float:
         cell = (0.5 if self.of == "sqrt" else 1.0) / self.cells_of(self.most)
         return (1 + cell) ** 2 - 1 if self.of == "sqrt" else cell
-
-    def lines(self, units: int = 0) -> list[PatternRange]:
-        units = units or self.most
-        # The first and last unit hold the block's minimum and maximum; stochastically there is a margin to them.
-        margin = 0
-        if self.noise_bits:
-            margin = 1 << (self.unit - 2) if self.bits == 8 else int(self.margin(units) * 2**self.unit) + (1 << 8)
-        start = ONE - ((units // 2) << self.unit)
-        low, high = start + margin, start + (units << self.unit) - max(margin, 1 << 8)
-        return [PatternRange(low, high, (self.number_of(low), self.number_of(high)), relative=True)]

@@ -38,11 +38,6 @@ class PseudoLog(Packed):
     def highest(self) -> int:
         """The pattern of the largest kept number that is told from larger ones."""
 
-    def number_of(self, pattern: int) -> float:
-        """Return the value whose kept number has this pattern."""
-        x = of_pattern(pattern)
-        return x * x if self.of == "sqrt" else x
-
     def finite(self, x: Any, view: View) -> tuple[Any, Any]:
         """Return where a block of the interval x is not finite, and x with ones there."""
         top = view.largest(x.magnitude(), self.block)
