@@ -317,17 +317,10 @@ def walk_any(table, work, tile: tl.constexpr, SWEEP: tl.constexpr, scalars, step
 
 @triton.jit
 def walk(table, work, tile: tl.constexpr, SWEEP: tl.constexpr, scalars, step_key):
-    """One work item of any sweep."""
-    if SWEEP.panels:
-        walk_matrices(table, work, tile, SWEEP, scalars, step_key)
-    else:
+    """One work item of any sweep; of panels `tile` rows at a time, or ragged: tiles of a tensor that no panels fit."""
+    if not SWEEP.panels:
         walk_segments(table, work, tile, SWEEP, scalars, step_key)
-
-
-@triton.jit
-def walk_matrices(table, work, tile: tl.constexpr, SWEEP: tl.constexpr, scalars, step_key):
-    """One work item: `tile` rows of a panel at a time, or ragged: tiles of a tensor that no panels fit."""
-    if SWEEP.ragged:
+    elif SWEEP.ragged:
         walk_any(table, work, tile, SWEEP, scalars, step_key)
     else:
         walk_panels(table, work, tile, SWEEP, scalars, step_key)
