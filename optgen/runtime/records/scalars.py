@@ -26,8 +26,8 @@ others do not wait for it."""
 KEPT = 4096
 
 
-def _like(x: Scalar, other: Tensor) -> Tensor:
-    """x as a tensor beside another, fp64 or bool; not to be written."""
+def _like(x: Scalar | Truth, other: Any) -> Tensor:
+    """x as a tensor, fp64 or bool, beside another if it is none; not to be written."""
     if isinstance(x, Tensor):
         return x
     device, dtype = other.device, torch.bool if isinstance(x, bool) else torch.float64
@@ -60,20 +60,15 @@ def minimum(a: Scalar, b: Scalar) -> Scalar:
 
 
 def both(a: Truth, b: Truth) -> Truth:
-    return torch.logical_and(*_truths(a, b)) if isinstance(a, Tensor) or isinstance(b, Tensor) else a and b
+    return torch.logical_and(_like(a, b), _like(b, a)) if isinstance(a, Tensor) or isinstance(b, Tensor) else a and b
 
 
 def either(a: Truth, b: Truth) -> Truth:
-    return torch.logical_or(*_truths(a, b)) if isinstance(a, Tensor) or isinstance(b, Tensor) else a or b
+    return torch.logical_or(_like(a, b), _like(b, a)) if isinstance(a, Tensor) or isinstance(b, Tensor) else a or b
 
 
 def negated(a: Truth) -> Truth:
     return torch.logical_not(a) if isinstance(a, Tensor) else not a
-
-
-def _truths(*given: Truth) -> list[Tensor]:
-    device = next(x.device for x in given if isinstance(x, Tensor))
-    return [x if isinstance(x, Tensor) else torch.full((), x, dtype=torch.bool, device=device) for x in given]
 
 
 def divide(a: Scalar, b: Scalar) -> Scalar:
