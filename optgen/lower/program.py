@@ -231,12 +231,7 @@ def hyper_ranges(spec: Spec) -> tuple[tuple[str, tuple[float, float]], ...]:
 
 
 def lower(
-    spec: Spec,
-    flags: Mapping[str, bool],
-    storage: Storage,
-    *,
-    grad: DType | None = None,
-    alone: bool = False,
+    spec: Spec, flags: Mapping[str, bool], storage: Storage, *, grad: DType | None = None, alone: bool = False
 ) -> Program:
     """One optimizer step as a Program: decode, the author's lets, encode.
 

@@ -69,11 +69,7 @@ def run(program: Program, maths: Literal["strict", "fast"] = "fast", log: Log | 
 
 
 def step(
-    program: Program,
-    maths: Literal["strict", "fast"] = "fast",
-    log: Log | None = None,
-    *,
-    pieces: Cut | None = None,
+    program: Program, maths: Literal["strict", "fast"] = "fast", log: Log | None = None, *, pieces: Cut | None = None
 ) -> Step:
     """A whole optimizer step -> its kernels; `pieces`: what `cut` made of the same program before."""
     whole = replace(program, maths=maths)

@@ -76,9 +76,7 @@ class Noise:
 
 
 def word(b: Blocks, k: int, recipe: keys.Word, step: int, stream: int) -> Tensor:
-    """The k-th 32-bit word of every element, int32: hash(element, stream, window of steps), spread over the window.
-
-    """
+    """The k-th 32-bit word of every element, int32: hash(element, stream, window of steps), spread over the window."""
     at, narrow, anew = recipe
     index = b.index()
     window, place = step & -keys.WINDOW, step & keys.WINDOW - 1

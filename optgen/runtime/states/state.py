@@ -192,9 +192,7 @@ def create(
     return state | made
 
 
-def sizes(
-    variant: Variant, p: Tensor, present: Mapping[str, Any], parts: sharding.Parts | None = None
-) -> list[int]:
+def sizes(variant: Variant, p: Tensor, present: Mapping[str, Any], parts: sharding.Parts | None = None) -> list[int]:
     """Return the bytes of each field that `create` will make, in its order; [] for fake tensors."""
     if is_fake(p):
         return []
