@@ -112,9 +112,7 @@ TABLE: dict[str, Row] = {
     "E129": Row("{function} cannot be used here: {why}", "", "{remedy}"),
     "E131": Row("{kind}: {text}", "raised by Python while the spec was traced"),
     "E132": Row(
-        "the source of `{name}` cannot be read",
-        "names and places come from the source",
-        "keep the spec in a file",
+        "the source of `{name}` cannot be read", "names and places come from the source", "keep the spec in a file"
     ),
     "E140": Row(
         "this gives {value} at step {step}",
@@ -181,8 +179,7 @@ TABLE: dict[str, Row] = {
         "leave it out of the plan's `overrides`",
     ),
     "E304": Row(
-        "compander {name}: {why}",
-        "a compander maps [0, 1] onto itself, increasing, and its inverse undoes it",
+        "compander {name}: {why}", "a compander maps [0, 1] onto itself, increasing, and its inverse undoes it"
     ),
     "E305": Row("{what} is not a format: use {want}"),
     "E306": Row("a plan has no part `{got}`"),
@@ -209,17 +206,9 @@ TABLE: dict[str, Row] = {
     # E4xx: finding, building and writing
     "E401": Row("{text}", "Python cannot read this file"),
     "E402": Row("{kind}: {text}", "raised by Python while this file was loaded"),
-    "E403": Row(
-        "{file} has no {kind}",
-        "",
-        "{remedy}",
-    ),
+    "E403": Row("{file} has no {kind}", "", "{remedy}"),
     "E404": Row("there is no {kind} `{name}`"),
-    "E405": Row(
-        "{file} has several {kind}s",
-        "they are {names}",
-        "name one: {file}:{first}",
-    ),
+    "E405": Row("{file} has several {kind}s", "they are {names}", "name one: {file}:{first}"),
     "E406": Row(
         "{out} holds files that optgen did not write like this: {names}",
         "they were edited by hand, or made by something else; nothing was changed",
