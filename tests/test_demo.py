@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 
 import demo
 import demo_model
+import train_rules
 from demo_model import Corpus, Size
 
 SMALL = Size(layers=1, width=16, heads=2, context=16, batch=4)
@@ -57,3 +58,24 @@ def test_the_sentence_follows_the_numbers() -> None:
     assert "measurably worse" in demo.difference(runs(1.1, 2.1, 3.101), base).sentence("x")
     assert "measurably better" in demo.difference(runs(0.9, 1.9, 2.899), base).sentence("x")
     assert "more seeds are needed" in demo.difference(runs(1.1), runs(1.0)).sentence("x")
+
+
+def test_a_learning_rate_is_found_between_two_worse_ones() -> None:
+    """A loss with its minimum at 2^5 times the default, NaN beyond: tried one by one, then run with all seeds."""
+    found: train_rules.Found = {}
+    rules = {rule.name: rule for rule in train_rules.TUNED}
+    soap, rounds = rules["SOAP"], 0
+    wanted = train_rules.missing((soap,), found, 3)
+    while all(key[1:3] == ("fp32", 0) for key in wanted):
+        for key in wanted:
+            k = math.log2(key[3] / soap.options["lr"])
+            found[train_rules.key_of(*key)] = (abs(k - 5) if k < 6 else math.nan, 42.0)
+        wanted, rounds = train_rules.missing((soap,), found, 3), rounds + 1
+    assert rounds == 6 and len(found) == 8  # -1, 0 and 1; then 2 to 6
+    best = 32 * soap.options["lr"]
+    runs = {(p, s, best) for p in ("fp32", *soap.plans) for s in range(3)}
+    assert {key[1:] for key in wanted} == runs - {("fp32", 0, best)}
+    control = train_rules.missing((rules["SOAP, control"],), found, 3)
+    assert control == [("SOAP, control", "fp32", s, best) for s in range(3)]
+    found |= {train_rules.key_of(*key): (5.5, 40.0) for key in (*wanted, *control)}
+    assert [v.rule for v in train_rules.tuned(found, 3)] == [*(f"SOAP, {p}" for p in soap.plans), "SOAP, control"]

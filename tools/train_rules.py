@@ -1,26 +1,27 @@
-"""The demo's language model trained by many rules, each in fp32 and in 8 bits; and by AdamW under many plans.
+"""The demo's language model trained by many rules, each in fp32 and in few bits; and by AdamW under many plans.
 
     .venv/bin/python tools/train_rules.py                   writes docs/training.md and docs/benchmarks/training.json
     .venv/bin/python tools/train_rules.py --plans           the same of AdamW under every plan with states below fp32
     .venv/bin/python tools/train_rules.py --plans int4_split24 flashoptim       these alone; others stay as they are
     .venv/bin/python tools/train_rules.py --only CAME --steps 200 --seeds 1
-    .venv/bin/python tools/train_rules.py --only LAMB --lr 3e-3 1e-2 3e-2 --seeds 1      how a learning rate was found
+    .venv/bin/python tools/train_rules.py --tuned           matrix rules at rates found in one way; only missing runs
 
 Every pair starts from the same weights and sees the same batches in the same order, seed by seed; the learning rate is
-the rule's own, found by a coarse search in fp32 and used for both.  What is said of a pair is the mean of its paired
-differences with the 95 % interval of Student's t, beside the noise of the seeds themselves.
+the rule's own, found in fp32 and used for both.  What is said of a pair is the mean of its paired differences with the
+95 % interval of Student's t, beside the noise of the seeds themselves.  The runs of --tuned are kept in training.json,
+where those of a rule whose options change are to be deleted.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import math
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,12 +44,19 @@ PLANS = ("fp32", "int8_split24")
 
 @dataclass(frozen=True)
 class Rule:
-    """A generated class and how it is used here; `aside`: options of embeddings, norms and the head."""
+    """A generated class and how it is used here.
+
+    aside    options of embeddings, norms and the head
+    plans    those that are compared with fp32
+    control  the rule whose learning rate and fp32 runs this one is compared with, if it is a control
+    """
 
     name: str
     spec: str
     options: Mapping[str, Any]
     aside: Mapping[str, Any] = field(default_factory=dict)
+    plans: tuple[str, ...] = PLANS[1:]
+    control: str = ""
 
 
 ADAMW = {"lr": 1.5e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
@@ -60,6 +68,20 @@ RULES = (
     Rule("StableAdamW", "stable_adamw", ADAMW),
     Rule("ScheduleFreeAdamW", "schedule_free_adamw", {**ADAMW, "lr": 3e-3, "warmup_steps": 30}),
     Rule("Muon", "muon", {"lr": 3e-2, "weight_decay": 0.1, "adamw_lr": 1.5e-3}, {"adamw": True}),
+)
+
+TUNED_STEPS = 400
+FEWER = (*PLANS[1:], "int4_split24")
+SOAP = {"lr": 3e-3, "weight_decay": 0.1}
+LOW_RANK = {"lr": 1e-2, "weight_decay": 0.1, "rank": Size().width // 4}
+TUNED = (  # lr: the authors' default, at which the search begins; adamw_lr: the one found for AdamW
+    Rule("AdamW", "adamw", {**ADAMW, "lr": 1e-3}),
+    Rule("Muon", "muon", {"lr": 2e-2, "weight_decay": 0.1, "adamw_lr": 2e-3}, {"adamw": True}, FEWER),
+    Rule("SOAP", "soap", SOAP, plans=FEWER),
+    Rule("SOAP, control", "soap", {**SOAP, "precondition_frequency": 9}, plans=PLANS[:1], control="SOAP"),
+    Rule("Shampoo", "shampoo", {"lr": 1e-3, "weight_decay": 0.1}),
+    Rule("GaLore", "galore", LOW_RANK, {"adamw": True}),
+    Rule("APOLLO", "apollo", LOW_RANK, {"adamw": True}),
 )
 
 
@@ -80,11 +102,10 @@ OF_FP32 = ("fp32", "int8")
 """Plans that are run on fp32 weights."""
 
 
-def one_run(name: str, plan: str, seed: int, steps: int, lr: float | None, text: Corpus) -> Run:
+def one_run(rule: Rule, plan: str, seed: int, steps: int, lr: float, text: Corpus) -> Run:
     """Train once, in a worker process."""
     torch.set_num_threads(1)
-    rule = next(r for r in RULES if r.name == name)
-    options = {**rule.options, **({"lr": lr} if lr else {})}
+    options = {**rule.options, "lr": lr}
     dtype = torch.float32 if plan in OF_FP32 else torch.bfloat16
     return train(text, Size(), lambda model: make(rule, plan, model, options), dtype=dtype, steps=steps, seed=seed)
 
@@ -145,6 +166,8 @@ def markdown(kept: Mapping[str, Any]) -> str:
             "compares formats within a rule, not the rules with one another.",
             "", "    .venv/bin/python tools/train_rules.py", "", *table(HEAD, map(row, verdicts), (0, 5)),
         ]  # fmt: skip
+    if kept.get("runs"):
+        lines += tuned_section(kept)
     if plans:
         lines += [
             "", "## Plans", "",
@@ -155,6 +178,59 @@ def markdown(kept: Mapping[str, Any]) -> str:
             *table(PLAN_HEAD, map(plan_row, plans), (0, 4)), "", remark(plans),
         ]  # fmt: skip
     return filled("\n".join(lines)) + "\n"
+
+
+def plot(verdicts: list[Verdict], path: Path) -> None:
+    """Plot loss over bytes, a line from fp32 to each plan, and the paired differences with their intervals."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.5), width_ratios=(3, 2), layout="constrained")
+    colours = {name: f"C{k}" for k, name in enumerate(dict.fromkeys(v.rule.split(",")[0] for v in verdicts))}
+    for v in verdicts:
+        colour, (mean, half) = colours[v.rule.split(",")[0]], v.gap
+        right.errorbar(mean, v.rule, xerr=half, fmt="o", capsize=3, color=colour)
+        if v.bytes_int8 < v.bytes_fp32:
+            ends = [(v.bytes_fp32, *mean_and_spread(v.fp32)), (v.bytes_int8, *mean_and_spread(v.int8))]
+            left.plot([x for x, _, _ in ends], [y for _, y, _ in ends], linewidth=0.8, alpha=0.5, color=colour)
+            for (x, y, noise), mark in zip(ends, "os", strict=True):
+                left.errorbar(x, y, yerr=noise, fmt=mark, color=colour)
+            left.annotate(v.rule.removesuffix("_split24"), ends[1][:2], (5, 4), textcoords="offset points", fontsize=8)
+    left.set(xscale="log", xlabel="bytes per parameter (round: fp32, square: fewer bits)", ylabel="validation loss")
+    left.set_xticks([4, 6, 8, 12, 20, 40], ["4", "6", "8", "12", "20", "40"])
+    right.axvline(0, color="gray", linewidth=0.8)
+    right.set(xlabel="loss minus that of fp32, same seed; 95 % interval")
+    right.invert_yaxis()
+    for ax in (left, right):
+        ax.grid(alpha=0.3)
+    figure.savefig(path, dpi=90)
+    plt.close(figure)
+
+
+def tuned_section(kept: Mapping[str, Any]) -> list[str]:
+    verdicts = tuned(kept["runs"], kept["tuned_seeds"])
+    first = {v.rule.split(",")[0]: v for v in reversed(verdicts)}
+    adamw = first.pop("AdamW").fp32
+    gaps = [(mean_and_interval([b - a for a, b in zip(adamw, v.fp32, strict=True)]), n) for n, v in first.items()]
+    return [
+        "", "## Matrix rules", "",
+        f"{kept['tuned_steps']} steps, {kept['tuned_seeds']} seeds, text {kept['tuned_text']}. Learning rates are found",
+        "in one way: in fp32 with seed 0, half the authors' default, the default and its double are tried, then further",
+        "powers of two until the best rate has a worse one on either side. It serves all seeds and plans. Otherwise",
+        "rules have their defaults, with a weight decay of 0.1 and, for GaLore and APOLLO, a quarter of the full rank.",
+        "Embeddings, norms and the head have AdamW under GaLore, APOLLO and Muon (there at the rate found for AdamW);",
+        "SOAP and Shampoo take embeddings and the head as matrices. *SOAP, control* is SOAP in fp32 with a refresh",
+        "every 9 steps instead of 10: it shows how far fp32 lies from itself if refreshes fall on other steps.",
+        "", "    .venv/bin/python tools/train_rules.py --tuned", "",
+        *table(("run", "lr", "fp32", "loss", "- fp32", "", "B/param fp32", "B/param"), map(row, verdicts), (0, 5)),
+        "", "![Loss over bytes per parameter, and the differences to fp32](benchmarks/training.png)", "",
+        "Rules in fp32, minus AdamW, paired: "
+        + ", ".join(f"{name} {mean:+.3f} ± {half:.3f}" for (mean, half), name in sorted(gaps))
+        + ". Seed 0 also chose the learning rates, on the text of the table's losses, and so short a run favours rules",
+        "that are fast at first.",
+    ]  # fmt: skip
 
 
 PLAN_HEAD = ("plan", "fp32", "loss", "- fp32", "", "B/param")
@@ -206,72 +282,125 @@ def plans_asked(names: list[str]) -> list[str]:
     return names or [name for name, plan in every.items() if plan.signed != floats.f32]
 
 
+Key = tuple[str, str, int, float]  # rule, plan, seed, learning rate
+Found = dict[str, tuple[float, float]]  # key_of(a key) -> loss at the end, bytes per parameter
+
+
+def key_of(rule: str, plan: str, seed: int, lr: float) -> str:
+    return f"{rule}, {plan}, seed {seed}, lr {lr:g}"
+
+
 def run_all(
-    console: Console, wanted: list[tuple[str, str, int, float | None]], steps: int, text: Corpus, jobs: int
-) -> dict[tuple[str, str, int, float | None], Run]:
-    """Return (rule, plan, seed, learning rate) -> its run."""
-    found: dict[tuple[str, str, int, float | None], Run] = {}
-    with ProcessPoolExecutor(jobs) as pool:
-        runs = {pool.submit(one_run, n, plan, s, steps, lr, text): (n, plan, s, lr) for n, plan, s, lr in wanted}
+    console: Console, rules: tuple[Rule, ...], wanted: list[Key], asked: argparse.Namespace, text: Corpus, found: Found,
+    save: Callable[[], None] = lambda: None,
+) -> Found:  # fmt: skip
+    """Return `found` with the runs that are wanted; `save` is called at the end of each."""
+    named = {rule.name: rule for rule in rules}
+    with ProcessPoolExecutor(asked.jobs) as pool:
+        runs = {pool.submit(one_run, named[k[0]], *k[1:3], asked.steps, k[3], text): key_of(*k) for k in wanted}
         for done in as_completed(runs):
-            found[runs[done]] = done.result()
-            name, plan, seed, lr = runs[done]
-            console.print(f"{name} {plan} seed {seed}" + (f" lr {lr:g}" if lr else "") + f": {done.result().final:.4f}")
+            run = done.result()
+            found[runs[done]] = run.final, (run.weight_bytes + run.state_bytes) / run.parameters
+            save()
+            console.print(f"{runs[done]}: {run.final:.4f}")
     return found
 
 
-def verdict(
-    found: Mapping[tuple[str, str, int, float | None], Run], rule: Rule, plan: str, seeds: int, name: str
-) -> Verdict:
-    """Compare a plan with fp32."""
-    each = {p: [found[rule.name, p, s, None] for s in range(seeds)] for p in ("fp32", plan)}
-    size = {p: (x[0].weight_bytes + x[0].state_bytes) / x[0].parameters for p, x in each.items()}
-    losses = {p: [x.final for x in runs] for p, runs in each.items()}
-    return Verdict(name, rule.options["lr"], losses["fp32"], losses[plan], size["fp32"], size[plan])
+def verdict(found: Found, rule: Rule, plan: str, lr: float, seeds: int, name: str) -> Verdict:
+    """Compare a plan, or a control, with fp32; KeyError without its runs."""
+    pairs = ((rule.control or rule.name, "fp32"), (rule.name, plan))
+    base, other = ([found[key_of(*pair, s, lr)] for s in range(seeds)] for pair in pairs)
+    return Verdict(name, lr, [x for x, _ in base], [x for x, _ in other], base[0][1], other[0][1])
+
+
+def rate_found(rule: Rule, found: Found) -> tuple[float, list[float]]:
+    """Return the best learning rate of fp32 at seed 0, and its neighbours in powers of 2 that are yet to be tried.
+
+    The search begins with the rule's own rate, its half and its double.
+    """
+    rates = {k: rule.options["lr"] * 2.0**k for k in range(-12, 13)}
+    name = rule.control or rule.name
+    losses = {k: found[key][0] for k, lr in rates.items() if (key := key_of(name, "fp32", 0, lr)) in found}
+    best = min(losses, key=lambda k: losses[k] if math.isfinite(losses[k]) else math.inf, default=0)
+    return rates[best], [rates[k] for k in (best - 1, best, best + 1) if k not in losses]
+
+
+def missing(rules: tuple[Rule, ...], found: Found, seeds: int) -> list[Key]:
+    """Return the runs that the tuned table needs next."""
+    wanted: list[Key] = []
+    for rule in rules:
+        lr, tries = rate_found(rule, found)
+        if tries:
+            wanted += [(rule.control or rule.name, "fp32", 0, x) for x in tries]
+        else:
+            wanted += [(rule.name, p, s, lr) for p in dict.fromkeys(("fp32", *rule.plans)) for s in range(seeds)]
+    return [key for key in dict.fromkeys(wanted) if key_of(*key) not in found]
+
+
+def tuned(found: Found, seeds: int) -> list[Verdict]:
+    """Compare plans and controls with fp32 at the rate that was found, for all rules whose runs are there."""
+    verdicts = []
+    for rule in TUNED:
+        lr, _ = rate_found(rule, found)
+        for plan in rule.plans:
+            with suppress(KeyError):
+                label = rule.name if rule.control else f"{rule.name}, {plan}"
+                verdicts.append(verdict(found, rule, plan, lr, seeds, label))
+    return verdicts
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--steps", type=int)
     parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--only", nargs="*", default=[], help="rules by class name")
-    parser.add_argument("--lr", nargs="*", type=float, default=[], help="learning rates to try, in fp32 only")
     parser.add_argument("--plans", nargs="*", help="AdamW under these plans; no name: all with states below fp32")
+    parser.add_argument("--tuned", action="store_true", help="the table of matrix rules: runs that it lacks")
     parser.add_argument("--jobs", type=int, default=2, help="runs side by side, a thread each")
     parser.add_argument("--out", type=Path, default=ROOT / "docs")
     asked = parser.parse_args()
+    asked.steps = asked.steps or (TUNED_STEPS if asked.tuned else STEPS)
     sys.path.insert(0, str(ROOT))
     console, text = Console(), corpus()
     (asked.out / "benchmarks").mkdir(parents=True, exist_ok=True)
     record = asked.out / "benchmarks" / "training.json"
     kept: dict[str, Any] = json.loads(record.read_text(encoding="utf-8")) if record.exists() else {}
+
+    def save() -> None:
+        record.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+
     seeds = range(asked.seeds)
-    if asked.plans is not None:
+    rules = tuple(r for r in (TUNED if asked.tuned else RULES) if not asked.only or r.name in asked.only)
+    shown = Table(*(PLAN_HEAD if asked.plans is not None else HEAD))
+    if asked.tuned:
+        if [kept.get(f"tuned_{k}") for k in ("steps", "text")] != [asked.steps, text.digest]:
+            kept["runs"] = {}
+        kept |= {"tuned_steps": asked.steps, "tuned_seeds": asked.seeds, "tuned_text": text.digest}
+        while wanted := missing(rules, kept["runs"], asked.seeds):
+            run_all(console, TUNED, wanted, asked, text, kept["runs"], save)
+        verdicts = tuned(kept["runs"], asked.seeds)
+        plot(verdicts, asked.out / "benchmarks" / "training.png")
+    elif asked.plans is not None:
         rule, plans = RULES[0], plans_asked(asked.plans)
-        wanted = [(rule.name, plan, s, None) for s in seeds for plan in ("fp32", *plans)]
-        found = run_all(console, wanted, asked.steps, text, asked.jobs)
-        verdicts = [verdict(found, rule, plan, asked.seeds, plan) for plan in plans]
+        wanted = [(rule.name, plan, s, rule.options["lr"]) for s in seeds for plan in ("fp32", *plans)]
+        found = run_all(console, RULES, wanted, asked, text, {})
+        verdicts = [verdict(found, rule, plan, rule.options["lr"], asked.seeds, plan) for plan in plans]
         former = [kept.get(f"plan_{k}") for k in ("steps", "seeds", "text")]
         same = [asked.steps, asked.seeds, text.digest] == former
         old = {v["rule"]: v for v in kept.get("plans", [])} if same else {}
         kept |= {"plan_steps": asked.steps, "plan_seeds": asked.seeds, "plan_text": text.digest}
         kept["plans"] = list((old | {v.rule: asdict(v) for v in verdicts}).values())
     else:
-        rules = [r for r in RULES if not asked.only or r.name in asked.only]
-        tried = itertools.product(rules, asked.lr or [None], ["fp32"] if asked.lr else PLANS, seeds)
-        wanted = [(r.name, plan, s, lr) for r, lr, plan, s in tried]
-        found = run_all(console, wanted, asked.steps, text, asked.jobs)
-        if asked.lr:
-            return 0
-        verdicts = [verdict(found, r, PLANS[1], asked.seeds, r.name) for r in rules]
+        wanted = [(r.name, plan, s, r.options["lr"]) for r in rules for plan in PLANS for s in seeds]
+        found = run_all(console, RULES, wanted, asked, text, {})
+        verdicts = [verdict(found, r, PLANS[1], r.options["lr"], asked.seeds, r.name) for r in rules]
         kept |= {"steps": asked.steps, "seeds": asked.seeds, "text": text.digest}
         kept["verdicts"] = [asdict(v) for v in verdicts]
-    shown = Table(*(PLAN_HEAD if asked.plans is not None else HEAD))
     for v in verdicts:
         shown.add_row(*(plan_row(v) if asked.plans is not None else row(v)))
     console.print(shown)
     (asked.out / "training.md").write_text(markdown(kept), encoding="utf-8")
-    record.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    save()
     return 0
 
 
