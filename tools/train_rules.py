@@ -38,18 +38,14 @@ from torch import nn
 warnings.filterwarnings("ignore", r"\w+: plan '\w+' is discouraged")
 
 ROOT = Path(__file__).resolve().parent.parent
-STEPS, SEEDS = 600, 3
+STEPS, TUNED_STEPS, SEEDS = 600, 400, 3
 PLANS = ("fp32", "int8_split24")
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A generated class and how it is used here.
-
-    aside    options of embeddings, norms and the head
-    plans    those that are compared with fp32
-    control  the rule whose learning rate and fp32 runs this one is compared with, if it is a control
-    """
+    """A generated class and how it is used here; `aside`: options of embeddings, norms and the head; `plans`: those
+    compared with fp32; `control`: the rule with whose fp32 runs, at whose learning rate, this one is compared."""
 
     name: str
     spec: str
@@ -70,7 +66,6 @@ RULES = (
     Rule("Muon", "muon", {"lr": 3e-2, "weight_decay": 0.1, "adamw_lr": 1.5e-3}, {"adamw": True}),
 )
 
-TUNED_STEPS = 400
 FEWER = (*PLANS[1:], "int4_split24")
 SOAP = {"lr": 3e-3, "weight_decay": 0.1}
 LOW_RANK = {"lr": 1e-2, "weight_decay": 0.1, "rank": Size().width // 4}
@@ -85,11 +80,11 @@ TUNED = (  # lr: the authors' default, at which the search begins; adamw_lr: the
 )
 
 
-def make(rule: Rule, plan: str, model: nn.Module, options: Mapping[str, Any]) -> torch.optim.Optimizer:
+def make(rule: Rule, plan: str, model: nn.Module, lr: float) -> torch.optim.Optimizer:
     """Return the optimizer of a rule, with two groups where the rule treats embeddings and the head apart."""
     import optgen
 
-    cls = optgen.compile(rule.spec, plan=plan)
+    cls, options = optgen.compile(rule.spec, plan=plan), {**rule.options, "lr": lr}
     named = list(model.named_parameters())
     if not rule.aside:
         return cls([p for _, p in named], plan=plan, **options)
@@ -105,9 +100,8 @@ OF_FP32 = ("fp32", "int8")
 def one_run(rule: Rule, plan: str, seed: int, steps: int, lr: float, text: Corpus) -> Run:
     """Train once, in a worker process."""
     torch.set_num_threads(1)
-    options = {**rule.options, "lr": lr}
     dtype = torch.float32 if plan in OF_FP32 else torch.bfloat16
-    return train(text, Size(), lambda model: make(rule, plan, model, options), dtype=dtype, steps=steps, seed=seed)
+    return train(text, Size(), lambda model: make(rule, plan, model, lr), dtype=dtype, steps=steps, seed=seed)
 
 
 @dataclass(frozen=True)
@@ -200,8 +194,9 @@ def plot(verdicts: list[Verdict], path: Path) -> None:
             left.annotate(v.rule.removesuffix("_split24"), ends[1][:2], (5, 4), textcoords="offset points", fontsize=8)
     left.set(xscale="log", xlabel="bytes per parameter (round: fp32, square: fewer bits)", ylabel="validation loss")
     left.set_xticks([4, 6, 8, 12, 20, 40], ["4", "6", "8", "12", "20", "40"])
+    left.minorticks_off()
     right.axvline(0, color="gray", linewidth=0.8)
-    right.set(xlabel="loss minus that of fp32, same seed; 95 % interval")
+    right.set(xlabel="loss - fp32, 95 % interval")
     right.invert_yaxis()
     for ax in (left, right):
         ax.grid(alpha=0.3)
@@ -217,18 +212,19 @@ def tuned_section(kept: Mapping[str, Any]) -> list[str]:
     return [
         "", "## Matrix rules", "",
         f"{kept['tuned_steps']} steps, {kept['tuned_seeds']} seeds, text {kept['tuned_text']}. Learning rates are found",
-        "in one way: in fp32 with seed 0, half the authors' default, the default and its double are tried, then further",
+        "in one way. In fp32 with seed 0, half the authors' default, the default and its double are tried, then more",
         "powers of two until the best rate has a worse one on either side. It serves all seeds and plans. Otherwise",
-        "rules have their defaults, with a weight decay of 0.1 and, for GaLore and APOLLO, a quarter of the full rank.",
-        "Embeddings, norms and the head have AdamW under GaLore, APOLLO and Muon (there at the rate found for AdamW);",
-        "SOAP and Shampoo take embeddings and the head as matrices. *SOAP, control* is SOAP in fp32 with a refresh",
-        "every 9 steps instead of 10: it shows how far fp32 lies from itself if refreshes fall on other steps.",
+        "rules have their defaults, with a weight decay of 0.1, AdamW's betas (0.9, 0.95) and a quarter of full rank for",
+        "GaLore and APOLLO. Embeddings, norms and the head have AdamW under GaLore, APOLLO and Muon (there at the rate",
+        "found for AdamW). SOAP and Shampoo take embeddings and the head as matrices. *SOAP, control* is SOAP in fp32",
+        "with a refresh every 9 steps instead of 10. It shows how far fp32 lies from itself if refreshes fall on other",
+        "steps.",
         "", "    .venv/bin/python tools/train_rules.py --tuned", "",
         *table(("run", "lr", "fp32", "loss", "- fp32", "", "B/param fp32", "B/param"), map(row, verdicts), (0, 5)),
-        "", "![Loss over bytes per parameter, and the differences to fp32](benchmarks/training.png)", "",
+        "", "![Loss over bytes per parameter, and differences to fp32](benchmarks/training.png)", "",
         "Rules in fp32, minus AdamW, paired: "
         + ", ".join(f"{name} {mean:+.3f} ± {half:.3f}" for (mean, half), name in sorted(gaps))
-        + ". Seed 0 also chose the learning rates, on the text of the table's losses, and so short a run favours rules",
+        + ". Seed 0 also chose the learning rates, on the text of the table's losses. So short a run favours rules",
         "that are fast at first.",
     ]  # fmt: skip
 
