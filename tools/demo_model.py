@@ -212,7 +212,7 @@ def train(
     groups = optimizer.param_groups
     rates = [{key: peak or group[key] for key in ("lr", "adamw_lr") if key in group} for group in groups]
     averages = getattr(optimizer, "evaluation", None) is not None
-    if averages:
+    if "warmup_steps" in groups[0]:
         rates = []  # an average of the weights takes the place of a schedule
     every = max(1, steps // checks)
     curve: list[tuple[int, float]] = []
