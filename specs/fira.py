@@ -1,8 +1,8 @@
 """Fira: GaLore, and beside it what the gradient has outside of the space, scaled as Adam scales inside."""
 
 from optgen.lang import (
-    column_norms, flag, hyper, low_rank_state, maximum, nonneg, norm, optimizer, shape_flag, singular_vectors, sqrt,
-    state, tensor_state, unwide, where, wide,
+    column_norms, finite, flag, hyper, low_rank_state, maximum, nonneg, norm, optimizer, shape_flag, singular_vectors,
+    sqrt, state, tensor_state, unwide, where, wide,
 )  # fmt: skip
 
 
@@ -41,7 +41,7 @@ def fira(
     else:
         full = wide(g)
         if renews:
-            projector = singular_vectors(projector, full)
+            projector = finite(singular_vectors(projector, full), projector)
         low = projector.T @ full
         low_avg = beta1 * low_avg + (1 - beta1) * low
         low_avg_sq = beta2 * low_avg_sq + (1 - beta2) * low * low

@@ -1,7 +1,7 @@
 """GaLore: Adam of the gradient in the space of its largest singular vectors, found anew every 200 steps."""
 
 from optgen.lang import (
-    flag, hyper, low_rank_state, nonneg, optimizer, shape_flag, singular_vectors, sqrt, state, unwide, wide,
+    finite, flag, hyper, low_rank_state, nonneg, optimizer, shape_flag, singular_vectors, sqrt, state, unwide, wide,
 )  # fmt: skip
 
 
@@ -40,7 +40,7 @@ def galore(
     else:
         full = wide(g)
         if renews:
-            projector = singular_vectors(projector, full)
+            projector = finite(singular_vectors(projector, full), projector)
         low = projector.T @ full
         low_avg = beta1 * low_avg + (1 - beta1) * low
         low_avg_sq = beta2 * low_avg_sq + (1 - beta2) * low * low

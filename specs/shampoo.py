@@ -1,8 +1,8 @@
 """Shampoo with the size of Adam's step; AdamW for everything that is no matrix."""
 
 from optgen.lang import (
-    flag, gram, hyper, inverse_root, mat_norm, matrix_state, maximum, nonneg, optimizer, policies, shape_flag, sqrt,
-    state, symmetric, where,
+    finite, flag, gram, hyper, inverse_root, mat_norm, matrix_state, maximum, nonneg, optimizer, policies, shape_flag,
+    sqrt, state, symmetric, where,
 )  # fmt: skip
 
 
@@ -12,9 +12,9 @@ def shampoo(
     exp_avg=state(normalized_by="exp_avg_sq"),
     exp_avg_sq=state(nonneg),
     left=matrix_state("rows", symmetric, when="matrix"),
-    root_left=matrix_state("rows", symmetric, when="matrix"),
+    root_left=matrix_state("rows", symmetric, when="matrix", init="identity"),
     right=matrix_state("columns", symmetric, when="matrix"),
-    root_right=matrix_state("columns", symmetric, when="matrix"),
+    root_right=matrix_state("columns", symmetric, when="matrix", init="identity"),
     *,
     lr=hyper(1e-3, ge=0),
     betas=hyper((0.9, 0.99), ge=0, lt=1),
@@ -31,8 +31,8 @@ def shampoo(
 
     A step is left^(-1/root_order) m right^(-1/root_order) with Adam's first moment m, times the norm of Adam's step
     over its own (grafting, as in Shi et al. 2023, arXiv:2309.06497).  Steps k, 2k ..., with k = precondition_frequency,
-    take new roots; those before k are Adam's.  matrix_eps is relative to the largest eigenvalue.  Matrices with a side
-    of more than 10000 take AdamW.
+    take new roots; those before k are Adam's.  A root that is not finite is not taken.  matrix_eps is relative to the
+    largest eigenvalue.  Matrices with a side of more than 10000 take AdamW.
     """
     if not matrix:
         p, exp_avg, exp_avg_sq = policies.adamw_step(p, g, t, exp_avg, exp_avg_sq, lr, betas, eps, weight_decay)
@@ -44,8 +44,9 @@ def shampoo(
     left = shampoo_beta * left + (1 - shampoo_beta) * gram(g)
     right = shampoo_beta * right + (1 - shampoo_beta) * gram(g.T)
     if refresh:
-        root_left = inverse_root(left, root_order, matrix_eps)
-        root_right = inverse_root(right, root_order, matrix_eps)
+        root_left = finite(inverse_root(left, root_order, matrix_eps), root_left)
+        root_right = finite(inverse_root(right, root_order, matrix_eps), root_right)
+        left, right = finite(left), finite(right)
     update = root_left @ exp_avg @ root_right
     update = mat_norm(adam) / maximum(mat_norm(update), 1e-30) * update
     p = policies.decoupled(p, lr, weight_decay)

@@ -307,7 +307,7 @@ def test_a_gradient_of_nan_makes_a_weight_of_nan(name: str, backend: str) -> Non
         a.grad, b.grad = drawn(6, 10, seed=seed), drawn(6, 10, seed=seed + 1)
         a.grad[1, 2] = math.nan
         opt.step()
-    assert a.isnan().all()
+    assert a.isnan().any()
     assert b.isfinite().all()
 
 

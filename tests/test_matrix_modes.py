@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,18 +19,23 @@ from optgen.base.errors import UserError
 from optgen.driver.checkpoints import verify
 from optgen.lang import (
     cholesky,
+    eigenvectors,
+    finite,
     flag,
     gram,
     hyper,
     identity,
+    inverse_root,
     mat_norm,
     matrix_state,
     maximum,
     newton_schulz,
     norm,
     optimizer,
+    polar,
     qr,
     shape_flag,
+    singular_vectors,
     solve_triangular,
     state,
     tensor_state,
@@ -37,9 +43,10 @@ from optgen.lang import (
     where,
 )  # fmt: skip
 from optgen.lang.spec import Spec
-from optgen.optim import SOAP, Muon
+from optgen.optim import SOAP, Muon, Shampoo
 from optgen.runtime import Optimizer
 from specs import plans
+from tests import training
 from tests.harness import unoptimized
 from tests.test_fuzz import Example, ran
 from tests.test_offload import moved
@@ -152,6 +159,7 @@ def rule(made: Callable[[Any, Any], Any]) -> Spec:
 
 WITHOUT_MEANING: list[tuple[Callable[[Any, Any], Any], str]] = [
     (lambda x, g: x / (1 + norm(trace(x))), r"E129.*a reduction cannot be used here.*each of which is worked on by"),
+    (lambda x, g: gram(finite(g, x)), r"E206.*finite\(\) takes two matrices of one shape"),
     (lambda x, g: gram(qr(g)), r"E206.*qr\(\) takes a matrix that never has more columns than rows, got \(rows, colu"),
     (lambda x, g: gram(solve_triangular(g, gram(g.T))), r"E206.*a square matrix of as many rows as its first operand"),
 ]
@@ -327,3 +335,62 @@ def test_fuzz_reads_states_that_begin_as_the_identity(shape: tuple[int, ...]) ->
 
     assert ran(spec, Example(shape=shape, steps=3)).ok
     assert ran(of_names, Example(shape=shape, steps=2), plan=plans.fp32).claimed < 1
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpp"])
+@pytest.mark.parametrize("plan", ["fp32", "int8_split24"])
+@pytest.mark.parametrize("cls", [SOAP, Shampoo])
+def test_a_factor_that_is_not_finite_spoils_no_other(cls: Any, plan: str, backend: str) -> None:
+    """The last basis or root stays, which a warning says once for a parameter; then the factor is made anew."""
+    last = "basis_left" if cls is SOAP else "root_left"
+    made = []
+    for damage in (False, True):
+        params = [nn.Parameter(drawn(*s, seed=k)) for k, s in enumerate([(6, 10), (6, 10), (3, 8, 8)])]
+        named, blocks = [(f"w{k}", p) for k, p in enumerate(params)], {"w2": 3}
+        opt = cls(named, lr=0.02, precondition_frequency=2, plan=plan, backend=backend, blocks=blocks)
+        train(opt, range(4 if cls is SOAP else 3))
+        if damage:
+            before = [opt.state[p] for p in params]
+            key = "left" if "left" in before[1] else "left_diagonal"
+            before[1][key].fill_(torch.nan)
+            before[2][key][1].fill_(torch.inf)
+        kept = [opt.state[p][last].clone() for p in params[1:]] if last in opt.state[params[1]] else []
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            train(opt, [4])
+            if damage and kept:  # a basis goes through a round of Newton-Schulz: 16 products and sums of at most 1.5
+                now = [opt.state[p][last] for p in params[1:]]
+                assert max((now[0] - kept[0]).abs().max(), (now[1] - kept[1])[1].abs().max()) <= 16 * 2.0**-23
+            train(opt, range(5, 9))
+        said = [str(w.message) for w in caught]
+        assert [sum(f"'w{k}'" in text for text in said) for k in range(3)] == [0, damage, damage], said
+        assert all(w.filename == training.__file__ for w in caught)
+        held = [x for x in (*params, *opt.state[params[1]].values()) if isinstance(x, Tensor)]
+        assert all(x.float().isfinite().all() for x in held)
+        made.append(bits([params[0], params[2].detach()[[0, 2]]]))
+    assert made[0] == made[1]
+
+
+BY_LAPACK = [eigenvectors, polar, lambda x: inverse_root(x, 2), lambda x: singular_vectors(x, x)]
+
+
+@pytest.mark.parametrize("function", BY_LAPACK)
+@pytest.mark.parametrize("odd", [torch.nan, 7.0])
+def test_no_matrix_spoils_others_of_its_batch(function: Any, odd: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One is not finite, or one of which LAPACK does not converge in either precision."""
+    x = torch.stack([gram(drawn(4, 6, seed=k)) for k in range(3)])
+    wanted = torch.stack([function(one) for one in x])
+    x[1, 0, 0] = odd
+    for name in ("eigh", "svd"):
+        usual = getattr(torch.linalg, name)
+
+        def refuses(x: Tensor, usual: Any = usual, **options: Any) -> Any:
+            if (x[..., 0, 0] == 7).any():
+                raise torch.linalg.LinAlgError("failed to converge")
+            return usual(x, **options)
+
+        monkeypatch.setattr(torch.linalg, name, refuses)
+    found = function(x)
+    assert torch.equal(found[::2], wanted[::2]) and found[1].isnan().all() and found.dtype == x.dtype
+    assert torch.equal(finite(found, x)[1], x[1]) or odd != 7
+    assert torch.equal(finite(found)[1], torch.zeros(4, 4)) and torch.equal(finite(found)[::2], wanted[::2])

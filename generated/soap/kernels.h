@@ -88,7 +88,7 @@ struct soap_no_by_rows_no_by_columns {  // soap
     }
 };
 
-// a sweep: update (specs/soap.py:46), exp_avg (specs/soap.py:64), exp_avg_sq (specs/soap.py:64)
+// a sweep: update (specs/soap.py:46), exp_avg (specs/soap.py:66), exp_avg_sq (specs/soap.py:66)
 template <class S0, class S1, class S2, class S3, class S4, class S5>
 OPTGEN_INLINE void soap_refresh_3(
     F beta1, F beta2, F eps, F one_minus_beta1_times_where_lt_one_t_one_zero,
@@ -118,7 +118,7 @@ OPTGEN_INLINE F soap_refresh_5(
     return p_2;
 }
 
-// a sweep: update (specs/soap.py:45), exp_avg (specs/soap.py:58), exp_avg_sq (specs/soap.py:58)
+// a sweep: update (specs/soap.py:45), exp_avg (specs/soap.py:59), exp_avg_sq (specs/soap.py:59)
 template <class S0, class S1, class S2, class S3, class S4, class S5>
 OPTGEN_INLINE void soap_refresh_no_by_columns_3(
     F beta1, F beta2, F eps, F one_minus_beta1_times_where_lt_one_t_one_zero,

@@ -6,9 +6,9 @@ from optgen.lang.declare import (
     orthogonal, row, scalar, shape_flag, state, symmetric, tensor_state, triangular,
 )
 from optgen.lang.matrices import (
-    cholesky, column_norms, eigenvectors, gram, identity, inverse_root, newton_schulz, normal, orthogonal_iteration,
-    polar, qr, singular_vectors, solve_triangular, sorting, top_rows, trace, transpose, triangle, uniform, unwide,
-    wide, zero_product,
+    cholesky, column_norms, eigenvectors, finite, gram, identity, inverse_root, newton_schulz, normal,
+    orthogonal_iteration, polar, qr, singular_vectors, solve_triangular, sorting, top_rows, trace, transpose, triangle,
+    uniform, unwide, wide, zero_product,
 )
 from optgen.lang.optimizer import optimizer
 from optgen.lang.reductions import (
@@ -24,7 +24,7 @@ from optgen.lang.values import (
 __all__ = [
     "FlagDecl", "HostStateDecl", "HyperDecl", "Spec", "StateDecl", "Trace", "Value", "amax", "cbrt", "cholesky",
     "clip", "clipped", "col", "col_max", "col_mean", "col_sum", "column_norms", "columns", "dot",
-    "eigenvectors", "elements", "equal", "exp", "flag", "floor", "gram", "hyper", "identity", "inverse_root",
+    "eigenvectors", "elements", "equal", "exp", "finite", "flag", "floor", "gram", "hyper", "identity", "inverse_root",
     "log", "lookahead", "low_rank_state", "mat_mean", "mat_norm", "matrix_state", "maximum", "mean", "minimum",
     "model_dot", "model_norm", "model_state", "model_total", "newton_schulz", "nonneg", "norm", "normal",
     "optimizer", "orthogonal", "orthogonal_iteration", "polar", "power", "qr", "rint", "rms", "row", "row_max",

@@ -162,6 +162,15 @@ def column_norms(like: Num, x: Num) -> Any:
     return _call("column_norms", (like, x))
 
 
+def finite(x: Num, other: Num = 0.0) -> Any:
+    """x, but `other` in place of a matrix that has a NaN or an infinity, of which the step warns once.
+
+    other  a matrix of the shape of x, such as the one of the step before, or a number
+    """
+    both = isinstance(other, Value) and spaces.dims(other.node.space)
+    return _call("finite", (x, other) if both else (x,), () if both else (other,))
+
+
 def normal(like: Num, key: Num) -> Any:
     """Standard normal random numbers in the shape of `like`, the same for the same parameter, place and key.
 
@@ -212,6 +221,8 @@ def _call(name: str, operands: tuple[Num, ...], numbers: Sequence[Num] = ()) -> 
             want = "a matrix that never has more columns than rows"
         elif name == "solve_triangular" and others != [2 * first[0]]:
             want = "a square matrix of as many rows as its first operand"
+        elif name == "finite" and others not in ([], [first]):
+            want = "two matrices of one shape"
         if want:
             shown = " and ".join(spaces.shown(node.space) for node in nodes)
             hint = "x @ x.T and x.T @ x are square"

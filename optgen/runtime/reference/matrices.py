@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor
@@ -71,6 +72,18 @@ def newton_schulz_of_rows(x: Tensor, fraction: float, *numbers: float) -> Tensor
     return torch.zeros_like(x).scatter(dim, order.expand_as(some), made)
 
 
+NOTED: ContextVar[list[Tensor] | None] = ContextVar("NOTED", default=None)
+"""Where `finite` leaves which matrices of a batch were not finite: tensors of bool; None if nobody asks."""
+
+
+def finite(x: Tensor, other: Tensor | float) -> Tensor:
+    """x (..., rows, columns), but `other` in place of each matrix that has a NaN or an infinity."""
+    good = x.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
+    if (noted := NOTED.get()) is not None:
+        noted.append(~good.flatten())
+    return torch.where(good, x, other)
+
+
 FLOPS: Mapping[str, Callable[[int, int], int]] = {
     "newton_schulz": lambda m, n: 4 * min(m, n) ** 2 * max(m, n) + 2 * min(m, n) ** 3,  # a round
 }
@@ -116,23 +129,34 @@ def qr(x: Tensor) -> Tensor:
     return q
 
 
-def _eigh(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues and eigenvectors of symmetric matrices; NaN for those that are not finite, of which LAPACK raises for
-    the whole batch.  In fp64 where fp32 does not converge, of which MKL's LAPACK may return NaN and no error."""
-    finite = x.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
-    x = torch.where(finite, x, 0.0)
-    try:
-        values, vectors = torch.linalg.eigh(x)
-    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
-        values = vectors = x.new_tensor(math.nan)
-    if not (values.isfinite().all() and vectors.isfinite().all()):
-        values, vectors = (y.to(x.dtype) for y in torch.linalg.eigh(x.double()))
-    return values, torch.where(finite, vectors, math.nan)
+def _factors(function: Callable[[Tensor], Sequence[Tensor]], x: Tensor) -> list[Tensor]:
+    """A decomposition of matrices: of all in fp64 where fp32 does not converge for one of them (MKL's LAPACK may then
+    return NaN and no error), and NaN where that does not, or where a matrix is not finite: LAPACK raises for all."""
+    good = x.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
+    x = torch.where(good, x, 0.0)
+    for dtype in (x.dtype, torch.float64):
+        try:
+            found = [y.to(x.dtype) for y in function(x.to(dtype))]
+        except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+            continue
+        if all(y.isfinite().all() for y in found):
+            break
+    else:
+        if x.ndim > 2:
+            each = zip(*(_factors(function, one) for one in x.flatten(0, -3)), strict=True)
+            return [torch.stack(ys).view(*x.shape[:-2], *ys[0].shape) for ys in each]
+        found, good = list(function(torch.zeros_like(x))), torch.zeros_like(good)
+    return [torch.where(good if y.ndim == x.ndim else good[..., 0], y, math.nan) for y in found]
+
+
+def _svd(x: Tensor) -> list[Tensor]:
+    """The factors u and v of x = u s v."""
+    return _factors(lambda y: torch.linalg.svd(y, full_matrices=False)[::2], x)
 
 
 def eigenvectors(x: Tensor) -> Tensor:
     """The eigenvectors of a symmetric x, as columns, those of the largest eigenvalues first."""
-    return _eigh(x)[1].flip(-1)
+    return _factors(torch.linalg.eigh, x)[1].flip(-1)
 
 
 def orthogonal_iteration(x: Tensor, basis: Tensor) -> Tensor:
@@ -149,7 +173,7 @@ def sorting(x: Tensor) -> Tensor:
 
 def inverse_root(x: Tensor, p: float, eps: float = 0.0) -> Tensor:
     """(x + eps I) ** (-1 / p) of a symmetric x whose eigenvalues are not negative; eps relative to the largest one."""
-    values, vectors = _eigh(x)
+    values, vectors = _factors(torch.linalg.eigh, x)
     values = values.clamp(min=0)
     values = values + eps * values[..., -1:]
     root: Tensor = vectors * values.clamp(min=torch.finfo(x.dtype).tiny).pow(-1 / p)[..., None, :] @ vectors.mT
@@ -180,9 +204,8 @@ def identity(x: Tensor) -> Tensor:
 
 def polar(x: Tensor) -> Tensor:
     """The orthogonal factor of x, by its singular values."""
-    u, _, v = torch.linalg.svd(x, full_matrices=False)
-    product: Tensor = u @ v
-    return product
+    u, v = _svd(x)
+    return u @ v
 
 
 def wide(x: Tensor) -> Tensor:
@@ -205,10 +228,8 @@ def singular_vectors(like: Tensor, x: Tensor) -> Tensor:
 
     The entry of largest magnitude of each is positive.
     """
-    finite = x.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
-    u: Tensor = torch.linalg.svd(x.where(finite, 0.0), full_matrices=False).U[..., : like.shape[-1]]
-    most = u.gather(-2, u.abs().argmax(-2, keepdim=True))
-    return torch.where(finite, u * most.sign(), torch.nan)
+    u = _svd(x)[0][..., : like.shape[-1]]
+    return u * u.gather(-2, u.abs().argmax(-2, keepdim=True)).sign()
 
 
 def column_norms(like: Tensor, x: Tensor) -> Tensor:

@@ -39,7 +39,8 @@ def reference_runner(bucket: Bucket, scalars: Sequence[float], step_key: int) ->
             if variant.has_axes:
                 where["dims"] = layout.column_dims(variant.matrix, p.shape)
             try:
-                parts.append(function(p.view(shape), g.view(shape), *fields, *scalars, step_key, stream, **where))
+                with matrices.Noting(bucket, [i]):
+                    parts.append(function(p.view(shape), g.view(shape), *fields, *scalars, step_key, stream, **where))
             except matrices.LinAlgError as error:
                 raise matrices.failure(error, bucket, [i]) from error
     if not variant.model_temps:

@@ -7,19 +7,24 @@ from collections.abc import Generator, Sequence
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from optgen.runtime.layout import layout, plans
 from optgen.runtime.layout.sharding import Exchange, Layout, Shard, field_layout
 from optgen.runtime.layout.workspace import Workspace, entries
 from optgen.runtime.records import Field, Stage, Variant
+from optgen.runtime.records.warn import warn
 from optgen.runtime.reference import matrices as functions
 from optgen.runtime.reference.matrix_codecs import CODECS
 from optgen.runtime.states import state
-from optgen.runtime.work import workers
+from optgen.runtime.work import counting, workers
 from optgen.runtime.work.bucket import Bucket
 from optgen.runtime.work.counting import Control
 
 LinAlgError: type[RuntimeError] = torch.linalg.LinAlgError  # type: ignore[attr-defined]
+
+_WARNED = WeakTensorKeyDictionary()
+"""States of parameters that a warning named: tensors that stay from step to step, as parts of DTensors do not."""
 
 WHOLE = ("tensor", "model")
 """Spaces of one value for all matrices."""
@@ -102,15 +107,47 @@ def _call(bucket: Bucket, stage: Stage, scalars: Sequence[float] | Control, at_o
             streams = next(stacked) if drawn else None
             sizes_of = zip(stage.extents, extents, strict=True)
             last = [streams if x == "stream" else float(size) for x, size in sizes_of]
-            try:
-                made = function(*taken, *given, *last)
-            except LinAlgError as error:
-                bad = [i for i, x in batch if not all(y.isfinite().all() for y in x[:count])]
-                raise failure(error, bucket, bad or [i for i, _ in batch]) from error
+            with Noting(bucket, [i for i, _ in batch]):
+                try:
+                    made = function(*taken, *given, *last)
+                except LinAlgError as error:
+                    bad = [i for i, x in batch if not all(y.isfinite().all() for y in x[:count])]
+                    raise failure(error, bucket, bad or [i for i, _ in batch]) from error
             results = zip(stage.stores, [made] if isinstance(made, Tensor) else made, strict=True)
             new = [y for name, x in results for y in (CODECS[traits[name]].encode(x) if name in traits else (x,))]
             for kept, x in zip(some[count:], new, strict=True):
                 torch._foreach_copy_(list(kept), list(x.unbind()) if len(kept) > 1 else [x])
+
+
+class Noting:
+    """A warning, once for each, of parameters whose matrices `finite` replaces inside.  Waits for the device then.
+
+    numbers  of the parameters in the bucket: one for each matrix of a batch, or one for all
+    """
+
+    def __init__(self, bucket: Bucket, numbers: Sequence[int]) -> None:
+        self.bucket, self.numbers, self.noted = bucket, numbers, list[Tensor]()
+
+    def __enter__(self) -> None:
+        self.token = functions.NOTED.set(self.noted)
+
+    def __exit__(self, *_: object) -> None:
+        functions.NOTED.reset(self.token)
+        if not self.noted or counting.capturing():
+            return
+        bucket, several = self.bucket, len(self.numbers) > 1
+        found = torch.stack([x if several else x.any()[None] for x in self.noted]).any(0).tolist()
+        for i in dict.fromkeys(itertools.compress(self.numbers, found)):
+            known = next(x for x in bucket.states[i].values() if isinstance(x, Tensor))
+            if known in _WARNED:
+                continue
+            _WARNED[known] = True
+            warn(
+                f"step {bucket.step + 1}, {state.label(bucket.params[i], bucket.names[i])}: a matrix that the rule "
+                f"makes of gradients is not finite, and the rule goes on with what it has in its place, such as the "
+                f"basis of the step before.  Clip gradients; if the weight is not finite either, load a checkpoint. "
+                f"Further steps say nothing of this parameter"
+            )
 
 
 def failure(error: Exception, bucket: Bucket, numbers: Sequence[int]) -> Exception:
