@@ -95,9 +95,9 @@ def shampoo_8_tile(
     exp_avg = read(exp_avg, PLAN.exp_avg)
     exp_avg_sq = read(exp_avg_sq, PLAN.exp_avg_sq)
     adam = exp_avg * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3))  # 43
-    update = mat_div * update                # 50  update = mat_norm(adam) / maximum(mat_norm(update), 1e-30) * update
-    p = one_minus_lr_times_weight_decay * p  # 51  p = policies.decoupled(p, lr, weight_decay)
-    # 52  p = p - lr * where(t < precondition_frequency, adam, update)
+    update = mat_div * update                # 51  update = mat_norm(adam) / maximum(mat_norm(update), 1e-30) * update
+    p = one_minus_lr_times_weight_decay * p  # 52  p = policies.decoupled(p, lr, weight_decay)
+    # 53  p = p - lr * where(t < precondition_frequency, adam, update)
     p = tl.fma(minus_lr, tl.where(0.0 < where_lt_t_precondition_frequency_one_zero, adam, update), p)
     return (p,)
 
@@ -149,9 +149,9 @@ def shampoo_late_8_tile(
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 41
     exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 42
     adam = exp_avg * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3))  # 43
-    update = mat_div * update                # 50
-    p = one_minus_lr_times_weight_decay * p  # 51
-    p = tl.fma(minus_lr, tl.where(0.0 < where_lt_t_precondition_frequency_one_zero, adam, update), p)  # 52
+    update = mat_div * update                # 51
+    p = one_minus_lr_times_weight_decay * p  # 52
+    p = tl.fma(minus_lr, tl.where(0.0 < where_lt_t_precondition_frequency_one_zero, adam, update), p)  # 53
     return p, exp_avg, exp_avg_sq
 
 

@@ -30,6 +30,8 @@ def expression(root: Node, known: Mapping[int, sympy.Expr]) -> Any:
             memo[node.uid] = _number(node.attr)
         elif not node.args:
             memo[node.uid] = known.get(node.uid, sympy.Symbol(str(node.attr or node.op)))
+        elif node.attr == "finite":
+            memo[node.uid] = memo[node.args[0].uid]  # as long as nothing is amiss
         else:
             memo[node.uid] = symbol(node.op, sympy)(*(memo[a.uid] for a in node.args))
     return memo[root.uid]
