@@ -14,19 +14,16 @@ struct adabelief {  // adabelief
         scalar_4(scalars[8]) {}
     template <class S0, class S1>
     void states(F p, F g, S0 &exp_avg, S1 &exp_avg_var) const {
-        // 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-        const F exp_avg_ = fma(one_minus_beta1_times_grad_scale, g, exp_avg.times(beta1));
-        const F surprise = fma(grad_scale, g, -exp_avg_);  // 22  surprise = g - exp_avg
-        // 23  exp_avg_var = beta2 * exp_avg_var + (1 - beta2) * surprise * surprise + eps
-        const F exp_avg_var_ = fma(one_minus_beta2 * surprise, surprise, exp_avg_var.times(beta2)) + eps;
+        const F exp_avg_ = fma(one_minus_beta1_times_grad_scale, g, exp_avg.times(beta1));  // 21
+        const F surprise = fma(grad_scale, g, -exp_avg_);  // 22
+        const F exp_avg_var_ = fma(one_minus_beta2 * surprise, surprise, exp_avg_var.times(beta2)) + eps;  // 23
         exp_avg.set(exp_avg_);
         exp_avg_var.set(exp_avg_var_);
     }
     template <class S0, class S1>
     F weight(F p, F g, const S0 &exp_avg, const S1 &exp_avg_var) const {
-        const F p_ = one_minus_lr_times_weight_decay * p;  // 20  p = decoupled(p, lr, weight_decay)
-        // 25  p = p - lr / (1 - beta1**t) * exp_avg / denom
-        const F p_2 = fma(-exp_avg.next(), 1.0f / fma(exp_avg_var.root(), scalar_3, scalar_4), p_);
+        const F p_ = one_minus_lr_times_weight_decay * p;  // 20
+        const F p_2 = fma(-exp_avg.next(), 1.0f / fma(exp_avg_var.root(), scalar_3, scalar_4), p_);  // 25
         return p_2;
     }
 };

@@ -15,14 +15,11 @@ def adabelief_tile(
     one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4, live, MASKED: tl.constexpr,
 ):
     """The new p, exp_avg, exp_avg_var."""
-    # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))
-    surprise = tl.fma(grad_scale, g, minus(exp_avg))  # 22  surprise = g - exp_avg
-    # 23  exp_avg_var = beta2 * exp_avg_var + (1 - beta2) * surprise * surprise + eps
-    exp_avg_var = tl.fma(one_minus_beta2 * surprise, surprise, times(beta2, exp_avg_var, PLAN.exp_avg_var)) + eps
-    p = one_minus_lr_times_weight_decay * p           # 20  p = decoupled(p, lr, weight_decay)
-    # 25  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_var), scalar_3, scalar_4)), p)
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 21
+    surprise = tl.fma(grad_scale, g, minus(exp_avg))  # 22
+    exp_avg_var = tl.fma(one_minus_beta2 * surprise, surprise, times(beta2, exp_avg_var, PLAN.exp_avg_var)) + eps  # 23
+    p = one_minus_lr_times_weight_decay * p           # 20
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_var), scalar_3, scalar_4)), p)  # 25
     return p, exp_avg, exp_avg_var
 
 

@@ -13,14 +13,12 @@ struct adadelta {  // adadelta
         const F acc_delta_ = acc_delta.read();
         const F g_ = grad_scale * g;
         const F acc_delta_sqrt = sqrt(acc_delta_ + eps);
-        const F g_2 = fma(weight_decay, p, g_);                 // 19  g = l2(g, p, weight_decay)
-        // 20  square_avg = rho * square_avg + (1 - rho) * g * g
-        const F square_avg_ = fma(one_minus_rho * g_2, g_2, square_avg.times(rho));
+        const F g_2 = fma(weight_decay, p, g_);                 // 19
+        const F square_avg_ = fma(one_minus_rho * g_2, g_2, square_avg.times(rho));  // 20
         const F square_avg_rcp = 1.0f / sqrt(square_avg_ + eps);
-        // 21  delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
-        const F delta = acc_delta_sqrt * square_avg_rcp * g_2;
-        const F p_ = fma(minus_lr, delta, p);                   // 23  p = p - lr * delta
-        // 22  acc_delta = rho * acc_delta + (1 - rho) * delta * delta
+        const F delta = acc_delta_sqrt * square_avg_rcp * g_2;  // 21
+        const F p_ = fma(minus_lr, delta, p);                   // 23
+        // 22
         const F acc_delta_2 = fma(
             one_minus_rho * acc_delta_sqrt * square_avg_rcp * g_2 * acc_delta_sqrt * square_avg_rcp, g_2,
             rho * acc_delta_

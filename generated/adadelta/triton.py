@@ -18,13 +18,12 @@ def adadelta_tile(
     acc_delta = read(acc_delta, PLAN.acc_delta)
     g = grad_scale * g
     acc_delta_sqrt = tl.sqrt(acc_delta + eps)
-    g = tl.fma(weight_decay, p, g)               # 19  g = l2(g, p, weight_decay)
-    # 20  square_avg = rho * square_avg + (1 - rho) * g * g
-    square_avg = tl.fma(one_minus_rho * g, g, times(rho, square_avg, PLAN.square_avg))
+    g = tl.fma(weight_decay, p, g)               # 19
+    square_avg = tl.fma(one_minus_rho * g, g, times(rho, square_avg, PLAN.square_avg))  # 20
     square_avg_rcp = reciprocal(tl.sqrt(square_avg + eps))
-    delta = acc_delta_sqrt * square_avg_rcp * g  # 21  delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
-    p = tl.fma(minus_lr, delta, p)               # 23  p = p - lr * delta
-    # 22  acc_delta = rho * acc_delta + (1 - rho) * delta * delta
+    delta = acc_delta_sqrt * square_avg_rcp * g  # 21
+    p = tl.fma(minus_lr, delta, p)               # 23
+    # 22
     acc_delta = tl.fma(
         one_minus_rho * acc_delta_sqrt * square_avg_rcp * g * acc_delta_sqrt * square_avg_rcp, g, rho * acc_delta
     )

@@ -15,7 +15,7 @@ OPTGEN_INLINE void adafactor_2(
     F grad_scale_times_grad_scale, F one_minus_t_pow_beta2_decay, F one_minus_beta2, F extent_columns, S0 &row_var,
     S1 &row_sum_for_row_var, S2 &row_sum_for_alpha, S3 &mat_sum_of_row_var, S4 &tensor_sum_for_alpha
 ) {
-    // 45  row_var = (1 - one_minus_beta2) * row_var + one_minus_beta2 * row_mean(g * g)
+    // 45
     const F row_var_ = fma(
         one_minus_beta2, grad_scale_times_grad_scale * row_sum_for_row_var.read() / extent_columns,
         one_minus_t_pow_beta2_decay * row_var.read()
@@ -31,7 +31,7 @@ OPTGEN_INLINE void adafactor_3(
     F grad_scale_times_grad_scale, F one_minus_t_pow_beta2_decay, F one_minus_beta2, F extent_rows, S0 &col_var,
     S1 &col_sum_for_col_var
 ) {
-    // 46  col_var = (1 - one_minus_beta2) * col_var + one_minus_beta2 * col_mean(g * g)
+    // 46
     const F col_var_ = fma(
         one_minus_beta2, grad_scale_times_grad_scale * col_sum_for_col_var.read() / extent_rows,
         one_minus_t_pow_beta2_decay * col_var.read()
@@ -42,8 +42,7 @@ OPTGEN_INLINE void adafactor_3(
 // tensor: values of tensors
 template <class S0, class S1>
 OPTGEN_INLINE void adafactor_4(F eps2, F lr_min_t_pow_m0p5, F extent_elements, S0 &tensor_sum_for_alpha, S1 &alpha) {
-    // 42  alpha = maximum(rms(p), eps2) * minimum(lr, t**-0.5)
-    const F alpha_ = max(sqrt(tensor_sum_for_alpha.read() / extent_elements), eps2) * lr_min_t_pow_m0p5;
+    const F alpha_ = max(sqrt(tensor_sum_for_alpha.read() / extent_elements), eps2) * lr_min_t_pow_m0p5;  // 42
     alpha.set(alpha_);
 }
 
@@ -64,8 +63,7 @@ OPTGEN_INLINE void adafactor_6(S0 &row_var, S1 &mat_sum_of_row_var_over_rows_max
 // a sweep: p (specs/adafactor.py:52)
 template <class S0, class S1, class S2>
 OPTGEN_INLINE void adafactor_7(F g, F eps1_times_eps1, S0 &col_var, S1 &row_div, S2 &row_sum_of_g) {
-    // 47  estimate = row_var / maximum(mat_mean(row_var), eps1) * col_var
-    const F estimate = row_div.read() * col_var.read();
+    const F estimate = row_div.read() * col_var.read();  // 47
     const F g_mul = g / sqrt(max(estimate, eps1_times_eps1));
     row_sum_of_g.set(g_mul * g_mul);
 }
@@ -93,9 +91,8 @@ OPTGEN_INLINE F adafactor_10(
     S2 &row_div
 ) {
     const F estimate = row_div.read() * col_var.read();  // 47
-    const F p_ = one_minus_lr_times_weight_decay * p;    // 43  p = decoupled(p, lr, weight_decay)
-    // 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
-    const F p_2 = fma(-(grad_scale * tensor_div.read()), g / sqrt(max(estimate, eps1_times_eps1)), p_);
+    const F p_ = one_minus_lr_times_weight_decay * p;    // 43
+    const F p_2 = fma(-(grad_scale * tensor_div.read()), g / sqrt(max(estimate, eps1_times_eps1)), p_);  // 52
     return p_2;
 }
 
@@ -106,8 +103,7 @@ OPTGEN_INLINE void adafactor_no_factored_1(
     S2 &tensor_sum_of_g
 ) {
     const F variance_ = variance.read();
-    // 49  variance = (1 - one_minus_beta2) * variance + one_minus_beta2 * (g * g)
-    const F variance_2 = fma(scalar_0 * g, g, one_minus_t_pow_beta2_decay * variance_);
+    const F variance_2 = fma(scalar_0 * g, g, one_minus_t_pow_beta2_decay * variance_);  // 49
     const F g_mul = g / sqrt(max(variance_2, eps1_times_eps1));
     tensor_sum_for_alpha.set(p * p);
     tensor_sum_of_g.set(g_mul * g_mul);

@@ -27,7 +27,7 @@ def adafactor_2_values(
     one_minus_t_pow_beta2_decay, one_minus_beta2,
 ):
     """The new row_var; the terms of mat_sum_of_row_var, tensor_sum_for_alpha."""
-    # 45  row_var = (1 - one_minus_beta2) * row_var + one_minus_beta2 * row_mean(g * g)
+    # 45
     row_var = tl.fma(
         one_minus_beta2, grad_scale_times_grad_scale * row_sum_for_row_var / extent_columns,
         one_minus_t_pow_beta2_decay * row_var
@@ -41,7 +41,7 @@ def adafactor_3_values(
     one_minus_beta2,
 ):
     """The new col_var."""
-    # 46  col_var = (1 - one_minus_beta2) * col_var + one_minus_beta2 * col_mean(g * g)
+    # 46
     col_var = tl.fma(
         one_minus_beta2, grad_scale_times_grad_scale * col_sum_for_col_var / extent_rows,
         one_minus_t_pow_beta2_decay * col_var
@@ -52,7 +52,7 @@ def adafactor_3_values(
 @triton.jit
 def adafactor_4_values(tensor_sum_for_alpha, extent_elements, eps2, lr_min_t_pow_m0p5):
     """The new alpha."""
-    # 42  alpha = maximum(rms(p), eps2) * minimum(lr, t**-0.5)
+    # 42
     alpha = tl.maximum(
         tl.sqrt(tensor_sum_for_alpha / extent_elements), eps2, propagate_nan=tl.PropagateNan.ALL
     ) * lr_min_t_pow_m0p5
@@ -93,7 +93,7 @@ def adafactor_2_between(
 @triton.jit
 def adafactor_7_tile(PLAN: tl.constexpr, g, col_var, row_div, eps1_times_eps1, live, MASKED: tl.constexpr):
     """The terms of row_sum_of_g."""
-    estimate = row_div * col_var  # 47  estimate = row_var / maximum(mat_mean(row_var), eps1) * col_var
+    estimate = row_div * col_var  # 47
     g_mul = g * reciprocal(tl.sqrt(tl.maximum(estimate, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL)))
     return (g_mul,)
 
@@ -133,8 +133,8 @@ def adafactor_10_tile(
 ):
     """The new p."""
     estimate = row_div * col_var             # 47
-    p = one_minus_lr_times_weight_decay * p  # 43  p = decoupled(p, lr, weight_decay)
-    # 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
+    p = one_minus_lr_times_weight_decay * p  # 43
+    # 52
     p = tl.fma(
         minus(grad_scale * tensor_div),
         g * reciprocal(tl.sqrt(tl.maximum(estimate, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))), p
@@ -159,8 +159,7 @@ def adafactor_no_factored_1_tile(
 ):
     """The terms of tensor_sum_for_alpha, tensor_sum_of_g."""
     variance = read(variance, PLAN.variance)
-    # 49  variance = (1 - one_minus_beta2) * variance + one_minus_beta2 * (g * g)
-    variance = tl.fma(scalar_0 * g, g, one_minus_t_pow_beta2_decay * variance)
+    variance = tl.fma(scalar_0 * g, g, one_minus_t_pow_beta2_decay * variance)  # 49
     g_mul = g * reciprocal(tl.sqrt(tl.maximum(variance, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL)))
     return p, g_mul
 

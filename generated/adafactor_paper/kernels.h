@@ -17,7 +17,7 @@ OPTGEN_INLINE void adafactor_paper_2(
     S0 &exp_avg_sq_row, S1 &row_sum_for_exp_avg_sq_row, S2 &row_sum_for_rate, S3 &mat_sum_of_exp_avg_sq_row,
     S4 &tensor_sum_for_rate
 ) {
-    // 52  exp_avg_sq_row = beta2 * exp_avg_sq_row + (1 - beta2) * row_mean(square)
+    // 52
     const F exp_avg_sq_row_ = fma(
         one_minus_one_minus_t_pow_decay_rate,
         grad_scale_times_grad_scale * row_sum_for_exp_avg_sq_row.read() / extent_columns + eps1,
@@ -34,7 +34,7 @@ OPTGEN_INLINE void adafactor_paper_3(
     F eps1, F grad_scale_times_grad_scale, F beta2, F one_minus_one_minus_t_pow_decay_rate, F extent_rows,
     S0 &exp_avg_sq_col, S1 &col_sum_for_exp_avg_sq_col, S2 &one_over_sqrt_exp_avg_sq_col_2
 ) {
-    // 53  exp_avg_sq_col = beta2 * exp_avg_sq_col + (1 - beta2) * col_mean(square)
+    // 53
     const F exp_avg_sq_col_ = fma(
         one_minus_one_minus_t_pow_decay_rate,
         grad_scale_times_grad_scale * col_sum_for_exp_avg_sq_col.read() / extent_rows + eps1,
@@ -49,8 +49,7 @@ template <class S0, class S1, class S2>
 OPTGEN_INLINE void adafactor_paper_4(
     F eps2, F weight_decay, F rate_, F extent_elements, S0 &tensor_sum_for_rate, S1 &rate, S2 &rate_times_weight_decay
 ) {
-    // 48  rate = rate * maximum(eps2, rms(p))
-    const F rate_2 = rate_ * max(eps2, sqrt(tensor_sum_for_rate.read() / extent_elements));
+    const F rate_2 = rate_ * max(eps2, sqrt(tensor_sum_for_rate.read() / extent_elements));  // 48
     rate.set(rate_2);
     rate_times_weight_decay.set(rate_2 * weight_decay);
 }
@@ -109,7 +108,7 @@ template <class S0, class S1, class S2>
 OPTGEN_INLINE F adafactor_paper_11(
     F p, F g, F grad_scale, S0 &rate_times_weight_decay, S1 &one_over_sqrt_exp_avg_sq_col_2, S2 &row_mul_3
 ) {
-    // 62  p = p - rate * weight_decay * p - update
+    // 62
     const F p_ = fma(
         -(grad_scale * row_mul_3.read()), g * one_over_sqrt_exp_avg_sq_col_2.read(),
         fma(-rate_times_weight_decay.read(), p, p)
@@ -124,9 +123,8 @@ OPTGEN_INLINE void adafactor_paper_no_factored_1(
     S1 &tensor_sum_for_rate, S2 &tensor_sum_of_g
 ) {
     const F exp_avg_sq_ = exp_avg_sq.read();
-    const F square = fma(grad_scale_times_grad_scale * g, g, eps1);  // 50  square = g * g + eps1
-    // 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
-    const F exp_avg_sq_2 = fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq_);
+    const F square = fma(grad_scale_times_grad_scale * g, g, eps1);  // 50
+    const F exp_avg_sq_2 = fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq_);  // 56
     const F g_mul = g / sqrt(exp_avg_sq_2);
     tensor_sum_for_rate.set(p * p);
     tensor_sum_of_g.set(g_mul * g_mul);
@@ -170,7 +168,7 @@ OPTGEN_INLINE F adafactor_paper_has_momentum_11(
     F p, F g, F beta1, F one_minus_beta1_times_grad_scale, S0 &exp_avg, S1 &rate_times_weight_decay,
     S2 &one_over_sqrt_exp_avg_sq_col_2, S3 &row_mul_3
 ) {
-    // 60  exp_avg = beta1 * exp_avg + (1 - beta1) * update
+    // 60
     const F exp_avg_ = fma(
         one_minus_beta1_times_grad_scale * row_mul_3.read(), g * one_over_sqrt_exp_avg_sq_col_2.read(),
         exp_avg.times(beta1)

@@ -27,7 +27,7 @@ def adafactor_paper_2_values(
     beta2, one_minus_one_minus_t_pow_decay_rate,
 ):
     """The new exp_avg_sq_row; the terms of mat_sum_of_exp_avg_sq_row, tensor_sum_for_rate."""
-    # 52  exp_avg_sq_row = beta2 * exp_avg_sq_row + (1 - beta2) * row_mean(square)
+    # 52
     exp_avg_sq_row = tl.fma(
         one_minus_one_minus_t_pow_decay_rate,
         grad_scale_times_grad_scale * row_sum_for_exp_avg_sq_row / extent_columns + eps1, beta2 * exp_avg_sq_row
@@ -41,7 +41,7 @@ def adafactor_paper_3_values(
     one_minus_one_minus_t_pow_decay_rate,
 ):
     """The new exp_avg_sq_col, one_over_sqrt_exp_avg_sq_col_2."""
-    # 53  exp_avg_sq_col = beta2 * exp_avg_sq_col + (1 - beta2) * col_mean(square)
+    # 53
     exp_avg_sq_col = tl.fma(
         one_minus_one_minus_t_pow_decay_rate,
         grad_scale_times_grad_scale * col_sum_for_exp_avg_sq_col / extent_rows + eps1, beta2 * exp_avg_sq_col
@@ -52,7 +52,7 @@ def adafactor_paper_3_values(
 @triton.jit
 def adafactor_paper_4_values(tensor_sum_for_rate, extent_elements, eps2, weight_decay, rate):
     """The new rate, rate_times_weight_decay."""
-    # 48  rate = rate * maximum(eps2, rms(p))
+    # 48
     rate_ = rate * tl.maximum(eps2, tl.sqrt(tensor_sum_for_rate / extent_elements), propagate_nan=tl.PropagateNan.ALL)
     return rate_, rate_ * weight_decay
 
@@ -140,7 +140,7 @@ def adafactor_paper_11_tile(
     MASKED: tl.constexpr,
 ):
     """The new p."""
-    # 62  p = p - rate * weight_decay * p - update
+    # 62
     p = tl.fma(
         minus(grad_scale * row_mul_3), g * one_over_sqrt_exp_avg_sq_col_2, tl.fma(minus(rate_times_weight_decay), p, p)
     )
@@ -159,9 +159,8 @@ def adafactor_paper_no_factored_1_tile(
 ):
     """The terms of tensor_sum_for_rate, tensor_sum_of_g."""
     exp_avg_sq = read(exp_avg_sq, PLAN.exp_avg_sq)
-    square = tl.fma(grad_scale_times_grad_scale * g, g, eps1)  # 50  square = g * g + eps1
-    # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
-    exp_avg_sq = tl.fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq)
+    square = tl.fma(grad_scale_times_grad_scale * g, g, eps1)  # 50
+    exp_avg_sq = tl.fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq)  # 56
     g_mul = g * reciprocal(tl.sqrt(exp_avg_sq))
     return p, g_mul
 
@@ -236,7 +235,7 @@ def adafactor_paper_has_momentum_11_tile(
     one_minus_beta1_times_grad_scale, live, MASKED: tl.constexpr,
 ):
     """The new p, exp_avg."""
-    # 60  exp_avg = beta1 * exp_avg + (1 - beta1) * update
+    # 60
     exp_avg = tl.fma(
         one_minus_beta1_times_grad_scale * row_mul_3, g * one_over_sqrt_exp_avg_sq_col_2,
         times(beta1, exp_avg, PLAN.exp_avg)

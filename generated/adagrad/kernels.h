@@ -12,10 +12,9 @@ struct adagrad {  // adagrad
     F step(F p, F g, S0 &sum) const {
         const F g_ = grad_scale * g;
         const F sum_ = sum.read();
-        const F g_2 = fma(weight_decay, p, g_);                                  // 19  g = l2(g, p, weight_decay)
-        const F sum_2 = fma(g_2, g_2, sum_);                                     // 20  sum = sum + g * g
-        // 22  p = p - step_lr * g / (sqrt(sum) + eps)
-        const F p_ = fma(-g_2, 1.0f / fma(sqrt(sum_2), scalar_0, scalar_1), p);
+        const F g_2 = fma(weight_decay, p, g_);                                  // 19
+        const F sum_2 = fma(g_2, g_2, sum_);                                     // 20
+        const F p_ = fma(-g_2, 1.0f / fma(sqrt(sum_2), scalar_0, scalar_1), p);  // 22
         sum.set(sum_2);
         return p_;
     }

@@ -16,10 +16,9 @@ def adagrad_tile(
     """The new p, sum."""
     sum_ = read(sum_, PLAN.sum)
     g = grad_scale * g
-    g = tl.fma(weight_decay, p, g)  # 19  g = l2(g, p, weight_decay)
-    sum_ = tl.fma(g, g, sum_)       # 20  sum = sum + g * g
-    # 22  p = p - step_lr * g / (sqrt(sum) + eps)
-    p = tl.fma(minus(g), reciprocal(tl.fma(tl.sqrt(sum_), scalar_0, scalar_1)), p)
+    g = tl.fma(weight_decay, p, g)  # 19
+    sum_ = tl.fma(g, g, sum_)       # 20
+    p = tl.fma(minus(g), reciprocal(tl.fma(tl.sqrt(sum_), scalar_0, scalar_1)), p)  # 22
     return p, sum_
 
 

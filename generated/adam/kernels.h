@@ -13,18 +13,15 @@ struct adam {  // adam
     template <class S0, class S1>
     void states(F p, F g, S0 &exp_avg, S1 &exp_avg_sq) const {
         const F g_ = grad_scale * g;
-        const F g_2 = fma(weight_decay, p, g_);                              // 26  g = l2(g, p, weight_decay)
-        // 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-        const F exp_avg_ = fma(one_minus_beta1, g_2, exp_avg.times(beta1));
-        // 28  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-        const F exp_avg_sq_ = fma(one_minus_beta2 * g_2, g_2, exp_avg_sq.times(beta2));
+        const F g_2 = fma(weight_decay, p, g_);                              // 26
+        const F exp_avg_ = fma(one_minus_beta1, g_2, exp_avg.times(beta1));  // 27
+        const F exp_avg_sq_ = fma(one_minus_beta2 * g_2, g_2, exp_avg_sq.times(beta2));  // 28
         exp_avg.set(exp_avg_);
         exp_avg_sq.set(exp_avg_sq_);
     }
     template <class S0, class S1>
     F weight(F p, F g, const S0 &exp_avg, const S1 &exp_avg_sq) const {
-        // 33  p = p - lr / (1 - beta1**t) * exp_avg / denom
-        const F p_ = fma(-exp_avg.next(), 1.0f / fma(exp_avg_sq.root(), scalar_2, scalar_3), p);
+        const F p_ = fma(-exp_avg.next(), 1.0f / fma(exp_avg_sq.root(), scalar_2, scalar_3), p);  // 33
         return p_;
     }
 };
@@ -48,7 +45,7 @@ struct adam_decoupled_weight_decay {  // adam
     }
     template <class S0, class S1>
     F weight(F p, F g, const S0 &exp_avg, const S1 &exp_avg_sq) const {
-        const F p_ = one_minus_lr_times_weight_decay * p;  // 24  p = decoupled(p, lr, weight_decay)
+        const F p_ = one_minus_lr_times_weight_decay * p;  // 24
         const F p_2 = fma(-exp_avg.next(), 1.0f / fma(exp_avg_sq.root(), scalar_3, scalar_4), p_);  // 33
         return p_2;
     }
@@ -70,8 +67,7 @@ struct adam_amsgrad {  // adam
         const F g_2 = fma(weight_decay, p, g_);                              // 26
         const F exp_avg_ = fma(one_minus_beta1, g_2, exp_avg.times(beta1));  // 27
         const F exp_avg_sq_ = fma(one_minus_beta2 * g_2, g_2, exp_avg_sq.times(beta2));  // 28
-        // 30  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-        const F max_exp_avg_sq_2 = max(max_exp_avg_sq_, exp_avg_sq_);
+        const F max_exp_avg_sq_2 = max(max_exp_avg_sq_, exp_avg_sq_);  // 30
         exp_avg.set(exp_avg_);
         exp_avg_sq.set(exp_avg_sq_);
         max_exp_avg_sq.set(max_exp_avg_sq_2);

@@ -4,7 +4,7 @@
 // a sweep: vmean_row (specs/adam_mini.py:29)
 template <class S0, class S1>
 OPTGEN_INLINE void adam_mini_1(F g, F beta1, F one_minus_beta1_times_grad_scale, S0 &m, S1 &row_sum_for_vmean_row) {
-    const F m_ = fma(one_minus_beta1_times_grad_scale, g, m.times(beta1));  // 27  m = beta1 * m + (1 - beta1) * g
+    const F m_ = fma(one_minus_beta1_times_grad_scale, g, m.times(beta1));  // 27
     m.set(m_);
     row_sum_for_vmean_row.set(g * g);
 }
@@ -15,13 +15,12 @@ OPTGEN_INLINE void adam_mini_2(
     F beta2, F eps, F grad_scale_times_grad_scale, F one_minus_beta2, F sqrt_one_minus_beta2_pow_t, F extent_columns,
     S0 &vmean_row, S1 &row_sum_for_vmean_row, S2 &one_over_denom
 ) {
-    // 29  vmean_row = beta2 * vmean_row + (1 - beta2) * row_mean(g * g)
+    // 29
     const F vmean_row_ = fma(
         one_minus_beta2, grad_scale_times_grad_scale * row_sum_for_vmean_row.read() / extent_columns,
         beta2 * vmean_row.read()
     );
-    // 33  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
-    const F denom = sqrt(vmean_row_) / sqrt_one_minus_beta2_pow_t + eps;
+    const F denom = sqrt(vmean_row_) / sqrt_one_minus_beta2_pow_t + eps;  // 33
     vmean_row.set(vmean_row_);
     one_over_denom.set(1.0f / denom);
 }
@@ -32,9 +31,8 @@ OPTGEN_INLINE F adam_mini_3(
     F p, F one_minus_lr_times_weight_decay, F lr_over_one_minus_beta1_pow_t, S0 &m, S1 &one_over_denom
 ) {
     const F m_ = m.read();
-    const F p_ = one_minus_lr_times_weight_decay * p;  // 26  p = decoupled(p, lr, weight_decay)
-    // 34  p = p - lr / (1 - beta1**t) * m / denom
-    const F p_2 = fma(-(lr_over_one_minus_beta1_pow_t * one_over_denom.read()), m_, p_);
+    const F p_ = one_minus_lr_times_weight_decay * p;  // 26
+    const F p_2 = fma(-(lr_over_one_minus_beta1_pow_t * one_over_denom.read()), m_, p_);  // 34
     return p_2;
 }
 
@@ -54,7 +52,7 @@ OPTGEN_INLINE void adam_mini_no_by_rows_2(
     F beta2, F eps, F grad_scale_times_grad_scale, F one_minus_beta2, F sqrt_one_minus_beta2_pow_t, F extent_elements,
     S0 &vmean, S1 &tensor_sum_for_vmean, S2 &one_over_denom
 ) {
-    // 31  vmean = beta2 * vmean + (1 - beta2) * mean(g * g)
+    // 31
     const F vmean_ = fma(
         one_minus_beta2, grad_scale_times_grad_scale * tensor_sum_for_vmean.read() / extent_elements,
         beta2 * vmean.read()

@@ -13,8 +13,7 @@ from optgen.runtime.gpu.prelude import minus
 @triton.jit
 def adam_mini_1_tile(PLAN: tl.constexpr, g, m, beta1, one_minus_beta1_times_grad_scale, live, MASKED: tl.constexpr):
     """The new m; the terms of row_sum_for_vmean_row."""
-    # 27  m = beta1 * m + (1 - beta1) * g
-    m = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, m, PLAN.m))
+    m = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, m, PLAN.m))  # 27
     return m, g
 
 
@@ -32,11 +31,11 @@ def adam_mini_2_values(
     sqrt_one_minus_beta2_pow_t,
 ):
     """The new vmean_row, one_over_denom."""
-    # 29  vmean_row = beta2 * vmean_row + (1 - beta2) * row_mean(g * g)
+    # 29
     vmean_row = tl.fma(
         one_minus_beta2, grad_scale_times_grad_scale * row_sum_for_vmean_row / extent_columns, beta2 * vmean_row
     )
-    denom = tl.sqrt(vmean_row) / sqrt_one_minus_beta2_pow_t + eps  # 33  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
+    denom = tl.sqrt(vmean_row) / sqrt_one_minus_beta2_pow_t + eps  # 33
     return vmean_row, 1.0 / denom
 
 
@@ -58,9 +57,8 @@ def adam_mini_3_tile(
 ):
     """The new p."""
     m = read(m, PLAN.m)
-    p = one_minus_lr_times_weight_decay * p                                  # 26  p = decoupled(p, lr, weight_decay)
-    # 34  p = p - lr / (1 - beta1**t) * m / denom
-    p = tl.fma(minus(lr_over_one_minus_beta1_pow_t * one_over_denom), m, p)
+    p = one_minus_lr_times_weight_decay * p                                  # 26
+    p = tl.fma(minus(lr_over_one_minus_beta1_pow_t * one_over_denom), m, p)  # 34
     return (p,)
 
 
@@ -98,7 +96,7 @@ def adam_mini_no_by_rows_2_values(
     sqrt_one_minus_beta2_pow_t,
 ):
     """The new vmean, one_over_denom."""
-    # 31  vmean = beta2 * vmean + (1 - beta2) * mean(g * g)
+    # 31
     vmean = tl.fma(one_minus_beta2, grad_scale_times_grad_scale * tensor_sum_for_vmean / extent_elements, beta2 * vmean)
     denom = tl.sqrt(vmean) / sqrt_one_minus_beta2_pow_t + eps  # 33
     return vmean, 1.0 / denom

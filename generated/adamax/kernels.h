@@ -13,18 +13,15 @@ struct adamax {  // adamax
     template <class S0, class S1>
     void states(F p, F g, S0 &exp_avg, S1 &exp_inf) const {
         const F g_ = grad_scale * g;
-        const F g_2 = fma(weight_decay, p, g_);                              // 20  g = l2(g, p, weight_decay)
-        // 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-        const F exp_avg_ = fma(one_minus_beta1, g_2, exp_avg.times(beta1));
-        // 22  exp_inf = maximum(beta2 * exp_inf, abs(g) + eps)
-        const F exp_inf_ = max(exp_inf.times(beta2), abs(g_2) + eps);
+        const F g_2 = fma(weight_decay, p, g_);                              // 20
+        const F exp_avg_ = fma(one_minus_beta1, g_2, exp_avg.times(beta1));  // 21
+        const F exp_inf_ = max(exp_inf.times(beta2), abs(g_2) + eps);  // 22
         exp_avg.set(exp_avg_);
         exp_inf.set(exp_inf_);
     }
     template <class S0, class S1>
     F weight(F p, F g, const S0 &exp_avg, const S1 &exp_inf) const {
-        // 23  p = p - lr / (1 - beta1**t) * exp_avg / exp_inf
-        const F p_ = fma(-(lr_over_one_minus_beta1_pow_t * exp_avg.next()), 1.0f / exp_inf.next(), p);
+        const F p_ = fma(-(lr_over_one_minus_beta1_pow_t * exp_avg.next()), 1.0f / exp_inf.next(), p);  // 23
         return p_;
     }
 };

@@ -16,13 +16,10 @@ def adamax_tile(
 ):
     """The new p, exp_avg, exp_inf."""
     g = grad_scale * g
-    g = tl.fma(weight_decay, p, g)  # 20  g = l2(g, p, weight_decay)
-    # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1, g, times(beta1, exp_avg, PLAN.exp_avg))
-    # 22  exp_inf = maximum(beta2 * exp_inf, abs(g) + eps)
-    exp_inf = tl.maximum(times(beta2, exp_inf, PLAN.exp_inf), tl.abs(g) + eps, propagate_nan=tl.PropagateNan.ALL)
-    # 23  p = p - lr / (1 - beta1**t) * exp_avg / exp_inf
-    p = tl.fma(minus(lr_over_one_minus_beta1_pow_t * exp_avg), reciprocal(exp_inf), p)
+    g = tl.fma(weight_decay, p, g)  # 20
+    exp_avg = tl.fma(one_minus_beta1, g, times(beta1, exp_avg, PLAN.exp_avg))  # 21
+    exp_inf = tl.maximum(times(beta2, exp_inf, PLAN.exp_inf), tl.abs(g) + eps, propagate_nan=tl.PropagateNan.ALL)  # 22
+    p = tl.fma(minus(lr_over_one_minus_beta1_pow_t * exp_avg), reciprocal(exp_inf), p)  # 23
     return p, exp_avg, exp_inf
 
 

@@ -8,12 +8,9 @@ OPTGEN_INLINE void adamp_1(
     S1 &exp_avg_sq, S2 &row_sum_for_invariant, S3 &row_sum_for_invariant_2, S4 &row_sum_for_invariant_3,
     S5 &row_sum_of_p
 ) {
-    // 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    const F exp_avg_ = fma(one_minus_beta1_times_grad_scale, g, exp_avg.times(beta1));
-    // 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    const F exp_avg_sq_ = fma(scalar_1 * g, g, exp_avg_sq.times(beta2));
-    // 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-    const F update = exp_avg_ / fma(sqrt(exp_avg_sq_), scalar_2, scalar_3);
+    const F exp_avg_ = fma(one_minus_beta1_times_grad_scale, g, exp_avg.times(beta1));  // 24
+    const F exp_avg_sq_ = fma(scalar_1 * g, g, exp_avg_sq.times(beta2));  // 25
+    const F update = exp_avg_ / fma(sqrt(exp_avg_sq_), scalar_2, scalar_3);  // 27
     exp_avg.set(exp_avg_);
     exp_avg_sq.set(exp_avg_sq_);
     row_sum_for_invariant.set(p * g);
@@ -77,12 +74,11 @@ OPTGEN_INLINE void adamp_5(
     S2 &lt_tensor_div_delta_over_sqrt_elements, S3 &tensor_lt, S4 &one_minus_lr_times_weight_decay_2
 ) {
     const M tensor_max_for_invariant_lt = tensor_max_for_invariant.read() < delta_over_sqrt_columns.read();
-    // 29  update, invariant = without_radial(update, p, g, delta, eps)
+    // 29
     const F invariant = where(
         tensor_max_for_invariant_lt | 0.0f < lt_tensor_div_delta_over_sqrt_elements.read(), F(1.0f), F(0.0f)
     );
-    // 30  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
-    const F weight_decay_ = weight_decay * fma(minus_one_minus_wd_ratio, invariant, 1.0f);
+    const F weight_decay_ = weight_decay * fma(minus_one_minus_wd_ratio, invariant, 1.0f);  // 30
     tensor_lt.set(where(tensor_max_for_invariant_lt, F(1.0f), F(0.0f)));
     one_minus_lr_times_weight_decay_2.set(fma(minus_lr, weight_decay_, 1.0f));
 }
@@ -108,8 +104,8 @@ OPTGEN_INLINE F adamp_7(
     const F exp_avg_sq_ = exp_avg_sq.read();
     const F update = exp_avg_ / fma(sqrt(exp_avg_sq_), scalar_2, scalar_3);  // 27
     const F update_2 = fma(-row_sum_of_p_over_row_mul_3_2.read(), p, update);  // 29
-    const F p_ = p * one_minus_lr_times_weight_decay_2.read();               // 31  p = decoupled(p, lr, weight_decay)
-    const F p_2 = fma(minus_lr_over_one_minus_beta1_pow_t, update_2, p_);    // 32  p = p - lr / (1 - beta1**t) * update
+    const F p_ = p * one_minus_lr_times_weight_decay_2.read();               // 31
+    const F p_2 = fma(minus_lr_over_one_minus_beta1_pow_t, update_2, p_);    // 32
     return p_2;
 }
 

@@ -17,12 +17,9 @@ def adamp_1_tile(
 ):
     """The new exp_avg, exp_avg_sq; the terms of row_sum_for_invariant, row_sum_for_invariant_2,
     row_sum_for_invariant_3, row_sum_of_p."""
-    # 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))
-    # 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))
-    # 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-    update = exp_avg * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3))
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 24
+    exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 25
+    update = exp_avg * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3))  # 27
     return exp_avg, exp_avg_sq, p, g, p, g, p, update
 
 
@@ -83,10 +80,8 @@ def adamp_5_values(
 ):
     """The new tensor_lt, one_minus_lr_times_weight_decay_2."""
     tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns
-    # 29  update, invariant = without_radial(update, p, g, delta, eps)
-    invariant = tl.where(tensor_max_for_invariant_lt | (0.0 < lt_tensor_div_delta_over_sqrt_elements), 1.0, 0.0)
-    # 30  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
-    weight_decay_ = weight_decay * tl.fma(minus_one_minus_wd_ratio, invariant, 1.0)
+    invariant = tl.where(tensor_max_for_invariant_lt | (0.0 < lt_tensor_div_delta_over_sqrt_elements), 1.0, 0.0)  # 29
+    weight_decay_ = weight_decay * tl.fma(minus_one_minus_wd_ratio, invariant, 1.0)  # 30
     return tl.where(tensor_max_for_invariant_lt, 1.0, 0.0), tl.fma(minus_lr, weight_decay_, 1.0)
 
 
@@ -119,8 +114,8 @@ def adamp_7_tile(
     exp_avg_sq = read(exp_avg_sq, PLAN.exp_avg_sq)
     update = exp_avg * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3))  # 27
     update = tl.fma(minus(row_sum_of_p_over_row_mul_3_2), p, update)  # 29
-    p = p * one_minus_lr_times_weight_decay_2                         # 31  p = decoupled(p, lr, weight_decay)
-    p = tl.fma(minus_lr_over_one_minus_beta1_pow_t, update, p)        # 32  p = p - lr / (1 - beta1**t) * update
+    p = p * one_minus_lr_times_weight_decay_2                         # 31
+    p = tl.fma(minus_lr_over_one_minus_beta1_pow_t, update, p)        # 32
     return (p,)
 
 

@@ -7,8 +7,7 @@ OPTGEN_INLINE void adamuon_1(
     F g, F momentum, F one_minus_momentum_times_grad_scale, F one_minus_nesterov_times_one_minus_momentum, F scalar_2,
     S0 &momentum_buffer, S1 &direction
 ) {
-    // 37  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
-    const F momentum_buffer_ = fma(one_minus_momentum_times_grad_scale, g, momentum_buffer.times(momentum));
+    const F momentum_buffer_ = fma(one_minus_momentum_times_grad_scale, g, momentum_buffer.times(momentum));  // 37
     const F g_sign = sign(fma(scalar_2, g, one_minus_nesterov_times_one_minus_momentum * momentum_buffer_));
     const I g_bitcast = bits(g_sign);
     momentum_buffer.set(momentum_buffer_);
@@ -20,12 +19,9 @@ template <class S0, class S1, class S2>
 OPTGEN_INLINE void adamuon_3(
     F momentum, F eps, F one_minus_momentum, S0 &exp_avg_sq, S1 &direction, S2 &row_sum_for_size
 ) {
-    // 39  direction = newton_schulz(sign((1 - ahead) * momentum_buffer + ahead * g), ns_steps, ns_coefficients,
-    //     gram=gram)
-    const F direction_ = direction.read();
-    // 40  exp_avg_sq = momentum * exp_avg_sq + (1 - momentum) * direction * direction
-    const F exp_avg_sq_ = fma(one_minus_momentum * direction_, direction_, exp_avg_sq.times(momentum));
-    const F even = direction_ / (sqrt(exp_avg_sq_) + eps);  // 41  even = direction / (sqrt(exp_avg_sq) + eps)
+    const F direction_ = direction.read();  // 39
+    const F exp_avg_sq_ = fma(one_minus_momentum * direction_, direction_, exp_avg_sq.times(momentum));  // 40
+    const F even = direction_ / (sqrt(exp_avg_sq_) + eps);  // 41
     row_sum_for_size.set(even * even);
 }
 
@@ -46,8 +42,7 @@ template <class S0, class S1, class S2>
 OPTGEN_INLINE void adamuon_6(
     F lr, F eps, S0 &by_0p2_times_sqrt_rows_times_columns, S1 &mat_sum_for_size, S2 &lr_times_size
 ) {
-    // 42  size = 0.2 * sqrt(rows(p) * columns(p)) / (mat_norm(even) + eps)
-    const F size = by_0p2_times_sqrt_rows_times_columns.read() / (sqrt(mat_sum_for_size.read()) + eps);
+    const F size = by_0p2_times_sqrt_rows_times_columns.read() / (sqrt(mat_sum_for_size.read()) + eps);  // 42
     lr_times_size.set(lr * size);
 }
 
@@ -60,8 +55,8 @@ OPTGEN_INLINE F adamuon_7(
     const F direction_ = direction.read();  // 39
     const F exp_avg_sq_ = fma(one_minus_momentum * direction_, direction_, exp_avg_sq.times(momentum));  // 40
     const F even = direction_ / (sqrt(exp_avg_sq_) + eps);  // 41
-    const F p_ = one_minus_lr_times_weight_decay * p;       // 43  p = policies.decoupled(p, lr, weight_decay)
-    const F p_2 = fma(-lr_times_size.read(), even, p_);     // 44  p = p - lr * size * even
+    const F p_ = one_minus_lr_times_weight_decay * p;       // 43
+    const F p_2 = fma(-lr_times_size.read(), even, p_);     // 44
     exp_avg_sq.set(exp_avg_sq_);
     return p_2;
 }
@@ -78,8 +73,7 @@ struct adamuon_no_matrix {  // adamuon
         scalar_3(scalars[5]), one_minus_adamw_lr_times_weight_decay(scalars[6]) {}
     template <class S0, class S1>
     void states(F p, F g, S0 &momentum_buffer, S1 &exp_avg_sq) const {
-        // 33  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr,
-        //     adamw_betas, eps, weight_decay )
+        // 33
         const F momentum_buffer_ = fma(
             one_minus_adamw_betas_0_times_grad_scale, g, momentum_buffer.times(adamw_betas_0)
         );

@@ -16,7 +16,7 @@ def adamuon_1_tile(
     one_minus_nesterov_times_one_minus_momentum, scalar_2, live, MASKED: tl.constexpr,
 ):
     """The new momentum_buffer, direction."""
-    # 37  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
+    # 37
     momentum_buffer = tl.fma(
         one_minus_momentum_times_grad_scale, g, times(momentum, momentum_buffer, PLAN.momentum_buffer)
     )
@@ -44,12 +44,9 @@ def adamuon_3_tile(
     PLAN: tl.constexpr, exp_avg_sq, direction_stored, momentum, eps, one_minus_momentum, live, MASKED: tl.constexpr,
 ):
     """The terms of row_sum_for_size."""
-    # 39  direction = newton_schulz(sign((1 - ahead) * momentum_buffer + ahead * g), ns_steps, ns_coefficients,
-    #     gram=gram)
-    direction = widened(direction_stored)
-    # 40  exp_avg_sq = momentum * exp_avg_sq + (1 - momentum) * direction * direction
-    exp_avg_sq = tl.fma(one_minus_momentum * direction, direction, times(momentum, exp_avg_sq, PLAN.exp_avg_sq))
-    even = direction * reciprocal(tl.sqrt(exp_avg_sq) + eps)  # 41  even = direction / (sqrt(exp_avg_sq) + eps)
+    direction = widened(direction_stored)  # 39
+    exp_avg_sq = tl.fma(one_minus_momentum * direction, direction, times(momentum, exp_avg_sq, PLAN.exp_avg_sq))  # 40
+    even = direction * reciprocal(tl.sqrt(exp_avg_sq) + eps)  # 41
     return (even,)
 
 
@@ -76,8 +73,7 @@ def adamuon_5_values(extent_rows, extent_columns):
 @triton.jit
 def adamuon_6_values(by_0p2_times_sqrt_rows_times_columns, mat_sum_for_size, lr, eps):
     """The new lr_times_size."""
-    # 42  size = 0.2 * sqrt(rows(p) * columns(p)) / (mat_norm(even) + eps)
-    size = by_0p2_times_sqrt_rows_times_columns / (tl.sqrt(mat_sum_for_size) + eps)
+    size = by_0p2_times_sqrt_rows_times_columns / (tl.sqrt(mat_sum_for_size) + eps)  # 42
     return (lr * size,)
 
 
@@ -97,8 +93,8 @@ def adamuon_7_tile(
     direction = widened(direction_stored)  # 39
     exp_avg_sq = tl.fma(one_minus_momentum * direction, direction, times(momentum, exp_avg_sq, PLAN.exp_avg_sq))  # 40
     even = direction * reciprocal(tl.sqrt(exp_avg_sq) + eps)  # 41
-    p = one_minus_lr_times_weight_decay * p                   # 43  p = policies.decoupled(p, lr, weight_decay)
-    p = tl.fma(minus(lr_times_size), even, p)                 # 44  p = p - lr * size * even
+    p = one_minus_lr_times_weight_decay * p                   # 43
+    p = tl.fma(minus(lr_times_size), even, p)                 # 44
     return p, exp_avg_sq
 
 
@@ -120,8 +116,7 @@ def adamuon_no_matrix_tile(
     live, MASKED: tl.constexpr,
 ):
     """The new p, momentum_buffer, exp_avg_sq."""
-    # 33  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr,
-    #     adamw_betas, eps, weight_decay )
+    # 33
     momentum_buffer = tl.fma(
         one_minus_adamw_betas_0_times_grad_scale, g, times(adamw_betas_0, momentum_buffer, PLAN.momentum_buffer)
     )

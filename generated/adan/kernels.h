@@ -16,15 +16,11 @@ struct adan {  // adan
     void states(F p, F g, S0 &exp_avg, S1 &exp_avg_diff, S2 &exp_avg_sq, S3 &prev_grad) const {
         const F g_2 = grad_scale * g;
         const F prev_grad_ = prev_grad.read();
-        // 25  change = where(t > 1, g - prev_grad, 0.0)
-        const F change = where(0.0f < where_lt_one_t_one_zero, g_2 - prev_grad_, F(0.0f));
-        // 27  exp_avg_diff = beta2 * exp_avg_diff + (1 - beta2) * change
-        const F exp_avg_diff_ = fma(one_minus_beta2, change, exp_avg_diff.times(beta2));
-        // 26  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-        const F exp_avg_ = fma(one_minus_beta1_times_grad_scale, g, exp_avg.times(beta1));
-        const F ahead_ = fma(beta2, change, g_2);  // 28  ahead = g + beta2 * change
-        // 29  exp_avg_sq = beta3 * exp_avg_sq + (1 - beta3) * ahead * ahead
-        const F exp_avg_sq_ = fma(one_minus_beta3 * ahead_, ahead_, exp_avg_sq.times(beta3));
+        const F change = where(0.0f < where_lt_one_t_one_zero, g_2 - prev_grad_, F(0.0f));  // 25
+        const F exp_avg_diff_ = fma(one_minus_beta2, change, exp_avg_diff.times(beta2));  // 27
+        const F exp_avg_ = fma(one_minus_beta1_times_grad_scale, g, exp_avg.times(beta1));  // 26
+        const F ahead_ = fma(beta2, change, g_2);  // 28
+        const F exp_avg_sq_ = fma(one_minus_beta3 * ahead_, ahead_, exp_avg_sq.times(beta3));  // 29
         exp_avg.set(exp_avg_);
         exp_avg_diff.set(exp_avg_diff_);
         exp_avg_sq.set(exp_avg_sq_);
@@ -32,12 +28,12 @@ struct adan {  // adan
     }
     template <class S0, class S1, class S2, class S3>
     F weight(F p, F g, const S0 &exp_avg, const S1 &exp_avg_diff, const S2 &exp_avg_sq, const S3 &prev_grad) const {
-        // 33  p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
+        // 33
         const F p_ = fma(
             -fma(diff_lr, exp_avg_diff.next(), avg_lr * exp_avg.next()),
             1.0f / fma(exp_avg_sq.root(), scalar_6, scalar_7), p
         );
-        const F p_2 = one_over_one_plus_lr_times_weight_decay * p_;  // 34  p = proximal(p, lr, weight_decay)
+        const F p_2 = one_over_one_plus_lr_times_weight_decay * p_;  // 34
         return p_2;
     }
 };

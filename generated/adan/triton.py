@@ -18,21 +18,17 @@ def adan_tile(
     """The new p, exp_avg, exp_avg_diff, exp_avg_sq, prev_grad."""
     prev_grad = read(prev_grad, PLAN.prev_grad)
     g_2 = grad_scale * g
-    # 25  change = where(t > 1, g - prev_grad, 0.0)
-    change = tl.where(0.0 < where_lt_one_t_one_zero, g_2 - prev_grad, 0.0)
-    # 27  exp_avg_diff = beta2 * exp_avg_diff + (1 - beta2) * change
-    exp_avg_diff = tl.fma(one_minus_beta2, change, times(beta2, exp_avg_diff, PLAN.exp_avg_diff))
-    # 26  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))
-    ahead = tl.fma(beta2, change, g_2)                                      # 28  ahead = g + beta2 * change
-    # 29  exp_avg_sq = beta3 * exp_avg_sq + (1 - beta3) * ahead * ahead
-    exp_avg_sq = tl.fma(one_minus_beta3 * ahead, ahead, times(beta3, exp_avg_sq, PLAN.exp_avg_sq))
-    # 33  p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
+    change = tl.where(0.0 < where_lt_one_t_one_zero, g_2 - prev_grad, 0.0)  # 25
+    exp_avg_diff = tl.fma(one_minus_beta2, change, times(beta2, exp_avg_diff, PLAN.exp_avg_diff))  # 27
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 26
+    ahead = tl.fma(beta2, change, g_2)                                      # 28
+    exp_avg_sq = tl.fma(one_minus_beta3 * ahead, ahead, times(beta3, exp_avg_sq, PLAN.exp_avg_sq))  # 29
+    # 33
     p = tl.fma(
         minus(tl.fma(diff_lr, exp_avg_diff, avg_lr * exp_avg)),
         reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_6, scalar_7)), p
     )
-    p = one_over_one_plus_lr_times_weight_decay * p                         # 34  p = proximal(p, lr, weight_decay)
+    p = one_over_one_plus_lr_times_weight_decay * p                         # 34
     return p, exp_avg, exp_avg_diff, exp_avg_sq, g_2
 
 

@@ -15,20 +15,17 @@ struct ademamix {  // ademamix
         scalar_8(scalars[10]) {}
     template <class S0, class S1, class S2>
     void states(F p, F g, S0 &exp_avg, S1 &exp_avg_slow, S2 &exp_avg_sq) const {
-        // 34  exp_avg_slow = beta3_now * exp_avg_slow + (1 - beta3_now) * g
-        const F exp_avg_slow_ = fma(scalar_3, g, exp_avg_slow.times(beta3_now));
-        // 33  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-        const F exp_avg_ = fma(one_minus_beta1_times_grad_scale, g, exp_avg.times(beta1));
-        // 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-        const F exp_avg_sq_ = fma(scalar_4 * g, g, exp_avg_sq.times(beta2));
+        const F exp_avg_slow_ = fma(scalar_3, g, exp_avg_slow.times(beta3_now));  // 34
+        const F exp_avg_ = fma(one_minus_beta1_times_grad_scale, g, exp_avg.times(beta1));  // 33
+        const F exp_avg_sq_ = fma(scalar_4 * g, g, exp_avg_sq.times(beta2));  // 35
         exp_avg.set(exp_avg_);
         exp_avg_slow.set(exp_avg_slow_);
         exp_avg_sq.set(exp_avg_sq_);
     }
     template <class S0, class S1, class S2>
     F weight(F p, F g, const S0 &exp_avg, const S1 &exp_avg_slow, const S2 &exp_avg_sq) const {
-        const F p_ = one_minus_lr_times_weight_decay * p;  // 32  p = decoupled(p, lr, weight_decay)
-        // 37  p = p - lr * (exp_avg / (1 - beta1**t) + mix * exp_avg_slow) / denom
+        const F p_ = one_minus_lr_times_weight_decay * p;  // 32
+        // 37
         const F p_2 = fma(
             -fma(scalar_6, exp_avg_slow.next(), lr_times_one_over_one_minus_beta1_pow_t * exp_avg.next()),
             1.0f / fma(exp_avg_sq.root(), scalar_7, scalar_8), p_

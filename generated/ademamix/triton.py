@@ -16,14 +16,11 @@ def ademamix_tile(
     scalar_6, scalar_7, scalar_8, live, MASKED: tl.constexpr,
 ):
     """The new p, exp_avg, exp_avg_slow, exp_avg_sq."""
-    # 34  exp_avg_slow = beta3_now * exp_avg_slow + (1 - beta3_now) * g
-    exp_avg_slow = tl.fma(scalar_3, g, times(beta3_now, exp_avg_slow, PLAN.exp_avg_slow))
-    # 33  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))
-    # 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_4 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))
-    p = one_minus_lr_times_weight_decay * p  # 32  p = decoupled(p, lr, weight_decay)
-    # 37  p = p - lr * (exp_avg / (1 - beta1**t) + mix * exp_avg_slow) / denom
+    exp_avg_slow = tl.fma(scalar_3, g, times(beta3_now, exp_avg_slow, PLAN.exp_avg_slow))  # 34
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 33
+    exp_avg_sq = tl.fma(scalar_4 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 35
+    p = one_minus_lr_times_weight_decay * p  # 32
+    # 37
     p = tl.fma(
         minus(tl.fma(scalar_6, exp_avg_slow, lr_times_one_over_one_minus_beta1_pow_t * exp_avg)),
         reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_7, scalar_8)), p

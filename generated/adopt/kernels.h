@@ -15,19 +15,16 @@ struct adopt {  // adopt
     void states(F p, F g, S0 &exp_avg, S1 &exp_avg_sq) const {
         const F g_ = grad_scale * g;
         const F exp_avg_sq_ = exp_avg_sq.read();
-        const F g_2 = fma(weight_decay, p, g_);                                 // 27  g = l2(g, p, weight_decay)
-        // 29  scaled = clip(g / maximum(sqrt(exp_avg_sq), eps), -bound, bound)
-        const F scaled = min(max(g_2 / max(sqrt(exp_avg_sq_), eps), minus_t_minus_one_pow_0p25), bound);
-        // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
-        const F exp_avg_ = fma(one_minus_beta1, scaled, exp_avg.times(beta1));
-        // 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
-        const F exp_avg_sq_2 = fma(one_minus_where_lt_one_t_beta2_zero * g_2, g_2, decay * exp_avg_sq_);
+        const F g_2 = fma(weight_decay, p, g_);                                 // 27
+        const F scaled = min(max(g_2 / max(sqrt(exp_avg_sq_), eps), minus_t_minus_one_pow_0p25), bound);  // 29
+        const F exp_avg_ = fma(one_minus_beta1, scaled, exp_avg.times(beta1));  // 30
+        const F exp_avg_sq_2 = fma(one_minus_where_lt_one_t_beta2_zero * g_2, g_2, decay * exp_avg_sq_);  // 33
         exp_avg.set(exp_avg_);
         exp_avg_sq.set(exp_avg_sq_2);
     }
     template <class S0, class S1>
     F weight(F p, F g, const S0 &exp_avg, const S1 &exp_avg_sq) const {
-        const F p_ = fma(minus_lr, exp_avg.next(), p);  // 31  p = p - lr * exp_avg
+        const F p_ = fma(minus_lr, exp_avg.next(), p);  // 31
         return p_;
     }
 };
@@ -54,7 +51,7 @@ struct adopt_decoupled_weight_decay {  // adopt
     }
     template <class S0, class S1>
     F weight(F p, F g, const S0 &exp_avg, const S1 &exp_avg_sq) const {
-        const F p_ = scalar_0 * p;                        // 25  p = decoupled(p, lr, where(t > 1, weight_decay, 0.0))
+        const F p_ = scalar_0 * p;                        // 25
         const F p_2 = fma(minus_lr, exp_avg.next(), p_);  // 31
         return p_2;
     }

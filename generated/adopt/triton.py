@@ -17,8 +17,8 @@ def adopt_tile(
     """The new p, exp_avg, exp_avg_sq."""
     exp_avg_sq = read(exp_avg_sq, PLAN.exp_avg_sq)
     g = grad_scale * g
-    g = tl.fma(weight_decay, p, g)    # 27  g = l2(g, p, weight_decay)
-    # 29  scaled = clip(g / maximum(sqrt(exp_avg_sq), eps), -bound, bound)
+    g = tl.fma(weight_decay, p, g)    # 27
+    # 29
     scaled = tl.minimum(
         tl.maximum(
             g * reciprocal(tl.maximum(tl.sqrt(exp_avg_sq), eps, propagate_nan=tl.PropagateNan.ALL)),
@@ -26,11 +26,9 @@ def adopt_tile(
         ),
         bound, propagate_nan=tl.PropagateNan.ALL
     )
-    # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
-    exp_avg = tl.fma(one_minus_beta1, scaled, times(beta1, exp_avg, PLAN.exp_avg))
-    p = tl.fma(minus_lr, exp_avg, p)  # 31  p = p - lr * exp_avg
-    # 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
-    exp_avg_sq = tl.fma(one_minus_where_lt_one_t_beta2_zero * g, g, decay * exp_avg_sq)
+    exp_avg = tl.fma(one_minus_beta1, scaled, times(beta1, exp_avg, PLAN.exp_avg))  # 30
+    p = tl.fma(minus_lr, exp_avg, p)  # 31
+    exp_avg_sq = tl.fma(one_minus_where_lt_one_t_beta2_zero * g, g, decay * exp_avg_sq)  # 33
     return p, exp_avg, exp_avg_sq
 
 
@@ -63,8 +61,7 @@ def adopt_decoupled_weight_decay_tile(
         bound, propagate_nan=tl.PropagateNan.ALL
     )
     exp_avg = tl.fma(one_minus_beta1, scaled, times(beta1, exp_avg, PLAN.exp_avg))  # 30
-    # 25  p = decoupled(p, lr, where(t > 1, weight_decay, 0.0))
-    p = scalar_0 * p
+    p = scalar_0 * p  # 25
     p = tl.fma(minus_lr, exp_avg, p)                          # 31
     exp_avg_sq = tl.fma(scalar_5 * g, g, decay * exp_avg_sq)  # 33
     return p, exp_avg, exp_avg_sq

@@ -17,12 +17,12 @@ OPTGEN_INLINE void apollo_3(S0 &scaled, S1 &tensor_sum_for_size) {
 // tensor: values of tensors
 template <class S0, class S1, class S2>
 OPTGEN_INLINE void apollo_4(F where_lt_one_t_one_zero, S0 &scaled_grad, S1 &tensor_sum_for_size, S2 &one_over_limit) {
-    const F size = sqrt(tensor_sum_for_size.read());  // 54  size = norm(scaled)
-    // 55  limit = where(t > 1, maximum(size / (scaled_grad + 1e-8), 1.01) / 1.01, 1.0)
+    const F size = sqrt(tensor_sum_for_size.read());  // 54
+    // 55
     const F limit = where(
         0.0f < where_lt_one_t_one_zero, max(F(1.01f), size / (scaled_grad.read() + 1e-08f)) / 1.01f, F(1.0f)
     );
-    const F scaled_grad_ = size / limit;              // 56  scaled_grad = size / limit
+    const F scaled_grad_ = size / limit;              // 56
     scaled_grad.set(scaled_grad_);
     one_over_limit.set(1.0f / limit);
 }
@@ -30,9 +30,8 @@ OPTGEN_INLINE void apollo_4(F where_lt_one_t_one_zero, S0 &scaled_grad, S1 &tens
 // a sweep: the update
 template <class S0, class S1>
 OPTGEN_INLINE F apollo_5(F p, F scalar_0, F one_minus_lr_times_weight_decay, S0 &scaled, S1 &one_over_limit) {
-    // 58  p = p - step_size * u
-    const F p_ = fma(-(scalar_0 * one_over_limit.read()), scaled.read(), p);
-    const F p_2 = one_minus_lr_times_weight_decay * p_;  // 59  p = p * (1 - lr * weight_decay)
+    const F p_ = fma(-(scalar_0 * one_over_limit.read()), scaled.read(), p);  // 58
+    const F p_2 = one_minus_lr_times_weight_decay * p_;  // 59
     return p_2;
 }
 
@@ -47,16 +46,14 @@ struct apollo_no_matrix {  // apollo
         one_minus_lr_times_weight_decay(scalars[6]) {}
     template <class S0, class S1>
     void states(F p, F g, S0 &exp_avg, S1 &exp_avg_sq) const {
-        // 39  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-        const F exp_avg_ = fma(one_minus_beta1_times_grad_scale, g, exp_avg.times(beta1));
-        // 40  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-        const F exp_avg_sq_ = fma(scalar_1 * g, g, exp_avg_sq.times(beta2));
+        const F exp_avg_ = fma(one_minus_beta1_times_grad_scale, g, exp_avg.times(beta1));  // 39
+        const F exp_avg_sq_ = fma(scalar_1 * g, g, exp_avg_sq.times(beta2));  // 40
         exp_avg.set(exp_avg_);
         exp_avg_sq.set(exp_avg_sq_);
     }
     template <class S0, class S1>
     F weight(F p, F g, const S0 &exp_avg, const S1 &exp_avg_sq) const {
-        const F u = exp_avg.next() / (exp_avg_sq.root() + eps);  // 41  u = exp_avg / (sqrt(exp_avg_sq) + eps)
+        const F u = exp_avg.next() / (exp_avg_sq.root() + eps);  // 41
         const F p_ = fma(scalar_2, u, p);                        // 58
         const F p_2 = one_minus_lr_times_weight_decay * p_;      // 59
         return p_2;

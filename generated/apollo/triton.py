@@ -36,13 +36,13 @@ def apollo_3_sweep(table, work, step_key: tl.int32, SWEEP: tl.constexpr):
 @triton.jit
 def apollo_4_values(scaled_grad, tensor_sum_for_size, where_lt_one_t_one_zero):
     """The new scaled_grad, one_over_limit."""
-    size = tl.sqrt(tensor_sum_for_size)  # 54  size = norm(scaled)
-    # 55  limit = where(t > 1, maximum(size / (scaled_grad + 1e-8), 1.01) / 1.01, 1.0)
+    size = tl.sqrt(tensor_sum_for_size)  # 54
+    # 55
     limit = tl.where(
         0.0 < where_lt_one_t_one_zero,
         tl.maximum(size / (scaled_grad + 1e-08), 1.01, propagate_nan=tl.PropagateNan.ALL) / 1.01, 1.0
     )
-    scaled_grad = size / limit           # 56  scaled_grad = size / limit
+    scaled_grad = size / limit           # 56
     return scaled_grad, 1.0 / limit
 
 
@@ -57,8 +57,8 @@ def apollo_5_tile(
     MASKED: tl.constexpr,
 ):
     """The new p."""
-    p = tl.fma(minus(scalar_0 * one_over_limit), scaled, p)  # 58  p = p - step_size * u
-    p = one_minus_lr_times_weight_decay * p                  # 59  p = p * (1 - lr * weight_decay)
+    p = tl.fma(minus(scalar_0 * one_over_limit), scaled, p)  # 58
+    p = one_minus_lr_times_weight_decay * p                  # 59
     return (p,)
 
 
@@ -76,11 +76,9 @@ def apollo_no_matrix_tile(
     scalar_2, one_minus_lr_times_weight_decay, live, MASKED: tl.constexpr,
 ):
     """The new p, exp_avg, exp_avg_sq."""
-    # 39  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))
-    # 40  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))
-    u = exp_avg * reciprocal(tl.sqrt(exp_avg_sq) + eps)  # 41  u = exp_avg / (sqrt(exp_avg_sq) + eps)
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 39
+    exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 40
+    u = exp_avg * reciprocal(tl.sqrt(exp_avg_sq) + eps)  # 41
     p = tl.fma(scalar_2, u, p)                           # 58
     p = one_minus_lr_times_weight_decay * p              # 59
     return p, exp_avg, exp_avg_sq

@@ -14,7 +14,7 @@ OPTGEN_INLINE void came_2(
     F eps1, F beta2, F grad_scale_times_grad_scale, F one_minus_beta2, F extent_columns, S0 &exp_avg_sq_row,
     S1 &row_sum_for_exp_avg_sq_row, S2 &mat_sum_of_exp_avg_sq_row
 ) {
-    // 30  exp_avg_sq_row = beta2 * exp_avg_sq_row + (1 - beta2) * row_mean(square)
+    // 30
     const F exp_avg_sq_row_ = fma(
         one_minus_beta2, grad_scale_times_grad_scale * row_sum_for_exp_avg_sq_row.read() / extent_columns + eps1,
         beta2 * exp_avg_sq_row.read()
@@ -29,7 +29,7 @@ OPTGEN_INLINE void came_3(
     F eps1, F beta2, F grad_scale_times_grad_scale, F one_minus_beta2, F extent_rows, S0 &exp_avg_sq_col,
     S1 &col_sum_for_exp_avg_sq_col, S2 &one_over_sqrt_exp_avg_sq_col_2
 ) {
-    // 31  exp_avg_sq_col = beta2 * exp_avg_sq_col + (1 - beta2) * col_mean(square)
+    // 31
     const F exp_avg_sq_col_ = fma(
         one_minus_beta2, grad_scale_times_grad_scale * col_sum_for_exp_avg_sq_col.read() / extent_rows + eps1,
         beta2 * exp_avg_sq_col.read()
@@ -88,8 +88,7 @@ OPTGEN_INLINE void came_10(
     S2 &row_mul_3, S3 &row_sum_for_exp_avg_res_row
 ) {
     const F g_mul = g * one_over_sqrt_exp_avg_sq_col_2.read();
-    // 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update
-    const F exp_avg_ = fma(one_minus_beta1_times_grad_scale * row_mul_3.read(), g_mul, exp_avg.times(beta1));
+    const F exp_avg_ = fma(one_minus_beta1_times_grad_scale * row_mul_3.read(), g_mul, exp_avg.times(beta1));  // 37
     const F row_mul_3_fma = fma(grad_scale * row_mul_3.read(), g_mul, -exp_avg_);
     const F row_mul_3_mul = row_mul_3_fma * row_mul_3_fma;
     exp_avg.set(exp_avg_);
@@ -102,7 +101,7 @@ OPTGEN_INLINE void came_11(
     F eps2, F beta3, F one_minus_beta3, F extent_columns, S0 &exp_avg_res_row, S1 &row_sum_for_exp_avg_res_row,
     S2 &mat_sum_of_exp_avg_res_row
 ) {
-    // 40  exp_avg_res_row = beta3 * exp_avg_res_row + (1 - beta3) * row_mean(residual)
+    // 40
     const F exp_avg_res_row_ = fma(
         one_minus_beta3, row_sum_for_exp_avg_res_row.read() / extent_columns + eps2, beta3 * exp_avg_res_row.read()
     );
@@ -116,7 +115,7 @@ OPTGEN_INLINE void came_12(
     F eps2, F beta3, F one_minus_beta3, F extent_rows, S0 &exp_avg_res_col, S1 &col_sum_for_exp_avg_res_col,
     S2 &one_over_sqrt_exp_avg_res_col_2
 ) {
-    // 41  exp_avg_res_col = beta3 * exp_avg_res_col + (1 - beta3) * col_mean(residual)
+    // 41
     const F exp_avg_res_col_ = fma(
         one_minus_beta3, col_sum_for_exp_avg_res_col.read() / extent_rows + eps2, beta3 * exp_avg_res_col.read()
     );
@@ -143,8 +142,8 @@ OPTGEN_INLINE F came_15(
     S2 &one_over_sqrt_exp_avg_res_col_2
 ) {
     const F exp_avg_ = exp_avg.read();
-    const F p_ = one_minus_lr_times_weight_decay * p;  // 45  p = policies.decoupled(p, lr, weight_decay)
-    // 46  p = p - lr * step
+    const F p_ = one_minus_lr_times_weight_decay * p;  // 45
+    // 46
     const F p_2 = fma(-(lr * one_over_sqrt_row_div_2.read()), exp_avg_ * one_over_sqrt_exp_avg_res_col_2.read(), p_);
     return p_2;
 }
@@ -154,9 +153,8 @@ template <class S0, class S1>
 OPTGEN_INLINE void came_no_factored_1(
     F g, F eps1, F beta2, F grad_scale_times_grad_scale, F one_minus_beta2, S0 &exp_avg_sq, S1 &tensor_sum_of_g
 ) {
-    const F square = fma(grad_scale_times_grad_scale * g, g, eps1);  // 28  square = g * g + eps1
-    // 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
-    const F exp_avg_sq_ = fma(one_minus_beta2, square, exp_avg_sq.times(beta2));
+    const F square = fma(grad_scale_times_grad_scale * g, g, eps1);  // 28
+    const F exp_avg_sq_ = fma(one_minus_beta2, square, exp_avg_sq.times(beta2));  // 34
     const F g_mul = g / sqrt(exp_avg_sq_);
     tensor_sum_of_g.set(g_mul * g_mul);
 }

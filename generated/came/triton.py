@@ -27,7 +27,7 @@ def came_2_values(
     one_minus_beta2,
 ):
     """The new exp_avg_sq_row; the terms of mat_sum_of_exp_avg_sq_row."""
-    # 30  exp_avg_sq_row = beta2 * exp_avg_sq_row + (1 - beta2) * row_mean(square)
+    # 30
     exp_avg_sq_row = tl.fma(
         one_minus_beta2, grad_scale_times_grad_scale * row_sum_for_exp_avg_sq_row / extent_columns + eps1,
         beta2 * exp_avg_sq_row
@@ -41,7 +41,7 @@ def came_3_values(
     one_minus_beta2,
 ):
     """The new exp_avg_sq_col, one_over_sqrt_exp_avg_sq_col_2."""
-    # 31  exp_avg_sq_col = beta2 * exp_avg_sq_col + (1 - beta2) * col_mean(square)
+    # 31
     exp_avg_sq_col = tl.fma(
         one_minus_beta2, grad_scale_times_grad_scale * col_sum_for_exp_avg_sq_col / extent_rows + eps1,
         beta2 * exp_avg_sq_col
@@ -125,8 +125,7 @@ def came_10_tile(
 ):
     """The new exp_avg; the terms of row_sum_for_exp_avg_res_row, col_sum_for_exp_avg_res_col."""
     g_mul = g * one_over_sqrt_exp_avg_sq_col_2
-    # 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale * row_mul_3, g_mul, times(beta1, exp_avg, PLAN.exp_avg))
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale * row_mul_3, g_mul, times(beta1, exp_avg, PLAN.exp_avg))  # 37
     row_mul_3_fma = tl.fma(grad_scale * row_mul_3, g_mul, minus(exp_avg))
     return exp_avg, row_mul_3_fma
 
@@ -142,7 +141,7 @@ def came_10_sweep(
 @triton.jit
 def came_11_values(exp_avg_res_row, row_sum_for_exp_avg_res_row, extent_columns, eps2, beta3, one_minus_beta3):
     """The new exp_avg_res_row; the terms of mat_sum_of_exp_avg_res_row."""
-    # 40  exp_avg_res_row = beta3 * exp_avg_res_row + (1 - beta3) * row_mean(residual)
+    # 40
     exp_avg_res_row = tl.fma(
         one_minus_beta3, row_sum_for_exp_avg_res_row / extent_columns + eps2, beta3 * exp_avg_res_row
     )
@@ -152,7 +151,7 @@ def came_11_values(exp_avg_res_row, row_sum_for_exp_avg_res_row, extent_columns,
 @triton.jit
 def came_12_values(exp_avg_res_col, col_sum_for_exp_avg_res_col, extent_rows, eps2, beta3, one_minus_beta3):
     """The new exp_avg_res_col, one_over_sqrt_exp_avg_res_col_2."""
-    # 41  exp_avg_res_col = beta3 * exp_avg_res_col + (1 - beta3) * col_mean(residual)
+    # 41
     exp_avg_res_col = tl.fma(one_minus_beta3, col_sum_for_exp_avg_res_col / extent_rows + eps2, beta3 * exp_avg_res_col)
     return exp_avg_res_col, 1.0 / tl.sqrt(exp_avg_res_col)
 
@@ -186,9 +185,8 @@ def came_15_tile(
 ):
     """The new p."""
     exp_avg = read(exp_avg, PLAN.exp_avg)
-    p = one_minus_lr_times_weight_decay * p  # 45  p = policies.decoupled(p, lr, weight_decay)
-    # 46  p = p - lr * step
-    p = tl.fma(minus(lr * one_over_sqrt_row_div_2), exp_avg * one_over_sqrt_exp_avg_res_col_2, p)
+    p = one_minus_lr_times_weight_decay * p  # 45
+    p = tl.fma(minus(lr * one_over_sqrt_row_div_2), exp_avg * one_over_sqrt_exp_avg_res_col_2, p)  # 46
     return (p,)
 
 
@@ -206,9 +204,8 @@ def came_no_factored_1_tile(
     MASKED: tl.constexpr,
 ):
     """The terms of tensor_sum_of_g."""
-    square = tl.fma(grad_scale_times_grad_scale * g, g, eps1)  # 28  square = g * g + eps1
-    # 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
-    exp_avg_sq = tl.fma(one_minus_beta2, square, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))
+    square = tl.fma(grad_scale_times_grad_scale * g, g, eps1)  # 28
+    exp_avg_sq = tl.fma(one_minus_beta2, square, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 34
     g_mul = g * reciprocal(tl.sqrt(exp_avg_sq))
     return (g_mul,)
 

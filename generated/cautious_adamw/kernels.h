@@ -7,10 +7,8 @@ OPTGEN_INLINE void cautious_adamw_1(
     F g, F beta1, F grad_scale, F one_minus_beta1_times_grad_scale, S0 &exp_avg, S1 &tensor_sum_of_agrees
 ) {
     const F g_2 = grad_scale * g;
-    // 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    const F exp_avg_ = fma(one_minus_beta1_times_grad_scale, g, exp_avg.times(beta1));
-    // 23  agrees = where(sign(exp_avg) * sign(g) > 0, 1.0, 0.0)
-    const F agrees = where(0.0f < sign(exp_avg_) * sign(g_2), F(1.0f), F(0.0f));
+    const F exp_avg_ = fma(one_minus_beta1_times_grad_scale, g, exp_avg.times(beta1));  // 21
+    const F agrees = where(0.0f < sign(exp_avg_) * sign(g_2), F(1.0f), F(0.0f));  // 23
     tensor_sum_of_agrees.set(agrees);
 }
 
@@ -29,10 +27,9 @@ OPTGEN_INLINE F cautious_adamw_3(
     const F g_2 = grad_scale * g;
     const F exp_avg_ = fma(one_minus_beta1_times_grad_scale, g, exp_avg.times(beta1));  // 21
     const F agrees = where(0.0f < sign(exp_avg_) * sign(g_2), F(1.0f), F(0.0f));  // 23
-    // 22  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    const F exp_avg_sq_ = fma(scalar_2 * g, g, exp_avg_sq.times(beta2));
-    const F p_ = one_minus_lr_times_weight_decay * p;                     // 20  p = decoupled(p, lr, weight_decay)
-    // 26  p = p - lr / (1 - beta1**t) * scale * exp_avg / denom
+    const F exp_avg_sq_ = fma(scalar_2 * g, g, exp_avg_sq.times(beta2));  // 22
+    const F p_ = one_minus_lr_times_weight_decay * p;                     // 20
+    // 26
     const F p_2 = fma(
         -(tensor_div.read() * (agrees * exp_avg_)), 1.0f / fma(sqrt(exp_avg_sq_), scalar_3, scalar_4), p_
     );

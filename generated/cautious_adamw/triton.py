@@ -16,10 +16,8 @@ def cautious_adamw_1_tile(
 ):
     """The terms of tensor_sum_of_agrees."""
     g_2 = grad_scale * g
-    # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))
-    # 23  agrees = where(sign(exp_avg) * sign(g) > 0, 1.0, 0.0)
-    agrees = tl.where(0.0 < sign(exp_avg) * sign(g_2), 1.0, 0.0)
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 21
+    agrees = tl.where(0.0 < sign(exp_avg) * sign(g_2), 1.0, 0.0)  # 23
     return (agrees,)
 
 
@@ -52,10 +50,9 @@ def cautious_adamw_3_tile(
     g_2 = grad_scale * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 21
     agrees = tl.where(0.0 < sign(exp_avg) * sign(g_2), 1.0, 0.0)  # 23
-    # 22  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))
-    p = one_minus_lr_times_weight_decay * p                       # 20  p = decoupled(p, lr, weight_decay)
-    # 26  p = p - lr / (1 - beta1**t) * scale * exp_avg / denom
+    exp_avg_sq = tl.fma(scalar_2 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 22
+    p = one_minus_lr_times_weight_decay * p                       # 20
+    # 26
     p = tl.fma(minus(tensor_div * (agrees * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_3, scalar_4)), p)
     return p, exp_avg, exp_avg_sq
 

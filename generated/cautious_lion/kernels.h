@@ -7,10 +7,8 @@ OPTGEN_INLINE void cautious_lion_1(
     F g, F beta1, F grad_scale, F one_minus_beta1_times_grad_scale, S0 &exp_avg, S1 &tensor_sum_of_agrees
 ) {
     const F g_2 = grad_scale * g;
-    // 19  update = sign(beta1 * exp_avg + (1 - beta1) * g)
-    const F update = sign(fma(one_minus_beta1_times_grad_scale, g, exp_avg.times(beta1)));
-    // 20  agrees = where(update * sign(g) > 0, 1.0, 0.0)
-    const F agrees = where(0.0f < update * sign(g_2), F(1.0f), F(0.0f));
+    const F update = sign(fma(one_minus_beta1_times_grad_scale, g, exp_avg.times(beta1)));  // 19
+    const F agrees = where(0.0f < update * sign(g_2), F(1.0f), F(0.0f));  // 20
     tensor_sum_of_agrees.set(agrees);
 }
 
@@ -29,11 +27,9 @@ OPTGEN_INLINE F cautious_lion_3(
     const F g_2 = grad_scale * g;
     const F update = sign(fma(one_minus_beta1_times_grad_scale, g, exp_avg.times(beta1)));  // 19
     const F agrees = where(0.0f < update * sign(g_2), F(1.0f), F(0.0f));  // 20
-    const F p_ = one_minus_lr_times_weight_decay * p;                     // 18  p = decoupled(p, lr, weight_decay)
-    // 22  p = p - lr / maximum(mean(agrees), 1e-3) * agrees * update
-    const F p_2 = fma(-(tensor_div.read() * agrees), update, p_);
-    // 21  exp_avg = beta2 * exp_avg + (1 - beta2) * g
-    const F exp_avg_ = fma(one_minus_beta2_times_grad_scale, g, exp_avg.times(beta2));
+    const F p_ = one_minus_lr_times_weight_decay * p;                     // 18
+    const F p_2 = fma(-(tensor_div.read() * agrees), update, p_);  // 22
+    const F exp_avg_ = fma(one_minus_beta2_times_grad_scale, g, exp_avg.times(beta2));  // 21
     exp_avg.set(exp_avg_);
     return p_2;
 }

@@ -16,9 +16,8 @@ def cautious_lion_1_tile(
 ):
     """The terms of tensor_sum_of_agrees."""
     g_2 = grad_scale * g
-    # 19  update = sign(beta1 * exp_avg + (1 - beta1) * g)
-    update = sign(tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg)))
-    agrees = tl.where(0.0 < update * sign(g_2), 1.0, 0.0)  # 20  agrees = where(update * sign(g) > 0, 1.0, 0.0)
+    update = sign(tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg)))  # 19
+    agrees = tl.where(0.0 < update * sign(g_2), 1.0, 0.0)  # 20
     return (agrees,)
 
 
@@ -50,11 +49,9 @@ def cautious_lion_3_tile(
     g_2 = grad_scale * g
     update = sign(tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg)))  # 19
     agrees = tl.where(0.0 < update * sign(g_2), 1.0, 0.0)  # 20
-    p = one_minus_lr_times_weight_decay * p                # 18  p = decoupled(p, lr, weight_decay)
-    # 22  p = p - lr / maximum(mean(agrees), 1e-3) * agrees * update
-    p = tl.fma(minus(tensor_div * agrees), update, p)
-    # 21  exp_avg = beta2 * exp_avg + (1 - beta2) * g
-    exp_avg = tl.fma(one_minus_beta2_times_grad_scale, g, times(beta2, exp_avg, PLAN.exp_avg))
+    p = one_minus_lr_times_weight_decay * p                # 18
+    p = tl.fma(minus(tensor_div * agrees), update, p)  # 22
+    exp_avg = tl.fma(one_minus_beta2_times_grad_scale, g, times(beta2, exp_avg, PLAN.exp_avg))  # 21
     return p, exp_avg
 
 

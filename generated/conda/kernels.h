@@ -13,11 +13,9 @@ template <class S0, class S1, class S2, class S3>
 OPTGEN_INLINE void conda_3(
     F beta1, F beta2, F eps, F one_minus_beta1, F one_minus_beta2, S0 &exp_avg, S1 &exp_avg_sq, S2 &g_2, S3 &u_whole
 ) {
-    // 38  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    const F exp_avg_ = fma(one_minus_beta1, g_2.read(), exp_avg.times(beta1));
-    // 39  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    const F exp_avg_sq_ = fma(one_minus_beta2 * g_2.read(), g_2.read(), exp_avg_sq.times(beta2));
-    const F u = exp_avg_ / (sqrt(exp_avg_sq_) + eps);  // 40  u = exp_avg / (sqrt(exp_avg_sq) + eps)
+    const F exp_avg_ = fma(one_minus_beta1, g_2.read(), exp_avg.times(beta1));  // 38
+    const F exp_avg_sq_ = fma(one_minus_beta2 * g_2.read(), g_2.read(), exp_avg_sq.times(beta2));  // 39
+    const F u = exp_avg_ / (sqrt(exp_avg_sq_) + eps);  // 40
     exp_avg.set(exp_avg_);
     exp_avg_sq.set(exp_avg_sq_);
     u_whole.set(u);
@@ -26,8 +24,8 @@ OPTGEN_INLINE void conda_3(
 // a sweep: the update
 template <class S0>
 OPTGEN_INLINE F conda_5(F p, F scalar_0, F one_minus_lr_times_weight_decay, S0 &unwide) {
-    const F p_ = fma(scalar_0, unwide.read(), p);        // 43  p = p - lr * sqrt(1 - beta2**t) / (1 - beta1**t) * u
-    const F p_2 = one_minus_lr_times_weight_decay * p_;  // 44  p = p * (1 - lr * weight_decay)
+    const F p_ = fma(scalar_0, unwide.read(), p);        // 43
+    const F p_2 = one_minus_lr_times_weight_decay * p_;  // 44
     return p_2;
 }
 

@@ -27,11 +27,9 @@ def conda_3_tile(
     MASKED: tl.constexpr,
 ):
     """The new exp_avg, exp_avg_sq, u_whole."""
-    # 38  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1, g_2, times(beta1, exp_avg, PLAN.exp_avg))
-    # 39  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(one_minus_beta2 * g_2, g_2, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))
-    u = exp_avg * reciprocal(tl.sqrt(exp_avg_sq) + eps)  # 40  u = exp_avg / (sqrt(exp_avg_sq) + eps)
+    exp_avg = tl.fma(one_minus_beta1, g_2, times(beta1, exp_avg, PLAN.exp_avg))  # 38
+    exp_avg_sq = tl.fma(one_minus_beta2 * g_2, g_2, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 39
+    u = exp_avg * reciprocal(tl.sqrt(exp_avg_sq) + eps)  # 40
     return exp_avg, exp_avg_sq, u
 
 
@@ -48,8 +46,8 @@ def conda_5_tile(
     PLAN: tl.constexpr, p, unwide, scalar_0, one_minus_lr_times_weight_decay, live, MASKED: tl.constexpr,
 ):
     """The new p."""
-    p = tl.fma(scalar_0, unwide, p)          # 43  p = p - lr * sqrt(1 - beta2**t) / (1 - beta1**t) * u
-    p = one_minus_lr_times_weight_decay * p  # 44  p = p * (1 - lr * weight_decay)
+    p = tl.fma(scalar_0, unwide, p)          # 43
+    p = one_minus_lr_times_weight_decay * p  # 44
     return (p,)
 
 

@@ -7,7 +7,7 @@ OPTGEN_INLINE void dadapt_adam_1(
     F lr, F weight_decay, F gain1, F gain3, S0 &d, S1 &one_times_one_minus_beta1_times_rate,
     S2 &one_minus_rate_times_weight_decay, S3 &one_times_one_minus_sqrt_beta2_times_rate
 ) {
-    const F rate = d.read() * lr;  // 37  rate = d * own
+    const F rate = d.read() * lr;  // 37
     one_times_one_minus_beta1_times_rate.set(gain1 * rate);
     one_minus_rate_times_weight_decay.set(fma(-rate, weight_decay, 1.0f));
     one_times_one_minus_sqrt_beta2_times_rate.set(gain3 * rate);
@@ -24,17 +24,12 @@ OPTGEN_INLINE F dadapt_adam_2(
     const F g_ = grad_scale * g;
     const F exp_avg_sq_ = exp_avg_sq.read();
     const F s_ = s.read();
-    const F g_2 = where(0.0f < moves, g_, F(0.0f));                     // 30  g = where(lr > 0, g, 0.0)
-    // 39  exp_avg = keep1 * exp_avg + gain1 * rate * g
-    const F exp_avg_ = fma(one_times_one_minus_beta1_times_rate.read(), g_2, exp_avg.times(keep1));
-    // 40  exp_avg_sq = keep2 * exp_avg_sq + gain2 * g * g
-    const F exp_avg_sq_2 = fma(gain2 * g_2, g_2, keep2 * exp_avg_sq_);
-    // 46  p = policies.decoupled(p, rate, weight_decay)
-    const F p_ = p * one_minus_rate_times_weight_decay.read();
-    // 47  p = p - moves * exp_avg / (sqrt(exp_avg_sq) + eps)
-    const F p_2 = fma(-exp_avg_, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_);
-    // 41  s = keep3 * s + gain3 * rate * g
-    const F s_2 = fma(one_times_one_minus_sqrt_beta2_times_rate.read(), g_2, keep3 * s_);
+    const F g_2 = where(0.0f < moves, g_, F(0.0f));                     // 30
+    const F exp_avg_ = fma(one_times_one_minus_beta1_times_rate.read(), g_2, exp_avg.times(keep1));  // 39
+    const F exp_avg_sq_2 = fma(gain2 * g_2, g_2, keep2 * exp_avg_sq_);  // 40
+    const F p_ = p * one_minus_rate_times_weight_decay.read();  // 46
+    const F p_2 = fma(-exp_avg_, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_);  // 47
+    const F s_2 = fma(one_times_one_minus_sqrt_beta2_times_rate.read(), g_2, keep3 * s_);  // 41
     exp_avg.set(exp_avg_);
     exp_avg_sq.set(exp_avg_sq_2);
     s.set(s_2);
@@ -59,16 +54,11 @@ OPTGEN_INLINE void dadapt_adam_4(
     S3 &model_sum_for_numerator
 ) {
     const M total_lt = 0.0f < total.read();
-    // 38  numerator = d * model_dot(own * g, s / (sqrt(exp_avg_sq) + eps))
-    const F numerator = d.read() * model_sum_for_numerator.read();
-    // 43  weighted = beta3 * numerator_weighted + (1 - beta3) * numerator
-    const F weighted = fma(one_minus_sqrt_beta2, numerator, beta3 * numerator_weighted.read());
-    // 44  numerator_weighted = where(total > 0, weighted, numerator_weighted)
-    const F numerator_weighted_ = where(total_lt, weighted, numerator_weighted.read());
-    // 45  d_hat = numerator_weighted / maximum((1 - beta3) * total, 1e-37)
-    const F d_hat = numerator_weighted_ / max(F(1e-37f), one_minus_sqrt_beta2 * total.read());
-    // 48  d = maximum(d, where(total > 0, minimum(d_hat, d * growth_rate), 0.0))
-    const F d_ = max(d.read(), where(total_lt, min(d_hat, d.read() * growth_rate), F(0.0f)));
+    const F numerator = d.read() * model_sum_for_numerator.read();  // 38
+    const F weighted = fma(one_minus_sqrt_beta2, numerator, beta3 * numerator_weighted.read());  // 43
+    const F numerator_weighted_ = where(total_lt, weighted, numerator_weighted.read());  // 44
+    const F d_hat = numerator_weighted_ / max(F(1e-37f), one_minus_sqrt_beta2 * total.read());  // 45
+    const F d_ = max(d.read(), where(total_lt, min(d_hat, d.read() * growth_rate), F(0.0f)));  // 48
     d.set(d_);
     numerator_weighted.set(numerator_weighted_);
 }

@@ -14,7 +14,7 @@ from optgen.runtime.gpu.prelude import minus, reciprocal
 def dadapt_adam_1_values(d, lr, weight_decay, gain1, gain3):
     """The new one_times_one_minus_beta1_times_rate, one_minus_rate_times_weight_decay,
     one_times_one_minus_sqrt_beta2_times_rate."""
-    rate = d * lr  # 37  rate = d * own
+    rate = d * lr  # 37
     return gain1 * rate, tl.fma(minus(rate), weight_decay, 1.0), gain3 * rate
 
 
@@ -36,16 +36,12 @@ def dadapt_adam_2_tile(
     exp_avg_sq = read(exp_avg_sq, PLAN.exp_avg_sq)
     s = read(s, PLAN.s)
     g = grad_scale * g
-    g = tl.where(0.0 < moves, g, 0.0)                                      # 30  g = where(lr > 0, g, 0.0)
-    # 39  exp_avg = keep1 * exp_avg + gain1 * rate * g
-    exp_avg = tl.fma(one_times_one_minus_beta1_times_rate, g, times(keep1, exp_avg, PLAN.exp_avg))
-    # 40  exp_avg_sq = keep2 * exp_avg_sq + gain2 * g * g
-    exp_avg_sq_2 = tl.fma(gain2 * g, g, keep2 * exp_avg_sq)
-    # 46  p = policies.decoupled(p, rate, weight_decay)
-    p = p * one_minus_rate_times_weight_decay
-    # 47  p = p - moves * exp_avg / (sqrt(exp_avg_sq) + eps)
-    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq_2), scalar_5, scalar_6)), p)
-    s_2 = tl.fma(one_times_one_minus_sqrt_beta2_times_rate, g, keep3 * s)  # 41  s = keep3 * s + gain3 * rate * g
+    g = tl.where(0.0 < moves, g, 0.0)                                      # 30
+    exp_avg = tl.fma(one_times_one_minus_beta1_times_rate, g, times(keep1, exp_avg, PLAN.exp_avg))  # 39
+    exp_avg_sq_2 = tl.fma(gain2 * g, g, keep2 * exp_avg_sq)  # 40
+    p = p * one_minus_rate_times_weight_decay  # 46
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq_2), scalar_5, scalar_6)), p)  # 47
+    s_2 = tl.fma(one_times_one_minus_sqrt_beta2_times_rate, g, keep3 * s)  # 41
     return p, exp_avg, exp_avg_sq_2, s_2, moves * tl.abs(s_2), lr * (g * s * reciprocal(tl.sqrt(exp_avg_sq) + eps))
 
 
@@ -78,15 +74,12 @@ def dadapt_adam_4_values(
 ):
     """The new d, numerator_weighted."""
     total_lt = 0.0 < total
-    # 38  numerator = d * model_dot(own * g, s / (sqrt(exp_avg_sq) + eps))
-    numerator = d * model_sum_for_numerator
-    # 43  weighted = beta3 * numerator_weighted + (1 - beta3) * numerator
-    weighted = tl.fma(one_minus_sqrt_beta2, numerator, beta3 * numerator_weighted)
-    # 44  numerator_weighted = where(total > 0, weighted, numerator_weighted)
-    numerator_weighted = tl.where(total_lt, weighted, numerator_weighted)
-    # 45  d_hat = numerator_weighted / maximum((1 - beta3) * total, 1e-37)
+    numerator = d * model_sum_for_numerator  # 38
+    weighted = tl.fma(one_minus_sqrt_beta2, numerator, beta3 * numerator_weighted)  # 43
+    numerator_weighted = tl.where(total_lt, weighted, numerator_weighted)  # 44
+    # 45
     d_hat = numerator_weighted / tl.maximum(one_minus_sqrt_beta2 * total, 1e-37, propagate_nan=tl.PropagateNan.ALL)
-    # 48  d = maximum(d, where(total > 0, minimum(d_hat, d * growth_rate), 0.0))
+    # 48
     d = tl.maximum(
         d, tl.where(total_lt, tl.minimum(d_hat, d * growth_rate, propagate_nan=tl.PropagateNan.ALL), 0.0),
         propagate_nan=tl.PropagateNan.ALL

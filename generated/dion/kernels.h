@@ -11,7 +11,7 @@ OPTGEN_INLINE void dion_1(F lr, F extent_rows, F extent_columns, S0 &lr_times_sq
 template <class S0, class S1>
 OPTGEN_INLINE void dion_2(F g, F grad_scale, S0 &momentum_buffer, S1 &full_whole) {
     const F momentum_buffer_ = momentum_buffer.read();
-    const F full = fma(grad_scale, g, momentum_buffer_);  // 39  full = momentum_buffer + g
+    const F full = fma(grad_scale, g, momentum_buffer_);  // 39
     full_whole.set(full);
 }
 
@@ -22,12 +22,10 @@ OPTGEN_INLINE F dion_4(
     S1 &lr_times_sqrt_rows_over_columns, S2 &matmul, S3 &matmul_2
 ) {
     const F momentum_buffer_ = momentum_buffer.read();
-    const F p_ = one_minus_lr_times_weight_decay * p;     // 44  p = policies.decoupled(p, lr, weight_decay)
-    // 45  p = p - lr * sqrt(rows(p) / columns(p)) * (left @ q)
-    const F p_2 = fma(-lr_times_sqrt_rows_over_columns.read(), matmul.read(), p_);
+    const F p_ = one_minus_lr_times_weight_decay * p;     // 44
+    const F p_2 = fma(-lr_times_sqrt_rows_over_columns.read(), matmul.read(), p_);  // 45
     const F full = fma(grad_scale, g, momentum_buffer_);  // 39
-    // 43  momentum_buffer = full - (1 - mu) * (left @ right)
-    const F momentum_buffer_2 = fma(minus_one_minus_mu, matmul_2.read(), full);
+    const F momentum_buffer_2 = fma(minus_one_minus_mu, matmul_2.read(), full);  // 43
     momentum_buffer.set(momentum_buffer_2);
     return p_2;
 }
@@ -44,9 +42,7 @@ struct dion_no_matrix {  // dion
         scalar_3(scalars[5]), one_minus_lr_times_weight_decay(scalars[6]) {}
     template <class S0, class S1>
     void states(F p, F g, S0 &momentum_buffer, S1 &exp_avg_sq) const {
-        // 33  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, lr, betas,
-        //     eps, weight_decay )
-        const F momentum_buffer_ = fma(one_minus_betas_0_times_grad_scale, g, momentum_buffer.times(betas_0));
+        const F momentum_buffer_ = fma(one_minus_betas_0_times_grad_scale, g, momentum_buffer.times(betas_0));  // 33
         const F exp_avg_sq_ = fma(scalar_1 * g, g, exp_avg_sq.times(betas_1));  // 33
         momentum_buffer.set(momentum_buffer_);
         exp_avg_sq.set(exp_avg_sq_);

@@ -11,7 +11,7 @@ OPTGEN_INLINE void dion2_1(F lr, F extent_rows, F extent_columns, S0 &lr_times_s
 template <class S0, class S1>
 OPTGEN_INLINE void dion2_2(F g, F grad_scale, S0 &momentum_buffer, S1 &full_whole) {
     const F momentum_buffer_ = momentum_buffer.read();
-    const F full = fma(grad_scale, g, momentum_buffer_);  // 47  full = momentum_buffer + g
+    const F full = fma(grad_scale, g, momentum_buffer_);  // 47
     full_whole.set(full);
 }
 
@@ -22,12 +22,10 @@ OPTGEN_INLINE F dion2_4(
     S1 &lr_times_sqrt_rows_over_columns, S2 &step_2, S3 &taken
 ) {
     const F momentum_buffer_ = momentum_buffer.read();
-    const F p_ = one_minus_lr_times_weight_decay * p;     // 51  p = policies.decoupled(p, lr, weight_decay)
-    // 52  p = p - lr * sqrt(rows(p) / columns(p)) * step
-    const F p_2 = fma(-lr_times_sqrt_rows_over_columns.read(), step_2.read(), p_);
+    const F p_ = one_minus_lr_times_weight_decay * p;     // 51
+    const F p_2 = fma(-lr_times_sqrt_rows_over_columns.read(), step_2.read(), p_);  // 52
     const F full = fma(grad_scale, g, momentum_buffer_);  // 47
-    // 50  momentum_buffer = full - (1 - ef_decay) * taken
-    const F momentum_buffer_2 = fma(minus_one_minus_ef_decay, taken.read(), full);
+    const F momentum_buffer_2 = fma(minus_one_minus_ef_decay, taken.read(), full);  // 50
     momentum_buffer.set(momentum_buffer_2);
     return p_2;
 }
@@ -44,9 +42,7 @@ struct dion2_no_matrix {  // dion2
         scalar_3(scalars[5]), one_minus_lr_times_weight_decay(scalars[6]) {}
     template <class S0, class S1>
     void states(F p, F g, S0 &momentum_buffer, S1 &exp_avg_sq) const {
-        // 43  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, lr, betas,
-        //     eps, weight_decay )
-        const F momentum_buffer_ = fma(one_minus_betas_0_times_grad_scale, g, momentum_buffer.times(betas_0));
+        const F momentum_buffer_ = fma(one_minus_betas_0_times_grad_scale, g, momentum_buffer.times(betas_0));  // 43
         const F exp_avg_sq_ = fma(scalar_1 * g, g, exp_avg_sq.times(betas_1));  // 43
         momentum_buffer.set(momentum_buffer_);
         exp_avg_sq.set(exp_avg_sq_);

@@ -25,7 +25,7 @@ def dion2_1_between(table, work, lr: tl.float32, LEVEL: tl.constexpr):
 def dion2_2_tile(PLAN: tl.constexpr, g, momentum_buffer, grad_scale, live, MASKED: tl.constexpr):
     """The new full_whole."""
     momentum_buffer = read(momentum_buffer, PLAN.momentum_buffer)
-    full = tl.fma(grad_scale, g, momentum_buffer)  # 47  full = momentum_buffer + g
+    full = tl.fma(grad_scale, g, momentum_buffer)  # 47
     return (full,)
 
 
@@ -41,12 +41,10 @@ def dion2_4_tile(
 ):
     """The new p, momentum_buffer."""
     momentum_buffer = read(momentum_buffer, PLAN.momentum_buffer)
-    p = one_minus_lr_times_weight_decay * p                          # 51  p = policies.decoupled(p, lr, weight_decay)
-    # 52  p = p - lr * sqrt(rows(p) / columns(p)) * step
-    p = tl.fma(minus(lr_times_sqrt_rows_over_columns), step_2, p)
+    p = one_minus_lr_times_weight_decay * p                          # 51
+    p = tl.fma(minus(lr_times_sqrt_rows_over_columns), step_2, p)  # 52
     full = tl.fma(grad_scale, g, momentum_buffer)                    # 47
-    # 50  momentum_buffer = full - (1 - ef_decay) * taken
-    momentum_buffer = tl.fma(minus_one_minus_ef_decay, taken, full)
+    momentum_buffer = tl.fma(minus_one_minus_ef_decay, taken, full)  # 50
     return p, momentum_buffer
 
 
@@ -67,8 +65,7 @@ def dion2_no_matrix_tile(
     scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay, live, MASKED: tl.constexpr,
 ):
     """The new p, momentum_buffer, exp_avg_sq."""
-    # 43  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, lr, betas, eps,
-    #     weight_decay )
+    # 43
     momentum_buffer = tl.fma(
         one_minus_betas_0_times_grad_scale, g, times(betas_0, momentum_buffer, PLAN.momentum_buffer)
     )

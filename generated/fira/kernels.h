@@ -17,12 +17,12 @@ OPTGEN_INLINE void fira_3(S0 &rest, S1 &tensor_sum_for_size) {
 // tensor: values of tensors
 template <class S0, class S1, class S2>
 OPTGEN_INLINE void fira_4(F where_lt_one_t_one_zero, S0 &scaling_grad, S1 &tensor_sum_for_size, S2 &one_over_limit) {
-    const F size = sqrt(tensor_sum_for_size.read());  // 51  size = norm(rest)
-    // 52  limit = where(t > 1, maximum(size / (scaling_grad + 1e-8), 1.01) / 1.01, 1.0)
+    const F size = sqrt(tensor_sum_for_size.read());  // 51
+    // 52
     const F limit = where(
         0.0f < where_lt_one_t_one_zero, max(F(1.01f), size / (scaling_grad.read() + 1e-08f)) / 1.01f, F(1.0f)
     );
-    const F scaling_grad_ = size / limit;             // 53  scaling_grad = size / limit
+    const F scaling_grad_ = size / limit;             // 53
     scaling_grad.set(scaling_grad_);
     one_over_limit.set(1.0f / limit);
 }
@@ -32,10 +32,9 @@ template <class S0, class S1, class S2>
 OPTGEN_INLINE F fira_5(
     F p, F alpha, F scalar_0, F one_minus_lr_times_weight_decay, S0 &unwide, S1 &rest, S2 &one_over_limit
 ) {
-    // 54  u = alpha * unwide(g, projector @ adam) + rest / limit
-    const F u = fma(rest.read(), one_over_limit.read(), alpha * unwide.read());
-    const F p_ = fma(scalar_0, u, p);                    // 55  p = p - step_size * u
-    const F p_2 = one_minus_lr_times_weight_decay * p_;  // 56  p = p * (1 - lr * weight_decay)
+    const F u = fma(rest.read(), one_over_limit.read(), alpha * unwide.read());  // 54
+    const F p_ = fma(scalar_0, u, p);                    // 55
+    const F p_2 = one_minus_lr_times_weight_decay * p_;  // 56
     return p_2;
 }
 
@@ -50,16 +49,14 @@ struct fira_no_matrix {  // fira
         one_minus_lr_times_weight_decay(scalars[6]) {}
     template <class S0, class S1>
     void states(F p, F g, S0 &exp_avg, S1 &exp_avg_sq) const {
-        // 38  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-        const F exp_avg_ = fma(one_minus_beta1_times_grad_scale, g, exp_avg.times(beta1));
-        // 39  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-        const F exp_avg_sq_ = fma(scalar_1 * g, g, exp_avg_sq.times(beta2));
+        const F exp_avg_ = fma(one_minus_beta1_times_grad_scale, g, exp_avg.times(beta1));  // 38
+        const F exp_avg_sq_ = fma(scalar_1 * g, g, exp_avg_sq.times(beta2));  // 39
         exp_avg.set(exp_avg_);
         exp_avg_sq.set(exp_avg_sq_);
     }
     template <class S0, class S1>
     F weight(F p, F g, const S0 &exp_avg, const S1 &exp_avg_sq) const {
-        const F u = exp_avg.next() / (exp_avg_sq.root() + eps);  // 40  u = exp_avg / (sqrt(exp_avg_sq) + eps)
+        const F u = exp_avg.next() / (exp_avg_sq.root() + eps);  // 40
         const F p_ = fma(scalar_2, u, p);                        // 55
         const F p_2 = one_minus_lr_times_weight_decay * p_;      // 56
         return p_2;

@@ -14,14 +14,11 @@ OPTGEN_INLINE void fromage_2(
     F lr, F grad_scale_times_grad_scale, F one_over_sqrt_one_plus_lr_times_lr, S0 &tensor_sum_for_g_norm,
     S1 &tensor_sum_for_p_norm, S2 &shrink, S3 &lr_times_ratio
 ) {
-    // 16  p_norm, g_norm = norm(p), norm(g)
-    const F g_norm = sqrt(grad_scale_times_grad_scale * tensor_sum_for_g_norm.read());
+    const F g_norm = sqrt(grad_scale_times_grad_scale * tensor_sum_for_g_norm.read());  // 16
     const M g_norm_le = g_norm <= 0.0f;
-    // 18  shrink = where(g_norm <= 0, 1.0, 1 / sqrt(1 + lr * lr))
-    const F shrink_ = where(g_norm_le, F(1.0f), one_over_sqrt_one_plus_lr_times_lr);
+    const F shrink_ = where(g_norm_le, F(1.0f), one_over_sqrt_one_plus_lr_times_lr);  // 18
     const F p_norm = sqrt(tensor_sum_for_p_norm.read());  // 16
-    // 17  ratio = where((p_norm <= 0) | (g_norm <= 0), 1.0, p_norm / g_norm)
-    const F ratio = where(p_norm <= 0.0f | g_norm_le, F(1.0f), p_norm / g_norm);
+    const F ratio = where(p_norm <= 0.0f | g_norm_le, F(1.0f), p_norm / g_norm);  // 17
     shrink.set(shrink_);
     lr_times_ratio.set(lr * ratio);
 }
@@ -29,7 +26,6 @@ OPTGEN_INLINE void fromage_2(
 // a sweep: the update
 template <class S0, class S1>
 OPTGEN_INLINE F fromage_3(F p, F g, F grad_scale, S0 &lr_times_ratio, S1 &shrink) {
-    // 19  p = (p - lr * ratio * g) * shrink
-    const F p_ = fma(-(grad_scale * lr_times_ratio.read()), g, p) * shrink.read();
+    const F p_ = fma(-(grad_scale * lr_times_ratio.read()), g, p) * shrink.read();  // 19
     return p_;
 }

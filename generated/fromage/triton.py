@@ -26,13 +26,11 @@ def fromage_2_values(
     one_over_sqrt_one_plus_lr_times_lr,
 ):
     """The new shrink, lr_times_ratio."""
-    g_norm = tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_g_norm)  # 16  p_norm, g_norm = norm(p), norm(g)
+    g_norm = tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_g_norm)  # 16
     g_norm_le = g_norm <= 0.0
-    # 18  shrink = where(g_norm <= 0, 1.0, 1 / sqrt(1 + lr * lr))
-    shrink = tl.where(g_norm_le, 1.0, one_over_sqrt_one_plus_lr_times_lr)
+    shrink = tl.where(g_norm_le, 1.0, one_over_sqrt_one_plus_lr_times_lr)  # 18
     p_norm = tl.sqrt(tensor_sum_for_p_norm)                                # 16
-    # 17  ratio = where((p_norm <= 0) | (g_norm <= 0), 1.0, p_norm / g_norm)
-    ratio = tl.where((p_norm <= 0.0) | g_norm_le, 1.0, p_norm / g_norm)
+    ratio = tl.where((p_norm <= 0.0) | g_norm_le, 1.0, p_norm / g_norm)  # 17
     return shrink, lr * ratio
 
 
@@ -49,7 +47,7 @@ def fromage_2_between(
 @triton.jit
 def fromage_3_tile(PLAN: tl.constexpr, p, g, lr_times_ratio, shrink, grad_scale, live, MASKED: tl.constexpr):
     """The new p."""
-    p = tl.fma(minus(grad_scale * lr_times_ratio), g, p) * shrink  # 19  p = (p - lr * ratio * g) * shrink
+    p = tl.fma(minus(grad_scale * lr_times_ratio), g, p) * shrink  # 19
     return (p,)
 
 

@@ -11,8 +11,8 @@ OPTGEN_INLINE void galore_1(F g, F grad_scale, S0 &g_whole) {
 // a sweep: the update
 template <class S0>
 OPTGEN_INLINE F galore_3(F p, F scalar_0, F one_minus_lr_times_weight_decay, S0 &unwide) {
-    const F p_ = fma(scalar_0, unwide.read(), p);        // 48  p = p - step_size * u
-    const F p_2 = one_minus_lr_times_weight_decay * p_;  // 49  p = p * (1 - lr * weight_decay)
+    const F p_ = fma(scalar_0, unwide.read(), p);        // 48
+    const F p_2 = one_minus_lr_times_weight_decay * p_;  // 49
     return p_2;
 }
 
@@ -27,16 +27,14 @@ struct galore_no_matrix {  // galore
         one_minus_lr_times_weight_decay(scalars[6]) {}
     template <class S0, class S1>
     void states(F p, F g, S0 &exp_avg, S1 &exp_avg_sq) const {
-        // 37  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-        const F exp_avg_ = fma(one_minus_beta1_times_grad_scale, g, exp_avg.times(beta1));
-        // 38  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-        const F exp_avg_sq_ = fma(scalar_1 * g, g, exp_avg_sq.times(beta2));
+        const F exp_avg_ = fma(one_minus_beta1_times_grad_scale, g, exp_avg.times(beta1));  // 37
+        const F exp_avg_sq_ = fma(scalar_1 * g, g, exp_avg_sq.times(beta2));  // 38
         exp_avg.set(exp_avg_);
         exp_avg_sq.set(exp_avg_sq_);
     }
     template <class S0, class S1>
     F weight(F p, F g, const S0 &exp_avg, const S1 &exp_avg_sq) const {
-        const F u = exp_avg.next() / (exp_avg_sq.root() + eps);  // 39  u = exp_avg / (sqrt(exp_avg_sq) + eps)
+        const F u = exp_avg.next() / (exp_avg_sq.root() + eps);  // 39
         const F p_ = fma(scalar_2, u, p);                        // 48
         const F p_2 = one_minus_lr_times_weight_decay * p_;      // 49
         return p_2;

@@ -13,18 +13,16 @@ struct grams {  // grams
         scalar_3(scalars[6]), scalar_4(scalars[7]), minus_lr_over_one_minus_beta1_pow_t(scalars[8]) {}
     template <class S0, class S1>
     void states(F p, F g, S0 &exp_avg, S1 &exp_avg_sq) const {
-        // 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-        const F exp_avg_ = fma(one_minus_beta1_times_grad_scale, g, exp_avg.times(beta1));
-        // 22  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-        const F exp_avg_sq_ = fma(scalar_2 * g, g, exp_avg_sq.times(beta2));
+        const F exp_avg_ = fma(one_minus_beta1_times_grad_scale, g, exp_avg.times(beta1));  // 21
+        const F exp_avg_sq_ = fma(scalar_2 * g, g, exp_avg_sq.times(beta2));  // 22
         exp_avg.set(exp_avg_);
         exp_avg_sq.set(exp_avg_sq_);
     }
     template <class S0, class S1>
     F weight(F p, F g, const S0 &exp_avg, const S1 &exp_avg_sq) const {
         const F g_2 = grad_scale * g;
-        const F p_ = one_minus_lr_times_weight_decay * p;  // 20  p = decoupled(p, lr, weight_decay)
-        // 25  p = p - lr / (1 - beta1**t) * sign(g) * size
+        const F p_ = one_minus_lr_times_weight_decay * p;  // 20
+        // 25
         const F p_2 = fma(
             minus_lr_over_one_minus_beta1_pow_t,
             sign(g_2) * abs(exp_avg.next()) / fma(exp_avg_sq.root(), scalar_3, scalar_4), p_

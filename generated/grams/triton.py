@@ -17,12 +17,10 @@ def grams_tile(
 ):
     """The new p, exp_avg, exp_avg_sq."""
     g_2 = grad_scale * g
-    # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))
-    # 22  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))
-    p = one_minus_lr_times_weight_decay * p  # 20  p = decoupled(p, lr, weight_decay)
-    # 25  p = p - lr / (1 - beta1**t) * sign(g) * size
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 21
+    exp_avg_sq = tl.fma(scalar_2 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 22
+    p = one_minus_lr_times_weight_decay * p  # 20
+    # 25
     p = tl.fma(
         minus_lr_over_one_minus_beta1_pow_t,
         sign(g_2) * tl.abs(exp_avg) * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_3, scalar_4)), p

@@ -4,16 +4,14 @@
 // row: values of rows
 template <class S0, class S1>
 OPTGEN_INLINE void kl_shampoo_1(F max_clamp_value, S0 &eigen_left, S1 &down) {
-    // 44  down = minimum(rsqrt(eigen_left), max_clamp_value)
-    const F down_ = min(1.0f / sqrt(eigen_left.read()), max_clamp_value);
+    const F down_ = min(1.0f / sqrt(eigen_left.read()), max_clamp_value);  // 44
     down.set(down_);
 }
 
 // col: values of columns
 template <class S0, class S1>
 OPTGEN_INLINE void kl_shampoo_2(F max_clamp_value, S0 &eigen_right, S1 &across_) {
-    // 45  across = minimum(rsqrt(eigen_right), max_clamp_value)
-    const F across_2 = min(1.0f / sqrt(eigen_right.read()), max_clamp_value);
+    const F across_2 = min(1.0f / sqrt(eigen_right.read()), max_clamp_value);  // 45
     across_.set(across_2);
 }
 
@@ -30,12 +28,10 @@ OPTGEN_INLINE void kl_shampoo_5(
     F beta1, F eps, F one_minus_beta1_times_where_lt_one_t_one_zero, S0 &exp_avg, S1 &g_2, S2 &across_, S3 &down,
     S4 &update_whole, S5 &by_right_whole, S6 &by_left_whole, S7 &row_sum_for_eigen_left, S8 &col_sum_for_eigen_right
 ) {
-    // 46  exp_avg = beta1 * exp_avg + (1 - beta1) * moves * g
-    const F exp_avg_ = fma(one_minus_beta1_times_where_lt_one_t_one_zero, g_2.read(), exp_avg.times(beta1));
-    const F by_right = g_2.read() * across_.read();  // 50  by_left, by_right = g * down, g * across
+    const F exp_avg_ = fma(one_minus_beta1_times_where_lt_one_t_one_zero, g_2.read(), exp_avg.times(beta1));  // 46
+    const F by_right = g_2.read() * across_.read();  // 50
     const F by_left = g_2.read() * down.read();      // 50
-    // 47  update = exp_avg * (down * across) / (1 + eps * (down * across))
-    const F update = down.read() * (exp_avg_ * across_.read()) / fma(eps * down.read(), across_.read(), 1.0f);
+    const F update = down.read() * (exp_avg_ * across_.read()) / fma(eps * down.read(), across_.read(), 1.0f);  // 47
     exp_avg.set(exp_avg_);
     update_whole.set(update);
     by_right_whole.set(by_right);
@@ -49,7 +45,7 @@ template <class S0, class S1>
 OPTGEN_INLINE void kl_shampoo_6(
     F one_minus_beta2_times_where_lt_one_t_one_zero, F extent_columns, S0 &eigen_left, S1 &row_sum_for_eigen_left
 ) {
-    // 53  eigen_left = eigen_left + (1 - beta2) * moves * (row_mean(by_right * by_right) - eigen_left)
+    // 53
     const F eigen_left_ = fma(
         one_minus_beta2_times_where_lt_one_t_one_zero,
         row_sum_for_eigen_left.read() / extent_columns - eigen_left.read(), eigen_left.read()
@@ -62,7 +58,7 @@ template <class S0, class S1>
 OPTGEN_INLINE void kl_shampoo_7(
     F one_minus_beta2_times_where_lt_one_t_one_zero, F extent_rows, S0 &eigen_right, S1 &col_sum_for_eigen_right
 ) {
-    // 54  eigen_right = eigen_right + (1 - beta2) * moves * (col_mean(by_left * by_left) - eigen_right)
+    // 54
     const F eigen_right_ = fma(
         one_minus_beta2_times_where_lt_one_t_one_zero,
         col_sum_for_eigen_right.read() / extent_rows - eigen_right.read(), eigen_right.read()
@@ -73,9 +69,8 @@ OPTGEN_INLINE void kl_shampoo_7(
 // a sweep: the update
 template <class S0>
 OPTGEN_INLINE F kl_shampoo_9(F p, F minus_where_lt_one_t_one_zero_times_lr, F scalar_1, S0 &matmul_3) {
-    // 48  p = p - moves * lr * (basis_left @ update @ basis_right.T)
-    const F p_ = fma(minus_where_lt_one_t_one_zero_times_lr, matmul_3.read(), p);
-    const F p_2 = scalar_1 * p_;  // 49  p = policies.decoupled(p, moves * lr, weight_decay)
+    const F p_ = fma(minus_where_lt_one_t_one_zero_times_lr, matmul_3.read(), p);  // 48
+    const F p_2 = scalar_1 * p_;  // 49
     return p_2;
 }
 
@@ -91,8 +86,7 @@ struct kl_shampoo_no_matrix {  // kl_shampoo
         one_minus_lr_times_weight_decay(scalars[6]) {}
     template <class S0, class S1>
     void states(F p, F g, S0 &exp_avg, S1 &exp_avg_sq) const {
-        // 39  p, exp_avg, exp_avg_sq = policies.adamw_step(p, g, t, exp_avg, exp_avg_sq, lr, betas, eps, weight_decay)
-        const F exp_avg_ = fma(one_minus_beta1_times_grad_scale, g, exp_avg.times(beta1));
+        const F exp_avg_ = fma(one_minus_beta1_times_grad_scale, g, exp_avg.times(beta1));  // 39
         const F exp_avg_sq_ = fma(scalar_1 * g, g, exp_avg_sq.times(beta2));  // 39
         exp_avg.set(exp_avg_);
         exp_avg_sq.set(exp_avg_sq_);

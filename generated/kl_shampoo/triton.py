@@ -13,16 +13,14 @@ from optgen.runtime.gpu.prelude import minus, reciprocal
 @triton.jit
 def kl_shampoo_1_values(eigen_left, max_clamp_value):
     """The new down."""
-    # 44  down = minimum(rsqrt(eigen_left), max_clamp_value)
-    down_ = tl.minimum(1.0 / tl.sqrt(eigen_left), max_clamp_value, propagate_nan=tl.PropagateNan.ALL)
+    down_ = tl.minimum(1.0 / tl.sqrt(eigen_left), max_clamp_value, propagate_nan=tl.PropagateNan.ALL)  # 44
     return (down_,)
 
 
 @triton.jit
 def kl_shampoo_2_values(eigen_right, max_clamp_value):
     """The new across."""
-    # 45  across = minimum(rsqrt(eigen_right), max_clamp_value)
-    across = tl.minimum(1.0 / tl.sqrt(eigen_right), max_clamp_value, propagate_nan=tl.PropagateNan.ALL)
+    across = tl.minimum(1.0 / tl.sqrt(eigen_right), max_clamp_value, propagate_nan=tl.PropagateNan.ALL)  # 45
     return (across,)
 
 
@@ -51,12 +49,10 @@ def kl_shampoo_5_tile(
 ):
     """The new exp_avg, update_whole, by_right_whole, by_left_whole; the terms of row_sum_for_eigen_left,
     col_sum_for_eigen_right."""
-    # 46  exp_avg = beta1 * exp_avg + (1 - beta1) * moves * g
-    exp_avg = tl.fma(one_minus_beta1_times_where_lt_one_t_one_zero, g_2, times(beta1, exp_avg, PLAN.exp_avg))
-    by_right = g_2 * across  # 50  by_left, by_right = g * down, g * across
+    exp_avg = tl.fma(one_minus_beta1_times_where_lt_one_t_one_zero, g_2, times(beta1, exp_avg, PLAN.exp_avg))  # 46
+    by_right = g_2 * across  # 50
     by_left = g_2 * down_    # 50
-    # 47  update = exp_avg * (down * across) / (1 + eps * (down * across))
-    update = down_ * (exp_avg * across) * (1.0 / tl.fma(eps * down_, across, 1.0))
+    update = down_ * (exp_avg * across) * (1.0 / tl.fma(eps * down_, across, 1.0))  # 47
     return exp_avg, update, by_right, by_left, by_right, by_left
 
 
@@ -73,7 +69,7 @@ def kl_shampoo_6_values(
     eigen_left, row_sum_for_eigen_left, extent_columns, one_minus_beta2_times_where_lt_one_t_one_zero,
 ):
     """The new eigen_left."""
-    # 53  eigen_left = eigen_left + (1 - beta2) * moves * (row_mean(by_right * by_right) - eigen_left)
+    # 53
     eigen_left = tl.fma(
         one_minus_beta2_times_where_lt_one_t_one_zero, row_sum_for_eigen_left / extent_columns - eigen_left, eigen_left
     )
@@ -85,7 +81,7 @@ def kl_shampoo_7_values(
     eigen_right, col_sum_for_eigen_right, extent_rows, one_minus_beta2_times_where_lt_one_t_one_zero,
 ):
     """The new eigen_right."""
-    # 54  eigen_right = eigen_right + (1 - beta2) * moves * (col_mean(by_left * by_left) - eigen_right)
+    # 54
     eigen_right = tl.fma(
         one_minus_beta2_times_where_lt_one_t_one_zero, col_sum_for_eigen_right / extent_rows - eigen_right, eigen_right
     )
@@ -105,10 +101,8 @@ def kl_shampoo_9_tile(
     PLAN: tl.constexpr, p, matmul_3, minus_where_lt_one_t_one_zero_times_lr, scalar_1, live, MASKED: tl.constexpr,
 ):
     """The new p."""
-    # 48  p = p - moves * lr * (basis_left @ update @ basis_right.T)
-    p = tl.fma(minus_where_lt_one_t_one_zero_times_lr, matmul_3, p)
-    # 49  p = policies.decoupled(p, moves * lr, weight_decay)
-    p = scalar_1 * p
+    p = tl.fma(minus_where_lt_one_t_one_zero_times_lr, matmul_3, p)  # 48
+    p = scalar_1 * p  # 49
     return (p,)
 
 
@@ -126,8 +120,7 @@ def kl_shampoo_no_matrix_tile(
     scalar_2, scalar_3, one_minus_lr_times_weight_decay, live, MASKED: tl.constexpr,
 ):
     """The new p, exp_avg, exp_avg_sq."""
-    # 39  p, exp_avg, exp_avg_sq = policies.adamw_step(p, g, t, exp_avg, exp_avg_sq, lr, betas, eps, weight_decay)
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 39
     exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 39
     # 39
     p = tl.fma(

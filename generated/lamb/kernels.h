@@ -7,12 +7,9 @@ OPTGEN_INLINE void lamb_1(
     F p, F g, F beta1, F beta2, F weight_decay, F one_minus_beta1_times_grad_scale, F scalar_1, F scalar_2, F scalar_3,
     S0 &exp_avg, S1 &exp_avg_sq, S2 &tensor_sum_for_weight_norm, S3 &tensor_sum_for_update_norm
 ) {
-    // 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    const F exp_avg_ = fma(one_minus_beta1_times_grad_scale, g, exp_avg.times(beta1));
-    // 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    const F exp_avg_sq_ = fma(scalar_1 * g, g, exp_avg_sq.times(beta2));
-    // 27  update = exp_avg / (1 - beta1**t) / denom + weight_decay * p
-    const F update = fma(weight_decay, p, exp_avg_ / fma(sqrt(exp_avg_sq_), scalar_2, scalar_3));
+    const F exp_avg_ = fma(one_minus_beta1_times_grad_scale, g, exp_avg.times(beta1));  // 24
+    const F exp_avg_sq_ = fma(scalar_1 * g, g, exp_avg_sq.times(beta2));  // 25
+    const F update = fma(weight_decay, p, exp_avg_ / fma(sqrt(exp_avg_sq_), scalar_2, scalar_3));  // 27
     exp_avg.set(exp_avg_);
     exp_avg_sq.set(exp_avg_sq_);
     tensor_sum_for_weight_norm.set(p * p);
@@ -24,11 +21,9 @@ template <class S0, class S1, class S2>
 OPTGEN_INLINE void lamb_2(
     F lr, F min_norm, F max_norm, S0 &tensor_sum_for_weight_norm, S1 &tensor_sum_for_update_norm, S2 &lr_times_trust
 ) {
-    // 28  weight_norm = minimum(maximum(norm(p), min_norm), max_norm)
-    const F weight_norm = min(max(sqrt(tensor_sum_for_weight_norm.read()), min_norm), max_norm);
-    const F update_norm = sqrt(tensor_sum_for_update_norm.read());  // 29  update_norm = norm(update)
-    // 30  trust = where((weight_norm <= 0) | (update_norm <= 0), 1.0, weight_norm / update_norm)
-    const F trust = where(weight_norm <= 0.0f | update_norm <= 0.0f, F(1.0f), weight_norm / update_norm);
+    const F weight_norm = min(max(sqrt(tensor_sum_for_weight_norm.read()), min_norm), max_norm);  // 28
+    const F update_norm = sqrt(tensor_sum_for_update_norm.read());  // 29
+    const F trust = where(weight_norm <= 0.0f | update_norm <= 0.0f, F(1.0f), weight_norm / update_norm);  // 30
     lr_times_trust.set(lr * trust);
 }
 
@@ -38,7 +33,7 @@ OPTGEN_INLINE F lamb_3(F p, F weight_decay, F scalar_2, F scalar_3, S0 &exp_avg,
     const F exp_avg_ = exp_avg.read();
     const F exp_avg_sq_ = exp_avg_sq.read();
     const F update = fma(weight_decay, p, exp_avg_ / fma(sqrt(exp_avg_sq_), scalar_2, scalar_3));  // 27
-    const F p_ = fma(-lr_times_trust.read(), update, p);  // 31  p = p - lr * trust * update
+    const F p_ = fma(-lr_times_trust.read(), update, p);  // 31
     return p_;
 }
 

@@ -16,12 +16,9 @@ def lamb_1_tile(
     scalar_1, scalar_2, scalar_3, live, MASKED: tl.constexpr,
 ):
     """The new exp_avg, exp_avg_sq; the terms of tensor_sum_for_weight_norm, tensor_sum_for_update_norm."""
-    # 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))
-    # 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))
-    # 27  update = exp_avg / (1 - beta1**t) / denom + weight_decay * p
-    update = tl.fma(weight_decay, p, exp_avg * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3)))
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 24
+    exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 25
+    update = tl.fma(weight_decay, p, exp_avg * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3)))  # 27
     return exp_avg, exp_avg_sq, p, update
 
 
@@ -40,14 +37,13 @@ def lamb_1_sweep(
 @triton.jit
 def lamb_2_values(tensor_sum_for_weight_norm, tensor_sum_for_update_norm, lr, min_norm, max_norm):
     """The new lr_times_trust."""
-    # 28  weight_norm = minimum(maximum(norm(p), min_norm), max_norm)
+    # 28
     weight_norm = tl.minimum(
         tl.maximum(tl.sqrt(tensor_sum_for_weight_norm), min_norm, propagate_nan=tl.PropagateNan.ALL), max_norm,
         propagate_nan=tl.PropagateNan.ALL
     )
-    update_norm = tl.sqrt(tensor_sum_for_update_norm)  # 29  update_norm = norm(update)
-    # 30  trust = where((weight_norm <= 0) | (update_norm <= 0), 1.0, weight_norm / update_norm)
-    trust = tl.where((weight_norm <= 0.0) | (update_norm <= 0.0), 1.0, weight_norm / update_norm)
+    update_norm = tl.sqrt(tensor_sum_for_update_norm)  # 29
+    trust = tl.where((weight_norm <= 0.0) | (update_norm <= 0.0), 1.0, weight_norm / update_norm)  # 30
     return (lr * trust,)
 
 
@@ -65,7 +61,7 @@ def lamb_3_tile(
     exp_avg = read(exp_avg, PLAN.exp_avg)
     exp_avg_sq = read(exp_avg_sq, PLAN.exp_avg_sq)
     update = tl.fma(weight_decay, p, exp_avg * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3)))  # 27
-    p = tl.fma(minus(lr_times_trust), update, p)  # 31  p = p - lr * trust * update
+    p = tl.fma(minus(lr_times_trust), update, p)  # 31
     return (p,)
 
 

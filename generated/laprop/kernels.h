@@ -13,9 +13,8 @@ struct laprop {  // laprop
         minus_lr_over_one_minus_beta1_pow_t(scalars[5]), one_minus_lr_times_weight_decay(scalars[6]) {}
     template <class S0, class S1>
     void states(F p, F g, S0 &exp_avg, S1 &exp_avg_sq) const {
-        // 23  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-        const F exp_avg_sq_ = fma(scalar_0 * g, g, exp_avg_sq.times(beta2));
-        // 25  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
+        const F exp_avg_sq_ = fma(scalar_0 * g, g, exp_avg_sq.times(beta2));  // 23
+        // 25
         const F exp_avg_ = fma(
             scalar_2, g / (sqrt(exp_avg_sq_) + eps_times_sqrt_one_minus_beta2_pow_t), exp_avg.times(beta1)
         );
@@ -24,9 +23,8 @@ struct laprop {  // laprop
     }
     template <class S0, class S1>
     F weight(F p, F g, const S0 &exp_avg, const S1 &exp_avg_sq) const {
-        // 26  p = p - lr / (1 - beta1**t) * exp_avg
-        const F p_ = fma(minus_lr_over_one_minus_beta1_pow_t, exp_avg.next(), p);
-        const F p_2 = one_minus_lr_times_weight_decay * p_;  // 27  p = decoupled(p, lr, weight_decay)
+        const F p_ = fma(minus_lr_over_one_minus_beta1_pow_t, exp_avg.next(), p);  // 26
+        const F p_2 = one_minus_lr_times_weight_decay * p_;  // 27
         return p_2;
     }
 };

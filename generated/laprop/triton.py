@@ -15,15 +15,14 @@ def laprop_tile(
     scalar_2, minus_lr_over_one_minus_beta1_pow_t, one_minus_lr_times_weight_decay, live, MASKED: tl.constexpr,
 ):
     """The new p, exp_avg, exp_avg_sq."""
-    # 23  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_0 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))
-    # 25  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
+    exp_avg_sq = tl.fma(scalar_0 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 23
+    # 25
     exp_avg = tl.fma(
         scalar_2, g * reciprocal(tl.sqrt(exp_avg_sq) + eps_times_sqrt_one_minus_beta2_pow_t),
         times(beta1, exp_avg, PLAN.exp_avg)
     )
-    p = tl.fma(minus_lr_over_one_minus_beta1_pow_t, exp_avg, p)  # 26  p = p - lr / (1 - beta1**t) * exp_avg
-    p = one_minus_lr_times_weight_decay * p                      # 27  p = decoupled(p, lr, weight_decay)
+    p = tl.fma(minus_lr_over_one_minus_beta1_pow_t, exp_avg, p)  # 26
+    p = one_minus_lr_times_weight_decay * p                      # 27
     return p, exp_avg, exp_avg_sq
 
 

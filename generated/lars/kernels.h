@@ -14,12 +14,10 @@ OPTGEN_INLINE void lars_2(
     F lr, F weight_decay, F trust_coefficient, F grad_scale_times_grad_scale, S0 &tensor_sum_for_weight_norm,
     S1 &tensor_sum_for_grad_norm, S2 &lr_times_local_lr
 ) {
-    const F weight_norm = sqrt(tensor_sum_for_weight_norm.read());  // 17  weight_norm, grad_norm = norm(p), norm(g)
+    const F weight_norm = sqrt(tensor_sum_for_weight_norm.read());  // 17
     const F grad_norm = sqrt(grad_scale_times_grad_scale * tensor_sum_for_grad_norm.read());  // 17
-    // 18  ratio = trust_coefficient * weight_norm / (grad_norm + weight_decay * weight_norm)
-    const F ratio = trust_coefficient * weight_norm / fma(weight_decay, weight_norm, grad_norm);
-    // 19  local_lr = where((weight_norm <= 0) | (grad_norm <= 0), 1.0, ratio)
-    const F local_lr = where(weight_norm <= 0.0f | grad_norm <= 0.0f, F(1.0f), ratio);
+    const F ratio = trust_coefficient * weight_norm / fma(weight_decay, weight_norm, grad_norm);  // 18
+    const F local_lr = where(weight_norm <= 0.0f | grad_norm <= 0.0f, F(1.0f), ratio);  // 19
     lr_times_local_lr.set(lr * local_lr);
 }
 
@@ -27,9 +25,9 @@ OPTGEN_INLINE void lars_2(
 template <class S0, class S1>
 OPTGEN_INLINE F lars_3(F p, F g, F momentum, F weight_decay, F grad_scale, S0 &momentum_buffer, S1 &lr_times_local_lr) {
     const F g_ = grad_scale * g;
-    // 20  momentum_buffer = momentum * momentum_buffer + lr * local_lr * (g + weight_decay * p)
+    // 20
     const F momentum_buffer_ = fma(lr_times_local_lr.read(), fma(weight_decay, p, g_), momentum_buffer.times(momentum));
-    const F p_ = p - momentum_buffer_;  // 21  p = p - momentum_buffer
+    const F p_ = p - momentum_buffer_;  // 21
     momentum_buffer.set(momentum_buffer_);
     return p_;
 }

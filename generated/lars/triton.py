@@ -26,12 +26,10 @@ def lars_2_values(
     grad_scale_times_grad_scale,
 ):
     """The new lr_times_local_lr."""
-    weight_norm = tl.sqrt(tensor_sum_for_weight_norm)  # 17  weight_norm, grad_norm = norm(p), norm(g)
+    weight_norm = tl.sqrt(tensor_sum_for_weight_norm)  # 17
     grad_norm = tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_grad_norm)  # 17
-    # 18  ratio = trust_coefficient * weight_norm / (grad_norm + weight_decay * weight_norm)
-    ratio = trust_coefficient * weight_norm / tl.fma(weight_decay, weight_norm, grad_norm)
-    # 19  local_lr = where((weight_norm <= 0) | (grad_norm <= 0), 1.0, ratio)
-    local_lr = tl.where((weight_norm <= 0.0) | (grad_norm <= 0.0), 1.0, ratio)
+    ratio = trust_coefficient * weight_norm / tl.fma(weight_decay, weight_norm, grad_norm)  # 18
+    local_lr = tl.where((weight_norm <= 0.0) | (grad_norm <= 0.0), 1.0, ratio)  # 19
     return (lr * local_lr,)
 
 
@@ -50,11 +48,11 @@ def lars_3_tile(
 ):
     """The new p, momentum_buffer."""
     g = grad_scale * g
-    # 20  momentum_buffer = momentum * momentum_buffer + lr * local_lr * (g + weight_decay * p)
+    # 20
     momentum_buffer = tl.fma(
         lr_times_local_lr, tl.fma(weight_decay, p, g), times(momentum, momentum_buffer, PLAN.momentum_buffer)
     )
-    p = p - momentum_buffer  # 21  p = p - momentum_buffer
+    p = p - momentum_buffer  # 21
     return p, momentum_buffer
 
 

@@ -12,12 +12,10 @@ struct lion {  // lion
         one_minus_beta2_times_grad_scale(scalars[4]), minus_lr(scalars[5]) {}
     template <class S0>
     F step(F p, F g, S0 &exp_avg) const {
-        // 19  update = sign(beta1 * exp_avg + (1 - beta1) * g)
-        const F update = sign(fma(one_minus_beta1_times_grad_scale, g, exp_avg.times(beta1)));
-        const F p_ = one_minus_lr_times_weight_decay * p;  // 18  p = decoupled(p, lr, weight_decay)
-        const F p_2 = fma(minus_lr, update, p_);           // 21  p = p - lr * update
-        // 20  exp_avg = beta2 * exp_avg + (1 - beta2) * g
-        const F exp_avg_ = fma(one_minus_beta2_times_grad_scale, g, exp_avg.times(beta2));
+        const F update = sign(fma(one_minus_beta1_times_grad_scale, g, exp_avg.times(beta1)));  // 19
+        const F p_ = one_minus_lr_times_weight_decay * p;  // 18
+        const F p_2 = fma(minus_lr, update, p_);           // 21
+        const F exp_avg_ = fma(one_minus_beta2_times_grad_scale, g, exp_avg.times(beta2));  // 20
         exp_avg.set(exp_avg_);
         return p_2;
     }

@@ -15,12 +15,10 @@ def lion_tile(
     one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, minus_lr, live, MASKED: tl.constexpr,
 ):
     """The new p, exp_avg."""
-    # 19  update = sign(beta1 * exp_avg + (1 - beta1) * g)
-    update = sign(tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg)))
-    p = one_minus_lr_times_weight_decay * p  # 18  p = decoupled(p, lr, weight_decay)
-    p = tl.fma(minus_lr, update, p)          # 21  p = p - lr * update
-    # 20  exp_avg = beta2 * exp_avg + (1 - beta2) * g
-    exp_avg = tl.fma(one_minus_beta2_times_grad_scale, g, times(beta2, exp_avg, PLAN.exp_avg))
+    update = sign(tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg)))  # 19
+    p = one_minus_lr_times_weight_decay * p  # 18
+    p = tl.fma(minus_lr, update, p)          # 21
+    exp_avg = tl.fma(one_minus_beta2_times_grad_scale, g, times(beta2, exp_avg, PLAN.exp_avg))  # 20
     return p, exp_avg
 
 

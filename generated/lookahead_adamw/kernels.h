@@ -13,18 +13,15 @@ struct lookahead_adamw {  // lookahead_adamw
         scalar_3(scalars[5]), scalar_4(scalars[6]) {}
     template <class S0, class S1>
     void states(F p, F g, S0 &exp_avg, S1 &exp_avg_sq) const {
-        // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-        const F exp_avg_ = fma(one_minus_beta1_times_grad_scale, g, exp_avg.times(beta1));
-        // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-        const F exp_avg_sq_ = fma(scalar_2 * g, g, exp_avg_sq.times(beta2));
+        const F exp_avg_ = fma(one_minus_beta1_times_grad_scale, g, exp_avg.times(beta1));  // 31
+        const F exp_avg_sq_ = fma(scalar_2 * g, g, exp_avg_sq.times(beta2));  // 32
         exp_avg.set(exp_avg_);
         exp_avg_sq.set(exp_avg_sq_);
     }
     template <class S0, class S1>
     F weight(F p, F g, const S0 &exp_avg, const S1 &exp_avg_sq) const {
-        const F p_ = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
-        // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-        const F p_2 = fma(-exp_avg.next(), 1.0f / fma(exp_avg_sq.root(), scalar_3, scalar_4), p_);
+        const F p_ = one_minus_lr_times_weight_decay * p;  // 30
+        const F p_2 = fma(-exp_avg.next(), 1.0f / fma(exp_avg_sq.root(), scalar_3, scalar_4), p_);  // 37
         return p_2;
     }
 };
@@ -72,8 +69,7 @@ struct lookahead_adamw_amsgrad {  // lookahead_adamw
         const F max_exp_avg_sq_ = max_exp_avg_sq.read();
         const F exp_avg_ = fma(one_minus_beta1_times_grad_scale, g, exp_avg.times(beta1));  // 31
         const F exp_avg_sq_ = fma(scalar_2 * g, g, exp_avg_sq.times(beta2));  // 32
-        // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-        const F max_exp_avg_sq_2 = max(max_exp_avg_sq_, exp_avg_sq_);
+        const F max_exp_avg_sq_2 = max(max_exp_avg_sq_, exp_avg_sq_);  // 34
         exp_avg.set(exp_avg_);
         exp_avg_sq.set(exp_avg_sq_);
         max_exp_avg_sq.set(max_exp_avg_sq_2);

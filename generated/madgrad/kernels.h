@@ -22,7 +22,7 @@ struct madgrad {  // madgrad
             -0.33333334f, fma(-grad_sum_sq_, 1.0f / (grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma),
             grad_sum_sq_fma
         );
-        // 25  before = cbrt(grad_sum_sq) + eps
+        // 25
         const F before = where(
             0.0f < grad_sum_sq_ & grad_sum_sq_ <= 3.4028235e+38f,
             fma(
@@ -31,12 +31,10 @@ struct madgrad {  // madgrad
             ),
             grad_sum_sq_
         ) + eps;
-        // 26  start = x0 if has_momentum else p + where(before > 0, s / before, 0.0)
-        const F start_ = p + where(0.0f < before, s_ / before, F(0.0f));
-        const F g_2 = fma(weight_decay, p, g_);                           // 24  g = l2(g, p, weight_decay)
+        const F start_ = p + where(0.0f < before, s_ / before, F(0.0f));  // 26
+        const F g_2 = fma(weight_decay, p, g_);                           // 24
         const F g_mul = weight_ * g_2;
-        // 28  grad_sum_sq = grad_sum_sq + weight * g * g
-        const F grad_sum_sq_2 = fma(g_mul, g_2, grad_sum_sq_);
+        const F grad_sum_sq_2 = fma(g_mul, g_2, grad_sum_sq_);            // 28
         const F grad_sum_sq_bitcast_2 = as_float(to_int(0.33333334f * to_float(bits(grad_sum_sq_2))) + 0x2a508935);
         const F grad_sum_sq_fma_3 = fma(
             -0.33333334f,
@@ -47,7 +45,7 @@ struct madgrad {  // madgrad
             -0.33333334f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma_3 * grad_sum_sq_fma_3), grad_sum_sq_fma_3),
             grad_sum_sq_fma_3
         );
-        // 30  denom = cbrt(grad_sum_sq) + eps
+        // 30
         const F denom = where(
             0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028235e+38f,
             fma(
@@ -56,9 +54,8 @@ struct madgrad {  // madgrad
             ),
             grad_sum_sq_2
         ) + eps;
-        const F s_2 = s_ + g_mul;                                         // 29  s = s + weight * g
-        // 31  z = start - where(denom > 0, s / denom, 0.0)
-        const F z = start_ - where(0.0f < denom, s_2 / denom, F(0.0f));
+        const F s_2 = s_ + g_mul;                                         // 29
+        const F z = start_ - where(0.0f < denom, s_2 / denom, F(0.0f));   // 31
         grad_sum_sq.set(grad_sum_sq_2);
         s.set(s_2);
         return z;
@@ -101,8 +98,7 @@ struct madgrad_has_momentum {  // madgrad
         ) + eps;
         const F s_2 = s_ + g_mul;                                     // 29
         const F z = x0_ - where(0.0f < denom, s_2 / denom, F(0.0f));  // 31
-        // 32  p = p + (1 - momentum) * (z - p) if has_momentum else z
-        const F p_ = fma(one_minus_momentum, z - p, p);
+        const F p_ = fma(one_minus_momentum, z - p, p);  // 32
         grad_sum_sq.set(grad_sum_sq_2);
         s.set(s_2);
         return p_;

@@ -29,7 +29,7 @@ def madgrad_tile(
         -0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma),
         grad_sum_sq_fma
     )
-    # 25  before = cbrt(grad_sum_sq) + eps
+    # 25
     before = tl.where(
         (0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38),
         tl.fma(
@@ -38,11 +38,10 @@ def madgrad_tile(
         ),
         grad_sum_sq
     ) + eps
-    # 26  start = x0 if has_momentum else p + where(before > 0, s / before, 0.0)
-    start = p + tl.where(0.0 < before, s * (1.0 / before), 0.0)
-    g = tl.fma(weight_decay, p, g)                               # 24  g = l2(g, p, weight_decay)
+    start = p + tl.where(0.0 < before, s * (1.0 / before), 0.0)  # 26
+    g = tl.fma(weight_decay, p, g)                               # 24
     g_mul = weight * g
-    grad_sum_sq = tl.fma(g_mul, g, grad_sum_sq)                  # 28  grad_sum_sq = grad_sum_sq + weight * g * g
+    grad_sum_sq = tl.fma(g_mul, g, grad_sum_sq)                  # 28
     grad_sum_sq_bitcast = (
         (0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 0x2a508935
     ).to(tl.float32, bitcast=True)
@@ -55,7 +54,7 @@ def madgrad_tile(
         -0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma),
         grad_sum_sq_fma
     )
-    # 30  denom = cbrt(grad_sum_sq) + eps
+    # 30
     denom = tl.where(
         (0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38),
         tl.fma(
@@ -64,8 +63,8 @@ def madgrad_tile(
         ),
         grad_sum_sq
     ) + eps
-    s = s + g_mul                                                # 29  s = s + weight * g
-    z = start - tl.where(0.0 < denom, s * (1.0 / denom), 0.0)    # 31  z = start - where(denom > 0, s / denom, 0.0)
+    s = s + g_mul                                                # 29
+    z = start - tl.where(0.0 < denom, s * (1.0 / denom), 0.0)    # 31
     return z, grad_sum_sq, s
 
 
@@ -113,8 +112,7 @@ def madgrad_has_momentum_tile(
     ) + eps
     s = s + g_mul                                           # 29
     z = x0 - tl.where(0.0 < denom, s * (1.0 / denom), 0.0)  # 31
-    # 32  p = p + (1 - momentum) * (z - p) if has_momentum else z
-    p = tl.fma(one_minus_momentum, z - p, p)
+    p = tl.fma(one_minus_momentum, z - p, p)  # 32
     return p, grad_sum_sq, s
 
 

@@ -9,10 +9,8 @@ OPTGEN_INLINE void mars_1(
 ) {
     const F g_ = grad_scale * g;
     const F last_grad_ = last_grad.read();
-    // 22  change = where(t > 1, g - last_grad, 0.0)
-    const F change = where(0.0f < where_lt_one_t_one_zero, g_ - last_grad_, F(0.0f));
-    // 23  c = g + gamma * beta1 / (1 - beta1) * change
-    const F c = fma(gamma_times_beta1_over_one_minus_beta1, change, g_);
+    const F change = where(0.0f < where_lt_one_t_one_zero, g_ - last_grad_, F(0.0f));  // 22
+    const F c = fma(gamma_times_beta1_over_one_minus_beta1, change, g_);  // 23
     tensor_sum_of_c.set(c * c);
 }
 
@@ -33,16 +31,15 @@ OPTGEN_INLINE F mars_3(
     const F last_grad_ = last_grad.read();
     const F change = where(0.0f < where_lt_one_t_one_zero, g_ - last_grad_, F(0.0f));  // 22
     const F c = fma(gamma_times_beta1_over_one_minus_beta1, change, g_);  // 23
-    // 26  exp_avg = beta1 * exp_avg + (1 - beta1) * c
+    // 26
     const F exp_avg_ = fma(one_minus_beta1 * one_over_sqrt_tensor_sum_of_c_max_one.read(), c, exp_avg.times(beta1));
-    // 27  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * c * c
+    // 27
     const F exp_avg_sq_ = fma(
         one_minus_beta2 * one_over_sqrt_tensor_sum_of_c_max_one.read() * c,
         one_over_sqrt_tensor_sum_of_c_max_one.read() * c, exp_avg_sq.times(beta2)
     );
-    const F p_ = one_minus_lr_times_weight_decay * p;                     // 25  p = decoupled(p, lr, weight_decay)
-    // 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    const F p_2 = fma(-exp_avg_, 1.0f / fma(sqrt(exp_avg_sq_), scalar_5, scalar_6), p_);
+    const F p_ = one_minus_lr_times_weight_decay * p;                     // 25
+    const F p_2 = fma(-exp_avg_, 1.0f / fma(sqrt(exp_avg_sq_), scalar_5, scalar_6), p_);  // 29
     exp_avg.set(exp_avg_);
     exp_avg_sq.set(exp_avg_sq_);
     last_grad.set(g_);

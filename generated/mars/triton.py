@@ -18,10 +18,8 @@ def mars_1_tile(
     """The terms of tensor_sum_of_c."""
     last_grad = read(last_grad, PLAN.last_grad)
     g = grad_scale * g
-    # 22  change = where(t > 1, g - last_grad, 0.0)
-    change = tl.where(0.0 < where_lt_one_t_one_zero, g - last_grad, 0.0)
-    # 23  c = g + gamma * beta1 / (1 - beta1) * change
-    c = tl.fma(gamma_times_beta1_over_one_minus_beta1, change, g)
+    change = tl.where(0.0 < where_lt_one_t_one_zero, g - last_grad, 0.0)  # 22
+    c = tl.fma(gamma_times_beta1_over_one_minus_beta1, change, g)  # 23
     return (c,)
 
 
@@ -58,16 +56,15 @@ def mars_3_tile(
     g = grad_scale * g
     change = tl.where(0.0 < where_lt_one_t_one_zero, g - last_grad, 0.0)  # 22
     c = tl.fma(gamma_times_beta1_over_one_minus_beta1, change, g)  # 23
-    # 26  exp_avg = beta1 * exp_avg + (1 - beta1) * c
+    # 26
     exp_avg = tl.fma(one_minus_beta1 * one_over_sqrt_tensor_sum_of_c_max_one, c, times(beta1, exp_avg, PLAN.exp_avg))
-    # 27  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * c * c
+    # 27
     exp_avg_sq = tl.fma(
         one_minus_beta2 * one_over_sqrt_tensor_sum_of_c_max_one * c, one_over_sqrt_tensor_sum_of_c_max_one * c,
         times(beta2, exp_avg_sq, PLAN.exp_avg_sq)
     )
-    p = one_minus_lr_times_weight_decay * p                               # 25  p = decoupled(p, lr, weight_decay)
-    # 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_5, scalar_6)), p)
+    p = one_minus_lr_times_weight_decay * p                               # 25
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_5, scalar_6)), p)  # 29
     return p, exp_avg, exp_avg_sq, g
 
 

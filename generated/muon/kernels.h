@@ -4,8 +4,7 @@
 // tensor: values of tensors
 template <class S0>
 OPTGEN_INLINE void muon_1(F lr, F scale_floor, F extent_rows, F extent_columns, S0 &lr_times_scale) {
-    // 52  scale = 0.2 * sqrt(maximum(height, width)) if match_rms_adamw else sqrt(maximum(scale_floor, height / width))
-    const F scale = sqrt(max(scale_floor, extent_rows / extent_columns));
+    const F scale = sqrt(max(scale_floor, extent_rows / extent_columns));  // 52
     lr_times_scale.set(lr * scale);
 }
 
@@ -13,10 +12,8 @@ OPTGEN_INLINE void muon_1(F lr, F scale_floor, F extent_rows, F extent_columns, 
 template <class S0, class S1>
 OPTGEN_INLINE void muon_2(F g, F momentum, F one_minus_momentum_times_grad_scale, S0 &momentum_buffer, S1 &direction) {
     const F g_mul = one_minus_momentum_times_grad_scale * g;
-    // 48  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
-    const F momentum_buffer_ = momentum_buffer.plus(momentum, g_mul);
-    // 49  direction = momentum * momentum_buffer + (1 - momentum) * g if nesterov else momentum_buffer
-    const F direction_ = fma(momentum, momentum_buffer_, g_mul);
+    const F momentum_buffer_ = momentum_buffer.plus(momentum, g_mul);  // 48
+    const F direction_ = fma(momentum, momentum_buffer_, g_mul);  // 49
     const I direction_bitcast = bits(direction_);
     momentum_buffer.set(momentum_buffer_);
     direction.set(
@@ -29,10 +26,9 @@ OPTGEN_INLINE void muon_2(F g, F momentum, F one_minus_momentum_times_grad_scale
 // a sweep: the update
 template <class S0, class S1>
 OPTGEN_INLINE F muon_4(F p, F one_minus_lr_times_weight_decay, S0 &lr_times_scale, S1 &direction) {
-    // 50  direction = newton_schulz(direction, ns_steps, ns_coefficients, eps, gram=gram)
-    const F direction_ = direction.read();
-    const F p_ = one_minus_lr_times_weight_decay * p;           // 53  p = policies.decoupled(p, lr, weight_decay)
-    const F p_2 = fma(-lr_times_scale.read(), direction_, p_);  // 54  p = p - lr * scale * direction
+    const F direction_ = direction.read();  // 50
+    const F p_ = one_minus_lr_times_weight_decay * p;           // 53
+    const F p_2 = fma(-lr_times_scale.read(), direction_, p_);  // 54
     return p_2;
 }
 
@@ -48,8 +44,7 @@ struct muon_no_matrix {  // muon
         scalar_3(scalars[5]), one_minus_adamw_lr_times_weight_decay(scalars[6]) {}
     template <class S0, class S1>
     void states(F p, F g, S0 &momentum_buffer, S1 &exp_avg_sq) const {
-        // 44  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr,
-        //     adamw_betas, adamw_eps, weight_decay )
+        // 44
         const F momentum_buffer_ = fma(
             one_minus_adamw_betas_0_times_grad_scale, g, momentum_buffer.times(adamw_betas_0)
         );

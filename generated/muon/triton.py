@@ -13,8 +13,7 @@ from optgen.runtime.gpu.prelude import minus, reciprocal, widened
 @triton.jit
 def muon_1_values(extent_rows, extent_columns, lr, scale_floor):
     """The new lr_times_scale."""
-    # 52  scale = 0.2 * sqrt(maximum(height, width)) if match_rms_adamw else sqrt(maximum(scale_floor, height / width))
-    scale = tl.sqrt(tl.maximum(scale_floor, extent_rows / extent_columns, propagate_nan=tl.PropagateNan.ALL))
+    scale = tl.sqrt(tl.maximum(scale_floor, extent_rows / extent_columns, propagate_nan=tl.PropagateNan.ALL))  # 52
     return (lr * scale,)
 
 
@@ -30,10 +29,8 @@ def muon_2_tile(
 ):
     """The new momentum_buffer, direction."""
     g_mul = one_minus_momentum_times_grad_scale * g
-    # 48  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
-    momentum_buffer = plus(momentum, momentum_buffer, g_mul, PLAN.momentum_buffer)
-    # 49  direction = momentum * momentum_buffer + (1 - momentum) * g if nesterov else momentum_buffer
-    direction = tl.fma(momentum, momentum_buffer, g_mul)
+    momentum_buffer = plus(momentum, momentum_buffer, g_mul, PLAN.momentum_buffer)  # 48
+    direction = tl.fma(momentum, momentum_buffer, g_mul)  # 49
     direction_bitcast = direction.to(tl.int32, bitcast=True)
     return momentum_buffer, (
         tl.where(direction == direction, direction_bitcast + 32767 + (direction_bitcast >> 16 & 1), 0x7fc00000) >> 16
@@ -54,10 +51,9 @@ def muon_4_tile(
     MASKED: tl.constexpr,
 ):
     """The new p."""
-    # 50  direction = newton_schulz(direction, ns_steps, ns_coefficients, eps, gram=gram)
-    direction = widened(direction_stored)
-    p = one_minus_lr_times_weight_decay * p          # 53  p = policies.decoupled(p, lr, weight_decay)
-    p = tl.fma(minus(lr_times_scale), direction, p)  # 54  p = p - lr * scale * direction
+    direction = widened(direction_stored)  # 50
+    p = one_minus_lr_times_weight_decay * p          # 53
+    p = tl.fma(minus(lr_times_scale), direction, p)  # 54
     return (p,)
 
 
@@ -73,8 +69,7 @@ def muon_no_matrix_tile(
     live, MASKED: tl.constexpr,
 ):
     """The new p, momentum_buffer, exp_avg_sq."""
-    # 44  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr,
-    #     adamw_betas, adamw_eps, weight_decay )
+    # 44
     momentum_buffer = tl.fma(
         one_minus_adamw_betas_0_times_grad_scale, g, times(adamw_betas_0, momentum_buffer, PLAN.momentum_buffer)
     )

@@ -13,12 +13,10 @@ struct nadam {  // nadam
     template <class S0, class S1>
     F step(F p, F g, S0 &exp_avg, S1 &exp_avg_sq) const {
         const F g_ = grad_scale * g;
-        const F g_2 = fma(weight_decay, p, g_);                              // 26  g = l2(g, p, weight_decay)
-        // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-        const F exp_avg_ = fma(one_minus_beta1, g_2, exp_avg.times(beta1));
-        // 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-        const F exp_avg_sq_ = fma(one_minus_beta2 * g_2, g_2, exp_avg_sq.times(beta2));
-        // 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
+        const F g_2 = fma(weight_decay, p, g_);                              // 26
+        const F exp_avg_ = fma(one_minus_beta1, g_2, exp_avg.times(beta1));  // 30
+        const F exp_avg_sq_ = fma(one_minus_beta2 * g_2, g_2, exp_avg_sq.times(beta2));  // 31
+        // 35
         const F p_ = fma(-fma(avg_lr, exp_avg_, grad_lr * g_2), 1.0f / fma(sqrt(exp_avg_sq_), scalar_4, scalar_5), p);
         exp_avg.set(exp_avg_);
         exp_avg_sq.set(exp_avg_sq_);
@@ -45,7 +43,7 @@ struct nadam_decoupled_weight_decay {  // nadam
     }
     template <class S0, class S1>
     F weight(F p, F g, const S0 &exp_avg, const S1 &exp_avg_sq) const {
-        const F p_ = one_minus_lr_times_weight_decay * p;  // 24  p = decoupled(p, lr, weight_decay)
+        const F p_ = one_minus_lr_times_weight_decay * p;  // 24
         // 35
         const F p_2 = fma(
             -fma(avg_lr, exp_avg.next(), scalar_3 * g), 1.0f / fma(exp_avg_sq.root(), scalar_5, scalar_6), p_

@@ -16,12 +16,10 @@ def nadam_tile(
 ):
     """The new p, exp_avg, exp_avg_sq."""
     g = grad_scale * g
-    g = tl.fma(weight_decay, p, g)  # 26  g = l2(g, p, weight_decay)
-    # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1, g, times(beta1, exp_avg, PLAN.exp_avg))
-    # 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(one_minus_beta2 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))
-    # 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
+    g = tl.fma(weight_decay, p, g)  # 26
+    exp_avg = tl.fma(one_minus_beta1, g, times(beta1, exp_avg, PLAN.exp_avg))  # 30
+    exp_avg_sq = tl.fma(one_minus_beta2 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 31
+    # 35
     p = tl.fma(
         minus(tl.fma(avg_lr, exp_avg, grad_lr * g)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_4, scalar_5)), p
     )
@@ -48,7 +46,7 @@ def nadam_decoupled_weight_decay_tile(
     """The new p, exp_avg, exp_avg_sq."""
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 30
     exp_avg_sq = tl.fma(scalar_2 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 31
-    p = one_minus_lr_times_weight_decay * p  # 24  p = decoupled(p, lr, weight_decay)
+    p = one_minus_lr_times_weight_decay * p  # 24
     # 35
     p = tl.fma(
         minus(tl.fma(avg_lr, exp_avg, scalar_3 * g)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_5, scalar_6)), p

@@ -4,8 +4,7 @@
 // a sweep: direction (specs/normuon.py:41)
 template <class S0, class S1>
 OPTGEN_INLINE void normuon_1(F g, F beta1, F one_minus_beta1_times_grad_scale, S0 &momentum_buffer, S1 &direction) {
-    // 40  momentum_buffer = beta1 * momentum_buffer + (1 - beta1) * g
-    const F momentum_buffer_ = fma(one_minus_beta1_times_grad_scale, g, momentum_buffer.times(beta1));
+    const F momentum_buffer_ = fma(one_minus_beta1_times_grad_scale, g, momentum_buffer.times(beta1));  // 40
     const I momentum_buffer_bitcast = bits(momentum_buffer_);
     momentum_buffer.set(momentum_buffer_);
     direction.set(
@@ -21,8 +20,7 @@ OPTGEN_INLINE void normuon_1(F g, F beta1, F one_minus_beta1_times_grad_scale, S
 // a sweep: row_sq (specs/normuon.py:42)
 template <class S0, class S1>
 OPTGEN_INLINE void normuon_3(S0 &direction, S1 &row_sum_for_row_sq) {
-    // 41  direction = newton_schulz(momentum_buffer, ns_steps, ns_coefficients, gram=gram)
-    const F direction_ = direction.read();
+    const F direction_ = direction.read();  // 41
     row_sum_for_row_sq.set(direction_ * direction_);
 }
 
@@ -32,8 +30,7 @@ OPTGEN_INLINE void normuon_4(
     F beta2, F eps, F one_minus_beta2, F extent_columns, S0 &row_sq, S1 &row_sum_for_row_sq,
     S2 &one_over_sqrt_row_sq_2_plus_eps
 ) {
-    // 42  row_sq = beta2 * row_sq + (1 - beta2) * row_mean(direction * direction)
-    const F row_sq_ = fma(one_minus_beta2, row_sum_for_row_sq.read() / extent_columns, beta2 * row_sq.read());
+    const F row_sq_ = fma(one_minus_beta2, row_sum_for_row_sq.read() / extent_columns, beta2 * row_sq.read());  // 42
     row_sq.set(row_sq_);
     one_over_sqrt_row_sq_2_plus_eps.set(1.0f / (sqrt(row_sq_) + eps));
 }
@@ -42,7 +39,7 @@ OPTGEN_INLINE void normuon_4(
 template <class S0, class S1, class S2>
 OPTGEN_INLINE void normuon_5(S0 &direction, S1 &one_over_sqrt_row_sq_2_plus_eps, S2 &row_sum_for_size) {
     const F direction_ = direction.read();  // 41
-    const F even = direction_ * one_over_sqrt_row_sq_2_plus_eps.read();  // 43  even = direction / (sqrt(row_sq) + eps)
+    const F even = direction_ * one_over_sqrt_row_sq_2_plus_eps.read();  // 43
     row_sum_for_size.set(even * even);
 }
 
@@ -63,8 +60,7 @@ template <class S0, class S1, class S2>
 OPTGEN_INLINE void normuon_8(
     F lr, F eps, S0 &by_0p2_times_sqrt_rows_times_columns, S1 &mat_sum_for_size, S2 &lr_times_size
 ) {
-    // 44  size = 0.2 * sqrt(rows(p) * columns(p)) / maximum(mat_norm(even), eps)
-    const F size = by_0p2_times_sqrt_rows_times_columns.read() / max(sqrt(mat_sum_for_size.read()), eps);
+    const F size = by_0p2_times_sqrt_rows_times_columns.read() / max(sqrt(mat_sum_for_size.read()), eps);  // 44
     lr_times_size.set(lr * size);
 }
 
@@ -78,8 +74,8 @@ OPTGEN_INLINE void normuon_9(S0 &lr_times_size, S1 &one_over_sqrt_row_sq_2_plus_
 template <class S0, class S1>
 OPTGEN_INLINE F normuon_10(F p, F one_minus_lr_times_weight_decay, S0 &direction, S1 &row_mul_2) {
     const F direction_ = direction.read();  // 41
-    const F p_ = one_minus_lr_times_weight_decay * p;      // 45  p = policies.decoupled(p, lr, weight_decay)
-    const F p_2 = fma(-direction_, row_mul_2.read(), p_);  // 46  p = p - lr * size * even
+    const F p_ = one_minus_lr_times_weight_decay * p;      // 45
+    const F p_2 = fma(-direction_, row_mul_2.read(), p_);  // 46
     return p_2;
 }
 
@@ -95,8 +91,7 @@ struct normuon_no_matrix {  // normuon
         scalar_3(scalars[5]), one_minus_adamw_lr_times_weight_decay(scalars[6]) {}
     template <class S0, class S1>
     void states(F p, F g, S0 &momentum_buffer, S1 &exp_avg_sq) const {
-        // 35  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr,
-        //     adamw_betas, eps, weight_decay )
+        // 35
         const F momentum_buffer_ = fma(
             one_minus_adamw_betas_0_times_grad_scale, g, momentum_buffer.times(adamw_betas_0)
         );

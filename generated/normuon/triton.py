@@ -15,7 +15,7 @@ def normuon_1_tile(
     PLAN: tl.constexpr, g, momentum_buffer, beta1, one_minus_beta1_times_grad_scale, live, MASKED: tl.constexpr,
 ):
     """The new momentum_buffer, direction."""
-    # 40  momentum_buffer = beta1 * momentum_buffer + (1 - beta1) * g
+    # 40
     momentum_buffer = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, momentum_buffer, PLAN.momentum_buffer))
     momentum_buffer_bitcast = momentum_buffer.to(tl.int32, bitcast=True)
     return momentum_buffer, (
@@ -38,8 +38,7 @@ def normuon_1_sweep(
 @triton.jit
 def normuon_3_tile(PLAN: tl.constexpr, direction_stored, live, MASKED: tl.constexpr):
     """The terms of row_sum_for_row_sq."""
-    # 41  direction = newton_schulz(momentum_buffer, ns_steps, ns_coefficients, gram=gram)
-    direction = widened(direction_stored)
+    direction = widened(direction_stored)  # 41
     return (direction,)
 
 
@@ -51,8 +50,7 @@ def normuon_3_sweep(table, work, step_key: tl.int32, SWEEP: tl.constexpr):
 @triton.jit
 def normuon_4_values(row_sq, row_sum_for_row_sq, extent_columns, beta2, eps, one_minus_beta2):
     """The new row_sq, one_over_sqrt_row_sq_2_plus_eps."""
-    # 42  row_sq = beta2 * row_sq + (1 - beta2) * row_mean(direction * direction)
-    row_sq = tl.fma(one_minus_beta2, row_sum_for_row_sq / extent_columns, beta2 * row_sq)
+    row_sq = tl.fma(one_minus_beta2, row_sum_for_row_sq / extent_columns, beta2 * row_sq)  # 42
     return row_sq, 1.0 / (tl.sqrt(row_sq) + eps)
 
 
@@ -69,7 +67,7 @@ def normuon_5_tile(
 ):
     """The terms of row_sum_for_size."""
     direction = widened(direction_stored)  # 41
-    even = direction * one_over_sqrt_row_sq_2_plus_eps  # 43  even = direction / (sqrt(row_sq) + eps)
+    even = direction * one_over_sqrt_row_sq_2_plus_eps  # 43
     return (even,)
 
 
@@ -93,7 +91,7 @@ def normuon_7_values(extent_rows, extent_columns):
 @triton.jit
 def normuon_8_values(by_0p2_times_sqrt_rows_times_columns, mat_sum_for_size, lr, eps):
     """The new lr_times_size."""
-    # 44  size = 0.2 * sqrt(rows(p) * columns(p)) / maximum(mat_norm(even), eps)
+    # 44
     size = by_0p2_times_sqrt_rows_times_columns / tl.maximum(
         tl.sqrt(mat_sum_for_size), eps, propagate_nan=tl.PropagateNan.ALL
     )
@@ -120,8 +118,8 @@ def normuon_10_tile(
 ):
     """The new p."""
     direction = widened(direction_stored)  # 41
-    p = one_minus_lr_times_weight_decay * p     # 45  p = policies.decoupled(p, lr, weight_decay)
-    p = tl.fma(minus(direction), row_mul_2, p)  # 46  p = p - lr * size * even
+    p = one_minus_lr_times_weight_decay * p     # 45
+    p = tl.fma(minus(direction), row_mul_2, p)  # 46
     return (p,)
 
 
@@ -139,8 +137,7 @@ def normuon_no_matrix_tile(
     live, MASKED: tl.constexpr,
 ):
     """The new p, momentum_buffer, exp_avg_sq."""
-    # 35  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr,
-    #     adamw_betas, eps, weight_decay )
+    # 35
     momentum_buffer = tl.fma(
         one_minus_adamw_betas_0_times_grad_scale, g, times(adamw_betas_0, momentum_buffer, PLAN.momentum_buffer)
     )

@@ -13,7 +13,7 @@ OPTGEN_INLINE void novograd_2(
     F eps, F grad_scale_times_grad_scale, F decay, F one_minus_where_lt_one_t_beta2_zero, S0 &exp_avg_sq,
     S1 &tensor_sum_for_exp_avg_sq, S2 &one_over_sqrt_exp_avg_sq_2_plus_eps
 ) {
-    // 21  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * dot(g, g)
+    // 21
     const F exp_avg_sq_ = fma(
         one_minus_where_lt_one_t_beta2_zero, grad_scale_times_grad_scale * tensor_sum_for_exp_avg_sq.read(),
         decay * exp_avg_sq.read()
@@ -27,10 +27,9 @@ template <class S0, class S1>
 OPTGEN_INLINE F novograd_3(
     F p, F g, F beta1, F weight_decay, F grad_scale, F minus_lr, S0 &exp_avg, S1 &one_over_sqrt_exp_avg_sq_2_plus_eps
 ) {
-    // 22  update = g / (sqrt(exp_avg_sq) + eps) + weight_decay * p
-    const F update = fma(weight_decay, p, grad_scale * one_over_sqrt_exp_avg_sq_2_plus_eps.read() * g);
-    const F exp_avg_ = exp_avg.plus(beta1, update);  // 25  exp_avg = beta1 * exp_avg + update
-    const F p_ = fma(minus_lr, exp_avg_, p);         // 26  p = p - lr * exp_avg
+    const F update = fma(weight_decay, p, grad_scale * one_over_sqrt_exp_avg_sq_2_plus_eps.read() * g);  // 22
+    const F exp_avg_ = exp_avg.plus(beta1, update);  // 25
+    const F p_ = fma(minus_lr, exp_avg_, p);         // 26
     exp_avg.set(exp_avg_);
     return p_;
 }
@@ -41,7 +40,7 @@ OPTGEN_INLINE F novograd_grad_averaging_3(
     F p, F g, F beta1, F one_minus_beta1_times_grad_scale, F one_minus_beta1_times_weight_decay, F minus_lr,
     S0 &exp_avg, S1 &one_over_sqrt_exp_avg_sq_2_plus_eps
 ) {
-    // 24  update = (1 - beta1) * update
+    // 24
     const F update = fma(
         one_minus_beta1_times_weight_decay, p,
         one_minus_beta1_times_grad_scale * one_over_sqrt_exp_avg_sq_2_plus_eps.read() * g

@@ -26,7 +26,7 @@ def novograd_2_values(
     one_minus_where_lt_one_t_beta2_zero,
 ):
     """The new exp_avg_sq, one_over_sqrt_exp_avg_sq_2_plus_eps."""
-    # 21  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * dot(g, g)
+    # 21
     exp_avg_sq = tl.fma(
         one_minus_where_lt_one_t_beta2_zero, grad_scale_times_grad_scale * tensor_sum_for_exp_avg_sq, decay * exp_avg_sq
     )
@@ -50,10 +50,9 @@ def novograd_3_tile(
     minus_lr, live, MASKED: tl.constexpr,
 ):
     """The new p, exp_avg."""
-    # 22  update = g / (sqrt(exp_avg_sq) + eps) + weight_decay * p
-    update = tl.fma(weight_decay, p, grad_scale * one_over_sqrt_exp_avg_sq_2_plus_eps * g)
-    exp_avg = plus(beta1, exp_avg, update, PLAN.exp_avg)  # 25  exp_avg = beta1 * exp_avg + update
-    p = tl.fma(minus_lr, exp_avg, p)                      # 26  p = p - lr * exp_avg
+    update = tl.fma(weight_decay, p, grad_scale * one_over_sqrt_exp_avg_sq_2_plus_eps * g)  # 22
+    exp_avg = plus(beta1, exp_avg, update, PLAN.exp_avg)  # 25
+    p = tl.fma(minus_lr, exp_avg, p)                      # 26
     return p, exp_avg
 
 
@@ -71,7 +70,7 @@ def novograd_grad_averaging_3_tile(
     one_minus_beta1_times_weight_decay, minus_lr, live, MASKED: tl.constexpr,
 ):
     """The new p, exp_avg."""
-    # 24  update = (1 - beta1) * update
+    # 24
     update = tl.fma(
         one_minus_beta1_times_weight_decay, p,
         one_minus_beta1_times_grad_scale * one_over_sqrt_exp_avg_sq_2_plus_eps * g

@@ -17,10 +17,8 @@ OPTGEN_INLINE void orthograd_2(
     F grad_scale, F grad_scale_times_grad_scale, S0 &tensor_sum_for_radial, S1 &tensor_sum_for_radial_2,
     S2 &tensor_sum_for_g_norm, S3 &radial, S4 &g_norm, S5 &by_1em05_times_g_norm
 ) {
-    // 23  radial = dot(p, g) / (dot(p, p) + 1e-30)
-    const F radial_ = grad_scale * tensor_sum_for_radial.read() / (tensor_sum_for_radial_2.read() + 1e-30f);
-    // 25  g_norm, tangent_norm = norm(g), norm(tangent)
-    const F g_norm_ = sqrt(grad_scale_times_grad_scale * tensor_sum_for_g_norm.read());
+    const F radial_ = grad_scale * tensor_sum_for_radial.read() / (tensor_sum_for_radial_2.read() + 1e-30f);  // 23
+    const F g_norm_ = sqrt(grad_scale_times_grad_scale * tensor_sum_for_g_norm.read());  // 25
     radial.set(radial_);
     g_norm.set(g_norm_);
     by_1em05_times_g_norm.set(1e-05f * g_norm_);
@@ -30,7 +28,7 @@ OPTGEN_INLINE void orthograd_2(
 template <class S0, class S1>
 OPTGEN_INLINE void orthograd_3(F p, F g, F grad_scale, S0 &radial, S1 &tensor_sum_for_tangent_norm) {
     const F g_ = grad_scale * g;
-    const F tangent = fma(-radial.read(), p, g_);  // 24  tangent = g - radial * p
+    const F tangent = fma(-radial.read(), p, g_);  // 24
     tensor_sum_for_tangent_norm.set(tangent * tangent);
 }
 
@@ -38,8 +36,7 @@ OPTGEN_INLINE void orthograd_3(F p, F g, F grad_scale, S0 &radial, S1 &tensor_su
 template <class S0, class S1, class S2, class S3>
 OPTGEN_INLINE void orthograd_4(S0 &by_1em05_times_g_norm, S1 &tensor_sum_for_tangent_norm, S2 &g_norm, S3 &stretch) {
     const F tangent_norm = sqrt(tensor_sum_for_tangent_norm.read());  // 25
-    // 26  stretch = where(tangent_norm > 1e-5 * g_norm, g_norm / tangent_norm, 0.0)
-    const F stretch_ = where(by_1em05_times_g_norm.read() < tangent_norm, g_norm.read() / tangent_norm, F(0.0f));
+    const F stretch_ = where(by_1em05_times_g_norm.read() < tangent_norm, g_norm.read() / tangent_norm, F(0.0f));  // 26
     stretch.set(stretch_);
 }
 
@@ -48,8 +45,8 @@ template <class S0, class S1>
 OPTGEN_INLINE F orthograd_5(F p, F g, F weight_decay, F grad_scale, F minus_lr, S0 &stretch, S1 &radial) {
     const F g_ = grad_scale * g;
     const F tangent = fma(-radial.read(), p, g_);                  // 24
-    const F g_2 = fma(weight_decay, p, stretch.read() * tangent);  // 27  g = l2(stretch * tangent, p, weight_decay)
-    const F p_ = fma(minus_lr, g_2, p);                            // 32  p = p - lr * update
+    const F g_2 = fma(weight_decay, p, stretch.read() * tangent);  // 27
+    const F p_ = fma(minus_lr, g_2, p);                            // 32
     return p_;
 }
 
@@ -62,7 +59,7 @@ OPTGEN_INLINE F orthograd_has_momentum_5(
     const F g_ = grad_scale * g;
     const F tangent = fma(-radial.read(), p, g_);                  // 24
     const F g_2 = fma(weight_decay, p, stretch.read() * tangent);  // 27
-    // 30  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
+    // 30
     const F momentum_buffer_ = fma(
         where_lt_one_t_one_minus_dampening_one, g_2, momentum_buffer.times(where_lt_one_t_momentum_zero)
     );
@@ -84,8 +81,7 @@ OPTGEN_INLINE F orthograd_nesterov_has_momentum_5(
     const F momentum_buffer_ = fma(
         where_lt_one_t_one_minus_dampening_one, g_2, momentum_buffer.times(where_lt_one_t_momentum_zero)
     );
-    // 31  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
-    const F update = fma(momentum, momentum_buffer_, g_2);
+    const F update = fma(momentum, momentum_buffer_, g_2);  // 31
     const F p_ = fma(minus_lr, update, p);                         // 32
     momentum_buffer.set(momentum_buffer_);
     return p_;

@@ -26,10 +26,8 @@ def orthograd_2_values(
     tensor_sum_for_radial, tensor_sum_for_radial_2, tensor_sum_for_g_norm, grad_scale, grad_scale_times_grad_scale,
 ):
     """The new radial, g_norm, by_1em05_times_g_norm."""
-    # 23  radial = dot(p, g) / (dot(p, p) + 1e-30)
-    radial = grad_scale * tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1e-30)
-    # 25  g_norm, tangent_norm = norm(g), norm(tangent)
-    g_norm = tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_g_norm)
+    radial = grad_scale * tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1e-30)  # 23
+    g_norm = tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_g_norm)  # 25
     return radial, g_norm, 1e-05 * g_norm
 
 
@@ -44,7 +42,7 @@ def orthograd_2_between(
 def orthograd_3_tile(PLAN: tl.constexpr, p, g, radial, grad_scale, live, MASKED: tl.constexpr):
     """The terms of tensor_sum_for_tangent_norm."""
     g = grad_scale * g
-    tangent = tl.fma(minus(radial), p, g)  # 24  tangent = g - radial * p
+    tangent = tl.fma(minus(radial), p, g)  # 24
     return (tangent,)
 
 
@@ -57,8 +55,7 @@ def orthograd_3_sweep(table, work, grad_scale: tl.float32, step_key: tl.int32, S
 def orthograd_4_values(by_1em05_times_g_norm, tensor_sum_for_tangent_norm, g_norm):
     """The new stretch."""
     tangent_norm = tl.sqrt(tensor_sum_for_tangent_norm)  # 25
-    # 26  stretch = where(tangent_norm > 1e-5 * g_norm, g_norm / tangent_norm, 0.0)
-    stretch = tl.where(by_1em05_times_g_norm < tangent_norm, g_norm / tangent_norm, 0.0)
+    stretch = tl.where(by_1em05_times_g_norm < tangent_norm, g_norm / tangent_norm, 0.0)  # 26
     return (stretch,)
 
 
@@ -74,8 +71,8 @@ def orthograd_5_tile(
     """The new p."""
     g = grad_scale * g
     tangent = tl.fma(minus(radial), p, g)           # 24
-    g = tl.fma(weight_decay, p, stretch * tangent)  # 27  g = l2(stretch * tangent, p, weight_decay)
-    p = tl.fma(minus_lr, g, p)                      # 32  p = p - lr * update
+    g = tl.fma(weight_decay, p, stretch * tangent)  # 27
+    p = tl.fma(minus_lr, g, p)                      # 32
     return (p,)
 
 
@@ -96,7 +93,7 @@ def orthograd_has_momentum_5_tile(
     g = grad_scale * g
     tangent = tl.fma(minus(radial), p, g)           # 24
     g = tl.fma(weight_decay, p, stretch * tangent)  # 27
-    # 30  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
+    # 30
     momentum_buffer = tl.fma(
         where_lt_one_t_one_minus_dampening_one, g,
         times(where_lt_one_t_momentum_zero, momentum_buffer, PLAN.momentum_buffer)
@@ -131,8 +128,7 @@ def orthograd_nesterov_has_momentum_5_tile(
         where_lt_one_t_one_minus_dampening_one, g,
         times(where_lt_one_t_momentum_zero, momentum_buffer, PLAN.momentum_buffer)
     )
-    # 31  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
-    update = tl.fma(momentum, momentum_buffer, g)
+    update = tl.fma(momentum, momentum_buffer, g)  # 31
     p = tl.fma(minus_lr, update, p)                 # 32
     return p, momentum_buffer
 

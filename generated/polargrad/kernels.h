@@ -6,8 +6,7 @@ template <class S0, class S1>
 OPTGEN_INLINE void polargrad_1(
     F g, F momentum, F one_minus_momentum_times_grad_scale, S0 &momentum_buffer, S1 &direction
 ) {
-    // 36  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
-    const F momentum_buffer_ = fma(one_minus_momentum_times_grad_scale, g, momentum_buffer.times(momentum));
+    const F momentum_buffer_ = fma(one_minus_momentum_times_grad_scale, g, momentum_buffer.times(momentum));  // 36
     const I momentum_buffer_bitcast = bits(momentum_buffer_);
     momentum_buffer.set(momentum_buffer_);
     direction.set(
@@ -24,8 +23,7 @@ OPTGEN_INLINE void polargrad_1(
 template <class S0, class S1, class S2>
 OPTGEN_INLINE void polargrad_3(S0 &momentum_buffer, S1 &direction, S2 &row_sum_for_nuclear) {
     const F momentum_buffer_ = momentum_buffer.read();
-    // 37  direction = newton_schulz(momentum_buffer, ns_steps, ns_coefficients, gram=gram)
-    const F direction_ = direction.read();
+    const F direction_ = direction.read();  // 37
     row_sum_for_nuclear.set(momentum_buffer_ * direction_);
 }
 
@@ -44,8 +42,7 @@ OPTGEN_INLINE void polargrad_5(F extent_rows, F extent_columns, S0 &rows_times_c
 // mat: values of matrices
 template <class S0, class S1, class S2>
 OPTGEN_INLINE void polargrad_6(F lr, S0 &mat_sum_for_nuclear, S1 &rows_times_columns, S2 &lr_times_nuclear) {
-    // 38  nuclear = mat_mean(momentum_buffer * direction) * (rows(p) * columns(p))
-    const F nuclear = mat_sum_for_nuclear.read() / rows_times_columns.read() * rows_times_columns.read();
+    const F nuclear = mat_sum_for_nuclear.read() / rows_times_columns.read() * rows_times_columns.read();  // 38
     lr_times_nuclear.set(lr * nuclear);
 }
 
@@ -53,8 +50,8 @@ OPTGEN_INLINE void polargrad_6(F lr, S0 &mat_sum_for_nuclear, S1 &rows_times_col
 template <class S0, class S1>
 OPTGEN_INLINE F polargrad_7(F p, F one_minus_lr_times_weight_decay, S0 &lr_times_nuclear, S1 &direction) {
     const F direction_ = direction.read();  // 37
-    const F p_ = one_minus_lr_times_weight_decay * p;             // 39  p = policies.decoupled(p, lr, weight_decay)
-    const F p_2 = fma(-lr_times_nuclear.read(), direction_, p_);  // 40  p = p - lr * nuclear * direction
+    const F p_ = one_minus_lr_times_weight_decay * p;             // 39
+    const F p_2 = fma(-lr_times_nuclear.read(), direction_, p_);  // 40
     return p_2;
 }
 
@@ -70,8 +67,7 @@ struct polargrad_no_matrix {  // polargrad
         scalar_3(scalars[5]), one_minus_adamw_lr_times_weight_decay(scalars[6]) {}
     template <class S0, class S1>
     void states(F p, F g, S0 &momentum_buffer, S1 &exp_avg_sq) const {
-        // 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr,
-        //     adamw_betas, adamw_eps, weight_decay )
+        // 32
         const F momentum_buffer_ = fma(
             one_minus_adamw_betas_0_times_grad_scale, g, momentum_buffer.times(adamw_betas_0)
         );

@@ -16,7 +16,7 @@ def polargrad_1_tile(
     MASKED: tl.constexpr,
 ):
     """The new momentum_buffer, direction."""
-    # 36  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
+    # 36
     momentum_buffer = tl.fma(
         one_minus_momentum_times_grad_scale, g, times(momentum, momentum_buffer, PLAN.momentum_buffer)
     )
@@ -42,8 +42,7 @@ def polargrad_1_sweep(
 def polargrad_3_tile(PLAN: tl.constexpr, momentum_buffer, direction_stored, live, MASKED: tl.constexpr):
     """The terms of row_sum_for_nuclear."""
     momentum_buffer = read(momentum_buffer, PLAN.momentum_buffer)
-    # 37  direction = newton_schulz(momentum_buffer, ns_steps, ns_coefficients, gram=gram)
-    direction = widened(direction_stored)
+    direction = widened(direction_stored)  # 37
     return momentum_buffer, direction
 
 
@@ -67,8 +66,7 @@ def polargrad_5_values(extent_rows, extent_columns):
 @triton.jit
 def polargrad_6_values(mat_sum_for_nuclear, rows_times_columns, lr):
     """The new lr_times_nuclear."""
-    # 38  nuclear = mat_mean(momentum_buffer * direction) * (rows(p) * columns(p))
-    nuclear = mat_sum_for_nuclear / rows_times_columns * rows_times_columns
+    nuclear = mat_sum_for_nuclear / rows_times_columns * rows_times_columns  # 38
     return (lr * nuclear,)
 
 
@@ -86,8 +84,8 @@ def polargrad_7_tile(
 ):
     """The new p."""
     direction = widened(direction_stored)  # 37
-    p = one_minus_lr_times_weight_decay * p            # 39  p = policies.decoupled(p, lr, weight_decay)
-    p = tl.fma(minus(lr_times_nuclear), direction, p)  # 40  p = p - lr * nuclear * direction
+    p = one_minus_lr_times_weight_decay * p            # 39
+    p = tl.fma(minus(lr_times_nuclear), direction, p)  # 40
     return (p,)
 
 
@@ -105,8 +103,7 @@ def polargrad_no_matrix_tile(
     live, MASKED: tl.constexpr,
 ):
     """The new p, momentum_buffer, exp_avg_sq."""
-    # 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr,
-    #     adamw_betas, adamw_eps, weight_decay )
+    # 32
     momentum_buffer = tl.fma(
         one_minus_adamw_betas_0_times_grad_scale, g, times(adamw_betas_0, momentum_buffer, PLAN.momentum_buffer)
     )

@@ -7,7 +7,7 @@ OPTGEN_INLINE void prodigy_1(
     F lr, F weight_decay, F d0, F gain1, S0 &d, S1 &one_times_one_minus_beta1_times_d, S2 &rate,
     S3 &one_minus_rate_times_weight_decay, S4 &d_over_d0, S5 &d_over_d0_times_rate
 ) {
-    const F rate_ = d.read() * lr;  // 41  rate = d * own
+    const F rate_ = d.read() * lr;  // 41
     const F d_div = d.read() / d0;
     one_times_one_minus_beta1_times_d.set(gain1 * d.read());
     rate.set(rate_);
@@ -24,9 +24,8 @@ OPTGEN_INLINE void prodigy_2(
 ) {
     const F g_ = grad_scale * g;
     const F p0_ = p0.read();
-    const F g_2 = where(0.0f < moves, g_, F(0.0f));                      // 34  g = where(lr > 0, g, 0.0)
-    // 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
-    const F s_ = fma(d_over_d0_times_rate.read(), g_2, s.times(keep3));
+    const F g_2 = where(0.0f < moves, g_, F(0.0f));                      // 34
+    const F s_ = fma(d_over_d0_times_rate.read(), g_2, s.times(keep3));  // 45
     s.set(s_);
     tensor_sum_for_d_denom.set(moves * abs(s_));
     tensor_sum_for_numerator.set(lr * (g_2 * (p0_ - p)));
@@ -48,18 +47,13 @@ OPTGEN_INLINE void prodigy_4(
     S4 &model_sum_for_numerator, S5 &d_2, S6 &d_2_times_eps
 ) {
     const M d_denom_lt = 0.0f < d_denom.read();
-    // 42  numerator = beta3 * d_numerator + d / d0 * d * model_dot(own * g, p0 - p)
+    // 42
     const F numerator = fma(d.read() / d0 * d.read(), model_sum_for_numerator.read(), beta3 * d_numerator.read());
-    // 47  d_numerator = where(d_denom > 0, numerator, d_numerator)
-    const F d_numerator_ = where(d_denom_lt, numerator, d_numerator.read());
-    // 48  d_hat = d_coef * d_numerator / maximum(d_denom, 1e-37)
-    const F d_hat = d_coef * d_numerator_ / max(F(1e-37f), d_denom.read());
-    // 50  d_max = maximum(d_max, where(d_denom > 0, d_hat, 0.0))
-    const F d_max_ = max(d_max.read(), where(d_denom_lt, d_hat, F(0.0f)));
-    // 49  raised = where(equal(d, d0), maximum(d, d_hat), d)
-    const F raised = where(d.read() == d0, max(d.read(), d_hat), d.read());
-    // 51  d = where(d_denom > 0, minimum(d_max, raised * growth_rate), d)
-    const F d_ = where(d_denom_lt, min(d_max_, raised * growth_rate), d.read());
+    const F d_numerator_ = where(d_denom_lt, numerator, d_numerator.read());  // 47
+    const F d_hat = d_coef * d_numerator_ / max(F(1e-37f), d_denom.read());  // 48
+    const F d_max_ = max(d_max.read(), where(d_denom_lt, d_hat, F(0.0f)));  // 50
+    const F raised = where(d.read() == d0, max(d.read(), d_hat), d.read());  // 49
+    const F d_ = where(d_denom_lt, min(d_max_, raised * growth_rate), d.read());  // 51
     d_max.set(d_max_);
     d_numerator.set(d_numerator_);
     d_2.set(d_);
@@ -74,13 +68,10 @@ OPTGEN_INLINE F prodigy_5(
 ) {
     const F g_ = grad_scale * g;
     const F g_2 = where(0.0f < moves, g_, F(0.0f));             // 34
-    // 43  exp_avg = keep1 * exp_avg + gain1 * d * g
-    const F exp_avg_ = fma(one_times_one_minus_beta1_times_d.read(), g_2, exp_avg.times(keep1));
-    // 44  exp_avg_sq = keep2 * exp_avg_sq + gain2 * (d * g) ** 2
-    const F exp_avg_sq_ = fma(gain2 * d.read() * g_2, d.read() * g_2, exp_avg_sq.times(keep2));
-    const F p_ = p * one_minus_rate_times_weight_decay.read();  // 52  p = policies.decoupled(p, rate, weight_decay)
-    // 53  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
-    const F p_2 = fma(-(rate.read() * exp_avg_), 1.0f / (sqrt(exp_avg_sq_) + d_2_times_eps.read()), p_);
+    const F exp_avg_ = fma(one_times_one_minus_beta1_times_d.read(), g_2, exp_avg.times(keep1));  // 43
+    const F exp_avg_sq_ = fma(gain2 * d.read() * g_2, d.read() * g_2, exp_avg_sq.times(keep2));  // 44
+    const F p_ = p * one_minus_rate_times_weight_decay.read();  // 52
+    const F p_2 = fma(-(rate.read() * exp_avg_), 1.0f / (sqrt(exp_avg_sq_) + d_2_times_eps.read()), p_);  // 53
     exp_avg.set(exp_avg_);
     exp_avg_sq.set(exp_avg_sq_);
     return p_2;

@@ -14,7 +14,7 @@ from optgen.runtime.gpu.prelude import minus
 def prodigy_1_values(d, lr, weight_decay, d0, gain1):
     """The new one_times_one_minus_beta1_times_d, rate, one_minus_rate_times_weight_decay, d_over_d0,
     d_over_d0_times_rate."""
-    rate = d * lr  # 41  rate = d * own
+    rate = d * lr  # 41
     d_div = d / d0
     return gain1 * d, rate, tl.fma(minus(rate), weight_decay, 1.0), d_div, d_div * rate
 
@@ -33,9 +33,8 @@ def prodigy_2_tile(
     """The new s; the terms of tensor_sum_for_d_denom, tensor_sum_for_numerator."""
     p0 = read(p0, PLAN.p0)
     g = grad_scale * g
-    g = tl.where(0.0 < moves, g, 0.0)                             # 34  g = where(lr > 0, g, 0.0)
-    # 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
-    s = tl.fma(d_over_d0_times_rate, g, times(keep3, s, PLAN.s))
+    g = tl.where(0.0 < moves, g, 0.0)                             # 34
+    s = tl.fma(d_over_d0_times_rate, g, times(keep3, s, PLAN.s))  # 45
     return s, moves * tl.abs(s), lr * (g * (p0 - p))
 
 
@@ -62,18 +61,12 @@ def prodigy_3_between(table, work, LEVEL: tl.constexpr):
 def prodigy_4_values(d, d_max, d_numerator, d_denom, model_sum_for_numerator, eps, d0, d_coef, growth_rate, beta3):
     """The new d_max, d_numerator, d_2, d_2_times_eps."""
     d_denom_lt = 0.0 < d_denom
-    # 42  numerator = beta3 * d_numerator + d / d0 * d * model_dot(own * g, p0 - p)
-    numerator = tl.fma(d / d0 * d, model_sum_for_numerator, beta3 * d_numerator)
-    # 47  d_numerator = where(d_denom > 0, numerator, d_numerator)
-    d_numerator = tl.where(d_denom_lt, numerator, d_numerator)
-    # 48  d_hat = d_coef * d_numerator / maximum(d_denom, 1e-37)
-    d_hat = d_coef * d_numerator / tl.maximum(d_denom, 1e-37, propagate_nan=tl.PropagateNan.ALL)
-    # 50  d_max = maximum(d_max, where(d_denom > 0, d_hat, 0.0))
-    d_max = tl.maximum(d_max, tl.where(d_denom_lt, d_hat, 0.0), propagate_nan=tl.PropagateNan.ALL)
-    # 49  raised = where(equal(d, d0), maximum(d, d_hat), d)
-    raised = tl.where(d == d0, tl.maximum(d, d_hat, propagate_nan=tl.PropagateNan.ALL), d)
-    # 51  d = where(d_denom > 0, minimum(d_max, raised * growth_rate), d)
-    d = tl.where(d_denom_lt, tl.minimum(d_max, raised * growth_rate, propagate_nan=tl.PropagateNan.ALL), d)
+    numerator = tl.fma(d / d0 * d, model_sum_for_numerator, beta3 * d_numerator)  # 42
+    d_numerator = tl.where(d_denom_lt, numerator, d_numerator)  # 47
+    d_hat = d_coef * d_numerator / tl.maximum(d_denom, 1e-37, propagate_nan=tl.PropagateNan.ALL)  # 48
+    d_max = tl.maximum(d_max, tl.where(d_denom_lt, d_hat, 0.0), propagate_nan=tl.PropagateNan.ALL)  # 50
+    raised = tl.where(d == d0, tl.maximum(d, d_hat, propagate_nan=tl.PropagateNan.ALL), d)  # 49
+    d = tl.where(d_denom_lt, tl.minimum(d_max, raised * growth_rate, propagate_nan=tl.PropagateNan.ALL), d)  # 51
     return d_max, d_numerator, d, d * eps
 
 
@@ -94,13 +87,10 @@ def prodigy_5_tile(
     """The new p, exp_avg, exp_avg_sq."""
     g = grad_scale * g
     g = tl.where(0.0 < moves, g, 0.0)          # 34
-    # 43  exp_avg = keep1 * exp_avg + gain1 * d * g
-    exp_avg = tl.fma(one_times_one_minus_beta1_times_d, g, times(keep1, exp_avg, PLAN.exp_avg))
-    # 44  exp_avg_sq = keep2 * exp_avg_sq + gain2 * (d * g) ** 2
-    exp_avg_sq = tl.fma(gain2 * d * g, d * g, times(keep2, exp_avg_sq, PLAN.exp_avg_sq))
-    p = p * one_minus_rate_times_weight_decay  # 52  p = policies.decoupled(p, rate, weight_decay)
-    # 53  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
-    p = tl.fma(minus(rate * exp_avg), 1.0 / (tl.sqrt(exp_avg_sq) + d_2_times_eps), p)
+    exp_avg = tl.fma(one_times_one_minus_beta1_times_d, g, times(keep1, exp_avg, PLAN.exp_avg))  # 43
+    exp_avg_sq = tl.fma(gain2 * d * g, d * g, times(keep2, exp_avg_sq, PLAN.exp_avg_sq))  # 44
+    p = p * one_minus_rate_times_weight_decay  # 52
+    p = tl.fma(minus(rate * exp_avg), 1.0 / (tl.sqrt(exp_avg_sq) + d_2_times_eps), p)  # 53
     return p, exp_avg, exp_avg_sq
 
 

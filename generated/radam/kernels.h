@@ -14,20 +14,16 @@ struct radam {  // radam
     template <class S0, class S1>
     void states(F p, F g, S0 &exp_avg, S1 &exp_avg_sq) const {
         const F g_ = grad_scale * g;
-        const F g_2 = fma(weight_decay, p, g_);                              // 24  g = l2(g, p, weight_decay)
-        // 25  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-        const F exp_avg_ = fma(one_minus_beta1, g_2, exp_avg.times(beta1));
-        // 26  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-        const F exp_avg_sq_ = fma(one_minus_beta2 * g_2, g_2, exp_avg_sq.times(beta2));
+        const F g_2 = fma(weight_decay, p, g_);                              // 24
+        const F exp_avg_ = fma(one_minus_beta1, g_2, exp_avg.times(beta1));  // 25
+        const F exp_avg_sq_ = fma(one_minus_beta2 * g_2, g_2, exp_avg_sq.times(beta2));  // 26
         exp_avg.set(exp_avg_);
         exp_avg_sq.set(exp_avg_sq_);
     }
     template <class S0, class S1>
     F weight(F p, F g, const S0 &exp_avg, const S1 &exp_avg_sq) const {
-        // 35  denom = where(rho > 5, adaptive * (sqrt(exp_avg_sq) + eps), 1.0)
-        const F denom = where(0.0f < scalar_3, adaptive * (exp_avg_sq.root() + eps), F(1.0f));
-        // 36  p = p - lr / (1 - beta1**t) * exp_avg / denom
-        const F p_ = fma(-(lr_over_one_minus_beta1_pow_t * exp_avg.next()), 1.0f / denom, p);
+        const F denom = where(0.0f < scalar_3, adaptive * (exp_avg_sq.root() + eps), F(1.0f));  // 35
+        const F p_ = fma(-(lr_over_one_minus_beta1_pow_t * exp_avg.next()), 1.0f / denom, p);  // 36
         return p_;
     }
 };
@@ -52,7 +48,7 @@ struct radam_decoupled_weight_decay {  // radam
     template <class S0, class S1>
     F weight(F p, F g, const S0 &exp_avg, const S1 &exp_avg_sq) const {
         const F denom = where(0.0f < scalar_4, adaptive * (exp_avg_sq.root() + eps), F(1.0f));  // 35
-        const F p_ = one_minus_lr_times_weight_decay * p;  // 22  p = decoupled(p, lr, weight_decay)
+        const F p_ = one_minus_lr_times_weight_decay * p;  // 22
         const F p_2 = fma(-(lr_over_one_minus_beta1_pow_t * exp_avg.next()), 1.0f / denom, p_);  // 36
         return p_2;
     }

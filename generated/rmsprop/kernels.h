@@ -12,11 +12,10 @@ struct rmsprop {  // rmsprop
     F step(F p, F g, S0 &square_avg) const {
         const F g_ = grad_scale * g;
         const F square_avg_ = square_avg.read();
-        const F g_2 = fma(weight_decay, p, g_);             // 27  g = l2(g, p, weight_decay)
-        // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-        const F square_avg_2 = fma(one_minus_alpha * g_2, g_2, alpha * square_avg_);
-        const F update = g_2 / (sqrt(square_avg_2) + eps);  // 34  update = g / (sqrt(variance) + eps)
-        const F p_ = fma(minus_lr, update, p);              // 38  p = p - lr * update
+        const F g_2 = fma(weight_decay, p, g_);             // 27
+        const F square_avg_2 = fma(one_minus_alpha * g_2, g_2, alpha * square_avg_);  // 28
+        const F update = g_2 / (sqrt(square_avg_2) + eps);  // 34
+        const F p_ = fma(minus_lr, update, p);              // 38
         square_avg.set(square_avg_2);
         return p_;
     }
@@ -36,8 +35,7 @@ struct rmsprop_has_momentum {  // rmsprop
         const F square_avg_ = square_avg.read();
         const F g_2 = fma(weight_decay, p, g_);  // 27
         const F square_avg_2 = fma(one_minus_alpha * g_2, g_2, alpha * square_avg_);  // 28
-        // 36  momentum_buffer = momentum * momentum_buffer + update
-        const F momentum_buffer_ = fma(g_2, 1.0f / (sqrt(square_avg_2) + eps), momentum_buffer.times(momentum));
+        const F momentum_buffer_ = fma(g_2, 1.0f / (sqrt(square_avg_2) + eps), momentum_buffer.times(momentum));  // 36
         square_avg.set(square_avg_2);
         momentum_buffer.set(momentum_buffer_);
     }
@@ -61,11 +59,9 @@ struct rmsprop_centered {  // rmsprop
         const F square_avg_ = square_avg.read();
         const F g_2 = fma(weight_decay, p, g_);                       // 27
         const F g_mul = one_minus_alpha * g_2;
-        // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
-        const F grad_avg_ = grad_avg.plus(alpha, g_mul);
+        const F grad_avg_ = grad_avg.plus(alpha, g_mul);              // 31
         const F square_avg_2 = fma(g_mul, g_2, alpha * square_avg_);  // 28
-        // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
-        const F variance = max(F(0.0f), fma(-grad_avg_, grad_avg_, square_avg_2));
+        const F variance = max(F(0.0f), fma(-grad_avg_, grad_avg_, square_avg_2));  // 33
         const F update = g_2 / (sqrt(variance) + eps);                // 34
         const F p_ = fma(minus_lr, update, p);                        // 38
         square_avg.set(square_avg_2);

@@ -17,11 +17,10 @@ def rmsprop_tile(
     """The new p, square_avg."""
     square_avg = read(square_avg, PLAN.square_avg)
     g = grad_scale * g
-    g = tl.fma(weight_decay, p, g)                                   # 27  g = l2(g, p, weight_decay)
-    # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-    square_avg = tl.fma(one_minus_alpha * g, g, alpha * square_avg)
-    update = g * reciprocal(tl.sqrt(square_avg) + eps)               # 34  update = g / (sqrt(variance) + eps)
-    p = tl.fma(minus_lr, update, p)                                  # 38  p = p - lr * update
+    g = tl.fma(weight_decay, p, g)                                   # 27
+    square_avg = tl.fma(one_minus_alpha * g, g, alpha * square_avg)  # 28
+    update = g * reciprocal(tl.sqrt(square_avg) + eps)               # 34
+    p = tl.fma(minus_lr, update, p)                                  # 38
     return p, square_avg
 
 
@@ -43,7 +42,7 @@ def rmsprop_has_momentum_tile(
     g = grad_scale * g
     g = tl.fma(weight_decay, p, g)                                   # 27
     square_avg = tl.fma(one_minus_alpha * g, g, alpha * square_avg)  # 28
-    # 36  momentum_buffer = momentum * momentum_buffer + update
+    # 36
     momentum_buffer = tl.fma(
         g, reciprocal(tl.sqrt(square_avg) + eps), times(momentum, momentum_buffer, PLAN.momentum_buffer)
     )
@@ -73,10 +72,9 @@ def rmsprop_centered_tile(
     g = grad_scale * g
     g = tl.fma(weight_decay, p, g)                          # 27
     g_mul = one_minus_alpha * g
-    grad_avg = plus(alpha, grad_avg, g_mul, PLAN.grad_avg)  # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
+    grad_avg = plus(alpha, grad_avg, g_mul, PLAN.grad_avg)  # 31
     square_avg = tl.fma(g_mul, g, alpha * square_avg)       # 28
-    # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
-    variance = tl.maximum(tl.fma(minus(grad_avg), grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
+    variance = tl.maximum(tl.fma(minus(grad_avg), grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)  # 33
     update = g * reciprocal(tl.sqrt(variance) + eps)        # 34
     p = tl.fma(minus_lr, update, p)                         # 38
     return p, square_avg, grad_avg

@@ -14,22 +14,18 @@ struct rprop {  // rprop
         const F prev_ = prev.read();
         const F g_2 = grad_scale * g;
         const F step_size_ = step_size.read();
-        const F agreement = grad_scale * (g * prev_);                          // 22  agreement = g * prev
+        const F agreement = grad_scale * (g * prev_);                          // 22
         const M agreement_lt = agreement < 0.0f;
-        // 27  prev = where(agreement < 0, 0.0, g)
-        const F prev_2 = where(agreement_lt, F(0.0f), g_2);
-        // 23  size = step_size + where(t > 1, 0.0, lr)
-        const F size = step_size_ + where_lt_one_t_zero_lr;
-        // 24  scaled = where(agreement > 0, size * etaplus, where(agreement < 0, size * etaminus, size))
-        const F scaled = where(0.0f < agreement, etaplus * size, where(agreement_lt, etaminus * size, size));
-        // 25  step_size = clip(scaled, step_size_min, step_size_max)
-        const F step_size_2 = min(max(scaled, step_size_min), step_size_max);
+        const F prev_2 = where(agreement_lt, F(0.0f), g_2);                    // 27
+        const F size = step_size_ + where_lt_one_t_zero_lr;  // 23
+        const F scaled = where(0.0f < agreement, etaplus * size, where(agreement_lt, etaminus * size, size));  // 24
+        const F step_size_2 = min(max(scaled, step_size_min), step_size_max);  // 25
         prev.set(prev_2);
         step_size.set(step_size_2);
     }
     template <class S0, class S1>
     F weight(F p, F g, const S0 &prev, const S1 &step_size) const {
-        const F p_ = fma(-sign(prev.next()), step_size.next(), p);  // 28  p = p - sign(prev) * step_size
+        const F p_ = fma(-sign(prev.next()), step_size.next(), p);  // 28
         return p_;
     }
 };

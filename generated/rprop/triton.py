@@ -18,18 +18,17 @@ def rprop_tile(
     prev = read(prev, PLAN.prev)
     step_size = read(step_size, PLAN.step_size)
     g_2 = grad_scale * g
-    agreement = grad_scale * (g * prev)          # 22  agreement = g * prev
+    agreement = grad_scale * (g * prev)          # 22
     agreement_lt = agreement < 0.0
-    prev = tl.where(agreement_lt, 0.0, g_2)      # 27  prev = where(agreement < 0, 0.0, g)
-    size = step_size + where_lt_one_t_zero_lr    # 23  size = step_size + where(t > 1, 0.0, lr)
-    # 24  scaled = where(agreement > 0, size * etaplus, where(agreement < 0, size * etaminus, size))
-    scaled = tl.where(0.0 < agreement, etaplus * size, tl.where(agreement_lt, etaminus * size, size))
-    # 25  step_size = clip(scaled, step_size_min, step_size_max)
+    prev = tl.where(agreement_lt, 0.0, g_2)      # 27
+    size = step_size + where_lt_one_t_zero_lr    # 23
+    scaled = tl.where(0.0 < agreement, etaplus * size, tl.where(agreement_lt, etaminus * size, size))  # 24
+    # 25
     step_size = tl.minimum(
         tl.maximum(scaled, step_size_min, propagate_nan=tl.PropagateNan.ALL), step_size_max,
         propagate_nan=tl.PropagateNan.ALL
     )
-    p = tl.fma(minus(sign(prev)), step_size, p)  # 28  p = p - sign(prev) * step_size
+    p = tl.fma(minus(sign(prev)), step_size, p)  # 28
     return p, prev, step_size
 
 

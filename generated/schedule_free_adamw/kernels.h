@@ -13,16 +13,14 @@ struct schedule_free_adamw {  // schedule_free_adamw
     template <class S0, class S1>
     F step(F p, F g, S0 &z, S1 &exp_avg_sq) const {
         const F z_ = z.read();
-        // 37  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-        const F exp_avg_sq_ = fma(scalar_0 * g, g, exp_avg_sq.times(beta2));
-        // 38  step = g / (sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps) + weight_decay * p
+        const F exp_avg_sq_ = fma(scalar_0 * g, g, exp_avg_sq.times(beta2));  // 37
+        // 38
         const F step_ = fma(
             weight_decay, p,
             grad_scale_times_sqrt_one_minus_beta2_pow_t * g / (sqrt(exp_avg_sq_) + eps_times_sqrt_one_minus_beta2_pow_t)
         );
-        // 39  p = p + c * (z - p) + rate * (beta1 * (1 - c) - 1) * step
-        const F p_ = fma(scalar_4, step_, fma(c_, z_ - p, p));
-        const F z_2 = fma(scalar_5, step_, z_);                               // 40  z = z - rate * step
+        const F p_ = fma(scalar_4, step_, fma(c_, z_ - p, p));  // 39
+        const F z_2 = fma(scalar_5, step_, z_);                               // 40
         z.set(z_2);
         exp_avg_sq.set(exp_avg_sq_);
         return p_;

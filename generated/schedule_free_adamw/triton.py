@@ -17,17 +17,16 @@ def schedule_free_adamw_tile(
 ):
     """The new p, z, exp_avg_sq."""
     z = read(z, PLAN.z)
-    # 37  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_0 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))
-    # 38  step = g / (sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps) + weight_decay * p
+    exp_avg_sq = tl.fma(scalar_0 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 37
+    # 38
     step = tl.fma(
         weight_decay, p,
         grad_scale_times_sqrt_one_minus_beta2_pow_t * g * reciprocal(
             tl.sqrt(exp_avg_sq) + eps_times_sqrt_one_minus_beta2_pow_t
         )
     )
-    p = tl.fma(scalar_4, step, tl.fma(c, z - p, p))  # 39  p = p + c * (z - p) + rate * (beta1 * (1 - c) - 1) * step
-    z = tl.fma(scalar_5, step, z)                    # 40  z = z - rate * step
+    p = tl.fma(scalar_4, step, tl.fma(c, z - p, p))  # 39
+    z = tl.fma(scalar_5, step, z)                    # 40
     return p, z, exp_avg_sq
 
 

@@ -12,10 +12,9 @@ struct schedule_free_sgd {  // schedule_free_sgd
     F step(F p, F g, S0 &z) const {
         const F g_ = grad_scale * g;
         const F z_ = z.read();
-        const F step_ = fma(weight_decay, p, g_);               // 34  step = g + weight_decay * p
-        // 35  p = p + c * (z - p) + rate * (momentum * (1 - c) - 1) * step
-        const F p_ = fma(scalar_1, step_, fma(c_, z_ - p, p));
-        const F z_2 = fma(scalar_2, step_, z_);                 // 36  z = z - rate * step
+        const F step_ = fma(weight_decay, p, g_);               // 34
+        const F p_ = fma(scalar_1, step_, fma(c_, z_ - p, p));  // 35
+        const F z_2 = fma(scalar_2, step_, z_);                 // 36
         z.set(z_2);
         return p_;
     }

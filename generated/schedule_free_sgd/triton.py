@@ -15,9 +15,9 @@ def schedule_free_sgd_tile(
     """The new p, z."""
     z = read(z, PLAN.z)
     g = grad_scale * g
-    step = tl.fma(weight_decay, p, g)                # 34  step = g + weight_decay * p
-    p = tl.fma(scalar_1, step, tl.fma(c, z - p, p))  # 35  p = p + c * (z - p) + rate * (momentum * (1 - c) - 1) * step
-    z = tl.fma(scalar_2, step, z)                    # 36  z = z - rate * step
+    step = tl.fma(weight_decay, p, g)                # 34
+    p = tl.fma(scalar_1, step, tl.fma(c, z - p, p))  # 35
+    z = tl.fma(scalar_2, step, z)                    # 36
     return p, z
 
 

@@ -4,7 +4,7 @@
 // tensor: values of tensors
 template <class S0>
 OPTGEN_INLINE void scion_1(F normalized, F extent_rows, F extent_columns, S0 &sqrt_rows_over_width) {
-    const F width_ = fma(normalized, extent_columns - 1.0f, 1.0f);  // 35  width = 1 + normalized * (columns(p) - 1)
+    const F width_ = fma(normalized, extent_columns - 1.0f, 1.0f);  // 35
     sqrt_rows_over_width.set(sqrt(extent_rows / width_));
 }
 
@@ -13,8 +13,7 @@ template <class S0, class S1>
 OPTGEN_INLINE void scion_2(
     F g, F one_minus_momentum, F momentum_times_grad_scale, S0 &momentum_buffer, S1 &newton_schulz
 ) {
-    // 33  momentum_buffer = (1 - momentum) * momentum_buffer + momentum * g
-    const F momentum_buffer_ = fma(momentum_times_grad_scale, g, momentum_buffer.times(one_minus_momentum));
+    const F momentum_buffer_ = fma(momentum_times_grad_scale, g, momentum_buffer.times(one_minus_momentum));  // 33
     const I momentum_buffer_bitcast = bits(momentum_buffer_);
     momentum_buffer.set(momentum_buffer_);
     newton_schulz.set(
@@ -32,7 +31,7 @@ template <class S0, class S1>
 OPTGEN_INLINE F scion_4(
     F p, F lr_times_scale, F one_minus_lr_times_one_minus_unconstrained, S0 &sqrt_rows_over_width, S1 &newton_schulz
 ) {
-    // 44  p = p * (1 - lr * (1 - unconstrained)) - lr * scale * step
+    // 44
     const F p_ = fma(
         -(lr_times_scale * sqrt_rows_over_width.read()), newton_schulz.read(),
         one_minus_lr_times_one_minus_unconstrained * p

@@ -13,7 +13,7 @@ from optgen.runtime.gpu.prelude import minus, sign, widened
 @triton.jit
 def scion_1_values(extent_rows, extent_columns, normalized):
     """The new sqrt_rows_over_width."""
-    width = tl.fma(normalized, extent_columns - 1.0, 1.0)  # 35  width = 1 + normalized * (columns(p) - 1)
+    width = tl.fma(normalized, extent_columns - 1.0, 1.0)  # 35
     return (tl.sqrt(extent_rows / width),)
 
 
@@ -28,7 +28,7 @@ def scion_2_tile(
     MASKED: tl.constexpr,
 ):
     """The new momentum_buffer, newton_schulz."""
-    # 33  momentum_buffer = (1 - momentum) * momentum_buffer + momentum * g
+    # 33
     momentum_buffer = tl.fma(
         momentum_times_grad_scale, g, times(one_minus_momentum, momentum_buffer, PLAN.momentum_buffer)
     )
@@ -56,7 +56,7 @@ def scion_4_tile(
     one_minus_lr_times_one_minus_unconstrained, live, MASKED: tl.constexpr,
 ):
     """The new p."""
-    # 44  p = p * (1 - lr * (1 - unconstrained)) - lr * scale * step
+    # 44
     p = tl.fma(
         minus(lr_times_scale * sqrt_rows_over_width), widened(newton_schulz_stored),
         one_minus_lr_times_one_minus_unconstrained * p

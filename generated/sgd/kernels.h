@@ -7,8 +7,7 @@ struct sgd {  // sgd
 
     explicit sgd(const float *scalars) : lr_times_grad_scale(scalars[0]), lr_times_weight_decay(scalars[1]) {}
     F step(F p, F g) const {
-        // 25  p = p - lr * update
-        const F p_ = p - fma(lr_times_weight_decay, p, lr_times_grad_scale * g);
+        const F p_ = p - fma(lr_times_weight_decay, p, lr_times_grad_scale * g);  // 25
         return p_;
     }
 };
@@ -23,7 +22,7 @@ struct sgd_has_momentum {  // sgd
         where_lt_one_t_momentum_zero(scalars[2]), minus_lr(scalars[3]) {}
     template <class S0>
     void states(F p, F g, S0 &momentum_buffer) const {
-        // 23  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
+        // 23
         const F momentum_buffer_ = momentum_buffer.plus(where_lt_one_t_momentum_zero, fma(scalar_1, p, scalar_0 * g));
         momentum_buffer.set(momentum_buffer_);
     }
@@ -46,13 +45,12 @@ struct sgd_nesterov_has_momentum {  // sgd
     template <class S0>
     F step(F p, F g, S0 &momentum_buffer) const {
         const F g_ = grad_scale * g;
-        const F g_2 = fma(weight_decay, p, g_);                 // 20  g = l2(g, p, weight_decay)
+        const F g_2 = fma(weight_decay, p, g_);                 // 20
         // 23
         const F momentum_buffer_ = fma(
             where_lt_one_t_one_minus_dampening_one, g_2, momentum_buffer.times(where_lt_one_t_momentum_zero)
         );
-        // 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
-        const F update = fma(momentum, momentum_buffer_, g_2);
+        const F update = fma(momentum, momentum_buffer_, g_2);  // 24
         const F p_ = fma(minus_lr, update, p);                  // 25
         momentum_buffer.set(momentum_buffer_);
         return p_;

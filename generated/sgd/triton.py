@@ -11,7 +11,7 @@ from optgen.runtime.gpu.matrices import walk
 @triton.jit
 def sgd_tile(PLAN: tl.constexpr, p, g, lr_times_grad_scale, lr_times_weight_decay, live, MASKED: tl.constexpr):
     """The new p."""
-    p = p - tl.fma(lr_times_weight_decay, p, lr_times_grad_scale * g)  # 25  p = p - lr * update
+    p = p - tl.fma(lr_times_weight_decay, p, lr_times_grad_scale * g)  # 25
     return (p,)
 
 
@@ -29,7 +29,7 @@ def sgd_has_momentum_tile(
     MASKED: tl.constexpr,
 ):
     """The new p, momentum_buffer."""
-    # 23  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
+    # 23
     momentum_buffer = plus(
         where_lt_one_t_momentum_zero, momentum_buffer, tl.fma(scalar_1, p, scalar_0 * g), PLAN.momentum_buffer
     )
@@ -55,14 +55,13 @@ def sgd_nesterov_has_momentum_tile(
 ):
     """The new p, momentum_buffer."""
     g = grad_scale * g
-    g = tl.fma(weight_decay, p, g)                 # 20  g = l2(g, p, weight_decay)
+    g = tl.fma(weight_decay, p, g)                 # 20
     # 23
     momentum_buffer = tl.fma(
         where_lt_one_t_one_minus_dampening_one, g,
         times(where_lt_one_t_momentum_zero, momentum_buffer, PLAN.momentum_buffer)
     )
-    # 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
-    update = tl.fma(momentum, momentum_buffer, g)
+    update = tl.fma(momentum, momentum_buffer, g)  # 24
     p = tl.fma(minus_lr, update, p)                # 25
     return p, momentum_buffer
 

@@ -7,8 +7,7 @@ OPTGEN_INLINE void sgdp_1(
     F p, F g, F momentum, F one_minus_dampening_times_grad_scale, S0 &momentum_buffer, S1 &row_sum_for_invariant,
     S2 &row_sum_for_invariant_2, S3 &row_sum_for_invariant_3, S4 &row_sum_of_p
 ) {
-    // 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
-    const F momentum_buffer_ = fma(one_minus_dampening_times_grad_scale, g, momentum_buffer.times(momentum));
+    const F momentum_buffer_ = fma(one_minus_dampening_times_grad_scale, g, momentum_buffer.times(momentum));  // 23
     momentum_buffer.set(momentum_buffer_);
     row_sum_for_invariant.set(p * g);
     row_sum_for_invariant_2.set(p * p);
@@ -71,12 +70,11 @@ OPTGEN_INLINE void sgdp_5(
     S2 &lt_tensor_div_delta_over_sqrt_elements, S3 &tensor_lt, S4 &one_minus_lr_times_weight_decay_2
 ) {
     const M tensor_max_for_invariant_lt = tensor_max_for_invariant.read() < delta_over_sqrt_columns.read();
-    // 27  update, invariant = without_radial(update, p, g, delta, eps)
+    // 27
     const F invariant = where(
         tensor_max_for_invariant_lt | 0.0f < lt_tensor_div_delta_over_sqrt_elements.read(), F(1.0f), F(0.0f)
     );
-    // 28  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
-    const F weight_decay = weight_decay_2 * fma(minus_one_minus_wd_ratio, invariant, 1.0f);
+    const F weight_decay = weight_decay_2 * fma(minus_one_minus_wd_ratio, invariant, 1.0f);  // 28
     tensor_lt.set(where(tensor_max_for_invariant_lt, F(1.0f), F(0.0f)));
     one_minus_lr_times_weight_decay_2.set(fma(minus_lr, weight_decay, 1.0f));
 }
@@ -99,8 +97,8 @@ OPTGEN_INLINE F sgdp_7(
 ) {
     const F momentum_buffer_ = momentum_buffer.read();
     const F update = fma(-row_sum_of_p_over_row_mul_3_2.read(), p, momentum_buffer_);  // 27
-    const F p_ = p * one_minus_lr_times_weight_decay_2.read();  // 29  p = decoupled(p, lr, weight_decay)
-    const F p_2 = fma(minus_lr, update, p_);                    // 30  p = p - lr * update
+    const F p_ = p * one_minus_lr_times_weight_decay_2.read();  // 29
+    const F p_2 = fma(minus_lr, update, p_);                    // 30
     return p_2;
 }
 
@@ -131,8 +129,7 @@ OPTGEN_INLINE void sgdp_nesterov_1(
     F p, F g, F grad_scale, F momentum_times_momentum, F scalar_1, S0 &momentum_buffer, S1 &row_sum_for_invariant,
     S2 &row_sum_for_invariant_2, S3 &row_sum_for_invariant_3, S4 &row_sum_of_p
 ) {
-    // 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
-    const F update = fma(grad_scale, g, fma(scalar_1, g, momentum_buffer.times(momentum_times_momentum)));
+    const F update = fma(grad_scale, g, fma(scalar_1, g, momentum_buffer.times(momentum_times_momentum)));  // 24
     row_sum_for_invariant.set(p * g);
     row_sum_for_invariant_2.set(p * p);
     row_sum_for_invariant_3.set(g * g);

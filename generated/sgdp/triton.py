@@ -17,7 +17,7 @@ def sgdp_1_tile(
 ):
     """The new momentum_buffer; the terms of row_sum_for_invariant, row_sum_for_invariant_2,
     row_sum_for_invariant_3, row_sum_of_p."""
-    # 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
+    # 23
     momentum_buffer = tl.fma(
         one_minus_dampening_times_grad_scale, g, times(momentum, momentum_buffer, PLAN.momentum_buffer)
     )
@@ -78,10 +78,8 @@ def sgdp_5_values(
 ):
     """The new tensor_lt, one_minus_lr_times_weight_decay_2."""
     tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns
-    # 27  update, invariant = without_radial(update, p, g, delta, eps)
-    invariant = tl.where(tensor_max_for_invariant_lt | (0.0 < lt_tensor_div_delta_over_sqrt_elements), 1.0, 0.0)
-    # 28  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
-    weight_decay = weight_decay_2 * tl.fma(minus_one_minus_wd_ratio, invariant, 1.0)
+    invariant = tl.where(tensor_max_for_invariant_lt | (0.0 < lt_tensor_div_delta_over_sqrt_elements), 1.0, 0.0)  # 27
+    weight_decay = weight_decay_2 * tl.fma(minus_one_minus_wd_ratio, invariant, 1.0)  # 28
     return tl.where(tensor_max_for_invariant_lt, 1.0, 0.0), tl.fma(minus_lr, weight_decay, 1.0)
 
 
@@ -112,8 +110,8 @@ def sgdp_7_tile(
     """The new p."""
     momentum_buffer = read(momentum_buffer, PLAN.momentum_buffer)
     update = tl.fma(minus(row_sum_of_p_over_row_mul_3_2), p, momentum_buffer)  # 27
-    p = p * one_minus_lr_times_weight_decay_2  # 29  p = decoupled(p, lr, weight_decay)
-    p = tl.fma(minus_lr, update, p)            # 30  p = p - lr * update
+    p = p * one_minus_lr_times_weight_decay_2  # 29
+    p = tl.fma(minus_lr, update, p)            # 30
     return (p,)
 
 
@@ -154,7 +152,7 @@ def sgdp_nesterov_1_tile(
     MASKED: tl.constexpr,
 ):
     """The terms of row_sum_for_invariant, row_sum_for_invariant_2, row_sum_for_invariant_3, row_sum_of_p."""
-    # 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
+    # 24
     update = tl.fma(
         grad_scale, g, tl.fma(scalar_1, g, times(momentum_times_momentum, momentum_buffer, PLAN.momentum_buffer))
     )

@@ -8,8 +8,8 @@ struct sgdw {  // sgdw
     explicit sgdw(const float *scalars) : one_minus_lr_times_weight_decay(scalars[0]),
         minus_lr_times_grad_scale(scalars[1]) {}
     F step(F p, F g) const {
-        const F p_ = one_minus_lr_times_weight_decay * p;     // 24  p = decoupled(p, lr, weight_decay)
-        const F p_2 = fma(minus_lr_times_grad_scale, g, p_);  // 25  p = p - lr * update
+        const F p_ = one_minus_lr_times_weight_decay * p;     // 24
+        const F p_2 = fma(minus_lr_times_grad_scale, g, p_);  // 25
         return p_2;
     }
 };
@@ -24,8 +24,7 @@ struct sgdw_has_momentum {  // sgdw
         one_minus_lr_times_weight_decay(scalars[2]), minus_lr(scalars[3]) {}
     template <class S0>
     void states(F p, F g, S0 &momentum_buffer) const {
-        // 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-        const F momentum_buffer_ = fma(scalar_1, g, momentum_buffer.times(where_lt_one_t_momentum_zero));
+        const F momentum_buffer_ = fma(scalar_1, g, momentum_buffer.times(where_lt_one_t_momentum_zero));  // 22
         momentum_buffer.set(momentum_buffer_);
     }
     template <class S0>

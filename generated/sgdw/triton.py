@@ -15,8 +15,8 @@ def sgdw_tile(
     MASKED: tl.constexpr,
 ):
     """The new p."""
-    p = one_minus_lr_times_weight_decay * p      # 24  p = decoupled(p, lr, weight_decay)
-    p = tl.fma(minus_lr_times_grad_scale, g, p)  # 25  p = p - lr * update
+    p = one_minus_lr_times_weight_decay * p      # 24
+    p = tl.fma(minus_lr_times_grad_scale, g, p)  # 25
     return (p,)
 
 
@@ -34,7 +34,7 @@ def sgdw_has_momentum_tile(
     one_minus_lr_times_weight_decay, minus_lr, live, MASKED: tl.constexpr,
 ):
     """The new p, momentum_buffer."""
-    # 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
+    # 22
     momentum_buffer = tl.fma(scalar_1, g, times(where_lt_one_t_momentum_zero, momentum_buffer, PLAN.momentum_buffer))
     p = one_minus_lr_times_weight_decay * p   # 24
     p = tl.fma(minus_lr, momentum_buffer, p)  # 25

@@ -8,12 +8,9 @@ OPTGEN_INLINE void shampoo_1(
     S0 &exp_avg, S1 &exp_avg_sq, S2 &exp_avg_whole, S3 &g_whole, S4 &row_sum_of_adam
 ) {
     const F g_2 = grad_scale * g;
-    // 41  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    const F exp_avg_ = fma(one_minus_beta1_times_grad_scale, g, exp_avg.times(beta1));
-    // 42  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    const F exp_avg_sq_ = fma(scalar_1 * g, g, exp_avg_sq.times(beta2));
-    // 43  adam = exp_avg / (1 - beta1**t) / (sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps)
-    const F adam = exp_avg_ / fma(sqrt(exp_avg_sq_), scalar_2, scalar_3);
+    const F exp_avg_ = fma(one_minus_beta1_times_grad_scale, g, exp_avg.times(beta1));  // 41
+    const F exp_avg_sq_ = fma(scalar_1 * g, g, exp_avg_sq.times(beta2));  // 42
+    const F adam = exp_avg_ / fma(sqrt(exp_avg_sq_), scalar_2, scalar_3);  // 43
     exp_avg.set(exp_avg_);
     exp_avg_sq.set(exp_avg_sq_);
     exp_avg_whole.set(exp_avg_);
@@ -60,12 +57,9 @@ OPTGEN_INLINE F shampoo_8(
     const F exp_avg_ = exp_avg.read();
     const F exp_avg_sq_ = exp_avg_sq.read();
     const F adam = exp_avg_ / fma(sqrt(exp_avg_sq_), scalar_2, scalar_3);  // 43
-    // 51  update = mat_norm(adam) / maximum(mat_norm(update), 1e-30) * update
-    const F update_ = mat_div.read() * update.read();
-    // 52  p = policies.decoupled(p, lr, weight_decay)
-    const F p_ = one_minus_lr_times_weight_decay * p;
-    // 53  p = p - lr * where(t < precondition_frequency, adam, update)
-    const F p_2 = fma(minus_lr, where(0.0f < where_lt_t_precondition_frequency_one_zero, adam, update_), p_);
+    const F update_ = mat_div.read() * update.read();  // 51
+    const F p_ = one_minus_lr_times_weight_decay * p;  // 52
+    const F p_2 = fma(minus_lr, where(0.0f < where_lt_t_precondition_frequency_one_zero, adam, update_), p_);  // 53
     return p_2;
 }
 
@@ -114,8 +108,7 @@ struct shampoo_no_matrix {  // shampoo
         one_minus_lr_times_weight_decay(scalars[6]) {}
     template <class S0, class S1>
     void states(F p, F g, S0 &exp_avg, S1 &exp_avg_sq) const {
-        // 38  p, exp_avg, exp_avg_sq = policies.adamw_step(p, g, t, exp_avg, exp_avg_sq, lr, betas, eps, weight_decay)
-        const F exp_avg_ = fma(one_minus_beta1_times_grad_scale, g, exp_avg.times(beta1));
+        const F exp_avg_ = fma(one_minus_beta1_times_grad_scale, g, exp_avg.times(beta1));  // 38
         const F exp_avg_sq_ = fma(scalar_1 * g, g, exp_avg_sq.times(beta2));  // 38
         exp_avg.set(exp_avg_);
         exp_avg_sq.set(exp_avg_sq_);

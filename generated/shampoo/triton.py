@@ -17,12 +17,9 @@ def shampoo_1_tile(
 ):
     """The new exp_avg, exp_avg_sq, exp_avg_whole, g_whole; the terms of row_sum_of_adam."""
     g_2 = grad_scale * g
-    # 41  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))
-    # 42  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))
-    # 43  adam = exp_avg / (1 - beta1**t) / (sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps)
-    adam = exp_avg * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3))
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 41
+    exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 42
+    adam = exp_avg * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3))  # 43
     return exp_avg, exp_avg_sq, exp_avg, g_2, adam
 
 
@@ -95,10 +92,9 @@ def shampoo_8_tile(
     exp_avg = read(exp_avg, PLAN.exp_avg)
     exp_avg_sq = read(exp_avg_sq, PLAN.exp_avg_sq)
     adam = exp_avg * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3))  # 43
-    update = mat_div * update                # 51  update = mat_norm(adam) / maximum(mat_norm(update), 1e-30) * update
-    p = one_minus_lr_times_weight_decay * p  # 52  p = policies.decoupled(p, lr, weight_decay)
-    # 53  p = p - lr * where(t < precondition_frequency, adam, update)
-    p = tl.fma(minus_lr, tl.where(0.0 < where_lt_t_precondition_frequency_one_zero, adam, update), p)
+    update = mat_div * update                # 51
+    p = one_minus_lr_times_weight_decay * p  # 52
+    p = tl.fma(minus_lr, tl.where(0.0 < where_lt_t_precondition_frequency_one_zero, adam, update), p)  # 53
     return (p,)
 
 
@@ -174,8 +170,7 @@ def shampoo_no_matrix_tile(
     scalar_2, scalar_3, one_minus_lr_times_weight_decay, live, MASKED: tl.constexpr,
 ):
     """The new p, exp_avg, exp_avg_sq."""
-    # 38  p, exp_avg, exp_avg_sq = policies.adamw_step(p, g, t, exp_avg, exp_avg_sq, lr, betas, eps, weight_decay)
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 38
     exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 38
     # 38
     p = tl.fma(

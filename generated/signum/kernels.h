@@ -9,8 +9,8 @@ struct signum {  // signum
         minus_lr(scalars[2]) {}
     F step(F p, F g) const {
         const F g_ = grad_scale * g;
-        const F p_ = one_minus_lr_times_weight_decay * p;  // 22  p = decoupled(p, lr, weight_decay)
-        const F p_2 = fma(minus_lr, sign(g_), p_);         // 23  p = p - lr * sign(update)
+        const F p_ = one_minus_lr_times_weight_decay * p;  // 22
+        const F p_2 = fma(minus_lr, sign(g_), p_);         // 23
         return p_2;
     }
 };
@@ -26,8 +26,7 @@ struct signum_has_momentum {  // signum
         minus_lr(scalars[3]) {}
     template <class S0>
     void states(F p, F g, S0 &momentum_buffer) const {
-        // 20  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
-        const F momentum_buffer_ = fma(one_minus_momentum_times_grad_scale, g, momentum_buffer.times(momentum));
+        const F momentum_buffer_ = fma(one_minus_momentum_times_grad_scale, g, momentum_buffer.times(momentum));  // 20
         momentum_buffer.set(momentum_buffer_);
     }
     template <class S0>

@@ -15,8 +15,8 @@ def signum_tile(
 ):
     """The new p."""
     g = grad_scale * g
-    p = one_minus_lr_times_weight_decay * p  # 22  p = decoupled(p, lr, weight_decay)
-    p = tl.fma(minus_lr, sign(g), p)         # 23  p = p - lr * sign(update)
+    p = one_minus_lr_times_weight_decay * p  # 22
+    p = tl.fma(minus_lr, sign(g), p)         # 23
     return (p,)
 
 
@@ -34,7 +34,7 @@ def signum_has_momentum_tile(
     one_minus_lr_times_weight_decay, minus_lr, live, MASKED: tl.constexpr,
 ):
     """The new p, momentum_buffer."""
-    # 20  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
+    # 20
     momentum_buffer = tl.fma(
         one_minus_momentum_times_grad_scale, g, times(momentum, momentum_buffer, PLAN.momentum_buffer)
     )

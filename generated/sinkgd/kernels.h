@@ -10,7 +10,7 @@ OPTGEN_INLINE void sinkgd_1(F g, S0 &row_sum_for_across) {
 // row: values of rows
 template <class S0, class S1>
 OPTGEN_INLINE void sinkgd_2(F grad_scale_times_grad_scale, F extent_columns, S0 &row_sum_for_across, S1 &across_) {
-    // 35  across = 1 / maximum(sqrt(row_mean((g * down) ** 2)), 1e-12)
+    // 35
     const F across_2 = 1.0f / max(
         F(1e-12f), sqrt(grad_scale_times_grad_scale * row_sum_for_across.read() / extent_columns)
     );
@@ -27,7 +27,7 @@ OPTGEN_INLINE void sinkgd_3(F g, S0 &across_, S1 &col_sum_for_down) {
 // col: values of columns
 template <class S0, class S1>
 OPTGEN_INLINE void sinkgd_4(F grad_scale_times_grad_scale, F extent_rows, S0 &col_sum_for_down, S1 &down) {
-    // 36  down = 1 / maximum(sqrt(col_mean((g * across) ** 2)), 1e-12)
+    // 36
     const F down_ = 1.0f / max(F(1e-12f), sqrt(grad_scale_times_grad_scale * col_sum_for_down.read() / extent_rows));
     down.set(down_);
 }
@@ -165,9 +165,8 @@ template <class S0, class S1>
 OPTGEN_INLINE F sinkgd_21(
     F p, F g, F one_minus_lr_times_weight_decay, F lr_times_scale_times_grad_scale, S0 &across_5, S1 &down_5
 ) {
-    const F p_ = one_minus_lr_times_weight_decay * p;  // 38  p = policies.decoupled(p, lr, weight_decay)
-    // 39  p = p - lr * scale * even
-    const F p_2 = fma(-(lr_times_scale_times_grad_scale * across_5.read()), g * down_5.read(), p_);
+    const F p_ = one_minus_lr_times_weight_decay * p;  // 38
+    const F p_2 = fma(-(lr_times_scale_times_grad_scale * across_5.read()), g * down_5.read(), p_);  // 39
     return p_2;
 }
 
@@ -183,8 +182,7 @@ struct sinkgd_no_matrix {  // sinkgd
         scalar_3(scalars[5]), one_minus_lr_times_weight_decay(scalars[6]) {}
     template <class S0, class S1>
     void states(F p, F g, S0 &exp_avg, S1 &exp_avg_sq) const {
-        // 31  p, exp_avg, exp_avg_sq = policies.adamw_step(p, g, t, exp_avg, exp_avg_sq, lr, betas, eps, weight_decay)
-        const F exp_avg_ = fma(one_minus_betas_0_times_grad_scale, g, exp_avg.times(betas_0));
+        const F exp_avg_ = fma(one_minus_betas_0_times_grad_scale, g, exp_avg.times(betas_0));  // 31
         const F exp_avg_sq_ = fma(scalar_1 * g, g, exp_avg_sq.times(betas_1));  // 31
         exp_avg.set(exp_avg_);
         exp_avg_sq.set(exp_avg_sq_);

@@ -24,7 +24,7 @@ def sinkgd_1_sweep(table, work, step_key: tl.int32, SWEEP: tl.constexpr):
 @triton.jit
 def sinkgd_2_values(row_sum_for_across, extent_columns, grad_scale_times_grad_scale):
     """The new across."""
-    # 35  across = 1 / maximum(sqrt(row_mean((g * down) ** 2)), 1e-12)
+    # 35
     across = 1.0 / tl.maximum(
         tl.sqrt(grad_scale_times_grad_scale * row_sum_for_across / extent_columns), 1e-12,
         propagate_nan=tl.PropagateNan.ALL
@@ -52,7 +52,7 @@ def sinkgd_3_sweep(table, work, step_key: tl.int32, SWEEP: tl.constexpr):
 @triton.jit
 def sinkgd_4_values(col_sum_for_down, extent_rows, grad_scale_times_grad_scale):
     """The new down."""
-    # 36  down = 1 / maximum(sqrt(col_mean((g * across) ** 2)), 1e-12)
+    # 36
     down_ = 1.0 / tl.maximum(
         tl.sqrt(grad_scale_times_grad_scale * col_sum_for_down / extent_rows), 1e-12, propagate_nan=tl.PropagateNan.ALL
     )
@@ -294,9 +294,8 @@ def sinkgd_21_tile(
     live, MASKED: tl.constexpr,
 ):
     """The new p."""
-    p = one_minus_lr_times_weight_decay * p  # 38  p = policies.decoupled(p, lr, weight_decay)
-    # 39  p = p - lr * scale * even
-    p = tl.fma(minus(lr_times_scale_times_grad_scale * across_5), g * down_5, p)
+    p = one_minus_lr_times_weight_decay * p  # 38
+    p = tl.fma(minus(lr_times_scale_times_grad_scale * across_5), g * down_5, p)  # 39
     return (p,)
 
 
@@ -317,8 +316,7 @@ def sinkgd_no_matrix_tile(
     scalar_2, scalar_3, one_minus_lr_times_weight_decay, live, MASKED: tl.constexpr,
 ):
     """The new p, exp_avg, exp_avg_sq."""
-    # 31  p, exp_avg, exp_avg_sq = policies.adamw_step(p, g, t, exp_avg, exp_avg_sq, lr, betas, eps, weight_decay)
-    exp_avg = tl.fma(one_minus_betas_0_times_grad_scale, g, times(betas_0, exp_avg, PLAN.exp_avg))
+    exp_avg = tl.fma(one_minus_betas_0_times_grad_scale, g, times(betas_0, exp_avg, PLAN.exp_avg))  # 31
     exp_avg_sq = tl.fma(scalar_1 * g, g, times(betas_1, exp_avg_sq, PLAN.exp_avg_sq))  # 31
     # 31
     p = tl.fma(

@@ -7,9 +7,8 @@ OPTGEN_INLINE F sm3_1(
     F p, F g, F eps, F grad_scale_times_grad_scale, F minus_lr_times_grad_scale, S0 &accumulator_row,
     S1 &accumulator_col, S2 &accumulator_row_2
 ) {
-    // 38  total = minimum(accumulator_row, accumulator_col) + g * g
-    const F total = fma(grad_scale_times_grad_scale * g, g, min(accumulator_row.read(), accumulator_col.read()));
-    const F p_ = fma(minus_lr_times_grad_scale, g / sqrt(total + eps), p);  // 48  p = p - lr * update
+    const F total = fma(grad_scale_times_grad_scale * g, g, min(accumulator_row.read(), accumulator_col.read()));  // 38
+    const F p_ = fma(minus_lr_times_grad_scale, g / sqrt(total + eps), p);  // 48
     accumulator_row_2.set(total);
     return p_;
 }
@@ -37,8 +36,7 @@ struct sm3_no_factored {  // sm3
     template <class S0>
     void states(F p, F g, S0 &accumulator) const {
         const F accumulator_ = accumulator.read();
-        // 42  accumulator = accumulator + g * g
-        const F accumulator_2 = fma(grad_scale_times_grad_scale * g, g, accumulator_);
+        const F accumulator_2 = fma(grad_scale_times_grad_scale * g, g, accumulator_);  // 42
         accumulator.set(accumulator_2);
     }
     template <class S0>
@@ -55,7 +53,7 @@ OPTGEN_INLINE F sm3_has_momentum_1(
     S0 &accumulator_row, S1 &accumulator_col, S2 &momentum_buffer, S3 &accumulator_row_2
 ) {
     const F total = fma(grad_scale_times_grad_scale * g, g, min(accumulator_row.read(), accumulator_col.read()));  // 38
-    // 46  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * update
+    // 46
     const F momentum_buffer_ = fma(
         one_minus_momentum_times_grad_scale, g / sqrt(total + eps), momentum_buffer.times(momentum)
     );

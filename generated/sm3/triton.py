@@ -16,13 +16,12 @@ def sm3_1_tile(
     minus_lr_times_grad_scale, live, MASKED: tl.constexpr,
 ):
     """The new p; the terms of accumulator_row_2, accumulator_col_2."""
-    # 38  total = minimum(accumulator_row, accumulator_col) + g * g
+    # 38
     total = tl.fma(
         grad_scale_times_grad_scale * g, g,
         tl.minimum(accumulator_row, accumulator_col, propagate_nan=tl.PropagateNan.ALL)
     )
-    # 48  p = p - lr * update
-    p = tl.fma(minus_lr_times_grad_scale, g * reciprocal(tl.sqrt(total + eps)), p)
+    p = tl.fma(minus_lr_times_grad_scale, g * reciprocal(tl.sqrt(total + eps)), p)  # 48
     return p, total
 
 
@@ -59,7 +58,7 @@ def sm3_no_factored_tile(
 ):
     """The new p, accumulator."""
     accumulator = read(accumulator, PLAN.accumulator)
-    accumulator = tl.fma(grad_scale_times_grad_scale * g, g, accumulator)  # 42  accumulator = accumulator + g * g
+    accumulator = tl.fma(grad_scale_times_grad_scale * g, g, accumulator)  # 42
     p = tl.fma(minus_lr_times_grad_scale, g * reciprocal(tl.sqrt(accumulator + eps)), p)  # 48
     return p, accumulator
 
@@ -86,7 +85,7 @@ def sm3_has_momentum_1_tile(
         grad_scale_times_grad_scale * g, g,
         tl.minimum(accumulator_row, accumulator_col, propagate_nan=tl.PropagateNan.ALL)
     )
-    # 46  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * update
+    # 46
     momentum_buffer = tl.fma(
         one_minus_momentum_times_grad_scale, g * reciprocal(tl.sqrt(total + eps)),
         times(momentum, momentum_buffer, PLAN.momentum_buffer)

@@ -14,13 +14,12 @@ OPTGEN_INLINE void soap_3(
     F beta1, F beta2, F eps, F one_minus_beta1_times_where_lt_one_t_one_zero,
     F one_minus_beta2_times_where_lt_one_t_one_zero, S0 &exp_avg, S1 &exp_avg_sq, S2 &turned_2, S3 &update_whole
 ) {
-    // 42  exp_avg = beta1 * exp_avg + (1 - beta1) * moves * turned
-    const F exp_avg_ = fma(one_minus_beta1_times_where_lt_one_t_one_zero, turned_2.read(), exp_avg.times(beta1));
-    // 43  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * moves * turned * turned
+    const F exp_avg_ = fma(one_minus_beta1_times_where_lt_one_t_one_zero, turned_2.read(), exp_avg.times(beta1));  // 42
+    // 43
     const F exp_avg_sq_ = fma(
         one_minus_beta2_times_where_lt_one_t_one_zero * turned_2.read(), turned_2.read(), exp_avg_sq.times(beta2)
     );
-    const F update = exp_avg_ / (sqrt(exp_avg_sq_) + eps);  // 44  update = exp_avg / (sqrt(exp_avg_sq) + eps)
+    const F update = exp_avg_ / (sqrt(exp_avg_sq_) + eps);  // 44
     exp_avg.set(exp_avg_);
     exp_avg_sq.set(exp_avg_sq_);
     update_whole.set(update);
@@ -29,9 +28,8 @@ OPTGEN_INLINE void soap_3(
 // a sweep: the update
 template <class S0>
 OPTGEN_INLINE F soap_5(F p, F scalar_0, F scalar_1, S0 &update_2) {
-    // 47  p = p - moves * lr * sqrt(1 - beta2**k) / (1 - beta1**k) * update
-    const F p_ = fma(scalar_0, update_2.read(), p);
-    const F p_2 = scalar_1 * p_;                     // 48  p = policies.decoupled(p, moves * lr, weight_decay)
+    const F p_ = fma(scalar_0, update_2.read(), p);  // 47
+    const F p_2 = scalar_1 * p_;                     // 48
     return p_2;
 }
 
@@ -72,8 +70,7 @@ struct soap_no_by_rows_no_by_columns {  // soap
         one_minus_lr_times_weight_decay(scalars[6]) {}
     template <class S0, class S1>
     void states(F p, F g, S0 &exp_avg, S1 &exp_avg_sq) const {
-        // 36  p, exp_avg, exp_avg_sq = policies.adamw_step(p, g, t, exp_avg, exp_avg_sq, lr, betas, eps, weight_decay)
-        const F exp_avg_ = fma(one_minus_beta1_times_grad_scale, g, exp_avg.times(beta1));
+        const F exp_avg_ = fma(one_minus_beta1_times_grad_scale, g, exp_avg.times(beta1));  // 36
         const F exp_avg_sq_ = fma(scalar_1 * g, g, exp_avg_sq.times(beta2));  // 36
         exp_avg.set(exp_avg_);
         exp_avg_sq.set(exp_avg_sq_);

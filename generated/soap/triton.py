@@ -28,13 +28,12 @@ def soap_3_tile(
     MASKED: tl.constexpr,
 ):
     """The new exp_avg, exp_avg_sq, update_whole."""
-    # 42  exp_avg = beta1 * exp_avg + (1 - beta1) * moves * turned
-    exp_avg = tl.fma(one_minus_beta1_times_where_lt_one_t_one_zero, turned_2, times(beta1, exp_avg, PLAN.exp_avg))
-    # 43  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * moves * turned * turned
+    exp_avg = tl.fma(one_minus_beta1_times_where_lt_one_t_one_zero, turned_2, times(beta1, exp_avg, PLAN.exp_avg))  # 42
+    # 43
     exp_avg_sq = tl.fma(
         one_minus_beta2_times_where_lt_one_t_one_zero * turned_2, turned_2, times(beta2, exp_avg_sq, PLAN.exp_avg_sq)
     )
-    update = exp_avg * reciprocal(tl.sqrt(exp_avg_sq) + eps)  # 44  update = exp_avg / (sqrt(exp_avg_sq) + eps)
+    update = exp_avg * reciprocal(tl.sqrt(exp_avg_sq) + eps)  # 44
     return exp_avg, exp_avg_sq, update
 
 
@@ -53,8 +52,8 @@ def soap_3_sweep(
 @triton.jit
 def soap_5_tile(PLAN: tl.constexpr, p, update_2, scalar_0, scalar_1, live, MASKED: tl.constexpr):
     """The new p."""
-    p = tl.fma(scalar_0, update_2, p)  # 47  p = p - moves * lr * sqrt(1 - beta2**k) / (1 - beta1**k) * update
-    p = scalar_1 * p                   # 48  p = policies.decoupled(p, moves * lr, weight_decay)
+    p = tl.fma(scalar_0, update_2, p)  # 47
+    p = scalar_1 * p                   # 48
     return (p,)
 
 
@@ -112,8 +111,7 @@ def soap_no_by_rows_no_by_columns_tile(
     scalar_2, scalar_3, one_minus_lr_times_weight_decay, live, MASKED: tl.constexpr,
 ):
     """The new p, exp_avg, exp_avg_sq."""
-    # 36  p, exp_avg, exp_avg_sq = policies.adamw_step(p, g, t, exp_avg, exp_avg_sq, lr, betas, eps, weight_decay)
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 36
     exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 36
     # 36
     p = tl.fma(

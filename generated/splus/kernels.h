@@ -6,8 +6,7 @@ template <class S0, class S1>
 OPTGEN_INLINE void splus_1(
     F weight_decay, F lr_times_two, F extent_rows, F extent_columns, S0 &rate, S1 &one_minus_rate_times_weight_decay
 ) {
-    // 45  update, rate = basis_left @ update @ basis_right.T, lr * 2 / (rows(p) + columns(p))
-    const F rate_ = lr_times_two / (extent_rows + extent_columns);
+    const F rate_ = lr_times_two / (extent_rows + extent_columns);  // 45
     rate.set(rate_);
     one_minus_rate_times_weight_decay.set(fma(-rate_, weight_decay, 1.0f));
 }
@@ -22,9 +21,8 @@ OPTGEN_INLINE void splus_2(F g, F grad_scale, S0 &g_whole) {
 // a sweep: update (specs/splus.py:45)
 template <class S0, class S1, class S2>
 OPTGEN_INLINE void splus_4(F beta1, F one_minus_beta1, S0 &momentum, S1 &g_2, S2 &update_whole) {
-    // 42  momentum = beta1 * momentum + (1 - beta1) * g
-    const F momentum_ = fma(one_minus_beta1, g_2.read(), momentum.times(beta1));
-    const F update = sign(momentum_);  // 43  update, rate = sign(momentum), lr * nonstandard_constant
+    const F momentum_ = fma(one_minus_beta1, g_2.read(), momentum.times(beta1));  // 42
+    const F update = sign(momentum_);  // 43
     momentum.set(momentum_);
     update_whole.set(update);
 }
@@ -36,10 +34,9 @@ OPTGEN_INLINE F splus_6(
     S3 &one_minus_rate_times_weight_decay
 ) {
     const F ema_ = ema.read();
-    const F p_ = fma(-rate.read(), update.read(), p);             // 46  p = p - rate * update
-    const F p_2 = p_ * one_minus_rate_times_weight_decay.read();  // 48  p = policies.decoupled(p, rate, weight_decay)
-    // 47  ema = ema + (1 - ema_rate) / (1 - ema_rate**t) * (p - ema)
-    const F ema_2 = fma(one_minus_ema_rate_over_one_minus_ema_rate_pow_t, p_ - ema_, ema_);
+    const F p_ = fma(-rate.read(), update.read(), p);             // 46
+    const F p_2 = p_ * one_minus_rate_times_weight_decay.read();  // 48
+    const F ema_2 = fma(one_minus_ema_rate_over_one_minus_ema_rate_pow_t, p_ - ema_, ema_);  // 47
     ema.set(ema_2);
     return p_2;
 }

@@ -13,8 +13,7 @@ from optgen.runtime.gpu.prelude import minus, sign
 @triton.jit
 def splus_1_values(extent_rows, extent_columns, weight_decay, lr_times_two):
     """The new rate, one_minus_rate_times_weight_decay."""
-    # 45  update, rate = basis_left @ update @ basis_right.T, lr * 2 / (rows(p) + columns(p))
-    rate = lr_times_two / (extent_rows + extent_columns)
+    rate = lr_times_two / (extent_rows + extent_columns)  # 45
     return rate, tl.fma(minus(rate), weight_decay, 1.0)
 
 
@@ -38,9 +37,8 @@ def splus_2_sweep(table, work, grad_scale: tl.float32, step_key: tl.int32, SWEEP
 @triton.jit
 def splus_4_tile(PLAN: tl.constexpr, momentum, g_2, beta1, one_minus_beta1, live, MASKED: tl.constexpr):
     """The new momentum, update_whole."""
-    # 42  momentum = beta1 * momentum + (1 - beta1) * g
-    momentum = tl.fma(one_minus_beta1, g_2, times(beta1, momentum, PLAN.momentum))
-    update = sign(momentum)  # 43  update, rate = sign(momentum), lr * nonstandard_constant
+    momentum = tl.fma(one_minus_beta1, g_2, times(beta1, momentum, PLAN.momentum))  # 42
+    update = sign(momentum)  # 43
     return momentum, update
 
 
@@ -58,10 +56,9 @@ def splus_6_tile(
 ):
     """The new p, ema."""
     ema = read(ema, PLAN.ema)
-    p = tl.fma(minus(rate), update, p)           # 46  p = p - rate * update
-    p_2 = p * one_minus_rate_times_weight_decay  # 48  p = policies.decoupled(p, rate, weight_decay)
-    # 47  ema = ema + (1 - ema_rate) / (1 - ema_rate**t) * (p - ema)
-    ema = tl.fma(one_minus_ema_rate_over_one_minus_ema_rate_pow_t, p - ema, ema)
+    p = tl.fma(minus(rate), update, p)           # 46
+    p_2 = p * one_minus_rate_times_weight_decay  # 48
+    ema = tl.fma(one_minus_ema_rate_over_one_minus_ema_rate_pow_t, p - ema, ema)  # 47
     return p_2, ema
 
 

@@ -8,10 +8,8 @@ OPTGEN_INLINE void stable_adamw_1(
     S2 &tensor_sum_for_surprise
 ) {
     const F exp_avg_sq_ = exp_avg_sq.read();
-    // 22  exp_avg = beta1_hat * exp_avg + (1 - beta1_hat) * g
-    const F exp_avg_ = fma(scalar_1, g, exp_avg.times(beta1_hat));
-    // 23  exp_avg_sq = beta2_hat * exp_avg_sq + (1 - beta2_hat) * g * g
-    const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2_hat * exp_avg_sq_);
+    const F exp_avg_ = fma(scalar_1, g, exp_avg.times(beta1_hat));  // 22
+    const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2_hat * exp_avg_sq_);  // 23
     exp_avg.set(exp_avg_);
     exp_avg_sq.set(exp_avg_sq_2);
     tensor_sum_for_surprise.set(g * g / max(exp_avg_sq_2, eps_times_eps));
@@ -23,9 +21,8 @@ OPTGEN_INLINE void stable_adamw_2(
     F lr, F weight_decay, F grad_scale_times_grad_scale, F extent_elements, S0 &tensor_sum_for_surprise, S1 &rate,
     S2 &one_minus_rate_times_weight_decay
 ) {
-    // 24  surprise = sqrt(mean(g * g / maximum(exp_avg_sq, eps * eps)))
-    const F surprise = sqrt(grad_scale_times_grad_scale * tensor_sum_for_surprise.read() / extent_elements);
-    const F rate_ = lr / max(F(1.0f), surprise);  // 25  rate = lr / maximum(1.0, surprise)
+    const F surprise = sqrt(grad_scale_times_grad_scale * tensor_sum_for_surprise.read() / extent_elements);  // 24
+    const F rate_ = lr / max(F(1.0f), surprise);  // 25
     rate.set(rate_);
     one_minus_rate_times_weight_decay.set(fma(-rate_, weight_decay, 1.0f));
 }
@@ -37,9 +34,8 @@ OPTGEN_INLINE F stable_adamw_3(
 ) {
     const F exp_avg_ = exp_avg.read();
     const F exp_avg_sq_ = exp_avg_sq.read();
-    const F p_ = p * one_minus_rate_times_weight_decay.read();  // 26  p = decoupled(p, rate, weight_decay)
-    // 27  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + eps)
-    const F p_2 = fma(-(rate.read() * exp_avg_), 1.0f / (sqrt(exp_avg_sq_) + eps), p_);
+    const F p_ = p * one_minus_rate_times_weight_decay.read();  // 26
+    const F p_2 = fma(-(rate.read() * exp_avg_), 1.0f / (sqrt(exp_avg_sq_) + eps), p_);  // 27
     return p_2;
 }
 

@@ -17,10 +17,8 @@ def stable_adamw_1_tile(
 ):
     """The new exp_avg, exp_avg_sq; the terms of tensor_sum_for_surprise."""
     exp_avg_sq = read(exp_avg_sq, PLAN.exp_avg_sq)
-    # 22  exp_avg = beta1_hat * exp_avg + (1 - beta1_hat) * g
-    exp_avg = tl.fma(scalar_1, g, times(beta1_hat, exp_avg, PLAN.exp_avg))
-    # 23  exp_avg_sq = beta2_hat * exp_avg_sq + (1 - beta2_hat) * g * g
-    exp_avg_sq = tl.fma(scalar_2 * g, g, beta2_hat * exp_avg_sq)
+    exp_avg = tl.fma(scalar_1, g, times(beta1_hat, exp_avg, PLAN.exp_avg))  # 22
+    exp_avg_sq = tl.fma(scalar_2 * g, g, beta2_hat * exp_avg_sq)  # 23
     return exp_avg, exp_avg_sq, g * g, reciprocal(
         tl.maximum(exp_avg_sq, eps_times_eps, propagate_nan=tl.PropagateNan.ALL)
     )
@@ -37,10 +35,8 @@ def stable_adamw_1_sweep(
 @triton.jit
 def stable_adamw_2_values(tensor_sum_for_surprise, extent_elements, lr, weight_decay, grad_scale_times_grad_scale):
     """The new rate, one_minus_rate_times_weight_decay."""
-    # 24  surprise = sqrt(mean(g * g / maximum(exp_avg_sq, eps * eps)))
-    surprise = tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_surprise / extent_elements)
-    # 25  rate = lr / maximum(1.0, surprise)
-    rate = lr / tl.maximum(1.0, surprise, propagate_nan=tl.PropagateNan.ALL)
+    surprise = tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_surprise / extent_elements)  # 24
+    rate = lr / tl.maximum(1.0, surprise, propagate_nan=tl.PropagateNan.ALL)  # 25
     return rate, tl.fma(minus(rate), weight_decay, 1.0)
 
 
@@ -60,9 +56,8 @@ def stable_adamw_3_tile(
     """The new p."""
     exp_avg = read(exp_avg, PLAN.exp_avg)
     exp_avg_sq = read(exp_avg_sq, PLAN.exp_avg_sq)
-    p = p * one_minus_rate_times_weight_decay  # 26  p = decoupled(p, rate, weight_decay)
-    # 27  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + eps)
-    p = tl.fma(minus(rate * exp_avg), reciprocal(tl.sqrt(exp_avg_sq) + eps), p)
+    p = p * one_minus_rate_times_weight_decay  # 26
+    p = tl.fma(minus(rate * exp_avg), reciprocal(tl.sqrt(exp_avg_sq) + eps), p)  # 27
     return (p,)
 
 

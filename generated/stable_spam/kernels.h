@@ -14,9 +14,8 @@ OPTGEN_INLINE void stable_spam_2(
     F gamma3, F one_minus_gamma3, F one_minus_gamma3_pow_t, S0 &max_avg, S1 &top, S2 &limit,
     S3 &limit_over_top_max_1em30
 ) {
-    // 34  max_avg = gamma3 * max_avg + (1 - gamma3) * top
-    const F max_avg_ = fma(one_minus_gamma3, top.read(), gamma3 * max_avg.read());
-    const F limit_ = max_avg_ / one_minus_gamma3_pow_t;  // 35  limit = max_avg / (1 - gamma3**t)
+    const F max_avg_ = fma(one_minus_gamma3, top.read(), gamma3 * max_avg.read());  // 34
+    const F limit_ = max_avg_ / one_minus_gamma3_pow_t;  // 35
     max_avg.set(max_avg_);
     limit.set(limit_);
     limit_over_top_max_1em30.set(limit_ / max(F(1e-30f), top.read()));
@@ -28,8 +27,7 @@ OPTGEN_INLINE void stable_spam_3(
     F g, F grad_scale, S0 &limit, S1 &limit_over_top_max_1em30, S2 &tensor_sum_for_length
 ) {
     const F g_2 = grad_scale * g;
-    // 36  clipped = where(abs(g) > limit, g * (limit / maximum(top, 1e-30)), g)
-    const F clipped = where(limit.read() < abs(g_2), grad_scale * limit_over_top_max_1em30.read() * g, g_2);
+    const F clipped = where(limit.read() < abs(g_2), grad_scale * limit_over_top_max_1em30.read() * g, g_2);  // 36
     tensor_sum_for_length.set(clipped * clipped);
 }
 
@@ -39,13 +37,10 @@ OPTGEN_INLINE void stable_spam_4(
     F eps, F gamma1, F gamma2, F one_minus_gamma1, F one_minus_gamma2, F one_minus_gamma1_pow_t,
     F one_minus_gamma2_pow_t, S0 &norm_avg, S1 &norm_sq_avg, S2 &tensor_sum_for_length, S3 &even_over_length_max_1em30
 ) {
-    const F length = sqrt(tensor_sum_for_length.read());  // 37  length = norm(clipped)
-    // 38  norm_avg = gamma1 * norm_avg + (1 - gamma1) * length
-    const F norm_avg_ = fma(one_minus_gamma1, length, gamma1 * norm_avg.read());
-    // 39  norm_sq_avg = gamma2 * norm_sq_avg + (1 - gamma2) * length * length
-    const F norm_sq_avg_ = fma(one_minus_gamma2 * length, length, gamma2 * norm_sq_avg.read());
-    // 40  even = norm_avg / (1 - gamma1**t) / (sqrt(norm_sq_avg / (1 - gamma2**t)) + eps)
-    const F even = norm_avg_ / one_minus_gamma1_pow_t / (sqrt(norm_sq_avg_ / one_minus_gamma2_pow_t) + eps);
+    const F length = sqrt(tensor_sum_for_length.read());  // 37
+    const F norm_avg_ = fma(one_minus_gamma1, length, gamma1 * norm_avg.read());  // 38
+    const F norm_sq_avg_ = fma(one_minus_gamma2 * length, length, gamma2 * norm_sq_avg.read());  // 39
+    const F even = norm_avg_ / one_minus_gamma1_pow_t / (sqrt(norm_sq_avg_ / one_minus_gamma2_pow_t) + eps);  // 40
     norm_avg.set(norm_avg_);
     norm_sq_avg.set(norm_sq_avg_);
     even_over_length_max_1em30.set(even / max(F(1e-30f), length));
@@ -60,18 +55,16 @@ OPTGEN_INLINE F stable_spam_5(
 ) {
     const F g_2 = grad_scale * g;
     const F clipped = where(limit.read() < abs(g_2), grad_scale * limit_over_top_max_1em30.read() * g, g_2);  // 36
-    // 44  exp_avg = kept * beta1 * exp_avg + (1 - beta1) * scaled
+    // 44
     const F exp_avg_ = fma(one_minus_beta1 * even_over_length_max_1em30.read(), clipped, exp_avg.times(scalar_1));
-    // 45  exp_avg_sq = kept * beta2 * exp_avg_sq + (1 - beta2) * scaled * scaled
+    // 45
     const F exp_avg_sq_ = fma(
         one_minus_beta2 * even_over_length_max_1em30.read() * clipped, even_over_length_max_1em30.read() * clipped,
         exp_avg_sq.times(scalar_3)
     );
-    // 46  denom = sqrt(exp_avg_sq) / sqrt(1 - beta2**since) + eps
-    const F denom = fma(scalar_4, sqrt(exp_avg_sq_), eps);
-    const F p_ = one_minus_lr_times_weight_decay * p;             // 47  p = policies.decoupled(p, lr, weight_decay)
-    // 48  p = p - lr / (1 - beta1**since) * exp_avg / denom
-    const F p_2 = fma(-(scalar_6 * exp_avg_), 1.0f / denom, p_);
+    const F denom = fma(scalar_4, sqrt(exp_avg_sq_), eps);  // 46
+    const F p_ = one_minus_lr_times_weight_decay * p;             // 47
+    const F p_2 = fma(-(scalar_6 * exp_avg_), 1.0f / denom, p_);  // 48
     exp_avg.set(exp_avg_);
     exp_avg_sq.set(exp_avg_sq_);
     return p_2;

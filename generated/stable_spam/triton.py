@@ -25,8 +25,8 @@ def stable_spam_1_sweep(table, work, grad_scale: tl.float32, step_key: tl.int32,
 @triton.jit
 def stable_spam_2_values(max_avg, top, gamma3, one_minus_gamma3, one_minus_gamma3_pow_t):
     """The new max_avg, limit, limit_over_top_max_1em30."""
-    max_avg = tl.fma(one_minus_gamma3, top, gamma3 * max_avg)  # 34  max_avg = gamma3 * max_avg + (1 - gamma3) * top
-    limit = max_avg / one_minus_gamma3_pow_t                   # 35  limit = max_avg / (1 - gamma3**t)
+    max_avg = tl.fma(one_minus_gamma3, top, gamma3 * max_avg)  # 34
+    limit = max_avg / one_minus_gamma3_pow_t                   # 35
     return max_avg, limit, limit / tl.maximum(top, 1e-30, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -44,8 +44,7 @@ def stable_spam_3_tile(
 ):
     """The terms of tensor_sum_for_length."""
     g_2 = grad_scale * g
-    # 36  clipped = where(abs(g) > limit, g * (limit / maximum(top, 1e-30)), g)
-    clipped = tl.where(limit < tl.abs(g_2), grad_scale * limit_over_top_max_1em30 * g, g_2)
+    clipped = tl.where(limit < tl.abs(g_2), grad_scale * limit_over_top_max_1em30 * g, g_2)  # 36
     return (clipped,)
 
 
@@ -60,13 +59,10 @@ def stable_spam_4_values(
     one_minus_gamma1_pow_t, one_minus_gamma2_pow_t,
 ):
     """The new norm_avg, norm_sq_avg, even_over_length_max_1em30."""
-    length = tl.sqrt(tensor_sum_for_length)                         # 37  length = norm(clipped)
-    # 38  norm_avg = gamma1 * norm_avg + (1 - gamma1) * length
-    norm_avg = tl.fma(one_minus_gamma1, length, gamma1 * norm_avg)
-    # 39  norm_sq_avg = gamma2 * norm_sq_avg + (1 - gamma2) * length * length
-    norm_sq_avg = tl.fma(one_minus_gamma2 * length, length, gamma2 * norm_sq_avg)
-    # 40  even = norm_avg / (1 - gamma1**t) / (sqrt(norm_sq_avg / (1 - gamma2**t)) + eps)
-    even = norm_avg / one_minus_gamma1_pow_t / (tl.sqrt(norm_sq_avg / one_minus_gamma2_pow_t) + eps)
+    length = tl.sqrt(tensor_sum_for_length)                         # 37
+    norm_avg = tl.fma(one_minus_gamma1, length, gamma1 * norm_avg)  # 38
+    norm_sq_avg = tl.fma(one_minus_gamma2 * length, length, gamma2 * norm_sq_avg)  # 39
+    even = norm_avg / one_minus_gamma1_pow_t / (tl.sqrt(norm_sq_avg / one_minus_gamma2_pow_t) + eps)  # 40
     return norm_avg, norm_sq_avg, even / tl.maximum(length, 1e-30, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -91,17 +87,16 @@ def stable_spam_5_tile(
     """The new p, exp_avg, exp_avg_sq."""
     g_2 = grad_scale * g
     clipped = tl.where(limit < tl.abs(g_2), grad_scale * limit_over_top_max_1em30 * g, g_2)  # 36
-    # 44  exp_avg = kept * beta1 * exp_avg + (1 - beta1) * scaled
+    # 44
     exp_avg = tl.fma(one_minus_beta1 * even_over_length_max_1em30, clipped, times(scalar_1, exp_avg, PLAN.exp_avg))
-    # 45  exp_avg_sq = kept * beta2 * exp_avg_sq + (1 - beta2) * scaled * scaled
+    # 45
     exp_avg_sq = tl.fma(
         one_minus_beta2 * even_over_length_max_1em30 * clipped, even_over_length_max_1em30 * clipped,
         times(scalar_3, exp_avg_sq, PLAN.exp_avg_sq)
     )
-    # 46  denom = sqrt(exp_avg_sq) / sqrt(1 - beta2**since) + eps
-    denom = tl.fma(scalar_4, tl.sqrt(exp_avg_sq), eps)
-    p = one_minus_lr_times_weight_decay * p                      # 47  p = policies.decoupled(p, lr, weight_decay)
-    p = tl.fma(minus(scalar_6 * exp_avg), reciprocal(denom), p)  # 48  p = p - lr / (1 - beta1**since) * exp_avg / denom
+    denom = tl.fma(scalar_4, tl.sqrt(exp_avg_sq), eps)  # 46
+    p = one_minus_lr_times_weight_decay * p                      # 47
+    p = tl.fma(minus(scalar_6 * exp_avg), reciprocal(denom), p)  # 48
     return p, exp_avg, exp_avg_sq
 
 

@@ -11,14 +11,13 @@ struct tiger {  // tiger
         one_minus_beta_times_grad_scale(scalars[2]), minus_lr(scalars[3]) {}
     template <class S0>
     void states(F p, F g, S0 &exp_avg) const {
-        // 18  exp_avg = beta * exp_avg + (1 - beta) * g
-        const F exp_avg_ = fma(one_minus_beta_times_grad_scale, g, exp_avg.times(beta));
+        const F exp_avg_ = fma(one_minus_beta_times_grad_scale, g, exp_avg.times(beta));  // 18
         exp_avg.set(exp_avg_);
     }
     template <class S0>
     F weight(F p, F g, const S0 &exp_avg) const {
-        const F p_ = one_minus_lr_times_weight_decay * p;       // 17  p = decoupled(p, lr, weight_decay)
-        const F p_2 = fma(minus_lr, sign(exp_avg.next()), p_);  // 19  p = p - lr * sign(exp_avg)
+        const F p_ = one_minus_lr_times_weight_decay * p;       // 17
+        const F p_2 = fma(minus_lr, sign(exp_avg.next()), p_);  // 19
         return p_2;
     }
 };

@@ -15,10 +15,9 @@ def tiger_tile(
     minus_lr, live, MASKED: tl.constexpr,
 ):
     """The new p, exp_avg."""
-    # 18  exp_avg = beta * exp_avg + (1 - beta) * g
-    exp_avg = tl.fma(one_minus_beta_times_grad_scale, g, times(beta, exp_avg, PLAN.exp_avg))
-    p = one_minus_lr_times_weight_decay * p  # 17  p = decoupled(p, lr, weight_decay)
-    p = tl.fma(minus_lr, sign(exp_avg), p)   # 19  p = p - lr * sign(exp_avg)
+    exp_avg = tl.fma(one_minus_beta_times_grad_scale, g, times(beta, exp_avg, PLAN.exp_avg))  # 18
+    p = one_minus_lr_times_weight_decay * p  # 17
+    p = tl.fma(minus_lr, sign(exp_avg), p)   # 19
     return p, exp_avg
 
 

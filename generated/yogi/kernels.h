@@ -14,11 +14,9 @@ struct yogi {  // yogi
     template <class S0, class S1>
     void states(F p, F g, S0 &exp_avg, S1 &exp_avg_sq) const {
         const F exp_avg_sq_ = exp_avg_sq.read();
-        // 25  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-        const F exp_avg_ = fma(one_minus_beta1_times_grad_scale, g, exp_avg.times(beta1));
-        // 27  exp_avg_sq = exp_avg_sq + where(t > 1, 0.0, initial_accumulator)
-        const F exp_avg_sq_2 = exp_avg_sq_ + where_lt_one_t_zero_initial_accumulator;
-        // 28  exp_avg_sq = exp_avg_sq - (1 - beta2) * sign(exp_avg_sq - square) * square
+        const F exp_avg_ = fma(one_minus_beta1_times_grad_scale, g, exp_avg.times(beta1));  // 25
+        const F exp_avg_sq_2 = exp_avg_sq_ + where_lt_one_t_zero_initial_accumulator;  // 27
+        // 28
         const F exp_avg_sq_3 = fma(
             -(scalar_4 * sign(fma(-(grad_scale_times_grad_scale * g), g, exp_avg_sq_2)) * g), g, exp_avg_sq_2
         );
@@ -27,9 +25,8 @@ struct yogi {  // yogi
     }
     template <class S0, class S1>
     F weight(F p, F g, const S0 &exp_avg, const S1 &exp_avg_sq) const {
-        const F p_ = one_minus_lr_times_weight_decay * p;  // 24  p = decoupled(p, lr, weight_decay)
-        // 30  p = p - lr / (1 - beta1**t) * exp_avg / denom
-        const F p_2 = fma(-exp_avg.next(), 1.0f / fma(exp_avg_sq.root(), scalar_5, scalar_6), p_);
+        const F p_ = one_minus_lr_times_weight_decay * p;  // 24
+        const F p_2 = fma(-exp_avg.next(), 1.0f / fma(exp_avg_sq.root(), scalar_5, scalar_6), p_);  // 30
         return p_2;
     }
 };

@@ -17,17 +17,14 @@ def yogi_tile(
 ):
     """The new p, exp_avg, exp_avg_sq."""
     exp_avg_sq = read(exp_avg_sq, PLAN.exp_avg_sq)
-    # 25  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))
-    # 27  exp_avg_sq = exp_avg_sq + where(t > 1, 0.0, initial_accumulator)
-    exp_avg_sq = exp_avg_sq + where_lt_one_t_zero_initial_accumulator
-    # 28  exp_avg_sq = exp_avg_sq - (1 - beta2) * sign(exp_avg_sq - square) * square
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 25
+    exp_avg_sq = exp_avg_sq + where_lt_one_t_zero_initial_accumulator  # 27
+    # 28
     exp_avg_sq = tl.fma(
         minus(scalar_4 * sign(tl.fma(minus(grad_scale_times_grad_scale * g), g, exp_avg_sq)) * g), g, exp_avg_sq
     )
-    p = one_minus_lr_times_weight_decay * p                            # 24  p = decoupled(p, lr, weight_decay)
-    # 30  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_5, scalar_6)), p)
+    p = one_minus_lr_times_weight_decay * p                            # 24
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_5, scalar_6)), p)  # 30
     return p, exp_avg, exp_avg_sq
 
 

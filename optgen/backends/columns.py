@@ -10,11 +10,11 @@ LIMIT = 120
 _OPERATORS = re.compile(r" (?=(?:[-+*/|&^]|<<|>>|//|\*\*|<=?|>=?|==|!=|and|or|if|else|in|not in|\?|:) )")
 
 
-def python(text: str) -> str:
-    """Return Python text with its long lines broken; those of docstrings stay."""
+def python(text: str, kernels: bool = False) -> str:
+    """Return Python text with its long lines broken; those of docstrings stay, and `kernels` have numbers alone."""
     out: list[str] = []
     inside = False
-    for line in _numbered(text, "#"):
+    for line in _numbered(text, "#", kernels):
         quotes = line.count('"""')
         out += [line] if inside or quotes else _broken(line, "#")
         inside ^= quotes % 2 == 1
@@ -24,7 +24,7 @@ def python(text: str) -> str:
 def cpp(text: str) -> str:
     """Return C++ text with its long lines broken, lines of the preprocessor left alone."""
     out: list[str] = []
-    for line in _numbered(text, "//"):
+    for line in _numbered(text, "//", True):
         if line.lstrip().startswith("#") or line.endswith("\\"):
             out.append(line)
         else:
@@ -32,13 +32,16 @@ def cpp(text: str) -> str:
     return "\n".join(out)
 
 
-def _numbered(text: str, mark: str) -> Iterator[str]:
-    """Yield lines of text in which the author's lines stand once, and their numbers at every further place."""
+def _numbered(text: str, mark: str, alone: bool) -> Iterator[str]:
+    """Yield lines of text in which the author's lines stand once, and their numbers at every further place.
+
+    alone  numbers have no lines beside them: the eager text of a rule has these
+    """
     seen: set[str] = set()
     number = ""
     for line in text.split("\n"):
         code, found, comment = line.rpartition(f"{mark} ")
-        if found and re.match(r"\d+  ", comment) and comment in seen:
+        if found and re.match(r"\d+  ", comment) and (alone or comment in seen):
             line = f"{code}{mark} {comment.split()[0]}"
             if not code.strip():
                 number = line

@@ -276,6 +276,8 @@ def text(spec: Spec, plan: Plan, force: bool = False) -> str:
     refuse(spec, kept, of_rule["RULES"])
     variants = [replace(v, flags={k: on for k, on in v.flags.items() if k not in fixed}) for v in kept]
     texts = {RULE: eager_text.rule_text(spec), HOST: host, CODECS: eager_text.codec_text(plan)}
+    if not any(v.eager and v.eager.matrices for v in variants):
+        texts["optgen.runtime.reference.matrix_codecs"] = "CODECS = {}\n"
     fused = _fused(spec, plan, variants, texts)
     traits = {state.trait for state in spec.states}
     kept_rows = [x for x in explain.of_plan(plan) if x.name in traits or x.name not in MATRICES]

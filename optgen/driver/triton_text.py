@@ -34,7 +34,7 @@ def _module(header: str, lines: list[str], imports: Sequence[str] = ()) -> str:
     compiled = any("triton.jit" in line for line in lines)
     head = ["import triton", "import triton.language as tl", ""] if compiled else []
     head = [header, "# fmt: off", "# ruff: noqa", *head, *imports]
-    return columns.python("\n".join([*head, *triton_text.imports(lines), *lines]).rstrip("\n") + "\n")
+    return columns.python("\n".join([*head, *triton_text.imports(lines), *lines]).rstrip("\n") + "\n", kernels=True)
 
 
 # -- rules
