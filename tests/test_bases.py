@@ -160,13 +160,15 @@ def test_soap_is_pytorch_optimizers(shape: tuple[int, ...]) -> None:
     assert (p - exact).abs().max() <= allowed(shape, STEPS, 2.0**-24)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *OWN])
 def test_a_gradient_that_is_nan_spoils_its_own_parameter_alone(name: str) -> None:
     """Also where a decomposition takes both matrices at a time."""
     cls, found = getattr(optim, spec_of(name).class_name), []
+    options = OWN[name][1] if name in OWN else CASES[name]
+    (period,) = options.keys() & {"inverse_every", "precondition_frequency", "update_proj_gap"}
     for odd in (1.0, math.nan):
         pair = [nn.Parameter(torch.ones(6, 10)) for _ in range(2)]
-        opt = cls(pair, plan="fp32", **CASES[name] | {"precondition_frequency": 1})
+        opt = cls(pair, plan="fp32", **options | {period: 1})
         for t, g in enumerate(gradients((6, 10))):
             pair[0].grad, pair[1].grad = g, g * (odd if t == 3 else 1.0)
             opt.step()
