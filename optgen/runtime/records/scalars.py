@@ -33,13 +33,18 @@ def _like(x: Scalar | Truth, other: Any) -> Tensor:
     device, dtype = other.device, torch.bool if isinstance(x, bool) else torch.float64
     if torch.cuda._initialized and torch.cuda.is_current_stream_capturing():  # it may run when none of these is left
         return torch.full((), x, dtype=dtype, device=device)
-    key = (repr(x), device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
+    key = (repr(x), device, _stream(device))
     found = _constants.get(key)
     if found is None:
         if len(_constants) >= KEPT:
             _constants.clear()
         found = _constants[key] = torch.full((), x, dtype=dtype, device=device)
     return found
+
+
+def _stream(device: torch.device) -> int:
+    """Return the stream that takes work on a device now."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
 def where(condition: Truth, then: Scalar, other: Scalar) -> Scalar:
