@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from .laprop import LaProp as LaProp
     from .lion import Lion as Lion
     from .lookahead_adamw import LookaheadAdamW as LookaheadAdamW
+    from .low_rank_muon import LowRankMuon as LowRankMuon
     from .madgrad import MADGRAD as MADGRAD
     from .mars import MARS as MARS
     from .muon import Muon as Muon
@@ -106,6 +107,7 @@ _MODULES = {
     "LaProp": "laprop",
     "Lion": "lion",
     "LookaheadAdamW": "lookahead_adamw",
+    "LowRankMuon": "low_rank_muon",
     "MADGRAD": "madgrad",
     "MARS": "mars",
     "Muon": "muon",
@@ -170,6 +172,7 @@ __all__ = [
     "LaProp",
     "Lion",
     "LookaheadAdamW",
+    "LowRankMuon",
     "MADGRAD",
     "MARS",
     "Muon",

@@ -17,6 +17,7 @@ from optgen.driver.explain import explain
 from optgen.lang import (
     flag,
     hyper,
+    low_rank,
     low_rank_state,
     normal,
     optimizer,
@@ -316,4 +317,64 @@ def test_explanations_name_functions_of_matrices_and_the_rank_of_their_bytes() -
     assert "full = wide(g)" in text.formulas
     assert any("scale * unwide(g, " in line for line in text.formulas)
     stored = {row.name: row.stored for row in text.memory}
-    assert "of full rank" in stored["low_avg"] and "rank" not in stored["p"]
+    assert "of 1024 x 1024 matrices of rank 128" in stored["low_avg"] and "rank" not in stored["p"]
+
+
+# -- states in two parts
+
+
+def read_in_4_bits(state: dict[str, Any], name: str, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """A state as the formula of softsign(1/2) reads it, fp64, and the scale of each element; rows of whole blocks."""
+    codes, scale = state[f"{name}_codes"], state[f"{name}_scale"].to(torch.int32)
+    k = torch.stack([codes & 15, codes >> 4], -1).view(shape).double() - 8
+    scales = ((scale << 15) & 0x7FFFFFFF).view(torch.float32).double().repeat_interleave(64, -1).view(shape)
+    return scales * (k / 7) / (1.5 - 0.5 * (k / 7).abs()), scales
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpp"])
+def test_a_momentum_of_low_rank_reads_within_the_bound_of_its_residual(backend: str) -> None:
+    """The error is the moving sum of stores to nearest, of half the variance of stochastic ones and smaller scales."""
+    shape, signal = (64, 128), drawn(64, 4, seed=1)
+    ours, plain = (nn.Parameter(torch.zeros(shape)) for _ in range(2))
+    opts = [
+        optgen.compile(name, plan="int4_split24")([p], plan="int4_split24", backend=backend, momentum=0.9)
+        for name, p in (("low_rank_muon", ours), ("muon", plain))
+    ]
+    exact = bound = torch.zeros(shape, dtype=torch.float64)
+    for t in range(40):
+        g = signal @ drawn(4, 128, seed=2 + t // 20) + 0.1 * drawn(*shape, seed=100 + t)
+        ours.grad = plain.grad = g
+        for opt in opts:
+            opt.step()
+        state = opts[0].state[ours]
+        rest, scales = read_in_4_bits(state, "momentum_buffer_residual", shape)
+        exact = 0.9 * exact + 0.1 * g.double()
+        # The widest cell of softsign(1/2) is the last one, which begins between codes 6 and 7, at 13/14.
+        bound = 0.9 * bound + (1 - 13 / 14 / (1.5 - 13 / 28)) * scales + 64 * U * exact.abs().max()
+        left, right = (state[f"momentum_buffer_{x}"].double() for x in ("left", "right"))
+        errors = left @ right + rest - exact
+        assert (errors.abs() <= bound).all(), t
+    other = read_in_4_bits(opts[1].state[plain], "momentum_buffer", shape)[0] - exact
+    assert left.shape == (64, 8) and right.shape == (8, 128)
+    assert errors.square().sum() <= other.square().sum() / 2
+
+
+def test_bytes_of_a_state_of_low_rank_are_those_of_its_residual_and_of_few_rows() -> None:
+    p = nn.Parameter(drawn(1024, 1024).bfloat16())
+    opt = optgen.compile("low_rank_muon", plan="int4_split24")([p], plan="int4_split24")
+    p.grad = torch.ones_like(p)
+    opt.step()
+    assert opt.memory().per_element == 3 + 0.5 + 2 / 64 + 2 * 8 * 4 / 1024
+
+
+@pytest.mark.parametrize(
+    ("state", "options", "message"),
+    [
+        ("exp_avg_sq", {"when": "matrix"}, "a signed state of elements .*got exp_avg_sq"),
+        ("momentum_buffer", {"when": "matrix or adamw"}, "flags in when=.*got matrix or adamw"),
+        ("momentum_buffer", {"when": "matrix", "nestrov": True}, "flags to be fixed, got nestrov"),
+    ],
+)
+def test_what_cannot_be_of_low_rank_is_refused(state: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        low_rank(spec_of("muon"), state, **options)

@@ -21,6 +21,7 @@ from optgen.formats.plan import Plan, Storage
 from optgen.ir.node import Node, postorder
 from optgen.ir.program import Program, Schedule, Step
 from optgen.ir.show import show, text
+from optgen.lang.declare import StateDecl
 from optgen.lang.spec import Recurrence, Spec
 from optgen.lower import lower
 from optgen.ops import dtypes, spaces
@@ -29,6 +30,8 @@ from optgen.verify import bounds, lint
 from optgen.verify.lint import Finding
 
 UNKNOWN, NONE = "no bound is known", "no bound for an element"  # instead of an error
+SIDE = 1024
+"""Rows and columns of the matrices for which bytes of low rank are counted."""
 
 
 # -- memory
@@ -53,16 +56,23 @@ def memory(spec: Spec, storage: Storage, decays: Mapping[str, Recurrence] | None
     size = sum(f.bytes_per_param for f in master.fields(param).values())
     rows = [Kept("p", master.describe(param), size, *weight)]
     held = {s.name: s.space for s in spec.states}
-    full = {s.name: " of full rank" if s.rank else "" for s in spec.states}
+    ranks = {s.name: _rank(spec, s) for s in spec.states if s.rank}
     for name, fmt in storage.states.items():
         error, valid = _bound(lambda fmt=fmt: bounds.one_step_bound(fmt))
         steady = _steady(fmt, (decays or {}).get(name))
         of, size = (f", one per {held[name].name}", 0.0)
         if spaces.dims(held[name]):
-            of = "" if held[name] is spaces.elem else f", of square matrices{full[name]}"
+            of = "" if held[name] is spaces.elem else ", of square matrices"
             size = fmt.bytes_per_param
+        if name in ranks:
+            of, size = f", of {SIDE} x {SIDE} matrices of rank {ranks[name]}", size * ranks[name] / SIDE
         rows.append(Kept(name, f"{fmt}{of}", size, error, valid, steady))
     return rows
+
+
+def _rank(spec: Spec, state: StateDecl) -> int:
+    """Return the rank of a state by default, of matrices of SIDE rows and columns; SIDE where it has none."""
+    return min(int(next((h.values[0] for h in spec.hypers if h.name == state.rank), SIDE)), SIDE)
 
 
 def _bound(derive: Any) -> tuple[str, str]:
@@ -172,7 +182,7 @@ def explain(spec: Spec, plan: Plan, param: str = "bfloat16", flags: Mapping[str,
     decays = lint.recurrences(spec, case.flags)
     rows = tuple(memory(spec, case.storage, decays))
     verdict = judge.look(spec, plan)
-    plain = 4.0 * (1 + sum(bool(spaces.dims(s.space)) for s in spec.present(case.flags)))
+    plain = 4.0 * (1 + sum(_rank(spec, s) / SIDE for s in spec.present(case.flags) if spaces.dims(s.space)))
     host = tuple((let.name, text(let.node)) for let in step.host)
     return Explanation(
         spec.name, plan.name, param, dict(case.flags), f"{relative(spec.loc.file)}:{spec.loc.line}",

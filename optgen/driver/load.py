@@ -213,7 +213,7 @@ def _declared(file: Path, changed: int) -> tuple[tuple[str, Loc | None], ...]:
     return tuple(found)
 
 
-WRAPPERS = frozenset({"clipped", "lookahead"})
+WRAPPERS = frozenset({"clipped", "lookahead", "low_rank"})
 """Functions of optgen.lang that make a spec of a spec."""
 
 

@@ -33,11 +33,12 @@ def rounds_to_nearest(recurrence: Any) -> bool:
 
     A running maximum without decay would climb on the upward halves of stochastic rounding, a running minimum sink on
     the downward ones; with decay a maximum must be able to sink by less than a cell, like an average.  A state
-    that does not depend on its past has nothing to gain.
+    that does not depend on its past has nothing to gain.  A residual of low rank comes before functions of whole
+    matrices, which lift the noise of a store; rounding to nearest has half of it.
     """
     if recurrence.kind in ("max", "min"):
         return recurrence.decay is None or bool(recurrence.decay == 1)
-    return recurrence.kind in ("previous", "constant")
+    return recurrence.kind in ("previous", "constant", "residual")
 
 
 def coded_trait(state: StateDecl, recurrence: Any) -> str:

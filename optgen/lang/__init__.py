@@ -1,6 +1,6 @@
 """The language of specs and storage formats."""
 
-from optgen.lang.compose import clipped, lookahead
+from optgen.lang.compose import clipped, lookahead, low_rank
 from optgen.lang.declare import (
     FlagDecl, HostStateDecl, HyperDecl, StateDecl, col, flag, hyper, low_rank_state, matrix_state, model_state, nonneg,
     orthogonal, row, scalar, shape_flag, state, symmetric, tensor_state, triangular,
@@ -25,8 +25,8 @@ __all__ = [
     "FlagDecl", "HostStateDecl", "HyperDecl", "Spec", "StateDecl", "Trace", "Value", "amax", "cbrt", "cholesky",
     "clip", "clipped", "col", "col_max", "col_mean", "col_sum", "column_norms", "columns", "dot",
     "eigenvectors", "elements", "equal", "exp", "finite", "flag", "floor", "gram", "hyper", "identity", "inverse_root",
-    "log", "lookahead", "low_rank_state", "mat_mean", "mat_norm", "matrix_state", "maximum", "mean", "minimum",
-    "model_dot", "model_norm", "model_state", "model_total", "newton_schulz", "nonneg", "norm", "normal",
+    "log", "lookahead", "low_rank", "low_rank_state", "mat_mean", "mat_norm", "matrix_state", "maximum", "mean",
+    "minimum", "model_dot", "model_norm", "model_state", "model_total", "newton_schulz", "nonneg", "norm", "normal",
     "optimizer", "orthogonal", "orthogonal_iteration", "polar", "power", "qr", "rint", "rms", "row", "row_max",
     "row_mean", "row_sum", "rows", "rsqrt", "scalar", "shape_flag", "sign", "singular_vectors", "solve_triangular",
     "sorting", "sqrt", "square", "state", "symmetric", "tensor_state", "top_rows", "total", "trace", "transpose",

@@ -16,10 +16,11 @@ from typing import Any
 from optgen.base import loc as locs
 from optgen.base.errors import UserError
 from optgen.base.names import camel
-from optgen.lang.declare import FlagDecl, HyperDecl, StateDecl
+from optgen.lang.declare import FlagDecl, HyperDecl, StateDecl, low_rank_state
+from optgen.lang.matrices import qr
 from optgen.lang.reductions import model_norm
 from optgen.lang.spec import Spec
-from optgen.lang.values import minimum
+from optgen.lang.values import Absent, minimum
 from optgen.ops import spaces
 
 
@@ -115,3 +116,61 @@ def clipped(inner: Spec) -> Spec:
     doc = f"{inner.class_name} with gradients clipped by their norm over all parameters: {clip}."
     hypers = (HyperDecl(name, 1.0, gt=0, parts=(name,)),)
     return _made(inner, "clipped", doc, "Pascanu et al. 2013, arXiv:1211.5063", hypers, (), (), rule)
+
+
+def low_rank(inner: Spec, state: str, *, when: str, rank: int = 8, **fixed: bool) -> Spec:
+    """Any rule with an element-wise state x kept as left @ right + residual, of which plans keep the residual alone in
+    few bits, to nearest; the other two, of rank r, are fp32.
+
+    state  its name; of either sign, 0 before the first step
+    when   the flags under which it is kept so, "matrix and not adamw": of matrices only
+    fixed  values of flags that the new rule does not have
+    Each step takes left = qr(x @ right.T), one power iteration from the step before, and right = left.T @ x.
+    """
+    words = when.split(" and ")
+    plain = {s.name for s in inner.states if replace(s, loc=None) == StateDecl(s.name, spaces.elem)}
+    flags = {f.name for f in inner.flags}
+    for what, got, known in (
+        ("a signed state of elements that is always there and starts at 0", {state}, plain),
+        ('flags in when=, such as "matrix and not adamw"', {word.removeprefix("not ") for word in words}, flags),
+        ("flags to be fixed", set(fixed), flags),
+    ):
+        if got - known:
+            hint = f"{inner.name} has {', '.join(sorted(known)) or 'none'}"
+            refused = f"low_rank takes {what}, got {', '.join(sorted(got - known))}"
+            raise UserError("E113", loc=locs.of_frame(sys._getframe(1)), what=refused, hint=hint)
+    kept, rank_name = len(inner.states), _free(inner, "low_rank", "rank")
+    at = [s.name for s in inner.states].index(state)
+    parts = [f"{state}_{x}" for x in ("residual", "left", "right")]
+
+    def rule(*given: Any, **options: Any) -> Any:
+        options.pop(rank_name)
+        first = len(given) - len(inner.kept) - 3
+        states, (residual, left, right), host = (
+            list(given[first:][:kept]), given[first + kept :][:3], given[first + kept + 3 :]
+        )  # fmt: skip
+        factored = not isinstance(residual, Absent)
+        if factored:
+            states[at] = left @ right + residual
+        p, *new = inner.function(*given[:first], *states, *host, **options, **fixed)
+        if factored:
+            x, new[at] = new[at], given[first + at]
+            left = qr(x @ right.T)
+            right = left.T @ x
+            residual = x - left @ right
+        return (p, *new[:kept], residual, left, right, *new[kept:])
+
+    unless = " or ".join(word[4:] if word.startswith("not ") else f"not {word}" for word in words)
+    changed = replace(
+        inner,
+        states=tuple(replace(s, when=unless) if s.name == state else s for s in inner.states),
+        flags=tuple(f for f in inner.flags if f.name not in fixed),
+    )
+    sides = [low_rank_state(side, rank=rank_name, when=when) for side in ("rows", "columns")]
+    added = (StateDecl("", spaces.elem, False, when, 0.0, trait="residual"), *sides)
+    hypers = (HyperDecl(rank_name, float(rank), ge=1, whole=True, parts=(rank_name,)),)
+    doc = f"{inner.class_name} with `{state}` kept as a product of rank {rank_name} and a residual."
+    return _made(
+        changed, "low_rank", doc, inner.cite, hypers, (),
+        tuple(replace(s, name=name) for s, name in zip(added, parts, strict=True)), rule,
+    )  # fmt: skip

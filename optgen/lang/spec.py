@@ -73,6 +73,7 @@ class Recurrence:
     multiplicative  s times a factor that depends on the gradient
     constant        s itself
     previous        free of s
+    residual        what a product of low rank leaves (compose.low_rank)
     other           none of these
 
     Of a state that goes on in one of several ways, as where(g == 0, s, decay * s + g) does, it is the way in which it
@@ -81,7 +82,7 @@ class Recurrence:
     decay  a SymPy expression of hyper-parameters, or a number; None where it has none
     """
 
-    kind: Literal["ema", "sum", "max", "min", "previous", "multiplicative", "constant", "other"]
+    kind: Literal["ema", "sum", "max", "min", "previous", "multiplicative", "constant", "residual", "other"]
     decay: Any = None
 
     def decay_at(self, spec: Spec, **parts: float) -> float:

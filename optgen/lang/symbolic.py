@@ -48,8 +48,11 @@ def recurrence(spec: Spec, flags: Mapping[str, bool] | None, state: str) -> Recu
 
 @lru_cache(maxsize=4096)
 def _recurrence(spec: Spec, flags: tuple[tuple[str, bool], ...], state: str) -> Recurrence:
-    if next(d.space for d in spec.states if d.name == state) == spaces.model:
+    decl = next(d for d in spec.states if d.name == state)
+    if decl.space == spaces.model:
         return Recurrence("other")  # kept in fp32, whatever it does
+    if decl.trait == "residual":
+        return Recurrence("residual")
     trace = spec.trace(dict(flags))
     s = sympy.Symbol(state, real=True)
     # Everything per-element varies from step to step; only host scalars may be part of a decay.

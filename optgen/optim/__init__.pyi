@@ -605,6 +605,31 @@ class LookaheadAdamW(Optimizer):
         stagger: bool = False, workspace: int | str | None = None,
     ) -> None: ...
 
+class LowRankMuon(Optimizer):
+    """Muon with `momentum_buffer` kept as a product of rank rank and a residual."""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 0.001,
+        weight_decay: float | Tensor = 0.1,
+        momentum: float | Tensor = 0.95,
+        ns_coefficients: str | Sequence[float] | Sequence[Sequence[float]] = (3.4445, -4.775, 2.0315),
+        eps: float | Tensor = 1e-7,
+        ns_steps: float | Tensor | None = None,
+        gram: bool = False,
+        scale_floor: float | Tensor = 1.0,
+        adamw_lr: float | Tensor = 0.001,
+        adamw_betas: Sequence[float | Tensor] = (0.9, 0.95),
+        adamw_eps: float | Tensor = 1e-8,
+        rank: float | Tensor = 8.0,
+        adamw: bool = False,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None, blocks: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+        stagger: bool = False, workspace: int | str | None = None,
+    ) -> None: ...
+
 class MADGRAD(Optimizer):
     """Dual averaging: from the starting point x0 along the weighted sum of all gradients."""
 

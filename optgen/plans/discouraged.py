@@ -48,7 +48,8 @@ DISCOURAGED = {
             ),
             "m": ("adam_mini",),
             "momentum_buffer": (
-                "dion", "dion2", "lars", "orthograd", "rmsprop", "scion", "sgd", "sgdp", "sgdw", "signum", "sm3",
+                "dion", "dion2", "lars", "low_rank_muon", "orthograd", "rmsprop", "scion", "sgd", "sgdp", "sgdw",
+                "signum", "sm3",
             ),
             "momentum": ("splus",),
         },
@@ -84,7 +85,9 @@ DISCOURAGED = {
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.95 changes it by 0.05 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 3; round it stochastically, or keep it'
-        ' in fp32': {"exp_avg_sq": ("adamuon", "dion", "dion2", "muon", "normuon", "polargrad", "soap")},
+        ' in fp32': {
+            "exp_avg_sq": ("adamuon", "dion", "dion2", "low_rank_muon", "muon", "normuon", "polargrad", "soap"),
+        },
         'to nearest, 28 codes up to 0.12 of the scale keep themselves under a decay of 0.98: a state without '
         'gradients never returns to 0': {"exp_avg": ("adan",)},
         'to nearest, 6 codes up to 0.024 of the scale keep themselves under a decay of 0.92: a state without '
@@ -121,20 +124,20 @@ DISCOURAGED = {
             "exp_avg_sq": (
                 "adafactor_paper", "adam", "adamp", "adamuon", "adamw", "adan", "ademamix", "adopt", "apollo", "came",
                 "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam", "dion", "dion2", "fira", "galore", "grams",
-                "kl_shampoo", "lamb", "laprop", "lookahead_adamw", "mars", "muon", "nadam", "normuon", "polargrad",
-                "prodigy", "radam", "schedule_free_adamw", "shampoo", "sinkgd", "soap", "stable_adamw", "stable_spam",
-                "yogi",
+                "kl_shampoo", "lamb", "laprop", "lookahead_adamw", "low_rank_muon", "mars", "muon", "nadam", "normuon",
+                "polargrad", "prodigy", "radam", "schedule_free_adamw", "shampoo", "sinkgd", "soap", "stable_adamw",
+                "stable_spam", "yogi",
             ),
             "sum": ("adagrad",), "max_exp_avg_sq": ("adam", "adamw", "clipped_adamw", "lookahead_adamw"),
             "m": ("adam_mini",), "exp_inf": ("adamax",),
             "momentum_buffer": (
-                "adamuon", "dion", "dion2", "lars", "muon", "normuon", "orthograd", "polargrad", "rmsprop", "scion",
-                "sgd", "sgdp", "sgdw", "signum", "sm3",
+                "adamuon", "dion", "dion2", "lars", "low_rank_muon", "muon", "normuon", "orthograd", "polargrad",
+                "rmsprop", "scion", "sgd", "sgdp", "sgdw", "signum", "sm3",
             ),
             "exp_avg_diff": ("adan",), "prev_grad": ("adan",), "exp_avg_slow": ("ademamix",),
-            "s": ("dadapt_adam", "madgrad", "prodigy"), "grad_sum_sq": ("madgrad",), "last_grad": ("mars",),
-            "grad_avg": ("rmsprop",), "prev": ("rprop",), "step_size": ("rprop",), "accumulator": ("sm3",),
-            "momentum": ("splus",),
+            "s": ("dadapt_adam", "madgrad", "prodigy"), "momentum_buffer_residual": ("low_rank_muon",),
+            "grad_sum_sq": ("madgrad",), "last_grad": ("mars",), "grad_avg": ("rmsprop",), "prev": ("rprop",),
+            "step_size": ("rprop",), "accumulator": ("sm3",), "momentum": ("splus",),
         },
     },
     "bnb8": {
@@ -148,7 +151,8 @@ DISCOURAGED = {
             ),
             "m": ("adam_mini",),
             "momentum_buffer": (
-                "dion", "dion2", "lars", "orthograd", "rmsprop", "scion", "sgd", "sgdp", "sgdw", "signum", "sm3",
+                "dion", "dion2", "lars", "low_rank_muon", "orthograd", "rmsprop", "scion", "sgd", "sgdp", "sgdw",
+                "signum", "sm3",
             ),
             "momentum": ("splus",),
         },
@@ -184,7 +188,9 @@ DISCOURAGED = {
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.95 changes it by 0.05 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 1.7; round it stochastically, or keep '
-        'it in fp32': {"exp_avg_sq": ("adamuon", "dion", "dion2", "muon", "normuon", "polargrad", "soap")},
+        'it in fp32': {
+            "exp_avg_sq": ("adamuon", "dion", "dion2", "low_rank_muon", "muon", "normuon", "polargrad", "soap"),
+        },
         'to nearest, 140 codes up to 0.35 of the scale keep themselves under a decay of 0.98: a state without '
         'gradients never returns to 0': {"exp_avg": ("adan",)},
         'to nearest, 36 codes up to 0.017 of the scale keep themselves under a decay of 0.92: a state without '
@@ -222,20 +228,20 @@ DISCOURAGED = {
             "exp_avg_sq": (
                 "adafactor_paper", "adam", "adamp", "adamuon", "adamw", "adan", "ademamix", "adopt", "apollo", "came",
                 "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam", "dion", "dion2", "fira", "galore", "grams",
-                "kl_shampoo", "lamb", "laprop", "lookahead_adamw", "mars", "muon", "nadam", "normuon", "polargrad",
-                "prodigy", "radam", "schedule_free_adamw", "shampoo", "sinkgd", "soap", "stable_adamw", "stable_spam",
-                "yogi",
+                "kl_shampoo", "lamb", "laprop", "lookahead_adamw", "low_rank_muon", "mars", "muon", "nadam", "normuon",
+                "polargrad", "prodigy", "radam", "schedule_free_adamw", "shampoo", "sinkgd", "soap", "stable_adamw",
+                "stable_spam", "yogi",
             ),
             "sum": ("adagrad",), "max_exp_avg_sq": ("adam", "adamw", "clipped_adamw", "lookahead_adamw"),
             "m": ("adam_mini",), "exp_inf": ("adamax",),
             "momentum_buffer": (
-                "adamuon", "dion", "dion2", "lars", "muon", "normuon", "orthograd", "polargrad", "rmsprop", "scion",
-                "sgd", "sgdp", "sgdw", "signum", "sm3",
+                "adamuon", "dion", "dion2", "lars", "low_rank_muon", "muon", "normuon", "orthograd", "polargrad",
+                "rmsprop", "scion", "sgd", "sgdp", "sgdw", "signum", "sm3",
             ),
             "exp_avg_diff": ("adan",), "prev_grad": ("adan",), "exp_avg_slow": ("ademamix",),
-            "s": ("dadapt_adam", "madgrad", "prodigy"), "grad_sum_sq": ("madgrad",), "last_grad": ("mars",),
-            "grad_avg": ("rmsprop",), "prev": ("rprop",), "step_size": ("rprop",), "accumulator": ("sm3",),
-            "momentum": ("splus",),
+            "s": ("dadapt_adam", "madgrad", "prodigy"), "momentum_buffer_residual": ("low_rank_muon",),
+            "grad_sum_sq": ("madgrad",), "last_grad": ("mars",), "grad_avg": ("rmsprop",), "prev": ("rprop",),
+            "step_size": ("rprop",), "accumulator": ("sm3",), "momentum": ("splus",),
         },
     },
     "torchao4": {
@@ -252,20 +258,20 @@ DISCOURAGED = {
             "exp_avg_sq": (
                 "adafactor_paper", "adam", "adamp", "adamuon", "adamw", "adan", "ademamix", "adopt", "apollo", "came",
                 "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam", "dion", "dion2", "fira", "galore", "grams",
-                "kl_shampoo", "lamb", "laprop", "lookahead_adamw", "mars", "muon", "nadam", "normuon", "polargrad",
-                "prodigy", "radam", "schedule_free_adamw", "shampoo", "sinkgd", "soap", "stable_adamw", "stable_spam",
-                "yogi",
+                "kl_shampoo", "lamb", "laprop", "lookahead_adamw", "low_rank_muon", "mars", "muon", "nadam", "normuon",
+                "polargrad", "prodigy", "radam", "schedule_free_adamw", "shampoo", "sinkgd", "soap", "stable_adamw",
+                "stable_spam", "yogi",
             ),
             "sum": ("adagrad",), "max_exp_avg_sq": ("adam", "adamw", "clipped_adamw", "lookahead_adamw"),
             "m": ("adam_mini",), "exp_inf": ("adamax",),
             "momentum_buffer": (
-                "adamuon", "dion", "dion2", "lars", "muon", "normuon", "orthograd", "polargrad", "rmsprop", "scion",
-                "sgd", "sgdp", "sgdw", "signum", "sm3",
+                "adamuon", "dion", "dion2", "lars", "low_rank_muon", "muon", "normuon", "orthograd", "polargrad",
+                "rmsprop", "scion", "sgd", "sgdp", "sgdw", "signum", "sm3",
             ),
             "exp_avg_diff": ("adan",), "prev_grad": ("adan",), "exp_avg_slow": ("ademamix",),
-            "s": ("dadapt_adam", "madgrad", "prodigy"), "grad_sum_sq": ("madgrad",), "last_grad": ("mars",),
-            "grad_avg": ("rmsprop",), "prev": ("rprop",), "step_size": ("rprop",), "accumulator": ("sm3",),
-            "momentum": ("splus",),
+            "s": ("dadapt_adam", "madgrad", "prodigy"), "momentum_buffer_residual": ("low_rank_muon",),
+            "grad_sum_sq": ("madgrad",), "last_grad": ("mars",), "grad_avg": ("rmsprop",), "prev": ("rprop",),
+            "step_size": ("rprop",), "accumulator": ("sm3",), "momentum": ("splus",),
         },
     },
     "torchao_fp8": {
@@ -282,20 +288,20 @@ DISCOURAGED = {
             "exp_avg_sq": (
                 "adafactor_paper", "adam", "adamp", "adamuon", "adamw", "adan", "ademamix", "adopt", "apollo", "came",
                 "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam", "dion", "dion2", "fira", "galore", "grams",
-                "kl_shampoo", "lamb", "laprop", "lookahead_adamw", "mars", "muon", "nadam", "normuon", "polargrad",
-                "prodigy", "radam", "schedule_free_adamw", "shampoo", "sinkgd", "soap", "stable_adamw", "stable_spam",
-                "yogi",
+                "kl_shampoo", "lamb", "laprop", "lookahead_adamw", "low_rank_muon", "mars", "muon", "nadam", "normuon",
+                "polargrad", "prodigy", "radam", "schedule_free_adamw", "shampoo", "sinkgd", "soap", "stable_adamw",
+                "stable_spam", "yogi",
             ),
             "sum": ("adagrad",), "max_exp_avg_sq": ("adam", "adamw", "clipped_adamw", "lookahead_adamw"),
             "m": ("adam_mini",), "exp_inf": ("adamax",),
             "momentum_buffer": (
-                "adamuon", "dion", "dion2", "lars", "muon", "normuon", "orthograd", "polargrad", "rmsprop", "scion",
-                "sgd", "sgdp", "sgdw", "signum", "sm3",
+                "adamuon", "dion", "dion2", "lars", "low_rank_muon", "muon", "normuon", "orthograd", "polargrad",
+                "rmsprop", "scion", "sgd", "sgdp", "sgdw", "signum", "sm3",
             ),
             "exp_avg_diff": ("adan",), "prev_grad": ("adan",), "exp_avg_slow": ("ademamix",),
-            "s": ("dadapt_adam", "madgrad", "prodigy"), "grad_sum_sq": ("madgrad",), "last_grad": ("mars",),
-            "grad_avg": ("rmsprop",), "prev": ("rprop",), "step_size": ("rprop",), "accumulator": ("sm3",),
-            "momentum": ("splus",),
+            "s": ("dadapt_adam", "madgrad", "prodigy"), "momentum_buffer_residual": ("low_rank_muon",),
+            "grad_sum_sq": ("madgrad",), "last_grad": ("mars",), "grad_avg": ("rmsprop",), "prev": ("rprop",),
+            "step_size": ("rprop",), "accumulator": ("sm3",), "momentum": ("splus",),
         },
     },
     "lpmm4": {
@@ -309,7 +315,8 @@ DISCOURAGED = {
             ),
             "m": ("adam_mini",),
             "momentum_buffer": (
-                "dion", "dion2", "lars", "orthograd", "rmsprop", "scion", "sgd", "sgdp", "sgdw", "signum", "sm3",
+                "dion", "dion2", "lars", "low_rank_muon", "orthograd", "rmsprop", "scion", "sgd", "sgdp", "sgdw",
+                "signum", "sm3",
             ),
             "momentum": ("splus",),
         },
@@ -345,7 +352,9 @@ DISCOURAGED = {
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.95 changes it by 0.05 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or keep it'
-        ' in fp32': {"exp_avg_sq": ("adamuon", "dion", "dion2", "muon", "normuon", "polargrad", "soap")},
+        ' in fp32': {
+            "exp_avg_sq": ("adamuon", "dion", "dion2", "low_rank_muon", "muon", "normuon", "polargrad", "soap"),
+        },
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.98: a state without gradients '
         'never returns to 0': {"exp_avg": ("adan",)},
         'to nearest, 14 codes up to 0.89 of the scale keep themselves under a decay of 0.92: a state without '
@@ -379,7 +388,8 @@ DISCOURAGED = {
             ),
             "m": ("adam_mini",),
             "momentum_buffer": (
-                "dion", "dion2", "lars", "orthograd", "rmsprop", "scion", "sgd", "sgdp", "sgdw", "signum", "sm3",
+                "dion", "dion2", "lars", "low_rank_muon", "orthograd", "rmsprop", "scion", "sgd", "sgdp", "sgdw",
+                "signum", "sm3",
             ),
             "momentum": ("splus",),
         },
@@ -415,7 +425,9 @@ DISCOURAGED = {
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.95 changes it by 0.05 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or keep it'
-        ' in fp32': {"exp_avg_sq": ("adamuon", "dion", "dion2", "muon", "normuon", "polargrad", "soap")},
+        ' in fp32': {
+            "exp_avg_sq": ("adamuon", "dion", "dion2", "low_rank_muon", "muon", "normuon", "polargrad", "soap"),
+        },
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.98: a state without gradients '
         'never returns to 0': {"exp_avg": ("adan",)},
         'to nearest, 14 codes up to 0.89 of the scale keep themselves under a decay of 0.92: a state without '

@@ -90,11 +90,12 @@ class Blocks:
         return flat.view(self.shape if self.size == 1 else (self.rows, self.blocks, self.size))
 
     def flat(self, x: Tensor) -> Tensor:
-        """Values read by `elements`, or that broadcast to them, in the parameter's shape."""
+        """Values read by `elements`, or that broadcast to them, in the parameter's shape; contiguous, for bits of
+        products of matrices depend on strides."""
         if self.size == 1:
             return x.expand(self.shape)
         x = x.expand(self.rows, self.blocks, self.size).reshape(self.rows, -1)[:, : self.columns]
-        return x.reshape(self.shape)
+        return x.reshape(self.shape).contiguous()
 
     def flat_per_block(self, x: Tensor) -> Tensor:
         """One value per block as (rows, blocks)."""
