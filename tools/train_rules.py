@@ -146,11 +146,13 @@ def markdown(kept: Mapping[str, Any]) -> str:
     size = Size()
     lines = [
         "# Training with rules and plans", "",
-        f"The demo's language model ({size.layers} layers of width {size.width}, on bytes of the Python standard",
-        "library), validation loss at the end, nats per byte: mean and standard deviation over seeds. A pair starts",
-        "from the same weights, sees the same batches and has the same learning rate, seed by seed. The difference is",
-        "paired, with the 95 % interval of Student's t; *B/param* counts weights and states as they stand in memory",
-        "(tensors below 4096 elements keep fp32 states under most plans).",
+        f"What do few bits cost in training? The demo's model has {size.layers} layers of width {size.width}. It is",
+        f"trained on bytes of Python's standard library in batches of {size.batch} x {size.context}, on one CPU (AMD",
+        "EPYC). Losses are validation losses at the end in nats per byte: mean and standard deviation over seeds. Runs",
+        "that are compared start from the same weights, see the same batches and have the same learning rate.",
+        "Differences are paired by seed and have the 95 % interval of Student's t; one such interval in twenty misses",
+        "by chance. *B/param* counts weights and states as they stand in memory (tensors below 4096 elements keep fp32",
+        "states under most plans).",
     ]  # fmt: skip
     if verdicts:
         lines += [
@@ -247,13 +249,13 @@ def remark(plans: list[Verdict]) -> str:
     plain = [f"`{v.rule}`" for v in plans if rounds_weights_to_nearest(v.rule)]
     if plain:
         said += (
-            f" {', '.join(plain)} keep bf16 weights that are rounded to nearest, as the packages do whose numbers "
-            "they give: what they lose is mostly their weights' doing."
+            f" {', '.join(plain)} round their bf16 weights to nearest, like the packages that they reproduce. Most of "
+            "what they lose comes from the weights."
         )
     return (
-        f"{said} Differences below the widths of the intervals (up to {widest:.3f}) are not told apart by so few "
-        "seeds; one interval of 95 % in twenty misses by chance, and the noise of few bits may regularise a small "
-        "model. Losses find what is broken; [benchmarks/formats.md](benchmarks/formats.md) compares formats."
+        f"{said} So few seeds do not tell apart differences below the widths of the intervals (up to {widest:.3f}), "
+        "and the noise of few bits may regularise a small model. Losses find what is broken. To compare formats, see "
+        "[benchmarks/formats.md](benchmarks/formats.md)."
     )
 
 
