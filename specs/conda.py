@@ -1,7 +1,8 @@
 """Conda: Adam whose second moment is that of the gradient along the singular vectors of the momentum."""
 
 from optgen.lang import (
-    flag, hyper, matrix_state, nonneg, optimizer, orthogonal, shape_flag, singular_vectors, sqrt, state, unwide, wide,
+    finite, flag, hyper, matrix_state, nonneg, optimizer, orthogonal, shape_flag, singular_vectors, sqrt, state, unwide,
+    wide,
 )  # fmt: skip
 
 
@@ -32,7 +33,7 @@ def conda(
     if not adamw and matrix:
         if renews:
             old = basis @ wide(exp_avg)
-            basis = singular_vectors(basis, beta1 * old + (1 - beta1) * wide(g))
+            basis = finite(singular_vectors(basis, beta1 * old + (1 - beta1) * wide(g)), basis)
             exp_avg = unwide(g, basis.T @ old)
         g = unwide(g, basis.T @ wide(g))
     exp_avg = beta1 * exp_avg + (1 - beta1) * g

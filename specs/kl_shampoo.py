@@ -1,7 +1,7 @@
 """KL-Shampoo: Shampoo whose two factors are estimated by one another's inverse; AdamW for what is no matrix."""
 
 from optgen.lang import (
-    col, col_mean, flag, gram, hyper, identity, matrix_state, minimum, nonneg, optimizer, orthogonal,
+    col, col_mean, finite, flag, gram, hyper, identity, matrix_state, minimum, nonneg, optimizer, orthogonal,
     orthogonal_iteration, policies, row, row_mean, rsqrt, shape_flag, state, symmetric, where,
 )  # fmt: skip
 
@@ -53,6 +53,7 @@ def kl_shampoo(
     eigen_left = eigen_left + (1 - beta2) * moves * (row_mean(by_right * by_right) - eigen_left)
     eigen_right = eigen_right + (1 - beta2) * moves * (col_mean(by_left * by_left) - eigen_right)
     if refresh:
+        left, right = finite(left), finite(right)  # zeros turn nothing
         turn = orthogonal_iteration(left, moves * identity(left))
         other = orthogonal_iteration(right, moves * identity(right))
         left, right, exp_avg = turn.T @ left @ turn, other.T @ right @ other, turn.T @ exp_avg @ other

@@ -1,8 +1,8 @@
 """SPlus: the sign of the momentum in the eigenbasis of Shampoo's factors, and an average of weights to evaluate."""
 
 from optgen.lang import (
-    columns, eigenvectors, flag, gram, hyper, matrix_state, optimizer, orthogonal, policies, rows, shape_flag, sign,
-    state, symmetric,
+    columns, eigenvectors, finite, flag, gram, hyper, matrix_state, optimizer, orthogonal, policies, rows, shape_flag,
+    sign, state, symmetric,
 )  # fmt: skip
 
 
@@ -50,6 +50,7 @@ def splus(
         left = beta2 * left + (1 - beta2) * gram(g)
         right = beta2 * right + (1 - beta2) * gram(g.T)
     if matrix and refresh:
+        left, right = finite(left), finite(right)
         turn, across = eigenvectors(left), eigenvectors(right)
         left, right = turn.T @ left @ turn, across.T @ right @ across
         momentum = turn.T @ momentum @ across

@@ -43,7 +43,7 @@ from optgen.lang import (
     where,
 )  # fmt: skip
 from optgen.lang.spec import Spec
-from optgen.optim import SOAP, Muon, Shampoo
+from optgen.optim import SOAP, KLShampoo, Muon, Shampoo, SPlus
 from optgen.runtime import Optimizer
 from specs import plans
 from tests import training
@@ -339,16 +339,17 @@ def test_fuzz_reads_states_that_begin_as_the_identity(shape: tuple[int, ...]) ->
 
 @pytest.mark.parametrize("backend", ["reference", "cpp"])
 @pytest.mark.parametrize("plan", ["fp32", "int8_split24"])
-@pytest.mark.parametrize("cls", [SOAP, Shampoo])
+@pytest.mark.parametrize("cls", [SOAP, Shampoo, SPlus, KLShampoo])
 def test_a_factor_that_is_not_finite_spoils_no_other(cls: Any, plan: str, backend: str) -> None:
     """The last basis or root stays, which a warning says once for a parameter; then the factor is made anew."""
-    last = "basis_left" if cls is SOAP else "root_left"
+    last = "root_left" if cls is Shampoo else "basis_left"
     made = []
     for damage in (False, True):
         params = [nn.Parameter(drawn(*s, seed=k)) for k, s in enumerate([(6, 10), (6, 10), (3, 8, 8)])]
         named, blocks = [(f"w{k}", p) for k, p in enumerate(params)], {"w2": 3}
-        opt = cls(named, lr=0.02, precondition_frequency=2, plan=plan, backend=backend, blocks=blocks)
-        train(opt, range(4 if cls is SOAP else 3))
+        every = {"inverse_every" if cls is SPlus else "precondition_frequency": 2}
+        opt = cls(named, lr=0.02, plan=plan, backend=backend, blocks=blocks, **every)
+        train(opt, range(3 if cls is Shampoo else 4))
         if damage:
             before = [opt.state[p] for p in params]
             key = "left" if "left" in before[1] else "left_diagonal"
@@ -359,7 +360,7 @@ def test_a_factor_that_is_not_finite_spoils_no_other(cls: Any, plan: str, backen
             warnings.simplefilter("always")
             train(opt, [4])
             if damage and kept:  # a basis goes through a round of Newton-Schulz: 16 products and sums of at most 1.5
-                now = [opt.state[p][last] for p in params[1:]]
+                now = [opt.state[p][last].flip(-1) if cls is SPlus else opt.state[p][last] for p in params[1:]]
                 assert max((now[0] - kept[0]).abs().max(), (now[1] - kept[1])[1].abs().max()) <= 16 * 2.0**-23
             train(opt, range(5, 9))
         said = [str(w.message) for w in caught]

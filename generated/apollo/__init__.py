@@ -76,7 +76,7 @@ class APOLLO(Optimizer):
     BLOCKS = "heads"
 
     def __init__(
-        self, params, lr=0.001, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.0, rank=256.0, update_proj_gap=200.0,
+        self, params, lr=0.001, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.0, rank=256, update_proj_gap=200,
         scale=1.0, per_tensor=False, adamw=False, **options
     ):
         super().__init__(

@@ -27,9 +27,9 @@ def conda_3_tile(
     MASKED: tl.constexpr,
 ):
     """The new exp_avg, exp_avg_sq, u_whole."""
-    exp_avg = tl.fma(one_minus_beta1, g_2, times(beta1, exp_avg, PLAN.exp_avg))  # 38
-    exp_avg_sq = tl.fma(one_minus_beta2 * g_2, g_2, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 39
-    u = exp_avg * reciprocal(tl.sqrt(exp_avg_sq) + eps)  # 40
+    exp_avg = tl.fma(one_minus_beta1, g_2, times(beta1, exp_avg, PLAN.exp_avg))  # 39
+    exp_avg_sq = tl.fma(one_minus_beta2 * g_2, g_2, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 40
+    u = exp_avg * reciprocal(tl.sqrt(exp_avg_sq) + eps)  # 41
     return exp_avg, exp_avg_sq, u
 
 
@@ -46,8 +46,8 @@ def conda_5_tile(
     PLAN: tl.constexpr, p, unwide, scalar_0, one_minus_lr_times_weight_decay, live, MASKED: tl.constexpr,
 ):
     """The new p."""
-    p = tl.fma(scalar_0, unwide, p)          # 43
-    p = one_minus_lr_times_weight_decay * p  # 44
+    p = tl.fma(scalar_0, unwide, p)          # 44
+    p = one_minus_lr_times_weight_decay * p  # 45
     return (p,)
 
 
@@ -65,11 +65,11 @@ def conda_no_matrix_tile(
     scalar_2, one_minus_lr_times_weight_decay, live, MASKED: tl.constexpr,
 ):
     """The new p, exp_avg, exp_avg_sq."""
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 38
-    exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 39
-    u = exp_avg * reciprocal(tl.sqrt(exp_avg_sq) + eps)  # 40
-    p = tl.fma(scalar_2, u, p)                           # 43
-    p = one_minus_lr_times_weight_decay * p              # 44
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 39
+    exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 40
+    u = exp_avg * reciprocal(tl.sqrt(exp_avg_sq) + eps)  # 41
+    p = tl.fma(scalar_2, u, p)                           # 44
+    p = one_minus_lr_times_weight_decay * p              # 45
     return p, exp_avg, exp_avg_sq
 
 
@@ -104,9 +104,9 @@ def conda_renews_3_tile(
     MASKED: tl.constexpr,
 ):
     """The new exp_avg, exp_avg_sq, u_whole."""
-    exp_avg = tl.fma(one_minus_beta1, g_2, beta1 * exp_avg_2)  # 38
-    exp_avg_sq = tl.fma(one_minus_beta2 * g_2, g_2, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 39
-    u = exp_avg * reciprocal(tl.sqrt(exp_avg_sq) + eps)        # 40
+    exp_avg = tl.fma(one_minus_beta1, g_2, beta1 * exp_avg_2)  # 39
+    exp_avg_sq = tl.fma(one_minus_beta2 * g_2, g_2, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 40
+    u = exp_avg * reciprocal(tl.sqrt(exp_avg_sq) + eps)        # 41
     return exp_avg, exp_avg_sq, u
 
 

@@ -59,8 +59,7 @@ class Dion(Optimizer):
     BLOCKS = "heads"
 
     def __init__(
-        self, params, lr=0.01, mu=0.95, betas=(0.9, 0.95), weight_decay=0.01, rank=768.0, eps=1e-8, adamw=False,
-        **options
+        self, params, lr=0.01, mu=0.95, betas=(0.9, 0.95), weight_decay=0.01, rank=768, eps=1e-8, adamw=False, **options
     ):
         super().__init__(
             params, dict(lr=lr, mu=mu, betas=betas, weight_decay=weight_decay, rank=rank, eps=eps, adamw=adamw),

@@ -64,7 +64,7 @@ class GaLore(Optimizer):
     BLOCKS = "heads"
 
     def __init__(
-        self, params, lr=0.001, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.0, rank=128.0, update_proj_gap=200.0,
+        self, params, lr=0.001, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.0, rank=128, update_proj_gap=200,
         scale=0.25, adamw=False, **options
     ):
         super().__init__(

@@ -102,7 +102,7 @@ struct kl_shampoo_no_matrix {  // kl_shampoo
 };
 
 // a sweep: eigen_left (specs/kl_shampoo.py:53), eigen_right (specs/kl_shampoo.py:54), p (specs/kl_shampoo.py:48),
-//     exp_avg (specs/kl_shampoo.py:58)
+//     exp_avg (specs/kl_shampoo.py:59)
 template <class S0, class S1, class S2, class S3, class S4, class S5, class S6, class S7, class S8, class S9>
 OPTGEN_INLINE void kl_shampoo_refresh_5(
     F beta1, F eps, F one_minus_beta1_times_where_lt_one_t_one_zero, S0 &exp_avg, S1 &g_2, S2 &across_, S3 &down,

@@ -68,7 +68,7 @@ class LowRankMuon(Optimizer):
 
     def __init__(
         self, params, lr=0.001, weight_decay=0.1, momentum=0.95, ns_coefficients=(3.4445, -4.775, 2.0315), eps=1e-7,
-        ns_steps=None, gram=False, scale_floor=1.0, adamw_lr=0.001, adamw_betas=(0.9, 0.95), adamw_eps=1e-8, rank=8.0,
+        ns_steps=None, gram=False, scale_floor=1.0, adamw_lr=0.001, adamw_betas=(0.9, 0.95), adamw_eps=1e-8, rank=8,
         adamw=False, **options
     ):
         super().__init__(

@@ -69,7 +69,7 @@ class Shampoo(Optimizer):
 
     def __init__(
         self, params, lr=0.001, betas=(0.9, 0.99), shampoo_beta=0.99, eps=1e-8, matrix_eps=1e-6, root_order=4.0,
-        weight_decay=0.01, precondition_frequency=10.0, **options
+        weight_decay=0.01, precondition_frequency=10, **options
     ):
         super().__init__(
             params,

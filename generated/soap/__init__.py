@@ -77,7 +77,7 @@ class SOAP(Optimizer):
 
     def __init__(
         self, params, lr=0.003, betas=(0.95, 0.95), shampoo_beta=0.95, eps=1e-8, weight_decay=0.01,
-        precondition_frequency=10.0, **options
+        precondition_frequency=10, **options
     ):
         super().__init__(
             params,

@@ -27,7 +27,9 @@ class HyperRow:
 
     @property
     def signature(self) -> str:
-        return f"{self.name}={'None' if self.rounds_of else literal(self.default)}"
+        whole = self.whole and not isinstance(self.default, tuple)
+        default = f"{self.default:.0f}" if whole else literal(self.default)
+        return f"{self.name}={'None' if self.rounds_of else default}"
 
     @property
     def typed(self) -> str:

@@ -272,6 +272,8 @@ def _refuse_unknown(d: StateDecl | HostStateDecl | FlagDecl, option: str, name: 
         what = f"{'flag' if isinstance(d, FlagDecl) else 'state'} `{d.name}`"
         note = f"{listed} of this spec: {', '.join(sorted(known)) or 'none'}"
         hint = did_you_mean(name, [*known, *more])
+        if option == "rank" and hint.startswith("known"):
+            hint = f"write {name}=hyper(128, ge=1, whole=True) after the `*`"
         value = getattr(d, option)
         raise UserError("E110", loc=d.loc, what=what, option=option, value=value, kind=kind, note=note, hint=hint)
 

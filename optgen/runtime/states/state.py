@@ -267,7 +267,7 @@ def check(
             f"opt.load_state_dict(opt.state_dict()) brings them there"
         )
     raise RuntimeError(
-        f"the optimizer state of {label(p, name)} does not fit it (was it made under another plan, dtype or "
-        f"flag, or loaded by torch.optim.Optimizer.load_state_dict, which casts it? The optimizer's own "
+        f"the optimizer state of {label(p, name)} does not fit it (was it made under another plan, dtype, "
+        f"flag or rank, or loaded by torch.optim.Optimizer.load_state_dict, which casts it? The optimizer's own "
         f"load_state_dict(saved) reads it as it was saved): {'; '.join(found)}"
     )
