@@ -23,7 +23,7 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from generated import LAMB, AdamW, Muon
+from generated import LAMB, SOAP, AdamW, Muon
 from optgen.runtime.cpu import native
 from optgen.runtime.layout import sharding
 from optgen.runtime.records import Field
@@ -290,3 +290,21 @@ def test_parts_go_to_the_worker_and_back_once() -> None:
                 sharding.serve([exchange])
         found.append(sum(size for sizes in messages for to, size in enumerate(sizes) if to != rank))
     assert found == [a + b for a, b in zip(scaling.share(shapes, 4).sent, factors, strict=True)]
+
+
+@pytest.mark.parametrize("plan", ["fp32", "int8_split24"])
+def test_workers_keep_what_a_later_function_of_the_step_reads(plan: str) -> None:
+    """The worker of a matrix of SOAP, half of which is elsewhere, gets its bases and gradient once, and sends the turned
+    gradient; factors and the update go both ways."""
+    messages: list[tuple[list[int], list[int]]] = []
+    with one_of(2), scaling.without_kernels():
+        p = nn.Parameter(part(32, 64))
+        opt = SOAP([("w", p)], plan=plan)
+        for _ in range(2):
+            messages.clear()
+            p.grad = part(32, 64)
+            with patch.object(dist, "all_to_all_single", lambda *given, **_: messages.append(given[2:4])):
+                opt.step()
+        size = {k: x.to_local().nbytes for k, x in opt.state[p].items() if isinstance(x, DTensor)}
+    bases, factors = (sum(n for k, n in size.items() if k.startswith(x)) for x in ("basis", ("left", "right")))
+    assert sum(come[1] + go[1] for come, go in messages) == 4 * 4 * 32 * 64 + bases + 2 * factors

@@ -35,17 +35,19 @@ read and stored."""
 
 
 def work(
-    bucket: Bucket, room: Workspace, stage: Stage, scalars: Sequence[float] | Control, at_once: int
+    bucket: Bucket, room: Workspace, stage: Stage, scalars: Sequence[float] | Control, kept: workers.Kept
 ) -> Generator[Exchange, Tensor | None, Exception | None]:
     """Call the function of a stage for every matrix, and keep what it returns: temps, and states in place.
 
     States in 8 bits are decoded before and encoded after it; what a step leaves as it is, no stage stores.
 
-    at_once   bytes of fp32 matrices in one batch
+    kept   what this rank has as a worker from earlier functions of the step
     Of a tensor that lies over several ranks each matrix is worked on by one of them; returns its error.
     """
+    at_once = bucket.workspace // 2  # bytes of fp32 matrices in one batch
     matrix, names = bucket.variant.matrix, _columns(bucket.variant, (*stage.reads, *stage.stores))
     count = len(_columns(bucket.variant, stage.reads))
+    known, wanted = ({j: x for j, x in enumerate(names) if x in some} for some in _around(bucket.variant, stage))
     live = [i for i in range(len(bucket.params)) if bucket.numel(i)]
     own: list[tuple[int, int, torch.Size, list[Tensor]]] = []
     parted: list[workers.Parted] = []
@@ -58,16 +60,16 @@ def work(
         else:
             layouts = tuple(_layout(bucket, shard, name) for name in names)
             values = [x.view(p.shape) if of is shard.layout else x for x, of in zip(values, layouts, strict=True)]
-            parted.append(workers.Parted(i, shard.layout, matrix, shard.workers, values, layouts, count))
+            parted.append(workers.Parted(i, shard.layout, matrix, shard.workers, values, layouts, count, known, wanted))
     _call(bucket, stage, scalars, at_once, own)
-    kept = {x.number: x for x in parted}
+    tensors = {x.number: x for x in parted}
 
     def call(
         keys: Sequence[workers.Key], operands: Sequence[list[Tensor]], shapes: Sequence[workers.Shapes]
     ) -> list[list[Tensor]]:
         found, results = [], []
         for (i, k), xs, made in zip(keys, operands, shapes, strict=True):
-            x = kept[i]
+            x = tensors[i]
             results.append([y.new_empty(shape) for y, shape in zip(x.values[count:], made, strict=True)])
             elements = layout.matrix_shape(matrix, x.layout.shape)[-2:]
             values = zip((*xs, *results[-1]), x.layouts, strict=True)
@@ -75,7 +77,16 @@ def work(
         _call(bucket, stage, scalars, at_once, found)
         return results
 
-    return (yield from workers.run(parted, call, at_once))
+    return (yield from workers.run(parted, call, at_once, kept))
+
+
+def _around(variant: Variant, stage: Stage) -> tuple[set[str], set[str]]:
+    """Return the fields that workers have from earlier functions of a step, and those that later ones read."""
+    k, seen = variant.stages.index(stage), set[str]()
+    for x in variant.stages[:k]:
+        seen = seen | {*x.reads, *x.stores} if x.space == "whole" else seen - {*x.stores, *x.temps}
+    later = {name for x in variant.stages[k + 1 :] if x.space == "whole" for name in x.reads}
+    return set(_columns(variant, [*seen])), set(_columns(variant, [*later]))
 
 
 def _call(bucket: Bucket, stage: Stage, scalars: Sequence[float] | Control, at_once: int, tensors: Tensors) -> None:

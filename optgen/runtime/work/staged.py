@@ -102,13 +102,14 @@ def drive(
     """
     variant, failure = bucket.variant, None
     position = {t.name: k for k, t in enumerate(variant.temps)}
+    kept: workers.Kept = {}
     for part in parts(variant, bucket.cut):
         if part.kind == "kernels":
             kernels(part.begin, part.end)
         elif part.kind == "call":
             assert part.stage is not None
             if part.stage.space == "whole":
-                error = yield from matrices.work(bucket, room, part.stage, scalars, bucket.workspace // 2)
+                error = yield from matrices.work(bucket, room, part.stage, scalars, kept)
             else:
                 error = yield from _call(bucket, room, part.stage, position[part.stage.temps[0]], scalars)
             failure = failure or error

@@ -26,6 +26,9 @@ from optgen.runtime.work.bucket import Bucket
 Key = tuple[int, int]
 """A matrix: the number of its tensor, and its index in the stack that the tensor is."""
 
+Kept = dict[tuple[int, int, str], Tensor]
+"""Values that workers keep during a step for its next functions: by tensor, matrix and name."""
+
 Shapes = Sequence[tuple[int, ...]]
 
 Work = Callable[[Sequence[Key], Sequence[list[Tensor]], Sequence[Shapes]], Sequence[list[Tensor]]]
@@ -115,6 +118,8 @@ class Parted(NamedTuple):
     workers   the rank of each matrix, as `assign` has them
     values    this rank's parts of what is read, `reads` in number, and of the results, which are written
     layouts   of the values; those of another shape than the tensor have its matrices along their first dimensions
+    known     positions in `values` and names of what workers have of earlier functions: nobody sends that
+    wanted    positions in `values` and names of what workers keep for later functions
     """
 
     number: int
@@ -124,25 +129,36 @@ class Parted(NamedTuple):
     values: list[Tensor]
     layouts: tuple[Layout, ...]
     reads: int
+    known: Mapping[int, str] = {}
+    wanted: Mapping[int, str] = {}
 
 
-def run(parted: Sequence[Parted], work: Work, room: int) -> Generator[Exchange, Tensor | None, Exception | None]:
+def run(
+    parted: Sequence[Parted], work: Work, room: int, kept: Kept | None = None
+) -> Generator[Exchange, Tensor | None, Exception | None]:
     """Work on each matrix on its worker.
 
     room   bytes of operands that a rank puts together at a time
+    kept   values of earlier functions of the step
     Returns the first error of `work`, for which its results are NaN: other ranks wait for them, and for the rest of the
     step.
     """
     failure: Exception | None = None
+    kept = {} if kept is None else kept
     for mesh in dict.fromkeys(x.layout.mesh for x in parted):
         some = [x for x in parted if x.layout.mesh == mesh]
         sizes = [tuple(y.itemsize for y in x.values[: x.reads]) for x in some]
+        sent = [{*range(x.reads)} - {*x.known} for x in some]
         kinds = tuple((x.layout, x.matrix, x.workers, x.layouts, n) for x, n in zip(some, sizes, strict=True))
         for held, tasks in _rounds(kinds, room):
             whole = [_made(some[task.tensor], task, slice(some[task.tensor].reads)) for task in tasks]
+            for task, xs in zip(tasks, whole, strict=True):
+                for j, name in some[task.tensor].known.items():
+                    if j < len(xs):
+                        xs[j] = kept[some[task.tensor].number, task.matrix, name]
             pieces = [(piece, xs) for task, xs in zip(tasks, whole, strict=True) for piece in task.pieces]
-            sends = [(rank, some[k].values[j][at]) for rank, k, j, at, near in held if near and j < some[k].reads]
-            receives = [(rank, xs[j][at]) for (rank, _, j, at, near), xs in pieces if near and j < len(xs)]
+            sends = [(rank, some[k].values[j][at]) for rank, k, j, at, near in held if near and j in sent[k]]
+            receives = [(rank, xs[j][at]) for (rank, k, j, at, near), xs in pieces if near and j in sent[k]]
             yield Exchange(moves=[Move(mesh, sends, receives)])
             after = [slice(some[task.tensor].reads, None) for task in tasks]
             keys = [(some[task.tensor].number, task.matrix) for task in tasks]
@@ -152,6 +168,8 @@ def run(parted: Sequence[Parted], work: Work, room: int) -> Generator[Exchange, 
                 failure = failure or error
                 made = [_made(some[task.tensor], task, rest) for task, rest in zip(tasks, after, strict=True)]
                 results = [[y.fill_(math.nan if y.is_floating_point() else NAN) for y in ys] for ys in made]
+            for key, task, xs, ys in zip(keys, tasks, whole, results, strict=True):
+                kept |= {(*key, name): (*xs, *ys)[j] for j, name in some[task.tensor].wanted.items()}
             found = [(p, ys) for task, ys in zip(tasks, results, strict=True) for p in task.pieces]
             sends = [(rank, ys[j - some[k].reads][at]) for (rank, k, j, at, _), ys in found if j >= some[k].reads]
             receives = [(rank, some[k].values[j][at]) for rank, k, j, at, _ in held if j >= some[k].reads]
