@@ -1,8 +1,8 @@
 """SOAP: AdamW in the eigenbasis of Shampoo's factors; AdamW for everything that is no matrix."""
 
 from optgen.lang import (
-    finite, flag, gram, hyper, matrix_state, maximum, nonneg, optimizer, orthogonal, orthogonal_iteration, policies,
-    shape_flag, sorting, sqrt, state, symmetric, where,
+    finite, flag, gram, hyper, matrix_state, maximum, minimum, nonneg, optimizer, orthogonal, orthogonal_iteration,
+    policies, shape_flag, sorting, sqrt, state, symmetric, where,
 )  # fmt: skip
 
 
@@ -30,13 +30,15 @@ def soap(
 
     The first step of a parameter makes its bases and does not move it, as in the authors' code.  Steps k + 1,
     2k + 1 ..., with k = precondition_frequency, bring them nearer to the eigenvectors.  A side of more than 10000 has
-    none.  All states are kept in the bases, where few bits cost least.
+    none.  All states are kept in the bases, where few bits cost least.  Elements of gradients count as
+    1e14 at most, so that fp32 has their squares' sums.
     """
     if not (by_rows or by_columns):
         p, exp_avg, exp_avg_sq = policies.adamw_step(p, g, t, exp_avg, exp_avg_sq, lr, betas, eps, weight_decay)
         return p, exp_avg, exp_avg_sq, left, basis_left, right, basis_right
     beta1, beta2 = betas
     moves, k = where(t > 1, 1.0, 0.0), maximum(t - 1, 1)
+    g = g * minimum(1e14 / abs(g), 1)
     turned = basis_left.T @ g if by_rows else g
     turned = turned @ basis_right if by_columns else turned
     exp_avg = beta1 * exp_avg + (1 - beta1) * moves * turned

@@ -1,7 +1,7 @@
 """StableSPAM: Adam of gradients whose spikes are clipped and whose norm is evened out, begun anew now and then."""
 
 from optgen.lang import (
-    amax, floor, hyper, maximum, nonneg, norm, optimizer, policies, sqrt, state, tensor_state, where,
+    amax, floor, hyper, maximum, minimum, nonneg, norm, optimizer, policies, sqrt, state, tensor_state, where,
 )  # fmt: skip
 
 
@@ -32,7 +32,7 @@ def stable_spam(
     beta1, beta2 = betas
     top = amax(abs(g))
     max_avg = gamma3 * max_avg + (1 - gamma3) * top
-    limit = max_avg / (1 - gamma3**t)
+    limit = minimum(max_avg / (1 - gamma3**t), 1e14)  # fp32 has the square of the norm
     clipped = where(abs(g) > limit, g * (limit / maximum(top, 1e-30)), g)
     length = norm(clipped)
     norm_avg = gamma1 * norm_avg + (1 - gamma1) * length

@@ -176,6 +176,18 @@ def test_a_gradient_that_is_nan_spoils_its_own_parameter_alone(name: str) -> Non
     assert torch.equal(found[0][0], found[1][0]) and torch.equal(*found[0]) and found[1][1].isnan().all()
 
 
+@pytest.mark.parametrize("size", [1e13, 1e19, 1e30])
+@pytest.mark.parametrize("cls", [optim.SOAP, optim.StableSPAM])
+def test_a_gradient_whose_square_fp32_has_not_leaves_a_parameter_finite(cls: Any, size: float) -> None:
+    p = nn.Parameter(torch.zeros(16, 30))
+    opt = cls([p], plan="fp32", **{"precondition_frequency": 2} if cls is optim.SOAP else {})
+    for t, g in enumerate(gradients((16, 30))):
+        before, p.grad = p.detach().clone(), g * (size if t == 3 else 1.0)
+        opt.step()
+        assert p.isfinite().all() and (t < 1 or (p - before).abs().max() > 1e-6)
+    assert all(x.isfinite().all() for x in opt.state[p].values() if isinstance(x, Tensor))
+
+
 @pytest.mark.parametrize("says", [True, False])
 def test_eigenvectors_are_taken_in_fp64_where_fp32_fails(monkeypatch: pytest.MonkeyPatch, says: bool) -> None:
     """MKL's ssyevd returned NaN, and no error, for two of 256 eigenvalues of a Gram matrix with 158 rows of zeros."""

@@ -294,7 +294,7 @@ def test_parts_go_to_the_worker_and_back_once() -> None:
 
 @pytest.mark.parametrize("plan", ["fp32", "int8_split24"])
 def test_workers_keep_what_a_later_function_of_the_step_reads(plan: str) -> None:
-    """The worker of a matrix of SOAP, half of which is elsewhere, gets its bases and gradient once, and sends the turned
+    """The worker of a matrix of SOAP, half of it elsewhere, gets its bases and gradient once, and sends the turned
     gradient; factors and the update go both ways."""
     messages: list[tuple[list[int], list[int]]] = []
     with one_of(2), scaling.without_kernels():

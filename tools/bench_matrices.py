@@ -1,10 +1,11 @@
 """Time steps of Muon and SOAP on this machine's CPU beside the matrix products that they consist of, and beside peers.
 
-    .venv/bin/python tools/bench_matrices.py [--layers 2] [--rounds 7]
+    .venv/bin/python tools/bench_matrices.py [--layers 2] [--rounds 7] [--cpu-time]
 
 The matrices are those of GPT-2's hidden layers (Radford et al. 2019), fp32. Contenders take turns in every round; a
 ratio is the median of the rounds' own ratios. "products" are the same products in torch by themselves, in batches of
-one shape, without momentum, statistics or weights. Prints a table for docs/benchmarks/matrices.md.
+one shape, without momentum, statistics or weights. `--cpu-time` measures the CPU time of one thread, which
+other work on the machine disturbs less than wall time. Prints a table for docs/benchmarks/matrices.md.
 """
 
 from __future__ import annotations
@@ -101,15 +102,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--cpu-time", action="store_true")
     given = parser.parse_args()
+    clock = time.process_time if given.cpu_time else time.perf_counter
+    if given.cpu_time:
+        torch.set_num_threads(1)
     lines = []
     for rule, racing in contenders(given.layers).items():
         times: dict[str, list[float]] = {name: [] for name in racing}
         for _ in range(given.rounds):
             for name, run in racing.items():
-                begun = time.perf_counter()
+                begun = clock()
                 run()
-                times[name].append(time.perf_counter() - begun)
+                times[name].append(clock() - begun)
         for name in list(racing)[1:]:
             ratios = [a / b for a, b in zip(times[name], times["products"], strict=True)]
             low, *_, high = statistics.quantiles(ratios, n=4)

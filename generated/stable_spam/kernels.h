@@ -15,7 +15,7 @@ OPTGEN_INLINE void stable_spam_2(
     S3 &limit_over_top_max_1em30
 ) {
     const F max_avg_ = fma(one_minus_gamma3, top.read(), gamma3 * max_avg.read());  // 34
-    const F limit_ = max_avg_ / one_minus_gamma3_pow_t;  // 35
+    const F limit_ = min(F(100000000000000.0f), max_avg_ / one_minus_gamma3_pow_t);  // 35
     max_avg.set(max_avg_);
     limit.set(limit_);
     limit_over_top_max_1em30.set(limit_ / max(F(1e-30f), top.read()));

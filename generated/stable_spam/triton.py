@@ -26,7 +26,7 @@ def stable_spam_1_sweep(table, work, grad_scale: tl.float32, step_key: tl.int32,
 def stable_spam_2_values(max_avg, top, gamma3, one_minus_gamma3, one_minus_gamma3_pow_t):
     """The new max_avg, limit, limit_over_top_max_1em30."""
     max_avg = tl.fma(one_minus_gamma3, top, gamma3 * max_avg)  # 34
-    limit = max_avg / one_minus_gamma3_pow_t                   # 35
+    limit = tl.minimum(max_avg / one_minus_gamma3_pow_t, 100000000000000.0, propagate_nan=tl.PropagateNan.ALL)  # 35
     return max_avg, limit, limit / tl.maximum(top, 1e-30, propagate_nan=tl.PropagateNan.ALL)
 
 
