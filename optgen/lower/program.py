@@ -19,7 +19,6 @@ from optgen.lang.values import Value, cast
 from optgen.lower.naming import Recorder
 from optgen.lower.noise import deal
 from optgen.ops import dtypes, spaces
-from optgen.ops.dtypes import DType
 from optgen.ops.spaces import Space
 
 GRAD_SCALE = "grad_scale"  # host scalar: -1 under maximize, 1 / loss scale under a GradScaler
@@ -173,9 +172,9 @@ def _encode_all(
     return lets, [Store(b.name, parts[k].node) for k, b in weight_buffers(storage).items()] + stores
 
 
-def _buffers(spec: Spec, storage: Storage, grad: DType) -> tuple[Buffer, ...]:
+def _buffers(spec: Spec, storage: Storage) -> tuple[Buffer, ...]:
     weight = weight_buffers(storage)
-    out = [weight[""], Buffer("g", grad, spaces.elem, "grad", "g", writes=False)]
+    out = [weight[""], Buffer("g", storage.param, spaces.elem, "grad", "g", writes=False)]
     out += [b for k, b in weight.items() if k]
     for name in storage.states:
         out += state_buffers(spec, storage, name).values()
@@ -230,19 +229,15 @@ def hyper_ranges(spec: Spec) -> tuple[tuple[str, tuple[float, float]], ...]:
     return (("step", (1.0, math.inf)), *((part, h.interval) for h in spec.hypers for part in h.parts))
 
 
-def lower(
-    spec: Spec, flags: Mapping[str, bool], storage: Storage, *, grad: DType | None = None, alone: bool = False
-) -> Program:
+def lower(spec: Spec, flags: Mapping[str, bool], storage: Storage, *, alone: bool = False) -> Program:
     """One optimizer step as a Program: decode, the author's lets, encode.
 
-    grad   the gradient's dtype, by default the parameter's
     alone  the rule without a plan, see `lower_rule`
     """
     trace = spec.trace(dict(flags))
-    grad = grad or storage.param
-    buffers = _buffers(spec, storage, grad)
+    buffers = _buffers(spec, storage)
     weight, states, decoded = _decode_all(spec, storage)
-    g: Value = Value(ir.sym(GRAD_SCALE)) * cast(Value(ir.load("g", grad, spaces.elem)), dtypes.f32)
+    g: Value = Value(ir.sym(GRAD_SCALE)) * cast(Value(ir.load("g", storage.param, spaces.elem)), dtypes.f32)
     leaves = {("p"): weight.node, "g": g.node} | {name: v.node for name, v in states.items()}
 
     def substitute(node: Node) -> Node:

@@ -70,11 +70,11 @@ def packed(codes, live, MASKED: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def block_max(x, live, MASKED: tl.constexpr, KEEP: tl.constexpr = False):
-    """The largest int32 along the last dimension, KEEP: kept with size 1; lanes that are not live do not count."""
+def block_max(x, live, MASKED: tl.constexpr):
+    """The largest int32 along the last dimension; lanes that are not live do not count."""
     if MASKED:
         x = tl.where(live, x, INT_MIN)
-    return tl.max(x, len(x.shape) - 1, keep_dims=KEEP)
+    return tl.max(x, len(x.shape) - 1)
 
 
 @triton.jit
@@ -119,26 +119,26 @@ def lowest_line(x, lines):
 
 
 @triton.jit
-def block_magnitude(x, live, MASKED: tl.constexpr, KEEP: tl.constexpr = False):
+def block_magnitude(x, live, MASKED: tl.constexpr):
     """The pattern of the largest |x| along the last dimension, of a NaN where there is one."""
     # The interpreter reduces by a function of ours one element at a time; AMD's float maximum drops NaN, and to keep
     # it takes two more instructions.
     if INTERPRETED or machine() == "hip":
-        out = block_max(tl.abs(x).to(tl.int32, bitcast=True), live, MASKED, KEEP)
+        out = block_max(tl.abs(x).to(tl.int32, bitcast=True), live, MASKED)
     else:
         size = tl.abs(x)
         if MASKED:
             size = tl.where(live, size, 0.0)
-        out = tl.reduce(size, len(x.shape) - 1, larger, keep_dims=KEEP).to(tl.int32, bitcast=True)
+        out = tl.reduce(size, len(x.shape) - 1, larger).to(tl.int32, bitcast=True)
     return out
 
 
 @triton.jit
-def block_min(x, live, MASKED: tl.constexpr, KEEP: tl.constexpr = False):
+def block_min(x, live, MASKED: tl.constexpr):
     """The smallest int32 along the last dimension; lanes that are not live do not count."""
     if MASKED:
         x = tl.where(live, x, INT_MAX)
-    return tl.min(x, len(x.shape) - 1, keep_dims=KEEP)
+    return tl.min(x, len(x.shape) - 1)
 
 
 @triton.jit
