@@ -778,6 +778,7 @@ WHOLE: dict[str, Oracle] = {
     "dion2": dion2,
     "dadapt_adam": package(dadaptation.DAdaptAdam, decouple=True),
     "lookahead_adamw": lookahead_adamw,
+    "low_rank_muon": lambda flags, hypers: muon(flags | {"nesterov": True, "match_rms_adamw": False}, hypers),
     "muon": muon,
     "normuon": normuon,
     "polargrad": polargrad,
