@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from .sgdw import SGDW as SGDW
     from .sm3 import SM3 as SM3
     from .soap import SOAP as SOAP
+    from .soap_muon import SOAPMuon as SOAPMuon
     from .splus import SPlus as SPlus
     from .schedule_free_adamw import ScheduleFreeAdamW as ScheduleFreeAdamW
     from .schedule_free_sgd import ScheduleFreeSGD as ScheduleFreeSGD
@@ -125,6 +126,7 @@ _MODULES = {
     "SGDW": "sgdw",
     "SM3": "sm3",
     "SOAP": "soap",
+    "SOAPMuon": "soap_muon",
     "SPlus": "splus",
     "ScheduleFreeAdamW": "schedule_free_adamw",
     "ScheduleFreeSGD": "schedule_free_sgd",
@@ -190,6 +192,7 @@ __all__ = [
     "SGDW",
     "SM3",
     "SOAP",
+    "SOAPMuon",
     "SPlus",
     "ScheduleFreeAdamW",
     "ScheduleFreeSGD",

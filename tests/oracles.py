@@ -719,10 +719,54 @@ def _kl_shampoo(o, s, p, g, t, lr):
     return p - lr * o.weight_decay * p
 
 
+@paper
+def _soap_muon(o, s, p, g, t, lr):
+    """The record's step of a matrix inside EMA-Nesterov, without rounds of Newton-Schulz."""
+    before, grams = s.plain if t > 1 else p, [g @ g.mT, g.mT @ g]
+    s.m = o.momentum * s.m + (1 - o.momentum) * g
+    u = o.momentum * s.m + (1 - o.momentum) * g
+    if t > 1:
+        inside = s.bases[0].mT @ u @ s.bases[1]
+        s.v = o.shampoo_beta * s.v + (1 - o.shampoo_beta) * inside.square()
+        u = s.bases[0] @ (inside / s.v.sqrt().clamp(min=o.eps)) @ s.bases[1].mT
+    u = (u / torch.linalg.matrix_norm(u @ u.mT).sqrt()).bfloat16().to(u.dtype)
+    u = u * max(1, len(u) / u.shape[1]) ** 0.5
+    along = (u * p).sum() / p.norm()
+    u = u - (1 - o.outward) * along.clamp(max=0) * p / p.norm()
+    u = u * (o.row_floor * p.norm(dim=1) / u.norm(dim=1)).clamp(min=1)[:, None]
+    new, size = p - lr * u, p.norm() - lr * (u * p).sum() / p.norm()
+    new = new * size / new.norm() * (1 - lr * o.weight_decay * (u * p > 0).to(p.dtype))
+    if t == 1:
+        s.factors = [(1 - o.shampoo_beta) * x for x in grams]
+        s.bases = [torch.linalg.eigh(x).eigenvectors.flip(1) for x in s.factors]
+    else:
+        s.factors = [o.shampoo_beta * x + (1 - o.shampoo_beta) * y for x, y in zip(s.factors, grams, strict=True)]
+        for k, (x, q) in enumerate(zip(s.factors, s.bases, strict=True)):
+            order = (q.mT @ x @ q).diagonal().argsort(descending=True)
+            s.v, s.bases[k] = s.v.index_select(k, order), torch.linalg.qr(x @ q[:, order]).Q
+    s.ahead = o.lookahead_beta * s.ahead + (1 - o.lookahead_beta) * (new - before)
+    s.plain = new
+    return new + o.lookahead * s.ahead
+
+
+def _adamw_ahead(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
+    """AdamW inside EMA-Nesterov."""
+    inner, ahead, plain = _adamw_beside(hypers, "eps"), torch.zeros(()), torch.zeros(())
+
+    def step(p: Tensor, g: Tensor, t: int, lr: float) -> Tensor:
+        nonlocal ahead, plain
+        new, before = inner(p, g, t, lr), plain if t > 1 else p
+        ahead, plain = hypers["lookahead_beta"] * ahead + (1 - hypers["lookahead_beta"]) * (new - before), new
+        return new + hypers["lookahead"] * ahead
+
+    return step
+
+
 BASES: dict[str, Oracle] = {
     "kl_shampoo": _each_matrix(_kl_shampoo, _adamw_of_same_rate),
     "shampoo": _each_matrix(_shampoo, _adamw_of_same_rate),
     "soap": _each_matrix(_soap, _adamw_of_same_rate),
+    "soap_muon": _each_matrix(_soap_muon, _adamw_ahead),
 }
 """Rules of eigenvectors, which are arbitrary where eigenvalues are equal: held at gradients that tell them apart."""
 

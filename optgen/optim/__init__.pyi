@@ -943,6 +943,32 @@ class SOAP(Optimizer):
         stagger: bool = False, workspace: int | str | None = None,
     ) -> None: ...
 
+class SOAPMuon(Optimizer):
+    """SOAP-Muon: Muon of SOAP's direction, with a floor for each row and norms that steps reach; AdamW for the rest."""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 0.0375,
+        momentum: float | Tensor = 0.95,
+        shampoo_beta: float | Tensor = 0.9,
+        weight_decay: float | Tensor = 0.025,
+        row_floor: float | Tensor = 0.3825,
+        outward: float | Tensor = 0.5,
+        lookahead: float | Tensor = 0.3,
+        lookahead_beta: float | Tensor = 0.99,
+        eps: float | Tensor = 1e-8,
+        ns_coefficients: str | Sequence[float] | Sequence[Sequence[float]] = (2.0, -1.5, 0.5),
+        ns_steps: float | Tensor = 12.0,
+        adamw_lr: float | Tensor = 0.001,
+        adamw_betas: Sequence[float | Tensor] = (0.9, 0.95),
+        adamw: bool = False,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None, blocks: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+        stagger: bool = False, workspace: int | str | None = None,
+    ) -> None: ...
+
 class SPlus(Optimizer):
     """SPlus: the sign of the momentum in the eigenbasis of Shampoo's factors, and an average of weights to evaluate."""
 

@@ -81,7 +81,8 @@ DISCOURAGED = {
         },
         'to nearest, 10 codes up to 0.041 of the scale keep themselves under a decay of 0.95: a state without '
         'gradients never returns to 0': {
-            "momentum_buffer": ("adamuon", "muon", "normuon", "polargrad"), "exp_avg": ("mars", "novograd", "soap"),
+            "momentum_buffer": ("adamuon", "muon", "normuon", "polargrad", "soap_muon"),
+            "exp_avg": ("mars", "novograd", "soap"),
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.95 changes it by 0.05 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 3; round it stochastically, or keep it'
@@ -125,19 +126,19 @@ DISCOURAGED = {
                 "adafactor_paper", "adam", "adamp", "adamuon", "adamw", "adan", "ademamix", "adopt", "apollo", "came",
                 "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam", "dion", "dion2", "fira", "galore", "grams",
                 "kl_shampoo", "lamb", "laprop", "lookahead_adamw", "low_rank_muon", "mars", "muon", "nadam", "normuon",
-                "polargrad", "prodigy", "radam", "schedule_free_adamw", "shampoo", "sinkgd", "soap", "stable_adamw",
-                "stable_spam", "yogi",
+                "polargrad", "prodigy", "radam", "schedule_free_adamw", "shampoo", "sinkgd", "soap", "soap_muon",
+                "stable_adamw", "stable_spam", "yogi",
             ),
             "sum": ("adagrad",), "max_exp_avg_sq": ("adam", "adamw", "clipped_adamw", "lookahead_adamw"),
             "m": ("adam_mini",), "exp_inf": ("adamax",),
             "momentum_buffer": (
                 "adamuon", "dion", "dion2", "lars", "low_rank_muon", "muon", "normuon", "orthograd", "polargrad",
-                "rmsprop", "scion", "sgd", "sgdp", "sgdw", "signum", "sm3",
+                "rmsprop", "scion", "sgd", "sgdp", "sgdw", "signum", "sm3", "soap_muon",
             ),
             "exp_avg_diff": ("adan",), "prev_grad": ("adan",), "exp_avg_slow": ("ademamix",),
             "s": ("dadapt_adam", "madgrad", "prodigy"), "momentum_buffer_residual": ("low_rank_muon",),
             "grad_sum_sq": ("madgrad",), "last_grad": ("mars",), "grad_avg": ("rmsprop",), "prev": ("rprop",),
-            "step_size": ("rprop",), "accumulator": ("sm3",), "momentum": ("splus",),
+            "step_size": ("rprop",), "accumulator": ("sm3",), "lookahead_avg": ("soap_muon",), "momentum": ("splus",),
         },
     },
     "bnb8": {
@@ -184,7 +185,8 @@ DISCOURAGED = {
         },
         'to nearest, 62 codes up to 0.14 of the scale keep themselves under a decay of 0.95: a state without '
         'gradients never returns to 0': {
-            "momentum_buffer": ("adamuon", "muon", "normuon", "polargrad"), "exp_avg": ("mars", "novograd", "soap"),
+            "momentum_buffer": ("adamuon", "muon", "normuon", "polargrad", "soap_muon"),
+            "exp_avg": ("mars", "novograd", "soap"),
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.95 changes it by 0.05 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 1.7; round it stochastically, or keep '
@@ -229,19 +231,19 @@ DISCOURAGED = {
                 "adafactor_paper", "adam", "adamp", "adamuon", "adamw", "adan", "ademamix", "adopt", "apollo", "came",
                 "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam", "dion", "dion2", "fira", "galore", "grams",
                 "kl_shampoo", "lamb", "laprop", "lookahead_adamw", "low_rank_muon", "mars", "muon", "nadam", "normuon",
-                "polargrad", "prodigy", "radam", "schedule_free_adamw", "shampoo", "sinkgd", "soap", "stable_adamw",
-                "stable_spam", "yogi",
+                "polargrad", "prodigy", "radam", "schedule_free_adamw", "shampoo", "sinkgd", "soap", "soap_muon",
+                "stable_adamw", "stable_spam", "yogi",
             ),
             "sum": ("adagrad",), "max_exp_avg_sq": ("adam", "adamw", "clipped_adamw", "lookahead_adamw"),
             "m": ("adam_mini",), "exp_inf": ("adamax",),
             "momentum_buffer": (
                 "adamuon", "dion", "dion2", "lars", "low_rank_muon", "muon", "normuon", "orthograd", "polargrad",
-                "rmsprop", "scion", "sgd", "sgdp", "sgdw", "signum", "sm3",
+                "rmsprop", "scion", "sgd", "sgdp", "sgdw", "signum", "sm3", "soap_muon",
             ),
             "exp_avg_diff": ("adan",), "prev_grad": ("adan",), "exp_avg_slow": ("ademamix",),
             "s": ("dadapt_adam", "madgrad", "prodigy"), "momentum_buffer_residual": ("low_rank_muon",),
             "grad_sum_sq": ("madgrad",), "last_grad": ("mars",), "grad_avg": ("rmsprop",), "prev": ("rprop",),
-            "step_size": ("rprop",), "accumulator": ("sm3",), "momentum": ("splus",),
+            "step_size": ("rprop",), "accumulator": ("sm3",), "lookahead_avg": ("soap_muon",), "momentum": ("splus",),
         },
     },
     "torchao4": {
@@ -259,19 +261,19 @@ DISCOURAGED = {
                 "adafactor_paper", "adam", "adamp", "adamuon", "adamw", "adan", "ademamix", "adopt", "apollo", "came",
                 "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam", "dion", "dion2", "fira", "galore", "grams",
                 "kl_shampoo", "lamb", "laprop", "lookahead_adamw", "low_rank_muon", "mars", "muon", "nadam", "normuon",
-                "polargrad", "prodigy", "radam", "schedule_free_adamw", "shampoo", "sinkgd", "soap", "stable_adamw",
-                "stable_spam", "yogi",
+                "polargrad", "prodigy", "radam", "schedule_free_adamw", "shampoo", "sinkgd", "soap", "soap_muon",
+                "stable_adamw", "stable_spam", "yogi",
             ),
             "sum": ("adagrad",), "max_exp_avg_sq": ("adam", "adamw", "clipped_adamw", "lookahead_adamw"),
             "m": ("adam_mini",), "exp_inf": ("adamax",),
             "momentum_buffer": (
                 "adamuon", "dion", "dion2", "lars", "low_rank_muon", "muon", "normuon", "orthograd", "polargrad",
-                "rmsprop", "scion", "sgd", "sgdp", "sgdw", "signum", "sm3",
+                "rmsprop", "scion", "sgd", "sgdp", "sgdw", "signum", "sm3", "soap_muon",
             ),
             "exp_avg_diff": ("adan",), "prev_grad": ("adan",), "exp_avg_slow": ("ademamix",),
             "s": ("dadapt_adam", "madgrad", "prodigy"), "momentum_buffer_residual": ("low_rank_muon",),
             "grad_sum_sq": ("madgrad",), "last_grad": ("mars",), "grad_avg": ("rmsprop",), "prev": ("rprop",),
-            "step_size": ("rprop",), "accumulator": ("sm3",), "momentum": ("splus",),
+            "step_size": ("rprop",), "accumulator": ("sm3",), "lookahead_avg": ("soap_muon",), "momentum": ("splus",),
         },
     },
     "torchao_fp8": {
@@ -289,19 +291,19 @@ DISCOURAGED = {
                 "adafactor_paper", "adam", "adamp", "adamuon", "adamw", "adan", "ademamix", "adopt", "apollo", "came",
                 "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam", "dion", "dion2", "fira", "galore", "grams",
                 "kl_shampoo", "lamb", "laprop", "lookahead_adamw", "low_rank_muon", "mars", "muon", "nadam", "normuon",
-                "polargrad", "prodigy", "radam", "schedule_free_adamw", "shampoo", "sinkgd", "soap", "stable_adamw",
-                "stable_spam", "yogi",
+                "polargrad", "prodigy", "radam", "schedule_free_adamw", "shampoo", "sinkgd", "soap", "soap_muon",
+                "stable_adamw", "stable_spam", "yogi",
             ),
             "sum": ("adagrad",), "max_exp_avg_sq": ("adam", "adamw", "clipped_adamw", "lookahead_adamw"),
             "m": ("adam_mini",), "exp_inf": ("adamax",),
             "momentum_buffer": (
                 "adamuon", "dion", "dion2", "lars", "low_rank_muon", "muon", "normuon", "orthograd", "polargrad",
-                "rmsprop", "scion", "sgd", "sgdp", "sgdw", "signum", "sm3",
+                "rmsprop", "scion", "sgd", "sgdp", "sgdw", "signum", "sm3", "soap_muon",
             ),
             "exp_avg_diff": ("adan",), "prev_grad": ("adan",), "exp_avg_slow": ("ademamix",),
             "s": ("dadapt_adam", "madgrad", "prodigy"), "momentum_buffer_residual": ("low_rank_muon",),
             "grad_sum_sq": ("madgrad",), "last_grad": ("mars",), "grad_avg": ("rmsprop",), "prev": ("rprop",),
-            "step_size": ("rprop",), "accumulator": ("sm3",), "momentum": ("splus",),
+            "step_size": ("rprop",), "accumulator": ("sm3",), "lookahead_avg": ("soap_muon",), "momentum": ("splus",),
         },
     },
     "lpmm4": {
@@ -348,7 +350,8 @@ DISCOURAGED = {
         },
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.95: a state without gradients '
         'never returns to 0': {
-            "momentum_buffer": ("adamuon", "muon", "normuon", "polargrad"), "exp_avg": ("mars", "novograd", "soap"),
+            "momentum_buffer": ("adamuon", "muon", "normuon", "polargrad", "soap_muon"),
+            "exp_avg": ("mars", "novograd", "soap"),
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.95 changes it by 0.05 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or keep it'
@@ -421,12 +424,15 @@ DISCOURAGED = {
         },
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.95: a state without gradients '
         'never returns to 0': {
-            "momentum_buffer": ("adamuon", "muon", "normuon", "polargrad"), "exp_avg": ("mars", "novograd", "soap"),
+            "momentum_buffer": ("adamuon", "muon", "normuon", "polargrad", "soap_muon"),
+            "exp_avg": ("mars", "novograd", "soap"),
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.95 changes it by 0.05 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or keep it'
         ' in fp32': {
-            "exp_avg_sq": ("adamuon", "dion", "dion2", "low_rank_muon", "muon", "normuon", "polargrad", "soap"),
+            "exp_avg_sq": (
+                "adamuon", "dion", "dion2", "low_rank_muon", "muon", "normuon", "polargrad", "soap", "soap_muon",
+            ),
         },
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.98: a state without gradients '
         'never returns to 0': {"exp_avg": ("adan",)},

@@ -1,0 +1,100 @@
+"""SOAP-Muon: Muon of SOAP's direction, with a floor for each row and norms that steps reach; AdamW for the rest."""
+
+from optgen.lang import (
+    columns, flag, gram, hyper, mat_mean, mat_norm, matrix_state, maximum, newton_schulz, nonneg, optimizer,
+    orthogonal, orthogonal_iteration, policies, row_sum, rows, scalar, shape_flag, sign, sorting, sqrt, state,
+    symmetric, where, wide,
+)  # fmt: skip
+
+
+def renewed(factor, basis, known):
+    """(order, factor, basis) after an orthogonal iteration; known is 0 before the first one."""
+    order = sorting(factor)
+    turn = orthogonal_iteration(factor, known * order)
+    new = basis @ turn
+    return order, turn.T @ factor @ turn, 1.5 * new - 0.5 * new @ gram(new.T)
+
+
+def pinned(p, u, lr, weight_decay, row_floor, outward):
+    """The weight after u and cautious decay, without the drift of its norm; see the rule."""
+    uu, up, pp = row_sum(u * u), row_sum(u * p), row_sum(p * p)
+    size, along = mat_mean(pp) * rows(p), mat_mean(up) * rows(p)
+    brake = where(along < 0, (1 - outward) * along / maximum(size, 1e-12), 0.0)
+    uu, up = maximum(uu - 2 * brake * up + brake * brake * pp, 1e-16), up - brake * pp
+    lift = maximum(row_floor * sqrt(maximum(pp, 1e-16) / uu), 1.0)
+    along, step_sq = mat_mean(lift * up) * rows(p), mat_mean(lift * lift * uu) * rows(p)
+    radius = sqrt(maximum(size, 1e-16))
+    wanted = maximum(radius - lr * along / radius, 1e-8)
+    u = lift * (u - brake * p)
+    new = wanted / sqrt(maximum(size - 2 * lr * along + lr * lr * step_sq, 1e-16)) * (p - lr * u)
+    return where(sign(u) * sign(p) > 0, policies.decoupled(new, lr, weight_decay), new)
+
+
+def without_lookahead(p, lookahead_avg, *, lookahead):
+    """The weights to evaluate with."""
+    return p - lookahead * lookahead_avg
+
+
+@optimizer(
+    cite="Vyas et al. 2025, nikhilvyas.github.io/SOAP_Muon.pdf, as modded-nanogpt's record 46 of track 3 has it",
+    name="SOAPMuon", matrix="heads", evaluate=without_lookahead,
+)  # fmt: skip
+def soap_muon(
+    p, g, t,
+    momentum_buffer=state(),
+    exp_avg_sq=state(nonneg),
+    lookahead_avg=state(),
+    left=matrix_state("rows", symmetric, when="matrix and not adamw"),
+    basis_left=matrix_state("rows", orthogonal, when="matrix and not adamw", init="identity"),
+    right=matrix_state("columns", symmetric, when="matrix and not adamw"),
+    basis_right=matrix_state("columns", orthogonal, when="matrix and not adamw", init="identity"),
+    went=scalar(0.0),
+    *,
+    lr=hyper(0.0375, ge=0),
+    momentum=hyper(0.95, ge=0, lt=1),
+    shampoo_beta=hyper(0.9, ge=0, lt=1),
+    weight_decay=hyper(0.025, ge=0),
+    row_floor=hyper(0.3825, ge=0),
+    outward=hyper(0.5, ge=0, le=1),
+    lookahead=hyper(0.3, ge=0),
+    lookahead_beta=hyper(0.99, ge=0, lt=1),
+    eps=hyper(1e-8, gt=0),
+    ns_coefficients=hyper((2.0, -1.5, 0.5), series=True),
+    ns_steps=hyper(12, ge=0, lt=100),
+    adamw_lr=hyper(1e-3, ge=0),
+    adamw_betas=hyper((0.9, 0.95), ge=0, lt=1),
+    adamw=flag(False),
+    matrix=shape_flag(lambda shape: len(shape) >= 2 and max(shape[-2:]) <= 10000),
+):
+    """SOAP-Muon: Muon of SOAP's direction, with a floor for each row and norms that steps reach; AdamW for the rest.
+
+    Bases change at every step; the first one is Muon's.  Of what makes a matrix longer, the part `outward` is applied
+    (radial brake); rows have steps of row_floor times their norms at least; the norm then changes as the step along the
+    weight says.  Weights decay where the step makes them smaller.  Gradients are taken `lookahead` times an average of
+    all changes ahead (EMA-Nesterov); eval() takes that away.  A change of lookahead holds from the next step on.
+    Groups with adamw=True, vectors and matrices with a side of more than 10000 have AdamW.
+    """
+    start = p - went * lookahead_avg
+    if adamw or not matrix:
+        p, momentum_buffer, exp_avg_sq = policies.adamw_step(
+            p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay
+        )
+    else:
+        known = where(t > 1, 1.0, 0.0)
+        momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
+        inside = basis_left.T @ (momentum * momentum_buffer + (1 - momentum) * g) @ basis_right
+        exp_avg_sq = shampoo_beta * exp_avg_sq + (1 - shampoo_beta) * known * inside * inside
+        inside = inside / where(t > 1, maximum(sqrt(exp_avg_sq), eps), 1.0)
+        even = basis_left @ inside @ basis_right.T
+        even = even / sqrt(maximum(mat_norm(gram(wide(even))), 1e-14))
+        u = newton_schulz(even, ns_steps, ns_coefficients, normalize=False)
+        p = pinned(p, sqrt(maximum(1.0, rows(p) / columns(p))) * u, lr, weight_decay, row_floor, outward)
+        turned = basis_left.T @ g @ basis_right
+        order_left, left, basis_left = renewed(
+            shampoo_beta * left + (1 - shampoo_beta) * gram(turned), basis_left, known)
+        order_right, right, basis_right = renewed(
+            shampoo_beta * right + (1 - shampoo_beta) * gram(turned.T), basis_right, known)
+        exp_avg_sq = order_left.T @ exp_avg_sq @ order_right
+    lookahead_avg = lookahead_beta * lookahead_avg + (1 - lookahead_beta) * (p - start)
+    p, went = p + lookahead * lookahead_avg, lookahead
+    return p, momentum_buffer, exp_avg_sq, lookahead_avg, left, basis_left, right, basis_right, went
