@@ -24,7 +24,6 @@ from optgen.lang import (
     flag,
     gram,
     hyper,
-    identity,
     inverse_root,
     mat_norm,
     matrix_state,
@@ -319,14 +318,22 @@ def test_factors_that_do_not_fit_are_refused_by_name(key: str, wrong: Any, backe
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpp"])
-def test_a_factor_that_there_is_not_names_its_parameter(backend: str) -> None:
-    cls = optgen.compile(rule(lambda x, g: cholesky(gram(g) + identity(x))), "fp32")
-    params = [nn.Parameter(drawn(6, 4, seed=k)) for k in range(3)]
+@pytest.mark.parametrize("odd", ["singular", "nan", "raises"])
+def test_a_factor_that_there_is_not(odd: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is NaN for its own matrix; an error of a function names the parameter."""
+    cls = optgen.compile(rule(lambda x, g: cholesky(gram(g))), "fp32")
+    params = [nn.Parameter(drawn(6, 9, seed=k)) for k in range(3)]
     opt = cls([(f"w{k}", p) for k, p in enumerate(params)], backend=backend)
     give(params, 1)
-    params[1].grad.fill_(torch.nan)
-    with pytest.raises(RuntimeError, match=r"^parameter 'w1' \(float32 \[6, 4\]\): linalg.cholesky"):
+    params[1].grad.fill_(0.0 if odd == "singular" else torch.nan)
+    if odd == "raises":
+        own = torch.linalg.cholesky_ex
+        monkeypatch.setattr(torch.linalg, "cholesky_ex", lambda x: (torch.linalg.cholesky(x), own(x)[1]))
+        with pytest.raises(RuntimeError, match=r"^parameter 'w1' \(float32 \[6, 9\]\): linalg.cholesky"):
+            opt.step()
+    else:
         opt.step()
+        assert [bool(x.isfinite().all()) for p in params for x in (p, opt.state[p]["left"])] == [1, 1, 0, 0, 1, 1]
 
 
 @pytest.mark.parametrize("shape", [(16, 24), (24, 16), (1, 9), (9, 1), (2, 16, 8)], ids=str)

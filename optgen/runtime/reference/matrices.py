@@ -181,9 +181,9 @@ def inverse_root(x: Tensor, p: float, eps: float = 0.0) -> Tensor:
 
 
 def cholesky(x: Tensor) -> Tensor:
-    """The lower triangular l for which l l' is a symmetric positive definite x."""
-    lower: Tensor = torch.linalg.cholesky(x)
-    return lower
+    """The lower triangular l for which l l' is a symmetric x; NaN where that is not positive definite."""
+    lower, failed = torch.linalg.cholesky_ex(x)
+    return torch.where(failed[..., None, None] == 0, lower, math.nan)
 
 
 def solve_triangular(b: Tensor, a: Tensor, upper: float) -> Tensor:
