@@ -172,7 +172,7 @@ def soap_muon_matrices_3(
     even_matmul = even_to_wide @ even_to_wide.mT
     return (
         left, basis_left_2, right, basis_right_2, even,
-        1.0 / (even_matmul * even_matmul).sum((-2, -1), keepdim=True).sqrt().clamp(min=1e-14).sqrt(), exp_avg_sq,
+        (even_matmul * even_matmul).sum((-2, -1), keepdim=True).sqrt().clamp(min=1e-14).sqrt().reciprocal(), exp_avg_sq,
     )
 
 

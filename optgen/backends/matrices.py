@@ -31,6 +31,15 @@ def _called(p: Printer, n: Node) -> Text:
     return f"{text}.float()" if n.attr == "newton_schulz" else text, binds  # which is bf16
 
 
+def _div(p: Printer, n: Node) -> Text:
+    """Spell a quotient of a number and a matrix as torch computes it."""
+    x, y = n.args
+    if x.op != "const" or y.space == spaces.host:
+        return f"{p.text(x, 20)} / {p.text(y, 21)}", 20
+    reciprocal = f"{p.text(y, ATOM)}.reciprocal()"
+    return (reciprocal, ATOM) if x.attr == 1 else (f"{p.text(x, 20)} * {reciprocal}", 20)
+
+
 def _where(p: Printer, n: Node) -> Text:
     condition, x, y = n.args
     if condition.space == spaces.host:
@@ -50,6 +59,7 @@ SPELL: dict[str, Spelling] = {
     "matmul": lambda p, n: (f"{p.text(n.args[0], 20)} @ {p.text(n.args[1], 21)}", 20),
     "transpose": _transpose,
     "call": _called,
+    "div": _div,
     "to_wide": lambda p, n: p.call("wide", *n.args),
     "zero_product": lambda p, n: p.call("zero_product", *n.args),
     "neg": lambda p, n: (f"-{p.text(n.args[0], 30)}", 30),
