@@ -219,7 +219,7 @@ def _matrices(spec: Spec, step: Step, flags: Mapping[str, bool]) -> Iterator[str
     left = sum(int(b.dtype.bytes) for b in step.temps if b.space == spaces.elem and b.role == "temp")
     limit, half = (f"{size >> 20} MiB" for size in (USUAL, USUAL // 2))
     yield f"between sweeps {left} B per parameter, of as many parameters at a time as fit in workspace={limit!r}"
-    yield f"matrices of one shape are a batch of {half} at most, half of that, or of one"
+    yield f"functions of matrices take as many matrices of one shape at a time as fit in {half}, one at least"
 
 
 def _operations(roots: Sequence[Node]) -> Iterator[str]:
