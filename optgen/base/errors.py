@@ -129,6 +129,12 @@ TABLE: dict[str, Row] = {
         "with p = {p}, g = {g} and default hyper-parameters",
         "declare it state(), or clip it: maximum(x, 0.0)",
     ),
+    "E143": Row(
+        "state `{name}` is declared {trait}, but after step {step} on random matrices an entry is {off} off",
+        "formats keep what the trait leaves alone, and would change this one",
+        "declare it without the trait, or restore that: (x + x.T) / 2 is symmetric, qr(x) of a square x orthogonal, "
+        "triangle(x) triangular",
+    ),
     # E2xx: spaces and dtypes
     "E201": Row(
         "{function}() takes {want} values, got {got}",

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
+from typing import Any
 
 from optgen.base.errors import UserError
 from optgen.ir.node import Node, postorder
 from optgen.lang.declare import flags_in
 from optgen.lang.probe import probe
-from optgen.lang.spec import Spec, Trace
+from optgen.lang.spec import Spec, Trace, start
 from optgen.lang.tracing import run
 from optgen.ops import spaces
 from optgen.ops.prims import MATRIX_OPS, PRIMS, REDUCTIONS
@@ -77,12 +78,53 @@ def _check_vectors(spec: Spec, flags: Mapping[str, bool], trace: Trace) -> None:
             raise UserError("E129", loc=place, function=_called(node), why=why, remedy=remedy)
 
 
+_LACKS: dict[str, Callable[[Any], Any]] = {
+    "symmetric": lambda x: x - x.mT,
+    "orthogonal": lambda x: x @ x.mT - x.new_ones(len(x)).diag(),
+    "triangular": lambda x: x.tril(-1),
+}
+"""What of a square matrix is not zero where it lacks a trait."""
+
+
+def _check_traits(spec: Spec, flags: Mapping[str, bool], trace: Trace) -> None:
+    """Raise UserError E143 for a matrix state that loses its trait in two steps in fp64, from random values with it.
+
+    What newton_schulz takes part in is rounded to bf16 and not judged.
+    """
+    judged = [s for s in spec.present(flags) if s.trait in _LACKS and trace.states[s.name].op != "load"]
+    judged = [s for s in judged if all(n.attr != "newton_schulz" for n in postorder([trace.states[s.name]]))]
+    if not judged:
+        return
+    import torch
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    generator, hypers = torch.Generator().manual_seed(0), {h.name: h.default for h in spec.hypers}
+    p, host = drawn(5, 7), None
+    has: dict[str, Callable[[Any], Any]]
+    has = {"symmetric": lambda x: x + x.mT, "orthogonal": lambda x: torch.linalg.qr(x).Q, "triangular": torch.triu}
+    kept = {s.name: has[s.trait](drawn(*start(s, p, hypers).shape)) for s in spec.present(flags) if s.trait in has}
+    for step in (1, 2):
+        try:
+            p, kept, host = spec.evaluate(p, drawn(5, 7), step, kept, host, **flags)
+        except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+            return
+        for s in judged:
+            x = kept[s.name]
+            off = _LACKS[s.trait](x).abs().max()
+            if off > 1e-6 * x.abs().max():
+                place = trace.places.get(trace.states[s.name].uid, s.loc)
+                raise UserError("E143", loc=place, name=s.name, trait=s.trait, step=step, off=f"{float(off):.2g}")
+
+
 def check(spec: Spec) -> None:
     """Check a spec over all its flag settings; raise UserError for the first fault."""
     traces = [(setting, spec.trace(setting)) for setting in spec.settings()]
     for setting, trace in traces:
         _check_repeats(spec, setting, trace)
         _check_vectors(spec, setting, trace)
+        _check_traits(spec, setting, trace)
     read = set().union(*(_reads(trace) for _, trace in traces))
     for s in spec.kept:
         if s.name not in read:
