@@ -33,14 +33,15 @@ def kl_shampoo(
     A step is left^(-1/2) m right^(-1/2) with the momentum m.  The first step of a parameter makes its bases and does
     not move it, as in the authors' code.  Steps k + 1, 2k + 1 ..., with k = precondition_frequency, bring them nearer
     to the eigenvectors; eigenvalues are averages of their own, renewed in each step.  Matrices with a side of more than
-    10000 take AdamW.  The momentum and both factors are kept in the bases, where few bits cost least.
+    10000 take AdamW.  The momentum and both factors are kept in the bases, where few bits cost least.  Elements of
+    gradients count as 1e11 at most, so that fp32 has the sums of squares of their products with max_clamp_value.
     """
     if not matrix:
         p, exp_avg, exp_avg_sq = policies.adamw_step(p, g, t, exp_avg, exp_avg_sq, lr, betas, eps, weight_decay)
         return p, exp_avg, exp_avg_sq, left, basis_left, eigen_left, right, basis_right, eigen_right
     beta1, beta2 = betas
     moves, gain = where(t > 1, 1.0, 0.0), (1 - beta2) * where(t > 1, 1.0, init_factor)
-    g = basis_left.T @ g @ basis_right
+    g = basis_left.T @ (g * minimum(1e11 / abs(g), 1)) @ basis_right
     down = minimum(rsqrt(eigen_left), max_clamp_value)
     across = minimum(rsqrt(eigen_right), max_clamp_value)
     exp_avg = beta1 * exp_avg + (1 - beta1) * moves * g

@@ -1,7 +1,7 @@
 """SOAP-Muon: Muon of SOAP's direction, with a floor for each row and norms that steps reach; AdamW for the rest."""
 
 from optgen.lang import (
-    columns, flag, gram, hyper, mat_mean, mat_norm, matrix_state, maximum, newton_schulz, nonneg, optimizer,
+    columns, flag, gram, hyper, mat_mean, mat_norm, matrix_state, maximum, minimum, newton_schulz, nonneg, optimizer,
     orthogonal, orthogonal_iteration, policies, row_sum, rows, scalar, shape_flag, sign, sorting, sqrt, state,
     symmetric, where, wide,
 )  # fmt: skip
@@ -72,7 +72,8 @@ def soap_muon(
     (radial brake); rows have steps of row_floor times their norms at least; the norm then changes as the step along the
     weight says.  Weights decay where the step makes them smaller.  Gradients are taken `lookahead` times an average of
     all changes ahead (EMA-Nesterov); eval() takes that away.  A change of lookahead holds from the next step on.
-    Groups with adamw=True, vectors and matrices with a side of more than 10000 have AdamW.
+    Groups with adamw=True, vectors and matrices with a side of more than 10000 have AdamW.  Elements of other gradients
+    count as 1e14 at most, so that fp32 has their squares' sums.
     """
     start = p - went * lookahead_avg
     if adamw or not matrix:
@@ -81,6 +82,7 @@ def soap_muon(
         )
     else:
         known = where(t > 1, 1.0, 0.0)
+        g = g * minimum(1e14 / abs(g), 1)
         momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
         inside = basis_left.T @ (momentum * momentum_buffer + (1 - momentum) * g) @ basis_right
         exp_avg_sq = shampoo_beta * exp_avg_sq + (1 - shampoo_beta) * known * inside * inside

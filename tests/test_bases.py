@@ -209,10 +209,11 @@ def test_a_gradient_that_is_nan_spoils_its_own_parameter_alone(name: str) -> Non
 
 
 @pytest.mark.parametrize("size", [1e13, 1e19, 1e30])
-@pytest.mark.parametrize("cls", [optim.SOAP, optim.StableSPAM])
+@pytest.mark.parametrize("cls", [optim.KLShampoo, optim.LowRankMuon, optim.SOAP, optim.SOAPMuon, optim.StableSPAM])
 def test_a_gradient_whose_square_fp32_has_not_leaves_a_parameter_finite(cls: Any, size: float) -> None:
     p = nn.Parameter(torch.zeros(16, 30))
-    opt = cls([p], plan="fp32", **{"precondition_frequency": 2} if cls is optim.SOAP else {})
+    often = {"precondition_frequency": 2} if "precondition_frequency" in {h.name for h in cls.HYPERS} else {}
+    opt = cls([p], plan="fp32", **often)
     for t, g in enumerate(gradients((16, 30))):
         before, p.grad = p.detach().clone(), g * (size if t == 3 else 1.0)
         opt.step()

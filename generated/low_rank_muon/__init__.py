@@ -6,7 +6,7 @@ import torch
 
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Series, Stage, StateRecord, Temp, by_flags
 from optgen.runtime.records.scalars import divide, maximum, root, where
-from optgen.runtime.reference.eager import larger, newton_schulz, sqrt
+from optgen.runtime.reference.eager import larger, newton_schulz, quotient, sqrt
 from optgen.runtime.reference.matrices import qr
 
 
@@ -120,7 +120,7 @@ def low_rank_muon(
     g = b.load("g")
     g = grad_scale * g
     # -- update  (specs/low_rank_muon.py)
-    g_mul = one_minus_momentum * g
+    g_mul = one_minus_momentum * (g * quotient(100000000000000.0, g.abs()).clamp(max=1.0))
     # 48  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
     momentum_buffer = momentum * (matmul_ + momentum_buffer_residual) + g_mul
     # 49  direction = momentum * momentum_buffer + (1 - momentum) * g if nesterov else momentum_buffer
@@ -171,7 +171,11 @@ def low_rank_muon(
     # 50  direction = newton_schulz(direction, ns_steps, ns_coefficients, eps, gram=gram)
     direction = direction_stored.to(torch.float32)
     p = p - lr_times_scale * direction              # 54  p = p - lr * scale * direction
-    momentum_buffer = momentum * (matmul_ + momentum_buffer_residual) + one_minus_momentum * g  # 48
+    # 48
+    momentum_buffer = (
+        momentum * (matmul_ + momentum_buffer_residual) + one_minus_momentum
+        * (g * quotient(100000000000000.0, g.abs()).clamp(max=1.0))
+    )
     # -- encode and store
     b.store("p", p)
     b.store("momentum_buffer_residual", momentum_buffer - matmul_2)
@@ -242,8 +246,8 @@ def kernel_scalars(
     one_minus_momentum_times_grad_scale = (1 - momentum) * grad_scale
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay
     return (
-        lr, scale_floor, momentum, one_minus_momentum_times_grad_scale, ns_coefficients, eps, ns_steps, gram,
-        one_minus_lr_times_weight_decay,
+        lr, scale_floor, momentum, grad_scale, one_minus_momentum_times_grad_scale, ns_coefficients, eps, ns_steps,
+        gram, one_minus_lr_times_weight_decay,
     )
 
 
@@ -300,8 +304,8 @@ STEPS = (
     Rule(
         ({"adamw": False, "matrix": True},),
         (
-            "lr", "scale_floor", "momentum", "one_minus_momentum_times_grad_scale", "ns_coefficients", "eps",
-            "ns_steps", "gram", "one_minus_lr_times_weight_decay",
+            "lr", "scale_floor", "momentum", "grad_scale", "one_minus_momentum_times_grad_scale", "ns_coefficients",
+            "eps", "ns_steps", "gram", "one_minus_lr_times_weight_decay",
         ),
         host=kernel_scalars,
         temps=(
@@ -321,12 +325,12 @@ STEPS = (
                 reads=("momentum_buffer_left", "momentum_buffer_right"), stores=("matmul",),
             ),
             Stage(
-                "low_rank_muon_3", "elem", level=0, scalars=(2, 3), temps=("direction", "momentum_buffer_whole"),
+                "low_rank_muon_3", "elem", level=0, scalars=(2, 3, 4), temps=("direction", "momentum_buffer_whole"),
                 reads=("g", "momentum_buffer_residual", "matmul"), stores=("direction", "momentum_buffer_whole"),
                 picked=("direction",),
             ),
             Stage(
-                "newton_schulz", "call", level=1, scalars=(4, 5, 6, 7), temps=("direction",),
+                "newton_schulz", "call", level=1, scalars=(5, 6, 7, 8), temps=("direction",),
                 given=("ns_steps", 1.0, "gram", "eps", "ns_coefficients"),
             ),
             Stage(
@@ -335,7 +339,7 @@ STEPS = (
                 stores=("momentum_buffer_left", "momentum_buffer_right", "matmul_2"),
             ),
             Stage(
-                "low_rank_muon_6", "elem", level=2, scalars=(2, 3, 8),
+                "low_rank_muon_6", "elem", level=2, scalars=(2, 3, 4, 9),
                 reads=("p", "g", "momentum_buffer_residual", "lr_times_scale", "direction", "matmul", "matmul_2"),
                 stores=("p", "momentum_buffer_residual"),
             ),

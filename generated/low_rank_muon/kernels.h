@@ -11,11 +11,12 @@ OPTGEN_INLINE void low_rank_muon_1(F lr, F scale_floor, F extent_rows, F extent_
 // a sweep: direction (specs/muon.py:50), matmul
 template <class S0, class S1, class S2, class S3>
 OPTGEN_INLINE void low_rank_muon_3(
-    F g, F momentum, F one_minus_momentum_times_grad_scale, S0 &momentum_buffer_residual, S1 &matmul, S2 &direction,
-    S3 &momentum_buffer_whole
+    F g, F momentum, F grad_scale, F one_minus_momentum_times_grad_scale, S0 &momentum_buffer_residual, S1 &matmul,
+    S2 &direction, S3 &momentum_buffer_whole
 ) {
     const F momentum_buffer_residual_ = momentum_buffer_residual.read();
-    const F g_mul = one_minus_momentum_times_grad_scale * g;
+    const F g_2 = grad_scale * g;
+    const F g_mul = one_minus_momentum_times_grad_scale * (g * min(F(1.0f), 100000000000000.0f / abs(g_2)));
     const F momentum_buffer = fma(momentum, matmul.read() + momentum_buffer_residual_, g_mul);  // 48
     const F direction_ = fma(momentum, momentum_buffer, g_mul);  // 49
     const I direction_bitcast = bits(direction_);
@@ -30,16 +31,18 @@ OPTGEN_INLINE void low_rank_muon_3(
 // a sweep: the update
 template <class S0, class S1, class S2, class S3, class S4>
 OPTGEN_INLINE F low_rank_muon_6(
-    F p, F g, F momentum, F one_minus_momentum_times_grad_scale, F one_minus_lr_times_weight_decay,
+    F p, F g, F momentum, F grad_scale, F one_minus_momentum_times_grad_scale, F one_minus_lr_times_weight_decay,
     S0 &momentum_buffer_residual, S1 &lr_times_scale, S2 &direction, S3 &matmul, S4 &matmul_2
 ) {
+    const F g_2 = grad_scale * g;
     const F momentum_buffer_residual_ = momentum_buffer_residual.read();
     const F direction_ = direction.read();  // 50
     const F p_ = one_minus_lr_times_weight_decay * p;           // 53
     const F p_2 = fma(-lr_times_scale.read(), direction_, p_);  // 54
     // 48
     const F momentum_buffer = fma(
-        one_minus_momentum_times_grad_scale, g, momentum * (matmul.read() + momentum_buffer_residual_)
+        one_minus_momentum_times_grad_scale, g * min(F(1.0f), 100000000000000.0f / abs(g_2)),
+        momentum * (matmul.read() + momentum_buffer_residual_)
     );
     momentum_buffer_residual.set(momentum_buffer - matmul_2.read());
     return p_2;

@@ -24,12 +24,15 @@ def low_rank_muon_1_between(table, work, lr: tl.float32, scale_floor: tl.float32
 
 @triton.jit
 def low_rank_muon_3_tile(
-    PLAN: tl.constexpr, g, momentum_buffer_residual, matmul_, momentum, one_minus_momentum_times_grad_scale, live,
-    MASKED: tl.constexpr,
+    PLAN: tl.constexpr, g, momentum_buffer_residual, matmul_, momentum, grad_scale,
+    one_minus_momentum_times_grad_scale, live, MASKED: tl.constexpr,
 ):
     """The new direction, momentum_buffer_whole."""
     momentum_buffer_residual = read(momentum_buffer_residual, PLAN.momentum_buffer_residual)
-    g_mul = one_minus_momentum_times_grad_scale * g
+    g_2 = grad_scale * g
+    g_mul = one_minus_momentum_times_grad_scale * (
+        g * tl.minimum(100000000000000.0 * reciprocal(tl.abs(g_2)), 1.0, propagate_nan=tl.PropagateNan.ALL)
+    )
     momentum_buffer = tl.fma(momentum, matmul_ + momentum_buffer_residual, g_mul)  # 48
     direction = tl.fma(momentum, momentum_buffer, g_mul)  # 49
     direction_bitcast = direction.to(tl.int32, bitcast=True)
@@ -40,34 +43,42 @@ def low_rank_muon_3_tile(
 
 @triton.jit(do_not_specialize=["step_key"])
 def low_rank_muon_3_sweep(
-    table, work, momentum: tl.float32, one_minus_momentum_times_grad_scale: tl.float32, step_key: tl.int32,
-    SWEEP: tl.constexpr,
+    table, work, momentum: tl.float32, grad_scale: tl.float32, one_minus_momentum_times_grad_scale: tl.float32,
+    step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    walk(table, work, low_rank_muon_3_tile, SWEEP, (momentum, one_minus_momentum_times_grad_scale), step_key)
+    walk(
+        table, work, low_rank_muon_3_tile, SWEEP, (momentum, grad_scale, one_minus_momentum_times_grad_scale), step_key,
+    )
 
 
 @triton.jit
 def low_rank_muon_6_tile(
     PLAN: tl.constexpr, p, g, momentum_buffer_residual, lr_times_scale, direction_stored, matmul_, matmul_2,
-    momentum, one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, live, MASKED: tl.constexpr,
+    momentum, grad_scale, one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, live,
+    MASKED: tl.constexpr,
 ):
     """The new p, momentum_buffer_residual."""
     momentum_buffer_residual = read(momentum_buffer_residual, PLAN.momentum_buffer_residual)
+    g_2 = grad_scale * g
     direction = widened(direction_stored)  # 50
     p = one_minus_lr_times_weight_decay * p          # 53
     p = tl.fma(minus(lr_times_scale), direction, p)  # 54
     # 48
-    momentum_buffer = tl.fma(one_minus_momentum_times_grad_scale, g, momentum * (matmul_ + momentum_buffer_residual))
+    momentum_buffer = tl.fma(
+        one_minus_momentum_times_grad_scale,
+        g * tl.minimum(100000000000000.0 * reciprocal(tl.abs(g_2)), 1.0, propagate_nan=tl.PropagateNan.ALL),
+        momentum * (matmul_ + momentum_buffer_residual)
+    )
     return p, momentum_buffer - matmul_2
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def low_rank_muon_6_sweep(
-    table, work, momentum: tl.float32, one_minus_momentum_times_grad_scale: tl.float32,
+    table, work, momentum: tl.float32, grad_scale: tl.float32, one_minus_momentum_times_grad_scale: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     walk(
-        table, work, low_rank_muon_6_tile, SWEEP, (momentum, one_minus_momentum_times_grad_scale,
+        table, work, low_rank_muon_6_tile, SWEEP, (momentum, grad_scale, one_minus_momentum_times_grad_scale,
         one_minus_lr_times_weight_decay), step_key,
     )
 

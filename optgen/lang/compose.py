@@ -125,7 +125,8 @@ def low_rank(inner: Spec, state: str, *, when: str, rank: int = 8, **fixed: bool
     state  its name; of either sign, 0 before the first step
     when   the flags under which it is kept so, "matrix and not adamw": of matrices only
     fixed  values of flags that the new rule does not have
-    Each step takes left = qr(x @ right.T), one power iteration from the step before, and right = left.T @ x.
+    Each step takes left = qr(x @ right.T), one power iteration from the step before, and right = left.T @ x.  Elements
+    of gradients count as 1e14 at most, so that fp32 has these products.
     """
     words = when.split(" and ")
     plain = {s.name for s in inner.states if replace(s, loc=None) == StateDecl(s.name, spaces.elem)}
@@ -152,6 +153,8 @@ def low_rank(inner: Spec, state: str, *, when: str, rank: int = 8, **fixed: bool
         factored = not isinstance(residual, Absent)
         if factored:
             states[at] = left @ right + residual
+            p, g, *rest = given[:first]
+            given = (p, g * minimum(1e14 / abs(g), 1), *rest, *given[first:])
         p, *new = inner.function(*given[:first], *states, *host, **options, **fixed)
         if factored:
             x, new[at] = new[at], given[first + at]
