@@ -30,6 +30,7 @@ from optgen.lang import (
     maximum,
     newton_schulz,
     norm,
+    normal,
     optimizer,
     polar,
     qr,
@@ -39,6 +40,7 @@ from optgen.lang import (
     state,
     tensor_state,
     trace,
+    uniform,
     where,
 )  # fmt: skip
 from optgen.lang.spec import Spec
@@ -160,6 +162,9 @@ WITHOUT_MEANING: list[tuple[Callable[[Any, Any], Any], str]] = [
     (lambda x, g: x / (1 + norm(trace(x))), r"E129.*a reduction cannot be used here.*each of which is worked on by"),
     (lambda x, g: gram(finite(g, x)), r"E206.*finite\(\) takes two matrices of one shape"),
     (lambda x, g: gram(qr(g)), r"E206.*qr\(\) takes a matrix that never has more columns than rows, got \(rows, colu"),
+    (lambda x, g: gram(normal(g, norm(g))), r"E103.*`normal\(\)` takes host scalars beside its matrices, got"),
+    (lambda x, g: gram(uniform(g, 2.5)), r"E103.*`uniform\(\)` takes a whole number for its key, got one"),
+    (lambda x, g: inverse_root(gram(g), 0), r"E103.*`inverse_root\(\)` takes p above 0, got 0\n"),
     (lambda x, g: gram(solve_triangular(g, gram(g.T))), r"E206.*a square matrix of as many rows as its first operand"),
 ]
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
 from optgen.base.errors import UserError
+from optgen.base.loc import Loc
 from optgen.ir.node import Node, postorder
+from optgen.ir.ranges import Intervals
 from optgen.lang.declare import flags_in
 from optgen.lang.probe import probe
 from optgen.lang.spec import Spec, Trace, start
 from optgen.lang.tracing import run
 from optgen.ops import spaces
-from optgen.ops.prims import MATRIX_OPS, PRIMS, REDUCTIONS
+from optgen.ops.prims import CALLS, MATRIX_OPS, PRIMS, REDUCTIONS
 
 
 @lru_cache(maxsize=4096)
@@ -46,6 +49,8 @@ def _check_call(spec: Spec, node: Node, trace: Trace) -> None:
         why = 'matrix="blocks" divides rows into blocks, and it takes the whole matrix'
         remedy = 'write matrix="heads", under which each block of rows is a matrix, or matrix="first"'
         raise UserError("E129", loc=place, function=_called(node), why=why, remedy=remedy)
+    if node.op == "call":
+        _check_scalars(spec, node, place)
     if node.attr != "newton_schulz" or node.args[2].attr == 0:  # it does not normalize
         return
     inner = node.args[0]
@@ -58,6 +63,45 @@ def _check_call(spec: Spec, node: Node, trace: Trace) -> None:
         places = (place, trace.places.get(inner.uid, spec.loc))
         remedy = "one call: newton_schulz(x, coefficients=[(a, b, c), ...]), or more steps, newton_schulz(x, 10)"
         raise UserError("E129", loc=places, function=_called(node), why=why, remedy=remedy)
+
+
+def _check_scalars(spec: Spec, node: Node, place: Loc | None) -> None:
+    """Raise UserError E103 for what a function of whole matrices takes beside them and is no host scalar, for a key
+    that may have a fraction, and for a root of an order that may be 0 or less."""
+    scalars, want, hint = node.args[CALLS[node.attr] :], "", ""
+    wrong = next((x for x in scalars if x.space != spaces.host and x.op != "extent"), None)
+    if wrong is not None:
+        want, got = "host scalars beside its matrices", spaces.shown(wrong.space)
+        hint = "host scalars depend on hyper-parameters and t only"
+    elif node.attr in ("normal", "uniform") and not _is_whole(spec, scalars[0]):
+        want, got = "a whole number for its key", "one that may have a fraction"
+        hint = "floor(x) is whole, and a hyper-parameter with whole=True"
+    elif node.attr == "inverse_root":
+        ranges = {part: h.interval for h in spec.hypers for part in h.parts}
+        low, high = Intervals(ranges | {"step": (1.0, math.inf)})(scalars[0])
+        if not low > 0:
+            want, got = "p above 0", f"a number from {low:g} to {high:g}" if low < high else f"{low:g}"
+            hint = "a hyper-parameter says so with gt=0; of symmetric x, inverse_root(x, 2) is x ** (-1 / 2)"
+    if want:
+        raise UserError("E103", loc=place, function=_called(node), want=want, got=got, hint=hint)
+
+
+_WHOLE = frozenset("add sub mul pow neg abs min max where".split())
+
+
+def _is_whole(spec: Spec, x: Node) -> bool:
+    """Return True if a number has no fraction, whatever the hyper-parameters are; of host states if they begin so."""
+    if x.op == "const":
+        return float(x.attr).is_integer()
+    if x.op == "sym":
+        begins = any(x.attr == s.name and s.init.is_integer() for s in spec.host_states)
+        return begins or x.attr == "step" or any(x.attr in h.parts and h.whole for h in spec.hypers)
+    if x.op in ("floor", "rint", "extent"):
+        return True
+    if x.op == "pow" and not (x.args[1].op == "const" and x.args[1].attr >= 0):
+        return False
+    terms = x.args[1:] if x.op == "where" else x.args
+    return x.op in _WHOLE and all(_is_whole(spec, a) for a in terms)
 
 
 def _called(node: Node) -> str:

@@ -94,6 +94,7 @@ def sorting(x: Num) -> Any:
 def inverse_root(x: Num, p: Num, eps: Num = 0.0) -> Any:
     """(x + eps I) ** (-1 / p) of a symmetric x of no negative eigenvalue; those that rounding makes so count as 0.
 
+    p    above 0
     eps  relative to the largest eigenvalue; raise it where x may be singular
     """
     return _call("inverse_root", (x,), (p, eps))
