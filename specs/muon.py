@@ -18,7 +18,7 @@ def muon(
     momentum=hyper(0.95, ge=0, lt=1),
     ns_coefficients=hyper((3.4445, -4.7750, 2.0315), series=True),
     eps=hyper(1e-7, gt=0),
-    ns_steps=hyper(5, ge=0, lt=100, rounds_of="ns_coefficients"),
+    ns_steps=hyper(5, ge=0, lt=100, rounds_of="ns_coefficients", whole=True),
     gram=hyper(False),
     scale_floor=hyper(1.0, ge=0),
     adamw_lr=hyper(1e-3, ge=0),

@@ -16,7 +16,7 @@ def scion(
     unconstrained=hyper(False),
     normalized=hyper(True),
     ns_coefficients=hyper((3.4445, -4.7750, 2.0315), series=True),
-    ns_steps=hyper(5, ge=0, lt=100, rounds_of="ns_coefficients"),
+    ns_steps=hyper(5, ge=0, lt=100, rounds_of="ns_coefficients", whole=True),
     gram=hyper(False),
     eps=hyper(1e-8, gt=0),
     sign_norm=flag(False),

@@ -60,7 +60,7 @@ def soap_muon(
     lookahead_beta=hyper(0.99, ge=0, lt=1),
     eps=hyper(1e-8, gt=0),
     ns_coefficients=hyper((2.0, -1.5, 0.5), series=True),
-    ns_steps=hyper(12, ge=0, lt=100),
+    ns_steps=hyper(12, ge=0, lt=100, whole=True),
     adamw_lr=hyper(1e-3, ge=0),
     adamw_betas=hyper((0.9, 0.95), ge=0, lt=1),
     adamw=flag(False),

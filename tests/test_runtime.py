@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from torch import Tensor, nn
 
-from generated import SGD, SGDW, AdamW, NAdam
+from generated import SGD, SGDW, AdamW, Muon, NAdam
 from optgen.runtime.layout import layout, plans
 from optgen.runtime.records import keys
 from optgen.verify import bounds
@@ -208,6 +208,8 @@ def test_states_that_somebody_changed(change: Callable[[dict[str, Any]], object]
         (lambda p: AdamW([p], capturable=1), TypeError, "capturable must be True or False"),
         (lambda p: AdamW([p], fused=True, foreach=True), ValueError, "fused and foreach cannot both be True"),
         (lambda p: AdamW([{"params": [p], "eps": -1}]), ValueError, "eps must be >= 0, got -1.0"),
+        (lambda p: Muon([p], ns_steps=1.5), ValueError, "ns_steps must be a whole number >= 0 and < 100, got 1.5"),
+        (lambda p: Muon([p], ns_steps=100), ValueError, "must be a whole number >= 0 and < 100, got 100$"),
         (lambda p: AdamW([p], plan="in8"), ValueError, r"no plan 'in8': did you mean 'int8'\?"),
         (lambda p: AdamW([p], plan="absent"), ValueError, "optgen build adamw --plan absent"),
         (lambda p: AdamW([p], plan=8), TypeError, "plan must be a plan's name"),

@@ -34,7 +34,7 @@ class LowRankMuon(Optimizer):
     momentum         a number, >= 0, < 1
     ns_coefficients  a triple, a list of them, or the name of a set
     eps              a number, > 0
-    ns_steps         a number, None: that of ns_coefficients, >= 0, < 100
+    ns_steps         a whole number, None: that of ns_coefficients, >= 0, < 100
     gram             True or False
     scale_floor      a number, >= 0
     adamw_lr         a number, >= 0
@@ -51,7 +51,7 @@ class LowRankMuon(Optimizer):
         Hyper("momentum", 0.95, ge=0.0, lt=1.0),
         Series("ns_coefficients", (3.4445, -4.775, 2.0315)),
         Hyper("eps", 1e-7, gt=0.0),
-        Hyper("ns_steps", 5.0, ge=0.0, lt=100.0, rounds_of="ns_coefficients"),
+        Hyper("ns_steps", 5.0, ge=0.0, lt=100.0, rounds_of="ns_coefficients", whole=True),
         Hyper("gram", False),
         Hyper("scale_floor", 1.0, ge=0.0),
         Hyper("adamw_lr", 0.001, ge=0.0),

@@ -958,7 +958,7 @@ class SOAPMuon(Optimizer):
         lookahead_beta: float | Tensor = 0.99,
         eps: float | Tensor = 1e-8,
         ns_coefficients: str | Sequence[float] | Sequence[Sequence[float]] = (2.0, -1.5, 0.5),
-        ns_steps: float | Tensor = 12.0,
+        ns_steps: float | Tensor = 12,
         adamw_lr: float | Tensor = 0.001,
         adamw_betas: Sequence[float | Tensor] = (0.9, 0.95),
         adamw: bool = False,

@@ -116,7 +116,8 @@ class Hyper:
             return number
         if self.ge == 0.0 and -ROUNDING <= number < 0.0 and self.allows(0.0):  # LinearLR(end_factor=0) gives such
             return 0.0
-        raise ValueError(f"{where} must be {self.range or 'a number'}, got {number!r}")
+        got = repr(number).removesuffix(".0") if self.whole else repr(number)
+        raise ValueError(f"{where} must be {self.range or 'a number'}, got {got}")
 
     def allows(self, number: float) -> bool:
         """Return True if one number is in the range; NaN never is."""
