@@ -39,9 +39,12 @@ from optgen.lang import (
     solve_triangular,
     state,
     tensor_state,
+    top_rows,
     trace,
     uniform,
+    unwide,
     where,
+    wide,
 )  # fmt: skip
 from optgen.lang.spec import Spec
 from optgen.optim import SOAP, KLShampoo, Muon, Shampoo, SPlus
@@ -165,6 +168,10 @@ WITHOUT_MEANING: list[tuple[Callable[[Any, Any], Any], str]] = [
     (lambda x, g: gram(normal(g, norm(g))), r"E103.*`normal\(\)` takes host scalars beside its matrices, got"),
     (lambda x, g: gram(uniform(g, 2.5)), r"E103.*`uniform\(\)` takes a whole number for its key, got one"),
     (lambda x, g: inverse_root(gram(g), 0), r"E103.*`inverse_root\(\)` takes p above 0, got 0\n"),
+    (lambda x, g: gram(newton_schulz(newton_schulz(g).T).T), r"E129.*its operand is a result of newton_schulz\(\)"),
+    (lambda x, g: gram(newton_schulz(finite(2 * polar(g)))), r"E129.*its operand is a result of polar\(\)"),
+    (lambda x, g: gram(newton_schulz(top_rows(newton_schulz(g), 0.5), part=0.5)), r"E129.*is a result of newton"),
+    (lambda x, g: gram(newton_schulz(unwide(g, newton_schulz(wide(g))))), r"E129.*its operand is a result of newton"),
     (lambda x, g: gram(solve_triangular(g, gram(g.T))), r"E206.*a square matrix of as many rows as its first operand"),
 ]
 

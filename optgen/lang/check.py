@@ -43,7 +43,7 @@ def trace(spec: Spec, setting: tuple[tuple[str, bool], ...]) -> Trace:
 
 def _check_call(spec: Spec, node: Node, trace: Trace) -> None:
     """Raise UserError E129 for functions of whole matrices where rows are blocks, and for newton_schulz of its own
-    result, scaled or not."""
+    result or of polar's, scaled, transposed or in part."""
     place = trace.places.get(node.uid, spec.loc)
     if spec.blocks and spec.matrix != "heads":
         why = 'matrix="blocks" divides rows into blocks, and it takes the whole matrix'
@@ -51,18 +51,25 @@ def _check_call(spec: Spec, node: Node, trace: Trace) -> None:
         raise UserError("E129", loc=place, function=_called(node), why=why, remedy=remedy)
     if node.op == "call":
         _check_scalars(spec, node, place)
-    if node.attr != "newton_schulz" or node.args[2].attr == 0:  # it does not normalize
+    normalizes = {"newton_schulz": 2, "newton_schulz_of_rows": 3}.get(node.attr)
+    if normalizes is None or node.args[normalizes].attr == 0:
         return
     inner = node.args[0]
-    while inner.op in ("mul", "div", "neg"):
-        (inner, *others) = sorted(inner.args, key=lambda a: a.space != spaces.elem)
-        if any(other.space == spaces.elem for other in others):
+    while inner.op in _TURNED or inner.attr in ("finite", "top_rows", "unwide"):
+        if inner.op == "call":
+            inner = inner.args[inner.attr == "unwide"]
+            continue
+        (inner, *others) = sorted(inner.args, key=lambda a: not spaces.dims(a.space))
+        if any(spaces.dims(other.space) for other in others):
             return
-    if inner.attr == "newton_schulz":
-        why = "its operand is its own result, which it would divide by the Frobenius norm a second time"
+    if inner.attr in ("newton_schulz", "newton_schulz_of_rows", "polar"):
+        why = f"its operand is a result of {_called(inner)}, orthogonal already, which it would divide by its "
         places = (place, trace.places.get(inner.uid, spec.loc))
         remedy = "one call: newton_schulz(x, coefficients=[(a, b, c), ...]), or more steps, newton_schulz(x, 10)"
-        raise UserError("E129", loc=places, function=_called(node), why=why, remedy=remedy)
+        raise UserError("E129", loc=places, function=_called(node), why=f"{why}Frobenius norm", remedy=remedy)
+
+
+_TURNED = frozenset("mul div neg transpose to_wide".split())
 
 
 def _check_scalars(spec: Spec, node: Node, place: Loc | None) -> None:
@@ -106,7 +113,7 @@ def _is_whole(spec: Spec, x: Node) -> bool:
 
 def _called(node: Node) -> str:
     """Return the name of a function of whole matrices in messages."""
-    return f"{node.attr}()" if node.op == "call" else PRIMS[node.op].spelled
+    return f"{node.attr}()".replace("_of_rows", "") if node.op == "call" else PRIMS[node.op].spelled
 
 
 def _check_vectors(spec: Spec, flags: Mapping[str, bool], trace: Trace) -> None:
