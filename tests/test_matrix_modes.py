@@ -172,6 +172,8 @@ WITHOUT_MEANING: list[tuple[Callable[[Any, Any], Any], str]] = [
     (lambda x, g: gram(newton_schulz(finite(2 * polar(g)))), r"E129.*its operand is a result of polar\(\)"),
     (lambda x, g: gram(newton_schulz(top_rows(newton_schulz(g), 0.5), part=0.5)), r"E129.*is a result of newton"),
     (lambda x, g: gram(newton_schulz(unwide(g, newton_schulz(wide(g))))), r"E129.*its operand is a result of newton"),
+    (lambda x, g: x * trace(g), r"E206.*trace\(\) takes a square matrix, got \(rows, columns\)"),
+    (lambda x, g: x * norm(x), r"E201.*norm\(\) takes .*, got a matrix of \(rows, rows\)"),
     (lambda x, g: gram(solve_triangular(g, gram(g.T))), r"E206.*a square matrix of as many rows as its first operand"),
 ]
 

@@ -29,11 +29,14 @@ from optgen.runtime.records.series import number, plain
 Shape = tuple[int, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Trait:
     """A fact about a state that its storage may rely on."""
 
     name: str
+
+    def __repr__(self) -> str:
+        return self.name
 
 
 nonneg = Trait("nonneg")
@@ -203,7 +206,8 @@ def matrix_state(side: str, *traits: Trait, when: str | None = None, init: Any =
         raise _refuse(what, 'matrix_state("rows")')
     if len(traits) > 1 or any(t not in (symmetric, orthogonal, triangular) for t in traits):
         hint = 'matrix_state("rows", orthogonal, init="identity")'
-        raise _refuse(f"a matrix state is symmetric, orthogonal or triangular, got {traits!r}", hint)
+        got = ", ".join(map(repr, traits))
+        raise _refuse(f"a matrix state is symmetric, orthogonal or triangular, got {got}", hint)
     start = init if init == "identity" else _finite("init=", init, 'a number, or "identity"')
     made = _state(Space(dims), (), when, 0.0)
     return replace(made, init=start, trait=traits[0].name if traits else "")

@@ -122,7 +122,7 @@ def identity(x: Num) -> Any:
 
 def trace(x: Num) -> Any:
     """The sum of the diagonal, one value for each matrix."""
-    return reader_of(x).mat_sum(x * identity(x))
+    return reader_of(x).mat_sum(x * _call("identity", (x,), said="trace"))
 
 
 def polar(x: Num) -> Any:
@@ -134,7 +134,7 @@ def wide(x: Num) -> Any:
     """x or x.T, the one with more columns than rows (x.T where they are as many): (shorter side, longer side)."""
     if isinstance(x, Value):
         if x.node.space != spaces.elem:
-            raise UserError("E201", loc=author_loc(), function="wide", want="elem", got=x.node.space)
+            raise UserError("E201", loc=author_loc(), function="wide", want="elem", got=spaces.shown(x.node.space))
         return _recorded(ir.op("to_wide", x.node), x)
     shape = getattr(x, "shape", (0, 1))
     return x if shape[-2] < shape[-1] else transpose(x)
@@ -207,14 +207,14 @@ def _recorded(node: ir.Node, x: Value) -> Value:
 _OF_SQUARES = frozenset({"eigenvectors", "sorting", "inverse_root", "cholesky", "triangle", "identity"})
 
 
-def _call(name: str, operands: tuple[Num, ...], numbers: Sequence[Num] = ()) -> Any:
-    """A function of whole matrices, then of host scalars, on whatever its first operand is."""
+def _call(name: str, operands: tuple[Num, ...], numbers: Sequence[Num] = (), said: str = "") -> Any:
+    """A function of whole matrices, then of host scalars, on whatever its first operand is; errors call it `said`."""
     (x, *_) = operands
     if isinstance(x, Value):
         nodes = [lift(operand) for operand in operands]
         if not all(spaces.dims(node.space) for node in nodes):
             got = next(node.space for node in nodes if not spaces.dims(node.space))
-            raise UserError("E201", loc=author_loc(), function=name, want="elem or matrix", got=got)
+            raise UserError("E201", loc=author_loc(), function=said or name, want="elem or matrix", got=got)
         first, *others = (spaces.dims(node.space) for node in nodes)
         square = first[0] == first[1]
         want = "a square matrix" if not square and name in _OF_SQUARES else ""
@@ -227,7 +227,7 @@ def _call(name: str, operands: tuple[Num, ...], numbers: Sequence[Num] = ()) -> 
         if want:
             shown = " and ".join(spaces.shown(node.space) for node in nodes)
             hint = "x @ x.T and x.T @ x are square"
-            raise UserError("E206", loc=author_loc(), function=f"{name}()", want=want, got=shown, hint=hint)
+            raise UserError("E206", loc=author_loc(), function=f"{said or name}()", want=want, got=shown, hint=hint)
         return _recorded(ir.op("call", *nodes, *map(lift, numbers), attr=name), x)
     own = getattr(type(x), "reader", None)
     if own is not None:

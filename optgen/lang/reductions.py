@@ -38,7 +38,9 @@ def _check(x: Num, function: str, below: tuple[str, ...]) -> None:
     if space.name in below or (function == "mat_norm" and space.name in spaces.MATRICES):
         return
     hint = {"hint": _OF_NUMBER} if space == spaces.host else {}
-    got = space if isinstance(x, Value) else f"the number {x!r}"
+    got = str(space) if isinstance(x, Value) else f"the number {x!r}"
+    if space.name in spaces.MATRICES:
+        got, hint = f"a matrix of {spaces.shown(space)}", {"hint": "of these there are trace(x) and mat_norm(x)"}
     raise UserError("E201", loc=author_loc(), function=function, want=" or ".join(below), got=got, **hint)
 
 

@@ -117,6 +117,10 @@ def run(spec: Spec, flags: Mapping[str, bool]) -> Trace:
         if not isinstance(got, Value):
             raise UserError("E124", loc=places[name], name=name, got=f"{type(got).__name__} {got!r}")
         if got.node.space != space:
+            both = (space, got.node.space)
+            shapes = [f"a matrix of {spaces.shown(x)}" if spaces.dims(x) else f"{x} values" for x in both]
+            if not spaces.MATRICES.isdisjoint(x.name for x in both):
+                raise UserError("E206", loc=places[name], function=f"`{name}`", want=shapes[0], got=shapes[1])
             remedy = _REMEDY.get(space.name, "compute it from p, g or the states")
             raise UserError("E203", loc=places[name], name=name, want=space, got=got.node.space, remedy=remedy)
         if got.node.dtype is not dtypes.f32:
