@@ -449,10 +449,10 @@ def select(
     kept   its state, if the variant is to be the one of this state (`held`)
     """
     chosen = plans.chosen(cls, group, p.dtype, name)
-    flags = options.flags_of(cls, group, tuple(p.shape))
+    count = blocks.of(cls, group).get(name) if name is not None else None
+    flags = options.flags_of(cls, group, blocks.shape(cls, p, count))
     small, vector = p.numel() < chosen.limit, p.ndim < 2
     found = plans.variant(chosen.pair, p.dtype, small, flags, vector)
-    count = blocks.of(cls, group).get(name) if name is not None else None
     found = blocks.seen(found, p, count, group)
     return chosen.name, chosen.pair, found if kept is None else held(cls, group, p, name, found, kept)
 

@@ -96,7 +96,7 @@ class ReleasedParameter:
         group = self.group
         entries.take_options(group, owner.groups[self.number])
         own = group.get("overrides"), group.get("blocks")
-        flags = (group["plan"], *own, options.flags_of(owner.cls, group, tuple(self.p.shape)))
+        flags = (group["plan"], *own, options.flags_of(owner.cls, group), self.p.shape)
         if flags != self.flags:
             steps = refuse_sums(owner.cls, group, self.p, self.name)
             self.variant = steps[0]

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from optgen.runtime.layout import plans
+from optgen.runtime.layout.layout import matrix_shape
 from optgen.runtime.options import overrides
 from optgen.runtime.records import Heads, Matrix, Variant, as_int, by_shape, in_blocks, keys
 
@@ -131,21 +132,29 @@ def of(cls: Any, group: Mapping[str, Any]) -> Mapping[plans.Label, int]:
     return keys.table(group.get("blocks") if cls.BLOCKS else None, functools.partial(Rules.recorded, cls))
 
 
+def shape(cls: Any, p: Tensor, count: int | None) -> tuple[int, ...]:
+    """The shape that flags see of a parameter in so many blocks: (..., rows, columns) of its matrices under a rule of
+    matrix="heads", else its own.  ValueError as of `height`."""
+    heads = cls.BLOCKS == "heads"
+    matrix = _matrix("heads" if heads else "first", p, count if p.ndim > 1 else None)
+    return tuple(matrix_shape(matrix, p.shape) if heads else p.shape)
+
+
 def seen(variant: Variant, p: Tensor, count: int | None, group: Mapping[str, Any]) -> Variant:
     """The variant for a parameter of a group in so many blocks; None: in those that its rule says.  ValueError as of
     `height`."""
-    matrix = _matrix(variant, p, count)
+    matrix = _matrix(variant.matrix, p, count if variant.needs_matrix else None)
     rank = next((int(group[f.rank]) for f in variant.fields if isinstance(f.rank, str)), 0)
     return variant if matrix == variant.matrix and not rank else in_blocks(variant, matrix, rank)
 
 
-def _matrix(variant: Variant, p: Tensor, count: int | None) -> Matrix:
-    heads = variant.matrix == "heads"
-    if count is None or not variant.needs_matrix or not p.numel() or (heads and count == 1 and p.ndim == 2):
-        return by_shape(p.shape) if heads else variant.matrix
+def _matrix(own: Matrix, p: Tensor, count: int | None) -> Matrix:
+    heads = own == "heads"
+    if count is None or not p.numel() or (heads and count == 1 and p.ndim == 2):
+        return by_shape(p.shape) if heads else own
     rows = height(p.shape, count, heads)
     if heads:
         of_stack = p.ndim == 3 and count >= p.shape[0] > 1
         whole = "first" if count == 1 else "last" if of_stack and count == p.shape[0] else None
         return whole or Heads(rows, of_stack)
-    return variant.matrix if rows == 1 else rows
+    return own if rows == 1 else rows

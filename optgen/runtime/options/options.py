@@ -13,7 +13,7 @@ from torch import Tensor
 
 from optgen.runtime.layout import plans
 from optgen.runtime.options import blocks, overrides
-from optgen.runtime.records import Flag, Hyper, as_float, as_int, dtype_name, keys, seen, series, switch
+from optgen.runtime.records import Flag, Hyper, as_float, as_int, dtype_name, keys, series, switch
 from optgen.runtime.records.warn import warn
 
 BACKENDS = ("auto", "reference", "triton", "cpp")
@@ -175,7 +175,8 @@ def flags_declared(cls: Any) -> Sequence[Flag]:
 
 
 def flags_of(cls: Any, group: Mapping[str, Any], shape: tuple[int, ...] | None = None) -> tuple[tuple[str, bool], ...]:
-    """The setting of every flag in a group, derived ones included; those that follow a shape only where it is given."""
+    """The setting of every flag in a group, derived ones included; those that follow a shape only where it is given,
+    by `blocks.shape`."""
     setting = []
     for flag in cls.FLAGS:
         if flag.clock is not None:
@@ -183,7 +184,7 @@ def flags_of(cls: Any, group: Mapping[str, Any], shape: tuple[int, ...] | None =
             continue
         if flag.shape is not None:
             if shape is not None:
-                setting.append((flag.name, bool(flag.shape(seen(shape) if cls.BLOCKS == "heads" else shape))))
+                setting.append((flag.name, bool(flag.shape(shape))))
             continue
         on = bool(group[flag.name]) if flag.nonzero is None else _nonzero(group[flag.nonzero])
         setting.append((flag.name, on))

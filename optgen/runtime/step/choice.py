@@ -59,10 +59,11 @@ class GroupChoices:
         seen = p.shape, self._blocks.get(name) if self._blocks else None
         variant = last.variants.get(seen)
         if variant is None:
-            flags = options.flags_of(self._cls, self._group, tuple(p.shape))
-            variant = plans.variant(last.plan, dtype, p.numel() < last.limit, flags, p.ndim < 2)
             try:
-                last.variants[seen] = variant = blocks.seen(variant, p, seen[1], self._group)
+                shape = blocks.shape(self._cls, p, seen[1])
             except ValueError as error:
                 raise ValueError(f"{self._cls.__name__}: blocks: parameter {name!r} {error}") from None
+            flags = options.flags_of(self._cls, self._group, shape)
+            variant = plans.variant(last.plan, dtype, p.numel() < last.limit, flags, p.ndim < 2)
+            last.variants[seen] = variant = blocks.seen(variant, p, seen[1], self._group)
         return last, variant
