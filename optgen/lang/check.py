@@ -134,7 +134,7 @@ _LACKS: dict[str, Callable[[Any], Any]] = {
     "orthogonal": lambda x: x @ x.mT - x.new_ones(len(x)).diag(),
     "triangular": lambda x: x.tril(-1),
 }
-"""What of a square matrix is not zero where it lacks a trait."""
+"""Functions of a square matrix that are zero where it has a trait, by name of the trait."""
 
 
 def _check_traits(spec: Spec, flags: Mapping[str, bool], trace: Trace) -> None:
