@@ -98,5 +98,6 @@ def _claims(rules: Mapping[str, Any], names: list[str]) -> dict[str, str]:
         claimed[name] = found[0] if found else REST
     for key in rules:
         if key not in claimed.values():
-            raise ValueError(f"make: {key!r} matches no parameter: their names are {', '.join(names[:8])} ...")
+            shown = ", ".join([*names[:8], *(["..."] if names[8:] else [])])
+            raise ValueError(f"make: {key!r} matches no parameter: their names are {shown}")
     return claimed

@@ -66,7 +66,7 @@ class Several(torch.optim.Optimizer):
         return {"parts": self.parts}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["parts"])  # type: ignore[misc]
+        Several.__init__(self, state["parts"])
 
     @property
     def matched(self) -> dict[str, list[Label]]:

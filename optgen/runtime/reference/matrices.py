@@ -73,7 +73,7 @@ def newton_schulz_of_rows(x: Tensor, fraction: float, *numbers: float) -> Tensor
 
 
 NOTED: ContextVar[list[Tensor] | None] = ContextVar("NOTED", default=None)
-"""Where `finite` leaves which matrices of a batch were not finite: tensors of bool; None if nobody asks."""
+"""The list to which `finite` adds a tensor of bool per batch, True for a matrix that is not; None if nobody asks."""
 
 
 def finite(x: Tensor, other: Tensor | float) -> Tensor:
