@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from optgen import optim
-from optgen.lang import eigenvectors, gram
+from optgen.lang import eigenvectors, gram, singular_vectors
 from tests.harness import spec_of
 from tests.oracles import BASES, IN_BASES
 
@@ -209,7 +209,9 @@ def test_a_gradient_that_is_nan_spoils_its_own_parameter_alone(name: str) -> Non
 
 
 @pytest.mark.parametrize("size", [1e13, 1e19, 1e30])
-@pytest.mark.parametrize("cls", [optim.KLShampoo, optim.LowRankMuon, optim.SOAP, optim.SOAPMuon, optim.StableSPAM])
+@pytest.mark.parametrize(
+    "cls", [optim.KLShampoo, optim.LowRankMuon, optim.SOAP, optim.SOAPMuon, optim.StableAdamW, optim.StableSPAM]
+)
 def test_a_gradient_whose_square_fp32_has_not_leaves_a_parameter_finite(cls: Any, size: float) -> None:
     p = nn.Parameter(torch.zeros(16, 30))
     often = {"precondition_frequency": 2} if "precondition_frequency" in {h.name for h in cls.HYPERS} else {}
@@ -222,18 +224,20 @@ def test_a_gradient_whose_square_fp32_has_not_leaves_a_parameter_finite(cls: Any
 
 
 @pytest.mark.parametrize("says", [True, False])
-def test_eigenvectors_are_taken_in_fp64_where_fp32_fails(monkeypatch: pytest.MonkeyPatch, says: bool) -> None:
+@pytest.mark.parametrize("name", ["eigh", "svd"])
+def test_vectors_are_taken_in_fp64_where_fp32_fails(monkeypatch: pytest.MonkeyPatch, name: str, says: bool) -> None:
     """MKL's ssyevd returned NaN, and no error, for two of 256 eigenvalues of a Gram matrix with 158 rows of zeros."""
-    x, eigh = gram(next(gradients((5, 9)))), torch.linalg.eigh
-    wanted = eigenvectors(x)
+    x, function = next(gradients((5, 9))), getattr(torch.linalg, name)
+    x, find = (gram(x), eigenvectors) if name == "eigh" else (x, lambda x: singular_vectors(x[:, :5], x))
+    wanted = find(x)
 
-    def refuses(x: Tensor) -> Any:
+    def refuses(x: Tensor, **options: bool) -> Any:
         if x.dtype != torch.float64 and says:
             raise torch.linalg.LinAlgError("failed to converge")
-        return tuple(y if x.dtype == torch.float64 else y * math.nan for y in eigh(x))
+        return tuple(y if x.dtype == torch.float64 else y * math.nan for y in function(x, **options))
 
-    monkeypatch.setattr(torch.linalg, "eigh", refuses)
-    found = eigenvectors(x)
+    monkeypatch.setattr(torch.linalg, name, refuses)
+    found = find(x)
     assert found.dtype == x.dtype
     # By the gap of .1875 of 16 to the rank's directions; the last one is alone outside of them.
     assert ((found.mT @ wanted).abs() - torch.eye(5)).abs().max() <= 64 * 2.0**-24 * 16 / 0.1875

@@ -320,6 +320,11 @@ def test_explanations_name_functions_of_matrices_and_the_rank_of_their_bytes() -
     assert "of 1024 x 1024 matrices of rank 128" in stored["low_avg"] and "rank" not in stored["p"]
 
 
+def test_constructors_say_what_stacks_share_and_whole_numbers_are_shown_so() -> None:
+    with pytest.warns(UserWarning, match="each by itself, but for scaling_grad, which all of them have together"):
+        assert ", rank=3, update_proj_gap=200, " in repr(optim.Fira([nn.Parameter(drawn(3, 8, 8))], rank=3.0))
+
+
 # -- states in two parts
 
 

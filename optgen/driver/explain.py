@@ -214,6 +214,8 @@ def _matrices(spec: Spec, step: Step, flags: Mapping[str, bool]) -> Iterator[str
         found = _operations([x for x in spec.trace(setting).new.values() if x.space != spaces.host])
         for op, count in Counter(x for x in found if not at or x not in usual).items():
             yield f"{f'{count} x ' if count > 1 else ''}{op}{f', {when}' if when else ''}"
+    if any(node.attr in lint.POLAR for node in postorder(step.program.roots())):
+        yield "a polar factor has no useful bound: errors along the smallest singular values of its operand grow to 1"
     from optgen.runtime.layout.workspace import USUAL  # imports torch
 
     left = sum(int(b.dtype.bytes) for b in step.temps if b.space == spaces.elem and b.role == "temp")

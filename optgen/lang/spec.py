@@ -153,7 +153,10 @@ class Spec:
     def flag_values(
         self, values: Mapping[str, Any], shape: tuple[int, ...] | None = None, step: Any = None
     ) -> dict[str, bool]:
-        """Every flag from given flags and hyper-parameters (by constructor name); the rest by default."""
+        """Every flag from given flags and hyper-parameters (by constructor name); the rest by default.
+
+        shape  that of the parameter, or (blocks, rows, columns) of one in blocks of 8 or more rows
+        """
         out = {}
         for f in self.flags:
             if f.name in values:

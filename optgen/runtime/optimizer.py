@@ -208,7 +208,9 @@ class Optimizer(torch.optim.Optimizer):
             for key in ("overrides", "blocks"):
                 if isinstance(given := shown_options.get(key), tuple):  # as many pairs as parameters, maybe
                     shown_options[key] = dict(Counter(value for _, value in given))
-            shown = ", ".join(f"{k}={v!r}" for k, v in shown_options.items())
+            whole = {h.name for h in self.HYPERS if h.whole}
+            given = ((k, int(v) if k in whole and isinstance(v, float) else v) for k, v in shown_options.items())
+            shown = ", ".join(f"{k}={v!r}" for k, v in given)
             lines.append(f"    group {i}: {len(group['params'])} parameters, {shown}")
         return "\n".join([*lines, ")"])
 

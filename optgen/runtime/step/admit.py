@@ -111,10 +111,12 @@ def no_matrix(cls: Any, p: Tensor, name: Label) -> ValueError:
 def warn_stack(cls: Any, entry: Entry) -> None:
     """Warn of a parameter of three dimensions that nobody said to be a stack of matrices."""
     count, name = entry.p.shape[0], repr(entry.name) if isinstance(entry.name, str) else "its name"
+    fields = checkpoint.select(cls, entry.group, entry.p, entry.name)[2].fields
+    shared = " and ".join(f.name for f in fields if f.space == "tensor" and not f.shared)
     warn(
         f"{cls.__name__} takes {state.label(entry.p, entry.name)} as a stack of {count} matrices, such as a layer's "
-        f"experts, each by itself.  Say so with blocks={{{name}: {count}}}; if it is a convolution, one matrix of "
-        f"{count} rows, with blocks={{{name}: 1}}",
+        f"experts, each by itself{shared and f', but for {shared}, which all of them have together'}.  Say so with "
+        f"blocks={{{name}: {count}}}; if it is a convolution, one matrix of {count} rows, with blocks={{{name}: 1}}",
         cls,
     )
 
