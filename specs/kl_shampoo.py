@@ -1,7 +1,7 @@
 """KL-Shampoo: Shampoo whose two factors are estimated by one another's inverse; AdamW for what is no matrix."""
 
 from optgen.lang import (
-    col, col_mean, finite, flag, gram, hyper, identity, matrix_state, minimum, nonneg, optimizer, orthogonal,
+    bjorck, col, col_mean, finite, flag, gram, hyper, identity, matrix_state, minimum, nonneg, optimizer, orthogonal,
     orthogonal_iteration, policies, row, row_mean, rsqrt, shape_flag, state, symmetric, where,
 )  # fmt: skip
 
@@ -59,6 +59,6 @@ def kl_shampoo(
         other = orthogonal_iteration(right, moves * identity(right))
         left, right, exp_avg = turn.T @ left @ turn, other.T @ right @ other, turn.T @ exp_avg @ other
         basis_left, basis_right = basis_left @ turn, basis_right @ other
-        basis_left = 1.5 * basis_left - 0.5 * basis_left @ gram(basis_left.T)  # orthogonal again: roundings add up
-        basis_right = 1.5 * basis_right - 0.5 * basis_right @ gram(basis_right.T)
+        basis_left = bjorck(basis_left)  # orthogonal again: roundings add up
+        basis_right = bjorck(basis_right)
     return p, exp_avg, exp_avg_sq, left, basis_left, eigen_left, right, basis_right, eigen_right

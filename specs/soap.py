@@ -1,8 +1,8 @@
 """SOAP: AdamW in the eigenbasis of Shampoo's factors; AdamW for everything that is no matrix."""
 
 from optgen.lang import (
-    finite, flag, gram, hyper, matrix_state, maximum, minimum, nonneg, optimizer, orthogonal, orthogonal_iteration,
-    policies, shape_flag, sorting, sqrt, state, symmetric, where,
+    bjorck, finite, flag, gram, hyper, matrix_state, maximum, minimum, nonneg, optimizer, orthogonal,
+    orthogonal_iteration, policies, shape_flag, sorting, sqrt, state, symmetric, where,
 )  # fmt: skip
 
 
@@ -57,13 +57,13 @@ def soap(
         order = sorting(left)
         turn = orthogonal_iteration(left, moves * order)
         new, left = basis_left @ turn, turn.T @ left @ turn
-        basis_left = 1.5 * new - 0.5 * new @ gram(new.T)  # orthogonal again: roundings of products add up
+        basis_left = bjorck(new)  # orthogonal again: roundings of products add up
         exp_avg, exp_avg_sq = turn.T @ exp_avg, order.T @ exp_avg_sq
     if refresh and by_columns:
         right = finite(right)
         order = sorting(right)
         turn = orthogonal_iteration(right, moves * order)
         new, right = basis_right @ turn, turn.T @ right @ turn
-        basis_right = 1.5 * new - 0.5 * new @ gram(new.T)
+        basis_right = bjorck(new)
         exp_avg, exp_avg_sq = exp_avg @ turn, exp_avg_sq @ order
     return p, exp_avg, exp_avg_sq, left, basis_left, right, basis_right

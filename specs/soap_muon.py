@@ -1,9 +1,9 @@
 """SOAP-Muon: Muon of SOAP's direction, with a floor for each row and norms that steps reach; AdamW for the rest."""
 
 from optgen.lang import (
-    columns, flag, gram, hyper, mat_mean, mat_norm, matrix_state, maximum, minimum, newton_schulz, nonneg, optimizer,
-    orthogonal, orthogonal_iteration, policies, row_sum, rows, scalar, shape_flag, sign, sorting, sqrt, state,
-    symmetric, where, wide,
+    bjorck, columns, flag, gram, hyper, mat_mean, mat_norm, matrix_state, maximum, minimum, newton_schulz, nonneg,
+    optimizer, orthogonal, orthogonal_iteration, policies, row_sum, rows, scalar, shape_flag, sign, sorting, sqrt,
+    state, symmetric, where, wide,
 )  # fmt: skip
 
 
@@ -12,7 +12,7 @@ def renewed(factor, basis, known):
     order = sorting(factor)
     turn = orthogonal_iteration(factor, known * order)
     new = basis @ turn
-    return order, turn.T @ factor @ turn, 1.5 * new - 0.5 * new @ gram(new.T)
+    return order, turn.T @ factor @ turn, bjorck(new)
 
 
 def pinned(p, u, lr, weight_decay, row_floor, outward):

@@ -1,8 +1,8 @@
 """SPlus: the sign of the momentum in the eigenbasis of Shampoo's factors, and an average of weights to evaluate."""
 
 from optgen.lang import (
-    columns, eigenvectors, finite, flag, gram, hyper, matrix_state, optimizer, orthogonal, policies, rows, shape_flag,
-    sign, state, symmetric,
+    bjorck, columns, eigenvectors, finite, flag, gram, hyper, matrix_state, optimizer, orthogonal, policies, rows,
+    shape_flag, sign, state, symmetric,
 )  # fmt: skip
 
 
@@ -55,6 +55,6 @@ def splus(
         left, right = turn.T @ left @ turn, across.T @ right @ across
         momentum = turn.T @ momentum @ across
         basis_left, basis_right = basis_left @ turn, basis_right @ across
-        basis_left = 1.5 * basis_left - 0.5 * basis_left @ gram(basis_left.T)  # orthogonal again: roundings add up
-        basis_right = 1.5 * basis_right - 0.5 * basis_right @ gram(basis_right.T)
+        basis_left = bjorck(basis_left)  # orthogonal again: roundings add up
+        basis_right = bjorck(basis_right)
     return p, momentum, ema, left, basis_left, right, basis_right

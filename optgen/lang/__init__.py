@@ -6,9 +6,9 @@ from optgen.lang.declare import (
     orthogonal, row, scalar, shape_flag, state, symmetric, tensor_state, triangular,
 )
 from optgen.lang.matrices import (
-    cholesky, column_norms, eigenvectors, finite, gram, identity, inverse_root, newton_schulz, normal,
-    orthogonal_iteration, polar, qr, singular_vectors, solve_triangular, sorting, top_rows, trace, transpose, triangle,
-    uniform, unwide, wide, zero_product,
+    bjorck, cholesky, column_norms, eigenvectors, finite, gram, identity, inverse_root, newton_schulz, normal,
+    orthogonal_iteration, polar, power_iteration, qr, singular_vectors, solve_triangular, sorting, svd_lowrank,
+    top_rows, trace, transpose, triangle, uniform, unwide, wide, zero_product,
 )
 from optgen.lang.optimizer import optimizer
 from optgen.lang.reductions import (
@@ -22,13 +22,13 @@ from optgen.lang.values import (
 )
 
 __all__ = [
-    "FlagDecl", "HostStateDecl", "HyperDecl", "Spec", "StateDecl", "Trace", "Value", "amax", "cbrt", "cholesky",
-    "clip", "clipped", "col", "col_max", "col_mean", "col_sum", "column_norms", "columns", "dot",
+    "FlagDecl", "HostStateDecl", "HyperDecl", "Spec", "StateDecl", "Trace", "Value", "amax", "bjorck", "cbrt",
+    "cholesky", "clip", "clipped", "col", "col_max", "col_mean", "col_sum", "column_norms", "columns", "dot",
     "eigenvectors", "elements", "equal", "exp", "finite", "flag", "floor", "gram", "hyper", "identity", "inverse_root",
     "log", "lookahead", "low_rank", "low_rank_state", "mat_mean", "mat_norm", "matrix_state", "maximum", "mean",
     "minimum", "model_dot", "model_norm", "model_state", "model_total", "newton_schulz", "nonneg", "norm", "normal",
-    "optimizer", "orthogonal", "orthogonal_iteration", "polar", "power", "qr", "rint", "rms", "row", "row_max",
-    "row_mean", "row_sum", "rows", "rsqrt", "scalar", "shape_flag", "sign", "singular_vectors", "solve_triangular",
-    "sorting", "sqrt", "square", "state", "symmetric", "tensor_state", "top_rows", "total", "trace", "transpose",
-    "triangle", "triangular", "uniform", "unwide", "where", "wide", "zero_product",
+    "optimizer", "orthogonal", "orthogonal_iteration", "polar", "power", "power_iteration", "qr", "rint", "rms", "row",
+    "row_max", "row_mean", "row_sum", "rows", "rsqrt", "scalar", "shape_flag", "sign", "singular_vectors",
+    "solve_triangular", "sorting", "sqrt", "square", "state", "svd_lowrank", "symmetric", "tensor_state", "top_rows",
+    "total", "trace", "transpose", "triangle", "triangular", "uniform", "unwide", "where", "wide", "zero_product",
 ]  # fmt: skip

@@ -80,10 +80,10 @@ def _check_scalars(spec: Spec, node: Node, place: Loc | None) -> None:
     if wrong is not None:
         want, got = "host scalars beside its matrices", spaces.shown(wrong.space)
         hint = "host scalars depend on hyper-parameters and t only"
-    elif node.attr in ("normal", "uniform") and not _is_whole(spec, scalars[0]):
-        want, got = "a whole number for its key", "one that may have a fraction"
+    elif part := next((x for k, x in enumerate(_WHOLES.get(node.attr, ())) if not _is_whole(spec, scalars[k])), ""):
+        want, got = f"a whole number for its {part}", "one that may have a fraction"
         hint = "floor(x) is whole, and a hyper-parameter with whole=True"
-    elif node.attr == "inverse_root":
+    elif node.attr in ("inverse_root", "newton_root"):
         ranges = {part: h.interval for h in spec.hypers for part in h.parts}
         low, high = Intervals(ranges | {"step": (1.0, math.inf)})(scalars[0])
         if not low > 0:
@@ -92,6 +92,12 @@ def _check_scalars(spec: Spec, node: Node, place: Loc | None) -> None:
     if want:
         raise UserError("E103", loc=place, function=_called(node), want=want, got=got, hint=hint)
 
+
+_WHOLES = {
+    "normal": ("key",), "uniform": ("key",), "newton_root": ("p",), "bjorck": ("steps",),
+    "power_iteration": ("steps",), "svd_lowrank": ("niter", "key"),
+}  # fmt: skip
+"""The scalars of functions of whole matrices that are whole numbers, which come first."""
 
 _WHOLE = frozenset("add sub mul pow neg abs min max where".split())
 
@@ -113,7 +119,8 @@ def _is_whole(spec: Spec, x: Node) -> bool:
 
 def _called(node: Node) -> str:
     """Return the name of a function of whole matrices in messages."""
-    return f"{node.attr}()".replace("_of_rows", "") if node.op == "call" else PRIMS[node.op].spelled
+    name = str(node.attr).replace("_of_rows", "").replace("newton_root", "inverse_root")
+    return f"{name}()" if node.op == "call" else PRIMS[node.op].spelled
 
 
 def _check_vectors(spec: Spec, flags: Mapping[str, bool], trace: Trace) -> None:

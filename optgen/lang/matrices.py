@@ -91,13 +91,36 @@ def sorting(x: Num) -> Any:
     return _call("sorting", (x,))
 
 
-def inverse_root(x: Num, p: Num, eps: Num = 0.0) -> Any:
+def inverse_root(x: Num, p: Num, eps: Num = 0.0, *, method: str = "eigh") -> Any:
     """(x + eps I) ** (-1 / p) of a symmetric x of no negative eigenvalue; those that rounding makes so count as 0.
 
-    p    above 0
-    eps  relative to the largest eigenvalue; raise it where x may be singular
+    p       above 0
+    eps     relative to the largest eigenvalue; raise it where x may be singular
+    method  "newton": by products alone, for a whole p (Guo & Higham 2006, coupled Newton); by "eigh" where it does not
+            converge.  Its largest eigenvalue, for eps, is a bound, at most n^(1/128) times the true one
     """
-    return _call("inverse_root", (x,), (p, eps))
+    if method not in ("eigh", "newton"):
+        what = f"inverse_root() takes method='eigh' or method='newton', got {method!r}"
+        raise UserError("E113", loc=author_loc(), what=what, hint="'eigh' is the default")
+    return _call("newton_root" if method == "newton" else "inverse_root", (x,), (p, eps), said="inverse_root")
+
+
+def bjorck(x: Num, steps: Num = 1) -> Any:
+    """An x that is nearly orthogonal, nearer: rounds of 1.5 x - .5 x x' x in fp32 (Bjorck & Bowie 1971).
+
+    Takes a singular value 1 - d to 1 - 1.5 d^2 + .5 d^3: those below sqrt(3) go to 1, larger ones to infinity.
+    """
+    return _call("bjorck", (x,), (steps,))
+
+
+def power_iteration(x: Num, basis: Num, steps: Num = 1) -> Any:
+    """The orthogonal factor of (x x')^steps basis, nearer to the first left singular vectors of x; those themselves
+    where basis is 0.
+
+    x      (rows, columns)
+    basis  (rows, rank)
+    """
+    return _call("power_iteration", (basis, x), (steps,))
 
 
 def cholesky(x: Num) -> Any:
@@ -158,6 +181,16 @@ def singular_vectors(like: Num, x: Num) -> Any:
     return _call("singular_vectors", (like, x))
 
 
+def svd_lowrank(like: Num, x: Num, niter: Num = 2, key: Num = 0) -> Any:
+    """What `singular_vectors` returns, nearly, by products with a few random columns (Halko et al. 2011, algorithm
+    4.4, with 8 more columns than `like` has), as U of torch.svd_lowrank.
+
+    niter  power iterations: more where singular values fall slowly
+    key    of the random numbers, which are those of `normal` and the same for all matrices
+    """
+    return _call("svd_lowrank", (like, x), (niter, key))
+
+
 def column_norms(like: Num, x: Num) -> Any:
     """The Euclidean norm of each column of x, in every row of the shape of `like`."""
     return _call("column_norms", (like, x))
@@ -204,7 +237,8 @@ def _recorded(node: ir.Node, x: Value) -> Value:
     return Value(node, x.record)
 
 
-_OF_SQUARES = frozenset({"eigenvectors", "sorting", "inverse_root", "cholesky", "triangle", "identity"})
+_OF_SQUARES = frozenset({"eigenvectors", "sorting", "inverse_root", "newton_root", "cholesky", "triangle", "identity"})
+_OF_BASES = frozenset({"singular_vectors", "svd_lowrank", "power_iteration"})  # of one and the matrix that it is of
 
 
 def _call(name: str, operands: tuple[Num, ...], numbers: Sequence[Num] = (), said: str = "") -> Any:
@@ -217,16 +251,20 @@ def _call(name: str, operands: tuple[Num, ...], numbers: Sequence[Num] = (), sai
             raise UserError("E201", loc=author_loc(), function=said or name, want="elem or matrix", got=got)
         first, *others = (spaces.dims(node.space) for node in nodes)
         square = first[0] == first[1]
+        hint = "x @ x.T and x.T @ x are square"
         want = "a square matrix" if not square and name in _OF_SQUARES else ""
         if name == "qr" and not square and first[1] != "r" and first != "ls":
             want = "a matrix that never has more columns than rows"
         elif name == "solve_triangular" and others != [2 * first[0]]:
             want = "a square matrix of as many rows as its first operand"
+        elif name in _OF_BASES:
+            if first[0] != others[0][0] or first[1] != "r" and first not in ("ss", others[0] if square else ""):
+                want = "a basis (d, rank) and a matrix of d rows"
+                hint = 'low_rank_state("short", ...) is a basis of wide(x)'
         elif name == "finite" and others not in ([], [first]):
             want = "two matrices of one shape"
         if want:
             shown = " and ".join(spaces.shown(node.space) for node in nodes)
-            hint = "x @ x.T and x.T @ x are square"
             raise UserError("E206", loc=author_loc(), function=f"{said or name}()", want=want, got=shown, hint=hint)
         return _recorded(ir.op("call", *nodes, *map(lift, numbers), attr=name), x)
     own = getattr(type(x), "reader", None)

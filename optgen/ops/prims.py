@@ -197,6 +197,7 @@ CALLS = {
     "orthogonal_iteration": 2, "solve_triangular": 2, "triangle": 1, "identity": 1, "polar": 1,
     "unwide": 2, "singular_vectors": 2, "column_norms": 2, "normal": 1, "uniform": 1,
     "top_rows": 1, "newton_schulz_of_rows": 1, "finite": 2,
+    "newton_root": 1, "bjorck": 1, "power_iteration": 2, "svd_lowrank": 2,
 }  # fmt: skip
 """Function of whole matrices -> how many of its operands are matrices."""
 
