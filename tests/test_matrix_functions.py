@@ -108,7 +108,7 @@ def test_low_rank_functions_find_the_first_singular_vectors(shape: tuple[int, ..
     assert torch.equal(found, again[0]) and not torch.equal(found, again[1])
     with pytest.raises(ValueError, match="rank 41 is above the shorter side of a matrix of"):
         svd_lowrank(torch.zeros(shape[-2], 41), x)
-    bad = x.flatten(0, -3).clone()
+    bad = x.float().reshape(-1, *shape[-2:])
     bad[0, 0, 0] = torch.nan
     empty = torch.zeros(len(bad), shape[-2], 4)
     for made in (svd_lowrank(empty, bad), power_iteration(bad, empty)):
@@ -131,10 +131,12 @@ SETS = {
 
 @pytest.mark.parametrize("name", SETS)
 def test_sets_of_emerging_optimizers(name: str) -> None:
-    """Against fp64 within roundings of bf16, as the sets of test_matrices.py."""
-    for shape in ((3, 64, 256), (40, 40)):
+    """Against fp64 within roundings of bf16, as the sets of test_matrices.py; of fp16 for cans, which has no margin for
+    roundings (in bf16 it is 0.14 away, as singular values pass the end of its interval)."""
+    for shape in ((3, 64, 256), (24, 40)):
         exact = exactly(drawn(*shape), len(SETS[name]), SETS[name])
-        assert (newton_schulz(drawn(*shape), coefficients=name) - exact).norm() <= 0.03 * exact.norm()
+        made = newton_schulz(drawn(*shape), coefficients=name, gram=name == "cans")
+        assert (made - exact).norm() <= (0.04 if name == "cans" else 0.03) * exact.norm()
 
 
 @optimizer(cite="nobody", matrix="heads")
@@ -163,7 +165,8 @@ def test_rules_call_them(backend: str) -> None:
     of products of 10 terms and a root of a matrix whose condition number is below 1e3."""
     shapes = [(6, 10), (9, 4), (3, 8, 8), (5, 1), (7,)]
     params = [nn.Parameter(drawn(*s, seed=k)) for k, s in enumerate(shapes)]
-    opt = optgen.compile(by_newton, "fp32")([(f"w{k}", p) for k, p in enumerate(params)], lr=0.02, backend=backend, blocks={"w2": 3})
+    named = [(f"w{k}", p) for k, p in enumerate(params)]
+    opt = optgen.compile(by_newton, "fp32")(named, lr=0.02, backend=backend, blocks={"w2": 3})
     exact: list[Any] = [(p.detach().double(), None, None) for p in params]
     for t in range(1, 4):
         for k, p in enumerate(params):
