@@ -182,8 +182,8 @@ def singular_vectors(like: Num, x: Num) -> Any:
 
 
 def svd_lowrank(like: Num, x: Num, niter: Num = 2, key: Num = 0) -> Any:
-    """What `singular_vectors` returns, nearly, by products with a few random columns (Halko et al. 2011, algorithm
-    4.4, with 8 more columns than `like` has), as U of torch.svd_lowrank.
+    """The result of `singular_vectors`, nearly, by products with a few random columns, 8 more than `like` has (Halko et
+    al. 2011, arXiv:0909.4061, algorithm 4.4); it is U of torch.svd_lowrank.
 
     niter  power iterations: more where singular values fall slowly
     key    of the random numbers, which are those of `normal` and the same for all matrices
