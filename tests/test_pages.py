@@ -3,8 +3,10 @@
 import ast
 import inspect
 import re
+from html import unescape
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -15,7 +17,9 @@ import optgen.optim
 from optgen.accumulate import accumulator
 from optgen.driver import judge
 from optgen.driver.load import find_spec
+from optgen.driver.page import html, rule_page
 from optgen.formats import Plan
+from optgen.lang.formulas import formulas
 from optgen.optim import AdamW
 from optgen.runtime.optimizer import OTHERS
 from specs import plans
@@ -211,3 +215,26 @@ def test_an_optimizer_that_is_not_there_has_a_neighbour(asked: str, meant: str) 
     with pytest.raises(ImportError, match=f"no optimizer '{asked}': did you mean {meant}"):
         exec(f"from optgen.optim import {asked}")
     assert not hasattr(optgen.optim, asked)
+
+
+def test_formulas_of_adamw_are_the_paper_s() -> None:
+    """Algorithm 2 of arXiv:1711.05101, with the decay first."""
+    found = [f"{left.latex} = {right.latex}" for left, right in formulas(find_spec("adamw"))]
+    assert found == [
+        r"\theta' = \theta_{t-1} \, \left(1 - \eta \, \lambda\right)",
+        r"m_{t} = \beta_{1} \, m_{t-1} + \left(1 - \beta_{1}\right) \, g",
+        r"v_{t} = \beta_{2} \, v_{t-1} + \left(1 - \beta_{2}\right) \, g^{2}",
+        r"\mathrm{denom} = \frac{\sqrt{v_{t}}}{\sqrt{1 - \beta_{2}^{t}}} + \varepsilon",
+        r"\theta_{t} = \theta' - \frac{\frac{\eta}{1 - \beta_{1}^{t}} \, m_{t}}{\mathrm{denom}}",
+    ]
+
+
+@pytest.mark.parametrize("name", ["adamw", "came", "soap", "prodigy", "rprop", "dion"])
+def test_the_page_of_a_rule_names_all_that_it_has(name: str) -> None:
+    spec = find_spec(name)
+    page = rule_page(spec, [plans.fp32, plans.bnb8], kernel="kernel")
+    tree = ElementTree.fromstring(f"<body>{unescape(re.sub('&(lt|gt|amp);', '', html(page)))}</body>")
+    codes = {x.text for x in tree.iter("code")}
+    assert {x.name for x in (*spec.kept, *spec.hypers, *spec.flags)} | {"fp32", "bnb8"} <= codes
+    lefts = [row[0] for row in next(tree.iter("mtable")) if len(row) == 2]
+    assert len(lefts) == len(formulas(spec))

@@ -59,7 +59,7 @@ def memory(spec: Spec, storage: Storage, decays: Mapping[str, Recurrence] | None
     ranks = {s.name: _rank(spec, s) for s in spec.states if s.rank}
     for name, fmt in storage.states.items():
         error, valid = _bound(lambda fmt=fmt: bounds.one_step_bound(fmt))
-        steady = _steady(fmt, (decays or {}).get(name))
+        steady = steady_state(fmt, (decays or {}).get(name))
         of, size = (f", one per {held[name].name}", 0.0)
         if spaces.dims(held[name]):
             of = "" if held[name] is spaces.elem else ", of square matrices"
@@ -88,7 +88,7 @@ def _bound(derive: Any) -> tuple[str, str]:
     return f"{bound.value:.3g} {'|x|' if bound.of == 'value' else bound.of}", bound.valid
 
 
-def _steady(fmt: Format, recurrence: Recurrence | None) -> str:
+def steady_state(fmt: Format, recurrence: Recurrence | None) -> str:
     exact = fmt.exact or "" not in fmt.fields()
     if exact or recurrence is None or recurrence.kind != "ema" or not recurrence.decay or recurrence.decay >= 1:
         return ""

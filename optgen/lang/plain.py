@@ -11,7 +11,7 @@ from optgen.ops.prims import PRIMS
 PREFIX, POWER, ATOM = 7, 8, 9
 
 
-def _let_names(trace: Trace) -> list[str]:
+def let_names(trace: Trace) -> list[str]:
     """Return the names of a trace's lets: the last value of p and of each state is x[t], others get primes."""
     kept = trace.new
     names: list[str] = []
@@ -25,7 +25,7 @@ def _let_names(trace: Trace) -> list[str]:
     return names
 
 
-def _number(x: float | bool) -> str:
+def number(x: float | bool) -> str:
     return str(x) if isinstance(x, bool) else f"{x:.15g}"
 
 
@@ -64,7 +64,7 @@ def _expression(root: Node, known: Mapping[int, str]) -> str:
         if node.uid in known and (node is not root or not node.args):
             done[node.uid] = (known[node.uid], ATOM)
         elif node.op == "const":
-            done[node.uid] = (_number(node.attr), ATOM if node.attr >= 0 else PREFIX)
+            done[node.uid] = (number(node.attr), ATOM if node.attr >= 0 else PREFIX)
         elif not node.args:
             done[node.uid] = (str(node.attr or node.op), ATOM)
         else:
@@ -76,7 +76,7 @@ def _expression(root: Node, known: Mapping[int, str]) -> str:
 def plain_formulas(spec: Spec, flags: Mapping[str, bool] | None = None) -> list[str]:
     """The rule, one line per line of the author's: `exp_avg[t] = beta1 * exp_avg[t-1] + (1 - beta1) * g`."""
     trace = spec.trace(flags)
-    names, kept = _let_names(trace), trace.new
+    names, kept = let_names(trace), trace.new
     before = {name: f"{name}[t-1]" for name in kept} | {"step": "t"}
     known: dict[int, str] = {}
     for node in postorder([*(let.node for let in trace.lets), *kept.values()]):
