@@ -1,14 +1,15 @@
 """SOAP-Muon: Muon of SOAP's direction, with a floor for each row and norms that steps reach; AdamW for the rest."""
 
 from optgen.lang import (
-    bjorck, columns, flag, gram, hyper, mat_mean, mat_norm, matrix_state, maximum, minimum, newton_schulz, nonneg,
-    optimizer, orthogonal, orthogonal_iteration, policies, row_sum, rows, scalar, shape_flag, sign, sorting, sqrt,
-    state, symmetric, where, wide,
+    bjorck, columns, finite, flag, gram, hyper, mat_mean, mat_norm, matrix_state, maximum, minimum, newton_schulz,
+    nonneg, optimizer, orthogonal, orthogonal_iteration, policies, row_sum, rows, scalar, shape_flag, sign, sorting,
+    sqrt, state, symmetric, where, wide,
 )  # fmt: skip
 
 
 def renewed(factor, basis, known):
     """(order, factor, basis) after an orthogonal iteration; known is 0 before the first one."""
+    factor = finite(factor)  # zeros turn nothing
     order = sorting(factor)
     turn = orthogonal_iteration(factor, known * order)
     new = basis @ turn

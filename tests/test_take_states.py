@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import optgen
-from optgen.optim import SOAP, AdamW, Lion, Muon
+from optgen.optim import SOAP, AdamW, Lion, Muon, SOAPMuon
 
 SHAPES = ((24, 16), (16,))
 OPTIONS = {"lr": 2e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -32,6 +32,7 @@ def weights(dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
     [
         (Muon, {"adamw_lr": 2e-3, "adamw_betas": (0.9, 0.95), "weight_decay": 0.1}, []),
         (SOAP, {"lr": 2e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}, [0]),
+        (SOAPMuon, {"adamw_lr": 2e-3, "adamw_betas": (0.9, 0.95), "weight_decay": 0.1, "lookahead": 0.0}, [0]),
     ],
 )
 def test_vectors_go_on_as_under_adamw(cls: Any, groups: dict[str, Any], anew: list[int]) -> None:

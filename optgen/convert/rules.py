@@ -13,6 +13,9 @@ from optgen.runtime.states import low_bits
 SAME = {"momentum_buffer": "exp_avg"}
 """States of other rules, and AdamW's of the same meaning (an average of the gradients). Equal names mean the same."""
 
+ANEW = {"lookahead_avg": torch.zeros_like, "went": lambda p: 0.0}
+"""States that AdamW lacks and that begin by themselves at any step: SOAP-Muon's average of changes, and its part in p."""
+
 
 def take_states(new: Any, old: torch.optim.Optimizer) -> list[str | int]:
     """Let an optimizer go on with the states and weights of AdamW (torch's or optgen's) where its rule has the same.
@@ -20,7 +23,7 @@ def take_states(new: Any, old: torch.optim.Optimizer) -> list[str | int]:
     Both hold the same parameters. Options stay those of `new`. A parameter begins anew if its rule has a state that
     AdamW lacks (SOAP's bases). Returns the names, or positions, of those.
 
-    Muon goes on with the average of the gradients, and with all states of what is no matrix, SOAP with the latter.
+    Muon goes on with the average of the gradients, and with all states of what is no matrix, SOAP and SOAP-Muon with the latter.
     Raises ValueError for other rules than AdamW and Adam, and TypeError if `new` was not made by optgen.
     """
     if not hasattr(new, "dense_state_dict"):
@@ -39,8 +42,9 @@ def take_states(new: Any, old: torch.optim.Optimizer) -> list[str | int]:
         _, _, variant = checkpoint.select(type(new), entry.group, entry.p, entry.name)
         names = {name: SAME.get(name, name) for name in (*variant.states, *variant.host_names)}
         has = found.get(id(entry.p))
-        if has and all(name in has for name in names.values()):
-            taken[entry.position] = {"step": has["step"], **{name: has[of] for name, of in names.items()}}
+        if has and all(of in has or of in ANEW for of in names.values()):
+            values = {name: has[of] if of in has else ANEW[of](entry.p) for name, of in names.items()}
+            taken[entry.position] = {"step": has["step"], **values}
         elif entry.p.requires_grad:
             anew.append(entry.name)
     groups = new.dense_state_dict()["param_groups"]

@@ -53,13 +53,15 @@ def _recurrence(spec: Spec, flags: tuple[tuple[str, bool], ...], state: str) -> 
         return Recurrence("other")  # kept in fp32, whatever it does
     if decl.trait == "residual":
         return Recurrence("residual")
-    trace = spec.trace(dict(flags))
+    new = spec.trace(dict(flags)).states[state]
+    if decl.trait == "symmetric":
+        new = _unturned(new)
     s = sympy.Symbol(state, real=True)
     # Everything per-element varies from step to step; only host scalars may be part of a decay.
     varying = {state: s}
     known: dict[int, sympy.Expr] = {}
     conditions: dict[sympy.Symbol, Node] = {}
-    for node in postorder([trace.states[state]]):
+    for node in postorder([new]):
         if node.op == "load":
             known[node.uid] = varying.setdefault(node.attr, sympy.Symbol(node.attr, real=True))
         elif node.op == "sym":
@@ -70,7 +72,7 @@ def _recurrence(spec: Spec, flags: tuple[tuple[str, bool], ...], state: str) -> 
             conditions[known[node.uid]] = node
     others = (set(varying.values()) | set(conditions)) - {s}
     try:
-        late = _after_first_step(expression(trace.states[state], known))
+        late = _after_first_step(expression(new, known))
         above = {
             mark: expression(node.args[1], known) - expression(node.args[0], known)
             for mark, node in conditions.items()
@@ -79,6 +81,15 @@ def _recurrence(spec: Spec, flags: tuple[tuple[str, bool], ...], state: str) -> 
         return _classify(spec, late, s, others, above)
     except Exception:  # SymPy's own, of many kinds: conditions that it cannot decide, comparisons with NaN
         return Recurrence("other")
+
+
+def _unturned(x: Node) -> Node:
+    """Return the matrix of which x = q' matrix q is the same in another basis: that moves no eigenvalue."""
+    if x.op == "matmul" and x.args[0].op == "matmul" and x.args[1].attr in ("orthogonal_iteration", "qr"):
+        (turned, inner), q = x.args[0].args, x.args[1]
+        if turned.op == "transpose" and turned.args[0] is q:
+            return _unturned(inner)
+    return _unturned(x.args[0]) if x.attr == "finite" else x
 
 
 def _after_first_step(expr: sympy.Expr) -> sympy.Expr:
