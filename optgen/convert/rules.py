@@ -14,7 +14,7 @@ SAME = {"momentum_buffer": "exp_avg"}
 """States of other rules, and AdamW's of the same meaning (an average of the gradients). Equal names mean the same."""
 
 ANEW = {"lookahead_avg": torch.zeros_like, "went": lambda p: 0.0}
-"""States that AdamW lacks and that begin by themselves at any step: SOAP-Muon's average of changes, and its part in p."""
+"""States that AdamW lacks and that begin at 0 at any step: SOAP-Muon's average of changes, and its part in p."""
 
 
 def take_states(new: Any, old: torch.optim.Optimizer) -> list[str | int]:
@@ -23,7 +23,8 @@ def take_states(new: Any, old: torch.optim.Optimizer) -> list[str | int]:
     Both hold the same parameters. Options stay those of `new`. A parameter begins anew if its rule has a state that
     AdamW lacks (SOAP's bases). Returns the names, or positions, of those.
 
-    Muon goes on with the average of the gradients, and with all states of what is no matrix, SOAP and SOAP-Muon with the latter.
+    Muon goes on with the average of the gradients, and with all states of what is no matrix, SOAP and SOAP-Muon with
+    the latter.
     Raises ValueError for other rules than AdamW and Adam, and TypeError if `new` was not made by optgen.
     """
     if not hasattr(new, "dense_state_dict"):
