@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from optgen.runtime.states import low_bits
 SAME = {"momentum_buffer": "exp_avg"}
 """States of other rules, and AdamW's of the same meaning (an average of the gradients). Equal names mean the same."""
 
-ANEW = {"lookahead_avg": torch.zeros_like, "went": lambda p: 0.0}
+ANEW: dict[str, Callable[[torch.Tensor], Any]] = {"lookahead_avg": torch.zeros_like, "went": lambda p: 0.0}
 """States that AdamW lacks and that begin at 0 at any step: SOAP-Muon's average of changes, and its part in p."""
 
 
