@@ -56,7 +56,7 @@ RUNTIME: dict[str, set[str]] = {
     "modes": {"records", "layout", "states", "options", "work", "step", "checkpoint"},
     "optimizer": {"records", "layout", "states", "options", "work", "step", "checkpoint", "modes"},
     "several": {"layout", "states", "options", "optimizer"},
-    "files": {"records", "layout", "states", "options", "checkpoint", "optimizer"},
+    "files": {"records", "layout", "states", "options", "checkpoint", "optimizer", "several"},
     "__init__": {"records", "states", "optimizer"},
 }
 

@@ -1,7 +1,8 @@
 """`optgen.make`: optimizers by name, and several rules in one optimizer."""
 
 import copy
-from typing import Any, cast
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,10 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import optgen
+from optgen.base.errors import UserError
+from optgen.driver import checkpoints
 from optgen.optim import AdamW, Lion, Muon
+from tests.training import alike
 
 RULES: dict[str, Any] = {r"^[02]\.weight$": {"rule": "muon", "lr": 0.02}, "^4": Lion, "*": "adamw"}
 COMMON = {"lr": 1e-3, "weight_decay": 0.1}
@@ -55,8 +59,8 @@ def test_each_parameter_takes_the_step_of_its_rule() -> None:
     assert opt.memory().numel == sum(p.numel() for p in ours.parameters())
 
 
-@pytest.mark.parametrize("way", ["state_dict", "distributed", "copy"])
-def test_a_run_goes_on_exactly(way: str) -> None:
+@pytest.mark.parametrize("way", ["state_dict", "file", "distributed", "copy"])
+def test_a_run_goes_on_exactly(way: str, tmp_path: Path) -> None:
     net = model()
     opt: Any = optgen.make(RULES, net, plan="int8_split24", **COMMON)
     scheduler = torch.optim.lr_scheduler.StepLR(opt, 1, 0.5)
@@ -65,6 +69,12 @@ def test_a_run_goes_on_exactly(way: str) -> None:
     assert [group["lr"] for group in opt.param_groups] == [0.01, 5e-4, 5e-4]
     if way == "copy":
         other, again = copy.deepcopy((net, opt))
+    elif way == "file":
+        optgen.save_checkpoint(tmp_path / "run.pt", opt, net, extra={"step": 3})
+        other = model()
+        again = optgen.make(RULES, other, plan="int8_split24", **COMMON)
+        assert optgen.load_checkpoint(tmp_path / "run.pt", again, other) == {"step": 3}
+        assert checkpoints.verify(str(tmp_path / "run.pt")) == {"parameters": 6, "findings": []}
     else:
         other = copy.deepcopy(net)
         again = optgen.make(RULES, other, plan="int8_split24", **COMMON)
@@ -119,5 +129,29 @@ def test_names_and_other_ways() -> None:
     assert all(torch.equal(full[name], value.float()) for name, value in net.state_dict().items())
     with pytest.raises(NotImplementedError, match="to the part"):
         several.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
-    with pytest.raises(TypeError, match=r"torch\.save"):
-        optgen.save_checkpoint("never.pt", cast(Any, several))
+
+
+def test_a_file_of_other_rules_or_another_model_changes_nothing(tmp_path: Path) -> None:
+    net, file = model(), tmp_path / "run.pt"
+    opt: Any = optgen.make(RULES, net, plan="int8_split24", **COMMON)
+    train(net, [opt], 2)
+    optgen.save_checkpoint(file, opt, net)
+    before, weights = copy.deepcopy(opt.state_dict()), copy.deepcopy(net.state_dict())
+    single = AdamW(model().named_parameters())
+    with pytest.raises(ValueError, match=r"expected a checkpoint of AdamW, got one of Muon \+ Lion \+ AdamW"):
+        optgen.load_checkpoint(file, single)
+    with pytest.raises(UserError, match=r"several rules: Muon \+ Lion \+ AdamW"):
+        checkpoints.convert(str(file), str(tmp_path / "out.pt"), to="fp32")
+    train(net, [opt], 1)
+    moved = copy.deepcopy((opt.state_dict(), net.state_dict()))
+    net.load_state_dict = refusing  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="the model refuses"):
+        optgen.load_checkpoint(file, opt, net)
+    assert alike((opt.state_dict(), net.state_dict()), moved) and not alike(before, moved[0])
+    del net.load_state_dict
+    optgen.load_checkpoint(file, opt, net)
+    assert alike((opt.state_dict(), net.state_dict()), (before, weights))
+
+
+def refusing(*_: Any) -> None:
+    raise RuntimeError("the model refuses")

@@ -130,6 +130,9 @@ def read(file: Path, spec: str | None, weights: str | None, find: Find) -> tuple
     content = _load(file)
     saved = _state_dict_in(content, file)
     about = content.get("about") if saved is not content else None
+    if isinstance(about, Mapping) and " + " in str(about.get("class")):
+        why = f"it has optimizers of several rules: {about['class']}"
+        raise refuse(file, why, "load it, and save the state dict of each of `opt.parts`")
     if not isinstance(about, Mapping) and spec is None:
         raise refuse(file, "it does not say which rule made it", "--spec adamw, or the name of another rule")
     rule = spec if spec is not None else rule_of(about or {})

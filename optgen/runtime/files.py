@@ -5,9 +5,10 @@ The form of a file is in `container`; a file is written whole or not at all, and
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,12 +22,15 @@ from optgen.runtime.optimizer import Optimizer
 from optgen.runtime.options import entries, options
 from optgen.runtime.records import dtype_name, dtype_of
 from optgen.runtime.records.misfits import Misfits
+from optgen.runtime.several import Several
 from optgen.runtime.states import low_bits
 from optgen.runtime.states.state import kind, problems
 from optgen.runtime.states.state import of as state_of
 
+AnyOptimizer = Optimizer | Several
 
-def save_checkpoint(path: Path_, optimizer: Optimizer, model: nn.Module | None = None, extra: Any = None) -> None:
+
+def save_checkpoint(path: Path_, optimizer: AnyOptimizer, model: nn.Module | None = None, extra: Any = None) -> None:
     """Write a checkpoint from which a run goes on bit for bit; an older file of that name stays until it is complete.
 
     model   its state dict is written too, parameters and buffers in their own dtypes
@@ -35,7 +39,7 @@ def save_checkpoint(path: Path_, optimizer: Optimizer, model: nn.Module | None =
 
     Raises TypeError for what could not be read back without running code, OSError if the file cannot be written.
     """
-    _refuse_several(optimizer)
+    _refuse_foreign(optimizer)
     params = _parameters(optimizer)
     for p in params:
         if sharding.is_sharded(p):  # before a value is looked at: ranks would wait for those that are not here
@@ -55,7 +59,7 @@ def save_checkpoint(path: Path_, optimizer: Optimizer, model: nn.Module | None =
     write(path, content)
 
 
-def load_checkpoint(path: Path_, optimizer: Optimizer, model: nn.Module | None = None) -> Any:
+def load_checkpoint(path: Path_, optimizer: AnyOptimizer, model: nn.Module | None = None) -> Any:
     """Take over a checkpoint; returns the `extra` that it was saved with, its tensors on the CPU.
 
     model   must be given what was saved of it to go on; without it only the optimizer is loaded
@@ -63,30 +67,36 @@ def load_checkpoint(path: Path_, optimizer: Optimizer, model: nn.Module | None =
     Raises CheckpointError for a file that is damaged or no checkpoint, ValueError listing what does not fit. Then
     neither the optimizer nor the model has changed.
     """
-    _refuse_several(optimizer)
+    _refuse_foreign(optimizer)
     content = read(path)
     misfits = Misfits(f"{os.fspath(path)} does not fit, nothing was loaded")
-    name = plans.generated_class(type(optimizer)).__name__
-    if content["about"]["class"] != name:
-        misfits.add(f"expected a checkpoint of {name}, got one of {content['about']['class']}")
-    else:
-        for line in misread(type(optimizer), optimizer.defaults, content):
+    expected, got = name_of(optimizer), content["about"]["class"]
+    if got != expected:
+        misfits.add(f"expected a checkpoint of {expected}, got one of {got}")
+        misfits.stop()
+    parts = list(_parts(optimizer, content))
+    for part, _, own in parts:
+        for line in misread(type(part), part.defaults, own):
             misfits.add(line)
     if model is not None:
         _compare(model, content["model"], misfits)
     misfits.stop()
-    order = checkpoint.positions(optimizer.param_groups, content["optimizer"]["param_groups"], misfits)
+    order: dict[int, int] = {}
+    for part, first, own in parts:
+        found = checkpoint.positions(part.param_groups, own["optimizer"]["param_groups"], misfits)
+        order |= {key: first + at for key, at in found.items()}
     if model is not None:
         _same_places(optimizer, model, content["about"]["parameters"], order, misfits)
         misfits.stop()
     params = _parameters(optimizer)
-    before, waiting = (optimizer.state, optimizer.param_groups), _waiting(params)
+    before, waiting = [(part, part.state, part.param_groups) for part, _, _ in parts], _waiting(params)
     optimizer.load_state_dict(content["optimizer"])
     if model is not None:
         try:
             model.load_state_dict(content["model"])
         except BaseException:
-            optimizer.state, optimizer.param_groups = before
+            for part, state, groups in before:
+                part.state, part.param_groups = state, groups
             for p, bits in zip(params, waiting, strict=True):
                 if bits is not None:
                     setattr(p, low_bits.ATTRIBUTE, bits)
@@ -100,12 +110,33 @@ def load_checkpoint(path: Path_, optimizer: Optimizer, model: nn.Module | None =
     return _in_memory(content["extra"])
 
 
-def _refuse_several(optimizer: Any) -> None:
-    """Raise TypeError for what is no generated optimizer."""
-    if not isinstance(optimizer, Optimizer):
+def _refuse_foreign(optimizer: Any) -> None:
+    """Raise TypeError for an optimizer that optgen did not make."""
+    if not isinstance(optimizer, AnyOptimizer):
         raise TypeError(
             f"expected a generated optimizer, got {type(optimizer).__name__}: keep its state_dict() with torch.save"
         )
+
+
+def name_of(optimizer: AnyOptimizer) -> str:
+    """Return the name of an optimizer's class, or of the classes of several rules: "Muon + AdamW"."""
+    if isinstance(optimizer, Several):
+        return " + ".join(map(name_of, optimizer.parts.values()))
+    return str(plans.generated_class(type(optimizer)).__name__)
+
+
+def _parts(optimizer: AnyOptimizer, content: Mapping[str, Any]) -> Iterator[tuple[Optimizer, int, dict[str, Any]]]:
+    """Yield each optimizer of one rule, the position of its first parameter, and its share of a checkpoint."""
+    if not isinstance(optimizer, Several):
+        yield optimizer, 0, {"optimizer": content["optimizer"], "about": content["about"]}
+        return
+    first, whole = 0, content["about"]
+    for part, saved in optimizer.split(content["optimizer"]):
+        end = first + sum(len(group["params"]) for group in saved["param_groups"])
+        readings = [[at - first, *rest] for at, *rest in whole["readings"] if first <= at < end]
+        own = {"parameters": whole["parameters"][first:end], "readings": readings}
+        yield part, first, {"optimizer": saved, "about": own}
+        first = end
 
 
 def _in_memory(value: Any) -> Any:
@@ -119,7 +150,7 @@ def _in_memory(value: Any) -> Any:
     return value
 
 
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
+def _parameters(optimizer: AnyOptimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
@@ -128,17 +159,18 @@ def _waiting(params: Sequence[Tensor]) -> list[Any]:
     return [p.__dict__.get(low_bits.ATTRIBUTE) for p in params]
 
 
-def about(optimizer: Optimizer, model: nn.Module | None) -> dict[str, Any]:
+def about(optimizer: AnyOptimizer, model: nn.Module | None) -> dict[str, Any]:
     """Return what tools need to read the optimizer's part without it: its class, and shapes and dtypes."""
-    generated = plans.generated_class(type(optimizer))
     keys = {} if model is None else _keys(model)
     parameters = [
         {"key": keys.get(id(p)), "shape": list(p.shape), "dtype": dtype_name(p.dtype)} for p in _parameters(optimizer)
     ]
-    return {
-        "class": generated.__name__, "spec": generated.SPEC, "parameters": parameters,
-        "readings": _readings(optimizer),
-    }  # fmt: skip
+    parts = list(optimizer.parts.values()) if isinstance(optimizer, Several) else [optimizer]
+    firsts = itertools.accumulate((len(_parameters(part)) for part in parts), initial=0)
+    pairs = zip(firsts, parts, strict=False)  # the last sum begins no part
+    readings = [[first + at, *rest] for first, part in pairs for at, *rest in _readings(part)]
+    spec = "" if isinstance(optimizer, Several) else plans.generated_class(type(optimizer)).SPEC
+    return {"class": name_of(optimizer), "spec": spec, "parameters": parameters, "readings": readings}
 
 
 def _keys(model: nn.Module) -> dict[int, str]:
@@ -232,7 +264,7 @@ def _compare(model: nn.Module, saved: Any, misfits: Misfits) -> None:
 
 
 def _same_places(
-    optimizer: Optimizer, model: nn.Module, saved: Sequence[Mapping[str, Any]], order: Mapping[int, int],
+    optimizer: AnyOptimizer, model: nn.Module, saved: Sequence[Mapping[str, Any]], order: Mapping[int, int],
     misfits: Misfits,
 ) -> None:  # fmt: skip
     """Add a misfit for every parameter that would go on with the state of another of the model's weights.

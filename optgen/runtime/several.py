@@ -134,12 +134,12 @@ class Several(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state dict of the same rules; ValueError lists what does not fit, and nothing has changed."""
-        loaded = [(part, part._read(saved)) for part, saved in self._split(state_dict)]
+        loaded = [(part, part._read(saved)) for part, saved in self.split(state_dict)]
         for part, found in loaded:
             part._take(found)
 
-    def _split(self, saved: Mapping[str, Any]) -> Iterator[tuple[Optimizer, dict[str, Any]]]:
-        """Yield the parts, each with its state dict."""
+    def split(self, saved: Mapping[str, Any]) -> Iterator[tuple[Optimizer, dict[str, Any]]]:
+        """Yield the parts, each with its share of a state dict of all; ValueError if the rules of its groups differ."""
         groups = list(saved["param_groups"])
         expected = [type(part).__name__ for part in self.parts.values() for _ in part.param_groups]
         got = [group.get(RULE, "no rule") for group in groups]
