@@ -2,7 +2,7 @@
 
     optgen.compile("specs/mine.py", plan="int8_split24")     a class in memory
     optgen.make("adamw", model, plan="int8_split24")         an optimizer by name; {pattern: rule} for several rules
-    optgen.list_rules("adam*")                               the names of ready-made rules
+    optgen.list("adam*")                                     the names of ready-made rules; also list_rules
     optgen.cast_model(model, torch.bfloat16)                 a 16-bit model for it
     optgen.StableEmbedding(...)                              an embedding whose optimizer states stay in fp32
     optgen.keep_states_fp32(module)                          the same for any module
@@ -15,8 +15,8 @@
 
 __version__ = "0.1.0"
 __all__ = [
-    "StableEmbedding", "__version__", "attention_heads", "cast_model", "compile", "keep_states_fp32", "list_rules",
-    "load_checkpoint", "make", "save_checkpoint", "take_states",
+    "StableEmbedding", "__version__", "attention_heads", "cast_model", "compile", "keep_states_fp32", "list",
+    "list_rules", "load_checkpoint", "make", "save_checkpoint", "take_states",
 ]  # fmt: skip
 
 
@@ -42,10 +42,10 @@ def __getattr__(name: str) -> object:
         from optgen.runtime.options.blocks import attention_heads
 
         return attention_heads
-    if name in ("list_rules", "make"):
+    if name in ("list", "list_rules", "make"):
         from optgen import by_name
 
-        return getattr(by_name, name)
+        return getattr(by_name, "list_rules" if name == "list" else name)
     if name == "take_states":
         from optgen.convert.rules import take_states
 

@@ -1,6 +1,7 @@
 """The command line: every command's words, its JSON, its exit code."""
 
 import json
+import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -215,6 +216,36 @@ def test_version_and_help(run: Run) -> None:
         assert name in out
 
 
+def test_list_by_pattern_in_plain_columns(run: Run) -> None:
+    code, out, _ = run("list", "adam*")
+    rows = [line.split() for line in out.splitlines()]
+    assert code == 0 and out.isascii() and ["adamw", "AdamW"] in [row[:2] for row in rows]
+    assert {"lion", "fp32"}.isdisjoint(row[0] for row in rows if row)
+    assert "adamw" in optgen.list("adam*") and optgen.list() == optgen.list_rules()
+    assert "int8_split24" in run("list", "int8*")[1]
+    code, _, err = run("list", "adamv")
+    assert (code, "did you mean 'adam" in err) == (2, True), err
+
+
+def test_quiet_and_verbose(project: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    run("new", "adamw")
+    noted = "it shadows a ready-made optimizer"
+    (project / "specs/adamw.py").unlink()
+    assert noted in run("new", "adamw")[2]
+    (project / "specs/adamw.py").unlink()
+    code, out, err = run("new", "adamw", "-q")
+    assert (code, "specs/adamw.py" in out, err) == (0, True, "")
+    code, _, err = run("explain", "adamv", "-q")
+    assert (code, err.startswith("error[E404]: ")) == (2, True)
+    monkeypatch.setattr(logging.getLogger("optgen"), "level", logging.WARNING)
+    err = run("explain", "adamv", "-v")[2]
+    assert "in find_spec" in err and "error[E404]: " in err and err.splitlines()[-1].startswith("explain: ")
+
+
+def test_shell_completion_is_offered(run: Run) -> None:
+    assert "--install-completion" in run("--help")[1]
+
+
 # -- wrong input
 @pytest.mark.parametrize(
     ("words", "code"),
@@ -398,7 +429,7 @@ def test_a_file_that_may_not_be_read_is_named(project: Path, run: Run, monkeypat
 def test_bytes_of_a_plan_are_listed_for_both_dtypes(run: Run) -> None:
     plans = {p["name"]: (p["bytes"], p["bytes_float32"]) for p in as_json(run("list", "--json")[1])["plans"]}
     assert (plans["fp32"], plans["int8"]) == (("10", "12"), ("4.0625", "6.0625"))
-    line = next(line for line in run("list")[1].splitlines() if line.startswith(" fp32 "))
+    line = next(line for line in run("list")[1].splitlines() if line.startswith("fp32 "))
     assert line.split()[:3] == ["fp32", "10", "12"]
 
 

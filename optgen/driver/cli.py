@@ -5,6 +5,7 @@ Heavy imports stand inside the commands, so that `optgen --help` is quick.
 
 from __future__ import annotations
 
+import fnmatch
 import sys
 from dataclasses import asdict
 from importlib.util import find_spec
@@ -27,9 +28,8 @@ app = typer.Typer(
     name="optgen",
     help="A compiler for optimizers: a 20-line update rule becomes a fused, low-memory torch optimizer.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
+    rich_markup_mode="rich" if sys.stdout and sys.stdout.isatty() else None,  # no boxes in pipes
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Exit codes: 0 fine, 1 a check found something, 2 wrong input, 3 not on this machine, 70 a fault of optgen.",
 )
@@ -69,7 +69,11 @@ def _pair(spec: str, plan: str) -> tuple[Spec, Plan]:
 @app.callback(invoke_without_command=True)
 def _root(
     version: Annotated[bool, typer.Option("--version", is_eager=True, help="Print the version and stop.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Only results and errors.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Also the log, times and tracebacks.")] = False,
 ) -> None:
+    """Read the options of all commands."""
+    Terminal.quiet, Terminal.verbose = quiet, verbose
     if version:
         import optgen
 
@@ -187,18 +191,28 @@ def _tell_build(t: Terminal, outcome: Any, check: bool) -> None:
 
 
 @app.command("list")
-def list_(json: Json = False) -> None:
+def list_(
+    pattern: Annotated[str, typer.Argument(metavar="PATTERN", help='Names, such as "adam*"; none: all.')] = "*",
+    json: Json = False,
+) -> None:
     """List the optimizers and plans that can be named."""
     with session("list", json) as t:
         from optgen.driver import load, overview
 
-        specs = [overview.of_entry(e) for e in load.entries().values()]
-        plans = [overview.of_plan(p) for p in load.plans().values()]
+        specs = [overview.of_entry(e) for name, e in load.entries().items() if fnmatch.fnmatchcase(name, pattern)]
+        plans = [overview.of_plan(p) for name, p in load.plans().items() if fnmatch.fnmatchcase(name, pattern)]
+        if not specs and not plans:
+            known = [*load.entries(), *load.plans()]
+            want, hint = "the name of an optimizer or a plan, or a pattern of some", did_you_mean(pattern, known)
+            raise UserError("E411", option="PATTERN", want=want, got=pattern, hint=hint)
         t.result |= {"specs": specs, "plans": plans, "without_spec": [relative(str(f)) for f in load.without_spec()]}
         own = ("spec", "class", "as in", "states", "file")
         places = [relative(r["file"]) if r["own"] else "ready-made" for r in specs]
         made = [(r["name"], r["class"], r["like"], r["states"], p) for r, p in zip(specs, places, strict=True)]
-        t.show(table("optimizers", own, made))
+        if made:
+            t.show(table("optimizers", own, made))
+        if not plans:
+            return
         rows = [(r["name"], r["bytes"], r["bytes_float32"], r["discouraged"], r["doc"]) for r in plans]
         t.show(table("plans", ("plan", "bf16*", "fp32*", "", ""), rows))
         t.show("* bytes of AdamW's weight and states per parameter of that dtype; gradients not counted")
@@ -483,7 +497,9 @@ def _flags(spec: Spec, turned: list[str]) -> dict[str, bool]:
 def main(arguments: list[str] | None = None) -> int:
     """Run the command `optgen` and return its exit code."""
     ARGUMENTS[:] = sys.argv[1:] if arguments is None else arguments
-    return run(app, ARGUMENTS)
+    # Options of all commands are read before the command's name, and may stand behind it.
+    first = sorted(ARGUMENTS, key=lambda word: word not in ("-q", "--quiet", "-v", "--verbose"))
+    return run(app, first)
 
 
 if __name__ == "__main__":

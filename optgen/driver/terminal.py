@@ -1,16 +1,18 @@
 """The output and the exit codes of commands: rich text for people, one JSON object for programs.
 
 Results go to stdout; progress, notes and errors to stderr. With `--json` stdout holds exactly one object, whatever
-happens. NO_COLOR and pipes turn colours off.
+happens. NO_COLOR and pipes turn colours off; in pipes tables are plain columns, a row a line.
 """
 
 from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import sys
 import textwrap
+import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
@@ -50,7 +52,13 @@ class _Out(Console):
 
 
 class Terminal:
-    """The output of one command: its result, its messages and its exit code."""
+    """The output of one command: its result, its messages and its exit code.
+
+    quiet    results and errors only
+    verbose  also what optgen logs, the command's seconds, and tracebacks of a user's errors
+    """
+
+    quiet = verbose = False
 
     def __init__(self, command: str, as_json: bool) -> None:
         self.command, self.as_json = command, as_json
@@ -66,6 +74,9 @@ class Terminal:
             return
         text = all(isinstance(x, (str, Text)) for x in what)
         if not text and not self.out.is_terminal:  # tables are padded to the console's width
+            for x in what:
+                if isinstance(x, Table):
+                    x.box = None
             with self.out.capture() as printed:
                 self.out.print(*what, markup=False)
             what, text = ("\n".join(line.rstrip() for line in printed.get()[:-1].split("\n")),), True
@@ -80,7 +91,9 @@ class Terminal:
         self.show(text)
 
     def log(self, text: str, style: str = "") -> None:
-        """Write a message to stderr."""
+        """Write a message to stderr; errors are red."""
+        if self.quiet and style != "red":
+            return
         self.err.print(Text(text, style=style), soft_wrap=True)
 
     def fail(self, code: int = DIFFERENT) -> None:
@@ -97,7 +110,8 @@ class Terminal:
     def counter(self, what: str, total: int) -> Iterator[Callable[[], None]]:
         """Show a progress bar, where stderr is a terminal; yield the function that advances it."""
         columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-        with Progress(*columns, console=self.err, transient=True, disable=not self.err.is_terminal) as bar:
+        hidden = self.quiet or not self.err.is_terminal
+        with Progress(*columns, console=self.err, transient=True, disable=hidden) as bar:
             task = bar.add_task(what, total=total)
             yield lambda: bar.advance(task)
 
@@ -124,14 +138,17 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
 
 
 def _width(stream: Any) -> int | None:
-    """Return 140 for pipes and files, so that tables are not squeezed into 80 columns; None lets rich decide."""
-    return None if stream.isatty() or os.environ.get("COLUMNS", "").isdigit() else 140
+    """Return a width for pipes and files in which no table's cell is wrapped; None lets rich decide."""
+    return None if stream.isatty() or os.environ.get("COLUMNS", "").isdigit() else 1000
 
 
 @contextmanager
 def session(command: str, as_json: bool) -> Iterator[Terminal]:
     """Run a command's body: every way to end has its exit code, and a user's mistake has no traceback."""
-    terminal = Terminal(command, as_json)
+    terminal, start = Terminal(command, as_json), time.perf_counter()
+    if terminal.verbose:
+        logging.basicConfig(format="%(name)s: %(message)s")
+        logging.getLogger("optgen").setLevel(logging.DEBUG)
     try:
         # A spec that prints while it is loaded would write before the object.
         with redirect_stdout(sys.stderr) if as_json else nullcontext():
@@ -139,6 +156,8 @@ def session(command: str, as_json: bool) -> Iterator[Terminal]:
     except UserError as error:
         terminal.code = WRONG_INPUT
         terminal.result = {"error": as_fields(error)}
+        if terminal.verbose:
+            sys.stderr.write("".join(traceback.format_tb(error.__traceback__)))
         _print_error(terminal, str(error))
     except Missing as error:
         terminal.error(MISSING, f"missing: {error}")
@@ -158,6 +177,8 @@ def session(command: str, as_json: bool) -> Iterator[Terminal]:
             sys.stderr.write("".join(traceback.format_exception(error)))
             kind = type(error).__name__
             terminal.error(INTERNAL, f"internal error: {kind}: {error}; this is a fault of optgen")
+    if terminal.verbose:
+        terminal.log(f"{command}: {time.perf_counter() - start:.2f} s", "dim")
     try:
         terminal.finish()
         sys.stdout.flush()
