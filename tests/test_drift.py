@@ -1,7 +1,6 @@
 """The distance of matrix rules in 8 bits from the fp64 reading of their specs, in steps of a descent."""
 
 import pytest
-import torch
 
 from tools.drift import RULES, Descent
 
@@ -16,6 +15,5 @@ MEASURED = {
 @pytest.mark.parametrize("name", RULES)
 def test_rules_in_8_bits_stay_near_their_reading(name: str) -> None:
     """Within twice what was measured; nearer than a tenth of it, nothing would be kept in 8 bits."""
-    torch.set_num_threads(1)
     found = max(Descent(24, "reference").distances(name, "int8_split24"))
     assert 0.1 * MEASURED[name] <= found <= 2 * MEASURED[name]

@@ -35,59 +35,19 @@ class Certificate:
 
 
 @dataclass(frozen=True)
-class PatternRange:
-    """Numbers with the f32 patterns low .. high, in a block whose first elements are `others`.
+class Line:
+    """Numbers with the f32 patterns low .. high, kept in a format in a block whose first elements are `others`.
 
     relative  their errors count relative to them
     sign      1.0, or -1.0 for the negative numbers of these patterns
     """
 
+    format: Format
     low: int
     high: int
-    others: tuple[float, ...]
-    relative: bool
+    others: tuple[float, ...] = ()
+    relative: bool = True
     sign: float = 1.0
-
-
-def lines(fmt: Format, bound: Bound) -> list[PatternRange]:
-    """Return the numbers over which a format's worst error is looked for, in units of `bound.of`."""
-
-    def number_of(pattern: int) -> float:
-        return of_pattern(pattern) ** 2 if fmt.of == "sqrt" else of_pattern(pattern)
-
-    if isinstance(fmt, LogMax):
-        # The grid lies otherwise in each octave; a cell is widest, relative to the value, above a power of two.
-        tops = [ONE + (octave << 23) + (1 << 22) for octave in range(8)]
-        reach = (fmt.codes - 1) * fmt.step
-        return [PatternRange(top - reach, top, (number_of(top),), relative=True) for top in tops]
-    if isinstance(fmt, LogMinMax):
-        # The first and last unit hold the block's minimum and maximum; stochastically there is a margin to them.
-        margin = 0
-        if fmt.noise_bits:
-            margin = 1 << (fmt.unit - 2) if fmt.bits == 8 else int(fmt.margin(fmt.most) * 2**fmt.unit) + (1 << 8)
-        start = ONE - ((fmt.most // 2) << fmt.unit)
-        low, high = start + margin, start + (fmt.most << fmt.unit) - max(margin, 1 << 8)
-        return [PatternRange(low, high, (number_of(low), number_of(high)), relative=True)]
-    if bound.of == "value":
-        return [PatternRange(ONE, ONE + (1 << 23) - 1, (), relative=True)]
-    # Scales are powers of two times 1 to the same relative error: one block stands for all.
-    return [PatternRange(0, ONE, (1.0,), False, sign) for sign in ((1.0, -1.0) if fmt.signed else (1.0,))]
-
-
-@lru_cache(maxsize=256)
-def certify(fmt: Format) -> Certificate:
-    """Return the supremum over all numbers of the format's lines."""
-    bound = one_step_bound(fmt)
-    fmt = fmt.of_vectors()  # the same codes under the same scales, one for a block
-    return _worst([_Line(fmt, line) for line in lines(fmt, bound)], fmt, bound)
-
-
-@dataclass(frozen=True)
-class _Line:
-    """The numbers of a line, kept in a format."""
-
-    format: Format
-    line: PatternRange
 
     @property
     def rooted(self) -> bool:
@@ -95,24 +55,22 @@ class _Line:
 
     def number(self, patterns: torch.Tensor) -> torch.Tensor:
         """f64 of the numbers whose error counts, for patterns of what is encoded."""
-        x = self.line.sign * patterns.view(torch.float32).double()
+        x = self.sign * patterns.view(torch.float32).double()
         return x.sqrt() if self.rooted else x
 
     def ends(self) -> tuple[int, int]:
         """The patterns of what is encoded at both ends: of the square where the root is kept."""
         if not self.rooted:
-            return self.line.low, self.line.high
-        squares = torch.tensor([of_pattern(x) ** 2 for x in (self.line.low, self.line.high)]).view(torch.int32)
+            return self.low, self.high
+        squares = torch.tensor([of_pattern(x) ** 2 for x in (self.low, self.high)]).view(torch.int32)
         return int(squares[0]), int(squares[1])
 
     def store(self, patterns: torch.Tensor, word: int | None) -> tuple[torch.Tensor, torch.Tensor]:
         """(codes as i32 that increase with the pattern, what they read as in f64) for a vector of patterns."""
-        size = max(self.format.block, len(self.line.others) + 1)
-        block = torch.full((len(patterns), 1, size), self.line.others[0] if self.line.others else 0.0)
-        for i, other in enumerate(self.line.others):
-            block[:, 0, i] = other
-        at = len(self.line.others)
-        block[:, 0, at] = self.line.sign * patterns.view(torch.float32)
+        size = max(self.format.block, len(self.others) + 1)
+        block, at = torch.full((len(patterns), 1, size), self.others[0] if self.others else 0.0), len(self.others)
+        block[:, 0, :at] = torch.tensor(self.others)
+        block[:, 0, at] = self.sign * patterns.view(torch.float32)
         noise = None
         if word is not None:
             noise = Noise(torch.full(block.shape, word, dtype=torch.int32), 0, self.format.noise_bits)
@@ -122,10 +80,35 @@ class _Line:
         codes = self.format.code(parts).expand(block.shape)[:, 0, at]
         if codes.dtype in (torch.bfloat16, torch.float16):
             codes = codes.view(torch.int16)
-        return codes.int() * int(self.line.sign), kept[:, 0, at].double()
+        return codes.int() * int(self.sign), kept[:, 0, at].double()
 
 
-def _code_ends(line: _Line, word: int | None) -> torch.Tensor:
+def lines(fmt: Format, bound: Bound) -> list[Line]:
+    """Return the numbers over which a format's worst error is looked for, in units of `bound.of`."""
+
+    def number_of(pattern: int) -> float:
+        return of_pattern(pattern) ** 2 if fmt.of == "sqrt" else of_pattern(pattern)
+
+    if isinstance(fmt, LogMax):
+        # The grid lies otherwise in each octave; a cell is widest, relative to the value, above a power of two.
+        tops = [ONE + (octave << 23) + (1 << 22) for octave in range(8)]
+        reach = (fmt.codes - 1) * fmt.step
+        return [Line(fmt, top - reach, top, (number_of(top),)) for top in tops]
+    if isinstance(fmt, LogMinMax):
+        # The first and last unit hold the block's minimum and maximum; stochastically there is a margin to them.
+        margin = 0
+        if fmt.noise_bits:
+            margin = 1 << (fmt.unit - 2) if fmt.bits == 8 else int(fmt.margin(fmt.most) * 2**fmt.unit) + (1 << 8)
+        start = ONE - ((fmt.most // 2) << fmt.unit)
+        low, high = start + margin, start + (fmt.most << fmt.unit) - max(margin, 1 << 8)
+        return [Line(fmt, low, high, (number_of(low), number_of(high)))]
+    if bound.of == "value":
+        return [Line(fmt, ONE, ONE + (1 << 23) - 1)]
+    # Scales are powers of two times 1 to the same relative error: one block stands for all.
+    return [Line(fmt, 0, ONE, (1.0,), False, sign) for sign in ((1.0, -1.0) if fmt.signed else (1.0,))]
+
+
+def _code_ends(line: Line, word: int | None) -> torch.Tensor:
     """Every pattern at which the code changes, the ones before, and both ends of the line."""
     low, high = line.ends()
     first, last = (int(line.store(torch.tensor([p], dtype=torch.int32), word)[0]) for p in (low, high))
@@ -139,15 +122,19 @@ def _code_ends(line: _Line, word: int | None) -> torch.Tensor:
     return torch.cat([below, above, torch.tensor([low, high], dtype=torch.int32)])
 
 
-def _worst(lines: list[_Line], fmt: Format, bound: Bound) -> Certificate:
+@lru_cache(maxsize=256)
+def certify(fmt: Format) -> Certificate:
+    """Return the supremum over all numbers of the format's lines."""
+    bound = one_step_bound(fmt)
+    fmt = fmt.of_vectors()  # the same codes under the same scales, one for a block
     words: list[int | None] = [0, (1 << fmt.noise_bits) - 1] if fmt.noise_bits else [None]
     supremum, at = 0.0, 0.0
-    for line in lines:
+    for line in lines(fmt, bound):
         for word in words:
             patterns = _code_ends(line, word)
             number, kept = line.number(patterns), line.store(patterns, word)[1]
             error = (kept - number).abs()
-            if line.line.relative:
+            if line.relative:
                 error = error / number.abs()
             worst = int(error.argmax())
             if float(error[worst]) > supremum:
