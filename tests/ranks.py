@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import copy
 import functools
+import gc
 import os
 import sys
 import tempfile
@@ -61,7 +62,7 @@ from optgen.lang import (
 from optgen.ops import dtypes
 from optgen.runtime import files
 from optgen.runtime.checkpoint import checkpoint
-from optgen.runtime.layout import sharding
+from optgen.runtime.layout import plans, sharding
 from optgen.runtime.reference import matrices
 from optgen.verify.differential import Values, compare, enclose, oracle
 from optgen.verify.intervals import FAST
@@ -1069,15 +1070,25 @@ def start(rank: int, world: int, arguments: argparse.Namespace, init: str, local
     return 0
 
 
+@functools.cache
+def before_ranks() -> None:
+    """Compile what cases share, once for all ranks of all runs."""
+    accumulator("fp32")
+    for spec, plan in ((polar_steps, "int8_split24"), (factors, "fp32"), (factors, "int8_split24"), (sketched, "fp32")):
+        optgen.compile(spec, plan=plan)
+    plans.load(generated.SOAP, "int8")
+
+
 def fork(world: int, arguments: argparse.Namespace) -> int:
     """Start so many processes, end all when one fails, and return the exit code."""
-    accumulator("fp32")  # once, before there are ranks
+    before_ranks()
     with tempfile.TemporaryDirectory() as folder:
         children = []
         for rank in range(world):
             child = os.fork()
             if child == 0:
                 code = 1
+                gc.freeze()  # collections copy none of the pages that all ranks share
                 try:
                     code = start(rank, world, arguments, f"file://{folder}/store", rank)
                 finally:
