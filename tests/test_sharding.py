@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -269,9 +269,10 @@ def test_parts_go_to_the_worker_and_back_once() -> None:
     shapes = [(97, 132), (5, 16, 24), (3, 40, 8), (64, 4), (2, 8)]
     found, factors, messages = [], [0] * 4, list[list[int]]()
 
-    def count(into: Tensor, out: Tensor, expected: list[int], sizes: list[int], group: Any) -> None:
+    def count(into: Tensor, out: Tensor, expected: list[int], sizes: list[int], **_: Any) -> Mock:
         assert sum(expected) == len(into) and sum(sizes) == len(out)
         messages.append(sizes)
+        return Mock()
 
     for rank in range(4):
         messages.clear()
@@ -287,7 +288,7 @@ def test_parts_go_to_the_worker_and_back_once() -> None:
                 factors[rank] += sum(x.nbytes for x, sent in zip(left, elsewhere, strict=True) if sent)
                 parted.append(workers.Parted(k, of, "last", chosen, [part, left, part], (of, beside, of), 2))
             for exchange in workers.run(parted, lambda _, operands, shapes: [xs[:1] for xs in operands], 1000):
-                sharding.serve([exchange])
+                sharding.serve([exchange])()
         found.append(sum(size for sizes in messages for to, size in enumerate(sizes) if to != rank))
     assert found == [a + b for a, b in zip(scaling.share(shapes, 4).sent, factors, strict=True)]
 
@@ -303,7 +304,7 @@ def test_workers_keep_what_a_later_function_of_the_step_reads(plan: str) -> None
         for _ in range(2):
             messages.clear()
             p.grad = part(32, 64)
-            with patch.object(dist, "all_to_all_single", lambda *given, **_: messages.append(given[2:4])):
+            with patch.object(dist, "all_to_all_single", lambda *given, **_: messages.append(given[2:4]) or Mock()):
                 opt.step()
         size = {k: x.to_local().nbytes for k, x in opt.state[p].items() if isinstance(x, DTensor)}
     bases, factors = (sum(n for k, n in size.items() if k.startswith(x)) for x in ("basis", ("left", "right")))

@@ -591,17 +591,28 @@ class Move:
 
 @dataclass(slots=True)
 class Exchange:
-    """The requests of a step to other ranks: sums, and pieces of tensors."""
+    """The requests of a step to other ranks: sums, and pieces of tensors.
+
+    ahead   whether the pieces are needed at the next request of the same step only, and may be under way until then
+    """
 
     sums: list[Sum] = field(default_factory=list)
     moves: list[Move] = field(default_factory=list)
+    ahead: bool = False
 
 
-def serve(exchanges: Iterable[Exchange]) -> None:
-    """Send one message per group of ranks for all sums, one for all maxima, one for all pieces between two ranks."""
+def serve(exchanges: Iterable[Exchange]) -> Callable[[], None]:
+    """Send one message per group of ranks for all sums, one for all maxima, one for all pieces between two ranks.
+
+    Returns what is to be called before the next messages: where all exchanges are ahead, it waits for the pieces.
+    """
     found = list(exchanges)
     reduce([s for e in found for s in e.sums])
-    move([m for e in found for m in e.moves])
+    arrive = move([m for e in found for m in e.moves])
+    if all(e.ahead for e in found):
+        return arrive
+    arrive()
+    return lambda: None
 
 
 def reduce(items: Sequence[Sum]) -> None:
@@ -657,7 +668,7 @@ def gather(items: Sequence[Whole]) -> None:
         device = _sent_from(item.layout.mesh, item.value.device)
         together.setdefault((item.layout.mesh, dims, device), []).append(item)
     for (mesh, dims, device), some in together.items():
-        room = [-(-_largest_part(x.layout) * x.value.element_size() // ALIGNMENT) * ALIGNMENT for x in some]
+        room = [-(-largest_part(x.layout) * x.value.element_size() // ALIGNMENT) * ALIGNMENT for x in some]
         packed = torch.zeros(sum(room), dtype=torch.uint8, device=device)
         for item, piece in zip(some, torch.split(packed, room), strict=True):
             data = item.value.contiguous().reshape(-1).view(torch.uint8)
@@ -673,7 +684,7 @@ def gather(items: Sequence[Whole]) -> None:
             item.found = torch.empty(item.layout.shape, dtype=item.value.dtype, device=item.value.device)
             if len(dims) == 1 and item.layout.cuts[dims[0]] == (0, 1):
                 # Equal parts one after the other, but for the last one: no need to look at each.
-                data = pieces[:, begin : begin + _largest_part(item.layout) * item.value.element_size()].reshape(-1)
+                data = pieces[:, begin : begin + largest_part(item.layout) * item.value.element_size()].reshape(-1)
                 data = data[: item.found.numel() * item.value.element_size()].view(item.value.dtype)
                 item.found.copy_(data.view(item.found.shape))
                 begin += size
@@ -687,10 +698,11 @@ def gather(items: Sequence[Whole]) -> None:
             begin += size
 
 
-def move(items: Sequence[Move]) -> None:
-    """Bring pieces of tensors to the ranks that receive them."""
+def move(items: Sequence[Move]) -> Callable[[], None]:
+    """Start to bring pieces of tensors to the ranks that receive them; return what waits for them, and takes them."""
     import torch.distributed as dist
 
+    under_way: list[tuple[Any, list[Tensor], list[Tensor], Tensor]] = []
     for mesh in dict.fromkeys(item.mesh for item in items):
         group, order = _all_ranks(mesh, dist.group.WORLD)
         some = [item for item in items if item.mesh == mesh]
@@ -698,9 +710,16 @@ def move(items: Sequence[Move]) -> None:
         written, arrived, into, expected = _buffer(mesh, order, [piece for item in some for piece in item.receives])
         if read:
             torch._foreach_copy_(packed, read)
-        dist.all_to_all_single(into, out, expected, sizes, group=group)
-        if written:
-            torch._foreach_copy_(written, arrived)
+        request = dist.all_to_all_single(into, out, expected, sizes, group=group, async_op=True)
+        under_way.append((request, written, arrived, out))
+
+    def arrive() -> None:
+        for request, written, arrived, _ in under_way:
+            request.wait()
+            if written:
+                torch._foreach_copy_(written, arrived)
+
+    return arrive
 
 
 def _buffer(
@@ -737,7 +756,7 @@ def _all_ranks(mesh: DeviceMesh, world: Any) -> tuple[Any, tuple[int, ...]]:
 
 
 @functools.lru_cache(maxsize=65536)
-def _largest_part(of: Layout) -> int:
+def largest_part(of: Layout) -> int:
     """Return the elements of the largest part."""
     return max(math.prod(b - a for a, b in of.at(c)) for c in of.coordinates())
 

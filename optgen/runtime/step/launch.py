@@ -462,7 +462,8 @@ class Launcher:
         self._alike: Counter[tuple[object, ...]] = Counter()
         self._captured: list[object] = []
         self._capturing = False
-        self._pool = workspace.Pool()
+        self._pools: dict[int, workspace.Pool] = {}
+        self._turns: Counter[int] = Counter()
 
     def begin(self) -> None:
         """Begin a step: what the step before did not use is dropped; not so where a CUDA graph takes the step up."""
@@ -470,6 +471,7 @@ class Launcher:
         if not self._capturing:
             self._kept, self._used = self._used, {}
         self._alike.clear()
+        self._turns.clear()
 
     def prepare(self, bucket: Bucket) -> Kernels:
         """Return the bucket's kernels; checks the states whenever an address or size is new."""
@@ -478,8 +480,12 @@ class Launcher:
         except (KeyError, AttributeError):
             bucket.check()  # says what is missing
             raise
-        if not bucket.waits and not self._capturing:
-            bucket.pool = self._pool
+        if not bucket.variant.model_temps and not self._capturing:
+            place = 0  # the buckets of one turn run together, each beside the others
+            if bucket.waits:
+                self._turns[bucket.turn] += 1
+                place = self._turns[bucket.turn]
+            bucket.pool = self._pools.setdefault(place, workspace.Pool())
         alike = (bucket.group, bucket.backend, bucket.variant, bucket.grad_dtype, bucket.device, tuning, bucket.cut)
         self._alike[alike] += 1  # several buckets where parameters have made unequally many steps
         key = (*alike, self._alike[alike])

@@ -8,7 +8,7 @@ of them are the same number.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -68,18 +68,31 @@ def check(buckets: Iterable[Bucket]) -> None:
         )
 
 
-def run(runners: Iterable[Runner]) -> None:
-    """Run all parts of all runners; sums are taken in the order of the parameters (see sums.py).
+def run(turns: Iterable[Iterable[Runner]]) -> None:
+    """Run all parts of all runners, those of one turn after the other.
 
-    What runners need of other ranks comes first, in one message for all of them: a sum over the model is one that all
-    wait for.  After an error the other runners go on, for which other ranks wait; the first error is raised at the end.
+    After an error the other runners go on, for which other ranks wait; the first error is raised at the end.
     """
     failures: list[Exception] = []
+    for runners in turns:
+        _run(runners, failures)
+    if failures:
+        raise failures[0]
+
+
+def _run(runners: Iterable[Runner], failures: list[Exception]) -> None:
+    """Run the runners of a turn; sums are taken in the order of the parameters (see sums.py).
+
+    What runners need of other ranks comes first, in one message for all of them: a sum over the model is one that all
+    wait for.
+    """
+    arrive: Callable[[], None] = lambda: None  # noqa: E731
     waiting = _on([(r, None) for r in runners], failures)
     while waiting:
         exchanges = [(r, request) for r, request in waiting if isinstance(request, sharding.Exchange)]
         if exchanges:
-            sharding.serve(request for _, request in exchanges)
+            arrive()
+            arrive = sharding.serve(request for _, request in exchanges)
             on = {id(r): request for r, request in _on([(r, None) for r, _ in exchanges], failures)}
             asked = {id(r) for r, _ in exchanges}
             kept = [(r, on.get(id(r)) if id(r) in asked else request) for r, request in waiting]
@@ -90,8 +103,6 @@ def run(runners: Iterable[Runner]) -> None:
         if each:
             total = sums.in_lanes(torch.stack([v.to(each[0].device).reshape(()) for v in each]))
         waiting = _on([(r, total) for r, _ in waiting], failures)
-    if failures:
-        raise failures[0]
 
 
 def _on(runners: Iterable[tuple[Runner, Tensor | None]], failures: list[Exception]) -> list[tuple[Runner, Any]]:

@@ -84,15 +84,18 @@ class _Sorter:
             assert not isinstance(count.step, Tensor)  # such flags are not counted on a device
             at_step = options.at_step(self.cls, self.group, count.step + 1, entry.position)
             key = (*key, at_step)
-        if variant.left_per_element and not cut:
-            key = (*key, self._chunk(key, variant.left_per_element * p.numel()))
+        turn = 0
+        if variant.left_per_element and not (cut and variant.model_temps):
+            size = p.numel() if shard is None or not cut else sharding.largest_part(shard.layout)
+            chunk = self._chunk(key, variant.left_per_element * size)
+            key, turn = (*key, chunk), chunk if cut else 0
         bucket = self.buckets.get(key)
         if bucket is None:
             backend = backends.able(choice.backend, choice.plan, variant)
             bucket = self.buckets[key] = Bucket(
                 self.number, choice.plan, variant, backend, choice.device, grad_dtype, count.step, count.host, cut=cut,
                 counted=backend == "triton" and (count.on_device or bool(choice.counted)), at_step=at_step,
-                workspace=self.workspace,
+                workspace=self.workspace, turn=turn,
             )  # fmt: skip
         if not count.ready or (self.switched and self._begins(variant, p, kept, name)):
             self.fresh.append((bucket, len(bucket.params)))

@@ -144,7 +144,8 @@ def _run(ready: Sequence[ReadyBucket]) -> None:
             one.run()
     waiting = [one for one in ready if one.bucket.waits]
     if waiting:
-        shared.run([one.runner() for one in waiting])
+        turns = sorted({one.bucket.turn for one in waiting})
+        shared.run([one.runner() for one in waiting if one.bucket.turn == turn] for turn in turns)
         for one in waiting:
             one.bucket.finish(one.counted.after)
 

@@ -34,6 +34,7 @@ class Bucket:
     places         where each tensor lies in its logical tensor; None: each is all of it
     pool           the memory that it shares with other buckets, which come before or after it; None: its own
     at_step        the flags that change from step to step
+    turn           of buckets that wait for other ranks, those of one turn run together
     workspace      bytes of its values of elements between sweeps; half of it, of the matrices in one batch
     """
 
@@ -59,6 +60,7 @@ class Bucket:
     pool: workspace.Pool | None = None
     at_step: tuple[tuple[str, bool], ...] = ()
     workspace: int = workspace.USUAL
+    turn: int = 0
 
     @property
     def in_parts(self) -> bool:

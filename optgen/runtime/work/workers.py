@@ -136,9 +136,12 @@ class Parted(NamedTuple):
 def run(
     parted: Sequence[Parted], work: Work, room: int, kept: Kept | None = None
 ) -> Generator[Exchange, Tensor | None, Exception | None]:
-    """Work on each matrix on its worker.
+    """Work on each matrix on its worker, in rounds.
 
-    room   bytes of operands that a rank puts together at a time
+    The operands of a round are under way while the one before is worked on, and so are the results of the one before
+    that, in the same messages.
+
+    room   bytes of operands that a rank puts together for a round
     kept   values of earlier functions of the step
     Returns the first error of `work`, for which its results are NaN: other ranks wait for them, and for the rest of the
     step.
@@ -150,16 +153,17 @@ def run(
         sizes = [tuple(y.itemsize for y in x.values[: x.reads]) for x in some]
         sent = [{*range(x.reads)} - {*x.known} for x in some]
         kinds = tuple((x.layout, x.matrix, x.workers, x.layouts, n) for x, n in zip(some, sizes, strict=True))
-        for held, tasks in _rounds(kinds, room):
-            whole = [_made(some[task.tensor], task, slice(some[task.tensor].reads)) for task in tasks]
-            for task, xs in zip(tasks, whole, strict=True):
-                for j, name in some[task.tensor].known.items():
-                    if j < len(xs):
-                        xs[j] = kept[some[task.tensor].number, task.matrix, name]
-            pieces = [(piece, xs) for task, xs in zip(tasks, whole, strict=True) for piece in task.pieces]
-            sends = [(rank, some[k].values[j][at]) for rank, k, j, at, near in held if near and j in sent[k]]
-            receives = [(rank, xs[j][at]) for (rank, k, j, at, near), xs in pieces if near and j in sent[k]]
-            yield Exchange(moves=[Move(mesh, sends, receives)])
+        rounds, returned = _rounds(kinds, room), list[Move]()
+        for n, (held, tasks) in enumerate(rounds):
+            if n == 0:
+                following, moves = _operands(some, sent, rounds[0], mesh, kept)
+                yield Exchange(moves=moves)
+            whole = following
+            if n + 1 < len(rounds):
+                following, moves = _operands(some, sent, rounds[n + 1], mesh, kept)
+                yield Exchange(moves=[*returned, *moves], ahead=True)
+            elif n:
+                yield Exchange(moves=returned, ahead=True)
             after = [slice(some[task.tensor].reads, None) for task in tasks]
             keys = [(some[task.tensor].number, task.matrix) for task in tasks]
             try:
@@ -173,8 +177,29 @@ def run(
             found = [(p, ys) for task, ys in zip(tasks, results, strict=True) for p in task.pieces]
             sends = [(rank, ys[j - some[k].reads][at]) for (rank, k, j, at, _), ys in found if j >= some[k].reads]
             receives = [(rank, some[k].values[j][at]) for rank, k, j, at, _ in held if j >= some[k].reads]
-            yield Exchange(moves=[Move(mesh, sends, receives)])
+            returned = [Move(mesh, sends, receives)]
+        if returned:
+            yield Exchange(moves=returned)
     return failure
+
+
+def _operands(
+    some: Sequence[Parted], sent: Sequence[set[int]], one: _Round, mesh: Any, kept: Kept
+) -> tuple[list[list[Tensor]], list[Move]]:
+    """Return new tensors for the operands of this rank's matrices in a round, and how their pieces come there.
+
+    sent   positions of the values of each tensor that are sent; the others are kept
+    """
+    held, tasks = one
+    whole = [_made(some[task.tensor], task, slice(some[task.tensor].reads)) for task in tasks]
+    for task, xs in zip(tasks, whole, strict=True):
+        for j, name in some[task.tensor].known.items():
+            if j < len(xs):
+                xs[j] = kept[some[task.tensor].number, task.matrix, name]
+    pieces = [(piece, xs) for task, xs in zip(tasks, whole, strict=True) for piece in task.pieces]
+    sends = [(rank, some[k].values[j][at]) for rank, k, j, at, near in held if near and j in sent[k]]
+    receives = [(rank, xs[j][at]) for (rank, k, j, at, near), xs in pieces if near and j in sent[k]]
+    return whole, [Move(mesh, sends, receives)]
 
 
 class _Task(NamedTuple):
@@ -186,6 +211,10 @@ class _Task(NamedTuple):
     pieces: list[Piece]
 
 
+_Round = tuple[list[Piece], list[_Task]]
+"""What is worked on at one time: this rank's pieces, and its matrices."""
+
+
 def _made(x: Parted, task: _Task, which: slice) -> list[Tensor]:
     """Return new tensors for some of the values of a matrix."""
     return [y.new_empty(shape) for y, shape in zip(x.values[which], task.shapes[which], strict=True)]
@@ -194,13 +223,13 @@ def _made(x: Parted, task: _Task, which: slice) -> list[Tensor]:
 @functools.lru_cache(maxsize=65536)
 def _rounds(
     parted: tuple[tuple[Layout, Matrix, tuple[int, ...], tuple[Layout, ...], tuple[int, ...]], ...], room: int
-) -> list[tuple[list[Piece], list[_Task]]]:
-    """Return what is worked on at one time: this rank's pieces, and its matrices.
+) -> list[_Round]:
+    """Return the rounds.
 
     parted   layout, matrix, workers, layouts of the values, and bytes of an element of each operand
     In each round every worker puts `room` bytes together, one matrix at least.
     """
-    rounds: list[tuple[list[Piece], list[_Task]]] = []
+    rounds: list[_Round] = []
     filled: dict[int, tuple[int, int]] = {}
     for k, (of, matrix, workers, layouts, sizes) in enumerate(parted):
         views, lead = [_View.of_layout(x) for x in layouts], len(layout.matrix_shape(matrix, of.shape)) - 2
