@@ -480,13 +480,14 @@ class Launcher:
         except (KeyError, AttributeError):
             bucket.check()  # says what is missing
             raise
+        place = 0  # the buckets of one turn run together, each beside the others
+        if bucket.waits:
+            self._turns[bucket.turn] += 1
+            place = self._turns[bucket.turn]
         if not bucket.variant.model_temps and not self._capturing:
-            place = 0  # the buckets of one turn run together, each beside the others
-            if bucket.waits:
-                self._turns[bucket.turn] += 1
-                place = self._turns[bucket.turn]
             bucket.pool = self._pools.setdefault(place, workspace.Pool())
         alike = (bucket.group, bucket.backend, bucket.variant, bucket.grad_dtype, bucket.device, tuning, bucket.cut)
+        alike = (*alike, place)  # whose memory tables keep
         self._alike[alike] += 1  # several buckets where parameters have made unequally many steps
         key = (*alike, self._alike[alike])
         with guard(bucket.device):
