@@ -64,15 +64,14 @@ def test_every_case_on_one_to_four_ranks() -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("backend", ["triton", "cpp"])
-def test_kernels_over_parts(interpreter: dict[str, str], backend: str) -> None:
-    assert ran("kernels_over_parts", "--ranks", "2", "--kernels", backend, **interpreter) == ["2 kernels_over_parts"]
+def test_kernels_over_parts(interpreter: dict[str, str]) -> None:
+    assert ran("kernels_over_parts", "--ranks", "2", "--kernels", "triton", **interpreter) == ["2 kernels_over_parts"]
 
 
 @pytest.mark.ranks
-def test_each_matrix_is_worked_on_by_one_rank() -> None:
+def test_each_matrix_is_worked_on_by_one_rank_and_kernels_over_parts() -> None:
     names = ["whole_matrices", "stacks_and_heads", "functions_of_whole_matrices", "matrix_states"]
-    names.append("matrices_have_one_worker")
+    names += ["matrices_have_one_worker", "kernels_over_parts"]
     done = ran(*names, "--ranks", "2", "4", "3", "--kernels", "cpp")
     assert done == [f"{n} {name}" for n in (2, 4, 3) for name in names if n in ranks.CASES[name][1]]
 
@@ -291,6 +290,24 @@ def test_parts_go_to_the_worker_and_back_once() -> None:
                 sharding.serve([exchange])()
         found.append(sum(size for sizes in messages for to, size in enumerate(sizes) if to != rank))
     assert found == [a + b for a, b in zip(scaling.share(shapes, 4).sent, factors, strict=True)]
+
+
+@NO_COMPILER
+def test_the_memory_of_a_step_over_parts_has_a_limit() -> None:
+    """More matrices take no more than a table of addresses each: 64 numbers."""
+    peaks = []
+    with one_of(2), unoptimized():
+        for count, room in ((16, 2**17), (64, 2**17), (64, None)):
+            opt = Muon([nn.Parameter(part(64, 128, seed=k)) for k in range(count)], workspace=room, backend="cpp")
+            for step in range(2):
+                give(opt, step)
+                opt._stepper.forget_tables()
+                with torch.profiler.profile(profile_memory=True) as profile:
+                    opt.step()
+            events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+            peaks.append(max(itertools.accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns()))))
+    print(peaks)
+    assert peaks[1] <= peaks[0] + 48 * 64 * 8 and peaks[2] > 2 * peaks[1]
 
 
 @pytest.mark.parametrize("plan", ["fp32", "int8_split24"])

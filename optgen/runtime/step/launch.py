@@ -486,8 +486,8 @@ class Launcher:
             place = self._turns[bucket.turn]
         if not bucket.variant.model_temps and not self._capturing:
             bucket.pool = self._pools.setdefault(place, workspace.Pool())
-        alike = (bucket.group, bucket.backend, bucket.variant, bucket.grad_dtype, bucket.device, tuning, bucket.cut)
-        alike = (*alike, place)  # whose memory tables keep
+        same = (bucket.group, bucket.backend, bucket.variant, bucket.grad_dtype, bucket.device, tuning, bucket.cut)
+        alike = (*same, place)  # whose memory tables keep
         self._alike[alike] += 1  # several buckets where parameters have made unequally many steps
         key = (*alike, self._alike[alike])
         with guard(bucket.device):
