@@ -306,7 +306,6 @@ def test_the_memory_of_a_step_over_parts_has_a_limit() -> None:
                     opt.step()
             events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
             peaks.append(max(itertools.accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns()))))
-    print(peaks)
     assert peaks[1] <= peaks[0] + 48 * 64 * 8 and peaks[2] > 2 * peaks[1]
 
 
