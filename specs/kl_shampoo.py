@@ -23,18 +23,20 @@ def kl_shampoo(
     eps=hyper(1e-8, gt=0),
     weight_decay=hyper(0.01, ge=0),
     precondition_frequency=hyper(10, ge=1, whole=True),
+    max_precond_dim=hyper(10000, ge=1, whole=True),
     init_factor=hyper(0.1, gt=0),
     max_clamp_value=hyper(4000.0, gt=0),
     refresh=flag(every="precondition_frequency", first=True),
-    matrix=shape_flag(lambda shape: len(shape) >= 2 and max(shape[-2:]) <= 10000),
+    matrix=shape_flag(lambda shape, max_precond_dim: len(shape) >= 2 and max(shape[-2:]) <= max_precond_dim),
 ):
     """KL-Shampoo: Shampoo whose two factors are estimated by one another's inverse; AdamW for what is no matrix.
 
     A step is left^(-1/2) m right^(-1/2) with the momentum m.  The first step of a parameter makes its bases and does
     not move it, as in the authors' code.  Steps k + 1, 2k + 1 ..., with k = precondition_frequency, bring them nearer
     to the eigenvectors; eigenvalues are averages of their own, renewed in each step.  Matrices with a side of more than
-    10000 take AdamW.  The momentum and both factors are kept in the bases, where few bits cost least.  Elements of
-    gradients count as 1e11 at most, so that fp32 has the sums of squares of their products with max_clamp_value.
+    max_precond_dim take AdamW.  The momentum and both factors are kept in the bases, where few bits cost least.
+    Elements of gradients count as 1e11 at most, so that fp32 has the sums of squares of their products with
+    max_clamp_value.
     """
     if not matrix:
         p, exp_avg, exp_avg_sq = policies.adamw_step(p, g, t, exp_avg, exp_avg_sq, lr, betas, eps, weight_decay)

@@ -24,15 +24,16 @@ def shampoo(
     root_order=hyper(4.0, gt=0),
     weight_decay=hyper(0.01, ge=0),
     precondition_frequency=hyper(10, ge=1, whole=True),
+    max_precond_dim=hyper(10000, ge=1, whole=True),
     refresh=flag(every="precondition_frequency"),
-    matrix=shape_flag(lambda shape: len(shape) >= 2 and max(shape[-2:]) <= 10000),
+    matrix=shape_flag(lambda shape, max_precond_dim: len(shape) >= 2 and max(shape[-2:]) <= max_precond_dim),
 ):
     """Shampoo with the size of Adam's step; AdamW for everything that is no matrix.
 
     A step is left^(-1/root_order) m right^(-1/root_order) with Adam's first moment m, times the norm of Adam's step
     over its own (grafting, as in Shi et al. 2023, arXiv:2309.06497).  Steps k, 2k ..., with k = precondition_frequency,
     take new roots; those before k are Adam's.  A root that is not finite is not taken.  matrix_eps is relative to the
-    largest eigenvalue.  Matrices with a side of more than 10000 take AdamW.
+    largest eigenvalue.  Matrices with a side of more than max_precond_dim take AdamW.
     """
     if not matrix:
         p, exp_avg, exp_avg_sq = policies.adamw_step(p, g, t, exp_avg, exp_avg_sq, lr, betas, eps, weight_decay)

@@ -22,16 +22,17 @@ def soap(
     eps=hyper(1e-8, gt=0),
     weight_decay=hyper(0.01, ge=0),
     precondition_frequency=hyper(10, ge=1, whole=True),
+    max_precond_dim=hyper(10000, ge=1, whole=True),
     refresh=flag(every="precondition_frequency", first=True),
-    by_rows=shape_flag(lambda shape: len(shape) >= 2 and shape[-2] <= 10000),
-    by_columns=shape_flag(lambda shape: len(shape) >= 2 and shape[-1] <= 10000),
+    by_rows=shape_flag(lambda shape, max_precond_dim: len(shape) >= 2 and shape[-2] <= max_precond_dim),
+    by_columns=shape_flag(lambda shape, max_precond_dim: len(shape) >= 2 and shape[-1] <= max_precond_dim),
 ):
     """SOAP: AdamW in the eigenbasis of Shampoo's factors; AdamW for everything that is no matrix.
 
     The first step of a parameter makes its bases and does not move it, as in the authors' code.  Steps k + 1,
-    2k + 1 ..., with k = precondition_frequency, bring them nearer to the eigenvectors.  A side of more than 10000 has
-    none.  All states are kept in the bases, where few bits cost least.  Elements of gradients count as
-    1e14 at most, so that fp32 has their squares' sums.
+    2k + 1 ..., with k = precondition_frequency, bring them nearer to the eigenvectors.  A side of more than
+    max_precond_dim has none.  All states are kept in the bases, where few bits cost least.  Elements of gradients count
+    as 1e14 at most, so that fp32 has their squares' sums.
     """
     if not (by_rows or by_columns):
         p, exp_avg, exp_avg_sq = policies.adamw_step(p, g, t, exp_avg, exp_avg_sq, lr, betas, eps, weight_decay)

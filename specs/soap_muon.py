@@ -64,8 +64,9 @@ def soap_muon(
     ns_steps=hyper(12, ge=0, lt=100, whole=True),
     adamw_lr=hyper(1e-3, ge=0),
     adamw_betas=hyper((0.9, 0.95), ge=0, lt=1),
+    max_precond_dim=hyper(10000, ge=1, whole=True),
     adamw=flag(False),
-    matrix=shape_flag(lambda shape: len(shape) >= 2 and max(shape[-2:]) <= 10000),
+    matrix=shape_flag(lambda shape, max_precond_dim: len(shape) >= 2 and max(shape[-2:]) <= max_precond_dim),
 ):
     """SOAP-Muon: Muon of SOAP's direction, with a floor for each row and norms that steps reach; AdamW for the rest.
 
@@ -73,8 +74,8 @@ def soap_muon(
     (radial brake); rows have steps of row_floor times their norms at least; the norm then changes as the step along the
     weight says.  Weights decay where the step makes them smaller.  Gradients are taken `lookahead` times an average of
     all changes ahead (EMA-Nesterov); eval() takes that away.  A change of lookahead holds from the next step on.
-    Groups with adamw=True, vectors and matrices with a side of more than 10000 have AdamW.  Elements of other gradients
-    count as 1e14 at most, so that fp32 has their squares' sums.
+    Groups with adamw=True, vectors and matrices with a side of more than max_precond_dim have AdamW.  Elements of other
+    gradients count as 1e14 at most, so that fp32 has their squares' sums.
     """
     start = p - went * lookahead_avg
     if adamw or not matrix:

@@ -27,14 +27,15 @@ def splus(
     weight_decay=hyper(0.01, ge=0),
     nonstandard_constant=hyper(0.001, ge=0),
     inverse_every=hyper(100, ge=1, whole=True),
+    max_precond_dim=hyper(10000, ge=1, whole=True),
     refresh=flag(every="inverse_every", first=True),
-    matrix=shape_flag(lambda shape: len(shape) >= 2 and max(shape[-2:]) <= 10000),
+    matrix=shape_flag(lambda shape, max_precond_dim: len(shape) >= 2 and max(shape[-2:]) <= max_precond_dim),
 ):
     """SPlus: the sign of the momentum in the eigenbasis of Shampoo's factors, and an average of weights to evaluate.
 
     A matrix of m rows and n columns moves by lr * 2 / (m + n), all else, such as vectors and matrices with a side of
-    more than 10000, by lr * nonstandard_constant.  Steps 1, k + 1, 2k + 1 ..., with k = inverse_every, take new bases
-    for the steps after them.  The momentum and both factors are kept in the bases, where few bits cost least.
+    more than max_precond_dim, by lr * nonstandard_constant.  Steps 1, k + 1, 2k + 1 ..., with k = inverse_every, take
+    new bases for the steps after them.  The momentum and both factors are kept in the bases, where few bits cost least.
     """
     beta1, beta2 = betas
     if matrix:

@@ -182,6 +182,37 @@ def test_flags_of_shapes_see_one_matrix(shape: Any, blocks: int, matrices: Any, 
     assert torch.equal(*found)
 
 
+@pytest.mark.parametrize("cls", [SOAP, SOAPMuon, Shampoo, SPlus, KLShampoo])
+def test_a_group_says_the_largest_side_that_has_a_factor(cls: Any) -> None:
+    """Groups with limits of their own beside one another; checkpoints bring them, and those from before have 10000."""
+    groups = [{"params": [nn.Parameter(drawn(6, 10, seed=k))], "max_precond_dim": k} for k in (5, 9, 10)]
+    opt = cls(groups, plan="fp32", backend="reference")
+    assert cls([nn.Parameter(drawn(2, 2))]).param_groups[0]["max_precond_dim"] == 10000
+    train(opt, range(3))
+    other = cls([{"params": [nn.Parameter(p.detach().clone())]} for p in params_of(opt)], plan="fp32")
+    sides = [{"left", "right"} & opt.state[p].keys() for p in params_of(opt)]
+    assert sides == [set(), {"left"} if cls is SOAP else set(), {"left", "right"}]
+    kept = opt.state_dict()
+    other.load_state_dict(copy.deepcopy(kept))
+    train(opt, [3])
+    train(other, [3])
+    assert (bits(params_of(opt)), states(opt)) == (bits(params_of(other)), states(other))
+    opt.param_groups[2]["max_precond_dim"] = 5
+    with pytest.raises((RuntimeError, ValueError), match="left"):
+        train(opt, [4])
+    del kept["param_groups"][2]["max_precond_dim"]
+    other.load_state_dict(kept)
+    assert other.param_groups[2]["max_precond_dim"] == 10000
+
+
+def test_functions_of_shapes_take_hyper_parameters_alone() -> None:
+    with pytest.raises(UserError, match=r"E113.*takes the shape and hyper-parameters, and `limit` is none: lr"):
+
+        @optimizer(cite="nobody")
+        def wrong(p, g, *, lr=hyper(0.1), large=shape_flag(lambda shape, limit: max(shape) > limit)):
+            return p - lr * g if large else p
+
+
 WITHOUT_MEANING: list[tuple[Callable[[Any, Any], Any], str]] = [
     (lambda x, g: x / (1 + norm(trace(x))), r"E129.*a reduction cannot be used here.*each of which is worked on by"),
     (lambda x, g: gram(finite(g, x)), r"E206.*finite\(\) takes two matrices of one shape"),

@@ -17,9 +17,9 @@ def shampoo_1_tile(
 ):
     """The new exp_avg, exp_avg_sq, exp_avg_whole, g_whole; the terms of row_sum_of_adam."""
     g_2 = grad_scale * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 41
-    exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 42
-    adam = exp_avg * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3))  # 43
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 42
+    exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 43
+    adam = exp_avg * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3))  # 44
     return exp_avg, exp_avg_sq, exp_avg, g_2, adam
 
 
@@ -91,10 +91,10 @@ def shampoo_8_tile(
     """The new p."""
     exp_avg = read(exp_avg, PLAN.exp_avg)
     exp_avg_sq = read(exp_avg_sq, PLAN.exp_avg_sq)
-    adam = exp_avg * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3))  # 43
-    update = mat_div * update                # 51
-    p = one_minus_lr_times_weight_decay * p  # 52
-    p = tl.fma(minus_lr, tl.where(0.0 < where_lt_t_precondition_frequency_one_zero, adam, update), p)  # 53
+    adam = exp_avg * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3))  # 44
+    update = mat_div * update                # 52
+    p = one_minus_lr_times_weight_decay * p  # 53
+    p = tl.fma(minus_lr, tl.where(0.0 < where_lt_t_precondition_frequency_one_zero, adam, update), p)  # 54
     return (p,)
 
 
@@ -117,9 +117,9 @@ def shampoo_late_1_tile(
 ):
     """The new exp_avg_whole, g_whole; the terms of row_sum_of_adam."""
     g_2 = grad_scale * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 41
-    exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 42
-    adam = exp_avg * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3))  # 43
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 42
+    exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 43
+    adam = exp_avg * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3))  # 44
     return exp_avg, g_2, adam
 
 
@@ -142,12 +142,12 @@ def shampoo_late_8_tile(
     minus_lr, live, MASKED: tl.constexpr,
 ):
     """The new p, exp_avg, exp_avg_sq."""
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 41
-    exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 42
-    adam = exp_avg * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3))  # 43
-    update = mat_div * update                # 51
-    p = one_minus_lr_times_weight_decay * p  # 52
-    p = tl.fma(minus_lr, tl.where(0.0 < where_lt_t_precondition_frequency_one_zero, adam, update), p)  # 53
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 42
+    exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 43
+    adam = exp_avg * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3))  # 44
+    update = mat_div * update                # 52
+    p = one_minus_lr_times_weight_decay * p  # 53
+    p = tl.fma(minus_lr, tl.where(0.0 < where_lt_t_precondition_frequency_one_zero, adam, update), p)  # 54
     return p, exp_avg, exp_avg_sq
 
 
@@ -170,9 +170,9 @@ def shampoo_no_matrix_tile(
     scalar_2, scalar_3, one_minus_lr_times_weight_decay, live, MASKED: tl.constexpr,
 ):
     """The new p, exp_avg, exp_avg_sq."""
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 38
-    exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 38
-    # 38
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 39
+    exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 39
+    # 39
     p = tl.fma(
         minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3)), one_minus_lr_times_weight_decay * p
     )
@@ -198,9 +198,9 @@ def shampoo_refresh_1_tile(
 ):
     """The new exp_avg, exp_avg_sq, g_whole, exp_avg_whole; the terms of row_sum_of_adam."""
     g_2 = grad_scale * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 41
-    exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 42
-    adam = exp_avg * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3))  # 43
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 42
+    exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 43
+    adam = exp_avg * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3))  # 44
     return exp_avg, exp_avg_sq, g_2, exp_avg, adam
 
 
@@ -223,9 +223,9 @@ def shampoo_refresh_late_1_tile(
 ):
     """The new g_whole, exp_avg_whole; the terms of row_sum_of_adam."""
     g_2 = grad_scale * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 41
-    exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 42
-    adam = exp_avg * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3))  # 43
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 42
+    exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 43
+    adam = exp_avg * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3))  # 44
     return g_2, exp_avg, adam
 
 

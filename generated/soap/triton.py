@@ -13,7 +13,7 @@ from optgen.runtime.gpu.prelude import minus, reciprocal
 def soap_1_tile(PLAN: tl.constexpr, g, grad_scale, live, MASKED: tl.constexpr):
     """The new g_whole."""
     g_2 = grad_scale * g
-    # 41
+    # 42
     g = grad_scale * (
         g * tl.minimum(100000000000000.0 * reciprocal(tl.abs(g_2)), 1.0, propagate_nan=tl.PropagateNan.ALL)
     )
@@ -32,12 +32,12 @@ def soap_3_tile(
     MASKED: tl.constexpr,
 ):
     """The new exp_avg, exp_avg_sq, update_whole."""
-    exp_avg = tl.fma(one_minus_beta1_times_where_lt_one_t_one_zero, turned_2, times(beta1, exp_avg, PLAN.exp_avg))  # 44
-    # 45
+    exp_avg = tl.fma(one_minus_beta1_times_where_lt_one_t_one_zero, turned_2, times(beta1, exp_avg, PLAN.exp_avg))  # 45
+    # 46
     exp_avg_sq = tl.fma(
         one_minus_beta2_times_where_lt_one_t_one_zero * turned_2, turned_2, times(beta2, exp_avg_sq, PLAN.exp_avg_sq)
     )
-    update = exp_avg * reciprocal(tl.sqrt(exp_avg_sq) + eps)  # 46
+    update = exp_avg * reciprocal(tl.sqrt(exp_avg_sq) + eps)  # 47
     return exp_avg, exp_avg_sq, update
 
 
@@ -56,8 +56,8 @@ def soap_3_sweep(
 @triton.jit
 def soap_5_tile(PLAN: tl.constexpr, p, update_2, scalar_0, scalar_1, live, MASKED: tl.constexpr):
     """The new p."""
-    p = tl.fma(scalar_0, update_2, p)  # 49
-    p = scalar_1 * p                   # 50
+    p = tl.fma(scalar_0, update_2, p)  # 50
+    p = scalar_1 * p                   # 51
     return (p,)
 
 
@@ -73,12 +73,12 @@ def soap_no_by_columns_3_tile(
     MASKED: tl.constexpr,
 ):
     """The new exp_avg, exp_avg_sq, update_whole."""
-    exp_avg = tl.fma(one_minus_beta1_times_where_lt_one_t_one_zero, turned, times(beta1, exp_avg, PLAN.exp_avg))  # 44
-    # 45
+    exp_avg = tl.fma(one_minus_beta1_times_where_lt_one_t_one_zero, turned, times(beta1, exp_avg, PLAN.exp_avg))  # 45
+    # 46
     exp_avg_sq = tl.fma(
         one_minus_beta2_times_where_lt_one_t_one_zero * turned, turned, times(beta2, exp_avg_sq, PLAN.exp_avg_sq)
     )
-    update = exp_avg * reciprocal(tl.sqrt(exp_avg_sq) + eps)  # 46
+    update = exp_avg * reciprocal(tl.sqrt(exp_avg_sq) + eps)  # 47
     return exp_avg, exp_avg_sq, update
 
 
@@ -97,8 +97,8 @@ def soap_no_by_columns_3_sweep(
 @triton.jit
 def soap_no_by_columns_5_tile(PLAN: tl.constexpr, p, update, scalar_0, scalar_1, live, MASKED: tl.constexpr):
     """The new p."""
-    p = tl.fma(scalar_0, update, p)  # 49
-    p = scalar_1 * p                 # 50
+    p = tl.fma(scalar_0, update, p)  # 50
+    p = scalar_1 * p                 # 51
     return (p,)
 
 
@@ -115,9 +115,9 @@ def soap_no_by_rows_no_by_columns_tile(
     scalar_2, scalar_3, one_minus_lr_times_weight_decay, live, MASKED: tl.constexpr,
 ):
     """The new p, exp_avg, exp_avg_sq."""
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 37
-    exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 37
-    # 37
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 38
+    exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 38
+    # 38
     p = tl.fma(
         minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3)), one_minus_lr_times_weight_decay * p
     )
@@ -143,12 +143,12 @@ def soap_refresh_3_tile(
     MASKED: tl.constexpr,
 ):
     """The new update_whole, exp_avg_whole, exp_avg_sq_whole."""
-    exp_avg = tl.fma(one_minus_beta1_times_where_lt_one_t_one_zero, turned_2, times(beta1, exp_avg, PLAN.exp_avg))  # 44
-    # 45
+    exp_avg = tl.fma(one_minus_beta1_times_where_lt_one_t_one_zero, turned_2, times(beta1, exp_avg, PLAN.exp_avg))  # 45
+    # 46
     exp_avg_sq = tl.fma(
         one_minus_beta2_times_where_lt_one_t_one_zero * turned_2, turned_2, times(beta2, exp_avg_sq, PLAN.exp_avg_sq)
     )
-    update = exp_avg * reciprocal(tl.sqrt(exp_avg_sq) + eps)  # 46
+    update = exp_avg * reciprocal(tl.sqrt(exp_avg_sq) + eps)  # 47
     return update, exp_avg, exp_avg_sq
 
 
@@ -169,8 +169,8 @@ def soap_refresh_5_tile(
     PLAN: tl.constexpr, p, update_2, exp_avg_3, exp_avg_sq_3, scalar_0, scalar_1, live, MASKED: tl.constexpr,
 ):
     """The new p, exp_avg, exp_avg_sq."""
-    p = tl.fma(scalar_0, update_2, p)  # 49
-    p = scalar_1 * p                   # 50
+    p = tl.fma(scalar_0, update_2, p)  # 50
+    p = scalar_1 * p                   # 51
     return p, exp_avg_3, exp_avg_sq_3
 
 
@@ -188,12 +188,12 @@ def soap_refresh_no_by_columns_3_tile(
     MASKED: tl.constexpr,
 ):
     """The new update_whole, exp_avg_whole, exp_avg_sq_whole."""
-    exp_avg = tl.fma(one_minus_beta1_times_where_lt_one_t_one_zero, turned, times(beta1, exp_avg, PLAN.exp_avg))  # 44
-    # 45
+    exp_avg = tl.fma(one_minus_beta1_times_where_lt_one_t_one_zero, turned, times(beta1, exp_avg, PLAN.exp_avg))  # 45
+    # 46
     exp_avg_sq = tl.fma(
         one_minus_beta2_times_where_lt_one_t_one_zero * turned, turned, times(beta2, exp_avg_sq, PLAN.exp_avg_sq)
     )
-    update = exp_avg * reciprocal(tl.sqrt(exp_avg_sq) + eps)  # 46
+    update = exp_avg * reciprocal(tl.sqrt(exp_avg_sq) + eps)  # 47
     return update, exp_avg, exp_avg_sq
 
 
@@ -214,8 +214,8 @@ def soap_refresh_no_by_columns_5_tile(
     PLAN: tl.constexpr, p, update, exp_avg_2, exp_avg_sq_2, scalar_0, scalar_1, live, MASKED: tl.constexpr,
 ):
     """The new p, exp_avg, exp_avg_sq."""
-    p = tl.fma(scalar_0, update, p)  # 49
-    p = scalar_1 * p                 # 50
+    p = tl.fma(scalar_0, update, p)  # 50
+    p = scalar_1 * p                 # 51
     return p, exp_avg_2, exp_avg_sq_2
 
 

@@ -7,7 +7,7 @@ OPTGEN_INLINE void soap_muon_1(F extent_rows, F extent_columns, S0 &sqrt_one_max
     sqrt_one_max_rows_over_columns.set(sqrt(max(F(1.0f), extent_rows / extent_columns)));
 }
 
-// a sweep: p (specs/soap_muon.py:94), inside (specs/soap_muon.py:88)
+// a sweep: p (specs/soap_muon.py:95), inside (specs/soap_muon.py:89)
 template <class S0, class S1, class S2, class S3>
 OPTGEN_INLINE void soap_muon_2(
     F p, F g, F momentum, F grad_scale, F one_minus_momentum_times_grad_scale, S0 &momentum_buffer, S1 &operand_whole,
@@ -16,8 +16,8 @@ OPTGEN_INLINE void soap_muon_2(
     const F g_2 = grad_scale * g;
     const F g_mul = g * min(F(1.0f), 100000000000000.0f / abs(g_2));
     const F g_mul_2 = one_minus_momentum_times_grad_scale * g_mul;
-    const F momentum_buffer_ = momentum_buffer.plus(momentum, g_mul_2);  // 87
-    const F g_ = grad_scale * g_mul;                                     // 86
+    const F momentum_buffer_ = momentum_buffer.plus(momentum, g_mul_2);  // 88
+    const F g_ = grad_scale * g_mul;                                     // 87
     momentum_buffer.set(momentum_buffer_);
     operand_whole.set(fma(momentum, momentum_buffer_, g_mul_2));
     g_whole.set(g_);
@@ -43,30 +43,30 @@ OPTGEN_INLINE void soap_muon_4(
     mat_sum_of_p_2_over_rows_times_rows_max_1em12.set(max(F(1e-12f), mat_sum_of_p_2_mul));
 }
 
-// a sweep: even (specs/soap_muon.py:91), even (specs/soap_muon.py:92), exp_avg_sq (specs/soap_muon.py:100)
+// a sweep: even (specs/soap_muon.py:92), even (specs/soap_muon.py:93), exp_avg_sq (specs/soap_muon.py:101)
 template <class S0, class S1, class S2, class S3>
 OPTGEN_INLINE void soap_muon_6(
     F shampoo_beta, F eps, F scalar_0, F known, S0 &exp_avg_sq, S1 &inside, S2 &inside_whole, S3 &exp_avg_sq_whole
 ) {
-    const F exp_avg_sq_ = fma(scalar_0 * inside.read(), inside.read(), exp_avg_sq.times(shampoo_beta));  // 89
-    const F inside_ = inside.read() / where(0.0f < known, max(sqrt(exp_avg_sq_), eps), F(1.0f));  // 90
+    const F exp_avg_sq_ = fma(scalar_0 * inside.read(), inside.read(), exp_avg_sq.times(shampoo_beta));  // 90
+    const F inside_ = inside.read() / where(0.0f < known, max(sqrt(exp_avg_sq_), eps), F(1.0f));  // 91
     inside_whole.set(inside_);
     exp_avg_sq_whole.set(exp_avg_sq_);
 }
 
-// a sweep: u (specs/soap_muon.py:93)
+// a sweep: u (specs/soap_muon.py:94)
 template <class S0, class S1, class S2, class S3, class S4>
 OPTGEN_INLINE void soap_muon_8(S0 &even, S1 &div, S2 &exp_avg_sq_2, S3 &exp_avg_sq, S4 &u) {
-    const F even_ = even.read() * div.read();  // 92
+    const F even_ = even.read() * div.read();  // 93
     const I even_bitcast = bits(even_);
     exp_avg_sq.set(exp_avg_sq_2.read());
     u.set(as_float(where(even_ == even_, even_bitcast + 32767 + (even_bitcast >> 16 & 1), I(0x7fc00000))));
 }
 
-// a sweep: p (specs/soap_muon.py:94)
+// a sweep: p (specs/soap_muon.py:95)
 template <class S0, class S1, class S2, class S3>
 OPTGEN_INLINE void soap_muon_10(F p, S0 &sqrt_one_max_rows_over_columns, S1 &u, S2 &row_sum_of_u, S3 &row_sum_of_p_2) {
-    const F u_ = u.read();  // 93
+    const F u_ = u.read();  // 94
     const F sqrt_one_max_rows_over_columns_mul = sqrt_one_max_rows_over_columns.read() * u_;
     row_sum_of_u.set(sqrt_one_max_rows_over_columns_mul * sqrt_one_max_rows_over_columns_mul);
     row_sum_of_p_2.set(sqrt_one_max_rows_over_columns_mul * p);
@@ -146,17 +146,17 @@ OPTGEN_INLINE F soap_muon_15(
     F one_minus_lookahead_beta, S0 &lookahead_avg, S1 &row_floor_times_row_sqrt_max_one,
     S2 &sqrt_one_max_rows_over_columns, S3 &u, S4 &mat_div_2, S5 &mat_div_4
 ) {
-    const F u_ = u.read();  // 93
+    const F u_ = u.read();  // 94
     const F p_fma = fma(-mat_div_2.read(), p, sqrt_one_max_rows_over_columns.read() * u_);
     const F p_fma_2 = fma(-(lr * row_floor_times_row_sqrt_max_one.read()), p_fma, p);
-    // 94
+    // 95
     const F p_2 = where(
         0.0f < sign(row_floor_times_row_sqrt_max_one.read() * p_fma) * sign(p),
         one_minus_lr_times_weight_decay * mat_div_4.read() * p_fma_2, mat_div_4.read() * p_fma_2
     );
-    const F start = lookahead_avg.plus(minus_went, p);  // 79
-    const F lookahead_avg_ = fma(one_minus_lookahead_beta, p_2 - start, lookahead_avg.times(lookahead_beta));  // 101
-    const F p_ = fma(lookahead, lookahead_avg_, p_2);   // 102
+    const F start = lookahead_avg.plus(minus_went, p);  // 80
+    const F lookahead_avg_ = fma(one_minus_lookahead_beta, p_2 - start, lookahead_avg.times(lookahead_beta));  // 102
+    const F p_ = fma(lookahead, lookahead_avg_, p_2);   // 103
     lookahead_avg.set(lookahead_avg_);
     return p_;
 }
@@ -175,20 +175,20 @@ struct soap_muon_no_matrix {  // soap_muon
         {}
     template <class S0, class S1, class S2>
     F step(F p, F g, S0 &momentum_buffer, S1 &exp_avg_sq, S2 &lookahead_avg) const {
-        // 81
+        // 82
         const F momentum_buffer_ = fma(
             one_minus_adamw_betas_0_times_grad_scale, g, momentum_buffer.times(adamw_betas_0)
         );
-        const F exp_avg_sq_ = fma(scalar_2 * g, g, exp_avg_sq.times(adamw_betas_1));  // 81
-        // 81
+        const F exp_avg_sq_ = fma(scalar_2 * g, g, exp_avg_sq.times(adamw_betas_1));  // 82
+        // 82
         const F p_2 = fma(
             -momentum_buffer_, 1.0f / fma(sqrt(exp_avg_sq_), scalar_3, scalar_4),
             one_minus_adamw_lr_times_weight_decay * p
         );
-        const F start_ = lookahead_avg.plus(minus_went, p);  // 79
-        // 101
+        const F start_ = lookahead_avg.plus(minus_went, p);  // 80
+        // 102
         const F lookahead_avg_ = fma(one_minus_lookahead_beta, p_2 - start_, lookahead_avg.times(lookahead_beta));
-        const F p_ = fma(lookahead, lookahead_avg_, p_2);    // 102
+        const F p_ = fma(lookahead, lookahead_avg_, p_2);    // 103
         momentum_buffer.set(momentum_buffer_);
         exp_avg_sq.set(exp_avg_sq_);
         lookahead_avg.set(lookahead_avg_);

@@ -30,8 +30,8 @@ def soap_muon_2_tile(
     g_2 = grad_scale * g
     g_mul = g * tl.minimum(100000000000000.0 * reciprocal(tl.abs(g_2)), 1.0, propagate_nan=tl.PropagateNan.ALL)
     g_mul_2 = one_minus_momentum_times_grad_scale * g_mul
-    momentum_buffer = plus(momentum, momentum_buffer, g_mul_2, PLAN.momentum_buffer)  # 87
-    g = grad_scale * g_mul  # 86
+    momentum_buffer = plus(momentum, momentum_buffer, g_mul_2, PLAN.momentum_buffer)  # 88
+    g = grad_scale * g_mul  # 87
     return momentum_buffer, tl.fma(momentum, momentum_buffer, g_mul_2), g, p
 
 
@@ -70,8 +70,8 @@ def soap_muon_6_tile(
     PLAN: tl.constexpr, exp_avg_sq, inside, shampoo_beta, eps, scalar_0, known, live, MASKED: tl.constexpr,
 ):
     """The new inside_whole, exp_avg_sq_whole."""
-    exp_avg_sq = tl.fma(scalar_0 * inside, inside, times(shampoo_beta, exp_avg_sq, PLAN.exp_avg_sq))  # 89
-    # 90
+    exp_avg_sq = tl.fma(scalar_0 * inside, inside, times(shampoo_beta, exp_avg_sq, PLAN.exp_avg_sq))  # 90
+    # 91
     inside = inside * reciprocal(
         tl.where(0.0 < known, tl.maximum(tl.sqrt(exp_avg_sq), eps, propagate_nan=tl.PropagateNan.ALL), 1.0)
     )
@@ -89,7 +89,7 @@ def soap_muon_6_sweep(
 @triton.jit
 def soap_muon_8_tile(PLAN: tl.constexpr, even, div_, exp_avg_sq_2, live, MASKED: tl.constexpr):
     """The new exp_avg_sq, u."""
-    even = even * div_  # 92
+    even = even * div_  # 93
     even_bitcast = even.to(tl.int32, bitcast=True)
     return exp_avg_sq_2, (
         tl.where(even == even, even_bitcast + 32767 + (even_bitcast >> 16 & 1), 0x7fc00000) >> 16
@@ -104,7 +104,7 @@ def soap_muon_8_sweep(table, work, step_key: tl.int32, SWEEP: tl.constexpr):
 @triton.jit
 def soap_muon_10_tile(PLAN: tl.constexpr, p, sqrt_one_max_rows_over_columns, u_stored, live, MASKED: tl.constexpr):
     """The terms of row_sum_of_u, row_sum_of_p_2."""
-    u = widened(u_stored)  # 93
+    u = widened(u_stored)  # 94
     sqrt_one_max_rows_over_columns_mul = sqrt_one_max_rows_over_columns * u
     return sqrt_one_max_rows_over_columns_mul, sqrt_one_max_rows_over_columns_mul, p
 
@@ -196,20 +196,20 @@ def soap_muon_15_tile(
     one_minus_lookahead_beta, live, MASKED: tl.constexpr,
 ):
     """The new p, lookahead_avg."""
-    u = widened(u_stored)  # 93
+    u = widened(u_stored)  # 94
     p_fma = tl.fma(minus(mat_div_2), p, sqrt_one_max_rows_over_columns * u)
     p_fma_2 = tl.fma(minus(lr * row_floor_times_row_sqrt_max_one), p_fma, p)
-    # 94
+    # 95
     p_2 = tl.where(
         0.0 < sign(row_floor_times_row_sqrt_max_one * p_fma) * sign(p),
         one_minus_lr_times_weight_decay * mat_div_4 * p_fma_2, mat_div_4 * p_fma_2
     )
-    start = plus(minus_went, lookahead_avg, p, PLAN.lookahead_avg)  # 79
-    # 101
+    start = plus(minus_went, lookahead_avg, p, PLAN.lookahead_avg)  # 80
+    # 102
     lookahead_avg = tl.fma(
         one_minus_lookahead_beta, p_2 - start, times(lookahead_beta, lookahead_avg, PLAN.lookahead_avg)
     )
-    p = tl.fma(lookahead, lookahead_avg, p_2)  # 102
+    p = tl.fma(lookahead, lookahead_avg, p_2)  # 103
     return p, lookahead_avg
 
 
@@ -232,22 +232,22 @@ def soap_muon_no_matrix_tile(
     one_minus_adamw_lr_times_weight_decay, one_minus_lookahead_beta, live, MASKED: tl.constexpr,
 ):
     """The new p, momentum_buffer, exp_avg_sq, lookahead_avg."""
-    # 81
+    # 82
     momentum_buffer = tl.fma(
         one_minus_adamw_betas_0_times_grad_scale, g, times(adamw_betas_0, momentum_buffer, PLAN.momentum_buffer)
     )
-    exp_avg_sq = tl.fma(scalar_2 * g, g, times(adamw_betas_1, exp_avg_sq, PLAN.exp_avg_sq))  # 81
-    # 81
+    exp_avg_sq = tl.fma(scalar_2 * g, g, times(adamw_betas_1, exp_avg_sq, PLAN.exp_avg_sq))  # 82
+    # 82
     p_2 = tl.fma(
         minus(momentum_buffer), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_3, scalar_4)),
         one_minus_adamw_lr_times_weight_decay * p
     )
-    start = plus(minus_went, lookahead_avg, p, PLAN.lookahead_avg)  # 79
-    # 101
+    start = plus(minus_went, lookahead_avg, p, PLAN.lookahead_avg)  # 80
+    # 102
     lookahead_avg = tl.fma(
         one_minus_lookahead_beta, p_2 - start, times(lookahead_beta, lookahead_avg, PLAN.lookahead_avg)
     )
-    p = tl.fma(lookahead, lookahead_avg, p_2)  # 102
+    p = tl.fma(lookahead, lookahead_avg, p_2)  # 103
     return p, momentum_buffer, exp_avg_sq, lookahead_avg
 
 

@@ -6,23 +6,23 @@ template <class S0, class S1>
 OPTGEN_INLINE void splus_1(
     F weight_decay, F lr_times_two, F extent_rows, F extent_columns, S0 &rate, S1 &one_minus_rate_times_weight_decay
 ) {
-    const F rate_ = lr_times_two / (extent_rows + extent_columns);  // 45
+    const F rate_ = lr_times_two / (extent_rows + extent_columns);  // 46
     rate.set(rate_);
     one_minus_rate_times_weight_decay.set(fma(-rate_, weight_decay, 1.0f));
 }
 
-// a sweep: g (specs/splus.py:41)
+// a sweep: g (specs/splus.py:42)
 template <class S0>
 OPTGEN_INLINE void splus_2(F g, F grad_scale, S0 &g_whole) {
     const F g_ = grad_scale * g;
     g_whole.set(g_);
 }
 
-// a sweep: update (specs/splus.py:45)
+// a sweep: update (specs/splus.py:46)
 template <class S0, class S1, class S2>
 OPTGEN_INLINE void splus_4(F beta1, F one_minus_beta1, S0 &momentum, S1 &g_2, S2 &update_whole) {
-    const F momentum_ = fma(one_minus_beta1, g_2.read(), momentum.times(beta1));  // 42
-    const F update = sign(momentum_);  // 43
+    const F momentum_ = fma(one_minus_beta1, g_2.read(), momentum.times(beta1));  // 43
+    const F update = sign(momentum_);  // 44
     momentum.set(momentum_);
     update_whole.set(update);
 }
@@ -34,9 +34,9 @@ OPTGEN_INLINE F splus_6(
     S3 &one_minus_rate_times_weight_decay
 ) {
     const F ema_ = ema.read();
-    const F p_ = fma(-rate.read(), update.read(), p);             // 46
-    const F p_2 = p_ * one_minus_rate_times_weight_decay.read();  // 48
-    const F ema_2 = fma(one_minus_ema_rate_over_one_minus_ema_rate_pow_t, p_ - ema_, ema_);  // 47
+    const F p_ = fma(-rate.read(), update.read(), p);             // 47
+    const F p_2 = p_ * one_minus_rate_times_weight_decay.read();  // 49
+    const F ema_2 = fma(one_minus_ema_rate_over_one_minus_ema_rate_pow_t, p_ - ema_, ema_);  // 48
     ema.set(ema_2);
     return p_2;
 }
@@ -53,24 +53,24 @@ struct splus_no_matrix {  // splus
     template <class S0, class S1>
     F step(F p, F g, S0 &momentum, S1 &ema) const {
         const F ema_ = ema.read();
-        const F momentum_ = fma(one_minus_beta1_times_grad_scale, g, momentum.times(beta1));  // 42
-        const F update = sign(momentum_);  // 43
-        const F p_ = fma(minus_lr_times_nonstandard_constant, update, p);  // 46
-        const F p_2 = scalar_3 * p_;  // 48
-        const F ema_2 = fma(one_minus_ema_rate_over_one_minus_ema_rate_pow_t, p_ - ema_, ema_);  // 47
+        const F momentum_ = fma(one_minus_beta1_times_grad_scale, g, momentum.times(beta1));  // 43
+        const F update = sign(momentum_);  // 44
+        const F p_ = fma(minus_lr_times_nonstandard_constant, update, p);  // 47
+        const F p_2 = scalar_3 * p_;  // 49
+        const F ema_2 = fma(one_minus_ema_rate_over_one_minus_ema_rate_pow_t, p_ - ema_, ema_);  // 48
         momentum.set(momentum_);
         ema.set(ema_2);
         return p_2;
     }
 };
 
-// a sweep: update (specs/splus.py:45), momentum (specs/splus.py:56)
+// a sweep: update (specs/splus.py:46), momentum (specs/splus.py:57)
 template <class S0, class S1, class S2, class S3>
 OPTGEN_INLINE void splus_refresh_4(
     F beta1, F one_minus_beta1, S0 &momentum, S1 &g_2, S2 &update_whole, S3 &momentum_whole
 ) {
-    const F momentum_ = fma(one_minus_beta1, g_2.read(), momentum.times(beta1));  // 42
-    const F update = sign(momentum_);  // 43
+    const F momentum_ = fma(one_minus_beta1, g_2.read(), momentum.times(beta1));  // 43
+    const F update = sign(momentum_);  // 44
     update_whole.set(update);
     momentum_whole.set(momentum_);
 }
@@ -82,9 +82,9 @@ OPTGEN_INLINE F splus_refresh_6(
     S3 &one_minus_rate_times_weight_decay, S4 &momentum_2, S5 &momentum
 ) {
     const F ema_ = ema.read();
-    const F p_ = fma(-rate.read(), update.read(), p);             // 46
-    const F p_2 = p_ * one_minus_rate_times_weight_decay.read();  // 48
-    const F ema_2 = fma(one_minus_ema_rate_over_one_minus_ema_rate_pow_t, p_ - ema_, ema_);  // 47
+    const F p_ = fma(-rate.read(), update.read(), p);             // 47
+    const F p_2 = p_ * one_minus_rate_times_weight_decay.read();  // 49
+    const F ema_2 = fma(one_minus_ema_rate_over_one_minus_ema_rate_pow_t, p_ - ema_, ema_);  // 48
     ema.set(ema_2);
     momentum.set(momentum_2.read());
     return p_2;

@@ -13,7 +13,7 @@ from optgen.runtime.gpu.prelude import minus, sign
 @triton.jit
 def splus_1_values(extent_rows, extent_columns, weight_decay, lr_times_two):
     """The new rate, one_minus_rate_times_weight_decay."""
-    rate = lr_times_two / (extent_rows + extent_columns)  # 45
+    rate = lr_times_two / (extent_rows + extent_columns)  # 46
     return rate, tl.fma(minus(rate), weight_decay, 1.0)
 
 
@@ -37,8 +37,8 @@ def splus_2_sweep(table, work, grad_scale: tl.float32, step_key: tl.int32, SWEEP
 @triton.jit
 def splus_4_tile(PLAN: tl.constexpr, momentum, g_2, beta1, one_minus_beta1, live, MASKED: tl.constexpr):
     """The new momentum, update_whole."""
-    momentum = tl.fma(one_minus_beta1, g_2, times(beta1, momentum, PLAN.momentum))  # 42
-    update = sign(momentum)  # 43
+    momentum = tl.fma(one_minus_beta1, g_2, times(beta1, momentum, PLAN.momentum))  # 43
+    update = sign(momentum)  # 44
     return momentum, update
 
 
@@ -56,9 +56,9 @@ def splus_6_tile(
 ):
     """The new p, ema."""
     ema = read(ema, PLAN.ema)
-    p = tl.fma(minus(rate), update, p)           # 46
-    p_2 = p * one_minus_rate_times_weight_decay  # 48
-    ema = tl.fma(one_minus_ema_rate_over_one_minus_ema_rate_pow_t, p - ema, ema)  # 47
+    p = tl.fma(minus(rate), update, p)           # 47
+    p_2 = p * one_minus_rate_times_weight_decay  # 49
+    ema = tl.fma(one_minus_ema_rate_over_one_minus_ema_rate_pow_t, p - ema, ema)  # 48
     return p_2, ema
 
 
@@ -78,11 +78,11 @@ def splus_no_matrix_tile(
 ):
     """The new p, momentum, ema."""
     ema = read(ema, PLAN.ema)
-    momentum = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, momentum, PLAN.momentum))  # 42
-    update = sign(momentum)  # 43
-    p = tl.fma(minus_lr_times_nonstandard_constant, update, p)  # 46
-    p_2 = scalar_3 * p                                          # 48
-    ema = tl.fma(one_minus_ema_rate_over_one_minus_ema_rate_pow_t, p - ema, ema)  # 47
+    momentum = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, momentum, PLAN.momentum))  # 43
+    update = sign(momentum)  # 44
+    p = tl.fma(minus_lr_times_nonstandard_constant, update, p)  # 47
+    p_2 = scalar_3 * p                                          # 49
+    ema = tl.fma(one_minus_ema_rate_over_one_minus_ema_rate_pow_t, p - ema, ema)  # 48
     return p_2, momentum, ema
 
 
@@ -101,8 +101,8 @@ def splus_no_matrix_sweep(
 @triton.jit
 def splus_refresh_4_tile(PLAN: tl.constexpr, momentum, g_2, beta1, one_minus_beta1, live, MASKED: tl.constexpr):
     """The new update_whole, momentum_whole."""
-    momentum = tl.fma(one_minus_beta1, g_2, times(beta1, momentum, PLAN.momentum))  # 42
-    update = sign(momentum)  # 43
+    momentum = tl.fma(one_minus_beta1, g_2, times(beta1, momentum, PLAN.momentum))  # 43
+    update = sign(momentum)  # 44
     return update, momentum
 
 
@@ -120,9 +120,9 @@ def splus_refresh_6_tile(
 ):
     """The new p, momentum, ema."""
     ema = read(ema, PLAN.ema)
-    p = tl.fma(minus(rate), update, p)           # 46
-    p_2 = p * one_minus_rate_times_weight_decay  # 48
-    ema = tl.fma(one_minus_ema_rate_over_one_minus_ema_rate_pow_t, p - ema, ema)  # 47
+    p = tl.fma(minus(rate), update, p)           # 47
+    p_2 = p * one_minus_rate_times_weight_decay  # 49
+    ema = tl.fma(one_minus_ema_rate_over_one_minus_ema_rate_pow_t, p - ema, ema)  # 48
     return p_2, momentum_2, ema
 
 

@@ -125,7 +125,7 @@ def _called(node: Node) -> str:
 
 def _check_vectors(spec: Spec, flags: Mapping[str, bool], trace: Trace) -> None:
     """Raise UserError E129 for functions of whole matrices under a flag setting that vectors have, too."""
-    if any(f.shape is not None and f.shape((1024,)) != flags[f.name] for f in spec.flags):
+    if any(f.shape is not None and f.holds((1024,), spec.defaults) != flags[f.name] for f in spec.flags):
         return
     for node in postorder([trace.p, *trace.states.values()]):
         if node.op in MATRIX_OPS:
@@ -187,7 +187,7 @@ def check(spec: Spec) -> None:
     for s in spec.kept:
         if s.name not in read:
             raise UserError("E116", loc=s.loc, kind="state", name=s.name, remedy="drop it, or use it in the rule")
-    switches = {name for f in spec.flags for name in (f.nonzero, f.every)} | {s.init for s in spec.states}
+    switches = {name for f in spec.flags for name in (f.nonzero, f.every, *f.limits)} | {s.init for s in spec.states}
     ranks = {s.rank for s in spec.states}
     for h in spec.hypers:
         for part in h.parts:

@@ -14,7 +14,7 @@ distance=model_state()                   one number for all parameters, on the d
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -297,18 +297,27 @@ def flag(
     return FlagDecl("", default, nonzero, needs=needs, excludes=excludes, every=every, first=first)
 
 
-def shape_flag(holds: Callable[[Shape], bool]) -> Any:
+def shape_flag(holds: Callable[..., bool]) -> Any:
     """A static switch decided per parameter from its shape, for instance lambda shape: len(shape) >= 2.
 
-    Where no shape is known, it is what the function says of a matrix.
+    Further arguments are hyper-parameters: lambda shape, max_dim: max(shape) <= max_dim.  Where no shape is known, it
+    is what the function says of a matrix.
     """
     if not callable(holds):
         raise _refuse(f"shape_flag() takes a function of the shape, got {holds!r}", "")
+    found = FlagDecl("", shape=holds)
+    return found if found.limits else usual(found, {})
+
+
+def usual(flag: FlagDecl, hypers: Mapping[str, Any]) -> FlagDecl:
+    """A flag of shapes that is by default what its function says of a matrix, with hyper-parameters by their names."""
+    what = f"shape_flag()'s function takes the shape and hyper-parameters, and `{{}}` is none: {', '.join(hypers)}"
+    if unknown := [name for name in flag.limits if name not in hypers]:
+        raise UserError("E113", loc=flag.loc, what=what.format(unknown[0]), hint="")
     try:
-        usual = bool(holds((1024, 1024)))
+        return replace(flag, default=flag.holds((1024, 1024), hypers))
     except Exception as error:
         raise _refuse(f"shape_flag()'s function fails on the shape (1024, 1024): {error}", "") from error
-    return FlagDecl("", usual, shape=holds)
 
 
 def conditions(when: str | None) -> tuple[tuple[tuple[str, bool], ...], ...]:

@@ -15,7 +15,7 @@ from optgen.base.errors import UserError, did_you_mean
 from optgen.base.loc import Loc, of_code
 from optgen.base.names import camel, is_name, is_snake, snake, unique
 from optgen.lang import check
-from optgen.lang.declare import Declaration, FlagDecl, HostStateDecl, HyperDecl, StateDecl, flags_in
+from optgen.lang.declare import Declaration, FlagDecl, HostStateDecl, HyperDecl, StateDecl, flags_in, usual
 from optgen.lang.source import SpecSource
 from optgen.lang.spec import Evaluation, MatrixKind, Readings, Spec
 from optgen.lang.tracing import check_weights
@@ -137,6 +137,7 @@ def _spec(
             raise UserError("E115", loc=source.parameters["t"], name="t", why="it is the number of the step", hint=hint)
         if p.name not in LEAVES:
             declared.append(_declared(p, source))
+    defaults = {d.name: d.default for d in declared if isinstance(d, HyperDecl)}
     spec = Spec(
         name=source.name,
         class_name=name or camel(source.name),
@@ -145,7 +146,7 @@ def _spec(
         like=like,
         loc=source.head,
         hypers=tuple(d for d in declared if isinstance(d, HyperDecl)),
-        flags=tuple(d for d in declared if isinstance(d, FlagDecl)),
+        flags=tuple(usual(d, defaults) if d.limits else d for d in declared if isinstance(d, FlagDecl)),
         states=tuple(d for d in declared if isinstance(d, StateDecl)),
         host_states=tuple(d for d in declared if isinstance(d, HostStateDecl)),
         takes_step="t" in leaves,

@@ -169,7 +169,7 @@ class Spec:
             elif f.first:
                 out[f.name] = step == 1
             elif f.shape is not None and shape is not None:
-                out[f.name] = bool(f.shape(seen(shape) if self.matrix == "heads" else shape))
+                out[f.name] = f.holds(seen(shape) if self.matrix == "heads" else shape, {**self.defaults, **values})
             else:
                 out[f.name] = f.default
         return out
@@ -186,6 +186,11 @@ class Spec:
     def holds(when: str | None, flags: Mapping[str, bool]) -> bool:
         wanted = conditions(when)
         return not wanted or any(all(flags[name] == on for name, on in part) for part in wanted)
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The hyper-parameters' own values."""
+        return {h.name: h.default for h in self.hypers}
 
     def hyper(self, name: str) -> HyperDecl:
         return next(h for h in self.hypers if h.name == name)

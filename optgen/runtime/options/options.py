@@ -184,7 +184,7 @@ def flags_of(cls: Any, group: Mapping[str, Any], shape: tuple[int, ...] | None =
             continue
         if flag.shape is not None:
             if shape is not None:
-                setting.append((flag.name, bool(flag.shape(shape))))
+                setting.append((flag.name, flag.holds(shape, group)))
             continue
         on = bool(group[flag.name]) if flag.nonzero is None else _nonzero(group[flag.nonzero])
         setting.append((flag.name, on))

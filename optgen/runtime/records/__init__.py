@@ -173,7 +173,7 @@ class Flag:
     nonzero: str | None = None
     needs: str | None = None
     excludes: str | None = None
-    shape: Callable[[tuple[int, ...]], bool] | None = None
+    shape: Callable[..., bool] | None = None
     every: str | None = None
     first: bool = False
 
@@ -186,6 +186,17 @@ class Flag:
     def clock(self) -> str | None:
         """The hyper-parameter that turns it on and off from step to step, or its own name; None if nothing does."""
         return self.name if self.first else self.every
+
+    @property
+    def limits(self) -> tuple[str, ...]:
+        """The hyper-parameters that its function of the shape takes."""
+        code = getattr(self.shape, "__code__", None)
+        return code.co_varnames[1 : code.co_argcount] if code else ()
+
+    def holds(self, shape: tuple[int, ...], values: Mapping[str, Any]) -> bool:
+        """Return what its function says of a shape, with these hyper-parameters."""
+        assert self.shape is not None
+        return bool(self.shape(shape, *(values[name] for name in self.limits)))
 
     def check(self, group: Mapping[str, Any], owner: str) -> None:
         """ValueError where the flag is on without a hyper-parameter that it needs, or with one that it excludes."""
