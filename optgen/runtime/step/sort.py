@@ -58,6 +58,7 @@ class _Sorter:
         self.fresh: Fresh = []
         self.sharded, self.capturing = sharding.kind(), counting.capturing()
         self.switched = any(flag.nonzero is not None for flag in self.cls.FLAGS)
+        self.limits = {} if self.switched else {name: 0 for flag in self.cls.FLAGS for name in flag.limits}
 
     def begin(self, number: int, group: dict[str, Any]) -> None:
         """Parameters of this group follow."""
@@ -72,6 +73,8 @@ class _Sorter:
         grad_dtype = admit.check_pair(self.cls, self.dtypes, p, g, name)
         choice, variant = self.choices.find(entry)
         kept: state.State | None = self.states.get(p)
+        if self.limits and kept and kept.get("step") and kept.keys() - variant.keys:
+            self._refuse_limits(choice, variant, kept, state.label(p, name))
         shard, cut = None, _UNCUT
         if self.sharded is not None and isinstance(p, self.sharded):
             shard = admit.shard(self.cls, choice.plan, variant, entry, kept)
@@ -116,6 +119,14 @@ class _Sorter:
         bucket.states.append(kept if kept is not None else {})
         bucket.streams.append(keys.stream_key(self.streams.get(name, name) if self.streams else name))
         bucket.names.append(name)
+
+    def _refuse_limits(self, choice: Choice, variant: Variant, kept: state.State, label: str) -> None:
+        """Raise ValueError for a state that has what the parameter has no use for under limits changed since."""
+        if found := {f.owner for v in choice.plan.variants for f in v.fields if f.name in kept.keys() - variant.keys}:
+            raise ValueError(
+                f"{self.cls.__name__}: {label} has made steps with {', '.join(sorted(found))}, which it does not have "
+                f"under {', '.join(f'{x}={self.group[x]!r}' for x in self.limits)}: set that back, or begin anew"
+            )
 
     def _chunk(self, key: tuple[object, ...], size: int) -> int:
         """Return the number of the bucket for a parameter of so many bytes of workspace, among those that are alike."""
