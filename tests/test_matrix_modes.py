@@ -198,7 +198,7 @@ def test_a_group_says_the_largest_side_that_has_a_factor(cls: Any) -> None:
     train(other, [3])
     assert (bits(params_of(opt)), states(opt)) == (bits(params_of(other)), states(other))
     opt.param_groups[2]["max_precond_dim"] = 5
-    with pytest.raises((RuntimeError, ValueError), match="with .*left.*max_precond_dim=5: set|does not fit it"):
+    with pytest.raises((RuntimeError, ValueError), match=r"with .*left.*max_precond_dim=5: set|does not fit it"):
         train(opt, [4])
     del kept["param_groups"][2]["max_precond_dim"]
     fresh = cls([{"params": [p]} for p in params_of(other)], plan="fp32")
