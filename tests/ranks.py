@@ -14,6 +14,7 @@ import argparse
 import copy
 import functools
 import gc
+import itertools
 import os
 import sys
 import tempfile
@@ -388,6 +389,49 @@ def matrix_states(here: Here) -> None:
             runs.step(3)
         key = name if name in runs.many.state[runs.parts[2]] else f"{name}_diagonal"
         assert runs.many.state[runs.parts[2]][key].to_local().shape[0] <= -(-70 // n)
+
+
+@case(2)
+def matrix_rules_in_modes(here: Here) -> None:
+    """Compiled, clipped, offloaded, under a GradScaler that meets an infinity on one rank, with a group added late: the
+    bits of plain steps on one rank."""
+    mesh = here.mesh(2)
+    for cls, mode in itertools.product((generated.SOAP, generated.Shampoo), ("compiled", "clipped", "scaled", "moved")):
+        pieces = rows(here, mesh, [(17, 30), (5, 16, 24)], torch.bfloat16)
+        options = {"plan": "int8_split24", "precondition_frequency": 2, "stagger": True}
+        runs = Runs(here, cls, pieces, **options)
+        if mode == "moved":
+            runs.many = cls(runs.parts, lr=1e-2, backend=here.backend, offload=here.device == "cpu", **options)
+        step = torch.compile(runs.many.step) if mode == "compiled" else runs.many.step
+        scaler = torch.amp.GradScaler(here.device, init_scale=1024.0, enabled=mode == "scaled")
+        for k in range(4):
+            if k == 2:
+                runs.pieces = [*pieces, Piece(here.values(6, 40, dtype=torch.bfloat16), mesh, [Shard(0)])]
+                for opt, params, sharded in ((runs.one, runs.alone, False), (runs.many, runs.parts, True)):
+                    params.append(runs.pieces[-1].parameter(sharded))
+                    opt.add_param_group({"params": params[-1:], "lr": 2e-2})
+            runs.give(lambda piece: here.values(*piece.value.shape, dtype=piece.value.dtype))
+            if mode == "clipped":
+                nn.utils.clip_grad_norm_(runs.parts, 1.0)
+                for p, q in zip(runs.alone, runs.parts, strict=True):
+                    p.grad = whole(q.grad)
+            with one_at_a_time(True):
+                runs.one.step()
+                if mode == "scaled":
+                    scaler.scale(torch.zeros((), device=here.device))
+                    for lost in (True, False):
+                        grads = [q.grad.clone() for q in runs.parts]
+                        for q in runs.parts:
+                            q.grad *= scaler.get_scale()
+                        if lost and here.rank == 1:
+                            runs.parts[0].grad.to_local()[0, 0] = torch.inf
+                        scaler.step(runs.many)
+                        scaler.update()
+                        for q, g in zip(runs.parts, grads, strict=True):
+                            q.grad = g
+                else:
+                    step()
+            runs.same()
 
 
 @case(2, 3, 4)

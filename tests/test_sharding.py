@@ -48,7 +48,7 @@ def ran(*arguments: str, **environment: str) -> list[str]:
     return [line.removeprefix("ok ") for line in found.stdout.splitlines() if line.startswith("ok ")]
 
 
-OF_KERNELS = ("kernels_over_parts", "matrices_have_one_worker")
+OF_KERNELS = ("kernels_over_parts", "matrices_have_one_worker", "matrix_rules_in_modes")
 """Cases that eager torch has not: there every rank steps whole tensors, or none has a kernel."""
 
 
@@ -71,7 +71,7 @@ def test_kernels_over_parts(interpreter: dict[str, str]) -> None:
 @pytest.mark.ranks
 def test_each_matrix_is_worked_on_by_one_rank_and_kernels_over_parts() -> None:
     names = ["whole_matrices", "stacks_and_heads", "functions_of_whole_matrices", "matrix_states"]
-    names += ["matrices_have_one_worker", "kernels_over_parts"]
+    names += ["matrix_rules_in_modes", "matrices_have_one_worker", "kernels_over_parts"]
     done = ran(*names, "--ranks", "2", "4", "3", "--kernels", "cpp")
     assert done == [f"{n} {name}" for n in (2, 4, 3) for name in names if n in ranks.CASES[name][1]]
 
