@@ -3,7 +3,7 @@ PYTHON ?= python3
 PY := .venv/bin/python
 WORKERS ?= auto
 
-.PHONY: help setup demo test test-full lint build check kernels gpu-check bench-cpu wheel clean
+.PHONY: help setup demo test test-full lint build check kernels gpu-check bench-cpu docs docs-test wheel clean
 
 help:
 	@echo "make demo        train a small language model with generated optimizers beside torch's AdamW"
@@ -13,6 +13,7 @@ help:
 	@echo "make kernels     instructions per element of every Triton kernel (no GPU needed)"
 	@echo "make gpu-check   tests and benchmarks on this machine's GPU"
 	@echo "make bench-cpu   benchmarks on this machine's CPU, beside the peers that are installed"
+	@echo "make docs        build the documentation site, build/site; make docs-test reads it in Chromium"
 	@echo "make wheel       build dist/*.whl"
 
 setup:
@@ -53,6 +54,12 @@ gpu-check: setup
 
 bench-cpu: setup
 	@$(PY) tools/bench_cpu.py $(ARGS)
+
+docs: setup
+	@$(PY) tools/docs.py
+
+docs-test: setup
+	@$(PY) tools/docs.py test
 
 wheel: setup
 	$(PY) -m hatchling build -t wheel

@@ -1,0 +1,368 @@
+"""Generate the site's pages of rules, plans, errors, commands and the API, and lead links that leave docs/ to them.
+
+mkdocs calls the functions `on_...`. A generated page is no file: a new rule, plan or error appears by itself.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import io
+import json
+import linecache
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import typer
+from mkdocs.structure.files import File, Files
+
+import optgen
+from optgen.base.errors import TABLE, UserError
+from optgen.driver import explain, load
+from optgen.driver.cli import app
+from optgen.driver.page import UNINDEXED, code, fenced, folded, inline, kept_table, prose, rule_page, sizes, table
+from optgen.formats.plan import Plan
+from optgen.lang.spec import Recurrence, Spec
+
+ROOT = Path(__file__).resolve().parent.parent
+MAIN, NOTEBOOK = "int8_split24", "examples/your_rule.py"
+PAGES = {"README.md": "readme.md", "ARCHITECTURE.md": "architecture.md", "CHANGELOG.md": "changelog.md",
+         NOTEBOOK: "notebook.md", "optgen/base/errors.py": "errors.md", "specs": "rules/index.md",
+          "specs/plans.py": "plans/index.md"}  # fmt: skip
+"""File of the repository -> its page, where that is no file of docs/."""
+WHEN = {
+    "fp32": "your weights are fp32 and memory is no concern; the baseline of all comparisons.",
+    "fp32_master": "you want what mixed precision with an fp32 copy does, exactly.",
+    "split32": "you want exact fp32 weights in bf16 training for 2 bytes less than a copy.",
+    "bf16_kahan": "you want bf16 weights that lose nothing, and no random bits in the weight.",
+    "bf16_sr": "weights may round stochastically and 6 bytes are few enough.",
+    "int8_split24": "you have no reason to take another one: the default.",
+    "int8": "your weights are fp32 and stay so.",
+    "int6_split24": "half a byte matters; beta2 of 0.999 rather than 0.95.",
+    "int5_split24": "three quarters of a byte matter and you can compare a short run.",
+    "int4_split24": "a byte matters more than the noise of the updates; compare a run before.",
+    "int5_int3_split24": "you want 4 bytes and beta2 is near 1: less error than int4_split24 at the same size.",
+    "int5_factored_split24": "weights are matrices and 3.7 bytes are the limit.",
+    "int4_factored_split24": "weights are matrices and memory is all that counts.",
+}
+GROUPS = {"1": "The language", "2": "Spaces and dtypes", "3": "Formats and plans", "4": "Finding, building, writing"}
+PEERS = ("torch.optim", "bitsandbytes.optim", "torchao.optim", "pytorch_optimizer")
+MEASURED = {"bnb8": "bitsandbytes 8-bit", "torchao8": "torchao 8-bit", "torchao4": "torchao 4-bit",
+            "torchao_fp8": "torchao fp8"}  # fmt: skip
+METHODS = (
+    "step", "zero_grad", "release_gradients", "state_dict", "load_state_dict", "dense_state_dict", "master_weights",
+    "master_state_dict", "load_master_state_dict", "plans", "memory", "eval", "train",
+)  # fmt: skip
+BULLETS = {
+    "adafactor": "Adafactor, torch's", "adafactor_paper": "Adafactor, the paper's", "adam_mini": "Adam-mini",
+    "cautious_adamw": "Cautious AdamW, Lion", "cautious_lion": "Cautious AdamW, Lion", "kl_shampoo": "KL-Shampoo",
+    "schedule_free_adamw": "Schedule-Free AdamW, SGD", "schedule_free_sgd": "Schedule-Free AdamW, SGD",
+    "prodigy": "Prodigy; D-Adaptation", "dadapt_adam": "Prodigy; D-Adaptation", "soap_muon": "SOAP-Muon",
+    "clipped_adamw": "Clipping, Lookahead", "lookahead_adamw": "Clipping, Lookahead",
+}  # fmt: skip
+"""Rule -> the heading of its part in docs/peers.md, where that is not the name of the class."""
+
+
+def specs() -> dict[str, Spec]:
+    return {name: load.find_spec(entry.file) for name, entry in load.entries().items()}
+
+
+def address(room: str) -> Any:
+    """Return the link of a name, seen from the pages of rules and plans."""
+    known = {**dict.fromkeys(load.entries(), "rules"), **dict.fromkeys(load.plans(), "plans")}
+    return lambda name: f"{'' if known[name] == room else f'../{known[name]}/'}{name}.html" if name in known else ""
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the generated pages, and those of rules and plans to the navigation."""
+    rules, plans = specs(), load.plans()
+    made = {
+        "errors.md": errors(), "cli.md": commands(), "api.md": api(), "notebook.md": notebook(ROOT / NOTEBOOK),
+        "rules/index.md": rules_index(rules), "plans/index.md": plans_index(plans),
+        **{page: (ROOT / file).read_text() for file, page in PAGES.items() if file.endswith(".md")},
+        **{f"rules/{name}.md": page_of_rule(spec, list(plans.values())) for name, spec in rules.items()},
+        **{f"plans/{plan.name}.md": page_of_plan(plan, rules) for plan in plans.values()},
+    }  # fmt: skip
+    for name, text in {**made, **dict(sources(files, made))}.items():
+        files.append(File.generated(config, name, content=text))
+    for section in config.nav:
+        if "Rules" in section:
+            section["Rules"] += [{rules[name].class_name: f"rules/{name}.md"} for name in sorted(rules)]
+        if "Plans" in section:
+            section["Plans"] += [{name: f"plans/{name}.md"} for name in plans]
+    return files
+
+
+# -- links that leave docs/
+
+LINK = re.compile(r'(\]\(|(?:src|srcset|href)=")([^)\s"#:]+)(#[^)\s"]*)?(?=[)"])')
+
+
+def target_of(link: str, page: str) -> str | None:
+    """Return the file of the repository that a page of docs/, or of its root, links to; None if there is none."""
+    origin = next((file for file, name in PAGES.items() if name == page), f"docs/{page}")
+    found = os.path.normpath(os.path.join(os.path.dirname(origin), link))
+    return found if (ROOT / found).exists() else None
+
+
+def place_of(file: str) -> str:
+    """Return the page, or the file of docs/, that shows a file of the repository."""
+    if file in PAGES or file.startswith("docs/"):
+        return PAGES.get(file) or file.removeprefix("docs/")
+    if re.fullmatch(r"specs/\w+\.py", file):
+        return f"rules/{Path(file).stem}.md"
+    return f"source/{file}.md"
+
+
+def sources(files: Files, made: dict[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield a page for each file or folder outside docs/ that a written page links to."""
+    written = {f.src_uri: f.content_string for f in files.documentation_pages()}
+    written |= {name: made[name] for name in PAGES.values()}
+    wanted = {
+        file for page, text in written.items() for _, link, _ in LINK.findall(text)
+        if (file := target_of(link, page)) and place_of(file).startswith("source/")
+    }  # fmt: skip
+    for file in sorted(wanted):
+        if (ROOT / file).is_dir():
+            names = subprocess.run(["git", "ls-files", file], cwd=ROOT, capture_output=True, text=True).stdout.split()
+            yield place_of(file), f"# {file}/\n\n" + "\n".join(f"- `{name}`" for name in names)
+        else:
+            text = fenced((ROOT / file).read_text(), Path(file).suffix[1:])
+            yield place_of(file), f"# {file} {UNINDEXED}\n\n{text}\n"
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """Lead links to files of the repository to their pages."""
+    here = page.file.src_uri
+    if here.startswith(("rules/", "plans/", "source/")):
+        return markdown
+
+    def moved(m: re.Match[str]) -> str:
+        file = target_of(m[2], here)
+        if file is None:
+            return m[0]
+        shown = os.path.relpath(place_of(file), os.path.dirname(here) or ".")
+        shown = shown if m[1] == "](" else re.sub(r"\.md$", ".html", shown)
+        return f"{m[1]}{shown}{m[3] or ''}"
+
+    return LINK.sub(moved, markdown)
+
+
+# -- rules
+
+
+def rules_index(rules: dict[str, Spec]) -> str:
+    rows = []
+    for name, spec in sorted(rules.items()):
+        first = inline(" ".join(spec.doc.split("\n\n")[0].split()))
+        rows.append((f'<a href="{name}.html">{spec.class_name}</a>', first, sizes(spec, load.find_plan(MAIN))[0]))
+    head = ("rule", "what it does", f"bytes, {MAIN}")
+    return f"# Rules\n\nEach works with [each plan](../plans/index.md).\n\n{table(head, rows)}\n"
+
+
+def page_of_rule(spec: Spec, plans: list[Plan]) -> str:
+    """Return the page of a rule with its kernels, names elsewhere and oracle."""
+    kernels = ROOT / "generated" / spec.name / "triton.py"
+    order = sorted(plans, key=lambda plan: plan.name != MAIN)
+    text = rule_page(spec, order, link=address("rules"), kernel=kernels.read_text() if kernels.is_file() else "")
+    named = "".join(f"<li><code>{name}</code></li>" for name in elsewhere(spec))
+    named = f"<ul>{named}</ul>" if named else "<p>None of the packages that the tests use has it under this name.</p>"
+    states = ", ".join(code(s.name) for s in spec.states) or "none"
+    loads = (
+        f"<p>States are loaded from a checkpoint in torch.optim's form by their names ({states}), and from "
+        "bitsandbytes, torchao and FlashOptim where these have the rule: see "
+        '<a href="../checkpoints.html">checkpoints</a>.</p>'
+    )
+    extra = f"## Elsewhere\n\n{named}\n\n{loads}\n\n## Tested against\n\n{oracle(spec)}\n\n"
+    at = text.find("## Kernels")
+    return text[:at] + extra + text[at:] if at >= 0 else text + "\n" + extra
+
+
+def elsewhere(spec: Spec) -> Iterator[str]:
+    """Yield the classes of the same name, in any case, in torch and in the packages that are here."""
+    wanted = spec.class_name.lower()
+    shown = re.compile(rf"{wanted}(8bit|4bit|fp8|32bit)?")
+    for module, names in classes().items():
+        yield from (f"{module}.{name}" for name in names if shown.fullmatch(name.lower()))
+
+
+@functools.cache
+def classes() -> dict[str, list[str]]:
+    """Return the names of classes by package; of their imports nothing is shown."""
+    code = "import sys, importlib, json; print('\\n' + json.dumps(dir(importlib.import_module(sys.argv[1]))))"
+    found = {}
+    for module in PEERS:
+        done = subprocess.run([sys.executable, "-c", code, module], capture_output=True, text=True, check=False)
+        names = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else []
+        found[module] = [name for name in names if name[0].isupper()]
+    return found
+
+
+def oracle(spec: Spec) -> str:
+    """Return the rule's part of docs/peers.md, or its oracle in tests/oracles.py."""
+    head = re.escape(BULLETS.get(spec.name, spec.class_name))
+    found = re.search(rf"^- \*\*{head}\*\* (.*?)(?=^- |^\n|^$)", (ROOT / "docs/peers.md").read_text(), re.M | re.S)
+    how = (
+        "Compared over 50 steps in fp64, on tensors of 0 to 4 dimensions, under each flag setting with drawn "
+        "hyper-parameters; in fp32, both stay within the derived enclosure of each step."
+    )
+    if found:
+        text = " ".join(found[1].split())
+    else:
+        row = re.search(rf'^    "{spec.name}": (\w+)(?:\("(\w+)")?', (ROOT / "tests/oracles.py").read_text(), re.M)
+        packages = {"torch_optim": "torch.optim", "peer": "pytorch_optimizer"}
+        peer = f"`{packages[row[1]]}.{row[2]}`" if row and row[1] in packages else spec.like and f"`{spec.like}`"
+        text = f"(oracle: {peer or 'the paper, written out in tests/oracles.py'})"
+    return f'<p>{inline(text)}</p>\n\n<p>{how} <a href="../peers.html">All peers</a>.</p>'
+
+
+# -- plans
+
+
+def plans_index(plans: dict[str, Plan]) -> str:
+    adamw = load.find_spec("adamw")
+    rows = [(code(p.name, lambda name: f"{name}.html"), sizes(adamw, p)[0], inline(when(p))) for p in plans.values()]
+    head = ("plan", "bytes, AdamW, bf16", "take it if")
+    return f"# Plans\n\nA plan says how weights and states are stored.\n\n{table(head, rows)}\n"
+
+
+def when(plan: Plan) -> str:
+    if plan.discouraged:
+        return f"you compare with others: {plan.discouraged}."
+    return WHEN.get(plan.name, plan.doc.splitlines()[0])
+
+
+def page_of_plan(plan: Plan, rules: dict[str, Spec]) -> str:
+    """Return the page of a plan: what it stores, bounds, measured error, bytes of each rule."""
+    rows = []
+    for spec in rules.values():
+        with contextlib.suppress(UserError):
+            rows.append((code(spec.name, address("plans")), *sizes(spec, plan)))
+    warn = "<p>Discouraged: constructing an optimizer under it warns.</p>" if plan.discouraged else ""
+    small = f"<p>Tensors of fewer than {plan.small_numel} elements keep their states in {escape(str(plan.small))}.</p>"
+    parts = [
+        f"# {plan.name}", prose(plan.doc), f"<p>Take it if {inline(when(plan))}</p>", warn,
+        fenced(f'AdamW(model.named_parameters(), lr=3e-4, plan="{plan.name}")', "python"),
+        "## What is stored", kept_table(explain.of_plan(plan), "kind of value"), small if plan.small_numel else "",
+        *steady(plan), *measured(plan), "## Bytes per parameter",
+        table(("rule", "bf16 parameters", "fp32 parameters"), rows),
+        f"## Its text {UNINDEXED}", fenced(text_of(plan), "python"),
+    ]  # fmt: skip
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def text_of(plan: Plan) -> str:
+    """Return the assignment of a plan in its file."""
+    tree = ast.parse(Path(plan.loc.file).read_text())
+    node = next(n for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == plan.name)
+    return "".join(linecache.getline(plan.loc.file, k) for k in range(node.lineno, (node.end_lineno or 0) + 1))
+
+
+def steady(plan: Plan) -> list[str]:
+    """Return the error of an average after many steps, where a bound is known."""
+    rows = [
+        (role, f"{decay:g}", escape(found.partition(": ")[2]))
+        for role in ("signed", "nonneg") for decay in (0.9, 0.99, 0.999)
+        if (found := explain.steady_state(getattr(plan, role), Recurrence("ema", decay)))
+    ]  # fmt: skip
+    head = ("kind", "decay", "error after many steps")
+    return ["## Averages stored again at every step", table(head, rows)] if rows else []
+
+
+def measured(plan: Plan) -> list[str]:
+    """Return how much the storage changed AdamW's updates, from docs/benchmarks/formats.json."""
+    found = json.loads((ROOT / "docs/benchmarks/formats.json").read_text())
+    for row in found["found"]:
+        if row["name"] == MEASURED.get(plan.name, plan.name):
+            keys = ("nmse", "median", "p99")
+            rows = [(beta, *(f"{x[key]:.2g}" for key in keys)) for beta, x in row["recurrent"].items()]
+            head = ("beta2", "squared error / square", "median of elements", "99 % of elements")
+            at = f"{found['data']['steps']:,} steps, {found['data']['elements']:,} elements"
+            more = f'<p>Of AdamW\'s updates over {at}: <a href="../benchmarks/formats.html">method</a>.</p>'
+            return ["## Measured error", table(head, rows), more]
+    return []
+
+
+# -- errors, commands, API, notebook
+
+
+def errors() -> str:
+    """Return the index of errors: each code with an example, whose hint mends it."""
+    out = ["# Errors", "Each error has a code, a place, and a hint that mends it. Examples are cases of the tests."]
+    for group, title in GROUPS.items():
+        out.append(f"## {title}")
+        for key in (key for key in TABLE if key[1] == group):
+            texts = [p.read_text() for p in sorted((ROOT / "tests/cases/errors").glob(f"{key}*.txt"))]
+            example = next((t for t in texts if "  hint: " in t), texts[0] if texts else "")
+            head = example.splitlines()[0].partition(": ")[2]
+            rest = [folded(f"{len(texts) - 1} more", fenced("\n".join(t for t in texts if t != example), "text"))]
+            out += [f"### {key}", f"<p>{inline(head)}</p>", fenced(example, "text"), *(rest if len(texts) > 1 else [])]
+    return "\n\n".join(out) + "\n"
+
+
+def commands() -> str:
+    """Return the page of the command line."""
+    out = ["# Commands", f"<p>{inline(app.info.epilog)}</p>"]
+    for name, command in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]
+        rows = [
+            (code(", ".join(p.opts) if p.param_type_name == "option" else p.metavar or p.name), inline(p.help or ""),
+             code(p.default) if p.default not in (None, False, ()) else "")
+            for p in command.params
+        ]  # fmt: skip
+        out += [f"## optgen {name}", f"<p>{inline(command.help or '')}</p>"]
+        out.append(table(("argument", "meaning", "default"), rows))
+    return "\n\n".join(out) + "\n"
+
+
+def api() -> str:
+    """Return the page of the Python API, which mkdocstrings fills in."""
+    functions = [getattr(optgen, name) for name in optgen.__all__ if name != "__version__"]
+    room = "optgen.runtime.optimizer.Optimizer."
+    out = ["# Python API", "## optgen", *(f"::: {f.__module__}.{f.__qualname__}" for f in functions)]
+    out += ["## Methods of every optimizer", *(f"::: {room}{name}" for name in METHODS)]
+    out += ["## Formats and plans", "::: optgen.formats.plan.Plan\n    options: { members: false }"]
+    out += [f"::: {x.__module__}.{x.__qualname__}\n    options: {{ members: false }}" for x in formats()]
+    return "\n\n".join(out) + "\n"
+
+
+def formats() -> Iterator[type]:
+    import optgen.formats as room
+
+    for name in "Blocked LogMinMax LogMax Codebook Fp8 Rank1 Factored Split Copy Kahan Native".split():
+        yield getattr(room, name)
+
+
+def notebook(file: Path) -> str:
+    """Return a notebook in jupytext's percent format as a page, each cell with what it shows when it is run."""
+    out, known = [], {"__name__": "__main__", "__file__": str(file)}
+    source = file.read_text()
+    for cell in re.finditer(r"^# %%(.*)\n((?:(?!# %%).*\n)*)", source, flags=re.M):
+        head, text = cell.groups()
+        if "[markdown]" in head:
+            out.append(re.sub(r"^# ?", "", text, flags=re.M).strip())
+            continue
+        shown = io.StringIO()
+        with contextlib.redirect_stdout(shown):
+            lines = source.count("\n", 0, cell.start(2))  # a spec's source is read by the numbers of its lines
+            exec(compile("\n" * lines + text, str(file), "exec"), known)
+        out.append(fenced(text.strip("\n"), "python"))
+        if shown.getvalue():
+            out.append(fenced(shown.getvalue(), "text"))
+    return "\n\n".join(out) + "\n"
+
+
+VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+
+
+def on_config(config: Any) -> Any:
+    """Show the version below each page."""
+    config.copyright = f"optgen {VERSION}, Apache-2.0"
+    return config

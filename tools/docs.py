@@ -1,0 +1,138 @@
+"""Build the documentation site (`make docs`), or build it and read it in a browser (`make docs-test`).
+
+    python tools/docs.py          build/site; installs what is missing of requirements/docs.txt
+    python tools/docs.py test     then every link, five pages at two widths and the search, in the system's Chromium
+
+Screenshots of the test are in build/screenshots.
+"""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from html import unescape
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from urllib.parse import unquote, urlparse
+
+ROOT = Path(__file__).resolve().parent.parent
+SITE, SHOTS = ROOT / "build/site", ROOT / "build/screenshots"
+NEEDED, PINNED = ROOT / "requirements/docs.txt", ROOT / "requirements/constraints.txt"
+SHOWN = ("index", "rules/adamw", "plans/int8_split24", "errors", "notebook")
+"""The pages of which there are screenshots; all others are opened too, at both widths."""
+WIDTHS = {"phone": 360, "desktop": 1280}
+
+
+def install() -> None:
+    """Install what is missing of requirements/docs.txt."""
+    for line in NEEDED.read_text().splitlines():
+        name, _, wanted = line.partition("==")
+        try:
+            found = version(name) if wanted else wanted
+        except PackageNotFoundError:
+            found = ""
+        if found != wanted:
+            print("docs: the packages of requirements/docs.txt", flush=True)
+            options = ["--disable-pip-version-check", "--no-input", "-q", "-c", str(PINNED), "-r", str(NEEDED)]
+            subprocess.run([sys.executable, "-m", "pip", "install", *options], check=True)
+            return
+
+
+def build() -> None:
+    """Build the site; a warning, such as of a lost link, is an error."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = os.environ | {"PYTHONPATH": path, "NO_MKDOCS_2_WARNING": "1", "DISABLE_MKDOCS_2_WARNING": "true"}
+    subprocess.run([sys.executable, "-m", "mkdocs", "build", "--strict", "-q"], cwd=ROOT, env=environment, check=True)
+
+
+def lost_links() -> Iterator[str]:
+    """Yield the links within the site that lead nowhere, those in raw HTML among them, and requests to other hosts."""
+    pages = {path: path.read_text(encoding="utf-8") for path in SITE.rglob("*.html")}
+    names = {path: set(map(unescape, re.findall(r'\b(?:id|name)="?([^"\s>]+)', text))) for path, text in pages.items()}
+    for path, text in pages.items():
+        text = re.sub(r"<(script|pre)\b.*?</\1>", lambda m: m[0][: m[0].index(">")], text, flags=re.S)
+        for kind, link in re.findall(r'\b(href|src|srcset)="?([^"\s>]+)', text):
+            link = unescape(link)
+            parts = urlparse(link)
+            if parts.scheme or parts.netloc:
+                if kind != "href" or "stylesheet" in link:
+                    yield f"{path.relative_to(SITE)}: {link} is on another host"
+                continue
+            target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+            known = names.get(target, {unquote(parts.fragment)}) | {"", "__top"}
+            if path.name != "404.html" and (not target.exists() or unquote(parts.fragment) not in known):
+                yield f"{path.relative_to(SITE)}: {link}"
+
+
+def serve() -> http.server.ThreadingHTTPServer:
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(SITE)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    return server
+
+
+def read(address: str, chromium: str) -> Iterator[str]:
+    """Yield what is wrong with the pages in a browser: errors of the console, images, widths, the search."""
+    from playwright.sync_api import sync_playwright
+
+    broken = "[...document.images].filter(x => x.complete && !x.naturalWidth && x.offsetParent).map(x => x.src)"
+    with sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        page = browser.new_page()
+        said: list[str] = []
+        page.on("console", lambda m: said.append(m.text) if m.type in ("error", "warning") else None)
+        page.on("pageerror", lambda e: said.append(str(e)))
+        page.on("request", lambda r: said.append(f"asks {r.url}") if not r.url.startswith((address, "data:")) else None)
+        names = [str(p.relative_to(SITE))[:-5] for p in sorted(SITE.rglob("*.html")) if p.name != "404.html"]
+        for (size, width), name in ((w, n) for w in WIDTHS.items() for n in names):
+            page.set_viewport_size({"width": width, "height": 800})
+            page.goto(f"{address}/{name}.html", wait_until="load")
+            wide = page.evaluate("document.documentElement.scrollWidth")
+            if wide > width:
+                yield f"{name}: {wide} px wide on {width} px"
+            yield from (f"{name}: {text}" for text in [*said, *page.evaluate(broken)])
+            said.clear()
+            if name in SHOWN:
+                page.screenshot(path=SHOTS / f"{name.replace('/', '-')}-{size}.png")
+        page.fill("input.md-search__input", "stochastic rounding")
+        try:
+            page.wait_for_selector("a.md-search-result__link", state="attached", timeout=20_000)
+        except Exception as error:
+            yield f"the search finds nothing: {error}"
+        browser.close()
+
+
+def main() -> int:
+    began = time.monotonic()
+    install()
+    build()
+    pages = len(list(SITE.rglob("*.html")))
+    print(f"docs: build/site/index.html, {pages} pages, {time.monotonic() - began:.0f} s", flush=True)
+    if sys.argv[1:] != ["test"]:
+        return 0
+    chromium = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+    if chromium is None:
+        print("docs-test needs Chromium: apt-get install chromium, or CHROMIUM=/path/to/it", file=sys.stderr)
+        return 3
+    shutil.rmtree(SHOTS, ignore_errors=True)
+    SHOTS.mkdir(parents=True)
+    server = serve()
+    found = [*lost_links(), *read(f"http://127.0.0.1:{server.server_port}", chromium)]
+    server.shutdown()
+    print("\n".join(found) or f"docs-test: {pages} pages read at 360 and 1280 px, {time.monotonic() - began:.0f} s")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
