@@ -1,4 +1,4 @@
-"""Hugging Face Trainer with a generated optimizer: `optimizer_cls_and_kwargs=` is all that changes.
+"""Hugging Face Trainer with a generated optimizer: `optimizer_cls_and_kwargs=` is all that changes, as in TRL.
 
     python examples/hf_trainer.py --steps 20
 """
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
+from optgen.integrations.transformers import optimizer_cls_and_kwargs
 from optgen.optim import AdamW
 
 
@@ -52,10 +53,9 @@ def trainer(folder: Path | str, steps: int, *, ready: bool = False, **options: A
         optimizer = AdamW(model.named_parameters(), lr=1e-2, weight_decay=0.1, plan="int8_split24")
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 8)
         return Trainer(model, arguments, train_dataset=Sentences(), optimizers=(optimizer, schedule))
-    # The Trainer makes the groups with and without weight decay; lr has to be said here once more.  Its groups have no
-    # names: `module` says what the parameters are called.
-    kept = {"overrides": {"*embed*": "fp32"}, "module": model}
-    chosen = (AdamW, {"lr": 1e-2, "betas": (0.9, 0.95), "plan": "int8_split24", **kept})
+    # The Trainer makes the groups with and without weight decay; the model gives their parameters names.
+    options = {"betas": (0.9, 0.95), "overrides": {"*embed*": "fp32"}}
+    chosen = optimizer_cls_and_kwargs(arguments, "adamw", plan="int8_split24", model=model, **options)
     return Trainer(model, arguments, train_dataset=Sentences(), optimizer_cls_and_kwargs=chosen)
 
 

@@ -14,16 +14,13 @@ from typing import Any
 
 import torch
 from timm.models.vision_transformer import VisionTransformer
-from timm.optim import OptimInfo, create_optimizer_v2
-from timm.optim._optim_factory import default_registry
+from timm.optim import create_optimizer_v2
 from timm.scheduler import CosineLRScheduler
 from torch import nn
 
-from optgen.optim import AdamW
+from optgen.integrations.timm import register
 
-default_registry.register(
-    OptimInfo(name="adamw8", opt_class=AdamW, has_betas=True, defaults={"plan": "int8_split24", "betas": (0.9, 0.95)})
-)
+register("adamw", "adamw8", plan="int8_split24", betas=(0.9, 0.95))
 
 
 def network() -> nn.Module:

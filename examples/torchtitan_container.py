@@ -1,32 +1,18 @@
-"""torchtitan's optimizer container with generated optimizers: one method of a subclass names them.
+"""torchtitan's optimizer container with generated optimizers, by the names of their rules.
 
     python examples/torchtitan_container.py --steps 20
 
-In a training configuration: `optimizer=Container.Config(param_groups=[...])`.
+In a training configuration: `optimizer=config("adamw", lr=3e-4, plan="int8_split24")`.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
-from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 
-import optgen.optim
-
-
-class Container(OptimizersContainer):  # type: ignore[type-arg]
-    """Knows every ready-made optimizer of optgen by its name; others are torchtitan's own."""
-
-    @staticmethod
-    def _resolve_optimizer_factory(name: str) -> Callable[..., torch.optim.Optimizer]:
-        if name in dir(optgen.optim):
-            made: Callable[..., torch.optim.Optimizer] = getattr(optgen.optim, name)
-            return made
-        return OptimizersContainer._resolve_optimizer_factory(name)
+from optgen.integrations.torchtitan import Container, config
 
 
 def network() -> nn.Module:
@@ -36,14 +22,9 @@ def network() -> nn.Module:
 
 def container(model: nn.Module) -> Container:
     """Muon for the matrix inside, AdamW for everything else; the checkpoint has both."""
-    adamw: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "plan": "int8_split24"}
-    muon = {"lr": 1e-2, "weight_decay": 0.1}
-    groups = [
-        ParamGroupConfig(pattern=r"1\.weight", optimizer_name="Muon", optimizer_kwargs=muon),
-        ParamGroupConfig(pattern=r"bias$", optimizer_name="AdamW", optimizer_kwargs={**adamw, "weight_decay": 0.0}),
-        ParamGroupConfig(pattern=r".*", optimizer_name="AdamW", optimizer_kwargs={**adamw, "weight_decay": 0.1}),
-    ]
-    return Container(Container.Config(param_groups=groups, implementation="for-loop"), model_parts=[model])
+    muon, no_decay = {"rule": "muon", "plan": "fp32"}, {"rule": "adamw", "weight_decay": 0.0}
+    rules = {r"1\.weight": muon, r"bias$": no_decay, "*": "adamw"}
+    return config(rules, lr=1e-2, weight_decay=0.1, plan="int8_split24").build(model_parts=[model])
 
 
 def train(model: nn.Module, optimizers: Container, first: int, last: int) -> None:

@@ -46,7 +46,7 @@ def make(
     named: Named = list(model.named_parameters() if isinstance(model, nn.Module) else model)
     module = {"module": model} if isinstance(model, nn.Module) else {}
     if not isinstance(rule, Mapping):
-        made: torch.optim.Optimizer = _class(rule, plan)(named, **_planned(plan), **module, **options)
+        made: torch.optim.Optimizer = class_of(rule, plan)(named, **_planned(plan), **module, **options)
         return made
     claimed = _claims(rule, [name for name, _ in named])
     asked = {key: dict(value) if isinstance(value, Mapping) else {"rule": value} for key, value in rule.items()}
@@ -54,7 +54,7 @@ def make(
         if "rule" not in own:
             raise ValueError(f"make: {key!r}: expected the name of a rule, or a dict with one under 'rule', got {own}")
         own.setdefault("plan", plan)
-        own["rule"] = _class(own["rule"], own["plan"])
+        own["rule"] = class_of(own["rule"], own["plan"])
     takes = {key: inspect.signature(own["rule"]).parameters for key, own in asked.items()}
     for option in options:
         if not any(option in known for known in takes.values()):
@@ -74,7 +74,7 @@ def _planned(plan: Any) -> dict[str, Any]:
     return {"plan": plan} if isinstance(plan, (str, Mapping)) and ":" not in plan else {}
 
 
-def _class(rule: Any, plan: Any) -> Any:
+def class_of(rule: Any, plan: Any = None) -> Any:
     """Return the optimizer class of a rule; ready-made ones need no compiler."""
     if isinstance(rule, type):
         return rule

@@ -32,6 +32,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
         ("cast", "runtime", "torch"),
         ("embedding", "runtime", "torch"),
         ("by_name", "base runtime optim driver", "torch"),
+        ("integrations", "by_name", "torch"),
         ("accumulate", "driver formats lang", ""),
         ("__main__", "base driver", ""),
         ("optim", "_generated runtime driver", ""),
@@ -126,7 +127,7 @@ def test_floors_have_no_cycle() -> None:
 FRAMEWORKS = {"torch", "transformers", "accelerate", "lightning", "timm", "torchtitan"}
 READ: dict[str, tuple[set[str], set[str]]] = {
     "specs": ({"lang", "formats"}, {"specs"}),
-    "examples": ({"lang", "formats", "optim", "accumulate"}, FRAMEWORKS),
+    "examples": ({"lang", "formats", "optim", "accumulate", "integrations"}, FRAMEWORKS),
     "generated": ({"runtime"}, {"torch", "triton", "generated"}),
 }
 """Folders that users read, likewise."""
