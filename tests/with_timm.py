@@ -90,7 +90,21 @@ def beside_torchs(example: ModuleType) -> None:
             assert ((p - pairs[p]).abs() <= slack).all()
 
 
-CHECKS = {"stopped_and_resumed": stopped_and_resumed, "beside_torchs": beside_torchs}
+def other_rules(example: ModuleType) -> None:
+    """Rules under their default names, of which one has no eps and one three betas."""
+    from optgen.by_name import class_of
+    from optgen.integrations.timm import register
+
+    for rule in ("muon", "came"):
+        model, start = example.network(), example.network()
+        made = example.optimizer(model, register(rule, plan="int8_split24"))
+        assert type(made) is class_of(rule) and made.param_groups[0]["plan"] == "int8_split24"
+        example.train(model, made, 4, 6)
+        pairs = zip(model.parameters(), start.parameters(), strict=True)
+        assert all(a.isfinite().all() and not torch.equal(a, b) for a, b in pairs)
+
+
+CHECKS = {"stopped_and_resumed": stopped_and_resumed, "beside_torchs": beside_torchs, "other_rules": other_rules}
 
 
 def main() -> None:
