@@ -98,7 +98,8 @@ def other_rules(example: ModuleType) -> None:
     for rule in ("muon", "came"):
         model, start = example.network(), example.network()
         made = example.optimizer(model, register(rule, plan="int8_split24"))
-        assert type(made) is class_of(rule) and made.param_groups[0]["plan"] == "int8_split24"
+        assert type(made) is class_of(rule), type(made)
+        assert "int8_split24" in str(made.plans().values())
         example.train(model, made, 4, 6)
         pairs = zip(model.parameters(), start.parameters(), strict=True)
         assert all(a.isfinite().all() and not torch.equal(a, b) for a, b in pairs)
