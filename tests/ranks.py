@@ -381,13 +381,15 @@ def matrix_states(here: Here) -> None:
         (optgen.compile(factors, plan="int8_split24"), "int8_split24", "left", 8 * 16 * 24),
         (optgen.compile(sketched, plan="fp32"), "fp32", "low", 8 * 16 * 24),
         (generated.SOAP, "int8_split24", "left", None),
+        (generated.LowRankMuon, "int4_split24", "momentum_buffer_left", None),
+        (generated.Conda, "int8_split24", "basis", None),
     ):
         some = [*pieces, *(across if plan == "fp32" else across[1:])]
         with one_at_a_time(True):
             more = {"stagger": True, "precondition_frequency": 2} if cls is generated.SOAP else {}
             runs = Runs(here, cls, some, plan=plan, blocks={"numel <= 96": n}, workspace=room, **more)
             runs.step(3)
-        key = name if name in runs.many.state[runs.parts[2]] else f"{name}_diagonal"
+        key = next(k for k in runs.many.state[runs.parts[2]] if k in (name, f"{name}_diagonal", f"{name}_codes"))
         assert runs.many.state[runs.parts[2]][key].to_local().shape[0] <= -(-70 // n)
 
 
