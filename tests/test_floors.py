@@ -54,9 +54,9 @@ RUNTIME: dict[str, set[str]] = {
     "cpu": {"records", "layout", "work"},
     "checkpoint": {"records", "layout", "states", "options"},
     "step": {"records", "layout", "states", "options", "work", "gpu", "cpu", "checkpoint"},
-    "modes": {"records", "layout", "states", "options", "work", "step", "checkpoint"},
+    "modes": {"records", "reference", "layout", "states", "options", "work", "step", "checkpoint"},
     "optimizer": {"records", "layout", "states", "options", "work", "step", "checkpoint", "modes"},
-    "several": {"layout", "states", "options", "optimizer"},
+    "several": {"layout", "modes", "states", "options", "optimizer"},
     "files": {"records", "layout", "states", "options", "checkpoint", "optimizer", "several"},
     "__init__": {"records", "states", "optimizer"},
 }

@@ -16,7 +16,7 @@ from torch.optim.optimizer import ParamsT
 from optgen.runtime.checkpoint import checkpoint, weights
 from optgen.runtime.layout import plans, sharding
 from optgen.runtime.layout.plans import Label, PlanOption
-from optgen.runtime.modes import offload, release
+from optgen.runtime.modes import offload, release, watch
 from optgen.runtime.options import blocks as of_rows
 from optgen.runtime.options import entries, options
 from optgen.runtime.options import overrides as rules
@@ -154,6 +154,7 @@ class Optimizer(torch.optim.Optimizer):
         self._stepper = stepper.Stepper()
         self._offload = offload.Offload()
         self._release: release.Release | None = None
+        self._watch: watch.Watch | None = None
         self._trained: dict[Tensor, Tensor] | None = None
         self._idle = 0
         self._rules, self._blocks = rules.Rules(type(self)), of_rows.Rules(type(self))
@@ -299,6 +300,8 @@ class Optimizer(torch.optim.Optimizer):
             self._update()
         else:
             self._release.step()
+        if self._watch is not None:
+            self._watch.finish()
         if not self.state:
             self._count_idle()
         return loss
@@ -309,7 +312,10 @@ class Optimizer(torch.optim.Optimizer):
         scaler = counting.Scaler.of(self) if self._step_supports_amp_scaling else None
         self._forget_removed()
         try:
+            sampled = None if self._watch is None else self._watch.begin(self._owner())
             self._offload.step(self._owner(), self._stepper, scaler)
+            if sampled and self._watch is not None:
+                self._watch.end(sampled)
         except BaseException:
             # A GradScaler takes its scale back after steps that succeed only, and would multiply it into the next one.
             for name in ("grad_scale", "found_inf"):
@@ -361,6 +367,24 @@ class Optimizer(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
         if self._release is not None:
             self._release.discard()
+
+    # -- measurements ---------------------------------------------------------------------------------
+
+    def watch(
+        self, every: int = 100, *, to: watch.Callback | str, path: Any = None, sample: float = watch.SAMPLE
+    ) -> watch.Watch:
+        """Measure every tensor at each step that is a multiple of `every`, until `remove()` of what is returned.
+
+        to      a function of (step, {name: {"gradient_norm": ...}}); "jsonl", which appends lines to the file `path`;
+                or "tensorboard", which writes to the folder `path`
+        sample  elements of each tensor that are measured at most; math.inf for all
+        Numbers, their costs and what is not measured: docs/watch.md.  Bits of the step do not change.  RuntimeError if
+        it is watched already.
+        """
+        if self._watch is not None:
+            raise RuntimeError(f"{type(self).__name__}.watch: it is watched already; remove() that watch first")
+        self._watch = watch.Watch(self, to, every, path, sample)
+        return self._watch
 
     # -- evaluation -----------------------------------------------------------------------------------
 
@@ -453,6 +477,8 @@ class Optimizer(torch.optim.Optimizer):
         with torch.no_grad():
             started = [p for p in loaded.states if isinstance(p, Tensor) and state.of(loaded.states, p)]
             self._stepper.forget_step()
+            if self._watch is not None:
+                self._watch.step = -1
             weights.settle(loaded.rounded, started)
             self.state = defaultdict(dict, loaded.states)
             self.param_groups = loaded.groups

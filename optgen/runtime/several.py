@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from optgen.runtime.layout.plans import Label
+from optgen.runtime.modes.watch import SAMPLE, Callback, Watches
 from optgen.runtime.optimizer import Optimizer
 from optgen.runtime.options import options
 from optgen.runtime.states.memory import Memory
@@ -108,6 +109,17 @@ class Several(torch.optim.Optimizer):
         """Put weights for evaluation into the model, where a rule has such."""
         for part in self.parts.values():
             part.eval()
+
+    def watch(self, every: int = 100, *, to: Callback | str, path: Any = None, sample: float = SAMPLE) -> Watches:
+        """Measure every tensor as `Optimizer.watch` does; a function gets the numbers of each part by themselves."""
+        made = Watches([])
+        for part in self.parts.values():
+            try:
+                made.parts.append(part.watch(every, to=to, path=path, sample=sample))
+            except BaseException:
+                made.remove()
+                raise
+        return made
 
     # -- checkpoints ----------------------------------------------------------------------------------
 

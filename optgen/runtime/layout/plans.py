@@ -180,7 +180,7 @@ def _functions(rule: str, plan: str, variant: Variant) -> Reference:
     """Return the eager functions of a variant: its rule's under its plan's codecs."""
     functions, codecs = importlib.import_module(rule), importlib.import_module(plan)
     codec = stored.decode(variant, codecs), stored.encode(variant, codecs)
-    return Reference(stored.step(variant, functions, codecs), *codec, functions)
+    return Reference(stored.step(variant, functions, codecs), *codec, functions, codecs)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -26,6 +26,7 @@ from optgen.runtime.checkpoint import checkpoint
 from optgen.runtime.layout import plans, sharding
 from optgen.runtime.layout.plans import Label
 from optgen.runtime.modes.offload import Offload, sums_over_model
+from optgen.runtime.modes.watch import Watch
 from optgen.runtime.options import entries, options
 from optgen.runtime.options.entries import Entry, Owner
 from optgen.runtime.records import Variant, as_float, as_int
@@ -46,6 +47,7 @@ class Releasing(Protocol):
     _release: Release | None
     _stepper: Stepper
     _offload: Offload
+    _watch: Watch | None
 
     def _owner(self) -> Owner:
         """Return its class, groups and states."""
@@ -343,7 +345,12 @@ class Release:
             one.sums.clear()
             one.summed = 0
         self._clip_one(one)
+        watch = self.optimizer._watch
+        own = Entry(one.p, one.group, one.number, one.place, one.group["positions"][0], one.name)
+        sampled = [] if watch is None else watch.begin(owner, [own])
         one.step(owner)
+        if watch is not None:
+            watch.end(sampled)
         one.p.grad = None
         one.summed = 0
         one.updates += 1

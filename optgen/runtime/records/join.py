@@ -180,12 +180,14 @@ class PlanRecord:
 
 
 class Reference(NamedTuple):
-    """The eager functions of a variant, see runtime/reference/stored.py; those of whole matrices are in `module`."""
+    """The eager functions of a variant, see runtime/reference/stored.py; those of whole matrices are in `module`,
+    those of the plan in `codecs`."""
 
     step: Callable[..., Any]
     decode: Callable[..., Mapping[str, Tensor]]
     encode: Callable[..., Mapping[str, Tensor]]
     module: ModuleType | None = None
+    codecs: ModuleType | None = None
 
 
 @dataclass(frozen=True, eq=False)
