@@ -12,6 +12,7 @@ they move on with every watched step, so that none stays unseen.  A norm is that
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
 import os
@@ -25,6 +26,7 @@ from torch._compile import _disable_dynamo
 
 from optgen.runtime.checkpoint import checkpoint
 from optgen.runtime.layout import plans, sharding
+from optgen.runtime.layout.plans import Label
 from optgen.runtime.options import entries
 from optgen.runtime.options.entries import Entry, Owner
 from optgen.runtime.records import EIGHT, PACK, Field, Variant, as_int
@@ -49,62 +51,72 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 class Spots(NamedTuple):
-    """The sampled elements of a flat tensor: `count` runs of `length` elements, `stride` apart, from `start` on."""
+    """The sampled entries of a flat tensor whose EIGHT elements have `width` entries.
 
-    count: int
-    length: int
-    stride: int
-    start: int
+    size, strides  of a view of them: runs in which they are, and entries of a run
+    step, moves    how far the runs move from one watched step to the next, before which distance they begin again
+    """
+
+    size: tuple[int, int]
+    strides: tuple[int, int]
+    step: int
+    moves: int
 
     @classmethod
-    def of(cls, numel: int, sample: int, turn: int) -> Spots:
-        if numel <= max(sample, RUN):
-            return cls(1, numel, 0, 0)
-        count = max(1, sample // RUN)
-        stride = numel // count // EIGHT * EIGHT
-        return cls(count, RUN, stride, turn * RUN % (stride - RUN + EIGHT))
+    def of(cls, entries: int, sample: int, width: int) -> Spots:
+        run, most = RUN * width // EIGHT, sample * width // EIGHT
+        if entries <= max(most, run):
+            return cls((1, entries), (entries, 1), 0, 1)
+        count = max(1, most // run)
+        stride = entries // count // width * width
+        return cls((count, run), (stride, 1), run, stride - run + width)
 
     @property
-    def runs(self) -> int:
-        """Rows of RUN elements that they fill in a buffer."""
-        return -(-self.count * self.length // RUN)
+    def entries(self) -> int:
+        return self.size[0] * self.size[1]
 
-    def view(self, flat: Tensor, width: int = EIGHT) -> Tensor:
-        """Return a view (count, length) of a flat tensor whose EIGHT elements have `width` entries."""
-        count, *sizes = self
-        length, stride, start = (size * width // EIGHT for size in sizes)
-        return flat.as_strided((count, length), (stride, 1), flat.storage_offset() + start)
+    def view(self, t: Tensor, turn: int) -> Tensor:
+        """Return the view at a watched step."""
+        if not t.is_contiguous() or t.is_neg():
+            t = t.resolve_neg().contiguous()
+        return t.as_strided(self.size, self.strides, t.storage_offset() + turn * self.step % self.moves)
 
 
 class Buffer:
     """The sampled entries of one kind of tensor, of all parameters of a table, before and after a step.
 
-    entries  of dtype, (2, runs in all, RUN elements); `fill` where nothing was sampled
+    entries  (2, runs in all, entries of RUN elements); `fill` where nothing was sampled
     owners   int64, (runs in all): the row of the table
     sampled  elements of each row
     once     whether they are sampled before the step only
     """
 
-    def __init__(self, tensors: list[Tensor], spots: list[Spots], device: torch.device, width: int = EIGHT, fill: float = 0, once: bool = False) -> None:
-        runs, self.once = [one.runs for one in spots], once
-        self.sampled = [one.count * one.length for one in spots]
-        shape, kind = (2 - once, sum(runs), RUN * width // EIGHT), tensors[0].dtype
-        self.entries = torch.full(shape, fill, dtype=kind, device=device)
-        self.owners = torch.repeat_interleave(torch.arange(len(runs)), torch.tensor(runs)).to(device, non_blocking=True)
-        self.sources = [one.view(flat, width) for one, flat in zip(spots, tensors, strict=True)]
+    def __init__(self, like: list[Tensor], sample: int, device: torch.device, field: Field | None, once: bool = False):
+        width = field.width if field is not None and field.per == EIGHT else EIGHT
+        self.once, self.spots = once, [Spots.of(t.numel(), sample, width) for t in like]
+        run = RUN * width // EIGHT
+        runs = [-(-one.entries // run) for one in self.spots]
+        self.sampled = [one.entries * EIGHT // width for one in self.spots]
+        fill = field.zero if field is not None and field.owner == "p" else 0
+        self.entries = torch.full((2 - once, sum(runs), run), fill, dtype=like[0].dtype, device=device)
+        self.owners = torch.tensor([k for k, n in enumerate(runs) for _ in range(n)]).to(device)
         self._targets: list[list[Tensor]] = []
         for half in self.entries.flatten(1).unbind():
-            start, found = 0, []
-            for one, source in zip(spots, self.sources, strict=True):
-                found.append(half[start : start + source.numel()].view(source.shape))
-                start += one.runs * self.entries.shape[2]
-            self._targets.append(found)
+            starts = itertools.accumulate((n * run for n in runs), initial=0)
+            both = zip(self.spots, starts, strict=False)
+            self._targets.append([half[start : start + one.entries].view(one.size) for one, start in both])
 
-    def take(self, after: int) -> None:
-        """Copy what the tensors hold now to the entries before (0) or after (1) the step; then they are let go."""
-        torch._foreach_copy_(self._targets[after], self.sources)
-        if after or self.once:
-            self.sources, self._targets = [], []
+    def begin(self, tensors: Iterable[Tensor], turn: int) -> None:
+        """Copy what the tensors hold before the step."""
+        self._sources = [one.view(t, turn) for one, t in zip(self.spots, tensors, strict=True)]
+        torch._foreach_copy_(self._targets[0], self._sources)
+        if self.once:
+            self._sources = []
+
+    def end(self) -> None:
+        """Copy what they hold after it."""
+        torch._foreach_copy_(self._targets[1], self._sources)
+        self._sources = []
 
     def sum(self, *columns: Tensor) -> Tensor:
         """Return the sums (rows, columns) of values (runs)."""
@@ -157,36 +169,35 @@ def coded(variant: Variant, owner: str) -> tuple[Field, ...]:
 
 
 class Table:
-    """The measurements of parameters that are stored alike, around one step."""
+    """The measurements of parameters that are stored alike, and were around the last watched step."""
 
-    def __init__(self, pair: Pair, variant: Variant, found: list[tuple[Entry, Tensor, Tensor, Any]], watch: Watch):
+    def __init__(self, pair: Pair, variant: Variant, found: list[Sampled], sample: int) -> None:
         self.pair, self.variant = pair, variant
-        self.names = [str(entry.name) for entry, *_ in found]
-        self.numel = [p.numel() for _, p, _, _ in found]
-        device = found[0][1].device
+        self.names = [str(one.name) for one in found]
+        self.numel = [one.p.numel() for one in found]
+        device = found[0].p.device
+        self.gradient = Buffer([one.g for one in found], sample, device, None, once=True)
+        self.weight = [Buffer([one.p for one in found], sample, device, None)]
+        fields = [(f, Buffer([one.kept[f.name] for one in found], sample, device, f)) for f in coded(variant, "p")]
+        self.weight += [buffer for _, buffer in fields]
+        self.states: dict[str, list[Buffer]] = {}
+        for owner in variant.states:
+            for f in coded(variant, owner):
+                fields.append((f, Buffer([one.kept[f.name] for one in found], sample, device, f)))
+                self.states.setdefault(owner, []).append(fields[-1][1])
+        self._fields = fields
 
-        def buffer(tensors: list[Tensor], width: int = EIGHT, **options: Any) -> Buffer:
-            flat = [_flat(t) for t in tensors]
-            spots = [Spots.of(t.numel() // width * EIGHT if width < EIGHT else t.numel(), watch.sample, watch.turn)
-                     for t in flat]  # fmt: skip
-            return Buffer(flat, spots, device, width, **options)
+    def begin(self, found: list[Sampled], turn: int) -> None:
+        """Sample weights, gradients and states before a step."""
+        self.gradient.begin([one.g for one in found], turn)
+        self.weight[0].begin([one.p for one in found], turn)
+        for f, buffer in self._fields:
+            buffer.begin([one.kept[f.name] for one in found], turn)
 
-        self.weight = [buffer([p for _, p, _, _ in found])]
-        self.gradient = buffer([g for *_, g, _ in found], once=True)
-        kept = [one for *_, one in found]
-        self.weight += [buffer([one[f.name] for one in kept], fill=f.zero) for f in coded(variant, "p")]
-        self.states = {
-            owner: [buffer([one[f.name] for one in kept], f.width if f.per == EIGHT else EIGHT) for f in of]
-            for owner in variant.states
-            if (of := coded(variant, owner))
-        }
-        self.gradient.take(0)
-        self.take(0)
-
-    def take(self, after: int) -> None:
-        for buffers in (self.weight, *self.states.values()):
-            for one in buffers:
-                one.take(after)
+    def end(self) -> None:
+        """Sample weights and states after it."""
+        for buffer in (self.weight[0], *(buffer for _, buffer in self._fields)):
+            buffer.end()
 
     def reduce(self) -> Tensor:
         """Return the sums of each parameter: fp32 (parameters, 7 and 2 for each state)."""
@@ -222,14 +233,10 @@ class Table:
             shift += width
         at_end = torch.count_nonzero((code[1] == limits[0]) | (code[1] == limits[1]), 1)
         if 0 in limits:  # where nothing was sampled
-            lacking = [one * RUN - n for one, n in zip(self._runs(first), first.sampled, strict=True)]
+            lacking = [-n % RUN for n in first.sampled]
             beside = torch.tensor([[0.0, float(n)] for n in lacking]).to(code.device, non_blocking=True)
             return first.sum(torch.count_nonzero(code[0] != code[1], 1), at_end) - beside
         return first.sum(torch.count_nonzero(code[0] != code[1], 1), at_end)
-
-    @staticmethod
-    def _runs(buffer: Buffer) -> list[int]:
-        return [-(-n // RUN) for n in buffer.sampled]
 
     def rows(self, sums: list[list[float]]) -> dict[str, Numbers]:
         """Return the numbers of each parameter, by name."""
@@ -253,12 +260,22 @@ class Table:
         return made
 
 
+def _same(a: list[object], b: list[object]) -> bool:
+    """Return True if both list the same tensors and equal other things."""
+    return len(a) == len(b) and all(x is y or (not isinstance(x, Tensor) and x == y) for x, y in zip(a, b, strict=True))
+
+
 def _over(a: float, b: float) -> float:
     return a / b if b else math.nan
 
 
-def _flat(t: Tensor) -> Tensor:
-    return t.detach().resolve_neg().reshape(-1)
+class Sampled(NamedTuple):
+    """The parts on this rank of a parameter, its gradient and its state."""
+
+    name: Label
+    p: Tensor
+    g: Tensor
+    kept: Mapping[str, Any]
 
 
 class Pending(NamedTuple):
@@ -268,6 +285,17 @@ class Pending(NamedTuple):
     tables: list[Table]
     sums: list[Tensor]
     event: Any
+
+
+class Known(NamedTuple):
+    """The tables of some parameters, valid while `signature` is unchanged; parameters are held, states are not.
+
+    rows  the positions in the list of parameters, for each table
+    """
+
+    signature: list[object]
+    tables: list[Table]
+    rows: list[list[int]]
 
 
 class Watch:
@@ -287,13 +315,14 @@ class Watch:
         self.turn, self.step = 0, -1
         self._owner, self._to, self._close = owner, *sink(name, to, path)
         self._tables: list[Table] = []
+        self._known: dict[int | None, Known] = {}
         self._pending: list[Pending] = []
 
     def begin(self, owner: Owner, only: Iterable[Entry] | None = None) -> list[Table]:
         """Sample parameters before their step, if it is a watched one; `only`: of released gradients, these alone."""
         if self.step < 0:  # the host waits here, once
-            kept = (state.of(owner.states, entry.p) for entry in entries.of(owner.groups))
-            self.step = max((state.step_count(one["step"]) or 0 for one in kept if one), default=0)
+            begun = (state.of(owner.states, entry.p) for entry in entries.of(owner.groups))
+            self.step = max((state.step_count(one["step"]) or 0 for one in begun if one), default=0)
         if (self.step + 1) % self.every:
             return []
         if counting.capturing():
@@ -301,23 +330,44 @@ class Watch:
                 f"{owner.cls.__name__}.watch: a CUDA graph is being captured, which would repeat one measurement into "
                 f"the same memory: call remove() on what watch() returned before the capture"
             )
-        alike: dict[object, tuple[Pair, Variant, list[tuple[Entry, Tensor, Tensor, Any]]]] = {}
+        listed: list[tuple[Entry, Sampled]] = []
+        signature: list[object] = []
         for entry in entries.of(owner.groups) if only is None else only:
-            p, g, kept = sharding.local(entry.p), sharding.local(entry.p.grad), state.of(owner.states, entry.p)
-            if g is None or not kept or not p.numel() or g.layout is not torch.strided or g.shape != p.shape:
-                continue  # its first step makes its state; what else does not fit, the step refuses
-            _, pair, variant = checkpoint.select(owner.cls, owner.groups[entry.number], entry.p, entry.name, kept)
-            here = sharding.locals_of(kept)
-            key = pair.name, id(variant), p.device, p.dtype, g.dtype, *(here[f.name].dtype for f in variant.fields)
-            alike.setdefault(key, (pair, variant, []))[2].append((entry, p, state.materialized(g), here))
+            p, g, kept = entry.p, entry.p.grad, state.of(owner.states, entry.p)
+            if g is None or not kept:  # a first step makes the state
+                continue
+            if type(p) is not torch.nn.Parameter:
+                p, g, kept = sharding.local(p), sharding.local(g), sharding.locals_of(kept)
+            if not p.numel() or g.layout is not torch.strided or g.shape != p.shape:  # what does not fit, the step says
+                continue
+            listed.append((entry, Sampled(entry.name, p.detach(), state.materialized(g), kept)))
+            signature += [entry.p, entry.name, p.shape, g.dtype, *kept]
+        if not listed:
+            return []
         with torch.no_grad():
-            return [Table(pair, variant, found, self) for pair, variant, found in alike.values()]
+            key = None if only is None else id(listed[0][0].p)
+            known = self._known.get(key)
+            if known is None or not _same(known.signature, signature):
+                known = self._known[key] = self._sort(owner, listed, signature)
+            for table, rows in zip(known.tables, known.rows, strict=True):
+                table.begin([listed[k][1] for k in rows], self.turn)
+        return known.tables
+
+    def _sort(self, owner: Owner, listed: list[tuple[Entry, Sampled]], signature: list[object]) -> Known:
+        """Make a table for the parameters that are stored alike."""
+        alike: dict[object, tuple[Pair, Variant, list[int]]] = {}
+        for k, (entry, one) in enumerate(listed):
+            group = owner.groups[entry.number]
+            _, pair, variant = checkpoint.select(owner.cls, group, entry.p, entry.name, one.kept)
+            alike.setdefault((pair.name, id(variant), one.p.device, one.g.dtype), (pair, variant, []))[2].append(k)
+        tables = [Table(*of, [listed[k][1] for k in rows], self.sample) for *of, rows in alike.values()]
+        return Known(signature, tables, [rows for *_, rows in alike.values()])
 
     def end(self, tables: list[Table]) -> None:
         """Sample parameters after their step."""
         with torch.no_grad():
             for table in tables:
-                table.take(1)
+                table.end()
         self._tables += tables
 
     @_disable_dynamo
@@ -404,7 +454,7 @@ def sink(name: str, to: Callback | str, path: Any) -> tuple[Callback, Callable[[
         except ImportError as error:
             how = "pip install tensorboard"
             raise ImportError(f'{name}: to="tensorboard" needs the package tensorboard: {how}') from error
-        writer: Any = SummaryWriter(None if path is None else os.fspath(path))  # type: ignore[no-untyped-call]
+        writer: Any = SummaryWriter(None if path is None else os.fspath(path))
         return functools.partial(_write_scalars, writer), writer.close
     lacks = "to=\"jsonl\" needs path=, the file that lines are appended to" if to == "jsonl" else (
         f'to must be a function of (step, numbers by name), "tensorboard" or "jsonl", got {to!r}'
