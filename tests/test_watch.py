@@ -1,0 +1,131 @@
+"""The flight recorder: its numbers against torch's on whole tensors, its sample, and that it changes nothing."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import optgen
+from optgen.optim import AdamW, Lion
+from optgen.runtime.layout import plans
+from optgen.runtime.modes import watch
+
+SHAPES = {"matrix": (96, 72), "odd": (7, 11, 3), "scalar": ()}
+
+
+def made(plan: str, dtype: torch.dtype = torch.bfloat16, **options: Any) -> tuple[Any, dict[str, nn.Parameter]]:
+    torch.manual_seed(1)
+    params = {name: nn.Parameter(torch.randn(shape, dtype=dtype)) for name, shape in SHAPES.items()}
+    return AdamW(params.items(), lr=1e-2, plan=plan, backend="reference", **options), params
+
+
+def train(opt: Any, params: dict[str, nn.Parameter], steps: int) -> None:
+    for _ in range(steps):
+        for p in params.values():
+            p.grad = torch.randn_like(p)
+        opt.step()
+
+
+@pytest.mark.filterwarnings("ignore:.*discouraged")
+@pytest.mark.parametrize("plan", ["fp32", "int8_split24", "int6_split24", "bf16_kahan", "split32", "lpmm4"])
+def test_numbers_are_those_of_whole_tensors(plan: str) -> None:
+    """fp32 sums of n elements in runs of 256: relative errors below 256 * 2^-24, and the same of torch's own."""
+    opt, params = made(plan)
+    got: list[tuple[int, dict[str, Any]]] = []
+    train(opt, params, 3)
+    opt.watch(2, to=lambda *one: got.append(one), sample=math.inf)
+    before, codes = opt.master_weights(), {n: opt.state[p].get("exp_avg_codes") for n, p in params.items()}
+    old = {name: None if c is None else c.clone() for name, c in codes.items()}
+    train(opt, params, 1)
+    ((step, rows),) = got
+    assert step == 4 and rows.keys() == params.keys()
+    for name, p in params.items():
+        weight, row, g = opt.master_weights()[name], rows[name], p.grad.float()
+        update = weight - before[name]
+        wanted = {
+            "weight_norm": weight.norm(), "gradient_norm": g.norm(), "update_norm": update.norm(),
+            "ratio": update.norm() / weight.norm(), "largest_ratio": (update / weight).abs().max(),
+            "cosine": -(update * g).sum() / update.norm() / g.norm(),
+        }  # fmt: skip
+        for key, value in wanted.items():
+            assert row[key] == pytest.approx(float(value), rel=1e-4, abs=1e-4 if key == "cosine" else 0), key
+        assert row["elements"] == row["sampled"] == p.numel() and row["nonfinite_gradients"] == 0
+        if codes[name] is not None and plan == "int8_split24":
+            still = float((codes[name] == old[name]).double().mean())
+            assert row["exp_avg_still"] == pytest.approx(still, abs=1e-6)
+            assert row["exp_avg_at_end"] == pytest.approx(float(((codes[name] - 1) >= 254).double().mean()), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("plan", "state", "codes"),
+    [("int8_split24", "exp_avg", (1, 255)), ("int6_split24", "exp_avg", (1, 63)), ("int5_split24", "exp_avg", (1, 31)),
+     ("int8_split24", "exp_avg_sq", (0, 255)), ("torchao_fp8", "exp_avg", (0xFE, 0x7E)), ("bf16", "exp_avg", None)],
+)  # fmt: skip
+def test_ends_are_those_of_the_format(plan: str, state: str, codes: tuple[int, int] | None) -> None:
+    pair = plans.load(AdamW, plan)
+    variant = next(v for v in pair.variants if v.param == "bfloat16" and not v.small and not v.vector)
+    assert watch.ends(pair, variant, state) == codes
+
+
+def test_sample_moves_on_and_is_scaled() -> None:
+    """Weights of one size: the scaled norm is exact whatever is sampled, and turns reach every run."""
+    opt, p = None, nn.Parameter(torch.full((64, 128), 0.5))
+    opt, got = Lion([p], lr=0.25, plan="fp32", backend="reference"), []
+    opt.watch(1, to=lambda step, rows: got.append(rows["0"]), sample=512)
+    for k in range(20):
+        p.grad = torch.ones_like(p)
+        if k:
+            p.grad.view(-1)[5000] = math.nan  # in one of 16 places of the second run
+        opt.step()
+        p.data.fill_(0.5)
+    assert all(row["sampled"] == 512 and row["elements"] == 8192 for row in got)
+    assert 0 < sum(row["nonfinite_gradients"] > 0 for row in got) < len(got)
+    first = got[0]
+    assert first["gradient_norm"] == pytest.approx(math.sqrt(8192)) or math.isnan(first["gradient_norm"])
+
+
+def test_bits_are_those_of_an_unwatched_run(tmp_path: Path) -> None:
+    """Also with released gradients; lines are JSON, and the state dict has nothing of it."""
+    results = []
+    for mode in ("plain", "watched", "released"):
+        opt, params = made("int8_split24")
+        if mode == "released":
+            opt.release_gradients()
+        if mode != "plain":
+            opt.watch(2, to="jsonl", path=tmp_path / mode)
+        torch.manual_seed(2)
+        for _ in range(4):
+            grads = [torch.randn_like(p) for p in params.values()]
+            sum((p * g).sum() for p, g in zip(params.values(), grads, strict=True)).backward()
+            opt.step()
+            opt.zero_grad()
+        results.append(opt.state_dict()["state"])
+        if mode != "plain":
+            rows = [json.loads(line) for line in (tmp_path / mode).read_text().splitlines()]
+            assert [(row["step"], row["name"]) for row in rows] == [(s, n) for s in (2, 4) for n in SHAPES], mode
+    for other in results[1:]:
+        for a, b in zip(results[0].values(), other.values(), strict=True):
+            assert a.keys() == b.keys()
+            assert all(torch.equal(torch.as_tensor(a[key]), torch.as_tensor(b[key])) for key in a)
+
+
+def test_refusals_and_several() -> None:
+    opt, _ = made("fp32")
+    for options, text in (({"to": "csv"}, "got 'csv'"), ({"to": "jsonl"}, "needs path="), ({"every": 0}, "every must")):
+        with pytest.raises(ValueError, match=text):
+            opt.watch(**{"to": print, **options})
+    with opt.watch(to=print), pytest.raises(RuntimeError, match="watched already"):
+        opt.watch(to=print)
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+    both, got = optgen.make({"0": "lion", "*": "adamw"}, model), []
+    with both.watch(1, to=lambda step, rows: got.append((step, sorted(rows)))):
+        for _ in range(2):
+            model(torch.randn(4, 8)).square().sum().backward()
+            both.step()
+    assert got == [(2, ["0.bias", "0.weight"]), (2, ["1.bias", "1.weight"])]
+    both.step()
+    assert len(got) == 2
