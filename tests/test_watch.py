@@ -110,7 +110,8 @@ def test_bits_are_those_of_an_unwatched_run(tmp_path: Path) -> None:
             lines = sorted((row["step"], row["name"]) for row in rows)  # backward has an order of its own
             assert lines == [(s, n) for s in (2, 4) for n in sorted(SHAPES)], mode
     for other in results[1:]:
-        for a, b in zip(results[0].values(), other.values(), strict=True):
+        for k, a in results[0].items():
+            b = other[k]
             assert a.keys() == b.keys()
             assert all(torch.equal(torch.as_tensor(a[key]), torch.as_tensor(b[key])) for key in a)
 
