@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,12 @@ from tests.training import bits, everything, give, params_of, states, train
 
 SHAPES = [(6, 10), (9, 4), (3, 8, 8), (1, 5), (5, 1), (7,), (0, 4)]
 STEPS = 4
+
+
+@pytest.fixture(autouse=True)
+def compiled_faster() -> Iterator[None]:
+    with unoptimized():
+        yield
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
@@ -328,14 +334,13 @@ MODES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 def test_modes_have_the_bits_of_plain_steps(mode: Callable[[Any], Any]) -> None:
-    with unoptimized():
-        plain, other = soap("cpp", stagger=True), soap("cpp", stagger=True)
-        mode(other)
-        for step in range(5):
-            for opt in (plain, other):
-                Net(params_of(opt)).loss(step).backward()
-                opt.step()
-                opt.zero_grad()
+    plain, other = soap("cpp", stagger=True), soap("cpp", stagger=True)
+    mode(other)
+    for step in range(5):
+        for opt in (plain, other):
+            Net(params_of(opt)).loss(step).backward()
+            opt.step()
+            opt.zero_grad()
     assert (bits(params_of(plain)), states(plain)) == (bits(params_of(other)), states(other))
 
 
