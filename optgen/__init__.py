@@ -13,7 +13,7 @@
 `import optgen` itself imports nothing: generated code needs `optgen.runtime` only.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "StableEmbedding", "__version__", "attention_heads", "cast_model", "compile", "keep_states_fp32", "list",
     "list_rules", "load_checkpoint", "make", "save_checkpoint", "take_states",
