@@ -69,9 +69,11 @@ RULES = (
 FEWER = (*PLANS[1:], "int4_split24")
 SOAP = {"lr": 3e-3, "weight_decay": 0.1}
 LOW_RANK = {"lr": 1e-2, "weight_decay": 0.1, "rank": Size().width // 4}
+MUON = {"lr": 2e-2, "weight_decay": 0.1, "adamw_lr": 2e-3}
 TUNED = (  # lr: the authors' default, at which the search begins; adamw_lr: the one found for AdamW
     Rule("AdamW", "adamw", {**ADAMW, "lr": 1e-3}),
-    Rule("Muon", "muon", {"lr": 2e-2, "weight_decay": 0.1, "adamw_lr": 2e-3}, {"adamw": True}, FEWER),
+    Rule("Muon", "muon", MUON, {"adamw": True}, FEWER),
+    Rule("Muon, low rank", "low_rank_muon", MUON, {"adamw": True}, FEWER[1:], control="Muon"),
     Rule("SOAP", "soap", SOAP, plans=FEWER),
     Rule("SOAP, control", "soap", {**SOAP, "precondition_frequency": 9}, plans=PLANS[:1], control="SOAP"),
     Rule("SOAPMuon", "soap_muon", {"lr": 3.75e-2, "weight_decay": 0.1, "adamw_lr": 2e-3}, {"adamw": True}),
@@ -343,7 +345,7 @@ def tuned(found: Found, seeds: int) -> list[Verdict]:
         lr, _ = rate_found(rule, found)
         for plan in rule.plans:
             with suppress(KeyError):
-                label = rule.name if rule.control else f"{rule.name}, {plan}"
+                label = rule.name if plan == "fp32" else f"{rule.name}, {plan}"
                 verdicts.append(verdict(found, rule, plan, lr, seeds, label))
     return verdicts
 

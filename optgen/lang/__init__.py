@@ -6,13 +6,13 @@ from optgen.lang.declare import (
     orthogonal, row, scalar, shape_flag, state, symmetric, tensor_state, triangular,
 )
 from optgen.lang.matrices import (
-    bjorck, cholesky, column_norms, eigenvectors, finite, gram, identity, inverse_root, newton_schulz, normal,
-    orthogonal_iteration, polar, power_iteration, qr, singular_vectors, solve_triangular, sorting, svd_lowrank,
+    bjorck, cholesky, column_norms, eigenvectors, finite, gram, identity, inverse_root, newton_schulz, norm_lower_bound,
+    normal, orthogonal_iteration, polar, power_iteration, qr, singular_vectors, solve_triangular, sorting, svd_lowrank,
     top_rows, trace, transpose, triangle, uniform, unwide, wide, zero_product,
 )
 from optgen.lang.optimizer import optimizer
 from optgen.lang.reductions import (
-    amax, col_max, col_mean, col_sum, columns, dot, elements, mat_mean, mat_norm, mean, model_dot, model_norm,
+    amax, col_max, col_mean, col_sum, columns, dot, elements, mat_max, mat_mean, mat_norm, mean, model_dot, model_norm,
     model_total,
     norm, rms, row_max, row_mean, row_sum, rows, total,
 )
@@ -24,11 +24,12 @@ from optgen.lang.values import (
 __all__ = [
     "FlagDecl", "HostStateDecl", "HyperDecl", "Spec", "StateDecl", "Trace", "Value", "amax", "bjorck", "cbrt",
     "cholesky", "clip", "clipped", "col", "col_max", "col_mean", "col_sum", "column_norms", "columns", "dot",
-    "eigenvectors", "elements", "equal", "exp", "finite", "flag", "floor", "gram", "hyper", "identity", "inverse_root",
-    "log", "lookahead", "low_rank", "low_rank_state", "mat_mean", "mat_norm", "matrix_state", "maximum", "mean",
-    "minimum", "model_dot", "model_norm", "model_state", "model_total", "newton_schulz", "nonneg", "norm", "normal",
-    "optimizer", "orthogonal", "orthogonal_iteration", "polar", "power", "power_iteration", "qr", "rint", "rms", "row",
-    "row_max", "row_mean", "row_sum", "rows", "rsqrt", "scalar", "shape_flag", "sign", "singular_vectors",
-    "solve_triangular", "sorting", "sqrt", "square", "state", "svd_lowrank", "symmetric", "tensor_state", "top_rows",
-    "total", "trace", "transpose", "triangle", "triangular", "uniform", "unwide", "where", "wide", "zero_product",
+    "eigenvectors", "elements", "equal", "exp", "finite", "flag", "floor", "gram", "hyper", "identity",
+    "inverse_root", "log", "lookahead", "low_rank", "low_rank_state", "mat_max", "mat_mean", "mat_norm",
+    "matrix_state", "maximum", "mean", "minimum", "model_dot", "model_norm", "model_state", "model_total",
+    "newton_schulz", "nonneg", "norm", "norm_lower_bound", "normal", "optimizer", "orthogonal",
+    "orthogonal_iteration", "polar", "power", "power_iteration", "qr", "rint", "rms", "row", "row_max", "row_mean",
+    "row_sum", "rows", "rsqrt", "scalar", "shape_flag", "sign", "singular_vectors", "solve_triangular", "sorting",
+    "sqrt", "square", "state", "svd_lowrank", "symmetric", "tensor_state", "top_rows", "total", "trace",
+    "transpose", "triangle", "triangular", "uniform", "unwide", "where", "wide", "zero_product",
 ]  # fmt: skip

@@ -138,6 +138,11 @@ def triangle(x: Num) -> Any:
     return _call("triangle", (x,))
 
 
+def norm_lower_bound(x: Num) -> Any:
+    """A lower bound of the spectral norm of a symmetric x, usually above 0.7 of it, in every place of its shape."""
+    return _call("norm_lower_bound", (x,))
+
+
 def identity(x: Num) -> Any:
     """The identity matrix of the shape of a square x."""
     return _call("identity", (x,))
@@ -237,7 +242,9 @@ def _recorded(node: ir.Node, x: Value) -> Value:
     return Value(node, x.record)
 
 
-_OF_SQUARES = frozenset({"eigenvectors", "sorting", "inverse_root", "newton_root", "cholesky", "triangle", "identity"})
+_OF_SQUARES = frozenset(
+    "eigenvectors sorting inverse_root newton_root cholesky triangle identity norm_lower_bound".split()
+)
 _OF_BASES = frozenset({"singular_vectors", "svd_lowrank", "power_iteration"})  # of one and the matrix that it is of
 
 

@@ -153,7 +153,7 @@ _ROWS = (
     Prim("block_min", "i", "smallest of the block, by floats' bits; NaN if any is NaN", space="block"),
     # reductions over larger scopes
     *(Prim(f"{scope}_sum", "n", space=scope, combine="add") for scope in ("row", "col", "mat", "tensor")),
-    *(Prim(f"{scope}_max", "n", space=scope, combine="max") for scope in ("row", "col", "tensor")),
+    *(Prim(f"{scope}_max", "n", space=scope, combine="max") for scope in ("row", "col", "mat", "tensor")),
     Prim("model_sum", "n", "over all parameters that have a gradient", space="model", combine="add"),
     # between columns and the indices of the dimensions that they are made of
     Prim("axis_max", "n", "of columns: for each index of a dimension the largest of the columns that have it",
@@ -197,7 +197,7 @@ CALLS = {
     "orthogonal_iteration": 2, "solve_triangular": 2, "triangle": 1, "identity": 1, "polar": 1,
     "unwide": 2, "singular_vectors": 2, "column_norms": 2, "normal": 1, "uniform": 1,
     "top_rows": 1, "newton_schulz_of_rows": 1, "finite": 2,
-    "newton_root": 1, "bjorck": 1, "power_iteration": 2, "svd_lowrank": 2,
+    "newton_root": 1, "bjorck": 1, "power_iteration": 2, "svd_lowrank": 2, "norm_lower_bound": 1,
 }  # fmt: skip
 """Function of whole matrices -> how many of its operands are matrices."""
 

@@ -125,11 +125,11 @@ def by_rows(program: Program) -> Program:
         if reduces_model(node) and node.args[0].space.name != "tensor":
             return ir.op("model_sum", rule(ir.op("tensor_sum", node.args[0])))
         if (
-            node.op == "mat_sum"
+            node.op in ("mat_sum", "mat_max")
             and node.args[0].space == spaces.elem
             or (node.op in ("tensor_sum", "tensor_max") and matrices and not is_small(node.args[0]))
         ):
-            rows = "row_max" if node.op == "tensor_max" else "row_sum"
+            rows = "row_max" if node.op.endswith("_max") else "row_sum"
             return ir.op(node.op, ir.op(rows, node.args[0]))
         return node
 
