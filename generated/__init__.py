@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from .galore import GaLore as GaLore
     from .grams import Grams as Grams
     from .kl_shampoo import KLShampoo as KLShampoo
+    from .psgd_kron import Kron as Kron
     from .lamb import LAMB as LAMB
     from .lars import LARS as LARS
     from .laprop import LaProp as LaProp
@@ -103,6 +104,7 @@ _MODULES = {
     "GaLore": "galore",
     "Grams": "grams",
     "KLShampoo": "kl_shampoo",
+    "Kron": "psgd_kron",
     "LAMB": "lamb",
     "LARS": "lars",
     "LaProp": "laprop",
@@ -169,6 +171,7 @@ __all__ = [
     "GaLore",
     "Grams",
     "KLShampoo",
+    "Kron",
     "LAMB",
     "LARS",
     "LaProp",

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from optgen import optim
-from optgen.lang import eigenvectors, gram, singular_vectors
+from optgen.lang import eigenvectors, gram, normal, singular_vectors
 from tests.harness import spec_of
 from tests.oracles import BASES, IN_BASES
 
@@ -192,6 +192,37 @@ def test_soap_muon_is_the_record(backend: str, shape: tuple[int, ...]) -> None:
     assert (exact - start).abs().max() > 0.09
 
 
+@pytest.mark.parametrize("shape", [(6, 10), (12, 5), (8, 8), (1, 7), (7, 1), (7,), (8200, 4), (3, 8200)], ids=str)
+@pytest.mark.parametrize("backend", ["fp64", "reference", "cpp", "triton"])
+def test_kron_is_pytorch_optimizers(backend: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Given the same random numbers, for vectors ones.  Theirs are solved with in fp32.  An error of a factor reaches a
+    step through two factors of either side, and those of earlier steps stay."""
+    if backend == "triton" and math.prod(shape) > 1000:
+        pytest.skip("the interpreter takes minutes")
+    start, spec = torch.randn(shape, generator=torch.Generator().manual_seed(1)), spec_of("psgd_kron")
+    options = {"lr": LR, "weight_decay": 0.1 if len(shape) > 1 else 0.0, "momentum": 0.7}
+    ours, states, p, other = start.double(), {}, nn.Parameter(start.clone()), nn.Parameter(start.double())
+    opt = optim.Kron([p], plan="fp32", backend="auto" if backend == "fp64" else backend, **options)
+    prob = {"pre_conditioner_update_probability": 1.0, "precondition_dtype": torch.float64}
+    theirs, most = pytorch_optimizer.Kron([other], **options, **prob), 4 * 2.0**-24
+    for t, g in enumerate(gradients(shape), 1):
+        noise = normal(torch.zeros(shape), t) if len(shape) > 1 else torch.ones(shape)
+        monkeypatch.setattr(torch, "randn_like", lambda x, noise=noise, **_: noise.to(x.dtype))
+        other.grad = g.double()
+        theirs.step()
+        if backend == "fp64":
+            ours, states, _ = spec.evaluate(ours, g.double(), t, states, **options)
+        else:
+            p.grad = g
+            opt.step()
+            ours = p.detach().double()
+        bent = math.prod(float(torch.linalg.cond(q.diag() if q.ndim < 2 else q)) for q in theirs.state[other]["Q"] if len(q) < 99)
+        most += 2.0**-24 * (4 + LR * t * math.sqrt(sum(shape)) * bent**2)
+        print(t, float((ours - other).abs().max()), most, bent)
+        assert (ours - other).abs().max() <= most, t
+    assert (other - start).abs().max() > 0.09
+
+
 @pytest.mark.parametrize("name", [*CASES, *OWN])
 def test_a_gradient_that_is_nan_spoils_its_own_parameter_alone(name: str) -> None:
     """Also where a decomposition takes both matrices at a time."""
@@ -210,7 +241,8 @@ def test_a_gradient_that_is_nan_spoils_its_own_parameter_alone(name: str) -> Non
 
 @pytest.mark.parametrize("size", [1e13, 1e19, 1e30])
 @pytest.mark.parametrize(
-    "cls", [optim.KLShampoo, optim.LowRankMuon, optim.SOAP, optim.SOAPMuon, optim.StableAdamW, optim.StableSPAM]
+    "cls",
+    [optim.KLShampoo, optim.Kron, optim.LowRankMuon, optim.SOAP, optim.SOAPMuon, optim.StableAdamW, optim.StableSPAM],
 )
 def test_a_gradient_whose_square_fp32_has_not_leaves_a_parameter_finite(cls: Any, size: float) -> None:
     p = nn.Parameter(torch.zeros(16, 30))

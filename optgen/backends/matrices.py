@@ -68,6 +68,7 @@ SPELL: dict[str, Spelling] = {
     "sqrt": _method("sqrt()"),
     "sign": _method("sign()"),
     "mat_sum": _method("sum((-2, -1), keepdim=True)"),
+    "mat_max": _method("amax((-2, -1), keepdim=True)"),
     "max": _limit("min", "maximum"),
     "min": _limit("max", "minimum"),
     "where": _where,

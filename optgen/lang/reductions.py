@@ -35,12 +35,12 @@ def _check(x: Num, function: str, below: tuple[str, ...]) -> None:
         space = spaces.host
     else:
         return
-    if space.name in below or (function == "mat_norm" and space.name in spaces.MATRICES):
+    if space.name in below or (function in ("mat_norm", "mat_max") and space.name in spaces.MATRICES):
         return
     hint = {"hint": _OF_NUMBER} if space == spaces.host else {}
     got = str(space) if isinstance(x, Value) else f"the number {x!r}"
     if space.name in spaces.MATRICES:
-        got, hint = f"a matrix of {spaces.shown(space)}", {"hint": "of these there are trace(x) and mat_norm(x)"}
+        got, hint = f"a matrix of {spaces.shown(space)}", {"hint": "of these there are trace(x), mat_norm(x) and mat_max(x)"}
     raise UserError("E201", loc=author_loc(), function=function, want=" or ".join(below), got=got, **hint)
 
 

@@ -263,7 +263,7 @@ def _check_operands(name: str, nodes: list[Node]) -> None:
         raise UserError("E205", loc=author_loc(), function=shown)
 
 
-_OF_MATRICES = frozenset("add sub mul div neg abs sqrt max min sign where lt le mat_sum".split())
+_OF_MATRICES = frozenset("add sub mul div neg abs sqrt max min sign where lt le mat_sum mat_max".split())
 """Primitives of arithmetic that whole matrices beside those of elements have, too."""
 
 

@@ -521,6 +521,24 @@ class KLShampoo(Optimizer):
         stagger: bool = False, workspace: int | str | None = None,
     ) -> None: ...
 
+class Kron(Optimizer):
+    """PSGD Kron: gradients whitened by a Kronecker product of two triangular factors, or by a diagonal of a vector."""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 0.0003,
+        momentum: float | Tensor = 0.9,
+        weight_decay: float | Tensor = 0.0,
+        lr_precond: float | Tensor = 0.1,
+        rank: float | Tensor = 1,
+        precondition_frequency: float | Tensor = 1,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None, blocks: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+        stagger: bool = False, workspace: int | str | None = None,
+    ) -> None: ...
+
 class LAMB(Optimizer):
     """LAMB: Adam's direction, rescaled for each tensor to the length of its weights."""
 

@@ -55,8 +55,8 @@ def nonneg_nearest(b, x):
     mat_sum_for_row_factor = mat_sum_for_row_factor_tensor
     mat_max_tensor = (mat_sum_for_row_factor / b.extent("rows")).clamp(min=1.1754943508222875e-38)
     row_means = row_means_tensor
-    mat_max = mat_max_tensor
-    row_factor = (row_means / mat_max).clamp(min=7.888609052210118e-31)
+    mat_max_ = mat_max_tensor
+    row_factor = (row_means / mat_max_).clamp(min=7.888609052210118e-31)
     least = row_factor.clamp(max=1.1754943508222875e-38)
     row_tensor = row_factor
     least_tensor = least

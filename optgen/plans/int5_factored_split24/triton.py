@@ -54,9 +54,9 @@ def nonneg_small_4(mat_sum_for_row_factor, extent_rows):
 
 
 @triton.jit
-def nonneg_small_5(row_means, mat_max):
+def nonneg_small_5(row_means, mat_max_):
     """The new row, least."""
-    row_factor = tl.maximum(row_means / mat_max, 7.888609052210118e-31, propagate_nan=tl.PropagateNan.ALL)
+    row_factor = tl.maximum(row_means / mat_max_, 7.888609052210118e-31, propagate_nan=tl.PropagateNan.ALL)
     least = tl.minimum(row_factor, 1.1754943508222875e-38, propagate_nan=tl.PropagateNan.ALL)
     return row_factor, least
 
