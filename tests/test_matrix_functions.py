@@ -17,8 +17,10 @@ from optgen.lang import (
     identity,
     inverse_root,
     low_rank_state,
+    mat_max,
     matrix_state,
     newton_schulz,
+    norm_lower_bound,
     optimizer,
     power_iteration,
     shape_flag,
@@ -213,3 +215,30 @@ REFUSED: list[tuple[Callable[[Any, Any, Any], Any], str]] = [
 def test_what_they_do_not_take_is_refused(made: Any, message: str) -> None:
     with pytest.raises(UserError, match=f"(?s){message}"):
         optgen.compile(rule(made), "fp32")
+
+
+def test_the_lower_bound_of_a_spectral_norm_is_one() -> None:
+    """Of x = q d q' it is norm(x y) for a unit y, and at least what the longest column has."""
+    for shape in ((3, 40, 12), (2, 2, 16, 16), (5, 1), (30, 200)):
+        x = drawn(*shape)
+        for square in (gram(x), gram(x) - identity(gram(x))):
+            exact = torch.linalg.matrix_norm(square.double(), 2)[..., None, None]
+            bound = norm_lower_bound(square)
+            assert (bound <= exact * (1 + 8 * len(square) ** 0.5 * shape[-2] * U)).all()
+            assert (bound >= square.norm(dim=-2).amax(-1)[..., None, None] * (1 - 8 * shape[-2] * U)).all()
+    assert torch.equal(norm_lower_bound(torch.zeros(2, 3, 3)), torch.zeros(2, 3, 3))
+
+
+@optimizer(cite="a test", matrix="heads")
+def by_largest(p, g, *, lr=hyper(1.0, ge=0), wide_enough=shape_flag(lambda shape: len(shape) >= 2)):
+    p = p - lr * g / mat_max(abs(g)) if wide_enough else p - lr * g
+    return p
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpp", "triton"])
+def test_each_matrix_has_its_largest_element(backend: str) -> None:
+    p, g = nn.Parameter(torch.zeros(3, 9, 33)), drawn(3, 9, 33) * torch.tensor([1e-3, 1.0, 1e3]).view(3, 1, 1)
+    opt = optgen.compile(by_largest, "fp32")([("w", p)], backend=backend, blocks={"w": 3})
+    p.grad = g
+    opt.step()
+    assert (p + g / g.abs().amax((-2, -1), keepdim=True)).abs().max() <= 4 * U

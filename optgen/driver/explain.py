@@ -197,7 +197,7 @@ _WORK = {
     "qr": "about 4 {a} {b}^2 flops", "eigenvectors": "about 9 {a}^3 flops", "inverse_root": "about 11 {a}^3 flops",
     "cholesky": "about {a}^3 / 3 flops", "solve_triangular": "{a}^2 {b} flops", "polar": "about 20 {a} {b} {s} flops",
     "singular_vectors": "about 20 m n min(m, n) flops",
-    "newton_root": "12 {a}^3 flops and about 8 {a}^3 in each of some 20 rounds",
+    "norm_lower_bound": "2 {a}^2 flops", "newton_root": "12 {a}^3 flops and about 8 {a}^3 in each of some 20 rounds",
     "bjorck": "4 {a} {b} {s} flops a round", "power_iteration": "4 m n r flops a step, and qr",
     "svd_lowrank": "4 m n (r + 8) flops an iteration and twice more, and qr",
 }  # fmt: skip

@@ -40,7 +40,8 @@ def _check(x: Num, function: str, below: tuple[str, ...]) -> None:
     hint = {"hint": _OF_NUMBER} if space == spaces.host else {}
     got = str(space) if isinstance(x, Value) else f"the number {x!r}"
     if space.name in spaces.MATRICES:
-        got, hint = f"a matrix of {spaces.shown(space)}", {"hint": "of these there are trace(x), mat_norm(x) and mat_max(x)"}
+        hint = {"hint": "of these there are trace(x), mat_norm(x) and mat_max(x)"}
+        got = f"a matrix of {spaces.shown(space)}"
     raise UserError("E201", loc=author_loc(), function=function, want=" or ".join(below), got=got, **hint)
 
 
