@@ -231,7 +231,7 @@ def test_the_lower_bound_of_a_spectral_norm_is_one() -> None:
 
 @optimizer(cite="a test", matrix="heads")
 def by_largest(p, g, *, lr=hyper(1.0, ge=0), wide_enough=shape_flag(lambda shape: len(shape) >= 2)):
-    p = p - lr * g / mat_max(abs(g)) if wide_enough else p - lr * g
+    p = p - lr * g / (mat_max(abs(g)) + 1e-30) if wide_enough else p - lr * g
     return p
 
 
