@@ -183,7 +183,7 @@ def flags_of(cell: Cell) -> dict[str, bool]:
 def at_shape(cell: Cell, shape: Sequence[int]) -> Cell:
     """The cell that a tensor of that shape falls into: its shape flags as the shape says."""
     spec, flags = spec_of(cell.spec), dict(flags_of(cell))
-    flags |= {f.name: bool(f.shape(tuple(shape))) for f in spec.flags if f.shape is not None}
+    flags |= {f.name: f.holds(tuple(shape), spec.defaults) for f in spec.flags if f.shape is not None}
     cell = replace(cell, flags=tuple((f.name, flags[f.name]) for f in spec.flags if flags[f.name] != f.default))
     return replace(cell, vector=len(shape) < 2 and not cell.small and has_vector(cell))
 

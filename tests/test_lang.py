@@ -233,7 +233,7 @@ def by_part(spec: Spec, hypers: dict[str, Any]) -> dict[str, float]:
 def shape_of(spec: Spec, setting: dict[str, bool], shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
     """The first of the shapes that has these shape flags."""
     flags = [f for f in spec.flags if f.shape is not None]
-    return next(s for s in shapes if all(bool(f.shape(s)) == setting[f.name] for f in flags if f.shape))
+    return next(s for s in shapes if all(f.holds(s, spec.defaults) == setting[f.name] for f in flags if f.shape))
 
 
 def random_states(spec: Spec, setting: dict[str, bool], shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
