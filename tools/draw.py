@@ -1,0 +1,355 @@
+"""Draw the pictures of the documentation into docs/images, light and dark in one SVG each.
+
+    .venv/bin/python tools/draw.py                  all of them, in some minutes
+    .venv/bin/python tools/draw.py memory pareto    only these
+
+`memory` comes from the formats, `pareto` and `training` from docs/benchmarks, all others from runs of optgen. The same
+packages draw the same bytes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import re
+import statistics
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+import torch
+from matplotlib.collections import PathCollection
+from matplotlib.figure import Figure
+from matplotlib.path import Path as Outline
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parent.parent
+IMAGES, BENCHMARKS = ROOT / "docs" / "images", ROOT / "docs" / "benchmarks"
+PAPER, INK, GRID, BLUE, ORANGE, GREEN, RED, PURPLE = COLOURS = (
+    "#ffffff", "#222222", "#dcdcdc", "#3b6ea8", "#c96f12", "#2e8b57", "#c0392b", "#7d5ba6",
+)  # fmt: skip
+DARK = ("#15191f", "#e6e6e6", "#3a414b", "#7fb2ec", "#f0a35e", "#6fcf97", "#ff8a7a", "#c3a3ee")
+"""COLOURS where a reader's system is dark, in order."""
+
+STYLE = {
+    "svg.fonttype": "none", "svg.hashsalt": "optgen", "font.family": "DejaVu Sans", "font.size": 11,
+    "axes.titlesize": 11.5, "axes.titleweight": "bold", "axes.titlelocation": "left", "axes.spines.top": False,
+    "axes.spines.right": False, "axes.edgecolor": INK, "axes.grid": True, "axes.axisbelow": True, "grid.color": GRID,
+    "legend.frameon": False, "figure.facecolor": PAPER, "axes.facecolor": PAPER, "savefig.facecolor": PAPER,
+    "text.color": INK, "axes.labelcolor": INK, "axes.titlecolor": INK, "xtick.color": INK, "ytick.color": INK,
+    "axes.prop_cycle": mpl.cycler(color=COLOURS[3:]), "lines.linewidth": 1.8, "path.simplify_threshold": 0.5,
+}  # fmt: skip
+
+
+def figure(width: float, height: float, *shape: int, **options: Any) -> tuple[Figure, Any]:
+    """Return a figure of so many pixels, and its axes."""
+    drawn = Figure((width / 72, height / 72), layout="constrained")
+    return drawn, drawn.subplots(*shape, **options)
+
+
+def svg(drawn: Figure) -> str:
+    """Return the text of a figure, its numbers rounded to a tenth of a pixel and its colours for two themes."""
+    out = StringIO()
+    drawn.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
+    pairs = [(kind, a, b) for a, b in zip(COLOURS, DARK, strict=True) for kind in ("fill", "stroke")]
+    dark = "".join(f'[style*="{kind}: {a}"]{{{kind}:{b}!important}}' for kind, a, b in pairs)
+    text = out.getvalue().replace("</style>", f"@media(prefers-color-scheme:dark){{{dark}}}</style>", 1)
+    text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
+    text = re.sub(r"-?\d+\.\d+(?=[^<>]*>)", lambda m: f"{round(float(m[0]), 1):g}", text)  # in tags, not in words
+    return re.sub(r"\s*\n\s*", "\n", text.replace("'DejaVu Sans'", "sans-serif"))
+
+
+# -- from the formats and from measured tables
+
+BARS = (
+    ("torch.optim, fp32", "fp32", 4.0), ("bf16_sr", "bf16_sr", 2.0), ("int8_split24", "int8_split24", 2.0),
+    ("the same, gradients released", "int8_split24", 0.0), ("int5_split24, released", "int5_split24", 0.0),
+    ("int4_split24, released", "int4_split24", 0.0), ("int5_factored_split24, released", "int5_factored_split24", 0.0),
+)  # fmt: skip
+"""A label, the plan, and the bytes of a gradient element that a step holds."""
+
+
+def memory() -> Figure:
+    """Draw the bytes per parameter of a training step of AdamW; parameters are fp32 under `fp32` and else bf16."""
+    from optgen.driver import load
+    from optgen.ops import dtypes
+
+    adamw = load.find_spec("adamw")
+    states = adamw.present({f.name: f.default for f in adamw.flags})
+    drawn, ax = figure(640, 270)
+    for label, plan, gradient in BARS:
+        found = load.find_plan(plan).storage(states, dtypes.f32 if plan == "fp32" else dtypes.bf16, False)
+        kept = sum(fmt.bytes_per_param for fmt in found.states.values())
+        ends = np.cumsum([found.bytes_per_param - kept, kept, gradient])
+        for start, end, colour in zip((0, *ends), ends, (BLUE, ORANGE, GREEN), strict=False):
+            ax.barh(label, end - start, left=start, color=colour, height=0.7)
+        ax.annotate(f"{ends[-1]:.4g}", (ends[-1], label), (6, 0), textcoords="offset points", va="center")
+    for colour, name in ((BLUE, "weight"), (ORANGE, "states"), (GREEN, "gradient")):
+        ax.barh(0, 0, color=colour, label=name)
+    ax.legend(loc="lower right")
+    ax.invert_yaxis()
+    ax.set(title="AdamW: bytes per parameter in a training step", xlim=(0, 17))
+    ax.grid(visible=False, axis="y")
+    return drawn
+
+
+def pareto(found: Sequence[Mapping[str, Any]] | None = None) -> Figure:
+    """Draw the error of AdamW's update over the bytes of both moments, for the measured plans and packages."""
+    found = found or json.loads((BENCHMARKS / "formats.json").read_text(encoding="utf-8"))["found"]
+    drawn, axes = figure(680, 720, 2, 1, sharex=True)
+    for ax, beta2 in zip(axes, ("0.999", "0.95"), strict=True):
+        points = sorted((x["bits"] / 8, x["recurrent"][beta2]["nmse"], x) for x in found)
+        least = math.inf
+        for size, error, x in points:
+            best, least = error < least, min(error, least)
+            colour = ORANGE if x["peer"] else GREEN if best else BLUE
+            ax.plot(size, error, "s" if x["peer"] else "o", color=colour, markersize=7)
+            ax.annotate(x["name"], (size, error), (6, 3), textcoords="offset points", fontsize=9.5)
+        ax.set(yscale="log", xscale="log", xlim=(0.5, 6), title=f"AdamW's update, beta2 = {beta2}", ylabel="error (NMSE)")
+        ax.set_xticks([0.5, 0.75, 1, 1.5, 2, 3, 4], ["0.5", "0.75", "1", "1.5", "2", "3", "4"])
+        ax.minorticks_off()
+    for colour, mark, name in ((GREEN, "o", "no other has fewer bytes and less error"), (BLUE, "o", "other plans"),
+                               (ORANGE, "s", "packages, by their own code")):  # fmt: skip
+        axes[0].plot([], [], mark, color=colour, label=name)
+    axes[0].legend(loc="upper right")
+    axes[1].set_xlabel("bytes of both moments per parameter (fp32: 8)")
+    return drawn
+
+
+def training(kept: Mapping[str, Any] | None = None) -> Figure:
+    """Draw the differences of losses to fp32 with their 95 % intervals, paired by seed, from training.json."""
+    import train_rules as t
+
+    kept = kept or json.loads((BENCHMARKS / "training.json").read_text(encoding="utf-8"))
+    parts = {
+        f"AdamW, {kept['plan_steps']} steps": [t.Verdict(**v) for v in kept["plans"]],
+        f"rules, int8_split24, {kept['steps']} steps": [t.Verdict(**v) for v in kept["verdicts"]],
+        f"matrix rules, {kept['tuned_steps']} steps": t.tuned(kept["runs"], kept["tuned_seeds"]),
+    }
+    drawn, axes = figure(680, 60 + 21 * sum(map(len, parts.values())), 3, 1, sharex=True,
+                         height_ratios=[len(v) + 1.5 for v in parts.values()])  # fmt: skip
+    for ax, (title, verdicts) in zip(axes, parts.items(), strict=True):
+        for v in verdicts:
+            mean, half = v.gap
+            colour = RED if mean > half else GREEN if -mean > half else BLUE
+            ax.errorbar(mean, v.rule, xerr=half, fmt="o", capsize=3, color=colour)
+        ax.axvline(0, color=INK, linewidth=0.8)
+        ax.invert_yaxis()
+        ax.set(title=title)
+    axes[-1].set_xlabel("loss minus that of fp32, nats per byte")
+    return drawn
+
+
+# -- from runs of AdamW on gradients of which the true moments are known
+
+STREAM, SIDE, FALL = 5000, 64, 0.1
+"""Steps, rows and columns of the gradients, and by what they shrink after a quarter of the steps."""
+
+
+def gradients(steps: int, fall: float) -> Iterator[Tensor]:
+    """Yield normal gradients (SIDE, SIDE) whose sizes spread over elements by a factor of e either way."""
+    random = torch.Generator().manual_seed(0)
+    size = 1e-3 * torch.randn(SIDE, SIDE, generator=random).exp()
+    for t in range(steps):
+        noise = torch.randn(SIDE, SIDE, generator=random) + 0.3
+        yield size * noise * (fall if t >= steps // 4 else 1.0)
+
+
+def stored(plan: Any, at: Sequence[int], fall: float = 1.0, second: bool = False) -> Iterator[tuple[float, float]]:
+    """Yield (NMSE, median ratio to the true value) at steps of a run: of the update, or of the second moment's root."""
+    import optgen
+
+    p = torch.nn.Parameter(torch.zeros(SIDE, SIDE))
+    optimizer = optgen.compile("adamw", plan=plan.but(small_numel=0, name=f"{plan.name}_drawn"))([p], lr=0.0)
+    m = v = torch.zeros(SIDE, SIDE, dtype=torch.float64)
+    for t, g in enumerate(gradients(at[-1], fall), 1):
+        p.grad, wide = g, g.double()
+        optimizer.step()
+        m, v = 0.9 * m + 0.1 * wide, 0.999 * v + 0.001 * wide * wide
+        if t in at:
+            kept = {k: x.double() for k, x in optimizer.dense_state_dict()["state"][0].items() if k != "step"}
+            root = kept["exp_avg_sq"].sqrt()
+            true, got = (v.sqrt(), root) if second else (m / v.sqrt(), kept["exp_avg"] / root.clamp(min=1e-30))
+            ratio = float((kept["exp_avg_sq"] / v).median())
+            yield float((got - true).square().sum() / true.square().sum()), ratio
+
+
+def plan_of(name: str) -> Any:
+    from specs import plans
+
+    return getattr(plans, name)
+
+
+def freeze() -> Figure:
+    """Draw what plans keep of a second moment whose gradients shrink, over the true one."""
+    drawn, ax = figure(640, 340)
+    at = range(STREAM // 100, STREAM + 1, STREAM // 100)
+    for name, dash in (("int8_rn_split24", "-"), ("bnb8", "--"), ("bf16", ":"), ("int8_split24", "-")):
+        ax.plot(at, [ratio for _, ratio in stored(plan_of(name), at, FALL)], dash, label=name)
+    ax.axvline(STREAM // 4, color=INK, linewidth=0.8)
+    ax.set(yscale="log", title="Second moment as kept, over the true one", xlabel="step (gradients shrink to a tenth at the line)")
+    ax.set_ylabel("median of 4,096 elements")
+    ax.legend(loc="upper left")
+    return drawn
+
+
+def length() -> Figure:
+    """Draw the error of the update over the length of a run."""
+    drawn, ax = figure(640, 400)
+    at = sorted({round(10 ** (k / 4)) for k in range(4, 17)})
+    for k, name in enumerate(("int8_rn_split24", "flashoptim", "bnb8", "bf16_sr", "int4_split24", "int8_split24")):
+        ax.plot(at, [nmse for nmse, _ in stored(plan_of(name), at)], "os^vDP"[k] + "-", markersize=4, label=name)
+    ax.set(xscale="log", yscale="log", title="Error of AdamW's update over the length of a run", xlabel="step", ylabel="error (NMSE)")
+    drawn.legend(loc="outside lower center", ncols=3)
+    return drawn
+
+
+def rounding() -> Figure:
+    """Draw the error of a second moment, rounded to nearest and stochastically, after one step and after many."""
+    drawn, axes = figure(640, 320, 1, 2, sharey=True)
+    bits = {"8": "int8_split24", "6": "int6_split24", "5": "int5_split24", "4": "int4_split24"}
+    found: dict[str, list[list[float]]] = {"nearest": [], "stochastic": []}
+    for name in bits.values():
+        for how, rows in found.items():
+            plan = plan_of(name)
+            plan = plan.but(name=f"{name}_{how}", nonneg=plan.nonneg.rounded(how), discouraged="drawn")
+            rows.append([nmse for nmse, _ in stored(plan, (1, STREAM), FALL, second=True)])
+    for k, (ax, title) in enumerate(zip(axes, ("stored once", f"stored {STREAM:,} times"), strict=True)):
+        for how, mark in (("nearest", "o-"), ("stochastic", "s-")):
+            ax.plot(list(bits), [row[k] for row in found[how]], mark, label=how, color=RED if mark == "o-" else BLUE)
+        ax.set(yscale="log", title=title, xlabel="bits")
+    axes[0].set_ylabel("error of sqrt(second moment)")
+    axes[0].legend(loc="upper left")
+    return drawn
+
+
+def singular() -> Figure:
+    """Draw which singular directions of a momentum Muon's step keeps, for a momentum in few bits."""
+    import optgen
+
+    rows = 256
+    random = torch.Generator().manual_seed(0)
+    left, right = (torch.linalg.qr(torch.randn(rows, rows, generator=random, dtype=torch.float64))[0] for _ in "lr")
+    values = 1e-3 / torch.arange(1, rows + 1, dtype=torch.float64)
+    momentum = (left * values) @ right.T
+    drawn, (top, below) = figure(640, 520, 2, 1, sharex=True)
+    top.plot(range(1, rows + 1), values, color=INK, label="true")
+    for name in ("int8_split24", "int6_split24", "int5_split24", "int4_split24"):
+        p = torch.nn.Parameter(torch.zeros(rows, rows))
+        optimizer = optgen.compile("muon", plan=plan_of(name))([p], lr=0.0)
+        p.grad = torch.zeros(rows, rows)
+        optimizer.step()
+        saved = optimizer.dense_state_dict()
+        saved["state"][0]["momentum_buffer"] = momentum.float()
+        optimizer.load_state_dict(saved)
+        kept = optimizer.dense_state_dict()["state"][0]["momentum_buffer"].double()
+        u, s, v = torch.linalg.svd(kept)
+        step = torch.einsum("ik,ij,jk->k", left, u @ v, right)
+        window = torch.ones(9, dtype=torch.float64) / 9
+        top.plot(range(1, rows + 1), s, label=name.removesuffix("_split24"))
+        below.plot(range(5, rows - 3), torch.nn.functional.conv1d(step[None, None], window[None, None])[0, 0])
+    top.set(yscale="log", title="Singular values of the momentum, true and as kept")
+    below.set(xlabel="singular value, from the largest", title="Part of Muon's step along the true direction (mean of 9)")
+    top.legend(loc="upper right", ncols=2)
+    return drawn
+
+
+# -- trajectories
+
+WALK, TRIES, COLUMNS, TILE = 150, range(-2, 7), 5, 100
+"""Steps; the rates tried, in half decades around a rule's default; tiles of a row; pixels of a tile."""
+
+
+def rosenbrock(x: Any, y: Any) -> Any:
+    return (1 - x) ** 2 + 100 * (y - x * x) ** 2
+
+
+def rastrigin(x: Any, y: Any) -> Any:
+    cos = torch.cos if isinstance(x, Tensor) else np.cos
+    return 20 + x * x + y * y - 10 * (cos(2 * math.pi * x) + cos(2 * math.pi * y))
+
+
+def walk(cls: type, function: Callable[[Any, Any], Any], start: tuple[float, float]) -> list[tuple[float, float]]:
+    """Return the way of a point, a matrix of one row, at the rate that ends lowest (mean of the last ten steps)."""
+    known = inspect.signature(cls).parameters
+    best, way = math.inf, [start]
+    for k in TRIES:
+        rate = known["lr"].default * 10 ** (k / 2)
+        p = torch.nn.Parameter(torch.tensor([start]))
+        options = {"weight_decay": 0.0} if "weight_decay" in known else {}
+        optimizer = cls([p], lr=rate, plan="fp32", backend="reference", **options)
+        found, values = [start], []
+        for _ in range(WALK):
+            optimizer.zero_grad()
+            loss = function(p[0, 0], p[0, 1])
+            loss.backward()
+            optimizer.step()
+            found.append(tuple(p.detach()[0].tolist()))
+            values.append(float(loss.detach()))
+        end = statistics.fmean(values[-10:])
+        if end < best:
+            best, way = end, found
+    return way
+
+
+def trajectories(function: Callable[[Any, Any], Any], start: tuple[float, float], box: tuple[float, ...],
+                 goal: tuple[float, float]) -> Figure:  # fmt: skip
+    """Draw the ways of all ready-made rules on a function; `box` is its least x, largest x, least y, largest y."""
+    import optgen.optim
+
+    names = sorted(optgen.optim.__all__, key=str.lower)
+    rows, pitch = -(-len(names) // COLUMNS), TILE + 22
+    drawn = Figure((COLUMNS * (TILE + 10) / 72, rows * pitch / 72))
+    ax = drawn.add_axes((0, 0, 1, 1), xlim=(0, COLUMNS * (TILE + 10)), ylim=(rows * pitch, 0))
+    ax.set_axis_off()
+    offsets = [(n % COLUMNS * (TILE + 10) + 5, n // COLUMNS * pitch + 18) for n in range(len(names))]
+    scale = np.array([TILE / (box[1] - box[0]), -TILE / (box[3] - box[2])])
+    place = lambda points: (np.asarray(points) - (box[0], box[3])) * scale
+    x, y = np.meshgrid(np.linspace(*box[:2], 60), np.linspace(*box[2:], 60))
+    z = np.log1p(function(x, y))
+    contours = Figure().add_subplot().contour(x, y, z, np.quantile(z, (0.08, 0.3, 0.6)))
+    lines = Outline.make_compound_path(*(Outline(place(p.vertices), p.codes) for p in contours.get_paths()))
+    frame = Outline([(0, 0), (TILE, 0), (TILE, TILE), (0, TILE), (0, 0)])
+    for outline in (lines, frame):
+        ax.add_collection(PathCollection(
+            [outline], offsets=offsets, offset_transform=ax.transData, transform=mpl.transforms.Affine2D().scale(1, -1),
+            facecolors="none", edgecolors=GRID, linewidths=0.8,
+        ))  # fmt: skip
+    for name, corner in zip(names, offsets, strict=True):
+        thin = [place(start)]
+        for point in place(walk(getattr(optgen.optim, name), function, start)):
+            inside = np.all((point >= 0) & (point <= TILE))
+            if not inside or np.hypot(*(point - thin[-1])) > 2.5 or np.isnan(thin[-1]).any():
+                thin.append(point if inside else np.full(2, np.nan))
+        ax.plot(*(np.array(thin) + corner).T, color=BLUE, linewidth=1.3)
+        ax.plot(*(place(goal) + corner), "P", color=RED, markersize=5)
+        ax.text(corner[0] + TILE / 2, corner[1] - 5, name, ha="center", fontsize=11)
+    return drawn
+
+
+PICTURES: dict[str, Callable[[], Figure]] = {
+    "memory": memory, "pareto": pareto, "training": training, "freeze": freeze, "length": length,
+    "rounding": rounding, "singular": singular,
+    "rosenbrock": lambda: trajectories(rosenbrock, (-1.5, 2.0), (-2.0, 2.0, -1.0, 3.0), (1.0, 1.0)),
+    "rastrigin": lambda: trajectories(rastrigin, (-2.0, 3.5), (-4.5, 4.5, -4.5, 4.5), (0.0, 0.0)),
+}  # fmt: skip
+
+
+def draw(name: str, *data: Any) -> str:
+    """Return the text of a picture; `data` in the place of the tables of docs/benchmarks."""
+    with mpl.rc_context(STYLE):
+        return svg(PICTURES[name](*data))
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    warnings.filterwarnings("ignore", r"\w+: plan '\w+' is discouraged")
+    for name in sys.argv[1:] or PICTURES:
+        (IMAGES / f"{name}.svg").write_text(draw(name), encoding="utf-8")
+        print(f"docs/images/{name}.svg", flush=True)
