@@ -43,7 +43,7 @@ STYLE = {
     "axes.spines.right": False, "axes.edgecolor": INK, "axes.grid": True, "axes.axisbelow": True, "grid.color": GRID,
     "legend.frameon": False, "figure.facecolor": PAPER, "axes.facecolor": PAPER, "savefig.facecolor": PAPER,
     "text.color": INK, "axes.labelcolor": INK, "axes.titlecolor": INK, "xtick.color": INK, "ytick.color": INK,
-    "axes.prop_cycle": mpl.cycler(color=COLOURS[3:]), "lines.linewidth": 1.8, "path.simplify_threshold": 0.5,
+    "axes.prop_cycle": mpl.cycler(color=[*COLOURS[3:], INK]), "lines.linewidth": 1.8, "path.simplify_threshold": 0.5,
 }  # fmt: skip
 
 
@@ -148,36 +148,38 @@ def training(kept: Mapping[str, Any] | None = None) -> Figure:
 
 # -- from runs of AdamW on gradients of which the true moments are known
 
-STREAM, SIDE, FALL = 5000, 64, 0.1
-"""Steps, rows and columns of the gradients, and by what they shrink after a quarter of the steps."""
+STREAM = 5000
 
 
-def gradients(steps: int, fall: float) -> Iterator[Tensor]:
-    """Yield normal gradients (SIDE, SIDE) whose sizes spread over elements by a factor of e either way."""
-    random = torch.Generator().manual_seed(0)
-    size = 1e-3 * torch.randn(SIDE, SIDE, generator=random).exp()
-    for t in range(steps):
-        noise = torch.randn(SIDE, SIDE, generator=random) + 0.3
-        yield size * noise * (fall if t >= steps // 4 else 1.0)
+def stored(plan: Any, at: Sequence[int], change: bool = True) -> Iterator[tuple[float, float, float]]:
+    """Yield the errors at some steps of AdamW.
 
-
-def stored(plan: Any, at: Sequence[int], fall: float = 1.0, second: bool = False) -> Iterator[tuple[float, float]]:
-    """Yield (NMSE, median ratio to the true value) at steps of a run: of the update, or of the second moment's root."""
+    The NMSE of the update, the median of exp_avg_sq over the true one where gradients shrink to a fifth or less, and the
+    mean square of the relative error of its root. Gradients are normal, (64, 64), with a mean of 0.3 of their deviation.
+    That is lognormal over elements (a factor of 2 either way) and, with `change`, drawn anew after a quarter of the run.
+    """
     import optgen
 
-    p = torch.nn.Parameter(torch.zeros(SIDE, SIDE))
+    random = torch.Generator().manual_seed(0)
+    size, later = (torch.randn(64, 64, generator=random).mul(0.7).exp() for _ in "12")
+    shrinks = later < size / 5
+    p = torch.nn.Parameter(torch.zeros(64, 64))
     optimizer = optgen.compile("adamw", plan=plan.but(small_numel=0, name=f"{plan.name}_drawn"))([p], lr=0.0)
-    m = v = torch.zeros(SIDE, SIDE, dtype=torch.float64)
-    for t, g in enumerate(gradients(at[-1], fall), 1):
-        p.grad, wide = g, g.double()
+    m = v = torch.zeros(64, 64, dtype=torch.float64)
+    for t in range(1, at[-1] + 1):
+        if change and t == at[-1] // 4:
+            size = later
+        p.grad = size * (torch.randn(64, 64, generator=random) + 0.3)
         optimizer.step()
-        m, v = 0.9 * m + 0.1 * wide, 0.999 * v + 0.001 * wide * wide
+        m, v = 0.9 * m + 0.1 * p.grad.double(), 0.999 * v + 0.001 * p.grad.double().square()
         if t in at:
-            kept = {k: x.double() for k, x in optimizer.dense_state_dict()["state"][0].items() if k != "step"}
-            root = kept["exp_avg_sq"].sqrt()
-            true, got = (v.sqrt(), root) if second else (m / v.sqrt(), kept["exp_avg"] / root.clamp(min=1e-30))
-            ratio = float((kept["exp_avg_sq"] / v).median())
-            yield float((got - true).square().sum() / true.square().sum()), ratio
+            kept = optimizer.dense_state_dict()["state"][0]
+            first, second = kept["exp_avg"].double(), kept["exp_avg_sq"].double()
+            eps = 1e-8 * math.sqrt(1 - 0.999**t)
+            want, got = m / (v.sqrt() + eps), first / (second.sqrt() + eps)
+            nmse = (got - want).square().sum() / want.square().sum()
+            ratio = second / v
+            yield float(nmse), float(ratio[shrinks].median()), float((ratio.sqrt() - 1).square().mean())
 
 
 def plan_of(name: str) -> Any:
@@ -187,14 +189,14 @@ def plan_of(name: str) -> Any:
 
 
 def freeze() -> Figure:
-    """Draw what plans keep of a second moment whose gradients shrink, over the true one."""
+    """Draw the second moment of elements whose gradients shrink, as plans keep it, over the true one."""
     drawn, ax = figure(640, 340)
     at = range(STREAM // 100, STREAM + 1, STREAM // 100)
-    for name, dash in (("int8_rn_split24", "-"), ("bnb8", "--"), ("bf16", ":"), ("int8_split24", "-")):
-        ax.plot(at, [ratio for _, ratio in stored(plan_of(name), at, FALL)], dash, label=name)
+    for name, dash in zip(("int8_rn_split24", "flashoptim", "bnb8", "bf16", "int8_split24"), ("-", "-.", "--", ":", "-"), strict=True):
+        ax.plot(at, [ratio for _, ratio, _ in stored(plan_of(name), at)], dash, label=name)
     ax.axvline(STREAM // 4, color=INK, linewidth=0.8)
-    ax.set(yscale="log", title="Second moment as kept, over the true one", xlabel="step (gradients shrink to a tenth at the line)")
-    ax.set_ylabel("median of 4,096 elements")
+    ax.set(yscale="log", title="Second moment as kept, over the true one", ylabel="median of elements")
+    ax.set_xlabel("step (at the line, gradients of these elements shrink to a fifth or less)")
     ax.legend(loc="upper left")
     return drawn
 
@@ -204,7 +206,7 @@ def length() -> Figure:
     drawn, ax = figure(640, 400)
     at = sorted({round(10 ** (k / 4)) for k in range(4, 17)})
     for k, name in enumerate(("int8_rn_split24", "flashoptim", "bnb8", "bf16_sr", "int4_split24", "int8_split24")):
-        ax.plot(at, [nmse for nmse, _ in stored(plan_of(name), at)], "os^vDP"[k] + "-", markersize=4, label=name)
+        ax.plot(at, [nmse for nmse, _, _ in stored(plan_of(name), at, False)], "os^vDP"[k] + "-", markersize=4, label=name)
     ax.set(xscale="log", yscale="log", title="Error of AdamW's update over the length of a run", xlabel="step", ylabel="error (NMSE)")
     drawn.legend(loc="outside lower center", ncols=3)
     return drawn
@@ -219,12 +221,12 @@ def rounding() -> Figure:
         for how, rows in found.items():
             plan = plan_of(name)
             plan = plan.but(name=f"{name}_{how}", nonneg=plan.nonneg.rounded(how), discouraged="drawn")
-            rows.append([nmse for nmse, _ in stored(plan, (1, STREAM), FALL, second=True)])
+            rows.append([square for _, _, square in stored(plan, (1, STREAM))])
     for k, (ax, title) in enumerate(zip(axes, ("stored once", f"stored {STREAM:,} times"), strict=True)):
         for how, mark in (("nearest", "o-"), ("stochastic", "s-")):
             ax.plot(list(bits), [row[k] for row in found[how]], mark, label=how, color=RED if mark == "o-" else BLUE)
         ax.set(yscale="log", title=title, xlabel="bits")
-    axes[0].set_ylabel("error of sqrt(second moment)")
+    axes[0].set_ylabel("squared relative error")
     axes[0].legend(loc="upper left")
     return drawn
 
