@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -406,9 +407,25 @@ def test_a_build_says_how_its_classes_are_imported(project: Path, run: Run) -> N
     assert "import" not in run("build", "one", "--plan", "fp32", "--out", "1st/2nd")[1]
 
 
-def test_lines_are_as_wide_as_asked(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("every", [16, pytest.param(1, marks=pytest.mark.slow)])
+def test_lines_are_as_wide_as_asked(every: int, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    assert max(map(len, run("explain", "came")[1].splitlines())) <= 80
+    plans = list(load.plans())
+    for k, name in enumerate(sorted(load.entries())[::every]):
+        code, out, _ = run("explain", name, "--plan", plans[k % len(plans)])
+        assert max(map(len, out.splitlines()), default=0) <= 80
+        assert code or out.startswith(f"{name} keeps ")
+
+
+def test_the_page_of_a_rule_stands_alone(project: Path, run: Run) -> None:
+    run("new", "mine")
+    for name, package in (("mine", "generated"), ("adamw", "optgen.optim")):
+        assert run("explain", name, "--plan", "int8", "--html", "page.html")[0] == 0
+        text = Path("page.html").read_text(encoding="utf-8")
+        assert f"from {package} import" in text
+        assert "<math" in text
+        assert re.findall(r'src="|url\(|@import|<link|<script', text) == []
+        assert {"int8", "fp32", "bnb8"} <= set(re.findall(r"<code>(\w+)</code>", text))
 
 
 def test_a_file_that_may_not_be_read_is_named(project: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

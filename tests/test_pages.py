@@ -23,7 +23,7 @@ from optgen.lang.formulas import formulas
 from optgen.optim import AdamW
 from optgen.runtime.optimizer import OTHERS
 from specs import plans
-from tools import draw_memory
+from tools import draw
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -115,8 +115,17 @@ def test_the_first_page_names_every_plan() -> None:
     assert [name for name in names if not any(f"`{name}`" in row for row in rows)] == []
 
 
-def test_the_chart_of_memory_is_what_the_formats_say() -> None:
-    assert draw_memory.FILE.read_text(encoding="utf-8") == draw_memory.draw()
+@pytest.mark.parametrize("name", ["memory", "pareto"])
+def test_a_picture_is_what_the_formats_and_measured_tables_say(name: str) -> None:
+    assert (draw.IMAGES / f"{name}.svg").read_text(encoding="utf-8") == draw.draw(name)
+
+
+def test_pictures_are_small_and_have_two_themes() -> None:
+    texts = {path.stem: path.read_text(encoding="utf-8") for path in draw.IMAGES.glob("*.svg")}
+    assert texts.keys() == draw.PICTURES.keys()
+    assert max(map(len, texts.values())) <= 60_000
+    assert all("prefers-color-scheme:dark" in text and "<image" not in text for text in texts.values())
+    assert not set(re.findall(r"#[0-9a-f]{6}", "".join(texts.values()))) - {*draw.COLOURS, *draw.DARK}
 
 
 LINK = re.compile(r"\[[^\]]+\]\(([^)\s]+)\)")

@@ -16,7 +16,7 @@ import re
 import statistics
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,7 @@ def svg(drawn: Figure) -> str:
     dark = "".join(f'[style*="{kind}: {a}"]{{{kind}:{b}!important}}' for kind, a, b in pairs)
     text = out.getvalue().replace("</style>", f"@media(prefers-color-scheme:dark){{{dark}}}</style>", 1)
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
+    text = re.sub(r' clip-path="[^"]*"', "", text)
     text = re.sub(r"-?\d+\.\d+(?=[^<>]*>)", lambda m: f"{round(float(m[0]), 1):g}", text)  # in tags, not in words
     return re.sub(r"\s*\n\s*", "\n", text.replace("'DejaVu Sans'", "sans-serif"))
 
@@ -99,9 +100,9 @@ def memory() -> Figure:
     return drawn
 
 
-def pareto(found: Sequence[Mapping[str, Any]] | None = None) -> Figure:
+def pareto() -> Figure:
     """Draw the error of AdamW's update over the bytes of both moments, for the measured plans and packages."""
-    found = found or json.loads((BENCHMARKS / "formats.json").read_text(encoding="utf-8"))["found"]
+    found = json.loads((BENCHMARKS / "formats.json").read_text(encoding="utf-8"))["found"]
     drawn, axes = figure(680, 720, 2, 1, sharex=True)
     for ax, beta2 in zip(axes, ("0.999", "0.95"), strict=True):
         points = sorted((x["bits"] / 8, x["recurrent"][beta2]["nmse"], x) for x in found)
@@ -111,7 +112,7 @@ def pareto(found: Sequence[Mapping[str, Any]] | None = None) -> Figure:
             colour = ORANGE if x["peer"] else GREEN if best else BLUE
             ax.plot(size, error, "s" if x["peer"] else "o", color=colour, markersize=7)
             ax.annotate(x["name"], (size, error), (6, 3), textcoords="offset points", fontsize=9.5)
-        ax.set(yscale="log", xscale="log", xlim=(0.5, 6), title=f"AdamW's update, beta2 = {beta2}", ylabel="error (NMSE)")
+        ax.set(yscale="log", xscale="log", xlim=(0.5, 6), ylabel="error (NMSE)", title=f"AdamW, beta2 = {beta2}")
         ax.set_xticks([0.5, 0.75, 1, 1.5, 2, 3, 4], ["0.5", "0.75", "1", "1.5", "2", "3", "4"])
         ax.minorticks_off()
     for colour, mark, name in ((GREEN, "o", "no other has fewer bytes and less error"), (BLUE, "o", "other plans"),
@@ -122,11 +123,11 @@ def pareto(found: Sequence[Mapping[str, Any]] | None = None) -> Figure:
     return drawn
 
 
-def training(kept: Mapping[str, Any] | None = None) -> Figure:
+def training() -> Figure:
     """Draw the differences of losses to fp32 with their 95 % intervals, paired by seed, from training.json."""
     import train_rules as t
 
-    kept = kept or json.loads((BENCHMARKS / "training.json").read_text(encoding="utf-8"))
+    kept = json.loads((BENCHMARKS / "training.json").read_text(encoding="utf-8"))
     parts = {
         f"AdamW, {kept['plan_steps']} steps": [t.Verdict(**v) for v in kept["plans"]],
         f"rules, int8_split24, {kept['steps']} steps": [t.Verdict(**v) for v in kept["verdicts"]],
@@ -148,15 +149,15 @@ def training(kept: Mapping[str, Any] | None = None) -> Figure:
 
 # -- from runs of AdamW on gradients of which the true moments are known
 
-STREAM = 5000
+STREAM = 5000  # steps
 
 
 def stored(plan: Any, at: Sequence[int], change: bool = True) -> Iterator[tuple[float, float, float]]:
     """Yield the errors at some steps of AdamW.
 
-    The NMSE of the update, the median of exp_avg_sq over the true one where gradients shrink to a fifth or less, and the
-    mean square of the relative error of its root. Gradients are normal, (64, 64), with a mean of 0.3 of their deviation.
-    That is lognormal over elements (a factor of 2 either way) and, with `change`, drawn anew after a quarter of the run.
+    The NMSE of the update, the median of exp_avg_sq over the true one where gradients shrink to a fifth or less, and
+    the mean square of the relative error of its root. Gradients are normal, (64, 64), with a mean of 0.3 of their
+    deviation: lognormal over elements (a factor of 2 either way), with `change` drawn anew after a quarter of the run.
     """
     import optgen
 
@@ -192,7 +193,7 @@ def freeze() -> Figure:
     """Draw the second moment of elements whose gradients shrink, as plans keep it, over the true one."""
     drawn, ax = figure(640, 340)
     at = range(STREAM // 100, STREAM + 1, STREAM // 100)
-    for name, dash in zip(("int8_rn_split24", "flashoptim", "bnb8", "bf16", "int8_split24"), ("-", "-.", "--", ":", "-"), strict=True):
+    for name, dash in {"int8_rn_split24": "-", "flashoptim": "-.", "bnb8": "--", "bf16": ":", "int8_split24": "-"}.items():
         ax.plot(at, [ratio for _, ratio, _ in stored(plan_of(name), at)], dash, label=name)
     ax.axvline(STREAM // 4, color=INK, linewidth=0.8)
     ax.set(yscale="log", title="Second moment as kept, over the true one", ylabel="median of elements")
@@ -206,8 +207,10 @@ def length() -> Figure:
     drawn, ax = figure(640, 400)
     at = sorted({round(10 ** (k / 4)) for k in range(4, 17)})
     for k, name in enumerate(("int8_rn_split24", "flashoptim", "bnb8", "bf16_sr", "int4_split24", "int8_split24")):
-        ax.plot(at, [nmse for nmse, _, _ in stored(plan_of(name), at, False)], "os^vDP"[k] + "-", markersize=4, label=name)
-    ax.set(xscale="log", yscale="log", title="Error of AdamW's update over the length of a run", xlabel="step", ylabel="error (NMSE)")
+        errors = [nmse for nmse, _, _ in stored(plan_of(name), at, False)]
+        ax.plot(at, errors, "os^vDP"[k] + "-", markersize=4, label=name)
+    ax.set(xscale="log", yscale="log", title="Error of AdamW's update over the length of a run")
+    ax.set(xlabel="step", ylabel="error (NMSE)")
     drawn.legend(loc="outside lower center", ncols=3)
     return drawn
 
@@ -257,7 +260,8 @@ def singular() -> Figure:
         top.plot(range(1, rows + 1), s, label=name.removesuffix("_split24"))
         below.plot(range(5, rows - 3), torch.nn.functional.conv1d(step[None, None], window[None, None])[0, 0])
     top.set(yscale="log", title="Singular values of the momentum, true and as kept")
-    below.set(xlabel="singular value, from the largest", title="Part of Muon's step along the true direction (mean of 9)")
+    below.set(title="Part of Muon's step along the true direction (mean of 9)")
+    below.set_xlabel("singular value, from the largest")
     top.legend(loc="upper right", ncols=2)
     return drawn
 
@@ -277,10 +281,13 @@ def rastrigin(x: Any, y: Any) -> Any:
     return 20 + x * x + y * y - 10 * (cos(2 * math.pi * x) + cos(2 * math.pi * y))
 
 
-def walk(cls: type, function: Callable[[Any, Any], Any], start: tuple[float, float]) -> list[tuple[float, float]]:
-    """Return the way of a point, a matrix of one row, at the rate that ends lowest (mean of the last ten steps)."""
+def walk(cls: type, function: Callable[[Any, Any], Any], start: tuple[float, float], box: Sequence[float]) -> Any:
+    """Return the way (WALK + 1, 2) of a point, a matrix of one row.
+
+    Of the rates whose way stays in the box, or of all if there is none, the one that ends lowest (mean of ten steps).
+    """
     known = inspect.signature(cls).parameters
-    best, way = math.inf, [start]
+    best, way = (True, math.inf), np.array([start])
     for k in TRIES:
         rate = known["lr"].default * 10 ** (k / 2)
         p = torch.nn.Parameter(torch.tensor([start]))
@@ -294,15 +301,19 @@ def walk(cls: type, function: Callable[[Any, Any], Any], start: tuple[float, flo
             optimizer.step()
             found.append(tuple(p.detach()[0].tolist()))
             values.append(float(loss.detach()))
-        end = statistics.fmean(values[-10:])
+        points = np.array(found)
+        end = bool(np.any((points < box[::2]) | (points > box[1::2]))), statistics.fmean(values[-10:])
         if end < best:
-            best, way = end, found
+            best, way = end, points
     return way
 
 
 def trajectories(function: Callable[[Any, Any], Any], start: tuple[float, float], box: tuple[float, ...],
-                 goal: tuple[float, float]) -> Figure:  # fmt: skip
-    """Draw the ways of all ready-made rules on a function; `box` is its least x, largest x, least y, largest y."""
+                 goal: tuple[float, float], levels: Sequence[float]) -> Figure:  # fmt: skip
+    """Draw the ways of all ready-made rules on a function over its contours at quantiles of its values.
+
+    `box` is the least x, largest x, least y, largest y.
+    """
     import optgen.optim
 
     names = sorted(optgen.optim.__all__, key=str.lower)
@@ -312,46 +323,58 @@ def trajectories(function: Callable[[Any, Any], Any], start: tuple[float, float]
     ax.set_axis_off()
     offsets = [(n % COLUMNS * (TILE + 10) + 5, n // COLUMNS * pitch + 18) for n in range(len(names))]
     scale = np.array([TILE / (box[1] - box[0]), -TILE / (box[3] - box[2])])
-    place = lambda points: (np.asarray(points) - (box[0], box[3])) * scale
-    x, y = np.meshgrid(np.linspace(*box[:2], 60), np.linspace(*box[2:], 60))
+
+    def place(points: Any) -> Any:
+        return (np.asarray(points) - (box[0], box[3])) * scale
+
+    x, y = np.meshgrid(np.linspace(*box[:2], 50), np.linspace(*box[2:], 50))
     z = np.log1p(function(x, y))
-    contours = Figure().add_subplot().contour(x, y, z, np.quantile(z, (0.08, 0.3, 0.6)))
+    contours = Figure().add_subplot().contour(x, y, z, np.quantile(z, levels))
     lines = Outline.make_compound_path(*(Outline(place(p.vertices), p.codes) for p in contours.get_paths()))
     frame = Outline([(0, 0), (TILE, 0), (TILE, TILE), (0, TILE), (0, 0)])
     for outline in (lines, frame):
         ax.add_collection(PathCollection(
             [outline], offsets=offsets, offset_transform=ax.transData, transform=mpl.transforms.Affine2D().scale(1, -1),
-            facecolors="none", edgecolors=GRID, linewidths=0.8,
+            facecolors="none", edgecolors=GRID, linewidths=0.8, clip_on=False,
         ))  # fmt: skip
+    ways = []
     for name, corner in zip(names, offsets, strict=True):
-        thin = [place(start)]
-        for point in place(walk(getattr(optgen.optim, name), function, start)):
+        thin, gap = [place(start)], np.full(2, np.nan)
+        for point in place(walk(getattr(optgen.optim, name), function, start, box)):
             inside = np.all((point >= 0) & (point <= TILE))
-            if not inside or np.hypot(*(point - thin[-1])) > 2.5 or np.isnan(thin[-1]).any():
-                thin.append(point if inside else np.full(2, np.nan))
-        ax.plot(*(np.array(thin) + corner).T, color=BLUE, linewidth=1.3)
-        ax.plot(*(place(goal) + corner), "P", color=RED, markersize=5)
+            if np.isnan(thin[-1]).any() if inside else not np.isnan(thin[-1]).any():
+                thin.append(point if inside else gap)
+            elif inside and np.hypot(*(point - thin[-1])) > 4:
+                thin.append(point)
+        ways += [*np.add(thin, corner), gap]
         ax.text(corner[0] + TILE / 2, corner[1] - 5, name, ha="center", fontsize=11)
+    ax.plot(*np.array(ways).T, color=BLUE, linewidth=1.3, clip_on=False)
+    ax.plot(*(np.array(offsets) + place(goal)).T, "P", color=RED, markersize=5, clip_on=False)
     return drawn
 
 
 PICTURES: dict[str, Callable[[], Figure]] = {
     "memory": memory, "pareto": pareto, "training": training, "freeze": freeze, "length": length,
     "rounding": rounding, "singular": singular,
-    "rosenbrock": lambda: trajectories(rosenbrock, (-1.5, 2.0), (-2.0, 2.0, -1.0, 3.0), (1.0, 1.0)),
-    "rastrigin": lambda: trajectories(rastrigin, (-2.0, 3.5), (-4.5, 4.5, -4.5, 4.5), (0.0, 0.0)),
+    "rosenbrock": lambda: trajectories(rosenbrock, (-1.5, 2.0), (-2.0, 2.0, -1.0, 3.0), (1.0, 1.0), (0.08, 0.3, 0.6)),
+    "rastrigin": lambda: trajectories(rastrigin, (-2.0, 3.5), (-4.5, 4.5, -4.5, 4.5), (0.0, 0.0), (0.4,)),
 }  # fmt: skip
 
 
-def draw(name: str, *data: Any) -> str:
-    """Return the text of a picture; `data` in the place of the tables of docs/benchmarks."""
+def draw(name: str) -> str:
+    """Return the text of a picture."""
     with mpl.rc_context(STYLE):
-        return svg(PICTURES[name](*data))
+        return svg(PICTURES[name]())
+
+
+def write(name: str) -> None:
+    """Draw a picture into its file."""
+    (IMAGES / f"{name}.svg").write_text(draw(name), encoding="utf-8")
+    print(f"docs/images/{name}.svg", flush=True)
 
 
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
     warnings.filterwarnings("ignore", r"\w+: plan '\w+' is discouraged")
     for name in sys.argv[1:] or PICTURES:
-        (IMAGES / f"{name}.svg").write_text(draw(name), encoding="utf-8")
-        print(f"docs/images/{name}.svg", flush=True)
+        write(name)

@@ -1,6 +1,6 @@
 """Measure the errors that every plan makes in AdamW's states and updates, on gradients of real models.
 
-    .venv/bin/python tools/sweep_formats.py                     writes docs/benchmarks/formats.md, .json and .png
+    .venv/bin/python tools/sweep_formats.py                     writes docs/benchmarks/formats.md and .json
     .venv/bin/python tools/sweep_formats.py --plans int8 int4   only these
     .venv/bin/python tools/sweep_formats.py --quick             short streams: everything runs, the numbers say little
     .venv/bin/python tools/sweep_formats.py --data streams.pt   keeps the streams in a file, or takes them from there
@@ -503,31 +503,6 @@ def document(found: Sequence[dict[str, Any]], data: dict[str, Any]) -> str:
     return filled("\n".join(markdown(found, data))) + "\n"
 
 
-def plot(found: Sequence[dict[str, Any]], path: Path) -> None:
-    """Plot the NMSE of the update over bits, stored once and at every step."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, 3, figsize=(15, 5), sharey=True, layout="constrained")
-    titles = ("stored once", *(f"stored at every step, beta2 {b:g}" for b in BETAS2))
-    for ax, title, get in zip(
-        axes, titles,
-        (lambda x: x["once"], *((lambda x, b=b: x["recurrent"][str(b)]) for b in BETAS2)), strict=True,
-    ):  # fmt: skip
-        for x in found:
-            value = get(x)["nmse"]
-            if math.isfinite(value):
-                ax.plot(x["bits"], value, "s" if x["peer"] else "o", color="tab:orange" if x["peer"] else "tab:blue")
-                ax.annotate(x["name"], (x["bits"], value), xytext=(4, 3), textcoords="offset points", fontsize=7)
-        ax.set(yscale="log", xlabel="bits of both states", title=title)
-        ax.grid(alpha=0.3)
-    axes[0].set_ylabel("NMSE of Adam's update")
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-
-
 def sweep(data: Data, chosen: Sequence[Subject], jobs: int, say: Callable[[str], None] = print) -> list[dict[str, Any]]:
     """Return the results of `measure` for each, in order."""
     with tempfile.TemporaryDirectory() as folder:
@@ -583,7 +558,6 @@ def main(given: Sequence[str] | None = None, say: Callable[[str], None] = print)
     (asked.out / "formats.md").write_text(document(found, told), encoding="utf-8")
     kept = {"data": told, "found": found}
     (asked.out / "formats.json").write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
-    plot(found, asked.out / "formats.png")
     return 0
 
 

@@ -180,36 +180,6 @@ def markdown(kept: Mapping[str, Any]) -> str:
     return filled("\n".join(lines)) + "\n"
 
 
-def plot(verdicts: list[Verdict], path: Path) -> None:
-    """Plot loss over bytes, a line from fp32 to each plan, and the paired differences with their intervals."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.5), width_ratios=(3, 2), layout="constrained")
-    colours = {name: f"C{k}" for k, name in enumerate(dict.fromkeys(v.rule.split(",")[0] for v in verdicts))}
-    for v in verdicts:
-        colour, (mean, half) = colours[v.rule.split(",")[0]], v.gap
-        right.errorbar(mean, v.rule, xerr=half, fmt="o", capsize=3, color=colour)
-        if v.bytes_int8 < v.bytes_fp32:
-            ends = [(v.bytes_fp32, *mean_and_spread(v.fp32)), (v.bytes_int8, *mean_and_spread(v.int8))]
-            left.plot([x for x, _, _ in ends], [y for _, y, _ in ends], linewidth=0.8, alpha=0.5, color=colour)
-            for (x, y, noise), mark in zip(ends, "os", strict=True):
-                left.errorbar(x, y, yerr=noise, fmt=mark, color=colour)
-            left.annotate(v.rule.removesuffix("_split24"), ends[1][:2], (5, 4), textcoords="offset points", fontsize=8)
-    left.set(xscale="log", xlabel="bytes per parameter (round: fp32, square: fewer bits)", ylabel="validation loss")
-    left.set_xticks([4, 6, 8, 12, 20, 40], ["4", "6", "8", "12", "20", "40"])
-    left.minorticks_off()
-    right.axvline(0, color="gray", linewidth=0.8)
-    right.set(xlabel="loss - fp32, 95 % interval")
-    right.invert_yaxis()
-    for ax in (left, right):
-        ax.grid(alpha=0.3)
-    figure.savefig(path, dpi=80)
-    plt.close(figure)
-
-
 def tuned_section(kept: Mapping[str, Any]) -> list[str]:
     verdicts = tuned(kept["runs"], kept["tuned_seeds"])
     first = {v.rule.split(",")[0]: v for v in reversed(verdicts)}
@@ -228,7 +198,7 @@ def tuned_section(kept: Mapping[str, Any]) -> list[str]:
         "fall on other steps.",
         "", "    .venv/bin/python tools/train_rules.py --tuned", "",
         *table(("run", "lr", "fp32", "loss", "- fp32", "", "B/param fp32", "B/param"), map(row, verdicts), (0, 5)),
-        "", "![Loss over bytes per parameter, and differences to fp32](benchmarks/training.png)", "",
+        "", "![Differences of losses to fp32, with their intervals](images/training.svg)", "",
         "Rules in fp32, minus AdamW, paired: "
         + ", ".join(f"{name} {mean:+.3f} ± {half:.3f}" for (mean, half), name in sorted(gaps))
         + ". Seed 0 also chose the learning rates, on the text of the table's losses. So short a run favours rules",
@@ -382,7 +352,6 @@ def main() -> int:
         while wanted := missing(rules, kept["runs"], asked.seeds):
             run_all(console, TUNED, wanted, asked, text, kept["runs"], save)
         verdicts = tuned(kept["runs"], asked.seeds)
-        plot(verdicts, asked.out / "benchmarks" / "training.png")
     elif asked.plans is not None:
         rule, plans = RULES[0], plans_asked(asked.plans)
         wanted = [(rule.name, plan, s, rule.options["lr"]) for s in seeds for plan in ("fp32", *plans)]
@@ -404,6 +373,10 @@ def main() -> int:
     console.print(shown)
     (asked.out / "training.md").write_text(markdown(kept), encoding="utf-8")
     save()
+    if asked.out == ROOT / "docs":
+        from draw import write  # which reads this record
+
+        write("training")
     return 0
 
 

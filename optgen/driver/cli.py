@@ -297,7 +297,12 @@ def show(
 
 @app.command()
 def explain(
-    spec: SpecName, plan: PlanName = DEFAULT_PLAN, param: Param = "bfloat16", flag: Flags = None, json: Json = False
+    spec: SpecName,
+    plan: PlanName = DEFAULT_PLAN,
+    param: Param = "bfloat16",
+    flag: Flags = None,
+    html: Annotated[Path | None, typer.Option("--html", help="Also write the page of the rule to this file.")] = None,
+    json: Json = False,
 ) -> None:
     """Explain memory, error bounds, traffic, sweeps and the lint's verdict."""
     with session("explain", json) as t:
@@ -305,13 +310,22 @@ def explain(
 
         found, chosen = _pair(spec, plan)
         x = e.explain(found, chosen, _param(param), _flags(found, flag or []))
-        t.result |= asdict(x) | {"traffic": x.traffic, "findings": [str(f) for f in x.findings]}
+        t.result |= asdict(x) | {"traffic": x.traffic, "findings": [str(f) for f in x.findings], "verdict": x.verdict}
         _tell_explanation(t, x)
+        if html is not None:
+            from optgen.driver import load, page
+
+            others = [p for name, p in load.plans().items() if name != chosen.name]
+            own = any(e.own and str(e.file) == found.loc.file for e in load.entries().values())
+            text = page.document(found, [chosen, *others], "generated" if own else "optgen.optim")
+            html.write_text(text, encoding="utf-8")
+            t.log(f"the page of {found.name} is {html}")
 
 
 def _tell_explanation(t: Terminal, x: Any) -> None:
     flags = ", ".join(f"{k}={v}" for k, v in x.flags.items())
     head = f"{x.spec} under {x.plan}, {x.param} parameters" + (f", {flags}" if flags else "")
+    t.show_filled(x.verdict, 0)
     t.show_filled(f"{head}  ({x.source})", 4)
     for line in x.formulas:
         t.show_filled(f"    {line}", 8)

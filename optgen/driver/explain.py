@@ -164,6 +164,16 @@ class Explanation:
     def traffic(self) -> float:
         return sum(s.bytes for s in self.sweeps)
 
+    @property
+    def verdict(self) -> str:
+        """The pair in one sentence: bytes kept and moved, and what the lint found."""
+        count = Counter(f.severity for f in self.findings)
+        found = ", ".join(f"{n} {kind}{'s' if n > 1 else ''}" for kind, n in count.items()) or "nothing"
+        size = f"{self.total:.4g} bytes per parameter ({self.plain:.4g} in fp32)"
+        word = "; discouraged" if self.discouraged else ""
+        does = f"keeps {size} under {self.plan} and moves {self.traffic:.4g} a step"
+        return f"{self.spec} {does}; the lint finds {found}{word}."
+
 
 def case_of(spec: Spec, plan: Plan, param: str, flags: Mapping[str, bool]) -> Case:
     """Return the case of a parameter dtype and flags (others by default), for tensors large enough to quantize."""

@@ -110,6 +110,25 @@ def rule_page(
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<title>{title}</title>
+<style>
+:root {{ color-scheme: light dark }}
+body {{ font: 16px/1.5 sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; overflow-wrap: break-word }}
+.scrolls, pre {{ overflow-x: auto }} table {{ border-collapse: collapse }} summary {{ cursor: pointer }}
+th, td {{ text-align: left; vertical-align: top; padding: .2rem .8rem .2rem 0; border-bottom: 1px solid #8884 }}
+pre {{ padding: .6rem; background: #8882; font-size: 14px }} math {{ font-size: 1.1em }}
+</style></head><body>
+{body}</body></html>
+"""
+
+
+def document(spec: Spec, plans: Sequence[Plan], package: str) -> str:
+    """Return the page of a rule as an HTML document that needs no other file; `package` as in `rule_page`."""
+    return _PAGE.format(title=escape(spec.class_name), body=html(rule_page(spec, plans, package=package)))
+
+
 def _equations(lines: Sequence[tuple[Formula, Formula]]) -> str:
     row = '<mtr><mtd style="text-align:right">{}</mtd><mtd style="text-align:left"><mo>=</mo>{}</mtd></mtr>'
     rows = "".join(row.format(left.mathml, right.mathml) for left, right in lines)
