@@ -193,7 +193,8 @@ def freeze() -> Figure:
     """Draw the second moment of elements whose gradients shrink, as plans keep it, over the true one."""
     drawn, ax = figure(640, 340)
     at = range(STREAM // 100, STREAM + 1, STREAM // 100)
-    for name, dash in {"int8_rn_split24": "-", "flashoptim": "-.", "bnb8": "--", "bf16": ":", "int8_split24": "-"}.items():
+    dashes = {"int8_rn_split24": "-", "flashoptim": "-.", "bnb8": "--", "bf16": ":", "int8_split24": "-"}
+    for name, dash in dashes.items():
         ax.plot(at, [ratio for _, ratio, _ in stored(plan_of(name), at)], dash, label=name)
     ax.axvline(STREAM // 4, color=INK, linewidth=0.8)
     ax.set(yscale="log", title="Second moment as kept, over the true one", ylabel="median of elements")
