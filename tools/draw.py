@@ -347,9 +347,10 @@ def trajectories(function: Callable[[Any, Any], Any], start: tuple[float, float]
                 thin.append(point if inside else gap)
             elif inside and np.hypot(*(point - thin[-1])) > 4:
                 thin.append(point)
-        ways += [*np.add(thin, corner), gap]
+        ways += [*np.add([*thin, point if inside else gap], corner), gap]
         ax.text(corner[0] + TILE / 2, corner[1] - 5, name, ha="center", fontsize=11)
     ax.plot(*np.array(ways).T, color=BLUE, linewidth=1.3, clip_on=False)
+    ax.plot(*(np.array(offsets) + place(start)).T, "o", color=BLUE, markersize=3, clip_on=False)
     ax.plot(*(np.array(offsets) + place(goal)).T, "P", color=RED, markersize=5, clip_on=False)
     return drawn
 
