@@ -61,7 +61,7 @@ def svg(drawn: Figure) -> str:
     dark = "".join(f'[style*="{kind}: {a}"]{{{kind}:{b}!important}}' for kind, a, b in pairs)
     text = out.getvalue().replace("</style>", f"@media(prefers-color-scheme:dark){{{dark}}}</style>", 1)
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
-    text = re.sub(r' clip-path="[^"]*"', "", text)
+    text = re.sub(r' clip-path="[^"]*"| transform="rotate\(-0 [^"]*"', "", text)
     text = re.sub(r"-?\d+\.\d+(?=[^<>]*>)", lambda m: f"{round(float(m[0]), 1):g}", text)  # in tags, not in words
     return re.sub(r"\s*\n\s*", "\n", text.replace("'DejaVu Sans'", "sans-serif"))
 
