@@ -175,7 +175,9 @@ def markdown(kept: Mapping[str, Any]) -> str:
             f"{kept['plan_text']}; bf16 weights (fp32 ones under `int8`). The fp32 run of a seed is the same in every",
             "row.",
             "", "    .venv/bin/python tools/train_rules.py --plans", "",
-            *table(PLAN_HEAD, map(plan_row, plans), (0, 4)), "", remark(plans),
+            *table(PLAN_HEAD, map(plan_row, plans), (0, 4)), "",
+            "The row of `lpmm4_factor` was measured when its steps went on with the second moment as it is kept; they",
+            "now go on with the computed one.", "", remark(plans),
         ]  # fmt: skip
     return filled("\n".join(lines)) + "\n"
 
