@@ -1,9 +1,9 @@
 """PSGD Kron: gradients whitened by a Kronecker product of two triangular factors, or by a diagonal of a vector."""
 
 from optgen.lang import (
-    amax, column_norms, columns, flag, gram, hyper, low_rank_state, mat_max, mat_norm, matrix_state, maximum, minimum,
-    nonneg, norm_lower_bound, normal, optimizer, policies, rms, rows, shape_flag, solve_triangular, sqrt, state,
-    triangle, triangular, unwide, where, wide,
+    amax, column_norms, columns, finite, flag, gram, hyper, low_rank_state, mat_max, mat_norm, matrix_state, maximum,
+    minimum, nonneg, norm_lower_bound, normal, optimizer, policies, rms, rows, shape_flag, solve_triangular, sqrt,
+    state, triangle, triangular, unwide, where, wide,
 )  # fmt: skip
 
 EPS = 1e-16  # without gradients factors grow by 1 + lr_precond a step, until their product is 1e8
@@ -47,6 +47,7 @@ def psgd_kron(
     `precondition_frequency` steps.  The authors do so in all of the first 500 steps and ever more seldom until step
     4000, then in one of 33: set it in the groups.  A longer side of more than 8192 has a diagonal factor, which has
     rank 1; the random numbers of vectors are averaged out.  Elements of gradients count as 1e10 at most.
+    Factors that are not finite are not taken.
     """
     momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g * minimum(1e10 / abs(g), 1)
     m = momentum_buffer / (1 - momentum**t)
@@ -62,7 +63,7 @@ def psgd_kron(
         if refresh:
             scale = column_norms(w, long)
             a, b = short @ w * scale, solve_triangular(wide(normal(g, t)), short.T, upper=False) / maximum(scale, 1e-30)
-            short = whitened(short, a, b, lr_precond)
+            short = finite(whitened(short, a, b, lr_precond), short)
             aa, bb = column_norms(long, a), column_norms(long, b)
             aa, bb = aa * aa, bb * bb
             long = long - lr_precond * (aa - bb) * long / (mat_max(aa + bb) + EPS)
@@ -72,7 +73,8 @@ def psgd_kron(
         if refresh:
             a, b = left @ m @ right.T, solve_triangular(normal(g, t), left.T, upper=False)
             b = solve_triangular(b.T, right.T, upper=False).T
-            left, right = balanced(whitened(left, a, b, lr_precond), whitened(right, a.T, b.T, lr_precond))
+            l, r = balanced(whitened(left, a, b, lr_precond), whitened(right, a.T, b.T, lr_precond))
+            left, right = finite(l, left), finite(r, right)
         u = left.T @ (left @ m @ right.T) @ right
     size = mat_norm(wide(u)) / sqrt(rows(p) * columns(p))
     p = policies.decoupled(p, lr, weight_decay)

@@ -218,7 +218,7 @@ def test_what_they_do_not_take_is_refused(made: Any, message: str) -> None:
 
 
 def test_the_lower_bound_of_a_spectral_norm_is_one() -> None:
-    """Of x = q d q' it is norm(x y) for a unit y, and at least what the longest column has."""
+    """For x = q d q' it is norm(x y) for a unit y, and at least the norm of the longest column."""
     for shape in ((3, 40, 12), (2, 2, 16, 16), (5, 1), (30, 200)):
         x = drawn(*shape)
         for square in (gram(x), gram(x) - identity(gram(x))):

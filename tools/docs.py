@@ -84,6 +84,7 @@ def serve() -> http.server.ThreadingHTTPServer:
 
 def read(address: str, chromium: str) -> Iterator[str]:
     """Yield what is wrong with the pages in a browser: errors of the console, images, widths, the search."""
+    from playwright.sync_api import TimeoutError as NothingShown
     from playwright.sync_api import sync_playwright
 
     broken = "[...document.images].filter(x => x.complete && !x.naturalWidth && x.offsetParent).map(x => x.src)"
@@ -108,7 +109,7 @@ def read(address: str, chromium: str) -> Iterator[str]:
         page.fill("input.md-search__input", "stochastic rounding")
         try:
             page.wait_for_selector("a.md-search-result__link", state="attached", timeout=20_000)
-        except Exception as error:
+        except NothingShown as error:
             yield f"the search finds nothing: {error}"
         browser.close()
 

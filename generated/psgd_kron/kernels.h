@@ -7,19 +7,19 @@ OPTGEN_INLINE void psgd_kron_1(F extent_rows, F extent_columns, S0 &sqrt_rows_ti
     sqrt_rows_times_columns.set(sqrt(extent_rows * extent_columns));
 }
 
-// a sweep: u (specs/psgd_kron.py:76), p (specs/psgd_kron.py:79)
+// a sweep: u (specs/psgd_kron.py:78), p (specs/psgd_kron.py:81)
 template <class S0, class S1>
 OPTGEN_INLINE void psgd_kron_2(
     F g, F momentum, F grad_scale, F one_minus_momentum_times_grad_scale, F one_over_one_minus_momentum_pow_t,
     S0 &momentum_buffer, S1 &m_whole
 ) {
     const F g_2 = grad_scale * g;
-    // 51
+    // 52
     const F momentum_buffer_ = fma(
         one_minus_momentum_times_grad_scale, g * min(F(1.0f), 10000000000.0f / abs(g_2)),
         momentum_buffer.times(momentum)
     );
-    const F m = one_over_one_minus_momentum_pow_t * momentum_buffer_;  // 52
+    const F m = one_over_one_minus_momentum_pow_t * momentum_buffer_;  // 53
     momentum_buffer.set(momentum_buffer_);
     m_whole.set(m);
 }
@@ -27,12 +27,12 @@ OPTGEN_INLINE void psgd_kron_2(
 // a sweep: the update
 template <class S0, class S1>
 OPTGEN_INLINE F psgd_kron_4(F p, F one_minus_lr_times_weight_decay, S0 &mul, S1 &u) {
-    const F p_ = one_minus_lr_times_weight_decay * p;  // 78
-    const F p_2 = fma(-mul.read(), u.read(), p_);      // 79
+    const F p_ = one_minus_lr_times_weight_decay * p;  // 80
+    const F p_2 = fma(-mul.read(), u.read(), p_);      // 81
     return p_2;
 }
 
-// a sweep: p (specs/psgd_kron.py:58)
+// a sweep: p (specs/psgd_kron.py:59)
 template <class S0, class S1, class S2>
 OPTGEN_INLINE void psgd_kron_no_matrix_1(
     F g, F momentum, F grad_scale, F one_minus_momentum_times_grad_scale, F scalar_1, S0 &momentum_buffer, S1 &diagonal,
@@ -40,7 +40,7 @@ OPTGEN_INLINE void psgd_kron_no_matrix_1(
 ) {
     const F g_2 = grad_scale * g;
     const F diagonal_ = diagonal.read();
-    // 51
+    // 52
     const F momentum_buffer_ = fma(
         one_minus_momentum_times_grad_scale, g * min(F(1.0f), 10000000000.0f / abs(g_2)),
         momentum_buffer.times(momentum)
@@ -67,7 +67,7 @@ OPTGEN_INLINE F psgd_kron_no_matrix_3(
 ) {
     const F diagonal_ = diagonal.read();
     const F momentum_buffer_ = momentum_buffer.read();
-    // 58
+    // 59
     const F p_ = fma(
         -(one_over_one_minus_momentum_pow_t * lr_times_one_min_tensor_div.read()),
         diagonal_ * diagonal_ * momentum_buffer_, p
@@ -75,25 +75,25 @@ OPTGEN_INLINE F psgd_kron_no_matrix_3(
     return p_;
 }
 
-// a sweep: u (specs/psgd_kron.py:76), p (specs/psgd_kron.py:79)
+// a sweep: u (specs/psgd_kron.py:78), p (specs/psgd_kron.py:81)
 template <class S0, class S1, class S2>
 OPTGEN_INLINE void psgd_kron_refresh_2(
     F g, F momentum, F grad_scale, F one_minus_momentum_times_grad_scale, F one_over_one_minus_momentum_pow_t,
     S0 &momentum_buffer, S1 &m_whole, S2 &g_whole
 ) {
     const F g_2 = grad_scale * g;
-    // 51
+    // 52
     const F momentum_buffer_ = fma(
         one_minus_momentum_times_grad_scale, g * min(F(1.0f), 10000000000.0f / abs(g_2)),
         momentum_buffer.times(momentum)
     );
-    const F m = one_over_one_minus_momentum_pow_t * momentum_buffer_;  // 52
+    const F m = one_over_one_minus_momentum_pow_t * momentum_buffer_;  // 53
     momentum_buffer.set(momentum_buffer_);
     m_whole.set(m);
     g_whole.set(g_2);
 }
 
-// a sweep: diagonal (specs/psgd_kron.py:56)
+// a sweep: diagonal (specs/psgd_kron.py:57)
 template <class S0, class S1, class S2>
 OPTGEN_INLINE void psgd_kron_refresh_no_matrix_1(
     F g, F momentum, F grad_scale, F one_minus_momentum_times_grad_scale, F where_lt_one_7p888609052210118em31_one_one,
@@ -101,13 +101,13 @@ OPTGEN_INLINE void psgd_kron_refresh_no_matrix_1(
 ) {
     const F g_2 = grad_scale * g;
     const F diagonal_ = diagonal.read();
-    // 51
+    // 52
     const F momentum_buffer_ = fma(
         one_minus_momentum_times_grad_scale, g * min(F(1.0f), 10000000000.0f / abs(g_2)),
         momentum_buffer.times(momentum)
     );
     const F diagonal_mul = diagonal_ * diagonal_;
-    const F bb = 1.0f / fma(diagonal_mul, where_lt_one_7p888609052210118em31_one_one, scalar_2);  // 55
+    const F bb = 1.0f / fma(diagonal_mul, where_lt_one_7p888609052210118em31_one_one, scalar_2);  // 56
     momentum_buffer.set(momentum_buffer_);
     tensor_max_of_aa.set(fma(scalar_3 * diagonal_mul * momentum_buffer_, momentum_buffer_, bb));
 }
@@ -118,7 +118,7 @@ OPTGEN_INLINE void psgd_kron_refresh_no_matrix_2(S0 &tensor_max_of_aa, S1 &one_o
     one_over_tensor_max_of_aa_plus_1em16.set(1.0f / (tensor_max_of_aa.read() + 1e-16f));
 }
 
-// a sweep: p (specs/psgd_kron.py:58)
+// a sweep: p (specs/psgd_kron.py:59)
 template <class S0, class S1, class S2, class S3>
 OPTGEN_INLINE void psgd_kron_refresh_no_matrix_3(
     F where_lt_one_7p888609052210118em31_one_one, F scalar_2, F scalar_2_2, F minus_lr_precond, F scalar_3,
@@ -127,8 +127,8 @@ OPTGEN_INLINE void psgd_kron_refresh_no_matrix_3(
     const F diagonal_ = diagonal.read();
     const F momentum_buffer_ = momentum_buffer.read();
     const F diagonal_mul = diagonal_ * diagonal_;
-    const F bb = 1.0f / fma(diagonal_mul, where_lt_one_7p888609052210118em31_one_one, scalar_2);  // 55
-    // 56
+    const F bb = 1.0f / fma(diagonal_mul, where_lt_one_7p888609052210118em31_one_one, scalar_2);  // 56
+    // 57
     const F diagonal_2 = fma(
         -(fma(minus_lr_precond, bb, scalar_2_2 * diagonal_mul * momentum_buffer_ * momentum_buffer_) * diagonal_),
         one_over_tensor_max_of_aa_plus_1em16.read(), diagonal_
@@ -147,13 +147,13 @@ OPTGEN_INLINE F psgd_kron_refresh_no_matrix_5(
     const F diagonal_ = diagonal.read();
     const F momentum_buffer_ = momentum_buffer.read();
     const F diagonal_mul = diagonal_ * diagonal_;
-    const F bb = 1.0f / fma(diagonal_mul, where_lt_one_7p888609052210118em31_one_one, scalar_2);  // 55
-    // 56
+    const F bb = 1.0f / fma(diagonal_mul, where_lt_one_7p888609052210118em31_one_one, scalar_2);  // 56
+    // 57
     const F diagonal_2 = fma(
         -(fma(minus_lr_precond, bb, scalar_2_2 * diagonal_mul * momentum_buffer_ * momentum_buffer_) * diagonal_),
         one_over_tensor_max_of_aa_plus_1em16.read(), diagonal_
     );
-    // 58
+    // 59
     const F p_ = fma(
         -(one_over_one_minus_momentum_pow_t * lr_times_one_min_tensor_div.read()),
         diagonal_2 * diagonal_2 * momentum_buffer_, p

@@ -28,13 +28,13 @@ def psgd_kron_2_tile(
 ):
     """The new momentum_buffer, m_whole."""
     g_2 = grad_scale * g
-    # 51
+    # 52
     momentum_buffer = tl.fma(
         one_minus_momentum_times_grad_scale,
         g * tl.minimum(10000000000.0 * reciprocal(tl.abs(g_2)), 1.0, propagate_nan=tl.PropagateNan.ALL),
         times(momentum, momentum_buffer, PLAN.momentum_buffer)
     )
-    m = one_over_one_minus_momentum_pow_t * momentum_buffer  # 52
+    m = one_over_one_minus_momentum_pow_t * momentum_buffer  # 53
     return momentum_buffer, m
 
 
@@ -52,8 +52,8 @@ def psgd_kron_2_sweep(
 @triton.jit
 def psgd_kron_4_tile(PLAN: tl.constexpr, p, mul_, u, one_minus_lr_times_weight_decay, live, MASKED: tl.constexpr):
     """The new p."""
-    p = one_minus_lr_times_weight_decay * p  # 78
-    p = tl.fma(minus(mul_), u, p)            # 79
+    p = one_minus_lr_times_weight_decay * p  # 80
+    p = tl.fma(minus(mul_), u, p)            # 81
     return (p,)
 
 
@@ -72,7 +72,7 @@ def psgd_kron_no_matrix_1_tile(
     """The new momentum_buffer; the terms of tensor_sum_of_u."""
     diagonal = read(diagonal, PLAN.diagonal)
     g_2 = grad_scale * g
-    # 51
+    # 52
     momentum_buffer = tl.fma(
         one_minus_momentum_times_grad_scale,
         g * tl.minimum(10000000000.0 * reciprocal(tl.abs(g_2)), 1.0, propagate_nan=tl.PropagateNan.ALL),
@@ -116,7 +116,7 @@ def psgd_kron_no_matrix_3_tile(
     """The new p."""
     momentum_buffer = read(momentum_buffer, PLAN.momentum_buffer)
     diagonal = read(diagonal, PLAN.diagonal)
-    # 58
+    # 59
     p = tl.fma(
         minus(one_over_one_minus_momentum_pow_t * lr_times_one_min_tensor_div), diagonal * diagonal * momentum_buffer, p
     )
@@ -137,13 +137,13 @@ def psgd_kron_refresh_2_tile(
 ):
     """The new momentum_buffer, m_whole, g_whole."""
     g_2 = grad_scale * g
-    # 51
+    # 52
     momentum_buffer = tl.fma(
         one_minus_momentum_times_grad_scale,
         g * tl.minimum(10000000000.0 * reciprocal(tl.abs(g_2)), 1.0, propagate_nan=tl.PropagateNan.ALL),
         times(momentum, momentum_buffer, PLAN.momentum_buffer)
     )
-    m = one_over_one_minus_momentum_pow_t * momentum_buffer  # 52
+    m = one_over_one_minus_momentum_pow_t * momentum_buffer  # 53
     return momentum_buffer, m, g_2
 
 
@@ -166,14 +166,14 @@ def psgd_kron_refresh_no_matrix_1_tile(
     """The new momentum_buffer; the terms of tensor_max_of_aa."""
     diagonal = read(diagonal, PLAN.diagonal)
     g_2 = grad_scale * g
-    # 51
+    # 52
     momentum_buffer = tl.fma(
         one_minus_momentum_times_grad_scale,
         g * tl.minimum(10000000000.0 * reciprocal(tl.abs(g_2)), 1.0, propagate_nan=tl.PropagateNan.ALL),
         times(momentum, momentum_buffer, PLAN.momentum_buffer)
     )
     diagonal_mul = diagonal * diagonal
-    bb = reciprocal(tl.fma(diagonal_mul, where_lt_one_7p888609052210118em31_one_one, scalar_2))  # 55
+    bb = reciprocal(tl.fma(diagonal_mul, where_lt_one_7p888609052210118em31_one_one, scalar_2))  # 56
     return momentum_buffer, tl.fma(scalar_3 * diagonal_mul * momentum_buffer, momentum_buffer, bb)
 
 
@@ -210,8 +210,8 @@ def psgd_kron_refresh_no_matrix_3_tile(
     momentum_buffer = read(momentum_buffer, PLAN.momentum_buffer)
     diagonal = read(diagonal, PLAN.diagonal)
     diagonal_mul = diagonal * diagonal
-    bb = reciprocal(tl.fma(diagonal_mul, where_lt_one_7p888609052210118em31_one_one, scalar_2))  # 55
-    # 56
+    bb = reciprocal(tl.fma(diagonal_mul, where_lt_one_7p888609052210118em31_one_one, scalar_2))  # 56
+    # 57
     diagonal = tl.fma(
         minus(tl.fma(minus_lr_precond, bb, scalar_2_2 * diagonal_mul * momentum_buffer * momentum_buffer) * diagonal),
         one_over_tensor_max_of_aa_plus_1em16, diagonal
@@ -242,13 +242,13 @@ def psgd_kron_refresh_no_matrix_5_tile(
     momentum_buffer = read(momentum_buffer, PLAN.momentum_buffer)
     diagonal = read(diagonal, PLAN.diagonal)
     diagonal_mul = diagonal * diagonal
-    bb = reciprocal(tl.fma(diagonal_mul, where_lt_one_7p888609052210118em31_one_one, scalar_2))  # 55
-    # 56
+    bb = reciprocal(tl.fma(diagonal_mul, where_lt_one_7p888609052210118em31_one_one, scalar_2))  # 56
+    # 57
     diagonal = tl.fma(
         minus(tl.fma(minus_lr_precond, bb, scalar_2_2 * diagonal_mul * momentum_buffer * momentum_buffer) * diagonal),
         one_over_tensor_max_of_aa_plus_1em16, diagonal
     )
-    # 58
+    # 59
     p = tl.fma(
         minus(one_over_one_minus_momentum_pow_t * lr_times_one_min_tensor_div), diagonal * diagonal * momentum_buffer, p
     )

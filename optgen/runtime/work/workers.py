@@ -212,7 +212,7 @@ class _Task(NamedTuple):
 
 
 _Round = tuple[list[Piece], list[_Task]]
-"""What is worked on at one time: this rank's pieces, and its matrices."""
+"""A part that is worked on at one time: (this rank's pieces, its matrices)."""
 
 
 def _made(x: Parted, task: _Task, which: slice) -> list[Tensor]:
