@@ -15,8 +15,8 @@
 
 __version__ = "0.2.0"
 __all__ = [
-    "StableEmbedding", "__version__", "attention_heads", "cast_model", "compile", "keep_states_fp32", "list",
-    "list_rules", "load_checkpoint", "make", "save_checkpoint", "take_states",
+    "StableEmbedding", "__version__", "attention_heads", "cast_model", "compile", "keep_states_fp32", "list_rules",
+    "load_checkpoint", "make", "save_checkpoint", "take_states",
 ]  # fmt: skip
 
 

@@ -80,7 +80,8 @@ def class_of(rule: Any, plan: Any = None) -> Any:
         return rule
     if isinstance(rule, str) and rule in list_rules() and (plan is None or _planned(plan)):
         optim: Any = importlib.import_module("optgen.optim")
-        return getattr(optim, next(name for name in optim.__all__ if name.lower() == rule.replace("_", "")))
+        modules: dict[str, str] = importlib.import_module("optgen._generated")._MODULES
+        return getattr(optim, next(name for name, module in modules.items() if module == rule))
     compile_: Any = importlib.import_module("optgen.driver.compile").compile
     return compile_(rule) if plan is None else compile_(rule, plan=plan)
 

@@ -47,7 +47,7 @@ def psgd_kron(
     `precondition_frequency` steps.  The authors do so in all of the first 500 steps and ever more seldom until step
     4000, then in one of 33: set it in the groups.  A longer side of more than 8192 has a diagonal factor, which has
     rank 1; the random numbers of vectors are averaged out.  Elements of gradients count as 1e10 at most.
-    Factors that are not finite are not taken.
+    Triangular factors that are not finite are not taken.
     """
     momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g * minimum(1e10 / abs(g), 1)
     m = momentum_buffer / (1 - momentum**t)
@@ -62,7 +62,8 @@ def psgd_kron(
         w, long = wide(m), long + where(t > 1, 0.0, 1.0)
         if refresh:
             scale = column_norms(w, long)
-            a, b = short @ w * scale, solve_triangular(wide(normal(g, t)), short.T, upper=False) / maximum(scale, 1e-30)
+            a = short @ w * scale
+            b = solve_triangular(wide(normal(g, t)), short.T, upper=False) / maximum(scale, 1e-30)
             short = finite(whitened(short, a, b, lr_precond), short)
             aa, bb = column_norms(long, a), column_norms(long, b)
             aa, bb = aa * aa, bb * bb

@@ -1,6 +1,6 @@
 """StableAdamW: AdamW that takes smaller steps where the second moment lags behind the gradient."""
 
-from optgen.lang import hyper, maximum, mean, minimum, nonneg, optimizer, sqrt, state
+from optgen.lang import hyper, maximum, mean, nonneg, optimizer, sqrt, state
 from optgen.lang.policies import decoupled
 
 
@@ -15,14 +15,10 @@ def stable_adamw(
     eps=hyper(1e-6, gt=0),
     weight_decay=hyper(1e-2, ge=0),
 ):
-    """AdamW with Adafactor's clipping: lr, of the decay too, is divided by RMS(g / root of second moment) above 1.
-
-    Elements of gradients count as 1e14 at most, so that fp32 has their squares' sums.
-    """
+    """AdamW with Adafactor's clipping: lr, of the decay too, is divided by RMS(g / root of second moment) above 1."""
     beta1, beta2 = betas
     beta1_hat = beta1 * (1 - beta1 ** (t - 1)) / (1 - beta1**t)
     beta2_hat = beta2 * (1 - beta2 ** (t - 1)) / (1 - beta2**t)
-    g = g * minimum(1e14 / abs(g), 1)
     exp_avg = beta1_hat * exp_avg + (1 - beta1_hat) * g
     exp_avg_sq = beta2_hat * exp_avg_sq + (1 - beta2_hat) * g * g
     surprise = sqrt(mean(g * g / maximum(exp_avg_sq, eps * eps)))

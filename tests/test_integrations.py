@@ -140,13 +140,15 @@ def test_lightning_reads_the_class_from_a_file(tmp_path: Path, name: str) -> Non
 
         def train_dataloader(self) -> Any:
             made = torch.Generator().manual_seed(1)
-            return [torch.randn(16, 64, generator=made) for _ in range(3)]
+            batches: Any = [torch.randn(16, 64, generator=made) for _ in range(3)]
+            return torch.utils.data.DataLoader(batches, batch_size=None)
 
     text = "optimizer:\n  class_path: optgen.optim.{}\n  init_args: {{lr: 1.0e-2, plan: int8_split24}}\n"
     (tmp_path / "run.yaml").write_text(text.format(name))
     settings = dict(accelerator="cpu", logger=False, max_epochs=1, enable_progress_bar=False, barebones=True)
     settings.pop("logger")
-    made = cli.LightningCLI(Lit, trainer_defaults=settings, args=["fit", "--config", str(tmp_path / "run.yaml")])
+    args = ["fit", "--config", str(tmp_path / "run.yaml")]
+    made = cli.LightningCLI(Lit, save_config_callback=None, trainer_defaults=settings, args=args)
     (optimizer,) = made.trainer.optimizers
     assert type(optimizer).__name__ == name and optimizer.param_groups[0]["plan"] == "int8_split24"
     other = net()

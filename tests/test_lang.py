@@ -217,6 +217,8 @@ def random_scalars(spec: Spec, setting: dict[str, bool]) -> dict[str, Any]:
     for f in spec.flags:
         if f.nonzero:
             out[f.nonzero] = 0.7 if setting[f.name] else 0.0
+        if f.every:
+            out[f.every] = 5
     if "weight_decay" in out:
         out["weight_decay"] = 0.05
     return out
@@ -251,8 +253,18 @@ def at_interval(spec: Spec, setting: dict[str, bool]) -> bool:
     return any(f.every and setting[f.name] for f in spec.flags)
 
 
+def has_a_shape(name: str, setting: dict[str, bool]) -> bool:
+    spec = spec_of(name)
+    flags = [f for f in spec.flags if f.shape is not None]
+    shapes = [(3, 4), (12,), (1, 3, 4), (3, 9000)]
+    return any(all(f.holds(s, spec.defaults) == setting[f.name] for f in flags) for s in shapes)
+
+
 # Products of matrices are tried in test_whole_model.py and test_bases.py.
-ELEMENTS = [c for c in SETTINGS if all(n.op not in MATRIX_OPS for n in postorder([spec_of(c[0]).trace(c[1]).p]))]
+ELEMENTS = [
+    c for c in SETTINGS
+    if has_a_shape(*c) and all(n.op not in MATRIX_OPS for n in postorder([spec_of(c[0]).trace(c[1]).p]))
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", ELEMENTS, ids=setting_id)

@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 import optgen
 from optgen.base.errors import UserError
+from optgen.by_name import class_of
 from optgen.driver import checkpoints
 from optgen.optim import AdamW, Lion, Muon
 from tests.training import alike
@@ -122,6 +123,7 @@ def test_wrong_rules_are_refused(rule: Any, options: dict[str, Any], error: type
 
 def test_names_and_other_ways() -> None:
     assert optgen.list_rules("adamw") == ["adamw"] and len(optgen.list_rules()) > 50
+    assert [class_of(rule).SPEC for rule in optgen.list_rules()] == optgen.list_rules()
     opt = optgen.make("adamw", model().named_parameters(), plan="fp32", lr=0.5)
     assert type(opt) is AdamW and opt.param_groups[0]["plan"] == "fp32"
     several: Any = optgen.make(RULES, net := model().bfloat16(), plan="int8_split24", **COMMON)

@@ -132,3 +132,10 @@ def test_refusals_and_several() -> None:
     assert got == [(2, ["0.bias", "0.weight"]), (2, ["1.bias", "1.weight"])]
     both.step()
     assert len(got) == 2
+
+
+def test_every_element_is_looked_at() -> None:
+    for n in (*range(1025, 1600, 8), 2016, 2047, 3040, 4095, 5000, 8192):
+        spots, x = watch.Spots.of(n, 1024, 8), torch.arange(n)
+        seen = {int(i) for turn in range(spots.moves // 8) for i in spots.view(x, turn).flatten()}
+        assert set(range(n - 7)) <= seen

@@ -7,7 +7,7 @@ OPTGEN_INLINE void psgd_kron_1(F extent_rows, F extent_columns, S0 &sqrt_rows_ti
     sqrt_rows_times_columns.set(sqrt(extent_rows * extent_columns));
 }
 
-// a sweep: u (specs/psgd_kron.py:78), p (specs/psgd_kron.py:81)
+// a sweep: u (specs/psgd_kron.py:79), p (specs/psgd_kron.py:82)
 template <class S0, class S1>
 OPTGEN_INLINE void psgd_kron_2(
     F g, F momentum, F grad_scale, F one_minus_momentum_times_grad_scale, F one_over_one_minus_momentum_pow_t,
@@ -27,8 +27,8 @@ OPTGEN_INLINE void psgd_kron_2(
 // a sweep: the update
 template <class S0, class S1>
 OPTGEN_INLINE F psgd_kron_4(F p, F one_minus_lr_times_weight_decay, S0 &mul, S1 &u) {
-    const F p_ = one_minus_lr_times_weight_decay * p;  // 80
-    const F p_2 = fma(-mul.read(), u.read(), p_);      // 81
+    const F p_ = one_minus_lr_times_weight_decay * p;  // 81
+    const F p_2 = fma(-mul.read(), u.read(), p_);      // 82
     return p_2;
 }
 
@@ -75,7 +75,7 @@ OPTGEN_INLINE F psgd_kron_no_matrix_3(
     return p_;
 }
 
-// a sweep: u (specs/psgd_kron.py:78), p (specs/psgd_kron.py:81)
+// a sweep: u (specs/psgd_kron.py:79), p (specs/psgd_kron.py:82)
 template <class S0, class S1, class S2>
 OPTGEN_INLINE void psgd_kron_refresh_2(
     F g, F momentum, F grad_scale, F one_minus_momentum_times_grad_scale, F one_over_one_minus_momentum_pow_t,

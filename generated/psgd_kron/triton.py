@@ -52,8 +52,8 @@ def psgd_kron_2_sweep(
 @triton.jit
 def psgd_kron_4_tile(PLAN: tl.constexpr, p, mul_, u, one_minus_lr_times_weight_decay, live, MASKED: tl.constexpr):
     """The new p."""
-    p = one_minus_lr_times_weight_decay * p  # 80
-    p = tl.fma(minus(mul_), u, p)            # 81
+    p = one_minus_lr_times_weight_decay * p  # 81
+    p = tl.fma(minus(mul_), u, p)            # 82
     return (p,)
 
 

@@ -12,37 +12,31 @@ from optgen.runtime.gpu.prelude import minus, reciprocal
 
 @triton.jit
 def stable_adamw_1_tile(
-    PLAN: tl.constexpr, g, exp_avg, exp_avg_sq, grad_scale, beta1_hat, scalar_1, scalar_2, beta2_hat, eps_times_eps,
-    live, MASKED: tl.constexpr,
+    PLAN: tl.constexpr, g, exp_avg, exp_avg_sq, beta1_hat, scalar_1, scalar_2, beta2_hat, eps_times_eps, live,
+    MASKED: tl.constexpr,
 ):
     """The new exp_avg, exp_avg_sq; the terms of tensor_sum_for_surprise."""
     exp_avg_sq = read(exp_avg_sq, PLAN.exp_avg_sq)
-    g_2 = grad_scale * g
-    g_min = tl.minimum(100000000000000.0 * reciprocal(tl.abs(g_2)), 1.0, propagate_nan=tl.PropagateNan.ALL)
-    g_mul = g * g_min
-    exp_avg = tl.fma(scalar_1, g_mul, times(beta1_hat, exp_avg, PLAN.exp_avg))  # 26
-    exp_avg_sq = tl.fma(scalar_2 * g * g_min * g, g_min, beta2_hat * exp_avg_sq)  # 27
-    return exp_avg, exp_avg_sq, g_mul * g * g_min, reciprocal(
+    exp_avg = tl.fma(scalar_1, g, times(beta1_hat, exp_avg, PLAN.exp_avg))  # 22
+    exp_avg_sq = tl.fma(scalar_2 * g, g, beta2_hat * exp_avg_sq)  # 23
+    return exp_avg, exp_avg_sq, g * g, reciprocal(
         tl.maximum(exp_avg_sq, eps_times_eps, propagate_nan=tl.PropagateNan.ALL)
     )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def stable_adamw_1_sweep(
-    table, work, grad_scale: tl.float32, beta1_hat: tl.float32, scalar_1: tl.float32, scalar_2: tl.float32,
-    beta2_hat: tl.float32, eps_times_eps: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
+    table, work, beta1_hat: tl.float32, scalar_1: tl.float32, scalar_2: tl.float32, beta2_hat: tl.float32,
+    eps_times_eps: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    walk(
-        table, work, stable_adamw_1_tile, SWEEP, (grad_scale, beta1_hat, scalar_1, scalar_2, beta2_hat, eps_times_eps),
-        step_key,
-    )
+    walk(table, work, stable_adamw_1_tile, SWEEP, (beta1_hat, scalar_1, scalar_2, beta2_hat, eps_times_eps), step_key)
 
 
 @triton.jit
 def stable_adamw_2_values(tensor_sum_for_surprise, extent_elements, lr, weight_decay, grad_scale_times_grad_scale):
     """The new rate, one_minus_rate_times_weight_decay."""
-    surprise = tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_surprise / extent_elements)  # 28
-    rate = lr / tl.maximum(1.0, surprise, propagate_nan=tl.PropagateNan.ALL)  # 29
+    surprise = tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_surprise / extent_elements)  # 24
+    rate = lr / tl.maximum(1.0, surprise, propagate_nan=tl.PropagateNan.ALL)  # 25
     return rate, tl.fma(minus(rate), weight_decay, 1.0)
 
 
@@ -62,8 +56,8 @@ def stable_adamw_3_tile(
     """The new p."""
     exp_avg = read(exp_avg, PLAN.exp_avg)
     exp_avg_sq = read(exp_avg_sq, PLAN.exp_avg_sq)
-    p = p * one_minus_rate_times_weight_decay  # 30
-    p = tl.fma(minus(rate * exp_avg), reciprocal(tl.sqrt(exp_avg_sq) + eps), p)  # 31
+    p = p * one_minus_rate_times_weight_decay  # 26
+    p = tl.fma(minus(rate * exp_avg), reciprocal(tl.sqrt(exp_avg_sq) + eps), p)  # 27
     return (p,)
 
 
@@ -74,46 +68,39 @@ def stable_adamw_3_sweep(table, work, eps: tl.float32, step_key: tl.int32, SWEEP
 
 @triton.jit
 def stable_adamw_late_1_tile(
-    PLAN: tl.constexpr, g, exp_avg_sq, grad_scale, scalar_0, beta2_hat, eps_times_eps, live, MASKED: tl.constexpr,
+    PLAN: tl.constexpr, g, exp_avg_sq, scalar_0, beta2_hat, eps_times_eps, live, MASKED: tl.constexpr,
 ):
     """The terms of tensor_sum_for_surprise."""
     exp_avg_sq = read(exp_avg_sq, PLAN.exp_avg_sq)
-    g_2 = grad_scale * g
-    g_min = tl.minimum(100000000000000.0 * reciprocal(tl.abs(g_2)), 1.0, propagate_nan=tl.PropagateNan.ALL)
-    exp_avg_sq = tl.fma(scalar_0 * g * g_min * g, g_min, beta2_hat * exp_avg_sq)  # 27
-    return g * g_min * g * g_min, reciprocal(tl.maximum(exp_avg_sq, eps_times_eps, propagate_nan=tl.PropagateNan.ALL))
+    exp_avg_sq = tl.fma(scalar_0 * g, g, beta2_hat * exp_avg_sq)  # 23
+    return g * g, reciprocal(tl.maximum(exp_avg_sq, eps_times_eps, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def stable_adamw_late_1_sweep(
-    table, work, grad_scale: tl.float32, scalar_0: tl.float32, beta2_hat: tl.float32, eps_times_eps: tl.float32,
-    step_key: tl.int32, SWEEP: tl.constexpr,
+    table, work, scalar_0: tl.float32, beta2_hat: tl.float32, eps_times_eps: tl.float32, step_key: tl.int32,
+    SWEEP: tl.constexpr,
 ):
-    walk(table, work, stable_adamw_late_1_tile, SWEEP, (grad_scale, scalar_0, beta2_hat, eps_times_eps), step_key)
+    walk(table, work, stable_adamw_late_1_tile, SWEEP, (scalar_0, beta2_hat, eps_times_eps), step_key)
 
 
 @triton.jit
 def stable_adamw_late_3_tile(
-    PLAN: tl.constexpr, p, g, exp_avg, exp_avg_sq, one_minus_rate_times_weight_decay, rate, eps, grad_scale,
-    beta1_hat, scalar_1, scalar_0, beta2_hat, live, MASKED: tl.constexpr,
+    PLAN: tl.constexpr, p, g, exp_avg, exp_avg_sq, one_minus_rate_times_weight_decay, rate, eps, beta1_hat,
+    scalar_1, scalar_0, beta2_hat, live, MASKED: tl.constexpr,
 ):
     """The new p, exp_avg, exp_avg_sq."""
     exp_avg_sq = read(exp_avg_sq, PLAN.exp_avg_sq)
-    g_2 = grad_scale * g
-    g_min = tl.minimum(100000000000000.0 * reciprocal(tl.abs(g_2)), 1.0, propagate_nan=tl.PropagateNan.ALL)
-    exp_avg = tl.fma(scalar_1, g * g_min, times(beta1_hat, exp_avg, PLAN.exp_avg))  # 26
-    exp_avg_sq = tl.fma(scalar_0 * g * g_min * g, g_min, beta2_hat * exp_avg_sq)  # 27
-    p = p * one_minus_rate_times_weight_decay  # 30
-    p = tl.fma(minus(rate * exp_avg), reciprocal(tl.sqrt(exp_avg_sq) + eps), p)  # 31
+    exp_avg = tl.fma(scalar_1, g, times(beta1_hat, exp_avg, PLAN.exp_avg))  # 22
+    exp_avg_sq = tl.fma(scalar_0 * g, g, beta2_hat * exp_avg_sq)  # 23
+    p = p * one_minus_rate_times_weight_decay                               # 26
+    p = tl.fma(minus(rate * exp_avg), reciprocal(tl.sqrt(exp_avg_sq) + eps), p)  # 27
     return p, exp_avg, exp_avg_sq
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def stable_adamw_late_3_sweep(
-    table, work, eps: tl.float32, grad_scale: tl.float32, beta1_hat: tl.float32, scalar_1: tl.float32,
-    scalar_0: tl.float32, beta2_hat: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
+    table, work, eps: tl.float32, beta1_hat: tl.float32, scalar_1: tl.float32, scalar_0: tl.float32,
+    beta2_hat: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    walk(
-        table, work, stable_adamw_late_3_tile, SWEEP, (eps, grad_scale, beta1_hat, scalar_1, scalar_0, beta2_hat),
-        step_key,
-    )
+    walk(table, work, stable_adamw_late_3_tile, SWEEP, (eps, beta1_hat, scalar_1, scalar_0, beta2_hat), step_key)

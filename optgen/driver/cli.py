@@ -318,7 +318,10 @@ def explain(
             others = [p for name, p in load.plans().items() if name != chosen.name]
             own = any(e.own and str(e.file) == found.loc.file for e in load.entries().values())
             text = page.document(found, [chosen, *others], "generated" if own else "optgen.optim")
-            html.write_text(text, encoding="utf-8")
+            try:
+                html.write_text(text, encoding="utf-8")
+            except OSError as error:
+                raise UserError("E413", path=str(html), why=error.strerror or str(error)) from error
             t.log(f"the page of {found.name} is {html}")
 
 

@@ -79,9 +79,12 @@ def folded(title: str, block: str) -> str:
 
 def html(page: str) -> str:
     """Return a page as HTML, for a document of its own."""
-    page = re.sub(r"^````\w*\n(.*?)\n````$", lambda m: f"<pre>{escape(m[1])}</pre>", page, flags=re.M | re.S)
-    page = re.sub(r"^(#+) (.*?)(?: \{.*\})?$", lambda m: f"<h{len(m[1])}>{m[2]}</h{len(m[1])}>", page, flags=re.M)
-    return page.replace(" markdown='1'", "")
+    parts = re.split(r"^````\w*\n(.*?)\n````$", page, flags=re.M | re.S)  # every other one is code
+    parts[1::2] = [f"<pre>{escape(code)}</pre>" for code in parts[1::2]]
+    for i, text in enumerate(parts[::2]):
+        text = re.sub(r"^(#+) (.*?)(?: \{.*\})?$", lambda m: f"<h{len(m[1])}>{m[2]}</h{len(m[1])}>", text, flags=re.M)
+        parts[2 * i] = text.replace(" markdown='1'", "")
+    return "".join(parts)
 
 
 # -- a rule

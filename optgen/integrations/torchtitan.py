@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from optgen import optim
 from optgen.by_name import REST, class_of, list_rules
 from optgen.integrations import framework
 
@@ -23,10 +24,10 @@ class Container(titan.OptimizersContainer):  # type: ignore[misc]
 
     @staticmethod
     def _resolve_optimizer_factory(name: str) -> Callable[..., torch.optim.Optimizer]:
-        for rule in list_rules():
-            if name == rule or name.lower() == rule.replace("_", ""):
-                made: Callable[..., torch.optim.Optimizer] = class_of(rule)
-                return made
+        rule = name if name in list_rules() else getattr(optim, name).SPEC if name in dir(optim) else None
+        if rule is not None:
+            made: Callable[..., torch.optim.Optimizer] = class_of(rule)
+            return made
         found: Callable[..., torch.optim.Optimizer] = titan.OptimizersContainer._resolve_optimizer_factory(name)
         return found
 

@@ -371,7 +371,12 @@ class Optimizer(torch.optim.Optimizer):
     # -- measurements ---------------------------------------------------------------------------------
 
     def watch(
-        self, every: int = 100, *, to: watch.Callback | str, path: Any = None, sample: float = watch.SAMPLE
+        self,
+        every: int = 100,
+        *,
+        to: watch.Callback | str | None = None,
+        path: Any = None,
+        sample: float = watch.SAMPLE,
     ) -> watch.Watch:
         """Measure every tensor at each step that is a multiple of `every`, until `remove()` of what is returned.
 

@@ -110,7 +110,9 @@ class Several(torch.optim.Optimizer):
         for part in self.parts.values():
             part.eval()
 
-    def watch(self, every: int = 100, *, to: Callback | str, path: Any = None, sample: float = SAMPLE) -> Watches:
+    def watch(
+        self, every: int = 100, *, to: Callback | str | None = None, path: Any = None, sample: float = SAMPLE
+    ) -> Watches:
         """Measure every tensor as `Optimizer.watch` does; a function gets the numbers of each part by themselves."""
         made = Watches([])
         for part in self.parts.values():

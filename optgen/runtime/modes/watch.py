@@ -5,8 +5,8 @@ weights and states again, and reduces both in a few operations for all tensors t
 summed on the device and copied to the host without waiting for it; they are handed over once they have arrived.
 
 Tensors of at most `sample` elements are measured whole.  Of a larger one, runs of RUN elements at equal distances are;
-they move on with every watched step, so that none stays unseen.  A norm is that of the sample times the square root of
-(elements / sampled).
+they move on with every watched step, so that none stays unseen, but for up to seven at the end of a tensor.  A norm is
+that of the sample times the square root of (elements / sampled).
 """
 
 from __future__ import annotations
@@ -67,9 +67,11 @@ class Spots(NamedTuple):
         run, most = RUN * width // EIGHT, sample * width // EIGHT
         if entries <= max(most, run):
             return cls((1, entries), (entries, 1), 0, 1)
-        count = max(1, most // run)
-        stride = entries // count // width * width
-        return cls((count, run), (stride, 1), run, stride - run + width)
+        count, units = max(1, most // run), entries // width
+        stride = units // count
+        moves = units - (count - 1) * stride - run // width + 1
+        step = next(s for s in range(run // width, 0, -1) if math.gcd(s, moves) == 1)  # so that every place is reached
+        return cls((count, run), (stride * width, 1), step * width, moves * width)
 
     @property
     def entries(self) -> int:
@@ -301,11 +303,11 @@ class Watch:
     sample  elements of each tensor that are measured at most, or their runs; math.inf for all
     """
 
-    def __init__(self, owner: Any, to: Callback | str, every: int, path: Any, sample: float) -> None:
+    def __init__(self, owner: Any, to: Callback | str | None, every: int, path: Any, sample: float) -> None:
         name, count = f"{type(owner).__name__}.watch", as_int(every)
         if count is None or count < 1 or isinstance(every, bool):
             raise ValueError(f"{name}: every must be a whole number of steps >= 1, got {every!r}")
-        if isinstance(sample, bool) or not sample >= RUN:
+        if isinstance(sample, bool) or not isinstance(sample, (int, float)) or not sample >= RUN:
             raise ValueError(f"{name}: sample must be a number of elements >= {RUN}, or math.inf, got {sample!r}")
         self.every, self.sample = count, int(sample) if math.isfinite(sample) else 2**62
         self.turn, self.step = 0, -1
@@ -432,7 +434,7 @@ class Watches:
         self.remove()
 
 
-def sink(name: str, to: Callback | str, path: Any) -> tuple[Callback, Callable[[], object]]:
+def sink(name: str, to: Callback | str | None, path: Any) -> tuple[Callback, Callable[[], object]]:
     """Return the function that takes the numbers, and the one that ends it.
 
     Raises ValueError for an unknown name or a missing path, ImportError if TensorBoard is not installed.

@@ -73,7 +73,7 @@ class _Sorter:
         grad_dtype = admit.check_pair(self.cls, self.dtypes, p, g, name)
         choice, variant = self.choices.find(entry)
         kept: state.State | None = self.states.get(p)
-        if self.limits and kept and kept.get("step") and kept.keys() - variant.keys:
+        if self.limits and kept and kept.get("step") and kept.keys() != variant.keys:
             self._refuse_limits(choice, variant, kept, state.label(p, name))
         shard, cut = None, _UNCUT
         if self.sharded is not None and isinstance(p, self.sharded):
@@ -122,9 +122,11 @@ class _Sorter:
 
     def _refuse_limits(self, choice: Choice, variant: Variant, kept: state.State, label: str) -> None:
         """Raise ValueError for a state that has what the parameter has no use for under limits changed since."""
-        if found := {f.owner for v in choice.plan.variants for f in v.fields if f.name in kept.keys() - variant.keys}:
+        changed = kept.keys() ^ variant.keys
+        if found := {f.owner for v in choice.plan.variants for f in v.fields if f.name in changed}:
+            had, has = ("with", "does not have") if changed & kept.keys() else ("without", "has")
             raise ValueError(
-                f"{self.cls.__name__}: {label} has made steps with {', '.join(sorted(found))}, which it does not have "
+                f"{self.cls.__name__}: {label} has made steps {had} {', '.join(sorted(found))}, which it {has} "
                 f"under {', '.join(f'{x}={self.group[x]!r}' for x in self.limits)}: set that back, or begin anew"
             )
 
