@@ -8,10 +8,10 @@ from typing import Any
 
 import sympy
 
-from optgen.ir.node import Node, postorder
+from optgen.ir.node import Node, postorder, waiting
 from optgen.lang.spec import LATE, Recurrence, Spec
 from optgen.ops import spaces
-from optgen.ops.prims import symbol
+from optgen.ops.prims import MATRIX_OPS, symbol
 
 
 def _number(x: float | bool) -> sympy.Basic:
@@ -20,21 +20,19 @@ def _number(x: float | bool) -> sympy.Basic:
     return sympy.Integer(int(x)) if x == int(x) and abs(x) < 1e15 else sympy.Float(repr(x))
 
 
-def expression(root: Node, known: Mapping[int, sympy.Expr]) -> Any:
-    """Return the SymPy tree of a node; `known` gives the symbols of nodes (by uid) that have a name."""
-    memo: dict[int, Any] = {}
-    for node in postorder([root]):
-        if node.uid in known and node is not root:
-            memo[node.uid] = known[node.uid]
-        elif node.op == "const":
-            memo[node.uid] = _number(node.attr)
+def expression(root: Node, known: Mapping[Node, sympy.Expr]) -> Any:
+    """Return the SymPy tree of a node; `known` gives the symbols of nodes that have a name."""
+    memo: dict[Node, Any] = {node: x for node, x in known.items() if node is not root or not node.args}
+    for node in waiting(root, memo):
+        if node.op == "const":
+            memo[node] = _number(node.attr)
         elif not node.args:
-            memo[node.uid] = known.get(node.uid, sympy.Symbol(str(node.attr or node.op)))
+            memo[node] = sympy.Symbol(str(node.attr or node.op))
         elif node.attr == "finite":
-            memo[node.uid] = memo[node.args[0].uid]  # as long as nothing is amiss
+            memo[node] = memo[node.args[0]]  # as long as nothing is amiss
         else:
-            memo[node.uid] = symbol(node.op, sympy)(*(memo[a.uid] for a in node.args))
-    return memo[root.uid]
+            memo[node] = symbol(node.op, sympy)(*(memo[a] for a in node.args))
+    return memo[root]
 
 
 _STEP = sympy.Symbol("step", positive=True)
@@ -59,17 +57,24 @@ def _recurrence(spec: Spec, flags: tuple[tuple[str, bool], ...], state: str) -> 
     s = sympy.Symbol(state, real=True)
     # Everything per-element varies from step to step; only host scalars may be part of a decay.
     varying = {state: s}
-    known: dict[int, sympy.Expr] = {}
+    known: dict[Node, sympy.Expr] = {}
     conditions: dict[sympy.Symbol, Node] = {}
+    moved: set[Node] = set()  # nodes that depend on the state
     for node in postorder([new]):
+        if node.attr == state if node.op == "load" else not moved.isdisjoint(node.args):
+            moved.add(node)
         if node.op == "load":
-            known[node.uid] = varying.setdefault(node.attr, sympy.Symbol(node.attr, real=True))
+            known[node] = varying.setdefault(node.attr, sympy.Symbol(node.attr, real=True))
         elif node.op == "sym":
-            known[node.uid] = sympy.Symbol(node.attr, positive=True)
+            known[node] = sympy.Symbol(node.attr, positive=True)
+        elif node.op in MATRIX_OPS and node.attr != "finite":
+            # An unknown function of the state alone: SymPy would differentiate its operands, for seconds.
+            name = f"_product_{node.uid}"
+            known[node] = sympy.Function(name)(s) if node in moved else varying.setdefault(name, sympy.Symbol(name))
         elif node.op in ("lt", "le", "eq", "ne") and node.space != spaces.host:
             # Opaque to SymPy, which takes minutes to put some comparisons into a form that nobody needs.
-            known[node.uid] = sympy.Symbol(f"_condition_{node.uid}")
-            conditions[known[node.uid]] = node
+            known[node] = sympy.Symbol(f"_condition_{node.uid}")
+            conditions[known[node]] = node
     others = (set(varying.values()) | set(conditions)) - {s}
     try:
         late = _after_first_step(expression(new, known))
