@@ -176,6 +176,7 @@ def _check_traits(spec: Spec, flags: Mapping[str, bool], trace: Trace) -> None:
                 raise UserError("E143", loc=place, name=s.name, trait=s.trait, step=step, off=f"{float(off):.2g}")
 
 
+@lru_cache(maxsize=4096)
 def check(spec: Spec) -> None:
     """Check a spec over all its flag settings; raise UserError for the first fault."""
     traces = [(setting, spec.trace(setting)) for setting in spec.settings()]

@@ -84,9 +84,14 @@ class Finding:
 
 def recurrences(spec: Spec, flags: Mapping[str, bool] | None = None) -> dict[str, Recurrence]:
     """Every present state's recurrence, at the steps that change it, if there are any; decays as numbers."""
+    return dict(_recurrences(spec, tuple(({f.name: f.default for f in spec.flags} | dict(flags or {})).items())))
+
+
+@lru_cache(maxsize=4096)  # of a rule's flags, whose plans are many
+def _recurrences(spec: Spec, flags: tuple[tuple[str, bool], ...]) -> dict[str, Recurrence]:
     from optgen.lang.symbolic import recurrence
 
-    chosen = {f.name: f.default for f in spec.flags} | dict(flags or {})
+    chosen = dict(flags)
     found = {s.name: recurrence(spec, spec.moving(chosen, s.name), s.name) for s in spec.present(chosen)}
     values = {part: value for h in spec.hypers for part, value in zip(h.parts, h.values, strict=True)}
     # A flag that says that a hyper-parameter is not 0 rules its default of 0 out.
