@@ -23,7 +23,8 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from generated import LAMB, SOAP, AdamW, Muon
+import generated
+from generated import LAMB, AdamW, Muon
 from optgen.runtime.cpu import native
 from optgen.runtime.layout import sharding
 from optgen.runtime.records import Field
@@ -215,6 +216,10 @@ def test_the_work_of_matrices_is_shared_evenly(model: str, sizes: tuple[int, ...
     text = (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8")
     assert all(line in text for line in [*lines, *scaling.HEAD])
     assert all(float(line.split("|")[5]) <= 1.1 and float(line.split("|")[8]) <= 4.0 for line in lines)
+    for rule in ("SOAP", "Shampoo"):
+        lines = scaling.factored(rule, model, (32, 128)[: len(sizes) // 2])
+        assert all(line in text for line in [*lines, *scaling.FACTORED_HEAD])
+        assert all(float(line.split("|")[6]) <= 1.1 for line in lines)
 
 
 def stacks(*shapes: tuple[int, ...]) -> tuple[workers.Stack, ...]:
@@ -309,19 +314,25 @@ def test_the_memory_of_a_step_over_parts_has_a_limit() -> None:
     assert peaks[1] <= peaks[0] + 48 * 64 * 8 and peaks[2] > 2 * peaks[1]
 
 
-@pytest.mark.parametrize("plan", ["fp32", "int8_split24"])
-def test_workers_keep_what_a_later_function_of_the_step_reads(plan: str) -> None:
+@pytest.mark.parametrize(("rule", "plan"), [("SOAP", "fp32"), ("SOAP", "int8_split24"), ("Shampoo", "int8_split24")])
+def test_workers_keep_what_a_later_function_of_the_step_reads(rule: str, plan: str) -> None:
     """The worker of a matrix of SOAP, half of it elsewhere, gets its bases and gradient once, and sends the turned
-    gradient; factors and the update go both ways."""
+    gradient; factors and the update go both ways.  Both rules send what the tool counts."""
     messages: list[tuple[list[int], list[int]]] = []
+    found = [0]
     with one_of(2), scaling.without_kernels():
-        p = nn.Parameter(part(32, 64))
-        opt = SOAP([("w", p)], plan=plan)
-        for _ in range(2):
-            messages.clear()
-            p.grad = part(32, 64)
+        p = nn.Parameter(part(128, 128))
+        opt = getattr(generated, rule)([("w", p)], plan=plan, precondition_frequency=2)
+        for _ in range(3):
+            p.grad = part(128, 128)
             with patch.object(dist, "all_to_all_single", lambda *given, **_: messages.append(given[2:4]) or Mock()):
                 opt.step()
+            found.append(sum(come[1] + go[1] for come, go in messages))
         size = {k: x.to_local().nbytes for k, x in opt.state[p].items() if isinstance(x, DTensor)}
-    bases, factors = (sum(n for k, n in size.items() if k.startswith(x)) for x in ("basis", ("left", "right")))
-    assert sum(come[1] + go[1] for come, go in messages) == 4 * 4 * 32 * 64 + bases + 2 * factors
+    sent = [b - a for a, b in itertools.pairwise(found[1:])]
+    if plan == "fp32":
+        bases, factors = (sum(n for k, n in size.items() if k.startswith(x)) for x in ("basis", ("left", "right")))
+        assert sent[0] == 4 * 4 * 128 * 128 + bases + 2 * factors
+    else:  # to a scale of each factor each way: two ranks have 128 and 127 of a triangle's
+        counted = [sum(scaling.share([(256, 128)], 2, rule, refresh).sent) for refresh in (False, True)]
+        assert sent == pytest.approx(counted if rule == "SOAP" else counted[::-1], abs=2 * 2 * 2)

@@ -4,13 +4,14 @@
 
 The optimizer's own code makes a step over parameters without memory, with torch's process group that sends nothing;
 kernels are left out, messages are counted.  The parameters are those of a model of 70 billion weights, cut along
-dimension 0 as fully_shard cuts them.  The matrices of Muon are shared out as the optimizer does it.
+dimension 0 as fully_shard cuts them.  The matrices of Muon, SOAP and Shampoo are shared out as the optimizer does it.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import math
 import sys
 from collections.abc import Iterator
@@ -41,6 +42,8 @@ PLAN = "int8_split24"
 SIZES = (8, 16, 32, 64, 128, 256, 512, 1024)
 ROUNDS = 5
 """Rounds of Newton-Schulz, Muon's `ns_steps`; each has three products."""
+LONGEST = 10000
+"""The default of `max_precond_dim`."""
 
 
 def shapes() -> list[tuple[int, ...]]:
@@ -155,38 +158,85 @@ def models() -> dict[str, list[tuple[int, ...]]]:
 
 
 class Share(NamedTuple):
-    """The work of each rank in a step of Muon: operations, bytes that it sends, calls for a batch of matrices."""
+    """The work of each rank in a step: operations, bytes that it sends, calls for a batch of matrices."""
 
     flops: list[int]
     sent: list[int]
     batches: list[int]
 
 
-def share(shapes: list[tuple[int, ...]], ranks: int) -> Share:
+class Work(NamedTuple):
+    """A rule's step of one matrix under the plan.
+
+    cost      by which ranks share the work, in the rule's unit
+    elements  bytes of each element that go to its worker, and back
+    factors   side of each factor that it has, bytes that go there and back
+    calls     bytes of the operands of each function
+    """
+
+    cost: int
+    flops: int
+    elements: tuple[int, int]
+    factors: tuple[tuple[int, int, int], ...]
+    calls: tuple[int, ...]
+
+
+def work(rule: str, refresh: bool, m: int, n: int) -> Work:
+    """Return that of an m x n matrix in a step that refreshes bases or roots or does not.
+
+    Of SOAP each side up to 10,000 has a factor; Shampoo takes AdamW where one is longer.  Operations of a decomposition
+    are those that `optgen explain` says.
+    """
+    if rule == "Muon":
+        flops = ROUNDS * FLOPS["newton_schulz"](m, n)
+        return Work(flops, flops, (2, 2), (), (2 * m * n,))
+    sides, size = [k for k in (m, n) if k <= LONGEST], m * n
+    triangle = [k * (k - 1) // 2 * 33 // 32 + 4 * k for k in sides]  # 8 bits, scales of 64, an fp32 diagonal
+    if rule == "SOAP":
+        bases = [k * k * 33 // 32 for k in sides]
+        flops = sum(6 * size * k + refresh * (14 * k**3 + 4 * size * k) for k in sides)
+        returned = [t + refresh * q for t, q in zip(triangle, bases, strict=True)]
+        going = [t + q for t, q in zip(triangle, bases, strict=True)]
+        elements = (16, 16) if refresh else (8, 8)
+        calls = (4 * size + sum(bases), elements[0] * size + sum(going))
+    else:
+        sides = sides if len(sides) == 2 else []
+        flops, elements = sum(4 * size * k + refresh * 11 * k**3 for k in sides), (8, 4)
+        going = [4 * k * k + t for k, t in zip(sides, triangle, strict=False)]
+        returned = [4 * k * k + refresh * t for k, t in zip(sides, triangle, strict=False)]
+        calls = (8 * size + sum(going),)
+    return Work(size * sum(sides), flops, elements, tuple(zip(sides, going, returned, strict=True)), calls)
+
+
+def share(shapes: list[tuple[int, ...]], ranks: int, rule: str = "Muon", refresh: bool = False) -> Share:
     """Share matrices that are cut along dimension 0; over one rank: what each does without workers."""
     cuts: sharding.Cuts = ((0, 1),)
-    function = FLOPS["newton_schulz"]
-    stacks = tuple(workers.Stack(torch.Size(s), cuts, "last", ROUNDS * function(*s[-2:])) for s in shapes)
+    stepped = [(s, x) for s in shapes if (x := work(rule, refresh, *s[-2:])).cost]
+    stacks = tuple(workers.Stack(torch.Size(s), cuts, "last", x.cost) for s, x in stepped)
     flops, sent = [0] * ranks, [0] * ranks
-    rounds: list[tuple[int, int]] = [(0, 0)] * ranks
+    rounds: dict[tuple[int, int], tuple[int, int]] = {}
     batches: list[set[object]] = [set() for _ in range(ranks)]
-    for stack, chosen in zip(stacks, workers.assign(stacks, (ranks,)), strict=True):
+    for stack, chosen, (_, x) in zip(stacks, workers.assign(stacks, (ranks,)), stepped, strict=True):
         *_, rows, columns = stack.shape
         for worker in chosen:
-            flops[worker] += stack.flops
-            number, filled = rounds[worker]
-            if filled and filled + 2 * rows * columns > workspace.USUAL // 2:
-                number, filled = number + 1, 0
-            rounds[worker] = number, filled + 2 * rows * columns
-            batches[worker].add((number, rows, columns))
+            flops[worker] += x.flops
+            for call, operands in enumerate(x.calls):
+                number, filled = rounds.get((worker, call), (0, 0))
+                if filled and filled + operands > workspace.USUAL // 2:
+                    number, filled = number + 1, 0
+                rounds[worker, call] = number, filled + operands
+                batches[worker].add((call, number, rows, columns))
+        stacked = len(stack.shape) > 2
         for rank in range(ranks):
             start, stop = sharding.chunk(stack.shape[0], ranks, rank)
-            stacked = len(stack.shape) > 2
+            going, back = (y * columns * (rows if stacked else stop - start) for y in x.elements)
+            for k, there, here in x.factors:
+                first, last = (0, k) if stacked else sharding.chunk(k, ranks, rank)
+                going, back = going + there * (last - first) // k, back + here * (last - first) // k
             for worker in chosen[start:stop] if stacked else chosen:
-                height = rows if stacked else stop - start
-                if worker != rank:  # bf16, to the worker and back
-                    sent[rank] += 2 * height * columns
-                    sent[worker] += 2 * height * columns
+                if worker != rank:
+                    sent[rank] += going
+                    sent[worker] += back
     return Share(flops, sent, list(map(len, batches)))
 
 
@@ -194,23 +244,48 @@ HEAD = (
     "| model | ranks | TFLOP of a rank | busiest | to bound | MiB of a rank | most | bytes/element | batches | most |",
     "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
 )
+FACTORED_HEAD = (
+    "| rule | model | ranks | TFLOP of a rank | busiest | to bound | most MiB | bytes/element | most batches "
+    "| refresh: busiest | to bound | most MiB |",
+    "|---|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
+)
 
 
 def matrices(name: str, sizes: tuple[int, ...] = SIZES) -> list[str]:
     """Return the lines of a model in the table of Muon's work, one for each number of ranks."""
     shapes, lines = models()[name], []
     alone = share(shapes, 1)
-    largest = max(ROUNDS * FLOPS["newton_schulz"](*shape[-2:]) for shape in shapes)
     size = sum(2 * math.prod(shape) for shape in shapes)
     for ranks in sizes:
         found = share(shapes, ranks)
-        over = max(found.flops) / max(sum(found.flops) / ranks, largest)
         lines.append(
-            f"| {name} | {ranks} | {alone.flops[0] / 1e12:.0f} | {max(found.flops) / 1e12:.1f} | {over:.3f} "
+            f"| {name} | {ranks} | {alone.flops[0] / 1e12:.0f} | {max(found.flops) / 1e12:.1f} "
+            f"| {_to_bound(found, shapes):.3f} "
             f"| {size * (ranks - 1) / ranks / 2**20:.0f} | {max(found.sent) / 2**20:.0f} "
             f"| {sum(found.sent) / size * 2:.2f} | {alone.batches[0]} | {max(found.batches)} |"
         )
     return lines
+
+
+def factored(rule: str, name: str, sizes: tuple[int, ...] = (8, 32, 128, 512, 1024)) -> list[str]:
+    """Return the lines of a model in the table of a rule with factors, usual steps and those that refresh."""
+    shapes, lines = models()[name], []
+    size = sum(math.prod(s) for s in shapes if work(rule, False, *s[-2:]).cost)
+    for ranks in sizes:
+        usual, late = (share(shapes, ranks, rule, refresh) for refresh in (False, True))
+        lines.append(
+            f"| {rule} | {name} | {ranks} | {sum(usual.flops) / 1e12:.0f} | {max(usual.flops) / 1e12:.1f} "
+            f"| {_to_bound(usual, shapes, rule):.3f} | {max(usual.sent) / 2**20:.0f} | {sum(usual.sent) / size:.2f} "
+            f"| {max(usual.batches)} | {max(late.flops) / 1e12:.1f} | {_to_bound(late, shapes, rule, True):.3f} "
+            f"| {max(late.sent) / 2**20:.0f} |"
+        )
+    return lines
+
+
+def _to_bound(found: Share, shapes: list[tuple[int, ...]], rule: str = "Muon", refresh: bool = False) -> float:
+    """Return the operations of the busiest rank over the mean of all or those of the largest matrix, if more."""
+    largest = max(work(rule, refresh, *shape[-2:]).flops for shape in shapes)
+    return max(found.flops) / max(sum(found.flops) / len(found.flops), largest)
 
 
 def main() -> int:
@@ -222,6 +297,8 @@ def main() -> int:
     print("\n".join(table(arguments.ranks)))
     dist.destroy_process_group()
     print("\n".join(["", *HEAD, *(line for name in models() for line in matrices(name))]))
+    pairs = itertools.product(("SOAP", "Shampoo"), models())
+    print("\n".join(["", *FACTORED_HEAD, *(line for rule, name in pairs for line in factored(rule, name))]))
     return 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextvars import ContextVar
 
 import torch
@@ -91,9 +91,9 @@ FLOPS: Mapping[str, Callable[[int, int], int]] = {
 """The cost of a function for a matrix of m rows and n columns, in a unit of its own: ranks share work by it."""
 
 
-def products(m: int, n: int) -> int:
-    """Return the cost of other functions: of products with square matrices of both sides."""
-    return m * n * (m + n)
+def products(m: int, n: int, spaces: Collection[str] = ()) -> int:
+    """Return the cost of other functions: of products with the factors of these spaces, or of both sides if none is."""
+    return m * n * (sum(k for k, space in ((m, "mm"), (n, "nn"), (min(m, n), "ss")) if space in spaces) or m + n)
 
 
 def _sum(beta: float, x: Tensor, alpha: float, left: Tensor, right: Tensor) -> Tensor:

@@ -50,9 +50,12 @@ class Stack(NamedTuple):
     @classmethod
     def of(cls, where: Layout, variants: Iterable[Variant]) -> Stack:
         """Return that of a parameter; its cost is 0 where none of the variants of its steps calls a function."""
-        calls = [(v.matrix, s.kernel) for v in variants for s in v.stages if s.on_host]
-        flops = [FLOPS.get(f, products)(*layout.matrix_shape(matrix, where.shape)[-2:]) for matrix, f in calls]
-        return cls(where.shape, where.cuts, calls[0][0] if calls else "last", max(flops, default=0))
+        calls = [(v, s.kernel) for v in variants for s in v.stages if s.on_host]
+        flops = [0]
+        for v, f in calls:
+            other = functools.partial(products, spaces={x.space for x in v.fields})
+            flops.append(FLOPS.get(f, other)(*layout.matrix_shape(v.matrix, where.shape)[-2:]))
+        return cls(where.shape, where.cuts, calls[0][0].matrix if calls else "last", max(flops))
 
     @property
     def matrices(self) -> int:
