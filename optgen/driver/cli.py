@@ -17,7 +17,7 @@ import typer
 from optgen.base import ready
 from optgen.base.errors import UserError, did_you_mean
 from optgen.base.loc import relative
-from optgen.driver.terminal import MISSING, Missing, Terminal, as_fields, run, session, table
+from optgen.driver.terminal import MISSING, Missing, Terminal, as_fields, interpreted, run, session, table
 
 if TYPE_CHECKING:
     from optgen.driver.project import Maths
@@ -380,13 +380,8 @@ def fuzz(
 
         found, chosen = _pair(spec, plan)
         _choice("--backend", backend, tuple(BACKENDS))
-        if backend == "triton":
-            if find_spec("triton") is None:
-                raise Missing("Triton; `optgen doctor` says what is here")
-            done = f.interpreted(ARGUMENTS)
-            if done is not None:
-                t.code, t.silent = done, True  # that process reports everything
-                return
+        if backend == "triton" and _is_interpreted(t):
+            return
         one = f.read_example(case) if case is not None else None
         f.keep_away_from(Path.cwd())
         with t.counter("examples", examples) as advance:
@@ -474,6 +469,53 @@ def convert(
 
 
 @app.command()
+def replay(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="A step that opt.record() wrote.")],
+    backend: Annotated[
+        str | None,
+        typer.Option("--backend", help="reference, cpp, or triton (interpreted without a GPU); none: as recorded."),
+    ] = None,
+    spec: Annotated[str | None, typer.Option("--spec", help="Another spec than the rule's name finds.")] = None,
+    maths: Annotated[str | None, typer.Option("--maths", help="strict or fast; none: as recorded.")] = None,
+    json: Json = False,
+) -> None:
+    """Make a recorded step again, and show where its bits differ; exit 1 if any does."""
+    with session("replay", json) as t:
+        from optgen.driver import replay as r
+        from optgen.driver.emit import BACKENDS
+
+        if backend is not None:
+            _choice("--backend", backend, tuple(BACKENDS))
+        if backend == "triton" and _is_interpreted(t):
+            return
+        found = r.replay(file, backend, spec, None if maths is None else _maths(maths))
+        t.result |= found
+        rows, wrong = [], 0
+        for row in found["parameters"]:
+            apart = row["differences"]
+            wrong += bool(apart)
+            if apart or not t.quiet:
+                told = [_difference(x) for x in apart] or [f"{row['values']} values equal"]
+                rows += [("" if k else row["name"], "" if k else row["kind"], text) for k, text in enumerate(told)]
+        if rows:
+            t.show(table("", ("parameter", "", "bit by bit"), rows))
+        by, count = found["backend"], len(found["parameters"])
+        head = f"step {found['step']} of {found['class']}, recorded by {found['recorded_by']}, made again by {by}"
+        if not wrong:
+            t.show(f"{head}: all bits of {count} parameter{'s' * (count > 1)} are as recorded")
+            return
+        for note in found["notes"]:
+            t.log(note, "yellow")
+        t.log(f"{head}: {wrong} of {count} parameters differ", "red")
+        t.fail()
+
+
+def _difference(x: dict[str, Any]) -> str:
+    was, made = (f"{v:.9g}" if isinstance(v, float) else v for v in (x["recorded"], x["made"]))
+    return f"{x['value']}: {x['differing']} of {x['elements']} differ, first {x['place']}: {was} recorded, {made} made"
+
+
+@app.command()
 def doctor(json: Json = False) -> None:
     """Show what this machine has, and what follows from it."""
     with session("doctor", json) as t:
@@ -499,6 +541,16 @@ def _param(name: str) -> str:
     from optgen.driver.targets import PARAM_DTYPES
 
     return _choice("--param", name, tuple(d.torch for d in PARAM_DTYPES))
+
+
+def _is_interpreted(t: Terminal) -> bool:
+    """Return True if another process, whose Triton interprets, has run the command and reported everything."""
+    if find_spec("triton") is None:
+        raise Missing("Triton; `optgen doctor` says what is here")
+    done = interpreted(ARGUMENTS)
+    if done is not None:
+        t.code, t.silent = done, True
+    return done is not None
 
 
 def _flags(spec: Spec, turned: list[str]) -> dict[str, bool]:

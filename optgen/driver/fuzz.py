@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shlex
-import subprocess
-import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -39,7 +36,6 @@ from optgen.runtime.layout import layout
 from optgen.verify.differential import Report, Trial
 from optgen.verify.intervals import FAST, STRICT
 
-INTERPRET = "TRITON_INTERPRET"
 SHRINK_SECONDS = 20.0
 # On both sides of a block, a tile and the size under which tensors are not quantized; rows that end within a block.
 SHAPES = (
@@ -293,16 +289,3 @@ def keep_away_from(folder: Path) -> None:
     """Let Hypothesis keep its files, .hypothesis by default, in the cache folder and not in a user's."""
     if not (folder / ".hypothesis").is_dir():
         set_hypothesis_home_dir(cache_folder() / "hypothesis")
-
-
-def interpreted(arguments: list[str]) -> int | None:
-    """Run the command in a process whose Triton interprets, as is decided at its import; return the exit code.
-
-    None, with nothing run, where this process can run Triton kernels itself.
-    """
-    if os.environ.get(INTERPRET) == "1" or torch.cuda.is_available():
-        return None
-    command = [sys.executable, "-m", "optgen", *arguments]
-    # NumPy warns of every overflow that an example provokes on purpose.
-    environment = {**os.environ, INTERPRET: "1", "PYTHONWARNINGS": "ignore::RuntimeWarning"}
-    return subprocess.run(command, env=environment, check=False).returncode

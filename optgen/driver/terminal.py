@@ -10,6 +10,7 @@ import errno
 import json
 import logging
 import os
+import subprocess
 import sys
 import textwrap
 import time
@@ -237,3 +238,18 @@ def run(app: typer.Typer, words: list[str]) -> int:
             sys.stderr.write(f"{where} --help says what there is\n")
         return WRONG_INPUT
     return code if isinstance(code, int) else OK
+
+
+def interpreted(arguments: list[str]) -> int | None:
+    """Run the command in a process whose Triton interprets, as is decided at its import; return the exit code.
+
+    None, with nothing run, where this process can run Triton kernels itself.
+    """
+    from torch import cuda
+
+    if os.environ.get("TRITON_INTERPRET") == "1" or cuda.is_available():
+        return None
+    command = [sys.executable, "-m", "optgen", *arguments]
+    # NumPy warns of every overflow that an example provokes on purpose.
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore::RuntimeWarning"}
+    return subprocess.run(command, env=environment, check=False).returncode

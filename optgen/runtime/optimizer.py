@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, overload
@@ -16,7 +17,7 @@ from torch.optim.optimizer import ParamsT
 from optgen.runtime.checkpoint import checkpoint, weights
 from optgen.runtime.layout import plans, sharding
 from optgen.runtime.layout.plans import Label, PlanOption
-from optgen.runtime.modes import offload, release, watch
+from optgen.runtime.modes import offload, record, release, watch
 from optgen.runtime.options import blocks as of_rows
 from optgen.runtime.options import entries, options
 from optgen.runtime.options import overrides as rules
@@ -155,6 +156,7 @@ class Optimizer(torch.optim.Optimizer):
         self._offload = offload.Offload()
         self._release: release.Release | None = None
         self._watch: watch.Watch | None = None
+        self._record: record.Record | None = None
         self._trained: dict[Tensor, Tensor] | None = None
         self._idle = 0
         self._rules, self._blocks = rules.Rules(type(self)), of_rows.Rules(type(self))
@@ -313,7 +315,11 @@ class Optimizer(torch.optim.Optimizer):
         self._forget_removed()
         try:
             sampled = None if self._watch is None else self._watch.begin(self._owner())
+            begun = self._record is not None and self._record.begin(self._owner(), scaler)
             self._offload.step(self._owner(), self._stepper, scaler)
+            if begun and (recorder := self._record) is not None:
+                self._record = None
+                recorder.end(self._owner())
             if sampled and self._watch is not None:
                 self._watch.end(sampled)
         except BaseException:
@@ -357,6 +363,8 @@ class Optimizer(torch.optim.Optimizer):
         deleted, and its handle with it, updates nothing any more.
         """
         self._refuse_in_evaluation("release_gradients()")
+        if self._record is not None:
+            raise RuntimeError(f"{type(self).__name__}: record() waits for a step(); make it, then release gradients")
         self._release = release.Release(
             self, model, accumulate=accumulate, accumulator=accumulator, clip=clip, clip_by=clip_by
         )
@@ -390,6 +398,16 @@ class Optimizer(torch.optim.Optimizer):
             raise RuntimeError(f"{type(self).__name__}.watch: it is watched already; remove() that watch first")
         self._watch = watch.Watch(self, to, every, path, sample)
         return self._watch
+
+    def record(self, path: str | os.PathLike[str], params: record.Names = None) -> None:
+        """Write the next step to the file `path`, from which `optgen replay` makes it again: docs/watch.md.
+
+        params  names or patterns of the parameters that are recorded, all by default.  The next step in which one of
+                them has a gradient is recorded, and it has the bits of any other
+        """
+        if self._release is not None:
+            raise RuntimeError(f"{type(self).__name__}.record: gradients are released; remove() their handle first")
+        self._record = record.Record(self._owner(), path, params)
 
     # -- evaluation -----------------------------------------------------------------------------------
 

@@ -185,12 +185,12 @@ def read(path: Path_) -> dict[str, Any]:
     """
     path = Path(path)
     with path.open("rb") as file:
-        begin = file.read(DIGITS.stop)
-    if begin.startswith(ARCHIVE):
+        begin = file.read(len(ARCHIVE))
+    if begin == ARCHIVE:
         _check_archive(path)
         content = load_torch(path)
     else:
-        content = _read_tree(path, begin)
+        content = read_tree(path)
     version = content.get("optgen_checkpoint")
     if version is None:
         raise CheckpointError(f"{path} is no optgen checkpoint")
@@ -202,8 +202,10 @@ def read(path: Path_) -> dict[str, Any]:
     return content
 
 
-def _read_tree(path: Path, begin: bytes) -> dict[str, Any]:
-    """Return the content of a safetensors file whose checksum is right; `begin` has its first bytes."""
+def read_tree(path: Path) -> dict[str, Any]:
+    """Return the content of a safetensors file whose checksum is right, of any kind."""
+    with path.open("rb") as file:
+        begin = file.read(DIGITS.stop)
     own = begin[8:].startswith(HEAD)
     if own:
         _compare(path, begin[DIGITS], _sum(path, path.stat().st_size, DIGITS))

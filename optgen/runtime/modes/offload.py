@@ -334,7 +334,7 @@ class Offload:
         self._known = []
         staying = [m for m in members if not self.leaves(m.group, m.p)]
         leaving = [m for m in members if self.leaves(m.group, m.p)]
-        sums = any(_needs_model(owner, m) for m in members)
+        sums = any(needs_model(owner, m) for m in members)
         if sums and staying and leaving:
             raise ValueError(
                 f"{owner.cls.__name__} sums over the whole model: offload=True must hold for all parameters, or for "
@@ -365,7 +365,7 @@ def sums_over_model(variant: Variant) -> bool:
     return bool(variant.model_temps) or any(f.space == "model" for f in variant.fields)
 
 
-def _needs_model(owner: Owner, member: Entry) -> bool:
+def needs_model(owner: Owner, member: Entry) -> bool:
     """Return True if a parameter's update needs sums over the model, at any step."""
     _, plan, variant = checkpoint.select(owner.cls, member.group, member.p, member.name)
     return any(sums_over_model(v) for v in plan.variants if v.param == variant.param)

@@ -1,0 +1,76 @@
+"""`optgen replay`: make a recorded step again, and say where its bits differ."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from optgen.base.errors import UserError
+from optgen.convert.source import existing, rule_of
+from optgen.driver import compile as compiling
+from optgen.driver import load, project
+from optgen.driver.project import MATHS, Maths
+from optgen.driver.terminal import Missing
+from optgen.runtime.checkpoint.container import UNREADABLE, CheckpointError
+from optgen.runtime.layout import plans
+from optgen.runtime.modes import record
+
+
+def replay(path: str, backend: str | None, spec: str | None, maths: Maths | None) -> dict[str, Any]:
+    """Make the step in a file of `opt.record` again.
+
+    backend, spec, maths  None: those of the record
+    Returns what it is a step of, "parameters" (rows of `record.replay` as dicts) and "notes" on what may explain
+    differences.  UserError E420 for a file that cannot be replayed; Missing if the backend is not on this machine.
+    """
+    try:
+        content = record.read(existing(path))
+        about = content["about"]
+        cls, asked = _class(about, spec, maths), backend or str(about["backend"])
+        torch.set_num_threads(about["threads"])
+        rows = record.replay(content, cls, asked)
+    except CheckpointError as error:
+        raise refuse(path, str(error).removeprefix(f"{path} ").removeprefix(f"{path}: ")) from error
+    except UNREADABLE as error:
+        if str(error).startswith("backend="):
+            raise Missing(str(error)) from error
+        raise refuse(path, f"{error!r:.300}" if isinstance(error, KeyError) else str(error)) from error
+    here, then = record.made_with(), about["made_with"]
+    notes = [f"recorded with {key} {was}, made again with {here[key]}" for key, was in then.items() if was != here[key]]
+    if asked != about["backend"]:
+        notes.append('backends round differently in fast maths; under maths="strict" all have the same bits')
+    if not about["whole"]:
+        notes.append("other parameters made this step as well: products of matrices of one shape are made together")
+    first = content["parameters"][0]["state"]
+    return {
+        "file": path, "class": about["class"], "step": int((first or {"step": 0})["step"]) + 1, "backend": asked,
+        "recorded_by": about["backend"], "notes": notes,
+        "parameters": [row._asdict() | {"differences": [x._asdict() for x in row.differences]} for row in rows],
+    }  # fmt: skip
+
+
+def refuse(path: str, why: str) -> UserError:
+    return UserError("E420", path=path, why=why)
+
+
+def _class(about: Mapping[str, Any], given: str | None, maths: Maths | None) -> Any:
+    """Return the class of a record: ready-made, or compiled from its spec, in the maths that gives its very text."""
+    plans.provider = plans.provider or compiling.provide
+    module = str(about["module"])
+    if given is None and maths is None and module.startswith(plans.READY):
+        made = getattr(importlib.import_module(plans.READY.removesuffix(".")), str(about["class"]), None)
+        if made is not None:
+            return made
+    spec = load.find_spec(given or rule_of(about))
+    if given is None and maths is None and module.startswith(compiling.PACKAGE):
+        for one in MATHS:
+            if (made := compiling.compile(spec, about["built"][0], one)).__module__ == module:
+                return made
+    way = maths or project.read_config(load.home()).maths
+    found = {plan: compiling.compile(spec, plan, way) for plan in about["plans"]}
+    cls = next(iter(found.values()))
+    plans.known.update({(cls, plan): plans.load(made, plan) for plan, made in found.items()})
+    return cls
