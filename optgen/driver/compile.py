@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from optgen.base.errors import UserError, did_you_mean
 from optgen.driver import emit, judge, load
-from optgen.driver.project import MATHS
+from optgen.driver.project import MATHS, Maths
 from optgen.formats.plan import Plan
 from optgen.lang.spec import Spec
 from optgen.runtime.cpu import native
@@ -32,7 +32,7 @@ from optgen.runtime.records.warn import tell
 PACKAGE = "_optgen_compiled"
 DEFAULT_PLAN = "int8_split24"
 
-_specs: dict[str, Spec] = {}  # module of a compiled class -> its spec
+_specs: dict[str, tuple[Spec, Maths]] = {}  # module of a compiled class -> its spec and maths
 
 
 def compile(
@@ -69,7 +69,7 @@ def _class(spec: Spec, plan: Plan, maths: Literal["strict", "fast"]) -> type[Any
     tell(f"generating {spec.class_name} under plan {plan.name}")
     files = emit.emit_package(spec, plan, maths=maths)
     module = import_package(spec.name, files)
-    _specs[module.__name__] = spec
+    _specs[module.__name__] = spec, maths
     made = getattr(module, spec.class_name)
     assert isinstance(made, type)
     return made
@@ -78,11 +78,11 @@ def _class(spec: Spec, plan: Plan, maths: Literal["strict", "fast"]) -> type[Any
 def provide(cls: type, plan: str) -> Pair:
     """Return the records of a class under a plan that it was not built for."""
     base: Any = cls
-    spec = _specs.get(cls.__module__) or load.find_spec(base.SPEC)
+    spec, maths = _specs.get(cls.__module__) or (load.find_spec(base.SPEC), "fast")
     if spec.class_name != cls.__name__:
         raise ValueError(f"{cls.__name__} was built from a spec {base.SPEC!r} that is not here; build it with the plan")
     try:
-        made = _class(spec, load.find_plan(plan), "fast")
+        made = _class(spec, load.find_plan(plan), maths)
     except UserError as error:
         raise ValueError(str(error)) from None  # what torch's callers expect of a wrong option
     return runtime_plans.load(made, plan)

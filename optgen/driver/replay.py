@@ -42,8 +42,8 @@ def replay(path: str, backend: str | None, spec: str | None, maths: Maths | None
     notes = [f"recorded with {key} {was}, made again with {here[key]}" for key, was in then.items() if was != here[key]]
     if asked != about["backend"]:
         notes.append('backends round differently in fast maths; under maths="strict" all have the same bits')
-    if not about["whole"]:
-        notes.append("other parameters made this step as well: products of matrices of one shape are made together")
+    if about["batched"]:
+        notes.append("matrices that were not recorded made this step as well, in batches with those that were")
     first = content["parameters"][0]["state"]
     return {
         "file": path, "class": about["class"], "step": int((first or {"step": 0})["step"]) + 1, "backend": asked,

@@ -94,11 +94,12 @@ class Record:
         seen: dict[int, Tensor] = {}
         pairs = {e.name: plans.chosen(owner.cls, e.group, e.p.dtype, e.name).pair for e in found}
         others = {id(e.p) for e in entries.of(owner.groups) if e.p.grad is not None} - {id(e.p) for e in found}
+        matrices = any(stage.on_host for pair in pairs.values() for v in pair.variants for stage in v.stages)
         self._content = {
             KEY: VERSION, "format": checkpoint.FORMAT,
             "about": {
                 "class": cls.__name__, "spec": cls.SPEC, "module": cls.__module__, "built": list(cls.PLANS),
-                "plans": list(dict.fromkeys(pair.name for pair in pairs.values())), "whole": not others,
+                "plans": list(dict.fromkeys(pair.name for pair in pairs.values())), "batched": bool(others) and matrices,
                 "backend": backends.choose(first.group["backend"], first.p.device, pairs[first.name]),
                 "threads": torch.get_num_threads(), "made_with": made_with(),
             },
