@@ -23,7 +23,7 @@ def replay(path: str, backend: str | None, spec: str | None, maths: Maths | None
     """Make the step in a file of `opt.record` again.
 
     backend, spec, maths  None: those of the record
-    Returns what it is a step of, "parameters" (rows of `record.replay` as dicts) and "notes" on what may explain
+    Returns what it is a step of, "parameters" (`record.replay`) and "notes" on what may explain
     differences.  UserError E420 for a file that cannot be replayed; Missing if the backend is not on this machine.
     """
     try:
@@ -48,7 +48,7 @@ def replay(path: str, backend: str | None, spec: str | None, maths: Maths | None
     return {
         "file": path, "class": about["class"], "step": int((first or {"step": 0})["step"]) + 1, "backend": asked,
         "recorded_by": about["backend"], "notes": notes,
-        "parameters": [row._asdict() | {"differences": [x._asdict() for x in row.differences]} for row in rows],
+        "parameters": rows,
     }  # fmt: skip
 
 

@@ -8,12 +8,13 @@ that their random bits are of, and the scale of a GradScaler.  Its form is that 
 from __future__ import annotations
 
 import fnmatch
+import math
 import os
 import platform
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -93,13 +94,13 @@ class Record:
         cls, numbers = plans.generated_class(owner.cls), list(dict.fromkeys(e.number for e in found))
         seen: dict[int, Tensor] = {}
         pairs = {e.name: plans.chosen(owner.cls, e.group, e.p.dtype, e.name).pair for e in found}
-        others = {id(e.p) for e in entries.of(owner.groups) if e.p.grad is not None} - {id(e.p) for e in found}
+        others = len(found) < sum(e.p.grad is not None for e in entries.of(owner.groups))
         matrices = any(stage.on_host for pair in pairs.values() for v in pair.variants for stage in v.stages)
         self._content = {
             KEY: VERSION, "format": checkpoint.FORMAT,
             "about": {
                 "class": cls.__name__, "spec": cls.SPEC, "module": cls.__module__, "built": list(cls.PLANS),
-                "plans": list(dict.fromkeys(pair.name for pair in pairs.values())), "batched": bool(others) and matrices,
+                "plans": list(dict.fromkeys(pair.name for pair in pairs.values())), "batched": others and matrices,
                 "backend": backends.choose(first.group["backend"], first.p.device, pairs[first.name]),
                 "threads": torch.get_num_threads(), "made_with": made_with(),
             },
@@ -163,26 +164,6 @@ def _shared(kept: Mapping[str, Any], seen: dict[int, Tensor], device: str = "cpu
 # -- the step again --------------------------------------------------------------------------------------------
 
 
-class Difference(NamedTuple):
-    """How many elements of a value differ from the recorded ones, and where and how the first of them does."""
-
-    value: str
-    differing: int
-    elements: int
-    place: list[int]
-    recorded: Any
-    made: Any
-
-
-class Row(NamedTuple):
-    """What a step that was made again has left of a parameter: how many values, and which of them differ."""
-
-    name: str
-    kind: str
-    values: int
-    differences: list[Difference]
-
-
 def read(path: Path) -> dict[str, Any]:
     """Return the content of a record.  Raises CheckpointError if the file is damaged, or none of this version."""
     content = container.read_tree(path)
@@ -197,10 +178,12 @@ def read(path: Path) -> dict[str, Any]:
     return content
 
 
-def replay(content: Mapping[str, Any], cls: Any, backend: str) -> list[Row]:
+def replay(content: Mapping[str, Any], cls: Any, backend: str) -> list[dict[str, Any]]:
     """Make a recorded step again with a class of its rule, and compare every bit that it leaves.
 
     Triton's kernels run on a GPU if there is one, all else on the CPU.  Raises the errors of a step.
+    Returns the "name" and "kind" of each parameter, how many "values" were compared, and their "differences": of a
+    "value" how many of its "elements" are "differing", and of the first the "place", as "recorded" and "made" now.
     """
     device = "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
     own: dict[str, Any] = {"backend": backend, "offload": False}
@@ -226,29 +209,26 @@ def replay(content: Mapping[str, Any], cls: Any, backend: str) -> list[Row]:
         was = {"weight": after["weight"], **(after["state"] or {})}
         now = {"weight": p.detach(), **states.get(p, {})}
         found = [_difference(name, was.get(name), now.get(name)) for name in {**was, **now}]
-        kind = state.describe(p.dtype, tuple(p.shape))
-        rows.append(Row(str(one["name"]), kind, len(found), [x for x in found if x is not None]))
+        apart = [x for x in found if x]
+        rows.append({"name": str(one["name"]), "kind": state.kind(p), "values": len(found), "differences": apart})
     return rows
 
 
-def _difference(name: str, recorded: Any, made: Any) -> Difference | None:
-    """Compare two values bit by bit; numbers may have been counted on a device."""
-    a, b = (x if isinstance(x, Tensor) and x.dtype not in (torch.int64, torch.float64) else _number(x)
-            for x in (recorded, made))  # fmt: skip
-    if a is None or b is None or (a.dtype, a.shape) != (b.dtype, b.shape):
-        size = max(x.numel() for x in (a, b) if x is not None)
-        return Difference(name, size, size, [], state.kind(recorded), state.kind(made))
+def _difference(name: str, recorded: Any, made: Any) -> dict[str, Any]:
+    """Compare two values bit by bit; {} if they are equal.  Numbers may have been counted on a device."""
+    values = (math.nan if x is None else x for x in (recorded, made))
+    a, b = (x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64) for x in values)
+    if {a.dtype, b.dtype} == {torch.int64, torch.float64}:
+        a, b = a.double(), b.double()
+    found = {"value": name, "differing": a.numel(), "elements": a.numel(), "place": []}
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return {**found, "recorded": state.kind(recorded), "made": state.kind(made)}
     apart = (_words(a) != _words(b)).any(1).nonzero().flatten()
     if not len(apart):
-        return None
-    first = int(apart[0])
+        return {}
     place = [int(i) for i in torch.unravel_index(apart[0], a.shape)]
-    return Difference(name, len(apart), a.numel(), place, *(x.reshape(-1)[first].item() for x in (a, b)))
-
-
-def _number(x: Any) -> Tensor | None:
-    """Return a number as fp64, None for nothing."""
-    return None if x is None else torch.as_tensor(x, dtype=torch.float64, device="cpu")
+    one, other = (x.reshape(-1)[apart[0]].item() for x in (a, b))
+    return {**found, "differing": len(apart), "place": place, "recorded": one, "made": other}
 
 
 def _words(t: Tensor) -> Tensor:
