@@ -453,7 +453,7 @@ def select(
     flags = options.flags_of(cls, group, blocks.shape(cls, p, count))
     small, vector = p.numel() < chosen.limit, p.ndim < 2
     found = plans.variant(chosen.pair, p.dtype, small, flags, vector)
-    found = blocks.seen(found, p, count, group)
+    found = blocks.seen(cls, found, p, count, group, name)
     return chosen.name, chosen.pair, found if kept is None else held(cls, group, p, name, found, kept)
 
 

@@ -5,7 +5,9 @@ consecutive rows a parameter falls (attention heads, say): then each block is on
 (rows, ...) in n blocks is seen as (n, elements of a block) by kernels, formats and random bits alike, so that it takes
 the steps of a parameter of that shape.  Under a rule of matrix="heads" each block is a matrix: a block of one index of
 a tensor of three dimensions (an expert of a stack) one of the other two, any other one of its rows against the rest.
-More blocks than a stack has matrices are heads of each of them.
+More blocks than a stack has matrices are heads of each of them.  Numbers of rows, as of queries, keys and values that
+share a matrix, make each a matrix of its own: a step takes views of the parameter and its states for parameters
+(`Bucket.divide`).
 
 What is asked for is decided once, when a parameter comes into the optimizer, and is recorded in its group under
 "blocks", by name (by position over all groups where parameters have no names).
@@ -22,12 +24,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from optgen.runtime.layout import plans
+from optgen.runtime.layout import plans, sharding
 from optgen.runtime.layout.layout import matrix_shape
 from optgen.runtime.options import overrides
 from optgen.runtime.records import Heads, Matrix, Variant, as_int, by_shape, in_blocks, keys
 
-Recorded = tuple[tuple[plans.Label, int], ...]
+Count = int | tuple[int, ...]
+"""A number of equal blocks of rows, or the number of rows of each of them."""
+
+Recorded = tuple[tuple[plans.Label, Count], ...]
 """Into how many blocks single parameters fall."""
 
 QUERIES = frozenset({"q_proj", "q_lin", "wq", "to_q", "query", "q"})
@@ -69,6 +74,12 @@ def attention_heads(
     return found
 
 
+def _equal(rows: Sequence[int]) -> str:
+    """Return what to do instead of blocks of these rows."""
+    size = math.gcd(*rows)
+    return f"as heads these are {sum(rows) // size} of {size} rows; otherwise make them parameters of their own"
+
+
 class Rules(overrides.Rules):
     """All entries of `blocks`."""
 
@@ -77,14 +88,13 @@ class Rules(overrides.Rules):
     VALUE: ClassVar[str] = "number of blocks"
 
     @classmethod
-    def checked(cls, owner: type, value: Any, where: str) -> int:
+    def checked(cls, owner: Any, value: Any, where: str) -> Count:
         count = None if isinstance(value, bool) else as_int(value)
         rows = value if isinstance(value, (tuple, list)) else ()
-        if rows and all(isinstance(x, int) and x > 0 for x in rows):
-            raise ValueError(
-                f"{where}: blocks have equal numbers of rows, got {value!r:.80}: as heads these are "
-                f"{sum(rows) // math.gcd(*rows)} of {math.gcd(*rows)} rows; otherwise make them parameters of their own"
-            )
+        if rows and all(type(x) is int and x > 0 for x in rows):
+            if owner.BLOCKS == "heads":
+                return tuple(rows)
+            raise ValueError(f"{where}: blocks have equal numbers of rows, got {value!r:.80}: {_equal(rows)}")
         if count is None:
             raise TypeError(f"{where}: expected a number of blocks, got {value!r:.80}")
         if count < 1:
@@ -110,8 +120,9 @@ def decided(
     return {"blocks": tuple(found)} if found else {}
 
 
-def height(shape: torch.Size, count: int, heads: bool) -> int:
-    """Rows of each of so many blocks of a parameter of that shape; ValueError where there are no such.
+def height(shape: torch.Size, count: Count, heads: bool) -> int:
+    """Rows of each of so many blocks of a parameter of that shape, of all if they are not equal; ValueError where there
+    are no such.
 
     heads  each block is a matrix, also one of some rows of each matrix of a stack
     """
@@ -119,6 +130,10 @@ def height(shape: torch.Size, count: int, heads: bool) -> int:
         raise ValueError(
             f"of shape {list(shape)} has no rows, and is one block as it is: name matrices only, as '*.weight' does"
         )
+    if isinstance(count, tuple):
+        if sum(count) != shape[0]:
+            raise ValueError(f"of shape {list(shape)} has {shape[0]} rows, not {' + '.join(map(str, count))}")
+        return shape[0]
     if heads and len(shape) == 3 and count > shape[0] and not count % shape[0] and not math.prod(shape[:2]) % count:
         return math.prod(shape[:2]) // count
     if shape[0] % count:
@@ -126,13 +141,13 @@ def height(shape: torch.Size, count: int, heads: bool) -> int:
     return shape[0] // count
 
 
-def of(cls: Any, group: Mapping[str, Any]) -> Mapping[plans.Label, int]:
+def of(cls: Any, group: Mapping[str, Any]) -> Mapping[plans.Label, Count]:
     """Into how many blocks single parameters of a group fall; empty where none is said to.  TypeError for what is no
     record."""
     return keys.table(group.get("blocks") if cls.BLOCKS else None, functools.partial(Rules.recorded, cls))
 
 
-def shape(cls: Any, p: Tensor, count: int | None) -> tuple[int, ...]:
+def shape(cls: Any, p: Tensor, count: Count | None) -> tuple[int, ...]:
     """The shape that flags see of a parameter in so many blocks: (..., rows, columns) of its matrices under a rule of
     matrix="heads", else its own.  ValueError as of `height`."""
     heads = cls.BLOCKS == "heads"
@@ -140,16 +155,44 @@ def shape(cls: Any, p: Tensor, count: int | None) -> tuple[int, ...]:
     return tuple(matrix_shape(matrix, p.shape) if heads else p.shape)
 
 
-def seen(variant: Variant, p: Tensor, count: int | None, group: Mapping[str, Any]) -> Variant:
+def seen(
+    cls: Any, variant: Variant, p: Tensor, count: Count | None, group: Mapping[str, Any], name: plans.Label | None
+) -> Variant:
     """The variant for a parameter of a group in so many blocks; None: in those that its rule says.  ValueError as of
-    `height`."""
+    `height`, and for unequal blocks that cannot be parameters of their own in a step."""
+    if isinstance(count, tuple) and variant.needs_matrix and (why := _inseparable(cls, variant, p, count, group)):
+        raise ValueError(
+            f"{cls.__name__}: blocks: parameter {name!r} of shape {list(p.shape)} is no {len(count)} matrices of "
+            f"{', '.join(map(str, count))} rows: {why}; {_equal(count)}"
+        )
     matrix = _matrix(variant.matrix, p, count if variant.needs_matrix else None)
     rank = next((int(group[f.rank]) for f in variant.fields if isinstance(f.rank, str)), 0)
     return variant if matrix == variant.matrix and not rank else in_blocks(variant, matrix, rank)
 
 
-def _matrix(own: Matrix, p: Tensor, count: int | None) -> Matrix:
+def _inseparable(
+    cls: Any, variant: Variant, p: Tensor, rows: tuple[int, ...], group: Mapping[str, Any]
+) -> str:
+    """Return why a step cannot take views of so many rows of a parameter for parameters; "" if it can."""
+    if sharding.is_sharded(p):
+        return "it lies over several ranks"
+    for f in variant.fields:
+        if f.space not in ("elem", "row"):
+            return f"{f.owner} is kept for all rows together, not for each"
+    if any(t.space in ("tensor", "model") and t.reduction for t in variant.temps):
+        return "the rule sums over the whole parameter"
+    shapes = [(n, math.prod(p.shape[1:])) for n in (p.shape[0], *rows)]
+    for flag in cls.FLAGS:
+        if flag.shape is not None and len({flag.holds(x, group) for x in shapes}) > 1:
+            return f"{flag.name} holds for some of them only"
+    return ""
+
+
+def _matrix(own: Matrix, p: Tensor, count: Count | None) -> Matrix:
     heads = own == "heads"
+    if isinstance(count, tuple):
+        height(p.shape, count, heads)
+        count = 1
     if count is None or not p.numel() or (heads and count == 1 and p.ndim == 2):
         return by_shape(p.shape) if heads else own
     rows = height(p.shape, count, heads)

@@ -67,11 +67,13 @@ def refuse_shared_memory(cls: Any, entries: Iterable[Entry]) -> None:
 
 
 def refuse_layouts(cls: Any, entries: Iterable[Entry]) -> None:
-    """Raise ValueError for a parameter of several ranks whose parts no kernel can update."""
+    """Raise ValueError for a parameter of several ranks, or of several matrices, whose parts no kernel can update."""
     for entry in entries:
         refuse_flattened(cls, entry.p, entry.name)
-        if entry.p.requires_grad and sharding.is_sharded(entry.p):
+        sharded = sharding.is_sharded(entry.p)
+        if entry.p.requires_grad and (sharded or entry.name in blocks.of(cls, entry.group)):
             _, plan, variant = checkpoint.select(cls, entry.group, entry.p, entry.name)
+        if entry.p.requires_grad and sharded:
             shard(cls, plan, variant, entry, None)
 
 

@@ -34,7 +34,7 @@ class Choice:
         if self.backend == "triton" and all(flag.clock is None for flag in cls.FLAGS):
             fused = (scaled or None) if group.get("fused") else False
             self.counted = True if group.get("capturable") else fused
-        self.variants: dict[tuple[torch.Size, int | None], Variant] = {}
+        self.variants: dict[tuple[torch.Size, blocks.Count | None], Variant] = {}
 
 
 class GroupChoices:
@@ -45,6 +45,11 @@ class GroupChoices:
         self._own, self._blocks = plans.own(group), blocks.of(cls, group)
         self._made: dict[tuple[torch.dtype, torch.device, str | None], Choice] = {}
         self._last: Choice | None = None
+
+    def rows(self, name: plans.Label) -> tuple[int, ...]:
+        """Return the rows of each matrix of a parameter that is several of unequal numbers of rows, else ()."""
+        count = self._blocks.get(name) if self._blocks else None
+        return count if isinstance(count, tuple) else ()
 
     def find(self, entry: Entry) -> tuple[Choice, Variant]:
         """Return the choice and the variant of a parameter.  Raises ValueError if its blocks do not divide its rows."""
@@ -65,5 +70,7 @@ class GroupChoices:
                 raise ValueError(f"{self._cls.__name__}: blocks: parameter {name!r} {error}") from None
             flags = options.flags_of(self._cls, self._group, shape)
             variant = plans.variant(last.plan, dtype, p.numel() < last.limit, flags, p.ndim < 2)
-            last.variants[seen] = variant = blocks.seen(variant, p, seen[1], self._group)
+            last.variants[seen] = variant = blocks.seen(
+                self._cls, variant, p, seen[1], self._group, name
+            )
         return last, variant

@@ -117,7 +117,10 @@ class _Sorter:
         bucket.params.append(p)
         bucket.grads.append(g)
         bucket.states.append(kept if kept is not None else {})
-        bucket.streams.append(keys.stream_key(self.streams.get(name, name) if self.streams else name))
+        stream = self.streams.get(name, name) if self.streams else name
+        if variant.needs_matrix and (rows := self.choices.rows(name)):
+            bucket.pieces[len(bucket.names)] = stream, rows
+        bucket.streams.append(keys.stream_key(stream))
         bucket.names.append(name)
 
     def _refuse_limits(self, choice: Choice, variant: Variant, kept: state.State, label: str) -> None:
@@ -237,6 +240,7 @@ def buckets(
 
 def complete(owner: Owner, found: Sequence[Bucket], fresh: Fresh, arena: Arena | None) -> None:
     """Gather what buckets need of other ranks, make the missing states, and write the weights that belong to them.
+    Parameters that are matrices of unequal numbers of rows are divided then.
 
     arena   the buffer for new states on the CPU; None: one for each group
     """
@@ -262,6 +266,8 @@ def complete(owner: Owner, found: Sequence[Bucket], fresh: Fresh, arena: Arena |
             owner.states[shard.p] = shard.owner
     weights.settle(rounded, [b.kept(i) for b, i in fresh])
     whole.collect_states(found)
+    for bucket in found:
+        bucket.divide()
 
 
 def _arenas(fresh: Fresh) -> dict[int, Arena]:

@@ -122,7 +122,7 @@ class Stepper:
         if counted is not None:
             return ReadyBucket(bucket, kernels, counted)
         assert kernels is not None
-        alone = counting.sharing(owner.states, bucket.step) == len(bucket.params)
+        alone = counting.sharing(owner.states, bucket.step) == len({id(s) for s in bucket.owned})
         if not alone and counting.capturing():
             raise counting.not_ready(f"not every parameter that steps with {state.label(*bucket.first)}")
         bucket.move_count(alone)
@@ -132,7 +132,7 @@ class Stepper:
 
 def _has_fast_path(cls: Any, ready: Sequence[ReadyBucket]) -> bool:
     """Return True if steps that are like this one may take the fast path."""
-    if any(one.kernels is None or one.bucket.in_parts for one in ready):
+    if any(one.kernels is None or one.bucket.in_parts or one.bucket.wholes for one in ready):
         return False
     return all(flag.clock is None for flag in cls.FLAGS)
 

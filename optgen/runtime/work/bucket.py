@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from optgen.runtime.layout import layout, sharding, workspace
-from optgen.runtime.records import Variant
+from optgen.runtime.records import Variant, keys
 from optgen.runtime.records.join import Pair
 from optgen.runtime.states import state
 from optgen.runtime.work.counting import Step
@@ -35,6 +36,9 @@ class Bucket:
     pool           the memory that it shares with other buckets, which come before or after it; None: its own
     at_step        the flags that change from step to step
     turn           of buckets that wait for other ranks, those of one turn run together
+    pieces         of parameters that are matrices of unequal numbers of rows, by index: the label that random bits follow,
+                   and the rows; `divide` puts the matrices in their place
+    wholes         the states of these parameters as the optimizer holds them, by index of the matrix
     workspace      bytes of its values of elements between sweeps; half of it, of the matrices in one batch
     """
 
@@ -59,6 +63,8 @@ class Bucket:
     places: list[layout.Place] | None = None
     pool: workspace.Pool | None = None
     at_step: tuple[tuple[str, bool], ...] = ()
+    pieces: dict[int, tuple[keys.Label, tuple[int, ...]]] = field(default_factory=dict)
+    wholes: dict[int, state.State] = field(default_factory=dict)
     workspace: int = workspace.USUAL
     turn: int = 0
 
@@ -75,7 +81,8 @@ class Bucket:
     @property
     def owned(self) -> list[state.State]:
         """The states as the optimizer holds them."""
-        return [s if shard is None else shard.owner for s, shard in zip(self.states, self.shards, strict=True)]
+        pairs = enumerate(zip(self.states, self.shards, strict=True))
+        return [self.wholes.get(i, s) if shard is None else shard.owner for i, (s, shard) in pairs]
 
     def numel(self, i: int) -> int:
         """Elements of the logical tensor."""
@@ -85,6 +92,28 @@ class Bucket:
     def first(self) -> tuple[Tensor, str | int]:
         """A parameter and its name, for errors."""
         return self.params[0], self.names[0]
+
+    def divide(self) -> None:
+        """Replace each parameter that is several matrices by views of its rows, as if these were parameters called
+        "name[start:stop]"."""
+        if not self.pieces:
+            return
+        rows: list[tuple[Any, ...]] = []
+        each = zip(self.params, self.grads, self.states, self.streams, self.names, self.shards, strict=True)
+        for i, (p, g, s, stream, name, shard) in enumerate(each):
+            if i not in self.pieces:
+                rows.append((p, g, s, stream, name, shard))
+                continue
+            state.check(self.variant, p, s, name)
+            label, sizes = self.pieces[i]
+            for start, size in zip(itertools.accumulate(sizes, initial=0), sizes, strict=False):
+                part = s | {key: s[key].narrow(0, start, size) for key in self.variant.names}
+                span = f"[{start}:{start + size}]"
+                self.wholes[len(rows)] = s
+                views = p.narrow(0, start, size), g.narrow(0, start, size), part
+                rows.append((*views, keys.stream_key(f"{label}{span}"), f"{name}{span}", None))
+        columns = map(list, zip(*rows, strict=True))
+        self.params, self.grads, self.states, self.streams, self.names, self.shards = columns
 
     def localize(self) -> None:
         """Contiguous params and grads in logical order: the kernels see memory, not strides."""
@@ -120,7 +149,7 @@ class Bucket:
         for user, copy in self.written:
             user.copy_(copy)
         kept = (self.step, *self.host) if isinstance(after, Step) else after
-        for s in (*self.states, *(shard.owner for shard in self.shards if shard is not None)):
+        for s in (*self.states, *self.wholes.values(), *(shard.owner for shard in self.shards if shard is not None)):
             s.update(zip(("step", *self.variant.host_names), kept, strict=True))
         sharded = [shard.p for shard in self.shards if shard is not None]
         if sharded:

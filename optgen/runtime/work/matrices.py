@@ -149,7 +149,7 @@ class Noting:
         bucket, several = self.bucket, len(self.numbers) > 1
         found = torch.stack([x if several else x.any()[None] for x in self.noted]).any(0).tolist()
         for i in dict.fromkeys(itertools.compress(self.numbers, found)):
-            known = next(x for x in bucket.states[i].values() if isinstance(x, Tensor))
+            known = next(x for x in bucket.wholes.get(i, bucket.states[i]).values() if isinstance(x, Tensor))
             if known in _WARNED:
                 continue
             _WARNED[known] = True
