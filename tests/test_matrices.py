@@ -1,5 +1,6 @@
 """Rules of whole matrices: stacks, heads and convolutions, against rules that are given each matrix by itself."""
 
+import re
 import warnings
 import weakref
 from collections import Counter
@@ -18,10 +19,10 @@ from optgen.base.errors import UserError
 from optgen.driver.explain import explain
 
 from optgen.lang import (  # isort: skip
-    eigenvectors, flag, gram, hyper, inverse_root, mat_norm, matrix_state, newton_schulz, optimizer, orthogonal,
+    eigenvectors, flag, gram, hyper, inverse_root, mat_norm, matrix_state, newton_schulz, norm, optimizer, orthogonal,
     shape_flag, sorting, state, symmetric, top_rows, trace,
 )  # fmt: skip
-from optgen.optim import AdaMuon, Dion2, Muon, NorMuon, PolarGrad, Scion, SinkGD
+from optgen.optim import SOAP, AdamMini, AdaMuon, Dion2, Muon, NorMuon, PolarGrad, Scion, SinkGD
 from specs import plans
 from specs.muon import muon
 from tests import oracles
@@ -109,6 +110,65 @@ def test_heads_in_8_bits_have_the_bits_of_a_stack_of_heads(cls: Any) -> None:
     for p in params:
         followed(cls, [p], lambda step, p=p: [drawn(*p.shape, seed=step).bfloat16()], **options)
     assert all(torch.equal(params[0], p.view(128, 96)) for p in params[1:])
+
+
+ROWS = (128, 64, 64)
+SPANS = ("[0:128]", "[128:192]", "[192:256]")
+
+
+@pytest.mark.parametrize(("dtype", "plan"), [(torch.float32, "fp32"), (torch.bfloat16, "int8_split24")], ids=str)
+@pytest.mark.parametrize("backend", ["reference", "cpp"])
+@pytest.mark.parametrize("cls", [Muon, NorMuon])
+def test_blocks_of_unequal_rows_are_parameters_of_their_own(cls: Any, backend: str, dtype: Any, plan: str) -> None:
+    """As queries, keys and values under grouped queries: also in a later group, over a checkpoint, and released."""
+    options = {"lr": 0.02, "plan": plan, "backend": backend}
+    wholes = {name: nn.Parameter(drawn(256, 96, seed=k).to(dtype)) for k, name in enumerate("wv")}
+    parts = {name: [nn.Parameter(x.clone()) for x in p.detach().split(ROWS)] for name, p in wholes.items()}
+    apart = cls([(name + span, p) for name in "wv" for span, p in zip(SPANS, parts[name], strict=True)], **options)
+    opt = cls([("w", wholes["w"])], blocks={"w": ROWS}, **options)
+    opt.add_param_group({"params": [("v", wholes["v"])], "blocks": {"v": list(ROWS)}})
+    for step in range(4):
+        if step == 2:
+            saved, opt = opt.state_dict(), cls([{"params": [x]} for x in wholes.items()], **options)
+            with pytest.warns(UserWarning, match=r"'w' has \(128, 64, 64\), not None"):
+                opt.load_state_dict(saved)
+            opt.release_gradients()
+        gradient = drawn(256, 96, seed=9 + step).to(dtype)
+        for name, p in wholes.items():
+            (p * gradient).sum().backward()  # makes the step where gradients are released
+            for q, x in zip(parts[name], gradient.split(ROWS), strict=True):
+                q.grad = x.clone()
+        for each in (opt, apart):
+            each.step()
+            each.zero_grad()
+    for name, p in wholes.items():
+        assert torch.equal(p, torch.cat(parts[name]))
+        kept = [(key, x) for key, x in opt.state[p].items() if isinstance(x, Tensor)]
+        assert kept and all(torch.equal(x, torch.cat([apart.state[q][k] for q in parts[name]])) for k, x in kept)
+
+
+@optimizer(cite="nobody", matrix="heads")
+def in_sums(p, g, *, lr=hyper(1e-3, ge=0), tall=shape_flag(lambda shape: len(shape) < 2 or shape[-2] > shape[-1])):
+    p = p - lr * (g / (norm(g) + mat_norm(g) + 1e-9) if tall else newton_schulz(g))
+    return p
+
+
+UNEQUAL: list[tuple[Any, Any, str]] = [
+    (SOAP, ROWS, "'w' of shape [256, 96] is no 3 matrices of 128, 64, 64 rows: left is kept for all rows together, not "
+                 "for each; as heads these are 4 of 64 rows; otherwise make them parameters of their own"),
+    (in_sums, ROWS, "tall holds for some of them only"),
+    (in_sums, (128, 128), "the rule sums over the whole parameter"),
+    (Muon, (128, 64), "'w' of shape [256, 96] has 256 rows, not 128 + 64"),
+    (Muon, (128, 128.0), "expected a number of blocks, got (128, 128.0)"),
+    (AdamMini, ROWS, "blocks have equal numbers of rows, got (128, 64, 64): as heads these are 4 of 64 rows"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("cls", "rows", "message"), UNEQUAL, ids=str)
+def test_blocks_of_unequal_rows_are_refused(cls: Any, rows: Any, message: str) -> None:
+    cls = cls if isinstance(cls, type) else optgen.compile(cls, "fp32")
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+        cls([("w", nn.Parameter(drawn(256, 96)))], blocks={"w": rows})
 
 
 class Net(nn.Module):

@@ -48,7 +48,8 @@ class Optimizer(torch.optim.Optimizer):
               less precise than `plan` does.  Groups that are added later follow it too; each may have one of its own
     blocks    of rules that have statistics of blocks of rows: into how many blocks of consecutive rows single matrices
               fall, {the same keys: a number}; 1 is the whole matrix.  Matrices without have a block for each row.  In
-              Muon and rules like it each block is a matrix, and there is one, but of a stack [experts, rows, columns]
+              Muon and rules like it each block is a matrix, and there is one, but of a stack [experts, rows, columns];
+              there it may be the numbers of rows, {"*.qkv_proj.weight": (4096, 1024, 1024)}
     module    the model that the parameters are of, where `overrides` or `blocks` name classes of modules, or the
               parameters have no names; it is not kept
     backend   "auto" (Triton on GPUs; C++ on CPUs, compiled at the first step; eager torch where those are missing),

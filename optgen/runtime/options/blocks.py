@@ -160,7 +160,7 @@ def seen(
 ) -> Variant:
     """The variant for a parameter of a group in so many blocks; None: in those that its rule says.  ValueError as of
     `height`, and for unequal blocks that cannot be parameters of their own in a step."""
-    if isinstance(count, tuple) and variant.needs_matrix and (why := _inseparable(cls, variant, p, count, group)):
+    if isinstance(count, tuple) and (why := _inseparable(cls, variant, p, count, group)):
         raise ValueError(
             f"{cls.__name__}: blocks: parameter {name!r} of shape {list(p.shape)} is no {len(count)} matrices of "
             f"{', '.join(map(str, count))} rows: {why}; {_equal(count)}"
@@ -174,18 +174,19 @@ def _inseparable(
     cls: Any, variant: Variant, p: Tensor, rows: tuple[int, ...], group: Mapping[str, Any]
 ) -> str:
     """Return why a step cannot take views of so many rows of a parameter for parameters; "" if it can."""
+    shapes = [(n, math.prod(p.shape[1:])) for n in (p.shape[0], *rows)]
+    for flag in cls.FLAGS:
+        if flag.shape is not None and len({flag.holds(x, group) for x in shapes}) > 1:
+            return f"{flag.name} holds for some of them only"
+    if not variant.needs_matrix:
+        return ""
     if sharding.is_sharded(p):
         return "it lies over several ranks"
     for f in variant.fields:
         if f.space not in ("elem", "row"):
             return f"{f.owner} is kept for all rows together, not for each"
-    if any(t.space in ("tensor", "model") and t.reduction for t in variant.temps):
-        return "the rule sums over the whole parameter"
-    shapes = [(n, math.prod(p.shape[1:])) for n in (p.shape[0], *rows)]
-    for flag in cls.FLAGS:
-        if flag.shape is not None and len({flag.holds(x, group) for x in shapes}) > 1:
-            return f"{flag.name} holds for some of them only"
-    return ""
+    summed = any(t.space in ("tensor", "model") and t.reduction for t in variant.temps)
+    return "the rule sums over the whole parameter" if summed else ""
 
 
 def _matrix(own: Matrix, p: Tensor, count: Count | None) -> Matrix:

@@ -36,8 +36,8 @@ class Bucket:
     pool           the memory that it shares with other buckets, which come before or after it; None: its own
     at_step        the flags that change from step to step
     turn           of buckets that wait for other ranks, those of one turn run together
-    pieces         of parameters that are matrices of unequal numbers of rows, by index: the label that random bits follow,
-                   and the rows; `divide` puts the matrices in their place
+    pieces         of parameters that are matrices of unequal numbers of rows, by index: the label that random bits
+                   follow, and the rows; `divide` puts the matrices in their place
     wholes         the states of these parameters as the optimizer holds them, by index of the matrix
     workspace      bytes of its values of elements between sweeps; half of it, of the matrices in one batch
     """
