@@ -89,5 +89,6 @@ def test_a_notebook_shows_the_error_without_a_traceback() -> None:
 def test_did_you_mean() -> None:
     assert did_you_mean("amsgrd", ["amsgrad", "nesterov"]) == "did you mean 'amsgrad'?"
     assert did_you_mean("SGD", ["sgd", "sgdw"]) == "did you mean 'sgd'?"
+    assert did_you_mean("AdamW", ["adam", "adamw"]) == "did you mean 'adamw'?"
     assert did_you_mean("zzz", ["b", "a"]) == "known: a, b"
     assert did_you_mean("zzz", []) == ""

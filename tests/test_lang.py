@@ -366,6 +366,24 @@ def test_plain_formulas_keep_the_parentheses_that_matter() -> None:
     assert third == "p[t] = p[t-1] - a * (g - (b - g))"
 
 
+def squared(x: Any) -> Any:
+    return x * x
+
+
+@optimizer()
+def recurring(p, g, *, lr=hyper(0.1)):
+    x1 = lr * 2
+    p = p - squared((g - x1 * p) / (abs(g) + x1))
+    return p
+
+
+def test_unnamed_values_that_recur_have_lines_of_their_own() -> None:
+    assert plain_formulas(recurring) == [
+        "x1 = lr * 2", "x2 = (g - x1 * p[t-1]) / (abs(g) + x1)", "p[t] = p[t-1] - x2 * x2",
+    ]  # fmt: skip
+    assert max(map(len, plain_formulas(spec_of("soap_muon")))) < 250  # inlined, its norms are 20,000 characters
+
+
 # -- recurrences
 EMA, SUM, MAX, MIN, PREVIOUS = "ema", "sum", "max", "min", "previous"
 LATE_DECAY = 1 - (10.0**9) ** -0.8  # Adafactor's, late in training

@@ -340,7 +340,8 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """A hint naming the closest known word, or the list of known words."""
     names = sorted(known)
     plain = {name.lower(): name for name in reversed(names)}  # AdamW is meant where adamw is known
-    close = _near(word, names) or _near(word.lower(), list(plain))
+    low = word.lower()
+    close = [low] if low in plain else _near(word, names) or _near(low, list(plain))
     if close:
         return f"did you mean '{plain.get(close[0], close[0])}'?"
     return f"known: {', '.join(names)}" if names else ""

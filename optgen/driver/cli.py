@@ -6,6 +6,7 @@ Heavy imports stand inside the commands, so that `optgen --help` is quick.
 from __future__ import annotations
 
 import fnmatch
+import re
 import sys
 from dataclasses import asdict
 from importlib.util import find_spec
@@ -567,7 +568,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command `optgen` and return its exit code."""
     ARGUMENTS[:] = sys.argv[1:] if arguments is None else arguments
     # Options of all commands are read before the command's name, and may stand behind it.
-    first = sorted(ARGUMENTS, key=lambda word: word not in ("-q", "--quiet", "-v", "--verbose"))
+    first = sorted(ARGUMENTS, key=lambda word: not re.fullmatch("-[qv]+|--quiet|--verbose", word))
     return run(app, first)
 
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from html import escape
-from itertools import count
 from typing import NamedTuple
 
 from optgen.ir.node import Node, postorder
-from optgen.lang.plain import ATOM, POWER, PREFIX, let_names, number
+from optgen.lang.plain import ATOM, POWER, PREFIX, let_names, number, statements
 from optgen.lang.spec import Spec
 from optgen.ops.prims import PRIMS
 
@@ -19,8 +17,6 @@ GREEK = frozenset("alpha beta gamma delta epsilon zeta eta theta kappa lambda mu
 SYMBOLS = {"p": "theta", "exp_avg": "m", "exp_avg_sq": "v", "lr": "eta", "eps": "epsilon", "weight_decay": "lambda"}
 """Name in specs -> the field's letter, where the rule has no other value of that name."""
 
-LONG = 60
-"""Characters of LaTeX from which on a value that is used several times gets a line of its own."""
 _THIN = '<mspace width="0.17em"/>'
 _MARKS = {
     "*": (r"\,", _THIN), "@": (r"\,", _THIN), "+": ("+", "<mo>+</mo>"), "-": ("-", "<mo>&minus;</mo>"),
@@ -145,11 +141,11 @@ def _made(node: Node, parts: list[Formula]) -> Formula:
 
 
 def _expression(root: Node, known: Mapping[int, Formula]) -> Formula:
-    done: dict[int, Formula] = {}
+    done = dict(known)
     for node in postorder([root]):
-        if node.uid in known and (node is not root or not node.args):
-            done[node.uid] = known[node.uid]
-        elif node.op == "const":
+        if node.uid in done:
+            continue
+        if node.op == "const":
             done[node.uid] = _number(node.attr)
         elif not node.args:
             done[node.uid] = Formula(rf"\mathrm{{{node.attr or node.op}}}", f"<mi>{node.attr or node.op}</mi>")
@@ -166,26 +162,10 @@ def symbols(spec: Spec) -> dict[str, Formula]:
 
 
 def formulas(spec: Spec, flags: Mapping[str, bool] | None = None) -> list[tuple[Formula, Formula]]:
-    """Return (left, right) of each line of the rule, as `plain_formulas` has them, and of unnamed values that recur."""
+    """Return (left, right) of each line of the rule, as `plain_formulas` has them."""
     trace = spec.trace(flags)
-    lets, kept = let_names(trace), trace.new
-    nodes = [*(let.node for let in trace.lets), *kept.values()]
-    leaves = {n.uid: str(n.attr) for n in postorder(nodes) if n.op in ("load", "sym")}
-    names = _Names([*lets, *symbols(spec)])
-    before = {name: f"{name}[t-1]" for name in kept} | {"step": "t"}
-    known = {uid: names.formula(before.get(name, name)) for uid, name in leaves.items()}
-    out: list[tuple[Formula, Formula]] = []
-    numbers = count(1)
-    users = Counter(a.uid for node in postorder(nodes) for a in node.args)
-    for let, name in zip(trace.lets, lets, strict=True):
-        for node in postorder([let.node]):  # what an author's function returns unnamed and uses often
-            shared = users[node.uid] > 1 and node.uid not in known and node is not let.node
-            if shared and len((made := _expression(node, known)).latex) > LONG:
-                out.append((names.formula(f"x{next(numbers)}"), made))
-                known[node.uid] = out[-1][0]
-        out.append((names.formula(name), _expression(let.node, known)))
-        known.setdefault(let.node.uid, out[-1][0])
-    for name, node in kept.items():
-        if f"{name}[t]" not in lets:
-            out.append((names.formula(f"{name}[t]"), known.get(node.uid) or _expression(node, known)))
-    return out
+    names = _Names([*let_names(trace), *symbols(spec)])
+    return [
+        (names.formula(name), _expression(node, {uid: names.formula(x) for uid, x in known.items()}))
+        for name, node, known, _ in statements(trace)
+    ]

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from itertools import count
 
 from optgen.ir.node import Node, postorder
 from optgen.lang.spec import Spec, Trace
 from optgen.ops.prims import PRIMS
 
 PREFIX, POWER, ATOM = 7, 8, 9
+
+LONG = 30
+"""Characters from which on a value that is used several times gets a line of its own."""
 
 
 def let_names(trace: Trace) -> list[str]:
@@ -59,9 +64,11 @@ def _text(node: Node, parts: list[tuple[str, int]]) -> tuple[str, int]:
 
 
 def _expression(root: Node, known: Mapping[int, str]) -> str:
+    if root.uid in known:
+        return known[root.uid]
     done: dict[int, tuple[str, int]] = {}
     for node in postorder([root]):
-        if node.uid in known and (node is not root or not node.args):
+        if node.uid in known:
             done[node.uid] = (known[node.uid], ATOM)
         elif node.op == "const":
             done[node.uid] = (number(node.attr), ATOM if node.attr >= 0 else PREFIX)
@@ -70,23 +77,32 @@ def _expression(root: Node, known: Mapping[int, str]) -> str:
         else:
             done[node.uid] = _text(node, [done[a.uid] for a in node.args])
     text = done[root.uid][0]
-    return text[1:-1] if root.op == "where" and root.uid not in known else text
+    return text[1:-1] if root.op == "where" else text
+
+
+def statements(trace: Trace) -> Iterator[tuple[str, Node, dict[int, str], str]]:
+    """Yield (name, value, names of earlier values by uid, text) of each line of a rule; the names are one dictionary.
+
+    A value that an author's function returns unnamed is inlined, but one that recurs and is LONG is x1, x2, ...
+    """
+    names, kept = let_names(trace), trace.new
+    nodes = [*(let.node for let in trace.lets), *kept.values()]
+    before = {name: f"{name}[t-1]" for name in kept} | {"step": "t"}
+    known = {n.uid: before.get(str(n.attr), str(n.attr)) for n in postorder(nodes) if n.op in ("load", "sym")}
+    users = Counter(a.uid for node in postorder(nodes) for a in node.args)
+    fresh = (name for name in map("x{}".format, count(1)) if name not in {*names, *known.values()})
+    rest = [(f"{name}[t]", node) for name, node in kept.items() if f"{name}[t]" not in names]
+    for name, root in [*zip(names, (let.node for let in trace.lets), strict=True), *rest]:
+        for node in postorder([root]):
+            shared = users[node.uid] > 1 and node.uid not in known and node is not root
+            if shared and len(text := _expression(node, known)) > LONG:
+                recurring = next(fresh)
+                yield recurring, node, known, text
+                known[node.uid] = recurring
+        yield name, root, known, _expression(root, known)
+        known.setdefault(root.uid, name)
 
 
 def plain_formulas(spec: Spec, flags: Mapping[str, bool] | None = None) -> list[str]:
     """The rule, one line per line of the author's: `exp_avg[t] = beta1 * exp_avg[t-1] + (1 - beta1) * g`."""
-    trace = spec.trace(flags)
-    names, kept = let_names(trace), trace.new
-    before = {name: f"{name}[t-1]" for name in kept} | {"step": "t"}
-    known: dict[int, str] = {}
-    for node in postorder([*(let.node for let in trace.lets), *kept.values()]):
-        if node.op in ("load", "sym"):
-            known[node.uid] = before.get(node.attr, node.attr)
-    out = []
-    for let, name in zip(trace.lets, names, strict=True):
-        out.append(f"{name} = {_expression(let.node, known)}")
-        known.setdefault(let.node.uid, name)
-    for name, node in kept.items():
-        if f"{name}[t]" not in names:
-            out.append(f"{name}[t] = {known[node.uid] if node.uid in known else _expression(node, known)}")
-    return out
+    return [f"{name} = {text}" for name, _, _, text in statements(spec.trace(flags))]
