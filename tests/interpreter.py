@@ -73,6 +73,7 @@ def _types() -> list[Change]:
     block, tensor, dtype = core.block_type, core.tensor, core.dtype
     plain_block, plain_equal, plain_unwrap = block.__init__, dtype.__eq__, core._unwrap_if_constexpr
     plain_broadcast = semantic.TritonSemantic.broadcast_impl_value
+    plain_operands = semantic.TritonSemantic.binary_op_type_checking_impl
     shapes: dict[tuple[int, ...], tuple[Any, int, Any, Any, str]] = {}
     none = (core.constexpr(1), core.tuple([]))
 
@@ -112,7 +113,34 @@ def _types() -> list[Change]:
             return lhs, rhs
         return plain_broadcast(self, lhs, rhs)
 
+    constants: dict[Any, Any] = {}
+    usual = {d.name: d.is_floating() for d in (core.float32, core.int32, core.uint32, core.int64)}
+
+    def constant(self: Any, value: Any, like: Any) -> Any:
+        """The number as a block like another one; 0.0 and -0.0 are one key, so zeros are made anew."""
+        key = type(value), value, like.dtype.name, tuple(like.type.shape.values) if like.type.is_block() else ()
+        found = constants.get(key)
+        if found is None:
+            found = plain_broadcast(self, like, self._cast_to_computation_type(value, like.dtype))[1]
+            found.handle.data.flags.writeable = False
+            if value:
+                constants[key] = found
+        return found
+
+    def operands(self: Any, lhs: Any, rhs: Any, *allowed: Any, **more: Any) -> tuple[Any, Any]:
+        """Two of one type need no other; beside a tensor of numbers, a number of its kind has the tensor's type."""
+        a, b = type(lhs), type(rhs)
+        if a is tensor is b:
+            if (name := lhs.dtype.name) == rhs.dtype.name and name in usual:
+                return self.broadcast_impl_value(lhs, rhs)
+        elif a is tensor and (b is int or b is float and usual.get(lhs.dtype.name)) and lhs.dtype.name in usual:
+            return lhs, constant(self, rhs, lhs)
+        elif b is tensor and (a is int or a is float and usual.get(rhs.dtype.name)) and rhs.dtype.name in usual:
+            return constant(self, lhs, rhs), rhs
+        return plain_operands(self, lhs, rhs, *allowed, **more)
+
     return [
+        (semantic.TritonSemantic, "binary_op_type_checking_impl", operands),
         (semantic.TritonSemantic, "broadcast_impl_value", broadcast),
         (core, "_unwrap_if_constexpr", unwrap),
         (block, "__init__", block_init),
@@ -144,18 +172,19 @@ def _patch_once() -> Callable[[Any], Any]:
     every call of a device function.  Here only where some are not replaced yet."""
     from triton.runtime import interpreter
 
-    patch, scope = interpreter._patch_lang, interpreter._LangPatchScope
-    language, core = interpreter.tl, interpreter.tl.core
+    patch, nothing = interpreter._patch_lang, interpreter._LangPatchScope()
+    plain = {m: m.load for m in (interpreter.tl, interpreter.tl.core)}  # a module's functions are replaced together
     of_function: dict[Any, list[Any]] = {}
 
     def patch_once(fn: Any) -> Any:
         modules = of_function.get(fn)
         if modules is None:
-            modules = [m for m in (language, core) if any(value is m for value in fn.__globals__.values())]
+            modules = [m for m in plain if any(value is m for value in fn.__globals__.values())]
             of_function[fn] = modules
-        if modules and not any(core.is_builtin(f) for f in (core.tensor.__add__, *(m.load for m in modules))):
-            return scope()
-        return patch(fn)
+        for module in modules:
+            if module.load is plain[module]:
+                return patch(fn)
+        return nothing if modules else patch(fn)
 
     return patch_once
 
