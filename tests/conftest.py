@@ -65,12 +65,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def headers_once() -> Iterator[None]:
-    """C++ kernels that tests compile in this process: their flags are those of users, and so are processes' of their
-    own."""
+def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
+    """C++ kernels that tests compile in this process: without optimization, but with the full profile.  Processes that
+    tests start compile as users do."""
     from tests import harness
 
-    with harness.headers_once():
+    full = request.config.getoption("--hypothesis-profile") == "full"
+    with harness.optimized() if full else harness.unoptimized():
+        yield
+
+
+@pytest.fixture(scope="module")
+def optimized() -> Iterator[None]:
+    """C++ kernels of a module are compiled as users' are."""
+    from tests import harness
+
+    with harness.optimized():
         yield
 
 

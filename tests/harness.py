@@ -282,12 +282,12 @@ _FLAGS = native.FLAGS  # as users compile
 
 
 @contextmanager
-def headers_once() -> Iterator[None]:
-    """The compiler reads its own headers once for all C++ kernels compiled within, under the flags that users have.
+def optimized() -> Iterator[None]:
+    """C++ kernels compiled within have the flags that users have; the compiler reads its own headers once for them all.
 
     They are a third of what a kernel takes to compile, and the same text whether they were read before or not.
     """
-    with _flags(_FLAGS, [isa for isa in native.ISAS if isa.needs <= native.cpu_flags()]):
+    with _flags(_FLAGS):
         yield
 
 
@@ -295,21 +295,22 @@ def headers_once() -> Iterator[None]:
 def unoptimized() -> Iterator[None]:
     """C++ kernels compiled within are not optimized, and the compiler reads its own headers once for all of them.
 
-    It takes a fifth of the time and gives the same bits: each operation of a strict kernel is one of IEEE 754, no flag
+    So are all that tests compile, unless they ask for optimized ones or `make test-full` runs.  It takes a fifth of the
+    time and gives the same bits: each operation of a strict kernel is one of IEEE 754, no flag
     lets the compiler contract, reorder or replace any (-ffp-contract=off, no -ffast-math), and registers have no
     excess precision, with or without optimization.  What it would not show is a kernel whose C++ means nothing, or
-    a wrong compiler: some kernels are always tested as users compile them.
+    a wrong compiler: those of tests/test_cpp_*.py and others are always compiled as users compile them.
     """
-    with _flags(tuple("-O0" if f == "-O3" else f for f in _FLAGS if not f.startswith("-W")), [native.isa()]):
+    with _flags(tuple("-O0" if f == "-O3" else f for f in _FLAGS if not f.startswith("-W"))):
         yield
 
 
 @contextmanager
-def _flags(flags: tuple[str, ...], sets: Sequence[native.Isa]) -> Iterator[None]:
-    """The flags of C++ kernels within, after what is read of the system's headers once for these instruction sets."""
+def _flags(flags: tuple[str, ...]) -> Iterator[None]:
+    """The flags of C++ kernels within, after what is read of the system's headers once for each instruction set."""
     by = native.compiler()
     if by is not None and native.isa().name != "portable":
-        flags += ("-include", str(_headers(by, flags, sets)))
+        flags += ("-include", str(_headers(by, flags, [isa for isa in native.ISAS if isa.needs <= native.cpu_flags()])))
     with mock.patch.object(native, "FLAGS", flags), mock.patch.object(native, "_known", _made[flags]):
         yield
 

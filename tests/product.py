@@ -12,7 +12,7 @@ import re
 import types
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
 from pathlib import Path
@@ -139,7 +139,7 @@ def full_cells() -> Iterator[Cell]:
 
 
 def is_met(cell: Cell) -> bool:
-    """Whether any tensor falls into a cell: shapes decide some flags, and which tensors are vectors for a plan."""
+    """Return True if a tensor falls into the cell: shapes decide flags, and which tensors are vectors for a plan."""
     return not any(f.shape for f in spec_of(cell.spec).flags) or bool(fitting(cell, SHAPES + REDUCED))
 
 
@@ -246,7 +246,7 @@ class Built:
 
     @property
     def matrix(self) -> MatrixKind:
-        """Which matrix its rows and columns are those of."""
+        """The matrix whose rows and columns the storage has."""
         return matrix_of(self.spec, self.case.flags, self.storage)
 
     @cached_property
@@ -257,7 +257,7 @@ class Built:
     def enclose(
         self, before: Values, g: Tensor, options: Mapping[str, Any], kept: Mapping[str, Tensor] | None = None
     ) -> Values:
-        """Where the next step may lead."""
+        """Enclose the values after the next step."""
         return differential.enclose(self.spec, self.storage, before, g.float(), options, kept)
 
 
@@ -371,7 +371,7 @@ class Run:
         return differential.oracle(spec, before, g.float(), self.steps, self.host_states, self.options)
 
     def enclosed(self, model: Model = STRICT) -> Values:
-        """What is kept now, as points; where a chain of enclosures starts."""
+        """Return the kept values as points, the start of a chain of enclosures."""
         return Values.decoded(self.decoded(), self.host_states, self.steps, model)
 
     def checked(self, g: Tensor) -> Report:
@@ -421,7 +421,7 @@ def small_states(built: Built) -> dict[str, str]:
 
 
 def fresh(built: Built, weight: Tensor, hypers: Mapping[str, Any]) -> dict[str, Tensor]:
-    """What a new optimizer stores for this weight: as the runtime starts its fields."""
+    """Return the buffers of a new optimizer for this weight, as the runtime starts its fields."""
     rounded = weight.to(getattr(torch, built.cell.param))
     values = {"p": rounded.float()}
     starts, few = {"p"}, small_states(built)
@@ -458,13 +458,13 @@ OPTIMIZED = 8
 
 
 def optimized(cell: Cell) -> bool:
-    """Whether a cell's C++ kernels are compiled as users' are; those of the others give the same bits in less time."""
+    """Return True if a cell's C++ kernels are compiled as users' are; the others' give the same bits in less time."""
     return zlib.crc32(str(cell).encode()) % OPTIMIZED == 0
 
 
 def compiled_for(cell: Cell) -> AbstractContextManager[None]:
-    """How the C++ kernels of a cell are compiled (`harness.unoptimized`)."""
-    return nullcontext() if optimized(cell) else harness.unoptimized()
+    """Return the context in which the C++ kernels of a cell are compiled."""
+    return harness.optimized() if optimized(cell) else harness.unoptimized()
 
 
 def takes_stages(cell: Cell) -> bool:
@@ -480,7 +480,7 @@ def optimizer_class(cell: Cell, folder: Path) -> Any:
 
 
 def differing(cell: Cell, folder: Path, steps: int = 2) -> list[str]:
-    """What the strict kernels of a step of several stages and the eager reference do not have in common.
+    """Name the values in which the strict kernels of a step of several stages differ from the eager reference.
 
     All shapes are trained together, through the runtime.  Needs a process that interprets Triton kernels.
     """

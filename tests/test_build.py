@@ -530,7 +530,7 @@ def test_text_of_a_backend_that_is_not_asked_for_is_of_the_same_rule(project: Pa
 
 
 def stale(project: Path, name: str) -> str:
-    """What importing a class of the project's generated folder warns of."""
+    """Return the warning of an import of a class from the project's generated folder."""
     stale_code.check.cache_clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -3,6 +3,7 @@
 import ctypes
 import subprocess
 import zlib
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,10 @@ from tests import harness, product
 from tests.harness import strict
 from tests.test_triton_strict import CASES
 
-pytestmark = pytest.mark.skipif(native.compiler() is None, reason="there is no C++ compiler")
+pytestmark = [
+    pytest.mark.skipif(native.compiler() is None, reason="there is no C++ compiler"),
+    pytest.mark.usefixtures("optimized"),
+]
 
 SHAPES = [(), (1,), (15,), (63,), (64,), (1025,), (16, 64), (5, 70), (3, 7, 11), (40, 147), (3, 320), (5000,)]
 RULES = ("adamw", "lion", "sgd", "adan", "adamax", "radam", "yogi", "rmsprop")
@@ -59,7 +63,9 @@ def steps(
 @pytest.mark.parametrize("isa", [isa.name for isa in ISAS])
 @pytest.mark.parametrize(("name", "plan", "param", "flags"), CASES, ids=lambda x: str(x))
 def test_same_bits(name: str, plan: str, param: str, flags: dict[str, bool], isa: str, tmp_path: Path) -> None:
-    steps(strict(name, plan, tmp_path, param, flags), param, param, isa, 2, zlib.crc32(f"{name} {plan}".encode()))
+    users = isa == ISAS[0].name or (name, plan) == ("adamw", "int8_split24")
+    with nullcontext() if users else harness.unoptimized():
+        steps(strict(name, plan, tmp_path, param, flags), param, param, isa, 2, zlib.crc32(f"{name} {plan}".encode()))
 
 
 @pytest.mark.full

@@ -5,17 +5,22 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).resolve().parent.parent / "optgen"
+ROOT = Path(__file__).resolve().parent.parent
 ROOMS = (
     "base", "ops", "ir", "lang", "formats", "passes", "lower", "verify", "backends", "driver", "convert", "runtime",
+    "integrations",
 )  # fmt: skip
+FILES = {
+    **{room: f"optgen/{room}/**/*.py" for room in ROOMS},
+    **{folder: f"{folder}/*.py" for folder in ("optgen", "specs", "docs", "examples", "tools", "tests")},
+}
 DANGLING = {"What", "Whether", "Of", "That", "Where", "How", "Those"}
 
 
-@pytest.mark.parametrize("room", ROOMS)
+@pytest.mark.parametrize("room", FILES)
 def test_docstrings_begin_with_no_dangling_word(room: str) -> None:
     found = []
-    for path in sorted((PACKAGE / room).rglob("*.py")):
+    for path in sorted(ROOT.glob(FILES[room])):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
                 words = (ast.get_docstring(node) or "").split()

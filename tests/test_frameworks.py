@@ -116,7 +116,7 @@ def test_lightning_stopped_and_resumed(tmp_path: Path, options: dict[str, Any]) 
 
 # -- torchtitan -------------------------------------------------------------------------------------------
 TITAN = ("torchtitan", "tyro", "typeguard", "docstring_parser", "spmd_types")
-"""What its optimizers import, of which an installation by hand may lack one."""
+"""The imports of its optimizers, of which an installation by hand may lack one."""
 
 
 def test_torchtitan_stopped_and_resumed() -> None:

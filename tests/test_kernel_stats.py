@@ -91,7 +91,7 @@ def every(targets: tuple[str, ...], counted: Counted) -> dict[tuple[str, str], d
 
 @pytest.fixture
 def stats(every: dict[tuple[str, str], dict[str, Any]]) -> dict[tuple[str, str], dict[str, Any]]:
-    """Those of the chosen kernels."""
+    """The counts of the chosen kernels."""
     return {key: row for key, row in every.items() if format_of(key[0]) not in WATCHED}
 
 

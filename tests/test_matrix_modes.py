@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,19 +51,12 @@ from optgen.optim import SOAP, KLShampoo, Muon, Shampoo, SOAPMuon, SPlus
 from optgen.runtime import Optimizer
 from specs import plans
 from tests import training
-from tests.harness import unoptimized
 from tests.test_fuzz import Example, ran
 from tests.test_offload import moved
 from tests.training import bits, everything, give, params_of, states, train
 
 SHAPES = [(6, 10), (9, 4), (3, 8, 8), (1, 5), (5, 1), (7,), (0, 4)]
 STEPS = 4
-
-
-@pytest.fixture(autouse=True)
-def compiled_faster() -> Iterator[None]:
-    with unoptimized():
-        yield
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
@@ -282,7 +275,7 @@ def test_copies_go_on_between_two_refreshes(way: Any, backend: str, tmp_path: Pa
 
 @pytest.mark.parametrize("backend", ["reference", "cpp"])
 def test_the_first_step_is_that_of_each_parameter(backend: str) -> None:
-    """Of one that is thawed late, beside others, and in a group with another frequency: the bits of one alone."""
+    """A parameter thawed late, beside others, or in a group with another frequency has the bits of one alone."""
     opt = soap(backend, precondition_frequency=3)
     (late, *rest) = params_of(opt)
     late.requires_grad_(False)

@@ -41,7 +41,10 @@ from optgen.runtime.work.bucket import Bucket
 
 ROOT = Path(__file__).resolve().parent.parent
 
-pytestmark = pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler on this machine")
+pytestmark = [
+    pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler on this machine"),
+    pytest.mark.usefixtures("optimized"),
+]
 
 
 # -- a plan by hand: momentum with a decaying sum on the host ---------------------------------------------------

@@ -3,7 +3,7 @@ that must be copied before they are worked on; what moves, waits and steps is wh
 
 import copy
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -13,7 +13,6 @@ import optgen.optim as optim
 from optgen.runtime import Optimizer
 from optgen.runtime.modes import offload
 from optgen.runtime.states import state
-from tests import harness
 from tests.harness import same_bits
 from tests.test_release import Net, net, pair, train
 from tests.training import same, through_file
@@ -43,13 +42,6 @@ def moved(opt: Optimizer, events: list[str] | None = None, pause: float = 0.0) -
     for group in opt.param_groups:
         group["offload"] = True
     return opt
-
-
-@pytest.fixture(autouse=True, scope="module")
-def unoptimized() -> Iterator[None]:
-    """The same kernels step what moves and what does not: they compile faster so."""
-    with harness.unoptimized():
-        yield
 
 
 @pytest.fixture(autouse=True)

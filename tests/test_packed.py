@@ -12,7 +12,7 @@ from optgen.ops import dtypes
 from optgen.runtime.cpu import native
 from optgen.runtime.reference.eager import Blocks
 from specs import plans
-from tests.harness import unoptimized
+from tests.harness import optimized
 from tests.test_cpp_stages import compare, train
 
 PLANS = (plans.int6_split24, plans.int5_split24, plans.int4_split24, plans.int5_int3_split24)
@@ -55,7 +55,7 @@ def test_every_shape_gives_the_same_bits(name: str) -> None:
     tight = plans.int5_split24.but(small_numel=0, name="int5_tight")
     cls = optgen.compile(name, tight, maths="strict")
     ours = train(cls, "reference", torch.bfloat16, "int5_tight", SHAPES)
-    with nullcontext() if name == "adamw" else unoptimized():
+    with optimized() if name == "adamw" else nullcontext():
         compare(ours, train(cls, "cpp", torch.bfloat16, "int5_tight", SHAPES), SHAPES)
 
 
@@ -65,8 +65,7 @@ def test_rows_and_columns_beside_packed_codes() -> None:
     tight = plans.int4_split24.but(small_numel=0, name="int4_tight")
     cls = optgen.compile("came", tight, maths="strict")
     ours = train(cls, "reference", torch.bfloat16, "int4_tight", shapes)
-    with unoptimized():
-        compare(ours, train(cls, "cpp", torch.bfloat16, "int4_tight", shapes), shapes)
+    compare(ours, train(cls, "cpp", torch.bfloat16, "int4_tight", shapes), shapes)
 
 
 @each_plan

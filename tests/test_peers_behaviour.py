@@ -113,9 +113,9 @@ ACTIVE: dict[str, dict[str, Any]] = {
     "AdafactorPaper": {"lr": 1.0},
     "Shampoo": {"precondition_frequency": 3},
 }
-"""What others of a rule's arguments depend on: no dampening without a momentum, no kind of decay without a decay, no
-safeguard against a rate that is 1, nor before the estimate has grown, no relative step while lr is less, no factors
-before the first roots."""
+"""The settings without which other arguments of a rule do nothing: no dampening without a momentum, no kind of decay
+without a decay, no safeguard against a rate that is 1, nor before the estimate has grown, no relative step while lr is
+less, no factors before the first roots."""
 
 
 def outcome(cls: Any, options: dict[str, Any]) -> Tensor | None:

@@ -11,7 +11,7 @@ from optgen.lang import (  # isort: skip
     shape_flag, state,
 )  # fmt: skip
 from optgen.runtime.cpu import native
-from tests.harness import plan_of, unoptimized
+from tests.harness import plan_of
 from tests.oracles import REDUCING, WHOLE
 from tests.product import OF_MATRICES, Cell, Run, at_shape, build, spec_of
 from tests.test_rows_and_columns import at_times
@@ -229,8 +229,7 @@ def test_sizes_beside_elements_where_nothing_is_reduced(plan: str, backend: str)
         for step in range(3):
             for p, x in zip(params, first, strict=True):
                 p.grad = x.flip(0) * (step + 1) * 100
-            with unoptimized():
-                opt.step()
+            opt.step()
         runs.append(params)
     for p, q, x in zip(*runs, first, strict=True):
         assert torch.equal(p, q)

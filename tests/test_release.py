@@ -17,7 +17,7 @@ from optgen.accumulate import accumulator
 from optgen.runtime import Optimizer
 from optgen.runtime.layout import sharding
 from optgen.verify import bounds
-from tests.harness import plan_of, same_bits, unoptimized
+from tests.harness import plan_of, same_bits
 from tests.training import same, through_file
 
 OVER_THE_MODEL = ("ClippedAdamW", "DAdaptAdam", "Prodigy")
@@ -112,8 +112,7 @@ def test_the_same_in_compiled_kernels_with_and_without_names(name: str, named: b
     def make(m: Net) -> Optimizer:
         return cls(m.named_parameters() if named else m.parameters(), backend="cpp", seed=5)
 
-    with unoptimized():  # the same kernels on both sides
-        agree(make, vectors=accepts_vectors(cls))
+    agree(make, vectors=accepts_vectors(cls))
 
 
 def test_gradients_are_gone_as_soon_as_they_are_used() -> None:

@@ -126,7 +126,7 @@ def test_steps_of_several_stages(options: dict[str, Any]) -> None:
 def test_a_step_that_broke_off_while_tables_followed_is_made_right_the_next_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """If the device has no memory left for a table, whoever frees some and steps again gets the step."""
+    """A step that finds no memory for a table is made by the next call, once there is some."""
     opt, other = trained(AdamW), trained(AdamW)
     kept = [p.grad for p in params_of(opt)]  # alive, so that the new ones lie elsewhere
     for one in (opt, other):

@@ -32,7 +32,6 @@ from optgen.runtime.reference.matrices import FLOPS
 from optgen.runtime.step import fast_path
 from optgen.runtime.work import workers
 from tests import ranks
-from tests.harness import unoptimized
 from tests.training import bits
 from tools import scaling
 
@@ -171,7 +170,7 @@ def test_whatever_changes_between_steps_over_parts_is_seen(change: str, monkeypa
     run, taken = fast_path.CachedStep.run, list[bool]()
     monkeypatch.setattr(fast_path.CachedStep, "run", lambda *args: taken.append(run(*args)) or taken[-1])
     found = []
-    with one_of(2), unoptimized():
+    with one_of(2):
         for short in (True, False):
             opt = two_steps(short)
             params = opt.param_groups[0]["params"]
@@ -196,7 +195,7 @@ def test_whatever_changes_between_steps_over_parts_is_seen(change: str, monkeypa
 @pytest.mark.parametrize(("cls", "shape"), [(LAMB, (8, 64)), (AdamW, (4160 // 2,))])
 def test_no_rank_takes_the_short_way_while_others_may_wait(cls: Any, shape: tuple[int, ...]) -> None:
     """At a rule that sums over ranks, and at one whose vector all ranks have to step whole."""
-    with one_of(2), unoptimized():
+    with one_of(2):
         params = [nn.Parameter(part(8, 640)), nn.Parameter(part(*shape))]
         opt = cls(params, plan="int8_split24", backend="cpp")
         for frozen in (True, False):
@@ -252,7 +251,7 @@ def test_workers_stay_when_a_gradient_is_missing(monkeypatch: pytest.MonkeyPatch
     """They follow from all parameters that train, and from frozen ones as long as these have gradients."""
     assign, found = workers.assign, list[list[tuple[int, ...]]]()
     monkeypatch.setattr(workers, "assign", lambda *given: found.append(assign(*given)) or found[-1])
-    with one_of(2), unoptimized():
+    with one_of(2):
         params = [nn.Parameter(part(*shape)) for shape in [(8, 64), (3, 24), (5, 24)]]
         params.append(nn.Parameter(part(8, 8, of=Replicate())))  # each rank works on it
         opt = Muon(params, plan="fp32", backend="cpp")
@@ -301,7 +300,7 @@ def test_parts_go_to_the_worker_and_back_once() -> None:
 def test_the_memory_of_a_step_over_parts_has_a_limit() -> None:
     """More matrices take no more than a table of addresses each: 64 numbers."""
     peaks = []
-    with one_of(2), unoptimized():
+    with one_of(2):
         for count, room in ((16, 2**17), (64, 2**17), (64, None)):
             opt = Muon([nn.Parameter(part(64, 128, seed=k)) for k in range(count)], workspace=room, backend="cpp")
             for step in range(2):

@@ -234,7 +234,7 @@ def test_gradients_are_waited_for(backend: str) -> None:
     ],
 )
 def test_views_whose_elements_overlap_are_refused(view: Callable[[], Tensor], overlapping: bool) -> None:
-    """When the optimizer is made; those that were frozen then, at the first step, before anything changes."""
+    """The constructor refuses them; the first step refuses those that were frozen before, and changes nothing."""
     p = nn.Parameter(view())
     counted = torch.arange(p.untyped_storage().nbytes() // 4).as_strided(p.shape, p.stride(), p.storage_offset())
     assert (counted.unique().numel() < p.numel()) == overlapping

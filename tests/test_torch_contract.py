@@ -218,7 +218,7 @@ def test_steps_of_any_kind(cls: type[Optimizer], kind: Callable[[int], Any]) -> 
 
 @pytest.mark.parametrize("cls", CLASSES)
 def test_hooks(cls: type[Optimizer]) -> None:
-    """Those of steps, of state dicts, which they may change, and of loading; global ones; removed, they are silent."""
+    """Hooks of steps, of state dicts, which they may change, and of loading; global ones; removed, they are silent."""
     opt, seen = trained(cls, {}, 1), list[str]()
     note = lambda name: lambda *_: seen.append(name)  # noqa: E731
     handles = [
@@ -316,7 +316,7 @@ OTHER_WORDS = {
     "does not support complex parameters": (TypeError, "complex64"),
     "only support `original` and `match_rms_adamw`": (TypeError, "adjust_lr_fn"),
 }
-"""Where the error is another than torch's: what torch only warns of is an error here, and Muon has no such argument."""
+"""Errors that are others than torch's: what torch only warns of is an error here, and Muon has no such argument."""
 
 ALLOWED = ("foreach", "capturable", "Tensor", "only support 2D parameters", "0 < eta1")
 """Errors of torch's own implementations, which are not here: such arguments are accepted.  Muon gives AdamW to what is
