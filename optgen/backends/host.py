@@ -68,6 +68,7 @@ HOST: dict[str, Spelling] = {
     "sqrt": _function("root"),
     "exp": _function("exp"),
     "log": _function("log"),
+    **{name: _function(name) for name in ("tanh", "sigmoid", "erf", "atan2")},
     "floor": _function("floor"),
     "rint": _function("rint"),
     "sign": _function("sign"),
@@ -137,8 +138,8 @@ def _shared(program: Program, statements: list[Let]) -> list[Let]:
 
 
 HELPERS = (
-    "both", "cube_root", "divide", "either", "exp", "floor", "log", "maximum", "minimum", "negated", "power", "rint",
-    "root", "sign", "where",
+    "atan2", "both", "cube_root", "divide", "either", "erf", "exp", "floor", "log", "maximum", "minimum", "negated",
+    "power", "rint", "root", "sigmoid", "sign", "tanh", "where",
 )  # fmt: skip
 
 

@@ -142,10 +142,9 @@ TABLE: dict[str, Row] = {
         "reduce the element-wise value, before it is averaged",
     ),
     "E202": Row(
-        "{function} is for host scalars, got a value in space {got}",
+        "{function} wants a host scalar for x, got a value in space {got}",
         "host scalars depend on hyper-parameters and t only; they are computed once per step in fp64",
-        "per-element exp, log and tanh do not exist (yet); element-wise there are sqrt, rsqrt, cbrt, square, and "
-        "x ** y or power(x, y) of a number or host scalar y",
+        "exp(y * log(x)) of x > 0; x ** y and power(x, y) take a number or host scalar y",
     ),
     "E203": Row(
         "`{name}` lives in space {want}, but the value returned for it lives in {got}",
@@ -161,8 +160,8 @@ TABLE: dict[str, Row] = {
     "E205": Row(
         "{function} does not take host scalars",
         "host scalars depend on hyper-parameters and t only; they are computed once per step in fp64",
-        "operators and comparisons do, and abs, sqrt, rsqrt, cbrt, square, power, exp, log, sign, floor, rint, "
-        "maximum, minimum, clip, equal and where",
+        "operators and comparisons do, and abs, sqrt, rsqrt, cbrt, square, power, exp, log, tanh, "
+        "sigmoid, erf, atan2, sign, floor, rint, maximum, minimum, clip, equal and where",
     ),
     "E206": Row(
         "{function} takes {want}, got {got}",

@@ -42,8 +42,6 @@ def _operands(node: Node) -> Iterator[str]:
         yield f"bitcast {node.args[0].dtype} -> {node.dtype}"
     if node.op == "call" and any(a.space != spaces.host and a.op != "extent" for a in node.args[CALLS[node.attr] :]):
         yield f"{node.attr} of more than {CALLS[node.attr]} matrices: the other operands are host scalars"
-    if row.host == "only" and node.space != spaces.host:
-        yield f"{node.op} outside host space"
 
 
 def _arithmetic(node: Node) -> Iterator[str]:

@@ -18,18 +18,19 @@ from optgen.lang.reductions import (
 )
 from optgen.lang.spec import Spec, Trace
 from optgen.lang.values import (
-    Value, cbrt, clip, equal, exp, floor, log, maximum, minimum, power, rint, rsqrt, sign, sqrt, square, where,
+    Value, atan2, cbrt, clip, equal, erf, exp, floor, log, maximum, minimum, power, rint, rsqrt, sigmoid, sign, sqrt,
+    square, tanh, where,
 )
 
 __all__ = [
-    "FlagDecl", "HostStateDecl", "HyperDecl", "Spec", "StateDecl", "Trace", "Value", "amax", "bjorck", "cbrt",
+    "FlagDecl", "HostStateDecl", "HyperDecl", "Spec", "StateDecl", "Trace", "Value", "amax", "atan2", "bjorck", "cbrt",
     "cholesky", "clip", "clipped", "col", "col_max", "col_mean", "col_sum", "column_norms", "columns", "dot",
-    "eigenvectors", "elements", "equal", "exp", "finite", "flag", "floor", "gram", "hyper", "identity",
+    "eigenvectors", "elements", "equal", "erf", "exp", "finite", "flag", "floor", "gram", "hyper", "identity",
     "inverse_root", "log", "lookahead", "low_rank", "low_rank_state", "mat_max", "mat_mean", "mat_norm",
     "matrix_state", "maximum", "mean", "minimum", "model_dot", "model_norm", "model_state", "model_total",
     "newton_schulz", "nonneg", "norm", "norm_lower_bound", "normal", "optimizer", "orthogonal",
     "orthogonal_iteration", "polar", "power", "power_iteration", "qr", "rint", "rms", "row", "row_max", "row_mean",
-    "row_sum", "rows", "rsqrt", "scalar", "shape_flag", "sign", "singular_vectors", "solve_triangular", "sorting",
-    "sqrt", "square", "state", "svd_lowrank", "symmetric", "tensor_state", "top_rows", "total", "trace",
-    "transpose", "triangle", "triangular", "uniform", "unwide", "where", "wide", "zero_product",
+    "row_sum", "rows", "rsqrt", "scalar", "shape_flag", "sigmoid", "sign", "singular_vectors", "solve_triangular",
+    "sorting", "sqrt", "square", "state", "svd_lowrank", "symmetric", "tanh", "tensor_state", "top_rows", "total",
+    "trace", "transpose", "triangle", "triangular", "uniform", "unwide", "where", "wide", "zero_product",
 ]  # fmt: skip

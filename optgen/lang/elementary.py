@@ -1,16 +1,17 @@
-"""Definitions of exp, log, tanh, sigmoid, erf, atan2 and c ** x of elements in core primitives: one set of bits everywhere.
+"""Definitions of exp, log, tanh, sigmoid, erf, atan2 and c ** x of elements in core primitives: one set of bits.
 
-Polynomials are minimax fits whose coefficients were rounded to fp32 one after the other, the lowest first; the error of
-each is below .5 * 2^-24 of the result.  `tools/certify_functions.py` evaluates every fp32 argument: docs/language.md has
-the largest errors.  Fast maths computes the same, with fused products; on a GPU subnormal operands and results are 0.
+Polynomials are minimax fits, their coefficients rounded to fp32 one after the other, the lowest first; each is within
+.5 * 2^-24 of the result.  `tools/certify_functions.py` evaluates them at every fp32 number; docs/language.md has the
+largest errors.  Fast maths fuses their products, and may take 0 for subnormal operands and results.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
-from optgen.lang.values import log as host_log
 from optgen.lang.values import Num, Value, bits, cast, equal, from_bits, maximum, minimum, rint, where
+from optgen.lang.values import log as host_log
 from optgen.ops.dtypes import f32, i32
 
 _SIGN = -(2**31)
@@ -21,7 +22,8 @@ _HALF_PI, _HALF_PI_LOW = 1.5707964, -4.371139e-08
 _SQRT_HALF = 0x3F3504F3  # the pattern of sqrt(1/2)
 _LOG = (0.230142057, 0.285703063, 0.399997503, 0.666666687)  # of z = s^2 in (2 atanh(s) / s - 2) / z
 _TANH = (-0.00590648223, 0.0208425652, -0.0538119003, 0.133324832, -0.333333313)  # of x^2 in (tanh(x) / x - 1) / x^2
-_ERF = (-0.000586080889, 0.00496616587, -0.0267473515, 0.112812847, -0.376124501, 0.128379151)  # of x^2 in erf(x) / x - 1
+_ERF = (-0.000586080889, 0.00496616587, -0.0267473515, 0.112812847, -0.376124501, 0.128379151)
+"""Of x^2 in erf(x) / x - 1."""
 _ERFC = (
     2.06840814e-05, -0.000427902909, 0.00413686549, -0.0250366833, 0.108179651, 0.633402765, 1.12950802,
     -0.000177882102,
@@ -141,5 +143,7 @@ def atan2(y: Num, x: Num) -> Num:
     return _with_sign(out, y)
 
 
-DEFINITIONS = {"exp": exp, "log": log, "pow": raised, "tanh": tanh, "sigmoid": sigmoid, "erf": erf, "atan2": atan2}
+DEFINITIONS: dict[str, Callable[..., Num]] = {
+    "exp": exp, "log": log, "pow": raised, "tanh": tanh, "sigmoid": sigmoid, "erf": erf, "atan2": atan2,
+}  # fmt: skip
 """Primitive -> its definition where an operand is no host scalar."""

@@ -17,6 +17,7 @@ _FUNCTIONS = {
     "pow": "x ** y", "maximum": "maximum(a, b)", "minimum": "minimum(a, b)", "clamp": "clip(x, low, high)",
     "clip": "clip(x, low, high)", "isclose": "abs(a - b) < tolerance", "copysign": "abs(x) * sign(y)",
     "square": "square(x)", "round": "rint(x)", "ceil": "-floor(-x)", "lerp": "a + weight * (b - a)", "norm": "norm(x)",
+    "arctan2": "atan2(y, x)",
     "sum": "total(x)", "mean": "mean(x)", "amax": "amax(x)", "dot": "dot(a, b)",
 }  # fmt: skip
 _OPERANDS = {1: "x", 2: "a, b", 3: "c, a, b"}
@@ -32,9 +33,8 @@ _MISSING = (
         "newton_schulz(x) in optgen.lang; of elements dot(a, b), row_sum(a * b) and col_sum(a * b)",
     ),
     (
-        "tanh sigmoid softplus softmax erf atan atan2 arctan arctan2 sin cos tan sinh cosh log1p expm1 logsumexp",
-        "per-element exp, log, tanh and the like do not exist (yet): element-wise there are sqrt, rsqrt, cbrt, square "
-        "and power",
+        "softplus softmax atan arctan sin cos tan sinh cosh log1p expm1 logsumexp erfc",
+        "element-wise there are exp, log, tanh, sigmoid, erf, atan2, sqrt, rsqrt, cbrt, square and power",
     ),
 )
 
@@ -44,7 +44,10 @@ def missing(name: str) -> str:
     return next((hint for names, hint in _MISSING if name in names.split()), "")
 
 
-FUNCTIONS = "sqrt, rsqrt, cbrt, square, power, exp, log, sign, floor, rint, maximum, minimum, clip, equal and where"
+FUNCTIONS = (
+    "sqrt, rsqrt, cbrt, square, power, exp, log, tanh, sigmoid, erf, atan2, sign, floor, rint, maximum, minimum, clip, "
+    "equal and where"
+)
 _TRUTH = {
     "max": "", "min": "", "sorted": "use maximum(a, b) and minimum(a, b) from optgen.lang",
     "any": "write (a) | (b)", "all": "write (a) & (b)", "bool": "a value has no truth while the spec is traced",

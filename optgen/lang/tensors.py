@@ -81,6 +81,7 @@ _MEANINGS: dict[str, Callable[..., Any]] = {
     "max": lambda a, b: torch.maximum(*_both(a, b)),
     "min": lambda a, b: torch.minimum(*_both(a, b)),
     "sign": lambda x: torch.where(x > 0, 1.0, torch.where(x < 0, -1.0, x)).to(x.dtype),
+    "atan2": lambda y, x: torch.atan2(*_both(y, x)),
     "cbrt": lambda x: x.sign() * x.abs() ** (1 / 3),
     "rsqrt": lambda x: 1 / _sqrt(x),
     "rcp": lambda x: 1 / x,

@@ -254,9 +254,8 @@ def _check_operands(name: str, nodes: list[Node]) -> None:
             got = " and ".join(dict.fromkeys(k.name for k in (kinds[:1] if want == "a condition first" else kinds)))
             raise UserError("E103", loc=author_loc(), function=shown, want=want, got=got, hint=hint)
     _check_matrices(name, nodes)
-    if row.host == "only" and any(n.space != spaces.host for n in nodes):
-        space = next(n.space for n in nodes if n.space != spaces.host)
-        raise UserError("E202", loc=author_loc(), function=shown, got=space)
+    if name == "pow" and nodes[0].space != spaces.host:
+        raise UserError("E202", loc=author_loc(), function=shown, got=nodes[0].space)
     # Keys of random bits are i32; constants alone are computed by whoever takes them.
     scalars = all(n.space == spaces.host and not n.dtype.is_int for n in nodes)
     if not row.host and scalars and any(n.op != "const" for n in nodes):
@@ -415,6 +414,7 @@ def primitive(row: Prim, means: Callable[..., Any] | None = None) -> Callable[..
 
 
 sqrt, cbrt, exp, log, exp2, log2 = map(_function, ("sqrt", "cbrt", "exp", "log", "exp2", "log2"))
+tanh, sigmoid, erf, atan2 = map(_function, ("tanh", "sigmoid", "erf", "atan2"))
 sign, floor, rint = map(_function, ("sign", "floor", "rint"))
 maximum, minimum, where, equal = map(_function, ("max", "min", "where", "eq"))
 lshr, rotl, bitcast, lookup, search = map(_function, ("lshr", "rotl", "bitcast", "lookup", "search"))

@@ -29,7 +29,7 @@ class Prim:
               the first operand; "product", "transposed": of matrices
     combine   of a reduction: the primitive that joins two partial results
     core      whether every backend spells it
-    host      whether host scalars are made with it: backends/host.py spells it; "only": nothing else is
+    host      whether host scalars are made with it: backends/host.py spells it
     infix     for formulas: (sign, how tightly it binds, whether an equal on the right needs parentheses)
     shown     in messages, if not by its sign or name
     operator  its meaning by Python's operators, for every reading whose values have them
@@ -38,7 +38,8 @@ class Prim:
     symbol    (sympy, operands) -> expression, or the name of SymPy's function; ("" for none)
     rises     per operand: + where the result rises with it, - where it falls; "" for neither
     ulps      None: exact, or of integers; else how far off fast maths may be beside the rounding (ir/ranges.py)
-    means     its definition in core primitives, over the functions of optgen.lang; None: passes/decompose.py has it
+    means     its definition in core primitives, over the functions of optgen.lang; None: passes/decompose.py or
+              lang/elementary.py has it
     """
 
     name: str
@@ -48,7 +49,7 @@ class Prim:
     space: str = ""
     combine: str = ""
     core: bool = True
-    host: bool | str = False
+    host: bool = False
     infix: tuple[str, int, bool] | None = None
     shown: str = ""
     operator: Callable[..., Any] | None = None
@@ -93,6 +94,19 @@ def _minus(m: Any, x: Any) -> Any:
 def _power(x: float, e: float) -> float:
     out: Any = float(x) ** e
     return math.nan if isinstance(out, complex) else float(out)
+
+
+def _exp(x: float) -> float:
+    return math.exp(x) if not x > 709.0 else math.inf
+
+
+def _log(x: float) -> float:
+    return math.log(x) if x > 0 else -math.inf if x == 0 else math.nan
+
+
+def _sigmoid(x: float) -> float:
+    e = _exp(-abs(x))
+    return (e if x < 0 else 1.0) / (1.0 + e)
 
 
 FAST_ULP = 4  # units in the last place, of 2^-23: 3 of a fast division, reciprocal or root, 1 for the unit's own size
@@ -166,11 +180,20 @@ _ROWS = (
     Prim("to_wide", "f", "the matrix, or its transpose, that has more columns than rows", f32, "sl"),
     Prim("call", "f*", "attr: a function in optgen.runtime.reference.matrices, of a matrix, whose shape the result "
          "has, of CALLS[attr] - 1 further ones, then of host scalars", f32, "first"),
-    # host space only, fp64
-    Prim("pow", "ff", "x ** y", host="only", shown="x ** y with a variable exponent", number=_power, symbol="Pow"),
-    Prim("exp", "f", host="only", number=math.exp, tensor="exp", symbol="exp"),
-    Prim("log", "f", host="only", number=math.log, tensor="log", symbol="log"),
-    # decomposed; all but the first two give the same bits on every backend
+    # decomposed (passes/decompose.py, lang/elementary.py); all but rsqrt and rcp give the same bits on every backend
+    Prim("pow", "hf", "x ** y of a host scalar x, above 0 where y is none", core=False, host=True,
+         shown="x ** y with a variable exponent", number=_power, symbol="Pow"),
+    Prim("exp", "f", "e ** x", core=False, host=True, number=_exp, tensor="exp", symbol="exp", rises="+", ulps=2),
+    Prim("log", "f", "natural logarithm: -Inf at 0, NaN below", core=False, host=True, number=_log, tensor="log",
+         symbol="log", rises="+", ulps=2),
+    Prim("tanh", "f", "hyperbolic tangent", core=False, host=True, number=math.tanh, tensor="tanh", symbol="tanh",
+         rises="+", ulps=FAST_ULP),
+    Prim("sigmoid", "f", "1 / (1 + exp(-x))", core=False, host=True, number=_sigmoid, tensor="sigmoid",
+         symbol=lambda m, x: m.Pow(m.Add(1, m.exp(m.Mul(-1, x))), -1), rises="+", ulps=6),
+    Prim("erf", "f", "error function", core=False, host=True, number=math.erf, tensor="erf", symbol="erf", rises="+",
+         ulps=2),
+    Prim("atan2", "ff", "atan2(y, x): angle of the point (x, y), from -pi to pi", core=False, host=True,
+         number=math.atan2, symbol="atan2", ulps=6),
     Prim("rsqrt", "f", "1 / sqrt(x)", core=False, number=lambda x: 1 / math.sqrt(x),
          symbol=lambda m, x: m.Pow(x, m.Rational(-1, 2))),
     Prim("rcp", "f", "1 / x", core=False, number=lambda x: 1 / x, symbol=lambda m, x: m.Pow(x, -1), ulps=FAST_ULP),

@@ -2,6 +2,7 @@
 
 rewrite:
     exp2(x), log2(x), cbrt(x), power(x, y)  ->  polynomials and bit operations on f32 and i32
+    exp(x), log(x), tanh(x), sigmoid(x), erf(x), atan2(y, x), c ** x  ->  likewise (lang/elementary.py)
     place(x)  ->  search and lookup, in tables without a law or in strict maths
 rewrite (ROUNDS):
     table   lookup(x), search(x), place(x) of a table with a law  ->  the largest, or smallest, of a few straight lines:
@@ -16,35 +17,23 @@ from typing import Any
 
 from optgen.ir.node import Node, Rewriter, postorder
 from optgen.ir.program import Program
-from optgen.lang import values
+from optgen.lang import elementary, values
+from optgen.lang.elementary import finite, horner
 from optgen.lang.values import Num, Value, bits, cast, from_bits, maximum, minimum, rint, where
 from optgen.ops import spaces
 from optgen.ops.dtypes import f32, i32
 from optgen.ops.prims import PRIMS
 from optgen.ops.tables import Law, StraightLine, through
 
-
-def _horner(x: Num, coefficients: tuple[float, ...]) -> Num:
-    out: Num = coefficients[0]
-    for c in coefficients[1:]:
-        out = out * x + c
-    return out
-
-
 # Taylor coefficients of 2**f, highest first: ln(2)**k / k!; |f| <= 1/2 leaves 5e-9 after the seventh power.
 _EXP2 = (1.5252734e-5, 1.540353e-4, 1.3333558e-3, 9.618129e-3, 5.5504109e-2, 2.4022651e-1, 6.9314718e-1, 1.0)
-
-
-def _finite(x: Num, value: Num) -> Num:
-    """value where x is a number below infinity; there x itself: what reads the bits would take them for a number."""
-    return where(x <= f32.largest, value, x)
 
 
 def exp2(given: Num) -> Num:
     """2**x for -126 <= x <= 127, clamped to that range: 2**rint(x) from the exponent bits times 2**f."""
     x = minimum(maximum(given, -126.0), 127.0)
     n = rint(x)
-    return _finite(given, from_bits(bits(_horner(x - n, _EXP2)) + (cast(n, i32) << 23)))
+    return finite(given, from_bits(bits(horner(x - n, _EXP2)) + (cast(n, i32) << 23)))
 
 
 _SQRT_HALF_BITS = 0x3F3504F3
@@ -57,7 +46,7 @@ def log2(x: Num) -> Num:
     e = (bits(x) - _SQRT_HALF_BITS) >> 23
     m = from_bits(bits(x) - (e << 23))
     s = (m - 1.0) / (m + 1.0)
-    return _finite(x, cast(e, f32) + _horner(s * s, _LOG2) * s)
+    return finite(x, cast(e, f32) + horner(s * s, _LOG2) * s)
 
 
 def _cube_root(x: Num) -> Num:
@@ -100,6 +89,7 @@ def power_signed(x: Num, y: Num) -> Num:
 
 
 MEANS: dict[str, Callable[..., Num]] = {
+    **elementary.DEFINITIONS,
     "exp2": exp2, "log2": log2, "cbrt": cbrt, "cbrt_signed": cbrt_signed, "power": power, "power_signed": power_signed,
 }  # fmt: skip
 

@@ -252,6 +252,9 @@ class Interval:
         out: Interval = raised(self, e) if e else self.new_full(tuple(self.shape), 1.0)
         return _around(out, self.reader.power(self, e)) if isinstance(e, float) else out
 
+    def __rpow__(self, base: float) -> Interval:
+        return self.reader.pow(base, self)
+
     # -- comparisons
 
     def __lt__(self, o: Ends) -> Condition:
@@ -401,6 +404,29 @@ class _Reader:
             return x.model.unit * (t.abs() + LOG2_UNITS * t.abs().clamp(max=0.5)) + x.model.tiny
 
         return Interval(lo - error(lo), hi + error(hi), x.model)
+
+    def log(self, x: Interval) -> Interval:
+        if x.model.regroups:  # a subnormal number may count as 0
+            x = Interval(torch.where((x.lo > 0) & (x.lo < F32_NORMAL), 0.0, x.lo), x.hi, x.model)
+        return _rising(PRIMS["log"], (x,))
+
+    def pow(self, base: float, x: Interval) -> Interval:
+        """base ** x of a number: 2 ** (x * log2(base)), whose own error is below 3 units."""
+        y = x * math.log2(base) if base > 0 else x.unknown()
+        units = Model(y.model.unit * 3, y.model.tiny)
+        return _rounded(torch.exp2(y.lo), torch.exp2(y.hi), units)._under(x.model)
+
+    def atan2(self, y: Ends, x: Ends) -> Interval:
+        """The hull of the corners' angles; all angles where the negative half axis, 0 among it, may be met."""
+        like: Any = y if isinstance(y, Interval) else x
+        b, a = _lift(y, like), _lift(x, like)
+        # Fast maths takes 0, of either sign, for a subnormal number.
+        tiny = F32_NORMAL if like.model.regroups else 0.0
+        b, a = (Interval(i.lo - tiny, i.hi + tiny) for i in (b, a))
+        lo, hi = _hull([torch.atan2(s, c) for s in (b.lo, b.hi) for c in (a.lo, a.hi)])
+        any_ = (a.lo <= 0) & (b.lo <= 0) & (b.hi >= 0)
+        units = Model(like.model.unit * (1 + 2 * (PRIMS["atan2"].ulps or 0)), like.model.tiny)
+        return _rounded(lo.masked_fill(any_, -math.pi), hi.masked_fill(any_, math.pi), units)._under(like.model)
 
     def cbrt(self, x: Interval) -> Interval:
         units = Model(x.model.unit * CBRT_UNITS, x.model.tiny)

@@ -134,6 +134,28 @@ def log(x: Scalar) -> Scalar:
     return math.log(x) if x > 0 else -math.inf if x == 0 else math.nan
 
 
+def tanh(x: Scalar) -> Scalar:
+    """The hyperbolic tangent."""
+    return x.tanh() if isinstance(x, Tensor) else math.tanh(x)
+
+
+def sigmoid(x: Scalar) -> Scalar:
+    """1 / (1 + e ** -x), without an overflow."""
+    return divide(exp(minimum(x, 0.0)), 1.0 + exp(where(x < 0, x, -x)))
+
+
+def erf(x: Scalar) -> Scalar:
+    """The error function."""
+    return x.erf() if isinstance(x, Tensor) else math.erf(x)
+
+
+def atan2(y: Scalar, x: Scalar) -> Scalar:
+    """The angle of the point (x, y)."""
+    if isinstance(y, Tensor) or isinstance(x, Tensor):
+        return torch.atan2(_like(y, x), _like(x, y))
+    return math.atan2(y, x)
+
+
 def floor(x: Scalar) -> Scalar:
     """The integer at or below x, as a float; infinities and NaN stay."""
     if isinstance(x, Tensor):

@@ -1,6 +1,6 @@
 from optgen.driver.load import find_spec
 
-FILES = {"specs/broken.py": "from optgen.lang import atan2, sqrt\n"}
+FILES = {"specs/broken.py": "from optgen.lang import softplus, sqrt\n"}
 
 
 def case():
