@@ -116,7 +116,7 @@ def test_backends_have_the_bits_of_the_definitions_and_fast_maths_is_near(maths:
 
 @pytest.mark.parametrize("model", [STRICT, FAST], ids=["strict", "fast"])
 def test_enclosures_hold_what_fp32_and_fp64_have(model: Model) -> None:
-    """Of points and of intervals; those of points are narrow."""
+    """Enclosures of points and of intervals; those of points are narrow."""
     p, g = given()
     x, y = (a[a.isfinite() & p.isfinite() & g.isfinite()] for a in (p, g))
     for name, ours in certificates.OURS.items():
