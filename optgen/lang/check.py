@@ -74,7 +74,7 @@ _TURNED = frozenset("mul div neg transpose to_wide".split())
 
 def _check_scalars(spec: Spec, node: Node, place: Loc | None) -> None:
     """Raise UserError E103 for what a function of whole matrices takes beside them and is no host scalar, for a key
-    that may have a fraction, and for a root of an order that may be 0 or less."""
+    that may have a fraction, and for an order of a root or a number of rounds that may be too small."""
     scalars, want, hint = node.args[CALLS[node.attr] :], "", ""
     wrong = next((x for x in scalars if x.space != spaces.host and x.op != "extent"), None)
     if wrong is not None:
@@ -83,12 +83,13 @@ def _check_scalars(spec: Spec, node: Node, place: Loc | None) -> None:
     elif part := next((x for k, x in enumerate(_WHOLES.get(node.attr, ())) if not _is_whole(spec, scalars[k])), ""):
         want, got = f"a whole number for its {part}", "one that may have a fraction"
         hint = "floor(x) is whole, and a hyper-parameter with whole=True"
-    elif node.attr in ("inverse_root", "newton_root"):
+    elif node.attr in _LEAST:
+        least, wanted, says = _LEAST[node.attr]
         ranges = {part: h.interval for h in spec.hypers for part in h.parts}
         low, high = Intervals(ranges | {"step": (1.0, math.inf)})(scalars[0])
-        if not low > 0:
-            want, got = "p above 0", f"a number from {low:g} to {high:g}" if low < high else f"{low:g}"
-            hint = "a hyper-parameter says so with gt=0; of symmetric x, inverse_root(x, 2) is x ** (-1 / 2)"
+        if not low >= least:
+            want, got = wanted, f"a number from {low:g} to {high:g}" if low < high else f"{low:g}"
+            hint = f"a hyper-parameter says so with {says}"
     if want:
         raise UserError("E103", loc=place, function=_called(node), want=want, got=got, hint=hint)
 
@@ -98,6 +99,14 @@ _WHOLES = {
     "power_iteration": ("steps",), "svd_lowrank": ("niter", "key"),
 }  # fmt: skip
 """The scalars of functions of whole matrices that are whole numbers, which come first."""
+
+_ROOT = math.ulp(0.0), "p above 0", "gt=0; of symmetric x, inverse_root(x, 2) is x ** (-1 / 2)"
+_STEPS = 1.0, "1 or more steps", "ge=1"
+_LEAST = {
+    "inverse_root": _ROOT, "newton_root": _ROOT, "bjorck": _STEPS, "power_iteration": _STEPS,
+    "svd_lowrank": (0.0, "a niter of 0 or more", "ge=0"),
+}  # fmt: skip
+"""The least number that functions of whole matrices take as their first scalar, and how messages say it."""
 
 _WHOLE = frozenset("add sub mul pow neg abs min max where".split())
 
