@@ -29,32 +29,33 @@ def psgd_kron(
     left=matrix_state("rows", triangular, when="matrix and not oblong", init="identity"),
     right=matrix_state("columns", triangular, when="matrix and not oblong", init="identity"),
     short=matrix_state("short", triangular, when="oblong", init="identity"),
-    long=low_rank_state("long", rank="rank", when="oblong"),
+    long=low_rank_state("long", rank=1, when="oblong"),
     *,
     lr=hyper(3e-4, ge=0),
     momentum=hyper(0.9, ge=0, lt=1),
     weight_decay=hyper(0.0, ge=0),
     lr_precond=hyper(0.1, ge=0, lt=1),
-    rank=hyper(1, ge=1, le=1, whole=True),
     precondition_frequency=hyper(1, ge=1, whole=True),
+    max_precond_dim=hyper(8192, ge=1, whole=True),
     refresh=flag(every="precondition_frequency"),
     matrix=shape_flag(lambda shape: len(shape) >= 2),
-    oblong=shape_flag(lambda shape: len(shape) >= 2 and max(shape[-2:]) > 8192),
+    oblong=shape_flag(lambda shape, max_precond_dim: len(shape) >= 2 and max(shape[-2:]) > max_precond_dim),
 ):
     """PSGD Kron: gradients whitened by a Kronecker product of two triangular factors, or by a diagonal of a vector.
 
     The factors take a step towards those that make the momentum as large as random numbers are, every
     `precondition_frequency` steps.  The authors do so in all of the first 500 steps and ever more seldom until step
-    4000, then in one of 33: set it in the groups.  A longer side of more than 8192 has a diagonal factor, which has
-    rank 1; the random numbers of vectors are averaged out.  Elements of gradients count as 1e10 at most.
-    Triangular factors that are not finite are not taken.
+    4000, then in one of 33: set it in the groups.  A longer side of more than max_precond_dim has a diagonal factor;
+    the random numbers of vectors are averaged out.  Elements of gradients count as 1e10 at most.  Factors that are
+    not finite are not taken.
     """
     momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g * minimum(1e10 / abs(g), 1)
     m = momentum_buffer / (1 - momentum**t)
     if not matrix:
         if refresh:
             aa, bb = diagonal * diagonal * m * m, 1 / (diagonal * diagonal + EPS)
-            diagonal = diagonal - lr_precond * (aa - bb) * diagonal / (amax(aa + bb) + EPS)
+            new = diagonal - lr_precond * (aa - bb) * diagonal / (amax(aa + bb) + EPS)
+            diagonal = where(new < 1e38, new, diagonal)
         u = diagonal * diagonal * m
         p = p - lr * minimum(1.0, 1.1 / (rms(u) + 1e-6)) * u
         return p, momentum_buffer, diagonal, left, right, short, long
@@ -67,7 +68,7 @@ def psgd_kron(
             short = finite(whitened(short, a, b, lr_precond), short)
             aa, bb = column_norms(long, a), column_norms(long, b)
             aa, bb = aa * aa, bb * bb
-            long = long - lr_precond * (aa - bb) * long / (mat_max(aa + bb) + EPS)
+            long = finite(long - lr_precond * (aa - bb) * long / (mat_max(aa + bb) + EPS), long)
         scale = column_norms(w, long)
         u = unwide(m, short.T @ (short @ w) * scale * scale)
     else:

@@ -258,6 +258,20 @@ def test_a_gradient_whose_square_fp32_has_not_leaves_a_parameter_finite(cls: Any
     assert all(x.isfinite().all() for x in opt.state[p].values() if isinstance(x, Tensor))
 
 
+@pytest.mark.parametrize("backend", ["reference", "cpp"])
+@pytest.mark.parametrize(("shape", "factor"), [((30,), "diagonal"), ((4, 30), "long"), ((4, 8), "left")], ids=str)
+def test_kron_takes_no_factor_that_is_not_finite(shape: tuple[int, ...], factor: str, backend: str) -> None:
+    """With a factor of 1e12 fp32 has no square of what it makes of a momentum of 1e9: all stay as they are."""
+    p = nn.Parameter(torch.zeros(shape))
+    opt = optim.Kron([p], plan="fp32", backend=backend, max_precond_dim=8, momentum=0.0)
+    p.grad = torch.ones(shape)
+    opt.step()
+    opt.state[p][factor] *= 1e12
+    kept, p.grad = opt.state[p][factor].clone(), torch.full(shape, 1e9)
+    opt.step()
+    assert torch.equal(opt.state[p][factor], kept) and p.isfinite().all()
+
+
 @pytest.mark.parametrize("says", [True, False])
 @pytest.mark.parametrize("name", ["eigh", "svd"])
 def test_vectors_are_taken_in_fp64_where_fp32_fails(monkeypatch: pytest.MonkeyPatch, name: str, says: bool) -> None:

@@ -7,7 +7,7 @@ OPTGEN_INLINE void psgd_kron_1(F extent_rows, F extent_columns, S0 &sqrt_rows_ti
     sqrt_rows_times_columns.set(sqrt(extent_rows * extent_columns));
 }
 
-// a sweep: u (specs/psgd_kron.py:79), p (specs/psgd_kron.py:82)
+// a sweep: u (specs/psgd_kron.py:80), p (specs/psgd_kron.py:83)
 template <class S0, class S1>
 OPTGEN_INLINE void psgd_kron_2(
     F g, F momentum, F grad_scale, F one_minus_momentum_times_grad_scale, F one_over_one_minus_momentum_pow_t,
@@ -27,12 +27,12 @@ OPTGEN_INLINE void psgd_kron_2(
 // a sweep: the update
 template <class S0, class S1>
 OPTGEN_INLINE F psgd_kron_4(F p, F one_minus_lr_times_weight_decay, S0 &mul, S1 &u) {
-    const F p_ = one_minus_lr_times_weight_decay * p;  // 81
-    const F p_2 = fma(-mul.read(), u.read(), p_);      // 82
+    const F p_ = one_minus_lr_times_weight_decay * p;  // 82
+    const F p_2 = fma(-mul.read(), u.read(), p_);      // 83
     return p_2;
 }
 
-// a sweep: p (specs/psgd_kron.py:59)
+// a sweep: p (specs/psgd_kron.py:60)
 template <class S0, class S1, class S2>
 OPTGEN_INLINE void psgd_kron_no_matrix_1(
     F g, F momentum, F grad_scale, F one_minus_momentum_times_grad_scale, F scalar_1, S0 &momentum_buffer, S1 &diagonal,
@@ -67,7 +67,7 @@ OPTGEN_INLINE F psgd_kron_no_matrix_3(
 ) {
     const F diagonal_ = diagonal.read();
     const F momentum_buffer_ = momentum_buffer.read();
-    // 59
+    // 60
     const F p_ = fma(
         -(one_over_one_minus_momentum_pow_t * lr_times_one_min_tensor_div.read()),
         diagonal_ * diagonal_ * momentum_buffer_, p
@@ -75,7 +75,7 @@ OPTGEN_INLINE F psgd_kron_no_matrix_3(
     return p_;
 }
 
-// a sweep: u (specs/psgd_kron.py:79), p (specs/psgd_kron.py:82)
+// a sweep: u (specs/psgd_kron.py:80), p (specs/psgd_kron.py:83)
 template <class S0, class S1, class S2>
 OPTGEN_INLINE void psgd_kron_refresh_2(
     F g, F momentum, F grad_scale, F one_minus_momentum_times_grad_scale, F one_over_one_minus_momentum_pow_t,
@@ -93,7 +93,7 @@ OPTGEN_INLINE void psgd_kron_refresh_2(
     g_whole.set(g_2);
 }
 
-// a sweep: diagonal (specs/psgd_kron.py:57)
+// a sweep: new (specs/psgd_kron.py:57)
 template <class S0, class S1, class S2>
 OPTGEN_INLINE void psgd_kron_refresh_no_matrix_1(
     F g, F momentum, F grad_scale, F one_minus_momentum_times_grad_scale, F where_lt_one_7p888609052210118em31_one_one,
@@ -118,7 +118,7 @@ OPTGEN_INLINE void psgd_kron_refresh_no_matrix_2(S0 &tensor_max_of_aa, S1 &one_o
     one_over_tensor_max_of_aa_plus_1em16.set(1.0f / (tensor_max_of_aa.read() + 1e-16f));
 }
 
-// a sweep: p (specs/psgd_kron.py:59)
+// a sweep: p (specs/psgd_kron.py:60)
 template <class S0, class S1, class S2, class S3>
 OPTGEN_INLINE void psgd_kron_refresh_no_matrix_3(
     F where_lt_one_7p888609052210118em31_one_one, F scalar_2, F scalar_2_2, F minus_lr_precond, F scalar_3,
@@ -129,10 +129,11 @@ OPTGEN_INLINE void psgd_kron_refresh_no_matrix_3(
     const F diagonal_mul = diagonal_ * diagonal_;
     const F bb = 1.0f / fma(diagonal_mul, where_lt_one_7p888609052210118em31_one_one, scalar_2);  // 56
     // 57
-    const F diagonal_2 = fma(
+    const F new_ = fma(
         -(fma(minus_lr_precond, bb, scalar_2_2 * diagonal_mul * momentum_buffer_ * momentum_buffer_) * diagonal_),
         one_over_tensor_max_of_aa_plus_1em16.read(), diagonal_
     );
+    const F diagonal_2 = where(new_ < 1e+38f, new_, diagonal_);  // 58
     const F diagonal_mul_2 = diagonal_2 * diagonal_2;
     tensor_sum_of_u.set(scalar_3 * diagonal_mul_2 * momentum_buffer_ * diagonal_mul_2 * momentum_buffer_);
 }
@@ -149,11 +150,12 @@ OPTGEN_INLINE F psgd_kron_refresh_no_matrix_5(
     const F diagonal_mul = diagonal_ * diagonal_;
     const F bb = 1.0f / fma(diagonal_mul, where_lt_one_7p888609052210118em31_one_one, scalar_2);  // 56
     // 57
-    const F diagonal_2 = fma(
+    const F new_ = fma(
         -(fma(minus_lr_precond, bb, scalar_2_2 * diagonal_mul * momentum_buffer_ * momentum_buffer_) * diagonal_),
         one_over_tensor_max_of_aa_plus_1em16.read(), diagonal_
     );
-    // 59
+    const F diagonal_2 = where(new_ < 1e+38f, new_, diagonal_);  // 58
+    // 60
     const F p_ = fma(
         -(one_over_one_minus_momentum_pow_t * lr_times_one_min_tensor_div.read()),
         diagonal_2 * diagonal_2 * momentum_buffer_, p

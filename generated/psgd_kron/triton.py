@@ -52,8 +52,8 @@ def psgd_kron_2_sweep(
 @triton.jit
 def psgd_kron_4_tile(PLAN: tl.constexpr, p, mul_, u, one_minus_lr_times_weight_decay, live, MASKED: tl.constexpr):
     """The new p."""
-    p = one_minus_lr_times_weight_decay * p  # 81
-    p = tl.fma(minus(mul_), u, p)            # 82
+    p = one_minus_lr_times_weight_decay * p  # 82
+    p = tl.fma(minus(mul_), u, p)            # 83
     return (p,)
 
 
@@ -116,7 +116,7 @@ def psgd_kron_no_matrix_3_tile(
     """The new p."""
     momentum_buffer = read(momentum_buffer, PLAN.momentum_buffer)
     diagonal = read(diagonal, PLAN.diagonal)
-    # 59
+    # 60
     p = tl.fma(
         minus(one_over_one_minus_momentum_pow_t * lr_times_one_min_tensor_div), diagonal * diagonal * momentum_buffer, p
     )
@@ -212,10 +212,11 @@ def psgd_kron_refresh_no_matrix_3_tile(
     diagonal_mul = diagonal * diagonal
     bb = reciprocal(tl.fma(diagonal_mul, where_lt_one_7p888609052210118em31_one_one, scalar_2))  # 56
     # 57
-    diagonal = tl.fma(
+    new = tl.fma(
         minus(tl.fma(minus_lr_precond, bb, scalar_2_2 * diagonal_mul * momentum_buffer * momentum_buffer) * diagonal),
         one_over_tensor_max_of_aa_plus_1em16, diagonal
     )
+    diagonal = tl.where(new < 1e+38, new, diagonal)  # 58
     diagonal_mul = diagonal * diagonal
     return scalar_3 * diagonal_mul * momentum_buffer * diagonal_mul, momentum_buffer
 
@@ -244,11 +245,12 @@ def psgd_kron_refresh_no_matrix_5_tile(
     diagonal_mul = diagonal * diagonal
     bb = reciprocal(tl.fma(diagonal_mul, where_lt_one_7p888609052210118em31_one_one, scalar_2))  # 56
     # 57
-    diagonal = tl.fma(
+    new = tl.fma(
         minus(tl.fma(minus_lr_precond, bb, scalar_2_2 * diagonal_mul * momentum_buffer * momentum_buffer) * diagonal),
         one_over_tensor_max_of_aa_plus_1em16, diagonal
     )
-    # 59
+    diagonal = tl.where(new < 1e+38, new, diagonal)  # 58
+    # 60
     p = tl.fma(
         minus(one_over_one_minus_momentum_pow_t * lr_times_one_min_tensor_div), diagonal * diagonal * momentum_buffer, p
     )

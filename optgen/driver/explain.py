@@ -72,7 +72,8 @@ def memory(spec: Spec, storage: Storage, decays: Mapping[str, Recurrence] | None
 
 def _rank(spec: Spec, state: StateDecl) -> int:
     """Return the rank of a state by default, of matrices of SIDE rows and columns; SIDE where it has none."""
-    return min(int(next((h.values[0] for h in spec.hypers if h.name == state.rank), SIDE)), SIDE)
+    own = state.rank if isinstance(state.rank, int) else SIDE
+    return min(int(next((h.values[0] for h in spec.hypers if h.name == state.rank), own)), SIDE)
 
 
 def _bound(derive: Any) -> tuple[str, str]:

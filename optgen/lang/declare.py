@@ -105,7 +105,7 @@ class StateDecl:
     normalized_by: str | None = None
     loc: Loc | None = None
     trait: str = ""
-    rank: str = ""
+    rank: str | int = ""
 
 
 @dataclass(frozen=True)
@@ -213,17 +213,19 @@ def matrix_state(side: str, *traits: Trait, when: str | None = None, init: Any =
     return replace(made, init=start, trait=traits[0].name if traits else "")
 
 
-def low_rank_state(side: str, *, rank: str, when: str | None = None) -> Any:
+def low_rank_state(side: str, *, rank: str | int, when: str | None = None) -> Any:
     """A matrix of low rank r for each matrix of the parameter, zero before the first step: (rows, r) for side="rows",
     (r, columns) for "columns", and of its shorter and its longer side (shorter, r) for "short", (r, longer) for "long".
 
-    rank  the hyper-parameter that r is, hyper(..., ge=1, whole=True); a matrix of fewer rows or columns has as many
+    rank  r: a number, or the hyper-parameter that it is, hyper(..., ge=1, whole=True); a matrix of fewer rows or
+          columns has as many
     """
     sides = {"rows": "mr", "columns": "rn", "short": "sr", "long": "rl"}
     if side not in sides:
         raise _refuse(f"a state of low rank is one of {', '.join(sides)}, got {side!r}", 'low_rank_state("rows", ...)')
-    if not isinstance(rank, str):
-        raise _refuse(f"rank= is the name of a hyper-parameter in quotes, got {rank!r}", 'for instance rank="rank"')
+    if not (isinstance(rank, str) or (type(rank) is int and rank >= 1)):
+        what = f"rank= is a whole number from 1 on, or the name of a hyper-parameter in quotes, got {rank!r}"
+        raise _refuse(what, 'for instance rank="rank"')
     return replace(_state(Space(sides[side]), (), when, 0.0), rank=rank)
 
 

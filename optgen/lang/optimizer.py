@@ -298,7 +298,7 @@ def _check_references(spec: Spec) -> None:
                 raise UserError("E126", loc=d.loc, name=d.name, flag=word)
     roots = {s.name: s for s in spec.states if s.nonneg}
     for s in spec.states:
-        if s.rank:
+        if isinstance(s.rank, str) and s.rank:
             ranks = [x.rank for x in spec.states]
             _refuse_unknown(s, "rank", s.rank, *of_scalars)
             if not spec.hyper(s.rank).whole or spec.hyper(s.rank).interval[0] < 1 or len({*ranks} - {''}) > 1:

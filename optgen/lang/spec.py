@@ -292,7 +292,7 @@ class Spec:
         finally:
             PRECISION.reset(precision)
         kept, on_host = self.present(flags), self.present_host(flags)
-        states = {s.name: filled(s.space, p, new[s.name], values.get(s.rank)) for s in kept}
+        states = {s.name: filled(s.space, p, new[s.name], _rank(s, values)) for s in kept}
         return filled(spaces.elem, p, new["p"]), states, {s.name: new[s.name] for s in on_host}
 
     def call(self, p: Any, g: Any, t: Any, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -315,11 +315,15 @@ class Spec:
                 raise UserError("E118", loc=self.loc, name=self.name, kind=kind, got=name, hint=hint)
 
 
+def _rank(state: StateDecl, hypers: Mapping[str, Any]) -> Any:
+    return state.rank if isinstance(state.rank, int) else hypers.get(state.rank)
+
+
 def start(state: StateDecl, p: Any, hypers: Mapping[str, Any] | None = None) -> Any:
     """A state before the first step, for a parameter p; a plain number where p is no tensor."""
     if state.init == "param":
         return p.clone() if hasattr(p, "clone") else p
-    rank = (hypers or {}).get(state.rank)
+    rank = _rank(state, hypers or {})
     if state.init == "identity":
         made = filled(state.space, p, 0.0, rank)
         return made + made.new_ones(made.shape[-1]).diag() if hasattr(made, "new_ones") else 1.0

@@ -621,7 +621,7 @@ def in_blocks(variant: Variant, matrix: Matrix, rank: int = 0) -> Variant:
     these longer rows.
     """
     fields = (f if isinstance(matrix, str) and f.space == "elem" else replace(f, matrix=matrix) for f in variant.fields)
-    fields = (replace(f, rank=rank) if f.rank else f for f in fields)
+    fields = (replace(f, rank=rank) if isinstance(f.rank, str) else f for f in fields)
     return replace(variant, fields=tuple(fields), matrix=matrix, rank=rank)
 
 

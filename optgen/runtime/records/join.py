@@ -33,7 +33,7 @@ class StateRecord:
     init           the first value: a number, "param" for the weight, or the name of a hyper-parameter
     normalized_by  the state by whose root the rule divides it
     nearest        True if formats that may do either round it to nearest: it would climb, sink or wander otherwise
-    rank           of a matrix of low rank: the hyper-parameter that says it
+    rank           of a matrix of low rank: the hyper-parameter that says it, or a number
     trait          of a matrix: what formats in few bits may rely on, such as "symmetric"; "" keeps it in fp32
     """
 
@@ -43,7 +43,7 @@ class StateRecord:
     init: float | str = 0.0
     normalized_by: str = ""
     nearest: bool = False
-    rank: str = ""
+    rank: str | int = ""
     trait: str = ""
 
 
