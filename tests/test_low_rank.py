@@ -190,9 +190,9 @@ def test_a_rank_is_declared_as_a_whole_number(options: dict[str, Any], message: 
             return p - g, low
 
 
-@pytest.mark.parametrize("wrong", [("sides", "rank"), ("rows", 4)], ids=str)
-def test_a_side_and_a_rank_are_names(wrong: tuple[str, Any]) -> None:
-    with pytest.raises(UserError, match=r"is one of rows, columns, short, long|name of a hyper-parameter"):
+@pytest.mark.parametrize("wrong", [("sides", "rank"), ("rows", 0), ("rows", 1.5)], ids=str)
+def test_other_sides_and_ranks_are_refused(wrong: tuple[str, Any]) -> None:
+    with pytest.raises(UserError, match=r"is one of rows, columns, short, long|whole number from 1 on, or the name"):
         low_rank_state(wrong[0], rank=wrong[1])
 
 

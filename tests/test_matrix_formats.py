@@ -181,6 +181,22 @@ def test_stacks_are_the_matrices_of_parameters_of_their_own(backend: str) -> Non
         assert torch.equal(opt.state[whole][name], torch.stack([other.state[p][name] for p in each]))
 
 
+def test_factors_that_were_saved_in_fp32_are_encoded() -> None:
+    """Those of SOAP-Muon's first builds; what codes read as has the same codes."""
+    made = [optim.SOAPMuon([nn.Parameter(torch.zeros(96, 128).bfloat16())], backend="reference") for _ in range(2)]
+    p, q = (opt.param_groups[0]["params"][0] for opt in made)
+    p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+    made[0].step()
+    saved, dense = made[0].state_dict(), made[0].dense_state_dict()
+    kept = {key: x for key, x in saved["state"][0].items() if not key.startswith(("left", "right"))}
+    saved["state"][0] = kept | {side: dense["state"][0][side] for side in ("left", "right")}
+    made[1].load_state_dict(saved)
+    assert all(torch.equal(x, made[1].state[q][key]) for key, x in made[0].state[p].items() if isinstance(x, Tensor))
+    saved["state"][0]["left"] = torch.zeros(5, 5)
+    with pytest.raises(ValueError, match=r"left_codes: expected int8 \[48, 95\], it is missing"):
+        made[1].load_state_dict(saved)
+
+
 def test_checkpoints_keep_bits_and_other_plans_are_converted(tmp_path: Path) -> None:
     p, opt = made(plans.int8, "reference")
     q, full = made(plans.fp32, "reference")

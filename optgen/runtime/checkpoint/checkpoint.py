@@ -575,6 +575,7 @@ class _Reading:
             variant = held(self.cls, self.group, p, label, variant, found)
             where = f"{where}, plan {plan_name}"
             p = state.at_home(p)
+            found = _encoded(variant, p, found) if self.own else found
             if sharding.is_sharded(p):
                 parts = sharding.Parts.of(p, variant)
                 p, found = parts.weight(p), parts.taken(found)
@@ -585,6 +586,17 @@ class _Reading:
             self.misfits.add(f"{where}: {error}")
             return None
         return _Source(self, plan, variant, target, p, parts, found, exact, where)
+
+
+def _encoded(variant: Variant, p: Tensor, entry: dict[str, Any]) -> dict[str, Any]:
+    """Return an entry with codes of matrix states that the plan kept in fp32 when they were saved, as SOAP-Muon's first
+    builds did with its factors; those of a parameter of several ranks stay, and do not fit."""
+    for name in variant.eager.matrices:
+        field, x = next(f.of_values for f in variant.fields if f.owner == name), entry.get(name)
+        if type(x) is Tensor and x.is_floating_point() and tuple(x.shape) == layout.field_shape(field, p.shape):
+            rest = {key: value for key, value in entry.items() if key != name}
+            entry = rest | layout.matrix_fields(variant, name, x, p.shape, x.device)
+    return entry
 
 
 @dataclass(frozen=True)
