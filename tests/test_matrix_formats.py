@@ -182,7 +182,7 @@ def test_stacks_are_the_matrices_of_parameters_of_their_own(backend: str) -> Non
 
 
 def test_factors_that_were_saved_in_fp32_are_encoded() -> None:
-    """Those of SOAP-Muon's first builds; what codes read as has the same codes."""
+    """SOAP-Muon's first builds saved so; what codes read as has the same codes."""
     made = [optim.SOAPMuon([nn.Parameter(torch.zeros(96, 128).bfloat16())], backend="reference") for _ in range(2)]
     p, q = (opt.param_groups[0]["params"][0] for opt in made)
     p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(0)).bfloat16()
