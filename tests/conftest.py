@@ -34,8 +34,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 # Triton decides when a kernel is decorated, so one process either interprets or compiles. This one interprets, but for
-# tests on a device (`make gpu-check`); others that compile start a process of their own (see `compiling`).
-if os.environ.get("OPTGEN_TEST_DEVICE") != "cuda":
+# tests on a device (`make gpu-check`) and those whose PTX is emulated (tests/test_ptx.py); others that compile start a
+# process of their own (see `compiling`).
+if capability := os.environ.get("OPTGEN_EMULATE"):
+    from tests.ptx import driver
+
+    driver.install(int(capability))
+elif os.environ.get("OPTGEN_TEST_DEVICE") != "cuda":
     os.environ["TRITON_INTERPRET"] = "1"
     quicken()
 
