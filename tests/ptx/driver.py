@@ -54,21 +54,35 @@ edit: Callable[[str], str] = str
 races = bool(os.environ.get("OPTGEN_RACES"))
 """Whether launches look for races, which takes many times longer."""
 
-_ranges: emulator.Ranges | None = None
+_storages: dict[int, int] = {}
+"""Where memory of CPU tensors begins and ends: of those whose address was asked for since all were looked for."""
+
+_sorted: emulator.Ranges | None = None
+
+
+def _note(x: torch.Tensor) -> int:
+    """Tensor.data_ptr, which keeps in mind what lies there: a kernel's tables are made of such addresses."""
+    global _sorted
+    storage = x.untyped_storage()
+    if x.device.type == "cpu" and _storages.get(begin := storage.data_ptr()) != begin + storage.nbytes():
+        if len(_storages) > 1000:  # much of it may be free by now
+            _storages.clear()
+        _storages[begin], _sorted = begin + storage.nbytes(), None
+    return torch._C.TensorBase.data_ptr(x)
 
 
 def live(again: bool) -> emulator.Ranges:
-    """Return where storages of tensors on the CPU begin and end, looked up anew or as they were."""
-    global _ranges
-    if again or _ranges is None:
-        found = {(1, 1)}
+    """Return where storages of tensors on the CPU begin and end, as they are known, or looked up anew (0.1 s)."""
+    global _sorted
+    if again:
+        _storages.clear()
         for x in gc.get_objects():
-            if type(x) in (torch.Tensor, torch.nn.Parameter) and x.device.type == "cpu":
-                storage = x.untyped_storage()
-                found.add((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
-        ordered = np.array(sorted(found), np.uint64)
-        _ranges = ordered[:, 0], ordered[:, 1]
-    return _ranges
+            if type(x) in (torch.Tensor, torch.nn.Parameter):
+                x.data_ptr()
+    if _sorted is None:
+        ordered = np.array(sorted({(1, 1), *_storages.items()}), np.uint64)
+        _sorted = ordered[:, 0], ordered[:, 1]
+    return _sorted
 
 
 class _Utilities:
@@ -152,5 +166,6 @@ def install(capability: int = 90) -> None:
         plain(self)
 
     CompiledKernel._init_handles = load
+    torch.Tensor.data_ptr = _note
     backends.interpreted = lambda: True
     launch._limits = lambda kernels, device, function: launch.limits(kernels, function, capability // 10)

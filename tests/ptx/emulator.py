@@ -82,12 +82,19 @@ class Frame:
 
 
 class Kernel:
-    """A kernel whose statements are decoded once."""
+    """A kernel, whose blocks are decoded when they are first reached."""
 
     def __init__(self, ptx: str) -> None:
         self.text = text.read(ptx)
         self.name = self.text.name
-        self.blocks = [[self._step(s, k) for s in block] for k, block in enumerate(self.text.blocks)]
+        self._blocks: dict[int, list[Step]] = {}
+
+    def block(self, k: int) -> list[Step]:
+        """Return what the statements of a block do; raises PTXError for one that is not known."""
+        found = self._blocks.get(k)
+        if found is None:
+            found = self._blocks[k] = [self._step(s, k) for s in self.text.blocks[k]]
+        return found
 
     def run(self, grid: Sequence[int], arguments: Sequence[int | float], shared: int, **options: Any) -> None:
         """Run a launch; see `Launch`."""
@@ -366,7 +373,7 @@ class Launch:
         self.epochs = np.zeros(self.programs, np.int64)
 
     def run(self) -> None:
-        end = len(self.kernel.blocks)
+        end = len(self.kernel.text.blocks)
         for _ in range(BLOCKS):
             ready = np.where(self.waiting, end, self.places)
             place = int(ready.min())
@@ -378,7 +385,7 @@ class Launch:
             chosen = ready == place
             frame = Frame(self, None if chosen.all() else np.flatnonzero(chosen))
             self.places[frame.lanes] = place + 1
-            for step in self.kernel.blocks[place]:
+            for step in self.kernel.block(place):
                 step(frame)
             frame.leave()
         raise PTXError(f"{self.kernel.name} does not end")

@@ -13,6 +13,7 @@ BRANCHES = ("bra", "ret", "exit", "bar", "barrier")
 
 _NAME = r"[%$\w.]+"
 _TOKEN = re.compile(r"\s*(?:(?P<label>[$\w.]+)\s*:(?!:)|(?P<brace>[{}])|(?P<statement>[^;{}]*(?:\{[^}]*\}[^;{}]*)*);)")
+_STATEMENT = re.compile(rf"(?:@(!?)({_NAME})\s+)?([a-z][\w.:]*)\s*(.*)", re.DOTALL)
 _NOISE = re.compile(r"/\*.*?\*/|//[^\n]*|^\s*\.(?:loc|file)\b[^\n]*$", re.DOTALL | re.MULTILINE)
 
 
@@ -41,7 +42,7 @@ class Text:
 
     def width(self, register: str) -> int:
         """Return the bits of a register, 1 for a predicate."""
-        found = self.widths.get(register) or self.widths.get(re.sub(r"\d+$", "", register))
+        found = self.widths.get(register) or self.widths.get(register.rstrip("0123456789"))
         if found is None:
             raise PTXError(f"{self.name}: register {register} is not declared")
         return found
@@ -69,7 +70,10 @@ def read(ptx: str) -> Text:
                 break
         elif text.startswith(".reg"):
             _declare(made, text, scopes)
-        elif not text.startswith(".pragma"):
+        elif text.startswith("."):
+            if not text.startswith(".pragma"):
+                raise PTXError(f"{made.name}: {text}")
+        else:
             _add(made, text, scopes)
     return made
 
@@ -98,9 +102,9 @@ def _declare(made: Text, text: str, scopes: list[dict[str, str]]) -> None:
 
 
 def _add(made: Text, text: str, scopes: list[dict[str, str]]) -> None:
-    for name, inner in (pair for scope in scopes for pair in scope.items()):
+    for name, inner in (pair for scope in scopes if scope for pair in scope.items()):
         text = re.sub(rf"(?<![%\w.$]){re.escape(name)}(?!\w)", inner, text)
-    found = re.fullmatch(rf"(?:@(!?)({_NAME})\s+)?([a-z][\w.:]*)\s*(.*)", text, re.DOTALL)
+    found = _STATEMENT.fullmatch(text)
     if found is None:
         raise PTXError(f"{made.name}: cannot read {text!r}")
     made.blocks[-1].append(Statement(text, found[3], tuple(parts(found[4])), found[2] or "", found[1] == "!"))
