@@ -246,14 +246,22 @@ def _cut_bf16(x: Array) -> Array:
     return np.where(np.isnan(x), np.uint16(0x7FFF), (x.view(np.uint32) >> np.uint32(16)).astype(np.uint16))
 
 
+def _cut_f16(x: Array) -> Array:
+    """f16 bits of fp32, towards zero; NaN is 0x7fff."""
+    near = x.astype(np.float16)
+    return raw(near) - (np.abs(near) > np.abs(x)).astype(np.uint16)
+
+
 # Conversions ----------------------------------------------------------------------------------------------------------
 
 _WHOLE = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
-_BF16 = {"rn": nearest_bf16, "rz": _cut_bf16}
+_HALVES: dict[tuple[str, str], Callable[[Array], Array]] = {
+    ("bf16", "rn"): nearest_bf16,
+    ("bf16", "rz"): _cut_bf16,
+    ("f16", "rn"): lambda x: raw(x.astype(np.float16)),
+    ("f16", "rz"): _cut_f16,
+}  # of fp32, as bits
 _FLOATS: dict[tuple[str, str, str], Callable[[Array], Array]] = {
-    ("f32", "f16", "rn"): lambda x: x.astype(np.float16),
-    ("f32", "bf16", "rn"): nearest_bf16,
-    ("f32", "bf16", "rz"): _cut_bf16,
     ("f16", "f32", ""): lambda x: x.astype(np.float32),
     ("bf16", "f32", ""): lambda x: x.astype(np.uint32) << np.uint32(16),
     ("f32", "f64", ""): lambda x: x.astype(np.float64),
@@ -266,13 +274,13 @@ def _conversion(opcode: str) -> Row:
     _, *rounding, to, source = opcode.split(".")
     how = ".".join(rounding)
     floats = [t.startswith(("f", "bf")) for t in (source, to)]
-    gives = {"bf16": "b16"}.get(to, to)
-    if to in ("bf16x2", "f16x2") and source == "f32" and how in (_BF16 if to == "bf16x2" else ("rn",)):
-        one = _BF16[how] if to == "bf16x2" else lambda x: raw(x.astype(np.float16))
-        return Row(("f32", "f32"), "b32", lambda a, b: (one(a).astype(np.uint32) << np.uint32(16)) | one(b))
+    if source == "f32" and (half := _HALVES.get((to.removesuffix("x2"), how))):
+        if not to.endswith("x2"):
+            return Row((source,), "b16", half)
+        return Row((source, source), "b32", lambda a, b: (half(a).astype(np.uint32) << np.uint32(16)) | half(b))
     if (source, to, how) in _FLOATS:
-        taken = "b16" if source == "bf16" else source
-        return Row((taken,), "b32" if (source, to) == ("bf16", "f32") else gives, _FLOATS[source, to, how])
+        given = ("b16", "b32") if source == "bf16" else (source, to)
+        return Row((given[0],), given[1], _FLOATS[source, to, how])
     if (source, to) == ("f32", "f32") and how in _WHOLE:
         return Row((source,), to, _WHOLE[how])
     if floats == [True, False] and source in ("f32", "f64") and how in _WHOLE:

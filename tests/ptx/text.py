@@ -56,12 +56,14 @@ def read(ptx: str) -> Text:
         raise PTXError("no kernel, or none of a known number of threads")
     params = re.findall(r"([\w$]+)\s*(?:,|$)", re.sub(r"\s*\n\s*", "\n", found[2]).strip(), re.MULTILINE)
     made = Text(found[1], params, int(threads[1]))
+    targets = set(re.findall(r"\bbra(?:\.uni)?\s+([$\w.]+)", ptx))  # other labels are for debuggers
     scopes: list[dict[str, str]] = []
     for kind, text in _tokens(_NOISE.sub("", ptx), found.end()):
         if kind == "label":
-            if made.blocks[-1]:
-                made.blocks.append([])
-            made.labels[text] = len(made.blocks) - 1
+            if text in targets:
+                if made.blocks[-1]:
+                    made.blocks.append([])
+                made.labels[text] = len(made.blocks) - 1
         elif text == "{":
             scopes.append({})
         elif text == "}":

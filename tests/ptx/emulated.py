@@ -1,0 +1,317 @@
+"""Tests in a process that compiles Triton kernels and executes their PTX: tests/test_ptx.py starts it.
+
+Its name keeps pytest from collecting it elsewhere. The instructions against exact arithmetic; seeded defects of
+compiled kernels, each of which is noticed; numbers that are not finite; the texts of strict kernels.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import tempfile
+from fractions import Fraction
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from tests import harness
+from tests.ptx import driver, emulator, instructions, scan
+from tests.ptx.instructions import PTXError
+
+# Instructions ---------------------------------------------------------------------------------------------------------
+
+FLOATS = np.array(
+    [0, 0x80000000, 1, 0x80000001, 0x7FFFFF, 0x800000, 0x3F800000, 0xBF800001, 0x3FFFFFFF, 0x7F7FFFFF, 0x7F800000,
+     0xFF800000, 0x7FC12345, 0xFFFFFFFF, 0x4B000001, 0x34000001], np.uint32,
+)  # fmt: skip
+
+
+def run(opcode: str, *operands: Any) -> list[int]:
+    """Return the bits that an instruction gives for operands given as bits."""
+    row = instructions.find(opcode)
+    given = [np.atleast_1d(np.asarray(x)) for x in operands]
+    bits = [instructions.BITS[8 * np.dtype(instructions.DTYPES[t]).itemsize if t != "pred" else 1] for t in row.takes]
+    given = [x.astype(b).view(instructions.DTYPES[t]) for x, b, t in zip(given, bits, row.takes, strict=True)]
+    with np.errstate(all="ignore"):
+        return instructions.raw(np.asarray(row(*given))).tolist()
+
+
+def rounded(x: Fraction) -> float:
+    """The fp32 nearest to a number, ties to even, subnormals too."""
+    if x == 0:
+        return 0.0
+    exponent = max(math.floor(math.log2(abs(x))), -126)
+    exponent += (abs(x) >= Fraction(2) ** (exponent + 1)) - (abs(x) < Fraction(2) ** exponent and exponent > -126)
+    unit = Fraction(2) ** (exponent - 23)
+    nearest = round(x / unit) * unit
+    return math.copysign(math.inf, nearest) if abs(nearest) >= Fraction(2) ** 128 else float(nearest)
+
+
+def test_a_fused_product_is_rounded_once() -> None:
+    draw = np.random.default_rng(0)
+    bits = np.concatenate([np.repeat(FLOATS, 6), draw.integers(0, 2**32, 3000, dtype=np.uint64).astype(np.uint32)])
+    a, b = draw.permutation(bits).view(np.float32), draw.permutation(bits).view(np.float32)
+    with np.errstate(all="ignore"):
+        near = -(a * b) * np.float32(1 + 2.0**-20)  # sums that cancel
+        c = np.where(draw.random(len(a)) < 0.5, near, draw.permutation(bits).view(np.float32)).astype(np.float32)
+    found = np.array(run("fma.rn.f32", *(x.view(np.uint32) for x in (a, b, c))), np.uint32).view(np.float32)
+    for x, y, z, got in zip(a.tolist(), b.tolist(), c.tolist(), found.tolist(), strict=True):
+        if all(map(math.isfinite, (x, y, z))):
+            assert got == rounded(Fraction(x) * Fraction(y) + Fraction(z)), (x, y, z)
+
+
+WORDS = [0, 1, 5, 31, 32, 33, 0x7FFFFFFF, 0x80000000, 0x80000001, 0xFFFFFFFF, 0x12345678, 0x8ABCDEF0]
+
+
+def signed(x: int, width: int = 32) -> int:
+    return x - (1 << width) if x >> (width - 1) else x
+
+
+@pytest.mark.parametrize(
+    ("opcode", "meaning"),
+    [
+        ("mul.hi.u32", lambda a, b: a * b >> 32),
+        ("mul.hi.s32", lambda a, b: signed(a) * signed(b) >> 32),
+        ("mul.lo.s32", lambda a, b: a * b),
+        ("mul.wide.s32", lambda a, b: signed(a) * signed(b)),
+        ("mul.hi.u64", lambda a, b: a * b >> 64),
+        ("shl.b32", lambda a, b: a << b if b < 32 else 0),
+        ("shr.u32", lambda a, b: a >> b if b < 32 else 0),
+        ("shr.s32", lambda a, b: signed(a) >> min(b, 31)),
+        ("div.s32", lambda a, b: int(Fraction(signed(a), signed(b))) if b else -1),
+        ("rem.s32", lambda a, b: signed(a) - int(Fraction(signed(a), signed(b))) * signed(b) if b else None),
+        ("min.relu.s32", lambda a, b: max(min(signed(a), signed(b)), 0)),
+        ("add.s16x2", lambda a, b: (a + b & 0xFFFF) | ((a >> 16) + (b >> 16) << 16)),
+        ("setp.lt.s32", lambda a, b: signed(a) < signed(b)),
+        ("setp.hi.u32", lambda a, b: a > b),
+        ("bfe.u32", lambda a, b: a >> (b & 255) & 0xFF),
+        ("bfe.s32", lambda a, b: signed(a << 24 - b & 0xFFFFFFFF) >> 24 if b <= 24 else None),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_integers_are_those_of_python(opcode: str, meaning: Any) -> None:
+    length = [8] if opcode.startswith("bfe") else []
+    width = 64 if opcode in ("mul.wide.s32", "mul.hi.u64") else 32
+    for a in WORDS:
+        for b in WORDS:
+            if (want := meaning(a, b)) is not None:
+                assert run(opcode, a, b, *length)[0] == want & ((1 << width) - 1), (a, b)
+
+
+@pytest.mark.parametrize(
+    ("opcode", "operands", "want"),
+    [
+        ("prmt.b32", (0x33221180, 0x77665544, 0x8746), 0xFF774466),  # a sign, then bytes 7, 4 and 6
+        ("lop3.b32", (0xF0F0F0F0, 0xCCCCCCCC, 0xAAAAAAAA, 0x96), 0x96969696),
+        ("shf.l.wrap.b32", (0x80000001, 0x7FFFFFFF, 33), 0xFFFFFFFF),
+        ("shf.r.clamp.b32", (0x80000001, 0x7FFFFFFF, 40), 0x7FFFFFFF),
+        ("max.NaN.f32", (0x7FC12345, 0x3F800000), 0x7FFFFFFF),
+        ("max.f32", (0x7FC12345, 0x3F800000), 0x3F800000),
+        ("min.f32", (0x00000000, 0x80000000), 0x80000000),
+        ("add.rn.f32", (0x00000001, 0x00000001), 0x00000002),
+        ("add.rn.ftz.f32", (0x00000001, 0x3F800000), 0x3F800000),
+        ("mul.rn.ftz.f32", (0x80000001, 0x7F000000), 0x80000000),
+        ("div.rn.f32", (0x00000000, 0x80000000), 0x7FFFFFFF),
+        ("setp.ne.f32", (0x7FC00000, 0x3F800000), False),
+        ("setp.neu.f32", (0x7FC00000, 0x3F800000), True),
+        ("cvt.rzi.s32.f32", (0xFF800000,), 0x80000000),
+        ("cvt.rzi.s32.f32", (0x7FC00000,), 0),
+        ("cvt.rni.s32.f32", (0x3F000000,), 0),
+        ("cvt.rmi.f32.f32", (0x80000001,), 0xBF800000),
+        ("cvt.rmi.ftz.f32.f32", (0x80000001,), 0x80000000),
+        ("cvt.rn.bf16.f32", (0x3F808000,), 0x3F80),
+        ("cvt.rn.bf16.f32", (0xFFFFFFFF,), 0x7FFF),
+        ("cvt.rn.f16.f32", (0x33000001,), 0x0001),
+        ("cvt.rn.bf16x2.f32", (0x40000000, 0x3F818000), 0x40003F82),
+        ("cvt.s32.s8", (0x180,), 0xFFFFFF80),
+        ("ex2.approx.f32", (0x40400000,), 0x41000000),  # exact ones stay
+    ],
+)  # fmt: skip
+def test_instructions_do_what_the_isa_says(opcode: str, operands: tuple[int, ...], want: int) -> None:
+    assert run(opcode, *operands) == [want]
+
+
+def test_what_is_not_known_is_an_error() -> None:
+    for opcode in ("add.rz.f32", "add.ftz.u32", "cvt.rp.f32.f64", "cvt.rni.f16.f32", "set.eq.u32.f32", "atom.add.u32"):
+        with pytest.raises(PTXError, match="unknown"):
+            instructions.find(opcode)
+
+
+# Seeded defects -------------------------------------------------------------------------------------------------------
+
+SHAPES = ((5, 257), (4, 512), (40,))
+KINDS = {"fp32": ("fp32", "float32"), "fp16": ("fp32", "float16"), "int8": ("int8_split24", "bfloat16")}
+"""Plans of AdamW, and dtypes of its weights and gradients."""
+
+
+@cache
+def kernels_of(kind: str) -> tuple[harness.Pair, dict[str, driver.Loaded]]:
+    """Return AdamW of a kind, in strict maths, and its kernels by hash, which have the reference's bits."""
+    plan, param = KINDS[kind]
+    pair, before = harness.strict("adamw", plan, Path(tempfile.mkdtemp()), param), dict(driver.LOADED)
+    driver.LOADED.clear()
+    assert not different(pair, param)
+    found = dict(driver.LOADED)
+    driver.LOADED.update(before)
+    return pair, found
+
+
+def different(pair: harness.Pair, param: str) -> list[str]:
+    """Return the tensors in which steps of the compiled kernel and of the reference differ."""
+    draw, found = torch.Generator().manual_seed(3), []
+    for shape in SHAPES:
+        weight = torch.randn(shape, generator=draw)
+        ours, theirs = pair.buffers(shape, weight), pair.buffers(shape, weight)
+        for step in (1, 2):
+            g = torch.randn(shape, generator=draw)
+            g.view(-1)[::5] *= 1e-39  # subnormal, as its square is
+            g = g.to(getattr(torch, param))
+            pair.run_reference(ours, g, step, 0x1234567 * step, 99, lr=1e-2)
+            pair.run_triton(theirs, g, step, 0x1234567 * step, 99, lr=1e-2)
+        found += [name for name in ours if not harness.same_bits(ours[name], theirs[name])]
+    return found
+
+
+
+def fused(ptx: str) -> str:
+    """Fuse the first product and sum that may be."""
+    lines = ptx.splitlines()
+    for k, line in enumerate(lines):
+        if product := re.match(r"\s*mul\.rn\.f32 \t(%r\d+), (.*);", line):
+            for later in range(k + 1, len(lines)):
+                if found := re.match(rf"\s*add\.rn\.f32 \t(%r\d+), (%r\d+), {product[1]};", lines[later]):
+                    lines[later] = f"fma.rn.f32 {found[1]}, {product[2]}, {found[2]};"
+                    return "\n".join(lines)
+    raise AssertionError("nothing to fuse")
+
+
+DEFECTS = {  # kind, pattern, replacement; by what it is noticed: its execution, the scan of its text
+    "a division approximated": ("fp32", r"div\.rn", "div.full", "run scan"),
+    "a root approximated": ("fp32", r"sqrt\.rn", "sqrt.approx", "run scan"),
+    "a root flushed": ("fp32", r"sqrt\.rn", "sqrt.rn.ftz", "scan"),  # eps hides it
+    "products flushed": ("fp32", r"mul\.rn", "mul.rn.ftz", "run scan"),
+    "sums flushed": ("fp32", r"add\.rn", "add.rn.ftz", "run scan"),
+    "a product and a sum fused": ("fp32", "", "", "run scan"),
+    "products that ptxas may fuse": ("fp32", r"mul\.rn", "mul", "scan"),
+    "sums that ptxas may fuse": ("fp32", r"(add|sub)\.rn", r"\1", "scan"),
+    "a difference for a sum": ("fp32", r"add\.rn", "sub.rn", "run"),
+    "another rounding": ("fp32", r"add\.rn", "add.rz", "run"),
+    "a bound that is met": ("fp32", r"setp\.lt\.s32( \t%p[4-7],)", r"setp.le.s32\1", "run"),
+    "unmasked stores": ("fp32", r"@%p\d+ st", "st", "run"),
+    "unmasked loads": ("fp32", r"@%p\d+ ld", "ld", "run"),
+    "a mask negated": ("fp32", r"@(%p\d+) st", r"@!\1 st", "run"),
+    "a store one element further": ("fp32", r"(st\.global\.b32 \[ %rd\d+ \+ )0", r"\g<1>4", "run"),
+    "a wide store one element further": ("fp32", r"(st\.global\.v4\.b32 \[ %rd\d+ \+ )0", r"\g<1>4", "run"),
+    "a load of another element": ("fp32", r"(ld\.global\.v4\.b32 .*\+ )0", r"\g<1>16", "run"),
+    "registers of a vector swapped": ("fp32", r"(st.*\{ )(%r\d+), (%r\d+)", r"\1\3, \2", "run"),
+    "loops left": ("fp32", r"@(%p\d+) bra", r"@!\1 bra", "run"),
+    "a constant off by a unit": ("fp32", r"(ld\.param\.b32 \t%r\d+, \[\w+_param_)3", r"\g<1>4", "run"),
+    "weights cut, not rounded": ("fp16", r"cvt\.rn\.f16", "cvt.rz.f16", "run"),
+    "a sign shifted in": ("int8", r"shr\.u32", "shr.s32", "run"),
+    "another rotation": ("int8", r"shf\.l", "shf.r", "run"),
+    "the distance of a shuffle": ("int8", r"(shfl\.sync\.bfly\.b32 .*), \d+, 31,", r"\1, 0, 31,", "run"),
+    "a minimum of the warp": ("int8", r"redux\.sync\.max", "redux.sync.min", "run"),
+    "a part of the warp": ("int8", r"(redux\.sync\..*), %r\d+;", r"\1, 0x7fffffff;", "run"),
+    "a ceiling for a floor": ("int8", r"cvt\.rmi", "cvt.rpi", "run"),
+    "a choice reversed": ("int8", r"selp\.b32 \t(\S+) (\S+), (\S+),", r"selp.b32 \1 \3, \2,", "run"),
+    "NaN for numbers": ("int8", r"setp\.num", "setp.nan", "run"),
+    "a clamp left out": ("int8", r"min\.relu", "min", "run"),
+    "another hash": ("int8", r"xor\.b32", "or.b32", "run"),
+    "the upper half of a product": ("int8", r"mul\.lo\.s32", "mul.hi.s32", "run"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_a_defect_of_compiled_code_is_noticed(defect: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind, pattern, replacement, by = DEFECTS[defect]
+    pair, plain = kernels_of(kind)
+    changed = {k: re.sub(pattern, replacement, x.ptx) if pattern else fused(x.ptx) for k, x in plain.items()}
+    assert any(changed[key] != x.ptx for key, x in plain.items())
+    for key, ptx in changed.items():
+        monkeypatch.setitem(driver.LOADED, key, driver.Loaded(ptx, b"", emulator.Kernel(ptx)))
+    try:
+        noticed = bool(different(pair, KINDS[kind][1]))
+    except PTXError:
+        noticed = True
+    scanned = any(scan.of_ptx(ptx) for ptx in changed.values())
+    assert [noticed] * ("run" in by) + [scanned] * ("scan" in by) == [True] * len(by.split())
+
+
+@triton.jit
+def total(x, out, BESIDE: tl.constexpr):
+    found = tl.sum(tl.load(x + tl.arange(0, 512)), 0)
+    tl.store(out + tl.program_id(0) * BESIDE, found)
+
+
+@pytest.mark.parametrize(
+    ("beside", "pattern", "error"),
+    [(1, "", ""), (0, "", "programs race"), (1, r"bar\.sync.*?;", "warps between barriers race"),
+     (1, r"(bar\.sync.*?;)", r"missing at a barrier")],
+)  # fmt: skip
+def test_races_and_barriers(beside: int, pattern: str, error: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "races", True)
+    x, out = torch.arange(512.0), torch.zeros(2)
+    launch = total.warmup(x, out, beside, grid=(2,), num_warps=4)
+    getattr(launch, "run", None)
+    parted = "mov.u32 %r99999, %tid.x; setp.lt.u32 %p99, %r99999, 5; @%p99 ret; " if "missing" in error else ""
+    ptx = re.sub(pattern, parted + (r"\1" if parted else ""), launch.asm["ptx"]) if pattern else launch.asm["ptx"]
+    monkeypatch.setitem(driver.LOADED, launch.hash, driver.Loaded(ptx, b"", emulator.Kernel(ptx)))
+    if not error:
+        total[(2,)](x, out, beside, num_warps=4)
+        assert out.tolist() == [x.sum()] * 2
+        return
+    with pytest.raises(PTXError, match=error):
+        total[(2,)](x, out, beside, num_warps=4)
+
+
+# What is not finite ---------------------------------------------------------------------------------------------------
+
+SPECIAL = (0.0, -0.0, 1e-40, -1e-40, 2.0**-126, 3e38, -3e38)
+ENDLESS = (math.inf, -math.inf, math.nan)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("values", [SPECIAL, (*SPECIAL, *ENDLESS)], ids=["finite", "not"])
+def test_extreme_gradients_keep_strict_bits(kind: str, values: tuple[float, ...]) -> None:
+    """Those of every element, but in blocks of 64 that have met a NaN or an infinity: there NaN is at the same places
+    of the weight, and its payload and the codes are the machine's own (docs/language.md)."""
+    draw, (pair, _) = torch.Generator().manual_seed(5), kernels_of(kind)
+    shape, dtype = (64, 64), getattr(torch, KINDS[kind][1])
+    weight = torch.randn(shape, generator=draw)
+    ours, theirs = pair.buffers(shape, weight), pair.buffers(shape, weight)
+    met = torch.zeros(64, dtype=torch.bool)
+    for step in range(1, 4):
+        g = torch.randn(shape, generator=draw)
+        for x in values:
+            rows = 24 if x in SPECIAL else 8  # many blocks stay finite
+            g[torch.randint(0, rows, (6,), generator=draw), torch.randint(0, 64, (6,), generator=draw)] = x
+        g = g.to(dtype)
+        met |= ~g.isfinite().all(1)
+        pair.run_reference(ours, g, step, 77 * step, 99, lr=1e-2)
+        pair.run_triton(theirs, g, step, 77 * step, 99, lr=1e-2)
+        for name in ours:
+            a, b = ours[name].view(64, -1), theirs[name].view(64, -1)
+            assert harness.same_bits(a[~met].contiguous(), b[~met].contiguous()), (name, step)
+        assert torch.equal(ours["p"].isnan(), theirs["p"].isnan())
+        assert harness.same_bits(ours["p"].nan_to_num(1.0), theirs["p"].nan_to_num(1.0))
+    assert met.any() or values == SPECIAL
+    assert not met.all()
+
+
+# The text -------------------------------------------------------------------------------------------------------------
+
+
+def test_strict_kernels_flush_contract_and_approximate_nothing() -> None:
+    """Of the tests before this one; of every eighth also the machine code."""
+    strict = [x for x in driver.LOADED.values() if x.kernel.name != "total" and x.cubin]
+    strict += (x for kind in KINDS for x in kernels_of(kind)[1].values())
+    for k, loaded in enumerate(strict):
+        assert not scan.of_ptx(loaded.ptx), loaded.kernel.name
+        if k % 8 == 0:
+            assert not scan.of_machine_code(loaded.ptx, loaded.tool("nvdisasm", "-c")), loaded.kernel.name
