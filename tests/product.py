@@ -59,6 +59,8 @@ SPECS = tuple(
 WITH_MATRICES = (*SPECS, *OF_MATRICES)
 PLANS = tuple(name for name, value in vars(__import__("specs.plans").plans).items() if isinstance(value, Plan))
 PARAMS = ("float32", "bfloat16", "float16")
+SHAPES = ((331,), (3, 70))  # more than one tile with a tail; rows that end within a block
+REDUCED = ((2, 3, 35), (4, 3, 3, 3))  # also for rules that reduce: matrices and rows that end within a block
 DEFAULT = "int8_split24"
 
 
@@ -479,18 +481,21 @@ def optimizer_class(cell: Cell, folder: Path) -> Any:
     return getattr(package(folder, name, emit.emit_package(spec, plan, maths="strict")), spec.class_name)
 
 
-def differing(cell: Cell, folder: Path, steps: int = 2) -> list[str]:
-    """Name the values in which the strict kernels of a step of several stages differ from the eager reference.
+def differing(
+    cell: Cell, folder: Path, steps: int = 2, others: Sequence[str] = ("triton", "cpp"),
+    shapes: Sequence[tuple[int, ...]] = SHAPES + REDUCED,
+) -> list[str]:  # fmt: skip
+    """Name the values in which the strict kernels of other backends differ from the eager reference.
 
-    All shapes are trained together, through the runtime.  Needs a process that interprets Triton kernels.
+    All shapes are trained together, through the runtime.  Needs a process that interprets or emulates Triton kernels.
     """
     made, spec = optimizer_class(cell, folder), spec_of(cell.spec)
     options = hypers_of(cell, lr=1e-2, weight_decay=1e-2)
     flags = flags_of(cell)
     options |= {f.name: flags[f.name] for f in spec.flags if f.shape is None and f.every is None and not f.nonzero}
-    shapes = fitting(cell, SHAPES + REDUCED)
+    shapes = fitting(cell, shapes)
     kept: dict[str, list[dict[str, Any]]] = {}
-    for backend in ("reference", "triton", *(("cpp",) if native.compiler() is not None else ())):
+    for backend in ("reference", *(b for b in others if b != "cpp" or native.compiler() is not None)):
         draw = torch.Generator().manual_seed(zlib.crc32(str(cell).encode()))
         params = [torch.nn.Parameter(torch.randn(s, generator=draw).to(getattr(torch, cell.param))) for s in shapes]
         opt = made(params, **options, plan=cell.plan, backend=backend)
@@ -517,10 +522,6 @@ def differing(cell: Cell, folder: Path, steps: int = 2) -> list[str]:
 def same_bits(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
     """Return True if two sets of buffers hold the same bits."""
     return a.keys() == b.keys() and all(a[k].shape == b[k].shape and harness.same_bits(a[k], b[k]) for k in a)
-
-
-SHAPES = ((331,), (3, 70))  # more than one tile with a tail; rows that end within a block
-REDUCED = ((2, 3, 35), (4, 3, 3, 3))  # also for rules that reduce: matrices and rows that end within a block
 
 
 def fitting(cell: Cell, shapes: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:

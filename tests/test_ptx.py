@@ -12,10 +12,11 @@ EMULATED = (
     "tests/test_triton_strict.py::test_same_bits",
     "tests/test_triton_strict.py::test_floor_of_subnormals",
     f"{STAGES}[lamb-blocks16-5x70-3x128-300-scalar]",
-    "tests/test_capturable.py::test_steps_counted_on_the_device_are_the_same_steps[AdamW-coded]",
     "tests/ptx/emulated.py",
+    "tests/test_capturable.py::test_steps_counted_on_the_device_are_the_same_steps[AdamW-coded]",
 )
-"""Run in one process that compiles: rules of one sweep, one of several, one that is counted on the device."""
+"""Run in one process that compiles: strict rules of one sweep, one of several, what emulation notices; then fast maths,
+one that is counted on the device."""
 
 
 @pytest.mark.long

@@ -3,12 +3,13 @@
     python tools/test_full.py                     all of it; many hours on a small machine
     python tools/test_full.py --minutes 45        what can be run in that time, of a drawn order (--seed)
     python tools/test_full.py --sample 50         the first 50 of that order, shown only; --write to keep the report
-    python tools/test_full.py --only kernels      cross-compile, or --only cells: the other report is left as it is
+    python tools/test_full.py --only kernels      cross-compile; --only cells, --only ptx: other reports are left as is
 
 Every cell is compiled in memory. The strict Triton kernels, in Triton's interpreter, the strict C++ kernels and the
 eager reference must agree bit for bit: kernel by kernel where a step is one, the whole optimizer where it takes
 several. Each step must keep the bound that is derived for it, around the fp64 oracle (docs/test-full.md). Every fast
-kernel is then compiled for every target (docs/test-full-kernels.md). Exit code 1 where anything fails.
+kernel is then compiled for every target (docs/test-full-kernels.md), and the PTX of drawn strict ones is executed
+(docs/test-full-ptx.md, tools/emulate.py). Exit code 1 where anything fails.
 
 One of eight cells is run with the C++ kernels that users compile, the others with kernels that are not optimized, which
 give the same bits (`harness.unoptimized`).
@@ -49,6 +50,7 @@ from unittest.mock import patch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
+import emulate  # noqa: E402
 import rich.progress  # noqa: E402
 import torch  # noqa: E402
 from prose import table  # noqa: E402
@@ -60,6 +62,7 @@ from tests.product import Cell  # noqa: E402
 
 DOC = ROOT / "docs" / "test-full.md"
 KERNELS_DOC = ROOT / "docs" / "test-full-kernels.md"
+PTX_DOC = ROOT / "docs" / "test-full-ptx.md"
 KEPT = ROOT / "build" / "test_full.jsonl"
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 STEPS = 3
@@ -309,7 +312,7 @@ class Results:
 def state_of_sources() -> str:
     """Return the digest of all sources of the product and of this test, and of the versions that they run with."""
     names = [*(f"tests/{n}.py" for n in ("product", "harness", "interpreter")), "tools/kernel_stats.py", __file__]
-    files = [p for folder in ("optgen", "specs") for p in (ROOT / folder).rglob("*") if p.suffix != ".pyc"]
+    files = [p for folder in ("optgen", "specs", "tests/ptx") for p in (ROOT / folder).rglob("*") if p.suffix != ".pyc"]
     by = native.compiler()
     versions = [torch.__version__, metadata.version("triton"), metadata.version("numpy")]  # the interpreter's numbers
     digest = hashlib.sha256(repr([*versions, by and by.version, native.isa().name]).encode())
@@ -388,7 +391,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the product and return 1 if anything fails."""
     parser = argparse.ArgumentParser(description="The whole product of rules, plans, dtypes, flags and targets.")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: one per core)")
-    parser.add_argument("--only", choices=("cells", "kernels"), help="default: both")
+    parser.add_argument("--only", choices=("cells", "kernels", "ptx"), help="default: all")
     parser.add_argument("--sample", type=int, help="only so many of each; nothing is written without --write")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin nothing after so many")
     parser.add_argument("--seed", type=int, default=0, help="of the order of cells and of kernels")
@@ -399,7 +402,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     until = time.monotonic() + 60 * chosen.minutes
     results = Results(KEPT, state_of_sources(), chosen.fresh)
     fails = False
-    for what, doc, part in (("cells", DOC, run_cells), ("kernels", KERNELS_DOC, run_kernels)):
+    parts = (("cells", DOC, run_cells), ("kernels", KERNELS_DOC, run_kernels), ("ptx", PTX_DOC, run_emulated))
+    for what, doc, part in parts:
         if chosen.only in (None, what):
             text, failed = part(results, chosen, until)
             if text and (chosen.sample is None or chosen.write):  # what never began leaves the last report
@@ -453,6 +457,23 @@ def run_kernels(results: Results, chosen: argparse.Namespace, until: float) -> t
         return "", False
     text = report_of_kernels(kernels, Extent(len(pairs), chosen.seed, len(pairs), commit()), lost)
     return text, bool(lost) or any(k.failed or k.spilled for k in kernels)
+
+
+def run_emulated(results: Results, chosen: argparse.Namespace, until: float) -> tuple[str, bool]:
+    """Return the report on kernels that are executed without a device, and whether any is wrong."""
+    jobs = emulate.drawn(chosen.seed)[: chosen.sample]
+    found = {job: results.known[str(job)] for job in jobs if str(job) in results.known}
+    rest = [job for job in jobs if job not in found]
+
+    def keep(job: emulate.Job, result: dict[str, Any]) -> None:
+        found[job] = result
+        if result["wrong"] != ["a process died while it ran"]:
+            results.add(str(job), result)
+
+    goes_on = emulate.goes_on(until, STOPPED)
+    emulate.run(rest, chosen.jobs, goes_on, keep)
+    text = emulate.report(found, jobs, chosen.seed, commit()) if found else ""
+    return text, any(x["wrong"] for x in found.values())
 
 
 if __name__ == "__main__":

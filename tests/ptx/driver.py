@@ -125,13 +125,14 @@ def _flat(kind: Any, value: Any) -> list[int | float]:
 
 
 class EmulatedDriver(DriverBase):
-    """The driver; `capability` is 80, 90 or 100."""
+    """The driver of devices whose number is their capability, such as 90: Triton keeps kernels for each number."""
 
     launcher_cls = _Launcher
+    capability = 90
 
-    def __init__(self, capability: int) -> None:
-        self.target, self.utils = GPUTarget("cuda", capability, 32), _Utilities()
-        self.get_current_device = lambda: 0
+    def __init__(self) -> None:
+        self.utils = _Utilities()
+        self.get_current_device = lambda: self.capability
         self.get_current_stream = lambda device: 0
 
     @staticmethod
@@ -139,7 +140,7 @@ class EmulatedDriver(DriverBase):
         return True
 
     def get_current_target(self) -> GPUTarget:
-        return self.target
+        return GPUTarget("cuda", self.capability, 32)
 
     def get_active_torch_device(self) -> torch.device:
         return torch.device("cpu")
@@ -151,12 +152,18 @@ class EmulatedDriver(DriverBase):
         return ty
 
 
+def use(capability: int) -> None:
+    """Compile for devices of that capability from now on."""
+    EmulatedDriver.capability = capability
+
+
 def install(capability: int = 90) -> None:
     """Make it the driver of this process, and let optgen launch Triton kernels on CPU tensors, with the limits of
     registers that such a device gets."""
     from optgen.runtime.step import backends, launch
 
-    driver.set_active(EmulatedDriver(capability))
+    use(capability)
+    driver.set_active(EmulatedDriver())
     plain = CompiledKernel._init_handles
 
     def load(self: Any) -> None:
@@ -168,4 +175,4 @@ def install(capability: int = 90) -> None:
     CompiledKernel._init_handles = load
     torch.Tensor.data_ptr = _note
     backends.interpreted = lambda: True
-    launch._limits = lambda kernels, device, function: launch.limits(kernels, function, capability // 10)
+    launch._limits = lambda kernels, device, function: launch.limits(kernels, function, EmulatedDriver.capability // 10)

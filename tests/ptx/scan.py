@@ -1,4 +1,4 @@
-"""What is read from the text of a compiled strict kernel, beside its execution.
+"""A scan of the text of a compiled strict kernel, beside its execution.
 
 A contraction may not change a bit of few numbers that happen to be tried, nor flushing any where none is subnormal.
 """
