@@ -1049,6 +1049,27 @@ def evaluates(here: Here) -> None:
 
 
 @case(2)
+def measures_parts(here: Here) -> None:
+    """Squares of norms add up over ranks; fp32 sums of runs of 256, twice rounded: within 2 * 300 * 2^-24 < 2^-14."""
+    runs = Runs(here, generated.AdamW, rows(here, here.mesh(2), [(97, 130), (1, 5000)], torch.bfloat16))
+    runs.step()
+    found: list[dict[str, Any]] = []
+    for opt in (runs.one, runs.many):
+        opt.watch(1, to=lambda step, tensors: found.append(tensors), sample=float("inf"))
+    runs.step()
+    alone, mine = found
+    for name, row in alone.items():
+        part = mine.get(name, {"elements": 0})
+        for key in ("elements", "weight_norm", "gradient_norm", "update_norm"):
+            total = torch.tensor(float(part.get(key, 0)) ** (1 if key == "elements" else 2), dtype=torch.float64)
+            dist.all_reduce(total)
+            wanted = row[key] ** (1 if key == "elements" else 2)
+            assert abs(total.item() - wanted) <= 2**-14 * wanted, (name, key, total, wanted)
+    with refused(NotImplementedError, "record: parameter 0", "DTensor"):
+        runs.many.record(here.folder / "step.pt")
+
+
+@case(2)
 def refuses_what_it_cannot_do(here: Here) -> None:
     """With what was found and what to do; nothing has changed."""
     mesh = here.mesh(2)

@@ -2,7 +2,9 @@
 
 import json
 import math
+import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +14,8 @@ from torch import nn
 import optgen
 from optgen.optim import AdamW, Lion
 from optgen.runtime.layout import plans
-from optgen.runtime.modes import watch
+from optgen.runtime.modes import offload, watch
+from optgen.runtime.work import counting
 
 SHAPES = {"matrix": (96, 72), "odd": (7, 11, 3), "scalar": ()}
 
@@ -132,6 +135,47 @@ def test_refusals_and_several() -> None:
     assert got == [(2, ["0.bias", "0.weight"]), (2, ["1.bias", "1.weight"])]
     both.step()
     assert len(got) == 2
+
+
+def test_tensorboard_gets_scalars(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Through the package's own interface; without the package the error says how to install it."""
+    calls: list[tuple[Any, ...]] = []
+    board: Any = ModuleType("torch.utils.tensorboard")
+    board.SummaryWriter = lambda folder: SimpleNamespace(
+        add_scalar=lambda *one: calls.append(one), close=lambda: calls.append((folder,))
+    )
+    monkeypatch.setitem(sys.modules, board.__name__, board)
+    opt, params = made("int8_split24")
+    train(opt, params, 1)
+    with opt.watch(1, to="tensorboard", path=tmp_path / "runs"):
+        train(opt, params, 1)
+    *scalars, closed = calls
+    assert closed == (str(tmp_path / "runs"),)
+    assert {tag.split("/")[1] for tag, _, _ in scalars} == set(SHAPES) and {step for *_, step in scalars} == {2}
+    assert ("elements/matrix", 96 * 72, 2) in scalars
+    monkeypatch.setitem(sys.modules, board.__name__, None)
+    with pytest.raises(ImportError, match="pip install tensorboard"):
+        opt.watch(1, to="tensorboard")
+
+
+def test_offloaded_steps_are_measured_and_captured_ones_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for on in (False, True):
+        opt, params = made("int8_split24")
+        if on:
+            opt._offload = offload.Offload(lambda _: offload.Mover(), resident=())
+            opt.param_groups[0] |= {"offload": True, "backend": "cpp"}
+        torch.manual_seed(3)
+        train(opt, params, 1)
+        opt.param_groups[0]["backend"] = "cpp"
+        with opt.watch(1, to=lambda *one: found.append(one), sample=math.inf):
+            train(opt, params, 2)
+    assert found[:2] == found[2:] and len(found) == 4
+    opt.watch(5, to=print)
+    train(opt, params, 1)
+    monkeypatch.setattr(counting, "capturing", lambda: True)
+    with pytest.raises(RuntimeError, match=r"AdamW.watch: a CUDA graph is being captured.* call remove\(\)"):
+        train(opt, params, 1)
 
 
 def test_every_element_is_looked_at() -> None:
