@@ -78,7 +78,9 @@ class Spots(NamedTuple):
         return self.size[0] * self.size[1]
 
     def view(self, t: Tensor, turn: int) -> Tensor:
-        """Return the view at a watched step."""
+        """Return the view at a watched step; the tensor itself if it is measured whole."""
+        if not self.step:
+            return t
         if not t.is_contiguous() or t.is_neg():
             t = t.resolve_neg().contiguous()
         return t.as_strided(self.size, self.strides, t.storage_offset() + turn * self.step % self.moves)
@@ -106,7 +108,9 @@ class Buffer:
         for half in self.entries.flatten(1).unbind():
             starts = itertools.accumulate((n * run for n in runs), initial=0)
             both = zip(self.spots, starts, strict=False)
-            self._targets.append([half[start : start + one.entries].view(one.size) for one, start in both])
+            parts = [half[start : start + one.entries].view(one.size) for one, start in both]
+            shapes = (part.shape if one.step else t.shape for one, part, t in zip(self.spots, parts, like, strict=True))
+            self._targets.append([part.view(shape) for part, shape in zip(parts, shapes, strict=True)])
 
     def begin(self, tensors: Iterable[Tensor], turn: int) -> None:
         """Copy what the tensors hold before the step."""
@@ -184,6 +188,7 @@ class Table:
                 fields.append((f, Buffer([one.kept[f.name] for one in found], sample, device, f)))
                 self.states.setdefault(owner, []).append(fields[-1][1])
         self._fields = fields
+        self._ends: dict[str, Tensor] = {}
 
     def begin(self, found: list[Sampled], turn: int) -> None:
         """Sample weights, gradients and states before a step."""
@@ -205,12 +210,12 @@ class Table:
         before, after = decode(Blocks(parts[0], 1), *parts).view(plain.entries.shape).unbind()
         g = self.gradient.entries[0].to(torch.float32)
         update = after - before
-        ratio = (update / after).abs_().nan_to_num_(nan=0.0, posinf=math.inf).amax(1)
+        ratio = (update / after).abs_().nan_to_num_(nan=0.0, posinf=math.inf).amax(1)  # 0 where both are 0
         largest = ratio.new_zeros(len(self.names)).scatter_reduce_(0, plain.owners, ratio, "amax")
         moved = functools.reduce(torch.logical_or, [one.moved() for one in self.weight])
         found = plain.sum(
             *(torch.linalg.vector_norm(x, dim=1).square() for x in (after, g, update)), (g * update).sum(1),
-            torch.count_nonzero(g * 0, 1), torch.count_nonzero(after * 0, 1), torch.count_nonzero(moved, 1),
+            *((x * 0).nan_to_num_(nan=1.0).sum(1) for x in (g, after)), _count(moved),
         )  # fmt: skip
         return torch.cat([found, *(self._of_state(*one) for one in self.states.items()), largest[:, None]], 1)
 
@@ -221,20 +226,23 @@ class Table:
         first = buffers[0]
         if limits is None:
             moved = functools.reduce(torch.logical_or, [one.moved() for one in buffers])
-            count = torch.count_nonzero(moved, 1)
+            count = _count(moved)
             return first.sum(count, torch.full_like(count, -1))
-        code, shift = torch.zeros((2, *first.owners.shape, RUN), dtype=torch.uint8, device=first.owners.device), 0
-        for field, one in zip(fields, buffers, strict=True):
+        code, shift = first.entries, 0
+        for field, one in zip(fields, buffers, strict=True) if len(fields) > 1 or fields[0].per == EIGHT else ():
             width = field.width if field.per == EIGHT else 8
             shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=code.device)
-            code |= (one.entries[..., None] >> shifts & (1 << width) - 1).flatten(2) << shift
-            shift += width
-        at_end = torch.count_nonzero((code[1] == limits[0]) | (code[1] == limits[1]), 1)
+            part = (one.entries[..., None] >> shifts & (1 << width) - 1).flatten(2) << shift
+            code, shift = code | part if shift else part, shift + width
+        if owner not in self._ends:  # rows: a comparison with a number takes ten times as long
+            rows = torch.tensor(limits, dtype=torch.uint8)[:, None].expand(2, RUN)
+            self._ends[owner] = rows.to(code.device, memory_format=torch.contiguous_format)
+        at_end = _count((code[1] == self._ends[owner][0]) | (code[1] == self._ends[owner][1]))
         if 0 in limits:  # where nothing was sampled
             lacking = [-n % RUN for n in first.sampled]
             beside = torch.tensor([[0.0, float(n)] for n in lacking]).to(code.device, non_blocking=True)
-            return first.sum(torch.count_nonzero(code[0] != code[1], 1), at_end) - beside
-        return first.sum(torch.count_nonzero(code[0] != code[1], 1), at_end)
+            return first.sum(_count(code[0] != code[1]), at_end) - beside
+        return first.sum(_count(code[0] != code[1]), at_end)
 
     def rows(self, sums: list[list[float]]) -> dict[str, Numbers]:
         """Return the numbers of each parameter, by name."""
@@ -261,6 +269,11 @@ class Table:
 def _same(a: list[object], b: list[object]) -> bool:
     """Return True if both list the same tensors and equal other things."""
     return len(a) == len(b) and all(x is y or (not isinstance(x, Tensor) and x == y) for x, y in zip(a, b, strict=True))
+
+
+def _count(x: Tensor) -> Tensor:
+    """Count what is true in each row; torch.count_nonzero takes twice as long."""
+    return x.view(torch.uint8).sum(1, dtype=torch.int32)
 
 
 def _over(a: float, b: float) -> float:
@@ -338,7 +351,7 @@ class Watch:
                 p, g, kept = sharding.local(p), sharding.local(g), sharding.locals_of(kept)
             if not p.numel() or g.layout is not torch.strided or g.shape != p.shape:  # what does not fit, the step says
                 continue
-            listed.append((entry, Sampled(entry.name, p.detach(), state.materialized(g), kept)))
+            listed.append((entry, Sampled(entry.name, p, state.materialized(g), kept)))
             signature += [entry.p, entry.name, p.shape, g.dtype, *kept]
         if not listed:
             return []
