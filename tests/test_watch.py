@@ -76,19 +76,21 @@ def test_ends_are_those_of_the_format(plan: str, state: str, codes: tuple[int, i
 
 
 def test_sample_moves_on_and_is_scaled() -> None:
-    """Weights of one size: the scaled norm is exact whatever is sampled, and turns reach every run."""
-    opt, p = None, nn.Parameter(torch.full((64, 128), 0.5))
-    opt, got = Lion([p], lr=0.25, plan="fp32", backend="reference"), []
+    """Weights of one size, not in order: the scaled norm is exact whatever is sampled, and turns reach every run."""
+    opt, p = None, nn.Parameter(torch.full((64, 128), 0.5).t().contiguous().t())
+    opt, got = Lion([p], lr=0.25, weight_decay=0, plan="fp32", backend="reference"), []
     opt.watch(1, to=lambda step, rows: got.append(rows["0"]), sample=512)
     for k in range(20):
         p.grad = torch.ones_like(p)
         if k:
-            p.grad.view(-1)[5000] = math.nan  # in one of 16 places of the second run
+            p.grad[39, 8] = math.nan  # element 5000, in one of 16 places of the second run
         opt.step()
         p.data.fill_(0.5)
     assert all(row["sampled"] == 512 and row["elements"] == 8192 for row in got)
     assert 0 < sum(row["nonfinite_gradients"] > 0 for row in got) < len(got)
     first = got[0]
+    finite = [row for row in got if not row["nonfinite_weights"]]
+    assert finite and all(row["update_norm"] == 0.25 * math.sqrt(8192) and not row["weight_still"] for row in finite)
     assert first["gradient_norm"] == pytest.approx(math.sqrt(8192)) or math.isnan(first["gradient_norm"])
 
 

@@ -78,9 +78,7 @@ class Spots(NamedTuple):
         return self.size[0] * self.size[1]
 
     def view(self, t: Tensor, turn: int) -> Tensor:
-        """Return the view at a watched step; the tensor itself if it is measured whole."""
-        if not self.step:
-            return t
+        """Return the view at a watched step."""
         if not t.is_contiguous() or t.is_neg():
             t = t.resolve_neg().contiguous()
         return t.as_strided(self.size, self.strides, t.storage_offset() + turn * self.step % self.moves)
@@ -98,6 +96,7 @@ class Buffer:
     def __init__(self, like: list[Tensor], sample: int, device: torch.device, field: Field | None, once: bool = False):
         width = field.width if field is not None and field.per == EIGHT else EIGHT
         self.once, self.spots = once, [Spots.of(t.numel(), sample, width) for t in like]
+        self._moving = [(k, spots) for k, spots in enumerate(self.spots) if spots.step]  # others are measured whole
         run = RUN * width // EIGHT
         runs = [-(-one.entries // run) for one in self.spots]
         self.sampled = [one.entries * EIGHT // width for one in self.spots]
@@ -105,6 +104,8 @@ class Buffer:
         self.entries = torch.full((2 - once, sum(runs), run), fill, dtype=like[0].dtype, device=device)
         self.owners = torch.tensor([k for k, n in enumerate(runs) for _ in range(n)]).to(device)
         self._targets: list[list[Tensor]] = []
+        self._sources: list[Tensor] = []
+        self._again: list[tuple[int, Spots, Tensor, int]] = []
         for half in self.entries.flatten(1).unbind():
             starts = itertools.accumulate((n * run for n in runs), initial=0)
             both = zip(self.spots, starts, strict=False)
@@ -114,15 +115,22 @@ class Buffer:
 
     def begin(self, tensors: Iterable[Tensor], turn: int) -> None:
         """Copy what the tensors hold before the step."""
-        self._sources = [one.view(t, turn) for one, t in zip(self.spots, tensors, strict=True)]
+        self._sources, self._again = list(tensors), []
+        for k, spots in self._moving:
+            t = self._sources[k]
+            self._sources[k] = spots.view(t, turn)
+            if not t.is_contiguous():  # then that is a view of a copy
+                self._again.append((k, spots, t, turn))
         torch._foreach_copy_(self._targets[0], self._sources)
         if self.once:
-            self._sources = []
+            self._sources, self._again = [], []
 
     def end(self) -> None:
         """Copy what they hold after it."""
+        for k, spots, t, turn in self._again:
+            self._sources[k] = spots.view(t, turn)
         torch._foreach_copy_(self._targets[1], self._sources)
-        self._sources = []
+        self._sources, self._again = [], []
 
     def sum(self, *columns: Tensor) -> Tensor:
         """Return the sums (rows, columns) of values (runs)."""
@@ -352,7 +360,7 @@ class Watch:
             if not p.numel() or g.layout is not torch.strided or g.shape != p.shape:  # what does not fit, the step says
                 continue
             listed.append((entry, Sampled(entry.name, p, state.materialized(g), kept)))
-            signature += [entry.p, entry.name, p.shape, g.dtype, *kept]
+            signature += [entry.p, (entry.name, p.shape, g.dtype, *kept)]
         if not listed:
             return []
         with torch.no_grad():
