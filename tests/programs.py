@@ -1,0 +1,689 @@
+"""Random programs: a rule and a plan as text, some steps of it on every backend, and an oracle that is none of optgen's.
+
+`cases()` is a Hypothesis strategy of `Case`s; `run` builds one and raises AssertionError where
+
+- strict kernels have other bits than the eager reference (NaN and the codes of its block aside);
+- a step leaves the enclosure that optgen.verify derives for it, in strict maths or in fast;
+- the fp64 result of the same text, executed on NumPy under the names below, is not inside the rule's own enclosure;
+- a program is refused without a place, or anything else is raised.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import os
+import re
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+
+import optgen.formats
+import optgen.lang
+from optgen.base.errors import UserError
+from optgen.driver import targets
+from optgen.driver.compile import compile as compiled
+from optgen.runtime.cpu import native
+from optgen.runtime.layout import layout
+from optgen.verify.differential import Trial, Values, compare, enclose, reading
+from optgen.verify.intervals import FAST, STRICT
+from tests import harness
+
+ISAS = [isa.name for isa in native.ISAS if isa.needs <= native.cpu_flags()]
+VECTORS = ((1,), (), (63,), (331,), (0,), (64,), (1029,))
+MATRICES = ((3, 70), (5, 7), (1, 130), (65, 1), (2, 3, 35), (4, 3, 3, 3), (16, 64), (2, 1, 9))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A program and the numbers of a run.
+
+    text     a module with the rule `drawn` and the plan `plan`
+    options  hyper-parameters and flags that differ from their defaults
+    scale    power of ten of gradients; spread: powers of ten between elements; zeros: share of zeros
+    special  whether some gradients are infinite or NaN
+    isa      of C++ kernels, counted from the widest that this machine has
+    """
+
+    text: str
+    shapes: tuple[tuple[int, ...], ...] = ((3, 70),)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    param: str = "float32"
+    grad: str = "float32"
+    scale: int = 0
+    spread: int = 0
+    zeros: float = 0.0
+    special: bool = False
+    steps: int = 1
+    isa: int = 0
+    seed: int = 0
+
+    def __str__(self) -> str:
+        """Return the case as a file of tests/cases/programs has it."""
+        plain = asdict(Case(""))
+        rest = {k: v for k, v in asdict(self).items() if k != "text" and v != plain[k]}
+        return f"{self.text}\nCASE = dict({', '.join(f'{k}={v!r}' for k, v in rest.items())})\n"
+
+
+def read(text: str) -> Case:
+    """Read what str(case) wrote."""
+    program, _, rest = text.partition("\nCASE = ")
+    return Case(program, **eval(rest, {"dict": dict}))
+
+
+# -- rules
+
+LOWER = {
+    "elem": ("row", "col", "mat", "tensor", "model", "host"), "row": ("mat", "tensor", "model", "host"),
+    "col": ("mat", "tensor", "model", "host"), "mat": ("tensor", "model", "host"), "tensor": ("model", "host"),
+    "model": ("host",), "host": (),
+}  # fmt: skip
+OF_MATRICES = ("row", "col", "mat")
+STATES = {"elem": "state", "row": "row", "col": "col", "tensor": "tensor_state", "model": "model_state"}
+STATISTICS = {
+    "row": ("row_mean", "row_sum", "row_max"), "col": ("col_mean", "col_sum", "col_max"),
+    "mat": ("mat_mean", "mat_max", "mat_norm"), "tensor": ("mean", "total", "amax", "norm", "rms"),
+    "model": ("model_total", "model_norm"),
+}  # fmt: skip
+NORMS = ("mat_norm", "norm", "rms", "model_norm")
+
+
+class Writer:
+    """Draws the text of a rule; knows which names have a value of which space, and which are never negative."""
+
+    def __init__(self, draw: Callable[..., Any]) -> None:
+        self.draw = draw
+        self.names: dict[str, list[str]] = {space: [] for space in LOWER} | {"elem": ["g", "p"]}
+        self.nonneg: dict[str, list[str]] = {space: [] for space in LOWER}
+        self.states: dict[str, str] = {}
+        self.hypers = {"lr": "hyper(1e-2, ge=0)"}
+        self.lines: list[str] = []
+        self.spaces = {"elem", "host"}  # in which values may be made here
+        self.takes_step = False
+
+    def pick(self, *of: Any) -> Any:
+        return self.draw(st.sampled_from(of))
+
+    def count(self, most: int) -> int:
+        return self.draw(st.integers(0, most))
+
+    def hyper(self, kind: str, text: str) -> str:
+        """Return the name of a hyper-parameter, a new one or one that is there."""
+        name = f"{kind}{self.count(1) or ''}"
+        self.hypers.setdefault(name, text)
+        return name
+
+    def beta(self) -> str:
+        if self.count(3):
+            return self.hyper("beta", "hyper(0.9, ge=0, lt=1)")
+        self.hypers.setdefault("betas", "hyper((0.9, 0.99), ge=0, lt=1)")
+        return self.pick("b1", "b2")
+
+    def step(self) -> str:
+        self.takes_step = True
+        return "t"
+
+    def decay(self) -> str:
+        """Return a number of [0, 1) of the host."""
+        forms = (self.beta, lambda: "0.9", lambda: f"(1 - {self.beta()} ** {self.step()})", lambda: "0.99")
+        return self.pick(*forms)()
+
+    # values
+
+    def leaf(self, space: str) -> str:
+        if space == "host":
+            number = self.pick("2.0", "0.5", "1.0", "0.1", "-1.0", "3.0", "1e-3", "1e4")
+            return self.pick(lambda: number, lambda: "lr", self.beta, self.step, *map(_always, self.names["host"]))()
+        own = [*self.names[space], *self.nonneg[space]]
+        return self.pick(*own) if own else self.statistic(space, 0, False) if space != "elem" else "g"
+
+    def positive_leaf(self, space: str) -> str:
+        if space == "host":
+            return self.pick(lambda: self.pick("1.0", "0.5", "0.1", "2.0"), lambda: "lr", self.decay, self.step)()
+        own = self.nonneg[space]
+        return self.pick(*own) if own else f"abs({self.leaf(space)})"
+
+    def lower(self, space: str, nonneg: bool, depth: int) -> str:
+        """Return a value of this space or of a smaller one."""
+        spaces = [s for s in LOWER[space] if s in self.spaces]
+        return self.value(self.pick(space, *reversed(spaces)), depth, nonneg)
+
+    def statistic(self, space: str, depth: int, nonneg: bool) -> str:
+        below = ["elem"] + [s for s in ("row", "col") if s in self.spaces and space in ("mat", "tensor")]
+        of = self.pick(*below)
+        name = self.pick(*STATISTICS[space])
+        if of != "elem" and name in ("mat_norm",):
+            name = "mat_mean"
+        x = self.full(of, depth, nonneg and name not in NORMS)
+        two = {"total": "dot", "model_total": "model_dot"}.get(name)
+        if two and not nonneg and of == "elem" and self.count(1):
+            return f"{two}({x}, {self.full(of, depth, False)})"
+        return f"{name}({x})"
+
+    def full(self, space: str, depth: int, nonneg: bool) -> str:
+        """Return a value that has one for each entry of a space, whatever it is made of."""
+        leaf = self.positive_leaf(space) if nonneg else self.leaf(space)
+        if not depth or self.count(1):
+            return leaf
+        return f"({leaf} {self.pick('+', '*')} {self.lower(space, nonneg, depth - 1)})"
+
+    def value(self, space: str, depth: int, nonneg: bool = False) -> str:
+        """Return an expression; of host scalars, too, one that is finite for small numbers."""
+        if not depth:
+            return self.positive_leaf(space) if nonneg else self.leaf(space)
+        low: Callable[..., str] = lambda nonneg=nonneg: self.lower(space, nonneg, depth - 1)  # noqa: E731
+        own: Callable[..., str] = lambda nonneg=nonneg: self.value(space, depth - 1, nonneg)  # noqa: E731
+        forms = [
+            lambda: own(), lambda: f"({own()} + {low()})", lambda: f"({low()} * {own()})",
+            lambda: f"({own()} / {self.above(space, depth - 1)})",
+            lambda: f"where({self.condition(space, depth - 1)}, {own()}, {low()})",
+            lambda: f"maximum({own()}, {low()})", lambda: f"minimum({own()}, {low()})",
+        ]  # fmt: skip
+        if nonneg:
+            forms += [
+                lambda: f"sqrt({own()})", lambda: f"abs({own(False)})", lambda: f"square({own(False)})",
+                lambda: f"{own()} ** {self.pick('0.5', '1.5', '2', '0.25', '3')}", lambda: f"cbrt({own()})",
+                lambda: f"rsqrt({self.above(space, depth - 1)})",
+                lambda: f"power({own()}, {self.pick('0.5', '0.75', '2.0')})",
+            ]  # fmt: skip
+        else:
+            forms += [
+                lambda: f"({own()} - {low()})", lambda: f"-{self.leaf(space)}", lambda: f"sign({own()})",
+                lambda: f"cbrt({own()})", lambda: f"clip({own()}, -1.0, {self.pick('1.0', '0.5', '100.0')})",
+                lambda: f"{self.pick('floor', 'rint')}(clip({own()}, -1e3, 1e3))", lambda: f"{self.leaf(space)} ** 3",
+            ]  # fmt: skip
+        if space == "host":
+            forms += [
+                lambda: f"{self.decay()} ** {self.step()}", lambda: f"exp(-{own(True)})",
+                lambda: f"log(1 + {own(True)})", lambda: f"minimum({self.step()}, 5.0)",
+            ]  # fmt: skip
+        elif space != "elem":
+            forms += [lambda: self.statistic(space, depth - 1, nonneg)] * 4
+        else:
+            forms += [lambda: f"({self.lower(space, nonneg, depth - 1)} * {self.full(space, 0, nonneg)})"] * 2
+        return self.pick(*forms)()
+
+    def above(self, space: str, depth: int) -> str:
+        """Return a value above 0."""
+        eps = self.pick(lambda: self.hyper("eps", "hyper(1e-8, gt=0)"), lambda: "1e-3", lambda: "1e-15", lambda: "1.0")
+        return f"({self.lower(space, True, depth)} + {eps()})"
+
+    def condition(self, space: str, depth: int) -> str:
+        x, y = self.value(space, depth), self.lower(space, False, 0)
+        forms = (
+            lambda: f"{x} > {y}", lambda: f"{x} <= {y}", lambda: f"equal({x}, {y})", lambda: f"~({x} < {y})",
+            lambda: f"({x} > {y}) & ({self.value(space, 0)} < 1.0)", lambda: f"({x} >= {y}) | ({y} < 0.0)",
+        )  # fmt: skip
+        return self.pick(*forms)()
+
+    # statements
+
+    def update(self, state: str, space: str, nonneg: bool) -> list[str]:
+        """Return what becomes of a state."""
+        beta, x = self.decay(), self.value(space, self.count(2), nonneg)
+        forms = [f"{beta} * {state} + (1 - {beta}) * {x}", x, f"{state} + {x}"]
+        forms += [f"where({self.step()} > 1, {forms[0]}, {x})"] if space != "host" else []
+        forms += [f"maximum({beta} * {state}, {x})", f"maximum({state}, {x})"] if nonneg else [f"{state} * {beta}"]
+        return [f"{state} = {self.pick(*forms)}"]
+
+    def step_of_matrices(self) -> list[str]:
+        """Return a statement with functions of whole matrices."""
+        left, basis = "left" in self.states, "basis" in self.states
+        forms = [
+            lambda: f"u = newton_schulz({self.full('elem', 1, False)})", lambda: "u = polar(u + 0 * g)",
+            lambda: "u = gram(u + 0 * g) @ g / (1 + trace(gram(g)))", lambda: "u = top_rows(u + 0 * g, 0.5)",
+            lambda: f"u = u + 0.1 * {self.pick('normal', 'uniform')}(g, {self.step()})",
+            lambda: "u = unwide(g, gram(wide(g)) @ wide(u + 0 * g))",
+            lambda: "u = finite(u + 0 * g)",
+        ]  # fmt: skip
+        if left:
+            beta = self.decay()
+            forms += [
+                lambda: f"left = {beta} * left + (1 - {beta}) * gram({self.pick('g', 'u + 0 * g')})",
+                lambda: "u = inverse_root(left, 4.0, 1e-6) @ u" if self.count(2) else "u = left @ (u + 0 * g)",
+            ]  # fmt: skip
+        if basis:
+            forms += [lambda: "basis = qr((u + 0 * g) @ (g.T @ basis) + basis)", lambda: "u = basis @ (basis.T @ g)"]
+        return [self.pick(*forms)()]
+
+
+def _always(x: str) -> Callable[[], str]:
+    return lambda: x
+
+
+@st.composite
+def rules(draw: Callable[..., Any]) -> tuple[str, bool]:
+    """The text of a rule, and whether it takes matrices only."""
+    w = Writer(draw)
+    level = w.pick("elem", "elem", "tensor", "matrices", "flag", "whole")
+    flags: dict[str, str] = {}
+    when: dict[str, str] = {}
+    if level != "elem":
+        w.spaces |= {"tensor"} | ({"model"} if not w.count(3) else set())
+    if level in ("flag", "whole"):
+        flags["matrix"] = "shape_flag(lambda shape: len(shape) >= 2)"
+    if level == "matrices":
+        w.spaces |= set(OF_MATRICES)
+    inside = {"matrix": w.spaces | set(OF_MATRICES)}
+    for k in range(w.count(3) + (level == "elem")):
+        space = w.pick(*["elem"] * 4, "host", *sorted(w.spaces & set(STATES) - {"elem"}))
+        if level in ("flag", "whole") and not w.count(2):
+            space, when[f"s{k}"] = w.pick("row", "col", "elem"), "matrix"
+        elif not w.count(4) and space == "elem":
+            when[f"s{k}"] = "on"
+            flags["on"] = w.pick("flag(True)", "flag(False)", 'flag(nonzero="momentum")')
+        nonneg = space != "host" and bool(w.count(1))
+        base = next((n for n in w.nonneg["elem"] if n not in when), None)
+        parts = ["nonneg"] if nonneg else []
+        parts += [f'when="{when[f"s{k}"]}"'] if f"s{k}" in when else []
+        if space == "elem" and not nonneg and base and f"s{k}" not in when and w.count(2):
+            parts += [f'normalized_by="{base}"']
+        elif not w.count(2):
+            parts += ["init=" + w.pick("0.5", "1.0", '"lr"' if space == "elem" else "2.0")]
+            if space == "elem" and not nonneg and not w.count(1):
+                parts[-1] = 'init="param"'
+        if space == "host":
+            w.states[f"s{k}"] = f"scalar({w.pick('1.0', '0.0', '0.5')})"
+        else:
+            w.states[f"s{k}"] = f"{STATES[space]}({', '.join(parts)})"
+        (w.nonneg if nonneg else w.names)[space].append(f"s{k}")
+    if level == "whole":
+        for name, text in (
+            ("left", f'matrix_state("rows", symmetric, when="matrix"{w.pick("", ", init=" + repr("identity"))})'),
+            ("basis", 'low_rank_state("rows", rank="rank", when="matrix")'),
+        ):
+            if w.count(1):
+                w.states[name], when[name] = text, "matrix"
+                w.hypers |= {"rank": "hyper(4, ge=1, whole=True)"} if name == "basis" else {}
+    _body(w, level, flags, when, inside)
+    _prune(w)
+    signature = ["p", "g", *(["t"] if w.takes_step else []), *(f"{k}={v}" for k, v in w.states.items()), "*"]
+    signature += [f"{k}={v}" for k, v in {**w.hypers, **flags}.items()]
+    matrix = w.pick("", "", 'matrix="first"') if level != "elem" else ""
+    lines = [f"@optimizer({matrix})", "def drawn(", *(f"    {part}," for part in signature), "):", *w.lines]
+    return "\n".join([*lines, f"    return {', '.join(['p', *w.states])}"]), level == "matrices"
+
+
+def _body(w: Writer, level: str, flags: dict[str, str], when: Mapping[str, str], inside: Mapping[str, Any]) -> None:
+    """Write the statements of a rule, those of states under flags inside their blocks."""
+    spaces = {s: (space, n) for n in (0, 1) for space, of in (w.names, w.nonneg)[n].items() for s in of}
+
+    def hide(*names: str) -> None:
+        for of in (w.names, w.nonneg):
+            for space in of:
+                of[space] = [n for n in of[space] if n not in names]
+
+    def show(*names: str) -> None:
+        for name in names:
+            space, nonneg = spaces[name]
+            (w.nonneg if nonneg else w.names)[space].append(name)
+
+    hide(*when)
+    w.lines.append(f"    u = {w.full('elem', w.count(2), False)}")
+    w.names["elem"].append("u")
+    blocks: list[str] = [s for s in w.states if s not in when] + sorted(set(when.values())) + ["u"] * w.count(2)
+    blocks += ["matrix"] * (level in ("flag", "whole") and "matrix" not in when.values()) + ["if"] * w.count(1)
+    for what in draw_order(w, blocks):
+        if what in w.states:
+            w.lines += [f"    {line}" for line in w.update(what, *spaces[what])]
+        elif what == "u":
+            w.lines.append(f"    u = {w.pick('u + ', '0.5 * u + ', 'u * ', '')}{w.value('elem', 1 + w.count(2))}")
+        else:
+            name, kept = what, w.spaces
+            own = [s for s, f in when.items() if f == what and s in spaces]
+            if what == "if":
+                name = w.pick("fresh", "often", "switch")
+                texts = ("flag(first=True)", 'flag(every="k")', w.pick("flag(False)", "flag(True)"))
+                flags[name] = texts[("fresh", "often", "switch").index(name)]
+                w.spaces = w.spaces - {"model"}
+            elif what == "matrix":
+                w.spaces = inside["matrix"] - {"model"}
+            show(*own)
+            made = [line for s in own for line in w.update(s, *spaces[s])]
+            if what == "matrix" and level == "whole":
+                made += [line for _ in range(1 + w.count(1)) for line in w.step_of_matrices()]
+            if not made or w.count(2):
+                made += [f"u = {w.pick('u + ', 'u * ', '')}{w.value('elem', 1 + w.count(1))}"]
+            made += [f"u = u + 0.1 * {s}" for s in own]
+            hide(*own)
+            w.spaces = kept
+            w.lines += [f"    if {name}:", *(f"        {line}" for line in made)]
+    if 'flag(nonzero="momentum")' in flags.values():
+        w.hypers["momentum"] = w.pick("hyper(0.9, ge=0)", "hyper(0.0, ge=0)")
+    if 'flag(every="k")' in flags.values():
+        w.hypers["k"] = "hyper(2, ge=1, whole=True)"
+    decay = w.pick("", "p * (1 - lr * weight_decay)", "p / (1 + lr * weight_decay)")
+    if decay:
+        w.hypers["weight_decay"] = "hyper(0.1, ge=0)"
+        w.lines.append(f"    p = {decay}")
+    w.lines.append(f"    p = p - lr * u{w.pick('', ' * ' + w.value('elem', 1))}")
+
+def _prune(w: Writer) -> None:
+    """Drop what was declared and is not used; a state that nothing else reads is a part of the step."""
+    for name in [s for s in ("left", "basis") if not _read(s, w.lines)]:
+        w.states.pop(name, None)
+        w.lines = [line for line in w.lines if not line.strip().startswith(f"{name} =")]
+    last = next(k for k, line in enumerate(w.lines) if line.startswith("    p = "))
+    others = {s: [line for line in w.lines if not line.strip().startswith(f"{s} =")] for s in w.states}
+    w.lines[last:last] = [f"    u = u + 0.1 * {s}" for s, lines in others.items() if not _read(s, lines)]
+    if not (_read("b1", w.lines) and _read("b2", w.lines)) and w.hypers.pop("betas", ""):
+        w.hypers["beta"] = "hyper(0.9, ge=0, lt=1)"
+        w.lines = [re.sub(r"\bb[12]\b", "beta", line) for line in w.lines]
+    w.takes_step = _read("t", w.lines)
+    used = ("betas", "rank" if "basis" in w.states else "", *("k momentum".split()))
+    w.hypers = {k: v for k, v in w.hypers.items() if k in used or _read(k, w.lines)}
+    if "betas" in w.hypers:
+        w.lines.insert(0, "    b1, b2 = betas")
+
+
+def _read(name: str, lines: list[str]) -> bool:
+    return any(re.search(rf"\b{name}\b", line.partition(" = ")[2]) for line in lines)
+
+
+def draw_order(w: Writer, blocks: list[str]) -> list[str]:
+    return w.draw(st.permutations(blocks))
+
+
+# -- plans
+
+
+@st.composite
+def plans(draw: Callable[..., Any]) -> str:
+    """The text of a plan."""
+
+    def pick(*of: Any) -> Any:
+        return draw(st.sampled_from(of))
+
+    block = pick(64, 32, 16, 128, 256)
+    bits = lambda least=2: pick(*range(least, 9))  # noqa: E731
+    rounding = lambda: pick("", ', rounding="nearest"', ', rounding="stochastic"')  # noqa: E731
+    relative = lambda: pick("", ", relative=True")  # noqa: E731
+    curve = lambda: pick("linear", "softsign(1)", "softsign(0.5)", "bent")  # noqa: E731
+    scale = lambda *more: pick("scales.ue8m8", "scales.fp32", *more)  # noqa: E731
+    table = lambda n: pick(f"codebooks.dynamic(bits={n})", f"codebooks.dynamic(bits={n}, one=False)", "(-1.0, 0.0, 0.3, 1.0)")  # noqa: E731,E501
+    utable = lambda n: pick(f"codebooks.dynamic(signed=False, bits={n})", f"codebooks.linear_nozero({n})", "(0.01, 0.3, 1.0)")  # noqa: E731,E501
+
+    def signed() -> str:
+        n = bits()
+        return pick(
+            lambda: f"Blocked({bits()}, {block}, {curve()}, {scale('scales.fp16')}{relative()}{rounding()})",
+            lambda: pick("floats.f32", "floats.bf16", "floats.f16", "floats.bf16_auto"),
+            lambda: f"Codebook({table(n)}, {n}, {block}, {scale()}{relative()}{rounding()}{pick('', ', ties=' + repr('down'))})",  # noqa: E501
+            lambda: f"Fp8({pick('e4m3', 'e5m2')!r}, {block}, {scale()}{relative()}{rounding()})",
+        )()
+
+    def nonneg() -> str:
+        n = bits()
+        root = pick("", ', of="sqrt"')
+        roots = ("scales.ue7m9", "scales.fp16") if root else ("scales.fp16",)
+        few = bits(4)
+        return pick(
+            lambda: f"LogMinMax({few}, {block}{pick('', ', of=' + repr('value'))}{rounding()})",
+            lambda: pick("floats.f32", "floats.bf16", "floats.bf16_auto"),
+            lambda: f"Blocked({n}, {block}, {curve()}, {scale(*roots)}, signed=False{root}{zero()}{rounding()})",
+            lambda: f"LogMax({few}, {block}, octaves={pick(2.0, 4.0, 7.0)}{rounding()})",
+            lambda: f"Codebook({utable(n)}, {n}, {block}, {scale()}{root}{rounding()})",
+            lambda: f"Fp8({pick('e4m3', 'e5m2')!r}, {block}, {scale()}{rounding()})",
+            lambda: f"Rank1({n}, vectors={block}{rounding()})",
+            lambda: f"Factored(vectors={pick('floats.f32', f'LogMinMax({few}, {block})')})",
+        )()
+
+    zero = lambda: pick("", ', zero="keep"')  # noqa: E731
+    parts = [f"signed={signed()}", f"nonneg={nonneg()}"]
+    master = pick("", "Split(8)", "Split(16)", "Split(8, 'nearest')", "Copy()", "Kahan()", "Ecc8()", "Native('stochastic')")
+    parts += [f"master={master}"] if master else []
+    parts += ["matrices=8"] if pick(0, 1) else []
+    parts += [f"initial={pick('floats.bf16', 'floats.bf16_auto')}"] if not pick(1, 1, 0) else []
+    parts += [f"small_numel={pick(0, 0, 100)}", 'discouraged="drawn at random"']
+    return "bent = Compander('bent', lambda n: n * (2 - n), lambda y: 1 - sqrt(1 - y))\nplan = Plan(\n" + "".join(
+        f"    {part},\n" for part in ['"Drawn."', *parts]
+    ) + ")"  # fmt: skip
+
+
+@st.composite
+def cases(draw: Callable[..., Any]) -> Case:
+    """Draw a program and its numbers."""
+    rule, matrices = draw(rules())
+    plan = draw(plans()) if draw(st.integers(0, 4)) else 'plan = Plan("fp32")'
+    body = f"{rule}\n\n\n{plan}\n"
+    used = set(re.findall(r"\w+", body))
+    heads = [(m, sorted(used & set(m.__all__))) for m in (optgen.formats, optgen.lang)]
+    text = "".join(f"from {m.__name__} import {', '.join(names)}\n" for m, names in heads) + "\n\n" + body
+    among = MATRICES if matrices else VECTORS + MATRICES
+    options: dict[str, Any] = {}
+    for name, values in (("switch", (True, False)), ("on", (True, False)), ("momentum", (0.0, 0.5)), ("lr", (1.0, 0.0)),
+                         ("beta", (0.0, 0.999)), ("eps", (1e-15, 1e-3)), ("weight_decay", (0.0,)), ("k", (1, 3))):  # fmt: skip
+        if re.search(rf"^    {name}=(?!flag\(nonzero)", rule, re.M) and not draw(st.integers(0, 2)):
+            options[name] = draw(st.sampled_from(values))
+    return Case(
+        text, tuple(draw(st.lists(st.sampled_from(among), min_size=1, max_size=3))), options,
+        param=draw(st.sampled_from(["float32", "bfloat16", "float16"])),
+        grad=draw(st.sampled_from(["float32", "bfloat16", "float16"])),
+        scale=draw(st.one_of(st.integers(-6, 1), st.integers(-38, 38))), spread=draw(st.sampled_from([0, 1, 8, 30])),
+        zeros=draw(st.sampled_from([0.0, 0.0, 0.5, 1.0])), special=not draw(st.integers(0, 9)) and draw(st.booleans()),
+        steps=draw(st.integers(1, 3)), isa=draw(st.integers(0, len(ISAS) - 1)), seed=draw(st.integers(0, 999)),
+    )  # fmt: skip
+
+
+# -- the oracle: the same text on NumPy in fp64
+
+
+def _over(f: Callable[..., Any], axes: tuple[int, ...] | None) -> Callable[[Any], Any]:
+    def reduce(x: Any) -> Any:
+        return f(x, axis=tuple(a for a in axes if -a <= np.ndim(x)), keepdims=True) if axes else f(x)
+
+    return reduce
+
+
+def _nothing(x: Any, *rest: Any, **more: Any) -> Any:
+    return np.full_like(x, np.nan)
+
+
+_SCOPES = {"row": (-1,), "col": (-2,), "mat": (-2, -1)}
+NAMES: dict[str, Any] = {
+    "sqrt": np.sqrt, "rsqrt": lambda x: 1 / np.sqrt(x), "cbrt": np.cbrt, "square": np.square, "power": np.power,
+    "exp": np.exp, "log": np.log, "sign": np.sign, "floor": np.floor, "rint": np.rint, "equal": np.equal,
+    "where": np.where, "maximum": np.maximum, "minimum": np.minimum,
+    "clip": lambda x, low, high: np.minimum(np.maximum(x, low), high),
+    **{f"{scope}_{kind}": _over(f, axes) for scope, axes in _SCOPES.items()
+       for kind, f in (("sum", np.sum), ("mean", np.mean), ("max", np.max))},
+    "mat_norm": lambda x: np.sqrt(np.sum(x * x, axis=(-2, -1), keepdims=True)),
+    "total": np.sum, "mean": np.mean, "amax": np.max, "norm": lambda x: np.sqrt(np.sum(x * x)),
+    "rms": lambda x: np.sqrt(np.mean(x * x)), "dot": lambda a, b: np.sum(a * b), "model_total": np.sum,
+    "model_norm": lambda x: np.sqrt(np.sum(x * x)), "model_dot": lambda a, b: np.sum(a * b),
+    "gram": lambda x: x @ np.swapaxes(x, -1, -2), "wide": lambda x: x if x.shape[-2] < x.shape[-1] else x.mT,
+    "unwide": lambda like, x: np.full_like(like, np.nan), "trace": lambda x: np.trace(x, axis1=-2, axis2=-1)[..., None, None],
+    **dict.fromkeys(("newton_schulz", "polar", "top_rows", "normal", "uniform", "finite", "inverse_root", "qr"), _nothing),
+    "optimizer": lambda **_: lambda f: f, "symmetric": None, "nonneg": None,
+    **dict.fromkeys(("state", "row", "col", "tensor_state", "model_state", "matrix_state", "low_rank_state", "scalar"),
+                    lambda *_, **kw: SimpleNamespace(kind="state", when=kw.get("when"))),
+    "hyper": lambda x, **_: SimpleNamespace(kind="hyper", value=x),
+    "flag": lambda x=False, **kw: SimpleNamespace(kind="flag", value=x, **kw),
+    "shape_flag": lambda f: SimpleNamespace(kind="flag", shape=f),
+}  # fmt: skip
+"""What the names of the language mean; functions of whole matrices of which nothing is claimed are NaN."""
+
+
+def oracle(case: Case, before: Mapping[str, Any], g: Any, t: int, host: Mapping[str, float]) -> dict[str, Any]:
+    """The step number `t` in fp64 from decoded values: "p", the states, the host states."""
+    rule = re.sub(r"^from .*\n|^plan = (?s:.*)|^bent = .*\n", "", case.text, flags=re.M)
+    made: dict[str, Any] = dict(NAMES)
+    exec(compile(rule.replace(".T", ".mT"), "<oracle>", "exec"), made)
+    arguments = inspect.signature(made["drawn"]).parameters
+    shape = g.shape
+    flat = (shape[0], -1) if 'matrix="first"' in rule and len(shape) > 2 else shape
+    values: dict[str, Any] = {k: np.asarray(v, np.float64) for k, v in before.items()}
+    values = {k: v.reshape(flat) if v.shape == shape else v for k, v in values.items()} | {"t": np.float64(t)}
+    values |= {k: np.float64(v) for k, v in host.items()} | {"g": np.asarray(g, np.float64).reshape(flat)}
+    for name, decl in ((k, p.default) for k, p in arguments.items() if k not in "pgt"):
+        given = case.options.get(name, getattr(decl, "value", None))
+        if decl.kind == "hyper":
+            values[name] = tuple(map(np.float64, given)) if isinstance(given, tuple) else np.float64(given)
+    for name, decl in ((k, p.default) for k, p in arguments.items() if k not in "pgt"):
+        if decl.kind == "flag":
+            values[name] = _on(name, vars(decl), values, case, shape, t)
+    values |= {k: None for k, p in arguments.items() if k not in values}
+    with np.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = made["drawn"](**{k: values[k] for k in arguments})
+    names = ["p", *(k for k, p in arguments.items() if getattr(p.default, "kind", "") == "state")]
+    found = dict(zip(names, found if isinstance(found, tuple) else (found,), strict=True))
+    sized = {k: np.broadcast_to(np.asarray(v, np.float64), values[k].shape) for k, v in found.items() if values[k] is not None}
+    return {k: v.reshape(shape) if v.shape == np.empty(shape).reshape(flat).shape else v for k, v in sized.items()}
+
+
+def _on(name: str, flag: Mapping[str, Any], values: Mapping[str, Any], case: Case, shape: Any, t: int) -> bool:
+    """Return whether a flag holds at step t."""
+    if "shape" in flag:
+        return bool(flag["shape"](tuple(shape)))
+    if "nonzero" in flag:
+        return bool(values[flag["nonzero"]] != 0)
+    if "every" in flag:
+        return (t - bool(flag.get("first"))) % int(values[flag["every"]]) == 0
+    return t == 1 if flag.get("first") else bool(case.options.get(name, flag["value"]))
+
+
+# -- a case
+
+
+def load(text: str, folder: Path) -> Any:
+    """Import a program's module."""
+    path = Path(tempfile.mkdtemp(dir=folder)) / "program.py"
+    path.write_text(text, encoding="utf-8")
+    found = importlib.util.spec_from_file_location(f"program_{path.parent.name}", path)
+    assert found and found.loader
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
+
+
+def gradients(case: Case, draw: torch.Generator) -> Iterator[list[torch.Tensor]]:
+    """Yield the gradients of all parameters for each step."""
+    dtype = getattr(torch, case.grad)
+    for _ in range(case.steps):
+        made = []
+        for shape in case.shapes:
+            x = torch.randn(shape, generator=draw, dtype=torch.float64)
+            x = x * 10.0 ** (case.scale - case.spread * torch.rand(shape, generator=draw, dtype=torch.float64))
+            x = torch.where(torch.rand(shape, generator=draw) < case.zeros, 0.0, x)
+            if case.special and x.numel() > 3:
+                x.view(-1)[:3] = torch.tensor([torch.inf, -torch.inf, torch.nan])
+            limit = torch.finfo(dtype).max
+            made.append(torch.where(x.isfinite(), x.clamp(-limit, limit), x).to(dtype))
+        yield made
+
+
+@contextmanager
+def _isa(case: Case) -> Iterator[None]:
+    before = os.environ.get("OPTGEN_ISA")
+    os.environ["OPTGEN_ISA"] = ISAS[case.isa % len(ISAS)]
+    try:
+        with harness.unoptimized():
+            yield
+    finally:
+        os.environ.pop("OPTGEN_ISA", None)
+        if before is not None:
+            os.environ["OPTGEN_ISA"] = before
+
+
+def trained(cls: Any, case: Case, plan: Any, backend: str) -> list[dict[str, Any]]:
+    """Return what each parameter keeps after all steps on a backend."""
+    draw = torch.Generator().manual_seed(case.seed)
+    params = [torch.nn.Parameter(torch.randn(s, generator=draw).to(getattr(torch, case.param))) for s in case.shapes]
+    for p in params:
+        p.grad_dtype = None
+    opt = cls(params, plan=plan.name, backend=backend, seed=case.seed, **case.options)
+    for given in gradients(case, draw):
+        for p, g in zip(params, given, strict=True):
+            p.grad = g
+        opt.step()
+    return [{"p": p.detach(), **opt.state[p]} for p in params]
+
+
+def same(a: Any, b: Any) -> bool:
+    """Return True for equal values; of floats NaN is NaN and a zero's sign counts."""
+    if not isinstance(a, torch.Tensor):
+        return bool(a == b or (a != a and b != b))
+    if a.dtype.is_floating_point:
+        return bool((a.isnan() == b.isnan()).all()) and harness.same_bits(a.nan_to_num(0.0), b.nan_to_num(0.0))
+    return harness.same_bits(a, b)
+
+
+def differing(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], case: Case) -> list[str]:
+    """Return what two backends keep differently; the codes of a parameter that has a NaN anywhere are not compared."""
+    found = []
+    for shape, a, b in zip(case.shapes, ours, theirs, strict=True):
+        floats = [v for v in (*a.values(), *b.values()) if isinstance(v, torch.Tensor) and v.dtype.is_floating_point]
+        lost = any(not v.isfinite().all() for v in floats)
+        for name in a:
+            coded = isinstance(a[name], torch.Tensor) and not a[name].dtype.is_floating_point
+            if not (coded and lost) and not same(a[name], b[name]):
+                found.append(f"{name} of {shape}")
+    return found
+
+
+def inside(cls: Any, spec: Any, plan: Any, case: Case, backend: str, model: Any) -> None:
+    """Step the first parameter, and assert that each step stays within its enclosure, and the oracle within the rule's."""
+    draw = torch.Generator().manual_seed(case.seed)
+    p = torch.randn(case.shapes[0], generator=draw)
+    trial = Trial(
+        cls, spec, p, dtype=getattr(torch, case.param), plan=plan.name, backend=backend, seed=case.seed, model=model,
+        options=case.options,
+    )  # fmt: skip
+    storage = trial.storage(plan, targets.recurrences_of(spec, tuple(sorted(trial.flags.items()))))
+    for g, *_ in gradients(case, draw):
+        before, host, step = trial.decoded(), trial.host, trial.step
+        trial.run(g)
+        if not p.numel():
+            continue
+        after = trial.decoded()
+        start = Values.decoded(before, host, step, model)
+        bounds = enclose(spec, storage, start, g, trial.hypers, kept=after)
+        found = oracle(case, {k: v.numpy() for k, v in before.items()}, g.double().numpy(), step + 1, host)
+        for name in trial.host:
+            got, exact = trial.host[name], float(found[name])
+            assert abs(got - exact) <= 1e-12 * abs(exact) or got == exact, f"host state {name} is {got}, not {exact}"
+        exact = {k: torch.from_numpy(np.array(v)) for k, v in found.items() if k in after}
+        report = compare(after, bounds, exact, reading(spec, start, g, trial.hypers))
+        what = f"{backend} in {'fast' if model is FAST else 'strict'} maths, step {step + 1}, {tuple(p.shape)}"
+        assert report.ok, f"{what}: {[report.worst[name] for name in report.broken]}"
+
+
+class Refused(Exception):
+    """A program that optgen refuses, with the code of the error and its place."""
+
+
+def run(case: Case, folder: Path, kernels: str = "triton cpp fast") -> None:
+    """Build a program and run it; AssertionError where something is not as documented, Refused where it may not be.
+
+    kernels  what is run beside the strict reference: strict "triton", strict "cpp", "fast" kernels of both
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            module = load(case.text, folder)
+            cls = compiled(module.drawn, module.plan, "strict")
+        except UserError as error:
+            assert error.locs, f"a refusal without a place: {error}"
+            raise Refused(f"{error.code} {error.message}") from error
+        spec, plan = module.drawn, module.plan
+        with _isa(case):
+            reference = trained(cls, case, plan, "reference")
+            for backend in ("triton", "cpp"):
+                if backend in kernels:
+                    found = differing(trained(cls, case, plan, backend), reference, case)
+                    assert not found, f"{backend} differs from the reference in {found}"
+            inside(cls, spec, plan, case, "reference", STRICT)
+            if "fast" in kernels:
+                fast = compiled(spec, plan, "fast")
+                for backend in ("cpp", "triton"):
+                    inside(fast, spec, plan, case, backend, FAST)
