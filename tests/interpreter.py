@@ -3,8 +3,9 @@
 A kernel of a few hundred elements spends nearly all its time in the interpreter's bookkeeping: the type of each result
 is built anew, its shape is wrapped and unwrapped, and every integer sum is done twice more for an overflow check whose
 result is dropped (`device_assert` does nothing outside of debug mode).  None of that decides a bit of what a kernel
-stores; tests/test_interpreter.py holds the quick interpreter to the plain one.  One thing does: of two zeros the plain
-one's minimum and maximum are the second, a device's the one that is smaller or larger by its sign.
+stores; tests/test_interpreter.py holds the quick interpreter to the plain one.  Two things do: of two zeros the plain
+one's minimum and maximum are the second, a device's the one that is smaller or larger by its sign; and a condition of
+one number that meets a block is a float in the plain one, which then has no `&` and `|`.
 
 `quicken()` is called by a process that interprets, before its first kernel.
 """
@@ -25,16 +26,24 @@ def changes() -> list[Change]:
     """All that `quicken` sets."""
     from triton.runtime import interpreter
 
-    builder = interpreter.interpreter_builder
+    builder, splat = interpreter.interpreter_builder, interpreter.interpreter_builder.create_splat
     return [
         *_types(),
         (interpreter, "_get_np_dtype", _numpy_types()),
         (interpreter, "_patch_lang", _patch_once()),
         (interpreter, "_patch_attr", _plain_member),
         (builder, "options", replace(builder.options, sanitize_overflow=builder.options.debug)),
+        (builder, "create_splat", lambda kind, x: _of_condition(splat(kind, x), x)),
         (builder, "create_minimumf", lambda a, b: builder.binary_op(a, b, _ordered(np.minimum, np.bitwise_or))),
         (builder, "create_maximumf", lambda a, b: builder.binary_op(a, b, _ordered(np.maximum, np.bitwise_and))),
     ]
+
+
+def _of_condition(made: Any, x: Any) -> Any:
+    """A block of copies of x, which are truths where x is one."""
+    if x.data.dtype == np.bool_:
+        made.data = made.data.astype(np.bool_)
+    return made
 
 
 def _ordered(limit: Callable[[Any, Any], Any], of_bits: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:

@@ -82,7 +82,8 @@ class Blocked(InBlocks):
         bias, most = self.fresh, float(self.codes)
         if self.scale.literal:
             # The library's own order of operations and its ties, so that its numbers come out bit for bit.
-            return cast(floor(self.compander.curve(value / scale) * most + 0.5), dtypes.i32) + bias
+            curved = self.compander.both_signs(self.compander.curve, value / scale, self.signed)
+            return cast(floor(curved * most + 0.5), dtypes.i32) + bias
         exact = self.compander.encode(value, scale, self.codes, signed=self.signed)
         if self.compander.short_encode is None:
             # A hair above the last code, noise would carry into the next one: the first, or the sign.
@@ -102,7 +103,7 @@ class Blocked(InBlocks):
         elif self.zero == "half":
             code = maximum(code, HALF)
         if self.scale.literal:
-            return self.compander.inverse(code / float(self.codes)) * scale
+            return self.compander.both_signs(self.compander.inverse, code / float(self.codes), self.signed) * scale
         return self.compander.decode(code, scale, self.codes, signed=self.signed)
 
     # -- what is known of the error

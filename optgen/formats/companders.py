@@ -98,16 +98,17 @@ class Compander:
         """N * curve(x / scale), f32, before rounding; N = `codes`."""
         if self.short_encode is not None:
             return self.short_encode(x, scale, codes)
-        return self._both_signs(self.curve, x / scale, signed) * float(codes)
+        return self.both_signs(self.curve, x / scale, signed) * float(codes)
 
     def decode(self, code: Num, scale: Num, codes: int, *, signed: bool) -> Num:
         """scale * inverse(code / N), f32."""
         if self.short_decode is not None:
             return self.short_decode(code, scale, codes)
-        return self._both_signs(self.inverse, code * (1.0 / codes), signed) * (scale * (1 - 4 * BELOW))
+        return self.both_signs(self.inverse, code * (1.0 / codes), signed) * (scale * (1 - 4 * BELOW))
 
-    def _both_signs(self, curve: Curve, x: Num, signed: bool) -> Num:
-        if not signed:
+    def both_signs(self, curve: Curve, x: Num, signed: bool) -> Num:
+        """curve(|x|) with the sign of x; companders with a short form have curves that are odd."""
+        if not signed or self.short_encode is not None:
             return curve(x)
         magnitude = curve(abs(x))
         return where(x < 0, -magnitude, magnitude)

@@ -55,6 +55,8 @@ def exact(node: Node) -> Node:
         return a[0].args[0]
     if node.op == "where" and a[0].op == "const":
         return a[1] if a[0].attr else a[2]
+    if node.dtype is dtypes.boolean and any(x.op == "const" for x in a):
+        return _of_truths(node)
     if node.op == "and" and a[0].op == "lshr" and a[1].op == "const":
         shift = a[0].args[1].attr
         if 0 <= a[1].attr < 1 << (32 - shift):  # the mask drops what an arithmetic shift would bring in
@@ -63,6 +65,17 @@ def exact(node: Node) -> Node:
     if node.op in ("and", "or", "xor", "add", "sub", *shifts) and node.dtype is dtypes.i32 and is_const(a[1], 0):
         return a[1] if node.op == "and" else a[0]
     return node
+
+
+def _of_truths(node: Node) -> Node:
+    """Return what `and`, `or`, `xor` and `not` of a known truth are: machines have no numbers among conditions."""
+    first, last = node.args[0], node.args[-1]
+    known, other = (first, last) if first.op == "const" else (last, first)
+    if node.op in ("and", "or"):
+        return other if known.attr == (node.op == "and") else known
+    if node.op == "xor":
+        return exact(ir.op("not", other)) if known.attr else other
+    return ir.const(not known.attr, dtypes.boolean) if node.op == "not" else node
 
 
 EXACT = Rewriter(exact)
