@@ -103,12 +103,14 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as cache:
             environment = {**os.environ, "OPTGEN_CACHE": cache, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
             environment["PYTHONWARNINGS"] = "ignore"
-            command = [sys.executable, __file__, "--batch", f"--seed={seed}", f"--count={asked.count}", f"--keep={asked.keep}"]
+            own = [f"--seed={seed}", f"--count={asked.count}", f"--keep={asked.keep}"]
+            command = [sys.executable, __file__, "--batch", *own]
             done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
         try:
             result = json.loads(done.stdout.splitlines()[-1])
         except (IndexError, ValueError):
-            result = {"ran": 0, "refused": {}, "found": f"the process ended with {done.returncode}: {done.stderr[-400:]}"}
+            found = f"the process ended with {done.returncode}: {done.stderr[-400:]}"
+            result = {"ran": 0, "refused": {}, "found": found}
         ran += result["ran"]
         refused.update(result["refused"])
         if result["found"]:
@@ -116,8 +118,8 @@ def main() -> int:
                 (asked.keep / f"seed_{seed}.txt").unlink(missing_ok=True)
             kinds[result["found"]] += 1
             print(f"seed {seed}: {result['found']}", flush=True)
-        share = sum(refused.values()) / max(ran, 1)
-        print(f"{time.strftime('%H:%M')} {ran} programs, {share:.0%} refused, {sum(kinds.values())} failures", flush=True)
+        counts = f"{ran} programs, {sum(refused.values()) / max(ran, 1):.0%} refused, {sum(kinds.values())} failures"
+        print(f"{time.strftime('%H:%M')} {counts}", flush=True)
         seed += 1
     print(f"refusals: {refused.most_common(8)}\nkinds of failures: {kinds.most_common()}")
     return 1 if kinds else 0

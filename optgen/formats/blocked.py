@@ -82,8 +82,8 @@ class Blocked(InBlocks):
         bias, most = self.fresh, float(self.codes)
         if self.scale.literal:
             # The library's own order of operations and its ties, so that its numbers come out bit for bit.
-            curved = self.compander.both_signs(self.compander.curve, value / scale, self.signed)
-            return cast(floor(curved * most + 0.5), dtypes.i32) + bias
+            bend = self.compander
+            return cast(floor(bend.both_signs(bend.curve, value / scale, self.signed) * most + 0.5), dtypes.i32) + bias
         exact = self.compander.encode(value, scale, self.codes, signed=self.signed)
         if self.compander.short_encode is None:
             # A hair above the last code, noise would carry into the next one: the first, or the sign.

@@ -20,7 +20,7 @@ from optgen.base import loc as locs
 from optgen.base.errors import UserError
 from optgen.base.loc import Loc
 from optgen.formats.check import check_line, check_number, refusal
-from optgen.lang.values import Num, Value, where
+from optgen.lang.values import Num, Value, minimum, where
 
 Curve = Callable[[Num], Num]
 
@@ -107,11 +107,12 @@ class Compander:
         return self.both_signs(self.inverse, code * (1.0 / codes), signed) * (scale * (1 - 4 * BELOW))
 
     def both_signs(self, curve: Curve, x: Num, signed: bool) -> Num:
-        """curve(|x|) with the sign of x; companders with a short form have curves that are odd."""
-        if not signed or self.short_encode is not None:
+        """curve(|x|) with the sign of x; curves of companders with a short form are odd, and defined above 1."""
+        if self.short_encode is not None:
             return curve(x)
-        magnitude = curve(abs(x))
-        return where(x < 0, -magnitude, magnitude)
+        # In fast maths code / N of the last code may be a hair above 1, where an inverse may have no value.
+        magnitude = curve(minimum(abs(x) if signed else x, 1.0))
+        return where(x < 0, -magnitude, magnitude) if signed else magnitude
 
 
 @lru_cache(maxsize=256)
