@@ -3,9 +3,10 @@
 A kernel of a few hundred elements spends nearly all its time in the interpreter's bookkeeping: the type of each result
 is built anew, its shape is wrapped and unwrapped, and every integer sum is done twice more for an overflow check whose
 result is dropped (`device_assert` does nothing outside of debug mode).  None of that decides a bit of what a kernel
-stores; tests/test_interpreter.py holds the quick interpreter to the plain one.  Two things do: of two zeros the plain
-one's minimum and maximum are the second, a device's the one that is smaller or larger by its sign; and a condition of
-one number that meets a block is a float in the plain one, which then has no `&` and `|`.
+stores; tests/test_interpreter.py holds the quick interpreter to the plain one.  Three things do: of two zeros the plain
+one's minimum and maximum are the second, a device's the one that is smaller or larger by its sign; a condition of one
+number that meets a block is a float in the plain one, which then has no `&` and `|`; and it widens subnormal bf16 to
+other numbers.
 
 `quicken()` is called by a process that interprets, before its first kernel.
 """
@@ -30,6 +31,7 @@ def changes() -> list[Change]:
     return [
         *_types(),
         (interpreter, "_get_np_dtype", _numpy_types()),
+        (interpreter, "_convert_float", _widening(interpreter._convert_float)),
         (interpreter, "_patch_lang", _patch_once()),
         (interpreter, "_patch_attr", _plain_member),
         (builder, "options", replace(builder.options, sanitize_overflow=builder.options.debug)),
@@ -44,6 +46,17 @@ def _of_condition(made: Any, x: Any) -> Any:
     if x.data.dtype == np.bool_:
         made.data = made.data.astype(np.bool_)
     return made
+
+
+def _widening(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """The interpreter's conversion of floats, bf16 to fp32 by its bits."""
+
+    def convert(x: Any, source: Any, target: Any, rounding: Any) -> Any:
+        if (source.name, target.name) != ("bf16", "fp32"):
+            return plain(x, source, target, rounding)
+        return x.view(np.uint16).astype(np.uint32) << 16
+
+    return convert
 
 
 def _ordered(limit: Callable[[Any, Any], Any], of_bits: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:

@@ -2,7 +2,7 @@
 
     python tools/fuzz_compiler.py --minutes 60 --seed 1
 
-Batches have a process and a cache of kernels of their own.  A failure is shrunk for up to two minutes and written to
+Batches have a process and a cache of kernels of their own.  A failure is shrunk for a minute and written to
 tests/cases/programs (or --keep), where tests/test_programs.py repeats it; failures of a kind that was met before are
 counted.  Ends with 1 where there was any.
 """
@@ -21,7 +21,7 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-SHRINK_SECONDS = 120.0
+SHRINK_SECONDS = 60.0
 
 
 def kind(error: BaseException) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from optgen.ops.dtypes import PRECISION, DType
-from optgen.ops.prims import GATHERS, PRIMS, SCOPES
+from optgen.ops.prims import GATHERS, PRIMS, SCOPES, holds
 from optgen.ops.tables import Table
 
 Operand = Any  # Tensor | float
@@ -46,8 +46,9 @@ def _sqrt(x: Any) -> Any:
 
 
 def _where(c: Any, a: Operand, b: Operand) -> Any:
-    if isinstance(c, bool):
-        return a if c else b
+    if not isinstance(c, torch.Tensor):
+        return a if holds(c) else b
+    c = c if c.dtype is torch.bool else (c & 1).bool()  # of one that met ~ of a condition of numbers
     if not isinstance(a, torch.Tensor) and not isinstance(b, torch.Tensor):
         # A condition does not know the precision that it came from.  By default two numbers that f32 holds
         # exactly are given as f32, which any arithmetic widens without loss; others keep their fp64 value.

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from optgen.lang.values import clip, exp2, log2, maximum, raised, reader_of, where
 from optgen.ops.dtypes import F32_UNIT, f32
-from optgen.ops.prims import GATHERS, PRIMS, SCOPES, Prim
+from optgen.ops.prims import GATHERS, PRIMS, SCOPES, Prim, holds
 
 F32_TINY = 2.0**-149  # twice half the smallest subnormal step
 F32_LARGEST, F32_NORMAL = f32.largest, f32.normal
@@ -95,7 +95,7 @@ class Condition:
 def _truth(c: Condition | bool, like: Condition) -> Condition:
     if isinstance(c, Condition):
         return c
-    yes = torch.full_like(like.yes, bool(c))
+    yes = torch.full_like(like.yes, holds(c))
     return Condition(yes, ~yes)
 
 
@@ -376,7 +376,7 @@ class _Reader:
 
     def where(self, c: Condition | bool, a: Ends, b: Ends) -> Interval | float | int:
         if not isinstance(c, Condition):
-            return a if c else b
+            return a if holds(c) else b
         model = next((v.model for v in (a, b) if isinstance(v, Interval)), STRICT)
         like = Interval(torch.zeros_like(c.yes, dtype=torch.float64), torch.zeros(()), model)
         x, y = _lift(a, like), _lift(b, like)
