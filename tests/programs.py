@@ -51,6 +51,7 @@ class Case:
     scale    power of ten of gradients; spread: powers of ten between elements; zeros: share of zeros
     special  whether some gradients are infinite or NaN
     isa      of C++ kernels, counted from the widest that this machine has
+    kernels  what is run beside the strict reference: strict "triton", strict "cpp", "fast" kernels of both
     """
 
     text: str
@@ -65,6 +66,7 @@ class Case:
     steps: int = 1
     isa: int = 0
     seed: int = 0
+    kernels: str = "triton cpp fast"
 
     def __str__(self) -> str:
         """Return the case as a file of tests/cases/programs has it."""
@@ -670,11 +672,8 @@ class Unplaced(AssertionError):
     """A program that optgen refuses without a place."""
 
 
-def run(case: Case, folder: Path, kernels: str = "triton cpp fast") -> None:
-    """Build a program and run it; AssertionError where something is not as documented, Refused where it may not be.
-
-    kernels  what is run beside the strict reference: strict "triton", strict "cpp", "fast" kernels of both
-    """
+def run(case: Case, folder: Path) -> None:
+    """Build a program and run it; AssertionError where something is not as documented, Refused where it may not be."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -686,11 +685,11 @@ def run(case: Case, folder: Path, kernels: str = "triton cpp fast") -> None:
         with _isa(case):
             reference = trained(cls, case, plan, "reference")
             for backend in ("triton", "cpp"):
-                if backend in kernels:
+                if backend in case.kernels:
                     found = differing(trained(cls, case, plan, backend), reference, case)
                     assert not found, f"{backend} differs from the reference in {found}"
             inside(cls, spec, plan, case, "reference", STRICT)
-            if "fast" in kernels:
+            if "fast" in case.kernels:
                 fast = compiled(spec, plan, "fast")
                 for backend in ("cpp", "triton"):
                     inside(fast, spec, plan, case, backend, FAST)

@@ -5,6 +5,7 @@ any number of them and keeps what fails in tests/cases/programs.
 """
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,7 @@ def test_fresh_programs_are_right(kernels: str, tmp_path: Path) -> None:
     @given(programs.cases())
     def one(case: programs.Case) -> None:
         try:
-            programs.run(case, tmp_path, kernels)
+            programs.run(replace(case, kernels=kernels), tmp_path)
         except programs.Refused as refusal:
             refused.append(refusal)
         except Exception as error:
@@ -62,12 +63,12 @@ def test_the_oracle_notices_another_rule(
 ) -> None:
     """The oracle is given a changed text: what it says is compared with what the program does."""
     real = programs.oracle
-    changed = lambda case, *rest: real(programs.replace(case, text=case.text.replace(*change)), *rest)  # noqa: E731
-    case = programs.Case(NOTICED, options={"on": True})
-    programs.run(case, tmp_path, "")
+    changed = lambda case, *rest: real(replace(case, text=case.text.replace(*change)), *rest)  # noqa: E731
+    case = programs.Case(NOTICED, options={"on": True}, kernels="")
+    programs.run(case, tmp_path)
     monkeypatch.setattr(programs, "oracle", changed)
     with pytest.raises(AssertionError, match=complaint):
-        programs.run(case, tmp_path, "")
+        programs.run(case, tmp_path)
 
 
 NOTICED = """from optgen.formats import Plan

@@ -82,7 +82,11 @@ def _whole(f: Callable[[float], int]) -> Callable[[float], float]:
 
 def holds(c: Any) -> bool:
     """Return the truth of a condition of numbers, of which Python's ~ makes -2 and -1."""
-    return bool(c & 1)
+    return bool(c & 1 if isinstance(c, int) else c)
+
+
+def _chosen(c: Any, x: Any, y: Any) -> Any:
+    return x if holds(c) else y
 
 
 def _inverted(x: Any) -> Any:
@@ -154,7 +158,7 @@ _ROWS = (
     Prim("xor", "cc", "of bools, or of the bits of i32", host=True, infix=("^", 3, True), operator=operator.xor,
          symbol="Xor"),
     Prim("not", "c", dtype=boolean, host=True, shown="~", operator=_inverted, tensor="logical_not", symbol="Not"),
-    Prim("where", "bxx", "where(c, x, y): both sides are computed", host=True, number=lambda c, x, y: x if holds(c) else y,
+    Prim("where", "bxx", "where(c, x, y): both sides are computed", host=True, number=_chosen,
          symbol=lambda m, c, x, y: m.Piecewise((x, c), (y, True))),
     # i32
     Prim("shl", "ik", "x << constant", shown="<<", operator=operator.lshift),

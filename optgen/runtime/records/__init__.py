@@ -563,8 +563,8 @@ class Variant:
     def block_of(self, owners: Collection[str]) -> int:
         """Return the elements of a storage block of these values; 1: none is in blocks."""
         fields = [f for f in self.fields if f.owner in owners]
-        block = max((f.per for f in fields if f.width == 1), default=1)
-        return block if block > 1 or all(f.width == 1 for f in fields) else PACK
+        block = max((f.per for f in fields if f.per != EIGHT), default=1)
+        return block if block > 1 or all(f.per != EIGHT for f in fields) else PACK
 
     def host_for(self, backend: str) -> tuple[HostFunction, int]:
         """(host function, number of scalars that it returns before the host states) of a backend."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from optgen.runtime.records import PACK, Eager, Field, HostFunction, Matrix, Variant, Whole, keys
+from optgen.runtime.records import EIGHT, PACK, Eager, Field, HostFunction, Matrix, Variant, Whole, keys
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -261,7 +261,7 @@ def joined(
         fields += _fields(state, formats[state.name], matrix)
     codecs = {"p": weight.codec} if weight else {}
     codecs |= {name: fmt.codec for name, fmt in formats.items() if name in own and fmt.codec}
-    block = max((f.per for f in fields if f.width == 1), default=1)
+    block = max((f.per for f in fields if f.per != EIGHT), default=1)
     tail = ("_small" if small else "") + ("_vector" if vector else "")
     return Variant(
         function=f"{rule.name}_{param}{rule.suffix}{tail}",
@@ -271,7 +271,7 @@ def joined(
         scalars=rule.scalars,
         host=rule.host,
         flags=rule.flags,
-        block=block if block > 1 or all(f.width == 1 for f in fields) else PACK,
+        block=block if block > 1 or all(f.per != EIGHT for f in fields) else PACK,
         stochastic=bool(words),
         host_states=rule.host_states,
         init={s.name: s.init for s in rule.states if s.init != 0.0},
