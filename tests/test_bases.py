@@ -270,6 +270,10 @@ def test_kron_takes_no_factor_that_is_not_finite(shape: tuple[int, ...], factor:
     kept, p.grad = opt.state[p][factor].clone(), torch.full(shape, 1e9)
     opt.step()
     assert torch.equal(opt.state[p][factor], kept) and p.isfinite().all()
+    if factor == "long":
+        opt.param_groups[0]["max_precond_dim"] = 30
+        with pytest.raises(ValueError, match="with long, short, which it does not have under max_precond_dim=30"):
+            opt.step()
 
 
 @pytest.mark.parametrize("says", [True, False])

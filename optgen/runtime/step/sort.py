@@ -125,9 +125,10 @@ class _Sorter:
 
     def _refuse_limits(self, choice: Choice, variant: Variant, kept: state.State, label: str) -> None:
         """Raise ValueError for a state that has what the parameter has no use for under limits changed since."""
-        changed = kept.keys() ^ variant.keys
-        if found := {f.owner for v in choice.plan.variants for f in v.fields if f.name in changed}:
-            had, has = ("with", "does not have") if changed & kept.keys() else ("without", "has")
+        owners = {f.name: f.owner for v in choice.plan.variants for f in v.fields}
+        gone = {owners[x] for x in kept.keys() - variant.keys if x in owners}
+        if found := gone or {owners[x] for x in variant.keys - kept.keys() if x in owners}:
+            had, has = ("with", "does not have") if gone else ("without", "has")
             raise ValueError(
                 f"{self.cls.__name__}: {label} has made steps {had} {', '.join(sorted(found))}, which it {has} "
                 f"under {', '.join(f'{x}={self.group[x]!r}' for x in self.limits)}: set that back, or begin anew"
