@@ -226,6 +226,29 @@ def test_kron_is_pytorch_optimizers(backend: str, shape: tuple[int, ...], monkey
     assert (other - start).abs().max() > 0.09
 
 
+@pytest.mark.parametrize("shape", [(6, 10), (12, 5), (8, 8), (7,), (8200, 4), (3, 8200)], ids=str)
+def test_kron_is_psgd_torchs(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In fp64, without momentum, which there comes after the factors; vectors with diagonal factors.  Norms that limit
+    steps have 1e-6 added here."""
+    psgd_torch, spec = pytest.importorskip("psgd_torch"), spec_of("psgd_kron")
+    start = torch.randn(shape, generator=torch.Generator().manual_seed(1)).double()
+    ours, states, p, size, most = start, {}, nn.Parameter(start.clone()), math.sqrt(start.numel()), 0.0
+    longest = {"preconditioner_max_size": 8192, "preconditioner_max_skew": math.inf if len(shape) > 1 else 0.0}
+    options = {"lr_params": LR, "grad_clip_max_norm": 1.1 * size, "preconditioner_type": "whitening", **longest}
+    theirs = psgd_torch.Kron([p], preconditioner_init_scale=1.0, **options)
+    monkeypatch.setattr(torch, "rand", lambda _: torch.tensor(0.5))  # in one of 100 steps factors are balanced
+    for t, g in enumerate(gradients(shape), 1):
+        noise = normal(torch.zeros(shape), t).double() if len(shape) > 1 else torch.ones(shape).double()
+        monkeypatch.setattr(torch, "randn_like", lambda _, noise=noise: noise)
+        theirs.step(lambda g=g: (p * g).sum())
+        ours, states, _ = spec.evaluate(ours, g.double(), t, states, lr=LR, momentum=0.0)
+        factors = [q.diag() if q.ndim < 2 else q for q in theirs._Qs_exprs[0][0] if len(q) < 99]
+        bent = math.prod(float(torch.linalg.cond(q)) for q in factors)
+        most += 2.0**-53 * (4 + LR * t * math.sqrt(sum(shape)) * bent**2) + LR * 1.1e-6 * size
+        assert (ours - p).abs().max() <= most, t
+    assert (p - start).abs().max() > 0.05
+
+
 @pytest.mark.parametrize("name", [*CASES, *OWN])
 def test_a_gradient_that_is_nan_spoils_its_own_parameter_alone(name: str) -> None:
     """Also where a decomposition takes both matrices at a time."""
