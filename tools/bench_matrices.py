@@ -64,10 +64,16 @@ def soap_products(layers: int) -> Callable[[], object]:
 
 def stepping(make: Callable[[list[nn.Parameter]], Any], layers: int) -> Callable[[], object]:
     """Return the step of an optimizer, which has made two: its first compiles and makes states."""
-    opt = make(params(layers))
-    opt.step()
-    opt.step()
-    step: Callable[[], object] = opt.step
+    made = params(layers)
+    gradients, opt = [p.grad for p in made], make(made)
+
+    def step() -> None:
+        for p, g in zip(made, gradients, strict=True):
+            p.grad = g  # heavyball takes it away
+        opt.step()
+
+    step()
+    step()
     return step
 
 
@@ -90,11 +96,15 @@ def contenders(layers: int) -> dict[str, dict[str, Callable[[], object]]]:
     if benchmark.installed("pytorch-optimizer"):
         import pytorch_optimizer as po
 
+        found["Muon"]["pytorch-optimizer"] = stepping(lambda ps: po.Muon([{"params": ps, "use_muon": True}]), layers)
         found["SOAP"]["pytorch-optimizer"] = stepping(lambda ps: po.SOAP(ps, **quiet), layers)
     if benchmark.installed("heavyball"):
         import heavyball
 
-        found["SOAP"]["heavyball"] = stepping(lambda ps: heavyball.SOAP(ps, **quiet), layers)
+        heavyball.utils.compile_mode = None  # else torch compiles each shape for minutes
+        limits = {"merge_dims": False, "max_precond_dim": 10000, "use_precond_schedule": False, **quiet}
+        found["Muon"]["heavyball"] = stepping(heavyball.Muon, layers)
+        found["SOAP"]["heavyball"] = stepping(lambda ps: heavyball.SOAP(ps, **limits), layers)
     return found
 
 

@@ -29,10 +29,12 @@ LOW: dict[str, Any] = {"lr": 0.1, "rank": 16}
 RULES: dict[str, dict[str, Any]] = {
     "muon": {"lr": 0.1}, "low_rank_muon": {"lr": 0.1}, "normuon": {"lr": 0.06}, "adamuon": {"lr": 0.2},
     "polargrad": {"lr": 0.04}, "scion": {"lr": 0.06, "unconstrained": True}, "dion": {"lr": 0.3}, "dion2": {"lr": 0.5},
-    "sinkgd": {"lr": 0.6}, "soap": {"lr": 0.1}, "soap_muon": {"lr": 0.0375}, "shampoo": {"lr": 0.04},
-    "kl_shampoo": {"lr": 0.02}, "psgd_kron": {"lr": 0.01}, "splus": {"lr": 4.0}, "conda": {"lr": 0.2}, "galore": LOW, "apollo": LOW, "fira": LOW,
+    "sinkgd": {"lr": 0.6}, "soap": {"lr": 0.1}, "soap_muon": {"lr": 0.1, "shampoo_beta": 0.99},
+    "shampoo": {"lr": 0.04}, "kl_shampoo": {"lr": 0.02}, "psgd_kron": {"lr": 0.01}, "splus": {"lr": 4.0},
+    "conda": {"lr": 0.2}, "galore": LOW, "apollo": LOW, "fira": LOW,
 }  # fmt: skip
-"""Rules by their specs, with options; at these rates 1,000 steps of most bring the loss below a thousandth."""
+"""Rules by their specs, with options; at these rates 1,000 steps of most bring the loss below a thousandth.  SOAP-Muon
+does not descend with its own shampoo_beta."""
 
 
 class Descent:

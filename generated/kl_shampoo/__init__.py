@@ -5,7 +5,7 @@
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp, by_flags
 from optgen.runtime.records.scalars import divide, maximum, root, where
 from optgen.runtime.reference.eager import put, quotient, smaller, sqrt
-from optgen.runtime.reference.matrices import bjorck, finite, identity, orthogonal_iteration
+from optgen.runtime.reference.matrices import averaged, bjorck, finite, identity, orthogonal_iteration
 
 
 class KLShampoo(Optimizer):
@@ -98,9 +98,10 @@ def kl_shampoo_matrices(basis_left, basis_right, operand_whole):
 def kl_shampoo_matrices_2(
     left, basis_left, right, basis_right, update_whole, by_right_whole, by_left_whole, beta2, gain,
 ):
-    left = beta2 * left + gain * (by_right_whole @ by_right_whole.mT)  # 54  left = beta2 * left + gain * gram(by_right)
+    # 54  left = beta2 * left + gain * gram(by_right)
+    left = averaged(beta2, left, gain, by_right_whole @ by_right_whole.mT)
     # 55  right = beta2 * right + gain * gram(by_left.T)
-    right = beta2 * right + gain * (by_left_whole.mT @ by_left_whole)
+    right = averaged(beta2, right, gain, by_left_whole.mT @ by_left_whole)
     return left, right, basis_left @ update_whole @ basis_right.mT
 
 
@@ -108,8 +109,9 @@ def kl_shampoo_matrices_refresh(
     left, basis_left, right, basis_right, update_whole, by_right_whole, exp_avg_whole, by_left_whole, beta2, gain,
     moves,
 ):
-    left = beta2 * left + gain * (by_right_whole @ by_right_whole.mT)  # 54
-    left = finite(left, 0.0)                                           # 59  left, right = finite(left), finite(right)
+    left = averaged(beta2, left, gain, by_right_whole @ by_right_whole.mT)  # 54
+    # 59  left, right = finite(left), finite(right)
+    left = finite(left, 0.0)
     # 60  turn = orthogonal_iteration(left, moves * identity(left))
     turn = orthogonal_iteration(left, moves * identity(left))
     turn_transpose = turn.mT
@@ -117,14 +119,14 @@ def kl_shampoo_matrices_refresh(
     left = turn_transpose @ left @ turn
     # 63  basis_left, basis_right = basis_left @ turn, basis_right @ other
     basis_left_2 = basis_left @ turn
-    basis_left_2 = bjorck(basis_left_2, 1.0)                           # 64  basis_left = bjorck(basis_left)
-    right = beta2 * right + gain * (by_left_whole.mT @ by_left_whole)  # 55
-    right = finite(right, 0.0)                                         # 59
+    basis_left_2 = bjorck(basis_left_2, 1.0)                                # 64  basis_left = bjorck(basis_left)
+    right = averaged(beta2, right, gain, by_left_whole.mT @ by_left_whole)  # 55
+    right = finite(right, 0.0)  # 59
     # 61  other = orthogonal_iteration(right, moves * identity(right))
     other = orthogonal_iteration(right, moves * identity(right))
     right = other.mT @ right @ other  # 62
     basis_right_2 = basis_right @ other  # 63
-    basis_right_2 = bjorck(basis_right_2, 1.0)                         # 65  basis_right = bjorck(basis_right)
+    basis_right_2 = bjorck(basis_right_2, 1.0)                              # 65  basis_right = bjorck(basis_right)
     exp_avg = turn_transpose @ exp_avg_whole @ other  # 62
     return left, basis_left_2, right, basis_right_2, basis_left @ update_whole @ basis_right.mT, exp_avg
 

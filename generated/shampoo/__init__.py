@@ -7,7 +7,7 @@ import torch
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp, by_flags
 from optgen.runtime.records.scalars import divide, maximum, root, where
 from optgen.runtime.reference.eager import few_sum, sqrt
-from optgen.runtime.reference.matrices import finite, inverse_root
+from optgen.runtime.reference.matrices import averaged, finite, inverse_root
 
 
 class Shampoo(Optimizer):
@@ -89,9 +89,9 @@ def shampoo_matrices(
 ):
     g_whole_transpose = g_whole.mT
     # 45  left = shampoo_beta * left + (1 - shampoo_beta) * gram(g)
-    left = shampoo_beta * left + one_minus_shampoo_beta * (g_whole @ g_whole_transpose)
+    left = averaged(shampoo_beta, left, one_minus_shampoo_beta, g_whole @ g_whole_transpose)
     # 46  right = shampoo_beta * right + (1 - shampoo_beta) * gram(g.T)
-    right = shampoo_beta * right + one_minus_shampoo_beta * (g_whole_transpose @ g_whole)
+    right = averaged(shampoo_beta, right, one_minus_shampoo_beta, g_whole_transpose @ g_whole)
     update = root_left @ exp_avg_whole @ root_right  # 51  update = root_left @ exp_avg @ root_right
     return left, right, update
 
@@ -101,11 +101,11 @@ def shampoo_matrices_refresh(
     one_minus_shampoo_beta,
 ):
     g_whole_transpose = g_whole.mT
-    left = shampoo_beta * left + one_minus_shampoo_beta * (g_whole @ g_whole_transpose)  # 45
+    left = averaged(shampoo_beta, left, one_minus_shampoo_beta, g_whole @ g_whole_transpose)  # 45
     left_2 = finite(left, 0.0)                       # 50  left, right = finite(left), finite(right)
     # 48  root_left = finite(inverse_root(left, root_order, matrix_eps), root_left)
     root_left = finite(inverse_root(left, root_order, matrix_eps), root_left)
-    right = shampoo_beta * right + one_minus_shampoo_beta * (g_whole_transpose @ g_whole)  # 46
+    right = averaged(shampoo_beta, right, one_minus_shampoo_beta, g_whole_transpose @ g_whole)  # 46
     right_2 = finite(right, 0.0)                     # 50
     # 49  root_right = finite(inverse_root(right, root_order, matrix_eps), root_right)
     root_right = finite(inverse_root(right, root_order, matrix_eps), root_right)

@@ -4,7 +4,7 @@
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp, by_flags
 from optgen.runtime.records.scalars import divide, maximum, root, where
 from optgen.runtime.reference.eager import quotient, sqrt
-from optgen.runtime.reference.matrices import bjorck, finite, orthogonal_iteration, sorting
+from optgen.runtime.reference.matrices import averaged, bjorck, finite, orthogonal_iteration, sorting
 
 
 class SOAP(Optimizer):
@@ -104,9 +104,9 @@ def soap_matrices_2(
 ):
     turned_2_transpose = turned_2.mT
     # 53  left = shampoo_beta * left + (1 - shampoo_beta) * gram(turned)
-    left = shampoo_beta * left + one_minus_shampoo_beta * (turned_2 @ turned_2_transpose)
+    left = averaged(shampoo_beta, left, one_minus_shampoo_beta, turned_2 @ turned_2_transpose)
     # 55  right = shampoo_beta * right + (1 - shampoo_beta) * gram(turned.T)
-    right = shampoo_beta * right + one_minus_shampoo_beta * (turned_2_transpose @ turned_2)
+    right = averaged(shampoo_beta, right, one_minus_shampoo_beta, turned_2_transpose @ turned_2)
     update = basis_left @ update_whole  # 48  update = basis_left @ update if by_rows else update
     update = update @ basis_right.mT    # 49  update = update @ basis_right.T if by_columns else update
     return left, right, update
@@ -118,7 +118,7 @@ def soap_matrices_no_by_columns(basis_left, g_whole):
 
 
 def soap_matrices_no_by_columns_2(left, basis_left, update_whole, turned, shampoo_beta, one_minus_shampoo_beta):
-    left = shampoo_beta * left + one_minus_shampoo_beta * (turned @ turned.mT)  # 53
+    left = averaged(shampoo_beta, left, one_minus_shampoo_beta, turned @ turned.mT)  # 53
     update = basis_left @ update_whole  # 48
     return left, update
 
@@ -129,7 +129,7 @@ def soap_matrices_no_by_rows(basis_right, g_whole):
 
 
 def soap_matrices_no_by_rows_2(right, basis_right, update_whole, turned, shampoo_beta, one_minus_shampoo_beta):
-    right = shampoo_beta * right + one_minus_shampoo_beta * (turned.mT @ turned)  # 55
+    right = averaged(shampoo_beta, right, one_minus_shampoo_beta, turned.mT @ turned)  # 55
     update = update_whole @ basis_right.mT  # 49
     return right, update
 
@@ -139,7 +139,7 @@ def soap_matrices_refresh(
     one_minus_shampoo_beta, moves,
 ):
     turned_2_transpose = turned_2.mT
-    left = shampoo_beta * left + one_minus_shampoo_beta * (turned_2 @ turned_2_transpose)  # 53
+    left = averaged(shampoo_beta, left, one_minus_shampoo_beta, turned_2 @ turned_2_transpose)  # 53
     left = finite(left, 0.0)                             # 57  left = finite(left)
     order = sorting(left)                                # 58  order = sorting(left)
     turn = orthogonal_iteration(left, moves * order)     # 59  turn = orthogonal_iteration(left, moves * order)
@@ -147,7 +147,7 @@ def soap_matrices_refresh(
     left = turn_transpose @ left @ turn                  # 60  new, left = basis_left @ turn, turn.T @ left @ turn
     new = basis_left @ turn                              # 60
     basis_left_2 = bjorck(new, 1.0)                      # 61  basis_left = bjorck(new)
-    right = shampoo_beta * right + one_minus_shampoo_beta * (turned_2_transpose @ turned_2)  # 55
+    right = averaged(shampoo_beta, right, one_minus_shampoo_beta, turned_2_transpose @ turned_2)  # 55
     right = finite(right, 0.0)                           # 64  right = finite(right)
     order_2 = sorting(right)                             # 65  order = sorting(right)
     turn = orthogonal_iteration(right, moves * order_2)  # 66  turn = orthogonal_iteration(right, moves * order)
@@ -168,7 +168,7 @@ def soap_matrices_refresh_no_by_columns(
     left, basis_left, update_whole, turned, exp_avg_whole, exp_avg_sq_whole, shampoo_beta, one_minus_shampoo_beta,
     moves,
 ):
-    left = shampoo_beta * left + one_minus_shampoo_beta * (turned @ turned.mT)  # 53
+    left = averaged(shampoo_beta, left, one_minus_shampoo_beta, turned @ turned.mT)  # 53
     left = finite(left, 0.0)                          # 57
     order = sorting(left)                             # 58
     turn = orthogonal_iteration(left, moves * order)  # 59
@@ -186,7 +186,7 @@ def soap_matrices_refresh_no_by_rows(
     right, basis_right, update_whole, exp_avg_whole, turned, exp_avg_sq_whole, shampoo_beta, one_minus_shampoo_beta,
     moves,
 ):
-    right = shampoo_beta * right + one_minus_shampoo_beta * (turned.mT @ turned)  # 55
+    right = averaged(shampoo_beta, right, one_minus_shampoo_beta, turned.mT @ turned)  # 55
     right = finite(right, 0.0)                         # 64
     order = sorting(right)                             # 65
     turn = orthogonal_iteration(right, moves * order)  # 66

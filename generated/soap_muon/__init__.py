@@ -7,7 +7,7 @@ import torch
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Series, Stage, StateRecord, Temp, by_flags
 from optgen.runtime.records.scalars import divide, maximum, root, where
 from optgen.runtime.reference.eager import few_sum, larger, newton_schulz, quotient, sqrt
-from optgen.runtime.reference.matrices import bjorck, finite, orthogonal_iteration, sorting, wide
+from optgen.runtime.reference.matrices import averaged, bjorck, finite, orthogonal_iteration, sorting, wide
 
 
 class SOAPMuon(Optimizer):
@@ -123,14 +123,14 @@ def soap_muon_matrices_2(
 ):
     turned = basis_left.mT @ g_whole @ basis_right               # 96  turned = basis_left.T @ g @ basis_right
     turned_transpose = turned.mT
-    left_call = finite(shampoo_beta * left + one_minus_shampoo_beta * (turned @ turned_transpose), 0.0)
+    left_call = finite(averaged(shampoo_beta, left, one_minus_shampoo_beta, turned @ turned_transpose), 0.0)
     # 97  order_left, left, basis_left = renewed( shampoo_beta * left + (1 - shampoo_beta) * gram(turned), basis_left,
     #     known)
     order_left = sorting(left_call)
     order_left_call = orthogonal_iteration(left_call, known * order_left)
     left = order_left_call.mT @ left_call @ order_left_call  # 97
     basis_left_2 = bjorck(basis_left @ order_left_call, 1.0)  # 97
-    right_call = finite(shampoo_beta * right + one_minus_shampoo_beta * (turned_transpose @ turned), 0.0)
+    right_call = finite(averaged(shampoo_beta, right, one_minus_shampoo_beta, turned_transpose @ turned), 0.0)
     # 99  order_right, right, basis_right = renewed( shampoo_beta * right + (1 - shampoo_beta) * gram(turned.T),
     #     basis_right, known)
     order_right = sorting(right_call)
@@ -154,12 +154,12 @@ def soap_muon_matrices_3(
 ):
     turned = basis_left.mT @ g_whole @ basis_right               # 96
     turned_transpose = turned.mT
-    left_call = finite(shampoo_beta * left + one_minus_shampoo_beta * (turned @ turned_transpose), 0.0)
+    left_call = finite(averaged(shampoo_beta, left, one_minus_shampoo_beta, turned @ turned_transpose), 0.0)
     order_left = sorting(left_call)  # 97
     order_left_call = orthogonal_iteration(left_call, known * order_left)
     left = order_left_call.mT @ left_call @ order_left_call  # 97
     basis_left_2 = bjorck(basis_left @ order_left_call, 1.0)  # 97
-    right_call = finite(shampoo_beta * right + one_minus_shampoo_beta * (turned_transpose @ turned), 0.0)
+    right_call = finite(averaged(shampoo_beta, right, one_minus_shampoo_beta, turned_transpose @ turned), 0.0)
     order_right = sorting(right_call)  # 99
     order_right_call = orthogonal_iteration(right_call, known * order_right)
     right = order_right_call.mT @ right_call @ order_right_call  # 99

@@ -5,7 +5,7 @@ import torch
 
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp, by_flags
 from optgen.runtime.records.scalars import divide
-from optgen.runtime.reference.matrices import bjorck, eigenvectors, finite
+from optgen.runtime.reference.matrices import averaged, bjorck, eigenvectors, finite
 
 
 class SPlus(Optimizer):
@@ -92,9 +92,10 @@ def splus_matrices(basis_left, basis_right, g_whole):
 
 def splus_matrices_2(left, basis_left, right, basis_right, update_whole, g_2, beta2, one_minus_beta2):
     g_2_transpose = g_2.mT
-    left = beta2 * left + one_minus_beta2 * (g_2 @ g_2_transpose)    # 51  left = beta2 * left + (1 - beta2) * gram(g)
+    # 51  left = beta2 * left + (1 - beta2) * gram(g)
+    left = averaged(beta2, left, one_minus_beta2, g_2 @ g_2_transpose)
     # 52  right = beta2 * right + (1 - beta2) * gram(g.T)
-    right = beta2 * right + one_minus_beta2 * (g_2_transpose @ g_2)
+    right = averaged(beta2, right, one_minus_beta2, g_2_transpose @ g_2)
     # 46  update, rate = basis_left @ update @ basis_right.T, lr * 2 / (rows(p) + columns(p))
     update = basis_left @ update_whole @ basis_right.mT
     return left, right, update
@@ -104,8 +105,9 @@ def splus_matrices_refresh(
     left, basis_left, right, basis_right, update_whole, g_2, momentum_whole, beta2, one_minus_beta2,
 ):
     g_2_transpose = g_2.mT
-    left = beta2 * left + one_minus_beta2 * (g_2 @ g_2_transpose)    # 51
-    left = finite(left, 0.0)                                         # 54  left, right = finite(left), finite(right)
+    left = averaged(beta2, left, one_minus_beta2, g_2 @ g_2_transpose)  # 51
+    # 54  left, right = finite(left), finite(right)
+    left = finite(left, 0.0)
     # 55  turn, across = eigenvectors(left), eigenvectors(right)
     turn = eigenvectors(left)
     turn_transpose = turn.mT
@@ -113,15 +115,15 @@ def splus_matrices_refresh(
     left = turn_transpose @ left @ turn
     # 58  basis_left, basis_right = basis_left @ turn, basis_right @ across
     basis_left_2 = basis_left @ turn
-    basis_left_2 = bjorck(basis_left_2, 1.0)                         # 59  basis_left = bjorck(basis_left)
-    right = beta2 * right + one_minus_beta2 * (g_2_transpose @ g_2)  # 52
-    right = finite(right, 0.0)                                       # 54
+    basis_left_2 = bjorck(basis_left_2, 1.0)                              # 59  basis_left = bjorck(basis_left)
+    right = averaged(beta2, right, one_minus_beta2, g_2_transpose @ g_2)  # 52
+    right = finite(right, 0.0)  # 54
     across = eigenvectors(right)  # 55
     right = across.mT @ right @ across  # 56
     basis_right_2 = basis_right @ across  # 58
-    basis_right_2 = bjorck(basis_right_2, 1.0)                       # 60  basis_right = bjorck(basis_right)
+    basis_right_2 = bjorck(basis_right_2, 1.0)                            # 60  basis_right = bjorck(basis_right)
     update = basis_left @ update_whole @ basis_right.mT  # 46
-    momentum = turn_transpose @ momentum_whole @ across              # 57  momentum = turn.T @ momentum @ across
+    momentum = turn_transpose @ momentum_whole @ across                   # 57  momentum = turn.T @ momentum @ across
     return left, basis_left_2, right, basis_right_2, update, momentum
 
 

@@ -40,6 +40,15 @@ def _div(p: Printer, n: Node) -> Text:
     return (reciprocal, ATOM) if x.attr == 1 else (f"{p.text(x, 20)} * {reciprocal}", 20)
 
 
+def _add(p: Printer, n: Node) -> Text:
+    """Spell an average with a product, which nobody else reads, so that it is made in the product's place."""
+    if all(x.op == "mul" and x.args[0].space == spaces.host and x.args[1].space == n.space for x in n.args):
+        (beta, x), (alpha, product) = (part.args for part in n.args)
+        if product.op == "matmul" and product.uid not in p.names:
+            return p.call("averaged", beta, x, alpha, product)
+    return p.infix(n)
+
+
 def _where(p: Printer, n: Node) -> Text:
     condition, x, y = n.args
     if condition.space == spaces.host:
@@ -59,6 +68,7 @@ SPELL: dict[str, Spelling] = {
     "matmul": lambda p, n: (f"{p.text(n.args[0], 20)} @ {p.text(n.args[1], 21)}", 20),
     "transpose": _transpose,
     "call": _called,
+    "add": _add,
     "div": _div,
     "to_wide": lambda p, n: p.call("wide", *n.args),
     "zero_product": lambda p, n: p.call("zero_product", *n.args),
@@ -106,5 +116,5 @@ def function(schedule: Schedule, name: str) -> list[str]:
 def needs(functions: Iterable[Sequence[str]]) -> list[str]:
     """Return the names that functions' lines want from optgen.runtime.reference.matrices."""
     text = "\n".join(line.partition("  # ")[0] for lines in functions for line in lines)
-    wanted = sorted({"wide", "zero_product", *CALLS} - {"newton_schulz"})  # which eager text has from elsewhere
+    wanted = sorted({"averaged", "wide", "zero_product", *CALLS} - {"newton_schulz"})  # which eager text has from elsewhere
     return [x for x in wanted if re.search(rf"(?<![.\w]){x}\(", text)]

@@ -44,13 +44,17 @@ class Printer:
         if node.op in self.spell:
             return self.spell[node.op](self, node)
         if node.op in INFIX:
-            sign, level = INFIX[node.op]
-            a, b = node.args
-            less = taken_away(node)
-            sign, b = ("-", less) if less is not None else (sign, b)
-            # Comparisons do not chain, shifts and differences do not associate: the right side is one tighter.
-            return f"{self.text(a, level + (level == 4))} {sign} {self.text(b, level + 1)}", level
+            return self.infix(node)
         raise KeyError(f"no spelling for {node.op}")
+
+    def infix(self, node: Node) -> Text:
+        """Return an operation on two nodes with its sign between them."""
+        sign, level = INFIX[node.op]
+        a, b = node.args
+        less = taken_away(node)
+        sign, b = ("-", less) if less is not None else (sign, b)
+        # Comparisons do not chain, shifts and differences do not associate: the right side is one tighter.
+        return f"{self.text(a, level + (level == 4))} {sign} {self.text(b, level + 1)}", level
 
     def call(self, function: str, *args: Node) -> Text:
         return f"{function}({', '.join(self.text(a) for a in args)})", ATOM

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from optgen.runtime.records import keys, series
+from optgen.runtime.reference.matrix_codecs import panels
 
 _WORD = 2**32 - 1
 
@@ -122,6 +123,13 @@ def _by_gram(x: Tensor, rounds: Sequence[Sequence[float]]) -> Tensor:
             half = _sum(a, r, 1.0, z, r)
             r = _sum(a, half, 1.0, half, z)
     return q @ x if rounds else x
+
+
+def averaged(beta: float, x: Tensor, alpha: float, product: Tensor) -> Tensor:
+    """beta x + alpha product, in the place of `product`; see `panels`."""
+    for a, b in panels(x, x.shape[-2]):
+        product[..., a:b, :].mul_(alpha).add_(beta * x[..., a:b, :])
+    return product
 
 
 def qr(x: Tensor) -> Tensor:

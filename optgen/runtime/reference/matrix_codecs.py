@@ -32,7 +32,7 @@ class MatrixCodec(NamedTuple):
     decode: Callable[..., Tensor]
 
 
-def _panels(x: Tensor, rows: int) -> Iterator[tuple[int, int]]:
+def panels(x: Tensor, rows: int) -> Iterator[tuple[int, int]]:
     """Yield the ends of stretches of rows like those of x (..., rows, columns): on a CPU what is made of one stays in
     its caches, while each new tensor of the size of a matrix costs page faults, 9 ms for 3072 x 3072."""
     each = x.shape[:-2].numel() * x.shape[-1]
@@ -53,7 +53,7 @@ def _coded(x: Tensor) -> tuple[Tensor, Tensor]:
     flat = _blocks(x)
     codes = torch.empty_like(flat, dtype=torch.int8)
     scale = torch.empty_like(flat[..., :1], dtype=torch.int16)
-    for a, b in _panels(flat, flat.shape[-2]):
+    for a, b in panels(flat, flat.shape[-2]):
         some = flat[..., a:b, :]
         top = some.abs().amax(-1, keepdim=True).view(torch.int32)
         up = torch.where(top < 0x7F800000, (top + 0x7FF0).clamp(max=0x7F7F8000), 0x7FC00000)
@@ -70,7 +70,7 @@ def _read(codes: Tensor, scale: Tensor) -> Tensor:
     """Return what codes read as, in their shape.  The product has 15 bits, so that code 127 reads as the scale."""
     flat = _blocks(codes)
     out = torch.empty(flat.shape, dtype=torch.float32, device=flat.device)
-    for a, b in _panels(flat, flat.shape[-2]):
+    for a, b in panels(flat, flat.shape[-2]):
         torch.mul(flat[..., a:b, :], _scales(scale[..., a:b, :]), out=out[..., a:b, :]).div_(_LAST)
     return out.flatten(-2)[..., : codes.shape[-2:].numel()].reshape(codes.shape)
 
@@ -90,7 +90,7 @@ def _encode_symmetric(x: Tensor) -> tuple[Tensor, ...]:
     diagonal = x.diagonal(dim1=-2, dim2=-1)[..., None].contiguous()
     root, at = _roots(diagonal), torch.arange(k, device=x.device)
     folded = x.new_empty(*x.shape[:-2], half, width)
-    for a, b in _panels(x, half):
+    for a, b in panels(x, half):
         both = (slice(k - b, k - a), slice(a, b))
         long, short = (x[..., i, :width] / root[..., i, :] / root.mT[..., :width] for i in both)
         torch.where(at[a:b, None] + at[:width] < width, long.flip(-2), short.flip(-1), out=folded[..., a:b, :])
@@ -102,10 +102,10 @@ def _decode_symmetric(codes: Tensor, scale: Tensor, diagonal: Tensor) -> Tensor:
     k = diagonal.shape[-2]
     root, folded = _roots(diagonal), _read(codes, scale)
     x = folded.new_empty(*diagonal.shape[:-1], k)
-    for a, b in _panels(x, k + 1 >> 1):
+    for a, b in panels(x, k + 1 >> 1):
         x[..., k - b : k - a, : k - 1] = folded[..., a:b, :].flip(-2)
         x[..., a : min(b, k >> 1), : k - 1] = folded[..., a : min(b, k >> 1), :].flip(-1)
-    for a, b in _panels(x, k):
+    for a, b in panels(x, k):
         rows = x[..., a:b, :b].mul_(root[..., a:b, :]).mul_(root.mT[..., :b])
         x[..., :a, a:b] = rows[..., :a].mT
         square = rows[..., a:].tril(-1)
