@@ -116,5 +116,6 @@ def function(schedule: Schedule, name: str) -> list[str]:
 def needs(functions: Iterable[Sequence[str]]) -> list[str]:
     """Return the names that functions' lines want from optgen.runtime.reference.matrices."""
     text = "\n".join(line.partition("  # ")[0] for lines in functions for line in lines)
-    wanted = sorted({"averaged", "wide", "zero_product", *CALLS} - {"newton_schulz"})  # which eager text has from elsewhere
+    # Eager text has newton_schulz from elsewhere.
+    wanted = sorted({"averaged", "wide", "zero_product", *CALLS} - {"newton_schulz"})
     return [x for x in wanted if re.search(rf"(?<![.\w]){x}\(", text)]
