@@ -4,6 +4,7 @@ import argparse
 import json
 import math
 import os
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,19 @@ def test_of_eight_cells_about_one_runs_kernels_as_users_compile_them() -> None:
         same -= {flag for flag in users if flag.startswith("-W")}
         assert ours == users if product.optimized(cell) else same <= set(ours) and "-O3" not in ours
     assert before is native.FLAGS
+
+
+def test_emulated_cells_have_every_rule_twice_and_every_plan_more_often() -> None:
+    """By both versions of Triton, most for sm_90; failures are listed and fail the run."""
+    jobs = tool.emulate.drawn(3)
+    rules, plans = (Counter(getattr(job.cell, name) for job in jobs) for name in ("spec", "plan"))
+    assert set(rules.items()) == {(rule, 2) for rule in product.WITH_MATRICES}
+    assert set(plans) == set(product.PLANS) and min(plans.values()) > 2
+    assert len({(job.triton, job.capability) for job in jobs}) == 6
+    found = {job: {"kernels": 2, "launches": 3, "wrong": ["p of (3, 70)"] * (k == 1)} for k, job in enumerate(jobs[:4])}
+    text = tool.emulate.report(found, jobs, 3, "abc")
+    assert "**3 of 4 cells are right**: 8 compiled kernels in 12 launches" in text
+    assert f"- {jobs[1]}: p of (3, 70)" in text
 
 
 def test_a_kernel_that_uses_the_stack_makes_a_run_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import tempfile
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -325,6 +326,8 @@ def test_what_is_compiled_depends_on_the_driver_for_its_target_alone(
     asked, real = set(), triton.runtime.driver.active
 
     class Watched:
+        utils = SimpleNamespace(unload_module=lambda module: None)  # of kernels that nobody has any more
+
         def __getattr__(self, name: str) -> Any:
             asked.add(name)
             return getattr(real, name)
