@@ -338,4 +338,4 @@ def test_what_is_compiled_depends_on_the_driver_for_its_target_alone(
     finally:
         triton.runtime.driver.set_active(real)
     assert list(tmp_path.rglob("*.cubin")) and made.hash
-    assert asked == {"get_current_device", "get_current_stream", "get_current_target"}
+    assert asked <= {"get_current_device", "get_current_stream", "get_current_target"}
