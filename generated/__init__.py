@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .adafactor_paper import AdafactorPaper as AdafactorPaper
     from .adagrad import Adagrad as Adagrad
     from .adam import Adam as Adam
+    from .adam_atan2 import AdamAtan2 as AdamAtan2
     from .adam_mini import AdamMini as AdamMini
     from .adamp import AdamP as AdamP
     from .adamw import AdamW as AdamW
@@ -86,6 +87,7 @@ _MODULES = {
     "AdafactorPaper": "adafactor_paper",
     "Adagrad": "adagrad",
     "Adam": "adam",
+    "AdamAtan2": "adam_atan2",
     "AdamMini": "adam_mini",
     "AdamP": "adamp",
     "AdamW": "adamw",
@@ -153,6 +155,7 @@ __all__ = [
     "AdafactorPaper",
     "Adagrad",
     "Adam",
+    "AdamAtan2",
     "AdamMini",
     "AdamP",
     "AdamW",

@@ -173,6 +173,14 @@ def adopt(o, s, p, g, t, lr):
 
 
 @paper
+def adam_atan2(o, s, p, g, t, lr):
+    """The paper's equation, with torch's atan2: pytorch_optimizer has it inside of Prodigy and Ranger25 only."""
+    m, v = moments(o, s, g)
+    angle = torch.atan2(m / (1 - o.betas[0] ** t), o.denom_scale * (v / (1 - o.betas[1] ** t)).sqrt())
+    return p * (1 - lr * o.weight_decay) - lr * o.out_scale * angle
+
+
+@paper
 def laprop(o, s, p, g, t, lr):
     """The paper's algorithm 1: pytorch_optimizer averages lr * gradient, which differs once lr changes."""
     beta1, beta2 = o.betas
@@ -383,6 +391,7 @@ ELEMENTWISE: dict[str, Oracle] = {
     "adadelta": torch_optim("Adadelta"),
     "adagrad": torch_optim("Adagrad"),
     "adam": torch_optim("Adam"),
+    "adam_atan2": adam_atan2,
     "adamax": torch_optim("Adamax"),
     "adamw": adamw,
     "adan": peer("Adan", weight_decouple=False),

@@ -195,6 +195,23 @@ class Adam(Optimizer):
         stagger: bool = False, workspace: int | str | None = None,
     ) -> None: ...
 
+class AdamAtan2(Optimizer):
+    """The angle of the two averages, with decoupled weight decay; out_scale and denom_scale are the paper's a and b."""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 0.0001,
+        betas: Sequence[float | Tensor] = (0.9, 0.99),
+        weight_decay: float | Tensor = 0.0,
+        out_scale: float | Tensor = 1.27,
+        denom_scale: float | Tensor = 1.0,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+        stagger: bool = False, workspace: int | str | None = None,
+    ) -> None: ...
+
 class AdamMini(Optimizer):
     """AdamW whose second moment is that of a block's mean square: of an output neuron, or of a whole tensor."""
 

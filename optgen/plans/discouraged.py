@@ -27,7 +27,7 @@ DISCOURAGED = {
         'the average freezes, and the step sizes made of it with it: a step under decay 0.99 changes it by 0.01 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 0.0078 (kept / true in [0.719, 1.63] '
         '(geometric sum of relative errors)); round it stochastically, or keep it in fp32': {
-            "exp_avg_sq": ("adan", "mars", "shampoo", "stable_adamw"), "square_avg": ("rmsprop",),
+            "exp_avg_sq": ("adam_atan2", "adan", "mars", "shampoo", "stable_adamw"), "square_avg": ("rmsprop",),
         },
         'to nearest, 128 codes up to 1 of the value keep themselves under a decay of 0.9999: a state without '
         'gradients never returns to 0': {"exp_avg_slow": ("ademamix",)},
@@ -41,8 +41,8 @@ DISCOURAGED = {
         'to nearest, 5 codes up to 0.02 of the scale keep themselves under a decay of 0.9: a state without gradients '
         'never returns to 0': {
             "exp_avg": (
-                "adabelief", "adafactor_paper", "adam", "adamax", "adamp", "adamw", "ademamix", "adopt", "apollo",
-                "came", "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam", "fira", "galore", "grams",
+                "adabelief", "adafactor_paper", "adam", "adam_atan2", "adamax", "adamp", "adamw", "ademamix", "adopt",
+                "apollo", "came", "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam", "fira", "galore", "grams",
                 "kl_shampoo", "lamb", "laprop", "lookahead_adamw", "nadam", "prodigy", "radam", "shampoo", "sinkgd",
                 "stable_adamw", "stable_spam", "yogi",
             ),
@@ -79,6 +79,11 @@ DISCOURAGED = {
         " of a format of one's own that says so by `still`": {
             "max_exp_avg_sq": ("adam", "adamw", "clipped_adamw", "lookahead_adamw"),
         },
+        'the average freezes, and the step sizes made of it with it: a step under decay 0.99 changes it by 0.01 of '
+        'itself at most, and rounding to nearest undoes that in cells of up to 3; round it stochastically, or keep it'
+        ' in fp32': {
+            "exp_avg_sq": ("adam_atan2", "adan", "mars", "shampoo", "stable_adamw"), "square_avg": ("rmsprop",),
+        },
         'to nearest, 10 codes up to 0.041 of the scale keep themselves under a decay of 0.95: a state without '
         'gradients never returns to 0': {
             "momentum_buffer": ("adamuon", "muon", "normuon", "polargrad", "soap_muon"),
@@ -93,9 +98,6 @@ DISCOURAGED = {
         'gradients never returns to 0': {"exp_avg": ("adan",)},
         'to nearest, 6 codes up to 0.024 of the scale keep themselves under a decay of 0.92: a state without '
         'gradients never returns to 0': {"exp_avg_diff": ("adan",)},
-        'the average freezes, and the step sizes made of it with it: a step under decay 0.99 changes it by 0.01 of '
-        'itself at most, and rounding to nearest undoes that in cells of up to 3; round it stochastically, or keep it'
-        ' in fp32': {"exp_avg_sq": ("adan", "mars", "shampoo", "stable_adamw"), "square_avg": ("rmsprop",)},
         'to nearest, 127 codes up to 1 of the scale keep themselves under a decay of 0.9999: a state without '
         'gradients never returns to 0': {"exp_avg_slow": ("ademamix",)},
         'the average freezes, and the step sizes made of it with it: a step under decay 0.9999 changes it by 0.0001 '
@@ -114,20 +116,20 @@ DISCOURAGED = {
     "flashoptim": {
         'its scales cover 6.1e-05 to 6.55e+04 only: blocks beyond overflow or freeze': {
             "exp_avg": (
-                "adabelief", "adafactor_paper", "adam", "adamax", "adamp", "adamw", "adan", "ademamix", "adopt",
-                "apollo", "came", "cautious_adamw", "cautious_lion", "clipped_adamw", "conda", "dadapt_adam", "fira",
-                "galore", "grams", "kl_shampoo", "lamb", "laprop", "lion", "lookahead_adamw", "mars", "nadam",
+                "adabelief", "adafactor_paper", "adam", "adam_atan2", "adamax", "adamp", "adamw", "adan", "ademamix",
+                "adopt", "apollo", "came", "cautious_adamw", "cautious_lion", "clipped_adamw", "conda", "dadapt_adam",
+                "fira", "galore", "grams", "kl_shampoo", "lamb", "laprop", "lion", "lookahead_adamw", "mars", "nadam",
                 "novograd", "prodigy", "radam", "shampoo", "sinkgd", "soap", "stable_adamw", "stable_spam", "tiger",
                 "yogi",
             ),
             "exp_avg_var": ("adabelief",), "square_avg": ("adadelta", "rmsprop"), "acc_delta": ("adadelta",),
             "variance": ("adafactor",),
             "exp_avg_sq": (
-                "adafactor_paper", "adam", "adamp", "adamuon", "adamw", "adan", "ademamix", "adopt", "apollo", "came",
-                "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam", "dion", "dion2", "fira", "galore", "grams",
-                "kl_shampoo", "lamb", "laprop", "lookahead_adamw", "low_rank_muon", "mars", "muon", "nadam", "normuon",
-                "polargrad", "prodigy", "radam", "schedule_free_adamw", "shampoo", "sinkgd", "soap", "soap_muon",
-                "stable_adamw", "stable_spam", "yogi",
+                "adafactor_paper", "adam", "adam_atan2", "adamp", "adamuon", "adamw", "adan", "ademamix", "adopt",
+                "apollo", "came", "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam", "dion", "dion2", "fira",
+                "galore", "grams", "kl_shampoo", "lamb", "laprop", "lookahead_adamw", "low_rank_muon", "mars", "muon",
+                "nadam", "normuon", "polargrad", "prodigy", "radam", "schedule_free_adamw", "shampoo", "sinkgd", "soap",
+                "soap_muon", "stable_adamw", "stable_spam", "yogi",
             ),
             "sum": ("adagrad",), "max_exp_avg_sq": ("adam", "adamw", "clipped_adamw", "lookahead_adamw"),
             "m": ("adam_mini",), "exp_inf": ("adamax",),
@@ -146,8 +148,8 @@ DISCOURAGED = {
         'to nearest, 28 codes up to 0.0024 of the scale keep themselves under a decay of 0.9: a state without '
         'gradients never returns to 0': {
             "exp_avg": (
-                "adabelief", "adafactor_paper", "adam", "adamax", "adamp", "adamw", "ademamix", "adopt", "apollo",
-                "came", "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam", "fira", "galore", "grams",
+                "adabelief", "adafactor_paper", "adam", "adam_atan2", "adamax", "adamp", "adamw", "ademamix", "adopt",
+                "apollo", "came", "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam", "fira", "galore", "grams",
                 "kl_shampoo", "lamb", "laprop", "lookahead_adamw", "nadam", "prodigy", "radam", "shampoo", "sinkgd",
                 "stable_adamw", "stable_spam", "yogi",
             ),
@@ -184,6 +186,11 @@ DISCOURAGED = {
         " of a format of one's own that says so by `still`": {
             "max_exp_avg_sq": ("adam", "adamw", "clipped_adamw", "lookahead_adamw"),
         },
+        'the average freezes, and the step sizes made of it with it: a step under decay 0.99 changes it by 0.01 of '
+        'itself at most, and rounding to nearest undoes that in cells of up to 1.7; round it stochastically, or keep '
+        'it in fp32': {
+            "exp_avg_sq": ("adam_atan2", "adan", "mars", "shampoo", "stable_adamw"), "square_avg": ("rmsprop",),
+        },
         'to nearest, 62 codes up to 0.14 of the scale keep themselves under a decay of 0.95: a state without '
         'gradients never returns to 0': {
             "momentum_buffer": ("adamuon", "muon", "normuon", "polargrad", "soap_muon"),
@@ -198,9 +205,6 @@ DISCOURAGED = {
         'gradients never returns to 0': {"exp_avg": ("adan",)},
         'to nearest, 36 codes up to 0.017 of the scale keep themselves under a decay of 0.92: a state without '
         'gradients never returns to 0': {"exp_avg_diff": ("adan",)},
-        'the average freezes, and the step sizes made of it with it: a step under decay 0.99 changes it by 0.01 of '
-        'itself at most, and rounding to nearest undoes that in cells of up to 1.7; round it stochastically, or keep '
-        'it in fp32': {"exp_avg_sq": ("adan", "mars", "shampoo", "stable_adamw"), "square_avg": ("rmsprop",)},
         'to nearest, 255 codes up to 1 of the scale keep themselves under a decay of 0.9999: a state without '
         'gradients never returns to 0': {"exp_avg_slow": ("ademamix",)},
         'the average freezes, and the step sizes made of it with it: a step under decay 0.9999 changes it by 0.0001 '
@@ -220,20 +224,20 @@ DISCOURAGED = {
     "torchao8": {
         'its scales cover 1e-12 to 3.4e+38 only: blocks beyond overflow or freeze': {
             "exp_avg": (
-                "adabelief", "adafactor_paper", "adam", "adamax", "adamp", "adamw", "adan", "ademamix", "adopt",
-                "apollo", "came", "cautious_adamw", "cautious_lion", "clipped_adamw", "conda", "dadapt_adam", "fira",
-                "galore", "grams", "kl_shampoo", "lamb", "laprop", "lion", "lookahead_adamw", "mars", "nadam",
+                "adabelief", "adafactor_paper", "adam", "adam_atan2", "adamax", "adamp", "adamw", "adan", "ademamix",
+                "adopt", "apollo", "came", "cautious_adamw", "cautious_lion", "clipped_adamw", "conda", "dadapt_adam",
+                "fira", "galore", "grams", "kl_shampoo", "lamb", "laprop", "lion", "lookahead_adamw", "mars", "nadam",
                 "novograd", "prodigy", "radam", "shampoo", "sinkgd", "soap", "stable_adamw", "stable_spam", "tiger",
                 "yogi",
             ),
             "exp_avg_var": ("adabelief",), "square_avg": ("adadelta", "rmsprop"), "acc_delta": ("adadelta",),
             "variance": ("adafactor",),
             "exp_avg_sq": (
-                "adafactor_paper", "adam", "adamp", "adamuon", "adamw", "adan", "ademamix", "adopt", "apollo", "came",
-                "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam", "dion", "dion2", "fira", "galore", "grams",
-                "kl_shampoo", "lamb", "laprop", "lookahead_adamw", "low_rank_muon", "mars", "muon", "nadam", "normuon",
-                "polargrad", "prodigy", "radam", "schedule_free_adamw", "shampoo", "sinkgd", "soap", "soap_muon",
-                "stable_adamw", "stable_spam", "yogi",
+                "adafactor_paper", "adam", "adam_atan2", "adamp", "adamuon", "adamw", "adan", "ademamix", "adopt",
+                "apollo", "came", "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam", "dion", "dion2", "fira",
+                "galore", "grams", "kl_shampoo", "lamb", "laprop", "lookahead_adamw", "low_rank_muon", "mars", "muon",
+                "nadam", "normuon", "polargrad", "prodigy", "radam", "schedule_free_adamw", "shampoo", "sinkgd", "soap",
+                "soap_muon", "stable_adamw", "stable_spam", "yogi",
             ),
             "sum": ("adagrad",), "max_exp_avg_sq": ("adam", "adamw", "clipped_adamw", "lookahead_adamw"),
             "m": ("adam_mini",), "exp_inf": ("adamax",),
@@ -251,20 +255,20 @@ DISCOURAGED = {
     "torchao4": {
         'its scales cover 1e-12 to 3.4e+38 only: blocks beyond overflow or freeze': {
             "exp_avg": (
-                "adabelief", "adafactor_paper", "adam", "adamax", "adamp", "adamw", "adan", "ademamix", "adopt",
-                "apollo", "came", "cautious_adamw", "cautious_lion", "clipped_adamw", "conda", "dadapt_adam", "fira",
-                "galore", "grams", "kl_shampoo", "lamb", "laprop", "lion", "lookahead_adamw", "mars", "nadam",
+                "adabelief", "adafactor_paper", "adam", "adam_atan2", "adamax", "adamp", "adamw", "adan", "ademamix",
+                "adopt", "apollo", "came", "cautious_adamw", "cautious_lion", "clipped_adamw", "conda", "dadapt_adam",
+                "fira", "galore", "grams", "kl_shampoo", "lamb", "laprop", "lion", "lookahead_adamw", "mars", "nadam",
                 "novograd", "prodigy", "radam", "shampoo", "sinkgd", "soap", "stable_adamw", "stable_spam", "tiger",
                 "yogi",
             ),
             "exp_avg_var": ("adabelief",), "square_avg": ("adadelta", "rmsprop"), "acc_delta": ("adadelta",),
             "variance": ("adafactor",),
             "exp_avg_sq": (
-                "adafactor_paper", "adam", "adamp", "adamuon", "adamw", "adan", "ademamix", "adopt", "apollo", "came",
-                "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam", "dion", "dion2", "fira", "galore", "grams",
-                "kl_shampoo", "lamb", "laprop", "lookahead_adamw", "low_rank_muon", "mars", "muon", "nadam", "normuon",
-                "polargrad", "prodigy", "radam", "schedule_free_adamw", "shampoo", "sinkgd", "soap", "soap_muon",
-                "stable_adamw", "stable_spam", "yogi",
+                "adafactor_paper", "adam", "adam_atan2", "adamp", "adamuon", "adamw", "adan", "ademamix", "adopt",
+                "apollo", "came", "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam", "dion", "dion2", "fira",
+                "galore", "grams", "kl_shampoo", "lamb", "laprop", "lookahead_adamw", "low_rank_muon", "mars", "muon",
+                "nadam", "normuon", "polargrad", "prodigy", "radam", "schedule_free_adamw", "shampoo", "sinkgd", "soap",
+                "soap_muon", "stable_adamw", "stable_spam", "yogi",
             ),
             "sum": ("adagrad",), "max_exp_avg_sq": ("adam", "adamw", "clipped_adamw", "lookahead_adamw"),
             "m": ("adam_mini",), "exp_inf": ("adamax",),
@@ -282,20 +286,20 @@ DISCOURAGED = {
     "torchao_fp8": {
         'its scales cover 1e-12 to 3.4e+38 only: blocks beyond overflow or freeze': {
             "exp_avg": (
-                "adabelief", "adafactor_paper", "adam", "adamax", "adamp", "adamw", "adan", "ademamix", "adopt",
-                "apollo", "came", "cautious_adamw", "cautious_lion", "clipped_adamw", "conda", "dadapt_adam", "fira",
-                "galore", "grams", "kl_shampoo", "lamb", "laprop", "lion", "lookahead_adamw", "mars", "nadam",
+                "adabelief", "adafactor_paper", "adam", "adam_atan2", "adamax", "adamp", "adamw", "adan", "ademamix",
+                "adopt", "apollo", "came", "cautious_adamw", "cautious_lion", "clipped_adamw", "conda", "dadapt_adam",
+                "fira", "galore", "grams", "kl_shampoo", "lamb", "laprop", "lion", "lookahead_adamw", "mars", "nadam",
                 "novograd", "prodigy", "radam", "shampoo", "sinkgd", "soap", "stable_adamw", "stable_spam", "tiger",
                 "yogi",
             ),
             "exp_avg_var": ("adabelief",), "square_avg": ("adadelta", "rmsprop"), "acc_delta": ("adadelta",),
             "variance": ("adafactor",),
             "exp_avg_sq": (
-                "adafactor_paper", "adam", "adamp", "adamuon", "adamw", "adan", "ademamix", "adopt", "apollo", "came",
-                "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam", "dion", "dion2", "fira", "galore", "grams",
-                "kl_shampoo", "lamb", "laprop", "lookahead_adamw", "low_rank_muon", "mars", "muon", "nadam", "normuon",
-                "polargrad", "prodigy", "radam", "schedule_free_adamw", "shampoo", "sinkgd", "soap", "soap_muon",
-                "stable_adamw", "stable_spam", "yogi",
+                "adafactor_paper", "adam", "adam_atan2", "adamp", "adamuon", "adamw", "adan", "ademamix", "adopt",
+                "apollo", "came", "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam", "dion", "dion2", "fira",
+                "galore", "grams", "kl_shampoo", "lamb", "laprop", "lookahead_adamw", "low_rank_muon", "mars", "muon",
+                "nadam", "normuon", "polargrad", "prodigy", "radam", "schedule_free_adamw", "shampoo", "sinkgd", "soap",
+                "soap_muon", "stable_adamw", "stable_spam", "yogi",
             ),
             "sum": ("adagrad",), "max_exp_avg_sq": ("adam", "adamw", "clipped_adamw", "lookahead_adamw"),
             "m": ("adam_mini",), "exp_inf": ("adamax",),
@@ -314,8 +318,8 @@ DISCOURAGED = {
         'to nearest, 14 codes up to 0.89 of the scale keep themselves under a decay of 0.9: a state without gradients'
         ' never returns to 0': {
             "exp_avg": (
-                "adabelief", "adafactor_paper", "adam", "adamax", "adamp", "adamw", "ademamix", "adopt", "apollo",
-                "came", "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam", "fira", "galore", "grams",
+                "adabelief", "adafactor_paper", "adam", "adam_atan2", "adamax", "adamp", "adamw", "ademamix", "adopt",
+                "apollo", "came", "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam", "fira", "galore", "grams",
                 "kl_shampoo", "lamb", "laprop", "lookahead_adamw", "nadam", "prodigy", "radam", "shampoo", "sinkgd",
                 "stable_adamw", "stable_spam", "yogi",
             ),
@@ -352,6 +356,11 @@ DISCOURAGED = {
         " of a format of one's own that says so by `still`": {
             "max_exp_avg_sq": ("adam", "adamw", "clipped_adamw", "lookahead_adamw"),
         },
+        'the average freezes, and the step sizes made of it with it: a step under decay 0.99 changes it by 0.01 of '
+        'itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or keep it'
+        ' in fp32': {
+            "exp_avg_sq": ("adam_atan2", "adan", "mars", "shampoo", "stable_adamw"), "square_avg": ("rmsprop",),
+        },
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.95: a state without gradients '
         'never returns to 0': {
             "momentum_buffer": ("adamuon", "muon", "normuon", "polargrad", "soap_muon"),
@@ -366,9 +375,6 @@ DISCOURAGED = {
         'never returns to 0': {"exp_avg": ("adan",)},
         'to nearest, 14 codes up to 0.89 of the scale keep themselves under a decay of 0.92: a state without '
         'gradients never returns to 0': {"exp_avg_diff": ("adan",)},
-        'the average freezes, and the step sizes made of it with it: a step under decay 0.99 changes it by 0.01 of '
-        'itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or keep it'
-        ' in fp32': {"exp_avg_sq": ("adan", "mars", "shampoo", "stable_adamw"), "square_avg": ("rmsprop",)},
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.9999: a state without gradients'
         ' never returns to 0': {"exp_avg_slow": ("ademamix",)},
         'the average freezes, and the step sizes made of it with it: a step under decay 0.9999 changes it by 0.0001 '
@@ -388,8 +394,8 @@ DISCOURAGED = {
         'to nearest, 14 codes up to 0.89 of the scale keep themselves under a decay of 0.9: a state without gradients'
         ' never returns to 0': {
             "exp_avg": (
-                "adabelief", "adafactor_paper", "adam", "adamax", "adamp", "adamw", "ademamix", "adopt", "apollo",
-                "came", "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam", "fira", "galore", "grams",
+                "adabelief", "adafactor_paper", "adam", "adam_atan2", "adamax", "adamp", "adamw", "ademamix", "adopt",
+                "apollo", "came", "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam", "fira", "galore", "grams",
                 "kl_shampoo", "lamb", "laprop", "lookahead_adamw", "nadam", "prodigy", "radam", "shampoo", "sinkgd",
                 "stable_adamw", "stable_spam", "yogi",
             ),
@@ -426,6 +432,11 @@ DISCOURAGED = {
         " of a format of one's own that says so by `still`": {
             "max_exp_avg_sq": ("adam", "adamw", "clipped_adamw", "lookahead_adamw"),
         },
+        'the average freezes, and the step sizes made of it with it: a step under decay 0.99 changes it by 0.01 of '
+        'itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or keep it'
+        ' in fp32': {
+            "exp_avg_sq": ("adam_atan2", "adan", "mars", "shampoo", "stable_adamw"), "square_avg": ("rmsprop",),
+        },
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.95: a state without gradients '
         'never returns to 0': {
             "momentum_buffer": ("adamuon", "muon", "normuon", "polargrad", "soap_muon"),
@@ -442,9 +453,6 @@ DISCOURAGED = {
         'never returns to 0': {"exp_avg": ("adan",)},
         'to nearest, 14 codes up to 0.89 of the scale keep themselves under a decay of 0.92: a state without '
         'gradients never returns to 0': {"exp_avg_diff": ("adan",)},
-        'the average freezes, and the step sizes made of it with it: a step under decay 0.99 changes it by 0.01 of '
-        'itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or keep it'
-        ' in fp32': {"exp_avg_sq": ("adan", "mars", "shampoo", "stable_adamw"), "square_avg": ("rmsprop",)},
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.9999: a state without gradients'
         ' never returns to 0': {"exp_avg_slow": ("ademamix",)},
         'the average freezes, and the step sizes made of it with it: a step under decay 0.9999 changes it by 0.0001 '
