@@ -316,7 +316,8 @@ ONE_ELEMENT = dict.fromkeys(REDUCTIONS, lambda x: x)
 ALONE = {"rows": 1.0, "columns": 1.0, "elements": 1.0}
 
 
-PLAIN = {"sqrt": math.sqrt, "cbrt": math.cbrt, "exp": math.exp, "log": math.log, "sign": lambda x: (x > 0) - (x < 0)}
+PLAIN = {name: getattr(math, name) for name in ("sqrt", "cbrt", "exp", "log", "tanh", "erf", "atan2")}
+PLAIN |= {"sign": lambda x: (x > 0) - (x < 0)}
 
 
 @pytest.mark.parametrize("case", ELEMENTS, ids=setting_id)
