@@ -381,7 +381,7 @@ def fuzz(
 
         found, chosen = _pair(spec, plan)
         _choice("--backend", backend, tuple(BACKENDS))
-        if backend == "triton" and _is_interpreted(t):
+        if backend == "triton" and interpreted(t, ARGUMENTS):
             return
         one = f.read_example(case) if case is not None else None
         f.keep_away_from(Path.cwd())
@@ -487,7 +487,7 @@ def replay(
 
         if backend is not None:
             _choice("--backend", backend, tuple(BACKENDS))
-        if backend == "triton" and _is_interpreted(t):
+        if backend == "triton" and interpreted(t, ARGUMENTS):
             return
         found = r.replay(file, backend, spec, None if maths is None else _maths(maths))
         t.result |= found
@@ -542,16 +542,6 @@ def _param(name: str) -> str:
     from optgen.driver.targets import PARAM_DTYPES
 
     return _choice("--param", name, tuple(d.torch for d in PARAM_DTYPES))
-
-
-def _is_interpreted(t: Terminal) -> bool:
-    """Return True if another process, whose Triton interprets, has run the command and reported everything."""
-    if find_spec("triton") is None:
-        raise Missing("Triton; `optgen doctor` says what is here")
-    done = interpreted(ARGUMENTS)
-    if done is not None:
-        t.code, t.silent = done, True
-    return done is not None
 
 
 def _flags(spec: Spec, turned: list[str]) -> dict[str, bool]:

@@ -27,33 +27,35 @@ def replay(path: str, backend: str | None, spec: str | None, maths: Maths | None
     differences.  UserError E420 for a file that cannot be replayed; Missing if the backend is not on this machine.
     """
     try:
-        content = record.read(existing(path))
-        about = content["about"]
-        cls, asked = _class(about, spec, maths), backend or str(about["backend"])
-        torch.set_num_threads(about["threads"])
-        rows = record.replay(content, cls, asked)
+        return _replayed(path, record.read(existing(path)), backend, spec, maths)
     except CheckpointError as error:
-        raise refuse(path, str(error).removeprefix(f"{path} ").removeprefix(f"{path}: ")) from error
+        raise UserError("E420", path=path, why=str(error).removeprefix(f"{path} ").removeprefix(f"{path}: ")) from error
     except UNREADABLE as error:
         if str(error).startswith("backend="):
             raise Missing(str(error)) from error
-        raise refuse(path, f"{error!r:.300}" if isinstance(error, KeyError) else str(error)) from error
-    here, then = record.made_with(), about["made_with"]
-    notes = [f"recorded with {key} {was}, made again with {here[key]}" for key, was in then.items() if was != here[key]]
-    if asked != about["backend"]:
+        why = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise UserError("E420", path=path, why=why) from error
+
+
+def _replayed(
+    path: str, content: Mapping[str, Any], backend: str | None, spec: str | None, maths: Maths | None
+) -> dict[str, Any]:
+    about, here = content["about"], record.made_with()
+    cls, by, asked = _class(about, spec, maths), str(about["backend"]), backend or str(about["backend"])
+    notes = [
+        f"recorded with {key} {was}, made again with {here[key]}"
+        for key, was in about["made_with"].items() if was != here[key]
+    ]  # fmt: skip
+    if asked != by:
         notes.append('backends round differently in fast maths; under maths="strict" all have the same bits')
     if about["batched"]:
         notes.append("matrices that were not recorded made this step as well, in batches with those that were")
-    first = content["parameters"][0]["state"]
+    first = content["parameters"][0]["state"] or {"step": 0}
+    torch.set_num_threads(about["threads"])
     return {
-        "file": path, "class": about["class"], "step": int((first or {"step": 0})["step"]) + 1, "backend": asked,
-        "recorded_by": about["backend"], "notes": notes,
-        "parameters": rows,
+        "file": path, "class": about["class"], "step": int(first["step"]) + 1, "backend": asked, "recorded_by": by,
+        "notes": notes, "parameters": record.replay(content, cls, asked),
     }  # fmt: skip
-
-
-def refuse(path: str, why: str) -> UserError:
-    return UserError("E420", path=path, why=why)
 
 
 def _class(about: Mapping[str, Any], given: str | None, maths: Maths | None) -> Any:

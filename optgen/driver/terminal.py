@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
+from importlib.util import find_spec
 from typing import Any, TypeVar
 
 import typer
@@ -240,16 +241,19 @@ def run(app: typer.Typer, words: list[str]) -> int:
     return code if isinstance(code, int) else OK
 
 
-def interpreted(arguments: list[str]) -> int | None:
-    """Run the command in a process whose Triton interprets, as is decided at its import; return the exit code.
+def interpreted(t: Terminal, arguments: Sequence[str]) -> bool:
+    """Run a command for Triton in a process that interprets it, as is decided at its import, and reports everything.
 
-    None, with nothing run, where this process can run Triton kernels itself.
+    Returns False, with nothing run, where this process can run Triton kernels itself.  Raises Missing without Triton.
     """
+    if find_spec("triton") is None:
+        raise Missing("Triton; `optgen doctor` says what is here")
     from torch import cuda
 
     if os.environ.get("TRITON_INTERPRET") == "1" or cuda.is_available():
-        return None
-    command = [sys.executable, "-m", "optgen", *arguments]
+        return False
     # NumPy warns of every overflow that an example provokes on purpose.
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore::RuntimeWarning"}
-    return subprocess.run(command, env=environment, check=False).returncode
+    done = subprocess.run([sys.executable, "-m", "optgen", *arguments], env=environment, check=False)
+    t.code, t.silent = done.returncode, True
+    return True
