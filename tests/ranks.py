@@ -296,12 +296,13 @@ def meshes_of_two_dimensions(here: Here) -> None:
 
 @case(2, 3)
 def whole_matrices(here: Here) -> None:
-    """A function of whole matrices; and the reference sums as on one rank."""
+    """A function of whole matrices, also of some rows each; and the reference sums as on one rank."""
     mesh = here.mesh(here.world)
     for cls, backend in ((generated.Muon, here.backend), (generated.CAME, "reference")):
-        pieces = rows(here, mesh, [(97, 130), (64, 96), (2, 2500)], torch.bfloat16)
+        pieces = rows(here, mesh, [(97, 130), (64, 96), (2, 2500), (120, 130)], torch.bfloat16)
         pieces.append(Piece(here.values(40, 64 * here.world, dtype=torch.bfloat16), mesh, [Shard(1)]))
-        Runs(here, cls, pieces, plan="int8_split24", backend=backend).step(2)
+        blocks = {"blocks": {"numel > 13000": (64, 32, 24)}} if cls is generated.Muon else {}
+        Runs(here, cls, pieces, plan="int8_split24", backend=backend, **blocks).step(2)
 
 
 @case(2, 3)

@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from optgen.runtime.layout import plans, sharding
+from optgen.runtime.layout import plans
 from optgen.runtime.layout.layout import matrix_shape
 from optgen.runtime.options import overrides
 from optgen.runtime.records import Heads, Matrix, Variant, as_int, by_shape, in_blocks, keys
@@ -180,8 +180,6 @@ def _inseparable(
             return f"{flag.name} holds for some of them only"
     if not variant.needs_matrix:
         return ""
-    if sharding.is_sharded(p):
-        return "it lies over several ranks"
     for f in variant.fields:
         if f.space not in ("elem", "row"):
             return f"{f.owner} is kept for all rows together, not for each"

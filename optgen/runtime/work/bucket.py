@@ -109,11 +109,12 @@ class Bucket:
             for start, size in zip(itertools.accumulate(sizes, initial=0), sizes, strict=False):
                 part = s | {key: s[key].narrow(0, start, size) for key in self.variant.names}
                 span = f"[{start}:{start + size}]"
-                self.wholes[len(rows)] = s
+                self.wholes[len(rows)] = s if shard is None else shard.owner
                 views = p.narrow(0, start, size), g.narrow(0, start, size), part
-                rows.append((*views, keys.stream_key(f"{label}{span}"), f"{name}{span}", None))
+                rows.append((*views, keys.stream_key(f"{label}{span}"), f"{name}{span}", shard))
         columns = map(list, zip(*rows, strict=True))
         self.params, self.grads, self.states, self.streams, self.names, self.shards = columns
+        self.settle()
 
     def localize(self) -> None:
         """Contiguous params and grads in logical order: the kernels see memory, not strides."""

@@ -1,7 +1,7 @@
 """Parameters of several ranks that every rank steps as a whole, and then keeps its part of.
 
-That is vectors whose parts cut storage blocks, whose states all ranks keep; and what eager torch computes of rules that
-sum over tensors.
+That is vectors whose parts cut storage blocks, whose states all ranks keep; what eager torch computes of rules that
+sum over tensors; and matrices in blocks of unequal numbers of rows.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from optgen.runtime.work.bucket import Bucket
 def collect(buckets: Iterable[Bucket]) -> None:
     """Parameters and gradients of such parameters, whole; and where all others lie."""
     found = [(b, i, shard) for b in buckets for i, shard in enumerate(b.shards) if shard is not None]
-    for b, _, shard in found:
-        if b.backend == "reference" and b.variant.stages and shard.layout.dims():
+    for b, i, shard in found:
+        if i in b.pieces or (b.backend == "reference" and b.variant.stages and shard.layout.dims()):
             shard.whole = True
     found.sort(key=lambda x: x[2].position)
     wanted = [
