@@ -19,6 +19,8 @@ from tests.harness import spec_of
 from tests.oracles import BASES, IN_BASES
 
 STEPS, LR, EPS, NOISE = 24, 0.01, 0.05, 0.1
+INTERPRETED = 14
+"""Steps of Triton's interpreter, which takes seconds: a renewal of each basis after the turn is among them."""
 SHAPES = [(6, 10), (12, 5), (8, 8), (1, 7), (7, 1), (3, 8, 9), (6, 2, 3, 3), (7,), (10001, 4), (3, 10001)]
 SIZES = torch.tensor([4.0, 2.0, 1.0, 0.5], dtype=torch.float64)
 OPTIONS = {"precondition_frequency": 4, "betas": (0.8, 0.9), "shampoo_beta": 0.6, "eps": EPS, "weight_decay": 0.1}
@@ -40,17 +42,18 @@ OWN: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 """Rules in bases of their own, by the names of these, and options."""
 
 
-def gradients(shape: tuple[int, ...]) -> Iterator[Tensor]:
-    """fp32, with singular values of 4, 2, 1 and a half, nearly, along directions that stay; their order turns round
-    half-way, so that eigenvectors change places."""
+def gradients(shape: tuple[int, ...], backend: str = "") -> Iterator[Tensor]:
+    """Yield fp32 tensors whose singular values are nearly 4, 2, 1 and a half, along directions that stay; their order
+    turns round half-way, so that eigenvectors change places."""
+    steps = INTERPRETED if backend == "triton" else STEPS
     draw = torch.Generator().manual_seed(0)
     if len(shape) < 2:
-        yield from (torch.randn(shape, generator=draw) for _ in range(STEPS))
+        yield from (torch.randn(shape, generator=draw) for _ in range(steps))
         return
     stack = shape if len(shape) == 3 else (1, shape[0], math.prod(shape[1:]))
     rank = min(4, *stack[1:])
     u, v = (torch.linalg.qr(torch.randn(stack[0], n, rank, generator=draw, dtype=torch.float64)).Q for n in stack[1:])
-    for t in range(STEPS):
+    for t in range(steps):
         sizes = SIZES[:rank] if t < STEPS // 2 else SIZES[:rank].flip(0)
         inner = sizes.diag() + NOISE * torch.randn(stack[0], rank, rank, generator=draw, dtype=torch.float64)
         yield (u @ inner @ v.mT).reshape(shape).float()
@@ -77,7 +80,7 @@ def test_many_steps_are_the_oracle_s(name: str, shape: tuple[int, ...], backend:
     cls = getattr(optim, spec.class_name)
     given = {"plan": "fp32", "backend": "auto" if backend == "fp64" else backend, "blocks": blocks, "lr": LR}
     opt = cls([("w", p)], **given, **options)
-    for t, g in enumerate(gradients(shape), 1):
+    for t, g in enumerate(gradients(shape, backend), 1):
         exact = oracle(exact, g.double(), t, LR)
         if backend == "fp64":
             ours, states, _ = spec.evaluate(ours, g.double(), t, states, lr=LR, **options)
@@ -87,7 +90,7 @@ def test_many_steps_are_the_oracle_s(name: str, shape: tuple[int, ...], backend:
                 opt.step()
             ours = p.detach().double()
         assert (ours - exact).abs().max() <= allowed(shape, t, 2.0**-53 if backend == "fp64" else 2.0**-24), t
-    assert (exact - start).abs().max() > 0.09
+    assert (exact - start).abs().max() > 0.09 * t / STEPS
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -181,7 +184,7 @@ def test_soap_muon_is_the_record(backend: str, shape: tuple[int, ...]) -> None:
     oracle, states, host, p = BASES["soap_muon"]({}, options), {}, {}, nn.Parameter(start.clone())
     given = {"plan": "fp32", "backend": "auto" if backend == "fp64" else backend, "lr": LR}
     opt = optim.SOAPMuon([("w", p)], blocks={"w": len(start)} if len(shape) == 3 else {}, **given, **options)
-    for t, g in enumerate(gradients(shape), 1):
+    for t, g in enumerate(gradients(shape, backend), 1):
         exact = oracle(exact, g.double(), t, LR)
         if backend == "fp64":
             ours, states, host = spec.evaluate(ours, g.double(), t, states, host, lr=LR, **options)
@@ -192,7 +195,7 @@ def test_soap_muon_is_the_record(backend: str, shape: tuple[int, ...]) -> None:
         most = allowed(shape, t, 2.0**-53 if backend == "fp64" else 2.0**-24)
         most += t * LR * 6 * 2.0**-8 if backend != "fp64" and len(shape) > 1 else 0.0
         assert (ours - exact).abs().max() <= most, t
-    assert (exact - start).abs().max() > 0.09
+    assert (exact - start).abs().max() > 0.09 * t / STEPS
 
 
 @pytest.mark.parametrize("shape", [(6, 10), (12, 5), (8, 8), (1, 7), (7, 1), (7,), (8200, 4), (3, 8200)], ids=str)
@@ -208,7 +211,7 @@ def test_kron_is_pytorch_optimizers(backend: str, shape: tuple[int, ...], monkey
     opt = optim.Kron([p], plan="fp32", backend="auto" if backend == "fp64" else backend, **options)
     prob = {"pre_conditioner_update_probability": 1.0, "precondition_dtype": torch.float64}
     theirs, most = pytorch_optimizer.Kron([other], **options, **prob), 4 * 2.0**-24
-    for t, g in enumerate(gradients(shape), 1):
+    for t, g in enumerate(gradients(shape, backend), 1):
         noise = normal(torch.zeros(shape), t) if len(shape) > 1 else torch.ones(shape)
         monkeypatch.setattr(torch, "randn_like", lambda x, noise=noise, **_: noise.to(x.dtype))
         other.grad = g.double()
@@ -223,7 +226,7 @@ def test_kron_is_pytorch_optimizers(backend: str, shape: tuple[int, ...], monkey
         bent = math.prod(float(torch.linalg.cond(q)) for q in factors)
         most += 2.0**-24 * (4 + LR * t * math.sqrt(sum(shape)) * bent**2)
         assert (ours - other).abs().max() <= most, t
-    assert (other - start).abs().max() > 0.09
+    assert (other - start).abs().max() > 0.09 * t / STEPS
 
 
 @pytest.mark.parametrize("shape", [(6, 10), (12, 5), (8, 8), (7,), (8200, 4), (3, 8200)], ids=str)

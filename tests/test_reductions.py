@@ -159,22 +159,22 @@ def test_a_matrix_of_the_first_dimension_is_the_view(name: str, plan: str) -> No
     assert spec_of(name).matrix in ("first", "heads")
     cls = getattr(optim, spec_of(name).class_name)
     draw = torch.Generator().manual_seed(0)
-    start = torch.randn((4, 20, 9, 9), generator=draw)
-    deep, flat = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.reshape(4, -1).clone())
+    start = torch.randn((40, 12, 3, 3), generator=draw)  # enough elements for codes
+    deep, flat = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.reshape(40, -1).clone())
     options = {"lr": 1e-2} | ({"delta": 2.5} if name in ("adamp", "sgdp") else {})
     steps = [cls([("weight", p)], plan=plan, seed=3, **options) for p in (deep, flat)]
     for _ in range(3):
         g = torch.randn(start.shape, generator=draw)
-        deep.grad, flat.grad = g, g.reshape(4, -1)
+        deep.grad, flat.grad = g, g.reshape(40, -1)
         for step in steps:
             step.step()
-    assert torch.equal(deep.detach().reshape(4, -1), flat.detach())
+    assert torch.equal(deep.detach().reshape(40, -1), flat.detach())
     kept, views = (step.state[p] for step, p in zip(steps, (deep, flat), strict=True))
     for key, value in kept.items():
         if isinstance(value, torch.Tensor):
             assert torch.equal(value.reshape(views[key].shape), views[key])
     if name == "adam_mini":
-        assert kept["vmean_row"].shape == (4, 1)
+        assert kept["vmean_row"].shape == (40, 1)
     # A saved state is taken back.
     again = cls([("weight", torch.nn.Parameter(deep.detach().clone()))], plan=plan, seed=3, **options)
     again.load_state_dict(steps[0].state_dict())
