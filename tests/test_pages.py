@@ -3,6 +3,7 @@
 import ast
 import inspect
 import re
+import tomllib
 from html import unescape
 from pathlib import Path
 from typing import Any
@@ -224,6 +225,19 @@ def test_an_optimizer_that_is_not_there_has_a_neighbour(asked: str, meant: str) 
     with pytest.raises(ImportError, match=f"no optimizer '{asked}': did you mean {meant}"):
         exec(f"from optgen.optim import {asked}")
     assert not hasattr(optgen.optim, asked)
+
+
+def test_what_the_first_lines_say_is_true() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (torch_,) = [d.partition("torch>=")[2] for d in project["dependencies"]]
+    line = f"Version {project['version']} · Python {project['requires-python'].replace('>=', '>= ')} · "
+    line += f"PyTorch >= {torch_} · {project['license']}"
+    assert project["version"] == optgen.__version__
+    for text in ((ROOT / "README.md").read_text(encoding="utf-8"), project["readme"]["text"]):
+        assert text.split("\n\n")[1] == line
+    for link in re.findall(r"\]\(([^)]*)|(?:src|href)=.([^\"']*)", project["readme"]["text"]):  # seen from PyPI
+        assert "".join(link).startswith("https://")
+    assert f"{len(optgen.list_rules())} in all" in project["readme"]["text"]
 
 
 def test_formulas_of_adamw_are_the_paper_s() -> None:
