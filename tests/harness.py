@@ -186,7 +186,7 @@ class Pair:
         """Launch the kernel over one tensor."""
         import triton.language as tl
 
-        from optgen.runtime.gpu.walk import launched
+        from optgen.runtime.gpu.compiled import launched
 
         variant, kernels = self.triton
         name, block = variant.function, self.schedule.program.block

@@ -390,7 +390,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from generated import SGD
 from optgen.runtime.gpu import compiled
-from optgen.runtime.gpu.walk import launched
+from optgen.runtime.gpu.compiled import launched
 from optgen.runtime.layout import plans
 from optgen.runtime.work import counting
 

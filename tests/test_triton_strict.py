@@ -66,7 +66,7 @@ from pathlib import Path
 sys.path.insert(0, "tools")
 import kernel_stats
 import triton.language as tl
-from optgen.runtime.gpu.walk import launched
+from optgen.runtime.gpu.compiled import launched
 from tests import harness, test_triton_strict
 
 found = []

@@ -425,7 +425,7 @@ def jobs_of(name: str, module: Any, function: str, grad: str) -> Iterable[Job]:
     """A generated kernel as jobs: `tile` elements for 32 lanes, as many for each on targets with more."""
     import triton.language as tl
 
-    from optgen.runtime.gpu.walk import launched
+    from optgen.runtime.gpu.compiled import launched
     from optgen.runtime.step import launch
 
     fn, tile = getattr(module, function), module.TILE[function]
@@ -555,7 +555,7 @@ def of_stages(name: str, module: Any, variant: Any) -> Iterable[Job]:
     """The kernels of a variant's stages: <name>.<number>, and <name>.<number>_flat for tensors that no panels fit."""
     import triton.language as tl
 
-    from optgen.runtime.gpu.walk import launched
+    from optgen.runtime.gpu.compiled import launched
     from optgen.runtime.step import launch
 
     for number, stage in enumerate(variant.stages, 1):

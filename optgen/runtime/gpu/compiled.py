@@ -6,7 +6,7 @@ import functools
 import importlib
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,12 @@ from torch import Tensor
 
 from optgen.runtime.records.join import Pair
 from optgen.runtime.work.counting import Control
+
+
+@functools.cache
+def launched(record: Any, **how: Any) -> Any:
+    """Return the record of a kernel, a Sweep or a Level, with how it is launched; the same for the same arguments."""
+    return replace(record, **how)
 
 
 @functools.cache

@@ -23,11 +23,9 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
-from optgen.runtime.gpu.compiled import Call
-from optgen.runtime.gpu.walk import launched
+from optgen.runtime.gpu.compiled import Call, launched
 from optgen.runtime.layout import layout, workspace
 from optgen.runtime.records import Stage, Temp, sums
 from optgen.runtime.work.bucket import Bucket
@@ -286,7 +284,7 @@ class _Maker:
         width = sums.panel_columns(stage.block)
         groups: dict[int, list[int]] = {}
         for j, i in enumerate(tensors):
-            groups.setdefault(triton.next_power_of_2(min(width, self.sizes[i][2])), []).append(j)
+            groups.setdefault(1 << (min(width, self.sizes[i][2]) - 1).bit_length(), []).append(j)
         for lanes, some in groups.items():
             counts = []
             for j in some:

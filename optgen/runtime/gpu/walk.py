@@ -11,8 +11,8 @@ summed.  Codecs load and store the values.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import triton
@@ -133,12 +133,6 @@ class Sweep:
     def greatest(self, k: int) -> bool:
         """Return True if factor k is of a term that is reduced to its maximum."""
         return any(largest and k in factors for largest, factors, *_ in self.sums)
-
-
-@cache
-def launched(record: Any, **how: Any) -> Any:
-    """Return the record of a kernel, a Sweep or a Level, with how it is launched; the same for the same arguments."""
-    return replace(record, **how)
 
 
 @triton.jit

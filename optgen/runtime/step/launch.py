@@ -25,7 +25,6 @@ from torch import Tensor
 
 from optgen.runtime.cpu import cpu, cpu_stages
 from optgen.runtime.gpu import compiled, stages
-from optgen.runtime.gpu.walk import launched
 from optgen.runtime.layout import layout, workspace
 from optgen.runtime.layout.workspace import Workspace, matrices
 from optgen.runtime.records.join import Pair
@@ -370,7 +369,7 @@ class OneKernel(Triton):
                 work = stages.work_items(range(len(tensors)), counts, per_item).to(self.device)
             addresses = Addresses(part, tensors)
             how: dict[str, Any] = dict(grad=self.grad, tiles=per_item, tile=tile, ragged=ragged, aligned=aligned)
-            constants = {"SWEEP": launched(self.module.CONSTANTS[name]["SWEEP"], **how)}
+            constants = {"SWEEP": compiled.launched(self.module.CONSTANTS[name]["SWEEP"], **how)}
             table = addresses.sent(self.device)
             call = compiled.Call(kernel, table, work, scalars, True, constants, self.options)
             launches.append(Launch(aligned, ragged, shapes, addresses, call))
