@@ -22,9 +22,9 @@ from optgen.ir.node import Node, postorder
 from optgen.ir.spell import name_for
 
 from optgen.lang import (  # isort: skip
-    Spec, amax, cbrt, clip, col_max, col_mean, col_sum, columns, dot, elements, equal, flag, hyper, mat_mean, maximum,
-    mean, minimum, model_norm, model_total, nonneg, norm, optimizer, policies, rms, row, row_max, row_mean, row_sum,
-    rows, scalar, sign, sqrt, state, tensor_state, total, where,
+    Spec, amax, cbrt, clip, col_max, col_mean, col_sum, columns, dot, elements, equal, flag, gram, hyper, mat_mean,
+    maximum, mean, minimum, model_norm, model_total, nonneg, norm, optimizer, policies, rms, row, row_max, row_mean,
+    row_sum, rows, scalar, sign, sqrt, state, tensor_state, total, where,
 )  # fmt: skip
 from optgen.lang.declare import conditions
 from optgen.lang.plain import plain_formulas
@@ -493,6 +493,19 @@ def of_comparisons(p, g, avg=state(), size=state(), *, lr=hyper(1e-3, ge=0), bet
     size = beta * size + where(equal(y, 0.75), size - p, cbrt(total(p)))
     p = p - lr * avg
     return p, avg, size
+
+
+@optimizer(matrix="last")
+def with_products(p, g, along=state(), within=state(), *, lr=hyper(1e-3, ge=0), beta=hyper(0.9, ge=0, lt=1)):
+    along = beta * along + (1 - beta) * (gram(g + within) @ g)
+    within = beta * within + (1 - beta) * (gram(within) @ g)
+    p = p - lr * along
+    return p, along, within
+
+
+def test_a_product_is_an_input_of_a_state_or_hides_how_it_recurs() -> None:
+    along, within = (recurrence(with_products, None, s.name) for s in with_products.states)
+    assert (along.kind, along.decay_at(with_products), within.kind) == ("ema", 0.9, "other")
 
 
 @pytest.mark.parametrize("spec", [compared_with_nan, of_comparisons], ids=lambda spec: spec.name)

@@ -232,6 +232,13 @@ def test_the_lower_bound_of_a_spectral_norm_is_one() -> None:
     assert torch.equal(norm_lower_bound(torch.zeros(2, 3, 3)), torch.zeros(2, 3, 3))
 
 
+@pytest.mark.parametrize("shape", [(5, 7), (3, 300, 300), (2, 9, 1)])
+def test_an_average_in_place_has_the_bits_of_one_beside(shape: tuple[int, ...]) -> None:
+    """Also where it is made in panels."""
+    x, product = drawn(*shape), drawn(*shape).flip(-1)
+    assert torch.equal(matrices.averaged(0.9, x, 0.1, product.clone()), 0.9 * x + 0.1 * product)
+
+
 @optimizer(cite="a test", matrix="heads")
 def by_largest(p, g, *, lr=hyper(1.0, ge=0), wide_enough=shape_flag(lambda shape: len(shape) >= 2)):
     p = p - lr * g / (mat_max(abs(g)) + 1e-30) if wide_enough else p - lr * g
