@@ -26,13 +26,19 @@ def rule_text(spec: Spec, maths: Maths) -> str:
     made = kernel_text.rule_kernels(spec, maths)
     nonneg = {s.name for s in spec.states if s.nonneg}
     structs: dict[str, list[str]] = {}
+    # Also of a kernel that is the only one of a step under other flags, which takes a struct.
+    single = {
+        kernel
+        for setting in made.settings
+        for kernel in setting.kernels
+        if kernel_text.is_single(setting.step) and not setting.step.program.is_sized
+    }
     for setting in made.settings:
-        single = kernel_text.is_single(setting.step) and not setting.step.program.is_sized
         for kernel in setting.kernels:
             stage = made.stages[kernel]
             if kernel in structs or stage.call:
                 continue
-            if single:
+            if kernel in single:
                 structs[kernel] = cpp_text.rule_struct(stage.schedule, kernel, nonneg)
             else:
                 title = f"// {'a sweep' if stage.is_sweep else stage.space.name}: {stage.why}"
