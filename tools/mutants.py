@@ -1,0 +1,192 @@
+"""Score the daily tests by mutants: small changes of the compiler and of a step, drawn with a fixed seed.
+
+    python tools/mutants.py --minutes 30      # test those that were not tested yet, room by room
+    python tools/mutants.py --page            # write docs/mutants.md
+
+200 mutants are drawn by the operators of tools/seed_defects.py.  Each is put into the module as it is imported, in a
+process forked from one that has imported torch and Triton: no file changes, so several may run beside each other, and
+beside work. TESTS has the files that cover a room, the cheapest first, and "texts": the generated texts of RULES, as
+tests/test_build.py compares all of them. A mutant is noticed by the first test that fails within 60 s of processor
+time; the page lists those that are not.  Results are kept in build/mutants.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.machinery
+import json
+import linecache
+import os
+import random
+import resource
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+import seed_defects  # noqa: E402
+
+KEPT, PAGE = ROOT / "build" / "mutants.json", ROOT / "docs" / "mutants.md"
+SEED, PER_ROOM, SECONDS = 20261127, 40, 60
+RULES = ("adamw", "came", "lion")
+PROGRAMS = "tests/test_programs.py::test_a_program_that_once_failed_is_right"
+TESTS: dict[str, tuple[str, ...]] = {
+    "passes": ("tests/test_passes.py", "texts", "tests/test_spellings.py", PROGRAMS, "tests/test_host_scalars.py"),
+    "lower": ("texts", "tests/test_passes.py", PROGRAMS, "tests/test_noise.py", "tests/test_ir.py"),
+    "backends": ("texts", "tests/test_spellings.py", PROGRAMS, "tests/test_cpp_names.py"),
+    "formats": ("texts", "tests/test_lint.py", "tests/test_plans.py", "tests/test_codebook.py", PROGRAMS),
+    "runtime/step": (PROGRAMS, "tests/test_step_contract.py", "tests/test_runtime.py"),
+}  # fmt: skip
+
+
+def drawn() -> list[dict[str, Any]]:
+    """Return the mutants, each of a line of its own, those of a room in a drawn order."""
+    choice, out = random.Random(SEED), []
+    for room in TESTS:
+        found = [c for p in sorted((ROOT / "optgen" / room).rglob("*.py")) for c in seed_defects.candidates(p, room)]
+        by_line: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+        for c in found:
+            by_line.setdefault((c["file"], c["function"], c["before"]), []).append(c)
+        out += [choice.choice(by_line[line]) for line in choice.sample(sorted(by_line), PER_ROOM)]
+    return out
+
+
+def key(mutant: dict[str, Any]) -> str:
+    return f"{mutant['file']} {mutant['function']}: {mutant['before']}  ->  {mutant['after']}"
+
+
+def put_in(mutant: dict[str, Any]) -> bool:
+    """Have the import of its module find the changed text; False where the line is gone."""
+    if (changed := seed_defects._changed(mutant)) is None:
+        return False
+    path, _, text = changed
+    plain = importlib.machinery.SourceFileLoader.get_code
+
+    def get_code(self: Any, name: str) -> Any:
+        return compile(text, self.path, "exec") if Path(self.path) == path else plain(self, name)
+
+    importlib.machinery.SourceFileLoader.get_code = get_code  # type: ignore[method-assign]
+    linecache.cache[str(path)] = (len(text), None, text.splitlines(keepends=True), str(path))
+    return True
+
+
+def texts() -> str:
+    """Return what would change in the generated texts of RULES."""
+    from optgen.driver.build import Request, build
+
+    return "" if build(Request(check=True, names=RULES)).clean else "tests/test_build.py: generated texts"
+
+
+def tested(step: str) -> str:
+    """Return the first test of a file that fails, "" for none."""
+    import pytest
+
+    class Failed:
+        name = ""
+
+        def pytest_runtest_logreport(self, report: Any) -> None:
+            self.name = self.name or (report.nodeid if report.failed else "")
+
+    seen = Failed()
+    options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not slow and not full and not ranks"]
+    code = pytest.main([*options, step], plugins=[seen])
+    return seen.name or ("" if code == 0 else f"{step}: exit status {int(code)}")
+
+
+def verdict(mutant: dict[str, Any] | None, room: str) -> dict[str, Any]:
+    """Test a mutant, or the code as it is, in a forked process."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            sink = os.open(os.devnull, os.O_RDWR)
+            for stream in (0, 1, 2):
+                os.dup2(sink, stream)
+            resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS + 5))
+            os.chdir(ROOT)
+            there, found = mutant is None or put_in(mutant), ""
+            for step in TESTS[room] if there else ():
+                try:
+                    found = texts() if step == "texts" else tested(step)
+                except BaseException as error:
+                    found = f"{step}: {type(error).__name__}: {error}"[:200]
+                if found:
+                    break
+            os.write(write, json.dumps({"noticed": found} if there else {"gone": True}).encode())
+            code = 0
+        finally:
+            os._exit(code)
+    os.close(write)
+    with os.fdopen(read, "rb") as stream:
+        said = stream.read()
+    _, status, used = os.wait4(child, 0)
+    made = json.loads(said) if said else {"noticed": f"the process ended with status {status}"}
+    if not said and used.ru_utime + used.ru_stime >= SECONDS - 1:
+        made = {"noticed": "", "out of time": True}
+    return {**made, "seconds": round(used.ru_utime + used.ru_stime, 1)}
+
+
+def page(results: dict[str, Any], mutants: list[dict[str, Any]]) -> str:
+    """Return docs/mutants.md."""
+    lines = ["# Mutants", "", " ".join((__doc__ or "").split("\n\n")[2].split()), ""]
+    lines += ["| room | drawn | tested | noticed | |", "|---|--:|--:|--:|--:|"]
+    rooms: dict[str, list[Any]] = {room: [] for room in TESTS}
+    for m in mutants:
+        if (result := results.get(key(m))) and not result.get("gone"):
+            rooms[m["room"]].append((m, result))
+    every = [x for found in rooms.values() for x in found]
+    for room, found in [*rooms.items(), ("all", every)]:
+        noticed, count = sum(bool(r["noticed"]) for _, r in found), PER_ROOM * (len(TESTS) if room == "all" else 1)
+        share = f"{noticed / len(found):.0%}" if found else ""
+        lines.append(f"| {room} | {count} | {len(found)} | {noticed} | {share} |")
+    lines += ["", "## Not noticed", "", "| where | line | mutant |", "|---|---|---|"]
+    for m, result in every:
+        if not result["noticed"]:
+            where = f"`{m['file'].removeprefix('optgen/')}` {m['function']}"
+            late = " (out of time)" if result.get("out of time") else ""
+            before, after = (m[k].replace("|", "\\|") for k in ("before", "after"))
+            lines.append(f"| {where}{late} | `{before}` | `{after}` |")
+    by = Counter(r["noticed"].partition(":")[0] for _, r in every if r["noticed"])
+    lines += ["", "Noticed by " + ", ".join(f"{name} ({n})" for name, n in by.most_common()) + "."]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--minutes", type=float, default=0.0)
+    parser.add_argument("--page", action="store_true")
+    asked = parser.parse_args()
+    results = json.loads(KEPT.read_text()) if KEPT.exists() else {}
+    mutants = drawn()
+    if asked.page:
+        PAGE.write_text(page(results, mutants), encoding="utf-8")
+    if not asked.minutes:
+        return 0
+    os.environ |= {"TRITON_INTERPRET": "1", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(ROOT)}
+    sys.dont_write_bytecode = True
+    for heavy in ("numpy", "torch", "sympy", "triton", "hypothesis", "pytest"):
+        importlib.import_module(heavy)
+
+    end = time.monotonic() + 60 * asked.minutes
+    # A room in turn, so that a part of the run is a part of each.
+    for k in range(PER_ROOM):
+        for mutant in mutants[k::PER_ROOM]:
+            if key(mutant) in results or time.monotonic() > end:
+                continue
+            room = mutant["room"]
+            if f"plain {room}" not in results:
+                results[f"plain {room}"] = verdict(None, room)
+                print(f"{room} as it is: {results[f'plain {room}']}", flush=True)
+            results[key(mutant)] = verdict(mutant, room)
+            print(key(mutant), results[key(mutant)], flush=True)
+            KEPT.write_text(json.dumps(results, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
