@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import math
 import os
 import re
 import tempfile
@@ -195,12 +196,15 @@ class Writer:
                 lambda: f"{own()} ** {self.pick('0.5', '1.5', '2', '0.25', '3')}", lambda: f"cbrt({own()})",
                 lambda: f"rsqrt({self.above(space, depth - 1)})",
                 lambda: f"power({own()}, {self.pick('0.5', '0.75', '2.0')})",
+                lambda: self.pick("sigmoid({})", "exp(-abs({}))", "2.0 ** -abs({})").format(own(False)),
             ]  # fmt: skip
         else:
             forms += [
                 lambda: f"({own()} - {low()})", lambda: f"-{self.leaf(space)}", lambda: f"sign({own()})",
                 lambda: f"cbrt({own()})", lambda: f"clip({own()}, -1.0, {self.pick('1.0', '0.5', '100.0')})",
                 lambda: f"{self.pick('floor', 'rint')}(clip({own()}, -1e3, 1e3))", lambda: f"{self.leaf(space)} ** 3",
+                lambda: f"{self.pick('tanh', 'erf')}({own()})", lambda: f"log({self.above(space, depth - 1)})",
+                lambda: f"atan2({own()}, {low()})",
             ]  # fmt: skip
         if space == "host":
             forms += [
@@ -496,7 +500,8 @@ _SCOPES = {"row": (-1,), "col": (-2,), "mat": (-2, -1)}
 NAMES: dict[str, Any] = {
     "sqrt": np.sqrt, "rsqrt": lambda x: 1 / np.sqrt(x), "cbrt": np.cbrt, "square": np.square, "power": np.power,
     "exp": np.exp, "log": np.log, "sign": np.sign, "floor": np.floor, "rint": np.rint, "equal": np.equal,
-    "where": np.where, "maximum": np.maximum, "minimum": np.minimum,
+    "tanh": np.tanh, "sigmoid": lambda x: 1 / (1 + np.exp(-x)), "erf": np.vectorize(math.erf, otypes=[np.float64]),
+    "atan2": np.arctan2, "where": np.where, "maximum": np.maximum, "minimum": np.minimum,
     "clip": lambda x, low, high: np.minimum(np.maximum(x, low), high),
     **{f"{scope}_{kind}": _over(f, axes) for scope, axes in _SCOPES.items()
        for kind, f in (("sum", np.sum), ("mean", np.mean), ("max", np.max))},

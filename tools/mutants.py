@@ -36,7 +36,7 @@ RULES = ("adamw", "came", "lion")
 PROGRAMS = "tests/test_programs.py::test_a_program_that_once_failed_is_right"
 TESTS: dict[str, tuple[str, ...]] = {
     "passes": ("tests/test_passes.py", "texts", "tests/test_spellings.py", PROGRAMS, "tests/test_host_scalars.py"),
-    "lower": ("texts", "tests/test_passes.py", PROGRAMS, "tests/test_noise.py", "tests/test_ir.py"),
+    "lower": ("texts", "tests/test_passes.py", PROGRAMS, "tests/test_noise.py"),
     "backends": ("texts", "tests/test_spellings.py", PROGRAMS, "tests/test_cpp_names.py"),
     "formats": ("texts", "tests/test_lint.py", "tests/test_plans.py", "tests/test_codebook.py", PROGRAMS),
     "runtime/step": (PROGRAMS, "tests/test_step_contract.py", "tests/test_runtime.py"),
