@@ -26,6 +26,10 @@ def __getattr__(name: str) -> object:
         from optgen.driver.compile import compile
 
         return compile
+    if name == "optim":
+        from importlib import import_module
+
+        return import_module("optgen.optim")
     if name == "cast_model":
         from optgen.cast import cast_model
 

@@ -1,10 +1,12 @@
 """`optgen.integrations` in the frameworks themselves: AdamW, Muon and CAME, bit for bit as they are by themselves.
 
-TRL, axolotl, jsonargparse (of LightningCLI) and Emerging-Optimizers are in no environment that `make setup` makes;
-`PYTHONPATH=FOLDER make test ARGS=tests/test_integrations.py` tests them too, from a folder of `pip install --target`.
+TRL, axolotl, jsonargparse (of LightningCLI), Emerging-Optimizers and Megatron are in no environment that `make setup`
+makes; `PYTHONPATH=FOLDER make test ARGS=tests/test_integrations.py` tests them too, from a folder of `pip install
+--target`.
 """
 
 import importlib
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from optgen.by_name import class_of
 from optgen.integrations import framework
 from tests.test_frameworks import TITAN, example, same_weights
 
+ROOT = Path(__file__).resolve().parents[1]
 RULES = ("adamw", "muon", "came")
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "plan": "int8_split24"}
 
@@ -164,6 +167,22 @@ def test_emerging_optimizers_finds_the_name(rule: str) -> None:
     train(model, registry.get_configured_optimizer_cls(name, lr=1e-2)(model.named_parameters()))
     assert_as_by_itself(model, rule)
     registry._OPTIMIZERS.pop(name)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Muon", "CAME"])
+def test_megatron_makes_the_class_of_an_entry(name: str) -> None:
+    """The block of docs/migration.md, with another class."""
+    pytest.importorskip("emerging_optimizers.registry")
+    table, model = pytest.importorskip("megatron.core.optimizer.emerging_optimizers"), net()
+    (block,) = re.findall(r"```python\n(from megatron.*?)```", (ROOT / "docs/migration.md").read_text(), re.DOTALL)
+    exec(block.replace("optim.Muon", f"optim.{name}"), {"optgen": optgen})
+    config = importlib.import_module("megatron.core.optimizer.optimizer_config").OptimizerConfig(lr=1e-2)
+    groups = [{"params": list(model.parameters())}]
+    train(model, table._create_emerging_optimizer(config, groups, "optgen_muon", [model], None)[0])
+    table._EMERGING_OPTIMIZERS.pop("optgen_muon")
+    other = net()
+    train(other, getattr(optgen.optim, name)(other.parameters(), weight_decay=config.weight_decay, **OPTIONS))
+    assert same_weights(model, other)
 
 
 def test_scripts_that_import_a_class_by_its_path() -> None:
