@@ -1,0 +1,309 @@
+"""Train four small tasks by AdamW, Lion, CAME and Muon, in fp32, in few bits and by bitsandbytes' 8 bits.
+
+    .venv/bin/python tools/evidence.py              runs that docs/benchmarks/evidence.json lacks, then page and picture
+    .venv/bin/python tools/evidence.py --page       page and picture of the runs that are there
+
+Needs scikit-learn and bitsandbytes.  A run that was cut off goes on where it was; runs of another processor, other
+versions or another number of steps are deleted first.  The page's text above RESULTS is written by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import multiprocessing
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from benchmark import cpu_model
+from demo import mean_and_interval, mean_and_spread
+from demo_model import PIECE, LanguageModel, Size, batches, corpus, rate, stored_bytes
+from prose import filled, table
+from torch import Tensor, nn
+from torch.func import functional_call
+from train_rules import ADAMW, Rule, Verdict, key_of, make, rate_found
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = "## Results\n"
+SEEDS, TUNING = range(1, 6), 0  # of the tables, and of the search for learning rates
+PACKAGE = ("bitsandbytes, fp32 weights", "bitsandbytes, bf16 weights")
+PLANS = ("int8_split24", "int4_split24")
+RULES = (  # lr: where the search begins
+    Rule("AdamW", "adamw", {**ADAMW, "lr": 1e-3}, plans=(*PLANS, "flashoptim", *PACKAGE)),
+    Rule("Lion", "lion", {"lr": 1e-4, "weight_decay": 0.1}, plans=(*PLANS, "flashoptim", *PACKAGE)),
+    Rule("CAME", "came", {"lr": 2e-4, "weight_decay": 0.1}, plans=PLANS),
+    Rule("Muon", "muon", {"lr": 2e-2, "weight_decay": 0.1}, {"adamw": True}, PLANS),
+)
+WIDTH, ITEMS, VALUES = 64, 12, 64  # of the transformers; numbers of a list to be sorted, and how many there are
+SIZE, LEARNED = Size(layers=2), 500  # the language model to be tuned, and its steps before that
+LAYER: Mapping[str, Any] = {
+    "nhead": 4, "dim_feedforward": 4 * WIDTH, "dropout": 0.0, "activation": "gelu", "batch_first": True,
+    "norm_first": True,
+}  # fmt: skip
+
+
+def cnn() -> nn.Module:
+    """(batch, 1, 8, 8) pixels -> (batch, 10) logits."""
+    first, second = nn.Conv2d(1, 32, 3, padding=1), nn.Conv2d(32, 64, 3, 2, padding=1)
+    parts = {"first": first, "a": nn.GELU(), "second": second, "b": nn.GELU(), "third": nn.Conv2d(64, 64, 3, 2, 1)}
+    return nn.Sequential(parts | {"c": nn.GELU(), "flat": nn.Flatten(), "head": nn.Linear(256, 10)})  # type: ignore
+
+
+class ViT(nn.Module):
+    """(batch, 1, 8, 8) pixels -> (batch, 10) logits, by way of 16 patches of 2 x 2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches, self.positions = nn.Conv2d(1, WIDTH, 2, 2), nn.Embedding(16, WIDTH)
+        self.layers = nn.Sequential(*(nn.TransformerEncoderLayer(WIDTH, **LAYER) for _ in "12"))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 10)
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.patches(x).flatten(2).transpose(1, 2) + self.positions.weight
+        return self.head(self.norm(self.layers(h).mean(1)))
+
+
+class Sorter(nn.Module):
+    """(batch, 2 ITEMS) tokens of a list and an answer -> (batch, ITEMS, VALUES) logits of the answer's next tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(VALUES + 1, WIDTH), nn.Embedding(ITEMS, WIDTH)
+        self.body = nn.Transformer(WIDTH, num_encoder_layers=2, num_decoder_layers=1, **LAYER)
+        self.head = nn.Linear(WIDTH, VALUES)
+
+    def forward(self, x: Tensor) -> Any:
+        source, answer = (self.tokens(part) + self.positions.weight for part in x.split(ITEMS, 1))
+        future = torch.ones(ITEMS, ITEMS, dtype=torch.bool).triu(1)
+        return self.head(self.body(source, answer, tgt_mask=future, tgt_is_causal=True))
+
+
+Pair = tuple[Tensor, Tensor]  # of a model's input and of the classes that it is to find
+
+
+@cache
+def digits() -> Pair:
+    """Return scikit-learn's 1,797 images (1797, 1, 8, 8), from 0 to 1, and their classes."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as e:
+        raise SystemExit(f"tools/evidence.py: {e}; `pip install scikit-learn` brings the images of digits") from None
+    found = load_digits()
+    return torch.tensor(found.images, dtype=torch.float32)[:, None] / 16, torch.tensor(found.target)
+
+
+def images(seed: int, steps: int) -> tuple[Iterator[Pair], list[Pair]]:
+    """Return batches of 32 of 1,200 images that the seed draws, and all others."""
+    random, (x, y) = torch.Generator().manual_seed(seed), digits()
+    order = torch.randperm(len(y), generator=random)
+    chosen = (order[torch.randint(1200, (32,), generator=random)] for _ in range(steps))
+    return ((x[at], y[at]) for at in chosen), [(x[order[1200:]], y[order[1200:]])]
+
+
+def lists(seed: int, steps: int) -> tuple[Iterator[Pair], list[Pair]]:
+    """Return batches of 32 random lists with their sorted forms, and 1,024 others."""
+
+    def some(random: torch.Generator, count: int) -> Pair:
+        x = torch.randint(VALUES, (count, ITEMS), generator=random)
+        y = x.sort(1).values
+        return torch.cat((x, torch.full((count, 1), VALUES), y[:, :-1]), 1), y
+
+    random, other = (torch.Generator().manual_seed(n) for n in (seed, 10**6 + seed))
+    return (some(random, 32) for _ in range(steps)), [some(other, 1024)]
+
+
+def manual(seed: int, steps: int) -> tuple[Iterator[Pair], list[Pair]]:
+    """Return batches of Python's manual, and 24 of its held-out pieces."""
+    from pydoc_data.topics import topics
+
+    raw = "\n".join(topics[name] for name in sorted(topics)).encode()
+    pieces = torch.frombuffer(bytearray(raw), dtype=torch.uint8)[: len(raw) // PIECE * PIECE].view(-1, PIECE)
+    apart = torch.arange(len(pieces)) % 16 == 15
+    train, test = pieces[~apart].flatten(), pieces[apart].flatten()
+    return batches(train, SIZE, steps, seed), list(batches(test, SIZE, 24, seed=12345))
+
+
+def learned() -> nn.Module:
+    """Return the language model after LEARNED steps of AdamW on source code that lacks the manual, trained once."""
+    text = corpus()
+    model, path = LanguageModel(SIZE), ROOT / "build" / f"evidence-{text.digest}.pt"
+    if not path.exists():
+        torch.manual_seed(0)
+        model = LanguageModel(SIZE)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.1)
+        fit(model, optimizer, batches(text.train[: 4 << 20], SIZE, LEARNED, 0), LEARNED)
+        path.parent.mkdir(exist_ok=True)
+        torch.save(model.state_dict(), path)
+    model.load_state_dict(torch.load(path))
+    return model
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model, its data (batches, and test data) and the number of steps."""
+
+    name: str
+    steps: int
+    model: Callable[[], nn.Module]
+    data: Callable[[int, int], tuple[Iterator[Pair], list[Pair]]]
+
+
+TASKS = (
+    Task("digits, CNN", 400, cnn, images), Task("digits, ViT", 300, ViT, images), Task("sorting", 300, Sorter, lists),
+    Task("fine-tuning", 120, learned, manual),
+)  # fmt: skip
+
+
+def logits(model: nn.Module, x: Tensor) -> Tensor:
+    """Return (positions, classes), computed in fp32 whatever weights are stored in; gradients have their dtype."""
+    out: Tensor = functional_call(model, {name: p.float() for name, p in model.named_parameters()}, x)
+    return out.flatten(0, -2)
+
+
+def fit(model: nn.Module, optimizer: torch.optim.Optimizer, pairs: Iterator[Pair], steps: int) -> None:
+    """Train at rates that warm up and then fall to a tenth."""
+    rates = [{key: group[key] for key in ("lr", "adamw_lr") if key in group} for group in optimizer.param_groups]
+    for step, (x, y) in enumerate(pairs):
+        for group, largest in zip(optimizer.param_groups, rates, strict=True):
+            group.update({key: rate(step, steps, value) for key, value in largest.items()})
+        F.cross_entropy(logits(model, x), y.flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+
+def one_run(task: Task, rule: Rule, plan: str, seed: int, lr: float) -> tuple[float, float, float, float]:
+    """Return the loss and the accuracy on the test data, bytes per parameter and seconds of a run, by one thread."""
+    torch.set_num_threads(1)
+    begin = time.process_time()
+    torch.manual_seed(seed)
+    model = task.model().to(torch.float32 if plan in ("fp32", PACKAGE[0]) else torch.bfloat16)
+    if plan in PACKAGE:
+        import bitsandbytes
+
+        cls = getattr(bitsandbytes.optim, f"{rule.name}8bit")
+        optimizer = cls(model.parameters(), **{**rule.options, "lr": lr})
+    else:
+        optimizer = make(rule, plan, model, lr)
+    pairs, apart = task.data(seed, task.steps)
+    fit(model, optimizer, pairs, task.steps)
+    with torch.no_grad():
+        found = [(logits(model, x), y.flatten()) for x, y in apart]
+        loss = sum(float(F.cross_entropy(out, y)) for out, y in found) / len(found)
+        right = sum(float((out.argmax(-1) == y).float().mean()) for out, y in found) / len(found)
+    kept = sum(stored_bytes(model, optimizer)) / sum(p.numel() for p in model.parameters())
+    return loss, right, kept, time.process_time() - begin
+
+
+Found = dict[str, list[float]]  # key_of(rule, plan, seed, lr) -> what one_run returns
+
+
+def missing(found: Found) -> Iterator[tuple[Rule, str, int, float]]:
+    """Yield the runs that a task needs next: those that find learning rates; then those of its table."""
+    rates = {rule.name: rate_found(rule, found) for rule in RULES}
+    adamw, tries = rates["AdamW"]
+    rules = [replace(r, options=r.options | {"adamw_lr": adamw}) if r.aside else r for r in RULES if not r.aside or not tries]
+    runs = [(rule, "fp32", TUNING, lr) for rule in rules for lr in rates[rule.name][1]] or [
+        (rule, plan, seed, rates[rule.name][0]) for seed in SEEDS for rule in rules for plan in ("fp32", *rule.plans)
+    ]
+    return (run for run in runs if key_of(run[0].name, *run[1:]) not in found)
+
+
+def run_all(runs: dict[str, Found], jobs: int, save: Callable[[], Any]) -> None:
+    """Run what is missing, all tasks side by side and seed by seed; `save` is called at the end of each run."""
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        while wanted := [(task, run) for task in TASKS for run in missing(runs.setdefault(task.name, {}))]:
+            wanted.sort(key=lambda pair: pair[1][2])
+            running = {pool.submit(one_run, task, *run): (task.name, run) for task, run in wanted}
+            for done in as_completed(running):
+                name, (rule, *rest) = running[done]
+                runs[name][key_of(rule.name, *rest)] = list(done.result())
+                save()
+                print(f"{name}, {key_of(rule.name, *rest)}: {done.result()[0]:.4f}", flush=True)
+
+
+def compared(found: Found, column: int = 0) -> list[Verdict]:
+    """Compare losses (0) or accuracies in percent (1) of a task with fp32; KeyError where a run is missing."""
+    verdicts = []
+    for rule in RULES:
+        lr, _ = rate_found(rule, found)
+        base, *others = ([found[key_of(rule.name, plan, s, lr)] for s in SEEDS] for plan in ("fp32", *rule.plans))
+        for plan, runs in zip(rule.plans, others, strict=True):
+            values = ([(1, 100)[column] * run[column] for run in part] for part in (base, runs))
+            verdicts.append(Verdict(f"{rule.name}, {plan}", lr, *values, base[0][2], runs[0][2]))
+    return verdicts
+
+
+def rows(found: Found) -> Iterator[list[str]]:
+    for loss, right in zip(compared(found), compared(found, 1), strict=True):
+        (a, noise), (b, half), (c, width) = mean_and_spread(loss.fp32), loss.gap, right.gap
+        yield [
+            loss.rule, f"{loss.lr:g}", f"{a:.4f} ± {noise:.4f}", f"{b:+.4f} ± {half:.4f}", said(loss),
+            f"{mean_and_spread(right.fp32)[0]:.2f}", f"{c:+.2f} ± {width:.2f}", f"{loss.bytes_int8:.2f}",
+        ]  # fmt: skip
+
+
+def said(v: Verdict) -> str:
+    return v.words.removeprefix("measurably ") if v.words.startswith("measurably") else ""
+
+
+def over_tasks(same: tuple[Verdict, ...]) -> list[str]:
+    """Return the row of a rule and plan over all tasks: logarithms of losses are averaged over them, seed by seed."""
+    logs = [[100 * math.log(b / a) for a, b in zip(v.fp32, v.int8, strict=True)] for v in same]
+    mean, half = mean_and_interval([sum(seed) / len(seed) for seed in zip(*logs, strict=True)])
+    names = [[t.name for t, v in zip(TASKS, same, strict=True) if said(v) == word] for word in ("worse", "better")]
+    return [same[0].rule, f"{mean:+.1f} ± {half:.1f}", *("; ".join(name) or "-" for name in names)]
+
+
+def results(kept: Mapping[str, Any]) -> str:
+    """Return the page's text from RESULTS on."""
+    made, parts = kept["made"], [compared(kept["runs"][task.name]) for task in TASKS]
+    spent = sum(run[3] for runs in kept["runs"].values() for run in runs.values()) / 60
+    lines = [
+        RESULTS,
+        f"{len(SEEDS)} seeds, {made['processor']}, torch {made['torch']}, scikit-learn {made['scikit-learn']},",
+        f"bitsandbytes {made['bitsandbytes']}; {spent:.0f} CPU-minutes, the search for learning rates included.", "",
+        *table(("run", "loss, % of fp32's", "worse in", "better in"), map(over_tasks, zip(*parts)), (0, 2, 3)), "",
+        "![Differences of losses to fp32 on four tasks, with 95 % intervals](images/evidence.svg)",
+    ]  # fmt: skip
+    head = "run", "lr", "loss, fp32", "- fp32", "", "accuracy in %, fp32", "- fp32", "B/param"
+    for task in TASKS:
+        lines += ["", f"### {task.name[0].upper()}{task.name[1:]}, {task.steps} steps", ""]
+        lines += table(head, rows(kept["runs"][task.name]), (0, 4))
+    return filled("\n".join(lines)) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--page", action="store_true", help="train nothing")
+    parser.add_argument("--jobs", type=int, default=2, help="runs side by side, a thread each")
+    asked = parser.parse_args()
+    sys.path.insert(0, str(ROOT))
+    torch.set_num_threads(1)
+    record, page = ROOT / "docs/benchmarks/evidence.json", ROOT / "docs/evidence.md"
+    kept: dict[str, Any] = json.loads(record.read_text(encoding="utf-8")) if record.exists() else {}
+    if not asked.page:
+        digits(), learned()  # before there are workers
+        made = {name: version(name) for name in ("torch", "scikit-learn", "bitsandbytes")}
+        made |= {"python": platform.python_version(), "processor": cpu_model()} | {t.name: t.steps for t in TASKS}
+        kept = {"made": made, "runs": kept.get("runs", {}) if kept.get("made") == made else {}}
+        run_all(kept["runs"], asked.jobs, lambda: record.write_text(json.dumps(kept, indent=0) + "\n"))
+    page.write_text(page.read_text(encoding="utf-8").partition(RESULTS)[0] + results(kept), encoding="utf-8")
+    from draw import write  # which reads this record
+
+    write("evidence")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
