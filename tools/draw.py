@@ -3,7 +3,7 @@
     .venv/bin/python tools/draw.py                  all of them, in some minutes
     .venv/bin/python tools/draw.py memory pareto    only these
 
-`memory` comes from the formats, `pareto` and `training` from docs/benchmarks, all others from runs of optgen. The same
+`memory` comes from the formats, `pareto`, `training` and `evidence` from docs/benchmarks, all others from runs of optgen. The same
 packages draw the same bytes.
 """
 
@@ -136,14 +136,32 @@ def training() -> Figure:
     drawn, axes = figure(680, 60 + 21 * sum(map(len, parts.values())), 3, 1, sharex=True,
                          height_ratios=[len(v) + 1.5 for v in parts.values()])  # fmt: skip
     for ax, (title, verdicts) in zip(axes, parts.items(), strict=True):
-        for v in verdicts:
-            mean, half = v.gap
-            colour = RED if mean > half else GREEN if -mean > half else BLUE
-            ax.errorbar(mean, v.rule, xerr=half, fmt="o", capsize=3, color=colour)
-        ax.axvline(0, color=INK, linewidth=0.8)
-        ax.invert_yaxis()
-        ax.set(title=title)
+        intervals(ax, title, verdicts)
     axes[-1].set_xlabel("loss minus that of fp32, nats per byte")
+    return drawn
+
+
+def intervals(ax: Any, title: str, verdicts: Sequence[Any]) -> None:
+    """Draw the paired differences of train_rules' verdicts, one a line."""
+    for v in verdicts:
+        mean, half = v.gap
+        colour = RED if mean > half else GREEN if -mean > half else BLUE
+        ax.errorbar(mean, v.rule, xerr=half, fmt="o", capsize=3, color=colour)
+    ax.axvline(0, color=INK, linewidth=0.8)
+    ax.invert_yaxis()
+    ax.set(title=title)
+
+
+def evidence() -> Figure:
+    """Draw the same of the tasks of evidence.json."""
+    import evidence as e
+
+    runs = json.loads(e.RECORD.read_text(encoding="utf-8"))["runs"]
+    drawn, axes = figure(760, 720, 2, 2)
+    for k, (ax, task) in enumerate(zip(axes.flat, e.TASKS, strict=True)):
+        intervals(ax, f"{task.name}, {task.steps} steps", e.compared(runs[task.name]))
+        ax.tick_params(labelleft=k % 2 == 0)
+    drawn.supxlabel("loss minus that of fp32, nats", fontsize=11)
     return drawn
 
 
@@ -356,7 +374,7 @@ def trajectories(function: Callable[[Any, Any], Any], start: tuple[float, float]
 
 
 PICTURES: dict[str, Callable[[], Figure]] = {
-    "memory": memory, "pareto": pareto, "training": training, "freeze": freeze, "length": length,
+    "memory": memory, "pareto": pareto, "training": training, "evidence": evidence, "freeze": freeze, "length": length,
     "rounding": rounding, "singular": singular,
     "rosenbrock": lambda: trajectories(rosenbrock, (-1.5, 2.0), (-2.0, 2.0, -1.0, 3.0), (1.0, 1.0), (0.08, 0.3, 0.6)),
     "rastrigin": lambda: trajectories(rastrigin, (-2.0, 3.5), (-4.5, 4.5, -4.5, 4.5), (0.0, 0.0), (0.4,)),

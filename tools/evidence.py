@@ -3,23 +3,22 @@
     .venv/bin/python tools/evidence.py              runs that docs/benchmarks/evidence.json lacks, then page and picture
     .venv/bin/python tools/evidence.py --page       page and picture of the runs that are there
 
-Needs scikit-learn and bitsandbytes.  A run that was cut off goes on where it was; runs of another processor, other
-versions or another number of steps are deleted first.  The page's text above RESULTS is written by hand.
+Needs scikit-learn and bitsandbytes.  What was cut off goes on; runs of another processor, other versions or numbers of
+steps are deleted first.  The page's text above RESULTS is written by hand.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import multiprocessing
+import os
 import platform
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
-from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,7 @@ from torch.func import functional_call
 from train_rules import ADAMW, Rule, Verdict, key_of, make, rate_found
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = "## Results\n"
+RECORD, PAGE, RESULTS = ROOT / "docs/benchmarks/evidence.json", ROOT / "docs/evidence.md", "## Results\n"
 SEEDS, TUNING = range(1, 6), 0  # of the tables, and of the search for learning rates
 PACKAGE = ("bitsandbytes, fp32 weights", "bitsandbytes, bf16 weights")
 PLANS = ("int8_split24", "int4_split24")
@@ -47,17 +46,16 @@ RULES = (  # lr: where the search begins
 )
 WIDTH, ITEMS, VALUES = 64, 12, 64  # of the transformers; numbers of a list to be sorted, and how many there are
 SIZE, LEARNED = Size(layers=2), 500  # the language model to be tuned, and its steps before that
-LAYER: Mapping[str, Any] = {
-    "nhead": 4, "dim_feedforward": 4 * WIDTH, "dropout": 0.0, "activation": "gelu", "batch_first": True,
-    "norm_first": True,
-}  # fmt: skip
+LAYER: Any = dict(nhead=4, dim_feedforward=4 * WIDTH, dropout=0.0, activation="gelu", batch_first=True, norm_first=True)
 
 
-def cnn() -> nn.Module:
+class CNN(nn.Sequential):
     """(batch, 1, 8, 8) pixels -> (batch, 10) logits."""
-    first, second = nn.Conv2d(1, 32, 3, padding=1), nn.Conv2d(32, 64, 3, 2, padding=1)
-    parts = {"first": first, "a": nn.GELU(), "second": second, "b": nn.GELU(), "third": nn.Conv2d(64, 64, 3, 2, 1)}
-    return nn.Sequential(parts | {"c": nn.GELU(), "flat": nn.Flatten(), "head": nn.Linear(256, 10)})  # type: ignore
+
+    def __init__(self) -> None:
+        convolutions = nn.Conv2d(1, 32, 3, padding=1), nn.Conv2d(32, 64, 3, 2, 1), nn.Conv2d(64, 64, 3, 2, 1)
+        super().__init__(*(part for layer in convolutions for part in (layer, nn.GELU())), nn.Flatten())
+        self.add_module("head", nn.Linear(256, 10))
 
 
 class ViT(nn.Module):
@@ -92,20 +90,14 @@ class Sorter(nn.Module):
 Pair = tuple[Tensor, Tensor]  # of a model's input and of the classes that it is to find
 
 
-@cache
-def digits() -> Pair:
-    """Return scikit-learn's 1,797 images (1797, 1, 8, 8), from 0 to 1, and their classes."""
+def images(seed: int, steps: int) -> tuple[Iterator[Pair], list[Pair]]:
+    """Return batches of 32 of 1,200 of scikit-learn's digits that the seed draws, and its 597 others; 0 to 1."""
     try:
         from sklearn.datasets import load_digits
     except ImportError as e:
         raise SystemExit(f"tools/evidence.py: {e}; `pip install scikit-learn` brings the images of digits") from None
-    found = load_digits()
-    return torch.tensor(found.images, dtype=torch.float32)[:, None] / 16, torch.tensor(found.target)
-
-
-def images(seed: int, steps: int) -> tuple[Iterator[Pair], list[Pair]]:
-    """Return batches of 32 of 1,200 images that the seed draws, and all others."""
-    random, (x, y) = torch.Generator().manual_seed(seed), digits()
+    x, y = (torch.tensor(part) for part in load_digits(return_X_y=True))
+    x, random = x.float().view(-1, 1, 8, 8) / 16, torch.Generator().manual_seed(seed)
     order = torch.randperm(len(y), generator=random)
     chosen = (order[torch.randint(1200, (32,), generator=random)] for _ in range(steps))
     return ((x[at], y[at]) for at in chosen), [(x[order[1200:]], y[order[1200:]])]
@@ -160,7 +152,7 @@ class Task:
 
 
 TASKS = (
-    Task("digits, CNN", 400, cnn, images), Task("digits, ViT", 300, ViT, images), Task("sorting", 300, Sorter, lists),
+    Task("digits, CNN", 400, CNN, images), Task("digits, ViT", 300, ViT, images), Task("sorting", 300, Sorter, lists),
     Task("fine-tuning", 120, learned, manual),
 )  # fmt: skip
 
@@ -198,9 +190,8 @@ def one_run(task: Task, rule: Rule, plan: str, seed: int, lr: float) -> tuple[fl
     pairs, apart = task.data(seed, task.steps)
     fit(model, optimizer, pairs, task.steps)
     with torch.no_grad():
-        found = [(logits(model, x), y.flatten()) for x, y in apart]
-        loss = sum(float(F.cross_entropy(out, y)) for out, y in found) / len(found)
-        right = sum(float((out.argmax(-1) == y).float().mean()) for out, y in found) / len(found)
+        out, y = (torch.cat(part) for part in zip(*((logits(model, x), y.flatten()) for x, y in apart), strict=True))
+        loss, right = float(F.cross_entropy(out, y)), float((out.argmax(-1) == y).float().mean())
     kept = sum(stored_bytes(model, optimizer)) / sum(p.numel() for p in model.parameters())
     return loss, right, kept, time.process_time() - begin
 
@@ -212,24 +203,28 @@ def missing(found: Found) -> Iterator[tuple[Rule, str, int, float]]:
     """Yield the runs that a task needs next: those that find learning rates; then those of its table."""
     rates = {rule.name: rate_found(rule, found) for rule in RULES}
     adamw, tries = rates["AdamW"]
-    rules = [replace(r, options=r.options | {"adamw_lr": adamw}) if r.aside else r for r in RULES if not r.aside or not tries]
+    ready = (r for r in RULES if not r.aside or not tries)
+    rules = [replace(r, options=r.options | {"adamw_lr": adamw}) if r.aside else r for r in ready]
     runs = [(rule, "fp32", TUNING, lr) for rule in rules for lr in rates[rule.name][1]] or [
         (rule, plan, seed, rates[rule.name][0]) for seed in SEEDS for rule in rules for plan in ("fp32", *rule.plans)
     ]
     return (run for run in runs if key_of(run[0].name, *run[1:]) not in found)
 
 
-def run_all(runs: dict[str, Found], jobs: int, save: Callable[[], Any]) -> None:
-    """Run what is missing, all tasks side by side and seed by seed; `save` is called at the end of each run."""
-    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-        while wanted := [(task, run) for task in TASKS for run in missing(runs.setdefault(task.name, {}))]:
+def run_all(kept: Mapping[str, Any]) -> None:
+    """Run what is missing, all tasks side by side and seed by seed, and write it down at the end of each run."""
+    with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
+        while wanted := [(t, run) for t in TASKS for run in missing(kept["runs"].setdefault(t.name, {}))]:
             wanted.sort(key=lambda pair: pair[1][2])
             running = {pool.submit(one_run, task, *run): (task.name, run) for task, run in wanted}
             for done in as_completed(running):
                 name, (rule, *rest) = running[done]
-                runs[name][key_of(rule.name, *rest)] = list(done.result())
-                save()
+                kept["runs"][name][key_of(rule.name, *rest)] = done.result()
+                RECORD.write_text(json.dumps(kept, indent=0) + "\n", encoding="utf-8")
                 print(f"{name}, {key_of(rule.name, *rest)}: {done.result()[0]:.4f}", flush=True)
+
+
+WORDS = ("worse", "better")  # in which a Verdict ends whose interval excludes 0
 
 
 def compared(found: Found, column: int = 0) -> list[Verdict]:
@@ -244,25 +239,20 @@ def compared(found: Found, column: int = 0) -> list[Verdict]:
     return verdicts
 
 
-def rows(found: Found) -> Iterator[list[str]]:
-    for loss, right in zip(compared(found), compared(found, 1), strict=True):
-        (a, noise), (b, half), (c, width) = mean_and_spread(loss.fp32), loss.gap, right.gap
-        yield [
-            loss.rule, f"{loss.lr:g}", f"{a:.4f} ± {noise:.4f}", f"{b:+.4f} ± {half:.4f}", said(loss),
-            f"{mean_and_spread(right.fp32)[0]:.2f}", f"{c:+.2f} ± {width:.2f}", f"{loss.bytes_int8:.2f}",
-        ]  # fmt: skip
-
-
-def said(v: Verdict) -> str:
-    return v.words.removeprefix("measurably ") if v.words.startswith("measurably") else ""
+def row(loss: Verdict, right: Verdict) -> list[str]:
+    """Return the row of a rule and plan in the table of a task."""
+    (a, noise), (b, half), (c, width) = mean_and_spread(loss.fp32), loss.gap, right.gap
+    mine = f"{loss.lr:g}", f"{a:.4f} ± {noise:.4f}", f"{b:+.4f} ± {half:.4f}", loss.words
+    accuracy = f"{mean_and_spread(right.fp32)[0]:.2f}", f"{c:+.2f} ± {width:.2f}"
+    return [loss.rule, *mine, *accuracy, f"{loss.bytes_int8:.2f}"]
 
 
 def over_tasks(same: tuple[Verdict, ...]) -> list[str]:
     """Return the row of a rule and plan over all tasks: logarithms of losses are averaged over them, seed by seed."""
     logs = [[100 * math.log(b / a) for a, b in zip(v.fp32, v.int8, strict=True)] for v in same]
     mean, half = mean_and_interval([sum(seed) / len(seed) for seed in zip(*logs, strict=True)])
-    names = [[t.name for t, v in zip(TASKS, same, strict=True) if said(v) == word] for word in ("worse", "better")]
-    return [same[0].rule, f"{mean:+.1f} ± {half:.1f}", *("; ".join(name) or "-" for name in names)]
+    apart = ("; ".join(t.name for t, v in zip(TASKS, same, strict=True) if v.words.endswith(w)) for w in WORDS)
+    return [same[0].rule, f"{mean:+.1f} ± {half:.1f}", *apart]
 
 
 def results(kept: Mapping[str, Any]) -> str:
@@ -273,37 +263,31 @@ def results(kept: Mapping[str, Any]) -> str:
         RESULTS,
         f"{len(SEEDS)} seeds, {made['processor']}, torch {made['torch']}, scikit-learn {made['scikit-learn']},",
         f"bitsandbytes {made['bitsandbytes']}; {spent:.0f} CPU-minutes, the search for learning rates included.", "",
-        *table(("run", "loss, % of fp32's", "worse in", "better in"), map(over_tasks, zip(*parts)), (0, 2, 3)), "",
+        *table(("run", "loss, % of fp32's", *WORDS), map(over_tasks, zip(*parts, strict=True)), (0, 2, 3)), "",
         "![Differences of losses to fp32 on four tasks, with 95 % intervals](images/evidence.svg)",
     ]  # fmt: skip
     head = "run", "lr", "loss, fp32", "- fp32", "", "accuracy in %, fp32", "- fp32", "B/param"
-    for task in TASKS:
+    for task, part in zip(TASKS, parts, strict=True):
         lines += ["", f"### {task.name[0].upper()}{task.name[1:]}, {task.steps} steps", ""]
-        lines += table(head, rows(kept["runs"][task.name]), (0, 4))
+        lines += table(head, map(row, part, compared(kept["runs"][task.name], 1)), (0, 4))
     return filled("\n".join(lines)) + "\n"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--page", action="store_true", help="train nothing")
-    parser.add_argument("--jobs", type=int, default=2, help="runs side by side, a thread each")
-    asked = parser.parse_args()
+def main() -> None:
     sys.path.insert(0, str(ROOT))
     torch.set_num_threads(1)
-    record, page = ROOT / "docs/benchmarks/evidence.json", ROOT / "docs/evidence.md"
-    kept: dict[str, Any] = json.loads(record.read_text(encoding="utf-8")) if record.exists() else {}
-    if not asked.page:
-        digits(), learned()  # before there are workers
+    kept: dict[str, Any] = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {}
+    if "--page" not in sys.argv:
+        images(0, 0), learned()  # before there are workers
         made = {name: version(name) for name in ("torch", "scikit-learn", "bitsandbytes")}
         made |= {"python": platform.python_version(), "processor": cpu_model()} | {t.name: t.steps for t in TASKS}
         kept = {"made": made, "runs": kept.get("runs", {}) if kept.get("made") == made else {}}
-        run_all(kept["runs"], asked.jobs, lambda: record.write_text(json.dumps(kept, indent=0) + "\n"))
-    page.write_text(page.read_text(encoding="utf-8").partition(RESULTS)[0] + results(kept), encoding="utf-8")
+        run_all(kept)
+    PAGE.write_text(PAGE.read_text(encoding="utf-8").partition(RESULTS)[0] + results(kept), encoding="utf-8")
     from draw import write  # which reads this record
 
     write("evidence")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
