@@ -1,5 +1,6 @@
 """The demo's own parts: the same text, batches and start for everybody, and an honest sentence at the end."""
 
+import json
 import math
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 
 import demo
 import demo_model
+import evidence
 import train_rules
 from demo_model import Corpus, Size
 
@@ -79,3 +81,30 @@ def test_a_learning_rate_is_found_between_two_worse_ones() -> None:
     assert control == [("SOAP, control", "fp32", s, best) for s in range(3)]
     found |= {train_rules.key_of(*key): (5.5, 40.0) for key in (*wanted, *control)}
     assert [v.rule for v in train_rules.tuned(found, 3)] == [*(f"SOAP, {p}" for p in soap.plans), "SOAP, control"]
+
+
+def test_the_page_of_evidence_has_the_results_that_were_measured() -> None:
+    kept = json.loads(evidence.RECORD.read_text(encoding="utf-8"))
+    assert evidence.PAGE.read_text(encoding="utf-8").endswith(evidence.results(kept)), "run tools/evidence.py --page"
+    assert {task.name: task.steps for task in evidence.TASKS}.items() <= kept["made"].items(), "of other tasks"
+
+
+def test_evidence_searches_for_rates_and_compares_with_fp32_by_seed() -> None:
+    """Made-up losses, least at AdamW's 0.004; int4 loses a tenth of every seed's, which lie further apart."""
+    found: evidence.Found = {}
+    while wanted := list(evidence.missing(found)):
+        assert all(run[1:3] == ("fp32", evidence.TUNING) for run in wanted) or wanted[-1][2] == evidence.SEEDS[-1]
+        for rule, plan, seed, lr in wanted:
+            if rule.aside and seed != evidence.TUNING:
+                assert rule.options["adamw_lr"] == 4e-3
+            loss = (2 + abs(math.log2(lr / (4e-3 if rule.name == "AdamW" else rule.options["lr"]))) + seed / 2) * 0.1
+            found[evidence.key_of(rule.name, plan, seed, lr)] = loss * (1.1 if "int4" in plan else 1), 0.5, 4.0, 1.0
+    verdicts = {v.rule: v for v in evidence.compared(found)}
+    assert len(verdicts) == 14 and verdicts["AdamW, int4_split24"].lr == 4e-3
+    for name, v in verdicts.items():
+        assert v.gap[0] == pytest.approx(0.1 * 0.35 if "int4" in name else 0), name  # a tenth of the mean of all seeds
+        row = evidence.over_tasks((v,) * len(evidence.TASKS))
+        assert row[1:] == (["+9.5 ± 0.0", "; ".join(t.name for t in evidence.TASKS), ""] if "int4" in name
+                           else ["+0.0 ± 0.0", "", ""])  # fmt: skip
+    x, y = evidence.lists(1, 1)[1][0]
+    assert torch.equal(x[:, : evidence.ITEMS].sort(1).values, y) and torch.equal(x[:, evidence.ITEMS + 1 :], y[:, :-1])

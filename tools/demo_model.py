@@ -125,11 +125,15 @@ def corpus() -> Corpus:
     raw = b"".join(chunks)[:MAX_BYTES]
     if len(raw) < 1 << 20:
         raise SystemExit(f"the demo's text is the standard library's source; {root} has only {len(raw)} bytes of it")
+    return Corpus(*split(raw), len(chunks), hashlib.sha256(raw).hexdigest()[:12])
+
+
+def split(raw: bytes) -> tuple[Tensor, Tensor]:
+    """Return a text's bytes to train on, and its held-out ones."""
     data = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
     pieces = data[: len(data) // PIECE * PIECE].view(-1, PIECE)
     held_out = torch.arange(len(pieces)) % 16 == 15
-    digest = hashlib.sha256(raw).hexdigest()[:12]
-    return Corpus(pieces[~held_out].flatten(), pieces[held_out].flatten(), len(chunks), digest)
+    return pieces[~held_out].flatten(), pieces[held_out].flatten()
 
 
 def batches(data: Tensor, size: Size, steps: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:

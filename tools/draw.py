@@ -3,8 +3,8 @@
     .venv/bin/python tools/draw.py                  all of them, in some minutes
     .venv/bin/python tools/draw.py memory pareto    only these
 
-`memory` comes from the formats, `pareto`, `training` and `evidence` from docs/benchmarks, all others from runs of optgen. The same
-packages draw the same bytes.
+`memory` comes from the formats, `pareto`, `training` and `evidence` from docs/benchmarks, all others from runs of
+optgen. The same packages draw the same bytes.
 """
 
 from __future__ import annotations

@@ -18,16 +18,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from benchmark import cpu_model
 from demo import mean_and_interval, mean_and_spread
-from demo_model import PIECE, LanguageModel, Size, batches, corpus, rate, stored_bytes
+from demo_model import LanguageModel, Size, batches, corpus, rate, split, stored_bytes
 from prose import filled, table
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -38,6 +38,7 @@ RECORD, PAGE, RESULTS = ROOT / "docs/benchmarks/evidence.json", ROOT / "docs/evi
 SEEDS, TUNING = range(1, 6), 0  # of the tables, and of the search for learning rates
 PACKAGE = ("bitsandbytes, fp32 weights", "bitsandbytes, bf16 weights")
 PLANS = ("int8_split24", "int4_split24")
+WORDS = ("worse", "better")  # in which a Verdict ends whose interval excludes 0
 RULES = (  # lr: where the search begins
     Rule("AdamW", "adamw", {**ADAMW, "lr": 1e-3}, plans=(*PLANS, "flashoptim", *PACKAGE)),
     Rule("Lion", "lion", {"lr": 1e-4, "weight_decay": 0.1}, plans=(*PLANS, "flashoptim", *PACKAGE)),
@@ -88,6 +89,7 @@ class Sorter(nn.Module):
 
 
 Pair = tuple[Tensor, Tensor]  # of a model's input and of the classes that it is to find
+Found = dict[str, tuple[float, ...]]  # key_of(rule, plan, seed, lr) -> what one_run returns
 
 
 def images(seed: int, steps: int) -> tuple[Iterator[Pair], list[Pair]]:
@@ -119,10 +121,7 @@ def manual(seed: int, steps: int) -> tuple[Iterator[Pair], list[Pair]]:
     """Return batches of Python's manual, and 24 of its held-out pieces."""
     from pydoc_data.topics import topics
 
-    raw = "\n".join(topics[name] for name in sorted(topics)).encode()
-    pieces = torch.frombuffer(bytearray(raw), dtype=torch.uint8)[: len(raw) // PIECE * PIECE].view(-1, PIECE)
-    apart = torch.arange(len(pieces)) % 16 == 15
-    train, test = pieces[~apart].flatten(), pieces[apart].flatten()
+    train, test = split("\n".join(topics[name] for name in sorted(topics)).encode())
     return batches(train, SIZE, steps, seed), list(batches(test, SIZE, 24, seed=12345))
 
 
@@ -141,9 +140,8 @@ def learned() -> nn.Module:
     return model
 
 
-@dataclass(frozen=True)
-class Task:
-    """A model, its data (batches, and test data) and the number of steps."""
+class Task(NamedTuple):
+    """A model and its data, batches and test, of a number of steps."""
 
     name: str
     steps: int
@@ -151,10 +149,8 @@ class Task:
     data: Callable[[int, int], tuple[Iterator[Pair], list[Pair]]]
 
 
-TASKS = (
-    Task("digits, CNN", 400, CNN, images), Task("digits, ViT", 300, ViT, images), Task("sorting", 300, Sorter, lists),
-    Task("fine-tuning", 120, learned, manual),
-)  # fmt: skip
+TASKS = [Task("digits, CNN", 400, CNN, images), Task("digits, ViT", 300, ViT, images)]
+TASKS += [Task("sorting", 300, Sorter, lists), Task("fine-tuning", 120, learned, manual)]
 
 
 def logits(model: nn.Module, x: Tensor) -> Tensor:
@@ -196,9 +192,6 @@ def one_run(task: Task, rule: Rule, plan: str, seed: int, lr: float) -> tuple[fl
     return loss, right, kept, time.process_time() - begin
 
 
-Found = dict[str, list[float]]  # key_of(rule, plan, seed, lr) -> what one_run returns
-
-
 def missing(found: Found) -> Iterator[tuple[Rule, str, int, float]]:
     """Yield the runs that a task needs next: those that find learning rates; then those of its table."""
     rates = {rule.name: rate_found(rule, found) for rule in RULES}
@@ -222,9 +215,6 @@ def run_all(kept: Mapping[str, Any]) -> None:
                 kept["runs"][name][key_of(rule.name, *rest)] = done.result()
                 RECORD.write_text(json.dumps(kept, indent=0) + "\n", encoding="utf-8")
                 print(f"{name}, {key_of(rule.name, *rest)}: {done.result()[0]:.4f}", flush=True)
-
-
-WORDS = ("worse", "better")  # in which a Verdict ends whose interval excludes 0
 
 
 def compared(found: Found, column: int = 0) -> list[Verdict]:
