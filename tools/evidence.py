@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from importlib.metadata import version
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -218,14 +219,17 @@ def run_all(kept: Mapping[str, Any]) -> None:
 
 
 def compared(found: Found, column: int = 0) -> list[Verdict]:
-    """Compare losses (0) or accuracies in percent (1) of a task with fp32; KeyError where a run is missing."""
+    """Compare losses (0) or accuracies in percent (1) of a task with fp32, over the first seeds that are complete."""
+    rates = {rule.name: rate_found(rule, found)[0] for rule in RULES}
+    cells = [[(rule.name, plan) for plan in ("fp32", *rule.plans)] for rule in RULES]
+    keys = ([[[key_of(*cell, s, rates[cell[0]]) for cell in rule] for rule in cells] for s in SEEDS])
+    whole = [*takewhile(lambda seed: all(key in found for rule in seed for key in rule), keys)]
     verdicts = []
-    for rule in RULES:
-        lr, _ = rate_found(rule, found)
-        base, *others = ([found[key_of(rule.name, plan, s, lr)] for s in SEEDS] for plan in ("fp32", *rule.plans))
-        for plan, runs in zip(rule.plans, others, strict=True):
+    for rule, *seeds in zip(cells, *whole, strict=True):
+        base, *others = ([found[key] for key in runs] for runs in zip(*seeds, strict=True))
+        for (name, plan), runs in zip(rule[1:], others, strict=True):
             values = ([(1, 100)[column] * run[column] for run in part] for part in (base, runs))
-            verdicts.append(Verdict(f"{rule.name}, {plan}", lr, *values, base[0][2], runs[0][2]))
+            verdicts.append(Verdict(f"{name}, {plan}", rates[name], *values, base[0][2], runs[0][2]))
     return verdicts
 
 
@@ -240,7 +244,7 @@ def row(loss: Verdict, right: Verdict) -> list[str]:
 def over_tasks(same: tuple[Verdict, ...]) -> list[str]:
     """Return the row of a rule and plan over all tasks: logarithms of losses are averaged over them, seed by seed."""
     logs = [[100 * math.log(b / a) for a, b in zip(v.fp32, v.int8, strict=True)] for v in same]
-    mean, half = mean_and_interval([sum(seed) / len(seed) for seed in zip(*logs, strict=True)])
+    mean, half = mean_and_interval([sum(seed) / len(seed) for seed in zip(*logs, strict=False)])  # seeds of all tasks
     apart = ("; ".join(t.name for t, v in zip(TASKS, same, strict=True) if v.words.endswith(w)) for w in WORDS)
     return [same[0].rule, f"{mean:+.1f} ± {half:.1f}", *apart]
 
@@ -251,14 +255,14 @@ def results(kept: Mapping[str, Any]) -> str:
     spent = sum(run[3] for runs in kept["runs"].values() for run in runs.values()) / 60
     lines = [
         RESULTS,
-        f"{len(SEEDS)} seeds, {made['processor']}, torch {made['torch']}, scikit-learn {made['scikit-learn']},",
+        f"{made['processor']}, torch {made['torch']}, scikit-learn {made['scikit-learn']},",
         f"bitsandbytes {made['bitsandbytes']}; {spent:.0f} CPU-minutes, the search for learning rates included.", "",
         *table(("run", "loss, % of fp32's", *WORDS), map(over_tasks, zip(*parts, strict=True)), (0, 2, 3)), "",
         "![Differences of losses to fp32 on four tasks, with 95 % intervals](images/evidence.svg)",
     ]  # fmt: skip
     head = "run", "lr", "loss, fp32", "- fp32", "", "accuracy in %, fp32", "- fp32", "B/param"
     for task, part in zip(TASKS, parts, strict=True):
-        lines += ["", f"### {task.name[0].upper()}{task.name[1:]}, {task.steps} steps", ""]
+        lines += ["", f"### {task.name[0].upper()}{task.name[1:]}: {task.steps} steps, {len(part[0].fp32)} seeds", ""]
         lines += table(head, map(row, part, compared(kept["runs"][task.name], 1)), (0, 4))
     return filled("\n".join(lines)) + "\n"
 
