@@ -222,7 +222,7 @@ def compared(found: Found, column: int = 0) -> list[Verdict]:
     """Compare losses (0) or accuracies in percent (1) of a task with fp32, over the first seeds that are complete."""
     rates = {rule.name: rate_found(rule, found)[0] for rule in RULES}
     cells = [[(rule.name, plan) for plan in ("fp32", *rule.plans)] for rule in RULES]
-    keys = ([[[key_of(*cell, s, rates[cell[0]]) for cell in rule] for rule in cells] for s in SEEDS])
+    keys = ([[key_of(*cell, s, rates[cell[0]]) for cell in rule] for rule in cells] for s in SEEDS)
     whole = [*takewhile(lambda seed: all(key in found for rule in seed for key in rule), keys)]
     verdicts = []
     for rule, *seeds in zip(cells, *whole, strict=True):
@@ -236,7 +236,8 @@ def compared(found: Found, column: int = 0) -> list[Verdict]:
 def row(loss: Verdict, right: Verdict) -> list[str]:
     """Return the row of a rule and plan in the table of a task."""
     (a, noise), (b, half), (c, width) = mean_and_spread(loss.fp32), loss.gap, right.gap
-    mine = f"{loss.lr:g}", f"{a:.4f} ± {noise:.4f}", f"{b:+.4f} ± {half:.4f}", loss.words
+    word = next((w for w in WORDS if loss.words.endswith(w)), "")
+    mine = f"{loss.lr:g}", f"{a:.4f} ± {noise:.4f}", f"{b:+.4f} ± {half:.4f}", word
     accuracy = f"{mean_and_spread(right.fp32)[0]:.2f}", f"{c:+.2f} ± {width:.2f}"
     return [loss.rule, *mine, *accuracy, f"{loss.bytes_int8:.2f}"]
 
