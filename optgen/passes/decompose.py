@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from optgen.ir import node as ir
 from optgen.ir.node import Node, Rewriter, postorder
 from optgen.ir.program import Program
 from optgen.lang import elementary, values
@@ -168,6 +169,10 @@ def _rewriter(fast: bool) -> Rewriter:
             return _nodes(values.placed, node.args[0], node.attr)
         if not node.args or node.space == spaces.host:
             return node
+        if node.op == "atan2":  # whose definition takes the bits of both: of a host scalar, among elements
+            (of, *_) = (a for a in node.args if a.space != spaces.host)
+            lifted = (ir.op("where", ir.op("eq", of, of), a, a) if a.space == spaces.host else a for a in node.args)
+            node = ir.op("atan2", *lifted)
         if node.op in MEANS:
             return _nodes(MEANS[node.op], *node.args)
         means = PRIMS[node.op].means
