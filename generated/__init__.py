@@ -12,9 +12,12 @@ from typing import Any as _Any
 if TYPE_CHECKING:
     from .adopt import ADOPT as ADOPT
     from .apollo import APOLLO as APOLLO
+    from .asgd import ASGD as ASGD
     from .ademamix import AdEMAMix as AdEMAMix
     from .adabelief import AdaBelief as AdaBelief
+    from .adabound import AdaBound as AdaBound
     from .adamuon import AdaMuon as AdaMuon
+    from .adapnm import AdaPNM as AdaPNM
     from .adadelta import Adadelta as Adadelta
     from .adafactor import Adafactor as Adafactor
     from .adafactor_paper import AdafactorPaper as AdafactorPaper
@@ -26,18 +29,21 @@ if TYPE_CHECKING:
     from .adamw import AdamW as AdamW
     from .adamax import Adamax as Adamax
     from .adan import Adan as Adan
+    from .aggmo import AggMo as AggMo
     from .came import CAME as CAME
     from .cautious_adamw import CautiousAdamW as CautiousAdamW
     from .cautious_lion import CautiousLion as CautiousLion
     from .clipped_adamw import ClippedAdamW as ClippedAdamW
     from .conda import Conda as Conda
     from .dadapt_adam import DAdaptAdam as DAdaptAdam
+    from .diffgrad import DiffGrad as DiffGrad
     from .dion import Dion as Dion
     from .dion2 import Dion2 as Dion2
     from .fira import Fira as Fira
     from .fromage import Fromage as Fromage
     from .galore import GaLore as GaLore
     from .grams import Grams as Grams
+    from .kate import KATE as KATE
     from .kl_shampoo import KLShampoo as KLShampoo
     from .psgd_kron import Kron as Kron
     from .lamb import LAMB as LAMB
@@ -53,8 +59,12 @@ if TYPE_CHECKING:
     from .normuon import NorMuon as NorMuon
     from .novograd import NovoGrad as NovoGrad
     from .orthograd import OrthoGrad as OrthoGrad
+    from .padam import PAdam as PAdam
+    from .pnm import PNM as PNM
     from .polargrad import PolarGrad as PolarGrad
     from .prodigy import Prodigy as Prodigy
+    from .qhadam import QHAdam as QHAdam
+    from .qhm import QHM as QHM
     from .radam import RAdam as RAdam
     from .rmsprop import RMSprop as RMSprop
     from .rprop import Rprop as Rprop
@@ -79,9 +89,12 @@ if TYPE_CHECKING:
 _MODULES = {
     "ADOPT": "adopt",
     "APOLLO": "apollo",
+    "ASGD": "asgd",
     "AdEMAMix": "ademamix",
     "AdaBelief": "adabelief",
+    "AdaBound": "adabound",
     "AdaMuon": "adamuon",
+    "AdaPNM": "adapnm",
     "Adadelta": "adadelta",
     "Adafactor": "adafactor",
     "AdafactorPaper": "adafactor_paper",
@@ -93,18 +106,21 @@ _MODULES = {
     "AdamW": "adamw",
     "Adamax": "adamax",
     "Adan": "adan",
+    "AggMo": "aggmo",
     "CAME": "came",
     "CautiousAdamW": "cautious_adamw",
     "CautiousLion": "cautious_lion",
     "ClippedAdamW": "clipped_adamw",
     "Conda": "conda",
     "DAdaptAdam": "dadapt_adam",
+    "DiffGrad": "diffgrad",
     "Dion": "dion",
     "Dion2": "dion2",
     "Fira": "fira",
     "Fromage": "fromage",
     "GaLore": "galore",
     "Grams": "grams",
+    "KATE": "kate",
     "KLShampoo": "kl_shampoo",
     "Kron": "psgd_kron",
     "LAMB": "lamb",
@@ -120,8 +136,12 @@ _MODULES = {
     "NorMuon": "normuon",
     "NovoGrad": "novograd",
     "OrthoGrad": "orthograd",
+    "PAdam": "padam",
+    "PNM": "pnm",
     "PolarGrad": "polargrad",
     "Prodigy": "prodigy",
+    "QHAdam": "qhadam",
+    "QHM": "qhm",
     "RAdam": "radam",
     "RMSprop": "rmsprop",
     "Rprop": "rprop",
@@ -147,9 +167,12 @@ _MODULES = {
 __all__ = [
     "ADOPT",
     "APOLLO",
+    "ASGD",
     "AdEMAMix",
     "AdaBelief",
+    "AdaBound",
     "AdaMuon",
+    "AdaPNM",
     "Adadelta",
     "Adafactor",
     "AdafactorPaper",
@@ -161,18 +184,21 @@ __all__ = [
     "AdamW",
     "Adamax",
     "Adan",
+    "AggMo",
     "CAME",
     "CautiousAdamW",
     "CautiousLion",
     "ClippedAdamW",
     "Conda",
     "DAdaptAdam",
+    "DiffGrad",
     "Dion",
     "Dion2",
     "Fira",
     "Fromage",
     "GaLore",
     "Grams",
+    "KATE",
     "KLShampoo",
     "Kron",
     "LAMB",
@@ -188,8 +214,12 @@ __all__ = [
     "NorMuon",
     "NovoGrad",
     "OrthoGrad",
+    "PAdam",
+    "PNM",
     "PolarGrad",
     "Prodigy",
+    "QHAdam",
+    "QHM",
     "RAdam",
     "RMSprop",
     "Rprop",

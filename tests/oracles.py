@@ -208,6 +208,54 @@ def grams(o, s, p, g, t, lr):
     return p - lr * o.weight_decay * p - lr * torch.sign(g) * u.abs()
 
 
+@paper
+def adabound(o, s, p, g, t, lr):
+    """The authors' code, but for the largest rate so far: pytorch_optimizer adds 1e-15 to AMSBound's maximum."""
+    m, v = moments(o, s, g + o.weight_decay * p)
+    s.peak, s.top = max(float(s.peak), lr), torch.maximum(s.top, v)
+    final, debias = o.final_lr * lr / s.peak, math.sqrt(1 - o.betas[1] ** t) / (1 - o.betas[0] ** t)
+    rate = lr * debias / ((s.top if o.amsbound else v).sqrt() + o.eps)
+    return p - m * rate.clamp(final * (1 - 1 / (o.gamma * t + 1)), final * (1 + 1 / (o.gamma * t)))
+
+
+@paper
+def adapnm(o, s, p, g, t, lr):
+    """Algorithm 3, with a momentum for odd steps and one for even: pytorch_optimizer divides eps by a correction."""
+    (beta1, beta2), key = o.betas, f"m{t % 2}"
+    g, p = (g, p * (1 - lr * o.weight_decay)) if o.decoupled else (g + o.weight_decay * p, p)
+    setattr(s, key, beta1**2 * getattr(s, key) + (1 - beta1**2) * g)
+    s.v = beta2 * s.v + (1 - beta2) * g * g
+    s.top = torch.maximum(s.top, s.v)
+    m = ((1 + o.beta0) * getattr(s, key) - o.beta0 * getattr(s, f"m{1 - t % 2}")) / math.hypot(1 + o.beta0, o.beta0)
+    return p - lr * m / (1 - beta1**t) / (((s.top if o.amsgrad else s.v) / (1 - beta2**t)).sqrt() + o.eps)
+
+
+@paper
+def diffgrad(o, s, p, g, t, lr):
+    """The paper's equations: pytorch_optimizer has the friction in its rectified form only."""
+    g = g + o.weight_decay * p
+    friction, s.g = torch.sigmoid((s.g - g).abs()), g
+    return p - lr * friction * adam_update(o, s, g, t)
+
+
+@paper
+def padam(o, s, p, g, t, lr):
+    """The authors' code: pytorch_optimizer's lacks amsgrad, which is on by default."""
+    m, v = moments(o, s, g + o.weight_decay * p)
+    s.top = torch.maximum(s.top, v)
+    rate = lr * math.sqrt(1 - o.betas[1] ** t) / (1 - o.betas[0] ** t)
+    return p - rate * m / ((s.top if o.amsgrad else v).sqrt() + o.eps) ** (2 * o.partial)
+
+
+@paper
+def qhadam(o, s, p, g, t, lr):
+    """The paper's equation 12: pytorch_optimizer adds 1 - beta2 g^2 to the second moment for (1 - beta2) g^2."""
+    decay, (nu1, nu2) = o.weight_decay, o.nus
+    g, p = (g, p * (1 - lr * decay)) if o.decouple_weight_decay else (g + decay * p, p)
+    m, v = (x / (1 - beta**t) for x, beta in zip(moments(o, s, g), o.betas, strict=True))
+    return p - lr * ((1 - nu1) * g + nu1 * m) / (((1 - nu2) * g**2 + nu2 * v).sqrt() + o.eps)
+
+
 # -- rules that reduce
 
 
@@ -388,6 +436,7 @@ def adamp(o, s, p, g, t, lr):
 
 ELEMENTWISE: dict[str, Oracle] = {
     "adabelief": adabelief,
+    "adabound": adabound,
     "adadelta": torch_optim("Adadelta"),
     "adagrad": torch_optim("Adagrad"),
     "adam": torch_optim("Adam"),
@@ -395,13 +444,22 @@ ELEMENTWISE: dict[str, Oracle] = {
     "adamax": torch_optim("Adamax"),
     "adamw": adamw,
     "adan": peer("Adan", weight_decouple=False),
+    "adapnm": adapnm,
     "ademamix": ademamix,
     "adopt": adopt,
+    "aggmo": peer("AggMo"),
+    "asgd": torch_optim("ASGD"),
+    "diffgrad": diffgrad,
     "grams": grams,
+    "kate": peer("Kate"),
     "laprop": laprop,
     "lion": peer("Lion"),
     "madgrad": peer("MADGRAD"),
     "nadam": torch_optim("NAdam"),
+    "padam": padam,
+    "pnm": lambda flags, hypers: peer("PNM")({"weight_decouple": flags["decoupled"]}, hypers),
+    "qhadam": qhadam,
+    "qhm": peer("QHM"),
     "radam": torch_optim("RAdam"),
     "rmsprop": torch_optim("RMSprop"),
     "rprop": torch_optim("Rprop"),

@@ -35,7 +35,7 @@ SHAPES = ((), (1,), (7,), (1, 1), (1, 6), (6, 1), (5, 7), (2, 3, 4), (4, 3, 3, 3
 LONG = (3, 1100)  # more columns than are summed at a time
 KEPT = ("eps", "adamw_eps", "min_norm", "gram", "scale_floor")  # nobody tunes them, or the oracle has no such
 COUNTS = {"ns_steps": (2, 6), "warmup_steps": (0, 9), "lookahead_k": (1, 6), "alpha_warmup": (0, 30)}
-COUNTS |= {"beta3_warmup": (0, 30), "update_proj_gap": (3, 30)}
+COUNTS |= {"beta3_warmup": (0, 30), "update_proj_gap": (3, 30), "t0": (0, 30)}
 START = {"d0": 1e-2, "growth_rate": 1.2}  # fifty steps show what the rule does with it
 
 
@@ -73,7 +73,7 @@ def cases(name: str) -> Iterator[tuple[dict[str, bool], dict[str, Any]]]:
                 hypers |= {f.excludes: 0.0 for f in spec.flags if f.excludes and flags.get(f.name)}
                 # AdamP's threshold: by the default one, gradients at random are seldom at right angles to a weight.  At
                 # 1 the cosine of rows of one element, which is 1 but for rounding, would decide.
-                for more in [{"delta": x} for x in (0.2, 0.9, 2.5)] if "delta" in hypers else [{}]:
+                for more in [{"delta": x} for x in (0.2, 0.9, 2.5)] if name in ("adamp", "sgdp") else [{}]:
                     yield flags, hypers | more
 
 

@@ -237,7 +237,6 @@ def test_what_the_first_lines_say_is_true() -> None:
         assert text.split("\n\n")[1] == line
     for link in re.findall(r"\]\(([^)]*)|(?:src|href)=.([^\"']*)", project["readme"]["text"]):  # seen from PyPI
         assert "".join(link).startswith("https://")
-    assert f"{len(optgen.list_rules())} in all" in project["readme"]["text"]
 
 
 def test_formulas_of_adamw_are_the_paper_s() -> None:

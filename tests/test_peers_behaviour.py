@@ -107,15 +107,15 @@ def test_decoupled_decay_does_not_shrink_with_the_rate(plan: str) -> None:
 # -- arguments ---------------------------------------------------------------------------------------------------
 ACTIVE: dict[str, dict[str, Any]] = {
     **{name: {"momentum": 0.5} for name in ("SGD", "SGDW", "OrthoGrad")},
-    **{name: {"weight_decay": 0.1} for name in ("Adam", "AdamP", "SGDP", "ADOPT", "NAdam", "RAdam")},
     **{name: {"warmup_steps": 9.0} for name in ("ScheduleFreeAdamW", "ScheduleFreeSGD")},
     "Prodigy": {"lr": 0.5, "d_coef": 100.0},
     "AdafactorPaper": {"lr": 1.0},
+    "ASGD": {"lr": 0.5, "lambd": 0.1},
     "Shampoo": {"precondition_frequency": 3},
 }
-"""The settings without which other arguments of a rule do nothing: no dampening without a momentum, no kind of decay
-without a decay, no safeguard against a rate that is 1, nor before the estimate has grown, no relative step while lr is
-less, no factors before the first roots."""
+"""The settings without which other arguments of a rule do nothing: no dampening without a momentum, no safeguard
+against a rate that is 1, nor before the estimate has grown, no relative step while lr is less, no power
+of ASGD's rate while lr * lambd is small, no factors before the first roots.  Every rule that can decay weights does."""
 
 
 def outcome(cls: Any, options: dict[str, Any]) -> Tensor | None:
@@ -152,11 +152,13 @@ def others(value: Any) -> Iterator[Any]:
 @pytest.mark.parametrize("name", dir(optim))
 def test_no_argument_is_without_effect(name: str) -> None:
     """bitsandbytes took max_unorm, amsgrad and optim_bits of some optimizers, and used none of them."""
-    cls, base = getattr(optim, name), ACTIVE.get(name, {})
+    cls = getattr(optim, name)
+    base = {h.name: h.default or 0.1 for h in cls.HYPERS if h.name == "weight_decay"} | ACTIVE.get(name, {})
     usual = outcome(cls, base)
     assert usual is not None
     for hyper in cls.HYPERS:
-        if (name, hyper.name) == ("LowRankMuon", "rank"):  # the rest is kept beside it, in fp32 all of it
+        # What has no rank is kept beside it, in fp32 all of it.  No step reads ASGD's average.
+        if (name, hyper.name) in (("LowRankMuon", "rank"), ("ASGD", "t0")):
             continue
         given = base.get(hyper.name, hyper.default)
         parts = given if isinstance(given, tuple) else (given,)

@@ -225,7 +225,7 @@ def assert_at_rest(cell: Cell, step: Callable[[Run, Tensor], None] = Run.step) -
     param = getattr(torch, cell.param)
     weight = torch.randn(3, 70, generator=draws(cell)) * 2.0 ** torch.linspace(-35, 13, 70)
     weight = torch.where(weight.to(param) == 0, 0.0, weight)
-    run = Run(build(cell), weight, weight_decay=0.0)
+    run = Run(build(cell), weight, weight_decay=0.0, lambd=0.0)
     before = {k: v.clone() for k, v in run.buffers.items() if k == "p" or k.startswith("weight_")}
     for _ in range(3):
         step(run, torch.zeros(weight.shape, dtype=param))

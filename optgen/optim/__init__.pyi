@@ -49,6 +49,23 @@ class APOLLO(Optimizer):
         stagger: bool = False, workspace: int | str | None = None,
     ) -> None: ...
 
+class ASGD(Optimizer):
+    """SGD with a decaying rate, beside an average of the weights from step t0 on: the state ax, which no step reads."""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 0.01,
+        lambd: float | Tensor = 0.0001,
+        alpha: float | Tensor = 0.75,
+        t0: float | Tensor = 1e6,
+        weight_decay: float | Tensor = 0.0,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+        stagger: bool = False, workspace: int | str | None = None,
+    ) -> None: ...
+
 class AdEMAMix(Optimizer):
     """Adam with a second, slow momentum of weight alpha, decay beta3."""
 
@@ -84,6 +101,25 @@ class AdaBelief(Optimizer):
         stagger: bool = False, workspace: int | str | None = None,
     ) -> None: ...
 
+class AdaBound(Optimizer):
+    """Adam whose rate per element lies within bounds that close in on final_lr; with amsbound, AMSGrad's."""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 0.001,
+        betas: Sequence[float | Tensor] = (0.9, 0.999),
+        final_lr: float | Tensor = 0.1,
+        gamma: float | Tensor = 0.001,
+        eps: float | Tensor = 1e-8,
+        weight_decay: float | Tensor = 0.0,
+        amsbound: bool = False,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+        stagger: bool = False, workspace: int | str | None = None,
+    ) -> None: ...
+
 class AdaMuon(Optimizer):
     """AdaMuon: Muon of the momentum's signs, whose step each element's second moment evens out; AdamW for vectors."""
 
@@ -102,6 +138,25 @@ class AdaMuon(Optimizer):
         adamw: bool = False,
         *,
         maximize: bool = False, plan: PlanOption = None, overrides: Given = None, blocks: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+        stagger: bool = False, workspace: int | str | None = None,
+    ) -> None: ...
+
+class AdaPNM(Optimizer):
+    """Adam or AMSGrad with a momentum of every other gradient less that of the others, which beta0 weighs."""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 0.001,
+        betas: Sequence[float | Tensor] = (0.9, 0.999),
+        eps: float | Tensor = 1e-8,
+        weight_decay: float | Tensor = 0.0,
+        beta0: float | Tensor = 1.0,
+        amsgrad: bool = True,
+        decoupled: bool = True,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
         module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
         fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
         stagger: bool = False, workspace: int | str | None = None,
@@ -297,6 +352,21 @@ class Adan(Optimizer):
         stagger: bool = False, workspace: int | str | None = None,
     ) -> None: ...
 
+class AggMo(Optimizer):
+    """The mean of three momenta under decays of their own."""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 0.001,
+        betas: Sequence[float | Tensor] = (0.0, 0.9, 0.99),
+        weight_decay: float | Tensor = 0.0,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+        stagger: bool = False, workspace: int | str | None = None,
+    ) -> None: ...
+
 class CAME(Optimizer):
     """CAME: Adafactor's factored second moment, and a second factored one that says how far to trust the update."""
 
@@ -395,6 +465,22 @@ class DAdaptAdam(Optimizer):
         d0: float | Tensor = 1e-6,
         growth_rate: float | Tensor = 3e38,
         use_bias_correction: bool = False,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+        stagger: bool = False, workspace: int | str | None = None,
+    ) -> None: ...
+
+class DiffGrad(Optimizer):
+    """Adam's step times the sigmoid of the gradient's change since the last step, which is 1/2 to 1."""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 0.001,
+        betas: Sequence[float | Tensor] = (0.9, 0.999),
+        eps: float | Tensor = 1e-8,
+        weight_decay: float | Tensor = 0.0,
         *,
         maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
         module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
@@ -510,6 +596,22 @@ class Grams(Optimizer):
         lr: float | Tensor = 0.001,
         betas: Sequence[float | Tensor] = (0.9, 0.999),
         eps: float | Tensor = 1e-6,
+        weight_decay: float | Tensor = 0.0,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+        stagger: bool = False, workspace: int | str | None = None,
+    ) -> None: ...
+
+class KATE(Optimizer):
+    """The gradient over the sum of its squares, times a root that grows with it; delta is the paper's eta."""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 0.001,
+        delta: float | Tensor = 0.0,
+        eps: float | Tensor = 1e-8,
         weight_decay: float | Tensor = 0.0,
         *,
         maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
@@ -799,6 +901,40 @@ class OrthoGrad(Optimizer):
         stagger: bool = False, workspace: int | str | None = None,
     ) -> None: ...
 
+class PAdam(Optimizer):
+    """AMSGrad whose second moment has the power `partial` in place of the root."""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 0.1,
+        betas: Sequence[float | Tensor] = (0.9, 0.999),
+        eps: float | Tensor = 1e-8,
+        weight_decay: float | Tensor = 0.0,
+        partial: float | Tensor = 0.25,
+        amsgrad: bool = True,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+        stagger: bool = False, workspace: int | str | None = None,
+    ) -> None: ...
+
+class PNM(Optimizer):
+    """A momentum of every other gradient less that of the others; betas are the paper's beta1 and beta0."""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 0.001,
+        betas: Sequence[float | Tensor] = (0.9, 1.0),
+        weight_decay: float | Tensor = 0.0,
+        decoupled: bool = True,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+        stagger: bool = False, workspace: int | str | None = None,
+    ) -> None: ...
+
 class PolarGrad(Optimizer):
     """PolarGrad: momentum of a weight matrix, made orthogonal and given its nuclear norm; AdamW for vectors."""
 
@@ -835,6 +971,40 @@ class Prodigy(Optimizer):
         growth_rate: float | Tensor = 3e38,
         use_bias_correction: bool = False,
         safeguard_warmup: bool = False,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+        stagger: bool = False, workspace: int | str | None = None,
+    ) -> None: ...
+
+class QHAdam(Optimizer):
+    """Adam with means of the gradient, and of its square, and their averages; nus are the averages' shares."""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 0.001,
+        betas: Sequence[float | Tensor] = (0.9, 0.999),
+        nus: Sequence[float | Tensor] = (1.0, 1.0),
+        weight_decay: float | Tensor = 0.0,
+        eps: float | Tensor = 1e-8,
+        decouple_weight_decay: bool = False,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+        stagger: bool = False, workspace: int | str | None = None,
+    ) -> None: ...
+
+class QHM(Optimizer):
+    """A mean of the gradient and its average, of which nu is the average's share."""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 1.0,
+        momentum: float | Tensor = 0.999,
+        nu: float | Tensor = 0.7,
+        weight_decay: float | Tensor = 0.0,
         *,
         maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
         module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,

@@ -9,9 +9,10 @@ DISCOURAGED = {
         '(geometric sum of relative errors)); round it stochastically, or keep it in fp32': {
             "exp_avg_var": ("adabelief",),
             "exp_avg_sq": (
-                "adam", "adamp", "adamw", "ademamix", "apollo", "came", "cautious_adamw", "clipped_adamw", "conda",
-                "dadapt_adam", "fira", "galore", "grams", "lamb", "laprop", "lookahead_adamw", "nadam", "prodigy",
-                "radam", "schedule_free_adamw", "sinkgd", "stable_spam",
+                "adabound", "adam", "adamp", "adamw", "adapnm", "ademamix", "apollo", "came", "cautious_adamw",
+                "clipped_adamw", "conda", "dadapt_adam", "diffgrad", "fira", "galore", "grams", "lamb", "laprop",
+                "lookahead_adamw", "nadam", "padam", "prodigy", "qhadam", "radam", "schedule_free_adamw", "sinkgd",
+                "stable_spam",
             ),
             "exp_inf": ("adamax",),
         },
@@ -21,8 +22,8 @@ DISCOURAGED = {
             "variance": ("adafactor",), "exp_avg_sq": ("adafactor_paper",),
         },
         'it only grows, by ever smaller parts of itself, and nearest rounding drops whatever is below half a cell': {
-            "sum": ("adagrad",), "grad_sum_sq": ("madgrad",), "s": ("madgrad",), "accumulator": ("sm3",),
-            "exp_avg_sq": ("yogi",),
+            "sum": ("adagrad",), "m_sq": ("kate",), "b_sq": ("kate",), "grad_sum_sq": ("madgrad",), "s": ("madgrad",),
+            "accumulator": ("sm3",), "exp_avg_sq": ("yogi",),
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.99 changes it by 0.01 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 0.0078 (kept / true in [0.719, 1.63] '
@@ -36,17 +37,19 @@ DISCOURAGED = {
         ' (geometric sum of relative errors)); round it stochastically, or keep it in fp32': {"exp_avg_sq": ("adopt",)},
         'to nearest, 128 codes up to 1 of the value keep themselves under a decay of 0.9995: a state without '
         'gradients never returns to 0': {"s": ("dadapt_adam", "prodigy")},
+        'to nearest, 128 codes up to 1 of the value keep themselves under a decay of 0.999: a state without gradients'
+        ' never returns to 0': {"momentum_buffer": ("qhm",)},
     },
     "int8_rn_split24": {
         'to nearest, 5 codes up to 0.02 of the scale keep themselves under a decay of 0.9: a state without gradients '
         'never returns to 0': {
             "exp_avg": (
-                "adabelief", "adafactor_paper", "adam", "adam_atan2", "adamax", "adamp", "adamw", "ademamix", "adopt",
-                "apollo", "came", "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam", "fira", "galore", "grams",
-                "kl_shampoo", "lamb", "laprop", "lookahead_adamw", "nadam", "prodigy", "radam", "shampoo", "sinkgd",
-                "stable_adamw", "stable_spam", "yogi",
+                "adabelief", "adabound", "adafactor_paper", "adam", "adam_atan2", "adamax", "adamp", "adamw",
+                "ademamix", "adopt", "apollo", "came", "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam",
+                "diffgrad", "fira", "galore", "grams", "kl_shampoo", "lamb", "laprop", "lookahead_adamw", "nadam",
+                "padam", "prodigy", "qhadam", "radam", "shampoo", "sinkgd", "stable_adamw", "stable_spam", "yogi",
             ),
-            "m": ("adam_mini",),
+            "m": ("adam_mini",), "buffer2": ("aggmo",),
             "momentum_buffer": (
                 "dion", "dion2", "lars", "low_rank_muon", "orthograd", "psgd_kron", "rmsprop", "scion", "sgd", "sgdp",
                 "sgdw", "signum", "sm3",
@@ -58,11 +61,17 @@ DISCOURAGED = {
         ' in fp32': {
             "exp_avg_var": ("adabelief",),
             "exp_avg_sq": (
-                "adam", "adamp", "adamw", "ademamix", "apollo", "came", "cautious_adamw", "clipped_adamw", "conda",
-                "dadapt_adam", "fira", "galore", "grams", "lamb", "laprop", "lookahead_adamw", "nadam", "prodigy",
-                "radam", "schedule_free_adamw", "sinkgd", "stable_spam",
+                "adabound", "adam", "adamp", "adamw", "adapnm", "ademamix", "apollo", "came", "cautious_adamw",
+                "clipped_adamw", "conda", "dadapt_adam", "diffgrad", "fira", "galore", "grams", "lamb", "laprop",
+                "lookahead_adamw", "nadam", "padam", "prodigy", "qhadam", "radam", "schedule_free_adamw", "sinkgd",
+                "stable_spam",
             ),
             "exp_inf": ("adamax",),
+        },
+        'to nearest, a code keeps itself while the scale of its block moves slowly, and what it reads as moves with '
+        'the scale: a running maximum needs numbers that stay, as those of LogMinMax, LogMax and floats do, and those'
+        " of a format of one's own that says so by `still`": {
+            "max_exp_avg_sq": ("adabound", "adam", "adamw", "adapnm", "clipped_adamw", "lookahead_adamw", "padam"),
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.9 changes it by 0.1 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 3; round it stochastically, or keep it'
@@ -71,13 +80,8 @@ DISCOURAGED = {
         '1.6e-05 of itself at most, and rounding to nearest undoes that in cells of up to 3; round it stochastically,'
         ' or keep it in fp32': {"variance": ("adafactor",), "exp_avg_sq": ("adafactor_paper",)},
         'it only grows, by ever smaller parts of itself, and nearest rounding drops whatever is below half a cell': {
-            "sum": ("adagrad",), "grad_sum_sq": ("madgrad",), "s": ("madgrad",), "accumulator": ("sm3",),
-            "exp_avg_sq": ("yogi",),
-        },
-        'to nearest, a code keeps itself while the scale of its block moves slowly, and what it reads as moves with '
-        'the scale: a running maximum needs numbers that stay, as those of LogMinMax, LogMax and floats do, and those'
-        " of a format of one's own that says so by `still`": {
-            "max_exp_avg_sq": ("adam", "adamw", "clipped_adamw", "lookahead_adamw"),
+            "sum": ("adagrad",), "m_sq": ("kate",), "b_sq": ("kate",), "grad_sum_sq": ("madgrad",), "s": ("madgrad",),
+            "accumulator": ("sm3",), "exp_avg_sq": ("yogi",),
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.99 changes it by 0.01 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 3; round it stochastically, or keep it'
@@ -104,56 +108,62 @@ DISCOURAGED = {
         'of itself at most, and rounding to nearest undoes that in cells of up to 3; round it stochastically, or keep'
         ' it in fp32': {"exp_avg_sq": ("adopt",)},
         'to nearest, 68 codes up to 0.37 of the scale keep themselves under a decay of 0.99: a state without '
-        'gradients never returns to 0': {"exp_avg": ("cautious_lion", "lion"), "grad_avg": ("rmsprop",)},
+        'gradients never returns to 0': {
+            "buffer3": ("aggmo",), "exp_avg": ("cautious_lion", "lion"), "grad_avg": ("rmsprop",),
+        },
         'to nearest, 127 codes up to 1 of the scale keep themselves under a decay of 0.9995: a state without '
         'gradients never returns to 0': {"s": ("dadapt_adam", "prodigy")},
         'the average freezes, and the step sizes made of it with it: a step under decay 0.98 changes it by 0.02 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 3; round it stochastically, or keep it'
         ' in fp32': {"exp_avg_sq": ("kl_shampoo",)},
+        'to nearest, 127 codes up to 1 of the scale keep themselves under a decay of 0.999: a state without gradients'
+        ' never returns to 0': {"momentum_buffer": ("qhm",)},
         'to nearest, 15 codes up to 0.063 of the scale keep themselves under a decay of 0.965: a state without '
         'gradients never returns to 0': {"exp_avg": ("tiger",)},
     },
     "flashoptim": {
         'its scales cover 6.1e-05 to 6.55e+04 only: blocks beyond overflow or freeze': {
             "exp_avg": (
-                "adabelief", "adafactor_paper", "adam", "adam_atan2", "adamax", "adamp", "adamw", "adan", "ademamix",
-                "adopt", "apollo", "came", "cautious_adamw", "cautious_lion", "clipped_adamw", "conda", "dadapt_adam",
-                "fira", "galore", "grams", "kl_shampoo", "lamb", "laprop", "lion", "lookahead_adamw", "mars", "nadam",
-                "novograd", "prodigy", "radam", "shampoo", "sinkgd", "soap", "stable_adamw", "stable_spam", "tiger",
-                "yogi",
+                "adabelief", "adabound", "adafactor_paper", "adam", "adam_atan2", "adamax", "adamp", "adamw", "adan",
+                "adapnm", "ademamix", "adopt", "apollo", "came", "cautious_adamw", "cautious_lion", "clipped_adamw",
+                "conda", "dadapt_adam", "diffgrad", "fira", "galore", "grams", "kl_shampoo", "lamb", "laprop", "lion",
+                "lookahead_adamw", "mars", "nadam", "novograd", "padam", "pnm", "prodigy", "qhadam", "radam", "shampoo",
+                "sinkgd", "soap", "stable_adamw", "stable_spam", "tiger", "yogi",
             ),
-            "exp_avg_var": ("adabelief",), "square_avg": ("adadelta", "rmsprop"), "acc_delta": ("adadelta",),
-            "variance": ("adafactor",),
+            "exp_avg_var": ("adabelief",),
             "exp_avg_sq": (
-                "adafactor_paper", "adam", "adam_atan2", "adamp", "adamuon", "adamw", "adan", "ademamix", "adopt",
-                "apollo", "came", "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam", "dion", "dion2", "fira",
-                "galore", "grams", "kl_shampoo", "lamb", "laprop", "lookahead_adamw", "low_rank_muon", "mars", "muon",
-                "nadam", "normuon", "polargrad", "prodigy", "radam", "schedule_free_adamw", "shampoo", "sinkgd", "soap",
-                "soap_muon", "stable_adamw", "stable_spam", "yogi",
+                "adabound", "adafactor_paper", "adam", "adam_atan2", "adamp", "adamuon", "adamw", "adan", "adapnm",
+                "ademamix", "adopt", "apollo", "came", "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam",
+                "diffgrad", "dion", "dion2", "fira", "galore", "grams", "kl_shampoo", "lamb", "laprop",
+                "lookahead_adamw", "low_rank_muon", "mars", "muon", "nadam", "normuon", "padam", "polargrad", "prodigy",
+                "qhadam", "radam", "schedule_free_adamw", "shampoo", "sinkgd", "soap", "soap_muon", "stable_adamw",
+                "stable_spam", "yogi",
             ),
-            "sum": ("adagrad",), "max_exp_avg_sq": ("adam", "adamw", "clipped_adamw", "lookahead_adamw"),
-            "m": ("adam_mini",), "exp_inf": ("adamax",),
+            "max_exp_avg_sq": ("adabound", "adam", "adamw", "adapnm", "clipped_adamw", "lookahead_adamw", "padam"),
+            "square_avg": ("adadelta", "rmsprop"), "acc_delta": ("adadelta",), "variance": ("adafactor",),
+            "sum": ("adagrad",), "m": ("adam_mini",), "exp_inf": ("adamax",),
             "momentum_buffer": (
                 "adamuon", "dion", "dion2", "lars", "low_rank_muon", "muon", "normuon", "orthograd", "polargrad",
-                "psgd_kron", "rmsprop", "scion", "sgd", "sgdp", "sgdw", "signum", "sm3", "soap_muon",
+                "psgd_kron", "qhm", "rmsprop", "scion", "sgd", "sgdp", "sgdw", "signum", "sm3", "soap_muon",
             ),
-            "exp_avg_diff": ("adan",), "prev_grad": ("adan",), "exp_avg_slow": ("ademamix",),
-            "s": ("dadapt_adam", "madgrad", "prodigy"), "momentum_buffer_residual": ("low_rank_muon",),
-            "grad_sum_sq": ("madgrad",), "last_grad": ("mars",), "diagonal": ("psgd_kron",), "grad_avg": ("rmsprop",),
-            "prev": ("rprop",), "step_size": ("rprop",), "accumulator": ("sm3",), "lookahead_avg": ("soap_muon",),
-            "momentum": ("splus",),
+            "exp_avg_diff": ("adan",), "prev_grad": ("adan", "diffgrad"), "neg_exp_avg": ("adapnm", "pnm"),
+            "exp_avg_slow": ("ademamix",), "buffer1": ("aggmo",), "buffer2": ("aggmo",), "buffer3": ("aggmo",),
+            "s": ("dadapt_adam", "madgrad", "prodigy"), "m_sq": ("kate",), "b_sq": ("kate",),
+            "momentum_buffer_residual": ("low_rank_muon",), "grad_sum_sq": ("madgrad",), "last_grad": ("mars",),
+            "diagonal": ("psgd_kron",), "grad_avg": ("rmsprop",), "prev": ("rprop",), "step_size": ("rprop",),
+            "accumulator": ("sm3",), "lookahead_avg": ("soap_muon",), "momentum": ("splus",),
         },
     },
     "bnb8": {
         'to nearest, 28 codes up to 0.0024 of the scale keep themselves under a decay of 0.9: a state without '
         'gradients never returns to 0': {
             "exp_avg": (
-                "adabelief", "adafactor_paper", "adam", "adam_atan2", "adamax", "adamp", "adamw", "ademamix", "adopt",
-                "apollo", "came", "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam", "fira", "galore", "grams",
-                "kl_shampoo", "lamb", "laprop", "lookahead_adamw", "nadam", "prodigy", "radam", "shampoo", "sinkgd",
-                "stable_adamw", "stable_spam", "yogi",
+                "adabelief", "adabound", "adafactor_paper", "adam", "adam_atan2", "adamax", "adamp", "adamw",
+                "ademamix", "adopt", "apollo", "came", "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam",
+                "diffgrad", "fira", "galore", "grams", "kl_shampoo", "lamb", "laprop", "lookahead_adamw", "nadam",
+                "padam", "prodigy", "qhadam", "radam", "shampoo", "sinkgd", "stable_adamw", "stable_spam", "yogi",
             ),
-            "m": ("adam_mini",),
+            "m": ("adam_mini",), "buffer2": ("aggmo",),
             "momentum_buffer": (
                 "dion", "dion2", "lars", "low_rank_muon", "orthograd", "psgd_kron", "rmsprop", "scion", "sgd", "sgdp",
                 "sgdw", "signum", "sm3",
@@ -165,11 +175,17 @@ DISCOURAGED = {
         'it in fp32': {
             "exp_avg_var": ("adabelief",),
             "exp_avg_sq": (
-                "adam", "adamp", "adamw", "ademamix", "apollo", "came", "cautious_adamw", "clipped_adamw", "conda",
-                "dadapt_adam", "fira", "galore", "grams", "lamb", "laprop", "lookahead_adamw", "nadam", "prodigy",
-                "radam", "schedule_free_adamw", "sinkgd", "stable_spam",
+                "adabound", "adam", "adamp", "adamw", "adapnm", "ademamix", "apollo", "came", "cautious_adamw",
+                "clipped_adamw", "conda", "dadapt_adam", "diffgrad", "fira", "galore", "grams", "lamb", "laprop",
+                "lookahead_adamw", "nadam", "padam", "prodigy", "qhadam", "radam", "schedule_free_adamw", "sinkgd",
+                "stable_spam",
             ),
             "exp_inf": ("adamax",),
+        },
+        'to nearest, a code keeps itself while the scale of its block moves slowly, and what it reads as moves with '
+        'the scale: a running maximum needs numbers that stay, as those of LogMinMax, LogMax and floats do, and those'
+        " of a format of one's own that says so by `still`": {
+            "max_exp_avg_sq": ("adabound", "adam", "adamw", "adapnm", "clipped_adamw", "lookahead_adamw", "padam"),
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.9 changes it by 0.1 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 1.7; round it stochastically, or keep '
@@ -178,13 +194,8 @@ DISCOURAGED = {
         '1.6e-05 of itself at most, and rounding to nearest undoes that in cells of up to 1.7; round it '
         'stochastically, or keep it in fp32': {"variance": ("adafactor",), "exp_avg_sq": ("adafactor_paper",)},
         'it only grows, by ever smaller parts of itself, and nearest rounding drops whatever is below half a cell': {
-            "sum": ("adagrad",), "grad_sum_sq": ("madgrad",), "s": ("madgrad",), "accumulator": ("sm3",),
-            "exp_avg_sq": ("yogi",),
-        },
-        'to nearest, a code keeps itself while the scale of its block moves slowly, and what it reads as moves with '
-        'the scale: a running maximum needs numbers that stay, as those of LogMinMax, LogMax and floats do, and those'
-        " of a format of one's own that says so by `still`": {
-            "max_exp_avg_sq": ("adam", "adamw", "clipped_adamw", "lookahead_adamw"),
+            "sum": ("adagrad",), "m_sq": ("kate",), "b_sq": ("kate",), "grad_sum_sq": ("madgrad",), "s": ("madgrad",),
+            "accumulator": ("sm3",), "exp_avg_sq": ("yogi",),
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.99 changes it by 0.01 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 1.7; round it stochastically, or keep '
@@ -211,12 +222,16 @@ DISCOURAGED = {
         'of itself at most, and rounding to nearest undoes that in cells of up to 1.7; round it stochastically, or '
         'keep it in fp32': {"exp_avg_sq": ("adopt",)},
         'to nearest, 212 codes up to 0.7 of the scale keep themselves under a decay of 0.99: a state without '
-        'gradients never returns to 0': {"exp_avg": ("cautious_lion", "lion"), "grad_avg": ("rmsprop",)},
+        'gradients never returns to 0': {
+            "buffer3": ("aggmo",), "exp_avg": ("cautious_lion", "lion"), "grad_avg": ("rmsprop",),
+        },
         'to nearest, 255 codes up to 1 of the scale keep themselves under a decay of 0.9995: a state without '
         'gradients never returns to 0': {"s": ("dadapt_adam", "prodigy")},
         'the average freezes, and the step sizes made of it with it: a step under decay 0.98 changes it by 0.02 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 1.7; round it stochastically, or keep '
         'it in fp32': {"exp_avg_sq": ("kl_shampoo",)},
+        'to nearest, 255 codes up to 1 of the scale keep themselves under a decay of 0.999: a state without gradients'
+        ' never returns to 0': {"momentum_buffer": ("qhm",)},
         'it is only ever multiplied, and the format can round it to 0, where it would stay': {"step_size": ("rprop",)},
         'to nearest, 92 codes up to 0.19 of the scale keep themselves under a decay of 0.965: a state without '
         'gradients never returns to 0': {"exp_avg": ("tiger",)},
@@ -224,106 +239,112 @@ DISCOURAGED = {
     "torchao8": {
         'its scales cover 1e-12 to 3.4e+38 only: blocks beyond overflow or freeze': {
             "exp_avg": (
-                "adabelief", "adafactor_paper", "adam", "adam_atan2", "adamax", "adamp", "adamw", "adan", "ademamix",
-                "adopt", "apollo", "came", "cautious_adamw", "cautious_lion", "clipped_adamw", "conda", "dadapt_adam",
-                "fira", "galore", "grams", "kl_shampoo", "lamb", "laprop", "lion", "lookahead_adamw", "mars", "nadam",
-                "novograd", "prodigy", "radam", "shampoo", "sinkgd", "soap", "stable_adamw", "stable_spam", "tiger",
-                "yogi",
+                "adabelief", "adabound", "adafactor_paper", "adam", "adam_atan2", "adamax", "adamp", "adamw", "adan",
+                "adapnm", "ademamix", "adopt", "apollo", "came", "cautious_adamw", "cautious_lion", "clipped_adamw",
+                "conda", "dadapt_adam", "diffgrad", "fira", "galore", "grams", "kl_shampoo", "lamb", "laprop", "lion",
+                "lookahead_adamw", "mars", "nadam", "novograd", "padam", "pnm", "prodigy", "qhadam", "radam", "shampoo",
+                "sinkgd", "soap", "stable_adamw", "stable_spam", "tiger", "yogi",
             ),
-            "exp_avg_var": ("adabelief",), "square_avg": ("adadelta", "rmsprop"), "acc_delta": ("adadelta",),
-            "variance": ("adafactor",),
+            "exp_avg_var": ("adabelief",),
             "exp_avg_sq": (
-                "adafactor_paper", "adam", "adam_atan2", "adamp", "adamuon", "adamw", "adan", "ademamix", "adopt",
-                "apollo", "came", "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam", "dion", "dion2", "fira",
-                "galore", "grams", "kl_shampoo", "lamb", "laprop", "lookahead_adamw", "low_rank_muon", "mars", "muon",
-                "nadam", "normuon", "polargrad", "prodigy", "radam", "schedule_free_adamw", "shampoo", "sinkgd", "soap",
-                "soap_muon", "stable_adamw", "stable_spam", "yogi",
+                "adabound", "adafactor_paper", "adam", "adam_atan2", "adamp", "adamuon", "adamw", "adan", "adapnm",
+                "ademamix", "adopt", "apollo", "came", "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam",
+                "diffgrad", "dion", "dion2", "fira", "galore", "grams", "kl_shampoo", "lamb", "laprop",
+                "lookahead_adamw", "low_rank_muon", "mars", "muon", "nadam", "normuon", "padam", "polargrad", "prodigy",
+                "qhadam", "radam", "schedule_free_adamw", "shampoo", "sinkgd", "soap", "soap_muon", "stable_adamw",
+                "stable_spam", "yogi",
             ),
-            "sum": ("adagrad",), "max_exp_avg_sq": ("adam", "adamw", "clipped_adamw", "lookahead_adamw"),
-            "m": ("adam_mini",), "exp_inf": ("adamax",),
+            "max_exp_avg_sq": ("adabound", "adam", "adamw", "adapnm", "clipped_adamw", "lookahead_adamw", "padam"),
+            "square_avg": ("adadelta", "rmsprop"), "acc_delta": ("adadelta",), "variance": ("adafactor",),
+            "sum": ("adagrad",), "m": ("adam_mini",), "exp_inf": ("adamax",),
             "momentum_buffer": (
                 "adamuon", "dion", "dion2", "lars", "low_rank_muon", "muon", "normuon", "orthograd", "polargrad",
-                "psgd_kron", "rmsprop", "scion", "sgd", "sgdp", "sgdw", "signum", "sm3", "soap_muon",
+                "psgd_kron", "qhm", "rmsprop", "scion", "sgd", "sgdp", "sgdw", "signum", "sm3", "soap_muon",
             ),
-            "exp_avg_diff": ("adan",), "prev_grad": ("adan",), "exp_avg_slow": ("ademamix",),
-            "s": ("dadapt_adam", "madgrad", "prodigy"), "momentum_buffer_residual": ("low_rank_muon",),
-            "grad_sum_sq": ("madgrad",), "last_grad": ("mars",), "diagonal": ("psgd_kron",), "grad_avg": ("rmsprop",),
-            "prev": ("rprop",), "step_size": ("rprop",), "accumulator": ("sm3",), "lookahead_avg": ("soap_muon",),
-            "momentum": ("splus",),
+            "exp_avg_diff": ("adan",), "prev_grad": ("adan", "diffgrad"), "neg_exp_avg": ("adapnm", "pnm"),
+            "exp_avg_slow": ("ademamix",), "buffer1": ("aggmo",), "buffer2": ("aggmo",), "buffer3": ("aggmo",),
+            "s": ("dadapt_adam", "madgrad", "prodigy"), "m_sq": ("kate",), "b_sq": ("kate",),
+            "momentum_buffer_residual": ("low_rank_muon",), "grad_sum_sq": ("madgrad",), "last_grad": ("mars",),
+            "diagonal": ("psgd_kron",), "grad_avg": ("rmsprop",), "prev": ("rprop",), "step_size": ("rprop",),
+            "accumulator": ("sm3",), "lookahead_avg": ("soap_muon",), "momentum": ("splus",),
         },
     },
     "torchao4": {
         'its scales cover 1e-12 to 3.4e+38 only: blocks beyond overflow or freeze': {
             "exp_avg": (
-                "adabelief", "adafactor_paper", "adam", "adam_atan2", "adamax", "adamp", "adamw", "adan", "ademamix",
-                "adopt", "apollo", "came", "cautious_adamw", "cautious_lion", "clipped_adamw", "conda", "dadapt_adam",
-                "fira", "galore", "grams", "kl_shampoo", "lamb", "laprop", "lion", "lookahead_adamw", "mars", "nadam",
-                "novograd", "prodigy", "radam", "shampoo", "sinkgd", "soap", "stable_adamw", "stable_spam", "tiger",
-                "yogi",
+                "adabelief", "adabound", "adafactor_paper", "adam", "adam_atan2", "adamax", "adamp", "adamw", "adan",
+                "adapnm", "ademamix", "adopt", "apollo", "came", "cautious_adamw", "cautious_lion", "clipped_adamw",
+                "conda", "dadapt_adam", "diffgrad", "fira", "galore", "grams", "kl_shampoo", "lamb", "laprop", "lion",
+                "lookahead_adamw", "mars", "nadam", "novograd", "padam", "pnm", "prodigy", "qhadam", "radam", "shampoo",
+                "sinkgd", "soap", "stable_adamw", "stable_spam", "tiger", "yogi",
             ),
-            "exp_avg_var": ("adabelief",), "square_avg": ("adadelta", "rmsprop"), "acc_delta": ("adadelta",),
-            "variance": ("adafactor",),
+            "exp_avg_var": ("adabelief",),
             "exp_avg_sq": (
-                "adafactor_paper", "adam", "adam_atan2", "adamp", "adamuon", "adamw", "adan", "ademamix", "adopt",
-                "apollo", "came", "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam", "dion", "dion2", "fira",
-                "galore", "grams", "kl_shampoo", "lamb", "laprop", "lookahead_adamw", "low_rank_muon", "mars", "muon",
-                "nadam", "normuon", "polargrad", "prodigy", "radam", "schedule_free_adamw", "shampoo", "sinkgd", "soap",
-                "soap_muon", "stable_adamw", "stable_spam", "yogi",
+                "adabound", "adafactor_paper", "adam", "adam_atan2", "adamp", "adamuon", "adamw", "adan", "adapnm",
+                "ademamix", "adopt", "apollo", "came", "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam",
+                "diffgrad", "dion", "dion2", "fira", "galore", "grams", "kl_shampoo", "lamb", "laprop",
+                "lookahead_adamw", "low_rank_muon", "mars", "muon", "nadam", "normuon", "padam", "polargrad", "prodigy",
+                "qhadam", "radam", "schedule_free_adamw", "shampoo", "sinkgd", "soap", "soap_muon", "stable_adamw",
+                "stable_spam", "yogi",
             ),
-            "sum": ("adagrad",), "max_exp_avg_sq": ("adam", "adamw", "clipped_adamw", "lookahead_adamw"),
-            "m": ("adam_mini",), "exp_inf": ("adamax",),
+            "max_exp_avg_sq": ("adabound", "adam", "adamw", "adapnm", "clipped_adamw", "lookahead_adamw", "padam"),
+            "square_avg": ("adadelta", "rmsprop"), "acc_delta": ("adadelta",), "variance": ("adafactor",),
+            "sum": ("adagrad",), "m": ("adam_mini",), "exp_inf": ("adamax",),
             "momentum_buffer": (
                 "adamuon", "dion", "dion2", "lars", "low_rank_muon", "muon", "normuon", "orthograd", "polargrad",
-                "psgd_kron", "rmsprop", "scion", "sgd", "sgdp", "sgdw", "signum", "sm3", "soap_muon",
+                "psgd_kron", "qhm", "rmsprop", "scion", "sgd", "sgdp", "sgdw", "signum", "sm3", "soap_muon",
             ),
-            "exp_avg_diff": ("adan",), "prev_grad": ("adan",), "exp_avg_slow": ("ademamix",),
-            "s": ("dadapt_adam", "madgrad", "prodigy"), "momentum_buffer_residual": ("low_rank_muon",),
-            "grad_sum_sq": ("madgrad",), "last_grad": ("mars",), "diagonal": ("psgd_kron",), "grad_avg": ("rmsprop",),
-            "prev": ("rprop",), "step_size": ("rprop",), "accumulator": ("sm3",), "lookahead_avg": ("soap_muon",),
-            "momentum": ("splus",),
+            "exp_avg_diff": ("adan",), "prev_grad": ("adan", "diffgrad"), "neg_exp_avg": ("adapnm", "pnm"),
+            "exp_avg_slow": ("ademamix",), "buffer1": ("aggmo",), "buffer2": ("aggmo",), "buffer3": ("aggmo",),
+            "s": ("dadapt_adam", "madgrad", "prodigy"), "m_sq": ("kate",), "b_sq": ("kate",),
+            "momentum_buffer_residual": ("low_rank_muon",), "grad_sum_sq": ("madgrad",), "last_grad": ("mars",),
+            "diagonal": ("psgd_kron",), "grad_avg": ("rmsprop",), "prev": ("rprop",), "step_size": ("rprop",),
+            "accumulator": ("sm3",), "lookahead_avg": ("soap_muon",), "momentum": ("splus",),
         },
     },
     "torchao_fp8": {
         'its scales cover 1e-12 to 3.4e+38 only: blocks beyond overflow or freeze': {
             "exp_avg": (
-                "adabelief", "adafactor_paper", "adam", "adam_atan2", "adamax", "adamp", "adamw", "adan", "ademamix",
-                "adopt", "apollo", "came", "cautious_adamw", "cautious_lion", "clipped_adamw", "conda", "dadapt_adam",
-                "fira", "galore", "grams", "kl_shampoo", "lamb", "laprop", "lion", "lookahead_adamw", "mars", "nadam",
-                "novograd", "prodigy", "radam", "shampoo", "sinkgd", "soap", "stable_adamw", "stable_spam", "tiger",
-                "yogi",
+                "adabelief", "adabound", "adafactor_paper", "adam", "adam_atan2", "adamax", "adamp", "adamw", "adan",
+                "adapnm", "ademamix", "adopt", "apollo", "came", "cautious_adamw", "cautious_lion", "clipped_adamw",
+                "conda", "dadapt_adam", "diffgrad", "fira", "galore", "grams", "kl_shampoo", "lamb", "laprop", "lion",
+                "lookahead_adamw", "mars", "nadam", "novograd", "padam", "pnm", "prodigy", "qhadam", "radam", "shampoo",
+                "sinkgd", "soap", "stable_adamw", "stable_spam", "tiger", "yogi",
             ),
-            "exp_avg_var": ("adabelief",), "square_avg": ("adadelta", "rmsprop"), "acc_delta": ("adadelta",),
-            "variance": ("adafactor",),
+            "exp_avg_var": ("adabelief",),
             "exp_avg_sq": (
-                "adafactor_paper", "adam", "adam_atan2", "adamp", "adamuon", "adamw", "adan", "ademamix", "adopt",
-                "apollo", "came", "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam", "dion", "dion2", "fira",
-                "galore", "grams", "kl_shampoo", "lamb", "laprop", "lookahead_adamw", "low_rank_muon", "mars", "muon",
-                "nadam", "normuon", "polargrad", "prodigy", "radam", "schedule_free_adamw", "shampoo", "sinkgd", "soap",
-                "soap_muon", "stable_adamw", "stable_spam", "yogi",
+                "adabound", "adafactor_paper", "adam", "adam_atan2", "adamp", "adamuon", "adamw", "adan", "adapnm",
+                "ademamix", "adopt", "apollo", "came", "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam",
+                "diffgrad", "dion", "dion2", "fira", "galore", "grams", "kl_shampoo", "lamb", "laprop",
+                "lookahead_adamw", "low_rank_muon", "mars", "muon", "nadam", "normuon", "padam", "polargrad", "prodigy",
+                "qhadam", "radam", "schedule_free_adamw", "shampoo", "sinkgd", "soap", "soap_muon", "stable_adamw",
+                "stable_spam", "yogi",
             ),
-            "sum": ("adagrad",), "max_exp_avg_sq": ("adam", "adamw", "clipped_adamw", "lookahead_adamw"),
-            "m": ("adam_mini",), "exp_inf": ("adamax",),
+            "max_exp_avg_sq": ("adabound", "adam", "adamw", "adapnm", "clipped_adamw", "lookahead_adamw", "padam"),
+            "square_avg": ("adadelta", "rmsprop"), "acc_delta": ("adadelta",), "variance": ("adafactor",),
+            "sum": ("adagrad",), "m": ("adam_mini",), "exp_inf": ("adamax",),
             "momentum_buffer": (
                 "adamuon", "dion", "dion2", "lars", "low_rank_muon", "muon", "normuon", "orthograd", "polargrad",
-                "psgd_kron", "rmsprop", "scion", "sgd", "sgdp", "sgdw", "signum", "sm3", "soap_muon",
+                "psgd_kron", "qhm", "rmsprop", "scion", "sgd", "sgdp", "sgdw", "signum", "sm3", "soap_muon",
             ),
-            "exp_avg_diff": ("adan",), "prev_grad": ("adan",), "exp_avg_slow": ("ademamix",),
-            "s": ("dadapt_adam", "madgrad", "prodigy"), "momentum_buffer_residual": ("low_rank_muon",),
-            "grad_sum_sq": ("madgrad",), "last_grad": ("mars",), "diagonal": ("psgd_kron",), "grad_avg": ("rmsprop",),
-            "prev": ("rprop",), "step_size": ("rprop",), "accumulator": ("sm3",), "lookahead_avg": ("soap_muon",),
-            "momentum": ("splus",),
+            "exp_avg_diff": ("adan",), "prev_grad": ("adan", "diffgrad"), "neg_exp_avg": ("adapnm", "pnm"),
+            "exp_avg_slow": ("ademamix",), "buffer1": ("aggmo",), "buffer2": ("aggmo",), "buffer3": ("aggmo",),
+            "s": ("dadapt_adam", "madgrad", "prodigy"), "m_sq": ("kate",), "b_sq": ("kate",),
+            "momentum_buffer_residual": ("low_rank_muon",), "grad_sum_sq": ("madgrad",), "last_grad": ("mars",),
+            "diagonal": ("psgd_kron",), "grad_avg": ("rmsprop",), "prev": ("rprop",), "step_size": ("rprop",),
+            "accumulator": ("sm3",), "lookahead_avg": ("soap_muon",), "momentum": ("splus",),
         },
     },
     "lpmm4": {
         'to nearest, 14 codes up to 0.89 of the scale keep themselves under a decay of 0.9: a state without gradients'
         ' never returns to 0': {
             "exp_avg": (
-                "adabelief", "adafactor_paper", "adam", "adam_atan2", "adamax", "adamp", "adamw", "ademamix", "adopt",
-                "apollo", "came", "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam", "fira", "galore", "grams",
-                "kl_shampoo", "lamb", "laprop", "lookahead_adamw", "nadam", "prodigy", "radam", "shampoo", "sinkgd",
-                "stable_adamw", "stable_spam", "yogi",
+                "adabelief", "adabound", "adafactor_paper", "adam", "adam_atan2", "adamax", "adamp", "adamw",
+                "ademamix", "adopt", "apollo", "came", "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam",
+                "diffgrad", "fira", "galore", "grams", "kl_shampoo", "lamb", "laprop", "lookahead_adamw", "nadam",
+                "padam", "prodigy", "qhadam", "radam", "shampoo", "sinkgd", "stable_adamw", "stable_spam", "yogi",
             ),
-            "m": ("adam_mini",),
+            "m": ("adam_mini",), "buffer2": ("aggmo",),
             "momentum_buffer": (
                 "dion", "dion2", "lars", "low_rank_muon", "orthograd", "psgd_kron", "rmsprop", "scion", "sgd", "sgdp",
                 "sgdw", "signum", "sm3",
@@ -335,11 +356,17 @@ DISCOURAGED = {
         ' in fp32': {
             "exp_avg_var": ("adabelief",),
             "exp_avg_sq": (
-                "adam", "adamp", "adamw", "ademamix", "apollo", "came", "cautious_adamw", "clipped_adamw", "conda",
-                "dadapt_adam", "fira", "galore", "grams", "lamb", "laprop", "lookahead_adamw", "nadam", "prodigy",
-                "radam", "schedule_free_adamw", "sinkgd", "stable_spam",
+                "adabound", "adam", "adamp", "adamw", "adapnm", "ademamix", "apollo", "came", "cautious_adamw",
+                "clipped_adamw", "conda", "dadapt_adam", "diffgrad", "fira", "galore", "grams", "lamb", "laprop",
+                "lookahead_adamw", "nadam", "padam", "prodigy", "qhadam", "radam", "schedule_free_adamw", "sinkgd",
+                "stable_spam",
             ),
             "exp_inf": ("adamax",),
+        },
+        'to nearest, a code keeps itself while the scale of its block moves slowly, and what it reads as moves with '
+        'the scale: a running maximum needs numbers that stay, as those of LogMinMax, LogMax and floats do, and those'
+        " of a format of one's own that says so by `still`": {
+            "max_exp_avg_sq": ("adabound", "adam", "adamw", "adapnm", "clipped_adamw", "lookahead_adamw", "padam"),
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.9 changes it by 0.1 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or keep it'
@@ -348,13 +375,8 @@ DISCOURAGED = {
         '1.6e-05 of itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically,'
         ' or keep it in fp32': {"variance": ("adafactor",), "exp_avg_sq": ("adafactor_paper",)},
         'it only grows, by ever smaller parts of itself, and nearest rounding drops whatever is below half a cell': {
-            "sum": ("adagrad",), "grad_sum_sq": ("madgrad",), "s": ("madgrad",), "accumulator": ("sm3",),
-            "exp_avg_sq": ("yogi",),
-        },
-        'to nearest, a code keeps itself while the scale of its block moves slowly, and what it reads as moves with '
-        'the scale: a running maximum needs numbers that stay, as those of LogMinMax, LogMax and floats do, and those'
-        " of a format of one's own that says so by `still`": {
-            "max_exp_avg_sq": ("adam", "adamw", "clipped_adamw", "lookahead_adamw"),
+            "sum": ("adagrad",), "m_sq": ("kate",), "b_sq": ("kate",), "grad_sum_sq": ("madgrad",), "s": ("madgrad",),
+            "accumulator": ("sm3",), "exp_avg_sq": ("yogi",),
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.99 changes it by 0.01 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or keep it'
@@ -381,12 +403,14 @@ DISCOURAGED = {
         'of itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or keep'
         ' it in fp32': {"exp_avg_sq": ("adopt",)},
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.99: a state without gradients '
-        'never returns to 0': {"exp_avg": ("cautious_lion", "lion"), "grad_avg": ("rmsprop",)},
+        'never returns to 0': {"buffer3": ("aggmo",), "exp_avg": ("cautious_lion", "lion"), "grad_avg": ("rmsprop",)},
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.9995: a state without gradients'
         ' never returns to 0': {"s": ("dadapt_adam", "prodigy")},
         'the average freezes, and the step sizes made of it with it: a step under decay 0.98 changes it by 0.02 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or keep it'
         ' in fp32': {"exp_avg_sq": ("kl_shampoo",)},
+        'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.999: a state without gradients '
+        'never returns to 0': {"momentum_buffer": ("qhm",)},
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.965: a state without gradients '
         'never returns to 0': {"exp_avg": ("tiger",)},
     },
@@ -394,12 +418,12 @@ DISCOURAGED = {
         'to nearest, 14 codes up to 0.89 of the scale keep themselves under a decay of 0.9: a state without gradients'
         ' never returns to 0': {
             "exp_avg": (
-                "adabelief", "adafactor_paper", "adam", "adam_atan2", "adamax", "adamp", "adamw", "ademamix", "adopt",
-                "apollo", "came", "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam", "fira", "galore", "grams",
-                "kl_shampoo", "lamb", "laprop", "lookahead_adamw", "nadam", "prodigy", "radam", "shampoo", "sinkgd",
-                "stable_adamw", "stable_spam", "yogi",
+                "adabelief", "adabound", "adafactor_paper", "adam", "adam_atan2", "adamax", "adamp", "adamw",
+                "ademamix", "adopt", "apollo", "came", "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam",
+                "diffgrad", "fira", "galore", "grams", "kl_shampoo", "lamb", "laprop", "lookahead_adamw", "nadam",
+                "padam", "prodigy", "qhadam", "radam", "shampoo", "sinkgd", "stable_adamw", "stable_spam", "yogi",
             ),
-            "m": ("adam_mini",),
+            "m": ("adam_mini",), "buffer2": ("aggmo",),
             "momentum_buffer": (
                 "dion", "dion2", "lars", "low_rank_muon", "orthograd", "psgd_kron", "rmsprop", "scion", "sgd", "sgdp",
                 "sgdw", "signum", "sm3",
@@ -411,11 +435,17 @@ DISCOURAGED = {
         ' in fp32': {
             "exp_avg_var": ("adabelief",),
             "exp_avg_sq": (
-                "adam", "adamp", "adamw", "ademamix", "apollo", "came", "cautious_adamw", "clipped_adamw", "conda",
-                "dadapt_adam", "fira", "galore", "grams", "lamb", "laprop", "lookahead_adamw", "nadam", "prodigy",
-                "radam", "schedule_free_adamw", "sinkgd", "stable_spam",
+                "adabound", "adam", "adamp", "adamw", "adapnm", "ademamix", "apollo", "came", "cautious_adamw",
+                "clipped_adamw", "conda", "dadapt_adam", "diffgrad", "fira", "galore", "grams", "lamb", "laprop",
+                "lookahead_adamw", "nadam", "padam", "prodigy", "qhadam", "radam", "schedule_free_adamw", "sinkgd",
+                "stable_spam",
             ),
             "exp_inf": ("adamax",),
+        },
+        'to nearest, a code keeps itself while the scale of its block moves slowly, and what it reads as moves with '
+        'the scale: a running maximum needs numbers that stay, as those of LogMinMax, LogMax and floats do, and those'
+        " of a format of one's own that says so by `still`": {
+            "max_exp_avg_sq": ("adabound", "adam", "adamw", "adapnm", "clipped_adamw", "lookahead_adamw", "padam"),
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.9 changes it by 0.1 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or keep it'
@@ -424,13 +454,8 @@ DISCOURAGED = {
         '1.6e-05 of itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically,'
         ' or keep it in fp32': {"variance": ("adafactor",), "exp_avg_sq": ("adafactor_paper",)},
         'it only grows, by ever smaller parts of itself, and nearest rounding drops whatever is below half a cell': {
-            "sum": ("adagrad",), "s": ("madgrad",), "grad_sum_sq": ("madgrad",), "accumulator": ("sm3",),
-            "exp_avg_sq": ("yogi",),
-        },
-        'to nearest, a code keeps itself while the scale of its block moves slowly, and what it reads as moves with '
-        'the scale: a running maximum needs numbers that stay, as those of LogMinMax, LogMax and floats do, and those'
-        " of a format of one's own that says so by `still`": {
-            "max_exp_avg_sq": ("adam", "adamw", "clipped_adamw", "lookahead_adamw"),
+            "sum": ("adagrad",), "m_sq": ("kate",), "b_sq": ("kate",), "s": ("madgrad",), "grad_sum_sq": ("madgrad",),
+            "accumulator": ("sm3",), "exp_avg_sq": ("yogi",),
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.99 changes it by 0.01 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or keep it'
@@ -459,12 +484,14 @@ DISCOURAGED = {
         'of itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or keep'
         ' it in fp32': {"exp_avg_sq": ("adopt",)},
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.99: a state without gradients '
-        'never returns to 0': {"exp_avg": ("cautious_lion", "lion"), "grad_avg": ("rmsprop",)},
+        'never returns to 0': {"buffer3": ("aggmo",), "exp_avg": ("cautious_lion", "lion"), "grad_avg": ("rmsprop",)},
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.9995: a state without gradients'
         ' never returns to 0': {"s": ("dadapt_adam", "prodigy")},
         'the average freezes, and the step sizes made of it with it: a step under decay 0.98 changes it by 0.02 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or keep it'
         ' in fp32': {"exp_avg_sq": ("kl_shampoo",)},
+        'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.999: a state without gradients '
+        'never returns to 0': {"momentum_buffer": ("qhm",)},
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.965: a state without gradients '
         'never returns to 0': {"exp_avg": ("tiger",)},
     },
