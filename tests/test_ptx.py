@@ -2,9 +2,14 @@
 
 import subprocess
 import sys
+import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+
+from optgen.runtime.step import launch
 
 ROOT = Path(__file__).parents[1]
 STAGES = "tests/test_triton_stages.py::test_strict_kernels_give_the_bits_of_eager_torch"
@@ -17,6 +22,19 @@ EMULATED = (
 )
 """Run in one process that compiles: strict rules of one sweep, one of several, what emulation notices; then fast maths,
 one that is counted on the device."""
+
+
+@pytest.mark.parametrize(("capability", "version", "warned"), [(9, "12.9", 0), (10, "12.9", 1), (10, "13.4", 0)])
+def test_an_assembler_that_fuses_in_strict_maths_is_warned_of(
+    capability: int, version: str, warned: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    knobs = pytest.importorskip("triton").knobs
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
+    monkeypatch.setattr(knobs, "nvidia", SimpleNamespace(ptxas_blackwell=SimpleNamespace(version=version)))
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        launch._warn_fused.__wrapped__(torch.device("cuda"))
+    assert ["update Triton" in str(w.message) for w in found] == [True] * warned
 
 
 @pytest.mark.long

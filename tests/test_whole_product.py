@@ -57,6 +57,9 @@ def test_emulated_cells_have_every_rule_twice_and_every_plan_more_often() -> Non
     text = tool.emulate.report(found, jobs, 3, "abc")
     assert "**3 of 4 cells are right**: 8 compiled kernels in 12 launches" in text
     assert f"- {jobs[1]}: p of (3, 70)" in text
+    fused = {"kernels": 1, "launches": 1, "wrong": ["sweep: 1 FADD for 2 additions"]}
+    failing = {(job.triton, job.capability) for job in jobs if tool.emulate.failures(job, fused)}
+    assert len(failing) == 5 and ("3.6", 100) not in failing
 
 
 def test_a_kernel_that_uses_the_stack_makes_a_run_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

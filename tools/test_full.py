@@ -473,7 +473,7 @@ def run_emulated(results: Results, chosen: argparse.Namespace, until: float) -> 
     goes_on = emulate.goes_on(until, STOPPED)
     emulate.run(rest, chosen.jobs, goes_on, keep)
     text = emulate.report(found, jobs, chosen.seed, commit()) if found else ""
-    return text, any(x["wrong"] for x in found.values())
+    return text, any(emulate.failures(job, x) for job, x in found.items())
 
 
 if __name__ == "__main__":

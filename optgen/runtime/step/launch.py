@@ -28,7 +28,7 @@ from optgen.runtime.gpu import compiled, stages
 from optgen.runtime.layout import layout, workspace
 from optgen.runtime.layout.workspace import Workspace, matrices
 from optgen.runtime.records.join import Pair
-from optgen.runtime.records.warn import tell
+from optgen.runtime.records.warn import tell, warn
 from optgen.runtime.states import state
 from optgen.runtime.work import counting, staged
 from optgen.runtime.work.bucket import Bucket
@@ -68,6 +68,18 @@ def _limits(kernels: ModuleType, device: torch.device, function: str) -> dict[st
     if device.type != "cuda" or torch.version.hip is not None:
         return {}
     return limits(kernels, function, torch.cuda.get_device_capability(device)[0])
+
+
+@functools.cache
+def _warn_fused(device: torch.device) -> None:
+    """Warn where the assembler fuses products and sums of pairs of fp32 that are marked not to be: CUDA 12.9's, which
+    Triton 3.6 brings for compute capability 10 and later (13.4's, of Triton 3.9, does not)."""
+    if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device)[0] < 10:
+        return
+    from triton import knobs
+
+    if (version := str(knobs.nvidia.ptxas_blackwell.version)).startswith("12."):
+        warn(f"strict kernels differ in last bits here: ptxas {version} fuses what it must not; update Triton to 3.9")
 
 
 def limits(kernels: ModuleType, function: str, major: int) -> dict[str, int]:
@@ -258,6 +270,8 @@ class Triton(Kernels):
     def __init__(self, bucket: Bucket, now: Signature, stream: int, old: Any) -> None:
         super().__init__(bucket, now, stream, old)
         self.plan, self.module = bucket.plan, compiled.kernels(bucket.plan)
+        if (rule := bucket.variant.rule) and rule.strict:
+            _warn_fused(self.device)
         self.grad = _triton_dtype(bucket.grad_dtype)
         self.spare: list[Tensor] = []
 
