@@ -492,7 +492,8 @@ def differing(
     made, spec = optimizer_class(cell, folder), spec_of(cell.spec)
     options = hypers_of(cell, lr=1e-2, weight_decay=1e-2)
     flags = flags_of(cell)
-    options |= {f.name: flags[f.name] for f in spec.flags if f.shape is None and f.every is None and not (f.nonzero or f.first)}
+    own = (f.name for f in spec.flags if f.shape is None and f.every is None and not f.nonzero and not f.first)
+    options |= {name: flags[name] for name in own}
     shapes = fitting(cell, shapes)
     kept: dict[str, list[dict[str, Any]]] = {}
     for backend in ("reference", *(b for b in others if b != "cpp" or native.compiler() is not None)):
