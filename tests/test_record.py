@@ -119,12 +119,13 @@ def test_damaged_records_are_refused(tmp_path: Path, capsys: pytest.CaptureFixtu
 
     for damaged in (whole[:-1], whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:]):
         path.write_bytes(damaged)
-        refused("is damaged: its checksum is")
+        refused("it is damaged: its checksum is")
     optgen.save_checkpoint(path, AdamW(model.parameters()), model)
-    refused("holds no recorded step")
+    refused("it holds no recorded step")
     groups = [{**content["groups"][0], "plan": "fp32"}]
     for changed, text in (
-        ({"format": 4}, "is a record of version 1"), ({"groups": 3}, "'int' object"),
+        ({"format": 4}, "it is a record of version 1"), ({"groups": 3}, "'int' object"),
+        ({"after": []}, "it does not hold the same parameters"),
         ({"groups": groups}, "the optimizer state of parameter 'matrix'"),
     ):  # fmt: skip
         container.write(path, {**content, **changed})
@@ -147,7 +148,15 @@ def test_what_is_recorded_and_what_is_refused(tmp_path: Path) -> None:
     prodigy = Prodigy([("a", p), ("b", nn.Parameter(torch.ones(5)))])
     with pytest.raises(ValueError, match=r"sums over the whole model, so the step of parameter 'a' "):
         prodigy.record(path, "a")
-    opt.record(path, "a")
+    with pytest.raises(ValueError, match="params is empty"):
+        opt.record(path, [])
+    with pytest.raises(IsADirectoryError, match="is a folder: name a file in it"):
+        opt.record(tmp_path)
+    with pytest.raises(NotImplementedError, match=r"\.parts\[\.\.\.\]\.record"):
+        optgen.make({".*": "adamw"}, nn.Linear(2, 2)).record(path)
+    opt.record(tmp_path / "other.pt")
+    with pytest.warns(UserWarning, match="no step was recorded in .*other.pt: "):
+        opt.record(path, "a")
     with pytest.raises(RuntimeError, match="waits for a step"):
         opt.release_gradients()
     opt.step()  # no gradient
@@ -163,3 +172,9 @@ def test_what_is_recorded_and_what_is_refused(tmp_path: Path) -> None:
     path.unlink()
     opt.step()
     assert not path.exists()
+    opt.record(path)
+    path.mkdir()
+    watch, before = opt.watch(1, to=lambda step, numbers: None), p.detach().clone()
+    with pytest.warns(UserWarning, match="the step was made, and its record was not written"):
+        opt.step()
+    assert watch.step == 3 and not torch.equal(p, before)

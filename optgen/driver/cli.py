@@ -513,7 +513,8 @@ def replay(
 
 def _difference(x: dict[str, Any]) -> str:
     was, made = (f"{v:.9g}" if isinstance(v, float) else v for v in (x["recorded"], x["made"]))
-    return f"{x['value']}: {x['differing']} of {x['elements']} differ, first {x['place']}: {was} recorded, {made} made"
+    first = f", first {x['place']}" if x["place"] else ""
+    return f"{x['value']}: {x['differing']} of {x['elements']} differ{first}: {was} recorded, {made} made"
 
 
 @app.command()

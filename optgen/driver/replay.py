@@ -29,7 +29,9 @@ def replay(path: str, backend: str | None, spec: str | None, maths: Maths | None
     try:
         return _replayed(path, record.read(existing(path)), backend, spec, maths)
     except CheckpointError as error:
-        raise UserError("E420", path=path, why=str(error).removeprefix(f"{path} ").removeprefix(f"{path}: ")) from error
+        said = str(error)
+        why = f"it {said[len(path) + 1 :]}" if said.startswith(f"{path} ") else said.removeprefix(f"{path}: ")
+        raise UserError("E420", path=path, why=why) from error
     except UNREADABLE as error:
         if str(error).startswith("backend="):
             raise Missing(str(error)) from error
@@ -46,6 +48,8 @@ def _replayed(
         f"recorded with {key} {was}, made again with {here[key]}"
         for key, was in about["made_with"].items() if was != here[key]
     ]  # fmt: skip
+    if cls.__name__ != about["class"]:
+        notes.append(f"recorded with {about['class']}, made again with {cls.__name__}")
     if asked != by:
         notes.append('backends round differently in fast maths; under maths="strict" all have the same bits')
     if about["batched"]:

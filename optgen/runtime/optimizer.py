@@ -318,11 +318,11 @@ class Optimizer(torch.optim.Optimizer):
             sampled = None if self._watch is None else self._watch.begin(self._owner())
             begun = self._record is not None and self._record.begin(self._owner(), scaler)
             self._offload.step(self._owner(), self._stepper, scaler)
+            if sampled and self._watch is not None:
+                self._watch.end(sampled)
             if begun and (recorder := self._record) is not None:
                 self._record = None
                 recorder.end(self._owner())
-            if sampled and self._watch is not None:
-                self._watch.end(sampled)
         except BaseException:
             # A GradScaler takes its scale back after steps that succeed only, and would multiply it into the next one.
             for name in ("grad_scale", "found_inf"):
@@ -408,7 +408,7 @@ class Optimizer(torch.optim.Optimizer):
         """
         if self._release is not None:
             raise RuntimeError(f"{type(self).__name__}.record: gradients are released; remove() their handle first")
-        self._record = record.Record(self._owner(), path, params)
+        self._record = record.Record(self._owner(), path, params, self._record)
 
     # -- evaluation -----------------------------------------------------------------------------------
 

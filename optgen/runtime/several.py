@@ -123,6 +123,10 @@ class Several(torch.optim.Optimizer):
                 raise
         return made
 
+    def record(self, path: Any, params: Any = None) -> None:
+        """Refuse a record, which is of the step of one rule: `parts[...].record`."""
+        raise NotImplementedError("Several: a record is of the step of one rule, .parts[...].record(path)")
+
     # -- checkpoints ----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:

@@ -8,11 +8,12 @@ that their random bits are of, and the scale of a GradScaler.  Its form is that 
 from __future__ import annotations
 
 import fnmatch
+import importlib.util
 import math
 import os
 import platform
-import sys
 from collections.abc import Iterable, Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from optgen.runtime.layout import plans, sharding
 from optgen.runtime.modes import offload
 from optgen.runtime.options import entries, options
 from optgen.runtime.options.entries import Entry, Owner
+from optgen.runtime.records.warn import warn
 from optgen.runtime.states import low_bits, state
 from optgen.runtime.step import backends
 from optgen.runtime.step.stepper import Stepper
@@ -33,7 +35,7 @@ from optgen.runtime.work import counting
 KEY, VERSION = "optgen_record", 1
 """The key of a record's version in its file, where a checkpoint has another."""
 
-Names = str | Iterable[str | int] | None
+Names = str | int | Iterable[str | int] | None
 
 
 class Record:
@@ -41,14 +43,22 @@ class Record:
 
     path      the file, in a folder that is there
     patterns  of names (of positions where parameters have none); those of all parameters match "*"
+    last      the record that was asked for before and not made: a warning
     """
 
-    def __init__(self, owner: Owner, path: str | os.PathLike[str], params: Names) -> None:
+    def __init__(self, owner: Owner, path: str | os.PathLike[str], params: Names, last: Record | None = None) -> None:
         self.name, self.path = f"{owner.cls.__name__}.record", Path(path)
-        self.patterns = ["*"] if params is None else [params] if isinstance(params, str) else [*map(str, params)]
+        given = ["*"] if params is None else [params] if isinstance(params, (str, int)) else params
+        self.patterns = [str(x) for x in given]
+        if not self.patterns:
+            raise ValueError(f"{self.name}: params is empty: leave it out to record all parameters")
+        if self.path.is_dir():
+            raise IsADirectoryError(f"{self.name}: {self.path} is a folder: name a file in it")
         if not self.path.parent.is_dir():
             raise FileNotFoundError(f"{self.name}: there is no folder {self.path.parent}: make it first")
         self._choose(owner)
+        if last is not None:
+            warn(f"{self.name}: no step was recorded in {last.path}: {self.path} takes its place", owner.cls)
 
     def _choose(self, owner: Owner) -> list[Entry]:
         """Return the chosen parameters.  Raises an error for a name of none, or a step that is not to be recorded."""
@@ -120,15 +130,18 @@ class Record:
 
     @torch.no_grad()
     def end(self, owner: Owner) -> None:
-        """Write what was copied, and what the step has left."""
+        """Write what was copied, and what the step has left; a warning if the file cannot be written."""
         seen: dict[int, Tensor] = {}
         after = [{"weight": _copied(e.p), "state": _state(owner, e, seen)} for e in self._recorded]
-        container.write(self.path, {**self._content, "after": after})
+        try:
+            container.write(self.path, {**self._content, "after": after})
+        except OSError as error:  # the step is made: an error would say that nothing has changed
+            warn(f"{self.name}: the step was made, and its record was not written: {error}", owner.cls)
 
 
 def made_with() -> dict[str, str]:
     """Return the versions and the processor on which the last bits of torch's functions and of fast maths depend."""
-    triton = getattr(sys.modules.get("triton"), "__version__", "none")
+    triton = metadata.version("triton") if importlib.util.find_spec("triton") else "none"
     processor = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
     return {"torch": str(torch.__version__), "triton": triton, "processor": processor}
 
@@ -175,6 +188,9 @@ def read(path: Path) -> dict[str, Any]:
             f"{path} is a record of version {found[0]} with groups of format {found[1]}, expected {VERSION} and "
             f"{checkpoint.FORMAT}: replay it with the optgen that wrote it"
         )
+    before, after = content.get("parameters"), content.get("after")
+    if not before or not after or len(before) != len(after):
+        raise CheckpointError(f"{path} does not hold the same parameters before and after the step")
     return content
 
 
@@ -222,7 +238,8 @@ def _difference(name: str, recorded: Any, made: Any) -> dict[str, Any]:
         a, b = a.double(), b.double()
     found = {"value": name, "differing": a.numel(), "elements": a.numel(), "place": []}
     if (a.dtype, a.shape) != (b.dtype, b.shape):
-        return {**found, "recorded": state.kind(recorded), "made": state.kind(made)}
+        kinds = ("nothing" if x is None else state.kind(x) for x in (recorded, made))
+        return {**found, **dict(zip(("recorded", "made"), kinds, strict=True))}
     apart = (_words(a) != _words(b)).any(1).nonzero().flatten()
     if not len(apart):
         return {}
