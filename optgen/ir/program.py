@@ -21,6 +21,8 @@ from optgen.ops.spaces import Space
 Section = Literal["decode", "update", "encode"]
 Role = Literal["param", "grad", "state", "weight", "temp", "partial", "value"]
 
+GRAD_SCALE = "grad_scale"  # host scalar: -1 under maximize, 1 / loss scale under a GradScaler
+
 
 @dataclass(frozen=True)
 class Buffer:

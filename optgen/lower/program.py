@@ -12,7 +12,7 @@ from optgen.formats.masters import Native
 from optgen.formats.plan import Plan, Storage, field_names
 from optgen.ir import node as ir
 from optgen.ir.node import Node, Rewriter
-from optgen.ir.program import Buffer, KeptValue, Let, Program, Role, Store
+from optgen.ir.program import GRAD_SCALE, Buffer, KeptValue, Let, Program, Role, Store
 from optgen.ir.ranges import ANY, Intervals, is_plus
 from optgen.lang.spec import MatrixKind, Spec
 from optgen.lang.values import Value, cast
@@ -20,8 +20,6 @@ from optgen.lower.naming import Recorder
 from optgen.lower.noise import deal
 from optgen.ops import dtypes, spaces
 from optgen.ops.spaces import Space
-
-GRAD_SCALE = "grad_scale"  # host scalar: -1 under maximize, 1 / loss scale under a GradScaler
 
 
 def buffer_of(name: str, field: Field, role: Role, owner: str, space: Space = spaces.elem) -> Buffer:

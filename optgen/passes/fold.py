@@ -18,7 +18,8 @@ rewrite (ROUNDS):
               of e = 0 is 0 where strict maths has NaN
     square    h * (b * x) * (b * x) -> (sqrt(h) * b * x) * (sqrt(h) * b * x), h >= 0 in host space, b per block: the
               factors meet x where a conversion can take them along
-    distribute  h * (h1 * x + h2 * y) -> (h * h1) * x + (h * h2) * y where nothing else reads or stores the sum
+    distribute  h * (h1 * x + h2 * y) -> (h * h1) * x + (h * h2) * y where nothing else reads or stores the sum; not of
+              h * (x - y), in which the author rounds no product: little but roundings would be left of x near y
     reciprocal  x / y -> x * rcp(y): 0 where y > 2^126, whose reciprocal is subnormal
 """
 
@@ -30,7 +31,7 @@ from dataclasses import dataclass, field, replace
 
 from optgen.ir import node as ir
 from optgen.ir.node import Node, Rewriter, is_const, postorder
-from optgen.ir.program import Program
+from optgen.ir.program import GRAD_SCALE, Program
 from optgen.ir.ranges import Intervals, never_zero
 from optgen.ops import dtypes, spaces
 from optgen.ops.prims import PRIMS
@@ -270,13 +271,20 @@ def distribute(program: Program, intervals: Intervals) -> tuple[Program, bool]:
     scaled = Grouper(intervals)
     fired = False
 
+    def rounds(p: Product) -> bool:
+        """Return True unless the product is one value as it stands, such as a gradient or a negated one."""
+        assert p.host is not None
+        factors = [n for n in postorder([p.host]) if n.op not in ("neg", "mul")]
+        return any(not is_const(n, -1.0) and n.attr != GRAD_SCALE for n in factors) or len(p.num) != 1 or bool(p.den)
+
     def rule(node: Node) -> Node:
         nonlocal fired
         if node.op == "mul" and node.space == spaces.elem and node.dtype is dtypes.f32:
             for h, total in (node.args, node.args[::-1]):
                 if h.space == spaces.host and total.op in ("add", "sub") and uses[total.uid] == 1:
                     x, y = total.args
-                    if all(a.space == spaces.elem and scaled.product(a).host is not None for a in (x, y)):
+                    parts = [scaled.product(a) for a in (x, y) if a.space == spaces.elem]
+                    if len(parts) == 2 and all(p.host for p in parts) and any(map(rounds, parts)):
                         fired = True
                         return ir.op(total.op, ir.op("mul", h, x), ir.op("mul", h, y))
         return node

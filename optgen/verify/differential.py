@@ -12,7 +12,8 @@ by element, from nothing but the spec, the plan and the values before the step.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+import operator
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
@@ -24,6 +25,7 @@ from optgen import passes
 from optgen.formats.format import Format
 from optgen.formats.plan import Storage
 from optgen.ir.node import Node, postorder
+from optgen.lang.matrices import transpose, wide, zero_product
 from optgen.lang.spec import Spec, filled, start
 from optgen.lang.values import equal, reader_of
 from optgen.lower import lower, matrix_of, untouched
@@ -216,6 +218,11 @@ def _scalars(spec: Spec, before: Values, hypers: Mapping[str, Any]) -> dict[str,
     return out | {h.name: before.host.get(h.name, h.init) for h in spec.host_states}
 
 
+_OF_MATRICES: Mapping[str, Callable[..., Any]] = {
+    "matmul": operator.matmul, "transpose": transpose, "to_wide": wide, "zero_product": zero_product,
+}  # fmt: skip
+
+
 class Reading:
     """A trace's nodes read on intervals; host scalars are numbers."""
 
@@ -251,7 +258,7 @@ class Reading:
             sizes = {"rows": self.shape[-2:-1], "columns": self.shape[-1:], "elements": self.shape, "stream": (0,)}
             return float(math.prod(sizes[node.attr]))
         parts = [self.memo[a.uid] if a.uid in self.memo else self(a) for a in node.args]
-        meaning = PRIMS[node.op].operator
+        meaning = _OF_MATRICES.get(node.op, PRIMS[node.op].operator)
         if meaning is not None:
             return meaning(*parts)
         if node.op == "ne":
