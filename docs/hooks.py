@@ -59,16 +59,30 @@ MEASURED = {"bnb8": "bitsandbytes 8-bit", "torchao8": "torchao 8-bit", "torchao4
             "torchao_fp8": "torchao fp8"}  # fmt: skip
 METHODS = (
     "step", "zero_grad", "release_gradients", "state_dict", "load_state_dict", "dense_state_dict", "master_weights",
-    "master_state_dict", "load_master_state_dict", "plans", "memory", "eval", "train",
+    "master_state_dict", "load_master_state_dict", "plans", "memory", "watch", "record", "eval", "train",
 )  # fmt: skip
 BULLETS = {
     "adafactor": "Adafactor, torch's", "adafactor_paper": "Adafactor, the paper's", "adam_mini": "Adam-mini",
     "cautious_adamw": "Cautious AdamW, Lion", "cautious_lion": "Cautious AdamW, Lion", "kl_shampoo": "KL-Shampoo",
     "schedule_free_adamw": "Schedule-Free AdamW, SGD", "schedule_free_sgd": "Schedule-Free AdamW, SGD",
     "prodigy": "Prodigy; D-Adaptation", "dadapt_adam": "Prodigy; D-Adaptation", "soap_muon": "SOAP-Muon",
-    "clipped_adamw": "Clipping, Lookahead", "lookahead_adamw": "Clipping, Lookahead",
+    "clipped_adamw": "Clipping, Lookahead", "lookahead_adamw": "Clipping, Lookahead", "psgd_kron": "PSGD Kron",
 }  # fmt: skip
 """Rule -> the heading of its part in docs/peers.md, where that is not the name of the class."""
+HOW = {
+    "ELEMENTWISE": "Compared over 50 steps in fp64, on a matrix, under each flag setting with drawn hyper-parameters; "
+    "in fp32, both stay within the derived enclosure of each of 25 steps.",
+    "REDUCING": "Compared over 50 steps in fp64, on tensors of 0 to 4 dimensions, under each flag setting with drawn "
+    "hyper-parameters; in fp32, both stay within the derived enclosure of each of 25 steps.",
+    "WHOLE": "Compared over 50 steps in fp64, on tensors of 0 to 4 dimensions, under each flag setting with drawn "
+    "hyper-parameters.",
+}
+"""Family of oracles in tests/oracles.py -> how its rules are compared."""
+IN_BASES = (
+    "Compared over 24 steps or more in fp64, and in fp32 by the eager reference and the C++ kernels, on vectors and "
+    "matrices; their distance stays within a derived bound."
+)
+"""How rules in bases or spaces of low rank are compared."""
 
 
 def specs() -> dict[str, Spec]:
@@ -210,18 +224,17 @@ def oracle(spec: Spec) -> str:
     """Return the rule's part of docs/peers.md, or its oracle in tests/oracles.py."""
     head = re.escape(BULLETS.get(spec.name, spec.class_name))
     found = re.search(rf"^- \*\*{head}\*\* (.*?)(?=^- |^\n|^$)", (ROOT / "docs/peers.md").read_text(), re.M | re.S)
-    how = (
-        "Compared over 50 steps in fp64, on tensors of 0 to 4 dimensions, under each flag setting with drawn "
-        "hyper-parameters; in fp32, both stay within the derived enclosure of each step."
-    )
+    oracles = (ROOT / "tests/oracles.py").read_text()
+    families = re.finditer(r"^(\w+): dict\[str, Oracle\] = {\n(.*?)^}", oracles, re.M | re.S)
+    family = next((m[1] for m in families if f'\n    "{spec.name}": ' in f"\n{m[2]}"), "")
     if found:
         text = " ".join(found[1].split())
     else:
-        row = re.search(rf'^    "{spec.name}": (\w+)(?:\("(\w+)")?', (ROOT / "tests/oracles.py").read_text(), re.M)
+        row = re.search(rf'^    "{spec.name}": (\w+)(?:\("(\w+)")?', oracles, re.M)
         packages = {"torch_optim": "torch.optim", "peer": "pytorch_optimizer"}
         peer = f"`{packages[row[1]]}.{row[2]}`" if row and row[1] in packages else spec.like and f"`{spec.like}`"
         text = f"(oracle: {peer or 'the paper, written out in tests/oracles.py'})"
-    return f'<p>{inline(text)}</p>\n\n<p>{how} <a href="../peers.html">All peers</a>.</p>'
+    return f'<p>{inline(text)}</p>\n\n<p>{HOW.get(family, IN_BASES)} <a href="../peers.html">All peers</a>.</p>'
 
 
 # -- plans

@@ -43,11 +43,15 @@ def make(
     ValueError, before anything is made, for a name that no expression matches or two do, and for an expression without
     a name; TypeError for an option that no rule has.
     """
+    if not isinstance(model, (nn.Module, Iterable)):
+        raise TypeError(f"make: expected a model or its named parameters, got {model!r:.80}")
     named: Named = list(model.named_parameters() if isinstance(model, nn.Module) else model)
     module = {"module": model} if isinstance(model, nn.Module) else {}
     if not isinstance(rule, Mapping):
         made: torch.optim.Optimizer = class_of(rule, plan)(named, **_planned(plan), **module, **options)
         return made
+    if not all(isinstance(pair, tuple) for pair in named):
+        raise TypeError("make: several rules are given by names: take the model, or its named_parameters()")
     claimed = _claims(rule, [name for name, _ in named])
     asked = {key: dict(value) if isinstance(value, Mapping) else {"rule": value} for key, value in rule.items()}
     for key, own in asked.items():
@@ -88,7 +92,12 @@ def class_of(rule: Any, plan: Any = None) -> Any:
 
 def _claims(rules: Mapping[str, Any], names: list[str]) -> dict[str, str]:
     """Return the expression that each name goes to."""
-    patterns = {key: re.compile(key) for key in rules if key != REST}
+    patterns: dict[str, re.Pattern[str]] = {}
+    for key in rules:
+        try:
+            patterns |= {key: re.compile(key)} if key != REST else {}
+        except (re.error, TypeError) as error:
+            raise ValueError(f"make: {key!r} is no regular expression of names: {error}") from None
     claimed: dict[str, str] = {}
     for name in names:
         found = [key for key, pattern in patterns.items() if pattern.search(name)]

@@ -161,7 +161,8 @@ UNEQUAL: list[tuple[Any, Any, str]] = [
     (in_sums, ROWS, "tall holds for some of them only"),
     (in_sums, (128, 128), "the rule sums over the whole parameter"),
     (Muon, (128, 64), "'w' of shape [256, 96] has 256 rows, not 128 + 64"),
-    (Muon, (128, 128.0), "expected a number of blocks, got (128, 128.0)"),
+    *((Muon, rows, f"expected a number of blocks, or the rows of each, got {rows}")
+      for rows in ((128, 128.0), (0, 256), (255, True), ())),
     (AdamMini, ROWS, "blocks have equal numbers of rows, got (128, 64, 64): as heads these are 4 of 64 rows"),
 ]  # fmt: skip
 
@@ -205,8 +206,12 @@ def test_a_stack_is_told_from_a_convolution(cls: Any) -> None:
         cls([("w", nn.Parameter(torch.zeros(8, 4)))], blocks={"w": 3})
     with pytest.raises(ValueError, match=r"'w' of shape \[4, 9, 8\] has 4 rows, which do not fall into 8 equal blocks"):
         cls([("w", nn.Parameter(torch.zeros(4, 9, 8)))], blocks={"w": 8})
+    with pytest.raises(ValueError, match=r"'w' of shape \[4, 16, 8\] is a stack of matrices, which take a number"):
+        cls([("w", nn.Parameter(torch.zeros(4, 16, 8)))], blocks={"w": (1, 3)})
     with pytest.raises(ValueError, match=r"'w' of shape \[24, 4\] has 24 rows, not 16 \+ 4 \+ 5"):
         cls([("w", nn.Parameter(torch.zeros(24, 4)))], blocks={"w": (16, 4, 5)})
+    opt = cls([("w", nn.Parameter(torch.zeros(24, 4)))], blocks={"w": tuple(torch.tensor([16, 8]).numpy())})
+    assert repr(opt.param_groups[0]["blocks"]) == "(('w', (16, 8)),)"
 
 
 @pytest.mark.parametrize("cls", [Muon, NorMuon])

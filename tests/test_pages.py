@@ -127,6 +127,8 @@ def test_pictures_are_small_and_have_two_themes() -> None:
     assert max(map(len, texts.values())) <= 80_000
     assert all("prefers-color-scheme:dark" in text and "<image" not in text for text in texts.values())
     assert not set(re.findall(r"#[0-9a-f]{6}", "".join(texts.values()))) - {*draw.COLOURS, *draw.DARK}
+    counts = re.findall(r"Ways of (\d+) .*/(\w+)\.svg", (ROOT / "docs/gallery.md").read_text(encoding="utf-8"))
+    assert counts == [(str(texts[name].count("</text>")), name) for name in ("rosenbrock", "rastrigin")]
 
 
 LINK = re.compile(r"\[[^\]]+\]\(([^)\s]+)\)")

@@ -111,6 +111,7 @@ def test_what_does_not_fit_changes_nothing() -> None:
         ({"weight": "muon"}, {}, ValueError, "no pattern matches 0.bias"),
         ({"weight": "muon", "0": "lion", "*": "adamw"}, {}, ValueError, "0.weight is matched by 'weight' and '0'"),
         ({"conv": "muon", "*": "adamw"}, {}, ValueError, "'conv' matches no parameter"),
+        ({"(": "muon", "*": "adamw"}, {}, ValueError, r"make: '\(' is no regular expression of names: missing \)"),
         ({"*": {"lr": 1.0}}, {}, ValueError, "a dict with one under 'rule'"),
         ({"weight": "muon", "*": "adamw"}, {"rho": 1.0}, TypeError, "none of Muon, AdamW has the option 'rho'"),
         ("adamw", {"rho": 1.0}, TypeError, "unexpected keyword argument 'rho'"),
@@ -119,6 +120,12 @@ def test_what_does_not_fit_changes_nothing() -> None:
 def test_wrong_rules_are_refused(rule: Any, options: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         optgen.make(rule, model(), **options)
+
+
+@pytest.mark.parametrize("parameters", [3, None, list(model().parameters())], ids=["a number", "none", "unnamed"])
+def test_wrong_models_are_refused(parameters: Any) -> None:
+    with pytest.raises(TypeError, match=r"make: (expected a model or its named parameters|several rules are given by)"):
+        optgen.make({"*": "adamw"}, parameters)
 
 
 def test_names_and_other_ways() -> None:

@@ -220,7 +220,8 @@ def report_of_cells(outcomes: Sequence[Outcome], extent: Extent) -> str:
         "parameter dtype, one setting of its flags and one size class.  It is right if the strict Triton kernels and",
         "the strict C++ kernels give the bits of the eager reference and every step stays within the bound that is",
         "derived for it from the rule and the formats; error / bound is at most 1 then, and near 1 where the bound is",
-        "tight.  Where fp32 itself or a scale overflows, nothing is promised: the last column.", "",
+        "tight.  Where fp32 itself or a scale overflows, nothing is promised: the last column.  Rules with products",
+        "of matrices have no such bound and are not here, nor are rules that are newer than the commit below.", "",
     ]  # fmt: skip
     if len(outcomes) < extent.whole:
         lines += [

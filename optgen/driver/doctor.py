@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import shutil
@@ -73,7 +74,8 @@ def _gpu() -> Line:
 
     if not torch.cuda.is_available():
         build = f"PyTorch's build: {torch.version.cuda or torch.version.hip or 'CPU'}"
-        return Line("gpu", "none", "note", f"{build}; optimizers step on the CPU, Triton's kernels in its interpreter")
+        triton = ", Triton's kernels in its interpreter" if importlib.util.find_spec("triton") else ""
+        return Line("gpu", "none", "note", f"{build}; optimizers step on the CPU{triton}")
     names = [torch.cuda.get_device_name(k) for k in range(torch.cuda.device_count())]
     version = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
     return Line("gpu", f"{', '.join(names)} ({version})")

@@ -37,7 +37,7 @@ _ATAN = (
 
 
 def horner(x: Num, coefficients: tuple[float, ...]) -> Num:
-    """The polynomial of x, highest coefficient first."""
+    """Return the polynomial of x, highest coefficient first."""
     out: Num = coefficients[0]
     for c in coefficients[1:]:
         out = out * x + c
@@ -45,41 +45,41 @@ def horner(x: Num, coefficients: tuple[float, ...]) -> Num:
 
 
 def finite(x: Num, value: Num) -> Num:
-    """value where x is a number below infinity; there x itself: what reads the bits would take them for a number."""
+    """Return value where x is finite, else x itself, whose bits would be read as those of a number."""
     return where(x <= f32.largest, value, x)
 
 
 def _with_sign(size: Num, x: Num) -> Num:
-    """A number >= 0 with the sign of x, of -0 too."""
+    """Return size >= 0 with the sign of x, of -0 too."""
     return from_bits(bits(size) | (bits(x) & _SIGN))
 
 
 def _parts(x: Num) -> tuple[Num, Num]:
-    """(e ** r, n as i32) with x = n log(2) + r, |r| <= log(2) / 2."""
+    """Return (e ** r, n as i32) with x = n log(2) + r, |r| <= log(2) / 2."""
     n = rint(x * (1 / math.log(2)))
     r = (x - n * _LN2_HIGH) - n * _LN2_LOW
     return 1.0 + (r + r * r * horner(r, _EXP)), cast(n, i32)
 
 
 def _near(x: Num) -> Num:
-    """e ** x of |x| < 80, where neither range ends."""
+    """Return e ** x of |x| < 80, where neither range ends."""
     mantissa, n = _parts(x)
     return from_bits(bits(mantissa) + (n << 23))
 
 
 def _scaled(mantissa: Num, n: Num) -> Num:
-    """mantissa * 2 ** n of n from -252 to 254, by two factors: the product may be subnormal, 0 or an infinity."""
+    """Return mantissa * 2 ** n for n from -252 to 254, by two factors, as it may be subnormal, 0 or an infinity."""
     half = n >> 1
     return mantissa * from_bits((half + 127) << 23) * from_bits((n - half + 127) << 23)
 
 
 def exp(x: Num) -> Num:
-    """e ** x: subnormal from -87.34, 0 from -103.98, an infinity from 88.73."""
+    """Return e ** x: subnormal from -87.34, 0 from -103.98, an infinity from 88.73."""
     return finite(x, _scaled(*_parts(minimum(maximum(x, -105.0), 90.0))))
 
 
 def log(x: Num) -> Num:
-    """The natural logarithm: -Inf at 0, NaN below."""
+    """Return the natural logarithm: -Inf at 0, NaN below."""
     small = x < f32.normal
     m = where(small, x * 2.0**23, x)
     k = (bits(m) - _SQRT_HALF) >> 23
@@ -95,7 +95,7 @@ def log(x: Num) -> Num:
 
 
 def raised(base: Num, x: Num) -> Num:
-    """base ** x of a host scalar above 0, as 2 ** (x log2(base)): exact where base is 2 and x is whole."""
+    """Return base ** x of a host scalar above 0, as 2 ** (x log2(base)): exact where base is 2 and x is whole."""
     base = base.node.attr if isinstance(base, Value) and base.node.op == "const" else base
     known = isinstance(base, float) and base > 0
     y = x * (math.log2(base) if known else host_log(base) * (1 / math.log(2)))
@@ -106,7 +106,7 @@ def raised(base: Num, x: Num) -> Num:
 
 
 def tanh(x: Num) -> Num:
-    """The hyperbolic tangent: an odd polynomial below .625, else 1 - 2 / (e^2x + 1)."""
+    """Return the hyperbolic tangent: an odd polynomial below .625, else 1 - 2 / (e^2x + 1)."""
     a = abs(x)
     z = a * a
     small = a + a * (z * horner(z, _TANH))
@@ -115,13 +115,13 @@ def tanh(x: Num) -> Num:
 
 
 def sigmoid(x: Num) -> Num:
-    """1 / (1 + e^-x), of negative x as e^x / (1 + e^x), so that it is as accurate where it is small."""
+    """Return 1 / (1 + e^-x), of negative x as e^x / (1 + e^x), so that it is as accurate where it is small."""
     e = exp(-abs(x))
     return where(x < 0.0, e, 1.0) / (1.0 + e)
 
 
 def erf(x: Num) -> Num:
-    """The error function: an odd polynomial below .92, else 1 - e^-q(x)."""
+    """Return the error function: an odd polynomial below .92, else 1 - e^-q(x)."""
     a = abs(x)
     z = a * a
     large = 1.0 - _near(-horner(minimum(a, 4.0), _ERFC))
@@ -129,7 +129,7 @@ def erf(x: Num) -> Num:
 
 
 def atan2(y: Num, x: Num) -> Num:
-    """The angle of the point (x, y), within -pi and pi: of the smaller side over the larger one, then of its octant."""
+    """Return the angle of the point (x, y), -pi to pi: of the smaller side over the larger one, then of its octant."""
     a, b = abs(x), abs(y)
     small, large = minimum(a, b), maximum(a, b)
     # Fast maths has 0 for the reciprocal of a number above 2^126, and for subnormal numbers.

@@ -90,13 +90,14 @@ class Rules(overrides.Rules):
     @classmethod
     def checked(cls, owner: Any, value: Any, where: str) -> Count:
         count = None if isinstance(value, bool) else as_int(value)
-        rows = value if isinstance(value, (tuple, list)) else ()
-        if rows and all(type(x) is int and x > 0 for x in rows):
+        rows = [0 if isinstance(x, bool) else as_int(x) or 0 for x in value] if isinstance(value, (tuple, list)) else ()
+        if rows and min(rows) > 0:
             if owner.BLOCKS == "heads":
                 return tuple(rows)
             raise ValueError(f"{where}: blocks have equal numbers of rows, got {value!r:.80}: {_equal(rows)}")
         if count is None:
-            raise TypeError(f"{where}: expected a number of blocks, got {value!r:.80}")
+            more = ", or the rows of each" if owner.BLOCKS == "heads" else ""
+            raise TypeError(f"{where}: expected a number of blocks{more}, got {value!r:.80}")
         if count < 1:
             raise ValueError(f"{where}: expected 1 block or more, got {count}")
         return count
@@ -131,6 +132,8 @@ def height(shape: torch.Size, count: Count, heads: bool) -> int:
             f"of shape {list(shape)} has no rows, and is one block as it is: name matrices only, as '*.weight' does"
         )
     if isinstance(count, tuple):
+        if heads and len(shape) == 3 and by_shape(shape) == "last":
+            raise ValueError(f"of shape {list(shape)} is a stack of matrices, which take a number of equal blocks")
         if sum(count) != shape[0]:
             raise ValueError(f"of shape {list(shape)} has {shape[0]} rows, not {' + '.join(map(str, count))}")
         return shape[0]
