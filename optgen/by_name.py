@@ -50,7 +50,7 @@ def make(
     if not isinstance(rule, Mapping):
         made: torch.optim.Optimizer = class_of(rule, plan)(named, **_planned(plan), **module, **options)
         return made
-    if not all(isinstance(pair, tuple) for pair in named):
+    if not all(isinstance(pair, (tuple, list)) for pair in named):
         raise TypeError("make: several rules are given by names: take the model, or its named_parameters()")
     claimed = _claims(rule, [name for name, _ in named])
     asked = {key: dict(value) if isinstance(value, Mapping) else {"rule": value} for key, value in rule.items()}

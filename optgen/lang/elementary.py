@@ -45,7 +45,7 @@ def horner(x: Num, coefficients: tuple[float, ...]) -> Num:
 
 
 def finite(x: Num, value: Num) -> Num:
-    """Return value where x is finite, else x itself, whose bits would be read as those of a number."""
+    """Return value where x is below infinity, else x itself, whose bits would be read as those of a number."""
     return where(x <= f32.largest, value, x)
 
 
