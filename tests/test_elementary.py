@@ -16,7 +16,7 @@ from tests.test_specials import NANS
 from tools import certify_functions as certificates
 from tools.certificate import certify
 
-ULPS = {"exp": 0.99, "log": 0.84, "tanh": 1.34, "sigmoid": 2.41, "erf": 1.36, "atan2": 1.58, "exp2": 1.09}
+ULPS = {"exp": 0.99, "log": 0.85, "tanh": 1.34, "sigmoid": 2.41, "erf": 1.36, "atan2": 1.58, "exp2": 1.09}
 """The errors that docs/language.md states."""
 RISING = ("exp", "log", "tanh")
 
