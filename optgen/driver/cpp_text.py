@@ -31,7 +31,7 @@ def rule_text(spec: Spec, maths: Maths) -> str:
         kernel
         for setting in made.settings
         for kernel in setting.kernels
-        if kernel_text.is_single(setting.step) and not setting.step.program.is_sized
+        if setting.step.stages[0].is_sweep and not setting.step.in_stages
     }
     for setting in made.settings:
         for kernel in setting.kernels:

@@ -82,13 +82,6 @@ def _stores(program: Program, stage: Stage) -> tuple[object, ...]:
     return (stage.space, *((s.buffer, rewrite(s.node).uid) for s in stage.schedule.sweep.stores))
 
 
-def is_single(step: Step) -> bool:
-    """Return True if a step is one sweep over elements, whose kernel is free of any plan."""
-    (first, *rest) = step.stages
-    matrices = any(b.space.name in ("row", "col", "mat") for b in first.schedule.program.buffers)
-    return not rest and first.is_sweep and not matrices
-
-
 def host_program(step: Step) -> Program:
     """The program that a step's host function is generated from."""
     return replace(step.program, host=step.host, host_locals=step.host_locals)
