@@ -30,7 +30,11 @@ def pack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     about = tmp_path / "site" / "apack-1.0.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: apack\nVersion: 1.0\n")
-    (about / "entry_points.txt").write_text("[optgen.specs]\napack = apack.rules\n")
+    groups = "[optgen.specs]\napack = apack.rules\n[optgen.plans]\napack = apack.rules\nmore = apack.storage\n"
+    (about / "entry_points.txt").write_text(groups)
+    (folder.parent / "storage").mkdir()
+    (folder.parent / "storage" / "__init__.py").write_text("")
+    (folder.parent / "storage" / "plans.py").write_text("from optgen.formats import Plan\n\nalone = Plan('In fp32.')\n")
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     (tmp_path / "project").mkdir()
     monkeypatch.chdir(tmp_path / "project")
@@ -46,7 +50,8 @@ def test_a_pack_is_listed_and_found(pack: Path) -> None:
     entry = load.entries()["plain"]
     assert (entry.file, entry.own) == (pack / "plain.py", False)
     assert load.find_spec("plain").name == "plain"
-    assert load.find_plan("of_pack").name == "of_pack" and "int8_split24" in load.plans()
+    assert load.find_plan("of_pack").name == "of_pack" and load.find_plan("alone").name == "alone"
+    assert "int8_split24" in load.plans()
 
 
 def test_a_pack_shadows_nothing_in_silence(pack: Path) -> None:

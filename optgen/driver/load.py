@@ -79,12 +79,13 @@ def folders(project: Path | None = None) -> tuple[Path, ...]:
 
 @lru_cache(maxsize=1)
 def packs() -> tuple[Path, ...]:
-    """Return the folders of specs of installed packages, which the entry points of the group optgen.specs name.
+    """Return the folders that installed packages name by entry points of optgen.specs and optgen.plans.
 
-    A folder may have a plans.py, as a project's. Raises E417 for an entry point whose package is not there.
+    A folder has specs, a plans.py as a project's, or both. Raises E417 for an entry point whose package is not there.
     """
     found: list[Path] = []
-    for point in sorted(entry_points(group="optgen.specs"), key=lambda point: point.name):
+    points = (*entry_points(group="optgen.specs"), *entry_points(group="optgen.plans"))
+    for point in sorted(points, key=lambda point: point.name):
         try:
             package = importlib.util.find_spec(point.value)
         except ImportError:
@@ -93,7 +94,7 @@ def packs() -> tuple[Path, ...]:
         if not places:
             raise UserError("E417", path=point.value, why=f"the entry point {point.name!r} names no package of specs")
         found.append(Path(places[0]).resolve())
-    return tuple(found)
+    return tuple(dict.fromkeys(found))
 
 
 def python_files(folder: Path) -> list[Path]:
