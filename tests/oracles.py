@@ -5,14 +5,18 @@ An oracle is made from flags and hyper-parameters by constructor name, and steps
 
 from __future__ import annotations
 
+import importlib
 import math
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import dadaptation
 import numpy as np
 import prodigyopt
+import pytest
 import pytorch_optimizer
 import schedulefree
 import torch
@@ -21,6 +25,15 @@ from torch.optim._muon import _zeropower_via_newtonschulz
 
 Step = Callable[[Tensor, Tensor, int, float], Tensor]  # (p, g, t, lr) -> new p
 Oracle = Callable[[dict[str, bool], dict[str, Any]], Step]
+FOLDER = Path(sys.prefix) / "oracles"
+
+
+def optional(name: str) -> Any:
+    """A module from the environment or from FOLDER, into which `make setup` puts it; without it the test is skipped."""
+    if str(FOLDER) not in sys.path:
+        sys.path.append(str(FOLDER))
+    pytest.importorskip(name.partition(".")[0])
+    return importlib.import_module(name)
 
 
 def stepping(make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]) -> Step:

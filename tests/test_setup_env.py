@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import with_timm
+from tests import oracles, with_timm
 from tools import setup_env
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -44,8 +44,10 @@ def test_every_direct_requirement_is_pinned() -> None:
         return {m.group().lower().replace("_", "-") for m in found if m}
 
     assert names("dev.txt") <= names("constraints.txt")
-    assert {name.replace("_", "-") for name in (*setup_env.BARE, *setup_env.APART)} <= names("constraints.txt")
+    apart = (*setup_env.BARE, *setup_env.APART, *setup_env.PACKAGES)
+    assert {name.replace("_", "-") for name in apart} <= names("constraints.txt")
     assert setup_env.FRAMEWORKS.relative_to(setup_env.VENV) == with_timm.FOLDER.relative_to(sys.prefix)
+    assert setup_env.ORACLES.relative_to(setup_env.VENV) == oracles.FOLDER.relative_to(sys.prefix)
     pins = (ROOT / "requirements" / "constraints.txt").read_text().splitlines()
     assert all("==" in line for line in pins if not line.startswith("#"))
 

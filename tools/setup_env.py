@@ -33,6 +33,9 @@ BARE = ("torchtitan", "tyro", "typeguard", "docstring_parser", "spmd_types")
 APART = ("timm", "torchvision")
 """Installed into FRAMEWORKS: beside a CPU build of torch, a torchvision that is none stops all that import it."""
 FRAMEWORKS = VENV / "frameworks"
+PACKAGES = ("apollo_torch", "galore_torch", "gram_newton_schulz", "heavyball", "opt_einsum", "psgd_torch")
+"""Optimizers of matrices that tests compare rules with, and what two of them import; in a folder of their own."""
+ORACLES = VENV / "oracles"
 OLDEST_TRITON = "3.6.0"
 """The oldest version that kernels are counted under, beside the one that tests run with; in a folder of its own."""
 OLDEST = VENV / "oldest"
@@ -154,12 +157,14 @@ def install_torch(kind: str) -> None:
 
 
 def install_frameworks() -> None:
-    """Install the frameworks of a few tests and an example; a failure of one does not stop the others."""
-    for names, where in ((BARE, ()), (APART, ("--upgrade", "--target", str(FRAMEWORKS)))):
-        say(f"{names[0]}, without what it depends on")
+    """Install frameworks and packages of a few tests and an example; a failure of one does not stop the others."""
+    apart = ("--upgrade", "--target")
+    folders = ((BARE, ()), (APART, (*apart, str(FRAMEWORKS))), (PACKAGES, (*apart, str(ORACLES))))
+    for names, where in folders:
+        say(f"{', '.join(names)}: alone, without what they depend on")
         if not pip("--no-deps", *where, *names):
             again = f"{LOG.relative_to(ROOT)} says why; to try again delete {STAMP.relative_to(ROOT)}"
-            say(f"{names[0]} could not be installed, its tests will be skipped ({again})")
+            say(f"{names[0]} and others could not be installed, their tests will be skipped ({again})")
     say(f"triton {OLDEST_TRITON}, to count kernels under")
     if not pip("--no-deps", "--upgrade", "--target", str(OLDEST), f"triton=={OLDEST_TRITON}"):
         say("it could not be installed, its tests will be skipped")
