@@ -37,7 +37,7 @@ TRITONS = {"3.9": "", "3.6": str(OLDEST)}
 """Versions of Triton, and the folder that comes before others on the path of modules."""
 
 CAPABILITIES = (90, 80, 90, 100)
-"""Of the cells in turn."""
+"""The GPUs that the cells are compiled for, in turn."""
 
 FULL_TILES = ((8, 512),)
 STEPS, TURNS = 2, 2

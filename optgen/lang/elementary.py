@@ -23,17 +23,17 @@ _SQRT_HALF = 0x3F3504F3  # the pattern of sqrt(1/2)
 _LOG = (0.230142057, 0.285703063, 0.399997503, 0.666666687)  # of z = s^2 in (2 atanh(s) / s - 2) / z
 _TANH = (-0.00590648223, 0.0208425652, -0.0538119003, 0.133324832, -0.333333313)  # of x^2 in (tanh(x) / x - 1) / x^2
 _ERF = (-0.000586080889, 0.00496616587, -0.0267473515, 0.112812847, -0.376124501, 0.128379151)
-"""Of x^2 in erf(x) / x - 1."""
+"""The polynomial of x^2 that is erf(x) / x - 1, highest coefficient first, as in the following two."""
 _ERFC = (
     2.06840814e-05, -0.000427902909, 0.00413686549, -0.0250366833, 0.108179651, 0.633402765, 1.12950802,
     -0.000177882102,
 )  # fmt: skip
-"""Of x in -log(1 - erf(x)), .92 <= x <= 4."""
+"""The polynomial of x that is -log(1 - erf(x)), .92 <= x <= 4."""
 _ATAN = (
     -0.00196041632, 0.0116852121, -0.0326647833, 0.0595144704, -0.0849952772, 0.109875731, -0.142716765, 0.199993283,
     -0.333333284,
 )  # fmt: skip
-"""Of t^2 in (atan(t) / t - 1) / t^2, t <= 1."""
+"""The polynomial of t^2 that is (atan(t) / t - 1) / t^2, t <= 1."""
 
 
 def horner(x: Num, coefficients: tuple[float, ...]) -> Num:

@@ -309,7 +309,7 @@ def test_extreme_gradients_keep_strict_bits(kind: str, values: tuple[float, ...]
 
 
 def test_strict_kernels_flush_contract_and_approximate_nothing() -> None:
-    """Of the tests before this one; of every eighth also the machine code."""
+    """The kernels of the tests before this one are scanned; of every eighth also the machine code."""
     strict = [x for x in driver.LOADED.values() if x.kernel.name != "total" and x.cubin]
     strict += (x for kind in KINDS for x in kernels_of(kind)[1].values())
     for k, loaded in enumerate(strict):
