@@ -5,6 +5,7 @@
 - strict kernels have other bits than the eager reference (NaN and the codes of its block aside);
 - a step leaves the enclosure that optgen.verify derives for it, in strict maths or in fast;
 - the fp64 result of the same text, executed on NumPy under the names below, is not inside the rule's own enclosure;
+- weights for evaluation leave theirs, or train() does not restore the others; `blocks` is not what its views are;
 - a program is refused without a place, or anything else is raised.
 """
 
@@ -19,7 +20,8 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,12 +37,12 @@ from optgen.driver import targets
 from optgen.driver.compile import compile as compiled
 from optgen.runtime.cpu import native
 from optgen.verify.differential import Trial, Values, compare, enclose, reading
-from optgen.verify.intervals import FAST, STRICT
+from optgen.verify.intervals import FAST, STRICT, Interval
 from tests import harness
 
 ISAS = [isa.name for isa in native.ISAS if isa.needs <= native.cpu_flags()]
 VECTORS = ((1,), (), (63,), (331,), (0,), (64,), (1029,))
-MATRICES = ((3, 70), (5, 7), (1, 130), (65, 1), (2, 3, 35), (4, 3, 3, 3), (16, 64), (2, 1, 9))
+MATRICES = ((3, 70), (5, 7), (1, 130), (65, 1), (2, 3, 35), (4, 3, 3, 3), (16, 64), (2, 1, 9), (2, 9, 12))
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class Case:
     options  hyper-parameters and flags that differ from their defaults
     scale    power of ten of gradients; spread: powers of ten between elements; zeros: share of zeros
     special  whether some gradients are infinite or NaN
+    blocks   number of blocks of rows of each parameter that has so many, the option `blocks`; 0 where none is meant
     isa      of C++ kernels, counted from the widest that this machine has
     kernels  what is run beside the strict reference: strict "triton", strict "cpp", "fast" kernels of both
     """
@@ -65,6 +68,7 @@ class Case:
     zeros: float = 0.0
     special: bool = False
     steps: int = 1
+    blocks: int = 0
     isa: int = 0
     seed: int = 0
     kernels: str = "triton cpp fast"
@@ -313,9 +317,21 @@ def rules(draw: Callable[..., Any]) -> tuple[str, bool]:
     _prune(w)
     signature = ["p", "g", *(["t"] if w.takes_step else []), *(f"{k}={v}" for k, v in w.states.items()), "*"]
     signature += [f"{k}={v}" for k, v in {**w.hypers, **flags}.items()]
-    matrix = w.pick("", "", 'matrix="first"') if level != "elem" else ""
-    lines = [f"@optimizer({matrix})", "def drawn(", *(f"    {part}," for part in signature), "):", *w.lines]
-    return "\n".join([*lines, f"    return {', '.join(['p', *w.states])}"]), level == "matrices"
+    matrix = w.pick("", "", *(f'matrix="{x}"' for x in ("first", "heads", "blocks"))) if level != "elem" else ""
+    shown = [s for s, decl in w.states.items() if decl.startswith("state(") and s not in when][: not w.count(3)]
+    lines = [f"def shown(p, {s}, *, lr):\n    return {w.pick(*SHOWN).format(s)}\n\n" for s in shown]
+    matrix += (", " if matrix and shown else "") + "evaluate=shown" * len(shown)
+    lines += [f"@optimizer({matrix})", "def drawn(", *(f"    {part}," for part in signature), "):", *w.lines]
+    lines += [f"    return {', '.join(['p', *w.states])}"]
+    around = ["lookahead(drawn)"] + ["clipped(drawn)"] * _read("g", w.lines)
+    around += [f'low_rank(drawn, "{s}", when="matrix")' for s, decl in w.states.items()
+               if "matrix" in flags and decl == "state()"] * 2  # fmt: skip
+    lines += [f"\n\ndrawn = {w.pick(*around)}"] * (not w.count(3))
+    return "\n".join(lines), level == "matrices"
+
+
+SHOWN = ("p + lr * ({0} - p)", "0.5 * (p + {0})", "{0} / 2 - p * lr", "-{0}")
+"""Weights for evaluation, of p and a state."""
 
 
 def _body(w: Writer, level: str, flags: dict[str, str], when: Mapping[str, str], inside: Mapping[str, Any]) -> None:
@@ -374,12 +390,16 @@ def _body(w: Writer, level: str, flags: dict[str, str], when: Mapping[str, str],
 
 def _prune(w: Writer) -> None:
     """Drop what was declared and is not used; a state that nothing else reads is a part of the step."""
-    for name in [s for s in ("left", "basis") if not _read(s, w.lines)]:
+    others = lambda s: [line for line in w.lines if not line.strip().startswith(f"{s} =")]  # noqa: E731
+    for name in [s for s in ("left", "basis") if not _read(s, others(s))]:
+        w.lines = [re.sub(rf"^( *){name} =.*", r"\1u = 0.5 * u", line) for line in w.lines]
         w.states.pop(name, None)
-        w.lines = [line for line in w.lines if not line.strip().startswith(f"{name} =")]
     last = next(k for k, line in enumerate(w.lines) if line.startswith("    p = "))
-    others = {s: [line for line in w.lines if not line.strip().startswith(f"{s} =")] for s in w.states}
-    w.lines[last:last] = [f"    u = u + 0.1 * {s}" for s, lines in others.items() if not _read(s, lines)]
+    w.lines[last:last] = [f"    u = u + 0.1 * {s}" for s in w.states if not _read(s, others(s))]
+    for s in w.states:
+        at, line = next((k, line) for k, line in enumerate(w.lines) if line.strip().startswith(f"{s} ="))
+        if not _read(s, w.lines[: at + 1]):
+            w.lines.insert(at, line.partition(s)[0] + f"u = u + 0.1 * {s}")
     if not (_read("b1", w.lines) and _read("b2", w.lines)) and w.hypers.pop("betas", ""):
         w.hypers["beta"] = "hyper(0.9, ge=0, lt=1)"
         w.lines = [re.sub(r"\bb[12]\b", "beta", line) for line in w.lines]
@@ -455,6 +475,9 @@ def plans(draw: Callable[..., Any]) -> str:
     ) + ")"  # fmt: skip
 
 
+OF_WRAPPERS = {"max_norm": "clipped", "lookahead_k": "lookahead", "alpha": "lookahead"}
+
+
 @st.composite
 def cases(draw: Callable[..., Any]) -> Case:
     """Draw a program and its numbers."""
@@ -469,16 +492,20 @@ def cases(draw: Callable[..., Any]) -> Case:
     for name, values in (
         ("switch", (True, False)), ("on", (True, False)), ("momentum", (0.0, 0.5)), ("lr", (1.0, 0.0)),
         ("beta", (0.0, 0.999)), ("eps", (1e-15, 1e-3)), ("weight_decay", (0.0,)), ("k", (1, 3)),
+        ("max_norm", (1e-3, 1e10)), ("lookahead_k", (1, 2)), ("alpha", (1.0, 0.0)), ("rank", (2, 100)),
     ):  # fmt: skip
-        if re.search(rf"^    {name}=(?!flag\(nonzero)", rule, re.M) and not draw(st.integers(0, 2)):
+        there = rf"^    {name}=(?!flag\(nonzero)|^drawn = {OF_WRAPPERS.get(name, 'none')}\("
+        if re.search(there, rule, re.M) and not draw(st.integers(0, 2)):
             options[name] = draw(st.sampled_from(values))
+    blocks = draw(st.integers(1, 4)) if 'matrix="heads"' in rule or 'matrix="blocks"' in rule else 0
     return Case(
         text, tuple(draw(st.lists(st.sampled_from(among), min_size=1, max_size=3))), options,
         param=draw(st.sampled_from(["float32", "bfloat16", "float16"])),
         grad=draw(st.sampled_from(["float32", "bfloat16", "float16"])),
         scale=draw(st.one_of(st.integers(-6, 1), st.integers(-38, 38))), spread=draw(st.sampled_from([0, 1, 8, 30])),
         zeros=draw(st.sampled_from([0.0, 0.0, 0.5, 1.0])), special=not draw(st.integers(0, 9)) and draw(st.booleans()),
-        steps=draw(st.integers(1, 3)), isa=draw(st.integers(0, len(ISAS) - 1)), seed=draw(st.integers(0, 999)),
+        steps=draw(st.integers(1, 3)), blocks=blocks, isa=draw(st.integers(0, len(ISAS) - 1)),
+        seed=draw(st.integers(0, 999)),
     )  # fmt: skip
 
 
@@ -496,6 +523,48 @@ def _nothing(x: Any, *rest: Any, **more: Any) -> Any:
     return np.full_like(x, np.nan)
 
 
+def _around(inner: Callable[..., Any], step: Callable[..., Any], **more: Any) -> Callable[..., Any]:
+    """Return a wrapper: a rule with more arguments, whose `step` takes the rule on named values, and such values."""
+    arguments = inspect.signature(inner).parameters
+    kept = ["p", *(k for k, a in arguments.items() if getattr(a.default, "kind", "") == "state")]
+
+    def on(values: Mapping[str, Any]) -> dict[str, Any]:
+        found = inner(**{k: values[k] for k in arguments})
+        return {**values, **dict(zip(kept, found if isinstance(found, tuple) else (found,), strict=True))}
+
+    def around(**values: Any) -> Any:
+        made = step(on, values)
+        return tuple(made[k] for k in (*kept, *(k for k, decl in more.items() if decl.kind == "state")))
+
+    added = [inspect.Parameter(k, inspect.Parameter.KEYWORD_ONLY, default=decl) for k, decl in more.items()]
+    around.__signature__ = inspect.Signature([*arguments.values(), *added], __validate_parameters__=False)  # type: ignore[attr-defined]
+    return around
+
+
+def _lookahead(on: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]:
+    new = on(values)
+    if not values["sync"]:
+        return new
+    slow = values["slow"] + values["alpha"] * (new["p"] - values["slow"])
+    return new | {"p": slow, "slow": slow}
+
+
+def _clipped(on: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]:
+    g = values["g"]
+    return on(values | {"g": g * np.minimum(1.0, values["max_norm"] / (np.sqrt(np.sum(g * g)) + 1e-6))})
+
+
+def _low_rank(on: Callable[..., Any], values: dict[str, Any], state: str) -> dict[str, Any]:
+    """Nothing is claimed of the two factors and the residual, of which there are several."""
+    parts = [f"{state}_{x}" for x in ("residual", "left", "right")]
+    if values[parts[0]] is None:
+        return on(values)
+    residual, left, right = (values[x] for x in parts)
+    new = on(values | {state: left @ right + residual, "g": np.clip(values["g"], -1e14, 1e14)})
+    return new | {state: None} | {x: _nothing(values[x]) for x in parts}
+
+
+_STATE, _HYPER = SimpleNamespace(kind="state"), lambda x: SimpleNamespace(kind="hyper", value=x)
 _SCOPES = {"row": (-1,), "col": (-2,), "mat": (-2, -1)}
 NAMES: dict[str, Any] = {
     "sqrt": np.sqrt, "rsqrt": lambda x: 1 / np.sqrt(x), "cbrt": np.cbrt, "square": np.square, "power": np.power,
@@ -513,14 +582,25 @@ NAMES: dict[str, Any] = {
     "unwide": lambda like, x: np.full_like(like, np.nan),
     "trace": lambda x: np.trace(x, axis1=-2, axis2=-1)[..., None, None],
     **dict.fromkeys("newton_schulz polar top_rows normal uniform finite inverse_root qr".split(), _nothing),
+    "lookahead": lambda f: _around(f, _lookahead, slow=_STATE, lookahead_k=_HYPER(5.0), alpha=_HYPER(0.5),
+                                   sync=SimpleNamespace(kind="flag", every="lookahead_k")),
+    "clipped": lambda f: _around(f, _clipped, max_norm=_HYPER(1.0)),
+    "low_rank": lambda f, s, when: _around(
+        f, partial(_low_rank, state=s), **{f"{s}_{x}": _STATE for x in ("residual", "left", "right")}),
     "optimizer": lambda **_: lambda f: f, "symmetric": None, "nonneg": None,
     **dict.fromkeys(("state", "row", "col", "tensor_state", "model_state", "matrix_state", "low_rank_state", "scalar"),
                     lambda *_, **kw: SimpleNamespace(kind="state", when=kw.get("when"))),
-    "hyper": lambda x, **_: SimpleNamespace(kind="hyper", value=x),
+    "hyper": lambda x, **_: _HYPER(x),
     "flag": lambda x=False, **kw: SimpleNamespace(kind="flag", value=x, **kw),
     "shape_flag": lambda f: SimpleNamespace(kind="flag", shape=f),
 }  # fmt: skip
 """What the names of the language mean; functions of whole matrices of which nothing is claimed are NaN."""
+
+
+def _first(text: str, shape: tuple[int, ...]) -> bool:
+    """Return True if matrices of a parameter are dimension 0 against all others; a stack of heads has several."""
+    kind = re.search(r'matrix="(\w+)"', text)
+    return bool(kind) and (kind[1] != "heads" or len(shape) != 3 or min(shape[1:]) < 8)
 
 
 def oracle(case: Case, before: Mapping[str, Any], g: Any, t: int, host: Mapping[str, float]) -> dict[str, Any]:
@@ -530,7 +610,7 @@ def oracle(case: Case, before: Mapping[str, Any], g: Any, t: int, host: Mapping[
     exec(compile(rule.replace(".T", ".mT"), "<oracle>", "exec"), made)
     arguments = inspect.signature(made["drawn"]).parameters
     shape = g.shape
-    flat = (shape[0], -1) if 'matrix="first"' in rule and len(shape) > 2 else shape
+    flat = (shape[0], -1) if _first(rule, shape) and len(shape) > 2 else shape
     values: dict[str, Any] = {k: np.asarray(v, np.float64) for k, v in before.items()}
     values = {k: v.reshape(flat) if v.shape == shape else v for k, v in values.items()} | {"t": np.float64(t)}
     values |= {k: np.float64(v) for k, v in host.items()} | {"g": np.asarray(g, np.float64).reshape(flat)}
@@ -606,13 +686,33 @@ def _isa(case: Case) -> Iterator[None]:
             os.environ["OPTGEN_ISA"] = before
 
 
+def divided(case: Case) -> dict[int, int]:
+    """Return the number of blocks of each parameter that has some."""
+    n, stacks = case.blocks, [not _first(case.text, shape) for shape in case.shapes]
+    several = {k: shape[0] if stacks[k] else n for k, shape in enumerate(case.shapes) if len(shape) > 1}
+    return {k: count for k, count in several.items() if n > 1 and case.shapes[k][0] % count == 0}
+
+
+def viewed(case: Case) -> Case:
+    """Return the case with parameters of the shapes that `blocks` makes of them: stacks, or rows."""
+    heads, of = 'matrix="heads"' in case.text, divided(case)
+    shapes = list(case.shapes)
+    for k, n in of.items():
+        if _first(case.text, shapes[k]):
+            rows, columns = shapes[k][0] // n, math.prod(shapes[k][1:])
+            shapes[k] = (n, rows, columns) if heads else (n, rows * columns)
+    return replace(case, shapes=tuple(shapes))
+
+
 def trained(cls: Any, case: Case, plan: Any, backend: str) -> list[dict[str, Any]]:
     """Return what each parameter keeps after all steps on a backend."""
     draw = torch.Generator().manual_seed(case.seed)
     params = [torch.nn.Parameter(torch.randn(s, generator=draw).to(getattr(torch, case.param))) for s in case.shapes]
     for p in params:
         p.grad_dtype = None
-    opt = cls(params, plan=plan.name, backend=backend, seed=case.seed, **case.options)
+    named = [(f"w{k}", p) for k, p in enumerate(params)] if case.blocks else params
+    more = {"blocks": {f"w{k}": n for k, n in divided(case).items()}} if case.blocks else {}
+    opt = cls(named, plan=plan.name, backend=backend, seed=case.seed, **case.options, **more)
     for given in gradients(case, draw):
         for p, g in zip(params, given, strict=True):
             p.grad = g
@@ -667,6 +767,24 @@ def inside(cls: Any, spec: Any, plan: Any, case: Case, backend: str, model: Any)
         report = compare(after, bounds, exact, reading(spec, start, g, trial.hypers))
         what = f"{backend} in {'fast' if model is FAST else 'strict'} maths, step {step + 1}, {tuple(p.shape)}"
         assert report.ok, f"{what}: {[report.worst[name] for name in report.broken]}"
+    evaluation(trial, spec)
+
+
+def evaluation(trial: Trial, spec: Any) -> None:
+    """Assert that eval() shows what the spec's function makes in fp64, to roundings, and train() what there was."""
+    if not (shown := spec.evaluation) or not trial.param.numel() or not trial.step:
+        return
+    kept, before = trial.decoded(), trial.param.detach().clone()
+    lr = trial.hypers.get("lr", 1e-2)
+    made = {kind: shown.function(*(kind(kept[k]) for k in ("p", *shown.states)), lr=lr)
+            for kind in (torch.Tensor.double, Interval.point)}  # fmt: skip
+    exact, bounds = made.values()
+    assert (~exact.isfinite() | bounds.contains(exact)).all(), "the weights for evaluation leave their own enclosure"
+    trial.optimizer.eval()
+    got, low, high = (x.detach().float().to(trial.param.dtype) for x in (trial.param, bounds.lo, bounds.hi))
+    assert (~bounds.known | (low <= got) & (got <= high)).all(), f"eval() shows {got}, not {exact}"
+    trial.optimizer.train()
+    assert same(trial.param.detach(), before), "train() does not restore the weights"
 
 
 class Refused(Exception):
@@ -693,6 +811,13 @@ def run(case: Case, folder: Path) -> None:
                 if backend in case.kernels:
                     found = differing(trained(cls, case, plan, backend), reference, case)
                     assert not found, f"{backend} differs from the reference in {found}"
+            if divided(case):
+                views = trained(cls, viewed(case), plan, "reference")
+                for ours in (reference, views):
+                    for kept in ours:
+                        kept |= {k: v.view(-1) for k, v in kept.items() if isinstance(v, torch.Tensor)}
+                found = differing(views, reference, case)
+                assert not found, f"blocks of rows differ from parameters of their shapes in {found}"
             inside(cls, spec, plan, case, "reference", STRICT)
             if "fast" in case.kernels:
                 fast = compiled(spec, plan, "fast")

@@ -45,7 +45,7 @@ def _made(
         cite=cite,
         like=None,
         loc=place,
-        hypers=(*inner.hypers, *hypers),
+        hypers=(*inner.hypers, *(replace(h, loc=place) for h in hypers)),
         flags=(*inner.flags, *flags),
         states=(*inner.states, *states),
         order=order,

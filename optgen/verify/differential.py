@@ -155,14 +155,13 @@ class StoredStep:
         """Return what a state may read as after its new value was stored."""
         if name in self.still:
             return states[name]
-        decl, fmt, root = next(s for s in self.spec.states if s.name == name), self.storage.states[name], None
+        fmt, root = self.storage.states[name], None
         if fmt.relative:
-            base = decl.normalized_by
+            base = next(s for s in self.spec.states if s.name == name).normalized_by
             assert base is not None
             given = self.kept and Interval.point(self.kept[base], states[name].model)
             root = _root(given or self.kept_state(base, states))
-        shape = layout.value_shape(decl.space.name, self.before.p.shape)
-        lo, hi = (end.expand(shape) for end in (states[name].lo, states[name].hi))
+        lo, hi = (end.expand(self.before.states[name].shape) for end in (states[name].lo, states[name].hi))
         return stored(fmt, states[name].spanning(lo, hi), root, self.dims)
 
     def read_back(

@@ -107,7 +107,7 @@ class Stepper:
         _run(ready)
         if any(f.space == "model" for bucket in buckets for f in bucket.variant.fields):
             shared.spread(owner.states, buckets)
-        if not sending and _has_fast_path(owner.cls, ready):  # else other ranks may wait for this one at any step
+        elif not sending and _has_fast_path(owner.cls, ready):  # else other ranks may wait for this one at any step
             prepared = [(one.bucket, one.kernels) for one in ready if one.kernels is not None]
             self.fast_path.keep(owner, prepared, scaler is not None)
 
