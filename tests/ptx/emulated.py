@@ -132,6 +132,9 @@ def test_integers_are_those_of_python(opcode: str, meaning: Any) -> None:
         ("cvt.rn.bf16x2.f32", (0x40000000, 0x3F818000), 0x40003F82),
         ("cvt.s32.s8", (0x180,), 0xFFFFFF80),
         ("ex2.approx.f32", (0x40400000,), 0x41000000),  # exact ones stay
+        ("sub.rn.f32.bf16", (0x3F80, 0x3F800001), 0xB4000000),  # 1 - (1 + 2**-23): narrow, then fp32
+        ("add.rn.f32.f16", (0x0001, 0x00000001), 0x33800000),  # the subnormal 2**-24, and one that is lost
+        ("fma.rn.f32.bf16", (0xBF81, 0x3F81, 0x3F820000), 0xB8800000),  # 65/64 - (1 + 2**-7)**2 = -2**-14
     ],
 )  # fmt: skip
 def test_instructions_do_what_the_isa_says(opcode: str, operands: tuple[int, ...], want: int) -> None:
@@ -139,7 +142,8 @@ def test_instructions_do_what_the_isa_says(opcode: str, operands: tuple[int, ...
 
 
 def test_what_is_not_known_is_an_error() -> None:
-    for opcode in ("add.rz.f32", "add.ftz.u32", "cvt.rp.f32.f64", "cvt.rni.f16.f32", "set.eq.u32.f32", "atom.add.u32"):
+    for opcode in ("add.rz.f32", "add.ftz.u32", "cvt.rp.f32.f64", "cvt.rni.f16.f32", "set.eq.u32.f32", "atom.add.u32",
+                   "sub.rn.ftz.f32.bf16"):  # fmt: skip
         with pytest.raises(PTXError, match="unknown"):
             instructions.find(opcode)
 

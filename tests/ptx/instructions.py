@@ -56,7 +56,7 @@ def find(opcode: str) -> Row:
     if plain not in TABLE and plain.startswith("cvt."):
         TABLE[plain] = _conversion(plain)
     row = TABLE.get(plain)
-    if row is None or (plain != opcode and "f32" not in row.takes):
+    if row is None or (plain != opcode and row.takes[0] != "f32"):
         raise PTXError(f"unknown instruction {opcode}")
     return row if plain == opcode else Row(row.takes, row.gives, row.function, True)
 
@@ -394,3 +394,14 @@ for _name, _function in {"add": np.add, "sub": np.subtract, "min": np.minimum, "
 for _name, _function in {"add": np.add, "sub": np.subtract, "mul": np.multiply}.items():
     TABLE[f"{_name}.f32x2"] = TABLE[f"{_name}.rn.f32x2"] = Row(("b64", "b64"), "b64", _halves(_function, np.float32))
 TABLE["fma.rn.f32x2"] = Row(("b64", "b64", "b64"), "b64", _halves(fused, np.float32))
+
+
+def _mixed(kind: str, function: Callable[..., Array]) -> Callable[..., Array]:
+    """An instruction of fp32 whose operands but the last are narrow (from sm_100 on)."""
+    return lambda *xs: function(*(_FLOATS[kind, "f32", ""](x).view(np.float32) for x in xs[:-1]), xs[-1])
+
+
+for _kind in ("f16", "bf16"):
+    for _name, _function in {"add": np.add, "sub": np.subtract, "fma": fused}.items():
+        _narrow = (_kind,) * (2 if _name == "fma" else 1)
+        TABLE[f"{_name}.rn.f32.{_kind}"] = Row((*_narrow, "f32"), "f32", _mixed(_kind, _function))

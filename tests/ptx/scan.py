@@ -19,7 +19,7 @@ def opcodes(ptx: str) -> Counter[str]:
 def of_ptx(ptx: str) -> list[str]:
     """Return the opcodes that strict maths does not have: those that flush, approximate, fuse, or that the assembler
     may fuse (an addition, subtraction or product that names no rounding)."""
-    loose = r".*\.(ftz|approx|full)\b.*|(fma|mad)\..*f(16|32|64).*|(add|sub|mul)\.(ftz\.)?f(32|64)(x2)?"
+    loose = r".*\.(ftz|approx|full)\b.*|(fma|mad)\..*f(16|32|64).*|(add|sub|mul)\.(ftz\.)?f(32|64)(x2|\.b?f16)?"
     return sorted(name for name in opcodes(ptx) if re.fullmatch(loose, name))
 
 
