@@ -107,6 +107,7 @@ def serve() -> None:
 
     torch.set_num_threads(1)
     driver.install()
+    driver.races = True
     for line in sys.stdin:
         words, capability = json.loads(line)
         words["flags"] = tuple((name, on) for name, on in words["flags"])

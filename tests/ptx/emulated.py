@@ -142,8 +142,8 @@ def test_instructions_do_what_the_isa_says(opcode: str, operands: tuple[int, ...
 
 
 def test_what_is_not_known_is_an_error() -> None:
-    for opcode in ("add.rz.f32", "add.ftz.u32", "cvt.rp.f32.f64", "cvt.rni.f16.f32", "set.eq.u32.f32", "atom.add.u32",
-                   "sub.rn.ftz.f32.bf16"):  # fmt: skip
+    unknown = "add.rz.f32 add.ftz.u32 cvt.rp.f32.f64 cvt.rni.f16.f32 set.eq.u32.f32 atom.add.u32 sub.rn.ftz.f32.bf16"
+    for opcode in unknown.split():
         with pytest.raises(PTXError, match="unknown"):
             instructions.find(opcode)
 

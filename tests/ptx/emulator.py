@@ -22,6 +22,7 @@ from tests.ptx.text import Statement, parts
 
 LOWEST = 4096  # no address is lower
 ALL = np.array([0xFFFFFFFF], np.uint32)  # threads of a warp
+SHARED = np.uint64(1 << 60)  # where shared memory begins among the places that races are looked for at
 BLOCKS = 1_000_000  # that a launch may go through: one that does not end is an error
 
 _bytes = np.frombuffer((ctypes.c_uint8 * (2**47 - LOWEST)).from_address(LOWEST), np.uint8)
@@ -369,7 +370,7 @@ class Launch:
         room = np.full(self.programs * self.shared, 0xA5, np.uint8)
         self.rooms = {size: room.view(f"u{size}") for size in (1, 2, 4, 8)}
         self.live = live
-        self.touched: list[tuple[Array, Array, Array, Array, bool, str]] | None = [] if races else None
+        self.touched: list[tuple[Array, Array, Array, Array, int, Array | None]] | None = [] if races else None
         self.epochs = np.zeros(self.programs, np.int64)
 
     def run(self) -> None:
@@ -432,13 +433,14 @@ class Launch:
     # Memory
 
     def _placed(
-        self, space: str, at: Array, size: int, count: int, mask: Array | None, frame: Frame, s: Statement, write: bool
-    ) -> tuple[Any, Array, Any]:
+        self, space: str, at: Array, size: int, count: int, mask: Array | None, frame: Frame, s: Statement,
+        stored: Sequence[Array] = (),
+    ) -> tuple[Any, Array, Any]:  # fmt: skip
         """Check the addresses of an access; return (memory, index of the first part, which of the threads take part).
 
         A load from one address for all threads is done once.
         """
-        alone = len(at) == 1 and mask is None and space == "global" and self.touched is None and not write
+        alone = len(at) == 1 and mask is None and space == "global" and self.touched is None and not stored
         lanes = frame.lanes
         selected: Any = slice(None)
         if not alone:
@@ -457,8 +459,9 @@ class Launch:
             self._check(at, width, s)
         if self.touched is not None:
             program = lanes // self.kernel.text.threads
-            key = at if space == "global" else at | np.uint64(1 << 60)
-            self.touched.append((key, program, lanes // 32, self.epochs[program], write, f"{width}|{s.text}"))
+            key = at if space == "global" else at | SHARED
+            written = np.stack([frame.spread(x)[selected] for x in stored], 1).view(np.uint8) if stored else None
+            self.touched.append((key, program, lanes // 32, self.epochs[program], width, written))
         memory, origin = (_HOST, LOWEST) if space == "global" else (self.rooms, 0)
         return memory[size], ((at - np.uint64(origin)) // np.uint64(size)).astype(np.int64), selected
 
@@ -474,7 +477,7 @@ class Launch:
     def load(
         self, space: str, at: Array, dtype: Any, count: int, mask: Array | None, frame: Frame, s: Statement
     ) -> list[Array]:
-        memory, index, selected = self._placed(space, at, dtype.itemsize, count, mask, frame, s, False)
+        memory, index, selected = self._placed(space, at, dtype.itemsize, count, mask, frame, s)
         found = []
         for k in range(count):
             value = memory[index + k]
@@ -488,23 +491,26 @@ class Launch:
     def store(
         self, space: str, at: Array, values: Sequence[Array], mask: Array | None, frame: Frame, s: Statement
     ) -> None:
-        memory, index, selected = self._placed(space, at, values[0].itemsize, len(values), mask, frame, s, True)
+        memory, index, selected = self._placed(space, at, values[0].itemsize, len(values), mask, frame, s, values)
         for k, value in enumerate(values):
             memory[index + k] = frame.spread(value)[selected]
 
     def _races(self) -> None:
-        """Raise PTXError where programs, or warps of one between two barriers, touch a byte that one of them writes."""
+        """Raise PTXError where programs, or warps of one between two barriers, touch a byte that one of them writes.
+
+        Warps that hold the same values may all write them to shared memory.
+        """
         if not self.touched:
             return
         columns: list[list[Array]] = [[], [], [], [], []]
-        for at, program, warp, epoch, write, label in self.touched:
-            for byte in range(int(label.split("|")[0])):
-                row = (at + np.uint64(byte), program, warp, epoch, np.full(len(at), write))
-                for column, part in zip(columns, row, strict=True):
+        for at, program, warp, epoch, width, written in self.touched:
+            for byte in range(width):
+                value = np.full(len(at), -1) if written is None else written[:, byte].astype(np.int64)
+                for column, part in zip(columns, (at + np.uint64(byte), program, warp, epoch, value), strict=True):
                     column.append(part)
-        at, program, warp, epoch, write = map(np.concatenate, columns)
-        kept = np.isin(at, np.unique(at[write]))
-        at, program, warp, epoch, write = (x[kept] for x in (at, program, warp, epoch, write))
+        at, program, warp, epoch, value = map(np.concatenate, columns)
+        kept = np.isin(at, np.unique(at[value >= 0]))
+        at, program, warp, epoch, value = (x[kept] for x in (at, program, warp, epoch, value))
         for what, keys, actor in (
             ("programs", (at,), program), ("warps between barriers", (at, program.astype(np.uint64), epoch), warp),
         ):  # fmt: skip
@@ -516,8 +522,10 @@ class Launch:
             first = np.flatnonzero(new)
             if not len(first):
                 return
-            least, most = (f.reduceat(actor[order], first) for f in (np.minimum, np.maximum))
-            bad = (least != most) & np.logical_or.reduceat(write[order], first)
+            (least, most), (low, high) = (
+                [f.reduceat(x[order], first) for f in (np.minimum, np.maximum)] for x in (actor, value)
+            )
+            bad = (least != most) & (high >= 0) & ((low != high) | (at[order][first] < SHARED))
             if bad.any():
                 raise PTXError(f"{self.kernel.name}: {what} race for {int(bad.sum())} bytes")
 
