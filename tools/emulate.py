@@ -181,6 +181,8 @@ def failures(job: Job, result: dict[str, Any]) -> list[str]:
 
 def report(found: dict[Job, dict[str, Any]], jobs: Sequence[Job], seed: int, commit: str) -> str:
     """Return docs/test-full-ptx.md."""
+    from tests.ptx.emulated import DEFECTS, KINDS
+
     kernels, launches = (sum(x[name] for x in found.values()) for name in ("kernels", "launches"))
     right = sum(not failures(job, x) for job, x in found.items())
     fused = sum(failures(job, x) != x["wrong"] for job, x in found.items())
@@ -192,8 +194,9 @@ def report(found: dict[Job, dict[str, Any]], jobs: Sequence[Job], seed: int, com
         "setting of its flags) are drawn; each is compiled in strict maths by Triton, its PTX is executed on the CPU",
         "by the emulator of tests/ptx, and the weights and states of the whole optimizer are compared with the eager",
         f"reference, bit by bit, after {STEPS} steps on tensors of shapes",
-        f"{', '.join(map(str, SHAPES))}. The text of every kernel is scanned,",
-        "and the machine code of every fourth: [what this covers](kernels.md#executed-without-a-device). For sm_100",
+        f"{', '.join(map(str, SHAPES))}. Every launch is searched for races.",
+        "The text of every kernel is scanned, and the machine code of every fourth:",
+        "[what this covers](kernels.md#executed-without-a-device). For sm_100",
         f"the assembler of Triton 3.6 fused sums that it must not in {fused} cells, which count as right here.", "",
         f"**{right} of {len(found)} cells are right**: {kernels} compiled kernels in {launches} launches, of",
         f"{len(rules)} rules (of {len(product.WITH_MATRICES)}; {twice[0]} of them twice) under {len(plans)} plans (of",
@@ -202,7 +205,19 @@ def report(found: dict[Job, dict[str, Any]], jobs: Sequence[Job], seed: int, com
         *table(["Triton", "target", "cells right", "kernels", "launches"], _rows(found)),
     ]  # fmt: skip
     wrong = [f"- {job}: {'; '.join(words[:4])}" for job, x in found.items() if (words := failures(job, x))]
-    return "\n".join([*lines, *(["", "## What fails", "", *wrong] if wrong else [])]) + "\n"
+    lines += ["", "## What fails", "", *wrong] if wrong else []
+    lines += [
+        "", "## Seeded changes", "",
+        f"`tests/test_ptx.py` changes the PTX of AdamW's kernels in {len(DEFECTS)} ways. Each is noticed by",
+        "executing it, by the scan of its text, or by both.", "",
+        *table(["change", "plan", "noticed by"], _seeded(DEFECTS, KINDS)),
+    ]  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
+def _seeded(defects: dict[str, tuple[str, str, str, str]], kinds: dict[str, tuple[str, str]]) -> Iterator[list[object]]:
+    for name, (kind, _, _, by) in defects.items():
+        yield [name, ", ".join(kinds[kind]), by.replace("run", "execution").replace(" ", ", ")]
 
 
 def _rows(found: dict[Job, dict[str, Any]]) -> Iterator[list[object]]:

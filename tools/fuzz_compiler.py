@@ -2,9 +2,10 @@
 
     python tools/fuzz_compiler.py --minutes 60 --seed 1
 
-Batches have a process and a cache of kernels of their own.  A failure is shrunk for a minute and written to
-tests/cases/programs (or --keep), where tests/test_programs.py repeats it; failures of a kind that was met before are
-counted.  Ends with 1 where there was any.
+Batches have a process and a cache of kernels of their own.  One of five (--emulated) has a sixth of the programs, whose
+Triton kernels are compiled for sm_90, executed by emulation (tests/ptx) and searched for races.  A failure is shrunk
+for a minute and written to tests/cases/programs (or --keep), where tests/test_programs.py repeats it; failures of a
+kind that was met before are counted.  Ends with 1 where there was any.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -40,7 +42,12 @@ def batch(seed: int, count: int, keep: Path) -> dict[str, object]:
     from tests.interpreter import quicken
 
     torch.set_num_threads(1)
-    quicken()
+    if emulated := "OPTGEN_EMULATE" in os.environ:
+        from tests.ptx import driver
+
+        driver.install(int(os.environ["OPTGEN_EMULATE"]))
+    else:
+        quicken()
     from tests import programs
 
     refused: Counter[str] = Counter()
@@ -54,7 +61,7 @@ def batch(seed: int, count: int, keep: Path) -> dict[str, object]:
         ran += not failed
         try:
             with tempfile.TemporaryDirectory() as folder:
-                programs.run(case, Path(folder))
+                programs.run(replace(case, kernels="triton fast") if emulated else case, Path(folder))
         except programs.Refused as refusal:
             refused[str(refusal)[:60]] += not failed
         except Exception as error:
@@ -88,6 +95,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=int(time.time()) % 1_000_000)
     parser.add_argument("--count", type=int, default=60, help="programs of a batch")
+    parser.add_argument("--emulated", type=int, default=5, help="one batch of so many is emulated; 0: none")
     parser.add_argument("--keep", type=Path, default=ROOT / "tests" / "cases" / "programs")
     parser.add_argument("--batch", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
@@ -99,11 +107,14 @@ def main() -> int:
     end, seed, ran = time.monotonic() + 60 * asked.minutes, asked.seed, 0
     refused: Counter[str] = Counter()
     kinds: Counter[str] = Counter()
+    emulation = {"OPTGEN_EMULATE": "90", "OPTGEN_RACES": "1"}
     while time.monotonic() < end:
+        emulated = asked.emulated > 0 and (seed - asked.seed) % asked.emulated == asked.emulated - 1
         with tempfile.TemporaryDirectory() as cache:
-            environment = {**os.environ, "OPTGEN_CACHE": cache, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
-            environment["PYTHONWARNINGS"] = "ignore"
-            own = [f"--seed={seed}", f"--count={asked.count}", f"--keep={asked.keep}"]
+            environment = {**os.environ, "OPTGEN_CACHE": cache, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+            environment |= emulation | {"TRITON_CACHE_DIR": cache} if emulated else {"TRITON_INTERPRET": "1"}
+            count = -(-asked.count // 6) if emulated else asked.count
+            own = [f"--seed={seed}", f"--count={count}", f"--keep={asked.keep}"]
             command = [sys.executable, __file__, "--batch", *own]
             done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
         try:

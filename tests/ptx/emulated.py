@@ -21,6 +21,8 @@ import torch
 import triton
 import triton.language as tl
 
+import optgen
+from optgen.lang import hyper, nonneg, norm, optimizer, tensor_state
 from tests import harness
 from tests.ptx import driver, emulator, instructions, scan
 from tests.ptx.instructions import PTXError
@@ -273,6 +275,27 @@ def test_races_and_barriers(beside: int, pattern: str, error: str, monkeypatch: 
         return
     with pytest.raises(PTXError, match=error):
         total[(2,)](x, out, beside, num_warps=4)
+
+
+@optimizer()
+def held(p, g, size=tensor_state(nonneg), *, lr=hyper(1e-2, ge=0)):
+    size = 0.9 * size + 0.1 * norm(g)
+    p = p - lr * g / (size + 1.0)
+    return p, size
+
+
+def test_races_of_a_whole_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two sweeps and work between them, which replaces a value that each of its warps has loaded."""
+    monkeypatch.setattr(driver, "races", True)
+    before, weight = set(driver.LOADED), torch.nn.Parameter(torch.ones(5, 70))
+    opt = optgen.compile(held, plan="fp32", maths="strict")([weight], backend="triton")
+    weight.grad = torch.ones(5, 70)
+    opt.step()
+    for key in (k for k, x in driver.LOADED.items() if k not in before and x.kernel.name.endswith("between")):
+        ptx = re.sub(r"bar\.sync.*?;", "", driver.LOADED[key].ptx)
+        monkeypatch.setitem(driver.LOADED, key, driver.Loaded(ptx, b"", emulator.Kernel(ptx)))
+    with pytest.raises(PTXError, match="between: warps between barriers race for 4 bytes"):
+        opt.step()
 
 
 # What is not finite ---------------------------------------------------------------------------------------------------

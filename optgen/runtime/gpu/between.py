@@ -103,6 +103,8 @@ def _some(
     for i in tl.static_range(len(ROUND.extents)):
         given = given + (tl.load(row + ROUND.extents[i]).to(tl.float32),)
     made = values(*given, *scalars)
+    if ROUND.space == "one":
+        tl.debug_barrier()  # every warp loads what one thread stores in its place
     if STORED:
         for i in tl.static_range(len(ROUND.stores)):
             to = pointer(row + ROUND.stores[i], tl.float32, False)
