@@ -15,8 +15,9 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import zlib
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property, partial
 from pathlib import Path
@@ -24,6 +25,7 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 
 from optgen import passes
@@ -60,6 +62,32 @@ def spec_of(name: str) -> Spec:
 
 def plan_of(name: str) -> Any:
     return getattr(importlib.import_module("specs.plans"), name)
+
+
+CORE = frozenset(
+    "adafactor adafactorpaper adagrad adam adammini adamax adamp adamw adan ademamix adopt asgd came cautiousadamw lamb "
+    "lion madgrad mars muon nadam novograd prodigy qhadam radam rmsprop rprop schedulefreeadamw sgd sinkgd sm3".split()
+)
+"""Rules that every test of all rules has every day: between them they have all that a rule can have."""
+
+
+def daily(rule: str, test: str) -> bool:
+    """Return True if a test of all rules has this one every day: each test has CORE and another third of the rest."""
+    return rule.replace("_", "").lower() in CORE or zlib.crc32(f"{rule}:{test}".encode()) % 3 == 0
+
+
+def sampled(test: str, params: Iterable[Any]) -> list[Any]:
+    """Return the parameters of a test of all rules; those that are not of every day are marked `full`.
+
+    params  names of rules or classes, cells, or `pytest.param`s and tuples whose first value is one of them
+    """
+    made = []
+    for one in params:
+        values = getattr(one, "values", one if isinstance(one, tuple) else (one,))
+        marks, name = list(getattr(one, "marks", ())), getattr(values[0], "spec", values[0])
+        marks += [] if daily(name, test) else [pytest.mark.full]
+        made.append(pytest.param(*values, marks=marks, id=getattr(one, "id", None)))
+    return made
 
 
 def schedule(

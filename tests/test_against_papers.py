@@ -27,7 +27,7 @@ from optgen.lang.declare import HyperDecl
 from optgen.verify.differential import Trial, Values, enclose
 from optgen.verify.intervals import Interval
 from tests import oracles
-from tests.harness import plan_of, spec_of
+from tests.harness import plan_of, sampled, spec_of
 from tests.oracles import ELEMENTWISE, REDUCING, WHOLE
 
 STEPS = 50
@@ -114,7 +114,8 @@ def at_shapes(cases: list[tuple[str, int]], shapes: tuple[tuple[int, ...], ...],
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize(
     ("name", "k", "shape"),
-    [*at_shapes([*CASES, *settings(WHOLE)], (*SHAPES, LONG), 4), *((*case, (5, 7)) for case in settings(ELEMENTWISE))],
+    sampled("oracle", at_shapes([*CASES, *settings(WHOLE)], (*SHAPES, LONG), 4))
+    + sampled("oracle", ((*case, (5, 7)) for case in settings(ELEMENTWISE))),
 )
 def test_the_spec_is_its_oracle(name: str, k: int, shape: tuple[int, ...]) -> None:
     """Fewer than 64 roundings per element and step, and three chains of sums of all elements; in units of 2^-53.
@@ -152,7 +153,8 @@ OTHERS += [pytest.param(*case, (5, 7), marks=pytest.mark.full) for case in CASES
 
 
 @pytest.mark.parametrize(
-    ("name", "k", "shape"), [*at_shapes(FIRST, ((7,), (1, 6), (6, 1), (5, 7), (4, 3, 3, 3)), 2), *OTHERS]
+    ("name", "k", "shape"),
+    sampled("enclosure", [*at_shapes(FIRST, ((7,), (1, 6), (6, 1), (5, 7), (4, 3, 3, 3)), 2), *OTHERS]),
 )
 def test_fp32_and_the_oracle_lie_in_one_enclosure(name: str, k: int, shape: tuple[int, ...]) -> None:
     flags, hypers = list(cases(name))[k]

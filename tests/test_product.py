@@ -1,12 +1,13 @@
 """The product of rules and plans: every cell compiles, its kernel is its reference bit for bit, and keeps its bound.
 
-Daily: every rule under the default plan in bf16, and under all its further flags in other dtypes in turn (AdamW in
-all), every plan under AdamW, and a sample of the rest, drawn by OPTGEN_SAMPLE_SEED (printed at the end of the run).
-The whole product is run by tools/test_full.py.
+Daily: rules (`harness.daily`) under the default plan in bf16, and under all their further flags in other dtypes in turn
+(AdamW in all), every plan under AdamW, and a sample of the rest, drawn by OPTGEN_SAMPLE_SEED (printed at the end of the
+run).  The whole product is run by tools/test_full.py.
 """
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,9 +30,10 @@ def daily_cells() -> list[Cell]:
     return list(dict.fromkeys([*cells, *(Cell("adamw", plan) for plan in PLANS)]))
 
 
-def cells() -> list[Cell]:
+def cells() -> list[Any]:
     daily = daily_cells()
-    return [*daily, *product.sample(SAMPLED, int(os.environ["OPTGEN_SAMPLE_SEED"]), besides=daily)]
+    drawn = product.sample(SAMPLED, int(os.environ["OPTGEN_SAMPLE_SEED"]), besides=daily)
+    return [*harness.sampled("cells", daily), *drawn]
 
 
 @pytest.mark.parametrize("cell", cells(), ids=str)

@@ -11,6 +11,7 @@ import random
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -34,17 +35,18 @@ from tests.product import DEFAULT, PARAMS, PLANS, SPECS, Built, Cell, Oracle, Ru
 SHAPES = ((), (1,), (63,), (64,), (65,), (127,), (3, 100), (2, 64), (5, 7, 3))
 
 
-def of_pairs(holds: Callable[[str], bool] = lambda spec: True, *, within_blocks: bool = False) -> list[object]:
-    """Every pair whose rule is as asked for, as a cell; those beyond the daily ones are marked `full`.
+def of_pairs(test: str, holds: Callable[[str], bool] = lambda spec: True, within_blocks: bool = False) -> list[Any]:
+    """Every pair whose rule is as asked for, as a cell; those beyond the daily ones of a test are marked `full`.
 
     `within_blocks`: of plans under which nothing reaches further than a storage block.
     """
     daily = product.daily_pairs()
-    return [
+    cells = [
         pytest.param(cell, id=str(cell), marks=() if (cell.spec, cell.plan) in daily else pytest.mark.full)
         for cell in (Cell(s, p) for s, p in product.pairs() if holds(s))
         if product.within_blocks(cell.plan) or not within_blocks
     ]
+    return harness.sampled(test, cells)
 
 
 def elementwise(spec: str) -> bool:
@@ -79,7 +81,7 @@ finite = st.floats(width=32, allow_nan=False, allow_infinity=False)
 sizes = st.integers(-30, 10).map(lambda e: 2.0**e)
 
 
-@pytest.mark.parametrize("cell", of_pairs())
+@pytest.mark.parametrize("cell", of_pairs("step"))
 @given(
     shape=st.sampled_from(SHAPES),
     seed=st.integers(0, 2**31 - 1),
@@ -110,7 +112,7 @@ def test_one_step_is_within_its_bound(
         assert report.ok, [report.worst[name] for name in report.broken]
 
 
-@pytest.mark.parametrize("cell", of_pairs())
+@pytest.mark.parametrize("cell", of_pairs("steps"))
 def test_many_steps_are_within_their_bounds(cell: Cell) -> None:
     """Within enclosures that are carried on from the first step, never told what was kept in between, and every fifth
     by itself, from what was kept before it."""
@@ -181,7 +183,7 @@ def test_tiling_changes_nothing(spec: str, plan: str, shape: tuple[int, ...], tm
     assert product.same_bits(results[0], results[2])
 
 
-@pytest.mark.parametrize("cell", of_pairs(flat, within_blocks=True))
+@pytest.mark.parametrize("cell", of_pairs("rows", flat, within_blocks=True))
 def test_rows_of_whole_blocks_are_the_flat_tensor(cell: Cell) -> None:
     """Blocks and random bits belong to the position in the logical tensor, whatever its shape."""
     built, draw = build(cell), draws(cell, 3)
@@ -232,7 +234,7 @@ def assert_at_rest(cell: Cell, step: Callable[[Run, Tensor], None] = Run.step) -
         assert product.same_bits({k: run.buffers[k] for k in before}, before)
 
 
-@pytest.mark.parametrize("cell", of_pairs())
+@pytest.mark.parametrize("cell", of_pairs("rest"))
 def test_without_gradient_state_and_decay_the_weight_keeps_its_bits(cell: Cell) -> None:
     assert_at_rest(Cell(cell.spec, cell.plan, PARAMS[zlib.crc32(str(cell).encode()) % len(PARAMS)]))
 
@@ -264,8 +266,8 @@ def assert_finite(cell: Cell, step: Callable[[Run, Tensor], None] = Run.step, st
 
 @pytest.mark.parametrize(
     ("spec", "plan"),
-    [(s, p) for s in SPECS for p in (DEFAULT, "split32", "bf16_sr", "int8_rn_split24")
-     if p == DEFAULT or s in ("adamw", "lion", "madgrad", "radam", "rprop", "adadelta", "came", "lamb")],
+    harness.sampled("finite", [(s, p) for s in SPECS for p in (DEFAULT, "split32", "bf16_sr", "int8_rn_split24")
+     if p == DEFAULT or s in ("adamw", "lion", "madgrad", "radam", "rprop", "adadelta", "came", "lamb")]),
 )  # fmt: skip
 def test_states_stay_finite_wherever_fp32_does(spec: str, plan: str) -> None:
     assert_finite(Cell(spec, plan))
@@ -311,7 +313,7 @@ def assert_kept_apart(cell: Cell, step: Callable[[Run, Tensor], None] = Run.step
             assert harness.same_bits(left, right), b.name
 
 
-@pytest.mark.parametrize("cell", of_pairs(elementwise, within_blocks=True))
+@pytest.mark.parametrize("cell", of_pairs("apart", elementwise, within_blocks=True))
 def test_what_is_not_finite_stays_in_its_block(cell: Cell) -> None:
     assert_kept_apart(cell)
 
@@ -440,7 +442,7 @@ def hold_fast(built: Built, run: Run, fast: Run, g: Tensor) -> None:
             assert code_distance(name, fmt, run.buffers, fast.buffers) <= 1, name
 
 
-@pytest.mark.parametrize("cell", of_pairs(elementwise, within_blocks=True))
+@pytest.mark.parametrize("cell", of_pairs("fast", elementwise, within_blocks=True))
 def test_fast_maths_is_within_its_bound_of_the_oracle_and_a_code_of_strict(cell: Cell, tmp_path: Path) -> None:
     """The fast kernel, in the interpreter, from the same state as the strict reference.
 
