@@ -13,23 +13,31 @@ if TYPE_CHECKING:
     from .adopt import ADOPT as ADOPT
     from .apollo import APOLLO as APOLLO
     from .asgd import ASGD as ASGD
+    from .accsgd import AccSGD as AccSGD
     from .ademamix import AdEMAMix as AdEMAMix
     from .adabelief import AdaBelief as AdaBelief
     from .adabound import AdaBound as AdaBound
+    from .adamod import AdaMod as AdaMod
     from .adamuon import AdaMuon as AdaMuon
     from .adapnm import AdaPNM as AdaPNM
+    from .adasmooth import AdaSmooth as AdaSmooth
     from .adadelta import Adadelta as Adadelta
     from .adafactor import Adafactor as Adafactor
     from .adafactor_paper import AdafactorPaper as AdafactorPaper
     from .adagrad import Adagrad as Adagrad
     from .adam import Adam as Adam
     from .adam_atan2 import AdamAtan2 as AdamAtan2
+    from .adamc import AdamC as AdamC
+    from .adamg import AdamG as AdamG
     from .adam_mini import AdamMini as AdamMini
     from .adamp import AdamP as AdamP
+    from .adams import AdamS as AdamS
     from .adamw import AdamW as AdamW
     from .adamax import Adamax as Adamax
     from .adan import Adan as Adan
     from .aggmo import AggMo as AggMo
+    from .ano import Ano as Ano
+    from .bcos import BCOS as BCOS
     from .came import CAME as CAME
     from .cautious_adamw import CautiousAdamW as CautiousAdamW
     from .cautious_lion import CautiousLion as CautiousLion
@@ -39,10 +47,15 @@ if TYPE_CHECKING:
     from .diffgrad import DiffGrad as DiffGrad
     from .dion import Dion as Dion
     from .dion2 import Dion2 as Dion2
+    from .dual_adam import DualAdam as DualAdam
+    from .eadam import EAdam as EAdam
+    from .exadam import EXAdam as EXAdam
+    from .focus import FOCUS as FOCUS
     from .fira import Fira as Fira
     from .fromage import Fromage as Fromage
     from .galore import GaLore as GaLore
     from .grams import Grams as Grams
+    from .grokfast_adamw import GrokFastAdamW as GrokFastAdamW
     from .kate import KATE as KATE
     from .kl_shampoo import KLShampoo as KLShampoo
     from .psgd_kron import Kron as Kron
@@ -50,16 +63,20 @@ if TYPE_CHECKING:
     from .lars import LARS as LARS
     from .laprop import LaProp as LaProp
     from .lion import Lion as Lion
+    from .lion_k import LionK as LionK
     from .lookahead_adamw import LookaheadAdamW as LookaheadAdamW
     from .low_rank_muon import LowRankMuon as LowRankMuon
     from .madgrad import MADGRAD as MADGRAD
     from .mars import MARS as MARS
+    from .msvag import MSVAG as MSVAG
     from .muon import Muon as Muon
     from .nadam import NAdam as NAdam
     from .normuon import NorMuon as NorMuon
+    from .nosadam import NosAdam as NosAdam
     from .novograd import NovoGrad as NovoGrad
     from .orthograd import OrthoGrad as OrthoGrad
     from .padam import PAdam as PAdam
+    from .pid import PID as PID
     from .pnm import PNM as PNM
     from .polargrad import PolarGrad as PolarGrad
     from .prodigy import Prodigy as Prodigy
@@ -68,6 +85,7 @@ if TYPE_CHECKING:
     from .radam import RAdam as RAdam
     from .rmsprop import RMSprop as RMSprop
     from .rprop import Rprop as Rprop
+    from .sadam import SAdam as SAdam
     from .sgd import SGD as SGD
     from .sgdp import SGDP as SGDP
     from .sgdw import SGDW as SGDW
@@ -75,38 +93,49 @@ if TYPE_CHECKING:
     from .soap import SOAP as SOAP
     from .soap_muon import SOAPMuon as SOAPMuon
     from .splus import SPlus as SPlus
+    from .srmm import SRMM as SRMM
     from .schedule_free_adamw import ScheduleFreeAdamW as ScheduleFreeAdamW
     from .schedule_free_sgd import ScheduleFreeSGD as ScheduleFreeSGD
     from .scion import Scion as Scion
     from .shampoo import Shampoo as Shampoo
     from .signum import Signum as Signum
+    from .simplified_ademamix import SimplifiedAdEMAMix as SimplifiedAdEMAMix
     from .sinkgd import SinkGD as SinkGD
     from .stable_adamw import StableAdamW as StableAdamW
     from .stable_spam import StableSPAM as StableSPAM
     from .tiger import Tiger as Tiger
+    from .vsgd import VSGD as VSGD
     from .yogi import Yogi as Yogi
 
 _MODULES = {
     "ADOPT": "adopt",
     "APOLLO": "apollo",
     "ASGD": "asgd",
+    "AccSGD": "accsgd",
     "AdEMAMix": "ademamix",
     "AdaBelief": "adabelief",
     "AdaBound": "adabound",
+    "AdaMod": "adamod",
     "AdaMuon": "adamuon",
     "AdaPNM": "adapnm",
+    "AdaSmooth": "adasmooth",
     "Adadelta": "adadelta",
     "Adafactor": "adafactor",
     "AdafactorPaper": "adafactor_paper",
     "Adagrad": "adagrad",
     "Adam": "adam",
     "AdamAtan2": "adam_atan2",
+    "AdamC": "adamc",
+    "AdamG": "adamg",
     "AdamMini": "adam_mini",
     "AdamP": "adamp",
+    "AdamS": "adams",
     "AdamW": "adamw",
     "Adamax": "adamax",
     "Adan": "adan",
     "AggMo": "aggmo",
+    "Ano": "ano",
+    "BCOS": "bcos",
     "CAME": "came",
     "CautiousAdamW": "cautious_adamw",
     "CautiousLion": "cautious_lion",
@@ -116,10 +145,15 @@ _MODULES = {
     "DiffGrad": "diffgrad",
     "Dion": "dion",
     "Dion2": "dion2",
+    "DualAdam": "dual_adam",
+    "EAdam": "eadam",
+    "EXAdam": "exadam",
+    "FOCUS": "focus",
     "Fira": "fira",
     "Fromage": "fromage",
     "GaLore": "galore",
     "Grams": "grams",
+    "GrokFastAdamW": "grokfast_adamw",
     "KATE": "kate",
     "KLShampoo": "kl_shampoo",
     "Kron": "psgd_kron",
@@ -127,16 +161,20 @@ _MODULES = {
     "LARS": "lars",
     "LaProp": "laprop",
     "Lion": "lion",
+    "LionK": "lion_k",
     "LookaheadAdamW": "lookahead_adamw",
     "LowRankMuon": "low_rank_muon",
     "MADGRAD": "madgrad",
     "MARS": "mars",
+    "MSVAG": "msvag",
     "Muon": "muon",
     "NAdam": "nadam",
     "NorMuon": "normuon",
+    "NosAdam": "nosadam",
     "NovoGrad": "novograd",
     "OrthoGrad": "orthograd",
     "PAdam": "padam",
+    "PID": "pid",
     "PNM": "pnm",
     "PolarGrad": "polargrad",
     "Prodigy": "prodigy",
@@ -145,6 +183,7 @@ _MODULES = {
     "RAdam": "radam",
     "RMSprop": "rmsprop",
     "Rprop": "rprop",
+    "SAdam": "sadam",
     "SGD": "sgd",
     "SGDP": "sgdp",
     "SGDW": "sgdw",
@@ -152,15 +191,18 @@ _MODULES = {
     "SOAP": "soap",
     "SOAPMuon": "soap_muon",
     "SPlus": "splus",
+    "SRMM": "srmm",
     "ScheduleFreeAdamW": "schedule_free_adamw",
     "ScheduleFreeSGD": "schedule_free_sgd",
     "Scion": "scion",
     "Shampoo": "shampoo",
     "Signum": "signum",
+    "SimplifiedAdEMAMix": "simplified_ademamix",
     "SinkGD": "sinkgd",
     "StableAdamW": "stable_adamw",
     "StableSPAM": "stable_spam",
     "Tiger": "tiger",
+    "VSGD": "vsgd",
     "Yogi": "yogi",
 }
 
@@ -168,23 +210,31 @@ __all__ = [
     "ADOPT",
     "APOLLO",
     "ASGD",
+    "AccSGD",
     "AdEMAMix",
     "AdaBelief",
     "AdaBound",
+    "AdaMod",
     "AdaMuon",
     "AdaPNM",
+    "AdaSmooth",
     "Adadelta",
     "Adafactor",
     "AdafactorPaper",
     "Adagrad",
     "Adam",
     "AdamAtan2",
+    "AdamC",
+    "AdamG",
     "AdamMini",
     "AdamP",
+    "AdamS",
     "AdamW",
     "Adamax",
     "Adan",
     "AggMo",
+    "Ano",
+    "BCOS",
     "CAME",
     "CautiousAdamW",
     "CautiousLion",
@@ -194,10 +244,15 @@ __all__ = [
     "DiffGrad",
     "Dion",
     "Dion2",
+    "DualAdam",
+    "EAdam",
+    "EXAdam",
+    "FOCUS",
     "Fira",
     "Fromage",
     "GaLore",
     "Grams",
+    "GrokFastAdamW",
     "KATE",
     "KLShampoo",
     "Kron",
@@ -205,16 +260,20 @@ __all__ = [
     "LARS",
     "LaProp",
     "Lion",
+    "LionK",
     "LookaheadAdamW",
     "LowRankMuon",
     "MADGRAD",
     "MARS",
+    "MSVAG",
     "Muon",
     "NAdam",
     "NorMuon",
+    "NosAdam",
     "NovoGrad",
     "OrthoGrad",
     "PAdam",
+    "PID",
     "PNM",
     "PolarGrad",
     "Prodigy",
@@ -223,6 +282,7 @@ __all__ = [
     "RAdam",
     "RMSprop",
     "Rprop",
+    "SAdam",
     "SGD",
     "SGDP",
     "SGDW",
@@ -230,15 +290,18 @@ __all__ = [
     "SOAP",
     "SOAPMuon",
     "SPlus",
+    "SRMM",
     "ScheduleFreeAdamW",
     "ScheduleFreeSGD",
     "Scion",
     "Shampoo",
     "Signum",
+    "SimplifiedAdEMAMix",
     "SinkGD",
     "StableAdamW",
     "StableSPAM",
     "Tiger",
+    "VSGD",
     "Yogi",
 ]
 

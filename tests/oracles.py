@@ -269,6 +269,142 @@ def qhadam(o, s, p, g, t, lr):
     return p - lr * ((1 - nu1) * g + nu1 * m) / (((1 - nu2) * g**2 + nu2 * v).sqrt() + o.eps)
 
 
+def at_rate(inner: Oracle, rate: Callable[[dict[str, bool], dict[str, Any]], float], *others: str) -> Oracle:
+    """The oracle at lr times a rate; `others` are flags and hyper-parameters that it has not."""
+
+    def make(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
+        given = ({k: v for k, v in x.items() if k not in others} for x in (flags, hypers))
+        step, scale = inner(*given), rate(flags, hypers)
+        return lambda p, g, t, lr: step(p, g, t, lr * scale)
+
+    return make
+
+
+def adamod(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
+    """pytorch_optimizer's, which has the three decays as one option."""
+    hypers = hypers | {"betas": (*hypers["betas"], hypers["beta3"])}
+    return peer("AdaMod")({}, {k: v for k, v in hypers.items() if k != "beta3"})
+
+
+def adamg(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
+    """pytorch_optimizer's, whose p and q are `numerator` and `exponent` here."""
+    names = {"numerator": "p", "exponent": "q"}
+    return peer("AdamG")({}, {names.get(k, k): v for k, v in hypers.items()})
+
+
+@paper
+def srmm(o, s, p, g, t, lr):
+    """The paper's recursion of both averages: pytorch_optimizer's begin at 0, so that the first step shrinks p."""
+    w = 1.0 if t == 1 else (t % o.memory_length + 1) ** -o.beta
+    s.g, s.p = (1 - w) * s.g + w * g, (1 - w) * s.p + w * p
+    s.p = s.p - lr * s.g
+    return s.p
+
+
+@paper
+def focus(o, s, p, g, t, lr):
+    """pytorch_optimizer's step, but that at the first the weight is its own average, where theirs is a rounding off."""
+    beta1, beta2 = o.betas
+    s.m, s.pbar = beta1 * s.m + (1 - beta1) * g, beta2 * s.pbar + (1 - beta2) * p
+    center = s.pbar / (1 - beta2**t)
+    p = p - lr * o.weight_decay * center
+    return p - lr * (s.m.sign() + o.gamma * (p - center).sign() * (t > 1))
+
+
+@paper
+def msvag(o, s, p, g, t, lr):
+    """The authors' factor, whose rho is 1 at the first step: pytorch_optimizer's is .9999 at most, and never 1."""
+    s.m, s.v = o.beta * s.m + (1 - o.beta) * g, o.beta * s.v + (1 - o.beta) * g * g
+    m, v, power = s.m / (1 - o.beta**t), s.v / (1 - o.beta**t), o.beta**t
+    if t == 1:
+        return p - lr * m
+    rho = (1 - power**2) * (1 - o.beta) ** 2 / ((1 - o.beta**2) * (1 - power) ** 2)
+    return p - lr * m * m**2 / (m**2 + rho * (v - m**2) / (1 - rho))
+
+
+@paper
+def vsgd(o, s, p, g, t, lr):
+    """The paper's updates: pytorch_optimizer's squares of differences are expanded, and cancel."""
+    prior, a = 2 * o.ps, 2 * o.ps + 1 + 1e-4
+    sg, shg = (prior / (a - 1), o.ghattg * prior / (a - 1)) if t == 1 else (s.b / a, s.bh / a)
+    last, s.mu = s.mu, (s.mu * shg + g * sg) / (sg + shg)
+    sigma = 1 / (1 / sg + 1 / shg)
+    s.b = s.b + t**-o.tau1 * (prior + sigma + (s.mu - last) ** 2 - s.b)
+    s.bh = s.bh + t**-o.tau2 * (o.ghattg * prior + sigma + (g - s.mu) ** 2 - s.bh)
+    return p * (1 - lr * o.weight_decay) - lr * s.mu / ((s.mu**2 + sigma).sqrt() + o.eps)
+
+
+@paper
+def bcos(o, s, p, g, t, lr):
+    """The paper's BCOS-c: pytorch_optimizer's estimate has the new momentum, in which the gradient is already."""
+    last, b = s.m if t > 1 else g, o.beta
+    s.m = b * last + (1 - b) * g
+    v = (3 * b**2 - 2 * b**3) * last**2 + (1 - b) ** 2 * g**2 + 2 * b * (1 - b) ** 2 * last * g
+    v = (1 - (1 - b) ** 2) * last**2 + (1 - b) ** 2 * g**2 if o.simple_cond else v
+    return p * (1 - lr * o.weight_decay) - lr * s.m / (v.sqrt() + o.eps)
+
+
+@paper
+def adamc(o, s, p, g, t, lr):
+    """The paper's algorithm 2: pytorch_optimizer adds 1e-15 under the root, and its largest rate is an option."""
+    s.peak = max(float(s.peak), lr)
+    decay = lr * lr / s.peak if o.normalized else lr
+    return p * (1 - decay * o.weight_decay) - lr * adam_update(o, s, g, t)
+
+
+@paper
+def simplified_ademamix(o, s, p, g, t, lr):
+    """The paper's sum of gradients: pytorch_optimizer takes an average, and divides by the correction."""
+    (beta1, beta2), until = o.betas, o.beta1_warmup
+    if t < until:
+        start, end = (math.log(0.5) / math.log(b) - 1 for b in (o.min_beta1, beta1))
+        beta1 = 0.5 ** (1 / ((1 - t / until) * start + t / until * end + 1))
+    s.m, s.v = beta1 * s.m + g, beta2 * s.v + (1 - beta2) * g * g
+    return p * (1 - lr * o.weight_decay) - lr * (s.m + o.alpha * g) / ((s.v / (1 - beta2**t)).sqrt() + o.eps)
+
+
+@paper
+def lion_k(o, s, p, g, t, lr):
+    """The paper's scheme with autograd's gradient of K."""
+    beta1, beta2 = o.betas
+    x = (beta1 * s.m + (1 - beta1) * g).expand_as(p).clone().requires_grad_()
+    huber = torch.nn.functional.huber_loss(x, torch.zeros_like(x), reduction="sum", delta=o.e) / o.e
+    (huber if o.huber else (x**2 + o.e**2).sqrt().sum()).backward()
+    s.m = beta2 * s.m + (1 - beta2) * g
+    return p * (1 - lr * o.weight_decay) - lr * x.grad
+
+
+@paper
+def eadam(o, s, p, g, t, lr):
+    """The paper's algorithm: no package of the tests has it."""
+    m, s.v = moments(o, s, g + o.weight_decay * p)
+    s.v = s.v + o.eps
+    return p - lr * m / (1 - o.betas[0] ** t) / (s.v / (1 - o.betas[1] ** t)).sqrt()
+
+
+@paper
+def adams(o, s, p, g, t, lr):
+    """The paper's algorithm: pytorch_optimizer's AdamS is the stable decay of Xie et al."""
+    (beta1, beta2), last = o.betas, s.m
+    s.m = beta1 * last + (1 - beta1) * g
+    return p * (1 - lr * o.weight_decay) - lr * s.m / ((beta2 * last**2 + (1 - beta2) * g**2).sqrt() + o.eps)
+
+
+@paper
+def sadam(o, s, p, g, t, lr):
+    """The paper's algorithm 1 with torch's softplus: no package of the tests has it."""
+    m, v = moments(o, s, g + o.weight_decay * p)
+    return p - lr * m / torch.nn.functional.softplus(v.sqrt(), beta=o.sharpness, threshold=1e9)
+
+
+@paper
+def nosadam(o, s, p, g, t, lr):
+    """The paper's mean of weighted squares: no package of the tests has it."""
+    g = g + o.weight_decay * p
+    s.m, s.sum, s.b = o.beta1 * s.m + (1 - o.beta1) * g, s.sum + t**-o.gamma * g * g, s.b + t**-o.gamma
+    return p - lr * s.m / ((s.sum / s.b).sqrt() + o.eps)
+
+
 # -- rules that reduce
 
 
@@ -448,6 +584,7 @@ def adamp(o, s, p, g, t, lr):
 
 
 ELEMENTWISE: dict[str, Oracle] = {
+    "accsgd": peer("AccSGD"),
     "adabelief": adabelief,
     "adabound": adabound,
     "adadelta": torch_optim("Adadelta"),
@@ -455,33 +592,58 @@ ELEMENTWISE: dict[str, Oracle] = {
     "adam": torch_optim("Adam"),
     "adam_atan2": adam_atan2,
     "adamax": torch_optim("Adamax"),
+    "adamc": adamc,
+    "adamg": adamg,
+    "adamod": adamod,
+    "adams": adams,
     "adamw": adamw,
     "adan": peer("Adan", weight_decouple=False),
     "adapnm": adapnm,
+    "adasmooth": peer("AdaSmooth"),
     "ademamix": ademamix,
     "adopt": adopt,
     "aggmo": peer("AggMo"),
+    "ano": peer("Ano"),
     "asgd": torch_optim("ASGD"),
+    "bcos": bcos,
     "diffgrad": diffgrad,
+    "dual_adam": peer("DualAdam"),
+    "eadam": eadam,
+    "exadam": peer("EXAdam"),
+    "focus": focus,
     "grams": grams,
+    "grokfast_adamw": at_rate(
+        peer("GrokFastAdamW", normalize_lr=False),
+        lambda flags, hypers: 1 / (1 + hypers["grokfast_lamb"]) if flags["normalize_lr"] else 1.0, "normalize_lr",
+    ),
     "kate": peer("Kate"),
     "laprop": laprop,
     "lion": peer("Lion"),
+    "lion_k": lion_k,
     "madgrad": peer("MADGRAD"),
+    "msvag": msvag,
     "nadam": torch_optim("NAdam"),
+    "nosadam": nosadam,
     "padam": padam,
+    "pid": peer("PID"),
     "pnm": lambda flags, hypers: peer("PNM")({"weight_decouple": flags["decoupled"]}, hypers),
     "qhadam": qhadam,
     "qhm": peer("QHM"),
     "radam": torch_optim("RAdam"),
     "rmsprop": torch_optim("RMSprop"),
     "rprop": torch_optim("Rprop"),
+    "sadam": sadam,
     "sgd": sgd,
     "sgdw": sgdw,
     "signum": signum,
+    "simplified_ademamix": simplified_ademamix,
+    "srmm": srmm,
     "tiger": peer("Tiger"),
+    "vsgd": vsgd,
     "yogi": yogi,
 }
+
+
 def _adamw_beside(hypers: dict[str, Any], eps: str) -> Step:
     """AdamW as rules of matrices run it for other parameters: it has a learning rate of its own."""
     inner = torch_optim("AdamW")({}, {

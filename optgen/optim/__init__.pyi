@@ -66,6 +66,23 @@ class ASGD(Optimizer):
         stagger: bool = False, workspace: int | str | None = None,
     ) -> None: ...
 
+class AccSGD(Optimizer):
+    """A running average of long steps, into which short ones are drawn; xi * constant^2 / kappa is at most 1."""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 0.001,
+        kappa: float | Tensor = 1000.0,
+        xi: float | Tensor = 10.0,
+        constant: float | Tensor = 0.7,
+        weight_decay: float | Tensor = 0.0,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+        stagger: bool = False, workspace: int | str | None = None,
+    ) -> None: ...
+
 class AdEMAMix(Optimizer):
     """Adam with a second, slow momentum of weight alpha, decay beta3."""
 
@@ -120,6 +137,23 @@ class AdaBound(Optimizer):
         stagger: bool = False, workspace: int | str | None = None,
     ) -> None: ...
 
+class AdaMod(Optimizer):
+    """Adam with the smaller of each element's rate and the average of that rate; eps is inside the correction."""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 0.001,
+        betas: Sequence[float | Tensor] = (0.9, 0.999),
+        beta3: float | Tensor = 0.999,
+        eps: float | Tensor = 1e-8,
+        weight_decay: float | Tensor = 0.0,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+        stagger: bool = False, workspace: int | str | None = None,
+    ) -> None: ...
+
 class AdaMuon(Optimizer):
     """AdaMuon: Muon of the momentum's signs, whose step each element's second moment evens out; AdamW for vectors."""
 
@@ -155,6 +189,22 @@ class AdaPNM(Optimizer):
         beta0: float | Tensor = 1.0,
         amsgrad: bool = True,
         decoupled: bool = True,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+        stagger: bool = False, workspace: int | str | None = None,
+    ) -> None: ...
+
+class AdaSmooth(Optimizer):
+    """The decay of the second moment lies between betas by the effective ratio |s| / n."""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 0.001,
+        betas: Sequence[float | Tensor] = (0.5, 0.99),
+        eps: float | Tensor = 1e-6,
+        weight_decay: float | Tensor = 0.0,
         *,
         maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
         module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
@@ -267,6 +317,41 @@ class AdamAtan2(Optimizer):
         stagger: bool = False, workspace: int | str | None = None,
     ) -> None: ...
 
+class AdamC(Optimizer):
+    """AdamW with a decay of lr^2 / (largest lr so far)."""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 0.001,
+        betas: Sequence[float | Tensor] = (0.9, 0.999),
+        eps: float | Tensor = 1e-8,
+        weight_decay: float | Tensor = 0.01,
+        normalized: bool = True,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+        stagger: bool = False, workspace: int | str | None = None,
+    ) -> None: ...
+
+class AdamG(Optimizer):
+    """Adam of gradients times an average of numerator * v^exponent (the paper's p and q) at a rate of 1/sqrt(t) at most."""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 1.0,
+        betas: Sequence[float | Tensor] = (0.95, 0.999, 0.95),
+        numerator: float | Tensor = 0.2,
+        exponent: float | Tensor = 0.24,
+        eps: float | Tensor = 1e-8,
+        weight_decay: float | Tensor = 0.0,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+        stagger: bool = False, workspace: int | str | None = None,
+    ) -> None: ...
+
 class AdamMini(Optimizer):
     """AdamW whose second moment is that of a block's mean square: of an output neuron, or of a whole tensor."""
 
@@ -295,6 +380,22 @@ class AdamP(Optimizer):
         delta: float | Tensor = 0.1,
         wd_ratio: float | Tensor = 0.1,
         nesterov: bool = False,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+        stagger: bool = False, workspace: int | str | None = None,
+    ) -> None: ...
+
+class AdamS(Optimizer):
+    """The momentum over the root of beta2 times the last momentum's square and 1 - beta2 times the gradient's."""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 0.001,
+        betas: Sequence[float | Tensor] = (0.9, 0.95),
+        eps: float | Tensor = 1e-8,
+        weight_decay: float | Tensor = 0.1,
         *,
         maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
         module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
@@ -360,6 +461,40 @@ class AggMo(Optimizer):
         lr: float | Tensor = 0.001,
         betas: Sequence[float | Tensor] = (0.0, 0.9, 0.99),
         weight_decay: float | Tensor = 0.0,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+        stagger: bool = False, workspace: int | str | None = None,
+    ) -> None: ...
+
+class Ano(Optimizer):
+    """|g| over the root of Yogi's second moment, with the momentum's sign."""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 0.0001,
+        betas: Sequence[float | Tensor] = (0.92, 0.99),
+        eps: float | Tensor = 1e-8,
+        weight_decay: float | Tensor = 0.0,
+        logarithmic_schedule: bool = False,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+        stagger: bool = False, workspace: int | str | None = None,
+    ) -> None: ...
+
+class BCOS(Optimizer):
+    """The paper's BCOS-c: the second moment of the next momentum, given the last one, which begins as the gradient."""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 0.001,
+        beta: float | Tensor = 0.9,
+        eps: float | Tensor = 1e-6,
+        weight_decay: float | Tensor = 0.1,
+        simple_cond: bool = False,
         *,
         maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
         module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
@@ -535,6 +670,71 @@ class Dion2(Optimizer):
         stagger: bool = False, workspace: int | str | None = None,
     ) -> None: ...
 
+class DualAdam(Optimizer):
+    """The share of the inverse, 1 - t * switch_rate, is 0 once it is below switch_rate."""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 0.001,
+        betas: Sequence[float | Tensor] = (0.9, 0.999),
+        switch_rate: float | Tensor = 0.01,
+        eps: float | Tensor = 1e-8,
+        weight_decay: float | Tensor = 0.0,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+        stagger: bool = False, workspace: int | str | None = None,
+    ) -> None: ...
+
+class EAdam(Optimizer):
+    """The divisor has no eps of its own: that of the second moment grows to eps / (1 - beta2)."""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 0.001,
+        betas: Sequence[float | Tensor] = (0.9, 0.999),
+        eps: float | Tensor = 1e-8,
+        weight_decay: float | Tensor = 0.0,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+        stagger: bool = False, workspace: int | str | None = None,
+    ) -> None: ...
+
+class EXAdam(Optimizer):
+    """Adam's moments with cross-moment corrections, which vanish late, and the gradient besides the first of them."""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 0.001,
+        betas: Sequence[float | Tensor] = (0.9, 0.999),
+        eps: float | Tensor = 1e-8,
+        weight_decay: float | Tensor = 0.0,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+        stagger: bool = False, workspace: int | str | None = None,
+    ) -> None: ...
+
+class FOCUS(Optimizer):
+    """The sign of the momentum, and gamma times that of the way from the average of weights, which the decay shrinks."""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 0.01,
+        betas: Sequence[float | Tensor] = (0.9, 0.999),
+        gamma: float | Tensor = 0.1,
+        weight_decay: float | Tensor = 0.0,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+        stagger: bool = False, workspace: int | str | None = None,
+    ) -> None: ...
+
 class Fira(Optimizer):
     """Fira: GaLore, and beside it what the gradient has outside of the space, scaled as Adam scales inside."""
 
@@ -597,6 +797,26 @@ class Grams(Optimizer):
         betas: Sequence[float | Tensor] = (0.9, 0.999),
         eps: float | Tensor = 1e-6,
         weight_decay: float | Tensor = 0.0,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+        stagger: bool = False, workspace: int | str | None = None,
+    ) -> None: ...
+
+class GrokFastAdamW(Optimizer):
+    """A moving average of gradients, which begins as the first, is added grokfast_lamb times."""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 0.0001,
+        betas: Sequence[float | Tensor] = (0.9, 0.99),
+        grokfast_alpha: float | Tensor = 0.98,
+        grokfast_lamb: float | Tensor = 2.0,
+        grokfast_after_step: float | Tensor = 0.0,
+        eps: float | Tensor = 1e-8,
+        weight_decay: float | Tensor = 0.0,
+        normalize_lr: bool = True,
         *,
         maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
         module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
@@ -723,6 +943,23 @@ class Lion(Optimizer):
         stagger: bool = False, workspace: int | str | None = None,
     ) -> None: ...
 
+class LionK(Optimizer):
+    """K(x) is the sum of sqrt(x^2 + e^2), or Huber's function with the bound e; as e goes to 0 both are Lion."""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 0.0001,
+        betas: Sequence[float | Tensor] = (0.9, 0.99),
+        e: float | Tensor = 0.001,
+        weight_decay: float | Tensor = 0.0,
+        huber: bool = False,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+        stagger: bool = False, workspace: int | str | None = None,
+    ) -> None: ...
+
 class LookaheadAdamW(Optimizer):
     """Lookahead around AdamW: every lookahead_k steps slow weights go alpha of the way to p, and p begins again there."""
 
@@ -801,6 +1038,20 @@ class MARS(Optimizer):
         stagger: bool = False, workspace: int | str | None = None,
     ) -> None: ...
 
+class MSVAG(Optimizer):
+    """The momentum times m^2 / (m^2 + its variance), which is 1 at the first step and 0 where the momentum is."""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 0.01,
+        beta: float | Tensor = 0.9,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+        stagger: bool = False, workspace: int | str | None = None,
+    ) -> None: ...
+
 class Muon(Optimizer):
     """Muon: momentum of a weight matrix, made orthogonal; AdamW for everything that is no matrix."""
 
@@ -867,6 +1118,23 @@ class NorMuon(Optimizer):
         stagger: bool = False, workspace: int | str | None = None,
     ) -> None: ...
 
+class NosAdam(Optimizer):
+    """The second moment is the mean of the squares in which step k weighs k^-gamma (the paper's NosAdam-HH)."""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 0.001,
+        beta1: float | Tensor = 0.9,
+        gamma: float | Tensor = 0.1,
+        eps: float | Tensor = 1e-8,
+        weight_decay: float | Tensor = 0.0,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+        stagger: bool = False, workspace: int | str | None = None,
+    ) -> None: ...
+
 class NovoGrad(Optimizer):
     """The second moment is one number per tensor, the squared length of its gradient, and starts as the first one."""
 
@@ -912,6 +1180,24 @@ class PAdam(Optimizer):
         weight_decay: float | Tensor = 0.0,
         partial: float | Tensor = 0.25,
         amsgrad: bool = True,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+        stagger: bool = False, workspace: int | str | None = None,
+    ) -> None: ...
+
+class PID(Optimizer):
+    """The gradient, its momentum (the integral) and the average of its changes (the derivative)."""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 0.001,
+        momentum: float | Tensor = 0.9,
+        dampening: float | Tensor = 0.0,
+        derivative: float | Tensor = 10.0,
+        integral: float | Tensor = 5.0,
+        weight_decay: float | Tensor = 0.0,
         *,
         maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
         module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
@@ -1062,6 +1348,22 @@ class Rprop(Optimizer):
         stagger: bool = False, workspace: int | str | None = None,
     ) -> None: ...
 
+class SAdam(Optimizer):
+    """The divisor is log(1 + exp(sharpness * x)) / sharpness, the paper's beta; it is at least log(2) / sharpness."""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 0.001,
+        betas: Sequence[float | Tensor] = (0.9, 0.999),
+        sharpness: float | Tensor = 50.0,
+        weight_decay: float | Tensor = 0.0,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+        stagger: bool = False, workspace: int | str | None = None,
+    ) -> None: ...
+
 class SGD(Optimizer):
     """Stochastic gradient descent with (Nesterov) momentum and L2 weight decay."""
 
@@ -1196,6 +1498,21 @@ class SPlus(Optimizer):
         stagger: bool = False, workspace: int | str | None = None,
     ) -> None: ...
 
+class SRMM(Optimizer):
+    """SGD along an average of gradients whose newest weighs (t mod memory_length + 1)^-beta, the first one 1."""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 0.01,
+        beta: float | Tensor = 0.5,
+        memory_length: float | Tensor = 100,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+        stagger: bool = False, workspace: int | str | None = None,
+    ) -> None: ...
+
 class ScheduleFreeAdamW(Optimizer):
     """Schedule-Free AdamW: no decay of the learning rate; the model is evaluated with an average of its weights."""
 
@@ -1292,6 +1609,25 @@ class Signum(Optimizer):
         stagger: bool = False, workspace: int | str | None = None,
     ) -> None: ...
 
+class SimplifiedAdEMAMix(Optimizer):
+    """exp_avg is a sum of gradients that decays by beta1; alpha is the weight of the newest one besides."""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 0.0001,
+        betas: Sequence[float | Tensor] = (0.99, 0.95),
+        alpha: float | Tensor = 0.0,
+        beta1_warmup: float | Tensor = 0.0,
+        min_beta1: float | Tensor = 0.9,
+        eps: float | Tensor = 1e-8,
+        weight_decay: float | Tensor = 0.0,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+        stagger: bool = False, workspace: int | str | None = None,
+    ) -> None: ...
+
 class SinkGD(Optimizer):
     """SinkGD: the gradient with rows and columns of one size, without a state; Adam for vectors."""
 
@@ -1354,6 +1690,25 @@ class Tiger(Optimizer):
         lr: float | Tensor = 0.001,
         beta: float | Tensor = 0.965,
         weight_decay: float | Tensor = 0.01,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+        stagger: bool = False, workspace: int | str | None = None,
+    ) -> None: ...
+
+class VSGD(Optimizer):
+    """Adam's form: the mean of the true gradient over the root of its second moment, by variational inference."""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 0.1,
+        ghattg: float | Tensor = 30.0,
+        ps: float | Tensor = 1e-8,
+        tau1: float | Tensor = 0.81,
+        tau2: float | Tensor = 0.9,
+        eps: float | Tensor = 1e-8,
+        weight_decay: float | Tensor = 0.0,
         *,
         maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
         module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,

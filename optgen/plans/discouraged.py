@@ -9,12 +9,12 @@ DISCOURAGED = {
         '(geometric sum of relative errors)); round it stochastically, or keep it in fp32': {
             "exp_avg_var": ("adabelief",),
             "exp_avg_sq": (
-                "adabound", "adam", "adamp", "adamw", "adapnm", "ademamix", "apollo", "came", "cautious_adamw",
-                "clipped_adamw", "conda", "dadapt_adam", "diffgrad", "fira", "galore", "grams", "lamb", "laprop",
-                "lookahead_adamw", "nadam", "padam", "prodigy", "qhadam", "radam", "schedule_free_adamw", "sinkgd",
-                "stable_spam",
+                "adabound", "adam", "adamc", "adamod", "adamp", "adamw", "adapnm", "ademamix", "apollo", "came",
+                "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam", "diffgrad", "dual_adam", "eadam", "exadam",
+                "fira", "galore", "grams", "lamb", "laprop", "lookahead_adamw", "nadam", "padam", "prodigy", "qhadam",
+                "radam", "sadam", "schedule_free_adamw", "sinkgd", "stable_spam",
             ),
-            "exp_inf": ("adamax",),
+            "exp_inf": ("adamax",), "v": ("adamg",), "exp_avg_lr": ("adamod",),
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.999984 changes it by '
         '1.6e-05 of itself at most, and rounding to nearest undoes that in cells of up to 0.0078 (kept / true in '
@@ -28,7 +28,8 @@ DISCOURAGED = {
         'the average freezes, and the step sizes made of it with it: a step under decay 0.99 changes it by 0.01 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 0.0078 (kept / true in [0.719, 1.63] '
         '(geometric sum of relative errors)); round it stochastically, or keep it in fp32': {
-            "exp_avg_sq": ("adam_atan2", "adan", "mars", "shampoo", "stable_adamw"), "square_avg": ("rmsprop",),
+            "exp_avg_sq": ("adam_atan2", "adan", "ano", "grokfast_adamw", "mars", "shampoo", "stable_adamw"),
+            "square_avg": ("rmsprop",),
         },
         'to nearest, 128 codes up to 1 of the value keep themselves under a decay of 0.9999: a state without '
         'gradients never returns to 0': {"exp_avg_slow": ("ademamix",)},
@@ -38,35 +39,37 @@ DISCOURAGED = {
         'to nearest, 128 codes up to 1 of the value keep themselves under a decay of 0.9995: a state without '
         'gradients never returns to 0': {"s": ("dadapt_adam", "prodigy")},
         'to nearest, 128 codes up to 1 of the value keep themselves under a decay of 0.999: a state without gradients'
-        ' never returns to 0': {"momentum_buffer": ("qhm",)},
+        ' never returns to 0': {"pbar": ("focus",), "momentum_buffer": ("qhm",)},
     },
     "int8_rn_split24": {
         'to nearest, 5 codes up to 0.02 of the scale keep themselves under a decay of 0.9: a state without gradients '
         'never returns to 0': {
             "exp_avg": (
-                "adabelief", "adabound", "adafactor_paper", "adam", "adam_atan2", "adamax", "adamp", "adamw",
-                "ademamix", "adopt", "apollo", "came", "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam",
-                "diffgrad", "fira", "galore", "grams", "kl_shampoo", "lamb", "laprop", "lookahead_adamw", "nadam",
-                "padam", "prodigy", "qhadam", "radam", "shampoo", "sinkgd", "stable_adamw", "stable_spam", "yogi",
+                "adabelief", "adabound", "adafactor_paper", "adam", "adam_atan2", "adamax", "adamc", "adamod", "adamp",
+                "adams", "adamw", "ademamix", "adopt", "apollo", "came", "cautious_adamw", "clipped_adamw", "conda",
+                "dadapt_adam", "diffgrad", "dual_adam", "eadam", "exadam", "fira", "focus", "galore", "grams",
+                "grokfast_adamw", "kl_shampoo", "lamb", "laprop", "lookahead_adamw", "msvag", "nadam", "nosadam",
+                "padam", "prodigy", "qhadam", "radam", "sadam", "shampoo", "sinkgd", "stable_adamw", "stable_spam",
+                "yogi",
             ),
-            "m": ("adam_mini",), "buffer2": ("aggmo",),
+            "m": ("adam_mini", "bcos"), "buffer2": ("aggmo",),
             "momentum_buffer": (
                 "dion", "dion2", "lars", "low_rank_muon", "orthograd", "psgd_kron", "rmsprop", "scion", "sgd", "sgdp",
                 "sgdw", "signum", "sm3",
             ),
-            "momentum": ("splus",),
+            "i_buffer": ("pid",), "d_buffer": ("pid",), "momentum": ("splus",),
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.999 changes it by 0.001 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 3; round it stochastically, or keep it'
         ' in fp32': {
             "exp_avg_var": ("adabelief",),
             "exp_avg_sq": (
-                "adabound", "adam", "adamp", "adamw", "adapnm", "ademamix", "apollo", "came", "cautious_adamw",
-                "clipped_adamw", "conda", "dadapt_adam", "diffgrad", "fira", "galore", "grams", "lamb", "laprop",
-                "lookahead_adamw", "nadam", "padam", "prodigy", "qhadam", "radam", "schedule_free_adamw", "sinkgd",
-                "stable_spam",
+                "adabound", "adam", "adamc", "adamod", "adamp", "adamw", "adapnm", "ademamix", "apollo", "came",
+                "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam", "diffgrad", "dual_adam", "eadam", "exadam",
+                "fira", "galore", "grams", "lamb", "laprop", "lookahead_adamw", "nadam", "padam", "prodigy", "qhadam",
+                "radam", "sadam", "schedule_free_adamw", "sinkgd", "stable_spam",
             ),
-            "exp_inf": ("adamax",),
+            "exp_inf": ("adamax",), "v": ("adamg",), "exp_avg_lr": ("adamod",),
         },
         'to nearest, a code keeps itself while the scale of its block moves slowly, and what it reads as moves with '
         'the scale: a running maximum needs numbers that stay, as those of LogMinMax, LogMax and floats do, and those'
@@ -75,7 +78,7 @@ DISCOURAGED = {
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.9 changes it by 0.1 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 3; round it stochastically, or keep it'
-        ' in fp32': {"square_avg": ("adadelta",), "acc_delta": ("adadelta",)},
+        ' in fp32': {"square_avg": ("adadelta",), "acc_delta": ("adadelta",), "exp_avg_sq": ("msvag",)},
         'the average freezes, and the step sizes made of it with it: a step under decay 0.999984 changes it by '
         '1.6e-05 of itself at most, and rounding to nearest undoes that in cells of up to 3; round it stochastically,'
         ' or keep it in fp32': {"variance": ("adafactor",), "exp_avg_sq": ("adafactor_paper",)},
@@ -86,22 +89,27 @@ DISCOURAGED = {
         'the average freezes, and the step sizes made of it with it: a step under decay 0.99 changes it by 0.01 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 3; round it stochastically, or keep it'
         ' in fp32': {
-            "exp_avg_sq": ("adam_atan2", "adan", "mars", "shampoo", "stable_adamw"), "square_avg": ("rmsprop",),
+            "exp_avg_sq": ("adam_atan2", "adan", "ano", "grokfast_adamw", "mars", "shampoo", "stable_adamw"),
+            "square_avg": ("rmsprop",),
         },
         'to nearest, 10 codes up to 0.041 of the scale keep themselves under a decay of 0.95: a state without '
         'gradients never returns to 0': {
-            "momentum_buffer": ("adamuon", "muon", "normuon", "polargrad", "soap_muon"),
+            "m": ("adamg",), "momentum_buffer": ("adamuon", "muon", "normuon", "polargrad", "soap_muon"),
             "exp_avg": ("mars", "novograd", "soap"),
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.95 changes it by 0.05 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 3; round it stochastically, or keep it'
         ' in fp32': {
-            "exp_avg_sq": ("adamuon", "dion", "dion2", "low_rank_muon", "muon", "normuon", "polargrad", "soap"),
+            "r": ("adamg",),
+            "exp_avg_sq": (
+                "adamuon", "dion", "dion2", "low_rank_muon", "muon", "normuon", "polargrad", "simplified_ademamix",
+                "soap",
+            ),
         },
         'to nearest, 28 codes up to 0.12 of the scale keep themselves under a decay of 0.98: a state without '
-        'gradients never returns to 0': {"exp_avg": ("adan",)},
+        'gradients never returns to 0': {"exp_avg": ("adan",), "grok_exp_avg": ("grokfast_adamw",)},
         'to nearest, 6 codes up to 0.024 of the scale keep themselves under a decay of 0.92: a state without '
-        'gradients never returns to 0': {"exp_avg_diff": ("adan",)},
+        'gradients never returns to 0': {"exp_avg_diff": ("adan",), "exp_avg": ("ano",)},
         'to nearest, 127 codes up to 1 of the scale keep themselves under a decay of 0.9999: a state without '
         'gradients never returns to 0': {"exp_avg_slow": ("ademamix",)},
         'the average freezes, and the step sizes made of it with it: a step under decay 0.9999 changes it by 0.0001 '
@@ -109,78 +117,88 @@ DISCOURAGED = {
         ' it in fp32': {"exp_avg_sq": ("adopt",)},
         'to nearest, 68 codes up to 0.37 of the scale keep themselves under a decay of 0.99: a state without '
         'gradients never returns to 0': {
-            "buffer3": ("aggmo",), "exp_avg": ("cautious_lion", "lion"), "grad_avg": ("rmsprop",),
+            "buffer3": ("aggmo",), "exp_avg": ("cautious_lion", "lion", "lion_k", "simplified_ademamix"),
+            "grad_avg": ("rmsprop",),
         },
         'to nearest, 127 codes up to 1 of the scale keep themselves under a decay of 0.9995: a state without '
         'gradients never returns to 0': {"s": ("dadapt_adam", "prodigy")},
+        'to nearest, 127 codes up to 1 of the scale keep themselves under a decay of 0.999: a state without gradients'
+        ' never returns to 0': {"pbar": ("focus",), "momentum_buffer": ("qhm",)},
         'the average freezes, and the step sizes made of it with it: a step under decay 0.98 changes it by 0.02 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 3; round it stochastically, or keep it'
         ' in fp32': {"exp_avg_sq": ("kl_shampoo",)},
-        'to nearest, 127 codes up to 1 of the scale keep themselves under a decay of 0.999: a state without gradients'
-        ' never returns to 0': {"momentum_buffer": ("qhm",)},
         'to nearest, 15 codes up to 0.063 of the scale keep themselves under a decay of 0.965: a state without '
         'gradients never returns to 0': {"exp_avg": ("tiger",)},
     },
     "flashoptim": {
         'its scales cover 6.1e-05 to 6.55e+04 only: blocks beyond overflow or freeze': {
             "exp_avg": (
-                "adabelief", "adabound", "adafactor_paper", "adam", "adam_atan2", "adamax", "adamp", "adamw", "adan",
-                "adapnm", "ademamix", "adopt", "apollo", "came", "cautious_adamw", "cautious_lion", "clipped_adamw",
-                "conda", "dadapt_adam", "diffgrad", "fira", "galore", "grams", "kl_shampoo", "lamb", "laprop", "lion",
-                "lookahead_adamw", "mars", "nadam", "novograd", "padam", "pnm", "prodigy", "qhadam", "radam", "shampoo",
-                "sinkgd", "soap", "stable_adamw", "stable_spam", "tiger", "yogi",
+                "adabelief", "adabound", "adafactor_paper", "adam", "adam_atan2", "adamax", "adamc", "adamod", "adamp",
+                "adams", "adamw", "adan", "adapnm", "ademamix", "adopt", "ano", "apollo", "came", "cautious_adamw",
+                "cautious_lion", "clipped_adamw", "conda", "dadapt_adam", "diffgrad", "dual_adam", "eadam", "exadam",
+                "fira", "focus", "galore", "grams", "grokfast_adamw", "kl_shampoo", "lamb", "laprop", "lion", "lion_k",
+                "lookahead_adamw", "mars", "msvag", "nadam", "nosadam", "novograd", "padam", "pnm", "prodigy", "qhadam",
+                "radam", "sadam", "shampoo", "simplified_ademamix", "sinkgd", "soap", "stable_adamw", "stable_spam",
+                "tiger", "yogi",
             ),
             "exp_avg_var": ("adabelief",),
             "exp_avg_sq": (
-                "adabound", "adafactor_paper", "adam", "adam_atan2", "adamp", "adamuon", "adamw", "adan", "adapnm",
-                "ademamix", "adopt", "apollo", "came", "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam",
-                "diffgrad", "dion", "dion2", "fira", "galore", "grams", "kl_shampoo", "lamb", "laprop",
-                "lookahead_adamw", "low_rank_muon", "mars", "muon", "nadam", "normuon", "padam", "polargrad", "prodigy",
-                "qhadam", "radam", "schedule_free_adamw", "shampoo", "sinkgd", "soap", "soap_muon", "stable_adamw",
-                "stable_spam", "yogi",
+                "adabound", "adafactor_paper", "adam", "adam_atan2", "adamc", "adamod", "adamp", "adamuon", "adamw",
+                "adan", "adapnm", "adasmooth", "ademamix", "adopt", "ano", "apollo", "came", "cautious_adamw",
+                "clipped_adamw", "conda", "dadapt_adam", "diffgrad", "dion", "dion2", "dual_adam", "eadam", "exadam",
+                "fira", "galore", "grams", "grokfast_adamw", "kl_shampoo", "lamb", "laprop", "lookahead_adamw",
+                "low_rank_muon", "mars", "msvag", "muon", "nadam", "normuon", "nosadam", "padam", "polargrad",
+                "prodigy", "qhadam", "radam", "sadam", "schedule_free_adamw", "shampoo", "simplified_ademamix",
+                "sinkgd", "soap", "soap_muon", "stable_adamw", "stable_spam", "yogi",
             ),
             "max_exp_avg_sq": ("adabound", "adam", "adamw", "adapnm", "clipped_adamw", "lookahead_adamw", "padam"),
             "square_avg": ("adadelta", "rmsprop"), "acc_delta": ("adadelta",), "variance": ("adafactor",),
-            "sum": ("adagrad",), "m": ("adam_mini",), "exp_inf": ("adamax",),
+            "sum": ("adagrad",), "m": ("adam_mini", "adamg", "bcos"), "exp_inf": ("adamax",), "v": ("adamg",),
+            "r": ("adamg",), "exp_avg_lr": ("adamod",),
             "momentum_buffer": (
                 "adamuon", "dion", "dion2", "lars", "low_rank_muon", "muon", "normuon", "orthograd", "polargrad",
                 "psgd_kron", "qhm", "rmsprop", "scion", "sgd", "sgdp", "sgdw", "signum", "sm3", "soap_muon",
             ),
             "exp_avg_diff": ("adan",), "prev_grad": ("adan", "diffgrad"), "neg_exp_avg": ("adapnm", "pnm"),
-            "exp_avg_slow": ("ademamix",), "buffer1": ("aggmo",), "buffer2": ("aggmo",), "buffer3": ("aggmo",),
-            "s": ("dadapt_adam", "madgrad", "prodigy"), "m_sq": ("kate",), "b_sq": ("kate",),
+            "s": ("adasmooth", "dadapt_adam", "madgrad", "prodigy"), "n": ("adasmooth",), "exp_avg_slow": ("ademamix",),
+            "buffer1": ("aggmo",), "buffer2": ("aggmo",), "buffer3": ("aggmo",), "pbar": ("focus",),
+            "grok_exp_avg": ("grokfast_adamw",), "m_sq": ("kate",), "b_sq": ("kate",),
             "momentum_buffer_residual": ("low_rank_muon",), "grad_sum_sq": ("madgrad",), "last_grad": ("mars",),
-            "diagonal": ("psgd_kron",), "grad_avg": ("rmsprop",), "prev": ("rprop",), "step_size": ("rprop",),
-            "accumulator": ("sm3",), "lookahead_avg": ("soap_muon",), "momentum": ("splus",),
+            "grad_buffer": ("pid",), "i_buffer": ("pid",), "d_buffer": ("pid",), "diagonal": ("psgd_kron",),
+            "grad_avg": ("rmsprop",), "prev": ("rprop",), "step_size": ("rprop",), "accumulator": ("sm3",),
+            "lookahead_avg": ("soap_muon",), "momentum": ("splus",), "mov_avg_grad": ("srmm",), "mug": ("vsgd",),
+            "bg": ("vsgd",), "bhg": ("vsgd",),
         },
     },
     "bnb8": {
         'to nearest, 28 codes up to 0.0024 of the scale keep themselves under a decay of 0.9: a state without '
         'gradients never returns to 0': {
             "exp_avg": (
-                "adabelief", "adabound", "adafactor_paper", "adam", "adam_atan2", "adamax", "adamp", "adamw",
-                "ademamix", "adopt", "apollo", "came", "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam",
-                "diffgrad", "fira", "galore", "grams", "kl_shampoo", "lamb", "laprop", "lookahead_adamw", "nadam",
-                "padam", "prodigy", "qhadam", "radam", "shampoo", "sinkgd", "stable_adamw", "stable_spam", "yogi",
+                "adabelief", "adabound", "adafactor_paper", "adam", "adam_atan2", "adamax", "adamc", "adamod", "adamp",
+                "adams", "adamw", "ademamix", "adopt", "apollo", "came", "cautious_adamw", "clipped_adamw", "conda",
+                "dadapt_adam", "diffgrad", "dual_adam", "eadam", "exadam", "fira", "focus", "galore", "grams",
+                "grokfast_adamw", "kl_shampoo", "lamb", "laprop", "lookahead_adamw", "msvag", "nadam", "nosadam",
+                "padam", "prodigy", "qhadam", "radam", "sadam", "shampoo", "sinkgd", "stable_adamw", "stable_spam",
+                "yogi",
             ),
-            "m": ("adam_mini",), "buffer2": ("aggmo",),
+            "m": ("adam_mini", "bcos"), "buffer2": ("aggmo",),
             "momentum_buffer": (
                 "dion", "dion2", "lars", "low_rank_muon", "orthograd", "psgd_kron", "rmsprop", "scion", "sgd", "sgdp",
                 "sgdw", "signum", "sm3",
             ),
-            "momentum": ("splus",),
+            "i_buffer": ("pid",), "d_buffer": ("pid",), "momentum": ("splus",),
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.999 changes it by 0.001 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 1.7; round it stochastically, or keep '
         'it in fp32': {
             "exp_avg_var": ("adabelief",),
             "exp_avg_sq": (
-                "adabound", "adam", "adamp", "adamw", "adapnm", "ademamix", "apollo", "came", "cautious_adamw",
-                "clipped_adamw", "conda", "dadapt_adam", "diffgrad", "fira", "galore", "grams", "lamb", "laprop",
-                "lookahead_adamw", "nadam", "padam", "prodigy", "qhadam", "radam", "schedule_free_adamw", "sinkgd",
-                "stable_spam",
+                "adabound", "adam", "adamc", "adamod", "adamp", "adamw", "adapnm", "ademamix", "apollo", "came",
+                "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam", "diffgrad", "dual_adam", "eadam", "exadam",
+                "fira", "galore", "grams", "lamb", "laprop", "lookahead_adamw", "nadam", "padam", "prodigy", "qhadam",
+                "radam", "sadam", "schedule_free_adamw", "sinkgd", "stable_spam",
             ),
-            "exp_inf": ("adamax",),
+            "exp_inf": ("adamax",), "v": ("adamg",), "exp_avg_lr": ("adamod",),
         },
         'to nearest, a code keeps itself while the scale of its block moves slowly, and what it reads as moves with '
         'the scale: a running maximum needs numbers that stay, as those of LogMinMax, LogMax and floats do, and those'
@@ -189,7 +207,7 @@ DISCOURAGED = {
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.9 changes it by 0.1 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 1.7; round it stochastically, or keep '
-        'it in fp32': {"square_avg": ("adadelta",), "acc_delta": ("adadelta",)},
+        'it in fp32': {"square_avg": ("adadelta",), "acc_delta": ("adadelta",), "exp_avg_sq": ("msvag",)},
         'the average freezes, and the step sizes made of it with it: a step under decay 0.999984 changes it by '
         '1.6e-05 of itself at most, and rounding to nearest undoes that in cells of up to 1.7; round it '
         'stochastically, or keep it in fp32': {"variance": ("adafactor",), "exp_avg_sq": ("adafactor_paper",)},
@@ -200,22 +218,27 @@ DISCOURAGED = {
         'the average freezes, and the step sizes made of it with it: a step under decay 0.99 changes it by 0.01 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 1.7; round it stochastically, or keep '
         'it in fp32': {
-            "exp_avg_sq": ("adam_atan2", "adan", "mars", "shampoo", "stable_adamw"), "square_avg": ("rmsprop",),
+            "exp_avg_sq": ("adam_atan2", "adan", "ano", "grokfast_adamw", "mars", "shampoo", "stable_adamw"),
+            "square_avg": ("rmsprop",),
         },
         'to nearest, 62 codes up to 0.14 of the scale keep themselves under a decay of 0.95: a state without '
         'gradients never returns to 0': {
-            "momentum_buffer": ("adamuon", "muon", "normuon", "polargrad", "soap_muon"),
+            "m": ("adamg",), "momentum_buffer": ("adamuon", "muon", "normuon", "polargrad", "soap_muon"),
             "exp_avg": ("mars", "novograd", "soap"),
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.95 changes it by 0.05 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 1.7; round it stochastically, or keep '
         'it in fp32': {
-            "exp_avg_sq": ("adamuon", "dion", "dion2", "low_rank_muon", "muon", "normuon", "polargrad", "soap"),
+            "r": ("adamg",),
+            "exp_avg_sq": (
+                "adamuon", "dion", "dion2", "low_rank_muon", "muon", "normuon", "polargrad", "simplified_ademamix",
+                "soap",
+            ),
         },
         'to nearest, 140 codes up to 0.35 of the scale keep themselves under a decay of 0.98: a state without '
-        'gradients never returns to 0': {"exp_avg": ("adan",)},
+        'gradients never returns to 0': {"exp_avg": ("adan",), "grok_exp_avg": ("grokfast_adamw",)},
         'to nearest, 36 codes up to 0.017 of the scale keep themselves under a decay of 0.92: a state without '
-        'gradients never returns to 0': {"exp_avg_diff": ("adan",)},
+        'gradients never returns to 0': {"exp_avg_diff": ("adan",), "exp_avg": ("ano",)},
         'to nearest, 255 codes up to 1 of the scale keep themselves under a decay of 0.9999: a state without '
         'gradients never returns to 0': {"exp_avg_slow": ("ademamix",)},
         'the average freezes, and the step sizes made of it with it: a step under decay 0.9999 changes it by 0.0001 '
@@ -223,15 +246,16 @@ DISCOURAGED = {
         'keep it in fp32': {"exp_avg_sq": ("adopt",)},
         'to nearest, 212 codes up to 0.7 of the scale keep themselves under a decay of 0.99: a state without '
         'gradients never returns to 0': {
-            "buffer3": ("aggmo",), "exp_avg": ("cautious_lion", "lion"), "grad_avg": ("rmsprop",),
+            "buffer3": ("aggmo",), "exp_avg": ("cautious_lion", "lion", "lion_k", "simplified_ademamix"),
+            "grad_avg": ("rmsprop",),
         },
         'to nearest, 255 codes up to 1 of the scale keep themselves under a decay of 0.9995: a state without '
         'gradients never returns to 0': {"s": ("dadapt_adam", "prodigy")},
+        'to nearest, 255 codes up to 1 of the scale keep themselves under a decay of 0.999: a state without gradients'
+        ' never returns to 0': {"pbar": ("focus",), "momentum_buffer": ("qhm",)},
         'the average freezes, and the step sizes made of it with it: a step under decay 0.98 changes it by 0.02 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 1.7; round it stochastically, or keep '
         'it in fp32': {"exp_avg_sq": ("kl_shampoo",)},
-        'to nearest, 255 codes up to 1 of the scale keep themselves under a decay of 0.999: a state without gradients'
-        ' never returns to 0': {"momentum_buffer": ("qhm",)},
         'it is only ever multiplied, and the format can round it to 0, where it would stay': {"step_size": ("rprop",)},
         'to nearest, 92 codes up to 0.19 of the scale keep themselves under a decay of 0.965: a state without '
         'gradients never returns to 0': {"exp_avg": ("tiger",)},
@@ -239,129 +263,152 @@ DISCOURAGED = {
     "torchao8": {
         'its scales cover 1e-12 to 3.4e+38 only: blocks beyond overflow or freeze': {
             "exp_avg": (
-                "adabelief", "adabound", "adafactor_paper", "adam", "adam_atan2", "adamax", "adamp", "adamw", "adan",
-                "adapnm", "ademamix", "adopt", "apollo", "came", "cautious_adamw", "cautious_lion", "clipped_adamw",
-                "conda", "dadapt_adam", "diffgrad", "fira", "galore", "grams", "kl_shampoo", "lamb", "laprop", "lion",
-                "lookahead_adamw", "mars", "nadam", "novograd", "padam", "pnm", "prodigy", "qhadam", "radam", "shampoo",
-                "sinkgd", "soap", "stable_adamw", "stable_spam", "tiger", "yogi",
+                "adabelief", "adabound", "adafactor_paper", "adam", "adam_atan2", "adamax", "adamc", "adamod", "adamp",
+                "adams", "adamw", "adan", "adapnm", "ademamix", "adopt", "ano", "apollo", "came", "cautious_adamw",
+                "cautious_lion", "clipped_adamw", "conda", "dadapt_adam", "diffgrad", "dual_adam", "eadam", "exadam",
+                "fira", "focus", "galore", "grams", "grokfast_adamw", "kl_shampoo", "lamb", "laprop", "lion", "lion_k",
+                "lookahead_adamw", "mars", "msvag", "nadam", "nosadam", "novograd", "padam", "pnm", "prodigy", "qhadam",
+                "radam", "sadam", "shampoo", "simplified_ademamix", "sinkgd", "soap", "stable_adamw", "stable_spam",
+                "tiger", "yogi",
             ),
             "exp_avg_var": ("adabelief",),
             "exp_avg_sq": (
-                "adabound", "adafactor_paper", "adam", "adam_atan2", "adamp", "adamuon", "adamw", "adan", "adapnm",
-                "ademamix", "adopt", "apollo", "came", "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam",
-                "diffgrad", "dion", "dion2", "fira", "galore", "grams", "kl_shampoo", "lamb", "laprop",
-                "lookahead_adamw", "low_rank_muon", "mars", "muon", "nadam", "normuon", "padam", "polargrad", "prodigy",
-                "qhadam", "radam", "schedule_free_adamw", "shampoo", "sinkgd", "soap", "soap_muon", "stable_adamw",
-                "stable_spam", "yogi",
+                "adabound", "adafactor_paper", "adam", "adam_atan2", "adamc", "adamod", "adamp", "adamuon", "adamw",
+                "adan", "adapnm", "adasmooth", "ademamix", "adopt", "ano", "apollo", "came", "cautious_adamw",
+                "clipped_adamw", "conda", "dadapt_adam", "diffgrad", "dion", "dion2", "dual_adam", "eadam", "exadam",
+                "fira", "galore", "grams", "grokfast_adamw", "kl_shampoo", "lamb", "laprop", "lookahead_adamw",
+                "low_rank_muon", "mars", "msvag", "muon", "nadam", "normuon", "nosadam", "padam", "polargrad",
+                "prodigy", "qhadam", "radam", "sadam", "schedule_free_adamw", "shampoo", "simplified_ademamix",
+                "sinkgd", "soap", "soap_muon", "stable_adamw", "stable_spam", "yogi",
             ),
             "max_exp_avg_sq": ("adabound", "adam", "adamw", "adapnm", "clipped_adamw", "lookahead_adamw", "padam"),
             "square_avg": ("adadelta", "rmsprop"), "acc_delta": ("adadelta",), "variance": ("adafactor",),
-            "sum": ("adagrad",), "m": ("adam_mini",), "exp_inf": ("adamax",),
+            "sum": ("adagrad",), "m": ("adam_mini", "adamg", "bcos"), "exp_inf": ("adamax",), "v": ("adamg",),
+            "r": ("adamg",), "exp_avg_lr": ("adamod",),
             "momentum_buffer": (
                 "adamuon", "dion", "dion2", "lars", "low_rank_muon", "muon", "normuon", "orthograd", "polargrad",
                 "psgd_kron", "qhm", "rmsprop", "scion", "sgd", "sgdp", "sgdw", "signum", "sm3", "soap_muon",
             ),
             "exp_avg_diff": ("adan",), "prev_grad": ("adan", "diffgrad"), "neg_exp_avg": ("adapnm", "pnm"),
-            "exp_avg_slow": ("ademamix",), "buffer1": ("aggmo",), "buffer2": ("aggmo",), "buffer3": ("aggmo",),
-            "s": ("dadapt_adam", "madgrad", "prodigy"), "m_sq": ("kate",), "b_sq": ("kate",),
+            "s": ("adasmooth", "dadapt_adam", "madgrad", "prodigy"), "n": ("adasmooth",), "exp_avg_slow": ("ademamix",),
+            "buffer1": ("aggmo",), "buffer2": ("aggmo",), "buffer3": ("aggmo",), "pbar": ("focus",),
+            "grok_exp_avg": ("grokfast_adamw",), "m_sq": ("kate",), "b_sq": ("kate",),
             "momentum_buffer_residual": ("low_rank_muon",), "grad_sum_sq": ("madgrad",), "last_grad": ("mars",),
-            "diagonal": ("psgd_kron",), "grad_avg": ("rmsprop",), "prev": ("rprop",), "step_size": ("rprop",),
-            "accumulator": ("sm3",), "lookahead_avg": ("soap_muon",), "momentum": ("splus",),
+            "grad_buffer": ("pid",), "i_buffer": ("pid",), "d_buffer": ("pid",), "diagonal": ("psgd_kron",),
+            "grad_avg": ("rmsprop",), "prev": ("rprop",), "step_size": ("rprop",), "accumulator": ("sm3",),
+            "lookahead_avg": ("soap_muon",), "momentum": ("splus",), "mov_avg_grad": ("srmm",), "mug": ("vsgd",),
+            "bg": ("vsgd",), "bhg": ("vsgd",),
         },
     },
     "torchao4": {
         'its scales cover 1e-12 to 3.4e+38 only: blocks beyond overflow or freeze': {
             "exp_avg": (
-                "adabelief", "adabound", "adafactor_paper", "adam", "adam_atan2", "adamax", "adamp", "adamw", "adan",
-                "adapnm", "ademamix", "adopt", "apollo", "came", "cautious_adamw", "cautious_lion", "clipped_adamw",
-                "conda", "dadapt_adam", "diffgrad", "fira", "galore", "grams", "kl_shampoo", "lamb", "laprop", "lion",
-                "lookahead_adamw", "mars", "nadam", "novograd", "padam", "pnm", "prodigy", "qhadam", "radam", "shampoo",
-                "sinkgd", "soap", "stable_adamw", "stable_spam", "tiger", "yogi",
+                "adabelief", "adabound", "adafactor_paper", "adam", "adam_atan2", "adamax", "adamc", "adamod", "adamp",
+                "adams", "adamw", "adan", "adapnm", "ademamix", "adopt", "ano", "apollo", "came", "cautious_adamw",
+                "cautious_lion", "clipped_adamw", "conda", "dadapt_adam", "diffgrad", "dual_adam", "eadam", "exadam",
+                "fira", "focus", "galore", "grams", "grokfast_adamw", "kl_shampoo", "lamb", "laprop", "lion", "lion_k",
+                "lookahead_adamw", "mars", "msvag", "nadam", "nosadam", "novograd", "padam", "pnm", "prodigy", "qhadam",
+                "radam", "sadam", "shampoo", "simplified_ademamix", "sinkgd", "soap", "stable_adamw", "stable_spam",
+                "tiger", "yogi",
             ),
             "exp_avg_var": ("adabelief",),
             "exp_avg_sq": (
-                "adabound", "adafactor_paper", "adam", "adam_atan2", "adamp", "adamuon", "adamw", "adan", "adapnm",
-                "ademamix", "adopt", "apollo", "came", "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam",
-                "diffgrad", "dion", "dion2", "fira", "galore", "grams", "kl_shampoo", "lamb", "laprop",
-                "lookahead_adamw", "low_rank_muon", "mars", "muon", "nadam", "normuon", "padam", "polargrad", "prodigy",
-                "qhadam", "radam", "schedule_free_adamw", "shampoo", "sinkgd", "soap", "soap_muon", "stable_adamw",
-                "stable_spam", "yogi",
+                "adabound", "adafactor_paper", "adam", "adam_atan2", "adamc", "adamod", "adamp", "adamuon", "adamw",
+                "adan", "adapnm", "adasmooth", "ademamix", "adopt", "ano", "apollo", "came", "cautious_adamw",
+                "clipped_adamw", "conda", "dadapt_adam", "diffgrad", "dion", "dion2", "dual_adam", "eadam", "exadam",
+                "fira", "galore", "grams", "grokfast_adamw", "kl_shampoo", "lamb", "laprop", "lookahead_adamw",
+                "low_rank_muon", "mars", "msvag", "muon", "nadam", "normuon", "nosadam", "padam", "polargrad",
+                "prodigy", "qhadam", "radam", "sadam", "schedule_free_adamw", "shampoo", "simplified_ademamix",
+                "sinkgd", "soap", "soap_muon", "stable_adamw", "stable_spam", "yogi",
             ),
             "max_exp_avg_sq": ("adabound", "adam", "adamw", "adapnm", "clipped_adamw", "lookahead_adamw", "padam"),
             "square_avg": ("adadelta", "rmsprop"), "acc_delta": ("adadelta",), "variance": ("adafactor",),
-            "sum": ("adagrad",), "m": ("adam_mini",), "exp_inf": ("adamax",),
+            "sum": ("adagrad",), "m": ("adam_mini", "adamg", "bcos"), "exp_inf": ("adamax",), "v": ("adamg",),
+            "r": ("adamg",), "exp_avg_lr": ("adamod",),
             "momentum_buffer": (
                 "adamuon", "dion", "dion2", "lars", "low_rank_muon", "muon", "normuon", "orthograd", "polargrad",
                 "psgd_kron", "qhm", "rmsprop", "scion", "sgd", "sgdp", "sgdw", "signum", "sm3", "soap_muon",
             ),
             "exp_avg_diff": ("adan",), "prev_grad": ("adan", "diffgrad"), "neg_exp_avg": ("adapnm", "pnm"),
-            "exp_avg_slow": ("ademamix",), "buffer1": ("aggmo",), "buffer2": ("aggmo",), "buffer3": ("aggmo",),
-            "s": ("dadapt_adam", "madgrad", "prodigy"), "m_sq": ("kate",), "b_sq": ("kate",),
+            "s": ("adasmooth", "dadapt_adam", "madgrad", "prodigy"), "n": ("adasmooth",), "exp_avg_slow": ("ademamix",),
+            "buffer1": ("aggmo",), "buffer2": ("aggmo",), "buffer3": ("aggmo",), "pbar": ("focus",),
+            "grok_exp_avg": ("grokfast_adamw",), "m_sq": ("kate",), "b_sq": ("kate",),
             "momentum_buffer_residual": ("low_rank_muon",), "grad_sum_sq": ("madgrad",), "last_grad": ("mars",),
-            "diagonal": ("psgd_kron",), "grad_avg": ("rmsprop",), "prev": ("rprop",), "step_size": ("rprop",),
-            "accumulator": ("sm3",), "lookahead_avg": ("soap_muon",), "momentum": ("splus",),
+            "grad_buffer": ("pid",), "i_buffer": ("pid",), "d_buffer": ("pid",), "diagonal": ("psgd_kron",),
+            "grad_avg": ("rmsprop",), "prev": ("rprop",), "step_size": ("rprop",), "accumulator": ("sm3",),
+            "lookahead_avg": ("soap_muon",), "momentum": ("splus",), "mov_avg_grad": ("srmm",), "mug": ("vsgd",),
+            "bg": ("vsgd",), "bhg": ("vsgd",),
         },
     },
     "torchao_fp8": {
         'its scales cover 1e-12 to 3.4e+38 only: blocks beyond overflow or freeze': {
             "exp_avg": (
-                "adabelief", "adabound", "adafactor_paper", "adam", "adam_atan2", "adamax", "adamp", "adamw", "adan",
-                "adapnm", "ademamix", "adopt", "apollo", "came", "cautious_adamw", "cautious_lion", "clipped_adamw",
-                "conda", "dadapt_adam", "diffgrad", "fira", "galore", "grams", "kl_shampoo", "lamb", "laprop", "lion",
-                "lookahead_adamw", "mars", "nadam", "novograd", "padam", "pnm", "prodigy", "qhadam", "radam", "shampoo",
-                "sinkgd", "soap", "stable_adamw", "stable_spam", "tiger", "yogi",
+                "adabelief", "adabound", "adafactor_paper", "adam", "adam_atan2", "adamax", "adamc", "adamod", "adamp",
+                "adams", "adamw", "adan", "adapnm", "ademamix", "adopt", "ano", "apollo", "came", "cautious_adamw",
+                "cautious_lion", "clipped_adamw", "conda", "dadapt_adam", "diffgrad", "dual_adam", "eadam", "exadam",
+                "fira", "focus", "galore", "grams", "grokfast_adamw", "kl_shampoo", "lamb", "laprop", "lion", "lion_k",
+                "lookahead_adamw", "mars", "msvag", "nadam", "nosadam", "novograd", "padam", "pnm", "prodigy", "qhadam",
+                "radam", "sadam", "shampoo", "simplified_ademamix", "sinkgd", "soap", "stable_adamw", "stable_spam",
+                "tiger", "yogi",
             ),
             "exp_avg_var": ("adabelief",),
             "exp_avg_sq": (
-                "adabound", "adafactor_paper", "adam", "adam_atan2", "adamp", "adamuon", "adamw", "adan", "adapnm",
-                "ademamix", "adopt", "apollo", "came", "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam",
-                "diffgrad", "dion", "dion2", "fira", "galore", "grams", "kl_shampoo", "lamb", "laprop",
-                "lookahead_adamw", "low_rank_muon", "mars", "muon", "nadam", "normuon", "padam", "polargrad", "prodigy",
-                "qhadam", "radam", "schedule_free_adamw", "shampoo", "sinkgd", "soap", "soap_muon", "stable_adamw",
-                "stable_spam", "yogi",
+                "adabound", "adafactor_paper", "adam", "adam_atan2", "adamc", "adamod", "adamp", "adamuon", "adamw",
+                "adan", "adapnm", "adasmooth", "ademamix", "adopt", "ano", "apollo", "came", "cautious_adamw",
+                "clipped_adamw", "conda", "dadapt_adam", "diffgrad", "dion", "dion2", "dual_adam", "eadam", "exadam",
+                "fira", "galore", "grams", "grokfast_adamw", "kl_shampoo", "lamb", "laprop", "lookahead_adamw",
+                "low_rank_muon", "mars", "msvag", "muon", "nadam", "normuon", "nosadam", "padam", "polargrad",
+                "prodigy", "qhadam", "radam", "sadam", "schedule_free_adamw", "shampoo", "simplified_ademamix",
+                "sinkgd", "soap", "soap_muon", "stable_adamw", "stable_spam", "yogi",
             ),
             "max_exp_avg_sq": ("adabound", "adam", "adamw", "adapnm", "clipped_adamw", "lookahead_adamw", "padam"),
             "square_avg": ("adadelta", "rmsprop"), "acc_delta": ("adadelta",), "variance": ("adafactor",),
-            "sum": ("adagrad",), "m": ("adam_mini",), "exp_inf": ("adamax",),
+            "sum": ("adagrad",), "m": ("adam_mini", "adamg", "bcos"), "exp_inf": ("adamax",), "v": ("adamg",),
+            "r": ("adamg",), "exp_avg_lr": ("adamod",),
             "momentum_buffer": (
                 "adamuon", "dion", "dion2", "lars", "low_rank_muon", "muon", "normuon", "orthograd", "polargrad",
                 "psgd_kron", "qhm", "rmsprop", "scion", "sgd", "sgdp", "sgdw", "signum", "sm3", "soap_muon",
             ),
             "exp_avg_diff": ("adan",), "prev_grad": ("adan", "diffgrad"), "neg_exp_avg": ("adapnm", "pnm"),
-            "exp_avg_slow": ("ademamix",), "buffer1": ("aggmo",), "buffer2": ("aggmo",), "buffer3": ("aggmo",),
-            "s": ("dadapt_adam", "madgrad", "prodigy"), "m_sq": ("kate",), "b_sq": ("kate",),
+            "s": ("adasmooth", "dadapt_adam", "madgrad", "prodigy"), "n": ("adasmooth",), "exp_avg_slow": ("ademamix",),
+            "buffer1": ("aggmo",), "buffer2": ("aggmo",), "buffer3": ("aggmo",), "pbar": ("focus",),
+            "grok_exp_avg": ("grokfast_adamw",), "m_sq": ("kate",), "b_sq": ("kate",),
             "momentum_buffer_residual": ("low_rank_muon",), "grad_sum_sq": ("madgrad",), "last_grad": ("mars",),
-            "diagonal": ("psgd_kron",), "grad_avg": ("rmsprop",), "prev": ("rprop",), "step_size": ("rprop",),
-            "accumulator": ("sm3",), "lookahead_avg": ("soap_muon",), "momentum": ("splus",),
+            "grad_buffer": ("pid",), "i_buffer": ("pid",), "d_buffer": ("pid",), "diagonal": ("psgd_kron",),
+            "grad_avg": ("rmsprop",), "prev": ("rprop",), "step_size": ("rprop",), "accumulator": ("sm3",),
+            "lookahead_avg": ("soap_muon",), "momentum": ("splus",), "mov_avg_grad": ("srmm",), "mug": ("vsgd",),
+            "bg": ("vsgd",), "bhg": ("vsgd",),
         },
     },
     "lpmm4": {
         'to nearest, 14 codes up to 0.89 of the scale keep themselves under a decay of 0.9: a state without gradients'
         ' never returns to 0': {
             "exp_avg": (
-                "adabelief", "adabound", "adafactor_paper", "adam", "adam_atan2", "adamax", "adamp", "adamw",
-                "ademamix", "adopt", "apollo", "came", "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam",
-                "diffgrad", "fira", "galore", "grams", "kl_shampoo", "lamb", "laprop", "lookahead_adamw", "nadam",
-                "padam", "prodigy", "qhadam", "radam", "shampoo", "sinkgd", "stable_adamw", "stable_spam", "yogi",
+                "adabelief", "adabound", "adafactor_paper", "adam", "adam_atan2", "adamax", "adamc", "adamod", "adamp",
+                "adams", "adamw", "ademamix", "adopt", "apollo", "came", "cautious_adamw", "clipped_adamw", "conda",
+                "dadapt_adam", "diffgrad", "dual_adam", "eadam", "exadam", "fira", "focus", "galore", "grams",
+                "grokfast_adamw", "kl_shampoo", "lamb", "laprop", "lookahead_adamw", "msvag", "nadam", "nosadam",
+                "padam", "prodigy", "qhadam", "radam", "sadam", "shampoo", "sinkgd", "stable_adamw", "stable_spam",
+                "yogi",
             ),
-            "m": ("adam_mini",), "buffer2": ("aggmo",),
+            "m": ("adam_mini", "bcos"), "buffer2": ("aggmo",),
             "momentum_buffer": (
                 "dion", "dion2", "lars", "low_rank_muon", "orthograd", "psgd_kron", "rmsprop", "scion", "sgd", "sgdp",
                 "sgdw", "signum", "sm3",
             ),
-            "momentum": ("splus",),
+            "i_buffer": ("pid",), "d_buffer": ("pid",), "momentum": ("splus",),
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.999 changes it by 0.001 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or keep it'
         ' in fp32': {
             "exp_avg_var": ("adabelief",),
             "exp_avg_sq": (
-                "adabound", "adam", "adamp", "adamw", "adapnm", "ademamix", "apollo", "came", "cautious_adamw",
-                "clipped_adamw", "conda", "dadapt_adam", "diffgrad", "fira", "galore", "grams", "lamb", "laprop",
-                "lookahead_adamw", "nadam", "padam", "prodigy", "qhadam", "radam", "schedule_free_adamw", "sinkgd",
-                "stable_spam",
+                "adabound", "adam", "adamc", "adamod", "adamp", "adamw", "adapnm", "ademamix", "apollo", "came",
+                "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam", "diffgrad", "dual_adam", "eadam", "exadam",
+                "fira", "galore", "grams", "lamb", "laprop", "lookahead_adamw", "nadam", "padam", "prodigy", "qhadam",
+                "radam", "sadam", "schedule_free_adamw", "sinkgd", "stable_spam",
             ),
-            "exp_inf": ("adamax",),
+            "exp_inf": ("adamax",), "v": ("adamg",), "exp_avg_lr": ("adamod",),
         },
         'to nearest, a code keeps itself while the scale of its block moves slowly, and what it reads as moves with '
         'the scale: a running maximum needs numbers that stay, as those of LogMinMax, LogMax and floats do, and those'
@@ -370,7 +417,7 @@ DISCOURAGED = {
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.9 changes it by 0.1 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or keep it'
-        ' in fp32': {"square_avg": ("adadelta",), "acc_delta": ("adadelta",)},
+        ' in fp32': {"square_avg": ("adadelta",), "acc_delta": ("adadelta",), "exp_avg_sq": ("msvag",)},
         'the average freezes, and the step sizes made of it with it: a step under decay 0.999984 changes it by '
         '1.6e-05 of itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically,'
         ' or keep it in fp32': {"variance": ("adafactor",), "exp_avg_sq": ("adafactor_paper",)},
@@ -381,36 +428,44 @@ DISCOURAGED = {
         'the average freezes, and the step sizes made of it with it: a step under decay 0.99 changes it by 0.01 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or keep it'
         ' in fp32': {
-            "exp_avg_sq": ("adam_atan2", "adan", "mars", "shampoo", "stable_adamw"), "square_avg": ("rmsprop",),
+            "exp_avg_sq": ("adam_atan2", "adan", "ano", "grokfast_adamw", "mars", "shampoo", "stable_adamw"),
+            "square_avg": ("rmsprop",),
         },
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.95: a state without gradients '
         'never returns to 0': {
-            "momentum_buffer": ("adamuon", "muon", "normuon", "polargrad", "soap_muon"),
+            "m": ("adamg",), "momentum_buffer": ("adamuon", "muon", "normuon", "polargrad", "soap_muon"),
             "exp_avg": ("mars", "novograd", "soap"),
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.95 changes it by 0.05 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or keep it'
         ' in fp32': {
-            "exp_avg_sq": ("adamuon", "dion", "dion2", "low_rank_muon", "muon", "normuon", "polargrad", "soap"),
+            "r": ("adamg",),
+            "exp_avg_sq": (
+                "adamuon", "dion", "dion2", "low_rank_muon", "muon", "normuon", "polargrad", "simplified_ademamix",
+                "soap",
+            ),
         },
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.98: a state without gradients '
-        'never returns to 0': {"exp_avg": ("adan",)},
+        'never returns to 0': {"exp_avg": ("adan",), "grok_exp_avg": ("grokfast_adamw",)},
         'to nearest, 14 codes up to 0.89 of the scale keep themselves under a decay of 0.92: a state without '
-        'gradients never returns to 0': {"exp_avg_diff": ("adan",)},
+        'gradients never returns to 0': {"exp_avg_diff": ("adan",), "exp_avg": ("ano",)},
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.9999: a state without gradients'
         ' never returns to 0': {"exp_avg_slow": ("ademamix",)},
         'the average freezes, and the step sizes made of it with it: a step under decay 0.9999 changes it by 0.0001 '
         'of itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or keep'
         ' it in fp32': {"exp_avg_sq": ("adopt",)},
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.99: a state without gradients '
-        'never returns to 0': {"buffer3": ("aggmo",), "exp_avg": ("cautious_lion", "lion"), "grad_avg": ("rmsprop",)},
+        'never returns to 0': {
+            "buffer3": ("aggmo",), "exp_avg": ("cautious_lion", "lion", "lion_k", "simplified_ademamix"),
+            "grad_avg": ("rmsprop",),
+        },
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.9995: a state without gradients'
         ' never returns to 0': {"s": ("dadapt_adam", "prodigy")},
+        'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.999: a state without gradients '
+        'never returns to 0': {"pbar": ("focus",), "momentum_buffer": ("qhm",)},
         'the average freezes, and the step sizes made of it with it: a step under decay 0.98 changes it by 0.02 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or keep it'
         ' in fp32': {"exp_avg_sq": ("kl_shampoo",)},
-        'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.999: a state without gradients '
-        'never returns to 0': {"momentum_buffer": ("qhm",)},
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.965: a state without gradients '
         'never returns to 0': {"exp_avg": ("tiger",)},
     },
@@ -418,29 +473,31 @@ DISCOURAGED = {
         'to nearest, 14 codes up to 0.89 of the scale keep themselves under a decay of 0.9: a state without gradients'
         ' never returns to 0': {
             "exp_avg": (
-                "adabelief", "adabound", "adafactor_paper", "adam", "adam_atan2", "adamax", "adamp", "adamw",
-                "ademamix", "adopt", "apollo", "came", "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam",
-                "diffgrad", "fira", "galore", "grams", "kl_shampoo", "lamb", "laprop", "lookahead_adamw", "nadam",
-                "padam", "prodigy", "qhadam", "radam", "shampoo", "sinkgd", "stable_adamw", "stable_spam", "yogi",
+                "adabelief", "adabound", "adafactor_paper", "adam", "adam_atan2", "adamax", "adamc", "adamod", "adamp",
+                "adams", "adamw", "ademamix", "adopt", "apollo", "came", "cautious_adamw", "clipped_adamw", "conda",
+                "dadapt_adam", "diffgrad", "dual_adam", "eadam", "exadam", "fira", "focus", "galore", "grams",
+                "grokfast_adamw", "kl_shampoo", "lamb", "laprop", "lookahead_adamw", "msvag", "nadam", "nosadam",
+                "padam", "prodigy", "qhadam", "radam", "sadam", "shampoo", "sinkgd", "stable_adamw", "stable_spam",
+                "yogi",
             ),
-            "m": ("adam_mini",), "buffer2": ("aggmo",),
+            "m": ("adam_mini", "bcos"), "buffer2": ("aggmo",),
             "momentum_buffer": (
                 "dion", "dion2", "lars", "low_rank_muon", "orthograd", "psgd_kron", "rmsprop", "scion", "sgd", "sgdp",
                 "sgdw", "signum", "sm3",
             ),
-            "momentum": ("splus",),
+            "i_buffer": ("pid",), "d_buffer": ("pid",), "momentum": ("splus",),
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.999 changes it by 0.001 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or keep it'
         ' in fp32': {
             "exp_avg_var": ("adabelief",),
             "exp_avg_sq": (
-                "adabound", "adam", "adamp", "adamw", "adapnm", "ademamix", "apollo", "came", "cautious_adamw",
-                "clipped_adamw", "conda", "dadapt_adam", "diffgrad", "fira", "galore", "grams", "lamb", "laprop",
-                "lookahead_adamw", "nadam", "padam", "prodigy", "qhadam", "radam", "schedule_free_adamw", "sinkgd",
-                "stable_spam",
+                "adabound", "adam", "adamc", "adamod", "adamp", "adamw", "adapnm", "ademamix", "apollo", "came",
+                "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam", "diffgrad", "dual_adam", "eadam", "exadam",
+                "fira", "galore", "grams", "lamb", "laprop", "lookahead_adamw", "nadam", "padam", "prodigy", "qhadam",
+                "radam", "sadam", "schedule_free_adamw", "sinkgd", "stable_spam",
             ),
-            "exp_inf": ("adamax",),
+            "exp_inf": ("adamax",), "v": ("adamg",), "exp_avg_lr": ("adamod",),
         },
         'to nearest, a code keeps itself while the scale of its block moves slowly, and what it reads as moves with '
         'the scale: a running maximum needs numbers that stay, as those of LogMinMax, LogMax and floats do, and those'
@@ -449,7 +506,7 @@ DISCOURAGED = {
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.9 changes it by 0.1 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or keep it'
-        ' in fp32': {"square_avg": ("adadelta",), "acc_delta": ("adadelta",)},
+        ' in fp32': {"square_avg": ("adadelta",), "acc_delta": ("adadelta",), "exp_avg_sq": ("msvag",)},
         'the average freezes, and the step sizes made of it with it: a step under decay 0.999984 changes it by '
         '1.6e-05 of itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically,'
         ' or keep it in fp32': {"variance": ("adafactor",), "exp_avg_sq": ("adafactor_paper",)},
@@ -460,38 +517,44 @@ DISCOURAGED = {
         'the average freezes, and the step sizes made of it with it: a step under decay 0.99 changes it by 0.01 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or keep it'
         ' in fp32': {
-            "exp_avg_sq": ("adam_atan2", "adan", "mars", "shampoo", "stable_adamw"), "square_avg": ("rmsprop",),
+            "exp_avg_sq": ("adam_atan2", "adan", "ano", "grokfast_adamw", "mars", "shampoo", "stable_adamw"),
+            "square_avg": ("rmsprop",),
         },
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.95: a state without gradients '
         'never returns to 0': {
-            "momentum_buffer": ("adamuon", "muon", "normuon", "polargrad", "soap_muon"),
+            "m": ("adamg",), "momentum_buffer": ("adamuon", "muon", "normuon", "polargrad", "soap_muon"),
             "exp_avg": ("mars", "novograd", "soap"),
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.95 changes it by 0.05 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or keep it'
         ' in fp32': {
+            "r": ("adamg",),
             "exp_avg_sq": (
-                "adamuon", "dion", "dion2", "low_rank_muon", "muon", "normuon", "polargrad", "soap", "soap_muon",
+                "adamuon", "dion", "dion2", "low_rank_muon", "muon", "normuon", "polargrad", "simplified_ademamix",
+                "soap", "soap_muon",
             ),
         },
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.98: a state without gradients '
-        'never returns to 0': {"exp_avg": ("adan",)},
+        'never returns to 0': {"exp_avg": ("adan",), "grok_exp_avg": ("grokfast_adamw",)},
         'to nearest, 14 codes up to 0.89 of the scale keep themselves under a decay of 0.92: a state without '
-        'gradients never returns to 0': {"exp_avg_diff": ("adan",)},
+        'gradients never returns to 0': {"exp_avg_diff": ("adan",), "exp_avg": ("ano",)},
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.9999: a state without gradients'
         ' never returns to 0': {"exp_avg_slow": ("ademamix",)},
         'the average freezes, and the step sizes made of it with it: a step under decay 0.9999 changes it by 0.0001 '
         'of itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or keep'
         ' it in fp32': {"exp_avg_sq": ("adopt",)},
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.99: a state without gradients '
-        'never returns to 0': {"buffer3": ("aggmo",), "exp_avg": ("cautious_lion", "lion"), "grad_avg": ("rmsprop",)},
+        'never returns to 0': {
+            "buffer3": ("aggmo",), "exp_avg": ("cautious_lion", "lion", "lion_k", "simplified_ademamix"),
+            "grad_avg": ("rmsprop",),
+        },
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.9995: a state without gradients'
         ' never returns to 0': {"s": ("dadapt_adam", "prodigy")},
+        'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.999: a state without gradients '
+        'never returns to 0': {"pbar": ("focus",), "momentum_buffer": ("qhm",)},
         'the average freezes, and the step sizes made of it with it: a step under decay 0.98 changes it by 0.02 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or keep it'
         ' in fp32': {"exp_avg_sq": ("kl_shampoo",)},
-        'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.999: a state without gradients '
-        'never returns to 0': {"momentum_buffer": ("qhm",)},
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.965: a state without gradients '
         'never returns to 0': {"exp_avg": ("tiger",)},
     },

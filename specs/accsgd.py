@@ -1,0 +1,24 @@
+"""AccSGD: accelerated SGD by long and short steps."""
+
+from optgen.lang import hyper, optimizer, state
+from optgen.lang.policies import l2
+
+
+@optimizer(cite="Kidambi et al. 2018, arXiv:1803.05591; Jain et al. 2018, arXiv:1704.08227", name="AccSGD")
+def accsgd(
+    p, g,
+    momentum_buffer=state(init="param"),
+    *,
+    lr=hyper(1e-3, ge=0),
+    kappa=hyper(1000.0, gt=0),
+    xi=hyper(10.0, gt=0),
+    constant=hyper(0.7, gt=0, lt=1),
+    weight_decay=hyper(0.0, ge=0),
+):
+    """A running average of long steps, into which short ones are drawn; xi * constant^2 / kappa is at most 1."""
+    g = l2(g, p, weight_decay)
+    beta = xi * constant**2 / kappa
+    zeta = constant / (constant + beta)
+    momentum_buffer = (1 - beta) * momentum_buffer + beta * (p - lr * kappa / constant * g)
+    p = zeta * (p - lr * g) + (1 - zeta) * momentum_buffer
+    return p, momentum_buffer

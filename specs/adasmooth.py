@@ -1,0 +1,31 @@
+"""AdaSmooth: RMSprop whose second moment forgets fast where the weight goes straight on."""
+
+from optgen.lang import hyper, nonneg, optimizer, sqrt, state
+from optgen.lang.policies import l2
+
+
+@optimizer(cite="Lu 2022, arXiv:2204.00825", name="AdaSmooth")
+def adasmooth(
+    p, g,
+    s=state(),
+    n=state(nonneg),
+    exp_avg_sq=state(nonneg),
+    *,
+    lr=hyper(1e-3, ge=0),
+    betas=hyper((0.5, 0.99), ge=0, lt=1),
+    eps=hyper(1e-6, gt=0),
+    weight_decay=hyper(0.0, ge=0),
+):
+    """The decay of the second moment lies between betas by the effective ratio |s| / n.
+
+    s is how far a weight has moved in all, n the length of the way.
+    """
+    fast, slow = betas
+    g = l2(g, p, weight_decay)
+    share = (slow - fast) * (abs(s) / (n + eps)) + (1 - slow)
+    exp_avg_sq = exp_avg_sq + share * share * (g * g - exp_avg_sq)
+    update = lr * g / sqrt(exp_avg_sq + eps)
+    s = s - update
+    n = n + abs(update)
+    p = p - update
+    return p, s, n, exp_avg_sq
