@@ -19,12 +19,15 @@ if TYPE_CHECKING:
     from .adabound import AdaBound as AdaBound
     from .adamod import AdaMod as AdaMod
     from .adamuon import AdaMuon as AdaMuon
+    from .adanorm import AdaNorm as AdaNorm
     from .adapnm import AdaPNM as AdaPNM
     from .adasmooth import AdaSmooth as AdaSmooth
+    from .adatam import AdaTAM as AdaTAM
     from .adadelta import Adadelta as Adadelta
     from .adafactor import Adafactor as Adafactor
     from .adafactor_paper import AdafactorPaper as AdafactorPaper
     from .adagrad import Adagrad as Adagrad
+    from .adai import Adai as Adai
     from .adam import Adam as Adam
     from .adam_atan2 import AdamAtan2 as AdamAtan2
     from .adamc import AdamC as AdamC
@@ -32,11 +35,16 @@ if TYPE_CHECKING:
     from .adam_mini import AdamMini as AdamMini
     from .adamp import AdamP as AdamP
     from .adams import AdamS as AdamS
+    from .adam_swd import AdamSWD as AdamSWD
     from .adamw import AdamW as AdamW
     from .adamax import Adamax as Adamax
     from .adan import Adan as Adan
     from .aggmo import AggMo as AggMo
+    from .aida import Aida as Aida
+    from .amos import Amos as Amos
     from .ano import Ano as Ano
+    from .apollo_qn import ApolloQN as ApolloQN
+    from .avagrad import AvaGrad as AvaGrad
     from .bcos import BCOS as BCOS
     from .came import CAME as CAME
     from .cautious_adamw import CautiousAdamW as CautiousAdamW
@@ -47,9 +55,12 @@ if TYPE_CHECKING:
     from .diffgrad import DiffGrad as DiffGrad
     from .dion import Dion as Dion
     from .dion2 import Dion2 as Dion2
+    from .dog import DoG as DoG
+    from .dowg import DoWG as DoWG
     from .dual_adam import DualAdam as DualAdam
     from .eadam import EAdam as EAdam
     from .exadam import EXAdam as EXAdam
+    from .fadam import FAdam as FAdam
     from .focus import FOCUS as FOCUS
     from .fira import Fira as Fira
     from .fromage import Fromage as Fromage
@@ -58,6 +69,7 @@ if TYPE_CHECKING:
     from .grokfast_adamw import GrokFastAdamW as GrokFastAdamW
     from .kate import KATE as KATE
     from .kl_shampoo import KLShampoo as KLShampoo
+    from .kourkoutas_beta import KourkoutasBeta as KourkoutasBeta
     from .psgd_kron import Kron as Kron
     from .lamb import LAMB as LAMB
     from .lars import LARS as LARS
@@ -83,15 +95,18 @@ if TYPE_CHECKING:
     from .qhadam import QHAdam as QHAdam
     from .qhm import QHM as QHM
     from .radam import RAdam as RAdam
+    from .radam_schedule_free import RAdamScheduleFree as RAdamScheduleFree
     from .rmsprop import RMSprop as RMSprop
     from .rprop import Rprop as Rprop
     from .sadam import SAdam as SAdam
     from .sgd import SGD as SGD
     from .sgdp import SGDP as SGDP
+    from .sgd_sai import SGDSaI as SGDSaI
     from .sgdw import SGDW as SGDW
     from .sm3 import SM3 as SM3
     from .soap import SOAP as SOAP
     from .soap_muon import SOAPMuon as SOAPMuon
+    from .spam import SPAM as SPAM
     from .splus import SPlus as SPlus
     from .srmm import SRMM as SRMM
     from .schedule_free_adamw import ScheduleFreeAdamW as ScheduleFreeAdamW
@@ -103,6 +118,7 @@ if TYPE_CHECKING:
     from .sinkgd import SinkGD as SinkGD
     from .stable_adamw import StableAdamW as StableAdamW
     from .stable_spam import StableSPAM as StableSPAM
+    from .tam import TAM as TAM
     from .tiger import Tiger as Tiger
     from .vsgd import VSGD as VSGD
     from .yogi import Yogi as Yogi
@@ -117,12 +133,15 @@ _MODULES = {
     "AdaBound": "adabound",
     "AdaMod": "adamod",
     "AdaMuon": "adamuon",
+    "AdaNorm": "adanorm",
     "AdaPNM": "adapnm",
     "AdaSmooth": "adasmooth",
+    "AdaTAM": "adatam",
     "Adadelta": "adadelta",
     "Adafactor": "adafactor",
     "AdafactorPaper": "adafactor_paper",
     "Adagrad": "adagrad",
+    "Adai": "adai",
     "Adam": "adam",
     "AdamAtan2": "adam_atan2",
     "AdamC": "adamc",
@@ -130,11 +149,16 @@ _MODULES = {
     "AdamMini": "adam_mini",
     "AdamP": "adamp",
     "AdamS": "adams",
+    "AdamSWD": "adam_swd",
     "AdamW": "adamw",
     "Adamax": "adamax",
     "Adan": "adan",
     "AggMo": "aggmo",
+    "Aida": "aida",
+    "Amos": "amos",
     "Ano": "ano",
+    "ApolloQN": "apollo_qn",
+    "AvaGrad": "avagrad",
     "BCOS": "bcos",
     "CAME": "came",
     "CautiousAdamW": "cautious_adamw",
@@ -145,9 +169,12 @@ _MODULES = {
     "DiffGrad": "diffgrad",
     "Dion": "dion",
     "Dion2": "dion2",
+    "DoG": "dog",
+    "DoWG": "dowg",
     "DualAdam": "dual_adam",
     "EAdam": "eadam",
     "EXAdam": "exadam",
+    "FAdam": "fadam",
     "FOCUS": "focus",
     "Fira": "fira",
     "Fromage": "fromage",
@@ -156,6 +183,7 @@ _MODULES = {
     "GrokFastAdamW": "grokfast_adamw",
     "KATE": "kate",
     "KLShampoo": "kl_shampoo",
+    "KourkoutasBeta": "kourkoutas_beta",
     "Kron": "psgd_kron",
     "LAMB": "lamb",
     "LARS": "lars",
@@ -181,15 +209,18 @@ _MODULES = {
     "QHAdam": "qhadam",
     "QHM": "qhm",
     "RAdam": "radam",
+    "RAdamScheduleFree": "radam_schedule_free",
     "RMSprop": "rmsprop",
     "Rprop": "rprop",
     "SAdam": "sadam",
     "SGD": "sgd",
     "SGDP": "sgdp",
+    "SGDSaI": "sgd_sai",
     "SGDW": "sgdw",
     "SM3": "sm3",
     "SOAP": "soap",
     "SOAPMuon": "soap_muon",
+    "SPAM": "spam",
     "SPlus": "splus",
     "SRMM": "srmm",
     "ScheduleFreeAdamW": "schedule_free_adamw",
@@ -201,6 +232,7 @@ _MODULES = {
     "SinkGD": "sinkgd",
     "StableAdamW": "stable_adamw",
     "StableSPAM": "stable_spam",
+    "TAM": "tam",
     "Tiger": "tiger",
     "VSGD": "vsgd",
     "Yogi": "yogi",
@@ -216,12 +248,15 @@ __all__ = [
     "AdaBound",
     "AdaMod",
     "AdaMuon",
+    "AdaNorm",
     "AdaPNM",
     "AdaSmooth",
+    "AdaTAM",
     "Adadelta",
     "Adafactor",
     "AdafactorPaper",
     "Adagrad",
+    "Adai",
     "Adam",
     "AdamAtan2",
     "AdamC",
@@ -229,11 +264,16 @@ __all__ = [
     "AdamMini",
     "AdamP",
     "AdamS",
+    "AdamSWD",
     "AdamW",
     "Adamax",
     "Adan",
     "AggMo",
+    "Aida",
+    "Amos",
     "Ano",
+    "ApolloQN",
+    "AvaGrad",
     "BCOS",
     "CAME",
     "CautiousAdamW",
@@ -244,9 +284,12 @@ __all__ = [
     "DiffGrad",
     "Dion",
     "Dion2",
+    "DoG",
+    "DoWG",
     "DualAdam",
     "EAdam",
     "EXAdam",
+    "FAdam",
     "FOCUS",
     "Fira",
     "Fromage",
@@ -255,6 +298,7 @@ __all__ = [
     "GrokFastAdamW",
     "KATE",
     "KLShampoo",
+    "KourkoutasBeta",
     "Kron",
     "LAMB",
     "LARS",
@@ -280,15 +324,18 @@ __all__ = [
     "QHAdam",
     "QHM",
     "RAdam",
+    "RAdamScheduleFree",
     "RMSprop",
     "Rprop",
     "SAdam",
     "SGD",
     "SGDP",
+    "SGDSaI",
     "SGDW",
     "SM3",
     "SOAP",
     "SOAPMuon",
+    "SPAM",
     "SPlus",
     "SRMM",
     "ScheduleFreeAdamW",
@@ -300,6 +347,7 @@ __all__ = [
     "SinkGD",
     "StableAdamW",
     "StableSPAM",
+    "TAM",
     "Tiger",
     "VSGD",
     "Yogi",

@@ -19,6 +19,7 @@ def accsgd(
     g = l2(g, p, weight_decay)
     beta = xi * constant**2 / kappa
     zeta = constant / (constant + beta)
-    momentum_buffer = (1 - beta) * momentum_buffer + beta * (p - lr * kappa / constant * g)
-    p = zeta * (p - lr * g) + (1 - zeta) * momentum_buffer
+    momentum_buffer = momentum_buffer + beta * (p - momentum_buffer - lr * kappa / constant * g)
+    p = p - lr * g
+    p = p + (1 - zeta) * (momentum_buffer - p)
     return p, momentum_buffer

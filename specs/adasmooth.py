@@ -1,6 +1,6 @@
 """AdaSmooth: RMSprop whose second moment forgets fast where the weight goes straight on."""
 
-from optgen.lang import hyper, nonneg, optimizer, sqrt, state
+from optgen.lang import hyper, minimum, nonneg, optimizer, sqrt, state
 from optgen.lang.policies import l2
 
 
@@ -18,12 +18,12 @@ def adasmooth(
 ):
     """The decay of the second moment lies between betas by the effective ratio |s| / n.
 
-    s is how far a weight has moved in all, n the length of the way.
+    s is how far a weight has moved in all, n the length of the way, so that the ratio is at most 1.
     """
-    fast, slow = betas
+    beta1, beta2 = betas
     g = l2(g, p, weight_decay)
-    share = (slow - fast) * (abs(s) / (n + eps)) + (1 - slow)
-    exp_avg_sq = exp_avg_sq + share * share * (g * g - exp_avg_sq)
+    share = (beta2 - beta1) * minimum(abs(s) / (n + eps), 1.0) + (1 - beta2)
+    exp_avg_sq = (1 - share * share) * exp_avg_sq + share * share * (g * g)
     update = lr * g / sqrt(exp_avg_sq + eps)
     s = s - update
     n = n + abs(update)

@@ -11,7 +11,7 @@ def ano(
     exp_avg_sq=state(nonneg),
     *,
     lr=hyper(1e-4, ge=0),
-    betas=hyper((0.92, 0.99), ge=0.5, lt=1),
+    betas=hyper((0.92, 0.99), ge=0, lt=1),
     eps=hyper(1e-8, gt=0),
     weight_decay=hyper(0.0, ge=0),
     logarithmic_schedule=flag(False),
@@ -25,7 +25,7 @@ def ano(
     p = decoupled(p, lr, weight_decay)
     exp_avg = keep * exp_avg + (1 - keep) * g
     square = g * g
-    exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * sign(square - exp_avg_sq) * square
+    exp_avg_sq = maximum(beta2 * exp_avg_sq + (1 - beta2) * sign(square - exp_avg_sq) * square, 0.0)
     denom = sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps
     p = p - lr * abs(g) * sign(exp_avg) / denom
     return p, exp_avg, exp_avg_sq

@@ -1,13 +1,13 @@
 """FOCUS: Signum drawn toward the average of its weights."""
 
-from optgen.lang import hyper, optimizer, sign, state, where
+from optgen.lang import hyper, optimizer, sign, state
 
 
 @optimizer(cite="Liu et al. 2025, arXiv:2501.12243", name="FOCUS")
 def focus(
     p, g, t,
     exp_avg=state(),
-    pbar=state(),
+    away=state(),
     *,
     lr=hyper(1e-2, ge=0),
     betas=hyper((0.9, 0.999), ge=0, lt=1),
@@ -16,13 +16,13 @@ def focus(
 ):
     """The sign of the momentum, and gamma times that of the way from the average of weights, which the decay shrinks.
 
-    At the first step the average is the weight itself, and the second sign 0.
+    The state `away` is that way, in place of the average: it begins at 0 and is as small as steps are.
     """
     beta1, beta2 = betas
     exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    pbar = beta2 * pbar + (1 - beta2) * p
-    center = pbar / (1 - beta2**t)
-    p = p - lr * weight_decay * center
-    away = where(t > 1, sign(p - center), 0.0)
-    p = p - lr * (sign(exp_avg) + gamma * away)
-    return p, exp_avg, pbar
+    away = (beta2 - beta2**t) / (1 - beta2**t) * away
+    shrunk = lr * weight_decay * (p - away)
+    update = shrunk + lr * (sign(exp_avg) + gamma * sign(away - shrunk))
+    p = p - update
+    away = away - update
+    return p, exp_avg, away

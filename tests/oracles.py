@@ -306,9 +306,9 @@ def focus(o, s, p, g, t, lr):
     """pytorch_optimizer's step, but that at the first the weight is its own average, where theirs is a rounding off."""
     beta1, beta2 = o.betas
     s.m, s.pbar = beta1 * s.m + (1 - beta1) * g, beta2 * s.pbar + (1 - beta2) * p
-    center = s.pbar / (1 - beta2**t)
+    center = s.pbar / (1 - beta2**t) if t > 1 else p
     p = p - lr * o.weight_decay * center
-    return p - lr * (s.m.sign() + o.gamma * (p - center).sign() * (t > 1))
+    return p - lr * (s.m.sign() + o.gamma * (p - center).sign())
 
 
 @paper
@@ -637,6 +637,7 @@ ELEMENTWISE: dict[str, Oracle] = {
     "sgdw": sgdw,
     "signum": signum,
     "simplified_ademamix": simplified_ademamix,
+    "spam": peer("SPAM"),
     "srmm": srmm,
     "tiger": peer("Tiger"),
     "vsgd": vsgd,
@@ -698,35 +699,113 @@ def stable_spam(o: Any, s: Any, p: Tensor, g: Tensor, t: int, lr: float) -> Tens
     return p - lr / (1 - beta1**since) * s.m / (s.v.sqrt() / math.sqrt(1 - beta2**since) + o.eps)
 
 
+@paper
+def adanorm(o, s, p, g, t, lr):
+    """The authors' rule in Adam's form: pytorch_optimizer divides eps by the correction too, and adds 1e-15."""
+    (beta1, beta2), g = o.betas, g + o.weight_decay * p
+    s.norm = o.r * s.norm + (1 - o.r) * g.norm()
+    m, v = s.m, s.v
+    s.m = beta1 * m + (1 - beta1) * g * max(1.0, float(s.norm / g.norm()))
+    s.v = beta2 * v + (1 - beta2) * g * g
+    return p - lr * s.m / (1 - beta1**t) / ((s.v / (1 - beta2**t)).sqrt() + o.eps)
+
+
+def fadam(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
+    """pytorch_optimizer's, with its states in the weight's dtype."""
+    own = {"momentum_dtype": torch.float64, "fim_dtype": torch.float64, "eps_2": hypers["eps2"]}
+    return peer("FAdam", **own)({}, {k: v for k, v in hypers.items() if k != "eps2"})
+
+
+def _torque(o, s, m, g):
+    """The paper's d: pytorch_optimizer has the products of elements in place of the cosine."""
+    flat = m.expand_as(g).reshape(1, -1), g.reshape(1, -1)
+    cos = torch.nn.functional.cosine_similarity(*flat, eps=1e-300).sum()
+    s.s = o.decay_rate * s.s + (1 - o.decay_rate) * cos
+    return ((1 + s.s) / 2 + o.eps) * g
+
+
+@paper
+def tam(o, s, p, g, t, lr):
+    """The paper's equations: pytorch_optimizer's momentum begins as the gradient."""
+    s.m = o.momentum * s.m + _torque(o, s, s.m, g)
+    return p * (1 - lr * o.weight_decay) - lr * s.m
+
+
+@paper
+def adatam(o, s, p, g, t, lr):
+    """The paper's equations, with pytorch_optimizer's Adam without corrections."""
+    s.m, s.v = o.betas[0] * s.m + _torque(o, s, s.m, g), o.betas[1] * s.v + (1 - o.betas[1]) * g * g
+    return p * (1 - lr * o.weight_decay) - lr * s.m / (s.v.sqrt() + o.eps)
+
+
+@paper
+def kourkoutas_beta(o, s, p, g, t, lr):
+    """The paper's algorithm with a tensor for a layer: the authors' code is for MLX."""
+    s.ema = o.alpha * s.ema + (1 - o.alpha) * g.norm()
+    sun = 1 / (1 + (s.ema + o.tiny_spike) / g.norm()) if t > o.warmup_steps else 0.5
+    beta2 = o.beta2_max - (o.beta2_max - o.beta2_min) * sun
+    s.m, s.v = o.beta1 * s.m + (1 - o.beta1) * g, beta2 * s.v + (1 - beta2) * g * g
+    return p * (1 - lr * o.weight_decay) - lr * s.m / (s.v.sqrt() + o.eps)
+
+
+def amos(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
+    """pytorch_optimizer's, whose scale follows from the shape."""
+
+    class Amos(pytorch_optimizer.Amos):
+        get_scale = staticmethod(lambda p: hypers["scale"])
+
+    return package(Amos)({}, {k: v for k, v in hypers.items() if k != "scale"})
+
+
+@paper
+def aida(o, s, p, g, t, lr):
+    """The paper's algorithm 1 with two projections: pytorch_optimizer adds 1e-15 under the root."""
+    (beta1, beta2), g = o.betas, g + o.weight_decay * p
+    s.m = beta1 * s.m + (1 - beta1) * g
+    a, b = g, s.m
+    for _ in range(2):
+        a, b = (a * b).sum() / ((a * a).sum() + o.xi) * a, (a * b).sum() / ((b * b).sum() + o.xi) * b
+    s.v = beta2 * s.v + (1 - beta2) * (b - a) ** 2 + o.eps
+    return p - lr * s.m / (1 - beta1**t) / ((s.v / (1 - beta2**t)).sqrt() + o.eps)
+
+
 REDUCING: dict[str, Oracle] = {
     "adafactor": adafactor,
     "adafactor_paper": adafactor_paper,
     "adam_mini": adam_mini,
     "adamp": adamp,
+    "adanorm": adanorm,
+    "adatam": adatam,
+    "aida": aida,
+    "amos": amos,
     "came": came,
     "cautious_adamw": cautious_adamw,
     "cautious_lion": cautious_lion,
+    "fadam": fadam,
     "fromage": peer("Fromage"),
+    "kourkoutas_beta": kourkoutas_beta,
     "lamb": lamb,
     "lars": lars,
     "mars": mars,
     "novograd": novograd,
     "orthograd": orthograd,
     "sgdp": peer("SGDP"),
-    "sm3": sm3,
     "sinkgd": sinkgd,
+    "sm3": sm3,
     "stable_adamw": peer("StableAdamW"),
     "stable_spam": paper(stable_spam),
+    "tam": tam,
 }
 
 
-# -- rules that sum over the model (here of one parameter), change weights for evaluation, or multiply matrices
+# -- rules that sum over the model (here of one parameter), change weights for evaluation, begin with a step of another
+# kind, or multiply matrices; and Apollo, whose own steps decide on the next ones beyond what intervals follow
 
 
 def schedule_free(cls: Any) -> Oracle:
     def make(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
         def opened(ps: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-            optimizer = cls(ps, foreach=False, **hypers)
+            optimizer = cls(ps, foreach=False, **flags, **hypers)
             optimizer.train()
             return optimizer
 
@@ -1058,20 +1137,58 @@ IN_BASES: dict[str, Oracle] = {
 and `seen[k]` tells what they have to diagonalize."""
 
 
+@paper
+def sgd_sai(o, s, p, g, t, lr):
+    """The paper's algorithm: pytorch_optimizer, as the authors' code, has no deviation for vectors and single rows."""
+    if t == 1:
+        sigma = g.var(correction=min(g.numel() - 1, 1)).sqrt()
+        s.gsnr = g.norm() / (sigma + o.eps) if sigma > 0 else g.norm()
+    s.m = o.momentum * s.m + (1 - o.momentum) * g
+    return p * (1 - lr * o.weight_decay) - lr * s.gsnr * s.m
+
+
+@paper
+def dog(o, s, p, g, t, lr):
+    """The paper's equation, with the authors' first distance and eps: no package of the tests has it."""
+    g = g + o.weight_decay * p
+    s.p0 = p if t == 1 else s.p0
+    s.r = max(float(s.r), float((p - s.p0).norm())) if t > 1 else o.reps_rel * (1 + float(p.norm()))
+    s.g2 = s.g2 + (g * g).sum() + (o.eps if t == 1 else 0)
+    return p - lr * s.r / s.g2.sqrt() * g
+
+
+@paper
+def dowg(o, s, p, g, t, lr):
+    """The paper's algorithm 1, with an eps: no package of the tests has it."""
+    g = g + o.weight_decay * p
+    s.p0 = p if t == 1 else s.p0
+    s.r = max(float(s.r), o.reps, float((p - s.p0).norm()))
+    s.v = s.v + s.r**2 * (g * g).sum()
+    return p - lr * s.r**2 / (s.v.sqrt() + o.eps) * g
+
+
 WHOLE: dict[str, Oracle] = {
+    "adai": peer("Adai"),
+    "adam_swd": peer("AdamS"),
     "adamuon": adamuon,
+    "avagrad": peer("AvaGrad"),
+    "apollo_qn": peer("ApolloDQN", warmup_steps=0),
     "clipped_adamw": clipped_adamw,
-    "dion2": dion2,
     "dadapt_adam": package(dadaptation.DAdaptAdam, decouple=True),
+    "dion2": dion2,
+    "dog": dog,
+    "dowg": dowg,
     "lookahead_adamw": lookahead_adamw,
     "low_rank_muon": lambda flags, hypers: muon(flags | {"nesterov": True, "match_rms_adamw": False}, hypers),
     "muon": muon,
     "normuon": normuon,
     "polargrad": polargrad,
     "prodigy": package(prodigyopt.Prodigy),
-    "scion": scion,
+    "radam_schedule_free": schedule_free(schedulefree.RAdamScheduleFree),
     "schedule_free_adamw": schedule_free(schedulefree.AdamWScheduleFree),
     "schedule_free_sgd": schedule_free(schedulefree.SGDScheduleFree),
+    "scion": scion,
+    "sgd_sai": sgd_sai,
 }
 
 

@@ -317,7 +317,7 @@ ALONE = {"rows": 1.0, "columns": 1.0, "elements": 1.0}
 
 
 PLAIN = {name: getattr(math, name) for name in ("sqrt", "cbrt", "exp", "log", "tanh", "erf", "atan2")}
-PLAIN |= {"sign": lambda x: (x > 0) - (x < 0), "sigmoid": lambda x: 1 / (1 + math.exp(-x))}
+PLAIN |= {"floor": math.floor, "sign": lambda x: (x > 0) - (x < 0), "sigmoid": lambda x: 1 / (1 + math.exp(-x))}
 
 
 @pytest.mark.parametrize("case", ELEMENTS, ids=setting_id)

@@ -108,7 +108,10 @@ def test_decoupled_decay_does_not_shrink_with_the_rate(plan: str) -> None:
 ACTIVE: dict[str, dict[str, Any]] = {
     **{name: {"momentum": 0.5} for name in ("SGD", "SGDW", "OrthoGrad")},
     **{name: {"warmup_steps": 9.0} for name in ("ScheduleFreeAdamW", "ScheduleFreeSGD")},
+    "FAdam": {"eps": 1.0},
     "Prodigy": {"lr": 0.5, "d_coef": 100.0},
+    "SimplifiedAdEMAMix": {"beta1_warmup": 9.0},
+    "SPAM": {"update_proj_gap": 4, "grad_accu_steps": 1.0, "threshold": 1.0},
     "AdafactorPaper": {"lr": 1.0},
     "ASGD": {"lr": 0.5, "lambd": 0.1},
     "Shampoo": {"precondition_frequency": 3},
@@ -171,6 +174,6 @@ def test_no_argument_is_without_effect(name: str) -> None:
             else:
                 pytest.fail(f"{name}: {hyper.name}[{i}] changes nothing")
     for flag in cls.FLAGS:
-        if not flag.derived:
+        if not flag.derived and (name, flag.name) != ("AdamC", "normalized"):  # which shows under a schedule
             found = outcome(cls, {**base, flag.name: not flag.default})
             assert found is not None and not torch.equal(found, usual), flag.name

@@ -2,25 +2,24 @@
 // clang-format off
 
 struct accsgd {  // accsgd
-    static constexpr int SCALARS = 8, APART = 0;
+    static constexpr int SCALARS = 6, APART = 0;
     static constexpr bool NEXT[] = {false}, ROOT[] = {false};
-    const F weight_decay, grad_scale, minus_lr_times_kappa_over_constant,
-        one_minus_xi_times_constant_pow_two_over_kappa, beta, minus_lr, zeta, scalar_5;
+    const F weight_decay, grad_scale, minus_lr_times_kappa_over_constant, beta, minus_lr, scalar_3;
 
     explicit accsgd(const float *scalars) : weight_decay(scalars[0]), grad_scale(scalars[1]),
-        minus_lr_times_kappa_over_constant(scalars[2]), one_minus_xi_times_constant_pow_two_over_kappa(scalars[3]),
-        beta(scalars[4]), minus_lr(scalars[5]), zeta(scalars[6]), scalar_5(scalars[7]) {}
+        minus_lr_times_kappa_over_constant(scalars[2]), beta(scalars[3]), minus_lr(scalars[4]), scalar_3(scalars[5]) {}
     template <class S0>
     F step(F p, F g, S0 &momentum_buffer) const {
         const F g_ = grad_scale * g;
-        const F g_2 = fma(weight_decay, p, g_);  // 19
+        const F momentum_buffer_ = momentum_buffer.read();
+        const F g_2 = fma(weight_decay, p, g_);                   // 19
         // 22
-        const F momentum_buffer_ = fma(
-            beta, fma(minus_lr_times_kappa_over_constant, g_2, p),
-            momentum_buffer.times(one_minus_xi_times_constant_pow_two_over_kappa)
+        const F momentum_buffer_2 = fma(
+            beta, fma(minus_lr_times_kappa_over_constant, g_2, p - momentum_buffer_), momentum_buffer_
         );
-        const F p_ = fma(scalar_5, momentum_buffer_, zeta * fma(minus_lr, g_2, p));  // 23
-        momentum_buffer.set(momentum_buffer_);
-        return p_;
+        const F p_ = fma(minus_lr, g_2, p);                       // 23
+        const F p_2 = fma(scalar_3, momentum_buffer_2 - p_, p_);  // 24
+        momentum_buffer.set(momentum_buffer_2);
+        return p_2;
     }
 };

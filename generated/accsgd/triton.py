@@ -4,34 +4,32 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.gpu.codecs import times
+from optgen.runtime.gpu.codecs import read
 from optgen.runtime.gpu.matrices import walk
 
 
 @triton.jit
 def accsgd_tile(
-    PLAN: tl.constexpr, p, g, momentum_buffer, weight_decay, grad_scale, minus_lr_times_kappa_over_constant,
-    one_minus_xi_times_constant_pow_two_over_kappa, beta, minus_lr, zeta, scalar_5, live, MASKED: tl.constexpr,
+    PLAN: tl.constexpr, p, g, momentum_buffer, weight_decay, grad_scale, minus_lr_times_kappa_over_constant, beta,
+    minus_lr, scalar_3, live, MASKED: tl.constexpr,
 ):
     """The new p, momentum_buffer."""
+    momentum_buffer = read(momentum_buffer, PLAN.momentum_buffer)
     g = grad_scale * g
-    g = tl.fma(weight_decay, p, g)                                        # 19
+    g = tl.fma(weight_decay, p, g)                # 19
     # 22
-    momentum_buffer = tl.fma(
-        beta, tl.fma(minus_lr_times_kappa_over_constant, g, p),
-        times(one_minus_xi_times_constant_pow_two_over_kappa, momentum_buffer, PLAN.momentum_buffer)
-    )
-    p = tl.fma(scalar_5, momentum_buffer, zeta * tl.fma(minus_lr, g, p))  # 23
+    momentum_buffer = tl.fma(beta, tl.fma(minus_lr_times_kappa_over_constant, g, p - momentum_buffer), momentum_buffer)
+    p = tl.fma(minus_lr, g, p)                    # 23
+    p = tl.fma(scalar_3, momentum_buffer - p, p)  # 24
     return p, momentum_buffer
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def accsgd_sweep(
     table, work, weight_decay: tl.float32, grad_scale: tl.float32, minus_lr_times_kappa_over_constant: tl.float32,
-    one_minus_xi_times_constant_pow_two_over_kappa: tl.float32, beta: tl.float32, minus_lr: tl.float32,
-    zeta: tl.float32, scalar_5: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
+    beta: tl.float32, minus_lr: tl.float32, scalar_3: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     walk(
-        table, work, accsgd_tile, SWEEP, (weight_decay, grad_scale, minus_lr_times_kappa_over_constant,
-        one_minus_xi_times_constant_pow_two_over_kappa, beta, minus_lr, zeta, scalar_5), step_key,
+        table, work, accsgd_tile, SWEEP, (weight_decay, grad_scale, minus_lr_times_kappa_over_constant, beta, minus_lr,
+        scalar_3), step_key,
     )

@@ -4,10 +4,10 @@
 struct adasmooth {  // adasmooth
     static constexpr int SCALARS = 6, APART = 0;
     static constexpr bool NEXT[] = {false, false, false}, ROOT[] = {false, false, false};
-    const F lr, eps, weight_decay, grad_scale, slow_minus_fast, one_minus_slow;
+    const F lr, eps, weight_decay, grad_scale, beta2_minus_beta1, one_minus_beta2;
 
     explicit adasmooth(const float *scalars) : lr(scalars[0]), eps(scalars[1]), weight_decay(scalars[2]),
-        grad_scale(scalars[3]), slow_minus_fast(scalars[4]), one_minus_slow(scalars[5]) {}
+        grad_scale(scalars[3]), beta2_minus_beta1(scalars[4]), one_minus_beta2(scalars[5]) {}
     template <class S0, class S1, class S2>
     F step(F p, F g, S0 &s, S1 &n, S2 &exp_avg_sq) const {
         const F g_ = grad_scale * g;
@@ -15,8 +15,9 @@ struct adasmooth {  // adasmooth
         const F n_ = n.read();
         const F exp_avg_sq_ = exp_avg_sq.read();
         const F g_2 = fma(weight_decay, p, g_);                // 24
-        const F share = fma(slow_minus_fast, abs(s_) / (n_ + eps), one_minus_slow);  // 25
-        const F exp_avg_sq_2 = fma(share * share, fma(g_2, g_2, -exp_avg_sq_), exp_avg_sq_);  // 26
+        const F share = fma(beta2_minus_beta1, min(F(1.0f), abs(s_) / (n_ + eps)), one_minus_beta2);  // 25
+        const F share_mul = share * share;
+        const F exp_avg_sq_2 = fma(share_mul, g_2 * g_2, (1.0f - share_mul) * exp_avg_sq_);  // 26
         const F update = lr * g_2 / sqrt(exp_avg_sq_2 + eps);  // 27
         const F p_ = p - update;                               // 30
         const F s_2 = s_ - update;                             // 28

@@ -6,35 +6,40 @@ import triton.language as tl
 
 from optgen.runtime.gpu.codecs import read
 from optgen.runtime.gpu.matrices import walk
-from optgen.runtime.gpu.prelude import minus, reciprocal
+from optgen.runtime.gpu.prelude import reciprocal
 
 
 @triton.jit
 def adasmooth_tile(
-    PLAN: tl.constexpr, p, g, s, n, exp_avg_sq, lr, eps, weight_decay, grad_scale, slow_minus_fast, one_minus_slow,
-    live, MASKED: tl.constexpr,
+    PLAN: tl.constexpr, p, g, s, n, exp_avg_sq, lr, eps, weight_decay, grad_scale, beta2_minus_beta1,
+    one_minus_beta2, live, MASKED: tl.constexpr,
 ):
     """The new p, s, n, exp_avg_sq."""
     s = read(s, PLAN.s)
     n = read(n, PLAN.n)
     exp_avg_sq = read(exp_avg_sq, PLAN.exp_avg_sq)
     g = grad_scale * g
-    g = tl.fma(weight_decay, p, g)                           # 24
-    share = tl.fma(slow_minus_fast, tl.abs(s) * (1.0 / (n + eps)), one_minus_slow)  # 25
-    exp_avg_sq = tl.fma(share * share, tl.fma(g, g, minus(exp_avg_sq)), exp_avg_sq)  # 26
+    g = tl.fma(weight_decay, p, g)                                         # 24
+    # 25
+    share = tl.fma(
+        beta2_minus_beta1, tl.minimum(tl.abs(s) * (1.0 / (n + eps)), 1.0, propagate_nan=tl.PropagateNan.ALL),
+        one_minus_beta2
+    )
+    share_mul = share * share
+    exp_avg_sq = tl.fma(share_mul, g * g, (1.0 - share_mul) * exp_avg_sq)  # 26
     update = lr * g * reciprocal(tl.sqrt(exp_avg_sq + eps))  # 27
-    p = p - update                                           # 30
-    s = s - update                                           # 28
-    n = n + tl.abs(update)                                   # 29
+    p = p - update                                                         # 30
+    s = s - update                                                         # 28
+    n = n + tl.abs(update)                                                 # 29
     return p, s, n, exp_avg_sq
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adasmooth_sweep(
     table, work, lr: tl.float32, eps: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
-    slow_minus_fast: tl.float32, one_minus_slow: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
+    beta2_minus_beta1: tl.float32, one_minus_beta2: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     walk(
-        table, work, adasmooth_tile, SWEEP, (lr, eps, weight_decay, grad_scale, slow_minus_fast, one_minus_slow),
+        table, work, adasmooth_tile, SWEEP, (lr, eps, weight_decay, grad_scale, beta2_minus_beta1, one_minus_beta2),
         step_key,
     )

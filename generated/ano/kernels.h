@@ -16,8 +16,9 @@ struct ano {  // ano
         const F exp_avg_sq_ = exp_avg_sq.read();
         const F exp_avg_ = fma(one_minus_beta1_times_grad_scale, g, exp_avg.times(beta1));  // 26
         // 28
-        const F exp_avg_sq_2 = fma(
-            scalar_3 * sign(fma(grad_scale_times_grad_scale * g, g, -exp_avg_sq_)) * g, g, beta2 * exp_avg_sq_
+        const F exp_avg_sq_2 = max(
+            F(0.0f),
+            fma(scalar_3 * sign(fma(grad_scale_times_grad_scale * g, g, -exp_avg_sq_)) * g, g, beta2 * exp_avg_sq_)
         );
         exp_avg.set(exp_avg_);
         exp_avg_sq.set(exp_avg_sq_2);
@@ -47,8 +48,9 @@ struct ano_logarithmic_schedule {  // ano
         const F exp_avg_sq_ = exp_avg_sq.read();
         const F exp_avg_ = fma(scalar_2, g, exp_avg.times(keep));  // 26
         // 28
-        const F exp_avg_sq_2 = fma(
-            scalar_4 * sign(fma(grad_scale_times_grad_scale * g, g, -exp_avg_sq_)) * g, g, beta2 * exp_avg_sq_
+        const F exp_avg_sq_2 = max(
+            F(0.0f),
+            fma(scalar_4 * sign(fma(grad_scale_times_grad_scale * g, g, -exp_avg_sq_)) * g, g, beta2 * exp_avg_sq_)
         );
         exp_avg.set(exp_avg_);
         exp_avg_sq.set(exp_avg_sq_2);

@@ -20,8 +20,11 @@ def ano_tile(
     g_2 = grad_scale * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 26
     # 28
-    exp_avg_sq = tl.fma(
-        scalar_3 * sign(tl.fma(grad_scale_times_grad_scale * g, g, minus(exp_avg_sq))) * g, g, beta2 * exp_avg_sq
+    exp_avg_sq = tl.maximum(
+        tl.fma(
+            scalar_3 * sign(tl.fma(grad_scale_times_grad_scale * g, g, minus(exp_avg_sq))) * g, g, beta2 * exp_avg_sq
+        ),
+        0.0, propagate_nan=tl.PropagateNan.ALL
     )
     p = one_minus_lr_times_weight_decay * p  # 25
     p = tl.fma(minus(tl.abs(g_2) * sign(exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_4, scalar_5)), p)  # 30
@@ -51,8 +54,11 @@ def ano_logarithmic_schedule_tile(
     g_2 = grad_scale * g
     exp_avg = tl.fma(scalar_2, g, times(keep, exp_avg, PLAN.exp_avg))  # 26
     # 28
-    exp_avg_sq = tl.fma(
-        scalar_4 * sign(tl.fma(grad_scale_times_grad_scale * g, g, minus(exp_avg_sq))) * g, g, beta2 * exp_avg_sq
+    exp_avg_sq = tl.maximum(
+        tl.fma(
+            scalar_4 * sign(tl.fma(grad_scale_times_grad_scale * g, g, minus(exp_avg_sq))) * g, g, beta2 * exp_avg_sq
+        ),
+        0.0, propagate_nan=tl.PropagateNan.ALL
     )
     p = one_minus_lr_times_weight_decay * p                            # 25
     p = tl.fma(minus(tl.abs(g_2) * sign(exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_5, scalar_6)), p)  # 30

@@ -2,30 +2,22 @@
 // clang-format off
 
 struct focus {  // focus
-    static constexpr int SCALARS = 9, APART = 2;
-    static constexpr bool ROOT[] = {false, false};
-    static constexpr bool NEXT[] = {true, true};
-    const F beta1, beta2, gamma, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_2,
-        minus_one_over_one_minus_beta2_pow_t, where_lt_one_t_one_zero, minus_lr;
+    static constexpr int SCALARS = 6, APART = 0;
+    static constexpr bool NEXT[] = {false, false}, ROOT[] = {false, false};
+    const F lr, beta1, gamma, one_minus_beta1_times_grad_scale, scalar_1, lr_times_weight_decay;
 
-    explicit focus(const float *scalars) : beta1(scalars[0]), beta2(scalars[1]), gamma(scalars[2]),
-        one_minus_beta1_times_grad_scale(scalars[3]), one_minus_beta2(scalars[4]), scalar_2(scalars[5]),
-        minus_one_over_one_minus_beta2_pow_t(scalars[6]), where_lt_one_t_one_zero(scalars[7]), minus_lr(scalars[8]) {}
+    explicit focus(const float *scalars) : lr(scalars[0]), beta1(scalars[1]), gamma(scalars[2]),
+        one_minus_beta1_times_grad_scale(scalars[3]), scalar_1(scalars[4]), lr_times_weight_decay(scalars[5]) {}
     template <class S0, class S1>
-    void states(F p, F g, S0 &exp_avg, S1 &pbar) const {
-        const F pbar_ = fma(one_minus_beta2, p, pbar.times(beta2));  // 23
+    F step(F p, F g, S0 &exp_avg, S1 &away) const {
+        const F away_ = away.times(scalar_1);                  // 23
+        const F shrunk = lr_times_weight_decay * (p - away_);  // 24
         const F exp_avg_ = fma(one_minus_beta1_times_grad_scale, g, exp_avg.times(beta1));  // 22
+        const F update = fma(lr, fma(gamma, sign(away_ - shrunk), sign(exp_avg_)), shrunk);  // 25
+        const F p_ = p - update;                               // 26
+        const F away_2 = away_ - update;                       // 27
         exp_avg.set(exp_avg_);
-        pbar.set(pbar_);
-    }
-    template <class S0, class S1>
-    F weight(F p, F g, const S0 &exp_avg, const S1 &pbar) const {
-        const F p_ = fma(scalar_2, pbar.next(), p);  // 25
-        // 26
-        const F away = where(
-            0.0f < where_lt_one_t_one_zero, sign(fma(minus_one_over_one_minus_beta2_pow_t, pbar.next(), p_)), F(0.0f)
-        );
-        const F p_2 = fma(minus_lr, fma(gamma, away, sign(exp_avg.next())), p_);  // 27
-        return p_2;
+        away.set(away_2);
+        return p_;
     }
 };

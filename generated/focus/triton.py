@@ -11,27 +11,25 @@ from optgen.runtime.gpu.prelude import sign
 
 @triton.jit
 def focus_tile(
-    PLAN: tl.constexpr, p, g, exp_avg, pbar, beta1, beta2, gamma, one_minus_beta1_times_grad_scale, one_minus_beta2,
-    scalar_2, minus_one_over_one_minus_beta2_pow_t, where_lt_one_t_one_zero, minus_lr, live, MASKED: tl.constexpr,
+    PLAN: tl.constexpr, p, g, exp_avg, away, lr, beta1, gamma, one_minus_beta1_times_grad_scale, scalar_1,
+    lr_times_weight_decay, live, MASKED: tl.constexpr,
 ):
-    """The new p, exp_avg, pbar."""
-    pbar = tl.fma(one_minus_beta2, p, times(beta2, pbar, PLAN.pbar))  # 23
-    p = tl.fma(scalar_2, pbar, p)                                     # 25
-    # 26
-    away = tl.where(0.0 < where_lt_one_t_one_zero, sign(tl.fma(minus_one_over_one_minus_beta2_pow_t, pbar, p)), 0.0)
+    """The new p, exp_avg, away."""
+    away = times(scalar_1, away, PLAN.away)      # 23
+    shrunk = lr_times_weight_decay * (p - away)  # 24
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 22
-    p = tl.fma(minus_lr, tl.fma(gamma, away, sign(exp_avg)), p)       # 27
-    return p, exp_avg, pbar
+    update = tl.fma(lr, tl.fma(gamma, sign(away - shrunk), sign(exp_avg)), shrunk)  # 25
+    p = p - update                               # 26
+    away = away - update                         # 27
+    return p, exp_avg, away
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def focus_sweep(
-    table, work, beta1: tl.float32, beta2: tl.float32, gamma: tl.float32,
-    one_minus_beta1_times_grad_scale: tl.float32, one_minus_beta2: tl.float32, scalar_2: tl.float32,
-    minus_one_over_one_minus_beta2_pow_t: tl.float32, where_lt_one_t_one_zero: tl.float32, minus_lr: tl.float32,
-    step_key: tl.int32, SWEEP: tl.constexpr,
+    table, work, lr: tl.float32, beta1: tl.float32, gamma: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
+    scalar_1: tl.float32, lr_times_weight_decay: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     walk(
-        table, work, focus_tile, SWEEP, (beta1, beta2, gamma, one_minus_beta1_times_grad_scale, one_minus_beta2,
-        scalar_2, minus_one_over_one_minus_beta2_pow_t, where_lt_one_t_one_zero, minus_lr), step_key,
+        table, work, focus_tile, SWEEP, (lr, beta1, gamma, one_minus_beta1_times_grad_scale, scalar_1,
+        lr_times_weight_decay), step_key,
     )

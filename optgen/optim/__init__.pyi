@@ -177,6 +177,23 @@ class AdaMuon(Optimizer):
         stagger: bool = False, workspace: int | str | None = None,
     ) -> None: ...
 
+class AdaNorm(Optimizer):
+    """A tensor's gradient that is shorter than the average (r) of its norms goes into the momentum as long as that."""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 0.001,
+        betas: Sequence[float | Tensor] = (0.9, 0.999),
+        r: float | Tensor = 0.95,
+        eps: float | Tensor = 1e-8,
+        weight_decay: float | Tensor = 0.0,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+        stagger: bool = False, workspace: int | str | None = None,
+    ) -> None: ...
+
 class AdaPNM(Optimizer):
     """Adam or AMSGrad with a momentum of every other gradient less that of the others, which beta0 weighs."""
 
@@ -204,6 +221,23 @@ class AdaSmooth(Optimizer):
         lr: float | Tensor = 0.001,
         betas: Sequence[float | Tensor] = (0.5, 0.99),
         eps: float | Tensor = 1e-6,
+        weight_decay: float | Tensor = 0.0,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+        stagger: bool = False, workspace: int | str | None = None,
+    ) -> None: ...
+
+class AdaTAM(Optimizer):
+    """TAM's momentum over the root of Adam's second moment, without bias corrections."""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 0.001,
+        betas: Sequence[float | Tensor] = (0.9, 0.999),
+        decay_rate: float | Tensor = 0.9,
+        eps: float | Tensor = 1e-8,
         weight_decay: float | Tensor = 0.0,
         *,
         maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
@@ -282,6 +316,22 @@ class Adagrad(Optimizer):
         stagger: bool = False, workspace: int | str | None = None,
     ) -> None: ...
 
+class Adai(Optimizer):
+    """An element's beta1 is 1 - beta0 * v / (mean of v over the model), from 0 to 1 - eps."""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 0.001,
+        betas: Sequence[float | Tensor] = (0.1, 0.99),
+        eps: float | Tensor = 0.001,
+        weight_decay: float | Tensor = 0.0,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+        stagger: bool = False, workspace: int | str | None = None,
+    ) -> None: ...
+
 class Adam(Optimizer):
     """Adam with L2 weight decay, or as AdamW has it."""
 
@@ -335,7 +385,7 @@ class AdamC(Optimizer):
     ) -> None: ...
 
 class AdamG(Optimizer):
-    """Adam of gradients times an average of numerator * v^exponent (the paper's p and q) at a rate of 1/sqrt(t) at most."""
+    """Adam of gradients times averages of numerator * v^exponent (p and q of the paper) at a rate of 1/sqrt(t) at most."""
 
     def __init__(
         self, params: ParamsT,
@@ -396,6 +446,22 @@ class AdamS(Optimizer):
         betas: Sequence[float | Tensor] = (0.9, 0.95),
         eps: float | Tensor = 1e-8,
         weight_decay: float | Tensor = 0.1,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+        stagger: bool = False, workspace: int | str | None = None,
+    ) -> None: ...
+
+class AdamSWD(Optimizer):
+    """The decay's rate is lr over the root of the second moment's mean, one for the model."""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 0.001,
+        betas: Sequence[float | Tensor] = (0.9, 0.999),
+        eps: float | Tensor = 1e-8,
+        weight_decay: float | Tensor = 0.0001,
         *,
         maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
         module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
@@ -468,6 +534,43 @@ class AggMo(Optimizer):
         stagger: bool = False, workspace: int | str | None = None,
     ) -> None: ...
 
+class Aida(Optimizer):
+    """The second moment is of the difference of the two after two mutual projections per tensor, the paper's K = 2."""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 0.001,
+        betas: Sequence[float | Tensor] = (0.9, 0.999),
+        xi: float | Tensor = 1e-20,
+        eps: float | Tensor = 1e-8,
+        weight_decay: float | Tensor = 0.0,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+        stagger: bool = False, workspace: int | str | None = None,
+    ) -> None: ...
+
+class Amos(Optimizer):
+    """The second moment is one per tensor; c and d, by which decay and steps shrink, follow the sum `decay` of gamma."""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 0.001,
+        beta: float | Tensor = 0.999,
+        momentum: float | Tensor = 0.0,
+        scale: float | Tensor = 0.5,
+        extra_l2: float | Tensor = 0.0,
+        c_coef: float | Tensor = 0.25,
+        d_coef: float | Tensor = 0.25,
+        eps: float | Tensor = 1e-18,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+        stagger: bool = False, workspace: int | str | None = None,
+    ) -> None: ...
+
 class Ano(Optimizer):
     """|g| over the root of Yogi's second moment, with the momentum's sign."""
 
@@ -478,6 +581,38 @@ class Ano(Optimizer):
         eps: float | Tensor = 1e-8,
         weight_decay: float | Tensor = 0.0,
         logarithmic_schedule: bool = False,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+        stagger: bool = False, workspace: int | str | None = None,
+    ) -> None: ...
+
+class ApolloQN(Optimizer):
+    """Momentum over |B|, or over .01 where that is less; the weak secant equation updates B along the last step."""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 0.01,
+        beta: float | Tensor = 0.9,
+        eps: float | Tensor = 0.0001,
+        weight_decay: float | Tensor = 0.0,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+        stagger: bool = False, workspace: int | str | None = None,
+    ) -> None: ...
+
+class AvaGrad(Optimizer):
+    """gamma is the root of the harmonic mean of the squares of all divisors; a first step only fills the moments."""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 0.1,
+        betas: Sequence[float | Tensor] = (0.9, 0.999),
+        eps: float | Tensor = 0.1,
+        weight_decay: float | Tensor = 0.0,
         *,
         maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
         module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
@@ -670,6 +805,38 @@ class Dion2(Optimizer):
         stagger: bool = False, workspace: int | str | None = None,
     ) -> None: ...
 
+class DoG(Optimizer):
+    """The distance is the largest of the model from its first weights, and reps_rel * (1 + their norm) at first."""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 1.0,
+        reps_rel: float | Tensor = 1e-6,
+        eps: float | Tensor = 1e-8,
+        weight_decay: float | Tensor = 0.0,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+        stagger: bool = False, workspace: int | str | None = None,
+    ) -> None: ...
+
+class DoWG(Optimizer):
+    """The distance is the largest of the model from its first weights, and at least reps."""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 1.0,
+        reps: float | Tensor = 0.0001,
+        eps: float | Tensor = 1e-8,
+        weight_decay: float | Tensor = 0.0,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+        stagger: bool = False, workspace: int | str | None = None,
+    ) -> None: ...
+
 class DualAdam(Optimizer):
     """The share of the inverse, 1 - t * switch_rate, is 0 once it is below switch_rate."""
 
@@ -712,6 +879,24 @@ class EXAdam(Optimizer):
         betas: Sequence[float | Tensor] = (0.9, 0.999),
         eps: float | Tensor = 1e-8,
         weight_decay: float | Tensor = 0.0,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+        stagger: bool = False, workspace: int | str | None = None,
+    ) -> None: ...
+
+class FAdam(Optimizer):
+    """The gradient over the root of the empirical Fisher information, clipped to a root mean square, then averaged."""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 0.001,
+        betas: Sequence[float | Tensor] = (0.9, 0.999),
+        eps: float | Tensor = 1e-8,
+        eps2: float | Tensor = 0.01,
+        clip: float | Tensor = 1.0,
+        weight_decay: float | Tensor = 0.1,
         *,
         maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
         module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
@@ -855,6 +1040,27 @@ class KLShampoo(Optimizer):
         max_clamp_value: float | Tensor = 4000.0,
         *,
         maximize: bool = False, plan: PlanOption = None, overrides: Given = None, blocks: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+        stagger: bool = False, workspace: int | str | None = None,
+    ) -> None: ...
+
+class KourkoutasBeta(Optimizer):
+    """beta2 goes from beta2_max toward beta2_min by r / (1 + r), with r the norm over its average (alpha)."""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 0.001,
+        beta1: float | Tensor = 0.9,
+        beta2_max: float | Tensor = 0.999,
+        beta2_min: float | Tensor = 0.9,
+        alpha: float | Tensor = 0.9,
+        tiny_spike: float | Tensor = 1e-8,
+        warmup_steps: float | Tensor = 0.0,
+        eps: float | Tensor = 1e-8,
+        weight_decay: float | Tensor = 0.0,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
         module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
         fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
         stagger: bool = False, workspace: int | str | None = None,
@@ -1315,6 +1521,25 @@ class RAdam(Optimizer):
         stagger: bool = False, workspace: int | str | None = None,
     ) -> None: ...
 
+class RAdamScheduleFree(Optimizer):
+    """The rate is rectified as RAdam's, in the average's weights too; before, steps are 0, or SGD's."""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 0.0025,
+        betas: Sequence[float | Tensor] = (0.9, 0.999),
+        eps: float | Tensor = 1e-8,
+        weight_decay: float | Tensor = 0.0,
+        r: float | Tensor = 0.0,
+        weight_lr_power: float | Tensor = 2.0,
+        silent_sgd_phase: bool = True,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+        stagger: bool = False, workspace: int | str | None = None,
+    ) -> None: ...
+
 class RMSprop(Optimizer):
     """The gradient divided by the root of a running mean of its square."""
 
@@ -1401,6 +1626,22 @@ class SGDP(Optimizer):
         stagger: bool = False, workspace: int | str | None = None,
     ) -> None: ...
 
+class SGDSaI(Optimizer):
+    """gsnr, a ratio of signal to noise, is the norm of the first gradient over the standard deviation of its elements."""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 0.01,
+        momentum: float | Tensor = 0.9,
+        eps: float | Tensor = 1e-8,
+        weight_decay: float | Tensor = 0.01,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+        stagger: bool = False, workspace: int | str | None = None,
+    ) -> None: ...
+
 class SGDW(Optimizer):
     """SGD as torch.optim.SGD has it, but the decay shrinks the weight and leaves the momentum alone."""
 
@@ -1474,6 +1715,26 @@ class SOAPMuon(Optimizer):
         adamw: bool = False,
         *,
         maximize: bool = False, plan: PlanOption = None, overrides: Given = None, blocks: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+        stagger: bool = False, workspace: int | str | None = None,
+    ) -> None: ...
+
+class SPAM(Optimizer):
+    """Elements whose square is above threshold * exp_avg_sq are clipped to that, but for grad_accu_steps steps."""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 0.001,
+        betas: Sequence[float | Tensor] = (0.9, 0.999),
+        eps: float | Tensor = 1e-8,
+        weight_decay: float | Tensor = 0.0,
+        warmup_epoch: float | Tensor = 50.0,
+        threshold: float | Tensor = 5000.0,
+        grad_accu_steps: float | Tensor = 20.0,
+        update_proj_gap: float | Tensor = 500,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
         module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
         fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
         stagger: bool = False, workspace: int | str | None = None,
@@ -1675,6 +1936,23 @@ class StableSPAM(Optimizer):
         gamma2: float | Tensor = 0.9,
         gamma3: float | Tensor = 0.999,
         update_proj_gap: float | Tensor = 1000.0,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+        stagger: bool = False, workspace: int | str | None = None,
+    ) -> None: ...
+
+class TAM(Optimizer):
+    """s is an average of the cosine between a tensor's momentum and its gradient, which has the weight (1 + s) / 2."""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 0.001,
+        momentum: float | Tensor = 0.9,
+        decay_rate: float | Tensor = 0.9,
+        eps: float | Tensor = 1e-8,
+        weight_decay: float | Tensor = 0.0,
         *,
         maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
         module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,

@@ -7,14 +7,15 @@ DISCOURAGED = {
         'the average freezes, and the step sizes made of it with it: a step under decay 0.999 changes it by 0.001 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 0.0078 (kept / true in [0.204, inf] '
         '(geometric sum of relative errors)); round it stochastically, or keep it in fp32': {
-            "exp_avg_var": ("adabelief",),
+            "exp_avg_var": ("adabelief", "aida"),
             "exp_avg_sq": (
-                "adabound", "adam", "adamc", "adamod", "adamp", "adamw", "adapnm", "ademamix", "apollo", "came",
-                "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam", "diffgrad", "dual_adam", "eadam", "exadam",
-                "fira", "galore", "grams", "lamb", "laprop", "lookahead_adamw", "nadam", "padam", "prodigy", "qhadam",
-                "radam", "sadam", "schedule_free_adamw", "sinkgd", "stable_spam",
+                "adabound", "adam", "adam_swd", "adamc", "adamod", "adamp", "adamw", "adanorm", "adapnm", "adatam",
+                "ademamix", "apollo", "avagrad", "came", "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam",
+                "diffgrad", "dual_adam", "eadam", "exadam", "fira", "galore", "grams", "lamb", "laprop",
+                "lookahead_adamw", "nadam", "padam", "prodigy", "qhadam", "radam", "radam_schedule_free", "sadam",
+                "schedule_free_adamw", "sinkgd", "stable_spam",
             ),
-            "exp_inf": ("adamax",), "v": ("adamg",), "exp_avg_lr": ("adamod",),
+            "exp_inf": ("adamax",), "v": ("adamg",), "exp_avg_lr": ("adamod",), "fim": ("fadam",),
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.999984 changes it by '
         '1.6e-05 of itself at most, and rounding to nearest undoes that in cells of up to 0.0078 (kept / true in '
@@ -28,7 +29,7 @@ DISCOURAGED = {
         'the average freezes, and the step sizes made of it with it: a step under decay 0.99 changes it by 0.01 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 0.0078 (kept / true in [0.719, 1.63] '
         '(geometric sum of relative errors)); round it stochastically, or keep it in fp32': {
-            "exp_avg_sq": ("adam_atan2", "adan", "ano", "grokfast_adamw", "mars", "shampoo", "stable_adamw"),
+            "exp_avg_sq": ("adai", "adam_atan2", "adan", "ano", "grokfast_adamw", "mars", "shampoo", "stable_adamw"),
             "square_avg": ("rmsprop",),
         },
         'to nearest, 128 codes up to 1 of the value keep themselves under a decay of 0.9999: a state without '
@@ -39,37 +40,38 @@ DISCOURAGED = {
         'to nearest, 128 codes up to 1 of the value keep themselves under a decay of 0.9995: a state without '
         'gradients never returns to 0': {"s": ("dadapt_adam", "prodigy")},
         'to nearest, 128 codes up to 1 of the value keep themselves under a decay of 0.999: a state without gradients'
-        ' never returns to 0': {"pbar": ("focus",), "momentum_buffer": ("qhm",)},
+        ' never returns to 0': {"away": ("focus",), "momentum_buffer": ("qhm",)},
     },
     "int8_rn_split24": {
         'to nearest, 5 codes up to 0.02 of the scale keep themselves under a decay of 0.9: a state without gradients '
         'never returns to 0': {
             "exp_avg": (
-                "adabelief", "adabound", "adafactor_paper", "adam", "adam_atan2", "adamax", "adamc", "adamod", "adamp",
-                "adams", "adamw", "ademamix", "adopt", "apollo", "came", "cautious_adamw", "clipped_adamw", "conda",
-                "dadapt_adam", "diffgrad", "dual_adam", "eadam", "exadam", "fira", "focus", "galore", "grams",
-                "grokfast_adamw", "kl_shampoo", "lamb", "laprop", "lookahead_adamw", "msvag", "nadam", "nosadam",
-                "padam", "prodigy", "qhadam", "radam", "sadam", "shampoo", "sinkgd", "stable_adamw", "stable_spam",
-                "yogi",
+                "adabelief", "adabound", "adafactor_paper", "adam", "adam_atan2", "adam_swd", "adamax", "adamc",
+                "adamod", "adamp", "adams", "adamw", "adanorm", "ademamix", "adopt", "aida", "amos", "apollo",
+                "avagrad", "came", "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam", "diffgrad", "dual_adam",
+                "eadam", "exadam", "fira", "focus", "galore", "grams", "grokfast_adamw", "kl_shampoo",
+                "kourkoutas_beta", "lamb", "laprop", "lookahead_adamw", "msvag", "nadam", "nosadam", "padam", "prodigy",
+                "qhadam", "radam", "sadam", "shampoo", "sinkgd", "spam", "stable_adamw", "stable_spam", "yogi",
             ),
-            "m": ("adam_mini", "bcos"), "buffer2": ("aggmo",),
+            "m": ("adam_mini", "bcos"), "buffer2": ("aggmo",), "exp_avg_grad": ("apollo_qn",),
             "momentum_buffer": (
-                "dion", "dion2", "lars", "low_rank_muon", "orthograd", "psgd_kron", "rmsprop", "scion", "sgd", "sgdp",
-                "sgdw", "signum", "sm3",
+                "dion", "dion2", "lars", "low_rank_muon", "orthograd", "psgd_kron", "rmsprop", "scion", "sgd",
+                "sgd_sai", "sgdp", "sgdw", "signum", "sm3",
             ),
-            "i_buffer": ("pid",), "d_buffer": ("pid",), "momentum": ("splus",),
+            "momentum": ("fadam", "splus"), "i_buffer": ("pid",), "d_buffer": ("pid",),
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.999 changes it by 0.001 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 3; round it stochastically, or keep it'
         ' in fp32': {
-            "exp_avg_var": ("adabelief",),
+            "exp_avg_var": ("adabelief", "aida"),
             "exp_avg_sq": (
-                "adabound", "adam", "adamc", "adamod", "adamp", "adamw", "adapnm", "ademamix", "apollo", "came",
-                "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam", "diffgrad", "dual_adam", "eadam", "exadam",
-                "fira", "galore", "grams", "lamb", "laprop", "lookahead_adamw", "nadam", "padam", "prodigy", "qhadam",
-                "radam", "sadam", "schedule_free_adamw", "sinkgd", "stable_spam",
+                "adabound", "adam", "adam_swd", "adamc", "adamod", "adamp", "adamw", "adanorm", "adapnm", "adatam",
+                "ademamix", "apollo", "avagrad", "came", "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam",
+                "diffgrad", "dual_adam", "eadam", "exadam", "fira", "galore", "grams", "lamb", "laprop",
+                "lookahead_adamw", "nadam", "padam", "prodigy", "qhadam", "radam", "radam_schedule_free", "sadam",
+                "schedule_free_adamw", "sinkgd", "stable_spam",
             ),
-            "exp_inf": ("adamax",), "v": ("adamg",), "exp_avg_lr": ("adamod",),
+            "exp_inf": ("adamax",), "v": ("adamg",), "exp_avg_lr": ("adamod",), "fim": ("fadam",),
         },
         'to nearest, a code keeps itself while the scale of its block moves slowly, and what it reads as moves with '
         'the scale: a running maximum needs numbers that stay, as those of LogMinMax, LogMax and floats do, and those'
@@ -89,7 +91,7 @@ DISCOURAGED = {
         'the average freezes, and the step sizes made of it with it: a step under decay 0.99 changes it by 0.01 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 3; round it stochastically, or keep it'
         ' in fp32': {
-            "exp_avg_sq": ("adam_atan2", "adan", "ano", "grokfast_adamw", "mars", "shampoo", "stable_adamw"),
+            "exp_avg_sq": ("adai", "adam_atan2", "adan", "ano", "grokfast_adamw", "mars", "shampoo", "stable_adamw"),
             "square_avg": ("rmsprop",),
         },
         'to nearest, 10 codes up to 0.041 of the scale keep themselves under a decay of 0.95: a state without '
@@ -123,7 +125,7 @@ DISCOURAGED = {
         'to nearest, 127 codes up to 1 of the scale keep themselves under a decay of 0.9995: a state without '
         'gradients never returns to 0': {"s": ("dadapt_adam", "prodigy")},
         'to nearest, 127 codes up to 1 of the scale keep themselves under a decay of 0.999: a state without gradients'
-        ' never returns to 0': {"pbar": ("focus",), "momentum_buffer": ("qhm",)},
+        ' never returns to 0': {"away": ("focus",), "momentum_buffer": ("qhm",)},
         'the average freezes, and the step sizes made of it with it: a step under decay 0.98 changes it by 0.02 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 3; round it stochastically, or keep it'
         ' in fp32': {"exp_avg_sq": ("kl_shampoo",)},
@@ -133,40 +135,44 @@ DISCOURAGED = {
     "flashoptim": {
         'its scales cover 6.1e-05 to 6.55e+04 only: blocks beyond overflow or freeze': {
             "exp_avg": (
-                "adabelief", "adabound", "adafactor_paper", "adam", "adam_atan2", "adamax", "adamc", "adamod", "adamp",
-                "adams", "adamw", "adan", "adapnm", "ademamix", "adopt", "ano", "apollo", "came", "cautious_adamw",
-                "cautious_lion", "clipped_adamw", "conda", "dadapt_adam", "diffgrad", "dual_adam", "eadam", "exadam",
-                "fira", "focus", "galore", "grams", "grokfast_adamw", "kl_shampoo", "lamb", "laprop", "lion", "lion_k",
+                "adabelief", "adabound", "adafactor_paper", "adai", "adam", "adam_atan2", "adam_swd", "adamax", "adamc",
+                "adamod", "adamp", "adams", "adamw", "adan", "adanorm", "adapnm", "adatam", "ademamix", "adopt", "aida",
+                "amos", "ano", "apollo", "avagrad", "came", "cautious_adamw", "cautious_lion", "clipped_adamw", "conda",
+                "dadapt_adam", "diffgrad", "dual_adam", "eadam", "exadam", "fira", "focus", "galore", "grams",
+                "grokfast_adamw", "kl_shampoo", "kourkoutas_beta", "lamb", "laprop", "lion", "lion_k",
                 "lookahead_adamw", "mars", "msvag", "nadam", "nosadam", "novograd", "padam", "pnm", "prodigy", "qhadam",
-                "radam", "sadam", "shampoo", "simplified_ademamix", "sinkgd", "soap", "stable_adamw", "stable_spam",
-                "tiger", "yogi",
+                "radam", "sadam", "shampoo", "simplified_ademamix", "sinkgd", "soap", "spam", "stable_adamw",
+                "stable_spam", "tiger", "yogi",
             ),
-            "exp_avg_var": ("adabelief",),
+            "exp_avg_var": ("adabelief", "aida"),
             "exp_avg_sq": (
-                "adabound", "adafactor_paper", "adam", "adam_atan2", "adamc", "adamod", "adamp", "adamuon", "adamw",
-                "adan", "adapnm", "adasmooth", "ademamix", "adopt", "ano", "apollo", "came", "cautious_adamw",
-                "clipped_adamw", "conda", "dadapt_adam", "diffgrad", "dion", "dion2", "dual_adam", "eadam", "exadam",
-                "fira", "galore", "grams", "grokfast_adamw", "kl_shampoo", "lamb", "laprop", "lookahead_adamw",
-                "low_rank_muon", "mars", "msvag", "muon", "nadam", "normuon", "nosadam", "padam", "polargrad",
-                "prodigy", "qhadam", "radam", "sadam", "schedule_free_adamw", "shampoo", "simplified_ademamix",
-                "sinkgd", "soap", "soap_muon", "stable_adamw", "stable_spam", "yogi",
+                "adabound", "adafactor_paper", "adai", "adam", "adam_atan2", "adam_swd", "adamc", "adamod", "adamp",
+                "adamuon", "adamw", "adan", "adanorm", "adapnm", "adasmooth", "adatam", "ademamix", "adopt", "ano",
+                "apollo", "avagrad", "came", "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam", "diffgrad",
+                "dion", "dion2", "dual_adam", "eadam", "exadam", "fira", "galore", "grams", "grokfast_adamw",
+                "kl_shampoo", "kourkoutas_beta", "lamb", "laprop", "lookahead_adamw", "low_rank_muon", "mars", "msvag",
+                "muon", "nadam", "normuon", "nosadam", "padam", "polargrad", "prodigy", "qhadam", "radam",
+                "radam_schedule_free", "sadam", "schedule_free_adamw", "shampoo", "simplified_ademamix", "sinkgd",
+                "soap", "soap_muon", "spam", "stable_adamw", "stable_spam", "yogi",
             ),
             "max_exp_avg_sq": ("adabound", "adam", "adamw", "adapnm", "clipped_adamw", "lookahead_adamw", "padam"),
             "square_avg": ("adadelta", "rmsprop"), "acc_delta": ("adadelta",), "variance": ("adafactor",),
-            "sum": ("adagrad",), "m": ("adam_mini", "adamg", "bcos"), "exp_inf": ("adamax",), "v": ("adamg",),
-            "r": ("adamg",), "exp_avg_lr": ("adamod",),
+            "sum": ("adagrad",), "correction": ("adai",), "m": ("adam_mini", "adamg", "bcos"), "exp_inf": ("adamax",),
+            "v": ("adamg",), "r": ("adamg",), "exp_avg_lr": ("adamod",),
             "momentum_buffer": (
                 "adamuon", "dion", "dion2", "lars", "low_rank_muon", "muon", "normuon", "orthograd", "polargrad",
-                "psgd_kron", "qhm", "rmsprop", "scion", "sgd", "sgdp", "sgdw", "signum", "sm3", "soap_muon",
+                "psgd_kron", "qhm", "rmsprop", "scion", "sgd", "sgd_sai", "sgdp", "sgdw", "signum", "sm3", "soap_muon",
+                "tam",
             ),
             "exp_avg_diff": ("adan",), "prev_grad": ("adan", "diffgrad"), "neg_exp_avg": ("adapnm", "pnm"),
             "s": ("adasmooth", "dadapt_adam", "madgrad", "prodigy"), "n": ("adasmooth",), "exp_avg_slow": ("ademamix",),
-            "buffer1": ("aggmo",), "buffer2": ("aggmo",), "buffer3": ("aggmo",), "pbar": ("focus",),
-            "grok_exp_avg": ("grokfast_adamw",), "m_sq": ("kate",), "b_sq": ("kate",),
-            "momentum_buffer_residual": ("low_rank_muon",), "grad_sum_sq": ("madgrad",), "last_grad": ("mars",),
-            "grad_buffer": ("pid",), "i_buffer": ("pid",), "d_buffer": ("pid",), "diagonal": ("psgd_kron",),
-            "grad_avg": ("rmsprop",), "prev": ("rprop",), "step_size": ("rprop",), "accumulator": ("sm3",),
-            "lookahead_avg": ("soap_muon",), "momentum": ("splus",), "mov_avg_grad": ("srmm",), "mug": ("vsgd",),
+            "buffer1": ("aggmo",), "buffer2": ("aggmo",), "buffer3": ("aggmo",), "exp_avg_grad": ("apollo_qn",),
+            "approx_hessian": ("apollo_qn",), "update": ("apollo_qn",), "momentum": ("fadam", "splus"),
+            "fim": ("fadam",), "away": ("focus",), "grok_exp_avg": ("grokfast_adamw",), "m_sq": ("kate",),
+            "b_sq": ("kate",), "momentum_buffer_residual": ("low_rank_muon",), "grad_sum_sq": ("madgrad",),
+            "last_grad": ("mars",), "grad_buffer": ("pid",), "i_buffer": ("pid",), "d_buffer": ("pid",),
+            "diagonal": ("psgd_kron",), "grad_avg": ("rmsprop",), "prev": ("rprop",), "step_size": ("rprop",),
+            "accumulator": ("sm3",), "lookahead_avg": ("soap_muon",), "mov_avg_grad": ("srmm",), "mug": ("vsgd",),
             "bg": ("vsgd",), "bhg": ("vsgd",),
         },
     },
@@ -174,31 +180,32 @@ DISCOURAGED = {
         'to nearest, 28 codes up to 0.0024 of the scale keep themselves under a decay of 0.9: a state without '
         'gradients never returns to 0': {
             "exp_avg": (
-                "adabelief", "adabound", "adafactor_paper", "adam", "adam_atan2", "adamax", "adamc", "adamod", "adamp",
-                "adams", "adamw", "ademamix", "adopt", "apollo", "came", "cautious_adamw", "clipped_adamw", "conda",
-                "dadapt_adam", "diffgrad", "dual_adam", "eadam", "exadam", "fira", "focus", "galore", "grams",
-                "grokfast_adamw", "kl_shampoo", "lamb", "laprop", "lookahead_adamw", "msvag", "nadam", "nosadam",
-                "padam", "prodigy", "qhadam", "radam", "sadam", "shampoo", "sinkgd", "stable_adamw", "stable_spam",
-                "yogi",
+                "adabelief", "adabound", "adafactor_paper", "adam", "adam_atan2", "adam_swd", "adamax", "adamc",
+                "adamod", "adamp", "adams", "adamw", "adanorm", "ademamix", "adopt", "aida", "amos", "apollo",
+                "avagrad", "came", "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam", "diffgrad", "dual_adam",
+                "eadam", "exadam", "fira", "focus", "galore", "grams", "grokfast_adamw", "kl_shampoo",
+                "kourkoutas_beta", "lamb", "laprop", "lookahead_adamw", "msvag", "nadam", "nosadam", "padam", "prodigy",
+                "qhadam", "radam", "sadam", "shampoo", "sinkgd", "spam", "stable_adamw", "stable_spam", "yogi",
             ),
-            "m": ("adam_mini", "bcos"), "buffer2": ("aggmo",),
+            "m": ("adam_mini", "bcos"), "buffer2": ("aggmo",), "exp_avg_grad": ("apollo_qn",),
             "momentum_buffer": (
-                "dion", "dion2", "lars", "low_rank_muon", "orthograd", "psgd_kron", "rmsprop", "scion", "sgd", "sgdp",
-                "sgdw", "signum", "sm3",
+                "dion", "dion2", "lars", "low_rank_muon", "orthograd", "psgd_kron", "rmsprop", "scion", "sgd",
+                "sgd_sai", "sgdp", "sgdw", "signum", "sm3",
             ),
-            "i_buffer": ("pid",), "d_buffer": ("pid",), "momentum": ("splus",),
+            "momentum": ("fadam", "splus"), "i_buffer": ("pid",), "d_buffer": ("pid",),
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.999 changes it by 0.001 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 1.7; round it stochastically, or keep '
         'it in fp32': {
-            "exp_avg_var": ("adabelief",),
+            "exp_avg_var": ("adabelief", "aida"),
             "exp_avg_sq": (
-                "adabound", "adam", "adamc", "adamod", "adamp", "adamw", "adapnm", "ademamix", "apollo", "came",
-                "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam", "diffgrad", "dual_adam", "eadam", "exadam",
-                "fira", "galore", "grams", "lamb", "laprop", "lookahead_adamw", "nadam", "padam", "prodigy", "qhadam",
-                "radam", "sadam", "schedule_free_adamw", "sinkgd", "stable_spam",
+                "adabound", "adam", "adam_swd", "adamc", "adamod", "adamp", "adamw", "adanorm", "adapnm", "adatam",
+                "ademamix", "apollo", "avagrad", "came", "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam",
+                "diffgrad", "dual_adam", "eadam", "exadam", "fira", "galore", "grams", "lamb", "laprop",
+                "lookahead_adamw", "nadam", "padam", "prodigy", "qhadam", "radam", "radam_schedule_free", "sadam",
+                "schedule_free_adamw", "sinkgd", "stable_spam",
             ),
-            "exp_inf": ("adamax",), "v": ("adamg",), "exp_avg_lr": ("adamod",),
+            "exp_inf": ("adamax",), "v": ("adamg",), "exp_avg_lr": ("adamod",), "fim": ("fadam",),
         },
         'to nearest, a code keeps itself while the scale of its block moves slowly, and what it reads as moves with '
         'the scale: a running maximum needs numbers that stay, as those of LogMinMax, LogMax and floats do, and those'
@@ -218,7 +225,7 @@ DISCOURAGED = {
         'the average freezes, and the step sizes made of it with it: a step under decay 0.99 changes it by 0.01 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 1.7; round it stochastically, or keep '
         'it in fp32': {
-            "exp_avg_sq": ("adam_atan2", "adan", "ano", "grokfast_adamw", "mars", "shampoo", "stable_adamw"),
+            "exp_avg_sq": ("adai", "adam_atan2", "adan", "ano", "grokfast_adamw", "mars", "shampoo", "stable_adamw"),
             "square_avg": ("rmsprop",),
         },
         'to nearest, 62 codes up to 0.14 of the scale keep themselves under a decay of 0.95: a state without '
@@ -252,7 +259,7 @@ DISCOURAGED = {
         'to nearest, 255 codes up to 1 of the scale keep themselves under a decay of 0.9995: a state without '
         'gradients never returns to 0': {"s": ("dadapt_adam", "prodigy")},
         'to nearest, 255 codes up to 1 of the scale keep themselves under a decay of 0.999: a state without gradients'
-        ' never returns to 0': {"pbar": ("focus",), "momentum_buffer": ("qhm",)},
+        ' never returns to 0': {"away": ("focus",), "momentum_buffer": ("qhm",)},
         'the average freezes, and the step sizes made of it with it: a step under decay 0.98 changes it by 0.02 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 1.7; round it stochastically, or keep '
         'it in fp32': {"exp_avg_sq": ("kl_shampoo",)},
@@ -263,120 +270,132 @@ DISCOURAGED = {
     "torchao8": {
         'its scales cover 1e-12 to 3.4e+38 only: blocks beyond overflow or freeze': {
             "exp_avg": (
-                "adabelief", "adabound", "adafactor_paper", "adam", "adam_atan2", "adamax", "adamc", "adamod", "adamp",
-                "adams", "adamw", "adan", "adapnm", "ademamix", "adopt", "ano", "apollo", "came", "cautious_adamw",
-                "cautious_lion", "clipped_adamw", "conda", "dadapt_adam", "diffgrad", "dual_adam", "eadam", "exadam",
-                "fira", "focus", "galore", "grams", "grokfast_adamw", "kl_shampoo", "lamb", "laprop", "lion", "lion_k",
+                "adabelief", "adabound", "adafactor_paper", "adai", "adam", "adam_atan2", "adam_swd", "adamax", "adamc",
+                "adamod", "adamp", "adams", "adamw", "adan", "adanorm", "adapnm", "adatam", "ademamix", "adopt", "aida",
+                "amos", "ano", "apollo", "avagrad", "came", "cautious_adamw", "cautious_lion", "clipped_adamw", "conda",
+                "dadapt_adam", "diffgrad", "dual_adam", "eadam", "exadam", "fira", "focus", "galore", "grams",
+                "grokfast_adamw", "kl_shampoo", "kourkoutas_beta", "lamb", "laprop", "lion", "lion_k",
                 "lookahead_adamw", "mars", "msvag", "nadam", "nosadam", "novograd", "padam", "pnm", "prodigy", "qhadam",
-                "radam", "sadam", "shampoo", "simplified_ademamix", "sinkgd", "soap", "stable_adamw", "stable_spam",
-                "tiger", "yogi",
+                "radam", "sadam", "shampoo", "simplified_ademamix", "sinkgd", "soap", "spam", "stable_adamw",
+                "stable_spam", "tiger", "yogi",
             ),
-            "exp_avg_var": ("adabelief",),
+            "exp_avg_var": ("adabelief", "aida"),
             "exp_avg_sq": (
-                "adabound", "adafactor_paper", "adam", "adam_atan2", "adamc", "adamod", "adamp", "adamuon", "adamw",
-                "adan", "adapnm", "adasmooth", "ademamix", "adopt", "ano", "apollo", "came", "cautious_adamw",
-                "clipped_adamw", "conda", "dadapt_adam", "diffgrad", "dion", "dion2", "dual_adam", "eadam", "exadam",
-                "fira", "galore", "grams", "grokfast_adamw", "kl_shampoo", "lamb", "laprop", "lookahead_adamw",
-                "low_rank_muon", "mars", "msvag", "muon", "nadam", "normuon", "nosadam", "padam", "polargrad",
-                "prodigy", "qhadam", "radam", "sadam", "schedule_free_adamw", "shampoo", "simplified_ademamix",
-                "sinkgd", "soap", "soap_muon", "stable_adamw", "stable_spam", "yogi",
+                "adabound", "adafactor_paper", "adai", "adam", "adam_atan2", "adam_swd", "adamc", "adamod", "adamp",
+                "adamuon", "adamw", "adan", "adanorm", "adapnm", "adasmooth", "adatam", "ademamix", "adopt", "ano",
+                "apollo", "avagrad", "came", "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam", "diffgrad",
+                "dion", "dion2", "dual_adam", "eadam", "exadam", "fira", "galore", "grams", "grokfast_adamw",
+                "kl_shampoo", "kourkoutas_beta", "lamb", "laprop", "lookahead_adamw", "low_rank_muon", "mars", "msvag",
+                "muon", "nadam", "normuon", "nosadam", "padam", "polargrad", "prodigy", "qhadam", "radam",
+                "radam_schedule_free", "sadam", "schedule_free_adamw", "shampoo", "simplified_ademamix", "sinkgd",
+                "soap", "soap_muon", "spam", "stable_adamw", "stable_spam", "yogi",
             ),
             "max_exp_avg_sq": ("adabound", "adam", "adamw", "adapnm", "clipped_adamw", "lookahead_adamw", "padam"),
             "square_avg": ("adadelta", "rmsprop"), "acc_delta": ("adadelta",), "variance": ("adafactor",),
-            "sum": ("adagrad",), "m": ("adam_mini", "adamg", "bcos"), "exp_inf": ("adamax",), "v": ("adamg",),
-            "r": ("adamg",), "exp_avg_lr": ("adamod",),
+            "sum": ("adagrad",), "correction": ("adai",), "m": ("adam_mini", "adamg", "bcos"), "exp_inf": ("adamax",),
+            "v": ("adamg",), "r": ("adamg",), "exp_avg_lr": ("adamod",),
             "momentum_buffer": (
                 "adamuon", "dion", "dion2", "lars", "low_rank_muon", "muon", "normuon", "orthograd", "polargrad",
-                "psgd_kron", "qhm", "rmsprop", "scion", "sgd", "sgdp", "sgdw", "signum", "sm3", "soap_muon",
+                "psgd_kron", "qhm", "rmsprop", "scion", "sgd", "sgd_sai", "sgdp", "sgdw", "signum", "sm3", "soap_muon",
+                "tam",
             ),
             "exp_avg_diff": ("adan",), "prev_grad": ("adan", "diffgrad"), "neg_exp_avg": ("adapnm", "pnm"),
             "s": ("adasmooth", "dadapt_adam", "madgrad", "prodigy"), "n": ("adasmooth",), "exp_avg_slow": ("ademamix",),
-            "buffer1": ("aggmo",), "buffer2": ("aggmo",), "buffer3": ("aggmo",), "pbar": ("focus",),
-            "grok_exp_avg": ("grokfast_adamw",), "m_sq": ("kate",), "b_sq": ("kate",),
-            "momentum_buffer_residual": ("low_rank_muon",), "grad_sum_sq": ("madgrad",), "last_grad": ("mars",),
-            "grad_buffer": ("pid",), "i_buffer": ("pid",), "d_buffer": ("pid",), "diagonal": ("psgd_kron",),
-            "grad_avg": ("rmsprop",), "prev": ("rprop",), "step_size": ("rprop",), "accumulator": ("sm3",),
-            "lookahead_avg": ("soap_muon",), "momentum": ("splus",), "mov_avg_grad": ("srmm",), "mug": ("vsgd",),
+            "buffer1": ("aggmo",), "buffer2": ("aggmo",), "buffer3": ("aggmo",), "exp_avg_grad": ("apollo_qn",),
+            "approx_hessian": ("apollo_qn",), "update": ("apollo_qn",), "momentum": ("fadam", "splus"),
+            "fim": ("fadam",), "away": ("focus",), "grok_exp_avg": ("grokfast_adamw",), "m_sq": ("kate",),
+            "b_sq": ("kate",), "momentum_buffer_residual": ("low_rank_muon",), "grad_sum_sq": ("madgrad",),
+            "last_grad": ("mars",), "grad_buffer": ("pid",), "i_buffer": ("pid",), "d_buffer": ("pid",),
+            "diagonal": ("psgd_kron",), "grad_avg": ("rmsprop",), "prev": ("rprop",), "step_size": ("rprop",),
+            "accumulator": ("sm3",), "lookahead_avg": ("soap_muon",), "mov_avg_grad": ("srmm",), "mug": ("vsgd",),
             "bg": ("vsgd",), "bhg": ("vsgd",),
         },
     },
     "torchao4": {
         'its scales cover 1e-12 to 3.4e+38 only: blocks beyond overflow or freeze': {
             "exp_avg": (
-                "adabelief", "adabound", "adafactor_paper", "adam", "adam_atan2", "adamax", "adamc", "adamod", "adamp",
-                "adams", "adamw", "adan", "adapnm", "ademamix", "adopt", "ano", "apollo", "came", "cautious_adamw",
-                "cautious_lion", "clipped_adamw", "conda", "dadapt_adam", "diffgrad", "dual_adam", "eadam", "exadam",
-                "fira", "focus", "galore", "grams", "grokfast_adamw", "kl_shampoo", "lamb", "laprop", "lion", "lion_k",
+                "adabelief", "adabound", "adafactor_paper", "adai", "adam", "adam_atan2", "adam_swd", "adamax", "adamc",
+                "adamod", "adamp", "adams", "adamw", "adan", "adanorm", "adapnm", "adatam", "ademamix", "adopt", "aida",
+                "amos", "ano", "apollo", "avagrad", "came", "cautious_adamw", "cautious_lion", "clipped_adamw", "conda",
+                "dadapt_adam", "diffgrad", "dual_adam", "eadam", "exadam", "fira", "focus", "galore", "grams",
+                "grokfast_adamw", "kl_shampoo", "kourkoutas_beta", "lamb", "laprop", "lion", "lion_k",
                 "lookahead_adamw", "mars", "msvag", "nadam", "nosadam", "novograd", "padam", "pnm", "prodigy", "qhadam",
-                "radam", "sadam", "shampoo", "simplified_ademamix", "sinkgd", "soap", "stable_adamw", "stable_spam",
-                "tiger", "yogi",
+                "radam", "sadam", "shampoo", "simplified_ademamix", "sinkgd", "soap", "spam", "stable_adamw",
+                "stable_spam", "tiger", "yogi",
             ),
-            "exp_avg_var": ("adabelief",),
+            "exp_avg_var": ("adabelief", "aida"),
             "exp_avg_sq": (
-                "adabound", "adafactor_paper", "adam", "adam_atan2", "adamc", "adamod", "adamp", "adamuon", "adamw",
-                "adan", "adapnm", "adasmooth", "ademamix", "adopt", "ano", "apollo", "came", "cautious_adamw",
-                "clipped_adamw", "conda", "dadapt_adam", "diffgrad", "dion", "dion2", "dual_adam", "eadam", "exadam",
-                "fira", "galore", "grams", "grokfast_adamw", "kl_shampoo", "lamb", "laprop", "lookahead_adamw",
-                "low_rank_muon", "mars", "msvag", "muon", "nadam", "normuon", "nosadam", "padam", "polargrad",
-                "prodigy", "qhadam", "radam", "sadam", "schedule_free_adamw", "shampoo", "simplified_ademamix",
-                "sinkgd", "soap", "soap_muon", "stable_adamw", "stable_spam", "yogi",
+                "adabound", "adafactor_paper", "adai", "adam", "adam_atan2", "adam_swd", "adamc", "adamod", "adamp",
+                "adamuon", "adamw", "adan", "adanorm", "adapnm", "adasmooth", "adatam", "ademamix", "adopt", "ano",
+                "apollo", "avagrad", "came", "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam", "diffgrad",
+                "dion", "dion2", "dual_adam", "eadam", "exadam", "fira", "galore", "grams", "grokfast_adamw",
+                "kl_shampoo", "kourkoutas_beta", "lamb", "laprop", "lookahead_adamw", "low_rank_muon", "mars", "msvag",
+                "muon", "nadam", "normuon", "nosadam", "padam", "polargrad", "prodigy", "qhadam", "radam",
+                "radam_schedule_free", "sadam", "schedule_free_adamw", "shampoo", "simplified_ademamix", "sinkgd",
+                "soap", "soap_muon", "spam", "stable_adamw", "stable_spam", "yogi",
             ),
             "max_exp_avg_sq": ("adabound", "adam", "adamw", "adapnm", "clipped_adamw", "lookahead_adamw", "padam"),
             "square_avg": ("adadelta", "rmsprop"), "acc_delta": ("adadelta",), "variance": ("adafactor",),
-            "sum": ("adagrad",), "m": ("adam_mini", "adamg", "bcos"), "exp_inf": ("adamax",), "v": ("adamg",),
-            "r": ("adamg",), "exp_avg_lr": ("adamod",),
+            "sum": ("adagrad",), "correction": ("adai",), "m": ("adam_mini", "adamg", "bcos"), "exp_inf": ("adamax",),
+            "v": ("adamg",), "r": ("adamg",), "exp_avg_lr": ("adamod",),
             "momentum_buffer": (
                 "adamuon", "dion", "dion2", "lars", "low_rank_muon", "muon", "normuon", "orthograd", "polargrad",
-                "psgd_kron", "qhm", "rmsprop", "scion", "sgd", "sgdp", "sgdw", "signum", "sm3", "soap_muon",
+                "psgd_kron", "qhm", "rmsprop", "scion", "sgd", "sgd_sai", "sgdp", "sgdw", "signum", "sm3", "soap_muon",
+                "tam",
             ),
             "exp_avg_diff": ("adan",), "prev_grad": ("adan", "diffgrad"), "neg_exp_avg": ("adapnm", "pnm"),
             "s": ("adasmooth", "dadapt_adam", "madgrad", "prodigy"), "n": ("adasmooth",), "exp_avg_slow": ("ademamix",),
-            "buffer1": ("aggmo",), "buffer2": ("aggmo",), "buffer3": ("aggmo",), "pbar": ("focus",),
-            "grok_exp_avg": ("grokfast_adamw",), "m_sq": ("kate",), "b_sq": ("kate",),
-            "momentum_buffer_residual": ("low_rank_muon",), "grad_sum_sq": ("madgrad",), "last_grad": ("mars",),
-            "grad_buffer": ("pid",), "i_buffer": ("pid",), "d_buffer": ("pid",), "diagonal": ("psgd_kron",),
-            "grad_avg": ("rmsprop",), "prev": ("rprop",), "step_size": ("rprop",), "accumulator": ("sm3",),
-            "lookahead_avg": ("soap_muon",), "momentum": ("splus",), "mov_avg_grad": ("srmm",), "mug": ("vsgd",),
+            "buffer1": ("aggmo",), "buffer2": ("aggmo",), "buffer3": ("aggmo",), "exp_avg_grad": ("apollo_qn",),
+            "approx_hessian": ("apollo_qn",), "update": ("apollo_qn",), "momentum": ("fadam", "splus"),
+            "fim": ("fadam",), "away": ("focus",), "grok_exp_avg": ("grokfast_adamw",), "m_sq": ("kate",),
+            "b_sq": ("kate",), "momentum_buffer_residual": ("low_rank_muon",), "grad_sum_sq": ("madgrad",),
+            "last_grad": ("mars",), "grad_buffer": ("pid",), "i_buffer": ("pid",), "d_buffer": ("pid",),
+            "diagonal": ("psgd_kron",), "grad_avg": ("rmsprop",), "prev": ("rprop",), "step_size": ("rprop",),
+            "accumulator": ("sm3",), "lookahead_avg": ("soap_muon",), "mov_avg_grad": ("srmm",), "mug": ("vsgd",),
             "bg": ("vsgd",), "bhg": ("vsgd",),
         },
     },
     "torchao_fp8": {
         'its scales cover 1e-12 to 3.4e+38 only: blocks beyond overflow or freeze': {
             "exp_avg": (
-                "adabelief", "adabound", "adafactor_paper", "adam", "adam_atan2", "adamax", "adamc", "adamod", "adamp",
-                "adams", "adamw", "adan", "adapnm", "ademamix", "adopt", "ano", "apollo", "came", "cautious_adamw",
-                "cautious_lion", "clipped_adamw", "conda", "dadapt_adam", "diffgrad", "dual_adam", "eadam", "exadam",
-                "fira", "focus", "galore", "grams", "grokfast_adamw", "kl_shampoo", "lamb", "laprop", "lion", "lion_k",
+                "adabelief", "adabound", "adafactor_paper", "adai", "adam", "adam_atan2", "adam_swd", "adamax", "adamc",
+                "adamod", "adamp", "adams", "adamw", "adan", "adanorm", "adapnm", "adatam", "ademamix", "adopt", "aida",
+                "amos", "ano", "apollo", "avagrad", "came", "cautious_adamw", "cautious_lion", "clipped_adamw", "conda",
+                "dadapt_adam", "diffgrad", "dual_adam", "eadam", "exadam", "fira", "focus", "galore", "grams",
+                "grokfast_adamw", "kl_shampoo", "kourkoutas_beta", "lamb", "laprop", "lion", "lion_k",
                 "lookahead_adamw", "mars", "msvag", "nadam", "nosadam", "novograd", "padam", "pnm", "prodigy", "qhadam",
-                "radam", "sadam", "shampoo", "simplified_ademamix", "sinkgd", "soap", "stable_adamw", "stable_spam",
-                "tiger", "yogi",
+                "radam", "sadam", "shampoo", "simplified_ademamix", "sinkgd", "soap", "spam", "stable_adamw",
+                "stable_spam", "tiger", "yogi",
             ),
-            "exp_avg_var": ("adabelief",),
+            "exp_avg_var": ("adabelief", "aida"),
             "exp_avg_sq": (
-                "adabound", "adafactor_paper", "adam", "adam_atan2", "adamc", "adamod", "adamp", "adamuon", "adamw",
-                "adan", "adapnm", "adasmooth", "ademamix", "adopt", "ano", "apollo", "came", "cautious_adamw",
-                "clipped_adamw", "conda", "dadapt_adam", "diffgrad", "dion", "dion2", "dual_adam", "eadam", "exadam",
-                "fira", "galore", "grams", "grokfast_adamw", "kl_shampoo", "lamb", "laprop", "lookahead_adamw",
-                "low_rank_muon", "mars", "msvag", "muon", "nadam", "normuon", "nosadam", "padam", "polargrad",
-                "prodigy", "qhadam", "radam", "sadam", "schedule_free_adamw", "shampoo", "simplified_ademamix",
-                "sinkgd", "soap", "soap_muon", "stable_adamw", "stable_spam", "yogi",
+                "adabound", "adafactor_paper", "adai", "adam", "adam_atan2", "adam_swd", "adamc", "adamod", "adamp",
+                "adamuon", "adamw", "adan", "adanorm", "adapnm", "adasmooth", "adatam", "ademamix", "adopt", "ano",
+                "apollo", "avagrad", "came", "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam", "diffgrad",
+                "dion", "dion2", "dual_adam", "eadam", "exadam", "fira", "galore", "grams", "grokfast_adamw",
+                "kl_shampoo", "kourkoutas_beta", "lamb", "laprop", "lookahead_adamw", "low_rank_muon", "mars", "msvag",
+                "muon", "nadam", "normuon", "nosadam", "padam", "polargrad", "prodigy", "qhadam", "radam",
+                "radam_schedule_free", "sadam", "schedule_free_adamw", "shampoo", "simplified_ademamix", "sinkgd",
+                "soap", "soap_muon", "spam", "stable_adamw", "stable_spam", "yogi",
             ),
             "max_exp_avg_sq": ("adabound", "adam", "adamw", "adapnm", "clipped_adamw", "lookahead_adamw", "padam"),
             "square_avg": ("adadelta", "rmsprop"), "acc_delta": ("adadelta",), "variance": ("adafactor",),
-            "sum": ("adagrad",), "m": ("adam_mini", "adamg", "bcos"), "exp_inf": ("adamax",), "v": ("adamg",),
-            "r": ("adamg",), "exp_avg_lr": ("adamod",),
+            "sum": ("adagrad",), "correction": ("adai",), "m": ("adam_mini", "adamg", "bcos"), "exp_inf": ("adamax",),
+            "v": ("adamg",), "r": ("adamg",), "exp_avg_lr": ("adamod",),
             "momentum_buffer": (
                 "adamuon", "dion", "dion2", "lars", "low_rank_muon", "muon", "normuon", "orthograd", "polargrad",
-                "psgd_kron", "qhm", "rmsprop", "scion", "sgd", "sgdp", "sgdw", "signum", "sm3", "soap_muon",
+                "psgd_kron", "qhm", "rmsprop", "scion", "sgd", "sgd_sai", "sgdp", "sgdw", "signum", "sm3", "soap_muon",
+                "tam",
             ),
             "exp_avg_diff": ("adan",), "prev_grad": ("adan", "diffgrad"), "neg_exp_avg": ("adapnm", "pnm"),
             "s": ("adasmooth", "dadapt_adam", "madgrad", "prodigy"), "n": ("adasmooth",), "exp_avg_slow": ("ademamix",),
-            "buffer1": ("aggmo",), "buffer2": ("aggmo",), "buffer3": ("aggmo",), "pbar": ("focus",),
-            "grok_exp_avg": ("grokfast_adamw",), "m_sq": ("kate",), "b_sq": ("kate",),
-            "momentum_buffer_residual": ("low_rank_muon",), "grad_sum_sq": ("madgrad",), "last_grad": ("mars",),
-            "grad_buffer": ("pid",), "i_buffer": ("pid",), "d_buffer": ("pid",), "diagonal": ("psgd_kron",),
-            "grad_avg": ("rmsprop",), "prev": ("rprop",), "step_size": ("rprop",), "accumulator": ("sm3",),
-            "lookahead_avg": ("soap_muon",), "momentum": ("splus",), "mov_avg_grad": ("srmm",), "mug": ("vsgd",),
+            "buffer1": ("aggmo",), "buffer2": ("aggmo",), "buffer3": ("aggmo",), "exp_avg_grad": ("apollo_qn",),
+            "approx_hessian": ("apollo_qn",), "update": ("apollo_qn",), "momentum": ("fadam", "splus"),
+            "fim": ("fadam",), "away": ("focus",), "grok_exp_avg": ("grokfast_adamw",), "m_sq": ("kate",),
+            "b_sq": ("kate",), "momentum_buffer_residual": ("low_rank_muon",), "grad_sum_sq": ("madgrad",),
+            "last_grad": ("mars",), "grad_buffer": ("pid",), "i_buffer": ("pid",), "d_buffer": ("pid",),
+            "diagonal": ("psgd_kron",), "grad_avg": ("rmsprop",), "prev": ("rprop",), "step_size": ("rprop",),
+            "accumulator": ("sm3",), "lookahead_avg": ("soap_muon",), "mov_avg_grad": ("srmm",), "mug": ("vsgd",),
             "bg": ("vsgd",), "bhg": ("vsgd",),
         },
     },
@@ -384,31 +403,32 @@ DISCOURAGED = {
         'to nearest, 14 codes up to 0.89 of the scale keep themselves under a decay of 0.9: a state without gradients'
         ' never returns to 0': {
             "exp_avg": (
-                "adabelief", "adabound", "adafactor_paper", "adam", "adam_atan2", "adamax", "adamc", "adamod", "adamp",
-                "adams", "adamw", "ademamix", "adopt", "apollo", "came", "cautious_adamw", "clipped_adamw", "conda",
-                "dadapt_adam", "diffgrad", "dual_adam", "eadam", "exadam", "fira", "focus", "galore", "grams",
-                "grokfast_adamw", "kl_shampoo", "lamb", "laprop", "lookahead_adamw", "msvag", "nadam", "nosadam",
-                "padam", "prodigy", "qhadam", "radam", "sadam", "shampoo", "sinkgd", "stable_adamw", "stable_spam",
-                "yogi",
+                "adabelief", "adabound", "adafactor_paper", "adam", "adam_atan2", "adam_swd", "adamax", "adamc",
+                "adamod", "adamp", "adams", "adamw", "adanorm", "ademamix", "adopt", "aida", "amos", "apollo",
+                "avagrad", "came", "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam", "diffgrad", "dual_adam",
+                "eadam", "exadam", "fira", "focus", "galore", "grams", "grokfast_adamw", "kl_shampoo",
+                "kourkoutas_beta", "lamb", "laprop", "lookahead_adamw", "msvag", "nadam", "nosadam", "padam", "prodigy",
+                "qhadam", "radam", "sadam", "shampoo", "sinkgd", "spam", "stable_adamw", "stable_spam", "yogi",
             ),
-            "m": ("adam_mini", "bcos"), "buffer2": ("aggmo",),
+            "m": ("adam_mini", "bcos"), "buffer2": ("aggmo",), "exp_avg_grad": ("apollo_qn",),
             "momentum_buffer": (
-                "dion", "dion2", "lars", "low_rank_muon", "orthograd", "psgd_kron", "rmsprop", "scion", "sgd", "sgdp",
-                "sgdw", "signum", "sm3",
+                "dion", "dion2", "lars", "low_rank_muon", "orthograd", "psgd_kron", "rmsprop", "scion", "sgd",
+                "sgd_sai", "sgdp", "sgdw", "signum", "sm3",
             ),
-            "i_buffer": ("pid",), "d_buffer": ("pid",), "momentum": ("splus",),
+            "momentum": ("fadam", "splus"), "i_buffer": ("pid",), "d_buffer": ("pid",),
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.999 changes it by 0.001 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or keep it'
         ' in fp32': {
-            "exp_avg_var": ("adabelief",),
+            "exp_avg_var": ("adabelief", "aida"),
             "exp_avg_sq": (
-                "adabound", "adam", "adamc", "adamod", "adamp", "adamw", "adapnm", "ademamix", "apollo", "came",
-                "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam", "diffgrad", "dual_adam", "eadam", "exadam",
-                "fira", "galore", "grams", "lamb", "laprop", "lookahead_adamw", "nadam", "padam", "prodigy", "qhadam",
-                "radam", "sadam", "schedule_free_adamw", "sinkgd", "stable_spam",
+                "adabound", "adam", "adam_swd", "adamc", "adamod", "adamp", "adamw", "adanorm", "adapnm", "adatam",
+                "ademamix", "apollo", "avagrad", "came", "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam",
+                "diffgrad", "dual_adam", "eadam", "exadam", "fira", "galore", "grams", "lamb", "laprop",
+                "lookahead_adamw", "nadam", "padam", "prodigy", "qhadam", "radam", "radam_schedule_free", "sadam",
+                "schedule_free_adamw", "sinkgd", "stable_spam",
             ),
-            "exp_inf": ("adamax",), "v": ("adamg",), "exp_avg_lr": ("adamod",),
+            "exp_inf": ("adamax",), "v": ("adamg",), "exp_avg_lr": ("adamod",), "fim": ("fadam",),
         },
         'to nearest, a code keeps itself while the scale of its block moves slowly, and what it reads as moves with '
         'the scale: a running maximum needs numbers that stay, as those of LogMinMax, LogMax and floats do, and those'
@@ -428,7 +448,7 @@ DISCOURAGED = {
         'the average freezes, and the step sizes made of it with it: a step under decay 0.99 changes it by 0.01 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or keep it'
         ' in fp32': {
-            "exp_avg_sq": ("adam_atan2", "adan", "ano", "grokfast_adamw", "mars", "shampoo", "stable_adamw"),
+            "exp_avg_sq": ("adai", "adam_atan2", "adan", "ano", "grokfast_adamw", "mars", "shampoo", "stable_adamw"),
             "square_avg": ("rmsprop",),
         },
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.95: a state without gradients '
@@ -462,7 +482,7 @@ DISCOURAGED = {
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.9995: a state without gradients'
         ' never returns to 0': {"s": ("dadapt_adam", "prodigy")},
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.999: a state without gradients '
-        'never returns to 0': {"pbar": ("focus",), "momentum_buffer": ("qhm",)},
+        'never returns to 0': {"away": ("focus",), "momentum_buffer": ("qhm",)},
         'the average freezes, and the step sizes made of it with it: a step under decay 0.98 changes it by 0.02 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or keep it'
         ' in fp32': {"exp_avg_sq": ("kl_shampoo",)},
@@ -473,31 +493,32 @@ DISCOURAGED = {
         'to nearest, 14 codes up to 0.89 of the scale keep themselves under a decay of 0.9: a state without gradients'
         ' never returns to 0': {
             "exp_avg": (
-                "adabelief", "adabound", "adafactor_paper", "adam", "adam_atan2", "adamax", "adamc", "adamod", "adamp",
-                "adams", "adamw", "ademamix", "adopt", "apollo", "came", "cautious_adamw", "clipped_adamw", "conda",
-                "dadapt_adam", "diffgrad", "dual_adam", "eadam", "exadam", "fira", "focus", "galore", "grams",
-                "grokfast_adamw", "kl_shampoo", "lamb", "laprop", "lookahead_adamw", "msvag", "nadam", "nosadam",
-                "padam", "prodigy", "qhadam", "radam", "sadam", "shampoo", "sinkgd", "stable_adamw", "stable_spam",
-                "yogi",
+                "adabelief", "adabound", "adafactor_paper", "adam", "adam_atan2", "adam_swd", "adamax", "adamc",
+                "adamod", "adamp", "adams", "adamw", "adanorm", "ademamix", "adopt", "aida", "amos", "apollo",
+                "avagrad", "came", "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam", "diffgrad", "dual_adam",
+                "eadam", "exadam", "fira", "focus", "galore", "grams", "grokfast_adamw", "kl_shampoo",
+                "kourkoutas_beta", "lamb", "laprop", "lookahead_adamw", "msvag", "nadam", "nosadam", "padam", "prodigy",
+                "qhadam", "radam", "sadam", "shampoo", "sinkgd", "spam", "stable_adamw", "stable_spam", "yogi",
             ),
-            "m": ("adam_mini", "bcos"), "buffer2": ("aggmo",),
+            "m": ("adam_mini", "bcos"), "buffer2": ("aggmo",), "exp_avg_grad": ("apollo_qn",),
             "momentum_buffer": (
-                "dion", "dion2", "lars", "low_rank_muon", "orthograd", "psgd_kron", "rmsprop", "scion", "sgd", "sgdp",
-                "sgdw", "signum", "sm3",
+                "dion", "dion2", "lars", "low_rank_muon", "orthograd", "psgd_kron", "rmsprop", "scion", "sgd",
+                "sgd_sai", "sgdp", "sgdw", "signum", "sm3",
             ),
-            "i_buffer": ("pid",), "d_buffer": ("pid",), "momentum": ("splus",),
+            "momentum": ("fadam", "splus"), "i_buffer": ("pid",), "d_buffer": ("pid",),
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.999 changes it by 0.001 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or keep it'
         ' in fp32': {
-            "exp_avg_var": ("adabelief",),
+            "exp_avg_var": ("adabelief", "aida"),
             "exp_avg_sq": (
-                "adabound", "adam", "adamc", "adamod", "adamp", "adamw", "adapnm", "ademamix", "apollo", "came",
-                "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam", "diffgrad", "dual_adam", "eadam", "exadam",
-                "fira", "galore", "grams", "lamb", "laprop", "lookahead_adamw", "nadam", "padam", "prodigy", "qhadam",
-                "radam", "sadam", "schedule_free_adamw", "sinkgd", "stable_spam",
+                "adabound", "adam", "adam_swd", "adamc", "adamod", "adamp", "adamw", "adanorm", "adapnm", "adatam",
+                "ademamix", "apollo", "avagrad", "came", "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam",
+                "diffgrad", "dual_adam", "eadam", "exadam", "fira", "galore", "grams", "lamb", "laprop",
+                "lookahead_adamw", "nadam", "padam", "prodigy", "qhadam", "radam", "radam_schedule_free", "sadam",
+                "schedule_free_adamw", "sinkgd", "stable_spam",
             ),
-            "exp_inf": ("adamax",), "v": ("adamg",), "exp_avg_lr": ("adamod",),
+            "exp_inf": ("adamax",), "v": ("adamg",), "exp_avg_lr": ("adamod",), "fim": ("fadam",),
         },
         'to nearest, a code keeps itself while the scale of its block moves slowly, and what it reads as moves with '
         'the scale: a running maximum needs numbers that stay, as those of LogMinMax, LogMax and floats do, and those'
@@ -517,7 +538,7 @@ DISCOURAGED = {
         'the average freezes, and the step sizes made of it with it: a step under decay 0.99 changes it by 0.01 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or keep it'
         ' in fp32': {
-            "exp_avg_sq": ("adam_atan2", "adan", "ano", "grokfast_adamw", "mars", "shampoo", "stable_adamw"),
+            "exp_avg_sq": ("adai", "adam_atan2", "adan", "ano", "grokfast_adamw", "mars", "shampoo", "stable_adamw"),
             "square_avg": ("rmsprop",),
         },
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.95: a state without gradients '
@@ -551,7 +572,7 @@ DISCOURAGED = {
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.9995: a state without gradients'
         ' never returns to 0': {"s": ("dadapt_adam", "prodigy")},
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.999: a state without gradients '
-        'never returns to 0': {"pbar": ("focus",), "momentum_buffer": ("qhm",)},
+        'never returns to 0': {"away": ("focus",), "momentum_buffer": ("qhm",)},
         'the average freezes, and the step sizes made of it with it: a step under decay 0.98 changes it by 0.02 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or keep it'
         ' in fp32': {"exp_avg_sq": ("kl_shampoo",)},

@@ -1,0 +1,32 @@
+"""Adai: SGD whose momentum, not its rate, adapts to each element."""
+
+from optgen.lang import clip, hyper, maximum, model_total, nonneg, optimizer, state
+from optgen.lang.policies import l2
+
+
+@optimizer(cite="Xie et al. 2022, arXiv:2006.15815")
+def adai(
+    p, g, t,
+    exp_avg=state(),
+    exp_avg_sq=state(nonneg),
+    correction=state(nonneg),
+    *,
+    lr=hyper(1e-3, ge=0),
+    betas=hyper((0.1, 0.99), ge=0, lt=1),
+    eps=hyper(1e-3, gt=0, lt=1),
+    weight_decay=hyper(0.0, ge=0),
+):
+    """An element's beta1 is 1 - beta0 * v / (mean of v over the model), from 0 to 1 - eps.
+
+    `correction` is 1 minus the product of its beta1s.
+    """
+    beta0, beta2 = betas
+    g = l2(g, p, weight_decay)
+    exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
+    second = exp_avg_sq / (1 - beta2**t)
+    typical = maximum(model_total(second) / model_total(0 * p + 1), eps)
+    beta1 = clip(1 - beta0 * second / typical, 0.0, 1 - eps)
+    exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    correction = beta1 * correction + (1 - beta1)
+    p = p - lr * exp_avg / correction
+    return p, exp_avg, exp_avg_sq, correction
