@@ -248,9 +248,12 @@ def random_states(spec: Spec, setting: dict[str, bool], shape: tuple[int, ...]) 
     return out
 
 
-def at_interval(spec: Spec, setting: dict[str, bool]) -> bool:
-    """Return True if a flag is on that is on at some steps only: multiples of 5, by default."""
-    return any(f.every and setting[f.name] for f in spec.flags)
+def steps_of(spec: Spec, setting: dict[str, bool]) -> tuple[int, ...]:
+    """Return some steps at which flags of intervals, of 5 by default, and of the first step are as the setting says."""
+    if any(f.every and setting[f.name] for f in spec.flags):
+        return 5, 10, 1000
+    first = [setting[f.name] for f in spec.flags if f.first and not f.every]
+    return (1,) if any(first) else (2, 12, 1001) if first else (1, 2, 12, 1001)
 
 
 def has_a_shape(name: str, setting: dict[str, bool]) -> bool:
@@ -279,7 +282,7 @@ def test_the_trace_computes_what_the_function_does(case: tuple[str, dict[str, bo
     host = {s.name: 0.3 for s in spec.present_host(setting)}
     trace = spec.trace(setting)
     flat = {k: v.expand(shape).flatten().tolist() for k, v in ({"p": p, "g": g} | states).items()}
-    for t in (5, 10, 1000) if at_interval(spec, setting) else (1, 2, 1001):
+    for t in steps_of(spec, setting):
         new_p, new_states, new_host = spec.evaluate(p, g, t, states, host, **hypers, **free)
         run = Run(tuple(zip(flat["p"], flat["g"], strict=True)), shape[-1])
         roots: dict[str, Node] = {"p": trace.p, **trace.states, **trace.host_states}
@@ -333,7 +336,7 @@ def test_both_kinds_of_formulas_compute_what_the_function_does(case: tuple[str, 
     free = {f.name: setting[f.name] for f in spec.flags if not f.derived}
     host = {s.name: 0.3 for s in spec.present_host(setting)}
     p, g = torch.full(shape, 0.4, dtype=torch.float64), torch.full(shape, -0.7, dtype=torch.float64)
-    t = 10 if at_interval(spec, setting) else 12
+    t = steps_of(spec, setting)[-2:][0]
     new_p, new_states, new_host = spec.evaluate(p, g, t, states, host, **hypers, **free)
     old = {key: value.item() for key, value in {"p": p, **states}.items()} | host
     numbers: dict[str, Any] = by_part(spec, hypers) | {"g": g.item()} | ALONE
