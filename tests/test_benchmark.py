@@ -24,15 +24,17 @@ def sgd(name: str, kept: float = math.nan, make: Any = None, **more: Any) -> Con
 
 
 # What a step moves ----------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", ["AdamW", "Lion"])
+@pytest.mark.parametrize("name", ["AdamW", "Lion", *benchmark.SEVERAL_SWEEPS])
 def test_traffic_is_that_of_the_step_that_is_generated(name: str) -> None:
+    """Rules that keep values of rows and columns move these too: at most four, in fp32, of a matrix of 128 x 128."""
     for c in benchmark.generated("triton"):
         rule, _, plan = c.name.partition(" ")
-        if rule == name and c.dtype == torch.bfloat16:
+        if rule == name and c.dtype == torch.bfloat16 and "released" not in plan:
             spec = load.find_spec(name.lower())
             case = next(x for x in targets.cases(spec, load.find_plan(plan)) if x.param.torch == "bfloat16")
             c.count("cpu")
-            assert c.moved == sum(product.compile_case(spec, case).fast.traffic)
+            most = 2 * 4 * 4 / 128 if name in ("CAME", "Adafactor") else 0
+            assert 0 <= c.moved - sum(product.compile_case(spec, case).fast.traffic) <= most
 
 
 # Statistics -----------------------------------------------------------------------------------------------------------

@@ -14,11 +14,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from optgen.runtime.cpu import native
+from tools import roofline
 
 pytest.importorskip("triton")
 
@@ -110,6 +112,33 @@ def family(kernel: str) -> str:
     return next(name for name in READS if kernel.startswith(name))
 
 
+def assert_within_budget(found: dict[tuple[str, str], dict[str, Any]]) -> None:
+    """No stack, and on an H200 no pipe is busy for more of the time that memory takes than is said in roofline.py."""
+    for (kernel, target), row in found.items():
+        assert row["stack"] == 0 or kernel in roofline.SPILLING, (kernel, target)
+        if target == roofline.TARGET and row["cost"]:
+            assert row["bytes"] >= 2, kernel  # the gradient
+            busy = roofline.Cost(**row["cost"]).busy(roofline.CARDS["H200"], row["bytes"])
+            assert 0 < max(busy.values()) <= max(roofline.MOST, SLACK * roofline.KNOWN.get(kernel, 0)), (kernel, busy)
+
+
+def test_time_is_that_of_the_busiest_pipe_or_of_what_waits_for_memory() -> None:
+    """Eight rounds of a load of four numbers and a function of each; one instruction before, one store behind."""
+    functions = [SimpleNamespace(opcode="MUFU.EX2", operands=f"R{8 + k}, R{4 + k}") for k in range(4)]
+    names = ("IADD3 R2,R2,R3,RZ", "LDG.E.128 R4,desc[UR4][R2.64]", "FADD R12,R12,R11", "BRA .L_x_0", "STG.E [R2.64],R12")
+    sum_, load, *rest = (SimpleNamespace(opcode=a, operands=b) for a, b in map(str.split, names))
+    code = [sum_, load, *functions, *rest, SimpleNamespace(opcode="EXIT", operands="")]
+    cost = roofline.cost(code, [range(1, 8)], range(1, 8), 8, 8.0, (1, 2048), 16, 1)
+    assert cost.launched == round((8 * 7 + 3) / 64, 2)
+    pipes = {"issue": 8 * 7 + 3, "ALU": 2, "LSU": 8 * 16 + 4, "XU": 8 * 4 * 8, "FMA": 8}
+    assert cost.pipes == {name: round(cycles / 64, 3) for name, cycles in pipes.items()}
+    assert 8 * (800 + 3 * 8 + 24) <= cost.alone <= 8 * (800 + 3 * 8 + 24 + 16)
+    card = roofline.Card(processors=1, clock=1e9, bandwidth=1.28e11)  # a byte for each lane of a scheduler and cycle
+    assert cost.busy(card, 4.0)["XU"] == 1.0 and cost.share(card, 2.0) == 0.5
+    one, many = (cost.share(card, 4.0, [(n, 2048)]) for n in (1, 128))
+    assert one == pytest.approx(2048 * 4 / 1.28e11 * 1e9 / cost.alone) and many == 1.0
+
+
 def test_nothing_spills_and_no_value_goes_through_shared_memory(stats: dict[tuple[str, str], dict[str, Any]]) -> None:
     for key, row in stats.items():
         assert row["stack"] == 0, key
@@ -169,6 +198,10 @@ def test_instructions_stay_within_the_baseline(
         if row["per_element"] > base[" ".join(key)]["per_element"] * SLACK
     }
     assert not grown
+
+
+def test_no_pipe_takes_longer_than_memory(every: dict[tuple[str, str], dict[str, Any]]) -> None:
+    assert_within_budget(every)
 
 
 def test_instructions_stay_within_the_roofline(

@@ -21,7 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -37,6 +37,8 @@ BF16, FP32 = torch.bfloat16, torch.float32
 ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.01}
 LION: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.01}
 SGD: dict[str, Any] = {"lr": 1e-3, "momentum": 0.9}
+SEVERAL_SWEEPS = {"CAME": 5.03125, "Adafactor": 7.0, "LAMB": 5.0625}
+"""Rules of several sweeps -> bytes per element under int8_split24 that they move beyond one sweep's."""
 SHARE, FEWEST = 15.0, 3
 """Seconds that one contender may take of a section, and rounds in which the slowest takes part."""
 
@@ -141,6 +143,7 @@ class Contender:
 
     make    build the optimizer, or raise where it cannot be had
     within  context in which it is built and stepped
+    again   bytes per element that further sweeps read and write
     kept    bytes per element of weights and states, counted when it is first built
     """
 
@@ -149,12 +152,13 @@ class Contender:
     make: Callable[[Sequence[torch.nn.Parameter]], Any]
     ours: bool = False
     within: Callable[[], AbstractContextManager[Any]] = nullcontext
+    again: float = 0.0
     kept: float = math.nan
 
     @property
     def moved(self) -> float:
         """Bytes per element that a step has to move: weights and states read and written, gradients read."""
-        return 2 * self.kept + self.dtype.itemsize
+        return 2 * self.kept + self.dtype.itemsize + self.again
 
     def build(self, gradients: Sequence[Tensor]) -> Any:
         params = [torch.nn.Parameter(torch.randn_like(g).mul_(0.02)) for g in gradients]
@@ -164,7 +168,7 @@ class Contender:
 
     def count(self, device: str) -> None:
         """Count `kept` on the tensors that are there after a step; libraries keep small tensors otherwise."""
-        g = torch.zeros(2**14, dtype=self.dtype, device=device)
+        g = torch.zeros(2**7, 2**7, dtype=self.dtype, device=device)
         with self.within():
             optimizer = self.build([g])
             optimizer.step()
@@ -191,7 +195,10 @@ def code_path(isa: str) -> Iterator[None]:
 
 
 def generated(backend: str) -> list[Contender]:
-    """Return optgen's AdamW and Lion, on GPUs also SGD, on CPUs AdamW's other code paths."""
+    """Return optgen's AdamW and Lion, on GPUs also SGD, on CPUs AdamW's other code paths.
+
+    On GPUs also rules of several sweeps, and AdamW whose gradients are released, a parameter at a time.
+    """
     package = importlib.import_module("generated")
 
     def ours(cls: str, plan: str, dtype: torch.dtype, hypers: dict[str, Any], isa: str = "") -> Contender:
@@ -205,7 +212,41 @@ def generated(backend: str) -> list[Contender]:
     kept = {cls: getattr(package, cls).PLANS for cls, _ in rules}
     found = [ours(cls, plan, dtype, h) for cls, h in rules for plan, dtype in plans if plan in kept[cls]]
     paths = ("avx2", "portable") if backend == "cpp" else ()
-    return found + [ours("AdamW", "int8_split24", BF16, ADAMW, isa) for isa in paths]
+    found += [ours("AdamW", "int8_split24", BF16, ADAMW, isa) for isa in paths]
+    if backend == "triton":
+        further = [replace(ours(cls, "int8_split24", BF16, {}), again=again) for cls, again in SEVERAL_SWEEPS.items()]
+        found += further
+        for c in (found[0], further[0]):
+            found.append(replace(c, name=f"{c.name}, released", make=lambda p, c=c: Released(c.make(p), p)))  # type: ignore[misc]
+    return found
+
+
+class Released:
+    """An optimizer whose gradients are released: `step` is a backward pass that does nothing but hand them over."""
+
+    def __init__(self, optimizer: Any, params: Sequence[torch.nn.Parameter]) -> None:
+        self.optimizer, self.params = optimizer, params
+        self.grads = [p.grad for p in params]
+        self.param_groups, self.state = optimizer.param_groups, optimizer.state
+        for p in params:
+            p.grad = None
+        optimizer.release_gradients()
+
+    def step(self) -> None:
+        _HandOver.apply(self.grads, *self.params).backward()  # type: ignore[no-untyped-call]
+
+
+class _HandOver(torch.autograd.Function):
+    """A loss with given gradients, which torch takes as they are."""
+
+    @staticmethod
+    def forward(ctx: Any, grads: list[Tensor], *params: Tensor) -> Tensor:
+        ctx.grads = grads
+        return torch.zeros((), device=params[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, loss: Tensor) -> Any:
+        return None, *(g.detach() for g in ctx.grads)
 
 
 TORCH = (

@@ -41,35 +41,15 @@ from triton.runtime import driver
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # generated/, specs/ and optgen/ of this checkout
 
+from tools import roofline  # noqa: E402
+from tools.prose import table as table_lines  # noqa: E402
+
 TARGETS: Mapping[str, GPUTarget] = {
     "sm_80": GPUTarget("cuda", 80, 32),
     "sm_90": GPUTarget("cuda", 90, 32),
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-
-
-@dataclass(frozen=True)
-class Card:
-    """The bounds of a kernel on a device: warps' instructions, of 32 lanes each, and bytes per second.
-
-    processors, clock   of the data sheet, at the highest clock
-    schedulers          instructions that a processor issues per clock
-    bandwidth           of a copy in memory, as measured; the data sheet says more
-    """
-
-    processors: int
-    schedulers: int
-    clock: float
-    bandwidth: float
-
-    @property
-    def per_byte(self) -> float:
-        """Instructions of a thread for each byte that memory moves."""
-        return self.processors * self.schedulers * 32 * self.clock / self.bandwidth
-
-
-CARDS: Mapping[str, Card] = {"sm_90": Card(processors=132, schedulers=4, clock=1.98e9, bandwidth=4.3e12)}  # H200
 
 
 # Compiling ------------------------------------------------------------------------------------------------------------
@@ -185,23 +165,24 @@ class Code:
     instructions: tuple[Instruction, ...]
     labels: Mapping[str, int]
 
-    def loops(self) -> list[tuple[Instruction, ...]]:
+    def loops(self) -> list[range]:
         """The ranges of backward branches."""
         return [
-            self.instructions[self.labels[target] : end + 1]
+            range(self.labels[target], end + 1)
             for end, instruction in enumerate(self.instructions)
             if (target := _branch_target(instruction)) is not None and self.labels.get(target, end) < end
         ]
 
-    def main_loop(self, narrowest: bool = False) -> tuple[Instruction, ...]:
+    def main_loop(self, narrowest: bool = False) -> range:
         """The range of the widest backward branch, or everything where there is none; `narrowest`: of those that load
         a tile from memory."""
         loops = self.loops()
-        loaded = [sum(width(i.opcode) for i in x if re.match(r"LDG|global_load", i.opcode)) for x in loops]
+        opcodes = [[self.instructions[k].opcode for k in x] for x in loops]
+        loaded = [sum(width(o) for o in some if re.match(r"LDG|global_load", o)) for some in opcodes]
         if narrowest and any(loaded):
             # Masked or not, a tile is loaded; narrow loops beside may load a value or two.
             return min((x for x, bits in zip(loops, loaded, strict=True) if 2 * bits >= max(loaded)), key=len)
-        return max(self.loops(), key=len, default=self.instructions)
+        return max(loops, key=len, default=range(len(self.instructions)))
 
 
 _SASS = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:\{\s*)?(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*([^;]*);")
@@ -324,8 +305,14 @@ class Stats:
     """Instructions outside the main loop (prologue, tail, slow paths)."""
     bytes: float = 0.0
     """Bytes that a sweep loads and stores per element, by its schedule; 0 for other kernels."""
-    budget: float = 0.0
-    """Instructions per element that the card issues while its memory moves these bytes; 0 where neither is known."""
+    cost: roofline.Cost | None = None
+    """The cost of a sweep as it is launched, on targets whose rates are known."""
+
+    def busiest(self, card: str) -> tuple[str, float]:
+        """The pipe that a sweep keeps busy for the largest share of its memory's time, and that share."""
+        assert self.cost is not None
+        shares = self.cost.busy(roofline.CARDS[card], self.bytes)
+        return max(shares.items(), key=lambda x: x[1])
 
     def __str__(self) -> str:
         each = " ".join(
@@ -343,20 +330,29 @@ def _widths(counts: Mapping[int, int]) -> str:
     return ",".join(f"{count}x{bits}b" for bits, count in sorted(counts.items(), reverse=True)) or "none"
 
 
-def analyse(compiled: Compiled, elements: int, narrowest: bool = False) -> Stats:
-    """Count the main loop of `compiled`, one iteration of which does `elements` elements for the whole program."""
+def analyse(compiled: Compiled, elements: int, narrowest: bool = False, grain: tuple[int, int] = (0, 0)) -> Stats:
+    """Count the main loop of `compiled`, one iteration of which does `elements` elements for the whole program.
+
+    grain  rows and columns of a full work item; its cost is counted where there is one
+    """
     nvidia = compiled.target.backend == "cuda"
     code = read_sass(compiled.listing) if nvidia else read_gcn(compiled.listing)
     table = SASS_CLASSES if nvidia else GCN_CLASSES
     # nvdisasm pads a kernel with no-operations after its last branch.
-    loop = [instruction for instruction in code.main_loop(narrowest) if instruction.opcode != "NOP"]
+    main = code.main_loop(narrowest)
+    loop = [i for k in main if (i := code.instructions[k]).opcode != "NOP"]
     classes = Counter(classify(instruction.opcode, table) for instruction in loop)
     counted = classes.total() if nvidia else sum(classes[name] for name in VALU)
     share = elements / (compiled.target.warp_size * compiled.num_warps)
     widths = {
         kind: Counter(width(i.opcode) for i in loop if classify(i.opcode, table) == kind) for kind in ("load", "store")
     }
+    cost = None
+    if grain[0] and compiled.target == TARGETS[roofline.TARGET]:
+        of_loop = code.loops(), main, grain[0] * grain[1] // elements, share
+        cost = roofline.cost(code.instructions, *of_loop, grain, compiled.registers, compiled.num_warps)
     return Stats(
+        cost=cost,
         name=compiled.name,
         target=f"sm_{compiled.target.arch}" if nvidia else str(compiled.target.arch),
         per_element=round(counted / share, 2),
@@ -394,6 +390,8 @@ class Job:
     options: Mapping[str, Any] = field(default_factory=dict)
     bytes: float = 0.0
     """Bytes that a sweep loads and stores per element."""
+    grain: tuple[int, int] = (0, 0)
+    """Rows and columns of a full work item; one row: so many elements of any tensor."""
 
 
 # What the performance tests hold to their baselines: the rules with one and two moments, and what storage costs.
@@ -426,6 +424,7 @@ def jobs_of(name: str, module: Any, function: str, grad: str) -> Iterable[Job]:
     import triton.language as tl
 
     from optgen.runtime.gpu.compiled import launched
+    from optgen.runtime.records import sums
     from optgen.runtime.step import launch
 
     fn, tile = getattr(module, function), module.TILE[function]
@@ -435,12 +434,14 @@ def jobs_of(name: str, module: Any, function: str, grad: str) -> Iterable[Job]:
     signature = {a: _POINTERS.get(a, "fp32") for a in fn.arg_names if a != "SWEEP"}
     for target, gpu in TARGETS.items():
         size = tile * gpu.warp_size // 32
+        tiles = sums.SEGMENT // size if sweep.sums else launch.TILES
         yield Job(
             name,
             fn,
             signature,
-            {"SWEEP": launched(sweep, grad=getattr(tl, grad), tiles=16, tile=size, aligned=True)},
+            {"SWEEP": launched(sweep, grad=getattr(tl, grad), tiles=tiles, tile=size, aligned=True)},
             elements=2 * size,  # pairs of tiles
+            grain=(1, tiles * size),
             aligned=("table", "work"),
             targets=(target,),
             tiled=True,
@@ -519,7 +520,9 @@ def of_one_sweep(spec_name: str, plan_name: str, param: str) -> Iterable[Job]:
     spec, plan = named(spec_name, plan_name)
     _, module = triton_text.joined(spec, plan, "fast", _module)
     name = f"{spec_name}.{plan_name}" + (f".{param}" if param == "float16" else "")
-    yield from jobs_of(name, module, targets.case_name(spec, case_of(spec_name, plan_name, param)), param)
+    moved = sum(fast_step(spec_name, plan_name, param).traffic)
+    for job in jobs_of(name, module, targets.case_name(spec, case_of(spec_name, plan_name, param)), param):
+        yield replace(job, bytes=moved)
 
 
 # Steps of several sweeps, whose tests ask for no spills.
@@ -528,12 +531,6 @@ STAGED: Sequence[tuple[str, str, str]] = (
     ("lamb", "int8_split24", "bfloat16"),
     ("adamw", "lpmm4", "bfloat16"),
 )
-# All rules of several sweeps: these are held to what memory leaves time for.
-BUDGETED: Sequence[str] = (
-    "adafactor", "adafactor_paper", "adam_mini", "adamp", "came", "cautious_adamw", "cautious_lion", "clipped_adamw",
-    "dadapt_adam", "fromage", "lamb", "lars", "mars", "novograd", "orthograd", "prodigy", "sgdp", "sinkgd", "sm3",
-    "stable_adamw", "stable_spam",
-)  # fmt: skip
 
 
 def of_several_sweeps(spec_name: str, plan_name: str, param: str) -> Iterable[Job]:
@@ -578,23 +575,37 @@ def _staged(
     name: str, module: Any, function: str, constants: Mapping[str, Any], width: int, warps: int, panels: bool = False
 ) -> Iterable[Job]:
     """A kernel that walks panels or is between sweeps, as a job for each target."""
+    from optgen.runtime.records import sums
     from optgen.runtime.step import launch
 
     fn = getattr(module, function)
+    grain = (sums.PANEL_ROWS, width) if panels else (0, 0)
     signature = {a: _POINTERS.get(a, "fp32") for a in fn.arg_names if a not in constants}
     for target, gpu in TARGETS.items():
         told = launch.limits(module, function, gpu.arch // 10) if gpu.backend == "cuda" and panels else {}
         fewer = max(warps * 32 // gpu.warp_size, 1)
-        yield Job(name, fn, signature, constants, width, fewer, ("table", "work"), (target,), panels, options=told)
+        yield Job(
+            name, fn, signature, constants, width, fewer, ("table", "work"), (target,), panels, options=told,
+            grain=grain,
+        )  # fmt: skip
 
 
 def sweeps(names: Sequence[str] = ()) -> Iterable[Job]:
-    """The sweeps of BUDGETED under int8_split24 that tensors of at most two dimensions take; only of rules in `names`,
-    which may go on after a dot."""
+    """The sweeps of every rule under int8_split24, and of AdamW under every plan, that tensors of at most two
+    dimensions take; only of rules in `names`, which may go on after a dot."""
+    from optgen.formats.plan import Plan
+
     wanted = {name.split(".")[0] for name in names}
-    for spec_name in (x for x in BUDGETED if not wanted or any(w in x for w in wanted)):
-        for job in of_several_sweeps(spec_name, "int8_split24", "bfloat16"):
-            if job.bytes:
+    found = [(path.stem, "int8_split24") for path in sorted((ROOT / "specs").glob("*.py"))]
+    plans = vars(importlib.import_module("specs.plans")).items()
+    found += [("adamw", name) for name, plan in plans if isinstance(plan, Plan)]
+    for spec_name, plan_name in dict.fromkeys(found):
+        if spec_name in ("__init__", "plans") or (wanted and not any(w in spec_name for w in wanted)):
+            continue
+        param = "float32" if plan_name == "fp32" else "bfloat16"
+        several = fast_step(spec_name, plan_name, param).in_stages
+        for job in (of_several_sweeps if several else of_one_sweep)(spec_name, plan_name, param):
+            if job.bytes and roofline.TARGET in job.targets:
                 yield job
 
 
@@ -664,7 +675,7 @@ def kernels() -> Iterable[Job]:
     yield from flashoptim()
 
 
-def compiled_to_fit(job: Job, target: str) -> tuple[Compiled, Compiled]:
+def compiled_to_fit(job: Job, target: str, listed: bool = False) -> tuple[Compiled, Compiled]:
     """A job's kernel within the registers that are planned for it, and as the first step on a device compiles it."""
     from optgen.runtime.gpu import compiled
 
@@ -673,7 +684,7 @@ def compiled_to_fit(job: Job, target: str) -> tuple[Compiled, Compiled]:
     def spills(options: Mapping[str, Any]) -> int:
         made.append(compile_for(
             job.fn, job.signature, job.constexprs, TARGETS[target], job.num_warps,
-            aligned=job.aligned, listed=False, **options,
+            aligned=job.aligned, listed=listed, **options,
         ))  # fmt: skip
         return made[-1].registers if made[-1].stack and TARGETS[target].backend == "cuda" else 0
 
@@ -682,12 +693,10 @@ def compiled_to_fit(job: Job, target: str) -> tuple[Compiled, Compiled]:
 
 
 def count(job: Job, target: str) -> Stats:
-    compiled = compile_for(
-        job.fn, job.signature, job.constexprs, TARGETS[target], job.num_warps, aligned=job.aligned, **job.options
-    )
-    stats = analyse(compiled, job.elements, job.panels)
-    budget = job.bytes * CARDS[target].per_byte if target in CARDS else 0.0
-    return replace(stats, bytes=job.bytes, budget=round(budget, 2))
+    """Count a kernel; one that spills in the registers that are planned for it, with those that it is launched with."""
+    planned, made = compiled_to_fit(job, target, listed=True)
+    stats = analyse(made, job.elements, job.panels, job.grain if job.bytes else (0, 0))
+    return replace(stats, bytes=job.bytes, stack=planned.stack)
 
 
 def update(results: Mapping[str, Stats]) -> None:
@@ -705,7 +714,7 @@ def show(results: Mapping[str, Stats], opcodes: bool) -> None:
     from rich.table import Table
 
     table = Table("kernel", "target", title=f"Triton {triton.__version__}: the main loop, per element")
-    for column in ("bytes", "budget", "instructions", "special", "conversions", "registers", "shared", "spilled"):
+    for column in ("bytes", "busiest", "instructions", "special", "conversions", "registers", "shared", "spilled"):
         table.add_column(column, justify="right")
     table.add_column("loads")
     table.add_column("stores")
@@ -713,7 +722,7 @@ def show(results: Mapping[str, Stats], opcodes: bool) -> None:
         each = s.elements_per_thread
         special = s.classes.get("xu", 0) + s.classes.get("trans", 0)
         numbers = (s.per_element, special / each, s.classes.get("convert", 0) / each)
-        known = (f"{s.bytes:.2f}" if s.bytes else "", f"{s.budget:.1f}" if s.budget else "")
+        known = (f"{s.bytes:.2f}" if s.bytes else "", "{} {:.0%}".format(*s.busiest("H200")) if s.cost else "")
         row = [*name.split(" "), *known, *(f"{x:.1f}" for x in numbers), str(s.registers), str(s.shared), str(s.stack)]
         table.add_row(*row, _widths(s.loads), _widths(s.stores))
         if opcodes:
@@ -723,11 +732,19 @@ def show(results: Mapping[str, Stats], opcodes: bool) -> None:
 
 def markdown(results: Mapping[str, Stats]) -> str:
     """The table of docs/kernels.md: sweeps against what memory leaves time for."""
-    lines = ["| sweep | bytes | budget | instructions | registers |", "|---|---|---|---|---|"]
+    pipes = ("issue", "ALU", "FMA", "XU", "LSU")
+    lists = {"many": (), "matrix": roofline.MATRIX, "GPT-2": roofline.GPT2}
+    head = ["sweep", "bytes", "instructions", *pipes, "registers"]
+    head += [f"{card}, {name}" for name in lists for card in roofline.CARDS]
+    rows = []
     for name, s in results.items():
-        kernel = name.split(" ")[0]
-        lines.append(f"| {kernel} | {s.bytes:.2f} | {s.budget:.1f} | {s.per_element:.1f} | {s.registers} |")
-    return "\n".join(lines)
+        assert s.cost is not None
+        busy = s.cost.busy(roofline.CARDS["H200"], s.bytes)
+        shares = [s.cost.share(card, s.bytes, some) for some in lists.values() for card in roofline.CARDS.values()]
+        percent = (f"{100 * x:.0f}" for x in [busy.get(p, 0.0) for p in pipes])
+        numbers = (f"{s.bytes:.2f}", f"{s.cost.launched:.1f}", *percent, s.registers, *(f"{x:.2f}" for x in shares))
+        rows.append([name.split(" ")[0], *numbers])
+    return "\n".join(table_lines(head, rows))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -6,7 +6,6 @@ import triton.language as tl
 
 from optgen.runtime.gpu.codecs import read, times
 from optgen.runtime.gpu.matrices import walk
-from optgen.runtime.gpu.prelude import reciprocal
 
 
 @triton.jit
@@ -20,7 +19,7 @@ def adadelta_tile(
     acc_delta_sqrt = tl.sqrt(acc_delta + eps)
     g = tl.fma(weight_decay, p, g)               # 19
     square_avg = tl.fma(one_minus_rho * g, g, times(rho, square_avg, PLAN.square_avg))  # 20
-    square_avg_rcp = reciprocal(tl.sqrt(square_avg + eps))
+    square_avg_rcp = tl.rsqrt(square_avg + eps)
     delta = acc_delta_sqrt * square_avg_rcp * g  # 21
     p = tl.fma(minus_lr, delta, p)               # 23
     # 22

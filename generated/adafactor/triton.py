@@ -7,7 +7,7 @@ import triton.language as tl
 from optgen.runtime.gpu.between import rounds
 from optgen.runtime.gpu.codecs import read
 from optgen.runtime.gpu.matrices import walk
-from optgen.runtime.gpu.prelude import minus, reciprocal
+from optgen.runtime.gpu.prelude import minus
 
 
 @triton.jit
@@ -94,7 +94,7 @@ def adafactor_2_between(
 def adafactor_7_tile(PLAN: tl.constexpr, g, col_var, row_div, eps1_times_eps1, live, MASKED: tl.constexpr):
     """The terms of row_sum_of_g."""
     estimate = row_div * col_var  # 47
-    g_mul = g * reciprocal(tl.sqrt(tl.maximum(estimate, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL)))
+    g_mul = g * tl.rsqrt(tl.maximum(estimate, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))
     return (g_mul,)
 
 
@@ -137,7 +137,7 @@ def adafactor_10_tile(
     # 52
     p = tl.fma(
         minus(grad_scale * tensor_div),
-        g * reciprocal(tl.sqrt(tl.maximum(estimate, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))), p
+        g * tl.rsqrt(tl.maximum(estimate, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL)), p
     )
     return (p,)
 
@@ -160,7 +160,7 @@ def adafactor_no_factored_1_tile(
     """The terms of tensor_sum_for_alpha, tensor_sum_of_g."""
     variance = read(variance, PLAN.variance)
     variance = tl.fma(scalar_0 * g, g, one_minus_t_pow_beta2_decay * variance)  # 49
-    g_mul = g * reciprocal(tl.sqrt(tl.maximum(variance, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL)))
+    g_mul = g * tl.rsqrt(tl.maximum(variance, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))
     return p, g_mul
 
 
@@ -215,7 +215,7 @@ def adafactor_no_factored_3_tile(
     # 52
     p = tl.fma(
         minus(grad_scale * tensor_div),
-        g * reciprocal(tl.sqrt(tl.maximum(variance, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))), p
+        g * tl.rsqrt(tl.maximum(variance, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL)), p
     )
     return p, variance
 

@@ -7,7 +7,7 @@ import triton.language as tl
 from optgen.runtime.gpu.between import rounds
 from optgen.runtime.gpu.codecs import read, times
 from optgen.runtime.gpu.matrices import walk
-from optgen.runtime.gpu.prelude import minus, reciprocal
+from optgen.runtime.gpu.prelude import minus
 
 
 @triton.jit
@@ -161,7 +161,7 @@ def adafactor_paper_no_factored_1_tile(
     exp_avg_sq = read(exp_avg_sq, PLAN.exp_avg_sq)
     square = tl.fma(grad_scale_times_grad_scale * g, g, eps1)  # 50
     exp_avg_sq = tl.fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq)  # 56
-    g_mul = g * reciprocal(tl.sqrt(exp_avg_sq))
+    g_mul = g * tl.rsqrt(exp_avg_sq)
     return p, g_mul
 
 
@@ -212,7 +212,7 @@ def adafactor_paper_no_factored_3_tile(
     exp_avg_sq = tl.fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq)  # 56
     # 62
     p = tl.fma(
-        minus(grad_scale * rate_over_one_max_tensor_div), g * reciprocal(tl.sqrt(exp_avg_sq)),
+        minus(grad_scale * rate_over_one_max_tensor_div), g * tl.rsqrt(exp_avg_sq),
         tl.fma(minus(rate_times_weight_decay), p, p)
     )
     return p, exp_avg_sq
@@ -264,7 +264,7 @@ def adafactor_paper_has_momentum_no_factored_3_tile(
     exp_avg_sq = tl.fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq)  # 56
     # 60
     exp_avg = tl.fma(
-        one_minus_beta1_times_grad_scale * rate_over_one_max_tensor_div, g * reciprocal(tl.sqrt(exp_avg_sq)),
+        one_minus_beta1_times_grad_scale * rate_over_one_max_tensor_div, g * tl.rsqrt(exp_avg_sq),
         times(beta1, exp_avg, PLAN.exp_avg)
     )
     p = tl.fma(minus(rate_times_weight_decay), p, p) - exp_avg  # 62
@@ -443,7 +443,7 @@ def adafactor_paper_no_scale_parameter_no_factored_1_tile(
     exp_avg_sq = read(exp_avg_sq, PLAN.exp_avg_sq)
     square = tl.fma(grad_scale_times_grad_scale * g, g, eps1)  # 50
     exp_avg_sq = tl.fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq)  # 56
-    g_mul = g * reciprocal(tl.sqrt(exp_avg_sq))
+    g_mul = g * tl.rsqrt(exp_avg_sq)
     return (g_mul,)
 
 
@@ -481,7 +481,7 @@ def adafactor_paper_no_scale_parameter_no_factored_3_tile(
     exp_avg_sq = tl.fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq)  # 56
     # 62
     p = tl.fma(
-        minus(grad_scale * lr_min_t_pow_m0p5_over_one_max_tensor_div), g * reciprocal(tl.sqrt(exp_avg_sq)),
+        minus(grad_scale * lr_min_t_pow_m0p5_over_one_max_tensor_div), g * tl.rsqrt(exp_avg_sq),
         tl.fma(minus_lr_min_t_pow_m0p5_times_weight_decay, p, p)
     )
     return p, exp_avg_sq
@@ -538,8 +538,8 @@ def adafactor_paper_no_scale_parameter_has_momentum_no_factored_3_tile(
     exp_avg_sq = tl.fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq)  # 56
     # 60
     exp_avg = tl.fma(
-        one_minus_beta1_times_grad_scale * lr_min_t_pow_m0p5_over_one_max_tensor_div,
-        g * reciprocal(tl.sqrt(exp_avg_sq)), times(beta1, exp_avg, PLAN.exp_avg)
+        one_minus_beta1_times_grad_scale * lr_min_t_pow_m0p5_over_one_max_tensor_div, g * tl.rsqrt(exp_avg_sq),
+        times(beta1, exp_avg, PLAN.exp_avg)
     )
     p = tl.fma(minus_lr_min_t_pow_m0p5_times_weight_decay, p, p) - exp_avg  # 62
     return p, exp_avg, exp_avg_sq
@@ -612,7 +612,7 @@ def adafactor_paper_no_scale_parameter_no_relative_step_no_factored_3_tile(
     exp_avg_sq = tl.fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq)  # 56
     # 62
     p = tl.fma(
-        minus(grad_scale * lr_over_one_max_tensor_div), g * reciprocal(tl.sqrt(exp_avg_sq)),
+        minus(grad_scale * lr_over_one_max_tensor_div), g * tl.rsqrt(exp_avg_sq),
         tl.fma(minus_lr_times_weight_decay, p, p)
     )
     return p, exp_avg_sq
@@ -643,7 +643,7 @@ def adafactor_paper_no_scale_parameter_no_relative_step_has_momentum_no_factored
     exp_avg_sq = tl.fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq)  # 56
     # 60
     exp_avg = tl.fma(
-        one_minus_beta1_times_grad_scale * lr_over_one_max_tensor_div, g * reciprocal(tl.sqrt(exp_avg_sq)),
+        one_minus_beta1_times_grad_scale * lr_over_one_max_tensor_div, g * tl.rsqrt(exp_avg_sq),
         times(beta1, exp_avg, PLAN.exp_avg)
     )
     p = tl.fma(minus_lr_times_weight_decay, p, p) - exp_avg    # 62

@@ -7,7 +7,7 @@ import triton.language as tl
 from optgen.runtime.gpu.between import rounds
 from optgen.runtime.gpu.codecs import read, times
 from optgen.runtime.gpu.matrices import walk
-from optgen.runtime.gpu.prelude import minus, reciprocal
+from optgen.runtime.gpu.prelude import minus
 
 
 @triton.jit
@@ -206,7 +206,7 @@ def came_no_factored_1_tile(
     """The terms of tensor_sum_of_g."""
     square = tl.fma(grad_scale_times_grad_scale * g, g, eps1)  # 28
     exp_avg_sq = tl.fma(one_minus_beta2, square, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 34
-    g_mul = g * reciprocal(tl.sqrt(exp_avg_sq))
+    g_mul = g * tl.rsqrt(exp_avg_sq)
     return (g_mul,)
 
 
@@ -239,7 +239,7 @@ def came_no_factored_3_tile(
     exp_avg_sq = tl.fma(one_minus_beta2, square, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 34
     # 37
     exp_avg = tl.fma(
-        one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g * reciprocal(tl.sqrt(exp_avg_sq)),
+        one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g * tl.rsqrt(exp_avg_sq),
         times(beta1, exp_avg, PLAN.exp_avg)
     )
     p = one_minus_lr_times_weight_decay * p                    # 45

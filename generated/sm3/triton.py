@@ -7,7 +7,6 @@ import triton.language as tl
 from optgen.runtime.gpu.between import rounds
 from optgen.runtime.gpu.codecs import read, times
 from optgen.runtime.gpu.matrices import walk
-from optgen.runtime.gpu.prelude import reciprocal
 
 
 @triton.jit
@@ -21,7 +20,7 @@ def sm3_1_tile(
         grad_scale_times_grad_scale * g, g,
         tl.minimum(accumulator_row, accumulator_col, propagate_nan=tl.PropagateNan.ALL)
     )
-    p = tl.fma(minus_lr_times_grad_scale, g * reciprocal(tl.sqrt(total + eps)), p)  # 48
+    p = tl.fma(minus_lr_times_grad_scale, g * tl.rsqrt(total + eps), p)  # 48
     return p, total
 
 
@@ -59,7 +58,7 @@ def sm3_no_factored_tile(
     """The new p, accumulator."""
     accumulator = read(accumulator, PLAN.accumulator)
     accumulator = tl.fma(grad_scale_times_grad_scale * g, g, accumulator)  # 42
-    p = tl.fma(minus_lr_times_grad_scale, g * reciprocal(tl.sqrt(accumulator + eps)), p)  # 48
+    p = tl.fma(minus_lr_times_grad_scale, g * tl.rsqrt(accumulator + eps), p)  # 48
     return p, accumulator
 
 
@@ -87,7 +86,7 @@ def sm3_has_momentum_1_tile(
     )
     # 46
     momentum_buffer = tl.fma(
-        one_minus_momentum_times_grad_scale, g * reciprocal(tl.sqrt(total + eps)),
+        one_minus_momentum_times_grad_scale, g * tl.rsqrt(total + eps),
         times(momentum, momentum_buffer, PLAN.momentum_buffer)
     )
     p = tl.fma(minus_lr, momentum_buffer, p)  # 48
@@ -115,7 +114,7 @@ def sm3_has_momentum_no_factored_tile(
     accumulator = tl.fma(grad_scale_times_grad_scale * g, g, accumulator)  # 42
     # 46
     momentum_buffer = tl.fma(
-        one_minus_momentum_times_grad_scale, g * reciprocal(tl.sqrt(accumulator + eps)),
+        one_minus_momentum_times_grad_scale, g * tl.rsqrt(accumulator + eps),
         times(momentum, momentum_buffer, PLAN.momentum_buffer)
     )
     p = tl.fma(minus_lr, momentum_buffer, p)                               # 48

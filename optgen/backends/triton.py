@@ -243,6 +243,8 @@ def _rcp(p: Printer, n: Node) -> Text:
     if n.space.name == "block":
         return f"inverse({p.text(b)})", ATOM
     if p.nonneg(b) and n.space == spaces.elem:
+        if b.op == "sqrt" and b.uid not in p.names:  # one instruction of the slow pipe instead of two
+            return f"tl.rsqrt({p.text(b.args[0])})", ATOM
         return f"reciprocal({p.text(b)})", ATOM
     return f"1.0 / {p.text(b, 21)}", 20
 

@@ -47,6 +47,10 @@ class Panels(Sweep):
         """Return the columns of a panel."""
         return 1024 if self.block == 1 else 16 * self.block
 
+    def eights(self) -> bool:
+        """Return True if the numbers of a row's elements begin with a multiple of 8."""
+        return self.block > 1 or self.aligned
+
     def ordered(self, i: int) -> bool:
         """Return True if a term is reduced in the order that every backend has: a column has one value at any time."""
         return self.strict or bool(self.sums[i][0])
@@ -133,7 +137,7 @@ def _rows(
         index = ()
         if SWEEP.counted:
             number = before + k * PART + (start + at_row) * padded
-            if SWEEP.block > 1:
+            if SWEEP.eights():
                 number = number | lane & 7
             index = (number,)
         terms = coded(there, where, live, index, given, tile, SWEEP, MASKED)
@@ -269,8 +273,8 @@ def walk_panels(table, work, tile: tl.constexpr, SWEEP: tl.constexpr, scalars, s
         # Rows of matrices are those of dimension 0, or follow one another.
         padded = tl.where(columns == tl.load(row + (SWEEP.numel + 1)), pace, blocks * SWEEP.block).to(tl.int32)
         before = begin.to(tl.int32) + top.to(tl.int32) * padded + left.to(tl.int32)
-        # Rows of blocks begin with a multiple of 8, of which compilers are to know.
-        if SWEEP.block > 1:
+        # Eight neighbours share a hash: where rows begin with a multiple of 8, compilers are to know.
+        if SWEEP.eights():
             before = before + (lanes[7] & -8)
         else:
             before = before + lanes[7]

@@ -511,6 +511,10 @@ def axis_max(values, at, live, axes, columns, LANES: tl.constexpr = 64):
     return out + 0.0
 
 
+DEEP = tl.constexpr(32)
+"""Partial results that a thread of `finish` loads together."""
+
+
 @triton.jit
 def finish(table, work, MAX: tl.constexpr, LANES: tl.constexpr):
     """Partial results become values, 256 of one vector a program.
@@ -533,7 +537,14 @@ def finish(table, work, MAX: tl.constexpr, LANES: tl.constexpr):
         at = tl.load(item + 1).to(tl.int64) * LANES + lane
         live = at < outer * inner
         first = at // inner * (count * inner) + at % inner
-        for k in range(count):
+        # Few threads have all the work, and it is waiting: many loads are under way together.
+        for k in range(0, count // DEEP * DEEP, DEEP):
+            some = ()
+            for j in tl.static_range(DEEP):
+                some = some + (tl.load(partials + first + (k + j) * inner, mask=live, other=0.0),)
+            for j in tl.static_range(DEEP):
+                total = joint(total, some[j], MAX)
+        for k in range(count // DEEP * DEEP, count):
             total = joint(total, tl.load(partials + first + k * inner, mask=live, other=0.0), MAX)
         tl.store(values + at, total, mask=live)
     else:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optgen.runtime.gpu.compiled import Call, launched
+from optgen.runtime.gpu.compiled import Call, launched, sent
 from optgen.runtime.layout import layout, workspace
 from optgen.runtime.records import Stage, Temp, sums
 from optgen.runtime.work.bucket import Bucket
@@ -148,7 +148,7 @@ def moved(plan: Plan, table: Tensor) -> Plan:
 
 
 def _sent(lines: list[list[int]], device: torch.device) -> Tensor:
-    return torch.tensor(lines, dtype=torch.int64, device="cpu").to(device)
+    return sent(torch.tensor(lines, dtype=torch.int64, device="cpu"), device)
 
 
 class _Maker:
@@ -264,7 +264,9 @@ class _Maker:
         warps = self.kernels.WARPS[stage.kernel]
         if torch.version.hip is not None:
             warps = max(warps // 2, 1)  # of 64 lanes
-        return (warps, 1, self.panel_rows, False, self.own[i] and columns % 16 == 0), count
+        place = self.places[i]
+        eights = block > 1 or not (place.width % 8 or place.column % 8)
+        return (warps, 1, self.panel_rows, False, self.own[i] and columns % 16 == 0 and eights), count
 
     def _partials(self, stage: Stage, temp: Temp, k: int, tensors: Sequence[int]) -> None:
         """Partial results of a temp, from dense operands."""

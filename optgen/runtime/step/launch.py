@@ -256,10 +256,6 @@ class Addresses:
         self.host = torch.tensor(lines, dtype=torch.int64, device="cpu")
         self.tensors = torch.tensor(tensors, dtype=torch.int64, device="cpu")
 
-    def sent(self, device: torch.device) -> Tensor:
-        """Return the table on the device, in new memory: launches that are under way may still read the old one."""
-        return torch.empty_like(self.host, device=device).copy_(self.host, non_blocking=True)  # pageable: nobody waits
-
 
 class Triton(Kernels):
     """Triton kernels, whose tables are on the device.
@@ -307,7 +303,7 @@ class Triton(Kernels):
 
     def follow(self, gradients: list[int]) -> None:
         with guard(self.device):
-            self.take([table.sent(self.device) for table in self._point(gradients)])
+            self.take([compiled.sent(table.host, self.device) for table in self._point(gradients)])
         self.known = self.known.with_gradients(gradients)
         self.stock()
 
@@ -384,7 +380,7 @@ class OneKernel(Triton):
             addresses = Addresses(part, tensors)
             how: dict[str, Any] = dict(grad=self.grad, tiles=per_item, tile=tile, ragged=ragged, aligned=aligned)
             constants = {"SWEEP": compiled.launched(self.module.CONSTANTS[name]["SWEEP"], **how)}
-            table = addresses.sent(self.device)
+            table = compiled.sent(addresses.host, self.device)
             call = compiled.Call(kernel, table, work, scalars, True, constants, self.options)
             launches.append(Launch(aligned, ragged, shapes, addresses, call))
         return launches
