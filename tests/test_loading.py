@@ -91,6 +91,18 @@ class Compiler:
         monkeypatch.setattr(compiled, "_roomier", {})
 
 
+@pytest.mark.parametrize("numel", [8192, 8193])
+def test_tables_that_a_driver_does_not_take_over_are_sent_from_pinned_memory(
+    numel: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pinned: list[int] = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pinned.append(self.nbytes) or self)
+    monkeypatch.setattr(torch, "empty_like", lambda x, **_: torch.zeros(x.shape, dtype=x.dtype))
+    host = torch.arange(numel)
+    made = compiled.sent(host, SimpleNamespace(type="cuda"))
+    assert made.equal(host) and made is not host and pinned == [8 * numel] * (numel > 8192)
+
+
 @pytest.mark.parametrize("capturable", [False, True])
 def test_kernels_are_compiled_before_the_first_is_launched(monkeypatch: pytest.MonkeyPatch, capturable: bool) -> None:
     """A refusal of the compiler in the last bucket leaves the first as it was; and each is compiled once."""

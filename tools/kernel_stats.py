@@ -442,11 +442,25 @@ def jobs_of(name: str, module: Any, function: str, grad: str) -> Iterable[Job]:
             {"SWEEP": launched(sweep, grad=getattr(tl, grad), tiles=tiles, tile=size, aligned=True)},
             elements=2 * size,  # pairs of tiles
             grain=(1, tiles * size),
+            bytes=moved(sweep, getattr(tl, grad)),
             aligned=("table", "work"),
             targets=(target,),
             tiled=True,
             options=limits.get(target, {}),
         )
+
+
+def moved(sweep: Any, grad: Any) -> float:
+    """Return the bytes per element that a sweep loads and stores; values of rows and columns not counted."""
+
+    def size(i: int) -> float:
+        elements = {"": 1, "eight": 8, "block": sweep.block}.get(sweep.kind(i))
+        dtype = sweep.buffers[i][1] or grad
+        return dtype.primitive_bitwidth / 8 / elements if elements else 0.0
+
+    loaded = {i for x in sweep.values[: sweep.taken] for i in x.fields}
+    stored = {i for k, _ in sweep.stores for i in sweep.values[k].stores}
+    return sum(map(size, [*loaded, *stored]))
 
 
 def generated() -> Iterable[Job]:
@@ -520,9 +534,7 @@ def of_one_sweep(spec_name: str, plan_name: str, param: str) -> Iterable[Job]:
     spec, plan = named(spec_name, plan_name)
     _, module = triton_text.joined(spec, plan, "fast", _module)
     name = f"{spec_name}.{plan_name}" + (f".{param}" if param == "float16" else "")
-    moved = sum(fast_step(spec_name, plan_name, param).traffic)
-    for job in jobs_of(name, module, targets.case_name(spec, case_of(spec_name, plan_name, param)), param):
-        yield replace(job, bytes=moved)
+    yield from jobs_of(name, module, targets.case_name(spec, case_of(spec_name, plan_name, param)), param)
 
 
 # Steps of several sweeps, whose tests ask for no spills.
@@ -538,14 +550,10 @@ def of_several_sweeps(spec_name: str, plan_name: str, param: str) -> Iterable[Jo
     from optgen.driver import targets, triton_text
 
     spec, plan = named(spec_name, plan_name)
-    case, step = case_of(spec_name, plan_name, param), fast_step(spec_name, plan_name, param)
     pair, module = triton_text.joined(spec, plan, "fast", _module)
-    wanted = targets.case_name(spec, case)
+    wanted = targets.case_name(spec, case_of(spec_name, plan_name, param))
     variant = next(v for v in pair.variants if v.function == wanted)
-    moved = [sum(s.schedule.traffic) if s.is_sweep else 0.0 for s in step.stages]
-    for job in of_stages(f"{spec_name}.{plan_name}", module, variant):
-        number = int(re.findall(r"\d+", job.name)[-1])
-        yield job if job.name.endswith("_flat") else replace(job, bytes=moved[number - 1])
+    yield from of_stages(f"{spec_name}.{plan_name}", module, variant)
 
 
 def of_stages(name: str, module: Any, variant: Any) -> Iterable[Job]:
@@ -586,7 +594,7 @@ def _staged(
         fewer = max(warps * 32 // gpu.warp_size, 1)
         yield Job(
             name, fn, signature, constants, width, fewer, ("table", "work"), (target,), panels, options=told,
-            grain=grain,
+            grain=grain, bytes=moved(constants["SWEEP"], constants["SWEEP"].grad) if panels else 0.0,
         )  # fmt: skip
 
 
