@@ -57,8 +57,8 @@ def kl_shampoo(
     eigen_right = eigen_right + (1 - beta2) * moves * (col_mean(by_left * by_left) - eigen_right)
     if refresh:
         left, right = finite(left), finite(right)  # zeros turn nothing
-        turn = orthogonal_iteration(left, moves * identity(left))
-        other = orthogonal_iteration(right, moves * identity(right))
+        turn = finite(orthogonal_iteration(left, moves * identity(left)), identity(left))
+        other = finite(orthogonal_iteration(right, moves * identity(right)), identity(right))
         left, right, exp_avg = turn.T @ left @ turn, other.T @ right @ other, turn.T @ exp_avg @ other
         basis_left, basis_right = basis_left @ turn, basis_right @ other
         basis_left = bjorck(basis_left)  # orthogonal again: roundings add up

@@ -56,14 +56,14 @@ def soap(
     if refresh and by_rows:
         left = finite(left)  # zeros turn nothing
         order = sorting(left)
-        turn = orthogonal_iteration(left, moves * order)
+        turn = finite(orthogonal_iteration(left, moves * order), order)
         new, left = basis_left @ turn, turn.T @ left @ turn
         basis_left = bjorck(new)  # orthogonal again: roundings of products add up
         exp_avg, exp_avg_sq = turn.T @ exp_avg, order.T @ exp_avg_sq
     if refresh and by_columns:
         right = finite(right)
         order = sorting(right)
-        turn = orthogonal_iteration(right, moves * order)
+        turn = finite(orthogonal_iteration(right, moves * order), order)
         new, right = basis_right @ turn, turn.T @ right @ turn
         basis_right = bjorck(new)
         exp_avg, exp_avg_sq = exp_avg @ turn, exp_avg_sq @ order

@@ -11,7 +11,7 @@ def renewed(factor, basis, known):
     """(order, factor, basis) after an orthogonal iteration; known is 0 before the first one."""
     factor = finite(factor)  # zeros turn nothing
     order = sorting(factor)
-    turn = orthogonal_iteration(factor, known * order)
+    turn = finite(orthogonal_iteration(factor, known * order), order)
     new = basis @ turn
     return order, turn.T @ factor @ turn, bjorck(new)
 

@@ -1,8 +1,8 @@
 """SPlus: the sign of the momentum in the eigenbasis of Shampoo's factors, and an average of weights to evaluate."""
 
 from optgen.lang import (
-    bjorck, columns, eigenvectors, finite, flag, gram, hyper, matrix_state, optimizer, orthogonal, policies, rows,
-    shape_flag, sign, state, symmetric,
+    bjorck, columns, eigenvectors, finite, flag, gram, hyper, identity, matrix_state, optimizer, orthogonal, policies,
+    rows, shape_flag, sign, state, symmetric,
 )  # fmt: skip
 
 
@@ -52,7 +52,8 @@ def splus(
         right = beta2 * right + (1 - beta2) * gram(g.T)
     if matrix and refresh:
         left, right = finite(left), finite(right)
-        turn, across = eigenvectors(left), eigenvectors(right)
+        turn = finite(eigenvectors(left), identity(left))
+        across = finite(eigenvectors(right), identity(right))
         left, right = turn.T @ left @ turn, across.T @ right @ across
         momentum = turn.T @ momentum @ across
         basis_left, basis_right = basis_left @ turn, basis_right @ across

@@ -249,22 +249,6 @@ def test_kron_is_psgd_torchs(shape: tuple[int, ...], monkeypatch: pytest.MonkeyP
     assert (p - start).abs().max() > 0.05
 
 
-@pytest.mark.parametrize("name", [*CASES, *OWN])
-def test_a_gradient_that_is_nan_spoils_its_own_parameter_alone(name: str) -> None:
-    """Also where a decomposition takes both matrices at a time."""
-    cls, found = getattr(optim, spec_of(name).class_name), []
-    options = OWN[name][1] if name in OWN else CASES[name]
-    (period,) = options.keys() & {"inverse_every", "precondition_frequency", "update_proj_gap"}
-    for odd in (1.0, math.nan):
-        pair = [nn.Parameter(torch.ones(6, 10)) for _ in range(2)]
-        opt = cls(pair, plan="fp32", **options | {period: 1})
-        for t, g in enumerate(gradients((6, 10))):
-            pair[0].grad, pair[1].grad = g, g * (odd if t == 3 else 1.0)
-            opt.step()
-        found.append(pair)
-    assert torch.equal(found[0][0], found[1][0]) and torch.equal(*found[0]) and found[1][1].isnan().all()
-
-
 @pytest.mark.parametrize("size", [1e13, 1e19, 1e30])
 @pytest.mark.parametrize(
     "cls",

@@ -298,20 +298,6 @@ def test_what_is_no_matrix_of_low_rank_takes_adamw(name: str) -> None:
     assert opt.state[p].keys() == {"step", "momentum_buffer" if name == "dion" else "exp_avg", "exp_avg_sq"}
 
 
-@pytest.mark.parametrize("name", LOW_RANK)
-@pytest.mark.parametrize("backend", ["reference", "cpp"])
-def test_a_gradient_of_nan_makes_a_weight_of_nan(name: str, backend: str) -> None:
-    """As of AdamW; that of another parameter of the same batch does not change."""
-    a, b = (nn.Parameter(drawn(6, 10, seed=k)) for k in range(2))
-    opt = getattr(optim, spec_of(name).class_name)([a, b], plan="fp32", backend=backend, rank=2)
-    for seed in (3, 5):
-        a.grad, b.grad = drawn(6, 10, seed=seed), drawn(6, 10, seed=seed + 1)
-        a.grad[1, 2] = math.nan
-        opt.step()
-    assert a.isnan().any()
-    assert b.isfinite().all()
-
-
 def test_explanations_name_functions_of_matrices_and_the_rank_of_their_bytes() -> None:
     text = explain(spec_of("galore"), plans.fp32)
     assert "full = wide(g)" in text.formulas

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import optgen
-from optgen import load_checkpoint, save_checkpoint
+from optgen import load_checkpoint, optim, save_checkpoint
 from optgen.base.errors import UserError
 from optgen.driver.checkpoints import verify
 from optgen.lang import (
@@ -51,6 +51,8 @@ from optgen.optim import SOAP, KLShampoo, Muon, Shampoo, SOAPMuon, SPlus
 from optgen.runtime import Optimizer
 from specs import plans
 from tests import training
+from tests.harness import spec_of
+from tests.product import OF_MATRICES
 from tests.test_fuzz import Example, ran
 from tests.test_offload import moved
 from tests.training import bits, everything, give, params_of, states, train
@@ -442,6 +444,62 @@ def test_a_factor_that_is_not_finite_spoils_no_other(cls: Any, plan: str, backen
         assert all(x.float().isfinite().all() for x in held)
         made.append(bits([params[0], params[2].detach()[[0, 2]]]))
     assert made[0] == made[1]
+
+
+REFUSED = ("soap", "soap_muon", "kl_shampoo", "splus", "shampoo", "conda", "galore", "fira")
+"""Rules that decompose."""
+PERIODS = ("precondition_frequency", "inverse_every", "update_proj_gap")
+
+
+def stepped(
+    name: str, backend: str, sizes: Sequence[float], odd: float = 1.0
+) -> tuple[list[nn.Parameter], list[str], Any]:
+    """Parameters of one shape after eight steps of a rule, its warnings and its states; `odd` is in the last one's
+    fifth gradient."""
+    cls, several = getattr(optim, spec_of(name).class_name), range(len(sizes))
+    params, known = [nn.Parameter(drawn(6, 10, seed=k)) for k in several], {h.name for h in cls.HYPERS}
+    options = {k: 2 for k in PERIODS if k in known} | ({"rank": 3} if "rank" in known else {})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        opt = cls([(f"w{k}", p) for k, p in enumerate(params)], plan="fp32", backend=backend, lr=0.02, **options)
+        for t in range(8):
+            for k, (p, size) in enumerate(zip(params, sizes, strict=True)):
+                p.grad = size * drawn(6, 10, seed=10 * t + k)
+            params[-1].grad[1, 2] *= odd if t == 4 else 1.0
+            opt.step()
+    return params, [str(w.message) for w in caught], [opt.state[p] for p in params]
+
+
+@pytest.mark.parametrize("name", [*OF_MATRICES, "sinkgd"])
+def test_a_gradient_that_is_not_finite_spoils_its_own_parameter_alone(name: str) -> None:
+    """Of a NaN its weight is one, as AdamW's; what `finite` keeps out of factors and bases is said once."""
+    plain, *_ = stepped(name, "reference", (1, 1))
+    for odd in (torch.nan, torch.inf):
+        params, said, _ = stepped(name, "reference", (1, 1), odd)
+        assert torch.equal(plain[0], params[0]) and (params[1].isnan().any() or odd == torch.inf)
+        assert len(said) == (name in (*REFUSED, "psgd_kron")) and all("'w1'" in text for text in said)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("backend", ["reference", "cpp"])
+def test_the_last_basis_stays_where_a_decomposition_does_not_converge(
+    name: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For one parameter, whose matrices are the larger ones, and which goes on: its weight and states are finite."""
+    (plain, *_) = stepped(name, backend, (1, 1000))
+    for each in ("eigh", "svd"):
+        usual = getattr(torch.linalg, each)
+
+        def refuses(x: Tensor, usual: Any = usual, **options: Any) -> Any:
+            if x.abs().max() > 100:
+                raise torch.linalg.LinAlgError("failed to converge")
+            return usual(x, **options)
+
+        monkeypatch.setattr(torch.linalg, each, refuses)
+    params, said, states = stepped(name, backend, (1, 1000))
+    assert torch.equal(plain[0], params[0]) and not torch.equal(plain[1], params[1])
+    assert len(said) == 1 and "'w1'" in said[0]
+    assert all(x.isfinite().all() for x in (params[1], *states[1].values()) if isinstance(x, Tensor))
 
 
 BY_LAPACK = [eigenvectors, polar, lambda x: inverse_root(x, 2), lambda x: singular_vectors(x, x)]

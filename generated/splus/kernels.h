@@ -64,7 +64,7 @@ struct splus_no_matrix {  // splus
     }
 };
 
-// a sweep: update (specs/splus.py:46), momentum (specs/splus.py:57)
+// a sweep: update (specs/splus.py:46), momentum (specs/splus.py:58)
 template <class S0, class S1, class S2, class S3>
 OPTGEN_INLINE void splus_refresh_4(
     F beta1, F one_minus_beta1, S0 &momentum, S1 &g_2, S2 &update_whole, S3 &momentum_whole

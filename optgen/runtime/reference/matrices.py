@@ -153,7 +153,9 @@ def _factors(function: Callable[[Tensor], Sequence[Tensor]], x: Tensor) -> list[
     else:
         if x.ndim > 2:
             each = zip(*(_factors(function, one) for one in x.flatten(0, -3)), strict=True)
-            return [torch.stack(ys).view(*x.shape[:-2], *ys[0].shape) for ys in each]
+            # By columns, as LAPACK returns a batch: products of another layout round otherwise.
+            stacked = (torch.stack([y.mT for y in ys]).mT if ys[0].ndim > 1 else torch.stack(ys) for ys in each)
+            return [y.view(*x.shape[:-2], *y.shape[1:]) for y in stacked]
         found, good = list(function(torch.zeros_like(x))), torch.zeros_like(good)
     return [torch.where(good if y.ndim == x.ndim else good[..., 0], y, math.nan) for y in found]
 
