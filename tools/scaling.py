@@ -194,7 +194,7 @@ def work(rule: str, refresh: bool, m: int, n: int) -> Work:
     triangle = [k * (k - 1) // 2 * 33 // 32 + 4 * k for k in sides]  # 8 bits, scales of 64, an fp32 diagonal
     if rule == "SOAP":
         bases = [k * k * 33 // 32 for k in sides]
-        flops = sum(6 * size * k + refresh * (14 * k**3 + 4 * size * k) for k in sides)
+        flops = sum(6 * size * k + refresh * (16 * k**3 + 4 * size * k) for k in sides)
         returned = [t + refresh * q for t, q in zip(triangle, bases, strict=True)]
         going = [t + q for t, q in zip(triangle, bases, strict=True)]
         elements = (16, 16) if refresh else (8, 8)

@@ -203,20 +203,19 @@ def explain(spec: Spec, plan: Plan, param: str = "bfloat16", flags: Mapping[str,
 
 
 _WORK = {
-    "newton_schulz": "4 {a} {b} {s} + 2 {s}^3 flops a round in bf16, fewer with gram=True",
-    "newton_schulz_of_rows": "a round of newton_schulz of those rows",
+    "newton_schulz": "4 {all} + 2 {s}^3 flops a round", "newton_schulz_of_rows": "newton_schulz of some rows",
     "qr": "about 4 {a} {b}^2 flops", "eigenvectors": "about 9 {a}^3 flops", "inverse_root": "about 11 {a}^3 flops",
-    "cholesky": "about {a}^3 / 3 flops", "solve_triangular": "{a}^2 {b} flops", "polar": "about 20 {a} {b} {s} flops",
-    "singular_vectors": "about 20 m n min(m, n) flops",
-    "norm_lower_bound": "2 {a}^2 flops", "newton_root": "12 {a}^3 flops and about 8 {a}^3 in each of some 20 rounds",
-    "bjorck": "4 {a} {b} {s} flops a round", "power_iteration": "4 m n r flops a step, and qr",
-    "svd_lowrank": "4 m n (r + 8) flops an iteration and twice more, and qr",
-}  # fmt: skip
+    "cholesky": "about {a}^3 / 3 flops", "solve_triangular": "{a}^2 {b} flops", "polar": "about 20 {all} flops",
+    "singular_vectors": "about 20 m n s flops", "orthogonal_iteration": "about 6 {a}^3 flops",
+    "norm_lower_bound": "2 {a}^2 flops", "newton_root": "12 {a}^3 flops, 8 {a}^3 in each of some 20 rounds",
+    "bjorck": "4 {all} flops a round", "power_iteration": "4 m n r flops a step, and qr",
+    "svd_lowrank": "4 m n (r + 8) flops an iteration and twice more, qr",
+}
 """Function of matrices -> its floating-point operations for a matrix of a x b, s the shorter side."""
 
 
 def _matrices(spec: Spec, step: Step, flags: Mapping[str, bool]) -> Iterator[str]:
-    """Yield the operations on whole matrices, with their work, and the memory in which they are done."""
+    """Yield the operations on whole matrices, with their work and how often, and the memory in which they are done."""
     usual = set(_operations(step.program.roots()))
     if not usual:
         return
@@ -224,11 +223,14 @@ def _matrices(spec: Spec, step: Step, flags: Mapping[str, bool]) -> Iterator[str
         at = [f for f in spec.flags if f.clock and setting[f.name] != flags.get(f.name, f.default)]
         if len(at) > 1:
             continue
-        when = " and ".join(f"every {f.every} steps" if f.every else "at the first step" for f in at)
         found = _operations([x for x in spec.trace(setting).new.values() if x.space != spaces.host])
-        for op, count in Counter(x for x in found if not at or x not in usual).items():
-            yield f"{f'{count} x ' if count > 1 else ''}{op}{f', {when}' if when else ''}"
+        some = Counter(x for x in found if not at or x not in usual)
+        if at and some:
+            yield f"every {at[0].every} steps also" if at[0].every else "at the first step also"
+        for op, count in some.items():
+            yield f"{'  ' if at else ''}{f'{count} x ' if count > 1 else ''}{op}"
     if any(node.attr in lint.POLAR for node in postorder(step.program.roots())):
+        yield "s is the shorter side; rounds of newton_schulz are in bf16, and take fewer flops with gram=True"
         yield "a polar factor has no useful bound: errors along the smallest singular values of its operand grow to 1"
     from optgen.runtime.layout.workspace import USUAL  # imports torch
 
@@ -239,14 +241,25 @@ def _matrices(spec: Spec, step: Step, flags: Mapping[str, bool]) -> Iterator[str
 
 
 def _operations(roots: Sequence[Node]) -> Iterator[str]:
-    """Yield the operations on whole matrices below some nodes, each with its floating-point operations."""
+    """Yield the operations on whole matrices below some nodes, each with its floating-point operations and the bytes of
+    its operands and its result, fp32 or, for Newton-Schulz, bf16."""
     for node in postorder(roots):
+        width = 2 if node.attr == "newton_schulz" else 4
+        moved = Counter(_power(*sides) for x in (*node.args, node) if (sides := spaces.dims(x.space)))
+        size = " + ".join(f"{width * count} {of}" for of, count in moved.items())
         if node.op == "matmul":
             a, b, c = *spaces.dims(node.args[0].space), spaces.dims(node.space)[1]
-            yield f"({a}, {b}) @ ({b}, {c}): 2 {a} {b} {c} flops"
+            yield f"({a}, {b}) @ ({b}, {c}): 2 {_power(a, b, c)} flops, {size} B"
         elif node.op == "call" and node.attr in _WORK:
             a, b = tuple(spaces.dims(node.space))
-            yield f"{node.attr} ({a}, {b}): " + _WORK[str(node.attr)].format(a=a, b=b, s=a if a == b else "min(m, n)")
+            s = a if a == b else "s"
+            work = _WORK[str(node.attr)].format(a=a, b=b, s=s, all=_power(a, b, s))
+            yield f"{node.attr} ({a}, {b}): {work}, {size} B"
+
+
+def _power(*sides: str) -> str:
+    """Return the product of sides as it is written: m^2 n."""
+    return " ".join(f"{x}^{n}" if n > 1 else x for x, n in Counter(sorted(sides)).items())
 
 
 def _sweeps(step: Step) -> Iterator[Pass]:
