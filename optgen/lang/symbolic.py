@@ -90,9 +90,10 @@ def _recurrence(spec: Spec, flags: tuple[tuple[str, bool], ...], state: str) -> 
 
 def _unturned(x: Node) -> Node:
     """Return the matrix of which x = q' matrix q is the same in another basis: that moves no eigenvalue."""
-    if x.op == "matmul" and x.args[0].op == "matmul" and x.args[1].attr in ("orthogonal_iteration", "qr"):
+    if x.op == "matmul" and x.args[0].op == "matmul":
         (turned, inner), q = x.args[0].args, x.args[1]
-        if turned.op == "transpose" and turned.args[0] is q:
+        made = q.args[0] if q.attr == "finite" else q
+        if turned.op == "transpose" and turned.args[0] is q and made.attr in ("orthogonal_iteration", "qr"):
             return _unturned(inner)
     return _unturned(x.args[0]) if x.attr == "finite" else x
 
