@@ -6,6 +6,7 @@ Packages step in fp64.  A spec in fp64, and its fp32 optimizer, take the same fi
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import random
 import sys
@@ -24,7 +25,8 @@ from tests.harness import spec_of
 from tests.oracles import optional
 from tests.test_low_rank import CASES, LR, drawn, gaussian, gradients
 
-SHAPES = [(6, 10), (8, 8), (12, 5), (7,), (1, 7), (7, 1), (2, 3), (16, 4), (4, 20), (5, 6)]
+SHAPES = [(6, 10), (8, 8), (12, 5), (7,), (1, 7), (7, 1), (3, 9, 8), (16, 4), (4, 20), (2, 8, 12)]
+"""Packages take no stacks: they are given each matrix of one as a parameter of its own."""
 SLOPE = 500.0
 """The most by which an error of a matrix of norm 1 grows in five rounds, the products of their first coefficients: 485
 of Jordan's and 493 of You's."""
@@ -52,14 +54,27 @@ def signed_svd(x: Tensor, full_matrices: bool = True) -> tuple[Tensor, Tensor, T
     return u * sign, s, vh * sign.mT
 
 
-def low_rank(case: str, p: nn.Parameter, options: dict[str, Any]) -> torch.optim.Optimizer:
+def each_of(start: Tensor) -> list[nn.Parameter]:
+    """fp64 parameters for a package."""
+    return [nn.Parameter(x.clone()) for x in (start.double().unbind() if start.ndim == 3 else [start.double()])]
+
+
+def take(theirs: torch.optim.Optimizer, ps: list[nn.Parameter], g: Tensor) -> Tensor:
+    """Make a package's step; return its weights in the shape of the gradient."""
+    for p, x in zip(ps, g.double().view(len(ps), *ps[0].shape), strict=True):
+        p.grad = x
+    theirs.step()
+    return torch.stack(list(ps)).view(g.shape)
+
+
+def low_rank(case: str, ps: list[nn.Parameter], options: dict[str, Any]) -> torch.optim.Optimizer:
     """A package's optimizer, whose groups of low rank have options of their own; vectors are in a usual one."""
     names, more = ("rank", "update_proj_gap", "scale"), {"scale": options.get("alpha")} | options
     own = {k: more[k] for k in names} | {"projection_type": "std", "proj_type": "std", "proj": "random"}
     own["scale_type"] = "tensor" if case == "apollo_mini" else "channel"
     cls = optional(PACKAGES[case][0]).__dict__[PACKAGES[case][1]]
     usual = {k: options[k] for k in ("betas", "eps", "weight_decay")}
-    return cls([{"params": [p], **(own if p.ndim > 1 else {})}], lr=LR, **usual)
+    return cls([{"params": ps, **(own if ps[0].ndim > 1 else {})}], lr=LR, **usual)
 
 
 PACKAGES = {
@@ -82,7 +97,8 @@ class Ours:
         self.p, self.weight, self.states = nn.Parameter(start.clone()), start.double(), {}
         if backend != "fp64":
             cls = getattr(optim, self.spec.class_name)
-            self.opt = cls([("w", self.p)], plan="fp32", backend=backend, lr=LR, **options)
+            blocks = {"blocks": {"w": len(start)}} if start.ndim == 3 else {}
+            self.opt = cls([("w", self.p)], plan="fp32", backend=backend, lr=LR, **blocks, **options)
 
     def step(self, g: Tensor) -> Tensor:
         self.t += 1
@@ -114,17 +130,18 @@ def test_rules_of_low_rank_are_their_packages(
 ) -> None:
     """Given the same signs of singular vectors and random numbers, within the bound of test_low_rank."""
     (name, slope, options), draw = CASES[case], settings(case, shape)
+    if len(shape) > 2 and case != "galore":
+        pytest.skip("the matrices of a stack share the norm that limits their steps: see test_low_rank")
     options = options | {"betas": (draw.uniform(0.5, 0.95), draw.uniform(0.8, 0.99)), "eps": draw.uniform(0.05, 0.1)}
     options |= {"weight_decay": draw.uniform(0.0, 0.2), "update_proj_gap": draw.choice([5, 7, 11])}
     if case == "fira":  # theirs renews at the multiples of the period, not after them
         options["update_proj_gap"] = draw.choice([1, 60])
-    elif len(shape) > 1 and case != "apollo_mini":
-        options["rank"] = draw.randint(1, min(shape))
+    elif len(shape) > 1 and case != "apollo_mini":  # vectors of no singular value are arbitrary: of a batch other ones
+        options["rank"] = draw.randint(1, min(shape) if len(shape) == 2 else 4)
     start = drawn(*shape, seed=1)
-    ours, other = Ours(name, start, backend, options), nn.Parameter(start.double())
-    theirs, unit = low_rank(case, other, options), 2.0**-53 if backend == "fp64" else 2.0**-24
+    ours, others = Ours(name, start, backend, options), each_of(start)
+    theirs, unit = low_rank(case, others, options), 2.0**-53 if backend == "fp64" else 2.0**-24
     for t, g in enumerate(gradients(shape), 1):
-        other.grad = g.double()
 
         def numbers(of: tuple[int, int], t: int = t, **_: Any) -> Tensor:
             tall = shape[0] >= shape[1]
@@ -136,34 +153,34 @@ def test_rules_of_low_rank_are_their_packages(
             patch.setattr(torch.linalg, "svd", signed_svd)
             if case.startswith("apollo"):
                 patch.setattr(optional("apollo_torch.random_projector"), "stable_randn", numbers)
-            theirs.step()
+            other = take(theirs, others, g)
         most = t * unit * (8 + LR * slope * 15 * 15 / 0.5 * math.sqrt(sum(shape)))
         assert (ours.step(g) - other).abs().max() <= most, t
     assert (other - start).abs().max() > 0.02
 
 
-def muon(p: nn.Parameter, o: dict[str, Any]) -> Any:
+def muon(ps: list[nn.Parameter], o: dict[str, Any]) -> Any:
     kept = {k: o[k] for k in ("momentum", "weight_decay", "nesterov")}
-    group = {"params": [p], "use_muon": True, "use_adjusted_lr": o["match_rms_adamw"], **kept}
+    group = {"params": ps, "use_muon": True, "use_adjusted_lr": o["match_rms_adamw"], **kept}
     return optional("pytorch_optimizer").Muon([group], lr=LR)
 
 
-def heavyballs_muon(p: nn.Parameter, o: dict[str, Any]) -> Any:
+def heavyballs_muon(ps: list[nn.Parameter], o: dict[str, Any]) -> Any:
     usual = {"storage_dtype": "float64", "compile_step": False, "multi_tensor": False}
     optional("heavyball").utils.compile_mode = None
     given = {"betas": (o["momentum"], 0.99), "weight_decay": o["weight_decay"], "nesterov": False}
-    return optional("heavyball").Muon([p], lr=LR, **given, **usual)
+    return optional("heavyball").Muon(ps, lr=LR, **given, **usual)
 
 
-def normuon(p: nn.Parameter, o: dict[str, Any]) -> Any:
+def normuon(ps: list[nn.Parameter], o: dict[str, Any]) -> Any:
     own = {"momentum": o["betas"][0], "beta2": o["betas"][1], "nesterov": False, "update_scale": "match_rms"}
-    group = {"params": [p], "use_muon": True, "weight_decay": o["weight_decay"], "eps": o["eps"], **own}
+    group = {"params": ps, "use_muon": True, "weight_decay": o["weight_decay"], "eps": o["eps"], **own}
     return optional("pytorch_optimizer").NorMuon([group], lr=LR)
 
 
-def scion(p: nn.Parameter, o: dict[str, Any]) -> Any:
+def scion(ps: list[nn.Parameter], o: dict[str, Any]) -> Any:
     own = {"momentum": o["momentum"], "scale": o["scale"], "constraint": not o["unconstrained"]}
-    return optional("pytorch_optimizer").SCION([p], lr=LR, **own)
+    return optional("pytorch_optimizer").SCION(ps, lr=LR, **own)
 
 
 ORTHOGONAL: dict[str, tuple[str, Any, Callable[[random.Random], dict[str, Any]]]] = {
@@ -197,16 +214,21 @@ NEWTON_SCHULZ = {
 
 
 class Shared:
-    """The rounds of our optimizer, which a package takes too if it asks for the same within roundings to bf16."""
+    """The rounds of our optimizer, which a package takes too if it asks for the same within roundings to bf16, of one
+    matrix or of a batch, also of transposed ones."""
 
     def ours(self, x: Tensor, *numbers: Any) -> Tensor:
-        self.x, self.made = x.double(), in_fp64(x, *numbers)
-        return self.made
+        made = in_fp64(x, *numbers)
+        self.each = zip(*(y.double().reshape(-1, *x.shape[-2:]) for y in (x, made)), strict=True)
+        return made
 
     def theirs(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
-        mine, other = (y.reshape(x.shape) / y.norm() for y in (self.x, x))
+        some = itertools.islice(self.each, x.shape[0] if x.ndim > 2 else 1)
+        both = [torch.stack(y) for y in zip(*some, strict=True)]
+        given, made = ((y if y.shape[-2:] == x.shape[-2:] else y.mT).reshape(x.shape) for y in both)
+        mine, other = (y / torch.linalg.matrix_norm(y, keepdim=True) for y in (given, x))
         assert ((mine - other).abs() <= 2.0**-7 * other.abs() + 2.0**-20).all()
-        return self.made.double().reshape(x.shape)
+        return made
 
 
 @pytest.mark.parametrize(("case", "shape"), few(list(ORTHOGONAL)), ids=str)
@@ -228,13 +250,13 @@ def test_rules_of_newton_schulz_are_their_packages(
         monkeypatch.setattr(where, function, theirs_in_fp64 if exact else shared.theirs)
     for where in (matrices, sys.modules[getattr(optim, spec_of(rule).class_name).__module__]):
         monkeypatch.setattr(where, "newton_schulz", in_fp64 if exact else shared.ours)
-    ours, other = Ours(rule, start, backend, options), nn.Parameter(start.double())
-    theirs, most, least, slope = make(other, options), 0.0, 1.0, SLOPE if exact else 1.0
+    ours, others = Ours(rule, start, backend, options), each_of(start)
+    theirs, most, least, slope = make(others, options), 0.0, 1.0, SLOPE if exact else 1.0
     unit = 2.0**-53 if exact and "heavyball" not in case else 2.0**-24
     for t, g in enumerate(gradients(shape), 1):
-        weight, other.grad = ours.step(g), g.double()
-        theirs.step()
-        size = 15 / min(15.0, float(ours.states["momentum_buffer"].norm()))
+        weight, other = ours.step(g), take(theirs, others, g)
+        sizes = ours.states["momentum_buffer"].reshape(len(others), -1).norm(dim=1)
+        size = 15 / min(15.0, float(sizes.min()))
         if rule == "normuon":
             least = min(least, float(ours.states["row_sq"].min().sqrt()))
         factor = math.sqrt(max(shape)) * options.get("scale", 1.0) / least
