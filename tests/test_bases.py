@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -18,9 +19,10 @@ from tests import harness
 from tests.harness import spec_of
 from tests.oracles import BASES, IN_BASES, optional
 
-STEPS, LR, EPS, NOISE = 24, 0.01, 0.05, 0.1
-INTERPRETED = 14
-"""Steps of Triton's interpreter, which takes seconds: a renewal of each basis after the turn is among them."""
+STEPS, LR, EPS, NOISE = 50, 0.01, 0.05, 0.1
+FEWER = {"cpp": 24, "triton": 14}
+"""Steps of other backends, of which Triton's interpreter takes seconds: renewals after the turn are among them."""
+TURN = 12
 SHAPES = [(6, 10), (12, 5), (8, 8), (1, 7), (7, 1), (3, 8, 9), (6, 2, 3, 3), (7,), (10001, 4), (3, 10001)]
 SIZES = torch.tensor([4.0, 2.0, 1.0, 0.5], dtype=torch.float64)
 OPTIONS = {"precondition_frequency": 4, "betas": (0.8, 0.9), "shampoo_beta": 0.6, "eps": EPS, "weight_decay": 0.1}
@@ -44,8 +46,8 @@ OWN: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 
 def gradients(shape: tuple[int, ...], backend: str = "") -> Iterator[Tensor]:
     """Yield fp32 tensors whose singular values are nearly 4, 2, 1 and a half, along directions that stay; their order
-    turns round half-way, so that eigenvectors change places."""
-    steps = INTERPRETED if backend == "triton" else STEPS
+    turns round after TURN steps, so that eigenvectors change places."""
+    steps = FEWER.get(backend, STEPS)
     draw = torch.Generator().manual_seed(0)
     if len(shape) < 2:
         yield from (torch.randn(shape, generator=draw) for _ in range(steps))
@@ -54,7 +56,7 @@ def gradients(shape: tuple[int, ...], backend: str = "") -> Iterator[Tensor]:
     rank = min(4, *stack[1:])
     u, v = (torch.linalg.qr(torch.randn(stack[0], n, rank, generator=draw, dtype=torch.float64)).Q for n in stack[1:])
     for t in range(steps):
-        sizes = SIZES[:rank] if t < STEPS // 2 else SIZES[:rank].flip(0)
+        sizes = SIZES[:rank] if t < TURN else SIZES[:rank].flip(0)
         inner = sizes.diag() + NOISE * torch.randn(stack[0], rank, rank, generator=draw, dtype=torch.float64)
         yield (u @ inner @ v.mT).reshape(shape).float()
 
@@ -73,7 +75,10 @@ def allowed(shape: tuple[int, ...], t: int, unit: float) -> float:
 def test_many_steps_are_the_oracle_s(name: str, shape: tuple[int, ...], backend: str) -> None:
     if backend == "triton" and math.prod(shape) > 1000:
         pytest.skip("the interpreter takes minutes")
-    start, spec, options = torch.randn(shape, generator=torch.Generator().manual_seed(1)), spec_of(name), CASES[name]
+    start, spec = torch.randn(shape, generator=torch.Generator().manual_seed(1)), spec_of(name)
+    draw = random.Random(f"{name} {shape}")
+    options = CASES[name] | {"betas": (draw.uniform(0.6, 0.9), draw.uniform(0.8, 0.95)), "eps": draw.uniform(EPS, 0.1)}
+    options |= {"weight_decay": draw.uniform(0, 0.2), "precondition_frequency": draw.choice([3, 4, 5])}
     ours = exact = start.double()
     oracle, states, p = BASES[name]({}, options), {}, nn.Parameter(start.clone())
     blocks = {"w": 3} if len(shape) == 3 else {}
@@ -90,7 +95,7 @@ def test_many_steps_are_the_oracle_s(name: str, shape: tuple[int, ...], backend:
                 opt.step()
             ours = p.detach().double()
         assert (ours - exact).abs().max() <= allowed(shape, t, 2.0**-53 if backend == "fp64" else 2.0**-24), t
-    assert (exact - start).abs().max() > 0.09 * t / STEPS
+    assert (exact - start).abs().max() > 0.05
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -117,7 +122,7 @@ def test_steps_in_bases_of_their_own(name: str, shape: tuple[int, ...], backend:
         kept = (found(x) for x in names)
         return [x.double().reshape(-1, *x.shape[-2:]).clone() for x in kept if isinstance(x, Tensor)]
 
-    for t in range(1, STEPS + 1):
+    for t in range(1, FEWER.get(backend, STEPS) + 1):
         g, before = torch.randn(shape, generator=draw), bases()
         if backend == "fp64":
             ours, states, _ = spec.evaluate(ours, g.double(), t, states, lr=LR, **options)
@@ -192,7 +197,7 @@ def test_soap_muon_is_the_record(backend: str, shape: tuple[int, ...]) -> None:
         most = allowed(shape, t, 2.0**-53 if backend == "fp64" else 2.0**-24)
         most += t * LR * 6 * 2.0**-8 if backend != "fp64" and len(shape) > 1 else 0.0
         assert (ours - exact).abs().max() <= most, t
-    assert (exact - start).abs().max() > 0.09 * t / STEPS
+    assert (exact - start).abs().max() > 0.05
 
 
 @pytest.mark.parametrize("shape", [(6, 10), (12, 5), (8, 8), (1, 7), (7, 1), (7,), (8200, 4), (3, 8200)], ids=str)
@@ -223,7 +228,7 @@ def test_kron_is_pytorch_optimizers(backend: str, shape: tuple[int, ...], monkey
         bent = math.prod(float(torch.linalg.cond(q)) for q in factors)
         most += 2.0**-24 * (4 + LR * t * math.sqrt(sum(shape)) * bent**2)
         assert (ours - other).abs().max() <= most, t
-    assert (other - start).abs().max() > 0.09 * t / STEPS
+    assert (other - start).abs().max() > 0.05
 
 
 @pytest.mark.parametrize("shape", [(6, 10), (12, 5), (8, 8), (7,), (8200, 4), (3, 8200)], ids=str)

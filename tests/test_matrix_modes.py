@@ -472,7 +472,7 @@ def stepped(
 
 @pytest.mark.parametrize("name", [*OF_MATRICES, "sinkgd"])
 def test_a_gradient_that_is_not_finite_spoils_its_own_parameter_alone(name: str) -> None:
-    """Of a NaN its weight is one, as AdamW's; what `finite` keeps out of factors and bases is said once."""
+    """A NaN makes its weight NaN, as under AdamW; what `finite` keeps out of factors and bases is said once."""
     plain, *_ = stepped(name, "reference", (1, 1))
     for odd in (torch.nan, torch.inf):
         params, said, _ = stepped(name, "reference", (1, 1), odd)

@@ -6,7 +6,6 @@ import triton.language as tl
 
 from optgen.runtime.gpu.codecs import read
 from optgen.runtime.gpu.matrices import walk
-from optgen.runtime.gpu.prelude import reciprocal
 
 
 @triton.jit
@@ -27,7 +26,7 @@ def adasmooth_tile(
     )
     share_mul = share * share
     exp_avg_sq = tl.fma(share_mul, g * g, (1.0 - share_mul) * exp_avg_sq)  # 26
-    update = lr * g * reciprocal(tl.sqrt(exp_avg_sq + eps))  # 27
+    update = lr * g * tl.rsqrt(exp_avg_sq + eps)  # 27
     p = p - update                                                         # 30
     s = s - update                                                         # 28
     n = n + tl.abs(update)                                                 # 29

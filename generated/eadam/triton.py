@@ -6,7 +6,7 @@ import triton.language as tl
 
 from optgen.runtime.gpu.codecs import times
 from optgen.runtime.gpu.matrices import walk
-from optgen.runtime.gpu.prelude import minus, reciprocal
+from optgen.runtime.gpu.prelude import minus
 
 
 @triton.jit
@@ -16,10 +16,10 @@ def eadam_tile(
 ):
     """The new p, exp_avg, exp_avg_sq."""
     g = grad_scale * g
-    g = tl.fma(weight_decay, p, g)  # 20
+    g = tl.fma(weight_decay, p, g)                                  # 20
     exp_avg = tl.fma(one_minus_beta1, g, times(beta1, exp_avg, PLAN.exp_avg))  # 21
     exp_avg_sq = tl.fma(one_minus_beta2 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq)) + eps  # 22
-    p = tl.fma(minus(scalar_2 * exp_avg), reciprocal(tl.sqrt(exp_avg_sq)), p)  # 23
+    p = tl.fma(minus(scalar_2 * exp_avg), tl.rsqrt(exp_avg_sq), p)  # 23
     return p, exp_avg, exp_avg_sq
 
 

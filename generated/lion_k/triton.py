@@ -6,7 +6,6 @@ import triton.language as tl
 
 from optgen.runtime.gpu.codecs import times
 from optgen.runtime.gpu.matrices import walk
-from optgen.runtime.gpu.prelude import reciprocal
 
 
 @triton.jit
@@ -18,7 +17,7 @@ def lion_k_tile(
     """The new p, exp_avg."""
     mixed = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 24
     p = one_minus_lr_times_weight_decay * p  # 23
-    p = tl.fma(minus_lr, mixed * reciprocal(tl.sqrt(tl.fma(mixed, mixed, e_times_e))), p)  # 25
+    p = tl.fma(minus_lr, mixed * tl.rsqrt(tl.fma(mixed, mixed, e_times_e)), p)  # 25
     exp_avg = tl.fma(one_minus_beta2_times_grad_scale, g, times(beta2, exp_avg, PLAN.exp_avg))  # 26
     return p, exp_avg
 
