@@ -103,6 +103,7 @@ if TYPE_CHECKING:
     from .sgdp import SGDP as SGDP
     from .sgd_sai import SGDSaI as SGDSaI
     from .sgdw import SGDW as SGDW
+    from .sgld import SGLD as SGLD
     from .sm3 import SM3 as SM3
     from .soap import SOAP as SOAP
     from .soap_muon import SOAPMuon as SOAPMuon
@@ -217,6 +218,7 @@ _MODULES = {
     "SGDP": "sgdp",
     "SGDSaI": "sgd_sai",
     "SGDW": "sgdw",
+    "SGLD": "sgld",
     "SM3": "sm3",
     "SOAP": "soap",
     "SOAPMuon": "soap_muon",
@@ -332,6 +334,7 @@ __all__ = [
     "SGDP",
     "SGDSaI",
     "SGDW",
+    "SGLD",
     "SM3",
     "SOAP",
     "SOAPMuon",

@@ -23,6 +23,8 @@ import torch
 from torch import Tensor
 from torch.optim._muon import _zeropower_via_newtonschulz
 
+from optgen.runtime.records import keys
+
 Step = Callable[[Tensor, Tensor, int, float], Tensor]  # (p, g, t, lr) -> new p
 Oracle = Callable[[dict[str, bool], dict[str, Any]], Step]
 FOLDER = Path(sys.prefix) / "oracles"
@@ -408,6 +410,22 @@ def nosadam(o, s, p, g, t, lr):
 # -- rules that reduce
 
 
+@paper
+def sgld(o, s, p, g, t, lr):
+    """Welling & Teh's equation 4; the noise is the inverse distribution of uniform numbers, from a hash in NumPy."""
+
+    def mixed(x):
+        for by, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+            x = (x ^ x >> by) * factor & 0xFFFFFFFF
+        return x ^ x >> 16
+
+    key = mixed((keys.stream_key(0) + mixed((keys.step_key(0, t) ^ 0x9E3779B1) & 0xFFFFFFFF)) & 0xFFFFFFFF)
+    place = np.arange(p.numel(), dtype=np.uint64)
+    word = mixed(mixed(place) + np.uint64(key) & np.uint64(0xFFFFFFFF)) >> np.uint64(8)
+    z = torch.special.ndtri(torch.from_numpy((2.0 * word.astype(np.float64) + 1) * 2.0**-25)).view(p.shape)
+    return p - lr / 2 * (g + o.weight_decay * p) + (lr * o.temperature) ** 0.5 * z
+
+
 def adafactor(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
     return torch_optim("Adafactor")({}, hypers)
 
@@ -635,6 +653,7 @@ ELEMENTWISE: dict[str, Oracle] = {
     "sadam": sadam,
     "sgd": sgd,
     "sgdw": sgdw,
+    "sgld": sgld,
     "signum": signum,
     "simplified_ademamix": simplified_ademamix,
     "spam": peer("SPAM"),

@@ -51,6 +51,7 @@ from optgen.lang import (
     hyper,
     inverse_root,
     matrix_state,
+    normal,
     optimizer,
     orthogonal,
     polar,
@@ -246,6 +247,13 @@ UNEVEN = [(97, 130), (64, 256), (3, 1500), (7,), (4160,), (8192,), (5, 3, 16, 16
 
 
 # -- bit for bit the run on one rank ------------------------------------------------------------------------
+@optimizer(cite="none: random numbers of elements beside a state in blocks")
+def drifting(p, g, momentum=state(), *, lr=hyper(1e-3, ge=0)):
+    momentum = 0.9 * momentum + normal(1) * g
+    p = p - lr * momentum
+    return p, momentum
+
+
 @case(2, 3, 4)
 def rows_of_element_wise_rules(here: Here) -> None:
     """Uneven parts, ranks without rows, vectors."""
@@ -254,6 +262,7 @@ def rows_of_element_wise_rules(here: Here) -> None:
         (generated.AdamW, "int8_split24"),
         (generated.AdamW, "bf16_kahan"),
         (generated.Lion, "int8_split24"),
+        (optgen.compile(drifting, plan="int8_split24"), "int8_split24"),
     ):
         Runs(here, cls, rows(here, mesh, UNEVEN, torch.bfloat16), plan=plan).step(3)
 

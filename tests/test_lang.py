@@ -29,9 +29,9 @@ from optgen.lang import (  # isort: skip
 from optgen.lang.declare import conditions
 from optgen.lang.plain import plain_formulas
 from optgen.lang.probe import Run
-from optgen.lang.spec import start
+from optgen.lang.spec import draw_of, start
 from optgen.lang.symbolic import expression, recurrence
-from optgen.ops.prims import MATRIX_OPS, REDUCTIONS
+from optgen.ops.prims import MATRIX_OPS, PRIMS, REDUCTIONS
 from specs.came import came
 from tests.harness import python, spec_of
 
@@ -285,6 +285,7 @@ def test_the_trace_computes_what_the_function_does(case: tuple[str, dict[str, bo
     for t in steps_of(spec, setting):
         new_p, new_states, new_host = spec.evaluate(p, g, t, states, host, **hypers, **free)
         run = Run(tuple(zip(flat["p"], flat["g"], strict=True)), shape[-1])
+        flat |= {draw: draw_of(p, t, draw).flatten().tolist() for draw in trace.draws}
         roots: dict[str, Node] = {"p": trace.p, **trace.states, **trace.host_states}
         values = run.values(list(roots.values()), by_part(spec, hypers) | host | {"step": float(t)}, flat)
         for key, expected in {"p": new_p, **new_states}.items():
@@ -321,6 +322,7 @@ ALONE = {"rows": 1.0, "columns": 1.0, "elements": 1.0}
 
 PLAIN = {name: getattr(math, name) for name in ("sqrt", "cbrt", "exp", "log", "tanh", "erf", "atan2")}
 PLAIN |= {"floor": math.floor, "sign": lambda x: (x > 0) - (x < 0), "sigmoid": lambda x: 1 / (1 + math.exp(-x))}
+PLAIN |= {"erfinv": PRIMS["erfinv"].number}
 
 
 @pytest.mark.parametrize("case", ELEMENTS, ids=setting_id)
@@ -341,11 +343,12 @@ def test_both_kinds_of_formulas_compute_what_the_function_does(case: tuple[str, 
     old = {key: value.item() for key, value in {"p": p, **states}.items()} | host
     numbers: dict[str, Any] = by_part(spec, hypers) | {"g": g.item()} | ALONE
     expected = {key: value.item() for key, value in {"p": new_p, **new_states}.items()} | new_host
+    numbers |= {draw: draw_of(p, t, draw).item() for draw in spec.trace(setting).draws}
     known = numbers | {"step": float(t)} | old
     for key, node in spec.trace(setting).new.items():
         expr = expression(node, {})
         symbols = sorted(expr.free_symbols, key=lambda s: s.name)
-        compute = sympy.lambdify(symbols, expr, [ONE_ELEMENT, "math"])
+        compute = sympy.lambdify(symbols, expr, [{**ONE_ELEMENT, "erfinv": PLAIN["erfinv"]}, "math"])
         assert float(compute(*(known[s.name] for s in symbols))) == pytest.approx(expected[key], rel=1e-13)
     plain = numbers | {"t": float(t)} | {f"{key}_old": value for key, value in old.items()}
     for line in plain_formulas(spec, setting):

@@ -196,6 +196,7 @@ def _rule(spec: Spec, flags: Mapping[str, bool], pool: Pool) -> RuleRecord:
         spaces=tuple(sorted(_spaces(program))),
         by_rows=needs_matrix(spec, flags),
         matrix=spec.matrix,
+        draws=spec.trace(flags).draws,
         settings=(flags,),
     )
 

@@ -155,7 +155,7 @@ def _record(variant: Variant, device: ModuleType) -> Any:
     found = join.sweep(variant, stage, join.Frame.of(variant, device))
     first = [x.name for x in found.values[:2]]
     usual = stage.scalars == tuple(range(len(variant.single.scalars))) and first == ["p", "g"]
-    odd = found.tables or found.extents or found.taken < len(found.values)
+    odd = found.tables or found.extents or eager.draws or found.taken < len(found.values)
     return None if odd or not usual else found
 
 

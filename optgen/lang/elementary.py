@@ -1,4 +1,4 @@
-"""Definitions of exp, log, tanh, sigmoid, erf, atan2 and c ** x of elements in core primitives: one set of bits.
+"""Definitions of exp, log, tanh, sigmoid, erf, erfinv, atan2 and c ** x of elements in core primitives.
 
 Polynomials are minimax fits, their coefficients rounded to fp32 one after the other, the lowest first; each is within
 .5 * 2^-24 of the result.  `tools/certify_functions.py` evaluates them at every fp32 number; docs/language.md has the
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from optgen.lang.values import Num, Value, bits, cast, equal, from_bits, maximum, minimum, rint, where
+from optgen.lang.values import Num, Value, bits, cast, equal, from_bits, maximum, minimum, rint, sqrt, where
 from optgen.lang.values import log as host_log
 from optgen.ops.dtypes import f32, i32
 
@@ -34,6 +34,18 @@ _ATAN = (
     -0.333333284,
 )  # fmt: skip
 """The polynomial of t^2 that is (atan(t) / t - 1) / t^2, t <= 1."""
+
+
+# Polynomials of erfinv(x) / x, highest coefficient first (Giles 2011, "Approximating the erfinv function", single
+# precision): of w - 2.5 below w = 5, of sqrt(w) - 3 from there on, w = -log(1 - x^2).
+_ERFINV = (
+    2.81022636e-08, 3.43273939e-07, -3.5233877e-06, -4.39150654e-06, 0.00021858087, -0.00125372503, -0.00417768164,
+    0.246640727, 1.50140941,
+)  # fmt: skip
+_ERFINV_FAR = (
+    -0.000200214257, 0.000100950558, 0.00134934322, -0.00367342844, 0.00573950773, -0.0076224613, 0.00943887047,
+    1.00167406, 2.83297682,
+)  # fmt: skip
 
 
 def horner(x: Num, coefficients: tuple[float, ...]) -> Num:
@@ -78,18 +90,22 @@ def exp(x: Num) -> Num:
     return finite(x, _scaled(*_parts(minimum(maximum(x, -105.0), 90.0))))
 
 
-def log(x: Num) -> Num:
-    """Return the natural logarithm: -Inf at 0, NaN below."""
-    small = x < f32.normal
-    m = where(small, x * 2.0**23, x)
+def log_of_normal(m: Num, raised: Num = False) -> Num:
+    """Return the natural logarithm of a positive normal number; where `raised`, of m / 2^23."""
     k = (bits(m) - _SQRT_HALF) >> 23
     f = from_bits(bits(m) - (k << 23)) - 1.0
     s = f / (f + 2.0)
     z = s * s
     half = 0.5 * f * f
-    e = where(small, cast(k, f32) - 23.0, cast(k, f32))
+    e = cast(k, f32) if raised is False else where(raised, cast(k, f32) - 23.0, cast(k, f32))
     tail = s * (half + z * horner(z, _LOG)) + e * _LN2_LOW
-    out = finite(x, e * _LN2_HIGH - ((half - tail) - f))
+    return e * _LN2_HIGH - ((half - tail) - f)
+
+
+def log(x: Num) -> Num:
+    """Return the natural logarithm: -Inf at 0, NaN below."""
+    small = x < f32.normal
+    out = finite(x, log_of_normal(where(small, x * 2.0**23, x), small))
     none = where(equal(x, 0.0), from_bits((bits(x) & _SIGN) | -(1 << 23)), from_bits(bits(x) | -(1 << 22)))
     return where(x <= 0.0, none, out)
 
@@ -128,6 +144,13 @@ def erf(x: Num) -> Num:
     return _with_sign(where(a >= 0.92, large, a + a * horner(z, _ERF)), x)
 
 
+def erfinv(x: Num) -> Num:
+    """Return the inverse of the error function where 1 - x * x is a normal number."""
+    w = -log_of_normal((1.0 - x) * (1.0 + x))
+    near, far = horner(w - 2.5, _ERFINV), horner(sqrt(maximum(w, 5.0)) - 3.0, _ERFINV_FAR)
+    return where(w < 5.0, near, far) * x
+
+
 def atan2(y: Num, x: Num) -> Num:
     """Return the angle of the point (x, y), -pi to pi: of the smaller side over the larger one, then of its octant."""
     a, b = abs(x), abs(y)
@@ -144,6 +167,7 @@ def atan2(y: Num, x: Num) -> Num:
 
 
 DEFINITIONS: dict[str, Callable[..., Num]] = {
-    "exp": exp, "log": log, "pow": raised, "tanh": tanh, "sigmoid": sigmoid, "erf": erf, "atan2": atan2,
+    "exp": exp, "log": log, "pow": raised, "tanh": tanh, "sigmoid": sigmoid, "erf": erf, "erfinv": erfinv,
+    "atan2": atan2,
 }  # fmt: skip
 """Primitive -> its definition where an operand is no host scalar."""

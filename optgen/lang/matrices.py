@@ -11,6 +11,7 @@ from typing import Any
 
 from optgen.base.errors import UserError
 from optgen.ir import node as ir
+from optgen.lang import draws
 from optgen.lang.values import Num, Value, author_loc, lift, reader_of
 from optgen.ops import spaces
 from optgen.runtime.records import keys, series
@@ -210,18 +211,20 @@ def finite(x: Num, other: Num = 0.0) -> Any:
     return _call("finite", (x, other) if both else (x,), () if both else (other,))
 
 
-def normal(like: Num, key: Num) -> Any:
+def normal(like: Num, key: Num | None = None) -> Any:
     """Standard normal random numbers in the shape of `like`, the same for the same parameter, place and key.
 
     key   a whole number, such as that of the step; the numbers depend on it and on the parameter's name (its position
           where it has none) alone: not on the device, the ranks, or other parameters
+
+    normal(number) are those of elements, drawn in kernels and new at each step (draws.py).
     """
-    return _drawn("normal", like, key)
+    return draws.normal_of_elements(like) if key is None else _drawn("normal", like, key)
 
 
-def uniform(like: Num, key: Num) -> Any:
+def uniform(like: Num, key: Num | None = None) -> Any:
     """Random numbers as those of `normal`, evenly spread over 0 <= x < 1: multiples of 2^-24."""
-    return _drawn("uniform", like, key)
+    return draws.uniform_of_elements(like) if key is None else _drawn("uniform", like, key)
 
 
 def _drawn(name: str, like: Num, key: Num) -> Any:

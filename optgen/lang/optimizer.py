@@ -21,6 +21,7 @@ from optgen.lang.spec import Evaluation, MatrixKind, Readings, Spec
 from optgen.lang.tracing import check_weights
 from optgen.lang.values import author_loc
 from optgen.ops import spaces
+from optgen.runtime.records.keys import DRAW
 
 LEAVES = ("p", "g", "t")
 # Names that users of the optimizer pass or read: constructor arguments, keys of a group and of a state.
@@ -254,6 +255,9 @@ def _check_names(spec: Spec) -> None:
             why = "generated code puts in_ and out_ before the names of states"
             hint = f"take another one, such as `{name.partition('_')[2]}`"
             raise UserError("E115", loc=loc, name=name, why=why, hint=hint)
+        if re.fullmatch(rf"{DRAW}\d+", name):
+            why = "random numbers of elements have this name in generated code"
+            raise UserError("E115", loc=loc, name=name, why=why, hint=f"take another one, such as `own_{name}`")
         if not is_name(name):
             plain = re.sub(r"[^A-Za-z0-9]+", "_", name).strip("_")
             hint = f"for instance `{plain}`" if is_name(plain) else "for instance `exp_avg`"

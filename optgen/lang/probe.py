@@ -220,6 +220,7 @@ def _walked(
         run = Run(grid, columns)
         scalars = _scalars(spec, flags) | {s.name: s.init for s in spec.present_host(flags)}
         kept = {"p": [p for p, _ in grid], "g": [g for _, g in grid]}
+        kept |= {name: [(i + 0.5) / run.size for i in range(run.size)] for name in trace.draws}
         for s in spec.present(flags):
             if s.init == "param":
                 kept[s.name] = list(kept["p"])

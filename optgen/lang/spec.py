@@ -6,18 +6,21 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple
 
 from optgen.base.errors import UserError, did_you_mean, insisted
 from optgen.base.loc import Loc
-from optgen.ir.node import Node
+from optgen.ir.node import Node, loads
 from optgen.ir.program import Let
 from optgen.lang.declare import FlagDecl, HostStateDecl, HyperDecl, StateDecl, conditions
+from optgen.lang.draws import DRAWN, KEYS
 from optgen.lang.source import SpecSource
 from optgen.lang.values import Absent
 from optgen.ops import spaces
 from optgen.ops.dtypes import PRECISION
-from optgen.runtime.records import by_shape, seen
+from optgen.runtime.records import by_shape, keys, seen
+from optgen.runtime.records.keys import DRAW
 
 MatrixKind = Literal["last", "first", "heads"]
 """The matrix that a rule's rows and columns belong to, where a parameter has more than two dimensions."""
@@ -43,6 +46,12 @@ class Trace:
     def new(self) -> dict[str, Node]:
         """The new values by name: "p", the states, the host states."""
         return {"p": self.p, **self.states, **self.host_states}
+
+    @cached_property
+    def draws(self) -> tuple[str, ...]:
+        """The names of the random numbers of elements that are drawn."""
+        found = (name for name in loads((*self.new.values(), *self.sums)) if name.startswith(DRAW))
+        return tuple(sorted(dict.fromkeys(found), key=lambda name: (len(name), name)))
 
 
 @dataclass(frozen=True)
@@ -287,10 +296,12 @@ class Spec:
             from optgen.lang.tensors import stacked
 
             p, g, values = stacked(p), stacked(g), {name: stacked(value) for name, value in values.items()}
+        drawn = DRAWN.set(partial(draw_of, p, t))
         try:
             new = self.call(p, g, t, values)
         finally:
             PRECISION.reset(precision)
+            DRAWN.reset(drawn)
         kept, on_host = self.present(flags), self.present_host(flags)
         states = {s.name: filled(s.space, p, new[s.name], _rank(s, values)) for s in kept}
         return filled(spaces.elem, p, new["p"]), states, {s.name: new[s.name] for s in on_host}
@@ -313,6 +324,19 @@ class Spec:
             if name not in known:
                 hint = did_you_mean(name, known)
                 raise UserError("E118", loc=self.loc, name=self.name, kind=kind, got=name, hint=hint)
+
+
+def draw_of(p: Any, t: Any, name: str) -> Any:
+    """Return a draw of elements at step t for a parameter p of `draws.KEYS`; 1/2 where p has no elements."""
+    point = getattr(type(p), "point", None)  # of intervals
+    if point is None and not type(p).__module__.startswith("torch"):
+        return 0.5
+    from optgen.runtime.reference import eager, matrices
+
+    seed, stream = KEYS.get()
+    index = eager.Blocks(p if point is None else p.lo, 1).index()
+    made = matrices.drawn(index, name, keys.step_key(seed, int(t)), stream)
+    return made.to(p.dtype).as_subclass(type(p)) if point is None else point(made, p.model)
 
 
 def _rank(state: StateDecl, hypers: Mapping[str, Any]) -> Any:

@@ -15,6 +15,7 @@ from optgen.ir import node as ir
 from optgen.ir.node import Node
 from optgen.ir.program import Let
 from optgen.lang.declare import HyperDecl
+from optgen.lang.draws import DRAWN
 from optgen.lang.refusals import MODULES, NO_TENSORS, called, indexed, instead_of, missing, of_module
 from optgen.lang.source import SpecSource, Statement
 from optgen.lang.spec import Spec, Trace
@@ -101,6 +102,7 @@ def run(spec: Spec, flags: Mapping[str, bool]) -> Trace:
         values[hs.name] = value(ir.sym(hs.name)) if spec.holds(hs.when, flags) else Absent(hs.name, hs.when or "")
     p, g = (value(ir.load(name, dtypes.f32, spaces.elem)) for name in ("p", "g"))
     traced = TRACED.set(True)
+    drawn = DRAWN.set(lambda name: value(ir.load(name, dtypes.f32, spaces.elem)))
     try:
         new = spec.call(p, g, value(ir.sym("step")), values)
     except UserError:
@@ -109,6 +111,7 @@ def run(spec: Spec, flags: Mapping[str, bool]) -> Trace:
         raise _of_python(error, spec.loc, spec) from error
     finally:
         TRACED.reset(traced)
+        DRAWN.reset(drawn)
     tracer.finish()
     places = {name: loc for _, parts in spec.source.returns for name, loc in parts}
 

@@ -235,7 +235,8 @@ def lower(spec: Spec, flags: Mapping[str, bool], storage: Storage, *, alone: boo
     alone  the rule without a plan, see `lower_rule`
     """
     trace = spec.trace(dict(flags))
-    buffers = _buffers(spec, storage)
+    draws = (Buffer(name, dtypes.f32, spaces.elem, "draw", name, writes=False) for name in trace.draws)
+    buffers = (*_buffers(spec, storage), *draws)
     weight, states, decoded = _decode_all(spec, storage)
     g: Value = Value(ir.sym(GRAD_SCALE)) * cast(Value(ir.load("g", storage.param, spaces.elem)), dtypes.f32)
     leaves = {("p"): weight.node, "g": g.node} | {name: v.node for name, v in states.items()}

@@ -13,6 +13,7 @@ import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Any
 
 from optgen.ops.dtypes import DType, boolean, f32, i32
@@ -201,6 +202,8 @@ _ROWS = (
          symbol=lambda m, x: m.Pow(m.Add(1, m.exp(m.Mul(-1, x))), -1), rises="+", ulps=6),
     Prim("erf", "f", "error function", core=False, host=True, number=math.erf, tensor="erf", symbol="erf", rises="+",
          ulps=2),
+    Prim("erfinv", "f", "inverse error function, |x| <= 1 - 2^-24", core=False, tensor="erfinv", symbol="erfinv",
+         number=lambda x: NormalDist().inv_cdf((1 + x) / 2) / math.sqrt(2), rises="+", ulps=8),
     Prim("atan2", "ff", "atan2(y, x): angle of the point (x, y), from -pi to pi", core=False, host=True,
          number=math.atan2, symbol="atan2", ulps=6),
     Prim("rsqrt", "f", "1 / sqrt(x)", core=False, number=lambda x: 1 / math.sqrt(x),

@@ -1659,6 +1659,21 @@ class SGDW(Optimizer):
         stagger: bool = False, workspace: int | str | None = None,
     ) -> None: ...
 
+class SGLD(Optimizer):
+    """Half a step of lr down the energy, whose gradient is g (minus that of the log posterior of all data), and noise"""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 0.001,
+        temperature: float | Tensor = 1.0,
+        weight_decay: float | Tensor = 0.0,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+        stagger: bool = False, workspace: int | str | None = None,
+    ) -> None: ...
+
 class SM3(Optimizer):
     """Each sum of squares is the smaller of its row's and its column's largest one, plus the new square."""
 

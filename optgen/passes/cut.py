@@ -192,7 +192,7 @@ def _costs(buffers: Iterable[Buffer]) -> dict[str, float]:
     owners: set[tuple[str, str]] = set()
     for b in buffers:
         out[b.name] = 0.0
-        if b.space != spaces.elem or b.role == "partial":
+        if b.space != spaces.elem or b.role in ("partial", "draw"):
             continue
         if b.role in ("param", "grad"):
             out[b.name] = 2.0

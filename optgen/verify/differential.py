@@ -25,8 +25,9 @@ from optgen import passes
 from optgen.formats.format import Format
 from optgen.formats.plan import Storage
 from optgen.ir.node import Node, postorder
+from optgen.lang.draws import KEYS
 from optgen.lang.matrices import transpose, wide, zero_product
-from optgen.lang.spec import Spec, filled, start
+from optgen.lang.spec import Spec, draw_of, filled, start
 from optgen.lang.values import equal, reader_of
 from optgen.lower import lower, matrix_of, untouched
 from optgen.ops import spaces
@@ -34,6 +35,7 @@ from optgen.ops.dtypes import F32_UNIT, FROM_TORCH
 from optgen.ops.prims import MATRIX_OPS, PRIMS, REDUCTIONS
 from optgen.runtime.checkpoint import checkpoint
 from optgen.runtime.layout import layout
+from optgen.runtime.records.keys import DRAW, stream_key
 from optgen.runtime.reference import eager
 from optgen.verify.intervals import STRICT, Interval, Model
 
@@ -248,7 +250,8 @@ class Reading:
     def before_replacing(self, node: Node) -> Any:
         """The node's own value, its operands replaced or not."""
         if node.op == "load":
-            return self.loads[node.attr]
+            drawn = node.attr.startswith(DRAW)
+            return draw_of(self.loads["p"], self.scalars["step"], node.attr) if drawn else self.loads[node.attr]
         if node.op == "sym":
             return self.scalars[node.attr]
         if node.op == "const":
@@ -497,9 +500,13 @@ class Trial:
         after = self.decoded()
         signed = -g if self.maximize else g
         start = Values.decoded(before, host, step, self.model)
-        inside = enclose(self.spec, storage, start, signed, self.hypers, kept=after)
-        exact = oracle(self.spec, before, signed.float(), step, host, self.hypers)
-        return compare(after, inside, exact, reading(self.spec, start, signed, self.hypers))
+        of = KEYS.set((self.optimizer.param_groups[0]["seed"], stream_key(0)))
+        try:
+            inside = enclose(self.spec, storage, start, signed, self.hypers, kept=after)
+            exact = oracle(self.spec, before, signed.float(), step, host, self.hypers)
+            return compare(after, inside, exact, reading(self.spec, start, signed, self.hypers))
+        finally:
+            KEYS.reset(of)
 
     def check_steps(self, storage: Storage, gradients: Iterable[Tensor]) -> Report:
         """Several steps, each from what the one before kept."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from optgen.runtime.records import EIGHT, MATRICES, Eager, Field, Rule, Stage, Temp, Variant
+from optgen.runtime.records.keys import draw_salt
 
 KERNEL = "kernel"
 """The name of the kernel in its text."""
@@ -22,6 +23,9 @@ def source(variant: Variant, rule: Rule, text: str, codecs: str) -> str:
     owners = ["p", "g", *(f.owner for f in variant.fields)]
     values = []
     for owner in ("p", *states):
+        if owner in eager.draws:
+            values.append(_drawn(owner, states.index(owner), variant.block))
+            continue
         codec = _encoding(eager, owner, owner in stores)
         first = owners.index(owner)
         base = eager.relative.get(owner)
@@ -65,6 +69,11 @@ def source(variant: Variant, rule: Rule, text: str, codecs: str) -> str:
             "",
         ]
     )
+
+
+def _drawn(name: str, place: int, block: int) -> str:
+    """Return the value that is a draw of random numbers of elements."""
+    return f"Value<drawn<{draw_salt(name)}, {block}>, {place}, 0, P, -1, false>"
 
 
 def _encoding(eager: Eager, owner: str, written: bool) -> str:
@@ -280,6 +289,8 @@ class _Stage:
     def value(self, number: int, x: str) -> str:
         """The value of a state, of one of its fields, or of a temp; its places."""
         eager, at = self.eager, len(self.places)
+        if x in eager.draws:
+            return _drawn(x, number, self.own.block)
         written = x in self.stores or x in self.sums
         dealt = [name for name in eager.noise if name != "p"]
         drawn = str(dealt.index(x)) if x in dealt else "P"

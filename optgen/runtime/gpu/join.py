@@ -18,6 +18,7 @@ from optgen.runtime.gpu.prelude import KEEPS_LAYOUTS
 from optgen.runtime.gpu.walk import Sweep
 from optgen.runtime.records import COPY, Field, Rule, Stage, Temp, Variant
 from optgen.runtime.records.join import Pair
+from optgen.runtime.records.keys import draw_salt
 from optgen.runtime.records.sums import panel_columns
 
 TILE = 256
@@ -169,15 +170,17 @@ def sweep(variant: Variant, stage: Stage, frame: Frame) -> Sweep:
                 plus=found[x].plus and not (x in stage.plus and clean),
                 guarded=found[x].guards and x in stage.picked,
                 direct=_is_direct(variant, x),
+                drawn=draw_salt(x) if x in eager.draws else 0,
             )
         )
     buffers = tuple((frame.columns[x], *_buffer(variant, fields.get(x), temps.get(x), x)) for x in touched)
-    counted = any(x.word >= 0 for x in values)
+    counted = any(x.word >= 0 or x.drawn for x in values)
     block = variant.block_of(live)
     numbers = range(frame.first, frame.first + len(frame.numbers))
     made: dict[str, Any] = dict(
         block=block,
         counted=counted,
+        placed=block > 1 and any(x.drawn for x in values),
         tables=tuple(numbers),
         extents=frame.extents(stage),
         strict=steps.strict and bool(stage.sums),

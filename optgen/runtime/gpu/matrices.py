@@ -113,7 +113,7 @@ def _rows(
     at, at_block, at_eight, at_row, row_of_block, block, eight, lane = lanes
     columns, blocks, eights = counts
     height, width, some = edges
-    before, padded = numbers
+    before, padded, first, wide = numbers
     PART: tl.constexpr = SWEEP.part
     ROWS: tl.constexpr = SWEEP.tile
     COUNT: tl.constexpr = SWEEP.panel() // PART
@@ -140,6 +140,8 @@ def _rows(
             if SWEEP.eights():
                 number = number | lane & 7
             index = (number,)
+        if SWEEP.placed:
+            index = index + (first + k * PART + (start + at_row) * wide,)
         terms = coded(there, where, live, index, given, tile, SWEEP, MASKED)
         if len(SWEEP.sums) > 0:
             parts = ()
@@ -267,18 +269,20 @@ def walk_panels(table, work, tile: tl.constexpr, SWEEP: tl.constexpr, scalars, s
     buffers = further(buffers, SWEEP, (top * columns + left, block, eight, top, matrix * columns + left, matrix))
     of_row = number % panels * (rows * tl.load(row + SWEEP.matrices)) + top
     to_rows, to_columns = _results(row, of_row, (number // panels).to(tl.int64) * columns + left, SWEEP)
-    numbers = 0, 0
+    numbers = 0, 0, 0, 0
     if SWEEP.counted:
-        pace, begin = numbering(row, SWEEP)
+        pace, begin, wide, first = numbering(row, SWEEP)
         # Rows of matrices are those of dimension 0, or follow one another.
-        padded = tl.where(columns == tl.load(row + (SWEEP.numel + 1)), pace, blocks * SWEEP.block).to(tl.int32)
+        of_grid = columns == tl.load(row + (SWEEP.numel + 1))
+        padded = tl.where(of_grid, pace, blocks * SWEEP.block).to(tl.int32)
         before = begin.to(tl.int32) + top.to(tl.int32) * padded + left.to(tl.int32)
         # Eight neighbours share a hash: where rows begin with a multiple of 8, compilers are to know.
         if SWEEP.eights():
             before = before + (lanes[7] & -8)
         else:
             before = before + lanes[7]
-        numbers = before, padded
+        wide = tl.where(of_grid, wide, columns).to(tl.int32)
+        numbers = before, padded, first.to(tl.int32) + top.to(tl.int32) * wide + left.to(tl.int32) + lanes[7], wide
     totals = _nothing(lanes[0].shape, SWEEP)
     counts = columns, blocks, eights
     edges = height, width, rows > 0
@@ -304,10 +308,10 @@ def walk_any(table, work, tile: tl.constexpr, SWEEP: tl.constexpr, scalars, step
     numel = tl.load(row + SWEEP.numel)
     columns = tl.load(row + (SWEEP.numel + 1))
     first = tl.load(item + 1).to(tl.int64)
-    pace, begin = numbering(row, SWEEP)
+    numbers = numbering(row, SWEEP)
     blocks = numel // columns * tl.cdiv(columns, SWEEP.block)
     for k in range(first, tl.minimum(first + SWEEP.tiles, tl.cdiv(blocks, BLOCKS))):
-        offsets, masks, index = by_rows(k, numel, columns, begin, pace, SWEEP, BLOCKS)
+        offsets, masks, index = by_rows(k, numel, columns, numbers, SWEEP, BLOCKS)
         at, at_block, at_eight = offsets
         live, live_block, live_eight = masks
         at_mat = at // (height * width)

@@ -36,6 +36,7 @@ class Sweep:
     block       elements of a storage block, 1: nothing is stored in blocks
     parts       parts of a full tile that a masked tile has
     counted     elements are numbered, for random bits
+    placed      they are, where nothing lies between rows, for random numbers of the rule beside blocks
     tables      entries of tables of numbers in memory
     extents     entries of sizes of the logical tensor
     sums        (maximum, factors, entries of partial results) of each term: the sum, or the maximum, of one of the
@@ -60,6 +61,7 @@ class Sweep:
     block: int = 1
     parts: int = 1
     counted: bool = False
+    placed: bool = False
     tables: tuple[int, ...] = ()
     extents: tuple[int, ...] = ()
     sums: tuple[tuple[Any, ...], ...] = ()
@@ -162,17 +164,20 @@ def arguments(row, SWEEP: tl.constexpr, scalars, step_key):
 
 @triton.jit
 def numbering(row, SWEEP: tl.constexpr):
-    """Return the numbering of elements, each row in whole blocks: rows are `pace` apart, the first element is `begin`.
+    """Return the numbering of elements, each row in whole blocks: rows are `pace` apart, the first element is `begin`;
+    then that where nothing lies between rows.
 
     Compilers see that the numbers of blocks, and those of a tensor that is not ragged, begin with a multiple of 8: so
     they hash once for eight elements.
     """
     pace = tl.load(row + (SWEEP.numel + 5))
     lane = tl.load(row + (SWEEP.numel + 4))
+    top = tl.load(row + (SWEEP.numel + 3))
+    width, first = pace, top * pace + lane
     if SWEEP.block > 1:
         pace = (pace + (SWEEP.block - 1)) // SWEEP.block * SWEEP.block
         lane = lane // SWEEP.block * SWEEP.block
-    return pace, tl.load(row + (SWEEP.numel + 3)) * pace + lane
+    return pace, top * pace + lane, width, first
 
 
 @triton.jit
@@ -286,7 +291,7 @@ def coded(
     scalars, keys, tables = given
     values = ()
     for i in tl.static_range(SWEEP.inputs()):
-        values = values + (codecs.given(buffers, where, live, tables, SWEEP, SWEEP.kept(i), MASKED),)
+        values = values + (codecs.given(buffers, where, live, tables, index, keys, SWEEP, SWEEP.kept(i), MASKED),)
     made = tile(SWEEP.plan(), *values, *scalars, live[0], MASKED)
     draws = _drawn(buffers, where, live, index, keys, SWEEP, MASKED)
     roots = ()
@@ -318,9 +323,10 @@ def places(SWEEP: tl.constexpr, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def by_rows(k, numel, columns, begin, pace, SWEEP: tl.constexpr, BLOCKS: tl.constexpr):
+def by_rows(k, numel, columns, numbers, SWEEP: tl.constexpr, BLOCKS: tl.constexpr):
     """The offsets of masked tile k of so many blocks, counted row by row, the lanes that are live, and the numbers of
     elements, or none."""
+    pace, begin, width, first = numbers
     block = k * BLOCKS + tl.arange(0, BLOCKS)
     index = ()
     if SWEEP.block == 1:
@@ -348,6 +354,8 @@ def by_rows(k, numel, columns, begin, pace, SWEEP: tl.constexpr, BLOCKS: tl.cons
         masks = live, live_block, live_eights
         if SWEEP.counted:
             index = ((begin + row * pace + start).to(tl.int32)[:, None] + lanes,)
+        if SWEEP.placed:
+            index = index + ((first + row * width + start).to(tl.int32)[:, None] + lanes,)
     return where, masks, index
 
 
@@ -358,12 +366,12 @@ def _ragged(row, first, buffers, given, tile: tl.constexpr, SWEEP: tl.constexpr)
     FEW: tl.constexpr = (BLOCKS + SWEEP.parts - 1) // SWEEP.parts
     numel = tl.load(row + SWEEP.numel)
     columns = tl.load(row + (SWEEP.numel + 1))
-    pace, begin = numbering(row, SWEEP)
+    numbers = numbering(row, SWEEP)
     sums = _nothing(SWEEP, places(SWEEP, BLOCKS)[0], places(SWEEP, FEW)[0])
     blocks = numel // columns * ((columns + (SWEEP.block - 1)) // SWEEP.block)
     end = tl.minimum((first + SWEEP.tiles) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
     for k in range(first * (BLOCKS // FEW), end):
-        where, live, index = by_rows(k, numel, columns, begin, pace, SWEEP, FEW)
+        where, live, index = by_rows(k, numel, columns, numbers, SWEEP, FEW)
         sums = _done(sums, buffers, where, live, index, given, tile, SWEEP, True)
     return sums
 

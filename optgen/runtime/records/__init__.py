@@ -438,6 +438,7 @@ class Eager:
     whole     those that are kept as a whole, and the work for them
     walks     of these, the blocks of the walk that reduces each: kernels sum its rows by panels of them
     matrices  matrix state -> trait by which it is encoded (reference/matrix_codecs.py); fp32 as it is where not
+    draws     names of the random numbers of elements that the rule reads
     """
 
     codecs: Mapping[str, str] = field(default_factory=dict)
@@ -449,6 +450,7 @@ class Eager:
     whole: Mapping[str, Whole] = field(default_factory=dict)
     walks: Mapping[str, int] = field(default_factory=dict)
     matrices: Mapping[str, str] = field(default_factory=dict)
+    draws: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -465,7 +467,7 @@ class Variant:
     scalars      names of the step function's host scalars, in order
     host         (step, grad_scale, **hypers, **host_states) -> scalars, then new host states; fp64
     block        elements per block of the fields with per > 1
-    stochastic   whether anything is rounded by random bits
+    stochastic   whether it draws random bits, to round by or as numbers of the rule
     host_states  (name, first value) of the per-parameter numbers that stay on the host
     init         first value of a state that does not start at zero: a number, or "param" for the weight
     temps        what the stages leave for one another

@@ -62,6 +62,7 @@ class RuleRecord:
     spaces        small spaces of the values that the step computes or keeps, and "call" for functions of matrices
     by_rows       True if it, or another step of the same parameter, works on rows and columns
     matrix        see Variant
+    draws         see Eager
     settings      what these settings are: a flag that is not in one may be either
     flags, suffix  one of them, and what the rule's name ends in under it; see `by_flags`
     """
@@ -78,6 +79,7 @@ class RuleRecord:
     spaces: tuple[str, ...] = ()
     by_rows: bool = False
     matrix: Matrix = "last"
+    draws: tuple[str, ...] = ()
     settings: tuple[Mapping[str, bool], ...] = ({},)
     flags: Mapping[str, bool] = field(default_factory=dict, hash=False)
     suffix: str = ""
@@ -272,12 +274,12 @@ def joined(
         host=rule.host,
         flags=rule.flags,
         block=block if block > 1 or all(f.per != EIGHT for f in fields) else PACK,
-        stochastic=bool(words),
+        stochastic=bool(words or rule.draws),
         host_states=rule.host_states,
         init={s.name: s.init for s in rule.states if s.init != 0.0},
         rows=rows,
         matrix=matrix if rows or few or rule.spaces else "last",
-        eager=Eager(codecs, relative, noise, words, early, still, whole, matrices=matrices),
+        eager=Eager(codecs, relative, noise, words, early, still, whole, matrices=matrices, draws=rule.draws),
         small=small,
         vector=vector,
     )

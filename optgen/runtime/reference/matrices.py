@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -346,17 +347,25 @@ def normal(like: Tensor, key: float, stream: Tensor) -> Tensor:
     return ((-2 * a.log()).sqrt() * (2 * math.pi * b).cos()).to(like.dtype)
 
 
+def drawn(place: Tensor, name: str, step_key: int, stream_key: int) -> Tensor:
+    """The random numbers of a draw of elements (lang/draws.py), float32, for these places in the parameter."""
+    begin = _mixed(stream_key + _mixed((step_key ^ keys.draw_salt(name)) & _WORD) & _WORD)
+    word: Tensor = _mixed(_mixed(place.long() & _WORD) + begin & _WORD)
+    return (word >> 8).to(torch.float32) * 2.0**-24
+
+
 def _words(like: Tensor, key: float, stream: Tensor, which: int) -> Tensor:
     """32 random bits for each place of a matrix, as int64: hashes of places and of keys are mixed before they meet, so
     that no two parameters have the same numbers in another order."""
     rows, columns = like.shape[-2:]
     place = torch.arange(rows * columns, device=like.device).view(rows, columns)
     begin = _mixed(stream + _mixed(torch.full((), int(key), device=like.device)) & _WORD)
-    return _mixed(_mixed(2 * place + which & _WORD) + begin & _WORD)
+    word: Tensor = _mixed(_mixed(2 * place + which & _WORD) + begin & _WORD)
+    return word
 
 
-def _mixed(x: Tensor) -> Tensor:
-    """A bijection of 32 bits that avalanches (Wellons 2018, lowbias32), on int64."""
+def _mixed(x: Any) -> Any:
+    """A bijection of 32 bits that avalanches (Wellons 2018, lowbias32), on int64 or an int."""
     x = (x ^ x >> 16) * keys.M1 & _WORD
     x = (x ^ x >> 15) * keys.M2 & _WORD
     return x ^ x >> 16

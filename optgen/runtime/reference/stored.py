@@ -180,6 +180,8 @@ class Sweep(Blocks):
         if name == "g":
             assert s.g is not None
             return self.elements(s.g).to(torch.float32)
+        if name in s.record.draws:
+            return matrices.drawn(self.index(padded=False), name, s.step_key, s.stream_key)
         if name in s.made and name not in s.record.early:
             return self.elements(s.made[name])
         value = self._read(s.codec(name).decode, name)

@@ -367,6 +367,15 @@ struct Column {
     bool written;
 };
 
+// The number of a tile's first element, rows being `pace` apart; rows have `wide` elements.
+struct Number {
+    int64_t first, pace, wide;
+    operator int32_t() const { return (int32_t)first; }
+    Number before(int shift) const { return {first - shift, pace, wide}; }
+    // The number of element i where nothing lies between rows, if it lies in their blocks.
+    int32_t place(int64_t i) const { return (int32_t)(first + i - (pace == wide ? 0 : (first + i) / pace * (pace - wide))); }
+};
+
 constexpr int SIZES_OF_TENSOR = 6;  // of a table row, behind its addresses
 
 // A tensor, seen as rows of whole blocks: the last block of a row may hold fewer elements.  It may be a part of a larger
@@ -376,6 +385,7 @@ struct Tensor {
     int64_t numel, columns, blocks_per_row, blocks;
     int64_t number;  // of the first element
     int64_t pace;    // from a row to the next, in numbers
+    int64_t wide;    // elements of a row of the larger one
     bool apart;      // rows do not follow one another in the numbers
     int32_t stream_key;
 };
@@ -395,14 +405,14 @@ inline int64_t place_of(Kind kind, int64_t block, int64_t element, int64_t eight
 // A flat tensor is one long row.
 template <class Kernel> Tensor read_row(const int64_t *row) {
     constexpr int n = width<Kernel>(), block = Kernel::BLOCK;
-    const int64_t wide = row[n + 5];
     Tensor t;
     t.at = row;
+    t.wide = row[n + 5];
     t.numel = row[n];
     t.columns = row[n + 1];
-    t.pace = (wide + block - 1) / block * block;
+    t.pace = (t.wide + block - 1) / block * block;
     t.number = row[n + 3] * t.pace + row[n + 4];
-    t.apart = t.columns != wide && t.columns != t.numel;
+    t.apart = t.columns != t.wide && t.columns != t.numel;
     if (t.columns % block == 0 && !t.apart)
         t.columns = t.numel;
     t.blocks_per_row = t.columns ? (t.columns + block - 1) / block : 0;
@@ -420,7 +430,7 @@ template <class Kernel> inline int64_t number_of(const Tensor &t, int64_t block)
 
 // A tile: where all blocks are whole, nothing looks at their ends, which saves a thirtieth of a step.
 template <class Kernel, class... Known>
-inline void tile(char *const *at, int count, const int *live, int32_t first, Known... known) {
+inline void tile(char *const *at, int count, const int *live, const Number &first, Known... known) {
     if (Kernel::BLOCK > 1 && live)
         Kernel::template tile<(Kernel::BLOCK > 1)>(at, count, live, first, known...);
     else
@@ -460,7 +470,8 @@ void staged(const Tensor &t, int64_t first, int count, int shift, const float *s
             memset(to + (size_t)n * column.bytes, 0, (size_t)(size - n) * column.bytes);
         }
     }
-    tile<Kernel>(at, shift + count, live, (int32_t)(number_of<Kernel>(t, first) - shift), scalars, step_key, t.stream_key);
+    const Number number = {number_of<Kernel>(t, first) - shift, t.pace, t.wide};
+    tile<Kernel>(at, shift + count, live, number, scalars, step_key, t.stream_key);
     for (int c = 0; c < n; c++) {
         const Column column = Kernel::COLUMNS[c];
         if (!column.written)
@@ -513,7 +524,7 @@ template <class Kernel> void walk(const Tensor &t, int64_t first, int64_t count,
             char *at[n];
             for (int c = 0; c < n; c++)
                 at[c] = (char *)t.at[c] + place_of(Kernel::COLUMNS[c].kind, first, start, packed) * Kernel::COLUMNS[c].bytes;
-            tile<Kernel>(at, now, nullptr, (int32_t)number, scalars, step_key, t.stream_key);
+            tile<Kernel>(at, now, nullptr, Number{number, t.pace, t.wide}, scalars, step_key, t.stream_key);
         } else {
             staged<Kernel>(t, first, now, shift, scalars, step_key);
         }
