@@ -16,7 +16,7 @@ import linecache
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import entry_points
@@ -30,7 +30,7 @@ from optgen.base import ready
 from optgen.base.errors import UserError, did_you_mean, said
 from optgen.base.loc import Loc, of_characters, of_frame, relative
 from optgen.formats.plan import Plan
-from optgen.lang import policies
+from optgen.lang import policies, wrappers
 from optgen.lang.refusals import FUNCTIONS, instead_of
 from optgen.lang.source import check_encoding, forget
 from optgen.lang.spec import Spec
@@ -199,14 +199,16 @@ def _declared(file: Path, changed: int) -> tuple[tuple[str, Loc | None], ...]:
     except (SyntaxError, ValueError):
         return ((file.stem, None),)
     found = []
+    functions = [n for n in tree.body if isinstance(n, ast.FunctionDef)]
+    own = {n.name for n in functions if any(_name_of(d) == "wrapper" for d in n.decorator_list)}
     imports = [a for n in tree.body if isinstance(n, ast.ImportFrom) for a in n.names]
     known = {a.asname or a.name: a.name for a in imports}  # name -> imported name
     for n in tree.body:
         names = []
         if isinstance(n, ast.FunctionDef) and any(_name_of(d, known) == "optimizer" for d in n.decorator_list):
             names = [n.name]
-        elif isinstance(n, ast.Assign) and isinstance(n.value, ast.Call) and _name_of(n.value) in WRAPPERS:
-            made = _made_name(n.value, known)
+        elif isinstance(n, ast.Assign) and isinstance(n.value, ast.Call) and _name_of(n.value) in WRAPPERS | own:
+            made = _made_name(n.value, known, WRAPPERS | own)
             targets = [x.id for x in n.targets if isinstance(x, ast.Name)]
             known |= {target: made or target for target in targets}
             names = [made or target for target in targets[:1] if not target.startswith("_")]
@@ -214,15 +216,15 @@ def _declared(file: Path, changed: int) -> tuple[tuple[str, Loc | None], ...]:
     return tuple(found)
 
 
-WRAPPERS = frozenset({"clipped", "lookahead", "low_rank"})
+WRAPPERS = frozenset({"low_rank", *wrappers.__all__})
 """Functions of optgen.lang that make a spec of a spec."""
 
 
-def _made_name(made: ast.expr, known: Mapping[str, str]) -> str:
+def _made_name(made: ast.expr, known: Mapping[str, str], around: Set[str]) -> str:
     """Return the name that a wrapper gives to its spec, after the inner rule; "" where the text does not say."""
     if isinstance(made, ast.Call):
         inside = [*made.args[:1], *(k.value for k in made.keywords if k.arg == "inner")]
-        inner = _made_name(inside[0], known) if _name_of(made) in WRAPPERS and inside else ""
+        inner = _made_name(inside[0], known, around) if _name_of(made) in around and inside else ""
         return f"{_name_of(made)}_{inner}" if inner else ""
     return _name_of(made, known)
 
@@ -242,7 +244,11 @@ def _name_of(node: ast.expr, known: Mapping[str, str] | None = None) -> str:
 
 
 def find_spec(reference: str | Path, project: Path | None = None) -> Spec:
-    """Return the spec of that name, in that file ("specs/mine.py"), or of that name in that file ("mine.py:rule")."""
+    """Return the spec of that name, in that file ("specs/mine.py"), or of that name in that file ("mine.py:rule"), or
+    of wrappers around one: "ema(cautious(adamw))"."""
+    around, _, inner = str(reference).strip().removesuffix(")").partition("(")
+    if around in wrappers.__all__ and inner:
+        return _wrapped(around, find_spec(inner, project))
     path, name = _split(reference)
     if path is None:
         known = _declarations(project)
@@ -255,6 +261,12 @@ def find_spec(reference: str | Path, project: Path | None = None) -> Spec:
                 raise UserError("E404", kind="spec", name=name, hint=did_you_mean(name, known))
             name = ""
     return _pick(_of(path, Spec), name, path, "spec")
+
+
+@lru_cache(maxsize=256)
+def _wrapped(name: str, inner: Spec) -> Spec:
+    made: Spec = getattr(wrappers, name)(inner, loc=inner.loc)
+    return made
 
 
 def find_plan(reference: str | Path, project: Path | None = None) -> Plan:

@@ -1,56 +1,92 @@
-"""Rules made of other rules: a wrapper around any optimizer.
+"""Rules made of other rules: `@wrapper` makes a function that goes around any optimizer.
 
-from optgen.lang import lookahead
-from specs.adamw import adamw
+@wrapper(cite="...")
+def slowed(rule, p, g, *, share=hyper(0.5, ge=0, le=1)):
+    before, step = rule.split(p, g)
+    return before - share * step
 
-lookahead_adamw = lookahead(adamw)
+slowed_adamw = slowed(adamw)
 """
 
 from __future__ import annotations
 
+import inspect
+import re
 import sys
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
+from functools import wraps
 from typing import Any
 
 from optgen.base import loc as locs
 from optgen.base.errors import UserError
+from optgen.base.loc import Loc
 from optgen.base.names import camel
-from optgen.lang.declare import FlagDecl, HyperDecl, StateDecl, low_rank_state
+from optgen.lang.declare import Declaration, FlagDecl, HostStateDecl, HyperDecl, StateDecl, low_rank_state, usual
 from optgen.lang.matrices import qr
-from optgen.lang.reductions import model_norm
-from optgen.lang.spec import Spec
-from optgen.lang.values import Absent, minimum
+from optgen.lang.optimizer import check_declarations, declaration_of, evaluation_of
+from optgen.lang.policies import DECAYED
+from optgen.lang.source import SpecSource
+from optgen.lang.spec import Evaluation, Spec
+from optgen.lang.values import Absent, Num, Value, minimum
 from optgen.ops import spaces
 
+Wrapper = Callable[[Spec], Spec]
 
-def _made(
-    inner: Spec, name: str, doc: str, cite: str, hypers: tuple[HyperDecl, ...], flags: tuple[FlagDecl, ...],
-    states: tuple[StateDecl, ...], rule: Callable[..., Any],
-) -> Spec:  # fmt: skip
-    """inner with more hyper-parameters, flags and states, and another function."""
-    taken = _names(inner)
-    place = locs.of_frame(sys._getframe(2))
-    for own in [x.name for xs in (hypers, flags, states) for x in xs]:
-        if own in taken:
-            why, hint = f"{inner.name} has something of that name already", f"rename `{own}` in {inner.name}"
-            raise UserError("E115", loc=place, name=own, why=why, hint=hint)
-    at = len(inner.states) + 1  # states of the device stand before those of the host
-    order = (*inner.order[:at], *(s.name for s in states), *inner.order[at:])
-    return replace(
-        inner,
-        name=f"{name}_{inner.name}",
-        class_name=f"{camel(name)}{inner.class_name}",
-        doc=doc,
-        cite=cite,
-        like=None,
-        loc=place,
-        hypers=(*inner.hypers, *(replace(h, loc=place) for h in hypers)),
-        flags=(*inner.flags, *flags),
-        states=(*inner.states, *states),
-        order=order,
-        function=rule,
-    )
+
+class Rule:
+    """The rule inside a wrapper, at one step of a parameter.
+
+    options  its hyper-parameters and flags by name
+    states   its states by name, which each step replaces by new ones
+    """
+
+    def __init__(self, spec: Spec, t: Num, values: Mapping[str, Any]) -> None:
+        self.spec, self.t = spec, t
+        self.states = {s.name: values[s.name] for s in spec.kept}
+        self.went: tuple[Num, Num] = (None, None)  # p before and after the rule's step
+        options = [*(h.name for h in spec.hypers), *(f.name for f in spec.flags)]
+        self.options = {name: values[name] for name in options if name in values}
+
+    def __call__(self, p: Num, g: Num, t: Num = None, **changed: Any) -> Num:
+        """Take the rule's step from p and return the new weight, with other values of t and of options where given."""
+        new = self.spec.call(p, g, self.t if t is None else t, {**self.states, **self.options, **changed})
+        self.went = p, new.pop("p")
+        self.states = new
+        return self.went[1]
+
+    def split(self, p: Num, g: Num, t: Num = None, **changed: Any) -> tuple[Num, Num]:
+        """Take the rule's step from p and return (p after decoupled weight decay, what is subtracted from that).
+
+        Decay is decoupled where a function of `policies` applies it to p first; other decay is part of the step.  In a
+        trace the step is the rule's own expression, not a difference.  UserError E113 for a rule that follows p itself.
+        """
+        marks = DECAYED.get()
+        marks = [] if marks is None else marks
+        given, around = self.states, DECAYED.set(marks)
+        try:
+            new = self(p, g, t, **changed)
+        finally:
+            DECAYED.reset(around)
+        follows = [s.name for s in self.spec.states if s.init == "param" and self.states[s.name] is not given[s.name]]
+        if self.spec.evaluation is not None or follows:
+            raise _beside(self.spec)
+        before = next((after for of, after in reversed(marks) if of is p), p)
+        if isinstance(new, Value) and isinstance(before, Value) and new.node.op in ("sub", "add"):
+            left, right = new.node.args
+            if left is before.node:
+                return before, Value(right, new.record) if new.node.op == "sub" else -Value(right, new.record)
+        return before, before - new
+
+    def option(self, names: str) -> Num:
+        """Return the first part of the first of some hyper-parameters ("betas or momentum") that the rule has."""
+        value = next(self.options[name] for name in names.split(" or ") if name in self.options)
+        return value[0] if isinstance(value, tuple) else value
+
+
+def _beside(spec: Spec) -> UserError:
+    what = f"{spec.name} keeps other weights beside p, which this wrapper would move alone"
+    return UserError("E113", loc=spec.loc, what=what, hint="put this wrapper inside of the other one")
 
 
 def _names(spec: Spec) -> set[str]:
@@ -61,61 +97,143 @@ def _names(spec: Spec) -> set[str]:
 
 def _free(inner: Spec, wrapper: str, name: str) -> str:
     """The name, with that of the wrapper before it where the rule has something of that name."""
-    return f"{wrapper}_{name}" if name in _names(inner) else name
+    return f"{wrapper}_{name}" if name in _names(inner) and not name.startswith(f"{wrapper}_") else name
 
 
-def lookahead(inner: Spec) -> Spec:
-    """Any rule with slow weights: every k steps they go alpha of the way to p, and p begins again from there.
+def _made(
+    inner: Spec, name: str, doc: str, cite: str, declared: Sequence[Any], place: Loc,
+    step: Callable[..., tuple[Any, ...]], *, inside: Spec | None = None, t: bool = False,
+    evaluation: Evaluation | None = None,
+) -> Spec:  # fmt: skip
+    """inner with more hyper-parameters, flags and states, and another function.
 
-    alpha is called lookahead_alpha where the rule has an alpha of its own.
-
-    The slow weights are a state, stored under the plan's format for states that start as the weight; the steps in
-    between neither read nor write it.  Zhang et al. 2019, arXiv:1907.08610, algorithm 1.
+    step    (rule, p, g, t, values by name) -> (new p, the new states of its own ...)
+    inside  the rule that step takes, where inner has already other states or flags than it
+    t       whether step takes the number of the step
     """
-    kept, alpha_name = len(inner.states), _free(inner, "lookahead", "alpha")
+    taken = _names(inner)
+    declared = [replace(d, loc=d.loc or place) for d in declared]
+    for d in declared:
+        if d.name in taken:
+            why, hint = f"{inner.name} has something of that name already", f"rename `{d.name}` in {inner.name}"
+            raise UserError("E115", loc=place, name=d.name, why=why, hint=hint)
+    states = tuple(d for d in declared if isinstance(d, StateDecl))
+    hosts = tuple(d for d in declared if isinstance(d, HostStateDecl))
+    at = len(inner.states) + 1  # states of the device stand before those of the host
+    own = [*(s.name for s in states), *(s.name for s in hosts)]
+    order = (*inner.order[:at], *(s.name for s in states), *inner.order[at:], *(s.name for s in hosts))
+    takes_step = t or inner.takes_step
 
-    def rule(*given: Any, sync: bool, **options: Any) -> Any:
-        options.pop("lookahead_k")
-        alpha = options.pop(alpha_name)
-        first = len(given) - len(inner.kept) - 1
-        states, slow, host = given[first:][:kept], given[first + kept], given[first + kept + 1 :]
-        result = inner.function(*given[:first], *states, *host, **options)
-        p, *new = result if isinstance(result, tuple) else (result,)
-        if sync:
-            slow = slow + alpha * (p - slow)
-            p = slow
-        return (p, *new[:kept], slow, *new[kept:])
+    def function(p: Any, g: Any, *given: Any, **options: Any) -> tuple[Any, ...]:
+        values = dict(zip(order[1:], given[takes_step:], strict=True)) | options
+        number = given[0] if takes_step else None
+        rule = Rule(inside or inner, number, values)
+        came, (p, *new) = p, step(rule, p, g, number, values)
+        moved = rule.went[0] is not came or rule.went[1] is not p
+        if moved and inner.evaluation is not None and inner.evaluation.beside:
+            raise _beside(inner)
+        if len(new) != len(own):
+            raise UserError("E122", loc=place, name=name, want=1 + len(own), got=1 + len(new))
+        after = rule.states | dict(zip(own, new, strict=True))
+        return (p, *(after[state] for state in order[1:]))
 
-    hypers = (
-        HyperDecl("lookahead_k", 5.0, ge=1, parts=("lookahead_k",)),
-        HyperDecl(alpha_name, 0.5, ge=0, le=1, parts=(alpha_name,)),
+    made = replace(
+        inner,
+        name=f"{name}_{inner.name}",
+        class_name=f"{camel(name)}{inner.class_name}",
+        doc=doc,
+        cite=cite,
+        like=None,
+        loc=place,
+        hypers=(*inner.hypers, *(d for d in declared if isinstance(d, HyperDecl))),
+        flags=(*inner.flags, *(d for d in declared if isinstance(d, FlagDecl))),
+        states=(*inner.states, *states),
+        host_states=(*inner.host_states, *hosts),
+        takes_step=takes_step,
+        order=order,
+        function=function,
+        evaluation=evaluation or inner.evaluation,
     )
-    way = f"every lookahead_k steps slow weights go {alpha_name} of the way to p, and p begins again there"
-    doc = f"Lookahead around {inner.class_name}: {way}."
-    return _made(
-        inner, "lookahead", doc, "Zhang et al. 2019, arXiv:1907.08610", hypers,
-        (FlagDecl("sync", every="lookahead_k"),), (StateDecl("slow", spaces.elem, False, None, "param"),), rule,
-    )  # fmt: skip
+    check_declarations(made)
+    return made
 
 
-def clipped(inner: Spec) -> Spec:
-    """Any rule with its gradients clipped by their norm over the whole model, as clip_grad_norm_ does, in its kernels.
+def wrapper(
+    *, cite: str = "", needs: Sequence[str] = (), evaluate: Callable[..., Any] | None = None
+) -> Callable[[Callable[..., Any]], Wrapper]:
+    """Make a function of a rule, which returns a new rule, of a function (rule, p, g[, t], states..., *,
+    hyper-parameters and flags...) that returns the new weight and states.
 
-    g becomes g * min(1, max_norm / (norm + 1e-6)); the gradients in memory stay as they are.  max_norm is called
-    clipped_max_norm where the rule has one of its own.
-    Pascanu et al. 2013, arXiv:1211.5063.
+    cite      the paper
+    needs     what the rule must have: names of hyper-parameters and states, "betas or momentum" for one of them
+    evaluate  the weights that a model is evaluated with, as of `optimizer`
+
+    The function calls rule(p, g), or rule.split(p, g), once.  The first paragraph of its docstring is that of the new
+    rule, whose name stands for "a rule" there.  An option or a state whose name the rule has already gets the
+    wrapper's name before it.  UserError E113 for a rule that lacks what is needed, or has weights for evaluation too.
     """
-    name = _free(inner, "clipped", "max_norm")
 
-    def rule(p: Any, g: Any, *given: Any, **options: Any) -> Any:
-        max_norm = options.pop(name)
-        g = g * minimum(1.0, max_norm / (model_norm(g) + 1e-6))
-        return inner.function(p, g, *given, **options)
+    def make(function: Callable[..., Any]) -> Wrapper:
+        source, name = SpecSource(function), function.__name__
+        parameters = list(inspect.signature(function).parameters.values())
+        bare = [p.name for p in parameters if p.default is p.empty]
+        if bare not in (["rule", "p", "g"], ["rule", "p", "g", "t"]):
+            what = f"a wrapper's first parameters are `rule, p, g` or `rule, p, g, t`, got {', '.join(bare) or 'none'}"
+            raise UserError("E113", loc=source.head, what=what, hint="every other parameter has a declaration")
+        declared = [declaration_of(p, source) for p in parameters[len(bare) :]]
+        for k, d in enumerate(declared):
+            if isinstance(d, FlagDecl) and d.shape is not None:
+                declared[k] = replace(usual(d, {}), text=source.lambda_of(d.name) or "")
+        own_weights = replace(evaluation_of(evaluate, declared), beside=True) if evaluate is not None else None
+        kept = [d.name for d in declared if isinstance(d, (StateDecl, HostStateDecl))]
+        options = [d.name for d in declared if d.name not in kept]
 
-    clip = f"g * min(1, {name} / (norm + 1e-6))"
-    doc = f"{inner.class_name} with gradients clipped by their norm over all parameters: {clip}."
-    hypers = (HyperDecl(name, 1.0, gt=0, parts=(name,)),)
-    return _made(inner, "clipped", doc, "Pascanu et al. 2013, arXiv:1211.5063", hypers, (), (), rule)
+        @wraps(function)
+        def around(inner: Any, *, loc: Loc | None = None) -> Spec:
+            place = loc or locs.of_frame(sys._getframe(1))
+            if not isinstance(inner, Spec):
+                called = getattr(inner, "__name__", repr(inner))
+                raise UserError("E113", loc=place, what=f"{name} goes around a rule, got {called}", hint="a Spec")
+            has = _names(inner)
+            for need in needs:
+                if has.isdisjoint(need.split(" or ")):
+                    what, hint = f"{name} is for rules with {need}", f"{inner.name} has {', '.join(sorted(has))}"
+                    raise UserError("E113", loc=place, what=what, hint=hint)
+            if own_weights is not None and inner.evaluation is not None:
+                what = f"{name} and {inner.name} both choose the weights that a model is evaluated with"
+                raise UserError("E113", loc=place, what=what, hint="take one of the two")
+            named = {d.name: _free(inner, name, d.name) for d in declared}
+            if own_weights is not None:  # its text has these names
+                named |= {x: x for x in (*own_weights.states, *own_weights.hypers)}
+            first = inspect.cleandoc(function.__doc__ or "").split("\n\n")[0].replace("\n", " ")
+            doc = _renamed(re.sub(r"\b[Aa] rule\b", inner.class_name, first, count=1), named)
+
+            def step(rule: Rule, p: Any, g: Any, t: Any, values: Mapping[str, Any]) -> tuple[Any, ...]:
+                number = (t,) if "t" in bare else ()
+                states, given = ({x: values[named[x]] for x in xs} for xs in (kept, options))
+                result = function(rule, p, g, *number, **states, **given)
+                return result if isinstance(result, tuple) else (result,)
+
+            mine = [_declared_as(d, named) for d in declared]
+            return _made(inner, name, doc, cite, mine, place, step, t="t" in bare, evaluation=own_weights)
+
+        return around
+
+    return make
+
+
+def _renamed(text: str, named: Mapping[str, str]) -> str:
+    """A text with other names in it."""
+    return re.sub(r"\w+", lambda word: named.get(word[0], word[0]), text)
+
+
+def _declared_as(d: Declaration, named: Mapping[str, str]) -> Any:
+    """A declaration with other names, its own and those that it refers to."""
+    found = {f.name: getattr(d, f.name) for f in fields(d) if f.name not in ("text", "trait")}
+    changed: dict[str, Any] = {key: _renamed(x, named) for key, x in found.items() if isinstance(x, str)}
+    if isinstance(d, HyperDecl):
+        changed["parts"] = tuple(_renamed(part, named) for part in d.parts)
+    return replace(d, **changed)
 
 
 def low_rank(inner: Spec, state: str, *, when: str, rank: int = 8, **fixed: bool) -> Spec:
@@ -128,7 +246,7 @@ def low_rank(inner: Spec, state: str, *, when: str, rank: int = 8, **fixed: bool
     Each step takes left = qr(x @ right.T), one power iteration from the step before, and right = left.T @ x.  Elements
     of gradients count as 1e14 at most, so that fp32 has these products.
     """
-    words = when.split(" and ")
+    place, words = locs.of_frame(sys._getframe(1)), when.split(" and ")
     plain = {s.name for s in inner.states if replace(s, loc=None) == StateDecl(s.name, spaces.elem)}
     flags = {f.name for f in inner.flags}
     for what, got, known in (
@@ -139,29 +257,23 @@ def low_rank(inner: Spec, state: str, *, when: str, rank: int = 8, **fixed: bool
         if got - known:
             hint = f"{inner.name} has {', '.join(sorted(known)) or 'none'}"
             refused = f"low_rank takes {what}, got {', '.join(sorted(got - known))}"
-            raise UserError("E113", loc=locs.of_frame(sys._getframe(1)), what=refused, hint=hint)
-    kept, rank_name = len(inner.states), _free(inner, "low_rank", "rank")
-    at = [s.name for s in inner.states].index(state)
+            raise UserError("E113", loc=place, what=refused, hint=hint)
+    rank_name = _free(inner, "low_rank", "rank")
     parts = [f"{state}_{x}" for x in ("residual", "left", "right")]
 
-    def rule(*given: Any, **options: Any) -> Any:
-        options.pop(rank_name)
-        first = len(given) - len(inner.kept) - 3
-        states, (residual, left, right), host = (
-            list(given[first:][:kept]), given[first + kept :][:3], given[first + kept + 3 :]
-        )  # fmt: skip
+    def step(rule: Rule, p: Any, g: Any, t: Any, values: Mapping[str, Any]) -> tuple[Any, ...]:
+        (residual, left, right), given = (values[x] for x in parts), rule.states[state]
         factored = not isinstance(residual, Absent)
         if factored:
-            states[at] = left @ right + residual
-            p, g, *rest = given[:first]
-            given = (p, g * minimum(1e14 / abs(g), 1), *rest, *given[first:])
-        p, *new = inner.function(*given[:first], *states, *host, **options, **fixed)
+            rule.states[state] = left @ right + residual
+            g = g * minimum(1e14 / abs(g), 1)
+        p = rule(p, g, **fixed)
         if factored:
-            x, new[at] = new[at], given[first + at]
+            x, rule.states[state] = rule.states[state], given
             left = qr(x @ right.T)
             right = left.T @ x
             residual = x - left @ right
-        return (p, *new[:kept], residual, left, right, *new[kept:])
+        return p, residual, left, right
 
     unless = " or ".join(word[4:] if word.startswith("not ") else f"not {word}" for word in words)
     changed = replace(
@@ -171,9 +283,7 @@ def low_rank(inner: Spec, state: str, *, when: str, rank: int = 8, **fixed: bool
     )
     sides = [low_rank_state(side, rank=rank_name, when=when) for side in ("rows", "columns")]
     added = (StateDecl("", spaces.elem, False, when, 0.0, trait="residual"), *sides)
-    hypers = (HyperDecl(rank_name, float(rank), ge=1, whole=True, parts=(rank_name,)),)
+    hyper = HyperDecl(rank_name, float(rank), ge=1, whole=True, parts=(rank_name,))
     doc = f"{inner.class_name} with `{state}` kept as a product of rank {rank_name} and a residual."
-    return _made(
-        changed, "low_rank", doc, inner.cite, hypers, (),
-        tuple(replace(s, name=name) for s, name in zip(added, parts, strict=True)), rule,
-    )  # fmt: skip
+    declared = (hyper, *(replace(s, name=name) for s, name in zip(added, parts, strict=True)))
+    return _made(changed, "low_rank", doc, inner.cite, declared, place, step, inside=inner)

@@ -88,9 +88,13 @@ class HyperDecl(Hyper):
 
 @dataclass(frozen=True)
 class FlagDecl(Flag):
-    """A static switch as its author declares it."""
+    """A static switch as its author declares it.
+
+    text  the lambda of a wrapper's shape flag; a rule's own is in the rule's source
+    """
 
     loc: Loc | None = None
+    text: str = ""
 
 
 @dataclass(frozen=True)

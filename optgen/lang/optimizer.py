@@ -137,7 +137,7 @@ def _spec(
             hint = f"def {source.name}(p, g, t, ...) takes the step; a state or hyper-parameter is called otherwise"
             raise UserError("E115", loc=source.parameters["t"], name="t", why="it is the number of the step", hint=hint)
         if p.name not in LEAVES:
-            declared.append(_declared(p, source))
+            declared.append(declaration_of(p, source))
     defaults = {d.name: d.default for d in declared if isinstance(d, HyperDecl)}
     spec = Spec(
         name=source.name,
@@ -156,17 +156,22 @@ def _spec(
         function=function,
         source=source,
         readings=Readings(check.trace, check.check),
-        evaluation=_evaluation(evaluate, declared) if evaluate is not None else None,
+        evaluation=evaluation_of(evaluate, declared) if evaluate is not None else None,
         blocks=matrix in ("blocks", "heads"),
     )
-    _check_names(spec)
-    _check_references(spec)
-    _check_defaults(spec)
+    check_declarations(spec)
     _check_return(spec)
     return spec
 
 
-def _evaluation(function: Callable[..., Any], declared: Iterable[Declaration]) -> Evaluation:
+def check_declarations(spec: Spec) -> None:
+    """Raise UserError for names, references and defaults of the signature that are wrong."""
+    _check_names(spec)
+    _check_references(spec)
+    _check_defaults(spec)
+
+
+def evaluation_of(function: Callable[..., Any], declared: Iterable[Declaration]) -> Evaluation:
     """The function of the weights to evaluate with; E127 where it takes or reads what generated code does not have,
     and what reading it on values raises, as of a rule."""
     source = SpecSource(function)
@@ -198,7 +203,8 @@ def _doc(function: Callable[..., Any]) -> str:
     return inspect.cleandoc(own or "")
 
 
-def _declared(p: inspect.Parameter, source: SpecSource) -> Declaration:
+def declaration_of(p: inspect.Parameter, source: SpecSource) -> Declaration:
+    """Return a parameter's declaration with its name and place; E111 where it has none, or stands in a wrong place."""
     loc = source.parameters.get(p.name, source.head)
     keyword = p.kind is p.KEYWORD_ONLY
     d = p.default

@@ -6,8 +6,20 @@ sees, the others change the weight.
 
 from __future__ import annotations
 
+from contextvars import ContextVar
+
 from optgen.lang.reductions import amax, columns, dot, elements, norm, row_sum
 from optgen.lang.values import Num, maximum, sign, sqrt, where
+
+DECAYED: ContextVar[list[tuple[Num, Num]] | None] = ContextVar("DECAYED", default=None)
+"""The weights before and after decay of a rule whose step a wrapper takes apart."""
+
+
+def decayed(p: Num, new: Num) -> Num:
+    """Return `new`, which decoupled weight decay has made of the weight p, and let wrappers know that it is so."""
+    if (marks := DECAYED.get()) is not None:
+        marks.append((p, new))
+    return new
 
 
 def l2(g: Num, p: Num, weight_decay: Num) -> Num:
@@ -17,7 +29,7 @@ def l2(g: Num, p: Num, weight_decay: Num) -> Num:
 
 def decoupled(p: Num, lr: Num, weight_decay: Num) -> Num:
     """The weight shrunk by lr * weight_decay before the step (Loshchilov & Hutter 2019, arXiv:1711.05101)."""
-    return p * (1 - lr * weight_decay)
+    return decayed(p, p * (1 - lr * weight_decay))
 
 
 def proximal(p: Num, lr: Num, weight_decay: Num) -> Num:
@@ -30,7 +42,7 @@ def cautious(p: Num, u: Num, lr: Num, weight_decay: Num) -> Num:
 
     What has no step (u = 0) decays.  Signs are compared, since a product of two small numbers is 0 in fp32.
     """
-    return where(sign(u) * sign(p) >= 0, decoupled(p, lr, weight_decay), p)
+    return decayed(p, where(sign(u) * sign(p) >= 0, decoupled(p, lr, weight_decay), p))
 
 
 def schedule_of(lr: Num, peak_lr: Num) -> Num:

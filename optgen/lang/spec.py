@@ -58,13 +58,15 @@ class Trace:
 class Evaluation:
     """The weights that a model is evaluated with, as a function of p, element-wise states and hyper-parameters.
 
-    text   its source, for generated code
+    text    its source, for generated code
+    beside  whether they are kept relative to p, so that wrappers must not move p
     """
 
     states: tuple[str, ...]
     hypers: tuple[str, ...]
     text: str
     function: Callable[..., Any] = field(repr=False)
+    beside: bool = False
 
 
 LATE = 10**9
@@ -211,7 +213,7 @@ class Spec:
         """
         if flag.shape is None:
             return ""
-        text = self.source.lambda_of(flag.name)
+        text = flag.text or self.source.lambda_of(flag.name)
         if text is None:
             raise UserError("E125", loc=flag.loc, name=flag.name)
         return text
