@@ -1,17 +1,18 @@
 """Schedule-Free SGD: no decay of the learning rate; the model is evaluated with an average of its weights."""
 
-from optgen.lang import hyper, maximum, minimum, optimizer, scalar, state
+from optgen.lang import flag, hyper, maximum, minimum, optimizer, scalar, state
 
 
-def average(p, z, *, momentum):
+def average(p, z, z_offset, *, momentum):
     """x from y and z: what to evaluate, and what to keep in the end."""
-    return p + (1 - 1 / momentum) * (z - p)
+    return p + (1 - 1 / momentum) * (z - p + z_offset)
 
 
 @optimizer(cite="Defazio et al. 2024, arXiv:2405.15682", name="ScheduleFreeSGD", evaluate=average)
 def schedule_free_sgd(
     p, g, t,
-    z=state(init="param"),
+    z=state(init="param", when="not compact"),
+    z_offset=state(when="compact"),
     weight_sum=scalar(0.0),
     lr_max=scalar(0.0),
     *,
@@ -21,10 +22,12 @@ def schedule_free_sgd(
     warmup_steps=hyper(0, ge=0),
     r=hyper(0.0, ge=0),
     weight_lr_power=hyper(2.0, ge=0),
+    compact=flag(False),
 ):
     """Schedule-Free SGD: no decay of the learning rate; the model is evaluated with an average of its weights.
 
     p is y, where gradients are taken; call eval() and train() of the optimizer with those of the model.
+    compact keeps z as z - y, which plans of few bits keep in few bits (8 or more of them); z itself is fp32 there.
     """
     rate = lr * minimum(1.0, t / maximum(warmup_steps, 1.0))
     lr_max = maximum(lr_max, rate)
@@ -32,6 +35,9 @@ def schedule_free_sgd(
     weight_sum = weight_sum + weight
     c = weight / maximum(weight_sum, 1e-300)
     step = g + weight_decay * p
-    p = p + c * (z - p) + rate * (momentum * (1 - c) - 1) * step
-    z = z - rate * step
-    return p, z, weight_sum, lr_max
+    p = p + c * (z_offset if compact else z - p) + rate * (momentum * (1 - c) - 1) * step
+    if compact:
+        z_offset = (1 - c) * (z_offset - rate * momentum * step)
+    else:
+        z = z - rate * step
+    return p, z, z_offset, weight_sum, lr_max

@@ -405,7 +405,7 @@ RECURRENCES = {
     "prodigy": {"exp_avg": (EMA, 0.9), "exp_avg_sq": (EMA, 0.999), "s": (EMA, 0.999**0.5), "p0": ("constant",)}
     | dict.fromkeys(("d", "d_max", "d_numerator"), ("other",)),
     "rprop": {"prev": (PREVIOUS,), "step_size": ("multiplicative",)},
-    "schedule_free_adamw": {"z": (SUM, 1.0), "exp_avg_sq": (EMA, 0.999)},
+    "schedule_free_adamw": {"z": (SUM, 1.0), "z_offset": ("other",), "exp_avg_sq": (EMA, 0.999)},
     "sgd": {"momentum_buffer": (EMA, 0.7)},
     # The largest of a row of minima: no decay, and no one old value that it could be one of.
     "sm3": {"accumulator": (SUM, 1.0), "accumulator_row": ("other",), "accumulator_col": ("other",),

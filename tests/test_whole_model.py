@@ -106,13 +106,15 @@ def hold_estimate(a: Any, b: Any, c: Any) -> None:
         ("adamw", {"r": 1.0, "weight_lr_power": 0.0, "lr": 0.05}),
         ("sgd", {"lr": 0.1}),
         ("sgd", {"lr": 0.5, "weight_decay": 0.01, "warmup_steps": 4}),
+        ("adamw", {"weight_decay": 0.1, "warmup_steps": 5, "compact": True}),
+        ("sgd", {"lr": 0.1, "compact": True}),
     ],
 )
 @pytest.mark.parametrize("evaluated", [False, True])
 def test_schedule_free_is_the_authors(name: str, options: dict[str, Any], evaluated: bool) -> None:
     def theirs(params: list[torch.nn.Parameter]) -> Any:
         kind = schedulefree.AdamWScheduleFree if name == "adamw" else schedulefree.SGDScheduleFree
-        opt = kind(params, foreach=False, **options)
+        opt = kind(params, foreach=False, **{name: x for name, x in options.items() if name != "compact"})
         opt.train()
         return opt
 

@@ -284,7 +284,7 @@ def test_a_wrapper_is_its_second_text(name: str, base: str) -> None:
 
 
 def refused(names: tuple[str, ...], base: str) -> bool:
-    """Whether one of the wrappers does not fit what is inside of it."""
+    """Return True if one of the wrappers does not fit what is inside of it."""
     inside: set[str] = set()
     for name in names:
         averages = name in AVERAGES | {"lookahead", "snoo"} and inside & AVERAGES

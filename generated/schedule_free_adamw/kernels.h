@@ -13,15 +13,42 @@ struct schedule_free_adamw {  // schedule_free_adamw
     template <class S0, class S1>
     F step(F p, F g, S0 &z, S1 &exp_avg_sq) const {
         const F z_ = z.read();
-        const F exp_avg_sq_ = fma(scalar_0 * g, g, exp_avg_sq.times(beta2));  // 37
-        // 38
+        const F exp_avg_sq_ = fma(scalar_0 * g, g, exp_avg_sq.times(beta2));  // 40
+        // 41
         const F step_ = fma(
             weight_decay, p,
             grad_scale_times_sqrt_one_minus_beta2_pow_t * g / (sqrt(exp_avg_sq_) + eps_times_sqrt_one_minus_beta2_pow_t)
         );
-        const F p_ = fma(scalar_4, step_, fma(c_, z_ - p, p));  // 39
-        const F z_2 = fma(scalar_5, step_, z_);                               // 40
+        const F p_ = fma(scalar_4, step_, fma(c_, z_ - p, p));  // 42
+        const F z_2 = fma(scalar_5, step_, z_);                               // 46
         z.set(z_2);
+        exp_avg_sq.set(exp_avg_sq_);
+        return p_;
+    }
+};
+
+struct schedule_free_adamw_compact {  // schedule_free_adamw
+    static constexpr int SCALARS = 9, APART = 0;
+    static constexpr bool NEXT[] = {false, false}, ROOT[] = {false, false};
+    const F beta2, weight_decay, scalar_0, grad_scale_times_sqrt_one_minus_beta2_pow_t,
+        eps_times_sqrt_one_minus_beta2_pow_t, c_, scalar_4, scalar_5, scalar_6;
+
+    explicit schedule_free_adamw_compact(const float *scalars) : beta2(scalars[0]), weight_decay(scalars[1]),
+        scalar_0(scalars[2]), grad_scale_times_sqrt_one_minus_beta2_pow_t(scalars[3]),
+        eps_times_sqrt_one_minus_beta2_pow_t(scalars[4]), c_(scalars[5]), scalar_4(scalars[6]), scalar_5(scalars[7]),
+        scalar_6(scalars[8]) {}
+    template <class S0, class S1>
+    F step(F p, F g, S0 &z_offset, S1 &exp_avg_sq) const {
+        const F z_offset_ = z_offset.read();
+        const F exp_avg_sq_ = fma(scalar_0 * g, g, exp_avg_sq.times(beta2));  // 40
+        // 41
+        const F step_ = fma(
+            weight_decay, p,
+            grad_scale_times_sqrt_one_minus_beta2_pow_t * g / (sqrt(exp_avg_sq_) + eps_times_sqrt_one_minus_beta2_pow_t)
+        );
+        const F p_ = fma(scalar_4, step_, fma(c_, z_offset_, p));  // 42
+        const F z_offset_2 = scalar_6 * fma(scalar_5, step_, z_offset_);  // 44
+        z_offset.set(z_offset_2);
         exp_avg_sq.set(exp_avg_sq_);
         return p_;
     }

@@ -17,16 +17,16 @@ def schedule_free_adamw_tile(
 ):
     """The new p, z, exp_avg_sq."""
     z = read(z, PLAN.z)
-    exp_avg_sq = tl.fma(scalar_0 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 37
-    # 38
+    exp_avg_sq = tl.fma(scalar_0 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 40
+    # 41
     step = tl.fma(
         weight_decay, p,
         grad_scale_times_sqrt_one_minus_beta2_pow_t * g * reciprocal(
             tl.sqrt(exp_avg_sq) + eps_times_sqrt_one_minus_beta2_pow_t
         )
     )
-    p = tl.fma(scalar_4, step, tl.fma(c, z - p, p))  # 39
-    z = tl.fma(scalar_5, step, z)                    # 40
+    p = tl.fma(scalar_4, step, tl.fma(c, z - p, p))  # 42
+    z = tl.fma(scalar_5, step, z)                    # 46
     return p, z, exp_avg_sq
 
 
@@ -40,4 +40,39 @@ def schedule_free_adamw_sweep(
         table, work, schedule_free_adamw_tile, SWEEP, (beta2, weight_decay, scalar_0,
         grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5),
         step_key,
+    )
+
+
+@triton.jit
+def schedule_free_adamw_compact_tile(
+    PLAN: tl.constexpr, p, g, z_offset, exp_avg_sq, beta2, weight_decay, scalar_0,
+    grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5,
+    scalar_6, live, MASKED: tl.constexpr,
+):
+    """The new p, z_offset, exp_avg_sq."""
+    z_offset = read(z_offset, PLAN.z_offset)
+    exp_avg_sq = tl.fma(scalar_0 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 40
+    # 41
+    step = tl.fma(
+        weight_decay, p,
+        grad_scale_times_sqrt_one_minus_beta2_pow_t * g * reciprocal(
+            tl.sqrt(exp_avg_sq) + eps_times_sqrt_one_minus_beta2_pow_t
+        )
+    )
+    p = tl.fma(scalar_4, step, tl.fma(c, z_offset, p))  # 42
+    z_offset = scalar_6 * tl.fma(scalar_5, step, z_offset)  # 44
+    return p, z_offset, exp_avg_sq
+
+
+@triton.jit(do_not_specialize=["step_key"])
+def schedule_free_adamw_compact_sweep(
+    table, work, beta2: tl.float32, weight_decay: tl.float32, scalar_0: tl.float32,
+    grad_scale_times_sqrt_one_minus_beta2_pow_t: tl.float32, eps_times_sqrt_one_minus_beta2_pow_t: tl.float32,
+    c: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32, step_key: tl.int32,
+    SWEEP: tl.constexpr,
+):
+    walk(
+        table, work, schedule_free_adamw_compact_tile, SWEEP, (beta2, weight_decay, scalar_0,
+        grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5,
+        scalar_6), step_key,
     )

@@ -12,10 +12,29 @@ struct schedule_free_sgd {  // schedule_free_sgd
     F step(F p, F g, S0 &z) const {
         const F g_ = grad_scale * g;
         const F z_ = z.read();
-        const F step_ = fma(weight_decay, p, g_);               // 34
-        const F p_ = fma(scalar_1, step_, fma(c_, z_ - p, p));  // 35
-        const F z_2 = fma(scalar_2, step_, z_);                 // 36
+        const F step_ = fma(weight_decay, p, g_);               // 37
+        const F p_ = fma(scalar_1, step_, fma(c_, z_ - p, p));  // 38
+        const F z_2 = fma(scalar_2, step_, z_);                 // 42
         z.set(z_2);
+        return p_;
+    }
+};
+
+struct schedule_free_sgd_compact {  // schedule_free_sgd
+    static constexpr int SCALARS = 6, APART = 0;
+    static constexpr bool NEXT[] = {false}, ROOT[] = {false};
+    const F weight_decay, grad_scale, c_, scalar_1, scalar_2, scalar_3;
+
+    explicit schedule_free_sgd_compact(const float *scalars) : weight_decay(scalars[0]), grad_scale(scalars[1]),
+        c_(scalars[2]), scalar_1(scalars[3]), scalar_2(scalars[4]), scalar_3(scalars[5]) {}
+    template <class S0>
+    F step(F p, F g, S0 &z_offset) const {
+        const F g_ = grad_scale * g;
+        const F z_offset_ = z_offset.read();
+        const F step_ = fma(weight_decay, p, g_);                         // 37
+        const F p_ = fma(scalar_1, step_, fma(c_, z_offset_, p));  // 38
+        const F z_offset_2 = scalar_3 * fma(scalar_2, step_, z_offset_);  // 40
+        z_offset.set(z_offset_2);
         return p_;
     }
 };

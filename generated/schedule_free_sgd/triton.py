@@ -15,9 +15,9 @@ def schedule_free_sgd_tile(
     """The new p, z."""
     z = read(z, PLAN.z)
     g = grad_scale * g
-    step = tl.fma(weight_decay, p, g)                # 34
-    p = tl.fma(scalar_1, step, tl.fma(c, z - p, p))  # 35
-    z = tl.fma(scalar_2, step, z)                    # 36
+    step = tl.fma(weight_decay, p, g)                # 37
+    p = tl.fma(scalar_1, step, tl.fma(c, z - p, p))  # 38
+    z = tl.fma(scalar_2, step, z)                    # 42
     return p, z
 
 
@@ -27,3 +27,28 @@ def schedule_free_sgd_sweep(
     scalar_2: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     walk(table, work, schedule_free_sgd_tile, SWEEP, (weight_decay, grad_scale, c, scalar_1, scalar_2), step_key)
+
+
+@triton.jit
+def schedule_free_sgd_compact_tile(
+    PLAN: tl.constexpr, p, g, z_offset, weight_decay, grad_scale, c, scalar_1, scalar_2, scalar_3, live,
+    MASKED: tl.constexpr,
+):
+    """The new p, z_offset."""
+    z_offset = read(z_offset, PLAN.z_offset)
+    g = grad_scale * g
+    step = tl.fma(weight_decay, p, g)                       # 37
+    p = tl.fma(scalar_1, step, tl.fma(c, z_offset, p))  # 38
+    z_offset = scalar_3 * tl.fma(scalar_2, step, z_offset)  # 40
+    return p, z_offset
+
+
+@triton.jit(do_not_specialize=["step_key"])
+def schedule_free_sgd_compact_sweep(
+    table, work, weight_decay: tl.float32, grad_scale: tl.float32, c: tl.float32, scalar_1: tl.float32,
+    scalar_2: tl.float32, scalar_3: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
+):
+    walk(
+        table, work, schedule_free_sgd_compact_tile, SWEEP, (weight_decay, grad_scale, c, scalar_1, scalar_2, scalar_3),
+        step_key,
+    )

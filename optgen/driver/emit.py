@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -102,12 +103,19 @@ def class_row(spec: Spec, plans: tuple[str, ...], own: Mapping[str, str]) -> wra
 
 
 def _evaluation(spec: Spec) -> tuple[str, ...]:
-    """The author's function as a static method."""
+    """The author's function as a static method; a state that is off counts as it starts."""
     if spec.evaluation is None:
         return ()
     head, *body = spec.evaluation.text.splitlines()
     name = spec.evaluation.function.__name__
-    return ("@staticmethod", head.replace(f"def {name}(", "def evaluation(", 1), *body)
+    head = head.replace(f"def {name}(", "def evaluation(", 1)
+    optional = {s.name: s.init for s in spec.states if s.when and s.name in spec.evaluation.states}
+    for state, init in optional.items():
+        head = re.sub(rf"\b{state}\b", f"{state}={None if isinstance(init, str) else init}", head, count=1)
+    copies = (f"    {state} = p if {state} is None else {state}" for state, x in optional.items() if x == "param")
+    quotes = [k for k, line in enumerate(body) for _ in range(line.count('"""'))]
+    at = quotes[1] + 1 if quotes else 0  # below the docstring
+    return ("@staticmethod", head, *body[:at], *copies, *body[at:])
 
 
 def emit_package(spec: Spec, plan: Plan, *, maths: Maths = "fast") -> Files:

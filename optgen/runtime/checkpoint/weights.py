@@ -241,9 +241,9 @@ def evaluated(cls: Any, group: Mapping[str, Any], p: Tensor, kept: Mapping[str, 
     """Return `cls.evaluation` of a parameter and its states: fp32, of the shape of p or of this rank's part of it."""
     _, plan, variant = checkpoint.select(cls, group, p, name)
     code = cls.evaluation.__code__
-    names = code.co_varnames[: code.co_argcount]
+    names = [name for name in code.co_varnames[: code.co_argcount] if name == "p" or name in variant.states]
     options = code.co_varnames[code.co_argcount : code.co_argcount + code.co_kwonlyargcount]
     values = sharding.locals_of(sharding.decode(plan, variant, p, kept, names))
     hypers = {hyper.name: hyper.read(group[hyper.name]) for hyper in cls.HYPERS if hyper.name in options}
-    made: Tensor = cls.evaluation(*(values[name] for name in names), **hypers)
+    made: Tensor = cls.evaluation(**{name: values[name] for name in names}, **hypers)
     return made.to(torch.float32)
