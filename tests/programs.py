@@ -397,9 +397,9 @@ def _prune(w: Writer) -> None:
     last = next(k for k, line in enumerate(w.lines) if line.startswith("    p = "))
     w.lines[last:last] = [f"    u = u + 0.1 * {s}" for s in w.states if not _read(s, others(s))]
     for s in w.states:
-        at, line = next((k, line) for k, line in enumerate(w.lines) if line.strip().startswith(f"{s} ="))
-        if not _read(s, w.lines[: at + 1]):
-            w.lines.insert(at, line.partition(s)[0] + f"u = u + 0.1 * {s}")
+        at = next((k for k, line in enumerate(w.lines) if line.strip().startswith(f"{s} =")), 0)
+        if at and not _read(s, w.lines[: at + 1]):
+            w.lines.insert(at, w.lines[at].partition(s)[0] + f"u = u + 0.1 * {s}")
     if not (_read("b1", w.lines) and _read("b2", w.lines)) and w.hypers.pop("betas", ""):
         w.hypers["beta"] = "hyper(0.9, ge=0, lt=1)"
         w.lines = [re.sub(r"\bb[12]\b", "beta", line) for line in w.lines]

@@ -21,6 +21,7 @@ from optgen.lower.noise import deal, word
 from optgen.runtime.modes.release import GradientAccumulator
 from optgen.runtime.records import keys
 from optgen.runtime.records.keys import WINDOW, places, step_key, stream_key
+from optgen.runtime.reference import stored
 from optgen.runtime.reference.eager import Blocks, rotl
 from tests.inlined import INLINED as SPELL
 
@@ -112,6 +113,17 @@ def test_fields_of_few_bits_move_too() -> None:
         field = ((draws & 0xFFFFFFFF) >> shift) & ((1 << bits) - 1)
         rows = field.view(-1, 1 << bits, 64).sort(1).values
         assert (rows == torch.arange(1 << bits)[:, None]).all()
+
+
+def test_words_of_programs_are_those_of_the_runtime() -> None:
+    """What lower.noise writes for kernels to follow is what the reference draws, at chance and at rare places too."""
+    wants, blocks = {"first": 12, "few": 6, "one": 1, "last": 5, "more": 16, "rare": 16}, Blocks(torch.empty(64), 1)
+    _, nodes = deal(wants, {"rare"})
+    _, recipes = keys.deal(wants, {"rare"})
+    for k, (node, recipe) in enumerate(zip(nodes, recipes, strict=True)):
+        code, step = compile(Printer(SPELL, {}).text(node), "word", "eval"), step_key(0, 300 + k)
+        drawn = eval(code, {"b": blocks, "stream_key": 7, "step_key": step, "torch": torch, "rotl": rotl})
+        assert torch.equal(drawn, stored.word(blocks, k, recipe, step, 7))
 
 
 @optimizer(cite="none", name="Descent")
