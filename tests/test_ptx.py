@@ -17,11 +17,12 @@ EMULATED = (
     "tests/test_triton_strict.py::test_same_bits",
     "tests/test_triton_strict.py::test_floor_of_subnormals",
     f"{STAGES}[lamb-blocks16-5x70-3x128-300-scalar]",
+    "tests/test_elementary.py::test_backends_have_the_bits_of_the_definitions_and_fast_maths_is_near[strict]",
     "tests/ptx/emulated.py",
     "tests/test_capturable.py::test_steps_counted_on_the_device_are_the_same_steps[AdamW-coded]",
 )
-"""Run in one process that compiles: strict rules of one sweep, one of several, what emulation notices; then fast maths,
-one that is counted on the device."""
+"""Run in one process that compiles: strict rules of one sweep, one of several, functions of elements, what emulation
+notices; then fast maths, one that is counted on the device."""
 
 
 @pytest.mark.parametrize(("capability", "version", "warned"), [(9, "12.9", 0), (10, "12.9", 1), (10, "13.4", 0)])

@@ -366,3 +366,16 @@ def test_what_is_compiled_depends_on_the_driver_for_its_target_alone(
         triton.runtime.driver.set_active(real)
     assert list(tmp_path.rglob("*.cubin")) and made.hash
     assert asked <= {"get_current_device", "get_current_stream", "get_current_target"}
+
+
+# Fast maths, which the scan above must not meet -----------------------------------------------------------------------
+
+
+def test_random_bits_do_not_carry_nan_into_a_number_in_fast_maths(tmp_path: Path) -> None:
+    """NVIDIA's arithmetic makes 0x7fffffff of any NaN, which is -0 plus one."""
+    spec, plan = harness.spec_of("adamw"), harness.plan_of("int8_split24")
+    strict, fast = (harness.schedule(spec, plan, "bfloat16", maths) for maths in ("strict", "fast"))
+    pair, g = harness.Pair(spec, strict, tmp_path, kernels=fast), torch.full((64, 64), math.nan).bfloat16()
+    kept = pair.buffers(g.shape, torch.ones(g.shape))
+    pair.run_triton(kept, g, 1, 77, 99, lr=1e-2)
+    assert kept["p"].isnan().all()
