@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
+import inspect
 import io
 import json
 import linecache
@@ -25,12 +26,19 @@ import typer
 from mkdocs.structure.files import File, Files
 
 import optgen
+from optgen.accumulate import accumulator
 from optgen.base.errors import TABLE, UserError
 from optgen.driver import explain, load
 from optgen.driver.cli import app
 from optgen.driver.page import UNINDEXED, code, fenced, folded, inline, kept_table, prose, rule_page, sizes, table
 from optgen.formats.plan import Plan
 from optgen.lang.spec import Recurrence, Spec
+from optgen.runtime.files import CheckpointError
+from optgen.runtime.modes.release import Handle
+from optgen.runtime.modes.watch import Watch
+from optgen.runtime.optimizer import Optimizer
+from optgen.runtime.several import Several
+from optgen.runtime.states.memory import Memory
 
 ROOT = Path(__file__).resolve().parent.parent
 MAIN, NOTEBOOK = "int8_split24", "examples/your_rule.py"
@@ -57,10 +65,6 @@ GROUPS = {"1": "The language", "2": "Spaces and dtypes", "3": "Formats and plans
 PEERS = ("torch.optim", "bitsandbytes.optim", "torchao.optim", "pytorch_optimizer")
 MEASURED = {"bnb8": "bitsandbytes 8-bit", "torchao8": "torchao 8-bit", "torchao4": "torchao 4-bit",
             "torchao_fp8": "torchao fp8"}  # fmt: skip
-METHODS = (
-    "step", "zero_grad", "release_gradients", "state_dict", "load_state_dict", "dense_state_dict", "master_weights",
-    "master_state_dict", "load_master_state_dict", "plans", "memory", "watch", "record", "eval", "train",
-)  # fmt: skip
 BULLETS = {
     "adafactor": "Adafactor, torch's", "adafactor_paper": "Adafactor, the paper's", "adam_mini": "Adam-mini",
     "cautious_adamw": "Cautious AdamW, Lion", "cautious_lion": "Cautious AdamW, Lion", "kl_shampoo": "KL-Shampoo",
@@ -338,12 +342,20 @@ def commands() -> str:
 def api() -> str:
     """Return the page of the Python API, which mkdocstrings fills in."""
     functions = [getattr(optgen, name) for name in optgen.__all__ if name != "__version__"]
-    room = "optgen.runtime.optimizer.Optimizer."
-    out = ["# Python API", "## optgen", *(f"::: {f.__module__}.{f.__qualname__}" for f in functions)]
-    out += ["## Methods of every optimizer", *(f"::: {room}{name}" for name in METHODS)]
+    methods = [x for name, x in vars(Optimizer).items() if name[0] != "_" and inspect.isfunction(x)]
+    out = ["# Python API", "## optgen", *map(shown, functions), "## Methods of every optimizer", *map(shown, methods)]
+    returned = f"{shown(Watch)}\n    options: {{ members: [flush, remove] }}", *map(shown, (Handle, Memory, Several))
+    out += ["## What they return and raise", *returned, shown(CheckpointError)]
+    out += ["## Accumulators and frameworks", shown(accumulator)]
+    out += [f"::: optgen.integrations.{p.stem}" for p in sorted((ROOT / "optgen/integrations").glob("[!_]*.py"))]
     out += ["## Formats and plans", "::: optgen.formats.plan.Plan\n    options: { members: false }"]
-    out += [f"::: {x.__module__}.{x.__qualname__}\n    options: {{ members: false }}" for x in formats()]
+    out += [f"{shown(x)}\n    options: {{ members: false }}" for x in formats()]
     return "\n\n".join(out) + "\n"
+
+
+def shown(x: Any) -> str:
+    """Return what mkdocstrings puts a function or class in the place of."""
+    return f"::: {x.__module__}.{x.__qualname__}"
 
 
 def formats() -> Iterator[type]:

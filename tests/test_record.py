@@ -121,7 +121,10 @@ def test_damaged_records_are_refused(tmp_path: Path, capsys: pytest.CaptureFixtu
         path.write_bytes(damaged)
         refused("it is damaged: its checksum is")
     optgen.save_checkpoint(path, AdamW(model.parameters()), model)
-    refused("it holds no recorded step")
+    refused("it is a checkpoint, for `optgen verify-checkpoint`, and holds no recorded step")
+    container.write(path, content)
+    assert cli.main(["verify-checkpoint", str(path)]) == 1
+    assert "is a step of opt.record(), for `optgen replay`, and no optgen checkpoint" in capsys.readouterr().err
     groups = [{**content["groups"][0], "plan": "fp32"}]
     for changed, text in (
         ({"format": 4}, "it is a record of version 1"), ({"groups": 3}, "'int' object"),

@@ -126,6 +126,9 @@ def test_refusals_and_several() -> None:
     for options, text in (({"to": "csv"}, "got 'csv'"), ({"to": "jsonl"}, "needs path="), ({"every": 0}, "every must")):
         with pytest.raises(ValueError, match=text):
             opt.watch(**{"to": print, **options})
+    for to in (print, None):
+        with pytest.raises(ValueError, match="path= is for to="):
+            opt.watch(to=to, path="x")
     with opt.watch(to=print), pytest.raises(RuntimeError, match="watched already"):
         opt.watch(to=print)
     model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
@@ -158,6 +161,24 @@ def test_tensorboard_gets_scalars(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     monkeypatch.setitem(sys.modules, board.__name__, None)
     with pytest.raises(ImportError, match="pip install tensorboard"):
         opt.watch(1, to="tensorboard")
+
+
+def test_a_run_of_wandb_gets_the_numbers_with_an_axis_of_steps() -> None:
+    """Into the row that the user's next log() ends; each number's panel is declared once."""
+    metrics: list[tuple[str, str]] = []
+    rows: list[tuple[dict[str, float], bool]] = []
+    run = SimpleNamespace(
+        define_metric=lambda name, step_metric: metrics.append((name, step_metric)),
+        log=lambda numbers, commit: rows.append((numbers, commit)),
+    )
+    opt, params = made("int8_split24")
+    train(opt, params, 1)
+    with opt.watch(1, to=run):
+        train(opt, params, 2)
+    assert [numbers["optimizer_step"] for numbers, _ in rows] == [2, 3] and not any(commit for _, commit in rows)
+    assert rows[0][0]["elements/matrix"] == 96 * 72
+    assert len(metrics) == len(set(metrics)) and {step for _, step in metrics} == {"optimizer_step"}
+    assert {name[:-2] for name, _ in metrics} == {tag.partition("/")[0] for tag in rows[1][0]} - {"optimizer_step"}
 
 
 def test_offloaded_steps_are_measured_and_captured_ones_refused(monkeypatch: pytest.MonkeyPatch) -> None:

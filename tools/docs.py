@@ -1,7 +1,7 @@
 """Build the documentation site (`make docs`), or build it and read it in a browser (`make docs-test`).
 
     python tools/docs.py          build/site; installs what is missing of requirements/docs.txt
-    python tools/docs.py test     then every link, five pages at two widths and the search, in the system's Chromium
+    python tools/docs.py test     then every link, names of the API, pages at two widths and the search, in Chromium
 
 Screenshots of the test are in build/screenshots.
 """
@@ -72,6 +72,17 @@ def lost_links() -> Iterator[str]:
                 yield f"{path.relative_to(SITE)}: {link}"
 
 
+def lost_names() -> Iterator[str]:
+    """Yield the names of optgen, and the methods of its optimizers, that the page of the API lacks."""
+    sys.path.insert(0, str(ROOT))
+    import optgen
+    from optgen.runtime.optimizer import Optimizer
+
+    known = re.findall(r'\bid="?optgen\.[\w.]*\b(\w+)["\s>]', (SITE / "api.html").read_text(encoding="utf-8"))
+    public = {*optgen.__all__, *(name for name, x in vars(Optimizer).items() if callable(x))}
+    yield from (f"api: {name} is missing" for name in sorted(public - {*known}) if not name.startswith("_"))
+
+
 def serve() -> http.server.ThreadingHTTPServer:
     class Quiet(http.server.SimpleHTTPRequestHandler):
         def log_message(self, *arguments: object) -> None:
@@ -129,7 +140,7 @@ def main() -> int:
     shutil.rmtree(SHOTS, ignore_errors=True)
     SHOTS.mkdir(parents=True)
     server = serve()
-    found = [*lost_links(), *read(f"http://127.0.0.1:{server.server_port}", chromium)]
+    found = [*lost_links(), *lost_names(), *read(f"http://127.0.0.1:{server.server_port}", chromium)]
     server.shutdown()
     print("\n".join(found) or f"docs-test: {pages} pages read at 360 and 1280 px, {time.monotonic() - began:.0f} s")
     return 1 if found else 0

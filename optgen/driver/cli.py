@@ -207,11 +207,9 @@ def list_(
             want, hint = "the name of an optimizer or a plan, or a pattern of some", did_you_mean(pattern, known)
             raise UserError("E411", option="PATTERN", want=want, got=pattern, hint=hint)
         t.result |= {"specs": specs, "plans": plans, "without_spec": [relative(str(f)) for f in load.without_spec()]}
-        own = ("spec", "class", "as in", "states", "file")
-        places = [relative(r["file"]) if r["own"] else "ready-made" for r in specs]
-        made = [(r["name"], r["class"], r["like"], r["states"], p) for r, p in zip(specs, places, strict=True)]
+        made = [(r["name"], r["class"], r["states"], relative(r["file"]) if r["own"] else "") for r in specs]
         if made:
-            t.show(table("optimizers", own, made))
+            t.show(table("optimizers (with a file: of this project)", ("spec", "class", "states", "file"), made))
         if not plans:
             return
         rows = [(r["name"], r["bytes"], r["bytes_float32"], r["discouraged"], r["doc"]) for r in plans]

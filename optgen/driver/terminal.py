@@ -130,11 +130,12 @@ class Terminal:
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
-    """Return a plain table; cells are shown as they are, without markup."""
+    """Return a plain table; cells are shown as they are, without markup, and short names of rows in one piece."""
     out = Table(title=title or None, title_justify="left", box=SIMPLE_HEAD, show_header=any(columns), pad_edge=False)
-    for name in columns:
-        out.add_column(Text(name), overflow="fold")
-    for row in rows:
+    cells = list(rows)
+    for k, name in enumerate(columns):
+        out.add_column(Text(name), overflow="fold", no_wrap=not k and all(len(str(row[0])) <= 30 for row in cells))
+    for row in cells:
         out.add_row(*(Text(str(cell)) for cell in row))
     return out
 

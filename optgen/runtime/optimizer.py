@@ -383,14 +383,14 @@ class Optimizer(torch.optim.Optimizer):
         self,
         every: int = 100,
         *,
-        to: watch.Callback | str | None = None,
+        to: watch.Callback | watch.Run | str | None = None,
         path: Any = None,
         sample: float = watch.SAMPLE,
     ) -> watch.Watch:
         """Measure every tensor at each step that is a multiple of `every`, until `remove()` of what is returned.
 
         to      a function of (step, {name: {"gradient_norm": ...}}); "jsonl", which appends lines to the file `path`;
-                or "tensorboard", which writes to the folder `path`
+                "tensorboard", which writes to the folder `path`; or the run of wandb.init(), to whose lines it adds
         sample  elements of each tensor that are measured at most; math.inf for all
         Numbers, their costs and what is not measured: docs/watch.md.  Bits of the step do not change.  RuntimeError if
         it is watched already.

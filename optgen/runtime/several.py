@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from optgen.runtime.layout.plans import Label
-from optgen.runtime.modes.watch import SAMPLE, Callback, Watches
+from optgen.runtime.modes.watch import SAMPLE, Callback, Run, Watches
 from optgen.runtime.optimizer import Optimizer
 from optgen.runtime.options import options
 from optgen.runtime.states.memory import Memory
@@ -111,7 +111,8 @@ class Several(torch.optim.Optimizer):
             part.eval()
 
     def watch(
-        self, every: int = 100, *, to: Callback | str | None = None, path: Any = None, sample: float = SAMPLE
+        self, every: int = 100, *, to: Callback | Run | str | None = None, path: Any = None,
+        sample: float = SAMPLE,
     ) -> Watches:
         """Measure every tensor as `Optimizer.watch` does; a function gets the numbers of each part by themselves."""
         made = Watches([])

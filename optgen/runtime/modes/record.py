@@ -181,7 +181,8 @@ def read(path: Path) -> dict[str, Any]:
     """Return the content of a record.  Raises CheckpointError if the file is damaged, or none of this version."""
     content = container.read_tree(path)
     if KEY not in content:
-        raise CheckpointError(f"{path} holds no recorded step: opt.record(path) writes one")
+        what = "is a checkpoint, for `optgen verify-checkpoint`, and " * ("optgen_checkpoint" in content)
+        raise CheckpointError(f"{path} {what}holds no recorded step: opt.record(path) writes one")
     found = content[KEY], content.get("format")
     if found != (VERSION, checkpoint.FORMAT):
         raise CheckpointError(

@@ -18,7 +18,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -46,6 +46,16 @@ standard deviation, 1 / sqrt(2 * 1024))."""
 Numbers = dict[str, float]
 Callback = Callable[[int, dict[str, Numbers]], object]
 """(step, name of a tensor -> its numbers) -> ignored."""
+
+
+@runtime_checkable
+class Run(Protocol):
+    """A run of Weights & Biases."""
+
+    define_metric: Callable[..., Any]
+    log: Callable[..., Any]
+
+
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
@@ -324,7 +334,7 @@ class Watch:
     sample  elements of each tensor that are measured at most, or their runs; math.inf for all
     """
 
-    def __init__(self, owner: Any, to: Callback | str | None, every: int, path: Any, sample: float) -> None:
+    def __init__(self, owner: Any, to: Callback | Run | str | None, every: int, path: Any, sample: float) -> None:
         name, count = f"{type(owner).__name__}.watch", as_int(every)
         if count is None or count < 1 or isinstance(every, bool):
             raise ValueError(f"{name}: every must be a whole number of steps >= 1, got {every!r}")
@@ -455,15 +465,17 @@ class Watches:
         self.remove()
 
 
-def sink(name: str, to: Callback | str | None, path: Any) -> tuple[Callback, Callable[[], object]]:
+def sink(name: str, to: Callback | Run | str | None, path: Any) -> tuple[Callback, Callable[[], object]]:
     """Return the function that takes the numbers, and the one that ends it.
 
     Raises ValueError for an unknown name or a missing path, ImportError if TensorBoard is not installed.
     """
+    if path is not None and not isinstance(to, str):
+        raise ValueError(f'{name}: path= is for to="tensorboard" and to="jsonl"; a function writes where it likes')
     if callable(to):
-        if path is not None:
-            raise ValueError(f'{name}: path= is for to="tensorboard" and to="jsonl"; a function writes where it likes')
         return to, lambda: None
+    if isinstance(to, Run):
+        return functools.partial(_log, to, set()), lambda: None
     if to == "jsonl" and path is not None:
         file = Path(path).open("a", encoding="utf-8", buffering=1)  # noqa: SIM115
         return functools.partial(_write_lines, file), file.close
@@ -476,7 +488,7 @@ def sink(name: str, to: Callback | str | None, path: Any) -> tuple[Callback, Cal
         writer: Any = SummaryWriter(None if path is None else os.fspath(path))
         return functools.partial(_write_scalars, writer), writer.close
     lacks = "to=\"jsonl\" needs path=, the file that lines are appended to" if to == "jsonl" else (
-        f'to must be a function of (step, numbers by name), "tensorboard" or "jsonl", got {to!r}'
+        f'to must be a function of (step, numbers by name), "tensorboard", "jsonl" or a run of wandb, got {to!r}'
     )  # fmt: skip
     raise ValueError(f"{name}: {lacks}")
 
@@ -493,3 +505,12 @@ def _write_scalars(writer: Any, step: int, rows: Mapping[str, Numbers]) -> None:
     for name, row in rows.items():
         for key, value in row.items():
             writer.add_scalar(f"{key}/{name}", value, step)
+
+
+def _log(run: Run, known: set[str], step: int, rows: Mapping[str, Numbers]) -> None:
+    """Add the numbers to the line of a run that the next wandb.log() ends; their axis is this optimizer's step."""
+    axis = "optimizer_step"
+    for key in {key for row in rows.values() for key in row} - known:
+        run.define_metric(f"{key}/*", step_metric=axis)
+        known.add(key)
+    run.log({axis: step, **{f"{key}/{name}": x for name, row in rows.items() for key, x in row.items()}}, commit=False)
