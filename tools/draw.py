@@ -3,7 +3,7 @@
     .venv/bin/python tools/draw.py                  all of them, in some minutes
     .venv/bin/python tools/draw.py memory pareto    only these
 
-`memory` comes from the formats, `pareto`, `training` and `evidence` from docs/benchmarks, all others from runs of
+`memory` comes from the formats, `pareto`, `training`, `evidence` and `curves` from docs/benchmarks, others from runs of
 optgen. The same packages draw the same bytes.
 """
 
@@ -162,6 +162,48 @@ def evidence() -> Figure:
         intervals(ax, f"{task.name}, {task.steps} steps", e.compared(runs[task.name]))
         ax.tick_params(labelleft=k % 2 == 0)
     drawn.supxlabel("loss minus that of fp32, nats", fontsize=11)
+    return drawn
+
+
+DASHES = {"fp32": "-", "int8_split24": "--", "int4_split24": ":"}
+FLOOR = 0.005  # nats
+TRAINED = {"AdamW": BLUE, "Lion": ORANGE, "CAME": GREEN, "Muon": RED, "SOAP": PURPLE}
+
+
+def curves() -> Figure:
+    """Draw losses along the runs of evidence.json and training.json that have them, as means over seeds.
+
+    A point is also the mean of as many of the record's as leave about 15 of them; FLOOR is where an axis ends.
+    """
+    import evidence as e
+    import train_rules as t
+
+    runs = json.loads(e.RECORD.read_text(encoding="utf-8"))["runs"]
+    kept = json.loads((BENCHMARKS / "training.json").read_text(encoding="utf-8"))
+    parts = [(f"{task.name}, training loss", e.RULES, runs[task.name], 4, e.WINDOW) for task in e.TASKS]
+    parts.append(("the demo's model, validation loss", t.TUNED, kept["runs"], 2, kept["tuned_steps"] // 8))
+    drawn, axes = figure(760, 880, 3, 2)
+    for ax, (title, rules, found, head, every) in zip(axes.flat, parts, strict=False):
+        for rule in (rule for rule in rules if rule.name in TRAINED):
+            lr, _ = t.rate_found(rule, found)
+            plans = [plan for plan in DASHES if plan in ("fp32", *rule.plans)]
+            keys = ([t.key_of(rule.name, plan, seed, lr) for plan in plans] for seed in range(6))
+            seeds = [[found.get(key, ())[head:] for key in row] for row in keys]
+            for plan, losses in zip(plans, np.mean([row for row in seeds if all(row)], 0), strict=True):
+                some = max(1, len(losses) // 15)
+                points = losses.reshape(-1, some).mean(1)
+                points[points < FLOOR] = np.nan
+                at = every * some * np.arange(1, 1 + len(points))
+                ax.plot(at, points, DASHES[plan], color=TRAINED[rule.name])
+        ax.set(title=title, yscale="log" if ax.dataLim.y1 > 10 * ax.dataLim.y0 else "linear")
+        ax.yaxis.set_major_formatter("{x:g}")
+    for name, colour in TRAINED.items():
+        axes[2, 1].plot([], [], color=colour, label=name)
+    for plan, dash in DASHES.items():
+        axes[2, 1].plot([], [], dash, color=INK, label=plan)
+    axes[2, 1].legend(loc="center")
+    axes[2, 1].set_axis_off()
+    drawn.supxlabel("step", fontsize=11)
     return drawn
 
 
@@ -374,8 +416,8 @@ def trajectories(function: Callable[[Any, Any], Any], start: tuple[float, float]
 
 
 PICTURES: dict[str, Callable[[], Figure]] = {
-    "memory": memory, "pareto": pareto, "training": training, "evidence": evidence, "freeze": freeze, "length": length,
-    "rounding": rounding, "singular": singular,
+    "memory": memory, "pareto": pareto, "training": training, "evidence": evidence, "curves": curves, "freeze": freeze,
+    "length": length, "rounding": rounding, "singular": singular,
     "rosenbrock": lambda: trajectories(rosenbrock, (-1.5, 2.0), (-2.0, 2.0, -1.0, 3.0), (1.0, 1.0), (0.08, 0.3, 0.6)),
     "rastrigin": lambda: trajectories(rastrigin, (-2.0, 3.5), (-4.5, 4.5, -4.5, 4.5), (0.0, 0.0), (0.4,)),
 }  # fmt: skip

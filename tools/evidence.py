@@ -4,7 +4,8 @@
     .venv/bin/python tools/evidence.py --page       page and picture of the runs that are there
 
 Needs scikit-learn and bitsandbytes.  What was cut off goes on; runs of another processor, other versions or numbers of
-steps are deleted first.  The page's text above RESULTS is written by hand.
+steps are deleted first.  Runs that are made now keep their curves, too: to have that of an older one, delete it.  The
+page's text above RESULTS is written by hand.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import torch.nn.functional as F
 from benchmark import cpu_model
 from demo import mean_and_interval, mean_and_spread
 from demo_model import LanguageModel, Size, batches, corpus, rate, split, stored_bytes
-from prose import filled, table
+from prose import filled, packed, table
 from torch import Tensor, nn
 from torch.func import functional_call
 from train_rules import ADAMW, Rule, Verdict, key_of, make, rate_found
@@ -91,6 +92,7 @@ class Sorter(nn.Module):
 
 Pair = tuple[Tensor, Tensor]  # of a model's input and of the classes that it is to find
 Found = dict[str, tuple[float, ...]]  # key_of(rule, plan, seed, lr) -> what one_run returns
+WINDOW = 10  # steps of which a point of a curve is the mean
 
 
 def images(seed: int, steps: int) -> tuple[Iterator[Pair], list[Pair]]:
@@ -160,19 +162,27 @@ def logits(model: nn.Module, x: Tensor) -> Tensor:
     return out.flatten(0, -2)
 
 
-def fit(model: nn.Module, optimizer: torch.optim.Optimizer, pairs: Iterator[Pair], steps: int) -> None:
-    """Train at rates that warm up and then fall to a tenth."""
+def fit(model: nn.Module, optimizer: torch.optim.Optimizer, pairs: Iterator[Pair], steps: int) -> list[float]:
+    """Train at rates that warm up and then fall to a tenth; return the losses of the batches."""
+    losses = []
     rates = [{key: group[key] for key in ("lr", "adamw_lr") if key in group} for group in optimizer.param_groups]
     for step, (x, y) in enumerate(pairs):
         for group, largest in zip(optimizer.param_groups, rates, strict=True):
             group.update({key: rate(step, steps, value) for key, value in largest.items()})
-        F.cross_entropy(logits(model, x), y.flatten()).backward()
+        loss = F.cross_entropy(logits(model, x), y.flatten())
+        loss.backward()
+        losses.append(float(loss.detach()))
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+    return losses
 
 
-def one_run(task: Task, rule: Rule, plan: str, seed: int, lr: float) -> tuple[float, float, float, float]:
-    """Return the loss and the accuracy on the test data, bytes per parameter and seconds of a run, by one thread."""
+def one_run(task: Task, rule: Rule, plan: str, seed: int, lr: float) -> tuple[float, ...]:
+    """Train by one thread.
+
+    Returns the loss and the accuracy on the test data, bytes per parameter, seconds, and losses in training, means of
+    WINDOW steps each.
+    """
     torch.set_num_threads(1)
     begin = time.process_time()
     torch.manual_seed(seed)
@@ -185,12 +195,13 @@ def one_run(task: Task, rule: Rule, plan: str, seed: int, lr: float) -> tuple[fl
     else:
         optimizer = make(rule, plan, model, lr)
     pairs, apart = task.data(seed, task.steps)
-    fit(model, optimizer, pairs, task.steps)
+    losses = fit(model, optimizer, pairs, task.steps)
+    curve = [float(f"{sum(losses[k : k + WINDOW]) / WINDOW:.4g}") for k in range(0, task.steps, WINDOW)]
     with torch.no_grad():
         out, y = (torch.cat(part) for part in zip(*((logits(model, x), y.flatten()) for x, y in apart), strict=True))
         loss, right = float(F.cross_entropy(out, y)), float((out.argmax(-1) == y).float().mean())
     kept = sum(stored_bytes(model, optimizer)) / sum(p.numel() for p in model.parameters())
-    return loss, right, kept, time.process_time() - begin
+    return loss, right, kept, time.process_time() - begin, *curve
 
 
 def missing(found: Found) -> Iterator[tuple[Rule, str, int, float]]:
@@ -214,7 +225,7 @@ def run_all(kept: Mapping[str, Any]) -> None:
             for done in as_completed(running):
                 name, (rule, *rest) = running[done]
                 kept["runs"][name][key_of(rule.name, *rest)] = done.result()
-                RECORD.write_text(json.dumps(kept, indent=0) + "\n", encoding="utf-8")
+                RECORD.write_text(packed(kept), encoding="utf-8")
                 print(f"{name}, {key_of(rule.name, *rest)}: {done.result()[0]:.4f}", flush=True)
 
 
@@ -282,6 +293,7 @@ def main() -> None:
     from draw import write  # which reads this record
 
     write("evidence")
+    write("curves")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import textwrap
 from collections.abc import Collection, Iterable, Sequence
 
@@ -19,3 +21,8 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]], left: Collectio
     """Return the lines of a Markdown table, its columns aligned to the right but for those in `left`."""
     rule = "".join("---|" if column in left else "--:|" for column in range(len(head)))
     return [f"| {' | '.join(head)} |", f"|{rule}", *(f"| {' | '.join(map(str, row))} |" for row in rows)]
+
+
+def packed(record: object) -> str:
+    """Return the text of a JSON file with a list of numbers, or of words, a line."""
+    return re.sub(r"\n(?=[^][{}]*\])", "", json.dumps(record, indent=0)) + "\n"

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from demo import mean_and_interval, mean_and_spread
 from demo_model import Corpus, Run, Size, corpus, train
-from prose import filled, table
+from prose import filled, packed, table
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -258,7 +258,7 @@ def plans_asked(names: list[str]) -> list[str]:
 
 
 Key = tuple[str, str, int, float]  # rule, plan, seed, learning rate
-Found = dict[str, tuple[float, float]]  # key_of(a key) -> loss at the end, bytes per parameter
+Found = dict[str, tuple[float, ...]]  # key_of(a key) -> loss at the end, bytes per parameter, losses along the run
 
 
 def key_of(rule: str, plan: str, seed: int, lr: float) -> str:
@@ -275,7 +275,8 @@ def run_all(
         runs = {pool.submit(one_run, named[k[0]], *k[1:3], asked.steps, k[3], text): key_of(*k) for k in wanted}
         for done in as_completed(runs):
             run = done.result()
-            found[runs[done]] = run.final, (run.weight_bytes + run.state_bytes) / run.parameters
+            curve = (round(loss, 4) for _, loss in run.validation)
+            found[runs[done]] = run.final, (run.weight_bytes + run.state_bytes) / run.parameters, *curve
             save()
             console.print(f"{runs[done]}: {run.final:.4f}")
     return found
@@ -285,7 +286,7 @@ def verdict(found: Found, rule: Rule, plan: str, lr: float, seeds: int, name: st
     """Compare a plan, or a control, with fp32; KeyError without its runs."""
     pairs = ((rule.control or rule.name, "fp32"), (rule.name, plan))
     base, other = ([found[key_of(*pair, s, lr)] for s in range(seeds)] for pair in pairs)
-    return Verdict(name, lr, [x for x, _ in base], [x for x, _ in other], base[0][1], other[0][1])
+    return Verdict(name, lr, [run[0] for run in base], [run[0] for run in other], base[0][1], other[0][1])
 
 
 def rate_found(rule: Rule, found: Found) -> tuple[float, list[float]]:
@@ -342,7 +343,7 @@ def main() -> int:
     kept: dict[str, Any] = json.loads(record.read_text(encoding="utf-8")) if record.exists() else {}
 
     def save() -> None:
-        record.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+        record.write_text(packed(kept), encoding="utf-8")
 
     seeds = range(asked.seeds)
     rules = tuple(r for r in (TUNED if asked.tuned else RULES) if not asked.only or r.name in asked.only)
@@ -379,6 +380,7 @@ def main() -> int:
         from draw import write  # which reads this record
 
         write("training")
+        write("curves")
     return 0
 
 
