@@ -116,7 +116,7 @@ def test_fields_of_few_bits_move_too() -> None:
 
 
 def test_words_of_programs_are_those_of_the_runtime() -> None:
-    """What lower.noise writes for kernels to follow is what the reference draws, at chance and at rare places too."""
+    """Compare what lower.noise writes for kernels with what the reference draws, at chance and at rare places too."""
     wants, blocks = {"first": 12, "few": 6, "one": 1, "last": 5, "more": 16, "rare": 16}, Blocks(torch.empty(64), 1)
     _, nodes = deal(wants, {"rare"})
     _, recipes = keys.deal(wants, {"rare"})
