@@ -593,7 +593,7 @@ def _projected(o: Any, p: Tensor, g: Tensor, u: Tensor) -> tuple[Tensor, float]:
 
 @paper
 def adamp(o, s, p, g, t, lr):
-    """Algorithm 2: pytorch_optimizer's adds eps to the inverse of the root, and makes NaN where no gradient was yet."""
+    """Algorithm 2: pytorch_optimizer's divides eps by a correction."""
     beta1, beta2 = o.betas
     m, v = moments(o, s, g)
     ahead = beta1 * m + (1 - beta1) * g if o.nesterov else m
