@@ -441,7 +441,7 @@ def _rank_one(r: Tensor, c: Tensor) -> Tensor:
 
 @paper
 def adafactor_paper(o, s, p, g, t, lr):
-    """Algorithms 4 and 5: pytorch_optimizer's AdaFactor divides by the smaller of 1 and RMS / d, not by the larger."""
+    """Algorithms 4 and 5."""
     decay = 1 - t**o.decay_rate
     rho = min(lr, 1 / math.sqrt(t)) if o.relative_step else lr
     alpha = max(o.eps[1], float(p.square().mean().sqrt())) * rho if o.scale_parameter else rho
@@ -459,7 +459,7 @@ def adafactor_paper(o, s, p, g, t, lr):
 
 @paper
 def came(o, s, p, g, t, lr):
-    """Algorithm 2: pytorch_optimizer multiplies the momentum of one-dimensional parameters by lr at every step."""
+    """Algorithm 2."""
     beta1, beta2, beta3 = o.betas
     sq = g**2 + o.eps[0]
     if p.ndim >= 2:
@@ -504,7 +504,7 @@ def sm3(o, s, p, g, t, lr):
 
 @paper
 def lars(o, s, p, g, t, lr):
-    """Algorithm 1: pytorch_optimizer's leaves the decay out of the ratio, and vectors without one."""
+    """Algorithm 1: pytorch_optimizer's leaves vectors without a ratio."""
     w, d = torch.linalg.vector_norm(p), torch.linalg.vector_norm(g)
     local = o.trust_coefficient * w / (d + o.weight_decay * w) if w > 0 and d > 0 else 1.0
     s.v = o.momentum * s.v + lr * local * (g + o.weight_decay * p)
@@ -513,7 +513,7 @@ def lars(o, s, p, g, t, lr):
 
 @paper
 def novograd(o, s, p, g, t, lr):
-    """Algorithm 1: pytorch_optimizer's adds Adam's bias corrections, which the paper replaces by the first values."""
+    """Algorithm 1, without Adam's bias corrections, which first values replace."""
     beta1, beta2 = o.betas
     length = torch.linalg.vector_norm(g) ** 2
     s.v = length if t == 1 else beta2 * s.v + (1 - beta2) * length
@@ -555,7 +555,7 @@ def mars(o, s, p, g, t, lr):
 
 
 def orthograd(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
-    """The paper's projection before torch.optim.SGD: pytorch_optimizer's casts the gradient to fp32."""
+    """The paper's projection before torch.optim.SGD."""
     inner = sgd(flags, hypers)
 
     def step(p: Tensor, g: Tensor, t: int, lr: float) -> Tensor:
