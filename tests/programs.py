@@ -698,7 +698,7 @@ def viewed(case: Case) -> Case:
     heads, of = 'matrix="heads"' in case.text, divided(case)
     shapes = list(case.shapes)
     for k, n in of.items():
-        if _first(case.text, shapes[k]):
+        if not (heads and len(shapes[k]) == 3):  # as many as a stack has
             rows, columns = shapes[k][0] // n, math.prod(shapes[k][1:])
             shapes[k] = (n, rows, columns) if heads else (n, rows * columns)
     return replace(case, shapes=tuple(shapes))
