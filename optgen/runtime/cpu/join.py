@@ -73,7 +73,7 @@ def source(variant: Variant, rule: Rule, text: str, codecs: str) -> str:
 
 def _drawn(name: str, place: int, block: int) -> str:
     """Return the value that is a draw of random numbers of elements."""
-    return f"Value<drawn<{draw_salt(name)}, {block}>, {place}, 0, P, -1, false>"
+    return f"Value<Drawn<{draw_salt(name)}, {block}>, {place}, 0, P, -1, false>"
 
 
 def _encoding(eager: Eager, owner: str, written: bool) -> str:

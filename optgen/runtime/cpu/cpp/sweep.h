@@ -86,12 +86,12 @@ struct full_nearest : Codec {
 };
 
 // Random numbers of elements, which lie nowhere: optgen.runtime.reference.matrices.drawn.
-template <int32_t SALT, int BLOCK> struct drawn : Codec {
+template <int32_t SALT, int BLOCK> struct Drawn : Codec {
     static constexpr int FIELDS = 0;
     static constexpr bool NUMBERED = true;
     int32_t begin, place[BLOCK == 1 ? 1 : most_of(BLOCK) / BLOCK];  // of the first element of each block
 
-    drawn(char *, char *const *) {}
+    Drawn(char *, char *const *) {}
     static uint32_t mixed(uint32_t x) {
         x = (x ^ x >> 16) * 0x7feb352d;
         x = (x ^ x >> 15) * 0x846ca68b;
