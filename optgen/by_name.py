@@ -33,9 +33,9 @@ def make(
 ) -> torch.optim.Optimizer:
     """Return an optimizer of a model's parameters, by the name of its rule.
 
-    rule     the name of a ready-made rule, a spec or its file, an optimizer class, or several by the parameters' names:
-             {regular expression: one of these, or a dict of "rule" and options}.  An expression is searched for in the
-             name; "*" takes what no other matches.
+    rule     the name of a ready-made rule, wrappers around one ("ema(cautious(adamw))"), a spec or its file, an
+             optimizer class, or several by the parameters' names: {regular expression: one of these, or a dict of
+             "rule" and options}.  An expression is searched for in the name; "*" takes what no other matches.
     model    or its named parameters
     plan     the plan's name, or what `optgen.compile` takes; None: each rule's default
     options  of the class.  With several rules each takes those that it has, and each dict has its own first.

@@ -868,7 +868,7 @@ def keeps_what_matters(here: Here) -> None:
 
 @case(2)
 def full_weights_come_and_go(here: Here) -> None:
-    """load_master_state_dict before the first step and after it."""
+    """load_master_state_dict before the first step and after it, and rows that are scaled between steps."""
     mesh, narrow = here.mesh(2), {"dtype": torch.bfloat16}
     # Rows in blocks, and a vector whose halves cut them: its states are on all ranks.
     exact = {f"p{k}": here.values(*shape) for k, shape in enumerate([(97, 130), (4160,), (7,)])}
@@ -888,6 +888,9 @@ def full_weights_come_and_go(here: Here) -> None:
                 else:
                     alike(value, cut[name], f"weight {name}")
             runs.step()
+            for module, opt in sides:
+                for p in module.values():
+                    opt.scale_rows(p, torch.linspace(0.5, 1.5, p.shape[0]))
 
 
 @case(2)

@@ -482,3 +482,52 @@ def test_states_begin_anew_and_weights_stay(plan: str) -> None:
         train(one, range(1))
         found.append([one.dense_state_dict()["state"], one.full_weights()])
     assert alike(*found)
+
+
+# -- rows scaled
+KEPT_BITS = {"fp32_master": 24, "split32": 24, "int8_split24": 16, "bf16_kahan": 8, "bf16_sr": 8}
+"""Significant bits that a plan keeps of a bf16 weight, with which nearest is within 2^-bits."""
+
+
+@pytest.mark.parametrize("started", [False, True])
+@pytest.mark.parametrize("plan", KEPT_BITS)
+def test_rows_are_scaled_with_all_that_is_kept_of_them(plan: str, started: bool) -> None:
+    """QK-clip: every head's rows by their factor, moments as they are, and the next step goes on from there."""
+    torch.manual_seed(0)
+    exact = torch.randn(96, 64)
+    p = nn.Parameter(exact.bfloat16())
+    low_bits.keep(p, exact)
+    opt = AdamW([p], plan=plan, lr=0.1)
+    if started:
+        p.grad = torch.randn(96, 64).bfloat16()
+        opt.step()
+    moments = {k: v.clone() for k, v in opt.state[p].items() if k.startswith("exp_avg")}
+    (before,) = opt.full_weights()
+    factors = torch.tensor([0.3, 1.0, 0.77, 0.0])
+    opt.scale_rows(p, factors)
+    expected = before * factors.repeat_interleave(24)[:, None]
+    (after,) = opt.full_weights()
+    bits = KEPT_BITS[plan] if started or plan == "bf16_sr" else 24
+    assert ((after - expected).abs() <= 2.0**-bits * expected.abs()).all()
+    assert ((p.detach() - after).abs() <= 2.0**-8 * after.abs()).all()
+    assert torch.equal(after[24:48], before[24:48]) or not started  # a plan may drop what a cast has left
+    assert all(torch.equal(opt.state[p][k], v) for k, v in moments.items())
+    zero_step(opt)
+    opt.scale_rows(p, torch.full((96,), 0.5))  # a power of two loses nothing
+    (half,) = opt.full_weights()
+    opt.scale_rows(p, [2.0])
+    assert torch.equal(opt.full_weights()[0], 2 * half)
+
+
+def test_rows_that_cannot_be_scaled() -> None:
+    p, other = nn.Parameter(torch.ones(6, 4)), nn.Parameter(torch.ones(6))
+    opt = AdamW([("q", p)], plan="fp32")
+    for of, factors, says in (
+        (other, [1.0], "no parameter of this optimizer"), (p, [1.0] * 4, r"each of 6 rows.*shape \(4,\)"),
+        (p, 2.0, "each of 6 rows"), (p, [1.0, float("nan")], "not all finite"), (p, [], "each of 6 rows"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=says):
+            opt.scale_rows(of, factors)
+    with pytest.raises(ValueError, match="keeps other weights beside p"):
+        ScheduleFreeAdamW([p], plan="fp32").scale_rows(p, [2.0])
+    assert torch.equal(p, torch.ones(6, 4))

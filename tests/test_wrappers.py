@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from pytorch_optimizer import AdaGC
 from torch import Tensor
 
 import optgen
@@ -18,6 +19,7 @@ from optgen.driver.load import find_spec
 from optgen.driver.steps import rule_step
 from optgen.lang import Spec, flag, hyper, nonneg, state, wrapper, wrappers
 from tests.harness import plan_of, spec_of
+from tests.oracles import optional
 
 Step = Callable[[Tensor, Tensor, int, float], tuple[Tensor, Tensor]]
 """(p, g, t, factor of the learning rate) -> (p after decoupled decay, the new weight)."""
@@ -295,7 +297,6 @@ def refused(names: tuple[str, ...], base: str) -> bool:
 
 
 @given(st.lists(st.sampled_from(sorted(ORACLES)), min_size=2, max_size=4, unique=True), st.sampled_from(sorted(BETA1)))
-@settings(max_examples=40, deadline=None)
 def test_wrappers_in_any_order_are_their_second_texts(names: list[str], base: str) -> None:
     """Each takes the step of what is inside of it, and what does not fit is refused."""
     if refused(tuple(names), base):
@@ -311,7 +312,7 @@ FIVE = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("text", FIVE)
+@pytest.mark.parametrize("text", [*FIVE[:2], *(pytest.param(text, marks=pytest.mark.slow) for text in FIVE[2:])])
 def test_wrapped_rules_keep_to_their_bounds_in_few_bits(text: str) -> None:
     """The compiled steps beside the fp64 reading, within the bounds derived for each value."""
     spec, plan = find_spec(text), plan_of("int8_split24")
@@ -373,6 +374,33 @@ def test_schedule_free_around_sgd_is_the_one_written_out() -> None:
         q, *states[1] = theirs.evaluate(q, g, t, *states[1], lr=0.2, momentum=0.8, warmup_steps=3)
         torch.testing.assert_close(p, q, rtol=2.0**-40, atol=2.0**-40)
         torch.testing.assert_close(p + states[0][0]["z_offset"], states[1][0]["z"], rtol=2.0**-40, atol=2.0**-40)
+
+
+def test_adagc_around_adamw_is_another_packages() -> None:
+    """Up to their norm over the model, which is an fp32 number: of 8 steps of lr, each that much longer or shorter."""
+    p = torch.nn.Parameter(torch.randn(5, 3, generator=(draw := torch.Generator().manual_seed(4)), dtype=torch.float64))
+    q, states, spec = p.detach().clone(), ({}, {}), find_spec("adagc(adamw)")
+    theirs = AdaGC([p], lr=0.05, beta=0.6, lambda_abs=0.8, lambda_rel=0.9, warmup_steps=3, weight_decay=0.1)
+    options = {"agc_beta": 0.6, "lambda_abs": 0.8, "lambda_rel": 0.9, "agc_steps": 3, "weight_decay": 0.1}
+    for t in range(1, 9):
+        p.grad = torch.randn(5, 3, generator=draw, dtype=torch.float64)
+        q, *states = spec.evaluate(q, p.grad.clone(), t, *states, lr=0.05, **options)
+        theirs.step()
+        torch.testing.assert_close(q, p.detach(), rtol=0, atol=8 * 0.05 * 2.0**-24)
+
+
+def test_hyperball_around_sgd_is_another_packages() -> None:
+    """Their fp32: three norms and products of as many elements."""
+    utils = optional("heavyball").utils
+    utils.compile_mode = None
+    draw = torch.Generator().manual_seed(5)
+    p = torch.randn(5, 3, generator=draw)
+    q, states, radius = p.double(), ({}, {}), [p.norm()]
+    for t in range(1, 5):
+        g = torch.randn(5, 3, generator=draw)
+        q, *states = find_spec("hyperball(sgd)").evaluate(q, g.double(), t, *states, lr=0.2)
+        utils.hyperball_step_([p], [g.clone()], radius, 0.2, 0.0, False, None)
+        assert ((q - p).abs() <= t * 3 * p.numel() * 2.0**-24 * q.norm()).all()
 
 
 def test_spam_begins_anew() -> None:

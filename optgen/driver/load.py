@@ -246,9 +246,9 @@ def _name_of(node: ast.expr, known: Mapping[str, str] | None = None) -> str:
 def find_spec(reference: str | Path, project: Path | None = None) -> Spec:
     """Return the spec of that name, in that file ("specs/mine.py"), or of that name in that file ("mine.py:rule"), or
     of wrappers around one: "ema(cautious(adamw))"."""
-    around, _, inner = str(reference).strip().removesuffix(")").partition("(")
-    if around in wrappers.__all__ and inner:
-        return _wrapped(around, find_spec(inner, project))
+    around, _, inner = str(reference).partition("(")
+    if around in wrappers.__all__ and inner.endswith(")"):
+        return _wrapped(around, find_spec(inner[:-1], project))
     path, name = _split(reference)
     if path is None:
         known = _declarations(project)

@@ -610,6 +610,8 @@ class Optimizer(torch.optim.Optimizer):
                     self.state[p] = {**self.state.get(p, {}), **made}
             low_bits.carry(model)
 
+    scale_rows = weights.scale_rows
+
     def plans(self) -> dict[Label, str]:
         """Return the plan that each parameter is kept under, by name (by position over all groups where it has none).
 

@@ -180,6 +180,12 @@ class Several(torch.optim.Optimizer):
         """The weights at full precision, fp32, by name."""
         return {name: value for part in self.parts.values() for name, value in part.master_weights().items()}
 
+    def scale_rows(self, p: Tensor, factors: Any) -> None:
+        """Multiply the rows of a weight: see `Optimizer.scale_rows`."""
+        parts = list(self.parts.values())
+        of = [part for part in parts if any(q is p for group in part.param_groups for q in group["params"])]
+        (of or parts)[0].scale_rows(p, factors)
+
     def full_weights(self) -> list[Tensor]:
         """The weights at full precision, fp32, in the order of the groups."""
         return [value for part in self.parts.values() for value in part.full_weights()]

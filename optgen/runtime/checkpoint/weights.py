@@ -237,6 +237,44 @@ def put(
     return made
 
 
+def scale_rows(optimizer: Any, p: Tensor, factors: Any) -> None:
+    """Multiply the rows of a weight, and the bits of them that this optimizer keeps; moments stay as they are.
+
+    p        one of its parameters
+    factors  numbers, one for each row (index of dimension 0), or for each block of as many rows, such as a head
+
+    QK-clip scales queries and keys so (Kimi K2, arXiv:2507.20534).  A product is rounded to fp32 and then, to nearest,
+    to what the plan keeps of a weight.
+    ValueError for another parameter, for factors of another number or that are not finite, and for a rule that keeps
+    other weights beside p; RuntimeError as of `full_weights`.  Nothing has changed then.
+    """
+    optimizer._refuse_in_evaluation("scale_rows()")
+    owner = f"{type(optimizer).__name__}.scale_rows"
+    entry = next((entry for entry in optimizer._entries() if entry.p is p), None)
+    if entry is None:
+        raise ValueError(f"{owner}: {state.kind(p)} is no parameter of this optimizer")
+    scale = torch.as_tensor(factors, dtype=torch.float32, device=sharding.local(p).device).detach()
+    if p.ndim == 0 or scale.ndim != 1 or scale.numel() == 0 or p.shape[0] % scale.numel():
+        rows = f"a number for each of {p.shape[0] if p.ndim else 0} rows, or for blocks of as many of them"
+        raise ValueError(f"{owner}: expected {rows}, got factors of shape {tuple(scale.shape)}")
+    if not bool(scale.isfinite().all()):
+        raise ValueError(f"{owner}: the factors of {state.label(p, entry.name)} are not all finite")
+    kept = state.of(optimizer.state, p)
+    _, plan, variant = checkpoint.select(type(optimizer), entry.group, p, entry.name, kept or None)
+    if optimizer.evaluation is not None or "param" in variant.init.values():
+        raise ValueError(f"{owner}: {type(optimizer).__name__} keeps other weights beside p, which would not follow")
+    with torch.no_grad():
+        per_row = scale.repeat_interleave(p.shape[0] // scale.numel())
+        scale = per_row.reshape(-1, *[1] * (p.ndim - 1)).expand(p.shape)
+        if sharding.is_sharded(p):
+            over: Any = p
+            of = sharding.layout_of(over)
+            scale = sharding.wrapped(sharding.part_of(scale, of), of)
+        made = put(plan, variant, p, kept, optimizer._full_weight(entry) * scale, entry.group)
+        if made is not None:
+            optimizer.state[p] = {**optimizer.state.get(p, {}), **made}
+
+
 def evaluated(cls: Any, group: Mapping[str, Any], p: Tensor, kept: Mapping[str, Tensor], name: str | int) -> Tensor:
     """Return `cls.evaluation` of a parameter and its states: fp32, of the shape of p or of this rank's part of it."""
     _, plan, variant = checkpoint.select(cls, group, p, name)
