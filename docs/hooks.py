@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import csv
 import functools
 import inspect
 import io
@@ -87,6 +88,24 @@ IN_BASES = (
     "matrices; their distance stays within a derived bound."
 )
 """How rules in bases or spaces of low rank are compared."""
+CATALOGUED = ("fp32", "bf16_sr", "int8_split24", "int4_split24")
+CATALOGUE = """# Catalogue
+
+{count} rules are ready-made. Bytes are those of weight and states between steps per parameter in bf16; passes are
+those over memory in a step under `int8_split24`. The oracle is what the rule is compared with; the distance is the
+largest of |ours - theirs| / (1 + |theirs|) over 50 steps in fp64, all flag settings and the tested shapes. Rules
+without one are compared in their own bases ([peers](peers.md)).
+
+{rules}
+
+## Methods that are missing
+
+Of the methods in zij's tables (June 2026), and those of pytorch_optimizer 4.1 that are not ready-made, {counted} are
+covered. What is missing was told from the terms of zij's formulas, not by writing each rule: take it as a first
+guess. A rule of your own is [a file of twenty lines](language.md).
+
+{absent}
+"""
 
 
 def specs() -> dict[str, Spec]:
@@ -102,11 +121,12 @@ def address(room: str) -> Any:
 def on_files(files: Files, config: Any) -> Files:
     """Add the generated pages, and those of rules and plans to the navigation."""
     rules, plans = specs(), load.plans()
+    pages = {f"rules/{name}.md": page_of_rule(spec, list(plans.values())) for name, spec in rules.items()}
     made = {
         "errors.md": errors(), "cli.md": commands(), "api.md": api(), "notebook.md": notebook(ROOT / NOTEBOOK),
         "rules/index.md": rules_index(rules), "plans/index.md": plans_index(plans),
         **{page: (ROOT / file).read_text() for file, page in PAGES.items() if file.endswith(".md")},
-        **{f"rules/{name}.md": page_of_rule(spec, list(plans.values())) for name, spec in rules.items()},
+        "catalogue.md": catalogue(rules, pages), **pages,
         **{f"plans/{plan.name}.md": page_of_plan(plan, rules) for plan in plans.values()},
     }  # fmt: skip
     for name, text in {**made, **dict(sources(files, made))}.items():
@@ -222,6 +242,40 @@ def classes() -> dict[str, list[str]]:
         names = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else []
         found[module] = [name for name in names if name[0].isupper()]
     return found
+
+
+def catalogue(rules: dict[str, Spec], pages: dict[str, str]) -> str:
+    """Return the page of all rules: paper, formula, states, bytes, passes and oracle, and of methods that are missing.
+
+    pages   those of the rules, by "rules/NAME.md": their formulas and oracles are shown here too
+    """
+    far = json.loads((ROOT / "docs/distances.json").read_text())
+    rows = []
+    for name, spec in sorted(rules.items(), key=lambda item: item[1].class_name.lower()):
+        formula = re.search(r'<div class="scrolls"><math.*?</math></div>', pages[f"rules/{name}.md"], re.S)
+        found = re.search(r"\(oracle: (.*?)\)[.,;: <]", oracle(spec))
+        passes = len(explain.explain(spec, load.find_plan(MAIN)).sweeps)
+        kept = ", ".join(code(s.name) for s in spec.kept) or "none"
+        rows.append((
+            f'<a href="rules/{name}.html">{spec.class_name}</a>',
+            f"{inline(spec.cite)}.<br>{folded_line(formula)}", kept,
+            *(sizes(spec, load.find_plan(plan))[0] for plan in CATALOGUED), str(passes),
+            found[1] if found else "", f"{far[name]:.1e}" if name in far else "",
+        ))  # fmt: skip
+    with (ROOT / "docs/methods.csv").open(newline="", encoding="utf-8") as file:
+        methods = list(csv.DictReader(file))
+    made = {spec.class_name.lower() for spec in rules.values()}
+    absent = [m for m in methods if not m["rule"] and m["method"].lower() not in made]
+    counted = f"{len(methods) - len(absent)} of {len(methods)}"
+    head = ("rule", "paper, formula", "states", *map(code, CATALOGUED), "passes", "oracle", "distance")
+    return CATALOGUE.format(count=len(rows), rules=table(head, rows), counted=counted,
+                            absent=table(("method", "list", "what is missing"), [
+                                (escape(m["method"]), m["list"], inline(m["missing"])) for m in absent]))  # fmt: skip
+
+
+def folded_line(formula: re.Match[str] | None) -> str:
+    """Return a formula that is shown when it is asked for."""
+    return f"<details><summary>formula</summary>{formula[0]}</details>" if formula else ""
 
 
 def oracle(spec: Spec) -> str:

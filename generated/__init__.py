@@ -72,6 +72,7 @@ if TYPE_CHECKING:
     from .kourkoutas_beta import KourkoutasBeta as KourkoutasBeta
     from .psgd_kron import Kron as Kron
     from .lamb import LAMB as LAMB
+    from .lans import LANS as LANS
     from .lars import LARS as LARS
     from .laprop import LaProp as LaProp
     from .lion import Lion as Lion
@@ -100,16 +101,19 @@ if TYPE_CHECKING:
     from .rprop import Rprop as Rprop
     from .sadam import SAdam as SAdam
     from .sgd import SGD as SGD
+    from .sgdf import SGDF as SGDF
     from .sgdp import SGDP as SGDP
     from .sgd_sai import SGDSaI as SGDSaI
     from .sgdw import SGDW as SGDW
     from .sgld import SGLD as SGLD
     from .sm3 import SM3 as SM3
+    from .sngm import SNGM as SNGM
     from .soap import SOAP as SOAP
     from .soap_muon import SOAPMuon as SOAPMuon
     from .spam import SPAM as SPAM
     from .splus import SPlus as SPlus
     from .srmm import SRMM as SRMM
+    from .swats import SWATS as SWATS
     from .schedule_free_adamw import ScheduleFreeAdamW as ScheduleFreeAdamW
     from .schedule_free_sgd import ScheduleFreeSGD as ScheduleFreeSGD
     from .scion import Scion as Scion
@@ -187,6 +191,7 @@ _MODULES = {
     "KourkoutasBeta": "kourkoutas_beta",
     "Kron": "psgd_kron",
     "LAMB": "lamb",
+    "LANS": "lans",
     "LARS": "lars",
     "LaProp": "laprop",
     "Lion": "lion",
@@ -215,16 +220,19 @@ _MODULES = {
     "Rprop": "rprop",
     "SAdam": "sadam",
     "SGD": "sgd",
+    "SGDF": "sgdf",
     "SGDP": "sgdp",
     "SGDSaI": "sgd_sai",
     "SGDW": "sgdw",
     "SGLD": "sgld",
     "SM3": "sm3",
+    "SNGM": "sngm",
     "SOAP": "soap",
     "SOAPMuon": "soap_muon",
     "SPAM": "spam",
     "SPlus": "splus",
     "SRMM": "srmm",
+    "SWATS": "swats",
     "ScheduleFreeAdamW": "schedule_free_adamw",
     "ScheduleFreeSGD": "schedule_free_sgd",
     "Scion": "scion",
@@ -303,6 +311,7 @@ __all__ = [
     "KourkoutasBeta",
     "Kron",
     "LAMB",
+    "LANS",
     "LARS",
     "LaProp",
     "Lion",
@@ -331,16 +340,19 @@ __all__ = [
     "Rprop",
     "SAdam",
     "SGD",
+    "SGDF",
     "SGDP",
     "SGDSaI",
     "SGDW",
     "SGLD",
     "SM3",
+    "SNGM",
     "SOAP",
     "SOAPMuon",
     "SPAM",
     "SPlus",
     "SRMM",
+    "SWATS",
     "ScheduleFreeAdamW",
     "ScheduleFreeSGD",
     "Scion",

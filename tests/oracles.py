@@ -407,6 +407,16 @@ def nosadam(o, s, p, g, t, lr):
     return p - lr * s.m / ((s.sum / s.b).sqrt() + o.eps)
 
 
+@paper
+def sgdf(o, s, p, g, t, lr):
+    """The paper's filter, with an eps in the gain's divisor: no package of the tests has it."""
+    (beta1, beta2), g = o.betas, g + o.weight_decay * p
+    s.m = beta1 * s.m + (1 - beta1) * g
+    s.s = beta2 * s.s + (1 - beta2) * (g - s.m) ** 2
+    m, v = s.m / (1 - beta1**t), s.s / (1 - beta2**t)
+    return p - lr * (m + v / (v + (g - m) ** 2 + o.eps) * (g - m))
+
+
 # -- rules that reduce
 
 
@@ -652,6 +662,7 @@ ELEMENTWISE: dict[str, Oracle] = {
     "rprop": torch_optim("Rprop"),
     "sadam": sadam,
     "sgd": sgd,
+    "sgdf": sgdf,
     "sgdw": sgdw,
     "sgld": sgld,
     "signum": signum,
@@ -777,6 +788,15 @@ def amos(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
 
 
 @paper
+def lans(o, s, p, g, t, lr):
+    """The paper's algorithm 2: no package of the tests has it."""
+    m, v = moments(o, s, g / g.norm())
+    root, beta1 = (v / (1 - o.betas[1] ** t)).sqrt() + o.eps, o.betas[0]
+    slow, fast = (x / root + o.weight_decay * p for x in (m / (1 - beta1**t), g / g.norm()))
+    return p - lr * p.norm() * (beta1 * slow / slow.norm() + (1 - beta1) * fast / fast.norm())
+
+
+@paper
 def aida(o, s, p, g, t, lr):
     """The paper's algorithm 1 with two projections: pytorch_optimizer adds 1e-15 under the root."""
     (beta1, beta2), g = o.betas, g + o.weight_decay * p
@@ -804,6 +824,7 @@ REDUCING: dict[str, Oracle] = {
     "fromage": peer("Fromage"),
     "kourkoutas_beta": kourkoutas_beta,
     "lamb": lamb,
+    "lans": lans,
     "lars": lars,
     "mars": mars,
     "novograd": novograd,
@@ -1167,6 +1188,30 @@ def sgd_sai(o, s, p, g, t, lr):
 
 
 @paper
+def sngm(o, s, p, g, t, lr):
+    """The paper's algorithm: no package of the tests has it."""
+    g = g + o.weight_decay * p
+    s.u = o.momentum * s.u + g / g.norm()
+    return p - lr * s.u
+
+
+@paper
+def swats(o, s, p, g, t, lr):
+    """The paper's algorithm 1: pytorch_optimizer compares within torch.allclose's bounds, and adds 1e-15."""
+    g = g + o.weight_decay * p
+    if s.rate > 0:
+        s.buffer = o.betas[0] * s.buffer + g
+        return p - (1 - o.betas[0]) * s.rate * s.buffer
+    m, v = moments(o, s, g)
+    u = lr * math.sqrt(1 - o.betas[1] ** t) / (1 - o.betas[0] ** t) * m / (v.sqrt() + o.eps)
+    gamma = (u * u).sum() / (u * g).sum()
+    s.l = o.betas[1] * s.l + (1 - o.betas[1]) * gamma
+    mean = s.l / (1 - o.betas[1] ** t)
+    s.rate = mean if t > 1 and mean > 0 and abs(mean - gamma) < o.eps else s.rate
+    return p - u
+
+
+@paper
 def dog(o, s, p, g, t, lr):
     """The paper's equation, with the authors' first distance and eps: no package of the tests has it."""
     g = g + o.weight_decay * p
@@ -1190,8 +1235,8 @@ WHOLE: dict[str, Oracle] = {
     "adai": peer("Adai"),
     "adam_swd": peer("AdamS"),
     "adamuon": adamuon,
-    "avagrad": peer("AvaGrad"),
     "apollo_qn": peer("ApolloDQN", warmup_steps=0),
+    "avagrad": peer("AvaGrad"),
     "clipped_adamw": clipped_adamw,
     "dadapt_adam": package(dadaptation.DAdaptAdam, decouple=True),
     "dion2": dion2,
@@ -1208,6 +1253,8 @@ WHOLE: dict[str, Oracle] = {
     "schedule_free_sgd": schedule_free(schedulefree.SGDScheduleFree),
     "scion": scion,
     "sgd_sai": sgd_sai,
+    "sngm": sngm,
+    "swats": swats,
 }
 
 

@@ -1,7 +1,9 @@
 """The Python blocks of the pages that new users read do run, as they stand; migration.md has tests of its own."""
 
 import ast
+import csv
 import inspect
+import json
 import re
 import tomllib
 from html import unescape
@@ -119,6 +121,14 @@ def test_the_first_page_names_every_plan() -> None:
 @pytest.mark.parametrize("name", ["memory", "pareto"])
 def test_a_picture_is_what_the_formats_and_measured_tables_say(name: str) -> None:
     assert (draw.IMAGES / f"{name}.svg").read_text(encoding="utf-8") == draw.draw(name)
+
+
+def test_methods_are_covered_by_a_rule_or_miss_something() -> None:
+    with (ROOT / "docs/methods.csv").open(newline="", encoding="utf-8") as file:
+        methods = list(csv.DictReader(file))
+    assert {m["rule"] for m in methods} - {""} <= set(optgen.list_rules())
+    assert [m for m in methods if bool(m["rule"]) == bool(m["missing"])] == []
+    assert json.loads((ROOT / "docs/distances.json").read_text()).keys() <= set(optgen.list_rules())
 
 
 def test_pictures_are_small_and_have_two_themes() -> None:

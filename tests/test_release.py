@@ -20,7 +20,7 @@ from optgen.verify import bounds
 from tests.harness import plan_of, same_bits, sampled
 from tests.training import same, through_file
 
-OVER_THE_MODEL = ("Adai", "AdamSWD", "AvaGrad", "ClippedAdamW", "DAdaptAdam", "DoG", "DoWG", "Prodigy")
+OVER_THE_MODEL = ("Adai", "AdamSWD", "AvaGrad", "ClippedAdamW", "DAdaptAdam", "DoG", "DoWG", "Prodigy", "SNGM", "SWATS")
 EVERY_RULE = [name for name in dir(optim) if name not in OVER_THE_MODEL]
 
 

@@ -1,0 +1,28 @@
+"""SGDF: gradients that a Wiener filter draws toward their average."""
+
+from optgen.lang import hyper, nonneg, optimizer, state
+from optgen.lang.policies import l2
+
+
+@optimizer(cite="Yao et al. 2023, arXiv:2311.02818", name="SGDF")
+def sgdf(
+    p, g, t,
+    exp_avg=state(),
+    exp_var=state(nonneg),
+    *,
+    lr=hyper(1e-2, ge=0),
+    betas=hyper((0.9, 0.999), ge=0, lt=1),
+    eps=hyper(1e-8, gt=0),
+    weight_decay=hyper(0.0, ge=0),
+):
+    """The step is the average and the gradient's way from it times gain = variance / (variance + way^2)."""
+    beta1, beta2 = betas
+    g = l2(g, p, weight_decay)
+    exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    away = g - exp_avg
+    exp_var = beta2 * exp_var + (1 - beta2) * away * away
+    center, variance = exp_avg / (1 - beta1**t), exp_var / (1 - beta2**t)
+    rest = g - center
+    gain = variance / (variance + rest * rest + eps)
+    p = p - lr * (center + gain * rest)
+    return p, exp_avg, exp_var
