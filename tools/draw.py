@@ -111,7 +111,12 @@ def pareto() -> Figure:
             best, least = error < least, min(error, least)
             colour = ORANGE if x["peer"] else GREEN if best else BLUE
             ax.plot(size, error, "s" if x["peer"] else "o", color=colour, markersize=7)
-            ax.annotate(x["name"], (size, error), (6, 3), textcoords="offset points", fontsize=9.5)
+        names: list[tuple[float, float]] = []  # where names begin, decades below one another
+        for size, error, x in sorted(points, key=lambda point: -point[1]):
+            level = min([math.log10(error), *(at - 0.17 for near, at in names if abs(math.log(near / size)) < 0.25)])
+            names.append((size, level))
+            lower = 3 + 70 * (level - math.log10(error))  # a decade has about 70 points
+            ax.annotate(x["name"], (size, error), (6, lower), textcoords="offset points", fontsize=9.5)
         ax.set(yscale="log", xscale="log", xlim=(0.5, 6), ylabel="error (NMSE)", title=f"AdamW, beta2 = {beta2}")
         ax.set_xticks([0.5, 0.75, 1, 1.5, 2, 3, 4], ["0.5", "0.75", "1", "1.5", "2", "3", "4"])
         ax.minorticks_off()
