@@ -410,7 +410,7 @@ def trajectories(function: Callable[[Any, Any], Any], start: tuple[float, float]
             inside = np.all((point >= 0) & (point <= TILE))
             if np.isnan(thin[-1]).any() if inside else not np.isnan(thin[-1]).any():
                 thin.append(point if inside else gap)
-            elif inside and np.hypot(*(point - thin[-1])) > 6:
+            elif inside and np.hypot(*(point - thin[-1])) > 9:
                 thin.append(point)
         ways += [*np.add([*thin, point if inside else gap], corner), gap]
         ax.text(corner[0] + TILE / 2, corner[1] - 5, name, ha="center", fontsize=11)
