@@ -449,6 +449,20 @@ def test_a_wrapper_that_does_not_fit_is_refused_before_anything_is_made(text: st
     assert caught.value.code == "E404" or caught.value.locs
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", wrappers.__all__)
+def test_a_wrapper_goes_around_every_rule_or_says_why_not(name: str) -> None:
+    """E113: it lacks what is needed; E105: under these flags; E115: it is that wrapper's already."""
+    refused = {}
+    for rule in optgen.list("*"):
+        try:
+            getattr(wrappers, name)(find_spec(rule)).trace()
+        except UserError as error:
+            refused[rule] = error.code if error.locs else "without a place"
+    assert set(refused.values()) <= {"E113", "E105", "E115"}
+    assert "adamw" not in refused
+
+
 def test_make_takes_wrapped_rules_by_their_text() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
     opt = optgen.make({"0.": "ema(cautious(adamw))", "*": "clipped_value(sgd)"}, model, plan="fp32", lr=0.1)
@@ -457,6 +471,10 @@ def test_make_takes_wrapped_rules_by_their_text() -> None:
     opt.step()
     trained = [p.detach().clone() for p in model.parameters()]
     assert all(not torch.equal(a, b) for a, b in zip(before, trained, strict=True))
+    opt.scale_rows(model[1].weight, [0.5])
+    assert torch.equal(model[1].weight, 0.5 * trained[2])
+    with pytest.raises(ValueError, match="keeps other weights beside p"):
+        opt.scale_rows(model[0].weight, [0.5])
 
 
 @wrapper(cite="a test")
