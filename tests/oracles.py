@@ -845,7 +845,8 @@ REDUCING: dict[str, Oracle] = {
 def schedule_free(cls: Any) -> Oracle:
     def make(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
         def opened(ps: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-            optimizer = cls(ps, foreach=False, **flags, **hypers)
+            options = {k: v for k, v in flags.items() if k != "compact"} | hypers  # packages have z in one form
+            optimizer = cls(ps, foreach=False, **options)
             optimizer.train()
             return optimizer
 
