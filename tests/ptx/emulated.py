@@ -136,6 +136,8 @@ def test_integers_are_those_of_python(opcode: str, meaning: Any) -> None:
         ("ex2.approx.f32", (0x40400000,), 0x41000000),  # exact ones stay
         ("sub.rn.f32.bf16", (0x3F80, 0x3F800001), 0xB4000000),  # 1 - (1 + 2**-23): narrow, then fp32
         ("add.rn.f32.f16", (0x0001, 0x00000001), 0x33800000),  # the subnormal 2**-24, and one that is lost
+        ("setp.ne.f16", (0x7E00, 0x3C00), False),
+        ("setp.lt.bf16", (0x8001, 0x0000), True),  # a subnormal
         ("fma.rn.f32.bf16", (0xBF81, 0x3F81, 0x3F820000), 0xB8800000),  # 65/64 - (1 + 2**-7)**2 = -2**-14
     ],
 )  # fmt: skip

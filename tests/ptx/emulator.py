@@ -113,6 +113,8 @@ class Kernel:
         special |= {"ldmatrix": self._matrix, "stmatrix": self._matrix, "mov": self._move}
         if base in special:
             return special[base](s)
+        if base == "setp" and s.opcode.endswith("16x2"):
+            return self._compare_pairs(s)
         if base in ("membar", "fence"):  # programs run in step
             return lambda frame: None
         return self._value(s)
@@ -186,6 +188,21 @@ class Kernel:
         operands = [self._operand(word, kind) for word, kind in zip(s.operands[1:], row.takes, strict=True)]
         put = self._put(s.operands[0], row.gives, self._guard(s))
         return lambda frame: put(frame, row(*(operand(frame) for operand in operands)))
+
+    def _compare_pairs(self, s: Statement) -> Step:
+        """setp of both halves of packed numbers, with a predicate for each (ISA 9.7.7)."""
+        row = instructions.find(s.opcode.removesuffix("x2"))
+        if len(s.operands) != 4:
+            raise PTXError(f"{self.name}: operands of {s.text}")
+        puts = [self._put(name, "pred", self._guard(s)) for name in s.operands[:2]]
+        packed = [self._operand(word, "b32") for word in s.operands[2:]]
+
+        def compare(frame: Frame) -> None:
+            bits = [x(frame) for x in packed]
+            for by, put in zip((0, 16), puts, strict=True):
+                put(frame, row(*((x >> np.uint32(by)).astype(np.uint16) for x in bits)))
+
+        return compare
 
     def _move(self, s: Statement) -> Step:
         """mov; also of a vector of registers into one of their joint width, and back."""

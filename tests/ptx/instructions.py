@@ -8,6 +8,7 @@ that must not contain any is noticed to contain one, and its error stays within 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -396,12 +397,19 @@ for _name, _function in {"add": np.add, "sub": np.subtract, "mul": np.multiply}.
 TABLE["fma.rn.f32x2"] = Row(("b64", "b64", "b64"), "b64", _halves(fused, np.float32))
 
 
-def _mixed(kind: str, function: Callable[..., Array]) -> Callable[..., Array]:
-    """An instruction of fp32 whose operands but the last are narrow (from sm_100 on)."""
-    return lambda *xs: function(*(_FLOATS[kind, "f32", ""](x).view(np.float32) for x in xs[:-1]), xs[-1])
+def widened(x: Array, kind: str) -> Array:
+    """Narrow floats as fp32."""
+    return _FLOATS[kind, "f32", ""](x.view(DTYPES[kind])).view(np.float32)
+
+
+def _mixed(kind: str, function: Callable[..., Array], last: int = -1) -> Callable[..., Array]:
+    """An instruction of fp32 whose first operands are narrow."""
+    return lambda *xs: function(*(widened(x, kind) for x in xs[:last]), *xs[last:])
 
 
 for _kind in ("f16", "bf16"):
-    for _name, _function in {"add": np.add, "sub": np.subtract, "fma": fused}.items():
+    for _name, _function in {"add": np.add, "sub": np.subtract, "fma": fused}.items():  # from sm_100 on
         _narrow = (_kind,) * (2 if _name == "fma" else 1)
         TABLE[f"{_name}.rn.f32.{_kind}"] = Row((*_narrow, "f32"), "f32", _mixed(_kind, _function))
+    for _name in [x for x in TABLE if re.fullmatch(r"setp\.\w+\.f32", x)]:
+        TABLE[_name.replace("f32", _kind)] = Row((_kind, _kind), "pred", _mixed(_kind, TABLE[_name].function, 2))
