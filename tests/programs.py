@@ -751,13 +751,15 @@ def inside(cls: Any, spec: Any, plan: Any, case: Case, backend: str, model: Any)
         options=case.options,
     )  # fmt: skip
     storage = trial.storage(plan, targets.recurrences_of(spec, tuple(sorted(trial.flags.items()))))
+    # A code times a number, its curve in three operations, the scale; the square doubles these five, and is another.
+    curved = {k: 11 for k, f in storage.states.items() if hasattr(f, "compander") or getattr(f, "of", "") == "sqrt"}
     for g, *_ in gradients(case, draw):
         before, host, step = trial.decoded(), trial.host, trial.step
         trial.run(g)
         if not p.numel():
             continue
         after = trial.decoded()
-        start = Values.decoded(before, host, step, model)
+        start = Values.decoded(before, host, step, model, curved)
         bounds = enclose(spec, storage, start, g, trial.hypers, kept=after)
         found = oracle(case, {k: v.numpy() for k, v in before.items()}, g.double().numpy(), step + 1, host)
         for name in trial.host:

@@ -46,6 +46,7 @@ def test_the_author_s_line_stands_once_and_its_number_at_every_further_place() -
     text = "x = 1  # 30  x = a\n# 31  y = b\ny = (\n)\n# 31  y = b\ny = 2\nx = 3  # 30  x = a\nz = 4  # 30  z"
     again = "x = 1  # 30  x = a\n# 31  y = b\ny = (\n)\ny = 2  # 31\nx = 3  # 30\nz = 4  # 30  z"
     assert columns.python(text) == again
+    assert columns.python(said := f'"""{" ".join(NAMES)}"""') == said  # a docstring has no place to break it
     assert columns.python(text, kernels=True) == "x = 1  # 30\ny = (  # 31\n)\ny = 2  # 31\nx = 3  # 30\nz = 4  # 30"
 
 

@@ -1,13 +1,13 @@
 """Score the daily tests by mutants: small changes of the compiler and of a step, drawn with a fixed seed.
 
-    python tools/mutants.py --minutes 30      # test those that were not tested yet, room by room
+    python tools/mutants.py --minutes 30      # test those that were not tested or noticed yet, room by room
     python tools/mutants.py --page            # write docs/mutants.md
 
 200 mutants are drawn by the operators of tools/seed_defects.py.  Each is put into the module as it is imported, in a
 process forked from one that has imported torch and Triton: no file changes, so several may run beside each other, and
-beside work.  TESTS has the files that cover a room, the cheapest first, and "texts": the generated texts of RULES, or
-of all rules as tests/test_build.py compares them.  A mutant is noticed by the first test that fails within 60 s of
-processor time; the page lists those that are not.  Results are kept in build/mutants.json.
+beside work.  TESTS has the files that cover a room, the cheapest first, and "texts": the generated texts of RULES, of
+MORE rules, or of all as tests/test_build.py compares them.  A mutant is noticed by the first test that fails within
+60 s of processor time; the page lists those that are not.  tests/mutants.json keeps the list, the results, and reasons.
 """
 
 from __future__ import annotations
@@ -30,16 +30,31 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 import seed_defects  # noqa: E402
 
-KEPT, PAGE = ROOT / "build" / "mutants.json", ROOT / "docs" / "mutants.md"
+KEPT, PAGE = ROOT / "tests" / "mutants.json", ROOT / "docs" / "mutants.md"
 SEED, PER_ROOM, SECONDS = 20261127, 40, 60
-RULES = ("adamw", "came", "lion")
+RULES = {
+    "texts": ("adamw", "came", "lion"),
+    "more texts": tuple("muon soap adafactor prodigy schedule_free_adamw lamb sgd adam_mini psgd_kron".split()),
+}
 PROGRAMS = "tests/test_programs.py::test_a_program_that_once_failed_is_right"
 TESTS: dict[str, tuple[str, ...]] = {
-    "passes": ("tests/test_passes.py", "texts", "tests/test_spellings.py", PROGRAMS, "all texts"),
-    "lower": ("texts", "tests/test_passes.py", PROGRAMS, "tests/test_noise.py", "all texts"),
-    "backends": ("texts", "tests/test_spellings.py", PROGRAMS, "all texts"),
-    "formats": ("texts", "tests/test_lint.py", "tests/test_plans.py", "all texts", "tests/test_master_weights.py"),
-    "runtime/step": (PROGRAMS, "tests/test_step_contract.py", "tests/test_runtime.py"),
+    "passes": (
+        "tests/test_passes.py", "texts", "more texts", PROGRAMS, "all texts", "tests/test_sweeps.py",
+        "tests/test_spellings.py",
+    ),
+    "lower": (
+        "texts", "more texts", PROGRAMS, "tests/test_noise.py", "all texts", "tests/test_passes.py",
+        "tests/test_sweeps.py",
+    ),
+    "backends": ("texts", "more texts", "tests/test_columns.py", PROGRAMS, "all texts", "tests/test_spellings.py"),
+    "formats": (
+        "texts", "tests/test_lint.py", "tests/test_plans.py", "tests/test_format_bounds.py", "more texts", "all texts",
+        "tests/test_master_weights.py",
+    ),
+    "runtime/step": (
+        PROGRAMS, "tests/test_step_contract.py", "tests/test_runtime.py", "tests/test_replay_triton.py",
+        "tests/test_native.py",
+    ),
 }  # fmt: skip
 
 
@@ -112,7 +127,7 @@ def verdict(mutant: dict[str, Any] | None, room: str) -> dict[str, Any]:
             there, found = mutant is None or put_in(mutant), ""
             for step in TESTS[room] if there else ():
                 try:
-                    found = tested(step) if "texts" not in step else texts(RULES if step == "texts" else ())
+                    found = tested(step) if not step.endswith("texts") else texts(RULES.get(step, ()))
                 except BaseException as error:
                     found = f"{step}: {type(error).__name__}: {error}"[:200]
                 if found:
@@ -144,13 +159,13 @@ def page(results: dict[str, Any], mutants: list[dict[str, Any]]) -> str:
         noticed, count = sum(bool(r["noticed"]) for _, r in found), PER_ROOM * (len(TESTS) if room == "all" else 1)
         share = f"{noticed / len(found):.0%}" if found else ""
         lines.append(f"| {room} | {count} | {len(found)} | {noticed} | {share} |")
-    lines += ["", "## Not noticed", "", "| where | line | mutant |", "|---|---|---|"]
+    lines += ["", "## Not noticed", "", "| where | line | mutant | |", "|---|---|---|---|"]
     for m, result in every:
         if not result["noticed"]:
             where = f"`{m['file'].removeprefix('optgen/')}` {m['function']}"
             late = " (out of time)" if result.get("out of time") else ""
             before, after = (m[k].replace("|", "\\|") for k in ("before", "after"))
-            lines.append(f"| {where}{late} | `{before}` | `{after}` |")
+            lines.append(f"| {where}{late} | `{before}` | `{after}` | {result.get('reason', '')} |")
     by = Counter(r["noticed"].partition(":")[0] for _, r in every if r["noticed"])
     lines += ["", "Noticed by " + ", ".join(f"{name} ({n})" for name, n in by.most_common()) + "."]
     return "\n".join(lines) + "\n"
@@ -161,8 +176,9 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=0.0)
     parser.add_argument("--page", action="store_true")
     asked = parser.parse_args()
-    results = json.loads(KEPT.read_text()) if KEPT.exists() else {}
-    mutants = drawn()
+    kept = json.loads(KEPT.read_text()) if KEPT.exists() else [{"mutant": m} for m in drawn()]
+    mutants, results = [x.pop("mutant") for x in kept], {}
+    results = {key(m): x for m, x in zip(mutants, kept, strict=True) if x}
     if asked.page:
         PAGE.write_text(page(results, mutants), encoding="utf-8")
     if not asked.minutes:
@@ -172,19 +188,22 @@ def main() -> int:
     for heavy in ("numpy", "torch", "sympy", "triton", "hypothesis", "pytest"):
         importlib.import_module(heavy)
 
-    end = time.monotonic() + 60 * asked.minutes
+    end, plain = time.monotonic() + 60 * asked.minutes, dict[str, Any]()
     # A room in turn, so that a part of the run is a part of each.
     for k in range(PER_ROOM):
         for mutant in mutants[k::PER_ROOM]:
-            if key(mutant) in results or time.monotonic() > end:
+            before = results.get(key(mutant), {})
+            if before.get("noticed") or before.get("gone") or time.monotonic() > end:
                 continue
             room = mutant["room"]
-            if f"plain {room}" not in results:
-                results[f"plain {room}"] = verdict(None, room)
-                print(f"{room} as it is: {results[f'plain {room}']}", flush=True)
-            results[key(mutant)] = verdict(mutant, room)
+            if room not in plain:
+                plain[room] = verdict(None, room)
+                print(f"{room} as it is: {plain[room]}", flush=True)
+            reason = {k: before[k] for k in ("reason",) if k in before}
+            results[key(mutant)] = verdict(mutant, room) | reason
             print(key(mutant), results[key(mutant)], flush=True)
-            KEPT.write_text(json.dumps(results, indent=1) + "\n")
+            rows = [json.dumps({"mutant": m, **results.get(key(m), {})}) for m in mutants]
+            KEPT.write_text("[\n" + ",\n".join(rows) + "\n]\n", encoding="utf-8")
     return 0
 
 

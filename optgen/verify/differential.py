@@ -61,16 +61,20 @@ class Values:
 
     @classmethod
     def decoded(
-        cls, values: Mapping[str, Tensor], host: Mapping[str, float], step: int, model: Model = STRICT
-    ) -> Values:
+        cls, values: Mapping[str, Tensor], host: Mapping[str, float], step: int, model: Model = STRICT,
+        roundings: Mapping[str, int] | None = None,
+    ) -> Values:  # fmt: skip
         """Return the values of decoded tensors: "p" and the states by name.
 
-        In fast maths a kernel decodes with roundings of its own: a code times its scale, one operation's worth.
+        In fast maths a kernel decodes with roundings of its own: a code times its scale, one operation's worth, or as
+        many as `roundings` says of a state.
         """
         points = {k: Interval.point(v, model) for k, v in values.items()}
         p = points.pop("p")
         if model.regroups:
-            points = {k: x.widened(x.magnitude() * model.unit) for k, x in points.items()}
+            points = {
+                k: x.widened(x.magnitude() * (model.unit * (roundings or {}).get(k, 1))) for k, x in points.items()
+            }
         return cls(p, points, host, step)
 
 
