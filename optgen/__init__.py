@@ -8,6 +8,7 @@
     optgen.keep_states_fp32(module)                          the same for any module
     optgen.attention_heads(model.named_parameters(), 32)     blocks for Adam-mini
     optgen.save_checkpoint(path, opt, model)                 one file, whole or not at all; load_checkpoint
+    optgen.SAM(opt, rho=0.05)                                sharpness-aware steps around any optimizer
     optgen.take_states(new, old)                             AdamW's states for Muon, or for SOAP
 
 `import optgen` itself imports nothing: generated code needs `optgen.runtime` only.
@@ -15,8 +16,8 @@
 
 __version__ = "0.2.0"
 __all__ = [
-    "StableEmbedding", "__version__", "attention_heads", "cast_model", "compile", "keep_states_fp32", "list_rules",
-    "load_checkpoint", "make", "save_checkpoint", "take_states",
+    "SAM", "StableEmbedding", "__version__", "attention_heads", "cast_model", "compile", "keep_states_fp32",
+    "list_rules", "load_checkpoint", "make", "save_checkpoint", "take_states",
 ]  # fmt: skip
 
 
@@ -38,6 +39,10 @@ def __getattr__(name: str) -> object:
         from optgen.embedding import StableEmbedding
 
         return StableEmbedding
+    if name == "SAM":
+        from optgen.sharpness import SAM
+
+        return SAM
     if name == "keep_states_fp32":
         from optgen.runtime.records.marks import keep_states_fp32
 

@@ -31,6 +31,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
         ("runtime", "", "torch triton"),
         ("cast", "runtime", "torch"),
         ("embedding", "runtime", "torch"),
+        ("sharpness", "", "torch"),
         ("by_name", "base runtime optim driver _generated", "torch"),
         ("integrations", "by_name optim", "torch"),
         ("accumulate", "driver formats lang", ""),
