@@ -121,6 +121,7 @@ if TYPE_CHECKING:
     from .signum import Signum as Signum
     from .simplified_ademamix import SimplifiedAdEMAMix as SimplifiedAdEMAMix
     from .sinkgd import SinkGD as SinkGD
+    from .sophia import Sophia as Sophia
     from .stable_adamw import StableAdamW as StableAdamW
     from .stable_spam import StableSPAM as StableSPAM
     from .tam import TAM as TAM
@@ -240,6 +241,7 @@ _MODULES = {
     "Signum": "signum",
     "SimplifiedAdEMAMix": "simplified_ademamix",
     "SinkGD": "sinkgd",
+    "Sophia": "sophia",
     "StableAdamW": "stable_adamw",
     "StableSPAM": "stable_spam",
     "TAM": "tam",
@@ -360,6 +362,7 @@ __all__ = [
     "Signum",
     "SimplifiedAdEMAMix",
     "SinkGD",
+    "Sophia",
     "StableAdamW",
     "StableSPAM",
     "TAM",

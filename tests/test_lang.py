@@ -32,6 +32,7 @@ from optgen.lang.probe import Run
 from optgen.lang.spec import draw_of, start
 from optgen.lang.symbolic import expression, recurrence
 from optgen.ops.prims import MATRIX_OPS, PRIMS, REDUCTIONS
+from optgen.runtime.records import fed_name
 from specs.came import came
 from tests.harness import python, spec_of
 
@@ -280,6 +281,7 @@ def test_the_trace_computes_what_the_function_does(case: tuple[str, dict[str, bo
     p, g = torch.randn(2, *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     free = {f.name: setting[f.name] for f in spec.flags if not f.derived}
     host = {s.name: 0.3 for s in spec.present_host(setting)}
+    host |= {fed_name(f.fed): float(setting[f.name]) for f in spec.flags if f.fed}
     trace = spec.trace(setting)
     flat = {k: v.expand(shape).flatten().tolist() for k, v in ({"p": p, "g": g} | states).items()}
     for t in steps_of(spec, setting):
@@ -337,6 +339,7 @@ def test_both_kinds_of_formulas_compute_what_the_function_does(case: tuple[str, 
     hypers, states = random_scalars(spec, setting), random_states(spec, setting, shape)
     free = {f.name: setting[f.name] for f in spec.flags if not f.derived}
     host = {s.name: 0.3 for s in spec.present_host(setting)}
+    host |= {fed_name(f.fed): float(setting[f.name]) for f in spec.flags if f.fed}
     p, g = torch.full(shape, 0.4, dtype=torch.float64), torch.full(shape, -0.7, dtype=torch.float64)
     t = steps_of(spec, setting)[-2:][0]
     new_p, new_states, new_host = spec.evaluate(p, g, t, states, host, **hypers, **free)

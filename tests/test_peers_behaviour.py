@@ -106,6 +106,7 @@ def test_decoupled_decay_does_not_shrink_with_the_rate(plan: str) -> None:
 
 # -- arguments ---------------------------------------------------------------------------------------------------
 ACTIVE: dict[str, dict[str, Any]] = {
+    "Sophia": {"eps": 1.0},
     **{name: {"momentum": 0.5} for name in ("SGD", "SGDW", "OrthoGrad")},
     **{name: {"warmup_steps": 9.0} for name in ("ScheduleFreeAdamW", "ScheduleFreeSGD")},
     "Amos": {"lr": 0.5},
@@ -135,6 +136,7 @@ def outcome(cls: Any, options: dict[str, Any]) -> Tensor | None:
         for k in range(6):
             for p in params:
                 p.grad = torch.randn(p.shape, generator=source) * (4.0 if k == 2 else 1.0)
+            opt.feed(**{x: [1e4 * torch.rand(p.shape, generator=source) for p in params] for x in cls.INPUTS})
             opt.step()
     except ValueError:
         return None

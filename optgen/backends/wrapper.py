@@ -74,11 +74,12 @@ class FlagRow:
     shape: str = ""  # the source of a function of the shape
     every: str | None = None
     first: bool = False
+    fed: str | None = None
 
     @property
     def derived(self) -> bool:
         """True if no constructor argument sets it."""
-        return bool(self.nonzero or self.shape or self.every or self.first)
+        return bool(self.nonzero or self.shape or self.every or self.first or self.fed)
 
     @property
     def described(self) -> str:
@@ -91,6 +92,8 @@ class FlagRow:
     def declaration(self) -> str:
         if self.shape:
             return f'Flag("{self.name}", shape={self.shape})'
+        if self.fed:
+            return f'Flag("{self.name}", fed="{self.fed}")'
         if self.first or self.every:
             every = f', every="{self.every}"' if self.every else ""
             return f'Flag("{self.name}"{every}{", first=True" if self.first else ""})'
@@ -117,6 +120,7 @@ class ClassRow:
     rule: tuple[str, ...]  # the lines of the author's function
     own: Mapping[str, str] = field(default_factory=dict)  # the user's plans -> their packages
     evaluation: tuple[str, ...] = ()  # lines of the function that gives the weights to evaluate with
+    inputs: tuple[str, ...] = ()  # the further values per element that its user feeds
     blocks: str = ""  # what blocks of rows are that its user may ask for: "rows" of its matrix, or "heads"
 
     @property

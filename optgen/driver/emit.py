@@ -16,6 +16,7 @@ from optgen.driver import cpp_text, eager_text, judge, load, record_text, target
 from optgen.driver.eager_text import PLANS, is_ready
 from optgen.driver.project import Maths
 from optgen.formats.plan import Plan
+from optgen.lang.declare import INPUT
 from optgen.lang.spec import Spec
 
 Files = dict[str, str]
@@ -82,7 +83,7 @@ def class_row(spec: Spec, plans: tuple[str, ...], own: Mapping[str, str]) -> wra
         for h in spec.hypers
     )
     flags = tuple(
-        wrapper.FlagRow(f.name, f.default, f.nonzero, f.needs, f.excludes, spec.shape_text(f), f.every, f.first)
+        wrapper.FlagRow(f.name, f.default, f.nonzero, f.needs, f.excludes, spec.shape_text(f), f.every, f.first, f.fed)
         for f in spec.flags
     )
     return wrapper.ClassRow(
@@ -98,6 +99,7 @@ def class_row(spec: Spec, plans: tuple[str, ...], own: Mapping[str, str]) -> wra
         own=own,
         rule=spec.source.body,
         evaluation=_evaluation(spec),
+        inputs=tuple(s.name for s in spec.states if s.trait == INPUT),
         blocks="" if not spec.blocks else "heads" if spec.matrix == "heads" else "rows",
     )
 

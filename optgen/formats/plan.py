@@ -20,7 +20,7 @@ from optgen.formats.check import is_whole, refusal
 from optgen.formats.format import Field, Format, Master
 from optgen.formats.masters import Native
 from optgen.formats.of_matrices import MATRICES
-from optgen.lang.declare import StateDecl
+from optgen.lang.declare import INPUT, StateDecl
 from optgen.lang.spec import MatrixKind
 from optgen.ops.dtypes import DType, f32
 
@@ -317,6 +317,8 @@ class Plan:
         return fmt.rounded("nearest" if nearest else "stochastic")
 
     def _format(self, state: StateDecl, small: bool, recurrence: Any) -> Format:
+        if state.trait == INPUT:
+            return floats.f32
         if state.name in self.overrides:
             return self.overrides[state.name]
         if state.space.name != "elem":

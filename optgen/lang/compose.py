@@ -121,7 +121,8 @@ def _made(
     hosts = tuple(d for d in declared if isinstance(d, HostStateDecl))
     at = len(inner.states) + 1  # states of the device stand before those of the host
     own = [*(s.name for s in states), *(s.name for s in hosts)]
-    order = (*inner.order[:at], *(s.name for s in states), *inner.order[at:], *(s.name for s in hosts))
+    begun = ("p", *(s.name for s in inner.kept)) if inner.taken else inner.order  # with inputs, which it hands on
+    order = (*begun[:at], *(s.name for s in states), *begun[at:], *(s.name for s in hosts))
     takes_step = t or inner.takes_step
 
     def function(p: Any, g: Any, *given: Any, **options: Any) -> tuple[Any, ...]:
@@ -151,6 +152,7 @@ def _made(
         host_states=(*inner.host_states, *hosts),
         takes_step=takes_step,
         order=order,
+        taken=(),
         function=function,
         evaluation=evaluation or inner.evaluation,
     )

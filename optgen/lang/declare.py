@@ -86,6 +86,10 @@ class HyperDecl(Hyper):
         return low, high
 
 
+INPUT = "input"
+"""The trait of a state that the user feeds."""
+
+
 @dataclass(frozen=True)
 class FlagDecl(Flag):
     """A static switch as its author declares it.
@@ -172,6 +176,15 @@ def state(*traits: Trait, when: str | None = None, init: Any = 0.0, normalized_b
     normalized_by  the nonneg state whose root the rule divides this one by, so that the quotient is bounded
     """
     return _state(spaces.elem, traits, when, init, normalized_by)
+
+
+def input(*traits: Trait) -> Any:
+    """A further value per element that the user feeds: `opt.feed(name=tensors)`; fp32 under every plan.
+
+    The rule does not return it.  flag(fed="name") holds at the steps for which it was fed; a rule without such a flag
+    makes no other step.
+    """
+    return replace(_state(spaces.elem, traits, None, 0.0), trait=INPUT)
 
 
 def row(*traits: Trait, when: str | None = None, init: float = 0.0) -> Any:
@@ -284,6 +297,7 @@ def flag(
     nonzero: str | None = None,
     every: str | None = None,
     first: bool = False,
+    fed: str | None = None,
     needs: str | None = None,
     excludes: str | None = None,
 ) -> Any:
@@ -291,16 +305,17 @@ def flag(
 
     flag(False) is a constructor argument; flag(nonzero="momentum") holds where that hyper-parameter is not 0;
     flag(every="k") holds at the steps that are multiples of that hyper-parameter, a whole number; flag(first=True) at
-    the first step of a parameter; with both at steps 1, k + 1, 2 k + 1 ...
+    the first step of a parameter; with both at steps 1, k + 1, 2 k + 1 ...; flag(fed="x") at the steps for which the
+    input x was fed.
 
     needs, excludes  hyper-parameters without which, and with which, it must not be on: the constructor raises
     """
     if not isinstance(default, bool):
         raise _refuse(f"a flag's default is True or False, got {default!r}", "")
-    follows = (nonzero is not None) + (every is not None) + first
+    follows = (nonzero is not None) + (every is not None) + first + (fed is not None)
     if follows - (first and every is not None) > 1 or follows and (needs or excludes or default):
-        raise _refuse("a flag that follows something has nonzero=, or every= and first=, and nothing else", "")
-    return FlagDecl("", default, nonzero, needs=needs, excludes=excludes, every=every, first=first)
+        raise _refuse("a flag that follows something has nonzero=, fed=, or every= and first=, and nothing else", "")
+    return FlagDecl("", default, nonzero, needs=needs, excludes=excludes, every=every, first=first, fed=fed)
 
 
 def shape_flag(holds: Callable[..., bool]) -> Any:

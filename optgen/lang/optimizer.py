@@ -15,12 +15,13 @@ from optgen.base.errors import UserError, did_you_mean
 from optgen.base.loc import Loc, of_code
 from optgen.base.names import camel, is_name, is_snake, snake, unique
 from optgen.lang import check
-from optgen.lang.declare import Declaration, FlagDecl, HostStateDecl, HyperDecl, StateDecl, flags_in, usual
+from optgen.lang.declare import INPUT, Declaration, FlagDecl, HostStateDecl, HyperDecl, StateDecl, flags_in, usual
 from optgen.lang.source import SpecSource
 from optgen.lang.spec import Evaluation, MatrixKind, Readings, Spec
 from optgen.lang.tracing import check_weights
 from optgen.lang.values import author_loc
 from optgen.ops import spaces
+from optgen.runtime.records import fed_name
 from optgen.runtime.records.keys import DRAW
 
 LEAVES = ("p", "g", "t")
@@ -110,8 +111,8 @@ def optimizer(
 
 
 _NO_TENSORS = (
-    "second-order rules, which take a further tensor such as a Hessian, do not exist (yet): no tensor but the gradient "
-    "comes from outside; what steps keep is a state: average=state()"
+    "a further tensor, such as the diagonal of a Hessian, is an input, which opt.feed(hessian=...) gives: "
+    "hessian=input(); what steps keep is a state: average=state()"
 )
 
 
@@ -139,6 +140,9 @@ def _spec(
         if p.name not in LEAVES:
             declared.append(declaration_of(p, source))
     defaults = {d.name: d.default for d in declared if isinstance(d, HyperDecl)}
+    taken = tuple(d.name for d in declared if isinstance(d, (StateDecl, HostStateDecl)))
+    inputs = [d for d in declared if isinstance(d, StateDecl) and d.trait == INPUT]
+    declared += [HostStateDecl(fed_name(d.name), 0.0, loc=d.loc) for d in inputs]
     spec = Spec(
         name=source.name,
         class_name=name or camel(source.name),
@@ -152,7 +156,8 @@ def _spec(
         host_states=tuple(d for d in declared if isinstance(d, HostStateDecl)),
         takes_step="t" in leaves,
         matrix="first" if matrix == "blocks" else matrix,
-        order=("p", *(d.name for d in declared if isinstance(d, (StateDecl, HostStateDecl)))),
+        order=("p", *(name for name in taken if name not in {d.name for d in inputs})),
+        taken=taken if inputs else (),
         function=function,
         source=source,
         readings=Readings(check.trace, check.check),
@@ -301,6 +306,8 @@ def _check_references(spec: Spec) -> None:
         for option in ("nonzero", "every", "needs", "excludes"):
             if getattr(f, option) is not None:
                 _refuse_unknown(f, option, getattr(f, option), *of_scalars)
+        if f.fed is not None:
+            _refuse_unknown(f, "fed", f.fed, {s.name for s in spec.states if s.trait == INPUT}, "input", "inputs")
     changing = {f.name for f in spec.flags if f.clock is not None}
     for d in spec.kept:
         for word in flags_in(d.when):

@@ -13,13 +13,13 @@ from optgen.base.errors import UserError, did_you_mean, insisted
 from optgen.base.loc import Loc
 from optgen.ir.node import Node, loads
 from optgen.ir.program import Let
-from optgen.lang.declare import FlagDecl, HostStateDecl, HyperDecl, StateDecl, conditions
+from optgen.lang.declare import INPUT, FlagDecl, HostStateDecl, HyperDecl, StateDecl, conditions
 from optgen.lang.draws import DRAWN, KEYS
 from optgen.lang.source import SpecSource
-from optgen.lang.values import Absent
+from optgen.lang.values import Absent, floor
 from optgen.ops import spaces
 from optgen.ops.dtypes import PRECISION
-from optgen.runtime.records import by_shape, keys, seen
+from optgen.runtime.records import by_shape, fed_name, keys, seen
 from optgen.runtime.records.keys import DRAW
 
 MatrixKind = Literal["last", "first", "heads"]
@@ -128,11 +128,12 @@ class Spec:
     host_states: tuple[HostStateDecl, ...]
     takes_step: bool
     matrix: MatrixKind
-    order: tuple[str, ...]  # what `return` lists: p, then states and host states as in the signature
+    order: tuple[str, ...]  # what `return` lists: p, then states and host states as in the signature, without inputs
     function: Callable[..., Any]
     source: SpecSource
     readings: Readings
     evaluation: Evaluation | None = None
+    taken: tuple[str, ...] = ()  # of a rule with inputs: the states, host states and inputs of the signature
     blocks: bool = False  # whether rows are blocks of consecutive rows, as many as its user says of a parameter
 
     def __repr__(self) -> str:
@@ -179,6 +180,8 @@ class Spec:
                 out[f.name] = step is not None and (step - f.first) % interval == 0
             elif f.first:
                 out[f.name] = step == 1
+            elif f.fed is not None:
+                out[f.name] = bool(values.get(fed_name(f.fed), 0.0) > 0)
             elif f.shape is not None and shape is not None:
                 out[f.name] = f.holds(seen(shape) if self.matrix == "heads" else shape, {**self.defaults, **values})
             else:
@@ -273,7 +276,7 @@ class Spec:
         self._known(states or {}, {s.name for s in self.states}, "state")
         self._known(host_states or {}, {s.name for s in self.host_states}, "host state")
         shape = tuple(p.shape) if hasattr(p, "shape") else None
-        flags = self.flag_values(hypers_and_flags, shape, t)
+        flags = self.flag_values({**(host_states or {}), **hypers_and_flags}, shape, t)
         matrix = self.matrix if self.matrix != "heads" or shape is None else by_shape(shape)
         if matrix == "first" and shape is not None and len(shape) > 2:
             flat = (shape[0], math.prod(shape[1:]))
@@ -312,14 +315,18 @@ class Spec:
         """Run the author's function on values by parameter name and return what it returned, by name."""
         first = (p, g, t) if self.takes_step else (p, g)
         kept = {s.name for s in self.kept}
-        positional = [values[name] for name in self.order[1:]]
+        positional = [values[name] for name in self.taken or self.order[1:]]
         with insisted():
             result = self.function(*first, *positional, **{k: v for k, v in values.items() if k not in kept})
         parts = result if isinstance(result, tuple) else (result,)
         if len(parts) != len(self.order):
             place = self.source.loc(self.source.returns[0][0])
             raise UserError("E122", loc=place, name=self.name, want=len(self.order), got=len(parts))
-        return dict(zip(self.order, parts, strict=True))
+        new = dict(zip(self.order, parts, strict=True))
+        for name in (s.name for s in self.states if s.trait == INPUT):
+            fed = values[fed_name(name)]
+            new |= {name: values[name], fed_name(name): fed * floor(0.5 * fed)}  # 1 -> 0, 2 stays
+        return new
 
     def _known(self, given: Mapping[str, Any], known: set[str], kind: str) -> None:
         for name in given:

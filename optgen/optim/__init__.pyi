@@ -1987,6 +1987,23 @@ class SinkGD(Optimizer):
         stagger: bool = False, workspace: int | str | None = None,
     ) -> None: ...
 
+class Sophia(Optimizer):
+    """Feed u * (H u) of a random u (Sophia-H), or the batch size times the squared gradient for labels drawn from the"""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 0.0006,
+        betas: Sequence[float | Tensor] = (0.96, 0.99),
+        gamma: float | Tensor = 0.01,
+        eps: float | Tensor = 1e-12,
+        weight_decay: float | Tensor = 0.0,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+        stagger: bool = False, workspace: int | str | None = None,
+    ) -> None: ...
+
 class StableAdamW(Optimizer):
     """AdamW with Adafactor's clipping: lr, of the decay too, is divided by RMS(g / root of second moment) above 1."""
 

@@ -121,7 +121,7 @@ DISCOURAGED = {
         'to nearest, 68 codes up to 0.37 of the scale keep themselves under a decay of 0.99: a state without '
         'gradients never returns to 0': {
             "buffer3": ("aggmo",), "exp_avg": ("cautious_lion", "lion", "lion_k", "simplified_ademamix"),
-            "grad_avg": ("rmsprop",),
+            "grad_avg": ("rmsprop",), "hessian_avg": ("sophia",),
         },
         'to nearest, 127 codes up to 1 of the scale keep themselves under a decay of 0.9995: a state without '
         'gradients never returns to 0': {"s": ("dadapt_adam", "prodigy")},
@@ -130,6 +130,8 @@ DISCOURAGED = {
         'the average freezes, and the step sizes made of it with it: a step under decay 0.98 changes it by 0.02 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 3; round it stochastically, or keep it'
         ' in fp32': {"exp_avg_sq": ("kl_shampoo",)},
+        'to nearest, 13 codes up to 0.054 of the scale keep themselves under a decay of 0.96: a state without '
+        'gradients never returns to 0': {"exp_avg": ("sophia",)},
         'to nearest, 15 codes up to 0.063 of the scale keep themselves under a decay of 0.965: a state without '
         'gradients never returns to 0': {"exp_avg": ("tiger",)},
     },
@@ -142,8 +144,8 @@ DISCOURAGED = {
                 "dadapt_adam", "diffgrad", "dual_adam", "eadam", "exadam", "fira", "focus", "galore", "grams",
                 "grokfast_adamw", "kl_shampoo", "kourkoutas_beta", "lamb", "lans", "laprop", "lion", "lion_k",
                 "lookahead_adamw", "mars", "msvag", "nadam", "nosadam", "novograd", "padam", "pnm", "prodigy", "qhadam",
-                "radam", "sadam", "sgdf", "shampoo", "simplified_ademamix", "sinkgd", "soap", "spam", "stable_adamw",
-                "stable_spam", "swats", "tiger", "yogi",
+                "radam", "sadam", "sgdf", "shampoo", "simplified_ademamix", "sinkgd", "soap", "sophia", "spam",
+                "stable_adamw", "stable_spam", "swats", "tiger", "yogi",
             ),
             "exp_avg_var": ("adabelief", "aida"),
             "exp_avg_sq": (
@@ -174,8 +176,8 @@ DISCOURAGED = {
             "last_grad": ("mars",), "grad_buffer": ("pid",), "i_buffer": ("pid",), "d_buffer": ("pid",),
             "diagonal": ("psgd_kron",), "grad_avg": ("rmsprop",), "prev": ("rprop",), "step_size": ("rprop",),
             "z_offset": ("schedule_free_adamw", "schedule_free_sgd"), "exp_var": ("sgdf",), "accumulator": ("sm3",),
-            "lookahead_avg": ("soap_muon",), "mov_avg_grad": ("srmm",), "mug": ("vsgd",), "bg": ("vsgd",),
-            "bhg": ("vsgd",),
+            "lookahead_avg": ("soap_muon",), "hessian_avg": ("sophia",), "mov_avg_grad": ("srmm",), "mug": ("vsgd",),
+            "bg": ("vsgd",), "bhg": ("vsgd",),
         },
     },
     "bnb8": {
@@ -257,7 +259,7 @@ DISCOURAGED = {
         'to nearest, 212 codes up to 0.7 of the scale keep themselves under a decay of 0.99: a state without '
         'gradients never returns to 0': {
             "buffer3": ("aggmo",), "exp_avg": ("cautious_lion", "lion", "lion_k", "simplified_ademamix"),
-            "grad_avg": ("rmsprop",),
+            "grad_avg": ("rmsprop",), "hessian_avg": ("sophia",),
         },
         'to nearest, 255 codes up to 1 of the scale keep themselves under a decay of 0.9995: a state without '
         'gradients never returns to 0': {"s": ("dadapt_adam", "prodigy")},
@@ -267,6 +269,8 @@ DISCOURAGED = {
         'itself at most, and rounding to nearest undoes that in cells of up to 1.7; round it stochastically, or keep '
         'it in fp32': {"exp_avg_sq": ("kl_shampoo",)},
         'it is only ever multiplied, and the format can round it to 0, where it would stay': {"step_size": ("rprop",)},
+        'to nearest, 78 codes up to 0.16 of the scale keep themselves under a decay of 0.96: a state without '
+        'gradients never returns to 0': {"exp_avg": ("sophia",)},
         'to nearest, 92 codes up to 0.19 of the scale keep themselves under a decay of 0.965: a state without '
         'gradients never returns to 0': {"exp_avg": ("tiger",)},
     },
@@ -279,8 +283,8 @@ DISCOURAGED = {
                 "dadapt_adam", "diffgrad", "dual_adam", "eadam", "exadam", "fira", "focus", "galore", "grams",
                 "grokfast_adamw", "kl_shampoo", "kourkoutas_beta", "lamb", "lans", "laprop", "lion", "lion_k",
                 "lookahead_adamw", "mars", "msvag", "nadam", "nosadam", "novograd", "padam", "pnm", "prodigy", "qhadam",
-                "radam", "sadam", "sgdf", "shampoo", "simplified_ademamix", "sinkgd", "soap", "spam", "stable_adamw",
-                "stable_spam", "swats", "tiger", "yogi",
+                "radam", "sadam", "sgdf", "shampoo", "simplified_ademamix", "sinkgd", "soap", "sophia", "spam",
+                "stable_adamw", "stable_spam", "swats", "tiger", "yogi",
             ),
             "exp_avg_var": ("adabelief", "aida"),
             "exp_avg_sq": (
@@ -311,8 +315,8 @@ DISCOURAGED = {
             "last_grad": ("mars",), "grad_buffer": ("pid",), "i_buffer": ("pid",), "d_buffer": ("pid",),
             "diagonal": ("psgd_kron",), "grad_avg": ("rmsprop",), "prev": ("rprop",), "step_size": ("rprop",),
             "z_offset": ("schedule_free_adamw", "schedule_free_sgd"), "exp_var": ("sgdf",), "accumulator": ("sm3",),
-            "lookahead_avg": ("soap_muon",), "mov_avg_grad": ("srmm",), "mug": ("vsgd",), "bg": ("vsgd",),
-            "bhg": ("vsgd",),
+            "lookahead_avg": ("soap_muon",), "hessian_avg": ("sophia",), "mov_avg_grad": ("srmm",), "mug": ("vsgd",),
+            "bg": ("vsgd",), "bhg": ("vsgd",),
         },
     },
     "torchao4": {
@@ -324,8 +328,8 @@ DISCOURAGED = {
                 "dadapt_adam", "diffgrad", "dual_adam", "eadam", "exadam", "fira", "focus", "galore", "grams",
                 "grokfast_adamw", "kl_shampoo", "kourkoutas_beta", "lamb", "lans", "laprop", "lion", "lion_k",
                 "lookahead_adamw", "mars", "msvag", "nadam", "nosadam", "novograd", "padam", "pnm", "prodigy", "qhadam",
-                "radam", "sadam", "sgdf", "shampoo", "simplified_ademamix", "sinkgd", "soap", "spam", "stable_adamw",
-                "stable_spam", "swats", "tiger", "yogi",
+                "radam", "sadam", "sgdf", "shampoo", "simplified_ademamix", "sinkgd", "soap", "sophia", "spam",
+                "stable_adamw", "stable_spam", "swats", "tiger", "yogi",
             ),
             "exp_avg_var": ("adabelief", "aida"),
             "exp_avg_sq": (
@@ -356,8 +360,8 @@ DISCOURAGED = {
             "last_grad": ("mars",), "grad_buffer": ("pid",), "i_buffer": ("pid",), "d_buffer": ("pid",),
             "diagonal": ("psgd_kron",), "grad_avg": ("rmsprop",), "prev": ("rprop",), "step_size": ("rprop",),
             "z_offset": ("schedule_free_adamw", "schedule_free_sgd"), "exp_var": ("sgdf",), "accumulator": ("sm3",),
-            "lookahead_avg": ("soap_muon",), "mov_avg_grad": ("srmm",), "mug": ("vsgd",), "bg": ("vsgd",),
-            "bhg": ("vsgd",),
+            "lookahead_avg": ("soap_muon",), "hessian_avg": ("sophia",), "mov_avg_grad": ("srmm",), "mug": ("vsgd",),
+            "bg": ("vsgd",), "bhg": ("vsgd",),
         },
     },
     "torchao_fp8": {
@@ -369,8 +373,8 @@ DISCOURAGED = {
                 "dadapt_adam", "diffgrad", "dual_adam", "eadam", "exadam", "fira", "focus", "galore", "grams",
                 "grokfast_adamw", "kl_shampoo", "kourkoutas_beta", "lamb", "lans", "laprop", "lion", "lion_k",
                 "lookahead_adamw", "mars", "msvag", "nadam", "nosadam", "novograd", "padam", "pnm", "prodigy", "qhadam",
-                "radam", "sadam", "sgdf", "shampoo", "simplified_ademamix", "sinkgd", "soap", "spam", "stable_adamw",
-                "stable_spam", "swats", "tiger", "yogi",
+                "radam", "sadam", "sgdf", "shampoo", "simplified_ademamix", "sinkgd", "soap", "sophia", "spam",
+                "stable_adamw", "stable_spam", "swats", "tiger", "yogi",
             ),
             "exp_avg_var": ("adabelief", "aida"),
             "exp_avg_sq": (
@@ -401,8 +405,8 @@ DISCOURAGED = {
             "last_grad": ("mars",), "grad_buffer": ("pid",), "i_buffer": ("pid",), "d_buffer": ("pid",),
             "diagonal": ("psgd_kron",), "grad_avg": ("rmsprop",), "prev": ("rprop",), "step_size": ("rprop",),
             "z_offset": ("schedule_free_adamw", "schedule_free_sgd"), "exp_var": ("sgdf",), "accumulator": ("sm3",),
-            "lookahead_avg": ("soap_muon",), "mov_avg_grad": ("srmm",), "mug": ("vsgd",), "bg": ("vsgd",),
-            "bhg": ("vsgd",),
+            "lookahead_avg": ("soap_muon",), "hessian_avg": ("sophia",), "mov_avg_grad": ("srmm",), "mug": ("vsgd",),
+            "bg": ("vsgd",), "bhg": ("vsgd",),
         },
     },
     "lpmm4": {
@@ -484,7 +488,7 @@ DISCOURAGED = {
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.99: a state without gradients '
         'never returns to 0': {
             "buffer3": ("aggmo",), "exp_avg": ("cautious_lion", "lion", "lion_k", "simplified_ademamix"),
-            "grad_avg": ("rmsprop",),
+            "grad_avg": ("rmsprop",), "hessian_avg": ("sophia",),
         },
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.9995: a state without gradients'
         ' never returns to 0': {"s": ("dadapt_adam", "prodigy")},
@@ -493,6 +497,8 @@ DISCOURAGED = {
         'the average freezes, and the step sizes made of it with it: a step under decay 0.98 changes it by 0.02 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or keep it'
         ' in fp32': {"exp_avg_sq": ("kl_shampoo",)},
+        'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.96: a state without gradients '
+        'never returns to 0': {"exp_avg": ("sophia",)},
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.965: a state without gradients '
         'never returns to 0': {"exp_avg": ("tiger",)},
     },
@@ -575,7 +581,7 @@ DISCOURAGED = {
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.99: a state without gradients '
         'never returns to 0': {
             "buffer3": ("aggmo",), "exp_avg": ("cautious_lion", "lion", "lion_k", "simplified_ademamix"),
-            "grad_avg": ("rmsprop",),
+            "grad_avg": ("rmsprop",), "hessian_avg": ("sophia",),
         },
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.9995: a state without gradients'
         ' never returns to 0': {"s": ("dadapt_adam", "prodigy")},
@@ -584,6 +590,8 @@ DISCOURAGED = {
         'the average freezes, and the step sizes made of it with it: a step under decay 0.98 changes it by 0.02 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or keep it'
         ' in fp32': {"exp_avg_sq": ("kl_shampoo",)},
+        'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.96: a state without gradients '
+        'never returns to 0': {"exp_avg": ("sophia",)},
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.965: a state without gradients '
         'never returns to 0': {"exp_avg": ("tiger",)},
     },

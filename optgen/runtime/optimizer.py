@@ -19,7 +19,7 @@ from optgen.runtime.layout import plans, sharding
 from optgen.runtime.layout.plans import Label, PlanOption
 from optgen.runtime.modes import offload, record, release, watch
 from optgen.runtime.options import blocks as of_rows
-from optgen.runtime.options import entries, options
+from optgen.runtime.options import entries, inputs, options
 from optgen.runtime.options import overrides as rules
 from optgen.runtime.options.entries import Entry, Owner
 from optgen.runtime.records import Flag, Hyper, join
@@ -74,11 +74,12 @@ class Optimizer(torch.optim.Optimizer):
     OWN_PLANS: ClassVar[Mapping[str, str]] = {}
     DEFAULT_PLAN: ClassVar[Mapping[str, str]]
     BLOCKS: ClassVar[str] = ""
+    INPUTS: ClassVar[tuple[str, ...]] = ()
     evaluation: ClassVar[Callable[..., Tensor] | None] = None
+    feed, scale_rows = inputs.feed, weights.scale_rows
 
-    _warned_of_stack = False
-    _all_given = True
-    """False while the constructor adds groups: it looks for shared memory once, not for every group of many."""
+    _warned_of_stack, _all_given = False, True
+    """The second: False while the constructor adds groups: it looks for shared memory once, not for every group."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -609,8 +610,6 @@ class Optimizer(torch.optim.Optimizer):
                 if made is not None:
                     self.state[p] = {**self.state.get(p, {}), **made}
             low_bits.carry(model)
-
-    scale_rows = weights.scale_rows
 
     def plans(self) -> dict[Label, str]:
         """Return the plan that each parameter is kept under, by name (by position over all groups where it has none).

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from optgen.runtime.layout import plans
 from optgen.runtime.options import blocks, overrides
-from optgen.runtime.records import Flag, Hyper, as_float, as_int, dtype_name, keys, series, switch
+from optgen.runtime.records import Flag, Hyper, as_float, as_int, dtype_name, fed_name, keys, series, switch
 from optgen.runtime.records.warn import warn
 
 BACKENDS = ("auto", "reference", "triton", "cpp")
@@ -191,9 +191,12 @@ def flags_of(cls: Any, group: Mapping[str, Any], shape: tuple[int, ...] | None =
     return tuple(setting)
 
 
-def at_step(cls: Any, group: Mapping[str, Any], step: int, position: int) -> Setting:
+def at_step(
+    cls: Any, group: Mapping[str, Any], step: int, position: int, host: Mapping[str, Any] | None = None
+) -> Setting:
     """The flags that change from step to step, at one (counted from 1); ValueError for an interval below 1.
 
+    host      the parameter's host states, which say if inputs were fed
     position  of the parameter over all groups: under `stagger` flags are on up to an interval earlier, by a fraction
               of it that follows from the position
     """
@@ -209,6 +212,8 @@ def at_step(cls: Any, group: Mapping[str, Any], step: int, position: int) -> Set
             setting.append((flag.name, on or (flag.first and step == 1)))
         elif flag.first:
             setting.append((flag.name, step == 1))
+        elif flag.fed is not None:
+            setting.append((flag.name, (host or {}).get(fed_name(flag.fed), 0.0) > 0))
     return tuple(setting)
 
 

@@ -159,11 +159,17 @@ def as_int(value: object) -> int | None:
         return None
 
 
+def fed_name(name: str) -> str:
+    """Return the host state that says if an input is fed: 1 for the next step, 2 for all further ones, else 0."""
+    return f"{name}_fed"
+
+
 @dataclass(frozen=True)
 class Flag:
     """A switch: a constructor argument; or (`nonzero` given) true iff that hyper-parameter is not 0; or (`shape` given)
     what the function says of a parameter's shape; or (`every` given) true at the multiples of that hyper-parameter; or
-    (`first`) true at the first step, and with `every` at each such number of steps after it.
+    (`first`) true at the first step, and with `every` at each such number of steps after it; or (`fed`) true at the
+    steps for which that input was fed.
 
     needs, excludes  hyper-parameters that must not be 0, or must be 0, where the flag is on
     """
@@ -176,6 +182,7 @@ class Flag:
     shape: Callable[..., bool] | None = None
     every: str | None = None
     first: bool = False
+    fed: str | None = None
 
     @property
     def derived(self) -> bool:
@@ -185,7 +192,7 @@ class Flag:
     @property
     def clock(self) -> str | None:
         """The hyper-parameter that turns it on and off from step to step, or its own name; None if nothing does."""
-        return self.name if self.first else self.every
+        return self.name if self.first else fed_name(self.fed) if self.fed else self.every
 
     @property
     def limits(self) -> tuple[str, ...]:

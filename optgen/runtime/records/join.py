@@ -34,7 +34,8 @@ class StateRecord:
     normalized_by  the state by whose root the rule divides it
     nearest        True if formats that may do either round it to nearest: it would climb, sink or wander otherwise
     rank           of a matrix of low rank: the hyper-parameter that says it, or a number
-    trait          of a matrix: what formats in few bits may rely on, such as "symmetric"; "" keeps it in fp32
+    trait          of a matrix: what formats in few bits may rely on, such as "symmetric"; "" keeps it in fp32; "input":
+                   the user feeds it, in fp32
     """
 
     name: str
@@ -158,6 +159,8 @@ class PlanRecord:
 
     def of(self, state: StateRecord, small: bool, vector: bool) -> FormatRecord:
         """Return the format of a state; small tensors are one class, vectors and matrices."""
+        if state.trait == "input":
+            return FP32
         if state.name in self.overrides:
             found = self.overrides[state.name]
         elif state.space != "elem":

@@ -11,7 +11,7 @@ from torch import Tensor
 from optgen.runtime.checkpoint import checkpoint, weights
 from optgen.runtime.layout import plans, sharding, workspace
 from optgen.runtime.layout.plans import Label
-from optgen.runtime.options import options
+from optgen.runtime.options import inputs, options
 from optgen.runtime.options.entries import Entry, Owner
 from optgen.runtime.records import Variant, as_float, keys
 from optgen.runtime.records.arena import Arena
@@ -54,6 +54,7 @@ class _Sorter:
         self.cls, self.states, self.dtypes, self.scaled = owner.cls, owner.states, dtypes, scaled
         self.buckets: dict[tuple[object, ...], Bucket] = {}
         self.chunks: dict[tuple[object, ...], tuple[int, int]] = {}
+        self.inputs = bool(self.cls.INPUTS)
         self.clocked = any(flag.clock is not None for flag in self.cls.FLAGS)
         self.fresh: Fresh = []
         self.sharded, self.capturing = sharding.kind(), counting.capturing()
@@ -81,11 +82,14 @@ class _Sorter:
             if not shard.gathered:
                 cut = shard.layout.roles(variant.matrix)
         count = self._count(choice, variant, kept, p, name)
+        if self.inputs:
+            inputs.check_fed(self.cls, variant, count.host, state.label(p, name))
         key = (self.number, variant, grad_dtype, choice.device, cut, *count.key)
         at_step: options.Setting = ()
         if self.clocked:
             assert not isinstance(count.step, Tensor)  # such flags are not counted on a device
-            at_step = options.at_step(self.cls, self.group, count.step + 1, entry.position)
+            host = dict(zip(variant.host_names, count.host, strict=True))
+            at_step = options.at_step(self.cls, self.group, count.step + 1, entry.position, host)
             key = (*key, at_step)
         turn = 0
         if variant.left_per_element and not (cut and variant.model_temps):

@@ -134,7 +134,7 @@ def _has_fast_path(cls: Any, ready: Sequence[ReadyBucket]) -> bool:
     """Return True if steps that are like this one may take the fast path."""
     if any(one.kernels is None or one.bucket.in_parts or one.bucket.wholes for one in ready):
         return False
-    return all(flag.clock is None for flag in cls.FLAGS)
+    return not cls.INPUTS and all(flag.clock is None for flag in cls.FLAGS)
 
 
 def _run(ready: Sequence[ReadyBucket]) -> None:

@@ -1,0 +1,90 @@
+"""Inputs: further values per element of a rule, such as the diagonal of a Hessian, that its user feeds.
+
+An input is a state in fp32 that the rule reads and leaves as it is, beside a host state that says if it is fed
+(`records.fed_name`): so checkpoints, recorded steps and offload have it as any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optgen.runtime.layout import sharding
+from optgen.runtime.options.entries import Entry
+from optgen.runtime.options.entries import of as entries_of
+from optgen.runtime.records import Variant, fed_name
+from optgen.runtime.states import state
+
+Given = Mapping[Tensor, Tensor | None] | Sequence[Tensor | None] | Callable[[Tensor], Tensor | None]
+
+
+@torch.no_grad()
+def feed(self: Any, *, keep: bool = False, **values: Given) -> None:
+    """Give the rule's inputs for the next step of each parameter: `opt.feed(hessian=tensors)`.
+
+    values  for each input a tensor of each parameter's shape, on its device: by parameter, in the order of those that
+            require a gradient, or as a function of a parameter.  Where there is none (None), nothing is fed
+    keep    for all further steps, until the next feed
+    All is checked first: TypeError for names that are no inputs and values that are no tensors, ValueError for a tensor
+    that does not fit its parameter, NotImplementedError for sharded parameters; nothing has changed then.
+    """
+    cls, found, entries = type(self).__name__, list[tuple[Entry, str, Tensor]](), list(entries_of(self.param_groups))
+    for name, given in values.items():
+        if name not in self.INPUTS:
+            known = ", ".join(self.INPUTS) or "none"
+            raise TypeError(f"{cls}.feed: {name!r} is no input of this rule; its inputs: {known}")
+        trained = [entry for entry in entries if entry.p.requires_grad]
+        if callable(given):
+            own = {id(entry.p): given(entry.p) for entry in trained}
+        elif isinstance(given, Mapping):
+            own = {id(p): x for p, x in given.items()}
+            if unknown := own.keys() - {id(entry.p) for entry in entries}:
+                raise ValueError(f"{cls}.feed: {name} has tensors for {len(unknown)} parameters of no group")
+        elif len(given) != len(trained):
+            raise ValueError(
+                f"{cls}.feed: {name} has {len(given)} tensors, and {len(trained)} parameters require a gradient: give "
+                f"None where there is none, or a dict by parameter"
+            )
+        else:
+            own = {id(entry.p): x for entry, x in zip(trained, given, strict=True)}
+        for entry in entries:
+            if (x := own.get(id(entry.p))) is not None:
+                _check(cls, name, entry, x)
+                found.append((entry, name, x))
+    for entry, name, x in found:
+        kept = self.state[entry.p]
+        if name in kept:
+            kept[name].copy_(x)
+        else:  # the first step makes the other states beside it
+            kept[name] = torch.empty(x.shape, dtype=torch.float32, device=state.home(entry.p)).copy_(x)
+        kept[fed_name(name)] = 2.0 if keep else 1.0
+
+
+def _check(cls: str, name: str, entry: Entry, x: Any) -> None:
+    """Raise an error for a value of an input that does not fit its parameter."""
+    label = state.label(entry.p, entry.name)
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        raise TypeError(f"{cls}.feed: {name} of {label} must be a floating tensor, got {state.kind(x)}")
+    if sharding.is_sharded(entry.p):
+        raise NotImplementedError(f"{cls}.feed: {label} is sharded, and inputs of sharded parameters are not supported")
+    if x.shape != entry.p.shape or x.device != entry.p.device:
+        want = f"{list(entry.p.shape)} on {entry.p.device}"
+        raise ValueError(f"{cls}.feed: {name} of {label} must be {want}, got {list(x.shape)} on {x.device}")
+
+
+def check_fed(cls: Any, variant: Variant, host: Sequence[Any], label: str) -> None:
+    """Raise RuntimeError for an input that was not fed, if the rule has no flag for such steps.
+
+    host   the parameter's host states, in the order of `variant.host_names`
+    """
+    values = dict(zip(variant.host_names, host, strict=True))
+    optional = {flag.fed for flag in cls.FLAGS}
+    for name in cls.INPUTS:
+        if name not in optional and not values.get(fed_name(name), 0.0) > 0:
+            raise RuntimeError(
+                f"{cls.__name__}: the input {name!r} of {label} was not fed for this step: call opt.feed({name}=...) "
+                f"before step(), with keep=True if it stays the same"
+            )

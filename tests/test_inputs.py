@@ -1,0 +1,143 @@
+"""Inputs: further values per element that a user feeds, beside other packages' second-order rules."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_optimizer
+import torch
+
+import optgen
+from generated import Sophia
+from optgen.base.errors import UserError
+from optgen.driver.compile import compile as compiled
+from optgen.lang import flag, hyper, input, optimizer
+from tests.harness import ROOT, same_bits
+from tools.demo_model import LanguageModel, Size, batches, loss_of, split
+
+EVERY = 3
+
+
+@pytest.fixture(scope="module")
+def adahessian() -> Any:
+    return optgen.compile(str(ROOT / "examples" / "adahessian.py"), plan="fp32")
+
+
+def theirs(name: str) -> dict[str, Any]:
+    """pytorch_optimizer's options for our defaults: its Sophia clips m / h at gamma, and steps lr / gamma of that."""
+    if name == "adahessian":
+        return {"lr": 0.1, "eps": 1e-16, "weight_decay": 0.1, "adam_debias": False, "update_period": 10**9}
+    return {"lr": 6e-4 / 0.01, "p": 0.01, "eps": 1e-12 / 0.01, "weight_decay": 1e-3, "update_period": 10**9}
+
+
+@pytest.mark.parametrize("name", ["sophia", "adahessian"])
+@pytest.mark.parametrize("backend", ["reference", "cpp"])
+def test_steps_are_those_of_another_package(name: str, backend: str, adahessian: Any) -> None:
+    """In fp32 within t * 64 roundings of a step of theirs in fp64, of gradients and Hessians from .5 to 2."""
+    cls, every = (Sophia, EVERY) if name == "sophia" else (adahessian, 1)
+    peer = pytorch_optimizer.SophiaH if name == "sophia" else pytorch_optimizer.AdaHessian
+    draw = torch.Generator().manual_seed(0)
+    p = torch.nn.Parameter(torch.randn(5, 70, generator=draw))
+    q = torch.nn.Parameter(p.detach().double())
+    ours = cls([p], plan="fp32", backend=backend, weight_decay=0.1)
+    other = peer([q], **theirs(name))
+    for t in range(12):
+        p.grad = 0.5 + 1.5 * torch.rand(p.shape, generator=draw)
+        q.grad = p.grad.double()
+        h = 0.5 + 1.5 * torch.rand(p.shape, generator=draw)
+        fed = t % every == 0
+        if fed:
+            ours.feed(hessian=[h])
+        ours.step()
+        other.step(hessian=[h.double()] if fed else None)
+        bound = (t + 1) * 64 * 2.0**-24
+        torch.testing.assert_close(p.double(), q, rtol=bound, atol=bound)
+
+
+def test_an_input_is_fed_for_one_step_or_kept(adahessian: Any) -> None:
+    p = torch.nn.Parameter(torch.ones(4, 3))
+    p.grad = torch.ones(4, 3)
+    opt = adahessian([("w", p)])
+    with pytest.raises(RuntimeError, match=r"'hessian' of parameter 'w'.*opt\.feed\(hessian=...\)"):
+        opt.step()
+    assert p.eq(1).all() and not opt.state.get(p)
+    opt.feed(hessian=lambda x: torch.ones_like(x))
+    opt.step()
+    with pytest.raises(RuntimeError, match="was not fed"):
+        opt.step()
+    opt.feed(keep=True, hessian={p: torch.full((4, 3), 2.0)})
+    for _ in range(2):
+        opt.step()
+    other = adahessian([("w", torch.nn.Parameter(p.detach().clone()))])
+    (q,) = other.param_groups[0]["params"]
+    q.grad = p.grad
+    other.load_state_dict(copy.deepcopy(opt.state_dict()))
+    for o in (opt, other):  # a checkpoint has what was kept
+        o.step()
+    assert same_bits(p.detach(), q.detach())
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "words"),
+    [
+        ({"hess": [torch.ones(4, 3)]}, TypeError, "its inputs: hessian"),
+        ({"hessian": [torch.ones(4, 3)] * 2}, ValueError, "2 tensors, and 1 parameters"),
+        ({"hessian": [torch.ones(3, 4)]}, ValueError, r"must be \[4, 3\] on cpu, got \[3, 4\]"),
+        ({"hessian": [torch.ones(4, 3, dtype=torch.int32)]}, TypeError, "floating tensor"),
+        ({"hessian": [torch.ones(4, 3, device="meta")]}, ValueError, "on meta"),
+        ({"hessian": {torch.ones(4, 3): torch.ones(4, 3)}}, ValueError, "parameters of no group"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_changes(given: Any, error: type, words: str) -> None:
+    opt = Sophia([torch.nn.Parameter(torch.ones(4, 3))])
+    with pytest.raises(error, match=words):
+        opt.feed(**given)
+    assert not opt.state
+
+
+def test_flags_follow_inputs_of_the_rule() -> None:
+    def lost(p, g, mask=input(), *, lr=hyper(0.1), fresh=flag(fed="masks")):
+        p = p - lr * g * mask
+        return p
+
+    with pytest.raises(UserError, match="E110"):
+        optimizer(cite="none")(lost)
+
+
+@optimizer(cite="none: a mask of pruning")
+def masked(p, g, mask=input(), *, lr=hyper(0.1, ge=0)):
+    p = (p - lr * g) * mask
+    return p
+
+
+def test_a_mask_is_kept_in_fp32_beside_few_bits() -> None:
+    p = torch.nn.Parameter(torch.linspace(-1, 1, 8192).view(64, 128).bfloat16())
+    opt = compiled(masked, "int4_split24")([p], lr=0.1)
+    mask = torch.arange(8192).view(64, 128) % 2
+    opt.feed(keep=True, mask=[mask.float()])
+    for _ in range(2):
+        p.grad = torch.ones_like(p)
+        opt.step()
+    assert (p == 0).view(-1)[::2].all() and (p != 0).view(-1)[1::2].float().mean() > 0.99
+    assert opt.state[p]["mask"].dtype is torch.float32
+
+
+def test_sophia_trains_the_demos_model() -> None:
+    """With the squared gradient for bytes that the model draws, as Sophia-G has it, every ten steps."""
+    size = Size(layers=1, width=32, heads=2, context=32, batch=8)
+    torch.manual_seed(0)
+    model = LanguageModel(size)
+    opt = Sophia(model.parameters(), lr=5e-3, plan="int8_split24", gamma=0.05)
+    losses = []
+    for t, (x, y) in enumerate(batches(split(Path(__file__).read_bytes())[0], size, 60, seed=0)):
+        if t % 10 == 0:
+            drawn = torch.distributions.Categorical(logits=model(x).detach()).sample()
+            found = torch.autograd.grad(loss_of(model, x, drawn), list(model.parameters()))
+            opt.feed(hessian=[x.numel() * g * g for g in found])
+        opt.zero_grad()
+        loss = loss_of(model, x, y)
+        loss.backward()
+        opt.step()
+        losses.append(float(loss))
+    assert sum(losses[-5:]) / 5 < 0.7 * losses[0]
