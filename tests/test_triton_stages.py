@@ -341,7 +341,7 @@ def test_nothing_spills_and_the_sweep_for_sums_of_squares_is_cheap(compiling: di
     first = found["came.int8_split24.1", "sm_90"]
     assert first["per_element"] <= 5
     sweeps = {key: counts for key, counts in found.items() if counts["bytes"] and key[0].startswith(("came", "lamb"))}
-    assert len(sweeps) == 6
+    assert len(sweeps) == 8  # two of CAME's are counted with smaller panels too
     assert_within_budget(sweeps)
     assert set(first["loads"]) == {"128"}
 

@@ -330,10 +330,13 @@ def _widths(counts: Mapping[int, int]) -> str:
     return ",".join(f"{count}x{bits}b" for bits, count in sorted(counts.items(), reverse=True)) or "none"
 
 
-def analyse(compiled: Compiled, elements: int, narrowest: bool = False, grain: tuple[int, int] = (0, 0)) -> Stats:
+def analyse(
+    compiled: Compiled, elements: int, narrowest: bool = False, grain: tuple[int, int] = (0, 0), loads: float = 0.0
+) -> Stats:
     """Count the main loop of `compiled`, one iteration of which does `elements` elements for the whole program.
 
     grain  rows and columns of a full work item; its cost is counted where there is one
+    loads  bits that are loaded for each element: an iteration that loads several times as many is unrolled
     """
     nvidia = compiled.target.backend == "cuda"
     code = read_sass(compiled.listing) if nvidia else read_gcn(compiled.listing)
@@ -344,6 +347,10 @@ def analyse(compiled: Compiled, elements: int, narrowest: bool = False, grain: t
     classes = Counter(classify(instruction.opcode, table) for instruction in loop)
     counted = classes.total() if nvidia else sum(classes[name] for name in VALU)
     share = elements / (compiled.target.warp_size * compiled.num_warps)
+    if loads:
+        loaded = sum(width(i.opcode) for i in loop if classify(i.opcode, table) == "load")
+        unrolled = max(round(loaded / (share * loads)), 1)
+        share, elements = share * unrolled, elements * unrolled
     widths = {
         kind: Counter(width(i.opcode) for i in loop if classify(i.opcode, table) == kind) for kind in ("load", "store")
     }
@@ -390,6 +397,8 @@ class Job:
     options: Mapping[str, Any] = field(default_factory=dict)
     bytes: float = 0.0
     """Bytes that a sweep loads and stores per element."""
+    loads: float = 0.0
+    """Bits that a walk of panels loads for each element, values of columns too."""
     grain: tuple[int, int] = (0, 0)
     """Rows and columns of a full work item; one row: so many elements of any tensor."""
 
@@ -442,25 +451,27 @@ def jobs_of(name: str, module: Any, function: str, grad: str) -> Iterable[Job]:
             {"SWEEP": launched(sweep, grad=getattr(tl, grad), tiles=tiles, tile=size, aligned=True)},
             elements=2 * size,  # pairs of tiles
             grain=(1, tiles * size),
-            bytes=moved(sweep, getattr(tl, grad)),
+            bytes=moved(replace(sweep, grad=getattr(tl, grad)))[0],
             aligned=("table", "work"),
+            num_warps=max(module.WARPS[function] * 32 // gpu.warp_size, 1),
             targets=(target,),
             tiled=True,
             options=limits.get(target, {}),
         )
 
 
-def moved(sweep: Any, grad: Any) -> float:
-    """Return the bytes per element that a sweep loads and stores; values of rows and columns not counted."""
+def moved(sweep: Any) -> tuple[float, float]:
+    """Return the bytes per element that a sweep loads and stores, values of rows and columns not counted, and the bits
+    that it loads with the latter."""
 
     def size(i: int) -> float:
         elements = {"": 1, "eight": 8, "block": sweep.block}.get(sweep.kind(i))
-        dtype = sweep.buffers[i][1] or grad
-        return dtype.primitive_bitwidth / 8 / elements if elements else 0.0
+        return sweep.dtype(i).primitive_bitwidth / elements if elements else 0.0
 
     loaded = {i for x in sweep.values[: sweep.taken] for i in x.fields}
     stored = {i for k, _ in sweep.stores for i in sweep.values[k].stores}
-    return sum(map(size, [*loaded, *stored]))
+    bits = sum(map(size, loaded))
+    return (bits + sum(map(size, stored))) / 8, bits + 32 * sum(sweep.kind(i) == "col" for i in loaded)
 
 
 def generated() -> Iterable[Job]:
@@ -523,7 +534,7 @@ def watched() -> Iterable[Job]:
     for named in WATCHED:
         several = fast_step(*named).in_stages
         for job in of_several_sweeps(*named) if several else of_one_sweep(*named):
-            if WATCHED_ON in job.targets and (job.panels or not several):
+            if WATCHED_ON in job.targets and (job.panels or not several) and not job.name.endswith("_few"):
                 yield job
 
 
@@ -557,10 +568,15 @@ def of_several_sweeps(spec_name: str, plan_name: str, param: str) -> Iterable[Jo
 
 
 def of_stages(name: str, module: Any, variant: Any) -> Iterable[Job]:
-    """The kernels of a variant's stages: <name>.<number>, and <name>.<number>_flat for tensors that no panels fit."""
+    """The kernels of a variant's stages: <name>.<number>, and <name>.<number>_flat for tensors that no panels fit.
+
+    A sweep that takes smaller panels where there are few is also counted with those, as <name>.<number>_few.
+    """
+    import torch
     import triton.language as tl
 
     from optgen.runtime.gpu.compiled import launched
+    from optgen.runtime.layout import workspace
     from optgen.runtime.step import launch
 
     for number, stage in enumerate(variant.stages, 1):
@@ -573,8 +589,11 @@ def of_stages(name: str, module: Any, variant: Any) -> Iterable[Job]:
             yield from _staged(f"{name}.{number}", module, stage.kernel, known, 2048, launch.stages.BETWEEN)
         else:
             sweep, warps, grad = known["SWEEP"], module.WARPS[stage.kernel], getattr(tl, variant.param)
-            of = {"SWEEP": launched(sweep, grad=grad, tiles=16, tile=1, aligned=True)}
-            yield from _staged(f"{name}.{number}", module, stage.kernel, of, sweep.panel(), warps, True)
+            shapes = [torch.Size((n, 4096)) for n in (2**17, 4096)]
+            for rows, across in dict.fromkeys(workspace.panel(variant, stage, shape) for shape in shapes):
+                of = {"SWEEP": launched(sweep, grad=grad, tiles=rows, tile=1, across=across, aligned=True)}
+                which = f"{name}.{number}" + "_few" * (across < sweep.across)
+                yield from _staged(which, module, stage.kernel, of, across, warps, True)
             of = {"SWEEP": launched(sweep, grad=grad, tiles=16, tile=1, ragged=True)}
             yield from _staged(f"{name}.{number}_flat", module, stage.kernel, of, 256, 1)
 
@@ -583,18 +602,17 @@ def _staged(
     name: str, module: Any, function: str, constants: Mapping[str, Any], width: int, warps: int, panels: bool = False
 ) -> Iterable[Job]:
     """A kernel that walks panels or is between sweeps, as a job for each target."""
-    from optgen.runtime.records import sums
     from optgen.runtime.step import launch
 
     fn = getattr(module, function)
-    grain = (sums.PANEL_ROWS, width) if panels else (0, 0)
+    grain = (constants["SWEEP"].tiles, width) if panels else (0, 0)
     signature = {a: _POINTERS.get(a, "fp32") for a in fn.arg_names if a not in constants}
     for target, gpu in TARGETS.items():
         told = launch.limits(module, function, gpu.arch // 10) if gpu.backend == "cuda" and panels else {}
         fewer = max(warps * 32 // gpu.warp_size, 1)
         yield Job(
             name, fn, signature, constants, width, fewer, ("table", "work"), (target,), panels, options=told,
-            grain=grain, bytes=moved(constants["SWEEP"], constants["SWEEP"].grad) if panels else 0.0,
+            grain=grain, **(dict(zip(("bytes", "loads"), moved(constants["SWEEP"]), strict=True)) if panels else {}),
         )  # fmt: skip
 
 
@@ -703,7 +721,7 @@ def compiled_to_fit(job: Job, target: str, listed: bool = False) -> tuple[Compil
 def count(job: Job, target: str) -> Stats:
     """Count a kernel; one that spills in the registers that are planned for it, with those that it is launched with."""
     planned, made = compiled_to_fit(job, target, listed=True)
-    stats = analyse(made, job.elements, job.panels, job.grain if job.bytes else (0, 0))
+    stats = analyse(made, job.elements, job.panels, job.grain if job.bytes else (0, 0), job.loads)
     return replace(stats, bytes=job.bytes, stack=planned.stack)
 
 
@@ -746,12 +764,19 @@ def markdown(results: Mapping[str, Stats]) -> str:
     head += [f"{card}, {name}" for name in lists for card in roofline.CARDS]
     rows = []
     for name, s in results.items():
-        assert s.cost is not None
+        kernel, target = name.split(" ")
+        few = results.get(f"{kernel}_few {target}", s).cost
+        if kernel.endswith("_few"):
+            continue
+        assert s.cost is not None and few is not None
         busy = s.cost.busy(roofline.CARDS["H200"], s.bytes)
-        shares = [s.cost.share(card, s.bytes, some) for some in lists.values() for card in roofline.CARDS.values()]
+        shares = [
+            (few if some else s.cost).share(card, s.bytes, some)
+            for some in lists.values() for card in roofline.CARDS.values()
+        ]  # fmt: skip
         percent = (f"{100 * x:.0f}" for x in [busy.get(p, 0.0) for p in pipes])
         numbers = (f"{s.bytes:.2f}", f"{s.cost.launched:.1f}", *percent, s.registers, *(f"{x:.2f}" for x in shares))
-        rows.append([name.split(" ")[0], *numbers])
+        rows.append([kernel, *numbers])
     return "\n".join(table_lines(head, rows))
 
 

@@ -19,7 +19,7 @@ from optgen.runtime.gpu.walk import Sweep
 from optgen.runtime.records import COPY, Field, Rule, Stage, Temp, Variant
 from optgen.runtime.records.join import Pair
 from optgen.runtime.records.keys import draw_salt
-from optgen.runtime.records.sums import panel_columns
+from optgen.runtime.records.sums import SEGMENT, panel_columns
 
 TILE = 256
 """Elements: 8 per thread of one warp; more per thread turns 128-bit accesses into strided ones."""
@@ -68,11 +68,14 @@ def _add_sweep(out: Any, name: str, variant: Variant, stage: Stage, frame: Frame
     setattr(out, name, getattr(rule, f"{stage.kernel}_sweep"))
     out.CONSTANTS[name] = {"SWEEP": record}
     if isinstance(record, Panels):
-        out.WARPS[name] = _warps(record.panel())
+        out.WARPS[name] = _warps(record.across)
         limit = _panel_registers(variant, record)
     else:
-        out.TILE[name] = _tile(record)
-        limit = registers(variant, record, out.TILE[name])
+        tile = _tile(record)
+        # A segment is 16384 elements whatever the device: for one warp alone that takes 20 to 50 us.
+        out.WARPS[name] = min(4, SEGMENT // (2 * tile)) if record.sums and not record.strict else 1
+        out.TILE[name] = tile * out.WARPS[name]
+        limit = registers(variant, record, tile)
     if limit:
         out.OPTIONS[name] = {"maxnreg": limit}
 
@@ -197,8 +200,9 @@ def sweep(variant: Variant, stage: Stage, frame: Frame) -> Sweep:
         halves = [i for i in read if buffers[i][0] == 1 or (not buffers[i][2] and _bits(buffers[i][1]) in (8, 16))]
         anchor = next(iter(halves), -1) if counted else -1
         return Panels(
-            frame.width, frame.numel, buffers, sums=sums, matrices=frame.matrices, part=part, anchor=anchor, **made
-        )
+            frame.width, frame.numel, buffers, sums=sums, matrices=frame.matrices, part=part, anchor=anchor,
+            across=panel_columns(block), **made,
+        )  # fmt: skip
     sums = _terms(frame, temps, stage, ("tensor", "model"))
     record = Sweep(frame.width, frame.numel, buffers, sums=sums, **made)
     # Masked elements come one by one, in a register each: few at a time, lest registers spill, and then with sums of

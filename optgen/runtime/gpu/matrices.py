@@ -1,8 +1,9 @@
 """Walk matrices panel by panel: the loops of every sweep that reads or sums values of rows, columns or matrices.
 
-A panel is 64 rows of some columns of a matrix: 16 storage blocks, or 1024 where nothing is stored in blocks.  A program
-does one, a few rows at a time, each in parts of eight columns for every thread.  Sums of columns stay in the registers
-of the threads that hold the columns; those of rows cross threads once for all parts.
+A panel is some rows and columns of a matrix: 64 rows of 16 storage blocks, or of 1024 columns where nothing is stored
+in blocks, or fewer, so that there are enough panels (optgen.runtime.layout.workspace).  A program does one, a few rows
+at a time, each in parts of eight columns for every thread.  Sums of columns stay in the registers of the threads that
+hold the columns; those of rows cross threads once for all parts.
 
 Where blocks do not lie in rows of the matrices, `walk_any` takes tiles of blocks along dimension 0 instead: they gather
 the values of their rows and columns, and what is to be summed is stored densely, for kernels of the prelude.
@@ -35,17 +36,15 @@ class Panels(Sweep):
 
     matrices    the entry that is the number of matrices; their rows and columns follow
     part        columns of a part
+    across      columns of a panel, whose rows are those of all tiles of a work item
     buffers     kinds are also "row", "col" and "mat"
     sums        (maximum, factors, entries of partial results of rows, of columns) of each term
     """
 
     matrices: int = 0
     part: int = 256
+    across: int = 1024
     panels: bool = True
-
-    def panel(self) -> int:
-        """Return the columns of a panel."""
-        return 1024 if self.block == 1 else 16 * self.block
 
     def eights(self) -> bool:
         """Return True if the numbers of a row's elements begin with a multiple of 8."""
@@ -116,7 +115,7 @@ def _rows(
     before, padded, first, wide = numbers
     PART: tl.constexpr = SWEEP.part
     ROWS: tl.constexpr = SWEEP.tile
-    COUNT: tl.constexpr = SWEEP.panel() // PART
+    COUNT: tl.constexpr = SWEEP.across // PART
     here = further(buffers, SWEEP, (start * columns, start * blocks, start * eights, start, 0, 0))
     if MASKED:
         live_row = at_row < height - start
@@ -212,7 +211,7 @@ def _results(row, of_row, of_column, SWEEP: tl.constexpr):
 def _nothing(shape: tl.constexpr, SWEEP: tl.constexpr):
     """The initial totals of columns.  In order, a column has one value; else a row's tile is added to that before."""
     totals = ()
-    for _ in tl.static_range(SWEEP.panel() // SWEEP.part):
+    for _ in tl.static_range(SWEEP.across // SWEEP.part):
         for i in tl.static_range(len(SWEEP.sums)):
             if len(SWEEP.sums[i][3]) > 0:
                 if SWEEP.ordered(i):
@@ -227,7 +226,7 @@ def _store(totals, to_columns, width, SWEEP: tl.constexpr):
     """Store the totals of columns."""
     lane = tl.arange(0, SWEEP.part)
     seen = ()
-    for k in tl.static_range(SWEEP.panel() // SWEEP.part):
+    for k in tl.static_range(SWEEP.across // SWEEP.part):
         for i in tl.static_range(len(SWEEP.sums)):
             if len(SWEEP.sums[i][3]) > 0:
                 total = totals[len(seen)]
@@ -243,7 +242,8 @@ def _store(totals, to_columns, width, SWEEP: tl.constexpr):
 def walk_panels(table, work, tile: tl.constexpr, SWEEP: tl.constexpr, scalars, step_key):
     """The panel of one work item; see optgen.runtime.gpu.stages for table and work."""
     ROWS: tl.constexpr = SWEEP.tile
-    PANEL: tl.constexpr = SWEEP.panel()
+    LINES: tl.constexpr = SWEEP.tile * SWEEP.tiles
+    PANEL: tl.constexpr = SWEEP.across
     item = work + 2 * tl.program_id(0)
     row = table + SWEEP.width * tl.load(item).to(tl.int64)
     buffers = pointers(row, SWEEP)
@@ -252,14 +252,14 @@ def walk_panels(table, work, tile: tl.constexpr, SWEEP: tl.constexpr, scalars, s
     columns = tl.load(row + (SWEEP.matrices + 2))
     if SWEEP.aligned:
         columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
+    number = tl.load(item + 1) // SWEEP.tiles
     panels = tl.cdiv(columns, PANEL).to(tl.int32)
     left = (number % panels).to(tl.int64) * PANEL
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    stack = tl.cdiv(rows, LINES).to(tl.int32)  # of panels in each matrix
     matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
+    below = (number // panels % stack).to(tl.int64) * LINES
     top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
+    height = tl.minimum(rows - below, LINES).to(tl.int32)
     width = tl.minimum(columns - left, PANEL).to(tl.int32)
     blocks = tl.cdiv(columns, SWEEP.block)
     eights = tl.cdiv(columns, 8)

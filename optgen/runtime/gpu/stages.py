@@ -3,8 +3,8 @@
 All tensors of a bucket share one table (optgen.runtime.step.launch.stage_rows and, behind it, the addresses of dense
 operands), and every launch has a list of work items:
 
-    sweep                            (tensor, first tile), or (tensor, panel): matrix by matrix, 64 rows after
-                                     64 rows, from left to right
+    sweep                            (tensor, first tile); tiles of panels are counted matrix by matrix, panels of
+                                     rows after panels of rows, from left to right (optgen.runtime.layout.workspace)
     sweep over dense operands        the same of a tensor that no panels fit, and kernels that add the operands up
     finish                           partial results become values
     small work between two sweeps    (tensor, first matrix, end)
@@ -233,40 +233,45 @@ class _Maker:
             self.plan.calls.append(Call(kernel, table, work.to(self.device), scalars, keyed, constants, told))
 
     def _sweep(self, stage: Stage) -> None:
-        groups: dict[tuple[int, int, int, bool, bool], dict[int, int]] = {}
+        groups: dict[tuple[int, tuple[tuple[str, Any], ...]], dict[int, int]] = {}
         for i in range(len(self.shapes)):
             how, count = self._walked(stage, i)
             groups.setdefault(how, {})[i] = count
-        for (warps, per_item, tile, ragged, aligned), counts in groups.items():
-            work = work_items(tuple(counts), tuple(counts.values()), per_item)
-            sweep = self.kernels.CONSTANTS[stage.kernel]["SWEEP"]
-            record = launched(sweep, grad=self.grad, tiles=per_item, tile=tile, ragged=ragged, aligned=aligned)
+        for (warps, how), counts in groups.items():
+            record = launched(self.kernels.CONSTANTS[stage.kernel]["SWEEP"], grad=self.grad, **dict(how))
+            work = work_items(tuple(counts), tuple(counts.values()), record.tiles)
             # The registers that suffice are counted for wide accesses without masks.
-            limit = self.limits(stage.kernel) if aligned and not ragged else {}
+            limit = self.limits(stage.kernel) if record.aligned and not record.ragged else {}
             self._add(stage, work, {"SWEEP": record}, stage.scalars, num_warps=warps, **limit)
         gathered = [i for i in range(len(self.shapes)) if stage.matrices and not self._fits(stage, i)]
         for name, k in self._operands(stage).items() if gathered else ():
             self._partials(stage, self.temps[name], k, gathered)
 
-    def _walked(self, stage: Stage, i: int) -> tuple[tuple[int, int, int, bool, bool], int]:
-        """Return how a sweep walks a tensor (warps, then as in `Sweep`: tiles, tile, ragged, aligned) and its tiles."""
+    def _walked(self, stage: Stage, i: int) -> tuple[tuple[int, tuple[tuple[str, Any], ...]], int]:
+        """Return how a sweep walks a tensor, (warps, entries of its record), and the tensor's tiles."""
+
+        def how(**record: Any) -> tuple[int, tuple[tuple[str, Any], ...]]:
+            warps = self.kernels.WARPS[stage.kernel]
+            return (warps if torch.version.hip is None else max(warps // 2, 1)), tuple(record.items())  # of 64 lanes
+
         shape, block = self.shapes[i], stage.block
         if not stage.matrices:
             tile = self.kernels.TILE[stage.kernel]
             sums_up = any(name in self.partials for name in stage.temps)
             ragged = is_ragged(shape, block, self.places[i], self.variant.stochastic)
             per_item = sums.SEGMENT // tile if sums_up else 4
-            return (1, per_item, tile, ragged, self.own[i]), tiles(shape, block, tile)
+            return how(tiles=per_item, tile=tile, ragged=ragged, aligned=self.own[i]), tiles(shape, block, tile)
         if not self._fits(stage, i):
-            return (1, FLAT_TILES, 1, True, False), tiles(shape, block, max(256, block))
+            flat = ("tiles", FLAT_TILES), ("tile", 1), ("ragged", True)
+            return (1, flat), tiles(shape, block, max(256, block))
         matrices, height, columns = self.sizes[i]
-        count = matrices * -(-height // sums.PANEL_ROWS) * -(-columns // sums.panel_columns(block))
-        warps = self.kernels.WARPS[stage.kernel]
-        if torch.version.hip is not None:
-            warps = max(warps // 2, 1)  # of 64 lanes
+        rows, across = workspace.panel(self.variant, stage, shape)
+        per_item = rows // self.panel_rows
         place = self.places[i]
         eights = block > 1 or not (place.width % 8 or place.column % 8)
-        return (warps, 1, self.panel_rows, False, self.own[i] and columns % 16 == 0 and eights), count
+        aligned = self.own[i] and columns % 16 == 0 and eights
+        count = matrices * -(-height // rows) * -(-columns // across) * per_item
+        return how(tiles=per_item, tile=self.panel_rows, across=across, aligned=aligned), count
 
     def _partials(self, stage: Stage, temp: Temp, k: int, tensors: Sequence[int]) -> None:
         """Partial results of a temp, from dense operands."""
@@ -295,6 +300,9 @@ class _Maker:
             constants = {"PANEL": width, "LANES": lanes, "MAX": is_max, "ROWS": 4}
             self._call(prelude.row_partials, table, work_items(some, counts), constants)
 
+    def _panel(self, temp: Temp, shape: torch.Size) -> tuple[int, int]:
+        return workspace.panel(self.variant, workspace.reducing(self.variant, temp), shape)
+
     def _finish(self, temps: Iterable[Temp]) -> None:
         """Partial results of temps become their values."""
         from optgen.runtime.gpu import prelude
@@ -304,9 +312,9 @@ class _Maker:
             for i, shape in enumerate(self.shapes):
                 matrices, rows, columns = self.sizes[i]
                 if temp.space == "row":
-                    sizes = [1, -(-columns // workspace.panel(self.variant, temp.name)), matrices * rows]
+                    sizes = [1, -(-columns // self._panel(temp, shape)[1]), matrices * rows]
                 elif temp.space == "col":
-                    sizes = [matrices, -(-rows // sums.PANEL_ROWS), columns]
+                    sizes = [matrices, -(-rows // self._panel(temp, shape)[0]), columns]
                 else:
                     sizes = [0, workspace.partials(self.variant, temp, shape), 1]
                 if temp.space in ("row", "col") and not sizes[0] * sizes[2]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from optgen.runtime.layout import layout
-from optgen.runtime.records import Temp, Variant, sums
+from optgen.runtime.records import Stage, Temp, Variant, sums
 
 ALIGNMENT = 64
 """Bytes to which every vector is aligned."""
@@ -46,21 +46,39 @@ def reduced(variant: Variant) -> tuple[Temp, ...]:
     return tuple(t for t in variant.temps if t.source == "elem")
 
 
-def panel(variant: Variant, temp: str) -> int:
-    """Columns of the panels in which the sweep that reduces to a temp sums rows."""
-    return next(sums.panel_columns(s.block) for s in variant.stages if s.space == "elem" and temp in s.temps)
+FEW = 1024
+"""Panels of a matrix below which a sweep that sums columns takes smaller ones in fast maths: 4096 x 4096 has 256, each of
+which takes one warp 40 to 190 us, where an H200's memory takes 8 to 35 us for the matrix (docs/kernels.md)."""
+
+
+def panel(variant: Variant, stage: Stage, shape: torch.Size) -> tuple[int, int]:
+    """Rows and columns of the panels in which a program of a sweep takes a matrix, and in which sums are partial.
+
+    They are those of `sums` where sums of columns are in order, or there are many; of the rest no bit depends on rows.
+    """
+    _, rows, columns = matrices(shape)
+    wide = sums.panel_columns(stage.block)
+    if not any(t.space == "col" and t.name in stage.temps for t in reduced(variant)):
+        return 8, wide
+    few = wide == 1024 and len(shape) <= 2 and -(-rows // sums.PANEL_ROWS) * -(-columns // wide) < FEW
+    return (16, 256) if few and not (variant.rule and variant.rule.strict) else (sums.PANEL_ROWS, wide)
+
+
+def reducing(variant: Variant, temp: Temp) -> Stage:
+    """Return the sweep that reduces to a temp."""
+    return next(s for s in variant.stages if s.space == "elem" and temp.name in s.temps)
 
 
 def partials(variant: Variant, temp: Temp, shape: torch.Size) -> int:
     """Partial results of a temp that a sweep reduces."""
     count, rows, columns = matrices(shape)
+    stage = reducing(variant, temp)
     if temp.space == "row":
-        return count * rows * -(-columns // panel(variant, temp.name))
+        return count * rows * -(-columns // panel(variant, stage, shape)[1])
     if temp.space == "col":
-        return count * -(-rows // sums.PANEL_ROWS) * columns
-    block = next(s.block for s in variant.stages if s.space == "elem" and temp.name in s.temps)
+        return count * -(-rows // panel(variant, stage, shape)[0]) * columns
     grid_rows, grid_columns = layout.grid(shape)
-    return -(-grid_rows * -(-grid_columns // block) * block // sums.SEGMENT)
+    return -(-grid_rows * -(-grid_columns // stage.block) * stage.block // sums.SEGMENT)
 
 
 USUAL = 2**29
