@@ -47,8 +47,8 @@ def reduced(variant: Variant) -> tuple[Temp, ...]:
 
 
 FEW = 1024
-"""Panels of a matrix below which a sweep that sums columns takes smaller ones in fast maths: 4096 x 4096 has 256, each of
-which takes one warp 40 to 190 us, where an H200's memory takes 8 to 35 us for the matrix (docs/kernels.md)."""
+"""Panels of a matrix below which a sweep that sums columns takes smaller ones in fast maths: a warp takes 40 to 190 us
+for one, and the memory of an H200 8 to 35 us for a matrix of 256 (docs/kernels.md)."""
 
 
 def panel(variant: Variant, stage: Stage, shape: torch.Size) -> tuple[int, int]:
