@@ -72,8 +72,9 @@ def _add_sweep(out: Any, name: str, variant: Variant, stage: Stage, frame: Frame
         limit = _panel_registers(variant, record)
     else:
         tile = _tile(record)
-        # A segment is 16384 elements whatever the device: for one warp alone that takes 20 to 50 us.
-        out.WARPS[name] = min(4, SEGMENT // (2 * tile)) if record.sums and not record.strict else 1
+        # For one warp a segment takes 20 us, whatever the device; codes of wider tiles would cross warps.
+        shared = record.sums and not record.stores and not record.strict
+        out.WARPS[name] = min(4, SEGMENT // (2 * tile)) if shared else 1
         out.TILE[name] = tile * out.WARPS[name]
         limit = registers(variant, record, tile)
     if limit:

@@ -237,8 +237,8 @@ class _Maker:
         for i in range(len(self.shapes)):
             how, count = self._walked(stage, i)
             groups.setdefault(how, {})[i] = count
-        for (warps, how), counts in groups.items():
-            record = launched(self.kernels.CONSTANTS[stage.kernel]["SWEEP"], grad=self.grad, **dict(how))
+        for (warps, entries), counts in groups.items():
+            record = launched(self.kernels.CONSTANTS[stage.kernel]["SWEEP"], grad=self.grad, **dict(entries))
             work = work_items(tuple(counts), tuple(counts.values()), record.tiles)
             # The registers that suffice are counted for wide accesses without masks.
             limit = self.limits(stage.kernel) if record.aligned and not record.ragged else {}
