@@ -450,7 +450,8 @@ def matrix_rules_in_modes(here: Here) -> None:
 def matrices_have_one_worker(here: Here) -> None:
     """Each is worked on once, in one round or several, and no replica repeats it; if that fails, no rank waits."""
     mesh = here.mesh(here.world)
-    pieces = rows(here, mesh, [(97, 130), (64, 96), (2, 200), (5, 16, 24), (7, 3, 3, 24)], torch.bfloat16)
+    pieces = rows(here, mesh, [(97, 130), (64, 96), (2, 200), (5, 16, 24), (7, 3, 3, 24), (72, 4)], torch.bfloat16)
+    blocks = {"numel < 300": (40, 24, 8)}
     pieces.append(Piece(here.values(40, 64 * here.world, dtype=torch.bfloat16), mesh, [Shard(1)]))
     if here.world == 4:
         mesh = here.mesh(2, 2)
@@ -460,8 +461,10 @@ def matrices_have_one_worker(here: Here) -> None:
         pieces.append(Piece(here.values(6, 16, 24, dtype=torch.bfloat16), mesh, kinds[0]))
         half = init_device_mesh(here.device, (2, 2, 1), mesh_dim_names=("a", "b", "c"))["a", "c"]
         pieces.append(Piece(here.values(33, 64, dtype=torch.bfloat16), half, [Shard(0), Replicate()]))
-    expected = sum(len(piece.value) if piece.value.ndim == 3 else 1 for piece in pieces) + (here.world == 4)
-    runs, worked = Runs(here, generated.Muon, pieces, plan="int8_split24"), torch.zeros(())
+        pieces.append(Piece(here.values(72, 4, dtype=torch.bfloat16), mesh, kinds[0]))
+    single = sum(len(piece.value) if piece.value.ndim == 3 else 1 for piece in pieces) + (here.world == 4)
+    expected = single + 2 * sum(piece.value.numel() < 300 for piece in pieces)
+    runs, worked = Runs(here, generated.Muon, pieces, plan="int8_split24", blocks=blocks), torch.zeros(())
     function, fails = matrices.newton_schulz, False
 
     def counted(x: Tensor, *given: float) -> Tensor:

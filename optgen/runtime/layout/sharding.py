@@ -18,7 +18,7 @@ import itertools
 import math
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -209,6 +209,10 @@ class Layout:
     def at(self, coordinate: tuple[int, ...]) -> tuple[Span, ...]:
         """Return the index ranges held by the rank at a coordinate."""
         return region(self.shape, self.mesh_shape, coordinate, self.cuts)
+
+    def of_all(self, shape: Sequence[int]) -> Layout:
+        """Return the layout of a tensor that all ranks of the mesh have."""
+        return _layout(self.mesh, (_moved(None, None),) * len(self.cuts), torch.Size(shape))
 
     def dims(self) -> list[int]:
         """The mesh dimensions that cut the tensor."""
@@ -520,6 +524,15 @@ class Shard:
     @property
     def gathered(self) -> bool:
         return self.parts.gathered
+
+    @property
+    def shared(self) -> bool:
+        """True if each of its matrices is worked on by one rank: of its parts, or of a matrix that all ranks have."""
+        return bool(self.workers) and self.whole != bool(self.layout.dims())
+
+    def piece(self, shape: torch.Size, worker: int) -> Shard:
+        """Return that of one of its matrices, which all ranks have."""
+        return replace(self, layout=self.layout.of_all(shape), workers=(worker,))
 
 
 def pair(p: DTensor, g: Any) -> tuple[Tensor, Tensor]:

@@ -28,7 +28,7 @@ def gradients_elsewhere(cls: Any, sending: Iterable[Any]) -> dict[Tensor, Tensor
     return {p: torch.zeros_like(p) for p, has in zip(sending, found, strict=True) if has and p.grad is None}
 
 
-def senders(cls: Any, listed: Sequence[Entry]) -> dict[Any, Stack]:
+def senders(cls: Any, listed: Sequence[Entry]) -> dict[Any, list[Stack]]:
     """Return the trainable parameters in whose step, this or another one, ranks send one another something; and their
     matrices.
 
@@ -37,7 +37,7 @@ def senders(cls: Any, listed: Sequence[Entry]) -> dict[Any, Stack]:
     sharded = sharding.kind()
     if sharded is None:
         return {}
-    found: dict[Any, Stack] = {}
+    found: dict[Any, list[Stack]] = {}
     number, choices = -1, None
     for entry in listed:
         if not isinstance(entry.p, sharded) or not entry.p.requires_grad:
@@ -50,5 +50,6 @@ def senders(cls: Any, listed: Sequence[Entry]) -> dict[Any, Stack]:
             continue
         steps = list(plans.at_steps(choice.plan, variant, cls.FLAGS))
         if any(v.stages for v in steps) or sharding.mode(variant, of) == "gathered":
-            found[entry.p] = Stack.of(of, steps)
+            rows = choices.rows(entry.name) if variant.needs_matrix else ()
+            found[entry.p] = Stack.of(of, steps, rows)
     return found

@@ -106,12 +106,14 @@ class Bucket:
                 continue
             state.check(self.variant, p, s, name)
             label, sizes = self.pieces[i]
-            for start, size in zip(itertools.accumulate(sizes, initial=0), sizes, strict=False):
+            workers = [] if shard is None else shard.workers
+            for k, (start, size) in enumerate(zip(itertools.accumulate(sizes, initial=0), sizes, strict=False)):
                 part = s | {key: s[key].narrow(0, start, size) for key in self.variant.names}
                 span = f"[{start}:{start + size}]"
                 self.wholes[len(rows)] = s if shard is None else shard.owner
                 views = p.narrow(0, start, size), g.narrow(0, start, size), part
-                rows.append((*views, keys.stream_key(f"{label}{span}"), f"{name}{span}", shard))
+                one = shard.piece(views[0].shape, workers[k]) if shard is not None and workers else shard
+                rows.append((*views, keys.stream_key(f"{label}{span}"), f"{name}{span}", one))
         columns = map(list, zip(*rows, strict=True))
         self.params, self.grads, self.states, self.streams, self.names, self.shards = columns
         self.settle()

@@ -55,7 +55,7 @@ def work(
         p, shard = bucket.params[i], bucket.shards[i] if bucket.shards else None
         shape = layout.matrix_shape(matrix, p.shape)
         values = [_value(bucket, room, name, i, n, shape) for name in names]
-        if shard is None or shard.whole or not shard.layout.dims():
+        if shard is None or not shard.shared:
             own.append((i, 0, shape, values))
         else:
             layouts = tuple(_layout(bucket, shard, name) for name in names)

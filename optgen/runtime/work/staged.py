@@ -182,7 +182,7 @@ def _call(
     for i, at in _with_elements(bucket, room.offsets[temp]):
         p, shard = bucket.params[i], bucket.shards[i] if bucket.shards else None
         x = room.memory[at : at + -(-p.numel() // 2)].view(torch.bfloat16)[: p.numel()].view(p.shape)
-        if shard is None or shard.whole or not shard.layout.dims():
+        if shard is None or not shard.shared:
             own.append(x)
         else:
             parted.append(workers.Parted(i, shard.layout, matrix, shard.workers, [x, x], (shard.layout,) * 2, 1))

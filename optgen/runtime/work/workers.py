@@ -48,14 +48,18 @@ class Stack(NamedTuple):
     flops: int
 
     @classmethod
-    def of(cls, where: Layout, variants: Iterable[Variant]) -> Stack:
-        """Return that of a parameter; its cost is 0 where none of the variants of its steps calls a function."""
+    def of(cls, where: Layout, variants: Iterable[Variant], rows: Sequence[int] = ()) -> list[Stack]:
+        """Return that of a parameter, or one of each of its matrices of unequal numbers of rows, which all ranks have;
+        the cost is 0 where none of the variants of its steps calls a function."""
+        if rows:
+            own = [where.of_all((size, *where.shape[1:])) for size in rows]
+            return [stack for x in own for stack in cls.of(x, variants)]
         calls = [(v, s.kernel) for v in variants for s in v.stages if s.on_host]
         flops = [0]
         for v, f in calls:
             other = functools.partial(products, spaces={x.space for x in v.fields})
             flops.append(FLOPS.get(f, other)(*layout.matrix_shape(v.matrix, where.shape)[-2:]))
-        return cls(where.shape, where.cuts, calls[0][0].matrix if calls else "last", max(flops))
+        return [cls(where.shape, where.cuts, calls[0][0].matrix if calls else "last", max(flops))]
 
     @property
     def matrices(self) -> int:
@@ -96,21 +100,24 @@ def assign(stacks: tuple[Stack, ...], mesh: tuple[int, ...], start: int = 0) -> 
     return list(map(tuple, found))
 
 
-def share(buckets: Sequence[Bucket], known: Mapping[Any, Stack], start: int) -> None:
+def share(buckets: Sequence[Bucket], known: Mapping[Any, Sequence[Stack]], start: int) -> None:
     """Give shards the workers of their matrices.
 
     known   the trainable DTensors of all steps, whose work over a mesh is shared at once: a worker stays the same,
             whichever parameters have gradients
     """
-    stacks = {p: stack for p, stack in known.items() if stack.flops}
+    stacks = {p: found for p, found in known.items() if any(stack.flops for stack in found)}
     calling = [b for b in buckets if any(stage.on_host for stage in b.variant.stages)]
-    shards = [(b, shard) for b in calling for shard in b.shards if shard is not None and shard.layout.dims()]
-    for b, shard in shards:  # frozen ones may have a gradient
-        stacks.setdefault(shard.p, Stack.of(shard.layout, [b.variant]))
-    for mesh in dict.fromkeys(shard.layout.mesh for _, shard in shards):
-        some = {p: stack for p, stack in stacks.items() if p.device_mesh == mesh}
-        workers = dict(zip(some, assign(tuple(some.values()), tuple(mesh.shape), start), strict=True))
-        for _, shard in shards:
+    shards = [(b, i, x) for b in calling for i, x in enumerate(b.shards) if x is not None and x.layout.dims()]
+    for b, i, shard in shards:  # frozen ones may have a gradient
+        if shard.p not in stacks:
+            stacks[shard.p] = Stack.of(shard.layout, [b.variant], b.pieces[i][1] if i in b.pieces else ())
+    for mesh in dict.fromkeys(shard.layout.mesh for *_, shard in shards):
+        some = [(p, stack) for p, found in stacks.items() if p.device_mesh == mesh for stack in found]
+        workers: dict[Any, tuple[int, ...]] = {}
+        for (p, _), found in zip(some, assign(tuple(x for _, x in some), tuple(mesh.shape), start), strict=True):
+            workers[p] = (*workers.get(p, ()), *found)
+        for *_, shard in shards:
             if shard.layout.mesh == mesh:
                 shard.workers = workers[shard.p]
 
