@@ -28,7 +28,7 @@ def kourkoutas_beta(
     length = norm(g)
     grad_ema = alpha * grad_ema + (1 - alpha) * length
     ratio = length / (grad_ema + tiny_spike)
-    share = (1 - beta2_max) + (beta2_max - beta2_min) * where(t > warmup_steps, ratio / (1 + ratio), 0.5)  # 1 - beta2
+    share = (1 - beta2_max) + (beta2_max - beta2_min) * where(t > warmup_steps, ratio / (1 + ratio), 0.5)
     exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg_sq = (1 - share) * exp_avg_sq + share * g * g
     p = decoupled(p, lr, weight_decay)

@@ -20,7 +20,7 @@ def sgd_sai(
 ):
     """gsnr, a ratio of signal to noise, is the norm of the first gradient over the standard deviation of its elements.
 
-    Where that is 0, as of one element, it is the norm.
+    Where that is 0, as of one element, it is the norm.  A tensor whose first gradient is 0 never moves.
     """
     if starts:
         away = g - mean(g)

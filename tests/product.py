@@ -141,7 +141,12 @@ def full_cells() -> Iterator[Cell]:
 
 
 def is_met(cell: Cell) -> bool:
-    """Return True if a tensor falls into the cell: shapes decide flags, and which tensors are vectors for a plan."""
+    """Return True if a tensor falls into the cell: shapes decide flags, and which tensors are vectors for a plan.
+
+    Rules that draw numbers are left to tests/test_draws.py.
+    """
+    if spec_of(cell.spec).trace(dict(cell.flags)).draws:
+        return False
     return not any(f.shape for f in spec_of(cell.spec).flags) or bool(fitting(cell, SHAPES + REDUCED))
 
 

@@ -11,9 +11,9 @@ from tests.harness import spec_of
 from tests.oracles import BASES, ELEMENTWISE, IN_BASES, LOW_RANK, REDUCING, WHOLE
 
 SPECS = Path(__file__).parent.parent / "specs"
-# Those that look at the whole model, at intervals, or multiply matrices: in test_against_papers.py,
-# test_whole_model.py, test_bases.py and test_low_rank.py.
-ELSEWHERE = ("__init__", "plans", "psgd_kron", *WHOLE, *BASES, *IN_BASES, *LOW_RANK)
+# Those that look at the whole model, at intervals, multiply matrices or are fed: in test_against_papers.py,
+# test_whole_model.py, test_bases.py, test_low_rank.py and test_inputs.py.
+ELSEWHERE = ("__init__", "plans", "psgd_kron", "sophia", *WHOLE, *BASES, *IN_BASES, *LOW_RANK)
 NAMES = sorted(f.stem for f in SPECS.glob("*.py") if f.stem not in ELSEWHERE)
 
 

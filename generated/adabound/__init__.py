@@ -127,8 +127,7 @@ def host_scalars(step, grad_scale, *, lr, betas, final_lr, gamma, eps, weight_de
     common_1 = gamma * step
     # 31  lower, upper = final * (1 - 1 / (gamma * t + 1)), final * (1 + 1 / (gamma * t))
     lower = final * (1 - divide(1, common_1 + 1))
-    # 31  lower, upper = final * (1 - 1 / (gamma * t + 1)), final * (1 + 1 / (gamma * t))
-    upper = final * (1 + divide(1, common_1))
+    upper = final * (1 + divide(1, common_1))  # 31
     return (
         beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, scalar_2, lower, upper,
         peak_lr_2,
@@ -148,8 +147,7 @@ def kernel_scalars(step, grad_scale, *, lr, betas, final_lr, gamma, eps, weight_
     common_3 = gamma * step
     # 31  lower, upper = final * (1 - 1 / (gamma * t + 1)), final * (1 + 1 / (gamma * t))
     lower = final * (1 - divide(1, common_3 + 1))
-    # 31  lower, upper = final * (1 - 1 / (gamma * t + 1)), final * (1 + 1 / (gamma * t))
-    upper = final * (1 + divide(1, common_3))
+    upper = final * (1 + divide(1, common_3))  # 31
     return (
         beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, scalar_2, scalar_3, lower, upper,
         peak_lr_2,

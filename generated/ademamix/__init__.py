@@ -101,8 +101,7 @@ def host_scalars(step, grad_scale, *, lr, betas, alpha, alpha_warmup, beta3_warm
     ramp = minimum(divide(step, maximum(beta3_warmup, 1)), 1)
     # 29  log1, log3 = log(maximum(beta1, 1e-8)), log(maximum(beta3, 1e-8))
     log1 = log(maximum(beta1, 1e-08))
-    # 29  log1, log3 = log(maximum(beta1, 1e-8)), log(maximum(beta3, 1e-8))
-    log3 = log(maximum(beta3, 1e-08))
+    log3 = log(maximum(beta3, 1e-08))  # 29
     # 30  slow = exp(log1 * log3 / ((1 - ramp) * log3 + ramp * log1))
     slow = exp(divide(log1 * log3, (1 - ramp) * log3 + ramp * log1))
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay
@@ -129,8 +128,7 @@ def kernel_scalars(step, grad_scale, *, lr, betas, alpha, alpha_warmup, beta3_wa
     ramp = minimum(divide(step, maximum(beta3_warmup, 1)), 1)
     # 29  log1, log3 = log(maximum(beta1, 1e-8)), log(maximum(beta3, 1e-8))
     log1 = log(maximum(beta1, 1e-08))
-    # 29  log1, log3 = log(maximum(beta1, 1e-8)), log(maximum(beta3, 1e-8))
-    log3 = log(maximum(beta3, 1e-08))
+    log3 = log(maximum(beta3, 1e-08))  # 29
     # 30  slow = exp(log1 * log3 / ((1 - ramp) * log3 + ramp * log1))
     slow = exp(divide(log1 * log3, (1 - ramp) * log3 + ramp * log1))
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay

@@ -215,17 +215,13 @@ def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, d0, growth_r
     common_1 = 0 < lr
     # 35  gain1, gain2, gain3 = moves * (1 - beta1), moves * (1 - beta2), moves * (1 - beta3)
     gain1 = where(common_1, 1, 0) * (1 - beta1)
-    # 35  gain1, gain2, gain3 = moves * (1 - beta1), moves * (1 - beta2), moves * (1 - beta3)
-    gain3 = where(common_1, 1, 0) * (1 - root(beta2))
+    gain3 = where(common_1, 1, 0) * (1 - root(beta2))  # 35
     moves = where(common_1, 1, 0)                      # 33  moves = where(lr > 0, 1.0, 0.0)
     # 34  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
     keep1 = where(common_1, beta1, 1)
-    # 34  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep2 = where(common_1, beta2, 1)
-    # 35  gain1, gain2, gain3 = moves * (1 - beta1), moves * (1 - beta2), moves * (1 - beta3)
-    gain2 = moves * (1 - beta2)
-    # 34  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep3 = where(common_1, root(beta2), 1)
+    keep2 = where(common_1, beta2, 1)  # 34
+    gain2 = moves * (1 - beta2)  # 35
+    keep3 = where(common_1, root(beta2), 1)  # 34
     beta3 = root(beta2)                                # 32  beta3 = sqrt(beta2)
     one_minus_sqrt_beta2 = 1 - beta3
     return (
@@ -241,17 +237,13 @@ def host_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, d0, growth
     common_1 = 0 < lr
     # 35  gain1, gain2, gain3 = moves * (1 - beta1), moves * (1 - beta2), moves * (1 - beta3)
     gain1 = where(common_1, 1, 0) * (1 - beta1)
-    # 35  gain1, gain2, gain3 = moves * (1 - beta1), moves * (1 - beta2), moves * (1 - beta3)
-    gain3 = where(common_1, 1, 0) * (1 - root(beta2))
+    gain3 = where(common_1, 1, 0) * (1 - root(beta2))  # 35
     moves = where(common_1, 1, 0)                              # 33  moves = where(lr > 0, 1.0, 0.0)
     # 34  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
     keep1 = where(common_1, beta1, 1)
-    # 34  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep2 = where(common_1, beta2, 1)
-    # 35  gain1, gain2, gain3 = moves * (1 - beta1), moves * (1 - beta2), moves * (1 - beta3)
-    gain2 = moves * (1 - beta2)
-    # 34  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep3 = where(common_1, root(beta2), 1)
+    keep2 = where(common_1, beta2, 1)  # 34
+    gain2 = moves * (1 - beta2)  # 35
+    keep3 = where(common_1, root(beta2), 1)  # 34
     beta3 = root(beta2)                                        # 32  beta3 = sqrt(beta2)
     one_minus_sqrt_beta2 = 1 - beta3
     return (
@@ -265,17 +257,13 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, d0, growth
     common_1 = 0 < lr
     # 35  gain1, gain2, gain3 = moves * (1 - beta1), moves * (1 - beta2), moves * (1 - beta3)
     gain1 = where(common_1, 1, 0) * (1 - beta1)
-    # 35  gain1, gain2, gain3 = moves * (1 - beta1), moves * (1 - beta2), moves * (1 - beta3)
-    gain3 = where(common_1, 1, 0) * (1 - root(beta2))
+    gain3 = where(common_1, 1, 0) * (1 - root(beta2))  # 35
     moves = where(common_1, 1, 0)                      # 33  moves = where(lr > 0, 1.0, 0.0)
     # 34  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
     keep1 = where(common_1, beta1, 1)
-    # 35  gain1, gain2, gain3 = moves * (1 - beta1), moves * (1 - beta2), moves * (1 - beta3)
-    gain2 = moves * (1 - beta2)
-    # 34  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep2 = where(common_1, beta2, 1)
-    # 34  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep3 = where(common_1, root(beta2), 1)
+    gain2 = moves * (1 - beta2)  # 35
+    keep2 = where(common_1, beta2, 1)  # 34
+    keep3 = where(common_1, root(beta2), 1)  # 34
     common_2 = moves < 7.888609052210118e-31
     scalar_5 = where(common_2, 1, divide(1, moves))
     scalar_6 = divide(maximum(eps, 1.1754943508222875e-38), where(common_2, 0, moves))
@@ -294,17 +282,13 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, d0, grow
     common_1 = 0 < lr
     # 35  gain1, gain2, gain3 = moves * (1 - beta1), moves * (1 - beta2), moves * (1 - beta3)
     gain1 = where(common_1, 1, 0) * (1 - beta1)
-    # 35  gain1, gain2, gain3 = moves * (1 - beta1), moves * (1 - beta2), moves * (1 - beta3)
-    gain3 = where(common_1, 1, 0) * (1 - root(beta2))
+    gain3 = where(common_1, 1, 0) * (1 - root(beta2))  # 35
     moves = where(common_1, 1, 0)                              # 33  moves = where(lr > 0, 1.0, 0.0)
     # 34  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
     keep1 = where(common_1, beta1, 1)
-    # 35  gain1, gain2, gain3 = moves * (1 - beta1), moves * (1 - beta2), moves * (1 - beta3)
-    gain2 = moves * (1 - beta2)
-    # 34  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep2 = where(common_1, beta2, 1)
-    # 34  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep3 = where(common_1, root(beta2), 1)
+    gain2 = moves * (1 - beta2)  # 35
+    keep2 = where(common_1, beta2, 1)  # 34
+    keep3 = where(common_1, root(beta2), 1)  # 34
     common_2 = moves < 7.888609052210118e-31
     scalar_5 = where(common_2, 1, divide(1, moves))
     scalar_6 = divide(maximum(eps, 1.1754943508222875e-38), where(common_2, 0, moves))

@@ -372,8 +372,7 @@ def host_scalars(
     one_minus_beta1_times_where_lt_one_t_one_zero = (1 - beta1) * moves
     common_2 = 1 - beta2
     one_minus_beta2_times_where_lt_one_t_one_zero = common_2 * moves
-    # 45  moves, gain = where(t > 1, 1.0, 0.0), (1 - beta2) * where(t > 1, 1.0, init_factor)
-    gain = common_2 * where(common_1, 1, init_factor)
+    gain = common_2 * where(common_1, 1, init_factor)  # 45
     where_lt_one_t_one_zero_times_lr = moves * lr
     scalar_1 = 1 - where_lt_one_t_one_zero_times_lr * weight_decay
     return (
@@ -409,8 +408,7 @@ def host_scalars_3(
     one_minus_beta2_times_where_lt_one_t_one_zero = common_2 * where(common_1, 1, 0)
     # 45  moves, gain = where(t > 1, 1.0, 0.0), (1 - beta2) * where(t > 1, 1.0, init_factor)
     gain = common_2 * where(common_1, 1, init_factor)
-    # 45  moves, gain = where(t > 1, 1.0, 0.0), (1 - beta2) * where(t > 1, 1.0, init_factor)
-    moves = where(common_1, 1, 0)
+    moves = where(common_1, 1, 0)  # 45
     where_lt_one_t_one_zero_times_lr = moves * lr
     scalar_1 = 1 - where_lt_one_t_one_zero_times_lr * weight_decay
     return (
@@ -430,8 +428,7 @@ def kernel_scalars(
     one_minus_beta1_times_where_lt_one_t_one_zero = (1 - beta1) * moves
     common_2 = 1 - beta2
     one_minus_beta2_times_where_lt_one_t_one_zero = common_2 * moves
-    # 45  moves, gain = where(t > 1, 1.0, 0.0), (1 - beta2) * where(t > 1, 1.0, init_factor)
-    gain = common_2 * where(common_1, 1, init_factor)
+    gain = common_2 * where(common_1, 1, init_factor)  # 45
     common_3 = moves * lr
     minus_where_lt_one_t_one_zero_times_lr = -common_3
     scalar_1 = 1 - common_3 * weight_decay
@@ -470,8 +467,7 @@ def kernel_scalars_3(
     one_minus_beta2_times_where_lt_one_t_one_zero = common_2 * where(common_1, 1, 0)
     # 45  moves, gain = where(t > 1, 1.0, 0.0), (1 - beta2) * where(t > 1, 1.0, init_factor)
     gain = common_2 * where(common_1, 1, init_factor)
-    # 45  moves, gain = where(t > 1, 1.0, 0.0), (1 - beta2) * where(t > 1, 1.0, init_factor)
-    moves = where(common_1, 1, 0)
+    moves = where(common_1, 1, 0)  # 45
     common_3 = moves * lr
     minus_where_lt_one_t_one_zero_times_lr = -common_3
     scalar_1 = 1 - common_3 * weight_decay

@@ -395,11 +395,9 @@ def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, d0, d_coef, 
     # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
     keep3 = where(common_1, root(beta2), 1)
     beta3 = root(beta2)                          # 36  beta3 = sqrt(beta2)
-    # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep1 = where(common_1, beta1, 1)
-    # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep2 = where(common_1, beta2, 1)
-    gain2 = moves * (1 - beta2)                  # 39  gain1, gain2 = moves * (1 - beta1), moves * (1 - beta2)
+    keep1 = where(common_1, beta1, 1)  # 38
+    keep2 = where(common_1, beta2, 1)  # 38
+    gain2 = moves * (1 - beta2)                  # 39
     return (lr, weight_decay, d0, gain1, grad_scale, moves, keep3, eps, d_coef, growth_rate, beta3, keep1, keep2, gain2)
 
 
@@ -411,11 +409,9 @@ def host_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, d0, d_coef
     # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
     keep3 = where(common_1, root(beta2), 1)
     beta3 = root(beta2)                          # 36  beta3 = sqrt(beta2)
-    # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep1 = where(common_1, beta1, 1)
-    # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep2 = where(common_1, beta2, 1)
-    gain2 = moves * (1 - beta2)                  # 39  gain1, gain2 = moves * (1 - beta1), moves * (1 - beta2)
+    keep1 = where(common_1, beta1, 1)  # 38
+    keep2 = where(common_1, beta2, 1)  # 38
+    gain2 = moves * (1 - beta2)                  # 39
     return (lr, weight_decay, d0, gain1, moves, grad_scale, keep3, eps, d_coef, growth_rate, beta3, keep1, keep2, gain2)
 
 
@@ -430,12 +426,9 @@ def host_scalars_3(step, grad_scale, *, lr, betas, eps, weight_decay, d0, d_coef
     # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
     keep3 = where(common_1, root(beta2), 1)
     beta3 = root(beta2)                                        # 36  beta3 = sqrt(beta2)
-    # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep1 = where(common_1, beta1, 1)
-    # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep2 = where(common_1, beta2, 1)
-    # 39  gain1, gain2 = moves * (1 - beta1), moves * (1 - beta2)
-    gain2 = moves * (1 - beta2)
+    keep1 = where(common_1, beta1, 1)  # 38
+    keep2 = where(common_1, beta2, 1)  # 38
+    gain2 = moves * (1 - beta2)  # 39
     return (
         weight_decay, d0, own, gain1, grad_scale, moves, keep3, eps, d_coef, growth_rate, beta3, keep1, keep2, gain2,
     )
@@ -452,12 +445,9 @@ def host_scalars_4(step, grad_scale, *, lr, betas, eps, weight_decay, d0, d_coef
     # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
     keep3 = where(common_1, root(beta2), 1)
     beta3 = root(beta2)                                        # 36  beta3 = sqrt(beta2)
-    # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep1 = where(common_1, beta1, 1)
-    # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep2 = where(common_1, beta2, 1)
-    # 39  gain1, gain2 = moves * (1 - beta1), moves * (1 - beta2)
-    gain2 = moves * (1 - beta2)
+    keep1 = where(common_1, beta1, 1)  # 38
+    keep2 = where(common_1, beta2, 1)  # 38
+    gain2 = moves * (1 - beta2)  # 39
     return (
         weight_decay, d0, own, gain1, moves, grad_scale, keep3, eps, d_coef, growth_rate, beta3, keep1, keep2, gain2,
     )
@@ -471,11 +461,9 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, d0, d_coef
     # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
     keep3 = where(common_1, root(beta2), 1)
     beta3 = root(beta2)                          # 36  beta3 = sqrt(beta2)
-    # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep1 = where(common_1, beta1, 1)
-    gain2 = moves * (1 - beta2)                  # 39  gain1, gain2 = moves * (1 - beta1), moves * (1 - beta2)
-    # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep2 = where(common_1, beta2, 1)
+    keep1 = where(common_1, beta1, 1)  # 38
+    gain2 = moves * (1 - beta2)                  # 39
+    keep2 = where(common_1, beta2, 1)  # 38
     return (lr, weight_decay, d0, gain1, grad_scale, moves, keep3, eps, d_coef, growth_rate, beta3, keep1, gain2, keep2)
 
 
@@ -487,11 +475,9 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, d0, d_co
     # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
     keep3 = where(common_1, root(beta2), 1)
     beta3 = root(beta2)                          # 36  beta3 = sqrt(beta2)
-    # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep1 = where(common_1, beta1, 1)
-    gain2 = moves * (1 - beta2)                  # 39  gain1, gain2 = moves * (1 - beta1), moves * (1 - beta2)
-    # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep2 = where(common_1, beta2, 1)
+    keep1 = where(common_1, beta1, 1)  # 38
+    gain2 = moves * (1 - beta2)                  # 39
+    keep2 = where(common_1, beta2, 1)  # 38
     return (lr, weight_decay, d0, gain1, moves, grad_scale, keep3, eps, d_coef, growth_rate, beta3, keep1, gain2, keep2)
 
 
@@ -506,12 +492,9 @@ def kernel_scalars_3(step, grad_scale, *, lr, betas, eps, weight_decay, d0, d_co
     # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
     keep3 = where(common_1, root(beta2), 1)
     beta3 = root(beta2)                                        # 36  beta3 = sqrt(beta2)
-    # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep1 = where(common_1, beta1, 1)
-    # 39  gain1, gain2 = moves * (1 - beta1), moves * (1 - beta2)
-    gain2 = moves * (1 - beta2)
-    # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep2 = where(common_1, beta2, 1)
+    keep1 = where(common_1, beta1, 1)  # 38
+    gain2 = moves * (1 - beta2)  # 39
+    keep2 = where(common_1, beta2, 1)  # 38
     return (
         weight_decay, d0, own, gain1, grad_scale, moves, keep3, eps, d_coef, growth_rate, beta3, keep1, gain2, keep2,
     )
@@ -528,12 +511,9 @@ def kernel_scalars_4(step, grad_scale, *, lr, betas, eps, weight_decay, d0, d_co
     # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
     keep3 = where(common_1, root(beta2), 1)
     beta3 = root(beta2)                                        # 36  beta3 = sqrt(beta2)
-    # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep1 = where(common_1, beta1, 1)
-    # 39  gain1, gain2 = moves * (1 - beta1), moves * (1 - beta2)
-    gain2 = moves * (1 - beta2)
-    # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
-    keep2 = where(common_1, beta2, 1)
+    keep1 = where(common_1, beta1, 1)  # 38
+    gain2 = moves * (1 - beta2)  # 39
+    keep2 = where(common_1, beta2, 1)  # 38
     return (
         weight_decay, d0, own, gain1, moves, grad_scale, keep3, eps, d_coef, growth_rate, beta3, keep1, gain2, keep2,
     )

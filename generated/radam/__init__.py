@@ -118,7 +118,7 @@ def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     rho_inf = divide(2, 1 - beta2) - 1                       # 28  rho_inf = 2 / (1 - beta2) - 1
     rho = rho_inf - divide(2 * step * common_1, correction)  # 29  rho = rho_inf - 2 * t * beta2**t / correction
     r = maximum(rho, 5)                                      # 31  r, r_inf = maximum(rho, 5.0), maximum(rho_inf, 5.0)
-    r_inf = maximum(rho_inf, 5)                              # 31  r, r_inf = maximum(rho, 5.0), maximum(rho_inf, 5.0)
+    r_inf = maximum(rho_inf, 5)                              # 31
     # 32  rect = sqrt((r - 4) * (r - 2) * r_inf / ((r_inf - 4) * (r_inf - 2) * r))
     rect = root(divide((r - 4) * (r - 2) * r_inf, (r_inf - 4) * (r_inf - 2) * r))
     one_minus_beta1 = 1 - beta1
@@ -139,7 +139,7 @@ def host_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay):
     rho_inf = divide(2, 1 - beta2) - 1                       # 28  rho_inf = 2 / (1 - beta2) - 1
     rho = rho_inf - divide(2 * step * common_1, correction)  # 29  rho = rho_inf - 2 * t * beta2**t / correction
     r = maximum(rho, 5)                                      # 31  r, r_inf = maximum(rho, 5.0), maximum(rho_inf, 5.0)
-    r_inf = maximum(rho_inf, 5)                              # 31  r, r_inf = maximum(rho, 5.0), maximum(rho_inf, 5.0)
+    r_inf = maximum(rho_inf, 5)                              # 31
     # 32  rect = sqrt((r - 4) * (r - 2) * r_inf / ((r_inf - 4) * (r_inf - 2) * r))
     rect = root(divide((r - 4) * (r - 2) * r_inf, (r_inf - 4) * (r_inf - 2) * r))
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay
@@ -162,7 +162,7 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     rho_inf = divide(2, common_2) - 1                        # 28  rho_inf = 2 / (1 - beta2) - 1
     rho = rho_inf - divide(2 * step * common_1, correction)  # 29  rho = rho_inf - 2 * t * beta2**t / correction
     r = maximum(rho, 5)                                      # 31  r, r_inf = maximum(rho, 5.0), maximum(rho_inf, 5.0)
-    r_inf = maximum(rho_inf, 5)                              # 31  r, r_inf = maximum(rho, 5.0), maximum(rho_inf, 5.0)
+    r_inf = maximum(rho_inf, 5)                              # 31
     # 32  rect = sqrt((r - 4) * (r - 2) * r_inf / ((r_inf - 4) * (r_inf - 2) * r))
     rect = root(divide((r - 4) * (r - 2) * r_inf, (r_inf - 4) * (r_inf - 2) * r))
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay

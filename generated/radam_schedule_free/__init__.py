@@ -110,8 +110,7 @@ def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, r, weight_lr
     rho = rho_inf - divide(2 * step * common_1, correction)         # 35  rho = rho_inf - 2 * t * beta2**t / correction
     # 36  q, q_inf = maximum(rho, 4.1), maximum(rho_inf, 4.1)
     q = maximum(rho, 4.1)
-    # 36  q, q_inf = maximum(rho, 4.1), maximum(rho_inf, 4.1)
-    q_inf = maximum(rho_inf, 4.1)
+    q_inf = maximum(rho_inf, 4.1)  # 36
     # 37  rectified = sqrt((q - 4) * (q - 2) * q_inf / ((q_inf - 4) * (q_inf - 2) * q))
     rectified = root(divide((q - 4) * (q - 2) * q_inf, (q_inf - 4) * (q_inf - 2) * q))
     common_2 = 4 < rho
@@ -139,8 +138,7 @@ def host_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, r, weight_
     rho = rho_inf - divide(2 * step * common_1, correction)         # 35  rho = rho_inf - 2 * t * beta2**t / correction
     # 36  q, q_inf = maximum(rho, 4.1), maximum(rho_inf, 4.1)
     q = maximum(rho, 4.1)
-    # 36  q, q_inf = maximum(rho, 4.1), maximum(rho_inf, 4.1)
-    q_inf = maximum(rho_inf, 4.1)
+    q_inf = maximum(rho_inf, 4.1)  # 36
     # 37  rectified = sqrt((q - 4) * (q - 2) * q_inf / ((q_inf - 4) * (q_inf - 2) * q))
     rectified = root(divide((q - 4) * (q - 2) * q_inf, (q_inf - 4) * (q_inf - 2) * q))
     common_2 = 4 < rho
@@ -169,8 +167,7 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, r, weight_
     rho = rho_inf - divide(2 * step * common_1, correction)     # 35  rho = rho_inf - 2 * t * beta2**t / correction
     # 36  q, q_inf = maximum(rho, 4.1), maximum(rho_inf, 4.1)
     q = maximum(rho, 4.1)
-    # 36  q, q_inf = maximum(rho, 4.1), maximum(rho_inf, 4.1)
-    q_inf = maximum(rho_inf, 4.1)
+    q_inf = maximum(rho_inf, 4.1)  # 36
     # 37  rectified = sqrt((q - 4) * (q - 2) * q_inf / ((q_inf - 4) * (q_inf - 2) * q))
     rectified = root(divide((q - 4) * (q - 2) * q_inf, (q_inf - 4) * (q_inf - 2) * q))
     common_3 = 4 < rho
@@ -200,8 +197,7 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, r, weigh
     rho = rho_inf - divide(2 * step * common_1, correction)     # 35  rho = rho_inf - 2 * t * beta2**t / correction
     # 36  q, q_inf = maximum(rho, 4.1), maximum(rho_inf, 4.1)
     q = maximum(rho, 4.1)
-    # 36  q, q_inf = maximum(rho, 4.1), maximum(rho_inf, 4.1)
-    q_inf = maximum(rho_inf, 4.1)
+    q_inf = maximum(rho_inf, 4.1)  # 36
     # 37  rectified = sqrt((q - 4) * (q - 2) * q_inf / ((q_inf - 4) * (q_inf - 2) * q))
     rectified = root(divide((q - 4) * (q - 2) * q_inf, (q_inf - 4) * (q_inf - 2) * q))
     common_3 = 4 < rho

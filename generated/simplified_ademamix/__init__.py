@@ -90,7 +90,9 @@ def host_scalars(step, grad_scale, *, lr, betas, alpha, beta1_warmup, min_beta1,
     # 26  share = minimum(t / maximum(beta1_warmup, 1.0), 1.0)
     share = minimum(divide(step, maximum(beta1_warmup, 1)), 1)
     # 27  half_life = (1 - share) * (log(0.5) / log(min_beta1)) + share * (log(0.5) / log(beta1))
-    half_life = (1 - share) * divide(-0.6931471805599453, log(min_beta1)) + share * divide(-0.6931471805599453, log(beta1))
+    half_life = (
+        (1 - share) * divide(-0.6931471805599453, log(min_beta1)) + share * divide(-0.6931471805599453, log(beta1))
+    )
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay
     # 28  keep = where(t < beta1_warmup, 0.5 ** (1 / half_life), beta1)
     keep = where(step < beta1_warmup, 0.5**divide(1, half_life), beta1)
@@ -107,7 +109,9 @@ def kernel_scalars(step, grad_scale, *, lr, betas, alpha, beta1_warmup, min_beta
     # 26  share = minimum(t / maximum(beta1_warmup, 1.0), 1.0)
     share = minimum(divide(step, maximum(beta1_warmup, 1)), 1)
     # 27  half_life = (1 - share) * (log(0.5) / log(min_beta1)) + share * (log(0.5) / log(beta1))
-    half_life = (1 - share) * divide(-0.6931471805599453, log(min_beta1)) + share * divide(-0.6931471805599453, log(beta1))
+    half_life = (
+        (1 - share) * divide(-0.6931471805599453, log(min_beta1)) + share * divide(-0.6931471805599453, log(beta1))
+    )
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay
     # 28  keep = where(t < beta1_warmup, 0.5 ** (1 / half_life), beta1)
     keep = where(step < beta1_warmup, 0.5**divide(1, half_life), beta1)

@@ -536,7 +536,7 @@ def host_scalars(
 ):
     beta1, beta2 = betas
     moves = where(1 < step, 1, 0)  # 41  moves, k = where(t > 1, 1.0, 0.0), maximum(t - 1, 1)
-    k = maximum(step - 1, 1)       # 41  moves, k = where(t > 1, 1.0, 0.0), maximum(t - 1, 1)
+    k = maximum(step - 1, 1)       # 41
     one_minus_beta1_times_where_lt_one_t_one_zero = (1 - beta1) * moves
     one_minus_beta2_times_where_lt_one_t_one_zero = (1 - beta2) * moves
     one_minus_shampoo_beta = 1 - shampoo_beta
@@ -572,7 +572,7 @@ def host_scalars_3(
     one_minus_beta1_times_where_lt_one_t_one_zero = (1 - beta1) * where(1 < step, 1, 0)
     one_minus_beta2_times_where_lt_one_t_one_zero = (1 - beta2) * where(1 < step, 1, 0)
     one_minus_shampoo_beta = 1 - shampoo_beta
-    moves = where(1 < step, 1, 0)  # 41  moves, k = where(t > 1, 1.0, 0.0), maximum(t - 1, 1)
+    moves = where(1 < step, 1, 0)  # 41
     common_1 = moves * lr
     scalar_0 = divide(common_1 * root(1 - beta2**k), 1 - beta1**k)
     scalar_1 = 1 - common_1 * weight_decay
@@ -587,7 +587,7 @@ def kernel_scalars(
 ):
     beta1, beta2 = betas
     moves = where(1 < step, 1, 0)  # 41  moves, k = where(t > 1, 1.0, 0.0), maximum(t - 1, 1)
-    k = maximum(step - 1, 1)       # 41  moves, k = where(t > 1, 1.0, 0.0), maximum(t - 1, 1)
+    k = maximum(step - 1, 1)       # 41
     one_minus_beta1_times_where_lt_one_t_one_zero = (1 - beta1) * moves
     one_minus_beta2_times_where_lt_one_t_one_zero = (1 - beta2) * moves
     one_minus_shampoo_beta = 1 - shampoo_beta
@@ -625,7 +625,7 @@ def kernel_scalars_3(
     one_minus_beta1_times_where_lt_one_t_one_zero = (1 - beta1) * where(1 < step, 1, 0)
     one_minus_beta2_times_where_lt_one_t_one_zero = (1 - beta2) * where(1 < step, 1, 0)
     one_minus_shampoo_beta = 1 - shampoo_beta
-    moves = where(1 < step, 1, 0)  # 41  moves, k = where(t > 1, 1.0, 0.0), maximum(t - 1, 1)
+    moves = where(1 < step, 1, 0)  # 41
     common_1 = moves * lr
     scalar_0 = -divide(common_1 * root(1 - beta2**k), 1 - beta1**k)
     scalar_1 = 1 - common_1 * weight_decay

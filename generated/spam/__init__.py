@@ -114,7 +114,31 @@ def host_scalars(
     one_minus_beta1 = 1 - beta1
     one_minus_beta2 = 1 - beta2
     common_1 = power(1.5707963267948966 * slow, 2)
-    common_2 = 1 - divide(common_1, 2) * (1 - divide(common_1, 12) * (1 - divide(common_1, 30) * (1 - divide(common_1, 56) * (1 - divide(common_1, 90) * (1 - divide(common_1, 132) * (1 - divide(common_1, 182) * (1 - divide(common_1, 240) * (1 - divide(common_1, 306) * (1 - divide(common_1, 380) * (1 - divide(common_1, 462)))))))))))
+    common_2 = 1 - divide(common_1, 2) * (
+        1 - divide(common_1, 12)
+        * (
+            1 - divide(common_1, 30)
+            * (
+                1 - divide(common_1, 56)
+                * (
+                    1 - divide(common_1, 90)
+                    * (
+                        1 - divide(common_1, 132)
+                        * (
+                            1 - divide(common_1, 182)
+                            * (
+                                1 - divide(common_1, 240)
+                                * (
+                                    1 - divide(common_1, 306)
+                                    * (1 - divide(common_1, 380) * (1 - divide(common_1, 462)))
+                                )
+                            )
+                        )
+                    )
+                )
+            )
+        )
+    )
     # 45  rate = lr * (1 - 0.99 * half_cosine(slow)) * sqrt(1 - beta2**t) / (1 - beta1**t)
     rate = divide(lr * (1 - 0.99 * (common_2 * common_2)) * root(1 - beta2**step), 1 - beta1**step)
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay
@@ -140,7 +164,31 @@ def kernel_scalars(
     one_minus_beta2 = 1 - beta2
     scalar_5 = beta2 * kept
     common_1 = power(1.5707963267948966 * slow, 2)
-    common_2 = 1 - divide(common_1, 2) * (1 - divide(common_1, 12) * (1 - divide(common_1, 30) * (1 - divide(common_1, 56) * (1 - divide(common_1, 90) * (1 - divide(common_1, 132) * (1 - divide(common_1, 182) * (1 - divide(common_1, 240) * (1 - divide(common_1, 306) * (1 - divide(common_1, 380) * (1 - divide(common_1, 462)))))))))))
+    common_2 = 1 - divide(common_1, 2) * (
+        1 - divide(common_1, 12)
+        * (
+            1 - divide(common_1, 30)
+            * (
+                1 - divide(common_1, 56)
+                * (
+                    1 - divide(common_1, 90)
+                    * (
+                        1 - divide(common_1, 132)
+                        * (
+                            1 - divide(common_1, 182)
+                            * (
+                                1 - divide(common_1, 240)
+                                * (
+                                    1 - divide(common_1, 306)
+                                    * (1 - divide(common_1, 380) * (1 - divide(common_1, 462)))
+                                )
+                            )
+                        )
+                    )
+                )
+            )
+        )
+    )
     # 45  rate = lr * (1 - 0.99 * half_cosine(slow)) * sqrt(1 - beta2**t) / (1 - beta1**t)
     rate = divide(lr * (1 - 0.99 * (common_2 * common_2)) * root(1 - beta2**step), 1 - beta1**step)
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay

@@ -107,11 +107,11 @@ def host_scalars(step, grad_scale, *, lr, ghattg, ps, tau1, tau2, eps, weight_de
     scalar_3 = divide(2 * ps, common_1)
     scalar_4 = divide(ghattg * (2 * ps), common_1)
     one_minus_t_pow_minus_tau1 = 1 - power(step, -tau1)
-    prior = 2 * ps               # 27  shape, prior = 2 * ps + 1 + 1e-4, 2 * ps
+    prior = 2 * ps               # 27
     share1 = power(step, -tau1)  # 34  share1, share2 = t ** (-tau1), t ** (-tau2)
     one_minus_t_pow_minus_tau2 = 1 - power(step, -tau2)
     ghattg_times_two_times_ps = ghattg * prior
-    share2 = power(step, -tau2)  # 34  share1, share2 = t ** (-tau1), t ** (-tau2)
+    share2 = power(step, -tau2)  # 34
     return (
         lr, eps, grad_scale, one_minus_lr_times_weight_decay, shape, where_lt_one_t_one_zero, scalar_3, scalar_4,
         one_minus_t_pow_minus_tau1, prior, share1, one_minus_t_pow_minus_tau2, ghattg_times_two_times_ps, share2,
@@ -126,12 +126,12 @@ def kernel_scalars(step, grad_scale, *, lr, ghattg, ps, tau1, tau2, eps, weight_
     common_1 = shape - 1
     scalar_3 = divide(2 * ps, common_1)
     scalar_4 = divide(ghattg * (2 * ps), common_1)
-    prior = 2 * ps               # 27  shape, prior = 2 * ps + 1 + 1e-4, 2 * ps
+    prior = 2 * ps               # 27
     one_minus_t_pow_minus_tau1 = 1 - power(step, -tau1)
     share1 = power(step, -tau1)  # 34  share1, share2 = t ** (-tau1), t ** (-tau2)
     ghattg_times_two_times_ps = ghattg * prior
     one_minus_t_pow_minus_tau2 = 1 - power(step, -tau2)
-    share2 = power(step, -tau2)  # 34  share1, share2 = t ** (-tau1), t ** (-tau2)
+    share2 = power(step, -tau2)  # 34
     common_2 = lr < 7.888609052210118e-31
     scalar_11 = where(common_2, 1, divide(1, lr))
     scalar_12 = divide(maximum(eps, 1.1754943508222875e-38), where(common_2, 0, lr))

@@ -10,7 +10,7 @@ from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 from optgen import passes
-from optgen.backends import host, matrices, triton, triton_text, wrapper
+from optgen.backends import columns, host, matrices, triton, triton_text, wrapper
 from optgen.driver import eager_text, explain, kernel_text, targets
 from optgen.driver.pool import Pool
 from optgen.driver.project import Maths
@@ -327,7 +327,8 @@ def rule_lines(spec: Spec, maths: Maths) -> tuple[list[str], list[str], list[str
     called = host.needs(pool.functions)
     imports = [wrapper.imported(called, "optgen.runtime.records.scalars")] if called else []
     body = ["", "", "# Scalars at a step, in fp64, with the new host states behind them."]
-    body += [line for function in pool.functions for line in ("", "", *function)][2:]
+    texts = [columns.python("\n".join(function)).split("\n") for function in pool.functions]
+    body += [line for text in texts for line in ("", "", *text)][2:]
     constants, short = _shared([*found, *made])
     body += ["", "", *(["# What several of the records below have.", *constants, ""] if constants else [])]
     body += ["# The eager reference, in strict maths."]
