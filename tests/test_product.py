@@ -23,7 +23,7 @@ SAMPLED = 8
 
 
 def daily_cells() -> list[Cell]:
-    rules = [s for s in SPECS if not spec_of(s).trace({}).draws]  # those that draw are in test_draws.py
+    rules = [s for s in SPECS if not harness.spec_of(s).trace({}).draws]  # those that draw are in test_draws.py
     cells = [Cell(s, DEFAULT) for s in rules]
     further = [(s, f) for s in rules for f in settings_of(s)[1:] or [()]]
     cells += [Cell(s, DEFAULT, ("float32", "float16", "bfloat16")[k % 3], f) for k, (s, f) in enumerate(further)]
