@@ -29,9 +29,9 @@ def apollo(
     """APOLLO: the gradient itself, scaled by what Adam would do in a random space of low rank.
 
     APOLLO-Mini is rank=1, scale=128, per_tensor=True: one scale for each matrix instead of one for each index of its
-    longer side.  The norm of the step grows by 1 % a step at most; of a stack it is that of all its matrices.  The
-    random numbers depend on the name of the parameter and on the step alone, and are not kept.  Groups with adamw=True
-    (embeddings, the head) and vectors have AdamW, of the same lr.
+    longer side.  The norm of the step grows by 1 % a step at most, but freely from 0; of a stack it is that of all its
+    matrices.  The random numbers depend on the name of the parameter and on the step alone, and are not kept.  Groups
+    with adamw=True (embeddings, the head) and vectors have AdamW, of the same lr.
     """
     beta1, beta2 = betas
     step_size = lr * sqrt(1 - beta2**t) / (1 - beta1**t)
@@ -52,7 +52,7 @@ def apollo(
             ratio = column_norms(full, adam) / (column_norms(full, low) + 1e-8)
         scaled = unwide(g, full * ratio)
         size = norm(scaled)
-        limit = where(t > 1, maximum(size / (scaled_grad + 1e-8), 1.01) / 1.01, 1.0)
+        limit = where(scaled_grad > 0, maximum(size / (scaled_grad + 1e-8), 1.01) / 1.01, 1.0)
         scaled_grad = size / limit
         u = sqrt(scale) * scaled / limit
     p = p - step_size * u

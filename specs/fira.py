@@ -29,8 +29,9 @@ def fira(
 ):
     """Fira: GaLore, and beside it what the gradient has outside of the space, scaled as Adam scales inside.
 
-    The norm of that part grows by 1 % a step at most; of a stack it is that of all its matrices.  Spaces and signs are
-    those of GaLore.  Groups with adamw=True (embeddings, the head) and vectors have AdamW, of the same lr.
+    The norm of that part grows by 1 % a step at most, but freely from 0; of a stack it is that of all its matrices.
+    Spaces and signs are those of GaLore.  Groups with adamw=True (embeddings, the head) and vectors have AdamW, of the
+    same lr.
     """
     beta1, beta2 = betas
     step_size = lr * sqrt(1 - beta2**t) / (1 - beta1**t)
@@ -49,7 +50,7 @@ def fira(
         ratio = column_norms(full, adam) / (column_norms(full, low) + 1e-8)
         rest = unwide(g, (full - alpha * (projector @ low)) * ratio)
         size = norm(rest)
-        limit = where(t > 1, maximum(size / (scaling_grad + 1e-8), 1.01) / 1.01, 1.0)
+        limit = where(scaling_grad > 0, maximum(size / (scaling_grad + 1e-8), 1.01) / 1.01, 1.0)
         scaling_grad = size / limit
         u = alpha * unwide(g, projector @ adam) + rest / limit
     p = p - step_size * u

@@ -36,7 +36,8 @@ def kl_shampoo(
     to the eigenvectors; eigenvalues are averages of their own, renewed in each step.  Matrices with a side of more than
     max_precond_dim take AdamW.  The momentum and both factors are kept in the bases, where few bits cost least.
     Elements of gradients count as 1e11 at most, so that fp32 has the sums of squares of their products with
-    max_clamp_value.
+    max_clamp_value.  A step divides by the eigenvalues from before its gradient, as the authors' code does, so that one
+    gradient k times as large as those before makes a step (1 - betas[0]) k times as large: clip gradients.
     """
     if not matrix:
         p, exp_avg, exp_avg_sq = policies.adamw_step(p, g, t, exp_avg, exp_avg_sq, lr, betas, eps, weight_decay)

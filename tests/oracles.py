@@ -1296,9 +1296,9 @@ def _galore(o, s, g, t):
 
 
 def _limited(s, x, t):
-    """Limit the growth of a norm to 1 % a step."""
+    """Limit the growth of a norm to 1 % a step, but not from 0, from where the authors' takes 1,000 steps."""
     size = x.norm()
-    limit = max(size / (s.size + 1e-8), 1.01) / 1.01 if t > 1 else 1.0
+    limit = max(size / (s.size + 1e-8), 1.01) / 1.01 if t > 1 and s.size else 1.0
     s.size = size / limit
     return x / limit
 

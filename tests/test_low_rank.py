@@ -284,6 +284,20 @@ def test_rules_of_low_rank_are_their_oracles(case: str, shape: tuple[int, ...], 
     assert (exact - start).abs().max() > 0.05
 
 
+@pytest.mark.parametrize(("name", "kept"), [("apollo", "scaled_grad"), ("fira", "scaling_grad")])
+def test_a_norm_grows_freely_from_zero(name: str, kept: str) -> None:
+    """And by 1 % from what it is."""
+    p = nn.Parameter(drawn(6, 10))
+    opt, found = getattr(optim, spec_of(name).class_name)([p], plan="fp32", rank=3), []
+    for size in (0, 1, 0, 1, 1):
+        p.grad = size * drawn(6, 10)
+        opt.step()
+        found.append(float(opt.state[p][kept]))
+    assert found[0] == found[2] == 0
+    assert min(found[1], found[3]) > 1
+    assert found[4] == pytest.approx(1.01 * found[3], rel=16 * U)
+
+
 @pytest.mark.parametrize("name", LOW_RANK)
 def test_what_is_no_matrix_of_low_rank_takes_adamw(name: str) -> None:
     spec, options = spec_of(name), {"betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1}

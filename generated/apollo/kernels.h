@@ -16,11 +16,11 @@ OPTGEN_INLINE void apollo_3(S0 &scaled, S1 &tensor_sum_for_size) {
 
 // tensor: values of tensors
 template <class S0, class S1, class S2>
-OPTGEN_INLINE void apollo_4(F where_lt_one_t_one_zero, S0 &scaled_grad, S1 &tensor_sum_for_size, S2 &one_over_limit) {
+OPTGEN_INLINE void apollo_4(S0 &scaled_grad, S1 &tensor_sum_for_size, S2 &one_over_limit) {
     const F size = sqrt(tensor_sum_for_size.read());  // 54
     // 55
     const F limit = where(
-        0.0f < where_lt_one_t_one_zero, max(F(1.01f), size / (scaled_grad.read() + 1e-08f)) / 1.01f, F(1.0f)
+        0.0f < scaled_grad.read(), max(F(1.01f), size / (scaled_grad.read() + 1e-08f)) / 1.01f, F(1.0f)
     );
     const F scaled_grad_ = size / limit;              // 56
     scaled_grad.set(scaled_grad_);
@@ -73,20 +73,21 @@ OPTGEN_INLINE void apollo_per_tensor_4(S0 &row_sum_for_size, S1 &tensor_sum_for_
 }
 
 // tensor: values of tensors
-template <class S0, class S1>
-OPTGEN_INLINE void apollo_per_tensor_5(S0 &scaled_grad, S1 &scaled_grad_plus_1em08) {
+template <class S0, class S1, class S2>
+OPTGEN_INLINE void apollo_per_tensor_5(S0 &scaled_grad, S1 &lt_zero_scaled_grad, S2 &scaled_grad_plus_1em08) {
+    lt_zero_scaled_grad.set(where(0.0f < scaled_grad.read(), F(1.0f), F(0.0f)));
     scaled_grad_plus_1em08.set(scaled_grad.read() + 1e-08f);
 }
 
 // tensor: values of tensors
-template <class S0, class S1, class S2, class S3>
+template <class S0, class S1, class S2, class S3, class S4>
 OPTGEN_INLINE void apollo_per_tensor_6(
-    F where_lt_one_t_one_zero, S0 &tensor_sum_for_size, S1 &scaled_grad_plus_1em08, S2 &scaled_grad, S3 &one_over_limit
+    S0 &lt_zero_scaled_grad, S1 &tensor_sum_for_size, S2 &scaled_grad_plus_1em08, S3 &scaled_grad, S4 &one_over_limit
 ) {
     const F size = sqrt(tensor_sum_for_size.read());  // 54
     // 55
     const F limit = where(
-        0.0f < where_lt_one_t_one_zero, max(F(1.01f), size / scaled_grad_plus_1em08.read()) / 1.01f, F(1.0f)
+        0.0f < lt_zero_scaled_grad.read(), max(F(1.01f), size / scaled_grad_plus_1em08.read()) / 1.01f, F(1.0f)
     );
     const F scaled_grad_ = size / limit;              // 56
     scaled_grad.set(scaled_grad_);

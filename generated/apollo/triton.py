@@ -34,21 +34,20 @@ def apollo_3_sweep(table, work, step_key: tl.int32, SWEEP: tl.constexpr):
 
 
 @triton.jit
-def apollo_4_values(scaled_grad, tensor_sum_for_size, where_lt_one_t_one_zero):
+def apollo_4_values(scaled_grad, tensor_sum_for_size):
     """The new scaled_grad, one_over_limit."""
     size = tl.sqrt(tensor_sum_for_size)  # 54
     # 55
     limit = tl.where(
-        0.0 < where_lt_one_t_one_zero,
-        tl.maximum(size / (scaled_grad + 1e-08), 1.01, propagate_nan=tl.PropagateNan.ALL) / 1.01, 1.0
+        0.0 < scaled_grad, tl.maximum(size / (scaled_grad + 1e-08), 1.01, propagate_nan=tl.PropagateNan.ALL) / 1.01, 1.0
     )
     scaled_grad = size / limit           # 56
     return scaled_grad, 1.0 / limit
 
 
 @triton.jit
-def apollo_4_between(table, work, where_lt_one_t_one_zero: tl.float32, LEVEL: tl.constexpr):
-    rounds(table, work, apollo_4_values, LEVEL, 0, (where_lt_one_t_one_zero,))
+def apollo_4_between(table, work, LEVEL: tl.constexpr):
+    rounds(table, work, apollo_4_values, LEVEL, 0, ())
 
 
 @triton.jit
@@ -115,17 +114,17 @@ def apollo_per_tensor_4_values(row_sum_for_size):
 
 @triton.jit
 def apollo_per_tensor_5_values(scaled_grad):
-    """The new scaled_grad_plus_1em08."""
-    return (scaled_grad + 1e-08,)
+    """The new lt_zero_scaled_grad, scaled_grad_plus_1em08."""
+    return tl.where(0.0 < scaled_grad, 1.0, 0.0), scaled_grad + 1e-08
 
 
 @triton.jit
-def apollo_per_tensor_6_values(tensor_sum_for_size, scaled_grad_plus_1em08, where_lt_one_t_one_zero):
+def apollo_per_tensor_6_values(lt_zero_scaled_grad, tensor_sum_for_size, scaled_grad_plus_1em08):
     """The new scaled_grad, one_over_limit."""
     size = tl.sqrt(tensor_sum_for_size)  # 54
     # 55
     limit = tl.where(
-        0.0 < where_lt_one_t_one_zero,
+        0.0 < lt_zero_scaled_grad,
         tl.maximum(size / scaled_grad_plus_1em08, 1.01, propagate_nan=tl.PropagateNan.ALL) / 1.01, 1.0
     )
     scaled_grad = size / limit           # 56
@@ -133,7 +132,7 @@ def apollo_per_tensor_6_values(tensor_sum_for_size, scaled_grad_plus_1em08, wher
 
 
 @triton.jit
-def apollo_per_tensor_4_between(table, work, where_lt_one_t_one_zero: tl.float32, LEVEL: tl.constexpr):
+def apollo_per_tensor_4_between(table, work, LEVEL: tl.constexpr):
     rounds(table, work, apollo_per_tensor_4_values, LEVEL, 0, ())
     rounds(table, work, apollo_per_tensor_5_values, LEVEL, 1, ())
-    rounds(table, work, apollo_per_tensor_6_values, LEVEL, 2, (where_lt_one_t_one_zero,))
+    rounds(table, work, apollo_per_tensor_6_values, LEVEL, 2, ())

@@ -34,21 +34,21 @@ def fira_3_sweep(table, work, step_key: tl.int32, SWEEP: tl.constexpr):
 
 
 @triton.jit
-def fira_4_values(scaling_grad, tensor_sum_for_size, where_lt_one_t_one_zero):
+def fira_4_values(scaling_grad, tensor_sum_for_size):
     """The new scaling_grad, one_over_limit."""
-    size = tl.sqrt(tensor_sum_for_size)  # 51
-    # 52
+    size = tl.sqrt(tensor_sum_for_size)  # 52
+    # 53
     limit = tl.where(
-        0.0 < where_lt_one_t_one_zero,
-        tl.maximum(size / (scaling_grad + 1e-08), 1.01, propagate_nan=tl.PropagateNan.ALL) / 1.01, 1.0
+        0.0 < scaling_grad, tl.maximum(size / (scaling_grad + 1e-08), 1.01, propagate_nan=tl.PropagateNan.ALL) / 1.01,
+        1.0
     )
-    scaling_grad = size / limit          # 53
+    scaling_grad = size / limit          # 54
     return scaling_grad, 1.0 / limit
 
 
 @triton.jit
-def fira_4_between(table, work, where_lt_one_t_one_zero: tl.float32, LEVEL: tl.constexpr):
-    rounds(table, work, fira_4_values, LEVEL, 0, (where_lt_one_t_one_zero,))
+def fira_4_between(table, work, LEVEL: tl.constexpr):
+    rounds(table, work, fira_4_values, LEVEL, 0, ())
 
 
 @triton.jit
@@ -57,9 +57,9 @@ def fira_5_tile(
     MASKED: tl.constexpr,
 ):
     """The new p."""
-    u = tl.fma(rest, one_over_limit, alpha * unwide)  # 54
-    p = tl.fma(scalar_0, u, p)                        # 55
-    p = one_minus_lr_times_weight_decay * p           # 56
+    u = tl.fma(rest, one_over_limit, alpha * unwide)  # 55
+    p = tl.fma(scalar_0, u, p)                        # 56
+    p = one_minus_lr_times_weight_decay * p           # 57
     return (p,)
 
 
@@ -77,11 +77,11 @@ def fira_no_matrix_tile(
     scalar_2, one_minus_lr_times_weight_decay, live, MASKED: tl.constexpr,
 ):
     """The new p, exp_avg, exp_avg_sq."""
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 38
-    exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 39
-    u = exp_avg * reciprocal(tl.sqrt(exp_avg_sq) + eps)  # 40
-    p = tl.fma(scalar_2, u, p)                           # 55
-    p = one_minus_lr_times_weight_decay * p              # 56
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 39
+    exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 40
+    u = exp_avg * reciprocal(tl.sqrt(exp_avg_sq) + eps)  # 41
+    p = tl.fma(scalar_2, u, p)                           # 56
+    p = one_minus_lr_times_weight_decay * p              # 57
     return p, exp_avg, exp_avg_sq
 
 

@@ -13,14 +13,14 @@ from optgen.runtime.gpu.prelude import minus, reciprocal
 @triton.jit
 def kl_shampoo_1_values(eigen_left, max_clamp_value):
     """The new down."""
-    down_ = tl.minimum(1.0 / tl.sqrt(eigen_left), max_clamp_value, propagate_nan=tl.PropagateNan.ALL)  # 47
+    down_ = tl.minimum(1.0 / tl.sqrt(eigen_left), max_clamp_value, propagate_nan=tl.PropagateNan.ALL)  # 48
     return (down_,)
 
 
 @triton.jit
 def kl_shampoo_2_values(eigen_right, max_clamp_value):
     """The new across."""
-    across = tl.minimum(1.0 / tl.sqrt(eigen_right), max_clamp_value, propagate_nan=tl.PropagateNan.ALL)  # 48
+    across = tl.minimum(1.0 / tl.sqrt(eigen_right), max_clamp_value, propagate_nan=tl.PropagateNan.ALL)  # 49
     return (across,)
 
 
@@ -51,10 +51,10 @@ def kl_shampoo_5_tile(
 ):
     """The new exp_avg, update_whole, by_right_whole, by_left_whole; the terms of row_sum_for_eigen_left,
     col_sum_for_eigen_right."""
-    exp_avg = tl.fma(one_minus_beta1_times_where_lt_one_t_one_zero, g_2, times(beta1, exp_avg, PLAN.exp_avg))  # 49
-    by_right = g_2 * across  # 53
-    by_left = g_2 * down_    # 53
-    update = down_ * (exp_avg * across) * (1.0 / tl.fma(eps * down_, across, 1.0))  # 50
+    exp_avg = tl.fma(one_minus_beta1_times_where_lt_one_t_one_zero, g_2, times(beta1, exp_avg, PLAN.exp_avg))  # 50
+    by_right = g_2 * across  # 54
+    by_left = g_2 * down_    # 54
+    update = down_ * (exp_avg * across) * (1.0 / tl.fma(eps * down_, across, 1.0))  # 51
     return exp_avg, update, by_right, by_left, by_right, by_left
 
 
@@ -71,7 +71,7 @@ def kl_shampoo_6_values(
     eigen_left, row_sum_for_eigen_left, extent_columns, one_minus_beta2_times_where_lt_one_t_one_zero,
 ):
     """The new eigen_left."""
-    # 56
+    # 57
     eigen_left = tl.fma(
         one_minus_beta2_times_where_lt_one_t_one_zero, row_sum_for_eigen_left / extent_columns - eigen_left, eigen_left
     )
@@ -83,7 +83,7 @@ def kl_shampoo_7_values(
     eigen_right, col_sum_for_eigen_right, extent_rows, one_minus_beta2_times_where_lt_one_t_one_zero,
 ):
     """The new eigen_right."""
-    # 57
+    # 58
     eigen_right = tl.fma(
         one_minus_beta2_times_where_lt_one_t_one_zero, col_sum_for_eigen_right / extent_rows - eigen_right, eigen_right
     )
@@ -103,8 +103,8 @@ def kl_shampoo_9_tile(
     PLAN: tl.constexpr, p, matmul_3, minus_where_lt_one_t_one_zero_times_lr, scalar_1, live, MASKED: tl.constexpr,
 ):
     """The new p."""
-    p = tl.fma(minus_where_lt_one_t_one_zero_times_lr, matmul_3, p)  # 51
-    p = scalar_1 * p  # 52
+    p = tl.fma(minus_where_lt_one_t_one_zero_times_lr, matmul_3, p)  # 52
+    p = scalar_1 * p  # 53
     return (p,)
 
 
@@ -122,9 +122,9 @@ def kl_shampoo_no_matrix_tile(
     scalar_2, scalar_3, one_minus_lr_times_weight_decay, live, MASKED: tl.constexpr,
 ):
     """The new p, exp_avg, exp_avg_sq."""
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 42
-    exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 42
-    # 42
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 43
+    exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 43
+    # 43
     p = tl.fma(
         minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3)), one_minus_lr_times_weight_decay * p
     )
@@ -150,10 +150,10 @@ def kl_shampoo_refresh_5_tile(
 ):
     """The new update_whole, by_right_whole, exp_avg_whole, by_left_whole; the terms of row_sum_for_eigen_left,
     col_sum_for_eigen_right."""
-    by_right = g_2 * across  # 53
-    by_left = g_2 * down_    # 53
-    exp_avg = tl.fma(one_minus_beta1_times_where_lt_one_t_one_zero, g_2, times(beta1, exp_avg, PLAN.exp_avg))  # 49
-    update = down_ * (exp_avg * across) * (1.0 / tl.fma(eps * down_, across, 1.0))  # 50
+    by_right = g_2 * across  # 54
+    by_left = g_2 * down_    # 54
+    exp_avg = tl.fma(one_minus_beta1_times_where_lt_one_t_one_zero, g_2, times(beta1, exp_avg, PLAN.exp_avg))  # 50
+    update = down_ * (exp_avg * across) * (1.0 / tl.fma(eps * down_, across, 1.0))  # 51
     return update, by_right, exp_avg, by_left, by_right, by_left
 
 
@@ -174,8 +174,8 @@ def kl_shampoo_refresh_9_tile(
     MASKED: tl.constexpr,
 ):
     """The new p, exp_avg."""
-    p = tl.fma(minus_where_lt_one_t_one_zero_times_lr, matmul_3, p)  # 51
-    p = scalar_1 * p  # 52
+    p = tl.fma(minus_where_lt_one_t_one_zero_times_lr, matmul_3, p)  # 52
+    p = scalar_1 * p  # 53
     return p, exp_avg_2
 
 
