@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -11,10 +11,12 @@ from optgen.base.errors import UserError
 from optgen.base.loc import Loc
 from optgen.ir.node import Node, postorder
 from optgen.ir.ranges import Intervals
+from optgen.lang import matrices
 from optgen.lang.declare import flags_in
 from optgen.lang.probe import probe
 from optgen.lang.spec import Spec, Trace, start
 from optgen.lang.tracing import run
+from optgen.lang.values import author_loc
 from optgen.ops import spaces
 from optgen.ops.prims import CALLS, MATRIX_OPS, PRIMS, REDUCTIONS
 
@@ -54,19 +56,29 @@ def _check_call(spec: Spec, node: Node, trace: Trace) -> None:
     normalizes = {"newton_schulz": 2, "newton_schulz_of_rows": 3}.get(node.attr)
     if normalizes is None or node.args[normalizes].attr == 0:
         return
-    inner = node.args[0]
-    while inner.op in _TURNED or inner.attr in ("finite", "top_rows", "unwide"):
-        if inner.op == "call":
-            inner = inner.args[inner.attr == "unwide"]
-            continue
-        (inner, *others) = sorted(inner.args, key=lambda a: not spaces.dims(a.space))
-        if any(spaces.dims(other.space) for other in others):
-            return
-    if inner.attr in ("newton_schulz", "newton_schulz_of_rows", "polar"):
+    if inner := _orthogonal_by(spec, node.args[0]):
         why = f"its operand is a result of {_called(inner)}, orthogonal already, which it would divide by its "
         places = (place, trace.places.get(inner.uid, spec.loc))
         remedy = "one call: newton_schulz(x, coefficients=[(a, b, c), ...]), or more steps, newton_schulz(x, 10)"
         raise UserError("E129", loc=places, function=_called(node), why=f"{why}Frobenius norm", remedy=remedy)
+
+
+def _orthogonal_by(spec: Spec, x: Node) -> Node | None:
+    """Return the call of newton_schulz or polar whose result x is, scaled, transposed, chosen from such, in part, or
+    multiplied by states that are orthogonal."""
+    if x.attr in ("newton_schulz", "newton_schulz_of_rows", "polar"):
+        return x
+    of = [a for a in x.args if spaces.dims(a.space)] if x.op in _TURNED else []
+    if x.attr in ("finite", "top_rows", "unwide"):
+        of = [x.args[x.attr == "unwide"]]
+    elif x.op == "where" and (not spaces.dims(x.args[0].space) or x.args[1] is x.args[2]):
+        of = [*x.args[1:]]
+    elif x.op == "matmul":
+        bases = {s.name for s in spec.states if s.trait == "orthogonal"}
+        of = [a for a in x.args if (a.args[0] if a.op == "transpose" else a).attr not in bases]
+    made = [_orthogonal_by(spec, a) for a in of]
+    several = x.op in ("where", "matmul")
+    return made[0] if made and None not in made and (several or len(made) == 1) else None
 
 
 _TURNED = frozenset("mul div neg transpose to_wide".split())
@@ -153,14 +165,47 @@ _LACKS: dict[str, Callable[[Any], Any]] = {
 """Functions of a square matrix that are zero where it has a trait, by name of the trait."""
 
 
+_HALVES = {
+    **dict.fromkeys("eigenvectors inverse_root newton_root cholesky norm_lower_bound".split(), (0, "symmetric")),
+    "orthogonal_iteration": (0, "symmetric"), "solve_triangular": (1, "triangular"),
+}  # fmt: skip
+"""The operand of which functions of whole matrices read one half alone, or as if it had a trait, and the trait."""
+
+_WITH = {
+    "symmetric": "(x + x.T) / 2 is symmetric, and so is gram(x)",
+    "triangular": "triangle(x) is upper triangular, and with upper=False it takes triangle(x).T",
+}
+
+
+def _check_operand(name: str, operands: Sequence[Any], numbers: Sequence[Any]) -> None:
+    """Raise UserError E129 for a function that reads one half of a matrix, of which the other half differs."""
+    position, trait = _HALVES.get(name, (0, ""))
+    if not trait:
+        return
+    x = operands[position]
+    off = _LACKS[trait](x.mT if name == "solve_triangular" and not numbers[0] else x).abs().max()
+    if off > 1e-6 * x.abs().max():
+        why = f"its operand is not {trait}: of random values it is off by {float(off):.2g}"
+        called = name.replace("newton_root", "inverse_root")
+        raise UserError("E129", loc=author_loc(), function=f"{called}()", why=why, remedy=_WITH[trait])
+
+
 def _check_traits(spec: Spec, flags: Mapping[str, bool], trace: Trace) -> None:
-    """Raise UserError E143 for a matrix state that loses its trait in two steps in fp64, from random values with it.
+    """Raise UserError E143 for a matrix state that loses its trait in two steps in fp64, from random values with it,
+    and E129 for operands of functions that take one for granted.
 
     What newton_schulz takes part in is rounded to bf16 and not judged.
     """
+
+    def exact(nodes: list[Node]) -> bool:
+        return all(n.attr not in ("newton_schulz", "newton_schulz_of_rows") for n in postorder(nodes))
+
     judged = [s for s in spec.present(flags) if s.trait in _LACKS and trace.states[s.name].op != "load"]
-    judged = [s for s in judged if all(n.attr != "newton_schulz" for n in postorder([trace.states[s.name]]))]
-    if not judged:
+    judged = [s for s in judged if exact([trace.states[s.name]])]
+    roots = [trace.p, *trace.states.values()]
+    halves = [n.args[_HALVES[n.attr][0]] for n in postorder(roots) if n.op == "call" and n.attr in _HALVES]
+    watch = halves and exact(halves)
+    if not judged and not watch:
         return
     import torch
 
@@ -173,10 +218,13 @@ def _check_traits(spec: Spec, flags: Mapping[str, bool], trace: Trace) -> None:
     has = {"symmetric": lambda x: x + x.mT, "orthogonal": lambda x: torch.linalg.qr(x).Q, "triangular": torch.triu}
     kept = {s.name: has[s.trait](drawn(*start(s, p, hypers).shape)) for s in spec.present(flags) if s.trait in has}
     for step in (1, 2):
+        watched = matrices.WATCHED.set(_check_operand if watch else None)
         try:
             p, kept, host = spec.evaluate(p, drawn(5, 7), step, kept, host, **flags)
         except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
             return
+        finally:
+            matrices.WATCHED.reset(watched)
         for s in judged:
             x = kept[s.name]
             off = _LACKS[s.trait](x).abs().max()

@@ -6,7 +6,8 @@ in fp32.  newton_schulz takes its products in bf16.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 from optgen.base.errors import UserError
@@ -17,6 +18,9 @@ from optgen.ops import spaces
 from optgen.runtime.records import keys, series
 
 Triple = tuple[Num, Num, Num]
+
+WATCHED: ContextVar[Callable[[str, Sequence[Any], Sequence[Any]], None] | None] = ContextVar("WATCHED", default=None)
+"""A function called with the name, matrices and numbers of each function of whole matrices of tensors."""
 
 
 def newton_schulz(
@@ -58,6 +62,11 @@ def top_rows(x: Num, fraction: Num) -> Any:
         what = f"top_rows() takes a fraction above 0 and up to 1, got {fraction!r}"
         raise UserError("E113", loc=author_loc(), what=what, hint="hyper(0.25, gt=0, le=1) is one")
     return _call("top_rows", (x,), (fraction,))
+
+
+def matmul(a: Num, b: Num) -> Any:
+    """a @ b: the product of two matrices."""
+    return a @ b
 
 
 def transpose(x: Num) -> Any:
@@ -283,6 +292,8 @@ def _call(name: str, operands: tuple[Num, ...], numbers: Sequence[Num] = (), sai
     if type(x).__module__.startswith("torch"):
         from optgen.runtime.reference import matrices
 
+        if (watch := WATCHED.get()) is not None:
+            watch(name, operands, numbers)
         return getattr(matrices, name)(*operands, *numbers).to(x.dtype).as_subclass(type(x))
     import sympy
 

@@ -348,6 +348,9 @@ def _check_defaults(spec: Spec) -> None:
                 what = f"`{h.name}` counts the steps of flag `{f.name}`: a whole number from 1 on, got {steps:g}"
                 places = [loc for loc in (h.loc, f.loc) if loc]
                 raise UserError("E113", loc=places, what=what, hint=f"{h.name}=hyper({max(1, round(steps))}, ge=1)")
+            if h.interval[0] < 1:
+                what = f"`{h.name}` counts steps of flag `{f.name}`, from 1 on, and its range is {h.range or 'open'}"
+                raise UserError("E113", loc=h.loc, what=what, hint=f"{h.name}=hyper({steps:g}, ge=1)")
     for h in spec.hypers:
         for part, value in zip(h.parts, h.values, strict=True):
             if not h.allows(value):

@@ -32,6 +32,7 @@ _MISSING = (
         "of whole matrices there are a @ b, x.T, qr(x), eigenvectors(x), inverse_root(x, p), cholesky(x) and "
         "newton_schulz(x) in optgen.lang; of elements dot(a, b), row_sum(a * b) and col_sum(a * b)",
     ),
+    ("diag diagonal", "identity(x) * x is x with zeros beside its diagonal, and trace(x) the sum of that"),
     (
         "softplus softmax atan arctan sin cos tan sinh cosh log1p expm1 logsumexp erfc",
         "element-wise there are exp, log, tanh, sigmoid, erf, atan2, sqrt, rsqrt, cbrt, square and power",
