@@ -535,7 +535,7 @@ def test_workspace_is_bounded_and_buckets_share_it() -> None:
     assert peaks[1] <= 12 * 4 * 32 * 32 < peaks[0] / 8, peaks
 
 
-@pytest.mark.parametrize("wrong", ["lots", "5MB", -1, 0.5, True])
+@pytest.mark.parametrize("wrong", ["lots", "5MB", -1, 0, 0.5, True])
 def test_other_workspaces_are_refused(wrong: Any) -> None:
     with pytest.raises(ValueError, match=r"Muon: workspace must be a number of bytes >= 1, or as in '512MiB'"):
         Muon([nn.Parameter(torch.ones(2, 3))], workspace=wrong)

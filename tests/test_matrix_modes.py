@@ -41,6 +41,7 @@ from optgen.lang import (
     tensor_state,
     top_rows,
     trace,
+    triangle,
     uniform,
     unwide,
     where,
@@ -207,6 +208,23 @@ def test_a_group_says_the_largest_side_that_has_a_factor(cls: Any) -> None:
     assert [g["max_precond_dim"] for g in fresh.param_groups] == [5, 9, 10000]
 
 
+def test_intervals_and_functions_of_shapes_are_checked_at_construction() -> None:
+    @optimizer(cite="nobody")
+    def narrow(
+        p, g, *,
+        lr=hyper(0.1), k=hyper(2, ge=1), now=flag(every="k"), small=shape_flag(lambda shape: max(shape) < 8),
+    ):  # fmt: skip
+        p = p - (lr if small or now else 2 * lr) * g
+        return p
+
+    cls = optgen.compile(narrow, "fp32")
+    with pytest.raises(ValueError, match=r"Narrow: k must be a whole number >= 1, got 2\.5"):
+        cls([nn.Parameter(torch.zeros(3))], k=2.5)
+
+    with pytest.raises(ValueError, match=r"Narrow: .*'small' fails on the shape \(\) of parameter 'w': max\(\) arg"):
+        cls([("w", nn.Parameter(torch.zeros(())))])
+
+
 def test_functions_of_shapes_take_hyper_parameters_alone() -> None:
     with pytest.raises(UserError, match=r"E113.*takes the shape and hyper-parameters, and `limit` is none: lr"):
 
@@ -226,6 +244,9 @@ WITHOUT_MEANING: list[tuple[Callable[[Any, Any], Any], str]] = [
     (lambda x, g: gram(newton_schulz(finite(2 * polar(g)))), r"E129.*its operand is a result of polar\(\)"),
     (lambda x, g: gram(newton_schulz(top_rows(newton_schulz(g), 0.5), part=0.5)), r"E129.*is a result of newton"),
     (lambda x, g: gram(newton_schulz(unwide(g, newton_schulz(wide(g))))), r"E129.*its operand is a result of newton"),
+    (lambda x, g: gram(newton_schulz(where(mat_norm(g) > 1, polar(g), -polar(g)))), r"E129.*is a result of polar"),
+    (lambda x, g: inverse_root(triangle(gram(g)), 2), r"E129.*inverse_root\(\) .* not symmetric: .*gram\(x\)"),
+    (lambda x, g: solve_triangular(x, gram(g)), r"E129.*solve_triangular\(\) .* not triangular: .*triangle\(x\).T"),
     (lambda x, g: x * trace(g), r"E206.*trace\(\) takes a square matrix, got \(rows, columns\)"),
     (lambda x, g: x * norm(x), r"E201.*norm\(\) takes .*, got a matrix of \(rows, rows\)"),
     (lambda x, g: gram(solve_triangular(g, gram(g.T))), r"E206.*a square matrix of as many rows as its first operand"),

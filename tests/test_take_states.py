@@ -75,3 +75,11 @@ def test_low_bits_of_weights_stay() -> None:
 def test_others_are_refused(made: Callable[[Any], Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         optgen.take_states(*made(weights()))
+
+
+@pytest.mark.parametrize("plan", ["fp32", "int8_split24"])
+def test_the_refusal_of_its_checkpoint_names_the_function(plan: str) -> None:
+    old = AdamW(weights(), plan=plan)
+    stepped(old, 1)
+    with pytest.raises(ValueError, match=r"Muon\.load_state_dict: .*\(optgen\.take_states\(new, old\) goes on"):
+        Muon(weights(), plan="fp32").load_state_dict(old.state_dict())

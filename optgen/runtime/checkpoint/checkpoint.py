@@ -227,6 +227,8 @@ def read(
     loaded.states.update({k: _copied(x, None, k, misfits) for k, x in saved_state.items() if k in beside})
     if sharding.anywhere(bool(misfits.lines), [p for group in merged for p in group["params"]]) and not misfits.lines:
         misfits.add("another rank found what does not fit its parts, and says it")
+    if any(": exp_avg" in line and ": not expected" in line for line in misfits.lines):
+        misfits.heading += " (optgen.take_states(new, old) goes on with those states of AdamW that the rule has, too)"
     misfits.stop()
     warn_stacks(cls, stacks)
     if missing and any("step" in entry for entry in state.of_parameters(loaded.states)):
@@ -450,7 +452,7 @@ def select(
     """
     chosen = plans.chosen(cls, group, p.dtype, name)
     count = blocks.of(cls, group).get(name) if name is not None else None
-    flags = options.flags_of(cls, group, blocks.shape(cls, p, count))
+    flags = options.flags_of(cls, group, blocks.shape(cls, p, count), name)
     small, vector = p.numel() < chosen.limit, p.ndim < 2
     found = plans.variant(chosen.pair, p.dtype, small, flags, vector)
     found = blocks.seen(cls, found, p, count, group, name)

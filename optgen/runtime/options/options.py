@@ -74,6 +74,8 @@ def check(cls: Any, group: Mapping[str, Any]) -> dict[str, Any]:
             found[name] = switch(group[name], name, owner)
     for flag in flags:
         flag.check({**group, **found}, owner)
+    if all(flag.every in {**group, **found} for flag in flags if flag.every):
+        at_step(cls, {**group, **found}, 1, 0)
     if "seed" in group:
         seed = as_int(group["seed"])
         if seed is None:
@@ -83,7 +85,7 @@ def check(cls: Any, group: Mapping[str, Any]) -> dict[str, Any]:
         found["stagger"] = switch(group["stagger"], "stagger", owner)
         if not any(flag.every for flag in flags):
             raise ValueError(f"{owner}: stagger=True spreads what is done every k steps, and this rule does nothing so")
-    if _said(group, "workspace"):
+    if group.get("workspace") is not None:
         found["workspace"] = _bytes(group["workspace"], owner)
     if "backend" in group:
         if group["backend"] not in BACKENDS:
@@ -174,9 +176,11 @@ def flags_declared(cls: Any) -> Sequence[Flag]:
     return flags
 
 
-def flags_of(cls: Any, group: Mapping[str, Any], shape: tuple[int, ...] | None = None) -> tuple[tuple[str, bool], ...]:
+def flags_of(
+    cls: Any, group: Mapping[str, Any], shape: tuple[int, ...] | None = None, name: object = None
+) -> tuple[tuple[str, bool], ...]:
     """The setting of every flag in a group, derived ones included; those that follow a shape only where it is given,
-    by `blocks.shape`."""
+    by `blocks.shape`.  Raises ValueError with the parameter's name where a function of shapes fails."""
     setting = []
     for flag in cls.FLAGS:
         if flag.clock is not None:
@@ -184,7 +188,12 @@ def flags_of(cls: Any, group: Mapping[str, Any], shape: tuple[int, ...] | None =
             continue
         if flag.shape is not None:
             if shape is not None:
-                setting.append((flag.name, flag.holds(shape, group)))
+                try:
+                    setting.append((flag.name, flag.holds(shape, group)))
+                except Exception as error:
+                    where = f"the shape {shape}" + (f" of parameter {name!r}" if name is not None else "")
+                    what = f"the function of its shape_flag {flag.name!r} fails on {where}: {error}"
+                    raise ValueError(f"{cls.__name__}: {what}") from error
             continue
         on = bool(group[flag.name]) if flag.nonzero is None else _nonzero(group[flag.nonzero])
         setting.append((flag.name, on))

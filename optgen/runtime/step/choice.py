@@ -68,7 +68,7 @@ class GroupChoices:
                 shape = blocks.shape(self._cls, p, seen[1])
             except ValueError as error:
                 raise ValueError(f"{self._cls.__name__}: blocks: parameter {name!r} {error}") from None
-            flags = options.flags_of(self._cls, self._group, shape)
+            flags = options.flags_of(self._cls, self._group, shape, name)
             variant = plans.variant(last.plan, dtype, p.numel() < last.limit, flags, p.ndim < 2)
             last.variants[seen] = variant = blocks.seen(
                 self._cls, variant, p, seen[1], self._group, name

@@ -156,8 +156,8 @@ class Noting:
             warn(
                 f"step {bucket.step + 1}, {state.label(bucket.params[i], bucket.names[i])}: a matrix that the rule "
                 f"makes of gradients is not finite, and the rule goes on with what it has in its place, such as the "
-                f"basis of the step before.  Clip gradients; if the weight is not finite either, load a checkpoint. "
-                f"Further steps say nothing of this parameter"
+                f"basis of the step before.  Clip gradients; a NaN in one makes the weight NaN, too: load a "
+                f"checkpoint. Further steps say nothing of this parameter"
             )
 
 
