@@ -16,7 +16,7 @@ from optgen.lang.values import author_loc, erfinv
 from optgen.runtime.records import keys
 
 DRAWN: ContextVar[Callable[[str], Any] | None] = ContextVar("DRAWN", default=None)
-"""How the reading of a rule that goes on makes the numbers of a draw, by its name."""
+"""Name of a draw -> the function that makes its numbers in the reading of a rule that goes on."""
 
 KEYS: ContextVar[tuple[int, int]] = ContextVar("KEYS", default=(0, keys.stream_key(0)))
 """The seed and the stream key of the parameter for which a rule is evaluated: by default the first of an optimizer,
