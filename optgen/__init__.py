@@ -21,49 +21,22 @@ __all__ = [
 ]  # fmt: skip
 
 
+_HOMES = {
+    "SAM": "sharpness", "StableEmbedding": "embedding", "attention_heads": "runtime.options.blocks",
+    "cast_model": "cast", "compile": "driver.compile", "keep_states_fp32": "runtime.records.marks",
+    "list": "by_name", "list_rules": "by_name", "load_checkpoint": "runtime.files", "make": "by_name",
+    "save_checkpoint": "runtime.files", "take_states": "convert.rules",
+}  # fmt: skip
+"""Name -> the module that has it, which is imported when the name is asked for (PEP 562)."""
+
+
 def __getattr__(name: str) -> object:
-    # PEP 562: the compiler is loaded when it is asked for.
-    if name == "compile":
-        from optgen.driver.compile import compile
+    if name not in (*_HOMES, "optim"):
+        raise AttributeError(f"module 'optgen' has no attribute {name!r}")
+    from importlib import import_module
 
-        return compile
-    if name == "optim":
-        from importlib import import_module
-
-        return import_module("optgen.optim")
-    if name == "cast_model":
-        from optgen.cast import cast_model
-
-        return cast_model
-    if name == "StableEmbedding":
-        from optgen.embedding import StableEmbedding
-
-        return StableEmbedding
-    if name == "SAM":
-        from optgen.sharpness import SAM
-
-        return SAM
-    if name == "keep_states_fp32":
-        from optgen.runtime.records.marks import keep_states_fp32
-
-        return keep_states_fp32
-    if name == "attention_heads":
-        from optgen.runtime.options.blocks import attention_heads
-
-        return attention_heads
-    if name in ("list", "list_rules", "make"):
-        from optgen import by_name
-
-        return getattr(by_name, "list_rules" if name == "list" else name)
-    if name == "take_states":
-        from optgen.convert.rules import take_states
-
-        return take_states
-    if name in ("load_checkpoint", "save_checkpoint"):
-        from optgen.runtime import files
-
-        return getattr(files, name)
-    raise AttributeError(f"module 'optgen' has no attribute {name!r}")
+    module = import_module(f"optgen.{_HOMES.get(name, name)}")
+    return module if name == "optim" else getattr(module, "list_rules" if name == "list" else name)
 
 
 def __dir__() -> list[str]:

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import chain, count
 
-from optgen.backends.printer import ATOM, Printer, Spelling, Text, comment_of, number, with_comments, wrapped
+from optgen.backends.printer import (
+    ATOM,
+    COMMON,
+    Printer,
+    Spelling,
+    Text,
+    called,
+    comment_of,
+    function,
+    number,
+    with_comments,
+    wrapped,
+)  # fmt: skip
 from optgen.ir.node import Node, postorder
 from optgen.ir.program import Let, Program
 from optgen.ir.ranges import Intervals, never_zero
@@ -30,21 +41,15 @@ def _const(p: Printer, n: Node) -> Text:
     return text, ATOM if value >= 0 else 30
 
 
-def _function(name: str) -> Spelling:
-    return lambda p, n: p.call(name, *n.args)
-
-
-def _div(p: Printer, n: Node) -> Text:
+def _div(p: HostPrinter, n: Node) -> Text:
     """Spell a quotient: 1 / x as it is, else a call: torch multiplies by a reciprocal where one side is a number."""
-    assert isinstance(p, HostPrinter)
     if n.args[0].op == "const" and n.args[0].attr == 1 and never_zero(n.args[1], p.intervals):
         return f"{p.text(n.args[0], 20)} / {p.text(n.args[1], 21)}", 20
     return p.call("divide", *n.args)
 
 
-def _pow(p: Printer, n: Node) -> Text:
+def _pow(p: HostPrinter, n: Node) -> Text:
     """base**exponent as it stands where it cannot overflow: 0 <= base <= 1 and exponent >= 0, beta**step above all."""
-    assert isinstance(p, HostPrinter)
     base, exponent = (p.intervals(a) for a in n.args)
     if base[0] >= 0 and base[1] <= 1 and exponent[0] >= 0:
         return f"{p.text(n.args[0], 41)}**{p.text(n.args[1], 40)}", 40
@@ -60,26 +65,18 @@ class HostPrinter(Printer):
 
 
 HOST: dict[str, Spelling] = {
+    **COMMON,
     "const": _const,
-    "sym": lambda p, n: (str(n.attr), ATOM),
-    "neg": lambda p, n: (f"-{p.text(n.args[0], 30)}", 30),
     "pow": _pow,
     "div": _div,
-    "sqrt": _function("root"),
-    "exp": _function("exp"),
-    "log": _function("log"),
-    **{name: _function(name) for name in ("tanh", "sigmoid", "erf", "atan2")},
-    "floor": _function("floor"),
-    "rint": _function("rint"),
-    "sign": _function("sign"),
-    "abs": _function("abs"),
-    "max": _function("maximum"),
-    "min": _function("minimum"),
-    "cbrt": _function("cube_root"),
-    "not": _function("negated"),
-    "and": _function("both"),
-    "or": _function("either"),
-    "where": _function("where"),
+    **{x: function(x) for x in "abs atan2 erf exp floor log rint sigmoid sign tanh where".split()},
+    "sqrt": function("root"),
+    "max": function("maximum"),
+    "min": function("minimum"),
+    "cbrt": function("cube_root"),
+    "not": function("negated"),
+    "and": function("both"),
+    "or": function("either"),
 }
 """Operators of numbers and of 0-dim tensors; what only numbers have is a function of runtime/records/scalars.py."""
 
@@ -145,5 +142,4 @@ HELPERS = (
 
 def needs(functions: Iterable[Iterable[str]]) -> list[str]:
     """Names that these functions' lines want from optgen.runtime.records.scalars."""
-    text = "\n".join(line.partition("#")[0] for lines in functions for line in lines)
-    return [name for name in HELPERS if re.search(rf"\b{name}\(", text)]
+    return called(HELPERS, chain.from_iterable(functions))

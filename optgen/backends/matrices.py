@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
+from itertools import chain
 
-from optgen.backends.printer import ATOM, Printer, Spelling, Text, comment_of, number, with_comments, wrapped
+from optgen.backends.printer import (
+    ATOM,
+    COMMON,
+    Printer,
+    Spelling,
+    Text,
+    called,
+    comment_of,
+    function,
+    method,
+    with_comments,
+    wrapped,
+)  # fmt: skip
 from optgen.ir.node import Node, postorder
 from optgen.ir.program import Schedule
 from optgen.ops import spaces
 from optgen.ops.prims import CALLS
-
-
-def _transpose(p: Printer, n: Node) -> Text:
-    return f"{p.text(n.args[0], ATOM)}.mT", ATOM
 
 
 def _limit(side: str, name: str) -> Spelling:
@@ -57,28 +65,21 @@ def _where(p: Printer, n: Node) -> Text:
     return f"{p.call('torch.where', *n.args)[0]}{'.float()' if numbers else ''}", ATOM
 
 
-def _method(call: str) -> Spelling:
-    return lambda p, n: (f"{p.text(n.args[0], ATOM)}.{call}", ATOM)
-
-
 SPELL: dict[str, Spelling] = {
-    "const": lambda p, n: (number(n), ATOM if n.attr >= 0 or isinstance(n.attr, bool) else 30),
-    "sym": lambda p, n: (str(n.attr), ATOM),
+    **COMMON,
     "extent": lambda p, n: (str(n.attr), ATOM),
     "matmul": lambda p, n: (f"{p.text(n.args[0], 20)} @ {p.text(n.args[1], 21)}", 20),
-    "transpose": _transpose,
+    "transpose": method("mT"),
     "call": _called,
     "add": _add,
     "div": _div,
-    "to_wide": lambda p, n: p.call("wide", *n.args),
-    "zero_product": lambda p, n: p.call("zero_product", *n.args),
-    "neg": lambda p, n: (f"-{p.text(n.args[0], 30)}", 30),
-    "not": lambda p, n: (f"~{p.text(n.args[0], 30)}", 30),
-    "abs": _method("abs()"),
-    "sqrt": _method("sqrt()"),
-    "sign": _method("sign()"),
-    "mat_sum": _method("sum((-2, -1), keepdim=True)"),
-    "mat_max": _method("amax((-2, -1), keepdim=True)"),
+    "to_wide": function("wide"),
+    "zero_product": function("zero_product"),
+    "abs": method("abs()"),
+    "sqrt": method("sqrt()"),
+    "sign": method("sign()"),
+    "mat_sum": method("sum((-2, -1), keepdim=True)"),
+    "mat_max": method("amax((-2, -1), keepdim=True)"),
     "max": _limit("min", "maximum"),
     "min": _limit("max", "minimum"),
     "where": _where,
@@ -90,12 +91,7 @@ def extents(schedule: Schedule) -> list[str]:
     return sorted({str(n.attr) for n in postorder(schedule.program.roots()) if n.op == "extent"})
 
 
-def reads(schedule: Schedule) -> list[str]:
-    """Return the buffers that a stage reads, in the order of its function's arguments."""
-    return list(schedule.sweep.reads)
-
-
-def function(schedule: Schedule, name: str) -> list[str]:
+def matrix_function(schedule: Schedule, name: str) -> list[str]:
     """Return `def name(what is read..., scalars..., sizes...)`, which returns what the stage stores, in its order.
 
     Tensors are (..., rows, columns), scalars and sizes numbers.
@@ -103,7 +99,7 @@ def function(schedule: Schedule, name: str) -> list[str]:
     lets = schedule.sweep.lets
     loads = {let.node.attr: let for let in lets if let.node.op == "load"}
     printer = Printer(SPELL, {let.node.uid: let.name for let in loads.values()})
-    names = [loads[x].name for x in reads(schedule)]
+    names = [loads[x].name for x in schedule.sweep.reads]
     lines = [(f"{x.name} = {printer.bind(x)}", comment_of(x)) for x in lets if x.node.op != "load"]
     scalars = [let.name for let in schedule.program.host]
     head = wrapped(f"def {name}(", [*names, *scalars, *extents(schedule)], "):")
@@ -115,7 +111,5 @@ def function(schedule: Schedule, name: str) -> list[str]:
 
 def needs(functions: Iterable[Sequence[str]]) -> list[str]:
     """Return the names that functions' lines want from optgen.runtime.reference.matrices."""
-    text = "\n".join(line.partition("  # ")[0] for lines in functions for line in lines)
     # Eager text has newton_schulz from elsewhere.
-    wanted = sorted({"averaged", "wide", "zero_product", *CALLS} - {"newton_schulz"})
-    return [x for x in wanted if re.search(rf"(?<![.\w]){x}\(", text)]
+    return called(sorted({"averaged", "wide", "zero_product", *CALLS} - {"newton_schulz"}), chain(*functions))

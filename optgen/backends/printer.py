@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from optgen.ir import node as ir
 from optgen.ir.node import Node, Rewriter
@@ -20,7 +22,7 @@ INFIX: Mapping[str, tuple[str, int]] = {
 }  # fmt: skip
 
 Text = tuple[str, int]  # an expression and how tightly it binds
-Spelling = Callable[["Printer", Node], Text]
+Spelling = Callable[[Any, Node], Text]  # of a printer, of the kind whose spelling it is, and a node
 
 
 @dataclass
@@ -54,7 +56,11 @@ class Printer:
         less = taken_away(node)
         sign, b = ("-", less) if less is not None else (sign, b)
         # Comparisons do not chain, shifts and differences do not associate: the right side is one tighter.
-        return f"{self.text(a, level + (level == 4))} {sign} {self.text(b, level + 1)}", level
+        return f"{self.operand(node, a, level + (level == 4))} {sign} {self.operand(node, b, level + 1)}", level
+
+    def operand(self, user: Node, node: Node, level: int = 0) -> str:
+        """Return an operand of `user`."""
+        return self.text(node, level)
 
     def call(self, function: str, *args: Node) -> Text:
         return f"{function}({', '.join(self.text(a) for a in args)})", ATOM
@@ -64,6 +70,16 @@ class Printer:
         out, _ = self.express(let.node)
         self.names[let.node.uid] = let.name
         return out
+
+
+def function(name: str, tail: str = "") -> Spelling:
+    """Spell an operation as a call, its operands before `tail`."""
+    return lambda p, n: (f"{name}({', '.join(p.operand(n, a) for a in n.args)}{tail})", ATOM)
+
+
+def method(call: str) -> Spelling:
+    """Spell an operation as something of its operand: `method("abs()")`."""
+    return lambda p, n: (f"{p.text(n.args[0], ATOM)}.{call}", ATOM)
 
 
 PATTERN = 1 << 15
@@ -79,6 +95,16 @@ def number(node: Node) -> str:
     """A constant as Python text; f32 constants are written as floats."""
     value = node.attr
     return whole(value) if isinstance(value, int) and not isinstance(value, bool) else repr(value)
+
+
+COMMON: Mapping[str, Spelling] = {
+    "const": lambda p, n: (number(n), ATOM if n.attr >= 0 else 30),
+    "sym": lambda p, n: (str(n.attr), ATOM),
+    "key": lambda p, n: (str(n.attr), ATOM),
+    "neg": lambda p, n: (f"-{p.text(n.args[0], 30)}", 30),
+    "not": lambda p, n: (f"~{p.text(n.args[0], 30)}", 30),
+}
+"""What all Python texts spell alike, but for what they bring themselves."""
 
 
 def shortest(value: float) -> str:
@@ -154,6 +180,12 @@ def wrapped(
             line = indent
         line += f"{name}, "
     return [*out, line.rstrip(), close]
+
+
+def called(names: Iterable[str], lines: Iterable[str]) -> list[str]:
+    """Return those of the functions that lines of code call."""
+    text = "\n".join(line.partition("  # ")[0] for line in lines)
+    return [name for name in names if re.search(rf"(?<![.\w]){name}\(", text)]
 
 
 def _number(node: Node) -> Node:

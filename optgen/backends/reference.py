@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from optgen.backends import matrices
-from optgen.backends.printer import ATOM, Printer, Spelling, Text, comment_of, number, shortest, with_comments, wrapped
+from optgen.backends.printer import (
+    ATOM,
+    COMMON,
+    Printer,
+    Spelling,
+    Text,
+    called,
+    comment_of,
+    function,
+    method,
+    number,
+    shortest,
+    with_comments,
+    wrapped,
+)  # fmt: skip
 from optgen.ir.node import Node, postorder
 from optgen.ir.program import Buffer, Let, Program, Schedule, Stage, Step, Store
 from optgen.ops import spaces
@@ -37,10 +51,6 @@ class Codec:
     reads: tuple[str, ...] = ()
     given: tuple[str, ...] = ()
     small: tuple[Schedule, ...] = ()
-
-
-def _const(p: Printer, n: Node) -> Text:
-    return number(n), ATOM if n.attr >= 0 or isinstance(n.attr, bool) else 30
 
 
 def _of_zeros(n: Node) -> bool:
@@ -84,14 +94,6 @@ def _sign(p: Printer, n: Node) -> Text:
     return f"torch.where({p.text(n.args[0], 5)} > 0, 1.0, torch.where({p.text(n.args[0], 5)} < 0, -1.0, {x}))", ATOM
 
 
-def _cast(p: Printer, n: Node) -> Text:
-    return f"{p.text(n.args[0], ATOM)}.to(torch.{n.dtype.torch})", ATOM
-
-
-def _bitcast(p: Printer, n: Node) -> Text:
-    return f"{p.text(n.args[0], ATOM)}.view(torch.{n.dtype.torch})", ATOM
-
-
 def _lshr(p: Printer, n: Node) -> Text:
     x, k = n.args
     return f"{p.text(x, 8)} >> {k.attr} & {hex((1 << (32 - k.attr)) - 1)}", 7
@@ -106,22 +108,6 @@ def _where(p: Printer, n: Node) -> Text:
     return p.call("choose" if _of_numbers(n) else "torch.where", *n.args)
 
 
-def _method(name: str) -> Spelling:
-    return lambda p, n: (f"{p.text(n.args[0], ATOM)}.{name}()", ATOM)
-
-
-def _block(name: str) -> Spelling:
-    return lambda p, n: (f"{name}({p.text(n.args[0])}, b.live)", ATOM)
-
-
-def _table(p: Printer, n: Node) -> Text:
-    return f"{n.op}({p.text(n.args[0])}, {n.attr})", ATOM
-
-
-def _gather(p: Printer, n: Node) -> Text:
-    return f"{n.op}({p.text(n.args[0])}, b.dims)", ATOM
-
-
 def _called(p: Printer, n: Node) -> Text:
     """A function of whole matrices: of what is kept in memory, in place."""
     x = n.args[0].args[0]
@@ -129,8 +115,7 @@ def _called(p: Printer, n: Node) -> Text:
     return f"b.elements({n.attr}({x.attr}_tensor, {scalars}))", ATOM
 
 
-def _load(p: Printer, n: Node) -> Text:
-    assert isinstance(p, ReferencePrinter)
+def _load(p: ReferencePrinter, n: Node) -> Text:
     stored = n.attr in p.stored
     if stored and n.space == spaces.elem:
         return f'b.load("{n.attr}")', ATOM
@@ -159,17 +144,13 @@ class ReferencePrinter(Printer):
 
 
 SPELL: dict[str, Spelling] = {
-    "const": _const,
-    "sym": lambda p, n: (str(n.attr), ATOM),
-    "key": lambda p, n: (str(n.attr), ATOM),
+    **COMMON,
     "draw": _draw,
     "load": _load,
-    "neg": lambda p, n: (f"-{p.text(n.args[0], 30)}", 30),
-    "not": lambda p, n: (f"~{p.text(n.args[0], 30)}", 30),
-    "abs": _method("abs"),
-    "sqrt": lambda p, n: p.call("sqrt", *n.args),
-    "floor": _method("floor"),
-    "rint": _method("round"),
+    "abs": method("abs()"),
+    "sqrt": function("sqrt"),
+    "floor": method("floor()"),
+    "rint": method("round()"),
     "max": _limit("max"),
     "min": _limit("min"),
     "mul": _mul,
@@ -177,15 +158,15 @@ SPELL: dict[str, Spelling] = {
     "sign": _sign,
     "where": _where,
     "lshr": _lshr,
-    "rotl": lambda p, n: p.call("rotl", *n.args),
-    "cast": _cast,
-    "bitcast": _bitcast,
-    "block_max": _block("block_max"),
-    "block_min": _block("block_min"),
+    "rotl": function("rotl"),
+    "cast": lambda p, n: (f"{p.text(n.args[0], ATOM)}.to(torch.{n.dtype.torch})", ATOM),
+    "bitcast": lambda p, n: (f"{p.text(n.args[0], ATOM)}.view(torch.{n.dtype.torch})", ATOM),
+    "block_max": function("block_max", ", b.live"),
+    "block_min": function("block_min", ", b.live"),
     "call": _called,
-    "lookup": _table,
-    "search": _table,
-    **dict.fromkeys(GATHERS, _gather),
+    "lookup": lambda p, n: (f"lookup({p.text(n.args[0])}, {n.attr})", ATOM),
+    "search": lambda p, n: (f"search({p.text(n.args[0])}, {n.attr})", ATOM),
+    **{op: function(op, ", b.dims") for op in GATHERS},
     "extent": lambda p, n: (f'b.extent("{n.attr}")', ATOM),
 }
 
@@ -457,5 +438,4 @@ HELPERS = (
 
 def needs(functions: Iterable[Iterable[str]]) -> list[str]:
     """Names that these functions' lines want from optgen.runtime.reference.eager."""
-    text = "\n".join(line.partition("  # ")[0] for lines in functions for line in lines)
-    return [name for name in HELPERS if re.search(rf"(?<![.\w]){name}\(", text)]
+    return called(HELPERS, chain.from_iterable(functions))

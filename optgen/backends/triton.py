@@ -13,7 +13,18 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from optgen.backends.idioms import lanes, printed
-from optgen.backends.printer import ATOM, Printer, Spelling, Text, number, shortest, straight, taken_away, with_more
+from optgen.backends.printer import (
+    ATOM,
+    COMMON,
+    Printer,
+    Spelling,
+    Text,
+    function,
+    number,
+    shortest,
+    straight,
+    with_more,
+)  # fmt: skip
 from optgen.ir import node as ir
 from optgen.ir.node import Node, postorder
 from optgen.ir.program import Buffer, Let, Program, Schedule
@@ -65,30 +76,10 @@ class TritonPrinter(Printer):
         return (with_more(text, str(found.plus)), 10) if found.plus else (text, ATOM)
 
 
-def _infix(sign: str, level: int) -> Spelling:
-    def spell(p: Printer, n: Node) -> Text:
-        assert isinstance(p, TritonPrinter)
-        a, b = n.args
-        less = taken_away(n)
-        shown = f"- {p.text(less)}" if less is not None else f"{sign} {p.operand(n, b, level + 1)}"
-        return f"{p.operand(n, a, level + (level == 4))} {shown}", level
-
-    return spell
-
-
-def _call(function: str, tail: str = "") -> Spelling:
-    def spell(p: Printer, n: Node) -> Text:
-        assert isinstance(p, TritonPrinter)
-        return f"{function}({', '.join(p.operand(n, a) for a in n.args)}{tail})", ATOM
-
-    return spell
-
-
 def _limit(name: str) -> Spelling:
     """min and max; of floats, NaN if either is."""
 
-    def spell(p: Printer, n: Node) -> Text:
-        assert isinstance(p, TritonPrinter)
+    def spell(p: TritonPrinter, n: Node) -> Text:
         if found := straight(n):
             x, lines = found
             pairs = (f"({shortest(y.args[0].attr)}, {shortest(y.args[2].attr)})" for y in lines)
@@ -99,29 +90,14 @@ def _limit(name: str) -> Spelling:
     return spell
 
 
-def _const(p: Printer, n: Node) -> Text:
-    return number(n), ATOM if isinstance(n.attr, bool) or n.attr >= 0 else 30
-
-
-def _cast(p: Printer, n: Node) -> Text:
-    (x,) = n.args
-    return f"{p.text(x, ATOM)}.to({tl_dtype(n.dtype)})", ATOM
-
-
-def _bitcast(p: Printer, n: Node) -> Text:
-    return f"{p.text(n.args[0], ATOM)}.to({tl_dtype(n.dtype)}, bitcast=True)", ATOM
-
-
-def _lshr(p: Printer, n: Node) -> Text:
+def _lshr(p: TritonPrinter, n: Node) -> Text:
     x, k = n.args
-    assert isinstance(p, TritonPrinter)
     if p.nonneg(x):
         return f"{p.text(x, 8)} >> {k.attr}", 8
     return f"({p.text(x, ATOM)}.to(tl.uint32, bitcast=True) >> {k.attr}).to(tl.int32, bitcast=True)", ATOM
 
 
-def _table(p: Printer, n: Node) -> Text:
-    assert isinstance(p, TritonPrinter)
+def _table(p: TritonPrinter, n: Node) -> Text:
     at = f", {n.op}_{n.attr}_ptr" if _is_long(n) else ""
     return f"{p.function}_{n.op}_{n.attr}({p.text(n.args[0])}{at})", ATOM
 
@@ -213,33 +189,15 @@ def _tree(values: Sequence[str], bits: Sequence[str]) -> str:
     return f"tl.where({bits[0]}, {_tree(values[half:], bits[1:])}, {_tree(values[:half], bits[1:])})"
 
 
-def _sign(p: Printer, n: Node) -> Text:
-    return f"sign({p.text(n.args[0])})", ATOM
-
-
-def _neg(p: Printer, n: Node) -> Text:
+def _neg(p: TritonPrinter, n: Node) -> Text:
     """-x; of floats by a helper, because Triton's own is 0 - x, which is +0 for +0 and an instruction."""
     (x,) = n.args
     return (f"minus({p.text(x)})", ATOM) if n.dtype.is_float else (f"-{p.text(x, 30)}", 30)
 
 
-def _strict_div(p: Printer, n: Node) -> Text:
-    assert isinstance(p, TritonPrinter)
-    a, b = n.args
-    return f"tl.div_rn({p.operand(n, a)}, {p.operand(n, b)})", ATOM
-
-
-def _fast_div(p: Printer, n: Node) -> Text:
-    """a / b where no rule has made it a product: of block values, of constants."""
-    assert isinstance(p, TritonPrinter)
-    a, b = n.args
-    return f"{p.operand(n, a, 20)} / {p.operand(n, b, 21)}", 20
-
-
-def _rcp(p: Printer, n: Node) -> Text:
+def _rcp(p: TritonPrinter, n: Node) -> Text:
     """1 / b: the square of a reciprocal root where b >= 0 (3 instructions; the approximate division is 8)."""
     (b,) = n.args
-    assert isinstance(p, TritonPrinter)
     if n.space.name == "block":
         return f"inverse({p.text(b)})", ATOM
     if p.nonneg(b) and n.space == spaces.elem:
@@ -249,22 +207,6 @@ def _rcp(p: Printer, n: Node) -> Text:
     return f"1.0 / {p.text(b, 21)}", 20
 
 
-def _rint(p: Printer, n: Node) -> Text:
-    return f"rint({p.text(n.args[0])})", ATOM
-
-
-def _floor(p: Printer, n: Node) -> Text:
-    return f"floor({p.text(n.args[0])})", ATOM
-
-
-def _block(name: str) -> Spelling:
-    def spell(p: Printer, n: Node) -> Text:
-        assert isinstance(p, TritonPrinter)
-        return f"{name}({p.text(n.args[0])}, live, MASKED)", ATOM
-
-    return spell
-
-
 def magnitude(n: Node) -> Node | None:
     """x of block_max(bits(|x|)), where x is a float of its own."""
     if n.op != "block_max" or n.args[0].op != "bitcast" or n.args[0].args[0].op != "abs":
@@ -272,46 +214,36 @@ def magnitude(n: Node) -> Node | None:
     return n.args[0].args[0].args[0]
 
 
-def _block_max(p: Printer, n: Node) -> Text:
+def _block_max(p: TritonPrinter, n: Node) -> Text:
     """Magnitudes are compared as floats, whose operands take |x| for nothing."""
-    assert isinstance(p, TritonPrinter)
     x = magnitude(n)
-    if x is None:
-        return f"block_max({p.text(n.args[0])}, live, MASKED)", ATOM
-    return f"block_magnitude({p.text(x)}, live, MASKED)", ATOM
+    return f"block_{'max' if x is None else 'magnitude'}({p.text(x or n.args[0])}, live, MASKED)", ATOM
 
 
 _COMMON: dict[str, Spelling] = {
-    "add": _infix("+", 10), "sub": _infix("-", 10), "mul": _infix("*", 20), "shl": _infix("<<", 8),
-    "shr": _infix(">>", 8), "and": _infix("&", 7), "xor": _infix("^", 6), "or": _infix("|", 5),
-    "lt": _infix("<", 4), "le": _infix("<=", 4), "eq": _infix("==", 4), "ne": _infix("!=", 4),
-    "const": _const,
-    "sym": lambda p, n: (str(n.attr), ATOM),
-    "key": lambda p, n: (str(n.attr), ATOM),
+    **COMMON,
     "extent": lambda p, n: (f"extent_{n.attr}", ATOM),
     "neg": _neg,
-    "not": lambda p, n: (f"~{p.text(n.args[0], 30)}", 30),
-    "abs": _call("tl.abs"),
+    "abs": function("tl.abs"),
     "min": _limit("minimum"),
     "max": _limit("maximum"),
-    "fma": _call("tl.fma"),
-    "where": _call("tl.where"),
-    "sign": _sign,
+    "fma": function("tl.fma"),
+    "where": function("tl.where"),
+    "sign": function("sign"),
     "lshr": _lshr,
-    "rotl": _call("rotl"),
-    "cast": _cast,
-    "bitcast": _bitcast,
-    "rint": _rint,
-    "floor": _floor,
+    "rotl": function("rotl"),
+    "cast": lambda p, n: (f"{p.text(n.args[0], ATOM)}.to({tl_dtype(n.dtype)})", ATOM),
+    "bitcast": lambda p, n: (f"{p.text(n.args[0], ATOM)}.to({tl_dtype(n.dtype)}, bitcast=True)", ATOM),
+    "rint": function("rint"),
+    "floor": function("floor"),
     "lookup": _table,
     "search": _table,
-    "block_max": _block("block_max"),
-    "block_min": _block("block_min"),
-}  # fmt: skip
+    "block_max": function("block_max", ", live, MASKED"),
+    "block_min": function("block_min", ", live, MASKED"),
+}
 
-
-STRICT: dict[str, Spelling] = _COMMON | {"div": _strict_div, "sqrt": _call("tl.sqrt_rn")}
-FAST: dict[str, Spelling] = _COMMON | {"block_max": _block_max, "div": _fast_div, "rcp": _rcp, "sqrt": _call("tl.sqrt")}
+STRICT: dict[str, Spelling] = _COMMON | {"div": function("tl.div_rn"), "sqrt": function("tl.sqrt_rn")}
+FAST: dict[str, Spelling] = _COMMON | {"block_max": _block_max, "rcp": _rcp, "sqrt": function("tl.sqrt")}
 
 
 # Of a kernel that is launched.  Triton would compile it a second time for the keys that 16 divides, and these come: the

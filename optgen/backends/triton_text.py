@@ -9,16 +9,15 @@ A codec is a few functions of the fields of a value, see `optgen.runtime.gpu.cod
 
 from __future__ import annotations
 
-import re
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from optgen.backends import triton
-from optgen.backends.printer import ATOM, Printer, Text, computed, with_comments, wrapped
+from optgen.backends.printer import ATOM, Printer, Text, called, computed, with_comments, wrapped
 from optgen.backends.reference import ROOT, Codec, Known, X, assemble, bound_lines, lets_of, reading
 from optgen.backends.triton import TritonPrinter
 from optgen.ir.node import Node, postorder
-from optgen.ir.program import Buffer, Let, Program, Schedule, Step, Store
+from optgen.ir.program import Let, Program, Schedule, Step, Store
 from optgen.ir.ranges import Intervals
 from optgen.ops import spaces
 from optgen.ops.prims import GATHERS
@@ -42,10 +41,9 @@ MODULES = {
 
 def imports(lines: Iterable[str]) -> list[str]:
     """Return the import lines of helpers that this text calls."""
-    text = "\n".join(line.partition("  # ")[0] for line in lines)
-    out = []
+    text, out = list(lines), []
     for module, names in MODULES.items():
-        if found := [name for name in sorted(names) if re.search(rf"(?<![.\w]){name}\(", text)]:
+        if found := called(sorted(names), text):
             head = f"from optgen.runtime.gpu.{module} import "
             out += wrapped(head, found, "", whole=120) if len(found) < 8 else wrapped(f"{head}(", found, ")")
     return out
@@ -101,13 +99,8 @@ def multiplied(schedule: Schedule, nonneg: Collection[str], states: frozenset[st
 
 def stored(schedule: Schedule) -> list[Store]:
     """Return what a stage stores as it is; the host adds up what is summed over the model."""
-    program = schedule.program
-    buffers = {s.buffer: program.buffer(s.buffer) for s in schedule.sweep.stores}
-    return [s for s in schedule.sweep.stores if _is_stored(buffers[s.buffer])]
-
-
-def _is_stored(buffer: Buffer) -> bool:
-    return buffer.role != "partial" or buffer.space == spaces.model
+    summed = {b.name for b in schedule.program.buffers if b.role == "partial" and b.space != spaces.model}
+    return [s for s in schedule.sweep.stores if s.buffer not in summed]
 
 
 def sweep_functions(schedule: Schedule, kernel: str, nonneg: Collection[str], source: str) -> list[str]:

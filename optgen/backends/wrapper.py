@@ -90,18 +90,11 @@ class FlagRow:
 
     @property
     def declaration(self) -> str:
-        if self.shape:
-            return f'Flag("{self.name}", shape={self.shape})'
-        if self.fed:
-            return f'Flag("{self.name}", fed="{self.fed}")'
-        if self.first or self.every:
-            every = f', every="{self.every}"' if self.every else ""
-            return f'Flag("{self.name}"{every}{", first=True" if self.first else ""})'
-        if self.nonzero:
-            return f'Flag("{self.name}", nonzero="{self.nonzero}")'
-        limits = (("needs", self.needs), ("excludes", self.excludes))
-        more = "".join(f', {k}="{name}"' for k, name in limits if name)
-        return f'Flag("{self.name}", {self.default}{more})'
+        said = [f"shape={self.shape}"] if self.shape else [] if self.derived else [str(self.default)]
+        named = ("fed", "every", "nonzero") if self.derived else ("needs", "excludes")
+        said += [f'{kind}="{name}"' for kind in named if (name := getattr(self, kind))]
+        said += ["first=True"] if self.first else []
+        return f"Flag({', '.join([literal(self.name), *said])})"
 
 
 @dataclass(frozen=True)
@@ -182,7 +175,8 @@ def environment() -> Environment:
         keep_trailing_newline=True,
         autoescape=False,
     )
-    env.filters["quoted"] = _quoted
+    # An author's text as it stands between triple quotes.
+    env.filters["quoted"] = lambda text: text.replace("\\", "\\\\").replace('"""', '\\"\\"\\"')
     env.filters["imported"] = imported
     return env
 
@@ -192,11 +186,6 @@ def imported(names: Iterable[str], module: str) -> str:
     found = list(names)
     plain = f"from {module} import {', '.join(found)}"
     return plain if len(plain) <= 114 else "\n".join(wrapped(f"from {module} import (", found, ")"))
-
-
-def _quoted(text: str) -> str:
-    """An author's text as it stands between triple quotes."""
-    return text.replace("\\", "\\\\").replace('"""', '\\"\\"\\"')
 
 
 def render(template: str, **values: Any) -> str:

@@ -14,7 +14,7 @@ from optgen.base import ready
 from optgen.driver import targets
 from optgen.driver.pool import Pool
 from optgen.driver.project import Maths
-from optgen.driver.steps import matrix_function, matrix_functions, rule_step
+from optgen.driver.steps import matrix_function, matrix_functions, rule_step, scalars_of
 from optgen.formats import floats
 from optgen.formats.format import Format
 from optgen.formats.plan import Plan
@@ -60,7 +60,7 @@ def _shared_stages(spec: Spec, source: str) -> tuple[Pool, Collection[str]]:
         for k, stage in enumerate(step.stages, 1):
             lines = reference.stage_function(step, stage, "@", source) if len(step.stages) > 1 else []
             if sum(map(len, lines)) >= CHARACTERS:
-                counts[stages.name(f"{wanted}_{k}", lines, _scalars(stage))[0]] += 1
+                counts[stages.name(f"{wanted}_{k}", lines, scalars_of(stage))[0]] += 1
     return stages, {name for name, count in counts.items() if count > 1}
 
 
@@ -71,14 +71,10 @@ def _function(
         def make(name: str) -> list[str]:
             return reference.stage_function(step, stage, name, source)
 
-        found = shared[0].name("", make("@"), _scalars(stage))[0]
-        return pool.add(found, make, _scalars(stage)) if found in shared[1] else ""
+        found = shared[0].name("", make("@"), scalars_of(stage))[0]
+        return pool.add(found, make, scalars_of(stage)) if found in shared[1] else ""
 
     return reference.rule_function(step, name, source, partial(matrix_function, spec), own)
-
-
-def _scalars(stage: Stage) -> list[str]:
-    return [let.name for let in stage.schedule.program.host]
 
 
 def function_of(spec: Spec, flags: Mapping[str, bool]) -> str:

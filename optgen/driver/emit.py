@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import optgen
 from optgen.backends import columns, wrapper
 from optgen.base.errors import UserError
 from optgen.driver import cpp_text, eager_text, judge, load, record_text, targets, triton_text
@@ -192,6 +191,3 @@ def emit_stub(specs: Iterable[Spec]) -> str:
     """Return the text of optgen/optim/__init__.pyi: the classes of these specs with their constructors' types."""
     rows = sorted((class_row(spec, ("fp32",), {}) for spec in specs), key=lambda row: row.name)
     return wrapper.render("optim.pyi.j2", classes=rows)
-
-
-VERSION = optgen.__version__

@@ -50,18 +50,18 @@ def _pool(spec: Spec, maths: Maths) -> Pool:
     for flags, step in (*steps, *((flags, step) for flags, step, _ in kernel_steps(spec, maths))):
         for stage in step.stages:
             if stage.call == "whole":
-                make = partial(matrices.function, stage.schedule)
-                pool.add(targets.function_name(spec, flags, "matrices"), make, _scalars(stage))
+                make = partial(matrices.matrix_function, stage.schedule)
+                pool.add(targets.function_name(spec, flags, "matrices"), make, scalars_of(stage))
     return pool
 
 
-def _scalars(stage: Stage) -> list[str]:
+def scalars_of(stage: Stage) -> list[str]:
     return [let.name for let in stage.schedule.program.host]
 
 
 def matrix_function(spec: Spec, stage: Stage, maths: Maths = "fast") -> str:
     """Return the name of the function of a stage of whole matrices."""
-    return _pool(spec, maths).name("", matrices.function(stage.schedule, "@"), _scalars(stage))[0]
+    return _pool(spec, maths).name("", matrices.matrix_function(stage.schedule, "@"), scalars_of(stage))[0]
 
 
 def matrix_functions(spec: Spec, maths: Maths) -> list[list[str]]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from optgen.runtime.checkpoint import checkpoint
 from optgen.runtime.layout import sharding
-from optgen.runtime.options import entries
+from optgen.runtime.options import entries, options
 from optgen.runtime.options.entries import Entry, Owner
 from optgen.runtime.records import Variant
 from optgen.runtime.records.arena import LINE
@@ -284,8 +284,7 @@ class Offload:
     def _check(self, owner: Owner, scaler: counting.Scaler | None) -> None:
         """Refuse options that would be refused in the middle of a step."""
         for group in owner.groups:
-            for hyper in owner.cls.HYPERS:
-                hyper.read(group[hyper.name])
+            options.hypers_of(owner.cls, group)
             if group.get("offload") and group["backend"] == "triton":
                 raise ValueError(
                     f"{owner.cls.__name__}: offload=True updates on the host, where backend='triton' does not "

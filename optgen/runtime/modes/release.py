@@ -16,7 +16,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Literal, Protocol, Self, cast, get_args
+from typing import Any, Literal, Self, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +25,7 @@ from torch._compile import _disable_dynamo
 from optgen.runtime.checkpoint import checkpoint
 from optgen.runtime.layout import plans, sharding
 from optgen.runtime.layout.plans import Label
-from optgen.runtime.modes.offload import Offload, sums_over_model
-from optgen.runtime.modes.watch import Watch
+from optgen.runtime.modes.offload import sums_over_model
 from optgen.runtime.options import entries, options
 from optgen.runtime.options.entries import Entry, Owner
 from optgen.runtime.records import Variant, as_float, as_int
@@ -41,24 +40,6 @@ TINY = 1e-6
 """The number that torch.nn.utils.clip_grad_norm_ adds to a norm before it divides by it."""
 
 
-class Releasing(Protocol):
-    """An optimizer whose gradients are released, as the hooks see it."""
-
-    _release: Release | None
-    _stepper: Stepper
-    _offload: Offload
-    _watch: Watch | None
-
-    def _owner(self) -> Owner:
-        """Return its class, groups and states."""
-
-    def _refuse_in_evaluation(self, action: str) -> None:
-        """Raise RuntimeError in evaluation."""
-
-    def _update(self) -> None:
-        """Step the parameters that have a gradient."""
-
-
 class ReleasedParameter:
     """A parameter with a stepper of its own.
 
@@ -69,7 +50,7 @@ class ReleasedParameter:
     roomy    True if a step, this or another one, needs a buffer as large as the parameter
     """
 
-    def __init__(self, optimizer: Releasing, entry: Entry) -> None:
+    def __init__(self, optimizer: Any, entry: Entry) -> None:
         self.p, _, self.number, self.place, position, self.name = entry
         self.group: dict[str, Any] = {"params": [self.p], "param_names": [self.name], "positions": [position]}
         self.stepper, self.offload = Stepper(self.number), optimizer._offload.part()
@@ -192,7 +173,7 @@ class Release:
 
     def __init__(
         self,
-        optimizer: Releasing,
+        optimizer: Any,
         model: nn.Module | None = None,
         *,
         accumulate: int = 1,
@@ -251,7 +232,7 @@ class Release:
             _watch_clipping()
 
     @property
-    def optimizer(self) -> Releasing:
+    def optimizer(self) -> Any:
         """The optimizer, which is there whenever this is asked for a step."""
         found = self._optimizer()
         assert found is not None
@@ -504,7 +485,7 @@ class Handle:
     """The handle of released gradients, which keeps its optimizer: also a context manager, which removes the hooks at
     its end."""
 
-    def __init__(self, optimizer: Releasing, release: Release) -> None:
+    def __init__(self, optimizer: Any, release: Release) -> None:
         self.optimizer, self._release = optimizer, release
 
     @property

@@ -171,6 +171,11 @@ def rounds(cls: Any, group: Mapping[str, Any]) -> dict[str, float]:
     return {h.name: float(series.rounds(group[h.rounds_of])[0]) for h in left}
 
 
+def hypers_of(cls: Any, group: Mapping[str, Any], device: torch.device | None = None) -> dict[str, Any]:
+    """Return the hyper-parameters of a group as a step takes them, by name; `device` as in `Hyper.read`."""
+    return {hyper.name: hyper.read(group[hyper.name], device) for hyper in cls.HYPERS}
+
+
 def flags_declared(cls: Any) -> Sequence[Flag]:
     flags: Sequence[Flag] = cls.FLAGS
     return flags

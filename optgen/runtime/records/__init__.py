@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 if TYPE_CHECKING:  # the build reads records, and importing torch takes a second
     import torch
 
-    from optgen.runtime.records.scalars import Scalar
-
 HostFunction = Callable[..., tuple[float, ...]]
 
 ROUNDING = 1e-12
@@ -79,17 +77,14 @@ class Hyper:
             part if tensors and _is_tensor(part) else number for part, number in zip(parts, numbers, strict=True)
         )
 
-    def read(self, value: object) -> float | tuple[float, ...]:
-        """Return the current value of the option, which schedulers may have set to anything number-like."""
-        if isinstance(self.default, tuple):
-            return tuple(self._number(part, self.name) for part in self._parts(value, self.name))
-        return self._number(value, self.name)
+    def read(self, value: object, device: torch.device | None = None) -> Any:
+        """Return the current value of the option, which schedulers may have set to anything number-like.
 
-    def read_on(self, value: object, device: torch.device) -> Scalar | tuple[Scalar, ...]:
-        """`read` without looking at tensors on that device: they come as 0-dim fp64 ones, not held to the range."""
+        Tensors on `device` are not looked at: they come as 0-dim fp64 ones, not held to the range.
+        """
         if isinstance(self.default, tuple):
-            return tuple(self._number_on(part, device) for part in self._parts(value, self.name))
-        return self._number_on(value, device)
+            return tuple(self._read(part, device) for part in self._parts(value, self.name))
+        return self._read(value, device)
 
     def _parts(self, value: object, where: str) -> Sequence[object]:
         """Return the numbers of a tuple, as many as there are to be."""
@@ -102,8 +97,9 @@ class Hyper:
             raise ValueError(f"{where} must be {len(self.default)} numbers, got {value!r}")
         return value
 
-    def _number_on(self, value: object, device: torch.device) -> Scalar:
-        if _is_tensor(value) and value.device == device and value.numel() == 1 and not value.is_complex():
+    def _read(self, value: Any, device: torch.device | None) -> Any:
+        there = device is not None and _is_tensor(value) and value.device == device
+        if there and value.numel() == 1 and not value.is_complex():
             return value.detach().reshape(()).double()
         return self._number(value, self.name)
 

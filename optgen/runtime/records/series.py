@@ -106,5 +106,3 @@ class Series(Hyper):
 
     def read(self, value: object, device: object = None) -> float:
         return number(value)
-
-    read_on = read

@@ -71,13 +71,9 @@ class CachedGroup:
         self.sign = -1.0 if group["maximize"] else 1.0
         self.seed = group["seed"]
         if not self.counted:  # a step that is counted on a device reads them there
-            self.hypers = {hyper.name: hyper.read(group[hyper.name]) for hyper in self.cls.HYPERS}
+            self.hypers = options.hypers_of(self.cls, group)
         self.group = group
         return True
-
-    def hypers_on(self, device: torch.device) -> dict[str, Any]:
-        """Return the hyper-parameters without reading tensors on that device."""
-        return {hyper.name: hyper.read_on(self.group[hyper.name], device) for hyper in self.cls.HYPERS}
 
 
 class CachedBucket:
@@ -160,7 +156,7 @@ class CachedBucket:
     def count(self, group: CachedGroup, scaler: counting.Scaler | None) -> counting.Counted:
         """Compute the scalars."""
         number, *host = self.numbers
-        hypers = group.hypers if self.control is None else group.hypers_on(self.device)
+        hypers = group.hypers if self.control is None else options.hypers_of(group.cls, group.group, self.device)
         return counting.counted(
             self.made_by, self.variant, self.control, number, group.sign, hypers, host, group.seed, scaler
         )

@@ -27,6 +27,7 @@ from optgen.runtime.cpu import cpu, cpu_stages
 from optgen.runtime.gpu import compiled, stages
 from optgen.runtime.layout import layout, workspace
 from optgen.runtime.layout.workspace import Workspace, matrices
+from optgen.runtime.records import dtype_name
 from optgen.runtime.records.join import Pair
 from optgen.runtime.records.warn import tell, warn
 from optgen.runtime.states import state
@@ -265,10 +266,12 @@ class Triton(Kernels):
 
     def __init__(self, bucket: Bucket, now: Signature, stream: int, old: Any) -> None:
         super().__init__(bucket, now, stream, old)
+        import triton.language as tl
+
         self.plan, self.module = bucket.plan, compiled.kernels(bucket.plan)
         if (rule := bucket.variant.rule) and rule.strict:
             _warn_fused(self.device)
-        self.grad = _triton_dtype(bucket.grad_dtype)
+        self.grad = getattr(tl, dtype_name(bucket.grad_dtype))
         self.spare: list[Tensor] = []
 
     def load(self, scalars: Scalars, step_key: int) -> None:
@@ -444,12 +447,6 @@ class Stages(Triton):
     def tensors(self) -> list[object]:
         made = self.launches
         return [made.room, *made.kept, *(x for call in made.calls for x in (call.table, call.work))]
-
-
-def _triton_dtype(dtype: torch.dtype) -> Any:
-    import triton.language as tl
-
-    return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dtype]
 
 
 @functools.cache

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from optgen.runtime.options import entries
+from optgen.runtime.options import entries, options
 from optgen.runtime.options.entries import Owner
 from optgen.runtime.records import keys
 from optgen.runtime.records.arena import Arena
@@ -155,10 +155,7 @@ def _counted(
 ) -> counting.Counted:
     """Return a bucket's step; `control`: where its scalars are on the device, None if it is counted on the host."""
     variant, sign = bucket.variant, -1.0 if group["maximize"] else 1.0
-    if control is None:
-        hypers = {hyper.name: hyper.read(group[hyper.name]) for hyper in cls.HYPERS}
-    else:
-        hypers = {hyper.name: hyper.read_on(group[hyper.name], bucket.device) for hyper in cls.HYPERS}
+    hypers = options.hypers_of(cls, group, None if control is None else bucket.device)
     made_by = variant.host_for(bucket.backend)
     made = counting.counted(made_by, variant, control, bucket.step, sign, hypers, bucket.host, group["seed"], scaler)
     if control is not None:
