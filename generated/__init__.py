@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from typing import Any as _Any
 
 if TYPE_CHECKING:
+    from .a2grad import A2Grad as A2Grad
     from .adopt import ADOPT as ADOPT
     from .apollo import APOLLO as APOLLO
     from .asgd import ASGD as ASGD
@@ -17,10 +18,12 @@ if TYPE_CHECKING:
     from .ademamix import AdEMAMix as AdEMAMix
     from .adabelief import AdaBelief as AdaBelief
     from .adabound import AdaBound as AdaBound
+    from .adago import AdaGO as AdaGO
     from .adamod import AdaMod as AdaMod
     from .adamuon import AdaMuon as AdaMuon
     from .adanorm import AdaNorm as AdaNorm
     from .adapnm import AdaPNM as AdaPNM
+    from .adashift import AdaShift as AdaShift
     from .adasmooth import AdaSmooth as AdaSmooth
     from .adatam import AdaTAM as AdaTAM
     from .adadelta import Adadelta as Adadelta
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
     from .adafactor_paper import AdafactorPaper as AdafactorPaper
     from .adagrad import Adagrad as Adagrad
     from .adai import Adai as Adai
+    from .adalite import Adalite as Adalite
     from .adam import Adam as Adam
     from .adam_atan2 import AdamAtan2 as AdamAtan2
     from .adamc import AdamC as AdamC
@@ -62,10 +66,12 @@ if TYPE_CHECKING:
     from .exadam import EXAdam as EXAdam
     from .fadam import FAdam as FAdam
     from .focus import FOCUS as FOCUS
+    from .ftrl import FTRL as FTRL
     from .fira import Fira as Fira
     from .fromage import Fromage as Fromage
     from .galore import GaLore as GaLore
     from .grams import Grams as Grams
+    from .gravity import Gravity as Gravity
     from .grokfast_adamw import GrokFastAdamW as GrokFastAdamW
     from .kate import KATE as KATE
     from .kl_shampoo import KLShampoo as KLShampoo
@@ -84,6 +90,7 @@ if TYPE_CHECKING:
     from .msvag import MSVAG as MSVAG
     from .muon import Muon as Muon
     from .nadam import NAdam as NAdam
+    from .nero import Nero as Nero
     from .normuon import NorMuon as NorMuon
     from .nosadam import NosAdam as NosAdam
     from .novograd import NovoGrad as NovoGrad
@@ -95,6 +102,7 @@ if TYPE_CHECKING:
     from .prodigy import Prodigy as Prodigy
     from .qhadam import QHAdam as QHAdam
     from .qhm import QHM as QHM
+    from .racs import RACS as RACS
     from .radam import RAdam as RAdam
     from .radam_schedule_free import RAdamScheduleFree as RAdamScheduleFree
     from .rmsprop import RMSprop as RMSprop
@@ -130,6 +138,7 @@ if TYPE_CHECKING:
     from .yogi import Yogi as Yogi
 
 _MODULES = {
+    "A2Grad": "a2grad",
     "ADOPT": "adopt",
     "APOLLO": "apollo",
     "ASGD": "asgd",
@@ -137,10 +146,12 @@ _MODULES = {
     "AdEMAMix": "ademamix",
     "AdaBelief": "adabelief",
     "AdaBound": "adabound",
+    "AdaGO": "adago",
     "AdaMod": "adamod",
     "AdaMuon": "adamuon",
     "AdaNorm": "adanorm",
     "AdaPNM": "adapnm",
+    "AdaShift": "adashift",
     "AdaSmooth": "adasmooth",
     "AdaTAM": "adatam",
     "Adadelta": "adadelta",
@@ -148,6 +159,7 @@ _MODULES = {
     "AdafactorPaper": "adafactor_paper",
     "Adagrad": "adagrad",
     "Adai": "adai",
+    "Adalite": "adalite",
     "Adam": "adam",
     "AdamAtan2": "adam_atan2",
     "AdamC": "adamc",
@@ -182,10 +194,12 @@ _MODULES = {
     "EXAdam": "exadam",
     "FAdam": "fadam",
     "FOCUS": "focus",
+    "FTRL": "ftrl",
     "Fira": "fira",
     "Fromage": "fromage",
     "GaLore": "galore",
     "Grams": "grams",
+    "Gravity": "gravity",
     "GrokFastAdamW": "grokfast_adamw",
     "KATE": "kate",
     "KLShampoo": "kl_shampoo",
@@ -204,6 +218,7 @@ _MODULES = {
     "MSVAG": "msvag",
     "Muon": "muon",
     "NAdam": "nadam",
+    "Nero": "nero",
     "NorMuon": "normuon",
     "NosAdam": "nosadam",
     "NovoGrad": "novograd",
@@ -215,6 +230,7 @@ _MODULES = {
     "Prodigy": "prodigy",
     "QHAdam": "qhadam",
     "QHM": "qhm",
+    "RACS": "racs",
     "RAdam": "radam",
     "RAdamScheduleFree": "radam_schedule_free",
     "RMSprop": "rmsprop",
@@ -251,6 +267,7 @@ _MODULES = {
 }
 
 __all__ = [
+    "A2Grad",
     "ADOPT",
     "APOLLO",
     "ASGD",
@@ -258,10 +275,12 @@ __all__ = [
     "AdEMAMix",
     "AdaBelief",
     "AdaBound",
+    "AdaGO",
     "AdaMod",
     "AdaMuon",
     "AdaNorm",
     "AdaPNM",
+    "AdaShift",
     "AdaSmooth",
     "AdaTAM",
     "Adadelta",
@@ -269,6 +288,7 @@ __all__ = [
     "AdafactorPaper",
     "Adagrad",
     "Adai",
+    "Adalite",
     "Adam",
     "AdamAtan2",
     "AdamC",
@@ -303,10 +323,12 @@ __all__ = [
     "EXAdam",
     "FAdam",
     "FOCUS",
+    "FTRL",
     "Fira",
     "Fromage",
     "GaLore",
     "Grams",
+    "Gravity",
     "GrokFastAdamW",
     "KATE",
     "KLShampoo",
@@ -325,6 +347,7 @@ __all__ = [
     "MSVAG",
     "Muon",
     "NAdam",
+    "Nero",
     "NorMuon",
     "NosAdam",
     "NovoGrad",
@@ -336,6 +359,7 @@ __all__ = [
     "Prodigy",
     "QHAdam",
     "QHM",
+    "RACS",
     "RAdam",
     "RAdamScheduleFree",
     "RMSprop",

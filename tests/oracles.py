@@ -420,9 +420,8 @@ def sgdf(o, s, p, g, t, lr):
 # -- rules that reduce
 
 
-@paper
-def sgld(o, s, p, g, t, lr):
-    """Welling & Teh's equation 4; the noise is the inverse distribution of uniform numbers, from a hash in NumPy."""
+def drawn_normal(p: Tensor, t: int) -> Tensor:
+    """`normal(0)` at a step: the inverse distribution of uniform numbers, from a hash in NumPy."""
 
     def mixed(x):
         for by, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
@@ -432,8 +431,13 @@ def sgld(o, s, p, g, t, lr):
     key = mixed((keys.stream_key(0) + mixed((keys.step_key(0, t) ^ 0x9E3779B1) & 0xFFFFFFFF)) & 0xFFFFFFFF)
     place = np.arange(p.numel(), dtype=np.uint64)
     word = mixed(mixed(place) + np.uint64(key) & np.uint64(0xFFFFFFFF)) >> np.uint64(8)
-    z = torch.special.ndtri(torch.from_numpy((2.0 * word.astype(np.float64) + 1) * 2.0**-25)).view(p.shape)
-    return p - lr / 2 * (g + o.weight_decay * p) + (lr * o.temperature) ** 0.5 * z
+    return torch.special.ndtri(torch.from_numpy((2.0 * word.astype(np.float64) + 1) * 2.0**-25)).view(p.shape)
+
+
+@paper
+def sgld(o, s, p, g, t, lr):
+    """Welling & Teh's equation 4."""
+    return p - lr / 2 * (g + o.weight_decay * p) + (lr * o.temperature) ** 0.5 * drawn_normal(p, t)
 
 
 def adafactor(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
@@ -639,6 +643,7 @@ ELEMENTWISE: dict[str, Oracle] = {
     "eadam": eadam,
     "exadam": peer("EXAdam"),
     "focus": focus,
+    "ftrl": peer("FTRL"),
     "grams": grams,
     "grokfast_adamw": at_rate(
         peer("GrokFastAdamW", normalize_lr=False),
@@ -808,12 +813,37 @@ def aida(o, s, p, g, t, lr):
     return p - lr * s.m / (1 - beta1**t) / ((s.v / (1 - beta2**t)).sqrt() + o.eps)
 
 
+def adashift(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
+    """pytorch_optimizer's, where a function takes the largest square."""
+    return peer("AdaShift", reduce_func=torch.max if flags["reduce_max"] else None)({}, hypers)
+
+
+@paper
+def a2grad(o, s, p, g, t, lr):
+    """The paper's algorithms at lr times their rate: pytorch_optimizer's takes no rate."""
+    last = s.alpha if t > 1 else 1.0
+    s.x, s.mean, s.alpha = s.x if t > 1 else p, s.mean + (g - s.mean) / t, 2 / (t + 3)
+    noise = (g - s.mean).square().sum()
+    if o.exponential:
+        s.vv = o.rho * s.vv + (1 - o.rho) * noise
+        s.v = torch.maximum(s.v, s.vv)
+    else:
+        s.v = s.v * ((t / (t + 1)) ** 2 if o.incremental else 1) + noise
+    h = s.v.sqrt() * (math.sqrt(t + 1) if o.incremental or o.exponential else 1)
+    moved = lr / (2 * o.lips / (t + 1) + o.beta * h) * g
+    s.x = s.x - moved
+    return (1 - s.alpha) * (p - last * moved) + s.alpha * s.x
+
+
 REDUCING: dict[str, Oracle] = {
+    "a2grad": a2grad,
     "adafactor": adafactor,
     "adafactor_paper": adafactor_paper,
+    "adalite": peer("Adalite"),
     "adam_mini": adam_mini,
     "adamp": adamp,
     "adanorm": adanorm,
+    "adashift": adashift,
     "adatam": adatam,
     "aida": aida,
     "amos": amos,
@@ -827,8 +857,10 @@ REDUCING: dict[str, Oracle] = {
     "lans": lans,
     "lars": lars,
     "mars": mars,
+    "nero": peer("Nero"),
     "novograd": novograd,
     "orthograd": orthograd,
+    "racs": peer("RACS"),
     "sgdp": peer("SGDP"),
     "sinkgd": sinkgd,
     "sm3": sm3,
@@ -881,6 +913,34 @@ def lookahead_adamw(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
         return p
 
     return step
+
+
+def gravity(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
+    """pytorch_optimizer's, with the first velocity that is drawn here."""
+
+    class Gravity(pytorch_optimizer.Gravity):
+        def init_group(self, group: Any, **kwargs: Any) -> None:
+            super().init_group(group)
+            if group["step"] == 0:
+                (p,) = group["params"]
+                self.state[p]["v"] = group["alpha"] / group["lr"] * drawn_normal(p, 1)
+
+    return package(Gravity)(flags, hypers)
+
+
+def adago(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
+    """Algorithm 1, with torch's Newton-Schulz: pytorch_optimizer divides by the sum of squares, not its root."""
+    m, total = torch.zeros(()), hypers["v0"]
+
+    def matrices(p: Tensor, g: Tensor, t: int, lr: float) -> Tensor:
+        nonlocal m, total
+        m = torch.lerp(m.expand_as(g), g, 1 - hypers["momentum"])
+        size = min(float(g.norm()), hypers["gamma"])
+        total += size**2
+        u = _zeropower_via_newtonschulz(m, hypers["ns_coefficients"], hypers["ns_steps"], 1e-7).to(p.dtype)
+        return p * (1 - lr * hypers["weight_decay"]) - max(lr * size / math.sqrt(total), hypers["eps"]) * u
+
+    return _by_shape(_flat(matrices), _adamw_beside(hypers, "adamw_eps"), flags["adamw"])
 
 
 def muon(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
@@ -1233,6 +1293,7 @@ def dowg(o, s, p, g, t, lr):
 
 
 WHOLE: dict[str, Oracle] = {
+    "adago": adago,
     "adai": peer("Adai"),
     "adam_swd": peer("AdamS"),
     "adamuon": adamuon,
@@ -1243,6 +1304,7 @@ WHOLE: dict[str, Oracle] = {
     "dion2": dion2,
     "dog": dog,
     "dowg": dowg,
+    "gravity": gravity,
     "lookahead_adamw": lookahead_adamw,
     "low_rank_muon": lambda flags, hypers: muon(flags | {"nesterov": True, "match_rms_adamw": False}, hypers),
     "muon": muon,

@@ -40,6 +40,7 @@ KEPT = ("eps", "adamw_eps", "min_norm", "gram", "scale_floor")  # nobody tunes t
 COUNTS = {"ns_steps": (2, 6), "warmup_steps": (0, 9), "lookahead_k": (1, 6), "alpha_warmup": (0, 30)}
 COUNTS |= {"beta3_warmup": (0, 30), "update_proj_gap": (3, 30), "t0": (0, 30), "beta1_warmup": (0, 30)}
 COUNTS |= {"grokfast_after_step": (0, 30), "memory_length": (1, 30), "warmup_epoch": (1, 9), "grad_accu_steps": (1, 4)}
+COUNTS |= {"keep_num": (1, 11)}
 START = {"d0": 1e-2, "growth_rate": 1.2}  # fifty steps show what the rule does with it
 
 

@@ -1,0 +1,26 @@
+"""FTRL-Proximal: weights that follow from sums of gradients, and are 0 where an L1 penalty outweighs them."""
+
+from optgen.lang import hyper, maximum, nonneg, optimizer, sign, sqrt, state, where
+
+
+@optimizer(cite="McMahan et al. 2013, Ad click prediction, algorithm 1", name="FTRL")
+def ftrl(
+    p, g,
+    z=state(),
+    n=state(nonneg),
+    *,
+    lr=hyper(1e-3, gt=0),
+    beta=hyper(0.0, ge=0),
+    lambda_1=hyper(0.0, ge=0),
+    lambda_2=hyper(0.0, ge=0),
+):
+    """Adagrad's per-element rate, and an exact L1 penalty.
+
+    A weight is a function of its own gradients alone: what it started from is gone after one step, and without a
+    gradient it is 0.
+    """
+    before = sqrt(n)
+    n = n + g * g
+    z = z + g - (sqrt(n) - before) / lr * p
+    p = where(abs(z) > lambda_1, (sign(z) * lambda_1 - z) / maximum((beta + sqrt(n)) / lr + lambda_2, 1e-30), 0.0)
+    return p, z, n

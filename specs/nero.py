@@ -1,0 +1,43 @@
+"""Nero: steps of one relative size for each neuron, whose weights have mean 0 and norm 1."""
+
+from optgen.lang import (
+    flag, hyper, mean, nonneg, optimizer, row, row_mean, row_sum, shape_flag, sqrt, state, tensor_state, where,
+)  # fmt: skip
+
+
+@optimizer(cite="Liu et al. 2021, arXiv:2102.07227", matrix="first")
+def nero(
+    p, g, t,
+    exp_avg_sq=row(nonneg, when="matrix"),
+    square_avg=state(nonneg, when="not matrix"),
+    scale=tensor_state(nonneg),
+    *,
+    lr=hyper(0.01, ge=0),
+    beta=hyper(0.999, ge=0, lt=1),
+    eps=hyper(1e-8, gt=0),
+    constraints=flag(True),
+    matrix=shape_flag(lambda shape: len(shape) >= 2),
+):
+    """The gradient over the root of a neuron's average square, times the mean norm of neurons at the start.
+
+    With constraints each row is centred and divided by its norm before the first step and after each.  An element of a
+    vector is a neuron, without constraints; where all are 0 the mean counts as .01.
+    """
+    begins = t <= 1
+    if not matrix:
+        square_avg = beta * square_avg + (1 - beta) * g * g
+        length, norms = square_avg, abs(p)
+    else:
+        exp_avg_sq = beta * exp_avg_sq + (1 - beta) * row_sum(g * g)
+        length = exp_avg_sq
+        if constraints:
+            p = where(begins, p - row_mean(p), p)
+            p = where(begins, 1 / (sqrt(row_sum(p * p)) + eps), 1.0) * p
+        norms = sqrt(row_sum(p * p))
+    typical = mean(norms)
+    scale = where(begins, where(typical > 0, typical, 0.01), scale)
+    p = p - lr * scale * g / (sqrt(length / (1 - beta**t)) + eps)
+    if constraints and matrix:
+        p = p - row_mean(p)
+        p = p / (sqrt(row_sum(p * p)) + eps)
+    return p, exp_avg_sq, square_avg, scale
