@@ -18,18 +18,21 @@ def a2grad(
     incremental=flag(False),
     exponential=flag(False),
 ):
-    """A2Grad-uni; `incremental` and `exponential`, which goes before it, are the paper's others.
+    """A2Grad-uni, or with `incremental` or `exponential` the paper's A2Grad-inc or A2Grad-exp.
 
-    v sums, or averages, squared distances of gradients from their mean.  x_offset is the paper's x less the weight.
+    v is of squared distances of gradients from their mean: a sum, one that shrinks by (t / (t + 1))^2, or the largest
+    average.  x_offset is the paper's x less the weight.
     The paper has no learning rate: lr multiplies its rate, 1 / (2 lips / (t + 1) + beta h).
     """
     avg_grad = avg_grad + (g - avg_grad) / t
     away = g - avg_grad
+    if incremental:
+        v = (t / (t + 1)) ** 2 * v
     if exponential:
         v_avg = rho * v_avg + (1 - rho) * dot(away, away)
         v = maximum(v, v_avg)
     else:
-        v = (t / (t + 1)) ** (2 * incremental) * v + dot(away, away)
+        v = v + dot(away, away)
     h = sqrt(v) * (sqrt(t + 1) if incremental or exponential else 1.0)
     rate = lr / (2 * lips / (t + 1) + beta * h)
     last, share = where(t > 1, 2 / (t + 2), 1.0), 2 / (t + 3)

@@ -823,12 +823,9 @@ def a2grad(o, s, p, g, t, lr):
     """The paper's algorithms at lr times their rate: pytorch_optimizer's takes no rate."""
     last = s.alpha if t > 1 else 1.0
     s.x, s.mean, s.alpha = s.x if t > 1 else p, s.mean + (g - s.mean) / t, 2 / (t + 3)
-    noise = (g - s.mean).square().sum()
-    if o.exponential:
-        s.vv = o.rho * s.vv + (1 - o.rho) * noise
-        s.v = torch.maximum(s.v, s.vv)
-    else:
-        s.v = s.v * ((t / (t + 1)) ** 2 if o.incremental else 1) + noise
+    noise, kept = (g - s.mean).square().sum(), s.v * ((t / (t + 1)) ** 2 if o.incremental else 1)
+    s.vv = o.rho * s.vv + (1 - o.rho) * noise
+    s.v = torch.maximum(kept, s.vv) if o.exponential else kept + noise
     h = s.v.sqrt() * (math.sqrt(t + 1) if o.incremental or o.exponential else 1)
     moved = lr / (2 * o.lips / (t + 1) + o.beta * h) * g
     s.x = s.x - moved
@@ -839,7 +836,6 @@ REDUCING: dict[str, Oracle] = {
     "a2grad": a2grad,
     "adafactor": adafactor,
     "adafactor_paper": adafactor_paper,
-    "adalite": peer("Adalite"),
     "adam_mini": adam_mini,
     "adamp": adamp,
     "adanorm": adanorm,
@@ -1295,6 +1291,7 @@ def dowg(o, s, p, g, t, lr):
 WHOLE: dict[str, Oracle] = {
     "adago": adago,
     "adai": peer("Adai"),
+    "adalite": peer("Adalite"),
     "adam_swd": peer("AdamS"),
     "adamuon": adamuon,
     "apollo_qn": peer("ApolloDQN", warmup_steps=0),

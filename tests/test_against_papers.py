@@ -194,7 +194,8 @@ def test_fp32_and_the_oracle_lie_in_one_enclosure(name: str, k: int, shape: tupl
     alone = {"orthograd": math.prod(shape), "adamp": math.prod(shape[1:]), "sgdp": math.prod(shape[1:])}.get(name) == 1
     if not alone:
         assert claimed > 0.9
-    if not alone and name != "radam":  # most of whose first steps are a hundredth of the later ones
+    # Most of RAdam's first steps are a hundredth of the later ones; FTRL's weights are quotients of sums that go on.
+    if not alone and name not in ("radam", "ftrl"):
         # Narrow enough to tell one rule from another: a small part of a step, and four roundings of a weight below 1.
         assert float(torch.cat(width).nanmedian()) < 0.01 * float(torch.cat(moved).median()) + 4 * 2.0**-24
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from pytorch_optimizer import AdaGC
+from pytorch_optimizer import AdaGC, Ranger
 from torch import Tensor
 
 import optgen
@@ -230,6 +230,7 @@ def risen(inner: Step, base: str) -> Step:
 ORACLES: dict[str, Callable[[Step, str], Step]] = {
     "clipped": of_gradient(by_norm), "clipped_value": of_gradient(by_value), "adagc": of_gradient(agc),
     "zclip": of_gradient(zclip), "mars": of_gradient(mars), "orthograd": of_gradient(right),
+    "centralized": of_gradient(lambda kept, p, g, t: g - g.mean(1, keepdim=True)),
     "cautious": of_step(masked), "hyperball": of_step(ball), "lookahead": of_step(slow), "snoo": of_step(outer),
     "grams": of_step(lambda kept, p, g, before, new, t, rate: (before, before - g.sign() * (before - new).abs())),
     "cautious_decay": of_step(
@@ -387,6 +388,21 @@ def test_adagc_around_adamw_is_another_packages() -> None:
         q, *states = spec.evaluate(q, p.grad.clone(), t, *states, lr=0.05, **options)
         theirs.step()
         torch.testing.assert_close(q, p.detach(), rtol=0, atol=8 * 0.05 * 2.0**-24)
+
+
+@pytest.mark.parametrize("shape", [(5, 3), (4, 3, 2, 2), (7,)])
+def test_ranger_is_another_packages(shape: tuple[int, ...]) -> None:
+    """In fp64: fewer than 64 roundings of numbers below 4 at each of 20 steps."""
+    p = torch.nn.Parameter(torch.randn(shape, generator=(draw := torch.Generator().manual_seed(6)), dtype=torch.float64))
+    q, states, spec = p.detach().clone(), ({}, {}), find_spec("lookahead(centralized(radam))")
+    options = {"lr": 0.01, "betas": (0.95, 0.99), "alpha": 0.4, "eps": 1e-5, "weight_decay": 0.1}
+    theirs = Ranger([p], **options, k=6, degenerated_to_sgd=True)
+    for t in range(1, 21):
+        p.grad = torch.randn(shape, generator=draw, dtype=torch.float64)
+        more = {"lookahead_k": 6, "decoupled_weight_decay": True}
+        q, *states = spec.evaluate(q, p.grad.clone(), t, *states, **options, **more)
+        theirs.step()
+        torch.testing.assert_close(q, p.detach(), rtol=0, atol=20 * 64 * 4 * 2.0**-53)
 
 
 def test_hyperball_around_sgd_is_another_packages() -> None:

@@ -15,8 +15,8 @@ def a2grad_1_tile(PLAN: tl.constexpr, g, avg_grad, grad_scale, one_over_t, live,
     """The new avg_grad; the terms of tensor_sum_for_v."""
     avg_grad = read(avg_grad, PLAN.avg_grad)
     g = grad_scale * g
-    avg_grad = tl.fma(one_over_t, g - avg_grad, avg_grad)  # 26
-    away = g - avg_grad                                    # 27
+    avg_grad = tl.fma(one_over_t, g - avg_grad, avg_grad)  # 27
+    away = g - avg_grad                                    # 28
     return avg_grad, away
 
 
@@ -28,25 +28,20 @@ def a2grad_1_sweep(
 
 
 @triton.jit
-def a2grad_2_values(
-    v, tensor_sum_for_v, lr, beta, t_over_t_plus_one_pow_zero, two_times_lips_over_t_plus_one, last, scalar_3,
-):
+def a2grad_2_values(v, tensor_sum_for_v, lr, beta, two_times_lips_over_t_plus_one, last, scalar_2):
     """The new v, rate, two_over_t_plus_two_times_rate, tensor_mul."""
-    v = tl.fma(t_over_t_plus_one_pow_zero, v, tensor_sum_for_v)  # 32
-    h = tl.sqrt(v)  # 33
-    rate = lr / tl.fma(beta, h, two_times_lips_over_t_plus_one)  # 34
-    return v, rate, last * rate, scalar_3 * rate
+    v = v + tensor_sum_for_v                                     # 35
+    h = tl.sqrt(v)  # 36
+    rate = lr / tl.fma(beta, h, two_times_lips_over_t_plus_one)  # 37
+    return v, rate, last * rate, scalar_2 * rate
 
 
 @triton.jit
 def a2grad_2_between(
-    table, work, lr: tl.float32, beta: tl.float32, t_over_t_plus_one_pow_zero: tl.float32,
-    two_times_lips_over_t_plus_one: tl.float32, last: tl.float32, scalar_3: tl.float32, LEVEL: tl.constexpr,
+    table, work, lr: tl.float32, beta: tl.float32, two_times_lips_over_t_plus_one: tl.float32, last: tl.float32,
+    scalar_2: tl.float32, LEVEL: tl.constexpr,
 ):
-    rounds(
-        table, work, a2grad_2_values, LEVEL, 0, (lr, beta, t_over_t_plus_one_pow_zero, two_times_lips_over_t_plus_one,
-        last, scalar_3),
-    )
+    rounds(table, work, a2grad_2_values, LEVEL, 0, (lr, beta, two_times_lips_over_t_plus_one, last, scalar_2))
 
 
 @triton.jit
@@ -56,9 +51,9 @@ def a2grad_3_tile(
 ):
     """The new p, x_offset."""
     x_offset = read(x_offset, PLAN.x_offset)
-    moved = tl.fma(minus(grad_scale * rate), g, x_offset)                   # 36
-    p = tl.fma(minus(grad_scale * tensor_mul), g, tl.fma(share, moved, p))  # 37
-    x_offset = one_minus_two_over_t_plus_three * tl.fma(grad_scale * two_over_t_plus_two_times_rate, g, moved)  # 38
+    moved = tl.fma(minus(grad_scale * rate), g, x_offset)                   # 39
+    p = tl.fma(minus(grad_scale * tensor_mul), g, tl.fma(share, moved, p))  # 40
+    x_offset = one_minus_two_over_t_plus_three * tl.fma(grad_scale * two_over_t_plus_two_times_rate, g, moved)  # 41
     return p, x_offset
 
 
@@ -75,8 +70,8 @@ def a2grad_exponential_1_tile(PLAN: tl.constexpr, g, avg_grad, grad_scale, one_o
     """The new avg_grad; the terms of tensor_sum_for_v_avg."""
     avg_grad = read(avg_grad, PLAN.avg_grad)
     g = grad_scale * g
-    avg_grad = tl.fma(one_over_t, g - avg_grad, avg_grad)  # 26
-    away = g - avg_grad                                    # 27
+    avg_grad = tl.fma(one_over_t, g - avg_grad, avg_grad)  # 27
+    away = g - avg_grad                                    # 28
     return avg_grad, away
 
 
@@ -93,10 +88,10 @@ def a2grad_exponential_2_values(
     last, scalar_4,
 ):
     """The new v, v_avg, rate, two_over_t_plus_two_times_rate, tensor_mul."""
-    v_avg = tl.fma(one_minus_rho, tensor_sum_for_v_avg, rho * v_avg)  # 29
-    v = tl.maximum(v, v_avg, propagate_nan=tl.PropagateNan.ALL)       # 30
-    h = tl.sqrt(v) * sqrt_t_plus_one  # 33
-    rate = lr / tl.fma(beta, h, two_times_lips_over_t_plus_one)       # 34
+    v_avg = tl.fma(one_minus_rho, tensor_sum_for_v_avg, rho * v_avg)  # 32
+    v = tl.maximum(v, v_avg, propagate_nan=tl.PropagateNan.ALL)       # 33
+    h = tl.sqrt(v) * sqrt_t_plus_one  # 36
+    rate = lr / tl.fma(beta, h, two_times_lips_over_t_plus_one)       # 37
     return v, v_avg, rate, last * rate, scalar_4 * rate
 
 
@@ -118,9 +113,9 @@ def a2grad_incremental_2_values(
     scalar_4,
 ):
     """The new v, rate, two_over_t_plus_two_times_rate, tensor_mul."""
-    v = tl.fma(t_over_t_plus_one_pow_two, v, tensor_sum_for_v)  # 32
-    h = tl.sqrt(v) * sqrt_t_plus_one  # 33
-    rate = lr / tl.fma(beta, h, two_times_lips_over_t_plus_one)  # 34
+    v = tl.fma(t_over_t_plus_one_pow_two, v, tensor_sum_for_v)   # 35
+    h = tl.sqrt(v) * sqrt_t_plus_one  # 36
+    rate = lr / tl.fma(beta, h, two_times_lips_over_t_plus_one)  # 37
     return v, rate, last * rate, scalar_4 * rate
 
 
@@ -133,4 +128,30 @@ def a2grad_incremental_2_between(
     rounds(
         table, work, a2grad_incremental_2_values, LEVEL, 0, (lr, beta, t_over_t_plus_one_pow_two, sqrt_t_plus_one,
         two_times_lips_over_t_plus_one, last, scalar_4),
+    )
+
+
+@triton.jit
+def a2grad_incremental_exponential_2_values(
+    v, v_avg, tensor_sum_for_v_avg, lr, beta, rho, t_over_t_plus_one_pow_two, one_minus_rho, sqrt_t_plus_one,
+    two_times_lips_over_t_plus_one, last, scalar_5,
+):
+    """The new v, v_avg, rate, two_over_t_plus_two_times_rate, tensor_mul."""
+    v = t_over_t_plus_one_pow_two * v                                 # 30
+    v_avg = tl.fma(one_minus_rho, tensor_sum_for_v_avg, rho * v_avg)  # 32
+    v = tl.maximum(v, v_avg, propagate_nan=tl.PropagateNan.ALL)       # 33
+    h = tl.sqrt(v) * sqrt_t_plus_one  # 36
+    rate = lr / tl.fma(beta, h, two_times_lips_over_t_plus_one)       # 37
+    return v, v_avg, rate, last * rate, scalar_5 * rate
+
+
+@triton.jit
+def a2grad_incremental_exponential_2_between(
+    table, work, lr: tl.float32, beta: tl.float32, rho: tl.float32, t_over_t_plus_one_pow_two: tl.float32,
+    one_minus_rho: tl.float32, sqrt_t_plus_one: tl.float32, two_times_lips_over_t_plus_one: tl.float32,
+    last: tl.float32, scalar_5: tl.float32, LEVEL: tl.constexpr,
+):
+    rounds(
+        table, work, a2grad_incremental_exponential_2_values, LEVEL, 0, (lr, beta, rho, t_over_t_plus_one_pow_two,
+        one_minus_rho, sqrt_t_plus_one, two_times_lips_over_t_plus_one, last, scalar_5),
     )

@@ -20,80 +20,74 @@ OPTGEN_INLINE void adalite_3(S0 &v_rows, S1 &one_over_tensor_sum_of_v_rows_max_e
     row_mul.set(v_rows.read() * one_over_tensor_sum_of_v_rows_max_eps2.read());
 }
 
-// a sweep: g (specs/adalite.py:43)
+// a sweep: ratio (specs/adalite.py:41)
 template <class S0, class S1>
-OPTGEN_INLINE void adalite_4(F p, F g, S0 &row_sum_of_p, S1 &row_sum_of_g) {
-    row_sum_of_p.set(p * p);
-    row_sum_of_g.set(g * g);
+OPTGEN_INLINE void adalite_4(F p, F g, S0 &row_sum_for_ratio, S1 &row_sum_for_ratio_2) {
+    row_sum_for_ratio.set(p * p);
+    row_sum_for_ratio_2.set(g * g);
 }
 
 // row: values of rows
 template <class S0, class S1, class S2, class S3, class S4, class S5, class S6, class S7>
 OPTGEN_INLINE void adalite_5(
-    S0 &row_sum_of_p, S1 &row_sum_of_g, S2 &v_rows_2, S3 &m_rows_2, S4 &v_rows, S5 &m_rows, S6 &tensor_sum_of_p,
-    S7 &tensor_sum_of_g
+    S0 &row_sum_for_ratio, S1 &row_sum_for_ratio_2, S2 &v_rows_2, S3 &m_rows_2, S4 &v_rows, S5 &m_rows,
+    S6 &tensor_sum_for_ratio, S7 &tensor_sum_for_ratio_2
 ) {
     v_rows.set(v_rows_2.read());
     m_rows.set(m_rows_2.read());
-    tensor_sum_of_p.set(row_sum_of_p.read());
-    tensor_sum_of_g.set(row_sum_of_g.read());
+    tensor_sum_for_ratio.set(row_sum_for_ratio.read());
+    tensor_sum_for_ratio_2.set(row_sum_for_ratio_2.read());
 }
 
 // tensor: values of tensors
 template <class S0, class S1, class S2>
 OPTGEN_INLINE void adalite_6(
-    F g_norm_min, F ratio_min, F grad_scale_times_grad_scale, S0 &tensor_sum_of_p, S1 &tensor_sum_of_g,
-    S2 &tensor_div_max_ratio_min
+    F g_norm_min, F ratio_min, F grad_scale_times_grad_scale, S0 &tensor_sum_for_ratio, S1 &tensor_sum_for_ratio_2,
+    S2 &ratio
 ) {
-    tensor_div_max_ratio_min.set(
-        max(
-            sqrt(tensor_sum_of_p.read()) / max(sqrt(grad_scale_times_grad_scale * tensor_sum_of_g.read()), g_norm_min),
-            ratio_min
-        )
+    // 41
+    const F ratio_ = max(
+        sqrt(tensor_sum_for_ratio.read()) / max(
+            sqrt(grad_scale_times_grad_scale * tensor_sum_for_ratio_2.read()), g_norm_min
+        ),
+        ratio_min
     );
+    ratio.set(ratio_);
 }
 
-// a sweep: column_means (specs/adalite.py:49), row_means (specs/adalite.py:49)
+// a sweep: by_row (specs/adalite.py:48), by_column (specs/adalite.py:48)
 template <class S0, class S1, class S2, class S3, class S4, class S5>
 OPTGEN_INLINE void adalite_7(
     F g, F beta2, F grad_scale, F one_minus_beta1, F one_minus_beta2, S0 &v_columns, S1 &m_columns, S2 &row_mul,
-    S3 &tensor_div_max_ratio_min, S4 &m_rows_times_m_scale, S5 &col_sum_for_column_means
+    S3 &ratio, S4 &m_rows_times_m_scale, S5 &v_rows_2
 ) {
-    const F g_ = grad_scale * tensor_div_max_ratio_min.read() * g;  // 43
-    const F m = m_columns.read() * m_rows_times_m_scale.read();  // 44
-    const F m_2 = fma(one_minus_beta1, g_ - m, m);                  // 46
+    const F g_ = grad_scale * ratio.read() * g;  // 42
+    const F m = m_columns.read() * m_rows_times_m_scale.read();  // 43
+    const F m_2 = fma(one_minus_beta1, g_ - m, m);               // 45
     const F g_sub = g_ - m_2;
-    const F v = fma(one_minus_beta2, g_sub * g_sub, beta2 * row_mul.read() * v_columns.read());  // 47
-    col_sum_for_column_means.set(v);
+    const F v = fma(one_minus_beta2, g_sub * g_sub, beta2 * row_mul.read() * v_columns.read());  // 46
+    v_rows_2.set(v);
 }
 
 // row: values of rows
-template <class S0, class S1, class S2, class S3, class S4, class S5>
+template <class S0, class S1, class S2, class S3>
 OPTGEN_INLINE void adalite_8(
-    F tau, F extent_columns, S0 &v_rows_2, S1 &row_means, S2 &row_means_over_tau, S3 &tensor_sum_for_v_columns,
-    S4 &mat_max_for_by_row, S5 &mat_max_for_by_row_2
+    F extent_columns, S0 &v_rows_2, S1 &v_rows_2_over_columns, S2 &tensor_sum_for_v_columns, S3 &mat_max_for_by_row
 ) {
-    const F row_means_ = v_rows_2.read() / extent_columns;  // 49
-    const F row_means_div = row_means_ / tau;
-    row_means.set(row_means_);
-    row_means_over_tau.set(row_means_div);
+    const F v_rows_2_div = v_rows_2.read() / extent_columns;
+    v_rows_2_over_columns.set(v_rows_2_div);
     tensor_sum_for_v_columns.set(v_rows_2.read());
-    mat_max_for_by_row.set(row_means_);
-    mat_max_for_by_row_2.set(row_means_div);
+    mat_max_for_by_row.set(v_rows_2_div);
 }
 
 // col: values of columns
-template <class S0, class S1, class S2, class S3, class S4>
+template <class S0, class S1, class S2>
 OPTGEN_INLINE void adalite_9(
-    F tau, F extent_rows, S0 &col_sum_for_column_means, S1 &column_means, S2 &column_means_over_tau,
-    S3 &mat_max_for_by_column, S4 &mat_max_for_by_column_2
+    F extent_rows, S0 &col_sum_for_by_column, S1 &col_sum_for_by_column_over_rows, S2 &mat_max_for_by_column
 ) {
-    const F column_means_ = col_sum_for_column_means.read() / extent_rows;  // 49
-    const F column_means_div = column_means_ / tau;
-    column_means.set(column_means_);
-    column_means_over_tau.set(column_means_div);
-    mat_max_for_by_column.set(column_means_);
-    mat_max_for_by_column_2.set(column_means_div);
+    const F col_sum_for_by_column_div = col_sum_for_by_column.read() / extent_rows;
+    col_sum_for_by_column_over_rows.set(col_sum_for_by_column_div);
+    mat_max_for_by_column.set(col_sum_for_by_column_div);
 }
 
 // tensor: values of tensors
@@ -103,1061 +97,215 @@ OPTGEN_INLINE void adalite_10(F eps2, S0 &tensor_sum_for_v_columns, S1 &tensor_s
 }
 
 // row: values of rows
-template <class S0, class S1, class S2, class S3, class S4, class S5, class S6, class S7>
+template <class S0, class S1, class S2, class S3>
 OPTGEN_INLINE void adalite_11(
-    S0 &row_means, S1 &mat_max_for_by_row, S2 &row_means_over_tau, S3 &mat_max_for_by_row_2, S4 &by_row, S5 &by_row_2,
-    S6 &tensor_sum_of_by_row, S7 &tensor_sum_of_by_row_2
+    S0 &v_rows_2_over_columns, S1 &mat_max_for_by_row, S2 &row_exp, S3 &tensor_sum_for_by_row
 ) {
-    const F row_means_sub = row_means.read() - mat_max_for_by_row.read();
-    const F row_means_min = min(F(90.0f), max(F(-105.0f), row_means_sub));
-    const F row_means_mul = row_means_min * 1.442695f;
-    const F row_means_fma = fma(
-        -rint(row_means_mul), 1.4286068e-06f, fma(-rint(row_means_mul), 0.69314575f, row_means_min)
+    const F v_rows_2_over_columns_sub = v_rows_2_over_columns.read() - mat_max_for_by_row.read();
+    const F v_rows_2_over_columns_min = min(F(90.0f), max(F(-105.0f), v_rows_2_over_columns_sub));
+    const F v_rows_2_over_columns_mul = v_rows_2_over_columns_min * 1.442695f;
+    const F v_rows_2_over_columns_fma = fma(
+        -rint(v_rows_2_over_columns_mul), 1.4286068e-06f,
+        fma(-rint(v_rows_2_over_columns_mul), 0.69314575f, v_rows_2_over_columns_min)
     );
-    const I row_means_add = bits(row_means_mul + 12582912.0f) - 0x4b400000;
-    const I row_means_shr = row_means_add >> 1;
-    // 50
-    const F by_row_ = where(
-        row_means_sub <= 3.4028235e+38f,
+    const I v_rows_2_over_columns_add = bits(v_rows_2_over_columns_mul + 12582912.0f) - 0x4b400000;
+    const I v_rows_2_over_columns_shr = v_rows_2_over_columns_add >> 1;
+    const F v_rows_2_over_columns_where = where(
+        v_rows_2_over_columns_sub <= 3.4028235e+38f,
         (
             1.0f
             + fma(
-                row_means_fma * row_means_fma,
-                fma(
-                    fma(
-                        fma(fma(0.0013846603f, row_means_fma, 0.008368327f), row_means_fma, 0.04166772f), row_means_fma,
-                        0.16666526f
-                    ),
-                    row_means_fma, 0.49999997f
-                ),
-                row_means_fma
-            )
-        ) * as_float(row_means_shr + 127 << 23) * as_float(row_means_add - row_means_shr + 127 << 23),
-        row_means_sub
-    );
-    const F row_means_over_tau_sub = row_means_over_tau.read() - mat_max_for_by_row_2.read();
-    const F row_means_over_tau_min = min(F(90.0f), max(F(-105.0f), row_means_over_tau_sub));
-    const F row_means_over_tau_mul = row_means_over_tau_min * 1.442695f;
-    const F row_means_over_tau_fma = fma(
-        -rint(row_means_over_tau_mul), 1.4286068e-06f,
-        fma(-rint(row_means_over_tau_mul), 0.69314575f, row_means_over_tau_min)
-    );
-    const I row_means_over_tau_add = bits(row_means_over_tau_mul + 12582912.0f) - 0x4b400000;
-    const I row_means_over_tau_shr = row_means_over_tau_add >> 1;
-    // 57
-    const F by_row_2_ = where(
-        row_means_over_tau_sub <= 3.4028235e+38f,
-        (
-            1.0f
-            + fma(
-                row_means_over_tau_fma * row_means_over_tau_fma,
+                v_rows_2_over_columns_fma * v_rows_2_over_columns_fma,
                 fma(
                     fma(
                         fma(
-                            fma(0.0013846603f, row_means_over_tau_fma, 0.008368327f), row_means_over_tau_fma,
+                            fma(0.0013846603f, v_rows_2_over_columns_fma, 0.008368327f), v_rows_2_over_columns_fma,
                             0.04166772f
                         ),
-                        row_means_over_tau_fma, 0.16666526f
+                        v_rows_2_over_columns_fma, 0.16666526f
                     ),
-                    row_means_over_tau_fma, 0.49999997f
+                    v_rows_2_over_columns_fma, 0.49999997f
                 ),
-                row_means_over_tau_fma
+                v_rows_2_over_columns_fma
             )
-        ) * as_float(row_means_over_tau_shr + 127 << 23) * as_float(row_means_over_tau_add - row_means_over_tau_shr +
-            127 << 23),
-        row_means_over_tau_sub
+        ) * as_float(v_rows_2_over_columns_shr + 127 << 23) * as_float(
+            v_rows_2_over_columns_add - v_rows_2_over_columns_shr + 127 << 23
+        ),
+        v_rows_2_over_columns_sub
     );
-    by_row.set(by_row_);
-    by_row_2.set(by_row_2_);
-    tensor_sum_of_by_row.set(by_row_);
-    tensor_sum_of_by_row_2.set(by_row_2_);
+    row_exp.set(v_rows_2_over_columns_where);
+    tensor_sum_for_by_row.set(v_rows_2_over_columns_where);
 }
 
 // col: values of columns
-template <class S0, class S1, class S2, class S3, class S4, class S5, class S6, class S7, class S8, class S9, class S10>
+template <class S0, class S1, class S2, class S3, class S4, class S5, class S6>
 OPTGEN_INLINE void adalite_12(
-    S0 &col_sum_for_column_means, S1 &tensor_sum_for_v_columns_max_eps2, S2 &column_means, S3 &mat_max_for_by_column,
-    S4 &column_means_over_tau, S5 &mat_max_for_by_column_2, S6 &v_columns_2, S7 &by_column, S8 &by_column_2,
-    S9 &tensor_sum_of_by_column, S10 &tensor_sum_of_by_column_2
+    S0 &col_sum_for_by_column, S1 &tensor_sum_for_v_columns_max_eps2, S2 &col_sum_for_by_column_over_rows,
+    S3 &mat_max_for_by_column, S4 &v_columns_2, S5 &exp_col_sub, S6 &tensor_sum_for_by_column
 ) {
-    const F v_columns = col_sum_for_column_means.read() / tensor_sum_for_v_columns_max_eps2.read();  // 56
-    const F column_means_sub = column_means.read() - mat_max_for_by_column.read();
-    const F column_means_min = min(F(90.0f), max(F(-105.0f), column_means_sub));
-    const F column_means_mul = column_means_min * 1.442695f;
-    const F column_means_fma = fma(
-        -rint(column_means_mul), 1.4286068e-06f, fma(-rint(column_means_mul), 0.69314575f, column_means_min)
+    const F v_columns = col_sum_for_by_column.read() / tensor_sum_for_v_columns_max_eps2.read();  // 53
+    const F col_sum_for_by_column_over_rows_sub = col_sum_for_by_column_over_rows.read() - mat_max_for_by_column.read();
+    const F col_sum_for_by_column_over_rows_min = min(F(90.0f), max(F(-105.0f), col_sum_for_by_column_over_rows_sub));
+    const F col_sum_for_by_column_over_rows_mul = col_sum_for_by_column_over_rows_min * 1.442695f;
+    const F col_sum_for_by_column_over_rows_fma = fma(
+        -rint(col_sum_for_by_column_over_rows_mul), 1.4286068e-06f,
+        fma(-rint(col_sum_for_by_column_over_rows_mul), 0.69314575f, col_sum_for_by_column_over_rows_min)
     );
-    const I column_means_add = bits(column_means_mul + 12582912.0f) - 0x4b400000;
-    const I column_means_shr = column_means_add >> 1;
-    // 50
-    const F by_column_ = where(
-        column_means_sub <= 3.4028235e+38f,
+    const I col_sum_for_by_column_over_rows_add = bits(col_sum_for_by_column_over_rows_mul + 12582912.0f) - 0x4b400000;
+    const I col_sum_for_by_column_over_rows_shr = col_sum_for_by_column_over_rows_add >> 1;
+    const F col_sum_for_by_column_over_rows_where = where(
+        col_sum_for_by_column_over_rows_sub <= 3.4028235e+38f,
         (
             1.0f
             + fma(
-                column_means_fma * column_means_fma,
-                fma(
-                    fma(
-                        fma(fma(0.0013846603f, column_means_fma, 0.008368327f), column_means_fma, 0.04166772f),
-                        column_means_fma, 0.16666526f
-                    ),
-                    column_means_fma, 0.49999997f
-                ),
-                column_means_fma
-            )
-        ) * as_float(column_means_shr + 127 << 23) * as_float(column_means_add - column_means_shr + 127 << 23),
-        column_means_sub
-    );
-    const F column_means_over_tau_sub = column_means_over_tau.read() - mat_max_for_by_column_2.read();
-    const F column_means_over_tau_min = min(F(90.0f), max(F(-105.0f), column_means_over_tau_sub));
-    const F column_means_over_tau_mul = column_means_over_tau_min * 1.442695f;
-    const F column_means_over_tau_fma = fma(
-        -rint(column_means_over_tau_mul), 1.4286068e-06f,
-        fma(-rint(column_means_over_tau_mul), 0.69314575f, column_means_over_tau_min)
-    );
-    const I column_means_over_tau_add = bits(column_means_over_tau_mul + 12582912.0f) - 0x4b400000;
-    const I column_means_over_tau_shr = column_means_over_tau_add >> 1;
-    // 57
-    const F by_column_2_ = where(
-        column_means_over_tau_sub <= 3.4028235e+38f,
-        (
-            1.0f
-            + fma(
-                column_means_over_tau_fma * column_means_over_tau_fma,
+                col_sum_for_by_column_over_rows_fma * col_sum_for_by_column_over_rows_fma,
                 fma(
                     fma(
                         fma(
-                            fma(0.0013846603f, column_means_over_tau_fma, 0.008368327f), column_means_over_tau_fma,
-                            0.04166772f
+                            fma(0.0013846603f, col_sum_for_by_column_over_rows_fma, 0.008368327f),
+                            col_sum_for_by_column_over_rows_fma, 0.04166772f
                         ),
-                        column_means_over_tau_fma, 0.16666526f
+                        col_sum_for_by_column_over_rows_fma, 0.16666526f
                     ),
-                    column_means_over_tau_fma, 0.49999997f
+                    col_sum_for_by_column_over_rows_fma, 0.49999997f
                 ),
-                column_means_over_tau_fma
+                col_sum_for_by_column_over_rows_fma
             )
-        ) * as_float(column_means_over_tau_shr + 127 << 23) * as_float(
-            column_means_over_tau_add - column_means_over_tau_shr + 127 << 23
+        ) * as_float(col_sum_for_by_column_over_rows_shr + 127 << 23) * as_float(
+            col_sum_for_by_column_over_rows_add - col_sum_for_by_column_over_rows_shr + 127 << 23
         ),
-        column_means_over_tau_sub
+        col_sum_for_by_column_over_rows_sub
     );
     v_columns_2.set(v_columns);
-    by_column.set(by_column_);
-    by_column_2.set(by_column_2_);
-    tensor_sum_of_by_column.set(by_column_);
-    tensor_sum_of_by_column_2.set(by_column_2_);
+    exp_col_sub.set(col_sum_for_by_column_over_rows_where);
+    tensor_sum_for_by_column.set(col_sum_for_by_column_over_rows_where);
 }
 
 // row: values of rows
 template <class S0, class S1, class S2>
-OPTGEN_INLINE void adalite_13(S0 &by_row_2, S1 &tensor_sum_of_by_row_2, S2 &by_row_2_over_tensor_sum_of_by_row_2) {
-    by_row_2_over_tensor_sum_of_by_row_2.set(by_row_2.read() / tensor_sum_of_by_row_2.read());
+OPTGEN_INLINE void adalite_13(S0 &row_exp, S1 &tensor_sum_for_by_row, S2 &by_row) {
+    const F by_row_ = row_exp.read() / tensor_sum_for_by_row.read();  // 48
+    by_row.set(by_row_);
 }
 
 // col: values of columns
 template <class S0, class S1, class S2>
-OPTGEN_INLINE void adalite_14(
-    S0 &by_column_2, S1 &tensor_sum_of_by_column_2, S2 &by_column_2_over_tensor_sum_of_by_column_2
-) {
-    by_column_2_over_tensor_sum_of_by_column_2.set(by_column_2.read() / tensor_sum_of_by_column_2.read());
+OPTGEN_INLINE void adalite_14(S0 &exp_col_sub, S1 &tensor_sum_for_by_column, S2 &by_column) {
+    const F by_column_ = exp_col_sub.read() / tensor_sum_for_by_column.read();  // 48
+    by_column.set(by_column_);
 }
 
-// tensor: values of tensors
-template <class S0, class S1, class S2>
-OPTGEN_INLINE void adalite_15(S0 &tensor_sum_of_by_row, S1 &tensor_sum_of_by_column, S2 &one_over_tensor_mul_2) {
-    one_over_tensor_mul_2.set(1.0f / (tensor_sum_of_by_row.read() * tensor_sum_of_by_column.read()));
-}
-
-// row: values of rows
-template <class S0, class S1, class S2>
-OPTGEN_INLINE void adalite_16(S0 &by_row, S1 &one_over_tensor_mul_2, S2 &by_row_times_one_over_tensor_mul_2) {
-    by_row_times_one_over_tensor_mul_2.set(by_row.read() * one_over_tensor_mul_2.read());
-}
-
-// a sweep: m_rows (specs/adalite.py:58), m_columns (specs/adalite.py:59)
-template <class S0, class S1, class S2, class S3, class S4, class S5, class S6, class S7, class S8, class S9, class S10>
-OPTGEN_INLINE F adalite_17(
+// a sweep: m_rows (specs/adalite.py:54), m_columns (specs/adalite.py:54)
+template <class S0, class S1, class S2, class S3, class S4, class S5, class S6, class S7, class S8>
+OPTGEN_INLINE F adalite_15(
     F p, F g, F beta2, F eps1, F grad_scale, F one_minus_beta1, F one_minus_beta2, F one_over_one_minus_beta2_pow_t,
-    F one_minus_lr_times_weight_decay, F minus_lr, S0 &v_columns, S1 &m_columns, S2 &m_rows_times_m_scale,
-    S3 &tensor_div_max_ratio_min, S4 &by_column, S5 &by_row_times_one_over_tensor_mul_2,
-    S6 &by_column_2_over_tensor_sum_of_by_column_2, S7 &by_row_2_over_tensor_sum_of_by_row_2, S8 &row_mul, S9 &m_rows_2,
-    S10 &m_columns_2
+    F one_minus_lr_times_weight_decay, F minus_lr, S0 &v_columns, S1 &m_columns, S2 &m_rows_times_m_scale, S3 &ratio,
+    S4 &by_row, S5 &by_column, S6 &row_mul, S7 &m_rows_2, S8 &m_columns_2
 ) {
-    const F g_ = grad_scale * tensor_div_max_ratio_min.read() * g;  // 43
-    const F m = m_columns.read() * m_rows_times_m_scale.read();  // 44
-    const F m_2 = fma(one_minus_beta1, g_ - m, m);                  // 46
+    const F g_ = grad_scale * ratio.read() * g;  // 42
+    const F m = m_columns.read() * m_rows_times_m_scale.read();  // 43
+    const F m_2 = fma(one_minus_beta1, g_ - m, m);               // 45
     const F g_sub = g_ - m_2;
-    const F m_3 = fma(fma(-by_column.read(), by_row_times_one_over_tensor_mul_2.read(), 1.0f), g_sub, m_2);  // 52
-    const F v = fma(one_minus_beta2, g_sub * g_sub, beta2 * row_mul.read() * v_columns.read());  // 47
-    const F u = fma(one_minus_beta1, g_ - m_3, m_3) / sqrt(fma(one_over_one_minus_beta2_pow_t, v, eps1));  // 53
-    const F p_ = one_minus_lr_times_weight_decay * p;               // 65
-    const F p_2 = fma(minus_lr, u, p_);                             // 66
-    m_rows_2.set(m_3 * by_column_2_over_tensor_sum_of_by_column_2.read());
-    m_columns_2.set(m_3 * by_row_2_over_tensor_sum_of_by_row_2.read());
+    const F m_3 = fma(fma(-by_row.read(), by_column.read(), 1.0f), g_sub, m_2);  // 49
+    const F v = fma(one_minus_beta2, g_sub * g_sub, beta2 * row_mul.read() * v_columns.read());  // 46
+    const F u = fma(one_minus_beta1, g_ - m_3, m_3) / sqrt(fma(one_over_one_minus_beta2_pow_t, v, eps1));  // 50
+    const F p_ = one_minus_lr_times_weight_decay * p;            // 59
+    const F p_2 = fma(minus_lr, u, p_);                          // 60
+    m_rows_2.set(m_3 * by_column.read());
+    m_columns_2.set(m_3 * by_row.read());
     return p_2;
 }
 
 // row: values of rows
 template <class S0, class S1>
-OPTGEN_INLINE void adalite_18(S0 &m_rows_2, S1 &tensor_sum_for_squares) {
+OPTGEN_INLINE void adalite_16(S0 &m_rows_2, S1 &tensor_sum_for_squares) {
     tensor_sum_for_squares.set(m_rows_2.read() * m_rows_2.read());
 }
 
 // col: values of columns
 template <class S0, class S1, class S2, class S3>
-OPTGEN_INLINE void adalite_19(S0 &m_columns_2, S1 &v_columns_2, S2 &v_columns, S3 &tensor_sum_for_squares_2) {
+OPTGEN_INLINE void adalite_17(S0 &m_columns_2, S1 &v_columns_2, S2 &v_columns, S3 &tensor_sum_for_squares_2) {
     v_columns.set(v_columns_2.read());
     tensor_sum_for_squares_2.set(m_columns_2.read() * m_columns_2.read());
 }
 
 // tensor: values of tensors
 template <class S0, class S1, class S2>
-OPTGEN_INLINE void adalite_20(F eps2, S0 &tensor_sum_for_squares, S1 &tensor_sum_for_squares_2, S2 &squares_max_eps2) {
-    const F squares = tensor_sum_for_squares.read() * tensor_sum_for_squares_2.read();  // 60
+OPTGEN_INLINE void adalite_18(F eps2, S0 &tensor_sum_for_squares, S1 &tensor_sum_for_squares_2, S2 &squares_max_eps2) {
+    const F squares = tensor_sum_for_squares.read() * tensor_sum_for_squares_2.read();  // 55
     squares_max_eps2.set(max(squares, eps2));
 }
 
-// a sweep: m_scale (specs/adalite.py:61)
+// a sweep: m_scale (specs/adalite.py:56)
 template <class S0, class S1, class S2, class S3, class S4, class S5, class S6, class S7>
-OPTGEN_INLINE void adalite_21(
-    F g, F grad_scale, F one_minus_beta1, S0 &m_columns, S1 &m_rows_2, S2 &m_rows_times_m_scale,
-    S3 &tensor_div_max_ratio_min, S4 &by_column, S5 &by_row_times_one_over_tensor_mul_2, S6 &m_columns_2,
-    S7 &row_sum_for_m_scale
+OPTGEN_INLINE void adalite_19(
+    F g, F grad_scale, F one_minus_beta1, S0 &m_columns, S1 &m_rows_2, S2 &m_rows_times_m_scale, S3 &ratio, S4 &by_row,
+    S5 &by_column, S6 &m_columns_2, S7 &row_sum_for_m_scale
 ) {
-    const F g_ = grad_scale * tensor_div_max_ratio_min.read() * g;  // 43
-    const F m = m_columns.read() * m_rows_times_m_scale.read();  // 44
-    const F m_2 = fma(one_minus_beta1, g_ - m, m);                  // 46
-    const F m_3 = fma(fma(-by_column.read(), by_row_times_one_over_tensor_mul_2.read(), 1.0f), g_ - m_2, m_2);  // 52
+    const F g_ = grad_scale * ratio.read() * g;  // 42
+    const F m = m_columns.read() * m_rows_times_m_scale.read();  // 43
+    const F m_2 = fma(one_minus_beta1, g_ - m, m);               // 45
+    const F m_3 = fma(fma(-by_row.read(), by_column.read(), 1.0f), g_ - m_2, m_2);  // 49
     row_sum_for_m_scale.set(m_rows_2.read() * m_3 * m_columns_2.read());
 }
 
 // row: values of rows
 template <class S0, class S1>
-OPTGEN_INLINE void adalite_22(S0 &row_sum_for_m_scale, S1 &tensor_sum_for_m_scale) {
+OPTGEN_INLINE void adalite_20(S0 &row_sum_for_m_scale, S1 &tensor_sum_for_m_scale) {
     tensor_sum_for_m_scale.set(row_sum_for_m_scale.read());
 }
 
 // col: values of columns
 template <class S0, class S1>
-OPTGEN_INLINE void adalite_23(S0 &m_columns_2, S1 &m_columns) {
+OPTGEN_INLINE void adalite_21(S0 &m_columns_2, S1 &m_columns) {
     m_columns.set(m_columns_2.read());
 }
 
 // tensor: values of tensors
 template <class S0, class S1, class S2>
-OPTGEN_INLINE void adalite_24(S0 &tensor_sum_for_m_scale, S1 &squares_max_eps2, S2 &m_scale) {
-    const F m_scale_ = tensor_sum_for_m_scale.read() / squares_max_eps2.read();  // 61
+OPTGEN_INLINE void adalite_22(S0 &tensor_sum_for_m_scale, S1 &squares_max_eps2, S2 &m_scale) {
+    const F m_scale_ = tensor_sum_for_m_scale.read() / squares_max_eps2.read();  // 56
     m_scale.set(m_scale_);
 }
 
-// a sweep: column_means (specs/adalite.py:49), row_means (specs/adalite.py:49)
-template <class S0, class S1, class S2, class S3, class S4>
-OPTGEN_INLINE void adalite_no_several_4(
-    F g, F beta2, F grad_scale, F one_minus_beta1, F one_minus_beta2, S0 &v_columns, S1 &m_columns, S2 &row_mul,
-    S3 &m_rows_times_m_scale, S4 &col_sum_for_column_means
-) {
-    const F g_ = grad_scale * g;
-    const F m = m_columns.read() * m_rows_times_m_scale.read();  // 44
-    const F m_2 = fma(one_minus_beta1, g_ - m, m);               // 46
-    const F g_sub = g_ - m_2;
-    const F v = fma(one_minus_beta2, g_sub * g_sub, beta2 * row_mul.read() * v_columns.read());  // 47
-    col_sum_for_column_means.set(v);
-}
-
-// row: values of rows
-template <class S0, class S1, class S2, class S3, class S4, class S5, class S6, class S7, class S8>
-OPTGEN_INLINE void adalite_no_several_5(
-    F tau, F extent_columns, S0 &v_rows_2, S1 &m_rows_2, S2 &v_rows, S3 &m_rows, S4 &row_means, S5 &row_means_over_tau,
-    S6 &tensor_sum_for_v_columns, S7 &mat_max_for_by_row, S8 &mat_max_for_by_row_2
-) {
-    const F row_means_ = v_rows_2.read() / extent_columns;  // 49
-    const F row_means_div = row_means_ / tau;
-    v_rows.set(v_rows_2.read());
-    m_rows.set(m_rows_2.read());
-    row_means.set(row_means_);
-    row_means_over_tau.set(row_means_div);
-    tensor_sum_for_v_columns.set(v_rows_2.read());
-    mat_max_for_by_row.set(row_means_);
-    mat_max_for_by_row_2.set(row_means_div);
-}
-
-// col: values of columns
-template <class S0, class S1, class S2, class S3, class S4>
-OPTGEN_INLINE void adalite_no_several_6(
-    F tau, F extent_rows, S0 &col_sum_for_column_means, S1 &column_means, S2 &column_means_over_tau,
-    S3 &mat_max_for_by_column, S4 &mat_max_for_by_column_2
-) {
-    const F column_means_ = col_sum_for_column_means.read() / extent_rows;  // 49
-    const F column_means_div = column_means_ / tau;
-    column_means.set(column_means_);
-    column_means_over_tau.set(column_means_div);
-    mat_max_for_by_column.set(column_means_);
-    mat_max_for_by_column_2.set(column_means_div);
-}
-
-// tensor: values of tensors
+// a sweep: ratio (specs/adalite.py:41)
 template <class S0, class S1>
-OPTGEN_INLINE void adalite_no_several_7(F eps2, S0 &tensor_sum_for_v_columns, S1 &tensor_sum_for_v_columns_max_eps2) {
-    tensor_sum_for_v_columns_max_eps2.set(max(tensor_sum_for_v_columns.read(), eps2));
-}
-
-// row: values of rows
-template <class S0, class S1, class S2, class S3, class S4, class S5, class S6, class S7>
-OPTGEN_INLINE void adalite_no_several_8(
-    S0 &row_means, S1 &mat_max_for_by_row, S2 &row_means_over_tau, S3 &mat_max_for_by_row_2, S4 &by_row, S5 &by_row_2,
-    S6 &tensor_sum_of_by_row, S7 &tensor_sum_of_by_row_2
-) {
-    const F row_means_sub = row_means.read() - mat_max_for_by_row.read();
-    const F row_means_min = min(F(90.0f), max(F(-105.0f), row_means_sub));
-    const F row_means_mul = row_means_min * 1.442695f;
-    const F row_means_fma = fma(
-        -rint(row_means_mul), 1.4286068e-06f, fma(-rint(row_means_mul), 0.69314575f, row_means_min)
-    );
-    const I row_means_add = bits(row_means_mul + 12582912.0f) - 0x4b400000;
-    const I row_means_shr = row_means_add >> 1;
-    // 50
-    const F by_row_ = where(
-        row_means_sub <= 3.4028235e+38f,
-        (
-            1.0f
-            + fma(
-                row_means_fma * row_means_fma,
-                fma(
-                    fma(
-                        fma(fma(0.0013846603f, row_means_fma, 0.008368327f), row_means_fma, 0.04166772f), row_means_fma,
-                        0.16666526f
-                    ),
-                    row_means_fma, 0.49999997f
-                ),
-                row_means_fma
-            )
-        ) * as_float(row_means_shr + 127 << 23) * as_float(row_means_add - row_means_shr + 127 << 23),
-        row_means_sub
-    );
-    const F row_means_over_tau_sub = row_means_over_tau.read() - mat_max_for_by_row_2.read();
-    const F row_means_over_tau_min = min(F(90.0f), max(F(-105.0f), row_means_over_tau_sub));
-    const F row_means_over_tau_mul = row_means_over_tau_min * 1.442695f;
-    const F row_means_over_tau_fma = fma(
-        -rint(row_means_over_tau_mul), 1.4286068e-06f,
-        fma(-rint(row_means_over_tau_mul), 0.69314575f, row_means_over_tau_min)
-    );
-    const I row_means_over_tau_add = bits(row_means_over_tau_mul + 12582912.0f) - 0x4b400000;
-    const I row_means_over_tau_shr = row_means_over_tau_add >> 1;
-    // 57
-    const F by_row_2_ = where(
-        row_means_over_tau_sub <= 3.4028235e+38f,
-        (
-            1.0f
-            + fma(
-                row_means_over_tau_fma * row_means_over_tau_fma,
-                fma(
-                    fma(
-                        fma(
-                            fma(0.0013846603f, row_means_over_tau_fma, 0.008368327f), row_means_over_tau_fma,
-                            0.04166772f
-                        ),
-                        row_means_over_tau_fma, 0.16666526f
-                    ),
-                    row_means_over_tau_fma, 0.49999997f
-                ),
-                row_means_over_tau_fma
-            )
-        ) * as_float(row_means_over_tau_shr + 127 << 23) * as_float(row_means_over_tau_add - row_means_over_tau_shr +
-            127 << 23),
-        row_means_over_tau_sub
-    );
-    by_row.set(by_row_);
-    by_row_2.set(by_row_2_);
-    tensor_sum_of_by_row.set(by_row_);
-    tensor_sum_of_by_row_2.set(by_row_2_);
-}
-
-// col: values of columns
-template <class S0, class S1, class S2, class S3, class S4, class S5, class S6, class S7, class S8, class S9, class S10>
-OPTGEN_INLINE void adalite_no_several_9(
-    S0 &col_sum_for_column_means, S1 &tensor_sum_for_v_columns_max_eps2, S2 &column_means, S3 &mat_max_for_by_column,
-    S4 &column_means_over_tau, S5 &mat_max_for_by_column_2, S6 &v_columns_2, S7 &by_column, S8 &by_column_2,
-    S9 &tensor_sum_of_by_column, S10 &tensor_sum_of_by_column_2
-) {
-    const F v_columns = col_sum_for_column_means.read() / tensor_sum_for_v_columns_max_eps2.read();  // 56
-    const F column_means_sub = column_means.read() - mat_max_for_by_column.read();
-    const F column_means_min = min(F(90.0f), max(F(-105.0f), column_means_sub));
-    const F column_means_mul = column_means_min * 1.442695f;
-    const F column_means_fma = fma(
-        -rint(column_means_mul), 1.4286068e-06f, fma(-rint(column_means_mul), 0.69314575f, column_means_min)
-    );
-    const I column_means_add = bits(column_means_mul + 12582912.0f) - 0x4b400000;
-    const I column_means_shr = column_means_add >> 1;
-    // 50
-    const F by_column_ = where(
-        column_means_sub <= 3.4028235e+38f,
-        (
-            1.0f
-            + fma(
-                column_means_fma * column_means_fma,
-                fma(
-                    fma(
-                        fma(fma(0.0013846603f, column_means_fma, 0.008368327f), column_means_fma, 0.04166772f),
-                        column_means_fma, 0.16666526f
-                    ),
-                    column_means_fma, 0.49999997f
-                ),
-                column_means_fma
-            )
-        ) * as_float(column_means_shr + 127 << 23) * as_float(column_means_add - column_means_shr + 127 << 23),
-        column_means_sub
-    );
-    const F column_means_over_tau_sub = column_means_over_tau.read() - mat_max_for_by_column_2.read();
-    const F column_means_over_tau_min = min(F(90.0f), max(F(-105.0f), column_means_over_tau_sub));
-    const F column_means_over_tau_mul = column_means_over_tau_min * 1.442695f;
-    const F column_means_over_tau_fma = fma(
-        -rint(column_means_over_tau_mul), 1.4286068e-06f,
-        fma(-rint(column_means_over_tau_mul), 0.69314575f, column_means_over_tau_min)
-    );
-    const I column_means_over_tau_add = bits(column_means_over_tau_mul + 12582912.0f) - 0x4b400000;
-    const I column_means_over_tau_shr = column_means_over_tau_add >> 1;
-    // 57
-    const F by_column_2_ = where(
-        column_means_over_tau_sub <= 3.4028235e+38f,
-        (
-            1.0f
-            + fma(
-                column_means_over_tau_fma * column_means_over_tau_fma,
-                fma(
-                    fma(
-                        fma(
-                            fma(0.0013846603f, column_means_over_tau_fma, 0.008368327f), column_means_over_tau_fma,
-                            0.04166772f
-                        ),
-                        column_means_over_tau_fma, 0.16666526f
-                    ),
-                    column_means_over_tau_fma, 0.49999997f
-                ),
-                column_means_over_tau_fma
-            )
-        ) * as_float(column_means_over_tau_shr + 127 << 23) * as_float(
-            column_means_over_tau_add - column_means_over_tau_shr + 127 << 23
-        ),
-        column_means_over_tau_sub
-    );
-    v_columns_2.set(v_columns);
-    by_column.set(by_column_);
-    by_column_2.set(by_column_2_);
-    tensor_sum_of_by_column.set(by_column_);
-    tensor_sum_of_by_column_2.set(by_column_2_);
-}
-
-// row: values of rows
-template <class S0, class S1, class S2>
-OPTGEN_INLINE void adalite_no_several_10(
-    S0 &by_row_2, S1 &tensor_sum_of_by_row_2, S2 &by_row_2_over_tensor_sum_of_by_row_2
-) {
-    by_row_2_over_tensor_sum_of_by_row_2.set(by_row_2.read() / tensor_sum_of_by_row_2.read());
-}
-
-// col: values of columns
-template <class S0, class S1, class S2>
-OPTGEN_INLINE void adalite_no_several_11(
-    S0 &by_column_2, S1 &tensor_sum_of_by_column_2, S2 &by_column_2_over_tensor_sum_of_by_column_2
-) {
-    by_column_2_over_tensor_sum_of_by_column_2.set(by_column_2.read() / tensor_sum_of_by_column_2.read());
-}
-
-// tensor: values of tensors
-template <class S0, class S1, class S2>
-OPTGEN_INLINE void adalite_no_several_12(
-    S0 &tensor_sum_of_by_row, S1 &tensor_sum_of_by_column, S2 &one_over_tensor_mul
-) {
-    one_over_tensor_mul.set(1.0f / (tensor_sum_of_by_row.read() * tensor_sum_of_by_column.read()));
-}
-
-// row: values of rows
-template <class S0, class S1, class S2>
-OPTGEN_INLINE void adalite_no_several_13(S0 &by_row, S1 &one_over_tensor_mul, S2 &by_row_times_one_over_tensor_mul) {
-    by_row_times_one_over_tensor_mul.set(by_row.read() * one_over_tensor_mul.read());
-}
-
-// a sweep: m_rows (specs/adalite.py:58), m_columns (specs/adalite.py:59)
-template <class S0, class S1, class S2, class S3, class S4, class S5, class S6, class S7, class S8, class S9>
-OPTGEN_INLINE F adalite_no_several_14(
-    F p, F g, F beta2, F eps1, F grad_scale, F one_minus_beta1, F one_minus_beta2, F one_over_one_minus_beta2_pow_t,
-    F one_minus_lr_times_weight_decay, F minus_lr, S0 &v_columns, S1 &m_columns, S2 &m_rows_times_m_scale,
-    S3 &by_column, S4 &by_row_times_one_over_tensor_mul, S5 &by_column_2_over_tensor_sum_of_by_column_2,
-    S6 &by_row_2_over_tensor_sum_of_by_row_2, S7 &row_mul, S8 &m_rows_2, S9 &m_columns_2
-) {
-    const F g_ = grad_scale * g;
-    const F m = m_columns.read() * m_rows_times_m_scale.read();  // 44
-    const F m_2 = fma(one_minus_beta1, g_ - m, m);               // 46
-    const F g_sub = g_ - m_2;
-    const F m_3 = fma(fma(-by_column.read(), by_row_times_one_over_tensor_mul.read(), 1.0f), g_sub, m_2);  // 52
-    const F v = fma(one_minus_beta2, g_sub * g_sub, beta2 * row_mul.read() * v_columns.read());  // 47
-    const F u = fma(one_minus_beta1, g_ - m_3, m_3) / sqrt(fma(one_over_one_minus_beta2_pow_t, v, eps1));  // 53
-    const F p_ = one_minus_lr_times_weight_decay * p;            // 65
-    const F p_2 = fma(minus_lr, u, p_);                          // 66
-    m_rows_2.set(m_3 * by_column_2_over_tensor_sum_of_by_column_2.read());
-    m_columns_2.set(m_3 * by_row_2_over_tensor_sum_of_by_row_2.read());
-    return p_2;
-}
-
-// a sweep: m_scale (specs/adalite.py:61)
-template <class S0, class S1, class S2, class S3, class S4, class S5, class S6>
-OPTGEN_INLINE void adalite_no_several_18(
-    F g, F grad_scale, F one_minus_beta1, S0 &m_columns, S1 &m_rows_2, S2 &m_rows_times_m_scale, S3 &by_column,
-    S4 &by_row_times_one_over_tensor_mul, S5 &m_columns_2, S6 &row_sum_for_m_scale
-) {
-    const F g_ = grad_scale * g;
-    const F m = m_columns.read() * m_rows_times_m_scale.read();  // 44
-    const F m_2 = fma(one_minus_beta1, g_ - m, m);               // 46
-    const F m_3 = fma(fma(-by_column.read(), by_row_times_one_over_tensor_mul.read(), 1.0f), g_ - m_2, m_2);  // 52
-    row_sum_for_m_scale.set(m_rows_2.read() * m_3 * m_columns_2.read());
-}
-
-// a sweep: g (specs/adalite.py:43)
-template <class S0, class S1>
-OPTGEN_INLINE void adalite_no_matrix_1(F p, F g, S0 &tensor_sum_of_p, S1 &tensor_sum_of_g) {
-    tensor_sum_of_p.set(p * p);
-    tensor_sum_of_g.set(g * g);
+OPTGEN_INLINE void adalite_no_matrix_1(F p, F g, S0 &tensor_sum_for_ratio, S1 &tensor_sum_for_ratio_2) {
+    tensor_sum_for_ratio.set(p * p);
+    tensor_sum_for_ratio_2.set(g * g);
 }
 
 // tensor: values of tensors
 template <class S0, class S1, class S2>
 OPTGEN_INLINE void adalite_no_matrix_2(
-    F g_norm_min, F ratio_min, F grad_scale_times_grad_scale, S0 &tensor_sum_of_p, S1 &tensor_sum_of_g,
-    S2 &tensor_div_max_ratio_min
+    F g_norm_min, F ratio_min, F grad_scale_times_grad_scale, F extent_elements, S0 &tensor_sum_for_ratio,
+    S1 &tensor_sum_for_ratio_2, S2 &ratio_2
 ) {
-    tensor_div_max_ratio_min.set(
-        max(
-            sqrt(tensor_sum_of_p.read()) / max(sqrt(grad_scale_times_grad_scale * tensor_sum_of_g.read()), g_norm_min),
-            ratio_min
-        )
+    // 41
+    const F ratio = max(
+        sqrt(tensor_sum_for_ratio.read()) / max(
+            sqrt(grad_scale_times_grad_scale * tensor_sum_for_ratio_2.read()), g_norm_min
+        ),
+        ratio_min
     );
+    ratio_2.set(where(1.0f < extent_elements, ratio, F(1.0f)));
 }
 
 // a sweep: the update
 template <class S0, class S1, class S2>
 OPTGEN_INLINE F adalite_no_matrix_3(
     F p, F g, F beta2, F eps1, F grad_scale, F one_minus_beta1, F one_minus_beta2, F one_over_one_minus_beta2_pow_t,
-    F one_minus_lr_times_weight_decay, F minus_lr, S0 &m_avg, S1 &v_avg, S2 &tensor_div_max_ratio_min
+    F one_minus_lr_times_weight_decay, F minus_lr, S0 &m_avg, S1 &v_avg, S2 &ratio_2
 ) {
     const F m_avg_ = m_avg.read();
-    const F g_ = grad_scale * tensor_div_max_ratio_min.read() * g;  // 43
-    const F m = fma(one_minus_beta1, g_ - m_avg_, m_avg_);                // 46
+    const F g_ = grad_scale * ratio_2.read() * g;  // 42
+    const F m = fma(one_minus_beta1, g_ - m_avg_, m_avg_);                // 45
     const F g_sub = g_ - m;
-    const F v = fma(one_minus_beta2, g_sub * g_sub, v_avg.times(beta2));  // 47
-    const F u = fma(one_minus_beta1, g_sub, m) / sqrt(fma(one_over_one_minus_beta2_pow_t, v, eps1));  // 53
-    const F p_ = one_minus_lr_times_weight_decay * p;                     // 65
-    const F p_2 = fma(minus_lr, u, p_);                                   // 66
+    const F v = fma(one_minus_beta2, g_sub * g_sub, v_avg.times(beta2));  // 46
+    const F u = fma(one_minus_beta1, g_sub, m) / sqrt(fma(one_over_one_minus_beta2_pow_t, v, eps1));  // 50
+    const F p_ = one_minus_lr_times_weight_decay * p;                     // 59
+    const F p_2 = fma(minus_lr, u, p_);                                   // 60
     m_avg.set(m);
     v_avg.set(v);
     return p_2;
 }
-
-struct adalite_no_matrix_no_several {  // adalite
-    static constexpr int SCALARS = 8, APART = 0;
-    static constexpr bool NEXT[] = {false, false}, ROOT[] = {false, false};
-    const F beta2, eps1, grad_scale, one_minus_beta1, one_minus_beta2, one_over_one_minus_beta2_pow_t,
-        one_minus_lr_times_weight_decay, minus_lr;
-
-    explicit adalite_no_matrix_no_several(const float *scalars) : beta2(scalars[0]), eps1(scalars[1]),
-        grad_scale(scalars[2]), one_minus_beta1(scalars[3]), one_minus_beta2(scalars[4]),
-        one_over_one_minus_beta2_pow_t(scalars[5]), one_minus_lr_times_weight_decay(scalars[6]), minus_lr(scalars[7]) {}
-    template <class S0, class S1>
-    F step(F p, F g, S0 &m_avg, S1 &v_avg) const {
-        const F g_ = grad_scale * g;
-        const F m_avg_ = m_avg.read();
-        const F m = fma(one_minus_beta1, g_ - m_avg_, m_avg_);                // 46
-        const F g_sub = g_ - m;
-        const F v = fma(one_minus_beta2, g_sub * g_sub, v_avg.times(beta2));  // 47
-        const F u = fma(one_minus_beta1, g_sub, m) / sqrt(fma(one_over_one_minus_beta2_pow_t, v, eps1));  // 53
-        const F p_ = one_minus_lr_times_weight_decay * p;                     // 65
-        const F p_2 = fma(minus_lr, u, p_);                                   // 66
-        m_avg.set(m);
-        v_avg.set(v);
-        return p_2;
-    }
-};
-
-// row: values of rows
-template <class S0, class S1, class S2, class S3, class S4>
-OPTGEN_INLINE void adalite_no_weight_decouple_1(
-    S0 &v_rows, S1 &m_rows, S2 &m_scale, S3 &m_rows_times_m_scale, S4 &tensor_sum_of_v_rows
-) {
-    m_rows_times_m_scale.set(m_rows.read() * m_scale.read());
-    tensor_sum_of_v_rows.set(v_rows.read());
-}
-
-// tensor: values of tensors
-template <class S0, class S1>
-OPTGEN_INLINE void adalite_no_weight_decouple_2(
-    F eps2, S0 &tensor_sum_of_v_rows, S1 &one_over_tensor_sum_of_v_rows_max_eps2
-) {
-    one_over_tensor_sum_of_v_rows_max_eps2.set(1.0f / max(tensor_sum_of_v_rows.read(), eps2));
-}
-
-// row: values of rows
-template <class S0, class S1, class S2>
-OPTGEN_INLINE void adalite_no_weight_decouple_3(S0 &v_rows, S1 &one_over_tensor_sum_of_v_rows_max_eps2, S2 &row_mul) {
-    row_mul.set(v_rows.read() * one_over_tensor_sum_of_v_rows_max_eps2.read());
-}
-
-// a sweep: g (specs/adalite.py:43)
-template <class S0, class S1>
-OPTGEN_INLINE void adalite_no_weight_decouple_4(
-    F p, F g, F weight_decay, F grad_scale, S0 &row_sum_of_p, S1 &row_sum_of_g
-) {
-    const F g_ = grad_scale * g;
-    const F g_2 = fma(weight_decay, p, g_);  // 41
-    row_sum_of_p.set(p * p);
-    row_sum_of_g.set(g_2 * g_2);
-}
-
-// row: values of rows
-template <class S0, class S1, class S2, class S3, class S4, class S5, class S6, class S7>
-OPTGEN_INLINE void adalite_no_weight_decouple_5(
-    S0 &row_sum_of_p, S1 &row_sum_of_g, S2 &v_rows_2, S3 &m_rows_2, S4 &v_rows, S5 &m_rows, S6 &tensor_sum_of_p,
-    S7 &tensor_sum_of_g
-) {
-    v_rows.set(v_rows_2.read());
-    m_rows.set(m_rows_2.read());
-    tensor_sum_of_p.set(row_sum_of_p.read());
-    tensor_sum_of_g.set(row_sum_of_g.read());
-}
-
-// tensor: values of tensors
-template <class S0, class S1, class S2>
-OPTGEN_INLINE void adalite_no_weight_decouple_6(
-    F g_norm_min, F ratio_min, S0 &tensor_sum_of_p, S1 &tensor_sum_of_g, S2 &tensor_div_max_ratio_min
-) {
-    tensor_div_max_ratio_min.set(
-        max(sqrt(tensor_sum_of_p.read()) / max(sqrt(tensor_sum_of_g.read()), g_norm_min), ratio_min)
-    );
-}
-
-// a sweep: column_means (specs/adalite.py:49), row_means (specs/adalite.py:49)
-template <class S0, class S1, class S2, class S3, class S4, class S5>
-OPTGEN_INLINE void adalite_no_weight_decouple_7(
-    F p, F g, F beta2, F weight_decay, F grad_scale, F one_minus_beta1, F one_minus_beta2, S0 &v_columns, S1 &m_columns,
-    S2 &row_mul, S3 &tensor_div_max_ratio_min, S4 &m_rows_times_m_scale, S5 &col_sum_for_column_means
-) {
-    const F g_ = grad_scale * g;
-    const F g_2 = fma(weight_decay, p, g_);                      // 41
-    const F g_3 = tensor_div_max_ratio_min.read() * g_2;  // 43
-    const F m = m_columns.read() * m_rows_times_m_scale.read();  // 44
-    const F m_2 = fma(one_minus_beta1, g_3 - m, m);              // 46
-    const F g_sub = g_3 - m_2;
-    const F v = fma(one_minus_beta2, g_sub * g_sub, beta2 * row_mul.read() * v_columns.read());  // 47
-    col_sum_for_column_means.set(v);
-}
-
-// row: values of rows
-template <class S0, class S1, class S2, class S3, class S4, class S5>
-OPTGEN_INLINE void adalite_no_weight_decouple_8(
-    F tau, F extent_columns, S0 &v_rows_2, S1 &row_means, S2 &row_means_over_tau, S3 &tensor_sum_for_v_columns,
-    S4 &mat_max_for_by_row, S5 &mat_max_for_by_row_2
-) {
-    const F row_means_ = v_rows_2.read() / extent_columns;  // 49
-    const F row_means_div = row_means_ / tau;
-    row_means.set(row_means_);
-    row_means_over_tau.set(row_means_div);
-    tensor_sum_for_v_columns.set(v_rows_2.read());
-    mat_max_for_by_row.set(row_means_);
-    mat_max_for_by_row_2.set(row_means_div);
-}
-
-// col: values of columns
-template <class S0, class S1, class S2, class S3, class S4>
-OPTGEN_INLINE void adalite_no_weight_decouple_9(
-    F tau, F extent_rows, S0 &col_sum_for_column_means, S1 &column_means, S2 &column_means_over_tau,
-    S3 &mat_max_for_by_column, S4 &mat_max_for_by_column_2
-) {
-    const F column_means_ = col_sum_for_column_means.read() / extent_rows;  // 49
-    const F column_means_div = column_means_ / tau;
-    column_means.set(column_means_);
-    column_means_over_tau.set(column_means_div);
-    mat_max_for_by_column.set(column_means_);
-    mat_max_for_by_column_2.set(column_means_div);
-}
-
-// tensor: values of tensors
-template <class S0, class S1>
-OPTGEN_INLINE void adalite_no_weight_decouple_10(
-    F eps2, S0 &tensor_sum_for_v_columns, S1 &tensor_sum_for_v_columns_max_eps2
-) {
-    tensor_sum_for_v_columns_max_eps2.set(max(tensor_sum_for_v_columns.read(), eps2));
-}
-
-// row: values of rows
-template <class S0, class S1, class S2, class S3, class S4, class S5, class S6, class S7>
-OPTGEN_INLINE void adalite_no_weight_decouple_11(
-    S0 &row_means, S1 &mat_max_for_by_row, S2 &row_means_over_tau, S3 &mat_max_for_by_row_2, S4 &by_row, S5 &by_row_2,
-    S6 &tensor_sum_of_by_row, S7 &tensor_sum_of_by_row_2
-) {
-    const F row_means_sub = row_means.read() - mat_max_for_by_row.read();
-    const F row_means_min = min(F(90.0f), max(F(-105.0f), row_means_sub));
-    const F row_means_mul = row_means_min * 1.442695f;
-    const F row_means_fma = fma(
-        -rint(row_means_mul), 1.4286068e-06f, fma(-rint(row_means_mul), 0.69314575f, row_means_min)
-    );
-    const I row_means_add = bits(row_means_mul + 12582912.0f) - 0x4b400000;
-    const I row_means_shr = row_means_add >> 1;
-    // 50
-    const F by_row_ = where(
-        row_means_sub <= 3.4028235e+38f,
-        (
-            1.0f
-            + fma(
-                row_means_fma * row_means_fma,
-                fma(
-                    fma(
-                        fma(fma(0.0013846603f, row_means_fma, 0.008368327f), row_means_fma, 0.04166772f), row_means_fma,
-                        0.16666526f
-                    ),
-                    row_means_fma, 0.49999997f
-                ),
-                row_means_fma
-            )
-        ) * as_float(row_means_shr + 127 << 23) * as_float(row_means_add - row_means_shr + 127 << 23),
-        row_means_sub
-    );
-    const F row_means_over_tau_sub = row_means_over_tau.read() - mat_max_for_by_row_2.read();
-    const F row_means_over_tau_min = min(F(90.0f), max(F(-105.0f), row_means_over_tau_sub));
-    const F row_means_over_tau_mul = row_means_over_tau_min * 1.442695f;
-    const F row_means_over_tau_fma = fma(
-        -rint(row_means_over_tau_mul), 1.4286068e-06f,
-        fma(-rint(row_means_over_tau_mul), 0.69314575f, row_means_over_tau_min)
-    );
-    const I row_means_over_tau_add = bits(row_means_over_tau_mul + 12582912.0f) - 0x4b400000;
-    const I row_means_over_tau_shr = row_means_over_tau_add >> 1;
-    // 57
-    const F by_row_2_ = where(
-        row_means_over_tau_sub <= 3.4028235e+38f,
-        (
-            1.0f
-            + fma(
-                row_means_over_tau_fma * row_means_over_tau_fma,
-                fma(
-                    fma(
-                        fma(
-                            fma(0.0013846603f, row_means_over_tau_fma, 0.008368327f), row_means_over_tau_fma,
-                            0.04166772f
-                        ),
-                        row_means_over_tau_fma, 0.16666526f
-                    ),
-                    row_means_over_tau_fma, 0.49999997f
-                ),
-                row_means_over_tau_fma
-            )
-        ) * as_float(row_means_over_tau_shr + 127 << 23) * as_float(row_means_over_tau_add - row_means_over_tau_shr +
-            127 << 23),
-        row_means_over_tau_sub
-    );
-    by_row.set(by_row_);
-    by_row_2.set(by_row_2_);
-    tensor_sum_of_by_row.set(by_row_);
-    tensor_sum_of_by_row_2.set(by_row_2_);
-}
-
-// col: values of columns
-template <class S0, class S1, class S2, class S3, class S4, class S5, class S6, class S7, class S8, class S9, class S10>
-OPTGEN_INLINE void adalite_no_weight_decouple_12(
-    S0 &col_sum_for_column_means, S1 &tensor_sum_for_v_columns_max_eps2, S2 &column_means, S3 &mat_max_for_by_column,
-    S4 &column_means_over_tau, S5 &mat_max_for_by_column_2, S6 &v_columns_2, S7 &by_column, S8 &by_column_2,
-    S9 &tensor_sum_of_by_column, S10 &tensor_sum_of_by_column_2
-) {
-    const F v_columns = col_sum_for_column_means.read() / tensor_sum_for_v_columns_max_eps2.read();  // 56
-    const F column_means_sub = column_means.read() - mat_max_for_by_column.read();
-    const F column_means_min = min(F(90.0f), max(F(-105.0f), column_means_sub));
-    const F column_means_mul = column_means_min * 1.442695f;
-    const F column_means_fma = fma(
-        -rint(column_means_mul), 1.4286068e-06f, fma(-rint(column_means_mul), 0.69314575f, column_means_min)
-    );
-    const I column_means_add = bits(column_means_mul + 12582912.0f) - 0x4b400000;
-    const I column_means_shr = column_means_add >> 1;
-    // 50
-    const F by_column_ = where(
-        column_means_sub <= 3.4028235e+38f,
-        (
-            1.0f
-            + fma(
-                column_means_fma * column_means_fma,
-                fma(
-                    fma(
-                        fma(fma(0.0013846603f, column_means_fma, 0.008368327f), column_means_fma, 0.04166772f),
-                        column_means_fma, 0.16666526f
-                    ),
-                    column_means_fma, 0.49999997f
-                ),
-                column_means_fma
-            )
-        ) * as_float(column_means_shr + 127 << 23) * as_float(column_means_add - column_means_shr + 127 << 23),
-        column_means_sub
-    );
-    const F column_means_over_tau_sub = column_means_over_tau.read() - mat_max_for_by_column_2.read();
-    const F column_means_over_tau_min = min(F(90.0f), max(F(-105.0f), column_means_over_tau_sub));
-    const F column_means_over_tau_mul = column_means_over_tau_min * 1.442695f;
-    const F column_means_over_tau_fma = fma(
-        -rint(column_means_over_tau_mul), 1.4286068e-06f,
-        fma(-rint(column_means_over_tau_mul), 0.69314575f, column_means_over_tau_min)
-    );
-    const I column_means_over_tau_add = bits(column_means_over_tau_mul + 12582912.0f) - 0x4b400000;
-    const I column_means_over_tau_shr = column_means_over_tau_add >> 1;
-    // 57
-    const F by_column_2_ = where(
-        column_means_over_tau_sub <= 3.4028235e+38f,
-        (
-            1.0f
-            + fma(
-                column_means_over_tau_fma * column_means_over_tau_fma,
-                fma(
-                    fma(
-                        fma(
-                            fma(0.0013846603f, column_means_over_tau_fma, 0.008368327f), column_means_over_tau_fma,
-                            0.04166772f
-                        ),
-                        column_means_over_tau_fma, 0.16666526f
-                    ),
-                    column_means_over_tau_fma, 0.49999997f
-                ),
-                column_means_over_tau_fma
-            )
-        ) * as_float(column_means_over_tau_shr + 127 << 23) * as_float(
-            column_means_over_tau_add - column_means_over_tau_shr + 127 << 23
-        ),
-        column_means_over_tau_sub
-    );
-    v_columns_2.set(v_columns);
-    by_column.set(by_column_);
-    by_column_2.set(by_column_2_);
-    tensor_sum_of_by_column.set(by_column_);
-    tensor_sum_of_by_column_2.set(by_column_2_);
-}
-
-// row: values of rows
-template <class S0, class S1, class S2>
-OPTGEN_INLINE void adalite_no_weight_decouple_13(
-    S0 &by_row_2, S1 &tensor_sum_of_by_row_2, S2 &by_row_2_over_tensor_sum_of_by_row_2
-) {
-    by_row_2_over_tensor_sum_of_by_row_2.set(by_row_2.read() / tensor_sum_of_by_row_2.read());
-}
-
-// col: values of columns
-template <class S0, class S1, class S2>
-OPTGEN_INLINE void adalite_no_weight_decouple_14(
-    S0 &by_column_2, S1 &tensor_sum_of_by_column_2, S2 &by_column_2_over_tensor_sum_of_by_column_2
-) {
-    by_column_2_over_tensor_sum_of_by_column_2.set(by_column_2.read() / tensor_sum_of_by_column_2.read());
-}
-
-// tensor: values of tensors
-template <class S0, class S1, class S2>
-OPTGEN_INLINE void adalite_no_weight_decouple_15(
-    S0 &tensor_sum_of_by_row, S1 &tensor_sum_of_by_column, S2 &one_over_tensor_mul
-) {
-    one_over_tensor_mul.set(1.0f / (tensor_sum_of_by_row.read() * tensor_sum_of_by_column.read()));
-}
-
-// row: values of rows
-template <class S0, class S1, class S2>
-OPTGEN_INLINE void adalite_no_weight_decouple_16(
-    S0 &by_row, S1 &one_over_tensor_mul, S2 &by_row_times_one_over_tensor_mul
-) {
-    by_row_times_one_over_tensor_mul.set(by_row.read() * one_over_tensor_mul.read());
-}
-
-// a sweep: m_rows (specs/adalite.py:58), m_columns (specs/adalite.py:59)
-template <class S0, class S1, class S2, class S3, class S4, class S5, class S6, class S7, class S8>
-OPTGEN_INLINE void adalite_no_weight_decouple_17(
-    F p, F g, F weight_decay, F grad_scale, F one_minus_beta1, S0 &m_columns, S1 &m_rows_times_m_scale,
-    S2 &tensor_div_max_ratio_min, S3 &by_column, S4 &by_row_times_one_over_tensor_mul,
-    S5 &by_column_2_over_tensor_sum_of_by_column_2, S6 &by_row_2_over_tensor_sum_of_by_row_2, S7 &m_rows_2,
-    S8 &m_columns_2
-) {
-    const F g_ = grad_scale * g;
-    const F g_2 = fma(weight_decay, p, g_);                      // 41
-    const F g_3 = tensor_div_max_ratio_min.read() * g_2;  // 43
-    const F m = m_columns.read() * m_rows_times_m_scale.read();  // 44
-    const F m_2 = fma(one_minus_beta1, g_3 - m, m);              // 46
-    const F m_3 = fma(fma(-by_column.read(), by_row_times_one_over_tensor_mul.read(), 1.0f), g_3 - m_2, m_2);  // 52
-    m_rows_2.set(m_3 * by_column_2_over_tensor_sum_of_by_column_2.read());
-    m_columns_2.set(m_3 * by_row_2_over_tensor_sum_of_by_row_2.read());
-}
-
-// row: values of rows
-template <class S0, class S1>
-OPTGEN_INLINE void adalite_no_weight_decouple_18(S0 &m_rows_2, S1 &tensor_sum_for_squares) {
-    tensor_sum_for_squares.set(m_rows_2.read() * m_rows_2.read());
-}
-
-// col: values of columns
-template <class S0, class S1>
-OPTGEN_INLINE void adalite_no_weight_decouple_19(S0 &m_columns_2, S1 &tensor_sum_for_squares_2) {
-    tensor_sum_for_squares_2.set(m_columns_2.read() * m_columns_2.read());
-}
-
-// tensor: values of tensors
-template <class S0, class S1, class S2>
-OPTGEN_INLINE void adalite_no_weight_decouple_20(
-    F eps2, S0 &tensor_sum_for_squares, S1 &tensor_sum_for_squares_2, S2 &squares_max_eps2
-) {
-    const F squares = tensor_sum_for_squares.read() * tensor_sum_for_squares_2.read();  // 60
-    squares_max_eps2.set(max(squares, eps2));
-}
-
-// a sweep: m_scale (specs/adalite.py:61)
-template <class S0, class S1, class S2, class S3, class S4, class S5, class S6, class S7, class S8, class S9>
-OPTGEN_INLINE F adalite_no_weight_decouple_21(
-    F p, F g, F beta2, F weight_decay, F eps1, F grad_scale, F one_minus_beta1, F one_minus_beta2,
-    F one_over_one_minus_beta2_pow_t, F minus_lr, S0 &v_columns, S1 &m_columns, S2 &m_rows_2, S3 &m_rows_times_m_scale,
-    S4 &tensor_div_max_ratio_min, S5 &by_column, S6 &by_row_times_one_over_tensor_mul, S7 &m_columns_2, S8 &row_mul,
-    S9 &row_sum_for_m_scale
-) {
-    const F g_ = grad_scale * g;
-    const F g_2 = fma(weight_decay, p, g_);                      // 41
-    const F g_3 = tensor_div_max_ratio_min.read() * g_2;  // 43
-    const F m = m_columns.read() * m_rows_times_m_scale.read();  // 44
-    const F m_2 = fma(one_minus_beta1, g_3 - m, m);              // 46
-    const F g_sub = g_3 - m_2;
-    const F m_3 = fma(fma(-by_column.read(), by_row_times_one_over_tensor_mul.read(), 1.0f), g_sub, m_2);  // 52
-    const F v = fma(one_minus_beta2, g_sub * g_sub, beta2 * row_mul.read() * v_columns.read());  // 47
-    const F u = fma(one_minus_beta1, g_3 - m_3, m_3) / sqrt(fma(one_over_one_minus_beta2_pow_t, v, eps1));  // 53
-    const F p_ = fma(minus_lr, u, p);                            // 66
-    row_sum_for_m_scale.set(m_rows_2.read() * m_3 * m_columns_2.read());
-    return p_;
-}
-
-// row: values of rows
-template <class S0, class S1>
-OPTGEN_INLINE void adalite_no_weight_decouple_22(S0 &row_sum_for_m_scale, S1 &tensor_sum_for_m_scale) {
-    tensor_sum_for_m_scale.set(row_sum_for_m_scale.read());
-}
-
-// col: values of columns
-template <class S0, class S1, class S2, class S3>
-OPTGEN_INLINE void adalite_no_weight_decouple_23(S0 &v_columns_2, S1 &m_columns_2, S2 &v_columns, S3 &m_columns) {
-    v_columns.set(v_columns_2.read());
-    m_columns.set(m_columns_2.read());
-}
-
-// tensor: values of tensors
-template <class S0, class S1, class S2>
-OPTGEN_INLINE void adalite_no_weight_decouple_24(S0 &tensor_sum_for_m_scale, S1 &squares_max_eps2, S2 &m_scale) {
-    const F m_scale_ = tensor_sum_for_m_scale.read() / squares_max_eps2.read();  // 61
-    m_scale.set(m_scale_);
-}
-
-// a sweep: column_means (specs/adalite.py:49), row_means (specs/adalite.py:49)
-template <class S0, class S1, class S2, class S3, class S4>
-OPTGEN_INLINE void adalite_no_weight_decouple_no_several_4(
-    F p, F g, F beta2, F weight_decay, F grad_scale, F one_minus_beta1, F one_minus_beta2, S0 &v_columns, S1 &m_columns,
-    S2 &row_mul, S3 &m_rows_times_m_scale, S4 &col_sum_for_column_means
-) {
-    const F g_ = grad_scale * g;
-    const F g_2 = fma(weight_decay, p, g_);                      // 41
-    const F m = m_columns.read() * m_rows_times_m_scale.read();  // 44
-    const F m_2 = fma(one_minus_beta1, g_2 - m, m);              // 46
-    const F g_sub = g_2 - m_2;
-    const F v = fma(one_minus_beta2, g_sub * g_sub, beta2 * row_mul.read() * v_columns.read());  // 47
-    col_sum_for_column_means.set(v);
-}
-
-// a sweep: m_rows (specs/adalite.py:58), m_columns (specs/adalite.py:59)
-template <class S0, class S1, class S2, class S3, class S4, class S5, class S6, class S7>
-OPTGEN_INLINE void adalite_no_weight_decouple_no_several_14(
-    F p, F g, F weight_decay, F grad_scale, F one_minus_beta1, S0 &m_columns, S1 &m_rows_times_m_scale, S2 &by_column,
-    S3 &by_row_times_one_over_tensor_mul, S4 &by_column_2_over_tensor_sum_of_by_column_2,
-    S5 &by_row_2_over_tensor_sum_of_by_row_2, S6 &m_rows_2, S7 &m_columns_2
-) {
-    const F g_ = grad_scale * g;
-    const F g_2 = fma(weight_decay, p, g_);                      // 41
-    const F m = m_columns.read() * m_rows_times_m_scale.read();  // 44
-    const F m_2 = fma(one_minus_beta1, g_2 - m, m);              // 46
-    const F m_3 = fma(fma(-by_column.read(), by_row_times_one_over_tensor_mul.read(), 1.0f), g_2 - m_2, m_2);  // 52
-    m_rows_2.set(m_3 * by_column_2_over_tensor_sum_of_by_column_2.read());
-    m_columns_2.set(m_3 * by_row_2_over_tensor_sum_of_by_row_2.read());
-}
-
-// a sweep: m_scale (specs/adalite.py:61)
-template <class S0, class S1, class S2, class S3, class S4, class S5, class S6, class S7, class S8>
-OPTGEN_INLINE F adalite_no_weight_decouple_no_several_18(
-    F p, F g, F beta2, F weight_decay, F eps1, F grad_scale, F one_minus_beta1, F one_minus_beta2,
-    F one_over_one_minus_beta2_pow_t, F minus_lr, S0 &v_columns, S1 &m_columns, S2 &m_rows_2, S3 &m_rows_times_m_scale,
-    S4 &by_column, S5 &by_row_times_one_over_tensor_mul, S6 &m_columns_2, S7 &row_mul, S8 &row_sum_for_m_scale
-) {
-    const F g_ = grad_scale * g;
-    const F g_2 = fma(weight_decay, p, g_);                      // 41
-    const F m = m_columns.read() * m_rows_times_m_scale.read();  // 44
-    const F m_2 = fma(one_minus_beta1, g_2 - m, m);              // 46
-    const F g_sub = g_2 - m_2;
-    const F m_3 = fma(fma(-by_column.read(), by_row_times_one_over_tensor_mul.read(), 1.0f), g_sub, m_2);  // 52
-    const F v = fma(one_minus_beta2, g_sub * g_sub, beta2 * row_mul.read() * v_columns.read());  // 47
-    const F u = fma(one_minus_beta1, g_2 - m_3, m_3) / sqrt(fma(one_over_one_minus_beta2_pow_t, v, eps1));  // 53
-    const F p_ = fma(minus_lr, u, p);                            // 66
-    row_sum_for_m_scale.set(m_rows_2.read() * m_3 * m_columns_2.read());
-    return p_;
-}
-
-// a sweep: g (specs/adalite.py:43)
-template <class S0, class S1>
-OPTGEN_INLINE void adalite_no_weight_decouple_no_matrix_1(
-    F p, F g, F weight_decay, F grad_scale, S0 &tensor_sum_of_p, S1 &tensor_sum_of_g
-) {
-    const F g_ = grad_scale * g;
-    const F g_2 = fma(weight_decay, p, g_);  // 41
-    tensor_sum_of_p.set(p * p);
-    tensor_sum_of_g.set(g_2 * g_2);
-}
-
-// tensor: values of tensors
-template <class S0, class S1, class S2>
-OPTGEN_INLINE void adalite_no_weight_decouple_no_matrix_2(
-    F g_norm_min, F ratio_min, S0 &tensor_sum_of_p, S1 &tensor_sum_of_g, S2 &tensor_div_max_ratio_min
-) {
-    tensor_div_max_ratio_min.set(
-        max(sqrt(tensor_sum_of_p.read()) / max(sqrt(tensor_sum_of_g.read()), g_norm_min), ratio_min)
-    );
-}
-
-// a sweep: the update
-template <class S0, class S1, class S2>
-OPTGEN_INLINE F adalite_no_weight_decouple_no_matrix_3(
-    F p, F g, F beta2, F weight_decay, F eps1, F grad_scale, F one_minus_beta1, F one_minus_beta2,
-    F one_over_one_minus_beta2_pow_t, F minus_lr, S0 &m_avg, S1 &v_avg, S2 &tensor_div_max_ratio_min
-) {
-    const F g_ = grad_scale * g;
-    const F m_avg_ = m_avg.read();
-    const F g_2 = fma(weight_decay, p, g_);                               // 41
-    const F g_3 = tensor_div_max_ratio_min.read() * g_2;  // 43
-    const F m = fma(one_minus_beta1, g_3 - m_avg_, m_avg_);               // 46
-    const F g_sub = g_3 - m;
-    const F v = fma(one_minus_beta2, g_sub * g_sub, v_avg.times(beta2));  // 47
-    const F u = fma(one_minus_beta1, g_sub, m) / sqrt(fma(one_over_one_minus_beta2_pow_t, v, eps1));  // 53
-    const F p_ = fma(minus_lr, u, p);                                     // 66
-    m_avg.set(m);
-    v_avg.set(v);
-    return p_;
-}
-
-struct adalite_no_weight_decouple_no_matrix_no_several {  // adalite
-    static constexpr int SCALARS = 8, APART = 0;
-    static constexpr bool NEXT[] = {false, false}, ROOT[] = {false, false};
-    const F beta2, weight_decay, eps1, grad_scale, one_minus_beta1, one_minus_beta2, one_over_one_minus_beta2_pow_t,
-        minus_lr;
-
-    explicit adalite_no_weight_decouple_no_matrix_no_several(const float *scalars) : beta2(scalars[0]),
-        weight_decay(scalars[1]), eps1(scalars[2]), grad_scale(scalars[3]), one_minus_beta1(scalars[4]),
-        one_minus_beta2(scalars[5]), one_over_one_minus_beta2_pow_t(scalars[6]), minus_lr(scalars[7]) {}
-    template <class S0, class S1>
-    F step(F p, F g, S0 &m_avg, S1 &v_avg) const {
-        const F g_ = grad_scale * g;
-        const F m_avg_ = m_avg.read();
-        const F g_2 = fma(weight_decay, p, g_);                               // 41
-        const F m = fma(one_minus_beta1, g_2 - m_avg_, m_avg_);               // 46
-        const F g_sub = g_2 - m;
-        const F v = fma(one_minus_beta2, g_sub * g_sub, v_avg.times(beta2));  // 47
-        const F u = fma(one_minus_beta1, g_sub, m) / sqrt(fma(one_over_one_minus_beta2_pow_t, v, eps1));  // 53
-        const F p_ = fma(minus_lr, u, p);                                     // 66
-        m_avg.set(m);
-        v_avg.set(v);
-        return p_;
-    }
-};

@@ -37,7 +37,7 @@ def adalite_1_between(table, work, eps2: tl.float32, LEVEL: tl.constexpr):
 
 @triton.jit
 def adalite_4_tile(PLAN: tl.constexpr, p, g, live, MASKED: tl.constexpr):
-    """The terms of row_sum_of_p, row_sum_of_g."""
+    """The terms of row_sum_for_ratio, row_sum_for_ratio_2."""
     return p, g
 
 
@@ -47,22 +47,24 @@ def adalite_4_sweep(table, work, step_key: tl.int32, SWEEP: tl.constexpr):
 
 
 @triton.jit
-def adalite_5_values(row_sum_of_p, row_sum_of_g, v_rows_2, m_rows_2):
-    """The new v_rows, m_rows; the terms of tensor_sum_of_p, tensor_sum_of_g."""
-    return v_rows_2, m_rows_2, row_sum_of_p, row_sum_of_g
+def adalite_5_values(row_sum_for_ratio, row_sum_for_ratio_2, v_rows_2, m_rows_2):
+    """The new v_rows, m_rows; the terms of tensor_sum_for_ratio, tensor_sum_for_ratio_2."""
+    return v_rows_2, m_rows_2, row_sum_for_ratio, row_sum_for_ratio_2
 
 
 @triton.jit
-def adalite_6_values(tensor_sum_of_p, tensor_sum_of_g, g_norm_min, ratio_min, grad_scale_times_grad_scale):
-    """The new tensor_div_max_ratio_min."""
-    return (
-        tl.maximum(
-            tl.sqrt(tensor_sum_of_p) / tl.maximum(
-                tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g), g_norm_min, propagate_nan=tl.PropagateNan.ALL
-            ),
-            ratio_min, propagate_nan=tl.PropagateNan.ALL
+def adalite_6_values(
+    tensor_sum_for_ratio, tensor_sum_for_ratio_2, g_norm_min, ratio_min, grad_scale_times_grad_scale,
+):
+    """The new ratio."""
+    # 41
+    ratio = tl.maximum(
+        tl.sqrt(tensor_sum_for_ratio) / tl.maximum(
+            tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_ratio_2), g_norm_min, propagate_nan=tl.PropagateNan.ALL
         ),
+        ratio_min, propagate_nan=tl.PropagateNan.ALL
     )
+    return (ratio,)
 
 
 @triton.jit
@@ -76,15 +78,15 @@ def adalite_5_between(
 
 @triton.jit
 def adalite_7_tile(
-    PLAN: tl.constexpr, g, v_columns, m_columns, row_mul, tensor_div_max_ratio_min, m_rows_times_m_scale, beta2,
-    grad_scale, one_minus_beta1, one_minus_beta2, live, MASKED: tl.constexpr,
+    PLAN: tl.constexpr, g, v_columns, m_columns, row_mul, ratio, m_rows_times_m_scale, beta2, grad_scale,
+    one_minus_beta1, one_minus_beta2, live, MASKED: tl.constexpr,
 ):
-    """The terms of col_sum_for_column_means, v_rows_2."""
-    g = grad_scale * tensor_div_max_ratio_min * g  # 43
-    m = m_columns * m_rows_times_m_scale  # 44
-    m = tl.fma(one_minus_beta1, g - m, m)                                    # 46
+    """The terms of v_rows_2, col_sum_for_by_column."""
+    g = grad_scale * ratio * g  # 42
+    m = m_columns * m_rows_times_m_scale  # 43
+    m = tl.fma(one_minus_beta1, g - m, m)                                    # 45
     g_sub = g - m
-    v = tl.fma(one_minus_beta2, g_sub * g_sub, beta2 * row_mul * v_columns)  # 47
+    v = tl.fma(one_minus_beta2, g_sub * g_sub, beta2 * row_mul * v_columns)  # 46
     return (v,)
 
 
@@ -97,20 +99,17 @@ def adalite_7_sweep(
 
 
 @triton.jit
-def adalite_8_values(v_rows_2, extent_columns, tau):
-    """The new row_means, row_means_over_tau; the terms of tensor_sum_for_v_columns, mat_max_for_by_row,
-    mat_max_for_by_row_2."""
-    row_means = v_rows_2 / extent_columns  # 49
-    row_means_div = row_means / tau
-    return row_means, row_means_div, v_rows_2, row_means, row_means_div
+def adalite_8_values(v_rows_2, extent_columns):
+    """The new v_rows_2_over_columns; the terms of tensor_sum_for_v_columns, mat_max_for_by_row."""
+    v_rows_2_div = v_rows_2 / extent_columns
+    return v_rows_2_div, v_rows_2, v_rows_2_div
 
 
 @triton.jit
-def adalite_9_values(col_sum_for_column_means, extent_rows, tau):
-    """The new column_means, column_means_over_tau; the terms of mat_max_for_by_column, mat_max_for_by_column_2."""
-    column_means = col_sum_for_column_means / extent_rows  # 49
-    column_means_div = column_means / tau
-    return column_means, column_means_div, column_means, column_means_div
+def adalite_9_values(col_sum_for_by_column, extent_rows):
+    """The new col_sum_for_by_column_over_rows; the terms of mat_max_for_by_column."""
+    col_sum_for_by_column_div = col_sum_for_by_column / extent_rows
+    return col_sum_for_by_column_div, col_sum_for_by_column_div
 
 
 @triton.jit
@@ -120,409 +119,224 @@ def adalite_10_values(tensor_sum_for_v_columns, eps2):
 
 
 @triton.jit
-def adalite_11_values(row_means, mat_max_for_by_row, row_means_over_tau, mat_max_for_by_row_2):
-    """The new by_row, by_row_2; the terms of tensor_sum_of_by_row, tensor_sum_of_by_row_2."""
-    row_means_sub = row_means - mat_max_for_by_row
-    row_means_min = tl.minimum(
-        tl.maximum(row_means_sub, -105.0, propagate_nan=tl.PropagateNan.ALL), 90.0, propagate_nan=tl.PropagateNan.ALL
-    )
-    row_means_mul = row_means_min * 1.4426950408889634
-    row_means_fma = tl.fma(
-        minus(rint(row_means_mul)), 1.4286068e-06, tl.fma(minus(rint(row_means_mul)), 0.69314575, row_means_min)
-    )
-    row_means_add = (row_means_mul + 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
-    row_means_shr = row_means_add >> 1
-    # 50
-    by_row = tl.where(
-        row_means_sub <= 3.4028234663852886e+38,
-        (
-            1.0
-            + tl.fma(
-                row_means_fma * row_means_fma,
-                tl.fma(
-                    tl.fma(
-                        tl.fma(tl.fma(0.00138466025, row_means_fma, 0.00836832728), row_means_fma, 0.0416677184),
-                        row_means_fma, 0.166665256
-                    ),
-                    row_means_fma, 0.49999997
-                ),
-                row_means_fma
-            )
-        ) * (row_means_shr + 127 << 23).to(tl.float32, bitcast=True) * (
-            row_means_add - row_means_shr + 127 << 23
-        ).to(tl.float32, bitcast=True),
-        row_means_sub
-    )
-    row_means_over_tau_sub = row_means_over_tau - mat_max_for_by_row_2
-    row_means_over_tau_min = tl.minimum(
-        tl.maximum(row_means_over_tau_sub, -105.0, propagate_nan=tl.PropagateNan.ALL), 90.0,
+def adalite_11_values(v_rows_2_over_columns, mat_max_for_by_row):
+    """The new row_exp; the terms of tensor_sum_for_by_row."""
+    v_rows_2_over_columns_sub = v_rows_2_over_columns - mat_max_for_by_row
+    v_rows_2_over_columns_min = tl.minimum(
+        tl.maximum(v_rows_2_over_columns_sub, -105.0, propagate_nan=tl.PropagateNan.ALL), 90.0,
         propagate_nan=tl.PropagateNan.ALL
     )
-    row_means_over_tau_mul = row_means_over_tau_min * 1.4426950408889634
-    row_means_over_tau_fma = tl.fma(
-        minus(rint(row_means_over_tau_mul)), 1.4286068e-06,
-        tl.fma(minus(rint(row_means_over_tau_mul)), 0.69314575, row_means_over_tau_min)
+    v_rows_2_over_columns_mul = v_rows_2_over_columns_min * 1.4426950408889634
+    v_rows_2_over_columns_fma = tl.fma(
+        minus(rint(v_rows_2_over_columns_mul)), 1.4286068e-06,
+        tl.fma(minus(rint(v_rows_2_over_columns_mul)), 0.69314575, v_rows_2_over_columns_min)
     )
-    row_means_over_tau_add = (row_means_over_tau_mul + 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
-    row_means_over_tau_shr = row_means_over_tau_add >> 1
-    # 57
-    by_row_2 = tl.where(
-        row_means_over_tau_sub <= 3.4028234663852886e+38,
+    v_rows_2_over_columns_add = (v_rows_2_over_columns_mul + 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    v_rows_2_over_columns_shr = v_rows_2_over_columns_add >> 1
+    v_rows_2_over_columns_where = tl.where(
+        v_rows_2_over_columns_sub <= 3.4028234663852886e+38,
         (
             1.0
             + tl.fma(
-                row_means_over_tau_fma * row_means_over_tau_fma,
+                v_rows_2_over_columns_fma * v_rows_2_over_columns_fma,
                 tl.fma(
                     tl.fma(
                         tl.fma(
-                            tl.fma(0.00138466025, row_means_over_tau_fma, 0.00836832728), row_means_over_tau_fma,
+                            tl.fma(0.00138466025, v_rows_2_over_columns_fma, 0.00836832728), v_rows_2_over_columns_fma,
                             0.0416677184
                         ),
-                        row_means_over_tau_fma, 0.166665256
+                        v_rows_2_over_columns_fma, 0.166665256
                     ),
-                    row_means_over_tau_fma, 0.49999997
+                    v_rows_2_over_columns_fma, 0.49999997
                 ),
-                row_means_over_tau_fma
+                v_rows_2_over_columns_fma
             )
-        ) * (row_means_over_tau_shr + 127 << 23).to(tl.float32, bitcast=True) * (
-            row_means_over_tau_add - row_means_over_tau_shr + 127 << 23
+        ) * (v_rows_2_over_columns_shr + 127 << 23).to(tl.float32, bitcast=True) * (
+            v_rows_2_over_columns_add - v_rows_2_over_columns_shr + 127 << 23
         ).to(tl.float32, bitcast=True),
-        row_means_over_tau_sub
+        v_rows_2_over_columns_sub
     )
-    return by_row, by_row_2, by_row, by_row_2
+    return v_rows_2_over_columns_where, v_rows_2_over_columns_where
 
 
 @triton.jit
 def adalite_12_values(
-    col_sum_for_column_means, tensor_sum_for_v_columns_max_eps2, column_means, mat_max_for_by_column,
-    column_means_over_tau, mat_max_for_by_column_2,
+    col_sum_for_by_column, tensor_sum_for_v_columns_max_eps2, col_sum_for_by_column_over_rows,
+    mat_max_for_by_column,
 ):
-    """The new v_columns_2, by_column, by_column_2; the terms of tensor_sum_of_by_column,
-    tensor_sum_of_by_column_2."""
-    v_columns = col_sum_for_column_means / tensor_sum_for_v_columns_max_eps2  # 56
-    column_means_sub = column_means - mat_max_for_by_column
-    column_means_min = tl.minimum(
-        tl.maximum(column_means_sub, -105.0, propagate_nan=tl.PropagateNan.ALL), 90.0, propagate_nan=tl.PropagateNan.ALL
-    )
-    column_means_mul = column_means_min * 1.4426950408889634
-    column_means_fma = tl.fma(
-        minus(rint(column_means_mul)), 1.4286068e-06,
-        tl.fma(minus(rint(column_means_mul)), 0.69314575, column_means_min)
-    )
-    column_means_add = (column_means_mul + 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
-    column_means_shr = column_means_add >> 1
-    # 50
-    by_column = tl.where(
-        column_means_sub <= 3.4028234663852886e+38,
-        (
-            1.0
-            + tl.fma(
-                column_means_fma * column_means_fma,
-                tl.fma(
-                    tl.fma(
-                        tl.fma(tl.fma(0.00138466025, column_means_fma, 0.00836832728), column_means_fma, 0.0416677184),
-                        column_means_fma, 0.166665256
-                    ),
-                    column_means_fma, 0.49999997
-                ),
-                column_means_fma
-            )
-        ) * (column_means_shr + 127 << 23).to(tl.float32, bitcast=True) * (
-            column_means_add - column_means_shr + 127 << 23
-        ).to(tl.float32, bitcast=True),
-        column_means_sub
-    )
-    column_means_over_tau_sub = column_means_over_tau - mat_max_for_by_column_2
-    column_means_over_tau_min = tl.minimum(
-        tl.maximum(column_means_over_tau_sub, -105.0, propagate_nan=tl.PropagateNan.ALL), 90.0,
+    """The new v_columns_2, exp_col_sub; the terms of tensor_sum_for_by_column."""
+    v_columns = col_sum_for_by_column / tensor_sum_for_v_columns_max_eps2  # 53
+    col_sum_for_by_column_over_rows_sub = col_sum_for_by_column_over_rows - mat_max_for_by_column
+    col_sum_for_by_column_over_rows_min = tl.minimum(
+        tl.maximum(col_sum_for_by_column_over_rows_sub, -105.0, propagate_nan=tl.PropagateNan.ALL), 90.0,
         propagate_nan=tl.PropagateNan.ALL
     )
-    column_means_over_tau_mul = column_means_over_tau_min * 1.4426950408889634
-    column_means_over_tau_fma = tl.fma(
-        minus(rint(column_means_over_tau_mul)), 1.4286068e-06,
-        tl.fma(minus(rint(column_means_over_tau_mul)), 0.69314575, column_means_over_tau_min)
+    col_sum_for_by_column_over_rows_mul = col_sum_for_by_column_over_rows_min * 1.4426950408889634
+    col_sum_for_by_column_over_rows_fma = tl.fma(
+        minus(rint(col_sum_for_by_column_over_rows_mul)), 1.4286068e-06,
+        tl.fma(minus(rint(col_sum_for_by_column_over_rows_mul)), 0.69314575, col_sum_for_by_column_over_rows_min)
     )
-    column_means_over_tau_add = (column_means_over_tau_mul + 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
-    column_means_over_tau_shr = column_means_over_tau_add >> 1
-    # 57
-    by_column_2 = tl.where(
-        column_means_over_tau_sub <= 3.4028234663852886e+38,
+    col_sum_for_by_column_over_rows_add = (
+        (col_sum_for_by_column_over_rows_mul + 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    )
+    col_sum_for_by_column_over_rows_shr = col_sum_for_by_column_over_rows_add >> 1
+    col_sum_for_by_column_over_rows_where = tl.where(
+        col_sum_for_by_column_over_rows_sub <= 3.4028234663852886e+38,
         (
             1.0
             + tl.fma(
-                column_means_over_tau_fma * column_means_over_tau_fma,
+                col_sum_for_by_column_over_rows_fma * col_sum_for_by_column_over_rows_fma,
                 tl.fma(
                     tl.fma(
                         tl.fma(
-                            tl.fma(0.00138466025, column_means_over_tau_fma, 0.00836832728), column_means_over_tau_fma,
-                            0.0416677184
+                            tl.fma(0.00138466025, col_sum_for_by_column_over_rows_fma, 0.00836832728),
+                            col_sum_for_by_column_over_rows_fma, 0.0416677184
                         ),
-                        column_means_over_tau_fma, 0.166665256
+                        col_sum_for_by_column_over_rows_fma, 0.166665256
                     ),
-                    column_means_over_tau_fma, 0.49999997
+                    col_sum_for_by_column_over_rows_fma, 0.49999997
                 ),
-                column_means_over_tau_fma
+                col_sum_for_by_column_over_rows_fma
             )
-        ) * (column_means_over_tau_shr + 127 << 23).to(tl.float32, bitcast=True) * (
-            column_means_over_tau_add - column_means_over_tau_shr + 127 << 23
+        ) * (col_sum_for_by_column_over_rows_shr + 127 << 23).to(tl.float32, bitcast=True) * (
+            col_sum_for_by_column_over_rows_add - col_sum_for_by_column_over_rows_shr + 127 << 23
         ).to(tl.float32, bitcast=True),
-        column_means_over_tau_sub
+        col_sum_for_by_column_over_rows_sub
     )
-    return v_columns, by_column, by_column_2, by_column, by_column_2
+    return v_columns, col_sum_for_by_column_over_rows_where, col_sum_for_by_column_over_rows_where
 
 
 @triton.jit
-def adalite_13_values(by_row_2, tensor_sum_of_by_row_2):
-    """The new by_row_2_over_tensor_sum_of_by_row_2."""
-    return (by_row_2 / tensor_sum_of_by_row_2,)
+def adalite_13_values(row_exp, tensor_sum_for_by_row):
+    """The new by_row."""
+    by_row = row_exp / tensor_sum_for_by_row  # 48
+    return (by_row,)
 
 
 @triton.jit
-def adalite_14_values(by_column_2, tensor_sum_of_by_column_2):
-    """The new by_column_2_over_tensor_sum_of_by_column_2."""
-    return (by_column_2 / tensor_sum_of_by_column_2,)
+def adalite_14_values(exp_col_sub, tensor_sum_for_by_column):
+    """The new by_column."""
+    by_column = exp_col_sub / tensor_sum_for_by_column  # 48
+    return (by_column,)
 
 
 @triton.jit
-def adalite_15_values(tensor_sum_of_by_row, tensor_sum_of_by_column):
-    """The new one_over_tensor_mul_2."""
-    return (1.0 / (tensor_sum_of_by_row * tensor_sum_of_by_column),)
-
-
-@triton.jit
-def adalite_16_values(by_row, one_over_tensor_mul_2):
-    """The new by_row_times_one_over_tensor_mul_2."""
-    return (by_row * one_over_tensor_mul_2,)
-
-
-@triton.jit
-def adalite_8_between(table, work, tau: tl.float32, eps2: tl.float32, LEVEL: tl.constexpr):
-    rounds(table, work, adalite_8_values, LEVEL, 0, (tau,))
-    rounds(table, work, adalite_9_values, LEVEL, 1, (tau,))
+def adalite_8_between(table, work, eps2: tl.float32, LEVEL: tl.constexpr):
+    rounds(table, work, adalite_8_values, LEVEL, 0, ())
+    rounds(table, work, adalite_9_values, LEVEL, 1, ())
     rounds(table, work, adalite_10_values, LEVEL, 2, (eps2,))
     rounds(table, work, adalite_11_values, LEVEL, 3, ())
     rounds(table, work, adalite_12_values, LEVEL, 4, ())
     rounds(table, work, adalite_13_values, LEVEL, 5, ())
     rounds(table, work, adalite_14_values, LEVEL, 6, ())
-    rounds(table, work, adalite_15_values, LEVEL, 7, ())
-    rounds(table, work, adalite_16_values, LEVEL, 8, ())
 
 
 @triton.jit
-def adalite_17_tile(
-    PLAN: tl.constexpr, p, g, v_columns, m_columns, m_rows_times_m_scale, tensor_div_max_ratio_min, by_column,
-    by_row_times_one_over_tensor_mul_2, by_column_2_over_tensor_sum_of_by_column_2,
-    by_row_2_over_tensor_sum_of_by_row_2, row_mul, beta2, eps1, grad_scale, one_minus_beta1, one_minus_beta2,
-    one_over_one_minus_beta2_pow_t, one_minus_lr_times_weight_decay, minus_lr, live, MASKED: tl.constexpr,
+def adalite_15_tile(
+    PLAN: tl.constexpr, p, g, v_columns, m_columns, m_rows_times_m_scale, ratio, by_row, by_column, row_mul, beta2,
+    eps1, grad_scale, one_minus_beta1, one_minus_beta2, one_over_one_minus_beta2_pow_t,
+    one_minus_lr_times_weight_decay, minus_lr, live, MASKED: tl.constexpr,
 ):
     """The new p; the terms of m_rows_2, m_columns_2."""
-    g = grad_scale * tensor_div_max_ratio_min * g  # 43
-    m = m_columns * m_rows_times_m_scale  # 44
-    m = tl.fma(one_minus_beta1, g - m, m)                                    # 46
+    g = grad_scale * ratio * g  # 42
+    m = m_columns * m_rows_times_m_scale  # 43
+    m = tl.fma(one_minus_beta1, g - m, m)                                    # 45
     g_sub = g - m
-    m = tl.fma(tl.fma(minus(by_column), by_row_times_one_over_tensor_mul_2, 1.0), g_sub, m)  # 52
-    v = tl.fma(one_minus_beta2, g_sub * g_sub, beta2 * row_mul * v_columns)  # 47
-    u = tl.fma(one_minus_beta1, g - m, m) * tl.rsqrt(tl.fma(one_over_one_minus_beta2_pow_t, v, eps1))  # 53
-    p = one_minus_lr_times_weight_decay * p                                  # 65
-    p = tl.fma(minus_lr, u, p)                                               # 66
-    return p, m * by_column_2_over_tensor_sum_of_by_column_2, m * by_row_2_over_tensor_sum_of_by_row_2
+    m = tl.fma(tl.fma(minus(by_row), by_column, 1.0), g_sub, m)  # 49
+    v = tl.fma(one_minus_beta2, g_sub * g_sub, beta2 * row_mul * v_columns)  # 46
+    u = tl.fma(one_minus_beta1, g - m, m) * tl.rsqrt(tl.fma(one_over_one_minus_beta2_pow_t, v, eps1))  # 50
+    p = one_minus_lr_times_weight_decay * p                                  # 59
+    p = tl.fma(minus_lr, u, p)                                               # 60
+    return p, m * by_column, m * by_row
 
 
 @triton.jit(do_not_specialize=["step_key"])
-def adalite_17_sweep(
+def adalite_15_sweep(
     table, work, beta2: tl.float32, eps1: tl.float32, grad_scale: tl.float32, one_minus_beta1: tl.float32,
     one_minus_beta2: tl.float32, one_over_one_minus_beta2_pow_t: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     walk(
-        table, work, adalite_17_tile, SWEEP, (beta2, eps1, grad_scale, one_minus_beta1, one_minus_beta2,
+        table, work, adalite_15_tile, SWEEP, (beta2, eps1, grad_scale, one_minus_beta1, one_minus_beta2,
         one_over_one_minus_beta2_pow_t, one_minus_lr_times_weight_decay, minus_lr), step_key,
     )
 
 
 @triton.jit
-def adalite_18_values(m_rows_2):
+def adalite_16_values(m_rows_2):
     """The terms of tensor_sum_for_squares."""
     return (m_rows_2 * m_rows_2,)
 
 
 @triton.jit
-def adalite_19_values(m_columns_2, v_columns_2):
+def adalite_17_values(m_columns_2, v_columns_2):
     """The new v_columns; the terms of tensor_sum_for_squares_2."""
     return v_columns_2, m_columns_2 * m_columns_2
 
 
 @triton.jit
-def adalite_20_values(tensor_sum_for_squares, tensor_sum_for_squares_2, eps2):
+def adalite_18_values(tensor_sum_for_squares, tensor_sum_for_squares_2, eps2):
     """The new squares_max_eps2."""
-    squares = tensor_sum_for_squares * tensor_sum_for_squares_2  # 60
+    squares = tensor_sum_for_squares * tensor_sum_for_squares_2  # 55
     return (tl.maximum(squares, eps2, propagate_nan=tl.PropagateNan.ALL),)
 
 
 @triton.jit
-def adalite_18_between(table, work, eps2: tl.float32, LEVEL: tl.constexpr):
-    rounds(table, work, adalite_18_values, LEVEL, 0, ())
-    rounds(table, work, adalite_19_values, LEVEL, 1, ())
-    rounds(table, work, adalite_20_values, LEVEL, 2, (eps2,))
+def adalite_16_between(table, work, eps2: tl.float32, LEVEL: tl.constexpr):
+    rounds(table, work, adalite_16_values, LEVEL, 0, ())
+    rounds(table, work, adalite_17_values, LEVEL, 1, ())
+    rounds(table, work, adalite_18_values, LEVEL, 2, (eps2,))
 
 
 @triton.jit
-def adalite_21_tile(
-    PLAN: tl.constexpr, g, m_columns, m_rows_2, m_rows_times_m_scale, tensor_div_max_ratio_min, by_column,
-    by_row_times_one_over_tensor_mul_2, m_columns_2, grad_scale, one_minus_beta1, live, MASKED: tl.constexpr,
+def adalite_19_tile(
+    PLAN: tl.constexpr, g, m_columns, m_rows_2, m_rows_times_m_scale, ratio, by_row, by_column, m_columns_2,
+    grad_scale, one_minus_beta1, live, MASKED: tl.constexpr,
 ):
     """The terms of row_sum_for_m_scale."""
-    g = grad_scale * tensor_div_max_ratio_min * g  # 43
-    m = m_columns * m_rows_times_m_scale           # 44
-    m = tl.fma(one_minus_beta1, g - m, m)          # 46
-    m = tl.fma(tl.fma(minus(by_column), by_row_times_one_over_tensor_mul_2, 1.0), g - m, m)  # 52
+    g = grad_scale * ratio * g  # 42
+    m = m_columns * m_rows_times_m_scale  # 43
+    m = tl.fma(one_minus_beta1, g - m, m)                        # 45
+    m = tl.fma(tl.fma(minus(by_row), by_column, 1.0), g - m, m)  # 49
     return (m_rows_2 * m * m_columns_2,)
 
 
 @triton.jit(do_not_specialize=["step_key"])
-def adalite_21_sweep(
+def adalite_19_sweep(
     table, work, grad_scale: tl.float32, one_minus_beta1: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    walk(table, work, adalite_21_tile, SWEEP, (grad_scale, one_minus_beta1), step_key)
+    walk(table, work, adalite_19_tile, SWEEP, (grad_scale, one_minus_beta1), step_key)
 
 
 @triton.jit
-def adalite_22_values(row_sum_for_m_scale):
+def adalite_20_values(row_sum_for_m_scale):
     """The terms of tensor_sum_for_m_scale."""
     return (row_sum_for_m_scale,)
 
 
 @triton.jit
-def adalite_23_values(m_columns_2):
+def adalite_21_values(m_columns_2):
     """The new m_columns."""
     return (m_columns_2,)
 
 
 @triton.jit
-def adalite_24_values(tensor_sum_for_m_scale, squares_max_eps2):
+def adalite_22_values(tensor_sum_for_m_scale, squares_max_eps2):
     """The new m_scale."""
-    m_scale = tensor_sum_for_m_scale / squares_max_eps2  # 61
+    m_scale = tensor_sum_for_m_scale / squares_max_eps2  # 56
     return (m_scale,)
 
 
 @triton.jit
-def adalite_22_between(table, work, LEVEL: tl.constexpr):
-    rounds(table, work, adalite_22_values, LEVEL, 0, ())
-    rounds(table, work, adalite_23_values, LEVEL, 1, ())
-    rounds(table, work, adalite_24_values, LEVEL, 2, ())
-
-
-@triton.jit
-def adalite_no_several_4_tile(
-    PLAN: tl.constexpr, g, v_columns, m_columns, row_mul, m_rows_times_m_scale, beta2, grad_scale, one_minus_beta1,
-    one_minus_beta2, live, MASKED: tl.constexpr,
-):
-    """The terms of col_sum_for_column_means, v_rows_2."""
-    g = grad_scale * g
-    m = m_columns * m_rows_times_m_scale  # 44
-    m = tl.fma(one_minus_beta1, g - m, m)                                    # 46
-    g_sub = g - m
-    v = tl.fma(one_minus_beta2, g_sub * g_sub, beta2 * row_mul * v_columns)  # 47
-    return (v,)
-
-
-@triton.jit(do_not_specialize=["step_key"])
-def adalite_no_several_4_sweep(
-    table, work, beta2: tl.float32, grad_scale: tl.float32, one_minus_beta1: tl.float32,
-    one_minus_beta2: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
-):
-    walk(table, work, adalite_no_several_4_tile, SWEEP, (beta2, grad_scale, one_minus_beta1, one_minus_beta2), step_key)
-
-
-@triton.jit
-def adalite_no_several_5_values(v_rows_2, m_rows_2, extent_columns, tau):
-    """The new v_rows, m_rows, row_means, row_means_over_tau; the terms of tensor_sum_for_v_columns,
-    mat_max_for_by_row, mat_max_for_by_row_2."""
-    row_means = v_rows_2 / extent_columns  # 49
-    row_means_div = row_means / tau
-    return v_rows_2, m_rows_2, row_means, row_means_div, v_rows_2, row_means, row_means_div
-
-
-@triton.jit
-def adalite_no_several_12_values(tensor_sum_of_by_row, tensor_sum_of_by_column):
-    """The new one_over_tensor_mul."""
-    return (1.0 / (tensor_sum_of_by_row * tensor_sum_of_by_column),)
-
-
-@triton.jit
-def adalite_no_several_13_values(by_row, one_over_tensor_mul):
-    """The new by_row_times_one_over_tensor_mul."""
-    return (by_row * one_over_tensor_mul,)
-
-
-@triton.jit
-def adalite_no_several_5_between(table, work, tau: tl.float32, eps2: tl.float32, LEVEL: tl.constexpr):
-    rounds(table, work, adalite_no_several_5_values, LEVEL, 0, (tau,))
-    rounds(table, work, adalite_9_values, LEVEL, 1, (tau,))
-    rounds(table, work, adalite_10_values, LEVEL, 2, (eps2,))
-    rounds(table, work, adalite_11_values, LEVEL, 3, ())
-    rounds(table, work, adalite_12_values, LEVEL, 4, ())
-    rounds(table, work, adalite_13_values, LEVEL, 5, ())
-    rounds(table, work, adalite_14_values, LEVEL, 6, ())
-    rounds(table, work, adalite_no_several_12_values, LEVEL, 7, ())
-    rounds(table, work, adalite_no_several_13_values, LEVEL, 8, ())
-
-
-@triton.jit
-def adalite_no_several_14_tile(
-    PLAN: tl.constexpr, p, g, v_columns, m_columns, m_rows_times_m_scale, by_column,
-    by_row_times_one_over_tensor_mul, by_column_2_over_tensor_sum_of_by_column_2,
-    by_row_2_over_tensor_sum_of_by_row_2, row_mul, beta2, eps1, grad_scale, one_minus_beta1, one_minus_beta2,
-    one_over_one_minus_beta2_pow_t, one_minus_lr_times_weight_decay, minus_lr, live, MASKED: tl.constexpr,
-):
-    """The new p; the terms of m_rows_2, m_columns_2."""
-    g = grad_scale * g
-    m = m_columns * m_rows_times_m_scale  # 44
-    m = tl.fma(one_minus_beta1, g - m, m)                                    # 46
-    g_sub = g - m
-    m = tl.fma(tl.fma(minus(by_column), by_row_times_one_over_tensor_mul, 1.0), g_sub, m)  # 52
-    v = tl.fma(one_minus_beta2, g_sub * g_sub, beta2 * row_mul * v_columns)  # 47
-    u = tl.fma(one_minus_beta1, g - m, m) * tl.rsqrt(tl.fma(one_over_one_minus_beta2_pow_t, v, eps1))  # 53
-    p = one_minus_lr_times_weight_decay * p                                  # 65
-    p = tl.fma(minus_lr, u, p)                                               # 66
-    return p, m * by_column_2_over_tensor_sum_of_by_column_2, m * by_row_2_over_tensor_sum_of_by_row_2
-
-
-@triton.jit(do_not_specialize=["step_key"])
-def adalite_no_several_14_sweep(
-    table, work, beta2: tl.float32, eps1: tl.float32, grad_scale: tl.float32, one_minus_beta1: tl.float32,
-    one_minus_beta2: tl.float32, one_over_one_minus_beta2_pow_t: tl.float32,
-    one_minus_lr_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
-):
-    walk(
-        table, work, adalite_no_several_14_tile, SWEEP, (beta2, eps1, grad_scale, one_minus_beta1, one_minus_beta2,
-        one_over_one_minus_beta2_pow_t, one_minus_lr_times_weight_decay, minus_lr), step_key,
-    )
-
-
-@triton.jit
-def adalite_no_several_18_tile(
-    PLAN: tl.constexpr, g, m_columns, m_rows_2, m_rows_times_m_scale, by_column, by_row_times_one_over_tensor_mul,
-    m_columns_2, grad_scale, one_minus_beta1, live, MASKED: tl.constexpr,
-):
-    """The terms of row_sum_for_m_scale."""
-    g = grad_scale * g
-    m = m_columns * m_rows_times_m_scale   # 44
-    m = tl.fma(one_minus_beta1, g - m, m)  # 46
-    m = tl.fma(tl.fma(minus(by_column), by_row_times_one_over_tensor_mul, 1.0), g - m, m)  # 52
-    return (m_rows_2 * m * m_columns_2,)
-
-
-@triton.jit(do_not_specialize=["step_key"])
-def adalite_no_several_18_sweep(
-    table, work, grad_scale: tl.float32, one_minus_beta1: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
-):
-    walk(table, work, adalite_no_several_18_tile, SWEEP, (grad_scale, one_minus_beta1), step_key)
+def adalite_20_between(table, work, LEVEL: tl.constexpr):
+    rounds(table, work, adalite_20_values, LEVEL, 0, ())
+    rounds(table, work, adalite_21_values, LEVEL, 1, ())
+    rounds(table, work, adalite_22_values, LEVEL, 2, ())
 
 
 @triton.jit
 def adalite_no_matrix_1_tile(PLAN: tl.constexpr, p, g, live, MASKED: tl.constexpr):
-    """The terms of tensor_sum_of_p, tensor_sum_of_g."""
+    """The terms of tensor_sum_for_ratio, tensor_sum_for_ratio_2."""
     return p, g
 
 
@@ -532,28 +346,43 @@ def adalite_no_matrix_1_sweep(table, work, step_key: tl.int32, SWEEP: tl.constex
 
 
 @triton.jit
+def adalite_no_matrix_2_values(
+    tensor_sum_for_ratio, tensor_sum_for_ratio_2, extent_elements, g_norm_min, ratio_min,
+    grad_scale_times_grad_scale,
+):
+    """The new ratio_2."""
+    # 41
+    ratio = tl.maximum(
+        tl.sqrt(tensor_sum_for_ratio) / tl.maximum(
+            tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_ratio_2), g_norm_min, propagate_nan=tl.PropagateNan.ALL
+        ),
+        ratio_min, propagate_nan=tl.PropagateNan.ALL
+    )
+    return (tl.where(1.0 < extent_elements, ratio, 1.0),)
+
+
+@triton.jit
 def adalite_no_matrix_2_between(
     table, work, g_norm_min: tl.float32, ratio_min: tl.float32, grad_scale_times_grad_scale: tl.float32,
     LEVEL: tl.constexpr,
 ):
-    rounds(table, work, adalite_6_values, LEVEL, 0, (g_norm_min, ratio_min, grad_scale_times_grad_scale))
+    rounds(table, work, adalite_no_matrix_2_values, LEVEL, 0, (g_norm_min, ratio_min, grad_scale_times_grad_scale))
 
 
 @triton.jit
 def adalite_no_matrix_3_tile(
-    PLAN: tl.constexpr, p, g, m_avg, v_avg, tensor_div_max_ratio_min, beta2, eps1, grad_scale, one_minus_beta1,
-    one_minus_beta2, one_over_one_minus_beta2_pow_t, one_minus_lr_times_weight_decay, minus_lr, live,
-    MASKED: tl.constexpr,
+    PLAN: tl.constexpr, p, g, m_avg, v_avg, ratio_2, beta2, eps1, grad_scale, one_minus_beta1, one_minus_beta2,
+    one_over_one_minus_beta2_pow_t, one_minus_lr_times_weight_decay, minus_lr, live, MASKED: tl.constexpr,
 ):
     """The new p, m_avg, v_avg."""
     m_avg = read(m_avg, PLAN.m_avg)
-    g = grad_scale * tensor_div_max_ratio_min * g  # 43
-    m = tl.fma(one_minus_beta1, g - m_avg, m_avg)  # 46
+    g = grad_scale * ratio_2 * g  # 42
+    m = tl.fma(one_minus_beta1, g - m_avg, m_avg)  # 45
     g_sub = g - m
-    v = tl.fma(one_minus_beta2, g_sub * g_sub, times(beta2, v_avg, PLAN.v_avg))  # 47
-    u = tl.fma(one_minus_beta1, g_sub, m) * tl.rsqrt(tl.fma(one_over_one_minus_beta2_pow_t, v, eps1))  # 53
-    p = one_minus_lr_times_weight_decay * p        # 65
-    p = tl.fma(minus_lr, u, p)                     # 66
+    v = tl.fma(one_minus_beta2, g_sub * g_sub, times(beta2, v_avg, PLAN.v_avg))  # 46
+    u = tl.fma(one_minus_beta1, g_sub, m) * tl.rsqrt(tl.fma(one_over_one_minus_beta2_pow_t, v, eps1))  # 50
+    p = one_minus_lr_times_weight_decay * p        # 59
+    p = tl.fma(minus_lr, u, p)                     # 60
     return p, m, v
 
 
@@ -566,366 +395,4 @@ def adalite_no_matrix_3_sweep(
     walk(
         table, work, adalite_no_matrix_3_tile, SWEEP, (beta2, eps1, grad_scale, one_minus_beta1, one_minus_beta2,
         one_over_one_minus_beta2_pow_t, one_minus_lr_times_weight_decay, minus_lr), step_key,
-    )
-
-
-@triton.jit
-def adalite_no_matrix_no_several_tile(
-    PLAN: tl.constexpr, p, g, m_avg, v_avg, beta2, eps1, grad_scale, one_minus_beta1, one_minus_beta2,
-    one_over_one_minus_beta2_pow_t, one_minus_lr_times_weight_decay, minus_lr, live, MASKED: tl.constexpr,
-):
-    """The new p, m_avg, v_avg."""
-    m_avg = read(m_avg, PLAN.m_avg)
-    g = grad_scale * g
-    m = tl.fma(one_minus_beta1, g - m_avg, m_avg)  # 46
-    g_sub = g - m
-    v = tl.fma(one_minus_beta2, g_sub * g_sub, times(beta2, v_avg, PLAN.v_avg))  # 47
-    u = tl.fma(one_minus_beta1, g_sub, m) * tl.rsqrt(tl.fma(one_over_one_minus_beta2_pow_t, v, eps1))  # 53
-    p = one_minus_lr_times_weight_decay * p        # 65
-    p = tl.fma(minus_lr, u, p)                     # 66
-    return p, m, v
-
-
-@triton.jit(do_not_specialize=["step_key"])
-def adalite_no_matrix_no_several_sweep(
-    table, work, beta2: tl.float32, eps1: tl.float32, grad_scale: tl.float32, one_minus_beta1: tl.float32,
-    one_minus_beta2: tl.float32, one_over_one_minus_beta2_pow_t: tl.float32,
-    one_minus_lr_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
-):
-    walk(
-        table, work, adalite_no_matrix_no_several_tile, SWEEP, (beta2, eps1, grad_scale, one_minus_beta1,
-        one_minus_beta2, one_over_one_minus_beta2_pow_t, one_minus_lr_times_weight_decay, minus_lr), step_key,
-    )
-
-
-@triton.jit
-def adalite_no_weight_decouple_1_between(table, work, eps2: tl.float32, LEVEL: tl.constexpr):
-    rounds(table, work, adalite_1_values, LEVEL, 0, ())
-    rounds(table, work, adalite_2_values, LEVEL, 1, (eps2,))
-    rounds(table, work, adalite_3_values, LEVEL, 2, ())
-
-
-@triton.jit
-def adalite_no_weight_decouple_4_tile(
-    PLAN: tl.constexpr, p, g, weight_decay, grad_scale, live, MASKED: tl.constexpr,
-):
-    """The terms of row_sum_of_p, row_sum_of_g."""
-    g = grad_scale * g
-    g = tl.fma(weight_decay, p, g)  # 41
-    return p, g
-
-
-@triton.jit(do_not_specialize=["step_key"])
-def adalite_no_weight_decouple_4_sweep(
-    table, work, weight_decay: tl.float32, grad_scale: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
-):
-    walk(table, work, adalite_no_weight_decouple_4_tile, SWEEP, (weight_decay, grad_scale), step_key)
-
-
-@triton.jit
-def adalite_no_weight_decouple_6_values(tensor_sum_of_p, tensor_sum_of_g, g_norm_min, ratio_min):
-    """The new tensor_div_max_ratio_min."""
-    return (
-        tl.maximum(
-            tl.sqrt(tensor_sum_of_p) / tl.maximum(
-                tl.sqrt(tensor_sum_of_g), g_norm_min, propagate_nan=tl.PropagateNan.ALL
-            ),
-            ratio_min, propagate_nan=tl.PropagateNan.ALL
-        ),
-    )
-
-
-@triton.jit
-def adalite_no_weight_decouple_5_between(
-    table, work, g_norm_min: tl.float32, ratio_min: tl.float32, LEVEL: tl.constexpr,
-):
-    rounds(table, work, adalite_5_values, LEVEL, 0, ())
-    rounds(table, work, adalite_no_weight_decouple_6_values, LEVEL, 1, (g_norm_min, ratio_min))
-
-
-@triton.jit
-def adalite_no_weight_decouple_7_tile(
-    PLAN: tl.constexpr, p, g, v_columns, m_columns, row_mul, tensor_div_max_ratio_min, m_rows_times_m_scale, beta2,
-    weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, live, MASKED: tl.constexpr,
-):
-    """The terms of col_sum_for_column_means, v_rows_2."""
-    g = grad_scale * g
-    g = tl.fma(weight_decay, p, g)                                           # 41
-    g = tensor_div_max_ratio_min * g  # 43
-    m = m_columns * m_rows_times_m_scale  # 44
-    m = tl.fma(one_minus_beta1, g - m, m)                                    # 46
-    g_sub = g - m
-    v = tl.fma(one_minus_beta2, g_sub * g_sub, beta2 * row_mul * v_columns)  # 47
-    return (v,)
-
-
-@triton.jit(do_not_specialize=["step_key"])
-def adalite_no_weight_decouple_7_sweep(
-    table, work, beta2: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32, one_minus_beta1: tl.float32,
-    one_minus_beta2: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
-):
-    walk(
-        table, work, adalite_no_weight_decouple_7_tile, SWEEP, (beta2, weight_decay, grad_scale, one_minus_beta1,
-        one_minus_beta2), step_key,
-    )
-
-
-@triton.jit
-def adalite_no_weight_decouple_8_between(table, work, tau: tl.float32, eps2: tl.float32, LEVEL: tl.constexpr):
-    rounds(table, work, adalite_8_values, LEVEL, 0, (tau,))
-    rounds(table, work, adalite_9_values, LEVEL, 1, (tau,))
-    rounds(table, work, adalite_10_values, LEVEL, 2, (eps2,))
-    rounds(table, work, adalite_11_values, LEVEL, 3, ())
-    rounds(table, work, adalite_12_values, LEVEL, 4, ())
-    rounds(table, work, adalite_13_values, LEVEL, 5, ())
-    rounds(table, work, adalite_14_values, LEVEL, 6, ())
-    rounds(table, work, adalite_no_several_12_values, LEVEL, 7, ())
-    rounds(table, work, adalite_no_several_13_values, LEVEL, 8, ())
-
-
-@triton.jit
-def adalite_no_weight_decouple_17_tile(
-    PLAN: tl.constexpr, p, g, m_columns, m_rows_times_m_scale, tensor_div_max_ratio_min, by_column,
-    by_row_times_one_over_tensor_mul, by_column_2_over_tensor_sum_of_by_column_2,
-    by_row_2_over_tensor_sum_of_by_row_2, weight_decay, grad_scale, one_minus_beta1, live, MASKED: tl.constexpr,
-):
-    """The terms of m_rows_2, m_columns_2."""
-    g = grad_scale * g
-    g = tl.fma(weight_decay, p, g)         # 41
-    g = tensor_div_max_ratio_min * g       # 43
-    m = m_columns * m_rows_times_m_scale   # 44
-    m = tl.fma(one_minus_beta1, g - m, m)  # 46
-    m = tl.fma(tl.fma(minus(by_column), by_row_times_one_over_tensor_mul, 1.0), g - m, m)  # 52
-    return m * by_column_2_over_tensor_sum_of_by_column_2, m * by_row_2_over_tensor_sum_of_by_row_2
-
-
-@triton.jit(do_not_specialize=["step_key"])
-def adalite_no_weight_decouple_17_sweep(
-    table, work, weight_decay: tl.float32, grad_scale: tl.float32, one_minus_beta1: tl.float32, step_key: tl.int32,
-    SWEEP: tl.constexpr,
-):
-    walk(table, work, adalite_no_weight_decouple_17_tile, SWEEP, (weight_decay, grad_scale, one_minus_beta1), step_key)
-
-
-@triton.jit
-def adalite_no_weight_decouple_19_values(m_columns_2):
-    """The terms of tensor_sum_for_squares_2."""
-    return (m_columns_2 * m_columns_2,)
-
-
-@triton.jit
-def adalite_no_weight_decouple_18_between(table, work, eps2: tl.float32, LEVEL: tl.constexpr):
-    rounds(table, work, adalite_18_values, LEVEL, 0, ())
-    rounds(table, work, adalite_no_weight_decouple_19_values, LEVEL, 1, ())
-    rounds(table, work, adalite_20_values, LEVEL, 2, (eps2,))
-
-
-@triton.jit
-def adalite_no_weight_decouple_21_tile(
-    PLAN: tl.constexpr, p, g, v_columns, m_columns, m_rows_2, m_rows_times_m_scale, tensor_div_max_ratio_min,
-    by_column, by_row_times_one_over_tensor_mul, m_columns_2, row_mul, beta2, weight_decay, eps1, grad_scale,
-    one_minus_beta1, one_minus_beta2, one_over_one_minus_beta2_pow_t, minus_lr, live, MASKED: tl.constexpr,
-):
-    """The new p; the terms of row_sum_for_m_scale."""
-    g = grad_scale * g
-    g = tl.fma(weight_decay, p, g)                                           # 41
-    g = tensor_div_max_ratio_min * g  # 43
-    m = m_columns * m_rows_times_m_scale  # 44
-    m = tl.fma(one_minus_beta1, g - m, m)                                    # 46
-    g_sub = g - m
-    m = tl.fma(tl.fma(minus(by_column), by_row_times_one_over_tensor_mul, 1.0), g_sub, m)  # 52
-    v = tl.fma(one_minus_beta2, g_sub * g_sub, beta2 * row_mul * v_columns)  # 47
-    u = tl.fma(one_minus_beta1, g - m, m) * tl.rsqrt(tl.fma(one_over_one_minus_beta2_pow_t, v, eps1))  # 53
-    p = tl.fma(minus_lr, u, p)                                               # 66
-    return p, m_rows_2 * m * m_columns_2
-
-
-@triton.jit(do_not_specialize=["step_key"])
-def adalite_no_weight_decouple_21_sweep(
-    table, work, beta2: tl.float32, weight_decay: tl.float32, eps1: tl.float32, grad_scale: tl.float32,
-    one_minus_beta1: tl.float32, one_minus_beta2: tl.float32, one_over_one_minus_beta2_pow_t: tl.float32,
-    minus_lr: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
-):
-    walk(
-        table, work, adalite_no_weight_decouple_21_tile, SWEEP, (beta2, weight_decay, eps1, grad_scale, one_minus_beta1,
-        one_minus_beta2, one_over_one_minus_beta2_pow_t, minus_lr), step_key,
-    )
-
-
-@triton.jit
-def adalite_no_weight_decouple_23_values(v_columns_2, m_columns_2):
-    """The new v_columns, m_columns."""
-    return v_columns_2, m_columns_2
-
-
-@triton.jit
-def adalite_no_weight_decouple_22_between(table, work, LEVEL: tl.constexpr):
-    rounds(table, work, adalite_22_values, LEVEL, 0, ())
-    rounds(table, work, adalite_no_weight_decouple_23_values, LEVEL, 1, ())
-    rounds(table, work, adalite_24_values, LEVEL, 2, ())
-
-
-@triton.jit
-def adalite_no_weight_decouple_no_several_4_tile(
-    PLAN: tl.constexpr, p, g, v_columns, m_columns, row_mul, m_rows_times_m_scale, beta2, weight_decay, grad_scale,
-    one_minus_beta1, one_minus_beta2, live, MASKED: tl.constexpr,
-):
-    """The terms of col_sum_for_column_means, v_rows_2."""
-    g = grad_scale * g
-    g = tl.fma(weight_decay, p, g)                                           # 41
-    m = m_columns * m_rows_times_m_scale  # 44
-    m = tl.fma(one_minus_beta1, g - m, m)                                    # 46
-    g_sub = g - m
-    v = tl.fma(one_minus_beta2, g_sub * g_sub, beta2 * row_mul * v_columns)  # 47
-    return (v,)
-
-
-@triton.jit(do_not_specialize=["step_key"])
-def adalite_no_weight_decouple_no_several_4_sweep(
-    table, work, beta2: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32, one_minus_beta1: tl.float32,
-    one_minus_beta2: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
-):
-    walk(
-        table, work, adalite_no_weight_decouple_no_several_4_tile, SWEEP, (beta2, weight_decay, grad_scale,
-        one_minus_beta1, one_minus_beta2), step_key,
-    )
-
-
-@triton.jit
-def adalite_no_weight_decouple_no_several_14_tile(
-    PLAN: tl.constexpr, p, g, m_columns, m_rows_times_m_scale, by_column, by_row_times_one_over_tensor_mul,
-    by_column_2_over_tensor_sum_of_by_column_2, by_row_2_over_tensor_sum_of_by_row_2, weight_decay, grad_scale,
-    one_minus_beta1, live, MASKED: tl.constexpr,
-):
-    """The terms of m_rows_2, m_columns_2."""
-    g = grad_scale * g
-    g = tl.fma(weight_decay, p, g)         # 41
-    m = m_columns * m_rows_times_m_scale   # 44
-    m = tl.fma(one_minus_beta1, g - m, m)  # 46
-    m = tl.fma(tl.fma(minus(by_column), by_row_times_one_over_tensor_mul, 1.0), g - m, m)  # 52
-    return m * by_column_2_over_tensor_sum_of_by_column_2, m * by_row_2_over_tensor_sum_of_by_row_2
-
-
-@triton.jit(do_not_specialize=["step_key"])
-def adalite_no_weight_decouple_no_several_14_sweep(
-    table, work, weight_decay: tl.float32, grad_scale: tl.float32, one_minus_beta1: tl.float32, step_key: tl.int32,
-    SWEEP: tl.constexpr,
-):
-    walk(
-        table, work, adalite_no_weight_decouple_no_several_14_tile, SWEEP, (weight_decay, grad_scale, one_minus_beta1),
-        step_key,
-    )
-
-
-@triton.jit
-def adalite_no_weight_decouple_no_several_18_tile(
-    PLAN: tl.constexpr, p, g, v_columns, m_columns, m_rows_2, m_rows_times_m_scale, by_column,
-    by_row_times_one_over_tensor_mul, m_columns_2, row_mul, beta2, weight_decay, eps1, grad_scale, one_minus_beta1,
-    one_minus_beta2, one_over_one_minus_beta2_pow_t, minus_lr, live, MASKED: tl.constexpr,
-):
-    """The new p; the terms of row_sum_for_m_scale."""
-    g = grad_scale * g
-    g = tl.fma(weight_decay, p, g)                                           # 41
-    m = m_columns * m_rows_times_m_scale  # 44
-    m = tl.fma(one_minus_beta1, g - m, m)                                    # 46
-    g_sub = g - m
-    m = tl.fma(tl.fma(minus(by_column), by_row_times_one_over_tensor_mul, 1.0), g_sub, m)  # 52
-    v = tl.fma(one_minus_beta2, g_sub * g_sub, beta2 * row_mul * v_columns)  # 47
-    u = tl.fma(one_minus_beta1, g - m, m) * tl.rsqrt(tl.fma(one_over_one_minus_beta2_pow_t, v, eps1))  # 53
-    p = tl.fma(minus_lr, u, p)                                               # 66
-    return p, m_rows_2 * m * m_columns_2
-
-
-@triton.jit(do_not_specialize=["step_key"])
-def adalite_no_weight_decouple_no_several_18_sweep(
-    table, work, beta2: tl.float32, weight_decay: tl.float32, eps1: tl.float32, grad_scale: tl.float32,
-    one_minus_beta1: tl.float32, one_minus_beta2: tl.float32, one_over_one_minus_beta2_pow_t: tl.float32,
-    minus_lr: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
-):
-    walk(
-        table, work, adalite_no_weight_decouple_no_several_18_tile, SWEEP, (beta2, weight_decay, eps1, grad_scale,
-        one_minus_beta1, one_minus_beta2, one_over_one_minus_beta2_pow_t, minus_lr), step_key,
-    )
-
-
-@triton.jit
-def adalite_no_weight_decouple_no_matrix_1_tile(
-    PLAN: tl.constexpr, p, g, weight_decay, grad_scale, live, MASKED: tl.constexpr,
-):
-    """The terms of tensor_sum_of_p, tensor_sum_of_g."""
-    g = grad_scale * g
-    g = tl.fma(weight_decay, p, g)  # 41
-    return p, g
-
-
-@triton.jit(do_not_specialize=["step_key"])
-def adalite_no_weight_decouple_no_matrix_1_sweep(
-    table, work, weight_decay: tl.float32, grad_scale: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
-):
-    walk(table, work, adalite_no_weight_decouple_no_matrix_1_tile, SWEEP, (weight_decay, grad_scale), step_key)
-
-
-@triton.jit
-def adalite_no_weight_decouple_no_matrix_2_between(
-    table, work, g_norm_min: tl.float32, ratio_min: tl.float32, LEVEL: tl.constexpr,
-):
-    rounds(table, work, adalite_no_weight_decouple_6_values, LEVEL, 0, (g_norm_min, ratio_min))
-
-
-@triton.jit
-def adalite_no_weight_decouple_no_matrix_3_tile(
-    PLAN: tl.constexpr, p, g, m_avg, v_avg, tensor_div_max_ratio_min, beta2, weight_decay, eps1, grad_scale,
-    one_minus_beta1, one_minus_beta2, one_over_one_minus_beta2_pow_t, minus_lr, live, MASKED: tl.constexpr,
-):
-    """The new p, m_avg, v_avg."""
-    m_avg = read(m_avg, PLAN.m_avg)
-    g = grad_scale * g
-    g = tl.fma(weight_decay, p, g)                 # 41
-    g = tensor_div_max_ratio_min * g  # 43
-    m = tl.fma(one_minus_beta1, g - m_avg, m_avg)  # 46
-    g_sub = g - m
-    v = tl.fma(one_minus_beta2, g_sub * g_sub, times(beta2, v_avg, PLAN.v_avg))  # 47
-    u = tl.fma(one_minus_beta1, g_sub, m) * tl.rsqrt(tl.fma(one_over_one_minus_beta2_pow_t, v, eps1))  # 53
-    p = tl.fma(minus_lr, u, p)                     # 66
-    return p, m, v
-
-
-@triton.jit(do_not_specialize=["step_key"])
-def adalite_no_weight_decouple_no_matrix_3_sweep(
-    table, work, beta2: tl.float32, weight_decay: tl.float32, eps1: tl.float32, grad_scale: tl.float32,
-    one_minus_beta1: tl.float32, one_minus_beta2: tl.float32, one_over_one_minus_beta2_pow_t: tl.float32,
-    minus_lr: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
-):
-    walk(
-        table, work, adalite_no_weight_decouple_no_matrix_3_tile, SWEEP, (beta2, weight_decay, eps1, grad_scale,
-        one_minus_beta1, one_minus_beta2, one_over_one_minus_beta2_pow_t, minus_lr), step_key,
-    )
-
-
-@triton.jit
-def adalite_no_weight_decouple_no_matrix_no_several_tile(
-    PLAN: tl.constexpr, p, g, m_avg, v_avg, beta2, weight_decay, eps1, grad_scale, one_minus_beta1, one_minus_beta2,
-    one_over_one_minus_beta2_pow_t, minus_lr, live, MASKED: tl.constexpr,
-):
-    """The new p, m_avg, v_avg."""
-    m_avg = read(m_avg, PLAN.m_avg)
-    g = grad_scale * g
-    g = tl.fma(weight_decay, p, g)                 # 41
-    m = tl.fma(one_minus_beta1, g - m_avg, m_avg)  # 46
-    g_sub = g - m
-    v = tl.fma(one_minus_beta2, g_sub * g_sub, times(beta2, v_avg, PLAN.v_avg))  # 47
-    u = tl.fma(one_minus_beta1, g_sub, m) * tl.rsqrt(tl.fma(one_over_one_minus_beta2_pow_t, v, eps1))  # 53
-    p = tl.fma(minus_lr, u, p)                     # 66
-    return p, m, v
-
-
-@triton.jit(do_not_specialize=["step_key"])
-def adalite_no_weight_decouple_no_matrix_no_several_sweep(
-    table, work, beta2: tl.float32, weight_decay: tl.float32, eps1: tl.float32, grad_scale: tl.float32,
-    one_minus_beta1: tl.float32, one_minus_beta2: tl.float32, one_over_one_minus_beta2_pow_t: tl.float32,
-    minus_lr: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
-):
-    walk(
-        table, work, adalite_no_weight_decouple_no_matrix_no_several_tile, SWEEP, (beta2, weight_decay, eps1,
-        grad_scale, one_minus_beta1, one_minus_beta2, one_over_one_minus_beta2_pow_t, minus_lr), step_key,
     )

@@ -161,7 +161,7 @@ def _made(
 
 
 def wrapper(
-    *, cite: str = "", needs: Sequence[str] = (), evaluate: Callable[..., Any] | None = None
+    *, cite: str = "", needs: Sequence[str] = (), evaluate: Callable[..., Any] | None = None, matrix: str = "last"
 ) -> Callable[[Callable[..., Any]], Wrapper]:
     """Make a function of a rule, which returns a new rule, of a function (rule, p, g[, t], states..., *,
     hyper-parameters and flags...) that returns the new weight and states.
@@ -169,6 +169,7 @@ def wrapper(
     cite      the paper
     needs     what the rule must have: names of hyper-parameters and states, "betas or momentum" for one of them
     evaluate  the weights that a model is evaluated with, as of `optimizer`
+    matrix    the matrix of a tensor, as of `optimizer`, where the rule has no states of rows and columns
 
     The function calls rule(p, g), or rule.split(p, g), once.  The first paragraph of its docstring is that of the new
     rule, whose name stands for "a rule" there.  An option or a state whose name the rule has already gets the
@@ -217,6 +218,8 @@ def wrapper(
                 return result if isinstance(result, tuple) else (result,)
 
             mine = [_declared_as(d, named) for d in declared]
+            if inner.matrix == "last" and not any(s.space in (spaces.row, spaces.col) for s in inner.states):
+                inner = replace(inner, matrix=matrix)
             return _made(inner, name, doc, cite, mine, place, step, t="t" in bare, evaluation=own_weights)
 
         return around

@@ -12,7 +12,7 @@ from optgen.base.errors import UserError
 from optgen.lang.compose import wrapper
 from optgen.lang.declare import flag, hyper, model_state, nonneg, scalar, shape_flag, state, tensor_state
 from optgen.lang.policies import decayed
-from optgen.lang.reductions import dot, mean, model_norm, norm
+from optgen.lang.reductions import dot, mean, model_norm, norm, row_mean
 from optgen.lang.values import clip, floor, maximum, minimum, sign, sqrt, where
 
 # -- the gradient
@@ -98,6 +98,15 @@ def orthograd(rule, p, g):
     tangent = g - radial * p
     g_norm, tangent_norm = norm(g), norm(tangent)
     return rule(p, where(tangent_norm > 1e-5 * g_norm, g_norm / tangent_norm, 0.0) * tangent)
+
+
+@wrapper(cite="Yong et al. 2020, arXiv:2004.01461", matrix="first")
+def centralized(rule, p, g, *, of_rows=shape_flag(lambda shape: len(shape) >= 2)):
+    """A rule of gradients less the mean of their row, which is the weights of an output (gradient centralization).
+
+    Vectors have no rows.
+    """
+    return rule(p, g - row_mean(g) if of_rows else g)
 
 
 @wrapper(cite="Huang et al. 2025, arXiv:2501.06842", needs=("exp_avg_sq", "lr"))
@@ -311,6 +320,7 @@ def warmed_up(
 
 
 __all__ = [
-    "adagc", "averaged", "cautious", "cautious_decay", "clipped", "clipped_value", "ema", "ema_nesterov", "gpa",
-    "grams", "hyperball", "lookahead", "mars", "orthograd", "schedule_free", "snoo", "spam_reset", "warmed_up", "zclip",
+    "adagc", "averaged", "cautious", "cautious_decay", "centralized", "clipped", "clipped_value", "ema", "ema_nesterov",
+    "gpa", "grams", "hyperball", "lookahead", "mars", "orthograd", "schedule_free", "snoo", "spam_reset", "warmed_up",
+    "zclip",
 ]  # fmt: skip
