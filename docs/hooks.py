@@ -93,8 +93,9 @@ CATALOGUE = """# Catalogue
 
 {count} rules are ready-made. Bytes are those of weight and states between steps per parameter in bf16; passes are
 those over memory in a step under `int8_split24`. The oracle is what the rule is compared with; the distance is the
-largest of |ours - theirs| / (1 + |theirs|) over 50 steps in fp64, all flag settings and the tested shapes. Rules
-without one are compared in their own bases ([peers](peers.md)).
+largest of |ours - theirs| / (1 + |theirs|) over 50 steps in fp64, all flag settings and the tested shapes. Those of
+rules in bases and of low rank are from gradients that tell singular vectors apart; Kron's oracle solves in fp32. Rules
+without one are compared in fp32 alone ([peers](peers.md)).
 
 {rules}
 

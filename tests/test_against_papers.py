@@ -6,15 +6,12 @@ weight, the oracle with its own exact states.  The enclosure of the states is ca
 """
 
 import itertools
-import json
 import math
-import os
 import random
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import came_pytorch
@@ -137,18 +134,13 @@ def test_the_spec_is_its_oracle(name: str, k: int, shape: tuple[int, ...]) -> No
     ours = theirs = torch.randn(shape, generator=draw, dtype=torch.float64)
     states: dict[str, Any] = {}
     host: dict[str, Any] = {}
-    distance = 0.0
     for t, g in enumerate(gradients(shape, draw), 1):
         lr = rate(hypers["lr"], t)
         ours, states, host = spec.evaluate(ours, g.double(), t, states, host, **(hypers | {"lr": lr}), **flags)
         theirs = oracle(theirs, g.double(), t, lr)
         allowed = t * (64 + 3 * ours.numel()) * 2.0**-53 / (hypers["d0"] if name == "prodigy" else 1.0)
         torch.testing.assert_close(ours, theirs, rtol=allowed, atol=allowed, msg=lambda m, t=t: f"step {t}: {m}")
-        distance = max(distance, float(((ours - theirs).abs() / (1 + theirs.abs())).max()))
-    if path := os.environ.get("OPTGEN_DISTANCES"):  # docs/distances.json, by one process: the catalogue's
-        known = json.loads(Path(path).read_text()) if Path(path).exists() else {}
-        known[name] = float(f"{max(distance, known.get(name, 0.0)):.1e}")
-        Path(path).write_text(json.dumps(known, indent=0, sort_keys=True) + "\n")
+        oracles.record(name, ours, theirs)
 
 
 @cache

@@ -17,7 +17,7 @@ from optgen import optim
 from optgen.lang import eigenvectors, gram, normal, singular_vectors
 from tests import harness
 from tests.harness import spec_of
-from tests.oracles import BASES, IN_BASES, optional
+from tests.oracles import BASES, IN_BASES, optional, record
 
 STEPS, LR, EPS, NOISE = 50, 0.01, 0.05, 0.1
 FEWER = {"cpp": 24, "triton": 14}
@@ -89,6 +89,7 @@ def test_many_steps_are_the_oracle_s(name: str, shape: tuple[int, ...], backend:
         exact = oracle(exact, g.double(), t, LR)
         if backend == "fp64":
             ours, states, _ = spec.evaluate(ours, g.double(), t, states, lr=LR, **options)
+            record(name, ours, exact)
         else:
             p.grad = g
             with harness.optimized() if name == "soap" else nullcontext():
@@ -134,6 +135,8 @@ def test_steps_in_bases_of_their_own(name: str, shape: tuple[int, ...], backend:
         before = before or [torch.eye(x.shape[-1], dtype=x.dtype).expand_as(x) for x in after]
         now = after if name == "conda" else before
         exact, error = oracle(exact, g.double(), t, LR), unit * terms * g.double().norm()
+        if backend == "fp64":
+            record(name, ours, exact)
         due = (t - 1) % PERIOD == 0
         assert due or all(map(torch.equal, before, after))
         for k, of in seen.items():
@@ -190,6 +193,7 @@ def test_soap_muon_is_the_record(backend: str, shape: tuple[int, ...]) -> None:
         exact = oracle(exact, g.double(), t, LR)
         if backend == "fp64":
             ours, states, host = spec.evaluate(ours, g.double(), t, states, host, lr=LR, **options)
+            record("soap_muon", ours, exact)
         else:
             p.grad = g
             opt.step()
@@ -220,6 +224,7 @@ def test_kron_is_pytorch_optimizers(backend: str, shape: tuple[int, ...], monkey
         theirs.step()
         if backend == "fp64":
             ours, states, _ = spec.evaluate(ours, g.double(), t, states, **options)
+            record("psgd_kron", ours, other.detach())
         else:
             p.grad = g
             opt.step()

@@ -31,7 +31,7 @@ from optgen.lang import (
 from optgen.runtime.records.keys import stream_key
 from specs import plans
 from tests.harness import spec_of
-from tests.oracles import LOW_RANK
+from tests.oracles import LOW_RANK, record
 
 U = 2.0**-24
 
@@ -275,6 +275,7 @@ def test_rules_of_low_rank_are_their_oracles(case: str, shape: tuple[int, ...], 
         exact = step(exact, g.double(), t, LR)
         if backend == "fp64":
             ours, states, _ = spec.evaluate(ours, g.double(), t, states, lr=LR, **arguments)
+            record(name, ours, exact)
         else:
             p.grad, opt.param_groups[0]["backend"] = g, backend
             opt.step()

@@ -98,7 +98,7 @@ def test_a_line_without_gradient_and_weight_stays_finite_and_keeps_its_zeros(nam
     run.step(g)
     kept = run.decoded()
     assert all(v.isfinite().all() for v in kept.values())
-    if steps == 0:
+    if steps == 0 and (name, line) != ("nero", "column"):  # whose rows have mean 0
         assert (kept["p"][where] == 0).all()
     run.step(torch.randn(SHAPE, generator=draw))
     assert all(v.isfinite().all() for v in run.decoded().values())
