@@ -393,7 +393,8 @@ def test_adagc_around_adamw_is_another_packages() -> None:
 @pytest.mark.parametrize("shape", [(5, 3), (4, 3, 2, 2), (7,)])
 def test_ranger_is_another_packages(shape: tuple[int, ...]) -> None:
     """In fp64: fewer than 64 roundings of numbers below 4 at each of 20 steps."""
-    p = torch.nn.Parameter(torch.randn(shape, generator=(draw := torch.Generator().manual_seed(6)), dtype=torch.float64))
+    draw = torch.Generator().manual_seed(6)
+    p = torch.nn.Parameter(torch.randn(shape, generator=draw, dtype=torch.float64))
     q, states, spec = p.detach().clone(), ({}, {}), find_spec("lookahead(centralized(radam))")
     options = {"lr": 0.01, "betas": (0.95, 0.99), "alpha": 0.4, "eps": 1e-5, "weight_decay": 0.1}
     theirs = Ranger([p], **options, k=6, degenerated_to_sgd=True)

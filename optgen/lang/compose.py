@@ -27,7 +27,7 @@ from optgen.lang.matrices import qr
 from optgen.lang.optimizer import check_declarations, declaration_of, evaluation_of
 from optgen.lang.policies import DECAYED
 from optgen.lang.source import SpecSource
-from optgen.lang.spec import Evaluation, Spec
+from optgen.lang.spec import Evaluation, MatrixKind, Spec
 from optgen.lang.values import Absent, Num, Value, minimum
 from optgen.ops import spaces
 
@@ -161,8 +161,9 @@ def _made(
 
 
 def wrapper(
-    *, cite: str = "", needs: Sequence[str] = (), evaluate: Callable[..., Any] | None = None, matrix: str = "last"
-) -> Callable[[Callable[..., Any]], Wrapper]:
+    *, cite: str = "", needs: Sequence[str] = (), evaluate: Callable[..., Any] | None = None,
+    matrix: MatrixKind = "last",
+) -> Callable[[Callable[..., Any]], Wrapper]:  # fmt: skip
     """Make a function of a rule, which returns a new rule, of a function (rule, p, g[, t], states..., *,
     hyper-parameters and flags...) that returns the new weight and states.
 

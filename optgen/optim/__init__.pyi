@@ -11,6 +11,24 @@ from optgen.runtime import Optimizer
 from optgen.runtime.options.overrides import Given
 from optgen.runtime.layout.plans import PlanOption
 
+class A2Grad(Optimizer):
+    """A2Grad-uni, or with `incremental` or `exponential` the paper's A2Grad-inc or A2Grad-exp."""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 1.0,
+        beta: float | Tensor = 10.0,
+        lips: float | Tensor = 10.0,
+        rho: float | Tensor = 0.5,
+        incremental: bool = False,
+        exponential: bool = False,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+        stagger: bool = False, workspace: int | str | None = None,
+    ) -> None: ...
+
 class ADOPT(Optimizer):
     """The gradient over the root of the second moment before it, clipped to (t - 1)^(1/4), then averaged."""
 
@@ -137,6 +155,31 @@ class AdaBound(Optimizer):
         stagger: bool = False, workspace: int | str | None = None,
     ) -> None: ...
 
+class AdaGO(Optimizer):
+    """The step is lr times the gradient's norm over the root of the sum of its squares, and at least eps."""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 0.05,
+        weight_decay: float | Tensor = 0.0,
+        momentum: float | Tensor = 0.95,
+        gamma: float | Tensor = 10.0,
+        eps: float | Tensor = 0.0005,
+        v0: float | Tensor = 1e-6,
+        ns_coefficients: str | Sequence[float] | Sequence[Sequence[float]] = (3.4445, -4.775, 2.0315),
+        ns_steps: float | Tensor | None = None,
+        gram: bool = False,
+        adamw_lr: float | Tensor = 0.001,
+        adamw_betas: Sequence[float | Tensor] = (0.9, 0.95),
+        adamw_eps: float | Tensor = 1e-8,
+        adamw: bool = False,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None, blocks: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+        stagger: bool = False, workspace: int | str | None = None,
+    ) -> None: ...
+
 class AdaMod(Optimizer):
     """Adam with the smaller of each element's rate and the average of that rate; eps is inside the correction."""
 
@@ -206,6 +249,23 @@ class AdaPNM(Optimizer):
         beta0: float | Tensor = 1.0,
         amsgrad: bool = True,
         decoupled: bool = True,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+        stagger: bool = False, workspace: int | str | None = None,
+    ) -> None: ...
+
+class AdaShift(Optimizer):
+    """The mean of the last keep_num gradients, weighted by powers of beta1, over the root of the one before them."""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 0.001,
+        betas: Sequence[float | Tensor] = (0.9, 0.999),
+        keep_num: float | Tensor = 10,
+        eps: float | Tensor = 1e-10,
+        reduce_max: bool = True,
         *,
         maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
         module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
@@ -325,6 +385,25 @@ class Adai(Optimizer):
         betas: Sequence[float | Tensor] = (0.1, 0.99),
         eps: float | Tensor = 0.001,
         weight_decay: float | Tensor = 0.0,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+        stagger: bool = False, workspace: int | str | None = None,
+    ) -> None: ...
+
+class Adalite(Optimizer):
+    """Gradients get the length of the weight, but for one of one element."""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 0.001,
+        betas: Sequence[float | Tensor] = (0.9, 0.999),
+        weight_decay: float | Tensor = 0.01,
+        g_norm_min: float | Tensor = 1e-10,
+        ratio_min: float | Tensor = 0.0001,
+        eps1: float | Tensor = 1e-6,
+        eps2: float | Tensor = 1e-10,
         *,
         maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
         module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
@@ -920,6 +999,22 @@ class FOCUS(Optimizer):
         stagger: bool = False, workspace: int | str | None = None,
     ) -> None: ...
 
+class FTRL(Optimizer):
+    """Adagrad's per-element rate, and an exact L1 penalty."""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 0.001,
+        beta: float | Tensor = 0.0,
+        lambda_1: float | Tensor = 0.0,
+        lambda_2: float | Tensor = 0.0,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+        stagger: bool = False, workspace: int | str | None = None,
+    ) -> None: ...
+
 class Fira(Optimizer):
     """Fira: GaLore, and beside it what the gradient has outside of the space, scaled as Adam scales inside."""
 
@@ -982,6 +1077,21 @@ class Grams(Optimizer):
         betas: Sequence[float | Tensor] = (0.9, 0.999),
         eps: float | Tensor = 1e-6,
         weight_decay: float | Tensor = 0.0,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+        stagger: bool = False, workspace: int | str | None = None,
+    ) -> None: ...
+
+class Gravity(Optimizer):
+    """The first velocity is drawn, with a standard deviation of alpha / lr."""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 0.01,
+        alpha: float | Tensor = 0.01,
+        beta: float | Tensor = 0.9,
         *,
         maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
         module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
@@ -1318,6 +1428,22 @@ class NAdam(Optimizer):
         stagger: bool = False, workspace: int | str | None = None,
     ) -> None: ...
 
+class Nero(Optimizer):
+    """The gradient over the root of a neuron's average square, times the mean norm of neurons at the start."""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 0.01,
+        beta: float | Tensor = 0.999,
+        eps: float | Tensor = 1e-8,
+        constraints: bool = True,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+        stagger: bool = False, workspace: int | str | None = None,
+    ) -> None: ...
+
 class NorMuon(Optimizer):
     """NorMuon: Muon whose orthogonal step is evened out over the rows; AdamW for everything that is no matrix."""
 
@@ -1512,6 +1638,24 @@ class QHM(Optimizer):
         lr: float | Tensor = 1.0,
         momentum: float | Tensor = 0.999,
         nu: float | Tensor = 0.7,
+        weight_decay: float | Tensor = 0.0,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+        stagger: bool = False, workspace: int | str | None = None,
+    ) -> None: ...
+
+class RACS(Optimizer):
+    """The norm of the scaled gradient grows by the factor gamma at most.  A vector is a matrix of one column."""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 0.001,
+        beta: float | Tensor = 0.9,
+        alpha: float | Tensor = 0.05,
+        gamma: float | Tensor = 1.01,
+        eps: float | Tensor = 1e-8,
         weight_decay: float | Tensor = 0.0,
         *,
         maximize: bool = False, plan: PlanOption = None, overrides: Given = None,

@@ -4,18 +4,23 @@
 # State -> rules, under what the lint finds wrong with how a state is kept; constructing an optimizer warns of it.
 DISCOURAGED = {
     "bf16": {
+        'to nearest, 128 codes up to 1 of the value keep themselves under a decay of 0.999999: a state without '
+        'gradients never returns to 0': {"avg_grad": ("a2grad",)},
+        'to nearest, 128 codes up to 1 of the value keep themselves under a decay of 0.999998: a state without '
+        'gradients never returns to 0': {"x_offset": ("a2grad",)},
         'the average freezes, and the step sizes made of it with it: a step under decay 0.999 changes it by 0.001 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 0.0078 (kept / true in [0.204, inf] '
         '(geometric sum of relative errors)); round it stochastically, or keep it in fp32': {
             "exp_avg_var": ("adabelief", "aida"),
             "exp_avg_sq": (
-                "adabound", "adam", "adam_swd", "adamc", "adamod", "adamp", "adamw", "adanorm", "adapnm", "adatam",
-                "ademamix", "apollo", "avagrad", "came", "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam",
-                "diffgrad", "dual_adam", "eadam", "exadam", "fira", "galore", "grams", "lamb", "lans", "laprop",
-                "lookahead_adamw", "nadam", "padam", "prodigy", "qhadam", "radam", "radam_schedule_free", "sadam",
-                "schedule_free_adamw", "sinkgd", "stable_spam", "swats",
+                "adabound", "adam", "adam_swd", "adamc", "adamod", "adamp", "adamw", "adanorm", "adapnm", "adashift",
+                "adatam", "ademamix", "apollo", "avagrad", "came", "cautious_adamw", "clipped_adamw", "conda",
+                "dadapt_adam", "diffgrad", "dual_adam", "eadam", "exadam", "fira", "galore", "grams", "lamb", "lans",
+                "laprop", "lookahead_adamw", "nadam", "padam", "prodigy", "qhadam", "radam", "radam_schedule_free",
+                "sadam", "schedule_free_adamw", "sinkgd", "stable_spam", "swats",
             ),
-            "exp_inf": ("adamax",), "v": ("adamg",), "exp_avg_lr": ("adamod",), "fim": ("fadam",), "exp_var": ("sgdf",),
+            "v_avg": ("adalite",), "exp_inf": ("adamax",), "v": ("adamg",), "exp_avg_lr": ("adamod",),
+            "fim": ("fadam",), "square_avg": ("nero",), "exp_var": ("sgdf",),
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.999984 changes it by '
         '1.6e-05 of itself at most, and rounding to nearest undoes that in cells of up to 0.0078 (kept / true in '
@@ -23,8 +28,8 @@ DISCOURAGED = {
             "variance": ("adafactor",), "exp_avg_sq": ("adafactor_paper",),
         },
         'it only grows, by ever smaller parts of itself, and nearest rounding drops whatever is below half a cell': {
-            "sum": ("adagrad",), "m_sq": ("kate",), "b_sq": ("kate",), "grad_sum_sq": ("madgrad",), "s": ("madgrad",),
-            "accumulator": ("sm3",), "exp_avg_sq": ("yogi",),
+            "sum": ("adagrad",), "z": ("ftrl",), "n": ("ftrl",), "m_sq": ("kate",), "b_sq": ("kate",),
+            "grad_sum_sq": ("madgrad",), "s": ("madgrad",), "accumulator": ("sm3",), "exp_avg_sq": ("yogi",),
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.99 changes it by 0.01 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 0.0078 (kept / true in [0.719, 1.63] '
@@ -43,6 +48,10 @@ DISCOURAGED = {
         ' never returns to 0': {"away": ("focus",), "momentum_buffer": ("qhm",)},
     },
     "int8_rn_split24": {
+        'to nearest, 127 codes up to 1 of the scale keep themselves under a decay of 0.999999: a state without '
+        'gradients never returns to 0': {"avg_grad": ("a2grad",)},
+        'to nearest, 127 codes up to 1 of the scale keep themselves under a decay of 0.999998: a state without '
+        'gradients never returns to 0': {"x_offset": ("a2grad",)},
         'to nearest, 5 codes up to 0.02 of the scale keep themselves under a decay of 0.9: a state without gradients '
         'never returns to 0': {
             "exp_avg": (
@@ -54,7 +63,7 @@ DISCOURAGED = {
                 "prodigy", "qhadam", "radam", "sadam", "sgdf", "shampoo", "sinkgd", "spam", "stable_adamw",
                 "stable_spam", "swats", "yogi",
             ),
-            "m": ("adam_mini", "bcos"), "buffer2": ("aggmo",), "exp_avg_grad": ("apollo_qn",),
+            "m_avg": ("adalite",), "m": ("adam_mini", "bcos"), "buffer2": ("aggmo",), "exp_avg_grad": ("apollo_qn",),
             "momentum_buffer": (
                 "dion", "dion2", "lars", "low_rank_muon", "orthograd", "psgd_kron", "rmsprop", "scion", "sgd",
                 "sgd_sai", "sgdp", "sgdw", "signum", "sm3", "sngm",
@@ -66,13 +75,14 @@ DISCOURAGED = {
         ' in fp32': {
             "exp_avg_var": ("adabelief", "aida"),
             "exp_avg_sq": (
-                "adabound", "adam", "adam_swd", "adamc", "adamod", "adamp", "adamw", "adanorm", "adapnm", "adatam",
-                "ademamix", "apollo", "avagrad", "came", "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam",
-                "diffgrad", "dual_adam", "eadam", "exadam", "fira", "galore", "grams", "lamb", "lans", "laprop",
-                "lookahead_adamw", "nadam", "padam", "prodigy", "qhadam", "radam", "radam_schedule_free", "sadam",
-                "schedule_free_adamw", "sinkgd", "stable_spam", "swats",
+                "adabound", "adam", "adam_swd", "adamc", "adamod", "adamp", "adamw", "adanorm", "adapnm", "adashift",
+                "adatam", "ademamix", "apollo", "avagrad", "came", "cautious_adamw", "clipped_adamw", "conda",
+                "dadapt_adam", "diffgrad", "dual_adam", "eadam", "exadam", "fira", "galore", "grams", "lamb", "lans",
+                "laprop", "lookahead_adamw", "nadam", "padam", "prodigy", "qhadam", "radam", "radam_schedule_free",
+                "sadam", "schedule_free_adamw", "sinkgd", "stable_spam", "swats",
             ),
-            "exp_inf": ("adamax",), "v": ("adamg",), "exp_avg_lr": ("adamod",), "fim": ("fadam",), "exp_var": ("sgdf",),
+            "v_avg": ("adalite",), "exp_inf": ("adamax",), "v": ("adamg",), "exp_avg_lr": ("adamod",),
+            "fim": ("fadam",), "square_avg": ("nero",), "exp_var": ("sgdf",),
         },
         'to nearest, a code keeps itself while the scale of its block moves slowly, and what it reads as moves with '
         'the scale: a running maximum needs numbers that stay, as those of LogMinMax, LogMax and floats do, and those'
@@ -81,33 +91,33 @@ DISCOURAGED = {
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.9 changes it by 0.1 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 3; round it stochastically, or keep it'
-        ' in fp32': {"square_avg": ("adadelta",), "acc_delta": ("adadelta",), "exp_avg_sq": ("msvag",)},
+        ' in fp32': {"square_avg": ("adadelta", "racs"), "acc_delta": ("adadelta",), "exp_avg_sq": ("msvag",)},
         'the average freezes, and the step sizes made of it with it: a step under decay 0.999984 changes it by '
         '1.6e-05 of itself at most, and rounding to nearest undoes that in cells of up to 3; round it stochastically,'
         ' or keep it in fp32': {"variance": ("adafactor",), "exp_avg_sq": ("adafactor_paper",)},
+        'to nearest, 10 codes up to 0.041 of the scale keep themselves under a decay of 0.95: a state without '
+        'gradients never returns to 0': {
+            "momentum_buffer": ("adago", "adamuon", "muon", "normuon", "polargrad", "soap_muon"), "m": ("adamg",),
+            "exp_avg": ("mars", "novograd", "soap"),
+        },
+        'the average freezes, and the step sizes made of it with it: a step under decay 0.95 changes it by 0.05 of '
+        'itself at most, and rounding to nearest undoes that in cells of up to 3; round it stochastically, or keep it'
+        ' in fp32': {
+            "exp_avg_sq": (
+                "adago", "adamuon", "dion", "dion2", "low_rank_muon", "muon", "normuon", "polargrad",
+                "simplified_ademamix", "soap",
+            ),
+            "r": ("adamg",),
+        },
         'it only grows, by ever smaller parts of itself, and nearest rounding drops whatever is below half a cell': {
-            "sum": ("adagrad",), "m_sq": ("kate",), "b_sq": ("kate",), "grad_sum_sq": ("madgrad",), "s": ("madgrad",),
-            "accumulator": ("sm3",), "exp_avg_sq": ("yogi",),
+            "sum": ("adagrad",), "z": ("ftrl",), "n": ("ftrl",), "m_sq": ("kate",), "b_sq": ("kate",),
+            "grad_sum_sq": ("madgrad",), "s": ("madgrad",), "accumulator": ("sm3",), "exp_avg_sq": ("yogi",),
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.99 changes it by 0.01 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 3; round it stochastically, or keep it'
         ' in fp32': {
             "exp_avg_sq": ("adai", "adam_atan2", "adan", "ano", "grokfast_adamw", "mars", "shampoo", "stable_adamw"),
             "square_avg": ("rmsprop",),
-        },
-        'to nearest, 10 codes up to 0.041 of the scale keep themselves under a decay of 0.95: a state without '
-        'gradients never returns to 0': {
-            "m": ("adamg",), "momentum_buffer": ("adamuon", "muon", "normuon", "polargrad", "soap_muon"),
-            "exp_avg": ("mars", "novograd", "soap"),
-        },
-        'the average freezes, and the step sizes made of it with it: a step under decay 0.95 changes it by 0.05 of '
-        'itself at most, and rounding to nearest undoes that in cells of up to 3; round it stochastically, or keep it'
-        ' in fp32': {
-            "r": ("adamg",),
-            "exp_avg_sq": (
-                "adamuon", "dion", "dion2", "low_rank_muon", "muon", "normuon", "polargrad", "simplified_ademamix",
-                "soap",
-            ),
         },
         'to nearest, 28 codes up to 0.12 of the scale keep themselves under a decay of 0.98: a state without '
         'gradients never returns to 0': {"exp_avg": ("adan",), "grok_exp_avg": ("grokfast_adamw",)},
@@ -127,6 +137,8 @@ DISCOURAGED = {
         'gradients never returns to 0': {"s": ("dadapt_adam", "prodigy")},
         'to nearest, 127 codes up to 1 of the scale keep themselves under a decay of 0.999: a state without gradients'
         ' never returns to 0': {"away": ("focus",), "momentum_buffer": ("qhm",)},
+        'to nearest, 5 codes up to 0.02 of the scale keep themselves under a decay of 0.899999: a state without '
+        'gradients never returns to 0': {"v": ("gravity",)},
         'the average freezes, and the step sizes made of it with it: a step under decay 0.98 changes it by 0.02 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 3; round it stochastically, or keep it'
         ' in fp32': {"exp_avg_sq": ("kl_shampoo",)},
@@ -137,6 +149,7 @@ DISCOURAGED = {
     },
     "flashoptim": {
         'its scales cover 6.1e-05 to 6.55e+04 only: blocks beyond overflow or freeze': {
+            "avg_grad": ("a2grad",), "x_offset": ("a2grad",),
             "exp_avg": (
                 "adabelief", "adabound", "adafactor_paper", "adai", "adam", "adam_atan2", "adam_swd", "adamax", "adamc",
                 "adamod", "adamp", "adams", "adamw", "adan", "adanorm", "adapnm", "adatam", "ademamix", "adopt", "aida",
@@ -149,38 +162,48 @@ DISCOURAGED = {
             ),
             "exp_avg_var": ("adabelief", "aida"),
             "exp_avg_sq": (
-                "adabound", "adafactor_paper", "adai", "adam", "adam_atan2", "adam_swd", "adamc", "adamod", "adamp",
-                "adamuon", "adamw", "adan", "adanorm", "adapnm", "adasmooth", "adatam", "ademamix", "adopt", "ano",
-                "apollo", "avagrad", "came", "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam", "diffgrad",
-                "dion", "dion2", "dual_adam", "eadam", "exadam", "fira", "galore", "grams", "grokfast_adamw",
-                "kl_shampoo", "kourkoutas_beta", "lamb", "lans", "laprop", "lookahead_adamw", "low_rank_muon", "mars",
-                "msvag", "muon", "nadam", "normuon", "nosadam", "padam", "polargrad", "prodigy", "qhadam", "radam",
-                "radam_schedule_free", "sadam", "schedule_free_adamw", "shampoo", "simplified_ademamix", "sinkgd",
-                "soap", "soap_muon", "spam", "stable_adamw", "stable_spam", "swats", "yogi",
+                "adabound", "adafactor_paper", "adago", "adai", "adam", "adam_atan2", "adam_swd", "adamc", "adamod",
+                "adamp", "adamuon", "adamw", "adan", "adanorm", "adapnm", "adashift", "adasmooth", "adatam", "ademamix",
+                "adopt", "ano", "apollo", "avagrad", "came", "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam",
+                "diffgrad", "dion", "dion2", "dual_adam", "eadam", "exadam", "fira", "galore", "grams",
+                "grokfast_adamw", "kl_shampoo", "kourkoutas_beta", "lamb", "lans", "laprop", "lookahead_adamw",
+                "low_rank_muon", "mars", "msvag", "muon", "nadam", "normuon", "nosadam", "padam", "polargrad",
+                "prodigy", "qhadam", "radam", "radam_schedule_free", "sadam", "schedule_free_adamw", "shampoo",
+                "simplified_ademamix", "sinkgd", "soap", "soap_muon", "spam", "stable_adamw", "stable_spam", "swats",
+                "yogi",
             ),
             "max_exp_avg_sq": ("adabound", "adam", "adamw", "adapnm", "clipped_adamw", "lookahead_adamw", "padam"),
-            "square_avg": ("adadelta", "rmsprop"), "acc_delta": ("adadelta",), "variance": ("adafactor",),
-            "sum": ("adagrad",), "correction": ("adai",), "m": ("adam_mini", "adamg", "bcos"), "exp_inf": ("adamax",),
-            "v": ("adamg",), "r": ("adamg",), "exp_avg_lr": ("adamod",),
+            "square_avg": ("adadelta", "nero", "racs", "rmsprop"), "acc_delta": ("adadelta",),
+            "variance": ("adafactor",),
             "momentum_buffer": (
-                "adamuon", "dion", "dion2", "lars", "low_rank_muon", "muon", "normuon", "orthograd", "polargrad",
-                "psgd_kron", "qhm", "rmsprop", "scion", "sgd", "sgd_sai", "sgdp", "sgdw", "signum", "sm3", "sngm",
-                "soap_muon", "tam",
+                "adago", "adamuon", "dion", "dion2", "lars", "low_rank_muon", "muon", "normuon", "orthograd",
+                "polargrad", "psgd_kron", "qhm", "rmsprop", "scion", "sgd", "sgd_sai", "sgdp", "sgdw", "signum", "sm3",
+                "sngm", "soap_muon", "tam",
             ),
-            "exp_avg_diff": ("adan",), "prev_grad": ("adan", "diffgrad"), "neg_exp_avg": ("adapnm", "pnm"),
-            "s": ("adasmooth", "dadapt_adam", "madgrad", "prodigy"), "n": ("adasmooth",), "exp_avg_slow": ("ademamix",),
-            "buffer1": ("aggmo",), "buffer2": ("aggmo",), "buffer3": ("aggmo",), "exp_avg_grad": ("apollo_qn",),
-            "approx_hessian": ("apollo_qn",), "update": ("apollo_qn",), "momentum": ("fadam", "splus"),
-            "fim": ("fadam",), "away": ("focus",), "grok_exp_avg": ("grokfast_adamw",), "m_sq": ("kate",),
-            "b_sq": ("kate",), "momentum_buffer_residual": ("low_rank_muon",), "grad_sum_sq": ("madgrad",),
-            "last_grad": ("mars",), "grad_buffer": ("pid",), "i_buffer": ("pid",), "d_buffer": ("pid",),
-            "diagonal": ("psgd_kron",), "grad_avg": ("rmsprop",), "prev": ("rprop",), "step_size": ("rprop",),
+            "sum": ("adagrad",), "correction": ("adai",), "m_avg": ("adalite",), "v_avg": ("adalite",),
+            "m": ("adam_mini", "adamg", "bcos"), "exp_inf": ("adamax",), "v": ("adamg", "gravity"), "r": ("adamg",),
+            "exp_avg_lr": ("adamod",), "exp_avg_diff": ("adan",), "prev_grad": ("adan", "diffgrad"),
+            "neg_exp_avg": ("adapnm", "pnm"), "past1": ("adashift",), "past2": ("adashift",), "past3": ("adashift",),
+            "past4": ("adashift",), "past5": ("adashift",), "past6": ("adashift",), "past7": ("adashift",),
+            "past8": ("adashift",), "past9": ("adashift",), "past10": ("adashift",),
+            "s": ("adasmooth", "dadapt_adam", "madgrad", "prodigy"), "n": ("adasmooth", "ftrl"),
+            "exp_avg_slow": ("ademamix",), "buffer1": ("aggmo",), "buffer2": ("aggmo",), "buffer3": ("aggmo",),
+            "exp_avg_grad": ("apollo_qn",), "approx_hessian": ("apollo_qn",), "update": ("apollo_qn",),
+            "momentum": ("fadam", "splus"), "fim": ("fadam",), "away": ("focus",), "z": ("ftrl",),
+            "grok_exp_avg": ("grokfast_adamw",), "m_sq": ("kate",), "b_sq": ("kate",),
+            "momentum_buffer_residual": ("low_rank_muon",), "grad_sum_sq": ("madgrad",), "last_grad": ("mars",),
+            "grad_buffer": ("pid",), "i_buffer": ("pid",), "d_buffer": ("pid",), "diagonal": ("psgd_kron",),
+            "grad_avg": ("rmsprop",), "prev": ("rprop",), "step_size": ("rprop",),
             "z_offset": ("schedule_free_adamw", "schedule_free_sgd"), "exp_var": ("sgdf",), "accumulator": ("sm3",),
             "lookahead_avg": ("soap_muon",), "hessian_avg": ("sophia",), "mov_avg_grad": ("srmm",), "mug": ("vsgd",),
             "bg": ("vsgd",), "bhg": ("vsgd",),
         },
     },
     "bnb8": {
+        'to nearest, 255 codes up to 1 of the scale keep themselves under a decay of 0.999999: a state without '
+        'gradients never returns to 0': {"avg_grad": ("a2grad",)},
+        'to nearest, 255 codes up to 1 of the scale keep themselves under a decay of 0.999998: a state without '
+        'gradients never returns to 0': {"x_offset": ("a2grad",)},
         'to nearest, 28 codes up to 0.0024 of the scale keep themselves under a decay of 0.9: a state without '
         'gradients never returns to 0': {
             "exp_avg": (
@@ -192,7 +215,7 @@ DISCOURAGED = {
                 "prodigy", "qhadam", "radam", "sadam", "sgdf", "shampoo", "sinkgd", "spam", "stable_adamw",
                 "stable_spam", "swats", "yogi",
             ),
-            "m": ("adam_mini", "bcos"), "buffer2": ("aggmo",), "exp_avg_grad": ("apollo_qn",),
+            "m_avg": ("adalite",), "m": ("adam_mini", "bcos"), "buffer2": ("aggmo",), "exp_avg_grad": ("apollo_qn",),
             "momentum_buffer": (
                 "dion", "dion2", "lars", "low_rank_muon", "orthograd", "psgd_kron", "rmsprop", "scion", "sgd",
                 "sgd_sai", "sgdp", "sgdw", "signum", "sm3", "sngm",
@@ -204,13 +227,14 @@ DISCOURAGED = {
         'it in fp32': {
             "exp_avg_var": ("adabelief", "aida"),
             "exp_avg_sq": (
-                "adabound", "adam", "adam_swd", "adamc", "adamod", "adamp", "adamw", "adanorm", "adapnm", "adatam",
-                "ademamix", "apollo", "avagrad", "came", "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam",
-                "diffgrad", "dual_adam", "eadam", "exadam", "fira", "galore", "grams", "lamb", "lans", "laprop",
-                "lookahead_adamw", "nadam", "padam", "prodigy", "qhadam", "radam", "radam_schedule_free", "sadam",
-                "schedule_free_adamw", "sinkgd", "stable_spam", "swats",
+                "adabound", "adam", "adam_swd", "adamc", "adamod", "adamp", "adamw", "adanorm", "adapnm", "adashift",
+                "adatam", "ademamix", "apollo", "avagrad", "came", "cautious_adamw", "clipped_adamw", "conda",
+                "dadapt_adam", "diffgrad", "dual_adam", "eadam", "exadam", "fira", "galore", "grams", "lamb", "lans",
+                "laprop", "lookahead_adamw", "nadam", "padam", "prodigy", "qhadam", "radam", "radam_schedule_free",
+                "sadam", "schedule_free_adamw", "sinkgd", "stable_spam", "swats",
             ),
-            "exp_inf": ("adamax",), "v": ("adamg",), "exp_avg_lr": ("adamod",), "fim": ("fadam",), "exp_var": ("sgdf",),
+            "v_avg": ("adalite",), "exp_inf": ("adamax",), "v": ("adamg",), "exp_avg_lr": ("adamod",),
+            "fim": ("fadam",), "square_avg": ("nero",), "exp_var": ("sgdf",),
         },
         'to nearest, a code keeps itself while the scale of its block moves slowly, and what it reads as moves with '
         'the scale: a running maximum needs numbers that stay, as those of LogMinMax, LogMax and floats do, and those'
@@ -219,33 +243,33 @@ DISCOURAGED = {
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.9 changes it by 0.1 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 1.7; round it stochastically, or keep '
-        'it in fp32': {"square_avg": ("adadelta",), "acc_delta": ("adadelta",), "exp_avg_sq": ("msvag",)},
+        'it in fp32': {"square_avg": ("adadelta", "racs"), "acc_delta": ("adadelta",), "exp_avg_sq": ("msvag",)},
         'the average freezes, and the step sizes made of it with it: a step under decay 0.999984 changes it by '
         '1.6e-05 of itself at most, and rounding to nearest undoes that in cells of up to 1.7; round it '
         'stochastically, or keep it in fp32': {"variance": ("adafactor",), "exp_avg_sq": ("adafactor_paper",)},
+        'to nearest, 62 codes up to 0.14 of the scale keep themselves under a decay of 0.95: a state without '
+        'gradients never returns to 0': {
+            "momentum_buffer": ("adago", "adamuon", "muon", "normuon", "polargrad", "soap_muon"), "m": ("adamg",),
+            "exp_avg": ("mars", "novograd", "soap"),
+        },
+        'the average freezes, and the step sizes made of it with it: a step under decay 0.95 changes it by 0.05 of '
+        'itself at most, and rounding to nearest undoes that in cells of up to 1.7; round it stochastically, or keep '
+        'it in fp32': {
+            "exp_avg_sq": (
+                "adago", "adamuon", "dion", "dion2", "low_rank_muon", "muon", "normuon", "polargrad",
+                "simplified_ademamix", "soap",
+            ),
+            "r": ("adamg",),
+        },
         'it only grows, by ever smaller parts of itself, and nearest rounding drops whatever is below half a cell': {
-            "sum": ("adagrad",), "m_sq": ("kate",), "b_sq": ("kate",), "grad_sum_sq": ("madgrad",), "s": ("madgrad",),
-            "accumulator": ("sm3",), "exp_avg_sq": ("yogi",),
+            "sum": ("adagrad",), "z": ("ftrl",), "n": ("ftrl",), "m_sq": ("kate",), "b_sq": ("kate",),
+            "grad_sum_sq": ("madgrad",), "s": ("madgrad",), "accumulator": ("sm3",), "exp_avg_sq": ("yogi",),
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.99 changes it by 0.01 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 1.7; round it stochastically, or keep '
         'it in fp32': {
             "exp_avg_sq": ("adai", "adam_atan2", "adan", "ano", "grokfast_adamw", "mars", "shampoo", "stable_adamw"),
             "square_avg": ("rmsprop",),
-        },
-        'to nearest, 62 codes up to 0.14 of the scale keep themselves under a decay of 0.95: a state without '
-        'gradients never returns to 0': {
-            "m": ("adamg",), "momentum_buffer": ("adamuon", "muon", "normuon", "polargrad", "soap_muon"),
-            "exp_avg": ("mars", "novograd", "soap"),
-        },
-        'the average freezes, and the step sizes made of it with it: a step under decay 0.95 changes it by 0.05 of '
-        'itself at most, and rounding to nearest undoes that in cells of up to 1.7; round it stochastically, or keep '
-        'it in fp32': {
-            "r": ("adamg",),
-            "exp_avg_sq": (
-                "adamuon", "dion", "dion2", "low_rank_muon", "muon", "normuon", "polargrad", "simplified_ademamix",
-                "soap",
-            ),
         },
         'to nearest, 140 codes up to 0.35 of the scale keep themselves under a decay of 0.98: a state without '
         'gradients never returns to 0': {"exp_avg": ("adan",), "grok_exp_avg": ("grokfast_adamw",)},
@@ -265,6 +289,8 @@ DISCOURAGED = {
         'gradients never returns to 0': {"s": ("dadapt_adam", "prodigy")},
         'to nearest, 255 codes up to 1 of the scale keep themselves under a decay of 0.999: a state without gradients'
         ' never returns to 0': {"away": ("focus",), "momentum_buffer": ("qhm",)},
+        'to nearest, 28 codes up to 0.0024 of the scale keep themselves under a decay of 0.899999: a state without '
+        'gradients never returns to 0': {"v": ("gravity",)},
         'the average freezes, and the step sizes made of it with it: a step under decay 0.98 changes it by 0.02 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 1.7; round it stochastically, or keep '
         'it in fp32': {"exp_avg_sq": ("kl_shampoo",)},
@@ -276,6 +302,7 @@ DISCOURAGED = {
     },
     "torchao8": {
         'its scales cover 1e-12 to 3.4e+38 only: blocks beyond overflow or freeze': {
+            "avg_grad": ("a2grad",), "x_offset": ("a2grad",),
             "exp_avg": (
                 "adabelief", "adabound", "adafactor_paper", "adai", "adam", "adam_atan2", "adam_swd", "adamax", "adamc",
                 "adamod", "adamp", "adams", "adamw", "adan", "adanorm", "adapnm", "adatam", "ademamix", "adopt", "aida",
@@ -288,32 +315,38 @@ DISCOURAGED = {
             ),
             "exp_avg_var": ("adabelief", "aida"),
             "exp_avg_sq": (
-                "adabound", "adafactor_paper", "adai", "adam", "adam_atan2", "adam_swd", "adamc", "adamod", "adamp",
-                "adamuon", "adamw", "adan", "adanorm", "adapnm", "adasmooth", "adatam", "ademamix", "adopt", "ano",
-                "apollo", "avagrad", "came", "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam", "diffgrad",
-                "dion", "dion2", "dual_adam", "eadam", "exadam", "fira", "galore", "grams", "grokfast_adamw",
-                "kl_shampoo", "kourkoutas_beta", "lamb", "lans", "laprop", "lookahead_adamw", "low_rank_muon", "mars",
-                "msvag", "muon", "nadam", "normuon", "nosadam", "padam", "polargrad", "prodigy", "qhadam", "radam",
-                "radam_schedule_free", "sadam", "schedule_free_adamw", "shampoo", "simplified_ademamix", "sinkgd",
-                "soap", "soap_muon", "spam", "stable_adamw", "stable_spam", "swats", "yogi",
+                "adabound", "adafactor_paper", "adago", "adai", "adam", "adam_atan2", "adam_swd", "adamc", "adamod",
+                "adamp", "adamuon", "adamw", "adan", "adanorm", "adapnm", "adashift", "adasmooth", "adatam", "ademamix",
+                "adopt", "ano", "apollo", "avagrad", "came", "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam",
+                "diffgrad", "dion", "dion2", "dual_adam", "eadam", "exadam", "fira", "galore", "grams",
+                "grokfast_adamw", "kl_shampoo", "kourkoutas_beta", "lamb", "lans", "laprop", "lookahead_adamw",
+                "low_rank_muon", "mars", "msvag", "muon", "nadam", "normuon", "nosadam", "padam", "polargrad",
+                "prodigy", "qhadam", "radam", "radam_schedule_free", "sadam", "schedule_free_adamw", "shampoo",
+                "simplified_ademamix", "sinkgd", "soap", "soap_muon", "spam", "stable_adamw", "stable_spam", "swats",
+                "yogi",
             ),
             "max_exp_avg_sq": ("adabound", "adam", "adamw", "adapnm", "clipped_adamw", "lookahead_adamw", "padam"),
-            "square_avg": ("adadelta", "rmsprop"), "acc_delta": ("adadelta",), "variance": ("adafactor",),
-            "sum": ("adagrad",), "correction": ("adai",), "m": ("adam_mini", "adamg", "bcos"), "exp_inf": ("adamax",),
-            "v": ("adamg",), "r": ("adamg",), "exp_avg_lr": ("adamod",),
+            "square_avg": ("adadelta", "nero", "racs", "rmsprop"), "acc_delta": ("adadelta",),
+            "variance": ("adafactor",),
             "momentum_buffer": (
-                "adamuon", "dion", "dion2", "lars", "low_rank_muon", "muon", "normuon", "orthograd", "polargrad",
-                "psgd_kron", "qhm", "rmsprop", "scion", "sgd", "sgd_sai", "sgdp", "sgdw", "signum", "sm3", "sngm",
-                "soap_muon", "tam",
+                "adago", "adamuon", "dion", "dion2", "lars", "low_rank_muon", "muon", "normuon", "orthograd",
+                "polargrad", "psgd_kron", "qhm", "rmsprop", "scion", "sgd", "sgd_sai", "sgdp", "sgdw", "signum", "sm3",
+                "sngm", "soap_muon", "tam",
             ),
-            "exp_avg_diff": ("adan",), "prev_grad": ("adan", "diffgrad"), "neg_exp_avg": ("adapnm", "pnm"),
-            "s": ("adasmooth", "dadapt_adam", "madgrad", "prodigy"), "n": ("adasmooth",), "exp_avg_slow": ("ademamix",),
-            "buffer1": ("aggmo",), "buffer2": ("aggmo",), "buffer3": ("aggmo",), "exp_avg_grad": ("apollo_qn",),
-            "approx_hessian": ("apollo_qn",), "update": ("apollo_qn",), "momentum": ("fadam", "splus"),
-            "fim": ("fadam",), "away": ("focus",), "grok_exp_avg": ("grokfast_adamw",), "m_sq": ("kate",),
-            "b_sq": ("kate",), "momentum_buffer_residual": ("low_rank_muon",), "grad_sum_sq": ("madgrad",),
-            "last_grad": ("mars",), "grad_buffer": ("pid",), "i_buffer": ("pid",), "d_buffer": ("pid",),
-            "diagonal": ("psgd_kron",), "grad_avg": ("rmsprop",), "prev": ("rprop",), "step_size": ("rprop",),
+            "sum": ("adagrad",), "correction": ("adai",), "m_avg": ("adalite",), "v_avg": ("adalite",),
+            "m": ("adam_mini", "adamg", "bcos"), "exp_inf": ("adamax",), "v": ("adamg", "gravity"), "r": ("adamg",),
+            "exp_avg_lr": ("adamod",), "exp_avg_diff": ("adan",), "prev_grad": ("adan", "diffgrad"),
+            "neg_exp_avg": ("adapnm", "pnm"), "past1": ("adashift",), "past2": ("adashift",), "past3": ("adashift",),
+            "past4": ("adashift",), "past5": ("adashift",), "past6": ("adashift",), "past7": ("adashift",),
+            "past8": ("adashift",), "past9": ("adashift",), "past10": ("adashift",),
+            "s": ("adasmooth", "dadapt_adam", "madgrad", "prodigy"), "n": ("adasmooth", "ftrl"),
+            "exp_avg_slow": ("ademamix",), "buffer1": ("aggmo",), "buffer2": ("aggmo",), "buffer3": ("aggmo",),
+            "exp_avg_grad": ("apollo_qn",), "approx_hessian": ("apollo_qn",), "update": ("apollo_qn",),
+            "momentum": ("fadam", "splus"), "fim": ("fadam",), "away": ("focus",), "z": ("ftrl",),
+            "grok_exp_avg": ("grokfast_adamw",), "m_sq": ("kate",), "b_sq": ("kate",),
+            "momentum_buffer_residual": ("low_rank_muon",), "grad_sum_sq": ("madgrad",), "last_grad": ("mars",),
+            "grad_buffer": ("pid",), "i_buffer": ("pid",), "d_buffer": ("pid",), "diagonal": ("psgd_kron",),
+            "grad_avg": ("rmsprop",), "prev": ("rprop",), "step_size": ("rprop",),
             "z_offset": ("schedule_free_adamw", "schedule_free_sgd"), "exp_var": ("sgdf",), "accumulator": ("sm3",),
             "lookahead_avg": ("soap_muon",), "hessian_avg": ("sophia",), "mov_avg_grad": ("srmm",), "mug": ("vsgd",),
             "bg": ("vsgd",), "bhg": ("vsgd",),
@@ -321,6 +354,7 @@ DISCOURAGED = {
     },
     "torchao4": {
         'its scales cover 1e-12 to 3.4e+38 only: blocks beyond overflow or freeze': {
+            "avg_grad": ("a2grad",), "x_offset": ("a2grad",),
             "exp_avg": (
                 "adabelief", "adabound", "adafactor_paper", "adai", "adam", "adam_atan2", "adam_swd", "adamax", "adamc",
                 "adamod", "adamp", "adams", "adamw", "adan", "adanorm", "adapnm", "adatam", "ademamix", "adopt", "aida",
@@ -333,32 +367,38 @@ DISCOURAGED = {
             ),
             "exp_avg_var": ("adabelief", "aida"),
             "exp_avg_sq": (
-                "adabound", "adafactor_paper", "adai", "adam", "adam_atan2", "adam_swd", "adamc", "adamod", "adamp",
-                "adamuon", "adamw", "adan", "adanorm", "adapnm", "adasmooth", "adatam", "ademamix", "adopt", "ano",
-                "apollo", "avagrad", "came", "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam", "diffgrad",
-                "dion", "dion2", "dual_adam", "eadam", "exadam", "fira", "galore", "grams", "grokfast_adamw",
-                "kl_shampoo", "kourkoutas_beta", "lamb", "lans", "laprop", "lookahead_adamw", "low_rank_muon", "mars",
-                "msvag", "muon", "nadam", "normuon", "nosadam", "padam", "polargrad", "prodigy", "qhadam", "radam",
-                "radam_schedule_free", "sadam", "schedule_free_adamw", "shampoo", "simplified_ademamix", "sinkgd",
-                "soap", "soap_muon", "spam", "stable_adamw", "stable_spam", "swats", "yogi",
+                "adabound", "adafactor_paper", "adago", "adai", "adam", "adam_atan2", "adam_swd", "adamc", "adamod",
+                "adamp", "adamuon", "adamw", "adan", "adanorm", "adapnm", "adashift", "adasmooth", "adatam", "ademamix",
+                "adopt", "ano", "apollo", "avagrad", "came", "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam",
+                "diffgrad", "dion", "dion2", "dual_adam", "eadam", "exadam", "fira", "galore", "grams",
+                "grokfast_adamw", "kl_shampoo", "kourkoutas_beta", "lamb", "lans", "laprop", "lookahead_adamw",
+                "low_rank_muon", "mars", "msvag", "muon", "nadam", "normuon", "nosadam", "padam", "polargrad",
+                "prodigy", "qhadam", "radam", "radam_schedule_free", "sadam", "schedule_free_adamw", "shampoo",
+                "simplified_ademamix", "sinkgd", "soap", "soap_muon", "spam", "stable_adamw", "stable_spam", "swats",
+                "yogi",
             ),
             "max_exp_avg_sq": ("adabound", "adam", "adamw", "adapnm", "clipped_adamw", "lookahead_adamw", "padam"),
-            "square_avg": ("adadelta", "rmsprop"), "acc_delta": ("adadelta",), "variance": ("adafactor",),
-            "sum": ("adagrad",), "correction": ("adai",), "m": ("adam_mini", "adamg", "bcos"), "exp_inf": ("adamax",),
-            "v": ("adamg",), "r": ("adamg",), "exp_avg_lr": ("adamod",),
+            "square_avg": ("adadelta", "nero", "racs", "rmsprop"), "acc_delta": ("adadelta",),
+            "variance": ("adafactor",),
             "momentum_buffer": (
-                "adamuon", "dion", "dion2", "lars", "low_rank_muon", "muon", "normuon", "orthograd", "polargrad",
-                "psgd_kron", "qhm", "rmsprop", "scion", "sgd", "sgd_sai", "sgdp", "sgdw", "signum", "sm3", "sngm",
-                "soap_muon", "tam",
+                "adago", "adamuon", "dion", "dion2", "lars", "low_rank_muon", "muon", "normuon", "orthograd",
+                "polargrad", "psgd_kron", "qhm", "rmsprop", "scion", "sgd", "sgd_sai", "sgdp", "sgdw", "signum", "sm3",
+                "sngm", "soap_muon", "tam",
             ),
-            "exp_avg_diff": ("adan",), "prev_grad": ("adan", "diffgrad"), "neg_exp_avg": ("adapnm", "pnm"),
-            "s": ("adasmooth", "dadapt_adam", "madgrad", "prodigy"), "n": ("adasmooth",), "exp_avg_slow": ("ademamix",),
-            "buffer1": ("aggmo",), "buffer2": ("aggmo",), "buffer3": ("aggmo",), "exp_avg_grad": ("apollo_qn",),
-            "approx_hessian": ("apollo_qn",), "update": ("apollo_qn",), "momentum": ("fadam", "splus"),
-            "fim": ("fadam",), "away": ("focus",), "grok_exp_avg": ("grokfast_adamw",), "m_sq": ("kate",),
-            "b_sq": ("kate",), "momentum_buffer_residual": ("low_rank_muon",), "grad_sum_sq": ("madgrad",),
-            "last_grad": ("mars",), "grad_buffer": ("pid",), "i_buffer": ("pid",), "d_buffer": ("pid",),
-            "diagonal": ("psgd_kron",), "grad_avg": ("rmsprop",), "prev": ("rprop",), "step_size": ("rprop",),
+            "sum": ("adagrad",), "correction": ("adai",), "m_avg": ("adalite",), "v_avg": ("adalite",),
+            "m": ("adam_mini", "adamg", "bcos"), "exp_inf": ("adamax",), "v": ("adamg", "gravity"), "r": ("adamg",),
+            "exp_avg_lr": ("adamod",), "exp_avg_diff": ("adan",), "prev_grad": ("adan", "diffgrad"),
+            "neg_exp_avg": ("adapnm", "pnm"), "past1": ("adashift",), "past2": ("adashift",), "past3": ("adashift",),
+            "past4": ("adashift",), "past5": ("adashift",), "past6": ("adashift",), "past7": ("adashift",),
+            "past8": ("adashift",), "past9": ("adashift",), "past10": ("adashift",),
+            "s": ("adasmooth", "dadapt_adam", "madgrad", "prodigy"), "n": ("adasmooth", "ftrl"),
+            "exp_avg_slow": ("ademamix",), "buffer1": ("aggmo",), "buffer2": ("aggmo",), "buffer3": ("aggmo",),
+            "exp_avg_grad": ("apollo_qn",), "approx_hessian": ("apollo_qn",), "update": ("apollo_qn",),
+            "momentum": ("fadam", "splus"), "fim": ("fadam",), "away": ("focus",), "z": ("ftrl",),
+            "grok_exp_avg": ("grokfast_adamw",), "m_sq": ("kate",), "b_sq": ("kate",),
+            "momentum_buffer_residual": ("low_rank_muon",), "grad_sum_sq": ("madgrad",), "last_grad": ("mars",),
+            "grad_buffer": ("pid",), "i_buffer": ("pid",), "d_buffer": ("pid",), "diagonal": ("psgd_kron",),
+            "grad_avg": ("rmsprop",), "prev": ("rprop",), "step_size": ("rprop",),
             "z_offset": ("schedule_free_adamw", "schedule_free_sgd"), "exp_var": ("sgdf",), "accumulator": ("sm3",),
             "lookahead_avg": ("soap_muon",), "hessian_avg": ("sophia",), "mov_avg_grad": ("srmm",), "mug": ("vsgd",),
             "bg": ("vsgd",), "bhg": ("vsgd",),
@@ -366,6 +406,7 @@ DISCOURAGED = {
     },
     "torchao_fp8": {
         'its scales cover 1e-12 to 3.4e+38 only: blocks beyond overflow or freeze': {
+            "avg_grad": ("a2grad",), "x_offset": ("a2grad",),
             "exp_avg": (
                 "adabelief", "adabound", "adafactor_paper", "adai", "adam", "adam_atan2", "adam_swd", "adamax", "adamc",
                 "adamod", "adamp", "adams", "adamw", "adan", "adanorm", "adapnm", "adatam", "ademamix", "adopt", "aida",
@@ -378,38 +419,48 @@ DISCOURAGED = {
             ),
             "exp_avg_var": ("adabelief", "aida"),
             "exp_avg_sq": (
-                "adabound", "adafactor_paper", "adai", "adam", "adam_atan2", "adam_swd", "adamc", "adamod", "adamp",
-                "adamuon", "adamw", "adan", "adanorm", "adapnm", "adasmooth", "adatam", "ademamix", "adopt", "ano",
-                "apollo", "avagrad", "came", "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam", "diffgrad",
-                "dion", "dion2", "dual_adam", "eadam", "exadam", "fira", "galore", "grams", "grokfast_adamw",
-                "kl_shampoo", "kourkoutas_beta", "lamb", "lans", "laprop", "lookahead_adamw", "low_rank_muon", "mars",
-                "msvag", "muon", "nadam", "normuon", "nosadam", "padam", "polargrad", "prodigy", "qhadam", "radam",
-                "radam_schedule_free", "sadam", "schedule_free_adamw", "shampoo", "simplified_ademamix", "sinkgd",
-                "soap", "soap_muon", "spam", "stable_adamw", "stable_spam", "swats", "yogi",
+                "adabound", "adafactor_paper", "adago", "adai", "adam", "adam_atan2", "adam_swd", "adamc", "adamod",
+                "adamp", "adamuon", "adamw", "adan", "adanorm", "adapnm", "adashift", "adasmooth", "adatam", "ademamix",
+                "adopt", "ano", "apollo", "avagrad", "came", "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam",
+                "diffgrad", "dion", "dion2", "dual_adam", "eadam", "exadam", "fira", "galore", "grams",
+                "grokfast_adamw", "kl_shampoo", "kourkoutas_beta", "lamb", "lans", "laprop", "lookahead_adamw",
+                "low_rank_muon", "mars", "msvag", "muon", "nadam", "normuon", "nosadam", "padam", "polargrad",
+                "prodigy", "qhadam", "radam", "radam_schedule_free", "sadam", "schedule_free_adamw", "shampoo",
+                "simplified_ademamix", "sinkgd", "soap", "soap_muon", "spam", "stable_adamw", "stable_spam", "swats",
+                "yogi",
             ),
             "max_exp_avg_sq": ("adabound", "adam", "adamw", "adapnm", "clipped_adamw", "lookahead_adamw", "padam"),
-            "square_avg": ("adadelta", "rmsprop"), "acc_delta": ("adadelta",), "variance": ("adafactor",),
-            "sum": ("adagrad",), "correction": ("adai",), "m": ("adam_mini", "adamg", "bcos"), "exp_inf": ("adamax",),
-            "v": ("adamg",), "r": ("adamg",), "exp_avg_lr": ("adamod",),
+            "square_avg": ("adadelta", "nero", "racs", "rmsprop"), "acc_delta": ("adadelta",),
+            "variance": ("adafactor",),
             "momentum_buffer": (
-                "adamuon", "dion", "dion2", "lars", "low_rank_muon", "muon", "normuon", "orthograd", "polargrad",
-                "psgd_kron", "qhm", "rmsprop", "scion", "sgd", "sgd_sai", "sgdp", "sgdw", "signum", "sm3", "sngm",
-                "soap_muon", "tam",
+                "adago", "adamuon", "dion", "dion2", "lars", "low_rank_muon", "muon", "normuon", "orthograd",
+                "polargrad", "psgd_kron", "qhm", "rmsprop", "scion", "sgd", "sgd_sai", "sgdp", "sgdw", "signum", "sm3",
+                "sngm", "soap_muon", "tam",
             ),
-            "exp_avg_diff": ("adan",), "prev_grad": ("adan", "diffgrad"), "neg_exp_avg": ("adapnm", "pnm"),
-            "s": ("adasmooth", "dadapt_adam", "madgrad", "prodigy"), "n": ("adasmooth",), "exp_avg_slow": ("ademamix",),
-            "buffer1": ("aggmo",), "buffer2": ("aggmo",), "buffer3": ("aggmo",), "exp_avg_grad": ("apollo_qn",),
-            "approx_hessian": ("apollo_qn",), "update": ("apollo_qn",), "momentum": ("fadam", "splus"),
-            "fim": ("fadam",), "away": ("focus",), "grok_exp_avg": ("grokfast_adamw",), "m_sq": ("kate",),
-            "b_sq": ("kate",), "momentum_buffer_residual": ("low_rank_muon",), "grad_sum_sq": ("madgrad",),
-            "last_grad": ("mars",), "grad_buffer": ("pid",), "i_buffer": ("pid",), "d_buffer": ("pid",),
-            "diagonal": ("psgd_kron",), "grad_avg": ("rmsprop",), "prev": ("rprop",), "step_size": ("rprop",),
+            "sum": ("adagrad",), "correction": ("adai",), "m_avg": ("adalite",), "v_avg": ("adalite",),
+            "m": ("adam_mini", "adamg", "bcos"), "exp_inf": ("adamax",), "v": ("adamg", "gravity"), "r": ("adamg",),
+            "exp_avg_lr": ("adamod",), "exp_avg_diff": ("adan",), "prev_grad": ("adan", "diffgrad"),
+            "neg_exp_avg": ("adapnm", "pnm"), "past1": ("adashift",), "past2": ("adashift",), "past3": ("adashift",),
+            "past4": ("adashift",), "past5": ("adashift",), "past6": ("adashift",), "past7": ("adashift",),
+            "past8": ("adashift",), "past9": ("adashift",), "past10": ("adashift",),
+            "s": ("adasmooth", "dadapt_adam", "madgrad", "prodigy"), "n": ("adasmooth", "ftrl"),
+            "exp_avg_slow": ("ademamix",), "buffer1": ("aggmo",), "buffer2": ("aggmo",), "buffer3": ("aggmo",),
+            "exp_avg_grad": ("apollo_qn",), "approx_hessian": ("apollo_qn",), "update": ("apollo_qn",),
+            "momentum": ("fadam", "splus"), "fim": ("fadam",), "away": ("focus",), "z": ("ftrl",),
+            "grok_exp_avg": ("grokfast_adamw",), "m_sq": ("kate",), "b_sq": ("kate",),
+            "momentum_buffer_residual": ("low_rank_muon",), "grad_sum_sq": ("madgrad",), "last_grad": ("mars",),
+            "grad_buffer": ("pid",), "i_buffer": ("pid",), "d_buffer": ("pid",), "diagonal": ("psgd_kron",),
+            "grad_avg": ("rmsprop",), "prev": ("rprop",), "step_size": ("rprop",),
             "z_offset": ("schedule_free_adamw", "schedule_free_sgd"), "exp_var": ("sgdf",), "accumulator": ("sm3",),
             "lookahead_avg": ("soap_muon",), "hessian_avg": ("sophia",), "mov_avg_grad": ("srmm",), "mug": ("vsgd",),
             "bg": ("vsgd",), "bhg": ("vsgd",),
         },
     },
     "lpmm4": {
+        'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.999999: a state without '
+        'gradients never returns to 0': {"avg_grad": ("a2grad",)},
+        'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.999998: a state without '
+        'gradients never returns to 0': {"x_offset": ("a2grad",)},
         'to nearest, 14 codes up to 0.89 of the scale keep themselves under a decay of 0.9: a state without gradients'
         ' never returns to 0': {
             "exp_avg": (
@@ -421,7 +472,7 @@ DISCOURAGED = {
                 "prodigy", "qhadam", "radam", "sadam", "sgdf", "shampoo", "sinkgd", "spam", "stable_adamw",
                 "stable_spam", "swats", "yogi",
             ),
-            "m": ("adam_mini", "bcos"), "buffer2": ("aggmo",), "exp_avg_grad": ("apollo_qn",),
+            "m_avg": ("adalite",), "m": ("adam_mini", "bcos"), "buffer2": ("aggmo",), "exp_avg_grad": ("apollo_qn",),
             "momentum_buffer": (
                 "dion", "dion2", "lars", "low_rank_muon", "orthograd", "psgd_kron", "rmsprop", "scion", "sgd",
                 "sgd_sai", "sgdp", "sgdw", "signum", "sm3", "sngm",
@@ -433,13 +484,14 @@ DISCOURAGED = {
         ' in fp32': {
             "exp_avg_var": ("adabelief", "aida"),
             "exp_avg_sq": (
-                "adabound", "adam", "adam_swd", "adamc", "adamod", "adamp", "adamw", "adanorm", "adapnm", "adatam",
-                "ademamix", "apollo", "avagrad", "came", "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam",
-                "diffgrad", "dual_adam", "eadam", "exadam", "fira", "galore", "grams", "lamb", "lans", "laprop",
-                "lookahead_adamw", "nadam", "padam", "prodigy", "qhadam", "radam", "radam_schedule_free", "sadam",
-                "schedule_free_adamw", "sinkgd", "stable_spam", "swats",
+                "adabound", "adam", "adam_swd", "adamc", "adamod", "adamp", "adamw", "adanorm", "adapnm", "adashift",
+                "adatam", "ademamix", "apollo", "avagrad", "came", "cautious_adamw", "clipped_adamw", "conda",
+                "dadapt_adam", "diffgrad", "dual_adam", "eadam", "exadam", "fira", "galore", "grams", "lamb", "lans",
+                "laprop", "lookahead_adamw", "nadam", "padam", "prodigy", "qhadam", "radam", "radam_schedule_free",
+                "sadam", "schedule_free_adamw", "sinkgd", "stable_spam", "swats",
             ),
-            "exp_inf": ("adamax",), "v": ("adamg",), "exp_avg_lr": ("adamod",), "fim": ("fadam",), "exp_var": ("sgdf",),
+            "v_avg": ("adalite",), "exp_inf": ("adamax",), "v": ("adamg",), "exp_avg_lr": ("adamod",),
+            "fim": ("fadam",), "square_avg": ("nero",), "exp_var": ("sgdf",),
         },
         'to nearest, a code keeps itself while the scale of its block moves slowly, and what it reads as moves with '
         'the scale: a running maximum needs numbers that stay, as those of LogMinMax, LogMax and floats do, and those'
@@ -448,33 +500,33 @@ DISCOURAGED = {
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.9 changes it by 0.1 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or keep it'
-        ' in fp32': {"square_avg": ("adadelta",), "acc_delta": ("adadelta",), "exp_avg_sq": ("msvag",)},
+        ' in fp32': {"square_avg": ("adadelta", "racs"), "acc_delta": ("adadelta",), "exp_avg_sq": ("msvag",)},
         'the average freezes, and the step sizes made of it with it: a step under decay 0.999984 changes it by '
         '1.6e-05 of itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically,'
         ' or keep it in fp32': {"variance": ("adafactor",), "exp_avg_sq": ("adafactor_paper",)},
+        'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.95: a state without gradients '
+        'never returns to 0': {
+            "momentum_buffer": ("adago", "adamuon", "muon", "normuon", "polargrad", "soap_muon"), "m": ("adamg",),
+            "exp_avg": ("mars", "novograd", "soap"),
+        },
+        'the average freezes, and the step sizes made of it with it: a step under decay 0.95 changes it by 0.05 of '
+        'itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or keep it'
+        ' in fp32': {
+            "exp_avg_sq": (
+                "adago", "adamuon", "dion", "dion2", "low_rank_muon", "muon", "normuon", "polargrad",
+                "simplified_ademamix", "soap",
+            ),
+            "r": ("adamg",),
+        },
         'it only grows, by ever smaller parts of itself, and nearest rounding drops whatever is below half a cell': {
-            "sum": ("adagrad",), "m_sq": ("kate",), "b_sq": ("kate",), "grad_sum_sq": ("madgrad",), "s": ("madgrad",),
-            "accumulator": ("sm3",), "exp_avg_sq": ("yogi",),
+            "sum": ("adagrad",), "z": ("ftrl",), "n": ("ftrl",), "m_sq": ("kate",), "b_sq": ("kate",),
+            "grad_sum_sq": ("madgrad",), "s": ("madgrad",), "accumulator": ("sm3",), "exp_avg_sq": ("yogi",),
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.99 changes it by 0.01 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or keep it'
         ' in fp32': {
             "exp_avg_sq": ("adai", "adam_atan2", "adan", "ano", "grokfast_adamw", "mars", "shampoo", "stable_adamw"),
             "square_avg": ("rmsprop",),
-        },
-        'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.95: a state without gradients '
-        'never returns to 0': {
-            "m": ("adamg",), "momentum_buffer": ("adamuon", "muon", "normuon", "polargrad", "soap_muon"),
-            "exp_avg": ("mars", "novograd", "soap"),
-        },
-        'the average freezes, and the step sizes made of it with it: a step under decay 0.95 changes it by 0.05 of '
-        'itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or keep it'
-        ' in fp32': {
-            "r": ("adamg",),
-            "exp_avg_sq": (
-                "adamuon", "dion", "dion2", "low_rank_muon", "muon", "normuon", "polargrad", "simplified_ademamix",
-                "soap",
-            ),
         },
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.98: a state without gradients '
         'never returns to 0': {"exp_avg": ("adan",), "grok_exp_avg": ("grokfast_adamw",)},
@@ -494,6 +546,8 @@ DISCOURAGED = {
         ' never returns to 0': {"s": ("dadapt_adam", "prodigy")},
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.999: a state without gradients '
         'never returns to 0': {"away": ("focus",), "momentum_buffer": ("qhm",)},
+        'to nearest, 14 codes up to 0.89 of the scale keep themselves under a decay of 0.899999: a state without '
+        'gradients never returns to 0': {"v": ("gravity",)},
         'the average freezes, and the step sizes made of it with it: a step under decay 0.98 changes it by 0.02 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or keep it'
         ' in fp32': {"exp_avg_sq": ("kl_shampoo",)},
@@ -503,6 +557,10 @@ DISCOURAGED = {
         'never returns to 0': {"exp_avg": ("tiger",)},
     },
     "lpmm4_factor": {
+        'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.999999: a state without '
+        'gradients never returns to 0': {"avg_grad": ("a2grad",)},
+        'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.999998: a state without '
+        'gradients never returns to 0': {"x_offset": ("a2grad",)},
         'to nearest, 14 codes up to 0.89 of the scale keep themselves under a decay of 0.9: a state without gradients'
         ' never returns to 0': {
             "exp_avg": (
@@ -514,7 +572,7 @@ DISCOURAGED = {
                 "prodigy", "qhadam", "radam", "sadam", "sgdf", "shampoo", "sinkgd", "spam", "stable_adamw",
                 "stable_spam", "swats", "yogi",
             ),
-            "m": ("adam_mini", "bcos"), "buffer2": ("aggmo",), "exp_avg_grad": ("apollo_qn",),
+            "m_avg": ("adalite",), "m": ("adam_mini", "bcos"), "buffer2": ("aggmo",), "exp_avg_grad": ("apollo_qn",),
             "momentum_buffer": (
                 "dion", "dion2", "lars", "low_rank_muon", "orthograd", "psgd_kron", "rmsprop", "scion", "sgd",
                 "sgd_sai", "sgdp", "sgdw", "signum", "sm3", "sngm",
@@ -526,13 +584,14 @@ DISCOURAGED = {
         ' in fp32': {
             "exp_avg_var": ("adabelief", "aida"),
             "exp_avg_sq": (
-                "adabound", "adam", "adam_swd", "adamc", "adamod", "adamp", "adamw", "adanorm", "adapnm", "adatam",
-                "ademamix", "apollo", "avagrad", "came", "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam",
-                "diffgrad", "dual_adam", "eadam", "exadam", "fira", "galore", "grams", "lamb", "lans", "laprop",
-                "lookahead_adamw", "nadam", "padam", "prodigy", "qhadam", "radam", "radam_schedule_free", "sadam",
-                "schedule_free_adamw", "sinkgd", "stable_spam", "swats",
+                "adabound", "adam", "adam_swd", "adamc", "adamod", "adamp", "adamw", "adanorm", "adapnm", "adashift",
+                "adatam", "ademamix", "apollo", "avagrad", "came", "cautious_adamw", "clipped_adamw", "conda",
+                "dadapt_adam", "diffgrad", "dual_adam", "eadam", "exadam", "fira", "galore", "grams", "lamb", "lans",
+                "laprop", "lookahead_adamw", "nadam", "padam", "prodigy", "qhadam", "radam", "radam_schedule_free",
+                "sadam", "schedule_free_adamw", "sinkgd", "stable_spam", "swats",
             ),
-            "exp_inf": ("adamax",), "v": ("adamg",), "exp_avg_lr": ("adamod",), "fim": ("fadam",), "exp_var": ("sgdf",),
+            "v_avg": ("adalite",), "exp_inf": ("adamax",), "v": ("adamg",), "exp_avg_lr": ("adamod",),
+            "fim": ("fadam",), "square_avg": ("nero",), "exp_var": ("sgdf",),
         },
         'to nearest, a code keeps itself while the scale of its block moves slowly, and what it reads as moves with '
         'the scale: a running maximum needs numbers that stay, as those of LogMinMax, LogMax and floats do, and those'
@@ -541,33 +600,33 @@ DISCOURAGED = {
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.9 changes it by 0.1 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or keep it'
-        ' in fp32': {"square_avg": ("adadelta",), "acc_delta": ("adadelta",), "exp_avg_sq": ("msvag",)},
+        ' in fp32': {"square_avg": ("adadelta", "racs"), "acc_delta": ("adadelta",), "exp_avg_sq": ("msvag",)},
         'the average freezes, and the step sizes made of it with it: a step under decay 0.999984 changes it by '
         '1.6e-05 of itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically,'
         ' or keep it in fp32': {"variance": ("adafactor",), "exp_avg_sq": ("adafactor_paper",)},
+        'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.95: a state without gradients '
+        'never returns to 0': {
+            "momentum_buffer": ("adago", "adamuon", "muon", "normuon", "polargrad", "soap_muon"), "m": ("adamg",),
+            "exp_avg": ("mars", "novograd", "soap"),
+        },
+        'the average freezes, and the step sizes made of it with it: a step under decay 0.95 changes it by 0.05 of '
+        'itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or keep it'
+        ' in fp32': {
+            "exp_avg_sq": (
+                "adago", "adamuon", "dion", "dion2", "low_rank_muon", "muon", "normuon", "polargrad",
+                "simplified_ademamix", "soap", "soap_muon",
+            ),
+            "r": ("adamg",),
+        },
         'it only grows, by ever smaller parts of itself, and nearest rounding drops whatever is below half a cell': {
-            "sum": ("adagrad",), "m_sq": ("kate",), "b_sq": ("kate",), "s": ("madgrad",), "grad_sum_sq": ("madgrad",),
-            "accumulator": ("sm3",), "exp_avg_sq": ("yogi",),
+            "sum": ("adagrad",), "z": ("ftrl",), "n": ("ftrl",), "m_sq": ("kate",), "b_sq": ("kate",),
+            "s": ("madgrad",), "grad_sum_sq": ("madgrad",), "accumulator": ("sm3",), "exp_avg_sq": ("yogi",),
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.99 changes it by 0.01 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or keep it'
         ' in fp32': {
             "exp_avg_sq": ("adai", "adam_atan2", "adan", "ano", "grokfast_adamw", "mars", "shampoo", "stable_adamw"),
             "square_avg": ("rmsprop",),
-        },
-        'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.95: a state without gradients '
-        'never returns to 0': {
-            "m": ("adamg",), "momentum_buffer": ("adamuon", "muon", "normuon", "polargrad", "soap_muon"),
-            "exp_avg": ("mars", "novograd", "soap"),
-        },
-        'the average freezes, and the step sizes made of it with it: a step under decay 0.95 changes it by 0.05 of '
-        'itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or keep it'
-        ' in fp32': {
-            "r": ("adamg",),
-            "exp_avg_sq": (
-                "adamuon", "dion", "dion2", "low_rank_muon", "muon", "normuon", "polargrad", "simplified_ademamix",
-                "soap", "soap_muon",
-            ),
         },
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.98: a state without gradients '
         'never returns to 0': {"exp_avg": ("adan",), "grok_exp_avg": ("grokfast_adamw",)},
@@ -587,6 +646,8 @@ DISCOURAGED = {
         ' never returns to 0': {"s": ("dadapt_adam", "prodigy")},
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.999: a state without gradients '
         'never returns to 0': {"away": ("focus",), "momentum_buffer": ("qhm",)},
+        'to nearest, 14 codes up to 0.89 of the scale keep themselves under a decay of 0.899999: a state without '
+        'gradients never returns to 0': {"v": ("gravity",)},
         'the average freezes, and the step sizes made of it with it: a step under decay 0.98 changes it by 0.02 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or keep it'
         ' in fp32': {"exp_avg_sq": ("kl_shampoo",)},
