@@ -214,13 +214,14 @@ def page_of_rule(spec: Spec, plans: list[Plan]) -> str:
     text = rule_page(spec, order, link=address("rules"), kernel=kernels.read_text() if kernels.is_file() else "")
     named = "".join(f"<li><code>{name}</code></li>" for name in elsewhere(spec))
     named = f"<ul>{named}</ul>" if named else "<p>None of the packages that the tests use has it under this name.</p>"
-    states = ", ".join(code(s.name) for s in spec.states) or "none"
+    states = ", ".join(code(s.name) for s in spec.states)
     loads = (
         f"<p>States are loaded from a checkpoint in torch.optim's form by their names ({states}), and from "
         "bitsandbytes, torchao and FlashOptim where these have the rule: see "
         '<a href="../checkpoints.html">checkpoints</a>.</p>'
-    )
-    extra = f"## Elsewhere\n\n{named}\n\n{loads}\n\n## Tested against\n\n{oracle(spec)}\n\n"
+    ) if states else ""
+    tested = re.sub(r"^<p>\(oracle: (.*?)\)(?=[.,;:])", r"<p>Oracle: \1", oracle(spec))
+    extra = f"## Elsewhere\n\n{named}\n\n{loads}\n\n## Tested against\n\n{tested}\n\n"
     at = text.find("## Kernels")
     return text[:at] + extra + text[at:] if at >= 0 else text + "\n" + extra
 
@@ -292,7 +293,7 @@ def oracle(spec: Spec) -> str:
         row = re.search(rf'^    "{spec.name}": (\w+)(?:\("(\w+)")?', oracles, re.M)
         packages = {"torch_optim": "torch.optim", "peer": "pytorch_optimizer"}
         peer = f"`{packages[row[1]]}.{row[2]}`" if row and row[1] in packages else spec.like and f"`{spec.like}`"
-        text = f"(oracle: {peer or 'the paper, written out in tests/oracles.py'})"
+        text = f"(oracle: {peer or 'the paper, written out in tests/oracles.py'})."
     return f'<p>{inline(text)}</p>\n\n<p>{HOW.get(family, IN_BASES)} <a href="../peers.html">All peers</a>.</p>'
 
 
@@ -301,9 +302,10 @@ def oracle(spec: Spec) -> str:
 
 def plans_index(plans: dict[str, Plan]) -> str:
     adamw = load.find_spec("adamw")
-    rows = [(code(p.name, lambda name: f"{name}.html"), sizes(adamw, p)[0], inline(when(p))) for p in plans.values()]
-    head = ("plan", "bytes, AdamW, bf16", "take it if")
-    return f"# Plans\n\nA plan says how weights and states are stored.\n\n{table(head, rows)}\n"
+    rows = [(code(p.name, lambda name: f"{name}.html"), *sizes(adamw, p), inline(when(p))) for p in plans.values()]
+    head = ("plan", "bytes, bf16 parameters", "fp32 parameters", "take it if")
+    about = "A plan says how weights and states are stored. Bytes are those of AdamW's weight and states per parameter."
+    return f"# Plans\n\n{about}\n\n{table(head, rows)}\n"
 
 
 def when(plan: Plan) -> str:
@@ -368,7 +370,8 @@ def measured(plan: Plan) -> list[str]:
 
 def errors() -> str:
     """Return the index of errors: each code with an example, whose hint mends it."""
-    out = ["# Errors", "Each error has a code, a place, and a hint that mends it. Examples are cases of the tests."]
+    lint = "The lint's findings (L1, L2 ...) are in [a table of their own](formats.md#the-lint)."
+    out = ["# Errors", "Each error has a code, a place, and a hint that mends it. Examples are cases of the tests.", lint]
     for group, title in GROUPS.items():
         out.append(f"## {title}")
         for key in (key for key in TABLE if key[1] == group):
@@ -383,13 +386,14 @@ def errors() -> str:
 def commands() -> str:
     """Return the page of the command line."""
     out = ["# Commands", f"<p>{inline(app.info.epilog)}</p>"]
-    for name, command in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]
+    group: Any = typer.main.get_command(app)
+    for name, command in {"": group, **group.commands}.items():
         rows = [
             (code(", ".join(p.opts) if p.param_type_name == "option" else p.metavar or p.name), inline(p.help or ""),
              code(p.default) if p.default not in (None, False, ()) else "")
             for p in command.params
         ]  # fmt: skip
-        out += [f"## optgen {name}", f"<p>{inline(command.help or '')}</p>"]
+        out += [f"## optgen {name}".rstrip(), f"<p>{inline(command.help or '')}</p>"]
         out.append(table(("argument", "meaning", "default"), rows))
     return "\n\n".join(out) + "\n"
 

@@ -421,10 +421,11 @@ def test_lines_are_as_wide_as_asked(every: int, run: Run, monkeypatch: pytest.Mo
 
 def test_the_page_of_a_rule_stands_alone(project: Path, run: Run) -> None:
     run("new", "mine")
-    for name, package in (("mine", "generated"), ("adamw", "optgen.optim")):
+    uses = "from generated import Mine", "from optgen.optim import AdamW", "optgen.make(&quot;ema(adamw)&quot;"
+    for name, use in zip(("mine", "adamw", "ema(adamw)"), uses, strict=True):
         assert run("explain", name, "--plan", "int8", "--html", "page.html")[0] == 0
         text = Path("page.html").read_text(encoding="utf-8")
-        assert f"from {package} import" in text
+        assert use in text
         assert "<math" in text
         assert re.findall(r'src="|url\(|@import|<link|<script', text) == []
         assert {"int8", "fp32", "bnb8"} <= set(re.findall(r"<code>(\w+)</code>", text))

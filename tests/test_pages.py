@@ -23,6 +23,7 @@ from optgen.driver.load import find_spec
 from optgen.driver.page import html, rule_page
 from optgen.formats import Plan
 from optgen.lang.formulas import formulas
+from optgen.lang.plain import plain_formulas
 from optgen.optim import AdamW
 from optgen.runtime.optimizer import OTHERS
 from specs import plans
@@ -261,6 +262,16 @@ def test_formulas_of_adamw_are_the_paper_s() -> None:
         r"\mathrm{denom} = \frac{\sqrt{v_{t}}}{\sqrt{1 - \beta_{2}^{t}}} + \varepsilon",
         r"\theta_{t} = \theta' - \frac{\frac{\eta}{1 - \beta_{1}^{t}} \, m_{t}}{\mathrm{denom}}",
     ]
+
+
+def test_a_rule_is_shown_as_its_author_wrote_it() -> None:
+    """Also one in a wrapper, without what the runtime does with inputs, and with draws by their names."""
+    assert "lookahead_adamw = lookahead(adamw)\n\n@optimizer(" in rule_page(find_spec("lookahead_adamw"), [plans.fp32])
+    page = rule_page(find_spec("sophia"), [plans.fp32])
+    assert "opt.feed(hessian=...)" in page
+    assert "for which <code>hessian</code> was fed" in page
+    assert r"\mathrm{hessian\_fed}" not in page
+    assert plain_formulas(find_spec("sgld"))[-1].endswith(" + sqrt(lr * temperature) * normal(0)")
 
 
 @pytest.mark.parametrize("name", ["adamw", "came", "soap", "prodigy", "rprop", "dion"])

@@ -32,7 +32,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich" if sys.stdout and sys.stdout.isatty() else None,  # no boxes in pipes
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="Exit codes: 0 fine, 1 a check found something, 2 wrong input, 3 not on this machine, 70 a fault of optgen.",
+    epilog="Exit codes: 0 fine, 1 a check found something, 2 wrong input, 3 not on this machine, 70 a fault of optgen, "
+    "130 interrupted.",
 )
 
 Plans = Annotated[list[str] | None, typer.Option("--plan", help="Plans (repeatable; patterns allowed); none: all.")]
@@ -315,8 +316,8 @@ def explain(
             from optgen.driver import load, page
 
             others = [p for name, p in load.plans().items() if name != chosen.name]
-            own = any(e.own and str(e.file) == found.loc.file for e in load.entries().values())
-            text = page.document(found, [chosen, *others], "generated" if own else "optgen.optim")
+            package = "optgen.optim" if Path(found.loc.file).parent == ready.specs_dir() else "generated"
+            text = page.document(found, [chosen, *others], spec if "(" in spec else package)
             try:
                 html.write_text(text, encoding="utf-8")
             except OSError as error:

@@ -268,7 +268,7 @@ def _sweeps(step: Step) -> Iterator[Pass]:
         buffers = stage.schedule.program.buffers
         size = {b.name: b.bytes_per_param for b in buffers if b.space.name in ("elem", "block") and b.role != "partial"}
         yield Pass(
-            {name: size[name] for name in sweep.reads if name in size},
+            {name: size[name] for name in sweep.reads if size.get(name)},  # random numbers are drawn, not read
             {s.buffer: size[s.buffer] for s in sweep.stores if s.buffer in size},
             tuple(f"{b.reduction} {b.name}" for b in stage.schedule.partials),
             why_last(step) if stage is step.sweeps[-1] else stage.why,

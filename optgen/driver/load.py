@@ -258,7 +258,9 @@ def find_spec(reference: str | Path, project: Path | None = None) -> Spec:
             # A decorator under another name is not seen in the text: the file's name then stands for its spec.
             path = next((f for folder in folders(project) if _is_file(f := folder / f"{name}.py")), None)
             if path is None or path.name == PLANS_FILE:
-                raise UserError("E404", kind="spec", name=name, hint=did_you_mean(name, known))
+                near = did_you_mean(around, wrappers.__all__) if inner else did_you_mean(name, known)
+                near = f"write {name})" if inner and around in wrappers.__all__ else near
+                raise UserError("E404", kind="spec", name=name, hint=near)
             name = ""
     return _pick(_of(path, Spec), name, path, "spec")
 

@@ -14,7 +14,7 @@ from html import escape
 from optgen.base.errors import UserError
 from optgen.driver import explain, judge
 from optgen.formats.plan import Plan
-from optgen.lang.declare import FlagDecl, HostStateDecl, StateDecl
+from optgen.lang.declare import INPUT, FlagDecl, HostStateDecl, StateDecl
 from optgen.lang.formulas import Formula, formulas, symbols
 from optgen.lang.spec import Spec
 from optgen.ops import dtypes, spaces
@@ -96,11 +96,14 @@ def rule_page(
     """Return the page of a rule, whose passes are those under the first of the plans.
 
     kernel   the text of its Triton kernels; "" leaves them out
-    package  the package that has its class: `generated` for a user's own
+    package  the package that has its class, `generated` for a user's own; or the rule in its wrappers, "ema(adamw)"
     """
     like = f" Drop-in for `{spec.like}`: the same arguments and state names." if spec.like else ""
-    use = f"from {package} import {spec.class_name}\n\n"
-    use += f'opt = {spec.class_name}(model.named_parameters(), lr=..., plan="{plans[0].name}")'
+    use = f"from {package} import {spec.class_name}\n\nopt = {spec.class_name}(model.named_parameters(), "
+    use = f'opt = optgen.make("{package}", model, ' if "(" in package else use
+    use += f'lr=..., plan="{plans[0].name}")'
+    for s in (s for s in spec.states if s.trait == INPUT):
+        use += f"\nopt.feed({s.name}=...)  # before a step: tensors, a dict by parameter, or a function of a parameter"
     parts = [
         f"# {spec.class_name}", prose(spec.doc), f"<p>{inline(f'{spec.cite}.{like}')}</p>", fenced(use, "python"),
         "## The rule", *_rule(spec), "## States", _states(spec), "## Arguments", _arguments(spec),
@@ -151,7 +154,9 @@ def _rule(spec: Spec) -> Iterator[str]:
             yield folded(f"Lines that differ with {code(f'{flag.name}={setting[flag.name]}')}", block)
     latex = " \\\\\n".join(f"{left.latex} &= {right.latex}" for left, right in lines)
     yield folded("LaTeX", fenced(f"\\begin{{aligned}}\n{latex}\n\\end{{aligned}}", "latex"))
-    yield folded("The spec, as its author wrote it", fenced(inspect.getsource(spec.function), "python"))
+    text, made = inspect.getsource(spec.source.code), spec.loc.source() if spec.loc else ""
+    text = text if made in text else f"{made}\n\n{text}"  # a rule in a wrapper
+    yield folded("The spec, as its author wrote it", fenced(text, "python"))
 
 
 def _letters(spec: Spec) -> dict[str, str]:
@@ -182,7 +187,8 @@ def _kept(state: StateDecl | HostStateDecl) -> tuple[str, str]:
 def _arguments(spec: Spec) -> str:
     letters = _letters(spec)
     rows = [
-        (code(h.name), ", ".join(letters[part] for part in h.parts), code(h.default), escape(h.range))
+        (code(h.name), ", ".join(letters[part] for part in h.parts), code(re.sub(r"\.0\b", "", str(h.default))),
+         escape(h.range))
         for h in spec.hypers
     ]
     rows += [(code(f.name), "", *_flag(f)) for f in spec.flags]
@@ -197,6 +203,8 @@ def _flag(flag: FlagDecl) -> tuple[str, str]:
         return "no argument", "set by the parameter's shape"
     if flag.nonzero:
         return "no argument", f"on if {code(flag.nonzero)} is not 0"
+    if flag.fed:
+        return "no argument", f"on at steps for which {code(flag.fed)} was fed"
     return "no argument", f"on every {code(flag.every)} steps" if flag.every else "on at the first step"
 
 

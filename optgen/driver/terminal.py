@@ -227,8 +227,9 @@ def run(app: typer.Typer, words: list[str]) -> int:
         message: Callable[[], str] | None = getattr(error, "format_message", None)
         if message is None:
             raise
-        if not message():
-            return WRONG_INPUT  # no command was named, and the help was shown
+        if type(error).__name__ == "NoArgsIsHelpError":  # no command was named
+            print(message(), file=sys.stderr)  # the help, in releases of click that have not shown it
+            return WRONG_INPUT
         if "--json" in words:
             terminal = Terminal("", True)
             terminal.error(WRONG_INPUT, message())

@@ -67,8 +67,8 @@ class _Names:
         self.letters = {name: symbol for name, symbol in SYMBOLS.items() if symbol not in plain}
 
     def formula(self, name: str) -> Formula:
-        """Return `exp_avg[t-1]`, `g'` or `beta1` as a symbol with its primes and indices."""
-        base, primes, time = re.fullmatch(r"(\w+)('*)(?:\[(.*)\])?", name).groups("")  # type: ignore[union-attr]
+        """Return `exp_avg[t-1]`, `g'`, `beta1` or `normal(0)` as a symbol with its primes and indices."""
+        base, primes, time = re.fullmatch(r"(\w+)('*)(?:[\[(](.*)[\])])?", name).groups("")  # type: ignore[union-attr]
         word, digits = re.fullmatch(r"(.*?)(\d*)", base).groups()  # type: ignore[union-attr]
         word = self.letters.get(word, word)
         if word not in GREEK and len(word) > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import count
@@ -9,8 +10,12 @@ from itertools import count
 from optgen.ir.node import Node, postorder
 from optgen.lang.spec import Spec, Trace
 from optgen.ops.prims import PRIMS
+from optgen.runtime.records import fed_name
+from optgen.runtime.records.keys import DRAW
 
 PREFIX, POWER, ATOM = 7, 8, 9
+
+NORMAL = re.compile(r"1\.4142135623731 \* erfinv\(2 \* uniform\((\d+)\) - 0\.999999940395355\)")  # of lang.draws
 
 LONG = 30
 """Characters from which on a value that is used several times gets a line of its own."""
@@ -87,11 +92,16 @@ def statements(trace: Trace) -> Iterator[tuple[str, Node, dict[int, str], str]]:
     """
     names, kept = let_names(trace), trace.new
     nodes = [*(let.node for let in trace.lets), *kept.values()]
-    before = {name: f"{name}[t-1]" for name in kept} | {"step": "t"}
+    fed = {x for name in kept if fed_name(name) in kept for x in (name, fed_name(name))}  # inputs are the runtime's
+    before = {name: f"{name}[t-1]" for name in {*kept} - fed} | {"step": "t"}
+    before |= {name: f"uniform({name.removeprefix(DRAW)})" for name in trace.draws}
     known = {n.uid: before.get(str(n.attr), str(n.attr)) for n in postorder(nodes) if n.op in ("load", "sym")}
+    for node in postorder(nodes):
+        if node.op == "mul" and node.args[1].op == "erfinv" and (drawn := NORMAL.fullmatch(_expression(node, known))):
+            known[node.uid] = f"normal({drawn[1]})"
     users = Counter(a.uid for node in postorder(nodes) for a in node.args)
     fresh = (name for name in map("x{}".format, count(1)) if name not in {*names, *known.values()})
-    rest = [(f"{name}[t]", node) for name, node in kept.items() if f"{name}[t]" not in names]
+    rest = [(f"{name}[t]", node) for name, node in kept.items() if f"{name}[t]" not in names and name not in fed]
     for name, root in [*zip(names, (let.node for let in trace.lets), strict=True), *rest]:
         for node in postorder([root]):
             shared = users[node.uid] > 1 and node.uid not in known and node is not root
