@@ -346,19 +346,22 @@ def test_both_kinds_of_formulas_compute_what_the_function_does(case: tuple[str, 
     old = {key: value.item() for key, value in {"p": p, **states}.items()} | host
     numbers: dict[str, Any] = by_part(spec, hypers) | {"g": g.item()} | ALONE
     expected = {key: value.item() for key, value in {"p": new_p, **new_states}.items()} | new_host
-    numbers |= {draw: draw_of(p, t, draw).item() for draw in spec.trace(setting).draws}
-    known = numbers | {"step": float(t)} | old
+    drawn = {draw: draw_of(p, t, draw).item() for draw in spec.trace(setting).draws}
+    known = numbers | drawn | {"step": float(t)} | old
     for key, node in spec.trace(setting).new.items():
         expr = expression(node, {})
         symbols = sorted(expr.free_symbols, key=lambda s: s.name)
         compute = sympy.lambdify(symbols, expr, [{**ONE_ELEMENT, "erfinv": PLAIN["erfinv"]}, "math"])
         assert float(compute(*(known[s.name] for s in symbols))) == pytest.approx(expected[key], rel=1e-13)
     plain = numbers | {"t": float(t)} | {f"{key}_old": value for key, value in old.items()}
+    plain |= {f.fed: old[f.fed] for f in spec.flags if f.fed}
+    plain["uniform"] = uniform = lambda n: drawn[f"uniform_{n}"]
+    plain["normal"] = lambda n: math.sqrt(2) * PRIMS["erfinv"].number(2 * uniform(n) - (1 - 2**-24))
     for line in plain_formulas(spec, setting):
         text = line.replace("[t-1]", "_old").replace("[t]", "_new").replace("'", "_")
         exec(text, PLAIN | ONE_ELEMENT | {"__builtins__": {"max": max, "min": min, "abs": abs}}, plain)
-    for key, value in expected.items():
-        assert plain[f"{key}_new"] == pytest.approx(value, rel=1e-13)
+    for key in expected.keys() - {x for f in spec.flags if f.fed for x in (f.fed, fed_name(f.fed))}:
+        assert plain[f"{key}_new"] == pytest.approx(expected[key], rel=1e-13)
 
 
 @optimizer()
