@@ -20,6 +20,7 @@ from optgen.backends.printer import (
     with_comments,
     wrapped,
 )  # fmt: skip
+from optgen.base.names import unique
 from optgen.ir.node import Node, postorder
 from optgen.ir.program import Let, Program
 from optgen.ir.ranges import Intervals, never_zero
@@ -107,10 +108,7 @@ def _statements(program: Program) -> list[Let]:
     out = []
     for let in program.host_locals:
         if let.node.uid in live - scalars:
-            name, k = let.name, 1
-            while name in taken:
-                k += 1
-                name = f"{let.name}_{k}"
+            name = unique(let.name, taken)
             taken.add(name)
             out.append(replace(let, name=name))
     return out + [let for let in program.host if let.node.op != "sym"]

@@ -8,13 +8,13 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from optgen import passes
 from optgen.base.loc import relative
 from optgen.driver import judge, targets
 from optgen.driver.project import Maths
 from optgen.driver.targets import Case
+from optgen.formats.bound import Bound
 from optgen.formats.format import Format
 from optgen.formats.of_matrices import MATRICES
 from optgen.formats.plan import Plan, Storage
@@ -52,13 +52,13 @@ class Kept:
 def memory(spec: Spec, storage: Storage, decays: Mapping[str, Recurrence] | None = None) -> list[Kept]:
     """Return a row for the weight and for each state; with `decays`, also the bound of averages after many steps."""
     master, param = storage.master, storage.param
-    weight = _bound(lambda: bounds.master_bound(master, param))
+    weight = _bound(master.bound(param))
     size = sum(f.bytes_per_param for f in master.fields(param).values())
     rows = [Kept("p", master.describe(param), size, *weight)]
     held = {s.name: s.space for s in spec.states}
     ranks = {s.name: _rank(spec, s) for s in spec.states if s.rank}
     for name, fmt in storage.states.items():
-        error, valid = _bound(lambda fmt=fmt: bounds.one_step_bound(fmt))
+        error, valid = _bound(fmt.bound())
         steady = steady_state(fmt, (decays or {}).get(name))
         of, size = (f", one per {held[name].name}", 0.0)
         if spaces.dims(held[name]):
@@ -76,11 +76,9 @@ def _rank(spec: Spec, state: StateDecl) -> int:
     return min(int(next((h.values[0] for h in spec.hypers if h.name == state.rank), own)), SIDE)
 
 
-def _bound(derive: Any) -> tuple[str, str]:
+def _bound(bound: Bound | None) -> tuple[str, str]:
     """Return (error, range) in words; a user's format may have none, and so an element of which only means are kept."""
-    try:
-        bound = derive()
-    except bounds.UnknownBound:
+    if bound is None:
         return UNKNOWN, ""
     if bound.value == 0:
         return "exact", bound.valid
@@ -90,13 +88,10 @@ def _bound(derive: Any) -> tuple[str, str]:
 
 
 def steady_state(fmt: Format, recurrence: Recurrence | None) -> str:
-    exact = fmt.exact or "" not in fmt.fields()
-    if exact or recurrence is None or recurrence.kind != "ema" or not recurrence.decay or recurrence.decay >= 1:
+    none = fmt.exact or "" not in fmt.fields() or fmt.bound() is None
+    if none or recurrence is None or recurrence.kind != "ema" or not recurrence.decay or recurrence.decay >= 1:
         return ""
-    try:
-        return f"under a decay of {recurrence.decay:g}: {bounds.steady_state(fmt, recurrence.decay)}"
-    except bounds.UnknownBound:
-        return ""
+    return f"under a decay of {recurrence.decay:g}: {bounds.steady_state(fmt, recurrence.decay)}"
 
 
 def of_plan(plan: Plan) -> list[Kept]:
@@ -104,15 +99,13 @@ def of_plan(plan: Plan) -> list[Kept]:
     rows = []
     for param in (dtypes.bf16, dtypes.f16):
         size = sum(f.bytes_per_param for f in plan.master.fields(param).values())
-        weight = _bound(lambda param=param: bounds.master_bound(plan.master, param))
-        rows.append(Kept(f"{param.name} weight", plan.master.describe(param), size, *weight))
+        rows.append(Kept(f"{param.name} weight", plan.master.describe(param), size, *_bound(plan.master.bound(param))))
     roles = {role: getattr(plan, role) for role in ("signed", "nonneg", "initial", "small")}
     roles |= MATRICES if plan.matrices == 8 else {}
     for role, fmt in {**roles, **plan.overrides}.items():
         for name, kept in {role: fmt, f"{role}, vectors": fmt.of_vectors()}.items():
             if name == role or kept != fmt:
-                error, valid = _bound(lambda fmt=kept: bounds.one_step_bound(fmt))
-                rows.append(Kept(name, str(kept), kept.bytes_per_param, error, valid))
+                rows.append(Kept(name, str(kept), kept.bytes_per_param, *_bound(kept.bound())))
     return rows
 
 

@@ -40,14 +40,10 @@ def judge(spec: Spec, plan: Plan, *, force: bool = False) -> Verdict:
 
 def look(spec: Spec, plan: Plan) -> Verdict:
     """Return the verdict, also where the lint refuses; raises UserError where a format does not fit, or is wrong."""
-    cases = list(targets.cases(spec, plan))
-    found = [
-        f
-        for case in cases
-        for f in (
-            *_linted(spec, case), *lint.lifted(spec, case.storage, case.flags), *lint.overflow(spec, case.flags)
-        )
-    ]
+    found: list[Finding] = []
+    for case in targets.cases(spec, plan):
+        found += _linted(spec, case)
+        found += [*lint.lifted(spec, case.storage, case.flags), *lint.overflow(spec, case.flags)]
     return Verdict(_once([*found, *lint.vectors(spec)]), plan.discouraged)
 
 

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+from optgen.base.names import unique
+
 
 @dataclass
 class Pool:
@@ -34,11 +36,7 @@ class Pool:
             marker = " ".join(replaced(marker, {name: f"${i}" for i, name in enumerate(scalars)}).split())
         if marker in self.names:
             return self.names[marker], False
-        name, k = wanted, 1
-        while name in self.names.values():
-            k += 1
-            name = f"{wanted}_{k}"
-        self.names[marker] = name
+        name = self.names[marker] = unique(wanted, {*self.names.values()})
         return name, True
 
     def keep(self, marker: str, name: str, lines: list[str]) -> str:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from optgen import passes
 from optgen.backends import columns, host, matrices, triton, triton_text, wrapper
+from optgen.base.names import unique
 from optgen.driver import eager_text, explain, kernel_text, targets
 from optgen.driver.pool import Pool
 from optgen.driver.project import Maths
@@ -238,8 +239,7 @@ def _shared(found: Sequence[Rule | RuleRecord]) -> tuple[list[str], list[Any]]:
     for wanted, x in every:
         text = line(x)
         if counts[text] > 1 and len(text) > 40 and text not in names:
-            numbered = (f"{wanted}_{k}" for k in itertools.count(2))
-            names[text] = next(name for name in itertools.chain([wanted], numbered) if name not in names.values())
+            names[text] = unique(wanted, {*names.values()})
             lines += written(f"{names[text]} = ", x)
 
     def name(x: Any) -> Any:

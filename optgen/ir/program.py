@@ -130,10 +130,11 @@ class Program:
         return [let.node for let in self.body] + [s.node for s in self.stores] + list(self.sums)
 
     def map(self, f: Callable[[Node], Node]) -> Program:
-        """The program with f applied to every let and store of the body, and to the sums over the model."""
+        """The program with f applied to every let and store of the body, sum over the model and kept value."""
         body = tuple([let.of(f(let.node)) for let in self.body])
         stores = tuple([s if (new := f(s.node)) is s.node else Store(s.buffer, new) for s in self.stores])
-        return replace(self, body=body, stores=stores, sums=tuple(map(f, self.sums)))
+        kept = tuple([replace(k, old=f(k.old), new=f(k.new)) for k in self.kept])
+        return replace(self, body=body, stores=stores, sums=tuple(map(f, self.sums)), kept=kept)
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,10 @@ and a plan meet.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from optgen.formats.format import Field, Format, Master, Noise
 from optgen.ir import node as ir
@@ -64,54 +66,49 @@ def _program(name: str, fields: Mapping[str, Field], lets: list[Let], stores: Ma
     return Program(name, buffers, (), body, tuple(Store(k, n) for k, n in nodes.items()), "strict", block_of(buffers))
 
 
+Reads = Callable[[dict[str, Num]], Num]
+
+
+def _codec(fields: Mapping[str, Field], bits: int, decode: Reads, root: Reads | None, encode: Any) -> CodecPrograms:
+    """Return the programs of functions of what fields hold, and of `encode(x, noise)`, which makes that of a value."""
+
+    def reading(name: str, key: str, read: Reads) -> Program:
+        record = Recorder("", "decode")
+        value = read(_parts(fields, record))
+        return _program(name, fields, record.lets(), {key: value})
+
+    def writing(noise: Noise | None) -> Program:
+        record = Recorder("", "encode")
+        made = encode(Value(ir.load(X, dtypes.f32, spaces.elem), record), noise=noise)
+        return _program("encode", fields, record.lets(), {k or CODE: v for k, v in made.items()})
+
+    rooted = None if root is None else reading("root", ROOT, root)
+    drawn = writing(Drawn(bits=bits)) if bits else None
+    return CodecPrograms(fields, reading("decode", X, decode), rooted, drawn, writing(None))
+
+
 def lower_codec(fmt: Format, plus: bool = True) -> CodecPrograms:
     """Lower a format of states, absolute: relative ones are divided and multiplied by the root outside.
 
     plus  where the format wants zeros to be +0, its encoding makes them so
     """
     fmt = fmt.absolute() if fmt.relative else fmt
-    fields = fmt.fields()
-
-    record = Recorder("", "decode")
-    value = fmt.decode(_parts(fields, record))
-    decode = _program("decode", fields, record.lets(), {X: value})
     rooted = fmt.positive or not fmt.signed
-    root = None
-    if rooted:
-        record = Recorder("", "decode")
-        found = fmt.decode_root(_parts(fields, record))
-        root = _program("root", fields, record.lets(), {ROOT: found})
 
-    def encode(noise: Noise | None) -> Program:
-        record = Recorder("", "encode")
-        x = Value(ir.load(X, dtypes.f32, spaces.elem), record)
+    def encode(x: Value, noise: Noise | None) -> Mapping[str, Num]:
         value = x + 0.0 if plus and fmt.plus_zero else x  # -0 + 0 is +0
-        stores: dict[str, Num]
-        if rooted:
-            made, kept = fmt.encode_root(value, noise)
-            stores = {k or CODE: v for k, v in made.items()} | {ROOT: kept}
-        else:
-            stores = {k or CODE: v for k, v in fmt.encode(value, noise=noise).items()}
-        return _program("encode", fields, record.lets(), stores)
+        if not rooted:
+            return fmt.encode(value, noise=noise)
+        made, kept = fmt.encode_root(value, noise)
+        return {**made, ROOT: kept}
 
-    bits = fmt.noise_bits
-    return CodecPrograms(fields, decode, root, encode(Drawn(bits=bits)) if bits else None, encode(None))
+    return _codec(fmt.fields(), fmt.noise_bits, fmt.decode, fmt.decode_root if rooted else None, encode)
 
 
 def lower_weight(master: Master, param: DType) -> CodecPrograms:
     """Lower how a weight is kept for one dtype of parameters."""
-    fields = master.fields(param)
-    record = Recorder("", "decode")
-    value = master.decode(_parts(fields, record), param)
-    decode = _program("decode", fields, record.lets(), {X: value})
-
-    def encode(noise: Noise | None) -> Program:
-        record = Recorder("", "encode")
-        made = master.encode(Value(ir.load(X, dtypes.f32, spaces.elem), record), param, noise=noise)
-        return _program("encode", fields, record.lets(), {k or CODE: v for k, v in made.items()})
-
-    bits = master.noise_bits(param)
-    return CodecPrograms(fields, decode, None, encode(Drawn(bits=bits)) if bits else None, encode(None))
+    decode, encode = partial(master.decode, param=param), partial(master.encode, param=param)
+    return _codec(master.fields(param), master.noise_bits(param), decode, None, encode)
 
 
 __all__ = ["CODE", "ROOT", "CodecPrograms", "X", "lower_codec", "lower_weight"]

@@ -112,17 +112,6 @@ def differing(spec: Spec, flags: Mapping[str, bool]) -> frozenset[str]:
     return frozenset(name for new in made for name, node in new.items() if node is not made[0].get(name))
 
 
-def _rare(spec: Spec, storage: Storage, flags: Mapping[str, bool]) -> frozenset[str]:
-    """Return what some steps do not store, or make in another way."""
-    return differing(spec, flags).union(*(untouched(spec, storage, found) for found in spec.at_steps(flags)))
-
-
-def _wants(spec: Spec, storage: Storage, still: Collection[str]) -> dict[str, int]:
-    """Random bits that each state and the weight want, in the order in which they are dealt out."""
-    wants = {name: storage.states[name].noise_bits for name in encoding_order(spec, storage) if name not in still}
-    return {**wants, "p": storage.master.noise_bits(storage.param)}
-
-
 def _encode_all(
     spec: Spec,
     storage: Storage,
@@ -137,7 +126,9 @@ def _encode_all(
     rare   states, or "p", that not every step stores, or not in the same way
     still  states that are not stored at this one
     """
-    noise, words = deal(_wants(spec, storage, still), rare)
+    moving = [name for name in encoding_order(spec, storage) if name not in still]
+    wants = {name: storage.states[name].noise_bits for name in moving}
+    noise, words = deal({**wants, "p": storage.master.noise_bits(storage.param)}, rare)
     anew = {bits.word.node for name, bits in noise.items() if name in rare and bits.word is not None}
     spread = "32 random bits: hash(element, tensor, window of steps), evenly spread over a window"
     docs = ["32 random bits: hash(element, tensor, step)" if word in anew else spread for word in words]
@@ -148,10 +139,8 @@ def _encode_all(
     stores: list[Store] = []
     roots: dict[str, Value] = {}
     bases = {normalizer(spec, name) for name in storage.states if storage.states[name].relative}
-    for name in encoding_order(spec, storage):
+    for name in moving:
         fmt = storage.states[name]
-        if name in still:
-            continue
         record = Recorder(name, "encode")
         value = Value(states[name].node, record)
         if fmt.plus_zero and not is_plus(value.node):
@@ -242,9 +231,7 @@ def lower(spec: Spec, flags: Mapping[str, bool], storage: Storage, *, alone: boo
     leaves = {("p"): weight.node, "g": g.node} | {name: v.node for name, v in states.items()}
 
     def substitute(node: Node) -> Node:
-        if node.op == "load" and node.dtype is dtypes.f32 and node.attr in leaves:
-            return leaves[node.attr]
-        return node
+        return leaves.get(node.attr, node) if node.op == "load" and node.dtype is dtypes.f32 else node
 
     # Spec leaves are f32 loads by logical name; a decode may load an f32 buffer of that same name, so the
     # author's expressions are rewritten before the two meet.
@@ -259,7 +246,7 @@ def lower(spec: Spec, flags: Mapping[str, bool], storage: Storage, *, alone: boo
     new_weight, new_nodes = rewrite(trace.p), {name: rewrite(node) for name, node in trace.states.items()}
     body = [Let("g", g.node, "decode"), *decoded, *lets]
     new_states = {name: Value(node) for name, node in new_nodes.items()}
-    rare = _rare(spec, storage, flags)
+    rare = differing(spec, flags).union(*(untouched(spec, storage, found) for found in spec.at_steps(flags)))
     words, stores = _encode_all(spec, storage, Value(new_weight), new_states, rare=rare, still=still)
     body += words
     needed = [s.node for s in stores]

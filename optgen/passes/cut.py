@@ -24,7 +24,7 @@ rewrite:
 from __future__ import annotations
 
 import itertools
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from optgen.base.names import unique
@@ -81,11 +81,6 @@ def of_matrices(roots: Iterable[Node]) -> dict[int, Node]:
     return found
 
 
-def reduces_model(node: Node) -> bool:
-    """Return True if the node depends on a sum over all parameters."""
-    return node.op == "model_sum"
-
-
 def needs_cutting(program: Program) -> bool:
     """Return True if anything lives in a space between host and elements, or is computed outside of kernels."""
     if program.sums or any(b.space.name in spaces.SMALL for b in program.buffers):
@@ -122,7 +117,7 @@ def by_rows(program: Program) -> Program:
     matrices = any(n.space.name in ("row", "col", "mat") for n in nodes)
 
     def rule(node: Node) -> Node:
-        if reduces_model(node) and node.args[0].space.name != "tensor":
+        if node.op == "model_sum" and node.args[0].space.name != "tensor":
             return ir.op("model_sum", rule(ir.op("tensor_sum", node.args[0])))
         if (
             node.op in ("mat_sum", "mat_max")
@@ -133,9 +128,7 @@ def by_rows(program: Program) -> Program:
             return ir.op(node.op, ir.op(rows, node.args[0]))
         return node
 
-    rewrite = Rewriter(rule)
-    kept = tuple(replace(k, old=rewrite(k.old), new=rewrite(k.new)) for k in program.kept)
-    return replace(program.map(rewrite), kept=kept)
+    return program.map(Rewriter(rule))
 
 
 class Levels:
@@ -145,7 +138,7 @@ class Levels:
         self.of: dict[int, int] = {}
         for node in postorder(roots):
             below = max((self.of[a.uid] for a in node.args), default=START)
-            if reduces_model(node):
+            if node.op == "model_sum":
                 self.of[node.uid] = below + 2
             elif reduces_elements(node):
                 self.of[node.uid] = below + below % 2 + 1
@@ -220,7 +213,7 @@ class Cutter:
         whole = [n for n in live if n.uid in self.matrices]
         inner = {a.uid for n in whole for a in n.args}
         self.calls = [n for n in whole if self._is_alone(n) and n.uid not in inner]
-        of_elements = [a for n in whole if n not in self.calls for a in n.args if not self._is_matrix(a)]
+        of_elements = [a for n in whole if n not in self.calls for a in n.args if a.uid not in self.matrices]
         self.operands = list(dict.fromkeys(a for a in of_elements if a.space == spaces.elem))
         self.given = list(dict.fromkeys(a for a in of_elements if is_small(a) and a.args))
         read = {a.uid for n in live if n.uid not in self.matrices for a in n.args}
@@ -238,12 +231,9 @@ class Cutter:
         self.names = self._names(live)
         self.first_users = self._first_users()
 
-    def _is_matrix(self, node: Node) -> bool:
-        return node.uid in self.matrices
-
     def _is_alone(self, node: Node) -> bool:
         """Return True for a newton_schulz of a value of elements, which takes the place of its operand."""
-        return node.attr == "newton_schulz" and node.space == spaces.elem and not self._is_matrix(node.args[0])
+        return node.attr == "newton_schulz" and node.space == spaces.elem and node.args[0].uid not in self.matrices
 
     def _first_users(self) -> dict[int, Let]:
         """Map reductions and calls (by uid) to the first line of the author that needs them."""
@@ -265,7 +255,7 @@ class Cutter:
         """Return the names of small values: the author's where a line of theirs is the value."""
         named: dict[int, str] = {}
         for let in self.program.body:
-            if is_small(let.node) or self._is_matrix(let.node):
+            if is_small(let.node) or let.node.uid in self.matrices:
                 named.setdefault(let.node.uid, let.name)
         taken = {b.name for b in self.program.buffers} | set(self.program.hypers)
         out: dict[int, str] = {}
@@ -279,9 +269,10 @@ class Cutter:
             for a in n.args:
                 lines.setdefault(a.uid, n)
         for n in (*self.program.sums, *live):
-            if n.uid in out or not (is_small(n) or self._is_matrix(n)) or not n.args or n.space.name in spaces.MATRICES:
+            small = is_small(n) or n.uid in self.matrices
+            if n.uid in out or not small or not n.args or n.space.name in spaces.MATRICES:
                 continue
-            base = named.get(n.uid) or self._described(n, named, lines if reduces_model(n) else users, out)
+            base = named.get(n.uid) or self._described(n, named, lines if n.op == "model_sum" else users, out)
             name = out[n.uid] = unique(base, taken)
             taken.add(name)
         own = {let.node.uid: let.name for let in self.program.body}
@@ -299,7 +290,7 @@ class Cutter:
             user = users.get(user.uid)
             if user is not None and not is_small(user):
                 user = None
-        if self._is_matrix(node):
+        if node.uid in self.matrices:
             return str(node.attr or node.op)
         if node.op == "axis_min":
             (x,) = node.args
@@ -374,7 +365,7 @@ class Cutter:
                 sweep.loads |= set(loads([self.kept[early[node.uid]].old]))
                 sweep.nodes.append(node)
                 continue
-            if self._is_matrix(node):
+            if node.uid in self.matrices:
                 sweep.nodes.append(node)
                 sweep.calls.add(node.uid)
                 continue
@@ -394,7 +385,8 @@ class Cutter:
     def choose(self) -> tuple[list[_Sweep], dict[str, int]]:
         """The sweeps with the least traffic, and the level at which each owner's stores stand."""
         groups = self.groups()
-        first = {id(g): max(self._sweep_of(s) for o in g for s in self.stores[o]) for g in groups}
+        first = {id(g): max(self.level(s.node) for o in g for s in self.stores[o]) for g in groups}
+        first = {g: level + level % 2 for g, level in first.items()}  # of sweeps, which can store these values
         last = max([*first.values(), *self._before()], default=0)
         best: tuple[tuple[float, int, int], list[_Sweep], dict[str, int]] | None = None
         for levels in itertools.product(*(range(first[id(g)], last + 1, 2) for g in groups)):
@@ -410,11 +402,6 @@ class Cutter:
                 best = key, sweeps, at
         assert best is not None
         return best[1], best[2]
-
-    def _sweep_of(self, s: Store) -> int:
-        """Return the level of the first sweep that can store a value."""
-        level = self.level(s.node)
-        return level + level % 2
 
     def _reads_new(self, sweep: _Sweep, owner: str) -> bool:
         return owner in self.kept and any(n.uid == self.kept[owner].new.uid for n in sweep.nodes)
@@ -444,18 +431,13 @@ class Cutter:
                 reduced.append(self._temp(x))
                 stores.append(Store(self.names[x.uid], mapped(x)))
         stores += [Store(s.buffer, mapped(s.node)) for o, ss in self.stores.items() if at[o] == sweep.level for s in ss]
-        seen = {n.uid for n in postorder(s.node for s in stores)}
-        lets = []
-        for let in self.program.body:
-            if let.node.space == spaces.host:
-                lets.append(let)
-            elif let.node in memo and let.node not in early and memo[let.node].uid in seen:
-                if memo[let.node].op != "load":
-                    lets.append(replace(let, node=memo[let.node]))
-            elif let.stage == "decode" and let.node.uid in seen and let.node not in memo:
-                lets.append(let)  # an early state, read back
+
+        def new(let: Let) -> Node | None:
+            back = let.node if let.stage == "decode" else None  # an early state, read back
+            return None if let.node in early else memo.get(let.node, back)
+
         why = self._why(sweep, reduced, number, count)
-        return StageProgram(self._program(stores, tuple(lets), reduced, spaces.elem), sweep.level, why)
+        return StageProgram(self._program(stores, new, reduced, spaces.elem), sweep.level, why)
 
     def read_call(self, node: Node) -> Node:
         """Return the load by which a later stage reads a value of functions of whole matrices."""
@@ -500,21 +482,29 @@ class Cutter:
             stores = [Store(self.names[x.uid], as_number(mapped(x))) for x in made]
             if level == max(levels):
                 stores += [Store(s.buffer, mapped(s.node)) for s in self.matrix_stores]
-            seen = {n.uid for n in postorder(s.node for s in stores)}
-            lets = []
-            for let in self.program.body:
-                if let.node.space == spaces.host:
-                    lets.append(let)
-                elif self._is_matrix(let.node) and (new := mapped(let.node)).uid in seen and new.op != "load":
-                    lets.append(replace(let, node=new))
-            program = self._program(stores, tuple(lets), temps, spaces.whole)
+
+            def new(let: Let, mapped: Rewriter = mapped) -> Node | None:
+                return mapped(let.node) if let.node.uid in self.matrices else None
+
+            program = self._program(stores, new, temps, spaces.whole)
             out.append(StageProgram(program, level, "functions of whole matrices"))
         return out
 
-    def _program(self, stores: list[Store], lets: tuple[Let, ...], temps: list[Buffer], space: Space) -> Program:
-        """A program over these stores, with the buffers that it touches."""
+    def _program(
+        self, stores: list[Store], new: Callable[[Let], Node | None], temps: list[Buffer], space: Space
+    ) -> Program:
+        """A program over these stores, with the buffers that it touches.
+
+        new  let -> what its value became, None where it is not computed here
+        """
         read, written = set(loads(s.node for s in stores)), {s.buffer for s in stores}
         nodes = list(postorder(s.node for s in stores))
+        seen, lets = {n.uid for n in nodes}, []
+        for let in self.program.body:
+            if let.node.space == spaces.host:
+                lets.append(let)
+            elif (node := new(let)) is not None and node.uid in seen and node.op != "load":
+                lets.append(replace(let, node=node))
         found = []
         for b in (*self.program.buffers, *temps):
             # Every sweep walks along the parameter: its pointer comes first whether it is read or not.
@@ -528,8 +518,8 @@ class Cutter:
         blocks = [b.space.size for b in found] + [n.attr for n in nodes if n.op in ("block_max", "block_min")]
         least = self.program.block if any(b.dtype.packed for b in found) else 1
         return replace(
-            self.program, buffers=tuple(found), body=lets, stores=tuple(stores), block=max(blocks, default=0) or least,
-            kept=(), space=space, host_stores=(), sums=(),
+            self.program, buffers=tuple(found), body=tuple(lets), stores=tuple(stores), space=space,
+            block=max(blocks, default=0) or least, kept=(), host_stores=(), sums=(),
         )  # fmt: skip
 
     def _why(self, sweep: _Sweep, reduced: list[Buffer], number: int, count: int) -> str:
@@ -571,7 +561,7 @@ class SmallWork:
             self.roots.setdefault(at, []).append(node)
             for n in self._inside(node, at):
                 for a in n.args:
-                    if is_small(a) and a.args and (START < level(a) < at or reduces_model(a)):
+                    if is_small(a) and a.args and (START < level(a) < at or a.op == "model_sum"):
                         stack.append((a, self._due(a)))
         self.rounds: dict[Round, list[Node]] = {}
         self.home: dict[int, Round] = {}  # node uid -> the first round that makes it
@@ -583,7 +573,7 @@ class SmallWork:
 
     def _due(self, node: Node) -> int:
         """The level that makes a value; a sum over the model is begun a level before it is there."""
-        return self.cutter.level(node) - (2 if reduces_model(node) else 0)
+        return self.cutter.level(node) - (2 if node.op == "model_sum" else 0)
 
     def _inside(self, root: Node, at: int) -> list[Node]:
         """The small operations below root that are done at that level, operands first."""
@@ -598,7 +588,7 @@ class SmallWork:
                 continue
             if node.uid in seen or not is_small(node) or not node.args or reduces_elements(node):
                 continue
-            if node is not root and (START < level(node) < at or reduces_model(node)):
+            if node is not root and (START < level(node) < at or node.op == "model_sum"):
                 continue
             seen.add(node.uid)
             stack.append((node, True))
@@ -710,14 +700,7 @@ class SmallWork:
         stores += [Store(s.buffer, mapped(s.node)) for s in self.commits.get(key, ())]
         if not stores:
             return None
-        seen = {n.uid for n in postorder(s.node for s in stores)}
-        lets = []
-        for let in cutter.program.body:
-            if let.node.space == spaces.host:
-                lets.append(let)
-            elif let.node.uid in memo and memo[let.node.uid].op != "load" and memo[let.node.uid].uid in seen:
-                lets.append(replace(let, node=memo[let.node.uid]))
-        made = cutter._program(stores, tuple(lets), temps, Space(space))
+        made = cutter._program(stores, lambda let: memo.get(let.node.uid), temps, Space(space))
         return StageProgram(made, at, f"values of {_OF[space]}")
 
 

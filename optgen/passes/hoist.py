@@ -43,14 +43,12 @@ def hoist(program: Program) -> Program:
             order.append(let)
         return ir.sym(let.name)
 
-    def leaves_host(node: Node) -> bool:
-        # Scalars travel as f32: what is made of a key's bits stays in the kernel, which makes it once for all elements.
-        return node.space == spaces.host and bool(node.args) and node.dtype is not dtypes.i32
-
     def rule(node: Node) -> Node:
         if node.space == spaces.host or not node.args:
             return node
-        return ir.rebuild(node, [scalar(a) if leaves_host(a) else a for a in node.args])
+        # Scalars travel as f32: what is made of a key's bits stays in the kernel, which makes it once for all elements.
+        left = [a.space == spaces.host and bool(a.args) and a.dtype is not dtypes.i32 for a in node.args]
+        return ir.rebuild(node, [scalar(a) if leaves else a for a, leaves in zip(node.args, left, strict=True)])
 
     live = {n.uid for n in postorder([s.node for s in program.stores])}
     body = [let for let in program.body if let.node.space != spaces.host and let.node.uid in live]

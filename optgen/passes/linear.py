@@ -136,7 +136,5 @@ def linear(program: Program) -> Program:
         rest = _square(others)
         return ir.op("mul", _product(host), ir.op(node.op, ir.op("div", rest, x.args[1]) if x.op == "div" else rest))
 
-    rewrite = Rewriter(rule)
-    kept = tuple(replace(k, old=rewrite(k.old), new=rewrite(k.new)) for k in program.kept)
-    new = replace(program.map(rewrite), kept=kept)
+    new = program.map(Rewriter(rule))
     return replace(new, rules=tuple(sorted({*new.rules, "linear"}))) if fired else program

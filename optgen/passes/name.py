@@ -12,8 +12,9 @@ import builtins
 import keyword
 from dataclasses import replace
 
+from optgen.base.names import unique
 from optgen.ir.node import Node
-from optgen.ir.program import Let, Schedule, Sweep
+from optgen.ir.program import Let, Schedule
 from optgen.lang.optimizer import CALLED, VARIABLES
 from optgen.ops.prims import PRIMS
 
@@ -53,7 +54,9 @@ def last_use(lets: tuple[Let, ...], stores: tuple[Node, ...]) -> dict[int, int]:
     return out
 
 
-def _name_sweep(sweep: Sweep, hosts: set[str]) -> Sweep:
+def name(schedule: Schedule) -> Schedule:
+    """See the module's docstring."""
+    sweep, hosts = schedule.sweep, {let.name for let in schedule.program.host}
     last = last_use(sweep.lets, tuple(s.node for s in sweep.stores))
     holder: dict[str, int] = {}  # name -> uid of the node it currently names
     out = []
@@ -61,17 +64,8 @@ def _name_sweep(sweep: Sweep, hosts: set[str]) -> Sweep:
         # Arguments of the eager reference end in _tensor, what it keeps aside in _new.
         clear = let.name not in RESERVED | PRIMS.keys() | hosts and not let.name.endswith(("_tensor", "_new"))
         base = let.name if clear else f"{let.name}_"
-        name, k = base, 1
-        while name in holder and last.get(holder[name], -1) > i:
-            k += 1
-            name = f"{base}_{k}"
+        name = unique(base, {x for x, uid in holder.items() if last.get(uid, -1) > i})
         holder[name] = let.node.uid
         out.append(let if name == let.name else replace(let, name=name))
-    return replace(sweep, lets=tuple(out))
-
-
-def name(schedule: Schedule) -> Schedule:
-    """See the module's docstring."""
-    hosts = {let.name for let in schedule.program.host}
-    new = _name_sweep(schedule.sweep, hosts)
+    new = replace(sweep, lets=tuple(out))
     return Schedule(replace(schedule.program, body=new.lets), new)

@@ -219,22 +219,13 @@ def _l2(fmt: Format, decay: float) -> Iterator[FormatFinding]:
             f"the average freezes, and the step sizes made of it with it: a step under decay {decay:g} changes it by "
             f"{1 - decay:.2g} of itself at most, and rounding to nearest undoes that in cells of up to {cell:.2g}"
         )
-        yield "L2", "error", f"{reason}{_reach(fmt, decay)}; round it stochastically, or keep it in fp32"
-
-
-def _reach(fmt: Format, decay: float) -> str:
-    """Return where such an average settles, as an aside; "" where that is no factor, or no bound is known."""
-    try:
-        factor = bounds.steady_state(fmt, decay)
-    except bounds.UnknownBound:
-        return ""
-    return f" ({factor})" if factor.of == "factor" else ""
+        settled = bounds.steady_state(fmt, decay) if fmt.bound() is not None else None
+        aside = f" ({settled})" if settled is not None and settled.of == "factor" else ""  # where it settles
+        yield "L2", "error", f"{reason}{aside}; round it stochastically, or keep it in fp32"
 
 
 def _l17(fmt: Format) -> Iterator[FormatFinding]:
-    try:
-        bound = bounds.one_step_bound(fmt)
-    except bounds.UnknownBound:
+    if (bound := fmt.bound()) is None:
         return
     spread = bound.value * math.sqrt(STEPS / 6)  # no error is forgotten, and the mean square of one is a sixth
     if spread >= LOST:

@@ -40,12 +40,8 @@ def source(variant: Variant, rule: Rule, text: str, codecs: str) -> str:
             str(2 if owner == "p" else first + 1),
         ]
         values.append(f"Value<{', '.join(given)}>")
-    rare = {x: eager.words[eager.noise[x][0]][2] for x in eager.noise}
-    wants = [f"{{{_codec(eager.codecs, x)}::NOISE, {str(rare.get(x, False)).lower()}}}" for x in dealt]
-    wants = [want if x in eager.noise else "{0, false}" for x, want in zip(dealt, wants, strict=True)]
-    weight = f"{{{4 if variant.param == 'float32' else 2}, ELEMENT, true}}"
-    columns = [weight, "{sizeof(typename Grad::stored), ELEMENT, false}"]
-    columns += [_column(f, f.owner in stores) for f in variant.fields]
+    written = [True, False, *(f.owner in stores for f in variant.fields)]
+    columns = [_column_of(variant, name)[:-1] for name in ("p", "g", *variant.names)]
     return "\n".join(
         [
             '#include "sweep.h"',
@@ -57,9 +53,9 @@ def source(variant: Variant, rule: Rule, text: str, codecs: str) -> str:
             "template <class Grad> struct Layout {",
             f"    static constexpr int BLOCK = {variant.block}, SCALARS = {len(rule.scalars)};",
             f"    static constexpr int ORDER[] = {{{', '.join(map(str, (*stage.scalars, 0)))}}};",
-            f"    static constexpr auto NOISE = dealt({{{', '.join(wants)}}});",
+            f"    static constexpr auto NOISE = dealt({{{', '.join(_wants(variant))}}});",
             "    static constexpr Column COLUMNS[] = {",
-            *(f"        {column}," for column in columns),
+            *(f"        {x}, {str(y).lower()}}}," for x, y in zip(columns, written, strict=True)),
             "    };",
             "};",
             f"template <class Grad> using {KERNEL} = Sweep<Layout<Grad>, {stage.kernel}, Grad,",
@@ -81,18 +77,6 @@ def _encoding(eager: Eager, owner: str, written: bool) -> str:
     codec = eager.codecs.get(owner, "full")
     rounds = "stochastic" if owner in eager.noise else "nearest"
     return f"{codec}_{rounds if written or codec == 'full' else 'fields'}"
-
-
-def _codec(codecs: object, owner: str) -> str:
-    assert isinstance(codecs, dict)
-    return f"{codecs.get(owner, 'full')}_stochastic"
-
-
-def _column(field: Field, written: bool) -> str:
-    if field.width > 1 or field.per == EIGHT:
-        return f"{{{field.width}, EIGHTH, {str(written).lower()}}}"
-    kind = "BLOCK_OF" if field.per > 1 else "ELEMENT"
-    return f"{{{field.torch_dtype.itemsize}, {kind}, {str(written).lower()}}}"
 
 
 # -- steps of several stages (optgen/runtime/cpu/cpp/steps.h)
@@ -141,7 +125,7 @@ def _wants(variant: Variant) -> Iterator[str]:
     eager = variant.eager
     for owner in (*(x for x in eager.noise if x != "p"), "p"):
         rare = owner in eager.noise and eager.words[eager.noise[owner][0]][2]
-        bits = f"{_codec(eager.codecs, owner)}::NOISE" if owner in eager.noise else "0"
+        bits = f"{eager.codecs.get(owner, 'full')}_stochastic::NOISE" if owner in eager.noise else "0"
         yield f"{{{bits}, {str(rare).lower()}}}"
 
 
