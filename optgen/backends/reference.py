@@ -300,7 +300,9 @@ def _begun(stage: Stage, stored: Collection[str]) -> list[str]:
     """The line that begins a sweep, or makes the sizes known that other stages compute with."""
     program = stage.schedule.program
     touched = [f'"{b.name}"' for b in program.touched if b.name in stored and b.space == spaces.elem]
-    return wrapped("b = stored.over(", touched, ")") if stage.space == spaces.elem or _needs_blocks(program) else []
+    gathers = any(n.op in GATHERS for n in postorder(program.roots()))
+    needed = stage.space == spaces.elem or program.is_sized or gathers
+    return wrapped("b = stored.over(", touched, ")") if needed else []
 
 
 def _body(step: Step, stage: Stage, source: str) -> list[str]:
@@ -309,10 +311,6 @@ def _body(step: Step, stage: Stage, source: str) -> list[str]:
     bases = {base for _, base in step.program.together}
     order = ["p", *sorted((b.owner for b in step.program.buffers), key=lambda owner: owner not in bases)]
     return assemble(_stage_lines(stage, ReferencePrinter(SPELL, {}, stage.space, stored), order), source)
-
-
-def _needs_blocks(program: Program) -> bool:
-    return program.is_sized or any(n.op in GATHERS for n in postorder(program.roots()))
 
 
 def _endangered(stores: list[Store], lets: tuple[Let, ...]) -> list[Store]:

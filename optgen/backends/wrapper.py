@@ -13,93 +13,66 @@ from optgen.backends import columns
 from optgen.backends.printer import wrapped
 
 
-@dataclass(frozen=True)
-class HyperRow:
-    """A hyper-parameter of the constructor and its range."""
-
-    name: str
-    default: float | tuple[float, ...]
-    bounds: tuple[tuple[str, float], ...]  # ("ge", 0.0), ...
-    parts: tuple[str, ...]
-    series: bool = False
-    rounds_of: str = ""
-    whole: bool = False
-
-    @property
-    def signature(self) -> str:
-        whole = self.whole and not isinstance(self.default, tuple)
-        default = f"{self.default:.0f}" if whole else literal(self.default)
-        return f"{self.name}={'None' if self.rounds_of else default}"
-
-    @property
-    def typed(self) -> str:
-        """The argument's type."""
-        if self.series:
-            return "str | Sequence[float] | Sequence[Sequence[float]]"
-        if isinstance(self.default, bool):
-            return "bool"
-        one = "Sequence[float | Tensor]" if isinstance(self.default, tuple) else "float | Tensor"
-        return f"{one} | None" if self.rounds_of else one
-
-    @property
-    def described(self) -> str:
-        """The values that the constructor takes, in words: "2 numbers, >= 0, < 1"."""
-        if self.series:
-            return "a triple, a list of them, or the name of a set"
-        if isinstance(self.default, bool):
-            return "True or False"
-        signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
-        count = f"{len(self.default)} numbers" if isinstance(self.default, tuple) else "a number"
-        count = "a whole number" if self.whole else count
-        count += f", None: that of {self.rounds_of}" if self.rounds_of else ""
-        return ", ".join([count, *(f"{signs[k]} {v:g}" for k, v in self.bounds)])
-
-    @property
-    def declaration(self) -> str:
-        bounds = "".join(f", {k}={v!r}" for k, v in self.bounds)
-        bounds += f', rounds_of="{self.rounds_of}"' if self.rounds_of else ""
-        bounds += ", whole=True" if self.whole else ""
-        return f'{"Series" if self.series else "Hyper"}("{self.name}", {literal(self.default)}{bounds})'
+def bounds(hyper: Any) -> list[tuple[str, float]]:
+    """Return the ends of a hyper-parameter's range: ("ge", 0.0), ..."""
+    return [(kind, float(x)) for kind in ("ge", "gt", "le", "lt") if (x := getattr(hyper, kind)) is not None]
 
 
-@dataclass(frozen=True)
-class FlagRow:
-    """A static switch: a constructor argument, or derived from a hyper-parameter."""
+def _default(hyper: Any) -> str:
+    """Return the default of a hyper-parameter in the constructor."""
+    whole = hyper.whole and not isinstance(hyper.default, tuple)
+    return "None" if hyper.rounds_of else f"{hyper.default:.0f}" if whole else literal(hyper.default)
 
-    name: str
-    default: bool
-    nonzero: str | None
-    needs: str | None
-    excludes: str | None
-    shape: str = ""  # the source of a function of the shape
-    every: str | None = None
-    first: bool = False
-    fed: str | None = None
 
-    @property
-    def derived(self) -> bool:
-        """True if no constructor argument sets it."""
-        return bool(self.nonzero or self.shape or self.every or self.first or self.fed)
+def _type(hyper: Any) -> str:
+    """Return the type of a hyper-parameter in the constructor."""
+    if hyper.series:
+        return "str | Sequence[float] | Sequence[Sequence[float]]"
+    if isinstance(hyper.default, bool):
+        return "bool"
+    one = "Sequence[float | Tensor]" if isinstance(hyper.default, tuple) else "float | Tensor"
+    return f"{one} | None" if hyper.rounds_of else one
 
-    @property
-    def described(self) -> str:
-        """The values that the constructor takes, in words."""
-        limits = [f"not with {self.needs}=0"] if self.needs else []
-        limits += [f"not with {self.excludes}"] if self.excludes else []
-        return ", ".join(["True or False", *limits])
 
-    @property
-    def declaration(self) -> str:
-        said = [f"shape={self.shape}"] if self.shape else [] if self.derived else [str(self.default)]
-        named = ("fed", "every", "nonzero") if self.derived else ("needs", "excludes")
-        said += [f'{kind}="{name}"' for kind in named if (name := getattr(self, kind))]
-        said += ["first=True"] if self.first else []
-        return f"Flag({', '.join([literal(self.name), *said])})"
+def described(hyper: Any) -> str:
+    """Return the values that the constructor takes, in words: "2 numbers, >= 0, < 1"."""
+    if hyper.series:
+        return "a triple, a list of them, or the name of a set"
+    if isinstance(hyper.default, bool):
+        return "True or False"
+    signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+    count = f"{len(hyper.default)} numbers" if isinstance(hyper.default, tuple) else "a number"
+    count = "a whole number" if hyper.whole else count
+    count += f", None: that of {hyper.rounds_of}" if hyper.rounds_of else ""
+    return ", ".join([count, *(f"{signs[k]} {v:g}" for k, v in bounds(hyper))])
+
+
+def _described_flag(flag: Any) -> str:
+    limits = [f"not with {flag.needs}=0"] if flag.needs else []
+    limits += [f"not with {flag.excludes}"] if flag.excludes else []
+    return ", ".join(["True or False", *limits])
+
+
+def hyper_record(hyper: Any) -> str:
+    """Return the record of a hyper-parameter."""
+    more = "".join(f", {k}={v!r}" for k, v in bounds(hyper))
+    more += f', rounds_of="{hyper.rounds_of}"' if hyper.rounds_of else ""
+    more += ", whole=True" if hyper.whole else ""
+    return f'{"Series" if hyper.series else "Hyper"}("{hyper.name}", {literal(hyper.default)}{more})'
+
+
+def flag_record(flag: Any, shape: str) -> str:
+    """Return the record of a flag; `shape`: the source of its function of the shape, if it has one."""
+    said = [f"shape={shape}"] if shape else [] if flag.derived else [str(flag.default)]
+    named = ("fed", "every", "nonzero") if flag.derived else ("needs", "excludes")
+    said += [f'{kind}="{name}"' for kind in named if (name := getattr(flag, kind))]
+    said += ["first=True"] if flag.first else []
+    return f"Flag({', '.join([literal(flag.name), *said])})"
 
 
 @dataclass(frozen=True)
 class ClassRow:
-    """Everything the class' file says."""
+    """Everything the class' file says; its hyper-parameters and flags are those that its author declares."""
 
     name: str
     module: str
@@ -107,8 +80,9 @@ class ClassRow:
     cite: str
     source: str
     digest: str
-    hypers: tuple[HyperRow, ...]
-    flags: tuple[FlagRow, ...]
+    hypers: tuple[Any, ...]
+    flags: tuple[Any, ...]
+    shapes: Mapping[str, str]  # flag -> the source of its function of the shape; "" if it has none
     plans: tuple[str, ...]
     rule: tuple[str, ...]  # the lines of the author's function
     own: Mapping[str, str] = field(default_factory=dict)  # the user's plans -> their packages
@@ -117,17 +91,19 @@ class ClassRow:
     blocks: str = ""  # what blocks of rows are that its user may ask for: "rows" of its matrix, or "heads"
 
     @property
+    def switches(self) -> list[Any]:
+        """The flags that are arguments."""
+        return [f for f in self.flags if not f.derived]
+
+    @property
     def signature(self) -> list[str]:
-        out = [h.signature for h in self.hypers]
-        return out + [f"{f.name}={f.default}" for f in self.flags if not f.derived]
+        return [f"{h.name}={_default(h)}" for h in self.hypers] + [f"{f.name}={f.default}" for f in self.switches]
 
     @property
     def typed(self) -> list[str]:
         """The signature as a stub states it."""
-        kinds = [h.typed for h in self.hypers]
-        kinds += ["bool"] * (len(self.signature) - len(kinds))
-        pairs = (argument.split("=", 1) for argument in self.signature)
-        return [f"{name}: {kind} = {default}" for (name, default), kind in zip(pairs, kinds, strict=True)]
+        out = [f"{h.name}: {_type(h)} = {_default(h)}" for h in self.hypers]
+        return out + [f"{f.name}: bool = {f.default}" for f in self.switches]
 
     @property
     def summary(self) -> str:
@@ -136,15 +112,14 @@ class ClassRow:
     @property
     def arguments(self) -> list[str]:
         """A line for each argument of the rule's own: its name, and what it may be."""
-        rows: list[HyperRow | FlagRow] = [*self.hypers, *(f for f in self.flags if not f.derived)]
-        width = max((len(row.name) for row in rows), default=0)
-        return [f"{row.name:{width}}  {row.described}" for row in rows]
+        rows = {h.name: described(h) for h in self.hypers} | {f.name: _described_flag(f) for f in self.switches}
+        width = max(map(len, rows), default=0)
+        return [f"{name:{width}}  {words}" for name, words in rows.items()]
 
     @property
     def given(self) -> list[str]:
         """The rule's own arguments as the constructor hands them on."""
-        names = [h.name for h in self.hypers] + [f.name for f in self.flags if not f.derived]
-        return [f"{name}={name}" for name in names]
+        return [f"{x.name}={x.name}" for x in (*self.hypers, *self.switches)]
 
 
 def literal(value: float | str | tuple[Any, ...]) -> str:
@@ -177,6 +152,7 @@ def environment() -> Environment:
     )
     # An author's text as it stands between triple quotes.
     env.filters["quoted"] = lambda text: text.replace("\\", "\\\\").replace('"""', '\\"\\"\\"')
+    env.filters |= {"hyper": hyper_record, "flag": flag_record}
     env.filters["imported"] = imported
     return env
 

@@ -69,22 +69,6 @@ def emit_plan(spec: Spec, plan: Plan, *, maths: Maths = "fast") -> Files:
 
 def class_row(spec: Spec, plans: tuple[str, ...], own: Mapping[str, str]) -> wrapper.ClassRow:
     """Return the row that the wrapper's template needs, without the spec itself."""
-    hypers = tuple(
-        wrapper.HyperRow(
-            h.name,
-            h.default,
-            tuple((k, float(v)) for k in ("ge", "gt", "le", "lt") if (v := getattr(h, k)) is not None),
-            h.parts,
-            h.series,
-            h.rounds_of,
-            h.whole,
-        )
-        for h in spec.hypers
-    )
-    flags = tuple(
-        wrapper.FlagRow(f.name, f.default, f.nonzero, f.needs, f.excludes, spec.shape_text(f), f.every, f.first, f.fed)
-        for f in spec.flags
-    )
     return wrapper.ClassRow(
         name=spec.class_name,
         module=spec.name,
@@ -92,8 +76,9 @@ def class_row(spec: Spec, plans: tuple[str, ...], own: Mapping[str, str]) -> wra
         cite=spec.cite,
         source=f"{targets.source_name(spec.loc.file)}",
         digest=targets.digest(spec.loc.file),
-        hypers=hypers,
-        flags=flags,
+        hypers=spec.hypers,
+        flags=spec.flags,
+        shapes={flag.name: spec.shape_text(flag) for flag in spec.flags},
         plans=plans,
         own=own,
         rule=spec.source.body,

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from optgen.driver import targets
 from optgen.formats.plan import Plan
 from optgen.lang.spec import Spec
-from optgen.lower import untouched
 from optgen.verify import lint
 from optgen.verify.lint import Finding
 
@@ -57,10 +56,7 @@ def discouraged(spec: Spec, cases: Iterable[targets.Case]) -> dict[str, str]:
 
 
 def _linted(spec: Spec, case: targets.Case) -> list[Finding]:
-    lint.check_companders(case.storage)
-    still = untouched(spec, case.storage, case.flags)
-    found = lint.lint(lint.recurrences(spec, case.flags), case.storage, still)
-    return [replace(f, where=_where(case)) for f in found]
+    return lint.linted(spec, case.storage, case.flags, _where(case))
 
 
 def _where(case: targets.Case) -> str:

@@ -256,8 +256,8 @@ def _fused(spec: Spec, plan: Plan, variants: Sequence[Variant], texts: Mapping[s
 def _range(hyper: Any) -> tuple[str, str]:
     """Return the range of a hyper-parameter in words and as a function."""
     signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
-    conditions = [f"x {signs[k]} {v!r}" for k, v in hyper.bounds]
-    return hyper.described, f"lambda x: {' and '.join(conditions or ['x == x'])}"
+    conditions = [f"x {signs[k]} {v!r}" for k, v in wrapper.bounds(hyper)]
+    return wrapper.described(hyper), f"lambda x: {' and '.join(conditions or ['x == x'])}"
 
 
 def text(spec: Spec, plan: Plan, force: bool = False) -> str:
@@ -285,7 +285,8 @@ def text(spec: Spec, plan: Plan, force: bool = False) -> str:
     c, file = emit.class_row(spec, (plan.name,), {}), File(texts)
     parts = fused or _eager(file, variants, c.hypers)
     hypers = [(h.name, _count(h, file.names), *_range(h)) for h in c.hypers]
-    flags = [f'"{f.name}": {f.shape or (repr(f.nonzero) if f.nonzero else f.default)}' for f in c.flags if f.derived]
+    derived = {f.name: c.shapes[f.name] or (repr(f.nonzero) if f.nonzero else f.default) for f in c.flags if f.derived}
+    flags = [f'"{name}": {value}' for name, value in derived.items()]
     stored = [f"{x.name:<{width}}  {x.bytes:g} B  {x.stored}" for x in kept_rows]
     return wrapper.render(
         "standalone.py.j2", c=c, hypers=hypers, plan=plan.name, parts=parts, fused=bool(fused), stored=stored,

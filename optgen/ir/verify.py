@@ -1,4 +1,4 @@
-"""The invariants of a Program and a Schedule after every stage, as a table of checks."""
+"""The invariants of a Program and a Schedule after every stage."""
 
 from __future__ import annotations
 
@@ -50,8 +50,6 @@ def _arithmetic(node: Node) -> Iterator[str]:
         yield f"{node.op} computes in storage dtype {narrow[0]}"
 
 
-NODE_CHECKS: tuple[Callable[[Node], Iterator[str]], ...] = (_operands, _arithmetic)
-
 _sound: set[Node] = set()  # nodes that passed: a node never changes, and most outlive many passes
 
 
@@ -62,7 +60,7 @@ def _looked_at(roots: tuple[Node, ...]) -> tuple[tuple[str, ...], tuple[Node, ..
     faults = []
     if not _sound.issuperset(order):
         nodes = [node for node in order if node not in _sound]
-        faults = [f for node in nodes for check in NODE_CHECKS for f in check(node)]
+        faults = [f for node in nodes for f in (*_operands(node), *_arithmetic(node))]
         if not faults:
             _sound.update(nodes)
     return tuple(faults), tuple([node for node in order if node.op == "load"])
@@ -97,13 +95,9 @@ def _host(p: Program) -> Iterator[str]:
         known.add(let.name)
 
 
-PROGRAM_CHECKS: tuple[Callable[[Program], Iterator[str]], ...] = (_loads, _stores, _host)
-
-
 def verify(ir: Program | Schedule, *, after: str) -> None:
     """Raise BrokenIR naming the stage and everything that does not hold."""
     program = ir.program if isinstance(ir, Schedule) else ir
-    faults = list(_looked_at(tuple(program.roots()))[0])
-    faults += [f for check in PROGRAM_CHECKS for f in check(program)]
+    faults = [*_looked_at(tuple(program.roots()))[0], *_loads(program), *_stores(program), *_host(program)]
     if faults:
         raise BrokenIR(f"after {after}: " + "; ".join(faults[:8]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from optgen.formats import floats
@@ -20,6 +20,7 @@ from optgen.lower.naming import Recorder
 from optgen.lower.noise import deal
 from optgen.ops import dtypes, spaces
 from optgen.ops.spaces import Space
+from optgen.runtime.records.join import settled
 
 
 def buffer_of(name: str, field: Field, role: Role, owner: str, space: Space = spaces.elem) -> Buffer:
@@ -87,20 +88,13 @@ def untouched(spec: Spec, storage: Storage, flags: Mapping[str, bool]) -> frozen
     only where all do that are kept relative to it: they are divided by its root, which is read back above 0 once it is
     encoded, not as it began.
     """
-    return _settled(spec.unchanged(flags), _pairs(spec, storage, alone=False))
+    return frozenset(settled(spec.unchanged(flags), dict(_pairs(spec, storage, alone=False))))
 
 
 def _pairs(spec: Spec, storage: Storage, alone: bool) -> tuple[tuple[str, str], ...]:
     """Return pairs of a state and the one that it is stored relative to; `alone`: those that a plan may store so."""
     found = ((name, normalizer(spec, name)) for name, fmt in storage.states.items() if alone or fmt.relative)
     return tuple((name, base) for name, base in found if base is not None and base in storage.states)
-
-
-def _settled(same: frozenset[str], pairs: Collection[tuple[str, str]]) -> frozenset[str]:
-    """The states of `same` that no pair takes along with one that moves."""
-    while moved := {x for pair in pairs for x in pair if x in same and not same.issuperset(pair)}:
-        same -= moved
-    return same
 
 
 def differing(spec: Spec, flags: Mapping[str, bool]) -> frozenset[str]:
@@ -242,7 +236,7 @@ def lower(spec: Spec, flags: Mapping[str, bool], storage: Storage, *, alone: boo
 
     lets = [replace(let, node=rewrite(let.node)) for let in trace.lets]
     pairs = _pairs(spec, storage, alone)
-    still = _settled(spec.unchanged(flags), pairs)
+    still = frozenset(settled(spec.unchanged(flags), dict(pairs)))
     new_weight, new_nodes = rewrite(trace.p), {name: rewrite(node) for name, node in trace.states.items()}
     body = [Let("g", g.node, "decode"), *decoded, *lets]
     new_states = {name: Value(node) for name, node in new_nodes.items()}

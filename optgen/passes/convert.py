@@ -161,9 +161,12 @@ class Converter:
         if node.op != "where" or node.dtype is not dtypes.i32 or node.args[2].op != "const":
             return node
         same, y, other = node.args
-        if same.op != "eq" or same.args[0] is not same.args[1] or not self.is_computed(same.args[0]):
+        if same.op != "eq" or same.args[0] is not same.args[1]:
             return node
         x = same.args[0]
+        # Results of arithmetic; a codec's value is one, or its NaN is made one (`Stage.picked`).
+        if x.op not in ARITHMETIC and not (x.op == "load" and x.attr in self.computed):
+            return node
         for pattern, carry in (y.args, y.args[::-1]) if y.op == "add" else ((y, _int(0)),):
             low, high = self.intervals(carry)
             if pattern.op == "bitcast" and pattern.args[0] is x and low >= 0 and high < 1 << 17 and other.attr >= NAN:
@@ -171,10 +174,6 @@ class Converter:
                 kept = ir.op("min", pattern, _int(NAN))
                 return ir.op("add", kept, carry) if high else kept
         return node
-
-    def is_computed(self, x: Node) -> bool:
-        """Return True for results of arithmetic; a codec's value is one, or its NaN is made one (`Stage.picked`)."""
-        return x.op in ARITHMETIC or (x.op == "load" and x.attr in self.computed)
 
     def integer(self, node: Node) -> Node:
         x, y = node.args

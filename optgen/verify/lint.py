@@ -269,24 +269,22 @@ def stuck_set(fmt: Format, decay: float) -> tuple[int, float, str]:
 # -- refusing
 
 
-def check_companders(storage: Storage) -> None:
-    """Raise UserError for a compander that is wrong."""
+def linted(
+    spec: Spec, storage: Storage, flags: Mapping[str, bool] | None = None, where: str = ""
+) -> list[Finding]:
+    """Return the findings; `where` as in Finding.  Raises UserError for a compander that is wrong."""
     for fmt in storage.states.values():
         if fmt.compander is not None:
             companders.check(fmt.compander)
+    still = untouched(spec, storage, {f.name: f.default for f in spec.flags} | dict(flags or {}))
+    return [replace(f, where=where) for f in lint(recurrences(spec, flags), storage, still)]
 
 
 def check(
     spec: Spec, plan: Plan, storage: Storage, flags: Mapping[str, bool] | None = None, where: str = ""
 ) -> list[Finding]:
-    """Return the findings.  Raises UserError for the first error of a plan that is not `discouraged`, and for wrong
-    companders.
-
-    where  as in Finding
-    """
-    check_companders(storage)
-    still = untouched(spec, storage, {f.name: f.default for f in spec.flags} | dict(flags or {}))
-    findings = [replace(f, where=where) for f in lint(recurrences(spec, flags), storage, still)]
+    """`linted`, which raises UserError for the first error of a plan that is not `discouraged`, too."""
+    findings = linted(spec, storage, flags, where)
     errors = [f for f in findings if f.severity == "error"]
     if errors and not plan.discouraged:
         first = errors[0]

@@ -29,11 +29,6 @@ def settle(rounded: Iterable[tuple[Tensor, Tensor]], params: Iterable[Tensor]) -
         low_bits.drop(p)
 
 
-def _more_than_shown(variant: Variant) -> bool:
-    """Return True if a state holds more of a weight than a 16-bit parameter shows."""
-    return any(f.owner == "p" for f in variant.fields) or "param" in variant.init.values()
-
-
 def fresh(p: Tensor) -> Tensor:
     """Return the full weight before the first step: fp32 and contiguous, or as it is if fp32 does not hold it."""
     exact = low_bits.exact(p)
@@ -226,7 +221,8 @@ def put(
     else:
         weight.copy_(full)
         low_bits.drop(weight)
-        if not kept and _more_than_shown(variant):
+        # A state may hold more of a weight than a 16-bit parameter shows.
+        if not kept and (any(f.owner == "p" for f in variant.fields) or "param" in variant.init.values()):
             low_bits.keep(weight, full)
             if parts is not None:
                 rounded: list[tuple[Tensor, Tensor]] = []

@@ -138,7 +138,7 @@ def _built(base: Any, plan: str) -> Pair | None:
     findings = importlib.import_module(own) if importlib.util.find_spec(own) else None
     functions = functools.partial(_functions, base.__module__, record.__name__)
     device = f"{base.__module__}.{DEVICE}", f"{record.__name__}.{DEVICE}"
-    pair = joined(rule, record, findings, folder_of(rule))
+    pair = joined(rule, record, findings, Path(rule.__path__[0]))
     return replace(pair, reference=functions, triton=device)
 
 
@@ -154,11 +154,6 @@ def with_steps(rules: tuple[RuleRecord, ...], steps: tuple[Rule, ...], plan: Pla
         yield replace(v, rule=whole.divided(fitting[0], v)).in_stages() if fitting else v
 
 
-def folder_of(package: ModuleType) -> Path:
-    """Return the folder of a package."""
-    return Path(package.__path__[0])
-
-
 def joined(records: ModuleType, plan: ModuleType, findings: ModuleType | None, folder: Path) -> Pair:
     """Return the pair of a rule's package, or the module of its records, and a plan's package.
 
@@ -172,7 +167,7 @@ def joined(records: ModuleType, plan: ModuleType, findings: ModuleType | None, f
         rule = records.RULES[0].name
         wrong = {**{x: why for why, of in found.get(name, {}).items() for x in of if rule in of[x]}, **wrong}
     variants = tuple(with_steps(records.RULES, records.STEPS, plan.PLAN))
-    cpp = folder / "kernels.h", folder_of(plan) / "codecs.h"
+    cpp = folder / "kernels.h", Path(plan.__path__[0]) / "codecs.h"
     return Pair(name, variants, plan.PLAN.small_numel, cpp=cpp, discouraged=wrong)
 
 

@@ -19,7 +19,7 @@ import math
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -308,7 +308,7 @@ class Parts:
     def of(cls, p: Any, variant: Variant) -> Parts:
         """ValueError where the parts are none that kernels can update."""
         found = layout_of(p)
-        return cls(variant, found, mode(variant, found) == "gathered")
+        return cls(variant, found, is_gathered(variant, found))
 
     def field(self, f: Field) -> Layout:
         """Return the layout of a field."""
@@ -414,30 +414,28 @@ def decode(
     return out
 
 
-Mode = Literal["local", "gathered"]
-
-
-def mode(variant: Variant, of: Layout) -> Mode:
-    """Return "gathered" for vectors whose parts cut storage blocks: every rank steps the whole, with states that all
+def is_gathered(variant: Variant, of: Layout) -> bool:
+    """Return True for vectors whose parts cut storage blocks: every rank steps the whole, with states that all
     ranks have.  Other parameters are stepped in parts.  Raises ValueError, saying what to do, if neither can be."""
     matrix = variant.matrix
     if isinstance(matrix, Heads) and matrix.stacked and of.dims():
         raise ValueError("it lies over several ranks, and `blocks` divides each matrix of a stack: keep it whole")
     if not isinstance(matrix, str):
         height = matrix.rows if isinstance(matrix, Heads) else matrix
-        return _mode_of_blocks(of.shape, of.mesh_shape, of.cuts, height)
+        _check_blocks(of.shape, of.mesh_shape, of.cuts, height)
+        return False
     blocks = {(f.per, f.width) for f in variant.fields if f.per > 1}
     blocks |= {(s.block, 1) for s in variant.stages if s.block > 1}
     stacked = variant.sums_by_matrix and variant.stochastic and matrix == "last"
     first = variant.needs_matrix and matrix == "first"
-    return _mode(
+    return _cuts_blocks(
         of.shape, of.mesh_shape, of.cuts, frozenset(blocks), variant.stochastic, stacked, first, variant.has_axes
     )
 
 
 @functools.lru_cache(maxsize=65536)
-def _mode_of_blocks(shape: torch.Size, mesh: tuple[int, ...], cuts: Cuts, height: int) -> Mode:
-    """`mode` of a parameter of which `height` consecutive rows are one row, or all rows, of the rule's matrix."""
+def _check_blocks(shape: torch.Size, mesh: tuple[int, ...], cuts: Cuts, height: int) -> None:
+    """`is_gathered` of one of which `height` consecutive rows are one row, or all rows, of the rule's matrix."""
     if {cut[0] for cut in cuts if cut is not None} - {0}:
         raise ValueError(
             "it is cut along another dimension than the first, and `blocks` puts rows of it together: shard it along "
@@ -452,14 +450,13 @@ def _mode_of_blocks(shape: torch.Size, mesh: tuple[int, ...], cuts: Cuts, height
                 f"a number of `blocks` that is a multiple of the {ranks} ranks over which its rows lie, or leave it "
                 f"out of `blocks`"
             )
-    return "local"
 
 
 @functools.lru_cache(maxsize=65536)
-def _mode(
+def _cuts_blocks(
     shape: torch.Size, mesh: tuple[int, ...], cuts: Cuts, blocks: frozenset[tuple[int, int]], counted: bool,
     stacked: bool, first: bool, axes: bool,
-) -> Mode:  # fmt: skip
+) -> bool:  # fmt: skip
     dims = {cut[0] for cut in cuts if cut is not None}
     uneven = first and 1 in dims and shape[1] % _ranks(mesh, cuts, 1) != 0
     if len(shape) > 2 and (
@@ -490,14 +487,14 @@ def _mode(
                     left == right and found[0] == found[1]
                 )
             if not whole and len(shape) < 2:
-                return "gathered"
+                return True
             if not whole:
                 raise ValueError(
                     f"a rank holds columns [{left}, {right}) of its {columns}, which cuts or shifts the blocks of "
                     f"{block} columns that this plan stores: shard it along dimension 0, make its columns a multiple "
                     f"of {_ranks(mesh, cuts, 1)} x {block}, or use a plan without blocks (fp32, bf16_sr, split32)"
                 )
-    return "local"
+    return False
 
 
 # -- what a bucket knows of a parameter of several ranks -------------------------------------------------
@@ -646,7 +643,8 @@ def reduce(items: Sequence[Sum]) -> None:
             if largest:
                 ordered = _ordered(flat)
                 dist.all_reduce(ordered, dist.ReduceOp.MAX, group=group)
-                flat = _unordered(ordered)
+                size = ordered.abs().view(torch.float32)
+                flat = torch.where(ordered < 0, -size, size)
             else:
                 dist.all_reduce(flat, group=group)
             for value, new in zip(values, torch.split(flat, [value.numel() for value in values]), strict=True):
@@ -663,11 +661,6 @@ def _ordered(x: Tensor) -> Tensor:
     """fp32 as int32 in the same order, NaN above all: what is largest is then the same for every way of sending."""
     bits = torch.where(x.isnan(), torch.nan, x).abs().view(torch.int32)
     return torch.where((x < 0) & ~x.isnan(), -bits, bits)
-
-
-def _unordered(x: Tensor) -> Tensor:
-    size = x.abs().view(torch.float32)
-    return torch.where(x < 0, -size, size)
 
 
 def gather(items: Sequence[Whole]) -> None:

@@ -108,7 +108,7 @@ def check(cls: Any, group: Mapping[str, Any]) -> dict[str, Any]:
 def check_again(cls: Any, group: Mapping[str, Any]) -> None:
     """Errors of `check` for what a user put into a group since, of the options that no step reads through a check of
     its own; a step that is not like the one before asks, for each group."""
-    switches = ("maximize", *[flag.name for flag in flags_declared(cls) if not flag.derived])
+    switches = ("maximize", *[flag.name for flag in cls.FLAGS if not flag.derived])
     if type(group["seed"]) is not int or not all(type(group[name]) is bool for name in switches):
         check(cls, group)
 
@@ -154,9 +154,7 @@ def record_plan(cls: type, option: plans.PlanOption, params: Iterable[Tensor]) -
     plan its states have even where the defaults of a later build differ."""
     dtypes = list(dict.fromkeys(p.dtype for p in params if p.requires_grad))
     for dtype in dtypes:
-        plan = plans.load(cls, plans.plan_name(cls, option, dtype))
-        if dtype_name(dtype) not in plan.dtypes:
-            plans.variant(plan, dtype, False, ())  # raises, saying what the plan was built for
+        overrides.refuse_missing(cls, plans.plan_name(cls, option, dtype), dtype)
     if isinstance(option, str) or not dtypes:
         return option
     names = {dtype_name(dtype): plans.plan_name(cls, option, dtype) for dtype in dtypes}
@@ -174,11 +172,6 @@ def rounds(cls: Any, group: Mapping[str, Any]) -> dict[str, float]:
 def hypers_of(cls: Any, group: Mapping[str, Any], device: torch.device | None = None) -> dict[str, Any]:
     """Return the hyper-parameters of a group as a step takes them, by name; `device` as in `Hyper.read`."""
     return {hyper.name: hyper.read(group[hyper.name], device) for hyper in cls.HYPERS}
-
-
-def flags_declared(cls: Any) -> Sequence[Flag]:
-    flags: Sequence[Flag] = cls.FLAGS
-    return flags
 
 
 def flags_of(
@@ -200,8 +193,9 @@ def flags_of(
                     what = f"the function of its shape_flag {flag.name!r} fails on {where}: {error}"
                     raise ValueError(f"{cls.__name__}: {what}") from error
             continue
-        on = bool(group[flag.name]) if flag.nonzero is None else _nonzero(group[flag.nonzero])
-        setting.append((flag.name, on))
+        value = group[flag.nonzero or flag.name]
+        several = flag.nonzero is not None and isinstance(value, (tuple, list))
+        setting.append((flag.name, any(part != 0 for part in value) if several else bool(value != 0)))
     return tuple(setting)
 
 
@@ -216,7 +210,7 @@ def at_step(
     """
     setting = []
     early = position * SPREAD % 1 if group.get("stagger") else 0.0
-    for flag in flags_declared(cls):
+    for flag in cls.FLAGS:
         if flag.every is not None:
             value = as_float(group[flag.every])
             interval = int(value) if value is not None and math.isfinite(value) else 0
@@ -229,10 +223,6 @@ def at_step(
         elif flag.fed is not None:
             setting.append((flag.name, (host or {}).get(fed_name(flag.fed), 0.0) > 0))
     return tuple(setting)
-
-
-def _nonzero(value: Any) -> bool:
-    return any(part != 0 for part in value) if isinstance(value, (tuple, list)) else bool(value != 0)
 
 
 def warn_unknown(cls: Any, group: Mapping[str, Any]) -> None:

@@ -256,16 +256,17 @@ def settled(cls: type, option: plans.PlanOption, value: str, dtype: torch.dtype)
     option   the plan of its group
     """
     if value not in (FP32, plans.FULL):
-        _refuse_missing(cls, value, dtype)
+        refuse_missing(cls, value, dtype)
         return value
     if _keeps_fp32(plans.load(cls, plans.plan_name(cls, option, dtype)), dtype):
         return plans.FULL
     name = FP32 if dtype is torch.float32 else MASTER
-    _refuse_missing(cls, name, dtype)
+    refuse_missing(cls, name, dtype)
     return name
 
 
-def _refuse_missing(cls: type, name: str, dtype: torch.dtype) -> None:
+def refuse_missing(cls: type, name: str, dtype: torch.dtype) -> None:
+    """Raise TypeError or ValueError if a class has no plan of that name for parameters of that dtype."""
     pair = plans.load(cls, name)
     if dtype_name(dtype) not in pair.dtypes:
         plans.variant(pair, dtype, False, ())  # raises, saying what the plan was built for

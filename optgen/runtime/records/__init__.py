@@ -582,9 +582,9 @@ class Variant:
         return tuple(t.name for t in self.temps if t.space == "model" and t.reduction)
 
     @cached_property
-    def is_simple(self) -> bool:
-        """True if a step is one stretch of kernels, with nothing for the host to do in between."""
-        return not self.model_temps and not any(s.on_host for s in self.stages)
+    def in_parts(self) -> bool:
+        """True if the host has something to do between the kernels of a step."""
+        return bool(self.model_temps) or any(s.on_host for s in self.stages)
 
     @cached_property
     def states(self) -> tuple[str, ...]:
@@ -612,11 +612,6 @@ class Variant:
     @cached_property
     def host_names(self) -> tuple[str, ...]:
         return tuple(name for name, _ in self.host_states)
-
-    @cached_property
-    def host_start(self) -> tuple[float, ...]:
-        return tuple(value for _, value in self.host_states)
-
 
 @lru_cache(maxsize=4096)
 def in_blocks(variant: Variant, matrix: Matrix, rank: int = 0) -> Variant:

@@ -247,14 +247,14 @@ def joined(
     own = {s.name for s in rule.states if s.space == "elem"}
     relative = {s.name: s.normalized_by for s in rule.states if formats[s.name].relative}
     order = sorted(formats, key=lambda name: name not in relative.values())  # what others are divided by comes first
-    still = _settled(rule.unchanged[0], relative)
-    rare = set(rule.differs).union(*(_settled(names, relative) for names in rule.unchanged))
+    still = settled(rule.unchanged[0], relative)
+    rare = set(rule.differs).union(*(settled(names, relative) for names in rule.unchanged))
     wants = {name: formats[name].noise for name in order if name not in still} | {"p": weight.noise if weight else 0}
     dealt, words = keys.deal(wants, rare)
     noise = {name: (k, at) for name, (k, at, _) in dealt.items()}
     whole = {name: fmt.whole for name, fmt in formats.items() if fmt.whole is not None}
     # What is read with values of rows and columns is not read back within the step: they change with it.
-    apart = not whole.keys().isdisjoint(rule.early) or set(_settled(rule.early, relative)) != set(rule.early)
+    apart = not whole.keys().isdisjoint(rule.early) or set(settled(rule.early, relative)) != set(rule.early)
     early = () if apart else rule.early
     matrices = {s.name: s.trait for s in rule.states if formats[s.name] is MATRICES.get(s.trait)}
     few = {f.space for fmt in formats.values() for f in fmt.fields} - {"elem"}
@@ -288,7 +288,7 @@ def joined(
     )
 
 
-def _settled(same: Collection[str], relative: Mapping[str, str]) -> tuple[str, ...]:
+def settled(same: Collection[str], relative: Mapping[str, str]) -> tuple[str, ...]:
     """Return the states of `same` that stay: one that is kept relative to another stays only together with it."""
     found = set(same)
     while moved := {x for pair in relative.items() for x in pair if x in found and not found.issuperset(pair)}:

@@ -171,7 +171,7 @@ def shard(cls: Any, plan: Pair, variant: Variant, entry: Entry, kept: state.Stat
         parts = sharding.Parts.of(p, variant)
         if not kept:
             for other in plans.at_steps(plan, variant, cls.FLAGS):
-                sharding.mode(other, parts.layout)
+                sharding.is_gathered(other, parts.layout)
     except ValueError as error:
         where = f"{tuple(p.placements)} over a mesh of {list(p.device_mesh.shape)}"
         raise ValueError(f"{cls.__name__}: {state.label(p, entry.name)}, {where}: {error}") from None

@@ -49,7 +49,7 @@ def senders(cls: Any, listed: Sequence[Entry]) -> dict[Any, list[Stack]]:
         if not of.dims():
             continue
         steps = list(plans.at_steps(choice.plan, variant, cls.FLAGS))
-        if any(v.stages for v in steps) or sharding.mode(variant, of) == "gathered":
+        if any(v.stages for v in steps) or sharding.is_gathered(variant, of):
             rows = choices.rows(entry.name) if variant.needs_matrix else ()
             found[entry.p] = Stack.of(of, steps, rows)
     return found

@@ -152,10 +152,6 @@ def _of_numbers(numbers: Sequence[Tensor], tensors: int) -> list[list[int]]:
     return [[table.data_ptr()] * tensors for table in numbers]
 
 
-def is_aligned(line: Sequence[int]) -> bool:
-    return all(address % ALIGNMENT == 0 for address in line[:-SIZES])
-
-
 class Signature(NamedTuple):
     """The shapes, stream keys, addresses (p, g, the fields) and places of a bucket's tensors, and the dimensions that
     their columns are made of: while it is equal, the tables hold."""
@@ -368,7 +364,8 @@ class OneKernel(Triton):
         kinds: dict[tuple[bool, bool], list[int]] = {}
         for i, (line, shape) in enumerate(zip(lines, now.shapes, strict=True)):
             if shape.numel():
-                kind = is_aligned(line), stages.is_ragged(shape, block, places[i], counted)
+                aligned = all(address % ALIGNMENT == 0 for address in line[:-SIZES])
+                kind = aligned, stages.is_ragged(shape, block, places[i], counted)
                 kinds.setdefault(kind, []).append(i)
         known = {(launch.aligned, launch.ragged): launch for launch in old.launches} if old else {}
         launches = []

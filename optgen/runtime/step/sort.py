@@ -149,17 +149,15 @@ class _Sorter:
     def _count(self, choice: Choice, variant: Variant, kept: state.State | None, p: Tensor, name: Label) -> _Count:
         """Return how many steps a parameter has made."""
         step = kept.get("step") if kept else None
-        if choice.counted is not False and kept is not None and counting.is_count(step, p.device):
+        if choice.counted is not False and kept is not None and counting.is_there(step, torch.int64, p.device):
             host = tuple([kept.get(key) for key in variant.host_names])
-            if all(counting.is_number(x, p.device) for x in host):
+            if all(counting.is_there(x, torch.float64, p.device) for x in host):
                 return _Count(step, host, True, True)
         if self.capturing:
             raise counting.not_ready(state.label(p, name))
         if type(step) is not int or step <= 0:  # new, or put there by somebody else
             step = _steps(kept, p, name)
-        host = variant.host_start
-        if host:
-            host = tuple([_host_state(key, value, kept, p, name) for key, value in variant.host_states])
+        host = tuple([_host_state(key, value, kept, p, name) for key, value in variant.host_states])
         return _Count(step, host, False, step > 0)
 
     def _begins(self, variant: Variant, p: Tensor, kept: state.State | None, name: Label) -> bool:

@@ -71,7 +71,7 @@ class Bucket:
     @property
     def in_parts(self) -> bool:
         """True if the host has work between its kernels: a sum over the model or over ranks, a function of matrices."""
-        return not self.variant.is_simple or (bool(self.variant.stages) and bool(self.cut))
+        return self.variant.in_parts or (bool(self.variant.stages) and bool(self.cut))
 
     @property
     def waits(self) -> bool:

@@ -71,14 +71,9 @@ class Counted(NamedTuple):
     after: list[Any] | Step
 
 
-def is_count(x: object, device: torch.device) -> bool:
-    """Return True for a tensor that counts steps on the device."""
-    return isinstance(x, Tensor) and x.dtype is torch.int64 and x.ndim == 0 and x.device == device
-
-
-def is_number(x: object, device: torch.device) -> bool:
-    """Return True for a tensor that holds a host state on the device."""
-    return isinstance(x, Tensor) and x.dtype is torch.float64 and x.ndim == 0 and x.device == device
+def is_there(x: object, dtype: torch.dtype, device: torch.device) -> bool:
+    """Return True for a number on the device: the count of steps, int64, or a host state, fp64."""
+    return isinstance(x, Tensor) and x.dtype is dtype and x.ndim == 0 and x.device == device
 
 
 def sharing(states: Mapping[Any, Any], count: object) -> int:
@@ -209,13 +204,7 @@ def counted(
         scale = sign / scaler.scale.reshape(()).to(there, torch.float64, non_blocking=True)
     values = function(number, scale, **hypers, **before)
     control.fill(values[:width], seed if variant.stochastic else None, skip)
-    return Counted(control, 0, Step(done, host, values[width:], skip))
-
-
-def check_calls(variant: Variant, control: Control) -> None:
-    """RuntimeError where a function of matrices between the kernels needs a number that only the device knows."""
     names = (variant.rule or variant).scalars
-    for stage in variant.stages:
-        for x in stage.given:
-            if isinstance(x, str):
-                control.rounded(names.index(x))
+    for x in (x for stage in variant.stages for x in stage.given if isinstance(x, str)):
+        control.rounded(names.index(x))  # raises where a function of matrices needs what only the device knows
+    return Counted(control, 0, Step(done, host, values[width:], skip))
