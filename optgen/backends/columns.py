@@ -63,9 +63,9 @@ def _broken(line: str, mark: str) -> list[str]:
     body = line.strip()
     if body.startswith(mark):
         return _filled(body[len(mark) :].strip(), f"{indent}{mark} ")
-    code, found, comment = _comment(body, mark)
+    code, found, comment = body.partition(f"  {mark} ")
     if found:
-        return [*_filled(comment, f"{indent}{mark} "), *_broken(indent + code, mark)]
+        return [*_filled(comment, f"{indent}{mark} "), *_broken(indent + code.rstrip(), mark)]
     entry = re.fullmatch(r"(\"\w+\": )(?:'([^'\\]*)'|\"([^\"\\]*)\"),", body)
     if entry is not None:  # of a dict: neighbouring strings are one
         parts = textwrap.wrap(entry[2] or entry[3], LIMIT - len(indent) - 8, drop_whitespace=False)
@@ -94,12 +94,6 @@ def _filled(comment: str, lead: str) -> list[str]:
     return textwrap.wrap(comment, LIMIT, initial_indent=lead, subsequent_indent=lead + "    ", break_long_words=False)
 
 
-def _comment(body: str, mark: str) -> tuple[str, bool, str]:
-    """Return the code of a line, True if a comment follows it, and the comment."""
-    code, found, comment = body.partition(f"  {mark} ")
-    return code.rstrip(), bool(found), comment
-
-
 def _spans(body: str) -> list[tuple[int, int]]:
     """Return the places of the outermost brackets that are opened and closed here, strings left out."""
     out: list[tuple[int, int]] = []
@@ -121,7 +115,7 @@ def _spans(body: str) -> list[tuple[int, int]]:
 
 def _inside(inner: str, indent: str, mark: str) -> list[str]:
     """Return the lines of what stands between brackets: broken at its commas, or at its operators."""
-    outer = [(a, b) for a, b in _spans(inner)]
+    outer = _spans(inner)
 
     def is_outer(k: int) -> bool:
         return not any(a < k < b for a, b in outer)
@@ -129,10 +123,10 @@ def _inside(inner: str, indent: str, mark: str) -> list[str]:
     commas = [k + 1 for k, c in enumerate(inner) if c == "," and is_outer(k)]
     places = commas or [m.start() for m in _OPERATORS.finditer(inner) if is_outer(m.start())]
     parts = [inner[a:b].strip() for a, b in zip([0, *places], [*places, len(inner)], strict=True)]
-    return _joined([part for part in parts if part], indent, indent, mark)
+    return _joined([part for part in parts if part], indent, mark)
 
 
-def _joined(parts: list[str], indent: str, following: str, mark: str) -> list[str]:
+def _joined(parts: list[str], indent: str, mark: str) -> list[str]:
     """Fill lines with parts; one that is longer than a line is broken itself."""
     out: list[str] = []
     line = indent + parts[0]
@@ -141,7 +135,7 @@ def _joined(parts: list[str], indent: str, following: str, mark: str) -> list[st
             line += f" {part}"
         else:
             out.append(line)
-            line = following + part
+            line = indent + part
     out.append(line)
     if len(parts) == 1 and len(out[0]) > LIMIT and not [s for s in _spans(out[0]) if s[1] - s[0] >= 24]:
         return out

@@ -74,16 +74,9 @@ class HyperDecl(Hyper):
     @property
     def interval(self) -> tuple[float, float]:
         """The range as the closed interval of the fp64 numbers in it."""
-        low, high = -math.inf, math.inf
-        if self.ge is not None:
-            low = float(self.ge)
-        elif self.gt is not None:
-            low = math.nextafter(self.gt, math.inf)
-        if self.le is not None:
-            high = float(self.le)
-        elif self.lt is not None:
-            high = math.nextafter(self.lt, -math.inf)
-        return low, high
+        low = -math.inf if self.gt is None else math.nextafter(self.gt, math.inf)
+        high = math.inf if self.lt is None else math.nextafter(self.lt, -math.inf)
+        return low if self.ge is None else float(self.ge), high if self.le is None else float(self.le)
 
 
 INPUT = "input"
