@@ -1,6 +1,7 @@
 """Adai: SGD whose momentum, not its rate, adapts to each element."""
 
-from optgen.lang import clip, hyper, maximum, model_total, nonneg, optimizer, state
+from optgen.lang import clip, flag, hyper, maximum, model_total, nonneg, optimizer, state
+from optgen.lang.policies import decoupled as decay
 from optgen.lang.policies import l2
 
 
@@ -15,13 +16,17 @@ def adai(
     betas=hyper((0.1, 0.99), ge=0, lt=1),
     eps=hyper(1e-3, gt=0, lt=1),
     weight_decay=hyper(0.0, ge=0),
+    decoupled=flag(False),
 ):
     """An element's beta1 is 1 - beta0 * v / (mean of v over the model), from 0 to 1 - eps.
 
-    `correction` is 1 minus the product of its beta1s.
+    `correction` is 1 minus the product of its beta1s.  With `decoupled` decay it is the authors' AdaiV2.
     """
     beta0, beta2 = betas
-    g = l2(g, p, weight_decay)
+    if decoupled:
+        p = decay(p, lr, weight_decay)
+    else:
+        g = l2(g, p, weight_decay)
     exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     second = exp_avg_sq / (1 - beta2**t)
     typical = maximum(model_total(second) / model_total(0 * p + 1), eps)

@@ -1,7 +1,7 @@
 """Adan: adaptive Nesterov momentum."""
 
-from optgen.lang import hyper, nonneg, optimizer, sqrt, state, where
-from optgen.lang.policies import proximal
+from optgen.lang import flag, hyper, nonneg, optimizer, sqrt, state, where
+from optgen.lang.policies import decoupled, proximal
 
 
 @optimizer(cite="Xie et al. 2022, arXiv:2208.06677")
@@ -16,10 +16,11 @@ def adan(
     betas=hyper((0.98, 0.92, 0.99), ge=0, lt=1),
     eps=hyper(1e-8, ge=0),
     weight_decay=hyper(0.0, ge=0),
+    no_prox=flag(False),
 ):
     """Momentum of the gradient and of its change, over the root of their combined second moment.
 
-    betas are the decays of the three averages: 1 - beta of the paper.
+    betas are the decays of the three averages: 1 - beta of the paper.  no_prox decays before the step, as AdamW does.
     """
     beta1, beta2, beta3 = betas
     change = where(t > 1, g - prev_grad, 0.0)
@@ -30,7 +31,10 @@ def adan(
     denom = sqrt(exp_avg_sq) / sqrt(1 - beta3**t) + eps
     avg_lr = lr / (1 - beta1**t)
     diff_lr = lr * beta2 / (1 - beta2**t)
+    if no_prox:
+        p = decoupled(p, lr, weight_decay)
     p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
-    p = proximal(p, lr, weight_decay)
+    if not no_prox:
+        p = proximal(p, lr, weight_decay)
     prev_grad = g
     return p, exp_avg, exp_avg_diff, exp_avg_sq, prev_grad

@@ -1,6 +1,6 @@
 """Apollo: a diagonal quasi-Newton method."""
 
-from optgen.lang import dot, hyper, maximum, optimizer, sqrt, state, total
+from optgen.lang import amax, dot, flag, hyper, maximum, optimizer, sqrt, state, total
 from optgen.lang.policies import l2
 
 
@@ -15,20 +15,29 @@ def apollo_qn(
     beta=hyper(0.9, ge=0, lt=1),
     eps=hyper(1e-4, gt=0),
     weight_decay=hyper(0.0, ge=0),
+    belief=flag(False),
+    decoupled=flag(False),
 ):
     """Momentum over |B|, or over .01 where that is less; the weak secant equation updates B along the last step.
 
-    The paper's `rebound` is the constant.  Its warmup is a schedule of lr.
+    With `belief` the least |B| is the largest change of the gradient, the paper's other `rebound`.  Decay that is
+    `decoupled` is a part of the step along which B is updated.  The paper's warmup is a schedule of lr.
     """
-    g = l2(g, p, weight_decay)
+    if not decoupled:
+        g = l2(g, p, weight_decay)
     alpha = (1 - beta) / (1 - beta**t)
     change = g - exp_avg_grad
     exp_avg_grad = exp_avg_grad + alpha * change
     square = update * update
-    length = sqrt(sqrt(total(square * square))) + eps / 0.01  # in the norm of fourth powers
+    length = sqrt(sqrt(total(square * square))) + (eps if belief else eps / 0.01)  # in the norm of fourth powers
     unit = update / length
     delta = -alpha * dot(change, unit) / length - total(approx_hessian * unit * unit)
     approx_hessian = approx_hessian + delta * unit * unit
-    update = exp_avg_grad / maximum(abs(approx_hessian), 0.01)
+    if belief:
+        update = exp_avg_grad / (maximum(abs(approx_hessian), amax(abs(change))) + eps / alpha)
+    else:
+        update = exp_avg_grad / maximum(abs(approx_hessian), 0.01)
+    if decoupled:
+        update = update + weight_decay * p
     p = p - lr * update
     return p, exp_avg_grad, approx_hessian, update

@@ -1,6 +1,6 @@
 """Kourkoutas-beta: Adam whose second moment forgets faster when a tensor's gradient is longer than usual."""
 
-from optgen.lang import hyper, nonneg, norm, optimizer, sqrt, state, tensor_state, where
+from optgen.lang import flag, hyper, maximum, nonneg, norm, optimizer, sqrt, state, tensor_state, where
 from optgen.lang.policies import decoupled
 
 
@@ -9,6 +9,7 @@ def kourkoutas_beta(
     p, g, t,
     exp_avg=state(),
     exp_avg_sq=state(nonneg),
+    max_exp_avg_sq=state(nonneg, when="amsgrad"),
     grad_ema=tensor_state(nonneg),
     *,
     lr=hyper(1e-3, ge=0),
@@ -20,10 +21,14 @@ def kourkoutas_beta(
     warmup_steps=hyper(0, ge=0),
     eps=hyper(1e-8, gt=0),
     weight_decay=hyper(0.0, ge=0),
+    decay=hyper(0.98, ge=0, lt=1),
+    amsgrad=flag(False),
+    bias_correction=flag(False),
 ):
     """beta2 goes from beta2_max toward beta2_min by r / (1 + r), with r the norm over its average (alpha).
 
-    In the first warmup_steps it is halfway between.  A layer is a tensor here; there are no bias corrections.
+    In the first warmup_steps it is halfway between.  A layer is a tensor here.  `decay` is that of amsgrad's largest
+    second moment, as in the authors' runs; bias corrections are those of beta2_max.
     """
     length = norm(g)
     grad_ema = alpha * grad_ema + (1 - alpha) * length
@@ -32,5 +37,12 @@ def kourkoutas_beta(
     exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg_sq = (1 - share) * exp_avg_sq + share * g * g
     p = decoupled(p, lr, weight_decay)
-    p = p - lr * exp_avg / (sqrt(exp_avg_sq) + eps)
-    return p, exp_avg, exp_avg_sq, grad_ema
+    second = exp_avg_sq
+    if amsgrad:
+        max_exp_avg_sq = maximum(decay * max_exp_avg_sq, exp_avg_sq)
+        second = max_exp_avg_sq
+    if bias_correction:
+        p = p - lr / (1 - beta1**t) * exp_avg / (sqrt(second) / sqrt(1 - beta2_max**t) + eps)
+    else:
+        p = p - lr * exp_avg / (sqrt(second) + eps)
+    return p, exp_avg, exp_avg_sq, max_exp_avg_sq, grad_ema

@@ -1,6 +1,6 @@
 """LARS: momentum whose rate, for each tensor, is in proportion to its weights and against its gradients."""
 
-from optgen.lang import hyper, norm, optimizer, state, where
+from optgen.lang import flag, hyper, norm, optimizer, state, where
 
 
 @optimizer(cite="You, Gitman & Ginsburg 2017, arXiv:1708.03888, algorithm 1", name="LARS")
@@ -12,11 +12,13 @@ def lars(
     momentum=hyper(0.9, ge=0, lt=1),
     weight_decay=hyper(5e-4, ge=0),
     trust_coefficient=hyper(1e-3, ge=0),
+    nesterov=flag(False),
 ):
     """Momentum of the steps, each of a length in proportion to the weight's; plain where weight or gradient is 0."""
     weight_norm, grad_norm = norm(p), norm(g)
     ratio = trust_coefficient * weight_norm / (grad_norm + weight_decay * weight_norm)
     local_lr = where((weight_norm <= 0) | (grad_norm <= 0), 1.0, ratio)  # a NaN stays one
-    momentum_buffer = momentum * momentum_buffer + lr * local_lr * (g + weight_decay * p)
-    p = p - momentum_buffer
+    step = lr * local_lr * (g + weight_decay * p)
+    momentum_buffer = momentum * momentum_buffer + step
+    p = p - (step + momentum * momentum_buffer if nesterov else momentum_buffer)
     return p, momentum_buffer

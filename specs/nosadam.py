@@ -1,6 +1,6 @@
 """NosAdam: Adam that weighs past gradients' squares more."""
 
-from optgen.lang import hyper, nonneg, optimizer, scalar, sqrt, state
+from optgen.lang import flag, hyper, nonneg, optimizer, scalar, sqrt, state
 from optgen.lang.policies import l2
 
 
@@ -16,13 +16,18 @@ def nosadam(
     gamma=hyper(0.1, ge=0),
     eps=hyper(1e-8, gt=0),
     weight_decay=hyper(0.0, ge=0),
+    bias_correction=flag(False),
 ):
-    """The second moment is the mean of the squares in which step k weighs k^-gamma (the paper's NosAdam-HH)."""
+    """The second moment is the mean of the squares in which step k weighs k^-gamma (the paper's NosAdam-HH).
+
+    bias_correction is the authors' code's, of the momentum.
+    """
     g = l2(g, p, weight_decay)
     weight = t ** (-gamma)
     weights = weights + weight
     share = weight / weights
     exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg_sq = (1 - share) * exp_avg_sq + share * g * g
-    p = p - lr * exp_avg / (sqrt(exp_avg_sq) + eps)
+    rate = lr / (1 - beta1**t) if bias_correction else lr
+    p = p - rate * exp_avg / (sqrt(exp_avg_sq) + eps)
     return p, exp_avg, exp_avg_sq, weights

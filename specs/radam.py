@@ -4,6 +4,15 @@ from optgen.lang import flag, hyper, maximum, nonneg, optimizer, sqrt, state, wh
 from optgen.lang.policies import decoupled, l2
 
 
+def rectification(beta2, t):
+    """RAdam's rho, and the factor of its steps where rho is above 5."""
+    rho_inf = 2 / (1 - beta2) - 1
+    rho = rho_inf - 2 * t * beta2**t / (1 - beta2**t)
+    # Only rho > 5 is rectified; below it the limits keep the unused root real.
+    r, r_inf = maximum(rho, 5.0), maximum(rho_inf, 5.0)
+    return rho, sqrt((r - 4) * (r - 2) * r_inf / ((r_inf - 4) * (r_inf - 2) * r))
+
+
 @optimizer(cite="Liu et al. 2020, arXiv:1908.03265", like="torch.optim.RAdam", name="RAdam")
 def radam(
     p, g, t,
@@ -24,13 +33,8 @@ def radam(
         g = l2(g, p, weight_decay)
     exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    correction = 1 - beta2**t
-    rho_inf = 2 / (1 - beta2) - 1
-    rho = rho_inf - 2 * t * beta2**t / correction
-    # Only rho > 5 is rectified; below it the limits keep the unused root real.
-    r, r_inf = maximum(rho, 5.0), maximum(rho_inf, 5.0)
-    rect = sqrt((r - 4) * (r - 2) * r_inf / ((r_inf - 4) * (r_inf - 2) * r))
-    adaptive = 1 / (rect * sqrt(correction))
+    rho, rect = rectification(beta2, t)
+    adaptive = 1 / (rect * sqrt(1 - beta2**t))
     # Chosen, not multiplied by 0: an overflowed second moment must not reach the steps that do without it.
     denom = where(rho > 5, adaptive * (sqrt(exp_avg_sq) + eps), 1.0)
     p = p - lr / (1 - beta1**t) * exp_avg / denom

@@ -1,6 +1,6 @@
 """SGDF: gradients that a Wiener filter draws toward their average."""
 
-from optgen.lang import hyper, nonneg, optimizer, state
+from optgen.lang import flag, hyper, nonneg, optimizer, sqrt, state
 from optgen.lang.policies import l2
 
 
@@ -14,8 +14,13 @@ def sgdf(
     betas=hyper((0.9, 0.999), ge=0, lt=1),
     eps=hyper(1e-8, gt=0),
     weight_decay=hyper(0.0, ge=0),
+    of_average=flag(False),
+    root_gain=flag(False),
 ):
-    """The step is the average and the gradient's way from it times gain = variance / (variance + way^2)."""
+    """The step is the average and the gradient's way from it times gain = variance / (variance + way^2).
+
+    In the authors' code the variance is that of_average, and root_gain takes the gain's root, their gamma of .5.
+    """
     beta1, beta2 = betas
     g = l2(g, p, weight_decay)
     exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -23,6 +28,10 @@ def sgdf(
     exp_var = beta2 * exp_var + (1 - beta2) * away * away
     center, variance = exp_avg / (1 - beta1**t), exp_var / (1 - beta2**t)
     rest = g - center
+    if of_average:
+        variance = (1 - beta1) * (1 - beta1 ** (2 * t)) / (1 + beta1) * variance
     gain = variance / (variance + rest * rest + eps)
+    if root_gain:
+        gain = sqrt(gain)
     p = p - lr * (center + gain * rest)
     return p, exp_avg, exp_var

@@ -81,6 +81,11 @@ def package(cls: Any, **fixed: Any) -> Oracle:
     return lambda flags, hypers: stepping(lambda ps: cls(ps, **flags, **hypers, **fixed))
 
 
+def named(inner: Oracle, **names: str) -> Oracle:
+    """An oracle by its own names of flags."""
+    return lambda flags, hypers: inner({names.get(k, k): v for k, v in flags.items()}, hypers)
+
+
 class States(SimpleNamespace):
     """The states of a rule: each reads as 0 until it is set."""
 
@@ -163,8 +168,16 @@ def adabelief(o, s, p, g, t, lr):
     beta1, beta2 = o.betas
     s.m = beta1 * s.m + (1 - beta1) * g
     s.s = beta2 * s.s + (1 - beta2) * (g - s.m) ** 2 + o.eps
-    m_hat, s_hat = s.m / (1 - beta1**t), s.s / (1 - beta2**t)
-    return p - lr * o.weight_decay * p - lr * m_hat / (s_hat.sqrt() + o.eps)
+    s.top = torch.maximum(s.top, s.s)
+    m_hat, second, p = s.m / (1 - beta1**t), s.top if o.amsgrad else s.s, p - lr * o.weight_decay * p
+    if not o.rectify:
+        return p - lr * m_hat / ((second / (1 - beta2**t)).sqrt() + o.eps)
+    most = 2 / (1 - beta2) - 1
+    n = most - 2 * t * beta2**t / (1 - beta2**t)
+    if n < 5:
+        return p - lr * m_hat
+    size = math.sqrt((1 - beta2**t) * (n - 4) / (most - 4) * (n - 2) / n * most / (most - 2))
+    return p - lr * size * m_hat / (second.sqrt() + o.eps)
 
 
 @paper
@@ -408,7 +421,10 @@ def adams(o, s, p, g, t, lr):
 def sadam(o, s, p, g, t, lr):
     """The paper's algorithm 1 with torch's softplus: no package of the tests has it."""
     m, v = moments(o, s, g + o.weight_decay * p)
-    return p - lr * m / torch.nn.functional.softplus(v.sqrt(), beta=o.sharpness, threshold=1e9)
+    s.top = torch.maximum(s.top, v)
+    lr *= math.sqrt(1 - o.betas[1] ** t) / (1 - o.betas[0] ** t) if o.bias_correction else 1
+    root = (s.top if o.amsgrad else v).sqrt()
+    return p - lr * m / torch.nn.functional.softplus(root, beta=o.sharpness, threshold=1e9)
 
 
 @paper
@@ -416,7 +432,7 @@ def nosadam(o, s, p, g, t, lr):
     """The paper's mean of weighted squares: no package of the tests has it."""
     g = g + o.weight_decay * p
     s.m, s.sum, s.b = o.beta1 * s.m + (1 - o.beta1) * g, s.sum + t**-o.gamma * g * g, s.b + t**-o.gamma
-    return p - lr * s.m / ((s.sum / s.b).sqrt() + o.eps)
+    return p - lr / (1 - o.beta1**t if o.bias_correction else 1) * s.m / ((s.sum / s.b).sqrt() + o.eps)
 
 
 @paper
@@ -426,7 +442,9 @@ def sgdf(o, s, p, g, t, lr):
     s.m = beta1 * s.m + (1 - beta1) * g
     s.s = beta2 * s.s + (1 - beta2) * (g - s.m) ** 2
     m, v = s.m / (1 - beta1**t), s.s / (1 - beta2**t)
-    return p - lr * (m + v / (v + (g - m) ** 2 + o.eps) * (g - m))
+    v = v / ((1 + beta1) / ((1 - beta1) * (1 - beta1 ** (2 * t)))) if o.of_average else v
+    gain = v / (v + (g - m) ** 2 + o.eps)
+    return p - lr * (m + (gain.sqrt() if o.root_gain else gain) * (g - m))
 
 
 # -- rules that reduce
@@ -533,8 +551,9 @@ def lars(o, s, p, g, t, lr):
     """Algorithm 1: pytorch_optimizer's leaves vectors without a ratio."""
     w, d = torch.linalg.vector_norm(p), torch.linalg.vector_norm(g)
     local = o.trust_coefficient * w / (d + o.weight_decay * w) if w > 0 and d > 0 else 1.0
-    s.v = o.momentum * s.v + lr * local * (g + o.weight_decay * p)
-    return p - s.v
+    step = lr * local * (g + o.weight_decay * p)
+    s.v = o.momentum * s.v + step
+    return p - (step + o.momentum * s.v if o.nesterov else s.v)
 
 
 @paper
@@ -641,7 +660,7 @@ ELEMENTWISE: dict[str, Oracle] = {
     "adamod": adamod,
     "adams": adams,
     "adamw": adamw,
-    "adan": peer("Adan", weight_decouple=False),
+    "adan": named(peer("Adan"), no_prox="weight_decouple"),
     "adapnm": adapnm,
     "adasmooth": peer("AdaSmooth"),
     "ademamix": ademamix,
@@ -665,13 +684,13 @@ ELEMENTWISE: dict[str, Oracle] = {
     "laprop": laprop,
     "lion": peer("Lion"),
     "lion_k": lion_k,
-    "madgrad": peer("MADGRAD"),
+    "madgrad": named(peer("MADGRAD"), decouple_decay="weight_decouple"),
     "msvag": msvag,
     "nadam": torch_optim("NAdam"),
     "nosadam": nosadam,
     "padam": padam,
     "pid": peer("PID"),
-    "pnm": lambda flags, hypers: peer("PNM")({"weight_decouple": flags["decoupled"]}, hypers),
+    "pnm": named(peer("PNM"), decoupled="weight_decouple"),
     "qhadam": qhadam,
     "qhm": peer("QHM"),
     "radam": torch_optim("RAdam"),
@@ -792,7 +811,9 @@ def kourkoutas_beta(o, s, p, g, t, lr):
     sun = 1 / (1 + (s.ema + o.tiny_spike) / g.norm()) if t > o.warmup_steps else 0.5
     beta2 = o.beta2_max - (o.beta2_max - o.beta2_min) * sun
     s.m, s.v = o.beta1 * s.m + (1 - o.beta1) * g, beta2 * s.v + (1 - beta2) * g * g
-    return p * (1 - lr * o.weight_decay) - lr * s.m / (s.v.sqrt() + o.eps)
+    s.top, p = torch.maximum(o.decay * s.top, s.v), p * (1 - lr * o.weight_decay)
+    b1, b2 = (o.beta1**t, o.beta2_max**t) if o.bias_correction else (0, 0)
+    return p - lr * s.m / (1 - b1) / (((s.top if o.amsgrad else s.v) / (1 - b2)).sqrt() + o.eps)
 
 
 def amos(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
@@ -1300,13 +1321,25 @@ def dowg(o, s, p, g, t, lr):
     return p - lr * s.r**2 / (s.v.sqrt() + o.eps) * g
 
 
+def apollo_qn(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
+    """pytorch_optimizer's, by its names of the two flags."""
+    kind = "decoupled" if flags["decoupled"] else "l2"
+    fixed = {"rebound": "belief" if flags["belief"] else "constant", "weight_decay_type": kind}
+    return peer("ApolloDQN", warmup_steps=0, **fixed)({}, hypers)
+
+
+def prodigy(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
+    """The authors' package, where None is the root of beta2."""
+    return package(prodigyopt.Prodigy)(flags, hypers | {"beta3": hypers["beta3"] or None})
+
+
 WHOLE: dict[str, Oracle] = {
     "adago": adago,
-    "adai": peer("Adai"),
+    "adai": named(peer("Adai"), decoupled="weight_decouple"),
     "adalite": peer("Adalite"),
     "adam_swd": peer("AdamS"),
     "adamuon": adamuon,
-    "apollo_qn": peer("ApolloDQN", warmup_steps=0),
+    "apollo_qn": apollo_qn,
     "avagrad": peer("AvaGrad"),
     "clipped_adamw": clipped_adamw,
     "dadapt_adam": package(dadaptation.DAdaptAdam, decouple=True),
@@ -1319,7 +1352,7 @@ WHOLE: dict[str, Oracle] = {
     "muon": muon,
     "normuon": normuon,
     "polargrad": polargrad,
-    "prodigy": package(prodigyopt.Prodigy),
+    "prodigy": prodigy,
     "radam_schedule_free": schedule_free(schedulefree.RAdamScheduleFree),
     "schedule_free_adamw": schedule_free(schedulefree.AdamWScheduleFree),
     "schedule_free_sgd": schedule_free(schedulefree.SGDScheduleFree),

@@ -112,6 +112,7 @@ ACTIVE: dict[str, dict[str, Any]] = {
     **{name: {"momentum": 0.5} for name in ("SGD", "SGDW", "OrthoGrad")},
     **{name: {"warmup_steps": 9.0} for name in ("ScheduleFreeAdamW", "ScheduleFreeSGD")},
     "Amos": {"lr": 0.5},
+    "KourkoutasBeta": {"amsgrad": True},
     "FAdam": {"eps": 1.0},
     "Prodigy": {"lr": 0.5, "d_coef": 100.0},
     "SimplifiedAdEMAMix": {"beta1_warmup": 9.0},

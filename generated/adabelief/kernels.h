@@ -14,16 +14,105 @@ struct adabelief {  // adabelief
         scalar_4(scalars[8]) {}
     template <class S0, class S1>
     void states(F p, F g, S0 &exp_avg, S1 &exp_avg_var) const {
-        const F exp_avg_ = fma(one_minus_beta1_times_grad_scale, g, exp_avg.times(beta1));  // 21
-        const F surprise = fma(grad_scale, g, -exp_avg_);  // 22
-        const F exp_avg_var_ = fma(one_minus_beta2 * surprise, surprise, exp_avg_var.times(beta2)) + eps;  // 23
+        const F exp_avg_ = fma(one_minus_beta1_times_grad_scale, g, exp_avg.times(beta1));  // 28
+        const F surprise = fma(grad_scale, g, -exp_avg_);  // 29
+        const F exp_avg_var_ = fma(one_minus_beta2 * surprise, surprise, exp_avg_var.times(beta2)) + eps;  // 30
         exp_avg.set(exp_avg_);
         exp_avg_var.set(exp_avg_var_);
     }
     template <class S0, class S1>
     F weight(F p, F g, const S0 &exp_avg, const S1 &exp_avg_var) const {
-        const F p_ = one_minus_lr_times_weight_decay * p;  // 20
-        const F p_2 = fma(-exp_avg.next(), 1.0f / fma(exp_avg_var.root(), scalar_3, scalar_4), p_);  // 25
+        const F p_ = one_minus_lr_times_weight_decay * p;  // 27
+        const F p_2 = fma(-exp_avg.next(), 1.0f / fma(exp_avg_var.root(), scalar_3, scalar_4), p_);  // 40
+        return p_2;
+    }
+};
+
+struct adabelief_rectify {  // adabelief
+    static constexpr int SCALARS = 10, APART = 2;
+    static constexpr bool ROOT[] = {false, true};
+    static constexpr bool NEXT[] = {true, false};
+    const F beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+        one_minus_beta2, scalar_3, scalar_4, lr_over_one_minus_beta1_pow_t;
+
+    explicit adabelief_rectify(const float *scalars) : beta1(scalars[0]), beta2(scalars[1]), eps(scalars[2]),
+        grad_scale(scalars[3]), one_minus_lr_times_weight_decay(scalars[4]),
+        one_minus_beta1_times_grad_scale(scalars[5]), one_minus_beta2(scalars[6]), scalar_3(scalars[7]),
+        scalar_4(scalars[8]), lr_over_one_minus_beta1_pow_t(scalars[9]) {}
+    template <class S0, class S1>
+    void states(F p, F g, S0 &exp_avg, S1 &exp_avg_var) const {
+        const F exp_avg_ = fma(one_minus_beta1_times_grad_scale, g, exp_avg.times(beta1));  // 28
+        const F surprise = fma(grad_scale, g, -exp_avg_);  // 29
+        const F exp_avg_var_ = fma(one_minus_beta2 * surprise, surprise, exp_avg_var.times(beta2)) + eps;  // 30
+        exp_avg.set(exp_avg_);
+        exp_avg_var.set(exp_avg_var_);
+    }
+    template <class S0, class S1>
+    F weight(F p, F g, const S0 &exp_avg, const S1 &exp_avg_var) const {
+        const F denom = where(0.0f < scalar_4, scalar_3 * (exp_avg_var.root() + eps), F(1.0f));  // 37
+        const F p_ = one_minus_lr_times_weight_decay * p;  // 27
+        const F p_2 = fma(-(lr_over_one_minus_beta1_pow_t * exp_avg.next()), 1.0f / denom, p_);  // 40
+        return p_2;
+    }
+};
+
+struct adabelief_amsgrad {  // adabelief
+    static constexpr int SCALARS = 9, APART = 1;
+    static constexpr bool ROOT[] = {false, false, true};
+    static constexpr bool NEXT[] = {true, false, false};
+    const F beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+        one_minus_beta2, scalar_3, scalar_4;
+
+    explicit adabelief_amsgrad(const float *scalars) : beta1(scalars[0]), beta2(scalars[1]), eps(scalars[2]),
+        grad_scale(scalars[3]), one_minus_lr_times_weight_decay(scalars[4]),
+        one_minus_beta1_times_grad_scale(scalars[5]), one_minus_beta2(scalars[6]), scalar_3(scalars[7]),
+        scalar_4(scalars[8]) {}
+    template <class S0, class S1, class S2>
+    void states(F p, F g, S0 &exp_avg, S1 &exp_avg_var, S2 &max_exp_avg_var) const {
+        const F max_exp_avg_var_ = max_exp_avg_var.read();
+        const F exp_avg_ = fma(one_minus_beta1_times_grad_scale, g, exp_avg.times(beta1));  // 28
+        const F surprise = fma(grad_scale, g, -exp_avg_);                 // 29
+        const F exp_avg_var_ = fma(one_minus_beta2 * surprise, surprise, exp_avg_var.times(beta2)) + eps;  // 30
+        const F max_exp_avg_var_2 = max(max_exp_avg_var_, exp_avg_var_);  // 33
+        exp_avg.set(exp_avg_);
+        exp_avg_var.set(exp_avg_var_);
+        max_exp_avg_var.set(max_exp_avg_var_2);
+    }
+    template <class S0, class S1, class S2>
+    F weight(F p, F g, const S0 &exp_avg, const S1 &exp_avg_var, const S2 &max_exp_avg_var) const {
+        const F p_ = one_minus_lr_times_weight_decay * p;  // 27
+        const F p_2 = fma(-exp_avg.next(), 1.0f / fma(max_exp_avg_var.root(), scalar_3, scalar_4), p_);  // 40
+        return p_2;
+    }
+};
+
+struct adabelief_amsgrad_rectify {  // adabelief
+    static constexpr int SCALARS = 10, APART = 2;
+    static constexpr bool ROOT[] = {false, false, true};
+    static constexpr bool NEXT[] = {true, false, false};
+    const F beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+        one_minus_beta2, scalar_3, scalar_4, lr_over_one_minus_beta1_pow_t;
+
+    explicit adabelief_amsgrad_rectify(const float *scalars) : beta1(scalars[0]), beta2(scalars[1]), eps(scalars[2]),
+        grad_scale(scalars[3]), one_minus_lr_times_weight_decay(scalars[4]),
+        one_minus_beta1_times_grad_scale(scalars[5]), one_minus_beta2(scalars[6]), scalar_3(scalars[7]),
+        scalar_4(scalars[8]), lr_over_one_minus_beta1_pow_t(scalars[9]) {}
+    template <class S0, class S1, class S2>
+    void states(F p, F g, S0 &exp_avg, S1 &exp_avg_var, S2 &max_exp_avg_var) const {
+        const F max_exp_avg_var_ = max_exp_avg_var.read();
+        const F exp_avg_ = fma(one_minus_beta1_times_grad_scale, g, exp_avg.times(beta1));  // 28
+        const F surprise = fma(grad_scale, g, -exp_avg_);                 // 29
+        const F exp_avg_var_ = fma(one_minus_beta2 * surprise, surprise, exp_avg_var.times(beta2)) + eps;  // 30
+        const F max_exp_avg_var_2 = max(max_exp_avg_var_, exp_avg_var_);  // 33
+        exp_avg.set(exp_avg_);
+        exp_avg_var.set(exp_avg_var_);
+        max_exp_avg_var.set(max_exp_avg_var_2);
+    }
+    template <class S0, class S1, class S2>
+    F weight(F p, F g, const S0 &exp_avg, const S1 &exp_avg_var, const S2 &max_exp_avg_var) const {
+        const F denom = where(0.0f < scalar_4, scalar_3 * (max_exp_avg_var.root() + eps), F(1.0f));  // 37
+        const F p_ = one_minus_lr_times_weight_decay * p;  // 27
+        const F p_2 = fma(-(lr_over_one_minus_beta1_pow_t * exp_avg.next()), 1.0f / denom, p_);  // 40
         return p_2;
     }
 };

@@ -4,7 +4,7 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.gpu.codecs import times
+from optgen.runtime.gpu.codecs import read, times
 from optgen.runtime.gpu.matrices import walk
 from optgen.runtime.gpu.prelude import minus, reciprocal
 
@@ -15,11 +15,11 @@ def adabelief_tile(
     one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4, live, MASKED: tl.constexpr,
 ):
     """The new p, exp_avg, exp_avg_var."""
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 21
-    surprise = tl.fma(grad_scale, g, minus(exp_avg))  # 22
-    exp_avg_var = tl.fma(one_minus_beta2 * surprise, surprise, times(beta2, exp_avg_var, PLAN.exp_avg_var)) + eps  # 23
-    p = one_minus_lr_times_weight_decay * p           # 20
-    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_var), scalar_3, scalar_4)), p)  # 25
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 28
+    surprise = tl.fma(grad_scale, g, minus(exp_avg))  # 29
+    exp_avg_var = tl.fma(one_minus_beta2 * surprise, surprise, times(beta2, exp_avg_var, PLAN.exp_avg_var)) + eps  # 30
+    p = one_minus_lr_times_weight_decay * p           # 27
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_var), scalar_3, scalar_4)), p)  # 40
     return p, exp_avg, exp_avg_var
 
 
@@ -33,4 +33,95 @@ def adabelief_sweep(
     walk(
         table, work, adabelief_tile, SWEEP, (beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
         one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4), step_key,
+    )
+
+
+@triton.jit
+def adabelief_rectify_tile(
+    PLAN: tl.constexpr, p, g, exp_avg, exp_avg_var, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
+    one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4, lr_over_one_minus_beta1_pow_t, live,
+    MASKED: tl.constexpr,
+):
+    """The new p, exp_avg, exp_avg_var."""
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 28
+    surprise = tl.fma(grad_scale, g, minus(exp_avg))  # 29
+    exp_avg_var = tl.fma(one_minus_beta2 * surprise, surprise, times(beta2, exp_avg_var, PLAN.exp_avg_var)) + eps  # 30
+    denom = tl.where(0.0 < scalar_4, scalar_3 * (tl.sqrt(exp_avg_var) + eps), 1.0)  # 37
+    p = one_minus_lr_times_weight_decay * p           # 27
+    p = tl.fma(minus(lr_over_one_minus_beta1_pow_t * exp_avg), reciprocal(denom), p)  # 40
+    return p, exp_avg, exp_avg_var
+
+
+@triton.jit(do_not_specialize=["step_key"])
+def adabelief_rectify_sweep(
+    table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, grad_scale: tl.float32,
+    one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
+    one_minus_beta2: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32,
+    lr_over_one_minus_beta1_pow_t: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
+):
+    walk(
+        table, work, adabelief_rectify_tile, SWEEP, (beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4, lr_over_one_minus_beta1_pow_t), step_key,
+    )
+
+
+@triton.jit
+def adabelief_amsgrad_tile(
+    PLAN: tl.constexpr, p, g, exp_avg, exp_avg_var, max_exp_avg_var, beta1, beta2, eps, grad_scale,
+    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4, live,
+    MASKED: tl.constexpr,
+):
+    """The new p, exp_avg, exp_avg_var, max_exp_avg_var."""
+    max_exp_avg_var = read(max_exp_avg_var, PLAN.max_exp_avg_var)
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 28
+    surprise = tl.fma(grad_scale, g, minus(exp_avg))  # 29
+    exp_avg_var = tl.fma(one_minus_beta2 * surprise, surprise, times(beta2, exp_avg_var, PLAN.exp_avg_var)) + eps  # 30
+    max_exp_avg_var = tl.maximum(max_exp_avg_var, exp_avg_var, propagate_nan=tl.PropagateNan.ALL)  # 33
+    p = one_minus_lr_times_weight_decay * p           # 27
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(max_exp_avg_var), scalar_3, scalar_4)), p)  # 40
+    return p, exp_avg, exp_avg_var, max_exp_avg_var
+
+
+@triton.jit(do_not_specialize=["step_key"])
+def adabelief_amsgrad_sweep(
+    table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, grad_scale: tl.float32,
+    one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
+    one_minus_beta2: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32, step_key: tl.int32,
+    SWEEP: tl.constexpr,
+):
+    walk(
+        table, work, adabelief_amsgrad_tile, SWEEP, (beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4), step_key,
+    )
+
+
+@triton.jit
+def adabelief_amsgrad_rectify_tile(
+    PLAN: tl.constexpr, p, g, exp_avg, exp_avg_var, max_exp_avg_var, beta1, beta2, eps, grad_scale,
+    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4,
+    lr_over_one_minus_beta1_pow_t, live, MASKED: tl.constexpr,
+):
+    """The new p, exp_avg, exp_avg_var, max_exp_avg_var."""
+    max_exp_avg_var = read(max_exp_avg_var, PLAN.max_exp_avg_var)
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 28
+    surprise = tl.fma(grad_scale, g, minus(exp_avg))  # 29
+    exp_avg_var = tl.fma(one_minus_beta2 * surprise, surprise, times(beta2, exp_avg_var, PLAN.exp_avg_var)) + eps  # 30
+    max_exp_avg_var = tl.maximum(max_exp_avg_var, exp_avg_var, propagate_nan=tl.PropagateNan.ALL)  # 33
+    denom = tl.where(0.0 < scalar_4, scalar_3 * (tl.sqrt(max_exp_avg_var) + eps), 1.0)  # 37
+    p = one_minus_lr_times_weight_decay * p           # 27
+    p = tl.fma(minus(lr_over_one_minus_beta1_pow_t * exp_avg), reciprocal(denom), p)  # 40
+    return p, exp_avg, exp_avg_var, max_exp_avg_var
+
+
+@triton.jit(do_not_specialize=["step_key"])
+def adabelief_amsgrad_rectify_sweep(
+    table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, grad_scale: tl.float32,
+    one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
+    one_minus_beta2: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32,
+    lr_over_one_minus_beta1_pow_t: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
+):
+    walk(
+        table, work, adabelief_amsgrad_rectify_tile, SWEEP, (beta1, beta2, eps, grad_scale,
+        one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4,
+        lr_over_one_minus_beta1_pow_t), step_key,
     )

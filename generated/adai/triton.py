@@ -17,9 +17,9 @@ def adai_1_tile(
 ):
     """The terms of tensor_sum_for_typical, tensor_sum_for_typical_2."""
     g = grad_scale * g
-    g = tl.fma(weight_decay, p, g)                        # 24
-    exp_avg_sq = tl.fma(one_minus_beta2 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 25
-    second = one_over_one_minus_beta2_pow_t * exp_avg_sq  # 26
+    g = tl.fma(weight_decay, p, g)                        # 29
+    exp_avg_sq = tl.fma(one_minus_beta2 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 30
+    second = one_over_one_minus_beta2_pow_t * exp_avg_sq  # 31
     return second, tl.fma(0.0, p, 1.0)
 
 
@@ -48,7 +48,7 @@ def adai_2_between(table, work, LEVEL: tl.constexpr):
 @triton.jit
 def adai_3_values(model_sum_for_typical, model_sum_for_typical_2, eps):
     """The new one_over_typical."""
-    typical = tl.maximum(model_sum_for_typical / model_sum_for_typical_2, eps, propagate_nan=tl.PropagateNan.ALL)  # 27
+    typical = tl.maximum(model_sum_for_typical / model_sum_for_typical_2, eps, propagate_nan=tl.PropagateNan.ALL)  # 32
     return (1.0 / typical,)
 
 
@@ -67,9 +67,9 @@ def adai_4_tile(
     exp_avg = read(exp_avg, PLAN.exp_avg)
     correction = read(correction, PLAN.correction)
     g = grad_scale * g
-    g = tl.fma(weight_decay, p, g)                        # 24
-    exp_avg_sq = tl.fma(one_minus_beta2 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 25
-    # 28
+    g = tl.fma(weight_decay, p, g)                        # 29
+    exp_avg_sq = tl.fma(one_minus_beta2 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 30
+    # 33
     beta1 = tl.minimum(
         tl.maximum(
             tl.fma(minus(beta0_times_one_over_one_minus_beta2_pow_t * one_over_typical), exp_avg_sq, 1.0), 0.0,
@@ -78,9 +78,9 @@ def adai_4_tile(
         one_minus_eps, propagate_nan=tl.PropagateNan.ALL
     )
     beta1_sub = 1.0 - beta1
-    exp_avg = tl.fma(beta1_sub, g, beta1 * exp_avg)       # 29
-    correction = tl.fma(beta1, correction, beta1_sub)     # 30
-    p = tl.fma(minus(lr * exp_avg), 1.0 / correction, p)  # 31
+    exp_avg = tl.fma(beta1_sub, g, beta1 * exp_avg)       # 34
+    correction = tl.fma(beta1, correction, beta1_sub)     # 35
+    p = tl.fma(minus(lr * exp_avg), 1.0 / correction, p)  # 36
     return p, exp_avg, exp_avg_sq, correction
 
 
@@ -92,5 +92,66 @@ def adai_4_sweep(
 ):
     walk(
         table, work, adai_4_tile, SWEEP, (lr, beta2, weight_decay, grad_scale, one_minus_beta2,
+        beta0_times_one_over_one_minus_beta2_pow_t, one_minus_eps), step_key,
+    )
+
+
+@triton.jit
+def adai_decoupled_1_tile(
+    PLAN: tl.constexpr, p, g, exp_avg_sq, beta2, scalar_0, one_over_one_minus_beta2_pow_t,
+    zero_times_one_minus_lr_times_weight_decay, live, MASKED: tl.constexpr,
+):
+    """The terms of tensor_sum_for_typical, tensor_sum_for_typical_2."""
+    exp_avg_sq = tl.fma(scalar_0 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 30
+    second = one_over_one_minus_beta2_pow_t * exp_avg_sq  # 31
+    return second, tl.fma(zero_times_one_minus_lr_times_weight_decay, p, 1.0)
+
+
+@triton.jit(do_not_specialize=["step_key"])
+def adai_decoupled_1_sweep(
+    table, work, beta2: tl.float32, scalar_0: tl.float32, one_over_one_minus_beta2_pow_t: tl.float32,
+    zero_times_one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
+):
+    walk(
+        table, work, adai_decoupled_1_tile, SWEEP, (beta2, scalar_0, one_over_one_minus_beta2_pow_t,
+        zero_times_one_minus_lr_times_weight_decay), step_key,
+    )
+
+
+@triton.jit
+def adai_decoupled_4_tile(
+    PLAN: tl.constexpr, p, g, exp_avg, exp_avg_sq, correction, one_over_typical, lr, beta2, grad_scale,
+    one_minus_lr_times_weight_decay, scalar_0, beta0_times_one_over_one_minus_beta2_pow_t, one_minus_eps, live,
+    MASKED: tl.constexpr,
+):
+    """The new p, exp_avg, exp_avg_sq, correction."""
+    exp_avg = read(exp_avg, PLAN.exp_avg)
+    correction = read(correction, PLAN.correction)
+    exp_avg_sq = tl.fma(scalar_0 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 30
+    # 33
+    beta1 = tl.minimum(
+        tl.maximum(
+            tl.fma(minus(beta0_times_one_over_one_minus_beta2_pow_t * one_over_typical), exp_avg_sq, 1.0), 0.0,
+            propagate_nan=tl.PropagateNan.ALL
+        ),
+        one_minus_eps, propagate_nan=tl.PropagateNan.ALL
+    )
+    beta1_sub = 1.0 - beta1
+    exp_avg = tl.fma(grad_scale, beta1_sub * g, beta1 * exp_avg)  # 34
+    correction = tl.fma(beta1, correction, beta1_sub)             # 35
+    p = one_minus_lr_times_weight_decay * p                       # 27
+    p = tl.fma(minus(lr * exp_avg), 1.0 / correction, p)          # 36
+    return p, exp_avg, exp_avg_sq, correction
+
+
+@triton.jit(do_not_specialize=["step_key"])
+def adai_decoupled_4_sweep(
+    table, work, lr: tl.float32, beta2: tl.float32, grad_scale: tl.float32,
+    one_minus_lr_times_weight_decay: tl.float32, scalar_0: tl.float32,
+    beta0_times_one_over_one_minus_beta2_pow_t: tl.float32, one_minus_eps: tl.float32, step_key: tl.int32,
+    SWEEP: tl.constexpr,
+):
+    walk(
+        table, work, adai_decoupled_4_tile, SWEEP, (lr, beta2, grad_scale, one_minus_lr_times_weight_decay, scalar_0,
         beta0_times_one_over_one_minus_beta2_pow_t, one_minus_eps), step_key,
     )

@@ -16,11 +16,11 @@ struct adan {  // adan
     void states(F p, F g, S0 &exp_avg, S1 &exp_avg_diff, S2 &exp_avg_sq, S3 &prev_grad) const {
         const F g_2 = grad_scale * g;
         const F prev_grad_ = prev_grad.read();
-        const F change = where(0.0f < where_lt_one_t_one_zero, g_2 - prev_grad_, F(0.0f));  // 25
-        const F exp_avg_diff_ = fma(one_minus_beta2, change, exp_avg_diff.times(beta2));  // 27
-        const F exp_avg_ = fma(one_minus_beta1_times_grad_scale, g, exp_avg.times(beta1));  // 26
-        const F ahead_ = fma(beta2, change, g_2);  // 28
-        const F exp_avg_sq_ = fma(one_minus_beta3 * ahead_, ahead_, exp_avg_sq.times(beta3));  // 29
+        const F change = where(0.0f < where_lt_one_t_one_zero, g_2 - prev_grad_, F(0.0f));  // 26
+        const F exp_avg_diff_ = fma(one_minus_beta2, change, exp_avg_diff.times(beta2));  // 28
+        const F exp_avg_ = fma(one_minus_beta1_times_grad_scale, g, exp_avg.times(beta1));  // 27
+        const F ahead_ = fma(beta2, change, g_2);  // 29
+        const F exp_avg_sq_ = fma(one_minus_beta3 * ahead_, ahead_, exp_avg_sq.times(beta3));  // 30
         exp_avg.set(exp_avg_);
         exp_avg_diff.set(exp_avg_diff_);
         exp_avg_sq.set(exp_avg_sq_);
@@ -28,12 +28,49 @@ struct adan {  // adan
     }
     template <class S0, class S1, class S2, class S3>
     F weight(F p, F g, const S0 &exp_avg, const S1 &exp_avg_diff, const S2 &exp_avg_sq, const S3 &prev_grad) const {
-        // 33
+        // 36
         const F p_ = fma(
             -fma(diff_lr, exp_avg_diff.next(), avg_lr * exp_avg.next()),
             1.0f / fma(exp_avg_sq.root(), scalar_6, scalar_7), p
         );
-        const F p_2 = one_over_one_plus_lr_times_weight_decay * p_;  // 34
+        const F p_2 = one_over_one_plus_lr_times_weight_decay * p_;  // 38
+        return p_2;
+    }
+};
+
+struct adan_no_prox {  // adan
+    static constexpr int SCALARS = 13, APART = 2;
+    static constexpr bool ROOT[] = {false, false, true, false};
+    static constexpr bool NEXT[] = {true, true, false, false};
+    const F beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2,
+        one_minus_beta3, one_minus_lr_times_weight_decay, avg_lr, diff_lr, scalar_7, scalar_8;
+
+    explicit adan_no_prox(const float *scalars) : beta1(scalars[0]), beta2(scalars[1]), beta3(scalars[2]),
+        grad_scale(scalars[3]), where_lt_one_t_one_zero(scalars[4]), one_minus_beta1_times_grad_scale(scalars[5]),
+        one_minus_beta2(scalars[6]), one_minus_beta3(scalars[7]), one_minus_lr_times_weight_decay(scalars[8]),
+        avg_lr(scalars[9]), diff_lr(scalars[10]), scalar_7(scalars[11]), scalar_8(scalars[12]) {}
+    template <class S0, class S1, class S2, class S3>
+    void states(F p, F g, S0 &exp_avg, S1 &exp_avg_diff, S2 &exp_avg_sq, S3 &prev_grad) const {
+        const F g_2 = grad_scale * g;
+        const F prev_grad_ = prev_grad.read();
+        const F change = where(0.0f < where_lt_one_t_one_zero, g_2 - prev_grad_, F(0.0f));  // 26
+        const F exp_avg_diff_ = fma(one_minus_beta2, change, exp_avg_diff.times(beta2));  // 28
+        const F exp_avg_ = fma(one_minus_beta1_times_grad_scale, g, exp_avg.times(beta1));  // 27
+        const F ahead_ = fma(beta2, change, g_2);  // 29
+        const F exp_avg_sq_ = fma(one_minus_beta3 * ahead_, ahead_, exp_avg_sq.times(beta3));  // 30
+        exp_avg.set(exp_avg_);
+        exp_avg_diff.set(exp_avg_diff_);
+        exp_avg_sq.set(exp_avg_sq_);
+        prev_grad.set(g_2);
+    }
+    template <class S0, class S1, class S2, class S3>
+    F weight(F p, F g, const S0 &exp_avg, const S1 &exp_avg_diff, const S2 &exp_avg_sq, const S3 &prev_grad) const {
+        const F p_ = one_minus_lr_times_weight_decay * p;  // 35
+        // 36
+        const F p_2 = fma(
+            -fma(diff_lr, exp_avg_diff.next(), avg_lr * exp_avg.next()),
+            1.0f / fma(exp_avg_sq.root(), scalar_7, scalar_8), p_
+        );
         return p_2;
     }
 };

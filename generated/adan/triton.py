@@ -18,17 +18,17 @@ def adan_tile(
     """The new p, exp_avg, exp_avg_diff, exp_avg_sq, prev_grad."""
     prev_grad = read(prev_grad, PLAN.prev_grad)
     g_2 = grad_scale * g
-    change = tl.where(0.0 < where_lt_one_t_one_zero, g_2 - prev_grad, 0.0)  # 25
-    exp_avg_diff = tl.fma(one_minus_beta2, change, times(beta2, exp_avg_diff, PLAN.exp_avg_diff))  # 27
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 26
-    ahead = tl.fma(beta2, change, g_2)                                      # 28
-    exp_avg_sq = tl.fma(one_minus_beta3 * ahead, ahead, times(beta3, exp_avg_sq, PLAN.exp_avg_sq))  # 29
-    # 33
+    change = tl.where(0.0 < where_lt_one_t_one_zero, g_2 - prev_grad, 0.0)  # 26
+    exp_avg_diff = tl.fma(one_minus_beta2, change, times(beta2, exp_avg_diff, PLAN.exp_avg_diff))  # 28
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 27
+    ahead = tl.fma(beta2, change, g_2)                                      # 29
+    exp_avg_sq = tl.fma(one_minus_beta3 * ahead, ahead, times(beta3, exp_avg_sq, PLAN.exp_avg_sq))  # 30
+    # 36
     p = tl.fma(
         minus(tl.fma(diff_lr, exp_avg_diff, avg_lr * exp_avg)),
         reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_6, scalar_7)), p
     )
-    p = one_over_one_plus_lr_times_weight_decay * p                         # 34
+    p = one_over_one_plus_lr_times_weight_decay * p                         # 38
     return p, exp_avg, exp_avg_diff, exp_avg_sq, g_2
 
 
@@ -44,4 +44,41 @@ def adan_sweep(
         table, work, adan_tile, SWEEP, (beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
         one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3, avg_lr, diff_lr, scalar_6, scalar_7,
         one_over_one_plus_lr_times_weight_decay), step_key,
+    )
+
+
+@triton.jit
+def adan_no_prox_tile(
+    PLAN: tl.constexpr, p, g, exp_avg, exp_avg_diff, exp_avg_sq, prev_grad, beta1, beta2, beta3, grad_scale,
+    where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3,
+    one_minus_lr_times_weight_decay, avg_lr, diff_lr, scalar_7, scalar_8, live, MASKED: tl.constexpr,
+):
+    """The new p, exp_avg, exp_avg_diff, exp_avg_sq, prev_grad."""
+    prev_grad = read(prev_grad, PLAN.prev_grad)
+    g_2 = grad_scale * g
+    change = tl.where(0.0 < where_lt_one_t_one_zero, g_2 - prev_grad, 0.0)  # 26
+    exp_avg_diff = tl.fma(one_minus_beta2, change, times(beta2, exp_avg_diff, PLAN.exp_avg_diff))  # 28
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 27
+    ahead = tl.fma(beta2, change, g_2)                                      # 29
+    exp_avg_sq = tl.fma(one_minus_beta3 * ahead, ahead, times(beta3, exp_avg_sq, PLAN.exp_avg_sq))  # 30
+    p = one_minus_lr_times_weight_decay * p                                 # 35
+    # 36
+    p = tl.fma(
+        minus(tl.fma(diff_lr, exp_avg_diff, avg_lr * exp_avg)),
+        reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_7, scalar_8)), p
+    )
+    return p, exp_avg, exp_avg_diff, exp_avg_sq, g_2
+
+
+@triton.jit(do_not_specialize=["step_key"])
+def adan_no_prox_sweep(
+    table, work, beta1: tl.float32, beta2: tl.float32, beta3: tl.float32, grad_scale: tl.float32,
+    where_lt_one_t_one_zero: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, one_minus_beta2: tl.float32,
+    one_minus_beta3: tl.float32, one_minus_lr_times_weight_decay: tl.float32, avg_lr: tl.float32,
+    diff_lr: tl.float32, scalar_7: tl.float32, scalar_8: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
+):
+    walk(
+        table, work, adan_no_prox_tile, SWEEP, (beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
+        one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3, one_minus_lr_times_weight_decay, avg_lr,
+        diff_lr, scalar_7, scalar_8), step_key,
     )

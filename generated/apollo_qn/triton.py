@@ -7,14 +7,14 @@ import triton.language as tl
 from optgen.runtime.gpu.between import rounds
 from optgen.runtime.gpu.codecs import read
 from optgen.runtime.gpu.matrices import walk
-from optgen.runtime.gpu.prelude import reciprocal
+from optgen.runtime.gpu.prelude import minus, reciprocal
 
 
 @triton.jit
 def apollo_qn_1_tile(PLAN: tl.constexpr, update, live, MASKED: tl.constexpr):
     """The terms of tensor_sum_for_length."""
     update = read(update, PLAN.update)
-    square = update * update  # 27
+    square = update * update  # 31
     return (square,)
 
 
@@ -26,7 +26,7 @@ def apollo_qn_1_sweep(table, work, step_key: tl.int32, SWEEP: tl.constexpr):
 @triton.jit
 def apollo_qn_2_values(tensor_sum_for_length, eps_over_0p01):
     """The new length, one_over_length."""
-    length = tl.sqrt(tl.sqrt(tensor_sum_for_length)) + eps_over_0p01  # 28
+    length = tl.sqrt(tl.sqrt(tensor_sum_for_length)) + eps_over_0p01  # 32
     return length, 1.0 / length
 
 
@@ -45,10 +45,10 @@ def apollo_qn_3_tile(
     approx_hessian = read(approx_hessian, PLAN.approx_hessian)
     update = read(update, PLAN.update)
     g = grad_scale * g
-    g = tl.fma(weight_decay, p, g)                      # 23
-    change = g - exp_avg_grad                           # 25
-    exp_avg_grad = tl.fma(alpha, change, exp_avg_grad)  # 26
-    unit = update * one_over_length                     # 29
+    g = tl.fma(weight_decay, p, g)                      # 27
+    change = g - exp_avg_grad                           # 29
+    exp_avg_grad = tl.fma(alpha, change, exp_avg_grad)  # 30
+    unit = update * one_over_length                     # 33
     return exp_avg_grad, change, unit, approx_hessian * unit, unit
 
 
@@ -66,7 +66,7 @@ def apollo_qn_4_values(
     minus_one_minus_beta_over_one_minus_beta_pow_t,
 ):
     """The new tensor_mul_2."""
-    # 30
+    # 34
     delta = minus_one_minus_beta_over_one_minus_beta_pow_t * tensor_sum_for_delta / length - tensor_sum_for_delta_2
     return (delta * one_over_length * one_over_length,)
 
@@ -86,14 +86,155 @@ def apollo_qn_5_tile(
     exp_avg_grad = read(exp_avg_grad, PLAN.exp_avg_grad)
     approx_hessian = read(approx_hessian, PLAN.approx_hessian)
     update = read(update, PLAN.update)
-    square = update * update                                       # 27
-    approx_hessian = tl.fma(square, tensor_mul_2, approx_hessian)  # 31
-    # 32
+    square = update * update                                       # 31
+    approx_hessian = tl.fma(square, tensor_mul_2, approx_hessian)  # 35
+    # 39
     update = exp_avg_grad * reciprocal(tl.maximum(tl.abs(approx_hessian), 0.01, propagate_nan=tl.PropagateNan.ALL))
-    p = tl.fma(minus_lr, update, p)                                # 33
+    p = tl.fma(minus_lr, update, p)                                # 42
     return p, approx_hessian, update
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def apollo_qn_5_sweep(table, work, minus_lr: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr):
     walk(table, work, apollo_qn_5_tile, SWEEP, (minus_lr,), step_key)
+
+
+@triton.jit
+def apollo_qn_decoupled_3_tile(
+    PLAN: tl.constexpr, g, exp_avg_grad, approx_hessian, update, one_over_length, grad_scale, alpha, live,
+    MASKED: tl.constexpr,
+):
+    """The new exp_avg_grad; the terms of tensor_sum_for_delta, tensor_sum_for_delta_2."""
+    exp_avg_grad = read(exp_avg_grad, PLAN.exp_avg_grad)
+    approx_hessian = read(approx_hessian, PLAN.approx_hessian)
+    update = read(update, PLAN.update)
+    change = tl.fma(grad_scale, g, minus(exp_avg_grad))  # 29
+    exp_avg_grad = tl.fma(alpha, change, exp_avg_grad)   # 30
+    unit = update * one_over_length                      # 33
+    return exp_avg_grad, change, unit, approx_hessian * unit, unit
+
+
+@triton.jit(do_not_specialize=["step_key"])
+def apollo_qn_decoupled_3_sweep(
+    table, work, grad_scale: tl.float32, alpha: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
+):
+    walk(table, work, apollo_qn_decoupled_3_tile, SWEEP, (grad_scale, alpha), step_key)
+
+
+@triton.jit
+def apollo_qn_decoupled_5_tile(
+    PLAN: tl.constexpr, p, exp_avg_grad, approx_hessian, update, tensor_mul_2, weight_decay, minus_lr, live,
+    MASKED: tl.constexpr,
+):
+    """The new p, approx_hessian, update."""
+    exp_avg_grad = read(exp_avg_grad, PLAN.exp_avg_grad)
+    approx_hessian = read(approx_hessian, PLAN.approx_hessian)
+    update = read(update, PLAN.update)
+    square = update * update                                       # 31
+    approx_hessian = tl.fma(square, tensor_mul_2, approx_hessian)  # 35
+    # 39
+    update = exp_avg_grad * reciprocal(tl.maximum(tl.abs(approx_hessian), 0.01, propagate_nan=tl.PropagateNan.ALL))
+    update = tl.fma(weight_decay, p, update)                       # 41
+    p = tl.fma(minus_lr, update, p)                                # 42
+    return p, approx_hessian, update
+
+
+@triton.jit(do_not_specialize=["step_key"])
+def apollo_qn_decoupled_5_sweep(
+    table, work, weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
+):
+    walk(table, work, apollo_qn_decoupled_5_tile, SWEEP, (weight_decay, minus_lr), step_key)
+
+
+@triton.jit
+def apollo_qn_belief_1_tile(
+    PLAN: tl.constexpr, p, g, exp_avg_grad, update, weight_decay, grad_scale, live, MASKED: tl.constexpr,
+):
+    """The terms of tensor_sum_for_length, tensor_max_of_change."""
+    exp_avg_grad = read(exp_avg_grad, PLAN.exp_avg_grad)
+    update = read(update, PLAN.update)
+    g = grad_scale * g
+    square = update * update        # 31
+    g = tl.fma(weight_decay, p, g)  # 27
+    change = g - exp_avg_grad       # 29
+    return square, tl.abs(change)
+
+
+@triton.jit(do_not_specialize=["step_key"])
+def apollo_qn_belief_1_sweep(
+    table, work, weight_decay: tl.float32, grad_scale: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
+):
+    walk(table, work, apollo_qn_belief_1_tile, SWEEP, (weight_decay, grad_scale), step_key)
+
+
+@triton.jit
+def apollo_qn_belief_5_tile(
+    PLAN: tl.constexpr, p, exp_avg_grad, approx_hessian, update, tensor_mul_2, tensor_max_of_change, scalar_0,
+    minus_lr, live, MASKED: tl.constexpr,
+):
+    """The new p, approx_hessian, update."""
+    exp_avg_grad = read(exp_avg_grad, PLAN.exp_avg_grad)
+    approx_hessian = read(approx_hessian, PLAN.approx_hessian)
+    update = read(update, PLAN.update)
+    square = update * update                                       # 31
+    approx_hessian = tl.fma(square, tensor_mul_2, approx_hessian)  # 35
+    # 37
+    update = exp_avg_grad * reciprocal(
+        tl.maximum(tl.abs(approx_hessian), tensor_max_of_change, propagate_nan=tl.PropagateNan.ALL) + scalar_0
+    )
+    p = tl.fma(minus_lr, update, p)                                # 42
+    return p, approx_hessian, update
+
+
+@triton.jit(do_not_specialize=["step_key"])
+def apollo_qn_belief_5_sweep(
+    table, work, scalar_0: tl.float32, minus_lr: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
+):
+    walk(table, work, apollo_qn_belief_5_tile, SWEEP, (scalar_0, minus_lr), step_key)
+
+
+@triton.jit
+def apollo_qn_belief_decoupled_1_tile(
+    PLAN: tl.constexpr, g, exp_avg_grad, update, grad_scale, live, MASKED: tl.constexpr,
+):
+    """The terms of tensor_sum_for_length, tensor_max_of_change."""
+    exp_avg_grad = read(exp_avg_grad, PLAN.exp_avg_grad)
+    update = read(update, PLAN.update)
+    square = update * update                             # 31
+    change = tl.fma(grad_scale, g, minus(exp_avg_grad))  # 29
+    return square, tl.abs(change)
+
+
+@triton.jit(do_not_specialize=["step_key"])
+def apollo_qn_belief_decoupled_1_sweep(
+    table, work, grad_scale: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
+):
+    walk(table, work, apollo_qn_belief_decoupled_1_tile, SWEEP, (grad_scale,), step_key)
+
+
+@triton.jit
+def apollo_qn_belief_decoupled_5_tile(
+    PLAN: tl.constexpr, p, exp_avg_grad, approx_hessian, update, tensor_mul_2, tensor_max_of_change, weight_decay,
+    scalar_0, minus_lr, live, MASKED: tl.constexpr,
+):
+    """The new p, approx_hessian, update."""
+    exp_avg_grad = read(exp_avg_grad, PLAN.exp_avg_grad)
+    approx_hessian = read(approx_hessian, PLAN.approx_hessian)
+    update = read(update, PLAN.update)
+    square = update * update                                       # 31
+    approx_hessian = tl.fma(square, tensor_mul_2, approx_hessian)  # 35
+    # 37
+    update = exp_avg_grad * reciprocal(
+        tl.maximum(tl.abs(approx_hessian), tensor_max_of_change, propagate_nan=tl.PropagateNan.ALL) + scalar_0
+    )
+    update = tl.fma(weight_decay, p, update)                       # 41
+    p = tl.fma(minus_lr, update, p)                                # 42
+    return p, approx_hessian, update
+
+
+@triton.jit(do_not_specialize=["step_key"])
+def apollo_qn_belief_decoupled_5_sweep(
+    table, work, weight_decay: tl.float32, scalar_0: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
+    SWEEP: tl.constexpr,
+):
+    walk(table, work, apollo_qn_belief_decoupled_5_tile, SWEEP, (weight_decay, scalar_0, minus_lr), step_key)

@@ -27,10 +27,10 @@ def kourkoutas_beta_2_values(
     where_lt_warmup_steps_t_one_zero, beta2_max_minus_beta2_min, one_minus_beta2_max,
 ):
     """The new grad_ema, share, one_minus_share."""
-    length = tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_length)  # 28
-    grad_ema = tl.fma(one_minus_alpha, length, alpha * grad_ema)  # 29
-    ratio = length / (grad_ema + tiny_spike)  # 30
-    # 31
+    length = tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_length)  # 33
+    grad_ema = tl.fma(one_minus_alpha, length, alpha * grad_ema)  # 34
+    ratio = length / (grad_ema + tiny_spike)  # 35
+    # 36
     share = tl.fma(
         beta2_max_minus_beta2_min, tl.where(0.0 < where_lt_warmup_steps_t_one_zero, ratio / (1.0 + ratio), 0.5),
         one_minus_beta2_max
@@ -57,10 +57,10 @@ def kourkoutas_beta_3_tile(
 ):
     """The new p, exp_avg, exp_avg_sq."""
     exp_avg_sq = read(exp_avg_sq, PLAN.exp_avg_sq)
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 32
-    exp_avg_sq = tl.fma(grad_scale_times_grad_scale * share * g, g, one_minus_share * exp_avg_sq)  # 33
-    p = one_minus_lr_times_weight_decay * p  # 34
-    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_3, scalar_4)), p)  # 35
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 37
+    exp_avg_sq = tl.fma(grad_scale_times_grad_scale * share * g, g, one_minus_share * exp_avg_sq)  # 38
+    p = one_minus_lr_times_weight_decay * p  # 39
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_3, scalar_4)), p)  # 47
     return p, exp_avg, exp_avg_sq
 
 
@@ -72,5 +72,36 @@ def kourkoutas_beta_3_sweep(
 ):
     walk(
         table, work, kourkoutas_beta_3_tile, SWEEP, (beta1, one_minus_beta1_times_grad_scale,
+        grad_scale_times_grad_scale, one_minus_lr_times_weight_decay, scalar_3, scalar_4), step_key,
+    )
+
+
+@triton.jit
+def kourkoutas_beta_amsgrad_3_tile(
+    PLAN: tl.constexpr, p, g, exp_avg, exp_avg_sq, max_exp_avg_sq, one_minus_share, share, beta1, decay,
+    one_minus_beta1_times_grad_scale, grad_scale_times_grad_scale, one_minus_lr_times_weight_decay, scalar_3,
+    scalar_4, live, MASKED: tl.constexpr,
+):
+    """The new p, exp_avg, exp_avg_sq, max_exp_avg_sq."""
+    exp_avg_sq = read(exp_avg_sq, PLAN.exp_avg_sq)
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 37
+    exp_avg_sq = tl.fma(grad_scale_times_grad_scale * share * g, g, one_minus_share * exp_avg_sq)  # 38
+    # 42
+    max_exp_avg_sq = tl.maximum(
+        times(decay, max_exp_avg_sq, PLAN.max_exp_avg_sq), exp_avg_sq, propagate_nan=tl.PropagateNan.ALL
+    )
+    p = one_minus_lr_times_weight_decay * p  # 39
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(max_exp_avg_sq), scalar_3, scalar_4)), p)  # 47
+    return p, exp_avg, exp_avg_sq, max_exp_avg_sq
+
+
+@triton.jit(do_not_specialize=["step_key"])
+def kourkoutas_beta_amsgrad_3_sweep(
+    table, work, beta1: tl.float32, decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
+    grad_scale_times_grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32, scalar_3: tl.float32,
+    scalar_4: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
+):
+    walk(
+        table, work, kourkoutas_beta_amsgrad_3_tile, SWEEP, (beta1, decay, one_minus_beta1_times_grad_scale,
         grad_scale_times_grad_scale, one_minus_lr_times_weight_decay, scalar_3, scalar_4), step_key,
     )

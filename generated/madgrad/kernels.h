@@ -22,7 +22,7 @@ struct madgrad {  // madgrad
             -0.33333334f, fma(-grad_sum_sq_, 1.0f / (grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma),
             grad_sum_sq_fma
         );
-        // 25
+        // 28
         const F before = where(
             0.0f < grad_sum_sq_ & grad_sum_sq_ <= 3.4028235e+38f,
             fma(
@@ -31,10 +31,10 @@ struct madgrad {  // madgrad
             ),
             grad_sum_sq_
         ) + eps;
-        const F start_ = p + where(0.0f < before, s_ / before, F(0.0f));  // 26
-        const F g_2 = fma(weight_decay, p, g_);                           // 24
+        const F start_ = p + where(0.0f < before, s_ / before, F(0.0f));  // 29
+        const F g_2 = fma(weight_decay, p, g_);                           // 27
         const F g_mul = weight_ * g_2;
-        const F grad_sum_sq_2 = fma(g_mul, g_2, grad_sum_sq_);            // 28
+        const F grad_sum_sq_2 = fma(g_mul, g_2, grad_sum_sq_);            // 31
         const F grad_sum_sq_bitcast_2 = as_float(to_int(0.33333334f * to_float(bits(grad_sum_sq_2))) + 0x2a508935);
         const F grad_sum_sq_fma_3 = fma(
             -0.33333334f,
@@ -45,7 +45,7 @@ struct madgrad {  // madgrad
             -0.33333334f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma_3 * grad_sum_sq_fma_3), grad_sum_sq_fma_3),
             grad_sum_sq_fma_3
         );
-        // 30
+        // 33
         const F denom = where(
             0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028235e+38f,
             fma(
@@ -54,8 +54,8 @@ struct madgrad {  // madgrad
             ),
             grad_sum_sq_2
         ) + eps;
-        const F s_2 = s_ + g_mul;                                         // 29
-        const F z = start_ - where(0.0f < denom, s_2 / denom, F(0.0f));   // 31
+        const F s_2 = s_ + g_mul;                                         // 32
+        const F z = start_ - where(0.0f < denom, s_2 / denom, F(0.0f));   // 34
         grad_sum_sq.set(grad_sum_sq_2);
         s.set(s_2);
         return z;
@@ -75,9 +75,9 @@ struct madgrad_has_momentum {  // madgrad
         const F g_ = grad_scale * g;
         const F grad_sum_sq_ = grad_sum_sq.read();
         const F s_ = s.read();
-        const F g_2 = fma(weight_decay, p, g_);                       // 24
+        const F g_2 = fma(weight_decay, p, g_);                       // 27
         const F g_mul = weight_ * g_2;
-        const F grad_sum_sq_2 = fma(g_mul, g_2, grad_sum_sq_);        // 28
+        const F grad_sum_sq_2 = fma(g_mul, g_2, grad_sum_sq_);        // 31
         const F grad_sum_sq_bitcast = as_float(to_int(0.33333334f * to_float(bits(grad_sum_sq_2))) + 0x2a508935);
         const F grad_sum_sq_fma = fma(
             -0.33333334f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast),
@@ -87,7 +87,7 @@ struct madgrad_has_momentum {  // madgrad
             -0.33333334f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma),
             grad_sum_sq_fma
         );
-        // 30
+        // 33
         const F denom = where(
             0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028235e+38f,
             fma(
@@ -96,9 +96,109 @@ struct madgrad_has_momentum {  // madgrad
             ),
             grad_sum_sq_2
         ) + eps;
-        const F s_2 = s_ + g_mul;                                     // 29
-        const F z = x0_ - where(0.0f < denom, s_2 / denom, F(0.0f));  // 31
-        const F p_ = fma(one_minus_momentum, z - p, p);  // 32
+        const F s_2 = s_ + g_mul;                                     // 32
+        const F z = x0_ - where(0.0f < denom, s_2 / denom, F(0.0f));  // 34
+        const F p_ = fma(one_minus_momentum, z - p, p);  // 35
+        grad_sum_sq.set(grad_sum_sq_2);
+        s.set(s_2);
+        return p_;
+    }
+};
+
+struct madgrad_decouple_decay {  // madgrad
+    static constexpr int SCALARS = 4, APART = 0;
+    static constexpr bool NEXT[] = {false, false}, ROOT[] = {false, false};
+    const F eps, scalar_0, scalar_1, scalar_2;
+
+    explicit madgrad_decouple_decay(const float *scalars) : eps(scalars[0]), scalar_0(scalars[1]), scalar_1(scalars[2]),
+        scalar_2(scalars[3]) {}
+    template <class S0, class S1>
+    F step(F p, F g, S0 &grad_sum_sq, S1 &s) const {
+        const F grad_sum_sq_ = grad_sum_sq.read();
+        const F s_ = s.read();
+        const F grad_sum_sq_bitcast = as_float(to_int(0.33333334f * to_float(bits(grad_sum_sq_))) + 0x2a508935);
+        const F grad_sum_sq_fma = fma(
+            -0.33333334f, fma(-grad_sum_sq_, 1.0f / (grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast),
+            grad_sum_sq_bitcast
+        );
+        const F grad_sum_sq_fma_2 = fma(
+            -0.33333334f, fma(-grad_sum_sq_, 1.0f / (grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma),
+            grad_sum_sq_fma
+        );
+        // 28
+        const F before = where(
+            0.0f < grad_sum_sq_ & grad_sum_sq_ <= 3.4028235e+38f,
+            fma(
+                -0.33333334f, fma(-grad_sum_sq_, 1.0f / (grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_fma_2),
+                grad_sum_sq_fma_2
+            ),
+            grad_sum_sq_
+        ) + eps;
+        const F start_ = p + where(0.0f < before, s_ / before, F(0.0f));  // 29
+        const F grad_sum_sq_2 = fma(scalar_0 * g, g, grad_sum_sq_);       // 31
+        const F grad_sum_sq_bitcast_2 = as_float(to_int(0.33333334f * to_float(bits(grad_sum_sq_2))) + 0x2a508935);
+        const F grad_sum_sq_fma_3 = fma(
+            -0.33333334f,
+            fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_bitcast_2 * grad_sum_sq_bitcast_2), grad_sum_sq_bitcast_2),
+            grad_sum_sq_bitcast_2
+        );
+        const F grad_sum_sq_fma_4 = fma(
+            -0.33333334f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma_3 * grad_sum_sq_fma_3), grad_sum_sq_fma_3),
+            grad_sum_sq_fma_3
+        );
+        // 33
+        const F denom = where(
+            0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028235e+38f,
+            fma(
+                -0.33333334f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma_4 * grad_sum_sq_fma_4), grad_sum_sq_fma_4),
+                grad_sum_sq_fma_4
+            ),
+            grad_sum_sq_2
+        ) + eps;
+        const F s_2 = fma(scalar_1, g, s_);                               // 32
+        const F z = start_ - where(0.0f < denom, s_2 / denom, F(0.0f));   // 34
+        const F p_ = fma(scalar_2, p, z);                                 // 37
+        grad_sum_sq.set(grad_sum_sq_2);
+        s.set(s_2);
+        return p_;
+    }
+};
+
+struct madgrad_decouple_decay_has_momentum {  // madgrad
+    static constexpr int SCALARS = 5, APART = 0;
+    static constexpr bool NEXT[] = {false, false, false}, ROOT[] = {false, false, false};
+    const F eps, scalar_0, scalar_1, one_minus_momentum, scalar_3;
+
+    explicit madgrad_decouple_decay_has_momentum(const float *scalars) : eps(scalars[0]), scalar_0(scalars[1]),
+        scalar_1(scalars[2]), one_minus_momentum(scalars[3]), scalar_3(scalars[4]) {}
+    template <class S0, class S1, class S2>
+    F step(F p, F g, S0 &grad_sum_sq, S1 &s, S2 &x0) const {
+        const F x0_ = x0.read();
+        const F grad_sum_sq_ = grad_sum_sq.read();
+        const F s_ = s.read();
+        const F grad_sum_sq_2 = fma(scalar_0 * g, g, grad_sum_sq_);   // 31
+        const F grad_sum_sq_bitcast = as_float(to_int(0.33333334f * to_float(bits(grad_sum_sq_2))) + 0x2a508935);
+        const F grad_sum_sq_fma = fma(
+            -0.33333334f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast),
+            grad_sum_sq_bitcast
+        );
+        const F grad_sum_sq_fma_2 = fma(
+            -0.33333334f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma),
+            grad_sum_sq_fma
+        );
+        // 33
+        const F denom = where(
+            0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028235e+38f,
+            fma(
+                -0.33333334f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_fma_2),
+                grad_sum_sq_fma_2
+            ),
+            grad_sum_sq_2
+        ) + eps;
+        const F s_2 = fma(scalar_1, g, s_);                           // 32
+        const F z = x0_ - where(0.0f < denom, s_2 / denom, F(0.0f));  // 34
+        const F p_2 = fma(one_minus_momentum, z - p, p);  // 35
+        const F p_ = fma(scalar_3, p, p_2);                           // 37
         grad_sum_sq.set(grad_sum_sq_2);
         s.set(s_2);
         return p_;

@@ -29,7 +29,7 @@ def madgrad_tile(
         -0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma),
         grad_sum_sq_fma
     )
-    # 25
+    # 28
     before = tl.where(
         (0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38),
         tl.fma(
@@ -38,10 +38,10 @@ def madgrad_tile(
         ),
         grad_sum_sq
     ) + eps
-    start = p + tl.where(0.0 < before, s * (1.0 / before), 0.0)  # 26
-    g = tl.fma(weight_decay, p, g)                               # 24
+    start = p + tl.where(0.0 < before, s * (1.0 / before), 0.0)  # 29
+    g = tl.fma(weight_decay, p, g)                               # 27
     g_mul = weight * g
-    grad_sum_sq = tl.fma(g_mul, g, grad_sum_sq)                  # 28
+    grad_sum_sq = tl.fma(g_mul, g, grad_sum_sq)                  # 31
     grad_sum_sq_bitcast = (
         (0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 0x2a508935
     ).to(tl.float32, bitcast=True)
@@ -54,7 +54,7 @@ def madgrad_tile(
         -0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma),
         grad_sum_sq_fma
     )
-    # 30
+    # 33
     denom = tl.where(
         (0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38),
         tl.fma(
@@ -63,8 +63,8 @@ def madgrad_tile(
         ),
         grad_sum_sq
     ) + eps
-    s = s + g_mul                                                # 29
-    z = start - tl.where(0.0 < denom, s * (1.0 / denom), 0.0)    # 31
+    s = s + g_mul                                                # 32
+    z = start - tl.where(0.0 < denom, s * (1.0 / denom), 0.0)    # 34
     return z, grad_sum_sq, s
 
 
@@ -86,9 +86,9 @@ def madgrad_has_momentum_tile(
     s = read(s, PLAN.s)
     x0 = read(x0, PLAN.x0)
     g = grad_scale * g
-    g = tl.fma(weight_decay, p, g)                          # 24
+    g = tl.fma(weight_decay, p, g)                          # 27
     g_mul = weight * g
-    grad_sum_sq = tl.fma(g_mul, g, grad_sum_sq)             # 28
+    grad_sum_sq = tl.fma(g_mul, g, grad_sum_sq)             # 31
     grad_sum_sq_bitcast = (
         (0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 0x2a508935
     ).to(tl.float32, bitcast=True)
@@ -101,7 +101,7 @@ def madgrad_has_momentum_tile(
         -0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma),
         grad_sum_sq_fma
     )
-    # 30
+    # 33
     denom = tl.where(
         (0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38),
         tl.fma(
@@ -110,9 +110,9 @@ def madgrad_has_momentum_tile(
         ),
         grad_sum_sq
     ) + eps
-    s = s + g_mul                                           # 29
-    z = x0 - tl.where(0.0 < denom, s * (1.0 / denom), 0.0)  # 31
-    p = tl.fma(one_minus_momentum, z - p, p)  # 32
+    s = s + g_mul                                           # 32
+    z = x0 - tl.where(0.0 < denom, s * (1.0 / denom), 0.0)  # 34
+    p = tl.fma(one_minus_momentum, z - p, p)  # 35
     return p, grad_sum_sq, s
 
 
@@ -124,4 +124,118 @@ def madgrad_has_momentum_sweep(
     walk(
         table, work, madgrad_has_momentum_tile, SWEEP, (weight_decay, eps, grad_scale, weight, one_minus_momentum),
         step_key,
+    )
+
+
+@triton.jit
+def madgrad_decouple_decay_tile(
+    PLAN: tl.constexpr, p, g, grad_sum_sq, s, eps, scalar_0, scalar_1, scalar_2, live, MASKED: tl.constexpr,
+):
+    """The new p, grad_sum_sq, s."""
+    grad_sum_sq = read(grad_sum_sq, PLAN.grad_sum_sq)
+    s = read(s, PLAN.s)
+    grad_sum_sq_bitcast = (
+        (0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 0x2a508935
+    ).to(tl.float32, bitcast=True)
+    grad_sum_sq_fma = tl.fma(
+        -0.3333333333333333,
+        tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast),
+        grad_sum_sq_bitcast
+    )
+    grad_sum_sq_fma = tl.fma(
+        -0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma),
+        grad_sum_sq_fma
+    )
+    # 28
+    before = tl.where(
+        (0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38),
+        tl.fma(
+            -0.3333333333333333,
+            tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma
+        ),
+        grad_sum_sq
+    ) + eps
+    start = p + tl.where(0.0 < before, s * (1.0 / before), 0.0)  # 29
+    grad_sum_sq = tl.fma(scalar_0 * g, g, grad_sum_sq)           # 31
+    grad_sum_sq_bitcast = (
+        (0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 0x2a508935
+    ).to(tl.float32, bitcast=True)
+    grad_sum_sq_fma = tl.fma(
+        -0.3333333333333333,
+        tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast),
+        grad_sum_sq_bitcast
+    )
+    grad_sum_sq_fma = tl.fma(
+        -0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma),
+        grad_sum_sq_fma
+    )
+    # 33
+    denom = tl.where(
+        (0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38),
+        tl.fma(
+            -0.3333333333333333,
+            tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma
+        ),
+        grad_sum_sq
+    ) + eps
+    s = tl.fma(scalar_1, g, s)                                   # 32
+    z = start - tl.where(0.0 < denom, s * (1.0 / denom), 0.0)    # 34
+    p = tl.fma(scalar_2, p, z)                                   # 37
+    return p, grad_sum_sq, s
+
+
+@triton.jit(do_not_specialize=["step_key"])
+def madgrad_decouple_decay_sweep(
+    table, work, eps: tl.float32, scalar_0: tl.float32, scalar_1: tl.float32, scalar_2: tl.float32,
+    step_key: tl.int32, SWEEP: tl.constexpr,
+):
+    walk(table, work, madgrad_decouple_decay_tile, SWEEP, (eps, scalar_0, scalar_1, scalar_2), step_key)
+
+
+@triton.jit
+def madgrad_decouple_decay_has_momentum_tile(
+    PLAN: tl.constexpr, p, g, grad_sum_sq, s, x0, eps, scalar_0, scalar_1, one_minus_momentum, scalar_3, live,
+    MASKED: tl.constexpr,
+):
+    """The new p, grad_sum_sq, s."""
+    grad_sum_sq = read(grad_sum_sq, PLAN.grad_sum_sq)
+    s = read(s, PLAN.s)
+    x0 = read(x0, PLAN.x0)
+    grad_sum_sq = tl.fma(scalar_0 * g, g, grad_sum_sq)      # 31
+    grad_sum_sq_bitcast = (
+        (0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 0x2a508935
+    ).to(tl.float32, bitcast=True)
+    grad_sum_sq_fma = tl.fma(
+        -0.3333333333333333,
+        tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast),
+        grad_sum_sq_bitcast
+    )
+    grad_sum_sq_fma = tl.fma(
+        -0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma),
+        grad_sum_sq_fma
+    )
+    # 33
+    denom = tl.where(
+        (0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38),
+        tl.fma(
+            -0.3333333333333333,
+            tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma
+        ),
+        grad_sum_sq
+    ) + eps
+    s = tl.fma(scalar_1, g, s)                              # 32
+    z = x0 - tl.where(0.0 < denom, s * (1.0 / denom), 0.0)  # 34
+    p_2 = tl.fma(one_minus_momentum, z - p, p)  # 35
+    p = tl.fma(scalar_3, p, p_2)                            # 37
+    return p, grad_sum_sq, s
+
+
+@triton.jit(do_not_specialize=["step_key"])
+def madgrad_decouple_decay_has_momentum_sweep(
+    table, work, eps: tl.float32, scalar_0: tl.float32, scalar_1: tl.float32, one_minus_momentum: tl.float32,
+    scalar_3: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
+):
+    walk(
+        table, work, madgrad_decouple_decay_has_momentum_tile, SWEEP, (eps, scalar_0, scalar_1, one_minus_momentum,
+        scalar_3), step_key,
     )

@@ -14,15 +14,15 @@ struct nosadam {  // nosadam
     void states(F p, F g, S0 &exp_avg, S1 &exp_avg_sq) const {
         const F g_ = grad_scale * g;
         const F exp_avg_sq_ = exp_avg_sq.read();
-        const F g_2 = fma(weight_decay, p, g_);                                // 21
-        const F exp_avg_ = fma(one_minus_beta1, g_2, exp_avg.times(beta1));  // 25
-        const F exp_avg_sq_2 = fma(share * g_2, g_2, scalar_2 * exp_avg_sq_);  // 26
+        const F g_2 = fma(weight_decay, p, g_);                                // 25
+        const F exp_avg_ = fma(one_minus_beta1, g_2, exp_avg.times(beta1));  // 29
+        const F exp_avg_sq_2 = fma(share * g_2, g_2, scalar_2 * exp_avg_sq_);  // 30
         exp_avg.set(exp_avg_);
         exp_avg_sq.set(exp_avg_sq_2);
     }
     template <class S0, class S1>
     F weight(F p, F g, const S0 &exp_avg, const S1 &exp_avg_sq) const {
-        const F p_ = fma(-exp_avg.next(), 1.0f / fma(exp_avg_sq.root(), scalar_3, scalar_4), p);  // 27
+        const F p_ = fma(-exp_avg.next(), 1.0f / fma(exp_avg_sq.root(), scalar_3, scalar_4), p);  // 32
         return p_;
     }
 };

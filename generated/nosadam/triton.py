@@ -17,10 +17,10 @@ def nosadam_tile(
     """The new p, exp_avg, exp_avg_sq."""
     exp_avg_sq = read(exp_avg_sq, PLAN.exp_avg_sq)
     g = grad_scale * g
-    g = tl.fma(weight_decay, p, g)                            # 21
-    exp_avg = tl.fma(one_minus_beta1, g, times(beta1, exp_avg, PLAN.exp_avg))  # 25
-    exp_avg_sq = tl.fma(share * g, g, scalar_2 * exp_avg_sq)  # 26
-    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_3, scalar_4)), p)  # 27
+    g = tl.fma(weight_decay, p, g)                            # 25
+    exp_avg = tl.fma(one_minus_beta1, g, times(beta1, exp_avg, PLAN.exp_avg))  # 29
+    exp_avg_sq = tl.fma(share * g, g, scalar_2 * exp_avg_sq)  # 30
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_3, scalar_4)), p)  # 32
     return p, exp_avg, exp_avg_sq
 
 

@@ -14,16 +14,16 @@ struct radam {  // radam
     template <class S0, class S1>
     void states(F p, F g, S0 &exp_avg, S1 &exp_avg_sq) const {
         const F g_ = grad_scale * g;
-        const F g_2 = fma(weight_decay, p, g_);                              // 24
-        const F exp_avg_ = fma(one_minus_beta1, g_2, exp_avg.times(beta1));  // 25
-        const F exp_avg_sq_ = fma(one_minus_beta2 * g_2, g_2, exp_avg_sq.times(beta2));  // 26
+        const F g_2 = fma(weight_decay, p, g_);                              // 33
+        const F exp_avg_ = fma(one_minus_beta1, g_2, exp_avg.times(beta1));  // 34
+        const F exp_avg_sq_ = fma(one_minus_beta2 * g_2, g_2, exp_avg_sq.times(beta2));  // 35
         exp_avg.set(exp_avg_);
         exp_avg_sq.set(exp_avg_sq_);
     }
     template <class S0, class S1>
     F weight(F p, F g, const S0 &exp_avg, const S1 &exp_avg_sq) const {
-        const F denom = where(0.0f < scalar_3, adaptive * (exp_avg_sq.root() + eps), F(1.0f));  // 35
-        const F p_ = fma(-(lr_over_one_minus_beta1_pow_t * exp_avg.next()), 1.0f / denom, p);  // 36
+        const F denom = where(0.0f < scalar_3, adaptive * (exp_avg_sq.root() + eps), F(1.0f));  // 39
+        const F p_ = fma(-(lr_over_one_minus_beta1_pow_t * exp_avg.next()), 1.0f / denom, p);  // 40
         return p_;
     }
 };
@@ -40,16 +40,16 @@ struct radam_decoupled_weight_decay {  // radam
         adaptive(scalars[6]), scalar_4(scalars[7]), lr_over_one_minus_beta1_pow_t(scalars[8]) {}
     template <class S0, class S1>
     void states(F p, F g, S0 &exp_avg, S1 &exp_avg_sq) const {
-        const F exp_avg_ = fma(one_minus_beta1_times_grad_scale, g, exp_avg.times(beta1));  // 25
-        const F exp_avg_sq_ = fma(scalar_2 * g, g, exp_avg_sq.times(beta2));  // 26
+        const F exp_avg_ = fma(one_minus_beta1_times_grad_scale, g, exp_avg.times(beta1));  // 34
+        const F exp_avg_sq_ = fma(scalar_2 * g, g, exp_avg_sq.times(beta2));  // 35
         exp_avg.set(exp_avg_);
         exp_avg_sq.set(exp_avg_sq_);
     }
     template <class S0, class S1>
     F weight(F p, F g, const S0 &exp_avg, const S1 &exp_avg_sq) const {
-        const F denom = where(0.0f < scalar_4, adaptive * (exp_avg_sq.root() + eps), F(1.0f));  // 35
-        const F p_ = one_minus_lr_times_weight_decay * p;  // 22
-        const F p_2 = fma(-(lr_over_one_minus_beta1_pow_t * exp_avg.next()), 1.0f / denom, p_);  // 36
+        const F denom = where(0.0f < scalar_4, adaptive * (exp_avg_sq.root() + eps), F(1.0f));  // 39
+        const F p_ = one_minus_lr_times_weight_decay * p;  // 31
+        const F p_2 = fma(-(lr_over_one_minus_beta1_pow_t * exp_avg.next()), 1.0f / denom, p_);  // 40
         return p_2;
     }
 };

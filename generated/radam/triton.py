@@ -16,11 +16,11 @@ def radam_tile(
 ):
     """The new p, exp_avg, exp_avg_sq."""
     g = grad_scale * g
-    g = tl.fma(weight_decay, p, g)  # 24
-    exp_avg = tl.fma(one_minus_beta1, g, times(beta1, exp_avg, PLAN.exp_avg))  # 25
-    exp_avg_sq = tl.fma(one_minus_beta2 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 26
-    denom = tl.where(0.0 < scalar_3, adaptive * (tl.sqrt(exp_avg_sq) + eps), 1.0)  # 35
-    p = tl.fma(minus(lr_over_one_minus_beta1_pow_t * exp_avg), reciprocal(denom), p)  # 36
+    g = tl.fma(weight_decay, p, g)  # 33
+    exp_avg = tl.fma(one_minus_beta1, g, times(beta1, exp_avg, PLAN.exp_avg))  # 34
+    exp_avg_sq = tl.fma(one_minus_beta2 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 35
+    denom = tl.where(0.0 < scalar_3, adaptive * (tl.sqrt(exp_avg_sq) + eps), 1.0)  # 39
+    p = tl.fma(minus(lr_over_one_minus_beta1_pow_t * exp_avg), reciprocal(denom), p)  # 40
     return p, exp_avg, exp_avg_sq
 
 
@@ -43,11 +43,11 @@ def radam_decoupled_weight_decay_tile(
     MASKED: tl.constexpr,
 ):
     """The new p, exp_avg, exp_avg_sq."""
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 25
-    exp_avg_sq = tl.fma(scalar_2 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 26
-    denom = tl.where(0.0 < scalar_4, adaptive * (tl.sqrt(exp_avg_sq) + eps), 1.0)  # 35
-    p = one_minus_lr_times_weight_decay * p  # 22
-    p = tl.fma(minus(lr_over_one_minus_beta1_pow_t * exp_avg), reciprocal(denom), p)  # 36
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 34
+    exp_avg_sq = tl.fma(scalar_2 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 35
+    denom = tl.where(0.0 < scalar_4, adaptive * (tl.sqrt(exp_avg_sq) + eps), 1.0)  # 39
+    p = one_minus_lr_times_weight_decay * p  # 31
+    p = tl.fma(minus(lr_over_one_minus_beta1_pow_t * exp_avg), reciprocal(denom), p)  # 40
     return p, exp_avg, exp_avg_sq
 
 

@@ -14,9 +14,9 @@ struct sadam {  // sadam
     template <class S0, class S1>
     void states(F p, F g, S0 &exp_avg, S1 &exp_avg_sq) const {
         const F g_ = grad_scale * g;
-        const F g_2 = fma(weight_decay, p, g_);                              // 23
-        const F exp_avg_ = fma(one_minus_beta1, g_2, exp_avg.times(beta1));  // 24
-        const F exp_avg_sq_ = fma(one_minus_beta2 * g_2, g_2, exp_avg_sq.times(beta2));  // 25
+        const F g_2 = fma(weight_decay, p, g_);                              // 26
+        const F exp_avg_ = fma(one_minus_beta1, g_2, exp_avg.times(beta1));  // 27
+        const F exp_avg_sq_ = fma(one_minus_beta2 * g_2, g_2, exp_avg_sq.times(beta2));  // 28
         exp_avg.set(exp_avg_);
         exp_avg_sq.set(exp_avg_sq_);
     }
@@ -58,7 +58,7 @@ struct sadam {  // sadam
         const F root_rcp = 1.0f / (root_sub + 2.0f);
         const F root_mul_2_2 = root_sub * root_rcp;
         const F root_mul_3_2 = root_mul_2_2 * root_mul_2_2;
-        // 27
+        // 33
         const F p_ = fma(
             -(lr * exp_avg.next()),
             1.0f / fma(
@@ -98,6 +98,324 @@ struct sadam {  // sadam
                     )
                 ),
                 exp_avg_sq.root()
+            ),
+            p
+        );
+        return p_;
+    }
+};
+
+struct sadam_bias_correction {  // sadam
+    static constexpr int SCALARS = 9, APART = 2;
+    static constexpr bool ROOT[] = {false, true};
+    static constexpr bool NEXT[] = {true, false};
+    const F beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, rate, minus_sharpness,
+        one_over_sharpness;
+
+    explicit sadam_bias_correction(const float *scalars) : beta1(scalars[0]), beta2(scalars[1]),
+        weight_decay(scalars[2]), grad_scale(scalars[3]), one_minus_beta1(scalars[4]), one_minus_beta2(scalars[5]),
+        rate(scalars[6]), minus_sharpness(scalars[7]), one_over_sharpness(scalars[8]) {}
+    template <class S0, class S1>
+    void states(F p, F g, S0 &exp_avg, S1 &exp_avg_sq) const {
+        const F g_ = grad_scale * g;
+        const F g_2 = fma(weight_decay, p, g_);                              // 26
+        const F exp_avg_ = fma(one_minus_beta1, g_2, exp_avg.times(beta1));  // 27
+        const F exp_avg_sq_ = fma(one_minus_beta2 * g_2, g_2, exp_avg_sq.times(beta2));  // 28
+        exp_avg.set(exp_avg_);
+        exp_avg_sq.set(exp_avg_sq_);
+    }
+    template <class S0, class S1>
+    F weight(F p, F g, const S0 &exp_avg, const S1 &exp_avg_sq) const {
+        const F root_mul = minus_sharpness * exp_avg_sq.root();
+        const F root_min = min(F(90.0f), max(F(-105.0f), root_mul));
+        const F root_mul_2 = 1.442695f * root_min;
+        const F root_rint = rint(root_mul_2);
+        const F root_fma = fma(-1.4286068e-06f, root_rint, fma(-0.69314575f, root_rint, root_min));
+        const I root_add = bits(root_mul_2 + 12582912.0f) - 0x4b400000;
+        const I root_shr = root_add >> 1;
+        const F root_add_2 = 1.0f + where(
+            root_mul <= 3.4028235e+38f,
+            (
+                1.0f
+                + fma(
+                    root_fma * root_fma,
+                    fma(
+                        fma(
+                            fma(fma(0.0013846603f, root_fma, 0.008368327f), root_fma, 0.04166772f), root_fma,
+                            0.16666526f
+                        ),
+                        root_fma, 0.49999997f
+                    ),
+                    root_fma
+                )
+            ) * as_float(root_shr + 127 << 23) * as_float(root_add - root_shr + 127 << 23),
+            root_mul
+        );
+        const I root_bitcast = bits(root_add_2);
+        const M root_lt = root_add_2 < 1.1754944e-38f;
+        const I root_bitcast_2 = bits(where(root_lt, 8388608.0f * root_add_2, root_add_2));
+        const I root_shr_2 = root_bitcast_2 - 0x3f3504f3 >> 23;
+        const F root_cast = to_float(root_shr_2);
+        const F root_where = where(root_lt, root_cast - 23.0f, root_cast);
+        const F root_sub = as_float(root_bitcast_2 - (root_shr_2 << 23)) - 1.0f;
+        const F root_mul_3 = 0.5f * root_sub * root_sub;
+        const F root_rcp = 1.0f / (root_sub + 2.0f);
+        const F root_mul_2_2 = root_sub * root_rcp;
+        const F root_mul_3_2 = root_mul_2_2 * root_mul_2_2;
+        // 33
+        const F p_ = fma(
+            -(rate * exp_avg.next()),
+            1.0f / fma(
+                one_over_sharpness,
+                where(
+                    root_add_2 <= 0.0f,
+                    where(
+                        root_add_2 == 0.0f, as_float(root_bitcast & INT32_MIN | -8388608),
+                        as_float(root_bitcast | -4194304)
+                    ),
+                    where(
+                        root_add_2 <= 3.4028235e+38f,
+                        fma(
+                            0.69314575f, root_where,
+                            -(
+                                root_mul_3
+                                - fma(
+                                    1.4286068e-06f, root_where,
+                                    root_mul_2_2 * fma(
+                                        root_mul_3_2,
+                                        fma(
+                                            fma(
+                                                fma(
+                                                    0.23014206f * root_sub * root_rcp * root_sub, root_rcp, 0.28570306f
+                                                ),
+                                                root_mul_3_2, 0.3999975f
+                                            ),
+                                            root_mul_3_2, 0.6666667f
+                                        ),
+                                        root_mul_3
+                                    )
+                                )
+                                - root_sub
+                            )
+                        ),
+                        root_add_2
+                    )
+                ),
+                exp_avg_sq.root()
+            ),
+            p
+        );
+        return p_;
+    }
+};
+
+struct sadam_amsgrad {  // sadam
+    static constexpr int SCALARS = 9, APART = 2;
+    static constexpr bool ROOT[] = {false, false, true};
+    static constexpr bool NEXT[] = {true, false, false};
+    const F lr, beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, minus_sharpness,
+        one_over_sharpness;
+
+    explicit sadam_amsgrad(const float *scalars) : lr(scalars[0]), beta1(scalars[1]), beta2(scalars[2]),
+        weight_decay(scalars[3]), grad_scale(scalars[4]), one_minus_beta1(scalars[5]), one_minus_beta2(scalars[6]),
+        minus_sharpness(scalars[7]), one_over_sharpness(scalars[8]) {}
+    template <class S0, class S1, class S2>
+    void states(F p, F g, S0 &exp_avg, S1 &exp_avg_sq, S2 &max_exp_avg_sq) const {
+        const F g_ = grad_scale * g;
+        const F max_exp_avg_sq_ = max_exp_avg_sq.read();
+        const F g_2 = fma(weight_decay, p, g_);                              // 26
+        const F exp_avg_ = fma(one_minus_beta1, g_2, exp_avg.times(beta1));  // 27
+        const F exp_avg_sq_ = fma(one_minus_beta2 * g_2, g_2, exp_avg_sq.times(beta2));  // 28
+        const F max_exp_avg_sq_2 = max(max_exp_avg_sq_, exp_avg_sq_);  // 30
+        exp_avg.set(exp_avg_);
+        exp_avg_sq.set(exp_avg_sq_);
+        max_exp_avg_sq.set(max_exp_avg_sq_2);
+    }
+    template <class S0, class S1, class S2>
+    F weight(F p, F g, const S0 &exp_avg, const S1 &exp_avg_sq, const S2 &max_exp_avg_sq) const {
+        const F root_mul = minus_sharpness * max_exp_avg_sq.root();
+        const F root_min = min(F(90.0f), max(F(-105.0f), root_mul));
+        const F root_mul_2 = 1.442695f * root_min;
+        const F root_rint = rint(root_mul_2);
+        const F root_fma = fma(-1.4286068e-06f, root_rint, fma(-0.69314575f, root_rint, root_min));
+        const I root_add = bits(root_mul_2 + 12582912.0f) - 0x4b400000;
+        const I root_shr = root_add >> 1;
+        const F root_add_2 = 1.0f + where(
+            root_mul <= 3.4028235e+38f,
+            (
+                1.0f
+                + fma(
+                    root_fma * root_fma,
+                    fma(
+                        fma(
+                            fma(fma(0.0013846603f, root_fma, 0.008368327f), root_fma, 0.04166772f), root_fma,
+                            0.16666526f
+                        ),
+                        root_fma, 0.49999997f
+                    ),
+                    root_fma
+                )
+            ) * as_float(root_shr + 127 << 23) * as_float(root_add - root_shr + 127 << 23),
+            root_mul
+        );
+        const I root_bitcast = bits(root_add_2);
+        const M root_lt = root_add_2 < 1.1754944e-38f;
+        const I root_bitcast_2 = bits(where(root_lt, 8388608.0f * root_add_2, root_add_2));
+        const I root_shr_2 = root_bitcast_2 - 0x3f3504f3 >> 23;
+        const F root_cast = to_float(root_shr_2);
+        const F root_where = where(root_lt, root_cast - 23.0f, root_cast);
+        const F root_sub = as_float(root_bitcast_2 - (root_shr_2 << 23)) - 1.0f;
+        const F root_mul_3 = 0.5f * root_sub * root_sub;
+        const F root_rcp = 1.0f / (root_sub + 2.0f);
+        const F root_mul_2_2 = root_sub * root_rcp;
+        const F root_mul_3_2 = root_mul_2_2 * root_mul_2_2;
+        // 33
+        const F p_ = fma(
+            -(lr * exp_avg.next()),
+            1.0f / fma(
+                one_over_sharpness,
+                where(
+                    root_add_2 <= 0.0f,
+                    where(
+                        root_add_2 == 0.0f, as_float(root_bitcast & INT32_MIN | -8388608),
+                        as_float(root_bitcast | -4194304)
+                    ),
+                    where(
+                        root_add_2 <= 3.4028235e+38f,
+                        fma(
+                            0.69314575f, root_where,
+                            -(
+                                root_mul_3
+                                - fma(
+                                    1.4286068e-06f, root_where,
+                                    root_mul_2_2 * fma(
+                                        root_mul_3_2,
+                                        fma(
+                                            fma(
+                                                fma(
+                                                    0.23014206f * root_sub * root_rcp * root_sub, root_rcp, 0.28570306f
+                                                ),
+                                                root_mul_3_2, 0.3999975f
+                                            ),
+                                            root_mul_3_2, 0.6666667f
+                                        ),
+                                        root_mul_3
+                                    )
+                                )
+                                - root_sub
+                            )
+                        ),
+                        root_add_2
+                    )
+                ),
+                max_exp_avg_sq.root()
+            ),
+            p
+        );
+        return p_;
+    }
+};
+
+struct sadam_amsgrad_bias_correction {  // sadam
+    static constexpr int SCALARS = 9, APART = 2;
+    static constexpr bool ROOT[] = {false, false, true};
+    static constexpr bool NEXT[] = {true, false, false};
+    const F beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, rate, minus_sharpness,
+        one_over_sharpness;
+
+    explicit sadam_amsgrad_bias_correction(const float *scalars) : beta1(scalars[0]), beta2(scalars[1]),
+        weight_decay(scalars[2]), grad_scale(scalars[3]), one_minus_beta1(scalars[4]), one_minus_beta2(scalars[5]),
+        rate(scalars[6]), minus_sharpness(scalars[7]), one_over_sharpness(scalars[8]) {}
+    template <class S0, class S1, class S2>
+    void states(F p, F g, S0 &exp_avg, S1 &exp_avg_sq, S2 &max_exp_avg_sq) const {
+        const F g_ = grad_scale * g;
+        const F max_exp_avg_sq_ = max_exp_avg_sq.read();
+        const F g_2 = fma(weight_decay, p, g_);                              // 26
+        const F exp_avg_ = fma(one_minus_beta1, g_2, exp_avg.times(beta1));  // 27
+        const F exp_avg_sq_ = fma(one_minus_beta2 * g_2, g_2, exp_avg_sq.times(beta2));  // 28
+        const F max_exp_avg_sq_2 = max(max_exp_avg_sq_, exp_avg_sq_);  // 30
+        exp_avg.set(exp_avg_);
+        exp_avg_sq.set(exp_avg_sq_);
+        max_exp_avg_sq.set(max_exp_avg_sq_2);
+    }
+    template <class S0, class S1, class S2>
+    F weight(F p, F g, const S0 &exp_avg, const S1 &exp_avg_sq, const S2 &max_exp_avg_sq) const {
+        const F root_mul = minus_sharpness * max_exp_avg_sq.root();
+        const F root_min = min(F(90.0f), max(F(-105.0f), root_mul));
+        const F root_mul_2 = 1.442695f * root_min;
+        const F root_rint = rint(root_mul_2);
+        const F root_fma = fma(-1.4286068e-06f, root_rint, fma(-0.69314575f, root_rint, root_min));
+        const I root_add = bits(root_mul_2 + 12582912.0f) - 0x4b400000;
+        const I root_shr = root_add >> 1;
+        const F root_add_2 = 1.0f + where(
+            root_mul <= 3.4028235e+38f,
+            (
+                1.0f
+                + fma(
+                    root_fma * root_fma,
+                    fma(
+                        fma(
+                            fma(fma(0.0013846603f, root_fma, 0.008368327f), root_fma, 0.04166772f), root_fma,
+                            0.16666526f
+                        ),
+                        root_fma, 0.49999997f
+                    ),
+                    root_fma
+                )
+            ) * as_float(root_shr + 127 << 23) * as_float(root_add - root_shr + 127 << 23),
+            root_mul
+        );
+        const I root_bitcast = bits(root_add_2);
+        const M root_lt = root_add_2 < 1.1754944e-38f;
+        const I root_bitcast_2 = bits(where(root_lt, 8388608.0f * root_add_2, root_add_2));
+        const I root_shr_2 = root_bitcast_2 - 0x3f3504f3 >> 23;
+        const F root_cast = to_float(root_shr_2);
+        const F root_where = where(root_lt, root_cast - 23.0f, root_cast);
+        const F root_sub = as_float(root_bitcast_2 - (root_shr_2 << 23)) - 1.0f;
+        const F root_mul_3 = 0.5f * root_sub * root_sub;
+        const F root_rcp = 1.0f / (root_sub + 2.0f);
+        const F root_mul_2_2 = root_sub * root_rcp;
+        const F root_mul_3_2 = root_mul_2_2 * root_mul_2_2;
+        // 33
+        const F p_ = fma(
+            -(rate * exp_avg.next()),
+            1.0f / fma(
+                one_over_sharpness,
+                where(
+                    root_add_2 <= 0.0f,
+                    where(
+                        root_add_2 == 0.0f, as_float(root_bitcast & INT32_MIN | -8388608),
+                        as_float(root_bitcast | -4194304)
+                    ),
+                    where(
+                        root_add_2 <= 3.4028235e+38f,
+                        fma(
+                            0.69314575f, root_where,
+                            -(
+                                root_mul_3
+                                - fma(
+                                    1.4286068e-06f, root_where,
+                                    root_mul_2_2 * fma(
+                                        root_mul_3_2,
+                                        fma(
+                                            fma(
+                                                fma(
+                                                    0.23014206f * root_sub * root_rcp * root_sub, root_rcp, 0.28570306f
+                                                ),
+                                                root_mul_3_2, 0.3999975f
+                                            ),
+                                            root_mul_3_2, 0.6666667f
+                                        ),
+                                        root_mul_3
+                                    )
+                                )
+                                - root_sub
+                            )
+                        ),
+                        root_add_2
+                    )
+                ),
+                max_exp_avg_sq.root()
             ),
             p
         );

@@ -4,7 +4,7 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.gpu.codecs import times
+from optgen.runtime.gpu.codecs import read, times
 from optgen.runtime.gpu.matrices import walk
 from optgen.runtime.gpu.prelude import minus, rint
 
@@ -16,10 +16,10 @@ def sadam_tile(
 ):
     """The new p, exp_avg, exp_avg_sq."""
     g = grad_scale * g
-    g = tl.fma(weight_decay, p, g)  # 23
-    exp_avg = tl.fma(one_minus_beta1, g, times(beta1, exp_avg, PLAN.exp_avg))  # 24
-    exp_avg_sq = tl.fma(one_minus_beta2 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 25
-    root_ = tl.sqrt(exp_avg_sq)     # 26
+    g = tl.fma(weight_decay, p, g)  # 26
+    exp_avg = tl.fma(one_minus_beta1, g, times(beta1, exp_avg, PLAN.exp_avg))  # 27
+    exp_avg_sq = tl.fma(one_minus_beta2 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 28
+    root_ = tl.sqrt(exp_avg_sq)     # 31
     root_mul = minus_sharpness * root_
     root_min = tl.minimum(
         tl.maximum(root_mul, -105.0, propagate_nan=tl.PropagateNan.ALL), 90.0, propagate_nan=tl.PropagateNan.ALL
@@ -60,7 +60,7 @@ def sadam_tile(
     root_rcp = 1.0 / (root_sub + 2.0)
     root_mul_2 = root_sub * root_rcp
     root_mul_3 = root_mul_2 * root_mul_2
-    # 27
+    # 33
     p = tl.fma(
         minus(lr * exp_avg),
         1.0 / tl.fma(
@@ -113,4 +113,329 @@ def sadam_sweep(
     walk(
         table, work, sadam_tile, SWEEP, (lr, beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
         minus_sharpness, one_over_sharpness), step_key,
+    )
+
+
+@triton.jit
+def sadam_bias_correction_tile(
+    PLAN: tl.constexpr, p, g, exp_avg, exp_avg_sq, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
+    one_minus_beta2, rate, minus_sharpness, one_over_sharpness, live, MASKED: tl.constexpr,
+):
+    """The new p, exp_avg, exp_avg_sq."""
+    g = grad_scale * g
+    g = tl.fma(weight_decay, p, g)  # 26
+    exp_avg = tl.fma(one_minus_beta1, g, times(beta1, exp_avg, PLAN.exp_avg))  # 27
+    exp_avg_sq = tl.fma(one_minus_beta2 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 28
+    root_ = tl.sqrt(exp_avg_sq)     # 31
+    root_mul = minus_sharpness * root_
+    root_min = tl.minimum(
+        tl.maximum(root_mul, -105.0, propagate_nan=tl.PropagateNan.ALL), 90.0, propagate_nan=tl.PropagateNan.ALL
+    )
+    root_mul_2 = 1.4426950408889634 * root_min
+    root_rint = rint(root_mul_2)
+    root_fma = tl.fma(-1.4286068e-06, root_rint, tl.fma(-0.69314575, root_rint, root_min))
+    root_add = (root_mul_2 + 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    root_shr = root_add >> 1
+    root_add = 1.0 + tl.where(
+        root_mul <= 3.4028234663852886e+38,
+        (
+            1.0
+            + tl.fma(
+                root_fma * root_fma,
+                tl.fma(
+                    tl.fma(
+                        tl.fma(tl.fma(0.00138466025, root_fma, 0.00836832728), root_fma, 0.0416677184), root_fma,
+                        0.166665256
+                    ),
+                    root_fma, 0.49999997
+                ),
+                root_fma
+            )
+        ) * (root_shr + 127 << 23).to(tl.float32, bitcast=True) * (
+            root_add - root_shr + 127 << 23
+        ).to(tl.float32, bitcast=True),
+        root_mul
+    )
+    root_bitcast = root_add.to(tl.int32, bitcast=True)
+    root_lt = root_add < 1.1754943508222875e-38
+    root_bitcast_2 = tl.where(root_lt, 8388608.0 * root_add, root_add).to(tl.int32, bitcast=True)
+    root_shr = root_bitcast_2 - 0x3f3504f3 >> 23
+    root_cast = root_shr.to(tl.float32)
+    root_where = tl.where(root_lt, root_cast - 23.0, root_cast)
+    root_sub = (root_bitcast_2 - (root_shr << 23)).to(tl.float32, bitcast=True) - 1.0
+    root_mul = 0.5 * root_sub * root_sub
+    root_rcp = 1.0 / (root_sub + 2.0)
+    root_mul_2 = root_sub * root_rcp
+    root_mul_3 = root_mul_2 * root_mul_2
+    # 33
+    p = tl.fma(
+        minus(rate * exp_avg),
+        1.0 / tl.fma(
+            one_over_sharpness,
+            tl.where(
+                root_add <= 0.0,
+                tl.where(
+                    root_add == 0.0, (root_bitcast & -2147483648 | -8388608).to(tl.float32, bitcast=True),
+                    (root_bitcast | -4194304).to(tl.float32, bitcast=True)
+                ),
+                tl.where(
+                    root_add <= 3.4028234663852886e+38,
+                    tl.fma(
+                        0.69314575, root_where,
+                        minus(
+                            root_mul
+                            - tl.fma(
+                                1.4286068e-06, root_where,
+                                root_mul_2 * tl.fma(
+                                    root_mul_3,
+                                    tl.fma(
+                                        tl.fma(
+                                            tl.fma(0.230142057 * root_sub * root_rcp * root_sub, root_rcp, 0.285703063),
+                                            root_mul_3, 0.399997503
+                                        ),
+                                        root_mul_3, 0.666666687
+                                    ),
+                                    root_mul
+                                )
+                            )
+                            - root_sub
+                        )
+                    ),
+                    root_add
+                )
+            ),
+            root_
+        ),
+        p
+    )
+    return p, exp_avg, exp_avg_sq
+
+
+@triton.jit(do_not_specialize=["step_key"])
+def sadam_bias_correction_sweep(
+    table, work, beta1: tl.float32, beta2: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
+    one_minus_beta1: tl.float32, one_minus_beta2: tl.float32, rate: tl.float32, minus_sharpness: tl.float32,
+    one_over_sharpness: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
+):
+    walk(
+        table, work, sadam_bias_correction_tile, SWEEP, (beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
+        one_minus_beta2, rate, minus_sharpness, one_over_sharpness), step_key,
+    )
+
+
+@triton.jit
+def sadam_amsgrad_tile(
+    PLAN: tl.constexpr, p, g, exp_avg, exp_avg_sq, max_exp_avg_sq, lr, beta1, beta2, weight_decay, grad_scale,
+    one_minus_beta1, one_minus_beta2, minus_sharpness, one_over_sharpness, live, MASKED: tl.constexpr,
+):
+    """The new p, exp_avg, exp_avg_sq, max_exp_avg_sq."""
+    max_exp_avg_sq = read(max_exp_avg_sq, PLAN.max_exp_avg_sq)
+    g = grad_scale * g
+    g = tl.fma(weight_decay, p, g)   # 26
+    exp_avg = tl.fma(one_minus_beta1, g, times(beta1, exp_avg, PLAN.exp_avg))  # 27
+    exp_avg_sq = tl.fma(one_minus_beta2 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 28
+    max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)  # 30
+    root_ = tl.sqrt(max_exp_avg_sq)  # 31
+    root_mul = minus_sharpness * root_
+    root_min = tl.minimum(
+        tl.maximum(root_mul, -105.0, propagate_nan=tl.PropagateNan.ALL), 90.0, propagate_nan=tl.PropagateNan.ALL
+    )
+    root_mul_2 = 1.4426950408889634 * root_min
+    root_rint = rint(root_mul_2)
+    root_fma = tl.fma(-1.4286068e-06, root_rint, tl.fma(-0.69314575, root_rint, root_min))
+    root_add = (root_mul_2 + 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    root_shr = root_add >> 1
+    root_add = 1.0 + tl.where(
+        root_mul <= 3.4028234663852886e+38,
+        (
+            1.0
+            + tl.fma(
+                root_fma * root_fma,
+                tl.fma(
+                    tl.fma(
+                        tl.fma(tl.fma(0.00138466025, root_fma, 0.00836832728), root_fma, 0.0416677184), root_fma,
+                        0.166665256
+                    ),
+                    root_fma, 0.49999997
+                ),
+                root_fma
+            )
+        ) * (root_shr + 127 << 23).to(tl.float32, bitcast=True) * (
+            root_add - root_shr + 127 << 23
+        ).to(tl.float32, bitcast=True),
+        root_mul
+    )
+    root_bitcast = root_add.to(tl.int32, bitcast=True)
+    root_lt = root_add < 1.1754943508222875e-38
+    root_bitcast_2 = tl.where(root_lt, 8388608.0 * root_add, root_add).to(tl.int32, bitcast=True)
+    root_shr = root_bitcast_2 - 0x3f3504f3 >> 23
+    root_cast = root_shr.to(tl.float32)
+    root_where = tl.where(root_lt, root_cast - 23.0, root_cast)
+    root_sub = (root_bitcast_2 - (root_shr << 23)).to(tl.float32, bitcast=True) - 1.0
+    root_mul = 0.5 * root_sub * root_sub
+    root_rcp = 1.0 / (root_sub + 2.0)
+    root_mul_2 = root_sub * root_rcp
+    root_mul_3 = root_mul_2 * root_mul_2
+    # 33
+    p = tl.fma(
+        minus(lr * exp_avg),
+        1.0 / tl.fma(
+            one_over_sharpness,
+            tl.where(
+                root_add <= 0.0,
+                tl.where(
+                    root_add == 0.0, (root_bitcast & -2147483648 | -8388608).to(tl.float32, bitcast=True),
+                    (root_bitcast | -4194304).to(tl.float32, bitcast=True)
+                ),
+                tl.where(
+                    root_add <= 3.4028234663852886e+38,
+                    tl.fma(
+                        0.69314575, root_where,
+                        minus(
+                            root_mul
+                            - tl.fma(
+                                1.4286068e-06, root_where,
+                                root_mul_2 * tl.fma(
+                                    root_mul_3,
+                                    tl.fma(
+                                        tl.fma(
+                                            tl.fma(0.230142057 * root_sub * root_rcp * root_sub, root_rcp, 0.285703063),
+                                            root_mul_3, 0.399997503
+                                        ),
+                                        root_mul_3, 0.666666687
+                                    ),
+                                    root_mul
+                                )
+                            )
+                            - root_sub
+                        )
+                    ),
+                    root_add
+                )
+            ),
+            root_
+        ),
+        p
+    )
+    return p, exp_avg, exp_avg_sq, max_exp_avg_sq
+
+
+@triton.jit(do_not_specialize=["step_key"])
+def sadam_amsgrad_sweep(
+    table, work, lr: tl.float32, beta1: tl.float32, beta2: tl.float32, weight_decay: tl.float32,
+    grad_scale: tl.float32, one_minus_beta1: tl.float32, one_minus_beta2: tl.float32, minus_sharpness: tl.float32,
+    one_over_sharpness: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
+):
+    walk(
+        table, work, sadam_amsgrad_tile, SWEEP, (lr, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
+        one_minus_beta2, minus_sharpness, one_over_sharpness), step_key,
+    )
+
+
+@triton.jit
+def sadam_amsgrad_bias_correction_tile(
+    PLAN: tl.constexpr, p, g, exp_avg, exp_avg_sq, max_exp_avg_sq, beta1, beta2, weight_decay, grad_scale,
+    one_minus_beta1, one_minus_beta2, rate, minus_sharpness, one_over_sharpness, live, MASKED: tl.constexpr,
+):
+    """The new p, exp_avg, exp_avg_sq, max_exp_avg_sq."""
+    max_exp_avg_sq = read(max_exp_avg_sq, PLAN.max_exp_avg_sq)
+    g = grad_scale * g
+    g = tl.fma(weight_decay, p, g)   # 26
+    exp_avg = tl.fma(one_minus_beta1, g, times(beta1, exp_avg, PLAN.exp_avg))  # 27
+    exp_avg_sq = tl.fma(one_minus_beta2 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 28
+    max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)  # 30
+    root_ = tl.sqrt(max_exp_avg_sq)  # 31
+    root_mul = minus_sharpness * root_
+    root_min = tl.minimum(
+        tl.maximum(root_mul, -105.0, propagate_nan=tl.PropagateNan.ALL), 90.0, propagate_nan=tl.PropagateNan.ALL
+    )
+    root_mul_2 = 1.4426950408889634 * root_min
+    root_rint = rint(root_mul_2)
+    root_fma = tl.fma(-1.4286068e-06, root_rint, tl.fma(-0.69314575, root_rint, root_min))
+    root_add = (root_mul_2 + 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    root_shr = root_add >> 1
+    root_add = 1.0 + tl.where(
+        root_mul <= 3.4028234663852886e+38,
+        (
+            1.0
+            + tl.fma(
+                root_fma * root_fma,
+                tl.fma(
+                    tl.fma(
+                        tl.fma(tl.fma(0.00138466025, root_fma, 0.00836832728), root_fma, 0.0416677184), root_fma,
+                        0.166665256
+                    ),
+                    root_fma, 0.49999997
+                ),
+                root_fma
+            )
+        ) * (root_shr + 127 << 23).to(tl.float32, bitcast=True) * (
+            root_add - root_shr + 127 << 23
+        ).to(tl.float32, bitcast=True),
+        root_mul
+    )
+    root_bitcast = root_add.to(tl.int32, bitcast=True)
+    root_lt = root_add < 1.1754943508222875e-38
+    root_bitcast_2 = tl.where(root_lt, 8388608.0 * root_add, root_add).to(tl.int32, bitcast=True)
+    root_shr = root_bitcast_2 - 0x3f3504f3 >> 23
+    root_cast = root_shr.to(tl.float32)
+    root_where = tl.where(root_lt, root_cast - 23.0, root_cast)
+    root_sub = (root_bitcast_2 - (root_shr << 23)).to(tl.float32, bitcast=True) - 1.0
+    root_mul = 0.5 * root_sub * root_sub
+    root_rcp = 1.0 / (root_sub + 2.0)
+    root_mul_2 = root_sub * root_rcp
+    root_mul_3 = root_mul_2 * root_mul_2
+    # 33
+    p = tl.fma(
+        minus(rate * exp_avg),
+        1.0 / tl.fma(
+            one_over_sharpness,
+            tl.where(
+                root_add <= 0.0,
+                tl.where(
+                    root_add == 0.0, (root_bitcast & -2147483648 | -8388608).to(tl.float32, bitcast=True),
+                    (root_bitcast | -4194304).to(tl.float32, bitcast=True)
+                ),
+                tl.where(
+                    root_add <= 3.4028234663852886e+38,
+                    tl.fma(
+                        0.69314575, root_where,
+                        minus(
+                            root_mul
+                            - tl.fma(
+                                1.4286068e-06, root_where,
+                                root_mul_2 * tl.fma(
+                                    root_mul_3,
+                                    tl.fma(
+                                        tl.fma(
+                                            tl.fma(0.230142057 * root_sub * root_rcp * root_sub, root_rcp, 0.285703063),
+                                            root_mul_3, 0.399997503
+                                        ),
+                                        root_mul_3, 0.666666687
+                                    ),
+                                    root_mul
+                                )
+                            )
+                            - root_sub
+                        )
+                    ),
+                    root_add
+                )
+            ),
+            root_
+        ),
+        p
+    )
+    return p, exp_avg, exp_avg_sq, max_exp_avg_sq
+
+
+@triton.jit(do_not_specialize=["step_key"])
+def sadam_amsgrad_bias_correction_sweep(
+    table, work, beta1: tl.float32, beta2: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
+    one_minus_beta1: tl.float32, one_minus_beta2: tl.float32, rate: tl.float32, minus_sharpness: tl.float32,
+    one_over_sharpness: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
+):
+    walk(
+        table, work, sadam_amsgrad_bias_correction_tile, SWEEP, (beta1, beta2, weight_decay, grad_scale,
+        one_minus_beta1, one_minus_beta2, rate, minus_sharpness, one_over_sharpness), step_key,
     )

@@ -15,14 +15,98 @@ struct sgdf {  // sgdf
     template <class S0, class S1>
     F step(F p, F g, S0 &exp_avg, S1 &exp_var) const {
         const F g_ = grad_scale * g;
-        const F g_2 = fma(weight_decay, p, g_);                              // 20
-        const F exp_avg_ = fma(one_minus_beta1, g_2, exp_avg.times(beta1));  // 21
-        const F away = g_2 - exp_avg_;                                       // 22
-        const F exp_var_ = fma(one_minus_beta2 * away, away, exp_var.times(beta2));  // 23
-        const F rest = fma(minus_one_over_one_minus_beta1_pow_t, exp_avg_, g_2);  // 25
-        const F variance = one_over_one_minus_beta2_pow_t * exp_var_;  // 24
-        const F gain = exp_var_ / fma(fma(rest, rest, variance), scalar_4, scalar_5);  // 26
-        const F p_ = p - fma(lr, gain * rest, lr_times_one_over_one_minus_beta1_pow_t * exp_avg_);  // 27
+        const F g_2 = fma(weight_decay, p, g_);                              // 25
+        const F exp_avg_ = fma(one_minus_beta1, g_2, exp_avg.times(beta1));  // 26
+        const F away = g_2 - exp_avg_;                                       // 27
+        const F exp_var_ = fma(one_minus_beta2 * away, away, exp_var.times(beta2));  // 28
+        const F rest = fma(minus_one_over_one_minus_beta1_pow_t, exp_avg_, g_2);  // 30
+        const F variance = one_over_one_minus_beta2_pow_t * exp_var_;  // 29
+        const F gain = exp_var_ / fma(fma(rest, rest, variance), scalar_4, scalar_5);  // 33
+        const F p_ = p - fma(lr, gain * rest, lr_times_one_over_one_minus_beta1_pow_t * exp_avg_);  // 36
+        exp_avg.set(exp_avg_);
+        exp_var.set(exp_var_);
+        return p_;
+    }
+};
+
+struct sgdf_root_gain {  // sgdf
+    static constexpr int SCALARS = 12, APART = 0;
+    static constexpr bool NEXT[] = {false, false}, ROOT[] = {false, false};
+    const F lr, beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
+        one_over_one_minus_beta2_pow_t, minus_one_over_one_minus_beta1_pow_t, scalar_4, scalar_5,
+        lr_times_one_over_one_minus_beta1_pow_t;
+
+    explicit sgdf_root_gain(const float *scalars) : lr(scalars[0]), beta1(scalars[1]), beta2(scalars[2]),
+        weight_decay(scalars[3]), grad_scale(scalars[4]), one_minus_beta1(scalars[5]), one_minus_beta2(scalars[6]),
+        one_over_one_minus_beta2_pow_t(scalars[7]), minus_one_over_one_minus_beta1_pow_t(scalars[8]),
+        scalar_4(scalars[9]), scalar_5(scalars[10]), lr_times_one_over_one_minus_beta1_pow_t(scalars[11]) {}
+    template <class S0, class S1>
+    F step(F p, F g, S0 &exp_avg, S1 &exp_var) const {
+        const F g_ = grad_scale * g;
+        const F g_2 = fma(weight_decay, p, g_);                              // 25
+        const F exp_avg_ = fma(one_minus_beta1, g_2, exp_avg.times(beta1));  // 26
+        const F away = g_2 - exp_avg_;                                       // 27
+        const F exp_var_ = fma(one_minus_beta2 * away, away, exp_var.times(beta2));  // 28
+        const F rest = fma(minus_one_over_one_minus_beta1_pow_t, exp_avg_, g_2);  // 30
+        const F variance = one_over_one_minus_beta2_pow_t * exp_var_;  // 29
+        const F gain = exp_var_ / fma(fma(rest, rest, variance), scalar_4, scalar_5);  // 33
+        const F gain_2 = sqrt(gain);                                         // 35
+        const F p_ = p - fma(lr, gain_2 * rest, lr_times_one_over_one_minus_beta1_pow_t * exp_avg_);  // 36
+        exp_avg.set(exp_avg_);
+        exp_var.set(exp_var_);
+        return p_;
+    }
+};
+
+struct sgdf_of_average {  // sgdf
+    static constexpr int SCALARS = 12, APART = 0;
+    static constexpr bool NEXT[] = {false, false}, ROOT[] = {false, false};
+    const F lr, beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
+        minus_one_over_one_minus_beta1_pow_t, scalar_3, scalar_4, scalar_5, lr_times_one_over_one_minus_beta1_pow_t;
+
+    explicit sgdf_of_average(const float *scalars) : lr(scalars[0]), beta1(scalars[1]), beta2(scalars[2]),
+        weight_decay(scalars[3]), grad_scale(scalars[4]), one_minus_beta1(scalars[5]), one_minus_beta2(scalars[6]),
+        minus_one_over_one_minus_beta1_pow_t(scalars[7]), scalar_3(scalars[8]), scalar_4(scalars[9]),
+        scalar_5(scalars[10]), lr_times_one_over_one_minus_beta1_pow_t(scalars[11]) {}
+    template <class S0, class S1>
+    F step(F p, F g, S0 &exp_avg, S1 &exp_var) const {
+        const F g_ = grad_scale * g;
+        const F g_2 = fma(weight_decay, p, g_);                              // 25
+        const F exp_avg_ = fma(one_minus_beta1, g_2, exp_avg.times(beta1));  // 26
+        const F away = g_2 - exp_avg_;                                       // 27
+        const F exp_var_ = fma(one_minus_beta2 * away, away, exp_var.times(beta2));  // 28
+        const F rest = fma(minus_one_over_one_minus_beta1_pow_t, exp_avg_, g_2);  // 30
+        const F variance = scalar_3 * exp_var_;  // 32
+        const F gain = exp_var_ / fma(fma(rest, rest, variance), scalar_4, scalar_5);  // 33
+        const F p_ = p - fma(lr, gain * rest, lr_times_one_over_one_minus_beta1_pow_t * exp_avg_);  // 36
+        exp_avg.set(exp_avg_);
+        exp_var.set(exp_var_);
+        return p_;
+    }
+};
+
+struct sgdf_of_average_root_gain {  // sgdf
+    static constexpr int SCALARS = 12, APART = 0;
+    static constexpr bool NEXT[] = {false, false}, ROOT[] = {false, false};
+    const F lr, beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
+        minus_one_over_one_minus_beta1_pow_t, scalar_3, scalar_4, scalar_5, lr_times_one_over_one_minus_beta1_pow_t;
+
+    explicit sgdf_of_average_root_gain(const float *scalars) : lr(scalars[0]), beta1(scalars[1]), beta2(scalars[2]),
+        weight_decay(scalars[3]), grad_scale(scalars[4]), one_minus_beta1(scalars[5]), one_minus_beta2(scalars[6]),
+        minus_one_over_one_minus_beta1_pow_t(scalars[7]), scalar_3(scalars[8]), scalar_4(scalars[9]),
+        scalar_5(scalars[10]), lr_times_one_over_one_minus_beta1_pow_t(scalars[11]) {}
+    template <class S0, class S1>
+    F step(F p, F g, S0 &exp_avg, S1 &exp_var) const {
+        const F g_ = grad_scale * g;
+        const F g_2 = fma(weight_decay, p, g_);                              // 25
+        const F exp_avg_ = fma(one_minus_beta1, g_2, exp_avg.times(beta1));  // 26
+        const F away = g_2 - exp_avg_;                                       // 27
+        const F exp_var_ = fma(one_minus_beta2 * away, away, exp_var.times(beta2));  // 28
+        const F rest = fma(minus_one_over_one_minus_beta1_pow_t, exp_avg_, g_2);  // 30
+        const F variance = scalar_3 * exp_var_;  // 32
+        const F gain = exp_var_ / fma(fma(rest, rest, variance), scalar_4, scalar_5);  // 33
+        const F gain_2 = sqrt(gain);                                         // 35
+        const F p_ = p - fma(lr, gain_2 * rest, lr_times_one_over_one_minus_beta1_pow_t * exp_avg_);  // 36
         exp_avg.set(exp_avg_);
         exp_var.set(exp_var_);
         return p_;

@@ -16,14 +16,14 @@ def sgdf_tile(
 ):
     """The new p, exp_avg, exp_var."""
     g = grad_scale * g
-    g = tl.fma(weight_decay, p, g)                                   # 20
-    exp_avg = tl.fma(one_minus_beta1, g, times(beta1, exp_avg, PLAN.exp_avg))  # 21
-    away = g - exp_avg                                               # 22
-    exp_var = tl.fma(one_minus_beta2 * away, away, times(beta2, exp_var, PLAN.exp_var))  # 23
-    rest = tl.fma(minus_one_over_one_minus_beta1_pow_t, exp_avg, g)  # 25
-    variance = one_over_one_minus_beta2_pow_t * exp_var  # 24
-    gain = exp_var * (1.0 / tl.fma(tl.fma(rest, rest, variance), scalar_4, scalar_5))  # 26
-    p = p - tl.fma(lr, gain * rest, lr_times_one_over_one_minus_beta1_pow_t * exp_avg)  # 27
+    g = tl.fma(weight_decay, p, g)                                   # 25
+    exp_avg = tl.fma(one_minus_beta1, g, times(beta1, exp_avg, PLAN.exp_avg))  # 26
+    away = g - exp_avg                                               # 27
+    exp_var = tl.fma(one_minus_beta2 * away, away, times(beta2, exp_var, PLAN.exp_var))  # 28
+    rest = tl.fma(minus_one_over_one_minus_beta1_pow_t, exp_avg, g)  # 30
+    variance = one_over_one_minus_beta2_pow_t * exp_var  # 29
+    gain = exp_var * (1.0 / tl.fma(tl.fma(rest, rest, variance), scalar_4, scalar_5))  # 33
+    p = p - tl.fma(lr, gain * rest, lr_times_one_over_one_minus_beta1_pow_t * exp_avg)  # 36
     return p, exp_avg, exp_var
 
 
@@ -38,5 +38,109 @@ def sgdf_sweep(
     walk(
         table, work, sgdf_tile, SWEEP, (lr, beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
         one_over_one_minus_beta2_pow_t, minus_one_over_one_minus_beta1_pow_t, scalar_4, scalar_5,
+        lr_times_one_over_one_minus_beta1_pow_t), step_key,
+    )
+
+
+@triton.jit
+def sgdf_root_gain_tile(
+    PLAN: tl.constexpr, p, g, exp_avg, exp_var, lr, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
+    one_minus_beta2, one_over_one_minus_beta2_pow_t, minus_one_over_one_minus_beta1_pow_t, scalar_4, scalar_5,
+    lr_times_one_over_one_minus_beta1_pow_t, live, MASKED: tl.constexpr,
+):
+    """The new p, exp_avg, exp_var."""
+    g = grad_scale * g
+    g = tl.fma(weight_decay, p, g)                                   # 25
+    exp_avg = tl.fma(one_minus_beta1, g, times(beta1, exp_avg, PLAN.exp_avg))  # 26
+    away = g - exp_avg                                               # 27
+    exp_var = tl.fma(one_minus_beta2 * away, away, times(beta2, exp_var, PLAN.exp_var))  # 28
+    rest = tl.fma(minus_one_over_one_minus_beta1_pow_t, exp_avg, g)  # 30
+    variance = one_over_one_minus_beta2_pow_t * exp_var  # 29
+    gain = exp_var * (1.0 / tl.fma(tl.fma(rest, rest, variance), scalar_4, scalar_5))  # 33
+    gain = tl.sqrt(gain)                                             # 35
+    p = p - tl.fma(lr, gain * rest, lr_times_one_over_one_minus_beta1_pow_t * exp_avg)  # 36
+    return p, exp_avg, exp_var
+
+
+@triton.jit(do_not_specialize=["step_key"])
+def sgdf_root_gain_sweep(
+    table, work, lr: tl.float32, beta1: tl.float32, beta2: tl.float32, weight_decay: tl.float32,
+    grad_scale: tl.float32, one_minus_beta1: tl.float32, one_minus_beta2: tl.float32,
+    one_over_one_minus_beta2_pow_t: tl.float32, minus_one_over_one_minus_beta1_pow_t: tl.float32,
+    scalar_4: tl.float32, scalar_5: tl.float32, lr_times_one_over_one_minus_beta1_pow_t: tl.float32,
+    step_key: tl.int32, SWEEP: tl.constexpr,
+):
+    walk(
+        table, work, sgdf_root_gain_tile, SWEEP, (lr, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
+        one_minus_beta2, one_over_one_minus_beta2_pow_t, minus_one_over_one_minus_beta1_pow_t, scalar_4, scalar_5,
+        lr_times_one_over_one_minus_beta1_pow_t), step_key,
+    )
+
+
+@triton.jit
+def sgdf_of_average_tile(
+    PLAN: tl.constexpr, p, g, exp_avg, exp_var, lr, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
+    one_minus_beta2, minus_one_over_one_minus_beta1_pow_t, scalar_3, scalar_4, scalar_5,
+    lr_times_one_over_one_minus_beta1_pow_t, live, MASKED: tl.constexpr,
+):
+    """The new p, exp_avg, exp_var."""
+    g = grad_scale * g
+    g = tl.fma(weight_decay, p, g)                                   # 25
+    exp_avg = tl.fma(one_minus_beta1, g, times(beta1, exp_avg, PLAN.exp_avg))  # 26
+    away = g - exp_avg                                               # 27
+    exp_var = tl.fma(one_minus_beta2 * away, away, times(beta2, exp_var, PLAN.exp_var))  # 28
+    rest = tl.fma(minus_one_over_one_minus_beta1_pow_t, exp_avg, g)  # 30
+    variance = scalar_3 * exp_var  # 32
+    gain = exp_var * (1.0 / tl.fma(tl.fma(rest, rest, variance), scalar_4, scalar_5))  # 33
+    p = p - tl.fma(lr, gain * rest, lr_times_one_over_one_minus_beta1_pow_t * exp_avg)  # 36
+    return p, exp_avg, exp_var
+
+
+@triton.jit(do_not_specialize=["step_key"])
+def sgdf_of_average_sweep(
+    table, work, lr: tl.float32, beta1: tl.float32, beta2: tl.float32, weight_decay: tl.float32,
+    grad_scale: tl.float32, one_minus_beta1: tl.float32, one_minus_beta2: tl.float32,
+    minus_one_over_one_minus_beta1_pow_t: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32,
+    scalar_5: tl.float32, lr_times_one_over_one_minus_beta1_pow_t: tl.float32, step_key: tl.int32,
+    SWEEP: tl.constexpr,
+):
+    walk(
+        table, work, sgdf_of_average_tile, SWEEP, (lr, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
+        one_minus_beta2, minus_one_over_one_minus_beta1_pow_t, scalar_3, scalar_4, scalar_5,
+        lr_times_one_over_one_minus_beta1_pow_t), step_key,
+    )
+
+
+@triton.jit
+def sgdf_of_average_root_gain_tile(
+    PLAN: tl.constexpr, p, g, exp_avg, exp_var, lr, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
+    one_minus_beta2, minus_one_over_one_minus_beta1_pow_t, scalar_3, scalar_4, scalar_5,
+    lr_times_one_over_one_minus_beta1_pow_t, live, MASKED: tl.constexpr,
+):
+    """The new p, exp_avg, exp_var."""
+    g = grad_scale * g
+    g = tl.fma(weight_decay, p, g)                                   # 25
+    exp_avg = tl.fma(one_minus_beta1, g, times(beta1, exp_avg, PLAN.exp_avg))  # 26
+    away = g - exp_avg                                               # 27
+    exp_var = tl.fma(one_minus_beta2 * away, away, times(beta2, exp_var, PLAN.exp_var))  # 28
+    rest = tl.fma(minus_one_over_one_minus_beta1_pow_t, exp_avg, g)  # 30
+    variance = scalar_3 * exp_var  # 32
+    gain = exp_var * (1.0 / tl.fma(tl.fma(rest, rest, variance), scalar_4, scalar_5))  # 33
+    gain = tl.sqrt(gain)                                             # 35
+    p = p - tl.fma(lr, gain * rest, lr_times_one_over_one_minus_beta1_pow_t * exp_avg)  # 36
+    return p, exp_avg, exp_var
+
+
+@triton.jit(do_not_specialize=["step_key"])
+def sgdf_of_average_root_gain_sweep(
+    table, work, lr: tl.float32, beta1: tl.float32, beta2: tl.float32, weight_decay: tl.float32,
+    grad_scale: tl.float32, one_minus_beta1: tl.float32, one_minus_beta2: tl.float32,
+    minus_one_over_one_minus_beta1_pow_t: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32,
+    scalar_5: tl.float32, lr_times_one_over_one_minus_beta1_pow_t: tl.float32, step_key: tl.int32,
+    SWEEP: tl.constexpr,
+):
+    walk(
+        table, work, sgdf_of_average_root_gain_tile, SWEEP, (lr, beta1, beta2, weight_decay, grad_scale,
+        one_minus_beta1, one_minus_beta2, minus_one_over_one_minus_beta1_pow_t, scalar_3, scalar_4, scalar_5,
         lr_times_one_over_one_minus_beta1_pow_t), step_key,
     )
