@@ -43,7 +43,7 @@ DISCOURAGED = {
         'of itself at most, and rounding to nearest undoes that in cells of up to 0.0078 (kept / true in [0.025, inf]'
         ' (geometric sum of relative errors)); round it stochastically, or keep it in fp32': {"exp_avg_sq": ("adopt",)},
         'to nearest, 128 codes up to 1 of the value keep themselves under a decay of 0.9995: a state without '
-        'gradients never returns to 0': {"s": ("dadapt_adam", "prodigy")},
+        'gradients never returns to 0': {"s": ("dadapt_adam",)},
         'to nearest, 128 codes up to 1 of the value keep themselves under a decay of 0.999: a state without gradients'
         ' never returns to 0': {"away": ("focus",), "momentum_buffer": ("qhm",)},
     },
@@ -87,7 +87,10 @@ DISCOURAGED = {
         'to nearest, a code keeps itself while the scale of its block moves slowly, and what it reads as moves with '
         'the scale: a running maximum needs numbers that stay, as those of LogMinMax, LogMax and floats do, and those'
         " of a format of one's own that says so by `still`": {
-            "max_exp_avg_sq": ("adabound", "adam", "adamw", "adapnm", "clipped_adamw", "lookahead_adamw", "padam"),
+            "max_exp_avg_var": ("adabelief",),
+            "max_exp_avg_sq": (
+                "adabound", "adam", "adamw", "adapnm", "clipped_adamw", "lookahead_adamw", "padam", "sadam",
+            ),
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.9 changes it by 0.1 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 3; round it stochastically, or keep it'
@@ -134,14 +137,14 @@ DISCOURAGED = {
             "grad_avg": ("rmsprop",), "hessian_avg": ("sophia",),
         },
         'to nearest, 127 codes up to 1 of the scale keep themselves under a decay of 0.9995: a state without '
-        'gradients never returns to 0': {"s": ("dadapt_adam", "prodigy")},
+        'gradients never returns to 0': {"s": ("dadapt_adam",)},
         'to nearest, 127 codes up to 1 of the scale keep themselves under a decay of 0.999: a state without gradients'
         ' never returns to 0': {"away": ("focus",), "momentum_buffer": ("qhm",)},
         'to nearest, 5 codes up to 0.02 of the scale keep themselves under a decay of 0.899999: a state without '
         'gradients never returns to 0': {"v": ("gravity",)},
         'the average freezes, and the step sizes made of it with it: a step under decay 0.98 changes it by 0.02 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 3; round it stochastically, or keep it'
-        ' in fp32': {"exp_avg_sq": ("kl_shampoo",)},
+        ' in fp32': {"exp_avg_sq": ("kl_shampoo",), "max_exp_avg_sq": ("kourkoutas_beta",)},
         'to nearest, 13 codes up to 0.054 of the scale keep themselves under a decay of 0.96: a state without '
         'gradients never returns to 0': {"exp_avg": ("sophia",)},
         'to nearest, 15 codes up to 0.063 of the scale keep themselves under a decay of 0.965: a state without '
@@ -160,7 +163,7 @@ DISCOURAGED = {
                 "radam", "sadam", "sgdf", "shampoo", "simplified_ademamix", "sinkgd", "soap", "sophia", "spam",
                 "stable_adamw", "stable_spam", "swats", "tiger", "yogi",
             ),
-            "exp_avg_var": ("adabelief", "aida"),
+            "exp_avg_var": ("adabelief", "aida"), "max_exp_avg_var": ("adabelief",),
             "exp_avg_sq": (
                 "adabound", "adafactor_paper", "adago", "adai", "adam", "adam_atan2", "adam_swd", "adamc", "adamod",
                 "adamp", "adamuon", "adamw", "adan", "adanorm", "adapnm", "adashift", "adasmooth", "adatam", "ademamix",
@@ -172,7 +175,10 @@ DISCOURAGED = {
                 "simplified_ademamix", "sinkgd", "soap", "soap_muon", "spam", "stable_adamw", "stable_spam", "swats",
                 "yogi",
             ),
-            "max_exp_avg_sq": ("adabound", "adam", "adamw", "adapnm", "clipped_adamw", "lookahead_adamw", "padam"),
+            "max_exp_avg_sq": (
+                "adabound", "adam", "adamw", "adapnm", "clipped_adamw", "kourkoutas_beta", "lookahead_adamw", "padam",
+                "sadam",
+            ),
             "square_avg": ("adadelta", "nero", "racs", "rmsprop"), "acc_delta": ("adadelta",),
             "variance": ("adafactor",),
             "momentum_buffer": (
@@ -239,7 +245,10 @@ DISCOURAGED = {
         'to nearest, a code keeps itself while the scale of its block moves slowly, and what it reads as moves with '
         'the scale: a running maximum needs numbers that stay, as those of LogMinMax, LogMax and floats do, and those'
         " of a format of one's own that says so by `still`": {
-            "max_exp_avg_sq": ("adabound", "adam", "adamw", "adapnm", "clipped_adamw", "lookahead_adamw", "padam"),
+            "max_exp_avg_var": ("adabelief",),
+            "max_exp_avg_sq": (
+                "adabound", "adam", "adamw", "adapnm", "clipped_adamw", "lookahead_adamw", "padam", "sadam",
+            ),
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.9 changes it by 0.1 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 1.7; round it stochastically, or keep '
@@ -286,14 +295,14 @@ DISCOURAGED = {
             "grad_avg": ("rmsprop",), "hessian_avg": ("sophia",),
         },
         'to nearest, 255 codes up to 1 of the scale keep themselves under a decay of 0.9995: a state without '
-        'gradients never returns to 0': {"s": ("dadapt_adam", "prodigy")},
+        'gradients never returns to 0': {"s": ("dadapt_adam",)},
         'to nearest, 255 codes up to 1 of the scale keep themselves under a decay of 0.999: a state without gradients'
         ' never returns to 0': {"away": ("focus",), "momentum_buffer": ("qhm",)},
         'to nearest, 28 codes up to 0.0024 of the scale keep themselves under a decay of 0.899999: a state without '
         'gradients never returns to 0': {"v": ("gravity",)},
         'the average freezes, and the step sizes made of it with it: a step under decay 0.98 changes it by 0.02 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 1.7; round it stochastically, or keep '
-        'it in fp32': {"exp_avg_sq": ("kl_shampoo",)},
+        'it in fp32': {"exp_avg_sq": ("kl_shampoo",), "max_exp_avg_sq": ("kourkoutas_beta",)},
         'it is only ever multiplied, and the format can round it to 0, where it would stay': {"step_size": ("rprop",)},
         'to nearest, 78 codes up to 0.16 of the scale keep themselves under a decay of 0.96: a state without '
         'gradients never returns to 0': {"exp_avg": ("sophia",)},
@@ -313,7 +322,7 @@ DISCOURAGED = {
                 "radam", "sadam", "sgdf", "shampoo", "simplified_ademamix", "sinkgd", "soap", "sophia", "spam",
                 "stable_adamw", "stable_spam", "swats", "tiger", "yogi",
             ),
-            "exp_avg_var": ("adabelief", "aida"),
+            "exp_avg_var": ("adabelief", "aida"), "max_exp_avg_var": ("adabelief",),
             "exp_avg_sq": (
                 "adabound", "adafactor_paper", "adago", "adai", "adam", "adam_atan2", "adam_swd", "adamc", "adamod",
                 "adamp", "adamuon", "adamw", "adan", "adanorm", "adapnm", "adashift", "adasmooth", "adatam", "ademamix",
@@ -325,7 +334,10 @@ DISCOURAGED = {
                 "simplified_ademamix", "sinkgd", "soap", "soap_muon", "spam", "stable_adamw", "stable_spam", "swats",
                 "yogi",
             ),
-            "max_exp_avg_sq": ("adabound", "adam", "adamw", "adapnm", "clipped_adamw", "lookahead_adamw", "padam"),
+            "max_exp_avg_sq": (
+                "adabound", "adam", "adamw", "adapnm", "clipped_adamw", "kourkoutas_beta", "lookahead_adamw", "padam",
+                "sadam",
+            ),
             "square_avg": ("adadelta", "nero", "racs", "rmsprop"), "acc_delta": ("adadelta",),
             "variance": ("adafactor",),
             "momentum_buffer": (
@@ -365,7 +377,7 @@ DISCOURAGED = {
                 "radam", "sadam", "sgdf", "shampoo", "simplified_ademamix", "sinkgd", "soap", "sophia", "spam",
                 "stable_adamw", "stable_spam", "swats", "tiger", "yogi",
             ),
-            "exp_avg_var": ("adabelief", "aida"),
+            "exp_avg_var": ("adabelief", "aida"), "max_exp_avg_var": ("adabelief",),
             "exp_avg_sq": (
                 "adabound", "adafactor_paper", "adago", "adai", "adam", "adam_atan2", "adam_swd", "adamc", "adamod",
                 "adamp", "adamuon", "adamw", "adan", "adanorm", "adapnm", "adashift", "adasmooth", "adatam", "ademamix",
@@ -377,7 +389,10 @@ DISCOURAGED = {
                 "simplified_ademamix", "sinkgd", "soap", "soap_muon", "spam", "stable_adamw", "stable_spam", "swats",
                 "yogi",
             ),
-            "max_exp_avg_sq": ("adabound", "adam", "adamw", "adapnm", "clipped_adamw", "lookahead_adamw", "padam"),
+            "max_exp_avg_sq": (
+                "adabound", "adam", "adamw", "adapnm", "clipped_adamw", "kourkoutas_beta", "lookahead_adamw", "padam",
+                "sadam",
+            ),
             "square_avg": ("adadelta", "nero", "racs", "rmsprop"), "acc_delta": ("adadelta",),
             "variance": ("adafactor",),
             "momentum_buffer": (
@@ -417,7 +432,7 @@ DISCOURAGED = {
                 "radam", "sadam", "sgdf", "shampoo", "simplified_ademamix", "sinkgd", "soap", "sophia", "spam",
                 "stable_adamw", "stable_spam", "swats", "tiger", "yogi",
             ),
-            "exp_avg_var": ("adabelief", "aida"),
+            "exp_avg_var": ("adabelief", "aida"), "max_exp_avg_var": ("adabelief",),
             "exp_avg_sq": (
                 "adabound", "adafactor_paper", "adago", "adai", "adam", "adam_atan2", "adam_swd", "adamc", "adamod",
                 "adamp", "adamuon", "adamw", "adan", "adanorm", "adapnm", "adashift", "adasmooth", "adatam", "ademamix",
@@ -429,7 +444,10 @@ DISCOURAGED = {
                 "simplified_ademamix", "sinkgd", "soap", "soap_muon", "spam", "stable_adamw", "stable_spam", "swats",
                 "yogi",
             ),
-            "max_exp_avg_sq": ("adabound", "adam", "adamw", "adapnm", "clipped_adamw", "lookahead_adamw", "padam"),
+            "max_exp_avg_sq": (
+                "adabound", "adam", "adamw", "adapnm", "clipped_adamw", "kourkoutas_beta", "lookahead_adamw", "padam",
+                "sadam",
+            ),
             "square_avg": ("adadelta", "nero", "racs", "rmsprop"), "acc_delta": ("adadelta",),
             "variance": ("adafactor",),
             "momentum_buffer": (
@@ -496,7 +514,10 @@ DISCOURAGED = {
         'to nearest, a code keeps itself while the scale of its block moves slowly, and what it reads as moves with '
         'the scale: a running maximum needs numbers that stay, as those of LogMinMax, LogMax and floats do, and those'
         " of a format of one's own that says so by `still`": {
-            "max_exp_avg_sq": ("adabound", "adam", "adamw", "adapnm", "clipped_adamw", "lookahead_adamw", "padam"),
+            "max_exp_avg_var": ("adabelief",),
+            "max_exp_avg_sq": (
+                "adabound", "adam", "adamw", "adapnm", "clipped_adamw", "lookahead_adamw", "padam", "sadam",
+            ),
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.9 changes it by 0.1 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or keep it'
@@ -543,14 +564,14 @@ DISCOURAGED = {
             "grad_avg": ("rmsprop",), "hessian_avg": ("sophia",),
         },
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.9995: a state without gradients'
-        ' never returns to 0': {"s": ("dadapt_adam", "prodigy")},
+        ' never returns to 0': {"s": ("dadapt_adam",)},
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.999: a state without gradients '
         'never returns to 0': {"away": ("focus",), "momentum_buffer": ("qhm",)},
         'to nearest, 14 codes up to 0.89 of the scale keep themselves under a decay of 0.899999: a state without '
         'gradients never returns to 0': {"v": ("gravity",)},
         'the average freezes, and the step sizes made of it with it: a step under decay 0.98 changes it by 0.02 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or keep it'
-        ' in fp32': {"exp_avg_sq": ("kl_shampoo",)},
+        ' in fp32': {"exp_avg_sq": ("kl_shampoo",), "max_exp_avg_sq": ("kourkoutas_beta",)},
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.96: a state without gradients '
         'never returns to 0': {"exp_avg": ("sophia",)},
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.965: a state without gradients '
@@ -596,7 +617,10 @@ DISCOURAGED = {
         'to nearest, a code keeps itself while the scale of its block moves slowly, and what it reads as moves with '
         'the scale: a running maximum needs numbers that stay, as those of LogMinMax, LogMax and floats do, and those'
         " of a format of one's own that says so by `still`": {
-            "max_exp_avg_sq": ("adabound", "adam", "adamw", "adapnm", "clipped_adamw", "lookahead_adamw", "padam"),
+            "max_exp_avg_var": ("adabelief",),
+            "max_exp_avg_sq": (
+                "adabound", "adam", "adamw", "adapnm", "clipped_adamw", "lookahead_adamw", "padam", "sadam",
+            ),
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.9 changes it by 0.1 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or keep it'
@@ -643,14 +667,14 @@ DISCOURAGED = {
             "grad_avg": ("rmsprop",), "hessian_avg": ("sophia",),
         },
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.9995: a state without gradients'
-        ' never returns to 0': {"s": ("dadapt_adam", "prodigy")},
+        ' never returns to 0': {"s": ("dadapt_adam",)},
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.999: a state without gradients '
         'never returns to 0': {"away": ("focus",), "momentum_buffer": ("qhm",)},
         'to nearest, 14 codes up to 0.89 of the scale keep themselves under a decay of 0.899999: a state without '
         'gradients never returns to 0': {"v": ("gravity",)},
         'the average freezes, and the step sizes made of it with it: a step under decay 0.98 changes it by 0.02 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or keep it'
-        ' in fp32': {"exp_avg_sq": ("kl_shampoo",)},
+        ' in fp32': {"exp_avg_sq": ("kl_shampoo",), "max_exp_avg_sq": ("kourkoutas_beta",)},
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.96: a state without gradients '
         'never returns to 0': {"exp_avg": ("sophia",)},
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.965: a state without gradients '
