@@ -17,7 +17,7 @@ from optgen.lang import flag, hyper, optimizer, row_mean, sqrt, state
 from optgen.lang.spec import Spec
 from optgen.lang.spec import start as first
 from optgen.ops import dtypes
-from optgen.optim import AdamMini
+from optgen.optim import AdamMini, Muon
 from optgen.runtime import Optimizer
 from optgen.runtime.layout import sharding
 from optgen.runtime.options.blocks import attention_heads
@@ -220,6 +220,14 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "a switch": ({"*.q_proj.weight": True}, TypeError, "expected a number of blocks, got True"),
     "a number": (8, TypeError, "blocks must be a dict such as {'*.q_proj.weight': 32}, or None, got 8"),
 }  # fmt: skip
+
+
+def test_a_vector_by_its_own_name_is_no_blocks() -> None:
+    """A pattern may hold for biases, too."""
+    named = [("a.weight", nn.Parameter(torch.zeros(8, 6))), ("a.bias", nn.Parameter(torch.zeros(8)))]
+    assert Muon(named, blocks={"a.*": 4}).param_groups[0]["blocks"] == (("a.weight", 4),)
+    with pytest.raises(ValueError, match=r"'a.bias' of shape \[8\] has no rows"):
+        Muon(named, blocks={"a.bias": 4})
 
 
 @pytest.mark.parametrize("what", REFUSED)

@@ -110,9 +110,10 @@ def decided(
 
     Raises ValueError for a parameter that cannot fall into so many blocks.
     """
-    found = []
+    found, exact = [], {*(rule.pattern for rule in own.rules), *(given if isinstance(given, Mapping) else ())}
     for p, label, count in zip(tensors, labels, own.asked(cls, given, tensors, labels), strict=True):
-        if count is not None and (p.ndim > 1 or cls.BLOCKS != "heads"):  # a pattern may name biases, too
+        # A pattern may name biases, too.
+        if count is not None and (p.ndim > 1 or cls.BLOCKS != "heads" or (count != 1 and label in exact)):
             try:
                 height(p.shape, count, cls.BLOCKS == "heads")
             except ValueError as error:
