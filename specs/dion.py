@@ -1,8 +1,8 @@
 """Dion: momentum made orthogonal in a space of low rank, with feedback of what is not in it; AdamW for the rest."""
 
 from optgen.lang import (
-    column_norms, columns, flag, hyper, low_rank_state, nonneg, normal, optimizer, policies, qr, rows, shape_flag, sqrt,
-    state,
+    column_norms, columns, flag, hyper, low_rank_state, nonneg, normal, optimizer, orthogonal, policies, qr, rows,
+    shape_flag, sqrt, state,
 )  # fmt: skip
 
 
@@ -11,7 +11,7 @@ def dion(
     p, g, t,
     momentum_buffer=state(),
     exp_avg_sq=state(nonneg, when="not matrix or adamw"),
-    q=low_rank_state("columns", rank="rank", when="matrix and not adamw"),
+    q=low_rank_state("columns", orthogonal, rank="rank", when="matrix and not adamw"),  # nearly: rows of length 1
     *,
     lr=hyper(1e-2, ge=0),
     mu=hyper(0.95, ge=0, lt=1),

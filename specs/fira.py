@@ -1,8 +1,8 @@
 """Fira: GaLore, and beside it what the gradient has outside of the space, scaled as Adam scales inside."""
 
 from optgen.lang import (
-    column_norms, finite, flag, hyper, low_rank_state, maximum, nonneg, norm, optimizer, shape_flag, singular_vectors,
-    sqrt, state, tensor_state, unwide, where, wide,
+    column_norms, finite, flag, hyper, low_rank_state, maximum, nonneg, norm, optimizer, orthogonal, shape_flag,
+    singular_vectors, sqrt, state, tensor_state, unwide, where, wide,
 )  # fmt: skip
 
 
@@ -11,9 +11,9 @@ def fira(
     p, g, t,
     exp_avg=state(when="not matrix or adamw"),
     exp_avg_sq=state(nonneg, when="not matrix or adamw"),
-    projector=low_rank_state("short", rank="rank", when="matrix and not adamw"),
-    low_avg=low_rank_state("long", rank="rank", when="matrix and not adamw"),
-    low_avg_sq=low_rank_state("long", rank="rank", when="matrix and not adamw"),
+    projector=low_rank_state("short", orthogonal, rank="rank", when="matrix and not adamw"),
+    low_avg=low_rank_state("long", rank="rank", when="matrix and not adamw", normalized_by="low_avg_sq"),
+    low_avg_sq=low_rank_state("long", nonneg, rank="rank", when="matrix and not adamw"),
     scaling_grad=tensor_state(nonneg, when="matrix and not adamw"),
     *,
     lr=hyper(1e-3, ge=0),
@@ -29,7 +29,8 @@ def fira(
 ):
     """Fira: GaLore, and beside it what the gradient has outside of the space, scaled as Adam scales inside.
 
-    The norm of that part grows by 1 % a step at most, but freely from 0; of a stack it is that of all its matrices.
+    The norm of that part grows by 1 % a step at most, but freely from 0: a first gradient that is tiny but not 0, such
+    as 1e-12, keeps it below 0.01 for 900 steps.  Of a stack it is that of all its matrices.
     Spaces and signs are those of GaLore.  Groups with adamw=True (embeddings, the head) and vectors have AdamW, of the
     same lr.
     """

@@ -1,7 +1,8 @@
 """GaLore: Adam of the gradient in the space of its largest singular vectors, found anew every 200 steps."""
 
 from optgen.lang import (
-    finite, flag, hyper, low_rank_state, nonneg, optimizer, shape_flag, singular_vectors, sqrt, state, unwide, wide,
+    finite, flag, hyper, low_rank_state, nonneg, optimizer, orthogonal, shape_flag, singular_vectors, sqrt, state,
+    unwide, wide,
 )  # fmt: skip
 
 
@@ -10,9 +11,9 @@ def galore(
     p, g, t,
     exp_avg=state(when="not matrix or adamw"),
     exp_avg_sq=state(nonneg, when="not matrix or adamw"),
-    projector=low_rank_state("short", rank="rank", when="matrix and not adamw"),
-    low_avg=low_rank_state("long", rank="rank", when="matrix and not adamw"),
-    low_avg_sq=low_rank_state("long", rank="rank", when="matrix and not adamw"),
+    projector=low_rank_state("short", orthogonal, rank="rank", when="matrix and not adamw"),
+    low_avg=low_rank_state("long", rank="rank", when="matrix and not adamw", normalized_by="low_avg_sq"),
+    low_avg_sq=low_rank_state("long", nonneg, rank="rank", when="matrix and not adamw"),
     *,
     lr=hyper(1e-3, ge=0),
     betas=hyper((0.9, 0.999), ge=0, lt=1),

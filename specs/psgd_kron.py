@@ -46,8 +46,8 @@ def psgd_kron(
     The factors take a step towards those that make the momentum as large as random numbers are, every
     `precondition_frequency` steps.  The authors do so in all of the first 500 steps and ever more seldom until step
     4000, then in one of 33: set it in the groups.  A longer side of more than max_precond_dim has a diagonal factor;
-    the random numbers of vectors are averaged out.  Elements of gradients count as 1e10 at most.  Factors that are
-    not finite are not taken.
+    the random numbers of vectors are averaged out.  Vectors have no weight decay.  Elements of gradients count as 1e10
+    at most.  Factors that are not finite are not taken.
     """
     momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g * minimum(1e10 / abs(g), 1)
     m = momentum_buffer / (1 - momentum**t)

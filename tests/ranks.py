@@ -393,6 +393,8 @@ def matrix_states(here: Here) -> None:
         (generated.SOAP, "int8_split24", "left", None),
         (generated.LowRankMuon, "int4_split24", "momentum_buffer_left", None),
         (generated.Conda, "int8_split24", "basis", None),
+        (generated.Kron, "int8_split24", "left", None),
+        (generated.GaLore, "int8_split24", "low_avg", None),
     ):
         some = [*pieces, *(across if plan == "fp32" else across[1:])]
         with one_at_a_time(True):

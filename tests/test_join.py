@@ -66,7 +66,8 @@ def compare(spec: Spec, case: Case, variant: Variant) -> None:
     assert variant.host_states == program.host_states
     nodes = list(postorder(program.roots()))
     draws = {n.attr for n in nodes if n.op == "key"}
-    assert variant.stochastic == bool(draws) == bool(eager.words)
+    assert {x for x, fmt in formats.items() if fmt.stochastic} == eager.random
+    assert bool(draws) == bool(eager.words) and variant.stochastic == bool(draws or eager.random)
     few = ({n.space.name for n in nodes} | {b.space.name for b in program.buffers}) & spaces.SMALL
     few |= {"call"} if any(n.op in MATRIX_OPS for n in nodes) else set()
     elsewhere = needs_matrix(spec, case.flags) and few.isdisjoint({"row", "col", "mat", "call"})

@@ -36,12 +36,12 @@ def apollo_3_sweep(table, work, step_key: tl.int32, SWEEP: tl.constexpr):
 @triton.jit
 def apollo_4_values(scaled_grad, tensor_sum_for_size):
     """The new scaled_grad, one_over_limit."""
-    size = tl.sqrt(tensor_sum_for_size)  # 54
-    # 55
+    size = tl.sqrt(tensor_sum_for_size)  # 55
+    # 56
     limit = tl.where(
         0.0 < scaled_grad, tl.maximum(size / (scaled_grad + 1e-08), 1.01, propagate_nan=tl.PropagateNan.ALL) / 1.01, 1.0
     )
-    scaled_grad = size / limit           # 56
+    scaled_grad = size / limit           # 57
     return scaled_grad, 1.0 / limit
 
 
@@ -56,8 +56,8 @@ def apollo_5_tile(
     MASKED: tl.constexpr,
 ):
     """The new p."""
-    p = tl.fma(minus(scalar_0 * one_over_limit), scaled, p)  # 58
-    p = one_minus_lr_times_weight_decay * p                  # 59
+    p = tl.fma(minus(scalar_0 * one_over_limit), scaled, p)  # 59
+    p = one_minus_lr_times_weight_decay * p                  # 60
     return (p,)
 
 
@@ -75,11 +75,11 @@ def apollo_no_matrix_tile(
     scalar_2, one_minus_lr_times_weight_decay, live, MASKED: tl.constexpr,
 ):
     """The new p, exp_avg, exp_avg_sq."""
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 39
-    exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 40
-    u = exp_avg * reciprocal(tl.sqrt(exp_avg_sq) + eps)  # 41
-    p = tl.fma(scalar_2, u, p)                           # 58
-    p = one_minus_lr_times_weight_decay * p              # 59
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 40
+    exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 41
+    u = exp_avg * reciprocal(tl.sqrt(exp_avg_sq) + eps)  # 42
+    p = tl.fma(scalar_2, u, p)                           # 59
+    p = one_minus_lr_times_weight_decay * p              # 60
     return p, exp_avg, exp_avg_sq
 
 
@@ -121,13 +121,13 @@ def apollo_per_tensor_5_values(scaled_grad):
 @triton.jit
 def apollo_per_tensor_6_values(lt_zero_scaled_grad, tensor_sum_for_size, scaled_grad_plus_1em08):
     """The new scaled_grad, one_over_limit."""
-    size = tl.sqrt(tensor_sum_for_size)  # 54
-    # 55
+    size = tl.sqrt(tensor_sum_for_size)  # 55
+    # 56
     limit = tl.where(
         0.0 < lt_zero_scaled_grad,
         tl.maximum(size / scaled_grad_plus_1em08, 1.01, propagate_nan=tl.PropagateNan.ALL) / 1.01, 1.0
     )
-    scaled_grad = size / limit           # 56
+    scaled_grad = size / limit           # 57
     return scaled_grad, 1.0 / limit
 
 

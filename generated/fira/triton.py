@@ -36,13 +36,13 @@ def fira_3_sweep(table, work, step_key: tl.int32, SWEEP: tl.constexpr):
 @triton.jit
 def fira_4_values(scaling_grad, tensor_sum_for_size):
     """The new scaling_grad, one_over_limit."""
-    size = tl.sqrt(tensor_sum_for_size)  # 52
-    # 53
+    size = tl.sqrt(tensor_sum_for_size)  # 53
+    # 54
     limit = tl.where(
         0.0 < scaling_grad, tl.maximum(size / (scaling_grad + 1e-08), 1.01, propagate_nan=tl.PropagateNan.ALL) / 1.01,
         1.0
     )
-    scaling_grad = size / limit          # 54
+    scaling_grad = size / limit          # 55
     return scaling_grad, 1.0 / limit
 
 
@@ -57,9 +57,9 @@ def fira_5_tile(
     MASKED: tl.constexpr,
 ):
     """The new p."""
-    u = tl.fma(rest, one_over_limit, alpha * unwide)  # 55
-    p = tl.fma(scalar_0, u, p)                        # 56
-    p = one_minus_lr_times_weight_decay * p           # 57
+    u = tl.fma(rest, one_over_limit, alpha * unwide)  # 56
+    p = tl.fma(scalar_0, u, p)                        # 57
+    p = one_minus_lr_times_weight_decay * p           # 58
     return (p,)
 
 
@@ -77,11 +77,11 @@ def fira_no_matrix_tile(
     scalar_2, one_minus_lr_times_weight_decay, live, MASKED: tl.constexpr,
 ):
     """The new p, exp_avg, exp_avg_sq."""
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 39
-    exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 40
-    u = exp_avg * reciprocal(tl.sqrt(exp_avg_sq) + eps)  # 41
-    p = tl.fma(scalar_2, u, p)                           # 56
-    p = one_minus_lr_times_weight_decay * p              # 57
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 40
+    exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 41
+    u = exp_avg * reciprocal(tl.sqrt(exp_avg_sq) + eps)  # 42
+    p = tl.fma(scalar_2, u, p)                           # 57
+    p = one_minus_lr_times_weight_decay * p              # 58
     return p, exp_avg, exp_avg_sq
 
 

@@ -26,8 +26,8 @@ def galore_3_tile(
     PLAN: tl.constexpr, p, unwide, scalar_0, one_minus_lr_times_weight_decay, live, MASKED: tl.constexpr,
 ):
     """The new p."""
-    p = tl.fma(scalar_0, unwide, p)          # 48
-    p = one_minus_lr_times_weight_decay * p  # 49
+    p = tl.fma(scalar_0, unwide, p)          # 49
+    p = one_minus_lr_times_weight_decay * p  # 50
     return (p,)
 
 
@@ -45,11 +45,11 @@ def galore_no_matrix_tile(
     scalar_2, one_minus_lr_times_weight_decay, live, MASKED: tl.constexpr,
 ):
     """The new p, exp_avg, exp_avg_sq."""
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 37
-    exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 38
-    u = exp_avg * reciprocal(tl.sqrt(exp_avg_sq) + eps)  # 39
-    p = tl.fma(scalar_2, u, p)                           # 48
-    p = one_minus_lr_times_weight_decay * p              # 49
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 38
+    exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 39
+    u = exp_avg * reciprocal(tl.sqrt(exp_avg_sq) + eps)  # 40
+    p = tl.fma(scalar_2, u, p)                           # 49
+    p = one_minus_lr_times_weight_decay * p              # 50
     return p, exp_avg, exp_avg_sq
 
 

@@ -279,7 +279,7 @@ def text(spec: Spec, plan: Plan, force: bool = False) -> str:
     if not any(v.eager and v.eager.matrices for v in variants):
         texts["optgen.runtime.reference.matrix_codecs"] = "CODECS = {}\n"
     fused = _fused(spec, plan, variants, texts)
-    traits = {state.trait for state in spec.states}
+    traits = {trait for v in variants if v.eager for trait in v.eager.matrices.values()}
     kept_rows = [x for x in explain.of_plan(plan) if x.name in traits or x.name not in MATRICES]
     width = max(len(x.name) for x in kept_rows)
     c, file = emit.class_row(spec, (plan.name,), {}), File(texts)

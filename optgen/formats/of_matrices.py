@@ -7,33 +7,51 @@ from dataclasses import dataclass
 from typing import Any
 
 from optgen.formats.bound import ROUNDOFF, Bound
+from optgen.formats.companders import largest_error, linear, softsign
 from optgen.formats.format import Field, Format, Noise, View
 from optgen.lang.values import Num
 from optgen.ops import dtypes
+
+OCTAVES = 32
+"""Octaves over which the roots of a block may lie (runtime/reference/matrix_codecs.py)."""
 
 BLOCK = 64  # as optgen.runtime.records.MATRIX_BLOCK
 
 
 @dataclass(frozen=True)
 class OfMatrix(Format):
-    """A symmetric or orthogonal matrix in 8-bit blocks of 64, to nearest (runtime/reference/matrix_codecs.py).
+    """A matrix of a trait, or of low rank, in 8-bit blocks of 64 (runtime/reference/matrix_codecs.py).
 
     No kernel reads one: programs see fp32.
 
     trait  "symmetric": the diagonal is fp32; entries below it over the roots of both diagonal ones.
-           "orthogonal": every entry is coded
+           "triangular": the diagonal is fp32; entries above it over that of their row, stochastically.
+           "orthogonal": every entry is coded.
+           "low_rank": of either sign, over the root of the second moment that the state is normalized by, if any.
+           "low_rank_nonneg": the second moment; both stochastically
     """
 
     trait: str
 
     def __str__(self) -> str:
-        what = ", over roots of an fp32 diagonal" if self.trait == "symmetric" else ""
-        return f"8-bit signed blocks of {BLOCK}: linear, ue8m8 scale{what}, nearest"
+        if self.trait == "low_rank_nonneg":
+            return f"8-bit unsigned blocks of {BLOCK}: sqrt between 16-bit minimum and maximum, pseudo-log, stochastic"
+        over = {"symmetric": "roots of an fp32 diagonal", "triangular": "its row's fp32 diagonal entry",
+                "low_rank": "root of its second moment, if it has one"}  # fmt: skip
+        what = f", over {over[self.trait]}" if self.trait in over else ""
+        curve, rounding = (softsign(1), "stochastic") if self.stochastic else (linear, "nearest")
+        return f"8-bit signed blocks of {BLOCK}: {curve}, ue8m8 scale{what}, {rounding}"
+
+    @property
+    def stochastic(self) -> bool:
+        """True if codes are rounded stochastically."""
+        return self.trait not in ("symmetric", "orthogonal")
 
     @property
     def bytes_per_param(self) -> float:
         """The bytes of an entry of a large matrix."""
-        return (1 + 2 / BLOCK) * (0.5 if self.trait == "symmetric" else 1)
+        half = self.trait in ("symmetric", "triangular")
+        return (1 + (4 if self.trait == "low_rank_nonneg" else 2) / BLOCK) * (0.5 if half else 1)
 
     def fields(self) -> dict[str, Field]:
         return {"": Field(dtypes.f32)}
@@ -50,13 +68,20 @@ class OfMatrix(Format):
     def bound(self) -> Bound:
         more = {
             "symmetric": "times the roots of both diagonal entries, which are exact; scale <= 1.004 if it is positive",
+            "triangular": "times the diagonal entry of the row, which is exact",
             "orthogonal": "of a code; |Q'Q - I| = 0.017 measured, 64 to 3072 columns",
+            "low_rank": "times the root of the second moment as it reads, where there is one",
         }
-        return Bound(0.5 / ((1 << 7) - 1), "scale", more[self.trait], slack=8 * ROUNDOFF)
+        if self.trait == "low_rank_nonneg":
+            valid = f"for a block whose roots span {OCTAVES} octaves, less for fewer; what is further below the largest"
+            return Bound(OCTAVES / 255, "root", f"{valid}, or below 2^-63, reads as that", slack=2.0**-15)
+        curve = softsign(1) if self.stochastic else linear
+        value = largest_error(curve, (1 << 7) - 1, self.stochastic)
+        return Bound(value, "scale", more[self.trait], slack=8 * ROUNDOFF)
 
     def enclose(self, x: Any, view: View, root: Any = None) -> Any:
         return x.unknown()
 
 
-MATRICES = {trait: OfMatrix(trait) for trait in ("symmetric", "orthogonal")}
+MATRICES = {x: OfMatrix(x) for x in ("symmetric", "triangular", "orthogonal", "low_rank", "low_rank_nonneg")}
 """Trait of a matrix state -> its format in 8 bits; others are fp32."""

@@ -44,11 +44,17 @@ def rounds_to_nearest(recurrence: Any) -> bool:
 def coded_trait(state: StateDecl, recurrence: Any) -> str:
     """Return the trait by which plans of `matrices=8` keep a matrix state; "" where it stays fp32.
 
-    These are matrices of low rank, and symmetric states that recur like slow averages: to nearest, one of decay b does
-    not follow changes of 1 / (254 (1 - b)) of a block's largest number, a fifth from SLOW on.
+    These are symmetric states that recur like slow averages (to nearest, one of decay b does not follow changes of
+    1 / (254 (1 - b)) of a block's largest number, a fifth from SLOW on), and states of low rank that declare nothing
+    and are no averages, or have rank 1.
     """
-    if state.rank or state.trait != "symmetric" or recurrence is None or recurrence.kind in ("previous", "constant"):
-        return "" if state.rank else state.trait
+    if state.rank and state.trait != "orthogonal":
+        average = state.normalized_by or state.nonneg or recurrence is not None and recurrence.kind == "ema"
+        if state.rank == 1 or not average or recurrence is not None and recurrence.kind in ("max", "min", "sum"):
+            return ""
+        return "low_rank_nonneg" if state.nonneg else "low_rank"
+    if state.trait != "symmetric" or recurrence is None or recurrence.kind in ("previous", "constant"):
+        return state.trait
     fast = recurrence.kind == "ema" and recurrence.decay is not None and recurrence.decay < SLOW
     return state.trait if fast else ""
 
@@ -178,7 +184,7 @@ class Plan:
     nonneg       states that are never negative
     initial      states that start as the weight: precise as weights, not as moments
     small        every state of a tensor with fewer than small_numel elements (of the logical tensor)
-    matrices     bits of matrix states: 8 for symmetric and orthogonal ones (OfMatrix), or 32
+    matrices     bits of matrix states: 8 for those of a trait and averages of low rank (OfMatrix), or 32
     overrides    state name -> format, before all of these; of small tensors in its form for vectors (Format.of_vectors)
     discouraged  why the plan exists although the lint finds an error; "": such a plan is refused
     """
@@ -355,7 +361,7 @@ class Plan:
             if not state.nonneg and not fmt.signed:
                 what = f"plan {self.name} keeps the signed state `{state.name}` in an unsigned format: {fmt}"
                 raise UserError("E301", loc=places, what=what)
-            if state.space.name != "elem" and fmt not in (floats.f32, MATRICES.get(state.trait)):
+            if state.space.name != "elem" and fmt not in (floats.f32, *MATRICES.values()):
                 space = state.space.name
                 raise UserError("E303", loc=places, plan=self.name, state=state.name, space=space, format=fmt)
             if state.init == "param" and fmt.matrix is not None:

@@ -200,7 +200,8 @@ def _check_traits(spec: Spec, flags: Mapping[str, bool], trace: Trace) -> None:
     def exact(nodes: list[Node]) -> bool:
         return all(n.attr not in ("newton_schulz", "newton_schulz_of_rows") for n in postorder(nodes))
 
-    judged = [s for s in spec.present(flags) if s.trait in _LACKS and trace.states[s.name].op != "load"]
+    of_sides = [s for s in spec.present(flags) if not s.rank]
+    judged = [s for s in of_sides if s.trait in _LACKS and trace.states[s.name].op != "load"]
     judged = [s for s in judged if exact([trace.states[s.name]])]
     roots = [trace.p, *trace.states.values()]
     halves = [n.args[_HALVES[n.attr][0]] for n in postorder(roots) if n.op == "call" and n.attr in _HALVES]
@@ -216,7 +217,7 @@ def _check_traits(spec: Spec, flags: Mapping[str, bool], trace: Trace) -> None:
     p, host = drawn(5, 7), None
     has: dict[str, Callable[[Any], Any]]
     has = {"symmetric": lambda x: x + x.mT, "orthogonal": lambda x: torch.linalg.qr(x).Q, "triangular": torch.triu}
-    kept = {s.name: has[s.trait](drawn(*start(s, p, hypers).shape)) for s in spec.present(flags) if s.trait in has}
+    kept = {s.name: has[s.trait](drawn(*start(s, p, hypers).shape)) for s in of_sides if s.trait in has}
     for step in (1, 2):
         watched = matrices.WATCHED.set(_check_operand if watch else None)
         try:
@@ -233,6 +234,16 @@ def _check_traits(spec: Spec, flags: Mapping[str, bool], trace: Trace) -> None:
                 raise UserError("E143", loc=place, name=s.name, trait=s.trait, step=step, off=f"{float(off):.2g}")
 
 
+def _check_pairs(spec: Spec, trace: Trace) -> None:
+    """Raise UserError for a state of low rank that a step changes without the one by whose root it is divided, or that
+    it keeps while that one changes: its codes are relative to it."""
+    moved = {name for name, node in trace.states.items() if node.op != "load"}
+    for s in spec.states:
+        if s.rank and s.normalized_by and (s.name in moved) != (s.normalized_by in moved):
+            what = f"`{s.name}`, which is of low rank and normalized by `{s.normalized_by}`, changes at the same steps"
+            raise UserError("E113", loc=s.loc, what=what, hint="declare it without normalized_by=")
+
+
 @lru_cache(maxsize=4096)
 def check(spec: Spec) -> None:
     """Check a spec over all its flag settings; raise UserError for the first fault."""
@@ -241,6 +252,7 @@ def check(spec: Spec) -> None:
         _check_repeats(spec, setting, trace)
         _check_vectors(spec, setting, trace)
         _check_traits(spec, setting, trace)
+        _check_pairs(spec, trace)
     read = set().union(*(_reads(trace) for _, trace in traces))
     for s in spec.kept:
         if s.name not in read:

@@ -144,11 +144,13 @@ def _finite(what: str, x: object, hint: str = "") -> float:
 
 
 def _state(
-    space: Space, traits: tuple[object, ...], when: object, init: object, normalized_by: str | None = None
-) -> StateDecl:
+    space: Space, traits: tuple[object, ...], when: object, init: object, normalized_by: str | None = None,
+    forms: tuple[Trait, ...] = (),
+) -> StateDecl:  # fmt: skip
     for t in traits:
-        if t is not nonneg:
-            raise _refuse(f"a state's only trait is `nonneg`, got {t!r}", "state(nonneg, when=..., init=...)")
+        if t not in (nonneg, *forms) or len(traits) > 1:
+            known, got = " or ".join(f"`{x.name}`" for x in (nonneg, *forms)), ", ".join(map(repr, traits))
+            raise _refuse(f"a state's only trait is {known}, got {got}", "state(nonneg, when=..., init=...)")
     if when is not None and not isinstance(when, str):
         raise _refuse(f"when= is the name of a flag in quotes, got {when!r}", 'for instance when="amsgrad"')
     start: float | str = init if isinstance(init, str) else _number("init=", init)
@@ -158,7 +160,8 @@ def _state(
         raise _refuse(f"a state declared nonneg cannot start at {start:g}", "")
     if start == "param" and (space is not spaces.elem or nonneg in traits):
         raise _refuse('init="param" is for signed element-wise states', "")
-    return StateDecl("", space, nonneg in traits, when, start, normalized_by)
+    form = "".join(t.name for t in forms if t in traits)
+    return StateDecl("", space, nonneg in traits, when, start, normalized_by, trait=form)
 
 
 def state(*traits: Trait, when: str | None = None, init: Any = 0.0, normalized_by: str | None = None) -> Any:
@@ -207,28 +210,32 @@ def matrix_state(side: str, *traits: Trait, when: str | None = None, init: Any =
     """A matrix for each matrix of the parameter: (rows, rows) for side="rows", (columns, columns) for "columns", and of
     the shorter of the two for "short".
 
-    traits  one of symmetric, orthogonal and triangular (nonzero on and above the diagonal): what formats may rely on
+    traits  one of symmetric, orthogonal, triangular (nonzero on and above the diagonal) and nonneg: what formats may
+            rely on
     init    before the first step: "identity", or the number in every place
     """
     dims = {"rows": "mm", "columns": "nn", "short": "ss"}.get(side)
     if dims is None:
         what = f'a matrix state is one of "rows", of "columns" or of the "short" side, got {side!r}'
         raise _refuse(what, 'matrix_state("rows")')
-    if len(traits) > 1 or any(t not in (symmetric, orthogonal, triangular) for t in traits):
-        hint = 'matrix_state("rows", orthogonal, init="identity")'
-        got = ", ".join(map(repr, traits))
-        raise _refuse(f"a matrix state is symmetric, orthogonal or triangular, got {got}", hint)
     start = init if init == "identity" else _finite("init=", init, 'a number, or "identity"')
-    made = _state(Space(dims), (), when, 0.0)
-    return replace(made, init=start, trait=traits[0].name if traits else "")
+    first = start if start != "identity" else 0.0
+    made = _state(Space(dims), traits, when, first, None, (symmetric, orthogonal, triangular))
+    return replace(made, init=start)
 
 
-def low_rank_state(side: str, *, rank: str | int, when: str | None = None) -> Any:
-    """A matrix of low rank r for each matrix of the parameter, zero before the first step: (rows, r) for side="rows",
-    (r, columns) for "columns", and of its shorter and its longer side (shorter, r) for "short", (r, longer) for "long".
+def low_rank_state(
+    side: str, *traits: Trait, rank: str | int, when: str | None = None, init: float = 0.0,
+    normalized_by: str | None = None,
+) -> Any:  # fmt: skip
+    """A matrix of low rank r for each matrix of the parameter: (rows, r) for side="rows", (r, columns) for "columns",
+    and of its shorter and its longer side (shorter, r) for "short", (r, longer) for "long".
 
-    rank  r: a number, or the hyper-parameter that it is, hyper(..., ge=1, whole=True); a matrix of fewer rows or
-          columns has as many
+    traits  orthogonal (columns, or rows, that are or nearly) or nonneg
+    rank    r: a number, or the hyper-parameter that it is, hyper(..., ge=1, whole=True); a matrix of fewer rows or
+            columns has as many
+    init    the number in every place before the first step
+    normalized_by  as in `state`, one of the same side
     """
     sides = {"rows": "mr", "columns": "rn", "short": "sr", "long": "rl"}
     if side not in sides:
@@ -236,7 +243,8 @@ def low_rank_state(side: str, *, rank: str | int, when: str | None = None) -> An
     if not (isinstance(rank, str) or (type(rank) is int and rank >= 1)):
         what = f"rank= is a whole number from 1 on, or the name of a hyper-parameter in quotes, got {rank!r}"
         raise _refuse(what, 'for instance rank="rank"')
-    return replace(_state(Space(sides[side]), (), when, 0.0), rank=rank)
+    start = _finite("init=", init, "a number")
+    return replace(_state(Space(sides[side]), traits, when, start, normalized_by, (orthogonal,)), rank=rank)
 
 
 def scalar(init: float = 0.0, *, when: str | None = None) -> Any:

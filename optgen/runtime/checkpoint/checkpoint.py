@@ -591,14 +591,15 @@ class _Reading:
 
 
 def _encoded(variant: Variant, p: Tensor, entry: dict[str, Any]) -> dict[str, Any]:
-    """Return an entry with codes of matrix states that the plan kept in fp32 when they were saved, as SOAP-Muon's first
-    builds did with its factors; those of a parameter of several ranks stay, and do not fit."""
+    """Return an entry with codes of matrix states that the plan kept in fp32 when they were saved, as triangular ones
+    and those of low rank once were; those of a parameter of several ranks stay, and do not fit."""
+    made = dict(entry)
     for name in variant.eager.matrices:
         field, x = next(f.of_values for f in variant.fields if f.owner == name), entry.get(name)
         if type(x) is Tensor and x.is_floating_point() and tuple(x.shape) == layout.field_shape(field, p.shape):
-            rest = {key: value for key, value in entry.items() if key != name}
-            entry = rest | layout.matrix_fields(variant, name, x, p.shape, x.device)
-    return entry
+            del made[name]
+            made |= layout.matrix_fields(variant, name, entry, p.shape, x.device)
+    return made
 
 
 @dataclass(frozen=True)

@@ -191,7 +191,7 @@ def runner(bucket: Bucket, table: Table, scalars: Sequence[float], step_key: int
         if code:
             raise RuntimeError(f"a C++ kernel refused its table (code {code})")
 
-    yield from staged.drive(bucket, table.room, scalars, kernels)
+    yield from staged.drive(bucket, table.room, scalars, step_key, kernels)
     torch.autograd.graph.increment_version(bucket.params)
 
 

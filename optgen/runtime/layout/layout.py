@@ -77,7 +77,7 @@ def _part_shape(part: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         return *lead, width, 1
     if part.startswith("lower"):
         rows, width = (rows + 1) // 2, width - 1
-    return (*lead, rows, width) if part == "lower" else (*lead, -(-rows * width // MATRIX_BLOCK), 1)
+    return (*lead, rows, width) if part == "lower" else (*lead, -(-rows * width // MATRIX_BLOCK), 1 + (part == "ends"))
 
 
 def matrix_shape(matrix: Matrix, shape: torch.Size) -> torch.Size:
@@ -224,7 +224,7 @@ def encode(
     fields = own + [f for f in variant.fields if f.name in wanted]
     out = {f.name: room[f.name] for f in fields if room and f.name in room}
     coded = [x for x in variant.eager.matrices if any(f.owner == x for f in fields)]
-    of_matrices = {x: matrix_fields(variant, x, values[x], p.shape, p.device) for x in coded}
+    of_matrices = {x: matrix_fields(variant, x, values, p.shape, p.device) for x in coded}
     for f in fields:
         if f.name not in out:
             out[f.name] = torch.empty(field_shape(f, p.shape), dtype=f.torch_dtype, device=p.device)
@@ -263,7 +263,7 @@ def decode(
     out = {name: torch.empty(p.shape, dtype=torch.float32, device=p.device) for name in elements}
     of = variant.eager.matrices
     for name in (x for x in few if x in wanted):
-        fields = [state[x] for x in variant.owned(name)]
+        fields = [state[x] for x in variant.coded(name)]
         coded = name in of
         out[name] = CODECS[of[name]].decode(*fields) if coded else fields[0].to(torch.float32, copy=True)
     weight = p.detach().contiguous()
@@ -276,16 +276,21 @@ def decode(
 
 
 def matrix_fields(
-    variant: Variant, name: str, value: Tensor | float | str, shape: torch.Size, device: torch.device
+    variant: Variant, name: str, values: Mapping[str, Tensor | float | str], shape: torch.Size, device: torch.device
 ) -> dict[str, Tensor]:
-    """Return the fields of a matrix state of these values, of one number in every place, or of the "identity"."""
+    """Return the fields of a matrix state, to nearest: of values, of one number in every place, or of the "identity".
+
+    values  of the state, and of the one that it is kept relative to
+    """
+    value, base = values[name], variant.eager.over.get(name)
     field = next(f.of_values for f in variant.fields if f.owner == name)
     x = torch.empty(field_shape(field, shape), dtype=torch.float32, device=device)
     if isinstance(value, str):
         x.zero_().diagonal(dim1=-2, dim2=-1).fill_(1)
     else:
         x = x.copy_(value) if isinstance(value, Tensor) else x.fill_(value)
-    return dict(zip(variant.owned(name), CODECS[variant.eager.matrices[name]].encode(x), strict=True))
+    over = matrix_fields(variant, base, values, shape, device).values() if base else ()
+    return dict(zip(variant.owned(name), CODECS[variant.eager.matrices[name]].encode(x, *over), strict=True))
 
 
 def first(

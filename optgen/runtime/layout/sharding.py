@@ -401,7 +401,8 @@ def decode(
         return layout.decode(plan, variant, p, entry, wanted)
     parts = Parts.of(p, variant)
     coded, here = variant.eager.matrices, locals_of(entry)
-    whole = {f.name: Whole(parts.field(f), here[f.name]) for f in variant.fields if f.owner in {*coded} & {*wanted}}
+    needed = {x for name in wanted if name in coded for x in variant.coded(name)}
+    whole = {f.name: Whole(parts.field(f), here[f.name]) for f in variant.fields if f.name in needed}
     gather(list(whole.values()))
     here = {**here, **{name: item.found for name, item in whole.items()}}
     made = layout.decode(plan, variant, parts.weight(p), here, wanted)

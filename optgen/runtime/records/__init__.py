@@ -275,7 +275,7 @@ class Field:
     rank   of matrices of low rank: the hyper-parameter that says it, or the number for one group (`in_blocks`); a
            matrix of fewer rows or columns has as many
     part   of a matrix state: "" if the field is all of it, "lower" half of its entries, "diagonal" these alone,
-           "scale" one entry for each block of codes, "lower scale" for each block of half of them
+           "scale" one entry for each block of codes, "ends" two, "lower scale" one for each block of half of them
     """
 
     name: str
@@ -441,6 +441,8 @@ class Eager:
     whole     those that are kept as a whole, and the work for them
     walks     of these, the blocks of the walk that reduces each: kernels sum its rows by panels of them
     matrices  matrix state -> trait by which it is encoded (reference/matrix_codecs.py); fp32 as it is where not
+    over      matrix state -> the one by whose root, as it reads, it is divided
+    random    matrix states that are rounded stochastically
     draws     names of the random numbers of elements that the rule reads
     """
 
@@ -453,6 +455,8 @@ class Eager:
     whole: Mapping[str, Whole] = field(default_factory=dict)
     walks: Mapping[str, int] = field(default_factory=dict)
     matrices: Mapping[str, str] = field(default_factory=dict)
+    over: Mapping[str, str] = field(default_factory=dict)
+    random: frozenset[str] = frozenset()
     draws: tuple[str, ...] = ()
 
 
@@ -506,6 +510,10 @@ class Variant:
     def owned(self, owner: str) -> tuple[str, ...]:
         """Names of the fields that store part of a state, or of "p"."""
         return self._owned.get(owner, ())
+
+    def coded(self, state: str) -> tuple[str, ...]:
+        """Names of the fields that a matrix state is read from: its own, then those of the one that it is over."""
+        return self.owned(state) + self.owned(self.eager.over.get(state, ""))
 
     @cached_property
     def _owned(self) -> Mapping[str, tuple[str, ...]]:

@@ -137,6 +137,13 @@ MATRICES = {
     ),
     "orthogonal": FormatRecord("orthogonal", (Field("codes", "int8"), Field("scale", "int16", part="scale"))),
 }
+MATRICES |= {
+    "triangular": replace(MATRICES["symmetric"], codec="triangular", noise=24),
+    "low_rank": replace(MATRICES["orthogonal"], codec="low_rank", noise=24, relative=True),
+    "low_rank_nonneg": FormatRecord(
+        "low_rank_nonneg", (Field("codes", "int8"), Field("ends", "int16", part="ends")), noise=24, positive=True
+    ),
+}
 """Trait of a matrix state -> how plans of `matrices=8` keep it; the codec is one of reference/matrix_codecs.py."""
 
 
@@ -245,18 +252,21 @@ def joined(
     """Return the variant of a rule whose states are kept in these formats."""
     weight = plan.weights.get(param)
     own = {s.name for s in rule.states if s.space == "elem"}
-    relative = {s.name: s.normalized_by for s in rule.states if formats[s.name].relative}
+    matrices = {s.name: formats[s.name].codec for s in rule.states if s.space != "elem" and formats[s.name].codec}
+    pairs = {s.name: s.normalized_by for s in rule.states if formats[s.name].relative}
+    relative = {name: base for name, base in pairs.items() if name not in matrices}
     order = sorted(formats, key=lambda name: name not in relative.values())  # what others are divided by comes first
     still = settled(rule.unchanged[0], relative)
     rare = set(rule.differs).union(*(settled(names, relative) for names in rule.unchanged))
-    wants = {name: formats[name].noise for name in order if name not in still} | {"p": weight.noise if weight else 0}
+    wants = {name: formats[name].noise for name in order if name not in {*still, *matrices}}
+    wants["p"] = weight.noise if weight else 0
     dealt, words = keys.deal(wants, rare)
     noise = {name: (k, at) for name, (k, at, _) in dealt.items()}
     whole = {name: fmt.whole for name, fmt in formats.items() if fmt.whole is not None}
     # What is read with values of rows and columns is not read back within the step: they change with it.
     apart = not whole.keys().isdisjoint(rule.early) or set(settled(rule.early, relative)) != set(rule.early)
     early = () if apart else rule.early
-    matrices = {s.name: s.trait for s in rule.states if formats[s.name] is MATRICES.get(s.trait)}
+    random = frozenset(name for name in matrices if formats[name].noise)
     few = {f.space for fmt in formats.values() for f in fmt.fields} - {"elem"}
     own_matrix = next((x for x in ("last", "first") if x in {fmt.matrix for fmt in formats.values()}), rule.matrix)
     matrix = rule.matrix if rule.by_rows else own_matrix
@@ -277,12 +287,15 @@ def joined(
         host=rule.host,
         flags=rule.flags,
         block=block if block > 1 or all(f.per != EIGHT for f in fields) else PACK,
-        stochastic=bool(words or rule.draws),
+        stochastic=bool(words or rule.draws or random),
         host_states=rule.host_states,
         init={s.name: s.init for s in rule.states if s.init != 0.0},
         rows=rows,
         matrix=matrix if rows or few or rule.spaces else "last",
-        eager=Eager(codecs, relative, noise, words, early, still, whole, matrices=matrices, draws=rule.draws),
+        eager=Eager(
+            codecs, relative, noise, words, early, still, whole, matrices=matrices, random=random, draws=rule.draws,
+            over={name: base for name, base in pairs.items() if name in matrices},
+        ),
         small=small,
         vector=vector,
     )

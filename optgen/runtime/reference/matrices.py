@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from optgen.runtime.records import keys, series
-from optgen.runtime.reference.matrix_codecs import panels
+from optgen.runtime.reference.matrix_codecs import Noise, panels
 
 _WORD = 2**32 - 1
 
@@ -354,13 +354,27 @@ def drawn(place: Tensor, name: str, step_key: int, stream_key: int) -> Tensor:
     return (word >> 8).to(torch.float32) * 2.0**-24
 
 
+def rounding(name: str, step_key: int, stream: Tensor) -> Noise:
+    """Return the noise of a matrix state by this name, of stream keys (..., 1, 1), by which a step rounds it."""
+
+    def drawn(start: int, stop: int) -> Tensor:
+        place = torch.arange(64 * start, 64 * stop, device=stream.device).view(stop - start, 64)
+        return (_hashed(place, (step_key ^ keys.stream_key(name)) & _WORD, stream) >> 8).to(torch.float32) / 2**24
+
+    return drawn
+
+
 def _words(like: Tensor, key: float, stream: Tensor, which: int) -> Tensor:
-    """32 random bits for each place of a matrix, as int64: hashes of places and of keys are mixed before they meet, so
-    that no two parameters have the same numbers in another order."""
+    """32 random bits for each place of a matrix, as int64."""
     rows, columns = like.shape[-2:]
     place = torch.arange(rows * columns, device=like.device).view(rows, columns)
-    begin = _mixed(stream + _mixed(torch.full((), int(key), device=like.device)) & _WORD)
-    word: Tensor = _mixed(_mixed(2 * place + which & _WORD) + begin & _WORD)
+    return _hashed(2 * place + which, int(key), stream)
+
+
+def _hashed(place: Tensor, key: int, stream: Tensor) -> Tensor:
+    """Return 32 bits: hashes of places and of keys are mixed before they meet, so that no two parameters have the same
+    numbers in another order."""
+    word: Tensor = _mixed(_mixed(place & _WORD) + _mixed(stream + _mixed(key) & _WORD) & _WORD)
     return word
 
 

@@ -1,9 +1,11 @@
 """Matrix states in 8 bits, one codec for each trait, shared by all plans: torch encodes and decodes them, in batches.
 
-Codes are int8 under one scale for 64 neighbours, to nearest: x = code scale / 127.  A scale is bf16 without its sign
-and with one more bit, rounded up but for 15 units in the last place of fp32, so that the largest of its block has code
-127 and encoding what was read gives the same codes and scales.  A rule itself makes a basis orthogonal before it is
-written: on each reading two products would cost more than all other work of a step of SOAP.
+Codes are int8 under one scale for 64 neighbours.  Symmetric and orthogonal matrices are rounded to nearest, x = code
+scale / 127; triangular factors and averages of low rank, which move by less than half a code, stochastically, with
+codes twice as dense at 0, x = code scale / (254 - |code|).  A scale is bf16 without its sign and with one more bit,
+rounded up but for 15 units in the last place of fp32, so that the largest of its block has code 127 and encoding what
+was read gives the same codes and scales.  A rule itself makes a basis orthogonal before it is written: on each reading
+two products would cost more than all other work of a step of SOAP.
 """
 
 from __future__ import annotations
@@ -17,18 +19,25 @@ from torch import Tensor
 from optgen.runtime.records import MATRIX_BLOCK
 
 _LAST, _TINY = 127.0, 2.0**-126
+_LEAST, _MOST, _OCTAVES = 0x20000000, 0x5F700000, 32 << 8
+"""The range of a root, 2^-63 to 2^63.9, as fp32 patterns, and the widest of a block, in units of 2^15 of a pattern."""
 NAN = -128
 """A scale that reads as NaN."""
 AT_ONCE = 2**17
 """Numbers that are worked on at a time on a CPU."""
 
 
+Noise = Callable[[int, int], Tensor]
+"""(start, stop) -> uniform numbers in [0, 1), fp32 (..., stop - start, 64), of the blocks of a state."""
+
+
 class MatrixCodec(NamedTuple):
-    """encode   x (..., k, k), fp32 -> the fields of a state, in the order of `join.MATRICES`
-    decode   these fields -> x
+    """encode   (x (..., rows, columns), fp32, fields of the state that it is relative to, noise) -> the fields of a
+             state, in the order of `join.MATRICES`; without noise to nearest
+    decode   these fields, and those of the other state -> x
     """
 
-    encode: Callable[[Tensor], tuple[Tensor, ...]]
+    encode: Callable[..., tuple[Tensor, ...]]
     decode: Callable[..., Tensor]
 
 
@@ -48,8 +57,11 @@ def _blocks(x: Tensor) -> Tensor:
     return flat.view(*x.shape[:-2], flat.shape[-1] // MATRIX_BLOCK, MATRIX_BLOCK)
 
 
-def _coded(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the codes (..., rows, columns) of x and the scales (..., blocks, 1) of its neighbours, row after row."""
+def _coded(x: Tensor, noise: Noise | None = None, dense: bool = False) -> tuple[Tensor, Tensor]:
+    """Return the codes (..., rows, columns) of x and the scales (..., blocks, 1) of its neighbours, row after row.
+
+    dense  twice as many codes near 0, softsign's
+    """
     flat = _blocks(x)
     codes = torch.empty_like(flat, dtype=torch.int8)
     scale = torch.empty_like(flat[..., :1], dtype=torch.int16)
@@ -58,53 +70,76 @@ def _coded(x: Tensor) -> tuple[Tensor, Tensor]:
         top = some.abs().amax(-1, keepdim=True).view(torch.int32)
         up = torch.where(top < 0x7F800000, (top + 0x7FF0).clamp(max=0x7F7F8000), 0x7FC00000)
         scale[..., a:b, :] = up >> 15
-        codes[..., a:b, :] = (some / _scales(scale[..., a:b, :]).clamp(min=_TINY)).mul_(_LAST).round_()
+        by = _scales(scale[..., a:b, :]).clamp(min=_TINY)
+        place = (some * 2 / (some.abs() + by) if dense else some / by).mul_(_LAST)
+        codes[..., a:b, :] = _rounded(place, noise, a, b).clamp_(-_LAST, _LAST)
     return codes.flatten(-2)[..., : x.shape[-2:].numel()].reshape(x.shape), scale
+
+
+def _rounded(x: Tensor, noise: Noise | None, start: int, stop: int) -> Tensor:
+    """Return x, of these blocks, rounded to nearest or, in its place, stochastically."""
+    return x.round_() if noise is None else x.add_(noise(start, stop)).floor_()
 
 
 def _scales(scale: Tensor) -> Tensor:
     return (scale.to(torch.int32) << 15 & 0x7FFFFFFF).view(torch.float32)
 
 
-def _read(codes: Tensor, scale: Tensor) -> Tensor:
+def _read(codes: Tensor, scale: Tensor, dense: bool = False) -> Tensor:
     """Return what codes read as, in their shape.  The product has 15 bits, so that code 127 reads as the scale."""
     flat = _blocks(codes)
     out = torch.empty(flat.shape, dtype=torch.float32, device=flat.device)
     for a, b in panels(flat, flat.shape[-2]):
-        torch.mul(flat[..., a:b, :], _scales(scale[..., a:b, :]), out=out[..., a:b, :]).div_(_LAST)
+        torch.mul(flat[..., a:b, :], _scales(scale[..., a:b, :]), out=out[..., a:b, :])
+        out[..., a:b, :].div_(2 * _LAST - flat[..., a:b, :].float().abs_() if dense else _LAST)
     return out.flatten(-2)[..., : codes.shape[-2:].numel()].reshape(codes.shape)
 
 
-def _roots(diagonal: Tensor) -> Tensor:
-    """Return what divides rows and columns (..., k, 1): roots of the diagonal, 1 for 0; of a positive matrix they leave
-    |x| <= 1."""
-    root = diagonal.abs().sqrt()
-    return torch.where(root == 0, 1.0, root)
+def _sizes(diagonal: Tensor) -> Tensor:
+    """Return what rows or columns are over (..., k, 1): the diagonal's magnitudes, 1 for 0; over the roots of both, a
+    positive matrix has |x| <= 1."""
+    return torch.where(diagonal == 0, 1.0, diagonal.abs())
 
 
-def _encode_symmetric(x: Tensor) -> tuple[Tensor, ...]:
+def _folded(x: Tensor, down: Tensor, across: Tensor) -> Tensor:
     """Fold the strict lower triangle of x (..., k, k) to (..., (k + 1) // 2, k - 1): row k - 1, then row 0 backwards,
-    row k - 2, then row 1 backwards, and so on; for an odd k the middle row is followed by zeros."""
+    row k - 2, then row 1 backwards, and so on; for an odd k the middle row is followed by zeros.
+
+    down, across  (..., k, 1): what divides rows and columns
+    """
     k = x.shape[-1]
     half, width = k + 1 >> 1, k - 1
-    diagonal = x.diagonal(dim1=-2, dim2=-1)[..., None].contiguous()
-    root, at = _roots(diagonal), torch.arange(k, device=x.device)
+    at = torch.arange(k, device=x.device)
     folded = x.new_empty(*x.shape[:-2], half, width)
     for a, b in panels(x, half):
         both = (slice(k - b, k - a), slice(a, b))
-        long, short = (x[..., i, :width] / root[..., i, :] / root.mT[..., :width] for i in both)
+        long, short = (x[..., i, :width] / down[..., i, :] / across.mT[..., :width] for i in both)
         torch.where(at[a:b, None] + at[:width] < width, long.flip(-2), short.flip(-1), out=folded[..., a:b, :])
     folded[..., k >> 1 :, k >> 1 :] = 0
-    return *_coded(folded), diagonal
+    return folded
 
 
-def _decode_symmetric(codes: Tensor, scale: Tensor, diagonal: Tensor) -> Tensor:
-    k = diagonal.shape[-2]
-    root, folded = _roots(diagonal), _read(codes, scale)
-    x = folded.new_empty(*diagonal.shape[:-1], k)
+def _unfolded(folded: Tensor, k: int) -> Tensor:
+    """Return (..., k, k) whose strict lower triangle was folded; nothing else of it is defined."""
+    x = folded.new_empty(*folded.shape[:-2], k, k)
     for a, b in panels(x, k + 1 >> 1):
         x[..., k - b : k - a, : k - 1] = folded[..., a:b, :].flip(-2)
         x[..., a : min(b, k >> 1), : k - 1] = folded[..., a : min(b, k >> 1), :].flip(-1)
+    return x
+
+
+def _diagonal(x: Tensor) -> Tensor:
+    return x.diagonal(dim1=-2, dim2=-1)[..., None].contiguous()
+
+
+def _encode_symmetric(x: Tensor, noise: Noise | None = None) -> tuple[Tensor, ...]:
+    root = _sizes(diagonal := _diagonal(x)).sqrt()
+    return *_coded(_folded(x, root, root)), diagonal
+
+
+def _decode_symmetric(codes: Tensor, scale: Tensor, diagonal: Tensor) -> Tensor:
+    k, root = diagonal.shape[-2], _sizes(diagonal).sqrt()
+    x = _unfolded(_read(codes, scale), k)
     for a, b in panels(x, k):
         rows = x[..., a:b, :b].mul_(root[..., a:b, :]).mul_(root.mT[..., :b])
         x[..., :a, a:b] = rows[..., :a].mT
@@ -114,8 +149,63 @@ def _decode_symmetric(codes: Tensor, scale: Tensor, diagonal: Tensor) -> Tensor:
     return x
 
 
+def _encode_triangular(x: Tensor, noise: Noise | None = None) -> tuple[Tensor, ...]:
+    """Keep of an upper triangular x the diagonal, and what is above it over the diagonal entry of its row."""
+    size = _sizes(diagonal := _diagonal(x))
+    return *_coded(_folded(x.mT, torch.ones_like(size), size), noise, dense=True), diagonal
+
+
+def _decode_triangular(codes: Tensor, scale: Tensor, diagonal: Tensor) -> Tensor:
+    x = _unfolded(_read(codes, scale, dense=True), diagonal.shape[-2]).mT.triu(1).mul_(_sizes(diagonal))
+    x.diagonal(dim1=-2, dim2=-1).copy_(diagonal[..., 0])
+    return x
+
+
+def _encode_signed(x: Tensor, *base: Tensor, noise: Noise | None = None) -> tuple[Tensor, ...]:
+    """Keep x, or its quotient by the root of a second moment as that reads: what it is divided by later, too."""
+    return _coded(x / _root(*base) if base else x, noise, dense=True)
+
+
+def _decode_signed(codes: Tensor, scale: Tensor, *base: Tensor) -> Tensor:
+    x = _read(codes, scale, dense=True)
+    return x.mul_(_root(*base)) if base else x
+
+
+def _encode_nonneg(x: Tensor, noise: Noise | None = None) -> tuple[Tensor, Tensor]:
+    """Keep roots by 256 evenly spread fp32 patterns between the smallest and the largest of 64 neighbours.
+
+    Both are kept in 16 bits, rounded down and up (..., blocks, 2); what is further than 32 octaves below the largest
+    counts as so far below.
+    """
+    flat = _blocks((x + 0.0).sqrt()).view(torch.int32)
+    live = torch.arange(flat.shape[-2:].numel(), device=x.device).view(flat.shape[-2:]) < x.shape[-2:].numel()
+    wrong = (flat >= 0x7F800000) | (flat < 0)
+    flat = flat.clamp(_LEAST, _MOST)
+    high = (flat.amax(-1, keepdim=True) >> 15) + 1
+    low = torch.where(live, flat, _MOST).amin(-1, keepdim=True) >> 15
+    low = torch.maximum(low, high - _OCTAVES)
+    ends = torch.cat([low, high], -1).where(~wrong.any(-1, keepdim=True), NAN)
+    place = (flat - (low << 15)).float().div_(_step(low, high)).clamp_(min=0).sub_(_LAST + 1)
+    codes = _rounded(place, noise, 0, flat.shape[-2]).clamp_(-_LAST - 1, _LAST).to(torch.int8)
+    return codes.flatten(-2)[..., : x.shape[-2:].numel()].reshape(x.shape), ends.to(torch.int16)
+
+
+def _step(low: Tensor, high: Tensor) -> Tensor:
+    return torch.div((high - low) << 15, 255, rounding_mode="floor")
+
+
+def _root(codes: Tensor, ends: Tensor) -> Tensor:
+    """Return the root of what `_encode_nonneg` keeps; 0 of fields of zeros, before the first step."""
+    low, high = (x[..., None] for x in (ends.to(torch.int32) & 0xFFFF).unbind(-1))
+    flat: Tensor = (low << 15) + (_blocks(codes).to(torch.int32) + 128) * _step(low, high)
+    return flat.view(torch.float32).flatten(-2)[..., : codes.shape[-2:].numel()].reshape(codes.shape)
+
+
 CODECS: Mapping[str, MatrixCodec] = {
     "symmetric": MatrixCodec(_encode_symmetric, _decode_symmetric),
-    "orthogonal": MatrixCodec(_coded, _read),
+    "triangular": MatrixCodec(_encode_triangular, _decode_triangular),
+    "orthogonal": MatrixCodec(lambda x, noise=None: _coded(x), _read),
+    "low_rank": MatrixCodec(_encode_signed, _decode_signed),
+    "low_rank_nonneg": MatrixCodec(_encode_nonneg, lambda *fields: _root(*fields).square_()),
 }
 """Trait of a matrix state -> its codec."""

@@ -122,13 +122,24 @@ class Stored:
     def __getitem__(self, name: str) -> Tensor:
         """A state of few values, or of whole matrices."""
         trait = self.record.matrices.get(name)
-        return self.fields[name] if trait is None else CODECS[trait].decode(*self.parts(name))
+        return self.fields[name] if trait is None else CODECS[trait].decode(*self._coded(name))
 
     def put(self, name: str, x: Tensor) -> None:
-        """Write a state of whole matrices."""
-        trait = self.record.matrices.get(name)
-        for to, new in zip(self.parts(name), (x,) if trait is None else CODECS[trait].encode(x), strict=True):
-            to.copy_(new)
+        """Write a state of whole matrices; one that is relative to another together with that."""
+        trait, over = self.record.matrices.get(name), self.record.over.get(name)
+        self.made[name] = x
+        if over is not None and over not in self.made:
+            return
+        noise = matrices.rounding(name, self.step_key, self.streams()) if name in self.record.random else None
+        base = self._coded(name)[len(self.parts(name)) :]
+        new = (x,) if trait is None else CODECS[trait].encode(x, *base, noise=noise)
+        for to, part in zip(self.parts(name), new, strict=True):
+            to.copy_(part)
+        for other in [x for x, base in self.record.over.items() if base == name and x in self.made]:
+            self.put(other, self.made[other])
+
+    def _coded(self, name: str) -> list[Tensor]:
+        return [self.fields[x] for x in self.variant.coded(name)]
 
     def streams(self) -> Tensor:
         """The stream keys of the parameter's matrices."""

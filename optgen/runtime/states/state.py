@@ -168,8 +168,8 @@ def create(
     values = first_values(variant, p, hypers or {})
     coded, of = variant.eager.matrices, p.shape if parts is None else parts.layout.shape
     for name in dict.fromkeys(f.owner for f in missing if f.owner in coded and f.owner in variant.init):
-        start = "identity" if variant.init[name] == "identity" else values[name]
-        found = layout.matrix_fields(variant, name, start, of, home(p))
+        starts = {x: "identity" if variant.init.get(x) == "identity" else values[x] for x in coded}
+        found = layout.matrix_fields(variant, name, starts, of, home(p))
         for f in missing:
             if f.owner == name:
                 x = found[f.name]

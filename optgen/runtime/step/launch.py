@@ -426,7 +426,7 @@ class Stages(Triton):
                 for call in stages.stretch(self.launches, begin, end):
                     compiled.start(call, scalars, step_key)
 
-        yield from staged.drive(bucket, self.launches.room, scalars, kernels)
+        yield from staged.drive(bucket, self.launches.room, scalars, step_key, kernels)
         torch.autograd.graph.increment_version(bucket.params)
 
     def addresses(self) -> list[Addresses]:

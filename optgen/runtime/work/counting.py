@@ -204,6 +204,12 @@ def counted(
         scale = sign / scaler.scale.reshape(()).to(there, torch.float64, non_blocking=True)
     values = function(number, scale, **hypers, **before)
     control.fill(values[:width], seed if variant.stochastic else None, skip)
+    if variant.eager.random:
+        raise RuntimeError(
+            f"{', '.join(sorted(variant.eager.random))}: matrix states are rounded by random numbers of the step, "
+            "which a step that is counted on the device does not read: keep them in fp32 (overrides= of a plan), or do "
+            "not set capturable=True and fused=True"
+        )
     names = (variant.rule or variant).scalars
     for x in (x for stage in variant.stages for x in stage.given if isinstance(x, str)):
         control.rounded(names.index(x))  # raises where a function of matrices needs what only the device knows

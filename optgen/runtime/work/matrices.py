@@ -35,7 +35,7 @@ read and stored."""
 
 
 def work(
-    bucket: Bucket, room: Workspace, stage: Stage, scalars: Sequence[float] | Control, kept: workers.Kept
+    bucket: Bucket, room: Workspace, stage: Stage, scalars: Sequence[float] | Control, key: int, kept: workers.Kept
 ) -> Generator[Exchange, Tensor | None, Exception | None]:
     """Call the function of a stage for every matrix, and keep what it returns: temps, and states in place.
 
@@ -45,8 +45,8 @@ def work(
     Of a tensor that lies over several ranks each matrix is worked on by one of them; returns its error.
     """
     at_once = bucket.workspace // 2  # bytes of fp32 matrices in one batch
-    matrix, names = bucket.variant.matrix, _columns(bucket.variant, (*stage.reads, *stage.stores))
-    count = len(_columns(bucket.variant, stage.reads))
+    matrix, reads = bucket.variant.matrix, _operands(bucket.variant, stage)
+    names, count = [*reads, *_columns(bucket.variant, stage.stores)], len(reads)
     known, wanted = ({j: x for j, x in enumerate(names) if x in some} for some in _around(bucket.variant, stage))
     live = [i for i in range(len(bucket.params)) if bucket.numel(i)]
     own: list[tuple[int, int, torch.Size, list[Tensor]]] = []
@@ -61,7 +61,7 @@ def work(
             layouts = tuple(_layout(bucket, shard, name) for name in names)
             values = [x.view(p.shape) if of is shard.layout else x for x, of in zip(values, layouts, strict=True)]
             parted.append(workers.Parted(i, shard.layout, matrix, shard.workers, values, layouts, count, known, wanted))
-    _call(bucket, stage, scalars, at_once, own)
+    _call(bucket, stage, scalars, key, at_once, own)
     tensors = {x.number: x for x in parted}
 
     def call(
@@ -74,7 +74,7 @@ def work(
             elements = layout.matrix_shape(matrix, x.layout.shape)[-2:]
             values = zip((*xs, *results[-1]), x.layouts, strict=True)
             found.append((i, k, elements, [y.view(-1, *elements) if of is x.layout else y for y, of in values]))
-        _call(bucket, stage, scalars, at_once, found)
+        _call(bucket, stage, scalars, key, at_once, found)
         return results
 
     return (yield from workers.run(parted, call, at_once, kept))
@@ -84,27 +84,30 @@ def _around(variant: Variant, stage: Stage) -> tuple[set[str], set[str]]:
     """Return the fields that workers have from earlier functions of a step, and those that later ones read."""
     k, seen = variant.stages.index(stage), set[str]()
     for x in variant.stages[:k]:
-        seen = seen | {*x.reads, *x.stores} if x.space == "whole" else seen - {*x.stores, *x.temps}
-    later = {name for x in variant.stages[k + 1 :] if x.space == "whole" for name in x.reads}
-    return set(_columns(variant, [*seen])), set(_columns(variant, [*later]))
+        of = {*_operands(variant, x), *_columns(variant, x.stores)} if x.space == "whole" else set[str]()
+        seen = seen | of if of else seen - {*_columns(variant, x.stores), *x.temps}
+    return seen, {y for x in variant.stages[k + 1 :] if x.space == "whole" for y in _operands(variant, x)}
 
 
-def _call(bucket: Bucket, stage: Stage, scalars: Sequence[float] | Control, at_once: int, tensors: Tensors) -> None:
+def _call(
+    bucket: Bucket, stage: Stage, scalars: Sequence[float] | Control, key: int, at_once: int, tensors: Tensors
+) -> None:
     """Call the function of a stage for the matrices of tensors, in batches of one shape."""
     variant = bucket.variant
     function = getattr(plans.reference(bucket.plan, variant).module, stage.kernel)
     numbers = scalars.rounded if isinstance(scalars, Control) else scalars.__getitem__
     given = [numbers(k) for k in stage.scalars]
-    traits = variant.eager.matrices
-    count, drawn = len(_columns(variant, stage.reads)), "stream" in stage.extents
+    traits, over, random = variant.eager.matrices, variant.eager.over, variant.eager.random
+    read = _operands(variant, stage)
+    count, drawn = len(read), "stream" in stage.extents or not random.isdisjoint(stage.stores)
     alike: dict[tuple[int, ...], list[tuple[int, tuple[Tensor, ...]]]] = {}
     for i, k, shape, values in tensors:
         sizes = {"rows": shape[-2], "columns": shape[-1], "elements": bucket.numel(i), "stream": 0}
         if drawn:
             values.insert(count, functions.streams(bucket.streams[i], shape[:-2], bucket.device, k))
-        key = (*shape[-2:], *(sizes[x] for x in stage.extents))
+        size = (*shape[-2:], *(sizes[x] for x in stage.extents))
         each = (x.reshape(x.shape[:-2].numel(), *x.shape[-2:]).unbind() for x in values)
-        alike.setdefault(key, []).extend((i, x) for x in zip(*each, strict=True))
+        alike.setdefault(size, []).extend((i, x) for x in zip(*each, strict=True))
     alone = torch.are_deterministic_algorithms_enabled()
     count += drawn
     for (rows, columns, *extents), found in alike.items():
@@ -112,10 +115,10 @@ def _call(bucket: Bucket, stage: Stage, scalars: Sequence[float] | Control, at_o
         for start in range(0, len(found), most):
             batch = found[start : start + most]
             some = list(zip(*(x for _, x in batch), strict=True))
-            stacked = iter([torch.stack(x) if len(x) > 1 else x[0] for x in some[:count]])
-            fields = ((x, itertools.islice(stacked, len(variant.owned(x)) or 1)) for x in stage.reads)
-            taken = [CODECS[traits[x]].decode(*kept) if x in traits else next(kept) for x, kept in fields]
-            streams = next(stacked) if drawn else None
+            stacked = [torch.stack(x) if len(x) > 1 else x[0] for x in some[:count]]
+            fields, streams = dict(zip(read, stacked, strict=False)), stacked[-1]
+            taken = [CODECS[traits[x]].decode(*map(fields.__getitem__, variant.coded(x))) if x in traits else fields[x]
+                     for x in stage.reads]  # fmt: skip
             sizes_of = zip(stage.extents, extents, strict=True)
             last = [streams if x == "stream" else float(size) for x, size in sizes_of]
             with Noting(bucket, [i for i, _ in batch]):
@@ -124,10 +127,16 @@ def _call(bucket: Bucket, stage: Stage, scalars: Sequence[float] | Control, at_o
                 except LinAlgError as error:
                     bad = [i for i, x in batch if not all(y.isfinite().all() for y in x[:count])]
                     raise failure(error, bucket, bad or [i for i, _ in batch]) from error
-            results = zip(stage.stores, [made] if isinstance(made, Tensor) else made, strict=True)
-            new = [y for name, x in results for y in (CODECS[traits[name]].encode(x) if name in traits else (x,))]
-            for kept, x in zip(some[count:], new, strict=True):
-                torch._foreach_copy_(list(kept), list(x.unbind()) if len(kept) > 1 else [x])
+            results = dict(zip(stage.stores, [made] if isinstance(made, Tensor) else made, strict=True))
+            for name in sorted(stage.stores, key=over.__contains__):
+                new: tuple[Tensor, ...] = (results[name],)
+                if name in traits:
+                    noise = functions.rounding(name, key, streams) if name in random else None
+                    base = [fields[x] for x in variant.owned(over.get(name, ""))]
+                    new = CODECS[traits[name]].encode(*new, *base, noise=noise)
+                fields |= zip(_columns(variant, [name]), new, strict=True)
+            for kept, name in zip(some[count:], _columns(variant, stage.stores), strict=True):
+                torch._foreach_copy_(list(kept), list(fields[name].unbind()) if len(kept) > 1 else [fields[name]])
 
 
 class Noting:
@@ -165,6 +174,12 @@ def failure(error: Exception, bucket: Bucket, numbers: Sequence[int]) -> Excepti
     """Return an error of torch.linalg with the parameters of a bucket in which it came up."""
     labels = dict.fromkeys(state.label(bucket.params[i], bucket.names[i]) for i in numbers)
     return LinAlgError(f"{', '.join(labels)}: {error}")
+
+
+def _operands(variant: Variant, stage: Stage) -> list[str]:
+    """Return the fields and temps that a stage reads, with those that what it reads and stores is relative to."""
+    bases = [variant.eager.over[x] for x in (*stage.reads, *stage.stores) if x in variant.eager.over]
+    return _columns(variant, list(dict.fromkeys([*stage.reads, *bases])))
 
 
 def _columns(variant: Variant, names: Sequence[str]) -> list[str]:

@@ -94,7 +94,7 @@ def parts(variant: Variant, cut: frozenset[str] = frozenset()) -> tuple[Part, ..
 
 
 def drive(
-    bucket: Bucket, room: Workspace, scalars: Sequence[float] | Control, kernels: Callable[[int, int], None]
+    bucket: Bucket, room: Workspace, scalars: Sequence[float] | Control, key: int, kernels: Callable[[int, int], None]
 ) -> Runner:
     """The step of a bucket; `kernels(begin, end)` runs those stages over all its tensors.
 
@@ -109,7 +109,7 @@ def drive(
         elif part.kind == "call":
             assert part.stage is not None
             if part.stage.space == "whole":
-                error = yield from matrices.work(bucket, room, part.stage, scalars, kept)
+                error = yield from matrices.work(bucket, room, part.stage, scalars, key, kept)
             else:
                 error = yield from _call(bucket, room, part.stage, position[part.stage.temps[0]], scalars)
             failure = failure or error
