@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from pytorch_optimizer import AdaGC, Ranger
+from pytorch_optimizer import agc as unitwise
 from torch import Tensor
 
 import optgen
@@ -31,7 +32,7 @@ OPTIONS = {
     "spam_warmup": 2, "spam_after": 1, "lookahead_k": 2, "alpha": 0.3, "snoo_k": 3, "snoo_rate": 0.7, "snoo_mu": 0.4,
     "ema_decay": 0.7, "ema_start": 2, "average_start": 2, "sf_beta": 0.8, "warmup_steps": 3, "r": 0.5,
     "weight_lr_power": 1.5, "mu_x": 0.6, "mu_y": 0.7, "ahead": 0.4, "ahead_beta": 0.5, "total_steps": 6,
-    "cooldown_steps": 4,
+    "cooldown_steps": 4, "agc_clip": 0.4, "agc_eps": 0.9,
 }  # fmt: skip
 O = OPTIONS
 BETA1 = {"adamw": 0.9, "lion": 0.9, "sgd": 0.6}
@@ -137,7 +138,7 @@ def masked(kept, p, g, before, new, t, rate):
 def ball(kept, p, g, before, new, t, rate):
     radius = kept.setdefault("radius", p.norm())
     u = before - new
-    moved = before - LR * rate * radius * u / u.norm()
+    moved = before - LR * rate * radius * u / u.norm().clamp(min=1e-12)
     return before, radius * moved / moved.norm()
 
 
@@ -230,6 +231,7 @@ def risen(inner: Step, base: str) -> Step:
 ORACLES: dict[str, Callable[[Step, str], Step]] = {
     "clipped": of_gradient(by_norm), "clipped_value": of_gradient(by_value), "adagc": of_gradient(agc),
     "zclip": of_gradient(zclip), "mars": of_gradient(mars), "orthograd": of_gradient(right),
+    "agc": of_gradient(lambda kept, p, g, t: unitwise(p, g, O["agc_eps"], O["agc_clip"])),
     "centralized": of_gradient(lambda kept, p, g, t: g - g.mean(1, keepdim=True)),
     "cautious": of_step(masked), "hyperball": of_step(ball), "lookahead": of_step(slow), "snoo": of_step(outer),
     "grams": of_step(lambda kept, p, g, before, new, t, rate: (before, before - g.sign() * (before - new).abs())),

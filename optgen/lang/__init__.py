@@ -22,12 +22,12 @@ from optgen.lang.values import (
     square, tanh, where,
 )
 from optgen.lang.wrappers import (
-    adagc, averaged, cautious, cautious_decay, centralized, clipped, clipped_value, ema, ema_nesterov, gpa, grams,
+    adagc, agc, averaged, cautious, cautious_decay, centralized, clipped, clipped_value, ema, ema_nesterov, gpa, grams,
     hyperball, lookahead, mars, orthograd, schedule_free, snoo, spam_reset, warmed_up, zclip,
 )
 
 __all__ = [
-    "FlagDecl", "HostStateDecl", "HyperDecl", "Spec", "StateDecl", "Trace", "Value", "adagc", "amax", "atan2",
+    "FlagDecl", "HostStateDecl", "HyperDecl", "Spec", "StateDecl", "Trace", "Value", "adagc", "agc", "amax", "atan2",
     "averaged", "bjorck", "cautious", "cautious_decay", "cbrt", "centralized", "cholesky", "clip", "clipped",
     "clipped_value", "col", "col_max", "col_mean", "col_sum", "column_norms", "columns", "dot", "eigenvectors",
     "elements", "ema", "ema_nesterov", "equal", "erf", "exp", "finite", "flag", "floor", "gpa", "gram", "grams",

@@ -12,7 +12,7 @@ from optgen.base.errors import UserError
 from optgen.lang.compose import wrapper
 from optgen.lang.declare import flag, hyper, model_state, nonneg, scalar, shape_flag, state, tensor_state
 from optgen.lang.policies import decayed
-from optgen.lang.reductions import dot, mean, model_norm, norm, row_mean
+from optgen.lang.reductions import dot, mean, model_norm, norm, row_mean, row_sum
 from optgen.lang.values import clip, floor, maximum, minimum, sign, sqrt, where
 
 # -- the gradient
@@ -31,6 +31,19 @@ def clipped(rule, p, g, *, max_norm=hyper(1.0, gt=0)):
 def clipped_value(rule, p, g, *, max_value=hyper(1.0, gt=0)):
     """A rule with every element of the gradients clipped to max_value, as clip_grad_value_ does."""
     return rule(p, clip(g, -max_value, max_value))
+
+
+@wrapper(cite="Brock et al. 2021, arXiv:2102.06171", matrix="first")
+def agc(
+    rule, p, g, *, agc_clip=hyper(0.01, gt=0), agc_eps=hyper(1e-3, gt=0),
+    of_rows=shape_flag(lambda shape: len(shape) >= 2),
+):  # fmt: skip
+    """A rule with the gradient of each row, or of a vector, clipped to agc_clip times the norm of its weights (AGC).
+
+    That norm counts as agc_eps at least.
+    """
+    size, of_weight = (sqrt(row_sum(x * x)) if of_rows else norm(x) for x in (g, p))
+    return rule(p, g * minimum(1.0, agc_clip * maximum(of_weight, agc_eps) / maximum(size, 1e-6)))
 
 
 @wrapper(cite="Wang et al. 2025, arXiv:2502.11034")
@@ -320,7 +333,7 @@ def warmed_up(
 
 
 __all__ = [
-    "adagc", "averaged", "cautious", "cautious_decay", "centralized", "clipped", "clipped_value", "ema", "ema_nesterov",
-    "gpa", "grams", "hyperball", "lookahead", "mars", "orthograd", "schedule_free", "snoo", "spam_reset", "warmed_up",
-    "zclip",
+    "adagc", "agc", "averaged", "cautious", "cautious_decay", "centralized", "clipped", "clipped_value", "ema",
+    "ema_nesterov", "gpa", "grams", "hyperball", "lookahead", "mars", "orthograd", "schedule_free", "snoo",
+    "spam_reset", "warmed_up", "zclip",
 ]  # fmt: skip
