@@ -21,7 +21,6 @@ def prodigy(
     betas=hyper((0.9, 0.999), ge=0, lt=1),
     eps=hyper(1e-8, gt=0),
     weight_decay=hyper(0.0, ge=0),
-    beta3=hyper(0.0, ge=0, lt=1),
     d0=hyper(1e-6, gt=0),
     d_coef=hyper(1.0, gt=0),
     growth_rate=hyper(3e38, gt=0),
@@ -30,11 +29,11 @@ def prodigy(
 ):
     """The estimate d is one for the whole model: each group is in its sums with a rate of its own, lr.
 
-    A beta3 of 0 is the root of beta2.  Where lr is 0 nothing moves, the states neither, and the sums leave it out.
+    Where lr is 0 nothing moves, the states neither, and the sums leave it out.
     """
     g = where(lr > 0, g, 0.0)
     beta1, beta2 = betas
-    beta3 = where(beta3 > 0, beta3, sqrt(beta2))
+    beta3 = sqrt(beta2)
     moves = where(lr > 0, 1.0, 0.0)
     keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
     gain1, gain2 = moves * (1 - beta1), moves * (1 - beta2)

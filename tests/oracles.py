@@ -1328,11 +1328,6 @@ def apollo_qn(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
     return peer("ApolloDQN", warmup_steps=0, **fixed)({}, hypers)
 
 
-def prodigy(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
-    """The authors' package, where None is the root of beta2."""
-    return package(prodigyopt.Prodigy)(flags, hypers | {"beta3": hypers["beta3"] or None})
-
-
 WHOLE: dict[str, Oracle] = {
     "adago": adago,
     "adai": named(peer("Adai"), decoupled="weight_decouple"),
@@ -1352,7 +1347,7 @@ WHOLE: dict[str, Oracle] = {
     "muon": muon,
     "normuon": normuon,
     "polargrad": polargrad,
-    "prodigy": prodigy,
+    "prodigy": package(prodigyopt.Prodigy),
     "radam_schedule_free": schedule_free(schedulefree.RAdamScheduleFree),
     "schedule_free_adamw": schedule_free(schedulefree.AdamWScheduleFree),
     "schedule_free_sgd": schedule_free(schedulefree.SGDScheduleFree),

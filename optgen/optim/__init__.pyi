@@ -1612,7 +1612,6 @@ class Prodigy(Optimizer):
         betas: Sequence[float | Tensor] = (0.9, 0.999),
         eps: float | Tensor = 1e-8,
         weight_decay: float | Tensor = 0.0,
-        beta3: float | Tensor = 0.0,
         d0: float | Tensor = 1e-6,
         d_coef: float | Tensor = 1.0,
         growth_rate: float | Tensor = 3e38,

@@ -43,7 +43,7 @@ DISCOURAGED = {
         'of itself at most, and rounding to nearest undoes that in cells of up to 0.0078 (kept / true in [0.025, inf]'
         ' (geometric sum of relative errors)); round it stochastically, or keep it in fp32': {"exp_avg_sq": ("adopt",)},
         'to nearest, 128 codes up to 1 of the value keep themselves under a decay of 0.9995: a state without '
-        'gradients never returns to 0': {"s": ("dadapt_adam",)},
+        'gradients never returns to 0': {"s": ("dadapt_adam", "prodigy")},
         'to nearest, 128 codes up to 1 of the value keep themselves under a decay of 0.999: a state without gradients'
         ' never returns to 0': {"away": ("focus",), "momentum_buffer": ("qhm",)},
     },
@@ -137,7 +137,7 @@ DISCOURAGED = {
             "grad_avg": ("rmsprop",), "hessian_avg": ("sophia",),
         },
         'to nearest, 127 codes up to 1 of the scale keep themselves under a decay of 0.9995: a state without '
-        'gradients never returns to 0': {"s": ("dadapt_adam",)},
+        'gradients never returns to 0': {"s": ("dadapt_adam", "prodigy")},
         'to nearest, 127 codes up to 1 of the scale keep themselves under a decay of 0.999: a state without gradients'
         ' never returns to 0': {"away": ("focus",), "momentum_buffer": ("qhm",)},
         'to nearest, 5 codes up to 0.02 of the scale keep themselves under a decay of 0.899999: a state without '
@@ -295,7 +295,7 @@ DISCOURAGED = {
             "grad_avg": ("rmsprop",), "hessian_avg": ("sophia",),
         },
         'to nearest, 255 codes up to 1 of the scale keep themselves under a decay of 0.9995: a state without '
-        'gradients never returns to 0': {"s": ("dadapt_adam",)},
+        'gradients never returns to 0': {"s": ("dadapt_adam", "prodigy")},
         'to nearest, 255 codes up to 1 of the scale keep themselves under a decay of 0.999: a state without gradients'
         ' never returns to 0': {"away": ("focus",), "momentum_buffer": ("qhm",)},
         'to nearest, 28 codes up to 0.0024 of the scale keep themselves under a decay of 0.899999: a state without '
@@ -564,7 +564,7 @@ DISCOURAGED = {
             "grad_avg": ("rmsprop",), "hessian_avg": ("sophia",),
         },
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.9995: a state without gradients'
-        ' never returns to 0': {"s": ("dadapt_adam",)},
+        ' never returns to 0': {"s": ("dadapt_adam", "prodigy")},
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.999: a state without gradients '
         'never returns to 0': {"away": ("focus",), "momentum_buffer": ("qhm",)},
         'to nearest, 14 codes up to 0.89 of the scale keep themselves under a decay of 0.899999: a state without '
@@ -667,7 +667,7 @@ DISCOURAGED = {
             "grad_avg": ("rmsprop",), "hessian_avg": ("sophia",),
         },
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.9995: a state without gradients'
-        ' never returns to 0': {"s": ("dadapt_adam",)},
+        ' never returns to 0': {"s": ("dadapt_adam", "prodigy")},
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.999: a state without gradients '
         'never returns to 0': {"away": ("focus",), "momentum_buffer": ("qhm",)},
         'to nearest, 14 codes up to 0.89 of the scale keep themselves under a decay of 0.899999: a state without '
