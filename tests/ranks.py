@@ -935,6 +935,7 @@ SAVED = (
     ("AdamW", "bf16_sr", torch.bfloat16, False),
     ("Muon", "int8_split24", torch.bfloat16, False),
     ("factors", "int8_split24", torch.bfloat16, True),
+    ("GaLore", "int8_split24", torch.bfloat16, False),
 )
 
 
@@ -1006,7 +1007,7 @@ def loads_whole_and_dense(here: Here) -> None:
     """An optimizer's own state dict: of DTensors, of whole tensors, and torch.optim's."""
     mesh = here.mesh(here.world)
     pieces = rows(here, mesh, [(97, 130), (4160,), (7,)], torch.bfloat16)
-    rules = (optgen.compile(factors, plan="int8_split24"), generated.AdamW)
+    rules = (optgen.compile(factors, plan="int8_split24"), generated.Kron, generated.GaLore, generated.AdamW)
     for cls in rules:
         runs = Runs(here, cls, pieces, plan="int8_split24")
         runs.step()

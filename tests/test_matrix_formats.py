@@ -34,9 +34,11 @@ from optgen.lang import (
 )  # fmt: skip
 from optgen.lang.spec import Recurrence
 from optgen.ops import dtypes
+from optgen.runtime.layout.plans import load
 from optgen.runtime.records.keys import step_key, stream_key
 from optgen.runtime.reference import matrices
 from optgen.runtime.reference.matrix_codecs import CODECS
+from optgen.runtime.work import counting
 from specs import plans
 
 UNIT = 2.0**-24
@@ -365,7 +367,34 @@ def test_all_steps_of_a_rule_keep_matrix_states_alike(name: str, period: str, co
     assert {k.removesuffix("_codes") for k, v in opt.state[p].items() if getattr(v, "dtype", 0) == torch.int8} == coded
 
 
+def test_what_is_relative_changes_with_its_root_and_random_bits_are_counted_on_the_host() -> None:
+    @optimizer(cite="nobody")
+    def apart(
+        p, g,
+        average=low_rank_state("rows", rank=2, when="wide", normalized_by="size"),
+        size=low_rank_state("rows", nonneg, rank=2, when="wide", init=1.0),
+        *,
+        wide=shape_flag(lambda shape: len(shape) >= 2),
+    ):  # fmt: skip
+        if not wide:
+            p = p - g
+            return p, average, size
+        average = 0.9 * average + 0.1 * (g @ g.T) @ size
+        p = p - average @ (size.T @ g)
+        return p, average, size
+
+    with pytest.raises(UserError, match=r"`average`, which is of low rank and normalized by `size`, changes at the"):
+        optgen.compile(apart, plans.int8)
+    (variant, *_) = (v for v in load(optgen.compile(low, plans.int8), "int8").variants if v.eager.random)
+    control = counting.Control(0, torch.device("cpu"))
+    with pytest.raises(RuntimeError, match=r"alone, average, size, upper: matrix states are rounded by random numbers"):
+        counting.counted((lambda *_, **__: [], 0), variant, control, torch.tensor(0), 1.0, {}, [], 0, None)
+
+
 def test_plans_say_the_bits_of_matrix_states() -> None:
+    rows = {row.name: row for row in explain(low, plans.int4_split24).memory}
+    assert [rows[x].bytes for x in ("upper", "alone", "size")] == [33 / 64, 33 / 32 * 5 / 1024, 34 / 32 * 5 / 1024]
+    assert "root of its second moment" in rows["average"].stored and rows["size"].error == f"{32 / 255:.3g} root"
     rows = {row.name: row for row in explain(turned, plans.int8_split24).memory}
     assert rows["left"].bytes == 33 / 64 and rows["basis"].bytes == 33 / 32 and rows["plain"].bytes == 4
     assert "square matrices" in rows["left"].stored and "0.017 measured" in rows["basis"].valid

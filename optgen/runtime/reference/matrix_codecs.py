@@ -72,13 +72,9 @@ def _coded(x: Tensor, noise: Noise | None = None, dense: bool = False) -> tuple[
         scale[..., a:b, :] = up >> 15
         by = _scales(scale[..., a:b, :]).clamp(min=_TINY)
         place = (some * 2 / (some.abs() + by) if dense else some / by).mul_(_LAST)
-        codes[..., a:b, :] = _rounded(place, noise, a, b).clamp_(-_LAST, _LAST)
+        place = place.round_() if noise is None else place.add_(noise(a, b)).floor_()
+        codes[..., a:b, :] = place.clamp_(-_LAST, _LAST)
     return codes.flatten(-2)[..., : x.shape[-2:].numel()].reshape(x.shape), scale
-
-
-def _rounded(x: Tensor, noise: Noise | None, start: int, stop: int) -> Tensor:
-    """Return x, of these blocks, rounded to nearest or, in its place, stochastically."""
-    return x.round_() if noise is None else x.add_(noise(start, stop)).floor_()
 
 
 def _scales(scale: Tensor) -> Tensor:
@@ -161,16 +157,6 @@ def _decode_triangular(codes: Tensor, scale: Tensor, diagonal: Tensor) -> Tensor
     return x
 
 
-def _encode_signed(x: Tensor, *base: Tensor, noise: Noise | None = None) -> tuple[Tensor, ...]:
-    """Keep x, or its quotient by the root of a second moment as that reads: what it is divided by later, too."""
-    return _coded(x / _root(*base) if base else x, noise, dense=True)
-
-
-def _decode_signed(codes: Tensor, scale: Tensor, *base: Tensor) -> Tensor:
-    x = _read(codes, scale, dense=True)
-    return x.mul_(_root(*base)) if base else x
-
-
 def _encode_nonneg(x: Tensor, noise: Noise | None = None) -> tuple[Tensor, Tensor]:
     """Keep roots by 256 evenly spread fp32 patterns between the smallest and the largest of 64 neighbours.
 
@@ -185,19 +171,16 @@ def _encode_nonneg(x: Tensor, noise: Noise | None = None) -> tuple[Tensor, Tenso
     low = torch.where(live, flat, _MOST).amin(-1, keepdim=True) >> 15
     low = torch.maximum(low, high - _OCTAVES)
     ends = torch.cat([low, high], -1).where(~wrong.any(-1, keepdim=True), NAN)
-    place = (flat - (low << 15)).float().div_(_step(low, high)).clamp_(min=0).sub_(_LAST + 1)
-    codes = _rounded(place, noise, 0, flat.shape[-2]).clamp_(-_LAST - 1, _LAST).to(torch.int8)
+    place = (flat - (low << 15)).float().div_((high - low << 15) // 255).clamp_(min=0).sub_(_LAST + 1)
+    place = place.round_() if noise is None else place.add_(noise(0, flat.shape[-2])).floor_()
+    codes = place.clamp_(-_LAST - 1, _LAST).to(torch.int8)
     return codes.flatten(-2)[..., : x.shape[-2:].numel()].reshape(x.shape), ends.to(torch.int16)
-
-
-def _step(low: Tensor, high: Tensor) -> Tensor:
-    return torch.div((high - low) << 15, 255, rounding_mode="floor")
 
 
 def _root(codes: Tensor, ends: Tensor) -> Tensor:
     """Return the root of what `_encode_nonneg` keeps; 0 of fields of zeros, before the first step."""
     low, high = (x[..., None] for x in (ends.to(torch.int32) & 0xFFFF).unbind(-1))
-    flat: Tensor = (low << 15) + (_blocks(codes).to(torch.int32) + 128) * _step(low, high)
+    flat: Tensor = (low << 15) + (_blocks(codes).to(torch.int32) + 128) * ((high - low << 15) // 255)
     return flat.view(torch.float32).flatten(-2)[..., : codes.shape[-2:].numel()].reshape(codes.shape)
 
 
@@ -205,7 +188,10 @@ CODECS: Mapping[str, MatrixCodec] = {
     "symmetric": MatrixCodec(_encode_symmetric, _decode_symmetric),
     "triangular": MatrixCodec(_encode_triangular, _decode_triangular),
     "orthogonal": MatrixCodec(lambda x, noise=None: _coded(x), _read),
-    "low_rank": MatrixCodec(_encode_signed, _decode_signed),
+    "low_rank": MatrixCodec(  # over the root of a second moment as that reads: what it is divided by later, too
+        lambda x, *base, noise=None: _coded(x / _root(*base) if base else x, noise, dense=True),
+        lambda codes, scale, *base: _read(codes, scale, dense=True).mul_(_root(*base) if base else 1),
+    ),
     "low_rank_nonneg": MatrixCodec(_encode_nonneg, lambda *fields: _root(*fields).square_()),
 }
 """Trait of a matrix state -> its codec."""

@@ -122,7 +122,9 @@ class Stored:
     def __getitem__(self, name: str) -> Tensor:
         """A state of few values, or of whole matrices."""
         trait = self.record.matrices.get(name)
-        return self.fields[name] if trait is None else CODECS[trait].decode(*self._coded(name))
+        if trait is None:
+            return self.fields[name]
+        return CODECS[trait].decode(*(self.fields[x] for x in self.variant.coded(name)))
 
     def put(self, name: str, x: Tensor) -> None:
         """Write a state of whole matrices; one that is relative to another together with that."""
@@ -131,15 +133,12 @@ class Stored:
         if over is not None and over not in self.made:
             return
         noise = matrices.rounding(name, self.step_key, self.streams()) if name in self.record.random else None
-        base = self._coded(name)[len(self.parts(name)) :]
+        base = self.parts(over) if over else []
         new = (x,) if trait is None else CODECS[trait].encode(x, *base, noise=noise)
         for to, part in zip(self.parts(name), new, strict=True):
             to.copy_(part)
         for other in [x for x, base in self.record.over.items() if base == name and x in self.made]:
             self.put(other, self.made[other])
-
-    def _coded(self, name: str) -> list[Tensor]:
-        return [self.fields[x] for x in self.variant.coded(name)]
 
     def streams(self) -> Tensor:
         """The stream keys of the parameter's matrices."""
