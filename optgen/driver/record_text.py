@@ -430,28 +430,19 @@ def whole_work(fmt: Format, maths: Maths) -> WholeWork | None:
     temps += [dataclasses.replace(t, name=new[t.name]) for t in (_temp(writing[0], b) for b in writing[0].temps)]
     temps += [Temp(name, made.fields[k].space) for k, name in kept.items()]
     old = {b.name: b.name for step in reading for b in step.temps} | names
-    stages = [_renamed(_stage(s, f"small_{k + 1}", ()), old) for k, s in enumerate(before.values())]
-    made_by = [_renamed(_stage(s, f"small_{len(stages) + k + 1}", ()), new) for k, s in enumerate(between)]
+    stages = [_stage(s, f"small_{k}", ()).renamed(lambda x: old.get(x, x)) for k, s in enumerate(before.values(), 1)]
+    following = enumerate(between, len(stages) + 1)
+    made_by = [_stage(s, f"small_{k}", ()).renamed(lambda x: new.get(x, x)) for k, s in following]
     record = Whole(
         decode=tuple(old[x] for x in reads),
         encode=tuple(new[x] for x in given),
-        sums=_renamed(_stage(first, "", ()), new).sums,
+        sums=_stage(first, "", ()).renamed(lambda x: new.get(x, x)).sums,
         before=tuple(stages),
         between=tuple(made_by),
         temps=tuple(temps),
         kept=tuple((names[k], name, made.fields[k].space) for k, name in kept.items()),
     )
     return WholeWork(record, tuple(reads), tuple(given), tuple(s.schedule for s in (*before.values(), *between)))
-
-
-def _renamed(stage: records.Stage, names: Mapping[str, str]) -> records.Stage:
-    def of(some: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(names.get(x, x) for x in some)
-
-    return dataclasses.replace(
-        stage, temps=of(stage.temps), reads=of(stage.reads), stores=of(stage.stores), picked=of(stage.picked),
-        sums=tuple((kind, of(some)) for kind, some in stage.sums),
-    )  # fmt: skip
 
 
 def _field(name: str, f: format.Field) -> Field:

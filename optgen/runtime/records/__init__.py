@@ -380,6 +380,16 @@ class Stage:
         """True for functions of whole matrices, which torch computes."""
         return self.space in ("call", "whole")
 
+    def renamed(self, name: Callable[[str], str], state: str = "") -> Stage:
+        """Return the small work of a format with other names of values, and of the state that it is for."""
+
+        def of(names: tuple[str, ...]) -> tuple[str, ...]:
+            return tuple(map(name, names))
+
+        sums = tuple((kind, of(names)) for kind, names in self.sums)
+        named: dict[str, Any] = {key: of(getattr(self, key)) for key in ("temps", "reads", "stores", "picked")}
+        return replace(self, **named, sums=sums, state=state)
+
 
 COPY = "copy"
 """The kernel of small work that stores, or reduces, the one value that it reads as it is."""

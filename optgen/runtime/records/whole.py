@@ -28,12 +28,12 @@ def divided(rule: Rule, variant: Variant) -> Rule:
 
     read = {x for s in rule.stages if s.space == "elem" for x in variant.owners_in(s)}
     needed = {name: whole for name, whole in kept.items() if name in read}
-    add(_of_state(s, name, whole) for name, whole in needed.items() for s in whole.before)
+    add(s.renamed(f"{name}_{{}}".format, name) for name, whole in needed.items() for s in whole.before)
     for _, level in groupby(rule.stages, key=lambda s: s.level):
         own = list(level)
         made = {x: kept[x] for s in own for x in s.stores if x in kept and x not in variant.eager.still}
         add(_first_walk(s, made) for s in own if s.space == "elem" and not made.keys().isdisjoint(s.stores))
-        add(_of_state(s, name, whole) for name, whole in made.items() for s in whole.between)
+        add(s.renamed(f"{name}_{{}}".format, name) for name, whole in made.items() for s in whole.between)
         add(_walk(s, sums, kept.keys() & set(variant.owners_in(s))) if s.space == "elem" else s for s in own)
         add(Stage(COPY, "row", 0, (), temps=(x,), matrices=True, reads=(sums[x],),
                   sums=(("max" if temps[x].reduction.endswith("max") else "sum", (x,)),))
@@ -57,18 +57,6 @@ def _by_rows(rule: Rule) -> tuple[dict[str, str], dict[str, Temp]]:
             t = replace(t, source="row")
         temps[t.name] = t
     return sums, temps
-
-
-def _of_state(stage: Stage, state: str, whole: Whole) -> Stage:
-    """Return small work of a format as that of a state: values are named after it."""
-
-    def named(names: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(f"{state}_{x}" for x in names)
-
-    return replace(
-        stage, state=state, temps=named(stage.temps), reads=named(stage.reads), stores=named(stage.stores),
-        sums=tuple((kind, named(names)) for kind, names in stage.sums), picked=named(stage.picked),
-    )  # fmt: skip
 
 
 def _first_walk(stage: Stage, made: Mapping[str, Whole]) -> Stage:
