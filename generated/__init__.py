@@ -11,7 +11,9 @@ from typing import Any as _Any
 
 if TYPE_CHECKING:
     from .a2grad import A2Grad as A2Grad
+    from .acprop import ACProp as ACProp
     from .adopt import ADOPT as ADOPT
+    from .agd import AGD as AGD
     from .apollo import APOLLO as APOLLO
     from .asgd import ASGD as ASGD
     from .accsgd import AccSGD as AccSGD
@@ -139,7 +141,9 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "A2Grad": "a2grad",
+    "ACProp": "acprop",
     "ADOPT": "adopt",
+    "AGD": "agd",
     "APOLLO": "apollo",
     "ASGD": "asgd",
     "AccSGD": "accsgd",
@@ -268,7 +272,9 @@ _MODULES = {
 
 __all__ = [
     "A2Grad",
+    "ACProp",
     "ADOPT",
+    "AGD",
     "APOLLO",
     "ASGD",
     "AccSGD",

@@ -410,6 +410,29 @@ def eadam(o, s, p, g, t, lr):
 
 
 @paper
+def acprop(o, s, p, g, t, lr):
+    """The paper's algorithm, with the corrections and eps of the authors' code: no package of the tests has it."""
+    beta1, beta2 = o.betas
+    p, s.m = p * (1 - lr * o.weight_decay), beta1 * s.m + (1 - beta1) * g
+    s.s = s.s + o.eps if t > 1 else torch.zeros_like(p)
+    p = p - lr * (g / ((s.s / (1 - beta2 ** (t - 1))).sqrt() + o.eps) if t > 1 else g)
+    s.s = beta2 * s.s + (1 - beta2) * (g - s.m) ** 2
+    return p
+
+
+@paper
+def agd(o, s, p, g, t, lr):
+    """The paper's algorithm 1: no package of the tests has it."""
+    beta1, beta2 = o.betas
+    p, last = p * (1 - lr * o.weight_decay), s.hat
+    s.m = beta1 * s.m + (1 - beta1) * g
+    s.hat = s.m / (1 - beta1**t)
+    s.b = beta2 * s.b + (1 - beta2) * (s.hat - last) ** 2
+    s.top = torch.maximum(s.top, s.b)
+    return p - lr * s.hat / ((s.top if o.amsgrad else s.b) / (1 - beta2**t)).sqrt().clamp(min=o.delta)
+
+
+@paper
 def adams(o, s, p, g, t, lr):
     """The paper's algorithm: pytorch_optimizer's AdamS is the stable decay of Xie et al."""
     (beta1, beta2), last = o.betas, s.m
@@ -648,6 +671,7 @@ def adamp(o, s, p, g, t, lr):
 
 ELEMENTWISE: dict[str, Oracle] = {
     "accsgd": peer("AccSGD"),
+    "acprop": acprop,
     "adabelief": adabelief,
     "adabound": adabound,
     "adadelta": torch_optim("Adadelta"),
@@ -665,6 +689,7 @@ ELEMENTWISE: dict[str, Oracle] = {
     "adasmooth": peer("AdaSmooth"),
     "ademamix": ademamix,
     "adopt": adopt,
+    "agd": agd,
     "aggmo": peer("AggMo"),
     "ano": peer("Ano"),
     "asgd": torch_optim("ASGD"),

@@ -29,6 +29,22 @@ class A2Grad(Optimizer):
         stagger: bool = False, workspace: int | str | None = None,
     ) -> None: ...
 
+class ACProp(Optimizer):
+    """The second moment is of the gradient's distance from its average.  The first step is lr times the gradient."""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 0.001,
+        betas: Sequence[float | Tensor] = (0.9, 0.999),
+        eps: float | Tensor = 1e-16,
+        weight_decay: float | Tensor = 0.0,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+        stagger: bool = False, workspace: int | str | None = None,
+    ) -> None: ...
+
 class ADOPT(Optimizer):
     """The gradient over the root of the second moment before it, clipped to (t - 1)^(1/4), then averaged."""
 
@@ -39,6 +55,23 @@ class ADOPT(Optimizer):
         eps: float | Tensor = 1e-6,
         weight_decay: float | Tensor = 0.0,
         decoupled_weight_decay: bool = False,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+        stagger: bool = False, workspace: int | str | None = None,
+    ) -> None: ...
+
+class AGD(Optimizer):
+    """The momentum is corrected for its bias before its change is taken; the first change is the gradient."""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 0.001,
+        betas: Sequence[float | Tensor] = (0.9, 0.999),
+        delta: float | Tensor = 1e-5,
+        weight_decay: float | Tensor = 0.0,
+        amsgrad: bool = False,
         *,
         maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
         module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,

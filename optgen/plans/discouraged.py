@@ -11,10 +11,10 @@ DISCOURAGED = {
         'the average freezes, and the step sizes made of it with it: a step under decay 0.999 changes it by 0.001 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 0.0078 (kept / true in [0.204, inf] '
         '(geometric sum of relative errors)); round it stochastically, or keep it in fp32': {
-            "exp_avg_var": ("adabelief", "aida"),
+            "exp_avg_var": ("acprop", "adabelief", "aida"),
             "exp_avg_sq": (
                 "adabound", "adam", "adam_swd", "adamc", "adamod", "adamp", "adamw", "adanorm", "adapnm", "adashift",
-                "adatam", "ademamix", "apollo", "avagrad", "came", "cautious_adamw", "clipped_adamw", "conda",
+                "adatam", "ademamix", "agd", "apollo", "avagrad", "came", "cautious_adamw", "clipped_adamw", "conda",
                 "dadapt_adam", "diffgrad", "dual_adam", "eadam", "exadam", "fira", "galore", "grams", "lamb", "lans",
                 "laprop", "lookahead_adamw", "nadam", "padam", "prodigy", "qhadam", "radam", "radam_schedule_free",
                 "sadam", "schedule_free_adamw", "sinkgd", "stable_spam", "swats",
@@ -55,10 +55,10 @@ DISCOURAGED = {
         'to nearest, 5 codes up to 0.02 of the scale keep themselves under a decay of 0.9: a state without gradients '
         'never returns to 0': {
             "exp_avg": (
-                "adabelief", "adabound", "adafactor_paper", "adam", "adam_atan2", "adam_swd", "adamax", "adamc",
-                "adamod", "adamp", "adams", "adamw", "adanorm", "ademamix", "adopt", "aida", "amos", "apollo",
-                "avagrad", "came", "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam", "diffgrad", "dual_adam",
-                "eadam", "exadam", "fira", "focus", "galore", "grams", "grokfast_adamw", "kl_shampoo",
+                "acprop", "adabelief", "adabound", "adafactor_paper", "adam", "adam_atan2", "adam_swd", "adamax",
+                "adamc", "adamod", "adamp", "adams", "adamw", "adanorm", "ademamix", "adopt", "agd", "aida", "amos",
+                "apollo", "avagrad", "came", "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam", "diffgrad",
+                "dual_adam", "eadam", "exadam", "fira", "focus", "galore", "grams", "grokfast_adamw", "kl_shampoo",
                 "kourkoutas_beta", "lamb", "lans", "laprop", "lookahead_adamw", "msvag", "nadam", "nosadam", "padam",
                 "prodigy", "qhadam", "radam", "sadam", "sgdf", "shampoo", "sinkgd", "spam", "stable_adamw",
                 "stable_spam", "swats", "yogi",
@@ -73,10 +73,10 @@ DISCOURAGED = {
         'the average freezes, and the step sizes made of it with it: a step under decay 0.999 changes it by 0.001 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 3; round it stochastically, or keep it'
         ' in fp32': {
-            "exp_avg_var": ("adabelief", "aida"),
+            "exp_avg_var": ("acprop", "adabelief", "aida"),
             "exp_avg_sq": (
                 "adabound", "adam", "adam_swd", "adamc", "adamod", "adamp", "adamw", "adanorm", "adapnm", "adashift",
-                "adatam", "ademamix", "apollo", "avagrad", "came", "cautious_adamw", "clipped_adamw", "conda",
+                "adatam", "ademamix", "agd", "apollo", "avagrad", "came", "cautious_adamw", "clipped_adamw", "conda",
                 "dadapt_adam", "diffgrad", "dual_adam", "eadam", "exadam", "fira", "galore", "grams", "lamb", "lans",
                 "laprop", "lookahead_adamw", "nadam", "padam", "prodigy", "qhadam", "radam", "radam_schedule_free",
                 "sadam", "schedule_free_adamw", "sinkgd", "stable_spam", "swats",
@@ -89,7 +89,7 @@ DISCOURAGED = {
         " of a format of one's own that says so by `still`": {
             "max_exp_avg_var": ("adabelief",),
             "max_exp_avg_sq": (
-                "adabound", "adam", "adamw", "adapnm", "clipped_adamw", "lookahead_adamw", "padam", "sadam",
+                "adabound", "adam", "adamw", "adapnm", "agd", "clipped_adamw", "lookahead_adamw", "padam", "sadam",
             ),
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.9 changes it by 0.1 of '
@@ -154,21 +154,21 @@ DISCOURAGED = {
         'its scales cover 6.1e-05 to 6.55e+04 only: blocks beyond overflow or freeze': {
             "avg_grad": ("a2grad",), "x_offset": ("a2grad",),
             "exp_avg": (
-                "adabelief", "adabound", "adafactor_paper", "adai", "adam", "adam_atan2", "adam_swd", "adamax", "adamc",
-                "adamod", "adamp", "adams", "adamw", "adan", "adanorm", "adapnm", "adatam", "ademamix", "adopt", "aida",
-                "amos", "ano", "apollo", "avagrad", "came", "cautious_adamw", "cautious_lion", "clipped_adamw", "conda",
-                "dadapt_adam", "diffgrad", "dual_adam", "eadam", "exadam", "fira", "focus", "galore", "grams",
-                "grokfast_adamw", "kl_shampoo", "kourkoutas_beta", "lamb", "lans", "laprop", "lion", "lion_k",
-                "lookahead_adamw", "mars", "msvag", "nadam", "nosadam", "novograd", "padam", "pnm", "prodigy", "qhadam",
-                "radam", "sadam", "sgdf", "shampoo", "simplified_ademamix", "sinkgd", "soap", "sophia", "spam",
-                "stable_adamw", "stable_spam", "swats", "tiger", "yogi",
+                "acprop", "adabelief", "adabound", "adafactor_paper", "adai", "adam", "adam_atan2", "adam_swd",
+                "adamax", "adamc", "adamod", "adamp", "adams", "adamw", "adan", "adanorm", "adapnm", "adatam",
+                "ademamix", "adopt", "agd", "aida", "amos", "ano", "apollo", "avagrad", "came", "cautious_adamw",
+                "cautious_lion", "clipped_adamw", "conda", "dadapt_adam", "diffgrad", "dual_adam", "eadam", "exadam",
+                "fira", "focus", "galore", "grams", "grokfast_adamw", "kl_shampoo", "kourkoutas_beta", "lamb", "lans",
+                "laprop", "lion", "lion_k", "lookahead_adamw", "mars", "msvag", "nadam", "nosadam", "novograd", "padam",
+                "pnm", "prodigy", "qhadam", "radam", "sadam", "sgdf", "shampoo", "simplified_ademamix", "sinkgd",
+                "soap", "sophia", "spam", "stable_adamw", "stable_spam", "swats", "tiger", "yogi",
             ),
-            "exp_avg_var": ("adabelief", "aida"), "max_exp_avg_var": ("adabelief",),
+            "exp_avg_var": ("acprop", "adabelief", "aida"), "max_exp_avg_var": ("adabelief",),
             "exp_avg_sq": (
                 "adabound", "adafactor_paper", "adago", "adai", "adam", "adam_atan2", "adam_swd", "adamc", "adamod",
                 "adamp", "adamuon", "adamw", "adan", "adanorm", "adapnm", "adashift", "adasmooth", "adatam", "ademamix",
-                "adopt", "ano", "apollo", "avagrad", "came", "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam",
-                "diffgrad", "dion", "dion2", "dual_adam", "eadam", "exadam", "fira", "galore", "grams",
+                "adopt", "agd", "ano", "apollo", "avagrad", "came", "cautious_adamw", "clipped_adamw", "conda",
+                "dadapt_adam", "diffgrad", "dion", "dion2", "dual_adam", "eadam", "exadam", "fira", "galore", "grams",
                 "grokfast_adamw", "kl_shampoo", "kourkoutas_beta", "lamb", "lans", "laprop", "lookahead_adamw",
                 "low_rank_muon", "mars", "msvag", "muon", "nadam", "normuon", "nosadam", "padam", "polargrad",
                 "prodigy", "qhadam", "radam", "radam_schedule_free", "sadam", "schedule_free_adamw", "shampoo",
@@ -176,8 +176,8 @@ DISCOURAGED = {
                 "yogi",
             ),
             "max_exp_avg_sq": (
-                "adabound", "adam", "adamw", "adapnm", "clipped_adamw", "kourkoutas_beta", "lookahead_adamw", "padam",
-                "sadam",
+                "adabound", "adam", "adamw", "adapnm", "agd", "clipped_adamw", "kourkoutas_beta", "lookahead_adamw",
+                "padam", "sadam",
             ),
             "square_avg": ("adadelta", "nero", "racs", "rmsprop"), "acc_delta": ("adadelta",),
             "variance": ("adafactor",),
@@ -213,10 +213,10 @@ DISCOURAGED = {
         'to nearest, 28 codes up to 0.0024 of the scale keep themselves under a decay of 0.9: a state without '
         'gradients never returns to 0': {
             "exp_avg": (
-                "adabelief", "adabound", "adafactor_paper", "adam", "adam_atan2", "adam_swd", "adamax", "adamc",
-                "adamod", "adamp", "adams", "adamw", "adanorm", "ademamix", "adopt", "aida", "amos", "apollo",
-                "avagrad", "came", "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam", "diffgrad", "dual_adam",
-                "eadam", "exadam", "fira", "focus", "galore", "grams", "grokfast_adamw", "kl_shampoo",
+                "acprop", "adabelief", "adabound", "adafactor_paper", "adam", "adam_atan2", "adam_swd", "adamax",
+                "adamc", "adamod", "adamp", "adams", "adamw", "adanorm", "ademamix", "adopt", "agd", "aida", "amos",
+                "apollo", "avagrad", "came", "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam", "diffgrad",
+                "dual_adam", "eadam", "exadam", "fira", "focus", "galore", "grams", "grokfast_adamw", "kl_shampoo",
                 "kourkoutas_beta", "lamb", "lans", "laprop", "lookahead_adamw", "msvag", "nadam", "nosadam", "padam",
                 "prodigy", "qhadam", "radam", "sadam", "sgdf", "shampoo", "sinkgd", "spam", "stable_adamw",
                 "stable_spam", "swats", "yogi",
@@ -231,10 +231,10 @@ DISCOURAGED = {
         'the average freezes, and the step sizes made of it with it: a step under decay 0.999 changes it by 0.001 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 1.7; round it stochastically, or keep '
         'it in fp32': {
-            "exp_avg_var": ("adabelief", "aida"),
+            "exp_avg_var": ("acprop", "adabelief", "aida"),
             "exp_avg_sq": (
                 "adabound", "adam", "adam_swd", "adamc", "adamod", "adamp", "adamw", "adanorm", "adapnm", "adashift",
-                "adatam", "ademamix", "apollo", "avagrad", "came", "cautious_adamw", "clipped_adamw", "conda",
+                "adatam", "ademamix", "agd", "apollo", "avagrad", "came", "cautious_adamw", "clipped_adamw", "conda",
                 "dadapt_adam", "diffgrad", "dual_adam", "eadam", "exadam", "fira", "galore", "grams", "lamb", "lans",
                 "laprop", "lookahead_adamw", "nadam", "padam", "prodigy", "qhadam", "radam", "radam_schedule_free",
                 "sadam", "schedule_free_adamw", "sinkgd", "stable_spam", "swats",
@@ -247,7 +247,7 @@ DISCOURAGED = {
         " of a format of one's own that says so by `still`": {
             "max_exp_avg_var": ("adabelief",),
             "max_exp_avg_sq": (
-                "adabound", "adam", "adamw", "adapnm", "clipped_adamw", "lookahead_adamw", "padam", "sadam",
+                "adabound", "adam", "adamw", "adapnm", "agd", "clipped_adamw", "lookahead_adamw", "padam", "sadam",
             ),
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.9 changes it by 0.1 of '
@@ -313,21 +313,21 @@ DISCOURAGED = {
         'its scales cover 1e-12 to 3.4e+38 only: blocks beyond overflow or freeze': {
             "avg_grad": ("a2grad",), "x_offset": ("a2grad",),
             "exp_avg": (
-                "adabelief", "adabound", "adafactor_paper", "adai", "adam", "adam_atan2", "adam_swd", "adamax", "adamc",
-                "adamod", "adamp", "adams", "adamw", "adan", "adanorm", "adapnm", "adatam", "ademamix", "adopt", "aida",
-                "amos", "ano", "apollo", "avagrad", "came", "cautious_adamw", "cautious_lion", "clipped_adamw", "conda",
-                "dadapt_adam", "diffgrad", "dual_adam", "eadam", "exadam", "fira", "focus", "galore", "grams",
-                "grokfast_adamw", "kl_shampoo", "kourkoutas_beta", "lamb", "lans", "laprop", "lion", "lion_k",
-                "lookahead_adamw", "mars", "msvag", "nadam", "nosadam", "novograd", "padam", "pnm", "prodigy", "qhadam",
-                "radam", "sadam", "sgdf", "shampoo", "simplified_ademamix", "sinkgd", "soap", "sophia", "spam",
-                "stable_adamw", "stable_spam", "swats", "tiger", "yogi",
+                "acprop", "adabelief", "adabound", "adafactor_paper", "adai", "adam", "adam_atan2", "adam_swd",
+                "adamax", "adamc", "adamod", "adamp", "adams", "adamw", "adan", "adanorm", "adapnm", "adatam",
+                "ademamix", "adopt", "agd", "aida", "amos", "ano", "apollo", "avagrad", "came", "cautious_adamw",
+                "cautious_lion", "clipped_adamw", "conda", "dadapt_adam", "diffgrad", "dual_adam", "eadam", "exadam",
+                "fira", "focus", "galore", "grams", "grokfast_adamw", "kl_shampoo", "kourkoutas_beta", "lamb", "lans",
+                "laprop", "lion", "lion_k", "lookahead_adamw", "mars", "msvag", "nadam", "nosadam", "novograd", "padam",
+                "pnm", "prodigy", "qhadam", "radam", "sadam", "sgdf", "shampoo", "simplified_ademamix", "sinkgd",
+                "soap", "sophia", "spam", "stable_adamw", "stable_spam", "swats", "tiger", "yogi",
             ),
-            "exp_avg_var": ("adabelief", "aida"), "max_exp_avg_var": ("adabelief",),
+            "exp_avg_var": ("acprop", "adabelief", "aida"), "max_exp_avg_var": ("adabelief",),
             "exp_avg_sq": (
                 "adabound", "adafactor_paper", "adago", "adai", "adam", "adam_atan2", "adam_swd", "adamc", "adamod",
                 "adamp", "adamuon", "adamw", "adan", "adanorm", "adapnm", "adashift", "adasmooth", "adatam", "ademamix",
-                "adopt", "ano", "apollo", "avagrad", "came", "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam",
-                "diffgrad", "dion", "dion2", "dual_adam", "eadam", "exadam", "fira", "galore", "grams",
+                "adopt", "agd", "ano", "apollo", "avagrad", "came", "cautious_adamw", "clipped_adamw", "conda",
+                "dadapt_adam", "diffgrad", "dion", "dion2", "dual_adam", "eadam", "exadam", "fira", "galore", "grams",
                 "grokfast_adamw", "kl_shampoo", "kourkoutas_beta", "lamb", "lans", "laprop", "lookahead_adamw",
                 "low_rank_muon", "mars", "msvag", "muon", "nadam", "normuon", "nosadam", "padam", "polargrad",
                 "prodigy", "qhadam", "radam", "radam_schedule_free", "sadam", "schedule_free_adamw", "shampoo",
@@ -335,8 +335,8 @@ DISCOURAGED = {
                 "yogi",
             ),
             "max_exp_avg_sq": (
-                "adabound", "adam", "adamw", "adapnm", "clipped_adamw", "kourkoutas_beta", "lookahead_adamw", "padam",
-                "sadam",
+                "adabound", "adam", "adamw", "adapnm", "agd", "clipped_adamw", "kourkoutas_beta", "lookahead_adamw",
+                "padam", "sadam",
             ),
             "square_avg": ("adadelta", "nero", "racs", "rmsprop"), "acc_delta": ("adadelta",),
             "variance": ("adafactor",),
@@ -368,21 +368,21 @@ DISCOURAGED = {
         'its scales cover 1e-12 to 3.4e+38 only: blocks beyond overflow or freeze': {
             "avg_grad": ("a2grad",), "x_offset": ("a2grad",),
             "exp_avg": (
-                "adabelief", "adabound", "adafactor_paper", "adai", "adam", "adam_atan2", "adam_swd", "adamax", "adamc",
-                "adamod", "adamp", "adams", "adamw", "adan", "adanorm", "adapnm", "adatam", "ademamix", "adopt", "aida",
-                "amos", "ano", "apollo", "avagrad", "came", "cautious_adamw", "cautious_lion", "clipped_adamw", "conda",
-                "dadapt_adam", "diffgrad", "dual_adam", "eadam", "exadam", "fira", "focus", "galore", "grams",
-                "grokfast_adamw", "kl_shampoo", "kourkoutas_beta", "lamb", "lans", "laprop", "lion", "lion_k",
-                "lookahead_adamw", "mars", "msvag", "nadam", "nosadam", "novograd", "padam", "pnm", "prodigy", "qhadam",
-                "radam", "sadam", "sgdf", "shampoo", "simplified_ademamix", "sinkgd", "soap", "sophia", "spam",
-                "stable_adamw", "stable_spam", "swats", "tiger", "yogi",
+                "acprop", "adabelief", "adabound", "adafactor_paper", "adai", "adam", "adam_atan2", "adam_swd",
+                "adamax", "adamc", "adamod", "adamp", "adams", "adamw", "adan", "adanorm", "adapnm", "adatam",
+                "ademamix", "adopt", "agd", "aida", "amos", "ano", "apollo", "avagrad", "came", "cautious_adamw",
+                "cautious_lion", "clipped_adamw", "conda", "dadapt_adam", "diffgrad", "dual_adam", "eadam", "exadam",
+                "fira", "focus", "galore", "grams", "grokfast_adamw", "kl_shampoo", "kourkoutas_beta", "lamb", "lans",
+                "laprop", "lion", "lion_k", "lookahead_adamw", "mars", "msvag", "nadam", "nosadam", "novograd", "padam",
+                "pnm", "prodigy", "qhadam", "radam", "sadam", "sgdf", "shampoo", "simplified_ademamix", "sinkgd",
+                "soap", "sophia", "spam", "stable_adamw", "stable_spam", "swats", "tiger", "yogi",
             ),
-            "exp_avg_var": ("adabelief", "aida"), "max_exp_avg_var": ("adabelief",),
+            "exp_avg_var": ("acprop", "adabelief", "aida"), "max_exp_avg_var": ("adabelief",),
             "exp_avg_sq": (
                 "adabound", "adafactor_paper", "adago", "adai", "adam", "adam_atan2", "adam_swd", "adamc", "adamod",
                 "adamp", "adamuon", "adamw", "adan", "adanorm", "adapnm", "adashift", "adasmooth", "adatam", "ademamix",
-                "adopt", "ano", "apollo", "avagrad", "came", "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam",
-                "diffgrad", "dion", "dion2", "dual_adam", "eadam", "exadam", "fira", "galore", "grams",
+                "adopt", "agd", "ano", "apollo", "avagrad", "came", "cautious_adamw", "clipped_adamw", "conda",
+                "dadapt_adam", "diffgrad", "dion", "dion2", "dual_adam", "eadam", "exadam", "fira", "galore", "grams",
                 "grokfast_adamw", "kl_shampoo", "kourkoutas_beta", "lamb", "lans", "laprop", "lookahead_adamw",
                 "low_rank_muon", "mars", "msvag", "muon", "nadam", "normuon", "nosadam", "padam", "polargrad",
                 "prodigy", "qhadam", "radam", "radam_schedule_free", "sadam", "schedule_free_adamw", "shampoo",
@@ -390,8 +390,8 @@ DISCOURAGED = {
                 "yogi",
             ),
             "max_exp_avg_sq": (
-                "adabound", "adam", "adamw", "adapnm", "clipped_adamw", "kourkoutas_beta", "lookahead_adamw", "padam",
-                "sadam",
+                "adabound", "adam", "adamw", "adapnm", "agd", "clipped_adamw", "kourkoutas_beta", "lookahead_adamw",
+                "padam", "sadam",
             ),
             "square_avg": ("adadelta", "nero", "racs", "rmsprop"), "acc_delta": ("adadelta",),
             "variance": ("adafactor",),
@@ -423,21 +423,21 @@ DISCOURAGED = {
         'its scales cover 1e-12 to 3.4e+38 only: blocks beyond overflow or freeze': {
             "avg_grad": ("a2grad",), "x_offset": ("a2grad",),
             "exp_avg": (
-                "adabelief", "adabound", "adafactor_paper", "adai", "adam", "adam_atan2", "adam_swd", "adamax", "adamc",
-                "adamod", "adamp", "adams", "adamw", "adan", "adanorm", "adapnm", "adatam", "ademamix", "adopt", "aida",
-                "amos", "ano", "apollo", "avagrad", "came", "cautious_adamw", "cautious_lion", "clipped_adamw", "conda",
-                "dadapt_adam", "diffgrad", "dual_adam", "eadam", "exadam", "fira", "focus", "galore", "grams",
-                "grokfast_adamw", "kl_shampoo", "kourkoutas_beta", "lamb", "lans", "laprop", "lion", "lion_k",
-                "lookahead_adamw", "mars", "msvag", "nadam", "nosadam", "novograd", "padam", "pnm", "prodigy", "qhadam",
-                "radam", "sadam", "sgdf", "shampoo", "simplified_ademamix", "sinkgd", "soap", "sophia", "spam",
-                "stable_adamw", "stable_spam", "swats", "tiger", "yogi",
+                "acprop", "adabelief", "adabound", "adafactor_paper", "adai", "adam", "adam_atan2", "adam_swd",
+                "adamax", "adamc", "adamod", "adamp", "adams", "adamw", "adan", "adanorm", "adapnm", "adatam",
+                "ademamix", "adopt", "agd", "aida", "amos", "ano", "apollo", "avagrad", "came", "cautious_adamw",
+                "cautious_lion", "clipped_adamw", "conda", "dadapt_adam", "diffgrad", "dual_adam", "eadam", "exadam",
+                "fira", "focus", "galore", "grams", "grokfast_adamw", "kl_shampoo", "kourkoutas_beta", "lamb", "lans",
+                "laprop", "lion", "lion_k", "lookahead_adamw", "mars", "msvag", "nadam", "nosadam", "novograd", "padam",
+                "pnm", "prodigy", "qhadam", "radam", "sadam", "sgdf", "shampoo", "simplified_ademamix", "sinkgd",
+                "soap", "sophia", "spam", "stable_adamw", "stable_spam", "swats", "tiger", "yogi",
             ),
-            "exp_avg_var": ("adabelief", "aida"), "max_exp_avg_var": ("adabelief",),
+            "exp_avg_var": ("acprop", "adabelief", "aida"), "max_exp_avg_var": ("adabelief",),
             "exp_avg_sq": (
                 "adabound", "adafactor_paper", "adago", "adai", "adam", "adam_atan2", "adam_swd", "adamc", "adamod",
                 "adamp", "adamuon", "adamw", "adan", "adanorm", "adapnm", "adashift", "adasmooth", "adatam", "ademamix",
-                "adopt", "ano", "apollo", "avagrad", "came", "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam",
-                "diffgrad", "dion", "dion2", "dual_adam", "eadam", "exadam", "fira", "galore", "grams",
+                "adopt", "agd", "ano", "apollo", "avagrad", "came", "cautious_adamw", "clipped_adamw", "conda",
+                "dadapt_adam", "diffgrad", "dion", "dion2", "dual_adam", "eadam", "exadam", "fira", "galore", "grams",
                 "grokfast_adamw", "kl_shampoo", "kourkoutas_beta", "lamb", "lans", "laprop", "lookahead_adamw",
                 "low_rank_muon", "mars", "msvag", "muon", "nadam", "normuon", "nosadam", "padam", "polargrad",
                 "prodigy", "qhadam", "radam", "radam_schedule_free", "sadam", "schedule_free_adamw", "shampoo",
@@ -445,8 +445,8 @@ DISCOURAGED = {
                 "yogi",
             ),
             "max_exp_avg_sq": (
-                "adabound", "adam", "adamw", "adapnm", "clipped_adamw", "kourkoutas_beta", "lookahead_adamw", "padam",
-                "sadam",
+                "adabound", "adam", "adamw", "adapnm", "agd", "clipped_adamw", "kourkoutas_beta", "lookahead_adamw",
+                "padam", "sadam",
             ),
             "square_avg": ("adadelta", "nero", "racs", "rmsprop"), "acc_delta": ("adadelta",),
             "variance": ("adafactor",),
@@ -482,10 +482,10 @@ DISCOURAGED = {
         'to nearest, 14 codes up to 0.89 of the scale keep themselves under a decay of 0.9: a state without gradients'
         ' never returns to 0': {
             "exp_avg": (
-                "adabelief", "adabound", "adafactor_paper", "adam", "adam_atan2", "adam_swd", "adamax", "adamc",
-                "adamod", "adamp", "adams", "adamw", "adanorm", "ademamix", "adopt", "aida", "amos", "apollo",
-                "avagrad", "came", "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam", "diffgrad", "dual_adam",
-                "eadam", "exadam", "fira", "focus", "galore", "grams", "grokfast_adamw", "kl_shampoo",
+                "acprop", "adabelief", "adabound", "adafactor_paper", "adam", "adam_atan2", "adam_swd", "adamax",
+                "adamc", "adamod", "adamp", "adams", "adamw", "adanorm", "ademamix", "adopt", "agd", "aida", "amos",
+                "apollo", "avagrad", "came", "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam", "diffgrad",
+                "dual_adam", "eadam", "exadam", "fira", "focus", "galore", "grams", "grokfast_adamw", "kl_shampoo",
                 "kourkoutas_beta", "lamb", "lans", "laprop", "lookahead_adamw", "msvag", "nadam", "nosadam", "padam",
                 "prodigy", "qhadam", "radam", "sadam", "sgdf", "shampoo", "sinkgd", "spam", "stable_adamw",
                 "stable_spam", "swats", "yogi",
@@ -500,10 +500,10 @@ DISCOURAGED = {
         'the average freezes, and the step sizes made of it with it: a step under decay 0.999 changes it by 0.001 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or keep it'
         ' in fp32': {
-            "exp_avg_var": ("adabelief", "aida"),
+            "exp_avg_var": ("acprop", "adabelief", "aida"),
             "exp_avg_sq": (
                 "adabound", "adam", "adam_swd", "adamc", "adamod", "adamp", "adamw", "adanorm", "adapnm", "adashift",
-                "adatam", "ademamix", "apollo", "avagrad", "came", "cautious_adamw", "clipped_adamw", "conda",
+                "adatam", "ademamix", "agd", "apollo", "avagrad", "came", "cautious_adamw", "clipped_adamw", "conda",
                 "dadapt_adam", "diffgrad", "dual_adam", "eadam", "exadam", "fira", "galore", "grams", "lamb", "lans",
                 "laprop", "lookahead_adamw", "nadam", "padam", "prodigy", "qhadam", "radam", "radam_schedule_free",
                 "sadam", "schedule_free_adamw", "sinkgd", "stable_spam", "swats",
@@ -516,7 +516,7 @@ DISCOURAGED = {
         " of a format of one's own that says so by `still`": {
             "max_exp_avg_var": ("adabelief",),
             "max_exp_avg_sq": (
-                "adabound", "adam", "adamw", "adapnm", "clipped_adamw", "lookahead_adamw", "padam", "sadam",
+                "adabound", "adam", "adamw", "adapnm", "agd", "clipped_adamw", "lookahead_adamw", "padam", "sadam",
             ),
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.9 changes it by 0.1 of '
@@ -585,10 +585,10 @@ DISCOURAGED = {
         'to nearest, 14 codes up to 0.89 of the scale keep themselves under a decay of 0.9: a state without gradients'
         ' never returns to 0': {
             "exp_avg": (
-                "adabelief", "adabound", "adafactor_paper", "adam", "adam_atan2", "adam_swd", "adamax", "adamc",
-                "adamod", "adamp", "adams", "adamw", "adanorm", "ademamix", "adopt", "aida", "amos", "apollo",
-                "avagrad", "came", "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam", "diffgrad", "dual_adam",
-                "eadam", "exadam", "fira", "focus", "galore", "grams", "grokfast_adamw", "kl_shampoo",
+                "acprop", "adabelief", "adabound", "adafactor_paper", "adam", "adam_atan2", "adam_swd", "adamax",
+                "adamc", "adamod", "adamp", "adams", "adamw", "adanorm", "ademamix", "adopt", "agd", "aida", "amos",
+                "apollo", "avagrad", "came", "cautious_adamw", "clipped_adamw", "conda", "dadapt_adam", "diffgrad",
+                "dual_adam", "eadam", "exadam", "fira", "focus", "galore", "grams", "grokfast_adamw", "kl_shampoo",
                 "kourkoutas_beta", "lamb", "lans", "laprop", "lookahead_adamw", "msvag", "nadam", "nosadam", "padam",
                 "prodigy", "qhadam", "radam", "sadam", "sgdf", "shampoo", "sinkgd", "spam", "stable_adamw",
                 "stable_spam", "swats", "yogi",
@@ -603,10 +603,10 @@ DISCOURAGED = {
         'the average freezes, and the step sizes made of it with it: a step under decay 0.999 changes it by 0.001 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or keep it'
         ' in fp32': {
-            "exp_avg_var": ("adabelief", "aida"),
+            "exp_avg_var": ("acprop", "adabelief", "aida"),
             "exp_avg_sq": (
                 "adabound", "adam", "adam_swd", "adamc", "adamod", "adamp", "adamw", "adanorm", "adapnm", "adashift",
-                "adatam", "ademamix", "apollo", "avagrad", "came", "cautious_adamw", "clipped_adamw", "conda",
+                "adatam", "ademamix", "agd", "apollo", "avagrad", "came", "cautious_adamw", "clipped_adamw", "conda",
                 "dadapt_adam", "diffgrad", "dual_adam", "eadam", "exadam", "fira", "galore", "grams", "lamb", "lans",
                 "laprop", "lookahead_adamw", "nadam", "padam", "prodigy", "qhadam", "radam", "radam_schedule_free",
                 "sadam", "schedule_free_adamw", "sinkgd", "stable_spam", "swats",
@@ -619,7 +619,7 @@ DISCOURAGED = {
         " of a format of one's own that says so by `still`": {
             "max_exp_avg_var": ("adabelief",),
             "max_exp_avg_sq": (
-                "adabound", "adam", "adamw", "adapnm", "clipped_adamw", "lookahead_adamw", "padam", "sadam",
+                "adabound", "adam", "adamw", "adapnm", "agd", "clipped_adamw", "lookahead_adamw", "padam", "sadam",
             ),
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.9 changes it by 0.1 of '
