@@ -1357,7 +1357,7 @@ WHOLE: dict[str, Oracle] = {
     "adago": adago,
     "adai": named(peer("Adai"), decoupled="weight_decouple"),
     "adalite": peer("Adalite"),
-    "adam_swd": peer("AdamS"),
+    "adam_swd": named(peer("AdamS"), amsgrad="ams_bound"),
     "adamuon": adamuon,
     "apollo_qn": apollo_qn,
     "avagrad": peer("AvaGrad"),

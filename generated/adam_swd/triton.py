@@ -16,9 +16,9 @@ def adam_swd_1_tile(
     one_over_one_minus_beta2_pow_t, live, MASKED: tl.constexpr,
 ):
     """The new exp_avg, exp_avg_sq; the terms of tensor_sum_for_typical, tensor_sum_for_typical_2."""
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 20
-    exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 21
-    second = one_over_one_minus_beta2_pow_t * exp_avg_sq  # 22
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 22
+    exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 23
+    second = one_over_one_minus_beta2_pow_t * exp_avg_sq  # 26
     return exp_avg, exp_avg_sq, second, tl.fma(0.0, p, 1.0)
 
 
@@ -47,7 +47,7 @@ def adam_swd_2_between(table, work, LEVEL: tl.constexpr):
 @triton.jit
 def adam_swd_3_values(model_sum_for_typical, model_sum_for_typical_2, lr, eps, weight_decay):
     """The new one_minus_lr_over_typical_times_weight_decay."""
-    typical = tl.sqrt(model_sum_for_typical / model_sum_for_typical_2) + eps  # 23
+    typical = tl.sqrt(model_sum_for_typical / model_sum_for_typical_2) + eps  # 27
     return (tl.fma(minus(lr / typical), weight_decay, 1.0),)
 
 
@@ -64,8 +64,8 @@ def adam_swd_4_tile(
     """The new p."""
     exp_avg = read(exp_avg, PLAN.exp_avg)
     exp_avg_sq = read(exp_avg_sq, PLAN.exp_avg_sq)
-    p = p * one_minus_lr_over_typical_times_weight_decay  # 24
-    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_0, scalar_1_2)), p)  # 25
+    p = p * one_minus_lr_over_typical_times_weight_decay  # 28
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_0, scalar_1_2)), p)  # 29
     return (p,)
 
 
@@ -82,8 +82,8 @@ def adam_swd_late_1_tile(
     MASKED: tl.constexpr,
 ):
     """The terms of tensor_sum_for_typical, tensor_sum_for_typical_2."""
-    exp_avg_sq = tl.fma(scalar_0 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 21
-    second = one_over_one_minus_beta2_pow_t * exp_avg_sq  # 22
+    exp_avg_sq = tl.fma(scalar_0 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 23
+    second = one_over_one_minus_beta2_pow_t * exp_avg_sq  # 26
     return second, tl.fma(0.0, p, 1.0)
 
 
@@ -101,10 +101,10 @@ def adam_swd_late_4_tile(
     one_minus_beta1_times_grad_scale, scalar_0, scalar_2, scalar_3, live, MASKED: tl.constexpr,
 ):
     """The new p, exp_avg, exp_avg_sq."""
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 20
-    exp_avg_sq = tl.fma(scalar_0 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 21
-    p = p * one_minus_lr_over_typical_times_weight_decay  # 24
-    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3)), p)  # 25
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 22
+    exp_avg_sq = tl.fma(scalar_0 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 23
+    p = p * one_minus_lr_over_typical_times_weight_decay  # 28
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3)), p)  # 29
     return p, exp_avg, exp_avg_sq
 
 
@@ -116,4 +116,97 @@ def adam_swd_late_4_sweep(
     walk(
         table, work, adam_swd_late_4_tile, SWEEP, (beta1, beta2, one_minus_beta1_times_grad_scale, scalar_0, scalar_2,
         scalar_3), step_key,
+    )
+
+
+@triton.jit
+def adam_swd_amsgrad_1_tile(
+    PLAN: tl.constexpr, p, g, exp_avg, exp_avg_sq, max_exp_avg_sq, beta1, beta2, one_minus_beta1_times_grad_scale,
+    scalar_1, one_over_one_minus_beta2_pow_t, live, MASKED: tl.constexpr,
+):
+    """The new exp_avg, exp_avg_sq, max_exp_avg_sq; the terms of tensor_sum_for_typical,
+    tensor_sum_for_typical_2."""
+    max_exp_avg_sq = read(max_exp_avg_sq, PLAN.max_exp_avg_sq)
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 22
+    exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 23
+    max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)  # 25
+    second = one_over_one_minus_beta2_pow_t * max_exp_avg_sq  # 26
+    return exp_avg, exp_avg_sq, max_exp_avg_sq, second, tl.fma(0.0, p, 1.0)
+
+
+@triton.jit(do_not_specialize=["step_key"])
+def adam_swd_amsgrad_1_sweep(
+    table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
+    scalar_1: tl.float32, one_over_one_minus_beta2_pow_t: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
+):
+    walk(
+        table, work, adam_swd_amsgrad_1_tile, SWEEP, (beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
+        one_over_one_minus_beta2_pow_t), step_key,
+    )
+
+
+@triton.jit
+def adam_swd_amsgrad_4_tile(
+    PLAN: tl.constexpr, p, exp_avg, max_exp_avg_sq, one_minus_lr_over_typical_times_weight_decay, scalar_0,
+    scalar_1_2, live, MASKED: tl.constexpr,
+):
+    """The new p."""
+    exp_avg = read(exp_avg, PLAN.exp_avg)
+    max_exp_avg_sq = read(max_exp_avg_sq, PLAN.max_exp_avg_sq)
+    p = p * one_minus_lr_over_typical_times_weight_decay  # 28
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(max_exp_avg_sq), scalar_0, scalar_1_2)), p)  # 29
+    return (p,)
+
+
+@triton.jit(do_not_specialize=["step_key"])
+def adam_swd_amsgrad_4_sweep(
+    table, work, scalar_0: tl.float32, scalar_1_2: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
+):
+    walk(table, work, adam_swd_amsgrad_4_tile, SWEEP, (scalar_0, scalar_1_2), step_key)
+
+
+@triton.jit
+def adam_swd_amsgrad_late_1_tile(
+    PLAN: tl.constexpr, p, g, exp_avg_sq, max_exp_avg_sq, beta2, scalar_0, one_over_one_minus_beta2_pow_t, live,
+    MASKED: tl.constexpr,
+):
+    """The terms of tensor_sum_for_typical, tensor_sum_for_typical_2."""
+    max_exp_avg_sq = read(max_exp_avg_sq, PLAN.max_exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_0 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 23
+    max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)  # 25
+    second = one_over_one_minus_beta2_pow_t * max_exp_avg_sq  # 26
+    return second, tl.fma(0.0, p, 1.0)
+
+
+@triton.jit(do_not_specialize=["step_key"])
+def adam_swd_amsgrad_late_1_sweep(
+    table, work, beta2: tl.float32, scalar_0: tl.float32, one_over_one_minus_beta2_pow_t: tl.float32,
+    step_key: tl.int32, SWEEP: tl.constexpr,
+):
+    walk(table, work, adam_swd_amsgrad_late_1_tile, SWEEP, (beta2, scalar_0, one_over_one_minus_beta2_pow_t), step_key)
+
+
+@triton.jit
+def adam_swd_amsgrad_late_4_tile(
+    PLAN: tl.constexpr, p, g, exp_avg, exp_avg_sq, max_exp_avg_sq, one_minus_lr_over_typical_times_weight_decay,
+    beta1, beta2, one_minus_beta1_times_grad_scale, scalar_0, scalar_2, scalar_3, live, MASKED: tl.constexpr,
+):
+    """The new p, exp_avg, exp_avg_sq, max_exp_avg_sq."""
+    max_exp_avg_sq = read(max_exp_avg_sq, PLAN.max_exp_avg_sq)
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 22
+    exp_avg_sq = tl.fma(scalar_0 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 23
+    max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)  # 25
+    p = p * one_minus_lr_over_typical_times_weight_decay  # 28
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(max_exp_avg_sq), scalar_2, scalar_3)), p)  # 29
+    return p, exp_avg, exp_avg_sq, max_exp_avg_sq
+
+
+@triton.jit(do_not_specialize=["step_key"])
+def adam_swd_amsgrad_late_4_sweep(
+    table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
+    scalar_0: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
+):
+    walk(
+        table, work, adam_swd_amsgrad_late_4_tile, SWEEP, (beta1, beta2, one_minus_beta1_times_grad_scale, scalar_0,
+        scalar_2, scalar_3), step_key,
     )

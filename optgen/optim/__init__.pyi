@@ -577,6 +577,7 @@ class AdamSWD(Optimizer):
         betas: Sequence[float | Tensor] = (0.9, 0.999),
         eps: float | Tensor = 1e-8,
         weight_decay: float | Tensor = 0.0001,
+        amsgrad: bool = False,
         *,
         maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
         module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,

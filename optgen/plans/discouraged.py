@@ -89,7 +89,8 @@ DISCOURAGED = {
         " of a format of one's own that says so by `still`": {
             "max_exp_avg_var": ("adabelief",),
             "max_exp_avg_sq": (
-                "adabound", "adam", "adamw", "adapnm", "agd", "clipped_adamw", "lookahead_adamw", "padam", "sadam",
+                "adabound", "adam", "adam_swd", "adamw", "adapnm", "agd", "clipped_adamw", "lookahead_adamw", "padam",
+                "sadam",
             ),
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.9 changes it by 0.1 of '
@@ -176,8 +177,8 @@ DISCOURAGED = {
                 "yogi",
             ),
             "max_exp_avg_sq": (
-                "adabound", "adam", "adamw", "adapnm", "agd", "clipped_adamw", "kourkoutas_beta", "lookahead_adamw",
-                "padam", "sadam",
+                "adabound", "adam", "adam_swd", "adamw", "adapnm", "agd", "clipped_adamw", "kourkoutas_beta",
+                "lookahead_adamw", "padam", "sadam",
             ),
             "square_avg": ("adadelta", "nero", "racs", "rmsprop"), "acc_delta": ("adadelta",),
             "variance": ("adafactor",),
@@ -247,7 +248,8 @@ DISCOURAGED = {
         " of a format of one's own that says so by `still`": {
             "max_exp_avg_var": ("adabelief",),
             "max_exp_avg_sq": (
-                "adabound", "adam", "adamw", "adapnm", "agd", "clipped_adamw", "lookahead_adamw", "padam", "sadam",
+                "adabound", "adam", "adam_swd", "adamw", "adapnm", "agd", "clipped_adamw", "lookahead_adamw", "padam",
+                "sadam",
             ),
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.9 changes it by 0.1 of '
@@ -335,8 +337,8 @@ DISCOURAGED = {
                 "yogi",
             ),
             "max_exp_avg_sq": (
-                "adabound", "adam", "adamw", "adapnm", "agd", "clipped_adamw", "kourkoutas_beta", "lookahead_adamw",
-                "padam", "sadam",
+                "adabound", "adam", "adam_swd", "adamw", "adapnm", "agd", "clipped_adamw", "kourkoutas_beta",
+                "lookahead_adamw", "padam", "sadam",
             ),
             "square_avg": ("adadelta", "nero", "racs", "rmsprop"), "acc_delta": ("adadelta",),
             "variance": ("adafactor",),
@@ -390,8 +392,8 @@ DISCOURAGED = {
                 "yogi",
             ),
             "max_exp_avg_sq": (
-                "adabound", "adam", "adamw", "adapnm", "agd", "clipped_adamw", "kourkoutas_beta", "lookahead_adamw",
-                "padam", "sadam",
+                "adabound", "adam", "adam_swd", "adamw", "adapnm", "agd", "clipped_adamw", "kourkoutas_beta",
+                "lookahead_adamw", "padam", "sadam",
             ),
             "square_avg": ("adadelta", "nero", "racs", "rmsprop"), "acc_delta": ("adadelta",),
             "variance": ("adafactor",),
@@ -445,8 +447,8 @@ DISCOURAGED = {
                 "yogi",
             ),
             "max_exp_avg_sq": (
-                "adabound", "adam", "adamw", "adapnm", "agd", "clipped_adamw", "kourkoutas_beta", "lookahead_adamw",
-                "padam", "sadam",
+                "adabound", "adam", "adam_swd", "adamw", "adapnm", "agd", "clipped_adamw", "kourkoutas_beta",
+                "lookahead_adamw", "padam", "sadam",
             ),
             "square_avg": ("adadelta", "nero", "racs", "rmsprop"), "acc_delta": ("adadelta",),
             "variance": ("adafactor",),
@@ -516,7 +518,8 @@ DISCOURAGED = {
         " of a format of one's own that says so by `still`": {
             "max_exp_avg_var": ("adabelief",),
             "max_exp_avg_sq": (
-                "adabound", "adam", "adamw", "adapnm", "agd", "clipped_adamw", "lookahead_adamw", "padam", "sadam",
+                "adabound", "adam", "adam_swd", "adamw", "adapnm", "agd", "clipped_adamw", "lookahead_adamw", "padam",
+                "sadam",
             ),
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.9 changes it by 0.1 of '
@@ -619,7 +622,8 @@ DISCOURAGED = {
         " of a format of one's own that says so by `still`": {
             "max_exp_avg_var": ("adabelief",),
             "max_exp_avg_sq": (
-                "adabound", "adam", "adamw", "adapnm", "agd", "clipped_adamw", "lookahead_adamw", "padam", "sadam",
+                "adabound", "adam", "adam_swd", "adamw", "adapnm", "agd", "clipped_adamw", "lookahead_adamw", "padam",
+                "sadam",
             ),
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.9 changes it by 0.1 of '
