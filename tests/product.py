@@ -50,8 +50,8 @@ from tests.harness import Pair, package, plan_of, spec_of
 ROOT = Path(__file__).parents[1]
 # No enclosure of a product of matrices is worth having: rules that take one are held to theirs in test_whole_model.py.
 OF_MATRICES = (
-    "adamuon", "apollo", "conda", "dion", "dion2", "fira", "galore", "kl_shampoo", "low_rank_muon", "muon", "normuon",
-    "polargrad", "psgd_kron", "scion", "shampoo", "soap", "soap_muon", "splus",
+    "adago", "adamuon", "apollo", "conda", "dion", "dion2", "fira", "galore", "kl_shampoo", "low_rank_muon", "muon",
+    "normuon", "polargrad", "psgd_kron", "scion", "shampoo", "soap", "soap_muon", "splus",
 )  # fmt: skip
 SPECS = tuple(
     sorted(p.stem for p in (ROOT / "specs").glob("*.py") if p.stem not in ("__init__", "plans", *OF_MATRICES))
