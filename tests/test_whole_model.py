@@ -411,8 +411,8 @@ def test_muon_is_torchs(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("name", "flags"),
     [
-        ("adamuon", {}), ("low_rank_muon", {}), ("polargrad", {}), ("scion", {}), ("scion", {"sign_norm": True}),
-        ("scion", {"row_norm": True}),
+        ("adago", {}), ("adamuon", {}), ("low_rank_muon", {}), ("polargrad", {}), ("scion", {}),
+        ("scion", {"sign_norm": True}), ("scion", {"row_norm": True}),
     ],
 )  # fmt: skip
 def test_rules_of_matrices_are_their_oracles(name: str, flags: dict[str, bool]) -> None:
@@ -429,6 +429,7 @@ def test_rules_of_matrices_are_their_oracles(name: str, flags: dict[str, bool]) 
         # The largest entry of a step of lr = 1, and how far it may be rounded: as of Muon, or by a sum of squares and
         # few operations of fp32.  A nuclear norm is that of a momentum whose elements are below 5.
         size, rounding = {
+            "adago": (1.2, 2.0**-7),
             "adamuon": (0.2 * n**0.5, (n / 2 + 32) * 2.0**-24),
             "low_rank_muon": (1.2 * max(1.0, rows / columns) ** 0.5, 2.0**-7),
             "polargrad": (1.2 * 5 * n**0.5 * min(w.shape) ** 0.5, 2 * 2.0**-7),
