@@ -52,8 +52,12 @@ def test_no_nan_turns_into_a_number(plan: str, isa: str, tmp_path: Path) -> None
     pair = harness.Pair(built.spec, built.compiled.strict, tmp_path, kernels=built.compiled.fast)
     run, _ = _trained(built, (9, 256), 9)
     patterns = [0x7F800001, 0x7FC00000, 0x7FFFFFFF, -0x7FFFFF, -0x400000, -0x8100, -1]
-    g = torch.zeros_like(run.buffers["p"], dtype=torch.float32)
-    g.view(torch.int32).view(-1)[: len(patterns)] = torch.tensor(patterns, dtype=torch.int32)
-    items = [(run.buffers, g, run.stream)]
-    pair.run_cpp(items, run.steps + 1, step_key(run.seed, run.steps + 1), isa, 1, **run.hypers, **run.host_states)
-    assert run.buffers["p"].view(-1)[: len(patterns)].isnan().all()
+    short = [sign | 0x7F80 | payload for sign in (0, -0x8000) for payload in range(1, 128)]
+    for kind, bits, odd in ((torch.float32, torch.int32, patterns), (torch.bfloat16, torch.int16, short)):
+        taken = run.copy()
+        g = torch.zeros_like(taken.buffers["p"], dtype=kind)
+        g.view(bits).view(-1)[: len(odd)] = torch.tensor(odd, dtype=bits)
+        items = [(taken.buffers, g, taken.stream)]
+        key = step_key(run.seed, run.steps + 1)
+        pair.run_cpp(items, run.steps + 1, key, isa, 1, **run.hypers, **run.host_states)
+        assert taken.buffers["p"].view(-1)[: len(odd)].isnan().all(), kind

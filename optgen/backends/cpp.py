@@ -196,7 +196,7 @@ def _min(p: Printer, n: Node) -> Text:
     if p.phases.program.maths == "strict":
         return _limit("min")(p, n)
     if x.op == "bitcast" and x.args[0].dtype.name == "f32" and is_const(y, NAN):
-        return (f"bits_or_nan(as_float({p.text(x)}))", ATOM) if x.uid in p.names else p.call("bits_or_nan", x.args[0])
+        return f"bits_or_nan<N>({f'as_float({p.text(x)})' if x.uid in p.names else p.text(x.args[0])})", ATOM
     return _limit("min")(p, n)
 
 

@@ -88,6 +88,8 @@ def _fields(codec: Codec, struct: str) -> list[str]:
     block = max((b.space.size or 1 for b in buffers), default=1)
     out = [f"struct {struct} : Codec {{", f"    static constexpr int FIELDS = {len(buffers) + len(few)};"]
     out += ["    static constexpr bool HAS_ROOT = true;"] if codec.root is not None else []
+    wide = bool(few) or any(b.dtype in (dtypes.f16, dtypes.f32) for b in buffers)
+    out += ["    static constexpr bool WIDE = true;"] if wide else []
     made = []
     for k, b in enumerate(buffers):
         kind, address = STORED[b.dtype.name], "first" if k == 0 else f"more[{k - 1}]"

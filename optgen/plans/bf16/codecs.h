@@ -20,7 +20,7 @@ struct signed_nearest : signed_fields {
     template <bool RAGGED, int VALUE, class N> F encode(Loop<0>, Head &h, int i, int end, F x, const N &noise) {
         const I x_bits = bits(x);
         const I carry = (x_bits >> 16 & 1) + 32767;
-        store_half<2>(code_at + i, bits_or_nan(as_float(x_bits)) + carry);
+        store_half<2>(code_at + i, bits_or_nan<N>(as_float(x_bits)) + carry);
         return x;
     }
 };

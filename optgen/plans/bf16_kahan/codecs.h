@@ -22,12 +22,12 @@ struct weight_bf16_nearest : weight_bf16_fields {
     template <bool RAGGED, int VALUE, class N> F encode(Loop<0>, Head &h, int i, int end, F x, const N &noise) {
         const I x_bits = bits(x);
         const I carry = (x_bits >> 16 & 1) + 32767;
-        const I weight_ = bits_or_nan(as_float(x_bits)) + carry >> 16;
+        const I weight_ = bits_or_nan<N>(as_float(x_bits)) + carry >> 16;
         const F lost = x - widened(weight_);
         const F lost_2 = where(abs(lost) <= 3.4028235e+38f, lost, F(0.0f));
         const I x_bits_2 = bits(lost_2);
         const I carry_2 = (x_bits_2 >> 16 & 1) + 32767;
-        store_half<2>(code_at + i, bits_or_nan(as_float(x_bits)) + carry);
+        store_half<2>(code_at + i, bits_or_nan<N>(as_float(x_bits)) + carry);
         store_half<2>(compensation_at + i, where(lost_2 == lost_2, x_bits_2 + carry_2, I(0x7fc00000)));
         return x;
     }
@@ -36,6 +36,7 @@ struct weight_bf16_nearest : weight_bf16_fields {
 // f16 and its rounding error (Kahan)
 struct weight_f16_fields : Codec {
     static constexpr int FIELDS = 2;
+    static constexpr bool WIDE = true;
     uint16_t *__restrict code_at;
     uint16_t *__restrict compensation_at;
 

@@ -19,7 +19,7 @@ struct weight_bf16_stochastic : weight_bf16_fields {
     using weight_bf16_fields::weight_bf16_fields;
     template <bool RAGGED, int VALUE, class N> F encode(Loop<0>, Head &h, int i, int end, F x, const N &noise) {
         const I x_bits = bits(x);
-        store_half<2>(code_at + i, bits_or_nan(as_float(x_bits)) + integer<VALUE>(noise));
+        store_half<2>(code_at + i, bits_or_nan<N>(as_float(x_bits)) + integer<VALUE>(noise));
         return x;
     }
 };
@@ -27,6 +27,7 @@ struct weight_bf16_stochastic : weight_bf16_fields {
 // f16, stochastic
 struct weight_f16_fields : Codec {
     static constexpr int FIELDS = 1;
+    static constexpr bool WIDE = true;
     uint16_t *__restrict code_at;
 
     weight_f16_fields(char *first, char *const *) : code_at((uint16_t *)first) {}
@@ -72,7 +73,7 @@ struct signed_stochastic : signed_fields {
     using signed_fields::signed_fields;
     template <bool RAGGED, int VALUE, class N> F encode(Loop<0>, Head &h, int i, int end, F x, const N &noise) {
         const I x_bits = bits(x);
-        store_half<2>(code_at + i, bits_or_nan(as_float(x_bits)) + integer<VALUE>(noise));
+        store_half<2>(code_at + i, bits_or_nan<N>(as_float(x_bits)) + integer<VALUE>(noise));
         return x;
     }
 };
@@ -82,7 +83,7 @@ struct signed_nearest : signed_fields {
     template <bool RAGGED, int VALUE, class N> F encode(Loop<0>, Head &h, int i, int end, F x, const N &noise) {
         const I x_bits = bits(x);
         const I carry = (x_bits >> 16 & 1) + 32767;
-        store_half<2>(code_at + i, bits_or_nan(as_float(x_bits)) + carry);
+        store_half<2>(code_at + i, bits_or_nan<N>(as_float(x_bits)) + carry);
         return x;
     }
 };

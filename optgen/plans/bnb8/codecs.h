@@ -6,6 +6,7 @@
 // 8-bit signed blocks of 256: dynamic8, fp32 scale, nearest
 struct signed_fields : Codec {
     static constexpr int FIELDS = 2;
+    static constexpr bool WIDE = true;
     uint8_t *__restrict code_at;
     float *__restrict scale_at;
     struct In { F scale; };
@@ -95,6 +96,7 @@ struct signed_nearest : signed_fields {
 struct nonneg_fields : Codec {
     static constexpr int FIELDS = 2;
     static constexpr bool HAS_ROOT = true;
+    static constexpr bool WIDE = true;
     uint8_t *__restrict code_at;
     float *__restrict scale_at;
     struct In { F scale; };

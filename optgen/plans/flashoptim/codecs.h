@@ -29,7 +29,7 @@ struct weight_bf16_nearest : weight_bf16_fields {
     template <bool RAGGED, int VALUE, class N> F encode(Loop<0>, Head &h, int i, int end, F x, const N &noise) {
         const I x_bits = bits(x);
         const I carry = (x_bits >> 16 & 1) + 32767;
-        const I kept_ = bits_or_nan(as_float(x_bits)) + carry >> 16;
+        const I kept_ = bits_or_nan<N>(as_float(x_bits)) + carry >> 16;
         const F weight_ = widened(kept_);
         const F error = x - weight_;
         const F error_2 = where(error == error, error, F(0.0f));
@@ -41,7 +41,7 @@ struct weight_bf16_nearest : weight_bf16_fields {
         );
         const F size = floor(abs(units) + 0.5f);
         const I code = to_int(where(units < 0.0f, -1.0f * size, size));
-        store_half<2>(code_at + i, bits_or_nan(as_float(x_bits)) + carry);
+        store_half<2>(code_at + i, bits_or_nan<N>(as_float(x_bits)) + carry);
         store(low_at + i, code + 128);
         return x;
     }
@@ -50,6 +50,7 @@ struct weight_bf16_nearest : weight_bf16_fields {
 // f16 and its rounding error in 1/254 ulp (FlashOptim)
 struct weight_f16_fields : Codec {
     static constexpr int FIELDS = 2;
+    static constexpr bool WIDE = true;
     uint16_t *__restrict code_at;
     uint8_t *__restrict low_at;
 
@@ -94,6 +95,7 @@ struct weight_f16_nearest : weight_f16_fields {
 // 8-bit signed blocks of 32: softsign, fp16 scale, nearest
 struct signed_fields : Codec {
     static constexpr int FIELDS = 2;
+    static constexpr bool WIDE = true;
     uint8_t *__restrict code_at;
     uint16_t *__restrict scale_at;
     struct In { F scale_2; };
@@ -150,6 +152,7 @@ struct signed_nearest : signed_fields {
 struct nonneg_fields : Codec {
     static constexpr int FIELDS = 2;
     static constexpr bool HAS_ROOT = true;
+    static constexpr bool WIDE = true;
     uint8_t *__restrict code_at;
     uint16_t *__restrict scale_at;
     struct In { F scale_2; };

@@ -4,6 +4,7 @@
 // bf16 and an fp32 copy
 struct weight_bf16_fields : Codec {
     static constexpr int FIELDS = 2;
+    static constexpr bool WIDE = true;
     uint16_t *__restrict code_at;
     float *__restrict master_at;
 
@@ -19,7 +20,7 @@ struct weight_bf16_nearest : weight_bf16_fields {
     template <bool RAGGED, int VALUE, class N> F encode(Loop<0>, Head &h, int i, int end, F x, const N &noise) {
         const I x_bits = bits(x);
         const I carry = (x_bits >> 16 & 1) + 32767;
-        store_half<2>(code_at + i, bits_or_nan(as_float(x_bits)) + carry);
+        store_half<2>(code_at + i, bits_or_nan<N>(as_float(x_bits)) + carry);
         store(master_at + i, x);
         return x;
     }
@@ -28,6 +29,7 @@ struct weight_bf16_nearest : weight_bf16_fields {
 // f16 and an fp32 copy
 struct weight_f16_fields : Codec {
     static constexpr int FIELDS = 2;
+    static constexpr bool WIDE = true;
     uint16_t *__restrict code_at;
     float *__restrict master_at;
 

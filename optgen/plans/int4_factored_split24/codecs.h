@@ -9,6 +9,7 @@
 struct nonneg_fields : Codec {
     static constexpr int FIELDS = 3;
     static constexpr bool HAS_ROOT = true;
+    static constexpr bool WIDE = true;
     const float *__restrict row_at, *__restrict col_at, *__restrict least_at;
     int mask = -1;
 

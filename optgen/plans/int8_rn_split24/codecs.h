@@ -18,7 +18,7 @@ struct weight_bf16_fields : Codec {
 struct weight_bf16_nearest : weight_bf16_fields {
     using weight_bf16_fields::weight_bf16_fields;
     template <bool RAGGED, int VALUE, class N> F encode(Loop<0>, Head &h, int i, int end, F x, const N &noise) {
-        const I word = bits_or_nan(x) + 0x8080;
+        const I word = bits_or_nan<N>(x) + 0x8080;
         store_half<2>(code_at + i, word);
         store_byte<1>(low_at + i, word);
         return x;
@@ -28,6 +28,7 @@ struct weight_bf16_nearest : weight_bf16_fields {
 // f16 and 8 more bits, nearest
 struct weight_f16_fields : Codec {
     static constexpr int FIELDS = 2;
+    static constexpr bool WIDE = true;
     uint16_t *__restrict code_at;
     uint8_t *__restrict low_at;
 

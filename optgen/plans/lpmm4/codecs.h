@@ -6,6 +6,7 @@
 // 4-bit signed blocks of 128: dynamic4, fp32 scale, nearest
 struct signed_fields : Codec {
     static constexpr int FIELDS = 2;
+    static constexpr bool WIDE = true;
     uint8_t *__restrict code_packed;
     float *__restrict scale_at;
     alignas(64) uint8_t code_at[most_of(128)];
@@ -88,6 +89,7 @@ struct signed_nearest : signed_fields {
 struct nonneg_fields : Codec {
     static constexpr int FIELDS = 3;
     static constexpr bool HAS_ROOT = true;
+    static constexpr bool WIDE = true;
     uint8_t *__restrict code_packed;
     const float *__restrict row_at, *__restrict col_spread_at;
     int mask = -1;
@@ -167,6 +169,7 @@ struct nonneg_nearest : nonneg_fields {
 struct nonneg_vector_fields : Codec {
     static constexpr int FIELDS = 2;
     static constexpr bool HAS_ROOT = true;
+    static constexpr bool WIDE = true;
     uint8_t *__restrict code_packed;
     float *__restrict scale_at;
     alignas(64) uint8_t code_at[most_of(128)];

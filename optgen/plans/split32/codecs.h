@@ -21,7 +21,7 @@ struct weight_bf16_fields : Codec {
 struct weight_bf16_nearest : weight_bf16_fields {
     using weight_bf16_fields::weight_bf16_fields;
     template <bool RAGGED, int VALUE, class N> F encode(Loop<0>, Head &h, int i, int end, F x, const N &noise) {
-        const I word = bits_or_nan(x) + 0x8000;
+        const I word = bits_or_nan<N>(x) + 0x8000;
         const I low = (word & 0xffff) - 0x8000;
         store_half<2>(code_at + i, word);
         store(low_at + i, low);
@@ -32,6 +32,7 @@ struct weight_bf16_nearest : weight_bf16_fields {
 // f16 and 16 more bits
 struct weight_f16_fields : Codec {
     static constexpr int FIELDS = 2;
+    static constexpr bool WIDE = true;
     uint16_t *__restrict code_at;
     int16_t *__restrict low_at;
 

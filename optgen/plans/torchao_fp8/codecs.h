@@ -6,6 +6,7 @@
 // e4m3 blocks of 256: fp32 (from 2.23e-15) scale, nearest
 struct signed_fields : Codec {
     static constexpr int FIELDS = 2;
+    static constexpr bool WIDE = true;
     uint8_t *__restrict code_at;
     float *__restrict scale_at;
     struct In { F scale; };

@@ -261,8 +261,12 @@ constexpr int count(int mask) { return mask ? (mask & 1) + count(mask >> 1) : 0;
 
 // An element's words.
 template <class Kernel> struct Noise {
+    using Of = Kernel;
     I word[Kernel::NOISE.words ? Kernel::NOISE.words : 1];
 };
+
+// The pattern of a new value that rounding adds less than 2^16 to, NaN's without a payload where that could carry.
+template <class N> inline I bits_or_nan(F a) { return N::Of::SHORT ? bits(a) : bits_or_nan(a); }
 
 // Random bits of a codec: uniform on 0 .. 2^bits - 1; on 0 .. 2^WIDTH - 1, further bits of the word below its own; the
 // midpoints of 2^bits cells of 0 .. 2^WIDTH.

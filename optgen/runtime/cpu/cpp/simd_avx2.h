@@ -90,19 +90,20 @@ inline I load(const uint16_t *p) { return _mm256_cvtepu16_epi32(_mm_loadu_si128(
 inline I load(const int16_t *p) { return _mm256_cvtepi16_epi32(_mm_loadu_si128((const __m128i *)p)); }
 inline void store(float *p, F x) { _mm256_storeu_ps(p, x.v); }
 inline void store(int32_t *p, I x) { _mm256_storeu_si256((__m256i *)p, x.v); }
-// Half K/2 (byte K) of every lane: gathered within 128 bits, then the two gathered ends meet.
-template <int K> inline __m128i halves(I x) {
-    const __m256i low = _mm256_setr_epi64x(0x0d0c090805040100, -1, -1, 0x0d0c090805040100);
-    const __m256i to = _mm256_add_epi8(low, _mm256_setr_epi64x(0x0101010101010101 * K, 0, 0, 0x0101010101010101 * K));
-    const __m256i found = _mm256_shuffle_epi8(x.v, to);
-    return _mm_or_si128(_mm256_castsi256_si128(found), _mm256_extracti128_si256(found, 1));
+// Halves from byte K of every lane, then bytes 1: gathered within 128 bits, then brought together.
+template <int K> inline __m256i gathered(I x) {
+    const int low = 0x05040100 + 0x01010101 * K, high = 0x0d0c0908 + 0x01010101 * K;
+    const __m256i to = _mm256_setr_epi32(low, high, 0x0d090501, -1, low, high, 0x0d090501, -1);
+    return _mm256_permutevar8x32_epi32(_mm256_shuffle_epi8(x.v, to), _mm256_setr_epi32(0, 1, 4, 5, 2, 6, 3, 7));
 }
+template <int K> inline __m128i halves(I x) { return _mm256_castsi256_si128(gathered<K>(x)); }
 template <int K> inline void store_half(uint16_t *p, I x) { _mm_storeu_si128((__m128i *)p, halves<K>(x)); }
 template <int K> inline void store_byte(uint8_t *p, I x) {
-    const __m256i low = _mm256_setr_epi32(0x0c080400, -1, -1, -1, -1, 0x0c080400, -1, -1);
-    const __m256i to = _mm256_add_epi8(low, _mm256_setr_epi32(0x01010101 * K, 0, 0, 0, 0, 0x01010101 * K, 0, 0));
-    const __m256i found = _mm256_shuffle_epi8(x.v, to);
-    _mm_storel_epi64((__m128i *)p, _mm_or_si128(_mm256_castsi256_si128(found), _mm256_extracti128_si256(found, 1)));
+    if (K == 1)  // compilers see that these come with the upper halves
+        return _mm_storel_epi64((__m128i *)p, _mm256_extracti128_si256(gathered<2>(x), 1));
+    const __m256i found = _mm256_shuffle_epi8(x.v, _mm256_set1_epi32(0x0c080400 + 0x01010101 * K));
+    const __m256i order = _mm256_setr_epi32(0, 4, 0, 4, 0, 4, 0, 4);
+    _mm_storel_epi64((__m128i *)p, _mm256_castsi256_si128(_mm256_permutevar8x32_epi32(found, order)));
 }
 inline void store(uint8_t *p, I x) { store_byte<0>(p, x); }
 inline void store(int8_t *p, I x) { store_byte<0>((uint8_t *)p, x); }

@@ -24,6 +24,7 @@ struct untouched : Single {
 
 // A value for each row or matrix, read where there are more of others.
 struct of_rows : Single {
+    static constexpr bool WIDE = true;
     const float *__restrict at;
     int mask = -1;
 
@@ -35,6 +36,7 @@ struct of_rows : Single {
 
 // The value of a tensor.
 struct of_tensor : Single {
+    static constexpr bool WIDE = true;
     const F value;
 
     of_tensor(char *first, char *const *) : value(*(const float *)first) {}

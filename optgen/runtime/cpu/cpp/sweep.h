@@ -5,6 +5,7 @@
 // scales by; between them stands a stage for the blocks' own values, a vector of blocks at a time.  A value that is
 // relative to another begins in the loop in which the other's new root is known.
 #pragma once
+#include <type_traits>
 #include <utility>
 
 #include "optgen.h"
@@ -31,9 +32,10 @@ struct Product {
 // KEPT       arrays of a tile
 // ROOTED     the root is encoded in the place of the value
 // HAS_ROOT   there is a function `root`
+// WIDE       reads floats of more bits than bf16, whose NaNs may have any payload
 struct Codec {
     static constexpr int NOISE = 0, LOOPS = 1, ROOT_LOOP = 0, READS = 1, DRAWS = 0, KEPT = 0;
-    static constexpr bool ROOTED = false, HAS_ROOT = false;
+    static constexpr bool ROOTED = false, HAS_ROOT = false, WIDE = false;
     struct In {};                   // what is read of a block
     struct Head {};                 // what a loop reads and finds of a block
     In in(int) const { return {}; }
@@ -75,6 +77,7 @@ template <int BLOCK, class T> struct OfBlocks {
 // fp32 as it is.
 struct full_nearest : Codec {
     static constexpr int FIELDS = 1;
+    static constexpr bool WIDE = true;
     float *__restrict code_at;
 
     full_nearest(char *first, char *const *) : code_at((float *)first) {}
@@ -156,8 +159,13 @@ template <class Layout, class Rule, class Grad, class P, class... V> struct Swee
         return out;
     }
     static constexpr int LOOPS = loops();
-    // True if the weight has a loop of its own: one of 16 bits costs more to read and write than to wait for.
+    // True if all NaNs are made of bf16 ones or nothing: their patterns stay NaN with 0x80ff or less added.
+    static constexpr bool SHORT = std::is_same<Grad, bfloat16>::value && !(P::WIDE || ... || V::WIDE);
+    // True if the weight waits for a later loop: one of 16 bits costs more to read and write than to wait for.
     static constexpr bool APART = BLOCK > 1 && LOOPS > 1 && Rule::APART > (Layout::COLUMNS[0].bytes < 4 ? 0 : 1);
+
+    // True if it comes with loop 1, whose arrays it reads; with 16 registers, not 32, AdamW takes 5 % longer so.
+    static constexpr bool JOINED = APART && W == 16;
 
     // The arrays of a value: what it is encoded from; its new value and the root of that, for the weight.
     template <class T> static constexpr bool input() { return T::WRITTEN && (offset<T>() || T::READS >> 1); }
@@ -365,6 +373,8 @@ template <class Layout, class Rule, class Grad, class P, class... V> struct Swee
                 const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
                 if constexpr (L || !APART)
                     fetch_columns<L>(at, b);
+                if constexpr (L == 1 && JOINED)
+                    fetch_columns<0>(at, b);
                 if constexpr (L == 0 && APART)
                     fetch_weight(at, b);
                 const All<Of<V, typename V::In>...> ins{{static_cast<V &>(all).in(b)}...};
@@ -377,6 +387,8 @@ template <class Layout, class Rule, class Grad, class P, class... V> struct Swee
                     } else {
                         const auto noise = words.kept(i);
                         F roots[COUNT + 1];
+                        if constexpr (L == 1 && JOINED)
+                            weight(i);
                         (encode<L, RAGGED, false, V>(all, heads, arrays, F(0.0f), roots, i, end, noise), ...);
                         (encode<L, RAGGED, true, V>(all, heads, arrays, F(0.0f), roots, i, end, noise), ...);
                     }
@@ -384,21 +396,21 @@ template <class Layout, class Rule, class Grad, class P, class... V> struct Swee
                 (tail<L>(static_cast<V &>(all), static_cast<Head<L, V> &>(heads).at, b), ...);
             }
         }
+        OPTGEN_INLINE void weight(int i) const {
+            put(i, rule.weight(get(i), Grad::load(g_at + i), Later<V>{arrays, i}...), words.kept(i));
+        }
         // The weight's own loop: it hides how long the blocks' stage before it takes, 4 % of AdamW int8_split24.
         OPTGEN_INLINE void weights() const {
             for (int b = 0; b < extent; b++) {
                 fetch_columns<0>(at, b);
-                for (int k = 0; k < BLOCK; k += W) {
-                    const int i = b * BLOCK + k;
-                    const auto noise = words.kept(i);
-                    put(i, rule.weight(get(i), Grad::load(g_at + i), Later<V>{arrays, i}...), noise);
-                }
+                for (int k = 0; k < BLOCK; k += W)
+                    weight(b * BLOCK + k);
             }
         }
         template <int L> OPTGEN_INLINE void rest() const {
             if constexpr (L < LOOPS) {
                 stage<L>();
-                if constexpr (L == 1 && APART)
+                if constexpr (L == 1 && APART && !JOINED)
                     weights();
                 loop<L>();
                 rest<L + 1>();
