@@ -23,7 +23,7 @@ NAMES = RESERVED | frozenset(
     "All APART Arrays at b blocks_ Codec code_at DRAWS encode end FIELDS first full_nearest g h HAS_ROOT Head head i "
     "in In Later Loop LOOPS more most_of next NEXT Of p pack_codes plus Product READS root ROOT ROOTED ROOT_LOOP set "
     "of_head_1 of_head_2 of_head_3 of_in OfBlocks start states step Sweep tail tile times unpack_codes Value VALUE "
-    "weight x c".split()
+    "weight WIDE x c N".split()
 )
 """Names that joined text gives itself, beside the words of all C++ text."""
 _OF_STAGES = RESERVED | frozenset("All Codec g Loop OPTGEN_INLINE p Product Sweep Value".split())

@@ -151,7 +151,7 @@ class LogMinMax(PseudoLog):
             offset = noise.fraction(24) + (half * scale - (1 << 23))
         else:
             base, offset = start, 0
-        # Sum, minimum and maximum with 0 are one instruction on sm_90; the other way round saves CPUs a hundredth.
+        # Sum, minimum and maximum with 0 are one instruction on sm_90; C++ turns it round (driver/cpp_text.py).
         position = maximum(minimum(pattern - base, self.highest - base), 0) * scale + offset
         code = lshr(position, 24)
         header = ((first - (self.lowest >> unit)) << 8) | cells
