@@ -59,5 +59,6 @@ def test_no_nan_turns_into_a_number(plan: str, isa: str, tmp_path: Path) -> None
         g.view(bits).view(-1)[: len(odd)] = torch.tensor(odd, dtype=bits)
         items = [(taken.buffers, g, taken.stream)]
         key = step_key(run.seed, run.steps + 1)
-        pair.run_cpp(items, run.steps + 1, key, isa, 1, **run.hypers, **run.host_states)
+        with nullcontext() if kind is torch.float32 else harness.unoptimized():
+            pair.run_cpp(items, run.steps + 1, key, isa, 1, **run.hypers, **run.host_states)
         assert taken.buffers["p"].view(-1)[: len(odd)].isnan().all(), kind
