@@ -234,7 +234,8 @@ def assert_at_rest(cell: Cell, step: Callable[[Run, Tensor], None] = Run.step) -
         assert product.same_bits({k: run.buffers[k] for k in before}, before)
 
 
-@pytest.mark.parametrize("cell", of_pairs("rest"))
+# FTRL's weights follow from gradients alone, and Nero's rows have mean 0 and norm 1.
+@pytest.mark.parametrize("cell", of_pairs("rest", lambda spec: spec not in ("ftrl", "nero")))
 def test_without_gradient_state_and_decay_the_weight_keeps_its_bits(cell: Cell) -> None:
     assert_at_rest(Cell(cell.spec, cell.plan, PARAMS[zlib.crc32(str(cell).encode()) % len(PARAMS)]))
 
