@@ -302,7 +302,7 @@ def test_stacks_are_the_matrices_of_parameters_of_their_own(backend: str) -> Non
     [
         ("SOAPMuon", ["left", "right"], r"\[48, 95\]"),
         ("Kron", ["left", "right"], r"\[48, 95\]"),
-        ("GaLore", ["low_avg", "low_avg_sq", "projector"], r"\[96, 128\]"),
+        ("GaLore", ["low_avg_sq", "low_avg", "projector"], r"\[96, 128\]"),
     ],
 )
 def test_states_that_were_saved_in_fp32_are_encoded(name: str, states: list[str], codes: str) -> None:

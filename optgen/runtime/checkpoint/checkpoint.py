@@ -592,13 +592,17 @@ class _Reading:
 
 def _encoded(variant: Variant, p: Tensor, entry: dict[str, Any]) -> dict[str, Any]:
     """Return an entry with codes of matrix states that the plan kept in fp32 when they were saved, as triangular ones
-    and those of low rank once were; those of a parameter of several ranks stay, and do not fit."""
-    made = dict(entry)
+    and those of low rank once were.  DTensors are assembled first, and each rank takes its part of the codes."""
+    fp32: dict[str, Tensor] = {}
     for name in variant.eager.matrices:
         field, x = next(f.of_values for f in variant.fields if f.owner == name), entry.get(name)
-        if type(x) is Tensor and x.is_floating_point() and tuple(x.shape) == layout.field_shape(field, p.shape):
+        if isinstance(x, Tensor) and x.is_floating_point() and tuple(x.shape) == layout.field_shape(field, p.shape):
+            fp32[name] = sharding.full(x)
+    made = dict(entry)
+    for name, x in fp32.items():
+        if variant.eager.over.get(name, name) in fp32:
             del made[name]
-            made |= layout.matrix_fields(variant, name, entry, p.shape, x.device)
+            made |= layout.matrix_fields(variant, name, fp32, p.shape, x.device)
     return made
 
 

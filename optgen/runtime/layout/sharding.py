@@ -324,13 +324,8 @@ class Parts:
 
     def weight(self, p: Any) -> Tensor:
         """The weight that stands beside this rank's states: its part of it, or all of it."""
-        part: Tensor = local(p).detach()
-        if not self.gathered:
-            return part
-        wanted = Whole(self.layout, part)
-        gather([wanted])
-        assert wanted.found is not None
-        return wanted.found
+        part: Tensor = (full if self.gathered else local)(p)
+        return part.detach()
 
     def wrapped(self, entry: Mapping[str, Any]) -> dict[str, Any]:
         """A state made for `weight`, as it is kept: DTensors."""
@@ -703,6 +698,15 @@ def gather(items: Sequence[Whole]) -> None:
                 data = data[: math.prod(shape) * item.value.element_size()].view(item.value.dtype).view(shape)
                 item.found[tuple(slice(a, b) for a, b in spans)] = data
             begin += size
+
+
+def full(x: Any) -> Any:
+    """Return all of a DTensor, for which all ranks of its mesh ask; anything else as it is."""
+    if not is_sharded(x):
+        return x
+    wanted = Whole(layout_of(x), local(x).detach())
+    gather([wanted])
+    return wanted.found
 
 
 def move(items: Sequence[Move]) -> Callable[[], None]:
