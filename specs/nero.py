@@ -1,8 +1,18 @@
 """Nero: steps of one relative size for each neuron, whose weights have mean 0 and norm 1."""
 
 from optgen.lang import (
-    flag, hyper, mean, nonneg, optimizer, row, row_mean, row_sum, shape_flag, sqrt, state, tensor_state, where,
+    columns, flag, hyper, maximum, mean, nonneg, optimizer, row, row_mean, row_sum, shape_flag, sqrt, state,
+    tensor_state, where,
 )  # fmt: skip
+
+
+def centred(p):
+    """The mean of each row, and its norm without it.
+
+    Rows are nearly centred but at first, so that little cancels.
+    """
+    average = row_mean(p)
+    return average, sqrt(maximum(row_sum(p * p) - columns(p) * average * average, 0.0))
 
 
 @optimizer(cite="Liu et al. 2021, arXiv:2102.07227", matrix="first")
@@ -31,13 +41,14 @@ def nero(
         exp_avg_sq = beta * exp_avg_sq + (1 - beta) * row_sum(g * g)
         length = exp_avg_sq
         if constraints:
-            p = where(begins, p - row_mean(p), p)
-            p = where(begins, 1 / (sqrt(row_sum(p * p)) + eps), 1.0) * p
-        norms = sqrt(row_sum(p * p))
+            average, size = centred(p)
+            p, norms = where(begins, (p - average) / (size + eps), p), size / (size + eps)
+        else:
+            norms = sqrt(row_sum(p * p))
     typical = mean(norms)
     scale = where(begins, where(typical > 0, typical, 0.01), scale)
     p = p - lr * scale * g / (sqrt(length / (1 - beta**t)) + eps)
     if constraints and matrix:
-        p = p - row_mean(p)
-        p = p / (sqrt(row_sum(p * p)) + eps)
+        average, size = centred(p)
+        p = (p - average) / (size + eps)
     return p, exp_avg_sq, square_avg, scale

@@ -12,8 +12,8 @@ from optgen.runtime.gpu.prelude import minus, reciprocal
 
 @triton.jit
 def nero_1_tile(PLAN: tl.constexpr, p, g, live, MASKED: tl.constexpr):
-    """The terms of row_sum_of_p, row_sum_for_exp_avg_sq."""
-    return p, g
+    """The terms of row_sum_for_average, row_sum_for_size, row_sum_for_exp_avg_sq."""
+    return p, p, g
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -23,192 +23,120 @@ def nero_1_sweep(table, work, step_key: tl.int32, SWEEP: tl.constexpr):
 
 @triton.jit
 def nero_2_values(
-    exp_avg_sq, row_sum_for_exp_avg_sq, row_sum_of_p, extent_columns, beta, eps, grad_scale_times_grad_scale,
-    one_minus_beta, one_minus_beta_pow_t,
+    exp_avg_sq, row_sum_for_average, row_sum_for_size, row_sum_for_exp_avg_sq, extent_columns, beta, eps,
+    grad_scale_times_grad_scale, one_minus_beta, one_minus_beta_pow_t,
 ):
-    """The new exp_avg_sq, one_over_row_add, row_sum_of_p_over_columns."""
-    exp_avg_sq = tl.fma(one_minus_beta, grad_scale_times_grad_scale * row_sum_for_exp_avg_sq, beta * exp_avg_sq)  # 31
-    return exp_avg_sq, 1.0 / (tl.sqrt(exp_avg_sq / one_minus_beta_pow_t) + eps), row_sum_of_p / extent_columns
-
-
-@triton.jit
-def nero_2_between(
-    table, work, beta: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
-    one_minus_beta: tl.float32, one_minus_beta_pow_t: tl.float32, LEVEL: tl.constexpr,
-):
-    rounds(
-        table, work, nero_2_values, LEVEL, 0, (beta, eps, grad_scale_times_grad_scale, one_minus_beta,
-        one_minus_beta_pow_t),
+    """The new exp_avg_sq, average, one_over_row_add, one_over_size_plus_eps; the terms of
+    tensor_sum_for_typical."""
+    exp_avg_sq = tl.fma(one_minus_beta, grad_scale_times_grad_scale * row_sum_for_exp_avg_sq, beta * exp_avg_sq)  # 41
+    average = row_sum_for_average / extent_columns  # 44
+    # 44
+    size = tl.sqrt(
+        tl.maximum(
+            tl.fma(minus(extent_columns * average), average, row_sum_for_size), 0.0, propagate_nan=tl.PropagateNan.ALL
+        )
     )
+    size_add = size + eps
+    norms = size / size_add  # 45
+    return exp_avg_sq, average, 1.0 / (tl.sqrt(exp_avg_sq / one_minus_beta_pow_t) + eps), 1.0 / size_add, norms
 
 
 @triton.jit
-def nero_3_tile(
-    PLAN: tl.constexpr, p, row_sum_of_p_over_columns, where_le_t_one_one_zero, live, MASKED: tl.constexpr,
-):
-    """The terms of row_sum_of_p_2."""
-    p = tl.where(0.0 < where_le_t_one_one_zero, p - row_sum_of_p_over_columns, p)  # 34
-    return (p,)
-
-
-@triton.jit(do_not_specialize=["step_key"])
-def nero_3_sweep(table, work, where_le_t_one_one_zero: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr):
-    walk(table, work, nero_3_tile, SWEEP, (where_le_t_one_one_zero,), step_key)
-
-
-@triton.jit
-def nero_4_values(row_sum_of_p_2, eps, where_le_t_one_one_zero):
-    """The new one_over_sqrt_row_sum_of_p_2_plus_eps_2."""
-    return (tl.where(0.0 < where_le_t_one_one_zero, 1.0 / (tl.sqrt(row_sum_of_p_2) + eps), 1.0),)
-
-
-@triton.jit
-def nero_4_between(table, work, eps: tl.float32, where_le_t_one_one_zero: tl.float32, LEVEL: tl.constexpr):
-    rounds(table, work, nero_4_values, LEVEL, 0, (eps, where_le_t_one_one_zero))
-
-
-@triton.jit
-def nero_5_tile(
-    PLAN: tl.constexpr, p, one_over_sqrt_row_sum_of_p_2_plus_eps_2, row_sum_of_p_over_columns,
-    where_le_t_one_one_zero, live, MASKED: tl.constexpr,
-):
-    """The terms of row_sum_for_norms."""
-    p = tl.where(0.0 < where_le_t_one_one_zero, p - row_sum_of_p_over_columns, p)  # 34
-    p = one_over_sqrt_row_sum_of_p_2_plus_eps_2 * p  # 35
-    return (p,)
-
-
-@triton.jit(do_not_specialize=["step_key"])
-def nero_5_sweep(table, work, where_le_t_one_one_zero: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr):
-    walk(table, work, nero_5_tile, SWEEP, (where_le_t_one_one_zero,), step_key)
-
-
-@triton.jit
-def nero_6_values(row_sum_for_norms):
-    """The terms of tensor_sum_for_typical."""
-    norms = tl.sqrt(row_sum_for_norms)  # 36
-    return (norms,)
-
-
-@triton.jit
-def nero_7_values(extent_columns, extent_elements):
+def nero_3_values(extent_columns, extent_elements):
     """The new elements_over_columns."""
     return (extent_elements / extent_columns,)
 
 
 @triton.jit
-def nero_8_values(scale, tensor_sum_for_typical, elements_over_columns, lr, where_le_t_one_one_zero):
+def nero_4_values(scale, tensor_sum_for_typical, elements_over_columns, lr, where_le_t_one_one_zero):
     """The new scale, lr_times_scale_2."""
-    typical = tensor_sum_for_typical / elements_over_columns  # 37
-    scale = tl.where(0.0 < where_le_t_one_one_zero, tl.where(0.0 < typical, typical, 0.01), scale)  # 38
+    typical = tensor_sum_for_typical / elements_over_columns  # 48
+    scale = tl.where(0.0 < where_le_t_one_one_zero, tl.where(0.0 < typical, typical, 0.01), scale)  # 49
     return scale, lr * scale
 
 
 @triton.jit
-def nero_9_values(lr_times_scale_2, one_over_row_add):
+def nero_5_values(lr_times_scale_2, one_over_row_add):
     """The new lr_times_scale_2_times_one_over_row_add."""
     return (lr_times_scale_2 * one_over_row_add,)
 
 
 @triton.jit
-def nero_6_between(table, work, lr: tl.float32, where_le_t_one_one_zero: tl.float32, LEVEL: tl.constexpr):
-    rounds(table, work, nero_6_values, LEVEL, 0, ())
-    rounds(table, work, nero_7_values, LEVEL, 1, ())
-    rounds(table, work, nero_8_values, LEVEL, 2, (lr, where_le_t_one_one_zero))
-    rounds(table, work, nero_9_values, LEVEL, 3, ())
+def nero_2_between(
+    table, work, beta: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
+    one_minus_beta: tl.float32, one_minus_beta_pow_t: tl.float32, lr: tl.float32,
+    where_le_t_one_one_zero: tl.float32, LEVEL: tl.constexpr,
+):
+    rounds(
+        table, work, nero_2_values, LEVEL, 0, (beta, eps, grad_scale_times_grad_scale, one_minus_beta,
+        one_minus_beta_pow_t),
+    )
+    rounds(table, work, nero_3_values, LEVEL, 1, ())
+    rounds(table, work, nero_4_values, LEVEL, 2, (lr, where_le_t_one_one_zero))
+    rounds(table, work, nero_5_values, LEVEL, 3, ())
 
 
 @triton.jit
-def nero_10_tile(
-    PLAN: tl.constexpr, p, g, one_over_sqrt_row_sum_of_p_2_plus_eps_2, row_sum_of_p_over_columns,
-    lr_times_scale_2_times_one_over_row_add, grad_scale, where_le_t_one_one_zero, live, MASKED: tl.constexpr,
+def nero_6_tile(
+    PLAN: tl.constexpr, p, g, average, one_over_size_plus_eps, lr_times_scale_2_times_one_over_row_add, grad_scale,
+    where_le_t_one_one_zero, live, MASKED: tl.constexpr,
 ):
-    """The terms of row_sum_of_p_3."""
-    p = tl.where(0.0 < where_le_t_one_one_zero, p - row_sum_of_p_over_columns, p)  # 34
-    p = one_over_sqrt_row_sum_of_p_2_plus_eps_2 * p  # 35
-    p = tl.fma(minus(grad_scale * lr_times_scale_2_times_one_over_row_add), g, p)  # 39
-    return (p,)
+    """The terms of row_sum_for_average_2, row_sum_for_size_2."""
+    p = tl.where(0.0 < where_le_t_one_one_zero, (p - average) * one_over_size_plus_eps, p)  # 45
+    p = tl.fma(minus(grad_scale * lr_times_scale_2_times_one_over_row_add), g, p)  # 50
+    return p, p
 
 
 @triton.jit(do_not_specialize=["step_key"])
-def nero_10_sweep(
+def nero_6_sweep(
     table, work, grad_scale: tl.float32, where_le_t_one_one_zero: tl.float32, step_key: tl.int32,
     SWEEP: tl.constexpr,
 ):
-    walk(table, work, nero_10_tile, SWEEP, (grad_scale, where_le_t_one_one_zero), step_key)
+    walk(table, work, nero_6_tile, SWEEP, (grad_scale, where_le_t_one_one_zero), step_key)
 
 
 @triton.jit
-def nero_11_values(row_sum_of_p_3, extent_columns):
-    """The new row_sum_of_p_3_over_columns."""
-    return (row_sum_of_p_3 / extent_columns,)
+def nero_7_values(row_sum_for_average_2, row_sum_for_size_2, extent_columns, eps):
+    """The new average_2, one_over_size_2_plus_eps."""
+    average = row_sum_for_average_2 / extent_columns  # 52
+    # 52
+    size = tl.sqrt(
+        tl.maximum(
+            tl.fma(minus(extent_columns * average), average, row_sum_for_size_2), 0.0, propagate_nan=tl.PropagateNan.ALL
+        )
+    )
+    return average, 1.0 / (size + eps)
 
 
 @triton.jit
-def nero_11_between(table, work, LEVEL: tl.constexpr):
-    rounds(table, work, nero_11_values, LEVEL, 0, ())
+def nero_7_between(table, work, eps: tl.float32, LEVEL: tl.constexpr):
+    rounds(table, work, nero_7_values, LEVEL, 0, (eps,))
 
 
 @triton.jit
-def nero_12_tile(
-    PLAN: tl.constexpr, p, g, one_over_sqrt_row_sum_of_p_2_plus_eps_2, row_sum_of_p_over_columns,
-    lr_times_scale_2_times_one_over_row_add, row_sum_of_p_3_over_columns, grad_scale, where_le_t_one_one_zero, live,
-    MASKED: tl.constexpr,
-):
-    """The terms of row_sum_of_p_4."""
-    p = tl.where(0.0 < where_le_t_one_one_zero, p - row_sum_of_p_over_columns, p)  # 34
-    p = one_over_sqrt_row_sum_of_p_2_plus_eps_2 * p  # 35
-    p = tl.fma(minus(grad_scale * lr_times_scale_2_times_one_over_row_add), g, p)  # 39
-    p = p - row_sum_of_p_3_over_columns              # 41
-    return (p,)
-
-
-@triton.jit(do_not_specialize=["step_key"])
-def nero_12_sweep(
-    table, work, grad_scale: tl.float32, where_le_t_one_one_zero: tl.float32, step_key: tl.int32,
-    SWEEP: tl.constexpr,
-):
-    walk(table, work, nero_12_tile, SWEEP, (grad_scale, where_le_t_one_one_zero), step_key)
-
-
-@triton.jit
-def nero_13_values(row_sum_of_p_4, eps):
-    """The new one_over_sqrt_row_sum_of_p_4_plus_eps."""
-    return (1.0 / (tl.sqrt(row_sum_of_p_4) + eps),)
-
-
-@triton.jit
-def nero_13_between(table, work, eps: tl.float32, LEVEL: tl.constexpr):
-    rounds(table, work, nero_13_values, LEVEL, 0, (eps,))
-
-
-@triton.jit
-def nero_14_tile(
-    PLAN: tl.constexpr, p, g, one_over_sqrt_row_sum_of_p_2_plus_eps_2, row_sum_of_p_over_columns,
-    lr_times_scale_2_times_one_over_row_add, row_sum_of_p_3_over_columns, one_over_sqrt_row_sum_of_p_4_plus_eps,
-    grad_scale, where_le_t_one_one_zero, live, MASKED: tl.constexpr,
+def nero_8_tile(
+    PLAN: tl.constexpr, p, g, average, one_over_size_plus_eps, lr_times_scale_2_times_one_over_row_add, average_2,
+    one_over_size_2_plus_eps, grad_scale, where_le_t_one_one_zero, live, MASKED: tl.constexpr,
 ):
     """The new p."""
-    p = tl.where(0.0 < where_le_t_one_one_zero, p - row_sum_of_p_over_columns, p)  # 34
-    p = one_over_sqrt_row_sum_of_p_2_plus_eps_2 * p  # 35
-    p = tl.fma(minus(grad_scale * lr_times_scale_2_times_one_over_row_add), g, p)  # 39
-    p = p - row_sum_of_p_3_over_columns              # 41
-    p = p * one_over_sqrt_row_sum_of_p_4_plus_eps    # 42
+    p = tl.where(0.0 < where_le_t_one_one_zero, (p - average) * one_over_size_plus_eps, p)  # 45
+    p = tl.fma(minus(grad_scale * lr_times_scale_2_times_one_over_row_add), g, p)  # 50
+    p = (p - average_2) * one_over_size_2_plus_eps  # 53
     return (p,)
 
 
 @triton.jit(do_not_specialize=["step_key"])
-def nero_14_sweep(
+def nero_8_sweep(
     table, work, grad_scale: tl.float32, where_le_t_one_one_zero: tl.float32, step_key: tl.int32,
     SWEEP: tl.constexpr,
 ):
-    walk(table, work, nero_14_tile, SWEEP, (grad_scale, where_le_t_one_one_zero), step_key)
+    walk(table, work, nero_8_tile, SWEEP, (grad_scale, where_le_t_one_one_zero), step_key)
 
 
 @triton.jit
 def nero_no_matrix_1_tile(PLAN: tl.constexpr, p, live, MASKED: tl.constexpr):
     """The terms of tensor_sum_for_typical."""
-    norms = tl.abs(p)  # 29
+    norms = tl.abs(p)  # 39
     return (norms,)
 
 
@@ -220,8 +148,8 @@ def nero_no_matrix_1_sweep(table, work, step_key: tl.int32, SWEEP: tl.constexpr)
 @triton.jit
 def nero_no_matrix_2_values(scale, tensor_sum_for_typical, extent_elements, lr, where_le_t_one_one_zero):
     """The new scale, lr_times_scale_2."""
-    typical = tensor_sum_for_typical / extent_elements  # 37
-    scale = tl.where(0.0 < where_le_t_one_one_zero, tl.where(0.0 < typical, typical, 0.01), scale)  # 38
+    typical = tensor_sum_for_typical / extent_elements  # 48
+    scale = tl.where(0.0 < where_le_t_one_one_zero, tl.where(0.0 < typical, typical, 0.01), scale)  # 49
     return scale, lr * scale
 
 
@@ -236,11 +164,11 @@ def nero_no_matrix_3_tile(
     scalar_1, eps_over_sqrt_one_over_one_minus_beta_pow_t, live, MASKED: tl.constexpr,
 ):
     """The new p, square_avg."""
-    # 28
+    # 38
     square_avg = tl.fma(
         one_minus_beta_times_grad_scale_times_grad_scale * g, g, times(beta, square_avg, PLAN.square_avg)
     )
-    # 39
+    # 50
     p = tl.fma(
         minus(scalar_1 * lr_times_scale_2 * g),
         reciprocal(tl.sqrt(square_avg) + eps_over_sqrt_one_over_one_minus_beta_pow_t), p
@@ -277,8 +205,8 @@ def nero_no_constraints_2_values(
     one_minus_beta_pow_t,
 ):
     """The new exp_avg_sq, one_over_row_add; the terms of tensor_sum_for_typical."""
-    exp_avg_sq = tl.fma(one_minus_beta, grad_scale_times_grad_scale * row_sum_for_exp_avg_sq, beta * exp_avg_sq)  # 31
-    norms = tl.sqrt(row_sum_for_norms)  # 36
+    exp_avg_sq = tl.fma(one_minus_beta, grad_scale_times_grad_scale * row_sum_for_exp_avg_sq, beta * exp_avg_sq)  # 41
+    norms = tl.sqrt(row_sum_for_norms)  # 47
     return exp_avg_sq, 1.0 / (tl.sqrt(exp_avg_sq / one_minus_beta_pow_t) + eps), norms
 
 
@@ -292,9 +220,9 @@ def nero_no_constraints_2_between(
         table, work, nero_no_constraints_2_values, LEVEL, 0, (beta, eps, grad_scale_times_grad_scale, one_minus_beta,
         one_minus_beta_pow_t),
     )
-    rounds(table, work, nero_7_values, LEVEL, 1, ())
-    rounds(table, work, nero_8_values, LEVEL, 2, (lr, where_le_t_one_one_zero))
-    rounds(table, work, nero_9_values, LEVEL, 3, ())
+    rounds(table, work, nero_3_values, LEVEL, 1, ())
+    rounds(table, work, nero_4_values, LEVEL, 2, (lr, where_le_t_one_one_zero))
+    rounds(table, work, nero_5_values, LEVEL, 3, ())
 
 
 @triton.jit
@@ -302,7 +230,7 @@ def nero_no_constraints_6_tile(
     PLAN: tl.constexpr, p, g, lr_times_scale_2_times_one_over_row_add, grad_scale, live, MASKED: tl.constexpr,
 ):
     """The new p."""
-    p = tl.fma(minus(grad_scale * lr_times_scale_2_times_one_over_row_add), g, p)  # 39
+    p = tl.fma(minus(grad_scale * lr_times_scale_2_times_one_over_row_add), g, p)  # 50
     return (p,)
 
 
