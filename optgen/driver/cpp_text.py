@@ -97,4 +97,5 @@ def _clamped(step: Step) -> Step:
     (stage,) = step.stages
     program = stage.schedule.program
     intervals = Intervals(dict(program.ranges))
-    return replace(step, stages=(replace(stage, schedule=passes.run(program.map(Rewriter(rule)))),))
+    schedule = passes.name(passes.place(passes.share(program.map(Rewriter(rule)))))
+    return replace(step, stages=(replace(stage, schedule=schedule),))
