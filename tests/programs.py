@@ -35,7 +35,10 @@ import optgen.lang
 from optgen.base.errors import UserError
 from optgen.driver import targets
 from optgen.driver.compile import compile as compiled
+from optgen.lang.draws import KEYS
+from optgen.lang.spec import draw_of
 from optgen.runtime.cpu import native
+from optgen.runtime.records.keys import DRAW, stream_key
 from optgen.verify.differential import Trial, Values, compare, enclose, reading
 from optgen.verify.intervals import FAST, STRICT, Interval
 from tests import harness
@@ -103,6 +106,9 @@ STATISTICS = {
 NORMS = ("mat_norm", "norm", "rms", "model_norm")
 
 
+OF_WHOLE = ("left", "basis", "upper")
+
+
 class Writer:
     """Draws the text of a rule; knows which names have a value of which space, and which are never negative."""
 
@@ -111,6 +117,7 @@ class Writer:
         self.names: dict[str, list[str]] = {space: [] for space in LOWER} | {"elem": ["g", "p"]}
         self.nonneg: dict[str, list[str]] = {space: [] for space in LOWER}
         self.states: dict[str, str] = {}
+        self.inputs: dict[str, str] = {}
         self.hypers = {"lr": "hyper(1e-2, ge=0)"}
         self.lines: list[str] = []
         self.spaces = {"elem", "host"}  # in which values may be made here
@@ -246,7 +253,7 @@ class Writer:
 
     def step_of_matrices(self) -> list[str]:
         """Return a statement with functions of whole matrices."""
-        left, basis = "left" in self.states, "basis" in self.states
+        left, basis, upper = (name in self.states for name in OF_WHOLE)
         forms = [
             lambda: f"u = newton_schulz({self.full('elem', 1, False)})", lambda: "u = polar(u + 0 * g)",
             lambda: "u = gram(u + 0 * g) @ g / (1 + trace(gram(g)))", lambda: "u = top_rows(u + 0 * g, 0.5)",
@@ -262,6 +269,10 @@ class Writer:
             ]  # fmt: skip
         if basis:
             forms += [lambda: "basis = qr((u + 0 * g) @ (g.T @ basis) + basis)", lambda: "u = basis @ (basis.T @ g)"]
+        if upper:
+            solved = "u = solve_triangular(u + 0 * g, upper + identity(upper))"
+            forms += [lambda: "upper = 0.9 * upper + 0.1 * triangle(gram(g))", lambda: "u = upper @ (u + 0 * g)"]
+            forms += [lambda: solved]
         return [self.pick(*forms)()]
 
 
@@ -309,6 +320,7 @@ def rules(draw: Callable[..., Any]) -> tuple[str, bool]:
         for name, text in (
             ("left", f'matrix_state("rows", symmetric, when="matrix"{w.pick("", ", init=" + repr("identity"))})'),
             ("basis", 'low_rank_state("rows", rank="rank", when="matrix")'),
+            ("upper", 'matrix_state("rows", triangular, when="matrix")'),
         ):
             if w.count(1):
                 w.states[name], when[name] = text, "matrix"
@@ -316,6 +328,7 @@ def rules(draw: Callable[..., Any]) -> tuple[str, bool]:
     _body(w, level, flags, when, inside)
     _prune(w)
     signature = ["p", "g", *(["t"] if w.takes_step else []), *(f"{k}={v}" for k, v in w.states.items()), "*"]
+    signature[-1:] = [*(f"{k}={v}" for k, v in w.inputs.items()), "*"]
     signature += [f"{k}={v}" for k, v in {**w.hypers, **flags}.items()]
     matrix = w.pick("", "", *(f'matrix="{x}"' for x in ("first", "heads", "blocks"))) if level != "elem" else ""
     shown = [s for s, decl in w.states.items() if decl.startswith("state(") and s not in when][: not w.count(3)]
@@ -327,7 +340,24 @@ def rules(draw: Callable[..., Any]) -> tuple[str, bool]:
     around += [f'low_rank(drawn, "{s}", when="matrix")' for s, decl in w.states.items()
                if "matrix" in flags and decl == "state()"] * 2  # fmt: skip
     lines += [f"\n\ndrawn = {w.pick(*around)}"] * (not w.count(3))
+    lines += _around_drawn(w) * (not shown and not w.count(4))
     return "\n".join(lines), level == "matrices"
+
+
+def _around_drawn(w: Writer) -> list[str]:
+    """Return the text of a wrapper of the user's own around what there is."""
+    g = w.pick("g", "w0", "0.5 * g", "clip(g, -1.0, 1.0)", "g / (norm(g) + 1.0)", "g + 0.01 * normal(2)")
+    kept = f"w0 = damping * w0 + (1 - damping) * {w.pick('g', 'abs(g)', 'g * g')}"
+    kept = w.pick(kept, f"if now:\n        {kept}")
+    step, result = w.pick(
+        (f"new = rule(p, {g})", "p + damping * (new - p)"), (f"new = rule(p, {g})", "where(w0 > 0.0, new, p)"),
+        (f"before, step = rule.split(p, {g})", "before - damping * step"),
+    )  # fmt: skip
+    now = ', now=flag(every="w_k"), w_k=hyper(2, ge=1, whole=True)' * ("now" in kept)
+    lines = w.pick([kept, step], [step, kept])
+    head = f"def around(rule, p, g, w0={w.pick('state()', 'state(init=1.0)')}, *, damping=hyper(0.5, ge=0, le=1){now}):"
+    return ["\n\n@wrapper()", head, *(f"    {line}" for line in lines), f"    return {result}, w0",
+            "\n\ndrawn = around(drawn)"]  # fmt: skip
 
 
 SHOWN = ("p + lr * ({0} - p)", "0.5 * (p + {0})", "{0} / 2 - p * lr", "-{0}")
@@ -349,6 +379,12 @@ def _body(w: Writer, level: str, flags: dict[str, str], when: Mapping[str, str],
             (w.nonneg if nonneg else w.names)[space].append(name)
 
     hide(*when)
+    if not w.count(4):
+        w.names["elem"].append("normal(0)")
+        w.nonneg["elem"].append("uniform(1)")
+    if not w.count(4):
+        w.inputs["x0"] = w.pick("input()", "input(nonneg)")
+        (w.nonneg if "nonneg" in w.inputs["x0"] else w.names)["elem"].append("x0")
     w.lines.append(f"    u = {w.full('elem', w.count(2), False)}")
     w.names["elem"].append("u")
     blocks: list[str] = [s for s in w.states if s not in when] + sorted(set(when.values())) + ["u"] * w.count(2)
@@ -391,11 +427,11 @@ def _body(w: Writer, level: str, flags: dict[str, str], when: Mapping[str, str],
 def _prune(w: Writer) -> None:
     """Drop what was declared and is not used; a state that nothing else reads is a part of the step."""
     others = lambda s: [line for line in w.lines if not line.strip().startswith(f"{s} =")]  # noqa: E731
-    for name in [s for s in ("left", "basis") if not _read(s, others(s))]:
+    for name in [s for s in OF_WHOLE if not _read(s, others(s))]:
         w.lines = [re.sub(rf"^( *){name} =.*", r"\1u = 0.5 * u", line) for line in w.lines]
         w.states.pop(name, None)
     last = next(k for k, line in enumerate(w.lines) if line.startswith("    p = "))
-    w.lines[last:last] = [f"    u = u + 0.1 * {s}" for s in w.states if not _read(s, others(s))]
+    w.lines[last:last] = [f"    u = u + 0.1 * {s}" for s in [*w.states, *w.inputs] if not _read(s, others(s))]
     for s in w.states:
         at = next((k for k, line in enumerate(w.lines) if line.strip().startswith(f"{s} =")), 0)
         if at and not _read(s, w.lines[: at + 1]):
@@ -475,7 +511,7 @@ def plans(draw: Callable[..., Any]) -> str:
     ) + ")"  # fmt: skip
 
 
-OF_WRAPPERS = {"max_norm": "clipped", "lookahead_k": "lookahead", "alpha": "lookahead"}
+OF_WRAPPERS = {"max_norm": "clipped", "lookahead_k": "lookahead", "alpha": "lookahead", "damping": "around"}
 
 
 @st.composite
@@ -493,6 +529,7 @@ def cases(draw: Callable[..., Any]) -> Case:
         ("switch", (True, False)), ("on", (True, False)), ("momentum", (0.0, 0.5)), ("lr", (1.0, 0.0)),
         ("beta", (0.0, 0.999)), ("eps", (1e-15, 1e-3)), ("weight_decay", (0.0,)), ("k", (1, 3)),
         ("max_norm", (1e-3, 1e10)), ("lookahead_k", (1, 2)), ("alpha", (1.0, 0.0)), ("rank", (2, 100)),
+        ("damping", (0.0, 1.0)),
     ):  # fmt: skip
         there = rf"^    {name}=(?!flag\(nonzero)|^drawn = {OF_WRAPPERS.get(name, 'none')}\("
         if re.search(there, rule, re.M) and not draw(st.integers(0, 2)):
@@ -541,6 +578,25 @@ def _around(inner: Callable[..., Any], step: Callable[..., Any], **more: Any) ->
     return around
 
 
+def _wrapper(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a wrapper of the user's own, whose function is given the rule and named values."""
+    arguments = inspect.signature(function).parameters
+
+    def step(on: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]:
+        new: dict[str, Any] = {}
+
+        def rule(p: Any, g: Any) -> Any:
+            new.update(on(values | {"p": p, "g": g}))
+            return new["p"]
+
+        rule.split = lambda p, g: (p, p - rule(p, g))  # type: ignore[attr-defined]
+        p, w0 = function(rule, **{k: values[k] for k in arguments if k != "rule"})
+        return {**new, "p": p, "w0": w0}
+
+    declared = {k: a.default for k, a in arguments.items() if a.default is not a.empty}
+    return lambda inner: _around(inner, step, **declared)
+
+
 def _lookahead(on: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]:
     new = on(values)
     if not values["sync"]:
@@ -578,19 +634,20 @@ NAMES: dict[str, Any] = {
     "total": np.sum, "mean": np.mean, "amax": np.max, "norm": lambda x: np.sqrt(np.sum(x * x)),
     "rms": lambda x: np.sqrt(np.mean(x * x)), "dot": lambda a, b: np.sum(a * b), "model_total": np.sum,
     "model_norm": lambda x: np.sqrt(np.sum(x * x)), "model_dot": lambda a, b: np.sum(a * b),
+    "triangle": np.triu, "identity": lambda x: np.broadcast_to(np.eye(x.shape[-1]), x.shape),
     "gram": lambda x: x @ np.swapaxes(x, -1, -2), "wide": lambda x: x if x.shape[-2] < x.shape[-1] else x.mT,
     "unwide": lambda like, x: np.full_like(like, np.nan),
     "trace": lambda x: np.trace(x, axis1=-2, axis2=-1)[..., None, None],
-    **dict.fromkeys("newton_schulz polar top_rows normal uniform finite inverse_root qr".split(), _nothing),
+    **dict.fromkeys("newton_schulz polar top_rows finite inverse_root qr solve_triangular".split(), _nothing),
     "lookahead": lambda f: _around(f, _lookahead, slow=_STATE, lookahead_k=_HYPER(5.0), alpha=_HYPER(0.5),
                                    sync=SimpleNamespace(kind="flag", every="lookahead_k")),
     "clipped": lambda f: _around(f, _clipped, max_norm=_HYPER(1.0)),
     "low_rank": lambda f, s, when: _around(
         f, partial(_low_rank, state=s), **{f"{s}_{x}": _STATE for x in ("residual", "left", "right")}),
-    "optimizer": lambda **_: lambda f: f, "symmetric": None, "nonneg": None,
+    "optimizer": lambda **_: lambda f: f, "symmetric": None, "triangular": None, "nonneg": None,
     **dict.fromkeys(("state", "row", "col", "tensor_state", "model_state", "matrix_state", "low_rank_state", "scalar"),
                     lambda *_, **kw: SimpleNamespace(kind="state", when=kw.get("when"))),
-    "hyper": lambda x, **_: _HYPER(x),
+    "input": lambda *_: SimpleNamespace(kind="input"), "wrapper": lambda: _wrapper, "hyper": lambda x, **_: _HYPER(x),
     "flag": lambda x=False, **kw: SimpleNamespace(kind="flag", value=x, **kw),
     "shape_flag": lambda f: SimpleNamespace(kind="flag", shape=f),
 }  # fmt: skip
@@ -610,8 +667,17 @@ def oracle(case: Case, before: Mapping[str, Any], g: Any, t: int, host: Mapping[
     exec(compile(rule.replace(".T", ".mT"), "<oracle>", "exec"), made)
     arguments = inspect.signature(made["drawn"]).parameters
     shape = g.shape
-    flat = (shape[0], -1) if _first(rule, shape) and len(shape) > 2 else shape
+    flat = (shape[0], math.prod(shape[1:])) if _first(rule, shape) and len(shape) > 2 else shape
     values: dict[str, Any] = {k: np.asarray(v, np.float64) for k, v in before.items()}
+
+    def uniform(number: Any, *rest: Any) -> Any:
+        return _nothing(number) if rest else draw_of(torch.zeros(flat).double(), t, f"{DRAW}{number}").numpy()
+
+    def normal(number: Any, *rest: Any) -> Any:
+        u = torch.from_numpy(np.asarray(uniform(number, *rest)))
+        return (math.sqrt(2) * torch.erfinv(2 * u - (1 - 2.0**-24))).numpy()
+
+    made |= {"uniform": uniform, "normal": normal}
     values = {k: v.reshape(flat) if v.shape == shape else v for k, v in values.items()} | {"t": np.float64(t)}
     values |= {k: np.float64(v) for k, v in host.items()} | {"g": np.asarray(g, np.float64).reshape(flat)}
     for name, decl in ((k, p.default) for k, p in arguments.items() if k not in "pgt"):
@@ -673,14 +739,23 @@ def gradients(case: Case, draw: torch.Generator) -> Iterator[list[torch.Tensor]]
         yield made
 
 
+def feed(opt: Any, case: Case, draw: torch.Generator) -> None:
+    """Feed what a program takes beside gradients."""
+    for name, trait in re.findall(r"^    (\w+)=input\((.*)\),$", case.text, re.M):
+        made = [torch.randn(p.shape, generator=draw) for group in opt.param_groups for p in group["params"]]
+        opt.feed(**{name: [x.abs() if trait else x for x in made]})
+
+
 @contextmanager
-def _isa(case: Case) -> Iterator[None]:
-    before = os.environ.get("OPTGEN_ISA")
+def _settings(case: Case) -> Iterator[None]:
+    """Choose the instruction set of C++ kernels, and what noise is dealt by where a rule is evaluated."""
+    before, keys = os.environ.get("OPTGEN_ISA"), KEYS.set((case.seed, stream_key(0)))
     os.environ["OPTGEN_ISA"] = ISAS[case.isa % len(ISAS)]
     try:
         with harness.unoptimized():
             yield
     finally:
+        KEYS.reset(keys)
         os.environ.pop("OPTGEN_ISA", None)
         if before is not None:
             os.environ["OPTGEN_ISA"] = before
@@ -716,6 +791,7 @@ def trained(cls: Any, case: Case, plan: Any, backend: str) -> list[dict[str, Any
     for given in gradients(case, draw):
         for p, g in zip(params, given, strict=True):
             p.grad = g
+        feed(opt, case, draw)
         opt.step()
     return [{"p": p.detach(), **opt.state[p]} for p in params]
 
@@ -754,6 +830,7 @@ def inside(cls: Any, spec: Any, plan: Any, case: Case, backend: str, model: Any)
     # A code times a number, its curve in three operations, the scale; the square doubles these five, and is another.
     curved = {k: 11 for k, f in storage.states.items() if hasattr(f, "compander") or getattr(f, "of", "") == "sqrt"}
     for g, *_ in gradients(case, draw):
+        feed(trial.optimizer, case, draw)
         before, host, step = trial.decoded(), trial.host, trial.step
         trial.run(g)
         if not p.numel():
@@ -763,9 +840,9 @@ def inside(cls: Any, spec: Any, plan: Any, case: Case, backend: str, model: Any)
         bounds = enclose(spec, storage, start, g, trial.hypers, kept=after)
         found = oracle(case, {k: v.numpy() for k, v in before.items()}, g.double().numpy(), step + 1, host)
         for name in trial.host:
-            got, exact = trial.host[name], float(found[name])
+            got, exact = trial.host[name], float(found.get(name, 0.0))  # an input was fed, and is not kept
             assert abs(got - exact) <= 1e-12 * abs(exact) or got == exact, f"host state {name} is {got}, not {exact}"
-        exact = {k: torch.from_numpy(np.array(v)) for k, v in found.items() if k in after}
+        exact = {k: torch.from_numpy(np.array(found[k])) if k in found else after[k].double() for k in after}
         report = compare(after, bounds, exact, reading(spec, start, g, trial.hypers))
         what = f"{backend} in {'fast' if model is FAST else 'strict'} maths, step {step + 1}, {tuple(p.shape)}"
         assert report.ok, f"{what}: {[report.worst[name] for name in report.broken]}"
@@ -807,7 +884,7 @@ def run(case: Case, folder: Path) -> None:
         except UserError as error:
             raise Refused(f"{error.code} {error.message}") if error.locs else Unplaced(str(error)) from error
         spec, plan = module.drawn, module.plan
-        with _isa(case):
+        with _settings(case):
             reference = trained(cls, case, plan, "reference")
             for backend in ("triton", "cpp"):
                 if backend in case.kernels:

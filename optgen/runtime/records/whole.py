@@ -40,6 +40,8 @@ def divided(rule: Rule, variant: Variant) -> Rule:
             for s in own for x in s.temps if x in sums and s.space == "elem")  # fmt: skip
         add(_copies(made))
     of_states = [replace(t, name=f"{name}_{t.name}") for name, whole in needed.items() for t in whole.temps]
+    summed = {x for s in stages for x in s.temps}  # a state that stays is not reduced
+    of_states = [t for t in of_states if t.source != "elem" or t.name in summed]
     return replace(rule, temps=(*temps.values(), *of_states), stages=tuple(stages))
 
 
