@@ -82,6 +82,7 @@ def codes(fmt: Format, recurrence: Recurrence, *, nonneg: bool = False, severity
         (NEAREST, Recurrence("constant"), False, []),
         (NEAREST, Recurrence("multiplicative"), False, ["L10"]),
         (MINMAX.rounded("stochastic"), Recurrence("multiplicative"), True, []),
+        (Rank1(2, rounding="nearest"), EMA999, True, ["L2"]),
         (Rank1(4, rounding="nearest"), EMA999, True, ["L2"]),
         (Rank1(4, rounding="stochastic"), EMA999, True, []),
         (Factored(), EMA999, True, []),

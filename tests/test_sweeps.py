@@ -12,6 +12,7 @@ from optgen.driver.explain import why_last
 from optgen.driver.targets import Case
 from optgen.formats import Blocked, LogMinMax, Plan
 from optgen.ir.program import Step
+from optgen.lang import elements, hyper, nonneg, norm, optimizer, sqrt, state, tensor_state
 from optgen.lang.spec import Spec
 from optgen.lower import lower
 from optgen.ops import dtypes
@@ -53,6 +54,48 @@ def test_moments_that_later_sweeps_need_are_stored_early_where_that_moves_fewer_
     assert {"exp_avg_codes", "exp_avg_sq_codes"} <= {b.buffer for b in first.schedule.sweep.stores}
     assert "g" not in last.schedule.sweep.reads
     assert sum(s.traffic) == pytest.approx(17.1875)
+
+
+@optimizer()
+def sized(p, g, idle=state(), *, lr=hyper(1e-2, ge=0)):
+    p = p - lr * g / elements(p)
+    return p, idle
+
+
+@optimizer()
+def rated(p, g, rate=tensor_state(init=0.5), idle=state(), *, lr=hyper(1e-2, ge=0)):
+    p = p * (1 - lr) - rate * g
+    return p, rate, idle
+
+
+@optimizer()
+def scaled(p, g, m=state(), *, lr=hyper(1e-2, ge=0)):
+    m = lr * g
+    p = p - m * norm(g)
+    return p, m
+
+
+@optimizer()
+def rooted(p, g, v=state(nonneg), *, lr=hyper(1e-2, ge=0)):
+    v = 0.9 * v + 0.1 * g * g
+    p = p - lr * norm(g) * sqrt(v)
+    return p, v
+
+
+@pytest.mark.parametrize(
+    ("rule", "plan", "buffers"),
+    [
+        (sized, "fp32", ["p", "g"]), (rated, "fp32", ["p", "g", "rate"]), (scaled, "fp32", ["g", "m"]),
+        (rooted, "int5_factored_split24", ["g", "v_row", "v_col", "v_least"]),
+    ],
+    ids=lambda x: getattr(x, "name", None),
+)  # fmt: skip
+def test_a_sweep_lists_what_it_touches_and_reads_back_no_gradient_and_no_means(
+    rule: Spec, plan: str, buffers: list[str]
+) -> None:
+    s = step(rule, plan)
+    assert [b.name for b in s.sweeps[0].schedule.program.buffers if b.role != "partial"] == buffers
+    assert s.early == ()
 
 
 def moved(record: Sweep) -> float:

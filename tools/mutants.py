@@ -189,21 +189,20 @@ def main() -> int:
         importlib.import_module(heavy)
 
     end, plain = time.monotonic() + 60 * asked.minutes, dict[str, Any]()
-    # A room in turn, so that a part of the run is a part of each.
-    for k in range(PER_ROOM):
-        for mutant in mutants[k::PER_ROOM]:
-            before = results.get(key(mutant), {})
-            if before.get("noticed") or before.get("gone") or time.monotonic() > end:
-                continue
-            room = mutant["room"]
-            if room not in plain:
-                plain[room] = verdict(None, room)
-                print(f"{room} as it is: {plain[room]}", flush=True)
-            reason = {k: before[k] for k in ("reason",) if k in before}
-            results[key(mutant)] = verdict(mutant, room) | reason
-            print(key(mutant), results[key(mutant)], flush=True)
-            rows = [json.dumps({"mutant": m, **results.get(key(m), {})}) for m in mutants]
-            KEPT.write_text("[\n" + ",\n".join(rows) + "\n]\n", encoding="utf-8")
+    # A room in turn, so that a part of the run is a part of each; those that were tested already come last.
+    for mutant in sorted((m for k in range(PER_ROOM) for m in mutants[k::PER_ROOM]), key=lambda m: key(m) in results):
+        before = results.get(key(mutant), {})
+        if before.get("noticed") or before.get("gone") or time.monotonic() > end:
+            continue
+        room = mutant["room"]
+        if room not in plain:
+            plain[room] = verdict(None, room)
+            print(f"{room} as it is: {plain[room]}", flush=True)
+        reason = {k: before[k] for k in ("reason",) if k in before}
+        results[key(mutant)] = verdict(mutant, room) | reason
+        print(key(mutant), results[key(mutant)], flush=True)
+        rows = [json.dumps({"mutant": m, **results.get(key(m), {})}) for m in mutants]
+        KEPT.write_text("[\n" + ",\n".join(rows) + "\n]\n", encoding="utf-8")
     return 0
 
 
