@@ -488,6 +488,8 @@ def test_with_torch_s_scaler(backend: str, fused: bool) -> None:
         assert not hasattr(opt, "found_inf")
     assert scaler.get_scale() == 128.0
     assert everything(opt) == everything(plain)
+    opt.step()  # without it: what was counted on the device still is
+    assert isinstance(opt.state[params[0]]["step"], Tensor) == (fused and backend == "triton")
 
 
 def test_unscaled_by_hand_and_clipped_under_fused() -> None:

@@ -186,7 +186,8 @@ class Net(nn.Module):
 def test_a_stack_is_told_from_a_convolution(cls: Any) -> None:
     """By shape, with a warning where that could be wrong, and by what the user says."""
     stacks = [(f"experts.{i}", nn.Parameter(torch.zeros(4, 16, 8))) for i in range(2)]
-    with pytest.warns(UserWarning, match=r"'experts.0'.*stack of 4 matrices.*blocks={'experts.0': 4}") as caught:
+    words = r"'experts.0'.*stack of 4 matrices, such as .*, each by itself\.  Say so with blocks={'experts.0': 4}"
+    with pytest.warns(UserWarning, match=words) as caught:
         opt = cls([{"params": stacks[:1]}, {"params": stacks[1:]}])
     assert (len(caught), caught[0].filename) == (1, __file__)
     quiet = [nn.Parameter(torch.ones(shape)) for shape in [(8, 16), (8, 16, 3), (8, 16, 3, 3), (8,)]]

@@ -78,7 +78,7 @@ def scaled(p, g, m=state(), *, lr=hyper(1e-2, ge=0)):
 @optimizer()
 def rooted(p, g, v=state(nonneg), *, lr=hyper(1e-2, ge=0)):
     v = 0.9 * v + 0.1 * g * g
-    p = p - lr * norm(g) * sqrt(v)
+    p = p - lr * norm(g * norm(g)) * sqrt(v)
     return p, v
 
 
@@ -86,7 +86,7 @@ def rooted(p, g, v=state(nonneg), *, lr=hyper(1e-2, ge=0)):
     ("rule", "plan", "buffers"),
     [
         (sized, "fp32", ["p", "g"]), (rated, "fp32", ["p", "g", "rate"]), (scaled, "fp32", ["g", "m"]),
-        (rooted, "int5_factored_split24", ["g", "v_row", "v_col", "v_least"]),
+        (rooted, "lpmm4", ["g", "v_codes", "v_row", "v_col_spread"]),
     ],
     ids=lambda x: getattr(x, "name", None),
 )  # fmt: skip
