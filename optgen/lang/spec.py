@@ -53,6 +53,10 @@ class Trace:
         found = (name for name in loads((*self.new.values(), *self.sums)) if name.startswith(DRAW))
         return tuple(sorted(dict.fromkeys(found), key=lambda name: (len(name), name)))
 
+    def needs_draws_of(self, node: Node) -> bool:
+        """Return True if every draw that the node is made of is one that is drawn."""
+        return not {name for name in loads([node]) if name.startswith(DRAW)}.difference(self.draws)
+
 
 @dataclass(frozen=True)
 class Evaluation:

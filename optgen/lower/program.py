@@ -234,7 +234,8 @@ def lower(spec: Spec, flags: Mapping[str, bool], storage: Storage, *, alone: boo
     def rewrite(node: Node) -> Node:
         return substituted(signed(node))
 
-    lets = [replace(let, node=rewrite(let.node)) for let in trace.lets]
+    # A line whose draw nothing needs, as where a flag replaces its value, is none of the step.
+    lets = [replace(let, node=rewrite(let.node)) for let in trace.lets if trace.needs_draws_of(let.node)]
     pairs = _pairs(spec, storage, alone)
     still = frozenset(settled(spec.unchanged(flags), dict(pairs)))
     new_weight, new_nodes = rewrite(trace.p), {name: rewrite(node) for name, node in trace.states.items()}
