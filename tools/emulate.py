@@ -37,10 +37,12 @@ TRITONS = {"3.9": "", "3.6": str(OLDEST)}
 """Versions of Triton, and the folder that comes before others on the path of modules."""
 
 CAPABILITIES = (90, 80, 90, 100)
-"""The GPUs that the cells are compiled for, in turn."""
+"""The GPUs that the cells are compiled for, drawn."""
 
 FULL_TILES = ((8, 512),)
-STEPS, TURNS = 2, 2
+STEPS = 2
+TASKS = 32
+"""Cells of a process, before another takes its place: loaded kernels are never given back."""
 
 
 @dataclass(frozen=True)
@@ -56,19 +58,24 @@ class Job:
 
 
 def drawn(seed: int) -> list[Job]:
-    """Return cells, a drawn one of each pair: every rule in each turn, with the plans in turn."""
-    draw, jobs = random.Random(seed), []
-    for _ in range(TURNS):
-        rules, plans = list(product.WITH_MATRICES), list(product.PLANS)
-        draw.shuffle(rules)
-        draw.shuffle(plans)
-        for k, rule in enumerate(rules):
-            ordered = [plans[(k + by) % len(plans)] for by in range(len(plans))]
-            plan = next(p for p in ordered if rule in product.SPECS or not product.refusal(rule, p))
+    """Return cells of every rule, one by each version of Triton, in the order in which they are run.
+
+    What is drawn for a rule depends on it, the plans and the seed alone: a new rule adds its cells, and those of others
+    keep their results.
+    """
+    jobs: dict[str, list[Job]] = {triton: [] for triton in TRITONS}
+    for rule in sorted(product.WITH_MATRICES, key=lambda rule: _hash(seed, rule)):
+        plans = sorted(product.PLANS, key=lambda plan: _hash(seed, rule, plan))
+        fitting = (p for p in plans if rule in product.SPECS or not product.refusal(rule, p))
+        for triton, plan in zip(TRITONS, fitting, strict=False):
             cells = [c for c in product.cells_of(rule, plan) if product.fitting(c, SHAPES)]
-            which = len(jobs)
-            jobs.append(Job(draw.choice(cells), list(TRITONS)[which // 4 % 2], CAPABILITIES[which % 4]))
-    return jobs
+            draw = random.Random(_hash(seed, rule, triton))
+            jobs[triton].append(Job(draw.choice(cells), triton, draw.choice(CAPABILITIES)))
+    return [job for by in jobs.values() for job in by]
+
+
+def _hash(*words: object) -> int:
+    return zlib.crc32(" ".join(map(str, words)).encode())
 
 
 SHAPES = product.SHAPES + product.REDUCED + FULL_TILES
@@ -89,9 +96,9 @@ def emulate(cell: Cell, capability: int) -> dict[str, Any]:
         except Exception as error:  # any failure belongs into the report, with its cell
             wrong = [f"{type(error).__name__}: {error}".splitlines()[0][:300]]
     new = {key: x for key, x in driver.LOADED.items() if key not in before}
-    for key, x in new.items():
+    for x in new.values():
         found = scan.of_ptx(x.ptx)
-        if zlib.crc32(key.encode()) % 4 == 0:  # of some also the machine code
+        if x.cubin:
             found += scan.of_machine_code(x.ptx, x.tool("nvdisasm", "-c"))
         wrong += [f"{x.kernel.name}: {word}" for word in found]
     return {
@@ -107,7 +114,7 @@ def serve() -> None:
 
     torch.set_num_threads(1)
     driver.install()
-    driver.races = True
+    driver.races, driver.assembled = True, lambda ptx: zlib.crc32(ptx.encode()) % 4 == 0
     for line in sys.stdin:
         words, capability = json.loads(line)
         words["flags"] = tuple((name, on) for name, on in words["flags"])
@@ -118,17 +125,20 @@ def serve() -> None:
 
 
 class Server:
-    """A process with a version of Triton."""
+    """A process with a version of Triton, and a cache of what it compiles (see `driver.assembled`)."""
 
     def __init__(self, triton: str) -> None:
+        self.triton, self.asked, self.cache = triton, 0, tempfile.TemporaryDirectory()
         env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
         env |= {"PYTHONPATH": os.pathsep.join(filter(None, [TRITONS[triton], env.get("PYTHONPATH", "")]))}
-        command = [sys.executable, __file__]
+        env |= {"TRITON_CACHE_DIR": self.cache.name}
+        command = [sys.executable, "-W", "ignore", __file__]
         self.process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def ask(self, job: Job) -> dict[str, Any] | None:
         """Return the result of a cell, None if the process has died."""
         assert self.process.stdin and self.process.stdout
+        self.asked += 1
         try:
             self.process.stdin.write(json.dumps([asdict(job.cell), job.capability]) + "\n")
             self.process.stdin.flush()
@@ -139,38 +149,72 @@ class Server:
 
     def close(self) -> None:
         self.process.communicate()
+        self.cache.cleanup()
 
 
 def run(
     jobs: Sequence[Job], processes: int, goes_on: Callable[[], bool], keep: Callable[[Job, dict[str, Any]], None]
 ) -> None:
-    """Run jobs, the versions of Triton beside each other, while `goes_on`; the results of processes that die are not
-    kept, so that the next run tries them again."""
-    places = threading.Semaphore(processes)
+    """Run jobs in so many processes while `goes_on`; a process that dies yields a result that says so."""
+    rest, alone = iter(jobs), threading.Lock()
 
-    def of_one(triton: str, bar: rich.progress.Progress, task: Any) -> None:
+    def work(bar: rich.progress.Progress, task: Any) -> None:
         server = None
-        for job in (x for x in jobs if x.triton == triton):
-            with places:
-                if not goes_on():
-                    break
-                server = server or Server(triton)
-                found = server.ask(job)
-            bar.advance(task)
+        while goes_on():
+            with alone:
+                job = next(rest, None)
+            if job is None:
+                break
+            if server and (server.triton != job.triton or server.asked == TASKS):
+                server.close()
+                server = None
+            server = server or Server(job.triton)
+            found = server.ask(job)
             if found is None:
                 server.close()
                 server = None
-            keep(job, found or {"kernels": 0, "launches": 0, "wrong": ["a process died while it ran"]})
+            with alone:
+                keep(job, found or {"kernels": 0, "launches": 0, "wrong": [DIED]})
+            bar.advance(task)
         if server:
             server.close()
 
     with rich.progress.Progress() as bar:
         task = bar.add_task("emulated cells", total=len(jobs))
-        threads = [threading.Thread(target=of_one, args=(t, bar, task)) for t in TRITONS]
+        threads = [threading.Thread(target=work, args=(bar, task)) for _ in range(processes)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
+
+
+DIED = "a process died while it ran"
+
+
+class Results:
+    """The last results of cells, a line each: kept in docs/, so that a run goes on where any checkout's last one ended.
+
+    state   digest of the sources that run; results of others count until their cells are run again
+    commit  what these are called
+    """
+
+    def __init__(self, path: Path, state: str, commit: str, fresh: bool = False) -> None:
+        self.path, self.state, self.commit = path, state, commit
+        self.known: dict[str, dict[str, Any]] = {}
+        if path.exists() and not fresh:
+            self.known = json.loads(path.read_text(encoding="utf-8"))
+
+    def add(self, job: Job, result: dict[str, Any]) -> None:
+        self.known[str(job)] = {**result, "commit": self.commit, "state": self.state}
+        lines = (f"{json.dumps(name)}: {json.dumps(x)}" for name, x in sorted(self.known.items()))
+        made = self.path.with_suffix(".new")
+        made.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+        os.replace(made, self.path)
+
+    def rest(self, jobs: Sequence[Job]) -> list[Job]:
+        """Return the jobs to run: those without a result, then those whose result is of other sources."""
+        states = {job: x["state"] for job in jobs if (x := self.known.get(str(job))) and x["wrong"] != [DIED]}
+        return [job for job in jobs if job not in states] + [job for job, of in states.items() if of != self.state]
 
 
 def failures(job: Job, result: dict[str, Any]) -> list[str]:
@@ -179,7 +223,7 @@ def failures(job: Job, result: dict[str, Any]) -> list[str]:
     return [word for word in result["wrong"] if not re.fullmatch(known, word)]
 
 
-def report(found: dict[Job, dict[str, Any]], jobs: Sequence[Job], seed: int, commit: str) -> str:
+def report(found: dict[Job, dict[str, Any]], jobs: Sequence[Job], seed: int) -> str:
     """Return docs/test-full-ptx.md."""
     from tests.ptx.emulated import DEFECTS, KINDS
 
@@ -188,6 +232,7 @@ def report(found: dict[Job, dict[str, Any]], jobs: Sequence[Job], seed: int, com
     fused = sum(failures(job, x) != x["wrong"] for job, x in found.items())
     rules, plans = (Counter(getattr(job.cell, name) for job in found) for name in ("spec", "plan"))
     twice = [sum(n > 1 for n in x.values()) for x in (rules, plans)]
+    commits = ", ".join(f"{name} ({n} cells)" for name, n in Counter(x["commit"] for x in found.values()).most_common())
     lines = [
         "# Compiled kernels, executed without a device", "",
         "Written by `python tools/test_full.py --only ptx`. Cells (a rule under a plan, one parameter dtype, one",
@@ -195,13 +240,14 @@ def report(found: dict[Job, dict[str, Any]], jobs: Sequence[Job], seed: int, com
         "by the emulator of tests/ptx, and the weights and states of the whole optimizer are compared with the eager",
         f"reference, bit by bit, after {STEPS} steps on tensors of shapes",
         f"{', '.join(map(str, SHAPES))}. Every launch is searched for races.",
-        "The text of every kernel is scanned, and the machine code of every fourth:",
+        "The text of every kernel is scanned, and the machine code of every fourth, drawn:",
         "[what this covers](kernels.md#executed-without-a-device). For sm_100",
         f"the assembler of Triton 3.6 fused sums that it must not in {fused} cells, which count as right here.", "",
         f"**{right} of {len(found)} cells are right**: {kernels} compiled kernels in {launches} launches, of",
         f"{len(rules)} rules (of {len(product.WITH_MATRICES)}; {twice[0]} of them twice) under {len(plans)} plans (of",
         f"{len(product.PLANS)}; {twice[1]} twice or more).",
-        f"{len(jobs)} cells were drawn by seed {seed}. That was commit {commit}.", "",
+        f"{len(jobs)} cells are drawn by seed {seed}, for every rule one by each version of Triton. A run goes on from",
+        f"[the results](test-full-ptx.json), and with results of older sources last. Commits: {commits}.", "",
         *table(["Triton", "target", "cells right", "kernels", "launches"], _rows(found)),
     ]  # fmt: skip
     wrong = [f"- {job}: {'; '.join(words[:4])}" for job, x in found.items() if (words := failures(job, x))]

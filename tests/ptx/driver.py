@@ -21,6 +21,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
+from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
@@ -50,6 +51,10 @@ LOADED: dict[str, Loaded] = {}
 
 edit: Callable[[str], str] = str
 """Changes the PTX of kernels that are loaded from now on: for seeded defects."""
+
+assembled: Callable[[str], bool] = bool
+"""Which PTX goes through the assembler, a fourth of the time and needless to execute it; without it no kernel spills. A
+process that assembles few needs a cache of its own, since Triton's keys do not tell."""
 
 races = bool(os.environ.get("OPTGEN_RACES"))
 """Whether launches look for races, which takes many times longer."""
@@ -91,6 +96,8 @@ class _Utilities:
 
     def load_binary(self, name: str, cubin: bytes, shared: int, device: int) -> tuple[int, int, int, int, int]:
         """Return (module, function, registers, bytes of stack, most threads)."""
+        if not cubin:
+            return 1, 1, 32, 0, 1024
         usage = Loaded("", cubin, None).tool("cuobjdump", "-res-usage")  # type: ignore[arg-type]
         words = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
         return 1, 1, words["REG"], max(words["STACK"], words["LOCAL"]), 1024
@@ -164,7 +171,7 @@ def install(capability: int = 90) -> None:
 
     use(capability)
     driver.set_active(EmulatedDriver())
-    plain = CompiledKernel._init_handles
+    plain, assemble = CompiledKernel._init_handles, CUDABackend.make_cubin
 
     def load(self: Any) -> None:
         if self.metadata.hash not in LOADED:
@@ -173,6 +180,7 @@ def install(capability: int = 90) -> None:
         plain(self)
 
     CompiledKernel._init_handles = load
+    CUDABackend.make_cubin = lambda self, ptx, *given: assemble(self, ptx, *given) if assembled(ptx) else b""
     torch.Tensor.data_ptr = _note
     backends.interpreted = lambda: True
     launch._limits = lambda kernels, device, function: launch.limits(kernels, function, EmulatedDriver.capability // 10)
