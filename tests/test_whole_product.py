@@ -46,16 +46,27 @@ def test_of_eight_cells_about_one_runs_kernels_as_users_compile_them() -> None:
     assert before is native.FLAGS
 
 
-def test_emulated_cells_have_every_rule_twice_and_every_plan_more_often() -> None:
-    """By both versions of Triton, most for sm_90; failures are listed and fail the run."""
-    jobs = tool.emulate.drawn(3)
+def test_emulated_cells_have_every_rule_twice_and_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By both versions of Triton; failures are listed and fail the run.  A new rule changes no cell of another, and
+    results of older sources count until their cells are run again."""
+    jobs = tool.emulate.drawn(0)
     rules, plans = (Counter(getattr(job.cell, name) for job in jobs) for name in ("spec", "plan"))
     assert set(rules.items()) == {(rule, 2) for rule in product.WITH_MATRICES}
-    assert set(plans) == set(product.PLANS) and min(plans.values()) > 2
+    assert set(plans) == set(product.PLANS) and min(plans.values()) > 1
+    assert len({(job.cell.spec, job.triton) for job in jobs}) == len(jobs)
     assert len({(job.triton, job.capability) for job in jobs}) == 6
-    found = {job: {"kernels": 2, "launches": 3, "wrong": ["p of (3, 70)"] * (k == 1)} for k, job in enumerate(jobs[:4])}
-    text = tool.emulate.report(found, jobs, 3, "abc")
-    assert "**3 of 4 cells are right**: 8 compiled kernels in 12 launches" in text
+    monkeypatch.setattr(product, "WITH_MATRICES", product.WITH_MATRICES[1:])
+    assert tool.emulate.drawn(0) == [job for job in jobs if job.cell.spec != "accsgd"]
+    kept = {"kernels": 2, "launches": 3}
+    for k, job in enumerate(jobs[:4]):
+        wrong = [["p of (3, 70)"] * (k == 1), [tool.emulate.DIED]][k == 3]
+        tool.emulate.Results(tmp_path / "kept.json", f"sources {k // 2}", f"commit {k // 2}").add(job, kept | {"wrong": wrong})
+    results = tool.emulate.Results(tmp_path / "kept.json", "sources 1", "commit 1")
+    assert results.rest(jobs) == [*jobs[3:], *jobs[:2]]
+    found = {job: results.known[str(job)] for job in jobs[:4]}
+    text = tool.emulate.report(found, jobs, 0)
+    assert "**2 of 4 cells are right**: 8 compiled kernels in 12 launches" in text
+    assert "Commits: commit 0 (2 cells), commit 1 (2 cells)" in text
     assert f"- {jobs[1]}: p of (3, 70)" in text
     fused = {"kernels": 1, "launches": 1, "wrong": ["sweep: 1 FADD for 2 additions"]}
     failing = {(job.triton, job.capability) for job in jobs if tool.emulate.failures(job, fused)}
