@@ -30,7 +30,7 @@ import torch
 
 from optgen import passes
 from optgen.backends import host, reference
-from optgen.driver import cpp_text, record_text, targets, triton_text
+from optgen.driver import cpp_text, load, record_text, targets, triton_text
 from optgen.driver.kernel_text import unpack_of
 from optgen.driver.targets import Case
 from optgen.ir.program import Schedule, Step
@@ -57,7 +57,7 @@ def python(
 
 
 def spec_of(name: str) -> Spec:
-    return getattr(importlib.import_module(f"specs.{name}"), name)
+    return load.find_spec(name) if "(" in name else getattr(importlib.import_module(f"specs.{name}"), name)
 
 
 def plan_of(name: str) -> Any:

@@ -24,6 +24,9 @@ EMULATED = (
 """Run in one process that compiles: strict rules of one sweep, one of several, functions of elements, what emulation
 notices; then fast maths, one that is counted on the device."""
 
+CACHE = str(ROOT / ".pytest_cache" / "emulated")
+"""Compiled kernels, most without machine code, for the next run."""
+
 
 @pytest.mark.parametrize(("capability", "version", "warned"), [(9, "12.9", 0), (10, "12.9", 1), (10, "13.4", 0)])
 def test_an_assembler_that_fuses_in_strict_maths_is_warned_of(
@@ -42,6 +45,6 @@ def test_an_assembler_that_fuses_in_strict_maths_is_warned_of(
 def test_compiled_kernels_are_right_in_the_emulator(compiling: dict[str, str]) -> None:
     pytest.importorskip("triton")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", *EMULATED]
-    env = {**compiling, "OPTGEN_EMULATE": "90", "OPTGEN_RACES": "1"}
+    env = {**compiling, "OPTGEN_EMULATE": "90", "OPTGEN_RACES": "1", "OPTGEN_ASSEMBLED": "8", "TRITON_CACHE_DIR": CACHE}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]

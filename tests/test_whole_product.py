@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from optgen.driver import targets
+from optgen.lang import wrappers
 from optgen.runtime.cpu import native
 from tests import harness, product
 from tests.product import PARAMS, Cell, plan_of, spec_of
@@ -51,7 +52,8 @@ def test_emulated_cells_have_every_rule_twice_and_go_on(tmp_path: Path, monkeypa
     results of older sources count until their cells are run again."""
     jobs = tool.emulate.drawn(0)
     rules, plans = (Counter(getattr(job.cell, name) for job in jobs) for name in ("spec", "plan"))
-    assert set(rules.items()) == {(rule, 2) for rule in product.WITH_MATRICES}
+    assert set(rules.items()) == {(rule, 2) for rule in (*product.WITH_MATRICES, *tool.emulate.WRAPPED)}
+    assert {rule.split("(")[0] for rule in tool.emulate.WRAPPED} == set(wrappers.__all__)
     assert set(plans) == set(product.PLANS) and min(plans.values()) > 1
     assert len({(job.cell.spec, job.triton) for job in jobs}) == len(jobs)
     assert len({(job.triton, job.capability) for job in jobs}) == 6
@@ -60,7 +62,8 @@ def test_emulated_cells_have_every_rule_twice_and_go_on(tmp_path: Path, monkeypa
     kept = {"kernels": 2, "launches": 3}
     for k, job in enumerate(jobs[:4]):
         wrong = [["p of (3, 70)"] * (k == 1), [tool.emulate.DIED]][k == 3]
-        tool.emulate.Results(tmp_path / "kept.json", f"sources {k // 2}", f"commit {k // 2}").add(job, kept | {"wrong": wrong})
+        results = tool.emulate.Results(tmp_path / "kept.json", f"sources {k // 2}", f"commit {k // 2}")
+        results.add(job, kept | {"wrong": wrong})
     results = tool.emulate.Results(tmp_path / "kept.json", "sources 1", "commit 1")
     assert results.rest(jobs) == [*jobs[3:], *jobs[:2]]
     found = {job: results.known[str(job)] for job in jobs[:4]}

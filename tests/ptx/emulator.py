@@ -519,12 +519,17 @@ class Launch:
         """
         if not self.touched:
             return
+        shared = self._shared_lines(self.touched)
         columns: list[list[Array]] = [[], [], [], [], []]
         for at, program, warp, epoch, width, written in self.touched:
-            for byte in range(width):
-                value = np.full(len(at), -1) if written is None else written[:, byte].astype(np.int64)
-                for column, part in zip(columns, (at + np.uint64(byte), program, warp, epoch, value), strict=True):
+            near = np.flatnonzero(np.isin(at >> np.uint64(4), shared))
+            for byte in range(width) if len(near) else ():
+                value = np.full(len(near), -1) if written is None else written[near, byte].astype(np.int64)
+                parts = (at[near] + np.uint64(byte), program[near], warp[near], epoch[near], value)
+                for column, part in zip(columns, parts, strict=True):
                     column.append(part)
+        if not columns[0]:
+            return
         at, program, warp, epoch, value = map(np.concatenate, columns)
         kept = np.isin(at, np.unique(at[value >= 0]))
         at, program, warp, epoch, value = (x[kept] for x in (at, program, warp, epoch, value))
@@ -546,5 +551,14 @@ class Launch:
             if bad.any():
                 raise PTXError(f"{self.kernel.name}: {what} race for {int(bad.sum())} bytes")
 
-
-
+    @staticmethod
+    def _shared_lines(touched: Sequence[Any]) -> Array:
+        """Return the lines of 16 bytes, which hold a whole access each, that several warps touch and one writes."""
+        line = np.concatenate([x[0] >> np.uint64(4) for x in touched])
+        warp = np.concatenate([x[2] for x in touched])
+        wrote = np.repeat([x[5] is not None for x in touched], [len(x[0]) for x in touched])
+        order = np.argsort(line)
+        line, warp, wrote = line[order], warp[order], wrote[order]
+        first = np.flatnonzero(np.concatenate([[True], line[1:] != line[:-1]])) if len(line) else order
+        several = np.minimum.reduceat(warp, first) != np.maximum.reduceat(warp, first) if len(line) else order > 0
+        return line[first][several & np.logical_or.reduceat(wrote, first)] if len(line) else line
