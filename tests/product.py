@@ -497,7 +497,9 @@ def differing(
     made, spec = optimizer_class(cell, folder), spec_of(cell.spec)
     options = hypers_of(cell, lr=1e-2, weight_decay=1e-2)
     flags = flags_of(cell)
-    own = (f.name for f in spec.flags if f.shape is None and f.every is None and not f.nonzero and not f.first)
+    fed = [f.fed for f in spec.flags if f.fed and flags[f.name]]
+    derived = (f.name for f in spec.flags if f.shape or f.every is not None or f.nonzero or f.first or f.fed)
+    own = flags.keys() - set(derived)
     options |= {name: flags[name] for name in own}
     shapes = fitting(cell, shapes)
     kept: dict[str, list[dict[str, Any]]] = {}
@@ -510,6 +512,8 @@ def differing(
                 for p in params:
                     size = 10.0 ** float(torch.randint(-6, 1, (), generator=draw))
                     p.grad = (torch.randn(p.shape, generator=draw) * size).to(p.dtype)
+                if fed:
+                    opt.feed(**{name: [torch.rand(p.shape, generator=draw) for p in params] for name in fed})
                 with compiled_for(cell):
                     opt.step()
         used = {backends.able(*call.args) for call in asked.call_args_list}

@@ -376,10 +376,15 @@ def test_what_is_compiled_depends_on_the_driver_for_its_target_alone(
 
 
 def test_random_bits_do_not_carry_nan_into_a_number_in_fast_maths(tmp_path: Path) -> None:
-    """NVIDIA's arithmetic makes 0x7fffffff of any NaN, which is -0 plus one."""
+    """NVIDIA's arithmetic makes 0x7fffffff of any NaN, which is -0 plus one. Nor does fast maths flush what is exact."""
+    before = set(driver.LOADED)
     spec, plan = harness.spec_of("adamw"), harness.plan_of("int8_split24")
     strict, fast = (harness.schedule(spec, plan, "bfloat16", maths) for maths in ("strict", "fast"))
     pair, g = harness.Pair(spec, strict, tmp_path, kernels=fast), torch.full((64, 64), math.nan).bfloat16()
     kept = pair.buffers(g.shape, torch.ones(g.shape))
     pair.run_triton(kept, g, 1, 77, 99, lr=1e-2)
     assert kept["p"].isnan().all()
+    made = [x.ptx for key, x in driver.LOADED.items() if key not in before]
+    assert made and all(scan.of_ptx(ptx) and not scan.of_fast_ptx(ptx) for ptx in made)
+    for plain, changed in (("mul.rn.f32", "mul.rn.ftz.f32"), ("fma.rn.f32", "fma.rz.f32"), ("mul.rn.f32", "mul.f64")):
+        assert all(scan.of_fast_ptx(ptx.replace(plain, changed)) for ptx in made)

@@ -1,4 +1,4 @@
-"""A scan of the text of a compiled strict kernel, beside its execution.
+"""A scan of the text of a compiled kernel, beside its execution.
 
 A contraction may not change a bit of few numbers that happen to be tried, nor flushing any where none is subnormal.
 """
@@ -20,6 +20,14 @@ def of_ptx(ptx: str) -> list[str]:
     """Return the opcodes that strict maths does not have: those that flush, approximate, fuse, or that the assembler
     may fuse (an addition, subtraction or product that names no rounding)."""
     loose = r".*\.(ftz|approx|full)\b.*|(fma|mad)\..*f(16|32|64).*|(add|sub|mul)\.(ftz\.)?f(32|64)(x2|\.b?f16)?"
+    return sorted(name for name in opcodes(ptx) if re.fullmatch(loose, name))
+
+
+def of_fast_ptx(ptx: str) -> list[str]:
+    """Return the opcodes that fast maths does not have either: exact operations that flush subnormals, which gradients
+    and states may be; fp64; sums and products that are not rounded to nearest. It may fuse and approximate, and
+    approximations and floors flush."""
+    loose = r"(?!.*\.approx\b|cvt\.rmi\.).*\.ftz\b.*|.*\.f64\b.*|(add|sub|mul|fma)\.r[zmp]\..*"
     return sorted(name for name in opcodes(ptx) if re.fullmatch(loose, name))
 
 
