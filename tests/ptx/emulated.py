@@ -376,7 +376,7 @@ def test_what_is_compiled_depends_on_the_driver_for_its_target_alone(
 
 
 def test_random_bits_do_not_carry_nan_into_a_number_in_fast_maths(tmp_path: Path) -> None:
-    """NVIDIA's arithmetic makes 0x7fffffff of any NaN, which is -0 plus one. Nor does fast maths flush what is exact."""
+    """NVIDIA's arithmetic makes 0x7fffffff of any NaN, which is -0 plus one. The text flushes nothing exact, either."""
     before = set(driver.LOADED)
     spec, plan = harness.spec_of("adamw"), harness.plan_of("int8_split24")
     strict, fast = (harness.schedule(spec, plan, "bfloat16", maths) for maths in ("strict", "fast"))
