@@ -269,6 +269,28 @@ def rows_of_element_wise_rules(here: Here) -> None:
 
 
 @case(2, 3)
+def inputs_and_two_gradients(here: Here) -> None:
+    """Inputs that every rank has whole, in the parameter's parts or replicated; SAM's norms are over all ranks."""
+    mesh = here.mesh(here.world)
+    runs = Runs(here, generated.Sophia, rows(here, mesh, UNEVEN, torch.bfloat16), plan="int8_split24")
+    for cut in (None, [Shard(0)], [Replicate()]):
+        values = [here.values(*piece.value.shape) for piece in runs.pieces]
+        runs.one.feed(hessian=values)
+        runs.many.feed(hessian=[distribute_tensor(x, mesh, cut) if cut else x for x in values])
+        runs.step()
+    with refused(ValueError, "must be [97, 130]"):
+        runs.many.feed(hessian={runs.parts[0]: distribute_tensor(here.values(97, 131), mesh, [Shard(0)])})
+    for options in ({}, {"adaptive": True}, {"alpha": 0.3}):
+        sams = [optgen.SAM(opt, rho=3.0, **options) for _, opt in runs.sides()]
+        for (params, _), sam in zip(runs.sides(), sams, strict=True):
+            for step in (sam.first_step, sam.second_step):
+                for p in params:
+                    p.grad = 0.5 * p.detach()
+                step()
+        runs.same()
+
+
+@case(2, 3)
 def columns_of_element_wise_rules(here: Here) -> None:
     """Cut along columns: whole blocks, or no blocks at all and any number of columns."""
     n, mesh = here.world, here.mesh(here.world)

@@ -12,8 +12,10 @@ import optgen
 from generated import Sophia
 from optgen.base.errors import UserError
 from optgen.driver.compile import compile as compiled
-from optgen.lang import flag, hyper, input, optimizer
+from optgen.lang import flag, hyper, input, normal, optimizer, state
+from optgen.runtime.modes import record
 from tests.harness import ROOT, same_bits
+from tests.test_offload import moved
 from tools.demo_model import LanguageModel, Size, batches, loss_of, split
 
 EVERY = 3
@@ -121,6 +123,63 @@ def test_a_mask_is_kept_in_fp32_beside_few_bits() -> None:
         opt.step()
     assert (p == 0).view(-1)[::2].all() and (p != 0).view(-1)[1::2].float().mean() > 0.99
     assert opt.state[p]["mask"].dtype is torch.float32
+
+
+@optimizer(cite="none: a mask of pruning, a momentum and noise")
+def masked_walk(p, g, momentum=state(), mask=input(), *, lr=hyper(0.1, ge=0)):
+    momentum = 0.9 * momentum + g
+    p = (p - lr * (momentum + 0.1 * normal(0))) * mask
+    return p, momentum
+
+
+def walked(mode: str, path: Path) -> tuple[torch.nn.Module, Any]:
+    """Three steps, each with a mask of its own."""
+    torch.manual_seed(0)
+    backend, size = ("triton", 9) if "capturable" in mode else ("cpp", 70)  # small, for the interpreter
+    net = torch.nn.Sequential(torch.nn.Linear(size, 60), torch.nn.Linear(60, 3)).bfloat16()
+    options = {"capturable": mode == "capturable", "backend": backend}
+    opt = compiled(masked_walk, "int8_split24", maths="strict")(net.named_parameters(), **options)
+    if mode.startswith("released"):
+        opt.release_gradients(net, accumulate=1 + mode.endswith("twice"))
+    if mode == "offload":
+        moved(opt)
+    for t in range(3):
+        opt.feed(mask=lambda p, t=t: (torch.arange(p.numel()).view(p.shape) % 3 != t).float())
+        if mode == "recorded" and t != 1:
+            opt.record(path / f"{t}.pt")
+        for i in range(1 + mode.endswith("twice")):
+            net(torch.full((4, size), 0.1 * (t + i), dtype=torch.bfloat16)).square().sum().backward()
+        opt.step()
+        opt.zero_grad()
+    return net, opt
+
+
+PLAIN = {"released twice": "twice", "capturable": "not capturable"}
+
+
+@pytest.mark.parametrize("mode", ["released", "released twice", "offload", "capturable", "recorded"])
+def test_modes_of_steps_have_inputs_and_noise(mode: str, tmp_path: Path) -> None:
+    """The bits of ordinary steps; a recorded step, the first one too, has them on every backend."""
+    (one, plain), (other, opt) = (walked(m, tmp_path) for m in (PLAIN.get(mode, "plain"), mode))
+    for p, q in zip(one.parameters(), other.parameters(), strict=True):
+        assert same_bits(p.detach(), q.detach()) and 0.2 < (p == 0).float().mean() < 0.5
+        assert all(same_bits(plain.state[p][key], opt.state[q][key]) for key in ("mask", "weight_low"))
+    for t, backend in ((0, "reference"), (0, "triton"), (2, "cpp")) if mode == "recorded" else ():
+        rows = record.replay(record.read(tmp_path / f"{t}.pt"), type(opt), backend)
+        assert len(rows) == 4 and not any(row["differences"] for row in rows)
+
+
+@pytest.mark.parametrize("lost", [["mask"], ["mask", "mask_fed"]])
+def test_a_checkpoint_without_its_inputs_is_refused(lost: list[str], tmp_path: Path) -> None:
+    _, opt = walked("plain", tmp_path)
+    saved = copy.deepcopy(opt.state_dict())
+    for entry in saved["state"].values():
+        for key in lost:
+            del entry[key]
+    before = copy.deepcopy(opt.state_dict())
+    with pytest.raises(ValueError, match=r"'0\.weight'.* mask: expected float32 \[60, 70\], it is missing"):
+        opt.load_state_dict(saved)
+    assert same_bits(opt.state_dict()["state"][0]["mask"], before["state"][0]["mask"])
 
 
 def test_sophia_trains_the_demos_model() -> None:

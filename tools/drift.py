@@ -1,10 +1,11 @@
-"""Measure how far matrix rules under a plan get from the fp64 reading of their specs in one descent.
+"""Measure how far rules under a plan get from the fp64 reading of their specs in one descent.
 
-    .venv/bin/python tools/drift.py [--plan int8_split24] [--steps 1000] [--only muon soap]
+    .venv/bin/python tools/drift.py [--plan int8_split24] [--steps 1000] [--only muon soap]       rules of matrices
+    .venv/bin/python tools/drift.py --elements [--only lion]            rules of elements under plans of fewer bits
 
 The loss is tr(E' A E B) / 2, E = W - W*, of 64 x 64 matrices; A and B are symmetric with eigenvalues from 0.1 to 1.
 Every run sees gradients at its own weights and the same noise, N(0, 0.05^2).  lr falls to 0 along a cosine.  A distance
-is |W - W64| / |W64 - W0|, in Frobenius norms.  Prints the table of docs/formats.md.
+is |W - W64| / |W64 - W0|, in Frobenius norms.  Prints the tables of docs/formats.md.
 """
 
 from __future__ import annotations
@@ -36,6 +37,14 @@ RULES: dict[str, dict[str, Any]] = {
 """Rules by their specs, with options; at these rates 1,000 steps of most bring the loss below a thousandth.  SOAP-Muon
 does not descend with its own shampoo_beta."""
 
+ELEMENTS: dict[str, dict[str, Any]] = {
+    "adamw": {"lr": 0.05}, "schedule_free_adamw": {"lr": 0.05}, "adan": {"lr": 0.05}, "ademamix": {"lr": 0.05},
+    "rmsprop": {"lr": 0.02}, "adagrad": {"lr": 0.5}, "sgd": {"lr": 1.0, "momentum": 0.9}, "lamb": {"lr": 0.02},
+    "lion": {"lr": 0.01}, "signum": {"lr": 0.01}, "madgrad": {"lr": 0.3},
+    "prodigy": {"lr": 1.0, "d0": 1e-3}, "dadapt_adam": {"lr": 1.0, "d0": 1e-3},
+}  # fmt: skip
+FEWER = ("fp32", "int8_split24", "int6_split24", "int5_split24", "int5_int3_split24", "int4_split24")
+
 
 class Descent:
     """The quadratic, and runs over it."""
@@ -53,7 +62,8 @@ class Descent:
 
     def distances(self, name: str, plan: str) -> list[float]:
         """Return the distance of a plan's weights from those of the fp64 reading after each step but the first."""
-        spec, options, found = getattr(importlib.import_module(f"specs.{name}"), name), RULES[name], []
+        spec, found = getattr(importlib.import_module(f"specs.{name}"), name), []
+        options = (RULES | ELEMENTS)[name]
         p = nn.Parameter(self.start.to(torch.float32 if plan == "fp32" else torch.bfloat16))
         p.grad_dtype = None
         opt = getattr(optim, spec.class_name)([p], plan=plan, backend=self.backend, **options)
@@ -66,23 +76,36 @@ class Descent:
             opt.step()
             (kept,) = opt.master_weights().values()
             found.append(float((kept - exact).norm() / (exact - self.start).norm().clamp(min=1e-30)))
+        self.losses = self.loss(kept), self.loss(exact)
         return found[1:]
+
+    def loss(self, w: Tensor) -> float:
+        error = w.double() - self.end
+        return float((error * (self.left @ error @ self.right)).sum() / 2)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plan", default="int8_split24")
     parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--only", nargs="*", default=list(RULES))
+    parser.add_argument("--only", nargs="*", default=[])
+    parser.add_argument("--elements", action="store_true")
     given = parser.parse_args()
     torch.set_num_threads(1)
     rows = []
-    for name in given.only:
-        found = [Descent(given.steps).distances(name, plan) for plan in ("fp32", given.plan)]
-        rows.append([f"`{name}`", *(f"{x:.1e}" for run in found for x in (max(run), run[-1]))])
+    for name in given.only or (ELEMENTS if given.elements else RULES):
+        rows.append([f"`{name}`"])
+        for plan in FEWER if given.elements else ("fp32", given.plan):
+            run = Descent(given.steps)
+            found = run.distances(name, plan)
+            own, exact = run.losses
+            if given.elements:
+                rows[-1].append(f"{found[-1]:.1e} ({own / exact:.2f})")
+            else:
+                rows[-1] += [f"{max(found):.1e}", f"{found[-1]:.1e}"]
         print(*rows[-1], flush=True)
-    head = ["rule", *(f"{plan}, {at}" for plan in ("fp32", given.plan) for at in ("farthest", "end"))]
-    print("\n".join(["", *table(head, rows)]))
+    head = [f"{plan}, {at}" for plan in ("fp32", given.plan) for at in ("farthest", "end")]
+    print("\n".join(["", *table(["rule", *(FEWER if given.elements else head)], rows)]))
     return 0
 
 

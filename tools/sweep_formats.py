@@ -4,6 +4,7 @@
     .venv/bin/python tools/sweep_formats.py --plans int8 int4   only these
     .venv/bin/python tools/sweep_formats.py --quick             short streams: everything runs, the numbers say little
     .venv/bin/python tools/sweep_formats.py --data streams.pt   keeps the streams in a file, or takes them from there
+    .venv/bin/python tools/sweep_formats.py --range             only the part on other seeds, lengths and sizes, anew
 
 Plans are those of specs/plans.py, by name; what keeps no states below fp32 and what keeps them as another plan does is
 left out.  They are measured through generated AdamW kernels and the optimizer's own loading and reading of states, with
@@ -51,6 +52,10 @@ DEAD = 8
 """One element in so many loses its gradient, a quarter into the stream."""
 
 BASELINE = "flashoptim"
+
+RANGED = (BASELINE, "int8_split24", "int6_split24")
+SEEDS, LENGTHS, SIZES = (0, 1, 2), (0.05, 0.15, 0.5, 1.0), (1e-2, 1.0, 1e2, 1e4)
+"""Of the comparison with the baseline: seeds of streams, parts of their steps, factors of gradients and of eps."""
 
 Read = Callable[[], tuple[Tensor, Tensor]]
 
@@ -412,6 +417,26 @@ def exact_runs(data: Data) -> dict[Any, Trace]:
     for beta2 in BETAS2:
         out[beta2] = exactly(data.gradients, beta2, EPS)
         out[beta2, "dead"] = exactly(ended, beta2, EPS)
+    return out
+
+
+def ranges(seed: int, steps: int) -> dict[str, dict[str, list[list[float]]]]:
+    """Return NMSE of u on the streams of a seed: plan -> beta2 -> for each of SIZES at each of LENGTHS."""
+    torch.set_num_threads(1)
+    data = collect(steps, seed)
+    out: dict[str, dict[str, list[list[float]]]] = {plan: {} for plan in RANGED}
+    for beta2 in BETAS2:
+        exact = exactly(data.gradients, beta2, EPS)
+        for plan in RANGED:
+            found = out[plan][str(beta2)] = []
+            for size in SIZES:
+                trace = run(Product(plan, data.rows, data.gradients.shape[1], beta2, EPS * size), data.gradients, size)
+                row = []
+                for i in (round(x * len(trace.steps)) - 1 for x in LENGTHS):
+                    kept = trace.first[i : i + 1] / size, trace.second[i : i + 1] / size**2
+                    true = exact.first[i : i + 1], exact.second[i : i + 1]
+                    row.append(errors(data.rows, kept, true, trace.steps[i : i + 1], beta2, EPS).nmse)
+                found.append(row)
     return out
 
 

@@ -42,7 +42,7 @@ def look(spec: Spec, plan: Plan) -> Verdict:
     found: list[Finding] = []
     for case in targets.cases(spec, plan):
         found += _linted(spec, case)
-        found += [*lint.lifted(spec, case.storage, case.flags), *lint.overflow(spec, case.flags)]
+        found += [*lint.amplified(spec, case.storage, case.flags), *lint.overflow(spec, case.flags)]
     return Verdict(_once([*found, *lint.vectors(spec)]), plan.discouraged)
 
 

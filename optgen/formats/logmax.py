@@ -18,7 +18,7 @@ from optgen.base.loc import Loc
 from optgen.formats import narrow
 from optgen.formats.bound import ROUNDOFF, Bound
 from optgen.formats.check import check_block, check_words, is_number, refusal
-from optgen.formats.format import Field, Noise, Rounding, View
+from optgen.formats.format import Field, FormatFinding, Noise, Rounding, View
 from optgen.formats.pseudolog import BEND, INFINITE, PseudoLog, tenths
 from optgen.lang.values import Num, bits, block_max, cast, equal, floor, from_bits, maximum, minimum, rint, sqrt, where
 from optgen.ops.dtypes import f32, i16, i32
@@ -152,6 +152,16 @@ class LogMax(PseudoLog):
         Up to a cell of the octaves that it spans may lie above the maximum.
         """
         return max(0.0, tenths(self.octaves - self.octaves / self.codes - BEND))
+
+    def findings(self, nonneg: bool) -> list[FormatFinding]:
+        if self.octaves > 4:
+            return []
+        reason = (
+            f"roots more than {self.span():g} octaves under their block's largest may read as larger ones, and steps "
+            "are then too short: over 2.5 octaves in 3 bits by up to 27 % of a tensor's. Where blocks span more, take "
+            "a plan with LogMinMax"
+        )
+        return [("L21", "note", reason)]
 
     def bound(self) -> Bound:
         cell = self.step / 2**23  # of a mantissa in [1, 2): widest, relative to the value, from a power of two up

@@ -14,12 +14,12 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim.optimizer import ParamsT
 
-from optgen.runtime.checkpoint import checkpoint, weights
+from optgen.runtime.checkpoint import checkpoint, inputs, weights
 from optgen.runtime.layout import plans, sharding
 from optgen.runtime.layout.plans import Label, PlanOption
 from optgen.runtime.modes import offload, record, release, watch
 from optgen.runtime.options import blocks as of_rows
-from optgen.runtime.options import entries, inputs, options
+from optgen.runtime.options import entries, options
 from optgen.runtime.options import overrides as rules
 from optgen.runtime.options.entries import Entry, Owner
 from optgen.runtime.records import Flag, Hyper, join
@@ -459,7 +459,8 @@ class Optimizer(torch.optim.Optimizer):
 
     def _refuse_in_evaluation(self, action: str) -> None:
         if self._trained is not None:
-            raise RuntimeError(f"{type(self).__name__}.{action} in evaluation: call train() first")
+            what = "call train() first, or between the steps of SAM second_step()"
+            raise RuntimeError(f"{type(self).__name__}.{action} in evaluation: {what}")
 
     def __getstate__(self) -> dict[str, Any]:
         self._refuse_in_evaluation("copying")

@@ -161,8 +161,8 @@ def _copied(value: Any, device: str = "cpu") -> Any:
 
 def _state(owner: Owner, entry: Entry, seen: dict[int, Tensor]) -> dict[str, Any] | None:
     """Return a copy of a parameter's state, None if it has none; `seen` has the copies of shared tensors."""
-    kept = state.of(owner.states, entry.p)
-    return None if kept is None else _shared(kept, seen)
+    kept = owner.states.get(entry.p)  # without a step where inputs wait for the first one
+    return _shared(kept, seen) if kept else None
 
 
 def _shared(kept: Mapping[str, Any], seen: dict[int, Tensor], device: str = "cpu") -> dict[str, Any]:

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from optgen.runtime.checkpoint import checkpoint, weights
+from optgen.runtime.checkpoint import checkpoint, inputs, weights
 from optgen.runtime.layout import plans, sharding, workspace
 from optgen.runtime.layout.plans import Label
-from optgen.runtime.options import inputs, options
+from optgen.runtime.options import options
 from optgen.runtime.options.entries import Entry, Owner
 from optgen.runtime.records import Variant, as_float, keys
 from optgen.runtime.records.arena import Arena

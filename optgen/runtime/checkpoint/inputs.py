@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from optgen.runtime.checkpoint import checkpoint
 from optgen.runtime.layout import sharding
 from optgen.runtime.options.entries import Entry
 from optgen.runtime.options.entries import of as entries_of
@@ -26,12 +27,13 @@ def feed(self: Any, *, keep: bool = False, **values: Given) -> None:
     """Give the rule's inputs for the next step of each parameter: `opt.feed(hessian=tensors)`.
 
     values  for each input a tensor of each parameter's shape, on its device: by parameter, in the order of those that
-            require a gradient, or as a function of a parameter.  Where there is none (None), nothing is fed
+            require a gradient, or as a function of a parameter.  Where there is none (None), nothing is fed.  Of a
+            sharded parameter a DTensor over its mesh, or on every rank the whole tensor
     keep    for all further steps, until the next feed
     All is checked first: TypeError for names that are no inputs and values that are no tensors, ValueError for a tensor
-    that does not fit its parameter, NotImplementedError for sharded parameters; nothing has changed then.
+    that does not fit its parameter; nothing has changed then.
     """
-    cls, found, entries = type(self).__name__, list[tuple[Entry, str, Tensor]](), list(entries_of(self.param_groups))
+    cls, found, entries = type(self).__name__, list[Any](), list(entries_of(self.param_groups))
     for name, given in values.items():
         if name not in self.INPUTS:
             known = ", ".join(self.INPUTS) or "none"
@@ -53,14 +55,26 @@ def feed(self: Any, *, keep: bool = False, **values: Given) -> None:
         for entry in entries:
             if (x := own.get(id(entry.p))) is not None:
                 _check(cls, name, entry, x)
-                found.append((entry, name, x))
-    for entry, name, x in found:
+                found.append((entry, name, *_part(type(self), name, entry, x)))
+    for entry, name, x, parts in found:
         kept = self.state[entry.p]
         if name in kept:
-            kept[name].copy_(x)
+            sharding.local(kept[name]).copy_(x)
         else:  # the first step makes the other states beside it
-            kept[name] = torch.empty(x.shape, dtype=torch.float32, device=state.home(entry.p)).copy_(x)
+            made = {name: torch.empty(x.shape, dtype=torch.float32, device=state.home(entry.p)).copy_(x)}
+            kept.update(made if parts is None else parts.wrapped(made))
         kept[fed_name(name)] = 2.0 if keep else 1.0
+
+
+def _part(cls: Any, name: str, entry: Entry, x: Tensor) -> tuple[Tensor, sharding.Parts | None]:
+    """Return the part of a value that belongs to what this rank has of a parameter, and how that is sharded."""
+    if not sharding.is_sharded(entry.p):
+        return x, None
+    try:
+        parts = sharding.Parts.of(entry.p, checkpoint.select(cls, entry.group, entry.p, entry.name)[2])
+        return parts.beside(name, x), parts
+    except ValueError as error:
+        raise ValueError(f"{cls.__name__}.feed: {state.label(entry.p, entry.name)}: {error}") from None
 
 
 def _check(cls: str, name: str, entry: Entry, x: Any) -> None:
@@ -68,8 +82,6 @@ def _check(cls: str, name: str, entry: Entry, x: Any) -> None:
     label = state.label(entry.p, entry.name)
     if not isinstance(x, Tensor) or not x.is_floating_point():
         raise TypeError(f"{cls}.feed: {name} of {label} must be a floating tensor, got {state.kind(x)}")
-    if sharding.is_sharded(entry.p):
-        raise NotImplementedError(f"{cls}.feed: {label} is sharded, and inputs of sharded parameters are not supported")
     if x.shape != entry.p.shape or x.device != entry.p.device:
         want = f"{list(entry.p.shape)} on {entry.p.device}"
         raise ValueError(f"{cls}.feed: {name} of {label} must be {want}, got {list(x.shape)} on {x.device}")
