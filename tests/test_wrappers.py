@@ -1,7 +1,10 @@
 """Rules around rules: each wrapper beside a second text, in any order, and what they refuse."""
 
 import math
+import os
+import random
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -21,6 +24,8 @@ from optgen.driver.steps import rule_step
 from optgen.lang import Spec, flag, hyper, nonneg, state, wrapper, wrappers
 from tests.harness import plan_of, spec_of
 from tests.oracles import optional
+from tests.test_release import accepts_vectors
+from tests.training import bits
 
 Step = Callable[[Tensor, Tensor, int, float], tuple[Tensor, Tensor]]
 """(p, g, t, factor of the learning rate) -> (p after decoupled decay, the new weight)."""
@@ -310,6 +315,39 @@ def test_wrappers_in_any_order_are_their_second_texts(names: list[str], base: st
             follows(tuple(names), base)
     else:
         follows(tuple(names), base, 6)
+
+
+def drawn(number: int) -> tuple[list[str], str, Spec, str]:
+    """A chain of 3 to 5 wrappers, the innermost first, a ready-made rule that it fits, both as one, and a plan."""
+    draw = random.Random(int(os.environ["OPTGEN_SAMPLE_SEED"]) * 1000 + number)
+    while True:
+        names = draw.sample(wrappers.__all__, draw.randint(3, 5))
+        base = draw.choice(optgen.list("*") if number else [*BETA1])
+        with suppress(UserError):
+            spec = find_spec(f"{'('.join(reversed(names))}({base}{')' * len(names)}")
+            spec.check()
+            return names, base, spec, draw.choice(["fp32", "bf16_sr", "int8_split24", "int4_split24"])
+
+
+@pytest.mark.parametrize("number", [0, *(pytest.param(i, marks=pytest.mark.full) for i in range(1, 24))])
+def test_drawn_chains_of_wrappers_are_the_same_on_every_backend(number: int) -> None:
+    """Bits of strict C++ kernels and of eager torch over four steps; and the fp64 reading is the second texts', where
+    the rule has one."""
+    names, base, spec, plan = drawn(number)
+    if base in BETA1 and set(names) <= set(ORACLES):
+        follows(tuple(names), base)
+    cls, made = optgen.compile(spec, plan=plan, maths="strict"), []
+    for backend in ("reference", "cpp"):
+        draw = torch.Generator().manual_seed(number)
+        shapes = [(65, 65), (7, 9)] + [(70,)] * accepts_vectors(cls)
+        params = [torch.nn.Parameter(torch.randn(s, generator=draw).bfloat16()) for s in shapes]
+        opt = cls(params, backend=backend)
+        for _ in range(4):
+            for p in params:
+                p.grad = torch.randn(p.shape, generator=draw).bfloat16()
+            opt.step()
+        made.append(bits([params, [opt.state[p] for p in params]]))
+    assert made[0] == made[1], (spec.name, plan)
 
 
 FIVE = (
