@@ -103,7 +103,7 @@ def pair(**options: Any) -> tuple[list[Any], list[SAM]]:
 
 
 def backward(net: Any, t: int, scale: float = 1.0) -> None:
-    """Of two micro-batches."""
+    """Add up the gradients of two micro-batches."""
     x = torch.randn(8, 6, generator=torch.Generator().manual_seed(t))
     for part in x.to(next(net.parameters()).dtype).chunk(2):
         (scale / 2 * net(part).float().square().mean()).backward()
