@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -206,12 +205,10 @@ def train(
     peak: float | None = None,
     checks: int = 8,
     report: Callable[[int, float], None] = lambda step, loss: None,
-    between: Callable[..., Any] = lambda model, optimizer, step, x, y: None,
 ) -> Run:
     """One run: the model's start, the batches and their order depend on the seed alone.
 
-    peak     the largest learning rate; None: the optimizer's own rates, where they are named like one, are the largest
-    between  is called between backward and step; what it returns is called in the place of `optimizer.step`
+    peak   the largest learning rate; None: the optimizer's own rates, where they are named like one, are the largest
     """
     torch.manual_seed(seed)
     model = LanguageModel(size).to(dtype)
@@ -232,7 +229,7 @@ def train(
         loss = loss_of(model, x, y)
         loss.backward()
         before = time.perf_counter()
-        (between(model, optimizer, step, x, y) or optimizer.step)()
+        optimizer.step()
         after = time.perf_counter()
         optimizer.zero_grad(set_to_none=True)
         inside.append(after - before)
