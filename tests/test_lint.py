@@ -364,6 +364,6 @@ def from_the_start(p, g, gradients=state(), start=state(init="param"), *, lr=hyp
     ids=lambda x: getattr(x, "name", None),
 )  # fmt: skip
 def test_noise_of_few_bits_that_reaches_the_weights_is_told(spec: Spec, plan: Plan, found: set[str]) -> None:
-    """Of a signed sum, a sign, weights to evaluate with, and elements far below the largest of their block."""
+    """Noise of a signed sum, a sign and weights to evaluate with, and elements far below the largest of their block."""
     assert {"L17", "L19", "L20", "L21"} & {f.code for f in look(spec, plan).findings} == set(found)
     assert not look(spec, plan).refused
