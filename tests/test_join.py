@@ -66,7 +66,7 @@ def compare(spec: Spec, case: Case, variant: Variant) -> None:
     assert variant.host_states == program.host_states
     nodes = list(postorder(program.roots()))
     draws = {n.attr for n in nodes if n.op == "key"}
-    assert {x for x, fmt in formats.items() if fmt.stochastic} == eager.random
+    assert {x for x, fmt in formats.items() if fmt.rounding == "stochastic"} == eager.random
     own = tuple(b.owner for b in program.buffers if b.role == "draw")
     assert set(eager.draws) == set(own)
     assert bool(draws) == bool(eager.words) and variant.stochastic == bool(draws or eager.random or own)

@@ -395,6 +395,12 @@ def test_plans_say_the_bits_of_matrix_states() -> None:
     rows = {row.name: row for row in explain(low, plans.int4_split24).memory}
     assert [rows[x].bytes for x in ("upper", "alone", "size")] == [33 / 64, 33 / 32 * 5 / 1024, 34 / 32 * 5 / 1024]
     assert "root of its second moment" in rows["average"].stored and rows["size"].error == f"{32 / 255:.3g} root"
+    rows = {row.name: row for row in explain(low, plans.int8_rn_split24).memory}
+    assert [rows[x].bytes for x in ("upper", "alone", "size")] == [33 / 64, 4 * 5 / 1024, 4 * 5 / 1024]
+    assert rows["upper"].stored.endswith("nearest, of square matrices") and rows["upper"].error == "0.00784 scale"
+    kept = [v.eager for v in load(optgen.compile(low, plans.int8_rn_split24), "int8_rn_split24").variants]
+    assert {"upper": "triangular", "seen": "orthogonal"} in [x.matrices for x in kept]
+    assert not any(x.random for x in kept)
     rows = {row.name: row for row in explain(turned, plans.int8_split24).memory}
     assert rows["left"].bytes == 33 / 64 and rows["basis"].bytes == 33 / 32 and rows["plain"].bytes == 4
     assert "square matrices" in rows["left"].stored and "0.017 measured" in rows["basis"].valid

@@ -16,7 +16,6 @@ from optgen.driver.project import Maths
 from optgen.driver.targets import Case
 from optgen.formats.bound import Bound
 from optgen.formats.format import Format
-from optgen.formats.of_matrices import MATRICES
 from optgen.formats.plan import Plan, Storage
 from optgen.ir.node import Node, postorder
 from optgen.ir.program import Program, Schedule, Step
@@ -101,7 +100,7 @@ def of_plan(plan: Plan) -> list[Kept]:
         size = sum(f.bytes_per_param for f in plan.master.fields(param).values())
         rows.append(Kept(f"{param.name} weight", plan.master.describe(param), size, *_bound(plan.master.bound(param))))
     roles = {role: getattr(plan, role) for role in ("signed", "nonneg", "initial", "small")}
-    roles |= MATRICES if plan.matrices == 8 else {}
+    roles |= plan.of_matrices if plan.matrices == 8 else {}
     for role, fmt in {**roles, **plan.overrides}.items():
         for name, kept in {role: fmt, f"{role}, vectors": fmt.of_vectors()}.items():
             if name == role or kept != fmt:

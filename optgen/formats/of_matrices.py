@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from optgen.formats.bound import ROUNDOFF, Bound
-from optgen.formats.companders import largest_error, linear, softsign
-from optgen.formats.format import Field, Format, Noise, View
+from optgen.formats.companders import Compander, largest_error, linear, softsign
+from optgen.formats.format import Field, Format, Noise, Rounding, View
 from optgen.lang.values import Num
 from optgen.ops import dtypes
 
@@ -25,13 +25,14 @@ class OfMatrix(Format):
     No kernel reads one: programs see fp32.
 
     trait  "symmetric": the diagonal is fp32; entries below it over the roots of both diagonal ones.
-           "triangular": the diagonal is fp32; entries above it over that of their row, stochastically.
+           "triangular": the diagonal is fp32; entries above it over that of their row.
            "orthogonal": every entry is coded.
            "low_rank": of either sign, over the root of the second moment that the state is normalized by, if any.
-           "low_rank_nonneg": the second moment; both stochastically
+           "low_rank_nonneg": the second moment
     """
 
     trait: str
+    rounding: Rounding = "nearest"
 
     def __str__(self) -> str:
         if self.trait == "low_rank_nonneg":
@@ -39,13 +40,12 @@ class OfMatrix(Format):
         over = {"symmetric": "roots of an fp32 diagonal", "triangular": "its row's fp32 diagonal entry",
                 "low_rank": "root of its second moment, if it has one"}  # fmt: skip
         what = f", over {over[self.trait]}" if self.trait in over else ""
-        curve, rounding = (softsign(1), "stochastic") if self.stochastic else (linear, "nearest")
-        return f"8-bit signed blocks of {BLOCK}: {curve}, ue8m8 scale{what}, {rounding}"
+        return f"8-bit signed blocks of {BLOCK}: {self.curve}, ue8m8 scale{what}, {self.rounding}"
 
     @property
-    def stochastic(self) -> bool:
-        """True if codes are rounded stochastically."""
-        return self.trait not in ("symmetric", "orthogonal")
+    def curve(self) -> Compander:
+        """The curve that signed codes follow."""
+        return linear if self.trait in ("symmetric", "orthogonal") else softsign(1)
 
     @property
     def bytes_per_param(self) -> float:
@@ -75,13 +75,16 @@ class OfMatrix(Format):
         if self.trait == "low_rank_nonneg":
             valid = f"for a block whose roots span {OCTAVES} octaves, less for fewer; what is further below the largest"
             return Bound(OCTAVES / 255, "root", f"{valid}, or below 2^-63, reads as that", slack=2.0**-15)
-        curve = softsign(1) if self.stochastic else linear
-        value = largest_error(curve, (1 << 7) - 1, self.stochastic)
+        value = largest_error(self.curve, (1 << 7) - 1, self.rounding == "stochastic")
         return Bound(value, "scale", more[self.trait], slack=8 * ROUNDOFF)
 
     def enclose(self, x: Any, view: View, root: Any = None) -> Any:
         return x.unknown()
 
 
-MATRICES = {x: OfMatrix(x) for x in ("symmetric", "triangular", "orthogonal", "low_rank", "low_rank_nonneg")}
-"""Trait of a matrix state -> its format in 8 bits; others are fp32."""
+NEAREST = {trait: OfMatrix(trait) for trait in ("symmetric", "triangular", "orthogonal")}
+"""Trait of a matrix state -> its format in 8 bits under plans that round to nearest; others are fp32: to nearest,
+averages of low rank would stand still."""
+
+MATRICES = NEAREST | {x: OfMatrix(x, "stochastic") for x in ("triangular", "low_rank", "low_rank_nonneg")}
+"""The same under other plans."""

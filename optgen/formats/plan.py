@@ -19,7 +19,7 @@ from optgen.formats import floats
 from optgen.formats.check import is_whole, refusal
 from optgen.formats.format import Field, Format, Master
 from optgen.formats.masters import Native
-from optgen.formats.of_matrices import MATRICES
+from optgen.formats.of_matrices import MATRICES, NEAREST
 from optgen.lang.declare import INPUT, StateDecl
 from optgen.lang.spec import MatrixKind
 from optgen.ops.dtypes import DType, f32
@@ -322,6 +322,12 @@ class Plan:
         nearest = recurrence is not None and rounds_to_nearest(recurrence)
         return fmt.rounded("nearest" if nearest else "stochastic")
 
+    @property
+    def of_matrices(self) -> Mapping[str, Format]:
+        """The formats of matrix states in 8 bits by their traits, to nearest where moments are."""
+        nearest = self.signed != floats.f32 and not self.signed.noise_bits and not self.nonneg.noise_bits
+        return NEAREST if nearest else MATRICES
+
     def _format(self, state: StateDecl, small: bool, recurrence: Any) -> Format:
         if state.trait == INPUT:
             return floats.f32
@@ -329,7 +335,7 @@ class Plan:
             return self.overrides[state.name]
         if state.space.name != "elem":
             trait = coded_trait(state, recurrence) if self.matrices == 8 and not small else ""
-            return MATRICES.get(trait, floats.f32)
+            return self.of_matrices.get(trait, floats.f32)
         if state.init == "param":
             return self.initial
         if small:
@@ -361,7 +367,7 @@ class Plan:
             if not state.nonneg and not fmt.signed:
                 what = f"plan {self.name} keeps the signed state `{state.name}` in an unsigned format: {fmt}"
                 raise UserError("E301", loc=places, what=what)
-            if state.space.name != "elem" and fmt not in (floats.f32, *MATRICES.values()):
+            if state.space.name != "elem" and fmt not in (floats.f32, *self.of_matrices.values()):
                 space = state.space.name
                 raise UserError("E303", loc=places, plan=self.name, state=state.name, space=space, format=fmt)
             if state.init == "param" and fmt.matrix is not None:

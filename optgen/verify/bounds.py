@@ -14,7 +14,6 @@ from functools import lru_cache
 
 from optgen.formats.bound import Bound
 from optgen.formats.format import Format, Master
-from optgen.formats.of_matrices import OfMatrix
 from optgen.ops.dtypes import DType
 
 
@@ -71,7 +70,7 @@ class Steady:
 
 def steady_state(fmt: Format, decay: float, *, units: int = 0) -> Steady:
     """The effect of storing an exponential average with this decay in this format, over any number of steps."""
-    bound, random = one_step_bound(fmt, units), fmt.noise_bits > 0 or isinstance(fmt, OfMatrix) and fmt.stochastic
+    bound, random = one_step_bound(fmt, units), fmt.noise_bits > 0 or fmt.rounding == "stochastic"
     step = bound.total
     if math.isinf(step):
         return Steady(0.0, math.inf, "factor", "nothing is promised for an element")

@@ -137,14 +137,17 @@ MATRICES = {
     ),
     "orthogonal": FormatRecord("orthogonal", (Field("codes", "int8"), Field("scale", "int16", part="scale"))),
 }
+NEAREST = MATRICES | {"triangular": replace(MATRICES["symmetric"], codec="triangular")}
+"""Trait of a matrix state -> how plans of `matrices=8` that round to nearest keep it."""
+
 MATRICES |= {
-    "triangular": replace(MATRICES["symmetric"], codec="triangular", noise=24),
+    "triangular": replace(NEAREST["triangular"], noise=24),
     "low_rank": replace(MATRICES["orthogonal"], codec="low_rank", noise=24, relative=True),
     "low_rank_nonneg": FormatRecord(
         "low_rank_nonneg", (Field("codes", "int8"), Field("ends", "int16", part="ends")), noise=24, positive=True
     ),
 }
-"""Trait of a matrix state -> how plans of `matrices=8` keep it; the codec is one of reference/matrix_codecs.py."""
+"""The same of other plans; the codec is one of reference/matrix_codecs.py."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +174,9 @@ class PlanRecord:
         if state.name in self.overrides:
             found = self.overrides[state.name]
         elif state.space != "elem":
-            found = MATRICES.get(state.trait, FP32) if self.matrices == 8 and not small else FP32
+            nearest = self.signed != FP32 and not self.signed.noise and not self.nonneg.noise
+            kept = NEAREST if nearest else MATRICES
+            found = kept.get(state.trait, FP32) if self.matrices == 8 and not small else FP32
         elif state.init == "param":
             found = self.initial
         elif small:
