@@ -10,6 +10,7 @@ import json
 import math
 import os
 import sys
+import typing
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,7 +38,9 @@ def optional(name: str) -> Any:
     if str(FOLDER) not in sys.path:
         sys.path.append(str(FOLDER))
     pytest.importorskip(name.partition(".")[0])
-    return importlib.import_module(name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(typing, "override", lambda method: method, raising=False)  # of Python 3.12, as a package has it
+        return importlib.import_module(name)
 
 
 def stepping(make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]) -> Step:

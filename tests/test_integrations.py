@@ -1,8 +1,7 @@
 """`optgen.integrations` in the frameworks themselves: AdamW, Muon and CAME, bit for bit as they are by themselves.
 
-TRL, axolotl, jsonargparse (of LightningCLI), Emerging-Optimizers and Megatron are in no environment that `make setup`
-makes; `PYTHONPATH=FOLDER make test ARGS=tests/test_integrations.py` tests them too, from a folder of `pip install
---target`.
+TRL, axolotl, jsonargparse (of LightningCLI) and Megatron are in no environment that `make setup` makes;
+`PYTHONPATH=FOLDER make test ARGS=tests/test_integrations.py` tests them too, from a folder of `pip install --target`.
 """
 
 import importlib
@@ -18,6 +17,7 @@ from torch import nn
 import optgen
 from optgen.by_name import class_of
 from optgen.integrations import framework
+from tests.oracles import optional
 from tests.test_frameworks import TITAN, example, same_weights
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -161,8 +161,8 @@ def test_lightning_reads_the_class_from_a_file(tmp_path: Path, name: str) -> Non
 
 @pytest.mark.parametrize("rule", RULES)
 def test_emerging_optimizers_finds_the_name(rule: str) -> None:
-    ours, model = module("emerging_optimizers", "emerging_optimizers.registry"), net()
-    registry = importlib.import_module("emerging_optimizers.registry")
+    registry = optional("emerging_optimizers.registry")
+    ours, model = module("emerging_optimizers"), net()
     name = ours.register(rule, f"tested_{rule}", plan="int8_split24")
     train(model, registry.get_configured_optimizer_cls(name, lr=1e-2)(model.named_parameters()))
     assert_as_by_itself(model, rule)

@@ -33,8 +33,11 @@ BARE = ("torchtitan", "tyro", "typeguard", "docstring_parser", "spmd_types")
 APART = ("timm", "torchvision")
 """Installed into FRAMEWORKS: beside a CPU build of torch, a torchvision that is none stops all that import it."""
 FRAMEWORKS = VENV / "frameworks"
-PACKAGES = ("apollo_torch", "galore_torch", "gram_newton_schulz", "heavyball", "opt_einsum", "psgd_torch")
-"""Optimizers of matrices that tests compare rules with, and what two of them import; in a folder of their own."""
+PACKAGES = (
+    "absl_py", "apollo_torch", "emerging_optimizers", "galore_torch", "gram_newton_schulz", "heavyball", "opt_einsum",
+    "psgd_torch",
+)  # fmt: skip
+"""Optimizers of matrices that tests compare rules with, and what three of them import; in a folder of their own."""
 ORACLES = VENV / "oracles"
 OLDEST_TRITON = "3.6.0"
 """The oldest version that kernels are counted under, beside the one that tests run with; in a folder of its own."""
@@ -159,7 +162,8 @@ def install_torch(kind: str) -> None:
 def install_frameworks() -> None:
     """Install frameworks and packages of a few tests and an example; a failure of one does not stop the others."""
     apart = ("--upgrade", "--target")
-    folders = ((BARE, ()), (APART, (*apart, str(FRAMEWORKS))), (PACKAGES, (*apart, str(ORACLES))))
+    oracles = (*apart, str(ORACLES), "--ignore-requires-python")  # emerging_optimizers, whose tests run with 3.11 too
+    folders = ((BARE, ()), (APART, (*apart, str(FRAMEWORKS))), (PACKAGES, oracles))
     for names, where in folders:
         say(f"{', '.join(names)}: alone, without what they depend on")
         if not pip("--no-deps", *where, *names):
