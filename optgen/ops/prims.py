@@ -114,6 +114,11 @@ def _log(x: float) -> float:
     return math.log(x) if x > 0 else -math.inf if x == 0 else math.nan
 
 
+def _erfinv(x: float) -> float:
+    most = 1 - 2.0**-24  # of a range that is not known, too
+    return NormalDist().inv_cdf((1 + min(max(x, -most), most)) / 2) / math.sqrt(2)
+
+
 def _sigmoid(x: float) -> float:
     e = _exp(-abs(x))
     return (e if x < 0 else 1.0) / (1.0 + e)
@@ -203,7 +208,7 @@ _ROWS = (
     Prim("erf", "f", "error function", core=False, host=True, number=math.erf, tensor="erf", symbol="erf", rises="+",
          ulps=2),
     Prim("erfinv", "f", "inverse error function, |x| <= 1 - 2^-24", core=False, tensor="erfinv", symbol="erfinv",
-         number=lambda x: NormalDist().inv_cdf((1 + x) / 2) / math.sqrt(2), rises="+", ulps=8),
+         number=_erfinv, rises="+", ulps=8),
     Prim("atan2", "ff", "atan2(y, x): angle of the point (x, y), from -pi to pi", core=False, host=True,
          number=math.atan2, symbol="atan2", ulps=6),
     Prim("rsqrt", "f", "1 / sqrt(x)", core=False, number=lambda x: 1 / math.sqrt(x),
