@@ -59,7 +59,7 @@ WHEN = {
     "int5_split24": "three quarters of a byte matter and you can compare a short run.",
     "int4_split24": "a byte matters more than the noise of the updates; compare a run before.",
     "int5_int3_split24": "you want 4 bytes and gradients of neighbours are of like size: less error than int4_split24, "
-    "but steps up to 27 % too short where second moments of a block span more than 2 octaves of their root.",
+    "but too short steps, at 3 octaves by up to half, where second moments of a block span more than 2 of their root.",
     "int5_factored_split24": "weights are matrices and 3.7 bytes are the limit.",
     "int4_factored_split24": "weights are matrices and memory is all that counts.",
 }

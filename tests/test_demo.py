@@ -4,6 +4,7 @@ import json
 import math
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,16 +27,29 @@ def text() -> Corpus:
     return Corpus(data, data.clone(), 1, "made up")
 
 
-def train(text: Corpus, dtype: torch.dtype, seed: int, steps: int = 30) -> demo_model.Run:
+def train(text: Corpus, dtype: torch.dtype, seed: int, steps: int = 30, **options: Any) -> demo_model.Run:
     def make(model: torch.nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
-    return demo_model.train(text, SMALL, make, dtype=dtype, steps=steps, seed=seed, peak=1e-2)
+    return demo_model.train(text, SMALL, make, dtype=dtype, steps=steps, seed=seed, peak=1e-2, **options)
 
 
 def test_a_run_depends_on_its_seed_alone(text: Corpus) -> None:
     assert train(text, torch.float32, 0).validation == train(text, torch.float32, 0).validation
     assert train(text, torch.float32, 0).validation != train(text, torch.float32, 1).validation
+
+
+def test_what_is_returned_between_backward_and_step_is_called_in_its_place(text: Corpus) -> None:
+    seen: list[int] = []
+
+    def between(model: torch.nn.Module, optimizer: object, step: int, x: torch.Tensor, y: torch.Tensor) -> object:
+        assert all(p.grad is not None for p in model.parameters())
+        return None if step < 2 else lambda: seen.append(step)
+
+    run = train(text, torch.float32, 0, 5, between=between)
+    plain = train(text, torch.float32, 0, 5)
+    assert seen == [2, 3, 4] and [loss for _, loss in run.validation[:2]] == [loss for _, loss in plain.validation[:2]]
+    assert run.validation[2][1] == run.validation[3][1] != plain.validation[2][1]
 
 
 @pytest.mark.parametrize(("dtype", "bytes_each"), [(torch.float32, 4), (torch.bfloat16, 2)])

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -205,10 +206,12 @@ def train(
     peak: float | None = None,
     checks: int = 8,
     report: Callable[[int, float], None] = lambda step, loss: None,
+    between: Callable[..., Any] = lambda model, optimizer, step, x, y: None,
 ) -> Run:
     """One run: the model's start, the batches and their order depend on the seed alone.
 
-    peak   the largest learning rate; None: the optimizer's own rates, where they are named like one, are the largest
+    peak     the largest learning rate; None: the optimizer's own rates, where they are named like one, are the largest
+    between  is called between backward and step; what it returns is called in the place of `optimizer.step`
     """
     torch.manual_seed(seed)
     model = LanguageModel(size).to(dtype)
@@ -229,7 +232,7 @@ def train(
         loss = loss_of(model, x, y)
         loss.backward()
         before = time.perf_counter()
-        optimizer.step()
+        (between(model, optimizer, step, x, y) or optimizer.step)()
         after = time.perf_counter()
         optimizer.zero_grad(set_to_none=True)
         inside.append(after - before)

@@ -136,7 +136,7 @@ def training() -> Figure:
     parts = {
         f"AdamW, {kept['plan_steps']} steps": [t.Verdict(**v) for v in kept["plans"]],
         f"rules, int8_split24, {kept['steps']} steps": [t.Verdict(**v) for v in kept["verdicts"]],
-        f"matrix rules, {kept['tuned_steps']} steps": t.tuned(kept["runs"], kept["tuned_seeds"]),
+        f"matrix rules, SAM, Sophia, {kept['tuned_steps']} steps": t.tuned(kept["runs"], kept["tuned_seeds"]),
     }
     drawn, axes = figure(680, 60 + 21 * sum(map(len, parts.values())), 3, 1, sharex=True,
                          height_ratios=[len(v) + 1.5 for v in parts.values()])  # fmt: skip

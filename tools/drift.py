@@ -40,7 +40,7 @@ does not descend with its own shampoo_beta."""
 ELEMENTS: dict[str, dict[str, Any]] = {
     "adamw": {"lr": 0.05}, "schedule_free_adamw": {"lr": 0.05}, "adan": {"lr": 0.05}, "ademamix": {"lr": 0.05},
     "rmsprop": {"lr": 0.02}, "adagrad": {"lr": 0.5}, "sgd": {"lr": 1.0, "momentum": 0.9}, "lamb": {"lr": 0.02},
-    "lion": {"lr": 0.01}, "signum": {"lr": 0.01}, "madgrad": {"lr": 0.3},
+    "lion": {"lr": 0.01}, "tiger": {"lr": 0.01}, "signum": {"lr": 0.01}, "madgrad": {"lr": 0.3},
     "prodigy": {"lr": 1.0, "d0": 1e-3}, "dadapt_adam": {"lr": 1.0, "d0": 1e-3},
 }  # fmt: skip
 FEWER = ("fp32", "int8_split24", "int6_split24", "int5_split24", "int5_int3_split24", "int4_split24")

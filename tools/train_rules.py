@@ -4,7 +4,8 @@
     .venv/bin/python tools/train_rules.py --plans           the same of AdamW under every plan with states below fp32
     .venv/bin/python tools/train_rules.py --plans int4_split24 flashoptim       these alone; others stay as they are
     .venv/bin/python tools/train_rules.py --only CAME --steps 200 --seeds 1
-    .venv/bin/python tools/train_rules.py --tuned           matrix rules at rates found in one way; only missing runs
+    .venv/bin/python tools/train_rules.py --tuned           matrix rules, SAM and Sophia at rates found in one way; only
+                                                            runs that are missing
 
 Every pair starts from the same weights and sees the same batches in the same order, seed by seed; the learning rate is
 the rule's own, found in fp32 and used for both.  What is said of a pair is the mean of its paired differences with the
@@ -28,11 +29,11 @@ from typing import Any
 
 import torch
 from demo import mean_and_interval, mean_and_spread
-from demo_model import Corpus, Run, Size, corpus, train
+from demo_model import Corpus, Run, Size, corpus, loss_of, train
 from prose import filled, packed, table
 from rich.console import Console
 from rich.table import Table
-from torch import nn
+from torch import Tensor, nn
 
 # Discouraged plans are measured on purpose.
 warnings.filterwarnings("ignore", r"\w+: plan '\w+' is discouraged")
@@ -45,7 +46,8 @@ PLANS = ("fp32", "int8_split24")
 @dataclass(frozen=True)
 class Rule:
     """A generated class and how it is used here; `aside`: options of embeddings, norms and the head; `plans`: those
-    compared with fp32; `control`: the rule with whose fp32 runs, at whose learning rate, this one is compared."""
+    compared with fp32; `control`: the rule with whose fp32 runs, at whose learning rate, this one is compared;
+    `between`: what `demo_model.train` calls between backward and step."""
 
     name: str
     spec: str
@@ -53,6 +55,25 @@ class Rule:
     aside: Mapping[str, Any] = field(default_factory=dict)
     plans: tuple[str, ...] = PLANS[1:]
     control: str = ""
+    between: Callable[..., Any] | None = None
+
+
+def moved_uphill(model: nn.Module, optimizer: Any, step: int, x: Tensor, y: Tensor) -> Any:
+    """Take the gradient at moved weights, as SAM does."""
+    import optgen
+
+    optimizer.sam = getattr(optimizer, "sam", None) or optgen.SAM(optimizer)
+    optimizer.sam.first_step()
+    loss_of(model, x, y).backward()
+    return optimizer.sam.second_step
+
+
+def fed(model: nn.Module, optimizer: Any, step: int, x: Tensor, y: Tensor) -> None:
+    """Feed the squared gradient for labels drawn from the model, every ten steps (Sophia-G)."""
+    if step % 10 == 0:
+        drawn = torch.distributions.Categorical(logits=model(x).detach()).sample()
+        found = torch.autograd.grad(loss_of(model, x, drawn), list(model.parameters()))
+        optimizer.feed(hessian=[x.numel() * g.float().square() for g in found])
 
 
 ADAMW = {"lr": 1.5e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
@@ -81,6 +102,8 @@ TUNED = (  # lr: the authors' default, at which the search begins; adamw_lr: the
     Rule("Shampoo", "shampoo", {"lr": 1e-3, "weight_decay": 0.1}),
     Rule("GaLore", "galore", LOW_RANK, {"adamw": True}),
     Rule("APOLLO", "apollo", LOW_RANK, {"adamw": True}),
+    Rule("SAM", "adamw", {**ADAMW, "lr": 1e-3}, between=moved_uphill),
+    Rule("Sophia", "sophia", {"lr": 6e-4, "gamma": 0.05, "weight_decay": 0.1}, between=fed),
 )
 
 
@@ -105,7 +128,8 @@ def one_run(rule: Rule, plan: str, seed: int, steps: int, lr: float, text: Corpu
     """Train once, in a worker process."""
     torch.set_num_threads(1)
     dtype = torch.float32 if plan in OF_FP32 else torch.bfloat16
-    return train(text, Size(), lambda model: make(rule, plan, model, lr), dtype=dtype, steps=steps, seed=seed)
+    given: dict[str, Any] = {"between": rule.between} if rule.between else {}
+    return train(text, Size(), lambda model: make(rule, plan, model, lr), dtype=dtype, steps=steps, seed=seed, **given)
 
 
 @dataclass(frozen=True)
@@ -188,7 +212,7 @@ def tuned_section(kept: Mapping[str, Any]) -> list[str]:
     adamw, control = first.pop("AdamW").fp32, next(v.gap[1] for v in verdicts if v.rule == "SOAP, control")
     gaps = [(mean_and_interval([b - a for a, b in zip(adamw, v.fp32, strict=True)]), n) for n, v in first.items()]
     return [
-        "", "## Matrix rules", "",
+        "", "## Matrix rules, SAM and Sophia", "",
         f"{kept['tuned_steps']} steps, {kept['tuned_seeds']} seeds, text {kept['tuned_text']}. Learning rates are",
         "found in one way. In fp32 with seed 0, half the authors' default, the default and its double are tried, then",
         "more powers of two until the best rate has a worse one on either side. It serves all seeds and plans. Else",
@@ -197,7 +221,8 @@ def tuned_section(kept: Mapping[str, Any]) -> list[str]:
         "the last two at the rate found for AdamW). SOAP, Kron and Shampoo take embeddings and the head as matrices.",
         "*Muon, low rank* is LowRankMuon, beside Muon in fp32, which it is without its fewer bits. *SOAP, control*",
         "is SOAP in fp32 with a refresh every 9 steps, not 10: how far fp32 lies from itself if refreshes",
-        "fall on other steps.",
+        "fall on other steps. *SAM* is AdamW in `optgen.SAM` with rho 0.05, of two gradients a step. *Sophia* is fed",
+        "squared gradients for labels drawn from the model every 10 steps (Sophia-G), gamma 0.05.",
         "", "    .venv/bin/python tools/train_rules.py --tuned", "",
         *table(("run", "lr", "fp32", "loss", "- fp32", "", "B/param fp32", "B/param"), map(row, verdicts), (0, 5)),
         "", "![Differences of losses to fp32, with their intervals](images/training.svg)", "",
@@ -331,7 +356,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--only", nargs="*", default=[], help="rules by class name")
     parser.add_argument("--plans", nargs="*", help="AdamW under these plans; no name: all with states below fp32")
-    parser.add_argument("--tuned", action="store_true", help="the table of matrix rules: runs that it lacks")
+    parser.add_argument("--tuned", action="store_true", help="the table of matrix rules, SAM and Sophia: missing runs")
     parser.add_argument("--jobs", type=int, default=2, help="runs side by side, a thread each")
     parser.add_argument("--out", type=Path, default=ROOT / "docs")
     asked = parser.parse_args()

@@ -157,9 +157,9 @@ class LogMax(PseudoLog):
         if self.octaves > 4:
             return []
         reason = (
-            f"roots more than {self.span():g} octaves under their block's largest may read as larger ones, and steps "
-            "are then too short: over 2.5 octaves in 3 bits by up to 27 % of a tensor's. Where blocks span more, take "
-            "a plan with LogMinMax"
+            f"roots more than {self.span():g} octaves under their block's largest may read as larger ones; d octaves "
+            f"under it, steps are up to 2^(d - {self.span():g}) times too short. Where blocks span more, take a plan "
+            "with LogMinMax"
         )
         return [("L21", "note", reason)]
 
