@@ -305,8 +305,8 @@ def test_checkpoints_of_other_blocks_and_plans(tmp_path: Path) -> None:
 
 
 # -- parts of several ranks (whole runs: tests/ranks.py) ------------------------------------------------------------
-def mode(shape: tuple[int, ...], ranks: int, dim: int, height: int) -> str:
-    return sharding._mode_of_blocks(torch.Size(shape), (ranks,), ((dim, 1),), height)
+def check(shape: tuple[int, ...], ranks: int, dim: int, height: int) -> None:
+    sharding._check_blocks(torch.Size(shape), (ranks,), ((dim, 1),), height)
 
 
 def test_parts_hold_whole_blocks_or_are_refused() -> None:
@@ -317,12 +317,12 @@ def test_parts_hold_whole_blocks_or_are_refused() -> None:
         cuts = [sharding.chunk(rows, ranks, k) for k in range(ranks)]
         if any(x % height for cut in cuts for x in cut):
             with pytest.raises(ValueError, match=f"cuts a block of 6 rows: .* multiple of the {ranks} ranks"):
-                mode((rows, 5), ranks, 0, height)
+                check((rows, 5), ranks, 0, height)
             continue
-        assert mode((rows, 5), ranks, 0, height) == "local"
+        check((rows, 5), ranks, 0, height)
         assert [tuple(x * height for x in sharding.chunk(heads, ranks, k)) for k in range(ranks)] == cuts
 
 
 def test_cuts_along_columns_are_refused() -> None:
     with pytest.raises(ValueError, match="cut along another dimension than the first"):
-        mode((16, 8), 2, 1, 4)
+        check((16, 8), 2, 1, 4)

@@ -40,8 +40,8 @@ CAPABILITIES = (90, 80, 90, 100)
 """The GPUs that the cells are compiled for, drawn."""
 
 WRAPPED = (
-    "adagc(adamw)", "averaged(nadam)", "cautious(lamb)", "cautious_decay(lion)", "clipped(adamw)",
-    "clipped_value(lion)", "ema(cautious(adamw))", "ema_nesterov(adamw)", "gpa(sgd)", "grams(adamw)",
+    "adagc(adamw)", "agc(sgd)", "averaged(nadam)", "cautious(lamb)", "cautious_decay(lion)", "centralized(radam)",
+    "clipped(adamw)", "clipped_value(lion)", "ema(cautious(adamw))", "ema_nesterov(adamw)", "gpa(sgd)", "grams(adamw)",
     "hyperball(muon)", "lookahead(rmsprop)", "mars(adam)", "orthograd(sgd)", "schedule_free(adamw)", "snoo(sgd)",
     "spam_reset(adamw)", "warmed_up(adafactor)", "zclip(sgd)",
 )  # fmt: skip
