@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .adabelief import AdaBelief as AdaBelief
     from .adabound import AdaBound as AdaBound
     from .adago import AdaGO as AdaGO
+    from .adahessian import AdaHessian as AdaHessian
     from .adamod import AdaMod as AdaMod
     from .adamuon import AdaMuon as AdaMuon
     from .adanorm import AdaNorm as AdaNorm
@@ -151,6 +152,7 @@ _MODULES = {
     "AdaBelief": "adabelief",
     "AdaBound": "adabound",
     "AdaGO": "adago",
+    "AdaHessian": "adahessian",
     "AdaMod": "adamod",
     "AdaMuon": "adamuon",
     "AdaNorm": "adanorm",
@@ -282,6 +284,7 @@ __all__ = [
     "AdaBelief",
     "AdaBound",
     "AdaGO",
+    "AdaHessian",
     "AdaMod",
     "AdaMuon",
     "AdaNorm",

@@ -35,7 +35,8 @@ def make(
 
     rule     the name of a ready-made rule, wrappers around one ("ema(cautious(adamw))"), a spec or its file, an
              optimizer class, or several by the parameters' names: {regular expression: one of these, or a dict of
-             "rule" and options}.  An expression is searched for in the name; "*" takes what no other matches.
+             "rule" and options}.  An expression is searched for in the name, or is a function (name, parameter) that
+             says if it takes that; "*" takes what no other matches.
     model    or its named parameters
     plan     the plan's name, or what `optgen.compile` takes; None: each rule's default
     options  of the class.  With several rules each takes those that it has, and each dict has its own first.
@@ -52,7 +53,7 @@ def make(
         return made
     if not all(isinstance(pair, (tuple, list)) for pair in named):
         raise TypeError("make: several rules are given by names: take the model, or its named_parameters()")
-    claimed = _claims(rule, [name for name, _ in named])
+    claimed = _claims(rule, named)
     asked = {key: dict(value) if isinstance(value, Mapping) else {"rule": value} for key, value in rule.items()}
     for key, own in asked.items():
         if "rule" not in own:
@@ -90,17 +91,17 @@ def class_of(rule: Any, plan: Any = None) -> Any:
     return compile_(rule) if plan is None else compile_(rule, plan=plan)
 
 
-def _claims(rules: Mapping[str, Any], names: list[str]) -> dict[str, str]:
-    """Return the expression that each name goes to."""
-    patterns: dict[str, re.Pattern[str]] = {}
+def _claims(rules: Mapping[Any, Any], named: Named) -> dict[str, Any]:
+    """Return the expression, or function, that each name goes to."""
+    patterns: dict[Any, re.Pattern[str] | None] = {}
     for key in rules:
         try:
-            patterns |= {key: re.compile(key)} if key != REST else {}
+            patterns |= {key: None if callable(key) else re.compile(key)} if key != REST else {}
         except (re.error, TypeError) as error:
             raise ValueError(f"make: {key!r} is no regular expression of names: {error}") from None
-    claimed: dict[str, str] = {}
-    for name in names:
-        found = [key for key, pattern in patterns.items() if pattern.search(name)]
+    claimed: dict[str, Any] = {}
+    for name, p in named:
+        found = [key for key, pattern in patterns.items() if (pattern.search(name) if pattern else key(name, p))]
         if len(found) > 1:
             raise ValueError(f"make: {name} is matched by {found[0]!r} and {found[1]!r}: let one of them exclude it")
         if not found and REST not in rules:
@@ -108,6 +109,6 @@ def _claims(rules: Mapping[str, Any], names: list[str]) -> dict[str, str]:
         claimed[name] = found[0] if found else REST
     for key in rules:
         if key not in claimed.values():
-            shown = ", ".join([*names[:8], *(["..."] if names[8:] else [])])
+            shown = ", ".join([*(name for name, _ in named[:8]), *(["..."] if named[8:] else [])])
             raise ValueError(f"make: {key!r} matches no parameter: their names are {shown}")
     return claimed

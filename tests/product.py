@@ -497,7 +497,7 @@ def differing(
     made, spec = optimizer_class(cell, folder), spec_of(cell.spec)
     options = hypers_of(cell, lr=1e-2, weight_decay=1e-2)
     flags = flags_of(cell)
-    fed = [f.fed for f in spec.flags if f.fed and flags[f.name]]
+    fed = [name for name in made.INPUTS if all(flags[f.name] for f in spec.flags if f.fed == name)]
     derived = (f.name for f in spec.flags if f.shape or f.every is not None or f.nonzero or f.first or f.fed)
     own = flags.keys() - set(derived)
     options |= {name: flags[name] for name in own}

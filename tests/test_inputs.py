@@ -8,22 +8,16 @@ import pytest
 import pytorch_optimizer
 import torch
 
-import optgen
-from generated import Sophia
+from generated import AdaHessian, Sophia
 from optgen.base.errors import UserError
 from optgen.driver.compile import compile as compiled
 from optgen.lang import flag, hyper, input, normal, optimizer, state
 from optgen.runtime.modes import record
-from tests.harness import ROOT, same_bits
+from tests.harness import same_bits
 from tests.test_offload import moved
 from tools.demo_model import LanguageModel, Size, batches, loss_of, split
 
 EVERY = 3
-
-
-@pytest.fixture(scope="module")
-def adahessian() -> Any:
-    return optgen.compile(str(ROOT / "examples" / "adahessian.py"), plan="fp32")
 
 
 def theirs(name: str) -> dict[str, Any]:
@@ -35,9 +29,9 @@ def theirs(name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", ["sophia", "adahessian"])
 @pytest.mark.parametrize("backend", ["reference", "cpp"])
-def test_steps_are_those_of_another_package(name: str, backend: str, adahessian: Any) -> None:
+def test_steps_are_those_of_another_package(name: str, backend: str) -> None:
     """In fp32 within t * 64 roundings of a step of theirs in fp64, of gradients and Hessians from .5 to 2."""
-    cls, every = (Sophia, EVERY) if name == "sophia" else (adahessian, 1)
+    cls, every = (Sophia, EVERY) if name == "sophia" else (AdaHessian, 1)
     peer = pytorch_optimizer.SophiaH if name == "sophia" else pytorch_optimizer.AdaHessian
     draw = torch.Generator().manual_seed(0)
     p = torch.nn.Parameter(torch.randn(5, 70, generator=draw))
@@ -57,10 +51,10 @@ def test_steps_are_those_of_another_package(name: str, backend: str, adahessian:
         torch.testing.assert_close(p.double(), q, rtol=bound, atol=bound)
 
 
-def test_an_input_is_fed_for_one_step_or_kept(adahessian: Any) -> None:
+def test_an_input_is_fed_for_one_step_or_kept() -> None:
     p = torch.nn.Parameter(torch.ones(4, 3))
     p.grad = torch.ones(4, 3)
-    opt = adahessian([("w", p)])
+    opt = AdaHessian([("w", p)], plan="fp32")
     with pytest.raises(RuntimeError, match=r"'hessian' of parameter 'w'.*opt\.feed\(hessian=...\)"):
         opt.step()
     assert p.eq(1).all() and not opt.state.get(p)
@@ -71,7 +65,7 @@ def test_an_input_is_fed_for_one_step_or_kept(adahessian: Any) -> None:
     opt.feed(keep=True, hessian={p: torch.full((4, 3), 2.0)})
     for _ in range(2):
         opt.step()
-    other = adahessian([("w", torch.nn.Parameter(p.detach().clone()))])
+    other = AdaHessian([("w", torch.nn.Parameter(p.detach().clone()))], plan="fp32")
     (q,) = other.param_groups[0]["params"]
     q.grad = p.grad
     other.load_state_dict(copy.deepcopy(opt.state_dict()))
@@ -89,6 +83,7 @@ def test_an_input_is_fed_for_one_step_or_kept(adahessian: Any) -> None:
         ({"hessian": [torch.ones(4, 3, dtype=torch.int32)]}, TypeError, "floating tensor"),
         ({"hessian": [torch.ones(4, 3, device="meta")]}, ValueError, "on meta"),
         ({"hessian": {torch.ones(4, 3): torch.ones(4, 3)}}, ValueError, "parameters of no group"),
+        ({"hessian": 3}, TypeError, "must be a list, a dict or a function of parameters, not 3"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_changes(given: Any, error: type, words: str) -> None:

@@ -102,7 +102,13 @@ def agree(
 @pytest.mark.parametrize("name", sampled("release", EVERY_RULE))
 def test_the_bits_are_those_of_ordinary_steps(name: str, plan: str) -> None:
     cls = getattr(optim, name)
-    agree(lambda m: cls(m.named_parameters(), plan=plan), vectors=accepts_vectors(cls))
+
+    def make(m: Net) -> Optimizer:
+        opt = cls(m.named_parameters(), plan=plan)
+        opt.feed(keep=True, **dict.fromkeys(cls.INPUTS, torch.ones_like))
+        return opt
+
+    agree(make, vectors=accepts_vectors(cls))
 
 
 @pytest.mark.parametrize(("name", "named"), [("AdamW", True), ("CAME", True), ("LAMB", False), ("Muon", False)])

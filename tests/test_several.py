@@ -60,6 +60,30 @@ def test_each_parameter_takes_the_step_of_its_rule() -> None:
     assert opt.memory().numel == sum(p.numel() for p in ours.parameters())
 
 
+def test_inputs_go_to_the_rules_that_have_them_and_functions_choose_parameters() -> None:
+    rules: dict[Any, Any] = {lambda name, p: p.ndim == 2: "adahessian", "0.bias": "sophia", "*": "adamw"}
+    net, ones = model(), torch.ones_like
+    opt: Any = optgen.make(rules, net, backend="reference", plan="fp32")
+    assert list(opt.matched.values()) == [["0.weight", "2.weight", "4.weight"], ["0.bias"], ["2.bias", "4.bias"]]
+    w, low, other = net[0].weight, net[0].bias, net[2].bias
+    must = "must be a dict or a function of parameters whose rules have this input"
+    for given, words in (
+        ({"hess": ones}, f"hess {must}"), ({"hessian": [w]}, must), ({"hessian": {w: w, other: other}}, must),
+        ({"hessian": {w: w, low: w}}, r"Sophia.feed: hessian of parameter '0.bias' .* must be \[24\]"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            opt.feed(**given)
+        assert not any(opt.state.get(p) for p in net.parameters())
+    with pytest.raises(RuntimeError, match=r"'hessian' of parameter '0.weight'.* was not fed"):
+        train(net, [opt], 1)
+    opt.feed(hessian={p: ones(p) for p in (w, net[2].weight, net[4].weight)})
+    train(net, [opt], 1)
+    opt.feed(hessian=ones, keep=True)
+    train(net, [opt], 2)
+    assert [opt.state[p].get("hessian_fed") for p in (w, low, other)] == [2.0, 2.0, None]
+    assert [len(part.state) for part in opt.parts.values()] == [3, 1, 2]  # a lookup adds no entry to another's states
+
+
 @pytest.mark.parametrize("way", ["state_dict", "file", "distributed", "copy"])
 def test_a_run_goes_on_exactly(way: str, tmp_path: Path) -> None:
     net = model()
@@ -111,6 +135,7 @@ def test_what_does_not_fit_changes_nothing() -> None:
         ({"weight": "muon"}, {}, ValueError, "no pattern matches 0.bias"),
         ({"weight": "muon", "0": "lion", "*": "adamw"}, {}, ValueError, "0.weight is matched by 'weight' and '0'"),
         ({"conv": "muon", "*": "adamw"}, {}, ValueError, "'conv' matches no parameter"),
+        ({lambda name, p: p.ndim > 9: "muon", "*": "adamw"}, {}, ValueError, "<lambda>.* matches no parameter"),
         ({"(": "muon", "*": "adamw"}, {}, ValueError, r"make: '\(' is no regular expression of names: missing \)"),
         ({"*": {"lr": 1.0}}, {}, ValueError, "a dict with one under 'rule'"),
         ({"weight": "muon", "*": "adamw"}, {"rho": 1.0}, TypeError, "none of Muon, AdamW has the option 'rho'"),

@@ -13,7 +13,7 @@ from tests.oracles import BASES, ELEMENTWISE, IN_BASES, LOW_RANK, REDUCING, WHOL
 SPECS = Path(__file__).parent.parent / "specs"
 # Those that look at the whole model, at intervals, multiply matrices or are fed: in test_against_papers.py,
 # test_whole_model.py, test_bases.py, test_low_rank.py and test_inputs.py.
-ELSEWHERE = ("__init__", "plans", "psgd_kron", "sophia", *WHOLE, *BASES, *IN_BASES, *LOW_RANK)
+ELSEWHERE = ("__init__", "plans", "psgd_kron", "adahessian", "sophia", *WHOLE, *BASES, *IN_BASES, *LOW_RANK)
 NAMES = sorted(f.stem for f in SPECS.glob("*.py") if f.stem not in ELSEWHERE)
 
 

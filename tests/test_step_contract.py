@@ -317,6 +317,7 @@ def test_eager_steps_of_every_rule_whatever_the_default_dtype(name: str) -> None
     for default in (torch.float32, torch.float64, torch.bfloat16):
         params = [p.to(torch.bfloat16).detach().requires_grad_() for p in parameters((64, 72), (5, 6))]
         opt = getattr(generated, name)(list(zip("ab", params, strict=True)), plan="int8_split24", backend="reference")
+        opt.feed(keep=True, **dict.fromkeys(opt.INPUTS, torch.ones_like))
         for p in params:
             p.grad = torch.full_like(p, 0.5)
         torch.set_default_dtype(default)

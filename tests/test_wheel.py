@@ -97,6 +97,7 @@ def test_every_ready_made_pair_steps_without_the_compiler(python: Callable[[str]
                 p.grad = torch.full_like(p, 0.25)
                 assert cpu.has_kernels(load(made, plan))
                 optimizer = made([p], lr=0.25, plan=plan, backend="reference")
+                optimizer.feed(**dict.fromkeys(made.INPUTS, torch.ones_like))
                 optimizer.step()
                 assert p.isfinite().all() and optimizer.state[p]["step"] == 1, (name, plan)
                 done += 1

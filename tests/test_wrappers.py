@@ -342,6 +342,7 @@ def test_drawn_chains_of_wrappers_are_the_same_on_every_backend(number: int) -> 
         shapes = [(65, 65), (7, 9)] + [(70,)] * accepts_vectors(cls)
         params = [torch.nn.Parameter(torch.randn(s, generator=draw).bfloat16()) for s in shapes]
         opt = cls(params, backend=backend)
+        opt.feed(keep=True, **dict.fromkeys(cls.INPUTS, torch.ones_like))
         for _ in range(4):
             for p in params:
                 p.grad = torch.randn(p.shape, generator=draw).bfloat16()

@@ -364,6 +364,9 @@ def walk(cls: type, function: Callable[[Any, Any], Any], start: tuple[float, flo
             optimizer.zero_grad()
             loss = function(p[0, 0], p[0, 1])
             loss.backward()
+            if cls.INPUTS:  # Hessians' diagonals
+                curve = torch.autograd.functional.hessian(lambda q: function(q[0], q[1]), p.detach()[0]).diag()
+                optimizer.feed(**{name: [curve[None]] for name in cls.INPUTS})
             optimizer.step()
             found.append(tuple(p.detach()[0].tolist()))
             values.append(float(loss.detach()))

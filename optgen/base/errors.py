@@ -117,7 +117,7 @@ TABLE: dict[str, Row] = {
     "E140": Row(
         "this gives {value} at step {step}",
         "",
-        "add a small eps where it divides, or choose with where(); a root wants an operand that is never negative",
+        "add a small eps where it divides, or choose with where(); a root wants an operand >= 0, a logarithm one > 0",
     ),
     "E141": Row(
         "this host scalar is {value} at step {step}",

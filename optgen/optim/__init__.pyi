@@ -215,6 +215,23 @@ class AdaGO(Optimizer):
         stagger: bool = False, workspace: int | str | None = None,
     ) -> None: ...
 
+class AdaHessian(Optimizer):
+    """Feed u * (H u) of random signs u, averaged over neighbours as the paper has it, before every step."""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 0.1,
+        betas: Sequence[float | Tensor] = (0.9, 0.999),
+        hessian_power: float | Tensor = 1.0,
+        eps: float | Tensor = 1e-16,
+        weight_decay: float | Tensor = 0.0,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+        stagger: bool = False, workspace: int | str | None = None,
+    ) -> None: ...
+
 class AdaMod(Optimizer):
     """Adam with the smaller of each element's rate and the average of that rate; eps is inside the correction."""
 

@@ -76,7 +76,7 @@ class Optimizer(torch.optim.Optimizer):
     BLOCKS: ClassVar[str] = ""
     INPUTS: ClassVar[tuple[str, ...]] = ()
     evaluation: ClassVar[Callable[..., Tensor] | None] = None
-    feed, scale_rows = inputs.feed, weights.scale_rows
+    feed, _checked, _feed, scale_rows = inputs.feed, inputs.checked, inputs.take, weights.scale_rows
 
     _warned_of_stack, _all_given = False, True
     """The second: False while the constructor adds groups: it looks for shared memory once, not for every group."""

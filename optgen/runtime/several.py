@@ -19,6 +19,13 @@ RULE = "rule"
 """The key of a saved group with the name of its class."""
 
 
+class States(ChainMap[Tensor, Any]):
+    """The states of several optimizers; a parameter without one reads as {}, and gets no entry among another's."""
+
+    def __getitem__(self, key: Tensor) -> Any:
+        return next((states[key] for states in self.maps if key in states), {})
+
+
 class Several(torch.optim.Optimizer):
     """Optimizers of different rules as one: one step, one list of groups, one state dict.
 
@@ -48,7 +55,7 @@ class Several(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:
-        return ChainMap(*(part.state for part in self.parts.values()))
+        return States(*(part.state for part in self.parts.values()))
 
     @state.setter
     def state(self, states: Any) -> None: ...
@@ -127,6 +134,20 @@ class Several(torch.optim.Optimizer):
     def record(self, path: Any, params: Any = None) -> None:
         """Refuse a record, which is of the step of one rule: `parts[...].record`."""
         raise NotImplementedError("Several: a record is of the step of one rule, .parts[...].record(path)")
+
+    def feed(self, *, keep: bool = False, **values: Any) -> None:
+        """Give inputs to the rules that have them, by parameter or as functions of one: see `Optimizer.feed`."""
+        given: dict[Any, dict[str, Any]] = {part: {} for part in self.parts.values()}
+        for name, value in values.items():
+            owner = {p: part for part in given if name in part.INPUTS for g in part.param_groups for p in g["params"]}
+            own = {p: value(p) for p in owner if p.requires_grad} if callable(value) else value
+            if not owner or not isinstance(own, Mapping) or own.keys() - owner.keys():
+                what = "a dict or a function of parameters whose rules have this input"
+                raise ValueError(f"Several.feed: {name} must be {what}")
+            for p, x in own.items():
+                given[owner[p]].setdefault(name, {})[p] = x
+        for part, found in [(part, part._checked(own)) for part, own in given.items()]:
+            part._feed(found, keep)
 
     # -- checkpoints ----------------------------------------------------------------------------------
 

@@ -33,6 +33,11 @@ def feed(self: Any, *, keep: bool = False, **values: Given) -> None:
     All is checked first: TypeError for names that are no inputs and values that are no tensors, ValueError for a tensor
     that does not fit its parameter; nothing has changed then.
     """
+    take(self, checked(self, values), keep)
+
+
+def checked(self: Any, values: Mapping[str, Given]) -> list[Any]:
+    """Return what `take` stores of values of inputs; the errors are those of `feed`."""
     cls, found, entries = type(self).__name__, list[Any](), list(entries_of(self.param_groups))
     for name, given in values.items():
         if name not in self.INPUTS:
@@ -45,6 +50,8 @@ def feed(self: Any, *, keep: bool = False, **values: Given) -> None:
             own = {id(p): x for p, x in given.items()}
             if unknown := own.keys() - {id(entry.p) for entry in entries}:
                 raise ValueError(f"{cls}.feed: {name} has tensors for {len(unknown)} parameters of no group")
+        elif not hasattr(given, "__len__"):
+            raise TypeError(f"{cls}.feed: {name} must be a list, a dict or a function of parameters, not {given!r:.60}")
         elif len(given) != len(trained):
             raise ValueError(
                 f"{cls}.feed: {name} has {len(given)} tensors, and {len(trained)} parameters require a gradient: give "
@@ -56,6 +63,11 @@ def feed(self: Any, *, keep: bool = False, **values: Given) -> None:
             if (x := own.get(id(entry.p))) is not None:
                 _check(cls, name, entry, x)
                 found.append((entry, name, *_part(type(self), name, entry, x)))
+    return found
+
+
+def take(self: Any, found: list[Any], keep: bool) -> None:
+    """Store values of inputs beside the states."""
     for entry, name, x, parts in found:
         kept = self.state[entry.p]
         if name in kept:
