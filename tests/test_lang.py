@@ -354,13 +354,14 @@ def test_both_kinds_of_formulas_compute_what_the_function_does(case: tuple[str, 
         compute = sympy.lambdify(symbols, expr, [{**ONE_ELEMENT, "erfinv": PLAIN["erfinv"]}, "math"])
         assert float(compute(*(known[s.name] for s in symbols))) == pytest.approx(expected[key], rel=1e-13)
     plain = numbers | {"t": float(t)} | {f"{key}_old": value for key, value in old.items()}
-    plain |= {f.fed: old[f.fed] for f in spec.flags if f.fed}
+    fed = {s.name for s in spec.states} - set(spec.order)
+    plain |= {name: old[name] for name in fed}
     plain["uniform"] = uniform = lambda n: drawn[f"uniform_{n}"]
     plain["normal"] = lambda n: math.sqrt(2) * PRIMS["erfinv"].number(2 * uniform(n) - (1 - 2**-24))
     for line in plain_formulas(spec, setting):
         text = line.replace("[t-1]", "_old").replace("[t]", "_new").replace("'", "_")
         exec(text, PLAIN | ONE_ELEMENT | {"__builtins__": {"max": max, "min": min, "abs": abs}}, plain)
-    for key in expected.keys() - {x for f in spec.flags if f.fed for x in (f.fed, fed_name(f.fed))}:
+    for key in expected.keys() - fed - set(map(fed_name, fed)):
         assert plain[f"{key}_new"] == pytest.approx(expected[key], rel=1e-13)
 
 

@@ -275,7 +275,7 @@ def schedule_free(
 ):  # fmt: skip
     """Schedule-Free around a rule: no decay of the learning rate; a model is evaluated with an average of its weights.
 
-    The rule is one without momentum of its own, and steps from z, whose distance from p is the state.
+    The rule steps from z, whose distance from p is the state.  Momentum of its own stays: betas=(0.0, ...) is none.
     """
     rate = rule.options["lr"] * minimum(1.0, t / maximum(warmup_steps, 1.0))
     lr_max = maximum(lr_max, rate)
