@@ -35,6 +35,7 @@ from optgen.lang import (
 from optgen.lang.spec import Recurrence
 from optgen.ops import dtypes
 from optgen.runtime.layout.plans import load
+from optgen.runtime.records import join
 from optgen.runtime.records.keys import step_key, stream_key
 from optgen.runtime.reference import matrices
 from optgen.runtime.reference.matrix_codecs import CODECS
@@ -343,6 +344,53 @@ def test_checkpoints_keep_bits_and_other_plans_are_converted(tmp_path: Path) -> 
     wrong["state"][0]["left_diagonal"] = torch.full((64, 1), float("nan"))
     with pytest.raises(ValueError, match=r"left_diagonal: expected numbers, 64 of 64 are NaN"):
         again.load_state_dict(wrong)
+    for value in (-128, -1):  # 0xFF80 reads as NaN, and codes go up to 0xFEFF
+        wrong = opt.state_dict()
+        wrong["state"][0]["left_scale"] = torch.full((32, 1), value, dtype=torch.int16)
+        with pytest.raises(ValueError, match=r"left_scale: expected headers of its blocks, 32 of 32 are none"):
+            again.load_state_dict(wrong)
+
+
+@given(st.floats(0, 3.4e38), st.floats(0, 3.4e38))
+def test_scales_and_ends_are_ones_that_are_loaded(x: float, y: float) -> None:
+    """Of any numbers between 0 and the largest, as the records of `join` say."""
+    v = torch.tensor([[x, y]])
+    for trait, part in (("low_rank", "scale"), ("low_rank_nonneg", "ends")):
+        found = CODECS[trait].encode(v)[1].int() & 0xFFFF
+        field = next(f for f in join.MATRICES[trait].fields if f.part == part)
+        assert field.most is not None and ((found >= field.least) & (found <= field.most)).all()
+
+
+@pytest.mark.parametrize(
+    ("start", "new", "error"),
+    [
+        (0.0, lambda q, g: q + g @ (g.T @ q), r"`q` is declared orthogonal, but after step 1 on random matrices"),
+        (0.5, lambda q, g: qr(g @ (g.T @ q)), r"`average` cannot be normalized_by `size`"),
+    ],
+)
+def test_declarations_of_low_rank_states_are_checked(start: float, new: Any, error: str) -> None:
+    def made() -> Any:
+        @optimizer(cite="nobody")
+        def declared(
+            p, g,
+            q=low_rank_state("rows", orthogonal, rank=2, when="wide", init=1.0),
+            average=low_rank_state("rows", rank=2, when="wide", normalized_by="size", init=start),
+            size=low_rank_state("rows", nonneg, rank=2, when="wide"),
+            *,
+            wide=shape_flag(lambda shape: len(shape) >= 2),
+        ):  # fmt: skip
+            if not wide:
+                p = p - g
+                return p, q, average, size
+            q = new(q, g)
+            average, size = 0.9 * average + 0.1 * q, 0.9 * size + 0.1 * q * q
+            p = p - average @ (size.T @ g)
+            return p, q, average, size
+
+        return declared
+
+    with pytest.raises(UserError, match=error):
+        optgen.compile(made(), plans.int8)
 
 
 @pytest.mark.parametrize(

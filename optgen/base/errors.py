@@ -70,7 +70,8 @@ TABLE: dict[str, Row] = {
     "E118": Row("{name} has no {kind} `{got}`"),
     "E119": Row(
         "state `{name}` cannot be normalized_by `{root}`",
-        "the quotient of a signed state and the root of a nonneg state of the same space, both present at once",
+        "the quotient of a signed state and the root of a nonneg state of the same space, both present at once; where "
+        "the root starts at 0, so does the signed one",
     ),
     "E120": Row("`return` must give `{want}` here, got `{got}`"),
     "E121": Row(
@@ -132,8 +133,8 @@ TABLE: dict[str, Row] = {
     "E143": Row(
         "state `{name}` is declared {trait}, but after step {step} on random matrices an entry is {off} off",
         "formats keep what the trait leaves alone, and would change this one",
-        "declare it without the trait, or restore that: (x + x.T) / 2 is symmetric, qr(x) of a square x orthogonal, "
-        "triangle(x) triangular",
+        "declare it without the trait, or restore that: (x + x.T) / 2 is symmetric, qr(x) orthogonal, triangle(x) "
+        "triangular; vectors of low rank have length 1",
     ),
     # E2xx: spaces and dtypes
     "E201": Row(

@@ -12,7 +12,7 @@ from optgen.base.loc import Loc
 from optgen.ir.node import Node, postorder
 from optgen.ir.ranges import Intervals
 from optgen.lang import matrices
-from optgen.lang.declare import flags_in
+from optgen.lang.declare import StateDecl, flags_in
 from optgen.lang.probe import probe
 from optgen.lang.spec import Spec, Trace, start
 from optgen.lang.tracing import run
@@ -165,6 +165,14 @@ _LACKS: dict[str, Callable[[Any], Any]] = {
 """Functions of a square matrix that are zero where it has a trait, by name of the trait."""
 
 
+def _lacks(state: StateDecl, x: Any) -> Any:
+    """Return what is zero where a matrix state has its trait; of low rank it is orthogonal, or nearly, if its vectors
+    have length 1."""
+    if not state.rank:
+        return _LACKS[state.trait](x)
+    return x.square().sum(-2 if state.space.name[1] == "r" else -1) - 1
+
+
 _HALVES = {
     **dict.fromkeys("eigenvectors inverse_root newton_root cholesky norm_lower_bound".split(), (0, "symmetric")),
     "orthogonal_iteration": (0, "symmetric"), "solve_triangular": (1, "triangular"),
@@ -200,8 +208,8 @@ def _check_traits(spec: Spec, flags: Mapping[str, bool], trace: Trace) -> None:
     def exact(nodes: list[Node]) -> bool:
         return all(n.attr not in ("newton_schulz", "newton_schulz_of_rows") for n in postorder(nodes))
 
-    of_sides = [s for s in spec.present(flags) if not s.rank]
-    judged = [s for s in of_sides if s.trait in _LACKS and trace.states[s.name].op != "load"]
+    of_sides = [s for s in spec.present(flags) if s.trait in _LACKS]
+    judged = [s for s in of_sides if trace.states[s.name].op != "load"]
     judged = [s for s in judged if exact([trace.states[s.name]])]
     roots = [trace.p, *trace.states.values()]
     halves = [n.args[_HALVES[n.attr][0]] for n in postorder(roots) if n.op == "call" and n.attr in _HALVES]
@@ -216,8 +224,9 @@ def _check_traits(spec: Spec, flags: Mapping[str, bool], trace: Trace) -> None:
     generator, hypers = torch.Generator().manual_seed(0), {h.name: h.default for h in spec.hypers}
     p, host = drawn(5, 7), None
     has: dict[str, Callable[[Any], Any]]
-    has = {"symmetric": lambda x: x + x.mT, "orthogonal": lambda x: torch.linalg.qr(x).Q, "triangular": torch.triu}
-    kept = {s.name: has[s.trait](drawn(*start(s, p, hypers).shape)) for s in of_sides if s.trait in has}
+    has = {"symmetric": lambda x: x + x.mT, "triangular": torch.triu}
+    has["orthogonal"] = lambda x: (lambda u, _, v: u @ v)(*torch.linalg.svd(x, full_matrices=False))
+    kept = {s.name: has[s.trait](drawn(*start(s, p, hypers).shape)) for s in of_sides}
     for step in (1, 2):
         watched = matrices.WATCHED.set(_check_operand if watch else None)
         try:
@@ -228,7 +237,7 @@ def _check_traits(spec: Spec, flags: Mapping[str, bool], trace: Trace) -> None:
             matrices.WATCHED.reset(watched)
         for s in judged:
             x = kept[s.name]
-            off = _LACKS[s.trait](x).abs().max()
+            off = _lacks(s, x).abs().max()
             if off > 1e-6 * x.abs().max():
                 place = trace.places.get(trace.states[s.name].uid, s.loc)
                 raise UserError("E143", loc=place, name=s.name, trait=s.trait, step=step, off=f"{float(off):.2g}")

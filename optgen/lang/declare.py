@@ -150,7 +150,8 @@ def _state(
     for t in traits:
         if t not in (nonneg, *forms) or len(traits) > 1:
             known, got = " or ".join(f"`{x.name}`" for x in (nonneg, *forms)), ", ".join(map(repr, traits))
-            raise _refuse(f"a state's only trait is {known}, got {got}", "state(nonneg, when=..., init=...)")
+            hint = "declare one of them, or none" if forms else "state(nonneg, when=..., init=...)"
+            raise _refuse(f"a state's only trait is {known}, got {got}", hint)
     if when is not None and not isinstance(when, str):
         raise _refuse(f"when= is the name of a flag in quotes, got {when!r}", 'for instance when="amsgrad"')
     start: float | str = init if isinstance(init, str) else _number("init=", init)

@@ -131,11 +131,13 @@ MATRICES = {
         "symmetric",
         (
             Field("codes", "int8", part="lower"),
-            Field("scale", "int16", part="lower scale"),
+            Field("scale", "int16", part="lower scale", most=0xFEFF),
             Field("diagonal", "float32", part="diagonal"),
         ),
     ),
-    "orthogonal": FormatRecord("orthogonal", (Field("codes", "int8"), Field("scale", "int16", part="scale"))),
+    "orthogonal": FormatRecord(
+        "orthogonal", (Field("codes", "int8"), Field("scale", "int16", part="scale", most=0xFEFF))
+    ),
 }
 NEAREST = MATRICES | {"triangular": replace(MATRICES["symmetric"], codec="triangular")}
 """Trait of a matrix state -> how plans of `matrices=8` that round to nearest keep it."""
@@ -144,7 +146,8 @@ MATRICES |= {
     "triangular": replace(NEAREST["triangular"], noise=24),
     "low_rank": replace(MATRICES["orthogonal"], codec="low_rank", noise=24, relative=True),
     "low_rank_nonneg": FormatRecord(
-        "low_rank_nonneg", (Field("codes", "int8"), Field("ends", "int16", part="ends")), noise=24, positive=True
+        "low_rank_nonneg", (Field("codes", "int8"), Field("ends", "int16", part="ends", least=0x4000, most=0xBEE1)),
+        noise=24, positive=True,
     ),
 }
 """The same of other plans; the codec is one of reference/matrix_codecs.py."""
