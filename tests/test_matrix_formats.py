@@ -163,6 +163,14 @@ def test_what_is_no_number_stays_none(trait: str, wrong: float) -> None:
     assert CODECS[trait].decode(*CODECS[trait].encode(x)).isnan()[50, 60]
 
 
+@pytest.mark.parametrize("trait", ["symmetric", "triangular"])
+def test_what_is_beside_a_subnormal_diagonal_stays(trait: str) -> None:
+    x = torch.eye(8)
+    x[2, 3] = x[3, 2] = 1.0 if trait == "symmetric" else 0.0
+    x[2, 3], x[2, 2], x[3, 3] = 1.0, 1e-39, 1e-39
+    assert torch.equal(CODECS[trait].decode(*CODECS[trait].encode(x)), x)
+
+
 @optimizer(cite="nobody")
 def turned(
     p, g,
@@ -353,7 +361,7 @@ def test_checkpoints_keep_bits_and_other_plans_are_converted(tmp_path: Path) -> 
 
 @given(st.floats(0, 3.4e38), st.floats(0, 3.4e38))
 def test_scales_and_ends_are_ones_that_are_loaded(x: float, y: float) -> None:
-    """Of any numbers between 0 and the largest, as the records of `join` say."""
+    """All numbers from 0 to the largest have fields within the range that the records of `join` say."""
     v = torch.tensor([[x, y]])
     for trait, part in (("low_rank", "scale"), ("low_rank_nonneg", "ends")):
         found = CODECS[trait].encode(v)[1].int() & 0xFFFF

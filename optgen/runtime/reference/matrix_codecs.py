@@ -92,9 +92,9 @@ def _read(codes: Tensor, scale: Tensor, dense: bool = False) -> Tensor:
 
 
 def _sizes(diagonal: Tensor) -> Tensor:
-    """Return what rows or columns are over (..., k, 1): the diagonal's magnitudes, 1 for 0; over the roots of both, a
-    positive matrix has |x| <= 1."""
-    return torch.where(diagonal == 0, 1.0, diagonal.abs())
+    """Return what rows or columns are over (..., k, 1): the diagonal's magnitudes, 1 for 0 and subnormal ones; over the
+    roots of both, a positive matrix has |x| <= 1."""
+    return torch.where(diagonal.abs() < _TINY, 1.0, diagonal.abs())
 
 
 def _folded(x: Tensor, down: Tensor, across: Tensor) -> Tensor:
