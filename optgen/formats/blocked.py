@@ -80,7 +80,7 @@ class Blocked(InBlocks):
 
     def code_of(self, value: Num, scale: Num, noise: Noise | None) -> Num:
         bias, most = self.fresh, float(self.codes)
-        if self.scale.literal:
+        if self.scale.literal and noise is None:
             # The library's own order of operations and its ties, so that its numbers come out bit for bit.
             bend = self.compander
             return cast(floor(bend.both_signs(bend.curve, value / scale, self.signed) * most + 0.5), dtypes.i32) + bias
