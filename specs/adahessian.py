@@ -22,6 +22,6 @@ def adahessian(
     p = decoupled(p, lr, weight_decay)
     exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_hessian_diag_sq = beta2 * exp_hessian_diag_sq + (1 - beta2) * hessian * hessian
-    size = power(exp_hessian_diag_sq / (1 - beta2**t), 0.5 * hessian_power)
-    p = p - lr / (1 - beta1**t) * exp_avg / (size + eps)
+    v = exp_hessian_diag_sq / (1 - beta2**t)
+    p = p - lr / (1 - beta1**t) * exp_avg / (power(v, 0.5 * hessian_power) + eps)
     return p, exp_avg, exp_hessian_diag_sq

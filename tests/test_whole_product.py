@@ -47,6 +47,7 @@ def test_of_eight_cells_about_one_runs_kernels_as_users_compile_them() -> None:
     assert before is native.FLAGS
 
 
+@pytest.mark.full  # 77 s
 def test_emulated_cells_have_every_rule_twice_and_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By both versions of Triton; failures are listed and fail the run.  A new rule changes no cell of another, and
     results of older sources count until their cells are run again."""

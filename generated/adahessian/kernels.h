@@ -24,72 +24,71 @@ struct adahessian {  // adahessian
     }
     template <class S0, class S1, class S2>
     F weight(F p, F g, const S0 &exp_avg, const S1 &exp_hessian_diag_sq, const S2 &hessian) const {
-        const F exp_hessian_diag_sq_mul = one_over_one_minus_beta2_pow_t * exp_hessian_diag_sq.next();
-        const F exp_hessian_diag_sq_max = max(F(1.1754944e-38f), exp_hessian_diag_sq_mul);
-        const I exp_hessian_diag_sq_bitcast = bits(exp_hessian_diag_sq_max);
-        const I exp_hessian_diag_sq_shr = exp_hessian_diag_sq_bitcast - 0x3f3504f3 >> 23;
-        const F exp_hessian_diag_sq_bitcast_2 = as_float(exp_hessian_diag_sq_bitcast - (exp_hessian_diag_sq_shr << 23));
-        const F exp_hessian_diag_sq_sub = exp_hessian_diag_sq_bitcast_2 - 1.0f;
-        const F exp_hessian_diag_sq_rcp = 1.0f / (exp_hessian_diag_sq_bitcast_2 + 1.0f);
-        const F exp_hessian_diag_sq_mul_2 = exp_hessian_diag_sq_sub * exp_hessian_diag_sq_rcp;
-        const F exp_hessian_diag_sq_mul_3 = exp_hessian_diag_sq_mul_2 * exp_hessian_diag_sq_mul_2;
-        const F exp_hessian_diag_sq_mul_2_2 = by_0p5_times_hessian_power * where(
-            exp_hessian_diag_sq_max <= 3.4028235e+38f,
+        const F v = one_over_one_minus_beta2_pow_t * exp_hessian_diag_sq.next();  // 25
+        const F v_max = max(F(1.1754944e-38f), v);
+        const I v_bitcast = bits(v_max);
+        const I v_shr = v_bitcast - 0x3f3504f3 >> 23;
+        const F v_bitcast_2 = as_float(v_bitcast - (v_shr << 23));
+        const F v_sub = v_bitcast_2 - 1.0f;
+        const F v_rcp = 1.0f / (v_bitcast_2 + 1.0f);
+        const F v_mul = v_sub * v_rcp;
+        const F v_mul_2 = v_mul * v_mul;
+        const F v_mul_3 = by_0p5_times_hessian_power * where(
+            v_max <= 3.4028235e+38f,
             fma(
                 fma(
                     fma(
-                        fma(
-                            fma(
-                                0.3205989f * exp_hessian_diag_sq_sub * exp_hessian_diag_sq_rcp *
-                                    exp_hessian_diag_sq_sub,
-                                exp_hessian_diag_sq_rcp, 0.41219857f
-                            ),
-                            exp_hessian_diag_sq_mul_3, 0.577078f
-                        ),
-                        exp_hessian_diag_sq_mul_3, 0.96179664f
+                        fma(fma(0.3205989f * v_sub * v_rcp * v_sub, v_rcp, 0.41219857f), v_mul_2, 0.577078f), v_mul_2,
+                        0.96179664f
                     ),
-                    exp_hessian_diag_sq_mul_3, 2.88539f
+                    v_mul_2, 2.88539f
                 ),
-                exp_hessian_diag_sq_mul_2, to_float(exp_hessian_diag_sq_shr)
+                v_mul, to_float(v_shr)
             ),
-            exp_hessian_diag_sq_max
+            v_max
         );
-        const F exp_hessian_diag_sq_min = min(F(127.0f), max(F(-126.0f), exp_hessian_diag_sq_mul_2_2));
-        const F exp_hessian_diag_sq_sub_2 = exp_hessian_diag_sq_min - rint(exp_hessian_diag_sq_min);
-        // 25
-        const F size = where(
-            exp_hessian_diag_sq_mul < 1.1754944e-38f, zero_pow_0p5_times_hessian_power,
-            where(
-                exp_hessian_diag_sq_mul_2_2 <= 3.4028235e+38f,
-                as_float(
-                    bits(
-                        fma(
-                            fma(
+        const F v_min = min(F(127.0f), max(F(-126.0f), v_mul_3));
+        const F v_sub_2 = v_min - rint(v_min);
+        const F p_ = one_minus_lr_times_weight_decay * p;  // 22
+        // 26
+        const F p_2 = fma(
+            -exp_avg.next(),
+            1.0f / fma(
+                where(
+                    v < 1.1754944e-38f, zero_pow_0p5_times_hessian_power,
+                    where(
+                        v_mul_3 <= 3.4028235e+38f,
+                        as_float(
+                            bits(
                                 fma(
                                     fma(
                                         fma(
                                             fma(
-                                                fma(1.5252734e-05f, exp_hessian_diag_sq_sub_2, 0.0001540353f),
-                                                exp_hessian_diag_sq_sub_2, 0.0013333558f
+                                                fma(
+                                                    fma(
+                                                        fma(1.5252734e-05f, v_sub_2, 0.0001540353f), v_sub_2,
+                                                        0.0013333558f
+                                                    ),
+                                                    v_sub_2, 0.009618129f
+                                                ),
+                                                v_sub_2, 0.05550411f
                                             ),
-                                            exp_hessian_diag_sq_sub_2, 0.009618129f
+                                            v_sub_2, 0.2402265f
                                         ),
-                                        exp_hessian_diag_sq_sub_2, 0.05550411f
+                                        v_sub_2, 0.6931472f
                                     ),
-                                    exp_hessian_diag_sq_sub_2, 0.2402265f
-                                ),
-                                exp_hessian_diag_sq_sub_2, 0.6931472f
-                            ),
-                            exp_hessian_diag_sq_sub_2, 1.0f
-                        )
+                                    v_sub_2, 1.0f
+                                )
+                            )
+                            + (bits(v_min + 12582912.0f) - 0x4b400000 << 23)
+                        ),
+                        v_mul_3
                     )
-                    + (bits(exp_hessian_diag_sq_min + 12582912.0f) - 0x4b400000 << 23)
                 ),
-                exp_hessian_diag_sq_mul_2_2
-            )
+                scalar_6, scalar_7
+            ),
+            p_
         );
-        const F p_ = one_minus_lr_times_weight_decay * p;  // 22
-        const F p_2 = fma(-exp_avg.next(), 1.0f / fma(size, scalar_6, scalar_7), p_);  // 26
         return p_2;
     }
 };

@@ -22,76 +22,71 @@ def adahessian_tile(
     exp_hessian_diag_sq = tl.fma(
         one_minus_beta2 * hessian, hessian, times(beta2, exp_hessian_diag_sq, PLAN.exp_hessian_diag_sq)
     )
-    exp_hessian_diag_sq_mul = one_over_one_minus_beta2_pow_t * exp_hessian_diag_sq
-    exp_hessian_diag_sq_max = tl.maximum(
-        exp_hessian_diag_sq_mul, 1.1754943508222875e-38, propagate_nan=tl.PropagateNan.ALL
-    )
-    exp_hessian_diag_sq_bitcast = exp_hessian_diag_sq_max.to(tl.int32, bitcast=True)
-    exp_hessian_diag_sq_shr = exp_hessian_diag_sq_bitcast - 0x3f3504f3 >> 23
-    exp_hessian_diag_sq_bitcast = (
-        exp_hessian_diag_sq_bitcast - (exp_hessian_diag_sq_shr << 23)
-    ).to(tl.float32, bitcast=True)
-    exp_hessian_diag_sq_sub = exp_hessian_diag_sq_bitcast - 1.0
-    exp_hessian_diag_sq_rcp = 1.0 / (exp_hessian_diag_sq_bitcast + 1.0)
-    exp_hessian_diag_sq_mul_2 = exp_hessian_diag_sq_sub * exp_hessian_diag_sq_rcp
-    exp_hessian_diag_sq_mul_3 = exp_hessian_diag_sq_mul_2 * exp_hessian_diag_sq_mul_2
-    exp_hessian_diag_sq_mul_2 = by_0p5_times_hessian_power * tl.where(
-        exp_hessian_diag_sq_max <= 3.4028234663852886e+38,
+    v = one_over_one_minus_beta2_pow_t * exp_hessian_diag_sq  # 25
+    v_max = tl.maximum(v, 1.1754943508222875e-38, propagate_nan=tl.PropagateNan.ALL)
+    v_bitcast = v_max.to(tl.int32, bitcast=True)
+    v_shr = v_bitcast - 0x3f3504f3 >> 23
+    v_bitcast = (v_bitcast - (v_shr << 23)).to(tl.float32, bitcast=True)
+    v_sub = v_bitcast - 1.0
+    v_rcp = 1.0 / (v_bitcast + 1.0)
+    v_mul = v_sub * v_rcp
+    v_mul_2 = v_mul * v_mul
+    v_mul = by_0p5_times_hessian_power * tl.where(
+        v_max <= 3.4028234663852886e+38,
         tl.fma(
             tl.fma(
                 tl.fma(
                     tl.fma(
-                        tl.fma(
-                            0.3205988888888889 * exp_hessian_diag_sq_sub * exp_hessian_diag_sq_rcp * exp_hessian_diag_sq_sub,
-                            exp_hessian_diag_sq_rcp, 0.41219857142857147
-                        ),
-                        exp_hessian_diag_sq_mul_3, 0.577078
+                        tl.fma(0.3205988888888889 * v_sub * v_rcp * v_sub, v_rcp, 0.41219857142857147), v_mul_2,
+                        0.577078
                     ),
-                    exp_hessian_diag_sq_mul_3, 0.9617966666666667
+                    v_mul_2, 0.9617966666666667
                 ),
-                exp_hessian_diag_sq_mul_3, 2.8853900817779268
+                v_mul_2, 2.8853900817779268
             ),
-            exp_hessian_diag_sq_mul_2, exp_hessian_diag_sq_shr.to(tl.float32)
+            v_mul, v_shr.to(tl.float32)
         ),
-        exp_hessian_diag_sq_max
+        v_max
     )
-    exp_hessian_diag_sq_min = tl.minimum(
-        tl.maximum(exp_hessian_diag_sq_mul_2, -126.0, propagate_nan=tl.PropagateNan.ALL), 127.0,
-        propagate_nan=tl.PropagateNan.ALL
+    v_min = tl.minimum(
+        tl.maximum(v_mul, -126.0, propagate_nan=tl.PropagateNan.ALL), 127.0, propagate_nan=tl.PropagateNan.ALL
     )
-    exp_hessian_diag_sq_sub = exp_hessian_diag_sq_min - rint(exp_hessian_diag_sq_min)
-    # 25
-    size = tl.where(
-        exp_hessian_diag_sq_mul < 1.1754943508222875e-38, zero_pow_0p5_times_hessian_power,
-        tl.where(
-            exp_hessian_diag_sq_mul_2 <= 3.4028234663852886e+38,
-            (
-                tl.fma(
-                    tl.fma(
+    v_sub = v_min - rint(v_min)
+    p = one_minus_lr_times_weight_decay * p                   # 22
+    # 26
+    p = tl.fma(
+        minus(exp_avg),
+        1.0 / tl.fma(
+            tl.where(
+                v < 1.1754943508222875e-38, zero_pow_0p5_times_hessian_power,
+                tl.where(
+                    v_mul <= 3.4028234663852886e+38,
+                    (
                         tl.fma(
                             tl.fma(
                                 tl.fma(
                                     tl.fma(
-                                        tl.fma(1.5252734e-05, exp_hessian_diag_sq_sub, 0.0001540353),
-                                        exp_hessian_diag_sq_sub, 0.0013333558
+                                        tl.fma(
+                                            tl.fma(tl.fma(1.5252734e-05, v_sub, 0.0001540353), v_sub, 0.0013333558),
+                                            v_sub, 0.009618129
+                                        ),
+                                        v_sub, 0.055504109
                                     ),
-                                    exp_hessian_diag_sq_sub, 0.009618129
+                                    v_sub, 0.24022651
                                 ),
-                                exp_hessian_diag_sq_sub, 0.055504109
+                                v_sub, 0.69314718
                             ),
-                            exp_hessian_diag_sq_sub, 0.24022651
-                        ),
-                        exp_hessian_diag_sq_sub, 0.69314718
-                    ),
-                    exp_hessian_diag_sq_sub, 1.0
-                ).to(tl.int32, bitcast=True)
-                + ((exp_hessian_diag_sq_min + 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000 << 23)
-            ).to(tl.float32, bitcast=True),
-            exp_hessian_diag_sq_mul_2
-        )
+                            v_sub, 1.0
+                        ).to(tl.int32, bitcast=True)
+                        + ((v_min + 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000 << 23)
+                    ).to(tl.float32, bitcast=True),
+                    v_mul
+                )
+            ),
+            scalar_6, scalar_7
+        ),
+        p
     )
-    p = one_minus_lr_times_weight_decay * p                                # 22
-    p = tl.fma(minus(exp_avg), 1.0 / tl.fma(size, scalar_6, scalar_7), p)  # 26
     return p, exp_avg, exp_hessian_diag_sq
 
 
