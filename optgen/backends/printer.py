@@ -104,7 +104,7 @@ COMMON: Mapping[str, Spelling] = {
     "neg": lambda p, n: (f"-{p.text(n.args[0], 30)}", 30),
     "not": lambda p, n: (f"~{p.text(n.args[0], 30)}", 30),
 }
-"""What all Python texts spell alike, but for what they bring themselves."""
+"""The spellings that all Python texts share, but for those that each brings itself."""
 
 
 def shortest(value: float) -> str:
