@@ -255,7 +255,7 @@ def report(found: dict[Job, dict[str, Any]], jobs: Sequence[Job], seed: int) -> 
         f"{len(rules)} rules (of {len(product.WITH_MATRICES)} and {len(WRAPPED)} that are wrapped; {twice[0]} of them",
         f"twice) under {len(plans)} plans (of {len(product.PLANS)}; {twice[1]} twice or more).",
         f"{len(jobs)} cells are drawn by seed {seed}, for each rule one by each version of Triton. A run goes on from",
-        f"[the results](test-full-ptx.json), and with results of older sources last. Commits: {commits}.", "",
+        f"`docs/test-full-ptx.json`, and with results of older sources last. Commits: {commits}.", "",
         *table(["Triton", "target", "cells right", "kernels", "launches"], _rows(found)),
     ]  # fmt: skip
     wrong = [f"- {job}: {'; '.join(words[:4])}" for job, x in found.items() if (words := failures(job, x))]

@@ -56,7 +56,7 @@ BASELINE = "flashoptim"
 
 RANGED = (BASELINE, "int8_split24", "int6_split24")
 SEEDS, LENGTHS, SIZES = (0, 1), (0.05, 0.15, 0.5, 1.0), (1e-2, 1.0, 1e2, 1e4)
-"""The settings of the comparison with the baseline: seeds of streams, parts of their steps, factors of gradients and of eps."""
+"""Seeds of streams, parts of their steps, factors of gradients and of eps: the settings of `--range`."""
 
 Read = Callable[[], tuple[Tensor, Tensor]]
 
