@@ -1,6 +1,7 @@
 """Score the daily tests by mutants: small changes of the compiler and of a step, drawn with a fixed seed.
 
     python tools/mutants.py --minutes 30      # test those that were not tested or noticed yet, room by room
+    python tools/mutants.py --draw            # draw others for those whose line is gone
     python tools/mutants.py --page            # write docs/mutants.md
 
 200 mutants are drawn by the operators of tools/seed_defects.py.  Each is put into the module as it is imported, in a
@@ -8,7 +9,8 @@ process forked from one that has imported torch and Triton: no file changes, so 
 beside work.  TESTS has the files that cover a room, the cheapest first, and "texts": the generated texts of RULES, of
 MORE rules, or of all as tests/test_build.py compares them.  A mutant is noticed by the first test that fails within
 60 s of processor time; the page lists those that are not.  tests/mutants.json keeps the list, the results, and reasons:
-one that begins with "equivalent" says why no result can differ, and such a mutant does not count.
+one that begins with "equivalent" says why no result can differ, and such a mutant does not count.  Where a line has
+moved since, its mutant follows it and is tested again; where it is gone, another of the room is drawn.
 """
 
 from __future__ import annotations
@@ -65,15 +67,38 @@ TESTS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
+Place = tuple[str, str, str]
+
+
+def _place(mutant: dict[str, Any]) -> Place:
+    return mutant["file"], mutant["function"], mutant["before"]
+
+
+def by_line(room: str) -> dict[Place, list[dict[str, Any]]]:
+    """Return the mutants that fit a room, by line."""
+    out: dict[Place, list[dict[str, Any]]] = {}
+    for path in sorted((ROOT / "optgen" / room).rglob("*.py")):
+        for c in seed_defects.candidates(path, room):
+            out.setdefault(_place(c), []).append(c)
+    return out
+
+
 def drawn() -> list[dict[str, Any]]:
     """Return the mutants, each of a line of its own, those of a room in a drawn order."""
     choice, out = random.Random(SEED), []
     for room in TESTS:
-        found = [c for p in sorted((ROOT / "optgen" / room).rglob("*.py")) for c in seed_defects.candidates(p, room)]
-        by_line: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
-        for c in found:
-            by_line.setdefault((c["file"], c["function"], c["before"]), []).append(c)
-        out += [choice.choice(by_line[line]) for line in choice.sample(sorted(by_line), PER_ROOM)]
+        found = by_line(room)
+        out += [choice.choice(found[line]) for line in choice.sample(sorted(found), PER_ROOM)]
+    return out
+
+
+def redrawn(mutants: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the mutants, with others of lines that have none in the place of those whose line is gone."""
+    choice, out = random.Random(SEED), list(mutants)
+    for k, m in enumerate(out):
+        while seed_defects._changed(out[k]) is None:
+            found = by_line(m["room"])
+            out[k] = choice.choice(found[choice.choice(sorted(found.keys() - set(map(_place, out))))])
     return out
 
 
@@ -179,14 +204,23 @@ def page(results: dict[str, Any], mutants: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def keep(results: dict[str, Any], mutants: list[dict[str, Any]]) -> None:
+    rows = [json.dumps({"mutant": m, **results.get(key(m), {})}) for m in mutants]
+    KEPT.write_text("[\n" + ",\n".join(rows) + "\n]\n", encoding="utf-8")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--minutes", type=float, default=0.0)
+    parser.add_argument("--draw", action="store_true")
     parser.add_argument("--page", action="store_true")
     asked = parser.parse_args()
     kept = json.loads(KEPT.read_text()) if KEPT.exists() else [{"mutant": m} for m in drawn()]
     mutants, results = [x.pop("mutant") for x in kept], {}
     results = {key(m): x for m, x in zip(mutants, kept, strict=True) if x}
+    if asked.draw:
+        mutants = redrawn(mutants)
+        keep(results, mutants)
     if asked.page:
         PAGE.write_text(page(results, mutants), encoding="utf-8")
     if not asked.minutes:
@@ -209,8 +243,7 @@ def main() -> int:
         reason = {k: before[k] for k in ("reason",) if k in before}
         results[key(mutant)] = verdict(mutant, room) | reason
         print(key(mutant), results[key(mutant)], flush=True)
-        rows = [json.dumps({"mutant": m, **results.get(key(m), {})}) for m in mutants]
-        KEPT.write_text("[\n" + ",\n".join(rows) + "\n]\n", encoding="utf-8")
+        keep(results, mutants)
     return 0
 
 

@@ -21,6 +21,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -114,6 +115,12 @@ def functions(text: str) -> Iterator[tuple[str, ast.AST]]:
     yield from visit(ast.parse(text).body, "")
 
 
+@cache
+def _spans(text: str) -> tuple[tuple[str, int, int], ...]:
+    """Return (function, its first line, the line after its last) of a file, lines counted from 0."""
+    return tuple((name, f.lineno - 1, f.end_lineno) for name, f in functions(text))  # type: ignore[attr-defined]
+
+
 def _walk(node: ast.AST) -> Iterator[ast.AST]:
     yield node
     for name, child in ast.iter_fields(node):
@@ -166,8 +173,7 @@ def _changed(defect: dict[str, Any]) -> tuple[Path, str, str] | None:
         if (name.split(".")[-1] or "\n") not in text or defect["before"] not in text:
             continue
         lines = text.split("\n")
-        spans = [(f.lineno - 1, f.end_lineno) for n, f in functions(text) if n == name]  # type: ignore[attr-defined]
-        spans = spans if name else [(0, len(lines))]
+        spans = [(a, b) for n, a, b in _spans(text) if n == name] if name else [(0, len(lines))]
         places = [(path, i) for a, b in spans for i in range(a, b) if lines[i].strip() == defect["before"]]
         if places:
             break
