@@ -29,6 +29,8 @@ from optgen.formats.scales import LARGEST, Scale
 from optgen.lang.values import exp2, log2, power, sqrt
 from optgen.ops import dtypes
 from optgen.verify.bounds import master_bound, one_step_bound, steady_state
+from optgen.verify.differential import BlockView
+from optgen.verify.intervals import Interval
 from specs import plans
 from specs.adamw import adamw
 from tools.certificate import certify
@@ -395,6 +397,13 @@ def test_a_block_within_a_unit_has_its_cells_for_itself(bits: int) -> None:
             value = torch.tensor(pattern, dtype=torch.int32).view(torch.float32)
             parts = fmt.encode(value.square().expand(1, 1, 64), noise=noise(fmt.noise_bits, 0))
             assert int(parts["range"]) & 0xFF == 2**bits // units, (inside, pattern - start)
+
+
+def test_no_element_of_8_bits_is_thought_to_be_raised_within_the_span_of_its_codes() -> None:
+    """The enclosure of a block from a little above 1 on, whose codes begin a unit below 1 for the margin."""
+    fmt, x = LogMinMax(8, 64, of="value"), torch.linspace(1.001, 4, 64).view(1, 64)
+    inside = fmt.enclose(Interval.point(x), BlockView(x.shape))
+    assert (inside.hi <= x.double() * (1 + fmt.bound(4).total)).all()
 
 
 GRIDS = [LogMax(2, 16, 1.0), LogMax(), LogMax(4, 16, 3.0), LogMax(8, 16), LogMax(8, 16, 20)]

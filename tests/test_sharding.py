@@ -25,11 +25,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import generated
 from generated import LAMB, AdamW, Muon
+from optgen.driver.compile import compile as compiled
+from optgen.lang import flag, hyper, norm, optimizer
 from optgen.runtime.cpu import native
 from optgen.runtime.layout import sharding
+from optgen.runtime.options import entries
 from optgen.runtime.records import Field
 from optgen.runtime.reference.matrices import FLOPS
-from optgen.runtime.step import fast_path
+from optgen.runtime.step import agreement, fast_path
 from optgen.runtime.work import workers
 from tests import ranks
 from tests.training import bits
@@ -205,6 +208,28 @@ def test_no_rank_takes_the_short_way_while_others_may_wait(cls: Any, shape: tupl
                 params[0].grad = part(8, 640, seed=step)
                 opt.step()
             assert (opt._stepper.fast_path.last is None) == (cls is LAMB or not frozen)
+
+
+@NO_COMPILER
+def test_one_gradient_over_another_mesh_is_refused_on_the_short_way_too() -> None:
+    with one_of(2):
+        opt = two_steps(short=True)
+        give(opt, 2)
+        p, other = opt.param_groups[0]["params"][1], init_device_mesh("cpu", (2,), mesh_dim_names=("other",))
+        p.grad = DTensor.from_local(p.grad.to_local(), other, [Shard(0)])
+        with pytest.raises(ValueError, match="lies over"):
+            opt.step()
+
+
+def test_a_rule_that_sums_at_some_steps_agrees_on_gradients_at_every_step() -> None:
+    @optimizer()
+    def scaled_at_times(p, g, *, lr=hyper(1e-2, ge=0), k=hyper(3, ge=1), now=flag(every="k")):
+        p = p - lr * (g / (norm(g) + 1e-8) if now else g)
+        return p
+
+    with one_of(2):
+        opt = compiled(scaled_at_times, plan="fp32")([nn.Parameter(part(8, 640))])
+        assert agreement.senders(type(opt), list(entries.of(opt.param_groups)))
 
 
 # -- the workers of matrices -------------------------------------------------------------------------------------------
