@@ -312,7 +312,7 @@ def test_wrappers_in_any_order_are_their_second_texts(names: list[str], base: st
     """
     if refused(tuple(names), base):
         with pytest.raises(UserError, match=r"both choose|keeps other weights|has none"):
-            follows(tuple(names), base)
+            follows(tuple(names), base, 6)
     else:
         follows(tuple(names), base, 6)
 
@@ -335,7 +335,7 @@ def test_drawn_chains_of_wrappers_are_the_same_on_every_backend(number: int) -> 
     the rule has one."""
     names, base, spec, plan = drawn(number)
     if base in BETA1 and set(names) <= set(ORACLES):
-        follows(tuple(names), base)
+        follows(tuple(names), base, 6)
     cls, made = optgen.compile(spec, plan=plan, maths="strict"), []
     for backend in ("reference", "cpp"):
         draw = torch.Generator().manual_seed(number)
