@@ -73,20 +73,20 @@ def parts(variant: Variant, cut: frozenset[str] = frozenset()) -> tuple[Part, ..
                 out.append(Part("kernels", begin, end))
             out.append(Part("call", stage=stage))
             begin = end
-            continue
-        end += 1
-        waiting += [
-            name
-            for name in stage.temps
-            if temps[name].reduction
-            and temps[name].space != "model"
-            and sharding.reduced(temps[name].space, temps[name].source) & cut
-        ]
+        else:
+            end += 1
+            waiting += [
+                name
+                for name in stage.temps
+                if temps[name].reduction
+                and temps[name].space != "model"
+                and sharding.reduced(temps[name].space, temps[name].source) & cut
+            ]
         if following is None or following.level != stage.level:
             level = [s for s in variant.stages if s.level == stage.level]
             wanted = tuple(t for s in level for t in s.temps if t in sums)
             if wanted:
-                out += [Part("kernels", begin, end), Part("sum", temps=wanted)]
+                out += [Part("kernels", begin, end)] * (end > begin) + [Part("sum", temps=wanted)]
                 begin = end
     if end > begin:
         out.append(Part("kernels", begin, end))
