@@ -38,6 +38,7 @@ from optgen.driver.compile import compile as compiled
 from optgen.lang.draws import KEYS
 from optgen.lang.spec import draw_of
 from optgen.runtime.cpu import native
+from optgen.runtime.records import fed_name
 from optgen.runtime.records.keys import DRAW, stream_key
 from optgen.verify.differential import Trial, Values, compare, enclose, reading
 from optgen.verify.intervals import FAST, STRICT, Interval
@@ -58,6 +59,7 @@ class Case:
     special  whether some gradients are infinite or NaN
     blocks   number of blocks of rows of each parameter that has so many, the option `blocks`; 0 where none is meant
     isa      of C++ kernels, counted from the widest that this machine has
+    fed      of inputs: every step, once and kept ("keep"), at odd steps, or of every second parameter ("some")
     kernels  what is run beside the strict reference: strict "triton", strict "cpp", "fast" kernels of both
     """
 
@@ -74,6 +76,7 @@ class Case:
     blocks: int = 0
     isa: int = 0
     seed: int = 0
+    fed: str = ""
     kernels: str = "triton cpp fast"
 
     def __str__(self) -> str:
@@ -106,7 +109,7 @@ STATISTICS = {
 NORMS = ("mat_norm", "norm", "rms", "model_norm")
 
 
-OF_WHOLE = ("left", "basis", "upper")
+OF_WHOLE = ("low", "low_sq", "left", "basis", "upper")
 
 
 class Writer:
@@ -253,7 +256,7 @@ class Writer:
 
     def step_of_matrices(self) -> list[str]:
         """Return a statement with functions of whole matrices."""
-        left, basis, upper = (name in self.states for name in OF_WHOLE)
+        low, _, left, basis, upper = (name in self.states for name in OF_WHOLE)
         forms = [
             lambda: f"u = newton_schulz({self.full('elem', 1, False)})", lambda: "u = polar(u + 0 * g)",
             lambda: "u = gram(u + 0 * g) @ g / (1 + trace(gram(g)))", lambda: "u = top_rows(u + 0 * g, 0.5)",
@@ -269,11 +272,15 @@ class Writer:
             ]  # fmt: skip
         if basis:
             forms += [lambda: "basis = qr((u + 0 * g) @ (g.T @ basis) + basis)", lambda: "u = basis @ (basis.T @ g)"]
+        if low:
+            beta, x = self.decay(), "(basis.T @ g)"
+            averages = f"low = {beta} * low + (1 - {beta}) * {x}\nlow_sq = {beta} * low_sq + (1 - {beta}) * {x} * {x}"
+            forms += [lambda: f"{averages}\nu = basis @ (low / (sqrt(low_sq) + 1e-8))"] * 8
         if upper:
             solved = "u = solve_triangular(u + 0 * g, upper + identity(upper))"
             forms += [lambda: "upper = 0.9 * upper + 0.1 * triangle(gram(g))", lambda: "u = upper @ (u + 0 * g)"]
             forms += [lambda: solved]
-        return [self.pick(*forms)()]
+        return self.pick(*forms)().split("\n")
 
 
 def _always(x: str) -> Callable[[], str]:
@@ -319,10 +326,13 @@ def rules(draw: Callable[..., Any]) -> tuple[str, bool]:
     if level == "whole":
         for name, text in (
             ("left", f'matrix_state("rows", symmetric, when="matrix"{w.pick("", ", init=" + repr("identity"))})'),
-            ("basis", 'low_rank_state("rows", rank="rank", when="matrix")'),
+            ("basis", f'low_rank_state("rows", {w.pick("", "orthogonal, ")}rank="rank", when="matrix")'),
             ("upper", 'matrix_state("rows", triangular, when="matrix")'),
+            ("low", 'low_rank_state("columns", rank="rank", when="matrix", normalized_by="low_sq")'),
+            ("low_sq", 'low_rank_state("columns", nonneg, rank="rank", when="matrix")'),
         ):
-            if w.count(1):
+            needs = {"low": "basis", "low_sq": "low"}.get(name)
+            if (needs is None or needs in w.states) and (name == "low_sq" or w.count(1)):
                 w.states[name], when[name] = text, "matrix"
                 w.hypers |= {"rank": "hyper(4, ge=1, whole=True)"} if name == "basis" else {}
     _body(w, level, flags, when, inside)
@@ -330,7 +340,8 @@ def rules(draw: Callable[..., Any]) -> tuple[str, bool]:
     signature = ["p", "g", *(["t"] if w.takes_step else []), *(f"{k}={v}" for k, v in w.states.items()), "*"]
     signature[-1:] = [*(f"{k}={v}" for k, v in w.inputs.items()), "*"]
     signature += [f"{k}={v}" for k, v in {**w.hypers, **flags}.items()]
-    matrix = w.pick("", "", *(f'matrix="{x}"' for x in ("first", "heads", "blocks"))) if level != "elem" else ""
+    kinds = ("first", "heads", "blocks")[: 2 if ".T " in "".join(w.lines) else 3]  # blocks of rows have no transpose
+    matrix = w.pick("", "", *(f'matrix="{x}"' for x in kinds)) if level != "elem" else ""
     shown = [s for s, decl in w.states.items() if decl.startswith("state(") and s not in when][: not w.count(3)]
     lines = [f"def shown(p, {s}, *, lr):\n    return {w.pick(*SHOWN).format(s)}\n\n" for s in shown]
     matrix += (", " if matrix and shown else "") + "evaluate=shown" * len(shown)
@@ -378,13 +389,16 @@ def _body(w: Writer, level: str, flags: dict[str, str], when: Mapping[str, str],
             space, nonneg = spaces[name]
             (w.nonneg if nonneg else w.names)[space].append(name)
 
+    if not w.count(3):
+        w.inputs["x0"] = w.pick("input()", "input(nonneg)")
+        spaces["x0"] = "elem", "nonneg" in w.inputs["x0"]
+        show("x0")
+        if w.count(1):
+            flags["fed"], when = 'flag(fed="x0")', {**when, "x0": "fed"}
     hide(*when)
     if not w.count(4):
         w.names["elem"].append("normal(0)")
         w.nonneg["elem"].append("uniform(1)")
-    if not w.count(4):
-        w.inputs["x0"] = w.pick("input()", "input(nonneg)")
-        (w.nonneg if "nonneg" in w.inputs["x0"] else w.names)["elem"].append("x0")
     w.lines.append(f"    u = {w.full('elem', w.count(2), False)}")
     w.names["elem"].append("u")
     blocks: list[str] = [s for s in w.states if s not in when] + sorted(set(when.values())) + ["u"] * w.count(2)
@@ -401,11 +415,12 @@ def _body(w: Writer, level: str, flags: dict[str, str], when: Mapping[str, str],
                 name = w.pick("fresh", "often", "switch")
                 texts = ("flag(first=True)", 'flag(every="k")', w.pick("flag(False)", "flag(True)"))
                 flags[name] = texts[("fresh", "often", "switch").index(name)]
+            if what in ("if", "fed"):
                 w.spaces = w.spaces - {"model"}
             elif what == "matrix":
                 w.spaces = inside["matrix"] - {"model"}
             show(*own)
-            made = [line for s in own for line in w.update(s, *spaces[s])]
+            made = [line for s in own if s in w.states for line in w.update(s, *spaces[s])]
             if what == "matrix" and level == "whole":
                 made += [line for _ in range(1 + w.count(1)) for line in w.step_of_matrices()]
             if not made or w.count(2):
@@ -534,6 +549,7 @@ def cases(draw: Callable[..., Any]) -> Case:
         there = rf"^    {name}=(?!flag\(nonzero)|^drawn = {OF_WRAPPERS.get(name, 'none')}\("
         if re.search(there, rule, re.M) and not draw(st.integers(0, 2)):
             options[name] = draw(st.sampled_from(values))
+    ways = ("", "keep", "odd", "some")[: 4 if "fed=" in rule else 2 if "input(" in rule else 1]
     blocks = draw(st.integers(1, 4)) if 'matrix="heads"' in rule or 'matrix="blocks"' in rule else 0
     return Case(
         text, tuple(draw(st.lists(st.sampled_from(among), min_size=1, max_size=3))), options,
@@ -542,7 +558,7 @@ def cases(draw: Callable[..., Any]) -> Case:
         scale=draw(st.one_of(st.integers(-6, 1), st.integers(-38, 38))), spread=draw(st.sampled_from([0, 1, 8, 30])),
         zeros=draw(st.sampled_from([0.0, 0.0, 0.5, 1.0])), special=not draw(st.integers(0, 9)) and draw(st.booleans()),
         steps=draw(st.integers(1, 3)), blocks=blocks, isa=draw(st.integers(0, len(ISAS) - 1)),
-        seed=draw(st.integers(0, 999)),
+        seed=draw(st.integers(0, 999)), fed=draw(st.sampled_from(ways)),
     )  # fmt: skip
 
 
@@ -644,7 +660,7 @@ NAMES: dict[str, Any] = {
     "clipped": lambda f: _around(f, _clipped, max_norm=_HYPER(1.0)),
     "low_rank": lambda f, s, when: _around(
         f, partial(_low_rank, state=s), **{f"{s}_{x}": _STATE for x in ("residual", "left", "right")}),
-    "optimizer": lambda **_: lambda f: f, "symmetric": None, "triangular": None, "nonneg": None,
+    "optimizer": lambda **_: lambda f: f, "symmetric": None, "orthogonal": None, "triangular": None, "nonneg": None,
     **dict.fromkeys(("state", "row", "col", "tensor_state", "model_state", "matrix_state", "low_rank_state", "scalar"),
                     lambda *_, **kw: SimpleNamespace(kind="state", when=kw.get("when"))),
     "input": lambda *_: SimpleNamespace(kind="input"), "wrapper": lambda: _wrapper, "hyper": lambda x, **_: _HYPER(x),
@@ -704,6 +720,8 @@ def _on(name: str, flag: Mapping[str, Any], values: Mapping[str, Any], case: Cas
         return bool(flag["shape"](tuple(shape)))
     if "nonzero" in flag:
         return bool(values[flag["nonzero"]] != 0)
+    if "fed" in flag:
+        return bool(values[fed_name(flag["fed"])] > 0)
     if "every" in flag:
         return (t - bool(flag.get("first"))) % int(values[flag["every"]]) == 0
     return t == 1 if flag.get("first") else bool(case.options.get(name, flag["value"]))
@@ -739,11 +757,13 @@ def gradients(case: Case, draw: torch.Generator) -> Iterator[list[torch.Tensor]]
         yield made
 
 
-def feed(opt: Any, case: Case, draw: torch.Generator) -> None:
-    """Feed what a program takes beside gradients."""
+def feed(opt: Any, case: Case, draw: torch.Generator, step: int) -> None:
+    """Feed what a program takes beside gradients, before step number `step` from 0."""
     for name, trait in re.findall(r"^    (\w+)=input\((.*)\),$", case.text, re.M):
         made = [torch.randn(p.shape, generator=draw) for group in opt.param_groups for p in group["params"]]
-        opt.feed(**{name: [x.abs() if trait else x for x in made]})
+        given = [None if case.fed == "some" and k % 2 else x.abs() if trait else x for k, x in enumerate(made)]
+        if not (case.fed == "odd" and step % 2 or case.fed == "keep" and step):
+            opt.feed(keep=case.fed == "keep", **{name: given})
 
 
 @contextmanager
@@ -788,10 +808,10 @@ def trained(cls: Any, case: Case, plan: Any, backend: str) -> list[dict[str, Any
     named = [(f"w{k}", p) for k, p in enumerate(params)] if case.blocks else params
     more = {"blocks": {f"w{k}": n for k, n in divided(case).items()}} if case.blocks else {}
     opt = cls(named, plan=plan.name, backend=backend, seed=case.seed, **case.options, **more)
-    for given in gradients(case, draw):
+    for k, given in enumerate(gradients(case, draw)):
         for p, g in zip(params, given, strict=True):
             p.grad = g
-        feed(opt, case, draw)
+        feed(opt, case, draw, k)
         opt.step()
     return [{"p": p.detach(), **opt.state[p]} for p in params]
 
@@ -830,7 +850,7 @@ def inside(cls: Any, spec: Any, plan: Any, case: Case, backend: str, model: Any)
     # A code times a number, its curve in three operations, the scale; the square doubles these five, and is another.
     curved = {k: 11 for k, f in storage.states.items() if hasattr(f, "compander") or getattr(f, "of", "") == "sqrt"}
     for g, *_ in gradients(case, draw):
-        feed(trial.optimizer, case, draw)
+        feed(trial.optimizer, case, draw, trial.step)
         before, host, step = trial.decoded(), trial.host, trial.step
         trial.run(g)
         if not p.numel():
@@ -840,7 +860,8 @@ def inside(cls: Any, spec: Any, plan: Any, case: Case, backend: str, model: Any)
         bounds = enclose(spec, storage, start, g, trial.hypers, kept=after)
         found = oracle(case, {k: v.numpy() for k, v in before.items()}, g.double().numpy(), step + 1, host)
         for name in trial.host:
-            got, exact = trial.host[name], float(found.get(name, 0.0))  # an input was fed, and is not kept
+            fed = 2.0 * (host[name] == 2.0)  # an input stays fed if it is kept
+            got, exact = trial.host[name], float(found.get(name, fed))
             assert abs(got - exact) <= 1e-12 * abs(exact) or got == exact, f"host state {name} is {got}, not {exact}"
         exact = {k: torch.from_numpy(np.array(found[k])) if k in found else after[k].double() for k in after}
         report = compare(after, bounds, exact, reading(spec, start, g, trial.hypers))

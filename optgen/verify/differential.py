@@ -124,7 +124,7 @@ def enclose(
     dims    as in `BlockView`
     """
     shape = before.p.shape
-    flags = spec.flag_values(hypers, tuple(shape), before.step + 1)
+    flags = spec.flag_values({**before.host, **hypers}, tuple(shape), before.step + 1)
     seen = layout.matrix_shape(matrix_of(spec, flags, storage), shape)
     if seen != shape:
         hypers = {**hypers, **flags}
