@@ -67,7 +67,7 @@ def test_emulated_cells_have_every_rule_twice_and_go_on(tmp_path: Path, monkeypa
         results = tool.emulate.Results(tmp_path / "kept.json", f"sources {k // 2}", f"commit {k // 2}")
         results.add(job, kept | {"wrong": wrong})
     results = tool.emulate.Results(tmp_path / "kept.json", "sources 1", "commit 1")
-    assert results.rest(jobs) == [*jobs[3:], *jobs[:2]]
+    assert results.rest(jobs) == [*jobs[3:], jobs[1], jobs[0]]  # the wrong one first
     found = {job: results.known[str(job)] for job in jobs[:4]}
     text = tool.emulate.report(found, jobs, 0)
     assert "**2 of 4 cells are right**: 8 compiled kernels in 12 launches" in text

@@ -220,9 +220,10 @@ class Results:
         os.replace(made, self.path)
 
     def rest(self, jobs: Sequence[Job]) -> list[Job]:
-        """Return the jobs to run: those without a result, then those whose result is of other sources."""
-        states = {job: x["state"] for job in jobs if (x := self.known.get(str(job))) and x["wrong"] != [DIED]}
-        return [job for job in jobs if job not in states] + [job for job, of in states.items() if of != self.state]
+        """Return the jobs to run: those without a result, then those that are wrong or right by other sources."""
+        known = {job: x for job in jobs if (x := self.known.get(str(job))) and x["wrong"] != [DIED]}
+        older = [job for job, x in known.items() if x["state"] != self.state]
+        return [job for job in jobs if job not in known] + sorted(older, key=lambda job: not failures(job, known[job]))
 
 
 def failures(job: Job, result: dict[str, Any]) -> list[str]:

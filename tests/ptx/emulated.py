@@ -252,6 +252,17 @@ def test_a_defect_of_compiled_code_is_noticed(defect: str, monkeypatch: pytest.M
     assert [noticed] * ("run" in by) + [scanned] * ("scan" in by) == [True] * len(by.split())
 
 
+def test_additions_of_machine_code_are_those_of_the_text() -> None:
+    """Each kind of them, of which FHADD was taken for a missing FADD; what becomes a product's part is noticed."""
+    ptx = "{\n add.rn.f32x2 \t%rd1;\n sub.rn.f32.f16 \t%r1;\n add.rn.f32 \t%r2;\n add.rn.f32 \t%r3;\n}"
+    names = ("FADD2", "FHADD", "FADD", "UFADD")
+    listing = "".join(f"\t/*00{k}0*/\t{name} R1, R2, R3 ;\n" for k, name in enumerate(names))
+    assert not scan.of_machine_code(ptx, listing)
+    for name, fused in (("FADD2", "FFMA2"), ("FHADD", "FHFMA"), ("\tFADD ", "\tFFMA "), ("UFADD", "UFFMA")):
+        less = f"{3 + (fused != 'FFMA2')} FADD for 5 additions"
+        assert scan.of_machine_code(ptx, listing.replace(name, fused)) == [less, fused.strip()]
+
+
 @triton.jit
 def total(x, out, BESIDE: tl.constexpr):
     found = tl.sum(tl.load(x + tl.arange(0, 512)), 0)

@@ -34,13 +34,15 @@ def of_fast_ptx(ptx: str) -> list[str]:
 def of_machine_code(ptx: str, listing: str) -> list[str]:
     """Return what the machine code (`nvdisasm -c`) of a strict kernel has that its PTX does not.
 
-    Products and sums that are fused are an FADD less; where the assembler unrolls a loop there are more. Divisions and
-    roots bring FFMA and FADD.FTZ, and nothing else may; absolute values and signs bring FADD of -RZ.
+    Products and sums that are fused are an FADD less; where the assembler unrolls a loop there are more. From sm_100 on
+    FADD2 adds two pairs, FHADD an fp16 number to an fp32 one (`add.rn.f32.f16`). Divisions and roots bring FFMA and
+    FADD.FTZ, and nothing else may; absolute values and signs bring FADD of -RZ.
     """
     code = re.sub(r"FADD [^;]*, -RZ ;", "MOV ;", listing)
     made = Counter(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9]*(?:\.FTZ)?)", code, re.M))
     asked = opcodes(ptx)
     sums = sum(n * (1 + name.endswith("x2")) for name, n in asked.items() if re.match(r"(add|sub)\..*f32", name))
-    found = [] if (n := made["FADD"] + 2 * made["FADD2"]) >= sums else [f"{n} FADD for {sums} additions"]
+    n = made["FADD"] + made["FHADD"] + made["UFADD"] + 2 * made["FADD2"]
+    found = [] if n >= sums else [f"{n} FADD for {sums} additions"]
     refined = any(re.match(r"(div|sqrt|rcp|rsqrt)\..*f32", name) for name in asked)
-    return found + [name for name in ("FFMA", "FFMA2", "FADD.FTZ") if made[name] and not refined]
+    return found + [name for name in ("FFMA", "FFMA2", "UFFMA", "FHFMA", "FADD.FTZ") if made[name] and not refined]
