@@ -75,25 +75,23 @@ BULLETS = {
     "clipped_adamw": "Clipping, Lookahead", "lookahead_adamw": "Clipping, Lookahead", "psgd_kron": "PSGD Kron",
 }  # fmt: skip
 """Rule -> the heading of its part in docs/peers.md, where that is not the name of the class."""
+COMPARED = (
+    "Compared over 50 steps in fp64, on ten tensors of 0 to 4 dimensions, under each flag setting with drawn "
+    "hyper-parameters"
+)
 HOW = {
-    "ELEMENTWISE": "Compared over 50 steps in fp64, on a matrix, under each flag setting with drawn hyper-parameters; "
-    "in fp32, both stay within the derived enclosure of each of 25 steps.",
-    "REDUCING": "Compared over 50 steps in fp64, on tensors of 0 to 4 dimensions, under each flag setting with drawn "
-    "hyper-parameters; in fp32, both stay within the derived enclosure of each of 25 steps.",
-    "WHOLE": "Compared over 50 steps in fp64, on tensors of 0 to 4 dimensions, under each flag setting with drawn "
-    "hyper-parameters.",
-}
+    **dict.fromkeys(("ELEMENTWISE", "REDUCING"), f"{COMPARED}; in fp32, both stay within the derived enclosure of each "
+                    "of 25 steps."),
+    "WHOLE": f"{COMPARED}.",
+    "FED": f"{COMPARED} and inputs from .5 to 2; in fp32, the eager reference and the C++ kernels stay within 64 "
+    "roundings a step.",
+}  # fmt: skip
 """Family of oracles in tests/oracles.py -> how its rules are compared."""
 IN_BASES = (
     "Compared over 24 steps or more in fp64, and in fp32 by the eager reference and the C++ kernels, on vectors and "
     "matrices; their distance stays within a derived bound."
 )
 """How rules in bases or spaces of low rank are compared."""
-FED = (
-    "Compared over 50 steps in fp64, and in fp32 by the eager reference and the C++ kernels, on ten shapes, with "
-    "gradients and inputs from .5 to 2; their distance stays within 64 roundings a step."
-)
-"""How rules with inputs are compared."""
 CATALOGUED = ("fp32", "bf16_sr", "int8_split24", "int4_split24")
 CATALOGUE = """# Catalogue
 
@@ -300,7 +298,7 @@ def oracle(spec: Spec) -> str:
         packages = {"torch_optim": "torch.optim", "peer": "pytorch_optimizer"}
         peer = f"`{packages[row[1]]}.{row[2]}`" if row and row[1] in packages else spec.like and f"`{spec.like}`"
         text = f"(oracle: {peer or 'the paper, written out in tests/oracles.py'})."
-    how = HOW.get(family, FED if spec.taken else IN_BASES)
+    how = HOW.get(family, IN_BASES)
     return f'<p>{inline(text)}</p>\n\n<p>{how} <a href="../peers.html">All peers</a>.</p>'
 
 

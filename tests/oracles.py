@@ -12,6 +12,7 @@ import os
 import sys
 import typing
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,9 +27,11 @@ import torch
 from torch import Tensor
 from torch.optim._muon import _zeropower_via_newtonschulz
 
+from optgen.lang.declare import INPUT
+from optgen.lang.spec import Spec
 from optgen.runtime.records import keys
 
-Step = Callable[[Tensor, Tensor, int, float], Tensor]  # (p, g, t, lr) -> new p
+Step = Callable[..., Tensor]  # (p, g, t, lr, **inputs) -> new p
 Oracle = Callable[[dict[str, bool], dict[str, Any]], Step]
 FOLDER = Path(sys.prefix) / "oracles"
 
@@ -47,7 +50,7 @@ def stepping(make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]) 
     """A torch.optim.Optimizer as a function; the parameter that it owns takes p at every step."""
     held: list[tuple[torch.nn.Parameter, torch.optim.Optimizer]] = []
 
-    def step(p: Tensor, g: Tensor, t: int, lr: float) -> Tensor:
+    def step(p: Tensor, g: Tensor, t: int, lr: float, **fed: Tensor) -> Tensor:
         if not held:
             parameter = torch.nn.Parameter(p.clone())
             held.append((parameter, make([parameter])))
@@ -55,10 +58,18 @@ def stepping(make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]) 
         parameter.data.copy_(p)
         parameter.grad = g.clone()
         optimizer.param_groups[0]["lr"] = lr
-        optimizer.step()
+        optimizer.step(**{name: [value] for name, value in fed.items()})
         return parameter.data.clone()
 
     return step
+
+
+def fed_at(spec: Spec, shape: tuple[int, ...], t: int) -> tuple[dict[str, Tensor], dict[str, bool]]:
+    """Return a step's inputs, fp64 of fp32 from 0.5 to 2, and the flags that follow them: a rule that goes on without
+    is fed every third step."""
+    draw, flags = torch.Generator().manual_seed(t), {f.name: t % 3 == 1 for f in spec.flags if f.fed}
+    inputs = [s.name for s in spec.states if s.trait == INPUT and all(flags.values())]
+    return {x: (0.5 + 1.5 * torch.rand(shape, generator=draw, dtype=torch.float32)).double() for x in inputs}, flags
 
 
 def record(name: str, ours: Tensor, theirs: Tensor) -> None:
@@ -1356,6 +1367,20 @@ def apollo_qn(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
     return peer("ApolloDQN", warmup_steps=0, **fixed)({}, hypers)
 
 
+def sophia(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
+    """pytorch_optimizer's, whose p is gamma, and whose rate is lr / gamma."""
+    gamma = hypers["gamma"]
+    own = {"p": gamma, "eps": hypers["eps"] / gamma, "weight_decay": hypers["weight_decay"] * gamma}
+    step = peer("SophiaH", update_period=10**9, betas=hypers["betas"])({}, own)
+    return lambda p, g, t, lr, **fed: step(p, g, t, lr / gamma, **fed)
+
+
+FED: dict[str, Oracle] = {
+    "adahessian": peer("AdaHessian", adam_debias=False, update_period=10**9),
+    "sophia": sophia,
+}
+"""Rules with inputs, which their steps take by name."""
+
 WHOLE: dict[str, Oracle] = {
     "adago": adago,
     "adai": named(peer("Adai"), decoupled="weight_decouple"),
@@ -1469,6 +1494,15 @@ LOW_RANK: dict[str, Oracle] = {
 
 
 # -- the 4-bit paper's storage (Li et al. 2023, arXiv:2309.01507), from its formulas in NumPy
+
+KRON: dict[str, Callable[..., Any]] = {
+    "psgd_kron": partial(
+        pytorch_optimizer.Kron, pre_conditioner_update_probability=1.0, precondition_dtype=torch.float64
+    ),
+}
+"""Optimizers whose factors a test reads."""
+
+TABLES = (ELEMENTWISE, REDUCING, WHOLE, FED, BASES, IN_BASES, LOW_RANK, KRON)
 
 UNSIGNED_MAP = np.arange(1, 17) / 16
 

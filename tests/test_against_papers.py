@@ -1,4 +1,4 @@
-"""Rules beside their oracles: settings drawn at random, and for rules that reduce every shape that a parameter has.
+"""Rules beside their oracles: settings drawn at random, and every shape that a parameter has.
 
 In fp64 the spec is the oracle for 50 steps, but for the order of its sums.  In fp32 the optimizer, compiled and
 stepped as a user would, lies within the enclosure of each step, and so does the oracle: both start from the same
@@ -28,11 +28,12 @@ from optgen.verify.differential import Trial, Values, enclose
 from optgen.verify.intervals import Interval
 from tests import oracles
 from tests.harness import plan_of, sampled, spec_of
-from tests.oracles import ELEMENTWISE, REDUCING, WHOLE
+from tests.oracles import ELEMENTWISE, FED, REDUCING, WHOLE
 
 STEPS = 50
 SHAPES = ((), (1,), (7,), (1, 1), (1, 6), (6, 1), (5, 7), (2, 3, 4), (4, 3, 3, 3))
-LONG = (3, 1100)  # more columns than are summed at a time
+TEN = (*SHAPES, (3, 1100))  # more columns than are summed at a time
+Shapes = tuple[tuple[int, ...], ...]
 KEPT = ("eps", "adamw_eps", "min_norm", "gram", "scale_floor")  # nobody tunes them, or the oracle has no such
 COUNTS = {"ns_steps": (2, 6), "warmup_steps": (0, 9), "lookahead_k": (1, 6), "alpha_warmup": (0, 30)}
 COUNTS |= {"beta3_warmup": (0, 30), "update_proj_gap": (3, 30), "t0": (0, 30), "beta1_warmup": (0, 30)}
@@ -106,22 +107,23 @@ def double() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
-def at_shapes(cases: list[tuple[str, int]], shapes: tuple[tuple[int, ...], ...], daily: int) -> list[Any]:
-    """(rule, setting, shape): so many of the shapes in turn, and the others of a setting marked `full`."""
-    return [
-        pytest.param(*case, shape, marks=() if (at - i * daily) % len(shapes) < daily else pytest.mark.full)
-        for i, case in enumerate(cases)
-        for at, shape in enumerate(shapes)
-    ]
+def at_shapes(cases: list[tuple[str, int]], shapes: Shapes, daily: int) -> Iterator[Any]:
+    """Yield (rule, setting, shapes): so many of the shapes in turn, and the others of a setting marked `full`."""
+    for i, case in enumerate(cases):
+        turned = [shapes[(i * daily + j) % len(shapes)] for j in range(len(shapes))]
+        yield pytest.param(*case, turned[:daily])
+        yield pytest.param(*case, turned[daily:], marks=pytest.mark.full)
+
+
+OF_REDUCING = [*CASES, *settings(WHOLE)]
 
 
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize(
-    ("name", "k", "shape"),
-    sampled("oracle", at_shapes([*CASES, *settings(WHOLE)], (*SHAPES, LONG), 4))
-    + sampled("oracle", ((*case, (5, 7)) for case in settings(ELEMENTWISE))),
+    ("name", "k", "shapes"),
+    sampled("oracle", [*at_shapes(OF_REDUCING, TEN, 4), *at_shapes(settings(ELEMENTWISE | FED), TEN, 1)]),
 )
-def test_the_spec_is_its_oracle(name: str, k: int, shape: tuple[int, ...]) -> None:
+def test_the_spec_is_its_oracle(name: str, k: int, shapes: Shapes) -> None:
     """Fewer than 64 roundings per element and step, and three chains of sums of all elements; in units of 2^-53.
 
     A rule of signs moves by lr either way: there a sum that is 0 but for rounding would decide, and none is.
@@ -129,18 +131,23 @@ def test_the_spec_is_its_oracle(name: str, k: int, shape: tuple[int, ...]) -> No
     for 1 / d0 as much there.
     """
     flags, hypers = list(cases(name))[k]
-    spec, oracle = spec_of(name), (ELEMENTWISE | REDUCING | WHOLE)[name](flags, hypers)
-    draw = torch.Generator().manual_seed(k)
-    ours = theirs = torch.randn(shape, generator=draw, dtype=torch.float64)
-    states: dict[str, Any] = {}
-    host: dict[str, Any] = {}
-    for t, g in enumerate(gradients(shape, draw), 1):
-        lr = rate(hypers["lr"], t)
-        ours, states, host = spec.evaluate(ours, g.double(), t, states, host, **(hypers | {"lr": lr}), **flags)
-        theirs = oracle(theirs, g.double(), t, lr)
-        allowed = t * (64 + 3 * ours.numel()) * 2.0**-53 / (hypers["d0"] if name == "prodigy" else 1.0)
-        torch.testing.assert_close(ours, theirs, rtol=allowed, atol=allowed, msg=lambda m, t=t: f"step {t}: {m}")
-        oracles.record(name, ours, theirs)
+    spec = spec_of(name)
+    for shape in shapes:
+        oracle = (ELEMENTWISE | REDUCING | WHOLE | FED)[name](flags, hypers)
+        draw = torch.Generator().manual_seed(k)
+        ours = theirs = torch.randn(shape, generator=draw, dtype=torch.float64)
+        states: dict[str, Any] = {}
+        host: dict[str, Any] = {}
+        for t, g in enumerate(gradients(shape, draw), 1):
+            lr = rate(hypers["lr"], t)
+            fed, now = oracles.fed_at(spec, shape, t)
+            options = hypers | flags | now | {"lr": lr}
+            ours, states, host = spec.evaluate(ours, g.double(), t, states | fed, host, **options)
+            theirs = oracle(theirs, g.double(), t, lr, **fed)
+            allowed = t * (64 + 3 * ours.numel()) * 2.0**-53 / (hypers["d0"] if name == "prodigy" else 1.0)
+            where = f"{shape}, step {t}"
+            torch.testing.assert_close(ours, theirs, rtol=allowed, atol=allowed, msg=lambda m, at=where: f"{at}: {m}")
+            oracles.record(name, ours, theirs)
 
 
 @cache
@@ -153,18 +160,16 @@ def storage_of(spec: Spec, trial: Trial) -> Any:
 
 
 FIRST = [case for case in CASES if case[1] == 0]
-OTHERS = [(name, k, (5, 7)) for name, k in settings(ELEMENTWISE)]
-OTHERS += [pytest.param(*case, (5, 7), marks=pytest.mark.full) for case in CASES if case[1] > 0]
+OTHERS = [(*case, ((5, 7),)) for case in settings(ELEMENTWISE)]
+OTHERS += [pytest.param(*case, ((5, 7),), marks=pytest.mark.full) for case in CASES if case[1] > 0]
 
 
-@pytest.mark.parametrize(
-    ("name", "k", "shape"),
-    sampled("enclosure", [*at_shapes(FIRST, ((7,), (1, 6), (6, 1), (5, 7), (4, 3, 3, 3)), 2), *OTHERS]),
-)
-def test_fp32_and_the_oracle_lie_in_one_enclosure(name: str, k: int, shape: tuple[int, ...]) -> None:
-    flags, hypers = list(cases(name))[k]
+def assert_enclosed(
+    name: str, flags: dict[str, bool], hypers: dict[str, Any], shape: tuple[int, ...], draw: torch.Generator
+) -> None:
+    """Assert that fp32 steps and the oracle's lie in one enclosure, which is narrow."""
     spec, oracle = spec_of(name), (ELEMENTWISE | REDUCING)[name](flags, hypers)
-    draw, steps = torch.Generator().manual_seed(k), STEPS // 2
+    steps = STEPS // 2
     trial = Trial(compiled(name), spec, torch.randn(shape, generator=draw), plan="fp32", options=hypers | flags)
     storage, options = storage_of(spec, trial), hypers | flags
     carried = {s: Interval.point(v) for s, v in trial.decoded().items() if s != "p"}
@@ -190,6 +195,16 @@ def test_fp32_and_the_oracle_lie_in_one_enclosure(name: str, k: int, shape: tupl
     if not alone and name not in ("radam", "ftrl"):
         # Narrow enough to tell one rule from another: a small part of a step, and four roundings of a weight below 1.
         assert float(torch.cat(width).nanmedian()) < 0.01 * float(torch.cat(moved).median()) + 4 * 2.0**-24
+
+
+@pytest.mark.parametrize(
+    ("name", "k", "shapes"),
+    sampled("enclosure", [*at_shapes(FIRST, ((7,), (1, 6), (6, 1), (5, 7), (4, 3, 3, 3)), 2), *OTHERS]),
+)
+def test_fp32_and_the_oracle_lie_in_one_enclosure(name: str, k: int, shapes: Shapes) -> None:
+    flags, hypers = list(cases(name))[k]
+    for shape in shapes:
+        assert_enclosed(name, flags, hypers, shape, torch.Generator().manual_seed(k))
 
 
 # -- the packages that the papers' rules above are checked with

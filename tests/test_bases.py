@@ -17,7 +17,7 @@ from optgen import optim
 from optgen.lang import eigenvectors, gram, normal, singular_vectors
 from tests import harness
 from tests.harness import spec_of
-from tests.oracles import BASES, IN_BASES, optional, record
+from tests.oracles import BASES, IN_BASES, KRON, optional, record
 
 STEPS, LR, EPS, NOISE = 50, 0.01, 0.05, 0.1
 FEWER = {"cpp": 24, "triton": 14}
@@ -206,7 +206,7 @@ def test_soap_muon_is_the_record(backend: str, shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("shape", [(6, 10), (12, 5), (8, 8), (1, 7), (7, 1), (7,), (8200, 4), (3, 8200)], ids=str)
 @pytest.mark.parametrize("backend", ["fp64", "reference", "cpp", "triton"])
-def test_kron_is_pytorch_optimizers(backend: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_psgd_kron_is_pytorch_optimizers(backend: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Given the same random numbers, for vectors ones.  Theirs are solved with in fp32.  An error of a factor reaches a
     step through two factors of either side, and those of earlier steps stay."""
     if backend == "triton" and math.prod(shape) > 1000:
@@ -215,8 +215,7 @@ def test_kron_is_pytorch_optimizers(backend: str, shape: tuple[int, ...], monkey
     options = {"lr": LR, "weight_decay": 0.1 if len(shape) > 1 else 0.0, "momentum": 0.7}
     ours, states, p, other = start.double(), {}, nn.Parameter(start.clone()), nn.Parameter(start.double())
     opt = optim.Kron([p], plan="fp32", backend="auto" if backend == "fp64" else backend, **options)
-    prob = {"pre_conditioner_update_probability": 1.0, "precondition_dtype": torch.float64}
-    theirs, most = pytorch_optimizer.Kron([other], **options, **prob), 4 * 2.0**-24
+    theirs, most = KRON["psgd_kron"]([other], **options), 4 * 2.0**-24
     for t, g in enumerate(gradients(shape, backend), 1):
         noise = normal(torch.zeros(shape), t) if len(shape) > 1 else torch.ones(shape)
         monkeypatch.setattr(torch, "randn_like", lambda x, noise=noise, **_: noise.to(x.dtype))

@@ -5,63 +5,40 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import pytorch_optimizer
 import torch
 
 from generated import AdaHessian, Sophia
+from optgen import optim
 from optgen.base.errors import UserError
 from optgen.driver.compile import compile as compiled
 from optgen.driver.load import find_spec
 from optgen.lang import flag, hyper, input, normal, optimizer, state
 from optgen.runtime.modes import record
 from tests.harness import same_bits
-from tests.oracles import record as distance
+from tests.oracles import FED, fed_at
 from tests.test_offload import moved
 from tools.demo_model import LanguageModel, Size, batches, loss_of, split
 
-EVERY = 3
 SHAPES = [(), (1,), (7,), (1, 6), (6, 1), (5, 70), (70, 5), (2, 3, 4), (4, 3, 3, 3), (1030,)]
 
 
-def theirs(name: str) -> dict[str, Any]:
-    """pytorch_optimizer's options for our defaults: its Sophia clips m / h at gamma, and steps lr / gamma of that."""
-    if name == "adahessian":
-        return {"lr": 0.1, "eps": 1e-16, "weight_decay": 0.1, "adam_debias": False, "update_period": 10**9}
-    return {"lr": 6e-4 / 0.01, "p": 0.01, "eps": 1e-12 / 0.01, "weight_decay": 1e-3, "update_period": 10**9}
-
-
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", ["sophia", "adahessian"])
-@pytest.mark.parametrize("backend", ["fp64", "reference", "cpp"])
+@pytest.mark.parametrize("name", FED)
+@pytest.mark.parametrize("backend", ["reference", "cpp"])
 def test_steps_are_those_of_another_package(name: str, backend: str, shape: tuple[int, ...]) -> None:
-    """50 steps beside theirs in fp64, of gradients and Hessians from .5 to 2: within 64 roundings a step."""
-    cls, every = (Sophia, EVERY) if name == "sophia" else (AdaHessian, 1)
-    peer = pytorch_optimizer.SophiaH if name == "sophia" else pytorch_optimizer.AdaHessian
-    draw = torch.Generator().manual_seed(0)
-    p = torch.nn.Parameter(torch.randn(shape, generator=draw))
-    q = torch.nn.Parameter(p.detach().double())
-    weight, states, spec = q.detach().clone(), {}, find_spec(name)
-    ours = None if backend == "fp64" else cls([p], plan="fp32", backend=backend, weight_decay=0.1)
-    other = peer([q], **theirs(name))
-    for t in range(50):
-        p.grad = 0.5 + 1.5 * torch.rand(shape, generator=draw)
-        q.grad = p.grad.double()
-        h = 0.5 + 1.5 * torch.rand(shape, generator=draw)
-        fed = t % every == 0
-        if ours is None:
-            states |= {"hessian": h.double()}
-            flag = {"fresh": fed} if name == "sophia" else {}
-            weight, states, _ = spec.evaluate(weight, q.grad, t + 1, states, weight_decay=0.1, **flag)
-        else:
-            if fed:
-                ours.feed(hessian=[h])
-            ours.step()
-            weight = p.detach().double()
-        other.step(hessian=[h.double()] if fed else None)
-        bound = (t + 1) * 64 * (2.0**-53 if ours is None else 2.0**-24)
-        torch.testing.assert_close(weight, q.detach(), rtol=bound, atol=bound)
-    if ours is None:
-        distance(name, weight, q.detach())
+    """50 steps beside theirs in fp64, of gradients and inputs from .5 to 2: within 64 roundings a step."""
+    spec, draw = find_spec(name), torch.Generator().manual_seed(0)
+    hypers = {h.name: h.default for h in spec.hypers} | {"weight_decay": 0.1}
+    p, oracle = torch.nn.Parameter(torch.randn(shape, generator=draw)), FED[name]({}, hypers)
+    opt = getattr(optim, spec.class_name)([p], plan="fp32", backend=backend, weight_decay=0.1)
+    exact = p.detach().double()
+    for t in range(1, 51):
+        p.grad, (fed, _) = 0.5 + 1.5 * torch.rand(shape, generator=draw), fed_at(spec, shape, t)
+        if fed:
+            opt.feed(**{x: [value.float()] for x, value in fed.items()})
+        opt.step()
+        exact, bound = oracle(exact, p.grad.double(), t, hypers["lr"], **fed), t * 64 * 2.0**-24
+        torch.testing.assert_close(p.detach().double(), exact, rtol=bound, atol=bound)
 
 
 def test_an_input_is_fed_for_one_step_or_kept() -> None:

@@ -3,7 +3,6 @@
 import ast
 import csv
 import inspect
-import json
 import re
 import tomllib
 from html import unescape
@@ -129,7 +128,6 @@ def test_methods_are_covered_by_a_rule_or_miss_something() -> None:
         methods = list(csv.DictReader(file))
     assert {m["rule"] for m in methods} - {""} <= set(optgen.list_rules())
     assert [m for m in methods if bool(m["rule"]) == bool(m["missing"])] == []
-    assert json.loads((ROOT / "docs/distances.json").read_text()).keys() <= set(optgen.list_rules())
 
 
 def test_pictures_are_small_and_have_two_themes() -> None:

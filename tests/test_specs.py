@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import itertools
+import json
 
 import pytest
 import torch
 
-from tests.harness import spec_of
-from tests.oracles import BASES, ELEMENTWISE, IN_BASES, LOW_RANK, REDUCING, WHOLE
+from tests.harness import ROOT, spec_of
+from tests.oracles import TABLES
 
-SPECS = Path(__file__).parent.parent / "specs"
-# Those that look at the whole model, at intervals, multiply matrices or are fed: in test_against_papers.py,
-# test_whole_model.py, test_bases.py, test_low_rank.py and test_inputs.py.
-ELSEWHERE = ("__init__", "plans", "psgd_kron", "adahessian", "sophia", *WHOLE, *BASES, *IN_BASES, *LOW_RANK)
-NAMES = sorted(f.stem for f in SPECS.glob("*.py") if f.stem not in ELSEWHERE)
+NAMES = sorted(f.stem for f in (ROOT / "specs").glob("[!_]*.py") if f.stem != "plans")
 
 
-def test_every_spec_has_an_oracle() -> None:
-    assert sorted(ELEMENTWISE | REDUCING) == NAMES
+def test_every_spec_has_an_oracle_and_a_distance_from_it() -> None:
+    assert sorted(itertools.chain(*TABLES)) == NAMES, "a row in a table of tests/oracles.py"
+    assert sorted(json.loads((ROOT / "docs/distances.json").read_text())) == NAMES, "make docs writes it"
 
 
 LIKE_TORCH = [n for n in NAMES if (spec_of(n).like or "").startswith("torch.optim.")]
