@@ -126,12 +126,17 @@ inline I16 raw(const int16_t *p) { return {_mm_loadu_si128((const __m128i *)p)};
 inline I to_int(U8 x) { return _mm256_cvtepu8_epi32(x.v); }
 inline I to_int(U16 x) { return _mm256_cvtepu16_epi32(x.v); }
 inline I to_int(I16 x) { return _mm256_cvtepi16_epi32(x.v); }
-inline F widened(U16 x) { return as_float(to_int(x) << 16); }
+// From copies in both halves of a register, which a load makes by itself, one shuffle puts bytes where they belong.
+inline F widened(U16 x) {
+    const __m256i to = _mm256_setr_epi64x(0x0302808001008080, 0x0706808005048080, 0x0b0a808009088080, 0x0f0e80800d0c8080);
+    return as_float(I(_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(x.v), to)));
+}
 inline F counter(U8 x) { return as_float(to_int(x) | I(0x4b000000)); }
-// Bytes and halves meet while they are narrow: 0, byte, half.
+// A half above a byte above 8 zeros.
 inline I joined(U16 high, U8 low) {
-    const __m128i below = _mm_unpacklo_epi8(_mm_setzero_si128(), low.v);
-    return _mm256_set_m128i(_mm_unpackhi_epi16(below, high.v), _mm_unpacklo_epi16(below, high.v));
+    const __m256i to = _mm256_add_epi32(
+        _mm256_set1_epi32((int)0x80800080), _mm256_setr_epi32(0, 0x100, 0x200, 0x300, 0x400, 0x500, 0x600, 0x700));
+    return bits(widened(high)) | I(_mm256_shuffle_epi8(_mm256_broadcastq_epi64(low.v), to));
 }
 
 inline F widen_half(U16 x) { return _mm256_cvtph_ps(x.v); }
