@@ -22,7 +22,7 @@ __all__ = [
 
 
 _HOMES = {
-    "SAM": "sharpness", "StableEmbedding": "embedding", "attention_heads": "runtime.options.blocks",
+    "SAM": "runtime.sharpness", "StableEmbedding": "embedding", "attention_heads": "runtime.options.blocks",
     "cast_model": "cast", "compile": "driver.compile", "keep_states_fp32": "runtime.records.marks",
     "list": "by_name", "list_rules": "by_name", "load_checkpoint": "runtime.files", "make": "by_name",
     "save_checkpoint": "runtime.files", "take_states": "convert.rules",

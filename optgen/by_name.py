@@ -60,6 +60,9 @@ def make(
             raise ValueError(f"make: {key!r}: expected the name of a rule, or a dict with one under 'rule', got {own}")
         own.setdefault("plan", plan)
         own["rule"] = class_of(own["rule"], own["plan"])
+        if hasattr(own["rule"], "first_step"):
+            what = f"{own['rule'].__name__} takes two gradients of all parameters: make the rules without it"
+            raise ValueError(f"make: {key!r}: {what}, and optgen.SAM(opt, rho=...) goes around them")
     takes = {key: inspect.signature(own["rule"]).parameters for key, own in asked.items()}
     for option in options:
         if not any(option in known for known in takes.values()):

@@ -31,7 +31,6 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
         ("runtime", "", "torch triton"),
         ("cast", "runtime", "torch"),
         ("embedding", "runtime", "torch"),
-        ("sharpness", "", "torch"),
         ("by_name", "base runtime optim driver _generated", "torch"),
         ("integrations", "by_name optim", "torch"),
         ("accumulate", "driver formats lang", ""),
@@ -58,8 +57,9 @@ RUNTIME: dict[str, set[str]] = {
     "modes": {"records", "reference", "layout", "states", "options", "work", "step", "checkpoint"},
     "optimizer": {"records", "layout", "states", "options", "work", "step", "checkpoint", "modes"},
     "several": {"layout", "modes", "states", "options", "optimizer"},
+    "sharpness": {"layout", "optimizer"},
     "files": {"records", "layout", "states", "options", "checkpoint", "optimizer", "several"},
-    "__init__": {"records", "states", "optimizer"},
+    "__init__": {"records", "states", "optimizer", "sharpness"},
 }
 
 

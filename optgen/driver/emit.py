@@ -52,6 +52,9 @@ BACKENDS = {
 """Name -> backend."""
 
 
+ASCENT = "ascent"
+"""The package of a rule's first step, beside its class."""
+
 FINDINGS = "what the lint finds wrong with how a state is kept; constructing an optimizer warns of it."
 
 
@@ -85,6 +88,8 @@ def class_row(spec: Spec, plans: tuple[str, ...], own: Mapping[str, str]) -> wra
         evaluation=_evaluation(spec),
         inputs=tuple(s.name for s in spec.states if s.trait == INPUT),
         blocks="" if not spec.blocks else "heads" if spec.matrix == "heads" else "rows",
+        ascent="" if spec.ascent is None else spec.ascent.class_name,
+        ascends=spec.ascends,
     )
 
 
@@ -124,6 +129,9 @@ def rule_files(spec: Spec, plans: tuple[str, ...], own: Mapping[str, str], maths
     files = {"__init__.py": emit_class(spec, plans, own, maths)}
     for backend in BACKENDS.values():
         files |= backend.rule(spec, maths)
+    if spec.ascent is not None:  # its plan keeps no states, and moves 16-bit weights right in the mean
+        first = emit_package(spec.ascent, load.find_plan("bf16_sr"), maths=maths)
+        files |= {f"{ASCENT}/{path}": text for path, text in first.items()}
     return {name: text for name, text in files.items() if text}
 
 
@@ -166,8 +174,9 @@ def emit_class(spec: Spec, plans: tuple[str, ...], own: Mapping[str, str], maths
         raise UserError("E115", loc=spec.loc, name=name, why="something else in the generated module has it")
     uses_torch = any("torch." in line for line in steps)
     mark = targets.mark(spec.loc.file, f"{spec.name} · sha256 {row.digest} · rebuild: optgen build {spec.name}")
-    kinds += ["Flag", "Hyper", "Optimizer", *(["Series"] if any(h.series for h in row.hypers) else [])]
+    kinds += ["Flag", "Hyper", row.base, *(["Series"] if any(h.series for h in row.hypers) else [])]
     imports = [wrapper.imported(sorted(kinds), "optgen.runtime"), *scalars, *eager]
+    imports += [f"from .{ASCENT} import {row.ascent}"] if row.ascent else []
     head = wrapper.render("optim.py.j2", mark=mark, c=row, doc=doc, torch=uses_torch, imports=imports)
     return "\n".join([head[:-1], *steps, *records, *(["", "READY = True"] if is_ready(spec) else [])]) + "\n"
 

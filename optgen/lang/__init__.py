@@ -22,21 +22,22 @@ from optgen.lang.values import (
     square, tanh, where,
 )
 from optgen.lang.wrappers import (
-    adagc, agc, averaged, cautious, cautious_decay, centralized, clipped, clipped_value, ema, ema_nesterov, gpa, grams,
-    hyperball, lookahead, mars, orthograd, schedule_free, snoo, spam_reset, warmed_up, zclip,
+    adagc, agc, asam, averaged, cautious, cautious_decay, centralized, clipped, clipped_value, ema, ema_nesterov, gpa,
+    grams, gsam, hyperball, lookahead, mars, orthograd, sam, schedule_free, snoo, spam_reset, warmed_up, zclip,
 )
 
 __all__ = [
-    "FlagDecl", "HostStateDecl", "HyperDecl", "Spec", "StateDecl", "Trace", "Value", "adagc", "agc", "amax", "atan2",
-    "averaged", "bjorck", "cautious", "cautious_decay", "cbrt", "centralized", "cholesky", "clip", "clipped",
+    "FlagDecl", "HostStateDecl", "HyperDecl", "Spec", "StateDecl", "Trace", "Value", "adagc", "agc", "amax", "asam",
+    "atan2", "averaged", "bjorck", "cautious", "cautious_decay", "cbrt", "centralized", "cholesky", "clip", "clipped",
     "clipped_value", "col", "col_max", "col_mean", "col_sum", "column_norms", "columns", "dot", "eigenvectors",
     "elements", "ema", "ema_nesterov", "equal", "erf", "exp", "finite", "flag", "floor", "gpa", "gram", "grams",
-    "hyper", "hyperball", "identity", "input", "inverse_root", "log", "lookahead", "low_rank", "low_rank_state", "mars",
-    "mat_max", "mat_mean", "mat_norm", "matmul", "matrix_state", "maximum", "mean", "minimum", "model_dot",
-    "model_norm", "model_state", "model_total", "newton_schulz", "nonneg", "norm", "norm_lower_bound", "normal",
-    "optimizer", "orthogonal", "orthogonal_iteration", "orthograd", "polar", "power", "power_iteration", "qr", "rint",
-    "rms", "row", "row_max", "row_mean", "row_sum", "rows", "rsqrt", "scalar", "schedule_free", "shape_flag", "sigmoid",
-    "sign", "singular_vectors", "snoo", "solve_triangular", "sorting", "spam_reset", "sqrt", "square", "state",
-    "svd_lowrank", "symmetric", "tanh", "tensor_state", "top_rows", "total", "trace", "transpose", "triangle",
-    "triangular", "uniform", "unwide", "warmed_up", "where", "wide", "wrapper", "zclip", "zero_product",
+    "gsam", "hyper", "hyperball", "identity", "input", "inverse_root", "log", "lookahead", "low_rank",
+    "low_rank_state", "mars", "mat_max", "mat_mean", "mat_norm", "matmul", "matrix_state", "maximum", "mean",
+    "minimum", "model_dot", "model_norm", "model_state", "model_total", "newton_schulz", "nonneg", "norm",
+    "norm_lower_bound", "normal", "optimizer", "orthogonal", "orthogonal_iteration", "orthograd", "polar", "power",
+    "power_iteration", "qr", "rint", "rms", "row", "row_max", "row_mean", "row_sum", "rows", "rsqrt", "sam", "scalar",
+    "schedule_free", "shape_flag", "sigmoid", "sign", "singular_vectors", "snoo", "solve_triangular", "sorting",
+    "spam_reset", "sqrt", "square", "state", "svd_lowrank", "symmetric", "tanh", "tensor_state", "top_rows", "total",
+    "trace", "transpose", "triangle", "triangular", "uniform", "unwide", "warmed_up", "where", "wide", "wrapper",
+    "zclip", "zero_product",
 ]  # fmt: skip

@@ -256,6 +256,8 @@ def _check_pairs(spec: Spec, trace: Trace) -> None:
 @lru_cache(maxsize=4096)
 def check(spec: Spec) -> None:
     """Check a spec over all its flag settings; raise UserError for the first fault."""
+    if spec.ascent is not None:
+        spec.ascent.check()
     traces = [(setting, spec.trace(setting)) for setting in spec.settings()]
     for setting, trace in traces:
         _check_repeats(spec, setting, trace)
@@ -267,10 +269,10 @@ def check(spec: Spec) -> None:
         if s.name not in read:
             raise UserError("E116", loc=s.loc, kind="state", name=s.name, remedy="drop it, or use it in the rule")
     switches = {name for f in spec.flags for name in (f.nonzero, f.every, *f.limits)} | {s.init for s in spec.states}
-    ranks = {s.rank for s in spec.states}
+    elsewhere = {s.rank for s in spec.states} | {*spec.ascends.values()}
     for h in spec.hypers:
         for part in h.parts:
-            if part not in read and h.name not in switches | ranks:
+            if part not in read and h.name not in switches | elsewhere:
                 remedy = "drop it, or use it in the rule"
                 raise UserError("E116", loc=h.loc, kind="hyper-parameter", name=part, remedy=remedy)
     asked = {name for s in spec.kept for name in flags_in(s.when)}

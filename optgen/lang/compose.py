@@ -22,7 +22,7 @@ from optgen.base import loc as locs
 from optgen.base.errors import UserError
 from optgen.base.loc import Loc
 from optgen.base.names import camel
-from optgen.lang.declare import Declaration, FlagDecl, HostStateDecl, HyperDecl, StateDecl, low_rank_state, usual
+from optgen.lang.declare import INPUT, Declaration, FlagDecl, HostStateDecl, HyperDecl, StateDecl, low_rank_state, usual
 from optgen.lang.matrices import qr
 from optgen.lang.optimizer import check_declarations, declaration_of, evaluation_of
 from optgen.lang.policies import DECAYED
@@ -30,6 +30,7 @@ from optgen.lang.source import SpecSource
 from optgen.lang.spec import Evaluation, MatrixKind, Spec
 from optgen.lang.values import Absent, Num, Value, minimum
 from optgen.ops import spaces
+from optgen.runtime.records import fed_name
 
 Wrapper = Callable[[Spec], Spec]
 
@@ -162,7 +163,7 @@ def _made(
 
 def wrapper(
     *, cite: str = "", needs: Sequence[str] = (), evaluate: Callable[..., Any] | None = None,
-    matrix: MatrixKind = "last",
+    matrix: MatrixKind = "last", ascent: Spec | None = None,
 ) -> Callable[[Callable[..., Any]], Wrapper]:  # fmt: skip
     """Make a function of a rule, which returns a new rule, of a function (rule, p, g[, t], states..., *,
     hyper-parameters and flags...) that returns the new weight and states.
@@ -171,6 +172,8 @@ def wrapper(
     needs     what the rule must have: names of hyper-parameters and states, "betas or momentum" for one of them
     evaluate  the weights that a model is evaluated with, as of `optimizer`
     matrix    the matrix of a tensor, as of `optimizer`, where the rule has no states of rows and columns
+    ascent    a rule without states and flags, whose step moves the weights to where the gradient is taken once more:
+              the optimizer has first_step() and second_step(), and feeds the first gradient to an input `first_grad`
 
     The function calls rule(p, g), or rule.split(p, g), once.  The first paragraph of its docstring is that of the new
     rule, whose name stands for "a rule" there.  An option or a state whose name the rule has already gets the
@@ -184,6 +187,9 @@ def wrapper(
         if bare not in (["rule", "p", "g"], ["rule", "p", "g", "t"]):
             what = f"a wrapper's first parameters are `rule, p, g` or `rule, p, g, t`, got {', '.join(bare) or 'none'}"
             raise UserError("E113", loc=source.head, what=what, hint="every other parameter has a declaration")
+        if ascent is not None and (ascent.kept or ascent.flags):
+            what = f"an ascent has neither states nor flags, and {ascent.name} has {', '.join(_names(ascent))}"
+            raise UserError("E113", loc=ascent.loc, what=what, hint="hyper-parameters are all that it may have")
         declared = [declaration_of(p, source) for p in parameters[len(bare) :]]
         for k, d in enumerate(declared):
             if isinstance(d, FlagDecl) and d.shape is not None:
@@ -191,6 +197,11 @@ def wrapper(
         own_weights = replace(evaluation_of(evaluate, declared), beside=True) if evaluate is not None else None
         kept = [d.name for d in declared if isinstance(d, (StateDecl, HostStateDecl))]
         options = [d.name for d in declared if d.name not in kept]
+        fed = [d for d in declared if isinstance(d, StateDecl) and d.trait == INPUT]
+        rising = list(ascent.hypers) if ascent is not None else []
+        declared += [*(HostStateDecl(fed_name(d.name), 0.0, loc=d.loc) for d in fed), *rising]
+        inputs = {x for d in fed for x in (d.name, fed_name(d.name))}
+        own = [d.name for kind in (StateDecl, HostStateDecl) for d in declared if isinstance(d, kind)]
 
         @wraps(function)
         def around(inner: Any, *, loc: Loc | None = None) -> Spec:
@@ -203,8 +214,9 @@ def wrapper(
                 if has.isdisjoint(need.split(" or ")):
                     what, hint = f"{name} is for rules with {need}", f"{inner.name} has {', '.join(sorted(has))}"
                     raise UserError("E113", loc=place, what=what, hint=hint)
-            if own_weights is not None and inner.evaluation is not None:
-                what = f"{name} and {inner.name} both choose the weights that a model is evaluated with"
+            both = own_weights is not None and inner.evaluation is not None and "choose the weights that a model is "
+            if both or (ascent is not None and inner.ascent is not None):
+                what = f"{name} and {inner.name} both {f'{both}evaluated with' if both else 'have a first step'}"
                 raise UserError("E113", loc=place, what=what, hint="take one of the two")
             named = {d.name: _free(inner, name, d.name) for d in declared}
             if own_weights is not None:  # its text has these names
@@ -216,11 +228,17 @@ def wrapper(
                 number = (t,) if "t" in bare else ()
                 states, given = ({x: values[named[x]] for x in xs} for xs in (kept, options))
                 result = function(rule, p, g, *number, **states, **given)
-                return result if isinstance(result, tuple) else (result,)
+                result = result if isinstance(result, tuple) else (result,)
+                if inputs and len(result) == 1 + len(own) - len(inputs):
+                    made = iter(result[1:])
+                    result = (result[0], *(values[named[x]] if x in inputs else next(made) for x in own))
+                return result
 
             mine = [_declared_as(d, named) for d in declared]
             if inner.matrix == "last" and not any(s.space in (spaces.row, spaces.col) for s in inner.states):
                 inner = replace(inner, matrix=matrix)
+            if ascent is not None:
+                inner = replace(inner, ascent=ascent, ascends={h.name: named[h.name] for h in rising})
             return _made(inner, name, doc, cite, mine, place, step, t="t" in bare, evaluation=own_weights)
 
         return around

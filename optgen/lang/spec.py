@@ -139,6 +139,8 @@ class Spec:
     evaluation: Evaluation | None = None
     taken: tuple[str, ...] = ()  # of a rule with inputs: the states, host states and inputs of the signature
     blocks: bool = False  # whether rows are blocks of consecutive rows, as many as its user says of a parameter
+    ascent: Spec | None = None  # the rule of a first step, which moves the weights before the gradient is taken again
+    ascends: Mapping[str, str] = field(default_factory=dict)  # the ascent's options, and as what this rule has them
 
     def __repr__(self) -> str:
         return f"Spec({self.name!r}, {self.loc.short})"

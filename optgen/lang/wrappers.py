@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from optgen.base.errors import UserError
 from optgen.lang.compose import wrapper
-from optgen.lang.declare import flag, hyper, model_state, nonneg, scalar, shape_flag, state, tensor_state
+from optgen.lang.declare import flag, hyper, input, model_state, nonneg, scalar, shape_flag, state, tensor_state
+from optgen.lang.optimizer import optimizer
 from optgen.lang.policies import decayed
-from optgen.lang.reductions import dot, mean, model_norm, norm, row_mean, row_sum
+from optgen.lang.reductions import dot, mean, model_dot, model_norm, norm, row_mean, row_sum
 from optgen.lang.values import clip, floor, maximum, minimum, sign, sqrt, where
 
 # -- the gradient
@@ -315,6 +316,47 @@ def ema_nesterov(
     return new + ahead * change_avg, change_avg, ahead
 
 
+# -- two gradients
+
+FINITE = 3e38
+"""Norms from there on are infinities or next to them: weights stay where they are."""
+
+
+@optimizer(cite="Foret et al. 2021, arXiv:2010.01412")
+def uphill(p, g, *, rho=hyper(0.05, ge=0)):
+    """Weights that go rho along the gradient of all parameters."""
+    size = model_norm(g)
+    p = where(size < FINITE, p + rho * g / (size + 1e-12), p)
+    return p
+
+
+@optimizer(cite="Kwon et al. 2021, arXiv:2102.11600")
+def adaptive_uphill(p, g, *, rho=hyper(0.5, ge=0)):
+    """Weights that go rho along the gradient of all parameters, each by its square."""
+    size = model_norm(p * g)
+    p = where(size < FINITE, p + rho * p * p * g / (size + 1e-12), p)
+    return p
+
+
+@wrapper(cite="Foret et al. 2021, arXiv:2010.01412", ascent=uphill)
+def sam(rule, p, g):
+    """A rule of the gradient at weights that have been moved uphill by rho (SAM)."""
+    return rule(p, g)
+
+
+@wrapper(cite="Kwon et al. 2021, arXiv:2102.11600", ascent=adaptive_uphill)
+def asam(rule, p, g):
+    """A rule of the gradient at weights that have been moved uphill, each by its size (ASAM)."""
+    return rule(p, g)
+
+
+@wrapper(cite="Zhuang et al. 2022, arXiv:2203.08065", ascent=uphill)
+def gsam(rule, p, g, first_grad=input(), *, alpha=hyper(0.4, ge=0, le=1)):
+    """A rule of SAM's second gradient, less alpha of the first one's part at right angles to it (GSAM)."""
+    along = model_dot(first_grad, g) / (model_dot(g, g) + 1e-12)
+    return rule(p, where(abs(along) < FINITE, g - alpha * (first_grad - along * g), g))
+
+
 # -- the learning rate
 
 
@@ -333,7 +375,7 @@ def warmed_up(
 
 
 __all__ = [
-    "adagc", "agc", "averaged", "cautious", "cautious_decay", "centralized", "clipped", "clipped_value", "ema",
-    "ema_nesterov", "gpa", "grams", "hyperball", "lookahead", "mars", "orthograd", "schedule_free", "snoo",
-    "spam_reset", "warmed_up", "zclip",
+    "adagc", "agc", "asam", "averaged", "cautious", "cautious_decay", "centralized", "clipped", "clipped_value", "ema",
+    "ema_nesterov", "gpa", "grams", "gsam", "hyperball", "lookahead", "mars", "orthograd", "sam", "schedule_free",
+    "snoo", "spam_reset", "warmed_up", "zclip",
 ]  # fmt: skip

@@ -6,7 +6,7 @@ An input is a state in fp32 that the rule reads and leaves as it is, beside a ho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -70,12 +70,22 @@ def take(self: Any, found: list[Any], keep: bool) -> None:
     """Store values of inputs beside the states."""
     for entry, name, x, parts in found:
         kept = self.state[entry.p]
-        if name in kept:
+        if name in kept and sharding.local(kept[name]).is_contiguous():
             sharding.local(kept[name]).copy_(x)
         else:  # the first step makes the other states beside it
             made = {name: torch.empty(x.shape, dtype=torch.float32, device=state.home(entry.p)).copy_(x)}
             kept.update(made if parts is None else parts.wrapped(made))
         kept[fed_name(name)] = 2.0 if keep else 1.0
+
+
+def free(cls: Any, states: Iterable[Any]) -> None:
+    """Put one zero, expanded, in the place of inputs that were fed for the last step alone: none reads them again."""
+    for kept in states:
+        for name in cls.INPUTS:
+            if type(fed := kept.get(fed_name(name))) is float and fed == 0.0 and name in kept:
+                x = sharding.local(kept[name])
+                zero = x.new_zeros(()).expand(x.shape)
+                kept[name] = zero if x is kept[name] else sharding.wrapped(zero, sharding.layout_of(kept[name]))
 
 
 def _part(cls: Any, name: str, entry: Entry, x: Tensor) -> tuple[Tensor, sharding.Parts | None]:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from optgen.runtime.checkpoint import inputs
 from optgen.runtime.options import entries, options
 from optgen.runtime.options.entries import Owner
 from optgen.runtime.records import keys
@@ -105,6 +106,8 @@ class Stepper:
                 if kernels is not None:
                     kernels.load(scalars, key)
         _run(ready)
+        if owner.cls.INPUTS:
+            inputs.free(owner.cls, (kept for bucket in buckets for kept in bucket.owned))
         if any(f.space == "model" for bucket in buckets for f in bucket.variant.fields):
             shared.spread(owner.states, buckets)
         elif not sending and _has_fast_path(owner.cls, ready):  # else other ranks may wait for this one at any step
