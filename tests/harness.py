@@ -376,8 +376,21 @@ def by_element(tensor: torch.Tensor, buffer: Any, shape: tuple[int, ...]) -> tor
     return codes.reshape(rows, -1)[:, :columns].reshape(-1)
 
 
+def make_step(opt: Any) -> None:
+    """Make a step; of a rule of two phases both, of the same gradients."""
+    if not hasattr(opt, "first_step"):
+        opt.step()
+        return
+    params = [p for group in opt.param_groups for p in group["params"]]
+    found = [p.grad for p in params]
+    opt.first_step()
+    for p, g in zip(params, found, strict=True):
+        p.grad = g
+    opt.second_step()
+
+
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+    return torch.equal(*(x.reshape(-1).contiguous().view(torch.uint8) for x in (a, b)))
 
 
 __all__ = ["Pair", "compiled", "only", "plan_of", "remember", "same_bits", "schedule", "spec_of", "strict"]

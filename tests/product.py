@@ -520,7 +520,7 @@ def differing(
                 if fed:
                     opt.feed(**{name: [torch.rand(p.shape, generator=draw) for p in params] for name in fed})
                 with compiled_for(cell):
-                    opt.step()
+                    harness.make_step(opt)
         used = {backends.able(*call.args) for call in asked.call_args_list}
         assert used == {backend}, f"{cell}: {used} in the place of {backend}"
         kept[backend] = [{"p": p.detach(), **opt.state[p]} for p in params]

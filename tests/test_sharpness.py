@@ -1,5 +1,6 @@
 """Sharpness-aware steps around an optimizer, beside another package's."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -9,6 +10,9 @@ import torch
 import optgen
 from generated import AdamW
 from optgen import SAM
+from optgen.base.errors import UserError
+from optgen.driver.load import find_spec
+from optgen.lang import wrapper
 from tests.harness import ROOT, same_bits
 
 
@@ -72,6 +76,86 @@ def test_weights_come_back_bit_for_bit(dtype: torch.dtype) -> None:
         q.grad = g.clone()
         sam.second_step()
         assert same_bits(p.detach(), q.detach())
+
+
+def projected(first: torch.Tensor, second: torch.Tensor, alpha: float) -> torch.Tensor:
+    """The paper's second gradient of GSAM, with a minus before the first one's part at right angles to it."""
+    unit = second / second.norm()
+    return second - alpha * (first - (first * unit).sum() * unit)
+
+
+@pytest.mark.parametrize("name", ["sam", "asam", "gsam"])
+def test_a_wrapper_has_both_phases(name: str) -> None:
+    """In fp32 beside fp64, of numbers below 8: five roundings of each, and of sums of 40 squares and products."""
+    draw = torch.Generator().manual_seed(3)
+    p = torch.nn.Parameter(torch.randn(8, 5, generator=draw))
+    w, options = p.detach().double(), {"alpha": 0.3} if name == "gsam" else {}
+    opt = optgen.compile(find_spec(f"{name}(sgd)"), plan="fp32")([p], lr=0.1, rho=0.7, maximize=True, **options)
+    for _ in range(3):
+        first, second = torch.randn(2, 8, 5, generator=draw)
+        p.grad = -first
+        opt.first_step()
+        g = first.double()
+        moved = w * w * g / (w * g).norm() if name == "asam" else g / g.norm()
+        torch.testing.assert_close(p.detach().double(), w + 0.7 * moved, rtol=0, atol=8 * 85 * 2.0**-24)
+        assert p.grad is None
+        p.grad = -second
+        opt.second_step()
+        w -= 0.1 * projected(g, second.double(), options.get("alpha", 0.0))
+        torch.testing.assert_close(p.detach().double(), w, rtol=0, atol=8 * 85 * 2.0**-24)
+        w = p.detach().double()
+
+
+def test_a_closure_a_scaler_and_a_run_that_goes_on_make_the_same_steps_of_two_phases() -> None:
+    """Bits of 16-bit weights, in which random bits move the first step; a scale of 2^10 is beside 1e-12 in norms of
+    more than 2^-9, of which 2^-30 is lost to one rounding of the moved weights at most."""
+    cls, ways = optgen.compile(find_spec("gsam(adamw)")), ("steps", "closure", "resumed", "scaled")
+    nets = [model().bfloat16() for _ in ways]
+    opts = [cls(net.named_parameters(), lr=1e-2, rho=0.5, backend="reference") for net in nets]
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(torch.ones(()))
+    for t in range(4):
+        for k, (way, net, opt) in enumerate(zip(ways, nets, opts, strict=True)):
+            def closure(way: str = way, net: Any = net, opt: Any = opt, t: int = t) -> Any:
+                opt.zero_grad()
+                backward(net, t, 1024.0 if way == "scaled" else 1.0)
+                return torch.ones(())
+
+            if way == "closure":
+                assert opt.step(closure) == 1
+                continue
+            for step in (opt.first_step, opt.second_step):
+                closure()
+                step(*[scaler] * (way == "scaled" and step == opt.second_step))
+            if way == "resumed" and t == 1:
+                opts[k] = cls(net.named_parameters(), backend="reference")
+                opts[k].load_state_dict(copy.deepcopy(opt.state_dict()))
+        scaler.update()
+    for p, *others in zip(*(net.parameters() for net in nets), strict=True):
+        assert all(same_bits(p.detach(), q.detach()) for q in others)
+
+
+def test_rules_of_two_phases_refuse_what_would_leave_one_out() -> None:
+    net = torch.nn.Linear(4, 3)
+    opt = optgen.make("sam(adamw)", net, plan="fp32", rho=0.0)
+    for act in (opt.step, opt.second_step, opt.release_gradients):
+        with pytest.raises(RuntimeError, match="first_step"):
+            act()
+    net(torch.ones(4)).sum().backward()
+    before = net.weight.detach().clone()
+    opt.first_step()
+    assert same_bits(before, net.weight.detach())  # of the rate in the group
+    for act in (opt.step, opt.state_dict, opt.first_step):
+        with pytest.raises(RuntimeError, match=r"second_step\(\)"):
+            act()
+    with pytest.raises(ValueError, match=r"optgen.SAM\(opt, rho=...\) goes around them"):
+        optgen.make({"weight": "sam(adamw)", "*": "adamw"}, net)
+    with pytest.raises(TypeError, match=r"expected an optimizer, got Linear: write SAM\(AdamW"):
+        SAM(net)
+    with pytest.raises(UserError, match="gsam and sam_adamw both have a first step"):
+        find_spec("gsam(sam(adamw))")
+    with pytest.raises(UserError, match="neither states nor flags, and adamw has exp_avg, "):
+        wrapper(ascent=find_spec("adamw"))
 
 
 def test_steps_out_of_order_and_released_gradients_are_refused() -> None:

@@ -179,6 +179,10 @@ def wrapper(
     rule, whose name stands for "a rule" there.  An option or a state whose name the rule has already gets the
     wrapper's name before it.  UserError E113 for a rule that lacks what is needed, or has weights for evaluation too.
     """
+    if ascent is not None and (ascent.kept or ascent.flags):
+        has = ", ".join(x.name for x in (*ascent.kept, *ascent.flags))
+        what = f"an ascent has neither states nor flags, and {ascent.name} has {has}"
+        raise UserError("E113", loc=ascent.loc, what=what, hint="hyper-parameters are all that it may have")
 
     def make(function: Callable[..., Any]) -> Wrapper:
         source, name = SpecSource(function), function.__name__
@@ -187,9 +191,6 @@ def wrapper(
         if bare not in (["rule", "p", "g"], ["rule", "p", "g", "t"]):
             what = f"a wrapper's first parameters are `rule, p, g` or `rule, p, g, t`, got {', '.join(bare) or 'none'}"
             raise UserError("E113", loc=source.head, what=what, hint="every other parameter has a declaration")
-        if ascent is not None and (ascent.kept or ascent.flags):
-            what = f"an ascent has neither states nor flags, and {ascent.name} has {', '.join(_names(ascent))}"
-            raise UserError("E113", loc=ascent.loc, what=what, hint="hyper-parameters are all that it may have")
         declared = [declaration_of(p, source) for p in parameters[len(bare) :]]
         for k, d in enumerate(declared):
             if isinstance(d, FlagDecl) and d.shape is not None:

@@ -5,13 +5,14 @@ infinity where it meets other values: an eps of 1e-50 guards no division there, 
 
 The parameter is a matrix of p in {0, 0.5} (rows) and g in {0, 0.001, -2} (columns), with hyper-parameters
 at their defaults and states at their init; rules that reduce are also run on uniform tensors, such as a
-bias that starts at zero.  Before that, a division by a bias correction is refused where some legal setting makes it 0.
+bias that starts at zero.  Before that, a division by a bias correction is refused where some legal setting makes it 0,
+and after it a division by 0 or a logarithm of 0 where p and g are far out and tanh, sigmoid or erf is a constant there.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 
 from optgen.base.errors import UserError
@@ -26,6 +27,8 @@ P = (0.0, 0.5)
 G = (0.0, 1e-3, -2.0)
 STEPS = 3
 LATE = 10**6  # a step of a long training: what grows with t has overflowed by then
+FAR = (-1e4, 1e4)  # p and g at which these are -1, 0 or 1
+SATURATES = frozenset(("tanh", "sigmoid", "erf"))
 TOO_SMALL = "is below fp32's normal numbers: take a larger one, such as 1e-30"
 OF_SIZE = "a negative number has real powers of whole exponents only: abs(x) ** y, times sign(x) where that is meant"
 Grid = tuple[tuple[float, float], ...]  # (p, g) of each element, row by row
@@ -184,6 +187,16 @@ def probe(spec: Spec, flags: Mapping[str, bool], trace: Trace) -> None:
     _corrections(spec, trace)
     for run, step, values in _walked(spec, flags, trace, range(1, STEPS + 1)):
         _judge(spec, trace, run, values, step)
+    if any(_saturates(node) for node in trace.new.values()):
+        for run, _, values in _walked(spec, flags, trace, (1,), FAR, FAR):
+            for name, node, i in _not_finite(trace, run, values):
+                bad, j = _culprit(run, values, node, i)
+                if any(values[a.uid][j] == 0 and _saturates(a) for a in bad.args):
+                    _refuse(spec, trace, run, values, 1, name, bad, j, i)
+
+
+def _saturates(node: Node) -> bool:
+    return any(n.op in SATURATES for n in postorder([node]))
 
 
 def late(spec: Spec, flags: Mapping[str, bool], trace: Trace) -> tuple[str, float, Loc] | None:
@@ -208,14 +221,15 @@ def _not_finite(trace: Trace, run: Run, values: NodeValues) -> Iterator[tuple[st
 
 
 def _walked(
-    spec: Spec, flags: Mapping[str, bool], trace: Trace, steps: Iterable[int]
+    spec: Spec, flags: Mapping[str, bool], trace: Trace, steps: Iterable[int], ps: Sequence[float] = P,
+    gs: Sequence[float] = G,
 ) -> Iterator[tuple[Run, int, NodeValues]]:
     """Each tensor, and what every node is worth at each of the steps, one after the other."""
     new = {"p": trace.p, **trace.states}
     roots = list(trace.new.values())
-    grids: list[tuple[Grid, int]] = [(tuple((p, g) for p in P for g in G), len(G))]
+    grids: list[tuple[Grid, int]] = [(tuple((p, g) for p in ps for g in gs), len(gs))]
     if any(n.op in REDUCTIONS for n in postorder(roots)):
-        grids += [(((p, g),), 1) for p in P for g in G]
+        grids += [(((p, g),), 1) for p in ps for g in gs]
     for grid, columns in grids:
         run = Run(grid, columns)
         scalars = _scalars(spec, flags) | {s.name: s.init for s in spec.present_host(flags)}
@@ -283,15 +297,20 @@ def _judge(spec: Spec, trace: Trace, run: Run, values: NodeValues, step: int) ->
                 if x < 0:
                     raise UserError("E142", loc=s.loc, name=s.name, value=f"{x:g}", step=step, p=f"{p:g}", g=f"{g:g}")
     for name, node, i in _not_finite(trace, run, values):
-        p, g = run.grid[i]
-        bad, j = _culprit(run, values, node, i)
-        took = ", ".join(_shown(bad, a, values[a.uid][j]) for a in bad.args)
-        small = _lost(bad, values, j)
-        hint = {"hint": f"{small:g} {TOO_SMALL}"} if small else {}
-        if bad.op == "power" and values[bad.args[0].uid][j] < 0:
-            hint = {"hint": OF_SIZE}
-        where = f"with p = {p:g}, g = {g:g} and default hyper-parameters"
-        raise UserError(
-            "E140", loc=trace.places.get(bad.uid, spec.loc), value=values[bad.uid][j], step=step,
-            note=f"{where}; it took {took}, and reaches `{name}`", **hint,
-        )  # fmt: skip
+        _refuse(spec, trace, run, values, step, name, *_culprit(run, values, node, i), i)
+
+
+def _refuse(spec: Spec, trace: Trace, run: Run, values: NodeValues, step: int, name: str, bad: Node, j: int, i: int
+            ) -> None:  # fmt: skip
+    """Raise UserError E140 for the operation that makes a value not finite at element j, which reaches `name` at i."""
+    p, g = run.grid[i]
+    took = ", ".join(_shown(bad, a, values[a.uid][j]) for a in bad.args)
+    small = _lost(bad, values, j)
+    hint = {"hint": f"{small:g} {TOO_SMALL}"} if small else {}
+    if bad.op == "power" and values[bad.args[0].uid][j] < 0:
+        hint = {"hint": OF_SIZE}
+    where = f"with p = {p:g}, g = {g:g} and default hyper-parameters"
+    raise UserError(
+        "E140", loc=trace.places.get(bad.uid, spec.loc), value=values[bad.uid][j], step=step,
+        note=f"{where}; it took {took}, and reaches `{name}`", **hint,
+    )  # fmt: skip
