@@ -35,6 +35,7 @@ import optgen.lang
 from optgen.base.errors import UserError
 from optgen.driver import targets
 from optgen.driver.compile import compile as compiled
+from optgen.lang.declare import INPUT
 from optgen.lang.draws import KEYS
 from optgen.lang.spec import draw_of
 from optgen.runtime.cpu import native
@@ -855,7 +856,7 @@ def inside(cls: Any, spec: Any, plan: Any, case: Case, backend: str, model: Any)
         trial.run(g)
         if not p.numel():
             continue
-        after = trial.decoded()
+        after = trial.decoded() | {s.name: before[s.name] for s in spec.states if s.trait == INPUT}  # freed by now
         start = Values.decoded(before, host, step, model, curved)
         bounds = enclose(spec, storage, start, g, trial.hypers, kept=after)
         found = oracle(case, {k: v.numpy() for k, v in before.items()}, g.double().numpy(), step + 1, host)

@@ -502,12 +502,13 @@ def test_spam_begins_anew() -> None:
         ("lookahead(ema(adamw))", "ema_adamw keeps other weights beside p"),
         ("cautious_decay(sgd)", "cautious_decay is for decoupled weight decay, and sgd has none"),
         ("hyperball(no_such_rule)", "no_such_rule"),
+        ("ema(low_rank(muon))", r'in a file of specs/: low_rank\(muon, "momentum_buffer", when='),
     ],
 )
 def test_a_wrapper_that_does_not_fit_is_refused_before_anything_is_made(text: str, says: str) -> None:
     with pytest.raises(UserError, match=says) as caught:
         find_spec(text).check()
-    assert caught.value.code == "E404" or caught.value.locs
+    assert caught.value.hint and (caught.value.code == "E404" or caught.value.locs)
 
 
 @pytest.mark.slow
@@ -519,7 +520,7 @@ def test_a_wrapper_goes_around_every_rule_or_says_why_not(name: str) -> None:
         try:
             getattr(wrappers, name)(find_spec(rule)).trace()
         except UserError as error:
-            refused[rule] = error.code if error.locs else "without a place"
+            refused[rule] = error.code if error.locs and error.hint else "without a place or a hint"
     assert set(refused.values()) <= {"E113", "E105", "E115"}
     assert "adamw" not in refused
 

@@ -40,10 +40,10 @@ CAPABILITIES = (90, 80, 90, 100)
 """The GPUs that the cells are compiled for, drawn."""
 
 WRAPPED = (
-    "adagc(adamw)", "agc(sgd)", "averaged(nadam)", "cautious(lamb)", "cautious_decay(lion)", "centralized(radam)",
-    "clipped(adamw)", "clipped_value(lion)", "ema(cautious(adamw))", "ema_nesterov(adamw)", "gpa(sgd)", "grams(adamw)",
-    "hyperball(muon)", "lookahead(rmsprop)", "mars(adam)", "orthograd(sgd)", "schedule_free(adamw)", "snoo(sgd)",
-    "spam_reset(adamw)", "warmed_up(adafactor)", "zclip(sgd)",
+    "adagc(adamw)", "agc(sgd)", "asam(sgd)", "averaged(nadam)", "cautious(lamb)", "cautious_decay(lion)",
+    "centralized(radam)", "clipped(adamw)", "clipped_value(lion)", "ema(cautious(adamw))", "ema_nesterov(adamw)",
+    "gpa(sgd)", "grams(adamw)", "gsam(lion)", "hyperball(muon)", "lookahead(rmsprop)", "mars(adam)", "orthograd(sgd)",
+    "sam(adamw)", "schedule_free(adamw)", "snoo(sgd)", "spam_reset(adamw)", "warmed_up(adafactor)", "zclip(sgd)",
 )  # fmt: skip
 """Every wrapper, each around one rule."""
 

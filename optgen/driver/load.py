@@ -260,6 +260,8 @@ def find_spec(reference: str | Path, project: Path | None = None) -> Spec:
             if path is None or path.name == PLANS_FILE:
                 near = did_you_mean(around, wrappers.__all__) if inner else did_you_mean(name, known)
                 near = f"write {name})" if inner and around in wrappers.__all__ else near
+                written = 'in a file of specs/: low_rank(muon, "momentum_buffer", when="matrix and not adamw")'
+                near = written if around == "low_rank" else near
                 raise UserError("E404", kind="spec", name=name, hint=near)
             name = ""
     return _pick(_of(path, Spec), name, path, "spec")
