@@ -119,7 +119,10 @@ def _made(
             why, hint = f"{inner.name} has something of that name already", f"rename `{d.name}` in {inner.name}"
             raise UserError("E115", loc=place, name=d.name, why=why, hint=hint)
     states = tuple(d for d in declared if isinstance(d, StateDecl))
+    fed = [s for s in states if s.trait == INPUT]
     hosts = tuple(d for d in declared if isinstance(d, HostStateDecl))
+    hosts += tuple(HostStateDecl(fed_name(s.name), 0.0, loc=s.loc) for s in fed)
+    inputs = {x for s in fed for x in (s.name, fed_name(s.name))}  # which step does not return
     at = len(inner.states) + 1  # states of the device stand before those of the host
     own = [*(s.name for s in states), *(s.name for s in hosts)]
     begun = ("p", *(s.name for s in inner.kept)) if inner.taken else inner.order  # with inputs, which it hands on
@@ -134,9 +137,10 @@ def _made(
         moved = rule.went[0] is not came or rule.went[1] is not p
         if moved and inner.evaluation is not None and inner.evaluation.beside:
             raise _beside(inner)
-        if len(new) != len(own):
-            raise UserError("E122", loc=place, name=name, want=1 + len(own), got=1 + len(new))
-        after = rule.states | dict(zip(own, new, strict=True))
+        made = [x for x in own if x not in inputs]
+        if len(new) != len(made):
+            raise UserError("E122", loc=place, name=name, want=1 + len(made), got=1 + len(new))
+        after = {**values, **rule.states, **dict(zip(made, new, strict=True))}
         return (p, *(after[state] for state in order[1:]))
 
     made = replace(
@@ -198,11 +202,7 @@ def wrapper(
         own_weights = replace(evaluation_of(evaluate, declared), beside=True) if evaluate is not None else None
         kept = [d.name for d in declared if isinstance(d, (StateDecl, HostStateDecl))]
         options = [d.name for d in declared if d.name not in kept]
-        fed = [d for d in declared if isinstance(d, StateDecl) and d.trait == INPUT]
-        rising = list(ascent.hypers) if ascent is not None else []
-        declared += [*(HostStateDecl(fed_name(d.name), 0.0, loc=d.loc) for d in fed), *rising]
-        inputs = {x for d in fed for x in (d.name, fed_name(d.name))}
-        own = [d.name for kind in (StateDecl, HostStateDecl) for d in declared if isinstance(d, kind)]
+        declared += ascent.hypers if ascent is not None else ()
 
         @wraps(function)
         def around(inner: Any, *, loc: Loc | None = None) -> Spec:
@@ -210,15 +210,7 @@ def wrapper(
             if not isinstance(inner, Spec):
                 called = getattr(inner, "__name__", repr(inner))
                 raise UserError("E113", loc=place, what=f"{name} goes around a rule, got {called}", hint="a Spec")
-            has = _names(inner)
-            for need in needs:
-                if has.isdisjoint(need.split(" or ")):
-                    what, hint = f"{name} is for rules with {need}", f"{inner.name} has {', '.join(sorted(has))}"
-                    raise UserError("E113", loc=place, what=what, hint=hint)
-            both = own_weights is not None and inner.evaluation is not None and "choose the weights that a model is "
-            if both or (ascent is not None and inner.ascent is not None):
-                what = f"{name} and {inner.name} both {f'{both}evaluated with' if both else 'have a first step'}"
-                raise UserError("E113", loc=place, what=what, hint="take one of the two")
+            _refuse_misfit(name, inner, place, needs, own_weights, ascent)
             named = {d.name: _free(inner, name, d.name) for d in declared}
             if own_weights is not None:  # its text has these names
                 named |= {x: x for x in (*own_weights.states, *own_weights.hypers)}
@@ -229,22 +221,35 @@ def wrapper(
                 number = (t,) if "t" in bare else ()
                 states, given = ({x: values[named[x]] for x in xs} for xs in (kept, options))
                 result = function(rule, p, g, *number, **states, **given)
-                result = result if isinstance(result, tuple) else (result,)
-                if inputs and len(result) == 1 + len(own) - len(inputs):
-                    made = iter(result[1:])
-                    result = (result[0], *(values[named[x]] if x in inputs else next(made) for x in own))
-                return result
+                return result if isinstance(result, tuple) else (result,)
 
             mine = [_declared_as(d, named) for d in declared]
             if inner.matrix == "last" and not any(s.space in (spaces.row, spaces.col) for s in inner.states):
                 inner = replace(inner, matrix=matrix)
             if ascent is not None:
-                inner = replace(inner, ascent=ascent, ascends={h.name: named[h.name] for h in rising})
+                inner = replace(inner, ascent=ascent, ascends={h.name: named[h.name] for h in ascent.hypers})
             return _made(inner, name, doc, cite, mine, place, step, t="t" in bare, evaluation=own_weights)
 
         return around
 
     return make
+
+
+def _refuse_misfit(
+    name: str, inner: Spec, place: Loc, needs: Sequence[str], weights: Evaluation | None, ascent: Spec | None
+) -> None:
+    """Raise UserError E113 for a rule without what a wrapper needs, or with what only one of the two may have."""
+    has = _names(inner)
+    for need in needs:
+        if has.isdisjoint(need.split(" or ")):
+            what, hint = f"{name} is for rules with {need}", f"{inner.name} has {', '.join(sorted(has))}"
+            raise UserError("E113", loc=place, what=what, hint=hint)
+    for mine, other, both in (
+        (weights, inner.evaluation, "choose the weights that a model is evaluated with"),
+        (ascent, inner.ascent, "have a first step"),
+    ):
+        if mine is not None and other is not None:
+            raise UserError("E113", loc=place, what=f"{name} and {inner.name} both {both}", hint="take one of the two")
 
 
 def _renamed(text: str, named: Mapping[str, str]) -> str:

@@ -506,8 +506,7 @@ class Optimizer(torch.optim.Optimizer):
             if self._watch is not None:
                 self._watch.step = -1
             weights.settle(loaded.rounded, started)
-            inputs.free(type(self), state.of_parameters(loaded.states))
-            self.state = defaultdict(dict, loaded.states)
+            self.state = defaultdict(dict, inputs.freed(type(self), loaded.states))
             self.param_groups = loaded.groups
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)

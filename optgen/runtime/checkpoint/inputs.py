@@ -6,7 +6,8 @@ An input is a state in fp32 that the rule reads and leaves as it is, beside a ho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import torch
@@ -78,14 +79,14 @@ def take(self: Any, found: list[Any], keep: bool) -> None:
         kept[fed_name(name)] = 2.0 if keep else 1.0
 
 
-def free(cls: Any, states: Iterable[Any]) -> None:
+def freed(cls: Any, states: dict[Any, Any]) -> dict[Any, Any]:
     """Put one zero, expanded, in the place of inputs that were fed for the last step alone: none reads them again."""
-    for kept in states:
-        for name in cls.INPUTS:
-            if type(fed := kept.get(fed_name(name))) is float and fed == 0.0 and name in kept:
-                x = sharding.local(kept[name])
-                zero = x.new_zeros(()).expand(x.shape)
-                kept[name] = zero if x is kept[name] else sharding.wrapped(zero, sharding.layout_of(kept[name]))
+    for name, kept in product(cls.INPUTS, states.values()):
+        if isinstance(kept, dict) and type(fed := kept.get(fed_name(name))) is float and fed == 0.0 and name in kept:
+            x = sharding.local(kept[name])
+            zero = x.new_zeros(()).expand(x.shape)
+            kept[name] = zero if x is kept[name] else sharding.wrapped(zero, sharding.layout_of(kept[name]))
+    return states
 
 
 def _part(cls: Any, name: str, entry: Entry, x: Tensor) -> tuple[Tensor, sharding.Parts | None]:

@@ -107,7 +107,7 @@ class Stepper:
                     kernels.load(scalars, key)
         _run(ready)
         if owner.cls.INPUTS:
-            inputs.free(owner.cls, (kept for bucket in buckets for kept in bucket.owned))
+            inputs.freed(owner.cls, {id(kept): kept for bucket in buckets for kept in bucket.owned})
         if any(f.space == "model" for bucket in buckets for f in bucket.variant.fields):
             shared.spread(owner.states, buckets)
         elif not sending and _has_fast_path(owner.cls, ready):  # else other ranks may wait for this one at any step
