@@ -59,7 +59,7 @@ RUNTIME: dict[str, set[str]] = {
     "several": {"layout", "modes", "states", "options", "optimizer"},
     "sharpness": {"layout", "optimizer"},
     "files": {"records", "layout", "states", "options", "checkpoint", "optimizer", "several"},
-    "__init__": {"records", "states", "optimizer", "sharpness"},
+    "__init__": {"records", "states", "optimizer"},
 }
 
 

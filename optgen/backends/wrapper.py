@@ -89,12 +89,8 @@ class ClassRow:
     evaluation: tuple[str, ...] = ()  # lines of the function that gives the weights to evaluate with
     inputs: tuple[str, ...] = ()  # the further values per element that its user feeds
     blocks: str = ""  # what blocks of rows are that its user may ask for: "rows" of its matrix, or "heads"
-    ascent: str = ""  # the class of its first step
-    ascends: Mapping[str, str] = field(default_factory=dict)  # the options of that, and as what this class has them
-
-    @property
-    def base(self) -> str:
-        return "TwoPhase" if self.ascent else "Optimizer"
+    ascent: str = ""  # the class of its first step, and the options of that as this class has them
+    ascends: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def switches(self) -> list[Any]:

@@ -129,7 +129,7 @@ def rule_files(spec: Spec, plans: tuple[str, ...], own: Mapping[str, str], maths
     files = {"__init__.py": emit_class(spec, plans, own, maths)}
     for backend in BACKENDS.values():
         files |= backend.rule(spec, maths)
-    if spec.ascent is not None:  # its plan keeps no states, and moves 16-bit weights right in the mean
+    if spec.ascent is not None:  # its plan moves 16-bit weights right in the mean
         first = emit_package(spec.ascent, load.find_plan("bf16_sr"), maths=maths)
         files |= {f"{ASCENT}/{path}": text for path, text in first.items()}
     return {name: text for name, text in files.items() if text}
@@ -174,9 +174,10 @@ def emit_class(spec: Spec, plans: tuple[str, ...], own: Mapping[str, str], maths
         raise UserError("E115", loc=spec.loc, name=name, why="something else in the generated module has it")
     uses_torch = any("torch." in line for line in steps)
     mark = targets.mark(spec.loc.file, f"{spec.name} · sha256 {row.digest} · rebuild: optgen build {spec.name}")
-    kinds += ["Flag", "Hyper", row.base, *(["Series"] if any(h.series for h in row.hypers) else [])]
-    imports = [wrapper.imported(sorted(kinds), "optgen.runtime"), *scalars, *eager]
-    imports += [f"from .{ASCENT} import {row.ascent}"] if row.ascent else []
+    kinds += ["Flag", "Hyper", *(["Series"] if any(h.series for h in row.hypers) else [])]
+    first = ["from optgen.runtime.sharpness import TwoPhase", f"from .{ASCENT} import {row.ascent}"]
+    kinds, first = (kinds, first) if row.ascent else ([*kinds, "Optimizer"], [])
+    imports = [wrapper.imported(sorted(kinds), "optgen.runtime"), *first, *scalars, *eager]
     head = wrapper.render("optim.py.j2", mark=mark, c=row, doc=doc, torch=uses_torch, imports=imports)
     return "\n".join([head[:-1], *steps, *records, *(["", "READY = True"] if is_ready(spec) else [])]) + "\n"
 

@@ -27,8 +27,7 @@ P = (0.0, 0.5)
 G = (0.0, 1e-3, -2.0)
 STEPS = 3
 LATE = 10**6  # a step of a long training: what grows with t has overflowed by then
-FAR = (-1e4, 1e4)  # p and g at which these are -1, 0 or 1
-SATURATES = frozenset(("tanh", "sigmoid", "erf"))
+FAR = (-1e4, 1e4)  # p and g at which tanh, sigmoid and erf are -1, 0 or 1
 TOO_SMALL = "is below fp32's normal numbers: take a larger one, such as 1e-30"
 OF_SIZE = "a negative number has real powers of whole exponents only: abs(x) ** y, times sign(x) where that is meant"
 Grid = tuple[tuple[float, float], ...]  # (p, g) of each element, row by row
@@ -187,16 +186,13 @@ def probe(spec: Spec, flags: Mapping[str, bool], trace: Trace) -> None:
     _corrections(spec, trace)
     for run, step, values in _walked(spec, flags, trace, range(1, STEPS + 1)):
         _judge(spec, trace, run, values, step)
-    if any(_saturates(node) for node in trace.new.values()):
-        for run, _, values in _walked(spec, flags, trace, (1,), FAR, FAR):
-            for name, node, i in _not_finite(trace, run, values):
-                bad, j = _culprit(run, values, node, i)
-                if any(values[a.uid][j] == 0 and _saturates(a) for a in bad.args):
-                    _refuse(spec, trace, run, values, 1, name, bad, j, i)
+    if _saturates(trace.new.values()):
+        for run, step, values in _walked(spec, flags, trace, (1,), FAR, FAR):
+            _judge(spec, trace, run, values, step, far=True)
 
 
-def _saturates(node: Node) -> bool:
-    return any(n.op in SATURATES for n in postorder([node]))
+def _saturates(nodes: Iterable[Node]) -> bool:
+    return any(n.op in ("tanh", "sigmoid", "erf") for n in postorder(nodes))
 
 
 def late(spec: Spec, flags: Mapping[str, bool], trace: Trace) -> tuple[str, float, Loc] | None:
@@ -282,7 +278,7 @@ def _lost(node: Node, values: NodeValues, i: int) -> float | None:
     return next((x for n, a in pairs if (x := values[a.uid][i]) != 0 and taken(n, a, x) == 0), None)
 
 
-def _judge(spec: Spec, trace: Trace, run: Run, values: NodeValues, step: int) -> None:
+def _judge(spec: Spec, trace: Trace, run: Run, values: NodeValues, step: int, far: bool = False) -> None:
     new = trace.new
     for node in postorder(new.values()):
         # Host scalars are plain Python numbers: there an unused branch raises too.
@@ -297,20 +293,17 @@ def _judge(spec: Spec, trace: Trace, run: Run, values: NodeValues, step: int) ->
                 if x < 0:
                     raise UserError("E142", loc=s.loc, name=s.name, value=f"{x:g}", step=step, p=f"{p:g}", g=f"{g:g}")
     for name, node, i in _not_finite(trace, run, values):
-        _refuse(spec, trace, run, values, step, name, *_culprit(run, values, node, i), i)
-
-
-def _refuse(spec: Spec, trace: Trace, run: Run, values: NodeValues, step: int, name: str, bad: Node, j: int, i: int
-            ) -> None:  # fmt: skip
-    """Raise UserError E140 for the operation that makes a value not finite at element j, which reaches `name` at i."""
-    p, g = run.grid[i]
-    took = ", ".join(_shown(bad, a, values[a.uid][j]) for a in bad.args)
-    small = _lost(bad, values, j)
-    hint = {"hint": f"{small:g} {TOO_SMALL}"} if small else {}
-    if bad.op == "power" and values[bad.args[0].uid][j] < 0:
-        hint = {"hint": OF_SIZE}
-    where = f"with p = {p:g}, g = {g:g} and default hyper-parameters"
-    raise UserError(
-        "E140", loc=trace.places.get(bad.uid, spec.loc), value=values[bad.uid][j], step=step,
-        note=f"{where}; it took {took}, and reaches `{name}`", **hint,
-    )  # fmt: skip
+        p, g = run.grid[i]
+        bad, j = _culprit(run, values, node, i)
+        if far and not any(values[a.uid][j] == 0 and _saturates([a]) for a in bad.args):
+            continue
+        took = ", ".join(_shown(bad, a, values[a.uid][j]) for a in bad.args)
+        small = _lost(bad, values, j)
+        hint = {"hint": f"{small:g} {TOO_SMALL}"} if small else {}
+        if bad.op == "power" and values[bad.args[0].uid][j] < 0:
+            hint = {"hint": OF_SIZE}
+        where = f"with p = {p:g}, g = {g:g} and default hyper-parameters"
+        raise UserError(
+            "E140", loc=trace.places.get(bad.uid, spec.loc), value=values[bad.uid][j], step=step,
+            note=f"{where}; it took {took}, and reaches `{name}`", **hint,
+        )  # fmt: skip

@@ -318,15 +318,11 @@ def ema_nesterov(
 
 # -- two gradients
 
-FINITE = 3e38
-"""Norms from there on are infinities or next to them: weights stay where they are."""
-
-
 @optimizer(cite="Foret et al. 2021, arXiv:2010.01412")
 def uphill(p, g, *, rho=hyper(0.05, ge=0)):
-    """Weights that go rho along the gradient of all parameters."""
+    """Weights that go rho along the gradient of all parameters, if its norm is a number."""
     size = model_norm(g)
-    p = where(size < FINITE, p + rho * g / (size + 1e-12), p)
+    p = where(size < 3e38, p + rho * g / (size + 1e-12), p)
     return p
 
 
@@ -334,7 +330,7 @@ def uphill(p, g, *, rho=hyper(0.05, ge=0)):
 def adaptive_uphill(p, g, *, rho=hyper(0.5, ge=0)):
     """Weights that go rho along the gradient of all parameters, each by its square."""
     size = model_norm(p * g)
-    p = where(size < FINITE, p + rho * p * p * g / (size + 1e-12), p)
+    p = where(size < 3e38, p + rho * p * p * g / (size + 1e-12), p)
     return p
 
 
@@ -354,7 +350,7 @@ def asam(rule, p, g):
 def gsam(rule, p, g, first_grad=input(), *, alpha=hyper(0.4, ge=0, le=1)):
     """A rule of SAM's second gradient, less alpha of the first one's part at right angles to it (GSAM)."""
     along = model_dot(first_grad, g) / (model_dot(g, g) + 1e-12)
-    return rule(p, where(abs(along) < FINITE, g - alpha * (first_grad - along * g), g))
+    return rule(p, where(abs(along) < 3e38, g - alpha * (first_grad - along * g), g))
 
 
 # -- the learning rate

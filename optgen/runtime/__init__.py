@@ -13,17 +13,14 @@ from optgen.runtime.records.series import Series
 
 if TYPE_CHECKING:
     from optgen.runtime.optimizer import Optimizer
-    from optgen.runtime.sharpness import TwoPhase
     from optgen.runtime.states.memory import Memory, ParameterMemory
 
 __all__ = [
     "Eager", "Field", "Flag", "FormatRecord", "Hyper", "Memory", "Optimizer", "ParameterMemory", "PlanRecord", "Rule",
-    "RuleRecord", "Series", "Stage", "StateRecord", "Temp", "TwoPhase", "Variant", "Whole", "by_flags",
+    "RuleRecord", "Series", "Stage", "StateRecord", "Temp", "Variant", "Whole", "by_flags",
 ]  # fmt: skip
 
-_LATER = {
-    "Memory": "states.memory", "ParameterMemory": "states.memory", "Optimizer": "optimizer", "TwoPhase": "sharpness",
-}  # fmt: skip
+_LATER = {"Memory": "states.memory", "ParameterMemory": "states.memory", "Optimizer": "optimizer"}
 
 
 def __getattr__(name: str) -> object:

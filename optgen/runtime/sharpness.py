@@ -1,5 +1,4 @@
-"""Steps of two gradients, the second of which is taken at weights that the first has moved: around any optimizer, or
-of a rule that says how they are moved.
+"""Steps of two gradients, around any optimizer or of a rule: the second is taken at weights that the first has moved.
 
 sam = SAM(opt, rho=0.05)
 loss_of(model).backward()
@@ -11,7 +10,6 @@ sam.second_step()            # restores the weights, bit for bit, and makes the 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from itertools import product
 from typing import Any, ClassVar
@@ -23,8 +21,6 @@ from optgen.runtime.layout import sharding
 from optgen.runtime.optimizer import Optimizer
 
 EPS = 1e-12
-FIRST = "first_grad"
-"""The end of the name of an input that is fed the first gradient."""
 
 
 class SAM:
@@ -49,8 +45,8 @@ class SAM:
         ascent: torch.optim.Optimizer | None = None,
     ) -> None:  # fmt: skip
         if not isinstance(optimizer, torch.optim.Optimizer):
-            got = f"expected an optimizer, got {type(optimizer).__name__}"
-            raise TypeError(f"SAM: {got}: write SAM(AdamW(model.parameters()), rho=0.05)")
+            got = type(optimizer).__name__
+            raise TypeError(f"SAM: expected an optimizer, got {got}: write SAM(AdamW(model.parameters()), rho=0.05)")
         if not rho >= 0 or not 0 <= alpha <= 1:
             raise ValueError(f"SAM: rho must be >= 0 and alpha from 0 to 1, got {rho!r} and {alpha!r}")
         self.optimizer, self.rho, self.adaptive, self.alpha, self.ascent = optimizer, rho, adaptive, alpha, ascent
@@ -98,15 +94,6 @@ class SAM:
         scaler   a GradScaler, which makes the step; both losses have its scale, and its `update` comes afterwards
         A parameter that has none now is not stepped.  Gradients stay, as after any step.
         """
-        self.restore()
-        if scaler is None:
-            self.optimizer.step()
-        else:
-            scaler.step(self.optimizer)
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Put the weights back, and take what alpha says off the gradients."""
         if self._kept is None:
             raise RuntimeError("SAM: second_step() follows first_step() and a backward")
         for p, weight, _ in self._kept:
@@ -119,6 +106,10 @@ class SAM:
             ratio = along / (_norm([new for _, new in pairs]) ** 2 + EPS)
             for old, new in pairs:
                 new.sub_(old - ratio * new, alpha=self.alpha)
+        if scaler is None:
+            self.optimizer.step()
+        else:
+            scaler.step(self.optimizer)
 
     def step(self, closure: Callable[[], Any], scaler: Any = None) -> Any:
         """Make both steps, and return the loss at the weights themselves.
@@ -135,75 +126,55 @@ class SAM:
         return loss
 
 
-class TwoPhase(Optimizer):
-    """The base of generated optimizers that take the gradient twice: `first_step` moves the weights by a rule of its
-    own, the ascent; `second_step` restores them and makes the step.  What `SAM` refuses is refused.
+class TwoPhase(Optimizer, SAM):
+    """The base of generated optimizers whose rule has a first step of its own, the ascent; as `SAM` in all else.
 
-    ASCENT   the class of the ascent, which keeps no states
+    ASCENT   its class, which keeps no states
     ASCENDS  its options, and as what the groups have them
     """
 
     ASCENT: ClassVar[type[Any]]
     ASCENDS: ClassVar[Mapping[str, str]]
-    _second = False
-
-    def _reset_caches(self) -> None:
-        super()._reset_caches()
-        self._sam: SAM | None = None
-        self._risen: list[list[int]] = []  # the parameters that the ascent was made for
+    optimizer = property(lambda self: self)
+    adaptive, alpha, ascent, _kept, _second = False, 0.0, None, None, False
 
     @torch.no_grad()
     def first_step(self) -> None:
-        """Move the weights uphill, feed their gradients to an input `first_grad`, and clear these."""
-        sam = self._sam = self._sam or SAM(self)
-        sam._refuse_moved()
-        ids = [list(map(id, group["params"])) for group in self.param_groups]
-        if sam.ascent is None or ids != self._risen:
-            groups = [{key: g[key] for key in ("params", "param_names") if key in g} for g in self.param_groups]
-            sam.ascent, self._risen = self.ASCENT(groups), ids
-        for group, own in zip(sam.ascent.param_groups, self.param_groups, strict=True):
-            group.update({name: own[mine] for name, mine in self.ASCENDS.items()})
-            group.update(maximize=own["maximize"], backend=own["backend"], seed=own["seed"] + 1)
-        counts = {p: {"step": int(s["step"])} for p, s in self.state.items() if isinstance(p, Tensor) and "step" in s}
-        sam.ascent.state = defaultdict(dict, counts)  # random bits of a run that goes on are those that it would have
-        signs = {p: -1.0 if group["maximize"] else 1.0 for group in self.param_groups for p in group["params"]}
-        for name in self._first():
-            given: Any = {name: lambda p: torch.zeros_like(p) if p.grad is None else signs[p] * p.grad}
-            self.feed(**given)
-        sam.first_step()
+        """Move the weights as the ascent does, feed their gradients to an input `first_grad`, and clear these."""
+        self._refuse_moved()
+        own = ("params", "param_names", "streams", "maximize", "backend")
+        keys = dict(zip(own, own, strict=True), **self.ASCENDS)
+        groups = [{x: g[y] for x, y in keys.items() if y in g} | {"seed": g["seed"] + 1} for g in self.param_groups]
+        self.ascent = self.ASCENT(groups)
+        signs = {p: -1.0 if g["maximize"] else 1.0 for g in groups for p in g["params"]}
+        counts = {p: {"step": int(self.state[p]["step"])} for p in signs if "step" in self.state.get(p, ())}
+        self.ascent.state.update(counts)  # random bits of a run that goes on are those that it would have had
+        given: Any = lambda p: torch.zeros_like(p) if p.grad is None else signs[p] * p.grad  # noqa: E731
+        self.feed(**dict.fromkeys(self._fed(), given))
+        super().first_step()
 
-    def _first(self) -> list[str]:
-        return [name for name in self.INPUTS if name.endswith(FIRST)]
+    def _fed(self) -> Any:
+        return [name for name in self.INPUTS if name.endswith("first_grad")]
 
     @torch.no_grad()
     def second_step(self, scaler: Any = None) -> None:
-        """Restore the weights, and make the rule's step with the gradients that are there now; as `SAM.second_step`."""
-        (self._sam or SAM(self)).restore()
-        for name, entry in product(self._first(), self.state.values() if scaler is not None else ()):
+        """Restore the weights, and make the rule's step with the gradients that are there now."""
+        for name, entry in product(self._fed(), self.state.values() if scaler is not None else ()):
             if name in entry:  # a scaler divides gradients alone
                 sharding.local(entry[name]).div_(scaler.get_scale())
         self._second = True
         try:
-            self.step() if scaler is None else scaler.step(self)
+            super().second_step(scaler)
         finally:
             self._second = False
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make both steps, and return the loss at the weights themselves: `SAM.step`.  RuntimeError without a closure,
-        which would make the second step alone."""
-        if closure is None:
-            if not self._second:
-                raise RuntimeError(f"{type(self).__name__}.step() takes a closure; or call first_step(), second_step()")
-            return super().step()
-        with torch.enable_grad():
-            loss = closure()
-        self.first_step()
-        with torch.enable_grad():
-            closure()
-        assert self._sam is not None
-        self._sam.restore()
-        super().step()
-        return loss
+    def step(self, closure: Callable[[], Any] | None = None, scaler: Any = None) -> Any:
+        """Make both steps, as `SAM.step`; RuntimeError without a closure, which would leave the first one out."""
+        if closure is not None:
+            return SAM.step(self, closure, scaler)
+        if not self._second:
+            raise RuntimeError(f"{type(self).__name__}.step() takes a closure; or call first_step(), second_step()")
+        return super().step()
 
     def release_gradients(self, *_: Any, **__: Any) -> Any:
         """Refuse it: gradients would be gone before the weights can move."""
