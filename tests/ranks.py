@@ -290,6 +290,14 @@ def inputs_and_two_gradients(here: Here) -> None:
             for p, q in zip(runs.alone, runs.parts, strict=True):  # torch adds parts with other fused roundings
                 near = (p.grad, whole(q.grad)) if second else (p.detach(), whole(q))
                 torch.testing.assert_close(*near, rtol=2.0**-6, atol=2.0**-6)
+    two = optgen.compile("gsam(adamw)", plan="fp32")
+    runs = Runs(here, two, rows(here, mesh, UNEVEN, torch.bfloat16), plan="fp32", rho=300.0)
+    for second in (False, True) * 2:
+        runs.give(lambda piece: here.values(*piece.value.shape, dtype=piece.value.dtype))
+        for _, opt in runs.sides():
+            (opt.second_step if second else opt.first_step)()
+        for p, q in zip(runs.alone, runs.parts, strict=True):  # their norms are sums in another order
+            torch.testing.assert_close(p.detach(), whole(q), rtol=2.0**-6, atol=2.0**-6)
 
 
 @case(2, 3)
