@@ -232,7 +232,7 @@ def _is_replaced(name: str, units: Sequence[Unit], files: Files) -> bool:
     rule, *inner = name.split("/")
     if rule == PLANS:
         return f"{PLANS}/{inner[0]}/{INIT}" in files
-    built = {u.spec.name: {emit.ASCENT, *(p.name for p in u.plans)} for u in units}
+    built = {u.spec.name: {"ascent", *(p.name for p in u.plans)} for u in units}
     return rule in built and (len(inner) == 1 or inner[0] in built[rule])
 
 

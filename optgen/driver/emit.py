@@ -52,9 +52,6 @@ BACKENDS = {
 """Name -> backend."""
 
 
-ASCENT = "ascent"
-"""The package of a rule's first step, beside its class."""
-
 FINDINGS = "what the lint finds wrong with how a state is kept; constructing an optimizer warns of it."
 
 
@@ -131,7 +128,7 @@ def rule_files(spec: Spec, plans: tuple[str, ...], own: Mapping[str, str], maths
         files |= backend.rule(spec, maths)
     if spec.ascent is not None:  # its plan moves 16-bit weights right in the mean
         first = emit_package(spec.ascent, load.find_plan("bf16_sr"), maths=maths)
-        files |= {f"{ASCENT}/{path}": text for path, text in first.items()}
+        files |= {f"ascent/{path}": text for path, text in first.items()}
     return {name: text for name, text in files.items() if text}
 
 
@@ -175,7 +172,7 @@ def emit_class(spec: Spec, plans: tuple[str, ...], own: Mapping[str, str], maths
     uses_torch = any("torch." in line for line in steps)
     mark = targets.mark(spec.loc.file, f"{spec.name} · sha256 {row.digest} · rebuild: optgen build {spec.name}")
     kinds += ["Flag", "Hyper", *(["Series"] if any(h.series for h in row.hypers) else [])]
-    first = ["from optgen.runtime.sharpness import TwoPhase", f"from .{ASCENT} import {row.ascent}"]
+    first = ["from optgen.runtime.sharpness import TwoPhase", f"from .ascent import {row.ascent}"]
     kinds, first = (kinds, first) if row.ascent else ([*kinds, "Optimizer"], [])
     imports = [wrapper.imported(sorted(kinds), "optgen.runtime"), *first, *scalars, *eager]
     head = wrapper.render("optim.py.j2", mark=mark, c=row, doc=doc, torch=uses_torch, imports=imports)

@@ -269,10 +269,10 @@ def check(spec: Spec) -> None:
         if s.name not in read:
             raise UserError("E116", loc=s.loc, kind="state", name=s.name, remedy="drop it, or use it in the rule")
     switches = {name for f in spec.flags for name in (f.nonzero, f.every, *f.limits)} | {s.init for s in spec.states}
-    elsewhere = {s.rank for s in spec.states} | {*spec.ascends.values()}
+    others = {s.rank for s in spec.states} | {*spec.ascends.values()}
     for h in spec.hypers:
         for part in h.parts:
-            if part not in read and h.name not in switches | elsewhere:
+            if part not in read and h.name not in switches | others:
                 remedy = "drop it, or use it in the rule"
                 raise UserError("E116", loc=h.loc, kind="hyper-parameter", name=part, remedy=remedy)
     asked = {name for s in spec.kept for name in flags_in(s.when)}

@@ -184,9 +184,8 @@ def wrapper(
     wrapper's name before it.  UserError E113 for a rule that lacks what is needed, or has weights for evaluation too.
     """
     if ascent is not None and (ascent.kept or ascent.flags):
-        has = ", ".join(x.name for x in (*ascent.kept, *ascent.flags))
-        what = f"an ascent has neither states nor flags, and {ascent.name} has {has}"
-        raise UserError("E113", loc=ascent.loc, what=what, hint="hyper-parameters are all that it may have")
+        what = f"the ascent {ascent.name} has states or flags"
+        raise UserError("E113", loc=ascent.loc, what=what, hint="hyper-parameters are all that an ascent may have")
 
     def make(function: Callable[..., Any]) -> Wrapper:
         source, name = SpecSource(function), function.__name__
