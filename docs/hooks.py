@@ -72,6 +72,7 @@ BULLETS = {
     "cautious_adamw": "Cautious AdamW, Lion", "cautious_lion": "Cautious AdamW, Lion", "kl_shampoo": "KL-Shampoo",
     "schedule_free_adamw": "Schedule-Free AdamW, SGD", "schedule_free_sgd": "Schedule-Free AdamW, SGD",
     "prodigy": "Prodigy; D-Adaptation", "dadapt_adam": "Prodigy; D-Adaptation", "soap_muon": "SOAP-Muon",
+    **{f"dadapt_{name}": "Prodigy; D-Adaptation" for name in ("adagrad", "adan", "lion", "sgd")},
     "clipped_adamw": "Clipping, Lookahead", "lookahead_adamw": "Clipping, Lookahead", "psgd_kron": "PSGD Kron",
 }  # fmt: skip
 """Rule -> the heading of its part in docs/peers.md, where that is not the name of the class."""

@@ -58,7 +58,11 @@ if TYPE_CHECKING:
     from .cautious_lion import CautiousLion as CautiousLion
     from .clipped_adamw import ClippedAdamW as ClippedAdamW
     from .conda import Conda as Conda
+    from .dadapt_adagrad import DAdaptAdaGrad as DAdaptAdaGrad
     from .dadapt_adam import DAdaptAdam as DAdaptAdam
+    from .dadapt_adan import DAdaptAdan as DAdaptAdan
+    from .dadapt_lion import DAdaptLion as DAdaptLion
+    from .dadapt_sgd import DAdaptSGD as DAdaptSGD
     from .diffgrad import DiffGrad as DiffGrad
     from .dion import Dion as Dion
     from .dion2 import Dion2 as Dion2
@@ -69,6 +73,7 @@ if TYPE_CHECKING:
     from .exadam import EXAdam as EXAdam
     from .fadam import FAdam as FAdam
     from .focus import FOCUS as FOCUS
+    from .fsgdm import FSGDM as FSGDM
     from .ftrl import FTRL as FTRL
     from .fira import Fira as Fira
     from .fromage import Fromage as Fromage
@@ -76,6 +81,7 @@ if TYPE_CHECKING:
     from .grams import Grams as Grams
     from .gravity import Gravity as Gravity
     from .grokfast_adamw import GrokFastAdamW as GrokFastAdamW
+    from .innaprop import INNAprop as INNAprop
     from .kate import KATE as KATE
     from .kl_shampoo import KLShampoo as KLShampoo
     from .kourkoutas_beta import KourkoutasBeta as KourkoutasBeta
@@ -124,6 +130,7 @@ if TYPE_CHECKING:
     from .spam import SPAM as SPAM
     from .splus import SPlus as SPlus
     from .srmm import SRMM as SRMM
+    from .srsgd import SRSGD as SRSGD
     from .swats import SWATS as SWATS
     from .schedule_free_adamw import ScheduleFreeAdamW as ScheduleFreeAdamW
     from .schedule_free_sgd import ScheduleFreeSGD as ScheduleFreeSGD
@@ -137,6 +144,7 @@ if TYPE_CHECKING:
     from .stable_spam import StableSPAM as StableSPAM
     from .tam import TAM as TAM
     from .tiger import Tiger as Tiger
+    from .vradam import VRAdam as VRAdam
     from .vsgd import VSGD as VSGD
     from .yogi import Yogi as Yogi
 
@@ -189,7 +197,11 @@ _MODULES = {
     "CautiousLion": "cautious_lion",
     "ClippedAdamW": "clipped_adamw",
     "Conda": "conda",
+    "DAdaptAdaGrad": "dadapt_adagrad",
     "DAdaptAdam": "dadapt_adam",
+    "DAdaptAdan": "dadapt_adan",
+    "DAdaptLion": "dadapt_lion",
+    "DAdaptSGD": "dadapt_sgd",
     "DiffGrad": "diffgrad",
     "Dion": "dion",
     "Dion2": "dion2",
@@ -200,6 +212,7 @@ _MODULES = {
     "EXAdam": "exadam",
     "FAdam": "fadam",
     "FOCUS": "focus",
+    "FSGDM": "fsgdm",
     "FTRL": "ftrl",
     "Fira": "fira",
     "Fromage": "fromage",
@@ -207,6 +220,7 @@ _MODULES = {
     "Grams": "grams",
     "Gravity": "gravity",
     "GrokFastAdamW": "grokfast_adamw",
+    "INNAprop": "innaprop",
     "KATE": "kate",
     "KLShampoo": "kl_shampoo",
     "KourkoutasBeta": "kourkoutas_beta",
@@ -255,6 +269,7 @@ _MODULES = {
     "SPAM": "spam",
     "SPlus": "splus",
     "SRMM": "srmm",
+    "SRSGD": "srsgd",
     "SWATS": "swats",
     "ScheduleFreeAdamW": "schedule_free_adamw",
     "ScheduleFreeSGD": "schedule_free_sgd",
@@ -268,6 +283,7 @@ _MODULES = {
     "StableSPAM": "stable_spam",
     "TAM": "tam",
     "Tiger": "tiger",
+    "VRAdam": "vradam",
     "VSGD": "vsgd",
     "Yogi": "yogi",
 }
@@ -321,7 +337,11 @@ __all__ = [
     "CautiousLion",
     "ClippedAdamW",
     "Conda",
+    "DAdaptAdaGrad",
     "DAdaptAdam",
+    "DAdaptAdan",
+    "DAdaptLion",
+    "DAdaptSGD",
     "DiffGrad",
     "Dion",
     "Dion2",
@@ -332,6 +352,7 @@ __all__ = [
     "EXAdam",
     "FAdam",
     "FOCUS",
+    "FSGDM",
     "FTRL",
     "Fira",
     "Fromage",
@@ -339,6 +360,7 @@ __all__ = [
     "Grams",
     "Gravity",
     "GrokFastAdamW",
+    "INNAprop",
     "KATE",
     "KLShampoo",
     "KourkoutasBeta",
@@ -387,6 +409,7 @@ __all__ = [
     "SPAM",
     "SPlus",
     "SRMM",
+    "SRSGD",
     "SWATS",
     "ScheduleFreeAdamW",
     "ScheduleFreeSGD",
@@ -400,6 +423,7 @@ __all__ = [
     "StableSPAM",
     "TAM",
     "Tiger",
+    "VRAdam",
     "VSGD",
     "Yogi",
 ]

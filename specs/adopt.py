@@ -15,6 +15,7 @@ def adopt(
     eps=hyper(1e-6, gt=0),
     weight_decay=hyper(0.0, ge=0),
     decoupled_weight_decay=flag(False),
+    clipped=flag(True),
 ):
     """The gradient over the root of the second moment before it, clipped to (t - 1)^(1/4), then averaged.
 
@@ -26,7 +27,8 @@ def adopt(
     else:
         g = l2(g, p, weight_decay)
     bound = (t - 1) ** 0.25
-    scaled = clip(g / maximum(sqrt(exp_avg_sq), eps), -bound, bound)
+    scaled = g / maximum(sqrt(exp_avg_sq), eps)
+    scaled = clip(scaled, -bound, bound) if clipped else where(t > 1, scaled, 0.0)
     exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
     p = p - lr * exp_avg
     decay = where(t > 1, beta2, 0.0)

@@ -1,6 +1,6 @@
 """Apollo: a diagonal quasi-Newton method."""
 
-from optgen.lang import amax, dot, flag, hyper, maximum, optimizer, sqrt, state, total
+from optgen.lang import amax, dot, elements, flag, hyper, maximum, optimizer, sqrt, state, total
 from optgen.lang.policies import l2
 
 
@@ -17,13 +17,15 @@ def apollo_qn(
     weight_decay=hyper(0.0, ge=0),
     belief=flag(False),
     decoupled=flag(False),
+    stable=flag(False),
 ):
     """Momentum over |B|, or over .01 where that is less; the weak secant equation updates B along the last step.
 
     With `belief` the least |B| is the largest change of the gradient, the paper's other `rebound`.  Decay that is
-    `decoupled` is a part of the step along which B is updated.  The paper's warmup is a schedule of lr.
+    `decoupled` is a part of the step along which B is updated, and so is `stable` decay, over the mean of the step's
+    divisors.  The paper's warmup is a schedule of lr.
     """
-    if not decoupled:
+    if not (decoupled or stable):
         g = l2(g, p, weight_decay)
     alpha = (1 - beta) / (1 - beta**t)
     change = g - exp_avg_grad
@@ -34,10 +36,13 @@ def apollo_qn(
     delta = -alpha * dot(change, unit) / length - total(approx_hessian * unit * unit)
     approx_hessian = approx_hessian + delta * unit * unit
     if belief:
-        update = exp_avg_grad / (maximum(abs(approx_hessian), amax(abs(change))) + eps / alpha)
+        denom = maximum(abs(approx_hessian), amax(abs(change))) + eps / alpha
     else:
-        update = exp_avg_grad / maximum(abs(approx_hessian), 0.01)
-    if decoupled:
+        denom = maximum(abs(approx_hessian), 0.01)
+    update = exp_avg_grad / denom
+    if stable:
+        update = update + weight_decay / (total(denom) / elements(denom)) * p
+    elif decoupled:
         update = update + weight_decay * p
     p = p - lr * update
     return p, exp_avg_grad, approx_hessian, update

@@ -22,11 +22,15 @@ def dadapt_adam(
     d0=hyper(1e-6, gt=0),
     growth_rate=hyper(3e38, gt=0),
     use_bias_correction=flag(False),
+    decouple=flag(True),
 ):
     """The estimate d is one for the whole model: each group is in its sums with a rate of its own, lr.
 
-    Where lr is 0 nothing moves, the states neither, and the sums leave it out.
+    Where lr is 0 nothing moves, the states neither, and the sums leave it out.  Without `decouple` decay is a part of
+    the gradient.
     """
+    if not decouple:
+        g = policies.l2(g, p, weight_decay)
     g = where(lr > 0, g, 0.0)
     beta1, beta2 = betas
     beta3 = sqrt(beta2)
@@ -43,7 +47,8 @@ def dadapt_adam(
     weighted = beta3 * numerator_weighted + (1 - beta3) * numerator
     numerator_weighted = where(total > 0, weighted, numerator_weighted)
     d_hat = numerator_weighted / maximum((1 - beta3) * total, 1e-37)
-    p = policies.decoupled(p, rate, weight_decay)
+    if decouple:
+        p = policies.decoupled(p, rate, weight_decay)
     p = p - moves * exp_avg / (sqrt(exp_avg_sq) + eps)
     d = maximum(d, where(total > 0, minimum(d_hat, d * growth_rate), 0.0))
     return p, exp_avg, exp_avg_sq, s, d, numerator_weighted

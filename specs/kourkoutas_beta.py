@@ -1,6 +1,8 @@
 """Kourkoutas-beta: Adam whose second moment forgets faster when a tensor's gradient is longer than usual."""
 
-from optgen.lang import flag, hyper, maximum, nonneg, norm, optimizer, sqrt, state, tensor_state, where
+from optgen.lang import (
+    clip, flag, hyper, maximum, minimum, nonneg, norm, optimizer, sqrt, state, tensor_state, where,
+)  # fmt: skip
 from optgen.lang.policies import decoupled
 
 
@@ -11,6 +13,7 @@ def kourkoutas_beta(
     exp_avg_sq=state(nonneg),
     max_exp_avg_sq=state(nonneg, when="amsgrad"),
     grad_ema=tensor_state(nonneg),
+    beta2_product=tensor_state(nonneg, init=1.0, when="exact"),
     *,
     lr=hyper(1e-3, ge=0),
     beta1=hyper(0.9, ge=0, lt=1),
@@ -24,11 +27,14 @@ def kourkoutas_beta(
     decay=hyper(0.98, ge=0, lt=1),
     amsgrad=flag(False),
     bias_correction=flag(False),
+    exact=flag(False),
+    max_ratio=hyper(3e38, gt=0),
 ):
     """beta2 goes from beta2_max toward beta2_min by r / (1 + r), with r the norm over its average (alpha).
 
     In the first warmup_steps it is halfway between.  A layer is a tensor here.  `decay` is that of amsgrad's largest
-    second moment, as in the authors' runs; bias corrections are those of beta2_max.
+    second moment, as in the authors' runs; bias corrections are those of beta2_max or, by `exact`, of the product of
+    beta2.  A step is at most lr * max_ratio.
     """
     length = norm(g)
     grad_ema = alpha * grad_ema + (1 - alpha) * length
@@ -41,8 +47,13 @@ def kourkoutas_beta(
     if amsgrad:
         max_exp_avg_sq = maximum(decay * max_exp_avg_sq, exp_avg_sq)
         second = max_exp_avg_sq
-    if bias_correction:
-        p = p - lr / (1 - beta1**t) * exp_avg / (sqrt(second) / sqrt(1 - beta2_max**t) + eps)
+    if exact:
+        beta2_product = (1 - share) * beta2_product
+        step = lr / (1 - beta1**t) * exp_avg / (sqrt(second) / sqrt(1 - beta2_product) + eps)
+    elif bias_correction:
+        step = lr / (1 - beta1**t) * exp_avg / (sqrt(second) / sqrt(1 - beta2_max**t) + eps)
     else:
-        p = p - lr * exp_avg / (sqrt(second) + eps)
-    return p, exp_avg, exp_avg_sq, max_exp_avg_sq, grad_ema
+        step = lr * exp_avg / (sqrt(second) + eps)
+    most = minimum(lr * max_ratio, 3e38)
+    p = p - clip(step, -most, most)
+    return p, exp_avg, exp_avg_sq, max_exp_avg_sq, grad_ema, beta2_product

@@ -4,7 +4,7 @@ The ratio of the lengths is 1 where either is 0, and may be clamped: the paper's
 limits, and so is it here (0 and infinity by default).
 """
 
-from optgen.lang import hyper, maximum, minimum, nonneg, norm, optimizer, sqrt, state, where
+from optgen.lang import flag, hyper, maximum, minimum, nonneg, norm, optimizer, sqrt, state, where
 
 
 @optimizer(cite="You et al. 2020, arXiv:1904.00962, algorithm 2", name="LAMB")
@@ -19,9 +19,10 @@ def lamb(
     weight_decay=hyper(1e-2, ge=0),
     min_norm=hyper(0.0, ge=0),
     max_norm=hyper(3e38, gt=0),
+    grad_averaging=flag(True),
 ):
     beta1, beta2 = betas
-    exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    exp_avg = beta1 * exp_avg + ((1 - beta1) * g if grad_averaging else g)
     exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     denom = sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps
     update = exp_avg / (1 - beta1**t) / denom + weight_decay * p

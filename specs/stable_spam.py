@@ -1,8 +1,10 @@
 """StableSPAM: Adam of gradients whose spikes are clipped and whose norm is evened out, begun anew now and then."""
 
 from optgen.lang import (
-    amax, floor, hyper, maximum, minimum, nonneg, norm, optimizer, policies, sqrt, state, tensor_state, where,
+    amax, clip, floor, hyper, maximum, minimum, nonneg, norm, optimizer, policies, sqrt, state, tensor_state, where,
 )  # fmt: skip
+
+from specs.spam import half_cosine
 
 
 @optimizer(cite="Huang et al. 2025, arXiv:2502.17055", name="StableSPAM")
@@ -22,14 +24,21 @@ def stable_spam(
     gamma2=hyper(0.9, ge=0, lt=1),
     gamma3=hyper(0.999, ge=0, lt=1),
     update_proj_gap=hyper(1000, ge=1),
+    total_T=hyper(0, ge=0),
+    eta_min=hyper(0.5, ge=0, le=1),
 ):
     """StableSPAM: Adam of gradients whose spikes are clipped and whose norm is evened out, begun anew now and then.
 
     Elements above the average of the gradient's largest (gamma3) are scaled by what it is to the largest; the norm of
     a tensor's gradient becomes its average (gamma1) over the root of that of its square (gamma2).  At the multiples of
-    update_proj_gap the moments begin at 0 again, and their bias corrections with them.
+    update_proj_gap the moments begin at 0 again, and their bias corrections with them.  In total_T steps
+    beta1 and gamma1 fall to eta_min of themselves along a cosine; at total_T = 0 they stay.
     """
     beta1, beta2 = betas
+    end = maximum(total_T, 1) + 1
+    fallen = eta_min + (1 - eta_min) * half_cosine(minimum((t + 1) / end, 1.0)) / half_cosine(1 / end)
+    fallen = clip(where(total_T > 0, where(t < total_T, fallen, eta_min), 1.0), 0.0, 1.0)
+    beta1, gamma1 = beta1 * fallen, gamma1 * fallen
     top = amax(abs(g))
     max_avg = gamma3 * max_avg + (1 - gamma3) * top
     limit = minimum(max_avg / (1 - gamma3**t), 1e14)  # fp32 has the square of the norm

@@ -220,7 +220,7 @@ def adopt(o, s, p, g, t, lr):
         return p
     if o.decoupled_weight_decay:
         p = p - lr * o.weight_decay * p
-    bound = (t - 1) ** 0.25
+    bound = (t - 1) ** 0.25 if o.clipped else math.inf
     s.m = beta1 * s.m + (1 - beta1) * (g / s.v.sqrt().clamp(min=o.eps)).clamp(-bound, bound)
     s.v = beta2 * s.v + (1 - beta2) * g * g
     return p - lr * s.m
@@ -236,10 +236,14 @@ def adam_atan2(o, s, p, g, t, lr):
 
 @paper
 def laprop(o, s, p, g, t, lr):
-    """The paper's algorithm 1: pytorch_optimizer averages lr * gradient, which differs once lr changes."""
+    """The paper's algorithm 1 with the authors' flags: pytorch_optimizer averages lr * gradient."""
     beta1, beta2 = o.betas
-    s.v = beta2 * s.v + (1 - beta2) * g * g
-    s.m = beta1 * s.m + (1 - beta1) * g / ((s.v / (1 - beta2**t)).sqrt() + o.eps)
+    s.v, s.c = beta2 * s.v + (1 - beta2) * g * g, beta2 * s.c + (1 - beta2) * g
+    after = not o.centered or t > o.steps_before_using_centered
+    v = s.v - s.c**2 if o.centered and after else s.v
+    if o.amsgrad and after:
+        s.top = v = torch.maximum(s.top, v)
+    s.m = beta1 * s.m + (1 - beta1) * g / ((v / (1 - beta2**t)).sqrt() + o.eps)
     p = p - lr * s.m / (1 - beta1**t)
     return p - lr * o.weight_decay * p
 
@@ -484,6 +488,33 @@ def sgdf(o, s, p, g, t, lr):
     return p - lr * (m + (gain.sqrt() if o.root_gain else gain) * (g - m))
 
 
+@paper
+def innaprop(o, s, p, g, t, lr):
+    """The authors' code in the paper's two states: no package of the tests has it."""
+    s.v, kept = o.sigma * s.v + (1 - o.sigma) * g * g, 1 - o.alpha * lr
+    u = g / ((s.v / (1 - o.sigma**t)).sqrt() + o.eps)
+    s.m = kept * s.m + lr**2 * (1 - o.alpha * o.beta) / kept * u
+    return p * (1 - lr * o.weight_decay) - s.m - lr * (o.beta - lr) / kept * u
+
+
+@paper
+def srsgd(o, s, p, g, t, lr):
+    """The authors' code, whose last plain step is kept by the way from it: no package of the tests has it."""
+    k, last = 1 + (t - 1) % (o.restarting_iter - 1), p - s.ahead
+    plain = p - lr * (g + o.weight_decay * p)
+    s.ahead = (k - 1) / (k + 2) * (plain - last)
+    return plain + s.ahead
+
+
+@paper
+def fsgdm(o, s, p, g, t, lr):
+    """The authors' code: no package of the tests has it."""
+    start = t // (o.sigma // o.n_stages) * (o.sigma // o.n_stages)
+    g = g + o.weight_decay * p
+    s.m = start / (start + o.c_scaling * o.sigma) * s.m + o.v_coefficient * g if t > 1 else g
+    return p - lr * s.m
+
+
 # -- rules that reduce
 
 
@@ -561,7 +592,7 @@ def came(o, s, p, g, t, lr):
 @paper
 def lamb(o, s, p, g, t, lr):
     """Algorithm 2: pytorch_optimizer's has no bias correction, decays outside of the ratio and clamps |p| to 10."""
-    u = adam_update(o, s, g, t) + o.weight_decay * p
+    u = adam_update(o, s, g, t) / (1 if o.grad_averaging else 1 - o.betas[0]) + o.weight_decay * p
     phi = min(max(float(torch.linalg.vector_norm(p)), o.min_norm), o.max_norm)
     length = float(torch.linalg.vector_norm(u))
     return p - lr * (phi / length if phi > 0 and length > 0 else 1.0) * u
@@ -589,7 +620,7 @@ def lars(o, s, p, g, t, lr):
     w, d = torch.linalg.vector_norm(p), torch.linalg.vector_norm(g)
     local = o.trust_coefficient * w / (d + o.weight_decay * w) if w > 0 and d > 0 else 1.0
     step = lr * local * (g + o.weight_decay * p)
-    s.v = o.momentum * s.v + step
+    s.v = o.momentum * s.v + (1 - o.dampening) * step
     return p - (step + o.momentum * s.v if o.nesterov else s.v)
 
 
@@ -713,12 +744,14 @@ ELEMENTWISE: dict[str, Oracle] = {
     "eadam": eadam,
     "exadam": peer("EXAdam"),
     "focus": focus,
+    "fsgdm": fsgdm,
     "ftrl": peer("FTRL"),
     "grams": grams,
     "grokfast_adamw": at_rate(
         peer("GrokFastAdamW", normalize_lr=False),
         lambda flags, hypers: 1 / (1 + hypers["grokfast_lamb"]) if flags["normalize_lr"] else 1.0, "normalize_lr",
     ),
+    "innaprop": innaprop,
     "kate": peer("Kate"),
     "laprop": laprop,
     "lion": peer("Lion"),
@@ -744,6 +777,7 @@ ELEMENTWISE: dict[str, Oracle] = {
     "simplified_ademamix": simplified_ademamix,
     "spam": peer("SPAM"),
     "srmm": srmm,
+    "srsgd": srsgd,
     "tiger": peer("Tiger"),
     "vsgd": vsgd,
     "yogi": yogi,
@@ -790,13 +824,17 @@ def sinkgd(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
 def stable_spam(o: Any, s: Any, p: Tensor, g: Tensor, t: int, lr: float) -> Tensor:
     """The authors' code, but that the averages of norms, which never begin anew, keep their bias corrections."""
     (beta1, beta2), p = o.betas, p * (1 - lr * o.weight_decay)
+    angle, end = math.pi / (o.total_T + 1), o.eta_min
+    fallen = end + (1 - end) * (1 + math.cos((t + 1) * angle)) / (1 + math.cos(angle)) if t < o.total_T else end
+    scale = fallen if o.total_T else 1.0
+    beta1, gamma1 = beta1 * scale, o.gamma1 * scale
     top = g.abs().max()
     s.top = o.gamma3 * s.top + (1 - o.gamma3) * top
     limit = s.top / (1 - o.gamma3**t)
     g = torch.where(g.abs() > limit, g / top * limit, g)
-    s.norm = o.gamma1 * s.norm + (1 - o.gamma1) * g.norm()
+    s.norm = gamma1 * s.norm + (1 - gamma1) * g.norm()
     s.square = o.gamma2 * s.square + (1 - o.gamma2) * g.norm() ** 2
-    g = g / g.norm() * (s.norm / (1 - o.gamma1**t)) / ((s.square / (1 - o.gamma2**t)).sqrt() + o.eps)
+    g = g / g.norm() * (s.norm / (1 - gamma1**t)) / ((s.square / (1 - o.gamma2**t)).sqrt() + o.eps)
     if t % o.update_proj_gap == 0:
         s.m = s.v = torch.zeros(())
     since = t if t < o.update_proj_gap else t % o.update_proj_gap + 1
@@ -850,9 +888,10 @@ def kourkoutas_beta(o, s, p, g, t, lr):
     sun = 1 / (1 + (s.ema + o.tiny_spike) / g.norm()) if t > o.warmup_steps else 0.5
     beta2 = o.beta2_max - (o.beta2_max - o.beta2_min) * sun
     s.m, s.v = o.beta1 * s.m + (1 - o.beta1) * g, beta2 * s.v + (1 - beta2) * g * g
-    s.top, p = torch.maximum(o.decay * s.top, s.v), p * (1 - lr * o.weight_decay)
-    b1, b2 = (o.beta1**t, o.beta2_max**t) if o.bias_correction else (0, 0)
-    return p - lr * s.m / (1 - b1) / (((s.top if o.amsgrad else s.v) / (1 - b2)).sqrt() + o.eps)
+    s.top, s.product = torch.maximum(o.decay * s.top, s.v), beta2 * (s.product if t > 1 else 1.0)
+    b1, b2 = (o.beta1**t, s.product if o.exact else o.beta2_max**t) if o.bias_correction or o.exact else (0, 0)
+    u = s.m / (1 - b1) / (((s.top if o.amsgrad else s.v) / (1 - b2)).sqrt() + o.eps)
+    return p * (1 - lr * o.weight_decay) - lr * u.clamp(-o.max_ratio, o.max_ratio)
 
 
 def amos(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
@@ -1362,9 +1401,23 @@ def dowg(o, s, p, g, t, lr):
 
 def apollo_qn(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
     """pytorch_optimizer's, by its names of the two flags."""
-    kind = "decoupled" if flags["decoupled"] else "l2"
+    kind = "stable" if flags["stable"] else "decoupled" if flags["decoupled"] else "l2"
     fixed = {"rebound": "belief" if flags["belief"] else "constant", "weight_decay_type": kind}
     return peer("ApolloDQN", warmup_steps=0, **fixed)({}, hypers)
+
+
+def adai(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
+    """pytorch_optimizer's, whose dampening is 1 without the flag."""
+    given = hypers | ({} if flags["dampened"] else {"dampening": 1.0})
+    return peer("Adai")({"weight_decouple": flags["decoupled"]}, given)
+
+
+@paper
+def vradam(o, s, p, g, t, lr):
+    """The paper's algorithm 1, and the authors' `normgrad`: no package of the tests has it."""
+    u = adam_update(o, s, g, t)
+    rate = lr / (1 + min(o.beta3 * float((g if o.normgrad else s.m).square().sum()), o.lr_cutoff))
+    return p * (1 - rate * o.weight_decay) - rate * u
 
 
 def sophia(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
@@ -1383,14 +1436,18 @@ FED: dict[str, Oracle] = {
 
 WHOLE: dict[str, Oracle] = {
     "adago": adago,
-    "adai": named(peer("Adai"), decoupled="weight_decouple"),
+    "adai": adai,
     "adalite": peer("Adalite"),
     "adam_swd": named(peer("AdamS"), amsgrad="ams_bound"),
     "adamuon": adamuon,
     "apollo_qn": apollo_qn,
     "avagrad": peer("AvaGrad"),
     "clipped_adamw": clipped_adamw,
-    "dadapt_adam": package(dadaptation.DAdaptAdam, decouple=True),
+    "dadapt_adagrad": package(dadaptation.DAdaptAdaGrad),
+    "dadapt_adam": package(dadaptation.DAdaptAdam),
+    "dadapt_adan": package(dadaptation.DAdaptAdan),
+    "dadapt_lion": package(dadaptation.DAdaptLion),
+    "dadapt_sgd": package(dadaptation.DAdaptSGD),
     "dion2": dion2,
     "dog": dog,
     "dowg": dowg,
@@ -1400,7 +1457,7 @@ WHOLE: dict[str, Oracle] = {
     "muon": muon,
     "normuon": normuon,
     "polargrad": polargrad,
-    "prodigy": package(prodigyopt.Prodigy),
+    "prodigy": lambda flags, hypers: package(prodigyopt.Prodigy)(flags, hypers | {"beta3": hypers["beta3"] or None}),
     "radam_schedule_free": schedule_free(schedulefree.RAdamScheduleFree),
     "schedule_free_adamw": schedule_free(schedulefree.AdamWScheduleFree),
     "schedule_free_sgd": schedule_free(schedulefree.SGDScheduleFree),
@@ -1408,6 +1465,7 @@ WHOLE: dict[str, Oracle] = {
     "sgd_sai": sgd_sai,
     "sngm": sngm,
     "swats": swats,
+    "vradam": vradam,
 }
 
 

@@ -38,13 +38,16 @@ KEPT = ("eps", "adamw_eps", "min_norm", "gram", "scale_floor")  # nobody tunes t
 COUNTS = {"ns_steps": (2, 6), "warmup_steps": (0, 9), "lookahead_k": (1, 6), "alpha_warmup": (0, 30)}
 COUNTS |= {"beta3_warmup": (0, 30), "update_proj_gap": (3, 30), "t0": (0, 30), "beta1_warmup": (0, 30)}
 COUNTS |= {"grokfast_after_step": (0, 30), "memory_length": (1, 30), "warmup_epoch": (1, 9), "grad_accu_steps": (1, 4)}
-COUNTS |= {"keep_num": (1, 11)}
-START = {"d0": 1e-2, "growth_rate": 1.2}  # fifty steps show what the rule does with it
+COUNTS |= {"keep_num": (1, 11), "total_T": (0, 60), "restarting_iter": (2, 30), "n_stages": (1, 9), "sigma": (20, 200)}
+START = {"d0": 1e-2, "growth_rate": 1.2, "max_ratio": 1.0}  # fifty steps show what the rule does with it
+
+TRIED: dict[str, Any] = {"adamp": ("delta", 0.2, 0.9, 2.5), "sgdp": ("delta", 0.2, 0.9, 2.5)}
+TRIED |= {"swats": ("eps", 1e-9, 1e-3), "prodigy": ("beta3", 0.0, 0.9)}
 
 
 def drawn(h: HyperDecl, draw: torch.Generator) -> Any:
     """A legal value about as far from its end of the range as the default is; nonzero where the default is 0."""
-    if h.name in COUNTS:
+    if h.name in COUNTS and h.lt != 1:
         return int(torch.randint(*COUNTS[h.name], (), generator=draw))
     if h.series:
         return (3.4445, -4.7750, 2.0315)  # torch's Newton-Schulz takes a triple
@@ -76,9 +79,9 @@ def cases(name: str) -> Iterator[tuple[dict[str, bool], dict[str, Any]]]:
                 hypers |= {f.excludes: 0.0 for f in spec.flags if f.excludes and flags.get(f.name)}
                 # AdamP's threshold: by the default one, gradients at random are seldom at right angles to a weight.  At
                 # 1 the cosine of rows of one element, which is 1 but for rounding, would decide.
-                # SWATS changes to SGD within 50 steps, or not.
-                tried = {"adamp": (0.2, 0.9, 2.5), "sgdp": (0.2, 0.9, 2.5), "swats": (1e-9, 1e-3)}.get(name, ())
-                for more in [{"eps" if name == "swats" else "delta": x} for x in tried] or [{}]:
+                # SWATS changes to SGD within 50 steps, or not.  At 0 Prodigy's beta3 follows beta2.
+                key, *tried = TRIED.get(name, ("",))
+                for more in [{key: x} for x in tried] or [{}]:
                     yield flags, hypers | more
 
 

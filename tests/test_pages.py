@@ -10,7 +10,11 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import dadaptation
+import prodigyopt
 import pytest
+import pytorch_optimizer
+import schedulefree
 import torch
 from torch import Tensor, nn
 
@@ -281,3 +285,31 @@ def test_the_page_of_a_rule_names_all_that_it_has(name: str) -> None:
     assert {x.name for x in (*spec.kept, *spec.hypers, *spec.flags)} | {"fp32", "bnb8"} <= codes
     lefts = [row[0] for row in next(tree.iter("mtable")) if len(row) == 2]
     assert len(lefts) == len(formulas(spec))
+
+
+def test_each_option_of_a_peer_is_the_rules_or_says_why_not() -> None:
+    """Classes that have the name of a rule are looked at; docs/peers.md has a table of what is left."""
+    section = (ROOT / "docs/peers.md").read_text(encoding="utf-8").partition("## Options of peers")[2]
+    rows = [row.split(" | ") for row in section.partition("\n## ")[0].splitlines() if row.startswith("| ")]
+    table = [[set(re.findall(r"`(\w+)`", cell)) for cell in row[:2]] for row in rows]
+    classes: dict[str, list[Any]] = {}
+    for peer in (torch.optim, pytorch_optimizer, prodigyopt, dadaptation, schedulefree):
+        for key, cls in vars(peer).items():
+            classes.setdefault(key.lower(), []).extend([cls] if isinstance(cls, type) else [])
+    left, seen = [], 0
+    for name in optgen.list_rules():
+        spec = find_spec(name)
+        known = {h.name for h in spec.hypers} | {f.name for f in spec.flags} | {"params", "kwargs"}
+        known = known.union(*(options for rules, options in table if not rules or name in rules))
+        for cls in (cls for key in {spec.class_name.lower(), ALIASES.get(name)} for cls in classes.get(key, ())):
+            left += [(name, cls.__module__, x) for x in inspect.signature(cls).parameters if x not in known]
+            seen += 1
+    assert (left, seen > 90) == ([], True)
+
+
+ALIASES = {
+    "adafactor_paper": "adafactor", "adam_swd": "adams", "apollo_qn": "apollodqn", "psgd_kron": "kron",
+    "sophia": "sophiah", "schedule_free_adamw": "adamwschedulefree", "schedule_free_sgd": "sgdschedulefree",
+    "signum": "signsgd", "radam_schedule_free": "radamschedulefree",
+}  # fmt: skip
+"""Rule -> the class of a peer that has another name, in lower case."""

@@ -113,6 +113,14 @@ ACTIVE: dict[str, dict[str, Any]] = {
     **{name: {"warmup_steps": 9.0} for name in ("ScheduleFreeAdamW", "ScheduleFreeSGD")},
     "Amos": {"lr": 0.5},
     "KourkoutasBeta": {"amsgrad": True},
+    "Adai": {"dampened": True},
+    "LaProp": {"centered": True, "steps_before_using_centered": 3.0, "betas": (0.9, 0.5)},
+    "StableSPAM": {"total_T": 9.0},
+    "FSGDM": {"n_stages": 20, "sigma": 60},
+    "DAdaptSGD": {"weight_decay": 3.0},
+    "DAdaptAdaGrad": {"weight_decay": 3.0},
+    "DAdaptAdan": {"lr": 100.0, "betas": (0.98, 0.92, 0.9), "eps": 1.0},
+    "DAdaptLion": {"d0": 1.0},
     "FAdam": {"eps": 1.0},
     "Prodigy": {"lr": 0.5, "d_coef": 100.0},
     "SimplifiedAdEMAMix": {"beta1_warmup": 9.0},
@@ -123,7 +131,8 @@ ACTIVE: dict[str, dict[str, Any]] = {
 }
 """The settings without which other arguments of a rule do nothing: no dampening without a momentum, no safeguard
 against a rate that is 1, nor before the estimate has grown, no relative step while lr is less, no power
-of ASGD's rate while lr * lambd is small, no factors before the first roots.  Every rule that can decay weights does."""
+of ASGD's rate while lr * lambd is small, no factors before the first roots, no limit of an estimate that
+stays.  Every rule that can decay weights does."""
 
 
 def outcome(cls: Any, options: dict[str, Any]) -> Tensor | None:

@@ -161,8 +161,11 @@ def test_optimizers_without_other_weights_take_eval_and_train() -> None:
 
 AUTHORS: dict[str, Callable[..., Any]] = {
     "prodigy": prodigyopt.Prodigy,
-    "dadapt_adam": lambda groups, **options: dadaptation.DAdaptAdam(groups, decouple=True, **options),
+    "dadapt_adam": lambda groups, **options: dadaptation.DAdaptAdam(groups, **{"decouple": True} | options),
 }
+OF_OTHERS = ("SGD", "AdaGrad", "Lion", "Adan")
+FIRST_RATE = {f"dadapt_{name.lower()}": getattr(dadaptation, f"DAdapt{name}") for name in OF_OTHERS}
+"""Those that do not know groups of another rate, or not all of them."""
 
 
 @pytest.mark.parametrize(
@@ -173,11 +176,16 @@ AUTHORS: dict[str, Callable[..., Any]] = {
         ("prodigy", {"d0": 1e-4, "use_bias_correction": True, "safeguard_warmup": True, "growth_rate": 1.5}),
         ("dadapt_adam", {"d0": 1e-2}),
         ("dadapt_adam", {"d0": 1e-3, "weight_decay": 0.1, "use_bias_correction": True}),
+        ("dadapt_adam", {"d0": 1e-2, "weight_decay": 0.1, "decouple": False}),
+        ("prodigy", {"d0": 1e-2, "weight_decay": 0.1, "decouple": False, "beta3": 0.9}),
+        *(pytest.param(name, {"d0": 1e-2, "weight_decay": 0.1}, marks=pytest.mark.full) for name in FIRST_RATE),
+        pytest.param("dadapt_sgd", {"d0": 1e-2, "momentum": 0.9, "growth_rate": 1.5}, marks=pytest.mark.full),
     ],
 )
 def test_estimates_of_distances_are_the_authors(name: str, options: dict[str, Any]) -> None:
     cls = compiled(name)
-    found = follow(lambda ps: AUTHORS[name](ps, **options), lambda ps: cls(ps, plan="fp32", **options))
+    theirs = (AUTHORS | FIRST_RATE)[name]
+    found = follow(lambda ps: theirs(ps, **options), lambda ps: cls(ps, plan="fp32", **options))
     assert estimate(found[0]) > options["d0"] or "safeguard_warmup" in options  # which holds d back while p is near p0
     if name == "prodigy":
         hold_estimate(*found)

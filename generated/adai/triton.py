@@ -7,7 +7,7 @@ import triton.language as tl
 from optgen.runtime.gpu.between import rounds
 from optgen.runtime.gpu.codecs import read, times
 from optgen.runtime.gpu.matrices import walk
-from optgen.runtime.gpu.prelude import minus
+from optgen.runtime.gpu.prelude import minus, reciprocal, rint
 
 
 @triton.jit
@@ -17,9 +17,9 @@ def adai_1_tile(
 ):
     """The terms of tensor_sum_for_typical, tensor_sum_for_typical_2."""
     g = grad_scale * g
-    g = tl.fma(weight_decay, p, g)                        # 29
-    exp_avg_sq = tl.fma(one_minus_beta2 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 30
-    second = one_over_one_minus_beta2_pow_t * exp_avg_sq  # 31
+    g = tl.fma(weight_decay, p, g)                        # 32
+    exp_avg_sq = tl.fma(one_minus_beta2 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 33
+    second = one_over_one_minus_beta2_pow_t * exp_avg_sq  # 34
     return second, tl.fma(0.0, p, 1.0)
 
 
@@ -48,7 +48,7 @@ def adai_2_between(table, work, LEVEL: tl.constexpr):
 @triton.jit
 def adai_3_values(model_sum_for_typical, model_sum_for_typical_2, eps):
     """The new one_over_typical."""
-    typical = tl.maximum(model_sum_for_typical / model_sum_for_typical_2, eps, propagate_nan=tl.PropagateNan.ALL)  # 32
+    typical = tl.maximum(model_sum_for_typical / model_sum_for_typical_2, eps, propagate_nan=tl.PropagateNan.ALL)  # 35
     return (1.0 / typical,)
 
 
@@ -67,9 +67,9 @@ def adai_4_tile(
     exp_avg = read(exp_avg, PLAN.exp_avg)
     correction = read(correction, PLAN.correction)
     g = grad_scale * g
-    g = tl.fma(weight_decay, p, g)                        # 29
-    exp_avg_sq = tl.fma(one_minus_beta2 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 30
-    # 33
+    g = tl.fma(weight_decay, p, g)                        # 32
+    exp_avg_sq = tl.fma(one_minus_beta2 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 33
+    # 40
     beta1 = tl.minimum(
         tl.maximum(
             tl.fma(minus(beta0_times_one_over_one_minus_beta2_pow_t * one_over_typical), exp_avg_sq, 1.0), 0.0,
@@ -77,10 +77,10 @@ def adai_4_tile(
         ),
         one_minus_eps, propagate_nan=tl.PropagateNan.ALL
     )
-    beta1_sub = 1.0 - beta1
-    exp_avg = tl.fma(beta1_sub, g, beta1 * exp_avg)       # 34
-    correction = tl.fma(beta1, correction, beta1_sub)     # 35
-    p = tl.fma(minus(lr * exp_avg), 1.0 / correction, p)  # 36
+    gain = 1.0 - beta1                                    # 41
+    exp_avg = tl.fma(gain, g, beta1 * exp_avg)            # 42
+    correction = tl.fma(beta1, correction, gain)          # 43
+    p = tl.fma(minus(lr * exp_avg), 1.0 / correction, p)  # 44
     return p, exp_avg, exp_avg_sq, correction
 
 
@@ -97,13 +97,177 @@ def adai_4_sweep(
 
 
 @triton.jit
+def adai_dampened_4_tile(
+    PLAN: tl.constexpr, p, g, exp_avg, exp_avg_sq, correction, one_over_typical, beta2, weight_decay, dampening,
+    grad_scale, one_minus_beta2, one_over_one_minus_beta2_pow_t, one_over_three_minus_two_times_dampening, scalar_3,
+    scalar_4, minus_beta0, one_minus_eps, zero_pow_dampening, lr_2, live, MASKED: tl.constexpr,
+):
+    """The new p, exp_avg, exp_avg_sq, correction."""
+    exp_avg = read(exp_avg, PLAN.exp_avg)
+    correction = read(correction, PLAN.correction)
+    g = grad_scale * g
+    g = tl.fma(weight_decay, p, g)                          # 32
+    exp_avg_sq = tl.fma(one_minus_beta2 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 33
+    exp_avg_sq_mul = one_over_one_minus_beta2_pow_t * one_over_typical * exp_avg_sq
+    exp_avg_sq_abs = tl.abs(exp_avg_sq_mul)
+    exp_avg_sq_max = tl.maximum(exp_avg_sq_abs, 1.1754943508222875e-38, propagate_nan=tl.PropagateNan.ALL)
+    exp_avg_sq_bitcast = exp_avg_sq_max.to(tl.int32, bitcast=True)
+    exp_avg_sq_shr = exp_avg_sq_bitcast - 0x3f3504f3 >> 23
+    exp_avg_sq_bitcast = (exp_avg_sq_bitcast - (exp_avg_sq_shr << 23)).to(tl.float32, bitcast=True)
+    exp_avg_sq_sub = exp_avg_sq_bitcast - 1.0
+    exp_avg_sq_rcp = 1.0 / (exp_avg_sq_bitcast + 1.0)
+    exp_avg_sq_mul_2 = exp_avg_sq_sub * exp_avg_sq_rcp
+    exp_avg_sq_mul_3 = exp_avg_sq_mul_2 * exp_avg_sq_mul_2
+    exp_avg_sq_mul_2 = one_over_three_minus_two_times_dampening * tl.where(
+        exp_avg_sq_max <= 3.4028234663852886e+38,
+        tl.fma(
+            tl.fma(
+                tl.fma(
+                    tl.fma(
+                        tl.fma(
+                            0.3205988888888889 * exp_avg_sq_sub * exp_avg_sq_rcp * exp_avg_sq_sub, exp_avg_sq_rcp,
+                            0.41219857142857147
+                        ),
+                        exp_avg_sq_mul_3, 0.577078
+                    ),
+                    exp_avg_sq_mul_3, 0.9617966666666667
+                ),
+                exp_avg_sq_mul_3, 2.8853900817779268
+            ),
+            exp_avg_sq_mul_2, exp_avg_sq_shr.to(tl.float32)
+        ),
+        exp_avg_sq_max
+    )
+    exp_avg_sq_min = tl.minimum(
+        tl.maximum(exp_avg_sq_mul_2, -126.0, propagate_nan=tl.PropagateNan.ALL), 127.0,
+        propagate_nan=tl.PropagateNan.ALL
+    )
+    exp_avg_sq_sub = exp_avg_sq_min - rint(exp_avg_sq_min)
+    exp_avg_sq_where = tl.where(
+        exp_avg_sq_abs < 1.1754943508222875e-38, scalar_3,
+        tl.where(
+            exp_avg_sq_mul_2 <= 3.4028234663852886e+38,
+            (
+                tl.fma(
+                    tl.fma(
+                        tl.fma(
+                            tl.fma(
+                                tl.fma(
+                                    tl.fma(
+                                        tl.fma(1.5252734e-05, exp_avg_sq_sub, 0.0001540353), exp_avg_sq_sub,
+                                        0.0013333558
+                                    ),
+                                    exp_avg_sq_sub, 0.009618129
+                                ),
+                                exp_avg_sq_sub, 0.055504109
+                            ),
+                            exp_avg_sq_sub, 0.24022651
+                        ),
+                        exp_avg_sq_sub, 0.69314718
+                    ),
+                    exp_avg_sq_sub, 1.0
+                ).to(tl.int32, bitcast=True)
+                + ((exp_avg_sq_min + 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000 << 23)
+            ).to(tl.float32, bitcast=True),
+            exp_avg_sq_mul_2
+        )
+    )
+    # 37
+    beta1 = tl.minimum(
+        tl.maximum(
+            tl.fma(minus_beta0, tl.where(exp_avg_sq_mul < 0.0, scalar_4 * exp_avg_sq_where, exp_avg_sq_where), 1.0),
+            0.0, propagate_nan=tl.PropagateNan.ALL
+        ),
+        one_minus_eps, propagate_nan=tl.PropagateNan.ALL
+    )
+    beta1_sub = 1.0 - beta1
+    beta1_max = tl.maximum(beta1_sub, 1.1754943508222875e-38, propagate_nan=tl.PropagateNan.ALL)
+    beta1_bitcast = beta1_max.to(tl.int32, bitcast=True)
+    beta1_shr = beta1_bitcast - 0x3f3504f3 >> 23
+    beta1_bitcast = (beta1_bitcast - (beta1_shr << 23)).to(tl.float32, bitcast=True)
+    beta1_sub_2 = beta1_bitcast - 1.0
+    beta1_rcp = reciprocal(beta1_bitcast + 1.0)
+    beta1_mul = beta1_sub_2 * beta1_rcp
+    beta1_mul_2 = beta1_mul * beta1_mul
+    beta1_mul = dampening * tl.where(
+        beta1_max <= 3.4028234663852886e+38,
+        tl.fma(
+            tl.fma(
+                tl.fma(
+                    tl.fma(
+                        tl.fma(
+                            0.3205988888888889 * beta1_sub_2 * beta1_rcp * beta1_sub_2, beta1_rcp, 0.41219857142857147
+                        ),
+                        beta1_mul_2, 0.577078
+                    ),
+                    beta1_mul_2, 0.9617966666666667
+                ),
+                beta1_mul_2, 2.8853900817779268
+            ),
+            beta1_mul, beta1_shr.to(tl.float32)
+        ),
+        beta1_max
+    )
+    beta1_min = tl.minimum(
+        tl.maximum(beta1_mul, -126.0, propagate_nan=tl.PropagateNan.ALL), 127.0, propagate_nan=tl.PropagateNan.ALL
+    )
+    beta1_sub_2 = beta1_min - rint(beta1_min)
+    # 38
+    gain = tl.where(
+        beta1_sub < 1.1754943508222875e-38, zero_pow_dampening,
+        tl.where(
+            beta1_mul <= 3.4028234663852886e+38,
+            (
+                tl.fma(
+                    tl.fma(
+                        tl.fma(
+                            tl.fma(
+                                tl.fma(
+                                    tl.fma(tl.fma(1.5252734e-05, beta1_sub_2, 0.0001540353), beta1_sub_2, 0.0013333558),
+                                    beta1_sub_2, 0.009618129
+                                ),
+                                beta1_sub_2, 0.055504109
+                            ),
+                            beta1_sub_2, 0.24022651
+                        ),
+                        beta1_sub_2, 0.69314718
+                    ),
+                    beta1_sub_2, 1.0
+                ).to(tl.int32, bitcast=True)
+                + ((beta1_min + 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000 << 23)
+            ).to(tl.float32, bitcast=True),
+            beta1_mul
+        )
+    )
+    exp_avg = tl.fma(gain, g, beta1 * exp_avg)              # 42
+    correction = tl.fma(beta1, correction, beta1_sub)       # 43
+    p = tl.fma(minus(lr_2 * exp_avg), 1.0 / correction, p)  # 44
+    return p, exp_avg, exp_avg_sq, correction
+
+
+@triton.jit(do_not_specialize=["step_key"])
+def adai_dampened_4_sweep(
+    table, work, beta2: tl.float32, weight_decay: tl.float32, dampening: tl.float32, grad_scale: tl.float32,
+    one_minus_beta2: tl.float32, one_over_one_minus_beta2_pow_t: tl.float32,
+    one_over_three_minus_two_times_dampening: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32,
+    minus_beta0: tl.float32, one_minus_eps: tl.float32, zero_pow_dampening: tl.float32, lr_2: tl.float32,
+    step_key: tl.int32, SWEEP: tl.constexpr,
+):
+    walk(
+        table, work, adai_dampened_4_tile, SWEEP, (beta2, weight_decay, dampening, grad_scale, one_minus_beta2,
+        one_over_one_minus_beta2_pow_t, one_over_three_minus_two_times_dampening, scalar_3, scalar_4, minus_beta0,
+        one_minus_eps, zero_pow_dampening, lr_2), step_key,
+    )
+
+
+@triton.jit
 def adai_decoupled_1_tile(
     PLAN: tl.constexpr, p, g, exp_avg_sq, beta2, scalar_0, one_over_one_minus_beta2_pow_t,
     zero_times_one_minus_lr_times_weight_decay, live, MASKED: tl.constexpr,
 ):
     """The terms of tensor_sum_for_typical, tensor_sum_for_typical_2."""
-    exp_avg_sq = tl.fma(scalar_0 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 30
-    second = one_over_one_minus_beta2_pow_t * exp_avg_sq  # 31
+    exp_avg_sq = tl.fma(scalar_0 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 33
+    second = one_over_one_minus_beta2_pow_t * exp_avg_sq  # 34
     return second, tl.fma(zero_times_one_minus_lr_times_weight_decay, p, 1.0)
 
 
@@ -127,8 +291,8 @@ def adai_decoupled_4_tile(
     """The new p, exp_avg, exp_avg_sq, correction."""
     exp_avg = read(exp_avg, PLAN.exp_avg)
     correction = read(correction, PLAN.correction)
-    exp_avg_sq = tl.fma(scalar_0 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 30
-    # 33
+    exp_avg_sq = tl.fma(scalar_0 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 33
+    # 40
     beta1 = tl.minimum(
         tl.maximum(
             tl.fma(minus(beta0_times_one_over_one_minus_beta2_pow_t * one_over_typical), exp_avg_sq, 1.0), 0.0,
@@ -136,11 +300,11 @@ def adai_decoupled_4_tile(
         ),
         one_minus_eps, propagate_nan=tl.PropagateNan.ALL
     )
-    beta1_sub = 1.0 - beta1
-    exp_avg = tl.fma(grad_scale, beta1_sub * g, beta1 * exp_avg)  # 34
-    correction = tl.fma(beta1, correction, beta1_sub)             # 35
-    p = one_minus_lr_times_weight_decay * p                       # 27
-    p = tl.fma(minus(lr * exp_avg), 1.0 / correction, p)          # 36
+    gain = 1.0 - beta1                                       # 41
+    exp_avg = tl.fma(grad_scale, gain * g, beta1 * exp_avg)  # 42
+    correction = tl.fma(beta1, correction, gain)             # 43
+    p = one_minus_lr_times_weight_decay * p                  # 30
+    p = tl.fma(minus(lr * exp_avg), 1.0 / correction, p)     # 44
     return p, exp_avg, exp_avg_sq, correction
 
 
@@ -154,4 +318,169 @@ def adai_decoupled_4_sweep(
     walk(
         table, work, adai_decoupled_4_tile, SWEEP, (lr, beta2, grad_scale, one_minus_lr_times_weight_decay, scalar_0,
         beta0_times_one_over_one_minus_beta2_pow_t, one_minus_eps), step_key,
+    )
+
+
+@triton.jit
+def adai_decoupled_dampened_4_tile(
+    PLAN: tl.constexpr, p, g, exp_avg, exp_avg_sq, correction, one_over_typical, beta2, dampening, grad_scale,
+    one_minus_lr_times_weight_decay, scalar_0, one_over_one_minus_beta2_pow_t,
+    one_over_three_minus_two_times_dampening, scalar_4, scalar_5, minus_beta0, one_minus_eps, zero_pow_dampening,
+    lr_2, live, MASKED: tl.constexpr,
+):
+    """The new p, exp_avg, exp_avg_sq, correction."""
+    exp_avg = read(exp_avg, PLAN.exp_avg)
+    correction = read(correction, PLAN.correction)
+    exp_avg_sq = tl.fma(scalar_0 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 33
+    exp_avg_sq_mul = one_over_one_minus_beta2_pow_t * one_over_typical * exp_avg_sq
+    exp_avg_sq_abs = tl.abs(exp_avg_sq_mul)
+    exp_avg_sq_max = tl.maximum(exp_avg_sq_abs, 1.1754943508222875e-38, propagate_nan=tl.PropagateNan.ALL)
+    exp_avg_sq_bitcast = exp_avg_sq_max.to(tl.int32, bitcast=True)
+    exp_avg_sq_shr = exp_avg_sq_bitcast - 0x3f3504f3 >> 23
+    exp_avg_sq_bitcast = (exp_avg_sq_bitcast - (exp_avg_sq_shr << 23)).to(tl.float32, bitcast=True)
+    exp_avg_sq_sub = exp_avg_sq_bitcast - 1.0
+    exp_avg_sq_rcp = 1.0 / (exp_avg_sq_bitcast + 1.0)
+    exp_avg_sq_mul_2 = exp_avg_sq_sub * exp_avg_sq_rcp
+    exp_avg_sq_mul_3 = exp_avg_sq_mul_2 * exp_avg_sq_mul_2
+    exp_avg_sq_mul_2 = one_over_three_minus_two_times_dampening * tl.where(
+        exp_avg_sq_max <= 3.4028234663852886e+38,
+        tl.fma(
+            tl.fma(
+                tl.fma(
+                    tl.fma(
+                        tl.fma(
+                            0.3205988888888889 * exp_avg_sq_sub * exp_avg_sq_rcp * exp_avg_sq_sub, exp_avg_sq_rcp,
+                            0.41219857142857147
+                        ),
+                        exp_avg_sq_mul_3, 0.577078
+                    ),
+                    exp_avg_sq_mul_3, 0.9617966666666667
+                ),
+                exp_avg_sq_mul_3, 2.8853900817779268
+            ),
+            exp_avg_sq_mul_2, exp_avg_sq_shr.to(tl.float32)
+        ),
+        exp_avg_sq_max
+    )
+    exp_avg_sq_min = tl.minimum(
+        tl.maximum(exp_avg_sq_mul_2, -126.0, propagate_nan=tl.PropagateNan.ALL), 127.0,
+        propagate_nan=tl.PropagateNan.ALL
+    )
+    exp_avg_sq_sub = exp_avg_sq_min - rint(exp_avg_sq_min)
+    exp_avg_sq_where = tl.where(
+        exp_avg_sq_abs < 1.1754943508222875e-38, scalar_4,
+        tl.where(
+            exp_avg_sq_mul_2 <= 3.4028234663852886e+38,
+            (
+                tl.fma(
+                    tl.fma(
+                        tl.fma(
+                            tl.fma(
+                                tl.fma(
+                                    tl.fma(
+                                        tl.fma(1.5252734e-05, exp_avg_sq_sub, 0.0001540353), exp_avg_sq_sub,
+                                        0.0013333558
+                                    ),
+                                    exp_avg_sq_sub, 0.009618129
+                                ),
+                                exp_avg_sq_sub, 0.055504109
+                            ),
+                            exp_avg_sq_sub, 0.24022651
+                        ),
+                        exp_avg_sq_sub, 0.69314718
+                    ),
+                    exp_avg_sq_sub, 1.0
+                ).to(tl.int32, bitcast=True)
+                + ((exp_avg_sq_min + 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000 << 23)
+            ).to(tl.float32, bitcast=True),
+            exp_avg_sq_mul_2
+        )
+    )
+    # 37
+    beta1 = tl.minimum(
+        tl.maximum(
+            tl.fma(minus_beta0, tl.where(exp_avg_sq_mul < 0.0, scalar_5 * exp_avg_sq_where, exp_avg_sq_where), 1.0),
+            0.0, propagate_nan=tl.PropagateNan.ALL
+        ),
+        one_minus_eps, propagate_nan=tl.PropagateNan.ALL
+    )
+    beta1_sub = 1.0 - beta1
+    beta1_max = tl.maximum(beta1_sub, 1.1754943508222875e-38, propagate_nan=tl.PropagateNan.ALL)
+    beta1_bitcast = beta1_max.to(tl.int32, bitcast=True)
+    beta1_shr = beta1_bitcast - 0x3f3504f3 >> 23
+    beta1_bitcast = (beta1_bitcast - (beta1_shr << 23)).to(tl.float32, bitcast=True)
+    beta1_sub_2 = beta1_bitcast - 1.0
+    beta1_rcp = reciprocal(beta1_bitcast + 1.0)
+    beta1_mul = beta1_sub_2 * beta1_rcp
+    beta1_mul_2 = beta1_mul * beta1_mul
+    beta1_mul = dampening * tl.where(
+        beta1_max <= 3.4028234663852886e+38,
+        tl.fma(
+            tl.fma(
+                tl.fma(
+                    tl.fma(
+                        tl.fma(
+                            0.3205988888888889 * beta1_sub_2 * beta1_rcp * beta1_sub_2, beta1_rcp, 0.41219857142857147
+                        ),
+                        beta1_mul_2, 0.577078
+                    ),
+                    beta1_mul_2, 0.9617966666666667
+                ),
+                beta1_mul_2, 2.8853900817779268
+            ),
+            beta1_mul, beta1_shr.to(tl.float32)
+        ),
+        beta1_max
+    )
+    beta1_min = tl.minimum(
+        tl.maximum(beta1_mul, -126.0, propagate_nan=tl.PropagateNan.ALL), 127.0, propagate_nan=tl.PropagateNan.ALL
+    )
+    beta1_sub_2 = beta1_min - rint(beta1_min)
+    # 38
+    gain = tl.where(
+        beta1_sub < 1.1754943508222875e-38, zero_pow_dampening,
+        tl.where(
+            beta1_mul <= 3.4028234663852886e+38,
+            (
+                tl.fma(
+                    tl.fma(
+                        tl.fma(
+                            tl.fma(
+                                tl.fma(
+                                    tl.fma(tl.fma(1.5252734e-05, beta1_sub_2, 0.0001540353), beta1_sub_2, 0.0013333558),
+                                    beta1_sub_2, 0.009618129
+                                ),
+                                beta1_sub_2, 0.055504109
+                            ),
+                            beta1_sub_2, 0.24022651
+                        ),
+                        beta1_sub_2, 0.69314718
+                    ),
+                    beta1_sub_2, 1.0
+                ).to(tl.int32, bitcast=True)
+                + ((beta1_min + 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000 << 23)
+            ).to(tl.float32, bitcast=True),
+            beta1_mul
+        )
+    )
+    exp_avg = tl.fma(grad_scale, gain * g, beta1 * exp_avg)  # 42
+    correction = tl.fma(beta1, correction, beta1_sub)        # 43
+    p = one_minus_lr_times_weight_decay * p                  # 30
+    p = tl.fma(minus(lr_2 * exp_avg), 1.0 / correction, p)   # 44
+    return p, exp_avg, exp_avg_sq, correction
+
+
+@triton.jit(do_not_specialize=["step_key"])
+def adai_decoupled_dampened_4_sweep(
+    table, work, beta2: tl.float32, dampening: tl.float32, grad_scale: tl.float32,
+    one_minus_lr_times_weight_decay: tl.float32, scalar_0: tl.float32, one_over_one_minus_beta2_pow_t: tl.float32,
+    one_over_three_minus_two_times_dampening: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
+    minus_beta0: tl.float32, one_minus_eps: tl.float32, zero_pow_dampening: tl.float32, lr_2: tl.float32,
+    step_key: tl.int32, SWEEP: tl.constexpr,
+):
+    walk(
+        table, work, adai_decoupled_dampened_4_tile, SWEEP, (beta2, dampening, grad_scale,
+        one_minus_lr_times_weight_decay, scalar_0, one_over_one_minus_beta2_pow_t,
+        one_over_three_minus_two_times_dampening, scalar_4, scalar_5, minus_beta0, one_minus_eps, zero_pow_dampening,
+        lr_2), step_key,
     )

@@ -15,16 +15,46 @@ struct adopt {  // adopt
     void states(F p, F g, S0 &exp_avg, S1 &exp_avg_sq) const {
         const F g_ = grad_scale * g;
         const F exp_avg_sq_ = exp_avg_sq.read();
-        const F g_2 = fma(weight_decay, p, g_);                                 // 27
-        const F scaled = min(max(g_2 / max(sqrt(exp_avg_sq_), eps), minus_t_minus_one_pow_0p25), bound);  // 29
-        const F exp_avg_ = fma(one_minus_beta1, scaled, exp_avg.times(beta1));  // 30
-        const F exp_avg_sq_2 = fma(one_minus_where_lt_one_t_beta2_zero * g_2, g_2, decay * exp_avg_sq_);  // 33
+        const F g_2 = fma(weight_decay, p, g_);                                  // 28
+        const F scaled = g_2 / max(sqrt(exp_avg_sq_), eps);  // 30
+        const F scaled_2 = min(max(scaled, minus_t_minus_one_pow_0p25), bound);  // 31
+        const F exp_avg_ = fma(one_minus_beta1, scaled_2, exp_avg.times(beta1));  // 32
+        const F exp_avg_sq_2 = fma(one_minus_where_lt_one_t_beta2_zero * g_2, g_2, decay * exp_avg_sq_);  // 35
         exp_avg.set(exp_avg_);
         exp_avg_sq.set(exp_avg_sq_2);
     }
     template <class S0, class S1>
     F weight(F p, F g, const S0 &exp_avg, const S1 &exp_avg_sq) const {
-        const F p_ = fma(minus_lr, exp_avg.next(), p);  // 31
+        const F p_ = fma(minus_lr, exp_avg.next(), p);  // 33
+        return p_;
+    }
+};
+
+struct adopt_no_clipped {  // adopt
+    static constexpr int SCALARS = 9, APART = 1;
+    static constexpr bool ROOT[] = {false, false};
+    static constexpr bool NEXT[] = {true, false};
+    const F beta1, eps, weight_decay, grad_scale, where_lt_one_t_one_zero, one_minus_beta1, minus_lr,
+        one_minus_where_lt_one_t_beta2_zero, decay;
+
+    explicit adopt_no_clipped(const float *scalars) : beta1(scalars[0]), eps(scalars[1]), weight_decay(scalars[2]),
+        grad_scale(scalars[3]), where_lt_one_t_one_zero(scalars[4]), one_minus_beta1(scalars[5]), minus_lr(scalars[6]),
+        one_minus_where_lt_one_t_beta2_zero(scalars[7]), decay(scalars[8]) {}
+    template <class S0, class S1>
+    void states(F p, F g, S0 &exp_avg, S1 &exp_avg_sq) const {
+        const F g_ = grad_scale * g;
+        const F exp_avg_sq_ = exp_avg_sq.read();
+        const F g_2 = fma(weight_decay, p, g_);              // 28
+        const F scaled = g_2 / max(sqrt(exp_avg_sq_), eps);  // 30
+        const F scaled_2 = where(0.0f < where_lt_one_t_one_zero, scaled, F(0.0f));  // 31
+        const F exp_avg_ = fma(one_minus_beta1, scaled_2, exp_avg.times(beta1));  // 32
+        const F exp_avg_sq_2 = fma(one_minus_where_lt_one_t_beta2_zero * g_2, g_2, decay * exp_avg_sq_);  // 35
+        exp_avg.set(exp_avg_);
+        exp_avg_sq.set(exp_avg_sq_2);
+    }
+    template <class S0, class S1>
+    F weight(F p, F g, const S0 &exp_avg, const S1 &exp_avg_sq) const {
+        const F p_ = fma(minus_lr, exp_avg.next(), p);  // 33
         return p_;
     }
 };
@@ -43,16 +73,45 @@ struct adopt_decoupled_weight_decay {  // adopt
     void states(F p, F g, S0 &exp_avg, S1 &exp_avg_sq) const {
         const F g_2 = grad_scale * g;
         const F exp_avg_sq_ = exp_avg_sq.read();
-        const F scaled = min(max(g_2 / max(sqrt(exp_avg_sq_), eps), minus_t_minus_one_pow_0p25), bound);  // 29
-        const F exp_avg_ = fma(one_minus_beta1, scaled, exp_avg.times(beta1));  // 30
-        const F exp_avg_sq_2 = fma(scalar_5 * g, g, decay * exp_avg_sq_);  // 33
+        const F scaled = g_2 / max(sqrt(exp_avg_sq_), eps);  // 30
+        const F scaled_2 = min(max(scaled, minus_t_minus_one_pow_0p25), bound);  // 31
+        const F exp_avg_ = fma(one_minus_beta1, scaled_2, exp_avg.times(beta1));  // 32
+        const F exp_avg_sq_2 = fma(scalar_5 * g, g, decay * exp_avg_sq_);  // 35
         exp_avg.set(exp_avg_);
         exp_avg_sq.set(exp_avg_sq_2);
     }
     template <class S0, class S1>
     F weight(F p, F g, const S0 &exp_avg, const S1 &exp_avg_sq) const {
-        const F p_ = scalar_0 * p;                        // 25
-        const F p_2 = fma(minus_lr, exp_avg.next(), p_);  // 31
+        const F p_ = scalar_0 * p;                        // 26
+        const F p_2 = fma(minus_lr, exp_avg.next(), p_);  // 33
+        return p_2;
+    }
+};
+
+struct adopt_decoupled_weight_decay_no_clipped {  // adopt
+    static constexpr int SCALARS = 9, APART = 1;
+    static constexpr bool ROOT[] = {false, false};
+    static constexpr bool NEXT[] = {true, false};
+    const F beta1, eps, grad_scale, scalar_0, where_lt_one_t_one_zero, one_minus_beta1, minus_lr, scalar_4, decay;
+
+    explicit adopt_decoupled_weight_decay_no_clipped(const float *scalars) : beta1(scalars[0]), eps(scalars[1]),
+        grad_scale(scalars[2]), scalar_0(scalars[3]), where_lt_one_t_one_zero(scalars[4]), one_minus_beta1(scalars[5]),
+        minus_lr(scalars[6]), scalar_4(scalars[7]), decay(scalars[8]) {}
+    template <class S0, class S1>
+    void states(F p, F g, S0 &exp_avg, S1 &exp_avg_sq) const {
+        const F g_2 = grad_scale * g;
+        const F exp_avg_sq_ = exp_avg_sq.read();
+        const F scaled = g_2 / max(sqrt(exp_avg_sq_), eps);                // 30
+        const F scaled_2 = where(0.0f < where_lt_one_t_one_zero, scaled, F(0.0f));  // 31
+        const F exp_avg_ = fma(one_minus_beta1, scaled_2, exp_avg.times(beta1));  // 32
+        const F exp_avg_sq_2 = fma(scalar_4 * g, g, decay * exp_avg_sq_);  // 35
+        exp_avg.set(exp_avg_);
+        exp_avg_sq.set(exp_avg_sq_2);
+    }
+    template <class S0, class S1>
+    F weight(F p, F g, const S0 &exp_avg, const S1 &exp_avg_sq) const {
+        const F p_ = scalar_0 * p;                        // 26
+        const F p_2 = fma(minus_lr, exp_avg.next(), p_);  // 33
         return p_2;
     }
 };

@@ -17,18 +17,16 @@ def adopt_tile(
     """The new p, exp_avg, exp_avg_sq."""
     exp_avg_sq = read(exp_avg_sq, PLAN.exp_avg_sq)
     g = grad_scale * g
-    g = tl.fma(weight_decay, p, g)    # 27
-    # 29
+    g = tl.fma(weight_decay, p, g)    # 28
+    scaled = g * reciprocal(tl.maximum(tl.sqrt(exp_avg_sq), eps, propagate_nan=tl.PropagateNan.ALL))  # 30
+    # 31
     scaled = tl.minimum(
-        tl.maximum(
-            g * reciprocal(tl.maximum(tl.sqrt(exp_avg_sq), eps, propagate_nan=tl.PropagateNan.ALL)),
-            minus_t_minus_one_pow_0p25, propagate_nan=tl.PropagateNan.ALL
-        ),
-        bound, propagate_nan=tl.PropagateNan.ALL
+        tl.maximum(scaled, minus_t_minus_one_pow_0p25, propagate_nan=tl.PropagateNan.ALL), bound,
+        propagate_nan=tl.PropagateNan.ALL
     )
-    exp_avg = tl.fma(one_minus_beta1, scaled, times(beta1, exp_avg, PLAN.exp_avg))  # 30
-    p = tl.fma(minus_lr, exp_avg, p)  # 31
-    exp_avg_sq = tl.fma(one_minus_where_lt_one_t_beta2_zero * g, g, decay * exp_avg_sq)  # 33
+    exp_avg = tl.fma(one_minus_beta1, scaled, times(beta1, exp_avg, PLAN.exp_avg))  # 32
+    p = tl.fma(minus_lr, exp_avg, p)  # 33
+    exp_avg_sq = tl.fma(one_minus_where_lt_one_t_beta2_zero * g, g, decay * exp_avg_sq)  # 35
     return p, exp_avg, exp_avg_sq
 
 
@@ -45,6 +43,35 @@ def adopt_sweep(
 
 
 @triton.jit
+def adopt_no_clipped_tile(
+    PLAN: tl.constexpr, p, g, exp_avg, exp_avg_sq, beta1, eps, weight_decay, grad_scale, where_lt_one_t_one_zero,
+    one_minus_beta1, minus_lr, one_minus_where_lt_one_t_beta2_zero, decay, live, MASKED: tl.constexpr,
+):
+    """The new p, exp_avg, exp_avg_sq."""
+    exp_avg_sq = read(exp_avg_sq, PLAN.exp_avg_sq)
+    g = grad_scale * g
+    g = tl.fma(weight_decay, p, g)                                 # 28
+    scaled = g * reciprocal(tl.maximum(tl.sqrt(exp_avg_sq), eps, propagate_nan=tl.PropagateNan.ALL))  # 30
+    scaled = tl.where(0.0 < where_lt_one_t_one_zero, scaled, 0.0)  # 31
+    exp_avg = tl.fma(one_minus_beta1, scaled, times(beta1, exp_avg, PLAN.exp_avg))  # 32
+    p = tl.fma(minus_lr, exp_avg, p)                               # 33
+    exp_avg_sq = tl.fma(one_minus_where_lt_one_t_beta2_zero * g, g, decay * exp_avg_sq)  # 35
+    return p, exp_avg, exp_avg_sq
+
+
+@triton.jit(do_not_specialize=["step_key"])
+def adopt_no_clipped_sweep(
+    table, work, beta1: tl.float32, eps: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
+    where_lt_one_t_one_zero: tl.float32, one_minus_beta1: tl.float32, minus_lr: tl.float32,
+    one_minus_where_lt_one_t_beta2_zero: tl.float32, decay: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
+):
+    walk(
+        table, work, adopt_no_clipped_tile, SWEEP, (beta1, eps, weight_decay, grad_scale, where_lt_one_t_one_zero,
+        one_minus_beta1, minus_lr, one_minus_where_lt_one_t_beta2_zero, decay), step_key,
+    )
+
+
+@triton.jit
 def adopt_decoupled_weight_decay_tile(
     PLAN: tl.constexpr, p, g, exp_avg, exp_avg_sq, beta1, eps, grad_scale, scalar_0, minus_t_minus_one_pow_0p25,
     bound, one_minus_beta1, minus_lr, scalar_5, decay, live, MASKED: tl.constexpr,
@@ -52,18 +79,16 @@ def adopt_decoupled_weight_decay_tile(
     """The new p, exp_avg, exp_avg_sq."""
     exp_avg_sq = read(exp_avg_sq, PLAN.exp_avg_sq)
     g_2 = grad_scale * g
-    # 29
+    scaled = g_2 * reciprocal(tl.maximum(tl.sqrt(exp_avg_sq), eps, propagate_nan=tl.PropagateNan.ALL))  # 30
+    # 31
     scaled = tl.minimum(
-        tl.maximum(
-            g_2 * reciprocal(tl.maximum(tl.sqrt(exp_avg_sq), eps, propagate_nan=tl.PropagateNan.ALL)),
-            minus_t_minus_one_pow_0p25, propagate_nan=tl.PropagateNan.ALL
-        ),
-        bound, propagate_nan=tl.PropagateNan.ALL
+        tl.maximum(scaled, minus_t_minus_one_pow_0p25, propagate_nan=tl.PropagateNan.ALL), bound,
+        propagate_nan=tl.PropagateNan.ALL
     )
-    exp_avg = tl.fma(one_minus_beta1, scaled, times(beta1, exp_avg, PLAN.exp_avg))  # 30
-    p = scalar_0 * p  # 25
-    p = tl.fma(minus_lr, exp_avg, p)                          # 31
-    exp_avg_sq = tl.fma(scalar_5 * g, g, decay * exp_avg_sq)  # 33
+    exp_avg = tl.fma(one_minus_beta1, scaled, times(beta1, exp_avg, PLAN.exp_avg))  # 32
+    p = scalar_0 * p  # 26
+    p = tl.fma(minus_lr, exp_avg, p)                          # 33
+    exp_avg_sq = tl.fma(scalar_5 * g, g, decay * exp_avg_sq)  # 35
     return p, exp_avg, exp_avg_sq
 
 
@@ -76,4 +101,33 @@ def adopt_decoupled_weight_decay_sweep(
     walk(
         table, work, adopt_decoupled_weight_decay_tile, SWEEP, (beta1, eps, grad_scale, scalar_0,
         minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, scalar_5, decay), step_key,
+    )
+
+
+@triton.jit
+def adopt_decoupled_weight_decay_no_clipped_tile(
+    PLAN: tl.constexpr, p, g, exp_avg, exp_avg_sq, beta1, eps, grad_scale, scalar_0, where_lt_one_t_one_zero,
+    one_minus_beta1, minus_lr, scalar_4, decay, live, MASKED: tl.constexpr,
+):
+    """The new p, exp_avg, exp_avg_sq."""
+    exp_avg_sq = read(exp_avg_sq, PLAN.exp_avg_sq)
+    g_2 = grad_scale * g
+    scaled = g_2 * reciprocal(tl.maximum(tl.sqrt(exp_avg_sq), eps, propagate_nan=tl.PropagateNan.ALL))  # 30
+    scaled = tl.where(0.0 < where_lt_one_t_one_zero, scaled, 0.0)  # 31
+    exp_avg = tl.fma(one_minus_beta1, scaled, times(beta1, exp_avg, PLAN.exp_avg))  # 32
+    p = scalar_0 * p  # 26
+    p = tl.fma(minus_lr, exp_avg, p)                               # 33
+    exp_avg_sq = tl.fma(scalar_4 * g, g, decay * exp_avg_sq)  # 35
+    return p, exp_avg, exp_avg_sq
+
+
+@triton.jit(do_not_specialize=["step_key"])
+def adopt_decoupled_weight_decay_no_clipped_sweep(
+    table, work, beta1: tl.float32, eps: tl.float32, grad_scale: tl.float32, scalar_0: tl.float32,
+    where_lt_one_t_one_zero: tl.float32, one_minus_beta1: tl.float32, minus_lr: tl.float32, scalar_4: tl.float32,
+    decay: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
+):
+    walk(
+        table, work, adopt_decoupled_weight_decay_no_clipped_tile, SWEEP, (beta1, eps, grad_scale, scalar_0,
+        where_lt_one_t_one_zero, one_minus_beta1, minus_lr, scalar_4, decay), step_key,
     )

@@ -14,7 +14,7 @@ from optgen.runtime.gpu.prelude import minus, reciprocal
 def apollo_qn_1_tile(PLAN: tl.constexpr, update, live, MASKED: tl.constexpr):
     """The terms of tensor_sum_for_length."""
     update = read(update, PLAN.update)
-    square = update * update  # 31
+    square = update * update  # 33
     return (square,)
 
 
@@ -26,7 +26,7 @@ def apollo_qn_1_sweep(table, work, step_key: tl.int32, SWEEP: tl.constexpr):
 @triton.jit
 def apollo_qn_2_values(tensor_sum_for_length, eps_over_0p01):
     """The new length, one_over_length."""
-    length = tl.sqrt(tl.sqrt(tensor_sum_for_length)) + eps_over_0p01  # 32
+    length = tl.sqrt(tl.sqrt(tensor_sum_for_length)) + eps_over_0p01  # 34
     return length, 1.0 / length
 
 
@@ -45,10 +45,10 @@ def apollo_qn_3_tile(
     approx_hessian = read(approx_hessian, PLAN.approx_hessian)
     update = read(update, PLAN.update)
     g = grad_scale * g
-    g = tl.fma(weight_decay, p, g)                      # 27
-    change = g - exp_avg_grad                           # 29
-    exp_avg_grad = tl.fma(alpha, change, exp_avg_grad)  # 30
-    unit = update * one_over_length                     # 33
+    g = tl.fma(weight_decay, p, g)                      # 29
+    change = g - exp_avg_grad                           # 31
+    exp_avg_grad = tl.fma(alpha, change, exp_avg_grad)  # 32
+    unit = update * one_over_length                     # 35
     return exp_avg_grad, change, unit, approx_hessian * unit, unit
 
 
@@ -66,7 +66,7 @@ def apollo_qn_4_values(
     minus_one_minus_beta_over_one_minus_beta_pow_t,
 ):
     """The new tensor_mul_2."""
-    # 34
+    # 36
     delta = minus_one_minus_beta_over_one_minus_beta_pow_t * tensor_sum_for_delta / length - tensor_sum_for_delta_2
     return (delta * one_over_length * one_over_length,)
 
@@ -86,11 +86,11 @@ def apollo_qn_5_tile(
     exp_avg_grad = read(exp_avg_grad, PLAN.exp_avg_grad)
     approx_hessian = read(approx_hessian, PLAN.approx_hessian)
     update = read(update, PLAN.update)
-    square = update * update                                       # 31
-    approx_hessian = tl.fma(square, tensor_mul_2, approx_hessian)  # 35
-    # 39
-    update = exp_avg_grad * reciprocal(tl.maximum(tl.abs(approx_hessian), 0.01, propagate_nan=tl.PropagateNan.ALL))
-    p = tl.fma(minus_lr, update, p)                                # 42
+    square = update * update                                       # 33
+    approx_hessian = tl.fma(square, tensor_mul_2, approx_hessian)  # 37
+    denom = tl.maximum(tl.abs(approx_hessian), 0.01, propagate_nan=tl.PropagateNan.ALL)  # 41
+    update = exp_avg_grad * reciprocal(denom)                      # 42
+    p = tl.fma(minus_lr, update, p)                                # 47
     return p, approx_hessian, update
 
 
@@ -100,7 +100,7 @@ def apollo_qn_5_sweep(table, work, minus_lr: tl.float32, step_key: tl.int32, SWE
 
 
 @triton.jit
-def apollo_qn_decoupled_3_tile(
+def apollo_qn_stable_3_tile(
     PLAN: tl.constexpr, g, exp_avg_grad, approx_hessian, update, one_over_length, grad_scale, alpha, live,
     MASKED: tl.constexpr,
 ):
@@ -108,17 +108,63 @@ def apollo_qn_decoupled_3_tile(
     exp_avg_grad = read(exp_avg_grad, PLAN.exp_avg_grad)
     approx_hessian = read(approx_hessian, PLAN.approx_hessian)
     update = read(update, PLAN.update)
-    change = tl.fma(grad_scale, g, minus(exp_avg_grad))  # 29
-    exp_avg_grad = tl.fma(alpha, change, exp_avg_grad)   # 30
-    unit = update * one_over_length                      # 33
+    change = tl.fma(grad_scale, g, minus(exp_avg_grad))  # 31
+    exp_avg_grad = tl.fma(alpha, change, exp_avg_grad)   # 32
+    unit = update * one_over_length                      # 35
     return exp_avg_grad, change, unit, approx_hessian * unit, unit
 
 
 @triton.jit(do_not_specialize=["step_key"])
-def apollo_qn_decoupled_3_sweep(
+def apollo_qn_stable_3_sweep(
     table, work, grad_scale: tl.float32, alpha: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    walk(table, work, apollo_qn_decoupled_3_tile, SWEEP, (grad_scale, alpha), step_key)
+    walk(table, work, apollo_qn_stable_3_tile, SWEEP, (grad_scale, alpha), step_key)
+
+
+@triton.jit
+def apollo_qn_stable_5_tile(PLAN: tl.constexpr, approx_hessian, update, tensor_mul_2, live, MASKED: tl.constexpr):
+    """The new approx_hessian; the terms of tensor_sum_of_denom."""
+    approx_hessian = read(approx_hessian, PLAN.approx_hessian)
+    update = read(update, PLAN.update)
+    square = update * update                                       # 33
+    approx_hessian = tl.fma(square, tensor_mul_2, approx_hessian)  # 37
+    denom = tl.maximum(tl.abs(approx_hessian), 0.01, propagate_nan=tl.PropagateNan.ALL)  # 41
+    return approx_hessian, denom
+
+
+@triton.jit(do_not_specialize=["step_key"])
+def apollo_qn_stable_5_sweep(table, work, step_key: tl.int32, SWEEP: tl.constexpr):
+    walk(table, work, apollo_qn_stable_5_tile, SWEEP, (), step_key)
+
+
+@triton.jit
+def apollo_qn_stable_6_values(tensor_sum_of_denom, extent_elements, weight_decay):
+    """The new tensor_div."""
+    return (weight_decay / (tensor_sum_of_denom / extent_elements),)
+
+
+@triton.jit
+def apollo_qn_stable_6_between(table, work, weight_decay: tl.float32, LEVEL: tl.constexpr):
+    rounds(table, work, apollo_qn_stable_6_values, LEVEL, 0, (weight_decay,))
+
+
+@triton.jit
+def apollo_qn_stable_7_tile(
+    PLAN: tl.constexpr, p, exp_avg_grad, approx_hessian, tensor_div, minus_lr, live, MASKED: tl.constexpr,
+):
+    """The new p, update."""
+    exp_avg_grad = read(exp_avg_grad, PLAN.exp_avg_grad)
+    approx_hessian = read(approx_hessian, PLAN.approx_hessian)
+    denom = tl.maximum(tl.abs(approx_hessian), 0.01, propagate_nan=tl.PropagateNan.ALL)  # 41
+    update = exp_avg_grad * reciprocal(denom)  # 42
+    update = tl.fma(tensor_div, p, update)  # 44
+    p = tl.fma(minus_lr, update, p)            # 47
+    return p, update
+
+
+@triton.jit(do_not_specialize=["step_key"])
+def apollo_qn_stable_7_sweep(table, work, minus_lr: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr):
+    walk(table, work, apollo_qn_stable_7_tile, SWEEP, (minus_lr,), step_key)
 
 
 @triton.jit
@@ -130,12 +176,12 @@ def apollo_qn_decoupled_5_tile(
     exp_avg_grad = read(exp_avg_grad, PLAN.exp_avg_grad)
     approx_hessian = read(approx_hessian, PLAN.approx_hessian)
     update = read(update, PLAN.update)
-    square = update * update                                       # 31
-    approx_hessian = tl.fma(square, tensor_mul_2, approx_hessian)  # 35
-    # 39
-    update = exp_avg_grad * reciprocal(tl.maximum(tl.abs(approx_hessian), 0.01, propagate_nan=tl.PropagateNan.ALL))
-    update = tl.fma(weight_decay, p, update)                       # 41
-    p = tl.fma(minus_lr, update, p)                                # 42
+    square = update * update                                       # 33
+    approx_hessian = tl.fma(square, tensor_mul_2, approx_hessian)  # 37
+    denom = tl.maximum(tl.abs(approx_hessian), 0.01, propagate_nan=tl.PropagateNan.ALL)  # 41
+    update = exp_avg_grad * reciprocal(denom)                      # 42
+    update = tl.fma(weight_decay, p, update)                       # 46
+    p = tl.fma(minus_lr, update, p)                                # 47
     return p, approx_hessian, update
 
 
@@ -154,9 +200,9 @@ def apollo_qn_belief_1_tile(
     exp_avg_grad = read(exp_avg_grad, PLAN.exp_avg_grad)
     update = read(update, PLAN.update)
     g = grad_scale * g
-    square = update * update        # 31
-    g = tl.fma(weight_decay, p, g)  # 27
-    change = g - exp_avg_grad       # 29
+    square = update * update        # 33
+    g = tl.fma(weight_decay, p, g)  # 29
+    change = g - exp_avg_grad       # 31
     return square, tl.abs(change)
 
 
@@ -176,13 +222,11 @@ def apollo_qn_belief_5_tile(
     exp_avg_grad = read(exp_avg_grad, PLAN.exp_avg_grad)
     approx_hessian = read(approx_hessian, PLAN.approx_hessian)
     update = read(update, PLAN.update)
-    square = update * update                                       # 31
-    approx_hessian = tl.fma(square, tensor_mul_2, approx_hessian)  # 35
-    # 37
-    update = exp_avg_grad * reciprocal(
-        tl.maximum(tl.abs(approx_hessian), tensor_max_of_change, propagate_nan=tl.PropagateNan.ALL) + scalar_0
-    )
-    p = tl.fma(minus_lr, update, p)                                # 42
+    square = update * update                                       # 33
+    approx_hessian = tl.fma(square, tensor_mul_2, approx_hessian)  # 37
+    denom = tl.maximum(tl.abs(approx_hessian), tensor_max_of_change, propagate_nan=tl.PropagateNan.ALL) + scalar_0  # 39
+    update = exp_avg_grad * reciprocal(denom)                      # 42
+    p = tl.fma(minus_lr, update, p)                                # 47
     return p, approx_hessian, update
 
 
@@ -194,22 +238,72 @@ def apollo_qn_belief_5_sweep(
 
 
 @triton.jit
-def apollo_qn_belief_decoupled_1_tile(
+def apollo_qn_belief_stable_1_tile(
     PLAN: tl.constexpr, g, exp_avg_grad, update, grad_scale, live, MASKED: tl.constexpr,
 ):
     """The terms of tensor_sum_for_length, tensor_max_of_change."""
     exp_avg_grad = read(exp_avg_grad, PLAN.exp_avg_grad)
     update = read(update, PLAN.update)
-    square = update * update                             # 31
-    change = tl.fma(grad_scale, g, minus(exp_avg_grad))  # 29
+    square = update * update                             # 33
+    change = tl.fma(grad_scale, g, minus(exp_avg_grad))  # 31
     return square, tl.abs(change)
 
 
 @triton.jit(do_not_specialize=["step_key"])
-def apollo_qn_belief_decoupled_1_sweep(
-    table, work, grad_scale: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
+def apollo_qn_belief_stable_1_sweep(table, work, grad_scale: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr):
+    walk(table, work, apollo_qn_belief_stable_1_tile, SWEEP, (grad_scale,), step_key)
+
+
+@triton.jit
+def apollo_qn_belief_stable_5_tile(
+    PLAN: tl.constexpr, approx_hessian, update, tensor_mul_2, tensor_max_of_change, live, MASKED: tl.constexpr,
 ):
-    walk(table, work, apollo_qn_belief_decoupled_1_tile, SWEEP, (grad_scale,), step_key)
+    """The new approx_hessian; the terms of tensor_sum_of_approx_hessian."""
+    approx_hessian = read(approx_hessian, PLAN.approx_hessian)
+    update = read(update, PLAN.update)
+    square = update * update                                       # 33
+    approx_hessian = tl.fma(square, tensor_mul_2, approx_hessian)  # 37
+    return approx_hessian, tl.maximum(tl.abs(approx_hessian), tensor_max_of_change, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit(do_not_specialize=["step_key"])
+def apollo_qn_belief_stable_5_sweep(table, work, step_key: tl.int32, SWEEP: tl.constexpr):
+    walk(table, work, apollo_qn_belief_stable_5_tile, SWEEP, (), step_key)
+
+
+@triton.jit
+def apollo_qn_belief_stable_6_values(tensor_sum_of_approx_hessian, extent_elements, weight_decay, scalar_0):
+    """The new weight_decay_over_tensor_add."""
+    return (weight_decay / (tensor_sum_of_approx_hessian / extent_elements + scalar_0),)
+
+
+@triton.jit
+def apollo_qn_belief_stable_6_between(
+    table, work, weight_decay: tl.float32, scalar_0: tl.float32, LEVEL: tl.constexpr,
+):
+    rounds(table, work, apollo_qn_belief_stable_6_values, LEVEL, 0, (weight_decay, scalar_0))
+
+
+@triton.jit
+def apollo_qn_belief_stable_7_tile(
+    PLAN: tl.constexpr, p, exp_avg_grad, approx_hessian, tensor_max_of_change, weight_decay_over_tensor_add,
+    scalar_0, minus_lr, live, MASKED: tl.constexpr,
+):
+    """The new p, update."""
+    exp_avg_grad = read(exp_avg_grad, PLAN.exp_avg_grad)
+    approx_hessian = read(approx_hessian, PLAN.approx_hessian)
+    denom = tl.maximum(tl.abs(approx_hessian), tensor_max_of_change, propagate_nan=tl.PropagateNan.ALL) + scalar_0  # 39
+    update = exp_avg_grad * reciprocal(denom)                 # 42
+    update = tl.fma(weight_decay_over_tensor_add, p, update)  # 44
+    p = tl.fma(minus_lr, update, p)                           # 47
+    return p, update
+
+
+@triton.jit(do_not_specialize=["step_key"])
+def apollo_qn_belief_stable_7_sweep(
+    table, work, scalar_0: tl.float32, minus_lr: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
+):
+    walk(table, work, apollo_qn_belief_stable_7_tile, SWEEP, (scalar_0, minus_lr), step_key)
 
 
 @triton.jit
@@ -221,14 +315,12 @@ def apollo_qn_belief_decoupled_5_tile(
     exp_avg_grad = read(exp_avg_grad, PLAN.exp_avg_grad)
     approx_hessian = read(approx_hessian, PLAN.approx_hessian)
     update = read(update, PLAN.update)
-    square = update * update                                       # 31
-    approx_hessian = tl.fma(square, tensor_mul_2, approx_hessian)  # 35
-    # 37
-    update = exp_avg_grad * reciprocal(
-        tl.maximum(tl.abs(approx_hessian), tensor_max_of_change, propagate_nan=tl.PropagateNan.ALL) + scalar_0
-    )
-    update = tl.fma(weight_decay, p, update)                       # 41
-    p = tl.fma(minus_lr, update, p)                                # 42
+    square = update * update                                       # 33
+    approx_hessian = tl.fma(square, tensor_mul_2, approx_hessian)  # 37
+    denom = tl.maximum(tl.abs(approx_hessian), tensor_max_of_change, propagate_nan=tl.PropagateNan.ALL) + scalar_0  # 39
+    update = exp_avg_grad * reciprocal(denom)                      # 42
+    update = tl.fma(weight_decay, p, update)                       # 46
+    p = tl.fma(minus_lr, update, p)                                # 47
     return p, approx_hessian, update
 
 

@@ -14,7 +14,7 @@ from optgen.runtime.gpu.prelude import minus, reciprocal
 def dadapt_adam_1_values(d, lr, weight_decay, gain1, gain3):
     """The new one_times_one_minus_beta1_times_rate, one_minus_rate_times_weight_decay,
     one_times_one_minus_sqrt_beta2_times_rate."""
-    rate = d * lr  # 37
+    rate = d * lr  # 41
     return gain1 * rate, tl.fma(minus(rate), weight_decay, 1.0), gain3 * rate
 
 
@@ -36,12 +36,12 @@ def dadapt_adam_2_tile(
     exp_avg_sq = read(exp_avg_sq, PLAN.exp_avg_sq)
     s = read(s, PLAN.s)
     g = grad_scale * g
-    g = tl.where(0.0 < moves, g, 0.0)                                      # 30
-    exp_avg = tl.fma(one_times_one_minus_beta1_times_rate, g, times(keep1, exp_avg, PLAN.exp_avg))  # 39
-    exp_avg_sq_2 = tl.fma(gain2 * g, g, keep2 * exp_avg_sq)  # 40
-    p = p * one_minus_rate_times_weight_decay  # 46
-    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq_2), scalar_5, scalar_6)), p)  # 47
-    s_2 = tl.fma(one_times_one_minus_sqrt_beta2_times_rate, g, keep3 * s)  # 41
+    g = tl.where(0.0 < moves, g, 0.0)                                      # 34
+    exp_avg = tl.fma(one_times_one_minus_beta1_times_rate, g, times(keep1, exp_avg, PLAN.exp_avg))  # 43
+    exp_avg_sq_2 = tl.fma(gain2 * g, g, keep2 * exp_avg_sq)  # 44
+    p = p * one_minus_rate_times_weight_decay  # 51
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq_2), scalar_5, scalar_6)), p)  # 52
+    s_2 = tl.fma(one_times_one_minus_sqrt_beta2_times_rate, g, keep3 * s)  # 45
     return p, exp_avg, exp_avg_sq_2, s_2, moves * tl.abs(s_2), lr * (g * s * reciprocal(tl.sqrt(exp_avg_sq) + eps))
 
 
@@ -74,12 +74,12 @@ def dadapt_adam_4_values(
 ):
     """The new d, numerator_weighted."""
     total_lt = 0.0 < total
-    numerator = d * model_sum_for_numerator  # 38
-    weighted = tl.fma(one_minus_sqrt_beta2, numerator, beta3 * numerator_weighted)  # 43
-    numerator_weighted = tl.where(total_lt, weighted, numerator_weighted)  # 44
-    # 45
+    numerator = d * model_sum_for_numerator  # 42
+    weighted = tl.fma(one_minus_sqrt_beta2, numerator, beta3 * numerator_weighted)  # 47
+    numerator_weighted = tl.where(total_lt, weighted, numerator_weighted)  # 48
+    # 49
     d_hat = numerator_weighted / tl.maximum(one_minus_sqrt_beta2 * total, 1e-37, propagate_nan=tl.PropagateNan.ALL)
-    # 48
+    # 53
     d = tl.maximum(
         d, tl.where(total_lt, tl.minimum(d_hat, d * growth_rate, propagate_nan=tl.PropagateNan.ALL), 0.0),
         propagate_nan=tl.PropagateNan.ALL
@@ -95,10 +95,55 @@ def dadapt_adam_4_between(
 
 
 @triton.jit
+def dadapt_adam_no_decouple_1_values(d, lr, gain1, gain3):
+    """The new one_times_one_minus_beta1_times_rate, one_times_one_minus_sqrt_beta2_times_rate."""
+    rate = d * lr  # 41
+    return gain1 * rate, gain3 * rate
+
+
+@triton.jit
+def dadapt_adam_no_decouple_1_between(
+    table, work, lr: tl.float32, gain1: tl.float32, gain3: tl.float32, LEVEL: tl.constexpr,
+):
+    rounds(table, work, dadapt_adam_no_decouple_1_values, LEVEL, 0, (lr, gain1, gain3))
+
+
+@triton.jit
+def dadapt_adam_no_decouple_2_tile(
+    PLAN: tl.constexpr, p, g, exp_avg, exp_avg_sq, s, one_times_one_minus_sqrt_beta2_times_rate,
+    one_times_one_minus_beta1_times_rate, lr, eps, weight_decay, grad_scale, moves, keep1, gain2, keep2, keep3,
+    scalar_5, scalar_6, live, MASKED: tl.constexpr,
+):
+    """The new p, exp_avg, exp_avg_sq, s; the terms of tensor_sum_for_total, tensor_sum_for_numerator."""
+    exp_avg_sq = read(exp_avg_sq, PLAN.exp_avg_sq)
+    s = read(s, PLAN.s)
+    g = grad_scale * g
+    g = tl.fma(weight_decay, p, g)                                         # 33
+    g = tl.where(0.0 < moves, g, 0.0)                                      # 34
+    exp_avg = tl.fma(one_times_one_minus_beta1_times_rate, g, times(keep1, exp_avg, PLAN.exp_avg))  # 43
+    exp_avg_sq_2 = tl.fma(gain2 * g, g, keep2 * exp_avg_sq)  # 44
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq_2), scalar_5, scalar_6)), p)  # 52
+    s_2 = tl.fma(one_times_one_minus_sqrt_beta2_times_rate, g, keep3 * s)  # 45
+    return p, exp_avg, exp_avg_sq_2, s_2, moves * tl.abs(s_2), lr * (g * s * reciprocal(tl.sqrt(exp_avg_sq) + eps))
+
+
+@triton.jit(do_not_specialize=["step_key"])
+def dadapt_adam_no_decouple_2_sweep(
+    table, work, lr: tl.float32, eps: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
+    moves: tl.float32, keep1: tl.float32, gain2: tl.float32, keep2: tl.float32, keep3: tl.float32,
+    scalar_5: tl.float32, scalar_6: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
+):
+    walk(
+        table, work, dadapt_adam_no_decouple_2_tile, SWEEP, (lr, eps, weight_decay, grad_scale, moves, keep1, gain2,
+        keep2, keep3, scalar_5, scalar_6), step_key,
+    )
+
+
+@triton.jit
 def dadapt_adam_use_bias_correction_1_values(d, weight_decay, own, gain1, gain3):
     """The new one_times_one_minus_beta1_times_rate, one_minus_rate_times_weight_decay,
     one_times_one_minus_sqrt_beta2_times_rate."""
-    rate = d * own  # 37
+    rate = d * own  # 41
     return gain1 * rate, tl.fma(minus(rate), weight_decay, 1.0), gain3 * rate
 
 
@@ -120,12 +165,12 @@ def dadapt_adam_use_bias_correction_2_tile(
     exp_avg_sq = read(exp_avg_sq, PLAN.exp_avg_sq)
     s = read(s, PLAN.s)
     g = grad_scale * g
-    g = tl.where(0.0 < moves, g, 0.0)                                      # 30
-    exp_avg = tl.fma(one_times_one_minus_beta1_times_rate, g, times(keep1, exp_avg, PLAN.exp_avg))  # 39
-    exp_avg_sq_2 = tl.fma(gain2 * g, g, keep2 * exp_avg_sq)  # 40
-    p = p * one_minus_rate_times_weight_decay  # 46
-    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq_2), scalar_5, scalar_6)), p)  # 47
-    s_2 = tl.fma(one_times_one_minus_sqrt_beta2_times_rate, g, keep3 * s)  # 41
+    g = tl.where(0.0 < moves, g, 0.0)                                      # 34
+    exp_avg = tl.fma(one_times_one_minus_beta1_times_rate, g, times(keep1, exp_avg, PLAN.exp_avg))  # 43
+    exp_avg_sq_2 = tl.fma(gain2 * g, g, keep2 * exp_avg_sq)  # 44
+    p = p * one_minus_rate_times_weight_decay  # 51
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq_2), scalar_5, scalar_6)), p)  # 52
+    s_2 = tl.fma(one_times_one_minus_sqrt_beta2_times_rate, g, keep3 * s)  # 45
     return p, exp_avg, exp_avg_sq_2, s_2, moves * tl.abs(s_2), own * (g * s * reciprocal(tl.sqrt(exp_avg_sq) + eps))
 
 
@@ -138,4 +183,35 @@ def dadapt_adam_use_bias_correction_2_sweep(
     walk(
         table, work, dadapt_adam_use_bias_correction_2_tile, SWEEP, (eps, grad_scale, moves, keep1, gain2, keep2, keep3,
         scalar_5, scalar_6, own), step_key,
+    )
+
+
+@triton.jit
+def dadapt_adam_use_bias_correction_no_decouple_2_tile(
+    PLAN: tl.constexpr, p, g, exp_avg, exp_avg_sq, s, one_times_one_minus_sqrt_beta2_times_rate,
+    one_times_one_minus_beta1_times_rate, eps, weight_decay, grad_scale, moves, keep1, gain2, keep2, keep3,
+    scalar_5, scalar_6, own, live, MASKED: tl.constexpr,
+):
+    """The new p, exp_avg, exp_avg_sq, s; the terms of tensor_sum_for_total, tensor_sum_for_numerator."""
+    exp_avg_sq = read(exp_avg_sq, PLAN.exp_avg_sq)
+    s = read(s, PLAN.s)
+    g = grad_scale * g
+    g = tl.fma(weight_decay, p, g)                                         # 33
+    g = tl.where(0.0 < moves, g, 0.0)                                      # 34
+    exp_avg = tl.fma(one_times_one_minus_beta1_times_rate, g, times(keep1, exp_avg, PLAN.exp_avg))  # 43
+    exp_avg_sq_2 = tl.fma(gain2 * g, g, keep2 * exp_avg_sq)  # 44
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq_2), scalar_5, scalar_6)), p)  # 52
+    s_2 = tl.fma(one_times_one_minus_sqrt_beta2_times_rate, g, keep3 * s)  # 45
+    return p, exp_avg, exp_avg_sq_2, s_2, moves * tl.abs(s_2), own * (g * s * reciprocal(tl.sqrt(exp_avg_sq) + eps))
+
+
+@triton.jit(do_not_specialize=["step_key"])
+def dadapt_adam_use_bias_correction_no_decouple_2_sweep(
+    table, work, eps: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32, moves: tl.float32,
+    keep1: tl.float32, gain2: tl.float32, keep2: tl.float32, keep3: tl.float32, scalar_5: tl.float32,
+    scalar_6: tl.float32, own: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
+):
+    walk(
+        table, work, dadapt_adam_use_bias_correction_no_decouple_2_tile, SWEEP, (eps, weight_decay, grad_scale, moves,
+        keep1, gain2, keep2, keep3, scalar_5, scalar_6, own), step_key,
     )

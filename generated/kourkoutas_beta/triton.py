@@ -27,10 +27,10 @@ def kourkoutas_beta_2_values(
     where_lt_warmup_steps_t_one_zero, beta2_max_minus_beta2_min, one_minus_beta2_max,
 ):
     """The new grad_ema, share, one_minus_share."""
-    length = tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_length)  # 33
-    grad_ema = tl.fma(one_minus_alpha, length, alpha * grad_ema)  # 34
-    ratio = length / (grad_ema + tiny_spike)  # 35
-    # 36
+    length = tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_length)  # 39
+    grad_ema = tl.fma(one_minus_alpha, length, alpha * grad_ema)  # 40
+    ratio = length / (grad_ema + tiny_spike)  # 41
+    # 42
     share = tl.fma(
         beta2_max_minus_beta2_min, tl.where(0.0 < where_lt_warmup_steps_t_one_zero, ratio / (1.0 + ratio), 0.5),
         one_minus_beta2_max
@@ -53,55 +53,182 @@ def kourkoutas_beta_2_between(
 @triton.jit
 def kourkoutas_beta_3_tile(
     PLAN: tl.constexpr, p, g, exp_avg, exp_avg_sq, one_minus_share, share, beta1, one_minus_beta1_times_grad_scale,
-    grad_scale_times_grad_scale, one_minus_lr_times_weight_decay, scalar_3, scalar_4, live, MASKED: tl.constexpr,
+    grad_scale_times_grad_scale, scalar_2, scalar_3, scalar_4, most, one_minus_lr_times_weight_decay, live,
+    MASKED: tl.constexpr,
 ):
     """The new p, exp_avg, exp_avg_sq."""
     exp_avg_sq = read(exp_avg_sq, PLAN.exp_avg_sq)
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 37
-    exp_avg_sq = tl.fma(grad_scale_times_grad_scale * share * g, g, one_minus_share * exp_avg_sq)  # 38
-    p = one_minus_lr_times_weight_decay * p  # 39
-    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_3, scalar_4)), p)  # 47
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 43
+    exp_avg_sq = tl.fma(grad_scale_times_grad_scale * share * g, g, one_minus_share * exp_avg_sq)  # 44
+    step = exp_avg * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3))  # 56
+    # 58
+    p = tl.fma(
+        one_minus_lr_times_weight_decay, p,
+        minus(
+            tl.minimum(
+                tl.maximum(step, scalar_4, propagate_nan=tl.PropagateNan.ALL), most, propagate_nan=tl.PropagateNan.ALL
+            )
+        )
+    )
     return p, exp_avg, exp_avg_sq
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def kourkoutas_beta_3_sweep(
     table, work, beta1: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    grad_scale_times_grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32, scalar_3: tl.float32,
-    scalar_4: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
+    grad_scale_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32,
+    most: tl.float32, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     walk(
         table, work, kourkoutas_beta_3_tile, SWEEP, (beta1, one_minus_beta1_times_grad_scale,
-        grad_scale_times_grad_scale, one_minus_lr_times_weight_decay, scalar_3, scalar_4), step_key,
+        grad_scale_times_grad_scale, scalar_2, scalar_3, scalar_4, most, one_minus_lr_times_weight_decay), step_key,
+    )
+
+
+@triton.jit
+def kourkoutas_beta_exact_2_values(
+    grad_ema, beta2_product, tensor_sum_for_length, alpha, tiny_spike, grad_scale_times_grad_scale, one_minus_alpha,
+    where_lt_warmup_steps_t_one_zero, beta2_max_minus_beta2_min, one_minus_beta2_max,
+):
+    """The new grad_ema, beta2_product, share, one_minus_share, one_over_sqrt_one_minus_beta2_product_2."""
+    length = tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_length)  # 39
+    grad_ema = tl.fma(one_minus_alpha, length, alpha * grad_ema)  # 40
+    ratio = length / (grad_ema + tiny_spike)  # 41
+    # 42
+    share = tl.fma(
+        beta2_max_minus_beta2_min, tl.where(0.0 < where_lt_warmup_steps_t_one_zero, ratio / (1.0 + ratio), 0.5),
+        one_minus_beta2_max
+    )
+    share_sub = 1.0 - share
+    beta2_product = share_sub * beta2_product  # 51
+    return grad_ema, beta2_product, share, share_sub, 1.0 / tl.sqrt(1.0 - beta2_product)
+
+
+@triton.jit
+def kourkoutas_beta_exact_2_between(
+    table, work, alpha: tl.float32, tiny_spike: tl.float32, grad_scale_times_grad_scale: tl.float32,
+    one_minus_alpha: tl.float32, where_lt_warmup_steps_t_one_zero: tl.float32,
+    beta2_max_minus_beta2_min: tl.float32, one_minus_beta2_max: tl.float32, LEVEL: tl.constexpr,
+):
+    rounds(
+        table, work, kourkoutas_beta_exact_2_values, LEVEL, 0, (alpha, tiny_spike, grad_scale_times_grad_scale,
+        one_minus_alpha, where_lt_warmup_steps_t_one_zero, beta2_max_minus_beta2_min, one_minus_beta2_max),
+    )
+
+
+@triton.jit
+def kourkoutas_beta_exact_3_tile(
+    PLAN: tl.constexpr, p, g, exp_avg, exp_avg_sq, one_minus_share, share, one_over_sqrt_one_minus_beta2_product_2,
+    beta1, one_minus_beta1_times_grad_scale, grad_scale_times_grad_scale, scalar_2, scalar_3, scalar_4, most,
+    one_minus_lr_times_weight_decay, live, MASKED: tl.constexpr,
+):
+    """The new p, exp_avg, exp_avg_sq."""
+    exp_avg_sq = read(exp_avg_sq, PLAN.exp_avg_sq)
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 43
+    exp_avg_sq = tl.fma(grad_scale_times_grad_scale * share * g, g, one_minus_share * exp_avg_sq)  # 44
+    # 52
+    step = exp_avg * (1.0 / tl.fma(tl.sqrt(exp_avg_sq) * one_over_sqrt_one_minus_beta2_product_2, scalar_2, scalar_3))
+    # 58
+    p = tl.fma(
+        one_minus_lr_times_weight_decay, p,
+        minus(
+            tl.minimum(
+                tl.maximum(step, scalar_4, propagate_nan=tl.PropagateNan.ALL), most, propagate_nan=tl.PropagateNan.ALL
+            )
+        )
+    )
+    return p, exp_avg, exp_avg_sq
+
+
+@triton.jit(do_not_specialize=["step_key"])
+def kourkoutas_beta_exact_3_sweep(
+    table, work, beta1: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
+    grad_scale_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32,
+    most: tl.float32, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
+):
+    walk(
+        table, work, kourkoutas_beta_exact_3_tile, SWEEP, (beta1, one_minus_beta1_times_grad_scale,
+        grad_scale_times_grad_scale, scalar_2, scalar_3, scalar_4, most, one_minus_lr_times_weight_decay), step_key,
     )
 
 
 @triton.jit
 def kourkoutas_beta_amsgrad_3_tile(
     PLAN: tl.constexpr, p, g, exp_avg, exp_avg_sq, max_exp_avg_sq, one_minus_share, share, beta1, decay,
-    one_minus_beta1_times_grad_scale, grad_scale_times_grad_scale, one_minus_lr_times_weight_decay, scalar_3,
-    scalar_4, live, MASKED: tl.constexpr,
+    one_minus_beta1_times_grad_scale, grad_scale_times_grad_scale, scalar_2, scalar_3, scalar_4, most,
+    one_minus_lr_times_weight_decay, live, MASKED: tl.constexpr,
 ):
     """The new p, exp_avg, exp_avg_sq, max_exp_avg_sq."""
     exp_avg_sq = read(exp_avg_sq, PLAN.exp_avg_sq)
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 37
-    exp_avg_sq = tl.fma(grad_scale_times_grad_scale * share * g, g, one_minus_share * exp_avg_sq)  # 38
-    # 42
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 43
+    exp_avg_sq = tl.fma(grad_scale_times_grad_scale * share * g, g, one_minus_share * exp_avg_sq)  # 44
+    # 48
     max_exp_avg_sq = tl.maximum(
         times(decay, max_exp_avg_sq, PLAN.max_exp_avg_sq), exp_avg_sq, propagate_nan=tl.PropagateNan.ALL
     )
-    p = one_minus_lr_times_weight_decay * p  # 39
-    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(max_exp_avg_sq), scalar_3, scalar_4)), p)  # 47
+    step = exp_avg * reciprocal(tl.fma(tl.sqrt(max_exp_avg_sq), scalar_2, scalar_3))  # 56
+    # 58
+    p = tl.fma(
+        one_minus_lr_times_weight_decay, p,
+        minus(
+            tl.minimum(
+                tl.maximum(step, scalar_4, propagate_nan=tl.PropagateNan.ALL), most, propagate_nan=tl.PropagateNan.ALL
+            )
+        )
+    )
     return p, exp_avg, exp_avg_sq, max_exp_avg_sq
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def kourkoutas_beta_amsgrad_3_sweep(
     table, work, beta1: tl.float32, decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    grad_scale_times_grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32, scalar_3: tl.float32,
-    scalar_4: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
+    grad_scale_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32,
+    most: tl.float32, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     walk(
         table, work, kourkoutas_beta_amsgrad_3_tile, SWEEP, (beta1, decay, one_minus_beta1_times_grad_scale,
-        grad_scale_times_grad_scale, one_minus_lr_times_weight_decay, scalar_3, scalar_4), step_key,
+        grad_scale_times_grad_scale, scalar_2, scalar_3, scalar_4, most, one_minus_lr_times_weight_decay), step_key,
+    )
+
+
+@triton.jit
+def kourkoutas_beta_amsgrad_exact_3_tile(
+    PLAN: tl.constexpr, p, g, exp_avg, exp_avg_sq, max_exp_avg_sq, one_minus_share, share,
+    one_over_sqrt_one_minus_beta2_product_2, beta1, decay, one_minus_beta1_times_grad_scale,
+    grad_scale_times_grad_scale, scalar_2, scalar_3, scalar_4, most, one_minus_lr_times_weight_decay, live,
+    MASKED: tl.constexpr,
+):
+    """The new p, exp_avg, exp_avg_sq, max_exp_avg_sq."""
+    exp_avg_sq = read(exp_avg_sq, PLAN.exp_avg_sq)
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 43
+    exp_avg_sq = tl.fma(grad_scale_times_grad_scale * share * g, g, one_minus_share * exp_avg_sq)  # 44
+    # 48
+    max_exp_avg_sq = tl.maximum(
+        times(decay, max_exp_avg_sq, PLAN.max_exp_avg_sq), exp_avg_sq, propagate_nan=tl.PropagateNan.ALL
+    )
+    # 52
+    step = exp_avg * (
+        1.0 / tl.fma(tl.sqrt(max_exp_avg_sq) * one_over_sqrt_one_minus_beta2_product_2, scalar_2, scalar_3)
+    )
+    # 58
+    p = tl.fma(
+        one_minus_lr_times_weight_decay, p,
+        minus(
+            tl.minimum(
+                tl.maximum(step, scalar_4, propagate_nan=tl.PropagateNan.ALL), most, propagate_nan=tl.PropagateNan.ALL
+            )
+        )
+    )
+    return p, exp_avg, exp_avg_sq, max_exp_avg_sq
+
+
+@triton.jit(do_not_specialize=["step_key"])
+def kourkoutas_beta_amsgrad_exact_3_sweep(
+    table, work, beta1: tl.float32, decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
+    grad_scale_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32,
+    most: tl.float32, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
+):
+    walk(
+        table, work, kourkoutas_beta_amsgrad_exact_3_tile, SWEEP, (beta1, decay, one_minus_beta1_times_grad_scale,
+        grad_scale_times_grad_scale, scalar_2, scalar_3, scalar_4, most, one_minus_lr_times_weight_decay), step_key,
     )

@@ -16,9 +16,9 @@ def lamb_1_tile(
     scalar_1, scalar_2, scalar_3, live, MASKED: tl.constexpr,
 ):
     """The new exp_avg, exp_avg_sq; the terms of tensor_sum_for_weight_norm, tensor_sum_for_update_norm."""
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 24
-    exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 25
-    update = tl.fma(weight_decay, p, exp_avg * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3)))  # 27
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 25
+    exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 26
+    update = tl.fma(weight_decay, p, exp_avg * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3)))  # 28
     return exp_avg, exp_avg_sq, p, update
 
 
@@ -37,13 +37,13 @@ def lamb_1_sweep(
 @triton.jit
 def lamb_2_values(tensor_sum_for_weight_norm, tensor_sum_for_update_norm, lr, min_norm, max_norm):
     """The new lr_times_trust."""
-    # 28
+    # 29
     weight_norm = tl.minimum(
         tl.maximum(tl.sqrt(tensor_sum_for_weight_norm), min_norm, propagate_nan=tl.PropagateNan.ALL), max_norm,
         propagate_nan=tl.PropagateNan.ALL
     )
-    update_norm = tl.sqrt(tensor_sum_for_update_norm)  # 29
-    trust = tl.where((weight_norm <= 0.0) | (update_norm <= 0.0), 1.0, weight_norm / update_norm)  # 30
+    update_norm = tl.sqrt(tensor_sum_for_update_norm)  # 30
+    trust = tl.where((weight_norm <= 0.0) | (update_norm <= 0.0), 1.0, weight_norm / update_norm)  # 31
     return (lr * trust,)
 
 
@@ -60,8 +60,8 @@ def lamb_3_tile(
     """The new p."""
     exp_avg = read(exp_avg, PLAN.exp_avg)
     exp_avg_sq = read(exp_avg_sq, PLAN.exp_avg_sq)
-    update = tl.fma(weight_decay, p, exp_avg * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3)))  # 27
-    p = tl.fma(minus(lr_times_trust), update, p)  # 31
+    update = tl.fma(weight_decay, p, exp_avg * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3)))  # 28
+    p = tl.fma(minus(lr_times_trust), update, p)  # 32
     return (p,)
 
 
@@ -79,9 +79,9 @@ def lamb_late_1_tile(
     scalar_1, scalar_2, scalar_3, live, MASKED: tl.constexpr,
 ):
     """The terms of tensor_sum_for_weight_norm, tensor_sum_for_update_norm."""
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 24
-    exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 25
-    update = tl.fma(weight_decay, p, exp_avg * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3)))  # 27
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 25
+    exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 26
+    update = tl.fma(weight_decay, p, exp_avg * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3)))  # 28
     return p, update
 
 
@@ -103,10 +103,10 @@ def lamb_late_3_tile(
     one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, live, MASKED: tl.constexpr,
 ):
     """The new p, exp_avg, exp_avg_sq."""
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 24
-    exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 25
-    update = tl.fma(weight_decay, p, exp_avg * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3)))  # 27
-    p = tl.fma(minus(lr_times_trust), update, p)  # 31
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 25
+    exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 26
+    update = tl.fma(weight_decay, p, exp_avg * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3)))  # 28
+    p = tl.fma(minus(lr_times_trust), update, p)  # 32
     return p, exp_avg, exp_avg_sq
 
 

@@ -13,8 +13,8 @@ struct laprop {  // laprop
         minus_lr_over_one_minus_beta1_pow_t(scalars[5]), one_minus_lr_times_weight_decay(scalars[6]) {}
     template <class S0, class S1>
     void states(F p, F g, S0 &exp_avg, S1 &exp_avg_sq) const {
-        const F exp_avg_sq_ = fma(scalar_0 * g, g, exp_avg_sq.times(beta2));  // 23
-        // 25
+        const F exp_avg_sq_ = fma(scalar_0 * g, g, exp_avg_sq.times(beta2));  // 29
+        // 39
         const F exp_avg_ = fma(
             scalar_2, g / (sqrt(exp_avg_sq_) + eps_times_sqrt_one_minus_beta2_pow_t), exp_avg.times(beta1)
         );
@@ -23,8 +23,121 @@ struct laprop {  // laprop
     }
     template <class S0, class S1>
     F weight(F p, F g, const S0 &exp_avg, const S1 &exp_avg_sq) const {
-        const F p_ = fma(minus_lr_over_one_minus_beta1_pow_t, exp_avg.next(), p);  // 26
-        const F p_2 = one_minus_lr_times_weight_decay * p_;  // 27
+        const F p_ = fma(minus_lr_over_one_minus_beta1_pow_t, exp_avg.next(), p);  // 40
+        const F p_2 = one_minus_lr_times_weight_decay * p_;  // 41
+        return p_2;
+    }
+};
+
+struct laprop_centered {  // laprop
+    static constexpr int SCALARS = 9, APART = 1;
+    static constexpr bool ROOT[] = {false, false, false};
+    static constexpr bool NEXT[] = {true, false, false};
+    const F beta1, beta2, scalar_0, one_minus_beta2_times_grad_scale, where_lt_steps_before_using_centered_t_one_zero,
+        eps_times_sqrt_one_minus_beta2_pow_t, scalar_4, minus_lr_over_one_minus_beta1_pow_t,
+        one_minus_lr_times_weight_decay;
+
+    explicit laprop_centered(const float *scalars) : beta1(scalars[0]), beta2(scalars[1]), scalar_0(scalars[2]),
+        one_minus_beta2_times_grad_scale(scalars[3]), where_lt_steps_before_using_centered_t_one_zero(scalars[4]),
+        eps_times_sqrt_one_minus_beta2_pow_t(scalars[5]), scalar_4(scalars[6]),
+        minus_lr_over_one_minus_beta1_pow_t(scalars[7]), one_minus_lr_times_weight_decay(scalars[8]) {}
+    template <class S0, class S1, class S2>
+    void states(F p, F g, S0 &exp_avg, S1 &exp_avg_sq, S2 &exp_mean) const {
+        const F exp_avg_sq_ = fma(scalar_0 * g, g, exp_avg_sq.times(beta2));  // 29
+        const F exp_mean_ = fma(one_minus_beta2_times_grad_scale, g, exp_mean.times(beta2));  // 32
+        // 33
+        const F second = max(
+            F(0.0f),
+            exp_avg_sq_ - where(0.0f < where_lt_steps_before_using_centered_t_one_zero, exp_mean_ * exp_mean_, F(0.0f))
+        );
+        // 39
+        const F exp_avg_ = fma(
+            scalar_4, g / (sqrt(second) + eps_times_sqrt_one_minus_beta2_pow_t), exp_avg.times(beta1)
+        );
+        exp_avg.set(exp_avg_);
+        exp_avg_sq.set(exp_avg_sq_);
+        exp_mean.set(exp_mean_);
+    }
+    template <class S0, class S1, class S2>
+    F weight(F p, F g, const S0 &exp_avg, const S1 &exp_avg_sq, const S2 &exp_mean) const {
+        const F p_ = fma(minus_lr_over_one_minus_beta1_pow_t, exp_avg.next(), p);  // 40
+        const F p_2 = one_minus_lr_times_weight_decay * p_;  // 41
+        return p_2;
+    }
+};
+
+struct laprop_amsgrad {  // laprop
+    static constexpr int SCALARS = 7, APART = 1;
+    static constexpr bool ROOT[] = {false, false, false};
+    static constexpr bool NEXT[] = {true, false, false};
+    const F beta1, beta2, scalar_0, eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, minus_lr_over_one_minus_beta1_pow_t,
+        one_minus_lr_times_weight_decay;
+
+    explicit laprop_amsgrad(const float *scalars) : beta1(scalars[0]), beta2(scalars[1]), scalar_0(scalars[2]),
+        eps_times_sqrt_one_minus_beta2_pow_t(scalars[3]), scalar_2(scalars[4]),
+        minus_lr_over_one_minus_beta1_pow_t(scalars[5]), one_minus_lr_times_weight_decay(scalars[6]) {}
+    template <class S0, class S1, class S2>
+    void states(F p, F g, S0 &exp_avg, S1 &exp_avg_sq, S2 &max_exp_avg_sq) const {
+        const F max_exp_avg_sq_ = max_exp_avg_sq.read();
+        const F exp_avg_sq_ = fma(scalar_0 * g, g, exp_avg_sq.times(beta2));  // 29
+        const F largest_ = max(max_exp_avg_sq_, exp_avg_sq_);  // 35
+        // 39
+        const F exp_avg_ = fma(
+            scalar_2, g / (sqrt(largest_) + eps_times_sqrt_one_minus_beta2_pow_t), exp_avg.times(beta1)
+        );
+        exp_avg.set(exp_avg_);
+        exp_avg_sq.set(exp_avg_sq_);
+        max_exp_avg_sq.set(largest_);
+    }
+    template <class S0, class S1, class S2>
+    F weight(F p, F g, const S0 &exp_avg, const S1 &exp_avg_sq, const S2 &max_exp_avg_sq) const {
+        const F p_ = fma(minus_lr_over_one_minus_beta1_pow_t, exp_avg.next(), p);  // 40
+        const F p_2 = one_minus_lr_times_weight_decay * p_;  // 41
+        return p_2;
+    }
+};
+
+struct laprop_amsgrad_centered {  // laprop
+    static constexpr int SCALARS = 9, APART = 1;
+    static constexpr bool ROOT[] = {false, false, false, false};
+    static constexpr bool NEXT[] = {true, false, false, false};
+    const F beta1, beta2, scalar_0, one_minus_beta2_times_grad_scale, where_lt_steps_before_using_centered_t_one_zero,
+        eps_times_sqrt_one_minus_beta2_pow_t, scalar_4, minus_lr_over_one_minus_beta1_pow_t,
+        one_minus_lr_times_weight_decay;
+
+    explicit laprop_amsgrad_centered(const float *scalars) : beta1(scalars[0]), beta2(scalars[1]), scalar_0(scalars[2]),
+        one_minus_beta2_times_grad_scale(scalars[3]), where_lt_steps_before_using_centered_t_one_zero(scalars[4]),
+        eps_times_sqrt_one_minus_beta2_pow_t(scalars[5]), scalar_4(scalars[6]),
+        minus_lr_over_one_minus_beta1_pow_t(scalars[7]), one_minus_lr_times_weight_decay(scalars[8]) {}
+    template <class S0, class S1, class S2, class S3>
+    void states(F p, F g, S0 &exp_avg, S1 &exp_avg_sq, S2 &exp_mean, S3 &max_exp_avg_sq) const {
+        const F max_exp_avg_sq_ = max_exp_avg_sq.read();
+        const F exp_avg_sq_ = fma(scalar_0 * g, g, exp_avg_sq.times(beta2));  // 29
+        const F exp_mean_ = fma(one_minus_beta2_times_grad_scale, g, exp_mean.times(beta2));  // 32
+        // 33
+        const F second = max(
+            F(0.0f),
+            exp_avg_sq_ - where(0.0f < where_lt_steps_before_using_centered_t_one_zero, exp_mean_ * exp_mean_, F(0.0f))
+        );
+        const F largest_ = max(max_exp_avg_sq_, second);  // 35
+        const F second_2 = where(0.0f < where_lt_steps_before_using_centered_t_one_zero, largest_, second);  // 37
+        // 39
+        const F exp_avg_ = fma(
+            scalar_4, g / (sqrt(second_2) + eps_times_sqrt_one_minus_beta2_pow_t), exp_avg.times(beta1)
+        );
+        // 36
+        const F max_exp_avg_sq_2 = where(
+            0.0f < where_lt_steps_before_using_centered_t_one_zero, largest_, max_exp_avg_sq_
+        );
+        exp_avg.set(exp_avg_);
+        exp_avg_sq.set(exp_avg_sq_);
+        exp_mean.set(exp_mean_);
+        max_exp_avg_sq.set(max_exp_avg_sq_2);
+    }
+    template <class S0, class S1, class S2, class S3>
+    F weight(F p, F g, const S0 &exp_avg, const S1 &exp_avg_sq, const S2 &exp_mean, const S3 &max_exp_avg_sq) const {
+        const F p_ = fma(minus_lr_over_one_minus_beta1_pow_t, exp_avg.next(), p);  // 40
+        const F p_2 = one_minus_lr_times_weight_decay * p_;  // 41
         return p_2;
     }
 };

@@ -4,7 +4,7 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.gpu.codecs import times
+from optgen.runtime.gpu.codecs import read, times
 from optgen.runtime.gpu.matrices import walk
 from optgen.runtime.gpu.prelude import reciprocal
 
@@ -15,14 +15,14 @@ def laprop_tile(
     scalar_2, minus_lr_over_one_minus_beta1_pow_t, one_minus_lr_times_weight_decay, live, MASKED: tl.constexpr,
 ):
     """The new p, exp_avg, exp_avg_sq."""
-    exp_avg_sq = tl.fma(scalar_0 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 23
-    # 25
+    exp_avg_sq = tl.fma(scalar_0 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 29
+    # 39
     exp_avg = tl.fma(
         scalar_2, g * reciprocal(tl.sqrt(exp_avg_sq) + eps_times_sqrt_one_minus_beta2_pow_t),
         times(beta1, exp_avg, PLAN.exp_avg)
     )
-    p = tl.fma(minus_lr_over_one_minus_beta1_pow_t, exp_avg, p)  # 26
-    p = one_minus_lr_times_weight_decay * p                      # 27
+    p = tl.fma(minus_lr_over_one_minus_beta1_pow_t, exp_avg, p)  # 40
+    p = one_minus_lr_times_weight_decay * p                      # 41
     return p, exp_avg, exp_avg_sq
 
 
@@ -35,5 +35,122 @@ def laprop_sweep(
 ):
     walk(
         table, work, laprop_tile, SWEEP, (beta1, beta2, scalar_0, eps_times_sqrt_one_minus_beta2_pow_t, scalar_2,
+        minus_lr_over_one_minus_beta1_pow_t, one_minus_lr_times_weight_decay), step_key,
+    )
+
+
+@triton.jit
+def laprop_centered_tile(
+    PLAN: tl.constexpr, p, g, exp_avg, exp_avg_sq, exp_mean, beta1, beta2, scalar_0,
+    one_minus_beta2_times_grad_scale, where_lt_steps_before_using_centered_t_one_zero,
+    eps_times_sqrt_one_minus_beta2_pow_t, scalar_4, minus_lr_over_one_minus_beta1_pow_t,
+    one_minus_lr_times_weight_decay, live, MASKED: tl.constexpr,
+):
+    """The new p, exp_avg, exp_avg_sq, exp_mean."""
+    exp_avg_sq = tl.fma(scalar_0 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 29
+    exp_mean = tl.fma(one_minus_beta2_times_grad_scale, g, times(beta2, exp_mean, PLAN.exp_mean))  # 32
+    # 33
+    second = tl.maximum(
+        exp_avg_sq - tl.where(0.0 < where_lt_steps_before_using_centered_t_one_zero, exp_mean * exp_mean, 0.0), 0.0,
+        propagate_nan=tl.PropagateNan.ALL
+    )
+    # 39
+    exp_avg = tl.fma(
+        scalar_4, g * reciprocal(tl.sqrt(second) + eps_times_sqrt_one_minus_beta2_pow_t),
+        times(beta1, exp_avg, PLAN.exp_avg)
+    )
+    p = tl.fma(minus_lr_over_one_minus_beta1_pow_t, exp_avg, p)  # 40
+    p = one_minus_lr_times_weight_decay * p                      # 41
+    return p, exp_avg, exp_avg_sq, exp_mean
+
+
+@triton.jit(do_not_specialize=["step_key"])
+def laprop_centered_sweep(
+    table, work, beta1: tl.float32, beta2: tl.float32, scalar_0: tl.float32,
+    one_minus_beta2_times_grad_scale: tl.float32, where_lt_steps_before_using_centered_t_one_zero: tl.float32,
+    eps_times_sqrt_one_minus_beta2_pow_t: tl.float32, scalar_4: tl.float32,
+    minus_lr_over_one_minus_beta1_pow_t: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    step_key: tl.int32, SWEEP: tl.constexpr,
+):
+    walk(
+        table, work, laprop_centered_tile, SWEEP, (beta1, beta2, scalar_0, one_minus_beta2_times_grad_scale,
+        where_lt_steps_before_using_centered_t_one_zero, eps_times_sqrt_one_minus_beta2_pow_t, scalar_4,
+        minus_lr_over_one_minus_beta1_pow_t, one_minus_lr_times_weight_decay), step_key,
+    )
+
+
+@triton.jit
+def laprop_amsgrad_tile(
+    PLAN: tl.constexpr, p, g, exp_avg, exp_avg_sq, max_exp_avg_sq, beta1, beta2, scalar_0,
+    eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, minus_lr_over_one_minus_beta1_pow_t,
+    one_minus_lr_times_weight_decay, live, MASKED: tl.constexpr,
+):
+    """The new p, exp_avg, exp_avg_sq, max_exp_avg_sq."""
+    max_exp_avg_sq = read(max_exp_avg_sq, PLAN.max_exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_0 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 29
+    largest = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)  # 35
+    # 39
+    exp_avg = tl.fma(
+        scalar_2, g * reciprocal(tl.sqrt(largest) + eps_times_sqrt_one_minus_beta2_pow_t),
+        times(beta1, exp_avg, PLAN.exp_avg)
+    )
+    p = tl.fma(minus_lr_over_one_minus_beta1_pow_t, exp_avg, p)  # 40
+    p = one_minus_lr_times_weight_decay * p                      # 41
+    return p, exp_avg, exp_avg_sq, largest
+
+
+@triton.jit(do_not_specialize=["step_key"])
+def laprop_amsgrad_sweep(
+    table, work, beta1: tl.float32, beta2: tl.float32, scalar_0: tl.float32,
+    eps_times_sqrt_one_minus_beta2_pow_t: tl.float32, scalar_2: tl.float32,
+    minus_lr_over_one_minus_beta1_pow_t: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    step_key: tl.int32, SWEEP: tl.constexpr,
+):
+    walk(
+        table, work, laprop_amsgrad_tile, SWEEP, (beta1, beta2, scalar_0, eps_times_sqrt_one_minus_beta2_pow_t,
+        scalar_2, minus_lr_over_one_minus_beta1_pow_t, one_minus_lr_times_weight_decay), step_key,
+    )
+
+
+@triton.jit
+def laprop_amsgrad_centered_tile(
+    PLAN: tl.constexpr, p, g, exp_avg, exp_avg_sq, exp_mean, max_exp_avg_sq, beta1, beta2, scalar_0,
+    one_minus_beta2_times_grad_scale, where_lt_steps_before_using_centered_t_one_zero,
+    eps_times_sqrt_one_minus_beta2_pow_t, scalar_4, minus_lr_over_one_minus_beta1_pow_t,
+    one_minus_lr_times_weight_decay, live, MASKED: tl.constexpr,
+):
+    """The new p, exp_avg, exp_avg_sq, exp_mean, max_exp_avg_sq."""
+    max_exp_avg_sq = read(max_exp_avg_sq, PLAN.max_exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_0 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 29
+    exp_mean = tl.fma(one_minus_beta2_times_grad_scale, g, times(beta2, exp_mean, PLAN.exp_mean))  # 32
+    # 33
+    second = tl.maximum(
+        exp_avg_sq - tl.where(0.0 < where_lt_steps_before_using_centered_t_one_zero, exp_mean * exp_mean, 0.0), 0.0,
+        propagate_nan=tl.PropagateNan.ALL
+    )
+    largest = tl.maximum(max_exp_avg_sq, second, propagate_nan=tl.PropagateNan.ALL)  # 35
+    second = tl.where(0.0 < where_lt_steps_before_using_centered_t_one_zero, largest, second)  # 37
+    # 39
+    exp_avg = tl.fma(
+        scalar_4, g * reciprocal(tl.sqrt(second) + eps_times_sqrt_one_minus_beta2_pow_t),
+        times(beta1, exp_avg, PLAN.exp_avg)
+    )
+    p = tl.fma(minus_lr_over_one_minus_beta1_pow_t, exp_avg, p)  # 40
+    p = one_minus_lr_times_weight_decay * p                      # 41
+    max_exp_avg_sq = tl.where(0.0 < where_lt_steps_before_using_centered_t_one_zero, largest, max_exp_avg_sq)  # 36
+    return p, exp_avg, exp_avg_sq, exp_mean, max_exp_avg_sq
+
+
+@triton.jit(do_not_specialize=["step_key"])
+def laprop_amsgrad_centered_sweep(
+    table, work, beta1: tl.float32, beta2: tl.float32, scalar_0: tl.float32,
+    one_minus_beta2_times_grad_scale: tl.float32, where_lt_steps_before_using_centered_t_one_zero: tl.float32,
+    eps_times_sqrt_one_minus_beta2_pow_t: tl.float32, scalar_4: tl.float32,
+    minus_lr_over_one_minus_beta1_pow_t: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    step_key: tl.int32, SWEEP: tl.constexpr,
+):
+    walk(
+        table, work, laprop_amsgrad_centered_tile, SWEEP, (beta1, beta2, scalar_0, one_minus_beta2_times_grad_scale,
+        where_lt_steps_before_using_centered_t_one_zero, eps_times_sqrt_one_minus_beta2_pow_t, scalar_4,
         minus_lr_over_one_minus_beta1_pow_t, one_minus_lr_times_weight_decay), step_key,
     )

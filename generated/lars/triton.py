@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.gpu.between import rounds
-from optgen.runtime.gpu.codecs import plus, times
+from optgen.runtime.gpu.codecs import times
 from optgen.runtime.gpu.matrices import walk
 
 
@@ -26,10 +26,10 @@ def lars_2_values(
     grad_scale_times_grad_scale,
 ):
     """The new lr_times_local_lr."""
-    weight_norm = tl.sqrt(tensor_sum_for_weight_norm)  # 18
-    grad_norm = tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_grad_norm)  # 18
-    ratio = trust_coefficient * weight_norm / tl.fma(weight_decay, weight_norm, grad_norm)  # 19
-    local_lr = tl.where((weight_norm <= 0.0) | (grad_norm <= 0.0), 1.0, ratio)  # 20
+    weight_norm = tl.sqrt(tensor_sum_for_weight_norm)  # 19
+    grad_norm = tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_grad_norm)  # 19
+    ratio = trust_coefficient * weight_norm / tl.fma(weight_decay, weight_norm, grad_norm)  # 20
+    local_lr = tl.where((weight_norm <= 0.0) | (grad_norm <= 0.0), 1.0, ratio)  # 21
     return (lr * local_lr,)
 
 
@@ -43,43 +43,48 @@ def lars_2_between(
 
 @triton.jit
 def lars_3_tile(
-    PLAN: tl.constexpr, p, g, momentum_buffer, lr_times_local_lr, momentum, weight_decay, grad_scale, live,
-    MASKED: tl.constexpr,
+    PLAN: tl.constexpr, p, g, momentum_buffer, lr_times_local_lr, momentum, weight_decay, grad_scale,
+    one_minus_dampening, live, MASKED: tl.constexpr,
 ):
     """The new p, momentum_buffer."""
     g = grad_scale * g
-    # 22
+    # 23
     momentum_buffer = tl.fma(
-        lr_times_local_lr, tl.fma(weight_decay, p, g), times(momentum, momentum_buffer, PLAN.momentum_buffer)
+        one_minus_dampening * lr_times_local_lr, tl.fma(weight_decay, p, g),
+        times(momentum, momentum_buffer, PLAN.momentum_buffer)
     )
-    p = p - momentum_buffer  # 23
+    p = p - momentum_buffer  # 24
     return p, momentum_buffer
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def lars_3_sweep(
-    table, work, momentum: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32, step_key: tl.int32,
-    SWEEP: tl.constexpr,
+    table, work, momentum: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
+    one_minus_dampening: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    walk(table, work, lars_3_tile, SWEEP, (momentum, weight_decay, grad_scale), step_key)
+    walk(table, work, lars_3_tile, SWEEP, (momentum, weight_decay, grad_scale, one_minus_dampening), step_key)
 
 
 @triton.jit
 def lars_nesterov_3_tile(
-    PLAN: tl.constexpr, p, g, momentum_buffer, lr_times_local_lr, momentum, weight_decay, grad_scale, live,
-    MASKED: tl.constexpr,
+    PLAN: tl.constexpr, p, g, momentum_buffer, lr_times_local_lr, momentum, weight_decay, grad_scale,
+    one_minus_dampening, live, MASKED: tl.constexpr,
 ):
     """The new p, momentum_buffer."""
     g = grad_scale * g
-    step = lr_times_local_lr * tl.fma(weight_decay, p, g)  # 21
-    momentum_buffer = plus(momentum, momentum_buffer, step, PLAN.momentum_buffer)  # 22
-    p = p - tl.fma(momentum, momentum_buffer, step)  # 23
+    p_fma = tl.fma(weight_decay, p, g)
+    # 23
+    momentum_buffer = tl.fma(
+        one_minus_dampening * lr_times_local_lr, p_fma, times(momentum, momentum_buffer, PLAN.momentum_buffer)
+    )
+    step = lr_times_local_lr * p_fma                 # 22
+    p = p - tl.fma(momentum, momentum_buffer, step)  # 24
     return p, momentum_buffer
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def lars_nesterov_3_sweep(
-    table, work, momentum: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32, step_key: tl.int32,
-    SWEEP: tl.constexpr,
+    table, work, momentum: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
+    one_minus_dampening: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    walk(table, work, lars_nesterov_3_tile, SWEEP, (momentum, weight_decay, grad_scale), step_key)
+    walk(table, work, lars_nesterov_3_tile, SWEEP, (momentum, weight_decay, grad_scale, one_minus_dampening), step_key)

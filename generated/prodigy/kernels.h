@@ -4,28 +4,28 @@
 // model: values of the model
 template <class S0, class S1, class S2, class S3, class S4, class S5>
 OPTGEN_INLINE void prodigy_1(
-    F lr, F weight_decay, F d0, F gain1, S0 &d, S1 &one_times_one_minus_beta1_times_d, S2 &rate,
+    F lr, F d0, F gain1, F weight_decay_2, S0 &d, S1 &one_times_one_minus_beta1_times_d, S2 &rate,
     S3 &one_minus_rate_times_weight_decay, S4 &d_over_d0, S5 &d_over_d0_times_rate
 ) {
-    const F rate_ = d.read() * lr;  // 41
+    const F rate_ = d.read() * lr;  // 45
     const F d_div = d.read() / d0;
     one_times_one_minus_beta1_times_d.set(gain1 * d.read());
     rate.set(rate_);
-    one_minus_rate_times_weight_decay.set(fma(-rate_, weight_decay, 1.0f));
+    one_minus_rate_times_weight_decay.set(fma(-rate_, weight_decay_2, 1.0f));
     d_over_d0.set(d_div);
     d_over_d0_times_rate.set(d_div * rate_);
 }
 
-// a sweep: d_denom (specs/prodigy.py:46), numerator (specs/prodigy.py:42)
+// a sweep: d_denom (specs/prodigy.py:50), numerator (specs/prodigy.py:46)
 template <class S0, class S1, class S2, class S3, class S4>
 OPTGEN_INLINE void prodigy_2(
-    F p, F g, F lr, F grad_scale, F moves, F keep3, S0 &s, S1 &p0, S2 &d_over_d0_times_rate, S3 &tensor_sum_for_d_denom,
-    S4 &tensor_sum_for_numerator
+    F p, F g, F lr, F grad_scale, F coupled, F moves, F keep3, S0 &s, S1 &p0, S2 &d_over_d0_times_rate,
+    S3 &tensor_sum_for_d_denom, S4 &tensor_sum_for_numerator
 ) {
     const F g_ = grad_scale * g;
     const F p0_ = p0.read();
-    const F g_2 = where(0.0f < moves, g_, F(0.0f));                      // 34
-    const F s_ = fma(d_over_d0_times_rate.read(), g_2, s.times(keep3));  // 45
+    const F g_2 = where(0.0f < moves, fma(coupled, p, g_), F(0.0f));  // 38
+    const F s_ = fma(d_over_d0_times_rate.read(), g_2, s.times(keep3));  // 49
     s.set(s_);
     tensor_sum_for_d_denom.set(moves * abs(s_));
     tensor_sum_for_numerator.set(lr * (g_2 * (p0_ - p)));
@@ -43,17 +43,17 @@ OPTGEN_INLINE void prodigy_3(
 // model: values of the model
 template <class S0, class S1, class S2, class S3, class S4, class S5, class S6>
 OPTGEN_INLINE void prodigy_4(
-    F eps, F d0, F d_coef, F growth_rate, F beta3, S0 &d, S1 &d_max, S2 &d_numerator, S3 &d_denom,
+    F eps, F d0, F d_coef, F growth_rate, F beta3_2, S0 &d, S1 &d_max, S2 &d_numerator, S3 &d_denom,
     S4 &model_sum_for_numerator, S5 &d_2, S6 &d_2_times_eps
 ) {
     const M d_denom_lt = 0.0f < d_denom.read();
-    // 42
-    const F numerator = fma(d.read() / d0 * d.read(), model_sum_for_numerator.read(), beta3 * d_numerator.read());
-    const F d_numerator_ = where(d_denom_lt, numerator, d_numerator.read());  // 47
-    const F d_hat = d_coef * d_numerator_ / max(F(1e-37f), d_denom.read());  // 48
-    const F d_max_ = max(d_max.read(), where(d_denom_lt, d_hat, F(0.0f)));  // 50
-    const F raised = where(d.read() == d0, max(d.read(), d_hat), d.read());  // 49
-    const F d_ = where(d_denom_lt, min(d_max_, raised * growth_rate), d.read());  // 51
+    // 46
+    const F numerator = fma(d.read() / d0 * d.read(), model_sum_for_numerator.read(), beta3_2 * d_numerator.read());
+    const F d_numerator_ = where(d_denom_lt, numerator, d_numerator.read());  // 51
+    const F d_hat = d_coef * d_numerator_ / max(F(1e-37f), d_denom.read());  // 52
+    const F d_max_ = max(d_max.read(), where(d_denom_lt, d_hat, F(0.0f)));  // 54
+    const F raised = where(d.read() == d0, max(d.read(), d_hat), d.read());  // 53
+    const F d_ = where(d_denom_lt, min(d_max_, raised * growth_rate), d.read());  // 55
     d_max.set(d_max_);
     d_numerator.set(d_numerator_);
     d_2.set(d_);
@@ -63,15 +63,15 @@ OPTGEN_INLINE void prodigy_4(
 // a sweep: the update
 template <class S0, class S1, class S2, class S3, class S4, class S5, class S6>
 OPTGEN_INLINE F prodigy_5(
-    F p, F g, F grad_scale, F moves, F keep1, F gain2, F keep2, S0 &exp_avg, S1 &exp_avg_sq, S2 &d,
+    F p, F g, F grad_scale, F coupled, F moves, F keep1, F gain2, F keep2, S0 &exp_avg, S1 &exp_avg_sq, S2 &d,
     S3 &one_minus_rate_times_weight_decay, S4 &rate, S5 &one_times_one_minus_beta1_times_d, S6 &d_2_times_eps
 ) {
     const F g_ = grad_scale * g;
-    const F g_2 = where(0.0f < moves, g_, F(0.0f));             // 34
-    const F exp_avg_ = fma(one_times_one_minus_beta1_times_d.read(), g_2, exp_avg.times(keep1));  // 43
-    const F exp_avg_sq_ = fma(gain2 * d.read() * g_2, d.read() * g_2, exp_avg_sq.times(keep2));  // 44
-    const F p_ = p * one_minus_rate_times_weight_decay.read();  // 52
-    const F p_2 = fma(-(rate.read() * exp_avg_), 1.0f / (sqrt(exp_avg_sq_) + d_2_times_eps.read()), p_);  // 53
+    const F g_2 = where(0.0f < moves, fma(coupled, p, g_), F(0.0f));  // 38
+    const F exp_avg_ = fma(one_times_one_minus_beta1_times_d.read(), g_2, exp_avg.times(keep1));  // 47
+    const F exp_avg_sq_ = fma(gain2 * d.read() * g_2, d.read() * g_2, exp_avg_sq.times(keep2));  // 48
+    const F p_ = p * one_minus_rate_times_weight_decay.read();  // 56
+    const F p_2 = fma(-(rate.read() * exp_avg_), 1.0f / (sqrt(exp_avg_sq_) + d_2_times_eps.read()), p_);  // 57
     exp_avg.set(exp_avg_);
     exp_avg_sq.set(exp_avg_sq_);
     return p_2;
@@ -86,28 +86,28 @@ OPTGEN_INLINE void prodigy_6(S0 &d_2, S1 &d) {
 // model: values of the model
 template <class S0, class S1, class S2, class S3, class S4, class S5>
 OPTGEN_INLINE void prodigy_safeguard_warmup_1(
-    F lr, F weight_decay, F d0, F gain1, F moves, S0 &d, S1 &one_times_one_minus_beta1_times_d, S2 &rate,
+    F lr, F d0, F gain1, F weight_decay_2, F moves, S0 &d, S1 &one_times_one_minus_beta1_times_d, S2 &rate,
     S3 &one_minus_rate_times_weight_decay, S4 &d_over_d0, S5 &d_over_d0_times_d_times_one
 ) {
-    const F rate_ = d.read() * lr;  // 41
+    const F rate_ = d.read() * lr;  // 45
     const F d_div = d.read() / d0;
     one_times_one_minus_beta1_times_d.set(gain1 * d.read());
     rate.set(rate_);
-    one_minus_rate_times_weight_decay.set(fma(-rate_, weight_decay, 1.0f));
+    one_minus_rate_times_weight_decay.set(fma(-rate_, weight_decay_2, 1.0f));
     d_over_d0.set(d_div);
     d_over_d0_times_d_times_one.set(d_div * (d.read() * moves));
 }
 
-// a sweep: d_denom (specs/prodigy.py:46), numerator (specs/prodigy.py:42)
+// a sweep: d_denom (specs/prodigy.py:50), numerator (specs/prodigy.py:46)
 template <class S0, class S1, class S2, class S3, class S4>
 OPTGEN_INLINE void prodigy_safeguard_warmup_2(
-    F p, F g, F lr, F grad_scale, F moves, F keep3, S0 &s, S1 &p0, S2 &d_over_d0_times_d_times_one,
+    F p, F g, F lr, F grad_scale, F coupled, F moves, F keep3, S0 &s, S1 &p0, S2 &d_over_d0_times_d_times_one,
     S3 &tensor_sum_for_d_denom, S4 &tensor_sum_for_numerator
 ) {
     const F g_ = grad_scale * g;
     const F p0_ = p0.read();
-    const F g_2 = where(0.0f < moves, g_, F(0.0f));  // 34
-    const F s_ = fma(d_over_d0_times_d_times_one.read(), g_2, s.times(keep3));  // 45
+    const F g_2 = where(0.0f < moves, fma(coupled, p, g_), F(0.0f));  // 38
+    const F s_ = fma(d_over_d0_times_d_times_one.read(), g_2, s.times(keep3));  // 49
     s.set(s_);
     tensor_sum_for_d_denom.set(moves * abs(s_));
     tensor_sum_for_numerator.set(lr * (g_2 * (p0_ - p)));
@@ -116,28 +116,28 @@ OPTGEN_INLINE void prodigy_safeguard_warmup_2(
 // model: values of the model
 template <class S0, class S1, class S2, class S3, class S4, class S5>
 OPTGEN_INLINE void prodigy_use_bias_correction_1(
-    F weight_decay, F d0, F own, F gain1, S0 &d, S1 &one_times_one_minus_beta1_times_d, S2 &rate,
+    F d0, F own, F gain1, F weight_decay_2, S0 &d, S1 &one_times_one_minus_beta1_times_d, S2 &rate,
     S3 &one_minus_rate_times_weight_decay, S4 &d_over_d0, S5 &d_over_d0_times_rate
 ) {
-    const F rate_ = d.read() * own;  // 41
+    const F rate_ = d.read() * own;  // 45
     const F d_div = d.read() / d0;
     one_times_one_minus_beta1_times_d.set(gain1 * d.read());
     rate.set(rate_);
-    one_minus_rate_times_weight_decay.set(fma(-rate_, weight_decay, 1.0f));
+    one_minus_rate_times_weight_decay.set(fma(-rate_, weight_decay_2, 1.0f));
     d_over_d0.set(d_div);
     d_over_d0_times_rate.set(d_div * rate_);
 }
 
-// a sweep: d_denom (specs/prodigy.py:46), numerator (specs/prodigy.py:42)
+// a sweep: d_denom (specs/prodigy.py:50), numerator (specs/prodigy.py:46)
 template <class S0, class S1, class S2, class S3, class S4>
 OPTGEN_INLINE void prodigy_use_bias_correction_2(
-    F p, F g, F grad_scale, F moves, F keep3, F own, S0 &s, S1 &p0, S2 &d_over_d0_times_rate,
+    F p, F g, F grad_scale, F coupled, F moves, F keep3, F own, S0 &s, S1 &p0, S2 &d_over_d0_times_rate,
     S3 &tensor_sum_for_d_denom, S4 &tensor_sum_for_numerator
 ) {
     const F g_ = grad_scale * g;
     const F p0_ = p0.read();
-    const F g_2 = where(0.0f < moves, g_, F(0.0f));                      // 34
-    const F s_ = fma(d_over_d0_times_rate.read(), g_2, s.times(keep3));  // 45
+    const F g_2 = where(0.0f < moves, fma(coupled, p, g_), F(0.0f));  // 38
+    const F s_ = fma(d_over_d0_times_rate.read(), g_2, s.times(keep3));  // 49
     s.set(s_);
     tensor_sum_for_d_denom.set(moves * abs(s_));
     tensor_sum_for_numerator.set(own * (g_2 * (p0_ - p)));
@@ -146,28 +146,28 @@ OPTGEN_INLINE void prodigy_use_bias_correction_2(
 // model: values of the model
 template <class S0, class S1, class S2, class S3, class S4, class S5>
 OPTGEN_INLINE void prodigy_use_bias_correction_safeguard_warmup_1(
-    F weight_decay, F d0, F own, F gain1, F moves, S0 &d, S1 &one_times_one_minus_beta1_times_d, S2 &rate,
+    F d0, F own, F gain1, F weight_decay_2, F moves, S0 &d, S1 &one_times_one_minus_beta1_times_d, S2 &rate,
     S3 &one_minus_rate_times_weight_decay, S4 &d_over_d0, S5 &d_over_d0_times_d_times_one
 ) {
-    const F rate_ = d.read() * own;  // 41
+    const F rate_ = d.read() * own;  // 45
     const F d_div = d.read() / d0;
     one_times_one_minus_beta1_times_d.set(gain1 * d.read());
     rate.set(rate_);
-    one_minus_rate_times_weight_decay.set(fma(-rate_, weight_decay, 1.0f));
+    one_minus_rate_times_weight_decay.set(fma(-rate_, weight_decay_2, 1.0f));
     d_over_d0.set(d_div);
     d_over_d0_times_d_times_one.set(d_div * (d.read() * moves));
 }
 
-// a sweep: d_denom (specs/prodigy.py:46), numerator (specs/prodigy.py:42)
+// a sweep: d_denom (specs/prodigy.py:50), numerator (specs/prodigy.py:46)
 template <class S0, class S1, class S2, class S3, class S4>
 OPTGEN_INLINE void prodigy_use_bias_correction_safeguard_warmup_2(
-    F p, F g, F grad_scale, F moves, F keep3, F own, S0 &s, S1 &p0, S2 &d_over_d0_times_d_times_one,
+    F p, F g, F grad_scale, F coupled, F moves, F keep3, F own, S0 &s, S1 &p0, S2 &d_over_d0_times_d_times_one,
     S3 &tensor_sum_for_d_denom, S4 &tensor_sum_for_numerator
 ) {
     const F g_ = grad_scale * g;
     const F p0_ = p0.read();
-    const F g_2 = where(0.0f < moves, g_, F(0.0f));  // 34
-    const F s_ = fma(d_over_d0_times_d_times_one.read(), g_2, s.times(keep3));  // 45
+    const F g_2 = where(0.0f < moves, fma(coupled, p, g_), F(0.0f));  // 38
+    const F s_ = fma(d_over_d0_times_d_times_one.read(), g_2, s.times(keep3));  // 49
     s.set(s_);
     tensor_sum_for_d_denom.set(moves * abs(s_));
     tensor_sum_for_numerator.set(own * (g_2 * (p0_ - p)));

@@ -11,39 +11,40 @@ from optgen.runtime.gpu.prelude import minus
 
 
 @triton.jit
-def prodigy_1_values(d, lr, weight_decay, d0, gain1):
+def prodigy_1_values(d, lr, d0, gain1, weight_decay_2):
     """The new one_times_one_minus_beta1_times_d, rate, one_minus_rate_times_weight_decay, d_over_d0,
     d_over_d0_times_rate."""
-    rate = d * lr  # 41
+    rate = d * lr  # 45
     d_div = d / d0
-    return gain1 * d, rate, tl.fma(minus(rate), weight_decay, 1.0), d_div, d_div * rate
+    return gain1 * d, rate, tl.fma(minus(rate), weight_decay_2, 1.0), d_div, d_div * rate
 
 
 @triton.jit
 def prodigy_1_between(
-    table, work, lr: tl.float32, weight_decay: tl.float32, d0: tl.float32, gain1: tl.float32, LEVEL: tl.constexpr,
+    table, work, lr: tl.float32, d0: tl.float32, gain1: tl.float32, weight_decay_2: tl.float32, LEVEL: tl.constexpr,
 ):
-    rounds(table, work, prodigy_1_values, LEVEL, 0, (lr, weight_decay, d0, gain1))
+    rounds(table, work, prodigy_1_values, LEVEL, 0, (lr, d0, gain1, weight_decay_2))
 
 
 @triton.jit
 def prodigy_2_tile(
-    PLAN: tl.constexpr, p, g, s, p0, d_over_d0_times_rate, lr, grad_scale, moves, keep3, live, MASKED: tl.constexpr,
+    PLAN: tl.constexpr, p, g, s, p0, d_over_d0_times_rate, lr, grad_scale, coupled, moves, keep3, live,
+    MASKED: tl.constexpr,
 ):
     """The new s; the terms of tensor_sum_for_d_denom, tensor_sum_for_numerator."""
     p0 = read(p0, PLAN.p0)
     g = grad_scale * g
-    g = tl.where(0.0 < moves, g, 0.0)                             # 34
-    s = tl.fma(d_over_d0_times_rate, g, times(keep3, s, PLAN.s))  # 45
+    g = tl.where(0.0 < moves, tl.fma(coupled, p, g), 0.0)  # 38
+    s = tl.fma(d_over_d0_times_rate, g, times(keep3, s, PLAN.s))  # 49
     return s, moves * tl.abs(s), lr * (g * (p0 - p))
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def prodigy_2_sweep(
-    table, work, lr: tl.float32, grad_scale: tl.float32, moves: tl.float32, keep3: tl.float32, step_key: tl.int32,
-    SWEEP: tl.constexpr,
+    table, work, lr: tl.float32, grad_scale: tl.float32, coupled: tl.float32, moves: tl.float32, keep3: tl.float32,
+    step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    walk(table, work, prodigy_2_tile, SWEEP, (lr, grad_scale, moves, keep3), step_key)
+    walk(table, work, prodigy_2_tile, SWEEP, (lr, grad_scale, coupled, moves, keep3), step_key)
 
 
 @triton.jit
@@ -58,48 +59,50 @@ def prodigy_3_between(table, work, LEVEL: tl.constexpr):
 
 
 @triton.jit
-def prodigy_4_values(d, d_max, d_numerator, d_denom, model_sum_for_numerator, eps, d0, d_coef, growth_rate, beta3):
+def prodigy_4_values(
+    d, d_max, d_numerator, d_denom, model_sum_for_numerator, eps, d0, d_coef, growth_rate, beta3_2,
+):
     """The new d_max, d_numerator, d_2, d_2_times_eps."""
     d_denom_lt = 0.0 < d_denom
-    numerator = tl.fma(d / d0 * d, model_sum_for_numerator, beta3 * d_numerator)  # 42
-    d_numerator = tl.where(d_denom_lt, numerator, d_numerator)  # 47
-    d_hat = d_coef * d_numerator / tl.maximum(d_denom, 1e-37, propagate_nan=tl.PropagateNan.ALL)  # 48
-    d_max = tl.maximum(d_max, tl.where(d_denom_lt, d_hat, 0.0), propagate_nan=tl.PropagateNan.ALL)  # 50
-    raised = tl.where(d == d0, tl.maximum(d, d_hat, propagate_nan=tl.PropagateNan.ALL), d)  # 49
-    d = tl.where(d_denom_lt, tl.minimum(d_max, raised * growth_rate, propagate_nan=tl.PropagateNan.ALL), d)  # 51
+    numerator = tl.fma(d / d0 * d, model_sum_for_numerator, beta3_2 * d_numerator)  # 46
+    d_numerator = tl.where(d_denom_lt, numerator, d_numerator)  # 51
+    d_hat = d_coef * d_numerator / tl.maximum(d_denom, 1e-37, propagate_nan=tl.PropagateNan.ALL)  # 52
+    d_max = tl.maximum(d_max, tl.where(d_denom_lt, d_hat, 0.0), propagate_nan=tl.PropagateNan.ALL)  # 54
+    raised = tl.where(d == d0, tl.maximum(d, d_hat, propagate_nan=tl.PropagateNan.ALL), d)  # 53
+    d = tl.where(d_denom_lt, tl.minimum(d_max, raised * growth_rate, propagate_nan=tl.PropagateNan.ALL), d)  # 55
     return d_max, d_numerator, d, d * eps
 
 
 @triton.jit
 def prodigy_4_between(
-    table, work, eps: tl.float32, d0: tl.float32, d_coef: tl.float32, growth_rate: tl.float32, beta3: tl.float32,
+    table, work, eps: tl.float32, d0: tl.float32, d_coef: tl.float32, growth_rate: tl.float32, beta3_2: tl.float32,
     LEVEL: tl.constexpr,
 ):
-    rounds(table, work, prodigy_4_values, LEVEL, 0, (eps, d0, d_coef, growth_rate, beta3))
+    rounds(table, work, prodigy_4_values, LEVEL, 0, (eps, d0, d_coef, growth_rate, beta3_2))
 
 
 @triton.jit
 def prodigy_5_tile(
     PLAN: tl.constexpr, p, g, exp_avg, exp_avg_sq, d, one_minus_rate_times_weight_decay, rate,
-    one_times_one_minus_beta1_times_d, d_2_times_eps, grad_scale, moves, keep1, gain2, keep2, live,
+    one_times_one_minus_beta1_times_d, d_2_times_eps, grad_scale, coupled, moves, keep1, gain2, keep2, live,
     MASKED: tl.constexpr,
 ):
     """The new p, exp_avg, exp_avg_sq."""
     g = grad_scale * g
-    g = tl.where(0.0 < moves, g, 0.0)          # 34
-    exp_avg = tl.fma(one_times_one_minus_beta1_times_d, g, times(keep1, exp_avg, PLAN.exp_avg))  # 43
-    exp_avg_sq = tl.fma(gain2 * d * g, d * g, times(keep2, exp_avg_sq, PLAN.exp_avg_sq))  # 44
-    p = p * one_minus_rate_times_weight_decay  # 52
-    p = tl.fma(minus(rate * exp_avg), 1.0 / (tl.sqrt(exp_avg_sq) + d_2_times_eps), p)  # 53
+    g = tl.where(0.0 < moves, tl.fma(coupled, p, g), 0.0)  # 38
+    exp_avg = tl.fma(one_times_one_minus_beta1_times_d, g, times(keep1, exp_avg, PLAN.exp_avg))  # 47
+    exp_avg_sq = tl.fma(gain2 * d * g, d * g, times(keep2, exp_avg_sq, PLAN.exp_avg_sq))  # 48
+    p = p * one_minus_rate_times_weight_decay              # 56
+    p = tl.fma(minus(rate * exp_avg), 1.0 / (tl.sqrt(exp_avg_sq) + d_2_times_eps), p)  # 57
     return p, exp_avg, exp_avg_sq
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def prodigy_5_sweep(
-    table, work, grad_scale: tl.float32, moves: tl.float32, keep1: tl.float32, gain2: tl.float32, keep2: tl.float32,
-    step_key: tl.int32, SWEEP: tl.constexpr,
+    table, work, grad_scale: tl.float32, coupled: tl.float32, moves: tl.float32, keep1: tl.float32,
+    gain2: tl.float32, keep2: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    walk(table, work, prodigy_5_tile, SWEEP, (grad_scale, moves, keep1, gain2, keep2), step_key)
+    walk(table, work, prodigy_5_tile, SWEEP, (grad_scale, coupled, moves, keep1, gain2, keep2), step_key)
 
 
 @triton.jit
@@ -114,119 +117,120 @@ def prodigy_6_between(table, work, LEVEL: tl.constexpr):
 
 
 @triton.jit
-def prodigy_safeguard_warmup_1_values(d, lr, weight_decay, d0, gain1, moves):
+def prodigy_safeguard_warmup_1_values(d, lr, d0, gain1, weight_decay_2, moves):
     """The new one_times_one_minus_beta1_times_d, rate, one_minus_rate_times_weight_decay, d_over_d0,
     d_over_d0_times_d_times_one."""
-    rate = d * lr  # 41
+    rate = d * lr  # 45
     d_div = d / d0
-    return gain1 * d, rate, tl.fma(minus(rate), weight_decay, 1.0), d_div, d_div * (d * moves)
+    return gain1 * d, rate, tl.fma(minus(rate), weight_decay_2, 1.0), d_div, d_div * (d * moves)
 
 
 @triton.jit
 def prodigy_safeguard_warmup_1_between(
-    table, work, lr: tl.float32, weight_decay: tl.float32, d0: tl.float32, gain1: tl.float32, moves: tl.float32,
+    table, work, lr: tl.float32, d0: tl.float32, gain1: tl.float32, weight_decay_2: tl.float32, moves: tl.float32,
     LEVEL: tl.constexpr,
 ):
-    rounds(table, work, prodigy_safeguard_warmup_1_values, LEVEL, 0, (lr, weight_decay, d0, gain1, moves))
+    rounds(table, work, prodigy_safeguard_warmup_1_values, LEVEL, 0, (lr, d0, gain1, weight_decay_2, moves))
 
 
 @triton.jit
 def prodigy_safeguard_warmup_2_tile(
-    PLAN: tl.constexpr, p, g, s, p0, d_over_d0_times_d_times_one, lr, grad_scale, moves, keep3, live,
+    PLAN: tl.constexpr, p, g, s, p0, d_over_d0_times_d_times_one, lr, grad_scale, coupled, moves, keep3, live,
     MASKED: tl.constexpr,
 ):
     """The new s; the terms of tensor_sum_for_d_denom, tensor_sum_for_numerator."""
     p0 = read(p0, PLAN.p0)
     g = grad_scale * g
-    g = tl.where(0.0 < moves, g, 0.0)                                    # 34
-    s = tl.fma(d_over_d0_times_d_times_one, g, times(keep3, s, PLAN.s))  # 45
+    g = tl.where(0.0 < moves, tl.fma(coupled, p, g), 0.0)  # 38
+    s = tl.fma(d_over_d0_times_d_times_one, g, times(keep3, s, PLAN.s))  # 49
     return s, moves * tl.abs(s), lr * (g * (p0 - p))
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def prodigy_safeguard_warmup_2_sweep(
-    table, work, lr: tl.float32, grad_scale: tl.float32, moves: tl.float32, keep3: tl.float32, step_key: tl.int32,
-    SWEEP: tl.constexpr,
+    table, work, lr: tl.float32, grad_scale: tl.float32, coupled: tl.float32, moves: tl.float32, keep3: tl.float32,
+    step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    walk(table, work, prodigy_safeguard_warmup_2_tile, SWEEP, (lr, grad_scale, moves, keep3), step_key)
+    walk(table, work, prodigy_safeguard_warmup_2_tile, SWEEP, (lr, grad_scale, coupled, moves, keep3), step_key)
 
 
 @triton.jit
-def prodigy_use_bias_correction_1_values(d, weight_decay, d0, own, gain1):
+def prodigy_use_bias_correction_1_values(d, d0, own, gain1, weight_decay_2):
     """The new one_times_one_minus_beta1_times_d, rate, one_minus_rate_times_weight_decay, d_over_d0,
     d_over_d0_times_rate."""
-    rate = d * own  # 41
+    rate = d * own  # 45
     d_div = d / d0
-    return gain1 * d, rate, tl.fma(minus(rate), weight_decay, 1.0), d_div, d_div * rate
+    return gain1 * d, rate, tl.fma(minus(rate), weight_decay_2, 1.0), d_div, d_div * rate
 
 
 @triton.jit
 def prodigy_use_bias_correction_1_between(
-    table, work, weight_decay: tl.float32, d0: tl.float32, own: tl.float32, gain1: tl.float32, LEVEL: tl.constexpr,
+    table, work, d0: tl.float32, own: tl.float32, gain1: tl.float32, weight_decay_2: tl.float32,
+    LEVEL: tl.constexpr,
 ):
-    rounds(table, work, prodigy_use_bias_correction_1_values, LEVEL, 0, (weight_decay, d0, own, gain1))
+    rounds(table, work, prodigy_use_bias_correction_1_values, LEVEL, 0, (d0, own, gain1, weight_decay_2))
 
 
 @triton.jit
 def prodigy_use_bias_correction_2_tile(
-    PLAN: tl.constexpr, p, g, s, p0, d_over_d0_times_rate, grad_scale, moves, keep3, own, live,
+    PLAN: tl.constexpr, p, g, s, p0, d_over_d0_times_rate, grad_scale, coupled, moves, keep3, own, live,
     MASKED: tl.constexpr,
 ):
     """The new s; the terms of tensor_sum_for_d_denom, tensor_sum_for_numerator."""
     p0 = read(p0, PLAN.p0)
     g = grad_scale * g
-    g = tl.where(0.0 < moves, g, 0.0)                             # 34
-    s = tl.fma(d_over_d0_times_rate, g, times(keep3, s, PLAN.s))  # 45
+    g = tl.where(0.0 < moves, tl.fma(coupled, p, g), 0.0)  # 38
+    s = tl.fma(d_over_d0_times_rate, g, times(keep3, s, PLAN.s))  # 49
     return s, moves * tl.abs(s), own * (g * (p0 - p))
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def prodigy_use_bias_correction_2_sweep(
-    table, work, grad_scale: tl.float32, moves: tl.float32, keep3: tl.float32, own: tl.float32, step_key: tl.int32,
-    SWEEP: tl.constexpr,
+    table, work, grad_scale: tl.float32, coupled: tl.float32, moves: tl.float32, keep3: tl.float32, own: tl.float32,
+    step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    walk(table, work, prodigy_use_bias_correction_2_tile, SWEEP, (grad_scale, moves, keep3, own), step_key)
+    walk(table, work, prodigy_use_bias_correction_2_tile, SWEEP, (grad_scale, coupled, moves, keep3, own), step_key)
 
 
 @triton.jit
-def prodigy_use_bias_correction_safeguard_warmup_1_values(d, weight_decay, d0, own, gain1, moves):
+def prodigy_use_bias_correction_safeguard_warmup_1_values(d, d0, own, gain1, weight_decay_2, moves):
     """The new one_times_one_minus_beta1_times_d, rate, one_minus_rate_times_weight_decay, d_over_d0,
     d_over_d0_times_d_times_one."""
-    rate = d * own  # 41
+    rate = d * own  # 45
     d_div = d / d0
-    return gain1 * d, rate, tl.fma(minus(rate), weight_decay, 1.0), d_div, d_div * (d * moves)
+    return gain1 * d, rate, tl.fma(minus(rate), weight_decay_2, 1.0), d_div, d_div * (d * moves)
 
 
 @triton.jit
 def prodigy_use_bias_correction_safeguard_warmup_1_between(
-    table, work, weight_decay: tl.float32, d0: tl.float32, own: tl.float32, gain1: tl.float32, moves: tl.float32,
+    table, work, d0: tl.float32, own: tl.float32, gain1: tl.float32, weight_decay_2: tl.float32, moves: tl.float32,
     LEVEL: tl.constexpr,
 ):
     rounds(
-        table, work, prodigy_use_bias_correction_safeguard_warmup_1_values, LEVEL, 0, (weight_decay, d0, own, gain1,
+        table, work, prodigy_use_bias_correction_safeguard_warmup_1_values, LEVEL, 0, (d0, own, gain1, weight_decay_2,
         moves),
     )
 
 
 @triton.jit
 def prodigy_use_bias_correction_safeguard_warmup_2_tile(
-    PLAN: tl.constexpr, p, g, s, p0, d_over_d0_times_d_times_one, grad_scale, moves, keep3, own, live,
+    PLAN: tl.constexpr, p, g, s, p0, d_over_d0_times_d_times_one, grad_scale, coupled, moves, keep3, own, live,
     MASKED: tl.constexpr,
 ):
     """The new s; the terms of tensor_sum_for_d_denom, tensor_sum_for_numerator."""
     p0 = read(p0, PLAN.p0)
     g = grad_scale * g
-    g = tl.where(0.0 < moves, g, 0.0)                                    # 34
-    s = tl.fma(d_over_d0_times_d_times_one, g, times(keep3, s, PLAN.s))  # 45
+    g = tl.where(0.0 < moves, tl.fma(coupled, p, g), 0.0)  # 38
+    s = tl.fma(d_over_d0_times_d_times_one, g, times(keep3, s, PLAN.s))  # 49
     return s, moves * tl.abs(s), own * (g * (p0 - p))
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def prodigy_use_bias_correction_safeguard_warmup_2_sweep(
-    table, work, grad_scale: tl.float32, moves: tl.float32, keep3: tl.float32, own: tl.float32, step_key: tl.int32,
-    SWEEP: tl.constexpr,
+    table, work, grad_scale: tl.float32, coupled: tl.float32, moves: tl.float32, keep3: tl.float32, own: tl.float32,
+    step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     walk(
-        table, work, prodigy_use_bias_correction_safeguard_warmup_2_tile, SWEEP, (grad_scale, moves, keep3, own),
-        step_key,
+        table, work, prodigy_use_bias_correction_safeguard_warmup_2_tile, SWEEP, (grad_scale, coupled, moves, keep3,
+        own), step_key,
     )

@@ -55,6 +55,7 @@ class ADOPT(Optimizer):
         eps: float | Tensor = 1e-6,
         weight_decay: float | Tensor = 0.0,
         decoupled_weight_decay: bool = False,
+        clipped: bool = True,
         *,
         maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
         module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
@@ -437,7 +438,9 @@ class Adai(Optimizer):
         betas: Sequence[float | Tensor] = (0.1, 0.99),
         eps: float | Tensor = 0.001,
         weight_decay: float | Tensor = 0.0,
+        dampening: float | Tensor = 0.9,
         decoupled: bool = False,
+        dampened: bool = False,
         *,
         maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
         module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
@@ -733,6 +736,7 @@ class ApolloQN(Optimizer):
         weight_decay: float | Tensor = 0.0,
         belief: bool = False,
         decoupled: bool = False,
+        stable: bool = False,
         *,
         maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
         module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
@@ -859,6 +863,24 @@ class Conda(Optimizer):
         stagger: bool = False, workspace: int | str | None = None,
     ) -> None: ...
 
+class DAdaptAdaGrad(Optimizer):
+    """The weight is its first value less a sum of gradients over a root of squares; momentum averages weights."""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 1.0,
+        momentum: float | Tensor = 0.0,
+        eps: float | Tensor = 1e-6,
+        weight_decay: float | Tensor = 0.0,
+        d0: float | Tensor = 1e-6,
+        growth_rate: float | Tensor = 3e38,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+        stagger: bool = False, workspace: int | str | None = None,
+    ) -> None: ...
+
 class DAdaptAdam(Optimizer):
     """The estimate d is one for the whole model: each group is in its sums with a rate of its own, lr."""
 
@@ -871,6 +893,59 @@ class DAdaptAdam(Optimizer):
         d0: float | Tensor = 1e-6,
         growth_rate: float | Tensor = 3e38,
         use_bias_correction: bool = False,
+        decouple: bool = True,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+        stagger: bool = False, workspace: int | str | None = None,
+    ) -> None: ...
+
+class DAdaptAdan(Optimizer):
+    """The estimate d is one for the whole model: each group is in its sums with a rate of its own, lr."""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 1.0,
+        betas: Sequence[float | Tensor] = (0.98, 0.92, 0.99),
+        eps: float | Tensor = 1e-8,
+        weight_decay: float | Tensor = 0.02,
+        d0: float | Tensor = 1e-6,
+        growth_rate: float | Tensor = 3e38,
+        no_prox: bool = False,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+        stagger: bool = False, workspace: int | str | None = None,
+    ) -> None: ...
+
+class DAdaptLion(Optimizer):
+    """The estimate d is one for the whole model: each group is in its sums with a rate of its own, lr."""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 1.0,
+        betas: Sequence[float | Tensor] = (0.9, 0.99),
+        weight_decay: float | Tensor = 0.0,
+        d0: float | Tensor = 1e-6,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+        stagger: bool = False, workspace: int | str | None = None,
+    ) -> None: ...
+
+class DAdaptSGD(Optimizer):
+    """The estimate d is one for the whole model, and steps are relative to the norm of the first gradients."""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 1.0,
+        momentum: float | Tensor = 0.0,
+        weight_decay: float | Tensor = 0.0,
+        d0: float | Tensor = 1e-6,
+        growth_rate: float | Tensor = 3e38,
         *,
         maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
         module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
@@ -1056,6 +1131,24 @@ class FOCUS(Optimizer):
         stagger: bool = False, workspace: int | str | None = None,
     ) -> None: ...
 
+class FSGDM(Optimizer):
+    """The momentum is s / (s + c_scaling * sigma), with s the first step of the stage, one of n_stages of sigma steps."""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 0.1,
+        weight_decay: float | Tensor = 0.0005,
+        c_scaling: float | Tensor = 0.033,
+        v_coefficient: float | Tensor = 1.0,
+        n_stages: float | Tensor = 300,
+        sigma: float | Tensor = 117000,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+        stagger: bool = False, workspace: int | str | None = None,
+    ) -> None: ...
+
 class FTRL(Optimizer):
     """Adagrad's per-element rate, and an exact L1 penalty."""
 
@@ -1176,6 +1269,24 @@ class GrokFastAdamW(Optimizer):
         stagger: bool = False, workspace: int | str | None = None,
     ) -> None: ...
 
+class INNAprop(Optimizer):
+    """Viscous friction alpha and Hessian damping beta, with no Hessian."""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 0.001,
+        alpha: float | Tensor = 0.1,
+        beta: float | Tensor = 0.9,
+        sigma: float | Tensor = 0.999,
+        eps: float | Tensor = 1e-8,
+        weight_decay: float | Tensor = 0.01,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+        stagger: bool = False, workspace: int | str | None = None,
+    ) -> None: ...
+
 class KATE(Optimizer):
     """The gradient over the sum of its squares, times a root that grows with it; delta is the paper's eta."""
 
@@ -1227,8 +1338,10 @@ class KourkoutasBeta(Optimizer):
         eps: float | Tensor = 1e-8,
         weight_decay: float | Tensor = 0.0,
         decay: float | Tensor = 0.98,
+        max_ratio: float | Tensor = 3e38,
         amsgrad: bool = False,
         bias_correction: bool = False,
+        exact: bool = False,
         *,
         maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
         module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
@@ -1265,6 +1378,7 @@ class LAMB(Optimizer):
         weight_decay: float | Tensor = 0.01,
         min_norm: float | Tensor = 0.0,
         max_norm: float | Tensor = 3e38,
+        grad_averaging: bool = True,
         *,
         maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
         module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
@@ -1297,6 +1411,7 @@ class LARS(Optimizer):
         momentum: float | Tensor = 0.9,
         weight_decay: float | Tensor = 0.0005,
         trust_coefficient: float | Tensor = 0.001,
+        dampening: float | Tensor = 0.0,
         nesterov: bool = False,
         *,
         maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
@@ -1314,6 +1429,9 @@ class LaProp(Optimizer):
         betas: Sequence[float | Tensor] = (0.9, 0.999),
         eps: float | Tensor = 1e-15,
         weight_decay: float | Tensor = 0.0,
+        steps_before_using_centered: float | Tensor = 10.0,
+        amsgrad: bool = False,
+        centered: bool = False,
         *,
         maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
         module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
@@ -1666,6 +1784,8 @@ class Prodigy(Optimizer):
         d0: float | Tensor = 1e-6,
         d_coef: float | Tensor = 1.0,
         growth_rate: float | Tensor = 3e38,
+        decouple: bool = True,
+        beta3: float | Tensor = 0.0,
         use_bias_correction: bool = False,
         safeguard_warmup: bool = False,
         *,
@@ -2047,6 +2167,21 @@ class SRMM(Optimizer):
         stagger: bool = False, workspace: int | str | None = None,
     ) -> None: ...
 
+class SRSGD(Optimizer):
+    """The momentum is (k - 1) / (k + 2), with k from 1 to restarting_iter - 1 and again from 1."""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 0.1,
+        weight_decay: float | Tensor = 0.0,
+        restarting_iter: float | Tensor = 100,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+        stagger: bool = False, workspace: int | str | None = None,
+    ) -> None: ...
+
 class SWATS(Optimizer):
     """The rate is Adam's step squared over its product with the gradient, summed over the model, and averaged."""
 
@@ -2244,6 +2379,8 @@ class StableSPAM(Optimizer):
         gamma2: float | Tensor = 0.9,
         gamma3: float | Tensor = 0.999,
         update_proj_gap: float | Tensor = 1000.0,
+        total_T: float | Tensor = 0.0,
+        eta_min: float | Tensor = 0.5,
         *,
         maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
         module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
@@ -2276,6 +2413,25 @@ class Tiger(Optimizer):
         lr: float | Tensor = 0.001,
         beta: float | Tensor = 0.965,
         weight_decay: float | Tensor = 0.01,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+        stagger: bool = False, workspace: int | str | None = None,
+    ) -> None: ...
+
+class VRAdam(Optimizer):
+    """The rate is lr / (1 + min(beta3 * |m|^2, lr_cutoff)), with m the momentum of the model or, by `normgrad`, g."""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 0.001,
+        betas: Sequence[float | Tensor] = (0.9, 0.999),
+        beta3: float | Tensor = 1.0,
+        eps: float | Tensor = 1e-8,
+        weight_decay: float | Tensor = 1e-5,
+        lr_cutoff: float | Tensor = 10.0,
+        normgrad: bool = False,
         *,
         maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
         module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,

@@ -15,9 +15,9 @@ DISCOURAGED = {
             "exp_avg_sq": (
                 "adabound", "adam", "adam_swd", "adamc", "adamod", "adamp", "adamw", "adanorm", "adapnm", "adashift",
                 "adatam", "ademamix", "agd", "apollo", "avagrad", "came", "cautious_adamw", "clipped_adamw", "conda",
-                "dadapt_adam", "diffgrad", "dual_adam", "eadam", "exadam", "fira", "galore", "grams", "lamb", "lans",
-                "laprop", "lookahead_adamw", "nadam", "padam", "prodigy", "qhadam", "radam", "radam_schedule_free",
-                "sadam", "schedule_free_adamw", "sinkgd", "stable_spam", "swats",
+                "dadapt_adam", "diffgrad", "dual_adam", "eadam", "exadam", "fira", "galore", "grams", "innaprop",
+                "lamb", "lans", "laprop", "lookahead_adamw", "nadam", "padam", "prodigy", "qhadam", "radam",
+                "radam_schedule_free", "sadam", "schedule_free_adamw", "sinkgd", "stable_spam", "swats", "vradam",
             ),
             "exp_hessian_diag_sq": ("adahessian",), "v_avg": ("adalite",), "exp_inf": ("adamax",), "v": ("adamg",),
             "exp_avg_lr": ("adamod",), "fim": ("fadam",), "square_avg": ("nero",), "exp_var": ("sgdf",),
@@ -28,24 +28,29 @@ DISCOURAGED = {
             "variance": ("adafactor",), "exp_avg_sq": ("adafactor_paper",),
         },
         'it only grows, by ever smaller parts of itself, and nearest rounding drops whatever is below half a cell': {
-            "sum": ("adagrad",), "z": ("ftrl",), "n": ("ftrl",), "m_sq": ("kate",), "b_sq": ("kate",),
-            "grad_sum_sq": ("madgrad",), "s": ("madgrad",), "accumulator": ("sm3",), "exp_avg_sq": ("yogi",),
+            "sum": ("adagrad",), "alphak": ("dadapt_adagrad",), "s": ("dadapt_adagrad", "dadapt_sgd", "madgrad"),
+            "z": ("ftrl",), "n": ("ftrl",), "m_sq": ("kate",), "b_sq": ("kate",), "grad_sum_sq": ("madgrad",),
+            "accumulator": ("sm3",), "exp_avg_sq": ("yogi",),
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.99 changes it by 0.01 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 0.0078 (kept / true in [0.719, 1.63] '
         '(geometric sum of relative errors)); round it stochastically, or keep it in fp32': {
-            "exp_avg_sq": ("adai", "adam_atan2", "adan", "ano", "grokfast_adamw", "mars", "shampoo", "stable_adamw"),
+            "exp_avg_sq": (
+                "adai", "adam_atan2", "adan", "ano", "dadapt_adan", "grokfast_adamw", "mars", "shampoo", "stable_adamw",
+            ),
             "square_avg": ("rmsprop",),
         },
         'to nearest, 128 codes up to 1 of the value keep themselves under a decay of 0.9999: a state without '
-        'gradients never returns to 0': {"exp_avg_slow": ("ademamix",)},
+        'gradients never returns to 0': {"exp_avg_slow": ("ademamix",), "exp_avg": ("innaprop",)},
         'the average freezes, and the step sizes made of it with it: a step under decay 0.9999 changes it by 0.0001 '
         'of itself at most, and rounding to nearest undoes that in cells of up to 0.0078 (kept / true in [0.025, inf]'
         ' (geometric sum of relative errors)); round it stochastically, or keep it in fp32': {"exp_avg_sq": ("adopt",)},
         'to nearest, 128 codes up to 1 of the value keep themselves under a decay of 0.9995: a state without '
-        'gradients never returns to 0': {"s": ("dadapt_adam", "prodigy")},
+        'gradients never returns to 0': {"s": ("dadapt_adam",)},
         'to nearest, 128 codes up to 1 of the value keep themselves under a decay of 0.999: a state without gradients'
-        ' never returns to 0': {"away": ("focus",), "momentum_buffer": ("qhm",)},
+        ' never returns to 0': {"away": ("focus",), "exp_mean": ("laprop",), "momentum_buffer": ("qhm",)},
+        'to nearest, 2 codes up to 1 of the value keep themselves under a decay of 0.996154: a state without '
+        'gradients never returns to 0': {"momentum_buffer": ("fsgdm",)},
     },
     "int8_rn_split24": {
         'to nearest, 127 codes up to 1 of the scale keep themselves under a decay of 0.999999: a state without '
@@ -61,9 +66,10 @@ DISCOURAGED = {
                 "diffgrad", "dual_adam", "eadam", "exadam", "fira", "focus", "galore", "grams", "grokfast_adamw",
                 "kl_shampoo", "kourkoutas_beta", "lamb", "lans", "laprop", "lookahead_adamw", "msvag", "nadam",
                 "nosadam", "padam", "prodigy", "qhadam", "radam", "sadam", "sgdf", "shampoo", "sinkgd", "spam",
-                "stable_adamw", "stable_spam", "swats", "yogi",
+                "stable_adamw", "swats", "vradam", "yogi",
             ),
             "m_avg": ("adalite",), "m": ("adam_mini", "bcos"), "buffer2": ("aggmo",), "exp_avg_grad": ("apollo_qn",),
+            "z_offset": ("dadapt_sgd",),
             "momentum_buffer": (
                 "dion", "dion2", "lars", "low_rank_muon", "orthograd", "psgd_kron", "rmsprop", "scion", "sgd",
                 "sgd_sai", "sgdp", "sgdw", "signum", "sm3", "sngm",
@@ -77,9 +83,9 @@ DISCOURAGED = {
             "exp_avg_sq": (
                 "adabound", "adam", "adam_swd", "adamc", "adamod", "adamp", "adamw", "adanorm", "adapnm", "adashift",
                 "adatam", "ademamix", "agd", "apollo", "avagrad", "came", "cautious_adamw", "clipped_adamw", "conda",
-                "dadapt_adam", "diffgrad", "dual_adam", "eadam", "exadam", "fira", "galore", "grams", "lamb", "lans",
-                "laprop", "lookahead_adamw", "nadam", "padam", "prodigy", "qhadam", "radam", "radam_schedule_free",
-                "sadam", "schedule_free_adamw", "sinkgd", "stable_spam", "swats",
+                "dadapt_adam", "diffgrad", "dual_adam", "eadam", "exadam", "fira", "galore", "grams", "innaprop",
+                "lamb", "lans", "laprop", "lookahead_adamw", "nadam", "padam", "prodigy", "qhadam", "radam",
+                "radam_schedule_free", "sadam", "schedule_free_adamw", "sinkgd", "stable_spam", "swats", "vradam",
             ),
             "exp_hessian_diag_sq": ("adahessian",), "v_avg": ("adalite",), "exp_inf": ("adamax",), "v": ("adamg",),
             "exp_avg_lr": ("adamod",), "fim": ("fadam",), "square_avg": ("nero",), "exp_var": ("sgdf",),
@@ -89,8 +95,8 @@ DISCOURAGED = {
         " of a format of one's own that says so by `still`": {
             "max_exp_avg_var": ("adabelief",),
             "max_exp_avg_sq": (
-                "adabound", "adam", "adam_swd", "adamw", "adapnm", "agd", "clipped_adamw", "lookahead_adamw", "padam",
-                "sadam",
+                "adabound", "adam", "adam_swd", "adamw", "adapnm", "agd", "clipped_adamw", "laprop", "lookahead_adamw",
+                "padam", "sadam",
             ),
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.9 changes it by 0.1 of '
@@ -114,33 +120,40 @@ DISCOURAGED = {
             "r": ("adamg",),
         },
         'it only grows, by ever smaller parts of itself, and nearest rounding drops whatever is below half a cell': {
-            "sum": ("adagrad",), "z": ("ftrl",), "n": ("ftrl",), "m_sq": ("kate",), "b_sq": ("kate",),
-            "grad_sum_sq": ("madgrad",), "s": ("madgrad",), "accumulator": ("sm3",), "exp_avg_sq": ("yogi",),
+            "sum": ("adagrad",), "alphak": ("dadapt_adagrad",), "s": ("dadapt_adagrad", "dadapt_sgd", "madgrad"),
+            "z": ("ftrl",), "n": ("ftrl",), "m_sq": ("kate",), "b_sq": ("kate",), "grad_sum_sq": ("madgrad",),
+            "accumulator": ("sm3",), "exp_avg_sq": ("yogi",),
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.99 changes it by 0.01 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 3; round it stochastically, or keep it'
         ' in fp32': {
-            "exp_avg_sq": ("adai", "adam_atan2", "adan", "ano", "grokfast_adamw", "mars", "shampoo", "stable_adamw"),
+            "exp_avg_sq": (
+                "adai", "adam_atan2", "adan", "ano", "dadapt_adan", "grokfast_adamw", "mars", "shampoo", "stable_adamw",
+            ),
             "square_avg": ("rmsprop",),
         },
         'to nearest, 28 codes up to 0.12 of the scale keep themselves under a decay of 0.98: a state without '
-        'gradients never returns to 0': {"exp_avg": ("adan",), "grok_exp_avg": ("grokfast_adamw",)},
+        'gradients never returns to 0': {"exp_avg": ("adan", "dadapt_adan"), "grok_exp_avg": ("grokfast_adamw",)},
         'to nearest, 6 codes up to 0.024 of the scale keep themselves under a decay of 0.92: a state without '
-        'gradients never returns to 0': {"exp_avg_diff": ("adan",), "exp_avg": ("ano",)},
+        'gradients never returns to 0': {"exp_avg_diff": ("adan", "dadapt_adan"), "exp_avg": ("ano",)},
         'to nearest, 127 codes up to 1 of the scale keep themselves under a decay of 0.9999: a state without '
-        'gradients never returns to 0': {"exp_avg_slow": ("ademamix",)},
+        'gradients never returns to 0': {"exp_avg_slow": ("ademamix",), "exp_avg": ("innaprop",)},
         'the average freezes, and the step sizes made of it with it: a step under decay 0.9999 changes it by 0.0001 '
         'of itself at most, and rounding to nearest undoes that in cells of up to 3; round it stochastically, or keep'
         ' it in fp32': {"exp_avg_sq": ("adopt",)},
         'to nearest, 68 codes up to 0.37 of the scale keep themselves under a decay of 0.99: a state without '
         'gradients never returns to 0': {
-            "buffer3": ("aggmo",), "exp_avg": ("cautious_lion", "lion", "lion_k", "simplified_ademamix"),
-            "grad_avg": ("rmsprop",), "hessian_avg": ("sophia",),
+            "buffer3": ("aggmo",), "exp_avg": ("cautious_lion", "dadapt_lion", "lion", "lion_k", "simplified_ademamix"),
+            "s": ("dadapt_adan",), "grad_avg": ("rmsprop",), "hessian_avg": ("sophia",),
         },
         'to nearest, 127 codes up to 1 of the scale keep themselves under a decay of 0.9995: a state without '
-        'gradients never returns to 0': {"s": ("dadapt_adam", "prodigy")},
+        'gradients never returns to 0': {"s": ("dadapt_adam",)},
+        'to nearest, 127 codes up to 1 of the scale keep themselves under a decay of 0.994987: a state without '
+        'gradients never returns to 0': {"s": ("dadapt_lion",)},
         'to nearest, 127 codes up to 1 of the scale keep themselves under a decay of 0.999: a state without gradients'
-        ' never returns to 0': {"away": ("focus",), "momentum_buffer": ("qhm",)},
+        ' never returns to 0': {"away": ("focus",), "exp_mean": ("laprop",), "momentum_buffer": ("qhm",)},
+        'to nearest, 127 codes up to 1 of the scale keep themselves under a decay of 0.996154: a state without '
+        'gradients never returns to 0': {"momentum_buffer": ("fsgdm",)},
         'to nearest, 5 codes up to 0.02 of the scale keep themselves under a decay of 0.899999: a state without '
         'gradients never returns to 0': {"v": ("gravity",)},
         'the average freezes, and the step sizes made of it with it: a step under decay 0.98 changes it by 0.02 of '
@@ -158,53 +171,58 @@ DISCOURAGED = {
                 "acprop", "adabelief", "adabound", "adafactor_paper", "adahessian", "adai", "adam", "adam_atan2",
                 "adam_swd", "adamax", "adamc", "adamod", "adamp", "adams", "adamw", "adan", "adanorm", "adapnm",
                 "adatam", "ademamix", "adopt", "agd", "aida", "amos", "ano", "apollo", "avagrad", "came",
-                "cautious_adamw", "cautious_lion", "clipped_adamw", "conda", "dadapt_adam", "diffgrad", "dual_adam",
-                "eadam", "exadam", "fira", "focus", "galore", "grams", "grokfast_adamw", "kl_shampoo",
-                "kourkoutas_beta", "lamb", "lans", "laprop", "lion", "lion_k", "lookahead_adamw", "mars", "msvag",
-                "nadam", "nosadam", "novograd", "padam", "pnm", "prodigy", "qhadam", "radam", "sadam", "sgdf",
-                "shampoo", "simplified_ademamix", "sinkgd", "soap", "sophia", "spam", "stable_adamw", "stable_spam",
-                "swats", "tiger", "yogi",
+                "cautious_adamw", "cautious_lion", "clipped_adamw", "conda", "dadapt_adam", "dadapt_adan",
+                "dadapt_lion", "diffgrad", "dual_adam", "eadam", "exadam", "fira", "focus", "galore", "grams",
+                "grokfast_adamw", "innaprop", "kl_shampoo", "kourkoutas_beta", "lamb", "lans", "laprop", "lion",
+                "lion_k", "lookahead_adamw", "mars", "msvag", "nadam", "nosadam", "novograd", "padam", "pnm", "prodigy",
+                "qhadam", "radam", "sadam", "sgdf", "shampoo", "simplified_ademamix", "sinkgd", "soap", "sophia",
+                "spam", "stable_adamw", "stable_spam", "swats", "tiger", "vradam", "yogi",
             ),
             "exp_avg_var": ("acprop", "adabelief", "aida"), "max_exp_avg_var": ("adabelief",),
             "exp_avg_sq": (
                 "adabound", "adafactor_paper", "adago", "adai", "adam", "adam_atan2", "adam_swd", "adamc", "adamod",
                 "adamp", "adamuon", "adamw", "adan", "adanorm", "adapnm", "adashift", "adasmooth", "adatam", "ademamix",
                 "adopt", "agd", "ano", "apollo", "avagrad", "came", "cautious_adamw", "clipped_adamw", "conda",
-                "dadapt_adam", "diffgrad", "dion", "dion2", "dual_adam", "eadam", "exadam", "fira", "galore", "grams",
-                "grokfast_adamw", "kl_shampoo", "kourkoutas_beta", "lamb", "lans", "laprop", "lookahead_adamw",
-                "low_rank_muon", "mars", "msvag", "muon", "nadam", "normuon", "nosadam", "padam", "polargrad",
-                "prodigy", "qhadam", "radam", "radam_schedule_free", "sadam", "schedule_free_adamw", "shampoo",
-                "simplified_ademamix", "sinkgd", "soap", "soap_muon", "spam", "stable_adamw", "stable_spam", "swats",
-                "yogi",
+                "dadapt_adam", "dadapt_adan", "diffgrad", "dion", "dion2", "dual_adam", "eadam", "exadam", "fira",
+                "galore", "grams", "grokfast_adamw", "innaprop", "kl_shampoo", "kourkoutas_beta", "lamb", "lans",
+                "laprop", "lookahead_adamw", "low_rank_muon", "mars", "msvag", "muon", "nadam", "normuon", "nosadam",
+                "padam", "polargrad", "prodigy", "qhadam", "radam", "radam_schedule_free", "sadam",
+                "schedule_free_adamw", "shampoo", "simplified_ademamix", "sinkgd", "soap", "soap_muon", "spam",
+                "stable_adamw", "stable_spam", "swats", "vradam", "yogi",
             ),
             "max_exp_avg_sq": (
-                "adabound", "adam", "adam_swd", "adamw", "adapnm", "agd", "clipped_adamw", "kourkoutas_beta",
+                "adabound", "adam", "adam_swd", "adamw", "adapnm", "agd", "clipped_adamw", "kourkoutas_beta", "laprop",
                 "lookahead_adamw", "padam", "sadam",
             ),
             "square_avg": ("adadelta", "nero", "racs", "rmsprop"), "acc_delta": ("adadelta",),
             "variance": ("adafactor",),
             "momentum_buffer": (
-                "adago", "adamuon", "dion", "dion2", "lars", "low_rank_muon", "muon", "normuon", "orthograd",
+                "adago", "adamuon", "dion", "dion2", "fsgdm", "lars", "low_rank_muon", "muon", "normuon", "orthograd",
                 "polargrad", "psgd_kron", "qhm", "rmsprop", "scion", "sgd", "sgd_sai", "sgdp", "sgdw", "signum", "sm3",
                 "sngm", "soap_muon", "tam",
             ),
             "sum": ("adagrad",), "exp_hessian_diag_sq": ("adahessian",), "correction": ("adai",), "m_avg": ("adalite",),
             "v_avg": ("adalite",), "m": ("adam_mini", "adamg", "bcos"), "exp_inf": ("adamax",),
-            "v": ("adamg", "gravity"), "r": ("adamg",), "exp_avg_lr": ("adamod",), "exp_avg_diff": ("adan",),
-            "prev_grad": ("adan", "diffgrad"), "neg_exp_avg": ("adapnm", "pnm"), "past1": ("adashift",),
-            "past2": ("adashift",), "past3": ("adashift",), "past4": ("adashift",), "past5": ("adashift",),
-            "past6": ("adashift",), "past7": ("adashift",), "past8": ("adashift",), "past9": ("adashift",),
-            "past10": ("adashift",), "s": ("adasmooth", "dadapt_adam", "madgrad", "prodigy"),
+            "v": ("adamg", "gravity"), "r": ("adamg",), "exp_avg_lr": ("adamod",),
+            "exp_avg_diff": ("adan", "dadapt_adan"), "prev_grad": ("adan", "dadapt_adan", "diffgrad"),
+            "neg_exp_avg": ("adapnm", "pnm"), "past1": ("adashift",), "past2": ("adashift",), "past3": ("adashift",),
+            "past4": ("adashift",), "past5": ("adashift",), "past6": ("adashift",), "past7": ("adashift",),
+            "past8": ("adashift",), "past9": ("adashift",), "past10": ("adashift",),
+            "s": (
+                "adasmooth", "dadapt_adagrad", "dadapt_adam", "dadapt_adan", "dadapt_lion", "dadapt_sgd", "madgrad",
+                "prodigy",
+            ),
             "n": ("adasmooth", "ftrl"), "exp_avg_slow": ("ademamix",), "buffer1": ("aggmo",), "buffer2": ("aggmo",),
             "buffer3": ("aggmo",), "exp_avg_grad": ("apollo_qn",), "approx_hessian": ("apollo_qn",),
-            "update": ("apollo_qn",), "momentum": ("fadam", "splus"), "fim": ("fadam",), "away": ("focus",),
-            "z": ("ftrl",), "grok_exp_avg": ("grokfast_adamw",), "m_sq": ("kate",), "b_sq": ("kate",),
+            "update": ("apollo_qn",), "alphak": ("dadapt_adagrad",),
+            "z_offset": ("dadapt_sgd", "schedule_free_adamw", "schedule_free_sgd"), "momentum": ("fadam", "splus"),
+            "fim": ("fadam",), "away": ("focus",), "z": ("ftrl",), "grok_exp_avg": ("grokfast_adamw",),
+            "m_sq": ("kate",), "b_sq": ("kate",), "exp_mean": ("laprop",),
             "momentum_buffer_residual": ("low_rank_muon",), "grad_sum_sq": ("madgrad",), "last_grad": ("mars",),
             "grad_buffer": ("pid",), "i_buffer": ("pid",), "d_buffer": ("pid",), "diagonal": ("psgd_kron",),
-            "grad_avg": ("rmsprop",), "prev": ("rprop",), "step_size": ("rprop",),
-            "z_offset": ("schedule_free_adamw", "schedule_free_sgd"), "exp_var": ("sgdf",), "accumulator": ("sm3",),
-            "lookahead_avg": ("soap_muon",), "hessian_avg": ("sophia",), "mov_avg_grad": ("srmm",), "mug": ("vsgd",),
-            "bg": ("vsgd",), "bhg": ("vsgd",),
+            "grad_avg": ("rmsprop",), "prev": ("rprop",), "step_size": ("rprop",), "exp_var": ("sgdf",),
+            "accumulator": ("sm3",), "lookahead_avg": ("soap_muon",), "hessian_avg": ("sophia",),
+            "mov_avg_grad": ("srmm",), "ahead": ("srsgd",), "mug": ("vsgd",), "bg": ("vsgd",), "bhg": ("vsgd",),
         },
     },
     "bnb8": {
@@ -221,9 +239,10 @@ DISCOURAGED = {
                 "diffgrad", "dual_adam", "eadam", "exadam", "fira", "focus", "galore", "grams", "grokfast_adamw",
                 "kl_shampoo", "kourkoutas_beta", "lamb", "lans", "laprop", "lookahead_adamw", "msvag", "nadam",
                 "nosadam", "padam", "prodigy", "qhadam", "radam", "sadam", "sgdf", "shampoo", "sinkgd", "spam",
-                "stable_adamw", "stable_spam", "swats", "yogi",
+                "stable_adamw", "swats", "vradam", "yogi",
             ),
             "m_avg": ("adalite",), "m": ("adam_mini", "bcos"), "buffer2": ("aggmo",), "exp_avg_grad": ("apollo_qn",),
+            "z_offset": ("dadapt_sgd",),
             "momentum_buffer": (
                 "dion", "dion2", "lars", "low_rank_muon", "orthograd", "psgd_kron", "rmsprop", "scion", "sgd",
                 "sgd_sai", "sgdp", "sgdw", "signum", "sm3", "sngm",
@@ -237,9 +256,9 @@ DISCOURAGED = {
             "exp_avg_sq": (
                 "adabound", "adam", "adam_swd", "adamc", "adamod", "adamp", "adamw", "adanorm", "adapnm", "adashift",
                 "adatam", "ademamix", "agd", "apollo", "avagrad", "came", "cautious_adamw", "clipped_adamw", "conda",
-                "dadapt_adam", "diffgrad", "dual_adam", "eadam", "exadam", "fira", "galore", "grams", "lamb", "lans",
-                "laprop", "lookahead_adamw", "nadam", "padam", "prodigy", "qhadam", "radam", "radam_schedule_free",
-                "sadam", "schedule_free_adamw", "sinkgd", "stable_spam", "swats",
+                "dadapt_adam", "diffgrad", "dual_adam", "eadam", "exadam", "fira", "galore", "grams", "innaprop",
+                "lamb", "lans", "laprop", "lookahead_adamw", "nadam", "padam", "prodigy", "qhadam", "radam",
+                "radam_schedule_free", "sadam", "schedule_free_adamw", "sinkgd", "stable_spam", "swats", "vradam",
             ),
             "exp_hessian_diag_sq": ("adahessian",), "v_avg": ("adalite",), "exp_inf": ("adamax",), "v": ("adamg",),
             "exp_avg_lr": ("adamod",), "fim": ("fadam",), "square_avg": ("nero",), "exp_var": ("sgdf",),
@@ -249,8 +268,8 @@ DISCOURAGED = {
         " of a format of one's own that says so by `still`": {
             "max_exp_avg_var": ("adabelief",),
             "max_exp_avg_sq": (
-                "adabound", "adam", "adam_swd", "adamw", "adapnm", "agd", "clipped_adamw", "lookahead_adamw", "padam",
-                "sadam",
+                "adabound", "adam", "adam_swd", "adamw", "adapnm", "agd", "clipped_adamw", "laprop", "lookahead_adamw",
+                "padam", "sadam",
             ),
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.9 changes it by 0.1 of '
@@ -274,33 +293,40 @@ DISCOURAGED = {
             "r": ("adamg",),
         },
         'it only grows, by ever smaller parts of itself, and nearest rounding drops whatever is below half a cell': {
-            "sum": ("adagrad",), "z": ("ftrl",), "n": ("ftrl",), "m_sq": ("kate",), "b_sq": ("kate",),
-            "grad_sum_sq": ("madgrad",), "s": ("madgrad",), "accumulator": ("sm3",), "exp_avg_sq": ("yogi",),
+            "sum": ("adagrad",), "alphak": ("dadapt_adagrad",), "s": ("dadapt_adagrad", "dadapt_sgd", "madgrad"),
+            "z": ("ftrl",), "n": ("ftrl",), "m_sq": ("kate",), "b_sq": ("kate",), "grad_sum_sq": ("madgrad",),
+            "accumulator": ("sm3",), "exp_avg_sq": ("yogi",),
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.99 changes it by 0.01 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 1.7; round it stochastically, or keep '
         'it in fp32': {
-            "exp_avg_sq": ("adai", "adam_atan2", "adan", "ano", "grokfast_adamw", "mars", "shampoo", "stable_adamw"),
+            "exp_avg_sq": (
+                "adai", "adam_atan2", "adan", "ano", "dadapt_adan", "grokfast_adamw", "mars", "shampoo", "stable_adamw",
+            ),
             "square_avg": ("rmsprop",),
         },
         'to nearest, 140 codes up to 0.35 of the scale keep themselves under a decay of 0.98: a state without '
-        'gradients never returns to 0': {"exp_avg": ("adan",), "grok_exp_avg": ("grokfast_adamw",)},
+        'gradients never returns to 0': {"exp_avg": ("adan", "dadapt_adan"), "grok_exp_avg": ("grokfast_adamw",)},
         'to nearest, 36 codes up to 0.017 of the scale keep themselves under a decay of 0.92: a state without '
-        'gradients never returns to 0': {"exp_avg_diff": ("adan",), "exp_avg": ("ano",)},
+        'gradients never returns to 0': {"exp_avg_diff": ("adan", "dadapt_adan"), "exp_avg": ("ano",)},
         'to nearest, 255 codes up to 1 of the scale keep themselves under a decay of 0.9999: a state without '
-        'gradients never returns to 0': {"exp_avg_slow": ("ademamix",)},
+        'gradients never returns to 0': {"exp_avg_slow": ("ademamix",), "exp_avg": ("innaprop",)},
         'the average freezes, and the step sizes made of it with it: a step under decay 0.9999 changes it by 0.0001 '
         'of itself at most, and rounding to nearest undoes that in cells of up to 1.7; round it stochastically, or '
         'keep it in fp32': {"exp_avg_sq": ("adopt",)},
         'to nearest, 212 codes up to 0.7 of the scale keep themselves under a decay of 0.99: a state without '
         'gradients never returns to 0': {
-            "buffer3": ("aggmo",), "exp_avg": ("cautious_lion", "lion", "lion_k", "simplified_ademamix"),
-            "grad_avg": ("rmsprop",), "hessian_avg": ("sophia",),
+            "buffer3": ("aggmo",), "exp_avg": ("cautious_lion", "dadapt_lion", "lion", "lion_k", "simplified_ademamix"),
+            "s": ("dadapt_adan",), "grad_avg": ("rmsprop",), "hessian_avg": ("sophia",),
         },
         'to nearest, 255 codes up to 1 of the scale keep themselves under a decay of 0.9995: a state without '
-        'gradients never returns to 0': {"s": ("dadapt_adam", "prodigy")},
+        'gradients never returns to 0': {"s": ("dadapt_adam",)},
+        'to nearest, 254 codes up to 0.99 of the scale keep themselves under a decay of 0.994987: a state without '
+        'gradients never returns to 0': {"s": ("dadapt_lion",)},
         'to nearest, 255 codes up to 1 of the scale keep themselves under a decay of 0.999: a state without gradients'
-        ' never returns to 0': {"away": ("focus",), "momentum_buffer": ("qhm",)},
+        ' never returns to 0': {"away": ("focus",), "exp_mean": ("laprop",), "momentum_buffer": ("qhm",)},
+        'to nearest, 254 codes up to 0.99 of the scale keep themselves under a decay of 0.996154: a state without '
+        'gradients never returns to 0': {"momentum_buffer": ("fsgdm",)},
         'to nearest, 28 codes up to 0.0024 of the scale keep themselves under a decay of 0.899999: a state without '
         'gradients never returns to 0': {"v": ("gravity",)},
         'the average freezes, and the step sizes made of it with it: a step under decay 0.98 changes it by 0.02 of '
@@ -319,53 +345,58 @@ DISCOURAGED = {
                 "acprop", "adabelief", "adabound", "adafactor_paper", "adahessian", "adai", "adam", "adam_atan2",
                 "adam_swd", "adamax", "adamc", "adamod", "adamp", "adams", "adamw", "adan", "adanorm", "adapnm",
                 "adatam", "ademamix", "adopt", "agd", "aida", "amos", "ano", "apollo", "avagrad", "came",
-                "cautious_adamw", "cautious_lion", "clipped_adamw", "conda", "dadapt_adam", "diffgrad", "dual_adam",
-                "eadam", "exadam", "fira", "focus", "galore", "grams", "grokfast_adamw", "kl_shampoo",
-                "kourkoutas_beta", "lamb", "lans", "laprop", "lion", "lion_k", "lookahead_adamw", "mars", "msvag",
-                "nadam", "nosadam", "novograd", "padam", "pnm", "prodigy", "qhadam", "radam", "sadam", "sgdf",
-                "shampoo", "simplified_ademamix", "sinkgd", "soap", "sophia", "spam", "stable_adamw", "stable_spam",
-                "swats", "tiger", "yogi",
+                "cautious_adamw", "cautious_lion", "clipped_adamw", "conda", "dadapt_adam", "dadapt_adan",
+                "dadapt_lion", "diffgrad", "dual_adam", "eadam", "exadam", "fira", "focus", "galore", "grams",
+                "grokfast_adamw", "innaprop", "kl_shampoo", "kourkoutas_beta", "lamb", "lans", "laprop", "lion",
+                "lion_k", "lookahead_adamw", "mars", "msvag", "nadam", "nosadam", "novograd", "padam", "pnm", "prodigy",
+                "qhadam", "radam", "sadam", "sgdf", "shampoo", "simplified_ademamix", "sinkgd", "soap", "sophia",
+                "spam", "stable_adamw", "stable_spam", "swats", "tiger", "vradam", "yogi",
             ),
             "exp_avg_var": ("acprop", "adabelief", "aida"), "max_exp_avg_var": ("adabelief",),
             "exp_avg_sq": (
                 "adabound", "adafactor_paper", "adago", "adai", "adam", "adam_atan2", "adam_swd", "adamc", "adamod",
                 "adamp", "adamuon", "adamw", "adan", "adanorm", "adapnm", "adashift", "adasmooth", "adatam", "ademamix",
                 "adopt", "agd", "ano", "apollo", "avagrad", "came", "cautious_adamw", "clipped_adamw", "conda",
-                "dadapt_adam", "diffgrad", "dion", "dion2", "dual_adam", "eadam", "exadam", "fira", "galore", "grams",
-                "grokfast_adamw", "kl_shampoo", "kourkoutas_beta", "lamb", "lans", "laprop", "lookahead_adamw",
-                "low_rank_muon", "mars", "msvag", "muon", "nadam", "normuon", "nosadam", "padam", "polargrad",
-                "prodigy", "qhadam", "radam", "radam_schedule_free", "sadam", "schedule_free_adamw", "shampoo",
-                "simplified_ademamix", "sinkgd", "soap", "soap_muon", "spam", "stable_adamw", "stable_spam", "swats",
-                "yogi",
+                "dadapt_adam", "dadapt_adan", "diffgrad", "dion", "dion2", "dual_adam", "eadam", "exadam", "fira",
+                "galore", "grams", "grokfast_adamw", "innaprop", "kl_shampoo", "kourkoutas_beta", "lamb", "lans",
+                "laprop", "lookahead_adamw", "low_rank_muon", "mars", "msvag", "muon", "nadam", "normuon", "nosadam",
+                "padam", "polargrad", "prodigy", "qhadam", "radam", "radam_schedule_free", "sadam",
+                "schedule_free_adamw", "shampoo", "simplified_ademamix", "sinkgd", "soap", "soap_muon", "spam",
+                "stable_adamw", "stable_spam", "swats", "vradam", "yogi",
             ),
             "max_exp_avg_sq": (
-                "adabound", "adam", "adam_swd", "adamw", "adapnm", "agd", "clipped_adamw", "kourkoutas_beta",
+                "adabound", "adam", "adam_swd", "adamw", "adapnm", "agd", "clipped_adamw", "kourkoutas_beta", "laprop",
                 "lookahead_adamw", "padam", "sadam",
             ),
             "square_avg": ("adadelta", "nero", "racs", "rmsprop"), "acc_delta": ("adadelta",),
             "variance": ("adafactor",),
             "momentum_buffer": (
-                "adago", "adamuon", "dion", "dion2", "lars", "low_rank_muon", "muon", "normuon", "orthograd",
+                "adago", "adamuon", "dion", "dion2", "fsgdm", "lars", "low_rank_muon", "muon", "normuon", "orthograd",
                 "polargrad", "psgd_kron", "qhm", "rmsprop", "scion", "sgd", "sgd_sai", "sgdp", "sgdw", "signum", "sm3",
                 "sngm", "soap_muon", "tam",
             ),
             "sum": ("adagrad",), "exp_hessian_diag_sq": ("adahessian",), "correction": ("adai",), "m_avg": ("adalite",),
             "v_avg": ("adalite",), "m": ("adam_mini", "adamg", "bcos"), "exp_inf": ("adamax",),
-            "v": ("adamg", "gravity"), "r": ("adamg",), "exp_avg_lr": ("adamod",), "exp_avg_diff": ("adan",),
-            "prev_grad": ("adan", "diffgrad"), "neg_exp_avg": ("adapnm", "pnm"), "past1": ("adashift",),
-            "past2": ("adashift",), "past3": ("adashift",), "past4": ("adashift",), "past5": ("adashift",),
-            "past6": ("adashift",), "past7": ("adashift",), "past8": ("adashift",), "past9": ("adashift",),
-            "past10": ("adashift",), "s": ("adasmooth", "dadapt_adam", "madgrad", "prodigy"),
+            "v": ("adamg", "gravity"), "r": ("adamg",), "exp_avg_lr": ("adamod",),
+            "exp_avg_diff": ("adan", "dadapt_adan"), "prev_grad": ("adan", "dadapt_adan", "diffgrad"),
+            "neg_exp_avg": ("adapnm", "pnm"), "past1": ("adashift",), "past2": ("adashift",), "past3": ("adashift",),
+            "past4": ("adashift",), "past5": ("adashift",), "past6": ("adashift",), "past7": ("adashift",),
+            "past8": ("adashift",), "past9": ("adashift",), "past10": ("adashift",),
+            "s": (
+                "adasmooth", "dadapt_adagrad", "dadapt_adam", "dadapt_adan", "dadapt_lion", "dadapt_sgd", "madgrad",
+                "prodigy",
+            ),
             "n": ("adasmooth", "ftrl"), "exp_avg_slow": ("ademamix",), "buffer1": ("aggmo",), "buffer2": ("aggmo",),
             "buffer3": ("aggmo",), "exp_avg_grad": ("apollo_qn",), "approx_hessian": ("apollo_qn",),
-            "update": ("apollo_qn",), "momentum": ("fadam", "splus"), "fim": ("fadam",), "away": ("focus",),
-            "z": ("ftrl",), "grok_exp_avg": ("grokfast_adamw",), "m_sq": ("kate",), "b_sq": ("kate",),
+            "update": ("apollo_qn",), "alphak": ("dadapt_adagrad",),
+            "z_offset": ("dadapt_sgd", "schedule_free_adamw", "schedule_free_sgd"), "momentum": ("fadam", "splus"),
+            "fim": ("fadam",), "away": ("focus",), "z": ("ftrl",), "grok_exp_avg": ("grokfast_adamw",),
+            "m_sq": ("kate",), "b_sq": ("kate",), "exp_mean": ("laprop",),
             "momentum_buffer_residual": ("low_rank_muon",), "grad_sum_sq": ("madgrad",), "last_grad": ("mars",),
             "grad_buffer": ("pid",), "i_buffer": ("pid",), "d_buffer": ("pid",), "diagonal": ("psgd_kron",),
-            "grad_avg": ("rmsprop",), "prev": ("rprop",), "step_size": ("rprop",),
-            "z_offset": ("schedule_free_adamw", "schedule_free_sgd"), "exp_var": ("sgdf",), "accumulator": ("sm3",),
-            "lookahead_avg": ("soap_muon",), "hessian_avg": ("sophia",), "mov_avg_grad": ("srmm",), "mug": ("vsgd",),
-            "bg": ("vsgd",), "bhg": ("vsgd",),
+            "grad_avg": ("rmsprop",), "prev": ("rprop",), "step_size": ("rprop",), "exp_var": ("sgdf",),
+            "accumulator": ("sm3",), "lookahead_avg": ("soap_muon",), "hessian_avg": ("sophia",),
+            "mov_avg_grad": ("srmm",), "ahead": ("srsgd",), "mug": ("vsgd",), "bg": ("vsgd",), "bhg": ("vsgd",),
         },
     },
     "torchao4": {
@@ -375,53 +406,58 @@ DISCOURAGED = {
                 "acprop", "adabelief", "adabound", "adafactor_paper", "adahessian", "adai", "adam", "adam_atan2",
                 "adam_swd", "adamax", "adamc", "adamod", "adamp", "adams", "adamw", "adan", "adanorm", "adapnm",
                 "adatam", "ademamix", "adopt", "agd", "aida", "amos", "ano", "apollo", "avagrad", "came",
-                "cautious_adamw", "cautious_lion", "clipped_adamw", "conda", "dadapt_adam", "diffgrad", "dual_adam",
-                "eadam", "exadam", "fira", "focus", "galore", "grams", "grokfast_adamw", "kl_shampoo",
-                "kourkoutas_beta", "lamb", "lans", "laprop", "lion", "lion_k", "lookahead_adamw", "mars", "msvag",
-                "nadam", "nosadam", "novograd", "padam", "pnm", "prodigy", "qhadam", "radam", "sadam", "sgdf",
-                "shampoo", "simplified_ademamix", "sinkgd", "soap", "sophia", "spam", "stable_adamw", "stable_spam",
-                "swats", "tiger", "yogi",
+                "cautious_adamw", "cautious_lion", "clipped_adamw", "conda", "dadapt_adam", "dadapt_adan",
+                "dadapt_lion", "diffgrad", "dual_adam", "eadam", "exadam", "fira", "focus", "galore", "grams",
+                "grokfast_adamw", "innaprop", "kl_shampoo", "kourkoutas_beta", "lamb", "lans", "laprop", "lion",
+                "lion_k", "lookahead_adamw", "mars", "msvag", "nadam", "nosadam", "novograd", "padam", "pnm", "prodigy",
+                "qhadam", "radam", "sadam", "sgdf", "shampoo", "simplified_ademamix", "sinkgd", "soap", "sophia",
+                "spam", "stable_adamw", "stable_spam", "swats", "tiger", "vradam", "yogi",
             ),
             "exp_avg_var": ("acprop", "adabelief", "aida"), "max_exp_avg_var": ("adabelief",),
             "exp_avg_sq": (
                 "adabound", "adafactor_paper", "adago", "adai", "adam", "adam_atan2", "adam_swd", "adamc", "adamod",
                 "adamp", "adamuon", "adamw", "adan", "adanorm", "adapnm", "adashift", "adasmooth", "adatam", "ademamix",
                 "adopt", "agd", "ano", "apollo", "avagrad", "came", "cautious_adamw", "clipped_adamw", "conda",
-                "dadapt_adam", "diffgrad", "dion", "dion2", "dual_adam", "eadam", "exadam", "fira", "galore", "grams",
-                "grokfast_adamw", "kl_shampoo", "kourkoutas_beta", "lamb", "lans", "laprop", "lookahead_adamw",
-                "low_rank_muon", "mars", "msvag", "muon", "nadam", "normuon", "nosadam", "padam", "polargrad",
-                "prodigy", "qhadam", "radam", "radam_schedule_free", "sadam", "schedule_free_adamw", "shampoo",
-                "simplified_ademamix", "sinkgd", "soap", "soap_muon", "spam", "stable_adamw", "stable_spam", "swats",
-                "yogi",
+                "dadapt_adam", "dadapt_adan", "diffgrad", "dion", "dion2", "dual_adam", "eadam", "exadam", "fira",
+                "galore", "grams", "grokfast_adamw", "innaprop", "kl_shampoo", "kourkoutas_beta", "lamb", "lans",
+                "laprop", "lookahead_adamw", "low_rank_muon", "mars", "msvag", "muon", "nadam", "normuon", "nosadam",
+                "padam", "polargrad", "prodigy", "qhadam", "radam", "radam_schedule_free", "sadam",
+                "schedule_free_adamw", "shampoo", "simplified_ademamix", "sinkgd", "soap", "soap_muon", "spam",
+                "stable_adamw", "stable_spam", "swats", "vradam", "yogi",
             ),
             "max_exp_avg_sq": (
-                "adabound", "adam", "adam_swd", "adamw", "adapnm", "agd", "clipped_adamw", "kourkoutas_beta",
+                "adabound", "adam", "adam_swd", "adamw", "adapnm", "agd", "clipped_adamw", "kourkoutas_beta", "laprop",
                 "lookahead_adamw", "padam", "sadam",
             ),
             "square_avg": ("adadelta", "nero", "racs", "rmsprop"), "acc_delta": ("adadelta",),
             "variance": ("adafactor",),
             "momentum_buffer": (
-                "adago", "adamuon", "dion", "dion2", "lars", "low_rank_muon", "muon", "normuon", "orthograd",
+                "adago", "adamuon", "dion", "dion2", "fsgdm", "lars", "low_rank_muon", "muon", "normuon", "orthograd",
                 "polargrad", "psgd_kron", "qhm", "rmsprop", "scion", "sgd", "sgd_sai", "sgdp", "sgdw", "signum", "sm3",
                 "sngm", "soap_muon", "tam",
             ),
             "sum": ("adagrad",), "exp_hessian_diag_sq": ("adahessian",), "correction": ("adai",), "m_avg": ("adalite",),
             "v_avg": ("adalite",), "m": ("adam_mini", "adamg", "bcos"), "exp_inf": ("adamax",),
-            "v": ("adamg", "gravity"), "r": ("adamg",), "exp_avg_lr": ("adamod",), "exp_avg_diff": ("adan",),
-            "prev_grad": ("adan", "diffgrad"), "neg_exp_avg": ("adapnm", "pnm"), "past1": ("adashift",),
-            "past2": ("adashift",), "past3": ("adashift",), "past4": ("adashift",), "past5": ("adashift",),
-            "past6": ("adashift",), "past7": ("adashift",), "past8": ("adashift",), "past9": ("adashift",),
-            "past10": ("adashift",), "s": ("adasmooth", "dadapt_adam", "madgrad", "prodigy"),
+            "v": ("adamg", "gravity"), "r": ("adamg",), "exp_avg_lr": ("adamod",),
+            "exp_avg_diff": ("adan", "dadapt_adan"), "prev_grad": ("adan", "dadapt_adan", "diffgrad"),
+            "neg_exp_avg": ("adapnm", "pnm"), "past1": ("adashift",), "past2": ("adashift",), "past3": ("adashift",),
+            "past4": ("adashift",), "past5": ("adashift",), "past6": ("adashift",), "past7": ("adashift",),
+            "past8": ("adashift",), "past9": ("adashift",), "past10": ("adashift",),
+            "s": (
+                "adasmooth", "dadapt_adagrad", "dadapt_adam", "dadapt_adan", "dadapt_lion", "dadapt_sgd", "madgrad",
+                "prodigy",
+            ),
             "n": ("adasmooth", "ftrl"), "exp_avg_slow": ("ademamix",), "buffer1": ("aggmo",), "buffer2": ("aggmo",),
             "buffer3": ("aggmo",), "exp_avg_grad": ("apollo_qn",), "approx_hessian": ("apollo_qn",),
-            "update": ("apollo_qn",), "momentum": ("fadam", "splus"), "fim": ("fadam",), "away": ("focus",),
-            "z": ("ftrl",), "grok_exp_avg": ("grokfast_adamw",), "m_sq": ("kate",), "b_sq": ("kate",),
+            "update": ("apollo_qn",), "alphak": ("dadapt_adagrad",),
+            "z_offset": ("dadapt_sgd", "schedule_free_adamw", "schedule_free_sgd"), "momentum": ("fadam", "splus"),
+            "fim": ("fadam",), "away": ("focus",), "z": ("ftrl",), "grok_exp_avg": ("grokfast_adamw",),
+            "m_sq": ("kate",), "b_sq": ("kate",), "exp_mean": ("laprop",),
             "momentum_buffer_residual": ("low_rank_muon",), "grad_sum_sq": ("madgrad",), "last_grad": ("mars",),
             "grad_buffer": ("pid",), "i_buffer": ("pid",), "d_buffer": ("pid",), "diagonal": ("psgd_kron",),
-            "grad_avg": ("rmsprop",), "prev": ("rprop",), "step_size": ("rprop",),
-            "z_offset": ("schedule_free_adamw", "schedule_free_sgd"), "exp_var": ("sgdf",), "accumulator": ("sm3",),
-            "lookahead_avg": ("soap_muon",), "hessian_avg": ("sophia",), "mov_avg_grad": ("srmm",), "mug": ("vsgd",),
-            "bg": ("vsgd",), "bhg": ("vsgd",),
+            "grad_avg": ("rmsprop",), "prev": ("rprop",), "step_size": ("rprop",), "exp_var": ("sgdf",),
+            "accumulator": ("sm3",), "lookahead_avg": ("soap_muon",), "hessian_avg": ("sophia",),
+            "mov_avg_grad": ("srmm",), "ahead": ("srsgd",), "mug": ("vsgd",), "bg": ("vsgd",), "bhg": ("vsgd",),
         },
     },
     "torchao_fp8": {
@@ -431,53 +467,58 @@ DISCOURAGED = {
                 "acprop", "adabelief", "adabound", "adafactor_paper", "adahessian", "adai", "adam", "adam_atan2",
                 "adam_swd", "adamax", "adamc", "adamod", "adamp", "adams", "adamw", "adan", "adanorm", "adapnm",
                 "adatam", "ademamix", "adopt", "agd", "aida", "amos", "ano", "apollo", "avagrad", "came",
-                "cautious_adamw", "cautious_lion", "clipped_adamw", "conda", "dadapt_adam", "diffgrad", "dual_adam",
-                "eadam", "exadam", "fira", "focus", "galore", "grams", "grokfast_adamw", "kl_shampoo",
-                "kourkoutas_beta", "lamb", "lans", "laprop", "lion", "lion_k", "lookahead_adamw", "mars", "msvag",
-                "nadam", "nosadam", "novograd", "padam", "pnm", "prodigy", "qhadam", "radam", "sadam", "sgdf",
-                "shampoo", "simplified_ademamix", "sinkgd", "soap", "sophia", "spam", "stable_adamw", "stable_spam",
-                "swats", "tiger", "yogi",
+                "cautious_adamw", "cautious_lion", "clipped_adamw", "conda", "dadapt_adam", "dadapt_adan",
+                "dadapt_lion", "diffgrad", "dual_adam", "eadam", "exadam", "fira", "focus", "galore", "grams",
+                "grokfast_adamw", "innaprop", "kl_shampoo", "kourkoutas_beta", "lamb", "lans", "laprop", "lion",
+                "lion_k", "lookahead_adamw", "mars", "msvag", "nadam", "nosadam", "novograd", "padam", "pnm", "prodigy",
+                "qhadam", "radam", "sadam", "sgdf", "shampoo", "simplified_ademamix", "sinkgd", "soap", "sophia",
+                "spam", "stable_adamw", "stable_spam", "swats", "tiger", "vradam", "yogi",
             ),
             "exp_avg_var": ("acprop", "adabelief", "aida"), "max_exp_avg_var": ("adabelief",),
             "exp_avg_sq": (
                 "adabound", "adafactor_paper", "adago", "adai", "adam", "adam_atan2", "adam_swd", "adamc", "adamod",
                 "adamp", "adamuon", "adamw", "adan", "adanorm", "adapnm", "adashift", "adasmooth", "adatam", "ademamix",
                 "adopt", "agd", "ano", "apollo", "avagrad", "came", "cautious_adamw", "clipped_adamw", "conda",
-                "dadapt_adam", "diffgrad", "dion", "dion2", "dual_adam", "eadam", "exadam", "fira", "galore", "grams",
-                "grokfast_adamw", "kl_shampoo", "kourkoutas_beta", "lamb", "lans", "laprop", "lookahead_adamw",
-                "low_rank_muon", "mars", "msvag", "muon", "nadam", "normuon", "nosadam", "padam", "polargrad",
-                "prodigy", "qhadam", "radam", "radam_schedule_free", "sadam", "schedule_free_adamw", "shampoo",
-                "simplified_ademamix", "sinkgd", "soap", "soap_muon", "spam", "stable_adamw", "stable_spam", "swats",
-                "yogi",
+                "dadapt_adam", "dadapt_adan", "diffgrad", "dion", "dion2", "dual_adam", "eadam", "exadam", "fira",
+                "galore", "grams", "grokfast_adamw", "innaprop", "kl_shampoo", "kourkoutas_beta", "lamb", "lans",
+                "laprop", "lookahead_adamw", "low_rank_muon", "mars", "msvag", "muon", "nadam", "normuon", "nosadam",
+                "padam", "polargrad", "prodigy", "qhadam", "radam", "radam_schedule_free", "sadam",
+                "schedule_free_adamw", "shampoo", "simplified_ademamix", "sinkgd", "soap", "soap_muon", "spam",
+                "stable_adamw", "stable_spam", "swats", "vradam", "yogi",
             ),
             "max_exp_avg_sq": (
-                "adabound", "adam", "adam_swd", "adamw", "adapnm", "agd", "clipped_adamw", "kourkoutas_beta",
+                "adabound", "adam", "adam_swd", "adamw", "adapnm", "agd", "clipped_adamw", "kourkoutas_beta", "laprop",
                 "lookahead_adamw", "padam", "sadam",
             ),
             "square_avg": ("adadelta", "nero", "racs", "rmsprop"), "acc_delta": ("adadelta",),
             "variance": ("adafactor",),
             "momentum_buffer": (
-                "adago", "adamuon", "dion", "dion2", "lars", "low_rank_muon", "muon", "normuon", "orthograd",
+                "adago", "adamuon", "dion", "dion2", "fsgdm", "lars", "low_rank_muon", "muon", "normuon", "orthograd",
                 "polargrad", "psgd_kron", "qhm", "rmsprop", "scion", "sgd", "sgd_sai", "sgdp", "sgdw", "signum", "sm3",
                 "sngm", "soap_muon", "tam",
             ),
             "sum": ("adagrad",), "exp_hessian_diag_sq": ("adahessian",), "correction": ("adai",), "m_avg": ("adalite",),
             "v_avg": ("adalite",), "m": ("adam_mini", "adamg", "bcos"), "exp_inf": ("adamax",),
-            "v": ("adamg", "gravity"), "r": ("adamg",), "exp_avg_lr": ("adamod",), "exp_avg_diff": ("adan",),
-            "prev_grad": ("adan", "diffgrad"), "neg_exp_avg": ("adapnm", "pnm"), "past1": ("adashift",),
-            "past2": ("adashift",), "past3": ("adashift",), "past4": ("adashift",), "past5": ("adashift",),
-            "past6": ("adashift",), "past7": ("adashift",), "past8": ("adashift",), "past9": ("adashift",),
-            "past10": ("adashift",), "s": ("adasmooth", "dadapt_adam", "madgrad", "prodigy"),
+            "v": ("adamg", "gravity"), "r": ("adamg",), "exp_avg_lr": ("adamod",),
+            "exp_avg_diff": ("adan", "dadapt_adan"), "prev_grad": ("adan", "dadapt_adan", "diffgrad"),
+            "neg_exp_avg": ("adapnm", "pnm"), "past1": ("adashift",), "past2": ("adashift",), "past3": ("adashift",),
+            "past4": ("adashift",), "past5": ("adashift",), "past6": ("adashift",), "past7": ("adashift",),
+            "past8": ("adashift",), "past9": ("adashift",), "past10": ("adashift",),
+            "s": (
+                "adasmooth", "dadapt_adagrad", "dadapt_adam", "dadapt_adan", "dadapt_lion", "dadapt_sgd", "madgrad",
+                "prodigy",
+            ),
             "n": ("adasmooth", "ftrl"), "exp_avg_slow": ("ademamix",), "buffer1": ("aggmo",), "buffer2": ("aggmo",),
             "buffer3": ("aggmo",), "exp_avg_grad": ("apollo_qn",), "approx_hessian": ("apollo_qn",),
-            "update": ("apollo_qn",), "momentum": ("fadam", "splus"), "fim": ("fadam",), "away": ("focus",),
-            "z": ("ftrl",), "grok_exp_avg": ("grokfast_adamw",), "m_sq": ("kate",), "b_sq": ("kate",),
+            "update": ("apollo_qn",), "alphak": ("dadapt_adagrad",),
+            "z_offset": ("dadapt_sgd", "schedule_free_adamw", "schedule_free_sgd"), "momentum": ("fadam", "splus"),
+            "fim": ("fadam",), "away": ("focus",), "z": ("ftrl",), "grok_exp_avg": ("grokfast_adamw",),
+            "m_sq": ("kate",), "b_sq": ("kate",), "exp_mean": ("laprop",),
             "momentum_buffer_residual": ("low_rank_muon",), "grad_sum_sq": ("madgrad",), "last_grad": ("mars",),
             "grad_buffer": ("pid",), "i_buffer": ("pid",), "d_buffer": ("pid",), "diagonal": ("psgd_kron",),
-            "grad_avg": ("rmsprop",), "prev": ("rprop",), "step_size": ("rprop",),
-            "z_offset": ("schedule_free_adamw", "schedule_free_sgd"), "exp_var": ("sgdf",), "accumulator": ("sm3",),
-            "lookahead_avg": ("soap_muon",), "hessian_avg": ("sophia",), "mov_avg_grad": ("srmm",), "mug": ("vsgd",),
-            "bg": ("vsgd",), "bhg": ("vsgd",),
+            "grad_avg": ("rmsprop",), "prev": ("rprop",), "step_size": ("rprop",), "exp_var": ("sgdf",),
+            "accumulator": ("sm3",), "lookahead_avg": ("soap_muon",), "hessian_avg": ("sophia",),
+            "mov_avg_grad": ("srmm",), "ahead": ("srsgd",), "mug": ("vsgd",), "bg": ("vsgd",), "bhg": ("vsgd",),
         },
     },
     "lpmm4": {
@@ -494,9 +535,10 @@ DISCOURAGED = {
                 "diffgrad", "dual_adam", "eadam", "exadam", "fira", "focus", "galore", "grams", "grokfast_adamw",
                 "kl_shampoo", "kourkoutas_beta", "lamb", "lans", "laprop", "lookahead_adamw", "msvag", "nadam",
                 "nosadam", "padam", "prodigy", "qhadam", "radam", "sadam", "sgdf", "shampoo", "sinkgd", "spam",
-                "stable_adamw", "stable_spam", "swats", "yogi",
+                "stable_adamw", "swats", "vradam", "yogi",
             ),
             "m_avg": ("adalite",), "m": ("adam_mini", "bcos"), "buffer2": ("aggmo",), "exp_avg_grad": ("apollo_qn",),
+            "z_offset": ("dadapt_sgd",),
             "momentum_buffer": (
                 "dion", "dion2", "lars", "low_rank_muon", "orthograd", "psgd_kron", "rmsprop", "scion", "sgd",
                 "sgd_sai", "sgdp", "sgdw", "signum", "sm3", "sngm",
@@ -510,9 +552,9 @@ DISCOURAGED = {
             "exp_avg_sq": (
                 "adabound", "adam", "adam_swd", "adamc", "adamod", "adamp", "adamw", "adanorm", "adapnm", "adashift",
                 "adatam", "ademamix", "agd", "apollo", "avagrad", "came", "cautious_adamw", "clipped_adamw", "conda",
-                "dadapt_adam", "diffgrad", "dual_adam", "eadam", "exadam", "fira", "galore", "grams", "lamb", "lans",
-                "laprop", "lookahead_adamw", "nadam", "padam", "prodigy", "qhadam", "radam", "radam_schedule_free",
-                "sadam", "schedule_free_adamw", "sinkgd", "stable_spam", "swats",
+                "dadapt_adam", "diffgrad", "dual_adam", "eadam", "exadam", "fira", "galore", "grams", "innaprop",
+                "lamb", "lans", "laprop", "lookahead_adamw", "nadam", "padam", "prodigy", "qhadam", "radam",
+                "radam_schedule_free", "sadam", "schedule_free_adamw", "sinkgd", "stable_spam", "swats", "vradam",
             ),
             "exp_hessian_diag_sq": ("adahessian",), "v_avg": ("adalite",), "exp_inf": ("adamax",), "v": ("adamg",),
             "exp_avg_lr": ("adamod",), "fim": ("fadam",), "square_avg": ("nero",), "exp_var": ("sgdf",),
@@ -522,8 +564,8 @@ DISCOURAGED = {
         " of a format of one's own that says so by `still`": {
             "max_exp_avg_var": ("adabelief",),
             "max_exp_avg_sq": (
-                "adabound", "adam", "adam_swd", "adamw", "adapnm", "agd", "clipped_adamw", "lookahead_adamw", "padam",
-                "sadam",
+                "adabound", "adam", "adam_swd", "adamw", "adapnm", "agd", "clipped_adamw", "laprop", "lookahead_adamw",
+                "padam", "sadam",
             ),
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.9 changes it by 0.1 of '
@@ -547,33 +589,40 @@ DISCOURAGED = {
             "r": ("adamg",),
         },
         'it only grows, by ever smaller parts of itself, and nearest rounding drops whatever is below half a cell': {
-            "sum": ("adagrad",), "z": ("ftrl",), "n": ("ftrl",), "m_sq": ("kate",), "b_sq": ("kate",),
-            "grad_sum_sq": ("madgrad",), "s": ("madgrad",), "accumulator": ("sm3",), "exp_avg_sq": ("yogi",),
+            "sum": ("adagrad",), "alphak": ("dadapt_adagrad",), "s": ("dadapt_adagrad", "dadapt_sgd", "madgrad"),
+            "z": ("ftrl",), "n": ("ftrl",), "m_sq": ("kate",), "b_sq": ("kate",), "grad_sum_sq": ("madgrad",),
+            "accumulator": ("sm3",), "exp_avg_sq": ("yogi",),
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.99 changes it by 0.01 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or keep it'
         ' in fp32': {
-            "exp_avg_sq": ("adai", "adam_atan2", "adan", "ano", "grokfast_adamw", "mars", "shampoo", "stable_adamw"),
+            "exp_avg_sq": (
+                "adai", "adam_atan2", "adan", "ano", "dadapt_adan", "grokfast_adamw", "mars", "shampoo", "stable_adamw",
+            ),
             "square_avg": ("rmsprop",),
         },
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.98: a state without gradients '
-        'never returns to 0': {"exp_avg": ("adan",), "grok_exp_avg": ("grokfast_adamw",)},
+        'never returns to 0': {"exp_avg": ("adan", "dadapt_adan"), "grok_exp_avg": ("grokfast_adamw",)},
         'to nearest, 14 codes up to 0.89 of the scale keep themselves under a decay of 0.92: a state without '
-        'gradients never returns to 0': {"exp_avg_diff": ("adan",), "exp_avg": ("ano",)},
+        'gradients never returns to 0': {"exp_avg_diff": ("adan", "dadapt_adan"), "exp_avg": ("ano",)},
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.9999: a state without gradients'
-        ' never returns to 0': {"exp_avg_slow": ("ademamix",)},
+        ' never returns to 0': {"exp_avg_slow": ("ademamix",), "exp_avg": ("innaprop",)},
         'the average freezes, and the step sizes made of it with it: a step under decay 0.9999 changes it by 0.0001 '
         'of itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or keep'
         ' it in fp32': {"exp_avg_sq": ("adopt",)},
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.99: a state without gradients '
         'never returns to 0': {
-            "buffer3": ("aggmo",), "exp_avg": ("cautious_lion", "lion", "lion_k", "simplified_ademamix"),
-            "grad_avg": ("rmsprop",), "hessian_avg": ("sophia",),
+            "buffer3": ("aggmo",), "exp_avg": ("cautious_lion", "dadapt_lion", "lion", "lion_k", "simplified_ademamix"),
+            "s": ("dadapt_adan",), "grad_avg": ("rmsprop",), "hessian_avg": ("sophia",),
         },
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.9995: a state without gradients'
-        ' never returns to 0': {"s": ("dadapt_adam", "prodigy")},
+        ' never returns to 0': {"s": ("dadapt_adam",)},
+        'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.994987: a state without '
+        'gradients never returns to 0': {"s": ("dadapt_lion",)},
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.999: a state without gradients '
-        'never returns to 0': {"away": ("focus",), "momentum_buffer": ("qhm",)},
+        'never returns to 0': {"away": ("focus",), "exp_mean": ("laprop",), "momentum_buffer": ("qhm",)},
+        'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.996154: a state without '
+        'gradients never returns to 0': {"momentum_buffer": ("fsgdm",)},
         'to nearest, 14 codes up to 0.89 of the scale keep themselves under a decay of 0.899999: a state without '
         'gradients never returns to 0': {"v": ("gravity",)},
         'the average freezes, and the step sizes made of it with it: a step under decay 0.98 changes it by 0.02 of '
@@ -598,9 +647,10 @@ DISCOURAGED = {
                 "diffgrad", "dual_adam", "eadam", "exadam", "fira", "focus", "galore", "grams", "grokfast_adamw",
                 "kl_shampoo", "kourkoutas_beta", "lamb", "lans", "laprop", "lookahead_adamw", "msvag", "nadam",
                 "nosadam", "padam", "prodigy", "qhadam", "radam", "sadam", "sgdf", "shampoo", "sinkgd", "spam",
-                "stable_adamw", "stable_spam", "swats", "yogi",
+                "stable_adamw", "swats", "vradam", "yogi",
             ),
             "m_avg": ("adalite",), "m": ("adam_mini", "bcos"), "buffer2": ("aggmo",), "exp_avg_grad": ("apollo_qn",),
+            "z_offset": ("dadapt_sgd",),
             "momentum_buffer": (
                 "dion", "dion2", "lars", "low_rank_muon", "orthograd", "psgd_kron", "rmsprop", "scion", "sgd",
                 "sgd_sai", "sgdp", "sgdw", "signum", "sm3", "sngm",
@@ -614,9 +664,9 @@ DISCOURAGED = {
             "exp_avg_sq": (
                 "adabound", "adam", "adam_swd", "adamc", "adamod", "adamp", "adamw", "adanorm", "adapnm", "adashift",
                 "adatam", "ademamix", "agd", "apollo", "avagrad", "came", "cautious_adamw", "clipped_adamw", "conda",
-                "dadapt_adam", "diffgrad", "dual_adam", "eadam", "exadam", "fira", "galore", "grams", "lamb", "lans",
-                "laprop", "lookahead_adamw", "nadam", "padam", "prodigy", "qhadam", "radam", "radam_schedule_free",
-                "sadam", "schedule_free_adamw", "sinkgd", "stable_spam", "swats",
+                "dadapt_adam", "diffgrad", "dual_adam", "eadam", "exadam", "fira", "galore", "grams", "innaprop",
+                "lamb", "lans", "laprop", "lookahead_adamw", "nadam", "padam", "prodigy", "qhadam", "radam",
+                "radam_schedule_free", "sadam", "schedule_free_adamw", "sinkgd", "stable_spam", "swats", "vradam",
             ),
             "exp_hessian_diag_sq": ("adahessian",), "v_avg": ("adalite",), "exp_inf": ("adamax",), "v": ("adamg",),
             "exp_avg_lr": ("adamod",), "fim": ("fadam",), "square_avg": ("nero",), "exp_var": ("sgdf",),
@@ -626,8 +676,8 @@ DISCOURAGED = {
         " of a format of one's own that says so by `still`": {
             "max_exp_avg_var": ("adabelief",),
             "max_exp_avg_sq": (
-                "adabound", "adam", "adam_swd", "adamw", "adapnm", "agd", "clipped_adamw", "lookahead_adamw", "padam",
-                "sadam",
+                "adabound", "adam", "adam_swd", "adamw", "adapnm", "agd", "clipped_adamw", "laprop", "lookahead_adamw",
+                "padam", "sadam",
             ),
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.9 changes it by 0.1 of '
@@ -651,33 +701,40 @@ DISCOURAGED = {
             "r": ("adamg",),
         },
         'it only grows, by ever smaller parts of itself, and nearest rounding drops whatever is below half a cell': {
-            "sum": ("adagrad",), "z": ("ftrl",), "n": ("ftrl",), "m_sq": ("kate",), "b_sq": ("kate",),
-            "s": ("madgrad",), "grad_sum_sq": ("madgrad",), "accumulator": ("sm3",), "exp_avg_sq": ("yogi",),
+            "sum": ("adagrad",), "s": ("dadapt_adagrad", "dadapt_sgd", "madgrad"), "alphak": ("dadapt_adagrad",),
+            "z": ("ftrl",), "n": ("ftrl",), "m_sq": ("kate",), "b_sq": ("kate",), "grad_sum_sq": ("madgrad",),
+            "accumulator": ("sm3",), "exp_avg_sq": ("yogi",),
         },
         'the average freezes, and the step sizes made of it with it: a step under decay 0.99 changes it by 0.01 of '
         'itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or keep it'
         ' in fp32': {
-            "exp_avg_sq": ("adai", "adam_atan2", "adan", "ano", "grokfast_adamw", "mars", "shampoo", "stable_adamw"),
+            "exp_avg_sq": (
+                "adai", "adam_atan2", "adan", "ano", "dadapt_adan", "grokfast_adamw", "mars", "shampoo", "stable_adamw",
+            ),
             "square_avg": ("rmsprop",),
         },
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.98: a state without gradients '
-        'never returns to 0': {"exp_avg": ("adan",), "grok_exp_avg": ("grokfast_adamw",)},
+        'never returns to 0': {"exp_avg": ("adan", "dadapt_adan"), "grok_exp_avg": ("grokfast_adamw",)},
         'to nearest, 14 codes up to 0.89 of the scale keep themselves under a decay of 0.92: a state without '
-        'gradients never returns to 0': {"exp_avg_diff": ("adan",), "exp_avg": ("ano",)},
+        'gradients never returns to 0': {"exp_avg_diff": ("adan", "dadapt_adan"), "exp_avg": ("ano",)},
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.9999: a state without gradients'
-        ' never returns to 0': {"exp_avg_slow": ("ademamix",)},
+        ' never returns to 0': {"exp_avg_slow": ("ademamix",), "exp_avg": ("innaprop",)},
         'the average freezes, and the step sizes made of it with it: a step under decay 0.9999 changes it by 0.0001 '
         'of itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or keep'
         ' it in fp32': {"exp_avg_sq": ("adopt",)},
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.99: a state without gradients '
         'never returns to 0': {
-            "buffer3": ("aggmo",), "exp_avg": ("cautious_lion", "lion", "lion_k", "simplified_ademamix"),
-            "grad_avg": ("rmsprop",), "hessian_avg": ("sophia",),
+            "buffer3": ("aggmo",), "exp_avg": ("cautious_lion", "dadapt_lion", "lion", "lion_k", "simplified_ademamix"),
+            "s": ("dadapt_adan",), "grad_avg": ("rmsprop",), "hessian_avg": ("sophia",),
         },
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.9995: a state without gradients'
-        ' never returns to 0': {"s": ("dadapt_adam", "prodigy")},
+        ' never returns to 0': {"s": ("dadapt_adam",)},
+        'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.994987: a state without '
+        'gradients never returns to 0': {"s": ("dadapt_lion",)},
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.999: a state without gradients '
-        'never returns to 0': {"away": ("focus",), "momentum_buffer": ("qhm",)},
+        'never returns to 0': {"away": ("focus",), "exp_mean": ("laprop",), "momentum_buffer": ("qhm",)},
+        'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.996154: a state without '
+        'gradients never returns to 0': {"momentum_buffer": ("fsgdm",)},
         'to nearest, 14 codes up to 0.89 of the scale keep themselves under a decay of 0.899999: a state without '
         'gradients never returns to 0': {"v": ("gravity",)},
         'the average freezes, and the step sizes made of it with it: a step under decay 0.98 changes it by 0.02 of '
