@@ -237,6 +237,7 @@ CASES: dict[str, tuple[str, float, dict[str, Any]]] = {
 """The rule, how far a step of lr = 1 changes by a gradient at most, and options."""
 OPTIONS = {"betas": (0.9, 0.95), "eps": 0.05, "weight_decay": 0.1, "adamw": False}
 SIZES = torch.tensor([4.0, 2.0, 1.0, 0.5], dtype=torch.float64)
+TEN = [(6, 10), (12, 5), (8, 8), (1, 7), (7, 1), (3, 8, 9), (6, 2, 3, 3), (7,), (1,), ()]
 
 
 def gradients(shape: tuple[int, ...]) -> list[Tensor]:
@@ -254,7 +255,7 @@ def gradients(shape: tuple[int, ...]) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize("shape", [(6, 10), (12, 5), (8, 8), (1, 7), (3, 8, 9), (6, 2, 3, 3), (7,)], ids=str)
+@pytest.mark.parametrize("shape", TEN, ids=str)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("backend", ["fp64", "reference", "cpp"])
 def test_rules_of_low_rank_are_their_oracles(case: str, shape: tuple[int, ...], backend: str) -> None:
