@@ -212,6 +212,13 @@ class Pair:
         **hypers: Any,
     ) -> None:  # fmt: skip
         """Launch the kernel over one tensor."""
+        self.run_together([(buffers, g, stream)], step, key, tiles, **hypers)
+
+    def run_together(
+        self, tensors: Sequence[tuple[dict[str, torch.Tensor], torch.Tensor, int]], step: int, key: int, tiles: int = 4,
+        **hypers: Any,
+    ) -> None:  # fmt: skip
+        """Launch the Triton kernel over several tensors (buffers, gradient, stream key), as few times as may be."""
         import triton.language as tl
 
         from optgen.runtime.gpu.compiled import launched
@@ -219,23 +226,27 @@ class Pair:
         variant, kernels = self.triton
         name, block = variant.function, self.schedule.program.block
         size = kernels.TILE[name]
-        tensors = [g if b.role == "grad" else buffers[b.name] for b in self.schedule.program.buffers]
         numbers = [torch.tensor(x) for x in kernels.NUMBERS[name]]
-        rows, columns = rows_and_columns(g.shape)
-        ragged = block > 1 and rows > 1 and columns % block != 0
-        count = -(-rows * -(-columns // block) // (size // block)) if ragged else max(1, -(-g.numel() // size))
-        row = [t.data_ptr() for t in (*tensors, *numbers)] + [g.numel(), columns, stream, 0, 0, columns]
-        work = [[0, first] for first in range(0, count, tiles)]
-        grad = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[g.dtype]
-        aligned = all(t.data_ptr() % 16 == 0 for t in tensors)
-        items, pointers = torch.tensor(work, dtype=torch.int32), torch.tensor([row], dtype=torch.int64)
+        groups: dict[tuple[bool, bool], tuple[list[list[int]], list[list[int]]]] = {}
+        for buffers, g, stream in tensors:
+            ordered = [g if b.role == "grad" else buffers[b.name] for b in self.schedule.program.buffers]
+            rows, columns = rows_and_columns(g.shape)
+            ragged = block > 1 and rows > 1 and columns % block != 0
+            count = -(-rows * -(-columns // block) // (size // block)) if ragged else max(1, -(-g.numel() // size))
+            aligned = all(t.data_ptr() % 16 == 0 for t in ordered)
+            table, work = groups.setdefault((ragged, aligned), ([], []))
+            work += [[len(table), first] for first in range(0, count, tiles)]
+            table.append([t.data_ptr() for t in (*ordered, *numbers)] + [g.numel(), columns, stream, 0, 0, columns])
+        grad = getattr(tl, str(tensors[0][1].dtype).removeprefix("torch."))
         values = {h.name: h.default for h in self.spec.hypers} | dict(self.kernels.program.host_states) | dict(hypers)
         made = variant.single.host(step, 1.0, **values)
         scalars = [made[k] for k in variant.single.stages[0].scalars]
-        how: dict[str, Any] = dict(grad=grad, tiles=tiles, tile=size, ragged=ragged, aligned=aligned)
-        sweep = launched(kernels.CONSTANTS[name]["SWEEP"], **how)
-        launch = getattr(kernels, name)[(len(work),)]
-        launch(pointers, items, *scalars, key, SWEEP=sweep, num_warps=1, enable_fp_fusion=False)
+        for (ragged, aligned), (table, work) in groups.items():
+            how: dict[str, Any] = dict(grad=grad, tiles=tiles, tile=size, ragged=ragged, aligned=aligned)
+            sweep = launched(kernels.CONSTANTS[name]["SWEEP"], **how)
+            pointers, items = torch.tensor(table, dtype=torch.int64), torch.tensor(work, dtype=torch.int32)
+            launch = getattr(kernels, name)[(len(work),)]
+            launch(pointers, items, *scalars, key, SWEEP=sweep, num_warps=1, enable_fp_fusion=False)
 
     @cached_property
     def joined(self) -> tuple[Variant, Rule]:

@@ -30,18 +30,20 @@ CASES = [
 def test_same_bits(name: str, plan: str, param: str, flags: dict[str, bool], tmp_path: Path) -> None:
     pair = harness.strict(name, plan, tmp_path, param, flags)
     generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {plan}".encode()))
-    for shape in SHAPES:
-        weight = torch.randn(shape, generator=generator)
-        ours, theirs = pair.buffers(shape, weight), pair.buffers(shape, weight)
-        for step in range(1, 4):
+    weights = [torch.randn(shape, generator=generator) for shape in SHAPES]
+    ours, theirs = ([pair.buffers(w.shape, w) for w in weights] for _ in range(2))
+    for step in range(1, 4):
+        grads = []
+        for shape in SHAPES:
             scale = 10.0 ** float(torch.randint(-8, 3, (), generator=generator))
-            g = (torch.randn(shape, generator=generator) * scale).to(getattr(torch, param))
+            grads.append((torch.randn(shape, generator=generator) * scale).to(getattr(torch, param)))
             if step == 2:
-                g.view(-1)[::3] = 0
-            pair.run_reference(ours, g, step, 0x1234567 * step, 99, lr=1e-2)
-            pair.run_triton(theirs, g, step, 0x1234567 * step, 99, lr=1e-2)
-            for key in ours:
-                assert harness.same_bits(ours[key], theirs[key]), (shape, step, key)
+                grads[-1].view(-1)[::3] = 0
+        for mine, g in zip(ours, grads, strict=True):
+            pair.run_reference(mine, g, step, 0x1234567 * step, 99, lr=1e-2)
+        pair.run_together([(x, g, 99) for x, g in zip(theirs, grads, strict=True)], step, 0x1234567 * step, lr=1e-2)
+        for shape, mine, other in zip(SHAPES, ours, theirs, strict=True):
+            assert not [key for key in mine if not harness.same_bits(mine[key], other[key])], (shape, step)
 
 
 @optimizer()

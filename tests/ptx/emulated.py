@@ -173,19 +173,19 @@ def kernels_of(kind: str) -> tuple[harness.Pair, dict[str, driver.Loaded]]:
 
 def different(pair: harness.Pair, param: str) -> list[str]:
     """Return the tensors in which steps of the compiled kernel and of the reference differ."""
-    draw, found = torch.Generator().manual_seed(3), []
-    for shape in SHAPES:
-        weight = torch.randn(shape, generator=draw)
-        ours, theirs = pair.buffers(shape, weight), pair.buffers(shape, weight)
-        for step in (1, 2):
-            g = torch.randn(shape, generator=draw)
+    draw, dtype = torch.Generator().manual_seed(3), getattr(torch, param)
+    weights = [torch.randn(shape, generator=draw) for shape in SHAPES]
+    ours, theirs = ([pair.buffers(w.shape, w) for w in weights] for _ in range(2))
+    for step in (1, 2):
+        grads = [torch.randn(shape, generator=draw) for shape in SHAPES]
+        for g in grads:
             g.view(-1)[::5] *= 1e-39  # subnormal, as its square is
-            g = g.to(getattr(torch, param))
-            pair.run_reference(ours, g, step, 0x1234567 * step, 99, lr=1e-2)
-            pair.run_triton(theirs, g, step, 0x1234567 * step, 99, lr=1e-2)
-        found += [name for name in ours if not harness.same_bits(ours[name], theirs[name])]
-    return found
-
+        grads = [g.to(dtype) for g in grads]
+        for mine, g in zip(ours, grads, strict=True):
+            pair.run_reference(mine, g, step, 0x1234567 * step, 99, lr=1e-2)
+        pair.run_together([(x, g, 99) for x, g in zip(theirs, grads, strict=True)], step, 0x1234567 * step, lr=1e-2)
+    both = zip(ours, theirs, strict=True)
+    return [name for mine, other in both for name in mine if not harness.same_bits(mine[name], other[name])]
 
 
 def fused(ptx: str) -> str:
