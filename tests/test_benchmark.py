@@ -118,14 +118,18 @@ def test_a_run_on_the_cpu_writes_its_report(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.slow
-def test_a_dry_run_of_both_halves(tmp_path: Path, interpreter: dict[str, str]) -> None:
+def test_a_dry_run_of_both_halves(tmp_path: Path, compiling: dict[str, str]) -> None:
     command = [sys.executable, str(ROOT / "tools" / "gpu_check.py"), "--device", "cpu", "--out", str(tmp_path)]
-    command += ["--kernels", "lion.fp32.float32", "--tune", "--json", "--budget", "2000"]
-    done = subprocess.run(command, cwd=tmp_path, env=interpreter, capture_output=True, text=True, check=False)
+    command += ["--tune", "--json", "--budget", "2000"]
+    emulation = {"OPTGEN_EMULATE": "90", "OPTGEN_ASSEMBLED": "8", "TRITON_CACHE_DIR": str(tmp_path / "kept")}
+    done = subprocess.run(command, cwd=tmp_path, env=compiling | emulation, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert "bench_error" not in found and found["correctness"]["ok"]
-    assert {"tensor, 1", "gpt2, 1", "llama_8b, 1", "tune, 1"} <= set(found["sections"])
+    assert list(found["sections"]) == [f"{name}, 1" for name in ("tensor", "matrix", "gpt2", "llama_8b", "tune")]
+    assert all(section["rows"] for section in found["sections"].values())
+    checks = {name.split("::")[1].split("[")[0] for name in found["correctness"]["outcomes"]["PASSED"]}
+    assert len(checks) == 5
 
 
 @pytest.mark.slow

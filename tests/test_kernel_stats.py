@@ -8,6 +8,7 @@ meant to move them: `python tools/kernel_stats.py --update`.
 """
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -214,16 +215,19 @@ def test_instructions_stay_within_the_roofline(
 @pytest.mark.slow
 @pytest.mark.skipif(not OLDEST.is_dir(), reason="the oldest Triton is not installed: make setup")
 def test_the_oldest_triton_makes_no_more_of_them(compiling: dict[str, str]) -> None:
-    """Its passes over layouts differ: values once went through shared memory there, and nowhere else."""
-    asked = ["--chosen", "--json", "--target", "sm_90", "int8"]
+    """Its passes over layouts differ: values once went through shared memory there, and eight elements outside blocks
+    shared no hash (AdamW bf16_sr took 62.7), nowhere else."""
+    asked = ["--chosen", "--watched", "--json", "--target", "sm_90", "int8", "bf16_sr"]
     command = [sys.executable, str(ROOT / "tools" / "kernel_stats.py"), *asked]
     env = {**compiling, "PYTHONPATH": os.pathsep.join([str(OLDEST), compiling.get("PYTHONPATH", "")])}
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.stdout, done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert {row["kernel"] for row in rows} == {kernel for kernel, _ in LIMITS}
+    others = {"adamw.bf16_sr", "adamw.int8_split24.float16"}
+    assert {row["kernel"] for row in rows} == {kernel for kernel, _ in LIMITS} | others
     for row in rows:
         before = BASELINES[row["triton"]][f"{row['kernel']} sm_90"]
-        assert row["per_element"] <= min(before["per_element"] * SLACK, LIMITS[row["kernel"], "sm_90"]), row["kernel"]
+        most = LIMITS.get((row["kernel"], "sm_90"), math.inf)
+        assert row["per_element"] <= min(before["per_element"] * SLACK, most), row["kernel"]
         assert (row["stack"], row["shared"]) == (0, 0), row["kernel"]
-        assert row["registers"] <= 64, row["kernel"]
+        assert row["registers"] <= max(64, before["registers"]), row["kernel"]

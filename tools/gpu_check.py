@@ -48,6 +48,8 @@ BUDGET, BENCH_SHARE, GRACE = 450.0, 0.45, 60.0
 that a GPU which does not answer is waited for beyond the budget. A half has the whole budget to itself."""
 
 CHECKS = ("tests/test_cuda.py", "tests/test_offload.py")
+DRY = ("lion.fp32.float32", "adamw.int8_split24.bfloat16", "lamb.int8_split24.bfloat16")
+"""Kernels that a dry run checks by default: of one sweep, with codes, of several."""
 
 TARGETS = (
     Target(FLAGSHIP, "tensor", 0.88, COPY),
@@ -72,19 +74,19 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=0, help="processes that check; 0: as the machine allows")
     parser.add_argument("--budget", type=float, default=BUDGET, help="seconds after which nothing new is started")
     parser.add_argument("--peers", type=Path, action="append", default=[], help="a folder with further packages")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a dry run in the interpreter")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a dry run without a GPU")
     return parser.parse_args(given)
 
 
 def unusable(device: str) -> str | None:
     """Return why nothing can be run here, None where it can."""
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if device == "cpu" and not interpreted:
-        return "--device cpu is a dry run in Triton's interpreter: set TRITON_INTERPRET=1"
+    if device == "cpu" and interpreted == ("OPTGEN_EMULATE" in os.environ):
+        return "--device cpu is a dry run: set OPTGEN_EMULATE=90, or for Triton's interpreter TRITON_INTERPRET=1"
     if device == "cuda" and interpreted:
         return "TRITON_INTERPRET=1 is set: kernels would not run on the GPU; unset it, or use --device cpu"
     if device == "cuda" and not torch.cuda.is_available():
-        return "torch sees no GPU here (TRITON_INTERPRET=1 with --device cpu tries the checks out in the interpreter)"
+        return "torch sees no GPU here (OPTGEN_EMULATE=90 with --device cpu tries the checks out by emulation)"
     return None
 
 
@@ -94,6 +96,7 @@ class Run:
     def __init__(self, asked: argparse.Namespace) -> None:
         self.asked, self.dry, self.began = asked, asked.device == "cpu", time.monotonic()
         self.end = self.began + asked.budget
+        self.asked.kernels = asked.kernels or list(DRY) * self.dry
         self.machine = benchmark.machine(asked.device)
         self.path: Path = asked.out / f"{benchmark.slug(self.machine['device'])}_{self.machine['date']}.json"
         earlier, same = benchmark.read(self.path), ("device", "date", "torch", "packages")
@@ -154,7 +157,7 @@ class Run:
             "gpt2": ("GPT-2's tensors", benchmark.gpt2(), 10),
             "llama_8b": ("Llama-8B's tensors", benchmark.llama_8b(), 3),
         }
-        if self.dry:  # the interpreter takes milliseconds for every operation of a kernel
+        if self.dry:  # emulation takes a tenth of a second for a launch, the interpreter milliseconds for an operation
             entrants = [c for c in entrants if c.name in (BASE, FLAGSHIP, f"{FLAGSHIP}, released", "LAMB int8_split24")]
             small = [(5000,)], [(3, 40)], benchmark.gpt2(4, 1, 40, 8), benchmark.llama_8b(4, 1, 8, 2, 40)
             lists = {name: (lists[name][0], shapes, 1) for name, shapes in zip(lists, small, strict=True)}
@@ -268,6 +271,10 @@ def main(given: Sequence[str] | None = None) -> int:
     if problem := unusable(asked.device):
         print(f"error: {problem}", file=sys.stderr)
         return 2
+    if asked.device == "cpu" and "OPTGEN_EMULATE" in os.environ:
+        from tests.ptx import driver
+
+        driver.install(int(os.environ["OPTGEN_EMULATE"]))
     sys.path += map(str, asked.peers)
     return Run(asked).run()
 

@@ -370,15 +370,15 @@ def rounded(pattern, noise, k: tl.constexpr):
 
 
 @triton.jit
-def numbered(before, at):
+def numbered(before, at, BLOCK: tl.constexpr):
     """before + at, int32; `before` is a multiple of 8, which compilers are to see: eight neighbours share a hash.
 
     Where `at` says so, every eighth of a thread's elements is seen (StableAdamW's first sweep: 46 instructions, else
     54; AdamW bf16_sr: 33, else 65).  But the more operations an index takes, the sooner Triton leaves the hash in a
-    layout of its own and moves it through shared memory: before 3.8 that of AdamW int8_split24 (84 instructions instead
-    of 61), later too where two values read it and not one.
+    layout of its own and moves it through shared memory: before 3.8 where there are blocks (AdamW int8_split24: 84
+    instructions instead of 61), later too where two values read it and not one.
     """
-    if KEEPS_LAYOUTS:
+    if KEEPS_LAYOUTS or BLOCK == 1:
         out = before + (at - (at & 7)) | at & 7
     else:
         out = before // 8 * 8 + at

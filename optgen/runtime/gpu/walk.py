@@ -404,7 +404,7 @@ def _flat(row, first, buffers, given, tile: tl.constexpr, SWEEP: tl.constexpr):
         for odd in tl.static_range(2):
             index = ()
             if SWEEP.counted:
-                index = (numbered(before + start + odd * TILE, at[0]),)
+                index = (numbered(before + start + odd * TILE, at[0], BLOCK),)
             here = further(buffers, SWEEP, (start, which, start // 8))
             here = further(here, SWEEP, (odd * TILE, odd * BLOCKS, odd * TILE // 8))
             sums = _done(sums, here, at, at, index, given, tile, SWEEP, False)
@@ -417,7 +417,7 @@ def _flat(row, first, buffers, given, tile: tl.constexpr, SWEEP: tl.constexpr):
         rest = count - start
         index = ()
         if SWEEP.counted:
-            index = (numbered(before + start, few[0]),)
+            index = (numbered(before + start, few[0], BLOCK),)
         here = further(buffers, SWEEP, (start, full * BLOCKS + part * FEW, start // 8))
         live = few[0] < rest, few[1] * BLOCK < rest, few[2] * 8 < rest
         sums = _done(sums, here, few, live, index, given, tile, SWEEP, True)
