@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -35,6 +36,7 @@ EMA9, EMA999 = Recurrence("ema", 0.9), Recurrence("ema", 0.999)
 NEAREST = Blocked(8, 64, softsign(1), rounding="nearest")
 RANDOM = Blocked(8, 64, softsign(1), rounding="stochastic")
 MINMAX = LogMinMax(8, 64, rounding="nearest")
+TABLES = codebooks.dynamic(), codebooks.dynamic(signed=False)
 own = compander("root", lambda n: sqrt(n), lambda y: y * y)
 ROOTS = Blocked(8, 64, linear, ue7m9, signed=False, of="sqrt", rounding="nearest")
 MOVING = [
@@ -275,17 +277,26 @@ def test_numbers_that_stay_keep_a_maximum(fmt: Format) -> None:
     assert float((held(fmt) - 1).abs().max()) <= rounded_a_few_times(fmt)
 
 
-@pytest.mark.parametrize("kind", ["e4m3", "e5m2"])
+@pytest.mark.parametrize(
+    "fmt",
+    [
+        *(Fp8(kind, 16, rounding="nearest") for kind in ("e4m3", "e5m2")),
+        *(Codebook(table, 8, 16, rounding="nearest") for table in TABLES),
+        Rank1(4, vectors=16, rounding="nearest").of_vectors(),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("decay", [0.5, 0.75, 0.9, 0.95, 0.99, 0.999])
-def test_floats_of_8_bits_get_stuck_as_counted(kind: str, decay: float) -> None:
-    """Each float beside the block's largest, encoded for real under a scale of 1; what reads for 0 aside."""
-    fmt = Fp8(kind, 16, rounding="nearest")
-    block = torch.tensor(numbers(kind)[1:])[:, None, None].repeat(1, 1, 16)
-    block[:, 0, 0] = fmt.largest
+def test_codes_get_stuck_as_counted(fmt: Any, decay: float) -> None:
+    """Each reading beside the block's largest, encoded for real under a scale of 1; what reads for 0 aside."""
+    readings = numbers(fmt.kind)[1:] if isinstance(fmt, Fp8) else [k / 16 for k in range(1, 17)]
+    readings = [x for x in fmt.table if x] if isinstance(fmt, Codebook) else readings
+    block = torch.tensor(readings)[:, None, None].repeat(1, 1, 16)
+    block[:, 0, 0] = readings[-1]
     kept = fmt.decode(fmt.encode(torch.cat([block[..., :1], block[..., 1:] * decay], -1)))[:, 0, 1]
     stuck = block[kept == block[:, 0, 1], 0, 1]
     assert lint.stuck_set(fmt, decay)[0] == len(stuck)
-    assert lint.stuck_set(fmt, decay)[1] == pytest.approx(float(stuck.max()) / fmt.largest if len(stuck) else 0.0)
+    assert lint.stuck_set(fmt, decay)[1] == pytest.approx(float(stuck.abs().max()) / readings[-1] if len(stuck) else 0)
 
 
 def test_what_keeps_0_is_what_is_seen_to() -> None:

@@ -127,7 +127,7 @@ class Rank1(Coded):
         return super().top(magnitude, view) if self.in_blocks else view.of_indices(magnitude)
 
     def stuck(self, decay: float) -> tuple[int, float, str]:
-        kept = [c for c in range(1, self.codes + 1) if decay * c >= c - 0.5]
+        kept = [c for c in range(1, self.codes + 1) if c == 1 or decay * c > c - 0.5]  # a tie goes to the lower code
         return len(kept), max(kept, default=0) / self.codes, "scale"
 
     def cell(self) -> float:
