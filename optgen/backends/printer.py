@@ -160,10 +160,8 @@ def with_comments(lines: list[tuple[str, str]], limit: int = 116, comment_mark: 
 
 
 def comment_of(let: Let) -> str:
-    """The author's line number and line, or the doc of a let that no author's line made."""
-    if let.loc is not None and let.line:
-        return f"{let.loc.line}  {let.line}"
-    return let.doc
+    """The author's line number and line; nothing for a let that no author's line made."""
+    return f"{let.loc.line}  {let.line}" if let.loc is not None and let.line else ""
 
 
 def wrapped(

@@ -63,11 +63,10 @@ class Let:
     stage: Section = "update"
     loc: Loc | None = None
     line: str = ""  # the author's source line, stripped
-    doc: str = ""  # a comment for lets that no author's line made
 
     def of(self, node: Node) -> Let:
         """The same name for another node."""
-        return self if node is self.node else Let(self.name, node, self.stage, self.loc, self.line, self.doc)
+        return self if node is self.node else Let(self.name, node, self.stage, self.loc, self.line)
 
 
 @dataclass(frozen=True)

@@ -76,8 +76,8 @@ def _decode_all(spec: Spec, storage: Storage) -> tuple[Value, dict[str, Value], 
             root = storage.states[base].decode_root({k: read(b) for k, b in state_buffers(spec, storage, base).items()})
         states[name] = fmt.decode(parts, root=root)
         inner += record.lets()
-    lets = [Let("p", weight.node, "decode", doc=storage.master.describe(storage.param))]
-    lets += [Let(name, v.node, "decode", doc=str(storage.states[name])) for name, v in states.items()]
+    lets = [Let("p", weight.node, "decode")]
+    lets += [Let(name, v.node, "decode") for name, v in states.items()]
     return weight, states, [let for let in inner + lets if let.node.op != "load"]
 
 
@@ -123,13 +123,7 @@ def _encode_all(
     moving = [name for name in encoding_order(spec, storage) if name not in still]
     wants = {name: storage.states[name].noise_bits for name in moving}
     noise, words = deal({**wants, "p": storage.master.noise_bits(storage.param)}, rare)
-    anew = {bits.word.node for name, bits in noise.items() if name in rare and bits.word is not None}
-    spread = "32 random bits: hash(element, tensor, window of steps), evenly spread over a window"
-    docs = ["32 random bits: hash(element, tensor, step)" if word in anew else spread for word in words]
-    lets = [
-        Let(f"noise_{k + 1}" if k else "noise", word, "encode", doc=doc)
-        for k, (word, doc) in enumerate(zip(words, docs, strict=True))
-    ]
+    lets = [Let(f"noise_{k + 1}" if k else "noise", word, "encode") for k, word in enumerate(words)]
     stores: list[Store] = []
     roots: dict[str, Value] = {}
     bases = {normalizer(spec, name) for name in storage.states if storage.states[name].relative}
