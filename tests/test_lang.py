@@ -22,9 +22,9 @@ from optgen.ir.node import Node, postorder
 from optgen.ir.spell import name_for
 
 from optgen.lang import (  # isort: skip
-    Spec, amax, cbrt, clip, col_max, col_mean, col_sum, columns, dot, elements, equal, flag, gram, hyper, mat_mean,
-    maximum, mean, minimum, model_norm, model_total, nonneg, norm, optimizer, policies, rms, row, row_max, row_mean,
-    row_sum, rows, scalar, sign, sqrt, state, tensor_state, total, where,
+    Spec, amax, cbrt, clip, col_max, col_mean, col_sum, columns, dot, elements, equal, erf, exp, flag, gram, hyper,
+    mat_mean, maximum, mean, minimum, model_norm, model_total, nonneg, norm, optimizer, policies, rms, row, row_max,
+    row_mean, row_sum, rows, rsqrt, scalar, sigmoid, sign, sqrt, state, tanh, tensor_state, total, where,
 )  # fmt: skip
 from optgen.lang.declare import conditions
 from optgen.lang.plain import plain_formulas
@@ -615,6 +615,27 @@ def test_a_guard_counts_as_fp32_has_it(eps: float, code: str) -> None:
         assert refused(guarded).code == code
     else:
         guarded.check()
+
+
+@pytest.mark.parametrize(
+    ("far", "code"),
+    [
+        (lambda x: 1 / (1 - sigmoid(x)), "E140"), (lambda x: rsqrt(1 - tanh(x)), "E140"),
+        (lambda x: x / (1 - erf(x) + 1e-6), ""), (lambda x: 1 / (1 - sigmoid(clip(x, -9.0, 9.0))), ""),
+        (lambda x: where(abs(x) < 9, 1 / (1 - tanh(x / 9)), 0.0), ""), (lambda x: exp(x) * tanh(x), ""),
+    ],
+)  # fmt: skip
+def test_constants_far_out_divide_nothing(far: Any, code: str) -> None:
+    @optimizer(cite="nobody")
+    def reaching(p, g, m=state(), *, lr=hyper(1e-3, ge=0)):
+        m = 0.9 * m + 0.1 * g
+        p = p - lr * far(m)
+        return p, m
+
+    if code:
+        assert refused(reaching).code == code
+    else:
+        reaching.check()
 
 
 def test_rules_of_a_thousand_operations_in_a_row_are_checked() -> None:
