@@ -278,6 +278,8 @@ def inputs_and_two_gradients(here: Here) -> None:
         runs.one.feed(hessian=values)
         runs.many.feed(hessian=[distribute_tensor(x, mesh, cut) if cut else x for x in values])
         runs.step()
+    saved = [kept["hessian"] for kept in runs.many.state_dict()["state"].values()]  # freed, and whole where it is saved
+    assert all(x.to_local().is_contiguous() and whole(x).eq(0).all() for x in saved)
     with refused(ValueError, "must be [97, 130]"):
         runs.many.feed(hessian={runs.parts[0]: distribute_tensor(here.values(97, 131), mesh, [Shard(0)])})
     for options in ({}, {"adaptive": True}, {"alpha": 0.3}):

@@ -55,6 +55,7 @@ def test_an_input_is_fed_for_one_step_or_kept() -> None:
     opt.feed(hessian=lambda x: torch.ones_like(x))
     opt.step()
     assert freed(opt.state[p]["hessian"])
+    assert opt.state_dict()["state"][0]["hessian"].is_contiguous()  # torch.distributed.checkpoint reads into it
     opt.load_state_dict(copy.deepcopy(opt.state_dict()))
     assert freed(opt.state[p]["hessian"])
     with pytest.raises(RuntimeError, match="was not fed"):

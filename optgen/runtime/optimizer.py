@@ -445,7 +445,7 @@ class Optimizer(torch.optim.Optimizer):
         RuntimeError between `eval()` and `train()`: the model then holds other weights.
         """
         self._refuse_in_evaluation("state_dict()")
-        found = super().state_dict()
+        found = inputs.whole(type(self), super().state_dict())
         for group in found.get("param_groups", ()):  # hooks may have made it another
             if isinstance(group, dict):
                 group.update(options.in_plain_numbers(type(self), group))

@@ -83,10 +83,21 @@ def freed(cls: Any, states: dict[Any, Any]) -> dict[Any, Any]:
     """Put one zero, expanded, in the place of inputs that were fed for the last step alone: none reads them again."""
     for name, kept in product(cls.INPUTS, states.values()):
         if isinstance(kept, dict) and type(fed := kept.get(fed_name(name))) is float and fed == 0.0 and name in kept:
-            x = sharding.local(kept[name])
-            zero = x.new_zeros(()).expand(x.shape)
-            kept[name] = zero if x is kept[name] else sharding.wrapped(zero, sharding.layout_of(kept[name]))
+            kept[name] = _changed(kept[name], lambda x: x.new_zeros(()).expand(x.shape))
     return states
+
+
+def whole(cls: Any, saved: dict[str, Any]) -> dict[str, Any]:
+    """Put zeros of full size into a state dict, where inputs are freed: torch.distributed.checkpoint reads into it."""
+    for name, (key, kept) in product(cls.INPUTS, saved.get("state", {}).items()):
+        if isinstance(kept, dict) and name in kept:
+            saved["state"][key] = saved["state"][key] | {name: _changed(kept[name], Tensor.contiguous)}
+    return saved
+
+
+def _changed(x: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    made = change(sharding.local(x))
+    return sharding.wrapped(made, sharding.layout_of(x)) if sharding.is_sharded(x) else made
 
 
 def _part(cls: Any, name: str, entry: Entry, x: Tensor) -> tuple[Tensor, sharding.Parts | None]:
