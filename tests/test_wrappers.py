@@ -351,13 +351,13 @@ def test_drawn_chains_of_wrappers_are_the_same_on_every_backend(number: int) -> 
     assert made[0] == made[1], (spec.name, plan)
 
 
-FIVE = (
+CHAINS = (
     "hyperball(clipped_value(adamw))", "ema(cautious(warmed_up(mars(lion))))", "averaged(snoo(zclip(adamw)))",
-    "gpa(orthograd(sgd))", "adagc(ema_nesterov(grams(spam_reset(adamw))))",
+    "gpa(orthograd(sgd))", "adagc(ema_nesterov(grams(spam_reset(adamw))))", "ema(gsam(adamw))",
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("text", [*FIVE[:2], *(pytest.param(text, marks=pytest.mark.slow) for text in FIVE[2:])])
+@pytest.mark.parametrize("text", [*CHAINS[:2], *(pytest.param(text, marks=pytest.mark.slow) for text in CHAINS[2:])])
 def test_wrapped_rules_keep_to_their_bounds_in_few_bits(text: str) -> None:
     """The compiled steps beside the fp64 reading, within the bounds derived for each value."""
     spec, plan = find_spec(text), plan_of("int8_split24")

@@ -33,6 +33,7 @@ from optgen.lang.declare import HyperDecl
 from optgen.lang.spec import Spec
 from optgen.lower import needs_matrix
 from optgen.runtime.layout import layout
+from optgen.runtime.records import fed_name
 from optgen.verify.differential import Report, Trial
 from optgen.verify.intervals import FAST, STRICT
 
@@ -171,6 +172,8 @@ def run(spec: Spec, plan: Plan, cls: type[Any], example: Example, *, backend: st
             seed=example.seed, step=example.start, options=options,
             model=FAST if backend != "reference" and maths == "fast" else STRICT,
         )  # fmt: skip
+    trial.optimizer._second = True  # of two phases the second is made alone
+    trial.optimizer.state[trial.param].update(dict.fromkeys(map(fed_name, cls.INPUTS), 2.0))  # kept as they were drawn
     recurrences = targets.recurrences_of(spec, tuple(sorted(trial.flags.items())))
     storage = trial.storage(plan, recurrences)
     dtype = getattr(torch, example.grad_dtype)
