@@ -34,7 +34,7 @@ from optgen.lang.symbolic import expression, recurrence
 from optgen.ops.prims import MATRIX_OPS, PRIMS, REDUCTIONS
 from optgen.runtime.records import fed_name
 from specs.came import came
-from tests.harness import python, spec_of
+from tests.harness import daily, python, spec_of
 
 SPECS = Path(__file__).parent.parent / "specs"
 NAMES = sorted(f.stem for f in SPECS.glob("*.py") if f.stem not in ("__init__", "plans"))
@@ -269,6 +269,7 @@ ELEMENTS = [
     c for c in SETTINGS
     if has_a_shape(*c) and all(n.op not in MATRIX_OPS for n in postorder([spec_of(c[0]).trace(c[1]).p]))
 ]  # fmt: skip
+FORMULAS = [pytest.param(c, marks=() if daily(c[0], "formulas") else pytest.mark.full) for c in ELEMENTS]
 
 
 @pytest.mark.parametrize("case", ELEMENTS, ids=setting_id)
@@ -327,7 +328,7 @@ PLAIN |= {"floor": math.floor, "sign": lambda x: (x > 0) - (x < 0), "sigmoid": l
 PLAIN |= {"erfinv": PRIMS["erfinv"].number}
 
 
-@pytest.mark.parametrize("case", ELEMENTS, ids=setting_id)
+@pytest.mark.parametrize("case", FORMULAS, ids=setting_id)
 def test_both_kinds_of_formulas_compute_what_the_function_does(case: tuple[str, dict[str, bool]]) -> None:
     """SymPy's expressions of the new values and the lines of `optgen explain` against the author's function in fp64.
 
