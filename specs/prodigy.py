@@ -27,17 +27,16 @@ def prodigy(
     use_bias_correction=flag(False),
     safeguard_warmup=flag(False),
     decouple=hyper(True),
-    beta3=hyper(0.0, ge=0, lt=1),
 ):
     """The estimate d is one for the whole model: each group is in its sums with a rate of its own, lr.
 
-    Where lr is 0 nothing moves, the states neither, and the sums leave it out.  beta3 is the sums' decay, 0 for
-    the root of beta2.  Without `decouple` decay is a part of the gradient.
+    Where lr is 0 nothing moves, the states neither, and the sums leave it out.  Without `decouple` decay is a part of
+    the gradient.
     """
     coupled, weight_decay = where(decouple > 0, 0.0, weight_decay), where(decouple > 0, weight_decay, 0.0)
     g = where(lr > 0, policies.l2(g, p, coupled), 0.0)
     beta1, beta2 = betas
-    beta3 = where(beta3 > 0, beta3, sqrt(beta2))
+    beta3 = sqrt(beta2)
     moves = where(lr > 0, 1.0, 0.0)
     keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
     gain1, gain2 = moves * (1 - beta1), moves * (1 - beta2)

@@ -1457,7 +1457,7 @@ WHOLE: dict[str, Oracle] = {
     "muon": muon,
     "normuon": normuon,
     "polargrad": polargrad,
-    "prodigy": lambda flags, hypers: package(prodigyopt.Prodigy)(flags, hypers | {"beta3": hypers["beta3"] or None}),
+    "prodigy": package(prodigyopt.Prodigy),
     "radam_schedule_free": schedule_free(schedulefree.RAdamScheduleFree),
     "schedule_free_adamw": schedule_free(schedulefree.AdamWScheduleFree),
     "schedule_free_sgd": schedule_free(schedulefree.SGDScheduleFree),

@@ -42,7 +42,7 @@ COUNTS |= {"keep_num": (1, 11), "total_T": (0, 60), "restarting_iter": (2, 30), 
 START = {"d0": 1e-2, "growth_rate": 1.2, "max_ratio": 1.0}  # fifty steps show what the rule does with it
 
 TRIED: dict[str, Any] = {"adamp": ("delta", 0.2, 0.9, 2.5), "sgdp": ("delta", 0.2, 0.9, 2.5)}
-TRIED |= {"swats": ("eps", 1e-9, 1e-3), "prodigy": ("beta3", 0.0, 0.9)}
+TRIED |= {"swats": ("eps", 1e-9, 1e-3)}
 
 
 def drawn(h: HyperDecl, draw: torch.Generator) -> Any:
@@ -79,7 +79,7 @@ def cases(name: str) -> Iterator[tuple[dict[str, bool], dict[str, Any]]]:
                 hypers |= {f.excludes: 0.0 for f in spec.flags if f.excludes and flags.get(f.name)}
                 # AdamP's threshold: by the default one, gradients at random are seldom at right angles to a weight.  At
                 # 1 the cosine of rows of one element, which is 1 but for rounding, would decide.
-                # SWATS changes to SGD within 50 steps, or not.  At 0 Prodigy's beta3 follows beta2.
+                # SWATS changes to SGD within 50 steps, or not.
                 key, *tried = TRIED.get(name, ("",))
                 for more in [{key: x} for x in tried] or [{}]:
                     yield flags, hypers | more

@@ -177,7 +177,7 @@ FIRST_RATE = {f"dadapt_{name.lower()}": getattr(dadaptation, f"DAdapt{name}") fo
         ("dadapt_adam", {"d0": 1e-2}),
         ("dadapt_adam", {"d0": 1e-3, "weight_decay": 0.1, "use_bias_correction": True}),
         ("dadapt_adam", {"d0": 1e-2, "weight_decay": 0.1, "decouple": False}),
-        ("prodigy", {"d0": 1e-2, "weight_decay": 0.1, "decouple": False, "beta3": 0.9}),
+        ("prodigy", {"d0": 1e-2, "weight_decay": 0.1, "decouple": False}),
         *(pytest.param(name, {"d0": 1e-2, "weight_decay": 0.1}, marks=pytest.mark.full) for name in FIRST_RATE),
         pytest.param("dadapt_sgd", {"d0": 1e-2, "momentum": 0.9, "growth_rate": 1.5}, marks=pytest.mark.full),
     ],

@@ -1785,7 +1785,6 @@ class Prodigy(Optimizer):
         d_coef: float | Tensor = 1.0,
         growth_rate: float | Tensor = 3e38,
         decouple: bool = True,
-        beta3: float | Tensor = 0.0,
         use_bias_correction: bool = False,
         safeguard_warmup: bool = False,
         *,

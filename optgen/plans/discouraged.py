@@ -46,7 +46,7 @@ DISCOURAGED = {
         'of itself at most, and rounding to nearest undoes that in cells of up to 0.0078 (kept / true in [0.025, inf]'
         ' (geometric sum of relative errors)); round it stochastically, or keep it in fp32': {"exp_avg_sq": ("adopt",)},
         'to nearest, 128 codes up to 1 of the value keep themselves under a decay of 0.9995: a state without '
-        'gradients never returns to 0': {"s": ("dadapt_adam",)},
+        'gradients never returns to 0': {"s": ("dadapt_adam", "prodigy")},
         'to nearest, 128 codes up to 1 of the value keep themselves under a decay of 0.999: a state without gradients'
         ' never returns to 0': {"away": ("focus",), "exp_mean": ("laprop",), "momentum_buffer": ("qhm",)},
         'to nearest, 2 codes up to 1 of the value keep themselves under a decay of 0.996154: a state without '
@@ -147,7 +147,7 @@ DISCOURAGED = {
             "s": ("dadapt_adan",), "grad_avg": ("rmsprop",), "hessian_avg": ("sophia",),
         },
         'to nearest, 127 codes up to 1 of the scale keep themselves under a decay of 0.9995: a state without '
-        'gradients never returns to 0': {"s": ("dadapt_adam",)},
+        'gradients never returns to 0': {"s": ("dadapt_adam", "prodigy")},
         'to nearest, 127 codes up to 1 of the scale keep themselves under a decay of 0.994987: a state without '
         'gradients never returns to 0': {"s": ("dadapt_lion",)},
         'to nearest, 127 codes up to 1 of the scale keep themselves under a decay of 0.999: a state without gradients'
@@ -320,7 +320,7 @@ DISCOURAGED = {
             "s": ("dadapt_adan",), "grad_avg": ("rmsprop",), "hessian_avg": ("sophia",),
         },
         'to nearest, 255 codes up to 1 of the scale keep themselves under a decay of 0.9995: a state without '
-        'gradients never returns to 0': {"s": ("dadapt_adam",)},
+        'gradients never returns to 0': {"s": ("dadapt_adam", "prodigy")},
         'to nearest, 254 codes up to 0.99 of the scale keep themselves under a decay of 0.994987: a state without '
         'gradients never returns to 0': {"s": ("dadapt_lion",)},
         'to nearest, 255 codes up to 1 of the scale keep themselves under a decay of 0.999: a state without gradients'
@@ -616,7 +616,7 @@ DISCOURAGED = {
             "s": ("dadapt_adan",), "grad_avg": ("rmsprop",), "hessian_avg": ("sophia",),
         },
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.9995: a state without gradients'
-        ' never returns to 0': {"s": ("dadapt_adam",)},
+        ' never returns to 0': {"s": ("dadapt_adam", "prodigy")},
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.994987: a state without '
         'gradients never returns to 0': {"s": ("dadapt_lion",)},
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.999: a state without gradients '
@@ -728,7 +728,7 @@ DISCOURAGED = {
             "s": ("dadapt_adan",), "grad_avg": ("rmsprop",), "hessian_avg": ("sophia",),
         },
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.9995: a state without gradients'
-        ' never returns to 0': {"s": ("dadapt_adam",)},
+        ' never returns to 0': {"s": ("dadapt_adam", "prodigy")},
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.994987: a state without '
         'gradients never returns to 0': {"s": ("dadapt_lion",)},
         'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.999: a state without gradients '
