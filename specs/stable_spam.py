@@ -1,7 +1,8 @@
 """StableSPAM: Adam of gradients whose spikes are clipped and whose norm is evened out, begun anew now and then."""
 
 from optgen.lang import (
-    amax, clip, floor, hyper, maximum, minimum, nonneg, norm, optimizer, policies, sqrt, state, tensor_state, where,
+    amax, clip, flag, floor, hyper, maximum, minimum, nonneg, norm, optimizer, policies, sqrt, state, tensor_state,
+    where,
 )  # fmt: skip
 
 from specs.spam import half_cosine
@@ -26,6 +27,7 @@ def stable_spam(
     update_proj_gap=hyper(1000, ge=1),
     total_T=hyper(0, ge=0),
     eta_min=hyper(0.5, ge=0, le=1),
+    anneals=flag(nonzero="total_T"),
 ):
     """StableSPAM: Adam of gradients whose spikes are clipped and whose norm is evened out, begun anew now and then.
 
@@ -35,10 +37,11 @@ def stable_spam(
     beta1 and gamma1 fall to eta_min of themselves along a cosine; at total_T = 0 they stay.
     """
     beta1, beta2 = betas
-    end = maximum(total_T, 1) + 1
-    fallen = eta_min + (1 - eta_min) * half_cosine(minimum((t + 1) / end, 1.0)) / half_cosine(1 / end)
-    fallen = clip(where(total_T > 0, where(t < total_T, fallen, eta_min), 1.0), 0.0, 1.0)
-    beta1, gamma1 = beta1 * fallen, gamma1 * fallen
+    if anneals:
+        end = maximum(total_T, 1) + 1
+        fallen = eta_min + (1 - eta_min) * half_cosine(minimum((t + 1) / end, 1.0)) / half_cosine(1 / end)
+        fallen = clip(where(t < total_T, fallen, eta_min), 0.0, 1.0)
+        beta1, gamma1 = beta1 * fallen, gamma1 * fallen
     top = amax(abs(g))
     max_avg = gamma3 * max_avg + (1 - gamma3) * top
     limit = minimum(max_avg / (1 - gamma3**t), 1e14)  # fp32 has the square of the norm

@@ -38,7 +38,7 @@ KEPT = ("eps", "adamw_eps", "min_norm", "gram", "scale_floor")  # nobody tunes t
 COUNTS = {"ns_steps": (2, 6), "warmup_steps": (0, 9), "lookahead_k": (1, 6), "alpha_warmup": (0, 30)}
 COUNTS |= {"beta3_warmup": (0, 30), "update_proj_gap": (3, 30), "t0": (0, 30), "beta1_warmup": (0, 30)}
 COUNTS |= {"grokfast_after_step": (0, 30), "memory_length": (1, 30), "warmup_epoch": (1, 9), "grad_accu_steps": (1, 4)}
-COUNTS |= {"keep_num": (1, 11), "total_T": (0, 60), "restarting_iter": (2, 30), "n_stages": (1, 9), "sigma": (20, 200)}
+COUNTS |= {"keep_num": (1, 11), "total_T": (1, 60), "restarting_iter": (2, 30), "n_stages": (1, 9), "sigma": (20, 200)}
 START = {"d0": 1e-2, "growth_rate": 1.2, "max_ratio": 1.0}  # fifty steps show what the rule does with it
 
 TRIED: dict[str, Any] = {"adamp": ("delta", 0.2, 0.9, 2.5), "sgdp": ("delta", 0.2, 0.9, 2.5)}

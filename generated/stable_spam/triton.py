@@ -25,8 +25,8 @@ def stable_spam_1_sweep(table, work, grad_scale: tl.float32, step_key: tl.int32,
 @triton.jit
 def stable_spam_2_values(max_avg, top, gamma3, one_minus_gamma3, one_minus_gamma3_pow_t):
     """The new max_avg, limit, limit_over_top_max_1em30."""
-    max_avg = tl.fma(one_minus_gamma3, top, gamma3 * max_avg)  # 43
-    limit = tl.minimum(max_avg / one_minus_gamma3_pow_t, 100000000000000.0, propagate_nan=tl.PropagateNan.ALL)  # 44
+    max_avg = tl.fma(one_minus_gamma3, top, gamma3 * max_avg)  # 46
+    limit = tl.minimum(max_avg / one_minus_gamma3_pow_t, 100000000000000.0, propagate_nan=tl.PropagateNan.ALL)  # 47
     return max_avg, limit, limit / tl.maximum(top, 1e-30, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -44,7 +44,7 @@ def stable_spam_3_tile(
 ):
     """The terms of tensor_sum_for_length."""
     g_2 = grad_scale * g
-    clipped = tl.where(limit < tl.abs(g_2), grad_scale * limit_over_top_max_1em30 * g, g_2)  # 45
+    clipped = tl.where(limit < tl.abs(g_2), grad_scale * limit_over_top_max_1em30 * g, g_2)  # 48
     return (clipped,)
 
 
@@ -55,56 +55,82 @@ def stable_spam_3_sweep(table, work, grad_scale: tl.float32, step_key: tl.int32,
 
 @triton.jit
 def stable_spam_4_values(
-    norm_avg, norm_sq_avg, tensor_sum_for_length, eps, gamma2, gamma1_2, scalar_1, one_minus_gamma2, scalar_3,
-    one_minus_gamma2_pow_t,
+    norm_avg, norm_sq_avg, tensor_sum_for_length, eps, gamma1, gamma2, one_minus_gamma1, one_minus_gamma2,
+    one_minus_gamma1_pow_t, one_minus_gamma2_pow_t,
 ):
     """The new norm_avg, norm_sq_avg, even_over_length_max_1em30."""
-    length = tl.sqrt(tensor_sum_for_length)                   # 46
-    norm_avg = tl.fma(scalar_1, length, gamma1_2 * norm_avg)  # 47
-    norm_sq_avg = tl.fma(one_minus_gamma2 * length, length, gamma2 * norm_sq_avg)  # 48
-    even = norm_avg / scalar_3 / (tl.sqrt(norm_sq_avg / one_minus_gamma2_pow_t) + eps)  # 49
+    length = tl.sqrt(tensor_sum_for_length)                         # 49
+    norm_avg = tl.fma(one_minus_gamma1, length, gamma1 * norm_avg)  # 50
+    norm_sq_avg = tl.fma(one_minus_gamma2 * length, length, gamma2 * norm_sq_avg)  # 51
+    even = norm_avg / one_minus_gamma1_pow_t / (tl.sqrt(norm_sq_avg / one_minus_gamma2_pow_t) + eps)  # 52
     return norm_avg, norm_sq_avg, even / tl.maximum(length, 1e-30, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def stable_spam_4_between(
-    table, work, eps: tl.float32, gamma2: tl.float32, gamma1_2: tl.float32, scalar_1: tl.float32,
-    one_minus_gamma2: tl.float32, scalar_3: tl.float32, one_minus_gamma2_pow_t: tl.float32, LEVEL: tl.constexpr,
+    table, work, eps: tl.float32, gamma1: tl.float32, gamma2: tl.float32, one_minus_gamma1: tl.float32,
+    one_minus_gamma2: tl.float32, one_minus_gamma1_pow_t: tl.float32, one_minus_gamma2_pow_t: tl.float32,
+    LEVEL: tl.constexpr,
 ):
     rounds(
-        table, work, stable_spam_4_values, LEVEL, 0, (eps, gamma2, gamma1_2, scalar_1, one_minus_gamma2, scalar_3,
-        one_minus_gamma2_pow_t),
+        table, work, stable_spam_4_values, LEVEL, 0, (eps, gamma1, gamma2, one_minus_gamma1, one_minus_gamma2,
+        one_minus_gamma1_pow_t, one_minus_gamma2_pow_t),
     )
 
 
 @triton.jit
 def stable_spam_5_tile(
     PLAN: tl.constexpr, p, g, exp_avg, exp_avg_sq, limit, limit_over_top_max_1em30, even_over_length_max_1em30, eps,
-    grad_scale, scalar_0, scalar_1_2, one_minus_beta2, scalar_3_2, scalar_4, one_minus_lr_times_weight_decay,
+    grad_scale, one_minus_beta1, scalar_1, one_minus_beta2, scalar_3, scalar_4, one_minus_lr_times_weight_decay,
     scalar_6, live, MASKED: tl.constexpr,
 ):
     """The new p, exp_avg, exp_avg_sq."""
     g_2 = grad_scale * g
-    clipped = tl.where(limit < tl.abs(g_2), grad_scale * limit_over_top_max_1em30 * g, g_2)  # 45
-    exp_avg = tl.fma(scalar_0 * even_over_length_max_1em30, clipped, times(scalar_1_2, exp_avg, PLAN.exp_avg))  # 53
-    # 54
+    clipped = tl.where(limit < tl.abs(g_2), grad_scale * limit_over_top_max_1em30 * g, g_2)  # 48
+    # 56
+    exp_avg = tl.fma(one_minus_beta1 * even_over_length_max_1em30, clipped, times(scalar_1, exp_avg, PLAN.exp_avg))
+    # 57
     exp_avg_sq = tl.fma(
         one_minus_beta2 * even_over_length_max_1em30 * clipped, even_over_length_max_1em30 * clipped,
-        times(scalar_3_2, exp_avg_sq, PLAN.exp_avg_sq)
+        times(scalar_3, exp_avg_sq, PLAN.exp_avg_sq)
     )
-    denom = tl.fma(scalar_4, tl.sqrt(exp_avg_sq), eps)  # 55
-    p = one_minus_lr_times_weight_decay * p                      # 56
-    p = tl.fma(minus(scalar_6 * exp_avg), reciprocal(denom), p)  # 57
+    denom = tl.fma(scalar_4, tl.sqrt(exp_avg_sq), eps)  # 58
+    p = one_minus_lr_times_weight_decay * p                      # 59
+    p = tl.fma(minus(scalar_6 * exp_avg), reciprocal(denom), p)  # 60
     return p, exp_avg, exp_avg_sq
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def stable_spam_5_sweep(
-    table, work, eps: tl.float32, grad_scale: tl.float32, scalar_0: tl.float32, scalar_1_2: tl.float32,
-    one_minus_beta2: tl.float32, scalar_3_2: tl.float32, scalar_4: tl.float32,
+    table, work, eps: tl.float32, grad_scale: tl.float32, one_minus_beta1: tl.float32, scalar_1: tl.float32,
+    one_minus_beta2: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, scalar_6: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     walk(
-        table, work, stable_spam_5_tile, SWEEP, (eps, grad_scale, scalar_0, scalar_1_2, one_minus_beta2, scalar_3_2,
+        table, work, stable_spam_5_tile, SWEEP, (eps, grad_scale, one_minus_beta1, scalar_1, one_minus_beta2, scalar_3,
         scalar_4, one_minus_lr_times_weight_decay, scalar_6), step_key,
+    )
+
+
+@triton.jit
+def stable_spam_anneals_4_values(
+    norm_avg, norm_sq_avg, tensor_sum_for_length, eps, gamma2, gamma1_2, scalar_1, one_minus_gamma2, scalar_3,
+    one_minus_gamma2_pow_t,
+):
+    """The new norm_avg, norm_sq_avg, even_over_length_max_1em30."""
+    length = tl.sqrt(tensor_sum_for_length)                   # 49
+    norm_avg = tl.fma(scalar_1, length, gamma1_2 * norm_avg)  # 50
+    norm_sq_avg = tl.fma(one_minus_gamma2 * length, length, gamma2 * norm_sq_avg)  # 51
+    even = norm_avg / scalar_3 / (tl.sqrt(norm_sq_avg / one_minus_gamma2_pow_t) + eps)  # 52
+    return norm_avg, norm_sq_avg, even / tl.maximum(length, 1e-30, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def stable_spam_anneals_4_between(
+    table, work, eps: tl.float32, gamma2: tl.float32, gamma1_2: tl.float32, scalar_1: tl.float32,
+    one_minus_gamma2: tl.float32, scalar_3: tl.float32, one_minus_gamma2_pow_t: tl.float32, LEVEL: tl.constexpr,
+):
+    rounds(
+        table, work, stable_spam_anneals_4_values, LEVEL, 0, (eps, gamma2, gamma1_2, scalar_1, one_minus_gamma2,
+        scalar_3, one_minus_gamma2_pow_t),
     )
