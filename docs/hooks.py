@@ -33,6 +33,7 @@ from optgen.driver import explain, load
 from optgen.driver.cli import app
 from optgen.driver.page import UNINDEXED, code, fenced, folded, inline, kept_table, prose, rule_page, sizes, table
 from optgen.formats.plan import Plan
+from optgen.lang import wrappers
 from optgen.lang.spec import Recurrence, Spec
 from optgen.runtime.files import CheckpointError
 from optgen.runtime.modes.release import Handle
@@ -93,6 +94,17 @@ IN_BASES = (
     "matrices; their distance stays within a derived bound."
 )
 """How rules in bases or spaces of low rank are compared."""
+BESIDE = {
+    "adagc": "pytorch_optimizer.AdaGC", "agc": "pytorch_optimizer's agc", "hyperball": "heavyball's hyperball",
+    "centralized": "pytorch_optimizer.Ranger, with `lookahead`", "lookahead": "the paper around torch.optim.AdamW",
+    "clipped": "torch's clip_grad_norm_", "ema": "torch.optim.swa_utils", "averaged": "torch.optim.swa_utils",
+    "mars": "a second text; `MARS`", "orthograd": "a second text; `OrthoGrad`", "grams": "a second text; `Grams`",
+    "cautious": "a second text; `CautiousAdamW`, `CautiousLion`", "schedule_free": "a second text; `ScheduleFreeSGD`",
+    "spam_reset": "Adam that is made anew",
+    **dict.fromkeys(("sam", "asam", "gsam"), "`optgen.SAM`, which is compared with pytorch_optimizer's"),
+}  # fmt: skip
+"""Wrapper -> what tests compare it with, where that is more than a second text."""
+SCROLLS = r'<div class="scrolls"><math.*?</math></div>'
 CATALOGUED = ("fp32", "bf16_sr", "int8_split24", "int4_split24")
 CATALOGUE = """# Catalogue
 
@@ -103,6 +115,14 @@ rules in bases and of low rank are from gradients that tell singular vectors apa
 ([peers](peers.md)).
 
 {rules}
+
+## Wrappers
+
+[Wrappers](language.md#rules-around-rules) go around any rule. Formulas are those of the wrapper around AdamW. Second
+texts are in tests/test_wrappers.py, with states as the paper has them: around AdamW and SGD, and in drawn chains of two
+to four wrappers, each takes the same steps in fp64.
+
+{wrapped}
 
 ## Methods that are missing
 
@@ -259,7 +279,7 @@ def catalogue(rules: dict[str, Spec], pages: dict[str, str]) -> str:
     far = json.loads((ROOT / "docs/distances.json").read_text())
     rows = []
     for name, spec in sorted(rules.items(), key=lambda item: item[1].class_name.lower()):
-        formula = re.search(r'<div class="scrolls"><math.*?</math></div>', pages[f"rules/{name}.md"], re.S)
+        formula = re.search(SCROLLS, pages[f"rules/{name}.md"], re.S)
         found = re.search(r"\(oracle: (.*?)\)[.,;: <]", oracle(spec))
         passes = len(explain.explain(spec, load.find_plan(MAIN)).sweeps)
         kept = ", ".join(code(s.name) for s in spec.kept) or "none"
@@ -275,9 +295,25 @@ def catalogue(rules: dict[str, Spec], pages: dict[str, str]) -> str:
     absent = [m for m in methods if not m["rule"] and m["method"].lower() not in made]
     counted = f"{len(methods) - len(absent)} of {len(methods)}"
     head = ("rule", "paper, formula", "states", *map(code, CATALOGUED), "passes", "oracle", "distance")
-    return CATALOGUE.format(count=len(rows), rules=table(head, rows), counted=counted,
+    return CATALOGUE.format(count=len(rows), rules=table(head, rows), counted=counted, wrapped=wrapped(),
                             absent=table(("method", "list", "what is missing"), [
                                 (escape(m["method"]), m["list"], inline(m["missing"])) for m in absent]))  # fmt: skip
+
+
+def wrapped() -> str:
+    """Return the table of wrappers: paper, formula around AdamW, options, states, and what each is compared with."""
+    rows, inner = [], load.find_spec("adamw")
+    for name in wrappers.__all__:
+        spec = load.find_spec(f"{name}(adamw)")
+        formula = re.search(SCROLLS, rule_page(spec, [load.find_plan(MAIN)]), re.S)
+        known = {x.name for x in (*inner.hypers, *inner.flags, *inner.states)}
+        options, states = (
+            ", ".join(code(x.name) for x in kind if x.name not in known) or "none"
+            for kind in ((*spec.hypers, *(f for f in spec.flags if not f.derived)), spec.states)
+        )
+        cell = f"{inline(spec.cite)}.<br>{folded_line(formula)}"
+        rows.append((code(name), cell, options, states, inline(BESIDE.get(name, "a second text"))))
+    return table(("wrapper", "paper, formula", "options", "states", "compared with"), rows)
 
 
 def folded_line(formula: re.Match[str] | None) -> str:
