@@ -523,7 +523,7 @@ def section_lines(found: Section) -> list[str]:
 def markdown(data: Mapping[str, Any]) -> str:
     """Return the report: the machine, what was checked, targets, and a table for each section."""
     machine_ = data["machine"]
-    words = [f"{machine_['cores']} cores", f"torch {machine_['torch']}"]
+    words = [f"{machine_['cores']} cores", f"load {machine_['load']:g} at the start", f"torch {machine_['torch']}"]
     words += [f"{name} {version}" for name, version in machine_["packages"].items()]
     lines = [f"# {machine_['device']}, {machine_['date']}", "", ", ".join(words) + ".", "", *data.get("checks", ())]
     measured = [t for t in data["targets"] if t["measured"] is not None]
