@@ -178,6 +178,16 @@ def test_registers_are_planned_for_the_tile_of_the_plan_alone(monkeypatch: pytes
     assert compiler.tried == [(False, 64)] * 2 + [(False, None)] * 2
 
 
+def test_tables_are_kept_from_step_to_step_while_nothing_moves() -> None:
+    opt, kept = made("triton"), []
+    give(params_of(opt), 0)
+    for _ in range(2):
+        opt.step()
+        kept.append(list(map(id, opt._stepper.launcher._used.values())))
+        opt._stepper.forget_step()
+    assert kept[0] == kept[1]
+
+
 def test_a_kernel_that_spills_whatever_it_is_told_is_told_nothing() -> None:
     tried: list[object] = []
 
