@@ -341,7 +341,8 @@ def rules(draw: Callable[..., Any]) -> tuple[str, bool]:
     signature = ["p", "g", *(["t"] if w.takes_step else []), *(f"{k}={v}" for k, v in w.states.items()), "*"]
     signature[-1:] = [*(f"{k}={v}" for k, v in w.inputs.items()), "*"]
     signature += [f"{k}={v}" for k, v in {**w.hypers, **flags}.items()]
-    kinds = ("first", "heads", "blocks")[: 2 if ".T " in "".join(w.lines) else 3]  # blocks of rows have no transpose
+    transposes = re.search(r"\.T |wide\(", "".join(w.lines))  # which blocks of rows may not be
+    kinds = ("first", "heads", "blocks")[: 2 if transposes else 3]
     matrix = w.pick("", "", *(f'matrix="{x}"' for x in kinds)) if level != "elem" else ""
     shown = [s for s, decl in w.states.items() if decl.startswith("state(") and s not in when][: not w.count(3)]
     lines = [f"def shown(p, {s}, *, lr):\n    return {w.pick(*SHOWN).format(s)}\n\n" for s in shown]
@@ -712,7 +713,7 @@ def oracle(case: Case, before: Mapping[str, Any], g: Any, t: int, host: Mapping[
     found = dict(zip(names, found if isinstance(found, tuple) else (found,), strict=True))
     like = {k: values[k].shape for k in found if values[k] is not None}
     sized = {k: np.broadcast_to(np.asarray(found[k], np.float64), size) for k, size in like.items()}
-    return {k: v.reshape(shape) if v.shape == values["g"].shape else v for k, v in sized.items()}
+    return {k: v.reshape(np.shape(before.get(k, v))) for k, v in sized.items()}
 
 
 def _on(name: str, flag: Mapping[str, Any], values: Mapping[str, Any], case: Case, shape: Any, t: int) -> bool:
