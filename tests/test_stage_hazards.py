@@ -166,6 +166,25 @@ def sums_of_all(p, g, m=state(), *, lr=hyper(1.0, ge=0), wide=shape_flag(lambda 
     return p, m
 
 
+@optimizer()
+def sums_at_two_levels(p, g, *, lr=hyper(1.0, ge=0), wide=shape_flag(lambda shape: len(shape) >= 2)):
+    """Of matrices the first sum can be taken only after the second."""
+    one = model_total(g * row_sum(g) if wide else g)
+    two = model_total(p)
+    p = p - lr * g * (one - 4 * two)
+    return p
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "triton"])
+def test_sums_over_the_model_are_taken_in_one_order(backend: str) -> None:
+    """Whole numbers, of which no sum rounds."""
+    params = [torch.nn.Parameter(torch.ones(2, 3)), torch.nn.Parameter(torch.ones(4))]
+    for p in params:
+        p.grad = 2 * torch.ones_like(p)
+    optgen.compile(sums_at_two_levels, plan="fp32")(params, plan="fp32", backend=backend).step()
+    assert all((p == 1 - 2 * (6 * 2 * 6 + 4 * 2 - 4 * 10)).all() for p in params)
+
+
 @pytest.mark.parametrize("maths", ["strict", "fast"])
 @pytest.mark.parametrize("backend", [*BACKENDS, "triton"])
 def test_a_sum_over_the_model_is_over_parameters_that_do_not_use_it(backend: str, maths: str) -> None:

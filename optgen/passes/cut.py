@@ -132,14 +132,18 @@ def by_rows(program: Program) -> Program:
 
 
 class Levels:
-    """Node -> the level at which it can first be computed; what is loaded or known on the host, at any."""
+    """Node -> the level at which it can first be computed; what is loaded or known on the host, at any.
+
+    Sums over the model are taken in the order in which the rule has them, which is that of parameters of every kind.
+    """
 
     def __init__(self, roots: Iterable[Node], matrices: Container[int]) -> None:
         self.of: dict[int, int] = {}
+        last = START
         for node in postorder(roots):
             below = max((self.of[a.uid] for a in node.args), default=START)
             if node.op == "model_sum":
-                self.of[node.uid] = below + 2
+                self.of[node.uid] = last = max(below + 2, last)
             elif reduces_elements(node):
                 self.of[node.uid] = below + below % 2 + 1
             elif node.uid in matrices:
@@ -202,7 +206,7 @@ class Cutter:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        roots = [*program.roots(), *(k.old for k in program.kept), *(k.new for k in program.kept)]
+        roots = [*program.sums, *program.roots(), *(k.old for k in program.kept), *(k.new for k in program.kept)]
         self.matrices = of_matrices(roots)
         self.level = Levels(roots, self.matrices)
         self.size = _costs(program.buffers)
@@ -610,6 +614,8 @@ class SmallWork:
                 if a.uid in nodes:
                     d = max(d, depth[a.uid] + (a.space != n.space and a.op not in REDUCTIONS))
             depth[n.uid] = d + 1 if n.op in REDUCTIONS else d
+        summed = {n.args[0].uid for n in nodes.values() if n.op == "model_sum"}  # over the model, in one round
+        depth |= dict.fromkeys(summed, max((depth.get(x, 0) for x in summed), default=0))
         for uid, n in nodes.items():
             made = n.args[0] if n.op in REDUCTIONS else n
             key = at, depth.get(made.uid, 0), _ORDER[made.space.name]

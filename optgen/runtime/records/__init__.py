@@ -596,8 +596,9 @@ class Variant:
 
     @cached_property
     def model_temps(self) -> tuple[str, ...]:
-        """Sums over the model that the step needs, in order."""
-        return tuple(t.name for t in self.temps if t.space == "model" and t.reduction)
+        """Sums over the model that the step needs, in the order in which they are taken."""
+        summed = {t.name for t in self.temps if t.space == "model" and t.reduction}
+        return tuple(name for stage in self.stages for name in stage.temps if name in summed)
 
     @cached_property
     def in_parts(self) -> bool:

@@ -64,7 +64,8 @@ def check(buckets: Iterable[Bucket]) -> None:
             f"{state.label(first.params[0], first.names[0])} needs the sums over the model "
             f"{', '.join(first.variant.model_temps)}, but {state.label(second.params[0], second.names[0])} needs "
             f"{', '.join(second.variant.model_temps) or 'none'}: all groups need the same, since each is over every "
-            f"parameter that has a gradient; take it outside of `if` in the rule, or set the flags that change it alike"
+            f"parameter that has a gradient; take it outside of `if` in the rule, on its own line, or set the flags "
+            f"that change it alike"
         )
 
 
