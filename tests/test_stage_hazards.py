@@ -168,7 +168,7 @@ def sums_of_all(p, g, m=state(), *, lr=hyper(1.0, ge=0), wide=shape_flag(lambda 
 
 @optimizer()
 def sums_at_two_levels(p, g, *, lr=hyper(1.0, ge=0), wide=shape_flag(lambda shape: len(shape) >= 2)):
-    """Of matrices the first sum can be taken only after the second."""
+    """A first sum that matrices can take only after the second."""
     one = model_total(g * row_sum(g) if wide else g)
     two = model_total(p)
     p = p - lr * g * (one - 4 * two)
@@ -177,7 +177,7 @@ def sums_at_two_levels(p, g, *, lr=hyper(1.0, ge=0), wide=shape_flag(lambda shap
 
 @pytest.mark.parametrize("backend", [*BACKENDS, "triton"])
 def test_sums_over_the_model_are_taken_in_one_order(backend: str) -> None:
-    """Whole numbers, of which no sum rounds."""
+    """The weights are whole numbers, of which no sum rounds."""
     params = [torch.nn.Parameter(torch.ones(2, 3)), torch.nn.Parameter(torch.ones(4))]
     for p in params:
         p.grad = 2 * torch.ones_like(p)
