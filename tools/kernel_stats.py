@@ -433,6 +433,7 @@ def jobs_of(name: str, module: Any, function: str, grad: str) -> Iterable[Job]:
     import triton.language as tl
 
     from optgen.runtime.gpu.compiled import launched
+    from optgen.runtime.layout.workspace import SMALL_SEGMENT
     from optgen.runtime.records import sums
     from optgen.runtime.step import launch
 
@@ -443,21 +444,25 @@ def jobs_of(name: str, module: Any, function: str, grad: str) -> Iterable[Job]:
     signature = {a: _POINTERS.get(a, "fp32") for a in fn.arg_names if a != "SWEEP"}
     for target, gpu in TARGETS.items():
         size = tile * gpu.warp_size // 32
-        tiles = sums.SEGMENT // size if sweep.sums else launch.TILES
-        yield Job(
-            name,
-            fn,
-            signature,
-            {"SWEEP": launched(sweep, grad=getattr(tl, grad), tiles=tiles, tile=size, aligned=True)},
-            elements=2 * size,  # pairs of tiles
-            grain=(1, tiles * size),
-            bytes=moved(replace(sweep, grad=getattr(tl, grad)))[0],
-            aligned=("table", "work"),
-            num_warps=max(module.WARPS[function] * 32 // gpu.warp_size, 1),
-            targets=(target,),
-            tiled=True,
-            options=limits.get(target, {}),
-        )
+        segments = {"": sums.SEGMENT if sweep.sums else launch.TILES * size}
+        if sweep.sums and module.WARPS[function] == 1 and not sweep.strict:
+            segments["_few"] = SMALL_SEGMENT
+        for few, segment in segments.items():
+            how = {"tiles": segment // size, "tile": size, "aligned": True}
+            yield Job(
+                name + few,
+                fn,
+                signature,
+                {"SWEEP": launched(sweep, grad=getattr(tl, grad), **how)},
+                elements=2 * size,  # pairs of tiles
+                grain=(1, segment),
+                bytes=moved(replace(sweep, grad=getattr(tl, grad)))[0],
+                aligned=("table", "work"),
+                num_warps=max(module.WARPS[function] * 32 // gpu.warp_size, 1),
+                targets=(target,),
+                tiled=True,
+                options=limits.get(target, {}),
+            )
 
 
 def moved(sweep: Any) -> tuple[float, float]:
@@ -608,7 +613,8 @@ def _staged(
     grain = (constants["SWEEP"].tiles, width) if panels else (0, 0)
     signature = {a: _POINTERS.get(a, "fp32") for a in fn.arg_names if a not in constants}
     for target, gpu in TARGETS.items():
-        told = launch.limits(module, function, gpu.arch // 10) if gpu.backend == "cuda" and panels else {}
+        planned = function + "_few" * name.endswith("_few")
+        told = launch.limits(module, planned, gpu.arch // 10) if gpu.backend == "cuda" and panels else {}
         fewer = max(warps * 32 // gpu.warp_size, 1)
         yield Job(
             name, fn, signature, constants, width, fewer, ("table", "work"), (target,), panels, options=told,

@@ -70,6 +70,7 @@ def _add_sweep(out: Any, name: str, variant: Variant, stage: Stage, frame: Frame
     if isinstance(record, Panels):
         out.WARPS[name] = _warps(record.across)
         limit = _panel_registers(variant, record)
+        out.OPTIONS[f"{name}_few"] = {"maxnreg": limit or 128}  # of panels of one part
     else:
         tile = _tile(record)
         # For one warp a segment takes 20 us, whatever the device; codes of wider tiles would cross warps.
@@ -321,11 +322,15 @@ def _warps(panel: int) -> int:
 def _panel_registers(variant: Variant, record: Panels) -> int | None:
     """Return the registers per thread that a panel's kernel fits in, counted on sm_80 to sm_100.
 
-    Compilers left alone begin all parts of a row at a time where one term and one state's codes are all that is kept.
+    Compilers left alone begin all parts of a row at a time where one state's codes are all that is kept; sums of
+    columns, which stay in registers, leave them room for one term.
     """
     states = {record.values[k].name for k, _ in record.stores} & set(variant.states)
-    few = not record.strict and len(record.sums) == 1 and len(states) == 1
-    return 136 if few and record.block > 1 else None
+    if record.strict or record.block == 1 or len(states) != 1 or not record.sums:
+        return None
+    if any(columns for *_, columns in record.sums):
+        return 136 if len(record.sums) == 1 else None
+    return 96 if len(record.sums) == 1 else 128
 
 
 def registers(variant: Variant, record: Sweep, tile: int) -> int | None:

@@ -238,10 +238,12 @@ class _Maker:
             how, count = self._walked(stage, i)
             groups.setdefault(how, {})[i] = count
         for (warps, entries), counts in groups.items():
-            record = launched(self.kernels.CONSTANTS[stage.kernel]["SWEEP"], grad=self.grad, **dict(entries))
+            usual = self.kernels.CONSTANTS[stage.kernel]["SWEEP"]
+            record = launched(usual, grad=self.grad, **dict(entries))
             work = work_items(tuple(counts), tuple(counts.values()), record.tiles)
             # The registers that suffice are counted for wide accesses without masks.
-            limit = self.limits(stage.kernel) if record.aligned and not record.ragged else {}
+            few = not record.ragged and stage.matrices and record.across < usual.across
+            limit = self.limits(stage.kernel + "_few" * few) if record.aligned and not record.ragged else {}
             self._add(stage, work, {"SWEEP": record}, stage.scalars, num_warps=warps, **limit)
         gathered = [i for i in range(len(self.shapes)) if stage.matrices and not self._fits(stage, i)]
         for name, k in self._operands(stage).items() if gathered else ():
@@ -259,8 +261,9 @@ class _Maker:
             tile = self.kernels.TILE[stage.kernel]
             sums_up = any(name in self.partials for name in stage.temps)
             ragged = is_ragged(shape, block, self.places[i], self.variant.stochastic)
-            per_item = sums.SEGMENT // tile if sums_up else 4
-            return how(tiles=per_item, tile=tile, ragged=ragged, aligned=self.own[i]), tiles(shape, block, tile)
+            count = tiles(shape, block, tile)
+            per_item = self._segment(stage, count) // tile if sums_up else 4
+            return how(tiles=per_item, tile=tile, ragged=ragged, aligned=self.own[i]), count
         if not self._fits(stage, i):
             flat = ("tiles", FLAT_TILES), ("tile", 1), ("ragged", True)
             return (1, flat), tiles(shape, block, max(256, block))
@@ -272,6 +275,13 @@ class _Maker:
         aligned = self.own[i] and columns % 16 == 0 and eights
         count = matrices * -(-height // rows) * -(-columns // across) * per_item
         return how(tiles=per_item, tile=self.panel_rows, across=across, aligned=aligned), count
+
+    def _segment(self, stage: Stage, count: int) -> int:
+        """Return the elements whose sum is one partial result of a tensor that has so many tiles."""
+        tile = self.kernels.TILE[stage.kernel]
+        alone = self.kernels.WARPS[stage.kernel] == 1 and not (self.variant.rule and self.variant.rule.strict)
+        few = alone and count * tile < 2 * workspace.FEW * sums.SEGMENT
+        return max(workspace.SMALL_SEGMENT, tile) if few else sums.SEGMENT
 
     def _partials(self, stage: Stage, temp: Temp, k: int, tensors: Sequence[int]) -> None:
         """Partial results of a temp, from dense operands."""
@@ -316,7 +326,10 @@ class _Maker:
                 elif temp.space == "col":
                     sizes = [matrices, -(-rows // self._panel(temp, shape)[0]), columns]
                 else:
-                    sizes = [0, workspace.partials(self.variant, temp, shape), 1]
+                    stage = workspace.reducing(self.variant, temp)
+                    tile = self.kernels.TILE[stage.kernel]
+                    count = tiles(shape, stage.block, tile)
+                    sizes = [0, -(-count * tile // self._segment(stage, count)), 1]
                 if temp.space in ("row", "col") and not sizes[0] * sizes[2]:
                     continue
                 line = [self.partials[temp.name][i], self.values[temp.name][i], *sizes]

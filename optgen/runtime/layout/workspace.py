@@ -51,17 +51,23 @@ FEW = 1024
 for one, and the memory of an H200 8 to 35 us for a matrix of 256 (docs/kernels.md)."""
 
 
+SMALL_SEGMENT = 4096
+"""Elements of a segment in fast maths where a tensor has few, and one warp takes each (20 to 50 us for 16384)."""
+
+
 def panel(variant: Variant, stage: Stage, shape: torch.Size) -> tuple[int, int]:
     """Rows and columns of the panels in which a program of a sweep takes a matrix, and in which sums are partial.
 
     They are those of `sums` where sums of columns are in order, or there are many; of the rest no bit depends on rows.
     """
     _, rows, columns = matrices(shape)
-    wide = sums.panel_columns(stage.block)
-    if not any(t.space == "col" and t.name in stage.temps for t in reduced(variant)):
-        return 8, wide
+    wide, summed = sums.panel_columns(stage.block), {t.space for t in reduced(variant) if t.name in stage.temps}
     few = wide == 1024 and len(shape) <= 2 and -(-rows // sums.PANEL_ROWS) * -(-columns // wide) < FEW
-    return (16, 256) if few and not (variant.rule and variant.rule.strict) else (sums.PANEL_ROWS, wide)
+    few = few and not (variant.rule and variant.rule.strict)
+    if "col" not in summed:  # two states and sums of rows of four parts at a time take 222 registers (AdamP)
+        crowded = few and summed and len({*variant.states} & {*variant.owners_in(stage)}) > 1
+        return (16, 256) if crowded else (8, wide)
+    return (16, 256) if few else (sums.PANEL_ROWS, wide)
 
 
 def reducing(variant: Variant, temp: Temp) -> Stage:
@@ -70,7 +76,7 @@ def reducing(variant: Variant, temp: Temp) -> Stage:
 
 
 def partials(variant: Variant, temp: Temp, shape: torch.Size) -> int:
-    """Partial results of a temp that a sweep reduces."""
+    """Partial results of a temp that a sweep reduces; those of a tensor are at most so many."""
     count, rows, columns = matrices(shape)
     stage = reducing(variant, temp)
     if temp.space == "row":
@@ -78,7 +84,7 @@ def partials(variant: Variant, temp: Temp, shape: torch.Size) -> int:
     if temp.space == "col":
         return count * -(-rows // panel(variant, stage, shape)[0]) * columns
     grid_rows, grid_columns = layout.grid(shape)
-    return -(-grid_rows * -(-grid_columns // stage.block) * stage.block // sums.SEGMENT)
+    return -(-grid_rows * -(-grid_columns // stage.block) * stage.block // SMALL_SEGMENT)
 
 
 USUAL = 2**29
