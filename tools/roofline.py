@@ -33,8 +33,9 @@ KNOWN: Mapping[str, float] = {
     "came.int8_split24.10_few": 1.22, "cautious_adamw.int8_split24.1": 1.32, "cautious_lion.int8_split24.1": 1.04,
     "diffgrad.int8_split24": 1.16, "exadam.int8_split24": 1.03, "kate.int8_split24": 1.0, "padam.int8_split24": 1.37,
     "prodigy.int8_split24.5": 0.96, "sadam.int8_split24": 1.65, "sgld.int8_split24": 1.86,
-    "soap.int8_split24.3": 0.97, "stable_adamw.int8_split24.1": 1.11, "stable_spam.int8_split24.1": 1.0,
-    "vsgd.int8_split24": 1.11,
+    "soap.int8_split24.3": 0.97, "stable_adamw.int8_split24.1": 1.11, "stable_adamw.int8_split24.1_few": 1.14,
+    "stable_spam.int8_split24.1": 1.0, "vradam.int8_split24.1": 1.03, "vradam.int8_split24.1_few": 1.06,
+    "vsgd.int8_split24": 1.11, "adamp.int8_split24.1_few": 1.21, "dadapt_adan.int8_split24.2_few": 0.98,
 }  # fmt: skip
 """Sweeps of which one pipe is busy for longer, and for which share."""
 
