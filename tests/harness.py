@@ -401,7 +401,8 @@ def make_step(opt: Any) -> None:
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(*(x.reshape(-1).contiguous().view(torch.uint8) for x in (a, b)))
+    # contiguous() lets one element keep its stride of 0, which view() refuses
+    return torch.equal(*(x.reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8) for x in (a, b)))
 
 
 __all__ = ["Pair", "compiled", "only", "plan_of", "remember", "same_bits", "schedule", "spec_of", "strict"]
