@@ -18,13 +18,14 @@ import os
 import re
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -126,6 +127,7 @@ class Writer:
         self.lines: list[str] = []
         self.spaces = {"elem", "host"}  # in which values may be made here
         self.takes_step = False
+        self.wide = False  # matrices are kept of the shorter and the longer side
 
     def pick(self, *of: Any) -> Any:
         return self.draw(st.sampled_from(of))
@@ -258,6 +260,7 @@ class Writer:
     def step_of_matrices(self) -> list[str]:
         """Return a statement with functions of whole matrices."""
         low, _, left, basis, upper = (name in self.states for name in OF_WHOLE)
+        g, of, back = ("wide(g)", "wide(u + 0 * g)", "unwide(g, {})") if self.wide else ("g", "(u + 0 * g)", "{}")
         forms = [
             lambda: f"u = newton_schulz({self.full('elem', 1, False)})", lambda: "u = polar(u + 0 * g)",
             lambda: "u = gram(u + 0 * g) @ g / (1 + trace(gram(g)))", lambda: "u = top_rows(u + 0 * g, 0.5)",
@@ -268,15 +271,16 @@ class Writer:
         if left:
             beta = self.decay()
             forms += [
-                lambda: f"left = {beta} * left + (1 - {beta}) * gram({self.pick('g', 'u + 0 * g')})",
-                lambda: "u = inverse_root(left, 4.0, 1e-6) @ u" if self.count(2) else "u = left @ (u + 0 * g)",
+                lambda: f"left = {beta} * left + (1 - {beta}) * gram({self.pick(g, of)})",
+                lambda: "u = " + back.format(f"{self.pick('inverse_root(left, 4.0, 1e-6)', 'left')} @ {of}"),
             ]  # fmt: skip
         if basis:
-            forms += [lambda: "basis = qr((u + 0 * g) @ (g.T @ basis) + basis)", lambda: "u = basis @ (basis.T @ g)"]
+            forms += [lambda: f"basis = qr({of} @ ({g}.T @ basis) + basis)"]
+            forms += [lambda: "u = " + back.format(f"basis @ (basis.T @ {g})")]
         if low:
-            beta, x = self.decay(), "(basis.T @ g)"
+            beta, x = self.decay(), f"(basis.T @ {g})"
             averages = f"low = {beta} * low + (1 - {beta}) * {x}\nlow_sq = {beta} * low_sq + (1 - {beta}) * {x} * {x}"
-            forms += [lambda: f"{averages}\nu = basis @ (low / (sqrt(low_sq) + 1e-8))"] * 8
+            forms += [lambda: f"{averages}\nu = " + back.format("basis @ (low / (sqrt(low_sq) + 1e-8))")] * 8
         if upper:
             solved = "u = solve_triangular(u + 0 * g, upper + identity(upper))"
             forms += [lambda: "upper = 0.9 * upper + 0.1 * triangle(gram(g))", lambda: "u = upper @ (u + 0 * g)"]
@@ -325,12 +329,14 @@ def rules(draw: Callable[..., Any]) -> tuple[str, bool]:
             w.states[f"s{k}"] = f"{STATES[space]}({', '.join(parts)})"
         (w.nonneg if nonneg else w.names)[space].append(f"s{k}")
     if level == "whole":
+        w.wide = not w.count(1)
+        side, along = ("short", "long") if w.wide else ("rows", "columns")
         for name, text in (
-            ("left", f'matrix_state("rows", symmetric, when="matrix"{w.pick("", ", init=" + repr("identity"))})'),
-            ("basis", f'low_rank_state("rows", {w.pick("", "orthogonal, ")}rank="rank", when="matrix")'),
+            ("left", f'matrix_state("{side}", symmetric, when="matrix"{w.pick("", ", init=" + repr("identity"))})'),
+            ("basis", f'low_rank_state("{side}", {w.pick("", "orthogonal, ")}rank="rank", when="matrix")'),
             ("upper", 'matrix_state("rows", triangular, when="matrix")'),
-            ("low", 'low_rank_state("columns", rank="rank", when="matrix", normalized_by="low_sq")'),
-            ("low_sq", 'low_rank_state("columns", nonneg, rank="rank", when="matrix")'),
+            ("low", f'low_rank_state("{along}", rank="rank", when="matrix", normalized_by="low_sq")'),
+            ("low_sq", f'low_rank_state("{along}", nonneg, rank="rank", when="matrix")'),
         ):
             needs = {"low": "basis", "low_sq": "low"}.get(name)
             if (needs is None or needs in w.states) and (name == "low_sq" or w.count(1)):
@@ -625,7 +631,7 @@ def _lookahead(on: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]
 
 def _clipped(on: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]:
     g = values["g"]
-    return on(values | {"g": g * np.minimum(1.0, values["max_norm"] / (np.sqrt(np.sum(g * g)) + 1e-6))})
+    return on(values | {"g": g * np.minimum(1.0, values["max_norm"] / (NAMES["model_norm"](g) + 1e-6))})
 
 
 def _low_rank(on: Callable[..., Any], values: dict[str, Any], state: str) -> dict[str, Any]:
@@ -651,7 +657,7 @@ NAMES: dict[str, Any] = {
     "mat_norm": lambda x: np.sqrt(np.sum(x * x, axis=(-2, -1), keepdims=True)),
     "total": np.sum, "mean": np.mean, "amax": np.max, "norm": lambda x: np.sqrt(np.sum(x * x)),
     "rms": lambda x: np.sqrt(np.mean(x * x)), "dot": lambda a, b: np.sum(a * b), "model_total": np.sum,
-    "model_norm": lambda x: np.sqrt(np.sum(x * x)), "model_dot": lambda a, b: np.sum(a * b),
+    "model_norm": lambda x: np.sqrt(NAMES["model_total"](x * x)), "model_dot": lambda a, b: NAMES["model_total"](a * b),
     "triangle": np.triu, "identity": lambda x: np.broadcast_to(np.eye(x.shape[-1]), x.shape),
     "gram": lambda x: x @ np.swapaxes(x, -1, -2), "wide": lambda x: x if x.shape[-2] < x.shape[-1] else x.mT,
     "unwide": lambda like, x: np.full_like(like, np.nan),
@@ -727,6 +733,49 @@ def _on(name: str, flag: Mapping[str, Any], values: Mapping[str, Any], case: Cas
     if "every" in flag:
         return (t - bool(flag.get("first"))) % int(values[flag["every"]]) == 0
     return t == 1 if flag.get("first") else bool(case.options.get(name, flag["value"]))
+
+
+def together(steps: Sequence[Any], way: str, count: float = math.inf) -> tuple[list[Any], int]:
+    """Make a step of each parameter with sums over all of them, anew for each sum; return their number, too.
+
+    way    the method of `Watched`
+    count  number of sums of the rule: readings of its trace ask again, in an order of their own and of wider values;
+           they get the hull of the sums whose operands overlap, whose own parts become as wide
+    """
+    known: list[Any] = []
+    while True:
+        parts: list[list[Any]] = [[] for _ in steps]
+
+        def summed(own: list[Any], x: Any) -> Any:
+            part, at = _sum(x), [len(own)]
+            if len(own) < count:
+                own.append((x, part))
+            else:
+                at = [j for j, (y, _) in enumerate(own) if not ((y.hi < x.lo) | (x.hi < y.lo)).any()]
+                own[:] = [(y, _hull(had, part)) if j in at else (y, had) for j, (y, had) in enumerate(own)]
+            assert at, "the rule has a sum over the model that the oracle has not"
+            return reduce(_hull, [known[j] if j < len(known) else part * math.nan for j in at])
+
+        made = []
+        for step, own in zip(steps, parts, strict=True):
+            one = partial(summed, own)
+            with patch.dict(NAMES, model_total=one), patch.object(Interval.reader, "model_sum", one):
+                KEYS.set(step.key)
+                made.append(getattr(step, way)())
+        if len(known) == max(map(len, parts), default=0):
+            return made, len(known)
+        known.append(_sum([own[len(known)][1] for own in parts]))
+
+
+def _sum(x: Any, plain: Any = Interval.reader.model_sum) -> Any:
+    """Return the sum of all elements, or of a list of such sums."""
+    if isinstance(x, list) and isinstance(x[0], Interval):
+        x = x[0].spanning(*(torch.stack([getattr(y, end) for y in x]) for end in ("lo", "hi")))
+    return plain(x) if isinstance(x, Interval) else np.sum(x)
+
+
+def _hull(x: Interval, y: Interval) -> Interval:
+    return x.spanning(torch.minimum(x.lo, y.lo), torch.maximum(x.hi, y.hi))
 
 
 # -- a case
@@ -841,35 +890,65 @@ def differing(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], case: Ca
 
 
 def inside(cls: Any, spec: Any, plan: Any, case: Case, backend: str, model: Any) -> None:
-    """Step the first parameter; assert that each step stays within its enclosure, and the oracle within the rule's."""
+    """Step the first parameter, or all where sums are over all; assert that each step stays within its enclosure, and
+    the oracle within the rule's."""
     draw = torch.Generator().manual_seed(case.seed)
-    p = torch.randn(case.shapes[0], generator=draw)
-    trial = Trial(
-        cls, spec, p, dtype=getattr(torch, case.param), plan=plan.name, backend=backend, seed=case.seed, model=model,
-        options=case.options,
-    )  # fmt: skip
-    storage = trial.storage(plan, targets.recurrences_of(spec, tuple(sorted(trial.flags.items()))))
-    # A code times a number, its curve in three operations, the scale; the square doubles these five, and is another.
-    curved = {k: 11 for k, f in storage.states.items() if hasattr(f, "compander") or getattr(f, "of", "") == "sqrt"}
-    for g, *_ in gradients(case, draw):
-        feed(trial.optimizer, case, draw, trial.step)
-        before, host, step = trial.decoded(), trial.host, trial.step
-        trial.run(g)
-        if not p.numel():
-            continue
-        after = trial.decoded() | {s.name: before[s.name] for s in spec.states if s.trait == INPUT}  # freed by now
-        start = Values.decoded(before, host, step, model, curved)
-        bounds = enclose(spec, storage, start, g, trial.hypers, kept=after)
-        found = oracle(case, {k: v.numpy() for k, v in before.items()}, g.double().numpy(), step + 1, host)
-        for name in trial.host:
-            fed = 2.0 * (host[name] == 2.0)  # an input stays fed if it is kept
-            got, exact = trial.host[name], float(found.get(name, fed))
-            assert abs(got - exact) <= 1e-12 * abs(exact) or got == exact, f"host state {name} is {got}, not {exact}"
+    shapes = case.shapes if re.search(r"\b(model_\w+|clipped)\(", case.text) else case.shapes[:1]
+    how: Any = {"plan": plan.name, "backend": backend, "seed": case.seed}
+    trials = [Trial(cls, spec, torch.randn(shape, generator=draw), dtype=getattr(torch, case.param), model=model,
+                    options=case.options, **how) for shape in shapes]  # fmt: skip
+    opt = cls([trial.param for trial in trials], **how, **case.options)
+    for trial in trials:
+        opt.state[trial.param], trial.optimizer = trial.optimizer.state[trial.param], opt
+    for gs in gradients(case, draw):
+        feed(opt, case, draw, trials[0].step)
+        watched = [Watched(case, spec, plan, k, trial, gs[k]) for k, trial in enumerate(trials)]
+        opt.step()
+        watched = [one for one in watched if one.g.numel()]
+        exact, count = together(watched, "exact")
+        bounds, rules = (together(watched, way, count)[0] for way in ("bounds", "rule"))
+        for one, *found in zip(watched, exact, bounds, rules, strict=True):
+            one.check(f"{backend} in {'fast' if model is FAST else 'strict'} maths", *found)
+    for trial in trials:
+        evaluation(trial, spec)
+
+
+class Watched:
+    """A step of the parameter number `k`, made between construction and the methods' calls."""
+
+    def __init__(self, case: Case, spec: Any, plan: Any, k: int, trial: Trial, g: torch.Tensor) -> None:
+        self.case, self.spec, self.trial, self.g, self.step = case, spec, trial, g, trial.step
+        self.key, self.kept, self.host = (case.seed, stream_key(k)), trial.decoded(), trial.host
+        self.storage = trial.storage(plan, targets.recurrences_of(spec, tuple(sorted(trial.flags.items()))))
+        of = self.storage.states.items()
+        # A code times a number, its curve in three operations, the scale; the square doubles these, and is another.
+        curved = {name: 11 for name, f in of if hasattr(f, "compander") or getattr(f, "of", "") == "sqrt"}
+        self.start = Values.decoded(self.kept, self.host, self.step, trial.model, curved)
+        trial.param.grad = g.clone()
+
+    def after(self) -> dict[str, torch.Tensor]:  # inputs are freed by now
+        return self.trial.decoded() | {s.name: self.kept[s.name] for s in self.spec.states if s.trait == INPUT}
+
+    def exact(self) -> dict[str, Any]:
+        kept = {k: v.numpy() for k, v in self.kept.items()}
+        return oracle(self.case, kept, self.g.double().numpy(), self.step + 1, self.host)
+
+    def bounds(self) -> Values:
+        return enclose(self.spec, self.storage, self.start, self.g, self.trial.hypers, kept=self.after())
+
+    def rule(self) -> dict[str, Interval]:
+        return reading(self.spec, self.start, self.g, self.trial.hypers)
+
+    def check(self, where: str, found: Mapping[str, Any], bounds: Values, rule: Mapping[str, Interval]) -> None:
+        for name, got in self.trial.host.items():
+            fed = 2.0 * (self.host[name] == 2.0)  # an input stays fed if it is kept
+            one = float(found.get(name, fed))
+            assert abs(got - one) <= 1e-12 * abs(one) or got == one, f"host state {name} is {got}, not {one}"
+        after = self.after()
         exact = {k: torch.from_numpy(np.array(found[k])) if k in found else after[k].double() for k in after}
-        report = compare(after, bounds, exact, reading(spec, start, g, trial.hypers))
-        what = f"{backend} in {'fast' if model is FAST else 'strict'} maths, step {step + 1}, {tuple(p.shape)}"
+        report = compare(after, bounds, exact, rule)
+        what = f"{where}, step {self.step + 1}, {tuple(self.g.shape)}"
         assert report.ok, f"{what}: {[report.worst[name] for name in report.broken]}"
-    evaluation(trial, spec)
 
 
 def evaluation(trial: Trial, spec: Any) -> None:

@@ -55,6 +55,7 @@ def test_fresh_programs_are_right(kernels: str, tmp_path: Path) -> None:
         (("0.9 * s0", "0.8 * s0"), "reference in strict maths"),
         (("s1 * 0.9", "s1 * 0.8"), "host state s1"),
         (("if on", "if not on"), "reference in strict maths"),
+        (("model_norm(g)", "norm(g) + 0 * model_norm(g)"), "reference in strict maths"),
     ],
     ids=str,
 )
@@ -64,7 +65,7 @@ def test_the_oracle_notices_another_rule(
     """The oracle is given a changed text: what it says is compared with what the program does."""
     real = programs.oracle
     changed = lambda case, *rest: real(replace(case, text=case.text.replace(*change)), *rest)  # noqa: E731
-    case = programs.Case(NOTICED, options={"on": True}, kernels="")
+    case = programs.Case(NOTICED, shapes=((3, 70), (7,)), options={"on": True}, kernels="")
     programs.run(case, tmp_path)
     monkeypatch.setattr(programs, "oracle", changed)
     with pytest.raises(AssertionError, match=complaint):
@@ -72,15 +73,16 @@ def test_the_oracle_notices_another_rule(
 
 
 NOTICED = """from optgen.formats import Plan
-from optgen.lang import flag, hyper, optimizer, scalar, state
+from optgen.lang import flag, hyper, model_norm, optimizer, scalar, state
 
 
 @optimizer()
 def drawn(p, g, s0=state(init=1.0), s1=scalar(1.0), *, lr=hyper(1e-2, ge=0), on=flag(False)):
     s0 = 0.9 * s0 + 0.1 * g
     s1 = s1 * 0.9
+    size = model_norm(g)
     if on:
-        p = p - lr * s1 * s0
+        p = p - lr * s1 * s0 * size
     return p, s0, s1
 
 
