@@ -23,8 +23,8 @@ from optgen.ir.spell import name_for
 
 from optgen.lang import (  # isort: skip
     Spec, amax, cbrt, clip, col_max, col_mean, col_sum, columns, dot, elements, equal, erf, exp, flag, gram, hyper,
-    mat_mean, maximum, mean, minimum, model_norm, model_total, nonneg, norm, optimizer, policies, rms, row, row_max,
-    row_mean, row_sum, rows, rsqrt, scalar, sigmoid, sign, sqrt, state, tanh, tensor_state, total, where,
+    log, mat_mean, maximum, mean, minimum, model_norm, model_total, nonneg, norm, optimizer, policies, rms, row,
+    row_max, row_mean, row_sum, rows, rsqrt, scalar, sigmoid, sign, sqrt, state, tanh, tensor_state, total, where,
 )  # fmt: skip
 from optgen.lang.declare import conditions
 from optgen.lang.plain import plain_formulas
@@ -624,6 +624,8 @@ def test_a_guard_counts_as_fp32_has_it(eps: float, code: str) -> None:
         (lambda x: 1 / (1 - sigmoid(x)), "E140"), (lambda x: rsqrt(1 - tanh(x)), "E140"),
         (lambda x: x / (1 - erf(x) + 1e-6), ""), (lambda x: 1 / (1 - sigmoid(clip(x, -9.0, 9.0))), ""),
         (lambda x: where(abs(x) < 9, 1 / (1 - tanh(x / 9)), 0.0), ""), (lambda x: exp(x) * tanh(x), ""),
+        (lambda x: log(exp(-x * x)), "E140"), (lambda x: 1 / exp(-9 * abs(x)), "E140"),
+        (lambda x: log(1 + exp(-x)), ""),
     ],
 )  # fmt: skip
 def test_constants_far_out_divide_nothing(far: Any, code: str) -> None:

@@ -6,7 +6,7 @@ infinity where it meets other values: an eps of 1e-50 guards no division there, 
 The parameter is a matrix of p in {0, 0.5} (rows) and g in {0, 0.001, -2} (columns), with hyper-parameters
 at their defaults and states at their init; rules that reduce are also run on uniform tensors, such as a
 bias that starts at zero.  Before that, a division by a bias correction is refused where some legal setting makes it 0,
-and after it a division by 0 or a logarithm of 0 where p and g are far out and tanh, sigmoid or erf is a constant there.
+and after it a division by 0 or a logarithm of 0 where p and g are far out: exp is 0, tanh, sigmoid and erf constants.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ P = (0.0, 0.5)
 G = (0.0, 1e-3, -2.0)
 STEPS = 3
 LATE = 10**6  # a step of a long training: what grows with t has overflowed by then
-FAR = (-1e4, 1e4)  # p and g at which tanh, sigmoid and erf are -1, 0 or 1
+FAR = (-1e4, 1e4)  # p and g at which exp is 0, or tanh, sigmoid and erf are -1, 0 or 1
 TOO_SMALL = "is below fp32's normal numbers: take a larger one, such as 1e-30"
 OF_SIZE = "a negative number has real powers of whole exponents only: abs(x) ** y, times sign(x) where that is meant"
 Grid = tuple[tuple[float, float], ...]  # (p, g) of each element, row by row
@@ -192,7 +192,7 @@ def probe(spec: Spec, flags: Mapping[str, bool], trace: Trace) -> None:
 
 
 def _saturates(nodes: Iterable[Node]) -> bool:
-    return any(n.op in ("tanh", "sigmoid", "erf") for n in postorder(nodes))
+    return any(n.op in ("exp", "tanh", "sigmoid", "erf") for n in postorder(nodes))
 
 
 def late(spec: Spec, flags: Mapping[str, bool], trace: Trace) -> tuple[str, float, Loc] | None:
