@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
+import optgen
 from generated import AdaHessian, Sophia
 from optgen import optim
 from optgen.base.errors import UserError
@@ -53,8 +55,9 @@ def test_an_input_is_fed_for_one_step_or_kept() -> None:
         opt.step()
     assert p.eq(1).all() and not opt.state.get(p)
     opt.feed(hessian=lambda x: torch.ones_like(x))
+    assert opt.memory().states["hessian"] == 48
     opt.step()
-    assert freed(opt.state[p]["hessian"])
+    assert freed(opt.state[p]["hessian"]) and opt.memory().states["hessian"] == 0
     assert opt.state_dict()["state"][0]["hessian"].is_contiguous()  # torch.distributed.checkpoint reads into it
     opt.load_state_dict(copy.deepcopy(opt.state_dict()))
     assert freed(opt.state[p]["hessian"])
@@ -99,6 +102,23 @@ def test_flags_follow_inputs_of_the_rule() -> None:
 
     with pytest.raises(UserError, match="E110"):
         optimizer(cite="none")(lost)
+
+
+@pytest.mark.parametrize("rule", ["adahessian", "gsam(sgd)", "sam(sgd)"])
+def test_torch_makes_states_of_what_was_not_fed(rule: str) -> None:
+    """By its extra step, which changes no weight; a rate or a gradient that is not 0 is of a step of the user's."""
+    net = torch.nn.Linear(96, 64).bfloat16()
+    opt = optgen.make(rule, net, plan="fp32")
+    before = [p.detach().clone() for p in net.parameters()]
+    made = get_optimizer_state_dict(net, opt)["state"]["weight"]
+    assert made.keys() == opt.state[net.weight].keys() >= {"step"}
+    assert all(same_bits(p.detach(), x) for p, x in zip(net.parameters(), before, strict=True))
+    for lr, value in ((0.0, 1.0), (0.1, 0.0)):
+        opt = optgen.make(rule, net, plan="fp32", lr=lr)
+        for p in net.parameters():
+            p.grad = torch.full_like(p, value)
+        with pytest.raises(RuntimeError, match=r"was not fed|takes a closure"):
+            opt.step()
 
 
 @optimizer(cite="none: a mask of pruning")

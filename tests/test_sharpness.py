@@ -12,7 +12,7 @@ from generated import AdamW
 from optgen import SAM
 from optgen.base.errors import UserError
 from optgen.driver.load import find_spec
-from optgen.lang import wrapper
+from optgen.lang import hyper, input, optimizer, wrapper, wrappers
 from tests.harness import ROOT, same_bits
 
 
@@ -143,6 +143,10 @@ def test_rules_of_two_phases_refuse_what_would_leave_one_out() -> None:
             act()
     net(torch.ones(4)).sum().backward()
     before = net.weight.detach().clone()
+    opt._trained = {}  # as eval() leaves it
+    with pytest.raises(RuntimeError, match=r"first_step\(\) in evaluation"):
+        opt.first_step()
+    opt._trained = None
     opt.first_step()
     assert same_bits(before, net.weight.detach())  # of the rate in the group
     for act in (opt.step, opt.state_dict, opt.first_step):
@@ -156,6 +160,91 @@ def test_rules_of_two_phases_refuse_what_would_leave_one_out() -> None:
         find_spec("gsam(sam(adamw))")
     with pytest.raises(UserError, match="the ascent adamw has states or flags"):
         wrapper(ascent=find_spec("adamw"))
+
+
+@pytest.mark.parametrize("rule", ["schedule_free_adamw", {"weight": "schedule_free_adamw", "*": "adamw"}], ids=str)
+def test_there_is_no_first_step_in_evaluation(rule: Any) -> None:
+    net = torch.nn.Linear(96, 64)
+    opt = optgen.make(rule, net, lr=0.1, plan="fp32")
+    sam = SAM(opt)
+    for _ in range(3):
+        for step in (sam.first_step, sam.second_step):
+            net(torch.ones(2, 96)).square().mean().backward()
+            step()
+    trained = net.weight.detach().clone()
+    opt.eval()
+    assert not same_bits(net.weight.detach(), trained)
+    with pytest.raises(RuntimeError, match=r"first_step\(\) in evaluation: call train\(\)"):
+        sam.first_step()
+    opt.train()
+    assert same_bits(net.weight.detach(), trained)
+
+
+@pytest.mark.parametrize("of_rule", [True, False])
+def test_gradients_are_unscaled_between_the_steps_alone(of_rule: bool) -> None:
+    """The bits of steps unscaled by the scaler, since the scale is a power of 2; one weight freezes after a step."""
+    first, second = 1024 * torch.randn(2, 2, 8, 5, generator=torch.Generator().manual_seed(5))
+    ends = []
+    for unscaled in ("never", "between"):
+        p, q = (torch.nn.Parameter(torch.ones(8, 5)) for _ in range(2))
+        sam: Any = optgen.compile(find_spec("gsam(sgd)"), plan="fp32")([p, q], lr=0.1, rho=0.7, alpha=0.3)
+        sam = sam if of_rule else SAM(torch.optim.SGD([p, q], lr=0.1), rho=0.7, alpha=0.3)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        scaler.scale(torch.ones(()))
+        for t in range(2):
+            p.grad, q.grad = first[0].clone(), None if t else first[1].clone()
+            sam.first_step(scaler if unscaled == "between" else None)
+            p.grad, q.grad = second[0].clone(), None if t else second[1].clone()
+            if unscaled == "between":
+                scaler.unscale_(sam.optimizer)
+            sam.second_step(scaler)
+            scaler.update()
+            q.requires_grad_(False)
+        ends.append(p.detach().clone())
+    assert same_bits(ends[0], ends[1])
+    p.grad = first[0].clone()
+    scaler.unscale_(sam.optimizer)
+    for given in (scaler, None):
+        with pytest.raises(RuntimeError, match=r"between first_step\(scaler\) and second_step\(scaler\)"):
+            _ = sam.first_step(given), sam.second_step(scaler)
+        assert same_bits(p.detach(), ends[0])
+
+
+def test_weights_come_back_from_an_error_in_the_second_closure() -> None:
+    net = model().float()
+    opt = optgen.make("sam(adamw)", net, plan="fp32", rho=0.5)
+    before, calls = [p.detach().clone() for p in net.parameters()], iter([None])
+
+    def closure() -> None:
+        backward(net, 0)
+        next(calls)
+
+    with pytest.raises(StopIteration):
+        opt.step(closure)
+    assert opt.state_dict()["state"] == {}
+    opt.first_step()
+    assert not same_bits(before[0], net[0].weight.detach())
+    opt.zero_grad()
+    opt.second_step()  # of no gradients
+    assert all(same_bits(p.detach(), x) for p, x in zip(net.parameters(), before, strict=True))
+    with pytest.raises(TypeError, match="SamAdamW has first_step"):
+        SAM(opt)
+
+
+@optimizer(cite="none: an input whose name ends as that of the first gradient does")
+def own_first(p, g, my_first_grad=input(), first_grad=input(), *, lr=hyper(1.0, ge=0)):
+    p = p - lr * g * my_first_grad * first_grad
+    return p
+
+
+def test_inputs_of_the_rule_are_its_own() -> None:
+    p = torch.nn.Parameter(torch.ones(4))
+    opt = optgen.compile(wrappers.gsam(own_first), plan="fp32")([p], rho=0.0)
+    opt.feed(my_first_grad=[torch.full((4,), 7.0)], first_grad=[torch.ones(4)])
+    for g, step in ((3.0, opt.first_step), (1.0, opt.second_step)):
+        p.grad = torch.full((4,), g)
+        step()
+    assert p.eq(-6).all()
 
 
 def test_steps_out_of_order_and_released_gradients_are_refused() -> None:

@@ -172,7 +172,7 @@ def run(spec: Spec, plan: Plan, cls: type[Any], example: Example, *, backend: st
             seed=example.seed, step=example.start, options=options,
             model=FAST if backend != "reference" and maths == "fast" else STRICT,
         )  # fmt: skip
-    trial.optimizer._second = True  # of two phases the second is made alone
+    trial.optimizer._second = 1.0  # of two phases the second is made alone
     trial.optimizer.state[trial.param].update(dict.fromkeys(map(fed_name, cls.INPUTS), 2.0))  # kept as they were drawn
     recurrences = targets.recurrences_of(spec, tuple(sorted(trial.flags.items())))
     storage = trial.storage(plan, recurrences)

@@ -226,7 +226,9 @@ def wrapper(
             if inner.matrix == "last" and not any(s.space in (spaces.row, spaces.col) for s in inner.states):
                 inner = replace(inner, matrix=matrix)
             if ascent is not None:
-                inner = replace(inner, ascent=ascent, ascends={h.name: named[h.name] for h in ascent.hypers})
+                given = {x.name for x in declared if isinstance(x, StateDecl) and x.trait == INPUT} & {"first_grad"}
+                ascends = {x: named[x] for x in (*(h.name for h in ascent.hypers), *given)}
+                inner = replace(inner, ascent=ascent, ascends=ascends)
             return _made(inner, name, doc, cite, mine, place, step, t="t" in bare, evaluation=own_weights)
 
         return around

@@ -633,9 +633,9 @@ class Optimizer(torch.optim.Optimizer):
         """Return the bytes of the trainable weights and of their states, made already or not yet."""
         measured = []
         for entry in self._entries():
-            if entry.p.requires_grad or state.of(self.state, entry.p):
+            if (kept := state.of(self.state, entry.p)) or entry.p.requires_grad:
                 variant = checkpoint.select(type(self), entry.group, entry.p, entry.name)[2]
-                measured.append(memory.measure(entry.p, entry.name, self._plan_of(entry), variant))
+                measured.append(memory.measure(entry.p, entry.name, self._plan_of(entry), variant, kept or {}))
         return memory.Memory(tuple(measured))
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from optgen.runtime.checkpoint import checkpoint
 from optgen.runtime.layout import sharding
-from optgen.runtime.options.entries import Entry
+from optgen.runtime.options.entries import Entry, Owner
 from optgen.runtime.options.entries import of as entries_of
 from optgen.runtime.records import Variant, fed_name
 from optgen.runtime.states import state
@@ -119,6 +119,15 @@ def _check(cls: str, name: str, entry: Entry, x: Any) -> None:
     if x.shape != entry.p.shape or x.device != entry.p.device:
         want = f"{list(entry.p.shape)} on {entry.p.device}"
         raise ValueError(f"{cls}.feed: {name} of {label} must be {want}, got {list(x.shape)} on {x.device}")
+
+
+def begins(owner: Owner) -> bool:
+    """Return True for a step of parameters without states at lr 0 with zero gradients, by which
+    torch.distributed.checkpoint has states made (`_init_optim_state`)."""
+    params = [p for group in owner.groups for p in group["params"] if p.grad is not None]
+    if any(owner.states.get(p) for p in params) or any(group.get("lr", 1) != 0 for group in owner.groups):
+        return False
+    return not any(sharding.local(p.grad).any() for p in params)
 
 
 def check_fed(cls: Any, variant: Variant, host: Sequence[Any], label: str) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from optgen.runtime.layout import layout
-from optgen.runtime.records import Variant
+from optgen.runtime.records import Variant, fed_name
 
 
 @dataclass(frozen=True)
@@ -91,9 +93,10 @@ def human(size: int) -> str:
     return f"{size} B" if power == 0 else f"{size / 1024**power:.3g} {('KiB', 'MiB', 'GiB', 'TiB')[power - 1]}"
 
 
-def measure(p: torch.Tensor, name: str | int, plan: str, variant: Variant) -> ParameterMemory:
-    """Return the bytes of p and its state, from shapes alone: the state need not exist yet."""
+def measure(p: torch.Tensor, name: str | int, plan: str, variant: Variant, kept: Mapping[str, Any]) -> ParameterMemory:
+    """Return the bytes of p and its state, which need not exist yet, from shapes; an input that is freed has none."""
     states = {f.name: math.prod(layout.field_shape(f, p.shape)) * f.torch_dtype.itemsize for f in variant.fields}
+    states |= {x: 0 for x in states if type(fed := kept.get(fed_name(x))) is float and not fed}
     return ParameterMemory(
         name, tuple(p.shape), str(p.dtype).removeprefix("torch."), plan, variant.function,
         p.numel(), p.numel() * p.element_size(), states,

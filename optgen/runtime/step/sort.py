@@ -211,13 +211,16 @@ def buckets(
     elsewhere: Mapping[Tensor, Tensor],
     dtypes: Dtypes,
     scaler: counting.Scaler | None,
+    fed: bool = True,
 ) -> tuple[list[Bucket], Fresh]:
     """Sort the parameters that have gradients; return the buckets, and the parameters whose states are to be made.
 
     elsewhere   gradients of parameters that have theirs on other ranks
+    fed         whether inputs must have been fed
     Returns no buckets if a scaler has found an infinity and any step is counted on the host.
     """
     sorter = _Sorter(owner, dtypes, scaler is not None)
+    sorter.inputs &= fed
     number = -1
     for entry in listed:
         if entry.number != number:

@@ -91,7 +91,8 @@ class Stepper:
         listed = list(entries.of(owner.groups))
         sending = agreement.senders(owner.cls, listed)
         elsewhere = agreement.gradients_elsewhere(owner.cls, sending)
-        buckets, fresh = sort.buckets(owner, listed, elsewhere, self.dtypes, scaler)
+        begins = bool(owner.cls.INPUTS) and inputs.begins(owner)  # makes states alone: nothing was fed
+        buckets, fresh = sort.buckets(owner, listed, elsewhere, self.dtypes, scaler, not begins)
         if not buckets:
             return
         if sending:
@@ -100,7 +101,8 @@ class Stepper:
         counted = [None if b.counted else _counted(owner.cls, owner.groups[b.group], b, None, scaler) for b in buckets]
         sort.complete(owner, buckets, fresh, self.arena)
         self.launcher.begin()
-        ready = [self._prepare(owner, bucket, scaler, known) for bucket, known in zip(buckets, counted, strict=True)]
+        pairs = [] if begins else list(zip(buckets, counted, strict=True))
+        ready = [self._prepare(owner, bucket, scaler, known) for bucket, known in pairs]
         if not counting.capturing():
             for _, kernels, (scalars, key, _) in ready:
                 if kernels is not None:
