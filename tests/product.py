@@ -503,9 +503,7 @@ def differing(
     options = hypers_of(cell, lr=1e-2, weight_decay=1e-2)
     flags = flags_of(cell)
     fed = [name for name in made.INPUTS if all(flags[f.name] for f in spec.flags if f.fed == name)]
-    derived = (f.name for f in spec.flags if f.shape or f.every is not None or f.nonzero or f.first or f.fed)
-    own = flags.keys() - set(derived)
-    options |= {name: flags[name] for name in own}
+    options |= {f.name: flags[f.name] for f in spec.flags if not f.derived}
     shapes = fitting(cell, shapes)
     kept: dict[str, list[dict[str, Any]]] = {}
     for backend in ("reference", *(b for b in others if b != "cpp" or native.compiler() is not None)):

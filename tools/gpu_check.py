@@ -1,8 +1,9 @@
 """Benchmarks and tests of the generated kernels on this machine's GPU.
 
     make gpu-check                            sets up .venv first
-    python tools/gpu_check.py                 everything, under 8 minutes
-    python tools/gpu_check.py --only bench    a half, under 9 minutes; the other is --only correctness
+    python tools/gpu_check.py                 both halves, of at most 9 minutes each
+    python tools/gpu_check.py --only bench    a half; the other is --only correctness
+    python tools/gpu_check.py --all           every check, of which one of three is drawn otherwise
     python tools/gpu_check.py --quick         default flags, fewer rounds
     python tools/gpu_check.py --tune          also which launch settings are fastest
 
@@ -17,6 +18,7 @@ never change it.
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import math
 import multiprocessing
@@ -29,7 +31,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,9 +45,8 @@ from optgen.runtime.step import launch  # noqa: E402
 from tools import benchmark  # noqa: E402
 from tools.benchmark import BASE, COPY, FLAGSHIP, Contender, Target  # noqa: E402
 
-BUDGET, BENCH_SHARE, GRACE = 450.0, 0.45, 60.0
-"""Seconds after which nothing new is started, the share of them that benchmarks take where checks follow, and seconds
-that a GPU which does not answer is waited for beyond the budget. A half has the whole budget to itself."""
+BUDGET, GRACE = 480.0, 60.0
+"""Seconds after which a half starts nothing new, and those that a GPU which does not answer is waited for beyond."""
 
 CHECKS = ("tests/test_cuda.py", "tests/test_offload.py")
 DRY = ("lion.fp32.float32", "adamw.int8_split24.bfloat16", "lamb.int8_split24.bfloat16")
@@ -66,13 +67,15 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", choices=("correctness", "bench"), help="one half of it")
     parser.add_argument("--quick", action="store_true", help="default flags only, fewer rounds")
     parser.add_argument("--kernels", nargs="*", default=[], metavar="SPEC[.PLAN[.DTYPE]]", help="check only these")
+    parser.add_argument("--all", action="store_true", help="check every cell: the others are sampled by default")
+    parser.add_argument("--seed", type=int, help="which of three samples is checked (default: the day's)")
     parser.add_argument("--huge", action="store_true", help="also a tensor of more than 2^31 elements (20 GiB)")
     parser.add_argument("--tune", action="store_true", help="also compare launch settings")
     parser.add_argument("--no-llama", action="store_true", help="leave out the 8B list (60 to 120 GiB)")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks", help="folder of the reports")
     parser.add_argument("--json", action="store_true", help="print the report as JSON on the last line")
     parser.add_argument("--jobs", type=int, default=0, help="processes that check; 0: as the machine allows")
-    parser.add_argument("--budget", type=float, default=BUDGET, help="seconds after which nothing new is started")
+    parser.add_argument("--budget", type=float, default=BUDGET, help="seconds after which a half starts nothing new")
     parser.add_argument("--peers", type=Path, action="append", default=[], help="a folder with further packages")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a dry run without a GPU")
     return parser.parse_args(given)
@@ -95,7 +98,7 @@ class Run:
 
     def __init__(self, asked: argparse.Namespace) -> None:
         self.asked, self.dry, self.began = asked, asked.device == "cpu", time.monotonic()
-        self.end = self.began + asked.budget
+        self.seed = datetime.date.today().toordinal() % 3 if asked.seed is None else asked.seed
         self.asked.kernels = asked.kernels or list(DRY) * self.dry
         self.machine = benchmark.machine(asked.device)
         self.path: Path = asked.out / f"{benchmark.slug(self.machine['device'])}_{self.machine['date']}.json"
@@ -118,23 +121,30 @@ class Run:
         self.save()
         os._exit(1)
 
-    def run(self) -> int:
-        right = True
+    @contextmanager
+    def half(self) -> Iterator[None]:
+        """Give what is inside a budget of its own, and write the report."""
+        self.end = time.monotonic() + self.asked.budget
         watch = threading.Timer(self.asked.budget + GRACE, self.give_up)
         watch.daemon = True
         watch.start()
+        yield
+        self.save()
+        watch.cancel()
+
+    def run(self) -> int:
+        right = True
         if self.asked.only != "correctness":
             self.data.pop("bench_error", None)
-            try:
-                self.bench()
-            except Exception as error:  # times never decide, and what was measured is written
-                self.data["bench_error"] = f"{type(error).__name__}: {error}"
-                self.say(f"benchmarks ended early: {self.data['bench_error']}")
-            self.save()
+            with self.half():
+                try:
+                    self.bench()
+                except Exception as error:  # times never decide, and what was measured is written
+                    self.data["bench_error"] = f"{type(error).__name__}: {error}"
+                    self.say(f"benchmarks ended early: {self.data['bench_error']}")
         if self.asked.only != "bench":
-            right = self.check()
-            self.save()
-        watch.cancel()
+            with self.half():
+                right = self.check()
         print("\n" + self.path.with_suffix(".md").read_text(encoding="utf-8"), flush=True)
         print(f"written: {self.path} and .md", flush=True)
         if self.asked.json:
@@ -149,7 +159,6 @@ class Run:
             self.compile_ahead([c.name for c in ours])
         others, self.data["missing"] = benchmark.peers("cuda")
         entrants = benchmark.torch_s_own() + ours + others
-        end = self.end if self.asked.only == "bench" else self.began + BENCH_SHARE * self.asked.budget
         rounds = 10 if self.asked.quick else 30
         lists: dict[str, tuple[str, Any, int]] = {
             "tensor": ("One large tensor", [(10**9,)], 1),
@@ -172,18 +181,18 @@ class Run:
             chosen = [c for c in entrants if name != "llama_8b" or (c.dtype == benchmark.BF16 and "_rn_" not in c.name)]
             if name == "tensor" or (self.dry and name != "matrix"):  # a vector is not swept again
                 chosen = [c for c in chosen if not c.again and "released" not in c.name]
-            self.section(name, title, shapes, chosen, rounds if name != "llama_8b" else rounds // 3 or 1, steps, end)
+            self.section(name, title, shapes, chosen, rounds if name != "llama_8b" else rounds // 3 or 1, steps)
         if self.asked.tune:
             numel = 2**13 if self.dry else 2**28
-            self.section("tune", "Launch settings", [(numel,)], list(self.tuned(entrants)), rounds // 3 or 1, 1, end)
+            self.section("tune", "Launch settings", [(numel,)], list(self.tuned(entrants)), rounds // 3 or 1, 1)
 
     def section(
-        self, name: str, title: str, shapes: Any, entrants: Sequence[Contender], rounds: int, steps: int, end: float
+        self, name: str, title: str, shapes: Any, entrants: Sequence[Contender], rounds: int, steps: int
     ) -> None:
         copied = 2**16 if self.dry else 2**31
         found = benchmark.section(
             title, shapes, entrants, device=self.asked.device, threads=1, rounds=rounds, steps=steps, copied=copied,
-            end=end, say=self.say,
+            end=self.end, say=self.say,
         )  # fmt: skip
         sections = self.data["sections"]
         if found["rows"] or f"{name}, 1" not in sections:  # where nothing was measured, what was found before stays
@@ -224,6 +233,7 @@ class Run:
             **os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
             "OPTGEN_TEST_DEVICE": self.asked.device, "OPTGEN_TEST_KERNELS": " ".join(self.asked.kernels),
             "OPTGEN_TEST_QUICK": "1" * self.asked.quick, "OPTGEN_TEST_HUGE": "1" * self.asked.huge,
+            "OPTGEN_TEST_SEED": "" if self.asked.all or self.asked.kernels else str(self.seed),
         }  # fmt: skip
         files = CHECKS[:1] if self.asked.kernels or self.dry else CHECKS
         command = [sys.executable, "-m", "pytest", "-m", "cuda", "-vv", "-rfE", "-n", str(jobs), *files]
@@ -250,7 +260,12 @@ class Run:
         watch.cancel()
         complete = process.wait() in (0, 1) and not ended.is_set()
         passed, failed = len(outcomes["PASSED"]), outcomes["FAILED"]
-        words = f"{passed} tests passed, {len(failed)} failed" + "; the budget ended before the rest" * (not complete)
+        words = f"{passed} tests passed, {len(failed)} failed"
+        if environment["OPTGEN_TEST_SEED"]:
+            words += f" (seed {self.seed % 3} of 3: --seed has the others, --all all)"
+        if not complete:
+            count = next((int(x[1]) for line in lines if (x := re.search(r"workers? \[(\d+) items", line))), 0)
+            words += f"; {count - sum(map(len, outcomes.values()))} had not ended with the budget"
         ok = complete and passed > 0 and process.returncode == 0
         output = [] if ok else lines[-200:]
         self.data["correctness"] = {"summary": words, "ok": ok, "outcomes": outcomes, "output": output}

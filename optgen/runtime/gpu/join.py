@@ -70,7 +70,8 @@ def _add_sweep(out: Any, name: str, variant: Variant, stage: Stage, frame: Frame
     if isinstance(record, Panels):
         out.WARPS[name] = _warps(record.across)
         limit = _panel_registers(variant, record)
-        out.OPTIONS[f"{name}_few"] = {"maxnreg": limit or 128}  # of panels of one part
+        if limit or not any(columns for *_, columns in record.sums):  # those fit in 64 where nothing says 128
+            out.OPTIONS[f"{name}_few"] = {"maxnreg": limit or 128}  # of panels of one part
     else:
         tile = _tile(record)
         # For one warp a segment takes 20 us, whatever the device; codes of wider tiles would cross warps.
