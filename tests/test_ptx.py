@@ -45,7 +45,17 @@ def test_an_assembler_that_fuses_in_strict_maths_is_warned_of(
 def test_compiled_kernels_are_right_in_the_emulator(compiling: dict[str, str]) -> None:
     pytest.importorskip("triton")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", *EMULATED]
+    command += ["-m", "not slow"]
     command += ["-k", "not int6 and not int5_int3"]  # a tenth of the time, between plans that are here
     env = {**compiling, "OPTGEN_EMULATE": "90", "OPTGEN_RACES": "1", "OPTGEN_ASSEMBLED": "8", "TRITON_CACHE_DIR": CACHE}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+
+
+@pytest.mark.slow
+def test_fast_kernels_flush_nothing_exact(compiling: dict[str, str], tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    env = {**compiling, "OPTGEN_EMULATE": "90", "OPTGEN_ASSEMBLED": "8", "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "-m", "slow"]
+    done = subprocess.run([*command, EMULATED[4]], cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
