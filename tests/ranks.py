@@ -181,7 +181,7 @@ def alike(whole: Tensor, part: Tensor, what: str) -> None:
         assert part.shape == whole.shape, (what, part.shape, whole.shape)
         whole, part = sharding.part_of(whole, sharding.layout_of(part)), part.to_local()
     assert part.shape == whole.shape, (what, part.shape, whole.shape)
-    same = whole.contiguous().reshape(-1).view(torch.uint8) == part.contiguous().reshape(-1).view(torch.uint8)
+    same = torch.eq(*(x.clone(memory_format=torch.contiguous_format).ravel().view(torch.uint8) for x in (whole, part)))
     assert same.all(), f"{what}: {int((~same).sum())} of {same.numel()} bytes differ"
 
 
