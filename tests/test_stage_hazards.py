@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import optgen
+from optgen.base.errors import UserError
 
 from optgen.lang import (  # isort: skip
     flag, hyper, lookahead, model_dot, model_norm, model_total, newton_schulz, norm, optimizer, row, row_sum,
@@ -175,14 +176,47 @@ def sums_at_two_levels(p, g, *, lr=hyper(1.0, ge=0), wide=shape_flag(lambda shap
     return p
 
 
+@optimizer()
+def sums_that_vectors_have_once(p, g, *, lr=hyper(1.0, ge=0), wide=shape_flag(lambda shape: len(shape) >= 2)):
+    """Two sums that are equal for vectors by chance, two sums of these, and one that is another's everywhere."""
+    v = 3 * g if wide else g
+    one = model_total(v)
+    two = model_total(g)
+    three = model_total(p * one)
+    four = model_total(p * two)
+    five = model_total(g)
+    p = p - lr * g * (one - 2 * two + three - 3 * four + five)
+    return p
+
+
+@pytest.mark.parametrize(
+    ("spec", "by"),
+    [(sums_at_two_levels, 6 * 2 * 6 + 4 * 2 - 4 * 10), (sums_that_vectors_have_once, 44 - 40 + 10 * (44 - 60) + 20)],
+)
 @pytest.mark.parametrize("backend", [*BACKENDS, "triton"])
-def test_sums_over_the_model_are_taken_in_one_order(backend: str) -> None:
+def test_sums_over_the_model_are_taken_in_one_order(spec: Spec, by: float, backend: str) -> None:
     """The weights are whole numbers, of which no sum rounds."""
     params = [torch.nn.Parameter(torch.ones(2, 3)), torch.nn.Parameter(torch.ones(4))]
     for p in params:
         p.grad = 2 * torch.ones_like(p)
-    optgen.compile(sums_at_two_levels, plan="fp32")(params, plan="fp32", backend=backend).step()
-    assert all((p == 1 - 2 * (6 * 2 * 6 + 4 * 2 - 4 * 10)).all() for p in params)
+    optgen.compile(spec, plan="fp32")(params, plan="fp32", backend=backend).step()
+    assert all((p == 1 - 2 * by).all() for p in params)
+
+
+def test_sums_over_the_model_that_are_always_equal_are_one() -> None:
+    for wide in (True, False):
+        assert len({node for node, *_ in sums_that_vectors_have_once.trace({"wide": wide}).sums}) == 4
+
+
+def test_a_sum_over_the_model_in_both_branches_of_a_shape_is_refused() -> None:
+    @optimizer()
+    def of_branches(p, g, *, lr=hyper(1.0, ge=0), wide=shape_flag(lambda shape: len(shape) >= 2)):
+        size = model_norm(g) if wide else model_norm(2 * g)
+        p = p - lr * g / (size + 1)
+        return p
+
+    with pytest.raises(UserError, match=r"parameters of other shapes take a sum at .*, and all are added up"):
+        of_branches.check()
 
 
 @pytest.mark.parametrize("maths", ["strict", "fast"])

@@ -15,7 +15,7 @@ from optgen.lang import matrices
 from optgen.lang.declare import StateDecl, flags_in
 from optgen.lang.probe import probe
 from optgen.lang.spec import Spec, Trace, start
-from optgen.lang.tracing import run
+from optgen.lang.tracing import run, unmarked
 from optgen.lang.values import author_loc
 from optgen.ops import spaces
 from optgen.ops.prims import CALLS, MATRIX_OPS, PRIMS, REDUCTIONS
@@ -253,6 +253,18 @@ def _check_pairs(spec: Spec, trace: Trace) -> None:
             raise UserError("E113", loc=s.loc, what=what, hint="declare it without normalized_by=")
 
 
+def _check_sums(spec: Spec) -> None:
+    """Raise UserError E129 if parameters of other shapes take a sum over the model elsewhere in the rule."""
+    first: dict[tuple[int | bool, ...], Trace] = {}
+    for setting, made in zip(spec.settings(), unmarked(spec), strict=True):
+        rest = (len(made.sums), *(setting[f.name] for f in spec.flags if f.shape is None))
+        for (_, one, at), (_, other, here) in zip(first.setdefault(rest, made).sums, made.sums, strict=True):
+            if (one, at) != (other, here):
+                why = f"parameters of other shapes take a sum at {one.short} instead, and all are added up to one"
+                remedy = "choose its operand in the branches of `if`, and take the sum behind them"
+                raise UserError("E129", loc=other, function="a sum over the model", why=why, remedy=remedy)
+
+
 @lru_cache(maxsize=4096)
 def check(spec: Spec) -> None:
     """Check a spec over all its flag settings; raise UserError for the first fault."""
@@ -264,6 +276,8 @@ def check(spec: Spec) -> None:
         _check_vectors(spec, setting, trace)
         _check_traits(spec, setting, trace)
         _check_pairs(spec, trace)
+    if any(trace.sums for _, trace in traces):
+        _check_sums(spec)
     read = set().union(*(_reads(trace) for _, trace in traces))
     for s in spec.kept:
         if s.name not in read:

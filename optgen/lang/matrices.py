@@ -249,9 +249,7 @@ def _drawn(name: str, like: Num, key: Num) -> Any:
 
 
 def _recorded(node: ir.Node, x: Value) -> Value:
-    if x.record is not None:
-        x.record(node)
-    return Value(node, x.record)
+    return Value(x.record(node) if x.record else node, x.record)
 
 
 _OF_SQUARES = frozenset(

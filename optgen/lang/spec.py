@@ -40,7 +40,7 @@ class Trace:
     states: dict[str, Node]
     host_states: dict[str, Node]
     places: dict[int, Loc]  # node uid -> the author's operation that made it
-    sums: tuple[Node, ...]  # over the model, in order, also those of which nothing is made under this flag setting
+    sums: tuple[tuple[Node, Loc, int | None], ...]  # over the model, used or not: place and the rule's instruction
 
     @property
     def new(self) -> dict[str, Node]:
@@ -50,7 +50,7 @@ class Trace:
     @cached_property
     def draws(self) -> tuple[str, ...]:
         """The names of the random numbers of elements that are drawn."""
-        found = (name for name in loads((*self.new.values(), *self.sums)) if name.startswith(DRAW))
+        found = (name for name in loads((*self.new.values(), *(s[0] for s in self.sums))) if name.startswith(DRAW))
         return tuple(sorted(dict.fromkeys(found), key=lambda name: (len(name), name)))
 
     def needs_draws_of(self, node: Node) -> bool:

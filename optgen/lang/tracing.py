@@ -6,6 +6,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
 from types import FrameType
 from typing import Any
 
@@ -39,28 +40,30 @@ class Tracer:
     A statement's name goes to the node that its name is bound to, if the statement made that node.
     """
 
-    def __init__(self, source: SpecSource) -> None:
-        self.source = source
+    def __init__(self, source: SpecSource, marks: Iterable[int | None]) -> None:
+        self.source, self.marks = source, iter(marks)  # attributes that keep sums apart which are equal by chance
         self.lets: list[Let] = []
         self.places: dict[int, Loc] = {}
-        self.sums: dict[int, Node] = {}  # over the model, by uid
+        self.sums: list[tuple[Node, Loc, int | None]] = []  # see Trace
         self.frame: FrameType | None = None
         self.statement: Statement | None = None
         self.lasti = -1
         self.made: set[int] = set()  # uids of the nodes made by the running statement
 
-    def record(self, node: Node) -> None:
-        self.places.setdefault(node.uid, author_loc())
+    def record(self, node: Node) -> Node:
+        place, frame = author_loc(), self._spec_frame()
         if node.op == "model_sum":
-            self.sums.setdefault(node.uid, node)
-        frame = self._spec_frame()
+            node = ir.op(node.op, *node.args, attr=next(self.marks, None))
+            self.sums.append((node, place, frame and frame.f_lasti))
+        self.places.setdefault(node.uid, place)
         if frame is None:
-            return
+            return node
         statement = self.source.statement_at(frame.f_lasti)
         if statement is not self.statement or frame.f_lasti < self.lasti or self._bound():
             self.finish()
         self.frame, self.statement, self.lasti = frame, statement, frame.f_lasti
         self.made.add(node.uid)
+        return node
 
     def _spec_frame(self) -> FrameType | None:
         frame: FrameType | None = sys._getframe(2)
@@ -85,8 +88,24 @@ class Tracer:
 
 
 def run(spec: Spec, flags: Mapping[str, bool]) -> Trace:
-    """The trace of a spec under a complete flag setting."""
-    tracer = Tracer(spec.source)
+    """The trace of a spec under a complete flag setting; sums over the model are one if they are under all settings."""
+    trace = _read(spec, flags)
+    if len(trace.sums) < 2:
+        return trace
+    alike = [other for other in (trace, *unmarked(spec)) if len(other.sums) == len(trace.sums)]
+    each = list(zip(*([node for node, *_ in other.sums] for other in alike), strict=True))
+    return _read(spec, flags, [each.index(nodes) or None for nodes in each])
+
+
+@lru_cache(maxsize=4096)
+def unmarked(spec: Spec) -> tuple[Trace, ...]:
+    """Return the traces of a spec under its flag settings, in which equal sums over the model are one."""
+    return tuple([_read(spec, setting) for setting in spec.settings()])
+
+
+def _read(spec: Spec, flags: Mapping[str, bool], marks: Iterable[int | None] = ()) -> Trace:
+    """The trace of a spec with these marks, see Tracer."""
+    tracer = Tracer(spec.source, marks)
 
     def value(node: Node) -> Value:
         return Value(node, tracer.record)
@@ -139,7 +158,7 @@ def run(spec: Spec, flags: Mapping[str, bool]) -> Trace:
         {s.name: node_of(s.name, s.space) for s in spec.present(flags)},
         {s.name: node_of(s.name, spaces.host) for s in spec.present_host(flags)},
         tracer.places,
-        tuple(tracer.sums.values()),
+        tuple(tracer.sums),
     )
 
 

@@ -69,12 +69,13 @@ def _missing(what: str, hint: str) -> Callable[..., Any]:
 
 
 class Value:
-    """A traced value.  `record(node)` is called for every operation made, so that a tracer can name it."""
+    """A traced value.  `record(node)` is called for every operation made, so that a tracer can name it, and
+    returns the node to go on with."""
 
     __slots__ = ("node", "record")
     __hash__ = object.__hash__
 
-    def __init__(self, node: Node, record: Callable[[Node], None] | None = None) -> None:
+    def __init__(self, node: Node, record: Callable[[Node], Node] | None = None) -> None:
         self.node = node
         self.record = record
 
@@ -297,9 +298,7 @@ def _op(name: str, *args: Num, attr: Any = None) -> Value:
     _check_numbers(nodes)
     record = next((v.record for v in values if v.record is not None), None)
     made = ir.op(name, *nodes, attr=attr)
-    if record is not None:
-        record(made)
-    return Value(made, record)
+    return Value(record(made) if record else made, record)
 
 
 # -- readers

@@ -40,7 +40,7 @@ class Recorder:
         self.order: dict[int, int] = {}  # node uid -> when it was made here; uids tell of earlier programs too
         self.frames: dict[int, FrameType] = {}  # kept alive, so that no two calls have one id
 
-    def __call__(self, node: Node) -> None:
+    def __call__(self, node: Node) -> Node:
         self.order.setdefault(node.uid, len(self.order))
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and not frame.f_globals.get("__name__", "").startswith("optgen.lower"):
@@ -50,6 +50,7 @@ class Recorder:
                     self.frames[id(frame)] = frame
                     self.found[id(frame), statement[0]] = statement[1], node
             frame = frame.f_back
+        return node
 
     def lets(self) -> list[Let]:
         """A let for every named value, in the order they were made; to be called once, at the end."""

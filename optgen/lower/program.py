@@ -263,7 +263,7 @@ def lower(spec: Spec, flags: Mapping[str, bool], storage: Storage, *, alone: boo
         host_states=tuple((h.name, h.init) for h in present_host),
         host_stores=tuple(Let(name, node) for name, node in trace.host_states.items()),
         kept=tuple(kept),
-        sums=tuple(map(rewrite, trace.sums)),
+        sums=tuple(dict.fromkeys(rewrite(node) for node, *_ in trace.sums)),
         together=pairs,
     )
 

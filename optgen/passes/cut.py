@@ -118,7 +118,7 @@ def by_rows(program: Program) -> Program:
 
     def rule(node: Node) -> Node:
         if node.op == "model_sum" and node.args[0].space.name != "tensor":
-            return ir.op("model_sum", rule(ir.op("tensor_sum", node.args[0])))
+            return ir.op("model_sum", rule(ir.op("tensor_sum", node.args[0])), attr=node.attr)
         if (
             node.op in ("mat_sum", "mat_max")
             and node.args[0].space == spaces.elem
