@@ -1,8 +1,8 @@
 """KL-Shampoo: Shampoo whose two factors are estimated by one another's inverse; AdamW for what is no matrix."""
 
 from optgen.lang import (
-    bjorck, col, col_mean, finite, flag, gram, hyper, identity, matrix_state, minimum, nonneg, optimizer, orthogonal,
-    orthogonal_iteration, policies, row, row_mean, rsqrt, shape_flag, state, symmetric, where,
+    bjorck, col, col_mean, finite, flag, gram, hyper, identity, matrix_state, maximum, minimum, nonneg, optimizer,
+    orthogonal, orthogonal_iteration, policies, row, row_mean, rsqrt, shape_flag, state, symmetric, where,
 )  # fmt: skip
 
 
@@ -43,7 +43,8 @@ def kl_shampoo(
         p, exp_avg, exp_avg_sq = policies.adamw_step(p, g, t, exp_avg, exp_avg_sq, lr, betas, eps, weight_decay)
         return p, exp_avg, exp_avg_sq, left, basis_left, eigen_left, right, basis_right, eigen_right
     beta1, beta2 = betas
-    moves, gain = where(t > 1, 1.0, 0.0), (1 - beta2) * where(t > 1, 1.0, init_factor)
+    moves, first = where(t > 1, 1.0, 0.0), maximum(init_factor, 1 / (max_clamp_value * max_clamp_value))
+    gain = (1 - beta2) * where(t > 1, 1.0, first)  # factors begin with the gradient's own products
     g = basis_left.T @ (g * minimum(1e11 / abs(g), 1)) @ basis_right
     down = minimum(rsqrt(eigen_left), max_clamp_value)
     across = minimum(rsqrt(eigen_right), max_clamp_value)

@@ -1153,16 +1153,18 @@ def dion2(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
     return _by_shape(_flat(matrices), _adamw_of_same_rate(flags, hypers), flags["adamw"])
 
 
-def _each_matrix(matrices: Oracle, others: Oracle) -> Oracle:
-    """A rule of one matrix for each of a stack, and for convolutions; another for what is no matrix."""
+def _each_matrix(matrices: Oracle, others: Oracle, reach: Callable[..., int] = max) -> Oracle:
+    """A rule of one matrix for each of a stack, and for convolutions; another for what is no matrix, or one with a side
+    (reach=max) or sides (min) of more than max_precond_dim, and in groups with adamw=True."""
 
     def make(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
         steps: dict[int, Step] = {}
 
         def step(p: Tensor, g: Tensor, t: int, lr: float) -> Tensor:
-            if p.ndim < 2:
-                return steps.setdefault(0, others(flags, hypers))(p, g, t, lr)
-            p3, g3 = (x if x.ndim == 3 else x.reshape(1, len(x), -1) for x in (p, g))
+            p3, g3 = (x if x.ndim == 3 else x.reshape(1, *x.shape[:1], -1) for x in (p, g))
+            few = p.ndim < 2 or (flags | hypers).get("adamw")
+            if few or reach(p3.shape[1:]) > hypers.get("max_precond_dim", math.inf):
+                return steps.setdefault(0, others(flags, hypers))(p.flatten(), g.flatten(), t, lr).view_as(p)
             made = (steps.setdefault(k, matrices(flags, hypers | {"matrix": k})) for k in range(len(p3)))
             return torch.stack([f(*x, t, lr) for f, *x in zip(made, p3, g3, strict=True)]).reshape(p.shape)
 
@@ -1178,7 +1180,7 @@ def _adamw_of_same_rate(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
 @paper
 def _soap(o, s, p, g, t, lr):
     """Algorithm 3 with the authors' momentum and factors in the parameter's space; the first step makes bases only."""
-    sides = [k for k in (0, 1) if g.shape[k] <= 10000]
+    sides = [k for k in (0, 1) if g.shape[k] <= o.max_precond_dim]
     grams = [g @ g.mT if k == 0 else g.mT @ g for k in sides]
 
     def turned(x: Tensor, bases: list[Tensor]) -> Tensor:
@@ -1205,29 +1207,26 @@ def _soap(o, s, p, g, t, lr):
 
 @paper
 def _shampoo(o, s, p, g, t, lr):
-    """Algorithm 2 with exponential averages and Adam's norm; matrices with a long side take Adam's step."""
+    """Algorithm 2 with exponential averages and Adam's norm."""
 
     def power(x: Tensor) -> Tensor:
         u, values, _ = torch.linalg.svd(x)
         return u @ ((values + o.matrix_eps * values[0]) ** (-1 / o.root_order)).diag() @ u.mT
 
     update = adam = adam_update(o, s, g, t)
-    if max(g.shape) <= 10000:
-        s.left = o.shampoo_beta * s.left + (1 - o.shampoo_beta) * g @ g.mT
-        s.right = o.shampoo_beta * s.right + (1 - o.shampoo_beta) * g.mT @ g
-        if t % o.precondition_frequency == 0:
-            s.roots = [power(s.left), power(s.right)]
-        if t >= o.precondition_frequency:
-            update = s.roots[0] @ s.m @ s.roots[1]
-            update = update * (torch.linalg.matrix_norm(adam) / torch.linalg.matrix_norm(update))
+    s.left = o.shampoo_beta * s.left + (1 - o.shampoo_beta) * g @ g.mT
+    s.right = o.shampoo_beta * s.right + (1 - o.shampoo_beta) * g.mT @ g
+    if t % o.precondition_frequency == 0:
+        s.roots = [power(s.left), power(s.right)]
+    if t >= o.precondition_frequency:
+        update = s.roots[0] @ s.m @ s.roots[1]
+        update = update * (torch.linalg.matrix_norm(adam) / torch.linalg.matrix_norm(update))
     return p * (1 - lr * o.weight_decay) - lr * update
 
 
 @paper
 def _kl_shampoo(o, s, p, g, t, lr):
     """The authors' algorithm, with momentum and factors in the parameter's own space and one bound of roots."""
-    if max(g.shape) > 10000:
-        return p * (1 - lr * o.weight_decay) - lr * adam_update(o, s, g, t)
     (beta1, beta2), sides = o.betas, (g, g.mT)
     if t == 1:
         s.factors = [(1 - beta2) / x.shape[1] * x @ x.mT for x in sides]
@@ -1250,7 +1249,7 @@ def _kl_shampoo(o, s, p, g, t, lr):
 
 @paper
 def _soap_muon(o, s, p, g, t, lr):
-    """The record's step of a matrix inside EMA-Nesterov, without rounds of Newton-Schulz."""
+    """The record's step of a matrix inside EMA-Nesterov, with rounds of Newton-Schulz in bf16, like torch.optim.Muon's."""
     before, grams = s.plain if t > 1 else p, [g @ g.mT, g.mT @ g]
     s.m = o.momentum * s.m + (1 - o.momentum) * g
     u = o.momentum * s.m + (1 - o.momentum) * g
@@ -1258,7 +1257,12 @@ def _soap_muon(o, s, p, g, t, lr):
         inside = s.bases[0].mT @ u @ s.bases[1]
         s.v = o.shampoo_beta * s.v + (1 - o.shampoo_beta) * inside.square()
         u = s.bases[0] @ (inside / s.v.sqrt().clamp(min=o.eps)) @ s.bases[1].mT
-    u = (u / torch.linalg.matrix_norm(u @ u.mT).sqrt()).bfloat16().to(u.dtype)
+    u, tall = (u / torch.linalg.matrix_norm(u @ u.mT).sqrt()).bfloat16(), len(u) > u.shape[1]
+    u, (a, b, c) = u.mT if tall else u, o.ns_coefficients
+    for _ in range(o.ns_steps):
+        square = u @ u.mT
+        u = torch.addmm(u, torch.addmm(square, square, square, beta=b, alpha=c), u, beta=a)
+    u = (u.mT if tall else u).to(g.dtype)
     u = u * max(1, len(u) / u.shape[1]) ** 0.5
     along = (u * p).sum() / p.norm()
     u = u - (1 - o.outward) * along.clamp(max=0) * p / p.norm()
@@ -1294,7 +1298,7 @@ def _adamw_ahead(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
 BASES: dict[str, Oracle] = {
     "kl_shampoo": _each_matrix(_kl_shampoo, _adamw_of_same_rate),
     "shampoo": _each_matrix(_shampoo, _adamw_of_same_rate),
-    "soap": _each_matrix(_soap, _adamw_of_same_rate),
+    "soap": _each_matrix(_soap, _adamw_of_same_rate, min),
     "soap_muon": _each_matrix(_soap_muon, _adamw_ahead),
 }
 """Rules of eigenvectors, which are arbitrary where eigenvalues are equal: held at gradients that tell them apart."""
@@ -1306,7 +1310,7 @@ def _splus(o, s, p, g, t, lr):
     beta1, beta2 = o.betas
     s.m, rate = beta1 * s.m + (1 - beta1) * g, lr * o.nonstandard_constant
     inside, sides = s.m, []
-    if g.ndim == 2 and max(g.shape) <= 10000:
+    if g.ndim == 2:
         s.left, s.right = (beta2 * f + (1 - beta2) * x @ x.mT for f, x in ((s.left, g), (s.right, g.mT)))
         (left, right), sides, rate = o.bases(o.matrix), [s.left, s.right], lr * 2 / sum(g.shape)
         inside = left.mT @ s.m @ right

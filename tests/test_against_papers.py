@@ -38,6 +38,7 @@ KEPT = ("eps", "adamw_eps", "min_norm", "gram", "scale_floor")  # nobody tunes t
 COUNTS = {"ns_steps": (2, 6), "warmup_steps": (0, 9), "lookahead_k": (1, 6), "alpha_warmup": (0, 30)}
 COUNTS |= {"beta3_warmup": (0, 30), "update_proj_gap": (3, 30), "t0": (0, 30), "beta1_warmup": (0, 30)}
 COUNTS |= {"grokfast_after_step": (0, 30), "memory_length": (1, 30), "warmup_epoch": (1, 9), "grad_accu_steps": (1, 4)}
+COUNTS |= {"precondition_frequency": (1, 7), "inverse_every": (1, 9), "rank": (1, 5)}
 COUNTS |= {"keep_num": (1, 11), "total_T": (1, 60), "restarting_iter": (2, 30), "n_stages": (1, 9), "sigma": (20, 200)}
 START = {"d0": 1e-2, "growth_rate": 2.0, "max_ratio": 1.0}  # fifty steps show what the rule does with it; d may grow
 
@@ -83,6 +84,28 @@ def cases(name: str) -> Iterator[tuple[dict[str, bool], dict[str, Any]]]:
                 key, *tried = TRIED.get(name, ("",))
                 for more in [{key: x} for x in tried] or [{}]:
                     yield flags, hypers | more
+
+
+def further(name: str) -> range:
+    """Numbers of the settings that `redrawn` has beside the first: of flags, and of longest sides with factors."""
+    spec = spec_of(name)
+    limits = 3 if "max_precond_dim" in {h.name for h in spec.hypers} else 1
+    return range(1, 1 + limits * 2 ** sum(not f.derived for f in spec.flags))
+
+
+def redrawn(name: str, k: int, shape: tuple[int, ...], options: dict[str, Any]) -> dict[str, Any]:
+    """Options with each hyper-parameter drawn around its value in them, eps above it, and with the flags of setting k,
+    in which factors have sides up to their own limit, up to the shorter one of the shape, or shorter ones."""
+    if not k:
+        return options
+    spec, draw = spec_of(name), torch.Generator().manual_seed(zlib.crc32(f"{name} {k} {shape}".encode()))
+    hypers = [replace(h, default=options.get(h.name, h.default)) for h in spec.hypers if h.name != "lr"]
+    made = {h.name: drawn(h, draw) for h in hypers}
+    made |= {"eps": made["eps"] * (1 + float(torch.rand((), generator=draw)))} if "eps" in made else {}
+    made |= {f.name: bool((k - 1) >> i & 1) for i, f in enumerate(f for f in spec.flags if not f.derived)}
+    short = min(shape[-2:] if len(shape) == 3 else (shape[0], math.prod(shape[1:]))) if shape else 1
+    limits = options.get("max_precond_dim"), short, max(1, short - 1)
+    return options | made | ({"max_precond_dim": limits[(k - 1) * 3 // len(further(name))]} if limits[0] else {})
 
 
 def settings(names: Iterable[str]) -> list[tuple[str, int]]:

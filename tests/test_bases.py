@@ -18,6 +18,7 @@ from optgen.lang import eigenvectors, gram, normal, singular_vectors
 from tests import harness
 from tests.harness import spec_of
 from tests.oracles import BASES, IN_BASES, KRON, optional, record
+from tests.test_against_papers import further, redrawn
 
 STEPS, LR, EPS, NOISE = 50, 0.01, 0.05, 0.1
 FEWER = {"cpp": 24, "triton": 14}
@@ -26,6 +27,7 @@ TURN = 12
 SHAPES = [(6, 10), (12, 5), (8, 8), (1, 7), (7, 1), (3, 8, 9), (6, 2, 3, 3), (7,), (10001, 4), (3, 10001)]
 SIZES = torch.tensor([4.0, 2.0, 1.0, 0.5], dtype=torch.float64)
 OPTIONS = {"precondition_frequency": 4, "betas": (0.8, 0.9), "shampoo_beta": 0.6, "eps": EPS, "weight_decay": 0.1}
+OPTIONS |= {"max_precond_dim": 10000}
 CASES: dict[str, dict[str, Any]] = {
     "kl_shampoo": {k: v for k, v in OPTIONS.items() if k != "shampoo_beta"}
     | {"init_factor": 0.1, "max_clamp_value": 4.0},
@@ -38,7 +40,7 @@ OWN: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "splus": (
         ("basis_left", "basis_right"),
         {"betas": (0.8, 0.9), "ema_rate": 0.8, "weight_decay": 0.1, "nonstandard_constant": 0.2}
-        | {"inverse_every": PERIOD},
+        | {"inverse_every": PERIOD, "max_precond_dim": 10000},
     ),
 }
 """Rules in bases of their own, by the names of these, and options."""
@@ -69,25 +71,32 @@ def allowed(shape: tuple[int, ...], t: int, unit: float) -> float:
     return t * unit * (4 + 5 * LR / EPS * 16 / 0.1875 * sums)
 
 
-def on_backends(names: Iterable[str]) -> list[Any]:
-    """(backend, rule, shape): of Triton's interpreter a third of the shapes in turn, the others marked `full`."""
+def on_backends(names: Iterable[str], shapes: Iterable[tuple[int, ...]] = SHAPES) -> list[Any]:
+    """(backend, rule, shape, setting): of Triton's interpreter a third of the shapes in turn, and of further settings
+    one at one of the shapes, the others marked `full`."""
     return [
-        pytest.param(backend, name, shape, id=f"{backend}-{name}-{shape}",
-                     marks=pytest.mark.full if backend == "triton" and (i + j) % 3 else ())
+        pytest.param(backend, name, shape, k, id=f"{backend}-{name}-{shape}" + f"-{k}" * (k > 0),
+                     marks=pytest.mark.full if backend == "triton" and (i + j) % 3 or (k and (k, i) != (1, j)) else ())
         for backend in ("fp64", "reference", "cpp", "triton")
         for i, name in enumerate(names)
-        for j, shape in enumerate(SHAPES)
+        for j, shape in enumerate(shapes)
+        for k in (0, *(further(name) if backend == "fp64" else ()))
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("backend", "name", "shape"), on_backends(CASES))
-def test_many_steps_are_the_oracle_s(name: str, shape: tuple[int, ...], backend: str) -> None:
+def rate(t: int) -> float:
+    return LR * (1 - t % 3 / 4)
+
+
+@pytest.mark.parametrize(("backend", "name", "shape", "k"), on_backends(CASES))
+def test_many_steps_are_the_oracle_s(name: str, shape: tuple[int, ...], k: int, backend: str) -> None:
     if backend == "triton" and math.prod(shape) > 1000:
         pytest.skip("the interpreter takes minutes")
     start, spec = torch.randn(shape, generator=torch.Generator().manual_seed(1)), spec_of(name)
     draw = random.Random(f"{name} {shape}")
     options = CASES[name] | {"betas": (draw.uniform(0.6, 0.9), draw.uniform(0.8, 0.95)), "eps": draw.uniform(EPS, 0.1)}
     options |= {"weight_decay": draw.uniform(0, 0.2), "precondition_frequency": draw.choice([3, 4, 5])}
+    options = redrawn(name, k, shape, options)
     ours = exact = start.double()
     oracle, states, p = BASES[name]({}, options), {}, nn.Parameter(start.clone())
     blocks = {"w": 3} if len(shape) == 3 else {}
@@ -95,12 +104,12 @@ def test_many_steps_are_the_oracle_s(name: str, shape: tuple[int, ...], backend:
     given = {"plan": "fp32", "backend": "auto" if backend == "fp64" else backend, "blocks": blocks, "lr": LR}
     opt = cls([("w", p)], **given, **options)
     for t, g in enumerate(gradients(shape, backend), 1):
-        exact = oracle(exact, g.double(), t, LR)
+        exact = oracle(exact, g.double(), t, rate(t))
         if backend == "fp64":
-            ours, states, _ = spec.evaluate(ours, g.double(), t, states, lr=LR, **options)
+            ours, states, _ = spec.evaluate(ours, g.double(), t, states, lr=rate(t), **options)
             record(name, ours, exact)
         else:
-            p.grad = g
+            p.grad, opt.param_groups[0]["lr"] = g, rate(t)
             with harness.optimized() if name == "soap" else nullcontext():
                 opt.step()
             ours = p.detach().double()
@@ -108,8 +117,8 @@ def test_many_steps_are_the_oracle_s(name: str, shape: tuple[int, ...], backend:
     assert (exact - start).abs().max() > 0.05
 
 
-@pytest.mark.parametrize(("backend", "name", "shape"), on_backends(OWN))
-def test_steps_in_bases_of_their_own(name: str, shape: tuple[int, ...], backend: str) -> None:
+@pytest.mark.parametrize(("backend", "name", "shape", "k"), on_backends(OWN))
+def test_steps_in_bases_of_their_own(name: str, shape: tuple[int, ...], k: int, backend: str) -> None:
     """The oracle takes the rule's bases, which have to be orthogonal, to be renewed when they are due alone, and to
     diagonalize then what it has found.  A step changes by lr / eps times the gradient's error, twice at most, or where
     that error may change a sign in the bases, by what this sign moves."""
@@ -117,10 +126,12 @@ def test_steps_in_bases_of_their_own(name: str, shape: tuple[int, ...], backend:
         pytest.skip("the interpreter takes minutes")
     (names, options), draw = OWN[name], torch.Generator().manual_seed(1)
     start, spec, unit = torch.randn(shape, generator=draw), spec_of(name), 2.0**-53 if backend == "fp64" else 2.0**-24
+    options = redrawn(name, k, shape, options)
+    period = options["inverse_every" if name == "splus" else "update_proj_gap"]
     ours = exact = start.double()
     states, p, seen, now = {}, nn.Parameter(start.clone()), {}, []
-    more = {"bases": lambda k: [x[k] for x in now], "seen": seen, "matrix": 0, "scale": 0.25, "adamw": False}
-    oracle = IN_BASES[name]({}, options | more)
+    more = {"bases": lambda k: [x[k] for x in now], "seen": seen, "matrix": 0, "scale": 0.25}
+    oracle = IN_BASES[name]({}, more | options)
     given = {"plan": "fp32", "backend": "auto" if backend == "fp64" else backend, "lr": LR}
     opt = getattr(optim, spec.class_name)([("w", p)], blocks={"w": 3} if len(shape) == 3 else {}, **given, **options)
     loose, terms = torch.zeros(shape, dtype=torch.float64), math.sqrt(sum(shape[-2:]))
@@ -133,18 +144,18 @@ def test_steps_in_bases_of_their_own(name: str, shape: tuple[int, ...], backend:
     for t in range(1, FEWER.get(backend, STEPS) + 1):
         g, before = torch.randn(shape, generator=draw), bases()
         if backend == "fp64":
-            ours, states, _ = spec.evaluate(ours, g.double(), t, states, lr=LR, **options)
+            ours, states, _ = spec.evaluate(ours, g.double(), t, states, lr=rate(t), **options)
         else:
-            p.grad = g
+            p.grad, opt.param_groups[0]["lr"] = g, rate(t)
             opt.step()
             ours = p.detach().double()
         after = bases()
         before = before or [torch.eye(x.shape[-1], dtype=x.dtype).expand_as(x) for x in after]
         now = after if name == "conda" else before
-        exact, error = oracle(exact, g.double(), t, LR), unit * terms * g.double().norm()
+        exact, error = oracle(exact, g.double(), t, rate(t)), unit * terms * g.double().norm()
         if backend == "fp64":
             record(name, ours, exact)
-        due = (t - 1) % PERIOD == 0
+        due = (t - 1) % period == 0
         assert due or all(map(torch.equal, before, after))
         for k, of in seen.items():
             for q, x in zip((x[k] for x in after if due), of.sides, strict=due):
@@ -182,28 +193,28 @@ KRONS = [(6, 10), (12, 5), (8, 8), (2, 3), (1, 7), (7, 1), (7,), (1,), (8200, 4)
 FULL = [(4, 10), (12, 4), (4, 4), (1, 7), (7, 1), (2, 3), (3, 3, 8), (5, 2), (4, 2, 3, 3), (7,)]
 
 
-@pytest.mark.parametrize("shape", FULL, ids=str)
-@pytest.mark.parametrize("backend", ["fp64", "reference", "cpp", "triton"])
-def test_soap_muon_is_the_record(backend: str, shape: tuple[int, ...]) -> None:
-    """Without rounds, which amplify what is small in a direction.  In fp32 one may be rounded otherwise to bf16,
+@pytest.mark.parametrize(("backend", "name", "shape", "k"), on_backends(["soap_muon"], FULL))
+def test_soap_muon_is_the_record(backend: str, name: str, shape: tuple[int, ...], k: int) -> None:
+    """First without rounds, which amplify what is small in a direction.  In fp32 one may be rounded otherwise to bf16,
     by 2^-8 of an entry; rows of steps have norms of 6 at most, the floor times those of weights."""
     if backend == "fp64" and len(shape) == 3:
         pytest.skip("without blocks it is a convolution")
     draw = torch.Generator().manual_seed(1)
-    start, spec = torch.randn(shape, generator=draw) / math.sqrt(shape[-1] if shape else 1), spec_of("soap_muon")
+    start, spec = torch.randn(shape, generator=draw) / math.sqrt(shape[-1] if shape else 1), spec_of(name)
     options = {"momentum": 0.7, "shampoo_beta": 0.6, "eps": EPS, "weight_decay": 0.1, "row_floor": 1.5, "outward": 0.3}
     options |= {"lookahead": 0.4, "lookahead_beta": 0.8, "ns_steps": 0, "adamw_lr": LR, "adamw_betas": (0.8, 0.9)}
+    options = redrawn(name, k, shape, options | {"max_precond_dim": 10000, "ns_coefficients": (2.0, -1.5, 0.5)})
     ours = exact = start.double()
-    oracle, states, host, p = BASES["soap_muon"]({}, options), {}, {}, nn.Parameter(start.clone())
+    oracle, states, host, p = BASES[name]({}, options), {}, {}, nn.Parameter(start.clone())
     given = {"plan": "fp32", "backend": "auto" if backend == "fp64" else backend, "lr": LR}
     opt = optim.SOAPMuon([("w", p)], blocks={"w": len(start)} if len(shape) == 3 else {}, **given, **options)
     for t, g in enumerate(gradients(shape, backend), 1):
-        exact = oracle(exact, g.double(), t, LR)
+        exact = oracle(exact, g.double(), t, rate(t))
         if backend == "fp64":
-            ours, states, host = spec.evaluate(ours, g.double(), t, states, host, lr=LR, **options)
-            record("soap_muon", ours, exact)
+            ours, states, host = spec.evaluate(ours, g.double(), t, states, host, lr=rate(t), **options)
+            record(name, ours, exact)
         else:
-            p.grad = g
+            p.grad, opt.param_groups[0]["lr"] = g, rate(t)
             opt.step()
             ours = p.detach().double()
         most = allowed(shape, t, 2.0**-53 if backend == "fp64" else 2.0**-24)
@@ -212,28 +223,35 @@ def test_soap_muon_is_the_record(backend: str, shape: tuple[int, ...]) -> None:
     assert (exact - start).abs().max() > 0.05
 
 
-@pytest.mark.parametrize("shape", KRONS, ids=str)
-@pytest.mark.parametrize("backend", ["fp64", "reference", "cpp", "triton"])
-def test_psgd_kron_is_pytorch_optimizers(backend: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("backend", "name", "shape", "k"), on_backends(KRON, KRONS))
+def test_psgd_kron_is_pytorch_optimizers(
+    backend: str, name: str, shape: tuple[int, ...], k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Given the same random numbers, for vectors ones.  Theirs are solved with in fp32.  An error of a factor reaches a
     step through two factors of either side, and those of earlier steps stay."""
     if backend == "triton" and math.prod(shape) > 1000:
         pytest.skip("the interpreter takes minutes")
-    start, spec = torch.randn(shape, generator=torch.Generator().manual_seed(1)), spec_of("psgd_kron")
-    options = {"lr": LR, "weight_decay": 0.1 if len(shape) > 1 else 0.0, "momentum": 0.7}
+    start, spec = torch.randn(shape, generator=torch.Generator().manual_seed(1)), spec_of(name)
+    options = {"weight_decay": 0.1 if len(shape) > 1 else 0.0, "momentum": 0.7, "lr_precond": 0.1}
+    options = redrawn(name, k, shape, options | {"max_precond_dim": 8192, "precondition_frequency": 1})
+    if len(shape) > 1 and options["max_precond_dim"] < min(shape):
+        pytest.skip("theirs has diagonals for both sides")
     ours, states, p, other = start.double(), {}, nn.Parameter(start.clone()), nn.Parameter(start.double())
-    opt = optim.Kron([p], plan="fp32", backend="auto" if backend == "fp64" else backend, **options)
-    theirs, most = KRON["psgd_kron"]([other], **options), 4 * 2.0**-24
+    opt = optim.Kron([p], plan="fp32", backend="auto" if backend == "fp64" else backend, lr=LR, **options)
+    own = {"pre_conditioner_update_probability": 1 / options["precondition_frequency"]}
+    own |= {"max_size_triangular": options["max_precond_dim"], "weight_decay": options["weight_decay"]}
+    theirs, most = KRON[name]([other], momentum=options["momentum"], **own), 4 * 2.0**-24
+    theirs.param_groups[0]["precondition_lr"] = options["lr_precond"]
     for t, g in enumerate(gradients(shape, backend), 1):
         noise = normal(torch.zeros(shape), t) if len(shape) > 1 else torch.ones(shape)
         monkeypatch.setattr(torch, "randn_like", lambda x, noise=noise, **_: noise.to(x.dtype))
-        other.grad = g.double()
+        other.grad, theirs.param_groups[0]["lr"] = g.double(), rate(t)
         theirs.step()
         if backend == "fp64":
-            ours, states, _ = spec.evaluate(ours, g.double(), t, states, **options)
-            record("psgd_kron", ours, other.detach())
+            ours, states, _ = spec.evaluate(ours, g.double(), t, states, lr=rate(t), **options)
+            record(name, ours, other.detach())
         else:
-            p.grad = g
+            p.grad, opt.param_groups[0]["lr"] = g, rate(t)
             opt.step()
             ours = p.detach().double()
         factors = [q.diag() if q.ndim < 2 else q for q in theirs.state[other]["Q"] if len(q) < 99]

@@ -4,34 +4,34 @@
 // row: values of rows
 template <class S0, class S1>
 OPTGEN_INLINE void kl_shampoo_1(F max_clamp_value, S0 &eigen_left, S1 &down) {
-    const F down_ = min(1.0f / sqrt(eigen_left.read()), max_clamp_value);  // 48
+    const F down_ = min(1.0f / sqrt(eigen_left.read()), max_clamp_value);  // 49
     down.set(down_);
 }
 
 // col: values of columns
 template <class S0, class S1>
 OPTGEN_INLINE void kl_shampoo_2(F max_clamp_value, S0 &eigen_right, S1 &across_) {
-    const F across_2 = min(1.0f / sqrt(eigen_right.read()), max_clamp_value);  // 49
+    const F across_2 = min(1.0f / sqrt(eigen_right.read()), max_clamp_value);  // 50
     across_.set(across_2);
 }
 
-// a sweep: g (specs/kl_shampoo.py:47)
+// a sweep: g (specs/kl_shampoo.py:48)
 template <class S0>
 OPTGEN_INLINE void kl_shampoo_3(F g, F grad_scale, S0 &operand_whole) {
     const F g_2 = grad_scale * g;
     operand_whole.set(grad_scale * (g * min(F(1.0f), 100000000000.0f / abs(g_2))));
 }
 
-// a sweep: eigen_left (specs/kl_shampoo.py:57), eigen_right (specs/kl_shampoo.py:58), p (specs/kl_shampoo.py:52)
+// a sweep: eigen_left (specs/kl_shampoo.py:58), eigen_right (specs/kl_shampoo.py:59), p (specs/kl_shampoo.py:53)
 template <class S0, class S1, class S2, class S3, class S4, class S5, class S6, class S7, class S8>
 OPTGEN_INLINE void kl_shampoo_5(
     F beta1, F eps, F one_minus_beta1_times_where_lt_one_t_one_zero, S0 &exp_avg, S1 &g_2, S2 &across_, S3 &down,
     S4 &update_whole, S5 &by_right_whole, S6 &by_left_whole, S7 &row_sum_for_eigen_left, S8 &col_sum_for_eigen_right
 ) {
-    const F exp_avg_ = fma(one_minus_beta1_times_where_lt_one_t_one_zero, g_2.read(), exp_avg.times(beta1));  // 50
-    const F by_right = g_2.read() * across_.read();  // 54
-    const F by_left = g_2.read() * down.read();      // 54
-    const F update = down.read() * (exp_avg_ * across_.read()) / fma(eps * down.read(), across_.read(), 1.0f);  // 51
+    const F exp_avg_ = fma(one_minus_beta1_times_where_lt_one_t_one_zero, g_2.read(), exp_avg.times(beta1));  // 51
+    const F by_right = g_2.read() * across_.read();  // 55
+    const F by_left = g_2.read() * down.read();      // 55
+    const F update = down.read() * (exp_avg_ * across_.read()) / fma(eps * down.read(), across_.read(), 1.0f);  // 52
     exp_avg.set(exp_avg_);
     update_whole.set(update);
     by_right_whole.set(by_right);
@@ -45,7 +45,7 @@ template <class S0, class S1>
 OPTGEN_INLINE void kl_shampoo_6(
     F one_minus_beta2_times_where_lt_one_t_one_zero, F extent_columns, S0 &eigen_left, S1 &row_sum_for_eigen_left
 ) {
-    // 57
+    // 58
     const F eigen_left_ = fma(
         one_minus_beta2_times_where_lt_one_t_one_zero,
         row_sum_for_eigen_left.read() / extent_columns - eigen_left.read(), eigen_left.read()
@@ -58,7 +58,7 @@ template <class S0, class S1>
 OPTGEN_INLINE void kl_shampoo_7(
     F one_minus_beta2_times_where_lt_one_t_one_zero, F extent_rows, S0 &eigen_right, S1 &col_sum_for_eigen_right
 ) {
-    // 58
+    // 59
     const F eigen_right_ = fma(
         one_minus_beta2_times_where_lt_one_t_one_zero,
         col_sum_for_eigen_right.read() / extent_rows - eigen_right.read(), eigen_right.read()
@@ -69,8 +69,8 @@ OPTGEN_INLINE void kl_shampoo_7(
 // a sweep: the update
 template <class S0>
 OPTGEN_INLINE F kl_shampoo_9(F p, F minus_where_lt_one_t_one_zero_times_lr, F scalar_1, S0 &matmul_3) {
-    const F p_ = fma(minus_where_lt_one_t_one_zero_times_lr, matmul_3.read(), p);  // 52
-    const F p_2 = scalar_1 * p_;  // 53
+    const F p_ = fma(minus_where_lt_one_t_one_zero_times_lr, matmul_3.read(), p);  // 53
+    const F p_2 = scalar_1 * p_;  // 54
     return p_2;
 }
 
@@ -101,18 +101,18 @@ struct kl_shampoo_no_matrix {  // kl_shampoo
     }
 };
 
-// a sweep: eigen_left (specs/kl_shampoo.py:57), eigen_right (specs/kl_shampoo.py:58), p (specs/kl_shampoo.py:52),
-//     exp_avg (specs/kl_shampoo.py:63)
+// a sweep: eigen_left (specs/kl_shampoo.py:58), eigen_right (specs/kl_shampoo.py:59), p (specs/kl_shampoo.py:53),
+//     exp_avg (specs/kl_shampoo.py:64)
 template <class S0, class S1, class S2, class S3, class S4, class S5, class S6, class S7, class S8, class S9>
 OPTGEN_INLINE void kl_shampoo_refresh_5(
     F beta1, F eps, F one_minus_beta1_times_where_lt_one_t_one_zero, S0 &exp_avg, S1 &g_2, S2 &across_, S3 &down,
     S4 &update_whole, S5 &by_right_whole, S6 &exp_avg_whole, S7 &by_left_whole, S8 &row_sum_for_eigen_left,
     S9 &col_sum_for_eigen_right
 ) {
-    const F by_right = g_2.read() * across_.read();  // 54
-    const F by_left = g_2.read() * down.read();      // 54
-    const F exp_avg_ = fma(one_minus_beta1_times_where_lt_one_t_one_zero, g_2.read(), exp_avg.times(beta1));  // 50
-    const F update = down.read() * (exp_avg_ * across_.read()) / fma(eps * down.read(), across_.read(), 1.0f);  // 51
+    const F by_right = g_2.read() * across_.read();  // 55
+    const F by_left = g_2.read() * down.read();      // 55
+    const F exp_avg_ = fma(one_minus_beta1_times_where_lt_one_t_one_zero, g_2.read(), exp_avg.times(beta1));  // 51
+    const F update = down.read() * (exp_avg_ * across_.read()) / fma(eps * down.read(), across_.read(), 1.0f);  // 52
     update_whole.set(update);
     by_right_whole.set(by_right);
     exp_avg_whole.set(exp_avg_);
@@ -126,8 +126,8 @@ template <class S0, class S1, class S2>
 OPTGEN_INLINE F kl_shampoo_refresh_9(
     F p, F minus_where_lt_one_t_one_zero_times_lr, F scalar_1, S0 &matmul_3, S1 &exp_avg_2, S2 &exp_avg
 ) {
-    const F p_ = fma(minus_where_lt_one_t_one_zero_times_lr, matmul_3.read(), p);  // 52
-    const F p_2 = scalar_1 * p_;  // 53
+    const F p_ = fma(minus_where_lt_one_t_one_zero_times_lr, matmul_3.read(), p);  // 53
+    const F p_2 = scalar_1 * p_;  // 54
     exp_avg.set(exp_avg_2.read());
     return p_2;
 }

@@ -13,14 +13,14 @@ from optgen.runtime.gpu.prelude import minus, reciprocal
 @triton.jit
 def kl_shampoo_1_values(eigen_left, max_clamp_value):
     """The new down."""
-    down_ = tl.minimum(1.0 / tl.sqrt(eigen_left), max_clamp_value, propagate_nan=tl.PropagateNan.ALL)  # 48
+    down_ = tl.minimum(1.0 / tl.sqrt(eigen_left), max_clamp_value, propagate_nan=tl.PropagateNan.ALL)  # 49
     return (down_,)
 
 
 @triton.jit
 def kl_shampoo_2_values(eigen_right, max_clamp_value):
     """The new across."""
-    across = tl.minimum(1.0 / tl.sqrt(eigen_right), max_clamp_value, propagate_nan=tl.PropagateNan.ALL)  # 49
+    across = tl.minimum(1.0 / tl.sqrt(eigen_right), max_clamp_value, propagate_nan=tl.PropagateNan.ALL)  # 50
     return (across,)
 
 
@@ -51,10 +51,10 @@ def kl_shampoo_5_tile(
 ):
     """The new exp_avg, update_whole, by_right_whole, by_left_whole; the terms of row_sum_for_eigen_left,
     col_sum_for_eigen_right."""
-    exp_avg = tl.fma(one_minus_beta1_times_where_lt_one_t_one_zero, g_2, times(beta1, exp_avg, PLAN.exp_avg))  # 50
-    by_right = g_2 * across  # 54
-    by_left = g_2 * down_    # 54
-    update = down_ * (exp_avg * across) * (1.0 / tl.fma(eps * down_, across, 1.0))  # 51
+    exp_avg = tl.fma(one_minus_beta1_times_where_lt_one_t_one_zero, g_2, times(beta1, exp_avg, PLAN.exp_avg))  # 51
+    by_right = g_2 * across  # 55
+    by_left = g_2 * down_    # 55
+    update = down_ * (exp_avg * across) * (1.0 / tl.fma(eps * down_, across, 1.0))  # 52
     return exp_avg, update, by_right, by_left, by_right, by_left
 
 
@@ -71,7 +71,7 @@ def kl_shampoo_6_values(
     eigen_left, row_sum_for_eigen_left, extent_columns, one_minus_beta2_times_where_lt_one_t_one_zero,
 ):
     """The new eigen_left."""
-    # 57
+    # 58
     eigen_left = tl.fma(
         one_minus_beta2_times_where_lt_one_t_one_zero, row_sum_for_eigen_left / extent_columns - eigen_left, eigen_left
     )
@@ -83,7 +83,7 @@ def kl_shampoo_7_values(
     eigen_right, col_sum_for_eigen_right, extent_rows, one_minus_beta2_times_where_lt_one_t_one_zero,
 ):
     """The new eigen_right."""
-    # 58
+    # 59
     eigen_right = tl.fma(
         one_minus_beta2_times_where_lt_one_t_one_zero, col_sum_for_eigen_right / extent_rows - eigen_right, eigen_right
     )
@@ -103,8 +103,8 @@ def kl_shampoo_9_tile(
     PLAN: tl.constexpr, p, matmul_3, minus_where_lt_one_t_one_zero_times_lr, scalar_1, live, MASKED: tl.constexpr,
 ):
     """The new p."""
-    p = tl.fma(minus_where_lt_one_t_one_zero_times_lr, matmul_3, p)  # 52
-    p = scalar_1 * p  # 53
+    p = tl.fma(minus_where_lt_one_t_one_zero_times_lr, matmul_3, p)  # 53
+    p = scalar_1 * p  # 54
     return (p,)
 
 
@@ -150,10 +150,10 @@ def kl_shampoo_refresh_5_tile(
 ):
     """The new update_whole, by_right_whole, exp_avg_whole, by_left_whole; the terms of row_sum_for_eigen_left,
     col_sum_for_eigen_right."""
-    by_right = g_2 * across  # 54
-    by_left = g_2 * down_    # 54
-    exp_avg = tl.fma(one_minus_beta1_times_where_lt_one_t_one_zero, g_2, times(beta1, exp_avg, PLAN.exp_avg))  # 50
-    update = down_ * (exp_avg * across) * (1.0 / tl.fma(eps * down_, across, 1.0))  # 51
+    by_right = g_2 * across  # 55
+    by_left = g_2 * down_    # 55
+    exp_avg = tl.fma(one_minus_beta1_times_where_lt_one_t_one_zero, g_2, times(beta1, exp_avg, PLAN.exp_avg))  # 51
+    update = down_ * (exp_avg * across) * (1.0 / tl.fma(eps * down_, across, 1.0))  # 52
     return update, by_right, exp_avg, by_left, by_right, by_left
 
 
@@ -174,8 +174,8 @@ def kl_shampoo_refresh_9_tile(
     MASKED: tl.constexpr,
 ):
     """The new p, exp_avg."""
-    p = tl.fma(minus_where_lt_one_t_one_zero_times_lr, matmul_3, p)  # 52
-    p = scalar_1 * p  # 53
+    p = tl.fma(minus_where_lt_one_t_one_zero_times_lr, matmul_3, p)  # 53
+    p = scalar_1 * p  # 54
     return p, exp_avg_2
 
 
