@@ -1249,7 +1249,7 @@ def _kl_shampoo(o, s, p, g, t, lr):
 
 @paper
 def _soap_muon(o, s, p, g, t, lr):
-    """The record's step of a matrix inside EMA-Nesterov, with rounds of Newton-Schulz in bf16, like torch.optim.Muon's."""
+    """The record's step of a matrix inside EMA-Nesterov, with Newton-Schulz in bf16, like torch.optim.Muon's."""
     before, grams = s.plain if t > 1 else p, [g @ g.mT, g.mT @ g]
     s.m = o.momentum * s.m + (1 - o.momentum) * g
     u = o.momentum * s.m + (1 - o.momentum) * g
