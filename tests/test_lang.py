@@ -246,6 +246,8 @@ def random_states(spec: Spec, setting: dict[str, bool], shape: tuple[int, ...]) 
         size = start(s, torch.zeros(shape), {h.name: h.default for h in spec.hypers}).shape
         x = torch.randn(size, dtype=torch.float64, generator=made)
         out[s.name] = x * x + 0.01 if s.nonneg else 0.1 * x
+        if s.nonneg and s.init == 1.0:  # a product of numbers below 1
+            out[s.name] = out[s.name] / (1 + out[s.name])
     return out
 
 
