@@ -83,7 +83,8 @@ def freed(cls: Any, states: dict[Any, Any]) -> dict[Any, Any]:
     """Put one zero, expanded, in the place of inputs that were fed for the last step alone: none reads them again."""
     for name, kept in product(cls.INPUTS, states.values()):
         if isinstance(kept, dict) and type(fed := kept.get(fed_name(name))) is float and fed == 0.0 and name in kept:
-            kept[name] = _changed(kept[name], lambda x: x.new_zeros(()).expand(x.shape))
+            # contiguous() would leave one element its stride of 0, which view(dtype) refuses
+            kept[name] = _changed(kept[name], lambda x: x.new_zeros(() if x.numel() > 1 else x.shape).expand(x.shape))
     return states
 
 
