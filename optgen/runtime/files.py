@@ -71,7 +71,7 @@ def load_checkpoint(path: Path_, optimizer: AnyOptimizer, model: nn.Module | Non
     content = read(path)
     misfits = Misfits(f"{os.fspath(path)} does not fit, nothing was loaded")
     expected, got = name_of(optimizer), content["about"]["class"]
-    if got != expected:
+    if sorted(got.split(" + ")) != sorted(expected.split(" + ")):  # of several rules in any order
         misfits.add(f"expected a checkpoint of {expected}, got one of {got}")
         misfits.stop()
     parts = list(_parts(optimizer, content))
@@ -82,9 +82,9 @@ def load_checkpoint(path: Path_, optimizer: AnyOptimizer, model: nn.Module | Non
         _compare(model, content["model"], misfits)
     misfits.stop()
     order: dict[int, int] = {}
-    for part, first, own in parts:
+    for part, places, own in parts:
         found = checkpoint.positions(part.param_groups, own["optimizer"]["param_groups"], misfits)
-        order |= {key: first + at for key, at in found.items()}
+        order |= {key: places[at] for key, at in found.items()}
     if model is not None:
         _same_places(optimizer, model, content["about"]["parameters"], order, misfits)
         misfits.stop()
@@ -125,18 +125,21 @@ def name_of(optimizer: AnyOptimizer) -> str:
     return str(plans.generated_class(type(optimizer)).__name__)
 
 
-def _parts(optimizer: AnyOptimizer, content: Mapping[str, Any]) -> Iterator[tuple[Optimizer, int, dict[str, Any]]]:
-    """Yield each optimizer of one rule, the position of its first parameter, and its share of a checkpoint."""
+def _parts(
+    optimizer: AnyOptimizer, content: Mapping[str, Any]
+) -> Iterator[tuple[Optimizer, Sequence[int], dict[str, Any]]]:
+    """Yield each optimizer of one rule, the positions of its parameters in a checkpoint, and its share of that."""
+    whole, numbers = content["about"], [n for group in content["optimizer"]["param_groups"] for n in group["params"]]
     if not isinstance(optimizer, Several):
-        yield optimizer, 0, {"optimizer": content["optimizer"], "about": content["about"]}
+        yield optimizer, range(len(numbers)), {"optimizer": content["optimizer"], "about": whole}
         return
-    first, whole = 0, content["about"]
+    place = {number: k for k, number in enumerate(numbers)}
     for part, saved in optimizer.split(content["optimizer"]):
-        end = first + sum(len(group["params"]) for group in saved["param_groups"])
-        readings = [[at - first, *rest] for at, *rest in whole["readings"] if first <= at < end]
-        own = {"parameters": whole["parameters"][first:end], "readings": readings}
-        yield part, first, {"optimizer": saved, "about": own}
-        first = end
+        places = [place[number] for group in saved["param_groups"] for number in group["params"]]
+        at = {k: i for i, k in enumerate(places)}
+        readings = [[at[k], *rest] for k, *rest in whole["readings"] if k in at]
+        own = {"parameters": [whole["parameters"][k] for k in places], "readings": readings}
+        yield part, places, {"optimizer": saved, "about": own}
 
 
 def _in_memory(value: Any) -> Any:

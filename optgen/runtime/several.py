@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from optgen.runtime.checkpoint import checkpoint
 from optgen.runtime.layout.plans import Label
 from optgen.runtime.modes.watch import SAMPLE, Callback, Run, Watches
 from optgen.runtime.optimizer import Optimizer
@@ -180,20 +181,23 @@ class Several(torch.optim.Optimizer):
 
     def split(self, saved: Mapping[str, Any]) -> Iterator[tuple[Optimizer, dict[str, Any]]]:
         """Yield the parts, each with its share of a state dict of all; ValueError if the rules of its groups differ."""
-        groups = list(saved["param_groups"])
-        expected = [type(part).__name__ for part in self.parts.values() for _ in part.param_groups]
-        got = [group.get(RULE, "no rule") for group in groups]
-        if expected != got:
-            raise ValueError(f"Several.load_state_dict: expected groups of {expected}, got {got}; nothing was loaded")
-        first = 0
-        for part in self.parts.values():
-            own, groups = groups[: len(part.param_groups)], groups[len(part.param_groups) :]
+        parts = list(self.parts.values())
+        dealt = checkpoint.deal([part.param_groups for part in parts], list(saved["param_groups"]))
+        pairs = [(type(part).__name__, group) for part, own in zip(parts, dealt, strict=True) for group in own]
+        if wrong := [group for rule, group in pairs if group.get(RULE) != rule]:
+            expected = [type(part).__name__ for part in parts for _ in part.param_groups]
+            got = [group.get(RULE, "no rule") for group in saved["param_groups"]]
+            names = [name for group in wrong for name in group.get("param_names") or ()]
+            of = f", which have other rules for {checkpoint.some(names)}" if names else ""
+            raise ValueError(
+                f"Several.load_state_dict: expected groups of {expected}, got {got}{of}; nothing was loaded"
+            )
+        for part, own in zip(parts, dealt, strict=True):
             numbers = [number for group in own for number in group["params"]]
             states = {k: v for k, v in saved["state"].items() if k in set(numbers)}
             kept = [{k: v for k, v in group.items() if k != RULE} for group in own]
             rest = {k: v for k, v in saved.items() if k == options.UNNAMED}
             yield part, {"state": states, "param_groups": kept, **rest}
-            first += len(numbers)
 
     # -- what the model is ----------------------------------------------------------------------------
 

@@ -15,10 +15,12 @@ import copy
 import importlib
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from operator import eq
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -36,6 +38,7 @@ from optgen.runtime.records.warn import warn
 from optgen.runtime.states import low_bits, state
 
 Groups = list[dict[str, Any]]
+Names = list[list[plans.Label]]
 
 FORMAT = 5
 """The version of a group and its states, saved under "format". A file of every version is in tests/cases/checkpoints.
@@ -202,11 +205,12 @@ def read(
         except ValueError as error:
             misfits.add(f"group {i}: {error}")
     misfits.stop()
-    order = _match(groups, saved_groups, misfits)
-    merged = [_merge(cls, i, g, s, order, misfits) for i, (g, s) in enumerate(zip(groups, saved_groups, strict=True))]
+    saved_groups = _aligned(groups, saved_groups)
+    order, sources = matched = _match(groups, saved_groups, misfits)
+    merged = [_merge(cls, i, g, s, order, misfits) for i, (g, s) in enumerate(zip(groups, sources, strict=True))]
     misfits.stop()
-    _take_streams(merged, saved_groups, order, saved.get(options.UNNAMED) is True)
-    _take_settings(cls, groups, merged, saved_groups, order)
+    _take_streams(merged, saved_groups, matched, saved.get(options.UNNAMED) is True)
+    _take_settings(cls, groups, merged, saved_groups, matched)
     beside = {key for group in saved_groups for key in _listed(group, options.BESIDE)} - set(order.values())
     known = {*order.values(), *beside}
     for key in saved_state:
@@ -216,7 +220,7 @@ def read(
     loaded = Loaded({}, merged, [])
     missing: list[str] = []
     stacks: list[plans.Label] = []
-    for group, saved_group, labels in zip(merged, saved_groups, labels_of(merged), strict=True):
+    for group, saved_group, labels in zip(merged, sources, labels_of(merged), strict=True):
         reading = _Reading(cls, group, saved_group, misfits, loaded)
         numbers = [order[id(p)] for p in group["params"]]
         absent = reading.read(labels, numbers, saved_state)
@@ -312,56 +316,138 @@ def _short(value: object) -> str:
     return f"{value!r:.80}"
 
 
-def _match(groups: Groups, saved: list[Mapping[str, Any]], misfits: Misfits) -> dict[int, Any]:
-    """Return id(parameter) -> its number in the checkpoint.
+class Matched(NamedTuple):
+    """Where parameters and groups are in a checkpoint.
 
-    Parameters of a group are matched by name if the names are the same in any order, wrappers of modules
-    (torch.compile, checkpoint_wrapper) ignored. Otherwise they are matched by position, as torch does (renamed models).
-    Names of which only some agree mean another model and are refused.
+    order    id(parameter) -> its number in the checkpoint
+    sources  the saved group that each group takes its options from: the one that has its parameters
     """
+
+    order: dict[int, Any]
+    sources: list[Mapping[str, Any]]
+
+
+def _match(groups: Groups, saved: list[Mapping[str, Any]], misfits: Misfits) -> Matched:
+    """Match parameters by name over all groups if both sides have names, else by position."""
+    mine, theirs = _names_by_group(groups), _names_by_group(saved)
+    if mine is not None and theirs is not None:
+        return _match_by_name(groups, saved, mine, theirs, misfits)
     if len(groups) != len(saved):
         misfits.add(f"expected {len(groups)} parameter groups, got {len(saved)}")
         misfits.stop()
-    order: dict[int, Any] = {}
     for i, (group, other) in enumerate(zip(groups, saved, strict=True)):
-        params, numbers = group["params"], list(other["params"])
-        if len(params) != len(numbers):
-            misfits.add(f"group {i}: expected {len(params)} parameters, got {len(numbers)}")
-            continue
-        names, other_names = group.get("param_names"), other.get("param_names")
-        if names is not None and other_names is not None and list(names) != list(other_names):
-            mine, theirs = _counted(names), _counted(other_names)
-            if set(mine) != set(theirs):
-                mine, theirs = _bare(names), _bare(other_names)
-            missing, extra = set(mine) - set(theirs), set(theirs) - set(mine)
-            if not missing:
-                by_name = dict(zip(theirs, numbers, strict=True))
-                numbers = [by_name[name] for name in mine]
-            elif len(missing) < len(names):
-                lacking = sorted(name for name, bare in zip(names, mine, strict=True) if bare in missing)
-                found = sorted(name for name, bare in zip(other_names, theirs, strict=True) if bare in extra)
-                misfits.add(f"group {i}: expected parameters {lacking}, got {found} in their place")
-        order.update((id(p), number) for p, number in zip(params, numbers, strict=True))
+        if len(group["params"]) != len(other["params"]):
+            misfits.add(f"group {i}: expected {len(group['params'])} parameters, got {len(other['params'])}")
     misfits.stop()
-    return order
+    numbers = (number for other in saved for number in other["params"])
+    return Matched(dict(zip((id(p) for group in groups for p in group["params"]), numbers, strict=True)), saved)
 
 
-def _counted(names: Sequence[plans.Label]) -> list[tuple[plans.Label, int]]:
+def _match_by_name(
+    groups: Groups, saved: list[Mapping[str, Any]], mine: Names, theirs: Names, misfits: Misfits
+) -> Matched:
+    """Match by the names of each group's parameters; those of wrappers (torch.compile, checkpoint_wrapper) are ignored.
+
+    Raises ValueError listing the names that one side lacks, and the groups whose parameters are in several saved ones.
+    """
+    if _count(mine) != _count(theirs):
+        mine, theirs = _bare(mine), _bare(theirs)
+    count = _count(mine)
+    lacking, extra = list((count - _count(theirs)).elements()), list((_count(theirs) - count).elements())
+    if lacking or extra:
+        line = f"expected parameters {some(lacking)}, " if lacking else f"parameters {some(extra)}: not expected"
+        line += "" if not lacking else f"got {some(extra)} in their place" if extra else "they are missing"
+        if not count & _count(theirs):
+            line += "; no name is known: without 'param_names' in its groups, a state dict is read by position"
+        misfits.add(line)
+    alike = len(mine) == len(theirs) and all(map(eq, map(Counter, mine), map(Counter, theirs)))
+    if not alike and (shared := [name for name, n in count.items() if n > 1]):  # else their order tells them apart
+        misfits.add(f"several parameters are called {some(shared)}, and the groups are others than those saved")
+    misfits.stop()
+    numbers = [(number, i) for i, other in enumerate(saved) for number in other["params"]]
+    places = dict(zip(_counted(theirs), numbers, strict=True))
+    found = iter([places[key] for key in _counted(mine)])
+    order, sources = dict[int, Any](), list[Mapping[str, Any]]()
+    for i, group in enumerate(groups):
+        own = list(itertools.islice(found, len(group["params"])))
+        order |= {id(p): number for p, (number, _) in zip(group["params"], own, strict=True)}
+        several = sorted({source for _, source in own})
+        if len(several) > 1:
+            misfits.add(f"group {i}: expected its parameters in one group, they are in groups {several}")
+        sources.append(saved[several[0]] if several else saved[i] if alike else {"params": []})
+    misfits.stop()
+    return Matched(order, sources)
+
+
+def _names_by_group(groups: Sequence[Mapping[str, Any]]) -> Names | None:
+    """Return the names of each group's parameters; None if a group with parameters has no names, or none has any."""
+    found = [list(group.get("param_names") or ()) for group in groups]
+    named = all(len(names) == len(group["params"]) for names, group in zip(found, groups, strict=True))
+    return found if named and any(found) else None
+
+
+def _count(names: Names) -> Counter[plans.Label]:
+    return Counter(itertools.chain(*names))
+
+
+def some(names: Sequence[plans.Label]) -> str:
+    """Return a list of names for an error message, which shows the first ones."""
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return f"{sorted(names, key=str)[:SHOWN]}{more}"
+
+
+def _counted(names: Names) -> list[tuple[plans.Label, int]]:
     """Pair each name with the number of its earlier occurrences: two parameters may share a name."""
     seen: dict[plans.Label, Iterator[int]] = {}
-    return [(name, next(seen.setdefault(name, itertools.count()))) for name in names]
+    return [(name, next(seen.setdefault(name, itertools.count()))) for name in itertools.chain(*names)]
 
 
-def _bare(names: Sequence[plans.Label]) -> list[tuple[plans.Label, int]]:
-    """Do the same without the names of wrappers, unless two parameters would then share a name."""
-    found = [overrides.bare(name) if isinstance(name, str) else name for name in names]
-    return _counted(found if len(set(found)) == len(found) else names)
+def _bare(names: Names) -> Names:
+    """Return names without those of wrappers, unless two parameters would then share one."""
+    found = [[overrides.bare(name) if isinstance(name, str) else name for name in group] for group in names]
+    return found if len(_count(found)) == len(_count(names)) else names
+
+
+def _aligned(groups: Groups, saved: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return saved groups with `param_names` in the order of `params`.
+
+    torch.distributed.checkpoint names parameters as the model does, and puts them, but not `param_names`, in the order
+    of the optimizer.
+    """
+    found = []
+    for i, other in enumerate(saved):
+        names, params = other.get("param_names"), other["params"]
+        if names and all(isinstance(number, str) for number in params):
+            by_bare = {overrides.bare(str(name)): name for name in names}
+            present = groups[i].get("param_names") or () if i < len(groups) else ()
+            if by_bare.keys() == {overrides.bare(number) for number in params}:
+                other = {**other, "param_names": [by_bare[overrides.bare(number)] for number in params]}
+            elif Counter(present) == Counter(names):  # of other names than the model's
+                other = {**other, "param_names": list(present)}
+        found.append(other)
+    return found
+
+
+def deal(parts: Sequence[Groups], saved: list[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
+    """Return the saved groups of each of several optimizers: by names if both sides have them, else in order."""
+    owners = {
+        overrides.bare(str(name)): i
+        for i, groups in enumerate(parts)
+        for group in groups
+        for name in group.get("param_names") or ()
+    }
+    names = [[overrides.bare(str(name)) for name in group.get("param_names") or ()] for group in saved]
+    at = [next((owners[name] for name in own if name in owners), None) for own in names]
+    if None in at:
+        at = [i for i, groups in enumerate(parts) for _ in groups]
+        at += [len(parts) - 1] * (len(saved) - len(at))  # too many, which that part refuses
+    return [[group for group, k in zip(saved, at, strict=False) if k == i] for i in range(len(parts))]
 
 
 def positions(groups: Groups, saved: list[Mapping[str, Any]], misfits: Misfits) -> dict[int, int]:
     """Return id(parameter) -> its position in the checkpoint, counted over all groups."""
     place = {number: k for k, number in enumerate(number for group in saved for number in group["params"])}
-    return {key: place[number] for key, number in _match(groups, saved, misfits).items()}
+    return {key: place[number] for key, number in _match(groups, saved, misfits).order.items()}
 
 
 def _merge(
@@ -393,18 +479,18 @@ def _settings(
     }
 
 
-def _take_streams(merged: Groups, saved: Sequence[Mapping[str, Any]], order: Mapping[int, Any], unnamed: bool) -> None:
+def _take_streams(merged: Groups, saved: Sequence[Mapping[str, Any]], matched: Matched, unnamed: bool) -> None:
     """Record in merged groups the labels by which random bits were drawn, if parameters have other labels now.
 
     unnamed   the saved optimizer had no names, so that bits were drawn by positions
     """
     found = _settings(saved, keys.streams)
-    for group, other, labels in zip(merged, saved, labels_of(merged), strict=True):
+    for group, other, labels in zip(merged, matched.sources, labels_of(merged), strict=True):
         if "plan" not in other:
             continue
         pairs = []
         for p, label in zip(group["params"], labels, strict=True):
-            position, stream = found[order[id(p)]]
+            position, stream = found[matched.order[id(p)]]
             pairs.append((label, position if unnamed else label if stream is None else stream))
         group.pop("streams", None)
         if any(label != stream for label, stream in pairs):
@@ -412,7 +498,7 @@ def _take_streams(merged: Groups, saved: Sequence[Mapping[str, Any]], order: Map
 
 
 def _take_settings(
-    cls: Any, groups: Groups, merged: Groups, saved: Sequence[Mapping[str, Any]], order: Mapping[int, Any]
+    cls: Any, groups: Groups, merged: Groups, saved: Sequence[Mapping[str, Any]], matched: Matched
 ) -> None:
     """Give merged groups the checkpoint's plans and blocks of single parameters, under the present names.
 
@@ -421,11 +507,11 @@ def _take_settings(
     for key, read in (("overrides", plans.own), ("blocks", partial(blocks.of, cls)))[: 1 + bool(cls.BLOCKS)]:
         theirs, changed = _settings(saved, read), []
         pairs = zip(labels_of(groups), labels_of(merged), strict=True)
-        for present, group, other, (before, after) in zip(groups, merged, saved, pairs, strict=True):
+        for present, group, other, (before, after) in zip(groups, merged, matched.sources, pairs, strict=True):
             mine = [read(present).get(label) for label in before]
             silent = key == "blocks" and cls.BLOCKS == "heads" and other.get("format", 0) < STACKS
             follows = "plan" in other and not silent
-            found = [theirs[order[id(p)]][1] for p in group["params"]] if follows else mine
+            found = [theirs[matched.order[id(p)]][1] for p in group["params"]] if follows else mine
             if "plan" in present:
                 rows = zip(group["params"], after, mine, found, strict=True)
                 changed += [(label, was, now) for p, label, was, now in rows if was != now and p.requires_grad]

@@ -1,0 +1,203 @@
+"""Names of parameters: they decide what a checkpoint gives to whom, in any order of parameters and groups."""
+
+import copy
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+import optgen
+from optgen.optim import CAME, SGD, AdamW, Lion, Muon, ScheduleFreeAdamW
+from tests.training import alike
+
+NAMES = ("a", "b", "c", "d", "e", "f")
+Groups = list[list[str]]
+
+
+class Net(nn.Module):
+    """Parameters of one shape, so that nothing but their names tells them apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in NAMES:
+            self.register_parameter(name, nn.Parameter(torch.full((64, 64), 0.5, dtype=torch.bfloat16)))
+
+
+def train(net: nn.Module, opt: Any, step: int) -> None:
+    for i, p in enumerate(net.parameters()):
+        made = torch.Generator().manual_seed(97 * step + i)
+        p.grad = torch.randn(p.shape, generator=made).to(p.dtype)
+    opt.step()
+
+
+def drawn_groups(draw: random.Random) -> Groups:
+    """Return the names in some groups, all in a drawn order."""
+    names, cuts = draw.sample(NAMES, len(NAMES)), sorted(draw.sample(range(1, len(NAMES)), draw.randint(0, 3)))
+    return [list(names[i:j]) for i, j in zip([0, *cuts], [*cuts, len(NAMES)], strict=True)]
+
+
+def shuffled(draw: random.Random, groups: Groups) -> Groups:
+    return draw.sample([draw.sample(group, len(group)) for group in groups], len(groups))
+
+
+def made(cls: Any, plan: str, net: nn.Module, groups: Groups, prefix: str, rates: list[float]) -> Any:
+    given = dict(net.named_parameters())
+    return cls(
+        [
+            {"params": [(prefix + name, given[name]) for name in group], "lr": lr, "weight_decay": 10 * lr}
+            for group, lr in zip(groups, rates, strict=True)
+        ],
+        plan=plan,
+        backend="reference",
+    )
+
+
+def of_names(net: nn.Module, opt: Any) -> dict[str, Any]:
+    """Return what the optimizer has of each parameter, by the model's names: its state, rate, decay and name."""
+    called = {id(p): name for name, p in net.named_parameters()}
+    return {
+        called[id(p)]: (opt.state[p], group["lr"], group["weight_decay"], label.removeprefix("module."))
+        for group in opt.param_groups
+        for p, label in zip(group["params"], group["param_names"], strict=True)
+    }
+
+
+def by_distributed(flat: bool) -> Callable[..., None]:
+    def load(net: nn.Module, opt: Any, other: nn.Module, again: Any, folder: Path) -> None:
+        how = StateDictOptions(flatten_optimizer_state_dict=flat)
+        dcp.save({"opt": get_optimizer_state_dict(net, opt, options=how)}, checkpoint_id=folder / "dcp")
+        found = get_optimizer_state_dict(other, again, options=how)
+        dcp.load({"opt": found}, checkpoint_id=folder / "dcp")
+        set_optimizer_state_dict(other, again, found, options=how)
+
+    return load
+
+
+def by_file(with_model: bool) -> Callable[..., None]:
+    def load(net: nn.Module, opt: Any, other: nn.Module, again: Any, folder: Path) -> None:
+        optgen.save_checkpoint(folder / "run.pt", opt, net)
+        optgen.load_checkpoint(folder / "run.pt", again, other if with_model else None)
+
+    return load
+
+
+def by_torch_save(net: nn.Module, opt: Any, other: nn.Module, again: Any, folder: Path) -> None:
+    torch.save(opt.state_dict(), folder / "opt.pt")
+    again.load_state_dict(torch.load(folder / "opt.pt", weights_only=True))
+
+
+WAYS: dict[str, Callable[..., None]] = {
+    "state_dict": lambda net, opt, other, again, folder: again.load_state_dict(opt.state_dict()),
+    "torch.save": by_torch_save,
+    "dense": lambda net, opt, other, again, folder: again.load_state_dict(opt.dense_state_dict()),
+    "file": by_file(False),
+    "file and model": by_file(True),
+    "distributed": by_distributed(False),
+    "distributed, flat": by_distributed(True),
+}
+RULES = [(AdamW, "int8_split24"), (CAME, "fp32"), (Lion, "int8_split24"), (Muon, "int8_split24"), (SGD, "bf16_sr"),
+         (ScheduleFreeAdamW, "split32")]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("way", WAYS)
+def test_names_decide_in_any_order_of_parameters_and_groups(way: str, seed: int, tmp_path: Path) -> None:
+    """States, options and random bits go with the names; the next steps are those of the run that was saved."""
+    draw = random.Random(f"{way} {seed}")
+    cls, plan = draw.choice(RULES) if way != "dense" else (AdamW, "fp32")
+    groups, net, other = drawn_groups(draw), Net(), Net()
+    rates = [draw.uniform(1e-3, 1e-2) for _ in groups]
+    opt = made(cls, plan, net, groups, draw.choice(["", "module."]), rates)
+    for step in range(2):
+        train(net, opt, step)
+    turned = shuffled(draw, groups)
+    if "distributed" not in way:  # there a group that was cut has no options
+        cut = draw.randrange(len(turned))
+        at = draw.randint(1, max(1, len(turned[cut]) - 1))
+        turned[cut : cut + 1] = [part for part in (turned[cut][:at], turned[cut][at:]) if part]
+    again = made(cls, plan, other, turned, draw.choice(["", "module."]), [0.5] * len(turned))
+    other.load_state_dict(net.state_dict())
+    WAYS[way](net, opt, other, again, tmp_path)
+    assert [[name.removeprefix("module.") for name in g["param_names"]] for g in again.param_groups] == turned
+    assert alike(of_names(other, again), of_names(net, opt)) or way == "dense"
+    for step in range(2, 4):
+        train(net, opt, step)
+        train(other, again, step)
+    assert alike(of_names(other, again), of_names(net, opt)) and alike(other.state_dict(), net.state_dict())
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_what_names_cannot_match_is_listed_and_nothing_is_loaded(seed: int, tmp_path: Path) -> None:
+    draw = random.Random(seed)
+    way = draw.choice(["state_dict", "torch.save", "dense", "file", "file and model"])
+    cls, plan = draw.choice(RULES) if way != "dense" else (AdamW, "fp32")
+    groups, net, other = [list("ab"), list("cd"), list("ef")], Net(), Net()
+    opt = made(cls, plan, net, groups, "", [1e-3] * 3)
+    train(net, opt, 0)
+    kind = ["lacking", "more", "other", "all others", "groups", "twice"][seed % 6]
+    turned = shuffled(draw, groups)
+    given: list[Any] = [[(name, other.get_parameter(name)) for name in group] for group in turned]
+    words = ""
+    if kind == "lacking":
+        name, _ = given[-1].pop()
+        words = rf"parameters \['{name}'\]: not expected"
+    elif kind == "more":
+        given.append([("g", nn.Parameter(torch.zeros(64, 64, dtype=torch.bfloat16)))])
+        words = r"expected parameters \['g'\], they are missing"
+    elif kind == "other":
+        (name, p), given[0] = given[0][0], given[0][1:]
+        given[0].append(("g", p))
+        words = rf"expected parameters \['g'\], got \['{name}'\] in their place"
+    elif kind == "all others":
+        given = [[(f"net.{name}", p) for name, p in group] for group in given]
+        words = r"expected parameters \['net.a', 'net.b'.*; no name is known: without 'param_names'"
+    elif kind == "groups":
+        given[0][0], given[1][0] = given[1][0], given[0][0]
+        words = r"group 0: expected its parameters in one group, they are in groups \["
+    elif kind == "twice":
+        mine = [[("x", net.a), ("y", net.b)], [("x", net.c)]]
+        opt = cls([{"params": group} for group in mine], plan=plan, backend="reference")
+        train(net, opt, 0)
+        given = [[("x", other.c)], [("x", other.a), ("y", other.b)]]
+        words = r"several parameters are called \['x'\]"
+    again = cls([{"params": group} for group in given], plan=plan, backend="reference")
+    before = copy.deepcopy((again.state_dict(), other.state_dict()))
+    with pytest.raises(ValueError, match=words) as raised:
+        WAYS[way](net, opt, other, again, tmp_path)
+    assert "nothing was loaded" in str(raised.value)
+    assert alike((again.state_dict(), other.state_dict()), before)
+
+
+@pytest.mark.parametrize("way", ["state_dict", "file", "file and model"])
+@pytest.mark.parametrize("seed", range(3))
+def test_names_decide_among_patterns_of_several_rules(way: str, seed: int, tmp_path: Path) -> None:
+    draw = random.Random(f"{way} {seed}")
+    rules = {"a|b": {"rule": "adamw", "lr": 2e-3}, "c": "muon", "d": {"rule": "adamw", "lr": 5e-3}, "*": "lion"}
+    common: Any = {"plan": "int8_split24", "backend": "reference"}
+    net, other = Net(), Net()
+    opt: Any = optgen.make(rules, net, **common)
+    for step in range(2):
+        train(net, opt, step)
+    other.load_state_dict(net.state_dict())
+    turned = dict(draw.sample(list(rules.items()), len(rules)))
+    again: Any = optgen.make(turned, draw.sample(list(other.named_parameters()), len(NAMES)), **common)
+    WAYS[way](net, opt, other, again, tmp_path)
+    for step in range(2, 4):
+        train(net, opt, step)
+        train(other, again, step)
+    assert alike(of_names(other, again), of_names(net, opt)) and alike(other.state_dict(), net.state_dict())
+    moved: Any = optgen.make({"a|b|c": "adamw", "d": "muon", "*": "lion"}, Net(), **common)
+    words = r"which have other rules for \['c', 'd'\]; nothing" if way == "state_dict" else r"got one of .*Muon"
+    with pytest.raises(ValueError, match=words):
+        WAYS[way](net, opt, Net(), moved, tmp_path)
