@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from optgen import optim
-from optgen.optim import CAME, AdamW
+from optgen.optim import CAME, SGD, AdamW, NAdam
 from optgen.runtime.checkpoint import checkpoint
-from tests.training import everything, give, train
+from tests.training import bits, everything, give, train
 from tools import make_checkpoint_fixture as fixture
 
 FILES = sorted((Path(__file__).parent / "cases/checkpoints").glob("format-*.pt"))
@@ -193,7 +193,9 @@ def changes(saved: dict[str, Any]) -> Iterator[tuple[str, Callable[[dict[str, An
             if not isinstance(value, Tensor):
                 yield f"{where}: negative", lambda s, n=number, k=key: s["state"][n].update({k: -1})
                 yield f"{where}: fraction", lambda s, n=number, k=key: s["state"][n].update({k: 1.5})
-                yield f"{where}: NaN", lambda s, n=number, k=key: s["state"][n].update({k: float("nan")})
+                beyond = (float("nan"), float("inf"), *((2**53, 2**63, 1e300) if key == "step" else ()))
+                for x in beyond:
+                    yield f"{where}: {x}", lambda s, n=number, k=key, x=x: s["state"][n].update({k: x})
                 continue
             for what, change in (
                 ("dtype", other_dtype),
@@ -275,6 +277,72 @@ def test_every_single_change_is_refused_and_changes_nothing(plan: str) -> None:
     assert number > 60
     opt.load_state_dict(saved)  # and as it was, it loads
     assert everything(opt) != before
+
+
+def test_all_numbers_that_do_not_fit_are_listed() -> None:
+    """An infinite step, a huge one, an infinite number of the rule and a lost scale, of four parameters."""
+    names = ("w", "x", "y", "z")
+    params = [torch.nn.Parameter(torch.ones(64, 64)) for _ in names]
+    opt = NAdam(list(zip(names, params, strict=True)), plan="int8", backend="reference")
+    train(opt, range(1))
+    saved, before = copy.deepcopy(opt.state_dict()), everything(opt)
+    saved["state"][0]["step"], saved["state"][1]["step"] = float("inf"), 2**63
+    saved["state"][2]["mu_product"] = torch.tensor(float("inf"))
+    del saved["state"][3]["exp_avg_scale"]
+    words = refusal(opt, saved)
+    for name, key in zip(names, ("step: expected a whole", "step: expected a whole", "mu_product: expected a finite",
+                                 "exp_avg_scale: expected"), strict=True):  # fmt: skip
+        assert any(f"'{name}'" in line and key in line for line in words.splitlines()), words
+    assert everything(opt) == before
+
+
+@pytest.mark.parametrize("made", [optim, torch.optim], ids=["own", "torch"])
+def test_options_of_another_rule_are_refused_if_no_state_tells(made: Any) -> None:
+    p = torch.nn.Parameter(torch.ones(3))
+    for cls, key in ((AdamW, "betas, eps"), (SGD, "momentum, dampening")):
+        theirs = (made.SGD if cls is AdamW else made.AdamW)([p], lr=0.5)
+        opt = cls([p])
+        before = everything(opt)
+        assert f"group 0: expected {key}, they are missing, and so are all states" in refusal(opt, theirs.state_dict())
+        assert everything(opt) == before
+        opt.load_state_dict(getattr(made, cls.__name__)([p], lr=0.25).state_dict())
+        assert opt.param_groups[0]["lr"] == 0.25
+
+
+@pytest.mark.parametrize("plan", ["fp32", "int8_split24", "lpmm4", "int4_factored_split24"])
+@pytest.mark.parametrize("dense", [False, True])
+def test_nothing_stays_shared_with_what_was_loaded(plan: str, dense: bool) -> None:
+    """No write to a tensor of the state dict reaches the optimizer, and no step reaches the state dict."""
+    opt, params = stepped(AdamW, plan)
+    for p in params:
+        opt.state[p]["mine"] = {"x": torch.ones(2), "list": [torch.zeros(3), (torch.ones(1),)]}
+    opt.state["beside"] = torch.ones(4)
+    saved = copy.deepcopy(opt.dense_state_dict() if dense else opt.state_dict())
+    if not dense:
+        saved["param_groups"][0]["lr"] = torch.tensor(0.1)
+    other, others = stepped(AdamW, plan)
+    other.load_state_dict(saved)
+    before, kept = everything(other), bits(saved)
+    give(others, 7)
+    other.step()
+    for mine in others:
+        for t in tensors([other.state[mine], other.state.get("beside")]):
+            t.view(-1).view(torch.uint8).bitwise_not_()
+    assert bits(saved) == kept
+    other.load_state_dict(saved)
+    moved, now = everything(other), [p.detach().clone() for p in others]
+    for t in tensors([saved["state"], saved["param_groups"]]):
+        t.view(-1).view(torch.uint8).bitwise_not_()
+    assert everything(other) == moved and all(map(torch.equal, others, now))
+    assert before != kept
+
+
+def tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (dict, list, tuple)):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from tensors(part)
 
 
 def test_parameters_without_a_state_in_the_checkpoint_are_named() -> None:

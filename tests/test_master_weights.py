@@ -531,3 +531,35 @@ def test_rows_that_cannot_be_scaled() -> None:
     with pytest.raises(ValueError, match="keeps other weights beside p"):
         ScheduleFreeAdamW([p], plan="fp32").scale_rows(p, [2.0])
     assert torch.equal(p, torch.ones(6, 4))
+
+
+@pytest.mark.parametrize("plan", ["fp32_master", "split32", "int8_split24", "flashoptim", "bf16_kahan", "bf16_sr"])
+def test_full_weights_loaded_back_show_another_value_only_half_way_between_two(plan: str) -> None:
+    """Every full weight is the same. Where two values are as near, a step may show one and the load the other."""
+    made = torch.Generator().manual_seed(0)
+    model = nn.Linear(64, 96).bfloat16()
+    opt = AdamW(model.named_parameters(), lr=1e-3, plan=plan, backend="reference")
+    for _ in range(3):
+        for p in model.parameters():
+            p.grad = torch.randn(p.shape, generator=made).to(p.dtype)
+        opt.step()
+    full, shown = opt.master_state_dict(model), copy.deepcopy(model.state_dict())
+    opt.load_master_state_dict(model, full)
+    assert alike(opt.master_state_dict(model), full)
+    for name, now in model.state_dict().items():
+        was, x = shown[name], full[name]
+        assert bool(((was == now) | ((was.double() - x).abs() == (now.double() - x).abs())).all()), name
+
+
+@pytest.mark.parametrize("plan", ["fp32_master", "int8_split24", "bf16"])
+def test_a_model_of_frozen_parameters_has_its_weights_as_they_are(plan: str) -> None:
+    """It is the optimizer's model all the same; one of other parameters is refused."""
+    model = nn.Linear(8, 9).bfloat16().requires_grad_(False)
+    opt = AdamW(model.named_parameters(), plan=plan)
+    full = opt.master_state_dict(model)
+    assert alike(full, {name: value.float() for name, value in model.state_dict().items()})
+    opt.load_master_state_dict(model, {name: value + 1 for name, value in full.items()})
+    assert alike(opt.master_state_dict(model), {k: (v + 1).bfloat16().float() for k, v in full.items()})
+    for call in (opt.master_state_dict, lambda other: opt.load_master_state_dict(other, full)):
+        with pytest.raises(ValueError, match="made for another model"):
+            call(copy.deepcopy(model))

@@ -1,4 +1,5 @@
-"""Names of parameters: they decide what a checkpoint gives to whom, in any order of parameters and groups."""
+"""Names of parameters: they decide what a checkpoint gives to whom, in any order of parameters and groups; and lists
+of parameters that a user edits."""
 
 import copy
 import random
@@ -201,3 +202,90 @@ def test_names_decide_among_patterns_of_several_rules(way: str, seed: int, tmp_p
     words = r"which have other rules for \['c', 'd'\]; nothing" if way == "state_dict" else r"got one of .*Muon"
     with pytest.raises(ValueError, match=words):
         WAYS[way](net, opt, Net(), moved, tmp_path)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_group_that_a_distributed_checkpoint_leaves_without_options_is_refused(named: bool) -> None:
+    """torch gives the options of a saved group to one of the groups that have its parameters."""
+    net, other = Net(), Net()
+
+    def groups(net: Net, *groups: str) -> list[dict[str, Any]]:
+        return [{"params": [(x, net.get_parameter(x)) if named else net.get_parameter(x) for x in g]} for g in groups]
+
+    opt = AdamW(groups(net, "ab", "cdef"), plan="fp32", backend="reference", lr=0.25)
+    train(net, opt, 0)
+    again = AdamW(groups(other, "ac", "bdef"), plan="fp32", backend="reference")
+    before = copy.deepcopy(again.state_dict()["param_groups"])
+    with pytest.raises(ValueError, match="expected 'plan' in every group: some have no options"):
+        set_optimizer_state_dict(other, again, get_optimizer_state_dict(net, opt))
+    assert again.state_dict()["param_groups"] == before
+
+
+# -- lists edited in place -----------------------------------------------------------------------------------------
+def edited(draw: random.Random, kind: str, lists: list[list[Any]], new: Any) -> list[list[Any]]:
+    """Return lists of both groups after an edit; lists of names and of parameters are edited alike by the same draw."""
+    a, b = lists
+    k = draw.randrange(len(a))
+    if kind == "append":
+        return [[*a, new], b]
+    if kind == "remove":
+        return [[*a[:k], *a[k + 1 :]], b]
+    if kind == "move":
+        return [[*a[:k], *a[k + 1 :]], [*b, a[k]]]
+    if kind == "replace":
+        return [[*a[:k], new, *a[k + 1 :]], b]
+    if kind == "remove and append":
+        return [[*a[:-2], a[-1], new], b]
+    return [a[1:] + a[:1], b[::-1]]  # "turn"
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpp"])
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("kind", ["append", "remove", "move", "replace", "remove and append", "turn"])
+def test_edited_lists_are_stepped_as_torch_steps_them_or_refused(kind: str, seed: int, backend: str) -> None:
+    """Names must be edited as well, else a step is refused before any change; without names there is nothing to do."""
+    lr, steps, sizes = 0.01, 4, [(3, 5)] * 6
+
+    def params() -> list[nn.Parameter]:
+        made = torch.Generator().manual_seed(seed)
+        return [nn.Parameter(torch.randn(size, generator=made)) for size in sizes]
+
+    def groups(mine: list[nn.Parameter], named: bool) -> list[dict[str, Any]]:
+        pairs: list[Any] = list(zip("abcde", mine[:5], strict=True)) if named else mine[:5]
+        return [{"params": pairs[:3]}, {"params": pairs[3:], "lr": 2 * lr}]
+
+    def run(opt: Any, mine: list[nn.Parameter], numbers: range) -> None:
+        for step in numbers:
+            for i, p in enumerate(mine):
+                p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(9 * step + i))
+            opt.step()
+
+    def edit(opt: Any, key: str, new: Any) -> None:
+        lists = edited(random.Random(seed), kind, [g[key] for g in opt.param_groups], new)
+        for group, changed in zip(opt.param_groups, lists, strict=True):
+            group[key][:] = changed  # in place
+
+    ours, plain, theirs = params(), params(), params()
+    opt = AdamW(groups(ours, True), lr=lr, plan="fp32", backend=backend)
+    other = AdamW(groups(plain, False), lr=lr, plan="fp32", backend=backend)
+    oracle = torch.optim.AdamW(groups(theirs, True), lr=lr, foreach=False)
+    for one, mine in ((opt, ours), (other, plain), (oracle, theirs)):
+        run(one, mine, range(2))
+        edit(one, "params", mine[5])
+    if kind != "replace":  # what replaces a parameter has its name
+        before = copy.deepcopy((ours, dict(opt.state)))
+        with pytest.raises(ValueError, match="edit 'param_names' as 'params'"):
+            run(opt, ours, range(2, 3))
+        assert alike((ours, list(opt.state.values())), (before[0], list(before[1].values())))
+        edit(opt, "param_names", "f")
+    for one, mine in ((opt, ours), (other, plain), (oracle, theirs)):
+        run(one, mine, range(2, steps))
+    assert alike(ours, plain)
+    for mine, p in zip(ours, theirs, strict=True):
+        # A step of at most 2 lr, whose ten operations round by 2^-24 each, and a rounding of the weight.
+        assert bool(((mine - p).abs() <= steps * (20 * 2 * lr * 2**-24 + p.abs() * 2**-24 * 2)).all())
+    for p in opt.state.keys() - {p for group in opt.param_groups for p in group["params"]}:
+        del opt.state[p]  # else state_dict() is torch's KeyError
+    saved = copy.deepcopy(opt.state_dict())
+    opt.load_state_dict(saved)
+    assert alike(opt.state_dict(), saved)

@@ -410,10 +410,13 @@ def test_the_error_of_a_compressed_sum_is_bounded_and_to_either_side() -> None:
     assert mean.abs().mean() < 0.5 * torch.stack(errors).abs().mean()
 
 
+@pytest.mark.parametrize("prefix", ["", "module."])
 @pytest.mark.parametrize("first", ["optimizer", "handle"])
-def test_sums_after_a_checkpoint_continue_bit_for_bit(first: str) -> None:
-    def made(model: Net) -> tuple[Optimizer, Any]:
-        opt = optim.AdamW(model.named_parameters())
+def test_sums_after_a_checkpoint_continue_bit_for_bit(first: str, prefix: str) -> None:
+    """Also of parameters that take other names from the checkpoint, after sums of their own."""
+
+    def made(model: Net, prefix: str = "") -> tuple[Optimizer, Any]:
+        opt = optim.AdamW([(prefix + name, p) for name, p in model.named_parameters()])
         return opt, opt.release_gradients(model, accumulate=3, accumulator=accumulator("int8"))
 
     def windows(model: Net, opt: Optimizer, steps: range) -> None:
@@ -427,7 +430,7 @@ def test_sums_after_a_checkpoint_continue_bit_for_bit(first: str) -> None:
     windows(a, opt_a, range(3))
     saved: dict[str, Any] = copy.deepcopy({"optimizer": opt_a.state_dict(), "handle": handle_a.state_dict()})
     b.load_state_dict(a.state_dict())
-    opt_b, handle_b = made(b)
+    opt_b, handle_b = made(b, prefix)
     loads = {"optimizer": opt_b.load_state_dict, "handle": handle_b.load_state_dict}
     for name in (first, *(loads.keys() - {first})):
         loads[name](saved[name])

@@ -144,7 +144,8 @@ def test_a_state_dict_goes_on_bit_for_bit(tmp_path: Path) -> None:
 def test_named_parameters_draw_the_packages_bits(tmp_path: Path) -> None:
     ours, theirs = torch.nn.Linear(80, 90), torch.nn.Linear(80, 90)
     theirs.load_state_dict(ours.state_dict())
-    alone = optimizer("adamw/int8_split24", tmp_path)(ours.bfloat16().named_parameters())
+    cls = optimizer("adamw/int8_split24", tmp_path)
+    alone = cls(ours.bfloat16().named_parameters())
     whole = optgen.optim.AdamW(theirs.bfloat16().named_parameters(), plan="int8_split24", backend="reference")
     for k in range(3):
         gradients(list(ours.parameters()), k)
@@ -152,6 +153,8 @@ def test_named_parameters_draw_the_packages_bits(tmp_path: Path) -> None:
         alone.step()
         whole.step()
     assert all(map(torch.equal, ours.parameters(), theirs.parameters()))
+    with pytest.raises(ValueError, match=r"loaded by position, and names differ: \[\['weight', 'bias'\]\]"):
+        cls(list(ours.named_parameters())[::-1]).load_state_dict(alone.state_dict())
 
 
 def test_wrong_numbers_and_gradients_are_refused(tmp_path: Path) -> None:

@@ -144,6 +144,9 @@ class SingleFile(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load states as they are stored; torch would cast them to the dtype of the parameter."""
+        mine, theirs = ([g.get("param_names") for g in gs] for gs in (self.param_groups, state_dict["param_groups"]))
+        if None not in [*mine, *theirs] and mine != theirs:
+            raise ValueError(f"{type(self).__name__}: parameters are loaded by position, and names differ: {theirs}")
         super().load_state_dict(state_dict)
         saved = [key for group in state_dict["param_groups"] for key in group["params"]]
         params = [p for group in self.param_groups for p in group["params"]]

@@ -561,11 +561,10 @@ class Optimizer(torch.optim.Optimizer):
         _, plan, variant = checkpoint.select(type(self), entry.group, entry.p, entry.name, kept)
         return weights.full(plan, variant, entry.p, kept, entry.name)
 
-    def _trained_entries(self) -> dict[int, Entry]:
-        """Return the entries of those that are trained, by id(parameter)."""
-        return {
-            id(entry.p): entry for entry in self._entries() if entry.p.requires_grad or state.of(self.state, entry.p)
-        }
+    def _trained_entries(self, model: torch.nn.Module) -> dict[int, Entry]:
+        """Return the entries of those that are trained, by id(parameter); ValueError for a model of no entry."""
+        weights.refuse_foreign(model, type(self).__name__, {id(e.p) for e in self._entries()})
+        return {id(e.p): e for e in self._entries() if e.p.requires_grad or state.of(self.state, e.p)}
 
     def master_state_dict(self, model: torch.nn.Module) -> dict[str, Any]:
         """The model's state dict with its weights at full precision: fp32, for `fp32_model.load_state_dict`.
@@ -578,9 +577,9 @@ class Optimizer(torch.optim.Optimizer):
         """
         self._refuse_in_evaluation("master_state_dict()")
         self._say_lost_bits(model)
-        owned = {key: functools.partial(self._full_weight, entry) for key, entry in self._trained_entries().items()}
+        owned = {key: functools.partial(self._full_weight, e) for key, e in self._trained_entries(model).items()}
         with torch.no_grad():
-            return weights.of_model(model, type(self).__name__, owned)
+            return weights.of_model(model, owned)
 
     def load_master_state_dict(
         self, model: torch.nn.Module, state_dict: Mapping[str, Any], strict: bool = True
@@ -593,7 +592,7 @@ class Optimizer(torch.optim.Optimizer):
         takes them.  All is checked first: ValueError lists what does not fit, and nothing has changed.
         """
         self._refuse_in_evaluation("load_master_state_dict()")
-        entries = self._trained_entries()
+        entries = self._trained_entries(model)
         with torch.no_grad():
             found = weights.check(model, type(self).__name__, state_dict, entries, strict)
             ready = []

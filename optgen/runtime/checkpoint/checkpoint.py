@@ -204,11 +204,20 @@ def read(
             check_format(group)
         except ValueError as error:
             misfits.add(f"group {i}: {error}")
+    filled = ["plan" in group for group in saved_groups if group["params"]]
+    if any(filled) and not all(filled):  # torch.distributed.checkpoint gives a saved group's options to one group
+        misfits.add("expected 'plan' in every group: some have no options, as those that were one when it was saved")
     misfits.stop()
     saved_groups = _aligned(groups, saved_groups)
     order, sources = matched = _match(groups, saved_groups, misfits)
     merged = [_merge(cls, i, g, s, order, misfits) for i, (g, s) in enumerate(zip(groups, sources, strict=True))]
     misfits.stop()
+    if all(isinstance(entry, Mapping) and not entry for entry in saved_state.values()):
+        for i, source in enumerate(sources):
+            absent = [hyper.name for hyper in cls.HYPERS if hyper.name not in source and source["params"]]
+            if absent:  # of another rule, maybe, whose states would tell
+                misfits.add(f"group {i}: expected {', '.join(absent)}, they are missing, and so are all states")
+        misfits.stop()
     _take_streams(merged, saved_groups, matched, saved.get(options.UNNAMED) is True)
     _take_settings(cls, groups, merged, saved_groups, matched)
     beside = {key for group in saved_groups for key in _listed(group, options.BESIDE)} - set(order.values())
@@ -317,7 +326,7 @@ def _short(value: object) -> str:
 
 
 class Matched(NamedTuple):
-    """Where parameters and groups are in a checkpoint.
+    """The places of parameters and groups in a checkpoint.
 
     order    id(parameter) -> its number in the checkpoint
     sources  the saved group that each group takes its options from: the one that has its parameters
@@ -756,8 +765,8 @@ class _Source:
             self.misfit("step: expected a whole number >= 0, it is missing")
         for name in self.variant.host_names:
             made[name] = as_float(self.entry.get(name))
-            if made[name] is None:
-                self.misfit(f"{name}: expected a number, got {self.entry.get(name, 'nothing')!r}")
+            if made[name] is None or not math.isfinite(made[name]):
+                self.misfit(f"{name}: expected a finite number, got {self.entry.get(name, 'nothing')!r}")
         return made
 
     def _copy(self, made: dict[str, Any], arena: Arena) -> None:

@@ -6,7 +6,7 @@ wrappers and hooks that prefix names change nothing here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,13 +66,12 @@ def _ordered(t: Tensor) -> Tensor:
     return torch.where(pattern < 0, -(pattern & 0x7FFF), pattern)
 
 
-def of_model(model: nn.Module, owner: str, weights: Mapping[int, Callable[[], Tensor]]) -> dict[str, Any]:
+def of_model(model: nn.Module, weights: Mapping[int, Callable[[], Tensor]]) -> dict[str, Any]:
     """Return the model's state dict with fp32 weights.
 
     weights   id(parameter) -> its full weight, for those of the optimizer
     """
     found = model.state_dict(keep_vars=True)
-    _own_model(model, owner, weights)
     made: dict[int, Any] = {}
     for value in found.values():
         if id(value) not in made:
@@ -80,9 +79,10 @@ def of_model(model: nn.Module, owner: str, weights: Mapping[int, Callable[[], Te
     return {name: made[id(value)] for name, value in found.items()}
 
 
-def _own_model(model: nn.Module, owner: str, weights: Mapping[int, object]) -> None:
+def refuse_foreign(model: nn.Module, owner: str, known: Collection[int]) -> None:
+    """Raise ValueError for a model none of whose parameters is in `known`, by id."""
     params = list(model.parameters())
-    if params and not any(id(p) in weights for p in params):
+    if params and not any(id(p) in known for p in params):
         raise ValueError(
             f"{owner}: none of the model's {len(params)} parameters is in this optimizer: it was made for another "
             f"model, or the model's parameters were replaced since (wrapped, sharded, copied); make the optimizer "
@@ -114,7 +114,6 @@ def check(model: nn.Module, owner: str, saved: Any, owned: Mapping[int, object],
     misfits = Misfits(f"{owner}.load_master_state_dict: the weights do not fit the model, nothing was loaded")
     if not isinstance(saved, Mapping):
         raise TypeError(f"{owner}.load_master_state_dict takes a state dict, got {saved!r:.80}")
-    _own_model(model, owner, owned)
     live = model.state_dict(keep_vars=True)
     if strict:
         for name in (n for n in live if n not in saved):

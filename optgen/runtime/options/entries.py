@@ -40,11 +40,19 @@ class Entry(NamedTuple):
 
 
 def labels(groups: Sequence[Mapping[str, Any]]) -> list[list[Label]]:
-    """Return the names of each group's parameters, or positions over all groups where it has none."""
+    """Return the names of each group's parameters, or positions over all groups where it has none.
+
+    Raises ValueError for names that were not edited with their parameters.
+    """
     start, found = 0, []
-    for group in groups:
+    for number, group in enumerate(groups):
         count = len(group["params"])
         names = group.get("param_names")
+        if names is not None and len(names) != count:
+            raise ValueError(
+                f"group {number} has {count} parameters and {len(names)} names: edit 'param_names' as 'params', or add "
+                f"parameters by add_param_group()"
+            )
         found.append(list(range(start, start + count)) if names is None else list(names))
         start += count
     return found

@@ -228,12 +228,14 @@ def zeros(field: Field, p: Tensor, arena: Arena | None = None, parts: sharding.P
     return torch.full(size, field.zero, dtype=field.torch_dtype, device=home(p))
 
 
+STEPS = 2**53
+"""More steps are never made; beyond it fp64, in which their scalars are computed, does not count by ones."""
+
+
 def step_count(value: object) -> int | None:
     """Return a `step` as an int, from an int, a whole float or a one-element tensor; None for anything else."""
-    if type(value) is int:
-        return value if value >= 0 else None
-    number = None if isinstance(value, bool) else as_float(value)
-    return int(number) if number is not None and number >= 0 and number == int(number) else None
+    number = None if isinstance(value, bool) else value if type(value) is int else as_float(value)
+    return int(number) if number is not None and 0 <= number < STEPS and number == int(number) else None
 
 
 def problems(

@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from optgen.runtime.checkpoint import inputs
+from optgen.runtime.layout.plans import Label
 from optgen.runtime.options import entries, options
-from optgen.runtime.options.entries import Owner
+from optgen.runtime.options.entries import Entry, Owner
 from optgen.runtime.records import keys
 from optgen.runtime.records.arena import Arena
 from optgen.runtime.states import state
@@ -62,8 +64,9 @@ class Stepper:
         self.forget_step()
 
     def forget_step(self) -> None:
-        """Make the next step the ordinary way."""
+        """Make the next step the ordinary way, and take names as they are then."""
         self.fast_path = fast_path.FastPath()
+        self.named: dict[int, tuple[Tensor, Label]] = {}
 
     def step(self, owner: Owner, scaler: counting.Scaler | None = None) -> None:
         """Step every parameter that has a gradient.  Errors come before any change, except those of kernels."""
@@ -89,6 +92,7 @@ class Stepper:
     def _sort_and_run(self, owner: Owner, scaler: counting.Scaler | None) -> None:
         """Make a step that is not like the one before."""
         listed = list(entries.of(owner.groups))
+        self._refuse_moved_names(owner.cls, listed)
         sending = agreement.senders(owner.cls, listed)
         elsewhere = agreement.gradients_elsewhere(owner.cls, sending)
         begins = bool(owner.cls.INPUTS) and inputs.begins(owner)  # makes states alone: nothing was fed
@@ -115,6 +119,24 @@ class Stepper:
         elif not sending and _has_fast_path(owner.cls, ready):  # else other ranks may wait for this one at any step
             prepared = [(one.bucket, one.kernels) for one in ready if one.kernels is not None]
             self.fast_path.keep(owner, prepared, scaler is not None)
+
+    def _refuse_moved_names(self, cls: Any, listed: Sequence[Entry]) -> None:
+        """Raise ValueError if a parameter is called as another one was at the step before, which has happened to a list
+        of parameters, not to its names; positions matter where options of single parameters go by them."""
+        before, self.named = self.named, {id(e.p): (e.p, e.name) for e in listed}
+        if before == self.named or not before:
+            return
+        known = {name for _, name in before.values()}
+        for e in listed:
+            old = before.get(id(e.p), (e.p, e.name))[1]
+            counts = isinstance(e.name, str) or e.group.get("overrides") or e.group.get("blocks")
+            if old != e.name and e.name in known and counts:
+                self.named = before
+                what = "name" if isinstance(e.name, str) else "position, by which it has overrides or blocks,"
+                raise ValueError(
+                    f"{cls.__name__}: a parameter of shape {list(e.p.shape)} has got the {what} of another one, "
+                    f"{e.name!r} for {old!r}: edit 'param_names' as 'params', or make the optimizer anew"
+                )
 
     def _prepare(
         self, owner: Owner, bucket: Bucket, scaler: counting.Scaler | None, counted: counting.Counted | None
