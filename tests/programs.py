@@ -344,6 +344,7 @@ def rules(draw: Callable[..., Any]) -> tuple[str, bool]:
                 w.hypers |= {"rank": "hyper(4, ge=1, whole=True)"} if name == "basis" else {}
     _body(w, level, flags, when, inside)
     _prune(w)
+    _rename(w, [*flags])
     signature = ["p", "g", *(["t"] if w.takes_step else []), *(f"{k}={v}" for k, v in w.states.items()), "*"]
     signature[-1:] = [*(f"{k}={v}" for k, v in w.inputs.items()), "*"]
     signature += [f"{k}={v}" for k, v in {**w.hypers, **flags}.items()]
@@ -467,6 +468,42 @@ def _prune(w: Writer) -> None:
     w.hypers = {k: v for k, v in w.hypers.items() if k in used or _read(k, w.lines)}
     if "betas" in w.hypers:
         w.lines.insert(0, "    b1, b2 = betas")
+
+
+def _rename(w: Writer, flags: Sequence[str]) -> None:
+    """Give locals, one of elements and one of the host, names that generated code may have for something else: some of
+    its own, or one of the signature, whose value goes on under another."""
+    signature = ["g", "t", *w.states, *w.inputs, *w.hypers, *flags]
+    body = w.lines[:]
+    if _read("lr", w.lines) and not w.count(2):
+        w.takes_step = True
+        w.lines = [re.sub(r"\blr\b", "rate", line) for line in w.lines]
+        at = w.lines[:1] == ["    b1, b2 = betas"]
+        w.lines.insert(at, "    rate = lr / (1 + t)")
+        _give(w, "rate", signature, body)
+    if w.count(1):
+        _give(w, "u", signature, body)
+
+
+def _give(w: Writer, local: str, signature: Sequence[str], body: Sequence[str]) -> None:
+    """Give a local another name."""
+    words = set(re.findall(r"\w+", "\n".join((*w.lines, *body))))
+    name = w.pick("step", "step", *signature, *(x for x in OTHERS if x not in words))
+    if name not in signature or name == "t" and not w.takes_step:
+        w.lines = [re.sub(rf"\b{local}\b", name, line) for line in w.lines]
+    elif f"{name}_old" not in words:
+        at = w.lines[:1] == ["    b1, b2 = betas"]
+        lines = [re.sub(rf"\b{name}\b", f"{name}_old", line) for line in w.lines[at:]]
+        w.lines[at:] = [f"    {name}_old = {name}", *(re.sub(rf"\b{local}\b", name, line) for line in lines)]
+        w.lines += [f"    {name} = {name}_old"] * (name in w.states)
+
+
+OTHERS = (
+    "b stored torch put larger quotient index table values host extent float self size tl math numel live k x "
+    "scalar_0 scalar_1 one_minus_beta one_minus_lr common_1 grad_scale drawn_1 drawn_2 drawn_matrices p_tensor g_new "
+    "p_kept out_p in_g noise draws t std optgen auto stage"
+).split()
+"""Names that generated code has, or may have, for something else than a local of a rule."""
 
 
 def _read(name: str, lines: list[str]) -> bool:

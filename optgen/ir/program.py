@@ -111,6 +111,7 @@ class Program:
     sums: tuple[Node, ...] = ()  # over the model, of a whole step: a parameter that does not use one is part of it
     together: tuple[tuple[str, str], ...] = ()  # owners that one sweep stores: one is kept relative to the other
     space: Space = spaces.elem  # whose entries the program runs over; a small one: work between two sweeps
+    scalars: frozenset[str] = frozenset()  # names of the host scalars of all programs of the step
 
     @property
     def touched(self) -> tuple[Buffer, ...]:

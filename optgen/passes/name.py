@@ -56,16 +56,17 @@ def last_use(lets: tuple[Let, ...], stores: tuple[Node, ...]) -> dict[int, int]:
 
 def name(schedule: Schedule) -> Schedule:
     """See the module's docstring."""
-    sweep, hosts = schedule.sweep, {let.name for let in schedule.program.host}
+    program, sweep = schedule.program, schedule.sweep
+    taken = RESERVED | PRIMS.keys() | program.scalars | {let.name for let in program.host}
     last = last_use(sweep.lets, tuple(s.node for s in sweep.stores))
     holder: dict[str, int] = {}  # name -> uid of the node it currently names
     out = []
     for i, let in enumerate(sweep.lets):
         # Arguments of the eager reference end in _tensor, what it keeps aside in _new.
-        clear = let.name not in RESERVED | PRIMS.keys() | hosts and not let.name.endswith(("_tensor", "_new"))
+        clear = let.name not in taken and not let.name.endswith(("_tensor", "_new"))
         base = let.name if clear else f"{let.name}_"
         name = unique(base, {x for x, uid in holder.items() if last.get(uid, -1) > i})
         holder[name] = let.node.uid
         out.append(let if name == let.name else replace(let, name=name))
     new = replace(sweep, lets=tuple(out))
-    return Schedule(replace(schedule.program, body=new.lets), new)
+    return Schedule(replace(program, body=new.lets), new)

@@ -35,7 +35,7 @@ def merged(programs: Sequence[Program]) -> tuple[list[Program], tuple[Let, ...]]
         if renamed:
             program = program.map(Rewriter(partial(_renamed, renamed)))
         out.append(replace(program, host=tuple(own)))
-    return out, tuple(host)
+    return [replace(program, scalars=frozenset(taken)) for program in out], tuple(host)
 
 
 def _renamed(names: dict[str, str], node: Node) -> Node:
