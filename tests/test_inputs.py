@@ -1,6 +1,9 @@
 """Inputs: further values per element that a user feeds, beside other packages' second-order rules."""
 
 import copy
+import linecache
+import random
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +105,63 @@ def test_flags_follow_inputs_of_the_rule() -> None:
 
     with pytest.raises(UserError, match="E110"):
         optimizer(cite="none")(lost)
+
+
+FOLLOWED = {"one": {"x"}, "other": {"y"}, "two": {"x", "y"}, "three": {"x", "y", "z"}}
+"""Flags, and the inputs that each follows; what no flag of a rule follows is fed at every step."""
+
+
+def drawn_reads(draw: random.Random) -> tuple[list[str], list[tuple[str, str]]]:
+    """Return flags, and pairs of a condition of them and of a flag `on` and the input that is read under it."""
+
+    def condition(depth: int) -> str:
+        if not depth:
+            return draw.choice([*flags, *flags, "on", "not on", f"not {draw.choice(flags)}"])
+        return f"({condition(depth - 1)} {draw.choice(['and', 'and', 'or'])} {condition(depth - 1)})"
+
+    flags = draw.sample(sorted(FOLLOWED), draw.randint(1, 3))
+    reads = [(condition(draw.choice([0, 1, 1, 2])), draw.choice("xyz")) for _ in range(draw.randint(1, 2))]
+    reads += [(flag, draw.choice(sorted(FOLLOWED[flag]))) for flag in flags if draw.random() < 0.5]
+    free = set("xyz").difference(*(FOLLOWED[flag] for flag in flags))
+    return flags, [*reads, *((f"not on and {' and '.join(flags)}", x) for x in "xyz"), *(("True", x) for x in free)]
+
+
+def read_at(flags: list[str], reads: list[tuple[str, str]], fed: set[str], on: bool) -> list[str]:
+    setting = {flag: FOLLOWED[flag] <= fed for flag in flags} | {"on": on}
+    return [x for condition, x in reads if eval(condition, setting)]
+
+
+@pytest.mark.parametrize("number", range(24))
+def test_inputs_are_read_where_they_are_fed_and_wait_until_then(number: int) -> None:
+    """Rules of drawn conditions: one that reads what may not be fed is refused; of others whole numbers are fed at
+    drawn steps, of which each step adds up what the oracle says."""
+    flags, reads = drawn_reads(draw := random.Random(number))
+    lines = [f"    if {condition}:\n        p = p + {x}" for condition, x in reads]
+    declared = [f'{flag}=flag(fed="{" and ".join(sorted(FOLLOWED[flag]))}")' for flag in flags]
+    head = "def drawn(p, g, x=input(), y=input(), z=input(), *, lr=hyper(1.0), on=flag(False), "
+    text = "\n".join([f"{head}{', '.join(declared)}):", *lines, "    p = p - lr * g", "    return p"])
+    name = f"<drawn {number}>"
+    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+    made = {"input": input, "flag": flag, "hyper": hyper}
+    exec(compile(text, name, "exec"), made)
+    spec, always = optimizer(made["drawn"]), set("xyz").difference(*(FOLLOWED[flag] for flag in flags))
+    patterns = [(set(fed) | always, on) for n in range(4) for fed in combinations("xyz", n) for on in (False, True)]
+    if any(not fed.issuperset(read_at(flags, reads, fed, on)) for fed, on in patterns):
+        with pytest.raises(UserError, match="E106"):
+            spec.check()
+        return
+    on, p, waiting, total = draw.random() < 0.5, torch.nn.Parameter(torch.zeros(3)), dict[str, int](), 0
+    opt = compiled(spec, "fp32")([p], on=on, backend="reference" if number % 6 else "cpp")
+    for _ in range(6):
+        given = {x: draw.randint(1, 99) for x in "xyz" if x in always or draw.random() < 0.4}
+        opt.feed(**{x: [torch.full((3,), float(value))] for x, value in given.items()})
+        waiting |= given
+        read = read_at(flags, reads, set(waiting), on)
+        total += sum(waiting[x] for x in read)
+        p.grad = torch.zeros(3)
+        opt.step()
+        waiting = {x: value for x, value in waiting.items() if x not in read}
+        assert p.eq(total).all() and {x for x in "xyz" if opt.state[p][f"{x}_fed"]} == {*waiting}
 
 
 @pytest.mark.parametrize("rule", ["adahessian", "gsam(sgd)", "sam(sgd)"])

@@ -51,6 +51,11 @@ TABLE: dict[str, Row] = {
         "a state that is off may be carried to the return, never computed with",
         "use it under `if` on that flag",
     ),
+    "E106": Row(
+        "input `{name}` is read where no flag says that it was fed",
+        "with these flags on: {on}; an input that was not fed has no value",
+        "read it under `if {flags}` alone; a flag of two inputs is flag(fed=\"x and y\")",
+    ),
     "E110": Row("{what} is declared with {option}={value!r}, but no {kind} has that name"),
     "E111": Row(
         "parameter `{name}` is {got}, not a declaration",

@@ -46,6 +46,15 @@ def snake(name: str) -> str:
     return re.sub(r"\W+", "_", spaced).strip("_").lower()
 
 
+def is_text(x: object) -> bool:
+    """Return True for a text that a file of Python can have between quotes: no NUL, no half of a pair of surrogates.
+
+    >>> is_text("\\r"), is_text("\\0"), is_text("\\ud800"), is_text(1)
+    (True, False, False, False)
+    """
+    return isinstance(x, str) and "\0" not in x and x.encode(errors="ignore").decode() == x
+
+
 def unique(name: str, taken: set[str]) -> str:
     """The name, or the name with the first free number after it.
 

@@ -204,7 +204,7 @@ def _flag(flag: FlagDecl) -> tuple[str, str]:
     if flag.nonzero:
         return "no argument", f"on if {code(flag.nonzero)} is not 0"
     if flag.fed:
-        return "no argument", f"on at steps for which {code(flag.fed)} was fed"
+        return "no argument", f"on at steps for which {' and '.join(map(code, flag.inputs))} was fed"
     return "no argument", f"on every {code(flag.every)} steps" if flag.every else "on at the first step"
 
 

@@ -253,6 +253,21 @@ def _check_pairs(spec: Spec, trace: Trace) -> None:
             raise UserError("E113", loc=s.loc, what=what, hint="declare it without normalized_by=")
 
 
+def _check_inputs(spec: Spec, flags: Mapping[str, bool], trace: Trace) -> None:
+    """Raise UserError E106 for an input that is read where no flag says that it was fed, if there is one for it."""
+    fed = {name for f in spec.flags if flags[f.name] for name in f.inputs}
+    if any(f.inputs and not flags[f.name] and fed.issuperset(f.inputs) for f in spec.flags):
+        return  # no step has this setting
+    for name in spec.inputs:
+        known = [f.name for f in spec.flags if name in f.inputs]
+        if name in trace.reads and known and name not in fed:
+            nodes = postorder([*trace.new.values(), *(node for node, *_ in trace.sums)])
+            users = (n for n in nodes if any(a.op == "load" and a.attr == name for a in n.args))
+            place = next((trace.places[n.uid] for n in users if n.uid in trace.places), spec.loc)
+            on = ", ".join(f.name for f in spec.flags if flags[f.name]) or "none"
+            raise UserError("E106", loc=place, name=name, flags=" or ".join(known), on=on)
+
+
 def _check_sums(spec: Spec) -> None:
     """Raise UserError E129 if parameters of other shapes take a sum over the model elsewhere in the rule."""
     first: dict[tuple[int | bool, ...], Trace] = {}
@@ -276,6 +291,7 @@ def check(spec: Spec) -> None:
         _check_vectors(spec, setting, trace)
         _check_traits(spec, setting, trace)
         _check_pairs(spec, trace)
+        _check_inputs(spec, setting, trace)
     if any(trace.sums for _, trace in traces):
         _check_sums(spec)
     read = set().union(*(_reads(trace) for _, trace in traces))

@@ -308,12 +308,14 @@ def flag(
     flag(False) is a constructor argument; flag(nonzero="momentum") holds where that hyper-parameter is not 0;
     flag(every="k") holds at the steps that are multiples of that hyper-parameter, a whole number; flag(first=True) at
     the first step of a parameter; with both at steps 1, k + 1, 2 k + 1 ...; flag(fed="x") at the steps for which the
-    input x was fed.
+    input x was fed, flag(fed="x and y") at those for which both were.
 
     needs, excludes  hyper-parameters without which, and with which, it must not be on: the constructor raises
     """
     if not isinstance(default, bool):
         raise _refuse(f"a flag's default is True or False, got {default!r}", "")
+    if fed is not None and not isinstance(fed, str):
+        raise _refuse(f"fed= is the name of an input in quotes, got {fed!r}", 'of two inputs: fed="x and y"')
     follows = (nonzero is not None) + (every is not None) + first + (fed is not None)
     if follows - (first and every is not None) > 1 or follows and (needs or excludes or default):
         raise _refuse("a flag that follows something has nonzero=, fed=, or every= and first=, and nothing else", "")

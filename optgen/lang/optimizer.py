@@ -13,7 +13,7 @@ from typing import Any, Literal, overload
 
 from optgen.base.errors import UserError, did_you_mean
 from optgen.base.loc import Loc, of_code
-from optgen.base.names import camel, is_name, is_snake, snake, unique
+from optgen.base.names import camel, is_name, is_snake, is_text, snake, unique
 from optgen.lang import check
 from optgen.lang.declare import INPUT, Declaration, FlagDecl, HostStateDecl, HyperDecl, StateDecl, flags_in, usual
 from optgen.lang.source import SpecSource
@@ -83,7 +83,7 @@ def optimizer(
             the same, where each block is a matrix, as is each index of a stack of matrices
     """
     for option, text in (("cite", cite), ("like", like or ""), ("name", name or "")):
-        if not isinstance(text, str):
+        if not is_text(text):
             raise UserError("E113", loc=author_loc(), what=f"{option}= is a text, got {text!r}", hint="")
     if name is not None and (not name.isidentifier() or not name.isascii() or keyword.iskeyword(name)):
         raise UserError("E113", loc=author_loc(), what=f"name= is that of a class, got {name!r}", hint='name="MyRule"')
@@ -109,6 +109,9 @@ def optimizer(
 
     return make if function is None else make(function)
 
+
+MOST_FLAGS = 10
+"""Flags of a rule: code is generated for each of their settings."""
 
 _NO_TENSORS = (
     "a further tensor, such as the diagonal of a Hessian, is an input, which opt.feed(hessian=...) gives: "
@@ -171,6 +174,13 @@ def _spec(
 
 def check_declarations(spec: Spec) -> None:
     """Raise UserError for names, references and defaults of the signature that are wrong."""
+    if not is_text(spec.doc) or not is_text(spec.cite):
+        what = f"the docstring of `{spec.name}`, or its cite=, has a NUL or half of a character"
+        raise UserError("E113", loc=spec.loc, what=what, hint=r'a text with backslashes is r"""..."""')
+    if len(spec.flags) > MOST_FLAGS:
+        what = f"`{spec.name}` has {len(spec.flags)} flags, and each of their 2^{len(spec.flags)} settings is a rule"
+        hint = f"{MOST_FLAGS} at most: what differs by a number is a hyper-parameter, and where() chooses by it"
+        raise UserError("E113", loc=spec.loc, what=what, hint=hint)
     _check_names(spec)
     _check_references(spec)
     _check_defaults(spec)
@@ -307,7 +317,8 @@ def _check_references(spec: Spec) -> None:
             if getattr(f, option) is not None:
                 _refuse_unknown(f, option, getattr(f, option), *of_scalars)
         if f.fed is not None:
-            _refuse_unknown(f, "fed", f.fed, {s.name for s in spec.states if s.trait == INPUT}, "input", "inputs")
+            for name in f.inputs:
+                _refuse_unknown(f, "fed", name, spec.inputs, "input", "inputs")
     changing = {f.name for f in spec.flags if f.clock is not None}
     for d in spec.kept:
         for word in flags_in(d.when):

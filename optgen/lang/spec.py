@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from optgen.base.errors import UserError, did_you_mean, insisted
 from optgen.base.loc import Loc
-from optgen.ir.node import Node, loads
+from optgen.ir.node import Node, loads, postorder
 from optgen.ir.program import Let
 from optgen.lang.declare import INPUT, FlagDecl, HostStateDecl, HyperDecl, StateDecl, conditions
 from optgen.lang.draws import DRAWN, KEYS
@@ -52,6 +52,12 @@ class Trace:
         """The names of the random numbers of elements that are drawn."""
         found = (name for name in loads((*self.new.values(), *(s[0] for s in self.sums))) if name.startswith(DRAW))
         return tuple(sorted(dict.fromkeys(found), key=lambda name: (len(name), name)))
+
+    @cached_property
+    def reads(self) -> frozenset[str]:
+        """The names whose value a new value, or a sum over the model, depends on; not a state that is handed on."""
+        roots = [n for name, n in self.new.items() if n.attr != name] + [node for node, *_ in self.sums]
+        return frozenset(str(n.attr) for n in postorder(roots) if n.op in ("sym", "load"))
 
     def needs_draws_of(self, node: Node) -> bool:
         """Return True if every draw that the node is made of is one that is drawn."""
@@ -154,6 +160,15 @@ class Spec:
         """All states, on the device and on the host."""
         return (*self.states, *self.host_states)
 
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The names of the inputs."""
+        return tuple(s.name for s in self.states if s.trait == INPUT)
+
+    def waiting(self, trace: Trace) -> tuple[str, ...]:
+        """The host states of inputs that a step does not read, so that what was fed waits for one that does."""
+        return tuple(fed_name(name) for name in self.inputs if name not in trace.reads)
+
     # -- flags
 
     def settings(self) -> tuple[dict[str, bool], ...]:
@@ -187,7 +202,7 @@ class Spec:
             elif f.first:
                 out[f.name] = step == 1
             elif f.fed is not None:
-                out[f.name] = bool(values.get(fed_name(f.fed), 0.0) > 0)
+                out[f.name] = f.all_fed(values)
             elif f.shape is not None and shape is not None:
                 out[f.name] = f.holds(seen(shape) if self.matrix == "heads" else shape, {**self.defaults, **values})
             else:
@@ -313,6 +328,8 @@ class Spec:
         finally:
             PRECISION.reset(precision)
             DRAWN.reset(drawn)
+        waiting = self.waiting(self.trace(flags)) if self.inputs else ()
+        new |= {fed: values[fed] for fed in waiting}
         kept, on_host = self.present(flags), self.present_host(flags)
         states = {s.name: filled(s.space, p, new[s.name], _rank(s, values)) for s in kept}
         return filled(spaces.elem, p, new["p"]), states, {s.name: new[s.name] for s in on_host}
@@ -329,7 +346,7 @@ class Spec:
             place = self.source.loc(self.source.returns[0][0])
             raise UserError("E122", loc=place, name=self.name, want=len(self.order), got=len(parts))
         new = dict(zip(self.order, parts, strict=True))
-        for name in (s.name for s in self.states if s.trait == INPUT):
+        for name in self.inputs:
             fed = values[fed_name(name)]
             new |= {name: values[name], fed_name(name): fed * floor(0.5 * fed)}  # 1 -> 0, 2 stays
         return new

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from types import FrameType
 from typing import Any
@@ -20,7 +20,7 @@ from optgen.lang.draws import DRAWN
 from optgen.lang.refusals import MODULES, NO_TENSORS, called, indexed, instead_of, missing, of_module
 from optgen.lang.source import SpecSource, Statement
 from optgen.lang.spec import Spec, Trace
-from optgen.lang.values import TRACED, Absent, Value, author_loc
+from optgen.lang.values import LIBRARIES, TRACED, Absent, Value, author_loc
 from optgen.ops import dtypes, spaces
 
 _REMEDY = {
@@ -29,9 +29,6 @@ _REMEDY = {
     "tensor": "reduce it with mean(), norm() or amax()",
     "host": "a host state depends on hyper-parameters and t only",
 }
-
-# Where Python and installed packages are: an error inside of them has its place where the author calls them.
-_LIBRARIES = tuple(sysconfig.get_paths()[key] for key in ("stdlib", "purelib", "platlib"))
 
 
 class Tracer:
@@ -152,7 +149,7 @@ def _read(spec: Spec, flags: Mapping[str, bool], marks: Iterable[int | None] = (
     for decl in spec.kept:
         if not spec.holds(decl.when, flags) and not isinstance(new[decl.name], Absent):
             raise UserError("E123", loc=places[decl.name], name=decl.name, when=decl.when)
-    return Trace(
+    made = Trace(
         tuple(tracer.lets),
         node_of("p", spaces.elem),
         {s.name: node_of(s.name, s.space) for s in spec.present(flags)},
@@ -160,6 +157,7 @@ def _read(spec: Spec, flags: Mapping[str, bool], marks: Iterable[int | None] = (
         tracer.places,
         tuple(tracer.sums),
     )
+    return replace(made, host_states=made.host_states | {fed: ir.sym(fed) for fed in spec.waiting(made)})
 
 
 _GOES = "its text goes into the generated class, where torch tensors are put in"
@@ -254,7 +252,7 @@ def _raised_at(error: BaseException, default: Loc) -> Loc:
     place = default
     for frame, _ in traceback.walk_tb(error.__traceback__):
         module = frame.f_globals.get("__name__", "")
-        foreign = module.startswith("optgen.") or frame.f_code.co_filename.startswith(_LIBRARIES)
+        foreign = module.startswith("optgen.") or frame.f_code.co_filename.startswith(LIBRARIES)
         if module.startswith("optgen._specs") or not foreign:
             place = of_frame(frame)
     return place

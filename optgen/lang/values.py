@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import operator
 import sys
+import sysconfig
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import replace
@@ -39,11 +40,19 @@ _ONE = "a spec states the rule for one element; reductions such as row_mean() re
 
 
 def author_loc() -> Loc:
-    """The span of the operation in the innermost frame outside optgen.lang."""
+    """The span of the operation in the innermost frame outside optgen.lang and installed packages, such as SymPy."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("optgen.lang"):
+    while frame.f_back is not None and (
+        frame.f_globals.get("__name__", "").startswith("optgen.lang")
+        or frame.f_code.co_filename.startswith(LIBRARIES)
+        and not frame.f_globals.get("__name__", "").startswith("optgen._specs")
+    ):
         frame = frame.f_back
     return locs.of_frame(frame)
+
+
+LIBRARIES = tuple(sysconfig.get_paths()[key] for key in ("stdlib", "purelib", "platlib"))
+"""Where Python and installed packages are: an error inside of them has its place where the author calls them."""
 
 
 def _operator(op: str, swapped: bool = False) -> Callable[..., Value]:

@@ -137,7 +137,7 @@ def check_fed(cls: Any, variant: Variant, host: Sequence[Any], label: str) -> No
     host   the parameter's host states, in the order of `variant.host_names`
     """
     values = dict(zip(variant.host_names, host, strict=True))
-    optional = {flag.fed for flag in cls.FLAGS}
+    optional = {name for flag in cls.FLAGS for name in flag.inputs}
     for name in cls.INPUTS:
         if name not in optional and not values.get(fed_name(name), 0.0) > 0:
             raise RuntimeError(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from optgen.runtime.layout import plans
 from optgen.runtime.options import blocks, overrides
-from optgen.runtime.records import Flag, Hyper, as_float, as_int, dtype_name, fed_name, keys, series, switch
+from optgen.runtime.records import Flag, Hyper, as_float, as_int, dtype_name, keys, series, switch
 from optgen.runtime.records.warn import warn
 
 BACKENDS = ("auto", "reference", "triton", "cpp")
@@ -221,7 +221,7 @@ def at_step(
         elif flag.first:
             setting.append((flag.name, step == 1))
         elif flag.fed is not None:
-            setting.append((flag.name, (host or {}).get(fed_name(flag.fed), 0.0) > 0))
+            setting.append((flag.name, flag.all_fed(host or {})))
     return tuple(setting)
 
 

@@ -165,7 +165,7 @@ class Flag:
     """A switch: a constructor argument; or (`nonzero` given) true iff that hyper-parameter is not 0; or (`shape` given)
     what the function says of a parameter's shape; or (`every` given) true at the multiples of that hyper-parameter; or
     (`first`) true at the first step, and with `every` at each such number of steps after it; or (`fed`) true at the
-    steps for which that input was fed.
+    steps for which that input, or each of "one and other", was fed.
 
     needs, excludes  hyper-parameters that must not be 0, or must be 0, where the flag is on
     """
@@ -189,6 +189,15 @@ class Flag:
     def clock(self) -> str | None:
         """The hyper-parameter that turns it on and off from step to step, or its own name; None if nothing does."""
         return self.name if self.first else fed_name(self.fed) if self.fed else self.every
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The inputs that it follows."""
+        return tuple(self.fed.split(" and ")) if self.fed else ()
+
+    def all_fed(self, host: Mapping[str, Any]) -> bool:
+        """Return True if each of its inputs is fed, as the host states of a parameter say."""
+        return all(host.get(fed_name(name), 0.0) > 0 for name in self.inputs)
 
     @property
     def limits(self) -> tuple[str, ...]:
