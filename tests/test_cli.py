@@ -358,12 +358,37 @@ def test_a_build_does_not_replace_the_rule_of_another_file(project: Path, run: R
     assert run("build", "rules/two.py", "--plan", "fp32")[0] == 0
 
 
+def test_a_class_under_optimizer_is_refused_by_name_and_by_project(project: Path, run: Run) -> None:
+    (project / "specs").mkdir()
+    (project / "specs/r.py").write_text(f"{HEAD}\n@optimizer()\nclass r:\n    pass\n")
+    for words in (("check",), ("check", "r"), ("-q", "build")):
+        code, _, err = run(*words)
+        assert code == 2 and "E113" in err and "has no @optimizer" not in err, err
+
+
+CHAINED = """from optgen.lang import hyper, model_total, optimizer
+@optimizer()
+def r(p, g, *, lr=hyper(1e-2, ge=0)):
+    one = model_total(g * g)
+    two = model_total(one * p * p)
+    p = p - lr * model_total(two * g * p) * g
+    return p
+"""
+
+
+def test_explain_names_sums_over_the_model(project: Path, run: Run) -> None:
+    (project / "r.py").write_text(CHAINED)
+    found = re.findall(r"needs (\w+)", run("explain", "r.py", "--plan", "fp32")[1])
+    assert found == ["model_sum"] * 3
+
+
 def test_check_counts_specs_with_errors_and_names_files_without_a_spec(project: Path, run: Run) -> None:
     (project / "specs").mkdir()
     (project / "specs/r.py").write_text(HEAD + RULE.format(step="lr * g").replace("@optimizer()", ""))
     for words in ("check", "build"):
-        _, _, err = run(words)
-        assert "specs/r.py has no @optimizer" in err
+        for quiet in ((), ("-q",)):
+            _, _, err = run(*quiet, words)
+            assert "specs/r.py has no @optimizer" in err
     for name in ("a", "b", "c"):
         step = "lr * g" if name == "c" else "unknown * g"
         (project / f"specs/{name}.py").write_text(HEAD + RULE.format(step=step).replace("r(p", f"{name}(p"))

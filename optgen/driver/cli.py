@@ -71,7 +71,7 @@ def _pair(spec: str, plan: str) -> tuple[Spec, Plan]:
 @app.callback(invoke_without_command=True)
 def _root(
     version: Annotated[bool, typer.Option("--version", is_eager=True, help="Print the version and stop.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Only results and errors.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Only results, warnings and errors.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Also the log, times and tracebacks.")] = False,
 ) -> None:
     """Read the options of all commands."""
@@ -169,7 +169,7 @@ def _standalone(t: Terminal, names: list[str], plans: list[str], out: str | None
 
 def _tell_build(t: Terminal, outcome: Any, check: bool) -> None:
     for line in outcome.warnings:
-        t.log(f"warning: {line}", "yellow")
+        t.warn(f"warning: {line}")
     for line in outcome.skipped:
         t.log(f"left out: {line}", "dim")
     told = ("out", "written", "removed", "unchanged", "skipped", "warnings")
@@ -250,7 +250,7 @@ def check(names: SpecNames = None, plan: Plans = None, json: Json = False) -> No
             t.log(str(error), "red")
             t.fail(2)
         for line in () if names else load.idle():
-            t.log(line, "yellow")
+            t.warn(line)
         if "discouraged" in found:
             t.show("discouraged: the lint finds an error; using the plan warns (optgen explain says why it exists)")
         if plan and {*found} & {"refused", "does not fit"}:

@@ -218,7 +218,8 @@ def _matrices(spec: Spec, step: Step, flags: Mapping[str, bool]) -> Iterator[str
         found = _operations([x for x in spec.trace(setting).new.values() if x.space != spaces.host])
         some = Counter(x for x in found if not at or x not in usual)
         if at and some:
-            yield f"every {at[0].every} steps also" if at[0].every else "at the first step also"
+            fed = f"where {at[0].fed} is fed also" if at[0].fed else "at the first step also"
+            yield f"every {at[0].every} steps also" if at[0].every else fed
         for op, count in some.items():
             yield f"{'  ' if at else ''}{f'{count} x ' if count > 1 else ''}{op}"
     if any(node.attr in lint.POLAR for node in postorder(step.program.roots())):
@@ -281,7 +282,7 @@ def why_last(step: Step) -> str:
         new = [n for n in postorder([root]) if n.uid not in seen and (
             n.op in ("call", "matmul") or (n.op in REDUCTIONS and n.args[0].space == spaces.elem))]  # fmt: skip
         seen |= {n.uid for n in new}
-        needs.setdefault(user, {}).update((str(n.attr or n.op), None) for n in new)
+        needs.setdefault(user, {}).update((str(n.attr) if n.op == "call" else n.op, None) for n in new)
     users = [f"{user} needs {', '.join(ops)}" for user, ops in needs.items() if ops]
     early = f"; {' and '.join(step.early)} stored early and read back: fewer bytes than computing it again"
     sweeps = "1 sweep and work on what it reduces" if count == 1 else f"{count} sweeps"

@@ -205,7 +205,8 @@ def _declared(file: Path, changed: int) -> tuple[tuple[str, Loc | None], ...]:
     known = {a.asname or a.name: a.name for a in imports}  # name -> imported name
     for n in tree.body:
         names = []
-        if isinstance(n, ast.FunctionDef) and any(_name_of(d, known) == "optimizer" for d in n.decorator_list):
+        kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)  # of which all but the first are refused
+        if isinstance(n, kinds) and any(_name_of(d, known) == "optimizer" for d in n.decorator_list):
             names = [n.name]
         elif isinstance(n, ast.Assign) and isinstance(n.value, ast.Call) and _name_of(n.value) in WRAPPERS | own:
             made = _made_name(n.value, known, WRAPPERS | own)

@@ -98,6 +98,10 @@ class Terminal:
             return
         self.err.print(Text(text, style=style), soft_wrap=True)
 
+    def warn(self, text: str) -> None:
+        """Write a message of something that is not done, under -q too."""
+        self.err.print(Text(text, style="yellow"), soft_wrap=True)
+
     def fail(self, code: int = DIFFERENT) -> None:
         self.code = max(self.code, code)
 

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from optgen.base import loc as locs
 from optgen.base.errors import UserError, did_you_mean
 from optgen.base.loc import Loc
+from optgen.base.names import is_text
 from optgen.formats import floats
 from optgen.formats.check import is_whole, refusal
 from optgen.formats.format import Field, Format, Master
@@ -135,7 +136,7 @@ def _check_overrides(overrides: object, loc: Loc) -> None:
     if isinstance(overrides, Mapping):
         got = next((f"the key {key!r}" for key in overrides if not isinstance(key, str)), "")
     if got:
-        want, hint = "a dict: the name of a state -> its format", 'Plan(..., overrides=dict(exp_avg=Blocked()))'
+        want, hint = "a dict: the name of a state -> its format", "Plan(..., overrides=dict(exp_avg=Blocked()))"
         raise UserError("E309", loc=loc, part="overrides", want=want, got=got, hint=hint)
 
 
@@ -239,11 +240,11 @@ class Plan:
     def _check_words(self) -> None:
         name = "a Python name (not one such as __init__): it becomes a module"
         for part, fits, want in (
-            ("doc", isinstance(self.doc, str), "a text, the first argument"),
+            ("doc", is_text(self.doc), "a text, the first argument"),
             ("name", isinstance(self.name, str) and _nameable(self.name), name),
             ("small_numel", is_whole(self.small_numel) and self.small_numel >= 0, "a number of elements, 0 or more"),
             ("matrices", is_whole(self.matrices) and self.matrices in (8, 32), "the bits of matrix states, 8 or 32"),
-            ("discouraged", isinstance(self.discouraged, str), "the reason, a text"),
+            ("discouraged", is_text(self.discouraged), "the reason, a text"),
         ):
             if not fits:
                 raise UserError("E309", loc=self.loc, part=part, want=want, got=repr(getattr(self, part)))
@@ -309,9 +310,7 @@ class Plan:
         nonneg = frozenset(s.name for s in states if s.nonneg)
         return Storage(self, param, small, master, chosen, nonneg, vector)
 
-    def _resolved(
-        self, state: StateDecl, small: bool, vector: bool, recurrences: Mapping[str, Any] | None
-    ) -> Format:
+    def _resolved(self, state: StateDecl, small: bool, vector: bool, recurrences: Mapping[str, Any] | None) -> Format:
         recurrence = (recurrences or {}).get(state.name)
         fmt = self._format(state, small, recurrence)
         # Small tensors are one class, vectors and matrices: what `overrides` keep of them may need no rows and columns.

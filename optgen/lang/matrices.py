@@ -239,6 +239,10 @@ def uniform(like: Num, key: Num | None = None) -> Any:
 def _drawn(name: str, like: Num, key: Num) -> Any:
     """A function of random numbers; on tensors those of a parameter without a name, the first of its optimizer."""
     stream: Any = keys.stream_key(0)
+    if isinstance(key, str):
+        hint = f"{name}(0) is of elements, {name}(like, key) of whole matrices; rows have none of their own"
+        want = "a whole number as its key"
+        raise UserError("E103", loc=author_loc(), function=f"{name}()", want=want, got=repr(key), hint=hint)
     if isinstance(like, Value):
         stream = Value(ir.extent("stream"), like.record)
     elif type(like).__module__.startswith("torch"):

@@ -533,7 +533,8 @@ class Cutter:
         for r in self.crossing:
             if self.level(r) == sweep.level + 1:
                 let = self.first_users.get(r.uid)
-                users.append(f"{let.name} ({let.loc.short})" if let and let.loc else str(r.attr or r.op))
+                made = str(r.attr) if r.op == "call" else r.op
+                users.append(f"{let.name} ({let.loc.short})" if let and let.loc else made)
         return ", ".join(dict.fromkeys(users))
 
 
