@@ -164,6 +164,27 @@ def test_copies_of_a_cast_model_start_from_the_same_weights(copier: str) -> None
         assert torch.equal(low_bits.exact(part.weight), exact["embed.weight"])
 
 
+def test_a_parameter_that_goes_by_itself_has_no_low_bits() -> None:
+    model = cast_model(nn.Linear(8, 8), torch.bfloat16)
+    for made in (model.weight.clone(), copy.deepcopy(model.weight)):
+        assert low_bits.exact(made) is None
+    assert low_bits.exact(model.weight) is not None
+
+
+def test_a_conversion_that_would_swap_parameters_is_refused_until_a_step_took_their_bits() -> None:
+    model = cast_model(nn.Linear(8, 8), torch.bfloat16)
+    opt = still(model, "split32")
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        with pytest.raises(RuntimeError, match="Couldn't swap"):
+            model.to(torch.float16)
+        zero_step(opt)
+        model.to(torch.float16)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert model.weight.dtype == torch.float16
+
+
 def test_an_optimizer_copied_before_its_first_step() -> None:
     model = Net()
     exact = {name: p.detach().clone() for name, p in trained(model)}

@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import optgen.optim as optim
 from optgen.accumulate import accumulator
 from optgen.runtime import Optimizer
 from optgen.runtime.layout import sharding
+from optgen.runtime.records.marks import keep_states_fp32
 from optgen.verify import bounds
 from tests import product
 from tests.harness import plan_of, same_bits, sampled
@@ -364,6 +366,40 @@ def test_an_accumulator_keeps_no_gradient_between_micro_batches() -> None:
     assert stored == 72 * 64 + 72 * 2  # a byte per element, two per block of 64
     model.loss(1).backward()
     assert all(opt.state[p]["step"] == 1 for p in model.parameters())
+
+
+def test_sums_are_fp32_where_a_plan_has_no_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of modules that are marked to keep their states in fp32."""
+    monkeypatch.setenv("OPTGEN_BACKEND", "reference")
+    model = net()
+    keep_states_fp32(model.outer)
+    opt = optim.AdamW(model.named_parameters(), module=model)
+    handle = opt.release_gradients(model, accumulate=2, accumulator=accumulator("int8"))
+    model.loss(1).backward()
+    for p, narrow in ((model.inner.weight, True), (model.inner.bias, False), (model.outer.weight, False)):
+        kept = [v for v in handle._release._released[id(p)].sums._entry.values() if isinstance(v, Tensor)]
+        assert (torch.float32 in {v.dtype for v in kept}) != narrow
+    model.loss(1).backward()
+
+
+def test_a_weight_tied_across_checkpointed_segments_is_updated_once() -> None:
+    """With use_reentrant=False: the gradient is that of the model without checkpoints."""
+    a, opt_a, b, opt_b = pair(lambda m: optim.AdamW(m.named_parameters()), torch.float32)
+    opt_b.release_gradients(b)
+    for k in range(3):
+        for model, opt, call in ((a, opt_a, lambda f, x: f(x)), (b, opt_b, checkpointed)):
+            h = call(model.table, torch.arange(6))
+            h = call(lambda x, m=model: m.outer(torch.tanh(m.inner(x))), h)
+            call(lambda x, m=model: x @ m.table.weight.T, h).square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+        assert {opt_b.state[p]["step"] for p in (b.table.weight, b.inner.weight)} == {k + 1}
+    same(a, b, opt_a, opt_b)
+
+
+def checkpointed(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    made: Tensor = torch.utils.checkpoint.checkpoint(function, x, use_reentrant=False)
+    return made
 
 
 def error_bound(micro: list[Tensor], plan: str) -> Tensor:

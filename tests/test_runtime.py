@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from torch import Tensor, nn
 
-from generated import SGD, SGDW, AdamW, Muon, NAdam
+from generated import SGD, SGDW, SOAP, AdamW, Muon, NAdam
 from optgen.runtime.layout import layout, plans
 from optgen.runtime.records import keys
 from optgen.verify import bounds
@@ -386,6 +386,26 @@ def test_saved_options_win_but_backend_stays() -> None:
     group = other.param_groups[0]
     assert (group["plan"], group["betas"], group["initial_lr"], group["lr"]) == ("int8", (0.5, 0.6), 0.1, 0.05)
     assert group["backend"] == "auto"
+
+
+def test_the_way_an_optimizer_runs_is_not_a_checkpoints() -> None:
+    """Not of its own checkpoints, whose other options win; and a dense one says nothing of storage and random bits."""
+    options: Any = {"plan": "int8_split24", "seed": 5, "stagger": True, "workspace": "1MiB", "overrides": {"w": "fp32"}}
+    p, q = parameters(shapes=[(64, 64)] * 2)
+    opt = SOAP([("w", p), ("x", q)], backend="cpp", lr=0.5, **options)
+    saved = SOAP(list(zip("wx", parameters(shapes=[(64, 64)] * 2), strict=True)), lr=0.25, plan="fp32")
+    own, dense, before = saved.state_dict(), saved.dense_state_dict(), dict(opt.param_groups[0])
+    running = {"backend": "reference", "capturable": True, "fused": True, "foreach": True, "offload": True,
+               "workspace": 4096}  # fmt: skip
+    for found in (own, dense):
+        found["param_groups"][0].update(running)
+    opt.load_state_dict(dense)
+    assert {**opt.param_groups[0], "lr": 0.5} == before and opt.param_groups[0]["lr"] == 0.25
+    with pytest.warns(UserWarning, match="keeps 1 parameters otherwise than the `overrides`"):
+        opt.load_state_dict(own)
+    group = opt.param_groups[0]
+    assert all(group.get(key) == before.get(key) for key in running)
+    assert (group["plan"], group["seed"], group.get("overrides")) == ("fp32", 0, None)
 
 
 def test_a_users_own_entries_are_kept_saved_and_loaded() -> None:

@@ -99,13 +99,13 @@ def load_checkpoint(path: Path_, optimizer: AnyOptimizer, model: nn.Module | Non
                 part.state, part.param_groups = state, groups
             for p, bits in zip(params, waiting, strict=True):
                 if bits is not None:
-                    setattr(p, low_bits.ATTRIBUTE, bits)
+                    low_bits.attach(p, bits)
             low_bits.carry(model)
             raise
         for p in params:
             kept = content["waiting"][order[id(p)]]
             if kept is not None and state_of(optimizer.state, p) is None:
-                setattr(p, low_bits.ATTRIBUTE, _in_memory(kept))
+                low_bits.attach(p, _in_memory(kept))
         low_bits.carry(model)
     return _in_memory(content["extra"])
 

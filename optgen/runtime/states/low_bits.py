@@ -32,6 +32,9 @@ CHUNK = 2**24
 _carrying: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """The models with a Carrier: parameters do not say which model they belong to."""
 
+_holders: dict[int, weakref.ref[Tensor]] = {}
+"""References to parameters with bits: torch refuses to swap a tensor that has one, which would take its bits away."""
+
 
 def keep(p: Tensor, exact: Tensor) -> None:
     """Keep the bits of `exact` (fp32, p's shape) that its rounding `p` lost, if p is a 16-bit weight."""
@@ -51,7 +54,14 @@ def keep(p: Tensor, exact: Tensor) -> None:
         lost = lost or bool((distance != 0).any())
     if lost:  # else the weight is all there is
         kept = {"low": low, "at": torch.cat(places), "exact": torch.cat(values), "check": checksum(p)}
-        setattr(p, ATTRIBUTE, kept)
+        attach(p, kept)
+
+
+def attach(p: Tensor, kept: dict[str, Any]) -> None:
+    """Keep bits at p."""
+    setattr(p, ATTRIBUTE, kept)
+    key = id(p)
+    _holders[key] = weakref.ref(p, lambda _: _holders.pop(key, None))
 
 
 def exact(p: Tensor) -> Tensor | None:
@@ -70,6 +80,7 @@ def exact(p: Tensor) -> Tensor | None:
 def drop(p: Tensor) -> None:
     """Drop the bits of p."""
     p.__dict__.pop(ATTRIBUTE, None)
+    _holders.pop(id(p), None)
 
 
 def checksum(p: Tensor) -> int:
@@ -123,7 +134,7 @@ class Carrier:
 def _carrier(params: list[Tensor], kept: list[dict[str, Any]], module: nn.Module | None = None) -> Carrier | None:
     """Give copies of parameters their bits; return the Carrier of the module's copy, if there is a module."""
     for p, own in zip(params, kept, strict=True):
-        setattr(p, ATTRIBUTE, own)
+        attach(p, own)
     if not isinstance(module, nn.Module):
         return None
     made = Carrier.__new__(Carrier)
