@@ -1,17 +1,18 @@
 """D-Adaptation of Adam: its learning rate follows a lower bound of how far the weights have to go."""
 
 from optgen.lang import (
-    flag, hyper, maximum, minimum, model_dot, model_state, model_total, nonneg, optimizer, policies, sqrt, state,
-    where,
+    flag, hyper, maximum, minimum, model_dot, model_state, model_total, nonneg, optimizer, policies, scalar, sqrt,
+    state, where,
 )  # fmt: skip
 
 
 @optimizer(cite="Defazio & Mishchenko 2023, arXiv:2301.07733", name="DAdaptAdam")
 def dadapt_adam(
-    p, g, t,
+    p, g,
     exp_avg=state(),
     exp_avg_sq=state(nonneg),
     s=state(),
+    moved=scalar(0.0, when="use_bias_correction"),
     d=model_state(nonneg, init="d0"),
     numerator_weighted=model_state(),
     *,
@@ -37,7 +38,11 @@ def dadapt_adam(
     moves = where(lr > 0, 1.0, 0.0)
     keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
     gain1, gain2, gain3 = moves * (1 - beta1), moves * (1 - beta2), moves * (1 - beta3)
-    own = lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
+    own = lr
+    if use_bias_correction:
+        moved = moved + moves
+        k = maximum(moved, 1.0)
+        own = lr * (sqrt(1 - beta2**k) / (1 - beta1**k))
     rate = d * own
     numerator = d * model_dot(own * g, s / (sqrt(exp_avg_sq) + eps))
     exp_avg = keep1 * exp_avg + gain1 * rate * g
@@ -51,4 +56,4 @@ def dadapt_adam(
         p = policies.decoupled(p, rate, weight_decay)
     p = p - moves * exp_avg / (sqrt(exp_avg_sq) + eps)
     d = maximum(d, where(total > 0, minimum(d_hat, d * growth_rate), 0.0))
-    return p, exp_avg, exp_avg_sq, s, d, numerator_weighted
+    return p, exp_avg, exp_avg_sq, s, moved, d, numerator_weighted

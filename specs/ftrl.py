@@ -9,7 +9,7 @@ def ftrl(
     z=state(),
     n=state(nonneg),
     *,
-    lr=hyper(1e-3, gt=0),
+    lr=hyper(1e-3, ge=0),
     beta=hyper(0.0, ge=0),
     lambda_1=hyper(0.0, ge=0),
     lambda_2=hyper(0.0, ge=0),
@@ -17,10 +17,11 @@ def ftrl(
     """Adagrad's per-element rate, and an exact L1 penalty.
 
     A weight is a function of its own gradients alone: what it started from is gone after one step, and without a
-    gradient it is 0.
+    gradient it is 0.  Where lr is 0 nothing moves, the states neither.
     """
-    before = sqrt(n)
+    g, rate, before = where(lr > 0, g, 0.0), where(lr > 0, lr, 1.0), sqrt(n)
     n = n + g * g
-    z = z + g - (sqrt(n) - before) / lr * p
-    p = where(abs(z) > lambda_1, (sign(z) * lambda_1 - z) / maximum((beta + sqrt(n)) / lr + lambda_2, 1e-30), 0.0)
+    z = z + g - (sqrt(n) - before) / rate * p
+    new = where(abs(z) > lambda_1, (sign(z) * lambda_1 - z) / maximum((beta + sqrt(n)) / rate + lambda_2, 1e-30), 0.0)
+    p = where(lr > 0, new, p)
     return p, z, n

@@ -1,6 +1,6 @@
 """Gravity: a velocity of gradients that are the smaller, the nearer they are to the tensor's largest."""
 
-from optgen.lang import amax, flag, hyper, normal, optimizer, state
+from optgen.lang import amax, flag, hyper, normal, optimizer, state, where
 
 
 @optimizer(cite="Bahrami & Pourjafari 2021, arXiv:2101.09192")
@@ -8,14 +8,14 @@ def gravity(
     p, g, t,
     v=state(),
     *,
-    lr=hyper(0.01, gt=0),
+    lr=hyper(0.01, ge=0),
     alpha=hyper(0.01, ge=0),
     beta=hyper(0.9, ge=0, le=1),
     starts=flag(first=True),
 ):
-    """The first velocity is drawn, with a standard deviation of alpha / lr."""
+    """The first velocity is drawn, with a standard deviation of alpha / lr; it is 0 where that lr is 0."""
     if starts:
-        v = alpha / lr * normal(0)
+        v = where(lr > 0, alpha, 0.0) / where(lr > 0, lr, 1.0) * normal(0)
     keep = (beta * t + 1) / (t + 2)
     ratio = g * amax(abs(g))
     v = keep * v + (1 - keep) * (g / (1 + ratio * ratio))

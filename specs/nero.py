@@ -1,7 +1,7 @@
 """Nero: steps of one relative size for each neuron, whose weights have mean 0 and norm 1."""
 
 from optgen.lang import (
-    columns, flag, hyper, maximum, mean, nonneg, optimizer, row, row_mean, row_sum, shape_flag, sqrt, state,
+    columns, equal, flag, hyper, maximum, mean, nonneg, optimizer, row, row_mean, row_sum, shape_flag, sqrt, state,
     tensor_state, where,
 )  # fmt: skip
 
@@ -31,9 +31,10 @@ def nero(
     """The gradient over the root of a neuron's average square, times the mean norm of neurons at the start.
 
     With constraints each row is centred and divided by its norm before the first step and after each.  An element of a
-    vector is a neuron, without constraints; where all are 0 the mean counts as .01.
+    vector is a neuron, without constraints; where all are 0 the mean counts as .01.  Where lr is 0 weights stay, and
+    the start is the first step at another lr.
     """
-    begins = t <= 1
+    start, begins = p, equal(scale, 0.0)
     if not matrix:
         square_avg = beta * square_avg + (1 - beta) * g * g
         length, norms = square_avg, abs(p)
@@ -46,9 +47,9 @@ def nero(
         else:
             norms = sqrt(row_sum(p * p))
     typical = mean(norms)
-    scale = where(begins, where(typical > 0, typical, 0.01), scale)
+    scale = where(lr > 0, where(begins, where(typical > 0, typical, 0.01), scale), scale)
     p = p - lr * scale * g / (sqrt(length / (1 - beta**t)) + eps)
     if constraints and matrix:
         average, size = centred(p)
-        p = (p - average) / (size + eps)
+        p = where(lr > 0, (p - average) / (size + eps), start)
     return p, exp_avg_sq, square_avg, scale

@@ -1,18 +1,19 @@
 """Prodigy: Adam whose learning rate follows an estimate of how far the weights have to go."""
 
 from optgen.lang import (
-    equal, flag, hyper, maximum, minimum, model_dot, model_state, model_total, nonneg, optimizer, policies, sqrt,
-    state, where,
+    equal, flag, hyper, maximum, minimum, model_dot, model_state, model_total, nonneg, optimizer, policies, scalar,
+    sqrt, state, where,
 )  # fmt: skip
 
 
 @optimizer(cite="Mishchenko & Defazio 2024, arXiv:2306.06101")
 def prodigy(
-    p, g, t,
+    p, g,
     exp_avg=state(),
     exp_avg_sq=state(nonneg),
     s=state(),
     p0=state(init="param"),
+    moved=scalar(0.0, when="use_bias_correction"),
     d=model_state(nonneg, init="d0"),
     d_max=model_state(nonneg, init="d0"),
     d_numerator=model_state(),
@@ -40,7 +41,11 @@ def prodigy(
     moves = where(lr > 0, 1.0, 0.0)
     keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
     gain1, gain2 = moves * (1 - beta1), moves * (1 - beta2)
-    own = lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
+    own = lr
+    if use_bias_correction:
+        moved = moved + moves
+        k = maximum(moved, 1.0)
+        own = lr * (sqrt(1 - beta2**k) / (1 - beta1**k))
     rate = d * own
     numerator = beta3 * d_numerator + d / d0 * d * model_dot(own * g, p0 - p)
     exp_avg = keep1 * exp_avg + gain1 * d * g
@@ -54,4 +59,4 @@ def prodigy(
     d = where(d_denom > 0, minimum(d_max, raised * growth_rate), d)
     p = policies.decoupled(p, rate, weight_decay)
     p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
-    return p, exp_avg, exp_avg_sq, s, p0, d, d_max, d_numerator
+    return p, exp_avg, exp_avg_sq, s, p0, moved, d, d_max, d_numerator

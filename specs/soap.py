@@ -1,9 +1,19 @@
 """SOAP: AdamW in the eigenbasis of Shampoo's factors; AdamW for everything that is no matrix."""
 
 from optgen.lang import (
-    bjorck, finite, flag, gram, hyper, matrix_state, maximum, minimum, nonneg, optimizer, orthogonal,
-    orthogonal_iteration, policies, shape_flag, sorting, sqrt, state, symmetric, where,
+    bjorck, col_sum, finite, flag, gram, hyper, matrix_state, maximum, minimum, nonneg, optimizer, orthogonal,
+    orthogonal_iteration, policies, row_sum, shape_flag, sorting, sqrt, state, symmetric, where,
 )  # fmt: skip
+
+
+def carried(kept, turned, total, eps):
+    """The second moments after a change of bases: `kept` by the order alone; of a direction that has far too little by
+    it, `turned` as the gradients are.
+
+    Noise of few bits lets directions without gradients change places in one of the two alone.  First moments would
+    then be divided by the roots of another direction's second moments, which may be 0.
+    """
+    return where(64 * total(kept + eps * eps) < total(turned), turned, kept)
 
 
 @optimizer(cite="Vyas et al. 2024, arXiv:2409.11321, algorithm 3", name="SOAP", matrix="heads")
@@ -30,9 +40,10 @@ def soap(
     """SOAP: AdamW in the eigenbasis of Shampoo's factors; AdamW for everything that is no matrix.
 
     The first step of a parameter makes its bases and does not move it, as in the authors' code.  Steps k + 1,
-    2k + 1 ..., with k = precondition_frequency, bring them nearer to the eigenvectors.  A side of more than
-    max_precond_dim has none.  All states are kept in the bases, where few bits cost least.  Elements of gradients count
-    as 1e14 at most, so that fp32 has their squares' sums.
+    2k + 1 ..., with k = precondition_frequency, bring them nearer to the eigenvectors.  Second moments change places
+    with the directions, as in the authors' code; a direction that has less than a 64th of what the change of bases
+    brings takes that.  A side of more than max_precond_dim has no basis.  All states are kept in the bases, where few
+    bits cost least.  Elements of gradients count as 1e14 at most, so that fp32 has their squares' sums.
     """
     if not (by_rows or by_columns):
         p, exp_avg, exp_avg_sq = policies.adamw_step(p, g, t, exp_avg, exp_avg_sq, lr, betas, eps, weight_decay)
@@ -59,12 +70,13 @@ def soap(
         turn = finite(orthogonal_iteration(left, moves * order), order)
         new, left = basis_left @ turn, turn.T @ left @ turn
         basis_left = bjorck(new)  # orthogonal again: roundings of products add up
-        exp_avg, exp_avg_sq = turn.T @ exp_avg, order.T @ exp_avg_sq
+        kept, brought = order.T @ exp_avg_sq, (turn * turn).T @ exp_avg_sq
+        exp_avg, exp_avg_sq = turn.T @ exp_avg, carried(kept, brought, row_sum, eps)
     if refresh and by_columns:
         right = finite(right)
         order = sorting(right)
         turn = finite(orthogonal_iteration(right, moves * order), order)
         new, right = basis_right @ turn, turn.T @ right @ turn
         basis_right = bjorck(new)
-        exp_avg, exp_avg_sq = exp_avg @ turn, exp_avg_sq @ order
+        exp_avg, exp_avg_sq = exp_avg @ turn, carried(exp_avg_sq @ order, exp_avg_sq @ (turn * turn), col_sum, eps)
     return p, exp_avg, exp_avg_sq, left, basis_left, right, basis_right

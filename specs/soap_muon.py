@@ -21,8 +21,8 @@ def pinned(p, u, lr, weight_decay, row_floor, outward):
     uu, up, pp = row_sum(u * u), row_sum(u * p), row_sum(p * p)
     size, along = mat_mean(pp) * rows(p), mat_mean(up) * rows(p)
     brake = where(along < 0, (1 - outward) * along / maximum(size, 1e-12), 0.0)
-    uu, up = maximum(uu - 2 * brake * up + brake * brake * pp, 1e-16), up - brake * pp
-    lift = maximum(row_floor * sqrt(maximum(pp, 1e-16) / uu), 1.0)
+    uu, up = maximum(uu - 2 * brake * up + brake * brake * pp, 0.0), up - brake * pp
+    lift = maximum(row_floor * sqrt(maximum(pp, 1e-16) / maximum(uu, 1e-16)), 1.0)
     along, step_sq = mat_mean(lift * up) * rows(p), mat_mean(lift * lift * uu) * rows(p)
     radius = sqrt(maximum(size, 1e-16))
     wanted = maximum(radius - lr * along / radius, 1e-8)

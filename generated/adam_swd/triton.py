@@ -15,7 +15,7 @@ def adam_swd_1_tile(
     PLAN: tl.constexpr, p, g, exp_avg, exp_avg_sq, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
     one_over_one_minus_beta2_pow_t, live, MASKED: tl.constexpr,
 ):
-    """The new exp_avg, exp_avg_sq; the terms of tensor_sum_for_typical, tensor_sum_for_typical_2."""
+    """The new exp_avg, exp_avg_sq; the terms of tensor_sum_for_total, tensor_sum_for_typical."""
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 22
     exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 23
     second = one_over_one_minus_beta2_pow_t * exp_avg_sq  # 26
@@ -34,9 +34,9 @@ def adam_swd_1_sweep(
 
 
 @triton.jit
-def adam_swd_2_values(tensor_sum_for_typical, tensor_sum_for_typical_2):
-    """The new model_sum_for_typical, model_sum_for_typical_2."""
-    return tensor_sum_for_typical, tensor_sum_for_typical_2
+def adam_swd_2_values(tensor_sum_for_total, tensor_sum_for_typical):
+    """The new total, model_sum_for_typical."""
+    return tensor_sum_for_total, tensor_sum_for_typical
 
 
 @triton.jit
@@ -45,10 +45,10 @@ def adam_swd_2_between(table, work, LEVEL: tl.constexpr):
 
 
 @triton.jit
-def adam_swd_3_values(model_sum_for_typical, model_sum_for_typical_2, lr, eps, weight_decay):
-    """The new one_minus_lr_over_typical_times_weight_decay."""
-    typical = tl.sqrt(model_sum_for_typical / model_sum_for_typical_2) + eps  # 27
-    return (tl.fma(minus(lr / typical), weight_decay, 1.0),)
+def adam_swd_3_values(total, model_sum_for_typical, lr, eps, weight_decay):
+    """The new one_minus_lr_over_typical_2_times_weight_decay."""
+    typical = tl.sqrt(total / model_sum_for_typical) + eps  # 28
+    return (tl.fma(minus(tl.where(0.0 < total, lr / typical, 0.0)), weight_decay, 1.0),)
 
 
 @triton.jit
@@ -58,14 +58,14 @@ def adam_swd_3_between(table, work, lr: tl.float32, eps: tl.float32, weight_deca
 
 @triton.jit
 def adam_swd_4_tile(
-    PLAN: tl.constexpr, p, exp_avg, exp_avg_sq, one_minus_lr_over_typical_times_weight_decay, scalar_0, scalar_1_2,
-    live, MASKED: tl.constexpr,
+    PLAN: tl.constexpr, p, exp_avg, exp_avg_sq, one_minus_lr_over_typical_2_times_weight_decay, scalar_0,
+    scalar_1_2, live, MASKED: tl.constexpr,
 ):
     """The new p."""
     exp_avg = read(exp_avg, PLAN.exp_avg)
     exp_avg_sq = read(exp_avg_sq, PLAN.exp_avg_sq)
-    p = p * one_minus_lr_over_typical_times_weight_decay  # 28
-    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_0, scalar_1_2)), p)  # 29
+    p = p * one_minus_lr_over_typical_2_times_weight_decay  # 29
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_0, scalar_1_2)), p)  # 30
     return (p,)
 
 
@@ -81,7 +81,7 @@ def adam_swd_late_1_tile(
     PLAN: tl.constexpr, p, g, exp_avg_sq, beta2, scalar_0, one_over_one_minus_beta2_pow_t, live,
     MASKED: tl.constexpr,
 ):
-    """The terms of tensor_sum_for_typical, tensor_sum_for_typical_2."""
+    """The terms of tensor_sum_for_total, tensor_sum_for_typical."""
     exp_avg_sq = tl.fma(scalar_0 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 23
     second = one_over_one_minus_beta2_pow_t * exp_avg_sq  # 26
     return second, tl.fma(0.0, p, 1.0)
@@ -97,14 +97,14 @@ def adam_swd_late_1_sweep(
 
 @triton.jit
 def adam_swd_late_4_tile(
-    PLAN: tl.constexpr, p, g, exp_avg, exp_avg_sq, one_minus_lr_over_typical_times_weight_decay, beta1, beta2,
+    PLAN: tl.constexpr, p, g, exp_avg, exp_avg_sq, one_minus_lr_over_typical_2_times_weight_decay, beta1, beta2,
     one_minus_beta1_times_grad_scale, scalar_0, scalar_2, scalar_3, live, MASKED: tl.constexpr,
 ):
     """The new p, exp_avg, exp_avg_sq."""
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 22
     exp_avg_sq = tl.fma(scalar_0 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 23
-    p = p * one_minus_lr_over_typical_times_weight_decay  # 28
-    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3)), p)  # 29
+    p = p * one_minus_lr_over_typical_2_times_weight_decay  # 29
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3)), p)  # 30
     return p, exp_avg, exp_avg_sq
 
 
@@ -124,8 +124,7 @@ def adam_swd_amsgrad_1_tile(
     PLAN: tl.constexpr, p, g, exp_avg, exp_avg_sq, max_exp_avg_sq, beta1, beta2, one_minus_beta1_times_grad_scale,
     scalar_1, one_over_one_minus_beta2_pow_t, live, MASKED: tl.constexpr,
 ):
-    """The new exp_avg, exp_avg_sq, max_exp_avg_sq; the terms of tensor_sum_for_typical,
-    tensor_sum_for_typical_2."""
+    """The new exp_avg, exp_avg_sq, max_exp_avg_sq; the terms of tensor_sum_for_total, tensor_sum_for_typical."""
     max_exp_avg_sq = read(max_exp_avg_sq, PLAN.max_exp_avg_sq)
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 22
     exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 23
@@ -147,14 +146,14 @@ def adam_swd_amsgrad_1_sweep(
 
 @triton.jit
 def adam_swd_amsgrad_4_tile(
-    PLAN: tl.constexpr, p, exp_avg, max_exp_avg_sq, one_minus_lr_over_typical_times_weight_decay, scalar_0,
+    PLAN: tl.constexpr, p, exp_avg, max_exp_avg_sq, one_minus_lr_over_typical_2_times_weight_decay, scalar_0,
     scalar_1_2, live, MASKED: tl.constexpr,
 ):
     """The new p."""
     exp_avg = read(exp_avg, PLAN.exp_avg)
     max_exp_avg_sq = read(max_exp_avg_sq, PLAN.max_exp_avg_sq)
-    p = p * one_minus_lr_over_typical_times_weight_decay  # 28
-    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(max_exp_avg_sq), scalar_0, scalar_1_2)), p)  # 29
+    p = p * one_minus_lr_over_typical_2_times_weight_decay  # 29
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(max_exp_avg_sq), scalar_0, scalar_1_2)), p)  # 30
     return (p,)
 
 
@@ -170,7 +169,7 @@ def adam_swd_amsgrad_late_1_tile(
     PLAN: tl.constexpr, p, g, exp_avg_sq, max_exp_avg_sq, beta2, scalar_0, one_over_one_minus_beta2_pow_t, live,
     MASKED: tl.constexpr,
 ):
-    """The terms of tensor_sum_for_typical, tensor_sum_for_typical_2."""
+    """The terms of tensor_sum_for_total, tensor_sum_for_typical."""
     max_exp_avg_sq = read(max_exp_avg_sq, PLAN.max_exp_avg_sq)
     exp_avg_sq = tl.fma(scalar_0 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 23
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)  # 25
@@ -188,7 +187,7 @@ def adam_swd_amsgrad_late_1_sweep(
 
 @triton.jit
 def adam_swd_amsgrad_late_4_tile(
-    PLAN: tl.constexpr, p, g, exp_avg, exp_avg_sq, max_exp_avg_sq, one_minus_lr_over_typical_times_weight_decay,
+    PLAN: tl.constexpr, p, g, exp_avg, exp_avg_sq, max_exp_avg_sq, one_minus_lr_over_typical_2_times_weight_decay,
     beta1, beta2, one_minus_beta1_times_grad_scale, scalar_0, scalar_2, scalar_3, live, MASKED: tl.constexpr,
 ):
     """The new p, exp_avg, exp_avg_sq, max_exp_avg_sq."""
@@ -196,8 +195,8 @@ def adam_swd_amsgrad_late_4_tile(
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 22
     exp_avg_sq = tl.fma(scalar_0 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 23
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)  # 25
-    p = p * one_minus_lr_over_typical_times_weight_decay  # 28
-    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(max_exp_avg_sq), scalar_2, scalar_3)), p)  # 29
+    p = p * one_minus_lr_over_typical_2_times_weight_decay  # 29
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(max_exp_avg_sq), scalar_2, scalar_3)), p)  # 30
     return p, exp_avg, exp_avg_sq, max_exp_avg_sq
 
 

@@ -7,13 +7,13 @@ OPTGEN_INLINE void dadapt_adam_1(
     F lr, F weight_decay, F gain1, F gain3, S0 &d, S1 &one_times_one_minus_beta1_times_rate,
     S2 &one_minus_rate_times_weight_decay, S3 &one_times_one_minus_sqrt_beta2_times_rate
 ) {
-    const F rate = d.read() * lr;  // 41
+    const F rate = d.read() * lr;  // 46
     one_times_one_minus_beta1_times_rate.set(gain1 * rate);
     one_minus_rate_times_weight_decay.set(fma(-rate, weight_decay, 1.0f));
     one_times_one_minus_sqrt_beta2_times_rate.set(gain3 * rate);
 }
 
-// a sweep: total (specs/dadapt_adam.py:46), numerator (specs/dadapt_adam.py:42)
+// a sweep: total (specs/dadapt_adam.py:51), numerator (specs/dadapt_adam.py:47)
 template <class S0, class S1, class S2, class S3, class S4, class S5, class S6, class S7>
 OPTGEN_INLINE F dadapt_adam_2(
     F p, F g, F lr, F eps, F grad_scale, F moves, F keep1, F gain2, F keep2, F keep3, F scalar_5, F scalar_6,
@@ -24,12 +24,12 @@ OPTGEN_INLINE F dadapt_adam_2(
     const F g_ = grad_scale * g;
     const F exp_avg_sq_ = exp_avg_sq.read();
     const F s_ = s.read();
-    const F g_2 = where(0.0f < moves, g_, F(0.0f));                     // 34
-    const F exp_avg_ = fma(one_times_one_minus_beta1_times_rate.read(), g_2, exp_avg.times(keep1));  // 43
-    const F exp_avg_sq_2 = fma(gain2 * g_2, g_2, keep2 * exp_avg_sq_);  // 44
-    const F p_ = p * one_minus_rate_times_weight_decay.read();  // 51
-    const F p_2 = fma(-exp_avg_, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_);  // 52
-    const F s_2 = fma(one_times_one_minus_sqrt_beta2_times_rate.read(), g_2, keep3 * s_);  // 45
+    const F g_2 = where(0.0f < moves, g_, F(0.0f));                     // 35
+    const F exp_avg_ = fma(one_times_one_minus_beta1_times_rate.read(), g_2, exp_avg.times(keep1));  // 48
+    const F exp_avg_sq_2 = fma(gain2 * g_2, g_2, keep2 * exp_avg_sq_);  // 49
+    const F p_ = p * one_minus_rate_times_weight_decay.read();  // 56
+    const F p_2 = fma(-exp_avg_, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_);  // 57
+    const F s_2 = fma(one_times_one_minus_sqrt_beta2_times_rate.read(), g_2, keep3 * s_);  // 50
     exp_avg.set(exp_avg_);
     exp_avg_sq.set(exp_avg_sq_2);
     s.set(s_2);
@@ -54,11 +54,11 @@ OPTGEN_INLINE void dadapt_adam_4(
     S3 &model_sum_for_numerator
 ) {
     const M total_lt = 0.0f < total.read();
-    const F numerator = d.read() * model_sum_for_numerator.read();  // 42
-    const F weighted = fma(one_minus_sqrt_beta2, numerator, beta3 * numerator_weighted.read());  // 47
-    const F numerator_weighted_ = where(total_lt, weighted, numerator_weighted.read());  // 48
-    const F d_hat = numerator_weighted_ / max(F(1e-37f), one_minus_sqrt_beta2 * total.read());  // 49
-    const F d_ = max(d.read(), where(total_lt, min(d_hat, d.read() * growth_rate), F(0.0f)));  // 53
+    const F numerator = d.read() * model_sum_for_numerator.read();  // 47
+    const F weighted = fma(one_minus_sqrt_beta2, numerator, beta3 * numerator_weighted.read());  // 52
+    const F numerator_weighted_ = where(total_lt, weighted, numerator_weighted.read());  // 53
+    const F d_hat = numerator_weighted_ / max(F(1e-37f), one_minus_sqrt_beta2 * total.read());  // 54
+    const F d_ = max(d.read(), where(total_lt, min(d_hat, d.read() * growth_rate), F(0.0f)));  // 58
     d.set(d_);
     numerator_weighted.set(numerator_weighted_);
 }
@@ -69,12 +69,12 @@ OPTGEN_INLINE void dadapt_adam_no_decouple_1(
     F lr, F gain1, F gain3, S0 &d, S1 &one_times_one_minus_beta1_times_rate,
     S2 &one_times_one_minus_sqrt_beta2_times_rate
 ) {
-    const F rate = d.read() * lr;  // 41
+    const F rate = d.read() * lr;  // 46
     one_times_one_minus_beta1_times_rate.set(gain1 * rate);
     one_times_one_minus_sqrt_beta2_times_rate.set(gain3 * rate);
 }
 
-// a sweep: total (specs/dadapt_adam.py:46), numerator (specs/dadapt_adam.py:42)
+// a sweep: total (specs/dadapt_adam.py:51), numerator (specs/dadapt_adam.py:47)
 template <class S0, class S1, class S2, class S3, class S4, class S5, class S6>
 OPTGEN_INLINE F dadapt_adam_no_decouple_2(
     F p, F g, F lr, F eps, F weight_decay, F grad_scale, F moves, F keep1, F gain2, F keep2, F keep3, F scalar_5,
@@ -84,12 +84,12 @@ OPTGEN_INLINE F dadapt_adam_no_decouple_2(
     const F g_ = grad_scale * g;
     const F exp_avg_sq_ = exp_avg_sq.read();
     const F s_ = s.read();
-    const F g_2 = fma(weight_decay, p, g_);                             // 33
-    const F g_3 = where(0.0f < moves, g_2, F(0.0f));                    // 34
-    const F exp_avg_ = fma(one_times_one_minus_beta1_times_rate.read(), g_3, exp_avg.times(keep1));  // 43
-    const F exp_avg_sq_2 = fma(gain2 * g_3, g_3, keep2 * exp_avg_sq_);  // 44
-    const F p_ = fma(-exp_avg_, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p);  // 52
-    const F s_2 = fma(one_times_one_minus_sqrt_beta2_times_rate.read(), g_3, keep3 * s_);  // 45
+    const F g_2 = fma(weight_decay, p, g_);                             // 34
+    const F g_3 = where(0.0f < moves, g_2, F(0.0f));                    // 35
+    const F exp_avg_ = fma(one_times_one_minus_beta1_times_rate.read(), g_3, exp_avg.times(keep1));  // 48
+    const F exp_avg_sq_2 = fma(gain2 * g_3, g_3, keep2 * exp_avg_sq_);  // 49
+    const F p_ = fma(-exp_avg_, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p);  // 57
+    const F s_2 = fma(one_times_one_minus_sqrt_beta2_times_rate.read(), g_3, keep3 * s_);  // 50
     exp_avg.set(exp_avg_);
     exp_avg_sq.set(exp_avg_sq_2);
     s.set(s_2);
@@ -104,13 +104,13 @@ OPTGEN_INLINE void dadapt_adam_use_bias_correction_1(
     F weight_decay, F own, F gain1, F gain3, S0 &d, S1 &one_times_one_minus_beta1_times_rate,
     S2 &one_minus_rate_times_weight_decay, S3 &one_times_one_minus_sqrt_beta2_times_rate
 ) {
-    const F rate = d.read() * own;  // 41
+    const F rate = d.read() * own;  // 46
     one_times_one_minus_beta1_times_rate.set(gain1 * rate);
     one_minus_rate_times_weight_decay.set(fma(-rate, weight_decay, 1.0f));
     one_times_one_minus_sqrt_beta2_times_rate.set(gain3 * rate);
 }
 
-// a sweep: total (specs/dadapt_adam.py:46), numerator (specs/dadapt_adam.py:42)
+// a sweep: total (specs/dadapt_adam.py:51), numerator (specs/dadapt_adam.py:47)
 template <class S0, class S1, class S2, class S3, class S4, class S5, class S6, class S7>
 OPTGEN_INLINE F dadapt_adam_use_bias_correction_2(
     F p, F g, F eps, F grad_scale, F moves, F keep1, F gain2, F keep2, F keep3, F scalar_5, F scalar_6, F own,
@@ -121,12 +121,12 @@ OPTGEN_INLINE F dadapt_adam_use_bias_correction_2(
     const F g_ = grad_scale * g;
     const F exp_avg_sq_ = exp_avg_sq.read();
     const F s_ = s.read();
-    const F g_2 = where(0.0f < moves, g_, F(0.0f));                     // 34
-    const F exp_avg_ = fma(one_times_one_minus_beta1_times_rate.read(), g_2, exp_avg.times(keep1));  // 43
-    const F exp_avg_sq_2 = fma(gain2 * g_2, g_2, keep2 * exp_avg_sq_);  // 44
-    const F p_ = p * one_minus_rate_times_weight_decay.read();  // 51
-    const F p_2 = fma(-exp_avg_, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_);  // 52
-    const F s_2 = fma(one_times_one_minus_sqrt_beta2_times_rate.read(), g_2, keep3 * s_);  // 45
+    const F g_2 = where(0.0f < moves, g_, F(0.0f));                     // 35
+    const F exp_avg_ = fma(one_times_one_minus_beta1_times_rate.read(), g_2, exp_avg.times(keep1));  // 48
+    const F exp_avg_sq_2 = fma(gain2 * g_2, g_2, keep2 * exp_avg_sq_);  // 49
+    const F p_ = p * one_minus_rate_times_weight_decay.read();  // 56
+    const F p_2 = fma(-exp_avg_, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_);  // 57
+    const F s_2 = fma(one_times_one_minus_sqrt_beta2_times_rate.read(), g_2, keep3 * s_);  // 50
     exp_avg.set(exp_avg_);
     exp_avg_sq.set(exp_avg_sq_2);
     s.set(s_2);
@@ -135,7 +135,7 @@ OPTGEN_INLINE F dadapt_adam_use_bias_correction_2(
     return p_2;
 }
 
-// a sweep: total (specs/dadapt_adam.py:46), numerator (specs/dadapt_adam.py:42)
+// a sweep: total (specs/dadapt_adam.py:51), numerator (specs/dadapt_adam.py:47)
 template <class S0, class S1, class S2, class S3, class S4, class S5, class S6>
 OPTGEN_INLINE F dadapt_adam_use_bias_correction_no_decouple_2(
     F p, F g, F eps, F weight_decay, F grad_scale, F moves, F keep1, F gain2, F keep2, F keep3, F scalar_5, F scalar_6,
@@ -145,12 +145,12 @@ OPTGEN_INLINE F dadapt_adam_use_bias_correction_no_decouple_2(
     const F g_ = grad_scale * g;
     const F exp_avg_sq_ = exp_avg_sq.read();
     const F s_ = s.read();
-    const F g_2 = fma(weight_decay, p, g_);                             // 33
-    const F g_3 = where(0.0f < moves, g_2, F(0.0f));                    // 34
-    const F exp_avg_ = fma(one_times_one_minus_beta1_times_rate.read(), g_3, exp_avg.times(keep1));  // 43
-    const F exp_avg_sq_2 = fma(gain2 * g_3, g_3, keep2 * exp_avg_sq_);  // 44
-    const F p_ = fma(-exp_avg_, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p);  // 52
-    const F s_2 = fma(one_times_one_minus_sqrt_beta2_times_rate.read(), g_3, keep3 * s_);  // 45
+    const F g_2 = fma(weight_decay, p, g_);                             // 34
+    const F g_3 = where(0.0f < moves, g_2, F(0.0f));                    // 35
+    const F exp_avg_ = fma(one_times_one_minus_beta1_times_rate.read(), g_3, exp_avg.times(keep1));  // 48
+    const F exp_avg_sq_2 = fma(gain2 * g_3, g_3, keep2 * exp_avg_sq_);  // 49
+    const F p_ = fma(-exp_avg_, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p);  // 57
+    const F s_2 = fma(one_times_one_minus_sqrt_beta2_times_rate.read(), g_3, keep3 * s_);  // 50
     exp_avg.set(exp_avg_);
     exp_avg_sq.set(exp_avg_sq_2);
     s.set(s_2);

@@ -14,7 +14,7 @@ from optgen.runtime.gpu.prelude import minus, reciprocal
 def dadapt_adam_1_values(d, lr, weight_decay, gain1, gain3):
     """The new one_times_one_minus_beta1_times_rate, one_minus_rate_times_weight_decay,
     one_times_one_minus_sqrt_beta2_times_rate."""
-    rate = d * lr  # 41
+    rate = d * lr  # 46
     return gain1 * rate, tl.fma(minus(rate), weight_decay, 1.0), gain3 * rate
 
 
@@ -36,12 +36,12 @@ def dadapt_adam_2_tile(
     exp_avg_sq = read(exp_avg_sq, PLAN.exp_avg_sq)
     s = read(s, PLAN.s)
     g = grad_scale * g
-    g = tl.where(0.0 < moves, g, 0.0)                                      # 34
-    exp_avg = tl.fma(one_times_one_minus_beta1_times_rate, g, times(keep1, exp_avg, PLAN.exp_avg))  # 43
-    exp_avg_sq_2 = tl.fma(gain2 * g, g, keep2 * exp_avg_sq)  # 44
-    p = p * one_minus_rate_times_weight_decay  # 51
-    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq_2), scalar_5, scalar_6)), p)  # 52
-    s_2 = tl.fma(one_times_one_minus_sqrt_beta2_times_rate, g, keep3 * s)  # 45
+    g = tl.where(0.0 < moves, g, 0.0)                                      # 35
+    exp_avg = tl.fma(one_times_one_minus_beta1_times_rate, g, times(keep1, exp_avg, PLAN.exp_avg))  # 48
+    exp_avg_sq_2 = tl.fma(gain2 * g, g, keep2 * exp_avg_sq)  # 49
+    p = p * one_minus_rate_times_weight_decay  # 56
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq_2), scalar_5, scalar_6)), p)  # 57
+    s_2 = tl.fma(one_times_one_minus_sqrt_beta2_times_rate, g, keep3 * s)  # 50
     return p, exp_avg, exp_avg_sq_2, s_2, moves * tl.abs(s_2), lr * (g * s * reciprocal(tl.sqrt(exp_avg_sq) + eps))
 
 
@@ -74,12 +74,12 @@ def dadapt_adam_4_values(
 ):
     """The new d, numerator_weighted."""
     total_lt = 0.0 < total
-    numerator = d * model_sum_for_numerator  # 42
-    weighted = tl.fma(one_minus_sqrt_beta2, numerator, beta3 * numerator_weighted)  # 47
-    numerator_weighted = tl.where(total_lt, weighted, numerator_weighted)  # 48
-    # 49
+    numerator = d * model_sum_for_numerator  # 47
+    weighted = tl.fma(one_minus_sqrt_beta2, numerator, beta3 * numerator_weighted)  # 52
+    numerator_weighted = tl.where(total_lt, weighted, numerator_weighted)  # 53
+    # 54
     d_hat = numerator_weighted / tl.maximum(one_minus_sqrt_beta2 * total, 1e-37, propagate_nan=tl.PropagateNan.ALL)
-    # 53
+    # 58
     d = tl.maximum(
         d, tl.where(total_lt, tl.minimum(d_hat, d * growth_rate, propagate_nan=tl.PropagateNan.ALL), 0.0),
         propagate_nan=tl.PropagateNan.ALL
@@ -97,7 +97,7 @@ def dadapt_adam_4_between(
 @triton.jit
 def dadapt_adam_no_decouple_1_values(d, lr, gain1, gain3):
     """The new one_times_one_minus_beta1_times_rate, one_times_one_minus_sqrt_beta2_times_rate."""
-    rate = d * lr  # 41
+    rate = d * lr  # 46
     return gain1 * rate, gain3 * rate
 
 
@@ -118,12 +118,12 @@ def dadapt_adam_no_decouple_2_tile(
     exp_avg_sq = read(exp_avg_sq, PLAN.exp_avg_sq)
     s = read(s, PLAN.s)
     g = grad_scale * g
-    g = tl.fma(weight_decay, p, g)                                         # 33
-    g = tl.where(0.0 < moves, g, 0.0)                                      # 34
-    exp_avg = tl.fma(one_times_one_minus_beta1_times_rate, g, times(keep1, exp_avg, PLAN.exp_avg))  # 43
-    exp_avg_sq_2 = tl.fma(gain2 * g, g, keep2 * exp_avg_sq)  # 44
-    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq_2), scalar_5, scalar_6)), p)  # 52
-    s_2 = tl.fma(one_times_one_minus_sqrt_beta2_times_rate, g, keep3 * s)  # 45
+    g = tl.fma(weight_decay, p, g)                                         # 34
+    g = tl.where(0.0 < moves, g, 0.0)                                      # 35
+    exp_avg = tl.fma(one_times_one_minus_beta1_times_rate, g, times(keep1, exp_avg, PLAN.exp_avg))  # 48
+    exp_avg_sq_2 = tl.fma(gain2 * g, g, keep2 * exp_avg_sq)  # 49
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq_2), scalar_5, scalar_6)), p)  # 57
+    s_2 = tl.fma(one_times_one_minus_sqrt_beta2_times_rate, g, keep3 * s)  # 50
     return p, exp_avg, exp_avg_sq_2, s_2, moves * tl.abs(s_2), lr * (g * s * reciprocal(tl.sqrt(exp_avg_sq) + eps))
 
 
@@ -143,7 +143,7 @@ def dadapt_adam_no_decouple_2_sweep(
 def dadapt_adam_use_bias_correction_1_values(d, weight_decay, own, gain1, gain3):
     """The new one_times_one_minus_beta1_times_rate, one_minus_rate_times_weight_decay,
     one_times_one_minus_sqrt_beta2_times_rate."""
-    rate = d * own  # 41
+    rate = d * own  # 46
     return gain1 * rate, tl.fma(minus(rate), weight_decay, 1.0), gain3 * rate
 
 
@@ -165,12 +165,12 @@ def dadapt_adam_use_bias_correction_2_tile(
     exp_avg_sq = read(exp_avg_sq, PLAN.exp_avg_sq)
     s = read(s, PLAN.s)
     g = grad_scale * g
-    g = tl.where(0.0 < moves, g, 0.0)                                      # 34
-    exp_avg = tl.fma(one_times_one_minus_beta1_times_rate, g, times(keep1, exp_avg, PLAN.exp_avg))  # 43
-    exp_avg_sq_2 = tl.fma(gain2 * g, g, keep2 * exp_avg_sq)  # 44
-    p = p * one_minus_rate_times_weight_decay  # 51
-    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq_2), scalar_5, scalar_6)), p)  # 52
-    s_2 = tl.fma(one_times_one_minus_sqrt_beta2_times_rate, g, keep3 * s)  # 45
+    g = tl.where(0.0 < moves, g, 0.0)                                      # 35
+    exp_avg = tl.fma(one_times_one_minus_beta1_times_rate, g, times(keep1, exp_avg, PLAN.exp_avg))  # 48
+    exp_avg_sq_2 = tl.fma(gain2 * g, g, keep2 * exp_avg_sq)  # 49
+    p = p * one_minus_rate_times_weight_decay  # 56
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq_2), scalar_5, scalar_6)), p)  # 57
+    s_2 = tl.fma(one_times_one_minus_sqrt_beta2_times_rate, g, keep3 * s)  # 50
     return p, exp_avg, exp_avg_sq_2, s_2, moves * tl.abs(s_2), own * (g * s * reciprocal(tl.sqrt(exp_avg_sq) + eps))
 
 
@@ -196,12 +196,12 @@ def dadapt_adam_use_bias_correction_no_decouple_2_tile(
     exp_avg_sq = read(exp_avg_sq, PLAN.exp_avg_sq)
     s = read(s, PLAN.s)
     g = grad_scale * g
-    g = tl.fma(weight_decay, p, g)                                         # 33
-    g = tl.where(0.0 < moves, g, 0.0)                                      # 34
-    exp_avg = tl.fma(one_times_one_minus_beta1_times_rate, g, times(keep1, exp_avg, PLAN.exp_avg))  # 43
-    exp_avg_sq_2 = tl.fma(gain2 * g, g, keep2 * exp_avg_sq)  # 44
-    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq_2), scalar_5, scalar_6)), p)  # 52
-    s_2 = tl.fma(one_times_one_minus_sqrt_beta2_times_rate, g, keep3 * s)  # 45
+    g = tl.fma(weight_decay, p, g)                                         # 34
+    g = tl.where(0.0 < moves, g, 0.0)                                      # 35
+    exp_avg = tl.fma(one_times_one_minus_beta1_times_rate, g, times(keep1, exp_avg, PLAN.exp_avg))  # 48
+    exp_avg_sq_2 = tl.fma(gain2 * g, g, keep2 * exp_avg_sq)  # 49
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq_2), scalar_5, scalar_6)), p)  # 57
+    s_2 = tl.fma(one_times_one_minus_sqrt_beta2_times_rate, g, keep3 * s)  # 50
     return p, exp_avg, exp_avg_sq_2, s_2, moves * tl.abs(s_2), own * (g * s * reciprocal(tl.sqrt(exp_avg_sq) + eps))
 
 

@@ -5,30 +5,36 @@ struct ftrl {  // ftrl
     static constexpr int SCALARS = 7, APART = 2;
     static constexpr bool ROOT[] = {false, true};
     static constexpr bool NEXT[] = {true, false};
-    const F beta, lambda_1, lambda_2, grad_scale, grad_scale_times_grad_scale, minus_one_over_lr, one_over_lr;
+    const F beta, lambda_1, lambda_2, grad_scale, where_lt_zero_lr_one_zero, minus_one_over_where_lt_zero_lr_lr_one,
+        one_over_where_lt_zero_lr_lr_one;
 
     explicit ftrl(const float *scalars) : beta(scalars[0]), lambda_1(scalars[1]), lambda_2(scalars[2]),
-        grad_scale(scalars[3]), grad_scale_times_grad_scale(scalars[4]), minus_one_over_lr(scalars[5]),
-        one_over_lr(scalars[6]) {}
+        grad_scale(scalars[3]), where_lt_zero_lr_one_zero(scalars[4]),
+        minus_one_over_where_lt_zero_lr_lr_one(scalars[5]), one_over_where_lt_zero_lr_lr_one(scalars[6]) {}
     template <class S0, class S1>
     void states(F p, F g, S0 &z, S1 &n) const {
+        const F g_ = grad_scale * g;
         const F n_ = n.read();
         const F z_ = z.read();
-        const F n_2 = fma(grad_scale_times_grad_scale * g, g, n_);  // 23
+        const F g_2 = where(0.0f < where_lt_zero_lr_one_zero, g_, F(0.0f));  // 22
+        const F n_2 = fma(g_2, g_2, n_);                                     // 23
         const F n_sqrt = sqrt(n_2);
-        const F before = sqrt(n_);                                  // 22
-        const F z_2 = fma(minus_one_over_lr, (n_sqrt - before) * p, fma(grad_scale, g, z_));  // 24
+        const F before = sqrt(n_);  // 22
+        const F z_2 = fma(minus_one_over_where_lt_zero_lr_lr_one, (n_sqrt - before) * p, z_ + g_2);  // 24
         z.set(z_2);
         n.set(n_2);
     }
     template <class S0, class S1>
     F weight(F p, F g, const S0 &z, const S1 &n) const {
         // 25
-        const F p_ = where(
+        const F new_ = where(
             lambda_1 < abs(z.next()),
-            fma(lambda_1, sign(z.next()), -z.next()) / max(F(1e-30f), fma(one_over_lr, beta + n.root(), lambda_2)),
+            fma(lambda_1, sign(z.next()), -z.next()) / max(
+                F(1e-30f), fma(one_over_where_lt_zero_lr_lr_one, beta + n.root(), lambda_2)
+            ),
             F(0.0f)
         );
+        const F p_ = where(0.0f < where_lt_zero_lr_one_zero, new_, p);  // 26
         return p_;
     }
 };

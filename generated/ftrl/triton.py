@@ -11,34 +11,40 @@ from optgen.runtime.gpu.prelude import minus, reciprocal, sign
 
 @triton.jit
 def ftrl_tile(
-    PLAN: tl.constexpr, p, g, z, n, beta, lambda_1, lambda_2, grad_scale, grad_scale_times_grad_scale,
-    minus_one_over_lr, one_over_lr, live, MASKED: tl.constexpr,
+    PLAN: tl.constexpr, p, g, z, n, beta, lambda_1, lambda_2, grad_scale, where_lt_zero_lr_one_zero,
+    minus_one_over_where_lt_zero_lr_lr_one, one_over_where_lt_zero_lr_lr_one, live, MASKED: tl.constexpr,
 ):
     """The new p, z, n."""
     z = read(z, PLAN.z)
     n = read(n, PLAN.n)
-    n_2 = tl.fma(grad_scale_times_grad_scale * g, g, n)  # 23
+    g = grad_scale * g
+    g = tl.where(0.0 < where_lt_zero_lr_one_zero, g, 0.0)  # 22
+    n_2 = tl.fma(g, g, n)                                  # 23
     n_sqrt = tl.sqrt(n_2)
-    before = tl.sqrt(n)                                  # 22
-    z = tl.fma(minus_one_over_lr, (n_sqrt - before) * p, tl.fma(grad_scale, g, z))  # 24
+    before = tl.sqrt(n)  # 22
+    z = tl.fma(minus_one_over_where_lt_zero_lr_lr_one, (n_sqrt - before) * p, z + g)  # 24
     # 25
-    p = tl.where(
+    new = tl.where(
         lambda_1 < tl.abs(z),
         tl.fma(lambda_1, sign(z), minus(z)) * reciprocal(
-            tl.maximum(tl.fma(one_over_lr, beta + n_sqrt, lambda_2), 1e-30, propagate_nan=tl.PropagateNan.ALL)
+            tl.maximum(
+                tl.fma(one_over_where_lt_zero_lr_lr_one, beta + n_sqrt, lambda_2), 1e-30,
+                propagate_nan=tl.PropagateNan.ALL
+            )
         ),
         0.0
     )
+    p = tl.where(0.0 < where_lt_zero_lr_one_zero, new, p)  # 26
     return p, z, n_2
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def ftrl_sweep(
     table, work, beta: tl.float32, lambda_1: tl.float32, lambda_2: tl.float32, grad_scale: tl.float32,
-    grad_scale_times_grad_scale: tl.float32, minus_one_over_lr: tl.float32, one_over_lr: tl.float32,
-    step_key: tl.int32, SWEEP: tl.constexpr,
+    where_lt_zero_lr_one_zero: tl.float32, minus_one_over_where_lt_zero_lr_lr_one: tl.float32,
+    one_over_where_lt_zero_lr_lr_one: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     walk(
-        table, work, ftrl_tile, SWEEP, (beta, lambda_1, lambda_2, grad_scale, grad_scale_times_grad_scale,
-        minus_one_over_lr, one_over_lr), step_key,
+        table, work, ftrl_tile, SWEEP, (beta, lambda_1, lambda_2, grad_scale, where_lt_zero_lr_one_zero,
+        minus_one_over_where_lt_zero_lr_lr_one, one_over_where_lt_zero_lr_lr_one), step_key,
     )

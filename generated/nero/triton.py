@@ -11,95 +11,109 @@ from optgen.runtime.gpu.prelude import minus, reciprocal
 
 
 @triton.jit
-def nero_1_tile(PLAN: tl.constexpr, p, g, live, MASKED: tl.constexpr):
+def nero_1_values(scale):
+    """The new begins."""
+    begins = scale == 0.0  # 37
+    return (tl.where(begins, 1.0, 0.0),)
+
+
+@triton.jit
+def nero_1_between(table, work, LEVEL: tl.constexpr):
+    rounds(table, work, nero_1_values, LEVEL, 0, ())
+
+
+@triton.jit
+def nero_2_tile(PLAN: tl.constexpr, p, g, live, MASKED: tl.constexpr):
     """The terms of row_sum_for_average, row_sum_for_size, row_sum_for_exp_avg_sq."""
     return p, p, g
 
 
 @triton.jit(do_not_specialize=["step_key"])
-def nero_1_sweep(table, work, step_key: tl.int32, SWEEP: tl.constexpr):
-    walk(table, work, nero_1_tile, SWEEP, (), step_key)
+def nero_2_sweep(table, work, step_key: tl.int32, SWEEP: tl.constexpr):
+    walk(table, work, nero_2_tile, SWEEP, (), step_key)
 
 
 @triton.jit
-def nero_2_values(
+def nero_3_values(
     exp_avg_sq, row_sum_for_average, row_sum_for_size, row_sum_for_exp_avg_sq, extent_columns, beta, eps,
     grad_scale_times_grad_scale, one_minus_beta, one_minus_beta_pow_t,
 ):
     """The new exp_avg_sq, average, one_over_row_add, one_over_size_plus_eps; the terms of
     tensor_sum_for_typical."""
-    exp_avg_sq = tl.fma(one_minus_beta, grad_scale_times_grad_scale * row_sum_for_exp_avg_sq, beta * exp_avg_sq)  # 41
-    average = row_sum_for_average / extent_columns  # 44
-    # 44
+    exp_avg_sq = tl.fma(one_minus_beta, grad_scale_times_grad_scale * row_sum_for_exp_avg_sq, beta * exp_avg_sq)  # 42
+    average = row_sum_for_average / extent_columns  # 45
+    # 45
     size = tl.sqrt(
         tl.maximum(
             tl.fma(minus(extent_columns * average), average, row_sum_for_size), 0.0, propagate_nan=tl.PropagateNan.ALL
         )
     )
     size_add = size + eps
-    norms = size / size_add  # 45
+    norms = size / size_add  # 46
     return exp_avg_sq, average, 1.0 / (tl.sqrt(exp_avg_sq / one_minus_beta_pow_t) + eps), 1.0 / size_add, norms
 
 
 @triton.jit
-def nero_3_values(extent_columns, extent_elements):
+def nero_4_values(extent_columns, extent_elements):
     """The new elements_over_columns."""
     return (extent_elements / extent_columns,)
 
 
 @triton.jit
-def nero_4_values(scale, tensor_sum_for_typical, elements_over_columns, lr, where_le_t_one_one_zero):
+def nero_5_values(scale, begins, tensor_sum_for_typical, elements_over_columns, lr, where_lt_zero_lr_one_zero):
     """The new scale, lr_times_scale_2."""
-    typical = tensor_sum_for_typical / elements_over_columns  # 48
-    scale = tl.where(0.0 < where_le_t_one_one_zero, tl.where(0.0 < typical, typical, 0.01), scale)  # 49
+    begins = 0.0 < begins                                     # 37
+    typical = tensor_sum_for_typical / elements_over_columns  # 49
+    # 50
+    scale = tl.where(
+        0.0 < where_lt_zero_lr_one_zero, tl.where(begins, tl.where(0.0 < typical, typical, 0.01), scale), scale
+    )
     return scale, lr * scale
 
 
 @triton.jit
-def nero_5_values(lr_times_scale_2, one_over_row_add):
+def nero_6_values(lr_times_scale_2, one_over_row_add):
     """The new lr_times_scale_2_times_one_over_row_add."""
     return (lr_times_scale_2 * one_over_row_add,)
 
 
 @triton.jit
-def nero_2_between(
+def nero_3_between(
     table, work, beta: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     one_minus_beta: tl.float32, one_minus_beta_pow_t: tl.float32, lr: tl.float32,
-    where_le_t_one_one_zero: tl.float32, LEVEL: tl.constexpr,
+    where_lt_zero_lr_one_zero: tl.float32, LEVEL: tl.constexpr,
 ):
     rounds(
-        table, work, nero_2_values, LEVEL, 0, (beta, eps, grad_scale_times_grad_scale, one_minus_beta,
+        table, work, nero_3_values, LEVEL, 0, (beta, eps, grad_scale_times_grad_scale, one_minus_beta,
         one_minus_beta_pow_t),
     )
-    rounds(table, work, nero_3_values, LEVEL, 1, ())
-    rounds(table, work, nero_4_values, LEVEL, 2, (lr, where_le_t_one_one_zero))
-    rounds(table, work, nero_5_values, LEVEL, 3, ())
+    rounds(table, work, nero_4_values, LEVEL, 1, ())
+    rounds(table, work, nero_5_values, LEVEL, 2, (lr, where_lt_zero_lr_one_zero))
+    rounds(table, work, nero_6_values, LEVEL, 3, ())
 
 
 @triton.jit
-def nero_6_tile(
-    PLAN: tl.constexpr, p, g, average, one_over_size_plus_eps, lr_times_scale_2_times_one_over_row_add, grad_scale,
-    where_le_t_one_one_zero, live, MASKED: tl.constexpr,
+def nero_7_tile(
+    PLAN: tl.constexpr, p, g, begins, average, one_over_size_plus_eps, lr_times_scale_2_times_one_over_row_add,
+    grad_scale, live, MASKED: tl.constexpr,
 ):
     """The terms of row_sum_for_average_2, row_sum_for_size_2."""
-    p = tl.where(0.0 < where_le_t_one_one_zero, (p - average) * one_over_size_plus_eps, p)  # 45
-    p = tl.fma(minus(grad_scale * lr_times_scale_2_times_one_over_row_add), g, p)  # 50
+    begins = 0.0 < begins                                            # 37
+    p = tl.where(begins, (p - average) * one_over_size_plus_eps, p)  # 46
+    p = tl.fma(minus(grad_scale * lr_times_scale_2_times_one_over_row_add), g, p)  # 51
     return p, p
 
 
 @triton.jit(do_not_specialize=["step_key"])
-def nero_6_sweep(
-    table, work, grad_scale: tl.float32, where_le_t_one_one_zero: tl.float32, step_key: tl.int32,
-    SWEEP: tl.constexpr,
-):
-    walk(table, work, nero_6_tile, SWEEP, (grad_scale, where_le_t_one_one_zero), step_key)
+def nero_7_sweep(table, work, grad_scale: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr):
+    walk(table, work, nero_7_tile, SWEEP, (grad_scale,), step_key)
 
 
 @triton.jit
-def nero_7_values(row_sum_for_average_2, row_sum_for_size_2, extent_columns, eps):
+def nero_8_values(row_sum_for_average_2, row_sum_for_size_2, extent_columns, eps):
     """The new average_2, one_over_size_2_plus_eps."""
-    average = row_sum_for_average_2 / extent_columns  # 52
-    # 52
+    average = row_sum_for_average_2 / extent_columns  # 53
+    # 53
     size = tl.sqrt(
         tl.maximum(
             tl.fma(minus(extent_columns * average), average, row_sum_for_size_2), 0.0, propagate_nan=tl.PropagateNan.ALL
@@ -109,34 +123,35 @@ def nero_7_values(row_sum_for_average_2, row_sum_for_size_2, extent_columns, eps
 
 
 @triton.jit
-def nero_7_between(table, work, eps: tl.float32, LEVEL: tl.constexpr):
-    rounds(table, work, nero_7_values, LEVEL, 0, (eps,))
+def nero_8_between(table, work, eps: tl.float32, LEVEL: tl.constexpr):
+    rounds(table, work, nero_8_values, LEVEL, 0, (eps,))
 
 
 @triton.jit
-def nero_8_tile(
-    PLAN: tl.constexpr, p, g, average, one_over_size_plus_eps, lr_times_scale_2_times_one_over_row_add, average_2,
-    one_over_size_2_plus_eps, grad_scale, where_le_t_one_one_zero, live, MASKED: tl.constexpr,
+def nero_9_tile(
+    PLAN: tl.constexpr, p, g, begins, average, one_over_size_plus_eps, lr_times_scale_2_times_one_over_row_add,
+    average_2, one_over_size_2_plus_eps, grad_scale, where_lt_zero_lr_one_zero, live, MASKED: tl.constexpr,
 ):
     """The new p."""
-    p = tl.where(0.0 < where_le_t_one_one_zero, (p - average) * one_over_size_plus_eps, p)  # 45
-    p = tl.fma(minus(grad_scale * lr_times_scale_2_times_one_over_row_add), g, p)  # 50
-    p = (p - average_2) * one_over_size_2_plus_eps  # 53
+    begins = 0.0 < begins                                              # 37
+    p_2 = tl.where(begins, (p - average) * one_over_size_plus_eps, p)  # 46
+    p_2 = tl.fma(minus(grad_scale * lr_times_scale_2_times_one_over_row_add), g, p_2)  # 51
+    p = tl.where(0.0 < where_lt_zero_lr_one_zero, (p_2 - average_2) * one_over_size_2_plus_eps, p)  # 54
     return (p,)
 
 
 @triton.jit(do_not_specialize=["step_key"])
-def nero_8_sweep(
-    table, work, grad_scale: tl.float32, where_le_t_one_one_zero: tl.float32, step_key: tl.int32,
+def nero_9_sweep(
+    table, work, grad_scale: tl.float32, where_lt_zero_lr_one_zero: tl.float32, step_key: tl.int32,
     SWEEP: tl.constexpr,
 ):
-    walk(table, work, nero_8_tile, SWEEP, (grad_scale, where_le_t_one_one_zero), step_key)
+    walk(table, work, nero_9_tile, SWEEP, (grad_scale, where_lt_zero_lr_one_zero), step_key)
 
 
 @triton.jit
 def nero_no_matrix_1_tile(PLAN: tl.constexpr, p, live, MASKED: tl.constexpr):
     """The terms of tensor_sum_for_typical."""
-    norms = tl.abs(p)  # 39
+    norms = tl.abs(p)  # 40
     return (norms,)
 
 
@@ -146,16 +161,22 @@ def nero_no_matrix_1_sweep(table, work, step_key: tl.int32, SWEEP: tl.constexpr)
 
 
 @triton.jit
-def nero_no_matrix_2_values(scale, tensor_sum_for_typical, extent_elements, lr, where_le_t_one_one_zero):
+def nero_no_matrix_2_values(scale, tensor_sum_for_typical, extent_elements, lr, where_lt_zero_lr_one_zero):
     """The new scale, lr_times_scale_2."""
-    typical = tensor_sum_for_typical / extent_elements  # 48
-    scale = tl.where(0.0 < where_le_t_one_one_zero, tl.where(0.0 < typical, typical, 0.01), scale)  # 49
+    begins = scale == 0.0                               # 37
+    typical = tensor_sum_for_typical / extent_elements  # 49
+    # 50
+    scale = tl.where(
+        0.0 < where_lt_zero_lr_one_zero, tl.where(begins, tl.where(0.0 < typical, typical, 0.01), scale), scale
+    )
     return scale, lr * scale
 
 
 @triton.jit
-def nero_no_matrix_2_between(table, work, lr: tl.float32, where_le_t_one_one_zero: tl.float32, LEVEL: tl.constexpr):
-    rounds(table, work, nero_no_matrix_2_values, LEVEL, 0, (lr, where_le_t_one_one_zero))
+def nero_no_matrix_2_between(
+    table, work, lr: tl.float32, where_lt_zero_lr_one_zero: tl.float32, LEVEL: tl.constexpr,
+):
+    rounds(table, work, nero_no_matrix_2_values, LEVEL, 0, (lr, where_lt_zero_lr_one_zero))
 
 
 @triton.jit
@@ -164,11 +185,11 @@ def nero_no_matrix_3_tile(
     scalar_1, eps_over_sqrt_one_over_one_minus_beta_pow_t, live, MASKED: tl.constexpr,
 ):
     """The new p, square_avg."""
-    # 38
+    # 39
     square_avg = tl.fma(
         one_minus_beta_times_grad_scale_times_grad_scale * g, g, times(beta, square_avg, PLAN.square_avg)
     )
-    # 50
+    # 51
     p = tl.fma(
         minus(scalar_1 * lr_times_scale_2 * g),
         reciprocal(tl.sqrt(square_avg) + eps_over_sqrt_one_over_one_minus_beta_pow_t), p
@@ -205,24 +226,31 @@ def nero_no_constraints_2_values(
     one_minus_beta_pow_t,
 ):
     """The new exp_avg_sq, one_over_row_add; the terms of tensor_sum_for_typical."""
-    exp_avg_sq = tl.fma(one_minus_beta, grad_scale_times_grad_scale * row_sum_for_exp_avg_sq, beta * exp_avg_sq)  # 41
-    norms = tl.sqrt(row_sum_for_norms)  # 47
+    exp_avg_sq = tl.fma(one_minus_beta, grad_scale_times_grad_scale * row_sum_for_exp_avg_sq, beta * exp_avg_sq)  # 42
+    norms = tl.sqrt(row_sum_for_norms)  # 48
     return exp_avg_sq, 1.0 / (tl.sqrt(exp_avg_sq / one_minus_beta_pow_t) + eps), norms
+
+
+@triton.jit
+def nero_no_constraints_3_values(scale, extent_columns, extent_elements):
+    """The new begins, elements_over_columns."""
+    begins = scale == 0.0  # 37
+    return tl.where(begins, 1.0, 0.0), extent_elements / extent_columns
 
 
 @triton.jit
 def nero_no_constraints_2_between(
     table, work, beta: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     one_minus_beta: tl.float32, one_minus_beta_pow_t: tl.float32, lr: tl.float32,
-    where_le_t_one_one_zero: tl.float32, LEVEL: tl.constexpr,
+    where_lt_zero_lr_one_zero: tl.float32, LEVEL: tl.constexpr,
 ):
     rounds(
         table, work, nero_no_constraints_2_values, LEVEL, 0, (beta, eps, grad_scale_times_grad_scale, one_minus_beta,
         one_minus_beta_pow_t),
     )
-    rounds(table, work, nero_3_values, LEVEL, 1, ())
-    rounds(table, work, nero_4_values, LEVEL, 2, (lr, where_le_t_one_one_zero))
-    rounds(table, work, nero_5_values, LEVEL, 3, ())
+    rounds(table, work, nero_no_constraints_3_values, LEVEL, 1, ())
+    rounds(table, work, nero_5_values, LEVEL, 2, (lr, where_lt_zero_lr_one_zero))
+    rounds(table, work, nero_6_values, LEVEL, 3, ())
 
 
 @triton.jit
@@ -230,7 +258,7 @@ def nero_no_constraints_6_tile(
     PLAN: tl.constexpr, p, g, lr_times_scale_2_times_one_over_row_add, grad_scale, live, MASKED: tl.constexpr,
 ):
     """The new p."""
-    p = tl.fma(minus(grad_scale * lr_times_scale_2_times_one_over_row_add), g, p)  # 50
+    p = tl.fma(minus(grad_scale * lr_times_scale_2_times_one_over_row_add), g, p)  # 51
     return (p,)
 
 

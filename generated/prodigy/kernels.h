@@ -7,7 +7,7 @@ OPTGEN_INLINE void prodigy_1(
     F lr, F d0, F gain1, F weight_decay_2, S0 &d, S1 &one_times_one_minus_beta1_times_d, S2 &rate,
     S3 &one_minus_rate_times_weight_decay, S4 &d_over_d0, S5 &d_over_d0_times_rate
 ) {
-    const F rate_ = d.read() * lr;  // 44
+    const F rate_ = d.read() * lr;  // 49
     const F d_div = d.read() / d0;
     one_times_one_minus_beta1_times_d.set(gain1 * d.read());
     rate.set(rate_);
@@ -16,7 +16,7 @@ OPTGEN_INLINE void prodigy_1(
     d_over_d0_times_rate.set(d_div * rate_);
 }
 
-// a sweep: d_denom (specs/prodigy.py:49), numerator (specs/prodigy.py:45)
+// a sweep: d_denom (specs/prodigy.py:54), numerator (specs/prodigy.py:50)
 template <class S0, class S1, class S2, class S3, class S4>
 OPTGEN_INLINE void prodigy_2(
     F p, F g, F lr, F grad_scale, F coupled, F moves, F keep3, S0 &s, S1 &p0, S2 &d_over_d0_times_rate,
@@ -24,8 +24,8 @@ OPTGEN_INLINE void prodigy_2(
 ) {
     const F g_ = grad_scale * g;
     const F p0_ = p0.read();
-    const F g_2 = where(0.0f < moves, fma(coupled, p, g_), F(0.0f));  // 37
-    const F s_ = fma(d_over_d0_times_rate.read(), g_2, s.times(keep3));  // 48
+    const F g_2 = where(0.0f < moves, fma(coupled, p, g_), F(0.0f));  // 38
+    const F s_ = fma(d_over_d0_times_rate.read(), g_2, s.times(keep3));  // 53
     s.set(s_);
     tensor_sum_for_d_denom.set(moves * abs(s_));
     tensor_sum_for_numerator.set(lr * (g_2 * (p0_ - p)));
@@ -47,13 +47,13 @@ OPTGEN_INLINE void prodigy_4(
     S4 &model_sum_for_numerator, S5 &d_2, S6 &d_2_times_eps
 ) {
     const M d_denom_lt = 0.0f < d_denom.read();
-    // 45
+    // 50
     const F numerator = fma(d.read() / d0 * d.read(), model_sum_for_numerator.read(), beta3 * d_numerator.read());
-    const F d_numerator_ = where(d_denom_lt, numerator, d_numerator.read());  // 50
-    const F d_hat = d_coef * d_numerator_ / max(F(1e-37f), d_denom.read());  // 51
-    const F d_max_ = max(d_max.read(), where(d_denom_lt, d_hat, F(0.0f)));  // 53
-    const F raised = where(d.read() == d0, max(d.read(), d_hat), d.read());  // 52
-    const F d_ = where(d_denom_lt, min(d_max_, raised * growth_rate), d.read());  // 54
+    const F d_numerator_ = where(d_denom_lt, numerator, d_numerator.read());  // 55
+    const F d_hat = d_coef * d_numerator_ / max(F(1e-37f), d_denom.read());  // 56
+    const F d_max_ = max(d_max.read(), where(d_denom_lt, d_hat, F(0.0f)));  // 58
+    const F raised = where(d.read() == d0, max(d.read(), d_hat), d.read());  // 57
+    const F d_ = where(d_denom_lt, min(d_max_, raised * growth_rate), d.read());  // 59
     d_max.set(d_max_);
     d_numerator.set(d_numerator_);
     d_2.set(d_);
@@ -67,11 +67,11 @@ OPTGEN_INLINE F prodigy_5(
     S3 &one_minus_rate_times_weight_decay, S4 &rate, S5 &one_times_one_minus_beta1_times_d, S6 &d_2_times_eps
 ) {
     const F g_ = grad_scale * g;
-    const F g_2 = where(0.0f < moves, fma(coupled, p, g_), F(0.0f));  // 37
-    const F exp_avg_ = fma(one_times_one_minus_beta1_times_d.read(), g_2, exp_avg.times(keep1));  // 46
-    const F exp_avg_sq_ = fma(gain2 * d.read() * g_2, d.read() * g_2, exp_avg_sq.times(keep2));  // 47
-    const F p_ = p * one_minus_rate_times_weight_decay.read();  // 55
-    const F p_2 = fma(-(rate.read() * exp_avg_), 1.0f / (sqrt(exp_avg_sq_) + d_2_times_eps.read()), p_);  // 56
+    const F g_2 = where(0.0f < moves, fma(coupled, p, g_), F(0.0f));  // 38
+    const F exp_avg_ = fma(one_times_one_minus_beta1_times_d.read(), g_2, exp_avg.times(keep1));  // 51
+    const F exp_avg_sq_ = fma(gain2 * d.read() * g_2, d.read() * g_2, exp_avg_sq.times(keep2));  // 52
+    const F p_ = p * one_minus_rate_times_weight_decay.read();  // 60
+    const F p_2 = fma(-(rate.read() * exp_avg_), 1.0f / (sqrt(exp_avg_sq_) + d_2_times_eps.read()), p_);  // 61
     exp_avg.set(exp_avg_);
     exp_avg_sq.set(exp_avg_sq_);
     return p_2;
@@ -89,7 +89,7 @@ OPTGEN_INLINE void prodigy_safeguard_warmup_1(
     F lr, F d0, F gain1, F weight_decay_2, F moves, S0 &d, S1 &one_times_one_minus_beta1_times_d, S2 &rate,
     S3 &one_minus_rate_times_weight_decay, S4 &d_over_d0, S5 &d_over_d0_times_d_times_one
 ) {
-    const F rate_ = d.read() * lr;  // 44
+    const F rate_ = d.read() * lr;  // 49
     const F d_div = d.read() / d0;
     one_times_one_minus_beta1_times_d.set(gain1 * d.read());
     rate.set(rate_);
@@ -98,7 +98,7 @@ OPTGEN_INLINE void prodigy_safeguard_warmup_1(
     d_over_d0_times_d_times_one.set(d_div * (d.read() * moves));
 }
 
-// a sweep: d_denom (specs/prodigy.py:49), numerator (specs/prodigy.py:45)
+// a sweep: d_denom (specs/prodigy.py:54), numerator (specs/prodigy.py:50)
 template <class S0, class S1, class S2, class S3, class S4>
 OPTGEN_INLINE void prodigy_safeguard_warmup_2(
     F p, F g, F lr, F grad_scale, F coupled, F moves, F keep3, S0 &s, S1 &p0, S2 &d_over_d0_times_d_times_one,
@@ -106,8 +106,8 @@ OPTGEN_INLINE void prodigy_safeguard_warmup_2(
 ) {
     const F g_ = grad_scale * g;
     const F p0_ = p0.read();
-    const F g_2 = where(0.0f < moves, fma(coupled, p, g_), F(0.0f));  // 37
-    const F s_ = fma(d_over_d0_times_d_times_one.read(), g_2, s.times(keep3));  // 48
+    const F g_2 = where(0.0f < moves, fma(coupled, p, g_), F(0.0f));  // 38
+    const F s_ = fma(d_over_d0_times_d_times_one.read(), g_2, s.times(keep3));  // 53
     s.set(s_);
     tensor_sum_for_d_denom.set(moves * abs(s_));
     tensor_sum_for_numerator.set(lr * (g_2 * (p0_ - p)));
@@ -119,7 +119,7 @@ OPTGEN_INLINE void prodigy_use_bias_correction_1(
     F d0, F own, F gain1, F weight_decay_2, S0 &d, S1 &one_times_one_minus_beta1_times_d, S2 &rate,
     S3 &one_minus_rate_times_weight_decay, S4 &d_over_d0, S5 &d_over_d0_times_rate
 ) {
-    const F rate_ = d.read() * own;  // 44
+    const F rate_ = d.read() * own;  // 49
     const F d_div = d.read() / d0;
     one_times_one_minus_beta1_times_d.set(gain1 * d.read());
     rate.set(rate_);
@@ -128,7 +128,7 @@ OPTGEN_INLINE void prodigy_use_bias_correction_1(
     d_over_d0_times_rate.set(d_div * rate_);
 }
 
-// a sweep: d_denom (specs/prodigy.py:49), numerator (specs/prodigy.py:45)
+// a sweep: d_denom (specs/prodigy.py:54), numerator (specs/prodigy.py:50)
 template <class S0, class S1, class S2, class S3, class S4>
 OPTGEN_INLINE void prodigy_use_bias_correction_2(
     F p, F g, F grad_scale, F coupled, F moves, F keep3, F own, S0 &s, S1 &p0, S2 &d_over_d0_times_rate,
@@ -136,8 +136,8 @@ OPTGEN_INLINE void prodigy_use_bias_correction_2(
 ) {
     const F g_ = grad_scale * g;
     const F p0_ = p0.read();
-    const F g_2 = where(0.0f < moves, fma(coupled, p, g_), F(0.0f));  // 37
-    const F s_ = fma(d_over_d0_times_rate.read(), g_2, s.times(keep3));  // 48
+    const F g_2 = where(0.0f < moves, fma(coupled, p, g_), F(0.0f));  // 38
+    const F s_ = fma(d_over_d0_times_rate.read(), g_2, s.times(keep3));  // 53
     s.set(s_);
     tensor_sum_for_d_denom.set(moves * abs(s_));
     tensor_sum_for_numerator.set(own * (g_2 * (p0_ - p)));
@@ -149,7 +149,7 @@ OPTGEN_INLINE void prodigy_use_bias_correction_safeguard_warmup_1(
     F d0, F own, F gain1, F weight_decay_2, F moves, S0 &d, S1 &one_times_one_minus_beta1_times_d, S2 &rate,
     S3 &one_minus_rate_times_weight_decay, S4 &d_over_d0, S5 &d_over_d0_times_d_times_one
 ) {
-    const F rate_ = d.read() * own;  // 44
+    const F rate_ = d.read() * own;  // 49
     const F d_div = d.read() / d0;
     one_times_one_minus_beta1_times_d.set(gain1 * d.read());
     rate.set(rate_);
@@ -158,7 +158,7 @@ OPTGEN_INLINE void prodigy_use_bias_correction_safeguard_warmup_1(
     d_over_d0_times_d_times_one.set(d_div * (d.read() * moves));
 }
 
-// a sweep: d_denom (specs/prodigy.py:49), numerator (specs/prodigy.py:45)
+// a sweep: d_denom (specs/prodigy.py:54), numerator (specs/prodigy.py:50)
 template <class S0, class S1, class S2, class S3, class S4>
 OPTGEN_INLINE void prodigy_use_bias_correction_safeguard_warmup_2(
     F p, F g, F grad_scale, F coupled, F moves, F keep3, F own, S0 &s, S1 &p0, S2 &d_over_d0_times_d_times_one,
@@ -166,8 +166,8 @@ OPTGEN_INLINE void prodigy_use_bias_correction_safeguard_warmup_2(
 ) {
     const F g_ = grad_scale * g;
     const F p0_ = p0.read();
-    const F g_2 = where(0.0f < moves, fma(coupled, p, g_), F(0.0f));  // 37
-    const F s_ = fma(d_over_d0_times_d_times_one.read(), g_2, s.times(keep3));  // 48
+    const F g_2 = where(0.0f < moves, fma(coupled, p, g_), F(0.0f));  // 38
+    const F s_ = fma(d_over_d0_times_d_times_one.read(), g_2, s.times(keep3));  // 53
     s.set(s_);
     tensor_sum_for_d_denom.set(moves * abs(s_));
     tensor_sum_for_numerator.set(own * (g_2 * (p0_ - p)));

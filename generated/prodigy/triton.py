@@ -14,7 +14,7 @@ from optgen.runtime.gpu.prelude import minus
 def prodigy_1_values(d, lr, d0, gain1, weight_decay_2):
     """The new one_times_one_minus_beta1_times_d, rate, one_minus_rate_times_weight_decay, d_over_d0,
     d_over_d0_times_rate."""
-    rate = d * lr  # 44
+    rate = d * lr  # 49
     d_div = d / d0
     return gain1 * d, rate, tl.fma(minus(rate), weight_decay_2, 1.0), d_div, d_div * rate
 
@@ -34,8 +34,8 @@ def prodigy_2_tile(
     """The new s; the terms of tensor_sum_for_d_denom, tensor_sum_for_numerator."""
     p0 = read(p0, PLAN.p0)
     g = grad_scale * g
-    g = tl.where(0.0 < moves, tl.fma(coupled, p, g), 0.0)  # 37
-    s = tl.fma(d_over_d0_times_rate, g, times(keep3, s, PLAN.s))  # 48
+    g = tl.where(0.0 < moves, tl.fma(coupled, p, g), 0.0)  # 38
+    s = tl.fma(d_over_d0_times_rate, g, times(keep3, s, PLAN.s))  # 53
     return s, moves * tl.abs(s), lr * (g * (p0 - p))
 
 
@@ -62,12 +62,12 @@ def prodigy_3_between(table, work, LEVEL: tl.constexpr):
 def prodigy_4_values(d, d_max, d_numerator, d_denom, model_sum_for_numerator, eps, d0, d_coef, growth_rate, beta3):
     """The new d_max, d_numerator, d_2, d_2_times_eps."""
     d_denom_lt = 0.0 < d_denom
-    numerator = tl.fma(d / d0 * d, model_sum_for_numerator, beta3 * d_numerator)  # 45
-    d_numerator = tl.where(d_denom_lt, numerator, d_numerator)  # 50
-    d_hat = d_coef * d_numerator / tl.maximum(d_denom, 1e-37, propagate_nan=tl.PropagateNan.ALL)  # 51
-    d_max = tl.maximum(d_max, tl.where(d_denom_lt, d_hat, 0.0), propagate_nan=tl.PropagateNan.ALL)  # 53
-    raised = tl.where(d == d0, tl.maximum(d, d_hat, propagate_nan=tl.PropagateNan.ALL), d)  # 52
-    d = tl.where(d_denom_lt, tl.minimum(d_max, raised * growth_rate, propagate_nan=tl.PropagateNan.ALL), d)  # 54
+    numerator = tl.fma(d / d0 * d, model_sum_for_numerator, beta3 * d_numerator)  # 50
+    d_numerator = tl.where(d_denom_lt, numerator, d_numerator)  # 55
+    d_hat = d_coef * d_numerator / tl.maximum(d_denom, 1e-37, propagate_nan=tl.PropagateNan.ALL)  # 56
+    d_max = tl.maximum(d_max, tl.where(d_denom_lt, d_hat, 0.0), propagate_nan=tl.PropagateNan.ALL)  # 58
+    raised = tl.where(d == d0, tl.maximum(d, d_hat, propagate_nan=tl.PropagateNan.ALL), d)  # 57
+    d = tl.where(d_denom_lt, tl.minimum(d_max, raised * growth_rate, propagate_nan=tl.PropagateNan.ALL), d)  # 59
     return d_max, d_numerator, d, d * eps
 
 
@@ -87,11 +87,11 @@ def prodigy_5_tile(
 ):
     """The new p, exp_avg, exp_avg_sq."""
     g = grad_scale * g
-    g = tl.where(0.0 < moves, tl.fma(coupled, p, g), 0.0)  # 37
-    exp_avg = tl.fma(one_times_one_minus_beta1_times_d, g, times(keep1, exp_avg, PLAN.exp_avg))  # 46
-    exp_avg_sq = tl.fma(gain2 * d * g, d * g, times(keep2, exp_avg_sq, PLAN.exp_avg_sq))  # 47
-    p = p * one_minus_rate_times_weight_decay              # 55
-    p = tl.fma(minus(rate * exp_avg), 1.0 / (tl.sqrt(exp_avg_sq) + d_2_times_eps), p)  # 56
+    g = tl.where(0.0 < moves, tl.fma(coupled, p, g), 0.0)  # 38
+    exp_avg = tl.fma(one_times_one_minus_beta1_times_d, g, times(keep1, exp_avg, PLAN.exp_avg))  # 51
+    exp_avg_sq = tl.fma(gain2 * d * g, d * g, times(keep2, exp_avg_sq, PLAN.exp_avg_sq))  # 52
+    p = p * one_minus_rate_times_weight_decay              # 60
+    p = tl.fma(minus(rate * exp_avg), 1.0 / (tl.sqrt(exp_avg_sq) + d_2_times_eps), p)  # 61
     return p, exp_avg, exp_avg_sq
 
 
@@ -118,7 +118,7 @@ def prodigy_6_between(table, work, LEVEL: tl.constexpr):
 def prodigy_safeguard_warmup_1_values(d, lr, d0, gain1, weight_decay_2, moves):
     """The new one_times_one_minus_beta1_times_d, rate, one_minus_rate_times_weight_decay, d_over_d0,
     d_over_d0_times_d_times_one."""
-    rate = d * lr  # 44
+    rate = d * lr  # 49
     d_div = d / d0
     return gain1 * d, rate, tl.fma(minus(rate), weight_decay_2, 1.0), d_div, d_div * (d * moves)
 
@@ -139,8 +139,8 @@ def prodigy_safeguard_warmup_2_tile(
     """The new s; the terms of tensor_sum_for_d_denom, tensor_sum_for_numerator."""
     p0 = read(p0, PLAN.p0)
     g = grad_scale * g
-    g = tl.where(0.0 < moves, tl.fma(coupled, p, g), 0.0)  # 37
-    s = tl.fma(d_over_d0_times_d_times_one, g, times(keep3, s, PLAN.s))  # 48
+    g = tl.where(0.0 < moves, tl.fma(coupled, p, g), 0.0)  # 38
+    s = tl.fma(d_over_d0_times_d_times_one, g, times(keep3, s, PLAN.s))  # 53
     return s, moves * tl.abs(s), lr * (g * (p0 - p))
 
 
@@ -156,7 +156,7 @@ def prodigy_safeguard_warmup_2_sweep(
 def prodigy_use_bias_correction_1_values(d, d0, own, gain1, weight_decay_2):
     """The new one_times_one_minus_beta1_times_d, rate, one_minus_rate_times_weight_decay, d_over_d0,
     d_over_d0_times_rate."""
-    rate = d * own  # 44
+    rate = d * own  # 49
     d_div = d / d0
     return gain1 * d, rate, tl.fma(minus(rate), weight_decay_2, 1.0), d_div, d_div * rate
 
@@ -177,8 +177,8 @@ def prodigy_use_bias_correction_2_tile(
     """The new s; the terms of tensor_sum_for_d_denom, tensor_sum_for_numerator."""
     p0 = read(p0, PLAN.p0)
     g = grad_scale * g
-    g = tl.where(0.0 < moves, tl.fma(coupled, p, g), 0.0)  # 37
-    s = tl.fma(d_over_d0_times_rate, g, times(keep3, s, PLAN.s))  # 48
+    g = tl.where(0.0 < moves, tl.fma(coupled, p, g), 0.0)  # 38
+    s = tl.fma(d_over_d0_times_rate, g, times(keep3, s, PLAN.s))  # 53
     return s, moves * tl.abs(s), own * (g * (p0 - p))
 
 
@@ -194,7 +194,7 @@ def prodigy_use_bias_correction_2_sweep(
 def prodigy_use_bias_correction_safeguard_warmup_1_values(d, d0, own, gain1, weight_decay_2, moves):
     """The new one_times_one_minus_beta1_times_d, rate, one_minus_rate_times_weight_decay, d_over_d0,
     d_over_d0_times_d_times_one."""
-    rate = d * own  # 44
+    rate = d * own  # 49
     d_div = d / d0
     return gain1 * d, rate, tl.fma(minus(rate), weight_decay_2, 1.0), d_div, d_div * (d * moves)
 
@@ -218,8 +218,8 @@ def prodigy_use_bias_correction_safeguard_warmup_2_tile(
     """The new s; the terms of tensor_sum_for_d_denom, tensor_sum_for_numerator."""
     p0 = read(p0, PLAN.p0)
     g = grad_scale * g
-    g = tl.where(0.0 < moves, tl.fma(coupled, p, g), 0.0)  # 37
-    s = tl.fma(d_over_d0_times_d_times_one, g, times(keep3, s, PLAN.s))  # 48
+    g = tl.where(0.0 < moves, tl.fma(coupled, p, g), 0.0)  # 38
+    s = tl.fma(d_over_d0_times_d_times_one, g, times(keep3, s, PLAN.s))  # 53
     return s, moves * tl.abs(s), own * (g * (p0 - p))
 
 

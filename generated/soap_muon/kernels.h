@@ -100,20 +100,20 @@ OPTGEN_INLINE void soap_muon_12(
 template <class S0, class S1, class S2, class S3, class S4, class S5, class S6, class S7, class S8, class S9>
 OPTGEN_INLINE void soap_muon_13(
     F row_floor, S0 &row_sum_of_p_max_1em16, S1 &row_sum_of_u, S2 &two_times_mat_div_2, S3 &row_sum_of_p_2,
-    S4 &mat_div_2_times_mat_div_2, S5 &row_sum_of_p, S6 &mat_div_2, S7 &row_floor_times_row_sqrt_max_one,
+    S4 &mat_div_2_times_mat_div_2, S5 &row_sum_of_p, S6 &mat_div_2, S7 &row_floor_times_sqrt_row_div_max_one,
     S8 &mat_sum_of_p_3, S9 &mat_sum_of_p_4
 ) {
     const F mat_div_2_times_mat_div_2_max = max(
-        F(1e-16f),
+        F(0.0f),
         fma(
             mat_div_2_times_mat_div_2.read(), row_sum_of_p.read(),
             fma(-two_times_mat_div_2.read(), row_sum_of_p_2.read(), row_sum_of_u.read())
         )
     );
     const F row_sum_of_p_max_1em16_max = max(
-        F(1.0f), row_floor * sqrt(row_sum_of_p_max_1em16.read() / mat_div_2_times_mat_div_2_max)
+        F(1.0f), row_floor * sqrt(row_sum_of_p_max_1em16.read() / max(F(1e-16f), mat_div_2_times_mat_div_2_max))
     );
-    row_floor_times_row_sqrt_max_one.set(row_sum_of_p_max_1em16_max);
+    row_floor_times_sqrt_row_div_max_one.set(row_sum_of_p_max_1em16_max);
     mat_sum_of_p_3.set(row_sum_of_p_max_1em16_max * fma(-mat_div_2.read(), row_sum_of_p.read(), row_sum_of_p_2.read()));
     mat_sum_of_p_4.set(row_sum_of_p_max_1em16_max * row_sum_of_p_max_1em16_max * mat_div_2_times_mat_div_2_max);
 }
@@ -143,15 +143,15 @@ OPTGEN_INLINE void soap_muon_14(
 template <class S0, class S1, class S2, class S3, class S4, class S5>
 OPTGEN_INLINE F soap_muon_15(
     F p, F lr, F lookahead, F lookahead_beta, F minus_went, F one_minus_lr_times_weight_decay,
-    F one_minus_lookahead_beta, S0 &lookahead_avg, S1 &row_floor_times_row_sqrt_max_one,
+    F one_minus_lookahead_beta, S0 &lookahead_avg, S1 &row_floor_times_sqrt_row_div_max_one,
     S2 &sqrt_one_max_rows_over_columns, S3 &u, S4 &mat_div_2, S5 &mat_div_4
 ) {
     const F u_ = u.read();  // 94
     const F p_fma = fma(-mat_div_2.read(), p, sqrt_one_max_rows_over_columns.read() * u_);
-    const F p_fma_2 = fma(-(lr * row_floor_times_row_sqrt_max_one.read()), p_fma, p);
+    const F p_fma_2 = fma(-(lr * row_floor_times_sqrt_row_div_max_one.read()), p_fma, p);
     // 95
     const F p_2 = where(
-        0.0f < sign(row_floor_times_row_sqrt_max_one.read() * p_fma) * sign(p),
+        0.0f < sign(row_floor_times_sqrt_row_div_max_one.read() * p_fma) * sign(p),
         one_minus_lr_times_weight_decay * mat_div_4.read() * p_fma_2, mat_div_4.read() * p_fma_2
     );
     const F start = lookahead_avg.plus(minus_went, p);  // 80

@@ -141,16 +141,18 @@ def soap_muon_13_values(
     row_sum_of_p_max_1em16, row_sum_of_u, two_times_mat_div_2, row_sum_of_p_2, mat_div_2_times_mat_div_2,
     row_sum_of_p, mat_div_2, row_floor,
 ):
-    """The new row_floor_times_row_sqrt_max_one; the terms of mat_sum_of_p_3, mat_sum_of_p_4."""
+    """The new row_floor_times_sqrt_row_div_max_one; the terms of mat_sum_of_p_3, mat_sum_of_p_4."""
     mat_div_2_times_mat_div_2_max = tl.maximum(
         tl.fma(
             mat_div_2_times_mat_div_2, row_sum_of_p, tl.fma(minus(two_times_mat_div_2), row_sum_of_p_2, row_sum_of_u)
         ),
-        1e-16, propagate_nan=tl.PropagateNan.ALL
+        0.0, propagate_nan=tl.PropagateNan.ALL
     )
     row_sum_of_p_max_1em16_max = tl.maximum(
-        row_floor * tl.sqrt(row_sum_of_p_max_1em16 / mat_div_2_times_mat_div_2_max), 1.0,
-        propagate_nan=tl.PropagateNan.ALL
+        row_floor * tl.sqrt(
+            row_sum_of_p_max_1em16 / tl.maximum(mat_div_2_times_mat_div_2_max, 1e-16, propagate_nan=tl.PropagateNan.ALL)
+        ),
+        1.0, propagate_nan=tl.PropagateNan.ALL
     )
     return (
         row_sum_of_p_max_1em16_max, row_sum_of_p_max_1em16_max * tl.fma(minus(mat_div_2), row_sum_of_p, row_sum_of_p_2),
@@ -191,17 +193,17 @@ def soap_muon_11_between(
 
 @triton.jit
 def soap_muon_15_tile(
-    PLAN: tl.constexpr, p, lookahead_avg, row_floor_times_row_sqrt_max_one, sqrt_one_max_rows_over_columns,
+    PLAN: tl.constexpr, p, lookahead_avg, row_floor_times_sqrt_row_div_max_one, sqrt_one_max_rows_over_columns,
     u_stored, mat_div_2, mat_div_4, lr, lookahead, lookahead_beta, minus_went, one_minus_lr_times_weight_decay,
     one_minus_lookahead_beta, live, MASKED: tl.constexpr,
 ):
     """The new p, lookahead_avg."""
     u = widened(u_stored)  # 94
     p_fma = tl.fma(minus(mat_div_2), p, sqrt_one_max_rows_over_columns * u)
-    p_fma_2 = tl.fma(minus(lr * row_floor_times_row_sqrt_max_one), p_fma, p)
+    p_fma_2 = tl.fma(minus(lr * row_floor_times_sqrt_row_div_max_one), p_fma, p)
     # 95
     p_2 = tl.where(
-        0.0 < sign(row_floor_times_row_sqrt_max_one * p_fma) * sign(p),
+        0.0 < sign(row_floor_times_sqrt_row_div_max_one * p_fma) * sign(p),
         one_minus_lr_times_weight_decay * mat_div_4 * p_fma_2, mat_div_4 * p_fma_2
     )
     start = plus(minus_went, lookahead_avg, p, PLAN.lookahead_avg)  # 80

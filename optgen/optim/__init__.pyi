@@ -589,7 +589,7 @@ class AdamS(Optimizer):
     ) -> None: ...
 
 class AdamSWD(Optimizer):
-    """The decay's rate is lr over the root of the second moment's mean, one for the model."""
+    """The decay's rate is lr over the root of the second moment's mean, one for the model; 0 where that is 0."""
 
     def __init__(
         self, params: ParamsT,
@@ -1235,7 +1235,7 @@ class Grams(Optimizer):
     ) -> None: ...
 
 class Gravity(Optimizer):
-    """The first velocity is drawn, with a standard deviation of alpha / lr."""
+    """The first velocity is drawn, with a standard deviation of alpha / lr; it is 0 where that lr is 0."""
 
     def __init__(
         self, params: ParamsT,
