@@ -1128,17 +1128,28 @@ def loads_whole_and_dense(here: Here) -> None:
 
 @case(2)
 def evaluates(here: Here) -> None:
-    """Averages for evaluation."""
+    """Averages for evaluation, and checkpoints that are taken then."""
     mesh = here.mesh(here.world)
-    runs = Runs(here, generated.ScheduleFreeAdamW, rows(here, mesh, [(97, 130), (7,)], torch.float32), plan="fp32")
-    runs.step(2)
-    for opt in (runs.one, runs.many):
-        opt.eval()
-    for p, q in zip(runs.alone, runs.parts, strict=True):
-        alike(p.detach(), q.detach(), "the average")
-    for opt in (runs.one, runs.many):
-        opt.train()
-    runs.same()
+    for plan, dtype in (("fp32", torch.float32), ("int8_split24", torch.bfloat16)):
+        runs, *again = [
+            Runs(here, generated.ScheduleFreeAdamW, rows(here, mesh, [(97, 130), (7,)], dtype), plan=plan)
+            for _ in range(3)
+        ]
+        runs.step(2)
+        for opt in (runs.one, runs.many):
+            opt.eval()
+        for p, q in zip(runs.alone, runs.parts, strict=True):
+            alike(p.detach(), q.detach(), "the average")
+        for p, q in zip(runs.one.full_weights(), runs.many.full_weights(), strict=True):
+            alike(p, q, "the average in fp32")
+        again[0].many.load_state_dict(runs.many.state_dict())
+        again[1].many.load_state_dict(runs.many.dense_state_dict())
+        for opt in (runs.one, runs.many, *(other.many for other in again)):
+            opt.train()
+        runs.same()
+        for other in again:
+            for p, q in zip(runs.alone, other.parts, strict=True):
+                alike(p.detach(), q.detach(), "the weight of training")
 
 
 @case(2)

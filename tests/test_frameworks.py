@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import optgen
 from optgen.optim import AdamW
 from tests.harness import imported
 from tests.training import alike
@@ -76,6 +77,30 @@ def test_trainer_makes_groups_with_and_without_decay(tmp_path: Path) -> None:
     assert sum(places) == 1
 
 
+@pytest.mark.parametrize("rule", ["schedule_free_adamw", "ema(adamw)"])
+def test_trainer_evaluates_and_saves_at_the_same_step(tmp_path: Path, rule: str) -> None:
+    """The Trainer calls eval() of the optimizer, saves in evaluation, and calls train() before the next step."""
+    hf = example("hf_trainer", "transformers", "accelerate")
+    common = dict(max_steps=4, per_device_train_batch_size=4, lr_scheduler_type="constant", report_to=[], seed=0)
+    common |= dict(use_cpu=True, disable_tqdm=True)
+    often = dict(eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2)
+
+    def made(**options: Any) -> Any:
+        model = hf.tiny_llama()
+        opt = optgen.make(rule, model, plan="int8_split24", lr=1e-2)
+        data, args = hf.Sentences(), hf.TrainingArguments(str(tmp_path), **common, **options)
+        return hf.Trainer(model, args, train_dataset=data, eval_dataset=data, optimizers=(opt, None))
+
+    plain, whole, again = made(save_strategy="no"), made(**often), made(**often)
+    plain.train()
+    whole.train()
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    for trainer in (whole, again):
+        assert not same_weights(plain.model, trainer.model)
+        trainer.optimizer.train()
+        assert same_weights(plain.model, trainer.model)
+
+
 # -- accelerate -------------------------------------------------------------------------------------------
 @pytest.fixture
 def fresh_accelerator() -> Iterator[None]:
@@ -96,6 +121,30 @@ def test_accelerate_stopped_and_resumed(tmp_path: Path, precision: str, every: i
     again = loop.run(tmp_path / "part", 8, resume=True, **options)
     assert same_weights(whole, again)
     assert not same_weights(whole, loop.network())
+
+
+@pytest.mark.usefixtures("fresh_accelerator")
+def test_accelerate_saves_in_evaluation(tmp_path: Path) -> None:
+    ends = []
+    for stop in (None, 2):
+        model = nn.Linear(64, 64)
+        nn.init.ones_(model.weight)
+        nn.init.zeros_(model.bias)
+        accelerator = pytest.importorskip("accelerate").Accelerator(cpu=True)
+        model, opt = accelerator.prepare(model, optgen.make("ema(adamw)", model, plan="int8", lr=1e-2))
+        for t in range(4):
+            if t == stop:
+                opt.eval()
+                accelerator.save_state(tmp_path)
+                opt.train()
+                nn.init.zeros_(model.weight)
+                accelerator.load_state(tmp_path)
+                opt.train()
+            accelerator.backward(model(torch.randn(2, 64, generator=torch.Generator().manual_seed(t))).square().mean())
+            opt.step()
+            opt.zero_grad()
+        ends.append(model)
+    assert same_weights(*ends)
 
 
 # -- Lightning --------------------------------------------------------------------------------------------

@@ -143,13 +143,11 @@ def test_rules_of_two_phases_refuse_what_would_leave_one_out() -> None:
             act()
     net(torch.ones(4)).sum().backward()
     before = net.weight.detach().clone()
-    opt._trained = {}  # as eval() leaves it
-    with pytest.raises(RuntimeError, match=r"first_step\(\) in evaluation"):
-        opt.first_step()
-    opt._trained = None
     opt.first_step()
     assert same_bits(before, net.weight.detach())  # of the rate in the group
-    for act in (opt.step, opt.state_dict, opt.first_step):
+    opt.train()
+    copying = (opt.dense_state_dict, opt.full_weights, lambda: copy.deepcopy(opt), opt.eval)
+    for act in (opt.step, opt.state_dict, opt.first_step, lambda: opt.load_state_dict({}), *copying):
         with pytest.raises(RuntimeError, match=r"second_step\(\)"):
             act()
     with pytest.raises(ValueError, match=r"optgen.SAM\(opt, rho=...\) goes around them"):
@@ -327,7 +325,9 @@ def test_moved_weights_are_neither_saved_nor_evaluated() -> None:
             if step == sam.first_step:
                 with pytest.raises(RuntimeError, match="second_step"):
                     opt.state_dict()
-                average.eval()
+                for part in sam._parts():
+                    with pytest.raises(RuntimeError, match="second_step"):
+                        part.eval()
         assert not same_bits(net.weight.detach(), before)
         if opt is several:
             sam.first_step()

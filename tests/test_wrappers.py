@@ -279,7 +279,8 @@ def follows(names: tuple[str, ...], base: str, steps: int = 7) -> None:
         torch.testing.assert_close(p, q, rtol=2.0**-36, atol=2.0**-36)
         if spec.evaluation is not None:
             own = spec.evaluation
-            got = own.function(p, *(states[0][s] for s in own.states), **{h: options[h] for h in own.hypers})
+            kept = states[0] | states[1]
+            got = own.function(p, *(kept[s] for s in own.states), **{h: options[h] for h in own.hypers})
             torch.testing.assert_close(got, WEIGHTS[0], rtol=2.0**-36, atol=2.0**-36)
 
 

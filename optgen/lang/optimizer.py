@@ -190,7 +190,9 @@ def evaluation_of(function: Callable[..., Any], declared: Iterable[Declaration])
     """The function of the weights to evaluate with; E127 where it takes or reads what generated code does not have,
     and what reading it on values raises, as of a rule."""
     source = SpecSource(function)
+    declared = list(declared)
     states = {d.name for d in declared if isinstance(d, StateDecl) and d.space == spaces.elem}
+    scalars = {d.name for d in declared if isinstance(d, HostStateDecl)}
     hypers = {d.name: d for d in declared if isinstance(d, HyperDecl)}
     parameters = list(inspect.signature(function).parameters.values())
     first, rest = parameters[0] if parameters else None, parameters[1:]
@@ -199,15 +201,16 @@ def evaluation_of(function: Callable[..., Any], declared: Iterable[Declaration])
     why = ""
     if first is None or first.name != "p":
         why = f"its first parameter is p, got {first.name if first else 'none'}"
-    elif not set(given) <= states:
-        why = f"before the `*` it takes element-wise states, got {', '.join(sorted(set(given) - states))}"
+    elif not set(given) <= states | scalars:
+        extra = ", ".join(sorted(set(given) - states - scalars))
+        why = f"before the `*` it takes element-wise states and scalars, got {extra}"
     elif not set(options) <= set(hypers):
         why = f"after the `*` it takes hyper-parameters, got {', '.join(sorted(set(options) - set(hypers)))}"
     elif source.free_names():
         why = f"it reads {', '.join(source.free_names())}, which generated code does not have"
     if why:
         raise UserError("E127", loc=source.head, name=source.name, why=why)
-    check_weights(function, source, given, [hypers[name] for name in options])
+    check_weights(function, source, {name: name in states for name in given}, [hypers[name] for name in options])
     return Evaluation(tuple(given), tuple(options), source.text(), function)
 
 

@@ -66,8 +66,10 @@ class Trace:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The weights that a model is evaluated with, as a function of p, element-wise states and hyper-parameters.
+    """The weights that a model is evaluated with, as a function of p, states of elements, scalars and
+    hyper-parameters.
 
+    states  of elements and scalars
     text    its source, for generated code
     beside  whether they are kept relative to p, so that wrappers must not move p
     """

@@ -165,15 +165,19 @@ _PLAIN = "write it with operators of p, element-wise states and hyper-parameters
 
 
 def check_weights(
-    function: Callable[..., Any], source: SpecSource, states: Iterable[str], hypers: Iterable[HyperDecl]
+    function: Callable[..., Any], source: SpecSource, states: Mapping[str, bool], hypers: Iterable[HyperDecl]
 ) -> None:
-    """Read the function of the weights to evaluate with on values; raise UserError unless it is arithmetic of them."""
+    """Read the function of the weights to evaluate with on values; raise UserError unless it is arithmetic of them.
+
+    states  those that it takes, and if they are of elements, not scalars
+    """
     options: dict[str, Any] = {}
     for h in hypers:
         names = h.parts if h.divided else (h.name,)
         parts = tuple(Value(ir.sym(name)) for name in names)
         options[h.name] = parts if h.divided else parts[0]
-    kept = [Value(ir.load(name, dtypes.f32, spaces.elem)) for name in ("p", *states)]
+    loads = {"p": True, **states}
+    kept = [Value(ir.load(x, dtypes.f32, spaces.elem) if elem else ir.sym(x)) for x, elem in loads.items()]
     try:
         with insisted():
             made = function(*kept, **options)

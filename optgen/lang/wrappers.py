@@ -233,27 +233,32 @@ def snoo(
     return p, slow, outer_momentum
 
 
-def offset_weights(p, ema_offset):
-    """The average, which is kept as its distance from p."""
-    return p + ema_offset
+def average_with(p, ema_average, ema_keep):
+    """The average of the weights up to p."""
+    return p + ema_keep * (ema_average - p)
 
 
-@wrapper(cite="Polyak & Juditsky 1992, SIAM J. Control Optim. 30", evaluate=offset_weights)
-def ema(rule, p, g, t, ema_offset=state(), *, ema_decay=hyper(0.999, ge=0, lt=1), ema_start=hyper(0, ge=0)):
+@wrapper(cite="Polyak & Juditsky 1992, SIAM J. Control Optim. 30", evaluate=average_with)
+def ema(
+    rule, p, g, t, ema_average=state(init="param"), ema_keep=scalar(0.0), *,
+    ema_decay=hyper(0.999, ge=0, lt=1), ema_start=hyper(0, ge=0),
+):  # fmt: skip
     """A rule whose model is evaluated with an exponential average of its weights.
 
-    The first weights averaged are those after step ema_start + 1.  The state is the average less p, so that plans of
-    few bits keep it in few bits.
+    The first weights averaged are those after step ema_start + 1.  They are taken in when the next step begins, or the
+    model is evaluated, and so as they are then: clipped, masked or set since.
     """
-    new = rule(p, g)
-    return new, where(t > ema_start + 1, ema_decay, 0.0) * (ema_offset + (p - new))
+    ema_average = average_with(p, ema_average, ema_keep)
+    return rule(p, g), ema_average, where(t > ema_start + 1, ema_decay, 0.0)
 
 
-@wrapper(cite="Izmailov et al. 2018, arXiv:1803.05407", evaluate=offset_weights)
-def averaged(rule, p, g, t, ema_offset=state(), *, average_start=hyper(0, ge=0)):
-    """A rule whose model is evaluated with the mean of its weights after step average_start."""
-    new = rule(p, g)
-    return new, (1 - 1 / maximum(t - average_start, 1.0)) * (ema_offset + (p - new))
+@wrapper(cite="Izmailov et al. 2018, arXiv:1803.05407", evaluate=average_with)
+def averaged(
+    rule, p, g, t, ema_average=state(init="param"), ema_keep=scalar(0.0), *, average_start=hyper(0, ge=0),
+):  # fmt: skip
+    """A rule whose model is evaluated with the mean of its weights after step average_start, taken in as by `ema`."""
+    ema_average = average_with(p, ema_average, ema_keep)
+    return rule(p, g), ema_average, 1 - 1 / maximum(t - average_start, 1.0)
 
 
 def _primal(rule, p, g, offset, c, beta, **changed):

@@ -15,7 +15,7 @@ from torch._compile import _disable_dynamo
 from torch.optim.optimizer import ParamsT
 
 from optgen.runtime.checkpoint import checkpoint, inputs, weights
-from optgen.runtime.layout import plans, sharding
+from optgen.runtime.layout import plans
 from optgen.runtime.layout.plans import Label, PlanOption
 from optgen.runtime.modes import offload, record, release, watch
 from optgen.runtime.options import blocks as of_rows
@@ -77,6 +77,7 @@ class Optimizer(torch.optim.Optimizer):
     INPUTS: ClassVar[tuple[str, ...]] = ()
     evaluation: ClassVar[Callable[..., Tensor] | None] = None
     feed, _checked, _feed, scale_rows = inputs.feed, inputs.checked, inputs.take, weights.scale_rows
+    eval, train = weights.evaluate, weights.train
 
     _warned_of_stack, _all_given = False, True
     """The second: False while the constructor adds groups: it looks for shared memory once, not for every group."""
@@ -124,6 +125,7 @@ class Optimizer(torch.optim.Optimizer):
         asked: dict[str, Any] = {"capturable": capturable or None, "fused": fused or None, "offload": offload or None}
         asked |= {"differentiable": differentiable, "stagger": stagger or None, "workspace": workspace}
         defaults = {**options.check(type(self), {**given, **asked}), "format": checkpoint.FORMAT}
+        defaults |= {options.MODE: True} if self.evaluation is not None else {}
         self._reset_caches()
         tables = None if module is None else rules.Tables(type(self).__name__, module)
         self._rules = rules.Rules(type(self), overrides, tables)
@@ -159,7 +161,7 @@ class Optimizer(torch.optim.Optimizer):
         self._release: release.Release | None = None
         self._watch: watch.Watch | None = None
         self._record: record.Record | None = None
-        self._trained: dict[Tensor, Tensor] | None = None
+        self._uphill = False  # between the two steps of SAM
         self._idle = 0
         self._rules, self._blocks = rules.Rules(type(self)), of_rows.Rules(type(self))
 
@@ -413,38 +415,20 @@ class Optimizer(torch.optim.Optimizer):
 
     # -- evaluation -----------------------------------------------------------------------------------
 
-    def eval(self) -> None:
-        """Put the weights that the model is to be evaluated with into it, if the rule has such (an average of those
-        that it trains).  Until `train()` is called there is no step and no state_dict."""
-        if self.evaluation is None or self._trained is not None:
-            return
-        with torch.no_grad():
-            started = [entry for entry in self._entries() if state.of(self.state, entry.p)]
-            found = [
-                (p, p.detach().clone(), weights.evaluated(type(self), group, p, self.state[p], name))
-                for p, group, *_, name in started
-            ]
-            self._trained = {p: trained for p, trained, _ in found}
-            for p, _, value in found:
-                sharding.local(p).copy_(value)
-
-    def train(self) -> None:
-        """Put back the weights that `eval()` took out, bit for bit."""
-        if self._trained is None:
-            return
-        with torch.no_grad():
-            for p, value in self._trained.items():
-                sharding.local(p).copy_(sharding.local(value))
-        self._trained = None
+    @property
+    def _evaluating(self) -> bool:
+        """True between `eval()` and `train()`, of rules that have weights for evaluation."""
+        return self.evaluation is not None and any(group.get(options.MODE) is False for group in self.param_groups)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state dict as torch does, with options as Python numbers and the names of a user's own entries.
 
         It is for `load_state_dict` of this class.  Codes stand under names of their own (`exp_avg_codes`), so that
         torch.optim does not take them for states: `dense_state_dict` is the form that torch.optim loads.
-        RuntimeError between `eval()` and `train()`: the model then holds other weights.
+        Between `eval()` and `train()` it has the weights of training too; the optimizer that loads it is in evaluation,
+        and its `train()` puts them into the model.  RuntimeError between the steps of SAM.
         """
-        self._refuse_in_evaluation("state_dict()")
+        self._refuse_uphill("state_dict()")
         found = inputs.whole(type(self), super().state_dict())
         for group in found.get("param_groups", ()):  # hooks may have made it another
             if isinstance(group, dict):
@@ -457,13 +441,17 @@ class Optimizer(torch.optim.Optimizer):
                 group.update(names)
         return found
 
+    def _refuse_uphill(self, action: str) -> None:
+        if self._uphill:
+            raise RuntimeError(f"{type(self).__name__}.{action} between the steps of SAM: call second_step() first")
+
     def _refuse_in_evaluation(self, action: str) -> None:
-        if self._trained is not None:
-            what = "call train() first, or between the steps of SAM second_step()"
-            raise RuntimeError(f"{type(self).__name__}.{action} in evaluation: {what}")
+        self._refuse_uphill(action)
+        if self._evaluating:
+            raise RuntimeError(f"{type(self).__name__}.{action} in evaluation: call train() first")
 
     def __getstate__(self) -> dict[str, Any]:
-        self._refuse_in_evaluation("copying")
+        self._refuse_uphill("copying")
         found: dict[str, Any] = super().__getstate__()
         found |= {"_rules": self._rules, "_blocks": self._blocks}
         params = [entry.p for entry in self._entries()]
@@ -478,12 +466,14 @@ class Optimizer(torch.optim.Optimizer):
 
         The options saved with the groups win, the plan among them; only `backend` stays.  All is checked first:
         ValueError lists what does not fit, and nothing has changed.  Nothing stays shared with `state_dict`.
+        One that was taken in evaluation leaves this optimizer in evaluation, and the model's weights as they are until
+        `train()`; in evaluation any other is refused by a RuntimeError.
         """
         self._take(self._read(state_dict))
 
     def _read(self, state_dict: Mapping[str, Any]) -> checkpoint.Loaded:
         """Return groups and states as a state dict has them, or raise ValueError; nothing has changed."""
-        self._refuse_in_evaluation("load_state_dict()")
+        self._refuse_uphill("load_state_dict()")
         state_dict = checkpoint.opened(type(self), state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = pre_hook(self, state_dict)
@@ -492,7 +482,10 @@ class Optimizer(torch.optim.Optimizer):
         with torch.no_grad():
             moved = self._offload.settle(self.param_groups)
             try:
-                return checkpoint.read(type(self), self.param_groups, state_dict, self.state)
+                loaded = checkpoint.read(type(self), self.param_groups, state_dict, self.state)
+                if all(group.get(options.MODE, True) for group in loaded.groups):
+                    self._refuse_in_evaluation("load_state_dict() of one that was taken in training")
+                return loaded
             except BaseException:
                 for p, home in moved:
                     state.settle(p, home)
@@ -514,9 +507,10 @@ class Optimizer(torch.optim.Optimizer):
     def dense_state_dict(self) -> dict[str, Any]:
         """A state dict with fp32 tensors under torch's names, which torch.optim and every plan can load.
 
-        What torch has no place for (the weights' low halves, the seed, the plan) is left out: see master_weights.
+        What torch has no place for (the weights' low halves, the seed, the plan) is left out: see master_weights.  In
+        evaluation the weights of training are in it, fp32.
         """
-        self._refuse_in_evaluation("dense_state_dict()")
+        self._refuse_uphill("dense_state_dict()")
         numbers = {id(entry.p): entry.position for entry in self._entries()}
         groups = []
         for group in self.param_groups:
@@ -535,10 +529,11 @@ class Optimizer(torch.optim.Optimizer):
     def master_weights(self) -> dict[str | int, Tensor]:
         """The weights at full precision, fp32, by name (by position where parameters have no names).
 
+        In evaluation they are those to evaluate with, before they are rounded to the model's.
         Frozen ones that fp32 does not hold (integers, complex numbers, fp64) are copied as they are.
         ValueError where two parameters have one name, as those of two models may: see `master_state_dict`.
         """
-        self._refuse_in_evaluation("master_weights()")
+        self._refuse_uphill("master_weights()")
         names = [entry.name for entry in self._entries()]
         twice = [name for name, count in Counter(names).items() if count > 1]
         if twice:
@@ -550,7 +545,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def full_weights(self) -> list[Tensor]:
         """The weights at full precision, fp32, in the order of the groups; frozen ones as in `master_weights`."""
-        self._refuse_in_evaluation("full_weights()")
+        self._refuse_uphill("full_weights()")
         with torch.no_grad():
             return [self._full_weight(entry) for entry in self._entries()]
 
@@ -558,6 +553,8 @@ class Optimizer(torch.optim.Optimizer):
         kept = state.of(self.state, entry.p)
         if not kept:
             return weights.fresh(entry.p)
+        if state.TRAINED in kept:
+            return weights.full_evaluated(type(self), entry.group, entry.p, kept, entry.name)
         _, plan, variant = checkpoint.select(type(self), entry.group, entry.p, entry.name, kept)
         return weights.full(plan, variant, entry.p, kept, entry.name)
 
@@ -571,11 +568,11 @@ class Optimizer(torch.optim.Optimizer):
 
         Names are the model's own, tied weights under all of theirs.  Parameters that are not this optimizer's and
         floating buffers keep their values (fp32 where they are narrower); all else is as it is.  Tensors are copies,
-        on their parameters' devices.
+        on their parameters' devices.  In evaluation the weights are those to evaluate with.
         RuntimeError where a weight was changed by something else and no longer fits what is kept of it; ValueError for
         a model none of whose parameters is this optimizer's.
         """
-        self._refuse_in_evaluation("master_state_dict()")
+        self._refuse_uphill("master_state_dict()")
         self._say_lost_bits(model)
         owned = {key: functools.partial(self._full_weight, e) for key, e in self._trained_entries(model).items()}
         with torch.no_grad():

@@ -100,7 +100,7 @@ class SAM:
             p.add_(p.square() * p.grad if self.adaptive else p.grad, alpha=self.rho / (norm + EPS))
         self._kept = kept
         for part in self._parts():  # which then refuse what needs the weights that are kept
-            part._trained = {p: weight for p, weight, _ in kept}
+            part._uphill = True
         self.optimizer.zero_grad()
 
     def _prepare(self) -> None:
@@ -120,7 +120,7 @@ class SAM:
         pairs = [(old, p.grad) for p, _, old in self._kept if old is not None and p.grad is not None]
         self._kept = None
         for part in self._parts():
-            part._trained = None
+            part._uphill = False
         return pairs
 
     @torch.no_grad()

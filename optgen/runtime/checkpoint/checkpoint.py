@@ -152,7 +152,7 @@ def _names(cls: Any, group: Mapping[str, Any], p: Tensor, label: plans.Label) ->
 @lru_cache(maxsize=256)
 def _fields(plan: Pair) -> frozenset[str]:
     """Return the keys of the states of all variants of a plan."""
-    return frozenset({"step"}).union(*(v.keys for v in plan.variants))
+    return frozenset({"step", state.TRAINED}).union(*(v.keys for v in plan.variants))
 
 
 def _listed(group: Mapping[str, Any], key: str) -> set[str]:
@@ -242,6 +242,11 @@ def read(
         misfits.add("another rank found what does not fit its parts, and says it")
     if any(": exp_avg" in line and ": not expected" in line for line in misfits.lines):
         misfits.heading += " (optgen.take_states(new, old) goes on with those states of AdamW that the rule has, too)"
+    if any(line.endswith(MISSING) for line in misfits.lines):
+        misfits.heading += (
+            " (torch.distributed.checkpoint reads what the optimizer's own state dict has: make the states by "
+            "get_optimizer_state_dict, call eval(), and load once more)"
+        )
     misfits.stop()
     warn_stacks(cls, stacks)
     if missing and any("step" in entry for entry in state.of_parameters(loaded.states)):
@@ -467,7 +472,7 @@ def _merge(
     if (given := taken.pop("param_names", None)) is not None:  # what random bits go by; in the present order
         names = dict(zip(saved["params"], given, strict=True))
         taken["param_names"] = [names[order[id(p)]] for p in group["params"]]
-    merged = {**group, **taken}
+    merged = {**group, **({options.MODE: True} if options.MODE in group else {}), **taken}
     try:
         merged.update(options.check(cls, merged))
         merged["plan"] = options.record_plan(cls, merged["plan"], merged["params"])
@@ -617,6 +622,11 @@ class _Reading:
         """True for a group of optgen, False for one of torch.optim or another package."""
         return "plan" in self.saved
 
+    @property
+    def evaluating(self) -> bool:
+        """True for a group that was saved in evaluation, of a rule that has weights for it."""
+        return self.cls.evaluation is not None and self.group[options.MODE] is False
+
     def read(
         self, labels: Sequence[plans.Label], numbers: Sequence[Any], saved: Mapping[Any, Any]
     ) -> list[tuple[Tensor, str]]:
@@ -662,6 +672,10 @@ class _Reading:
         if not found:
             return None
         p, parts, exact, errors = target, None, None, None
+        trained = found.pop(state.TRAINED, None) if self.evaluating else None
+        if self.evaluating and not isinstance(trained, Tensor):
+            self.misfits.add(f"{where}: {state.TRAINED}{MISSING}")
+            return None
         try:
             plan_name, plan, variant = select(self.cls, self.group, p, label)
             if not self.own:
@@ -677,12 +691,29 @@ class _Reading:
                 parts = sharding.Parts.of(p, variant)
                 p, found = parts.weight(p), parts.taken(found)
                 errors = parts.beside("error_bits", errors) if isinstance(errors, Tensor) else errors
+            if trained is not None:
+                trained = _trained(trained, target, p, parts, self.own)
             if not self.own:
                 exact = reader().weight({"error_bits": errors}, p, self.group.get("master_bytewidth"))
         except (TypeError, ValueError) as error:
             self.misfits.add(f"{where}: {error}")
             return None
-        return _Source(self, plan, variant, target, p, parts, found, exact, where)
+        return _Source(self, plan, variant, target, p, parts, found, exact, trained, where)
+
+
+MISSING = ": it is missing, and the checkpoint was taken in evaluation"
+
+
+def _trained(value: Tensor, target: Tensor, p: Tensor, parts: sharding.Parts | None, own: bool) -> Tensor:
+    """Return a copy of a weight of training that stands beside p, fp32 if it is from a dense state dict.
+
+    Raises ValueError if it does not fit.
+    """
+    want = state.describe(target.dtype if own else torch.float32, tuple(target.shape))
+    if (got := _short(value)) != want:
+        raise ValueError(f"{state.TRAINED}: expected {want}, got {got}")
+    part = value if parts is None else parts.beside(state.TRAINED, value)
+    return part.detach().to(p.device, copy=True).contiguous()
 
 
 def _encoded(variant: Variant, p: Tensor, entry: dict[str, Any]) -> dict[str, Any]:
@@ -708,6 +739,7 @@ class _Source:
     target   the parameter; p is the same, or if it is sharded this rank's part of it or a copy of all of it
     parts    the layout of a sharded parameter
     exact    the full weight, if another package saved it
+    trained  the weight of training, if it was saved in evaluation: as it was, or full from a dense state dict
     where    the parameter and its plan, as misfits call it
     """
 
@@ -719,6 +751,7 @@ class _Source:
     parts: sharding.Parts | None
     entry: Mapping[str, Any]
     exact: Tensor | None
+    trained: Tensor | None
     where: str
 
     def misfit(self, line: str) -> None:
@@ -743,11 +776,16 @@ class _Source:
             self._copy(made, arena)
         if len(misfits) == before:
             shown = self._encode(made, arena, whole) if dense else self._checked(made)
+            shown = shown if self.trained is None or dense else self.trained
         if shown is not None:
             p = self.target if parts is None else self.p
             if parts is not None and parts.gathered:  # p is a copy of all of it
                 p, shown = sharding.local(self.target), sharding.part_of(shown, parts.layout)
-            self.reading.loaded.rounded.append((p, shown))
+            if self.trained is None:
+                self.reading.loaded.rounded.append((p, shown))
+            else:
+                shown = shown.to(p.device, p.dtype)
+                made[state.TRAINED] = shown if parts is None else sharding.wrapped(shown, parts.layout)
         return made if parts is None else parts.wrapped(made)
 
     def _scalars(self, dense: bool) -> dict[str, Any]:
@@ -844,7 +882,7 @@ class _Source:
         plan, variant, p, parts = self.plan, self.variant, self.p, self.parts
         values = {key: self.entry[key].to(p.device) for key in variant.states}
         room = {f.name: state.zeros(f, p, arena, parts) for f in variant.fields}
-        exact = low_bits.exact(p) if self.exact is None else self.exact
+        exact = next((x for x in (self.trained, self.exact) if x is not None), low_bits.exact(p))
         if whole and parts is not None:
             like = torch.zeros(parts.layout.shape, dtype=p.dtype, device=p.device)  # states do not depend on it
             fields = [f for f in variant.fields if f.owner in whole]
@@ -876,4 +914,7 @@ def dense_entry(plan: Pair, variant: Variant, p: Tensor, entry: Mapping[str, Any
     for name in variant.host_names:
         dense[name] = torch.tensor(float(entry[name]), dtype=torch.float32, device="cpu")
     dense.update(sharding.decode(plan, variant, state.at_home(p), entry, variant.states))
+    if state.TRAINED in entry:
+        p = state.at_home(state.trained(p, entry))
+        dense[state.TRAINED] = sharding.decode(plan, variant, p, entry, ("p",))["p"]
     return dense

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from optgen.runtime.checkpoint import checkpoint
 from optgen.runtime.layout import layout, sharding
+from optgen.runtime.options.options import MODE
 from optgen.runtime.records import Variant
 from optgen.runtime.records.join import Pair
 from optgen.runtime.records.misfits import Misfits
@@ -274,9 +275,55 @@ def evaluated(cls: Any, group: Mapping[str, Any], p: Tensor, kept: Mapping[str, 
     """Return `cls.evaluation` of a parameter and its states: fp32, of the shape of p or of this rank's part of it."""
     _, plan, variant = checkpoint.select(cls, group, p, name)
     code = cls.evaluation.__code__
-    names = [name for name in code.co_varnames[: code.co_argcount] if name == "p" or name in variant.states]
+    given = code.co_varnames[: code.co_argcount]
+    names = [name for name in given if name == "p" or name in variant.states]
     options = code.co_varnames[code.co_argcount : code.co_argcount + code.co_kwonlyargcount]
     values = sharding.locals_of(sharding.decode(plan, variant, p, kept, names))
+    values |= {name: kept[name] for name in given if name in variant.host_names}
     hypers = {hyper.name: hyper.read(group[hyper.name]) for hyper in cls.HYPERS if hyper.name in options}
-    made: Tensor = cls.evaluation(**{name: values[name] for name in names}, **hypers)
+    made: Tensor = cls.evaluation(**values, **hypers)
     return made.to(torch.float32)
+
+
+def full_evaluated(cls: Any, group: Mapping[str, Any], p: Any, kept: Mapping[str, Tensor], name: str | int) -> Tensor:
+    """Return the same of a parameter in evaluation, over all ranks if p is."""
+    made = evaluated(cls, group, state.trained(p, kept), kept, name)
+    return sharding.wrapped(made, sharding.layout_of(p)) if sharding.is_sharded(p) else made
+
+
+def evaluate(optimizer: Any) -> None:
+    """Put the weights that the model is to be evaluated with into it, if the rule has such (an average of those that it
+    trains).
+
+    Until `train()` is called there is no step, and those of training are entries of the states, "trained_weight", so
+    that checkpoints, copies and pickles have both.  RuntimeError between the steps of SAM.
+    """
+    optimizer._refuse_uphill("eval()")
+    if optimizer.evaluation is None or optimizer._evaluating:
+        return
+    states = optimizer.state
+    with torch.no_grad():
+        found = [
+            (p, p.detach().clone(), evaluated(type(optimizer), group, p, states[p], name))
+            for p, group, *_, name in optimizer._entries()
+            if state.of(states, p)
+        ]
+        for p, trained, value in found:
+            states[p] = {**states[p], state.TRAINED: trained}  # a new dict: state dicts share the old one
+            sharding.local(p).copy_(value)
+    for group in optimizer.param_groups:
+        group[MODE] = False
+
+
+def train(optimizer: Any) -> None:
+    """Put back the weights that `eval()` took out, bit for bit, or those of training of a loaded checkpoint."""
+    if not optimizer._evaluating:
+        return
+    states = optimizer.state
+    with torch.no_grad():
+        for p, kept in list(states.items()):
+            if isinstance(p, Tensor) and state.TRAINED in kept:
+                sharding.local(p).copy_(sharding.local(kept[state.TRAINED]))
+                states[p] = {name: value for name, value in kept.items() if name != state.TRAINED}
+    for group in optimizer.param_groups:
+        group[MODE] = True

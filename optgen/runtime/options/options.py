@@ -26,6 +26,9 @@ REFUSED = {"differentiable": "the step is one fused kernel that autograd does no
 OWN = frozenset({"plan", "overrides", "blocks", "backend", "seed", "streams", "stagger", "workspace", "format"})
 """Keys of a group that no other package has; format: the version of the checkpoint format (checkpoint.py)."""
 
+MODE = "train_mode"
+"""Key of a group, under rules with weights for evaluation: False while the model holds these (schedulefree has it)."""
+
 RUNNING = ("capturable", "fused", "offload")
 """Keys for the way in which a step is made, not for its result.  A group has them only if they were requested."""
 
@@ -228,7 +231,7 @@ def at_step(
 def warn_unknown(cls: Any, group: Mapping[str, Any]) -> None:
     """Groups may carry keys of the user's own; one that looks like a misspelt option is worth a word."""
     known = [*(h.name for h in cls.HYPERS), *(f.name for f in cls.FLAGS if not f.derived)]
-    known += ["maximize", *sorted(OWN)]
+    known += ["maximize", MODE, *sorted(OWN)]
     for key in group:
         if key in known or key in FOREIGN or key == "param_names":
             continue

@@ -30,6 +30,17 @@ def of_parameters(states: Mapping[Any, Any]) -> Iterator[Mapping[str, Any]]:
     return (entry for key, entry in states.items() if isinstance(key, Tensor))
 
 
+TRAINED = "trained_weight"
+"""The entry, in evaluation, of the weight that `train()` puts back into the model."""
+
+
+def trained(p: Tensor, kept: Mapping[str, Any]) -> Tensor:
+    """Return the weight of training of a parameter in evaluation, which its states belong to."""
+    made: Tensor = kept[TRAINED].detach()
+    settle(made, home(p))
+    return made
+
+
 _HOME = "_optgen_home"
 
 

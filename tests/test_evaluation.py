@@ -1,0 +1,286 @@
+"""Weights for evaluation: checkpoints taken while the model holds them."""
+
+import copy
+import io
+import os
+import pickle
+import random
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+import optgen
+from optgen.convert.target import convert
+from tests.training import bits, train
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+RULES = (
+    "ema(adamw)", "averaged(sgd)", "ema_nesterov(lion)", "gpa(adamw)", "schedule_free(adamw)", "schedule_free_adamw",
+    "radam_schedule_free", "soap_muon", {"0.weight": "ema(adamw)", "*": "adamw"},
+)  # fmt: skip
+PLANS = ("fp32", "int8_split24", "bf16_sr", "bf16_kahan", "fp32_master", "split32", "flashoptim")
+
+Run = tuple[nn.Module, Any]
+"""A model and its optimizer."""
+
+
+def fresh(rule: Any, plan: str, backend: str = "reference", dtype: torch.dtype | None = None) -> Run:
+    draw = torch.Generator().manual_seed(0)
+    model = nn.Sequential(nn.Linear(72, 64), nn.Linear(64, 3))
+    for p in model.parameters():
+        p.data = torch.randn(p.shape, generator=draw)
+    model.to(dtype or (torch.float32 if plan == "fp32" else torch.bfloat16))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of plans that round to nearest
+        return model, optgen.make(rule, model, plan=plan, backend=backend)
+
+
+def held(run: Run) -> Any:
+    """All that a run holds, as bits."""
+    model, opt = run
+    return bits([list(model.parameters()), [opt.state[p] for p in model.parameters()]])
+
+
+def dumped(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+
+
+def ways(run: Run, again: Any, tmp_path: Path) -> Iterator[tuple[str, Run]]:
+    """Take a checkpoint of a run in evaluation by each way; yield its name and the run that goes on from it."""
+    model, opt = run
+    several = hasattr(opt, "parts")  # of which one has the same weights for evaluation
+    for name in ("model first", "optimizer first", *(["other weights"] if not several else [])):
+        other, loaded = again()
+        if name == "model first":
+            other.load_state_dict(model.state_dict())
+        loaded.load_state_dict(dumped(opt.state_dict()))
+        if name == "optimizer first":
+            other.load_state_dict(model.state_dict())
+        yield name, (other, loaded)
+    optgen.save_checkpoint(tmp_path / "run.pt", opt, model)
+    other, loaded = again()
+    optgen.load_checkpoint(tmp_path / "run.pt", loaded, other)
+    assert bits(list(other.state_dict().values())) == bits(list(model.state_dict().values()))
+    yield "file", (other, loaded)
+    yield "copy", copy.deepcopy(run)
+    yield "pickle", pickle.loads(pickle.dumps(run))
+    for flat in [False] if several else [False, True]:
+        options = StateDictOptions(flatten_optimizer_state_dict=flat)
+        folder = tmp_path / f"flat{flat}"
+        model.zero_grad()
+        other, loaded = again()
+        other.load_state_dict(model.state_dict())
+        get_optimizer_state_dict(other, loaded)  # makes the states
+        loaded.eval()
+        asked = get_optimizer_state_dict(other, loaded, options=options)
+        dcp.save(get_optimizer_state_dict(model, opt, options=options), checkpoint_id=folder, no_dist=True)
+        dcp.load(asked, checkpoint_id=folder, no_dist=True)
+        set_optimizer_state_dict(other, loaded, asked, options=options)
+        yield "distributed checkpoint", (other, loaded)
+    before = opt.state_dict()
+    opt.train()
+    opt.load_state_dict(before)  # which train() has left as it was
+    yield "its own", run
+
+
+@pytest.mark.parametrize("number", [*range(4), *(pytest.param(i, marks=pytest.mark.full) for i in range(4, 60))])
+def test_a_run_goes_on_from_a_checkpoint_taken_in_evaluation(number: int, tmp_path: Path) -> None:
+    """Bit for bit that of a run without a checkpoint, whatever the model holds when it is loaded."""
+    draw = random.Random(int(os.environ["OPTGEN_SAMPLE_SEED"]) * 1000 + number)
+    rule, plan, backend = draw.choice(RULES), draw.choice(PLANS), draw.choice(["reference", "cpp"])
+    whole, part = fresh(rule, plan, backend), fresh(rule, plan, backend)
+    steps = draw.randint(1, 4)
+    for run in (whole, part):
+        train(run[1], range(steps))
+    trained = bits(list(part[0].parameters()))
+    part[1].eval()
+    resumed = []
+    for name, run in ways(part, lambda: fresh(rule, plan, backend), tmp_path):
+        with pytest.raises(RuntimeError, match=r"step\(\) in evaluation: call train\(\) first"):
+            run[1].step()
+        run[1].train()
+        assert bits(list(run[0].parameters())) == trained, (rule, plan, backend, name)
+        train(run[1], range(7, 9))
+        resumed.append((name, held(run)))
+    train(whole[1], range(7, 9))
+    for name, found in resumed:
+        assert found == held(whole), (rule, plan, backend, name)
+
+
+@pytest.mark.parametrize("plan", ["int8_split24", "bf16_sr", "fp32"])
+@pytest.mark.parametrize("rule", ["ema(adamw)", "schedule_free_adamw"])
+def test_full_weights_of_evaluation_and_dense_states_go_to_another_plan(rule: str, plan: str) -> None:
+    """The model has the average, in fp32; train() puts the full weights of training into it."""
+    model, opt = fresh(rule, plan)
+    train(opt, range(3))
+    full, trained = bits(opt.full_weights()), bits(list(model.parameters()))
+    opt.eval()
+    for other, loaded in (fresh(rule, "fp32", dtype=torch.float32), fresh(rule, plan)):
+        exact = opt.master_state_dict(model)
+        assert bits([x.to(next(model.parameters()).dtype) for x in exact.values()]) == bits(list(model.parameters()))
+        other.load_state_dict(exact)
+        loaded.load_state_dict(dumped(opt.dense_state_dict()))
+        loaded.train()
+        assert bits(loaded.full_weights()) == full
+    assert bits(list(other.parameters())) == trained
+
+
+def test_what_does_not_fit_is_refused_and_nothing_changes(tmp_path: Path) -> None:
+    model, opt = fresh("ema(adamw)", "int8_split24")
+    train(opt, range(3))
+    of_training = copy.deepcopy(opt.state_dict())
+    opt.eval()
+    before, saved = held((model, opt)), copy.deepcopy(opt.state_dict())
+    with pytest.raises(RuntimeError, match="one that was taken in training in evaluation: call train"):
+        opt.load_state_dict(of_training)
+    for act in (opt.release_gradients, lambda: opt.load_master_state_dict(model, model.state_dict())):
+        with pytest.raises(RuntimeError, match=r"in evaluation: call train\(\) first"):
+            act()
+    assert held((model, opt)) == before
+    other, loaded = fresh("ema(adamw)", "int8_split24")
+    states = saved["state"].items()
+    cut = {**saved, "state": {k: {n: x for n, x in s.items() if n != "trained_weight"} for k, s in states}}
+    wide = {**saved, "state": {k: {**s, "trained_weight": s["trained_weight"].float()} for k, s in states}}
+    for damaged, says in ((cut, "trained_weight: it is missing"), (wide, "trained_weight: expected bfloat16")):
+        empty = held((other, loaded))
+        with pytest.raises(ValueError, match=says):
+            loaded.load_state_dict(damaged)
+        assert held((other, loaded)) == empty
+    with pytest.raises(ValueError, match="trained_weight: not expected"):
+        fresh("adamw", "int8_split24")[1].load_state_dict(saved)
+    # torch asks a folder for what the new optimizer has, which is in training.
+    other, loaded = fresh("ema(adamw)", "int8_split24")
+    dcp.save(get_optimizer_state_dict(model, opt), checkpoint_id=tmp_path, no_dist=True)
+    asked = get_optimizer_state_dict(other, loaded)
+    dcp.load(asked, checkpoint_id=tmp_path, no_dist=True)
+    with pytest.raises(ValueError, match=r"make the states by get_optimizer_state_dict, call eval\(\), and load once"):
+        set_optimizer_state_dict(other, loaded, asked)
+
+
+def test_a_conversion_keeps_both_weights(tmp_path: Path) -> None:
+    model, opt = fresh("schedule_free_adamw", "int8_split24")
+    train(opt, range(3))
+    full = bits(opt.full_weights())
+    opt.eval()
+    optgen.save_checkpoint(tmp_path / "a.pt", opt, model)
+    convert(str(tmp_path / "a.pt"), str(tmp_path / "b.pt"), to="fp32", param="float32", find=lambda _: type(opt))
+    other, loaded = fresh("schedule_free_adamw", "fp32")
+    optgen.load_checkpoint(tmp_path / "b.pt", loaded, other)
+    assert bits([p.bfloat16() for p in other.parameters()]) == bits(list(model.parameters()))
+    loaded.train()
+    assert bits(list(other.parameters())) == full
+
+
+# -- averages of weights that others change between steps ------------------------------------------------------------
+
+
+def clamped(p: Tensor) -> None:
+    p.clamp_(-0.5, 0.5)
+
+
+def clamped_unseen(p: Tensor) -> None:
+    p.data.clamp_(-0.5, 0.5)  # of which p's own version says nothing
+
+
+def masked(p: Tensor) -> None:
+    p.mul_((torch.arange(p.numel()) % 3 > 0).reshape(p.shape))
+
+
+def shortened(p: Tensor) -> None:
+    p.copy_(torch.renorm(p.float(), 2, 0, 0.25))
+
+
+def replaced(p: Tensor) -> None:
+    p.data = p.data.flip(0) * 2
+
+
+def jumped(p: Tensor) -> None:
+    p.fill_(100.0 if p.flatten()[0] < 100 else -3.0)
+
+
+EDITS = (clamped, clamped_unseen, masked, shortened, replaced, jumped)
+SHOWING = ("fp32", "int8", "int8_split24", "int4_split24", "split32", "bf16_sr", "torchao8")
+"""Plans under which a step begins with the weight at hand, as docs/checkpoints.md says."""
+
+
+@pytest.mark.parametrize("number", [*range(6), *(pytest.param(i, marks=pytest.mark.full) for i in range(6, 90))])
+def test_the_average_is_that_of_the_weights_at_hand(number: int) -> None:
+    """torch's AveragedModel that is told of the full weights after each edit, in fp64.
+
+    Each step rounds a difference and the new average, of numbers below twice the largest weight, and eval() does once
+    more: 3 roundings of fp32 a step, which later steps do not raise.
+    """
+    draw = random.Random(int(os.environ["OPTGEN_SAMPLE_SEED"]) * 1000 + number)
+    rule = draw.choice(["ema", "averaged"]) + draw.choice(["(adamw)", "(lion)", "(cautious(sgd))"])
+    plan, backend, edit = draw.choice(SHOWING), draw.choice(["reference", "cpp"]), EDITS[number % len(EDITS)]
+    start, decay = draw.choice([0, 2]), draw.choice([0.5, 0.99])
+    options = {"ema_decay": decay, "ema_start": start} if "ema" in rule else {"average_start": start}
+    p = nn.Parameter(torch.randn(70, 65, generator=torch.Generator().manual_seed(number)))
+    p.data = p.data.to(torch.float32 if plan in ("fp32", "int8") else torch.bfloat16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        opt = optgen.make(rule, [("p", p)], plan=plan, backend=backend, lr=1e-2, **options)
+    average, seen, largest = (
+        torch.optim.swa_utils.get_ema_avg_fn(decay) if "ema" in rule else None,
+        nn.Linear(1, 1),
+        0.0,
+    )
+    for t in range(1, 9):
+        train(opt, [t])
+        if draw.random() < 0.7:
+            with torch.no_grad():
+                edit(p)
+        seen.weight = nn.Parameter(opt.full_weights()[0].double())
+        if t <= start + 1:
+            shown = torch.optim.swa_utils.AveragedModel(seen, avg_fn=average)
+        shown.update_parameters(seen)
+        largest = max(largest, float(seen.weight.detach().abs().max()))
+        if draw.random() < 0.3:
+            opt.eval()
+            opt.train()
+    opt.eval()
+    off = (opt.full_weights()[0] - shown.module.weight.detach()).abs().max()
+    assert off <= 8 * 3 * 2 * largest * 2.0**-24, (rule, plan, backend, edit.__name__, off)
+
+
+@pytest.mark.parametrize("rule", ["gpa(adamw)", "schedule_free(adamw)", "ema_nesterov(adamw)", "soap_muon"])
+def test_distances_from_the_weight_follow_its_edits(rule: str) -> None:
+    """z, and the average of changes, are kept relative to p: an edit moves p and the weights for evaluation alike."""
+    p = nn.Parameter(torch.randn(16, 16, generator=torch.Generator().manual_seed(0)))
+    opt = optgen.make(rule, [("p", p)], plan="fp32", backend="reference")
+    train(opt, range(3))
+    shown = []
+    for far in (0.0, 1.0):
+        with torch.no_grad():
+            p.add_(far)
+        opt.eval()
+        shown.append(p.detach().clone())
+        opt.train()
+    torch.testing.assert_close(shown[1], shown[0] + 1.0)
+
+
+def test_rows_of_an_embedding_stay_in_their_ball_in_the_average() -> None:
+    """nn.Embedding(max_norm=1) shortens the rows that it is asked for, in its forward."""
+    table = nn.Embedding(64, 66, max_norm=1.0)
+    opt = optgen.make("ema(adamw)", table, plan="fp32", backend="reference", lr=0.1, ema_decay=0.9)
+    for _ in range(30):
+        table(torch.arange(64)).sum().neg().backward()
+        opt.step()
+        opt.zero_grad()
+    table(torch.arange(64))
+    opt.eval()
+    assert float(table.weight.detach().norm(dim=1).max()) < 1.0 + 2.0**-17  # 128 roundings of fp32
