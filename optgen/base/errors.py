@@ -154,8 +154,8 @@ TABLE: dict[str, Row] = {
     ),
     "E203": Row(
         "`{name}` lives in space {want}, but the value returned for it lives in {got}",
-        "spaces: elem is one value per element, row and col one per row and column, tensor one per parameter, "
-        "host one per step",
+        "spaces: elem is one value per element, row and col one per row and column, mat one per matrix, which no state "
+        "keeps, tensor one per parameter, host one per step",
         "{remedy}",
     ),
     "E204": Row(
