@@ -289,3 +289,20 @@ def test_edited_lists_are_stepped_as_torch_steps_them_or_refused(kind: str, seed
     saved = copy.deepcopy(opt.state_dict())
     opt.load_state_dict(saved)
     assert alike(opt.state_dict(), saved)
+
+
+def test_positions_that_move_are_refused_where_plans_of_single_parameters_go_by_them() -> None:
+    params = [nn.Parameter(torch.ones(n, 64)) for n in (64, 65, 64, 65)]
+    for overrides in (None, {params[1]: "fp32"}):
+        opt = AdamW(params, plan="int8", overrides=overrides, backend="reference")
+        for p in params:
+            p.grad = torch.ones_like(p)
+        opt.step()
+        before = copy.deepcopy(params)
+        del opt.param_groups[0]["params"][0]
+        if overrides is None:
+            opt.step()
+            continue
+        with pytest.raises(ValueError, match=r"shape \[65, 64\] has got the position, by which it has overrides"):
+            opt.step()
+        assert alike(params, before)
