@@ -61,8 +61,8 @@ docs: setup
 docs-test: setup
 	@$(PY) tools/docs.py test
 
-wheel: setup
-	$(PY) -m hatchling build -t wheel
+wheel:
+	$(PYTHON) -m pip wheel --no-deps --wheel-dir dist .
 
 clean:
 	rm -rf dist demo_out .mypy_cache .ruff_cache .pytest_cache .hypothesis

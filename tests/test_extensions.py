@@ -2,6 +2,7 @@
 
 import math
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ from optgen.lang.plain import plain_formulas
 from optgen.lang.symbolic import expression
 from optgen.ops import dtypes, prims, spaces
 from optgen.optim import AdamW
+from optgen.runtime.cpu import native
 from optgen.verify import bounds, lint
 from optgen.verify.differential import stored
 from optgen.verify.intervals import Interval
@@ -92,6 +94,48 @@ def test_what_a_format_states_does_not_hold_of_one_that_encodes_otherwise(tmp_pa
     assert mine.Bounded().bound() is not None
     with pytest.raises(bounds.UnknownBound, match="Other states none"):
         bounds.one_step_bound(Other())
+
+
+FIXED = """
+from dataclasses import dataclass
+
+from optgen.formats import Field, Format
+from optgen.lang import clip, rint
+from optgen.lang.values import cast
+from optgen.ops.dtypes import DType, f32, i8
+
+
+@dataclass(frozen=True)
+class Fixed(Format):
+    kept: DType = i8
+
+    def fields(self):
+        return {"": Field(self.kept)}
+
+    def encode(self, x, *, noise=None, root=None):
+        return {"": cast(clip(rint(x * 1024.0), -127.0, 127.0), self.kept)}
+
+    def decode(self, parts, *, root=None):
+        return cast(parts[""], f32) * (1 / 1024)
+"""
+
+
+@pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler")
+@pytest.mark.parametrize("kept", ["i8", "i16", "i32"])
+def test_integers_of_any_width_are_cast_from_and_to_floats(kept: str, tmp_path: Path) -> None:
+    fmt = module(tmp_path, "fixed", FIXED).Fixed(getattr(dtypes, kept))
+    plan = Plan("Fixed point.", name=f"fixed_{kept}", signed=fmt, discouraged="a test", small_numel=0)
+    made = []
+    for backend in ("reference", "cpp", *(["triton"] if find_spec("triton") else [])):
+        p = torch.nn.Parameter(torch.linspace(-1, 1, 300))
+        opt = compile(adamw, plan, "strict")([p], plan=plan.name, backend=backend)
+        for k in range(3):
+            p.grad = torch.linspace(-1, 1, 300) ** 3 * (k + 1)
+            opt.step()
+        made.append((p.detach(), opt.state[p]["exp_avg_codes"]))
+    codes = made[0][1].double()
+    assert codes.abs().max() == 127 and codes.unique().numel() > 100
+    assert all(torch.equal(p, made[0][0]) and torch.equal(m, made[0][1]) for p, m in made[1:])
 
 
 BACKEND = """

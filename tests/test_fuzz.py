@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from optgen.driver import fuzz
 from optgen.driver.compile import compile as compiled
 from optgen.driver.fuzz import Example, examples
+from optgen.driver.load import find_spec
 
 from optgen.lang import (  # isort: skip
     Spec, amax, hyper, lookahead, mean, model_norm, model_state, newton_schulz, nonneg, optimizer, row, row_mean,
@@ -111,3 +112,11 @@ def test_vectors_are_drawn_where_a_rule_takes_them_only() -> None:
     vectors = {spec.name: any(len(x.shape) < 2 for x in drawn(spec)) for spec in (by_rows, muon, distance)}
     assert vectors == {"by_rows": False, "muon": True, "distance": True}
     assert fuzz.fuzz(by_rows, plans.int8_split24, count=20, steps=1).failure is None
+
+
+@pytest.mark.parametrize("name", ["apollo", "dion", "fira", "galore", "psgd_kron"])
+def test_states_of_low_rank_are_drawn_with_their_rank(name: str) -> None:
+    """The rank is a number, or a hyper-parameter that an example may change."""
+    spec = find_spec(name)
+    assert fuzz.fuzz(spec, plans.int8_split24, count=5, steps=1).failure is None
+    assert fuzz.fuzz(spec, plans.fp32, case=Example(shape=(33, 65), state_scale=0), count=1, steps=1).failure is None

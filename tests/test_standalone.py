@@ -222,6 +222,20 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert "E411" in built()[2]
 
 
+def test_where_triton_is_missing_a_file_steps_in_torch_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for module in (cli, standalone):
+        monkeypatch.setattr(module, "find_spec", lambda name: None)
+    assert cli.main(["build", "--standalone", "lion", "--plan", "int8_split24", "--out", "mine.py"]) == 0
+    assert "no GPU kernels, as Triton is not installed" in capsys.readouterr().err
+    made = Path("mine.py").read_text()
+    assert "triton" not in made
+    cls = harness.module(tmp_path, "mine", made, known=True).Lion
+    check("lion/int8_split24", cls, "reference", SHAPES, 2)
+
+
 TRAIN = """
 import sys, torch
 from one_file import AdamW

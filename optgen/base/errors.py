@@ -209,6 +209,10 @@ TABLE: dict[str, Row] = {
         "",
         'my_plan = Plan("8-bit moments.", signed=Blocked(), nonneg=LogMinMax())',
     ),
+    "E310": Row(
+        "plan {plan} overrides the state `{state}`, which no rule here has",
+        "an override of it would change nothing",
+    ),
     "E311": Row(
         "a codebook cannot have {what}: it takes {want}",
         "its numbers are what codes read as, times the largest magnitude of their block",
@@ -233,7 +237,7 @@ TABLE: dict[str, Row] = {
     "E408": Row("{file} exists already", "nothing was changed", "choose another name, or delete the file"),
     "E409": Row("`{name}` cannot be the name of a spec", "it becomes a Python module and function", "{remedy}"),
     "E411": Row("{option} is {want}, got `{got}`"),
-    "E412": Row("two specs would both become {what}", "", "give one of the two another name"),
+    "E412": Row("two would both become {what}", "", "give one of the two another name"),
     "E413": Row("{path} cannot be written: {why}"),
     "E414": Row("nothing to build", "no name was given and specs/ holds no spec", "optgen new my_rule"),
     "E415": Row(
@@ -341,15 +345,22 @@ def _near(word: str, names: list[str]) -> list[str]:
     return difflib.get_close_matches(word, names, n=1, cutoff=0.66)
 
 
+NEAREST = 5
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """A hint naming the closest known word, or the list of known words."""
+    """A hint naming the closest known word, or the known words: of many, the five that are most like it."""
     names = sorted(known)
     plain = {name.lower(): name for name in reversed(names)}  # AdamW is meant where adamw is known
     low = word.lower()
     close = [low] if low in plain else _near(word, names) or _near(low, list(plain))
     if close:
         return f"did you mean '{plain.get(close[0], close[0])}'?"
-    return f"known: {', '.join(names)}" if names else ""
+    if len(names) <= 2 * NEAREST:
+        return f"known: {', '.join(names)}" if names else ""
+    likeness = {name: difflib.SequenceMatcher(None, low, name.lower()).ratio() for name in names}
+    nearest = sorted(names, key=lambda name: -likeness[name])[:NEAREST]
+    return f"the nearest of {len(names)} known: {', '.join(nearest)}"
 
 
 def said(error: BaseException) -> str:

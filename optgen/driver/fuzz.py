@@ -160,10 +160,13 @@ def run(spec: Spec, plan: Plan, cls: type[Any], example: Example, *, backend: st
     p = _numbers(example, example.p_scale, generator).clamp(-6e4, 6e4)
     flags = spec.flag_values(options, example.shape)
     states: dict[str, Tensor] = {}
+    defaults = {h.name: h.default for h in spec.hypers}
     if example.state_scale is not None:
         for s in spec.present(flags):
             scale = 2 * example.state_scale if s.nonneg and abs(example.state_scale) < 19 else example.state_scale
-            shape = layout.value_shape(s.space.name, torch.Size(example.shape), spec.matrix)
+            rank: Any = s.rank or 0
+            rank = int(example.hypers.get(rank, defaults[rank])) if isinstance(rank, str) else rank
+            shape = layout.value_shape(s.space.name, torch.Size(example.shape), spec.matrix, rank)
             states[s.name] = _numbers(replace(example, shape=shape), scale, generator, nonneg=s.nonneg)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # a discouraged plan, of every example

@@ -291,9 +291,34 @@ def plans(project: Path | None = None) -> dict[str, Plan]:
     out: dict[str, Plan] = {}
     for folder in reversed(folders(project)):
         file = folder / PLANS_FILE
-        if _is_file(file):
-            out.update(_of(file, Plan))
+        for name, plan in _of(file, Plan).items() if _is_file(file) else ():
+            if name in out:  # groups and checkpoints have the name alone
+                raise UserError("E412", loc=plan.loc, what=f"the plan `{name}`", note="one of them is ready-made")
+            _check_overrides(plan, project)
+            out[name] = plan
     return out
+
+
+def _check_overrides(plan: Plan, project: Path | None) -> None:
+    """Raise E310 for an override of a state that no rule has: it would change nothing."""
+    if plan.overrides and (unknown := set(plan.overrides) - _arguments(project)):
+        name = min(unknown)
+        raise UserError("E310", loc=plan.loc, plan=plan.name, state=name, hint=did_you_mean(name, _arguments(project)))
+
+
+def _arguments(project: Path | None) -> set[str]:
+    """Return the arguments of functions in all files of specs, and of wrappers: states are among them."""
+    files = {entry.file for entry in entries(project).values()} | {Path(wrappers.__file__)}
+    return {name for file in files for name in _arguments_of(file, file.stat().st_mtime_ns)}
+
+
+@lru_cache(maxsize=1024)
+def _arguments_of(file: Path, changed: int) -> frozenset[str]:
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError):
+        return frozenset()
+    return frozenset(node.arg for node in ast.walk(tree) if isinstance(node, ast.arg))
 
 
 def _split(reference: str | Path) -> tuple[Path | None, str]:

@@ -8,6 +8,7 @@ import re
 import textwrap
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -233,7 +234,7 @@ class _Records:
 
 def _fused(spec: Spec, plan: Plan, variants: Sequence[Variant], texts: Mapping[str, str]) -> Parts | None:
     """Return the parts of a file with kernels; None for a rule or a plan that it has none for."""
-    if not triton_text.rule_text(spec, "fast"):
+    if find_spec("triton") is None or not triton_text.rule_text(spec, "fast"):
         return None
     package = compiling.import_package(plan.name, emit.plan_files(plan))
     device = importlib.import_module(f"{package.__name__}.{Path(triton_text.FILE).stem}")

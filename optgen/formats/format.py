@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, Protocol
 
+from optgen.base.errors import UserError
 from optgen.formats import measured
 from optgen.formats.bound import Bound
 from optgen.ir import node as ir
@@ -289,11 +290,20 @@ class Format(ABC):
 
 @lru_cache(maxsize=1024)
 def wide_reductions(fmt: Format) -> tuple[str, ...]:
-    """Return the names of reductions over more than a block that encoding needs."""
+    """Return the names of reductions over more than a block that encoding needs.
+
+    Raises E305 for one of the whole tensor, or of other values than x: kernels reduce x by rows and columns. So a state
+    of either sign has no scale per row, which is a maximum of abs(x).
+    """
     x, root = (Value(ir.load(name, dtypes.f32, spaces.elem)) for name in ("x", "root"))
     noise = Noise(Value(ir.load("word", dtypes.i32, spaces.elem)), 0, fmt.noise_bits) if fmt.noise_bits else None
     parts = fmt.encode(x, noise=noise, root=root if fmt.relative else None)
-    return tuple(sorted({n.op for n in ir.postorder([p.node for p in parts.values()]) if n.op in REDUCTIONS}))
+    wide = [n for n in ir.postorder([p.node for p in parts.values()]) if n.op in REDUCTIONS]
+    if wide and fmt.signed or any(n.space == spaces.tensor or n.args[0].space == spaces.elem and n.args[0] is not x.node for n in wide):
+        what = f"{type(fmt).__name__}, whose encoder reduces the tensor, signed values or others than x,"
+        want = "row_max(x), col_max(x), row_mean(x) or col_mean(x) of states that are never negative, or blocks"
+        raise UserError("E305", loc=getattr(fmt, "loc", None), what=what, want=want)
+    return tuple(sorted({n.op for n in wide}))
 
 
 class Master(ABC):

@@ -488,6 +488,8 @@ def cast(x: Num, dtype: DType) -> Num:
     """Value conversion; f32 -> i32 truncates toward zero, f32 -> bf16/f16 rounds half to even."""
     if isinstance(x, Value) and x.node.dtype == dtype:
         return x
+    if isinstance(x, Value) and dtypes.i32 not in (x.node.dtype, dtype) and x.node.dtype.is_float != dtype.is_float:
+        return cast(cast(x, dtypes.i32), dtype)  # backends convert between floats and i32 only
     if isinstance(x, Value) and dtype is dtypes.bf16 and x.node.dtype is dtypes.f32:
         # By its bits, as formats round it (words.round_bf16): backends convert by value each in their own way.
         pattern = where(equal(x, x), bits(x) + ((bits(x) >> 16) & 1) + 0x7FFF, 0x7FC00000) >> 16

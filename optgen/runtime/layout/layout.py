@@ -116,9 +116,9 @@ def column_dims(matrix: Matrix, shape: torch.Size) -> tuple[int, ...]:
     return tuple(size for size in dims if size != 1) or (1,)
 
 
-def value_shape(space: str, shape: torch.Size, matrix: Matrix = "last") -> tuple[int, ...]:
+def value_shape(space: str, shape: torch.Size, matrix: Matrix = "last", rank: int = 0) -> tuple[int, ...]:
     """Shape of the fp32 values of a state in that space, for a parameter of that shape."""
-    return tuple(shape) if space == "elem" else small_shape(space, matrix_shape(matrix, shape))
+    return tuple(shape) if space == "elem" else small_shape(space, matrix_shape(matrix, shape), rank)
 
 
 def small_shape(space: str, shape: torch.Size, rank: str | int = 0) -> tuple[int, ...]:
