@@ -497,13 +497,11 @@ def test_own_specs_and_plans_come_first(project: Path) -> None:
     (project / "specs/plans.py").write_text(
         "from optgen.formats import Plan, floats\n"
         'tiny = Plan("Mine.", signed=floats.bf16_auto, nonneg=floats.bf16_auto)\n'
-        'fp32 = Plan("Replaced.")\n'
     )
     assert load.find_spec("lion").hyper("lr").default == 7e-4
     assert load.find_spec(ROOT / "specs/lion.py").hyper("lr").default == 1e-4
     assert load.find_spec("adamw").name == "adamw"
     plans = load.plans()
-    assert plans["fp32"].doc == "Replaced."
     assert list(plans)[-1] == "tiny"
     assert load.find_plan("specs/plans.py:tiny") is plans["tiny"]
 

@@ -158,7 +158,8 @@ class WholeTensor(Blocked):
 
 def test_formats_of_others_are_looked_at_from_outside() -> None:
     assert codes(Offset(8, 64, rounding="stochastic"), EMA9) == ["L3"]
-    assert codes(WholeTensor(8, 64, rounding="stochastic"), EMA9, severity="warning") == ["L7"]
+    with pytest.raises(UserError, match="E305"):
+        codes(WholeTensor(8, 64, rounding="stochastic"), EMA9)
     assert codes(Own(), Recurrence("max", 1.0), nonneg=True) == ["L9"]
     assert codes(StillOwn(), Recurrence("max", 1.0), nonneg=True) == []
     assert codes(Own(), EMA999, nonneg=True) == ["L2"]
