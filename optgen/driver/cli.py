@@ -18,7 +18,7 @@ import typer
 from optgen.base import ready
 from optgen.base.errors import UserError, did_you_mean
 from optgen.base.loc import relative
-from optgen.driver.terminal import MISSING, Missing, Terminal, as_fields, interpreted, run, session, table
+from optgen.driver.terminal import MISSING, Terminal, as_fields, interpreted, run, session, table
 
 if TYPE_CHECKING:
     from optgen.driver.project import Maths
