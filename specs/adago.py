@@ -17,12 +17,12 @@ def adago(
     weight_decay=hyper(0.0, ge=0),
     momentum=hyper(0.95, ge=0, lt=1),
     gamma=hyper(10.0, gt=0),
-    eps=hyper(5e-4, ge=0),
+    eps=hyper(5e-4, ge=0, scheduled=True),
     v0=hyper(1e-6, gt=0),
     ns_coefficients=hyper((3.4445, -4.7750, 2.0315), series=True),
     ns_steps=hyper(5, ge=0, lt=100, rounds_of="ns_coefficients", whole=True),
     gram=hyper(False),
-    adamw_lr=hyper(1e-3, ge=0),
+    adamw_lr=hyper(1e-3, ge=0, scheduled=True, lr_if="adamw"),
     adamw_betas=hyper((0.9, 0.95), ge=0, lt=1),
     adamw_eps=hyper(1e-8, gt=0),
     adamw=flag(False),
@@ -30,8 +30,8 @@ def adago(
 ):
     """The step is lr times the gradient's norm over the root of the sum of its squares, and at least eps.
 
-    Norms count for gamma at most.  `blocks`, adamw=True, ns_coefficients and gram are those of Muon; the norm is that
-    of the whole parameter.
+    Norms count for gamma at most.  `blocks`, adamw=True, adamw_lr, ns_coefficients and gram are those of Muon; the norm
+    is that of the whole parameter.  eps, a rate itself, follows schedules of lr as adamw_lr does.
     """
     if adamw or not matrix:
         p, momentum_buffer, exp_avg_sq = policies.adamw_step(

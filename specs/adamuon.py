@@ -19,15 +19,15 @@ def adamuon(
     ns_coefficients=hyper((3.4445, -4.7750, 2.0315), series=True),
     ns_steps=hyper(5, ge=0, lt=100, rounds_of="ns_coefficients", whole=True),
     gram=hyper(False),
-    adamw_lr=hyper(1e-3, ge=0),
+    adamw_lr=hyper(1e-3, ge=0, scheduled=True, lr_if="adamw"),
     adamw_betas=hyper((0.9, 0.95), ge=0, lt=1),
     adamw=flag(False),
     matrix=shape_flag(lambda shape: len(shape) >= 2),
 ):
     """AdaMuon: Muon of the momentum's signs, whose step each element's second moment evens out; AdamW for vectors.
 
-    The step has the size of AdamW's: a root mean square of 0.2 lr.  `blocks`, adamw=True, ns_coefficients and gram are
-    those of Muon.
+    The step has the size of AdamW's: a root mean square of 0.2 lr.  `blocks`, adamw=True, adamw_lr, ns_coefficients and
+    gram are those of Muon.
     """
     if adamw or not matrix:
         p, momentum_buffer, exp_avg_sq = policies.adamw_step(

@@ -21,7 +21,7 @@ def muon(
     ns_steps=hyper(5, ge=0, lt=100, rounds_of="ns_coefficients", whole=True),
     gram=hyper(False),
     scale_floor=hyper(1.0, ge=0),
-    adamw_lr=hyper(1e-3, ge=0),
+    adamw_lr=hyper(1e-3, ge=0, scheduled=True, lr_if="adamw"),
     adamw_betas=hyper((0.9, 0.95), ge=0, lt=1),
     adamw_eps=hyper(1e-8, gt=0),
     nesterov=flag(True),
@@ -34,6 +34,11 @@ def muon(
     Each matrix of a stack [experts, rows, columns] is one of its own, and convolutions are matrices of their output
     channels: `blocks` says which of the two, and how many heads a matrix has.  Groups with adamw=True (embeddings, the
     head) take AdamW whatever their shape.
+
+    lr is the rate of all that a group has.  Vectors beside matrices take AdamW at adamw_lr * lr / base_lr, where
+    base_lr is the lr that the group was made with, so that adamw_lr follows schedules.  A group with adamw=True steps
+    at its own lr, which is adamw_lr if it is made without one: {"params": embeddings, "adamw": True, "lr": 3e-4}.
+    Usual rates are 0.02 for matrices (with match_rms_adamw that of AdamW) and 3e-4 to 3e-3 for all else.
 
     ns_coefficients "jordan", "polar_express", "deepseek" or "cubic", (a, b, c), or a list of those of each round, of
     which the last goes on.  gram takes the products of the short side of a matrix.  A step is scaled by

@@ -20,7 +20,7 @@ def normuon(
     ns_coefficients=hyper((3.4445, -4.7750, 2.0315), series=True),
     ns_steps=hyper(5, ge=0, lt=100, rounds_of="ns_coefficients", whole=True),
     gram=hyper(False),
-    adamw_lr=hyper(1e-3, ge=0),
+    adamw_lr=hyper(1e-3, ge=0, scheduled=True, lr_if="adamw"),
     adamw_betas=hyper((0.9, 0.95), ge=0, lt=1),
     adamw=flag(False),
     matrix=shape_flag(lambda shape: len(shape) >= 2),
@@ -29,7 +29,7 @@ def normuon(
 
     Each matrix of a stack [experts, rows, columns] is one of its own, and convolutions are matrices of their output
     channels: `blocks` says which of the two, and how many heads a matrix has.  Groups with adamw=True (embeddings, the
-    head) take AdamW whatever their shape.  ns_coefficients and gram are those of Muon.
+    head) take AdamW whatever their shape.  Rates (lr, adamw_lr), ns_coefficients and gram are those of Muon.
     """
     if adamw or not matrix:
         p, momentum_buffer, exp_avg_sq = policies.adamw_step(

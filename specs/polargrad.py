@@ -17,7 +17,7 @@ def polargrad(
     ns_coefficients=hyper("polar_express", series=True),
     ns_steps=hyper(5, ge=0, lt=100, rounds_of="ns_coefficients", whole=True),
     gram=hyper(False),
-    adamw_lr=hyper(1e-3, ge=0),
+    adamw_lr=hyper(1e-3, ge=0, scheduled=True, lr_if="adamw"),
     adamw_betas=hyper((0.9, 0.95), ge=0, lt=1),
     adamw_eps=hyper(1e-8, gt=0),
     adamw=flag(False),
@@ -25,8 +25,8 @@ def polargrad(
 ):
     """PolarGrad: momentum of a weight matrix, made orthogonal and given its nuclear norm; AdamW for vectors.
 
-    The step vanishes with the gradient, as that of SGD does.  `blocks`, adamw=True, ns_coefficients and gram are those
-    of Muon.
+    The step vanishes with the gradient, as that of SGD does.  `blocks`, adamw=True, adamw_lr, ns_coefficients and
+    gram are those of Muon.
     """
     if adamw or not matrix:
         p, momentum_buffer, exp_avg_sq = policies.adamw_step(

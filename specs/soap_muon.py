@@ -62,7 +62,7 @@ def soap_muon(
     eps=hyper(1e-8, gt=0),
     ns_coefficients=hyper((2.0, -1.5, 0.5), series=True),
     ns_steps=hyper(12, ge=0, lt=100, whole=True),
-    adamw_lr=hyper(1e-3, ge=0),
+    adamw_lr=hyper(1e-3, ge=0, scheduled=True, lr_if="adamw"),
     adamw_betas=hyper((0.9, 0.95), ge=0, lt=1),
     max_precond_dim=hyper(10000, ge=1, whole=True),
     adamw=flag(False),
@@ -74,8 +74,8 @@ def soap_muon(
     (radial brake); rows have steps of row_floor times their norms at least; the norm then changes as the step along the
     weight says.  Weights decay where the step makes them smaller.  Gradients are taken `lookahead` times an average of
     all changes ahead (EMA-Nesterov); eval() takes that away.  A change of lookahead holds from the next step on.
-    Groups with adamw=True, vectors and matrices with a side of more than max_precond_dim have AdamW.  Elements of other
-    gradients count as 1e14 at most, so that fp32 has their squares' sums.
+    Groups with adamw=True, vectors and matrices with a side of more than max_precond_dim have AdamW, at the rates that
+    Muon has for them.  Elements of other gradients count as 1e14 at most, so that fp32 has their squares' sums.
     """
     start = p - went * lookahead_avg
     if adamw or not matrix:

@@ -217,7 +217,7 @@ def train(
     model = LanguageModel(size).to(dtype)
     optimizer = make(model)
     groups = optimizer.param_groups
-    rates = [{key: peak or group[key] for key in ("lr", "adamw_lr") if key in group} for group in groups]
+    rates = [peak or group["lr"] for group in groups]
     averages = getattr(optimizer, "evaluation", None) is not None
     if "warmup_steps" in groups[0]:
         rates = []  # an average of the weights takes the place of a schedule
@@ -228,7 +228,7 @@ def train(
     for step, (x, y) in enumerate(batches(text.train, size, steps, seed)):
         begin = time.perf_counter()
         for group, largest in zip(optimizer.param_groups, rates, strict=False):
-            group.update({key: rate(step, steps, value) for key, value in largest.items()})
+            group["lr"] = rate(step, steps, largest)
         loss = loss_of(model, x, y)
         loss.backward()
         before = time.perf_counter()

@@ -165,10 +165,10 @@ def logits(model: nn.Module, x: Tensor) -> Tensor:
 def fit(model: nn.Module, optimizer: torch.optim.Optimizer, pairs: Iterator[Pair], steps: int) -> list[float]:
     """Train at rates that warm up and then fall to a tenth; return the losses of the batches."""
     losses = []
-    rates = [{key: group[key] for key in ("lr", "adamw_lr") if key in group} for group in optimizer.param_groups]
+    rates = [group["lr"] for group in optimizer.param_groups]
     for step, (x, y) in enumerate(pairs):
         for group, largest in zip(optimizer.param_groups, rates, strict=True):
-            group.update({key: rate(step, steps, value) for key, value in largest.items()})
+            group["lr"] = rate(step, steps, largest)
         loss = F.cross_entropy(logits(model, x), y.flatten())
         loss.backward()
         losses.append(float(loss.detach()))

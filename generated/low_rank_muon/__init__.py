@@ -37,7 +37,7 @@ class LowRankMuon(Optimizer):
     ns_steps         a whole number, None: that of ns_coefficients, >= 0, < 100
     gram             True or False
     scale_floor      a number, >= 0
-    adamw_lr         a number, >= 0
+    adamw_lr         a number, >= 0; rises and falls with lr, and is lr with adamw=True
     adamw_betas      2 numbers, >= 0, < 1
     adamw_eps        a number, > 0
     rank             a whole number, >= 1
@@ -54,7 +54,7 @@ class LowRankMuon(Optimizer):
         Hyper("ns_steps", 5.0, ge=0.0, lt=100.0, rounds_of="ns_coefficients", whole=True),
         Hyper("gram", False),
         Hyper("scale_floor", 1.0, ge=0.0),
-        Hyper("adamw_lr", 0.001, ge=0.0),
+        Hyper("adamw_lr", 0.001, ge=0.0, scheduled=True, lr_if="adamw"),
         Hyper("adamw_betas", (0.9, 0.95), ge=0.0, lt=1.0),
         Hyper("adamw_eps", 1e-8, gt=0.0),
         Hyper("rank", 8.0, ge=1.0, whole=True),
@@ -104,7 +104,7 @@ def low_rank_muon(
     # == tensor: values of tensors
     b = stored.over()
     # -- update  (specs/low_rank_muon.py)
-    # 52  scale = 0.2 * sqrt(maximum(height, width)) if match_rms_adamw else sqrt(maximum(scale_floor, height / width))
+    # 57  scale = 0.2 * sqrt(maximum(height, width)) if match_rms_adamw else sqrt(maximum(scale_floor, height / width))
     scale = sqrt(larger(scale_floor, b.extent("rows") / b.extent("columns")))
     # -- encode and store
     lr_times_scale_tensor = lr * scale
@@ -112,7 +112,7 @@ def low_rank_muon(
     # == whole: functions of whole matrices
     matmul_tensor = low_rank_muon_matrices(stored["momentum_buffer_left"], stored["momentum_buffer_right"])
 
-    # == sweep 1: direction (specs/muon.py:50), matmul
+    # == sweep 1: direction (specs/muon.py:55), matmul
     b = stored.over("g", "momentum_buffer_residual")
     # -- load and decode
     matmul_ = b.elements(matmul_tensor)
@@ -121,9 +121,9 @@ def low_rank_muon(
     g = grad_scale * g
     # -- update  (specs/low_rank_muon.py)
     g_mul = one_minus_momentum * (g * quotient(100000000000000.0, g.abs()).clamp(max=1.0))
-    # 48  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
+    # 53  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
     momentum_buffer = momentum * (matmul_ + momentum_buffer_residual) + g_mul
-    # 49  direction = momentum * momentum_buffer + (1 - momentum) * g if nesterov else momentum_buffer
+    # 54  direction = momentum * momentum_buffer + (1 - momentum) * g if nesterov else momentum_buffer
     direction = momentum * momentum_buffer + g_mul
     # -- encode and store
     direction_bitcast = direction.view(torch.int32)
@@ -167,11 +167,11 @@ def low_rank_muon(
     g = grad_scale * g
     matmul_2 = b.elements(matmul_2_tensor)
     # -- update  (specs/low_rank_muon.py)
-    p = p * one_minus_lr_times_weight_decay         # 53  p = policies.decoupled(p, lr, weight_decay)
-    # 50  direction = newton_schulz(direction, ns_steps, ns_coefficients, eps, gram=gram)
+    p = p * one_minus_lr_times_weight_decay         # 58  p = policies.decoupled(p, lr, weight_decay)
+    # 55  direction = newton_schulz(direction, ns_steps, ns_coefficients, eps, gram=gram)
     direction = direction_stored.to(torch.float32)
-    p = p - lr_times_scale * direction              # 54  p = p - lr * scale * direction
-    # 48
+    p = p - lr_times_scale * direction              # 59  p = p - lr * scale * direction
+    # 53
     momentum_buffer = (
         momentum * (matmul_ + momentum_buffer_residual) + one_minus_momentum
         * (g * quotient(100000000000000.0, g.abs()).clamp(max=1.0))
@@ -194,11 +194,11 @@ def low_rank_muon_no_matrix(
     g = grad_scale * g
     exp_avg_sq = b.load("exp_avg_sq")
     # -- update  (specs/low_rank_muon.py)
-    # 44  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr,
+    # 49  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr,
     #     adamw_betas, adamw_eps, weight_decay )
     momentum_buffer = adamw_betas_0 * momentum_buffer + one_minus_adamw_betas_0 * g
-    exp_avg_sq = adamw_betas_1 * exp_avg_sq + one_minus_adamw_betas_1 * g * g  # 44
-    # 44
+    exp_avg_sq = adamw_betas_1 * exp_avg_sq + one_minus_adamw_betas_1 * g * g  # 49
+    # 49
     p = (
         p * one_minus_adamw_lr_times_weight_decay - adamw_lr_over_one_minus_adamw_betas_0_pow_t * momentum_buffer
         / (sqrt(exp_avg_sq) / sqrt_one_minus_adamw_betas_1_pow_t + adamw_eps)

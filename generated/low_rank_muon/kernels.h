@@ -4,11 +4,11 @@
 // tensor: values of tensors
 template <class S0>
 OPTGEN_INLINE void low_rank_muon_1(F lr, F scale_floor, F extent_rows, F extent_columns, S0 &lr_times_scale) {
-    const F scale = sqrt(max(scale_floor, extent_rows / extent_columns));  // 52
+    const F scale = sqrt(max(scale_floor, extent_rows / extent_columns));  // 57
     lr_times_scale.set(lr * scale);
 }
 
-// a sweep: direction (specs/muon.py:50), matmul
+// a sweep: direction (specs/muon.py:55), matmul
 template <class S0, class S1, class S2, class S3>
 OPTGEN_INLINE void low_rank_muon_3(
     F g, F momentum, F grad_scale, F one_minus_momentum_times_grad_scale, S0 &momentum_buffer_residual, S1 &matmul,
@@ -17,8 +17,8 @@ OPTGEN_INLINE void low_rank_muon_3(
     const F momentum_buffer_residual_ = momentum_buffer_residual.read();
     const F g_2 = grad_scale * g;
     const F g_mul = one_minus_momentum_times_grad_scale * (g * min(F(1.0f), 100000000000000.0f / abs(g_2)));
-    const F momentum_buffer = fma(momentum, matmul.read() + momentum_buffer_residual_, g_mul);  // 48
-    const F direction_ = fma(momentum, momentum_buffer, g_mul);  // 49
+    const F momentum_buffer = fma(momentum, matmul.read() + momentum_buffer_residual_, g_mul);  // 53
+    const F direction_ = fma(momentum, momentum_buffer, g_mul);  // 54
     const I direction_bitcast = bits(direction_);
     direction.set(
         as_float(
@@ -36,10 +36,10 @@ OPTGEN_INLINE F low_rank_muon_6(
 ) {
     const F g_2 = grad_scale * g;
     const F momentum_buffer_residual_ = momentum_buffer_residual.read();
-    const F direction_ = direction.read();  // 50
-    const F p_ = one_minus_lr_times_weight_decay * p;           // 53
-    const F p_2 = fma(-lr_times_scale.read(), direction_, p_);  // 54
-    // 48
+    const F direction_ = direction.read();  // 55
+    const F p_ = one_minus_lr_times_weight_decay * p;           // 58
+    const F p_2 = fma(-lr_times_scale.read(), direction_, p_);  // 59
+    // 53
     const F momentum_buffer = fma(
         one_minus_momentum_times_grad_scale, g * min(F(1.0f), 100000000000000.0f / abs(g_2)),
         momentum * (matmul.read() + momentum_buffer_residual_)
@@ -60,17 +60,17 @@ struct low_rank_muon_no_matrix {  // low_rank_muon
         scalar_3(scalars[5]), one_minus_adamw_lr_times_weight_decay(scalars[6]) {}
     template <class S0, class S1>
     void states(F p, F g, S0 &momentum_buffer, S1 &exp_avg_sq) const {
-        // 44
+        // 49
         const F momentum_buffer_ = fma(
             one_minus_adamw_betas_0_times_grad_scale, g, momentum_buffer.times(adamw_betas_0)
         );
-        const F exp_avg_sq_ = fma(scalar_1 * g, g, exp_avg_sq.times(adamw_betas_1));  // 44
+        const F exp_avg_sq_ = fma(scalar_1 * g, g, exp_avg_sq.times(adamw_betas_1));  // 49
         momentum_buffer.set(momentum_buffer_);
         exp_avg_sq.set(exp_avg_sq_);
     }
     template <class S0, class S1>
     F weight(F p, F g, const S0 &momentum_buffer, const S1 &exp_avg_sq) const {
-        // 44
+        // 49
         const F p_ = fma(
             -momentum_buffer.next(), 1.0f / fma(exp_avg_sq.root(), scalar_2, scalar_3),
             one_minus_adamw_lr_times_weight_decay * p

@@ -13,7 +13,7 @@ from optgen.runtime.gpu.prelude import minus, reciprocal, widened
 @triton.jit
 def low_rank_muon_1_values(extent_rows, extent_columns, lr, scale_floor):
     """The new lr_times_scale."""
-    scale = tl.sqrt(tl.maximum(scale_floor, extent_rows / extent_columns, propagate_nan=tl.PropagateNan.ALL))  # 52
+    scale = tl.sqrt(tl.maximum(scale_floor, extent_rows / extent_columns, propagate_nan=tl.PropagateNan.ALL))  # 57
     return (lr * scale,)
 
 
@@ -33,8 +33,8 @@ def low_rank_muon_3_tile(
     g_mul = one_minus_momentum_times_grad_scale * (
         g * tl.minimum(100000000000000.0 * reciprocal(tl.abs(g_2)), 1.0, propagate_nan=tl.PropagateNan.ALL)
     )
-    momentum_buffer = tl.fma(momentum, matmul_ + momentum_buffer_residual, g_mul)  # 48
-    direction = tl.fma(momentum, momentum_buffer, g_mul)  # 49
+    momentum_buffer = tl.fma(momentum, matmul_ + momentum_buffer_residual, g_mul)  # 53
+    direction = tl.fma(momentum, momentum_buffer, g_mul)  # 54
     direction_bitcast = direction.to(tl.int32, bitcast=True)
     return (
         tl.where(direction == direction, direction_bitcast + 32767 + (direction_bitcast >> 16 & 1), 0x7fc00000) >> 16
@@ -60,10 +60,10 @@ def low_rank_muon_6_tile(
     """The new p, momentum_buffer_residual."""
     momentum_buffer_residual = read(momentum_buffer_residual, PLAN.momentum_buffer_residual)
     g_2 = grad_scale * g
-    direction = widened(direction_stored)  # 50
-    p = one_minus_lr_times_weight_decay * p          # 53
-    p = tl.fma(minus(lr_times_scale), direction, p)  # 54
-    # 48
+    direction = widened(direction_stored)  # 55
+    p = one_minus_lr_times_weight_decay * p          # 58
+    p = tl.fma(minus(lr_times_scale), direction, p)  # 59
+    # 53
     momentum_buffer = tl.fma(
         one_minus_momentum_times_grad_scale,
         g * tl.minimum(100000000000000.0 * reciprocal(tl.abs(g_2)), 1.0, propagate_nan=tl.PropagateNan.ALL),
@@ -90,12 +90,12 @@ def low_rank_muon_no_matrix_tile(
     live, MASKED: tl.constexpr,
 ):
     """The new p, momentum_buffer, exp_avg_sq."""
-    # 44
+    # 49
     momentum_buffer = tl.fma(
         one_minus_adamw_betas_0_times_grad_scale, g, times(adamw_betas_0, momentum_buffer, PLAN.momentum_buffer)
     )
-    exp_avg_sq = tl.fma(scalar_1 * g, g, times(adamw_betas_1, exp_avg_sq, PLAN.exp_avg_sq))  # 44
-    # 44
+    exp_avg_sq = tl.fma(scalar_1 * g, g, times(adamw_betas_1, exp_avg_sq, PLAN.exp_avg_sq))  # 49
+    # 49
     p = tl.fma(
         minus(momentum_buffer), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3)),
         one_minus_adamw_lr_times_weight_decay * p

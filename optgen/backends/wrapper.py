@@ -44,7 +44,9 @@ def described(hyper: Any) -> str:
     count = f"{len(hyper.default)} numbers" if isinstance(hyper.default, tuple) else "a number"
     count = "a whole number" if hyper.whole else count
     count += f", None: that of {hyper.rounds_of}" if hyper.rounds_of else ""
-    return ", ".join([count, *(f"{signs[k]} {v:g}" for k, v in bounds(hyper))])
+    words = ", ".join([count, *(f"{signs[k]} {v:g}" for k, v in bounds(hyper))])
+    words += "; rises and falls with lr" if hyper.scheduled else ""
+    return words + (f", and is lr with {hyper.lr_if}=True" if hyper.lr_if else "")
 
 
 def _described_flag(flag: Any) -> str:
@@ -58,6 +60,8 @@ def hyper_record(hyper: Any) -> str:
     more = "".join(f", {k}={v!r}" for k, v in bounds(hyper))
     more += f', rounds_of="{hyper.rounds_of}"' if hyper.rounds_of else ""
     more += ", whole=True" if hyper.whole else ""
+    more += ", scheduled=True" if hyper.scheduled else ""
+    more += f', lr_if="{hyper.lr_if}"' if hyper.lr_if else ""
     return f'{"Series" if hyper.series else "Hyper"}("{hyper.name}", {literal(hyper.default)}{more})'
 
 

@@ -293,4 +293,5 @@ def text(spec: Spec, plan: Plan, force: bool = False) -> str:
     return wrapper.render(
         "standalone.py.j2", c=c, hypers=hypers, plan=plan.name, parts=parts, fused=bool(fused), stored=stored,
         small=record.small_numel, flags=flags, signature=c.signature[: len(c.hypers)],
+        scheduled={h.name: fixed.get(h.lr_if, False) for h in c.hypers if h.scheduled},
     )  # fmt: skip

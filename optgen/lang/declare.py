@@ -263,6 +263,8 @@ def hyper(
     series: bool = False,
     rounds_of: str = "",
     whole: bool = False,
+    scheduled: bool = False,
+    lr_if: str = "",
 ) -> Any:
     """A constructor argument: a number, or a tuple of numbers that all obey the range; hyper(False) takes True and
     False, which are 1 and 0.
@@ -270,6 +272,9 @@ def hyper(
     series     it takes whatever newton_schulz takes as coefficients
     rounds_of  None, which the constructor takes by default, is the usual number of rounds of those coefficients
     whole      it takes whole numbers only
+    scheduled  it rises and falls with lr: a step takes it times lr / (the lr that the group was made with)
+    lr_if      the flag of groups whose rate it is: they take lr in its place, and are made with it as their lr if they
+               have none of their own
     """
     if ge is not None and gt is not None or le is not None and lt is not None:
         raise _refuse("a range has one lower and one upper end", "give ge= or gt=, and le= or lt=")
@@ -290,7 +295,7 @@ def hyper(
         value = default
     else:
         value = _finite("a hyper-parameter's default", default, "a number, or a tuple of numbers: hyper((0.9, 0.999))")
-    return HyperDecl("", value, ge, gt, le, lt, rounds_of, whole, series=series)
+    return HyperDecl("", value, ge, gt, le, lt, rounds_of, whole, scheduled, lr_if, series=series)
 
 
 def flag(

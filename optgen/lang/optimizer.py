@@ -294,11 +294,12 @@ def _check_names(spec: Spec) -> None:
         seen[name] = loc
 
 
-def _refuse_unknown(d: StateDecl | HostStateDecl | FlagDecl, option: str, name: str, known: Iterable[str], kind: str,
+def _refuse_unknown(d: Declaration, option: str, name: str, known: Iterable[str], kind: str,
                     listed: str, *more: str) -> None:  # fmt: skip
     """Raise UserError E110 unless what an option of a declaration names is `known`, or one of `more`."""
     if name not in (*known, *more):
-        what = f"{'flag' if isinstance(d, FlagDecl) else 'state'} `{d.name}`"
+        called = {FlagDecl: "flag", HyperDecl: "hyper-parameter"}
+        what = f"{called.get(type(d), 'state')} `{d.name}`"
         note = f"{listed} of this spec: {', '.join(sorted(known)) or 'none'}"
         hint = did_you_mean(name, [*known, *more])
         if option == "rank" and hint.startswith("known"):
@@ -322,6 +323,13 @@ def _check_references(spec: Spec) -> None:
         if f.fed is not None:
             for name in f.inputs:
                 _refuse_unknown(f, "fed", name, spec.inputs, "input", "inputs")
+    for h in spec.hypers:
+        if h.scheduled and ("lr" not in scalars or h.name not in scalars - {"lr"}):
+            what = f"`{h.name}` is scheduled: a number beside `lr`, with which it rises and falls"
+            raise UserError("E113", loc=h.loc, what=what, hint="lr=hyper(1e-3, ge=0) has to be there")
+        if h.lr_if:
+            switches = {f.name for f in spec.flags if not f.derived}
+            _refuse_unknown(h, "lr_if", h.lr_if, switches if h.scheduled else (), "flag", "flags that are arguments")
     changing = {f.name for f in spec.flags if f.clock is not None}
     for d in spec.kept:
         for word in flags_in(d.when):

@@ -367,11 +367,11 @@ def warmed_up(
 ):  # fmt: skip
     """A rule with learning rates that rise for warmup_steps and fall to 0 in the last cooldown_steps of total_steps.
 
-    All that are called lr or end in _lr have the factor.  Without cooldown_steps they do not fall.
+    All that are called lr, end in _lr or are scheduled have the factor.  Without cooldown_steps they do not fall.
     """
     falls = clip((total_steps + 1 - t) / maximum(cooldown_steps, 1.0), 0.0, 1.0)
     factor = minimum(1.0, t / maximum(warmup_steps, 1.0)) * where(cooldown_steps > 0, falls, 1.0)
-    rates = [h.name for h in rule.spec.hypers if h.name == "lr" or h.name.endswith("_lr")]
+    rates = [h.name for h in rule.spec.hypers if h.name == "lr" or h.name.endswith("_lr") or h.scheduled]
     return rule(p, g, **{name: factor * rule.options[name] for name in rates})
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from optgen.runtime.checkpoint import checkpoint
 from optgen.runtime.layout import layout, sharding
-from optgen.runtime.options.options import MODE
+from optgen.runtime.options.options import MODE, hypers_of
 from optgen.runtime.records import Variant
 from optgen.runtime.records.join import Pair
 from optgen.runtime.records.misfits import Misfits
@@ -280,7 +280,7 @@ def evaluated(cls: Any, group: Mapping[str, Any], p: Tensor, kept: Mapping[str, 
     options = code.co_varnames[code.co_argcount : code.co_argcount + code.co_kwonlyargcount]
     values = sharding.locals_of(sharding.decode(plan, variant, p, kept, names))
     values |= {name: kept[name] for name in given if name in variant.host_names}
-    hypers = {hyper.name: hyper.read(group[hyper.name]) for hyper in cls.HYPERS if hyper.name in options}
+    hypers = {name: value for name, value in hypers_of(cls, group).items() if name in options}
     made: Tensor = cls.evaluation(**values, **hypers)
     return made.to(torch.float32)
 

@@ -148,7 +148,7 @@ def made_with() -> dict[str, str]:
 
 def _options(cls: Any, group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a group, without a user's own keys."""
-    known = {"maximize", *options.OWN, *options.RUNNING, *(x.name for x in (*cls.HYPERS, *cls.FLAGS))}
+    known = {"maximize", options.BASE, *options.OWN, *options.RUNNING, *(x.name for x in (*cls.HYPERS, *cls.FLAGS))}
     return {k: v for k, v in {**group, **options.in_plain_numbers(cls, group)}.items() if k in known}
 
 

@@ -36,6 +36,9 @@ ENTRIES, BESIDE = "own_entries", "own_keys"
 """Keys of a saved group that name what a user keeps in the states of its parameters and, in the first one, beside
 them: so these are told from what is of another rule or plan, or damaged."""
 
+BASE = "base_lr"
+"""Key of a group of a rule with scheduled hyper-parameters: the lr that they belong to, at which the group began."""
+
 UNNAMED = "unnamed"
 """Key of a state dict, beside its groups, of an optimizer without names: other packages drop `param_names` from groups
 that have them."""
@@ -72,6 +75,8 @@ def check(cls: Any, group: Mapping[str, Any]) -> dict[str, Any]:
     for hyper in hypers:
         if hyper.name in group:
             found[hyper.name] = hyper.check(group[hyper.name], owner, bool(found.get("capturable")))
+    if BASE in group and any(hyper.scheduled for hyper in hypers):
+        found[BASE] = Hyper(BASE, 0.0, ge=0).check(group[BASE], owner)
     for name in ("maximize", *(flag.name for flag in flags if not flag.derived)):
         if name in group:
             found[name] = switch(group[name], name, owner)
@@ -172,9 +177,43 @@ def rounds(cls: Any, group: Mapping[str, Any]) -> dict[str, float]:
     return {h.name: float(series.rounds(group[h.rounds_of])[0]) for h in left}
 
 
+def rates(cls: Any, given: Mapping[str, Any], group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the lr and the base of scheduled hyper-parameters that a new group has.
+
+    given     the group's own options; `group` has all, `defaults` those of the optimizer
+    """
+    followers = [hyper for hyper in cls.HYPERS if hyper.scheduled]
+    found: dict[str, Any] = {}
+    for hyper in followers:
+        if hyper.lr_if and group[hyper.lr_if] and not defaults[hyper.lr_if] and "lr" not in given:
+            lr, own = group["lr"], group[hyper.name]
+            found["lr"] = torch.full_like(lr, float(own)) if isinstance(lr, Tensor) else float(own)
+    if followers and BASE not in given:
+        found[BASE] = float(found.get("lr", group["lr"])) or float(defaults["lr"])
+    return found
+
+
 def hypers_of(cls: Any, group: Mapping[str, Any], device: torch.device | None = None) -> dict[str, Any]:
     """Return the hyper-parameters of a group as a step takes them, by name; `device` as in `Hyper.read`."""
-    return {hyper.name: hyper.read(group[hyper.name], device) for hyper in cls.HYPERS}
+    found = {hyper.name: hyper.read(group[hyper.name], device) for hyper in cls.HYPERS}
+    for hyper in cls.HYPERS:
+        if hyper.scheduled:
+            own = hyper.lr_if and group[hyper.lr_if]
+            found[hyper.name] = found["lr"] if own else found[hyper.name] * _share(cls, found["lr"], group[BASE])
+    return found
+
+
+def _share(cls: Any, lr: Any, base: float) -> Any:
+    """Return lr / base; ValueError if the base is 0 and lr is not, or is a tensor that is not looked at."""
+    if base:
+        return lr / base
+    if isinstance(lr, Tensor) or lr:
+        names = " and ".join(hyper.name for hyper in cls.HYPERS if hyper.scheduled)
+        raise ValueError(
+            f"{cls.__name__} was made with lr=0, so that the lr which {names} belongs to is unknown: make it with the "
+            f"largest lr and let the schedule begin at 0, or set {BASE!r} of each group to that lr"
+        )
+    return 0.0
 
 
 def flags_of(
@@ -231,7 +270,7 @@ def at_step(
 def warn_unknown(cls: Any, group: Mapping[str, Any]) -> None:
     """Groups may carry keys of the user's own; one that looks like a misspelt option is worth a word."""
     known = [*(h.name for h in cls.HYPERS), *(f.name for f in cls.FLAGS if not f.derived)]
-    known += ["maximize", MODE, *sorted(OWN)]
+    known += ["maximize", MODE, BASE, *sorted(OWN)]
     for key in group:
         if key in known or key in FOREIGN or key == "param_names":
             continue

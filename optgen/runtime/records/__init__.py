@@ -37,6 +37,8 @@ class Hyper:
 
     rounds_of  the name of the coefficients (records/series.py) whose usual number of rounds None stands for
     whole      whether it has to be a whole number
+    scheduled  whether a step takes it times lr / (the lr that its group was made with)
+    lr_if      the flag of groups that take lr in its place
     """
 
     name: str
@@ -47,6 +49,8 @@ class Hyper:
     lt: float | None = None
     rounds_of: str = ""
     whole: bool = False
+    scheduled: bool = False
+    lr_if: str = ""
 
     @property
     def range(self) -> str:

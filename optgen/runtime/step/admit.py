@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from optgen.runtime.checkpoint import checkpoint
 from optgen.runtime.layout import plans, sharding
@@ -20,6 +21,12 @@ from optgen.runtime.states import state
 
 GRADS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 """Gradient dtypes that kernels read; fp64 is converted to fp32."""
+
+APART = re.compile(
+    r"(^|\.)(wte|wpe|lm_head|unembed(ding)?|((tok|token|word|pos|position|token_type|input)_)?emb(ed(ding)?s?)?"
+    r"(_(tokens|positions|in|out))?)(\.weight)?$|^(head|output)\.weight$"
+)
+"""Names of embeddings and of the output head.  Hidden layers of any model have others."""
 
 Dtypes = dict[int, tuple[Tensor, torch.dtype]]
 """id(parameter) -> the parameter, and its dtype when it was admitted."""
@@ -144,6 +151,30 @@ def warn_discouraged(cls: Any, entries: Iterable[Entry]) -> None:
                 f"another plan{other}; `optgen check {cls.SPEC}` lists those without an error",
                 cls,
             )
+
+
+def warn_embeddings(cls: Any, entries: Iterable[Entry], module: nn.Module | None) -> bool:
+    """Warn of embeddings and output heads that a rule steps as hidden matrices, by their names and the classes of their
+    modules; return True if there are any."""
+    if not any(flag.name == "adamw" and not flag.derived for flag in cls.FLAGS):
+        return False
+    modules = () if module is None else module.modules()
+    tables = {id(m.weight) for m in modules if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
+    found = [
+        str(e.name) for e in entries
+        if e.p.requires_grad and e.p.ndim == 2 and (id(e.p) in tables or APART.search(str(e.name)))
+        and checkpoint.select(cls, e.group, e.p, e.name)[2].needs_matrix
+    ]  # fmt: skip
+    if found:
+        words = "|".join(dict.fromkeys(name.removesuffix(".weight").rpartition(".")[2] for name in found))
+        warn(
+            f"{cls.__name__} steps {', '.join(found[:4])}{', ...' if found[4:] else ''} as hidden matrices.  "
+            f"Embeddings and output heads usually take AdamW at a rate of its own: give them a group {{'params': [...], "
+            f"'adamw': True, 'lr': 3e-4}}, or write "
+            f"optgen.make({{{words!r}: {{'rule': 'adamw', 'lr': 3e-4}}, '*': {cls.SPEC!r}}}, model)",
+            cls,
+        )
+    return bool(found)
 
 
 def warn_untrained(cls: Any, groups: Sequence[dict[str, Any]], steps: int) -> None:
