@@ -215,6 +215,7 @@ def test_soap_muon_is_the_record(backend: str, name: str, shape: tuple[int, ...]
             record(name, ours, exact)
         else:
             p.grad, opt.param_groups[0]["lr"] = g, rate(t)
+            opt.param_groups[0]["base_lr"] = rate(t)  # so that AdamW's rate stays
             opt.step()
             ours = p.detach().double()
         most = allowed(shape, t, 2.0**-53 if backend == "fp64" else 2.0**-24)

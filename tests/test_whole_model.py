@@ -452,7 +452,7 @@ def test_what_is_no_matrix_takes_adamw() -> None:
     cls = compiled("muon")
     follow(
         lambda ps: torch.optim.AdamW(ps, lr=0.02, betas=(0.9, 0.95), weight_decay=0.1),
-        lambda ps: cls(ps, plan="fp32", adamw_lr=0.02, adamw=True),
+        lambda ps: cls(ps, plan="fp32", lr=0.02, adamw=True),
         ((30,), (4, 3, 5), (6, 2, 3, 3), (), (20, 30)),
         10,
     )

@@ -232,12 +232,6 @@ class Spec:
     def hyper(self, name: str) -> HyperDecl:
         return next(h for h in self.hypers if h.name == name)
 
-    def rates(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return scheduled hyper-parameters as a step takes them in a group that was made with these values."""
-        followers = [h for h in self.hypers if h.scheduled]
-        own = {h.name for h in followers if h.lr_if and values[h.lr_if]}
-        return {h.name: values["lr"] if h.name in own or values["lr"] == 0 else values[h.name] for h in followers}
-
     def shape_text(self, flag: FlagDecl) -> str:
         """The source of a shape flag's function, for generated code; "" for other flags.
 
@@ -317,7 +311,6 @@ class Spec:
         values: dict[str, Any] = dict(flags)
         for h in self.hypers:
             values[h.name] = hypers_and_flags.get(h.name, h.default)
-        values |= self.rates(values)
         for s in self.states:
             given = (states or {}).get(s.name)
             on = self.holds(s.when, flags)

@@ -79,8 +79,8 @@ class Optimizer(torch.optim.Optimizer):
     feed, _checked, _feed, scale_rows = inputs.feed, inputs.checked, inputs.take, weights.scale_rows
     eval, train = weights.evaluate, weights.train
 
-    _warned_of_stack, _warned_of_embeddings, _all_given = False, False, True
-    """The last: False while the constructor adds groups: it looks for shared memory once, not for every group."""
+    _warned_of_stack, _all_given = False, True
+    """The second: False while the constructor adds groups: it looks for shared memory once, not for every group."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -140,8 +140,7 @@ class Optimizer(torch.optim.Optimizer):
             given_rules.keep()
         for model in [module] if module is not None else low_bits.sharded_models(found):
             self._say_lost_bits(model)
-        admit.warn_discouraged(type(self), self._entries())
-        self._warned_of_embeddings = admit.warn_embeddings(type(self), self._entries(), module)
+        admit.warn_of(type(self), list(self._entries()), module)
 
     def _say_lost_bits(self, model: torch.nn.Module) -> None:
         """Warn, once for a model, if it was sharded after it had been cast, which leaves the low bits behind."""
@@ -186,8 +185,6 @@ class Optimizer(torch.optim.Optimizer):
         self.defaults.pop("differentiable", None)  # torch puts it there; it would wander into new groups
         for group in self.param_groups:
             for key, value in self.defaults.items():
-                group.setdefault(key, value)
-            for key, value in options.rates(type(self), group, group, self.defaults).items():
                 group.setdefault(key, value)
         for entry in self._entries():
             self._stepper.dtypes[id(entry.p)] = (entry.p, entry.p.dtype)
@@ -244,8 +241,7 @@ class Optimizer(torch.optim.Optimizer):
         param_group = {key: value for key, value in param_group.items() if key not in apart}
         group = {**self.defaults, **param_group}
         found = options.check(cls, group)
-        found |= options.rounds(cls, found)
-        found |= options.rates(cls, param_group, found, self.defaults)
+        found |= options.rounds(cls, found) | options.rates(cls, param_group, found, self.defaults)
         found["plan"] = options.record_plan(cls, found["plan"], tensors)
         options.warn_unknown(cls, param_group)
         first = sum(len(g["params"]) for g in self.param_groups)
@@ -270,9 +266,7 @@ class Optimizer(torch.optim.Optimizer):
         if self._release is not None:
             self._release.attached()
         if self._all_given:
-            added = [e for e in self._entries() if e.group is self.param_groups[-1]]
-            admit.warn_discouraged(cls, added)
-            self._warned_of_embeddings |= not self._warned_of_embeddings and admit.warn_embeddings(cls, added, None)
+            admit.warn_of(cls, [e for e in self._entries() if e.group is self.param_groups[-1]])
 
     def _entries(self) -> Iterator[Entry]:
         return entries.of(self.param_groups)

@@ -35,6 +35,7 @@ from optgen.ops.dtypes import F32_UNIT, FROM_TORCH
 from optgen.ops.prims import MATRIX_OPS, PRIMS, REDUCTIONS
 from optgen.runtime.checkpoint import checkpoint
 from optgen.runtime.layout import layout
+from optgen.runtime.options.options import hypers_of
 from optgen.runtime.records.keys import DRAW, stream_key
 from optgen.runtime.reference import eager
 from optgen.verify.intervals import STRICT, Interval, Model
@@ -437,6 +438,8 @@ class Trial:
         self.param.grad_dtype = None  # gradients of any dtype
         self.optimizer = cls([self.param], plan=plan, backend=backend, seed=seed, **self.options)
         group = self.optimizer.param_groups[0]
+        taken = hypers_of(type(self.optimizer), group)  # scheduled ones are the rule's as a step takes them
+        self.hypers |= {h.name: taken[h.name] for h in spec.hypers if h.scheduled}
         _, self.module, self.variant = checkpoint.select(type(self.optimizer), group, self.param, 0)
         self._start(states or {}, step)
 

@@ -130,7 +130,13 @@ def warn_stack(cls: Any, entry: Entry) -> None:
     )
 
 
-def warn_discouraged(cls: Any, entries: Iterable[Entry]) -> None:
+def warn_of(cls: Any, entries: Sequence[Entry], module: nn.Module | None = None) -> None:
+    """Warn of parameters that are kept, or stepped, as they usually are not."""
+    _warn_discouraged(cls, entries)
+    _warn_embeddings(cls, entries, module)
+
+
+def _warn_discouraged(cls: Any, entries: Iterable[Entry]) -> None:
     """Warn of plans that the lint finds an error in, once each, if they keep a state that it is about."""
     warned = set[str]()
     for entry in entries:
@@ -153,11 +159,11 @@ def warn_discouraged(cls: Any, entries: Iterable[Entry]) -> None:
             )
 
 
-def warn_embeddings(cls: Any, entries: Iterable[Entry], module: nn.Module | None) -> bool:
+def _warn_embeddings(cls: Any, entries: Iterable[Entry], module: nn.Module | None) -> None:
     """Warn of embeddings and output heads that a rule steps as hidden matrices, by their names and the classes of their
-    modules; return True if there are any."""
+    modules."""
     if not any(flag.name == "adamw" and not flag.derived for flag in cls.FLAGS):
-        return False
+        return
     modules = () if module is None else module.modules()
     tables = {id(m.weight) for m in modules if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
     found = [
@@ -169,12 +175,11 @@ def warn_embeddings(cls: Any, entries: Iterable[Entry], module: nn.Module | None
         words = "|".join(dict.fromkeys(name.removesuffix(".weight").rpartition(".")[2] for name in found))
         warn(
             f"{cls.__name__} steps {', '.join(found[:4])}{', ...' if found[4:] else ''} as hidden matrices.  "
-            f"Embeddings and output heads usually take AdamW at a rate of its own: give them a group {{'params': [...], "
-            f"'adamw': True, 'lr': 3e-4}}, or write "
+            f"Embeddings and output heads usually take AdamW at a rate of its own: give them a group "
+            f"{{'params': [...], 'adamw': True, 'lr': 3e-4}}, or write "
             f"optgen.make({{{words!r}: {{'rule': 'adamw', 'lr': 3e-4}}, '*': {cls.SPEC!r}}}, model)",
             cls,
         )
-    return bool(found)
 
 
 def warn_untrained(cls: Any, groups: Sequence[dict[str, Any]], steps: int) -> None:
