@@ -73,7 +73,6 @@ class SingleFile(torch.optim.Optimizer):
     """An optimizer of one device; its state dict holds states as they are stored."""
 
     HYPERS: Mapping[str, Any]  # name -> (numbers, 0 for one, or a function of the group; range; test)
-    SCHEDULED: Mapping[str, bool] = {}  # those that rise and fall with lr -> whether they are lr itself
     FLAGS: Mapping[str, Any] = {}  # name -> bool, a hyper-parameter that must not be 0, or a function of the shape
     VARIANTS: tuple[Any, ...]
     _run: Any  # (group, hypers, jobs): make the steps of a group
@@ -87,19 +86,7 @@ class SingleFile(torch.optim.Optimizer):
         """Add a group; ValueError for a hyper-parameter out of its range."""
         for name in self.HYPERS:
             self._read({**self.defaults, **param_group}, name)
-        lr = param_group.get("lr", self.defaults.get("lr", 0.0))
-        base = {"base_lr": float(lr) or float(self.defaults["lr"])} if self.SCHEDULED else {}
-        super().add_param_group({**base, **param_group})
-
-    def _hypers(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the hyper-parameters of a step."""
-        found = {name: self._read(group, name) for name in self.HYPERS}
-        for name, is_lr in self.SCHEDULED.items():
-            lr, base = found["lr"], group["base_lr"]
-            if lr and not base:
-                raise ValueError(f"{type(self).__name__} has lr=0 at first: set 'base_lr', that of {name}")
-            found[name] = lr if is_lr or not lr else found[name] * (lr / base)
-        return found
+        super().add_param_group(param_group)
 
     def _read(self, group: Mapping[str, Any], name: str) -> Any:
         count, words, holds = self.HYPERS[name]
@@ -128,7 +115,7 @@ class SingleFile(torch.optim.Optimizer):
         loss = None if closure is None else torch.enable_grad()(closure)()
         position = 0
         for group in self.param_groups:
-            hypers = self._hypers(group)
+            hypers = {name: self._read(group, name) for name in self.HYPERS}
             names = group.get("param_names") or range(position, position + len(group["params"]))
             jobs = [(x, p) for x, p in zip(names, group["params"], strict=True) if p.grad is not None]
             self._run(group, hypers, [(self._prepare(name, p, group), name, p, self.state[p]) for name, p in jobs])
