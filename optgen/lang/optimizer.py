@@ -298,7 +298,7 @@ def _refuse_unknown(d: Declaration, option: str, name: str, known: Iterable[str]
                     listed: str, *more: str) -> None:  # fmt: skip
     """Raise UserError E110 unless what an option of a declaration names is `known`, or one of `more`."""
     if name not in (*known, *more):
-        called = {FlagDecl: "flag", HyperDecl: "hyper-parameter"}
+        called: dict[type, str] = {FlagDecl: "flag", HyperDecl: "hyper-parameter"}
         what = f"{called.get(type(d), 'state')} `{d.name}`"
         note = f"{listed} of this spec: {', '.join(sorted(known)) or 'none'}"
         hint = did_you_mean(name, [*known, *more])
