@@ -17,15 +17,15 @@ def adam_swd(
     weight_decay=hyper(1e-4, ge=0),
     amsgrad=flag(False),
 ):
-    """The decay's rate is lr over the root of the second moment's mean, one for the model; 0 where that is 0."""
+    """The decay's rate is lr over the root of the second moment's mean, one for the model; 0 where that root is not above
+    eps, as without gradients."""
     beta1, beta2 = betas
     exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     if amsgrad:
         max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     second = (max_exp_avg_sq if amsgrad else exp_avg_sq) / (1 - beta2**t)
-    total = model_total(second)
-    typical = sqrt(total / model_total(0 * p + 1)) + eps
-    p = decoupled(p, where(total > 0, lr / typical, 0.0), weight_decay)
+    typical = sqrt(model_total(second) / model_total(0 * p + 1))
+    p = decoupled(p, where(typical > eps, lr / (typical + eps), 0.0), weight_decay)
     p = p - lr / (1 - beta1**t) * exp_avg / (sqrt(second) + eps)
     return p, exp_avg, exp_avg_sq, max_exp_avg_sq

@@ -15,10 +15,10 @@ def adam_swd_1_tile(
     PLAN: tl.constexpr, p, g, exp_avg, exp_avg_sq, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
     one_over_one_minus_beta2_pow_t, live, MASKED: tl.constexpr,
 ):
-    """The new exp_avg, exp_avg_sq; the terms of tensor_sum_for_total, tensor_sum_for_typical."""
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 22
-    exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 23
-    second = one_over_one_minus_beta2_pow_t * exp_avg_sq  # 26
+    """The new exp_avg, exp_avg_sq; the terms of tensor_sum_for_typical, tensor_sum_for_typical_2."""
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 23
+    exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 24
+    second = one_over_one_minus_beta2_pow_t * exp_avg_sq  # 27
     return exp_avg, exp_avg_sq, second, tl.fma(0.0, p, 1.0)
 
 
@@ -34,9 +34,9 @@ def adam_swd_1_sweep(
 
 
 @triton.jit
-def adam_swd_2_values(tensor_sum_for_total, tensor_sum_for_typical):
-    """The new total, model_sum_for_typical."""
-    return tensor_sum_for_total, tensor_sum_for_typical
+def adam_swd_2_values(tensor_sum_for_typical, tensor_sum_for_typical_2):
+    """The new model_sum_for_typical, model_sum_for_typical_2."""
+    return tensor_sum_for_typical, tensor_sum_for_typical_2
 
 
 @triton.jit
@@ -45,10 +45,10 @@ def adam_swd_2_between(table, work, LEVEL: tl.constexpr):
 
 
 @triton.jit
-def adam_swd_3_values(total, model_sum_for_typical, lr, eps, weight_decay):
-    """The new one_minus_lr_over_typical_2_times_weight_decay."""
-    typical = tl.sqrt(total / model_sum_for_typical) + eps  # 28
-    return (tl.fma(minus(tl.where(0.0 < total, lr / typical, 0.0)), weight_decay, 1.0),)
+def adam_swd_3_values(model_sum_for_typical, model_sum_for_typical_2, lr, eps, weight_decay):
+    """The new model_sub."""
+    typical = tl.sqrt(model_sum_for_typical / model_sum_for_typical_2)  # 28
+    return (tl.fma(minus(tl.where(eps < typical, lr / (typical + eps), 0.0)), weight_decay, 1.0),)
 
 
 @triton.jit
@@ -58,13 +58,12 @@ def adam_swd_3_between(table, work, lr: tl.float32, eps: tl.float32, weight_deca
 
 @triton.jit
 def adam_swd_4_tile(
-    PLAN: tl.constexpr, p, exp_avg, exp_avg_sq, one_minus_lr_over_typical_2_times_weight_decay, scalar_0,
-    scalar_1_2, live, MASKED: tl.constexpr,
+    PLAN: tl.constexpr, p, exp_avg, exp_avg_sq, model_sub, scalar_0, scalar_1_2, live, MASKED: tl.constexpr,
 ):
     """The new p."""
     exp_avg = read(exp_avg, PLAN.exp_avg)
     exp_avg_sq = read(exp_avg_sq, PLAN.exp_avg_sq)
-    p = p * one_minus_lr_over_typical_2_times_weight_decay  # 29
+    p = p * model_sub  # 29
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_0, scalar_1_2)), p)  # 30
     return (p,)
 
@@ -81,9 +80,9 @@ def adam_swd_late_1_tile(
     PLAN: tl.constexpr, p, g, exp_avg_sq, beta2, scalar_0, one_over_one_minus_beta2_pow_t, live,
     MASKED: tl.constexpr,
 ):
-    """The terms of tensor_sum_for_total, tensor_sum_for_typical."""
-    exp_avg_sq = tl.fma(scalar_0 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 23
-    second = one_over_one_minus_beta2_pow_t * exp_avg_sq  # 26
+    """The terms of tensor_sum_for_typical, tensor_sum_for_typical_2."""
+    exp_avg_sq = tl.fma(scalar_0 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 24
+    second = one_over_one_minus_beta2_pow_t * exp_avg_sq  # 27
     return second, tl.fma(0.0, p, 1.0)
 
 
@@ -97,13 +96,13 @@ def adam_swd_late_1_sweep(
 
 @triton.jit
 def adam_swd_late_4_tile(
-    PLAN: tl.constexpr, p, g, exp_avg, exp_avg_sq, one_minus_lr_over_typical_2_times_weight_decay, beta1, beta2,
-    one_minus_beta1_times_grad_scale, scalar_0, scalar_2, scalar_3, live, MASKED: tl.constexpr,
+    PLAN: tl.constexpr, p, g, exp_avg, exp_avg_sq, model_sub, beta1, beta2, one_minus_beta1_times_grad_scale,
+    scalar_0, scalar_2, scalar_3, live, MASKED: tl.constexpr,
 ):
     """The new p, exp_avg, exp_avg_sq."""
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 22
-    exp_avg_sq = tl.fma(scalar_0 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 23
-    p = p * one_minus_lr_over_typical_2_times_weight_decay  # 29
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 23
+    exp_avg_sq = tl.fma(scalar_0 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 24
+    p = p * model_sub  # 29
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3)), p)  # 30
     return p, exp_avg, exp_avg_sq
 
@@ -124,12 +123,13 @@ def adam_swd_amsgrad_1_tile(
     PLAN: tl.constexpr, p, g, exp_avg, exp_avg_sq, max_exp_avg_sq, beta1, beta2, one_minus_beta1_times_grad_scale,
     scalar_1, one_over_one_minus_beta2_pow_t, live, MASKED: tl.constexpr,
 ):
-    """The new exp_avg, exp_avg_sq, max_exp_avg_sq; the terms of tensor_sum_for_total, tensor_sum_for_typical."""
+    """The new exp_avg, exp_avg_sq, max_exp_avg_sq; the terms of tensor_sum_for_typical,
+    tensor_sum_for_typical_2."""
     max_exp_avg_sq = read(max_exp_avg_sq, PLAN.max_exp_avg_sq)
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 22
-    exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 23
-    max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)  # 25
-    second = one_over_one_minus_beta2_pow_t * max_exp_avg_sq  # 26
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 23
+    exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 24
+    max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)  # 26
+    second = one_over_one_minus_beta2_pow_t * max_exp_avg_sq  # 27
     return exp_avg, exp_avg_sq, max_exp_avg_sq, second, tl.fma(0.0, p, 1.0)
 
 
@@ -146,13 +146,12 @@ def adam_swd_amsgrad_1_sweep(
 
 @triton.jit
 def adam_swd_amsgrad_4_tile(
-    PLAN: tl.constexpr, p, exp_avg, max_exp_avg_sq, one_minus_lr_over_typical_2_times_weight_decay, scalar_0,
-    scalar_1_2, live, MASKED: tl.constexpr,
+    PLAN: tl.constexpr, p, exp_avg, max_exp_avg_sq, model_sub, scalar_0, scalar_1_2, live, MASKED: tl.constexpr,
 ):
     """The new p."""
     exp_avg = read(exp_avg, PLAN.exp_avg)
     max_exp_avg_sq = read(max_exp_avg_sq, PLAN.max_exp_avg_sq)
-    p = p * one_minus_lr_over_typical_2_times_weight_decay  # 29
+    p = p * model_sub  # 29
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(max_exp_avg_sq), scalar_0, scalar_1_2)), p)  # 30
     return (p,)
 
@@ -169,11 +168,11 @@ def adam_swd_amsgrad_late_1_tile(
     PLAN: tl.constexpr, p, g, exp_avg_sq, max_exp_avg_sq, beta2, scalar_0, one_over_one_minus_beta2_pow_t, live,
     MASKED: tl.constexpr,
 ):
-    """The terms of tensor_sum_for_total, tensor_sum_for_typical."""
+    """The terms of tensor_sum_for_typical, tensor_sum_for_typical_2."""
     max_exp_avg_sq = read(max_exp_avg_sq, PLAN.max_exp_avg_sq)
-    exp_avg_sq = tl.fma(scalar_0 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 23
-    max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)  # 25
-    second = one_over_one_minus_beta2_pow_t * max_exp_avg_sq  # 26
+    exp_avg_sq = tl.fma(scalar_0 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 24
+    max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)  # 26
+    second = one_over_one_minus_beta2_pow_t * max_exp_avg_sq  # 27
     return second, tl.fma(0.0, p, 1.0)
 
 
@@ -187,15 +186,15 @@ def adam_swd_amsgrad_late_1_sweep(
 
 @triton.jit
 def adam_swd_amsgrad_late_4_tile(
-    PLAN: tl.constexpr, p, g, exp_avg, exp_avg_sq, max_exp_avg_sq, one_minus_lr_over_typical_2_times_weight_decay,
-    beta1, beta2, one_minus_beta1_times_grad_scale, scalar_0, scalar_2, scalar_3, live, MASKED: tl.constexpr,
+    PLAN: tl.constexpr, p, g, exp_avg, exp_avg_sq, max_exp_avg_sq, model_sub, beta1, beta2,
+    one_minus_beta1_times_grad_scale, scalar_0, scalar_2, scalar_3, live, MASKED: tl.constexpr,
 ):
     """The new p, exp_avg, exp_avg_sq, max_exp_avg_sq."""
     max_exp_avg_sq = read(max_exp_avg_sq, PLAN.max_exp_avg_sq)
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 22
-    exp_avg_sq = tl.fma(scalar_0 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 23
-    max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)  # 25
-    p = p * one_minus_lr_over_typical_2_times_weight_decay  # 29
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 23
+    exp_avg_sq = tl.fma(scalar_0 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 24
+    max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)  # 26
+    p = p * model_sub  # 29
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(max_exp_avg_sq), scalar_2, scalar_3)), p)  # 30
     return p, exp_avg, exp_avg_sq, max_exp_avg_sq
 
