@@ -17,8 +17,10 @@ def adam_swd(
     weight_decay=hyper(1e-4, ge=0),
     amsgrad=flag(False),
 ):
-    """The decay's rate is lr over the root of the second moment's mean, one for the model; 0 where that root is not above
-    eps, as without gradients."""
+    """The decay's rate is lr over the root of the second moment's mean, one for the model.
+
+    It is 0 where that root is not above eps, as without gradients.
+    """
     beta1, beta2 = betas
     exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g

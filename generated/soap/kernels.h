@@ -86,7 +86,7 @@ struct soap_no_by_rows_no_by_columns {  // soap
     }
 };
 
-// a sweep: update (specs/soap.py:60), exp_avg (specs/soap.py:80), exp_avg_sq (specs/soap.py:73)
+// a sweep: update (specs/soap.py:60), exp_avg (specs/soap.py:81), kept (specs/soap.py:73), brought (specs/soap.py:73)
 template <class S0, class S1, class S2, class S3, class S4, class S5>
 OPTGEN_INLINE void soap_refresh_3(
     F beta1, F beta2, F eps, F one_minus_beta1_times_where_lt_one_t_one_zero,
@@ -104,39 +104,39 @@ OPTGEN_INLINE void soap_refresh_3(
     exp_avg_sq_whole.set(exp_avg_sq_);
 }
 
-// a sweep: exp_avg_sq (specs/soap.py:73)
+// a sweep: exp_avg_sq (specs/soap.py:74)
 template <class S0, class S1, class S2, class S3, class S4>
 OPTGEN_INLINE F soap_refresh_5(
-    F p, F scalar_0, F scalar_1, F eps_times_eps, S0 &matmul, S1 &matmul_2, S2 &update_2, S3 &row_sum_of_exp_avg_sq,
-    S4 &row_sum_of_exp_avg_sq_2
+    F p, F scalar_0, F scalar_1, F eps_times_eps, S0 &kept, S1 &brought, S2 &update_2, S3 &row_sum_of_kept,
+    S4 &row_sum_of_brought
 ) {
     const F p_ = fma(scalar_0, update_2.read(), p);  // 61
     const F p_2 = scalar_1 * p_;                     // 62
-    row_sum_of_exp_avg_sq.set(matmul.read() + eps_times_eps);
-    row_sum_of_exp_avg_sq_2.set(matmul_2.read());
+    row_sum_of_kept.set(kept.read() + eps_times_eps);
+    row_sum_of_brought.set(brought.read());
     return p_2;
 }
 
 // row: values of rows
 template <class S0, class S1, class S2>
-OPTGEN_INLINE void soap_refresh_6(S0 &row_sum_of_exp_avg_sq, S1 &row_sum_of_exp_avg_sq_2, S2 &row_lt) {
-    row_lt.set(where(64.0f * row_sum_of_exp_avg_sq.read() < row_sum_of_exp_avg_sq_2.read(), F(1.0f), F(0.0f)));
+OPTGEN_INLINE void soap_refresh_6(S0 &row_sum_of_kept, S1 &row_sum_of_brought, S2 &row_lt) {
+    row_lt.set(where(64.0f * row_sum_of_kept.read() < row_sum_of_brought.read(), F(1.0f), F(0.0f)));
 }
 
-// a sweep: exp_avg_sq (specs/soap.py:80)
+// a sweep: exp_avg_sq (specs/soap.py:81)
 template <class S0, class S1, class S2, class S3>
-OPTGEN_INLINE void soap_refresh_7(S0 &row_lt, S1 &matmul_2, S2 &matmul, S3 &exp_avg_sq_whole_2) {
-    const F exp_avg_sq = where(0.0f < row_lt.read(), matmul_2.read(), matmul.read());  // 73
+OPTGEN_INLINE void soap_refresh_7(S0 &row_lt, S1 &brought, S2 &kept, S3 &exp_avg_sq_whole_2) {
+    const F exp_avg_sq = where(0.0f < row_lt.read(), brought.read(), kept.read());  // 74
     exp_avg_sq_whole_2.set(exp_avg_sq);
 }
 
-// a sweep: exp_avg_sq (specs/soap.py:80)
+// a sweep: exp_avg_sq (specs/soap.py:81)
 template <class S0, class S1, class S2, class S3>
 OPTGEN_INLINE void soap_refresh_9(
-    F eps_times_eps, S0 &matmul_3, S1 &matmul_4, S2 &col_sum_of_exp_avg_sq, S3 &col_sum_of_exp_avg_sq_2
+    F eps_times_eps, S0 &matmul, S1 &matmul_2, S2 &col_sum_of_exp_avg_sq, S3 &col_sum_of_exp_avg_sq_2
 ) {
-    col_sum_of_exp_avg_sq.set(matmul_3.read() + eps_times_eps);
-    col_sum_of_exp_avg_sq_2.set(matmul_4.read());
+    col_sum_of_exp_avg_sq.set(matmul.read() + eps_times_eps);
+    col_sum_of_exp_avg_sq_2.set(matmul_2.read());
 }
 
 // col: values of columns
@@ -147,13 +147,13 @@ OPTGEN_INLINE void soap_refresh_10(S0 &col_sum_of_exp_avg_sq, S1 &col_sum_of_exp
 
 // a sweep: the update
 template <class S0, class S1, class S2, class S3, class S4, class S5>
-OPTGEN_INLINE void soap_refresh_11(S0 &exp_avg_3, S1 &col_lt, S2 &matmul_4, S3 &matmul_3, S4 &exp_avg, S5 &exp_avg_sq) {
-    const F exp_avg_sq_ = where(0.0f < col_lt.read(), matmul_4.read(), matmul_3.read());  // 80
+OPTGEN_INLINE void soap_refresh_11(S0 &exp_avg_3, S1 &col_lt, S2 &matmul_2, S3 &matmul, S4 &exp_avg, S5 &exp_avg_sq) {
+    const F exp_avg_sq_ = where(0.0f < col_lt.read(), matmul_2.read(), matmul.read());  // 81
     exp_avg.set(exp_avg_3.read());
     exp_avg_sq.set(exp_avg_sq_);
 }
 
-// a sweep: update (specs/soap.py:59), exp_avg (specs/soap.py:73), exp_avg_sq (specs/soap.py:73)
+// a sweep: update (specs/soap.py:59), exp_avg (specs/soap.py:74), kept (specs/soap.py:73), brought (specs/soap.py:73)
 template <class S0, class S1, class S2, class S3, class S4, class S5>
 OPTGEN_INLINE void soap_refresh_no_by_columns_3(
     F beta1, F beta2, F eps, F one_minus_beta1_times_where_lt_one_t_one_zero,
@@ -171,30 +171,30 @@ OPTGEN_INLINE void soap_refresh_no_by_columns_3(
     exp_avg_sq_whole.set(exp_avg_sq_);
 }
 
-// a sweep: exp_avg_sq (specs/soap.py:73)
+// a sweep: exp_avg_sq (specs/soap.py:74)
 template <class S0, class S1, class S2, class S3, class S4>
 OPTGEN_INLINE F soap_refresh_no_by_columns_5(
-    F p, F scalar_0, F scalar_1, F eps_times_eps, S0 &matmul, S1 &matmul_2, S2 &update, S3 &row_sum_of_exp_avg_sq,
-    S4 &row_sum_of_exp_avg_sq_2
+    F p, F scalar_0, F scalar_1, F eps_times_eps, S0 &kept, S1 &brought, S2 &update, S3 &row_sum_of_kept,
+    S4 &row_sum_of_brought
 ) {
     const F p_ = fma(scalar_0, update.read(), p);  // 61
     const F p_2 = scalar_1 * p_;                   // 62
-    row_sum_of_exp_avg_sq.set(matmul.read() + eps_times_eps);
-    row_sum_of_exp_avg_sq_2.set(matmul_2.read());
+    row_sum_of_kept.set(kept.read() + eps_times_eps);
+    row_sum_of_brought.set(brought.read());
     return p_2;
 }
 
 // a sweep: the update
 template <class S0, class S1, class S2, class S3, class S4, class S5>
 OPTGEN_INLINE void soap_refresh_no_by_columns_7(
-    S0 &exp_avg_2, S1 &row_lt, S2 &matmul_2, S3 &matmul, S4 &exp_avg, S5 &exp_avg_sq
+    S0 &exp_avg_2, S1 &row_lt, S2 &brought, S3 &kept, S4 &exp_avg, S5 &exp_avg_sq
 ) {
-    const F exp_avg_sq_ = where(0.0f < row_lt.read(), matmul_2.read(), matmul.read());  // 73
+    const F exp_avg_sq_ = where(0.0f < row_lt.read(), brought.read(), kept.read());  // 74
     exp_avg.set(exp_avg_2.read());
     exp_avg_sq.set(exp_avg_sq_);
 }
 
-// a sweep: exp_avg_sq (specs/soap.py:80)
+// a sweep: exp_avg_sq (specs/soap.py:81)
 template <class S0, class S1, class S2, class S3, class S4>
 OPTGEN_INLINE F soap_refresh_no_by_rows_5(
     F p, F scalar_0, F scalar_1, F eps_times_eps, S0 &matmul, S1 &matmul_2, S2 &update, S3 &col_sum_of_exp_avg_sq,
@@ -212,7 +212,7 @@ template <class S0, class S1, class S2, class S3, class S4, class S5>
 OPTGEN_INLINE void soap_refresh_no_by_rows_7(
     S0 &exp_avg_2, S1 &col_lt, S2 &matmul_2, S3 &matmul, S4 &exp_avg, S5 &exp_avg_sq
 ) {
-    const F exp_avg_sq_ = where(0.0f < col_lt.read(), matmul_2.read(), matmul.read());  // 80
+    const F exp_avg_sq_ = where(0.0f < col_lt.read(), matmul_2.read(), matmul.read());  // 81
     exp_avg.set(exp_avg_2.read());
     exp_avg_sq.set(exp_avg_sq_);
 }

@@ -167,13 +167,12 @@ def soap_refresh_3_sweep(
 
 @triton.jit
 def soap_refresh_5_tile(
-    PLAN: tl.constexpr, p, matmul_, matmul_2, update_2, scalar_0, scalar_1, eps_times_eps, live,
-    MASKED: tl.constexpr,
+    PLAN: tl.constexpr, p, kept_, brought, update_2, scalar_0, scalar_1, eps_times_eps, live, MASKED: tl.constexpr,
 ):
-    """The new p; the terms of row_sum_of_exp_avg_sq, row_sum_of_exp_avg_sq_2."""
+    """The new p; the terms of row_sum_of_kept, row_sum_of_brought."""
     p = tl.fma(scalar_0, update_2, p)  # 61
     p = scalar_1 * p                   # 62
-    return p, matmul_ + eps_times_eps, matmul_2
+    return p, kept_ + eps_times_eps, brought
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -185,9 +184,9 @@ def soap_refresh_5_sweep(
 
 
 @triton.jit
-def soap_refresh_6_values(row_sum_of_exp_avg_sq, row_sum_of_exp_avg_sq_2):
+def soap_refresh_6_values(row_sum_of_kept, row_sum_of_brought):
     """The new row_lt."""
-    return (tl.where(64.0 * row_sum_of_exp_avg_sq < row_sum_of_exp_avg_sq_2, 1.0, 0.0),)
+    return (tl.where(64.0 * row_sum_of_kept < row_sum_of_brought, 1.0, 0.0),)
 
 
 @triton.jit
@@ -196,9 +195,9 @@ def soap_refresh_6_between(table, work, LEVEL: tl.constexpr):
 
 
 @triton.jit
-def soap_refresh_7_tile(PLAN: tl.constexpr, row_lt, matmul_2, matmul_, live, MASKED: tl.constexpr):
+def soap_refresh_7_tile(PLAN: tl.constexpr, row_lt, brought, kept_, live, MASKED: tl.constexpr):
     """The new exp_avg_sq_whole_2."""
-    exp_avg_sq = tl.where(0.0 < row_lt, matmul_2, matmul_)  # 73
+    exp_avg_sq = tl.where(0.0 < row_lt, brought, kept_)  # 74
     return (exp_avg_sq,)
 
 
@@ -208,9 +207,9 @@ def soap_refresh_7_sweep(table, work, step_key: tl.int32, SWEEP: tl.constexpr):
 
 
 @triton.jit
-def soap_refresh_9_tile(PLAN: tl.constexpr, matmul_3, matmul_4, eps_times_eps, live, MASKED: tl.constexpr):
+def soap_refresh_9_tile(PLAN: tl.constexpr, matmul_, matmul_2, eps_times_eps, live, MASKED: tl.constexpr):
     """The terms of col_sum_of_exp_avg_sq, col_sum_of_exp_avg_sq_2."""
-    return matmul_3 + eps_times_eps, matmul_4
+    return matmul_ + eps_times_eps, matmul_2
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -230,9 +229,9 @@ def soap_refresh_10_between(table, work, LEVEL: tl.constexpr):
 
 
 @triton.jit
-def soap_refresh_11_tile(PLAN: tl.constexpr, exp_avg_3, col_lt, matmul_4, matmul_3, live, MASKED: tl.constexpr):
+def soap_refresh_11_tile(PLAN: tl.constexpr, exp_avg_3, col_lt, matmul_2, matmul_, live, MASKED: tl.constexpr):
     """The new exp_avg, exp_avg_sq."""
-    exp_avg_sq = tl.where(0.0 < col_lt, matmul_4, matmul_3)  # 80
+    exp_avg_sq = tl.where(0.0 < col_lt, matmul_2, matmul_)  # 81
     return exp_avg_3, exp_avg_sq
 
 
@@ -271,12 +270,12 @@ def soap_refresh_no_by_columns_3_sweep(
 
 @triton.jit
 def soap_refresh_no_by_columns_5_tile(
-    PLAN: tl.constexpr, p, matmul_, matmul_2, update, scalar_0, scalar_1, eps_times_eps, live, MASKED: tl.constexpr,
+    PLAN: tl.constexpr, p, kept_, brought, update, scalar_0, scalar_1, eps_times_eps, live, MASKED: tl.constexpr,
 ):
-    """The new p; the terms of row_sum_of_exp_avg_sq, row_sum_of_exp_avg_sq_2."""
+    """The new p; the terms of row_sum_of_kept, row_sum_of_brought."""
     p = tl.fma(scalar_0, update, p)  # 61
     p = scalar_1 * p                 # 62
-    return p, matmul_ + eps_times_eps, matmul_2
+    return p, kept_ + eps_times_eps, brought
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -289,10 +288,10 @@ def soap_refresh_no_by_columns_5_sweep(
 
 @triton.jit
 def soap_refresh_no_by_columns_7_tile(
-    PLAN: tl.constexpr, exp_avg_2, row_lt, matmul_2, matmul_, live, MASKED: tl.constexpr,
+    PLAN: tl.constexpr, exp_avg_2, row_lt, brought, kept_, live, MASKED: tl.constexpr,
 ):
     """The new exp_avg, exp_avg_sq."""
-    exp_avg_sq = tl.where(0.0 < row_lt, matmul_2, matmul_)  # 73
+    exp_avg_sq = tl.where(0.0 < row_lt, brought, kept_)  # 74
     return exp_avg_2, exp_avg_sq
 
 
@@ -324,7 +323,7 @@ def soap_refresh_no_by_rows_7_tile(
     PLAN: tl.constexpr, exp_avg_2, col_lt, matmul_2, matmul_, live, MASKED: tl.constexpr,
 ):
     """The new exp_avg, exp_avg_sq."""
-    exp_avg_sq = tl.where(0.0 < col_lt, matmul_2, matmul_)  # 80
+    exp_avg_sq = tl.where(0.0 < col_lt, matmul_2, matmul_)  # 81
     return exp_avg_2, exp_avg_sq
 
 
