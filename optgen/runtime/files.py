@@ -5,7 +5,6 @@ The form of a file is in `container`; a file is written whole or not at all, and
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -168,10 +167,13 @@ def about(optimizer: AnyOptimizer, model: nn.Module | None) -> dict[str, Any]:
     parameters = [
         {"key": keys.get(id(p)), "shape": list(p.shape), "dtype": dtype_name(p.dtype)} for p in _parameters(optimizer)
     ]
-    parts = list(optimizer.parts.values()) if isinstance(optimizer, Several) else [optimizer]
-    firsts = itertools.accumulate((len(_parameters(part)) for part in parts), initial=0)
-    pairs = zip(firsts, parts, strict=False)  # the last sum begins no part
-    readings = [[first + at, *rest] for first, part in pairs for at, *rest in _readings(part)]
+    pairs: list[tuple[Optimizer, Sequence[int]]]
+    if isinstance(optimizer, Several):
+        places = optimizer.places(optimizer._labels(), optimizer.param_groups)
+        pairs = [(optimizer._owners[label], places[label]) for label in places]
+    else:
+        pairs = [(optimizer, range(len(parameters)))]
+    readings = [[own[at], *rest] for part, own in pairs for at, *rest in _readings(part)]
     spec = "" if isinstance(optimizer, Several) else plans.generated_class(type(optimizer)).SPEC
     return {"class": name_of(optimizer), "spec": spec, "parameters": parameters, "readings": readings}
 

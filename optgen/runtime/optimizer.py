@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import os
 from collections import Counter, defaultdict
@@ -474,11 +473,7 @@ class Optimizer(torch.optim.Optimizer):
     def _read(self, state_dict: Mapping[str, Any]) -> checkpoint.Loaded:
         """Return groups and states as a state dict has them, or raise ValueError; nothing has changed."""
         self._refuse_uphill("load_state_dict()")
-        state_dict = checkpoint.opened(type(self), state_dict)
-        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
-            changed = pre_hook(self, state_dict)
-            if changed is not None:
-                state_dict = changed
+        state_dict = checkpoint.opened(self, state_dict)
         with torch.no_grad():
             moved = self._offload.settle(self.param_groups)
             try:
@@ -558,11 +553,6 @@ class Optimizer(torch.optim.Optimizer):
         _, plan, variant = checkpoint.select(type(self), entry.group, entry.p, entry.name, kept)
         return weights.full(plan, variant, entry.p, kept, entry.name)
 
-    def _trained_entries(self, model: torch.nn.Module) -> dict[int, Entry]:
-        """Return the entries of those that are trained, by id(parameter); ValueError for a model of no entry."""
-        weights.refuse_foreign(model, type(self).__name__, {id(e.p) for e in self._entries()})
-        return {id(e.p): e for e in self._entries() if e.p.requires_grad or state.of(self.state, e.p)}
-
     def master_state_dict(self, model: torch.nn.Module) -> dict[str, Any]:
         """The model's state dict with its weights at full precision: fp32, for `fp32_model.load_state_dict`.
 
@@ -574,9 +564,7 @@ class Optimizer(torch.optim.Optimizer):
         """
         self._refuse_uphill("master_state_dict()")
         self._say_lost_bits(model)
-        owned = {key: functools.partial(self._full_weight, e) for key, e in self._trained_entries(model).items()}
-        with torch.no_grad():
-            return weights.of_model(model, owned)
+        return weights.of_model([self], type(self).__name__, model)
 
     def load_master_state_dict(
         self, model: torch.nn.Module, state_dict: Mapping[str, Any], strict: bool = True
@@ -589,24 +577,7 @@ class Optimizer(torch.optim.Optimizer):
         takes them.  All is checked first: ValueError lists what does not fit, and nothing has changed.
         """
         self._refuse_in_evaluation("load_master_state_dict()")
-        entries = self._trained_entries(model)
-        with torch.no_grad():
-            found = weights.check(model, type(self).__name__, state_dict, entries, strict)
-            ready = []
-            for p, value in found.owned:
-                entry = entries[id(p)]
-                kept = state.of(self.state, p)
-                _, plan, variant = checkpoint.select(type(self), entry.group, p, entry.name, kept or None)
-                if kept:
-                    state.check(variant, p, kept, entry.name)
-                ready.append((plan, variant, p, kept, value, entry.group))
-            if found.rest:
-                model.load_state_dict(found.rest, strict=False)
-            for plan, variant, p, kept, value, group in ready:
-                made = weights.put(plan, variant, p, kept, value, group)
-                if made is not None:
-                    self.state[p] = {**self.state.get(p, {}), **made}
-            low_bits.carry(model)
+        weights.load([self], type(self).__name__, model, state_dict, strict)
 
     def plans(self) -> dict[Label, str]:
         """Return the plan that each parameter is kept under, by name (by position over all groups where it has none).

@@ -2,64 +2,194 @@
 
 from __future__ import annotations
 
-from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+import inspect
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from optgen.runtime.checkpoint import checkpoint
+from optgen.runtime.checkpoint import checkpoint, weights
 from optgen.runtime.layout.plans import Label
 from optgen.runtime.modes.watch import SAMPLE, Callback, Run, Watches
 from optgen.runtime.optimizer import Optimizer
 from optgen.runtime.options import options
+from optgen.runtime.records.misfits import Misfits
 from optgen.runtime.states.memory import Memory
 
 RULE = "rule"
-"""The key of a saved group with the name of its class."""
+"""The key of a group that says which part steps it: the name of its class, numbered where several parts have it."""
+
+SCALED = ("grad_scale", "found_inf")
+"""Attributes by which a GradScaler hands over its scale."""
 
 
-class States(ChainMap[Tensor, Any]):
-    """The states of several optimizers; a parameter without one reads as {}, and gets no entry among another's."""
+class States(MutableMapping[Any, Any]):
+    """The states of all parts as one defaultdict: one that is read or set first is of the part with its parameter."""
 
-    def __getitem__(self, key: Tensor) -> Any:
-        return next((states[key] for states in self.maps if key in states), {})
+    def __init__(self, parts: Sequence[Optimizer]) -> None:
+        self.parts = [(part.param_groups, part.state) for part in parts]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+    def _of(self, key: Any) -> dict[Any, Any]:
+        having = (states for _, states in self.parts if key in states)
+        owning = (states for groups, states in self.parts if any(key is p for g in groups for p in g["params"]))
+        return next(itertools.chain(having, owning, (self.parts[0][1],)))
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._of(key)[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._of(key)[key] = value
+
+    def __delitem__(self, key: Any) -> None:
+        del self._of(key)[key]
+
+    def __contains__(self, key: object) -> bool:
+        return any(key in states for _, states in self.parts)
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.chain.from_iterable(states for _, states in self.parts)
+
+    def __len__(self) -> int:
+        return sum(len(states) for _, states in self.parts)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """Return a state, or the default; nothing is made."""
+        return self._of(key).get(key, default)
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        """Remove a state and return it."""
+        return self._of(key).pop(key, *default)
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        """Return a state, which is the default if there was none."""
+        return self._of(key).setdefault(key, default)
+
+
+class Groups(list[dict[str, Any]]):
+    """The groups of all parts in the order in which they were added.  A change of the list is one of the parts."""
+
+    def __init__(self, groups: Sequence[dict[str, Any]], owner: Several) -> None:
+        super().__init__(groups)
+        self.owner = owner
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, (list(self),)
+
+
+def _changes(name: str) -> Callable[..., Any]:
+    def change(self: Groups, *given: Any, **options: Any) -> Any:
+        groups = list(self.owner.param_groups)
+        result = getattr(groups, name)(*given, **options)
+        self.owner.param_groups = groups
+        list.__setitem__(self, slice(None), groups)
+        return self if name == "__iadd__" else result
+
+    return change
+
+
+for _name in (
+    "append", "clear", "extend", "insert", "pop", "remove", "reverse", "sort", "__delitem__", "__iadd__", "__setitem__",
+):  # fmt: skip
+    setattr(Groups, _name, _changes(_name))
 
 
 class Several(torch.optim.Optimizer):
-    """Optimizers of different rules as one: one step, one list of groups, one state dict.
+    """Optimizers of different rules as one torch.optim.Optimizer: one step, one list of groups, one state dict.
 
-    parts   the optimizers, by any keys (`optgen.make`: the patterns of names).  Groups and states are theirs, in this
-            order; options, released gradients and groups to be added are set on them.
+    parts     the optimizers, by any keys (`optgen.make`: the patterns of names).  They hold the groups and states;
+              gradients are released, and single steps recorded, with them
+    defaults  the options that all parts have, with the first one's defaults
 
-    All parts must accept a state dict before any changes; a step's errors come before changes of the part that raises.
+    A group says under "rule" which part steps it.  All parts must accept a state dict before any changes; a step's
+    errors come before changes of the part that raises.
     """
 
-    def __init__(self, parts: Mapping[str, Optimizer]) -> None:
-        self.parts = dict(parts)
-        super().__init__([{"params": []}], {})  # torch refuses an empty list
+    parts: dict[Any, Optimizer]
+    _order: list[str]
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse a group, which must say whose it is: `parts[...].add_param_group`."""
-        if param_group["params"]:
-            raise NotImplementedError("Several: add a group to the part that is to step it, .parts[...]")
+    def __init__(self, parts: Mapping[Any, Optimizer]) -> None:
+        count: defaultdict[str, int] = defaultdict(int)
+        for part in parts.values():
+            name = type(part).__name__
+            count[name] += 1
+            part.defaults[RULE] = name if count[name] == 1 else f"{name} {count[name]}"
+            for group in part.param_groups:
+                group[RULE] = part.defaults[RULE]
+        first, *others = parts.values()
+        shared = {k: v for k, v in first.defaults.items() if k != RULE and all(k in x.defaults for x in others)}
+        # torch's constructor would add a group and reset the states.
+        self.__setstate__({"parts": dict(parts), "defaults": shared, "_order": []})
 
-    # torch's base class assigns both; they are those of the parts, whatever these load.
+    def __getstate__(self) -> dict[str, Any]:
+        return {"parts": self.parts, "defaults": self.defaults, "_order": self._labels()}
+
+    @property
+    def _owners(self) -> dict[str, Optimizer]:
+        return {part.defaults[RULE]: part for part in self.parts.values()}
+
+    def _labels(self) -> list[str]:
+        """Return whose each group is, in the order in which they were added; those of single parts come last."""
+        left = {label: len(part.param_groups) for label, part in self._owners.items()}
+        order = []
+        for label in [*self._order, *(label for label, count in left.items() for _ in range(count))]:
+            if left[label]:
+                left[label] -= 1
+                order.append(label)
+        self._order = order
+        return order
 
     @property
     def param_groups(self) -> Any:
-        return [group for part in self.parts.values() for group in part.param_groups]
+        left = {label: iter(part.param_groups) for label, part in self._owners.items()}
+        return Groups([next(left[label]) for label in self._labels()], self)
 
     @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None: ...
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        order = [self._owner_of(group) for group in groups]
+        for label, part in self._owners.items():
+            part.param_groups = [group for group, own in zip(groups, order, strict=True) if own == label]
+        self._order = order
 
     @property
     def state(self) -> Any:
-        return States(*(part.state for part in self.parts.values()))
+        return States(list(self.parts.values()))
 
     @state.setter
-    def state(self, states: Any) -> None: ...
+    def state(self, states: Mapping[Any, Any]) -> None:
+        for part in self.parts.values():
+            part.state = defaultdict(dict)
+        self.state.update(states)
+
+    def _owner_of(self, group: Any) -> str:
+        """Return the label of the part that steps a group; ValueError if the group does not say it."""
+        label = group.get(RULE) if isinstance(group, dict) else None
+        if label not in self._owners:
+            raise ValueError(
+                f"Several: a group says under {RULE!r} which rule steps it: expected one of {list(self._owners)}, "
+                f"got {label!r}"
+            )
+        return str(label)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, which says under "rule" which part is to step it, with the options of that part."""
+        label, params = self._owner_of(param_group), param_group["params"]
+        if not isinstance(params, (Tensor, set)):
+            params = list(params)
+            new = {id(p[1] if isinstance(p, tuple) else p) for p in params}
+            if any(id(p) in new for group in self.param_groups for p in group["params"]):
+                raise ValueError("some parameters appear in more than one parameter group")
+        self._labels()
+        kept = {key: value for key, value in param_group.items() if key != RULE}
+        self._owners[label].add_param_group({**kept, "params": params})
 
     def __repr__(self) -> str:
         lines = []
@@ -71,12 +201,6 @@ class Several(torch.optim.Optimizer):
             )
         return "\n".join(["Several (", *lines, ")"])
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"parts": self.parts}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        Several.__init__(self, state["parts"])
-
     @property
     def matched(self) -> dict[str, list[Label]]:
         """The names of each part's trainable parameters, or their positions."""
@@ -84,24 +208,46 @@ class Several(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        return all(part._step_supports_amp_scaling for part in self.parts.values())
+        parts = self.parts.values()
+        return any(part._release is not None for part in parts) or all(
+            part._step_supports_amp_scaling for part in parts
+        )
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One update of every parameter that has a gradient, as each part makes it."""
+        self._refuse_in_evaluation("step()")
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for part in self.parts.values():
-            for name in ("grad_scale", "found_inf"):  # of a GradScaler
-                if name in self.__dict__:
-                    setattr(part, name, self.__dict__[name])
-            try:
-                part.step()
-            finally:
-                for name in ("grad_scale", "found_inf"):
-                    part.__dict__.pop(name, None)
+        scaled = {name: vars(self)[name] for name in SCALED if name in vars(self)}
+        released_first = sorted(self.parts.values(), key=lambda part: part._release is None)  # they refuse a GradScaler
+        try:
+            for part in released_first:
+                vars(part).update(scaled)
+                try:
+                    self._step(part)
+                finally:
+                    for name in SCALED:
+                        vars(part).pop(name, None)
+        except BaseException:
+            for name in SCALED:  # as a part does
+                vars(self).pop(name, None)
+            raise
         return loss
+
+    def _step(self, part: Any) -> None:
+        """Make a part's step with its own hooks: those of all optimizers run once, around the whole step."""
+        part._opt_called = True  # a scheduler of the part asks for it
+        for hook in part._optimizer_step_pre_hooks.values():
+            hook(part, (part,), {})
+        inspect.unwrap(type(part).step)(part)
+        for hook in part._optimizer_step_post_hooks.values():
+            hook(part, (part,), {})
+
+    def _refuse_in_evaluation(self, action: str) -> None:
+        for part in self.parts.values():
+            part._refuse_in_evaluation(action)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients of all parts."""
@@ -119,7 +265,11 @@ class Several(torch.optim.Optimizer):
             part.eval()
 
     def watch(
-        self, every: int = 100, *, to: Callback | Run | str | None = None, path: Any = None,
+        self,
+        every: int = 100,
+        *,
+        to: Callback | Run | str | None = None,
+        path: Any = None,
         sample: float = SAMPLE,
     ) -> Watches:
         """Measure every tensor as `Optimizer.watch` does; a function gets the numbers of each part by themselves."""
@@ -132,9 +282,13 @@ class Several(torch.optim.Optimizer):
                 raise
         return made
 
-    def record(self, path: Any, params: Any = None) -> None:
+    def record(self, path: Any, params: Any = None) -> NoReturn:
         """Refuse a record, which is of the step of one rule: `parts[...].record`."""
         raise NotImplementedError("Several: a record is of the step of one rule, .parts[...].record(path)")
+
+    def release_gradients(self, *given: Any, **options: Any) -> NoReturn:
+        """Refuse: each part has a handle of its own, `parts[...].release_gradients`."""
+        raise NotImplementedError("Several: gradients are released by rule, .parts[...].release_gradients(...)")
 
     def feed(self, *, keep: bool = False, **values: Any) -> None:
         """Give inputs to the rules that have them, by parameter or as functions of one: see `Optimizer.feed`."""
@@ -153,51 +307,74 @@ class Several(torch.optim.Optimizer):
     # -- checkpoints ----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return one state dict of all parts, whose positions go on from part to part."""
-        return self._joined([(part, part.state_dict()) for part in self.parts.values()])
+        """Return one state dict of all parts, in the order of their groups."""
+        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+            pre_hook(self)
+        found = self._joined({label: part.state_dict() for label, part in self._owners.items()})
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            changed = post_hook(self, found)
+            if changed is not None:
+                found = changed
+        return found
 
     def dense_state_dict(self) -> dict[str, Any]:
         """Return the same with fp32 tensors under torch's names, which parts of any plan load."""
-        return self._joined([(part, part.dense_state_dict()) for part in self.parts.values()])
+        return self._joined({label: part.dense_state_dict() for label, part in self._owners.items()})
 
-    @staticmethod
-    def _joined(found: list[tuple[Optimizer, dict[str, Any]]]) -> dict[str, Any]:
-        made: dict[str, Any] = {"state": {}, "param_groups": []}
-        first = 0
-        for part, saved in found:
-            made["state"] |= {first + number: entry for number, entry in saved["state"].items()}
-            for group in saved["param_groups"]:
-                numbers = [first + number for number in group["params"]]
-                made["param_groups"].append({**group, "params": numbers, RULE: type(part).__name__})
-            first += sum(len(group["params"]) for group in saved["param_groups"])
-            made |= {key: value for key, value in saved.items() if key not in made}
-        return made
+    def _joined(self, found: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        states: dict[Any, Any] = {}
+        groups: list[dict[str, Any]] = []
+        left, first = {label: iter(saved["param_groups"]) for label, saved in found.items()}, 0
+        for label in self._labels():
+            group = next(left[label])
+            old, new = group["params"], range(first, first + len(group["params"]))
+            own = found[label]["state"]
+            states |= {n: own[number] for n, number in zip(new, old, strict=True) if number in own}
+            groups.append({**group, "params": list(new), RULE: label})
+            first += len(old)
+        for saved in found.values():
+            states |= {key: entry for key, entry in saved["state"].items() if not isinstance(key, int)}
+        rest = {key: value for saved in reversed([*found.values()]) for key, value in saved.items()}
+        return {**rest, "state": states, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state dict of the same rules; ValueError lists what does not fit, and nothing has changed."""
-        loaded = [(part, part._read(saved)) for part, saved in self.split(state_dict)]
+        loaded = [(part, part._read(own)) for part, own in self.split(checkpoint.opened(self, state_dict))]
         for part, found in loaded:
             part._take(found)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
 
     def split(self, saved: Mapping[str, Any]) -> Iterator[tuple[Optimizer, dict[str, Any]]]:
         """Yield the parts, each with its share of a state dict of all; ValueError if the rules of its groups differ."""
-        parts = list(self.parts.values())
-        dealt = checkpoint.deal([part.param_groups for part in parts], list(saved["param_groups"]))
+        groups, states = checkpoint.parts(saved, Misfits("Several.load_state_dict: nothing was loaded"))
+        parts, expected = list(self._owners.values()), self._labels()
+        order = [list(self._owners).index(label) for label in expected]
+        dealt = checkpoint.deal([part.param_groups for part in parts], groups, order)
         pairs = [(type(part).__name__, group) for part, own in zip(parts, dealt, strict=True) for group in own]
-        if wrong := [group for rule, group in pairs if group.get(RULE) != rule]:
-            expected = [type(part).__name__ for part in parts for _ in part.param_groups]
-            got = [group.get(RULE, "no rule") for group in saved["param_groups"]]
+        if wrong := [group for rule, group in pairs if str(group.get(RULE)).partition(" ")[0] != rule]:
+            got = [group.get(RULE, "no rule") for group in groups]
             names = [name for group in wrong for name in group.get("param_names") or ()]
             of = f", which have other rules for {checkpoint.some(names)}" if names else ""
             raise ValueError(
                 f"Several.load_state_dict: expected groups of {expected}, got {got}{of}; nothing was loaded"
             )
+        strange = states.keys() - {number for group in groups for number in group["params"]}
+        rest = {key: value for key, value in saved.items() if key == options.UNNAMED}
         for part, own in zip(parts, dealt, strict=True):
-            numbers = [number for group in own for number in group["params"]]
-            states = {k: v for k, v in saved["state"].items() if k in set(numbers)}
-            kept = [{k: v for k, v in group.items() if k != RULE} for group in own]
-            rest = {k: v for k, v in saved.items() if k == options.UNNAMED}
-            yield part, {"state": states, "param_groups": kept, **rest}
+            mine = {number for group in own for number in group["params"]} | strange
+            strange = set()  # what is beside all parameters is of the first part
+            shared = {key: entry for key, entry in states.items() if key in mine}
+            yield part, {"state": shared, "param_groups": [{**g, RULE: part.defaults[RULE]} for g in own], **rest}
+
+    @staticmethod
+    def places(labels: Sequence[str], groups: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
+        """Return the positions of each part's parameters among those of all groups, of which the labels are given."""
+        found: defaultdict[str, list[int]] = defaultdict(list)
+        at = itertools.count()
+        for label, group in zip(labels, groups, strict=True):
+            found[label] += itertools.islice(at, len(group["params"]))
+        return found
 
     # -- what the model is ----------------------------------------------------------------------------
 
@@ -213,19 +390,22 @@ class Several(torch.optim.Optimizer):
 
     def full_weights(self) -> list[Tensor]:
         """The weights at full precision, fp32, in the order of the groups."""
-        return [value for part in self.parts.values() for value in part.full_weights()]
+        left = {label: iter(part.full_weights()) for label, part in self._owners.items()}
+        pairs = zip(self._labels(), self.param_groups, strict=True)
+        return [value for label, group in pairs for value in itertools.islice(left[label], len(group["params"]))]
 
     def master_state_dict(self, model: nn.Module) -> dict[str, Any]:
         """The model's state dict with its weights at full precision (`Optimizer.master_state_dict`)."""
-        found: dict[str, Any] = {}
-        owned = {id(p) for group in self.param_groups for p in group["params"]}
-        for part in self.parts.values():
-            mine = {id(p) for group in part.param_groups for p in group["params"]}
-            live = model.state_dict(keep_vars=True)
-            for key, value in part.master_state_dict(model).items():
-                if key not in found or id(live[key]) in mine or id(live[key]) not in owned:
-                    found[key] = value
-        return found
+        parts = list(self.parts.values())
+        for part in parts:
+            part._refuse_uphill("master_state_dict()")
+        parts[0]._say_lost_bits(model)
+        return weights.of_model(parts, "Several", model)
+
+    def load_master_state_dict(self, model: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        """Set the model's weights, and the bits of them that parts keep (`Optimizer.load_master_state_dict`)."""
+        self._refuse_in_evaluation("load_master_state_dict()")
+        weights.load(list(self.parts.values()), "Several", model, state_dict, strict)
 
     def plans(self) -> dict[Label, str]:
         """The plan of each trainable parameter, by name."""

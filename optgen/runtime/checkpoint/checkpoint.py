@@ -267,11 +267,17 @@ def reader() -> Any:
     return importlib.import_module(READER)
 
 
-def opened(cls: Any, saved: Any) -> dict[str, Any]:
-    """Return a copy of a state dict that hooks may change; TypeError if it is no mapping."""
+def opened(optimizer: torch.optim.Optimizer, saved: Any) -> dict[str, Any]:
+    """Return a state dict as an optimizer's hooks leave it, which get a copy; TypeError if it is no mapping."""
     if not isinstance(saved, Mapping):
-        raise TypeError(f"{cls.__name__}.load_state_dict takes the dict that state_dict() made, got {saved!r:.80}")
-    return dict(saved)
+        name = type(optimizer).__name__
+        raise TypeError(f"{name}.load_state_dict takes the dict that state_dict() made, got {saved!r:.80}")
+    found = dict(saved)
+    for pre_hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        changed = pre_hook(optimizer, found)
+        if changed is not None:
+            found = changed
+    return found
 
 
 def parts(saved: Mapping[str, Any], misfits: Misfits) -> tuple[list[Mapping[str, Any]], Mapping[Any, Any]]:
@@ -442,8 +448,13 @@ def _aligned(groups: Groups, saved: list[Mapping[str, Any]]) -> list[Mapping[str
     return found
 
 
-def deal(parts: Sequence[Groups], saved: list[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
-    """Return the saved groups of each of several optimizers: by names if both sides have them, else in order."""
+def deal(
+    parts: Sequence[Groups], saved: list[Mapping[str, Any]], order: Sequence[int]
+) -> list[list[Mapping[str, Any]]]:
+    """Return the saved groups of each of several optimizers: by names if both sides have them, else in their order.
+
+    order   the optimizer of each present group
+    """
     owners = {
         overrides.bare(str(name)): i
         for i, groups in enumerate(parts)
@@ -453,8 +464,7 @@ def deal(parts: Sequence[Groups], saved: list[Mapping[str, Any]]) -> list[list[M
     names = [[overrides.bare(str(name)) for name in group.get("param_names") or ()] for group in saved]
     at = [next((owners[name] for name in own if name in owners), None) for own in names]
     if None in at:
-        at = [i for i, groups in enumerate(parts) for _ in groups]
-        at += [len(parts) - 1] * (len(saved) - len(at))  # too many, which that part refuses
+        at = [*order, *[len(parts) - 1] * (len(saved) - len(order))]  # too many, which that part refuses
     return [[group for group, k in zip(saved, at, strict=False) if k == i] for i in range(len(parts))]
 
 

@@ -6,8 +6,9 @@ wrappers and hooks that prefix names change nothing here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,11 +68,17 @@ def _ordered(t: Tensor) -> Tensor:
     return torch.where(pattern < 0, -(pattern & 0x7FFF), pattern)
 
 
-def of_model(model: nn.Module, weights: Mapping[int, Callable[[], Tensor]]) -> dict[str, Any]:
-    """Return the model's state dict with fp32 weights.
+def _trained(optimizers: Sequence[Any], owner: str, model: nn.Module) -> dict[int, tuple[Any, Any]]:
+    """Return (optimizer, entry) of those that are trained, by id(parameter); ValueError for a model of no entry."""
+    found = [(one, entry) for one in optimizers for entry in one._entries()]
+    refuse_foreign(model, owner, {id(entry.p) for _, entry in found})
+    return {id(e.p): (one, e) for one, e in found if e.p.requires_grad or state.of(one.state, e.p)}
 
-    weights   id(parameter) -> its full weight, for those of the optimizer
-    """
+
+@torch.no_grad()
+def of_model(optimizers: Sequence[Any], owner: str, model: nn.Module) -> dict[str, Any]:
+    """Return the model's state dict with its weights as fp32: `Optimizer.master_state_dict`."""
+    weights = {key: partial(one._full_weight, e) for key, (one, e) in _trained(optimizers, owner, model).items()}
     found = model.state_dict(keep_vars=True)
     made: dict[int, Any] = {}
     for value in found.values():
@@ -231,6 +238,27 @@ def put(
     if parts is not None and parts.gathered:
         sharding.local(p).copy_(sharding.part_of(weight, parts.layout))
     return made
+
+
+def load(optimizers: Sequence[Any], owner: str, model: nn.Module, saved: Any, strict: bool) -> None:
+    """Set a model's weights, and the bits of them that these optimizers keep: `Optimizer.load_master_state_dict`."""
+    entries = _trained(optimizers, owner, model)
+    with torch.no_grad():
+        found, ready = check(model, owner, saved, entries, strict), []
+        for p, value in found.owned:
+            one, entry = entries[id(p)]
+            kept = state.of(one.state, p)
+            _, plan, variant = checkpoint.select(type(one), entry.group, p, entry.name, kept or None)
+            if kept:
+                state.check(variant, p, kept, entry.name)
+            ready.append((one, plan, variant, p, kept, value, entry.group))
+        if found.rest:
+            model.load_state_dict(found.rest, strict=False)
+        for one, plan, variant, p, kept, value, group in ready:
+            made = put(plan, variant, p, kept, value, group)
+            if made is not None:
+                one.state[p] = {**one.state.get(p, {}), **made}
+        low_bits.carry(model)
 
 
 def scale_rows(optimizer: Any, p: Tensor, factors: Any) -> None:
