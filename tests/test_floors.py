@@ -56,7 +56,7 @@ RUNTIME: dict[str, set[str]] = {
     "step": {"records", "layout", "states", "options", "work", "gpu", "cpu", "checkpoint"},
     "modes": {"records", "reference", "layout", "states", "options", "work", "step", "checkpoint"},
     "optimizer": {"records", "layout", "states", "options", "work", "step", "checkpoint", "modes"},
-    "several": {"layout", "modes", "states", "options", "checkpoint", "optimizer"},
+    "several": {"records", "layout", "modes", "states", "options", "checkpoint", "optimizer"},
     "sharpness": {"records", "layout", "checkpoint", "optimizer"},
     "files": {"records", "layout", "states", "options", "checkpoint", "optimizer", "several"},
     "__init__": {"records", "states", "optimizer"},
