@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from optgen.runtime.layout import layout, plans, sharding
 from optgen.runtime.options import blocks, options, overrides
 from optgen.runtime.options.entries import labels as labels_of
-from optgen.runtime.records import Variant, as_float, beside, keys
+from optgen.runtime.records import Variant, as_float, beside, fed_name, keys
 from optgen.runtime.records.arena import Arena
 from optgen.runtime.records.join import Pair
 from optgen.runtime.records.misfits import SHOWN, Misfits
@@ -646,6 +646,7 @@ class _Reading:
         """
         cls, group, misfits = self.cls, self.group, self.misfits
         kept = _listed(self.saved, options.ENTRIES)
+        fed = {key for name in cls.INPUTS for key in (name, fed_name(name))}
         rows = list(zip(group["params"], labels, numbers, strict=True))
         present = {label: p for p, label, number in rows if isinstance(x := saved.get(number), Mapping) and x}
         arena = _arena(cls, group, present)
@@ -655,8 +656,11 @@ class _Reading:
             entry, extra = saved.get(number), {}
             if self.own:
                 entry = renamed(cls, group, p, label, entry)
-            if kept and isinstance(entry, Mapping):
+            if (kept or cls.INPUTS) and isinstance(entry, Mapping):
                 mine = kept - _names(cls, group, p, label)
+                if self.own and entry.keys() <= mine | fed:  # for the first step, which is still to come
+                    mine |= fed
+                    misfits.lines += _misfed(cls, p, entry, state.label(p, name))
                 extra = {k: _copied(x, p.device, k, misfits) for k, x in entry.items() if k in mine}
                 entry = {key: value for key, value in entry.items() if key not in mine}
             source = None if entry is None else self.opened(p, label, entry, state.label(p, name))
@@ -724,6 +728,14 @@ def _trained(value: Tensor, target: Tensor, p: Tensor, parts: sharding.Parts | N
         raise ValueError(f"{state.TRAINED}: expected {want}, got {got}")
     part = value if parts is None else parts.beside(state.TRAINED, value)
     return part.detach().to(p.device, copy=True).contiguous()
+
+
+def _misfed(cls: Any, p: Tensor, entry: Mapping[str, Any], where: str) -> Iterator[str]:
+    """Yield a line for each input in an entry that `feed` does not leave there."""
+    for name in (x for x in cls.INPUTS if x in entry or fed_name(x) in entry):
+        value, fed = entry.get(name), as_float(entry.get(fed_name(name)))
+        if state.kind(value) != (want := state.describe(torch.float32, tuple(p.shape))) or fed not in (1.0, 2.0):
+            yield f"{where}: {name}: expected {want} that is fed, got {_short(value)} and {fed}"
 
 
 def _encoded(variant: Variant, p: Tensor, entry: dict[str, Any]) -> dict[str, Any]:

@@ -109,6 +109,7 @@ class Chunk:
             for like, views in ((m.p, self.twins), (m.p.grad, self.grads)):
                 views.append(room[end : end + like.nbytes].view(like.dtype).view(like.shape))
                 end += _lines(like.nbytes)
+            self.twins[-1].grad_dtype = m.p.grad_dtype
         self.numbers = list(dict.fromkeys(m.number for m in members))
         self.groups: list[dict[str, Any]] = []
         for number in self.numbers:

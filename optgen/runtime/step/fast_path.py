@@ -191,7 +191,7 @@ class CachedStep:
 
     def __init__(self, owner: Owner, prepared: Prepared, scaled: bool) -> None:
         self.buckets = [CachedBucket(*one, owner.states) for one in prepared]
-        counted = {bucket.group for bucket in self.buckets if bucket.control is not None}
+        counted = {b.group for b in self.buckets} - {b.group for b in self.buckets if b.control is None}
         self.groups = [CachedGroup(owner.cls, group, number in counted) for number, group in enumerate(owner.groups)]
         self.scaled, self.on_host = scaled, any(bucket.control is None for bucket in self.buckets)
         stepped = {id(p) for bucket in self.buckets for p in bucket.params}

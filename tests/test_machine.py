@@ -1,0 +1,108 @@
+"""Drawn scripts: an optimizer beside its twin that only steps, through everything between, around and within steps."""
+
+import importlib.util
+import itertools
+import os
+import time
+from typing import Any
+
+import hypothesis
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import run_state_machine_as_test
+
+from optgen.runtime.cpu import native
+from tests.machine import Cell, Machine
+
+RULES = (
+    "adamw", "adam", "sgd", "lion", "nadam", "rmsprop", "adopt", "ademamix",  # elements, clocks
+    "lamb", "adafactor", "came", "adam_mini",  # norms and means
+    "muon", "soap", "shampoo", "psgd_kron", "dion", "galore",  # matrices, bases, low rank
+    "prodigy", "dadapt_adam",  # sums over the model
+    "sophia", "adahessian", "sgld",  # inputs, noise
+    "schedule_free_adamw", "ema(adamw)", "averaged(sgd)", "lookahead(adamw)", "clipped(adamw)", "warmed_up(adamw)",
+    "sam(adamw)", "gsam(adamw)", "several",
+)  # fmt: skip
+PLANS = (
+    "fp32", "bf16", "bf16_sr", "bf16_kahan", "fp32_master", "split32", "int8_split24", "int4_split24",
+    "int5_int3_split24", "int8", "int8_rn_split24", "flashoptim", "bnb8", "torchao4", "torchao_fp8", "lpmm4",
+    "lpmm4_factor", "int5_factored_split24",
+)  # fmt: skip
+DTYPES = ("float32", "bfloat16", "float16")
+
+CELLS: dict[str, st.SearchStrategy[Cell]] = {
+    "reference": st.builds(
+        Cell, st.sampled_from(RULES), st.sampled_from(PLANS), st.sampled_from(DTYPES), named=st.booleans(),
+        fused=st.booleans(),
+    ),
+    "peer": st.builds(Cell, st.sampled_from(["adamw", "adam", "sgd", "nadam", "rmsprop"]), named=st.booleans()),
+    "cpp": st.builds(
+        Cell, st.sampled_from(["adamw", "lamb"]), st.just("int8_split24"), st.just("bfloat16"), st.just("cpp"),
+        named=st.booleans(), fused=st.booleans(),
+    ),
+    "triton": st.builds(
+        Cell, st.just("lion"), st.sampled_from(["fp32", "int8_split24"]), st.just("bfloat16"), st.just("triton"),
+        fused=st.booleans(),
+    ),
+}  # fmt: skip
+"""What is drawn of each kind; kernels of few rules, since they take seconds to compile and to interpret."""
+
+EXAMPLES = {"reference": 50, "peer": 20, "cpp": 15, "triton": 4}
+
+
+def run(kind: str, seed: int | None = None, **changed: Any) -> None:
+    """Run examples of a kind: those of every day, or those of a seed."""
+    if kind == "cpp" and native.compiler() is None or kind == "triton" and importlib.util.find_spec("triton") is None:
+        pytest.skip("no compiler")
+    machine: Any = type("Machine", (Machine,), {"cells": CELLS[kind]})
+    more = {} if seed is None else {"derandomize": False, "database": None}
+    if seed is not None:
+        machine = hypothesis.seed(seed)(machine)
+    run_state_machine_as_test(machine, settings=settings(stateful_step_count=20, **more, **changed))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", CELLS)
+def test_an_optimizer_has_the_bits_of_its_twin_that_only_steps(kind: str) -> None:
+    run(kind, max_examples=EXAMPLES[kind])
+
+
+@pytest.mark.full
+def test_for_as_many_minutes_as_asked() -> None:
+    """OPTGEN_MACHINE_MINUTES, an hour by default, from the seed OPTGEN_SAMPLE_SEED on."""
+    begun, minutes = time.monotonic(), float(os.environ.get("OPTGEN_MACHINE_MINUTES", "60"))
+    for number in itertools.count(int(os.environ["OPTGEN_SAMPLE_SEED"])):
+        if time.monotonic() - begun > 60 * minutes:
+            return
+        kind = (*CELLS, "reference", "reference")[number % (len(CELLS) + 2)]
+        print(f"seed {number}, {kind}: {Machine.examples} examples, {Machine.steps} steps", flush=True)
+        run(kind, number, max_examples=EXAMPLES[kind])
+
+
+REPLAYS: list[tuple[Cell, int, list[tuple[str, dict[str, Any]]]]] = [
+    (  # in one group steps counted on the device, and steps counted on the host
+        Cell("lion", "fp32", "bfloat16", "triton", fused=True),
+        1,
+        [("scaled", {"seed": 3, "lacking": 2}), ("train", {"seed": 1, "count": 2})],
+    ),
+    # a gradient of another dtype for the copy of a weight in host memory
+    (
+        Cell("adamw", "int8_split24", "bfloat16", "cpp"),
+        1,
+        [("offloaded", {"on": True}), ("step", {"seed": 1, "form": "float32"})],
+    ),
+    # inputs of parameters without a gradient
+    (Cell("adahessian"), 1, [("step", {"seed": 1, "lacking": 2}), ("reload", {})]),
+    (Cell("gsam(adamw)"), 1, [("step", {"seed": 1, "lacking": 2}), ("reload", {})]),
+]
+"""What has failed: a cell, the seed of `start`, and operations."""
+
+
+@pytest.mark.parametrize(("cell", "seed", "operations"), REPLAYS)
+def test_what_failed_once(cell: Cell, seed: int, operations: list[tuple[str, dict[str, Any]]]) -> None:
+    machine = Machine()
+    machine.start(cell, seed)
+    for name, arguments in operations:
+        getattr(machine, name)(**arguments)
+    machine.teardown()
