@@ -706,6 +706,28 @@ def ranks_wait_for_none_that_does_not_come(here: Here) -> None:
             assert (k == 1) == (p not in one.state), k
 
 
+@case(2, 3)
+def a_rank_without_a_gradient_does_not_step_where_nothing_is_sent(here: Here) -> None:
+    """An unused expert under element-wise rules: nothing moves or is counted there; zeros count on all ranks alike."""
+    mesh = here.mesh(here.world)
+    last = here.rank == here.world - 1
+    for cls, plan in ((generated.AdamW, "int8_split24"), (generated.Lion, "fp32"), (generated.Muon, "int8")):
+        value = here.values(5000) if cls is generated.Muon else here.values(2, 2500)  # of Muon a vector
+        p, q = (Piece(value, mesh, [Shard(0)]).parameter(True) for _ in range(2))
+        lacking, zeros = (cls([x], plan=plan, backend=here.backend) for x in (p, q))
+        for k in range(3):
+            g = Piece(value, mesh, [Shard(0)]).of(here.values(*value.shape))
+            p.grad = None if last and k == 0 else g
+            q.grad = torch.zeros_like(g) if last and k == 0 else g
+            before = p.to_local().clone()
+            lacking.step()
+            zeros.step()
+            assert torch.equal(before, p.to_local()) == (last and k == 0 or not before.numel())
+        assert int(lacking.state[p]["step"]) == (2 if last else 3)
+        assert int(zeros.state[q]["step"]) == 3
+        assert last or torch.equal(p.to_local(), q.to_local())
+
+
 @case(2)
 def kernels_over_parts(here: Here) -> None:
     """The kernels of the backend alone, over few elements: Triton's interpreter takes its time."""

@@ -25,6 +25,7 @@ from optgen.runtime.records.arena import LINE
 from optgen.runtime.states import low_bits, state
 from optgen.runtime.step import admit
 from optgen.runtime.step.stepper import Stepper
+from optgen.runtime.step.uninterrupted import Uninterrupted
 from optgen.runtime.work import counting
 
 CHUNK = 64 * 1024 * 1024
@@ -265,7 +266,7 @@ class Offload:
         if not self.active and not any(group.get("offload") for group in owner.groups):
             stepper.step(owner, scaler)
             return
-        with torch.no_grad():
+        with torch.no_grad(), Uninterrupted():
             self._check(owner, scaler)
             if scaler is not None and scaler.found_infinity():
                 return

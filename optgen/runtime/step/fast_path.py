@@ -25,6 +25,7 @@ from optgen.runtime.options import options
 from optgen.runtime.options.entries import Owner
 from optgen.runtime.step import launch
 from optgen.runtime.step.launch import Kernels
+from optgen.runtime.step.uninterrupted import Uninterrupted
 from optgen.runtime.work import counting
 from optgen.runtime.work.bucket import Bucket
 
@@ -238,8 +239,9 @@ class CachedStep:
         if scaler is not None and self.on_host and scaler.found_infinity():
             return True
         counted = [bucket.count(self.groups[bucket.group], scaler) for bucket in self.buckets]
-        for bucket, one in zip(self.buckets, counted, strict=True):
-            bucket.run(one)
+        with Uninterrupted():
+            for bucket, one in zip(self.buckets, counted, strict=True):
+                bucket.run(one)
         return True
 
     def release(self) -> None:

@@ -17,6 +17,7 @@ from optgen.runtime.records.arena import Arena
 from optgen.runtime.states import state
 from optgen.runtime.step import agreement, fast_path, launch, shared, sort
 from optgen.runtime.step.admit import Dtypes
+from optgen.runtime.step.uninterrupted import Uninterrupted
 from optgen.runtime.work import counting, staged, workers
 from optgen.runtime.work.bucket import Bucket
 
@@ -103,6 +104,14 @@ class Stepper:
             workers.share(buckets, sending, keys.stream_key(listed[0].name))
         shared.check(buckets)
         counted = [None if b.counted else _counted(owner.cls, owner.groups[b.group], b, None, scaler) for b in buckets]
+        with Uninterrupted():
+            self._change(owner, buckets, fresh, counted, scaler, begins, bool(sending))
+
+    def _change(
+        self, owner: Owner, buckets: Sequence[Bucket], fresh: sort.Fresh, counted: Sequence[counting.Counted | None],
+        scaler: counting.Scaler | None, begins: bool, sending: bool,
+    ) -> None:  # fmt: skip
+        """Make the missing states, run the kernels and cache the step."""
         sort.complete(owner, buckets, fresh, self.arena)
         self.launcher.begin()
         pairs = [] if begins else list(zip(buckets, counted, strict=True))
