@@ -12,6 +12,7 @@ from torch import nn
 
 from optgen import optim
 from optgen.runtime.cpu import native
+from optgen.runtime.step.uninterrupted import Uninterrupted
 
 SHAPES = ((70, 64), (5000,), (33,), (3, 4))
 RULES = (
@@ -104,19 +105,25 @@ def test_a_step_is_whole_or_not_there(rule: str, plan: str, options: dict[str, A
     assert interrupted == 12
 
 
-def test_a_second_press_interrupts_at_once() -> None:
-    from optgen.runtime.step.uninterrupted import Uninterrupted
-
-    passed = []
-    with pytest.raises(KeyboardInterrupt), Uninterrupted():
-        signal.raise_signal(signal.SIGINT)
-        passed.append(1)
-        signal.raise_signal(signal.SIGINT)
-        passed.append(2)
-    assert passed == [1]
-    with pytest.raises(KeyboardInterrupt):
-        with Uninterrupted(), Uninterrupted():  # chunks of an offloaded step
+def press(passed: list[int], held: bool) -> None:
+    """Press twice inside a step, or once inside a chunk of one and go on."""
+    with Uninterrupted():
+        if held:
+            signal.raise_signal(signal.SIGINT)
+            passed.append(1)
+            signal.raise_signal(signal.SIGINT)
+            passed.append(2)
+        with Uninterrupted():
             signal.raise_signal(signal.SIGINT)
             passed.append(3)
         passed.append(4)
-    assert passed == [1, 3]
+    passed.append(5)
+
+
+@pytest.mark.parametrize(("held", "wanted"), [(True, [1]), (False, [3, 4])])
+def test_a_second_press_interrupts_at_once(held: bool, wanted: list[int]) -> None:
+    passed: list[int] = []
+    with pytest.raises(KeyboardInterrupt):
+        press(passed, held)
+    assert passed == wanted
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
