@@ -177,10 +177,10 @@ def adafactor_paper_7(stored, grad_scale, one_over_sqrt_row_div_tensor, one_over
 def adafactor_paper_9(stored, clip_threshold, rate_tensor, tensor_sum_of_update_tensor):
     b = stored.over()
     # -- load and decode
-    rate = rate_tensor
+    rate_ = rate_tensor
     tensor_sum_of_update = tensor_sum_of_update_tensor
     # -- encode and store
-    rate_over_one_max_tensor_div_tensor = rate / (
+    rate_over_one_max_tensor_div_tensor = rate_ / (
         sqrt(tensor_sum_of_update / b.extent("elements")) / clip_threshold
     ).clamp(min=1.0)
     return rate_over_one_max_tensor_div_tensor
@@ -481,6 +481,18 @@ def adafactor_paper_no_relative_step_4(stored, lr, eps2, weight_decay, tensor_su
     return rate_tensor, rate_times_weight_decay_tensor
 
 
+def adafactor_paper_no_relative_step_9(stored, clip_threshold, rate_tensor, tensor_sum_of_update_tensor):
+    b = stored.over()
+    # -- load and decode
+    rate = rate_tensor
+    tensor_sum_of_update = tensor_sum_of_update_tensor
+    # -- encode and store
+    rate_over_one_max_tensor_div_tensor = rate / (
+        sqrt(tensor_sum_of_update / b.extent("elements")) / clip_threshold
+    ).clamp(min=1.0)
+    return rate_over_one_max_tensor_div_tensor
+
+
 def adafactor_paper_no_relative_step(
     stored, eps1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, lr, eps2, weight_decay, clip_threshold,
 ):
@@ -524,7 +536,7 @@ def adafactor_paper_no_relative_step(
     tensor_sum_of_update_tensor = few_sum(row_sum_of_update, "tensor")
 
     # == tensor: values of tensors
-    rate_over_one_max_tensor_div_tensor = adafactor_paper_9(
+    rate_over_one_max_tensor_div_tensor = adafactor_paper_no_relative_step_9(
         stored, clip_threshold, rate_tensor, tensor_sum_of_update_tensor,
     )
 
@@ -619,7 +631,7 @@ def adafactor_paper_no_relative_step_has_momentum(
     tensor_sum_of_update_tensor = few_sum(row_sum_of_update, "tensor")
 
     # == tensor: values of tensors
-    rate_over_one_max_tensor_div_tensor = adafactor_paper_9(
+    rate_over_one_max_tensor_div_tensor = adafactor_paper_no_relative_step_9(
         stored, clip_threshold, rate_tensor, tensor_sum_of_update_tensor,
     )
 

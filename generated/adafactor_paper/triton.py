@@ -109,10 +109,10 @@ def adafactor_paper_8_values(row_sum_of_g):
 
 
 @triton.jit
-def adafactor_paper_9_values(rate, tensor_sum_of_g, extent_elements, clip_threshold, grad_scale_times_grad_scale):
+def adafactor_paper_9_values(rate_, tensor_sum_of_g, extent_elements, clip_threshold, grad_scale_times_grad_scale):
     """The new rate_over_one_max_tensor_div."""
     return (
-        rate / tl.maximum(
+        rate_ / tl.maximum(
             1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / clip_threshold,
             propagate_nan=tl.PropagateNan.ALL
         ),

@@ -16,9 +16,9 @@ def adam_swd_1_tile(
     one_over_one_minus_beta2_pow_t, live, MASKED: tl.constexpr,
 ):
     """The new exp_avg, exp_avg_sq; the terms of tensor_sum_for_typical, tensor_sum_for_typical_2."""
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 23
-    exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 24
-    second = one_over_one_minus_beta2_pow_t * exp_avg_sq  # 27
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 25
+    exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 26
+    second = one_over_one_minus_beta2_pow_t * exp_avg_sq  # 29
     return exp_avg, exp_avg_sq, second, tl.fma(0.0, p, 1.0)
 
 
@@ -47,7 +47,7 @@ def adam_swd_2_between(table, work, LEVEL: tl.constexpr):
 @triton.jit
 def adam_swd_3_values(model_sum_for_typical, model_sum_for_typical_2, lr, eps, weight_decay):
     """The new model_sub."""
-    typical = tl.sqrt(model_sum_for_typical / model_sum_for_typical_2)  # 28
+    typical = tl.sqrt(model_sum_for_typical / model_sum_for_typical_2)  # 30
     return (tl.fma(minus(tl.where(eps < typical, lr / (typical + eps), 0.0)), weight_decay, 1.0),)
 
 
@@ -63,8 +63,8 @@ def adam_swd_4_tile(
     """The new p."""
     exp_avg = read(exp_avg, PLAN.exp_avg)
     exp_avg_sq = read(exp_avg_sq, PLAN.exp_avg_sq)
-    p = p * model_sub  # 29
-    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_0, scalar_1_2)), p)  # 30
+    p = p * model_sub  # 31
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_0, scalar_1_2)), p)  # 32
     return (p,)
 
 
@@ -81,8 +81,8 @@ def adam_swd_late_1_tile(
     MASKED: tl.constexpr,
 ):
     """The terms of tensor_sum_for_typical, tensor_sum_for_typical_2."""
-    exp_avg_sq = tl.fma(scalar_0 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 24
-    second = one_over_one_minus_beta2_pow_t * exp_avg_sq  # 27
+    exp_avg_sq = tl.fma(scalar_0 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 26
+    second = one_over_one_minus_beta2_pow_t * exp_avg_sq  # 29
     return second, tl.fma(0.0, p, 1.0)
 
 
@@ -100,10 +100,10 @@ def adam_swd_late_4_tile(
     scalar_0, scalar_2, scalar_3, live, MASKED: tl.constexpr,
 ):
     """The new p, exp_avg, exp_avg_sq."""
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 23
-    exp_avg_sq = tl.fma(scalar_0 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 24
-    p = p * model_sub  # 29
-    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3)), p)  # 30
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 25
+    exp_avg_sq = tl.fma(scalar_0 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 26
+    p = p * model_sub  # 31
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3)), p)  # 32
     return p, exp_avg, exp_avg_sq
 
 
@@ -126,10 +126,10 @@ def adam_swd_amsgrad_1_tile(
     """The new exp_avg, exp_avg_sq, max_exp_avg_sq; the terms of tensor_sum_for_typical,
     tensor_sum_for_typical_2."""
     max_exp_avg_sq = read(max_exp_avg_sq, PLAN.max_exp_avg_sq)
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 23
-    exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 24
-    max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)  # 26
-    second = one_over_one_minus_beta2_pow_t * max_exp_avg_sq  # 27
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 25
+    exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 26
+    max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)  # 28
+    second = one_over_one_minus_beta2_pow_t * max_exp_avg_sq  # 29
     return exp_avg, exp_avg_sq, max_exp_avg_sq, second, tl.fma(0.0, p, 1.0)
 
 
@@ -151,8 +151,8 @@ def adam_swd_amsgrad_4_tile(
     """The new p."""
     exp_avg = read(exp_avg, PLAN.exp_avg)
     max_exp_avg_sq = read(max_exp_avg_sq, PLAN.max_exp_avg_sq)
-    p = p * model_sub  # 29
-    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(max_exp_avg_sq), scalar_0, scalar_1_2)), p)  # 30
+    p = p * model_sub  # 31
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(max_exp_avg_sq), scalar_0, scalar_1_2)), p)  # 32
     return (p,)
 
 
@@ -170,9 +170,9 @@ def adam_swd_amsgrad_late_1_tile(
 ):
     """The terms of tensor_sum_for_typical, tensor_sum_for_typical_2."""
     max_exp_avg_sq = read(max_exp_avg_sq, PLAN.max_exp_avg_sq)
-    exp_avg_sq = tl.fma(scalar_0 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 24
-    max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)  # 26
-    second = one_over_one_minus_beta2_pow_t * max_exp_avg_sq  # 27
+    exp_avg_sq = tl.fma(scalar_0 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 26
+    max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)  # 28
+    second = one_over_one_minus_beta2_pow_t * max_exp_avg_sq  # 29
     return second, tl.fma(0.0, p, 1.0)
 
 
@@ -191,11 +191,11 @@ def adam_swd_amsgrad_late_4_tile(
 ):
     """The new p, exp_avg, exp_avg_sq, max_exp_avg_sq."""
     max_exp_avg_sq = read(max_exp_avg_sq, PLAN.max_exp_avg_sq)
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 23
-    exp_avg_sq = tl.fma(scalar_0 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 24
-    max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)  # 26
-    p = p * model_sub  # 29
-    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(max_exp_avg_sq), scalar_2, scalar_3)), p)  # 30
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 25
+    exp_avg_sq = tl.fma(scalar_0 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 26
+    max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)  # 28
+    p = p * model_sub  # 31
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(max_exp_avg_sq), scalar_2, scalar_3)), p)  # 32
     return p, exp_avg, exp_avg_sq, max_exp_avg_sq
 
 

@@ -94,10 +94,7 @@ def host_scalars(step, grad_scale, *, lr, betas, gamma, eps, weight_decay, hessi
     beta1, beta2 = betas
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay
     one_minus_beta1 = 1 - beta1
-    return (
-        lr, beta1, gamma, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1,
-        hessian_fed * floor(0.5 * hessian_fed),
-    )
+    return (lr, beta1, gamma, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, hessian_fed)
 
 
 def host_scalars_2(step, grad_scale, *, lr, betas, gamma, eps, weight_decay, hessian_fed):
@@ -116,10 +113,7 @@ def kernel_scalars(step, grad_scale, *, lr, betas, gamma, eps, weight_decay, hes
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay
     one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
     minus_lr = -lr
-    return (
-        beta1, gamma, eps, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, minus_lr,
-        hessian_fed * floor(0.5 * hessian_fed),
-    )
+    return (beta1, gamma, eps, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, minus_lr, hessian_fed)
 
 
 def kernel_scalars_2(step, grad_scale, *, lr, betas, gamma, eps, weight_decay, hessian_fed):

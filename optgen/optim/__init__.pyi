@@ -589,7 +589,7 @@ class AdamS(Optimizer):
     ) -> None: ...
 
 class AdamSWD(Optimizer):
-    """The decay's rate is lr over the root of the second moment's mean, one for the model; 0 where that is 0."""
+    """The decay's rate is lr over the root of the second moment's mean, one for the model."""
 
     def __init__(
         self, params: ParamsT,
