@@ -40,8 +40,6 @@ from tests.training import bits, through_file
 
 EXCLUDED = {
     "zeros under split weights",  # become NaN
-    "muon by distributed checkpoints",  # whose step at lr = 0 moves vectors
-    "several: full weights, flat checkpoints and refused steps",  # missing, refused at loading, half made
 }
 """What is known to fail."""
 
@@ -70,7 +68,9 @@ FORMS: dict[str, Callable[[float], Any]] = {
 SCHEDULES: dict[str, Callable[[Any], Any]] = {
     "warm-up": lambda opt: lr_scheduler.LambdaLR(opt, lambda k: min(1.0, k / 3)),
     "restarts": lambda opt: lr_scheduler.CosineAnnealingWarmRestarts(opt, 3),
-    "one cycle": lambda opt: lr_scheduler.OneCycleLR(opt, max_lr=0.02, total_steps=1000),
+    "one cycle": lambda opt: lr_scheduler.OneCycleLR(
+        opt, max_lr=0.02, total_steps=1000, cycle_momentum=not {"momentum", "betas"}.isdisjoint(opt.defaults)
+    ),
     "plateau": lambda opt: lr_scheduler.ReduceLROnPlateau(opt, patience=0, factor=0.5),
 }
 
@@ -424,10 +424,7 @@ class Machine(RuleBasedStateMachine):
     @rule(kind=st.sampled_from([*SCHEDULES, ""]))
     def scheduler(self, kind: str) -> None:
         """Let a scheduler write rates, or none any more."""
-        groups = self.subject.opt.param_groups
-        if kind == "one cycle" and (self.cls is None or not {"momentum", "betas"} & set(groups[0])):
-            return
-        for group in groups:
+        for group in self.subject.opt.param_groups:
             group.pop("initial_lr", None)
         self.subject.schedule, self.kind = SCHEDULES[kind](self.subject.opt) if kind else None, kind
         self.mirror()
@@ -486,8 +483,6 @@ class Machine(RuleBasedStateMachine):
     @rule()
     def full_weights(self) -> None:
         """Take the weights at full precision out and put them back."""
-        if self.cls is None and "several: full weights, flat checkpoints and refused steps" in EXCLUDED:
-            return
         both = (self.subject, self.twin)
         try:
             full = [run.opt.master_state_dict(run.model) for run in both]
@@ -497,7 +492,8 @@ class Machine(RuleBasedStateMachine):
         full[0] = {name: x.float() for name, x in full[0].items()}
         for run in both:  # a number between two others may be kept as either and the rest
             run.opt.load_master_state_dict(run.model, full[0])
-            assert bits(run.opt.master_state_dict(run.model)) == bits(full[0])
+            same = bits(run.opt.master_state_dict(run.model)) == bits(full[0])
+            assert same or self.cell.plan == "flashoptim"  # which has two codes of a number, with units of their own
         self.check()
 
     # -- checkpoints -----------------------------------------------------------------------------------
@@ -530,10 +526,6 @@ class Machine(RuleBasedStateMachine):
         old, far = self.subject, way.startswith("distributed")
         if far and not all(p.requires_grad and "step" in old.opt.state.get(p, ()) for p in old.model.values()):
             return  # torch refuses it
-        several = self.cls is None and "several: full weights, flat checkpoints and refused steps" in EXCLUDED
-        muon = self.cell.rule in ("muon", "several") and "muon by distributed checkpoints" in EXCLUDED
-        if far and (muon or ("flat" in way and several)):
-            return
         if self.two or self.cell.rule in SUMS or not self.cell.named:  # sums have the order of the parameters
             shuffled = 0
         new = self.made({name: torch.full_like(p, 3.0).detach() for name, p in self.twin.model.items()}, shuffled)
@@ -614,7 +606,7 @@ class Machine(RuleBasedStateMachine):
             action = partial(opt.add_param_group, {"params": [p]})
         elif what == "a complex parameter":
             action = partial(opt.add_param_group, {"params": [nn.Parameter(torch.zeros(3, dtype=torch.complex64))]})
-        elif self.two or not p.requires_grad or self.cls is None:
+        elif self.two or not p.requires_grad:
             return
         else:
             self.give(self.subject, self.gradients(seed))
