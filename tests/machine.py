@@ -35,6 +35,7 @@ from torch.optim import lr_scheduler
 import optgen
 from optgen.by_name import class_of
 from optgen.runtime.modes import offload
+from optgen.runtime.states.state import TRAINED
 from tests.harness import make_step
 from tests.training import bits, through_file
 
@@ -150,7 +151,11 @@ class Run:
             state = self.opt.state.get(p, {})
             state = {} if not state.get("step", 1) else state
             numbers = {k: x for k, x in group.items() if k in NUMBERS}
-            parts = {"weight": p, "state": {k: plain(x) for k, x in state.items()}, "numbers": plain(numbers)}
+            parts = {
+                "weight": p,
+                "state": {k: plain(x) for k, x in state.items() if k != TRAINED},
+                "numbers": plain(numbers),
+            }
             found[name] = {part: bits(value) for part, value in parts.items()}
         return found
 

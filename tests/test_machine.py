@@ -92,6 +92,8 @@ REPLAYS: list[tuple[Cell, int, list[tuple[str, dict[str, Any]]]]] = [
         1,
         [("offloaded", {"on": True}), ("step", {"seed": 1, "form": "float32"})],
     ),
+    # an average of weights while a momentum that was 0 is to begin
+    (Cell("averaged(sgd)"), 1, [("step", {"seed": 1}), ("scheduler", {"kind": "one cycle"}), ("evaluation", {})]),
     # inputs of parameters without a gradient
     (Cell("adahessian"), 1, [("step", {"seed": 1, "lacking": 2}), ("reload", {})]),
     (Cell("gsam(adamw)"), 1, [("step", {"seed": 1, "lacking": 2}), ("reload", {})]),
