@@ -313,8 +313,12 @@ def test_what_is_not_finite_stays_in_its_block(fmt: Format) -> None:
         if not isinstance(fmt, (LogMax, LogMinMax)):
             assert kept[0, 1].isnan().all()
             continue
-        assert kept.isfinite().all()
-        if bad == math.inf:
+        roots = fmt.decode_root(fmt.encode(x))
+        assert roots.isfinite().all()
+        if bad == math.inf and fmt.of == "sqrt":  # no step is longer than before: its divisor is an Inf, or nearly one
+            assert kept[0, 1].isinf().all()
+            assert float(roots[0, 1, 5]) > 2.0**126
+        elif bad == math.inf:
             assert float(kept[0, 1, 5]) == float(kept[0, 1].max()) > 2.0**126
 
 
@@ -371,7 +375,7 @@ def test_headers_are_those_that_the_field_allows(fmt: Format) -> None:
     spread = torch.rand(20000, 1, 1, generator=draw) ** 2 * 80
     place = middle + spread * (torch.rand(20000, 1, fmt.block, generator=draw) - 0.5)
     x = place.double().exp2().float().clamp(max=LARGEST)
-    x[0], x[1], x[2, :, 0] = 0, LARGEST, 0
+    x[0], x[1], x[2, :, 0], x[3] = 0, LARGEST, 0, math.inf
     (name,) = (key for key, f in fmt.fields().items() if f.most is not None)
     field = fmt.fields()[name]
     found = set()
@@ -750,12 +754,8 @@ def test_slow_averages_have_no_steady_bound_to_nearest() -> None:
 
 
 @pytest.mark.parametrize("plan", [plans.int8_split24, plans.int4_split24, plans.int5_int3_split24], ids=str)
-def test_the_range_says_that_infinities_read_as_numbers(plan: Plan) -> None:
-    """Steps after a gradient whose square overflows are 0 in fp32 and too long here."""
-    fmt = plan.nonneg
-    block = torch.full((1, 1, 64), math.inf)
-    assert torch.isfinite(fmt.decode(fmt.encode(block))).all()
-    assert "Inf reads as a number" in one_step_bound(fmt).valid
+def test_the_range_says_that_a_block_with_an_infinity_stops(plan: Plan) -> None:
+    assert "all of a block with an Inf reads as Inf" in one_step_bound(plan.nonneg).valid
     states = adamw.present({f.name: False for f in adamw.flags})
     rows = memory(adamw, plan.storage(states, dtypes.bf16, False))
-    assert any("steps which it divides become too long where those of fp32 become 0" in row.valid for row in rows)
+    assert any("all of its steps become 0" in row.valid for row in rows)

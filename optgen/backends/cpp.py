@@ -24,7 +24,6 @@ from optgen.backends.printer import (
     straight,
     taken_away,
     whole,
-    with_more,
     wrapped,
 )
 from optgen.ir.node import Node, is_const, postorder
@@ -112,10 +111,7 @@ class CppPrinter(Printer):
         found = idiom(node) if node.uid not in self.names else None
         if found is None or self.phases.operands(node) is node.args:
             return super().express(node)
-        text = f"{found.helper}({', '.join(self.text(a) for a in found.args)})"
-        if found.plus:
-            return with_more(text, literal(found.plus)), 10
-        return text, ATOM
+        return f"{found.helper}({', '.join(self.text(a) for a in found.args)})", ATOM
 
 
 def _infix(p: Printer, n: Node) -> Text:

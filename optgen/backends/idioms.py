@@ -16,12 +16,11 @@ from optgen.ops import dtypes, spaces
 
 @dataclass(frozen=True)
 class Idiom:
-    """helper(*args, *numbers) + plus; names of a codec's arguments are given as numbers."""
+    """helper(*args, *numbers); names of a codec's arguments are given as numbers."""
 
     helper: str
     args: tuple[Node, ...]
     numbers: tuple[int | str, ...] = ()
-    plus: int = 0
 
 
 @cache
@@ -90,15 +89,12 @@ def _counter(pattern: Node) -> Idiom | None:
 
 
 def _joined(node: Node) -> Idiom | None:
-    """(pattern of a bf16 + c) + (byte << 8)."""
-    high, low = node.args
-    if high.op != "add" or high.args[1].op != "const" or low.op != "shl" or not is_const(low.args[1], 8):
+    """The pattern of a bf16 + (byte << 8)."""
+    pattern, low = node.args
+    if pattern.op != "bitcast" or pattern.args[0].op != "cast" or low.op != "shl" or not is_const(low.args[1], 8):
         return None
-    pattern, byte = high.args[0], _byte(low.args[0])
-    if byte is None or pattern.op != "bitcast" or pattern.args[0].op != "cast":
-        return None
-    (stored,) = pattern.args[0].args
-    return Idiom("joined", (stored, byte), plus=high.args[1].attr) if stored.dtype is dtypes.bf16 else None
+    (stored,), byte = pattern.args[0].args, _byte(low.args[0])
+    return Idiom("joined", (stored, byte)) if byte is not None and stored.dtype is dtypes.bf16 else None
 
 
 def printed(roots: list[Node]) -> Iterator[Node]:

@@ -113,11 +113,6 @@ def shortest(value: float) -> str:
     return next(text for text in texts if in_f32(float(text)) == value)
 
 
-def with_more(text: str, plus: str) -> str:
-    """text + plus, as a difference where plus is negative."""
-    return f"{text} - {plus[1:]}" if plus.startswith("-") else f"{text} + {plus}"
-
-
 def taken_away(node: Node) -> Node | None:
     """c where a sum adds -c, which is written as a difference."""
     if node.op != "add" or node.args[1].op != "const":

@@ -23,7 +23,6 @@ from optgen.backends.printer import (
     number,
     shortest,
     straight,
-    with_more,
 )  # fmt: skip
 from optgen.ir import node as ir
 from optgen.ir.node import Node, postorder
@@ -73,7 +72,7 @@ class TritonPrinter(Printer):
         if found is None:
             return super().express(node)
         text = f"{found.helper}({', '.join([*map(self.text, found.args), *map(str, found.numbers)])})"
-        return (with_more(text, str(found.plus)), 10) if found.plus else (text, ATOM)
+        return text, ATOM
 
 
 def _limit(name: str) -> Spelling:

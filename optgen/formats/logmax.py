@@ -15,7 +15,7 @@ from typing import Any
 
 from optgen.base import loc as locs
 from optgen.base.loc import Loc
-from optgen.formats import narrow
+from optgen.formats import narrow, words
 from optgen.formats.bound import ROUNDOFF, Bound
 from optgen.formats.check import check_block, check_words, is_number, refusal
 from optgen.formats.format import Field, FormatFinding, Noise, Rounding, View
@@ -37,8 +37,9 @@ class LogMax(PseudoLog):
     and a cell stochastically.  Stochastically the square of the root has the mean that it should, to second order in
     a cell: an average of squares that is stored at each step would grow otherwise.  A value more than `octaves` less
     a cell below the block's maximum may read as the lowest code, which is larger; so does a value under 2^-126.
-    Never decodes to 0: only a fresh state, number 0, does.  Values above 2^128 less two cells saturate; Inf and NaN
-    read as some value within the range of their block.
+    Never decodes to 0: only a fresh state, number 0, does.  Values above 2^128 less two cells saturate, NaN reads as
+    some value within the range of its block.  A block with an Inf reads as roots near 2^127, all of it: the squares are
+    Inf.
 
     A decoded block is encoded to the same codes to nearest.  The largest value is never cut: stochastically it
     rises by a cell as any other, and the block's range with it.
@@ -95,8 +96,13 @@ class LogMax(PseudoLog):
         """The pattern of the largest root that is told from larger ones: the point above it has a finite square."""
         return ((127 + 64) << 23) - self.step - 1
 
+    @property
+    def infinite(self) -> int:
+        """The pattern that Inf counts as: a root far beyond those of finite numbers, whose square is Inf."""
+        return (255 << 23) - 2 * self.step
+
     def fields(self) -> dict[str, Field]:
-        last = -((self.lowest - self.highest) // self.step)
+        last = -((self.lowest - self.infinite) // self.step)
         return narrow.fields(self.bits) | {"peak": Field(i16, self.block, least=self.codes, most=last)}
 
     def encode(self, x: Num, *, noise: Noise | None = None, root: Num | None = None) -> dict[str, Num]:
@@ -113,7 +119,9 @@ class LogMax(PseudoLog):
         """
         per_step = 1.0 / self.step
         pattern = bits(sqrt(x))
-        largest = minimum(maximum(block_max(pattern, self.block), self.lowest), self.highest)
+        top_pattern = block_max(pattern, self.block)
+        largest = minimum(maximum(top_pattern, self.lowest), self.highest)
+        largest = where(equal(top_pattern, words.INF), self.infinite, largest)
         place = cast(largest - self.lowest, f32) * per_step
         if noise is None:
             # In integers, with a margin for the roundings of `exact` below: the largest gets the last code, for sure.
@@ -124,7 +132,7 @@ class LogMax(PseudoLog):
             point = -cast(floor(CLOSE - place), i32)  # noise may lift the largest to the point above it
         top = maximum(point, self.codes)
         start = (top - self.codes) * self.step + self.lowest
-        under = cast(maximum(minimum(pattern, self.highest) - start, 0), f32)
+        under = cast(maximum(minimum(pattern, largest) - start, 0), f32)
         exact = minimum(under * per_step, float(self.codes))
         if noise is None:
             code = cast(rint(exact), i32)

@@ -15,11 +15,11 @@ from typing import Any, Literal
 
 from optgen.base import loc as locs
 from optgen.base.loc import Loc
-from optgen.formats import narrow
+from optgen.formats import narrow, words
 from optgen.formats.bound import ROUNDOFF, Bound
 from optgen.formats.check import check_block, check_words
 from optgen.formats.format import Field, Noise, Rounding, View
-from optgen.formats.pseudolog import BEND, INFINITE, PseudoLog, tenths
+from optgen.formats.pseudolog import BEND, INFINITE, SATURATES, PseudoLog, tenths
 from optgen.lang.values import (
     Num,
     bits,
@@ -38,6 +38,9 @@ from optgen.lang.values import (
 )
 from optgen.ops.dtypes import f32, i16, i32
 
+_BEYOND = (127 + 127) << 23
+"""The pattern from which on roots of a block with an infinity are read: 2^127."""
+
 
 @dataclass(frozen=True)
 class LogMinMax(PseudoLog):
@@ -46,8 +49,9 @@ class LogMinMax(PseudoLog):
     With w units between minimum and maximum, k = min(255, floor(2^b / w)), the relative error of the root (of
     the value) is at most 1 / (4 k) (1 / (2 k)) to nearest and twice that stochastically.  Never decodes to 0:
     what lies more than 64 units (2^b, if that is fewer) below the block's maximum, or under 2^-126, reads as the
-    lowest code, which is larger.  Above 2^127.8 (2^127.5 for fewer than 7 bits) it saturates; Inf and NaN read as some
-    value within the range of their block.  Only a fresh state, header 0, decodes to 0.
+    lowest code, which is larger.  Above 2^127.8 (2^127.5 for fewer than 7 bits) it saturates; NaN reads as some value
+    within the range of its block.  A block of roots with an Inf has a first unit beyond all of them in its header, and
+    all of it reads as roots from 2^127 on: the squares are Inf.  Only a fresh state, header 0, decodes to 0.
 
     Unit boundaries are cell boundaries, and a code reads as the middle of its cell: to nearest, minimum and
     maximum stay within their units, the header stays, and encoding again changes nothing.  Stochastically
@@ -110,7 +114,7 @@ class LogMinMax(PseudoLog):
 
     def fields(self) -> dict[str, Field]:
         cells = {min((1 << self.bits) // units, 255) for units in range(1, self.most + 1)}
-        last = (self.highest >> self.unit) - (self.lowest >> self.unit)
+        last = 255 if self.of == "sqrt" else (self.highest >> self.unit) - (self.lowest >> self.unit)
         header = Field(i16, self.block, least=min(cells), most=last << 8 | 255, low=sum(1 << count for count in cells))
         return narrow.fields(self.bits) | {"range": header}
 
@@ -132,6 +136,10 @@ class LogMinMax(PseudoLog):
         pattern = bits(sqrt(x) if self.of == "sqrt" else x)
         top, bottom = block_max(pattern, self.block), block_min(pattern, self.block)
         largest = minimum(maximum(top, self.lowest), self.highest)
+        if self.of == "sqrt":
+            # The middle of the last unit that a header can name, and that no root of a finite number reaches.
+            beyond, lost = self.lowest + (255 << unit) + (1 << (unit - 1)), equal(top, words.INF)
+            largest, bottom = where(lost, beyond, largest), where(lost, beyond, bottom)
         margin: Num = 0
         if noise:
             margin = 1 << (unit - 3) if self.bits == 8 else self._margin(largest, bottom)
@@ -152,9 +160,11 @@ class LogMinMax(PseudoLog):
         else:
             base, offset = start, 0
         # Sum, minimum and maximum with 0 are one instruction on sm_90; C++ turns it round (driver/cpp_text.py).
-        position = maximum(minimum(pattern - base, self.highest - base), 0) * scale + offset
+        position = maximum(minimum(pattern - base, largest - base), 0) * scale + offset
         code = lshr(position, 24)
         header = ((first - (self.lowest >> unit)) << 8) | cells
+        if self.of == "sqrt":
+            start = where(lost, _BEYOND, start)  # as it is read
         return narrow.cut(code, self.bits) | {"range": cast(header, i16)}, cells, start, code
 
     def _margin(self, top: Num, bottom: Num) -> Num:
@@ -176,8 +186,11 @@ class LogMinMax(PseudoLog):
         header = cast(parts["range"], i32)
         cells = maximum(header & 0xFF, (1 << self.bits) // self.most)
         step = self.step(cells)
-        middle = ((header & 0xFF00) << (self.unit - 8)) + self.lowest + (step >> 1)
-        middle = where(equal(header, 0), 0, middle)
+        first = header & 0xFF00
+        start = (first << (self.unit - 8)) + self.lowest
+        if self.of == "sqrt":
+            start = where(equal(first, 0xFF00), _BEYOND, start)
+        middle = where(equal(header, 0), 0, start + (step >> 1))
         return from_bits(middle + narrow.joined(parts, self.bits) * step)
 
     # -- what is known of the error, of a block that spans so many units; by default as many as it may
@@ -228,7 +241,7 @@ class LogMinMax(PseudoLog):
         valid = (
             f"for a block whose {what}s span at most {span:g} octaves; what lies further below the block's maximum "
             f"reads as at most {below:g} octaves under it, what lies under {least} as at most 1.5 cells more than that"
-            f"{INFINITE}"
+            f"{INFINITE if self.of == 'sqrt' else SATURATES}"
         )
 
         return Bound(value, what, valid, slack)

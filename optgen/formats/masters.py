@@ -85,14 +85,17 @@ class Copy(Master):
 
 @dataclass(frozen=True)
 class Kahan(Master):
-    """The error of rounding, in the parameter's dtype again: Kahan's compensation.
+    """The error of rounding, in the parameter's dtype again: Kahan's compensation, rounded stochastically.
 
-    Loses updates under about 2^-9 of what is compensated: far fewer than the parameter alone, but not none.
-    A weight that became Inf stays so; its compensation is 0.
+    To nearest, updates under 2^-9 of the error (2^-17 of the weight) would be lost: AdamW at a rate of 3e-6 went 0.27
+    of its way from 1 in 1,200 steps.  A weight that became Inf stays so; its compensation is 0.
     """
 
     def __str__(self) -> str:
-        return "and its rounding error (Kahan)"
+        return "and its rounding error (Kahan), stochastic"
+
+    def noise_bits(self, param: DType) -> int:
+        return words.noise_bits(param)
 
     def fields(self, param: DType) -> dict[str, Field]:
         return {"": Field(param), "compensation": Field(param)}
@@ -102,22 +105,19 @@ class Kahan(Master):
         lost = x - words.widen(weight, param)
         # Inf - Inf is NaN, finite - Inf is Inf: neither is an error worth keeping.
         lost = where(abs(lost) <= f32.largest, lost, 0.0)
-        return {"": weight, "compensation": words.narrow(lost, param)}
+        return {"": weight, "compensation": words.narrow(lost, param, noise)}
 
     def decode(self, parts: Mapping[str, Num], param: DType) -> Num:
         return words.widen(parts[""], param) + words.widen(parts["compensation"], param)
 
     def bound(self, param: DType) -> Bound:
-        value = 2.0 ** -(2 * param.mantissa + 3)  # half a place of what is under half a place
-        valid, least = "well above the smallest normal number", param.normal * 2.0 ** -(param.mantissa + 1)
+        value = 2.0 ** -(2 * param.mantissa + 2)  # a place of what is under half a place
+        valid, least = "well above the smallest normal number", param.normal * 2.0**-param.mantissa
         return Bound(value, "value", valid, absolute=least, largest=param.largest)
 
     def enclose(self, x: Any, param: DType) -> Any:
         bound = self.bound(param)
         return bound.around(x, bound.total + F32_UNIT)  # weight and compensation are added again
-
-    def findings(self, param: DType) -> list[FormatFinding]:
-        return _smallest_steps(param)
 
 
 @dataclass(frozen=True)
@@ -127,6 +127,9 @@ class Split(Master):
     bf16: f32's own pattern.  16 low bits are exact for every f32 that is not NaN; 8 keep 24 bits of it (relative
     error 2^-16, 2^-15 stochastically).  f16: 5 exponent and 10 + `bits` mantissa bits; 8 keep 2^-19 of normal
     values and 2^-33 absolute below 2^-14, 16 every normal value exactly and 2^-41 below.
+
+    Every low part fits every weight, also one that was changed since: the pair reads as half a place from the high part
+    at most.
 
     The high part rounds half up, because the pair could not be exact otherwise: each even bf16 has 65537
     patterns that round to it half to even.  All of it is integer arithmetic; encoding what was decoded changes
@@ -181,7 +184,11 @@ class Split(Master):
         low = cast(parts["low"], i32)
         if param is bf16:
             high = bits(cast(parts[""], f32))
-            return from_bits(high + low if self.bits == 16 else (high - 0x8000) + (low << 8))
+            # From a zero that somebody wrote, a low part below the middle would borrow from the sign: a NaN.
+            if self.bits == 16:
+                return from_bits(high + where(equal(high & 0x7FFF0000, 0), maximum(low, 0), low))
+            word = high + (low << 8)
+            return from_bits(where(equal(word & 0x7FFF8000, 0), word, word - 0x8000))
         high = words.pattern(parts[""])
         offset = low if self.bits == 16 else low - 128
         wide = ((high & 0x7FFF) << self.bits) + offset

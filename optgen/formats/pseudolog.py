@@ -13,7 +13,8 @@ from optgen.formats.format import View
 from optgen.lang.values import maximum, minimum, where
 from optgen.ops.dtypes import of_pattern
 
-INFINITE = "; Inf reads as a number, so that steps which it divides become too long where those of fp32 become 0"
+INFINITE = "; all of a block with an Inf reads as Inf, so that all of its steps become 0, in fp32 those of one element"
+SATURATES = "; Inf reads as a number, so that steps which it divides become too long where those of fp32 become 0"
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """bf16 weight with Kahan compensation, bf16 moments rounded stochastically: 8 bytes per parameter.
 
-    bf16 weight  4 B  bf16 and its rounding error (Kahan)
-    f16 weight   4 B  f16 and its rounding error (Kahan)
+    bf16 weight  4 B  bf16 and its rounding error (Kahan), stochastic
+    f16 weight   4 B  f16 and its rounding error (Kahan), stochastic
     signed       2 B  bf16, stochastic
     nonneg       2 B  bf16, stochastic
     initial      4 B  f32
@@ -21,6 +21,23 @@ def weight_bf16_decode(b, code_tensor, compensation_tensor):
     code_stored = b.elements(code_tensor)
     compensation_stored = b.elements(compensation_tensor)
     return code_stored.to(torch.float32) + compensation_stored.to(torch.float32)
+
+
+def weight_bf16_encode(b, x, noise):
+    x_bits = x.view(torch.int32)
+    carry = (x_bits >> 16 & 1) + 32767
+    weight = (torch.where(x == x, x_bits + carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)
+    lost = x - weight.to(torch.float32)
+    lost = torch.where(lost.abs() <= 3.4028234663852886e+38, lost, 0.0)
+    x_bits = lost.view(torch.int32)
+    return (
+        b.flat(weight),
+        b.flat(
+            (
+                torch.where(lost == lost, x_bits + noise.integer(16), 0x7fc00000) >> 16
+            ).to(torch.int16).view(torch.bfloat16)
+        ),
+    )
 
 
 def weight_bf16_nearest(b, x):
@@ -43,6 +60,28 @@ def weight_f16_decode(b, code_tensor, compensation_tensor):
     return code_stored.to(torch.float32) + compensation_stored.to(torch.float32)
 
 
+def weight_f16_encode(b, x, noise):
+    weight = x.to(torch.float16)
+    lost = x - weight.to(torch.float32)
+    lost = torch.where(lost.abs() <= 3.4028234663852886e+38, lost, 0.0)
+    lost_bitcast = lost.view(torch.int32)
+    sign_ = lost_bitcast >> 16 & 0x8000
+    magnitude = lost_bitcast & 0x7fffffff
+    magnitude_bitcast = magnitude.view(torch.float32)
+    is_subnormal = magnitude_bitcast < 6.103515625e-05
+    subnormal = (magnitude_bitcast * 274877906944.0).to(torch.int32)
+    rebiased = (magnitude - 0x38000000).clamp(max=0xf800000)
+    fixed = torch.where(is_subnormal, subnormal, rebiased << 1)
+    return (
+        b.flat(weight),
+        b.flat(
+            torch.where(
+                lost == lost, sign_ | fixed + noise.middle(13, 14) >> 14 & 0x3ffff, 32256
+            ).to(torch.int16).view(torch.float16)
+        ),
+    )
+
+
 def weight_f16_nearest(b, x):
     weight = x.to(torch.float16)
     lost = x - weight.to(torch.float32)
@@ -50,18 +89,18 @@ def weight_f16_nearest(b, x):
     return (b.flat(weight), b.flat(lost.to(torch.float16)))
 
 
-# bf16 and its rounding error (Kahan)
-weight_bf16 = Codec(weight_bf16_decode, weight_bf16_nearest)
+# bf16 and its rounding error (Kahan), stochastic
+weight_bf16 = Codec(weight_bf16_decode, weight_bf16_nearest, encode=weight_bf16_encode)
 
-# f16 and its rounding error (Kahan)
-weight_f16 = Codec(weight_f16_decode, weight_f16_nearest)
+# f16 and its rounding error (Kahan), stochastic
+weight_f16 = Codec(weight_f16_decode, weight_f16_nearest, encode=weight_f16_encode)
 
 
 PLAN = PlanRecord(
     0,
     weights={
-        "bfloat16": FormatRecord(codec="weight_bf16", fields=(Field("compensation", "bfloat16"),)),
-        "float16": FormatRecord(codec="weight_f16", fields=(Field("compensation", "float16"),)),
+        "bfloat16": FormatRecord(codec="weight_bf16", fields=(Field("compensation", "bfloat16"),), noise=16),
+        "float16": FormatRecord(codec="weight_f16", fields=(Field("compensation", "float16"),), noise=13),
     },
     signed=FormatRecord(codec="signed", fields=(Field("", "bfloat16"),), noise=16, nearest="signed"),
     nonneg=FormatRecord(codec="signed", fields=(Field("", "bfloat16"),), noise=16, nearest="signed"),

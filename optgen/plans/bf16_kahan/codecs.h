@@ -2,7 +2,7 @@
 // from bf16_sr: signed
 // clang-format off
 
-// bf16 and its rounding error (Kahan)
+// bf16 and its rounding error (Kahan), stochastic
 struct weight_bf16_fields : Codec {
     static constexpr int FIELDS = 2;
     uint16_t *__restrict code_at;
@@ -17,7 +17,9 @@ struct weight_bf16_fields : Codec {
     }
 };
 
-struct weight_bf16_nearest : weight_bf16_fields {
+struct weight_bf16_stochastic : weight_bf16_fields {
+    static constexpr int NOISE = 16, DRAWS = 1;
+
     using weight_bf16_fields::weight_bf16_fields;
     template <bool RAGGED, int VALUE, class N> F encode(Loop<0>, Head &h, int i, int end, F x, const N &noise) {
         const I x_bits = bits(x);
@@ -26,14 +28,13 @@ struct weight_bf16_nearest : weight_bf16_fields {
         const F lost = x - widened(weight_);
         const F lost_2 = where(abs(lost) <= 3.4028235e+38f, lost, F(0.0f));
         const I x_bits_2 = bits(lost_2);
-        const I carry_2 = (x_bits_2 >> 16 & 1) + 32767;
         store_half<2>(code_at + i, bits_or_nan<N>(as_float(x_bits)) + carry);
-        store_half<2>(compensation_at + i, where(lost_2 == lost_2, x_bits_2 + carry_2, I(0x7fc00000)));
+        store_half<2>(compensation_at + i, where(lost_2 == lost_2, x_bits_2 + integer<VALUE>(noise), I(0x7fc00000)));
         return x;
     }
 };
 
-// f16 and its rounding error (Kahan)
+// f16 and its rounding error (Kahan), stochastic
 struct weight_f16_fields : Codec {
     static constexpr int FIELDS = 2;
     static constexpr bool WIDE = true;
@@ -49,14 +50,26 @@ struct weight_f16_fields : Codec {
     }
 };
 
-struct weight_f16_nearest : weight_f16_fields {
+struct weight_f16_stochastic : weight_f16_fields {
+    static constexpr int NOISE = 13, DRAWS = 1;
+
     using weight_f16_fields::weight_f16_fields;
     template <bool RAGGED, int VALUE, class N> F encode(Loop<0>, Head &h, int i, int end, F x, const N &noise) {
         const I weight_ = narrow_half(x);
         const F lost = x - widen_half(weight_);
         const F lost_2 = where(abs(lost) <= 3.4028235e+38f, lost, F(0.0f));
+        const I lost_bitcast = bits(lost_2);
+        const I sign_ = lost_bitcast >> 16 & 0x8000;
+        const I magnitude = lost_bitcast & 0x7fffffff;
+        const F magnitude_bitcast = as_float(magnitude);
+        const M is_subnormal = magnitude_bitcast < 6.1035156e-05f;
+        const I subnormal = to_int(274877900000.0f * magnitude_bitcast);
+        const I rebiased = min(I(0xf800000), magnitude - 0x38000000);
+        const I fixed = where(is_subnormal, subnormal, rebiased << 1);
         store(code_at + i, weight_);
-        store(compensation_at + i, narrow_half(lost_2));
+        store(
+            compensation_at + i, where(lost_2 == lost_2, sign_ | lshr(fixed + middle<VALUE, 14>(noise), 14), I(32256))
+        );
         return x;
     }
 };

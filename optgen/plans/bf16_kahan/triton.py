@@ -5,13 +5,29 @@ import triton
 import triton.language as tl
 
 from optgen.plans.bf16_sr.triton import signed
-from optgen.runtime.gpu.codecs import Codec
+from optgen.runtime.gpu.codecs import Codec, integer, middle
 from optgen.runtime.gpu.prelude import widened
 
 
 @triton.jit
 def weight_bf16_decode(c, code_stored, compensation_stored):
     return c, widened(code_stored) + widened(compensation_stored)
+
+
+@triton.jit
+def weight_bf16_encode(x, live, MASKED: tl.constexpr, draws, SHIFT: tl.constexpr):
+    x_bits = x.to(tl.int32, bitcast=True)
+    carry = (x_bits >> 16 & 1) + 32767
+    weight = (tl.minimum(x_bits, 0x7fc00000) + carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    lost = x - widened(weight)
+    lost = tl.where(tl.abs(lost) <= 3.4028234663852886e+38, lost, 0.0)
+    x_bits = lost.to(tl.int32, bitcast=True)
+    return (
+        weight,
+        (
+            tl.where(lost == lost, x_bits + integer(draws, SHIFT, 16), 0x7fc00000) >> 16
+        ).to(tl.int16).to(tl.bfloat16, bitcast=True),
+    )
 
 
 @triton.jit
@@ -35,6 +51,31 @@ def weight_f16_decode(c, code_stored, compensation_stored):
 
 
 @triton.jit
+def weight_f16_encode(x, live, MASKED: tl.constexpr, draws, SHIFT: tl.constexpr):
+    weight = x.to(tl.float16)
+    lost = x - weight.to(tl.float32)
+    lost = tl.where(tl.abs(lost) <= 3.4028234663852886e+38, lost, 0.0)
+    lost_bitcast = lost.to(tl.int32, bitcast=True)
+    sign_ = lost_bitcast >> 16 & 0x8000
+    magnitude = lost_bitcast & 0x7fffffff
+    magnitude_bitcast = magnitude.to(tl.float32, bitcast=True)
+    is_subnormal = magnitude_bitcast < 6.103515625e-05
+    subnormal = (274877906944.0 * magnitude_bitcast).to(tl.int32)
+    rebiased = tl.minimum(magnitude - 0x38000000, 0xf800000)
+    fixed = tl.where(is_subnormal, subnormal, rebiased << 1)
+    return (
+        weight,
+        tl.where(
+            lost == lost,
+            sign_ | (
+                (fixed + middle(draws, SHIFT, 13, 14)).to(tl.uint32, bitcast=True) >> 14
+            ).to(tl.int32, bitcast=True),
+            32256
+        ).to(tl.int16).to(tl.float16, bitcast=True),
+    )
+
+
+@triton.jit
 def weight_f16_nearest(x, live, MASKED: tl.constexpr):
     weight = x.to(tl.float16)
     lost = x - weight.to(tl.float32)
@@ -42,8 +83,8 @@ def weight_f16_nearest(x, live, MASKED: tl.constexpr):
     return weight, lost.to(tl.float16)
 
 
-# bf16 and its rounding error (Kahan)
-weight_bf16 = Codec(weight_bf16_decode, weight_bf16_nearest, guards=True)
+# bf16 and its rounding error (Kahan), stochastic
+weight_bf16 = Codec(weight_bf16_decode, weight_bf16_nearest, encode=weight_bf16_encode, guards=True)
 
-# f16 and its rounding error (Kahan)
-weight_f16 = Codec(weight_f16_decode, weight_f16_nearest)
+# f16 and its rounding error (Kahan), stochastic
+weight_f16 = Codec(weight_f16_decode, weight_f16_nearest, encode=weight_f16_encode)

@@ -26,7 +26,8 @@ def weight_bf16_decode(b, code_tensor, low_tensor):
     high = code_stored.to(torch.float32).view(torch.int32)
     low_code = b.elements(low_tensor)
     low = low_code.to(torch.int32)
-    return (high - 0x8000 + (low << 8)).view(torch.float32)
+    word = high + (low << 8)
+    return torch.where(word & 0x7fff8000 == 0, word, word - 0x8000).view(torch.float32)
 
 
 def weight_bf16_nearest(b, x):

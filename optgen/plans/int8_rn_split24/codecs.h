@@ -11,7 +11,8 @@ struct weight_bf16_fields : Codec {
     Product times(F c, const In &in, int i) const {
         const U16 code_stored = raw(code_at + i);
         const U8 low_code = raw(low_at + i);
-        return {F(c), as_float(joined(code_stored, low_code) - 32768)};
+        const I word = joined(code_stored, low_code);
+        return {F(c), as_float(where((word & 0x7fff8000) == 0, word, word - 0x8000))};
     }
 };
 

@@ -10,7 +10,8 @@ from optgen.runtime.gpu.prelude import apart, block_magnitude, byte, counter, in
 
 @triton.jit
 def weight_bf16_decode(c, code_stored, low_code):
-    return c, (joined(code_stored, low_code) - 32768).to(tl.float32, bitcast=True)
+    word = joined(code_stored, low_code)
+    return c, tl.where(word & 0x7fff8000 == 0, word, word - 0x8000).to(tl.float32, bitcast=True)
 
 
 @triton.jit

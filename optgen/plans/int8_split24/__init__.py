@@ -32,7 +32,8 @@ def weight_bf16_decode(b, code_tensor, low_tensor):
     high = code_stored.to(torch.float32).view(torch.int32)
     low_code = b.elements(low_tensor)
     low = low_code.to(torch.int32)
-    return (high - 0x8000 + (low << 8)).view(torch.float32)
+    word = high + (low << 8)
+    return torch.where(word & 0x7fff8000 == 0, word, word - 0x8000).view(torch.float32)
 
 
 def weight_bf16_encode(b, x, noise):
@@ -135,64 +136,63 @@ def signed_nearest(b, x):
 
 
 def nonneg_decode(b, code_tensor, range_tensor):
-    value = nonneg_root(b, code_tensor, range_tensor)
-    return value * value
+    start = nonneg_root(b, code_tensor, range_tensor)
+    return start * start
 
 
 def nonneg_root(b, code_tensor, range_tensor):
     range_ = b.per_block(range_tensor)
-    header = range_.to(torch.int32)
-    cells = (header & 255).clamp(min=4)
-    step = quotient(4194304.0, cells.to(torch.float32)).round().to(torch.int32)
-    middle_ = ((header & 0xff00) << 14) + 0x20000000 + (step >> 1)
-    middle_ = torch.where(header == 0, 0, middle_)
+    range_cast = range_.to(torch.int32)
+    range_cast_2 = quotient(4194304.0, (range_cast & 255).clamp(min=4).to(torch.float32)).round().to(torch.int32)
+    value = ((range_cast & 0xff00) << 14) + 0x20000000 + (range_cast_2 >> 1)
     code_code = b.elements(code_tensor)
     piece = code_code.to(torch.int32)
-    return (middle_ + piece * step).view(torch.float32)
+    value_where = torch.where(range_cast == 0, 0, value)
+    return (value_where + piece * range_cast_2).view(torch.float32)
 
 
 def nonneg_encode(b, x, noise):
-    pattern = sqrt(x + 0.0).view(torch.int32)
-    largest = block_max(pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
-    above = (largest + 0x80000 >> 22) + 1
-    below = block_min(pattern, b.live) - 0x80000 >> 22
-    units = (above - below.clamp(min=128)).clamp(min=1).clamp(max=64)
-    first = above - units
-    start = first << 22
-    cells = quotient(256.5, units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
-    step = quotient(4194304.0, cells.to(torch.float32)).round().to(torch.int32)
-    start_add = start + (step >> 1)
-    half = units * 10240
-    base = start + half
-    base_sub = 0x5f700000 - base
-    scale = cells << 2
-    half_sub = half * scale - 0x800000
-    offset = noise.fraction(12, 24) + half_sub
-    position = torch.minimum(pattern - base, base_sub).clamp(min=0) * scale + offset
-    code = position >> 24 & 0xff
-    value = (start_add + code * step).view(torch.float32)
-    header = first - 128 << 8 | cells
-    return (b.flat(code.to(torch.uint8)), b.flat_per_block(header.to(torch.int16)), value)
+    x_bitcast = sqrt(x + 0.0).view(torch.int32)
+    x_add = (block_max(x_bitcast, b.live).clamp(min=0x20000000).clamp(max=0x5f700000) + 0x80000 >> 22) + 1
+    largest = block_min(x_bitcast, b.live) - 0x80000 >> 22
+    largest_min = (x_add - largest.clamp(min=128)).clamp(min=1).clamp(max=64)
+    largest_sub = x_add - largest_min
+    largest_shl = largest_sub << 22
+    largest_min_2 = quotient(256.5, largest_min.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    largest_cast = quotient(4194304.0, largest_min_2.to(torch.float32)).round().to(torch.int32)
+    largest_add = largest_shl + (largest_cast >> 1)
+    units = largest_min * 10240
+    first = largest_shl + units
+    first_sub = 0x5f700000 - first
+    largest_shl = largest_min_2 << 2
+    units_sub = units * largest_shl - 0x800000
+    cells = noise.fraction(12, 24) + units_sub
+    cells_lshr = torch.minimum(x_bitcast - first, first_sub).clamp(min=0) * largest_shl + cells >> 24 & 0xff
+    half = (largest_sub - 128 << 8 | largest_min_2).to(torch.int16)
+    return (
+        b.flat(cells_lshr.to(torch.uint8)), b.flat_per_block(half),
+        (largest_add + cells_lshr * largest_cast).view(torch.float32),
+    )
 
 
 def nonneg_nearest(b, x):
-    pattern = sqrt(x + 0.0).view(torch.int32)
-    largest = block_max(pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
-    above = (largest >> 22) + 1
-    below = block_min(pattern, b.live) >> 22
-    units = (above - below.clamp(min=128)).clamp(min=1).clamp(max=64)
-    first = above - units
-    start = first << 22
-    cells = quotient(256.5, units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
-    step = quotient(4194304.0, cells.to(torch.float32)).round().to(torch.int32)
-    start_add = start + (step >> 1)
-    start_sub = 0x5f700000 - start
-    scale = cells << 2
-    position = torch.minimum(pattern - start, start_sub).clamp(min=0) * scale
-    code = position >> 24 & 0xff
-    value = (start_add + code * step).view(torch.float32)
-    header = first - 128 << 8 | cells
-    return (b.flat(code.to(torch.uint8)), b.flat_per_block(header.to(torch.int16)), value)
+    x_bitcast = sqrt(x + 0.0).view(torch.int32)
+    x_add = (block_max(x_bitcast, b.live).clamp(min=0x20000000).clamp(max=0x5f700000) >> 22) + 1
+    largest = block_min(x_bitcast, b.live) >> 22
+    largest_min = (x_add - largest.clamp(min=128)).clamp(min=1).clamp(max=64)
+    largest_sub = x_add - largest_min
+    largest_shl = largest_sub << 22
+    largest_min = quotient(256.5, largest_min.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    largest_cast = quotient(4194304.0, largest_min.to(torch.float32)).round().to(torch.int32)
+    largest_add = largest_shl + (largest_cast >> 1)
+    largest_sub_2 = 0x5f700000 - largest_shl
+    largest_shl_2 = largest_min << 2
+    x_lshr = torch.minimum(x_bitcast - largest_shl, largest_sub_2).clamp(min=0) * largest_shl_2 >> 24 & 0xff
+    half = (largest_sub - 128 << 8 | largest_min).to(torch.int16)
+    return (
+        b.flat(x_lshr.to(torch.uint8)), b.flat_per_block(half),
+        (largest_add + x_lshr * largest_cast).view(torch.float32),
+    )
 
 
 # bf16 and 8 more bits, stochastic

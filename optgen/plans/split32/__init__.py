@@ -22,7 +22,7 @@ def weight_bf16_decode(b, code_tensor, low_tensor):
     high = code_stored.to(torch.float32).view(torch.int32)
     low_code = b.elements(low_tensor)
     low = low_code.to(torch.int32)
-    return (high + low).view(torch.float32)
+    return (high + torch.where(high & 0x7fff0000 == 0, low.clamp(min=0), low)).view(torch.float32)
 
 
 def weight_bf16_nearest(b, x):

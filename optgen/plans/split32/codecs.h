@@ -14,7 +14,7 @@ struct weight_bf16_fields : Codec {
         const I high = bits(widened(code_stored));
         const I16 low_code = raw(low_at + i);
         const I low = to_int(low_code);
-        return {F(c), as_float(high + low)};
+        return {F(c), as_float(high + where((high & 0x7fff0000) == 0, max(I(0), low), low))};
     }
 };
 

@@ -13,7 +13,7 @@ from optgen.runtime.gpu.prelude import floor, widened
 def weight_bf16_decode(c, code_stored, low_code):
     high = widened(code_stored).to(tl.int32, bitcast=True)
     low = low_code.to(tl.int32)
-    return c, (high + low).to(tl.float32, bitcast=True)
+    return c, (high + tl.where(high & 0x7fff0000 == 0, tl.maximum(low, 0), low)).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -858,7 +858,7 @@ class _Source:
         coded = [n for n in variant.states if not variant.is_plain(n) and n not in parted]
         read = layout.decode(plan, variant, p, made, coded) if coded else {}
         self._numbers(read, coded, variant.nonneg)
-        self._headers(made, read)
+        self._headers(made)
         own = [f.name for f in variant.fields if f.owner == "p"]
         exact = low_bits.exact(p) if own else None
         if exact is None:
@@ -878,11 +878,8 @@ class _Source:
             if name in nonneg and (wrong := int((t < 0).sum())):
                 self.misfit(f"{name}: expected numbers >= 0, {wrong} of {t.numel()} are negative")
 
-    def _headers(self, made: Mapping[str, Any], read: Mapping[str, Tensor]) -> None:
-        """Add a misfit for block headers that their format never writes, and for states that decode to infinity.
-
-        read   the decoded states
-        """
+    def _headers(self, made: Mapping[str, Any]) -> None:
+        """Add a misfit for block headers that their format never writes."""
         for f in self.variant.fields:
             if f.most is None:
                 continue
@@ -893,8 +890,6 @@ class _Source:
                 fits &= torch.tensor([bool(f.low >> k & 1) for k in range(256)], device=value.device)[value & 255]
             if wrong := int((~fits & (kept != f.zero)).sum()):
                 self.misfit(f"{f.name}: expected headers of its blocks, {wrong} of {value.numel()} are none")
-            if f.owner in read and (wrong := int(read[f.owner].isinf().sum())):
-                self.misfit(f"{f.owner}: expected finite numbers, {wrong} of {read[f.owner].numel()} are infinite")
 
     def _encode(self, made: dict[str, Any], arena: Arena, whole: Mapping[str, Tensor]) -> Tensor | None:
         """Encode dense states into `made`; returns the new values of p if its full weight is known.
