@@ -94,7 +94,7 @@ PLAN = PlanRecord(
             codec="nonneg_vector",
             fields=(
                 Field("codes", "uint8", per=8, width=4),
-                Field("range", "int16", per=64, least=1, most=65023, low=0x1013e),
+                Field("range", "int16", per=64, least=1, most=65535, low=0x1013e),
             ),
             noise=12, positive=True, nearest="nonneg_vector",
         ),

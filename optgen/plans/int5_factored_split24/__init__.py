@@ -100,7 +100,7 @@ PLAN = PlanRecord(
             fields=(
                 Field("codes", "uint8", per=8, width=4),
                 Field("high", "uint8", per=8),
-                Field("range", "int16", per=64, least=1, most=65023, low=0x10001057e),
+                Field("range", "int16", per=64, least=1, most=65535, low=0x10001057e),
             ),
             noise=12, positive=True, nearest="nonneg_vector",
         ),

@@ -30,62 +30,61 @@ from optgen.runtime import Field, FormatRecord, PlanRecord
 
 
 def nonneg_decode(b, code_tensor, high_tensor, peak_tensor):
-    code_bitcast = nonneg_root(b, code_tensor, high_tensor, peak_tensor)
-    rest = code_bitcast * code_bitcast
-    return rest
+    value = nonneg_root(b, code_tensor, high_tensor, peak_tensor)
+    return value * value
 
 
 def nonneg_root(b, code_tensor, high_tensor, peak_tensor):
     peak = b.per_block(peak_tensor)
-    code = peak.to(torch.int32)
+    top = peak.to(torch.int32)
+    start = torch.where(top == 0, 0, (top - 7) * 0x2db6db + 0x20000000)
     code_code = b.codes(code_tensor, 2)
     high_code = b.codes(high_tensor, 1)
     piece = high_code.to(torch.int32)
-    code_2 = code_code.to(torch.int32) | piece << 2
-    code_where = torch.where(code == 0, 0, (code - 7) * 0x2db6db + 0x20000000)
-    return (code_where + code_2 * 0x2db6db).view(torch.float32)
+    code = code_code.to(torch.int32) | piece << 2
+    return (start + code * 0x2db6db).view(torch.float32)
 
 
 def nonneg_encode(b, x, noise):
-    x_bitcast = sqrt(x + 0.0).view(torch.int32)
-    largest = -(
-        0.0009765625
-        - (block_max(x_bitcast, b.live).clamp(min=0x20000000).clamp(max=0x5f524924) - 0x20000000).to(torch.float32)
-        * 3.337860584906662e-07
-    ).floor().to(torch.int32)
-    place_ = largest.clamp(min=7)
-    place_add = (place_ - 7) * 0x2db6db + 0x20000000
-    point = (
-        (x_bitcast.clamp(max=0x5f524924) - place_add).clamp(min=0).to(torch.float32) * 3.337860584906662e-07
-    ).clamp(max=7.0)
-    point_2 = point - point.floor()
-    top = point - 0.1231480244173383 * point_2 * (1.0 - point_2)
-    under = (top + 3072.0).view(torch.int32) + noise.integer(12) >> 12
-    piece = under >> 2
-    exact = place_.to(torch.int16)
+    pattern = sqrt(x + 0.0).view(torch.int32)
+    top_pattern = block_max(pattern, b.live)
+    largest = top_pattern.clamp(min=0x20000000).clamp(max=0x5f524924)
+    largest = torch.where(top_pattern == 0x7f800000, 0x7f24924a, largest)
+    place_ = (largest - 0x20000000).to(torch.float32) * 3.337860584906662e-07
+    point = -(0.0009765625 - place_).floor().to(torch.int32)
+    top = point.clamp(min=7)
+    start = (top - 7) * 0x2db6db + 0x20000000
+    under = (torch.minimum(pattern, largest) - start).clamp(min=0).to(torch.float32)
+    exact = (under * 3.337860584906662e-07).clamp(max=7.0)
+    rest = exact - exact.floor()
+    exact = exact - 0.1231480244173383 * rest * (1.0 - rest)
+    code = (exact + 3072.0).view(torch.int32) + noise.integer(12) >> 12
+    piece = code >> 2
     return (
-        b.flat_codes((under & 3).to(torch.uint8), 2), b.flat_codes((piece & 1).to(torch.uint8), 1),
-        b.flat_per_block(exact), (place_add + (under & 7) * 0x2db6db).view(torch.float32),
+        b.flat_codes((code & 3).to(torch.uint8), 2), b.flat_codes((piece & 1).to(torch.uint8), 1),
+        b.flat_per_block(top.to(torch.int16)), (start + (code & 7) * 0x2db6db).view(torch.float32),
     )
 
 
 def nonneg_nearest(b, x):
-    x_bitcast = sqrt(x + 0.0).view(torch.int32)
-    x_sub = block_max(x_bitcast, b.live).clamp(min=0x20000000).clamp(max=0x5f524924) - 0x20000000
-    per_step = (x_sub.to(torch.float32) * 3.337860584906662e-07).floor().to(torch.int32)
-    pattern = x_sub - per_step * 0x2db6db
-    top_pattern = per_step + (0x16dcda < pattern).to(torch.int32)
-    place_ = top_pattern.clamp(min=7)
-    place_add = (place_ - 7) * 0x2db6db + 0x20000000
-    point = (
-        (x_bitcast.clamp(max=0x5f524924) - place_add).clamp(min=0).to(torch.float32) * 3.337860584906662e-07
-    ).clamp(max=7.0)
-    point = point.round().to(torch.int32)
-    piece = point >> 2
-    exact = place_.to(torch.int16)
+    pattern = sqrt(x + 0.0).view(torch.int32)
+    top_pattern = block_max(pattern, b.live)
+    largest = top_pattern.clamp(min=0x20000000).clamp(max=0x5f524924)
+    largest = torch.where(top_pattern == 0x7f800000, 0x7f24924a, largest)
+    largest_sub = largest - 0x20000000
+    place_ = largest_sub.to(torch.float32) * 3.337860584906662e-07
+    point = place_.floor().to(torch.int32)
+    rest = largest_sub - point * 0x2db6db
+    point = point + (0x16dcda < rest).to(torch.int32)
+    top = point.clamp(min=7)
+    start = (top - 7) * 0x2db6db + 0x20000000
+    under = (torch.minimum(pattern, largest) - start).clamp(min=0).to(torch.float32)
+    exact = (under * 3.337860584906662e-07).clamp(max=7.0)
+    code = exact.round().to(torch.int32)
+    piece = code >> 2
     return (
-        b.flat_codes((point & 3).to(torch.uint8), 2), b.flat_codes((piece & 1).to(torch.uint8), 1),
-        b.flat_per_block(exact), (place_add + (point & 7) * 0x2db6db).view(torch.float32),
+        b.flat_codes((code & 3).to(torch.uint8), 2), b.flat_codes((piece & 1).to(torch.uint8), 1),
+        b.flat_per_block(top.to(torch.int16)), (start + (code & 7) * 0x2db6db).view(torch.float32),
     )
 
 
@@ -113,7 +112,7 @@ PLAN = PlanRecord(
         fields=(
             Field("codes", "uint8", per=8, width=2),
             Field("high", "uint8", per=8),
-            Field("peak", "int16", per=64, least=7, most=355),
+            Field("peak", "int16", per=64, least=7, most=533),
         ),
         noise=12, positive=True, nearest="nonneg",
     ),

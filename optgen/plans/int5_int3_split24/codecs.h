@@ -13,7 +13,7 @@ struct nonneg_fields : Codec {
     int16_t *__restrict peak_at;
     alignas(64) uint8_t code_at[most_of(64)];
     alignas(64) uint8_t high_at[most_of(64)];
-    struct In { I code_where; };
+    struct In { I start_; };
     OfBlocks<64, In> of_in;
 
     nonneg_fields(char *first, char *const *more) : code_packed((uint8_t *)first), high_packed((uint8_t *)more[0]),
@@ -21,22 +21,21 @@ struct nonneg_fields : Codec {
     void unpack_codes(int count) { unpack<2>(code_at, code_packed, count); unpack<1>(high_at, high_packed, count); }
     void decode_blocks(int b) {
         const I16 peak = raw(peak_at + b);
-        const I code = to_int(peak);
-        const I code_where = where(code == 0, I(0), (code - 7) * 0x2db6db + 0x20000000);
-        of_in.set(b, code_where);
+        const I top = to_int(peak);
+        const I start_ = where(top == 0, I(0), (top - 7) * 0x2db6db + 0x20000000);
+        of_in.set(b, start_);
     }
     In in(int b) const { return of_in[b]; }
     Product times(F c, const In &in, int i) const {
-        const F code_bitcast = root(in, i);
-        const F rest = code_bitcast * code_bitcast;
-        return {F(c), rest};
+        const F value = root(in, i);
+        return {F(c), value * value};
     }
     F root(const In &in, int i) const {
         const U8 code_code = raw(code_at + i);
         const U8 high_code = raw(high_at + i);
         const I piece = to_int(high_code);
-        const I code_2 = to_int(code_code) | piece << 2;
-        return as_float(in.code_where + code_2 * 0x2db6db);
+        const I code = to_int(code_code) | piece << 2;
+        return as_float(in.start_ + code * 0x2db6db);
     }
 };
 
@@ -51,38 +50,33 @@ struct nonneg_stochastic : nonneg_fields {
     Head_0 head(Loop<0>, int b) const { return {I(INT32_MIN)}; }
     void tail(Loop<0>, const Head_0 &h, int b) { largest_of_block_kept[b] = h.largest_of_block; }
     template <bool RAGGED, int VALUE, class N> F encode(Loop<0>, Head_0 &h, int i, int end, F x, const N &noise) {
-        const I x_bitcast = bits(x);
-        h.largest_of_block = larger<RAGGED>(h.largest_of_block, x_bitcast, i, end);
+        const I pattern = bits(x);
+        h.largest_of_block = larger<RAGGED>(h.largest_of_block, pattern, i, end);
         return x;
     }
     void blocks(Loop<1>, int b) {
         const I largest_of_block = largest(largest_of_block_kept + b);
-        const I largest_ = -to_int(
-            floor(
-                fma(
-                    -to_float(min(I(0x5f524924), max(I(0x20000000), largest_of_block)) - 0x20000000), 3.3378606e-07f,
-                    0.0009765625f
-                )
-            )
-        );
-        const I place_ = max(I(7), largest_);
-        const I place_add = (place_ - 7) * 0x2db6db + 0x20000000;
-        const I exact = place_;
-        of_head_1.set(b, place_add);
-        store(peak_at + b, exact);
+        const I largest_ = min(I(0x5f524924), max(I(0x20000000), largest_of_block));
+        const I largest_2 = where(largest_of_block == 0x7f800000, I(0x7f24924a), largest_);
+        const I point = -to_int(floor(fma(-to_float(largest_2 - 0x20000000), 3.3378606e-07f, 0.0009765625f)));
+        const I top = max(I(7), point);
+        const I start_ = (top - 7) * 0x2db6db + 0x20000000;
+        of_head_1.set(b, largest_2, start_);
+        store(peak_at + b, top);
     }
-    struct Head_1 { I place_add; };
+    struct Head_1 { I largest_2, start_; };
     OfBlocks<64, Head_1> of_head_1;
     Head_1 head(Loop<1>, int b) const { return of_head_1[b]; }
     template <bool RAGGED, int VALUE, class N> F encode(Loop<1>, Head_1 &h, int i, int end, F x, const N &noise) {
-        const F point = min(F(7.0f), 3.3378606e-07f * to_float(max(I(0), min(I(0x5f524924), bits(x)) - h.place_add)));
-        const F point_2 = point - floor(point);
-        const F top = fma(-0.123148024f, point_2 * (1.0f - point_2), point);
-        const I under = bits(top + 3072.0f) + integer<VALUE>(noise) >> 12;
-        const I piece = under >> 2;
-        store(code_at + i, under);
+        const F under = to_float(max(I(0), min(bits(x), h.largest_2) - h.start_));
+        const F exact = min(F(7.0f), 3.3378606e-07f * under);
+        const F rest = exact - floor(exact);
+        const F exact_2 = fma(-0.123148024f, rest * (1.0f - rest), exact);
+        const I code = bits(exact_2 + 3072.0f) + integer<VALUE>(noise) >> 12;
+        const I piece = code >> 2;
+        store(code_at + i, code);
         store(high_at + i, piece);
-        return as_float(h.place_add + (under & 7) * 0x2db6db);
+        return as_float(h.start_ + (code & 7) * 0x2db6db);
     }
     template <int BLOCK> void pack_codes(int blocks, const int *live) {
         no_codes<BLOCK>(code_at, blocks, live);
@@ -99,22 +93,25 @@ struct nonneg_nearest : nonneg_stochastic {
     using nonneg_stochastic::blocks, nonneg_stochastic::encode;
     void blocks(Loop<1>, int b) {
         const I largest_of_block = largest(largest_of_block_kept + b);
-        const I x_add = min(I(0x5f524924), max(I(0x20000000), largest_of_block)) - 0x20000000;
-        const I per_step = to_int(to_float(x_add) * 3.3378606e-07f);
-        const I pattern = x_add - per_step * 0x2db6db;
-        const I top_pattern = per_step + to_int(0x16dcda < pattern);
-        const I place_ = max(I(7), top_pattern);
-        const I place_add = (place_ - 7) * 0x2db6db + 0x20000000;
-        const I exact = place_;
-        of_head_1.set(b, place_add);
-        store(peak_at + b, exact);
+        const I largest_ = min(I(0x5f524924), max(I(0x20000000), largest_of_block));
+        const I largest_2 = where(largest_of_block == 0x7f800000, I(0x7f24924a), largest_);
+        const I largest_add = largest_2 - 0x20000000;
+        const F place_ = to_float(largest_add) * 3.3378606e-07f;
+        const I point = to_int(place_);
+        const I rest = largest_add - point * 0x2db6db;
+        const I point_2 = point + to_int(0x16dcda < rest);
+        const I top = max(I(7), point_2);
+        const I start_ = (top - 7) * 0x2db6db + 0x20000000;
+        of_head_1.set(b, largest_2, start_);
+        store(peak_at + b, top);
     }
     template <bool RAGGED, int VALUE, class N> F encode(Loop<1>, Head_1 &h, int i, int end, F x, const N &noise) {
-        const F point = min(F(7.0f), 3.3378606e-07f * to_float(max(I(0), min(I(0x5f524924), bits(x)) - h.place_add)));
-        const I point_2 = bits(point + 12582912.0f) - 0x4b400000;
-        const I piece = point_2 >> 2;
-        store(code_at + i, point_2);
+        const F under = to_float(max(I(0), min(bits(x), h.largest_2) - h.start_));
+        const F exact = min(F(7.0f), 3.3378606e-07f * under);
+        const I code = bits(exact + 12582912.0f) - 0x4b400000;
+        const I piece = code >> 2;
+        store(code_at + i, code);
         store(high_at + i, piece);
-        return as_float(h.place_add + (point_2 & 7) * 0x2db6db);
+        return as_float(h.start_ + (code & 7) * 0x2db6db);
     }
 };

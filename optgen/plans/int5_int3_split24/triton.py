@@ -12,73 +12,66 @@ from optgen.runtime.gpu.prelude import block_max, floor, minus
 
 @triton.jit
 def nonneg_decode(c, code_code, high_code, peak):
-    code_bitcast = nonneg_root(code_code, high_code, peak)
-    rest = code_bitcast * code_bitcast
-    return c, rest
+    value = nonneg_root(code_code, high_code, peak)
+    return c, value * value
 
 
 @triton.jit
 def nonneg_root(code_code, high_code, peak):
-    code = peak.to(tl.int32)
+    top = peak.to(tl.int32)
+    start = tl.where(top == 0, 0, (top - 7) * 0x2db6db + 0x20000000)
     piece = high_code.to(tl.int32)
-    code_2 = code_code.to(tl.int32) | piece << 2
-    code_where = tl.where(code == 0, 0, (code - 7) * 0x2db6db + 0x20000000)
-    return (beside(code_where) + code_2 * 0x2db6db).to(tl.float32, bitcast=True)
+    code = code_code.to(tl.int32) | piece << 2
+    return (beside(start) + code * 0x2db6db).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def nonneg_encode(x, live, MASKED: tl.constexpr, draws, SHIFT: tl.constexpr):
-    x_bitcast = tl.sqrt(x).to(tl.int32, bitcast=True)
-    largest = -floor(
-        tl.fma(
-            minus(
-                (
-                    tl.minimum(tl.maximum(block_max(x_bitcast, live, MASKED), 0x20000000), 0x5f524924) - 0x20000000
-                ).to(tl.float32)
-            ),
-            3.337860584906662e-07, 0.0009765625
-        )
+    pattern = tl.sqrt(x).to(tl.int32, bitcast=True)
+    top_pattern = block_max(pattern, live, MASKED)
+    largest = tl.minimum(tl.maximum(top_pattern, 0x20000000), 0x5f524924)
+    largest = tl.where(top_pattern == 0x7f800000, 0x7f24924a, largest)
+    point = -floor(
+        tl.fma(minus((largest - 0x20000000).to(tl.float32)), 3.337860584906662e-07, 0.0009765625)
     ).to(tl.int32)
-    place_ = tl.maximum(largest, 7)
-    place_add = (place_ - 7) * 0x2db6db + 0x20000000
-    point = tl.minimum(
-        3.337860584906662e-07 * tl.maximum(tl.minimum(x_bitcast, 0x5f524924) - beside(place_add), 0).to(tl.float32),
-        7.0, propagate_nan=tl.PropagateNan.ALL
-    )
-    point_2 = point - floor(point)
-    top = tl.fma(-0.1231480244173383, point_2 * (1.0 - point_2), point)
-    under = (top + 3072.0).to(tl.int32, bitcast=True) + integer(draws, SHIFT, 12) >> 12
-    piece = under >> 2
-    exact = place_.to(tl.int16)
+    top = tl.maximum(point, 7)
+    start = (top - 7) * 0x2db6db + 0x20000000
+    under = tl.maximum(tl.minimum(pattern, beside(largest)) - beside(start), 0).to(tl.float32)
+    exact = tl.minimum(3.337860584906662e-07 * under, 7.0, propagate_nan=tl.PropagateNan.ALL)
+    rest = exact - floor(exact)
+    exact = tl.fma(-0.1231480244173383, rest * (1.0 - rest), exact)
+    code = (exact + 3072.0).to(tl.int32, bitcast=True) + integer(draws, SHIFT, 12) >> 12
+    piece = code >> 2
     return (
-        under.to(tl.uint8),
+        code.to(tl.uint8),
         piece.to(tl.uint8),
-        exact,
-        (beside(place_add) + (under & 7) * 0x2db6db).to(tl.float32, bitcast=True),
+        top.to(tl.int16),
+        (beside(start) + (code & 7) * 0x2db6db).to(tl.float32, bitcast=True),
     )
 
 
 @triton.jit
 def nonneg_nearest(x, live, MASKED: tl.constexpr):
-    x_bitcast = tl.sqrt(x).to(tl.int32, bitcast=True)
-    x_add = tl.minimum(tl.maximum(block_max(x_bitcast, live, MASKED), 0x20000000), 0x5f524924) - 0x20000000
-    per_step = (x_add.to(tl.float32) * 3.337860584906662e-07).to(tl.int32)
-    pattern = x_add - per_step * 0x2db6db
-    top_pattern = per_step + (0x16dcda < pattern).to(tl.int32)
-    place_ = tl.maximum(top_pattern, 7)
-    place_add = (place_ - 7) * 0x2db6db + 0x20000000
-    point = tl.minimum(
-        3.337860584906662e-07 * tl.maximum(tl.minimum(x_bitcast, 0x5f524924) - beside(place_add), 0).to(tl.float32),
-        7.0, propagate_nan=tl.PropagateNan.ALL
-    )
-    point = (point + 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
-    piece = point >> 2
-    exact = place_.to(tl.int16)
+    pattern = tl.sqrt(x).to(tl.int32, bitcast=True)
+    top_pattern = block_max(pattern, live, MASKED)
+    largest = tl.minimum(tl.maximum(top_pattern, 0x20000000), 0x5f524924)
+    largest = tl.where(top_pattern == 0x7f800000, 0x7f24924a, largest)
+    largest_add = largest - 0x20000000
+    place_ = largest_add.to(tl.float32) * 3.337860584906662e-07
+    point = place_.to(tl.int32)
+    rest = largest_add - point * 0x2db6db
+    point = point + (0x16dcda < rest).to(tl.int32)
+    top = tl.maximum(point, 7)
+    start = (top - 7) * 0x2db6db + 0x20000000
+    under = tl.maximum(tl.minimum(pattern, beside(largest)) - beside(start), 0).to(tl.float32)
+    exact = tl.minimum(3.337860584906662e-07 * under, 7.0, propagate_nan=tl.PropagateNan.ALL)
+    code = (exact + 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    piece = code >> 2
     return (
-        point.to(tl.uint8),
+        code.to(tl.uint8),
         piece.to(tl.uint8),
-        exact,
-        (beside(place_add) + (point & 7) * 0x2db6db).to(tl.float32, bitcast=True),
+        top.to(tl.int16),
+        (beside(start) + (code & 7) * 0x2db6db).to(tl.float32, bitcast=True),
     )
 
 

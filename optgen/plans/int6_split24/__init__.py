@@ -78,81 +78,94 @@ def signed_nearest(b, x):
 
 
 def nonneg_decode(b, code_tensor, high_tensor, range_tensor):
-    start = nonneg_root(b, code_tensor, high_tensor, range_tensor)
-    return start * start
+    value = nonneg_root(b, code_tensor, high_tensor, range_tensor)
+    return value * value
 
 
 def nonneg_root(b, code_tensor, high_tensor, range_tensor):
     range_ = b.per_block(range_tensor)
-    range_cast = range_.to(torch.int32)
-    range_shl = quotient(2097152.0, (range_cast & 255).clamp(min=1).to(torch.float32)).round().to(torch.int32) << 1
-    value = ((range_cast & 0xff00) << 14) + 0x20000000 + (range_shl >> 1)
+    header = range_.to(torch.int32)
+    first = header & 0xff00
+    start = (first << 14) + 0x20000000
+    start = torch.where(first == 0xff00, 0x7f000000, start)
+    cells = (header & 255).clamp(min=1)
+    step = quotient(2097152.0, cells.to(torch.float32)).round().to(torch.int32)
+    step = step << 1
+    middle_ = torch.where(header == 0, 0, start + (step >> 1))
     code_code = b.codes(code_tensor, 4)
     high_code = b.codes(high_tensor, 2)
     piece = high_code.to(torch.int32)
     code = code_code.to(torch.int32) | piece << 4
-    value_where = torch.where(range_cast == 0, 0, value)
-    return (value_where + code * range_shl).view(torch.float32)
+    return (middle_ + code * step).view(torch.float32)
 
 
 def nonneg_encode(b, x, noise):
-    x_bitcast = sqrt(x + 0.0).view(torch.int32)
-    x_min = block_max(x_bitcast, b.live).clamp(min=0x20000000).clamp(max=0x5f5ffffe)
-    x_block_min = block_min(x_bitcast, b.live)
-    position = ((x_min >> 22) - (x_block_min >> 22).clamp(min=128)).clamp(min=0) + 3
-    pattern = (
-        quotient(
-            2097152.0,
-            quotient(
-                64.5, position.clamp(max=64).to(torch.float32)
-            ).floor().to(torch.int32).clamp(max=255).to(torch.float32)
-        ).round().to(torch.int32)
-        << 1 >> 1
-    ) + 1
-    pattern_add = (x_min + pattern >> 22) + 1
-    largest = x_block_min - pattern >> 22
-    largest_min = (pattern_add - largest.clamp(min=128)).clamp(min=1).clamp(max=64)
-    pattern_sub = pattern_add - largest_min
-    pattern_shl = pattern_sub << 22
-    largest_min = quotient(64.5, largest_min.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
-    largest_shl = quotient(2097152.0, largest_min.to(torch.float32)).round().to(torch.int32) << 1
-    largest_shr = largest_shl >> 1
-    pattern_add = pattern_shl + largest_shr
-    units = largest_shr + 1
-    first = pattern_shl + units
-    first_sub = 0x5f5ffffe - first
-    largest_shl_2 = largest_min << 2
-    units_sub = units * largest_shl_2 - 0x800000
-    cells = noise.fraction(12, 24) + units_sub
-    cells_add = torch.minimum(x_bitcast - first, first_sub).clamp(min=0) * largest_shl_2 + cells
-    cells_lshr = cells_add >> 24 & 0xff
-    piece = cells_lshr >> 4
-    half = (pattern_sub - 128 << 8 | largest_min).to(torch.int16)
+    pattern = sqrt(x + 0.0).view(torch.int32)
+    pattern_block_max = block_max(pattern, b.live)
+    pattern_eq = pattern_block_max == 0x7f800000
+    largest = pattern_block_max.clamp(min=0x20000000).clamp(max=0x5f5ffffe)
+    largest_where = torch.where(pattern_eq, 0x5fe00000, largest)
+    pattern_where = torch.where(pattern_eq, 0x5fe00000, block_min(pattern, b.live))
+    units = ((largest_where >> 22) - (pattern_where >> 22).clamp(min=128)).clamp(min=0) + 3
+    step = quotient(
+        2097152.0,
+        quotient(64.5, units.clamp(max=64).to(torch.float32)).floor().to(torch.int32).clamp(max=255).to(torch.float32)
+    ).round().to(torch.int32)
+    margin = (step << 1 >> 1) + 1
+    above = (largest_where + margin >> 22) + 1
+    below = pattern_where - margin >> 22
+    units = (above - below.clamp(min=128)).clamp(min=1).clamp(max=64)
+    first = above - units
+    start = first << 22
+    start_2 = torch.where(pattern_eq, 0x7f000000, start)
+    cells = quotient(64.5, units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    step = quotient(2097152.0, cells.to(torch.float32)).round().to(torch.int32)
+    step = step << 1
+    step_shr = step >> 1
+    start_add = start_2 + step_shr
+    half = step_shr + 1
+    base = start + half
+    base_sub = largest_where - base
+    scale = cells << 2
+    half_sub = half * scale - 0x800000
+    offset = noise.fraction(12, 24) + half_sub
+    position = torch.minimum(pattern - base, base_sub).clamp(min=0) * scale + offset
+    code = position >> 24 & 0xff
+    value = (start_add + code * step).view(torch.float32)
+    piece = code >> 4
+    header = first - 128 << 8 | cells
     return (
-        b.flat_codes((cells_add >> 24 & 15).to(torch.uint8), 4), b.flat_codes((piece & 3).to(torch.uint8), 2),
-        b.flat_per_block(half), (pattern_add + cells_lshr * largest_shl).view(torch.float32),
+        b.flat_codes((position >> 24 & 15).to(torch.uint8), 4), b.flat_codes((piece & 3).to(torch.uint8), 2),
+        b.flat_per_block(header.to(torch.int16)), value,
     )
 
 
 def nonneg_nearest(b, x):
-    x_bitcast = sqrt(x + 0.0).view(torch.int32)
-    x_add = (block_max(x_bitcast, b.live).clamp(min=0x20000000).clamp(max=0x5f5ffffe) >> 22) + 1
-    largest = block_min(x_bitcast, b.live) >> 22
-    largest_min = (x_add - largest.clamp(min=128)).clamp(min=1).clamp(max=64)
-    largest_sub = x_add - largest_min
-    largest_shl = largest_sub << 22
-    largest_min = quotient(64.5, largest_min.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
-    largest_shl_2 = quotient(2097152.0, largest_min.to(torch.float32)).round().to(torch.int32) << 1
-    largest_add = largest_shl + (largest_shl_2 >> 1)
-    largest_sub_2 = 0x5f5ffffe - largest_shl
-    largest_shl_3 = largest_min << 2
-    x_mul = torch.minimum(x_bitcast - largest_shl, largest_sub_2).clamp(min=0) * largest_shl_3
-    x_lshr = x_mul >> 24 & 0xff
-    piece = x_lshr >> 4
-    half = (largest_sub - 128 << 8 | largest_min).to(torch.int16)
+    pattern = sqrt(x + 0.0).view(torch.int32)
+    pattern_block_max = block_max(pattern, b.live)
+    pattern_eq = pattern_block_max == 0x7f800000
+    largest = pattern_block_max.clamp(min=0x20000000).clamp(max=0x5f5ffffe)
+    largest_where = torch.where(pattern_eq, 0x5fe00000, largest)
+    above = (largest_where >> 22) + 1
+    below = torch.where(pattern_eq, 0x5fe00000, block_min(pattern, b.live)) >> 22
+    units = (above - below.clamp(min=128)).clamp(min=1).clamp(max=64)
+    first = above - units
+    start = first << 22
+    start_2 = torch.where(pattern_eq, 0x7f000000, start)
+    cells = quotient(64.5, units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    step = quotient(2097152.0, cells.to(torch.float32)).round().to(torch.int32)
+    step = step << 1
+    start_add = start_2 + (step >> 1)
+    start_sub = largest_where - start
+    scale = cells << 2
+    position = torch.minimum(pattern - start, start_sub).clamp(min=0) * scale
+    code = position >> 24 & 0xff
+    value = (start_add + code * step).view(torch.float32)
+    piece = code >> 4
+    header = first - 128 << 8 | cells
     return (
-        b.flat_codes((x_mul >> 24 & 15).to(torch.uint8), 4), b.flat_codes((piece & 3).to(torch.uint8), 2),
-        b.flat_per_block(half), (largest_add + x_lshr * largest_shl_2).view(torch.float32),
+        b.flat_codes((position >> 24 & 15).to(torch.uint8), 4), b.flat_codes((piece & 3).to(torch.uint8), 2),
+        b.flat_per_block(header.to(torch.int16)), value,
     )
 
 
@@ -183,7 +196,7 @@ PLAN = PlanRecord(
         fields=(
             Field("codes", "uint8", per=8, width=4),
             Field("high", "uint8", per=8, width=2),
-            Field("range", "int16", per=64, least=1, most=65023, low=0x100000001002117fe),
+            Field("range", "int16", per=64, least=1, most=65535, low=0x100000001002117fe),
         ),
         noise=12, positive=True, nearest="nonneg",
     ),

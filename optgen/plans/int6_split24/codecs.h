@@ -102,7 +102,7 @@ struct nonneg_fields : Codec {
     int16_t *__restrict range_at;
     alignas(64) uint8_t code_at[most_of(64)];
     alignas(64) uint8_t high_at[most_of(64)];
-    struct In { I value_where, range_shl; };
+    struct In { I middle_, step_2; };
     OfBlocks<64, In> of_in;
 
     nonneg_fields(char *first, char *const *more) : code_packed((uint8_t *)first), high_packed((uint8_t *)more[0]),
@@ -110,25 +110,27 @@ struct nonneg_fields : Codec {
     void unpack_codes(int count) { unpack<4>(code_at, code_packed, count); unpack<2>(high_at, high_packed, count); }
     void decode_blocks(int b) {
         const I16 range_ = raw(range_at + b);
-        const I range_cast = to_int(range_);
-        const I range_shl = bits(
-            fma(2097152.0f, 1.0f / to_float(max(I(1), range_cast & 255)), 12582912.0f)
-        ) - 0x4b400000 << 1;
-        const I value = ((range_cast & 0xff00) << 14) + 0x20000000 + (range_shl >> 1);
-        const I value_where = where(range_cast == 0, I(0), value);
-        of_in.set(b, value_where, range_shl);
+        const I header = to_int(range_);
+        const I first_ = header & 0xff00;
+        const I start_ = (first_ << 14) + 0x20000000;
+        const I start_2 = where(first_ == 0xff00, I(0x7f000000), start_);
+        const I cells = max(I(1), header & 255);
+        const I step_ = bits(fma(2097152.0f, 1.0f / to_float(cells), 12582912.0f)) - 0x4b400000;
+        const I step_2 = step_ << 1;
+        const I middle_ = where(header == 0, I(0), start_2 + (step_2 >> 1));
+        of_in.set(b, middle_, step_2);
     }
     In in(int b) const { return of_in[b]; }
     Product times(F c, const In &in, int i) const {
-        const F start_ = root(in, i);
-        return {F(c), start_ * start_};
+        const F value = root(in, i);
+        return {F(c), value * value};
     }
     F root(const In &in, int i) const {
         const U8 code_code = raw(code_at + i);
         const U8 high_code = raw(high_at + i);
         const I piece = to_int(high_code);
         const I code = to_int(code_code) | piece << 4;
-        return as_float(in.value_where + code * in.range_shl);
+        return as_float(in.middle_ + code * in.step_2);
     }
 };
 
@@ -145,49 +147,55 @@ struct nonneg_stochastic : nonneg_fields {
         largest_of_block_kept[b] = h.largest_of_block; smallest_of_block_kept[b] = h.smallest_of_block;
     }
     template <bool RAGGED, int VALUE, class N> F encode(Loop<0>, Head_0 &h, int i, int end, F x, const N &noise) {
-        const I x_bitcast = bits(x);
-        h.largest_of_block = larger<RAGGED>(h.largest_of_block, x_bitcast, i, end);
-        h.smallest_of_block = smaller<RAGGED>(h.smallest_of_block, x_bitcast, i, end);
+        const I pattern = bits(x);
+        h.largest_of_block = larger<RAGGED>(h.largest_of_block, pattern, i, end);
+        h.smallest_of_block = smaller<RAGGED>(h.smallest_of_block, pattern, i, end);
         return x;
     }
     void blocks(Loop<1>, int b) {
         const I largest_of_block = largest(largest_of_block_kept + b);
         const I smallest_of_block = smallest(smallest_of_block_kept + b);
-        const I x_min = min(I(0x5f5ffffe), max(I(0x20000000), largest_of_block));
-        const I position = max(I(0), (x_min >> 22) - max(I(128), smallest_of_block >> 22)) + 3;
-        const I pattern = (
-            bits(fma(2097152.0f, 1.0f / to_float(to_int(64.5f / to_float(min(I(64), position)))), 12582912.0f))
-            - 0x4b400000 << 1 >> 1
-        ) + 1;
-        const I pattern_add = (x_min + pattern >> 22) + 1;
-        const I largest_ = smallest_of_block - pattern >> 22;
-        const I largest_min = min(I(64), max(I(1), pattern_add - max(I(128), largest_)));
-        const I pattern_sub = pattern_add - largest_min;
-        const I pattern_shl = pattern_sub << 22;
-        const I largest_cast = to_int(64.5f / to_float(largest_min));
-        const I largest_shl = bits(fma(2097152.0f, 1.0f / to_float(largest_cast), 12582912.0f)) - 0x4b400000 << 1;
-        const I largest_shr = largest_shl >> 1;
-        const I pattern_add_2 = pattern_shl + largest_shr;
-        const I units = largest_shr + 1;
-        const I first_ = pattern_shl + units;
-        const I largest_shl_2 = largest_cast << 2;
-        const I units_add = units * largest_shl_2 - 0x800000;
-        const I units_add_sub = units_add - first_ * largest_shl_2;
-        const I half = pattern_sub - 128 << 8 | largest_cast;
-        of_head_1.set(b, first_, largest_shl_2, units_add_sub, pattern_add_2, largest_shl);
-        store(range_at + b, half);
+        const M pattern_eq = largest_of_block == 0x7f800000;
+        const I largest_ = min(I(0x5f5ffffe), max(I(0x20000000), largest_of_block));
+        const I largest_where = where(pattern_eq, I(0x5fe00000), largest_);
+        const I pattern_where = where(pattern_eq, I(0x5fe00000), smallest_of_block);
+        const I units = max(I(0), (largest_where >> 22) - max(I(128), pattern_where >> 22)) + 3;
+        const I step_ = bits(
+            fma(2097152.0f, 1.0f / to_float(to_int(64.5f / to_float(min(I(64), units)))), 12582912.0f)
+        ) - 0x4b400000;
+        const I margin = (step_ << 1 >> 1) + 1;
+        const I above = (largest_where + margin >> 22) + 1;
+        const I below = pattern_where - margin >> 22;
+        const I units_2 = min(I(64), max(I(1), above - max(I(128), below)));
+        const I first_ = above - units_2;
+        const I start_ = first_ << 22;
+        const I start_2 = where(pattern_eq, I(0x7f000000), start_);
+        const I cells = to_int(64.5f / to_float(units_2));
+        const I step_2 = bits(fma(2097152.0f, 1.0f / to_float(cells), 12582912.0f)) - 0x4b400000;
+        const I step_3 = step_2 << 1;
+        const I step_shr = step_3 >> 1;
+        const I start_add = start_2 + step_shr;
+        const I half = step_shr + 1;
+        const I base = start_ + half;
+        const I scale = cells << 2;
+        const I half_add = half * scale - 0x800000;
+        const I half_add_sub = half_add - base * scale;
+        const I header = first_ - 128 << 8 | cells;
+        of_head_1.set(b, largest_where, base, scale, half_add_sub, start_add, step_3);
+        store(range_at + b, header);
     }
-    struct Head_1 { I first_, largest_shl_2, units_add_sub, pattern_add_2, largest_shl; };
+    struct Head_1 { I largest_where, base, scale, half_add_sub, start_add, step_3; };
     OfBlocks<64, Head_1> of_head_1;
     Head_1 head(Loop<1>, int b) const { return of_head_1[b]; }
     template <bool RAGGED, int VALUE, class N> F encode(Loop<1>, Head_1 &h, int i, int end, F x, const N &noise) {
-        const I cells_add = max(min(I(0x5f5ffffe), bits(x)), h.first_) * h.largest_shl_2 + (fraction<VALUE, 24>(noise) +
-            h.units_add_sub);
-        const I cells_lshr = lshr(cells_add, 24);
-        const I piece = cells_lshr >> 4;
-        store(code_at + i, cells_add >> 24);
+        const I position = max(min(bits(x), h.largest_where), h.base) * h.scale + (fraction<VALUE, 24>(noise) +
+            h.half_add_sub);
+        const I code = lshr(position, 24);
+        const F value = as_float(h.start_add + code * h.step_3);
+        const I piece = code >> 4;
+        store(code_at + i, position >> 24);
         store(high_at + i, piece);
-        return as_float(h.pattern_add_2 + cells_lshr * h.largest_shl);
+        return value;
     }
     template <int BLOCK> void pack_codes(int blocks, const int *live) {
         no_codes<BLOCK>(code_at, blocks, live);
@@ -205,29 +213,35 @@ struct nonneg_nearest : nonneg_stochastic {
     void blocks(Loop<1>, int b) {
         const I largest_of_block = largest(largest_of_block_kept + b);
         const I smallest_of_block = smallest(smallest_of_block_kept + b);
-        const I x_add = (min(I(0x5f5ffffe), max(I(0x20000000), largest_of_block)) >> 22) + 1;
-        const I largest_ = smallest_of_block >> 22;
-        const I largest_min = min(I(64), max(I(1), x_add - max(I(128), largest_)));
-        const I largest_sub = x_add - largest_min;
-        const I largest_shl = largest_sub << 22;
-        const I largest_cast = to_int(64.5f / to_float(largest_min));
-        const I largest_shl_2 = bits(fma(2097152.0f, 1.0f / to_float(largest_cast), 12582912.0f)) - 0x4b400000 << 1;
-        const I largest_add = largest_shl + (largest_shl_2 >> 1);
-        const I largest_sub_2 = 0x5f5ffffe - largest_shl;
-        const I largest_shl_3 = largest_cast << 2;
-        const I half = largest_sub - 128 << 8 | largest_cast;
-        of_head_1.set(b, largest_shl, largest_sub_2, largest_shl_3, largest_add, largest_shl_2);
-        store(range_at + b, half);
+        const M pattern_eq = largest_of_block == 0x7f800000;
+        const I largest_ = min(I(0x5f5ffffe), max(I(0x20000000), largest_of_block));
+        const I largest_where = where(pattern_eq, I(0x5fe00000), largest_);
+        const I above = (largest_where >> 22) + 1;
+        const I below = where(pattern_eq, I(0x5fe00000), smallest_of_block) >> 22;
+        const I units = min(I(64), max(I(1), above - max(I(128), below)));
+        const I first_ = above - units;
+        const I start_ = first_ << 22;
+        const I start_2 = where(pattern_eq, I(0x7f000000), start_);
+        const I cells = to_int(64.5f / to_float(units));
+        const I step_ = bits(fma(2097152.0f, 1.0f / to_float(cells), 12582912.0f)) - 0x4b400000;
+        const I step_2 = step_ << 1;
+        const I start_add = start_2 + (step_2 >> 1);
+        const I start_sub = largest_where - start_;
+        const I scale = cells << 2;
+        const I header = first_ - 128 << 8 | cells;
+        of_head_1.set(b, start_, start_sub, scale, start_add, step_2);
+        store(range_at + b, header);
     }
-    struct Head_1 { I largest_shl, largest_sub_2, largest_shl_3, largest_add, largest_shl_2; };
+    struct Head_1 { I start_, start_sub, scale, start_add, step_2; };
     OfBlocks<64, Head_1> of_head_1;
     Head_1 head(Loop<1>, int b) const { return of_head_1[b]; }
     template <bool RAGGED, int VALUE, class N> F encode(Loop<1>, Head_1 &h, int i, int end, F x, const N &noise) {
-        const I x_mul = max(I(0), min(bits(x) - h.largest_shl, h.largest_sub_2)) * h.largest_shl_3;
-        const I x_lshr = lshr(x_mul, 24);
-        const I piece = x_lshr >> 4;
-        store(code_at + i, x_mul >> 24);
+        const I position = max(I(0), min(bits(x) - h.start_, h.start_sub)) * h.scale;
+        const I code = lshr(position, 24);
+        const F value = as_float(h.start_add + code * h.step_2);
+        const I piece = code >> 4;
+        store(code_at + i, position >> 24);
         store(high_at + i, piece);
-        return as_float(h.largest_add + x_lshr * h.largest_shl_2);
+        return value;
     }
 };

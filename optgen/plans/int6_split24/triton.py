@@ -55,90 +55,89 @@ def signed_nearest(x, live, MASKED: tl.constexpr):
 
 @triton.jit
 def nonneg_decode(c, code_code, high_code, range_):
-    start = nonneg_root(code_code, high_code, range_)
-    return c, start * start
+    value = nonneg_root(code_code, high_code, range_)
+    return c, value * value
 
 
 @triton.jit
 def nonneg_root(code_code, high_code, range_):
-    range_cast = range_.to(tl.int32)
-    range_shl = tl.fma(
-        2097152.0, inverse(tl.maximum(range_cast & 255, 1).to(tl.float32)), 12582912.0
-    ).to(tl.int32, bitcast=True) - 0x4b400000 << 1
-    value = ((range_cast & 0xff00) << 14) + 0x20000000 + (range_shl >> 1)
+    header = range_.to(tl.int32)
+    first = header & 0xff00
+    start = (first << 14) + 0x20000000
+    start = tl.where(first == 0xff00, 0x7f000000, start)
+    cells = tl.maximum(header & 255, 1)
+    step = tl.fma(2097152.0, inverse(cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    step = step << 1
+    middle_ = tl.where(header == 0, 0, start + (step >> 1))
     piece = high_code.to(tl.int32)
     code = code_code.to(tl.int32) | piece << 4
-    value_where = tl.where(range_cast == 0, 0, value)
-    return (beside(value_where) + code * beside(range_shl)).to(tl.float32, bitcast=True)
+    return (beside(middle_) + code * beside(step)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def nonneg_encode(x, live, MASKED: tl.constexpr, draws, SHIFT: tl.constexpr):
-    x_bitcast = tl.sqrt(x).to(tl.int32, bitcast=True)
-    x_min = tl.minimum(tl.maximum(block_max(x_bitcast, live, MASKED), 0x20000000), 0x5f5ffffe)
-    x_block_min = block_min(x_bitcast, live, MASKED)
-    position = tl.maximum((x_min >> 22) - tl.maximum(x_block_min >> 22, 128), 0) + 3
-    pattern = (
-        tl.fma(
-            2097152.0, inverse((64.5 * inverse(tl.minimum(position, 64).to(tl.float32))).to(tl.int32).to(tl.float32)),
-            12582912.0
-        ).to(tl.int32, bitcast=True)
-        - 0x4b400000 << 1 >> 1
-    ) + 1
-    pattern_add = (x_min + pattern >> 22) + 1
-    largest = x_block_min - pattern >> 22
-    largest_min = tl.minimum(tl.maximum(pattern_add - tl.maximum(largest, 128), 1), 64)
-    pattern_sub = pattern_add - largest_min
-    pattern_shl = pattern_sub << 22
-    largest_cast = (64.5 * inverse(largest_min.to(tl.float32))).to(tl.int32)
-    largest_shl = (
-        tl.fma(2097152.0, inverse(largest_cast.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000 << 1
-    )
-    largest_shr = largest_shl >> 1
-    pattern_add = pattern_shl + largest_shr
-    units = largest_shr + 1
-    first = pattern_shl + units
-    first_sub = 0x5f5ffffe - first
-    largest_shl_2 = largest_cast << 2
-    units_add = units * largest_shl_2 - 0x800000
-    cells = fraction(draws, SHIFT, 12, 24) + beside(units_add)
-    cells_add = tl.maximum(tl.minimum(x_bitcast - beside(first), beside(first_sub)), 0) * beside(largest_shl_2) + cells
-    cells_lshr = (cells_add.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
-    piece = cells_lshr >> 4
-    half = (pattern_sub - 128 << 8 | largest_cast).to(tl.int16)
-    return (
-        (cells_add >> 24).to(tl.uint8),
-        piece.to(tl.uint8),
-        half,
-        (beside(pattern_add) + cells_lshr * beside(largest_shl)).to(tl.float32, bitcast=True),
-    )
+    pattern = tl.sqrt(x).to(tl.int32, bitcast=True)
+    pattern_block_max = block_max(pattern, live, MASKED)
+    pattern_eq = pattern_block_max == 0x7f800000
+    largest = tl.minimum(tl.maximum(pattern_block_max, 0x20000000), 0x5f5ffffe)
+    largest_where = tl.where(pattern_eq, 0x5fe00000, largest)
+    pattern_where = tl.where(pattern_eq, 0x5fe00000, block_min(pattern, live, MASKED))
+    units = tl.maximum((largest_where >> 22) - tl.maximum(pattern_where >> 22, 128), 0) + 3
+    step = tl.fma(
+        2097152.0, inverse((64.5 * inverse(tl.minimum(units, 64).to(tl.float32))).to(tl.int32).to(tl.float32)),
+        12582912.0
+    ).to(tl.int32, bitcast=True) - 0x4b400000
+    margin = (step << 1 >> 1) + 1
+    above = (largest_where + margin >> 22) + 1
+    below = pattern_where - margin >> 22
+    units = tl.minimum(tl.maximum(above - tl.maximum(below, 128), 1), 64)
+    first = above - units
+    start = first << 22
+    start_2 = tl.where(pattern_eq, 0x7f000000, start)
+    cells = (64.5 * inverse(units.to(tl.float32))).to(tl.int32)
+    step = tl.fma(2097152.0, inverse(cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    step = step << 1
+    step_shr = step >> 1
+    start_add = start_2 + step_shr
+    half = step_shr + 1
+    base = start + half
+    base_sub = largest_where - base
+    scale = cells << 2
+    half_add = half * scale - 0x800000
+    offset = fraction(draws, SHIFT, 12, 24) + beside(half_add)
+    position = tl.maximum(tl.minimum(pattern - beside(base), beside(base_sub)), 0) * beside(scale) + offset
+    code = (position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
+    value = (beside(start_add) + code * beside(step)).to(tl.float32, bitcast=True)
+    piece = code >> 4
+    header = first - 128 << 8 | cells
+    return (position >> 24).to(tl.uint8), piece.to(tl.uint8), header.to(tl.int16), value
 
 
 @triton.jit
 def nonneg_nearest(x, live, MASKED: tl.constexpr):
-    x_bitcast = tl.sqrt(x).to(tl.int32, bitcast=True)
-    x_add = (tl.minimum(tl.maximum(block_max(x_bitcast, live, MASKED), 0x20000000), 0x5f5ffffe) >> 22) + 1
-    largest = block_min(x_bitcast, live, MASKED) >> 22
-    largest_min = tl.minimum(tl.maximum(x_add - tl.maximum(largest, 128), 1), 64)
-    largest_sub = x_add - largest_min
-    largest_shl = largest_sub << 22
-    largest_cast = (64.5 * inverse(largest_min.to(tl.float32))).to(tl.int32)
-    largest_shl_2 = (
-        tl.fma(2097152.0, inverse(largest_cast.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000 << 1
-    )
-    largest_add = largest_shl + (largest_shl_2 >> 1)
-    largest_sub_2 = 0x5f5ffffe - largest_shl
-    largest_shl_3 = largest_cast << 2
-    x_mul = tl.maximum(tl.minimum(x_bitcast - beside(largest_shl), beside(largest_sub_2)), 0) * beside(largest_shl_3)
-    x_lshr = (x_mul.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
-    piece = x_lshr >> 4
-    half = (largest_sub - 128 << 8 | largest_cast).to(tl.int16)
-    return (
-        (x_mul >> 24).to(tl.uint8),
-        piece.to(tl.uint8),
-        half,
-        (beside(largest_add) + x_lshr * beside(largest_shl_2)).to(tl.float32, bitcast=True),
-    )
+    pattern = tl.sqrt(x).to(tl.int32, bitcast=True)
+    pattern_block_max = block_max(pattern, live, MASKED)
+    pattern_eq = pattern_block_max == 0x7f800000
+    largest = tl.minimum(tl.maximum(pattern_block_max, 0x20000000), 0x5f5ffffe)
+    largest_where = tl.where(pattern_eq, 0x5fe00000, largest)
+    above = (largest_where >> 22) + 1
+    below = tl.where(pattern_eq, 0x5fe00000, block_min(pattern, live, MASKED)) >> 22
+    units = tl.minimum(tl.maximum(above - tl.maximum(below, 128), 1), 64)
+    first = above - units
+    start = first << 22
+    start_2 = tl.where(pattern_eq, 0x7f000000, start)
+    cells = (64.5 * inverse(units.to(tl.float32))).to(tl.int32)
+    step = tl.fma(2097152.0, inverse(cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    step = step << 1
+    start_add = start_2 + (step >> 1)
+    start_sub = largest_where - start
+    scale = cells << 2
+    position = tl.maximum(tl.minimum(pattern - beside(start), beside(start_sub)), 0) * beside(scale)
+    code = (position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
+    value = (beside(start_add) + code * beside(step)).to(tl.float32, bitcast=True)
+    piece = code >> 4
+    header = first - 128 << 8 | cells
+    return (position >> 24).to(tl.uint8), piece.to(tl.uint8), header.to(tl.int16), value
 
 
 # 6-bit signed blocks of 64: softsign, ue8m8 scale, stochastic

@@ -40,7 +40,7 @@ PLAN = PlanRecord(
         fields=(
             Field("codes", "uint8"),
             Field(
-                "range", "int16", per=64, least=4, most=65023,
+                "range", "int16", per=64, least=4, most=65535,
                 low=0x8000000000000000000000000000000100000000002000010008041112affff0,
             ),
         ),

@@ -136,63 +136,74 @@ def signed_nearest(b, x):
 
 
 def nonneg_decode(b, code_tensor, range_tensor):
-    start = nonneg_root(b, code_tensor, range_tensor)
-    return start * start
+    value = nonneg_root(b, code_tensor, range_tensor)
+    return value * value
 
 
 def nonneg_root(b, code_tensor, range_tensor):
     range_ = b.per_block(range_tensor)
-    range_cast = range_.to(torch.int32)
-    range_cast_2 = quotient(4194304.0, (range_cast & 255).clamp(min=4).to(torch.float32)).round().to(torch.int32)
-    value = ((range_cast & 0xff00) << 14) + 0x20000000 + (range_cast_2 >> 1)
+    header = range_.to(torch.int32)
+    first = header & 0xff00
+    start = (first << 14) + 0x20000000
+    start = torch.where(first == 0xff00, 0x7f000000, start)
+    cells = (header & 255).clamp(min=4)
+    step = quotient(4194304.0, cells.to(torch.float32)).round().to(torch.int32)
+    middle_ = torch.where(header == 0, 0, start + (step >> 1))
     code_code = b.elements(code_tensor)
     piece = code_code.to(torch.int32)
-    value_where = torch.where(range_cast == 0, 0, value)
-    return (value_where + piece * range_cast_2).view(torch.float32)
+    return (middle_ + piece * step).view(torch.float32)
 
 
 def nonneg_encode(b, x, noise):
-    x_bitcast = sqrt(x + 0.0).view(torch.int32)
-    x_add = (block_max(x_bitcast, b.live).clamp(min=0x20000000).clamp(max=0x5f700000) + 0x80000 >> 22) + 1
-    largest = block_min(x_bitcast, b.live) - 0x80000 >> 22
-    largest_min = (x_add - largest.clamp(min=128)).clamp(min=1).clamp(max=64)
-    largest_sub = x_add - largest_min
-    largest_shl = largest_sub << 22
-    largest_min_2 = quotient(256.5, largest_min.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
-    largest_cast = quotient(4194304.0, largest_min_2.to(torch.float32)).round().to(torch.int32)
-    largest_add = largest_shl + (largest_cast >> 1)
-    units = largest_min * 10240
-    first = largest_shl + units
-    first_sub = 0x5f700000 - first
-    largest_shl = largest_min_2 << 2
-    units_sub = units * largest_shl - 0x800000
-    cells = noise.fraction(12, 24) + units_sub
-    cells_lshr = torch.minimum(x_bitcast - first, first_sub).clamp(min=0) * largest_shl + cells >> 24 & 0xff
-    half = (largest_sub - 128 << 8 | largest_min_2).to(torch.int16)
-    return (
-        b.flat(cells_lshr.to(torch.uint8)), b.flat_per_block(half),
-        (largest_add + cells_lshr * largest_cast).view(torch.float32),
-    )
+    pattern = sqrt(x + 0.0).view(torch.int32)
+    pattern_block_max = block_max(pattern, b.live)
+    pattern_eq = pattern_block_max == 0x7f800000
+    largest = pattern_block_max.clamp(min=0x20000000).clamp(max=0x5f700000)
+    largest_where = torch.where(pattern_eq, 0x5fe00000, largest)
+    above = (largest_where + 0x80000 >> 22) + 1
+    below = torch.where(pattern_eq, 0x5fe00000, block_min(pattern, b.live)) - 0x80000 >> 22
+    units = (above - below.clamp(min=128)).clamp(min=1).clamp(max=64)
+    first = above - units
+    start = first << 22
+    start_2 = torch.where(pattern_eq, 0x7f000000, start)
+    cells = quotient(256.5, units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    step = quotient(4194304.0, cells.to(torch.float32)).round().to(torch.int32)
+    start_add = start_2 + (step >> 1)
+    half = units * 10240
+    base = start + half
+    base_sub = largest_where - base
+    scale = cells << 2
+    half_sub = half * scale - 0x800000
+    offset = noise.fraction(12, 24) + half_sub
+    position = torch.minimum(pattern - base, base_sub).clamp(min=0) * scale + offset
+    code = position >> 24 & 0xff
+    value = (start_add + code * step).view(torch.float32)
+    header = first - 128 << 8 | cells
+    return (b.flat(code.to(torch.uint8)), b.flat_per_block(header.to(torch.int16)), value)
 
 
 def nonneg_nearest(b, x):
-    x_bitcast = sqrt(x + 0.0).view(torch.int32)
-    x_add = (block_max(x_bitcast, b.live).clamp(min=0x20000000).clamp(max=0x5f700000) >> 22) + 1
-    largest = block_min(x_bitcast, b.live) >> 22
-    largest_min = (x_add - largest.clamp(min=128)).clamp(min=1).clamp(max=64)
-    largest_sub = x_add - largest_min
-    largest_shl = largest_sub << 22
-    largest_min = quotient(256.5, largest_min.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
-    largest_cast = quotient(4194304.0, largest_min.to(torch.float32)).round().to(torch.int32)
-    largest_add = largest_shl + (largest_cast >> 1)
-    largest_sub_2 = 0x5f700000 - largest_shl
-    largest_shl_2 = largest_min << 2
-    x_lshr = torch.minimum(x_bitcast - largest_shl, largest_sub_2).clamp(min=0) * largest_shl_2 >> 24 & 0xff
-    half = (largest_sub - 128 << 8 | largest_min).to(torch.int16)
-    return (
-        b.flat(x_lshr.to(torch.uint8)), b.flat_per_block(half),
-        (largest_add + x_lshr * largest_cast).view(torch.float32),
-    )
+    pattern = sqrt(x + 0.0).view(torch.int32)
+    pattern_block_max = block_max(pattern, b.live)
+    pattern_eq = pattern_block_max == 0x7f800000
+    largest = pattern_block_max.clamp(min=0x20000000).clamp(max=0x5f700000)
+    largest_where = torch.where(pattern_eq, 0x5fe00000, largest)
+    above = (largest_where >> 22) + 1
+    below = torch.where(pattern_eq, 0x5fe00000, block_min(pattern, b.live)) >> 22
+    units = (above - below.clamp(min=128)).clamp(min=1).clamp(max=64)
+    first = above - units
+    start = first << 22
+    start_2 = torch.where(pattern_eq, 0x7f000000, start)
+    cells = quotient(256.5, units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
+    step = quotient(4194304.0, cells.to(torch.float32)).round().to(torch.int32)
+    start_add = start_2 + (step >> 1)
+    start_sub = largest_where - start
+    scale = cells << 2
+    position = torch.minimum(pattern - start, start_sub).clamp(min=0) * scale
+    code = position >> 24 & 0xff
+    value = (start_add + code * step).view(torch.float32)
+    header = first - 128 << 8 | cells
+    return (b.flat(code.to(torch.uint8)), b.flat_per_block(header.to(torch.int16)), value)
 
 
 # bf16 and 8 more bits, stochastic
@@ -223,7 +234,7 @@ PLAN = PlanRecord(
         fields=(
             Field("codes", "uint8"),
             Field(
-                "range", "int16", per=64, least=4, most=65023,
+                "range", "int16", per=64, least=4, most=65535,
                 low=0x8000000000000000000000000000000100000000002000010008041112affff0,
             ),
         ),

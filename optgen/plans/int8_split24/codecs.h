@@ -154,29 +154,30 @@ struct nonneg_fields : Codec {
     static constexpr bool HAS_ROOT = true;
     uint8_t *__restrict code_at;
     int16_t *__restrict range_at;
-    struct In { I value_where, range_add; };
+    struct In { I middle_, step_; };
     OfBlocks<64, In> of_in;
 
     nonneg_fields(char *first, char *const *more) : code_at((uint8_t *)first), range_at((int16_t *)more[0]) {}
     void decode_blocks(int b) {
         const I16 range_ = raw(range_at + b);
-        const I range_cast = to_int(range_);
-        const I range_add = bits(
-            fma(4194304.0f, 1.0f / to_float(max(I(4), range_cast & 255)), 12582912.0f)
-        ) - 0x4b400000;
-        const I value = ((range_cast & 0xff00) << 14) + 0x20000000 + (range_add >> 1);
-        const I value_where = where(range_cast == 0, I(0), value);
-        of_in.set(b, value_where, range_add);
+        const I header = to_int(range_);
+        const I first_ = header & 0xff00;
+        const I start_ = (first_ << 14) + 0x20000000;
+        const I start_2 = where(first_ == 0xff00, I(0x7f000000), start_);
+        const I cells = max(I(4), header & 255);
+        const I step_ = bits(fma(4194304.0f, 1.0f / to_float(cells), 12582912.0f)) - 0x4b400000;
+        const I middle_ = where(header == 0, I(0), start_2 + (step_ >> 1));
+        of_in.set(b, middle_, step_);
     }
     In in(int b) const { return of_in[b]; }
     Product times(F c, const In &in, int i) const {
-        const F start_ = root(in, i);
-        return {F(c), start_ * start_};
+        const F value = root(in, i);
+        return {F(c), value * value};
     }
     F root(const In &in, int i) const {
         const U8 code_code = raw(code_at + i);
         const I piece = to_int(code_code);
-        return as_float(in.value_where + piece * in.range_add);
+        return as_float(in.middle_ + piece * in.step_);
     }
 };
 
@@ -193,46 +194,45 @@ struct nonneg_stochastic : nonneg_fields {
         largest_of_block_kept[b] = h.largest_of_block; smallest_of_block_kept[b] = h.smallest_of_block;
     }
     template <bool RAGGED, int VALUE, class N> F encode(Loop<0>, Head_0 &h, int i, int end, F x, const N &noise) {
-        const I x_bitcast = bits(x);
-        h.largest_of_block = larger<RAGGED>(h.largest_of_block, x_bitcast, i, end);
-        h.smallest_of_block = smaller<RAGGED>(h.smallest_of_block, x_bitcast, i, end);
+        const I pattern = bits(x);
+        h.largest_of_block = larger<RAGGED>(h.largest_of_block, pattern, i, end);
+        h.smallest_of_block = smaller<RAGGED>(h.smallest_of_block, pattern, i, end);
         return x;
     }
     void blocks(Loop<1>, int b) {
         const I largest_of_block = largest(largest_of_block_kept + b);
         const I smallest_of_block = smallest(smallest_of_block_kept + b);
-        const I x_add = (min(I(0x5f700000), max(I(0x20000000), largest_of_block)) + 0x80000 >> 22) + 1;
-        const I largest_ = smallest_of_block - 0x80000 >> 22;
-        const I largest_min = min(I(64), max(I(1), x_add - max(I(128), largest_)));
-        const I largest_sub = x_add - largest_min;
-        const I largest_shl = largest_sub << 22;
-        const I largest_min_2 = min(I(255), to_int(256.5f / to_float(largest_min)));
-        const I largest_add = bits(fma(4194304.0f, 1.0f / to_float(largest_min_2), 12582912.0f)) - 0x4b400000;
-        const I largest_add_2 = largest_shl + (largest_add >> 1);
-        const I units = largest_min * 10240;
-        const I first_ = largest_shl + units;
-        const I largest_shl_2 = largest_min_2 << 2;
-        const I units_add = units * largest_shl_2 - 0x800000;
-        const I units_add_sub = units_add - first_ * largest_shl_2;
-        const I half = largest_sub - 128 << 8 | largest_min_2;
-        of_head_1.set(b, first_, largest_shl_2, units_add_sub, largest_add_2, largest_add);
-        store(range_at + b, half);
+        const M pattern_eq = largest_of_block == 0x7f800000;
+        const I largest_ = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
+        const I largest_where = where(pattern_eq, I(0x5fe00000), largest_);
+        const I above = (largest_where + 0x80000 >> 22) + 1;
+        const I below = where(pattern_eq, I(0x5fe00000), smallest_of_block) - 0x80000 >> 22;
+        const I units = min(I(64), max(I(1), above - max(I(128), below)));
+        const I first_ = above - units;
+        const I start_ = first_ << 22;
+        const I start_2 = where(pattern_eq, I(0x7f000000), start_);
+        const I cells = min(I(255), to_int(256.5f / to_float(units)));
+        const I step_ = bits(fma(4194304.0f, 1.0f / to_float(cells), 12582912.0f)) - 0x4b400000;
+        const I start_add = start_2 + (step_ >> 1);
+        const I half = units * 10240;
+        const I base = start_ + half;
+        const I scale = cells << 2;
+        const I half_add = half * scale - 0x800000;
+        const I half_add_sub = half_add - base * scale;
+        const I header = first_ - 128 << 8 | cells;
+        of_head_1.set(b, largest_where, base, scale, half_add_sub, start_add, step_);
+        store(range_at + b, header);
     }
-    struct Head_1 { I first_, largest_shl_2, units_add_sub, largest_add_2, largest_add; };
+    struct Head_1 { I largest_where, base, scale, half_add_sub, start_add, step_; };
     OfBlocks<64, Head_1> of_head_1;
     Head_1 head(Loop<1>, int b) const { return of_head_1[b]; }
     template <bool RAGGED, int VALUE, class N> F encode(Loop<1>, Head_1 &h, int i, int end, F x, const N &noise) {
-        const I cells_lshr = lshr(
-            max(min(I(0x5f700000), bits(x)), h.first_) * h.largest_shl_2 + (fraction<VALUE, 24>(noise) +
-                h.units_add_sub),
-            24
-        );
-        store_byte<3>(
-            code_at + i,
-            max(min(I(0x5f700000), bits(x)), h.first_) * h.largest_shl_2 + (fraction<VALUE, 24>(noise) +
-                h.units_add_sub)
-        );
-        return as_float(h.largest_add_2 + cells_lshr * h.largest_add);
+        const I position = max(min(bits(x), h.largest_where), h.base) * h.scale + (fraction<VALUE, 24>(noise) +
+            h.half_add_sub);
+        const I code = lshr(position, 24);
+        const F value = as_float(h.start_add + code * h.step_);
+        store_byte<3>(code_at + i, position);
+        return value;
     }
 };
 
@@ -244,26 +244,32 @@ struct nonneg_nearest : nonneg_stochastic {
     void blocks(Loop<1>, int b) {
         const I largest_of_block = largest(largest_of_block_kept + b);
         const I smallest_of_block = smallest(smallest_of_block_kept + b);
-        const I x_add = (min(I(0x5f700000), max(I(0x20000000), largest_of_block)) >> 22) + 1;
-        const I largest_ = smallest_of_block >> 22;
-        const I largest_min = min(I(64), max(I(1), x_add - max(I(128), largest_)));
-        const I largest_sub = x_add - largest_min;
-        const I largest_shl = largest_sub << 22;
-        const I largest_min_2 = min(I(255), to_int(256.5f / to_float(largest_min)));
-        const I largest_add = bits(fma(4194304.0f, 1.0f / to_float(largest_min_2), 12582912.0f)) - 0x4b400000;
-        const I largest_add_2 = largest_shl + (largest_add >> 1);
-        const I largest_sub_2 = 0x5f700000 - largest_shl;
-        const I largest_shl_2 = largest_min_2 << 2;
-        const I half = largest_sub - 128 << 8 | largest_min_2;
-        of_head_1.set(b, largest_shl, largest_sub_2, largest_shl_2, largest_add_2, largest_add);
-        store(range_at + b, half);
+        const M pattern_eq = largest_of_block == 0x7f800000;
+        const I largest_ = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
+        const I largest_where = where(pattern_eq, I(0x5fe00000), largest_);
+        const I above = (largest_where >> 22) + 1;
+        const I below = where(pattern_eq, I(0x5fe00000), smallest_of_block) >> 22;
+        const I units = min(I(64), max(I(1), above - max(I(128), below)));
+        const I first_ = above - units;
+        const I start_ = first_ << 22;
+        const I start_2 = where(pattern_eq, I(0x7f000000), start_);
+        const I cells = min(I(255), to_int(256.5f / to_float(units)));
+        const I step_ = bits(fma(4194304.0f, 1.0f / to_float(cells), 12582912.0f)) - 0x4b400000;
+        const I start_add = start_2 + (step_ >> 1);
+        const I start_sub = largest_where - start_;
+        const I scale = cells << 2;
+        const I header = first_ - 128 << 8 | cells;
+        of_head_1.set(b, start_, start_sub, scale, start_add, step_);
+        store(range_at + b, header);
     }
-    struct Head_1 { I largest_shl, largest_sub_2, largest_shl_2, largest_add_2, largest_add; };
+    struct Head_1 { I start_, start_sub, scale, start_add, step_; };
     OfBlocks<64, Head_1> of_head_1;
     Head_1 head(Loop<1>, int b) const { return of_head_1[b]; }
     template <bool RAGGED, int VALUE, class N> F encode(Loop<1>, Head_1 &h, int i, int end, F x, const N &noise) {
-        const I x_lshr = lshr(max(I(0), min(bits(x) - h.largest_shl, h.largest_sub_2)) * h.largest_shl_2, 24);
-        store_byte<3>(code_at + i, max(I(0), min(bits(x) - h.largest_shl, h.largest_sub_2)) * h.largest_shl_2);
-        return as_float(h.largest_add_2 + x_lshr * h.largest_add);
+        const I position = max(I(0), min(bits(x) - h.start_, h.start_sub)) * h.scale;
+        const I code = lshr(position, 24);
+        const F value = as_float(h.start_add + code * h.step_);
+        store_byte<3>(code_at + i, position);
+        return value;
     }
 };

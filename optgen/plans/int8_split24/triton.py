@@ -122,84 +122,75 @@ def signed_nearest(x, live, MASKED: tl.constexpr):
 
 @triton.jit
 def nonneg_decode(c, code_code, range_):
-    start = nonneg_root(code_code, range_)
-    return c, start * start
+    value = nonneg_root(code_code, range_)
+    return c, value * value
 
 
 @triton.jit
 def nonneg_root(code_code, range_):
-    range_cast = range_.to(tl.int32)
-    range_add = tl.fma(
-        4194304.0, inverse(tl.maximum(range_cast & 255, 4).to(tl.float32)), 12582912.0
-    ).to(tl.int32, bitcast=True) - 0x4b400000
-    value = ((range_cast & 0xff00) << 14) + 0x20000000 + (range_add >> 1)
+    header = range_.to(tl.int32)
+    first = header & 0xff00
+    start = (first << 14) + 0x20000000
+    start = tl.where(first == 0xff00, 0x7f000000, start)
+    cells = tl.maximum(header & 255, 4)
+    step = tl.fma(4194304.0, inverse(cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    middle_ = tl.where(header == 0, 0, start + (step >> 1))
     piece = apart(code_code)
-    value_where = tl.where(range_cast == 0, 0, value)
-    return (beside(value_where) + piece * beside(range_add)).to(tl.float32, bitcast=True)
+    return (beside(middle_) + piece * beside(step)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def nonneg_encode(x, live, MASKED: tl.constexpr, draws, SHIFT: tl.constexpr):
-    x_bitcast = tl.sqrt(x).to(tl.int32, bitcast=True)
-    x_add = (tl.minimum(tl.maximum(block_max(x_bitcast, live, MASKED), 0x20000000), 0x5f700000) + 0x80000 >> 22) + 1
-    largest = block_min(x_bitcast, live, MASKED) - 0x80000 >> 22
-    largest_min = tl.minimum(tl.maximum(x_add - tl.maximum(largest, 128), 1), 64)
-    largest_sub = x_add - largest_min
-    largest_shl = largest_sub << 22
-    largest_min_2 = tl.minimum((256.5 * inverse(largest_min.to(tl.float32))).to(tl.int32), 255)
-    largest_add = tl.fma(
-        4194304.0, inverse(largest_min_2.to(tl.float32)), 12582912.0
-    ).to(tl.int32, bitcast=True) - 0x4b400000
-    largest_add_2 = largest_shl + (largest_add >> 1)
-    units = largest_min * 10240
-    first = largest_shl + units
-    first_sub = 0x5f700000 - first
-    largest_shl = largest_min_2 << 2
-    units_add = units * largest_shl - 0x800000
-    cells = fraction(draws, SHIFT, 12, 24) + beside(units_add)
-    cells_lshr = (
-        (
-            tl.maximum(tl.minimum(x_bitcast - beside(first), beside(first_sub)), 0) * beside(largest_shl) + cells
-        ).to(tl.uint32, bitcast=True)
-        >> 24
-    ).to(tl.int32, bitcast=True)
-    half = (largest_sub - 128 << 8 | largest_min_2).to(tl.int16)
-    return (
-        byte(tl.maximum(tl.minimum(x_bitcast - beside(first), beside(first_sub)), 0) * beside(largest_shl) + cells, 3),
-        half,
-        (beside(largest_add_2) + cells_lshr * beside(largest_add)).to(tl.float32, bitcast=True),
-    )
+    pattern = tl.sqrt(x).to(tl.int32, bitcast=True)
+    pattern_block_max = block_max(pattern, live, MASKED)
+    pattern_eq = pattern_block_max == 0x7f800000
+    largest = tl.minimum(tl.maximum(pattern_block_max, 0x20000000), 0x5f700000)
+    largest_where = tl.where(pattern_eq, 0x5fe00000, largest)
+    above = (largest_where + 0x80000 >> 22) + 1
+    below = tl.where(pattern_eq, 0x5fe00000, block_min(pattern, live, MASKED)) - 0x80000 >> 22
+    units = tl.minimum(tl.maximum(above - tl.maximum(below, 128), 1), 64)
+    first = above - units
+    start = first << 22
+    start_2 = tl.where(pattern_eq, 0x7f000000, start)
+    cells = tl.minimum((256.5 * inverse(units.to(tl.float32))).to(tl.int32), 255)
+    step = tl.fma(4194304.0, inverse(cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    start_add = start_2 + (step >> 1)
+    half = units * 10240
+    base = start + half
+    base_sub = largest_where - base
+    scale = cells << 2
+    half_add = half * scale - 0x800000
+    offset = fraction(draws, SHIFT, 12, 24) + beside(half_add)
+    position = tl.maximum(tl.minimum(pattern - beside(base), beside(base_sub)), 0) * beside(scale) + offset
+    code = (position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
+    value = (beside(start_add) + code * beside(step)).to(tl.float32, bitcast=True)
+    header = first - 128 << 8 | cells
+    return byte(position, 3), header.to(tl.int16), value
 
 
 @triton.jit
 def nonneg_nearest(x, live, MASKED: tl.constexpr):
-    x_bitcast = tl.sqrt(x).to(tl.int32, bitcast=True)
-    x_add = (tl.minimum(tl.maximum(block_max(x_bitcast, live, MASKED), 0x20000000), 0x5f700000) >> 22) + 1
-    largest = block_min(x_bitcast, live, MASKED) >> 22
-    largest_min = tl.minimum(tl.maximum(x_add - tl.maximum(largest, 128), 1), 64)
-    largest_sub = x_add - largest_min
-    largest_shl = largest_sub << 22
-    largest_min = tl.minimum((256.5 * inverse(largest_min.to(tl.float32))).to(tl.int32), 255)
-    largest_add = (
-        tl.fma(4194304.0, inverse(largest_min.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
-    )
-    largest_add_2 = largest_shl + (largest_add >> 1)
-    largest_sub_2 = 0x5f700000 - largest_shl
-    largest_shl_2 = largest_min << 2
-    x_lshr = (
-        (
-            tl.maximum(tl.minimum(x_bitcast - beside(largest_shl), beside(largest_sub_2)), 0) * beside(largest_shl_2)
-        ).to(tl.uint32, bitcast=True)
-        >> 24
-    ).to(tl.int32, bitcast=True)
-    half = (largest_sub - 128 << 8 | largest_min).to(tl.int16)
-    return (
-        byte(
-            tl.maximum(tl.minimum(x_bitcast - beside(largest_shl), beside(largest_sub_2)), 0) * beside(largest_shl_2), 3
-        ),
-        half,
-        (beside(largest_add_2) + x_lshr * beside(largest_add)).to(tl.float32, bitcast=True),
-    )
+    pattern = tl.sqrt(x).to(tl.int32, bitcast=True)
+    pattern_block_max = block_max(pattern, live, MASKED)
+    pattern_eq = pattern_block_max == 0x7f800000
+    largest = tl.minimum(tl.maximum(pattern_block_max, 0x20000000), 0x5f700000)
+    largest_where = tl.where(pattern_eq, 0x5fe00000, largest)
+    above = (largest_where >> 22) + 1
+    below = tl.where(pattern_eq, 0x5fe00000, block_min(pattern, live, MASKED)) >> 22
+    units = tl.minimum(tl.maximum(above - tl.maximum(below, 128), 1), 64)
+    first = above - units
+    start = first << 22
+    start_2 = tl.where(pattern_eq, 0x7f000000, start)
+    cells = tl.minimum((256.5 * inverse(units.to(tl.float32))).to(tl.int32), 255)
+    step = tl.fma(4194304.0, inverse(cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    start_add = start_2 + (step >> 1)
+    start_sub = largest_where - start
+    scale = cells << 2
+    position = tl.maximum(tl.minimum(pattern - beside(start), beside(start_sub)), 0) * beside(scale)
+    code = (position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
+    value = (beside(start_add) + code * beside(step)).to(tl.float32, bitcast=True)
+    header = first - 128 << 8 | cells
+    return byte(position, 3), header.to(tl.int16), value
 
 
 # bf16 and 8 more bits, stochastic
