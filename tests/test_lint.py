@@ -31,6 +31,7 @@ from specs import plans
 from specs.adamw import adamw
 from specs.lion import lion
 from specs.madgrad import madgrad
+from specs.schedule_free_adamw import schedule_free_adamw
 
 EMA9, EMA999 = Recurrence("ema", 0.9), Recurrence("ema", 0.999)
 NEAREST = Blocked(8, 64, softsign(1), rounding="nearest")
@@ -370,8 +371,9 @@ def from_the_start(p, g, gradients=state(), start=state(init="param"), *, lr=hyp
     [(madgrad, plans.int4_split24, {"L17"}), (madgrad, plans.int6_split24, {"L17"}), (madgrad, plans.int8_split24, {}),
      (madgrad, plans.bf16_sr, {}), (from_the_start, plans.int4_split24, {"L17"}), (adamw, plans.int4_split24, {}),
      (lion, plans.int4_split24, {"L19"}), (lion, plans.int5_split24, {}), (cautious(lion), plans.int4_split24, {"L19"}),
-     (cautious(adamw), plans.int4_split24, {}), (ema(adamw), plans.int5_split24, {"L20"}),
-     (ema(lion), plans.int4_split24, {"L19", "L20"}), (gpa(adamw), plans.int8_split24, {}),
+     (cautious(adamw), plans.int4_split24, {}), (ema(adamw), plans.int5_split24, {}),
+     (ema(lion), plans.int4_split24, {"L19"}), (schedule_free_adamw, plans.int5_split24, {"L20"}),
+     (gpa(adamw), plans.int8_split24, {}),
      (adamw, plans.int5_int3_split24, {"L21"})],
     ids=lambda x: getattr(x, "name", None),
 )  # fmt: skip
