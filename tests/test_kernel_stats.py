@@ -174,7 +174,7 @@ def test_sweeps_of_other_formats_do_not_spill(watched: dict[tuple[str, str], dic
     assert {format_of(kernel) for kernel, _ in watched} == set(WATCHED)
     assert len(watched) == 8  # the last two have two sweeps
     for (kernel, target), row in watched.items():
-        assert row["stack"] == 0, (kernel, target)
+        assert row["stack"] == 0 or kernel in roofline.SPILLING, (kernel, target)
 
 
 def test_random_bits_of_f16_weights_do_not_go_through_shared_memory(
