@@ -59,6 +59,35 @@ def test_a_gradient_without_a_square_stops_its_block(rule: str, plan: str, size:
         assert (with_it[3, :64] <= torch.maximum(without[3, :64], torch.full((64,), most))).all()
 
 
+@pytest.mark.parametrize(
+    ("rule", "plan", "backend"),
+    [("AdamW", "int8", "reference"), ("Adan", "int4_split24", "reference"), ("Lion", "int5_int3_split24", "reference"),
+     ("RMSprop", "int8_rn_split24", "reference"), ("LaProp", "int6_split24", "reference"), ("AdamW", "int8", "cpp")],
+)  # fmt: skip
+def test_a_nan_takes_its_block_one_step_later(rule: str, plan: str, backend: str) -> None:
+    draw = random.Random(f"{rule} {plan}")
+    row, column = draw.randrange(64), draw.randrange(128)
+    block = slice(column // 64 * 64, column // 64 * 64 + 64)
+    kept = []
+    for bad in (False, True):
+        torch.manual_seed(0)
+        p = nn.Parameter(torch.randn(64, 128))
+        opt: Any = getattr(optgen.optim, rule)([p], plan=plan, backend=backend)
+        for t in range(STEPS):
+            p.grad = torch.randn_like(p)
+            if bad and t == 1:
+                p.grad[row, column] = float("nan")
+            opt.step()
+            kept.append(p.detach().clone())
+    for plain, got, t in zip(kept[:STEPS], kept[STEPS:], range(STEPS), strict=True):
+        wanted = plain.clone()
+        if t == 1:
+            wanted[row, column] = float("nan")
+        elif t > 1:
+            wanted[row, block] = float("nan")
+        torch.testing.assert_close(got, wanted, rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("plan", ["int8_split24", "bf16_kahan"])
 def test_small_steps_arrive(plan: str) -> None:
     """600 steps of 3e-6 from 1, within a place of what is kept, 2^-15 of the weight at most: a 59th of the way."""
