@@ -102,7 +102,7 @@ LOWER = {
     "model": ("host",), "host": (),
 }  # fmt: skip
 OF_MATRICES = ("row", "col", "mat")
-STATES = {"elem": "state", "row": "row", "col": "col", "tensor": "tensor_state", "model": "model_state"}
+STATES = {"elem": "state", "row": "row", "col": "col", "mat": "mat", "tensor": "tensor_state", "model": "model_state"}
 STATISTICS = {
     "row": ("row_mean", "row_sum", "row_max"), "col": ("col_mean", "col_sum", "col_max"),
     "mat": ("mat_mean", "mat_max", "mat_norm"), "tensor": ("mean", "total", "amax", "norm", "rms"),
@@ -706,7 +706,7 @@ NAMES: dict[str, Any] = {
     "low_rank": lambda f, s, when: _around(
         f, partial(_low_rank, state=s), **{f"{s}_{x}": _STATE for x in ("residual", "left", "right")}),
     "optimizer": lambda **_: lambda f: f, "symmetric": None, "orthogonal": None, "triangular": None, "nonneg": None,
-    **dict.fromkeys(("state", "row", "col", "tensor_state", "model_state", "matrix_state", "low_rank_state", "scalar"),
+    **dict.fromkeys((*STATES.values(), "matrix_state", "low_rank_state", "scalar"),
                     lambda *_, **kw: SimpleNamespace(kind="state", when=kw.get("when"))),
     "input": lambda *_: SimpleNamespace(kind="input"), "wrapper": lambda: _wrapper, "hyper": lambda x, **_: _HYPER(x),
     "flag": lambda x=False, **kw: SimpleNamespace(kind="flag", value=x, **kw),

@@ -51,7 +51,11 @@ from optgen.lang import (
     gram,
     hyper,
     inverse_root,
+    mat,
+    mat_max,
     matrix_state,
+    maximum,
+    nonneg,
     normal,
     optimizer,
     orthogonal,
@@ -620,6 +624,28 @@ def sums_over_rows_and_columns(here: Here) -> None:
         pieces = rows(here, mesh, [(97, 130), (3, 1500), (5, 3, 16, 16)][here.world // 4 :], dtype)
         pieces.append(Piece(here.values(70, 64 * here.world, dtype=dtype), mesh, [Shard(1)]))
         enclosed(here, name, plan, pieces)
+
+
+@optimizer(cite="none: the largest gradient of each matrix, a maximum, of which no bit depends on an order")
+def peaked(p, g, peak=mat(nonneg), last=mat(init=0.5), *, lr=hyper(1e-2, ge=0)):
+    p = p - lr * last * g
+    last = peak
+    peak = maximum(0.9 * peak, mat_max(abs(g)))
+    p = p - lr * g / (peak + 1e-8)
+    return p, peak, last
+
+
+@case(2)
+def values_of_matrices(here: Here) -> None:
+    """Matrices cut along rows or columns keep the number of the whole on every rank, stacks those of their part."""
+    mesh = here.mesh(here.world)
+    pieces = rows(here, mesh, [(97, 130), (3, 1500), (5, 3, 16, 16), (1, 40)], torch.float32)
+    pieces += [Piece(here.values(7, 6, 16), mesh, [Shard(dim)]) for dim in (1, 2)]
+    runs = Runs(here, optgen.compile(peaked, plan="fp32"), pieces, plan="fp32")
+    runs.step(2)
+    for saved in ("state_dict", "dense_state_dict"):
+        runs.many.load_state_dict(getattr(runs.one, saved)())
+        runs.step()
 
 
 @case(2, 4)

@@ -60,7 +60,7 @@ TABLE: dict[str, Row] = {
     "E111": Row(
         "parameter `{name}` is {got}, not a declaration",
         "",
-        "states before the `*`: state(), row(), col(), scalar(); after it: hyper(...), flag(...)",
+        "states before the `*`: state(), row(), col(), mat(), scalar(); after it: hyper(...), flag(...)",
     ),
     "E112": Row("the default {name} = {value} is out of its own range {range}"),
     "E113": Row("{what}"),
@@ -154,8 +154,8 @@ TABLE: dict[str, Row] = {
     ),
     "E203": Row(
         "`{name}` lives in space {want}, but the value returned for it lives in {got}",
-        "spaces: elem is one value per element, row and col one per row and column, mat one per matrix, which no state "
-        "keeps, tensor one per parameter, host one per step",
+        "spaces: elem is one value per element, row and col one per row and column, mat one per matrix, "
+        "tensor one per parameter, host one per step",
         "{remedy}",
     ),
     "E204": Row(
@@ -186,7 +186,7 @@ TABLE: dict[str, Row] = {
     ),
     "E303": Row(
         "plan {plan} keeps `{state}` in another format than fp32, but it has one value per {space}: {format}",
-        "values per row, column and tensor are few beside the elements; they are worked on between sweeps, in fp32",
+        "few values beside the elements are worked on between sweeps, in fp32",
         "leave it out of the plan's `overrides`",
     ),
     "E304": Row(

@@ -514,7 +514,8 @@ def _meant(error: Exception | SystemExit, file: Path) -> str:
     elif isinstance(error, AttributeError):
         name, source = error.name or "", error.obj
     elif isinstance(error, TypeError):
-        shapes = "states of other shapes do not exist (yet): there are state(), row(), col(), tensor_state(), scalar()"
+        kinds = "state(), row(), col(), mat(), tensor_state(), scalar()"
+        shapes = f"states of other shapes do not exist (yet): there are {kinds}"
         return shapes if "unexpected keyword argument 'shape'" in str(error) else _usage(str(error))
     else:
         return ""

@@ -2,8 +2,8 @@
 
 from optgen.lang.compose import low_rank, wrapper
 from optgen.lang.declare import (
-    FlagDecl, HostStateDecl, HyperDecl, StateDecl, col, flag, hyper, input, low_rank_state, matrix_state, model_state,
-    nonneg, orthogonal, row, scalar, shape_flag, state, symmetric, tensor_state, triangular,
+    FlagDecl, HostStateDecl, HyperDecl, StateDecl, col, flag, hyper, input, low_rank_state, mat, matrix_state,
+    model_state, nonneg, orthogonal, row, scalar, shape_flag, state, symmetric, tensor_state, triangular,
 )
 from optgen.lang.matrices import (
     bjorck, cholesky, column_norms, eigenvectors, finite, gram, identity, inverse_root, matmul, newton_schulz,
@@ -32,7 +32,7 @@ __all__ = [
     "clipped_value", "col", "col_max", "col_mean", "col_sum", "column_norms", "columns", "dot", "eigenvectors",
     "elements", "ema", "ema_nesterov", "equal", "erf", "exp", "finite", "flag", "floor", "gpa", "gram", "grams",
     "gsam", "hyper", "hyperball", "identity", "input", "inverse_root", "log", "lookahead", "low_rank",
-    "low_rank_state", "mars", "mat_max", "mat_mean", "mat_norm", "matmul", "matrix_state", "maximum", "mean",
+    "low_rank_state", "mars", "mat", "mat_max", "mat_mean", "mat_norm", "matmul", "matrix_state", "maximum", "mean",
     "minimum", "model_dot", "model_norm", "model_state", "model_total", "newton_schulz", "nonneg", "norm",
     "norm_lower_bound", "normal", "optimizer", "orthogonal", "orthogonal_iteration", "orthograd", "polar", "power",
     "power_iteration", "qr", "rint", "rms", "row", "row_max", "row_mean", "row_sum", "rows", "rsqrt", "sam", "scalar",

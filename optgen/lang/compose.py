@@ -223,7 +223,7 @@ def wrapper(
                 return result if isinstance(result, tuple) else (result,)
 
             mine = [_declared_as(d, named) for d in declared]
-            if inner.matrix == "last" and not any(s.space in (spaces.row, spaces.col) for s in inner.states):
+            if inner.matrix == "last" and not any(s.space.name in ("row", "col", "mat") for s in inner.states):
                 inner = replace(inner, matrix=matrix)
             if ascent is not None:
                 given = {x.name for x in declared if isinstance(x, StateDecl) and x.trait == INPUT} & {"first_grad"}

@@ -194,6 +194,11 @@ def col(*traits: Trait, when: str | None = None, init: float = 0.0) -> Any:
     return _state(spaces.col, traits, when, init)
 
 
+def mat(*traits: Trait, when: str | None = None, init: float = 0.0) -> Any:
+    """One value per matrix: the parameter's shape without its last two dimensions."""
+    return _state(spaces.mat, traits, when, init)
+
+
 def tensor_state(*traits: Trait, when: str | None = None, init: float | str = 0.0) -> Any:
     """One value per parameter tensor, on its device."""
     return _state(spaces.tensor, traits, when, init)

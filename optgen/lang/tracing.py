@@ -26,6 +26,7 @@ from optgen.ops import dtypes, spaces
 _REMEDY = {
     "row": "reduce it with row_mean(), row_sum() or row_max()",
     "col": "reduce it with col_mean(), col_sum() or col_max()",
+    "mat": "reduce it with mat_mean(), mat_norm() or mat_max()",
     "tensor": "reduce it with mean(), norm() or amax()",
     "host": "a host state depends on hyper-parameters and t only",
 }

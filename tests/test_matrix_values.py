@@ -1,0 +1,123 @@
+"""States of one value per matrix: the same bits on every backend, as computed by hand, saved and loaded."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import optgen
+from optgen.driver import fuzz
+from optgen.lang import hyper, mat, mat_norm, mean, nonneg, optimizer, state
+from specs import plans
+from tests.training import bits
+
+PLANS = ("fp32", "int8_split24", "int4_split24", "flashoptim")
+SHAPES = [(66, 70), (3, 5, 7, 9), (1, 30), (30, 1), (0, 5), (3, 0, 4)]
+
+
+@optimizer()
+def by_matrix(
+    p, g, m=state(), size=mat(nonneg), last=mat(init=0.5), *, lr=hyper(1e-2, ge=0), beta=hyper(0.9, ge=0, lt=1),
+):  # fmt: skip
+    """The running norm of each matrix, the one before it, and their mean over a stack."""
+    p = p - lr * last * g
+    last = size
+    size = beta * size + (1 - beta) * mat_norm(g)
+    m = beta * m + (1 - beta) * g / (size + 1e-8)
+    p = p - lr * m / (1 + mean(size))
+    return p, m, size, last
+
+
+def made(plan: str, backend: str) -> tuple[list[torch.nn.Parameter], Any]:
+    draw, dtype = torch.Generator().manual_seed(1), torch.float32 if plan == "fp32" else torch.bfloat16
+    params = [torch.nn.Parameter(torch.randn(shape, generator=draw).to(dtype)) for shape in SHAPES]
+    return params, optgen.compile(by_matrix, plan, maths="strict")(params, plan=plan, backend=backend)
+
+
+def gradients(plan: str, steps: int = 3) -> list[list[Tensor]]:
+    """Gradients of each step, each matrix of which has another size."""
+    draw, dtype = torch.Generator().manual_seed(2), torch.float32 if plan == "fp32" else torch.bfloat16
+    sizes = [torch.rand(*shape[:-2], 1, 1, generator=draw) for shape in SHAPES]
+    return [
+        [(torch.randn(shape, generator=draw) * size).to(dtype) for shape, size in zip(SHAPES, sizes, strict=True)]
+        for _ in range(steps)
+    ]
+
+
+def train(opt: Any, params: list[torch.nn.Parameter], steps: list[list[Tensor]]) -> list[dict[str, Any]]:
+    for grads in steps:
+        for p, g in zip(params, grads, strict=True):
+            p.grad = g.clone()
+        opt.step()
+    return [bits({"p": p.data, **opt.state[p]}) for p in params]
+
+
+OF_TRITON = [
+    pytest.param(plan, "triton", marks=[] if plan == "fp32" else [pytest.mark.slow]) for plan in PLANS
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("plan", "backend"), [*((plan, "cpp") for plan in PLANS), *OF_TRITON])
+def test_every_backend_has_the_bits_of_eager_torch(plan: str, backend: str) -> None:
+    if backend == "triton":
+        pytest.importorskip("triton")
+    params, opt = made(plan, "reference")
+    others, theirs = made(plan, backend)
+    assert train(opt, params, gradients(plan, 2)) == train(theirs, others, gradients(plan, 2))
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_numbers_of_matrices_are_those_computed_by_hand(plan: str) -> None:
+    """Each of three steps rounds a number a few times, and its sum along a row and over rows in groups: less than 64
+    roundings of fp32 in all. So are the weight's under fp32, of terms no larger than it."""
+    params, opt = made(plan, "cpp")
+    start = [p.detach().double() for p in params]
+    train(opt, params, gradients(plan))
+    for k, p in enumerate(params):
+        w, shape = start[k], (*p.shape[:-2], 1, 1)
+        m, size, last = torch.zeros_like(w), torch.zeros(shape).double(), torch.full(shape, 0.5).double()
+        for grads in gradients(plan):
+            g = grads[k].double()
+            w = w - 1e-2 * last * g
+            last, size = size, 0.9 * size + 0.1 * g.square().sum((-2, -1), keepdim=True).sqrt()
+            m = 0.9 * m + 0.1 * g / (size + 1e-8)
+            w = w - 1e-2 * m / (1 + size.mean())
+        kept = opt.state[p]
+        if not p.numel():
+            continue
+        for name, value in (("size", size), ("last", last)):
+            assert kept[name].shape == shape
+            assert kept[name].dtype == torch.float32
+            assert ((kept[name] - value).abs() <= 64 * 2.0**-24 * value).all(), (name, shape)
+        if plan == "fp32":
+            assert (p - w).abs().max() <= 64 * 2.0**-24 * w.abs().max()
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_state_dicts_go_on_with_the_same_bits(plan: str) -> None:
+    steps = gradients(plan, 4)
+    params, opt = made(plan, "cpp")
+    train(opt, params, steps[:2])
+    saved, weights = copy.deepcopy(opt.state_dict()), [p.detach().clone() for p in params]
+    expected = train(opt, params, steps[2:])
+    others, theirs = made(plan, "cpp")
+    for q, w in zip(others, weights, strict=True):
+        q.data.copy_(w)
+    theirs.load_state_dict(saved)
+    assert train(theirs, others, steps[2:]) == expected
+    assert opt.dense_state_dict()["state"][1]["size"].shape == (3, 5, 1, 1)
+    saved["state"][1]["size"] = torch.zeros(3, 1, 1)
+    with pytest.raises(ValueError, match="size"):
+        theirs.load_state_dict(saved)
+
+
+def test_a_vector_has_no_matrix() -> None:
+    with pytest.raises(ValueError, match="no rows and columns"):
+        optgen.compile(by_matrix, "fp32")([torch.nn.Parameter(torch.zeros(9))])
+
+
+@pytest.mark.parametrize("plan", ["fp32", "int8_split24"])
+def test_steps_are_within_their_bounds(plan: str) -> None:
+    assert fuzz.fuzz(by_matrix, getattr(plans, plan), count=10, steps=1).failure is None
