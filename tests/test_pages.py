@@ -209,6 +209,15 @@ def test_a_subclass_has_its_own_signature() -> None:
     assert inspect.getdoc(Mine) == "A constructor of few arguments."
 
 
+@pytest.mark.parametrize("name", ["betas", "weight_decay", "amsgrad", "overrides", "backend"])
+def test_an_argument_that_is_misspelt_is_guessed(name: str) -> None:
+    """Without any one of its letters."""
+    for k in range(len(name)):
+        given: dict[str, Any] = {name[:k] + name[k + 1 :]: 0.1}
+        with pytest.raises(TypeError, match=rf"unexpected keyword argument .*; did you mean '{name}'\?$"):
+            AdamW([torch.zeros(3, requires_grad=True)], **given)
+
+
 @pytest.mark.parametrize("name", ["foo", "hypers", "blocks"])
 def test_an_argument_that_is_not_there_is_named_with_the_class(name: str) -> None:
     given: dict[str, Any] = {name: {"*": 2}}

@@ -119,7 +119,9 @@ class Optimizer(torch.optim.Optimizer):
         unknown |= {} if self.BLOCKS or blocks is None else {"blocks": blocks}
         if unknown:
             name = plans.generated_class(type(self)).__qualname__
-            raise TypeError(f"{name}.__init__() got an unexpected keyword argument {next(iter(unknown))!r}")
+            first = next(iter(unknown))
+            guess = options.near(first, inspect.signature(type(self)).parameters)
+            raise TypeError(f"{name}.__init__() got an unexpected keyword argument {first!r}{guess}")
         given = {"maximize": maximize, **hypers, "plan": plan, "backend": backend, "seed": seed, "foreach": foreach}
         asked: dict[str, Any] = {"capturable": capturable or None, "fused": fused or None, "offload": offload or None}
         asked |= {"differentiable": differentiable, "stagger": stagger or None, "workspace": workspace}

@@ -274,9 +274,14 @@ def warn_unknown(cls: Any, group: Mapping[str, Any]) -> None:
     for key in group:
         if key in known or key in FOREIGN or key == "param_names":
             continue
-        close = difflib.get_close_matches(str(key), known, n=1, cutoff=0.85)
-        if close:
-            warn(f"{cls.__name__}: parameter group option {key!r} has no effect; did you mean {close[0]!r}?", cls)
+        if guess := near(str(key), known):
+            warn(f"{cls.__name__}: parameter group option {key!r} has no effect{guess}", cls)
+
+
+def near(name: str, known: Iterable[str]) -> str:
+    """Return the end of a message about an unknown name: the one that was probably meant, or ""."""
+    close = difflib.get_close_matches(name, [*known], n=1, cutoff=0.85)
+    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def in_plain_numbers(cls: Any, group: Mapping[str, Any]) -> dict[str, Any]:
