@@ -17,6 +17,8 @@ from optgen.optim import AdamW
 
 
 class Model(lightning.LightningModule):
+    seen: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -50,8 +52,8 @@ def fit(folder: Path | str, steps: int, *, resume: Path | str | None = None, **o
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     trainer = lightning.Trainer(**(given | options))
-    data = torch.utils.data.DataLoader(torch.arange(64).repeat(4), batch_size=64)
-    trainer.fit(model, data, ckpt_path=resume, weights_only=True)
+    data: Any = torch.arange(64).repeat(4)
+    trainer.fit(model, torch.utils.data.DataLoader(data, batch_size=64), ckpt_path=resume, weights_only=True)
     return model
 
 

@@ -7,19 +7,22 @@ import importlib
 import inspect
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
 
 from optgen.base import ready
 from optgen.runtime.optimizer import Optimizer
+from optgen.runtime.options.options import near
 from optgen.runtime.several import Several
 
 REST = "*"
 """The pattern of the parameters that no other pattern matches."""
 
 Named = list[tuple[str, Tensor]]
+Model = nn.Module | Iterable[tuple[str, Tensor]]
+Made = TypeVar("Made", bound=torch.optim.Optimizer)
 
 
 def list_rules(pattern: str = "*") -> list[str]:
@@ -28,9 +31,19 @@ def list_rules(pattern: str = "*") -> list[str]:
     return sorted(fnmatch.filter(found, pattern))
 
 
-def make(
-    rule: Any, model: nn.Module | Iterable[tuple[str, Tensor]], *, plan: Any = None, **options: Any
-) -> torch.optim.Optimizer:
+@overload
+def make(rule: type[Made], model: Model, *, plan: Any = None, **options: Any) -> Made: ...
+
+
+@overload
+def make(rule: Mapping[Any, Any], model: Model, *, plan: Any = None, **options: Any) -> Several: ...
+
+
+@overload
+def make(rule: Any, model: Model, *, plan: Any = None, **options: Any) -> Optimizer: ...
+
+
+def make(rule: Any, model: Model, *, plan: Any = None, **options: Any) -> torch.optim.Optimizer:
     """Return an optimizer of a model's parameters, by the name of its rule.
 
     rule     the name of a ready-made rule, wrappers around one ("ema(cautious(adamw))"), a spec or its file, an
@@ -49,7 +62,7 @@ def make(
     named: Named = list(model.named_parameters() if isinstance(model, nn.Module) else model)
     module = {"module": model} if isinstance(model, nn.Module) else {}
     if not isinstance(rule, Mapping):
-        made: torch.optim.Optimizer = class_of(rule, plan)(named, **_planned(plan), **module, **options)
+        made: Optimizer = class_of(rule, plan)(named, **_planned(plan), **module, **options)
         return made
     if not all(isinstance(pair, (tuple, list)) for pair in named):
         raise TypeError("make: several rules are given by names: take the model, or its named_parameters()")
@@ -67,7 +80,8 @@ def make(
     for option in options:
         if not any(option in known for known in takes.values()):
             names = ", ".join(dict.fromkeys(own["rule"].__name__ for own in asked.values()))
-            raise TypeError(f"make: none of {names} has the option {option!r}")
+            guess = near(option, [name for known in takes.values() for name in known])
+            raise TypeError(f"make: none of {names} has the option {option!r}{guess}")
     parts: dict[str, Optimizer] = {}
     for key, own in asked.items():
         mine = [pair for pair in named if claimed[pair[0]] == key]

@@ -139,6 +139,7 @@ def test_what_does_not_fit_changes_nothing() -> None:
         ({"(": "muon", "*": "adamw"}, {}, ValueError, r"make: '\(' is no regular expression of names: missing \)"),
         ({"*": {"lr": 1.0}}, {}, ValueError, "a dict with one under 'rule'"),
         ({"weight": "muon", "*": "adamw"}, {"rho": 1.0}, TypeError, "none of Muon, AdamW has the option 'rho'"),
+        ({"weight": "muon", "*": "adamw"}, {"moment": 1.0}, TypeError, "the option 'moment'; did you mean 'momentum'"),
         ("adamw", {"rho": 1.0}, TypeError, "unexpected keyword argument 'rho'"),
     ],
 )  # fmt: skip

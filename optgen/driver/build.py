@@ -196,9 +196,10 @@ def build(request: Request, track: Track | None = None) -> Outcome:
     maths = request.maths or config.maths
     units = _units(request, config, manifest, out, outcome)
     backends = request.backends or config.backends or tuple(emit.BACKENDS)
-    whole = not request.partial and ready.is_checkout() and out.resolve() == ready.generated_dir()
+    here = ready.is_checkout() and out.resolve() == ready.generated_dir()
+    whole = here and not request.partial
     stays = manifest.files if request.partial else ()
-    files = _generate(_jobs(units, maths, backends, whole, project, stays), track)
+    files = _generate(_jobs(units, maths, backends, here, whole, project, stays), track)
     beside = {name: files.pop(name) for name in list(files) if _is_beside(name)}
     specs = dict(manifest.specs) if request.partial else {}
     specs |= {u.spec.name: Built(u.spec.class_name, u.reference, u.listed) for u in units}
@@ -396,13 +397,15 @@ def _jobs(
     units: Sequence[Unit],
     maths: Maths,
     backends: tuple[str, ...],
+    here: bool,
     whole: bool,
     project: Path,
     kept: Collection[str] = (),
 ) -> list[Job]:
     """Return the functions that generate the text of classes, of pairs, and of the packages of plans.
 
-    whole   all of this repository is built: include the files beside its generated folder
+    here    this repository's folder is built: optgen.optim's stub has its ready-made classes
+    whole   all of it is: include the files beside it
     kept    files that stay: those of a backend that is not asked for are generated again, lest versions mix
     """
     others = {file for name, backend in emit.BACKENDS.items() if name not in backends for file in backend.names}
@@ -420,6 +423,8 @@ def _jobs(
         add(f"{PLANS}/{plan.name}", partial(emit.plan_files, plan, maths))
     for u in units:
         add(u.spec.name, partial(emit.rule_files, u.spec, u.listed, u.own, maths))
+        if not (here and is_ready(u.spec)):
+            add(u.spec.name, partial(emit.class_stub, u.spec))
         for plan in u.plans:
             add(f"{u.spec.name}/{plan.name}", partial(emit.emit_plan, u.spec, plan, maths=maths))
     if whole:

@@ -19,7 +19,8 @@ class Factory:
     """The maker of an optimizer of several rules: the Trainer calls it with its model."""
 
     def __call__(self, model: nn.Module, *_: Any, rules: Any, **options: Any) -> torch.optim.Optimizer:
-        return make(rules, model, **options)
+        made: torch.optim.Optimizer = make(rules, model, **options)
+        return made
 
 
 def optimizer_cls_and_kwargs(

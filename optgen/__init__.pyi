@@ -1,0 +1,17 @@
+"""The types of what `optgen` imports when it is asked for."""
+
+from optgen import optim as optim
+from optgen.by_name import list_rules as list_rules
+from optgen.by_name import make as make
+from optgen.cast import cast_model as cast_model
+from optgen.convert.rules import take_states as take_states
+from optgen.driver.compile import compile as compile
+from optgen.embedding import StableEmbedding as StableEmbedding
+from optgen.runtime.files import load_checkpoint as load_checkpoint
+from optgen.runtime.files import save_checkpoint as save_checkpoint
+from optgen.runtime.options.blocks import attention_heads as attention_heads
+from optgen.runtime.records.marks import keep_states_fp32 as keep_states_fp32
+from optgen.runtime.sharpness import SAM as SAM
+
+__version__: str
+list = list_rules
