@@ -18,6 +18,7 @@ import optgen.optim as optim
 from optgen.runtime import Optimizer
 from optgen.runtime.cpu import cpu
 from optgen.runtime.gpu import compiled
+from optgen.runtime.layout import workspace
 from optgen.runtime.step import launch
 from tests.training import give, params_of
 
@@ -99,7 +100,7 @@ def test_tables_that_a_driver_does_not_take_over_are_sent_from_pinned_memory(
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pinned.append(self.nbytes) or self)
     monkeypatch.setattr(torch, "empty_like", lambda x, **_: torch.zeros(x.shape, dtype=x.dtype))
     host = torch.arange(numel)
-    made = compiled.sent(host, SimpleNamespace(type="cuda"))
+    made = workspace.sent(host, SimpleNamespace(type="cuda"))
     assert made.equal(host) and made is not host and pinned == [8 * numel] * (numel > 8192)
 
 

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 from generated import LAMB, AdamW
 from optgen.runtime import Optimizer
-from optgen.runtime.gpu import compiled
+from optgen.runtime.layout import workspace
 from optgen.runtime.step import fast_path, launch
 from tests.training import bits, everything, params_of
 
@@ -134,7 +134,7 @@ def test_a_step_that_broke_off_while_tables_followed_is_made_right_the_next_time
         one.zero_grad()
         give(params_of(one), 9)
     with monkeypatch.context() as patch:
-        patch.setattr(compiled, "sent", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("full")))
+        patch.setattr(workspace, "sent", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("full")))
         before = everything(opt)
         with pytest.raises(torch.OutOfMemoryError, match="full"):
             opt.step()

@@ -59,18 +59,6 @@ class Call:
     options: Mapping[str, Any]
 
 
-TAKEN_OVER = 65536
-"""Bytes of pageable memory that CUDA's driver takes over when a copy begins; with more, the host waits for the stream.
-"""
-
-
-def sent(host: Tensor, device: torch.device) -> Tensor:
-    """Return a copy in new memory of the device: launches under way may still read an earlier one, and nobody waits."""
-    if device.type == "cuda" and host.nbytes > TAKEN_OVER:
-        host = host.pin_memory()  # torch's own pinned memory, which it gives out again once the copy is made
-    return torch.empty_like(host, device=device, pin_memory=False).copy_(host, non_blocking=True)
-
-
 def start(call: Call, scalars: Sequence[float] | Control, step_key: int) -> None:
     """Launch a kernel; in a `Control` the scalars and the key of a step are on the device."""
     outer, given, told = _outer(call, scalars, step_key)

@@ -25,8 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optgen.runtime.gpu.compiled import Call, launched, sent
+from optgen.runtime.gpu.compiled import Call, launched
 from optgen.runtime.layout import layout, workspace
+from optgen.runtime.layout.workspace import sent
 from optgen.runtime.records import Stage, Temp, sums
 from optgen.runtime.work.bucket import Bucket
 
@@ -230,7 +231,7 @@ class _Maker:
     ) -> None:  # fmt: skip
         if work.shape[0]:
             told = {"num_warps": 4, "enable_fp_fusion": False, **options}
-            self.plan.calls.append(Call(kernel, table, work.to(self.device), scalars, keyed, constants, told))
+            self.plan.calls.append(Call(kernel, table, sent(work, self.device), scalars, keyed, constants, told))
 
     def _sweep(self, stage: Stage) -> None:
         groups: dict[tuple[int, tuple[tuple[str, Any], ...]], dict[int, int]] = {}

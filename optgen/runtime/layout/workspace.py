@@ -46,6 +46,18 @@ def reduced(variant: Variant) -> tuple[Temp, ...]:
     return tuple(t for t in variant.temps if t.source == "elem")
 
 
+TAKEN_OVER = 65536
+"""Bytes of pageable memory that CUDA's driver takes over when a copy begins; with more, the host waits for the stream.
+"""
+
+
+def sent(host: Tensor, device: torch.device) -> Tensor:
+    """Return a copy in new memory of the device: launches under way may still read an earlier one, and nobody waits."""
+    if device.type == "cuda" and host.nbytes > TAKEN_OVER:
+        host = host.pin_memory()  # torch's own pinned memory, which it gives out again once the copy is made
+    return torch.empty_like(host, device=device, pin_memory=False).copy_(host, non_blocking=True)
+
+
 FEW = 1024
 """Panels of a matrix below which a sweep that sums columns takes smaller ones in fast maths: a warp takes 40 to 190 us
 for one, and the memory of an H200 8 to 35 us for a matrix of 256 (docs/kernels.md)."""
@@ -156,7 +168,7 @@ def make(
         return Workspace(memory, columns, offsets)
     said = [(len(one), sum(one), *one) for one in dims]
     starts = itertools.accumulate((len(one) for one in said), initial=0)
-    told = torch.tensor([x for one in said for x in one], dtype=torch.int64, device="cpu").to(device)
+    told = sent(torch.tensor([x for one in said for x in one], dtype=torch.int64, device="cpu"), device)
     axes = tuple(told.data_ptr() + 8 * start for start, _ in zip(starts, said, strict=False))
     return Workspace(memory, columns, offsets, None, axes, told)
 

@@ -27,6 +27,7 @@ from torch._compile import _disable_dynamo
 from optgen.runtime.checkpoint import checkpoint
 from optgen.runtime.layout import plans, sharding
 from optgen.runtime.layout.plans import Label
+from optgen.runtime.layout.workspace import sent
 from optgen.runtime.options import entries
 from optgen.runtime.options.entries import Entry, Owner
 from optgen.runtime.records import EIGHT, PACK, Field, Variant, as_int
@@ -112,7 +113,8 @@ class Buffer:
         self.sampled = [one.entries * EIGHT // width for one in self.spots]
         fill = field.zero if field is not None and field.owner == "p" else 0
         self.entries = torch.full((2 - once, sum(runs), run), fill, dtype=like[0].dtype, device=device)
-        self.owners = torch.tensor([k for k, n in enumerate(runs) for _ in range(n)]).to(device)
+        owners = [k for k, n in enumerate(runs) for _ in range(n)]
+        self.owners = sent(torch.tensor(owners, dtype=torch.int64, device="cpu"), device)
         self._targets: list[list[Tensor]] = []
         self._sources: list[Tensor] = []
         self._again: list[tuple[int, Spots, Tensor, int]] = []
@@ -253,12 +255,12 @@ class Table:
             part = (one.entries[..., None] >> shifts & (1 << width) - 1).flatten(2) << shift
             code, shift = code | part if shift else part, shift + width
         if owner not in self._ends:  # rows: a comparison with a number takes ten times as long
-            rows = torch.tensor(limits, dtype=torch.uint8)[:, None].expand(2, RUN)
-            self._ends[owner] = rows.to(code.device, memory_format=torch.contiguous_format)
+            rows = torch.tensor(limits, dtype=torch.uint8, device="cpu")[:, None].expand(2, RUN)
+            self._ends[owner] = sent(rows.contiguous(), code.device)
         at_end = _count((code[1] == self._ends[owner][0]) | (code[1] == self._ends[owner][1]))
         if 0 in limits:  # where nothing was sampled
             lacking = [-n % RUN for n in first.sampled]
-            beside = torch.tensor([[0.0, float(n)] for n in lacking]).to(code.device, non_blocking=True)
+            beside = sent(torch.tensor([[0.0, float(n)] for n in lacking], device="cpu"), code.device)
             return first.sum(_count(code[0] != code[1]), at_end) - beside
         return first.sum(_count(code[0] != code[1]), at_end)
 
@@ -308,12 +310,12 @@ class Sampled(NamedTuple):
 
 
 class Pending(NamedTuple):
-    """Sums on their way to the host.  event: of the device, None if they are there."""
+    """Sums on their way to the host.  events: one of each device that they come from."""
 
     step: int
     tables: list[Table]
     sums: list[Tensor]
-    event: Any
+    events: list[Any]
 
 
 class Known(NamedTuple):
@@ -406,18 +408,18 @@ class Watch:
         if self._tables:
             with torch.no_grad():
                 sums = [table.reduce() for table in self._tables]
-            there, event = any(x.is_cuda for x in sums), None
-            if there:
+            events: list[Any] = []
+            if there := {x.device for x in sums if x.is_cuda}:
                 sums = [torch.empty_like(x, device="cpu", pin_memory=True).copy_(x, non_blocking=True) for x in sums]
-                event = torch.cuda.current_stream(self._tables[0].gradient.entries.device).record_event()
-            self._pending.append(Pending(self.step, self._tables, sums, event))
+                events = [torch.cuda.current_stream(device).record_event() for device in there]
+            self._pending.append(Pending(self.step, self._tables, sums, events))
             self._tables, self.turn = [], self.turn + 1
-        while self._pending and (self._pending[0].event is None or self._pending[0].event.query()):
+        while self._pending and all(event.query() for event in self._pending[0].events):
             self._hand_over(self._pending.pop(0))
 
     def _hand_over(self, one: Pending) -> None:
-        if one.event is not None:
-            one.event.synchronize()
+        for event in one.events:
+            event.synchronize()
         rows: dict[str, Numbers] = {}
         for table, sums in zip(one.tables, one.sums, strict=True):
             rows |= table.rows(sums.tolist())

@@ -302,7 +302,7 @@ class Triton(Kernels):
 
     def follow(self, gradients: list[int]) -> None:
         with guard(self.device):
-            self.take([compiled.sent(table.host, self.device) for table in self._point(gradients)])
+            self.take([workspace.sent(table.host, self.device) for table in self._point(gradients)])
         self.known = self.known.with_gradients(gradients)
         self.stock()
 
@@ -376,11 +376,11 @@ class OneKernel(Triton):
                 work = before.call.work  # only addresses are new
             else:
                 counts = [stages.tiles(shape, block, tile) for shape in shapes]
-                work = stages.work_items(range(len(tensors)), counts, per_item).to(self.device)
+                work = workspace.sent(stages.work_items(range(len(tensors)), counts, per_item), self.device)
             addresses = Addresses(part, tensors)
             how: dict[str, Any] = dict(grad=self.grad, tiles=per_item, tile=tile, ragged=ragged, aligned=aligned)
             constants = {"SWEEP": compiled.launched(self.module.CONSTANTS[name]["SWEEP"], **how)}
-            table = compiled.sent(addresses.host, self.device)
+            table = workspace.sent(addresses.host, self.device)
             call = compiled.Call(kernel, table, work, scalars, True, constants, self.options)
             launches.append(Launch(aligned, ragged, shapes, addresses, call))
         return launches
