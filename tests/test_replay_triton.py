@@ -1,5 +1,6 @@
 """The short way through steps of Triton kernels (interpreted): taken where nothing is new, and the same bits."""
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 pytest.importorskip("triton")
 
-from generated import LAMB, AdamW
+from generated import LAMB, Adafactor, AdamW
 from optgen.runtime import Optimizer
 from optgen.runtime.layout import workspace
 from optgen.runtime.step import fast_path, launch
@@ -107,6 +108,35 @@ def test_whatever_changes_is_seen(change: str, options: dict[str, Any], monkeypa
         one.step()
     assert everything(opt) == everything(long)
     assert taken[0] == (change in SHORT)
+
+
+KINDS = (None, torch.float32, torch.bfloat16)
+
+
+@pytest.mark.parametrize(("rule", "backend"), [(AdamW, "cpp"), (LAMB, "cpp"), (Adafactor, "cpp"), (AdamW, "triton")])
+def test_gradients_that_come_go_and_change_their_dtype(
+    rule: type[Optimizer], backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside an optimizer that never takes the short way."""
+    taken: list[bool] = []
+    again = fast_path.CachedStep.run
+    monkeypatch.setattr(fast_path.CachedStep, "run", lambda *args: taken.append(again(*args)) or taken[-1])
+    draws = 3 if backend == "triton" else 6
+    for seed in range(draws):
+        draw, kinds = random.Random(seed), list[torch.dtype | None]([torch.float32] * len(SHAPES))
+        twins = [trained(rule, backend), trained(rule, backend, short=False)]
+        for step in range(12):
+            if draw.random() < 0.4:
+                kinds[draw.randrange(len(kinds))] = draw.choice(KINDS)
+            for one in twins:
+                one.zero_grad()
+                give(params_of(one), step)
+                for p, kind in zip(params_of(one), kinds, strict=True):
+                    p.grad_dtype = None
+                    p.grad = p.grad.to(kind) if kind else None
+                one.step()
+            assert everything(twins[0]) == everything(twins[1])
+    assert sum(taken) > 3 * draws < 3 * taken.count(False)
 
 
 @pytest.mark.parametrize("options", [{}, {"capturable": True}], ids=["", "capturable"])
