@@ -70,6 +70,17 @@ def _ordered(limit: Callable[[Any, Any], Any], of_bits: Callable[[Any, Any], Any
     return limited
 
 
+def _indexed(plain: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    """Triton 3.6 takes an index from an array of one element, which NumPy 2.4 refuses: no kernel of a loop runs in its
+    plain interpreter either."""
+
+    def patch(tensor: Any, scope: Any) -> None:
+        plain(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    return patch
+
+
 _originals: list[Change] = []
 
 
@@ -80,8 +91,11 @@ def originals() -> list[Change]:
 
 def quicken() -> None:
     """Makes this process's interpreter quick."""
+    from triton.runtime import interpreter
+
     if _originals:
         return
+    interpreter._patch_lang_tensor = _indexed(interpreter._patch_lang_tensor)
     made = changes()
     _originals.extend((owner, name, getattr(owner, name)) for owner, name, _ in made)
     for owner, name, value in made:
@@ -143,7 +157,7 @@ def _types() -> list[Change]:
         key = type(value), value, like.dtype.name, tuple(like.type.shape.values) if like.type.is_block() else ()
         found = constants.get(key)
         if found is None:
-            found = plain_broadcast(self, like, self._cast_to_computation_type(value, like.dtype))[1]
+            found = plain_operands(self, like, value)[1]
             found.handle.data.flags.writeable = False
             if value:
                 constants[key] = found

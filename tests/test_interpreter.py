@@ -1,5 +1,8 @@
 """The quick interpreter gives what Triton's own gives, for kernels and for single operations."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -53,3 +56,17 @@ def test_a_kernel_stores_the_same_bits(cell: Cell, tmp_path: Path) -> None:
         run.step(g)
         assert product.same_bits(twins[0].buffers, twins[1].buffers)
         assert not product.same_bits(twins[0].buffers, before.buffers)
+
+
+OLDEST = Path(sys.prefix) / "oldest"  # the oldest Triton that is supported, by `make setup`
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not OLDEST.is_dir(), reason="the oldest Triton is not installed: make setup")
+def test_the_oldest_triton_stores_the_same_bits() -> None:
+    """Its interpreter is made quick as well."""
+    path = os.pathsep.join([str(OLDEST), str(Path(__file__).parents[1])])
+    env = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")} | {"PYTHONPATH": path}
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__, "-k", "test_a_kernel"]
+    found = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stdout
