@@ -115,7 +115,7 @@ REFUSED = (
 
 @dataclass(frozen=True)
 class Cell:
-    """What is made; `fused` is said of the subject alone."""
+    """The arguments of an optimizer; `fused` is given to the subject alone."""
 
     rule: str
     plan: str = "fp32"

@@ -1,4 +1,4 @@
-"""What holds for every rule under every plan: rates and gradients of 0, dead rows and columns, the loss's unit, order.
+"""Invariants of every rule under every plan: rates and gradients of 0, dead rows and columns, the loss's unit, order.
 
 A daily run draws a plan for some rules (OPTGEN_SAMPLE_SEED repeats it); `full` has all of both.  The tables name
 the rules that are made otherwise, with the reason.
@@ -101,7 +101,7 @@ def spaces(rule: str) -> set[str]:
 
 
 def inputs_of(rule: str) -> set[str]:
-    """What a rule is fed."""
+    """Return the names of a rule's inputs."""
     return set(spec_of(rule).taken) - set(spec_of(rule).order)
 
 
@@ -251,7 +251,7 @@ def scaled(rule: str, plan: str, unit: float, power: int, of_eps: int) -> tuple[
 
 
 def off(rule: str, plan: str, power: int, of_eps: int) -> float:
-    """How far from a law a rule is where the unit of the loss is 2^-8, as a part of its way."""
+    """Return the distance of a rule from a law, as a part of its way, where the unit of the loss is 2^-8."""
     (one, way), (other, _) = (scaled(rule, plan, unit, power, of_eps) for unit in (1.0, 256.0))
     return max(float((other[k] - x).abs().max()) for k, x in one.items()) / max(way, 1e-30)
 
@@ -271,7 +271,7 @@ def test_steps_have_a_power_of_the_losss_unit(rule: str, names: list[str]) -> No
 
 @cells("adafactor", "adamw", "prodigy", "soap")
 def test_order_is_no_matter(rule: str, names: list[str]) -> None:
-    """Of parameters and groups, under all plans; of rows, of a rule whose elements know of no other, in fp32."""
+    """Permute parameters and groups under all plans, and in fp32 rows of a rule whose elements know of no other."""
     for plan in names:
         runs = [Run(rule, plan), Run(rule, plan, order=("v", "w"), groups=True)]
         for run, t in itertools.product(runs, range(3)):
