@@ -22,6 +22,7 @@ def ftrl(
     g, rate, before = where(lr > 0, g, 0.0), where(lr > 0, lr, 1.0), sqrt(n)
     n = n + g * g
     z = z + g - (sqrt(n) - before) / rate * p
-    new = where(abs(z) > lambda_1, (sign(z) * lambda_1 - z) / maximum((beta + sqrt(n)) / rate + lambda_2, 1e-30), 0.0)
+    size = maximum((beta + sqrt(n)) / rate + lambda_2, 1e-30)
+    new = where(abs(z) > lambda_1, (sign(z) * lambda_1 - z) / size, 0.0)
     p = where(lr > 0, new, p)
     return p, z, n

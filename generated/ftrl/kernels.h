@@ -26,15 +26,9 @@ struct ftrl {  // ftrl
     }
     template <class S0, class S1>
     F weight(F p, F g, const S0 &z, const S1 &n) const {
-        // 25
-        const F new_ = where(
-            lambda_1 < abs(z.next()),
-            fma(lambda_1, sign(z.next()), -z.next()) / max(
-                F(1e-30f), fma(one_over_where_lt_zero_lr_lr_one, beta + n.root(), lambda_2)
-            ),
-            F(0.0f)
-        );
-        const F p_ = where(0.0f < where_lt_zero_lr_one_zero, new_, p);  // 26
+        const F size = max(F(1e-30f), fma(one_over_where_lt_zero_lr_lr_one, beta + n.root(), lambda_2));  // 25
+        const F new_ = where(lambda_1 < abs(z.next()), fma(lambda_1, sign(z.next()), -z.next()) / size, F(0.0f));  // 26
+        const F p_ = where(0.0f < where_lt_zero_lr_one_zero, new_, p);  // 27
         return p_;
     }
 };

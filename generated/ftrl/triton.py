@@ -24,17 +24,11 @@ def ftrl_tile(
     before = tl.sqrt(n)  # 22
     z = tl.fma(minus_one_over_where_lt_zero_lr_lr_one, (n_sqrt - before) * p, z + g)  # 24
     # 25
-    new = tl.where(
-        lambda_1 < tl.abs(z),
-        tl.fma(lambda_1, sign(z), minus(z)) * reciprocal(
-            tl.maximum(
-                tl.fma(one_over_where_lt_zero_lr_lr_one, beta + n_sqrt, lambda_2), 1e-30,
-                propagate_nan=tl.PropagateNan.ALL
-            )
-        ),
-        0.0
+    size = tl.maximum(
+        tl.fma(one_over_where_lt_zero_lr_lr_one, beta + n_sqrt, lambda_2), 1e-30, propagate_nan=tl.PropagateNan.ALL
     )
-    p = tl.where(0.0 < where_lt_zero_lr_one_zero, new, p)  # 26
+    new = tl.where(lambda_1 < tl.abs(z), tl.fma(lambda_1, sign(z), minus(z)) * reciprocal(size), 0.0)  # 26
+    p = tl.where(0.0 < where_lt_zero_lr_one_zero, new, p)  # 27
     return p, z, n_2
 
 
