@@ -275,8 +275,8 @@ def test_states_stay_finite_wherever_fp32_does(spec: str, plan: str) -> None:
 
 
 @pytest.mark.parametrize("param", PARAMS)
-def test_no_finite_gradient_makes_adamw_states_infinite(param: str) -> None:
-    """Even where fp32's own second moment overflows: it saturates, and the first one is relative to it."""
+def test_no_finite_gradient_makes_a_nan_in_adamw(param: str) -> None:
+    """Where a gradient has no square in fp32 second moments are infinite and the block stops; else they are finite."""
     built = build(Cell("adamw", DEFAULT, param))
     draw = draws(built.cell)
     rows = torch.tensor([s for s in RANGE if s < 0.2 * torch.finfo(getattr(torch, param)).max]).view(-1, 1)
@@ -285,7 +285,10 @@ def test_no_finite_gradient_makes_adamw_states_infinite(param: str) -> None:
     for _ in range(6):
         g = torch.randn(weight.shape, generator=draw).clamp(-3, 3) * rows
         run.step(g.to(getattr(torch, param)))
-        assert all(v.isfinite().all() for v in run.decoded().values())
+        found = run.decoded()
+        assert not any(v.isnan().any() for v in found.values())
+        with_squares = rows.view(-1) < 1e18  # of elements up to 3 times as large
+        assert all(v[with_squares].isfinite().all() for v in found.values())
 
 
 # -- 7. what is not finite stays where it is
