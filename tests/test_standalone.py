@@ -83,7 +83,7 @@ def test_kernels_have_the_bits_of_the_package(pair: str, tmp_path: Path) -> None
 
 def test_a_file_is_short_enough_to_be_read() -> None:
     """Kernels, codecs and the eager part of AdamW, without blank lines."""
-    assert sum(bool(line.strip()) for line in text("adamw/int8_split24").splitlines()) <= 750
+    assert sum(bool(line.strip()) for line in text("adamw/int8_split24").splitlines()) <= 770
 
 
 def test_triton_keeps_a_compiled_kernel_under_the_text_of_its_codecs(tmp_path: Path, compiling: dict[str, str]) -> None:
