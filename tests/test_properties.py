@@ -276,7 +276,7 @@ def test_states_stay_finite_wherever_fp32_does(spec: str, plan: str) -> None:
 
 @pytest.mark.parametrize("param", PARAMS)
 def test_no_finite_gradient_makes_a_nan_in_adamw(param: str) -> None:
-    """Where a gradient has no square in fp32 second moments are infinite and the block stops; else they are finite."""
+    """Gradients without a square in fp32 make second moments infinite, which stops the block; others do not."""
     built = build(Cell("adamw", DEFAULT, param))
     draw = draws(built.cell)
     rows = torch.tensor([s for s in RANGE if s < 0.2 * torch.finfo(getattr(torch, param)).max]).view(-1, 1)
