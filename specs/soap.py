@@ -1,19 +1,22 @@
 """SOAP: AdamW in the eigenbasis of Shampoo's factors; AdamW for everything that is no matrix."""
 
 from optgen.lang import (
-    bjorck, col_sum, finite, flag, gram, hyper, matrix_state, maximum, minimum, nonneg, optimizer, orthogonal,
-    orthogonal_iteration, policies, row_sum, shape_flag, sorting, sqrt, state, symmetric, where,
+    bjorck, column_norms, finite, flag, gram, hyper, matrix_state, maximum, minimum, nonneg, optimizer, orthogonal,
+    orthogonal_iteration, policies, shape_flag, sorting, sqrt, state, symmetric, where,
 )  # fmt: skip
 
 
-def carried(kept, turned, total, eps):
-    """The second moments after a change of bases: `kept` by the order alone; of a direction that has far too little by
-    it, `turned` as the gradients are.
+def carried(order, turn, root, eps):
+    """The matrix that second moments are multiplied by at a change of bases: `order`, or for a direction that would
+    have far too little by it, the squares of `turn`.
 
     Noise of few bits lets directions without gradients change places in one of the two alone.  First moments would
     then be divided by the roots of another direction's second moments, which may be 0.
+
+    root  of the second moments, directions in its columns; of what is transposed, so that a worker's matrix stays there
     """
-    return where(64 * total(kept + eps * eps) < total(turned), turned, kept)
+    size = column_norms(order, root).T  # of a direction, in each place of its row
+    return where(8 * (column_norms(order, size * order) + eps) < column_norms(order, size * turn), turn * turn, order)
 
 
 @optimizer(cite="Vyas et al. 2024, arXiv:2409.11321, algorithm 3", name="SOAP", matrix="heads")
@@ -70,13 +73,12 @@ def soap(
         turn = finite(orthogonal_iteration(left, moves * order), order)
         new, left = basis_left @ turn, turn.T @ left @ turn
         basis_left = bjorck(new)  # orthogonal again: roundings of products add up
-        kept, brought = order.T @ exp_avg_sq, (turn * turn).T @ exp_avg_sq
-        exp_avg, exp_avg_sq = turn.T @ exp_avg, carried(kept, brought, row_sum, eps)
+        exp_avg, exp_avg_sq = turn.T @ exp_avg, carried(order, turn, sqrt(exp_avg_sq.T), eps).T @ exp_avg_sq
     if refresh and by_columns:
         right = finite(right)
         order = sorting(right)
         turn = finite(orthogonal_iteration(right, moves * order), order)
         new, right = basis_right @ turn, turn.T @ right @ turn
         basis_right = bjorck(new)
-        exp_avg, exp_avg_sq = exp_avg @ turn, carried(exp_avg_sq @ order, exp_avg_sq @ (turn * turn), col_sum, eps)
+        exp_avg, exp_avg_sq = exp_avg @ turn, exp_avg_sq @ carried(order, turn, sqrt(exp_avg_sq.T).T, eps)
     return p, exp_avg, exp_avg_sq, left, basis_left, right, basis_right

@@ -197,7 +197,7 @@ def work(rule: str, refresh: bool, m: int, n: int) -> Work:
         flops = sum(6 * size * k + refresh * (16 * k**3 + 4 * size * k) for k in sides)
         returned = [t + refresh * q for t, q in zip(triangle, bases, strict=True)]
         going = [t + q for t, q in zip(triangle, bases, strict=True)]
-        elements = (20, 28) if refresh else (8, 8)  # both second moments of each side come back
+        elements = (16, 16) if refresh else (8, 8)
         calls = (4 * size + sum(bases), elements[0] * size + sum(going))
     else:
         sides = sides if len(sides) == 2 else []

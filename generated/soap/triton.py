@@ -4,7 +4,6 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.gpu.between import rounds
 from optgen.runtime.gpu.codecs import times
 from optgen.runtime.gpu.matrices import walk
 from optgen.runtime.gpu.prelude import minus, reciprocal
@@ -14,7 +13,7 @@ from optgen.runtime.gpu.prelude import minus, reciprocal
 def soap_1_tile(PLAN: tl.constexpr, g, grad_scale, live, MASKED: tl.constexpr):
     """The new g_whole."""
     g_2 = grad_scale * g
-    # 53
+    # 56
     g = grad_scale * (
         g * tl.minimum(100000000000000.0 * reciprocal(tl.abs(g_2)), 1.0, propagate_nan=tl.PropagateNan.ALL)
     )
@@ -33,12 +32,12 @@ def soap_3_tile(
     MASKED: tl.constexpr,
 ):
     """The new exp_avg, exp_avg_sq, update_whole."""
-    exp_avg = tl.fma(one_minus_beta1_times_where_lt_one_t_one_zero, turned_2, times(beta1, exp_avg, PLAN.exp_avg))  # 56
-    # 57
+    exp_avg = tl.fma(one_minus_beta1_times_where_lt_one_t_one_zero, turned_2, times(beta1, exp_avg, PLAN.exp_avg))  # 59
+    # 60
     exp_avg_sq = tl.fma(
         one_minus_beta2_times_where_lt_one_t_one_zero * turned_2, turned_2, times(beta2, exp_avg_sq, PLAN.exp_avg_sq)
     )
-    update = exp_avg * reciprocal(tl.sqrt(exp_avg_sq) + eps)  # 58
+    update = exp_avg * reciprocal(tl.sqrt(exp_avg_sq) + eps)  # 61
     return exp_avg, exp_avg_sq, update
 
 
@@ -57,8 +56,8 @@ def soap_3_sweep(
 @triton.jit
 def soap_5_tile(PLAN: tl.constexpr, p, update_2, scalar_0, scalar_1, live, MASKED: tl.constexpr):
     """The new p."""
-    p = tl.fma(scalar_0, update_2, p)  # 61
-    p = scalar_1 * p                   # 62
+    p = tl.fma(scalar_0, update_2, p)  # 64
+    p = scalar_1 * p                   # 65
     return (p,)
 
 
@@ -74,12 +73,12 @@ def soap_no_by_columns_3_tile(
     MASKED: tl.constexpr,
 ):
     """The new exp_avg, exp_avg_sq, update_whole."""
-    exp_avg = tl.fma(one_minus_beta1_times_where_lt_one_t_one_zero, turned, times(beta1, exp_avg, PLAN.exp_avg))  # 56
-    # 57
+    exp_avg = tl.fma(one_minus_beta1_times_where_lt_one_t_one_zero, turned, times(beta1, exp_avg, PLAN.exp_avg))  # 59
+    # 60
     exp_avg_sq = tl.fma(
         one_minus_beta2_times_where_lt_one_t_one_zero * turned, turned, times(beta2, exp_avg_sq, PLAN.exp_avg_sq)
     )
-    update = exp_avg * reciprocal(tl.sqrt(exp_avg_sq) + eps)  # 58
+    update = exp_avg * reciprocal(tl.sqrt(exp_avg_sq) + eps)  # 61
     return exp_avg, exp_avg_sq, update
 
 
@@ -98,8 +97,8 @@ def soap_no_by_columns_3_sweep(
 @triton.jit
 def soap_no_by_columns_5_tile(PLAN: tl.constexpr, p, update, scalar_0, scalar_1, live, MASKED: tl.constexpr):
     """The new p."""
-    p = tl.fma(scalar_0, update, p)  # 61
-    p = scalar_1 * p                 # 62
+    p = tl.fma(scalar_0, update, p)  # 64
+    p = scalar_1 * p                 # 65
     return (p,)
 
 
@@ -116,9 +115,9 @@ def soap_no_by_rows_no_by_columns_tile(
     scalar_2, scalar_3, one_minus_lr_times_weight_decay, live, MASKED: tl.constexpr,
 ):
     """The new p, exp_avg, exp_avg_sq."""
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 49
-    exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 49
-    # 49
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 52
+    exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 52
+    # 52
     p = tl.fma(
         minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3)), one_minus_lr_times_weight_decay * p
     )
@@ -144,12 +143,12 @@ def soap_refresh_3_tile(
     MASKED: tl.constexpr,
 ):
     """The new update_whole, exp_avg_whole, exp_avg_sq_whole."""
-    exp_avg = tl.fma(one_minus_beta1_times_where_lt_one_t_one_zero, turned_2, times(beta1, exp_avg, PLAN.exp_avg))  # 56
-    # 57
+    exp_avg = tl.fma(one_minus_beta1_times_where_lt_one_t_one_zero, turned_2, times(beta1, exp_avg, PLAN.exp_avg))  # 59
+    # 60
     exp_avg_sq = tl.fma(
         one_minus_beta2_times_where_lt_one_t_one_zero * turned_2, turned_2, times(beta2, exp_avg_sq, PLAN.exp_avg_sq)
     )
-    update = exp_avg * reciprocal(tl.sqrt(exp_avg_sq) + eps)  # 58
+    update = exp_avg * reciprocal(tl.sqrt(exp_avg_sq) + eps)  # 61
     return update, exp_avg, exp_avg_sq
 
 
@@ -167,77 +166,19 @@ def soap_refresh_3_sweep(
 
 @triton.jit
 def soap_refresh_5_tile(
-    PLAN: tl.constexpr, p, kept_, brought, update_2, scalar_0, scalar_1, eps_times_eps, live, MASKED: tl.constexpr,
+    PLAN: tl.constexpr, p, update_2, exp_avg_3, exp_avg_sq_3, scalar_0, scalar_1, live, MASKED: tl.constexpr,
 ):
-    """The new p; the terms of row_sum_of_kept, row_sum_of_brought."""
-    p = tl.fma(scalar_0, update_2, p)  # 61
-    p = scalar_1 * p                   # 62
-    return p, kept_ + eps_times_eps, brought
+    """The new p, exp_avg, exp_avg_sq."""
+    p = tl.fma(scalar_0, update_2, p)  # 64
+    p = scalar_1 * p                   # 65
+    return p, exp_avg_3, exp_avg_sq_3
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def soap_refresh_5_sweep(
-    table, work, scalar_0: tl.float32, scalar_1: tl.float32, eps_times_eps: tl.float32, step_key: tl.int32,
-    SWEEP: tl.constexpr,
+    table, work, scalar_0: tl.float32, scalar_1: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    walk(table, work, soap_refresh_5_tile, SWEEP, (scalar_0, scalar_1, eps_times_eps), step_key)
-
-
-@triton.jit
-def soap_refresh_6_values(row_sum_of_kept, row_sum_of_brought):
-    """The new row_lt."""
-    return (tl.where(64.0 * row_sum_of_kept < row_sum_of_brought, 1.0, 0.0),)
-
-
-@triton.jit
-def soap_refresh_6_between(table, work, LEVEL: tl.constexpr):
-    rounds(table, work, soap_refresh_6_values, LEVEL, 0, ())
-
-
-@triton.jit
-def soap_refresh_7_tile(PLAN: tl.constexpr, row_lt, brought, kept_, live, MASKED: tl.constexpr):
-    """The new exp_avg_sq_whole_2."""
-    exp_avg_sq = tl.where(0.0 < row_lt, brought, kept_)  # 74
-    return (exp_avg_sq,)
-
-
-@triton.jit(do_not_specialize=["step_key"])
-def soap_refresh_7_sweep(table, work, step_key: tl.int32, SWEEP: tl.constexpr):
-    walk(table, work, soap_refresh_7_tile, SWEEP, (), step_key)
-
-
-@triton.jit
-def soap_refresh_9_tile(PLAN: tl.constexpr, matmul_, matmul_2, eps_times_eps, live, MASKED: tl.constexpr):
-    """The terms of col_sum_of_exp_avg_sq, col_sum_of_exp_avg_sq_2."""
-    return matmul_ + eps_times_eps, matmul_2
-
-
-@triton.jit(do_not_specialize=["step_key"])
-def soap_refresh_9_sweep(table, work, eps_times_eps: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr):
-    walk(table, work, soap_refresh_9_tile, SWEEP, (eps_times_eps,), step_key)
-
-
-@triton.jit
-def soap_refresh_10_values(col_sum_of_exp_avg_sq, col_sum_of_exp_avg_sq_2):
-    """The new col_lt."""
-    return (tl.where(64.0 * col_sum_of_exp_avg_sq < col_sum_of_exp_avg_sq_2, 1.0, 0.0),)
-
-
-@triton.jit
-def soap_refresh_10_between(table, work, LEVEL: tl.constexpr):
-    rounds(table, work, soap_refresh_10_values, LEVEL, 0, ())
-
-
-@triton.jit
-def soap_refresh_11_tile(PLAN: tl.constexpr, exp_avg_3, col_lt, matmul_2, matmul_, live, MASKED: tl.constexpr):
-    """The new exp_avg, exp_avg_sq."""
-    exp_avg_sq = tl.where(0.0 < col_lt, matmul_2, matmul_)  # 81
-    return exp_avg_3, exp_avg_sq
-
-
-@triton.jit(do_not_specialize=["step_key"])
-def soap_refresh_11_sweep(table, work, step_key: tl.int32, SWEEP: tl.constexpr):
-    walk(table, work, soap_refresh_11_tile, SWEEP, (), step_key)
+    walk(table, work, soap_refresh_5_tile, SWEEP, (scalar_0, scalar_1), step_key)
 
 
 @triton.jit
@@ -247,12 +188,12 @@ def soap_refresh_no_by_columns_3_tile(
     MASKED: tl.constexpr,
 ):
     """The new update_whole, exp_avg_whole, exp_avg_sq_whole."""
-    exp_avg = tl.fma(one_minus_beta1_times_where_lt_one_t_one_zero, turned, times(beta1, exp_avg, PLAN.exp_avg))  # 56
-    # 57
+    exp_avg = tl.fma(one_minus_beta1_times_where_lt_one_t_one_zero, turned, times(beta1, exp_avg, PLAN.exp_avg))  # 59
+    # 60
     exp_avg_sq = tl.fma(
         one_minus_beta2_times_where_lt_one_t_one_zero * turned, turned, times(beta2, exp_avg_sq, PLAN.exp_avg_sq)
     )
-    update = exp_avg * reciprocal(tl.sqrt(exp_avg_sq) + eps)  # 58
+    update = exp_avg * reciprocal(tl.sqrt(exp_avg_sq) + eps)  # 61
     return update, exp_avg, exp_avg_sq
 
 
@@ -270,63 +211,16 @@ def soap_refresh_no_by_columns_3_sweep(
 
 @triton.jit
 def soap_refresh_no_by_columns_5_tile(
-    PLAN: tl.constexpr, p, kept_, brought, update, scalar_0, scalar_1, eps_times_eps, live, MASKED: tl.constexpr,
+    PLAN: tl.constexpr, p, update, exp_avg_2, exp_avg_sq_2, scalar_0, scalar_1, live, MASKED: tl.constexpr,
 ):
-    """The new p; the terms of row_sum_of_kept, row_sum_of_brought."""
-    p = tl.fma(scalar_0, update, p)  # 61
-    p = scalar_1 * p                 # 62
-    return p, kept_ + eps_times_eps, brought
+    """The new p, exp_avg, exp_avg_sq."""
+    p = tl.fma(scalar_0, update, p)  # 64
+    p = scalar_1 * p                 # 65
+    return p, exp_avg_2, exp_avg_sq_2
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def soap_refresh_no_by_columns_5_sweep(
-    table, work, scalar_0: tl.float32, scalar_1: tl.float32, eps_times_eps: tl.float32, step_key: tl.int32,
-    SWEEP: tl.constexpr,
+    table, work, scalar_0: tl.float32, scalar_1: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    walk(table, work, soap_refresh_no_by_columns_5_tile, SWEEP, (scalar_0, scalar_1, eps_times_eps), step_key)
-
-
-@triton.jit
-def soap_refresh_no_by_columns_7_tile(
-    PLAN: tl.constexpr, exp_avg_2, row_lt, brought, kept_, live, MASKED: tl.constexpr,
-):
-    """The new exp_avg, exp_avg_sq."""
-    exp_avg_sq = tl.where(0.0 < row_lt, brought, kept_)  # 74
-    return exp_avg_2, exp_avg_sq
-
-
-@triton.jit(do_not_specialize=["step_key"])
-def soap_refresh_no_by_columns_7_sweep(table, work, step_key: tl.int32, SWEEP: tl.constexpr):
-    walk(table, work, soap_refresh_no_by_columns_7_tile, SWEEP, (), step_key)
-
-
-@triton.jit
-def soap_refresh_no_by_rows_5_tile(
-    PLAN: tl.constexpr, p, matmul_, matmul_2, update, scalar_0, scalar_1, eps_times_eps, live, MASKED: tl.constexpr,
-):
-    """The new p; the terms of col_sum_of_exp_avg_sq, col_sum_of_exp_avg_sq_2."""
-    p = tl.fma(scalar_0, update, p)  # 61
-    p = scalar_1 * p                 # 62
-    return p, matmul_ + eps_times_eps, matmul_2
-
-
-@triton.jit(do_not_specialize=["step_key"])
-def soap_refresh_no_by_rows_5_sweep(
-    table, work, scalar_0: tl.float32, scalar_1: tl.float32, eps_times_eps: tl.float32, step_key: tl.int32,
-    SWEEP: tl.constexpr,
-):
-    walk(table, work, soap_refresh_no_by_rows_5_tile, SWEEP, (scalar_0, scalar_1, eps_times_eps), step_key)
-
-
-@triton.jit
-def soap_refresh_no_by_rows_7_tile(
-    PLAN: tl.constexpr, exp_avg_2, col_lt, matmul_2, matmul_, live, MASKED: tl.constexpr,
-):
-    """The new exp_avg, exp_avg_sq."""
-    exp_avg_sq = tl.where(0.0 < col_lt, matmul_2, matmul_)  # 81
-    return exp_avg_2, exp_avg_sq
-
-
-@triton.jit(do_not_specialize=["step_key"])
-def soap_refresh_no_by_rows_7_sweep(table, work, step_key: tl.int32, SWEEP: tl.constexpr):
-    walk(table, work, soap_refresh_no_by_rows_7_tile, SWEEP, (), step_key)
+    walk(table, work, soap_refresh_no_by_columns_5_tile, SWEEP, (scalar_0, scalar_1), step_key)
