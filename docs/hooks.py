@@ -38,7 +38,7 @@ from optgen.lang.spec import Recurrence, Spec
 from optgen.runtime.files import CheckpointError
 from optgen.runtime.modes.release import Handle
 from optgen.runtime.modes.watch import Watch
-from optgen.runtime.optimizer import Optimizer
+from optgen.runtime.optimizer import Checkpointed, Optimizer
 from optgen.runtime.several import Several
 from optgen.runtime.states.memory import Memory
 
@@ -443,7 +443,8 @@ def commands() -> str:
 def api() -> str:
     """Return the page of the Python API, which mkdocstrings fills in."""
     functions = [getattr(optgen, name) for name in optgen.__all__ if name != "__version__"]
-    methods = [x for name, x in vars(Optimizer).items() if name[0] != "_" and inspect.isfunction(x)]
+    own = {**vars(Checkpointed), **vars(Optimizer)}
+    methods = [x for name, x in own.items() if name[0] != "_" and inspect.isfunction(x)]
     out = ["# Python API", "## optgen", *map(shown, functions), "## Methods of every optimizer", *map(shown, methods)]
     returned = f"{shown(Watch)}\n    options: {{ members: [flush, remove] }}", *map(shown, (Handle, Memory, Several))
     out += ["## What they return and raise", *returned, shown(CheckpointError)]

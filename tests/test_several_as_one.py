@@ -65,7 +65,7 @@ def test_every_public_method_of_an_optimizer_is_there() -> None:
     for name, theirs in inspect.getmembers(Optimizer, inspect.isfunction):
         if name.startswith("_"):
             continue
-        ours = vars(Several).get(name) or getattr(torch.optim.Optimizer, name)
+        ours = getattr(Several, name)
         if inspect.signature(ours).return_annotation == "NoReturn":
             with pytest.raises(NotImplementedError, match=rf"\.parts\[\.\.\.\]\.{name}"):
                 ours(None, None)

@@ -17,19 +17,16 @@ from optgen.runtime.checkpoint import checkpoint
 from optgen.runtime.checkpoint.container import VERSION, Path_, read, refuse_sharded, write
 from optgen.runtime.checkpoint.container import CheckpointError as CheckpointError
 from optgen.runtime.layout import layout, plans, sharding
-from optgen.runtime.optimizer import Optimizer
+from optgen.runtime.optimizer import Checkpointed, Optimizer
 from optgen.runtime.options import entries, options
 from optgen.runtime.records import dtype_name, dtype_of
 from optgen.runtime.records.misfits import Misfits
-from optgen.runtime.several import Several
 from optgen.runtime.states import low_bits
 from optgen.runtime.states.state import kind, problems
 from optgen.runtime.states.state import of as state_of
 
-AnyOptimizer = Optimizer | Several
 
-
-def save_checkpoint(path: Path_, optimizer: AnyOptimizer, model: nn.Module | None = None, extra: Any = None) -> None:
+def save_checkpoint(path: Path_, optimizer: Checkpointed, model: nn.Module | None = None, extra: Any = None) -> None:
     """Write a checkpoint from which a run goes on bit for bit; an older file of that name stays until it is complete.
 
     model   its state dict is written too, parameters and buffers in their own dtypes
@@ -58,7 +55,7 @@ def save_checkpoint(path: Path_, optimizer: AnyOptimizer, model: nn.Module | Non
     write(path, content)
 
 
-def load_checkpoint(path: Path_, optimizer: AnyOptimizer, model: nn.Module | None = None) -> Any:
+def load_checkpoint(path: Path_, optimizer: Checkpointed, model: nn.Module | None = None) -> Any:
     """Take over a checkpoint; returns the `extra` that it was saved with, its tensors on the CPU.
 
     model   must be given what was saved of it to go on; without it only the optimizer is loaded
@@ -111,29 +108,24 @@ def load_checkpoint(path: Path_, optimizer: AnyOptimizer, model: nn.Module | Non
 
 def _refuse_foreign(optimizer: Any) -> None:
     """Raise TypeError for an optimizer that optgen did not make."""
-    if not isinstance(optimizer, AnyOptimizer):
+    if not isinstance(optimizer, Checkpointed):
         raise TypeError(
             f"expected a generated optimizer, got {type(optimizer).__name__}: keep its state_dict() with torch.save"
         )
 
 
-def name_of(optimizer: AnyOptimizer) -> str:
+def name_of(optimizer: Checkpointed) -> str:
     """Return the name of an optimizer's class, or of the classes of several rules: "Muon + AdamW"."""
-    if isinstance(optimizer, Several):
-        return " + ".join(map(name_of, optimizer.parts.values()))
-    return str(plans.generated_class(type(optimizer)).__name__)
+    return " + ".join(plans.generated_class(type(one)).__name__ for one in optimizer._members)
 
 
 def _parts(
-    optimizer: AnyOptimizer, content: Mapping[str, Any]
+    optimizer: Checkpointed, content: Mapping[str, Any]
 ) -> Iterator[tuple[Optimizer, Sequence[int], dict[str, Any]]]:
     """Yield each optimizer of one rule, the positions of its parameters in a checkpoint, and its share of that."""
     whole, numbers = content["about"], [n for group in content["optimizer"]["param_groups"] for n in group["params"]]
-    if not isinstance(optimizer, Several):
-        yield optimizer, range(len(numbers)), {"optimizer": content["optimizer"], "about": whole}
-        return
     place = {number: k for k, number in enumerate(numbers)}
-    for part, saved in optimizer.split(content["optimizer"]):
+    for part, saved in optimizer._split(content["optimizer"]):
         places = [place[number] for group in saved["param_groups"] for number in group["params"]]
         at = {k: i for i, k in enumerate(places)}
         readings = [[at[k], *rest] for k, *rest in whole["readings"] if k in at]
@@ -152,7 +144,7 @@ def _in_memory(value: Any) -> Any:
     return value
 
 
-def _parameters(optimizer: AnyOptimizer) -> list[Tensor]:
+def _parameters(optimizer: Checkpointed) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
@@ -161,21 +153,14 @@ def _waiting(params: Sequence[Tensor]) -> list[Any]:
     return [p.__dict__.get(low_bits.ATTRIBUTE) for p in params]
 
 
-def about(optimizer: AnyOptimizer, model: nn.Module | None) -> dict[str, Any]:
+def about(optimizer: Checkpointed, model: nn.Module | None) -> dict[str, Any]:
     """Return what tools need to read the optimizer's part without it: its class, and shapes and dtypes."""
     keys = {} if model is None else _keys(model)
     parameters = [
         {"key": keys.get(id(p)), "shape": list(p.shape), "dtype": dtype_name(p.dtype)} for p in _parameters(optimizer)
     ]
-    pairs: list[tuple[Optimizer, Sequence[int]]]
-    if isinstance(optimizer, Several):
-        places = optimizer.places(optimizer._labels(), optimizer.param_groups)
-        pairs = [(optimizer._owners[label], places[label]) for label in places]
-    else:
-        pairs = [(optimizer, range(len(parameters)))]
-    readings = [[own[at], *rest] for part, own in pairs for at, *rest in _readings(part)]
-    spec = "" if isinstance(optimizer, Several) else plans.generated_class(type(optimizer)).SPEC
-    return {"class": name_of(optimizer), "spec": spec, "parameters": parameters, "readings": readings}
+    spec = getattr(optimizer, "SPEC", "")  # several rules have none
+    return {"class": name_of(optimizer), "spec": spec, "parameters": parameters, "readings": _readings(optimizer)}
 
 
 def _keys(model: nn.Module) -> dict[int, str]:
@@ -189,18 +174,18 @@ READ = 64
 """A file has the values of so many elements of a state beside their codes."""
 
 
-def _readings(optimizer: Optimizer) -> list[list[Any]]:
+def _readings(optimizer: Checkpointed) -> list[list[Any]]:
     """Return [position, state, its first values] of the smallest parameter of each kernel."""
-    smallest: dict[object, tuple[int, int, Mapping[str, Any], Tensor, plans.Label]] = {}
-    for p, group, _, _, position, label in entries.of(optimizer.param_groups):
-        if state_of(optimizer.state, p) and p.numel():
-            _, plan, variant = checkpoint.select(type(optimizer), group, p, label)
-            if p.numel() < smallest.get((plan, variant), (math.inf,))[0]:
-                smallest[plan, variant] = p.numel(), position, group, p, label
+    smallest: dict[object, tuple[int, int, Optimizer, entries.Entry]] = {}
+    for one, entry, whole in optimizer._matched():
+        if state_of(one.state, entry.p) and (size := entry.p.numel()):
+            _, plan, variant = checkpoint.select(type(one), entry.group, entry.p, entry.name)
+            if size < smallest.get(key := (one, plan, variant), (math.inf,))[0]:
+                smallest[key] = size, whole.position, one, entry
     return [
         [position, name, values]
-        for _, position, group, p, label in smallest.values()
-        for name, values in _first_values(type(optimizer), group, p, optimizer.state[p], label).items()
+        for _, position, one, e in smallest.values()
+        for name, values in _first_values(type(one), e.group, e.p, one.state[e.p], e.name).items()
     ]
 
 
@@ -269,7 +254,7 @@ def _compare(model: nn.Module, saved: Any, misfits: Misfits) -> None:
 
 
 def _same_places(
-    optimizer: AnyOptimizer, model: nn.Module, saved: Sequence[Mapping[str, Any]], order: Mapping[int, int],
+    optimizer: Checkpointed, model: nn.Module, saved: Sequence[Mapping[str, Any]], order: Mapping[int, int],
     misfits: Misfits,
 ) -> None:  # fmt: skip
     """Add a misfit for every parameter that would go on with the state of another of the model's weights.

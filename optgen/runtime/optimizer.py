@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import os
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import count, islice
 from typing import Any, ClassVar, overload
 
 import torch
@@ -36,7 +37,154 @@ Raises ValueError for a number out of its range and TypeError for what is no num
 """The end of the docstring of every generated class."""
 
 
-class Optimizer(torch.optim.Optimizer):
+class Checkpointed(torch.optim.Optimizer):
+    """The base of optimizers of one rule and of several: state dicts, full weights, inputs, plans and memory."""
+
+    feed, scale_rows = inputs.feed, weights.scale_rows
+
+    @property
+    def _members(self) -> Sequence[Optimizer]:
+        """The optimizers of one rule."""
+        raise NotImplementedError
+
+    def _split(self, saved: dict[str, Any]) -> Iterable[tuple[Optimizer, dict[str, Any]]]:
+        """Return each optimizer of one rule with its share of a state dict; ValueError if its rules are others."""
+        raise NotImplementedError
+
+    def _matched(self) -> Iterator[tuple[Optimizer, Entry, Entry]]:
+        """Yield, by parameter, the optimizer of one rule that steps it, its entry there, and its entry here."""
+        own = {id(entry.p): (one, entry) for one in self._members for entry in one._entries()}
+        return ((*own[id(entry.p)], entry) for entry in entries.of(self.param_groups))
+
+    def _refuse_uphill(self, action: str) -> None:
+        for one in self._members:
+            if one._uphill:
+                name = type(one).__name__
+                raise RuntimeError(f"{name}.{action} between the steps of SAM: call second_step() first")
+
+    def _refuse_in_evaluation(self, action: str) -> None:
+        self._refuse_uphill(action)
+        for one in self._members:
+            if one._evaluating:
+                raise RuntimeError(f"{type(one).__name__}.{action} in evaluation: call train() first")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state dict as torch does, with options as Python numbers and the names of a user's own entries.
+
+        It is for `load_state_dict` of the same rules.  Codes stand under names of their own (`exp_avg_codes`), so that
+        torch.optim does not take them for states: `dense_state_dict` is the form that torch.optim loads.
+        Between `eval()` and `train()` it has the weights of training too; the optimizer that loads it is in evaluation,
+        and its `train()` puts them into the model.  RuntimeError between the steps of SAM.
+        """
+        self._refuse_uphill("state_dict()")
+        found = super().state_dict()
+        own = {}
+        for one in self._members:
+            found = inputs.whole(type(one), found)
+            names = checkpoint.own_names(type(one), one.param_groups, one.state)
+            own |= {id(g): (type(one), mine) for g, mine in zip(one.param_groups, names, strict=True)}
+        for group, saved in zip(self.param_groups, found.get("param_groups", ()), strict=False):  # or as hooks left it
+            if isinstance(saved, dict):
+                cls, mine = own[id(group)]
+                saved |= {**options.in_plain_numbers(cls, saved), **mine}
+        if all(group.get("param_names") is None for group in self.param_groups):
+            found[options.UNNAMED] = True
+        return found
+
+    def dense_state_dict(self) -> dict[str, Any]:
+        """Return a state dict with fp32 tensors under torch's names, which torch.optim and every plan can load.
+
+        What torch has no place for (the weights' low halves, the seed, the plan) is left out: see master_weights.  In
+        evaluation the weights of training are in it, fp32.
+        """
+        self._refuse_uphill("dense_state_dict()")
+        numbers, groups, dense = count(), [], {}
+        for group in self.param_groups:
+            packed = {key: value for key, value in group.items() if key not in options.OWN}
+            groups.append({**packed, "params": [*islice(numbers, len(group["params"]))]})
+        with torch.no_grad():
+            for one, entry, whole in self._matched():
+                if kept := state.of(one.state, entry.p):
+                    _, plan, variant = checkpoint.select(type(one), entry.group, entry.p, entry.name, kept)
+                    state.check(variant, entry.p, kept, entry.name)
+                    dense[whole.position] = checkpoint.dense_entry(plan, variant, entry.p, kept)
+        return {"state": dense, "param_groups": groups}
+
+    def master_weights(self) -> dict[Label, Tensor]:
+        """Return the weights at full precision, fp32, by name (by position where parameters have no names).
+
+        In evaluation they are those to evaluate with, before they are rounded to the model's.
+        Frozen ones that fp32 does not hold (integers, complex numbers, fp64) are copied as they are.
+        ValueError where two parameters have one name, as those of two models may: see `master_state_dict`.
+        """
+        self._refuse_uphill("master_weights()")
+        names = [entry.name for entry in entries.of(self.param_groups)]
+        twice = [name for name, times in Counter(names).items() if times > 1]
+        if twice:
+            raise ValueError(
+                f"{type(self).__name__}.master_weights() is by name, and two parameters are called {twice[0]!r}: give "
+                f"them different names, or take master_state_dict(model) of each model"
+            )
+        return dict(zip(names, self.full_weights(), strict=True))
+
+    def full_weights(self) -> list[Tensor]:
+        """Return the weights at full precision, fp32, in the order of the groups; frozen as in `master_weights`."""
+        self._refuse_uphill("full_weights()")
+        with torch.no_grad():
+            return [weights.of_entry(one, entry) for one, entry, _ in self._matched()]
+
+    def master_state_dict(self, model: torch.nn.Module) -> dict[str, Any]:
+        """Return the model's state dict with its weights at full precision: fp32, for `fp32_model.load_state_dict`.
+
+        Names are the model's own, tied weights under all of theirs.  Parameters that are not this optimizer's and
+        floating buffers keep their values (fp32 where they are narrower); all else is as it is.  Tensors are copies,
+        on their parameters' devices.  In evaluation the weights are those to evaluate with.
+        RuntimeError where a weight was changed by something else and no longer fits what is kept of it; ValueError for
+        a model none of whose parameters is this optimizer's.
+        """
+        self._refuse_uphill("master_state_dict()")
+        self._members[0]._say_lost_bits(model)
+        return weights.of_model(self, model)
+
+    def load_master_state_dict(
+        self, model: torch.nn.Module, state_dict: Mapping[str, Any], strict: bool = True
+    ) -> None:
+        """Set the model's weights, and the bits of them that this optimizer keeps, from a state dict of any floating
+        dtype; fp32 loses nothing that the plan can hold.  Other states (moments) stay as they are.
+
+        strict   refuse names that are missing or that the model does not have
+        Before the first step the bits wait beside the parameters (those of DTensors in their states) until that step
+        takes them.  All is checked first: ValueError lists what does not fit, and nothing has changed.
+        """
+        self._refuse_in_evaluation("load_master_state_dict()")
+        weights.load(self, model, state_dict, strict)
+
+    def plans(self) -> dict[Label, str]:
+        """Return the plan that each parameter is kept under, by name (by position over all groups where it has none).
+
+        ValueError where two parameters of one name are kept under different plans.
+        """
+        found: dict[Label, str] = {}
+        for one, entry, whole in self._matched():
+            plan = one._plan_of(entry)
+            if entry.p.requires_grad and found.setdefault(whole.name, plan) != plan:
+                raise ValueError(
+                    f"{type(self).__name__}: two parameters are called {whole.name!r}, and they are kept under "
+                    f"{found[whole.name]} and {plan}: give them different names"
+                )
+        return found
+
+    def memory(self) -> memory.Memory:
+        """Return the bytes of the trainable weights and of their states, made already or not yet."""
+        measured = []
+        for one, entry, whole in self._matched():
+            if (kept := state.of(one.state, entry.p)) or entry.p.requires_grad:
+                variant = checkpoint.select(type(one), entry.group, entry.p, entry.name)[2]
+                measured.append(memory.measure(entry.p, whole.name, one._plan_of(entry), variant, kept or {}))
+        return memory.Memory(tuple(measured))
+
+
+class Optimizer(Checkpointed):
     """The base of every generated optimizer: everything but its numbers.
 
     Options beyond the hyper-parameters, per group or for all:
@@ -75,7 +223,6 @@ class Optimizer(torch.optim.Optimizer):
     BLOCKS: ClassVar[str] = ""
     INPUTS: ClassVar[tuple[str, ...]] = ()
     evaluation: ClassVar[Callable[..., Tensor] | None] = None
-    feed, _checked, _feed, scale_rows = inputs.feed, inputs.checked, inputs.take, weights.scale_rows
     eval, train = weights.evaluate, weights.train
 
     _warned_of_stack, _all_given = False, True
@@ -272,6 +419,16 @@ class Optimizer(torch.optim.Optimizer):
     def _entries(self) -> Iterator[Entry]:
         return entries.of(self.param_groups)
 
+    @property
+    def _members(self) -> Sequence[Optimizer]:
+        return [self]
+
+    def _split(self, saved: dict[str, Any]) -> Iterable[tuple[Optimizer, dict[str, Any]]]:
+        return [(self, saved)]
+
+    def _plan_of(self, entry: Entry) -> str:
+        return plans.chosen(type(self), entry.group, entry.p.dtype, entry.name).shown
+
     def _owner(self) -> Owner:
         """Return the class, the groups and the states as they are now."""
         return Owner(type(self), self.param_groups, self.state)
@@ -421,36 +578,6 @@ class Optimizer(torch.optim.Optimizer):
         """True between `eval()` and `train()`, of rules that have weights for evaluation."""
         return self.evaluation is not None and any(group.get(options.MODE) is False for group in self.param_groups)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state dict as torch does, with options as Python numbers and the names of a user's own entries.
-
-        It is for `load_state_dict` of this class.  Codes stand under names of their own (`exp_avg_codes`), so that
-        torch.optim does not take them for states: `dense_state_dict` is the form that torch.optim loads.
-        Between `eval()` and `train()` it has the weights of training too; the optimizer that loads it is in evaluation,
-        and its `train()` puts them into the model.  RuntimeError between the steps of SAM.
-        """
-        self._refuse_uphill("state_dict()")
-        found = inputs.whole(type(self), super().state_dict())
-        for group in found.get("param_groups", ()):  # hooks may have made it another
-            if isinstance(group, dict):
-                group.update(options.in_plain_numbers(type(self), group))
-        if all(group.get("param_names") is None for group in self.param_groups):
-            found[options.UNNAMED] = True
-        own = checkpoint.own_names(type(self), self.param_groups, self.state)
-        for group, names in zip(found.get("param_groups", ()), own, strict=False):
-            if isinstance(group, dict):
-                group.update(names)
-        return found
-
-    def _refuse_uphill(self, action: str) -> None:
-        if self._uphill:
-            raise RuntimeError(f"{type(self).__name__}.{action} between the steps of SAM: call second_step() first")
-
-    def _refuse_in_evaluation(self, action: str) -> None:
-        self._refuse_uphill(action)
-        if self._evaluating:
-            raise RuntimeError(f"{type(self).__name__}.{action} in evaluation: call train() first")
-
     def __getstate__(self) -> dict[str, Any]:
         self._refuse_uphill("copying")
         found: dict[str, Any] = super().__getstate__()
@@ -500,112 +627,6 @@ class Optimizer(torch.optim.Optimizer):
             self.param_groups = loaded.groups
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
-
-    def dense_state_dict(self) -> dict[str, Any]:
-        """A state dict with fp32 tensors under torch's names, which torch.optim and every plan can load.
-
-        What torch has no place for (the weights' low halves, the seed, the plan) is left out: see master_weights.  In
-        evaluation the weights of training are in it, fp32.
-        """
-        self._refuse_uphill("dense_state_dict()")
-        numbers = {id(entry.p): entry.position for entry in self._entries()}
-        groups = []
-        for group in self.param_groups:
-            packed = {k: v for k, v in group.items() if k not in ("params", *options.OWN)}
-            groups.append({**packed, "params": [numbers[id(p)] for p in group["params"]]})
-        dense = {}
-        with torch.no_grad():
-            for entry in self._entries():
-                kept = state.of(self.state, entry.p)
-                if kept:
-                    _, plan, variant = checkpoint.select(type(self), entry.group, entry.p, entry.name, kept)
-                    state.check(variant, entry.p, kept, entry.name)
-                    dense[entry.position] = checkpoint.dense_entry(plan, variant, entry.p, kept)
-        return {"state": dense, "param_groups": groups}
-
-    def master_weights(self) -> dict[str | int, Tensor]:
-        """The weights at full precision, fp32, by name (by position where parameters have no names).
-
-        In evaluation they are those to evaluate with, before they are rounded to the model's.
-        Frozen ones that fp32 does not hold (integers, complex numbers, fp64) are copied as they are.
-        ValueError where two parameters have one name, as those of two models may: see `master_state_dict`.
-        """
-        self._refuse_uphill("master_weights()")
-        names = [entry.name for entry in self._entries()]
-        twice = [name for name, count in Counter(names).items() if count > 1]
-        if twice:
-            raise ValueError(
-                f"{type(self).__name__}.master_weights() is by name, and two parameters are called {twice[0]!r}: give "
-                f"them different names, or take master_state_dict(model) of each model"
-            )
-        return dict(zip(names, self.full_weights(), strict=True))
-
-    def full_weights(self) -> list[Tensor]:
-        """The weights at full precision, fp32, in the order of the groups; frozen ones as in `master_weights`."""
-        self._refuse_uphill("full_weights()")
-        with torch.no_grad():
-            return [self._full_weight(entry) for entry in self._entries()]
-
-    def _full_weight(self, entry: Entry) -> Tensor:
-        kept = state.of(self.state, entry.p)
-        if not kept:
-            return weights.fresh(entry.p)
-        if state.TRAINED in kept:
-            return weights.full_evaluated(type(self), entry.group, entry.p, kept, entry.name)
-        _, plan, variant = checkpoint.select(type(self), entry.group, entry.p, entry.name, kept)
-        return weights.full(plan, variant, entry.p, kept, entry.name)
-
-    def master_state_dict(self, model: torch.nn.Module) -> dict[str, Any]:
-        """The model's state dict with its weights at full precision: fp32, for `fp32_model.load_state_dict`.
-
-        Names are the model's own, tied weights under all of theirs.  Parameters that are not this optimizer's and
-        floating buffers keep their values (fp32 where they are narrower); all else is as it is.  Tensors are copies,
-        on their parameters' devices.  In evaluation the weights are those to evaluate with.
-        RuntimeError where a weight was changed by something else and no longer fits what is kept of it; ValueError for
-        a model none of whose parameters is this optimizer's.
-        """
-        self._refuse_uphill("master_state_dict()")
-        self._say_lost_bits(model)
-        return weights.of_model([self], type(self).__name__, model)
-
-    def load_master_state_dict(
-        self, model: torch.nn.Module, state_dict: Mapping[str, Any], strict: bool = True
-    ) -> None:
-        """Set the model's weights, and the bits of them that this optimizer keeps, from a state dict of any floating
-        dtype; fp32 loses nothing that the plan can hold.  Other states (moments) stay as they are.
-
-        strict   refuse names that are missing or that the model does not have
-        Before the first step the bits wait beside the parameters (those of DTensors in their states) until that step
-        takes them.  All is checked first: ValueError lists what does not fit, and nothing has changed.
-        """
-        self._refuse_in_evaluation("load_master_state_dict()")
-        weights.load([self], type(self).__name__, model, state_dict, strict)
-
-    def plans(self) -> dict[Label, str]:
-        """Return the plan that each parameter is kept under, by name (by position over all groups where it has none).
-
-        ValueError where two parameters of one name are kept under different plans.
-        """
-        found: dict[Label, str] = {}
-        for entry in self._entries():
-            if entry.p.requires_grad and found.setdefault(entry.name, self._plan_of(entry)) != self._plan_of(entry):
-                raise ValueError(
-                    f"{type(self).__name__}: two parameters are called {entry.name!r}, and they are kept under "
-                    f"{found[entry.name]} and {self._plan_of(entry)}: give them different names"
-                )
-        return found
-
-    def _plan_of(self, entry: Entry) -> str:
-        return plans.chosen(type(self), entry.group, entry.p.dtype, entry.name).shown
-
-    def memory(self) -> memory.Memory:
-        """Return the bytes of the trainable weights and of their states, made already or not yet."""
-        measured = []
-        for entry in self._entries():
-            if (kept := state.of(self.state, entry.p)) or entry.p.requires_grad:
-                variant = checkpoint.select(type(self), entry.group, entry.p, entry.name)[2]
-                measured.append(memory.measure(entry.p, entry.name, self._plan_of(entry), variant, kept or {}))
-        return memory.Memory(tuple(measured))
 
 
 def _complete(cls: type[Optimizer]) -> None:

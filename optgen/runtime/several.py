@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from optgen.runtime.checkpoint import checkpoint, weights
+from optgen.runtime.checkpoint import checkpoint
 from optgen.runtime.layout.plans import Label
 from optgen.runtime.modes.watch import SAMPLE, Callback, Run, Watches
-from optgen.runtime.optimizer import Optimizer
-from optgen.runtime.options import options
+from optgen.runtime.optimizer import Checkpointed, Optimizer
+from optgen.runtime.options import options, overrides
 from optgen.runtime.records.misfits import Misfits
-from optgen.runtime.states.memory import Memory
 
 RULE = "rule"
 """The key of a group that says which part steps it: the name of its class, numbered where several parts have it."""
@@ -26,31 +25,28 @@ SCALED = ("grad_scale", "found_inf")
 """Attributes by which a GradScaler hands over its scale."""
 
 
+def _names(group: Mapping[str, Any]) -> set[str]:
+    return {overrides.bare(str(name)) for name in group.get("param_names") or ()}
+
+
+def _of_key(name: str) -> Callable[..., Any]:
+    return lambda self, key, *given: getattr(self.of(key), name)(key, *given)
+
+
 class States(MutableMapping[Any, Any]):
     """The states of all parts as one defaultdict: one that is read or set first is of the part with its parameter."""
 
     def __init__(self, parts: Sequence[Optimizer]) -> None:
         self.parts = [(part.param_groups, part.state) for part in parts]
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (dict(self),)
-
-    def _of(self, key: Any) -> dict[Any, Any]:
+    def of(self, key: Any) -> dict[Any, Any]:
+        """Return the states that a key is, or would be, among."""
         having = (states for _, states in self.parts if key in states)
         owning = (states for groups, states in self.parts if any(key is p for g in groups for p in g["params"]))
         return next(itertools.chain(having, owning, (self.parts[0][1],)))
 
-    def __getitem__(self, key: Any) -> Any:
-        return self._of(key)[key]
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self._of(key)[key] = value
-
-    def __delitem__(self, key: Any) -> None:
-        del self._of(key)[key]
-
-    def __contains__(self, key: object) -> bool:
-        return any(key in states for _, states in self.parts)
+    __getitem__, __setitem__, __delitem__ = map(_of_key, ("__getitem__", "__setitem__", "__delitem__"))
+    __contains__, get, pop, setdefault = map(_of_key, ("__contains__", "get", "pop", "setdefault"))
 
     def __iter__(self) -> Iterator[Any]:
         return itertools.chain.from_iterable(states for _, states in self.parts)
@@ -61,17 +57,19 @@ class States(MutableMapping[Any, Any]):
     def __repr__(self) -> str:
         return repr(dict(self))
 
-    def get(self, key: Any, default: Any = None) -> Any:
-        """Return a state, or the default; nothing is made."""
-        return self._of(key).get(key, default)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
 
-    def pop(self, key: Any, *default: Any) -> Any:
-        """Remove a state and return it."""
-        return self._of(key).pop(key, *default)
 
-    def setdefault(self, key: Any, default: Any = None) -> Any:
-        """Return a state, which is the default if there was none."""
-        return self._of(key).setdefault(key, default)
+def _change(name: str) -> Callable[..., Any]:
+    def change(self: Groups, *given: Any, **options: Any) -> Any:
+        groups = list(self.owner.param_groups)
+        result = getattr(groups, name)(*given, **options)
+        self.owner.param_groups = groups
+        list.__setitem__(self, slice(None), groups)
+        return self if result is groups else result
+
+    return change
 
 
 class Groups(list[dict[str, Any]]):
@@ -81,28 +79,15 @@ class Groups(list[dict[str, Any]]):
         super().__init__(groups)
         self.owner = owner
 
+    append, clear, extend, insert = map(_change, ("append", "clear", "extend", "insert"))
+    pop, remove, reverse, sort = map(_change, ("pop", "remove", "reverse", "sort"))
+    __setitem__, __delitem__, __iadd__ = map(_change, ("__setitem__", "__delitem__", "__iadd__"))
+
     def __reduce__(self) -> tuple[Any, ...]:
         return list, (list(self),)
 
 
-def _changes(name: str) -> Callable[..., Any]:
-    def change(self: Groups, *given: Any, **options: Any) -> Any:
-        groups = list(self.owner.param_groups)
-        result = getattr(groups, name)(*given, **options)
-        self.owner.param_groups = groups
-        list.__setitem__(self, slice(None), groups)
-        return self if name == "__iadd__" else result
-
-    return change
-
-
-for _name in (
-    "append", "clear", "extend", "insert", "pop", "remove", "reverse", "sort", "__delitem__", "__iadd__", "__setitem__",
-):  # fmt: skip
-    setattr(Groups, _name, _changes(_name))
-
-
-class Several(torch.optim.Optimizer):
+class Several(Checkpointed):
     """Optimizers of different rules as one torch.optim.Optimizer: one step, one list of groups, one state dict.
 
     parts     the optimizers, by any keys (`optgen.make`: the patterns of names).  They hold the groups and states;
@@ -117,7 +102,7 @@ class Several(torch.optim.Optimizer):
     _order: list[str]
 
     def __init__(self, parts: Mapping[Any, Optimizer]) -> None:
-        count: defaultdict[str, int] = defaultdict(int)
+        count = Counter[str]()
         for part in parts.values():
             name = type(part).__name__
             count[name] += 1
@@ -133,14 +118,18 @@ class Several(torch.optim.Optimizer):
         return {"parts": self.parts, "defaults": self.defaults, "_order": self._labels()}
 
     @property
-    def _owners(self) -> dict[str, Optimizer]:
+    def _members(self) -> list[Optimizer]:
+        return list(self.parts.values())
+
+    @property
+    def _owners(self) -> dict[Any, Optimizer]:
         return {part.defaults[RULE]: part for part in self.parts.values()}
 
     def _labels(self) -> list[str]:
         """Return whose each group is, in the order in which they were added; those of single parts come last."""
-        left = {label: len(part.param_groups) for label, part in self._owners.items()}
+        left = Counter({label: len(part.param_groups) for label, part in self._owners.items()})
         order = []
-        for label in [*self._order, *(label for label, count in left.items() for _ in range(count))]:
+        for label in [*self._order, *left.elements()]:
             if left[label]:
                 left[label] -= 1
                 order.append(label)
@@ -161,11 +150,11 @@ class Several(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:
-        return States(list(self.parts.values()))
+        return States(self._members)
 
     @state.setter
     def state(self, states: Mapping[Any, Any]) -> None:
-        for part in self.parts.values():
+        for part in self._members:
             part.state = defaultdict(dict)
         self.state.update(states)
 
@@ -182,14 +171,13 @@ class Several(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, which says under "rule" which part is to step it, with the options of that part."""
         label, params = self._owner_of(param_group), param_group["params"]
-        if not isinstance(params, (Tensor, set)):
-            params = list(params)
+        if not isinstance(params, set):
+            params = [params] if isinstance(params, Tensor) else list(params)
             new = {id(p[1] if isinstance(p, tuple) else p) for p in params}
             if any(id(p) in new for group in self.param_groups for p in group["params"]):
                 raise ValueError("some parameters appear in more than one parameter group")
         self._labels()
-        kept = {key: value for key, value in param_group.items() if key != RULE}
-        self._owners[label].add_param_group({**kept, "params": params})
+        self._owners[label].add_param_group({**param_group, "params": params})
 
     def __repr__(self) -> str:
         lines = []
@@ -208,10 +196,8 @@ class Several(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        parts = self.parts.values()
-        return any(part._release is not None for part in parts) or all(
-            part._step_supports_amp_scaling for part in parts
-        )
+        parts = self._members
+        return any(part._release for part in parts) or all(part._step_supports_amp_scaling for part in parts)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One update of every parameter that has a gradient, as each part makes it."""
@@ -220,20 +206,19 @@ class Several(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        scaled = {name: vars(self)[name] for name in SCALED if name in vars(self)}
-        released_first = sorted(self.parts.values(), key=lambda part: part._release is None)  # they refuse a GradScaler
+        parts = sorted(self._members, key=lambda part: part._release is None)  # released ones refuse a GradScaler
+        for part in parts:
+            vars(part).update((name, vars(self)[name]) for name in SCALED if name in vars(self))
+        given: list[Any] = [*parts]
         try:
-            for part in released_first:
-                vars(part).update(scaled)
-                try:
-                    self._step(part)
-                finally:
-                    for name in SCALED:
-                        vars(part).pop(name, None)
+            for part in parts:
+                self._step(part)
         except BaseException:
-            for name in SCALED:  # as a part does
-                vars(self).pop(name, None)
+            given.append(self)  # as a part does
             raise
+        finally:
+            for one, name in itertools.product(given, SCALED):
+                vars(one).pop(name, None)
         return loss
 
     def _step(self, part: Any) -> None:
@@ -245,36 +230,27 @@ class Several(torch.optim.Optimizer):
         for hook in part._optimizer_step_post_hooks.values():
             hook(part, (part,), {})
 
-    def _refuse_in_evaluation(self, action: str) -> None:
-        for part in self.parts.values():
-            part._refuse_in_evaluation(action)
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients of all parts."""
-        for part in self.parts.values():
+        for part in self._members:
             part.zero_grad(set_to_none)
 
     def train(self) -> None:
         """Put back the weights that `eval()` took out."""
-        for part in self.parts.values():
+        for part in self._members:
             part.train()
 
     def eval(self) -> None:
         """Put weights for evaluation into the model, where a rule has such."""
-        for part in self.parts.values():
+        for part in self._members:
             part.eval()
 
     def watch(
-        self,
-        every: int = 100,
-        *,
-        to: Callback | Run | str | None = None,
-        path: Any = None,
-        sample: float = SAMPLE,
+        self, every: int = 100, *, to: Callback | Run | str | None = None, path: Any = None, sample: float = SAMPLE
     ) -> Watches:
         """Measure every tensor as `Optimizer.watch` does; a function gets the numbers of each part by themselves."""
         made = Watches([])
-        for part in self.parts.values():
+        for part in self._members:
             try:
                 made.parts.append(part.watch(every, to=to, path=path, sample=sample))
             except BaseException:
@@ -290,127 +266,38 @@ class Several(torch.optim.Optimizer):
         """Refuse: each part has a handle of its own, `parts[...].release_gradients`."""
         raise NotImplementedError("Several: gradients are released by rule, .parts[...].release_gradients(...)")
 
-    def feed(self, *, keep: bool = False, **values: Any) -> None:
-        """Give inputs to the rules that have them, by parameter or as functions of one: see `Optimizer.feed`."""
-        given: dict[Any, dict[str, Any]] = {part: {} for part in self.parts.values()}
-        for name, value in values.items():
-            owner = {p: part for part in given if name in part.INPUTS for g in part.param_groups for p in g["params"]}
-            own = {p: value(p) for p in owner if p.requires_grad} if callable(value) else value
-            if not owner or not isinstance(own, Mapping) or own.keys() - owner.keys():
-                what = "a dict or a function of parameters whose rules have this input"
-                raise ValueError(f"Several.feed: {name} must be {what}")
-            for p, x in own.items():
-                given[owner[p]].setdefault(name, {})[p] = x
-        for part, found in [(part, part._checked(own)) for part, own in given.items()]:
-            part._feed(found, keep)
-
-    # -- checkpoints ----------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return one state dict of all parts, in the order of their groups."""
-        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
-            pre_hook(self)
-        found = self._joined({label: part.state_dict() for label, part in self._owners.items()})
-        for post_hook in self._optimizer_state_dict_post_hooks.values():
-            changed = post_hook(self, found)
-            if changed is not None:
-                found = changed
-        return found
-
-    def dense_state_dict(self) -> dict[str, Any]:
-        """Return the same with fp32 tensors under torch's names, which parts of any plan load."""
-        return self._joined({label: part.dense_state_dict() for label, part in self._owners.items()})
-
-    def _joined(self, found: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-        states: dict[Any, Any] = {}
-        groups: list[dict[str, Any]] = []
-        left, first = {label: iter(saved["param_groups"]) for label, saved in found.items()}, 0
-        for label in self._labels():
-            group = next(left[label])
-            old, new = group["params"], range(first, first + len(group["params"]))
-            own = found[label]["state"]
-            states |= {n: own[number] for n, number in zip(new, old, strict=True) if number in own}
-            groups.append({**group, "params": list(new), RULE: label})
-            first += len(old)
-        for saved in found.values():
-            states |= {key: entry for key, entry in saved["state"].items() if not isinstance(key, int)}
-        rest = {key: value for saved in reversed([*found.values()]) for key, value in saved.items()}
-        return {**rest, "state": states, "param_groups": groups}
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state dict of the same rules; ValueError lists what does not fit, and nothing has changed."""
-        loaded = [(part, part._read(own)) for part, own in self.split(checkpoint.opened(self, state_dict))]
+        loaded = [(part, part._read(own)) for part, own in self._split(checkpoint.opened(self, state_dict))]
         for part, found in loaded:
             part._take(found)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
-    def split(self, saved: Mapping[str, Any]) -> Iterator[tuple[Optimizer, dict[str, Any]]]:
-        """Yield the parts, each with its share of a state dict of all; ValueError if the rules of its groups differ."""
+    def _split(self, saved: dict[str, Any]) -> list[tuple[Optimizer, dict[str, Any]]]:
+        """Return each part with its share of a state dict: groups go by the names in them, else by what they say."""
         groups, states = checkpoint.parts(saved, Misfits("Several.load_state_dict: nothing was loaded"))
-        parts, expected = list(self._owners.values()), self._labels()
-        order = [list(self._owners).index(label) for label in expected]
-        dealt = checkpoint.deal([part.param_groups for part in parts], groups, order)
-        pairs = [(type(part).__name__, group) for part, own in zip(parts, dealt, strict=True) for group in own]
-        if wrong := [group for rule, group in pairs if str(group.get(RULE)).partition(" ")[0] != rule]:
-            got = [group.get(RULE, "no rule") for group in groups]
-            names = [name for group in wrong for name in group.get("param_names") or ()]
-            of = f", which have other rules for {checkpoint.some(names)}" if names else ""
+        dealt: dict[Optimizer, list[dict[str, Any]]] = {part: [] for part in self._members}
+        known = {part: set().union(*map(_names, part.param_groups)) for part in dealt}
+        wrong: list[set[str]] = []
+        for group in groups:
+            said, names = self._owners.get(group.get(RULE)), _names(group)
+            having = [part for part in dealt if known[part] & names]
+            part = having[0] if having and said not in having else said
+            if part is None or type(part).__name__ != str(group.get(RULE)).partition(" ")[0]:
+                wrong.append(names)
+            else:
+                dealt[part].append({**group, RULE: part.defaults[RULE]})
+        if wrong:
+            got, others = [group.get(RULE, "no rule") for group in groups], [*set().union(*wrong)]
+            of = f", which have other rules for {checkpoint.some(others)}" if others else ""
             raise ValueError(
-                f"Several.load_state_dict: expected groups of {expected}, got {got}{of}; nothing was loaded"
+                f"Several.load_state_dict: expected groups of {self._labels()}, got {got}{of}; nothing was loaded"
             )
-        strange = states.keys() - {number for group in groups for number in group["params"]}
+        shares = [{number for group in own for number in group["params"]} for own in dealt.values()]
+        shares[0] |= states.keys() - set().union(*shares)  # what is beside all parameters is of the first part
         rest = {key: value for key, value in saved.items() if key == options.UNNAMED}
-        for part, own in zip(parts, dealt, strict=True):
-            mine = {number for group in own for number in group["params"]} | strange
-            strange = set()  # what is beside all parameters is of the first part
-            shared = {key: entry for key, entry in states.items() if key in mine}
-            yield part, {"state": shared, "param_groups": [{**g, RULE: part.defaults[RULE]} for g in own], **rest}
-
-    @staticmethod
-    def places(labels: Sequence[str], groups: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
-        """Return the positions of each part's parameters among those of all groups, of which the labels are given."""
-        found: defaultdict[str, list[int]] = defaultdict(list)
-        at = itertools.count()
-        for label, group in zip(labels, groups, strict=True):
-            found[label] += itertools.islice(at, len(group["params"]))
-        return found
-
-    # -- what the model is ----------------------------------------------------------------------------
-
-    def master_weights(self) -> dict[Label, Tensor]:
-        """The weights at full precision, fp32, by name."""
-        return {name: value for part in self.parts.values() for name, value in part.master_weights().items()}
-
-    def scale_rows(self, p: Tensor, factors: Any) -> None:
-        """Multiply the rows of a weight: see `Optimizer.scale_rows`."""
-        parts = list(self.parts.values())
-        of = [part for part in parts if any(q is p for group in part.param_groups for q in group["params"])]
-        (of or parts)[0].scale_rows(p, factors)
-
-    def full_weights(self) -> list[Tensor]:
-        """The weights at full precision, fp32, in the order of the groups."""
-        left = {label: iter(part.full_weights()) for label, part in self._owners.items()}
-        pairs = zip(self._labels(), self.param_groups, strict=True)
-        return [value for label, group in pairs for value in itertools.islice(left[label], len(group["params"]))]
-
-    def master_state_dict(self, model: nn.Module) -> dict[str, Any]:
-        """The model's state dict with its weights at full precision (`Optimizer.master_state_dict`)."""
-        parts = list(self.parts.values())
-        for part in parts:
-            part._refuse_uphill("master_state_dict()")
-        parts[0]._say_lost_bits(model)
-        return weights.of_model(parts, "Several", model)
-
-    def load_master_state_dict(self, model: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """Set the model's weights, and the bits of them that parts keep (`Optimizer.load_master_state_dict`)."""
-        self._refuse_in_evaluation("load_master_state_dict()")
-        weights.load(list(self.parts.values()), "Several", model, state_dict, strict)
-
-    def plans(self) -> dict[Label, str]:
-        """The plan of each trainable parameter, by name."""
-        return {name: plan for part in self.parts.values() for name, plan in part.plans().items()}
-
-    def memory(self) -> Memory:
-        """The bytes of the trainable weights and of their states."""
-        return Memory(tuple(row for part in self.parts.values() for row in part.memory().parameters))
+        return [
+            (part, {"state": {key: states[key] for key in mine if key in states}, "param_groups": own, **rest})
+            for (part, own), mine in zip(dealt.items(), shares, strict=True)
+        ]

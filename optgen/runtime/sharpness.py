@@ -80,7 +80,7 @@ class SAM:
         scaler   a GradScaler whose `unscale_` is to be called before `second_step`, as for clipping
         """
         self._refuse_moved()
-        for part in self._parts():
+        for part in getattr(self.optimizer, "_members", ()):
             part._refuse_in_evaluation("first_step()")
         if self._is_unscaled(scaler):
             raise RuntimeError(UNSCALED)
@@ -99,16 +99,12 @@ class SAM:
         for p in params if finite and self.ascent is None else ():
             p.add_(p.square() * p.grad if self.adaptive else p.grad, alpha=self.rho / (norm + EPS))
         self._kept = kept
-        for part in self._parts():  # which then refuse what needs the weights that are kept
+        for part in getattr(self.optimizer, "_members", ()):  # which then refuse what needs the weights that are kept
             part._uphill = True
         self.optimizer.zero_grad()
 
     def _prepare(self) -> None:
         """Make the ascent of a rule that has its own."""
-
-    def _parts(self) -> list[Optimizer]:
-        """Return the generated optimizers."""
-        return [x for x in getattr(self.optimizer, "parts", {0: self.optimizer}).values() if isinstance(x, Optimizer)]
 
     @torch.no_grad()
     def _restore(self) -> list[tuple[Tensor, Tensor]]:
@@ -119,7 +115,7 @@ class SAM:
             p.copy_(weight)
         pairs = [(old, p.grad) for p, _, old in self._kept if old is not None and p.grad is not None]
         self._kept = None
-        for part in self._parts():
+        for part in getattr(self.optimizer, "_members", ()):
             part._uphill = False
         return pairs
 

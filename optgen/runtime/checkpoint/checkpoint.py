@@ -448,26 +448,6 @@ def _aligned(groups: Groups, saved: list[Mapping[str, Any]]) -> list[Mapping[str
     return found
 
 
-def deal(
-    parts: Sequence[Groups], saved: list[Mapping[str, Any]], order: Sequence[int]
-) -> list[list[Mapping[str, Any]]]:
-    """Return the saved groups of each of several optimizers: by names if both sides have them, else in their order.
-
-    order   the optimizer of each present group
-    """
-    owners = {
-        overrides.bare(str(name)): i
-        for i, groups in enumerate(parts)
-        for group in groups
-        for name in group.get("param_names") or ()
-    }
-    names = [[overrides.bare(str(name)) for name in group.get("param_names") or ()] for group in saved]
-    at = [next((owners[name] for name in own if name in owners), None) for own in names]
-    if None in at:
-        at = [*order, *[len(parts) - 1] * (len(saved) - len(order))]  # too many, which that part refuses
-    return [[group for group, k in zip(saved, at, strict=False) if k == i] for i in range(len(parts))]
-
-
 def positions(groups: Groups, saved: list[Mapping[str, Any]], misfits: Misfits) -> dict[int, int]:
     """Return id(parameter) -> its position in the checkpoint, counted over all groups."""
     place = {number: k for k, number in enumerate(number for group in saved for number in group["params"])}

@@ -16,7 +16,6 @@ from torch import Tensor
 from optgen.runtime.checkpoint import checkpoint
 from optgen.runtime.layout import sharding
 from optgen.runtime.options.entries import Entry, Owner
-from optgen.runtime.options.entries import of as entries_of
 from optgen.runtime.records import Variant, fed_name
 from optgen.runtime.states import state
 
@@ -28,21 +27,19 @@ def feed(self: Any, *, keep: bool = False, **values: Given) -> None:
     """Give the rule's inputs for the next step of each parameter: `opt.feed(hessian=tensors)`.
 
     values  for each input a tensor of each parameter's shape, on its device: by parameter, in the order of those that
-            require a gradient, or as a function of a parameter.  Where there is none (None), nothing is fed.  Of a
-            sharded parameter a DTensor over its mesh, or on every rank the whole tensor
+            require a gradient (of several rules: of those whose rule has the input), or as a function of a parameter.
+            Where there is none (None), nothing is fed.  Of a sharded parameter a DTensor over its mesh, or on every
+            rank the whole tensor
     keep    for all further steps, until the next feed
     All is checked first: TypeError for names that are no inputs and values that are no tensors, ValueError for a tensor
     that does not fit its parameter; nothing has changed then.
     """
-    take(self, checked(self, values), keep)
-
-
-def checked(self: Any, values: Mapping[str, Given]) -> list[Any]:
-    """Return what `take` stores of values of inputs; the errors are those of `feed`."""
-    cls, found, entries = type(self).__name__, list[Any](), list(entries_of(self.param_groups))
+    cls, found = type(self).__name__, list[Any]()
     for name, given in values.items():
-        if name not in self.INPUTS:
-            known = ", ".join(self.INPUTS) or "none"
+        rows = [(one, entry) for one, entry, _ in self._matched() if name in one.INPUTS]
+        entries = [entry for _, entry in rows]
+        if not any(name in one.INPUTS for one in self._members):
+            known = ", ".join(dict.fromkeys(x for one in self._members for x in one.INPUTS)) or "none"
             raise TypeError(f"{cls}.feed: {name!r} is no input of this rule; its inputs: {known}")
         trained = [entry for entry in entries if entry.p.requires_grad]
         if callable(given):
@@ -50,7 +47,9 @@ def checked(self: Any, values: Mapping[str, Given]) -> list[Any]:
         elif isinstance(given, Mapping):
             own = {id(p): x for p, x in given.items()}
             if unknown := own.keys() - {id(entry.p) for entry in entries}:
-                raise ValueError(f"{cls}.feed: {name} has tensors for {len(unknown)} parameters of no group")
+                raise ValueError(
+                    f"{cls}.feed: {name} has tensors for {len(unknown)} parameters of no group of a rule that has it"
+                )
         elif not hasattr(given, "__len__"):
             raise TypeError(f"{cls}.feed: {name} must be a list, a dict or a function of parameters, not {given!r:.60}")
         elif len(given) != len(trained):
@@ -60,17 +59,12 @@ def checked(self: Any, values: Mapping[str, Given]) -> list[Any]:
             )
         else:
             own = {id(entry.p): x for entry, x in zip(trained, given, strict=True)}
-        for entry in entries:
+        for one, entry in rows:
             if (x := own.get(id(entry.p))) is not None:
-                _check(cls, name, entry, x)
-                found.append((entry, name, *_part(type(self), name, entry, x)))
-    return found
-
-
-def take(self: Any, found: list[Any], keep: bool) -> None:
-    """Store values of inputs beside the states."""
-    for entry, name, x, parts in found:
-        kept = self.state[entry.p]
+                _check(type(one).__name__, name, entry, x)
+                found.append((one.state, entry, name, *_part(type(one), name, entry, x)))
+    for states, entry, name, x, parts in found:
+        kept = states[entry.p]
         if name in kept and sharding.local(kept[name]).is_contiguous():
             sharding.local(kept[name]).copy_(x)
         else:  # the first step makes the other states beside it

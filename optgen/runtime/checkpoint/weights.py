@@ -6,7 +6,7 @@ wrappers and hooks that prefix names change nothing here.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from optgen.runtime.checkpoint import checkpoint
 from optgen.runtime.layout import layout, sharding
+from optgen.runtime.options.entries import Entry
 from optgen.runtime.options.options import MODE, hypers_of
 from optgen.runtime.records import Variant
 from optgen.runtime.records.join import Pair
@@ -68,34 +69,44 @@ def _ordered(t: Tensor) -> Tensor:
     return torch.where(pattern < 0, -(pattern & 0x7FFF), pattern)
 
 
-def _trained(optimizers: Sequence[Any], owner: str, model: nn.Module) -> dict[int, tuple[Any, Any]]:
-    """Return (optimizer, entry) of those that are trained, by id(parameter); ValueError for a model of no entry."""
-    found = [(one, entry) for one in optimizers for entry in one._entries()]
-    refuse_foreign(model, owner, {id(entry.p) for _, entry in found})
+def of_entry(optimizer: Any, entry: Entry) -> Tensor:
+    """Return the full weight of a parameter as it is to be used: in evaluation, as it is evaluated with."""
+    cls, group, p, name, kept = type(optimizer), entry.group, entry.p, entry.name, state.of(optimizer.state, entry.p)
+    if not kept:
+        return fresh(p)
+    if state.TRAINED not in kept:
+        _, plan, variant = checkpoint.select(cls, group, p, name, kept)
+        return full(plan, variant, p, kept, name)
+    made = evaluated(cls, group, state.trained(p, kept), kept, name)
+    return sharding.wrapped(made, sharding.layout_of(p)) if sharding.is_sharded(p) else made
+
+
+def _trained(optimizer: Any, model: nn.Module) -> dict[int, tuple[Any, Entry]]:
+    """Return (optimizer of one rule, entry) of those that are trained, by id(parameter).
+
+    Raises ValueError for a model none of whose parameters is in the optimizer.
+    """
+    found = [(one, entry) for one, entry, _ in optimizer._matched()]
+    params, known = list(model.parameters()), {id(entry.p) for _, entry in found}
+    if params and not any(id(p) in known for p in params):
+        raise ValueError(
+            f"{type(optimizer).__name__}: none of the model's {len(params)} parameters is in this optimizer: it was "
+            f"made for another model, or the model's parameters were replaced since (wrapped, sharded, copied); make "
+            f"the optimizer from the model as it is now"
+        )
     return {id(e.p): (one, e) for one, e in found if e.p.requires_grad or state.of(one.state, e.p)}
 
 
 @torch.no_grad()
-def of_model(optimizers: Sequence[Any], owner: str, model: nn.Module) -> dict[str, Any]:
+def of_model(optimizer: Any, model: nn.Module) -> dict[str, Any]:
     """Return the model's state dict with its weights as fp32: `Optimizer.master_state_dict`."""
-    weights = {key: partial(one._full_weight, e) for key, (one, e) in _trained(optimizers, owner, model).items()}
+    weights = {key: partial(of_entry, *one) for key, one in _trained(optimizer, model).items()}
     found = model.state_dict(keep_vars=True)
     made: dict[int, Any] = {}
     for value in found.values():
         if id(value) not in made:
             made[id(value)] = weights[id(value)]() if id(value) in weights else _as_it_is(value)
     return {name: made[id(value)] for name, value in found.items()}
-
-
-def refuse_foreign(model: nn.Module, owner: str, known: Collection[int]) -> None:
-    """Raise ValueError for a model none of whose parameters is in `known`, by id."""
-    params = list(model.parameters())
-    if params and not any(id(p) in known for p in params):
-        raise ValueError(
-            f"{owner}: none of the model's {len(params)} parameters is in this optimizer: it was made for another "
-            f"model, or the model's parameters were replaced since (wrapped, sharded, copied); make the optimizer "
-            f"from the model as it is now"
-        )
 
 
 def _as_it_is(value: Any) -> Any:
@@ -240,25 +251,25 @@ def put(
     return made
 
 
-def load(optimizers: Sequence[Any], owner: str, model: nn.Module, saved: Any, strict: bool) -> None:
-    """Set a model's weights, and the bits of them that these optimizers keep: `Optimizer.load_master_state_dict`."""
-    entries = _trained(optimizers, owner, model)
-    with torch.no_grad():
-        found, ready = check(model, owner, saved, entries, strict), []
-        for p, value in found.owned:
-            one, entry = entries[id(p)]
-            kept = state.of(one.state, p)
-            _, plan, variant = checkpoint.select(type(one), entry.group, p, entry.name, kept or None)
-            if kept:
-                state.check(variant, p, kept, entry.name)
-            ready.append((one, plan, variant, p, kept, value, entry.group))
-        if found.rest:
-            model.load_state_dict(found.rest, strict=False)
-        for one, plan, variant, p, kept, value, group in ready:
-            made = put(plan, variant, p, kept, value, group)
-            if made is not None:
-                one.state[p] = {**one.state.get(p, {}), **made}
-        low_bits.carry(model)
+@torch.no_grad()
+def load(optimizer: Any, model: nn.Module, saved: Any, strict: bool) -> None:
+    """Set a model's weights, and the bits of them that an optimizer keeps: `Optimizer.load_master_state_dict`."""
+    entries = _trained(optimizer, model)
+    found, ready = check(model, type(optimizer).__name__, saved, entries, strict), []
+    for p, value in found.owned:
+        one, entry = entries[id(p)]
+        kept = state.of(one.state, p)
+        _, plan, variant = checkpoint.select(type(one), entry.group, p, entry.name, kept or None)
+        if kept:
+            state.check(variant, p, kept, entry.name)
+        ready.append((one, plan, variant, p, kept, value, entry.group))
+    if found.rest:
+        model.load_state_dict(found.rest, strict=False)
+    for one, plan, variant, p, kept, value, group in ready:
+        made = put(plan, variant, p, kept, value, group)
+        if made is not None:
+            one.state[p] = {**one.state.get(p, {}), **made}
+    low_bits.carry(model)
 
 
 def scale_rows(optimizer: Any, p: Tensor, factors: Any) -> None:
@@ -274,8 +285,8 @@ def scale_rows(optimizer: Any, p: Tensor, factors: Any) -> None:
     """
     optimizer._refuse_in_evaluation("scale_rows()")
     owner = f"{type(optimizer).__name__}.scale_rows"
-    entry = next((entry for entry in optimizer._entries() if entry.p is p), None)
-    if entry is None:
+    one, entry = next(((one, entry) for one, entry, _ in optimizer._matched() if entry.p is p), (None, None))
+    if one is None or entry is None:
         raise ValueError(f"{owner}: {state.kind(p)} is no parameter of this optimizer")
     scale = torch.as_tensor(factors, dtype=torch.float32, device=sharding.local(p).device).detach()
     if p.ndim == 0 or scale.ndim != 1 or scale.numel() == 0 or p.shape[0] % scale.numel():
@@ -283,10 +294,10 @@ def scale_rows(optimizer: Any, p: Tensor, factors: Any) -> None:
         raise ValueError(f"{owner}: expected {rows}, got factors of shape {tuple(scale.shape)}")
     if not bool(scale.isfinite().all()):
         raise ValueError(f"{owner}: the factors of {state.label(p, entry.name)} are not all finite")
-    kept = state.of(optimizer.state, p)
-    _, plan, variant = checkpoint.select(type(optimizer), entry.group, p, entry.name, kept or None)
-    if optimizer.evaluation is not None or "param" in variant.init.values():
-        raise ValueError(f"{owner}: {type(optimizer).__name__} keeps other weights beside p, which would not follow")
+    kept = state.of(one.state, p)
+    _, plan, variant = checkpoint.select(type(one), entry.group, p, entry.name, kept or None)
+    if one.evaluation is not None or "param" in variant.init.values():
+        raise ValueError(f"{owner}: {type(one).__name__} keeps other weights beside p, which would not follow")
     with torch.no_grad():
         per_row = scale.repeat_interleave(p.shape[0] // scale.numel())
         scale = per_row.reshape(-1, *[1] * (p.ndim - 1)).expand(p.shape)
@@ -294,9 +305,9 @@ def scale_rows(optimizer: Any, p: Tensor, factors: Any) -> None:
             over: Any = p
             of = sharding.layout_of(over)
             scale = sharding.wrapped(sharding.part_of(scale, of), of)
-        made = put(plan, variant, p, kept, optimizer._full_weight(entry) * scale, entry.group)
+        made = put(plan, variant, p, kept, of_entry(one, entry) * scale, entry.group)
         if made is not None:
-            optimizer.state[p] = {**optimizer.state.get(p, {}), **made}
+            one.state[p] = {**one.state.get(p, {}), **made}
 
 
 def evaluated(cls: Any, group: Mapping[str, Any], p: Tensor, kept: Mapping[str, Tensor], name: str | int) -> Tensor:
@@ -311,12 +322,6 @@ def evaluated(cls: Any, group: Mapping[str, Any], p: Tensor, kept: Mapping[str, 
     hypers = {name: value for name, value in hypers_of(cls, group).items() if name in options}
     made: Tensor = cls.evaluation(**values, **hypers)
     return made.to(torch.float32)
-
-
-def full_evaluated(cls: Any, group: Mapping[str, Any], p: Any, kept: Mapping[str, Tensor], name: str | int) -> Tensor:
-    """Return the same of a parameter in evaluation, over all ranks if p is."""
-    made = evaluated(cls, group, state.trained(p, kept), kept, name)
-    return sharding.wrapped(made, sharding.layout_of(p)) if sharding.is_sharded(p) else made
 
 
 def evaluate(optimizer: Any) -> None:
