@@ -385,7 +385,7 @@ def test_explain_names_sums_over_the_model(project: Path, run: Run) -> None:
 def test_check_counts_specs_with_errors_and_names_files_without_a_spec(project: Path, run: Run) -> None:
     (project / "specs").mkdir()
     (project / "specs/r.py").write_text(HEAD + RULE.format(step="lr * g").replace("@optimizer()", ""))
-    for words in ("check", "build"):
+    for words in ("check", "build", "list"):
         for quiet in ((), ("-q",)):
             _, _, err = run(*quiet, words)
             assert "specs/r.py has no @optimizer" in err

@@ -157,7 +157,7 @@ def _standalone(t: Terminal, names: list[str], plans: list[str], out: str | None
         got = " ".join([*names, *plans])
         raise UserError("E411", option="--standalone", want="for one spec and one --plan", got=got)
     if find_spec("triton") is None:
-        t.log("warning: the file gets no GPU kernels, as Triton is not installed: it steps in eager torch", "yellow")
+        t.warn("warning: the file gets no GPU kernels, as Triton is not installed: it steps in eager torch")
     text = standalone.text(load.find_spec(names[0]), load.find_plan(plans[0]), force)
     t.result["text"] = text
     if out is None:
@@ -217,7 +217,7 @@ def list_(
         t.show(table("plans", ("plan", "bf16*", "fp32*", "", ""), rows))
         t.show("* bytes of AdamW's weight and states per parameter of that dtype; gradients not counted")
         for line in load.idle():
-            t.log(line, "yellow")
+            t.warn(line)
         t.show("discouraged: the lint finds an error for AdamW's kind of states; using the plan warns (optgen explain)")
 
 

@@ -99,7 +99,7 @@ class Terminal:
         self.err.print(Text(text, style=style), soft_wrap=True)
 
     def warn(self, text: str) -> None:
-        """Write a message of something that is not done, under -q too."""
+        """Write a warning, under -q too: of something that is not done."""
         self.err.print(Text(text, style="yellow"), soft_wrap=True)
 
     def fail(self, code: int = DIFFERENT) -> None:

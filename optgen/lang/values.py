@@ -52,7 +52,7 @@ def author_loc() -> Loc:
 
 
 LIBRARIES = tuple(sysconfig.get_paths()[key] for key in ("stdlib", "purelib", "platlib"))
-"""Where Python and installed packages are: an error inside of them has its place where the author calls them."""
+"""The folders of Python and of installed packages: an error inside of them has its place where the author calls in."""
 
 
 def _operator(op: str, swapped: bool = False) -> Callable[..., Value]:

@@ -50,7 +50,11 @@ FORMAT = 5
 4   A group may have "streams" of random bits. Codes have names of their own; before they had the name of their state,
     which torch.optim gives to the state itself (`renamed` renames them by the plan).
 5   Rules of matrix="heads" may have "blocks", and take a stack of matrices apart; before, such a parameter was one
-    matrix of dimension 0 against the rest.
+    matrix of dimension 0 against the rest. Groups of rules with scheduled hyper-parameters have
+    "base_lr", of rules with weights for evaluation "train_mode", of several rules "rule"; states have "trained_weight"
+    in evaluation.
+
+The number rises with the first new line after a release: an optgen that does not know the line refuses the checkpoint.
 """
 
 AXES, STACKS = 3, 5
