@@ -15,7 +15,7 @@ def rprop(
 ):
     """Only the sign of the gradient counts; each weight's step grows while the sign holds and shrinks when it turns.
 
-    lr is the first step's size.
+    lr is the first step's size; where it is 0 nothing moves.
     """
     etaminus, etaplus = etas
     step_size_min, step_size_max = step_sizes
@@ -25,5 +25,5 @@ def rprop(
     step_size = clip(scaled, step_size_min, step_size_max)
     # After a turn the gradient is forgotten, so that the next step does not turn again.
     prev = where(agreement < 0, 0.0, g)
-    p = p - sign(prev) * step_size
+    p = p - where(lr > 0, step_size, 0.0) * sign(prev)
     return p, prev, step_size

@@ -2,30 +2,33 @@
 // clang-format off
 
 struct rprop {  // rprop
-    static constexpr int SCALARS = 6, APART = 1;
+    static constexpr int SCALARS = 7, APART = 1;
     static constexpr bool ROOT[] = {false, false};
     static constexpr bool NEXT[] = {true, true};
-    const F etaminus, etaplus, step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr;
+    const F etaminus, etaplus, step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr,
+        where_lt_zero_lr_one_zero;
 
     explicit rprop(const float *scalars) : etaminus(scalars[0]), etaplus(scalars[1]), step_size_min(scalars[2]),
-        step_size_max(scalars[3]), grad_scale(scalars[4]), where_lt_one_t_zero_lr(scalars[5]) {}
+        step_size_max(scalars[3]), grad_scale(scalars[4]), where_lt_one_t_zero_lr(scalars[5]),
+        where_lt_zero_lr_one_zero(scalars[6]) {}
     template <class S0, class S1>
     void states(F p, F g, S0 &prev, S1 &step_size) const {
         const F prev_ = prev.read();
-        const F g_2 = grad_scale * g;
         const F step_size_ = step_size.read();
+        const F g_2 = grad_scale * g;
         const F agreement = grad_scale * (g * prev_);                          // 22
-        const M agreement_lt = agreement < 0.0f;
-        const F prev_2 = where(agreement_lt, F(0.0f), g_2);                    // 27
         const F size = step_size_ + where_lt_one_t_zero_lr;  // 23
+        const M agreement_lt = agreement < 0.0f;
         const F scaled = where(0.0f < agreement, etaplus * size, where(agreement_lt, etaminus * size, size));  // 24
         const F step_size_2 = min(max(scaled, step_size_min), step_size_max);  // 25
+        const F prev_2 = where(agreement_lt, F(0.0f), g_2);                    // 27
         prev.set(prev_2);
         step_size.set(step_size_2);
     }
     template <class S0, class S1>
     F weight(F p, F g, const S0 &prev, const S1 &step_size) const {
-        const F p_ = fma(-sign(prev.next()), step_size.next(), p);  // 28
+        // 28
+        const F p_ = fma(-where(0.0f < where_lt_zero_lr_one_zero, step_size.next(), F(0.0f)), sign(prev.next()), p);
         return p_;
     }
 };

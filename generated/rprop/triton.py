@@ -12,32 +12,33 @@ from optgen.runtime.gpu.prelude import minus, sign
 @triton.jit
 def rprop_tile(
     PLAN: tl.constexpr, p, g, prev, step_size, etaminus, etaplus, step_size_min, step_size_max, grad_scale,
-    where_lt_one_t_zero_lr, live, MASKED: tl.constexpr,
+    where_lt_one_t_zero_lr, where_lt_zero_lr_one_zero, live, MASKED: tl.constexpr,
 ):
     """The new p, prev, step_size."""
     prev = read(prev, PLAN.prev)
     step_size = read(step_size, PLAN.step_size)
     g_2 = grad_scale * g
-    agreement = grad_scale * (g * prev)          # 22
+    agreement = grad_scale * (g * prev)        # 22
+    size = step_size + where_lt_one_t_zero_lr  # 23
     agreement_lt = agreement < 0.0
-    prev = tl.where(agreement_lt, 0.0, g_2)      # 27
-    size = step_size + where_lt_one_t_zero_lr    # 23
     scaled = tl.where(0.0 < agreement, etaplus * size, tl.where(agreement_lt, etaminus * size, size))  # 24
     # 25
     step_size = tl.minimum(
         tl.maximum(scaled, step_size_min, propagate_nan=tl.PropagateNan.ALL), step_size_max,
         propagate_nan=tl.PropagateNan.ALL
     )
-    p = tl.fma(minus(sign(prev)), step_size, p)  # 28
+    prev = tl.where(agreement_lt, 0.0, g_2)    # 27
+    p = tl.fma(minus(tl.where(0.0 < where_lt_zero_lr_one_zero, step_size, 0.0)), sign(prev), p)  # 28
     return p, prev, step_size
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def rprop_sweep(
     table, work, etaminus: tl.float32, etaplus: tl.float32, step_size_min: tl.float32, step_size_max: tl.float32,
-    grad_scale: tl.float32, where_lt_one_t_zero_lr: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
+    grad_scale: tl.float32, where_lt_one_t_zero_lr: tl.float32, where_lt_zero_lr_one_zero: tl.float32,
+    step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     walk(
         table, work, rprop_tile, SWEEP, (etaminus, etaplus, step_size_min, step_size_max, grad_scale,
-        where_lt_one_t_zero_lr), step_key,
+        where_lt_one_t_zero_lr, where_lt_zero_lr_one_zero), step_key,
     )
