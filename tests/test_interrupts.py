@@ -1,5 +1,7 @@
-"""Ctrl-C at any line of a step: the step is made for every parameter, with its states, or for none."""
+"""Ctrl-C or an error at any line of a step: the step is made for every parameter, with its states, or for none, or the
+optimizer refuses to go on without a checkpoint."""
 
+import copy
 import os
 import signal
 import sys
@@ -12,55 +14,80 @@ from torch import nn
 
 from optgen import optim
 from optgen.runtime.cpu import native
-from optgen.runtime.step.uninterrupted import Uninterrupted
+from optgen.runtime.records.uninterrupted import Uninterrupted
+from optgen.runtime.several import Several
 
-SHAPES = ((70, 64), (5000,), (33,), (3, 4))
-RULES = (
+SHAPES = ((10, 70), (300,), (33,), (3, 4))
+RULES: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("AdamW", "int8_split24", {}),
     ("LAMB", "fp32", {}),
     ("Muon", "int8_split24", {}),
     ("Prodigy", "int4_split24", {}),
     ("AdamW", "flashoptim", {"offload": True}),
+    ("Several", "int8_split24", {}),
 )
 
 
 def made(rule: str, plan: str, options: dict[str, Any], backend: str) -> Any:
     torch.manual_seed(0)
     dtypes = (torch.bfloat16, torch.float32)
-    params = [nn.Parameter(torch.randn(shape).to(dtype)) for shape in SHAPES for dtype in dtypes]
-    groups = [{"params": params[:4], "lr": 1e-2}, {"params": params[4:], "lr": 1e-3}]
-    return getattr(optim, rule)(groups, plan=plan, backend=backend, **options)
+    named = [(f"{shape} {dtype}", nn.Parameter(torch.randn(shape).to(dtype))) for shape in SHAPES for dtype in dtypes]
+    groups = [{"params": named[:4], "lr": 1e-2}, {"params": named[4:], "lr": 1e-3}]
+    options = {**options, "plan": plan, "backend": backend}
+    if rule == "Several":
+        return Several({"a": optim.Lion(groups[:1], **options), "b": optim.AdamW(groups[1:], **options)})
+    return getattr(optim, rule)(groups, **options)
 
 
-def params(opt: Any) -> list[nn.Parameter]:
-    return [p for group in opt.param_groups for p in group["params"]]
+def params(opt: Any) -> dict[str, nn.Parameter]:
+    pairs = [zip(group["param_names"], group["params"], strict=True) for group in opt.param_groups]
+    return {name: p for group in pairs for name, p in group}
 
 
 def grade(opt: Any, k: int) -> None:
     draw = torch.Generator().manual_seed(k)
-    for p in params(opt):
-        p.grad = torch.randn(p.shape, generator=draw).to(p.dtype)
+    grads = {p: torch.randn(p.shape, generator=draw).to(p.dtype) for p in params(opt).values()}
+    for p, g in grads.items():  # all lie elsewhere than before: each run has the same lines
+        p.grad = g
 
 
-def facts(opt: Any) -> list[Any]:
+def facts(opt: Any) -> dict[str, Any]:
     def bits(x: Any) -> Any:
-        return x.detach().contiguous().view(torch.uint8).tolist() if torch.is_tensor(x) and x.dim() else float(x)
+        tensor = torch.is_tensor(x) and x.dim()
+        return x.detach().contiguous().view(torch.uint8).numpy().tobytes() if tensor else float(x)
 
-    return [[bits(p), {k: bits(v) for k, v in opt.state.get(p, {}).items()}] for p in params(opt)]
+    return {n: [bits(p), {k: bits(v) for k, v in opt.state.get(p, {}).items()}] for n, p in params(opt).items()}
 
 
-def at_line(step: Callable[[], Any], number: int) -> int:
-    """Step; the signal comes before the line of that number, counted over optgen's files. Return the lines seen."""
+def kept(opt: Any) -> tuple[dict[str, torch.Tensor], Any]:
+    return {n: p.detach().clone() for n, p in params(opt).items()}, copy.deepcopy(opt.state_dict())
+
+
+def press() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def fail() -> None:
+    raise MemoryError
+
+
+def at_line(step: Callable[[], Any], number: int = 0, does: Callable[[], None] = press) -> int:
+    """Step; something happens before the line of that number, counted over optgen's files.  Return the lines seen.
+
+    It does not fail in what holds Ctrl-C back, but at the next line after it.
+    """
     seen = 0
 
     def trace(frame: Any, event: str, _: Any) -> Any:
-        nonlocal seen
+        nonlocal seen, number
         if "optgen" not in frame.f_code.co_filename:
             return None
         if event == "line":
             seen += 1
-            if seen == number:
-                os.kill(os.getpid(), signal.SIGINT)
+            here = does is press or not frame.f_code.co_filename.endswith("uninterrupted.py")
+            if number and seen >= number and here:
+                number = 0
+                does()
         return trace
 
     sys.settrace(trace)
@@ -85,53 +112,65 @@ def test_a_step_is_whole_or_not_there(rule: str, plan: str, options: dict[str, A
     """The first step, which makes states; the second; and the third, which may repeat the second's launches."""
     if backend == "cpp" and native.compiler() is None:
         pytest.skip("no C++ compiler")
-    lines, wanted, opt = [], [], made(rule, plan, options, backend)
-    wanted.append(facts(opt))
-    for k in range(3):
-        grade(opt, k)
-        lines.append(at_line(opt.step, -1))
-        wanted.append(facts(opt))
+    for _ in range(2):  # a first step has lines that later ones of the process have not
+        opt = made(rule, plan, options, backend)
+        lines, wanted, saved = [], [facts(opt)], [kept(opt)]
+        for k in range(3):
+            grade(opt, k)
+            lines.append(at_line(opt.step))
+            wanted.append(facts(opt))
+            saved.append(kept(opt))
     draw = torch.Generator().manual_seed(len(rule) + len(plan))
-    interrupted = 0
-    for _ in range(12):
+    for does in (press, fail) * 6:
         opt = made(rule, plan, options, backend)
         done = int(torch.randint(3, (), generator=draw))
         for k in range(done):
             grade(opt, k)
             opt.step()
         grade(opt, done)
-        try:
-            at_line(opt.step, 1 + int(torch.randint(lines[done], (), generator=draw)))
-        except KeyboardInterrupt:
-            interrupted += 1
-        now = facts(opt)
-        if now == wanted[done]:  # and the step can be made now
+        with pytest.raises((KeyboardInterrupt, MemoryError)):
+            at_line(opt.step, 1 + int(torch.randint(lines[done], (), generator=draw)), does)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        now, torn = facts(opt), set(opt._uninterrupted.torn)
+        if torn:
+            assert does is fail and torn >= {name for name in now if now[name][0] != wanted[done][name][0]}
+            for action in (opt.step, opt.state_dict, lambda opt=opt: copy.deepcopy(opt)):
+                with pytest.raises(RuntimeError, match=r"broken off the last step.*load a checkpoint"):
+                    action()
+            assert facts(opt) == now
+            with torch.no_grad():
+                for name, p in params(opt).items():
+                    p.copy_(saved[done][0][name])
+            opt.load_state_dict(saved[done][1])
+            now = facts(opt)
+        if now != wanted[done + 1]:  # the step can be made now
             opt.step()
             now = facts(opt)
         assert now == wanted[done + 1]
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    assert interrupted > 6  # a first step has lines that later ones of the process have not
 
 
-def press(passed: list[int], held: bool) -> None:
+def pressed(whole: Uninterrupted, passed: list[int], held: bool) -> None:
     """Press twice inside a step, or once inside a chunk of one and go on."""
-    with Uninterrupted():
+    with whole as begun:
+        begun.append("p")
         if held:
             signal.raise_signal(signal.SIGINT)
             passed.append(1)
             signal.raise_signal(signal.SIGINT)
             passed.append(2)
-        with Uninterrupted():
+        with whole, Uninterrupted():
             signal.raise_signal(signal.SIGINT)
             passed.append(3)
         passed.append(4)
     passed.append(5)
 
 
-@pytest.mark.parametrize(("held", "wanted"), [(True, [1]), (False, [3, 4])])
-def test_a_second_press_interrupts_at_once(held: bool, wanted: list[int]) -> None:
+@pytest.mark.parametrize(("held", "wanted", "torn"), [(True, [1], ["p"]), (False, [3, 4], [])])
+def test_a_second_press_interrupts_at_once(held: bool, wanted: list[int], torn: list[str]) -> None:
+    """What it leaves is torn; after one press it is whole."""
     passed: list[int] = []
+    whole = Uninterrupted()
     with pytest.raises(KeyboardInterrupt):
-        press(passed, held)
-    assert passed == wanted
+        pressed(whole, passed, held)
+    assert (passed, whole.torn) == (wanted, torn)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -23,6 +23,7 @@ from optgen.runtime.options import entries, options
 from optgen.runtime.options import overrides as rules
 from optgen.runtime.options.entries import Entry, Owner
 from optgen.runtime.records import Flag, Hyper, join
+from optgen.runtime.records.uninterrupted import Uninterrupted
 from optgen.runtime.records.warn import warn
 from optgen.runtime.states import low_bits, memory, state
 from optgen.runtime.step import admit, stepper
@@ -56,14 +57,20 @@ class Checkpointed(torch.optim.Optimizer):
         own = {id(entry.p): (one, entry) for one in self._members for entry in one._entries()}
         return ((*own[id(entry.p)], entry) for entry in entries.of(self.param_groups))
 
-    def _refuse_uphill(self, action: str) -> None:
+    def _refuse_midway(self, action: str) -> None:
         for one in self._members:
+            what = f"{type(one).__name__}.{action}"
             if one._uphill:
-                name = type(one).__name__
-                raise RuntimeError(f"{name}.{action} between the steps of SAM: call second_step() first")
+                raise RuntimeError(f"{what} between the steps of SAM: call second_step() first")
+            if torn := one._uninterrupted.torn:
+                raise RuntimeError(
+                    f"{what}: an error has broken off the last step, which had changed {checkpoint.some(torn)}, in "
+                    f"whole or in part, and no other parameter: load a checkpoint into the model and into the "
+                    f"optimizer (load_state_dict)"
+                )
 
     def _refuse_in_evaluation(self, action: str) -> None:
-        self._refuse_uphill(action)
+        self._refuse_midway(action)
         for one in self._members:
             if one._evaluating:
                 raise RuntimeError(f"{type(one).__name__}.{action} in evaluation: call train() first")
@@ -76,7 +83,7 @@ class Checkpointed(torch.optim.Optimizer):
         Between `eval()` and `train()` it has the weights of training too; the optimizer that loads it is in evaluation,
         and its `train()` puts them into the model.  RuntimeError between the steps of SAM.
         """
-        self._refuse_uphill("state_dict()")
+        self._refuse_midway("state_dict()")
         found = super().state_dict()
         own = {}
         for one in self._members:
@@ -97,7 +104,7 @@ class Checkpointed(torch.optim.Optimizer):
         What torch has no place for (the weights' low halves, the seed, the plan) is left out: see master_weights.  In
         evaluation the weights of training are in it, fp32.
         """
-        self._refuse_uphill("dense_state_dict()")
+        self._refuse_midway("dense_state_dict()")
         numbers, groups, dense = count(), [], {}
         for group in self.param_groups:
             packed = {key: value for key, value in group.items() if key not in options.OWN}
@@ -117,7 +124,7 @@ class Checkpointed(torch.optim.Optimizer):
         Frozen ones that fp32 does not hold (integers, complex numbers, fp64) are copied as they are.
         ValueError where two parameters have one name, as those of two models may: see `master_state_dict`.
         """
-        self._refuse_uphill("master_weights()")
+        self._refuse_midway("master_weights()")
         names = [entry.name for entry in entries.of(self.param_groups)]
         twice = [name for name, times in Counter(names).items() if times > 1]
         if twice:
@@ -129,7 +136,7 @@ class Checkpointed(torch.optim.Optimizer):
 
     def full_weights(self) -> list[Tensor]:
         """Return the weights at full precision, fp32, in the order of the groups; frozen as in `master_weights`."""
-        self._refuse_uphill("full_weights()")
+        self._refuse_midway("full_weights()")
         with torch.no_grad():
             return [weights.of_entry(one, entry) for one, entry, _ in self._matched()]
 
@@ -142,7 +149,7 @@ class Checkpointed(torch.optim.Optimizer):
         RuntimeError where a weight was changed by something else and no longer fits what is kept of it; ValueError for
         a model none of whose parameters is this optimizer's.
         """
-        self._refuse_uphill("master_state_dict()")
+        self._refuse_midway("master_state_dict()")
         self._members[0]._say_lost_bits(model)
         return weights.of_model(self, model)
 
@@ -309,6 +316,7 @@ class Optimizer(Checkpointed):
         self._release: release.Release | None = None
         self._watch: watch.Watch | None = None
         self._record: record.Record | None = None
+        self._uninterrupted = Uninterrupted()
         self._uphill = False  # between the two steps of SAM
         self._idle = 0
         self._rules, self._blocks = rules.Rules(type(self)), of_rows.Rules(type(self))
@@ -431,7 +439,7 @@ class Optimizer(Checkpointed):
 
     def _owner(self) -> Owner:
         """Return the class, the groups and the states as they are now."""
-        return Owner(type(self), self.param_groups, self.state)
+        return Owner(type(self), self.param_groups, self.state, self._uninterrupted)
 
     def _forget_removed(self) -> None:
         """Forget the dtypes of parameters that were swapped for others, once they are many."""
@@ -579,7 +587,7 @@ class Optimizer(Checkpointed):
         return self.evaluation is not None and any(group.get(options.MODE) is False for group in self.param_groups)
 
     def __getstate__(self) -> dict[str, Any]:
-        self._refuse_uphill("copying")
+        self._refuse_midway("copying")
         found: dict[str, Any] = super().__getstate__()
         found |= {"_rules": self._rules, "_blocks": self._blocks}
         params = [entry.p for entry in self._entries()]
@@ -601,13 +609,14 @@ class Optimizer(Checkpointed):
 
     def _read(self, state_dict: Mapping[str, Any]) -> checkpoint.Loaded:
         """Return groups and states as a state dict has them, or raise ValueError; nothing has changed."""
-        self._refuse_uphill("load_state_dict()")
+        if not self._uninterrupted.torn:
+            self._refuse_midway("load_state_dict()")
         state_dict = checkpoint.opened(self, state_dict)
         with torch.no_grad():
             moved = self._offload.settle(self.param_groups)
             try:
                 loaded = checkpoint.read(type(self), self.param_groups, state_dict, self.state)
-                if all(group.get(options.MODE, True) for group in loaded.groups):
+                if self._evaluating and all(group.get(options.MODE, True) for group in loaded.groups):
                     self._refuse_in_evaluation("load_state_dict() of one that was taken in training")
                 return loaded
             except BaseException:
@@ -620,6 +629,7 @@ class Optimizer(Checkpointed):
         with torch.no_grad():
             started = [p for p in loaded.states if isinstance(p, Tensor) and state.of(loaded.states, p)]
             self._stepper.forget_step()
+            self._uninterrupted.begun.clear()
             if self._watch is not None:
                 self._watch.step = -1
             weights.settle(loaded.rounded, started)

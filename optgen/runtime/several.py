@@ -17,6 +17,7 @@ from optgen.runtime.modes.watch import SAMPLE, Callback, Run, Watches
 from optgen.runtime.optimizer import Checkpointed, Optimizer
 from optgen.runtime.options import options, overrides
 from optgen.runtime.records.misfits import Misfits
+from optgen.runtime.records.uninterrupted import Uninterrupted
 
 RULE = "rule"
 """The key of a group that says which part steps it: the name of its class, numbered where several parts have it."""
@@ -95,7 +96,7 @@ class Several(Checkpointed):
     defaults  the options that all parts have, with the first one's defaults
 
     A group says under "rule" which part steps it.  All parts must accept a state dict before any changes; a step's
-    errors come before changes of the part that raises.
+    errors come before changes of the part that raises, and after one none of them goes on but from a checkpoint.
     """
 
     parts: dict[Any, Optimizer]
@@ -113,6 +114,12 @@ class Several(Checkpointed):
         shared = {k: v for k, v in first.defaults.items() if k != RULE and all(k in x.defaults for x in others)}
         # torch's constructor would add a group and reset the states.
         self.__setstate__({"parts": dict(parts), "defaults": shared, "_order": []})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._uninterrupted = Uninterrupted()
+        for part in self._members:
+            part._uninterrupted = self._uninterrupted
 
     def __getstate__(self) -> dict[str, Any]:
         return {"parts": self.parts, "defaults": self.defaults, "_order": self._labels()}
@@ -211,8 +218,9 @@ class Several(Checkpointed):
             vars(part).update((name, vars(self)[name]) for name in SCALED if name in vars(self))
         given: list[Any] = [*parts]
         try:
-            for part in parts:
-                self._step(part)
+            with self._uninterrupted:
+                for part in parts:
+                    self._step(part)
         except BaseException:
             given.append(self)  # as a part does
             raise

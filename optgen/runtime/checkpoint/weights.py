@@ -331,7 +331,7 @@ def evaluate(optimizer: Any) -> None:
     Until `train()` is called there is no step, and those of training are entries of the states, "trained_weight", so
     that checkpoints, copies and pickles have both.  RuntimeError between the steps of SAM.
     """
-    optimizer._refuse_uphill("eval()")
+    optimizer._refuse_midway("eval()")
     if optimizer.evaluation is None or optimizer._evaluating:
         return
     states = optimizer.state

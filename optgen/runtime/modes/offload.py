@@ -25,7 +25,6 @@ from optgen.runtime.records.arena import LINE
 from optgen.runtime.states import low_bits, state
 from optgen.runtime.step import admit
 from optgen.runtime.step.stepper import Stepper
-from optgen.runtime.step.uninterrupted import Uninterrupted
 from optgen.runtime.work import counting
 
 CHUNK = 64 * 1024 * 1024
@@ -161,7 +160,7 @@ class Chunk:
             for twin, g in zip(self.twins, self.grads, strict=True):
                 twin.grad = g
         try:
-            self.stepper.step(Owner(owner.cls, self.groups, self.states))
+            self.stepper.step(owner._replace(groups=self.groups, states=self.states))
         finally:
             for m, twin in zip(self.members, self.twins, strict=True):
                 made = self.states.get(twin)
@@ -266,7 +265,7 @@ class Offload:
         if not self.active and not any(group.get("offload") for group in owner.groups):
             stepper.step(owner, scaler)
             return
-        with torch.no_grad(), Uninterrupted():
+        with torch.no_grad(), owner.uninterrupted:
             self._check(owner, scaler)
             if scaler is not None and scaler.found_infinity():
                 return

@@ -26,6 +26,7 @@ from optgen.runtime.layout import plans, sharding
 from optgen.runtime.modes import offload
 from optgen.runtime.options import entries, options
 from optgen.runtime.options.entries import Entry, Owner
+from optgen.runtime.records.uninterrupted import Uninterrupted
 from optgen.runtime.records.warn import warn
 from optgen.runtime.states import low_bits, state
 from optgen.runtime.step import backends
@@ -220,7 +221,7 @@ def replay(content: Mapping[str, Any], cls: Any, backend: str) -> list[dict[str,
     params = [p for group in groups for p in group["params"]]
     scale = None if content["scale"] is None else torch.tensor([content["scale"]], device=device)
     scaler = None if scale is None else counting.Scaler(scale, torch.zeros_like(scale))
-    Stepper().step(Owner(cls, groups, states), scaler)
+    Stepper().step(Owner(cls, groups, states, Uninterrupted()), scaler)
     rows = []
     for p, one, after in zip(params, content["parameters"], content["after"], strict=True):
         was = {"weight": after["weight"], **(after["state"] or {})}

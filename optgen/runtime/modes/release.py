@@ -30,6 +30,7 @@ from optgen.runtime.options import entries, options
 from optgen.runtime.options.entries import Entry, Owner
 from optgen.runtime.records import Variant, as_float, as_int
 from optgen.runtime.records.arena import Arena
+from optgen.runtime.records.uninterrupted import Uninterrupted
 from optgen.runtime.records.warn import warn
 from optgen.runtime.states import state
 from optgen.runtime.step.stepper import Stepper
@@ -68,7 +69,7 @@ class ReleasedParameter:
     def step(self, owner: Owner) -> None:
         """Update p from p.grad, as a parameter of `owner`."""
         self.refresh(owner)
-        self.offload.step(Owner(owner.cls, [self.group], owner.states), self.stepper)
+        self.offload.step(owner._replace(groups=[self.group]), self.stepper)
         self.stepper.arena = None
         if self.roomy:
             self.stepper.forget_tables()
@@ -579,8 +580,9 @@ class GradientAccumulator:
         weight.grad = g.detach()
         group["params"] = [weight]
         states: dict[Any, Any] = {} if self._entry is None else {weight: self._entry}
+        owner = Owner(self._cls, [group], states, Uninterrupted())
         try:
-            Stepper().step(Owner(self._cls, [group], states))  # one that stayed would hold the gradient
+            Stepper().step(owner)  # one that stayed would hold the gradient
             self._entry = states[weight]
         finally:
             weight.grad = None

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from optgen.runtime.layout.plans import Label
+from optgen.runtime.records.uninterrupted import Uninterrupted
 
 OWN = ("params", "param_names", "positions")
 """Keys of a group that say which parameters it has; all others are options.  positions: of a part of a user's groups,
@@ -15,11 +16,13 @@ which is stepped by itself, the indices over all of these."""
 
 
 class Owner(NamedTuple):
-    """The optimizer whose step is made, or a part of it: its class, groups and states."""
+    """The optimizer whose step is made, or a part of it: its class, groups and states, and the context in
+    which it changes them."""
 
     cls: Any
     groups: list[dict[str, Any]]
     states: dict[Any, Any]
+    uninterrupted: Uninterrupted
 
 
 class Entry(NamedTuple):

@@ -25,7 +25,6 @@ from optgen.runtime.options import options
 from optgen.runtime.options.entries import Owner
 from optgen.runtime.step import launch
 from optgen.runtime.step.launch import Kernels
-from optgen.runtime.step.uninterrupted import Uninterrupted
 from optgen.runtime.work import counting
 from optgen.runtime.work.bucket import Bucket
 
@@ -83,7 +82,7 @@ class CachedBucket:
     def __init__(self, bucket: Bucket, kernels: Kernels, state: Mapping[Any, State]) -> None:
         self.group, self.variant, self.kernels = bucket.group, bucket.variant, kernels
         self.control = kernels.control if bucket.counted else None
-        self.device = bucket.device
+        self.device, self.labels = bucket.device, bucket.names
         # torch moves the version of a DTensor, not that of its local part.
         pairs = list(zip(bucket.params, bucket.shards, strict=True))
         self.params = [p if shard is None else shard.p for p, shard in pairs]
@@ -234,13 +233,14 @@ class CachedStep:
         """
         if not self.matches(owner, scaler is not None):
             return False
-        for bucket in self.buckets:
-            bucket.follow()
         if scaler is not None and self.on_host and scaler.found_infinity():
             return True
         counted = [bucket.count(self.groups[bucket.group], scaler) for bucket in self.buckets]
-        with Uninterrupted():
+        with owner.uninterrupted as begun:
+            for bucket in self.buckets:
+                bucket.follow()
             for bucket, one in zip(self.buckets, counted, strict=True):
+                begun += bucket.labels
                 bucket.run(one)
         return True
 

@@ -237,9 +237,9 @@ class Native(Kernels):
         return cpu.runner(bucket, self.table, scalars, step_key)
 
     def follow(self, gradients: list[int]) -> None:
-        self.known = self.known.with_gradients(gradients)
         live = [g for g, shape in zip(gradients, self.known.shapes, strict=True) if 0 not in shape]
         self.table.rows[1 :: self.table.width] = array("q", live)
+        self.known = self.known.with_gradients(gradients)
 
 
 class Addresses:

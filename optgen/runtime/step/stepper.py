@@ -17,7 +17,6 @@ from optgen.runtime.records.arena import Arena
 from optgen.runtime.states import state
 from optgen.runtime.step import agreement, fast_path, launch, shared, sort
 from optgen.runtime.step.admit import Dtypes
-from optgen.runtime.step.uninterrupted import Uninterrupted
 from optgen.runtime.work import counting, staged, workers
 from optgen.runtime.work.bucket import Bucket
 
@@ -104,7 +103,7 @@ class Stepper:
             workers.share(buckets, sending, keys.stream_key(listed[0].name))
         shared.check(buckets)
         counted = [None if b.counted else _counted(owner.cls, owner.groups[b.group], b, None, scaler) for b in buckets]
-        with Uninterrupted():
+        with owner.uninterrupted:
             self._change(owner, buckets, fresh, counted, scaler, begins, bool(sending))
 
     def _change(
@@ -120,7 +119,7 @@ class Stepper:
             for _, kernels, (scalars, key, _) in ready:
                 if kernels is not None:
                     kernels.load(scalars, key)
-        _run(ready)
+        _run(ready, owner.uninterrupted.begun)
         if owner.cls.INPUTS:
             inputs.freed(owner.cls, {id(kept): kept for bucket in buckets for kept in bucket.owned})
         if any(f.space == "model" for bucket in buckets for f in bucket.variant.fields):
@@ -173,13 +172,15 @@ def _has_fast_path(cls: Any, ready: Sequence[ReadyBucket]) -> bool:
     return not cls.INPUTS and all(flag.clock is None for flag in cls.FLAGS)
 
 
-def _run(ready: Sequence[ReadyBucket]) -> None:
+def _run(ready: Sequence[ReadyBucket], begun: list[Label]) -> None:
     """Run the kernels of a step."""
     for one in ready:
         if not one.bucket.waits:
+            begun += one.bucket.names
             one.run()
     waiting = [one for one in ready if one.bucket.waits]
     if waiting:
+        begun += [name for one in waiting for name in one.bucket.names]
         turns = sorted({one.bucket.turn for one in waiting})
         shared.run([one.runner() for one in waiting if one.bucket.turn == turn] for turn in turns)
         for one in waiting:
