@@ -67,7 +67,7 @@ def test_every_public_method_of_an_optimizer_is_there() -> None:
             continue
         ours = getattr(Several, name)
         if inspect.signature(ours).return_annotation == "NoReturn":
-            with pytest.raises(NotImplementedError, match=rf"\.parts\[\.\.\.\]\.{name}"):
+            with pytest.raises(NotImplementedError, match=rf"{name}\(.*opt\.parts"):
                 ours(None, None)
             refused.append(name)
         else:

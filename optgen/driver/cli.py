@@ -178,7 +178,9 @@ def _tell_build(t: Terminal, outcome: Any, check: bool) -> None:
         t.result["diff"] = outcome.diff
         if not outcome.clean:
             t.show(outcome.diff.rstrip("\n"))
-            t.log(f"{outcome.out} is not what these specs and plans build: run `optgen build`", "red")
+            names = [*outcome.written, *outcome.removed]
+            which = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
+            t.log(f"{outcome.out} is not what these specs and plans build ({which}): run `optgen build`", "red")
             t.fail()
         else:
             t.show(f"{outcome.out} is up to date ({outcome.unchanged} files)")

@@ -85,7 +85,7 @@ class Checkpointed(torch.optim.Optimizer):
         """
         self._refuse_midway("state_dict()")
         found = super().state_dict()
-        own = {}
+        own: dict[int, tuple[type[Optimizer], dict[str, list[str]]]] = {}
         for one in self._members:
             found = inputs.whole(type(one), found)
             names = checkpoint.own_names(type(one), one.param_groups, one.state)

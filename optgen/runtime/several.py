@@ -267,12 +267,13 @@ class Several(Checkpointed):
         return made
 
     def record(self, path: Any, params: Any = None) -> NoReturn:
-        """Refuse a record, which is of the step of one rule: `parts[...].record`."""
-        raise NotImplementedError("Several: a record is of the step of one rule, .parts[...].record(path)")
+        """Refuse: a record is of the step of one rule, `opt.parts[...].record(path)`."""
+        raise NotImplementedError("Several: record() is of the step of one rule: opt.parts[...].record(path)")
 
     def release_gradients(self, *given: Any, **options: Any) -> NoReturn:
-        """Refuse: each part has a handle of its own, `parts[...].release_gradients`."""
-        raise NotImplementedError("Several: gradients are released by rule, .parts[...].release_gradients(...)")
+        """Refuse: each part has a handle, and `clip_by="previous_norm"` the norm over its own parameters."""
+        how = "[part.release_gradients(model) for part in opt.parts.values()]"
+        raise NotImplementedError(f"Several: release_gradients() is of one rule: handles = {how}")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state dict of the same rules; ValueError lists what does not fit, and nothing has changed."""

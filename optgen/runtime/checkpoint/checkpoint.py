@@ -38,7 +38,7 @@ from optgen.runtime.records.warn import warn
 from optgen.runtime.states import low_bits, state
 
 Groups = list[dict[str, Any]]
-Names = list[list[plans.Label]]
+Names = list[list[Any]]
 
 FORMAT = 5
 """The version of a group and its states, saved under "format". A file of every version is in tests/cases/checkpoints.
@@ -352,29 +352,21 @@ class Matched(NamedTuple):
 
 
 def _match(groups: Groups, saved: list[Mapping[str, Any]], misfits: Misfits) -> Matched:
-    """Match parameters by name over all groups if both sides have names, else by position."""
-    mine, theirs = _names_by_group(groups), _names_by_group(saved)
-    if mine is not None and theirs is not None:
-        return _match_by_name(groups, saved, mine, theirs, misfits)
-    if len(groups) != len(saved):
-        misfits.add(f"expected {len(groups)} parameter groups, got {len(saved)}")
-        misfits.stop()
-    for i, (group, other) in enumerate(zip(groups, saved, strict=True)):
-        if len(group["params"]) != len(other["params"]):
-            misfits.add(f"group {i}: expected {len(group['params'])} parameters, got {len(other['params'])}")
-    misfits.stop()
-    numbers = (number for other in saved for number in other["params"])
-    return Matched(dict(zip((id(p) for group in groups for p in group["params"]), numbers, strict=True)), saved)
+    """Match parameters by name over all groups if both sides have names, else by position.
 
-
-def _match_by_name(
-    groups: Groups, saved: list[Mapping[str, Any]], mine: Names, theirs: Names, misfits: Misfits
-) -> Matched:
-    """Match by the names of each group's parameters; those of wrappers (torch.compile, checkpoint_wrapper) are ignored.
-
-    Raises ValueError listing the names that one side lacks, and the groups whose parameters are in several saved ones.
+    Names of wrappers (torch.compile, checkpoint_wrapper) are ignored.  Raises ValueError listing what one side lacks,
+    and the groups whose parameters are in several saved ones.
     """
-    if _count(mine) != _count(theirs):
+    mine, theirs = _names_by_group(groups), _names_by_group(saved)
+    if mine is None or theirs is None:
+        mine, theirs = ([[(i, k) for k, _ in enumerate(g["params"])] for i, g in enumerate(x)] for x in (groups, saved))
+        if len(mine) != len(theirs):
+            misfits.add(f"expected {len(mine)} parameter groups, got {len(theirs)}")
+        for i, (own, other) in enumerate(zip(mine, theirs, strict=False)):
+            if own != other:
+                misfits.add(f"group {i}: expected {len(own)} parameters, got {len(other)}")
+        misfits.stop()
+    elif _count(mine) != _count(theirs):
         mine, theirs = _bare(mine), _bare(theirs)
     count = _count(mine)
     lacking, extra = list((count - _count(theirs)).elements()), list((_count(theirs) - count).elements())
@@ -410,7 +402,7 @@ def _names_by_group(groups: Sequence[Mapping[str, Any]]) -> Names | None:
     return found if named and any(found) else None
 
 
-def _count(names: Names) -> Counter[plans.Label]:
+def _count(names: Names) -> Counter[Any]:
     return Counter(itertools.chain(*names))
 
 
@@ -420,9 +412,9 @@ def some(names: Sequence[plans.Label]) -> str:
     return f"{sorted(names, key=str)[:SHOWN]}{more}"
 
 
-def _counted(names: Names) -> list[tuple[plans.Label, int]]:
+def _counted(names: Names) -> list[tuple[Any, int]]:
     """Pair each name with the number of its earlier occurrences: two parameters may share a name."""
-    seen: dict[plans.Label, Iterator[int]] = {}
+    seen: dict[Any, Iterator[int]] = {}
     return [(name, next(seen.setdefault(name, itertools.count()))) for name in itertools.chain(*names)]
 
 

@@ -71,7 +71,8 @@ def _ordered(t: Tensor) -> Tensor:
 
 def of_entry(optimizer: Any, entry: Entry) -> Tensor:
     """Return the full weight of a parameter as it is to be used: in evaluation, as it is evaluated with."""
-    cls, group, p, name, kept = type(optimizer), entry.group, entry.p, entry.name, state.of(optimizer.state, entry.p)
+    p: Any = entry.p
+    cls, group, name, kept = type(optimizer), entry.group, entry.name, state.of(optimizer.state, p)
     if not kept:
         return fresh(p)
     if state.TRAINED not in kept:
