@@ -237,7 +237,7 @@ TABLE: dict[str, Row] = {
     "E408": Row("{file} exists already", "nothing was changed", "choose another name, or delete the file"),
     "E409": Row("`{name}` cannot be the name of a spec", "it becomes a Python module and function", "{remedy}"),
     "E411": Row("{option} is {want}, got `{got}`"),
-    "E412": Row("two would both become {what}", "", "give one of the two another name"),
+    "E412": Row("two definitions would become {what}", "", "give one of the two another name"),
     "E413": Row("{path} cannot be written: {why}"),
     "E414": Row("nothing to build", "no name was given and specs/ holds no spec", "optgen new my_rule"),
     "E415": Row(
