@@ -303,14 +303,18 @@ def test_a_step_that_one_part_refuses_for_its_mode_changes_nothing(why: str) -> 
 @pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize("number", range(3))
 def test_a_distributed_checkpoint_goes_on_with_the_same_bits(number: int, flat: bool) -> None:
+    """Also where states were read, or a user keeps something in one, before there were any."""
     rules = {key: {"rule": cls, **given} for key, (cls, given) in RULES[number].items()}
     form = StateDictOptions(flatten_optimizer_state_dict=flat)
     net = model()
     opt: Any = optgen.make(rules, net, plan="int8_split24", backend="reference")
     train(net, opt, 3)
+    opt.state[net[0].weight]["own"] = torch.ones(2)
     saved = copy.deepcopy(get_optimizer_state_dict(net, opt, options=form))
     other = copy.deepcopy(net)
     again: Any = optgen.make(rules, other, plan="int8_split24", backend="reference")
+    assert not any(again.state[p] for p in other.parameters())
+    again.state[other[0].weight]["own"] = torch.zeros(2)
     set_optimizer_state_dict(other, again, saved, options=form)
     train(net, opt, 3)
     train(other, again, 3)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import count, islice
 from typing import Any, ClassVar, overload
@@ -287,6 +287,7 @@ class Optimizer(Checkpointed):
         self._blocks = of_rows.Rules(type(self), blocks, tables)
         self._all_given = False
         super().__init__(params, defaults)
+        self.state = state.States(dict)
         self._all_given = True
         admit.refuse_shared_memory(type(self), self._entries())
         labels, found = [entry.name for entry in self._entries()], [entry.p for entry in self._entries()]
@@ -633,7 +634,7 @@ class Optimizer(Checkpointed):
             if self._watch is not None:
                 self._watch.step = -1
             weights.settle(loaded.rounded, started)
-            self.state = defaultdict(dict, inputs.freed(type(self), loaded.states))
+            self.state = state.States(dict, inputs.freed(type(self), loaded.states))
             self.param_groups = loaded.groups
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NoReturn
 
@@ -18,6 +18,7 @@ from optgen.runtime.optimizer import Checkpointed, Optimizer
 from optgen.runtime.options import options, overrides
 from optgen.runtime.records.misfits import Misfits
 from optgen.runtime.records.uninterrupted import Uninterrupted
+from optgen.runtime.states import state
 
 RULE = "rule"
 """The key of a group that says which part steps it: the name of its class, numbered where several parts have it."""
@@ -54,6 +55,9 @@ class States(MutableMapping[Any, Any]):
 
     def __len__(self) -> int:
         return sum(len(states) for _, states in self.parts)
+
+    def __bool__(self) -> bool:
+        return any(states for _, states in self.parts)
 
     def __repr__(self) -> str:
         return repr(dict(self))
@@ -162,7 +166,7 @@ class Several(Checkpointed):
     @state.setter
     def state(self, states: Mapping[Any, Any]) -> None:
         for part in self._members:
-            part.state = defaultdict(dict)
+            part.state = state.States(dict)
         self.state.update(states)
 
     def _owner_of(self, group: Any) -> str:

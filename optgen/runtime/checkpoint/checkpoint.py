@@ -233,8 +233,9 @@ def read(
     loaded = Loaded({}, merged, [])
     missing: list[str] = []
     stacks: list[plans.Label] = []
-    for group, saved_group, labels in zip(merged, sources, labels_of(merged), strict=True):
-        reading = _Reading(cls, group, saved_group, misfits, loaded)
+    mine = own_names(cls, groups, present)  # torch's flattened form has only the keys that the live groups have
+    for group, saved_group, own, labels in zip(merged, sources, mine, labels_of(merged), strict=True):
+        reading = _Reading(cls, group, {**own, **saved_group}, misfits, loaded)
         numbers = [order[id(p)] for p in group["params"]]
         absent = reading.read(labels, numbers, saved_state)
         missing += [name for p, name in absent if not started or state.of(present, p)]

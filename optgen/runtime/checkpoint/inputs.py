@@ -120,7 +120,7 @@ def begins(owner: Owner) -> bool:
     """Return True for a step of parameters without states at lr 0 with zero gradients, by which
     torch.distributed.checkpoint has states made (`_init_optim_state`)."""
     params = [p for group in owner.groups for p in group["params"] if p.grad is not None]
-    if any(owner.states.get(p) for p in params) or any(group.get("lr", 1) != 0 for group in owner.groups):
+    if any(state.of(owner.states, p) for p in params) or any(group.get("lr", 1) != 0 for group in owner.groups):
         return False
     return not any(sharding.local(p.grad).any() for p in params)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import numbers
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -285,9 +286,11 @@ def near(name: str, known: Iterable[str]) -> str:
 
 
 def in_plain_numbers(cls: Any, group: Mapping[str, Any]) -> dict[str, Any]:
-    """The hyper-parameters of a group, Python's floats where a schedule gave it NumPy's: a file of these could not be
-    loaded without running code."""
-    return {hyper.name: _plain_number(group[hyper.name]) for hyper in cls.HYPERS if hyper.name in group}
+    """The numbers of a group, Python's floats where a schedule gave it NumPy's, also as `initial_lr`: a file of these
+    could not be loaded without running code."""
+    hypers = {hyper.name for hyper in cls.HYPERS}
+    real = (key for key, x in group.items() if isinstance(x, numbers.Real) and not isinstance(x, numbers.Rational))
+    return {key: _plain_number(group[key]) for key in (hypers & group.keys()).union(real)}
 
 
 def _plain_number(value: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,16 @@ from optgen.runtime.records.join import Pair
 from optgen.runtime.states import low_bits
 
 State = dict[str, Any]
+
+
+class States(defaultdict[Any, State]):
+    """The states by parameter, and entries of the user; false without a state of a step.
+
+    torch.distributed.checkpoint asks that before it makes states: reading one, or an entry of the user, made none.
+    """
+
+    def __bool__(self) -> bool:
+        return any("step" in entry for entry in of_parameters(self))
 
 
 def of(states: Mapping[Any, State], p: Tensor) -> State | None:
