@@ -44,15 +44,15 @@ class Checkpointed(torch.optim.Optimizer):
     feed, scale_rows = inputs.feed, weights.scale_rows
 
     @property
-    def _members(self) -> Sequence[Optimizer]:
-        """The optimizers of one rule."""
-        raise NotImplementedError
+    def _members(self) -> Sequence[Any]:
+        """The optimizers of one rule: this one, or its parts."""
+        return [self]
 
-    def _split(self, saved: dict[str, Any]) -> Iterable[tuple[Optimizer, dict[str, Any]]]:
-        """Return each optimizer of one rule with its share of a state dict; ValueError if its rules are others."""
-        raise NotImplementedError
+    def _split(self, saved: dict[str, Any]) -> Iterable[tuple[Any, dict[str, Any]]]:
+        """Return each of these with its share of a state dict; ValueError if that is of other rules."""
+        return [(self, saved)]
 
-    def _matched(self) -> Iterator[tuple[Optimizer, Entry, Entry]]:
+    def _matched(self) -> Iterator[tuple[Any, Entry, Entry]]:
         """Yield, by parameter, the optimizer of one rule that steps it, its entry there, and its entry here."""
         own = {id(entry.p): (one, entry) for one in self._members for entry in one._entries()}
         return ((*own[id(entry.p)], entry) for entry in entries.of(self.param_groups))
@@ -230,7 +230,7 @@ class Optimizer(Checkpointed):
     BLOCKS: ClassVar[str] = ""
     INPUTS: ClassVar[tuple[str, ...]] = ()
     evaluation: ClassVar[Callable[..., Tensor] | None] = None
-    eval, train = weights.evaluate, weights.train
+    eval, train = weights.eval, weights.train
 
     _warned_of_stack, _all_given = False, True
     """The second: False while the constructor adds groups: it looks for shared memory once, not for every group."""
@@ -427,13 +427,6 @@ class Optimizer(Checkpointed):
 
     def _entries(self) -> Iterator[Entry]:
         return entries.of(self.param_groups)
-
-    @property
-    def _members(self) -> Sequence[Optimizer]:
-        return [self]
-
-    def _split(self, saved: dict[str, Any]) -> Iterable[tuple[Optimizer, dict[str, Any]]]:
-        return [(self, saved)]
 
     def _plan_of(self, entry: Entry) -> str:
         return plans.chosen(type(self), entry.group, entry.p.dtype, entry.name).shown

@@ -325,7 +325,7 @@ def evaluated(cls: Any, group: Mapping[str, Any], p: Tensor, kept: Mapping[str, 
     return made.to(torch.float32)
 
 
-def evaluate(optimizer: Any) -> None:
+def eval(optimizer: Any) -> None:
     """Put the weights that the model is to be evaluated with into it, if the rule has such (an average of those that it
     trains).
 
