@@ -167,7 +167,7 @@ def pressed(whole: Uninterrupted, passed: list[int], held: bool) -> None:
 
 @pytest.mark.parametrize(("held", "wanted", "torn"), [(True, [1], ["p"]), (False, [3, 4], [])])
 def test_a_second_press_interrupts_at_once(held: bool, wanted: list[int], torn: list[str]) -> None:
-    """What it leaves is torn; after one press it is whole."""
+    """The step that it leaves is torn; after one press the step is whole."""
     passed: list[int] = []
     whole = Uninterrupted()
     with pytest.raises(KeyboardInterrupt):

@@ -18,7 +18,7 @@ from tests.training import bits
 OTHERS = ("int8_split24", "int4_split24", "flashoptim")
 DRAWN = OTHERS[int(os.environ["OPTGEN_SAMPLE_SEED"]) % 3]
 PLANS = ["fp32", *(pytest.param(x, marks=[] if x == DRAWN else pytest.mark.full) for x in OTHERS)]
-"""Of a day fp32 and another one: the C++ kernels of each take four seconds to compile."""
+"""Every day fp32 and one other: the C++ kernels of each take four seconds to compile."""
 SHAPES = [(66, 70), (3, 5, 7, 9), (1, 30), (30, 1), (0, 5), (3, 0, 4)]
 
 
