@@ -455,8 +455,8 @@ UNSIGNED += [Fp8("e4m3", 64), Fp8("e5m2", 64, rounding="nearest")]
 
 @pytest.mark.parametrize("fmt", UNSIGNED, ids=str)
 @pytest.mark.parametrize("backend", ["reference", "cpp", "triton"])
-def test_a_block_with_a_nan_of_either_sign_reads_as_nan(fmt: Format, backend: str) -> None:
-    """All of it, and nothing else, as the docstrings of Codebook and Fp8 say."""
+def test_a_nan_of_either_sign_stays_in_its_element(fmt: Format, backend: str) -> None:
+    """It reads as a number of its block's range, of either sign under Fp8."""
     plan = Plan("a table", nonneg=fmt, small_numel=0)
     p = torch.nn.Parameter(torch.zeros(4, 64))
     opt = optgen.compile(by_last_size, plan=plan)([p], backend=backend)
@@ -466,7 +466,8 @@ def test_a_block_with_a_nan_of_either_sign_reads_as_nan(fmt: Format, backend: st
         opt.step()
         p.grad = torch.zeros(4, 64)
         opt.step()
-        assert p[1].isnan().all()
-        assert p[[0, 2, 3]].isfinite().all()
+        assert abs(p.data[1, 3]) <= 1
+        p.data[1, 3] = p.data[0, 3]
+        assert torch.equal(p[1], p[0])
         with torch.no_grad():
             p.zero_()

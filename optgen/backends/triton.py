@@ -25,11 +25,11 @@ from optgen.backends.printer import (
     straight,
 )  # fmt: skip
 from optgen.ir import node as ir
-from optgen.ir.node import Node, postorder
+from optgen.ir.node import Node, is_const, postorder
 from optgen.ir.program import Buffer, Let, Program, Schedule
 from optgen.ir.ranges import Interval, Intervals
 from optgen.ops import spaces
-from optgen.ops.dtypes import DType
+from optgen.ops.dtypes import NAN_LAST, DType
 
 _TL: Mapping[str, str] = {
     "f32": "float32", "bf16": "bfloat16", "f16": "float16", "i32": "int32", "i16": "int16", "i8": "int8",
@@ -207,16 +207,22 @@ def _rcp(p: TritonPrinter, n: Node) -> Text:
 
 
 def magnitude(n: Node) -> Node | None:
-    """x of block_max(bits(|x|)), where x is a float of its own."""
-    if n.op != "block_max" or n.args[0].op != "bitcast" or n.args[0].args[0].op != "abs":
+    """x of `words.block_top` and `block_bottom`, where it is a float: block_max(bits(x) + NAN_LAST), block_min(bits(x)
+    & 0x7FFFFFFF).
+    """
+    op, number = ("add", NAN_LAST) if n.op == "block_max" else ("and", 0x7FFFFFFF)
+    (pattern,) = n.args
+    if pattern.op != op or not is_const(pattern.args[1], number) or pattern.args[0].op != "bitcast":
         return None
-    return n.args[0].args[0].args[0]
+    (x,) = pattern.args[0].args
+    return x.args[0] if x.op == "abs" else x
 
 
-def _block_max(p: TritonPrinter, n: Node) -> Text:
-    """Magnitudes are compared as floats, whose operands take |x| for nothing."""
+def _block_limit(p: TritonPrinter, n: Node) -> Text:
+    """Magnitudes are compared as floats, whose operands take |x| for nothing and whose limits leave out NaN."""
     x = magnitude(n)
-    return f"block_{'max' if x is None else 'magnitude'}({p.text(x or n.args[0])}, live, MASKED)", ATOM
+    helper = n.op if x is None else "block_magnitude" if n.op == "block_max" else "block_least"
+    return f"{helper}({p.text(x or n.args[0])}, live, MASKED)", ATOM
 
 
 _COMMON: dict[str, Spelling] = {
@@ -242,7 +248,8 @@ _COMMON: dict[str, Spelling] = {
 }
 
 STRICT: dict[str, Spelling] = _COMMON | {"div": function("tl.div_rn"), "sqrt": function("tl.sqrt_rn")}
-FAST: dict[str, Spelling] = _COMMON | {"block_max": _block_max, "rcp": _rcp, "sqrt": function("tl.sqrt")}
+FAST: dict[str, Spelling] = _COMMON | {"rcp": _rcp, "sqrt": function("tl.sqrt")}
+FAST |= {"block_max": _block_limit, "block_min": _block_limit}
 
 
 # Of a kernel that is launched.  Triton would compile it a second time for the keys that 16 divides, and these come: the

@@ -29,8 +29,9 @@ LARGEST = 2.0**60
 """The largest coefficient of a value that is never negative."""
 
 PRELUDE = (
-    "apart", "bits", "block_magnitude", "block_max", "block_min", "byte", "counter", "floor", "highest_line", "inverse",
-    "joined", "lowest_line", "minus", "reciprocal", "rint", "rotl", "rounded", "sign", "widened",
+    "apart", "bits", "block_least", "block_magnitude", "block_max", "block_min", "byte", "counter", "floor",
+    "highest_line", "inverse", "joined", "lowest_line", "minus", "reciprocal", "rint", "rotl", "rounded", "sign",
+    "widened",
 )  # fmt: skip
 CODECS = ("Codec", "beside", "fraction", "integer", "middle", "plus", "read", "times")
 MODULES = {

@@ -18,7 +18,7 @@ RECORDS, PRELUDE, SCALARS = "optgen.runtime.records", "optgen.runtime.gpu.prelud
 OWN = {
     RECORDS: (CLASS, ("Field", "Variant")),
     "optgen.runtime.gpu.codecs": (KERNELS, ("beside", "fraction", "integer", "middle", "plus", "read", "times")),
-    PRELUDE: (KERNELS, ("block_magnitude", "block_max", "block_min", "machine", "rounded")),
+    PRELUDE: (KERNELS, ("block_least", "block_magnitude", "block_max", "block_min", "machine", "rounded")),
 }
 """Module -> where a file has smaller definitions of these names."""
 PLAIN = {PRELUDE: ("reciprocal", "inverse", "floor"), SCALARS: ()}

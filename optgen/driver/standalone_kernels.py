@@ -151,8 +151,14 @@ def block_min(x, live, MASKED: tl.constexpr):
 
 @triton.jit
 def block_magnitude(x, live, MASKED: tl.constexpr):
-    """The pattern of the largest |x|, of a NaN where there is one."""
-    return tl.max(tl.where(live, tl.abs(x).to(tl.int32, bitcast=True), 0), 1)
+    """The pattern of the largest |x|, NaN left out, plus 2^23 - 1."""
+    return tl.max(tl.where(live, tl.abs(x), 0.0), 1).to(tl.int32, bitcast=True) + 8388607
+
+
+@triton.jit
+def block_least(x, live, MASKED: tl.constexpr):
+    """The pattern of the smallest |x|, NaN left out."""
+    return tl.min(tl.where(live, tl.abs(x), float("inf")), 1).to(tl.int32, bitcast=True)
 
 
 @triton.jit

@@ -34,7 +34,8 @@ class Blocked(InBlocks):
 
     Nearest encoding is idempotent, codes and all, where the largest element gets the last code and so keeps the
     scale: 127 / (1 + 2^-8) rounds to 127, for N = 255 the scale must be ue7m9 (or fp32).
-    A block with an Inf or NaN decodes to NaN, all of it and nothing else; its codes are unspecified.
+    A block with an Inf decodes to NaN, all of it and nothing else; its codes are unspecified.  So is that of a NaN,
+    which decodes to a number.
     """
 
     bits: int = 8
@@ -100,6 +101,8 @@ class Blocked(InBlocks):
         code = cast(narrow.joined(parts, self.bits), dtypes.f32)
         if self.signed:
             code = code - float(self.fresh)
+            if self.bits == 2:
+                code = maximum(code, -1.0)  # a NaN may be code -2, which is a pole of softsign
         elif self.zero == "half":
             code = maximum(code, HALF)
         if self.scale.literal:

@@ -41,7 +41,8 @@ class Codebook(InBlocks):
     Nearest encoding is idempotent where the table has the numbers of largest magnitude that it takes: 1, and -1.  A
     table without -1 shrinks every block whose largest magnitude is negative, at each store (`shrinks`).
     Of a table without 0 nothing becomes 0: a block of smaller numbers than `low` is kept as if that were its largest.
-    A block with an Inf or NaN decodes to NaN, all of it and nothing else; its codes are unspecified.
+    A block with an Inf decodes to NaN, all of it and nothing else; its codes are unspecified.  So is that of a NaN,
+    which decodes to a number.
     """
 
     table: tuple[float, ...]

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from optgen.formats import narrow
+from optgen.formats import narrow, words
 from optgen.formats.bound import ROUNDOFF, Bound
 from optgen.formats.check import A_SCALE, check_part, refusal
 from optgen.formats.format import HIGH, LOW, Field, Format, FormatFinding, Noise, Rounding
 from optgen.formats.scales import LARGEST, Scale
-from optgen.lang.values import Num, bits, block_max, maximum
+from optgen.lang.values import Num, bits, maximum
 from optgen.ops.dtypes import pattern_of
 from optgen.ops.tables import CELL, EXACT
 
@@ -137,7 +137,7 @@ class InBlocks(Coded):
 
     def encode(self, x: Num, *, noise: Noise | None = None, root: Num | None = None) -> dict[str, Num]:
         value = self.counted(x, root)
-        top = block_max(bits(abs(value)), self.block)  # also of what is not negative: machines set the sign of a NaN
+        top = words.block_top(bits(abs(value)), self.block)
         stored_scale, scale = self.scale.encode(self.top_of(top))
         return narrow.cut(self.code_of(value, scale, noise), self.bits) | {"scale": stored_scale}
 

@@ -38,7 +38,8 @@ class Fp8(InBlocks):
 
     Rounding and widening are integer arithmetic: every target and Triton's interpreter do the same.  The block's
     largest element becomes the largest float and keeps the scale: nearest encoding is idempotent.  A block with an Inf
-    or NaN decodes to NaN, all of it and nothing else; its codes are unspecified.
+    decodes to NaN, all of it and nothing else; its codes are unspecified.  So is that of a NaN, which decodes to a
+    number.
     """
 
     kind: FloatKind = "e4m3"

@@ -20,7 +20,7 @@ from optgen.formats.bound import ROUNDOFF, Bound
 from optgen.formats.check import check_block, check_words, is_number, refusal
 from optgen.formats.format import Field, FormatFinding, Noise, Rounding, View
 from optgen.formats.pseudolog import BEND, INFINITE, PseudoLog, tenths
-from optgen.lang.values import Num, bits, block_max, cast, equal, floor, from_bits, maximum, minimum, rint, sqrt, where
+from optgen.lang.values import Num, bits, cast, equal, floor, from_bits, maximum, minimum, rint, sqrt, where
 from optgen.ops.dtypes import f32, i16, i32
 
 # A maximum on the grid, or a rounding above it, is not lifted to the next point.
@@ -119,7 +119,7 @@ class LogMax(PseudoLog):
         """
         per_step = 1.0 / self.step
         pattern = bits(sqrt(x))
-        top_pattern = block_max(pattern, self.block)
+        top_pattern = words.block_top(pattern, self.block)
         largest = minimum(maximum(top_pattern, self.lowest), self.highest)
         largest = where(equal(top_pattern, words.INF), self.infinite, largest)
         place = cast(largest - self.lowest, f32) * per_step

@@ -20,22 +20,7 @@ from optgen.formats.bound import ROUNDOFF, Bound
 from optgen.formats.check import check_block, check_words
 from optgen.formats.format import Field, Noise, Rounding, View
 from optgen.formats.pseudolog import BEND, INFINITE, SATURATES, PseudoLog, tenths
-from optgen.lang.values import (
-    Num,
-    bits,
-    block_max,
-    block_min,
-    cast,
-    equal,
-    floor,
-    from_bits,
-    lshr,
-    maximum,
-    minimum,
-    rint,
-    sqrt,
-    where,
-)
+from optgen.lang.values import Num, bits, cast, equal, floor, from_bits, lshr, maximum, minimum, rint, sqrt, where
 from optgen.ops.dtypes import f32, i16, i32
 
 _BEYOND = (127 + 127) << 23
@@ -134,7 +119,7 @@ class LogMinMax(PseudoLog):
         """
         unit = self.unit
         pattern = bits(sqrt(x) if self.of == "sqrt" else x)
-        top, bottom = block_max(pattern, self.block), block_min(pattern, self.block)
+        top, bottom = words.block_top(pattern, self.block), words.block_bottom(pattern, self.block)
         largest = minimum(maximum(top, self.lowest), self.highest)
         if self.of == "sqrt":
             # The middle of the last unit that a header can name, and that no root of a finite number reaches.

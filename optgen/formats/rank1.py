@@ -8,7 +8,7 @@ from typing import Any
 
 from optgen.base import loc as locs
 from optgen.base.loc import Loc
-from optgen.formats import narrow
+from optgen.formats import narrow, words
 from optgen.formats.bound import ROUNDOFF, Bound
 from optgen.formats.check import check_block, check_words
 from optgen.formats.coded import Coded
@@ -16,7 +16,7 @@ from optgen.formats.format import Field, Format, Noise, Rounding, View
 from optgen.formats.scales import LARGEST, SMALLEST
 from optgen.lang.reductions import axis_max, axis_min, col_max, row_max
 from optgen.lang.spec import MatrixKind
-from optgen.lang.values import Num, bits, block_max, cast, clip, floor, from_bits, maximum, minimum
+from optgen.lang.values import Num, bits, cast, clip, floor, from_bits, maximum, minimum
 from optgen.ops import dtypes
 
 
@@ -81,8 +81,7 @@ class Rank1(Coded):
 
     def encode(self, x: Num, *, noise: Noise | None = None, root: Num | None = None) -> dict[str, Num]:
         if self.in_blocks:
-            magnitude = abs(x)  # also of what is not negative: machines set the sign of a NaN
-            top = maximum(from_bits(block_max(bits(magnitude), self.vectors)), SMALLEST)
+            top = maximum(from_bits(words.block_top(bits(abs(x)), self.vectors)), SMALLEST)
             scales = {"scale": top}
         else:
             row_top = maximum(row_max(x), SMALLEST)

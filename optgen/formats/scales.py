@@ -1,11 +1,12 @@
 """Scales: one number per block that bounds the magnitude of its elements.
 
 A scale is encoded from the largest magnitude of the block, as i32 bits (`top`): integer maxima are
-associative and let NaN win.  Rules that all but the compatibility scale keep, each for a measured reason:
+associative.  A NaN counts as 0 (`words.block_top`) and gets any code.  Rules that all but the compatibility scale keep,
+each for a measured reason:
 
 - rounded *up*, and the encoder divides by the *decoded* scale: |x| / scale <= 1, no second source of error;
 - the whole range of f32: there is no gradient that a scale cannot follow;
-- a block with a NaN or an Inf gets a NaN scale: all of it decodes to NaN, nothing outside it does.
+- a block with an Inf gets a NaN scale: all of it decodes to NaN, nothing outside it does.
 
 The smallest scale of an encoded block is 2^-118, so that scale / 254 stays a normal number and reciprocals
 stay finite; scale 0 is what a fresh state has and makes all of its block 0.

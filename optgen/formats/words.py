@@ -9,8 +9,22 @@ whatever falls out, because the cast to i16 drops it.  NaN is selected explicitl
 from __future__ import annotations
 
 from optgen.formats.format import Noise
-from optgen.lang.values import Num, bitcast, bits, cast, equal, floor, from_bits, lshr, minimum, where
-from optgen.ops.dtypes import DType, bf16, f16, f32, i16, i32
+from optgen.lang.values import (
+    Num,
+    bitcast,
+    bits,
+    block_max,
+    block_min,
+    cast,
+    equal,
+    floor,
+    from_bits,
+    lshr,
+    maximum,
+    minimum,
+    where,
+)
+from optgen.ops.dtypes import NAN_LAST, DType, bf16, f16, f32, i16, i32
 
 NAN = 0x7FC00000  # f32
 INF = 0x7F800000  # f32
@@ -19,6 +33,16 @@ LARGEST = 0x7F7FFFFF  # f32, the largest finite
 F16_EXPONENT_SHIFT = 112 << 23  # f32 bits of 2^-112: what separates the exponents of f32 and f16
 F16_INF = 31 << 23  # f32 bits of 2^16 after that shift
 F16_TINY = 2.0**-14  # the smallest normal f16
+
+
+def block_top(pattern: Num, block: int) -> Num:
+    """The largest pattern of a block of numbers >= +0, i32; a NaN counts as 0, so that it stays in its element."""
+    return maximum(block_max(pattern + NAN_LAST, block), NAN_LAST) - NAN_LAST
+
+
+def block_bottom(pattern: Num, block: int) -> Num:
+    """The smallest, where a NaN of either sign counts as more than Inf."""
+    return block_min(pattern & 0x7FFFFFFF, block)
 
 
 def stored(pattern: Num, dtype: DType) -> Num:

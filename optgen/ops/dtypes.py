@@ -85,6 +85,10 @@ PRECISION: ContextVar[Any] = ContextVar("PRECISION", default=None)
 """The torch dtype in which a spec is being evaluated, for numbers that meet no tensor; None elsewhere."""
 
 
+NAN_LAST = 0x007FFFFF
+"""Added to the patterns of f32, this keeps the order of +0 to Inf, and a NaN of either sign becomes less than +0."""
+
+
 def pattern_of(x: float) -> int:
     """Return the bits of x, rounded to f32, as an i32."""
     return int(struct.unpack("=i", struct.pack("f", x))[0])  # the standard "=f" refuses to pack what becomes inf

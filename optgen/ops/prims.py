@@ -178,8 +178,8 @@ _ROWS = (
     Prim("lookup", "i", "the table's entry number x, 0 <= x < its length", f32),
     Prim("search", "f", "how many of the table's entries are <= x; 0 for a NaN", i32),
     # reductions over a block: attr is the block size
-    Prim("block_max", "i", "largest of the block, by floats' bits; NaN if any is NaN", space="block"),
-    Prim("block_min", "i", "smallest of the block, by floats' bits; NaN if any is NaN", space="block"),
+    Prim("block_max", "i", "largest of the block", space="block"),
+    Prim("block_min", "i", "smallest of the block", space="block"),
     # reductions over larger scopes
     *(Prim(f"{scope}_sum", "n", space=scope, combine="add") for scope in ("row", "col", "mat", "tensor")),
     *(Prim(f"{scope}_max", "n", space=scope, combine="max") for scope in ("row", "col", "mat", "tensor")),

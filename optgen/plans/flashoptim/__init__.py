@@ -92,7 +92,7 @@ def signed_decode(b, code_tensor, scale_tensor):
 
 
 def signed_nearest(b, x):
-    top = block_max(x.abs().view(torch.int32), b.live)
+    top = block_max(x.abs().view(torch.int32) + 0x7fffff, b.live).clamp(min=0x7fffff) - 0x7fffff
     scale = top.view(torch.float32).clamp(min=1e-12)
     x_div = x / scale
     return (
@@ -117,7 +117,7 @@ def nonneg_root(b, code_tensor, scale_tensor):
 
 def nonneg_nearest(b, x):
     value = sqrt(x)
-    top = block_max(value.abs().view(torch.int32), b.live)
+    top = block_max(value.abs().view(torch.int32) + 0x7fffff, b.live).clamp(min=0x7fffff) - 0x7fffff
     scale = top.view(torch.float32).clamp(min=1e-12)
     parts = (value / scale * 255.0 + 0.5).floor().to(torch.int32).to(torch.uint8)
     piece = parts.to(torch.int32)

@@ -128,12 +128,13 @@ struct signed_nearest : signed_fields {
     Head_0 head(Loop<0>, int b) const { return {I(INT32_MIN)}; }
     void tail(Loop<0>, const Head_0 &h, int b) { largest_of_block_kept[b] = h.largest_of_block; }
     template <bool RAGGED, int VALUE, class N> F encode(Loop<0>, Head_0 &h, int i, int end, F x, const N &noise) {
-        h.largest_of_block = larger<RAGGED>(h.largest_of_block, bits(abs(x)), i, end);
+        h.largest_of_block = larger<RAGGED>(h.largest_of_block, bits(abs(x)) + 0x7fffff, i, end);
         return x;
     }
     void blocks(Loop<1>, int b) {
         const I largest_of_block = largest(largest_of_block_kept + b);
-        const F scale = max(F(1e-12f), as_float(largest_of_block));
+        const I top = max(I(0x7fffff), largest_of_block) - 0x7fffff;
+        const F scale = max(F(1e-12f), as_float(top));
         const F scale_rcp = 1.0f / scale;
         const F scale_mul = 254.0f * scale_rcp;
         of_head_1.set(b, scale_mul, scale_rcp);
@@ -194,13 +195,14 @@ struct nonneg_nearest : nonneg_fields {
     void tail(Loop<0>, const Head_0 &h, int b) { largest_of_block_kept[b] = h.largest_of_block; }
     template <bool RAGGED, int VALUE, class N> F encode(Loop<0>, Head_0 &h, int i, int end, F x, const N &noise) {
         const F one_over_255(0.003921569f);
-        h.largest_of_block = larger<RAGGED>(h.largest_of_block, bits(abs(x)), i, end);
+        h.largest_of_block = larger<RAGGED>(h.largest_of_block, bits(abs(x)) + 0x7fffff, i, end);
         return x;
     }
     void blocks(Loop<1>, int b) {
         const F one_over_255(0.003921569f);
         const I largest_of_block = largest(largest_of_block_kept + b);
-        const F scale = max(F(1e-12f), as_float(largest_of_block));
+        const I top = max(I(0x7fffff), largest_of_block) - 0x7fffff;
+        const F scale = max(F(1e-12f), as_float(top));
         const I scale_cast = narrow_half(scale);
         const F scale_2 = widen_half(scale_cast);
         const F scale_mul = one_over_255 * scale_2;

@@ -102,7 +102,7 @@ def signed_decode(c, code_code, scale):
 
 @triton.jit
 def signed_nearest(x, live, MASKED: tl.constexpr):
-    top = block_magnitude(x, live, MASKED)
+    top = tl.maximum(block_magnitude(x, live, MASKED), 0x7fffff) - 0x7fffff
     scale = tl.maximum(top.to(tl.float32, bitcast=True), 1e-12, propagate_nan=tl.PropagateNan.ALL)
     scale_rcp = inverse(scale)
     scale_mul = 254.0 * scale_rcp
@@ -138,7 +138,7 @@ def nonneg_root(code_code, scale):
 def nonneg_nearest(x, live, MASKED: tl.constexpr):
     one_over_255 = 0.00392156862745098
     value = tl.sqrt(x)
-    top = block_magnitude(value, live, MASKED)
+    top = tl.maximum(block_magnitude(value, live, MASKED), 0x7fffff) - 0x7fffff
     scale = tl.maximum(top.to(tl.float32, bitcast=True), 1e-12, propagate_nan=tl.PropagateNan.ALL)
     scale_cast = scale.to(tl.float16)
     scale_2 = scale_cast.to(tl.float32)

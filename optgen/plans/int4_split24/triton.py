@@ -6,7 +6,7 @@ import triton.language as tl
 
 from optgen.plans.int8_split24.triton import weight_bf16, weight_f16
 from optgen.runtime.gpu.codecs import Codec, beside, fraction, integer
-from optgen.runtime.gpu.prelude import block_magnitude, block_max, block_min, inverse, reciprocal
+from optgen.runtime.gpu.prelude import block_least, block_magnitude, inverse, reciprocal
 
 
 @triton.jit
@@ -23,7 +23,7 @@ def signed_decode(c, code_code, scale):
 @triton.jit
 def signed_encode(x, live, MASKED: tl.constexpr, draws, SHIFT: tl.constexpr):
     x_abs = tl.abs(x)
-    top = block_magnitude(x, live, MASKED)
+    top = tl.maximum(block_magnitude(x, live, MASKED), 0x7fffff) - 0x7fffff
     up = tl.maximum(top, 0x4800000) + 32767
     up = tl.where(top < 0x7f800000, up, 0x7fc00000)
     divisor = tl.minimum(up & 0x7fff8000, 0x7f7fffff)
@@ -37,7 +37,7 @@ def signed_encode(x, live, MASKED: tl.constexpr, draws, SHIFT: tl.constexpr):
 @triton.jit
 def signed_nearest(x, live, MASKED: tl.constexpr):
     x_abs = tl.abs(x)
-    top = block_magnitude(x, live, MASKED)
+    top = tl.maximum(block_magnitude(x, live, MASKED), 0x7fffff) - 0x7fffff
     up = tl.maximum(top, 0x4800000) + 32767
     up = tl.where(top < 0x7f800000, up, 0x7fc00000)
     divisor = tl.minimum(up & 0x7fff8000, 0x7f7fffff)
@@ -76,11 +76,11 @@ def nonneg_root(code_code, range_):
 @triton.jit
 def nonneg_encode(x, live, MASKED: tl.constexpr, draws, SHIFT: tl.constexpr):
     pattern = tl.sqrt(x).to(tl.int32, bitcast=True)
-    pattern_block_max = block_max(pattern, live, MASKED)
-    pattern_eq = pattern_block_max == 0x7f800000
-    largest = tl.minimum(tl.maximum(pattern_block_max, 0x20000000), 0x5f5ffffe)
+    pattern_add = tl.maximum(block_magnitude(tl.sqrt(x), live, MASKED), 0x7fffff) - 0x7fffff
+    pattern_eq = pattern_add == 0x7f800000
+    largest = tl.minimum(tl.maximum(pattern_add, 0x20000000), 0x5f5ffffe)
     largest_where = tl.where(pattern_eq, 0x5fe00000, largest)
-    pattern_where = tl.where(pattern_eq, 0x5fe00000, block_min(pattern, live, MASKED))
+    pattern_where = tl.where(pattern_eq, 0x5fe00000, block_least(tl.sqrt(x), live, MASKED))
     units = tl.maximum((largest_where >> 22) - tl.maximum(pattern_where >> 22, 128), 0) + 3
     step = tl.fma(
         2097152.0, inverse((16.5 * inverse(tl.minimum(units, 16).to(tl.float32))).to(tl.int32).to(tl.float32)),
@@ -114,12 +114,12 @@ def nonneg_encode(x, live, MASKED: tl.constexpr, draws, SHIFT: tl.constexpr):
 @triton.jit
 def nonneg_nearest(x, live, MASKED: tl.constexpr):
     pattern = tl.sqrt(x).to(tl.int32, bitcast=True)
-    pattern_block_max = block_max(pattern, live, MASKED)
-    pattern_eq = pattern_block_max == 0x7f800000
-    largest = tl.minimum(tl.maximum(pattern_block_max, 0x20000000), 0x5f5ffffe)
+    pattern_add = tl.maximum(block_magnitude(tl.sqrt(x), live, MASKED), 0x7fffff) - 0x7fffff
+    pattern_eq = pattern_add == 0x7f800000
+    largest = tl.minimum(tl.maximum(pattern_add, 0x20000000), 0x5f5ffffe)
     largest_where = tl.where(pattern_eq, 0x5fe00000, largest)
     above = (largest_where >> 22) + 1
-    below = tl.where(pattern_eq, 0x5fe00000, block_min(pattern, live, MASKED)) >> 22
+    below = tl.where(pattern_eq, 0x5fe00000, block_least(tl.sqrt(x), live, MASKED)) >> 22
     units = tl.minimum(tl.maximum(above - tl.maximum(below, 128), 1), 16)
     first = above - units
     start = first << 22

@@ -47,7 +47,7 @@ def nonneg_root(b, code_tensor, high_tensor, peak_tensor):
 
 def nonneg_encode(b, x, noise):
     pattern = sqrt(x + 0.0).view(torch.int32)
-    top_pattern = block_max(pattern, b.live)
+    top_pattern = block_max(pattern + 0x7fffff, b.live).clamp(min=0x7fffff) - 0x7fffff
     largest = top_pattern.clamp(min=0x20000000).clamp(max=0x5f524924)
     largest = torch.where(top_pattern == 0x7f800000, 0x7f24924a, largest)
     place_ = (largest - 0x20000000).to(torch.float32) * 3.337860584906662e-07
@@ -68,7 +68,7 @@ def nonneg_encode(b, x, noise):
 
 def nonneg_nearest(b, x):
     pattern = sqrt(x + 0.0).view(torch.int32)
-    top_pattern = block_max(pattern, b.live)
+    top_pattern = block_max(pattern + 0x7fffff, b.live).clamp(min=0x7fffff) - 0x7fffff
     largest = top_pattern.clamp(min=0x20000000).clamp(max=0x5f524924)
     largest = torch.where(top_pattern == 0x7f800000, 0x7f24924a, largest)
     largest_sub = largest - 0x20000000

@@ -51,13 +51,14 @@ struct nonneg_stochastic : nonneg_fields {
     void tail(Loop<0>, const Head_0 &h, int b) { largest_of_block_kept[b] = h.largest_of_block; }
     template <bool RAGGED, int VALUE, class N> F encode(Loop<0>, Head_0 &h, int i, int end, F x, const N &noise) {
         const I pattern = bits(x);
-        h.largest_of_block = larger<RAGGED>(h.largest_of_block, pattern, i, end);
+        h.largest_of_block = larger<RAGGED>(h.largest_of_block, pattern + 0x7fffff, i, end);
         return x;
     }
     void blocks(Loop<1>, int b) {
         const I largest_of_block = largest(largest_of_block_kept + b);
-        const I largest_ = min(I(0x5f524924), max(I(0x20000000), largest_of_block));
-        const I largest_2 = where(largest_of_block == 0x7f800000, I(0x7f24924a), largest_);
+        const I top_pattern = max(I(0x7fffff), largest_of_block) - 0x7fffff;
+        const I largest_ = min(I(0x5f524924), max(I(0x20000000), top_pattern));
+        const I largest_2 = where(top_pattern == 0x7f800000, I(0x7f24924a), largest_);
         const I point = -to_int(floor(fma(-to_float(largest_2 - 0x20000000), 3.3378606e-07f, 0.0009765625f)));
         const I top = max(I(7), point);
         const I start_ = (top - 7) * 0x2db6db + 0x20000000;
@@ -93,8 +94,9 @@ struct nonneg_nearest : nonneg_stochastic {
     using nonneg_stochastic::blocks, nonneg_stochastic::encode;
     void blocks(Loop<1>, int b) {
         const I largest_of_block = largest(largest_of_block_kept + b);
-        const I largest_ = min(I(0x5f524924), max(I(0x20000000), largest_of_block));
-        const I largest_2 = where(largest_of_block == 0x7f800000, I(0x7f24924a), largest_);
+        const I top_pattern = max(I(0x7fffff), largest_of_block) - 0x7fffff;
+        const I largest_ = min(I(0x5f524924), max(I(0x20000000), top_pattern));
+        const I largest_2 = where(top_pattern == 0x7f800000, I(0x7f24924a), largest_);
         const I largest_add = largest_2 - 0x20000000;
         const F place_ = to_float(largest_add) * 3.3378606e-07f;
         const I point = to_int(place_);

@@ -7,7 +7,7 @@ import triton.language as tl
 from optgen.plans.int5_split24.triton import signed
 from optgen.plans.int8_split24.triton import weight_bf16, weight_f16
 from optgen.runtime.gpu.codecs import Codec, beside, integer
-from optgen.runtime.gpu.prelude import block_max, floor, minus
+from optgen.runtime.gpu.prelude import block_magnitude, floor, minus
 
 
 @triton.jit
@@ -28,7 +28,7 @@ def nonneg_root(code_code, high_code, peak):
 @triton.jit
 def nonneg_encode(x, live, MASKED: tl.constexpr, draws, SHIFT: tl.constexpr):
     pattern = tl.sqrt(x).to(tl.int32, bitcast=True)
-    top_pattern = block_max(pattern, live, MASKED)
+    top_pattern = tl.maximum(block_magnitude(tl.sqrt(x), live, MASKED), 0x7fffff) - 0x7fffff
     largest = tl.minimum(tl.maximum(top_pattern, 0x20000000), 0x5f524924)
     largest = tl.where(top_pattern == 0x7f800000, 0x7f24924a, largest)
     point = -floor(
@@ -53,7 +53,7 @@ def nonneg_encode(x, live, MASKED: tl.constexpr, draws, SHIFT: tl.constexpr):
 @triton.jit
 def nonneg_nearest(x, live, MASKED: tl.constexpr):
     pattern = tl.sqrt(x).to(tl.int32, bitcast=True)
-    top_pattern = block_max(pattern, live, MASKED)
+    top_pattern = tl.maximum(block_magnitude(tl.sqrt(x), live, MASKED), 0x7fffff) - 0x7fffff
     largest = tl.minimum(tl.maximum(top_pattern, 0x20000000), 0x5f524924)
     largest = tl.where(top_pattern == 0x7f800000, 0x7f24924a, largest)
     largest_add = largest - 0x20000000

@@ -47,13 +47,14 @@ struct signed_stochastic : signed_fields {
     void tail(Loop<0>, const Head_0 &h, int b) { largest_of_block_kept[b] = h.largest_of_block; }
     template <bool RAGGED, int VALUE, class N> F encode(Loop<0>, Head_0 &h, int i, int end, F x, const N &noise) {
         const F x_abs = abs(x);
-        h.largest_of_block = larger<RAGGED>(h.largest_of_block, bits(x_abs), i, end);
+        h.largest_of_block = larger<RAGGED>(h.largest_of_block, bits(x_abs) + 0x7fffff, i, end);
         return x;
     }
     void blocks(Loop<1>, int b) {
         const I largest_of_block = largest(largest_of_block_kept + b);
-        const I up = max(I(0x4800000), largest_of_block) + 32767;
-        const I up_2 = where(largest_of_block < 0x7f800000, up, I(0x7fc00000));
+        const I top = max(I(0x7fffff), largest_of_block) - 0x7fffff;
+        const I up = max(I(0x4800000), top) + 32767;
+        const I up_2 = where(top < 0x7f800000, up, I(0x7fc00000));
         const I divisor = min(I(0x7f7fffff), up_2 & 0x7fff8000);
         const F divisor_mul = as_float(divisor) * 0.044444446f;
         of_head_1.set(b, divisor_mul);
@@ -147,15 +148,16 @@ struct nonneg_stochastic : nonneg_fields {
     }
     template <bool RAGGED, int VALUE, class N> F encode(Loop<0>, Head_0 &h, int i, int end, F x, const N &noise) {
         const I pattern = bits(x);
-        h.largest_of_block = larger<RAGGED>(h.largest_of_block, pattern, i, end);
-        h.smallest_of_block = smaller<RAGGED>(h.smallest_of_block, pattern, i, end);
+        h.largest_of_block = larger<RAGGED>(h.largest_of_block, pattern + 0x7fffff, i, end);
+        h.smallest_of_block = smaller<RAGGED>(h.smallest_of_block, pattern & 0x7fffffff, i, end);
         return x;
     }
     void blocks(Loop<1>, int b) {
         const I largest_of_block = largest(largest_of_block_kept + b);
         const I smallest_of_block = smallest(smallest_of_block_kept + b);
-        const M pattern_eq = largest_of_block == 0x7f800000;
-        const I largest_ = min(I(0x5f5ffffe), max(I(0x20000000), largest_of_block));
+        const I pattern_add = max(I(0x7fffff), largest_of_block) - 0x7fffff;
+        const M pattern_eq = pattern_add == 0x7f800000;
+        const I largest_ = min(I(0x5f5ffffe), max(I(0x20000000), pattern_add));
         const I largest_where = where(pattern_eq, I(0x5fe00000), largest_);
         const I pattern_where = where(pattern_eq, I(0x5fe00000), smallest_of_block);
         const I units = max(I(0), (largest_where >> 22) - max(I(128), pattern_where >> 22)) + 3;
@@ -212,8 +214,9 @@ struct nonneg_nearest : nonneg_stochastic {
     void blocks(Loop<1>, int b) {
         const I largest_of_block = largest(largest_of_block_kept + b);
         const I smallest_of_block = smallest(smallest_of_block_kept + b);
-        const M pattern_eq = largest_of_block == 0x7f800000;
-        const I largest_ = min(I(0x5f5ffffe), max(I(0x20000000), largest_of_block));
+        const I pattern_add = max(I(0x7fffff), largest_of_block) - 0x7fffff;
+        const M pattern_eq = pattern_add == 0x7f800000;
+        const I largest_ = min(I(0x5f5ffffe), max(I(0x20000000), pattern_add));
         const I largest_where = where(pattern_eq, I(0x5fe00000), largest_);
         const I above = (largest_where >> 22) + 1;
         const I below = where(pattern_eq, I(0x5fe00000), smallest_of_block) >> 22;

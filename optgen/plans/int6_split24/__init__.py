@@ -46,7 +46,7 @@ def signed_decode(b, code_tensor, high_tensor, scale_tensor):
 
 def signed_encode(b, x, noise):
     x_abs = x.abs()
-    top = block_max(x_abs.view(torch.int32), b.live)
+    top = block_max(x_abs.view(torch.int32) + 0x7fffff, b.live).clamp(min=0x7fffff) - 0x7fffff
     up = top.clamp(min=0x4800000) + 32767
     up = torch.where(top < 0x7f800000, up, 0x7fc00000)
     divisor = (up & 0x7fff8000).clamp(max=0x7f7fffff)
@@ -63,7 +63,7 @@ def signed_encode(b, x, noise):
 
 def signed_nearest(b, x):
     x_abs = x.abs()
-    top = block_max(x_abs.view(torch.int32), b.live)
+    top = block_max(x_abs.view(torch.int32) + 0x7fffff, b.live).clamp(min=0x7fffff) - 0x7fffff
     up = top.clamp(min=0x4800000) + 32767
     up = torch.where(top < 0x7f800000, up, 0x7fc00000)
     divisor = (up & 0x7fff8000).clamp(max=0x7f7fffff)
@@ -101,11 +101,11 @@ def nonneg_root(b, code_tensor, high_tensor, range_tensor):
 
 def nonneg_encode(b, x, noise):
     pattern = sqrt(x + 0.0).view(torch.int32)
-    pattern_block_max = block_max(pattern, b.live)
-    pattern_eq = pattern_block_max == 0x7f800000
-    largest = pattern_block_max.clamp(min=0x20000000).clamp(max=0x5f5ffffe)
+    pattern_sub = block_max(pattern + 0x7fffff, b.live).clamp(min=0x7fffff) - 0x7fffff
+    pattern_eq = pattern_sub == 0x7f800000
+    largest = pattern_sub.clamp(min=0x20000000).clamp(max=0x5f5ffffe)
     largest_where = torch.where(pattern_eq, 0x5fe00000, largest)
-    pattern_where = torch.where(pattern_eq, 0x5fe00000, block_min(pattern, b.live))
+    pattern_where = torch.where(pattern_eq, 0x5fe00000, block_min(pattern & 0x7fffffff, b.live))
     units = ((largest_where >> 22) - (pattern_where >> 22).clamp(min=128)).clamp(min=0) + 3
     step = quotient(
         2097152.0,
@@ -142,12 +142,12 @@ def nonneg_encode(b, x, noise):
 
 def nonneg_nearest(b, x):
     pattern = sqrt(x + 0.0).view(torch.int32)
-    pattern_block_max = block_max(pattern, b.live)
-    pattern_eq = pattern_block_max == 0x7f800000
-    largest = pattern_block_max.clamp(min=0x20000000).clamp(max=0x5f5ffffe)
+    pattern_sub = block_max(pattern + 0x7fffff, b.live).clamp(min=0x7fffff) - 0x7fffff
+    pattern_eq = pattern_sub == 0x7f800000
+    largest = pattern_sub.clamp(min=0x20000000).clamp(max=0x5f5ffffe)
     largest_where = torch.where(pattern_eq, 0x5fe00000, largest)
     above = (largest_where >> 22) + 1
-    below = torch.where(pattern_eq, 0x5fe00000, block_min(pattern, b.live)) >> 22
+    below = torch.where(pattern_eq, 0x5fe00000, block_min(pattern & 0x7fffffff, b.live)) >> 22
     units = (above - below.clamp(min=128)).clamp(min=1).clamp(max=64)
     first = above - units
     start = first << 22

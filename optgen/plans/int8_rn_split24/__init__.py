@@ -86,7 +86,7 @@ def signed_decode(b, code_tensor, scale_tensor):
 
 def signed_nearest(b, x):
     x_abs = x.abs()
-    top = block_max(x_abs.view(torch.int32), b.live)
+    top = block_max(x_abs.view(torch.int32) + 0x7fffff, b.live).clamp(min=0x7fffff) - 0x7fffff
     up = top.clamp(min=0x4800000) + 32767
     up = torch.where(top < 0x7f800000, up, 0x7fc00000)
     divisor = (up & 0x7fff8000).clamp(max=0x7f7fffff)
@@ -117,7 +117,7 @@ def nonneg_root(b, code_tensor, scale_tensor):
 
 def nonneg_nearest(b, x):
     value = sqrt(x)
-    top = block_max(value.abs().view(torch.int32), b.live)
+    top = block_max(value.abs().view(torch.int32) + 0x7fffff, b.live).clamp(min=0x7fffff) - 0x7fffff
     up = torch.where(top < 0x7f800000, top.clamp(min=0x24800000) + 16383, 0x5fffc000)
     divisor = (up & 0x7fffc000).clamp(max=0x5f7ffff0)
     divisor_div = quotient(255.0, divisor.view(torch.float32))

@@ -111,13 +111,14 @@ struct signed_nearest : signed_fields {
     void tail(Loop<0>, const Head_0 &h, int b) { largest_of_block_kept[b] = h.largest_of_block; }
     template <bool RAGGED, int VALUE, class N> F encode(Loop<0>, Head_0 &h, int i, int end, F x, const N &noise) {
         const F x_abs = abs(x);
-        h.largest_of_block = larger<RAGGED>(h.largest_of_block, bits(x_abs), i, end);
+        h.largest_of_block = larger<RAGGED>(h.largest_of_block, bits(x_abs) + 0x7fffff, i, end);
         return x;
     }
     void blocks(Loop<1>, int b) {
         const I largest_of_block = largest(largest_of_block_kept + b);
-        const I up = max(I(0x4800000), largest_of_block) + 32767;
-        const I up_2 = where(largest_of_block < 0x7f800000, up, I(0x7fc00000));
+        const I top = max(I(0x7fffff), largest_of_block) - 0x7fffff;
+        const I up = max(I(0x4800000), top) + 32767;
+        const I up_2 = where(top < 0x7f800000, up, I(0x7fc00000));
         const I divisor = min(I(0x7f7fffff), up_2 & 0x7fff8000);
         const F divisor_mul = as_float(divisor) * 0.003937008f;
         of_head_1.set(b, divisor_mul);
@@ -181,12 +182,13 @@ struct nonneg_nearest : nonneg_fields {
     Head_0 head(Loop<0>, int b) const { return {I(INT32_MIN)}; }
     void tail(Loop<0>, const Head_0 &h, int b) { largest_of_block_kept[b] = h.largest_of_block; }
     template <bool RAGGED, int VALUE, class N> F encode(Loop<0>, Head_0 &h, int i, int end, F x, const N &noise) {
-        h.largest_of_block = larger<RAGGED>(h.largest_of_block, bits(abs(x)), i, end);
+        h.largest_of_block = larger<RAGGED>(h.largest_of_block, bits(abs(x)) + 0x7fffff, i, end);
         return x;
     }
     void blocks(Loop<1>, int b) {
         const I largest_of_block = largest(largest_of_block_kept + b);
-        const I up = where(largest_of_block < 0x7f800000, max(I(0x24800000), largest_of_block) + 16383, I(0x5fffc000));
+        const I top = max(I(0x7fffff), largest_of_block) - 0x7fffff;
+        const I up = where(top < 0x7f800000, max(I(0x24800000), top) + 16383, I(0x5fffc000));
         const I divisor = min(I(0x5f7ffff0), up & 0x7fffc000);
         const F divisor_mul = 255.0f / as_float(divisor);
         const I up_cast = up - 0x20000000 >> 14;

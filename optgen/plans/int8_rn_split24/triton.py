@@ -68,7 +68,7 @@ def signed_decode(c, code_code, scale):
 @triton.jit
 def signed_nearest(x, live, MASKED: tl.constexpr):
     x_abs = tl.abs(x)
-    top = block_magnitude(x, live, MASKED)
+    top = tl.maximum(block_magnitude(x, live, MASKED), 0x7fffff) - 0x7fffff
     up = tl.maximum(top, 0x4800000) + 32767
     up = tl.where(top < 0x7f800000, up, 0x7fc00000)
     divisor = tl.minimum(up & 0x7fff8000, 0x7f7fffff)
@@ -117,7 +117,7 @@ def nonneg_root(code_code, scale):
 @triton.jit
 def nonneg_nearest(x, live, MASKED: tl.constexpr):
     value = tl.sqrt(x)
-    top = block_magnitude(value, live, MASKED)
+    top = tl.maximum(block_magnitude(value, live, MASKED), 0x7fffff) - 0x7fffff
     up = tl.where(top < 0x7f800000, tl.maximum(top, 0x24800000) + 16383, 0x5fffc000)
     divisor = tl.minimum(up & 0x7fffc000, 0x5f7ffff0)
     divisor_mul = 255.0 * inverse(divisor.to(tl.float32, bitcast=True))

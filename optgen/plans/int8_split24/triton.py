@@ -6,7 +6,7 @@ import triton.language as tl
 
 from optgen.runtime.gpu.codecs import Codec, beside, fraction, integer, middle
 from optgen.runtime.gpu.prelude import (
-    apart, block_magnitude, block_max, block_min, byte, counter, inverse, joined, reciprocal, rounded,
+    apart, block_least, block_magnitude, byte, counter, inverse, joined, reciprocal, rounded,
 )
 
 
@@ -93,7 +93,7 @@ def signed_decode(c, code_code, scale):
 @triton.jit
 def signed_encode(x, live, MASKED: tl.constexpr, draws, SHIFT: tl.constexpr):
     x_abs = tl.abs(x)
-    top = block_magnitude(x, live, MASKED)
+    top = tl.maximum(block_magnitude(x, live, MASKED), 0x7fffff) - 0x7fffff
     up = tl.maximum(top, 0x4800000) + 32767
     up = tl.where(top < 0x7f800000, up, 0x7fc00000)
     divisor = tl.minimum(up & 0x7fff8000, 0x7f7fffff)
@@ -107,7 +107,7 @@ def signed_encode(x, live, MASKED: tl.constexpr, draws, SHIFT: tl.constexpr):
 @triton.jit
 def signed_nearest(x, live, MASKED: tl.constexpr):
     x_abs = tl.abs(x)
-    top = block_magnitude(x, live, MASKED)
+    top = tl.maximum(block_magnitude(x, live, MASKED), 0x7fffff) - 0x7fffff
     up = tl.maximum(top, 0x4800000) + 32767
     up = tl.where(top < 0x7f800000, up, 0x7fc00000)
     divisor = tl.minimum(up & 0x7fff8000, 0x7f7fffff)
@@ -142,12 +142,12 @@ def nonneg_root(code_code, range_):
 @triton.jit
 def nonneg_encode(x, live, MASKED: tl.constexpr, draws, SHIFT: tl.constexpr):
     pattern = tl.sqrt(x).to(tl.int32, bitcast=True)
-    pattern_block_max = block_max(pattern, live, MASKED)
-    pattern_eq = pattern_block_max == 0x7f800000
-    largest = tl.minimum(tl.maximum(pattern_block_max, 0x20000000), 0x5f700000)
+    pattern_add = tl.maximum(block_magnitude(tl.sqrt(x), live, MASKED), 0x7fffff) - 0x7fffff
+    pattern_eq = pattern_add == 0x7f800000
+    largest = tl.minimum(tl.maximum(pattern_add, 0x20000000), 0x5f700000)
     largest_where = tl.where(pattern_eq, 0x5fe00000, largest)
     above = (largest_where + 0x80000 >> 22) + 1
-    below = tl.where(pattern_eq, 0x5fe00000, block_min(pattern, live, MASKED)) - 0x80000 >> 22
+    below = tl.where(pattern_eq, 0x5fe00000, block_least(tl.sqrt(x), live, MASKED)) - 0x80000 >> 22
     units = tl.minimum(tl.maximum(above - tl.maximum(below, 128), 1), 64)
     first = above - units
     start = first << 22
@@ -171,12 +171,12 @@ def nonneg_encode(x, live, MASKED: tl.constexpr, draws, SHIFT: tl.constexpr):
 @triton.jit
 def nonneg_nearest(x, live, MASKED: tl.constexpr):
     pattern = tl.sqrt(x).to(tl.int32, bitcast=True)
-    pattern_block_max = block_max(pattern, live, MASKED)
-    pattern_eq = pattern_block_max == 0x7f800000
-    largest = tl.minimum(tl.maximum(pattern_block_max, 0x20000000), 0x5f700000)
+    pattern_add = tl.maximum(block_magnitude(tl.sqrt(x), live, MASKED), 0x7fffff) - 0x7fffff
+    pattern_eq = pattern_add == 0x7f800000
+    largest = tl.minimum(tl.maximum(pattern_add, 0x20000000), 0x5f700000)
     largest_where = tl.where(pattern_eq, 0x5fe00000, largest)
     above = (largest_where >> 22) + 1
-    below = tl.where(pattern_eq, 0x5fe00000, block_min(pattern, live, MASKED)) >> 22
+    below = tl.where(pattern_eq, 0x5fe00000, block_least(tl.sqrt(x), live, MASKED)) >> 22
     units = tl.minimum(tl.maximum(above - tl.maximum(below, 128), 1), 64)
     first = above - units
     start = first << 22

@@ -38,7 +38,7 @@ def signed_decode(b, code_tensor, scale_tensor):
 
 
 def signed_nearest(b, x):
-    top = block_max(x.abs().view(torch.int32), b.live)
+    top = block_max(x.abs().view(torch.int32) + 0x7fffff, b.live).clamp(min=0x7fffff) - 0x7fffff
     scale = torch.where(top < 0x7f800000, top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     number = x / scale
     code = search(number, dynamic4_ends_7d5a18a9)
@@ -114,8 +114,9 @@ def nonneg_vector_root(b, code_tensor, scale_tensor):
 
 
 def nonneg_vector_nearest(b, x):
-    magnitude = x.abs()
-    top = block_max(magnitude.view(torch.int32), b.live).view(torch.float32).clamp(min=3.009265538105056e-36)
+    top = (
+        block_max(x.abs().view(torch.int32) + 0x7fffff, b.live).clamp(min=0x7fffff) - 0x7fffff
+    ).view(torch.float32).clamp(min=3.009265538105056e-36)
     divisor = top.clamp(max=3.4028234663852886e+38)
     exact = x / divisor * 16.0
     exact = exact.clamp(min=1.0).clamp(max=16.0)

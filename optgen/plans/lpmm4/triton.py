@@ -27,7 +27,7 @@ def signed_decode(c, code_code, scale):
 
 @triton.jit
 def signed_nearest(x, live, MASKED: tl.constexpr):
-    top = block_magnitude(x, live, MASKED)
+    top = tl.maximum(block_magnitude(x, live, MASKED), 0x7fffff) - 0x7fffff
     scale = tl.where(top < 0x7f800000, tl.maximum(top, 0x4800000), 0x7fc00000).to(tl.float32, bitcast=True)
     scale_rcp = inverse(scale)
     number = beside(scale_rcp) * x
@@ -129,10 +129,9 @@ def nonneg_vector_root(code_code, scale):
 @triton.jit
 def nonneg_vector_nearest(x, live, MASKED: tl.constexpr):
     sqrt_0p0625 = 0.25
-    magnitude = tl.abs(x)
     top = tl.maximum(
-        block_magnitude(x, live, MASKED).to(tl.float32, bitcast=True), 3.009265538105056e-36,
-        propagate_nan=tl.PropagateNan.ALL
+        (tl.maximum(block_magnitude(x, live, MASKED), 0x7fffff) - 0x7fffff).to(tl.float32, bitcast=True),
+        3.009265538105056e-36, propagate_nan=tl.PropagateNan.ALL
     )
     top_mul = sqrt_0p0625 * tl.sqrt(top)
     divisor = tl.minimum(top, 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)

@@ -43,7 +43,7 @@ def signed_decode(b, code_tensor, scale_tensor):
 
 
 def signed_nearest(b, x):
-    top = block_max(x.abs().view(torch.int32), b.live)
+    top = block_max(x.abs().view(torch.int32) + 0x7fffff, b.live).clamp(min=0x7fffff) - 0x7fffff
     scale = torch.where(top < 0x7f800000, top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     number = x / scale
     code = search(number, dynamic4_ends_a30be13f)
@@ -64,7 +64,7 @@ def nonneg_root(b, code_tensor, scale_tensor):
 
 
 def nonneg_nearest(b, x):
-    top = block_max(x.abs().view(torch.int32), b.live)
+    top = block_max(x.abs().view(torch.int32) + 0x7fffff, b.live).clamp(min=0x7fffff) - 0x7fffff
     scale = torch.where(top < 0x7f800000, top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     number = x / scale
     code = search(number, linear4_nozero_ends_e5959b1b)

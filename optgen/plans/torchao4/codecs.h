@@ -49,14 +49,13 @@ struct signed_nearest : signed_fields {
     Head_0 head(Loop<0>, int b) const { return {I(INT32_MIN)}; }
     void tail(Loop<0>, const Head_0 &h, int b) { largest_of_block_kept[b] = h.largest_of_block; }
     template <bool RAGGED, int VALUE, class N> F encode(Loop<0>, Head_0 &h, int i, int end, F x, const N &noise) {
-        h.largest_of_block = larger<RAGGED>(h.largest_of_block, bits(abs(x)), i, end);
+        h.largest_of_block = larger<RAGGED>(h.largest_of_block, bits(abs(x)) + 0x7fffff, i, end);
         return x;
     }
     void blocks(Loop<1>, int b) {
         const I largest_of_block = largest(largest_of_block_kept + b);
-        const F scale = as_float(
-            where(largest_of_block < 0x7f800000, max(I(0x2b8cbccc), largest_of_block), I(0x7fc00000))
-        );
+        const I top = max(I(0x7fffff), largest_of_block) - 0x7fffff;
+        const F scale = as_float(where(top < 0x7f800000, max(I(0x2b8cbccc), top), I(0x7fc00000)));
         const F scale_rcp = 1.0f / scale;
         of_head_1.set(b, scale_rcp);
         store(scale_at + b, scale);
@@ -130,15 +129,14 @@ struct nonneg_nearest : nonneg_fields {
     void tail(Loop<0>, const Head_0 &h, int b) { largest_of_block_kept[b] = h.largest_of_block; }
     template <bool RAGGED, int VALUE, class N> F encode(Loop<0>, Head_0 &h, int i, int end, F x, const N &noise) {
         const F sqrt_0p0625(0.25f);
-        h.largest_of_block = larger<RAGGED>(h.largest_of_block, bits(abs(x)), i, end);
+        h.largest_of_block = larger<RAGGED>(h.largest_of_block, bits(abs(x)) + 0x7fffff, i, end);
         return x;
     }
     void blocks(Loop<1>, int b) {
         const F sqrt_0p0625(0.25f);
         const I largest_of_block = largest(largest_of_block_kept + b);
-        const F scale = as_float(
-            where(largest_of_block < 0x7f800000, max(I(0x2b8cbccc), largest_of_block), I(0x7fc00000))
-        );
+        const I top = max(I(0x7fffff), largest_of_block) - 0x7fffff;
+        const F scale = as_float(where(top < 0x7f800000, max(I(0x2b8cbccc), top), I(0x7fc00000)));
         const F scale_mul = sqrt_0p0625 * sqrt(scale);
         const F scale_rcp = 1.0f / scale;
         of_head_1.set(b, scale_rcp, scale_mul);

@@ -27,7 +27,7 @@ def signed_decode(c, code_code, scale):
 
 @triton.jit
 def signed_nearest(x, live, MASKED: tl.constexpr):
-    top = block_magnitude(x, live, MASKED)
+    top = tl.maximum(block_magnitude(x, live, MASKED), 0x7fffff) - 0x7fffff
     scale = tl.where(top < 0x7f800000, tl.maximum(top, 0x2b8cbccc), 0x7fc00000).to(tl.float32, bitcast=True)
     scale_rcp = inverse(scale)
     number = beside(scale_rcp) * x
@@ -63,7 +63,7 @@ def nonneg_root(code_code, scale):
 @triton.jit
 def nonneg_nearest(x, live, MASKED: tl.constexpr):
     sqrt_0p0625 = 0.25
-    top = block_magnitude(x, live, MASKED)
+    top = tl.maximum(block_magnitude(x, live, MASKED), 0x7fffff) - 0x7fffff
     scale = tl.where(top < 0x7f800000, tl.maximum(top, 0x2b8cbccc), 0x7fc00000).to(tl.float32, bitcast=True)
     scale_mul = sqrt_0p0625 * tl.sqrt(scale)
     scale_rcp = inverse(scale)

@@ -148,7 +148,7 @@ def signed_decode(b, code_tensor, scale_tensor):
 
 
 def signed_nearest(b, x):
-    top = block_max(x.abs().view(torch.int32), b.live)
+    top = block_max(x.abs().view(torch.int32) + 0x7fffff, b.live).clamp(min=0x7fffff) - 0x7fffff
     scale = torch.where(top < 0x7f800000, top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     number = x / scale
     code = search(number, dynamic8_ends_12373103)
@@ -169,7 +169,7 @@ def nonneg_root(b, code_tensor, scale_tensor):
 
 
 def nonneg_nearest(b, x):
-    top = block_max(x.abs().view(torch.int32), b.live)
+    top = block_max(x.abs().view(torch.int32) + 0x7fffff, b.live).clamp(min=0x7fffff) - 0x7fffff
     scale = torch.where(top < 0x7f800000, top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     number = x / scale
     code = search(number, udynamic8_ends_ab19da8a)

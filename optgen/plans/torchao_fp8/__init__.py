@@ -32,7 +32,7 @@ def signed_decode(b, code_tensor, scale_tensor):
 
 
 def signed_nearest(b, x):
-    top = block_max(x.abs().view(torch.int32), b.live)
+    top = block_max(x.abs().view(torch.int32) + 0x7fffff, b.live).clamp(min=0x7fffff) - 0x7fffff
     share = quotient(top.view(torch.float32), 448.0).view(torch.int32)
     share_where = torch.where(top < 0x7f800000, share, 0x7fc00000)
     scale = torch.where(share_where < 0x7f800000, share_where.clamp(min=0x2720d7c5), 0x7fc00000).view(torch.float32)

@@ -42,14 +42,15 @@ struct signed_nearest : signed_fields {
     void tail(Loop<0>, const Head_0 &h, int b) { largest_of_block_kept[b] = h.largest_of_block; }
     template <bool RAGGED, int VALUE, class N> F encode(Loop<0>, Head_0 &h, int i, int end, F x, const N &noise) {
         const F one_over_448(0.002232143f);
-        h.largest_of_block = larger<RAGGED>(h.largest_of_block, bits(abs(x)), i, end);
+        h.largest_of_block = larger<RAGGED>(h.largest_of_block, bits(abs(x)) + 0x7fffff, i, end);
         return x;
     }
     void blocks(Loop<1>, int b) {
         const F one_over_448(0.002232143f);
         const I largest_of_block = largest(largest_of_block_kept + b);
-        const I share = bits(as_float(largest_of_block) * one_over_448);
-        const I share_where = where(largest_of_block < 0x7f800000, share, I(0x7fc00000));
+        const I top = max(I(0x7fffff), largest_of_block) - 0x7fffff;
+        const I share = bits(as_float(top) * one_over_448);
+        const I share_where = where(top < 0x7f800000, share, I(0x7fc00000));
         const F scale = as_float(where(share_where < 0x7f800000, max(I(0x2720d7c5), share_where), I(0x7fc00000)));
         const F scale_rcp = 1.0f / scale;
         of_head_1.set(b, scale_rcp);

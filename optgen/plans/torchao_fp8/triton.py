@@ -24,7 +24,7 @@ def signed_decode(c, code_code, scale):
 @triton.jit
 def signed_nearest(x, live, MASKED: tl.constexpr):
     one_over_448 = 0.002232142857142857
-    top = block_magnitude(x, live, MASKED)
+    top = tl.maximum(block_magnitude(x, live, MASKED), 0x7fffff) - 0x7fffff
     share = (top.to(tl.float32, bitcast=True) * one_over_448).to(tl.int32, bitcast=True)
     share_where = tl.where(top < 0x7f800000, share, 0x7fc00000)
     scale = tl.where(

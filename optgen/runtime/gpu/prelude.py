@@ -15,6 +15,7 @@ from triton.runtime.jit import constexpr_function
 
 INT_MIN = tl.constexpr(-(2**31))
 INT_MAX = tl.constexpr(2**31 - 1)
+NAN_LAST = tl.constexpr(0x007FFFFF)  # optgen.ops.dtypes
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 KEEPS_LAYOUTS = tl.constexpr(tuple(int(x) for x in triton.__version__.split(".")[:2]) >= (3, 8))
 
@@ -57,16 +58,24 @@ def unpacked(words, BITS: tl.constexpr):
 
 
 @triton.jit
+def eights(x):
+    """(..., n) as (..., n / 8, 8), or (..., 1, n) where n is less."""
+    n: tl.constexpr = x.shape[len(x.shape) - 1]
+    few: tl.constexpr = 8 if n % 8 == 0 else n
+    if len(x.shape) == 2:
+        out = tl.reshape(x, [x.shape[0], n // few, few])
+    else:
+        out = tl.reshape(x, [x.shape[0], x.shape[1], n // few, few])
+    return out
+
+
+@triton.jit
 def packed(codes, live, MASKED: tl.constexpr, BITS: tl.constexpr):
     """Codes (..., 8 n) as words of eight, (..., n); 0 in lanes that are not live."""
     codes = codes.to(tl.int32) & (2**BITS - 1)  # they may come with the bits above theirs
     if MASKED:
         codes = tl.where(live, codes, 0)
-    if len(codes.shape) == 2:
-        eights = tl.reshape(codes, [codes.shape[0], codes.shape[1] // 8, 8])
-    else:
-        eights = tl.reshape(codes, [codes.shape[0], codes.shape[1], codes.shape[2] // 8, 8])
-    return tl.sum(eights << (tl.arange(0, 8) * BITS), len(eights.shape) - 1)
+    return tl.sum(eights(codes) << (tl.arange(0, 8) * BITS), len(codes.shape))
 
 
 @triton.jit
@@ -120,17 +129,22 @@ def lowest_line(x, lines):
 
 @triton.jit
 def block_magnitude(x, live, MASKED: tl.constexpr):
-    """The pattern of the largest |x| along the last dimension, of a NaN where there is one."""
-    # The interpreter reduces by a function of ours one element at a time; AMD's float maximum drops NaN, and to keep
-    # it takes two more instructions.
-    if INTERPRETED or machine() == "hip":
-        out = block_max(tl.abs(x).to(tl.int32, bitcast=True), live, MASKED)
-    else:
-        size = tl.abs(x)
-        if MASKED:
-            size = tl.where(live, size, 0.0)
-        out = tl.reduce(size, len(x.shape) - 1, larger).to(tl.int32, bitcast=True)
-    return out
+    """The pattern of the largest |x| along the last dimension, NaN left out, plus NAN_LAST."""
+    size = tl.abs(x)
+    if MASKED:
+        size = tl.where(live, size, 0.0)
+    # Floats within a thread, where |x| is free; integers between threads, which take one instruction.
+    parts = tl.max(eights(size), len(x.shape)).to(tl.int32, bitcast=True) + NAN_LAST
+    return tl.max(parts, len(x.shape) - 1)
+
+
+@triton.jit
+def block_least(x, live, MASKED: tl.constexpr):
+    """The pattern of the smallest |x| along the last dimension, NaN left out."""
+    size = tl.abs(x)
+    if MASKED:
+        size = tl.where(live, size, float("inf"))
+    return tl.min(tl.min(eights(size), len(x.shape)).to(tl.int32, bitcast=True), len(x.shape) - 1)
 
 
 @triton.jit
