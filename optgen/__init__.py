@@ -16,7 +16,7 @@
 
 __version__ = "0.2.0"
 __all__ = [
-    "SAM", "StableEmbedding", "__version__", "attention_heads", "cast_model", "compile", "keep_states_fp32", "list",
+    "SAM", "StableEmbedding", "__version__", "attention_heads", "cast_model", "compile", "keep_states_fp32",
     "list_rules", "load_checkpoint", "make", "save_checkpoint", "take_states",
 ]  # fmt: skip
 
