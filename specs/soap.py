@@ -6,7 +6,7 @@ from optgen.lang import (
 )  # fmt: skip
 
 
-def carried(order, turn, root, eps):
+def carried(order, turn, root):
     """The matrix that second moments are multiplied by at a change of bases: `order`, or for a direction that would
     have far too little by it, the squares of `turn`.
 
@@ -16,7 +16,7 @@ def carried(order, turn, root, eps):
     root  of the second moments, directions in its columns; of what is transposed, so that a worker's matrix stays there
     """
     size = column_norms(order, root).T  # of a direction, in each place of its row
-    return where(8 * (column_norms(order, size * order) + eps) < column_norms(order, size * turn), turn * turn, order)
+    return where(8 * column_norms(order, size * order) < column_norms(order, size * turn), turn * turn, order)
 
 
 @optimizer(cite="Vyas et al. 2024, arXiv:2409.11321, algorithm 3", name="SOAP", matrix="heads")
@@ -73,12 +73,12 @@ def soap(
         turn = finite(orthogonal_iteration(left, moves * order), order)
         new, left = basis_left @ turn, turn.T @ left @ turn
         basis_left = bjorck(new)  # orthogonal again: roundings of products add up
-        exp_avg, exp_avg_sq = turn.T @ exp_avg, carried(order, turn, sqrt(exp_avg_sq.T), eps).T @ exp_avg_sq
+        exp_avg, exp_avg_sq = turn.T @ exp_avg, carried(order, turn, sqrt(exp_avg_sq.T)).T @ exp_avg_sq
     if refresh and by_columns:
         right = finite(right)
         order = sorting(right)
         turn = finite(orthogonal_iteration(right, moves * order), order)
         new, right = basis_right @ turn, turn.T @ right @ turn
         basis_right = bjorck(new)
-        exp_avg, exp_avg_sq = exp_avg @ turn, exp_avg_sq @ carried(order, turn, sqrt(exp_avg_sq.T).T, eps)
+        exp_avg, exp_avg_sq = exp_avg @ turn, exp_avg_sq @ carried(order, turn, sqrt(exp_avg_sq.T).T)
     return p, exp_avg, exp_avg_sq, left, basis_left, right, basis_right
