@@ -234,7 +234,7 @@ def test_states_made_for_loading_leave_the_weights(rule: str, flat: bool) -> Non
 
 
 def test_several_rules_and_schedules_of_wrappers() -> None:
-    """A LayerNorm within Muon's pattern stops with the schedule; warmed_up scales what follows lr once."""
+    """A LayerNorm within Muon's pattern stops with the schedule; warmed_up scales what follows lr once, and SAM not."""
     net = nn.Sequential(nn.Linear(8, 6), nn.LayerNorm(6))
     opt: Any = optgen.make({"0": "muon", "*": {"rule": "normuon", "lr": 0.02}}, net, lr=3e-4, plan="fp32")
     lr_scheduler.LambdaLR(opt, lambda t: 0.0)
@@ -250,6 +250,14 @@ def test_several_rules_and_schedules_of_wrappers() -> None:
     p.grad = torch.ones(4)
     warmed.step()  # AdamW's first step is its rate: a quarter of a half of 1e-3
     assert torch.allclose(p.detach(), torch.full((4,), -1e-3 / 8), rtol=1e-5)
+
+    p = nn.Parameter(torch.zeros(4))
+    sharp = optgen.SAM(optgen.optim.Muon([p], lr=LR, adamw_lr=1e-3, plan="fp32", backend="reference"))
+    lr_scheduler.LambdaLR(sharp.optimizer, lambda t: 0.25)
+    for step in (sharp.first_step, sharp.second_step):
+        p.grad = torch.ones(4)
+        step()
+    assert torch.allclose(p.detach(), torch.full((4,), -1e-3 / 4), rtol=1e-5)
 
 
 def test_an_optimizer_made_at_0_asks_for_the_lr_that_the_second_rate_belongs_to() -> None:
