@@ -195,26 +195,23 @@ def rates(cls: Any, given: Mapping[str, Any], group: Mapping[str, Any], defaults
 
 
 def hypers_of(cls: Any, group: Mapping[str, Any], device: torch.device | None = None) -> dict[str, Any]:
-    """Return the hyper-parameters of a group as a step takes them, by name; `device` as in `Hyper.read`."""
+    """Return the hyper-parameters of a group as a step takes them, by name; `device` as in `Hyper.read`.
+
+    Raises ValueError for a rate that belongs to lr=0, if lr is another, or a tensor that is not looked at.
+    """
     found = {hyper.name: hyper.read(group[hyper.name], device) for hyper in cls.HYPERS}
-    for hyper in cls.HYPERS:
-        if hyper.scheduled:
-            own = hyper.lr_if and group[hyper.lr_if]
-            found[hyper.name] = found["lr"] if own else found[hyper.name] * _share(cls, found["lr"], group[BASE])
+    for hyper in (hyper for hyper in cls.HYPERS if hyper.scheduled):
+        lr, base = found["lr"], group[BASE]
+        if hyper.lr_if and group[hyper.lr_if]:
+            found[hyper.name] = lr
+        elif base or not (isinstance(lr, Tensor) or lr):
+            found[hyper.name] = found[hyper.name] * (lr / base if base else 0.0)
+        else:
+            raise ValueError(
+                f"{cls.__name__} was made with lr=0, so that the lr which {hyper.name} belongs to is unknown: make it "
+                f"with the largest lr and let the schedule begin at 0, or set {BASE!r} of each group to that lr"
+            )
     return found
-
-
-def _share(cls: Any, lr: Any, base: float) -> Any:
-    """Return lr / base; ValueError if the base is 0 and lr is not, or is a tensor that is not looked at."""
-    if base:
-        return lr / base
-    if isinstance(lr, Tensor) or lr:
-        names = " and ".join(hyper.name for hyper in cls.HYPERS if hyper.scheduled)
-        raise ValueError(
-            f"{cls.__name__} was made with lr=0, so that the lr which {names} belongs to is unknown: make it with the "
-            f"largest lr and let the schedule begin at 0, or set {BASE!r} of each group to that lr"
-        )
-    return 0.0
 
 
 def flags_of(
