@@ -355,6 +355,7 @@ def test_embeddings_and_heads_among_matrices_are_warned_of_once() -> None:
         optgen.optim.Muon(list(zip(("embed.weight", "lm_head.bias"), others, strict=True)))
         optgen.optim.AdamW([("wte.weight", p)])
     net = nn.ModuleDict({"codes": nn.Embedding(9, 4), "hidden": nn.Linear(4, 4)})  # by the class of the module
+    net["hidden"].register_module("codes", nn.Linear(3, 3, bias=False))  # of a name that has the other's in it
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         optgen.make("muon", net)
@@ -364,3 +365,4 @@ def test_embeddings_and_heads_among_matrices_are_warned_of_once() -> None:
         warnings.simplefilter("error")
         made: Any = eval(line)  # the line that it says is one that runs
     assert [type(part).__name__ for part in made.parts.values()] == ["AdamW", "Muon"]
+    assert list(made.matched.values()) == [["codes.weight"], ["hidden.weight", "hidden.bias", "hidden.codes.weight"]]

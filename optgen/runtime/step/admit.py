@@ -172,12 +172,12 @@ def _warn_embeddings(cls: Any, entries: Iterable[Entry], module: nn.Module | Non
         and checkpoint.select(cls, e.group, e.p, e.name)[2].needs_matrix
     ]  # fmt: skip
     if found:
-        words = "|".join(dict.fromkeys(name.removesuffix(".weight").rpartition(".")[2] for name in found))
+        names = f"^({'|'.join(dict.fromkeys(found))})$"
         warn(
             f"{cls.__name__} steps {', '.join(found[:4])}{', ...' if found[4:] else ''} as hidden matrices.  "
             f"Embeddings and output heads usually take AdamW at a rate of its own: give them a group "
             f"{{'params': [...], 'adamw': True, 'lr': 3e-4}}, or write "
-            f"optgen.make({{{words!r}: {{'rule': 'adamw', 'lr': 3e-4}}, '*': {cls.SPEC!r}}}, model)",
+            f"optgen.make({{{names!r}: {{'rule': 'adamw', 'lr': 3e-4}}, '*': {cls.SPEC!r}}}, model)",
             cls,
         )
 
