@@ -26,9 +26,9 @@ KNOWN: Mapping[str, float] = {
     "adahessian.int8_split24": 1.02, "adai.int8_split24.4": 0.98, "adalite.int8_split24.19": 1.14,
     "adalite.int8_split24.7_few": 1.31, "adam_atan2.int8_split24": 1.15, "adamg.int8_split24": 1.33,
     "adamp.int8_split24.1": 0.98, "adamp.int8_split24.1_few": 1.2, "adamuon.int8_split24.1": 1.0, "adamw.bnb8": 1.91,
-    "adamw.flashoptim": 1.04, "adamw.int4_factored_split24.2_few": 1.06, "adamw.int4_split24": 1.03,
-    "adamw.int5_factored_split24.2_few": 1.06, "adamw.int5_int3_split24": 1.25, "adamw.int5_split24": 1.15,
-    "adamw.int6_split24": 1.11, "adamw.int8_split24.float16": 1.06, "adamw.lpmm4.2_few": 1.18,
+    "adamw.flashoptim": 1.05, "adamw.int4_factored_split24.2_few": 1.06, "adamw.int4_split24": 1.07,
+    "adamw.int5_factored_split24.2_few": 1.06, "adamw.int5_int3_split24": 1.28, "adamw.int5_split24": 1.22,
+    "adamw.int6_split24": 1.18, "adamw.int8_split24.float16": 1.06, "adamw.lpmm4.2_few": 1.18,
     "adamw.lpmm4_factor.2_few": 1.06, "adamw.lpmm4_factor.7": 1.12, "adamw.torchao4": 1.32, "adamw.torchao8": 1.92,
     "adamw.torchao_fp8": 1.21, "adashift.int8_split24.1": 1.12, "adasmooth.int8_split24": 1.0,
     "apollo_qn.int8_split24.1": 1.48, "came.int8_split24.10": 1.03, "came.int8_split24.10_few": 1.22,
@@ -36,7 +36,7 @@ KNOWN: Mapping[str, float] = {
     "dadapt_adan.int8_split24.2_few": 0.98, "diffgrad.int8_split24": 1.16, "exadam.int8_split24": 1.03,
     "gravity.int8_split24.1": 1.0, "kate.int8_split24": 1.0, "padam.int8_split24": 1.37, "prodigy.int8_split24.5": 0.99,
     "racs.int8_split24.4": 1.18, "sadam.int8_split24": 1.65, "sgld.int8_split24": 1.86, "soap.int8_split24.3": 0.97,
-    "stable_adamw.int8_split24.1": 1.11, "stable_adamw.int8_split24.1_few": 1.14, "stable_spam.int8_split24.1": 1.0,
+    "stable_adamw.int8_split24.1": 1.14, "stable_adamw.int8_split24.1_few": 1.14, "stable_spam.int8_split24.1": 1.0,
     "vradam.int8_split24.1": 1.03, "vradam.int8_split24.1_few": 1.06, "vsgd.int8_split24": 1.11,
 }  # fmt: skip
 """Sweeps of which one pipe is busy for longer, and for which share."""
