@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import run_state_machine_as_test
 
 from optgen.runtime.cpu import native
-from tests.machine import Cell, Machine
+from tests.machine import LOADS, Cell, Machine, Peer
 
 RULES = (
     "adamw", "adam", "sgd", "lion", "nadam", "rmsprop", "adopt", "ademamix",  # elements, clocks
     "lamb", "adafactor", "came", "adam_mini",  # norms and means
     "muon", "soap", "shampoo", "psgd_kron", "dion", "galore",  # matrices, bases, low rank
+    "normuon", "adamuon", "polargrad", "soap_muon", "adago", "by_matrix",  # rates beside lr, numbers of a matrix
     "prodigy", "dadapt_adam",  # sums over the model
     "sophia", "adahessian", "sgld",  # inputs, noise
     "schedule_free_adamw", "ema(adamw)", "averaged(sgd)", "lookahead(adamw)", "clipped(adamw)", "warmed_up(adamw)",
@@ -36,7 +37,11 @@ CELLS: dict[str, st.SearchStrategy[Cell]] = {
         Cell, st.sampled_from(RULES), st.sampled_from(PLANS), st.sampled_from(DTYPES), named=st.booleans(),
         fused=st.booleans(),
     ),
-    "peer": st.builds(Cell, st.sampled_from(["adamw", "adam", "sgd", "nadam", "rmsprop"]), named=st.booleans()),
+    "kept": st.builds(
+        Cell, st.sampled_from(["schedule_free_adamw", "adafactor", "ema(adamw)", "averaged(sgd)"]),
+        st.sampled_from([plan for plan in PLANS if "split" in plan]), st.just("bfloat16"), named=st.booleans(),
+    ),
+    "peer": st.builds(Cell, st.sampled_from([*Peer.RULES]), named=st.booleans()),
     "cpp": st.builds(
         Cell, st.sampled_from(["adamw", "lamb"]), st.just("int8_split24"), st.just("bfloat16"), st.just("cpp"),
         named=st.booleans(), fused=st.booleans(),
@@ -48,7 +53,7 @@ CELLS: dict[str, st.SearchStrategy[Cell]] = {
 }  # fmt: skip
 """What is drawn of each kind; kernels of few rules, since they take seconds to compile and to interpret."""
 
-EXAMPLES = {"reference": 50, "peer": 20, "cpp": 15, "triton": 4}
+EXAMPLES = {"reference": 45, "kept": 15, "peer": 20, "cpp": 15, "triton": 4}
 
 
 def run(kind: str, seed: int | None = None, **changed: Any) -> None:
@@ -80,7 +85,9 @@ def test_for_as_many_minutes_as_asked() -> None:
         run(kind, number, max_examples=EXAMPLES[kind])
 
 
-REPLAYS: list[tuple[Cell, int, list[tuple[str, dict[str, Any]]]]] = [
+EDIT = ("edit", {"kind": "zeros", "way": "copy_", "which": 0, "seed": 1})
+FAR = ("resume", {"seed": 1, "way": "distributed"})
+REPLAYS: list[tuple[Cell, int, list[tuple[str, Any]]]] = [
     (  # in one group steps counted on the device, and steps counted on the host
         Cell("lion", "fp32", "bfloat16", "triton", fused=True),
         1,
@@ -94,9 +101,26 @@ REPLAYS: list[tuple[Cell, int, list[tuple[str, dict[str, Any]]]]] = [
     ),
     # an average of weights while a momentum that was 0 is to begin
     (Cell("averaged(sgd)"), 1, [("step", {"seed": 1}), ("scheduler", {"kind": "one cycle"}), ("evaluation", {})]),
+    # low bits of a weight that is set to 0
+    *(
+        (Cell("adamw", "int8_split24", "bfloat16", backend), 1, [("train", {"seed": 1, "count": 2}), EDIT])
+        for backend in ("reference", "cpp")
+    ),
+    # weights of training, in a checkpoint that is taken in evaluation
+    *(
+        (Cell("ema(adamw)"), 1, [("train", {"seed": 1}), ("evaluation", {}), ("resume", {"seed": 1, "way": way})])
+        for way in LOADS
+    ),
+    # a step that is made once more, where gradients are of another dtype, or come later
+    *(
+        (Cell("adamw", "int8_split24", "bfloat16", "cpp"), 1, [("train", {"seed": 1, "count": 3} | x), ("step", then)])
+        for x, then in [({}, {"seed": 1, "form": "float32"}), ({"lacking": 2}, {"seed": 1})]
+    ),
+    # entries of the user, before there are states
+    (Cell("sam(adamw)"), 1, [("own_entries", {"which": 0, "seed": 1}), ("train", {"seed": 1}), FAR]),
     # inputs of parameters without a gradient
-    (Cell("adahessian"), 1, [("step", {"seed": 1, "lacking": 2}), ("reload", {})]),
-    (Cell("gsam(adamw)"), 1, [("step", {"seed": 1, "lacking": 2}), ("reload", {})]),
+    (Cell("adahessian"), 1, [("step", {"seed": 1, "lacking": 2}), ("copied", {"seed": 1, "way": "itself"})]),
+    (Cell("gsam(adamw)"), 1, [("step", {"seed": 1, "lacking": 2}), ("copied", {"seed": 1, "way": "itself"})]),
 ]
 """What has failed: a cell, the seed of `start`, and operations."""
 
