@@ -15,7 +15,10 @@ def acprop(
     eps=hyper(1e-16, gt=0),
     weight_decay=hyper(0.0, ge=0),
 ):
-    """The second moment is of the gradient's distance from its average.  The first step is lr times the gradient."""
+    """The second moment is of the gradient's distance from its average.  The first step is lr times the gradient.
+
+    A gradient is divided by the root from before it, as in the authors' code: after zeros alone, by one of eps.
+    """
     beta1, beta2 = betas
     p = decoupled(p, lr, weight_decay)
     exp_avg = beta1 * exp_avg + (1 - beta1) * g

@@ -7,7 +7,7 @@ from optgen.lang.policies import decoupled
 @optimizer(cite="Xie et al. 2020, arXiv:2011.11152", name="AdamSWD")
 def adam_swd(
     p, g, t,
-    exp_avg=state(),
+    exp_avg=state(normalized_by="exp_avg_sq"),
     exp_avg_sq=state(nonneg),
     max_exp_avg_sq=state(nonneg, when="amsgrad"),
     *,

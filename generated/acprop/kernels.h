@@ -15,13 +15,13 @@ struct acprop {  // acprop
     F step(F p, F g, S0 &exp_avg, S1 &exp_avg_var) const {
         const F g_2 = grad_scale * g;
         const F exp_avg_var_ = exp_avg_var.read();
-        const F before = exp_avg_var_ + where_lt_one_t_eps_zero;  // 22
-        const F denom = fma(scalar_3, sqrt(before), eps);  // 23
-        const F p_ = one_minus_lr_times_weight_decay * p;         // 20
-        const F p_2 = fma(minus_lr, where(0.0f < where_lt_one_t_one_zero, g_2 / denom, g_2), p_);  // 24
-        const F exp_avg_ = fma(one_minus_beta1_times_grad_scale, g, exp_avg.times(beta1));  // 21
-        const F away = g_2 - exp_avg_;                            // 25
-        const F exp_avg_var_2 = fma(one_minus_beta2 * away, away, beta2 * before);  // 26
+        const F before = exp_avg_var_ + where_lt_one_t_eps_zero;  // 25
+        const F denom = fma(scalar_3, sqrt(before), eps);  // 26
+        const F p_ = one_minus_lr_times_weight_decay * p;         // 23
+        const F p_2 = fma(minus_lr, where(0.0f < where_lt_one_t_one_zero, g_2 / denom, g_2), p_);  // 27
+        const F exp_avg_ = fma(one_minus_beta1_times_grad_scale, g, exp_avg.times(beta1));  // 24
+        const F away = g_2 - exp_avg_;                            // 28
+        const F exp_avg_var_2 = fma(one_minus_beta2 * away, away, beta2 * before);  // 29
         exp_avg.set(exp_avg_);
         exp_avg_var.set(exp_avg_var_2);
         return p_2;

@@ -18,13 +18,13 @@ def acprop_tile(
     """The new p, exp_avg, exp_avg_var."""
     exp_avg_var = read(exp_avg_var, PLAN.exp_avg_var)
     g_2 = grad_scale * g
-    before = exp_avg_var + where_lt_one_t_eps_zero  # 22
-    denom = tl.fma(scalar_3, tl.sqrt(before), eps)  # 23
-    p = one_minus_lr_times_weight_decay * p                             # 20
-    p = tl.fma(minus_lr, tl.where(0.0 < where_lt_one_t_one_zero, g_2 * reciprocal(denom), g_2), p)  # 24
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 21
-    away = g_2 - exp_avg                                                # 25
-    exp_avg_var = tl.fma(one_minus_beta2 * away, away, beta2 * before)  # 26
+    before = exp_avg_var + where_lt_one_t_eps_zero  # 25
+    denom = tl.fma(scalar_3, tl.sqrt(before), eps)  # 26
+    p = one_minus_lr_times_weight_decay * p                             # 23
+    p = tl.fma(minus_lr, tl.where(0.0 < where_lt_one_t_one_zero, g_2 * reciprocal(denom), g_2), p)  # 27
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))  # 24
+    away = g_2 - exp_avg                                                # 28
+    exp_avg_var = tl.fma(one_minus_beta2 * away, away, beta2 * before)  # 29
     return p, exp_avg, exp_avg_var
 
 
