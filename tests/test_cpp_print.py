@@ -9,6 +9,10 @@ import torch
 
 import generated
 from optgen.backends import cpp
+from optgen.driver import cpp_text
+from optgen.formats import LogMinMax, Plan, words
+from optgen.lang.values import block_min
+from optgen.ops.dtypes import NAN_LAST
 from optgen.ops.prims import MATRIX_OPS, PRIMS, REDUCTIONS
 from optgen.runtime.cpu import native
 from tests import harness, product
@@ -92,3 +96,10 @@ def test_scalars_of_a_rule_stand_in_the_order_of_its_record(rule: str) -> None:
     assert found
     for kernel, names in found.items():
         assert [x.rstrip("_") for x in names] in wanted[kernel]
+
+
+def test_blocks_load_no_value_that_only_their_reductions_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sum that both the maximum and the minimum are of has a name, and is kept nowhere."""
+    monkeypatch.setattr(words, "block_bottom", lambda x, block: block_min(x + NAN_LAST, block))
+    text = cpp_text.codec_text(Plan("shares", nonneg=LogMinMax(8, 32)), "strict")
+    assert "pattern_add" in text and "pattern_add_kept" not in text

@@ -375,7 +375,10 @@ def _loop(
             printer.names[n.uid] = name
         own = {let.node.uid for let in phase.blocks} | {n.uid for n in phase.found}
         roots = [let.node for let in phase.blocks] + [s.node for s in phase.block_stores]
-        for n in plan.uses(roots, own):
+        found = {n.uid for n in phase.found}
+        for n in plan.uses(roots, own - found):  # not what was reduced, which is of elements
+            if n.uid in found:
+                continue
             name = plan.name[n.uid]
             lines.append((f"const {type_of(n.dtype)} {name} = {read_kept(n, name, 'b')};", ""))
             printer.names[n.uid] = name
