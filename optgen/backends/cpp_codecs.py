@@ -373,11 +373,11 @@ def _loop(
             name = plan.name[n.uid]
             lines.append((f"const I {name} = {'largest' if n.op == 'block_max' else 'smallest'}({name}_kept + b);", ""))
             printer.names[n.uid] = name
-        own = {let.node.uid for let in phase.blocks} | {n.uid for n in phase.found}
+        reduced = {n.uid for n in phase.found}
+        own = {let.node.uid for let in phase.blocks} | reduced
         roots = [let.node for let in phase.blocks] + [s.node for s in phase.block_stores]
-        found = {n.uid for n in phase.found}
-        for n in plan.uses(roots, own - found):  # not what was reduced, which is of elements
-            if n.uid in found:
+        for n in plan.uses(roots, own - reduced):  # not what was reduced, which is of elements
+            if n.uid in reduced:
                 continue
             name = plan.name[n.uid]
             lines.append((f"const {type_of(n.dtype)} {name} = {read_kept(n, name, 'b')};", ""))
