@@ -12,8 +12,7 @@ import pytest
 
 import optgen
 import specs
-from optgen.driver import cli, fuzz, load, terminal, watch
-from optgen.driver.build import Request
+from optgen.driver import cli, fuzz, load, terminal
 from tests.harness import python
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -527,35 +526,3 @@ def test_files_import_their_neighbours(project: Path) -> None:
     assert load.find_spec("mine").name == "mine"
     assert sys.path == before
     assert list(specs.__path__) == beside
-
-
-def test_what_is_built_from_elsewhere_is_watched(project: Path) -> None:
-    (project / "pyproject.toml").write_text('[tool.optgen]\nbuild = [{ specs = ["rules/one.py"], plans = ["fp32"] }]\n')
-    (project / "rules").mkdir()
-    (project / "rules/one.py").write_text("# one\n")
-    assert set(watch.stamps(project, [])) >= {project / "pyproject.toml", project / "rules/one.py"}
-
-
-def test_watch_builds_again_after_a_change(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (project / "specs").mkdir()
-    file = project / "specs/mine.py"
-    file.write_text("# one\n")
-    commands: list[list[str]] = []
-
-    def record(command: list[str], **_: Any) -> None:
-        commands.append(command)
-
-    looks = iter([True, True, True, True, False])
-
-    def look() -> bool:
-        if len(commands) == 1 and file.read_text() == "# one\n":
-            file.write_text("# another\n")
-        return next(looks)
-
-    monkeypatch.setattr(watch.subprocess, "run", record)
-    monkeypatch.setattr(watch, "INTERVAL", 0.0)
-    words = ["build", "mine", "--plan", "fp32", "--out", "made"]
-    request = Request(("mine",), ("fp32",), out="made", project=project)
-    watch.watch(terminal.Terminal("build", False), request, words, look)
-    assert len(commands) == 2
-    assert commands[0][1:] == ["-m", "optgen", *words]

@@ -17,17 +17,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import optgen
 from optgen.base.errors import UserError
-from optgen.driver.explain import explain
 
 from optgen.lang import (  # isort: skip
     eigenvectors, flag, gram, hyper, inverse_root, mat_norm, matrix_state, newton_schulz, norm, optimizer, orthogonal,
     shape_flag, sorting, state, symmetric, top_rows, trace,
 )  # fmt: skip
 from optgen.optim import SOAP, AdamMini, AdaMuon, Dion2, Muon, NorMuon, PolarGrad, Scion, SinkGD
-from specs import plans
-from specs.muon import muon
-from specs.shampoo import shampoo
-from specs.soap import soap
 from tests import harness, oracles
 
 OF_MATRICES = (AdaMuon, Dion2, Muon, NorMuon, PolarGrad, Scion, SinkGD)
@@ -316,31 +311,6 @@ def test_batches_are_cut_where_they_pass_the_limit() -> None:
         assert watch.peak <= 5 * min(limit, scratch) + scratch
         found.append(torch.cat([p.detach().flatten() for p in params]))
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
-    said = explain(muon, plans.int8_split24).matrices
-    assert "as fit in 256 MiB" in said[-1] and "no useful bound" in said[-3]
-
-
-def test_explanations_count_the_work_of_each_function() -> None:
-    """One line of 80 columns each; products as torch counts them in a step that refreshes nothing."""
-    sizes = {"m": 24, "n": 40}
-    for spec in (soap, muon, shampoo):
-        said = explain(spec, plans.int8_split24).matrices
-        assert all(len(line) <= 80 - 11 and line.endswith(" B") for line in said if "flops," in line)
-    said = explain(soap, plans.int8_split24).matrices
-    often = said.index("every precondition_frequency steps also")
-    assert "(m, n) @ (n, m): 2 m^2 n flops, 8 m n + 4 m^2 B" in said[:often]
-    assert "  orthogonal_iteration (m, m): about 6 m^3 flops, 12 m^2 B" in said[often:]
-    total = 0
-    for line in said[:often]:
-        count, of = re.fullmatch(r"(?:(\d+) x )?.*: (.*) flops, .*", line).groups()
-        total += int(count or 1) * eval(of.replace("^", "**").replace(" ", "*"), sizes.copy())
-    p = nn.Parameter(drawn(24, 40))
-    opt = SOAP([p], plan="fp32", backend="reference")
-    for seed in (1, 2):
-        p.grad = drawn(24, 40, seed=seed)
-        with FlopCounterMode(display=False) as counter:
-            opt.step()
-    assert counter.get_total_flops() == total
 
 
 def exactly(x: Tensor, steps: int, rounds: list[tuple[float, float, float]], norm: bool = True) -> Tensor:

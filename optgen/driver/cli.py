@@ -110,7 +110,6 @@ def build(
     check: Annotated[
         bool, typer.Option("--check", help="Write nothing; show what would change; exit 1 if anything.")
     ] = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Build again whenever a spec or plan changes.")] = False,
     force: Annotated[
         bool, typer.Option("--force", help="Overwrite edited files; build plans that the lint refuses.")
     ] = False,
@@ -122,7 +121,7 @@ def build(
     """Generate the package: all of it, or the named specs."""
     with session("build", json) as t:
         if standalone:
-            given = {"--check": check, "--watch": watch, "--backend": backend, "--maths": maths}
+            given = {"--check": check, "--backend": backend, "--maths": maths}
             _standalone(t, names or [], plan or [], out, force, [name for name, value in given.items() if value])
             return
         from optgen.driver import build as b
@@ -130,15 +129,8 @@ def build(
 
         for name in backend or ():
             _choice("--backend", name, tuple(BACKENDS))
-        if watch and check:
-            raise UserError("E411", option="--watch", want="for building, not for --check", got="--check")
         chosen = None if maths is None else _maths(maths)
         request = b.Request(tuple(names or ()), tuple(plan or ()), tuple(backend or ()), out, chosen, check, force)
-        if watch:
-            from optgen.driver import watch as w
-
-            w.watch(t, request, [word for word in ARGUMENTS if word != "--watch"])
-            return
         outcome = b.build(request, lambda items, total: t.track(items, total, "generating"))
         if "cpp" in (backend or ()) and not check:
             from optgen.driver.ahead import compile_ahead, kernels_of
@@ -347,8 +339,6 @@ def _tell_explanation(t: Terminal, x: Any) -> None:
         t.show_filled(f"sweep {n}/{len(x.sweeps)}  {did}: {s.bytes:g} B per parameter")
     speed = f"{x.traffic / 4.8:.3g} ms per 1e9 parameters at 4.8 TB/s"  # the memory of an H200
     t.show_filled(f"why        {x.sweeps[-1].why}")
-    for k, line in enumerate(x.matrices):
-        t.show_filled(f"{'' if k else 'matrices':<11}{line}")
     t.show_filled(f"traffic    {x.traffic:g} B per parameter and step; {speed}")
     t.show_filled(f"host       {len(x.host)} scalars in fp64 per step: " + ", ".join(name for name, _ in x.host))
     if x.rules:

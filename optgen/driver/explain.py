@@ -17,7 +17,7 @@ from optgen.driver.targets import Case
 from optgen.formats.bound import Bound
 from optgen.formats.format import Format
 from optgen.formats.plan import Plan, Storage
-from optgen.ir.node import Node, postorder
+from optgen.ir.node import postorder
 from optgen.ir.program import Program, Schedule, Step
 from optgen.ir.show import show, text
 from optgen.lang.declare import StateDecl
@@ -151,7 +151,6 @@ class Explanation:
     rules: tuple[str, ...]
     findings: tuple[Finding, ...]
     discouraged: str
-    matrices: tuple[str, ...]  # the work on whole matrices, and how it is done; () if there is none
 
     @property
     def traffic(self) -> float:
@@ -190,69 +189,8 @@ def explain(spec: Spec, plan: Plan, param: str = "bfloat16", flags: Mapping[str,
     return Explanation(
         spec.name, plan.name, param, dict(case.flags), f"{relative(spec.loc.file)}:{spec.loc.line}",
         tuple(plain_formulas(spec, case.flags)), rows, sum(r.bytes for r in rows), plain, tuple(_sweeps(step)), host,
-        step.program.rules, verdict.findings, verdict.discouraged, tuple(_matrices(spec, step, case.flags)),
+        step.program.rules, verdict.findings, verdict.discouraged,
     )  # fmt: skip
-
-
-_WORK = {
-    "newton_schulz": "4 {all} + 2 {s}^3 flops a round", "newton_schulz_of_rows": "newton_schulz of some rows",
-    "qr": "about 4 {a} {b}^2 flops", "eigenvectors": "about 9 {a}^3 flops", "inverse_root": "about 11 {a}^3 flops",
-    "cholesky": "about {a}^3 / 3 flops", "solve_triangular": "{a}^2 {b} flops", "polar": "about 20 {all} flops",
-    "singular_vectors": "about 20 m n s flops", "orthogonal_iteration": "about 6 {a}^3 flops",
-    "norm_lower_bound": "2 {a}^2 flops", "newton_root": "12 {a}^3 flops, 8 {a}^3 in each of some 20 rounds",
-    "bjorck": "4 {all} flops a round", "power_iteration": "4 m n r flops a step, and qr",
-    "svd_lowrank": "4 m n (r + 8) flops an iteration and twice more, qr",
-}
-"""Function of matrices -> its floating-point operations for a matrix of a x b, s the shorter side."""
-
-
-def _matrices(spec: Spec, step: Step, flags: Mapping[str, bool]) -> Iterator[str]:
-    """Yield the operations on whole matrices, with their work and how often, and the memory in which they are done."""
-    usual = set(_operations(step.program.roots()))
-    if not usual:
-        return
-    for setting in spec.at_steps(flags):
-        at = [f for f in spec.flags if f.clock and setting[f.name] != flags.get(f.name, f.default)]
-        if len(at) > 1:
-            continue
-        found = _operations([x for x in spec.trace(setting).new.values() if x.space != spaces.host])
-        some = Counter(x for x in found if not at or x not in usual)
-        if at and some:
-            fed = f"where {at[0].fed} is fed also" if at[0].fed else "at the first step also"
-            yield f"every {at[0].every} steps also" if at[0].every else fed
-        for op, count in some.items():
-            yield f"{'  ' if at else ''}{f'{count} x ' if count > 1 else ''}{op}"
-    if any(node.attr in lint.POLAR for node in postorder(step.program.roots())):
-        yield "s is the shorter side; rounds of newton_schulz are in bf16, and take fewer flops with gram=True"
-        yield "a polar factor has no useful bound: errors along the smallest singular values of its operand grow to 1"
-    from optgen.runtime.layout.workspace import USUAL  # imports torch
-
-    left = sum(int(b.dtype.bytes) for b in step.temps if b.space == spaces.elem and b.role == "temp")
-    limit, half = (f"{size >> 20} MiB" for size in (USUAL, USUAL // 2))
-    yield f"between sweeps {left} B per parameter, of as many parameters at a time as fit in workspace={limit!r}"
-    yield f"functions of matrices take as many matrices of one shape at a time as fit in {half}, one at least"
-
-
-def _operations(roots: Sequence[Node]) -> Iterator[str]:
-    """Yield the operations on whole matrices below some nodes, each with its floating-point operations and the bytes of
-    its operands and its result, fp32 or, for Newton-Schulz, bf16."""
-    for node in postorder(roots):
-        width = 2 if node.attr == "newton_schulz" else 4
-        moved = Counter(_power(*sides) for x in (*node.args, node) if (sides := spaces.dims(x.space)))
-        size = " + ".join(f"{width * count} {of}" for of, count in moved.items())
-        if node.op == "matmul":
-            a, b, c = *spaces.dims(node.args[0].space), spaces.dims(node.space)[1]
-            yield f"({a}, {b}) @ ({b}, {c}): 2 {_power(a, b, c)} flops, {size} B"
-        elif node.op == "call" and node.attr in _WORK:
-            a, b = tuple(spaces.dims(node.space))
-            s = a if a == b else "s"
-            work = _WORK[str(node.attr)].format(a=a, b=b, s=s, all=_power(a, b, s))
-            yield f"{node.attr} ({a}, {b}): {work}, {size} B"
-
-
-def _power(*sides: str) -> str:
-    """Return the product of sides as it is written: m^2 n."""
-    return " ".join(f"{x}^{n}" if n > 1 else x for x, n in Counter(sorted(sides)).items())
 
 
 def _sweeps(step: Step) -> Iterator[Pass]:

@@ -19,7 +19,6 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType, NoneType
 from typing import TypeVar
@@ -74,27 +73,7 @@ def folders(project: Path | None = None) -> tuple[Path, ...]:
     own = (project or home()) / "specs"
     made = ready.specs_dir()
     same = own.is_dir() and made.is_dir() and own.resolve() == made.resolve()
-    return tuple(f.resolve() for f in ((own,) if same else (own, made)) if f.is_dir()) + packs()
-
-
-@lru_cache(maxsize=1)
-def packs() -> tuple[Path, ...]:
-    """Return the folders that installed packages name by entry points of optgen.specs and optgen.plans.
-
-    A folder has specs, a plans.py as a project's, or both. Raises E417 for an entry point whose package is not there.
-    """
-    found: list[Path] = []
-    points = (*entry_points(group="optgen.specs"), *entry_points(group="optgen.plans"))
-    for point in sorted(points, key=lambda point: point.name):
-        try:
-            package = importlib.util.find_spec(point.value)
-        except ImportError:
-            package = None
-        places = list(package.submodule_search_locations or ()) if package is not None else []
-        if not places:
-            raise UserError("E417", path=point.value, why=f"the entry point {point.name!r} names no package of specs")
-        found.append(Path(places[0]).resolve())
-    return tuple(dict.fromkeys(found))
+    return tuple(f.resolve() for f in ((own,) if same else (own, made)) if f.is_dir())
 
 
 def python_files(folder: Path) -> list[Path]:

@@ -245,7 +245,6 @@ def _explained(spec: Spec, plan: Plan) -> Iterator[str]:
     why = re.sub(r" \([\w/.-]+\.py:(\d+)\)", r" (line \1)", x.sweeps[-1].why)
     yield f"<p>{inline(why[0].upper() + why[1:])}.</p>"
     yield f"<p>{x.traffic:g} bytes per parameter and step: {x.traffic / 4.8:.3g} ms for 1e9 parameters at 4.8 TB/s.</p>"
-    yield listed(x.matrices) if x.matrices else ""
     if x.findings:
         yield "## The lint"
         yield listed(map(str, x.findings))
