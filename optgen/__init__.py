@@ -9,7 +9,6 @@
     optgen.attention_heads(model.named_parameters(), 32)     blocks for Adam-mini
     optgen.save_checkpoint(path, opt, model)                 one file, whole or not at all; load_checkpoint
     optgen.SAM(opt, rho=0.05)                                sharpness-aware steps around any optimizer
-    optgen.take_states(new, old)                             AdamW's states for Muon, or for SOAP
 
 `import optgen` itself imports nothing: generated code needs `optgen.runtime` only.
 """
@@ -17,7 +16,7 @@
 __version__ = "0.2.0"
 __all__ = [
     "SAM", "StableEmbedding", "__version__", "attention_heads", "cast_model", "compile", "keep_states_fp32",
-    "list_rules", "load_checkpoint", "make", "save_checkpoint", "take_states",
+    "list_rules", "load_checkpoint", "make", "save_checkpoint",
 ]  # fmt: skip
 
 
@@ -25,7 +24,7 @@ _HOMES = {
     "SAM": "runtime.sharpness", "StableEmbedding": "embedding", "attention_heads": "runtime.options.blocks",
     "cast_model": "cast", "compile": "driver.compile", "keep_states_fp32": "runtime.records.marks",
     "list": "by_name", "list_rules": "by_name", "load_checkpoint": "runtime.files", "make": "by_name",
-    "save_checkpoint": "runtime.files", "take_states": "convert.rules",
+    "save_checkpoint": "runtime.files",
 }  # fmt: skip
 """Name -> the module that has it, which is imported when the name is asked for (PEP 562)."""
 

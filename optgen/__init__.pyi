@@ -4,7 +4,6 @@ from optgen import optim as optim
 from optgen.by_name import list_rules as list_rules
 from optgen.by_name import make as make
 from optgen.cast import cast_model as cast_model
-from optgen.convert.rules import take_states as take_states
 from optgen.driver.compile import compile as compile
 from optgen.embedding import StableEmbedding as StableEmbedding
 from optgen.runtime.files import load_checkpoint as load_checkpoint

@@ -245,11 +245,6 @@ TABLE: dict[str, Row] = {
         "it says which files optgen wrote; without it they cannot be told from yours; nothing was changed",
         "restore it (git checkout), or build with --force to write the folder anew",
     ),
-    "E416": Row(
-        "C++ kernels were generated, but not compiled: {why}",
-        "they are compiled at their first step, too, or step in eager PyTorch",
-        "`optgen doctor` shows which compiler is used; CXX names another",
-    ),
     "E417": Row("{path} cannot be read: {why}"),
     "E418": Row("{path} cannot be converted: {why}", "nothing was written"),
     "E419": Row(

@@ -103,7 +103,7 @@ def build(
     plan: Annotated[list[str] | None, typer.Option("--plan", help="Plans (repeatable; patterns allowed).")] = None,
     backend: Annotated[
         list[str] | None,
-        typer.Option("--backend", help="triton, cpp (compiled at once), reference (always there); repeatable."),
+        typer.Option("--backend", help="triton, cpp, reference (always there); repeatable."),
     ] = None,
     out: Annotated[str | None, typer.Option("--out", help="The folder to write; none: the project's.")] = None,
     maths: Annotated[str | None, typer.Option("--maths", help="strict or fast; none: the project's.")] = None,
@@ -132,11 +132,6 @@ def build(
         chosen = None if maths is None else _maths(maths)
         request = b.Request(tuple(names or ()), tuple(plan or ()), tuple(backend or ()), out, chosen, check, force)
         outcome = b.build(request, lambda items, total: t.track(items, total, "generating"))
-        if "cpp" in (backend or ()) and not check:
-            from optgen.driver.ahead import compile_ahead, kernels_of
-
-            jobs = kernels_of(outcome.folder, outcome.packages)
-            t.result["compiled"] = compile_ahead(jobs, lambda items, total: t.track(items, total, "compiling"))
         _tell_build(t, outcome, check)
 
 
@@ -178,8 +173,7 @@ def _tell_build(t: Terminal, outcome: Any, check: bool) -> None:
             t.show(f"{outcome.out} is up to date ({outcome.unchanged} files)")
         return
     changed = f"{len(outcome.written)} written, {len(outcome.removed)} removed, {outcome.unchanged} unchanged"
-    compiled = f", {t.result['compiled']} C++ kernels compiled" if "compiled" in t.result else ""
-    t.show(f"{outcome.out}: {changed}{compiled}")
+    t.show(f"{outcome.out}: {changed}")
     package = outcome.out.replace("/", ".")
     if outcome.written and all(name.isidentifier() for name in package.split(".")):
         more = ", ..." if len(outcome.classes) > 3 else ""

@@ -245,8 +245,6 @@ def read(
     loaded.states.update({k: _copied(x, None, k, misfits) for k, x in saved_state.items() if k in beside})
     if sharding.anywhere(bool(misfits.lines), [p for group in merged for p in group["params"]]) and not misfits.lines:
         misfits.add("another rank found what does not fit its parts, and says it")
-    if any(": exp_avg" in line and ": not expected" in line for line in misfits.lines):
-        misfits.heading += " (optgen.take_states(new, old) goes on with those states of AdamW that the rule has, too)"
     if any(line.endswith(MISSING) for line in misfits.lines):
         misfits.heading += (
             " (torch.distributed.checkpoint reads what the optimizer's own state dict has: make the states by "
