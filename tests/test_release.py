@@ -677,22 +677,3 @@ def test_several_backwards_before_a_step_warn_once(every: int, accumulate: int) 
         assert one.filename == __file__
         assert "'table.weight' (bfloat16 [24, 64]) was updated 2 times since the last step()" in str(one.message)
         assert "give accumulate=2" in str(one.message)
-
-
-@pytest.mark.parametrize("clip", [None, 1.0])
-def test_clipping_by_torch_warns_once_where_the_gradients_were_released(clip: float | None) -> None:
-    model, opt, handle = released(options={"plan": "fp32_master"}, clip=clip)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # before the first backward there are none to miss
-        for k in range(3):
-            model.loss(k).backward()
-            nn.utils.clip_grad_norm_(net().parameters(), 1.0)  # another model's
-            assert nn.utils.clip_grad_norm_(model.parameters(), 1.0) == 0
-            opt.step()
-        handle.remove()
-        model.loss(3).backward()
-        assert nn.utils.clip_grad_norm_(model.parameters(), 1.0) > 0
-    assert [(w.filename, str(w.message)[:70]) for w in caught] == [
-        (__file__, "AdamW.release_gradients: clip_grad_norm_ found no gradients and clippe")
-    ] * (clip is None)

@@ -10,7 +10,6 @@ they came into the optimizer after the hooks were placed.
 
 from __future__ import annotations
 
-import functools
 import gc
 import sys
 import threading
@@ -139,28 +138,6 @@ def _releases(p: Tensor) -> Iterator[Release]:
             yield found
 
 
-def _watch_clipping() -> None:
-    """Have torch's clip_grad_norm_ warn where it looks for gradients that were released.
-
-    Every trainer's clipping by norm passes through it, and nothing else can see that it finds no gradients.
-    """
-    module: Any = torch.nn.utils.clip_grad
-    plain = getattr(module, "_clip_grads_with_norm_", None)
-    if plain is None or hasattr(plain, "optgen"):
-        return
-
-    @functools.wraps(plain)
-    def watched(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling() and not isinstance(parameters, Tensor):
-            for p in parameters:
-                for release in _releases(p):
-                    release.warn_unclipped(p)
-        return plain(parameters, *args, **kwargs)
-
-    cast(Any, watched).optgen = True
-    module._clip_grads_with_norm_ = watched
-
-
 def _unhook(hooks: dict[int, Any]) -> None:
     for hook in hooks.values():
         hook.remove()
@@ -229,8 +206,6 @@ class Release:
         optimizer._stepper.forget_step()  # it was one over parameters that get theirs within backward now
         for one in released:
             self._place(one)
-        if clip is None:
-            _watch_clipping()
 
     @property
     def optimizer(self) -> Any:
@@ -446,20 +421,6 @@ class Release:
             f"sum of their gradients give accumulate={most.updates * self.accumulate}; for an update in each, call "
             f"step() after each",
             type(self.optimizer),
-        )
-
-    def warn_unclipped(self, p: Tensor) -> None:
-        """Warn, once, where gradients are to be clipped of which that of `p` has been released, without clip=."""
-        one, optimizer = self._released.get(id(p)), self._optimizer()
-        updated = one is not None and one.updates > 0 and p.grad is None
-        if not updated or optimizer is None or self._clip is not None or "clip" in self._warned:
-            return
-        self._warned.add("clip")
-        warn(
-            f"{type(optimizer).__name__}.release_gradients: clip_grad_norm_ found no gradients and clipped nothing: "
-            f"they were released within backward.  Give release_gradients(..., clip=...), and turn the other clipping "
-            f"off (max_grad_norm=0 in transformers)",
-            type(optimizer),
         )
 
     def discard(self) -> None:
