@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 import warnings
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ import pytest
 from optgen.base.errors import UserError
 from optgen.driver import build as building
 from optgen.driver import load, swap
-from optgen.driver.ahead import kernels_of
 from optgen.driver.build import MANIFEST, Manifest, Outcome, Request, build, digest, read_manifest
 from optgen.driver.project import Config, read_config
 from optgen.runtime import stale as stale_code
@@ -506,17 +504,15 @@ def test_a_class_and_all_its_plans_are_of_one_rule(project: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("maths", ["fast", "strict"])
 def test_a_rule_of_two_phases_has_the_package_of_its_first_step(project: Path, maths: str) -> None:
-    """Whose kernels are compiled ahead, too, and which goes if the rule has none any more."""
+    """Which has a kernel of its own, and goes if the rule has none any more."""
     two = rule("first").replace("state\n", "gsam, state\n") + "\n\ngsam_first = gsam(first)\n"
     (project / "specs/first.py").write_text(two)
     run(names=("gsam_first",), plans=("int8_split24",), maths=maths)
     assert run(names=("gsam_first",), plans=("int8_split24",), maths=maths, check=True).clean
     made = [name for name in content(project / "generated") if name.startswith("gsam_first/ascent/")]
     assert {"__init__.py", "kernels.h", "triton.py"} <= {name.split("/", 2)[2] for name in made}
-    jobs = kernels_of(project / "generated", ["gsam_first/int8_split24"])
-    names = {(job.name, zlib.crc32(job.source.encode())) for job in jobs}
     python(f"""
-        import sys, torch, zlib
+        import sys, torch
         sys.path.insert(0, {str(project)!r})
         from generated import GsamFirst
         from optgen.runtime.cpu import native
@@ -526,8 +522,7 @@ def test_a_rule_of_two_phases_has_the_package_of_its_first_step(project: Path, m
         for step in (opt.first_step, opt.second_step):
             p.grad = torch.ones_like(p)
             step()
-        found = {{(job.name, zlib.crc32(job.source.encode())) for job in found}}
-        assert len(found) == 2 and found <= {names!r}, (found, {names!r})
+        assert len({{(job.name, job.source) for job in found}}) == 2, found
     """)
     (project / "specs/first.py").write_text(rule("gsam_first"))
     run(names=("gsam_first",), maths=maths)
