@@ -51,4 +51,4 @@ def test_texts_are_as_long_as_what_they_say() -> None:
     rules = [len(eager_text.rule_text(product.spec_of(name))) for name in product.SPECS]
     assert sum(rules) < 4_300 * len(rules)  # 4,228; a tenth of it is adafactor_paper's, of 16 settings
     plans = sum(file.stat().st_size for file in (ROOT / "optgen/plans").glob("*/__init__.py"))
-    assert plans < 137_000  # 1,500 of it keep infinities
+    assert plans < 138_000  # 2,200 of it keep infinities, and NaNs in their elements

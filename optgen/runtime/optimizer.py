@@ -468,8 +468,7 @@ class Optimizer(Checkpointed):
             self._release.step()
         if self._watch is not None:
             self._watch.finish()
-        if not self.state:
-            self._count_idle()
+        self._count_idle()
         return loss
 
     @_disable_dynamo
@@ -492,8 +491,11 @@ class Optimizer(Checkpointed):
                 self.__dict__.pop(name, None)
             raise
 
+    @_disable_dynamo
     def _count_idle(self) -> None:
         """Warn, once, if several steps in a row have found no gradient, and none has ever come."""
+        if self.state:
+            return
         self._idle = 0 if any(entry.p.grad is not None for entry in self._entries()) else self._idle + 1
         if self._idle == IDLE:
             admit.warn_untrained(type(self), self.param_groups, IDLE)
