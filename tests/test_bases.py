@@ -301,6 +301,17 @@ def test_a_gradient_whose_square_fp32_has_not_leaves_a_parameter_finite(cls: Any
     assert all(x.isfinite().all() for x in opt.state[p].values() if isinstance(x, Tensor))
 
 
+def test_kl_shampoo_divides_by_what_it_knew_before_the_gradient() -> None:
+    """Of 40 equal gradients the momentum is nearly one, and eigenvalues are at rest but for 2 % a step."""
+    p, g, k = nn.Parameter(torch.zeros(16, 30)), torch.randn(16, 30, generator=torch.Generator().manual_seed(1)), 1e4
+    opt, steps = optim.KLShampoo([p], plan="fp32", betas=(0.9, 0.98), weight_decay=0.0), []
+    for t in range(41):
+        before, p.grad = p.detach().clone(), g * (k if t == 40 else 1.0)
+        opt.step()
+        steps.append(float((p.detach() - before).norm()))
+    assert steps[40] / steps[39] == pytest.approx((1 - 0.9) * k, rel=0.05)
+
+
 @pytest.mark.parametrize("backend", ["reference", "cpp"])
 @pytest.mark.parametrize(("shape", "factor"), [((30,), "diagonal"), ((4, 30), "long"), ((4, 8), "left")], ids=str)
 def test_kron_takes_no_factor_that_is_not_finite(shape: tuple[int, ...], factor: str, backend: str) -> None:

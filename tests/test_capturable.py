@@ -160,6 +160,7 @@ def test_on_the_host_capturable_changes_nothing(backend: str) -> None:
     asked = trained(AdamW, plan="bf16_sr", backend=backend, capturable=True)
     assert everything(asked) == everything(plain)
     assert type(asked.state[params_of(asked)[0]]["step"]) is int
+    refused(asked)
 
 
 class Reads(TorchDispatchMode):
@@ -235,6 +236,23 @@ def test_the_watch_sees_what_a_step_on_the_host_reads(monkeypatch: pytest.Monkey
     monkeypatch.setattr(compiled, "start", lambda *_, **__: None)
     with pytest.raises(AssertionError, match="_local_scalar_dense"), Reads():
         opt.step()
+
+
+@pytest.mark.parametrize("done", [1, 4])
+def test_without_it_a_rate_on_the_device_is_read_once_a_step(done: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where parameters take several launches, and on the fast path."""
+    opt = trained(AdamW, done, plan="int8", shapes=[(3, 20), (64, 64)], lr=torch.tensor(1e-3))
+    monkeypatch.setattr(compiled, "start", lambda *_, **__: None)
+    read: list[object] = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            read.extend([func] * (func is torch.ops.aten._local_scalar_dense.default))
+            return func(*args, **(kwargs or {}))
+
+    with Seen():
+        opt.step()
+    assert len(read) == 1
 
 
 @pytest.mark.parametrize("who", [{0}, {0, 1}, {1}])
@@ -364,6 +382,26 @@ def test_what_a_graph_cannot_repeat_is_refused(capturable: bool) -> None:
     give(params_of(other), 1)
     refused(other)  # tables are not copied
     opt.step()
+
+
+def test_a_new_group_is_stepped_once_before_a_capture() -> None:
+    opt = trained(AdamW, plan="fp32", capturable=True)
+    opt.add_param_group({"params": parameters(shapes=[(5,)])})
+    give(params_of(opt), 3)
+    refused(opt)
+    opt.step()
+    with capture():
+        opt.step()
+
+
+def test_numbers_on_the_device_are_held_to_their_range_when_the_optimizer_is_made_alone() -> None:
+    with pytest.raises(ValueError, match="lr must be >= 0"):
+        AdamW(parameters(), lr=torch.tensor(-1.0), capturable=True)
+    opt = trained(AdamW, plan="fp32", lr=torch.tensor(0.1), capturable=True)
+    opt.param_groups[0]["lr"].fill_(-1.0)
+    with Reads():
+        opt.step()
+    assert {opt.state[p]["step"].item() for p in params_of(opt)} == {STEPS + 1}
 
 
 def test_steps_that_differ_by_their_number_are_refused() -> None:

@@ -6,13 +6,16 @@ that are made otherwise, with the reason.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import os
 import random
+import re
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -23,7 +26,7 @@ from optgen.formats.masters import Native
 from optgen.ir.node import postorder
 from optgen.lang.spec import Spec
 from specs import plans
-from tests.harness import plan_of, same_bits, spec_of
+from tests.harness import ROOT, plan_of, same_bits, spec_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of plans that round slow averages to nearest
 
@@ -189,6 +192,59 @@ def test_a_rate_of_0_moves_nothing(rule: str, names: list[str]) -> None:
         known = run.full()
         run.step(3, rate=0.0)
         assert rule in GOES_ON or plan in READ_AS_OTHERS or same(run.full(), known), plan
+
+
+def test_the_page_names_the_rules_whose_later_steps_go_on_at_a_rate_of_0() -> None:
+    text = (ROOT / "docs" / "contract.md").read_text(encoding="utf-8")
+    said = text.partition("**A step at `lr=0`**")[2].partition("\n- **")[0]
+    assert sorted({*re.findall(r"`(\w+)`", said)} & {*RULES}) == sorted(GOES_ON)
+
+
+@pytest.mark.parametrize("rule", GOES_ON)
+def test_later_steps_of_these_rules_do_go_on_at_a_rate_of_0(rule: str) -> None:
+    run = Run(rule, "fp32")
+    for t in range(3):
+        run.step(t)
+    known = run.full()
+    for t in range(3, 10):
+        run.step(t, rate=0.0)
+    assert not same(run.full(), known)
+
+
+def other(x: float, hyper: Any) -> float | None:
+    """Return another number in the range of a hyper-parameter, or None."""
+    return next((y for y in (0.75 * x, 1.25 * x, 0.01) if y != x and hyper.allows(y)), None)
+
+
+NUMBERS: tuple[Callable[[float], Any], ...] = (float, np.float64, lambda x: torch.tensor([x], dtype=torch.float64))
+
+
+@cells(6)
+def test_numbers_of_any_kind_are_read_again_at_each_step(rule: str, names: list[str]) -> None:
+    """One that is changed in the group makes the step of an optimizer that was made with it and has the same states.
+    Of lr tests/test_rates.py asks that; whole numbers stay, and so do zeros that a flag goes by."""
+    draw, cls = random.Random(f"{os.environ['OPTGEN_SAMPLE_SEED']} {rule}"), class_of(rule)
+    fixed = {"lr", *(h.rounds_of for h in cls.HYPERS)}
+    for plan in names:
+        begun = Run(rule, plan)
+        for t in range(2):
+            begun.step(t)
+        for h in cls.HYPERS:
+            parts = h.default if isinstance(h.default, tuple) else (h.default,)
+            new = [other(x, h) for x in parts]
+            by_flag = 0 in parts and any(flag.nonzero == h.name for flag in cls.FLAGS)
+            if h.name in fixed or h.whole or isinstance(h.default, bool) or None in new or by_flag:
+                continue
+            kind = draw.choice(NUMBERS)
+            value, given = (tuple(map(f, new)) if isinstance(h.default, tuple) else f(new[0]) for f in (float, kind))
+            runs = Run(rule, plan), Run(rule, plan, **{h.name: value})
+            runs[0].opt.param_groups[0][h.name] = given
+            for run in runs:
+                for k, p in run.weights.items():
+                    p.data.copy_(begun.weights[k].data)
+                    run.opt.state[p] = copy.deepcopy(dict(begun.opt.state[begun.weights[k]]))
+                run.step(2)
+            assert same(runs[0].full(), runs[1].full()), (plan, h.name, given)
 
 
 @cells(8)

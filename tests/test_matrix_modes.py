@@ -52,7 +52,7 @@ from optgen.optim import SOAP, KLShampoo, Muon, Shampoo, SOAPMuon, SPlus
 from optgen.runtime import Optimizer
 from specs import plans
 from tests import training
-from tests.harness import spec_of
+from tests.harness import sampled, spec_of
 from tests.product import OF_MATRICES
 from tests.test_fuzz import Example, ran
 from tests.test_offload import moved
@@ -499,6 +499,30 @@ def test_a_gradient_that_is_not_finite_spoils_its_own_parameter_alone(name: str)
         params, said, _ = stepped(name, "reference", (1, 1), odd)
         assert torch.equal(plain[0], params[0]) and (params[1].isnan().any() or odd == torch.inf)
         assert len(said) == (name in (*REFUSED, "psgd_kron")) and all("'w1'" in text for text in said)
+
+
+ONE_NORM = ("adago", "apollo", "fira")
+"""Rules that take one norm of all matrices of a parameter."""
+
+
+@pytest.mark.filterwarnings("ignore")  # of factors that are not finite
+@pytest.mark.parametrize(
+    "name", sampled("a NaN in a stack", [x for x in OF_MATRICES if getattr(optim, spec_of(x).class_name).BLOCKS])
+)
+def test_a_nan_stays_in_its_matrix_of_a_stack(name: str) -> None:
+    """Or reaches every one, of a rule that takes one norm of all of them."""
+    found = []
+    for odd in (1.0, torch.nan):
+        p = nn.Parameter(drawn(3, 8, 10))
+        opt = getattr(optim, spec_of(name).class_name)([("w", p)], plan="fp32", backend="reference", blocks={"w": 3})
+        for t in range(4):
+            p.grad = drawn(3, 8, 10, seed=t + 1)
+            p.grad[1, 2, 3] *= odd if t == 1 else 1.0
+            opt.step()
+        found.append(p.detach())
+    plain, got = found
+    assert got.isnan().flatten(1).any(1).tolist() == [name in ONE_NORM, True, name in ONE_NORM]
+    assert name in ONE_NORM or torch.equal(got[::2], plain[::2])
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -174,6 +174,7 @@ def test_parameter_of_a_dtype_changed_later() -> None:
         (lambda s: s.update(weight_low=s["weight_low"].t().contiguous().t()), "expected a contiguous tensor"),
         (lambda s: s.update(weight_low=3.0), "weight_low: expected uint8 [65, 64], got 3.0"),
         (lambda s: s.update(step=1.5), "step must be a whole number"),
+        (lambda s: s.update({k: v.to("meta") for k, v in s.items() if isinstance(v, Tensor)}), "were made on meta"),
     ],
 )
 def test_states_that_somebody_changed(change: Callable[[dict[str, Any]], object], text: str) -> None:
@@ -216,6 +217,7 @@ def test_states_that_somebody_changed(change: Callable[[dict[str, Any]], object]
         (lambda p: AdamW([p], plan={"float31": "fp32"}), ValueError, "unknown parameter dtype 'float31'"),
         (lambda p: AdamW([p.double().detach().requires_grad_()]), TypeError, "no plan for float64 parameters"),
         (lambda p: AdamW([nn.Parameter(p.detach() * 1j)]), TypeError, "complex parameters"),
+        (lambda p: AdamW([nn.Parameter(p.detach().to_sparse())]), TypeError, "parameters of layout torch.sparse_coo"),
         (lambda p: AdamW([p, p]), ValueError, "contains a parameter twice"),
         (lambda p: AdamW([{"params": [p]}, {"params": [p]}]), ValueError, "more than one parameter group"),
         (lambda p: AdamW([]), ValueError, "empty parameter list"),
@@ -505,6 +507,44 @@ def test_copies_are_of_their_class(copier: Callable[[AdamW], AdamW]) -> None:
     assert other.param_groups[0]["params"][0] is not params[0]
     other.add_param_group({"params": parameters(shapes=[(3,)])})
     assert repr(other).startswith("Subclass (\n    group 0: 10 parameters, ")
+
+
+def test_the_class_may_be_set_to_a_subclass() -> None:
+    """Lightning makes one of two for an object with all that the optimizer holds."""
+    (opt, params), (plain, others) = fresh(torch.bfloat16), fresh(torch.bfloat16)
+    for one in (opt, plain):
+        train(one, range(2))
+    opt.__class__ = type("Wrapped", (type("Wrapper", (), {}), AdamW), {})
+    for one in (opt, plain):
+        train(one, range(2, 4))
+        one.load_state_dict(copy.deepcopy(one.state_dict()))
+        train(one, range(4, 6))
+    assert type(copy.deepcopy(opt)) is type(opt) is not AdamW
+    assert (bits(params), states(opt)) == (bits(others), states(plain))
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton", "cpp"])
+def test_foreach_has_no_effect(backend: str) -> None:
+    found = []
+    for foreach in (None, False, True):
+        params = parameters(shapes=[(3, 9), (9,)])
+        opt = AdamW(params, lr=0.1, plan="bf16_sr", backend=backend, foreach=foreach)
+        train(opt, range(2))
+        found.append((bits(params), states(opt)))
+    assert found[0] == found[1] == found[2]
+
+
+def test_the_dict_of_a_group_is_copied() -> None:
+    """torch keeps it, and fills it with its defaults."""
+    params = parameters(shapes=[(3,), (4,)])
+    given_groups: list[dict[str, Any]] = [{"params": [p], "lr": 0.5} for p in params]
+    opts = [AdamW(given_groups[:1], plan="fp32") for _ in range(2)]
+    for opt in opts:
+        opt.add_param_group(given_groups[1])
+    assert all(group.keys() == {"params", "lr"} for group in given_groups)
+    given_groups[0]["lr"] = given_groups[1]["lr"] = 0.25
+    opts[0].param_groups[1]["lr"] = 0.125
+    assert [[group["lr"] for group in opt.param_groups] for opt in opts] == [[0.5, 0.125], [0.5, 0.5]]
 
 
 def test_add_param_group_is_all_or_nothing() -> None:

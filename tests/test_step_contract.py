@@ -114,6 +114,13 @@ def test_a_parameter_that_outgrew_its_gradient(backend: str, shape: tuple[int, .
     assert all(torch.equal(kept[0][key], states[0][key]) for key in ("exp_avg", "exp_avg_sq") if steps)
 
 
+def test_a_gradient_on_another_device_is_refused() -> None:
+    """torch takes p.data from a CPU to a GPU, and leaves the gradient; here the devices are a CPU and meta."""
+    p, said = nn.Parameter(torch.ones(4, 4)), r"'w' .* is on cpu, and its gradient is of shape \[4, 4\] on meta"
+    with pytest.raises(RuntimeError, match=said):
+        admit.check_pair(AdamW, {}, p, torch.ones(4, 4, device="meta"), "w")
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("start", [0, 8])
 @pytest.mark.parametrize("which", ["parameter 1", "the gradient of parameter 1"])

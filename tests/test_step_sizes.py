@@ -67,7 +67,33 @@ def test_a_gradient_without_a_square_stops_its_block(rule: str, plan: str, size:
         assert (with_it[3, :64] <= torch.maximum(without[3, :64], torch.full((64,), most))).all()
 
 
-def beside_a_nan(rule: str, plan: str, backend: str, size: float) -> list[Tensor]:
+SATURATED = ("int8_rn_split24", "flashoptim", "bnb8", "torchao8", "torchao4", "torchao_fp8")
+"""Plans whose scales of squares have no infinity that the block reads as."""
+
+
+@pytest.mark.parametrize("plan", SATURATED)
+def test_scales_without_an_infinity_make_a_gradient_without_a_square_nan(plan: str) -> None:
+    """For all of its block at the next step, and for nothing else."""
+    *_, got = moves("AdamW", plan, 1e30, "reference")
+    block = min(plan_of(plan).nonneg.block, 128)
+    assert got[3, :block].isnan().all()
+    got[3] = 0
+    assert got.isfinite().all()
+
+
+def test_scales_of_rows_and_columns_stop_the_element_of_a_gradient_without_a_square() -> None:
+    got, plain = (moves("AdamW", "lpmm4", size, "reference") for size in (1e30, 1e-2))
+    for with_it, without in zip(got[1:], plain[1:], strict=True):
+        assert with_it.isfinite().all() and with_it[3, 5] < 0.1 * without[3, 5]
+
+
+@pytest.mark.parametrize("rule", ["Adafactor", "AdafactorPaper", "CAME", "StableAdamW", "SGDP"])
+def test_rules_that_divide_by_sums_of_squares_make_a_gradient_without_a_square_nan(rule: str) -> None:
+    *_, got = moves(rule, "fp32", 1e30, "reference")
+    assert (got[3] if rule == "SGDP" else got).isnan().all()
+
+
+def beside_a_nan(rule: str, plan: str, backend: str, size: float, steps: int = STEPS) -> list[Tensor]:
     """Return the weights after each step; at the second, one element has a gradient of `size`.  It is neither the
     largest nor the smallest number of its block in any state."""
     torch.manual_seed(0)
@@ -77,7 +103,7 @@ def beside_a_nan(rule: str, plan: str, backend: str, size: float) -> list[Tensor
         p.data[:, column::64] = weight
     opt = class_of(rule)([p], plan=plan, backend=backend)
     found = []
-    for t in range(STEPS):
+    for t in range(steps):
         p.grad = torch.randn_like(p) * 1e-2
         for column, _, gradient in ends:
             p.grad[:, column::64] = gradient
@@ -109,6 +135,18 @@ def test_a_nan_spoils_its_own_weight_alone(backend: str, number: int) -> None:
         assert got[t][others].isfinite().all(), (rule, plan)
         assert t > 2 or torch.equal(got[t][others], plain[t][others]), (rule, plan)
         assert bool(got[t][AT].isnan()) == (t > 0 and rule not in CHOOSES), (rule, plan)
+
+
+def test_rules_that_forget_a_nan() -> None:
+    """In fp32 those that compare a sum with it; in codes AdaShift, whose first ten steps move nothing."""
+    torch.manual_seed(0)
+    begun = (torch.rand(64, 128) + 0.5)[AT]
+    zeros = [w[AT] for w in beside_a_nan("ftrl", "fp32", "reference", math.nan)]
+    assert zeros[0] != 0 and zeros[1:] == [0, 0, 0]
+    back = [float((w[AT] - begun).abs()) for w in beside_a_nan("madgrad", "fp32", "reference", math.nan)]
+    assert back == sorted(back, reverse=True) and 0 < back[3] < back[0]
+    after = beside_a_nan("adashift", "int8", "reference", math.nan, 14)
+    assert all(w[AT].isfinite() for w in after) and after[-1][AT] != after[0][AT]
 
 
 @pytest.mark.parametrize("plan", ["int8_split24", "bf16_kahan"])

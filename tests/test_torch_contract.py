@@ -96,18 +96,21 @@ def test_the_loss_goes_down(cls: type[Optimizer], kwargs: dict[str, Any], sliced
     assert sign * (float(closure()) - first) < 0
 
 
-@pytest.mark.parametrize("kind", ["a chain", "OneCycleLR", "CyclicLR"])
+@pytest.mark.parametrize("kind", ["a chain", "a chain in place", "OneCycleLR", "CyclicLR"])
 @pytest.mark.parametrize("cls", CLASSES)
 def test_the_rate_and_the_momentum_that_schedulers_set(cls: type[Optimizer], kind: str) -> None:
-    """Steps take them as if they were set by hand."""
+    """Steps take them as if they were set by hand; a rate that is a tensor is written in place."""
     ours, by_hand = matrices(), matrices()
     options = {"momentum": 0.9} if cls.__name__ in ("SGD", "RMSprop") else {}
+    in_place = kind.endswith("in place")
     opt, other = (
-        cls([{"params": ps[:1]}, {"params": ps[1:], "lr": 0.01}], lr=0.05, **options) for ps in (ours, by_hand)
+        cls([{"params": ps[:1]}, {"params": ps[1:], "lr": number(0.01)}], lr=number(0.05), **options)
+        for ps, number in ((ours, torch.tensor if in_place else float), (by_hand, float))
     )
-    cycles = kind != "a chain" and bool({"momentum", "betas"} & opt.defaults.keys())
+    kept = [group["lr"] for group in opt.param_groups]
+    cycles = kind.endswith("LR") and bool({"momentum", "betas"} & opt.defaults.keys())
     schedulers: list[Any] = []
-    if kind == "a chain":
+    if kind.startswith("a chain"):
         schedulers += [lr_scheduler.LinearLR(opt, 0.4, total_iters=4), lr_scheduler.ExponentialLR(opt, 0.9)]
         schedulers += [lr_scheduler.ReduceLROnPlateau(opt, patience=0)]
     elif kind == "OneCycleLR":
@@ -117,7 +120,8 @@ def test_the_rate_and_the_momentum_that_schedulers_set(cls: type[Optimizer], kin
     rates, momenta = set(), set()
     for step in range(STEPS):
         for group, mine in zip(other.param_groups, opt.param_groups, strict=True):
-            group.update({key: copy.copy(mine[key]) for key in ("lr", "momentum", "betas") if key in mine})
+            group.update({key: copy.copy(mine[key]) for key in ("momentum", "betas") if key in mine})
+            group["lr"] = float(mine["lr"])
         rates.add(float(mine["lr"]))
         momenta.add(mine["betas"] if "betas" in mine else mine.get("momentum"))
         give(ours, step)
@@ -127,6 +131,7 @@ def test_the_rate_and_the_momentum_that_schedulers_set(cls: type[Optimizer], kin
         for scheduler in schedulers:
             scheduler.step(*([1.0 + step] if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else []))
     assert len(rates) > 1 and (len(momenta) > 1) == cycles
+    assert not in_place or all(group["lr"] is rate for group, rate in zip(opt.param_groups, kept, strict=True))
     assert alike(list(map(Tensor.detach, ours)), list(map(Tensor.detach, by_hand)))
 
 
@@ -267,9 +272,10 @@ def test_every_argument_of_torch_is_one_here(name: str) -> None:
         [p.name for p in given.values() if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
         for given in (theirs, ours)
     )
-    wanted = [key for key in wanted if key not in ("capturable", "foreach", "maximize", "differentiable")]
+    by_name = {"capturable", "foreach", "maximize", "differentiable"}
+    wanted = [key for key in wanted if key not in by_name]
     wanted = wanted[: wanted.index("nesterov")] if name == "Muon" else wanted
-    assert found[: len(wanted)] == wanted
+    assert found[: len(wanted)] == wanted and by_name.isdisjoint(found)
 
 
 @pytest.mark.parametrize(("cls", "kwargs"), BOTH)
@@ -343,6 +349,17 @@ def test_arguments_that_torch_refuses(cls: type[Optimizer], case: Any) -> None:
         cls(params, **fresh(given.kwargs)).step()
 
 
+def test_a_factor_of_rprop_may_be_any_positive_number() -> None:
+    """torch has a range for each."""
+    opt = trained(generated.Rprop, {"etas": (1.5, 0.5)})
+    assert all(p.isfinite().all() for p in params_of(opt))
+    with pytest.raises(ValueError, match="Invalid eta"):
+        torch.optim.Rprop(matrices(), etas=(1.5, 0.5))
+    for etas in ((0.5, 0.0), (-0.5, 1.2)):
+        with pytest.raises(ValueError, match=r"etas\[[01]\] must be > 0"):
+            generated.Rprop(matrices(), etas=etas)
+
+
 # -- a momentum that is set to 0 and back -------------------------------------------------------------
 MOMENTA = (0.0, 0.5, 0.5, 0.0, 0.0, 0.25, 0.5)
 """At each step.  With these, rates that are powers of two and small whole gradients fp32 rounds nothing."""
@@ -372,6 +389,20 @@ def test_a_momentum_that_comes_and_goes_is_torchs(backend: str) -> None:
         for p, q in zip(params, others, strict=True):
             assert ours.state[p]["step"] == k + 1
             assert alike(ours.state[p].get("momentum_buffer"), torchs.state[q].get("momentum_buffer")), k
+
+
+@pytest.mark.parametrize(("momenta", "share"), [((0.5,), 1.0), ((0.0, 0.5), 0.25)])
+def test_a_momentum_that_begins_late_takes_what_dampening_leaves_of_a_gradient(
+    momenta: tuple[float, ...], share: float
+) -> None:
+    """It begins with zeros, and at the first step with the gradient; torch's always with the gradient."""
+    params, ours = of_sgd(generated.SGD, plan="fp32", dampening=0.75)
+    others, torchs = of_sgd(torch.optim.SGD, dampening=0.75)
+    whole_steps(params, ours, momenta)
+    whole_steps(others, torchs, momenta)
+    for p, q in zip(params, others, strict=True):
+        assert q.grad.any() and torch.equal(torchs.state[q]["momentum_buffer"], q.grad)
+        assert torch.equal(ours.state[p]["momentum_buffer"], share * p.grad)
 
 
 @pytest.mark.parametrize("name", ["SGD", "RMSprop"])

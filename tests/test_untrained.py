@@ -1,5 +1,6 @@
 """Steps that never find a gradient, as those of a model that has other parameters by now: one warning."""
 
+import copy
 import warnings
 
 import pytest
@@ -53,6 +54,21 @@ def test_a_model_with_other_parameters_is_noticed(backend: str, how: str) -> Non
     (message,) = stepped(model, opt)
     assert "2 steps, and none of its 6 parameters has had a gradient yet: these steps changed nothing" in message
     assert "one that was sharded or rebuilt after the optimizer was made" in message
+
+
+@pytest.mark.parametrize(("kind", "count"), [("to_empty", 1), ("a deep copy", 1), ("a rebuilt head", 0)])
+def test_other_ways_to_other_parameters(kind: str, count: int) -> None:
+    """A head that nobody trains beside a body that is trained is not seen."""
+    with torch.device("meta" if kind == "to_empty" else "cpu"):
+        model = built()
+    opt = AdamW(model.named_parameters(), plan="fp32", backend="reference")
+    if kind == "a rebuilt head":
+        model[2] = nn.Linear(4, 2)
+    else:
+        model = copy.deepcopy(model) if kind == "a deep copy" else model.to_empty(device="cpu")
+    before = copy.deepcopy(model[2].state_dict())
+    assert len(stepped(model, opt)) == count
+    assert all(torch.equal(x, model[2].state_dict()[k]) or x.isnan().any() for k, x in before.items())
 
 
 @pytest.mark.parametrize("how", ["", "released", "sums"])
