@@ -20,6 +20,7 @@ import os
 import sys
 import tempfile
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -43,8 +44,10 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import generated
 import optgen
+import specs.plans
 from optgen.accumulate import accumulator
 from optgen.driver import targets
+from optgen.formats import Plan
 from optgen.lang import (
     amax,
     flag,
@@ -270,6 +273,17 @@ def rows_of_element_wise_rules(here: Here) -> None:
         (optgen.compile(drifting, plan="int8_split24"), "int8_split24"),
     ):
         Runs(here, cls, rows(here, mesh, UNEVEN, torch.bfloat16), plan=plan).step(3)
+
+
+@case(2)
+def rows_under_every_plan(here: Here) -> None:
+    """Take every plan without sums of rows and columns: a matrix of codes and a vector, cut unevenly."""
+    found = [name for name, plan in vars(specs.plans).items() if isinstance(plan, Plan) and "factor" not in name]
+    for name in found:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of plans that exist for comparison
+            pieces = rows(here, here.mesh(2), [(17, 256), (4160,)], torch.bfloat16)
+            Runs(here, generated.AdamW, pieces, plan=name).step(2)
 
 
 @case(2, 3)
@@ -634,6 +648,23 @@ def sums_over_rows_and_columns(here: Here) -> None:
         pieces = rows(here, mesh, [(97, 130), (3, 1500), (5, 3, 16, 16)][here.world // 4 :], dtype)
         pieces.append(Piece(here.values(70, 64 * here.world, dtype=dtype), mesh, [Shard(1)]))
         enclosed(here, name, plan, pieces)
+
+
+@case(2, 4)
+def limited_norms(here: Here) -> None:
+    """Compare Fira's: docs/scaling.md has the roundings of one step, and those that each one in a row adds."""
+    pieces = rows(here, here.mesh(here.world), [(97, 130), (64, 96)], torch.float32)
+    runs = Runs(here, generated.Fira, pieces, plan="fp32", rank=8)
+    for k in range(4):
+        runs.give(lambda piece, size=k + 1: size * here.values(*piece.value.shape))
+        with one_at_a_time(True):
+            runs.one.step()
+            runs.many.step()
+        for p, q in zip(runs.alone, runs.parts, strict=True):
+            norm, found = runs.one.state[p]["scaling_grad"], runs.many.state[q]["scaling_grad"]
+            everywhere(whole(found))
+            off = (whole(found).double() - norm.double()).abs()
+            assert (off <= (83 + here.world / 2 + 8 * k) * 2.0**-24 * norm).all(), (k, off, norm)
 
 
 @optimizer(cite="none: the largest gradient of each matrix, a maximum, of which no bit depends on an order")
@@ -1250,14 +1281,14 @@ def refuses_what_it_cannot_do(here: Here) -> None:
     with refused(ValueError, "dimension 0"):
         Runs(here, generated.CAME, [stack], plan="int8_split24")
     p = nn.Parameter(distribute_tensor(here.values(64, 64), mesh, [Shard(0)]))
-    q = nn.Parameter(distribute_tensor(here.values(64, 64), mesh, [Shard(0)]))
+    q = nn.Parameter(p.detach().clone())
     opt = generated.AdamW([p, q], plan="fp32", backend=here.backend)
     before = p.to_local().clone()
     # A gradient that lies otherwise is brought to where its parameter lies.
     g = here.values(64, 64)
-    p.grad, q.grad = distribute_tensor(g, mesh, [Shard(0)]), distribute_tensor(g, mesh, [Shard(0)])
+    p.grad, q.grad = distribute_tensor(g, mesh, [Shard(1)]), distribute_tensor(g, mesh, [Shard(0)])
     opt.step()
-    assert not torch.equal(before, p.to_local())
+    assert not torch.equal(before, p.to_local()) and torch.equal(p.to_local(), q.to_local())
     # A model that is wrapped anew has other parts: the states do not fit them.
     again = nn.Parameter(distribute_tensor(whole(p), mesh, [Shard(1)]))
     opt.state[again] = opt.state.pop(p)

@@ -91,6 +91,23 @@ def test_torch_does_not_take_codes_for_states(name: str, state: str, plan: str) 
     theirs.step()
 
 
+@pytest.mark.parametrize("name", ["SGD", "Muon"])
+def test_momentum_that_torch_lets_be_missing_begins_anew(name: str) -> None:
+    """As in a new optimizer of the same options, without a word: torch does not know the names of codes."""
+    p = torch.nn.Parameter(torch.randn(64, 80, generator=torch.Generator().manual_seed(4)))
+    opt = getattr(optim, name)([p], lr=0.1, momentum=0.9, plan="int8_split24", backend="reference")
+    train(opt, range(2))
+    assert "momentum_buffer_codes" in opt.state[p]
+    saved, params = opt.state_dict(), [torch.nn.Parameter(p.detach().clone()) for _ in range(2)]
+    for q, states in zip(params, (saved["state"], {}), strict=True):
+        theirs = getattr(torch.optim, name)([q], lr=0.1, momentum=0.9)
+        theirs.load_state_dict({"state": states, "param_groups": [{**theirs.state_dict()["param_groups"][0]}]})
+        give([q], 2)
+        theirs.step()
+    assert torch.equal(*params)
+    assert not torch.equal(params[0], p)
+
+
 def of_before(entry: dict[str, Any]) -> dict[str, Any]:
     """A state as format 3 had it."""
     return {key.removesuffix("_codes"): value for key, value in entry.items()}

@@ -250,6 +250,34 @@ def test_starting_from_fp32_loses_nothing(plan: str, dtype: torch.dtype, backend
     assert torch.equal(fp32.body.weight, after["body.weight"])
 
 
+PRECISION: dict[str, list[tuple[float, float]]] = {
+    "fp32_master": [(0.0, 0.0), (0.0, 0.0)],
+    "split32": [(0.0, 0.0), (0.0, 2.0**-41)],
+    "int8_split24": [(2.0**-16, 0.0), (2.0**-19, 2.0**-33)],
+    "int8_rn_split24": [(2.0**-16, 0.0), (2.0**-19, 2.0**-33)],
+    "bf16_kahan": [(2.0**-8, 0.0), (2.0**-11, 2.0**-25)],
+}
+"""The table of docs/checkpoints.md: errors relative to the weight, of Kahan to its truncated part, and absolute ones
+below 2^-14; for each of NARROW."""
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("plan", PRECISION)
+def test_a_first_step_keeps_as_much_of_every_weight_as_the_page_says(plan: str, dtype: torch.dtype) -> None:
+    """Weights are of every size that fp16 has, and below."""
+    draw = torch.Generator().manual_seed(0)
+    signs = torch.randn(64, 96, generator=draw).sign()
+    exact = signs * torch.exp2(torch.empty(64, 96).uniform_(-30, 15, generator=draw))
+    model = nn.Linear(96, 64, bias=False)
+    model.weight.data = exact.clone()
+    opt = still(cast_model(model, dtype), plan)
+    zero_step(opt)
+    relative, least = PRECISION[plan][NARROW.index(dtype)]
+    of = (exact - exact.to(dtype).float()).abs() if plan == "bf16_kahan" else exact.abs()
+    bound = torch.where(of < 2.0**-14, (relative * of).clamp(min=least), relative * of)
+    assert ((opt.full_weights()[0].double() - exact.double()).abs() <= bound).all()
+
+
 def test_without_a_place_for_low_bits_none_are_kept() -> None:
     model = cast_model(Net(), torch.bfloat16)
     shown = model.body.weight.detach().clone()
@@ -362,6 +390,27 @@ def test_weights_that_do_not_fit_change_nothing(case: str) -> None:
     if case in ("missing", "extra"):
         opt.load_master_state_dict(model, saved, strict=False)
         assert torch.equal(opt.master_state_dict(model)["embed.weight"], saved["embed.weight"])
+
+
+def test_all_weights_that_do_not_fit_are_listed() -> None:
+    model, opt = ready("fresh")
+    saved = {name: t.clone() for name, t in Net(3).state_dict().items()}
+    cases = ("missing", "extra", "shape", "buffer", "tied")
+    for case in cases:
+        MISFITS[case][0](saved)
+    with pytest.raises(ValueError, match="nothing was loaded") as caught:
+        opt.load_master_state_dict(model, saved)
+    assert [case for case in cases if MISFITS[case][1] not in str(caught.value)] == []
+
+
+@pytest.mark.parametrize("when", ["fresh", "running"])
+def test_weights_of_any_floating_dtype_are_loaded(when: str) -> None:
+    for dtype in (torch.float64, torch.float16, torch.bfloat16, torch.float8_e5m2):
+        model, opt = ready(when)
+        saved = {k: x.to(dtype) if x.is_floating_point() else x for k, x in Net(3).state_dict().items()}
+        opt.load_master_state_dict(model, saved)
+        found = opt.master_state_dict(model)
+        assert all(torch.equal(found[name], saved[name].float()) for name, _ in trained(model)), dtype
 
 
 def freed(t: Tensor) -> Tensor:

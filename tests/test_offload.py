@@ -191,6 +191,50 @@ def test_an_error_of_the_host_reaches_the_caller() -> None:
     assert all(isinstance(p.grad, Tensor) for p in model.parameters())
 
 
+def test_chunks_before_an_error_stay_finished() -> None:
+    class Broken(offload.Mover):
+        sent = 0
+
+        def send(self, pairs: Sequence[offload.Pair]) -> None:
+            self.sent += 1
+            if self.sent > 1:
+                raise OSError("the link is down")
+            super().send(pairs)
+
+    a, opt_a, b, opt_b = pair(lambda m: optim.AdamW(m.named_parameters(), lr=1e-2))
+    before, link = copy.deepcopy(b), Broken()
+    moved(opt_b)._offload = offload.Offload(lambda _: link, resident=())
+    for model in (a, b):
+        model.loss(1).backward()
+    opt_a.step()
+    with pytest.raises(OSError, match="the link is down"):
+        opt_b.step()
+    stepped = [torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True)]
+    waiting = [torch.equal(p, q) for p, q in zip(before.parameters(), b.parameters(), strict=True)]
+    assert any(stepped) and any(waiting) and [not x for x in stepped] == waiting
+
+
+def test_scaled_gradients_are_refused() -> None:
+    """A GradScaler hands its scale to fused steps; unscaled by it, they are ordinary ones."""
+    a, opt_a, b, opt_b = pair(
+        lambda m: optim.AdamW(m.named_parameters(), fused=True, backend="reference"), torch.float32
+    )
+    moved(opt_b)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    before = copy.deepcopy(b)
+    scaler.scale(b.loss(1)).backward()
+    with pytest.raises(RuntimeError, match=r"takes no scaled gradients; call scaler.unscale_\(optimizer\)"):
+        scaler.step(opt_b)
+    assert not opt_b.state and all(torch.equal(p, q) for p, q in zip(before.parameters(), b.parameters(), strict=True))
+    scaler.unscale_(opt_b)
+    scaler.step(opt_b)
+    a.loss(1).backward()
+    opt_a.step()
+    assert {opt_b.state[p]["step"] for p in b.parameters()} == {1}
+    for p, q in zip(a.parameters(), b.parameters(), strict=True):  # a scale of 2^10 changes no bit but of subnormals
+        assert torch.allclose(p, q, rtol=2.0**-20, atol=0)
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("name", ["AdamW", "LAMB"])
 def test_on_a_gpu_the_bits_are_those_of_the_host(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -170,6 +170,15 @@ def test_links_lead_somewhere(page: str) -> None:
     assert lost == []
 
 
+def test_tests_that_pages_name_are_there() -> None:
+    files = list((ROOT / "tests").glob("*.py"))
+    known = {file.stem for file in files}.union(
+        *(re.findall(r"^def (test_\w+)", file.read_text(encoding="utf-8"), flags=re.MULTILINE) for file in files)
+    )
+    named = {page: set(re.findall(r"`(test_\w+)`", (ROOT / page).read_text(encoding="utf-8"))) for page in WRITTEN}
+    assert {page: names - known for page, names in named.items() if names - known} == {}
+
+
 def test_the_plan_of_ones_own_is_one_that_the_lint_lets_pass() -> None:
     page = (ROOT / "docs" / "language.md").read_text(encoding="utf-8")
     known: dict[str, Any] = {}

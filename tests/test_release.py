@@ -285,6 +285,20 @@ def test_remove_restores_ordinary_steps() -> None:
     opt.release_gradients(model).remove()
 
 
+def test_parameters_outside_the_model_take_ordinary_steps() -> None:
+    a, opt_a, b, opt_b = pair(lambda m: optim.AdamW(m.named_parameters(), lr=1e-2))
+    opt_b.release_gradients(b.inner)
+    for k in (1, 3, 5):
+        for model, opt in ((a, opt_a), (b, opt_b)):
+            model.loss(k).backward()
+            assert [name for name, p in model.named_parameters() if p.grad is None] == [
+                name for name in ("inner.weight", "inner.bias") if model is b
+            ]
+            opt.step()
+            opt.zero_grad()
+    same(a, b, opt_a, opt_b)
+
+
 def test_copies_are_not_released() -> None:
     model = net()
     opt = optim.AdamW(model.parameters())
@@ -446,6 +460,38 @@ def test_the_error_of_a_compressed_sum_is_bounded_and_to_either_side() -> None:
     assert mean.abs().mean() < 0.5 * torch.stack(errors).abs().mean()
 
 
+@pytest.mark.parametrize(
+    ("plan", "size", "error"), [("fp32", 4.0, 0.0), ("bf16_sr", 2.0, 2.0**-7), ("int8", 1.03125, 2.0**-6)]
+)
+def test_sums_take_the_bytes_and_have_the_errors_that_the_page_says(plan: str, size: float, error: float) -> None:
+    """An ulp of a bf16 element is 2^-7 of it at most; an 8-bit one is off by 1/64 of its block's largest."""
+    draw = torch.Generator().manual_seed(3)
+    p = nn.Parameter(torch.zeros(64, 128))
+    opt = optim.SGD([("p", p)], lr=1.0, plan="fp32")
+    handle = opt.release_gradients(accumulate=2, accumulator=accumulator(plan))
+    first, second = (torch.randn(64, 128, generator=draw) * 10 ** torch.linspace(-3, 3, 64)[:, None] for _ in range(2))
+    (p * first).sum().backward()
+    kept = handle._release._released[id(p)].sums._entry.values()
+    assert sum(x.nbytes for x in kept if isinstance(x, Tensor)) == size * p.numel() and p.grad is None
+    (p * second).sum().backward()
+    largest = first.abs() if plan != "int8" else first.abs().unflatten(1, (-1, 64)).amax(2).repeat_interleave(64, 1)
+    off, total = (-p.detach().double() - first.double() - second.double()).abs(), first.abs() + second.abs()
+    assert (off <= error * largest + 2.0**-23 * total).all()
+    assert (off > 0.5 * error * largest).any()
+
+
+def test_a_sum_is_rounded_to_the_dtype_of_gradients_once() -> None:
+    p = nn.Parameter(torch.zeros(64, 128, dtype=torch.bfloat16))
+    opt = optim.SGD([("p", p)], lr=1.0, plan="bf16")
+    opt.release_gradients(accumulate=3, accumulator=accumulator("fp32"))
+    micro = [torch.randn(64, 128, generator=torch.Generator().manual_seed(k)).bfloat16() for k in range(3)]
+    for g in micro:
+        (p * g).sum().backward()
+    a, b, c = micro
+    assert torch.equal(-p.detach(), (a.float() + b.float() + c.float()).bfloat16())
+    assert not torch.equal(-p.detach(), a + b + c)
+
+
 @pytest.mark.parametrize("prefix", ["", "module."])
 @pytest.mark.parametrize("first", ["optimizer", "handle"])
 def test_sums_after_a_checkpoint_continue_bit_for_bit(first: str, prefix: str) -> None:
@@ -556,6 +602,22 @@ def test_an_error_in_backward_loses_nothing() -> None:
     other.loss(1).backward()
     opt_other.step()
     same(other, model, opt_other, opt)
+
+
+def test_an_error_within_backward_keeps_the_steps_before_it() -> None:
+    """The gradient that met it is still there; parameters after it have none, and no step."""
+    model = net(vectors=False)
+    opt = optim.AdamW([{"params": [(name, p)], "lr": 1e-2} for name, p in model.named_parameters()])
+    opt.release_gradients(model)
+    outer, inner, table = model.outer.weight, model.inner.weight, model.table.weight  # as backward comes to them
+    before = [p.detach().clone() for p in (outer, inner, table)]
+    (group,) = (g for g in opt.param_groups if g["params"][0] is inner)
+    group["lr"] = -1.0
+    with pytest.raises(ValueError, match="lr"):
+        model.loss(0).backward()
+    assert [torch.equal(p, w) for p, w in zip((outer, inner, table), before, strict=True)] == [False, True, True]
+    assert [p in opt.state for p in (outer, inner, table)] == [True, False, False]
+    assert [p.grad is None for p in (outer, inner, table)] == [True, False, True]
 
 
 def test_a_second_optimizer_is_refused_while_the_first_is_there() -> None:

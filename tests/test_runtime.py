@@ -423,7 +423,9 @@ def test_a_users_own_entries_are_kept_saved_and_loaded() -> None:
     opt.state[frozen]["seen"] = 7
     opt.state["n"] = 5
     opt.state["mean"] = {"exp_avg": 1.0, "step": 3}
-    opt.dense_state_dict(), opt.master_weights(), opt.memory()
+    dense = opt.dense_state_dict()["state"]
+    assert {"ema", "window", "early", "seen", "n", "mean"}.isdisjoint({*dense}.union(*dense.values()))
+    opt.master_weights(), opt.memory()
     opt.load_state_dict(through_file(opt.state_dict()))
     assert torch.equal(opt.state[params[0]]["ema"], params[0])
     assert opt.state[params[0]]["ema"].dtype is torch.bfloat16

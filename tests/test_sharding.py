@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
@@ -29,7 +29,7 @@ from optgen.driver.compile import compile as compiled
 from optgen.lang import flag, hyper, norm, optimizer
 from optgen.runtime.cpu import native
 from optgen.runtime.layout import sharding
-from optgen.runtime.options import entries
+from optgen.runtime.options import entries, options
 from optgen.runtime.records import Field
 from optgen.runtime.reference.matrices import FLOPS
 from optgen.runtime.step import agreement, fast_path
@@ -221,6 +221,28 @@ def test_one_gradient_over_another_mesh_is_refused_on_the_short_way_too() -> Non
             opt.step()
 
 
+@pytest.mark.parametrize(
+    ("name", "plan", "shape", "dim", "refused"),
+    [
+        ("AdamW", "int8_split24", (4, 24, 32), 2, True),  # blocks
+        ("AdamW", "bf16_sr", (4, 5, 6), 2, True),  # random bits
+        ("AdamW", "lpmm4", (64, 32, 4), 1, True),  # scales of rows and columns
+        ("NorMuon", "fp32", (4, 8, 6, 6), 2, True),  # rows of a matrix
+        ("AdamW", "fp32", (4, 5, 6), 2, False),
+        ("AdamW", "fp32_master", (4, 5, 6, 2), 3, False),
+        ("AdamW", "bf16_sr", (4, 5, 6), 1, False),
+        ("NorMuon", "fp32", (4, 8, 6, 6), 0, False),
+    ],
+)
+def test_cuts_that_leave_no_stretch_of_rows_are_refused(
+    name: str, plan: str, shape: tuple[int, ...], dim: int, refused: bool
+) -> None:
+    """When the optimizer is made."""
+    words = rf"parameter 'w'.* cut along dimension {dim} of {len(shape)}.*shard it along dimension 0"
+    with one_of(2), pytest.raises(ValueError, match=words) if refused else nullcontext():
+        getattr(generated, name)([("w", nn.Parameter(part(*shape, of=Shard(dim))))], plan=plan)
+
+
 def test_a_rule_that_sums_at_some_steps_agrees_on_gradients_at_every_step() -> None:
     @optimizer()
     def scaled_at_times(p, g, *, lr=hyper(1e-2, ge=0), k=hyper(3, ge=1), now=flag(every="k")):
@@ -233,17 +255,53 @@ def test_a_rule_that_sums_at_some_steps_agrees_on_gradients_at_every_step() -> N
 
 
 # -- the workers of matrices -------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("model", "sizes"), [("Llama-3.1-8B", scaling.SIZES), ("Qwen3-30B-A3B", (32, 1024))])
-def test_the_work_of_matrices_is_shared_evenly(model: str, sizes: tuple[int, ...]) -> None:
+FACTORED_SIZES = (8, 32, 128, 512, 1024)
+
+
+@pytest.mark.parametrize(
+    ("model", "sizes", "of_factors"),
+    [
+        ("Llama-3.1-8B", scaling.SIZES, (32, 128)),
+        ("Qwen3-30B-A3B", (32, 1024), (32,)),
+        *(pytest.param(name, scaling.SIZES, FACTORED_SIZES, marks=pytest.mark.full) for name in scaling.models()),
+    ],
+)
+def test_the_work_of_matrices_is_shared_evenly(model: str, sizes: tuple[int, ...], of_factors: tuple[int, ...]) -> None:
     """docs/scaling.md says what the tool counts; no rank has a tenth more than the mean or the largest matrix."""
     lines = scaling.matrices(model, sizes)
     text = (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8")
     assert all(line in text for line in [*lines, *scaling.HEAD])
     assert all(float(line.split("|")[5]) <= 1.1 and float(line.split("|")[8]) <= 4.0 for line in lines)
     for rule in ("SOAP", "Shampoo"):
-        lines = scaling.factored(rule, model, (32, 128)[: len(sizes) // 2])
+        lines = scaling.factored(rule, model, of_factors)
         assert all(line in text for line in [*lines, *scaling.FACTORED_HEAD])
         assert all(float(line.split("|")[6]) <= 1.1 for line in lines)
+
+
+def test_the_row_that_is_the_farthest_from_the_bound_is_the_one_that_the_page_names() -> None:
+    text = (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8")
+    rows = [line.split("|") for line in text.splitlines() if line.startswith(("| SOAP |", "| Shampoo |"))]
+    assert len(rows) == 2 * len(scaling.models()) * len(FACTORED_SIZES)
+    farthest = max(rows, key=lambda row: max(float(row[6]), float(row[11])))
+    assert [word.strip() for word in farthest[1:4]] == ["SOAP", "Llama-3.1-8B", "128"]
+    assert "SOAP's refresh of Llama-3.1-8B on 128 ranks is the farthest from the bound, 1.41:" in " ".join(text.split())
+    assert round(float(farthest[11]), 2) == 1.41
+
+
+@pytest.mark.parametrize(("stagger", "busiest"), [(True, 4.8), (False, 7.1)])
+def test_refreshes_that_are_staggered_leave_no_rank_as_busy(stagger: bool, busiest: float) -> None:
+    """docs/scaling.md has the TFLOP of the busiest rank of any step of SOAP, of Llama-3.1-8B on 128 ranks."""
+    shapes, group = scaling.models()["Llama-3.1-8B"], {"stagger": stagger, "precondition_frequency": 10}
+    costs = [scaling.work("SOAP", False, *shape).cost for shape in shapes]
+    given = tuple(workers.Stack(torch.Size(s), ((0, 1),), "last", x) for s, x in zip(shapes, costs, strict=True))
+    found = []
+    for step in range(2, 12):
+        flops = [0] * 128
+        for k, (worker,) in enumerate(workers.assign(given, (128,))):
+            refresh = any(on for _, on in options.at_step(generated.SOAP, group, step, k))
+            flops[worker] += scaling.work("SOAP", refresh, *shapes[k]).flops
+        found.append(max(flops))
+    assert round(max(found) / 1e12, 1) == busiest
 
 
 def stacks(*shapes: tuple[int, ...]) -> tuple[workers.Stack, ...]:
