@@ -302,7 +302,7 @@ def test_a_gradient_whose_square_fp32_has_not_leaves_a_parameter_finite(cls: Any
 
 
 def test_kl_shampoo_divides_by_what_it_knew_before_the_gradient() -> None:
-    """Of 40 equal gradients the momentum is nearly one, and eigenvalues are at rest but for 2 % a step."""
+    """The momentum of 40 equal gradients is nearly one, and eigenvalues are at rest but for 2 % a step."""
     p, g, k = nn.Parameter(torch.zeros(16, 30)), torch.randn(16, 30, generator=torch.Generator().manual_seed(1)), 1e4
     opt, steps = optim.KLShampoo([p], plan="fp32", betas=(0.9, 0.98), weight_decay=0.0), []
     for t in range(41):
