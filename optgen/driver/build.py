@@ -80,7 +80,6 @@ class Outcome:
     skipped: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     diff: str = ""
-    folder: Path = Path()
     packages: list[str] = field(default_factory=list)  # generated now: "adamw/int8_split24"
     classes: list[str] = field(default_factory=list)
 
@@ -217,7 +216,7 @@ def build(request: Request, track: Track | None = None) -> Outcome:
     new = Manifest(kept | {k: digest(v.encode()) for k, v in files.items()}, specs, sources)
     files[MANIFEST] = new.text()
     files |= beside
-    outcome.folder, outcome.packages = out, [f"{u.spec.name}/{p.name}" for u in units for p in u.plans]
+    outcome.packages = [f"{u.spec.name}/{p.name}" for u in units for p in u.plans]
     outcome.classes = sorted(u.spec.class_name for u in units)
     _compare(out, files, stale, outcome)
     if request.check:

@@ -420,10 +420,9 @@ _lock = threading.Lock()
 _known: dict[tuple[Job, Compiler, Isa], ctypes.CDLL | Unavailable] = {}
 
 
-def load(jobs: Sequence[Job], *, quiet: bool = False) -> list[ctypes.CDLL | Unavailable]:
+def load(jobs: Sequence[Job]) -> list[ctypes.CDLL | Unavailable]:
     """Return the libraries of the jobs, in their order; Unavailable in the place of one that failed.
 
-    quiet   do not tell what is compiled
     What is not in the cache folder is compiled, several at a time.  Answers are kept, failures too.
     """
     by, best = compiler(), isa()
@@ -436,7 +435,7 @@ def load(jobs: Sequence[Job], *, quiet: bool = False) -> list[ctypes.CDLL | Unav
     names = [f"{key[0].name}-{best.name}-{stamp.hex()[:32]}.so" for key, stamp in zip(new, stamps, strict=True)]
     paths = [None if folder is None else folder / name for name in names]
     missing = sum(path is None or not os.path.exists(path) for path in paths)
-    if missing and not quiet:
+    if missing:
         where = "" if folder is None else f", kept in {folder}"
         tell(f"compiling {missing} C++ {'kernel' if missing == 1 else 'kernels'}{where}")
     if len(new) == 1:
