@@ -25,7 +25,7 @@ MOST = 0.95
 KNOWN: Mapping[str, float] = {
     "adahessian.int8_split24": 1.02, "adai.int8_split24.4": 0.98, "adalite.int8_split24.19": 1.14,
     "adalite.int8_split24.7_few": 1.31, "adam_atan2.int8_split24": 1.15, "adamg.int8_split24": 1.33,
-    "adamp.int8_split24.1": 1.02, "adamp.int8_split24.1_few": 1.2, "adamuon.int8_split24.1": 1.0, "adamw.bnb8": 1.91,
+    "adamp.int8_split24.1": 1.02, "adamp.int8_split24.1_few": 1.25, "adamuon.int8_split24.1": 1.0, "adamw.bnb8": 1.91,
     "adamw.flashoptim": 1.05, "adamw.int4_factored_split24.2_few": 1.06, "adamw.int4_split24": 1.07,
     "adamw.int5_factored_split24.2_few": 1.06, "adamw.int5_int3_split24": 1.28, "adamw.int5_split24": 1.22,
     "adamw.int6_split24": 1.18, "adamw.int8_split24.float16": 1.06, "adamw.lpmm4.2_few": 1.18,
