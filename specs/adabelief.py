@@ -8,7 +8,7 @@ from specs.radam import rectification
 @optimizer(cite="Zhuang et al. 2020, arXiv:2010.07468", name="AdaBelief")
 def adabelief(
     p, g, t,
-    exp_avg=state(),
+    exp_avg=state(normalized_by="exp_avg_var"),
     exp_avg_var=state(nonneg),
     max_exp_avg_var=state(nonneg, when="amsgrad"),
     *,

@@ -9,7 +9,7 @@ from optgen.lang import (
 @optimizer(cite="Zhang, Liu & Schaeffer 2025, arXiv:2509.02981, algorithm 1", name="AdaGO", matrix="heads")
 def adago(
     p, g, t,
-    momentum_buffer=state(),
+    momentum_buffer=state(normalized_by="exp_avg_sq"),
     exp_avg_sq=state(nonneg, when="not matrix or adamw"),
     grad_sq=tensor_state(nonneg, when="matrix and not adamw", init="v0"),
     *,

@@ -7,7 +7,7 @@ from optgen.lang.policies import decoupled
 @optimizer(cite="Yao et al. 2021, arXiv:2006.00719, Algorithm 1", name="AdaHessian")
 def adahessian(
     p, g, t,
-    exp_avg=state(),
+    exp_avg=state(normalized_by="exp_hessian_diag_sq"),
     exp_hessian_diag_sq=state(nonneg),
     hessian=input(),
     *,

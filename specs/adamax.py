@@ -7,7 +7,7 @@ from optgen.lang.policies import l2
 @optimizer(cite="Kingma & Ba 2015, arXiv:1412.6980, Algorithm 2", like="torch.optim.Adamax")
 def adamax(
     p, g, t,
-    exp_avg=state(),
+    exp_avg=state(normalized_by="exp_inf"),
     exp_inf=state(nonneg),
     *,
     lr=hyper(2e-3, ge=0),

@@ -7,7 +7,7 @@ from optgen.lang.policies import l2
 @optimizer(cite="Pan et al. 2024, arXiv:2405.04376", name="AdamG")
 def adamg(
     p, g, t,
-    m=state(),
+    m=state(normalized_by="v"),
     v=state(nonneg),
     r=state(nonneg),
     *,

@@ -7,8 +7,8 @@ from optgen.lang.policies import decoupled, proximal
 @optimizer(cite="Xie et al. 2022, arXiv:2208.06677")
 def adan(
     p, g, t,
-    exp_avg=state(),
-    exp_avg_diff=state(),
+    exp_avg=state(normalized_by="exp_avg_sq"),
+    exp_avg_diff=state(normalized_by="exp_avg_sq"),
     exp_avg_sq=state(nonneg),
     prev_grad=state(),
     *,

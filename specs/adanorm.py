@@ -7,7 +7,7 @@ from optgen.lang.policies import l2
 @optimizer(cite="Dubey et al. 2022, arXiv:2210.06364", name="AdaNorm")
 def adanorm(
     p, g, t,
-    exp_avg=state(),
+    exp_avg=state(normalized_by="exp_avg_sq"),
     exp_avg_sq=state(nonneg),
     exp_grad_norm=tensor_state(nonneg),
     *,

@@ -7,7 +7,7 @@ from optgen.lang.policies import decoupled
 @optimizer(cite="Malviya et al. 2024, arXiv:2412.18790", name="AdaTAM")
 def adatam(
     p, g,
-    exp_avg=state(),
+    exp_avg=state(normalized_by="exp_avg_sq"),
     exp_avg_sq=state(nonneg),
     s=tensor_state(),
     *,

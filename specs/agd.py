@@ -7,7 +7,7 @@ from optgen.lang.policies import decoupled
 @optimizer(cite="Yue et al. 2023, arXiv:2312.01658", name="AGD")
 def agd(
     p, g, t,
-    exp_avg=state(),
+    exp_avg=state(normalized_by="exp_avg_sq"),
     exp_avg_sq=state(nonneg),
     max_exp_avg_sq=state(nonneg, when="amsgrad"),
     *,

@@ -9,7 +9,7 @@ PROJECTIONS = 2
 @optimizer(cite="Zhang et al. 2022, arXiv:2203.13273")
 def aida(
     p, g, t,
-    exp_avg=state(),
+    exp_avg=state(normalized_by="exp_avg_var"),
     exp_avg_var=state(nonneg),
     *,
     lr=hyper(1e-3, ge=0),

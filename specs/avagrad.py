@@ -7,7 +7,7 @@ from optgen.lang.policies import decoupled
 @optimizer(cite="Savarese et al. 2019, arXiv:1912.01823", name="AvaGrad")
 def avagrad(
     p, g, t,
-    exp_avg=state(),
+    exp_avg=state(normalized_by="exp_avg_sq"),
     exp_avg_sq=state(nonneg),
     gamma=model_state(nonneg),
     *,

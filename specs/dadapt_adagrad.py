@@ -9,7 +9,7 @@ from optgen.lang import (
 def dadapt_adagrad(
     p, g,
     alphak=state(nonneg, init=1e-6),
-    s=state(),
+    s=state(normalized_by="alphak"),
     x0=state(init="param"),
     d=model_state(nonneg, init="d0"),
     gsq_weighted=model_state(nonneg),

@@ -9,7 +9,7 @@ from optgen.lang import (
 @optimizer(cite="Defazio & Mishchenko 2023, arXiv:2301.07733", name="DAdaptAdam")
 def dadapt_adam(
     p, g,
-    exp_avg=state(),
+    exp_avg=state(normalized_by="exp_avg_sq"),
     exp_avg_sq=state(nonneg),
     s=state(),
     moved=scalar(0.0, when="use_bias_correction"),

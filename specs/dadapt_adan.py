@@ -8,8 +8,8 @@ from optgen.lang import (
 @optimizer(cite="Defazio & Mishchenko 2023, arXiv:2301.07733, as its authors' package has it", name="DAdaptAdan")
 def dadapt_adan(
     p, g, t,
-    exp_avg=state(),
-    exp_avg_diff=state(),
+    exp_avg=state(normalized_by="exp_avg_sq"),
+    exp_avg_diff=state(normalized_by="exp_avg_sq"),
     exp_avg_sq=state(nonneg),
     prev_grad=state(),
     s=state(),

@@ -9,7 +9,7 @@ from optgen.lang import (
 @optimizer(cite="Ahn et al. 2025, arXiv:2504.05295, algorithm 1, as the authors' dion_simple has it", matrix="heads")
 def dion(
     p, g, t,
-    momentum_buffer=state(),
+    momentum_buffer=state(normalized_by="exp_avg_sq"),
     exp_avg_sq=state(nonneg, when="not matrix or adamw"),
     q=low_rank_state("columns", orthogonal, rank="rank", when="matrix and not adamw"),  # nearly: rows of length 1
     *,

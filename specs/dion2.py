@@ -17,7 +17,7 @@ EXPRESS = (
 @optimizer(cite="Ahn et al. 2025, arXiv:2512.16928, algorithm 1, as the authors' code has it", matrix="heads")
 def dion2(
     p, g, t,
-    momentum_buffer=state(),
+    momentum_buffer=state(normalized_by="exp_avg_sq"),
     exp_avg_sq=state(nonneg, when="not matrix or adamw"),
     *,
     lr=hyper(0.01, ge=0),

@@ -7,7 +7,7 @@ from optgen.lang.policies import l2
 @optimizer(cite="Sun et al. 2026, arXiv:2603.07122", name="DualAdam")
 def dual_adam(
     p, g, t,
-    exp_avg=state(),
+    exp_avg=state(normalized_by="exp_avg_sq"),
     exp_avg_sq=state(nonneg),
     *,
     lr=hyper(1e-3, ge=0),

@@ -7,7 +7,7 @@ from optgen.lang.policies import decoupled
 @optimizer(cite="Lee et al. 2024, arXiv:2405.20233, algorithm 2", name="GrokFastAdamW")
 def grokfast_adamw(
     p, g, t,
-    exp_avg=state(),
+    exp_avg=state(normalized_by="exp_avg_sq"),
     exp_avg_sq=state(nonneg),
     grok_exp_avg=state(),
     *,

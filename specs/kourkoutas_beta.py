@@ -9,7 +9,7 @@ from optgen.lang.policies import decoupled
 @optimizer(cite="Kassinos 2025, arXiv:2508.12996", name="KourkoutasBeta")
 def kourkoutas_beta(
     p, g, t,
-    exp_avg=state(),
+    exp_avg=state(normalized_by="exp_avg_sq"),
     exp_avg_sq=state(nonneg),
     max_exp_avg_sq=state(nonneg, when="amsgrad"),
     grad_ema=tensor_state(nonneg),

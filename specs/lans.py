@@ -6,7 +6,7 @@ from optgen.lang import hyper, maximum, nonneg, norm, optimizer, sqrt, state, wh
 @optimizer(cite="Zheng et al. 2020, arXiv:2006.13484, algorithm 2", name="LANS")
 def lans(
     p, g, t,
-    exp_avg=state(),
+    exp_avg=state(normalized_by="exp_avg_sq"),
     exp_avg_sq=state(nonneg),
     *,
     lr=hyper(1e-3, ge=0),

@@ -10,7 +10,7 @@ from optgen.lang import (
 )
 def muon(
     p, g, t,
-    momentum_buffer=state(),
+    momentum_buffer=state(normalized_by="exp_avg_sq"),
     exp_avg_sq=state(nonneg, when="not matrix or adamw"),
     *,
     lr=hyper(1e-3, ge=0),

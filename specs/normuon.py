@@ -9,7 +9,7 @@ from optgen.lang import (
 @optimizer(cite="Li et al. 2025, arXiv:2510.05491, algorithm 1", name="NorMuon", matrix="heads")
 def normuon(
     p, g, t,
-    momentum_buffer=state(),
+    momentum_buffer=state(normalized_by="exp_avg_sq"),
     exp_avg_sq=state(nonneg, when="not matrix or adamw"),
     row_sq=row(nonneg, when="matrix and not adamw"),
     *,

@@ -7,7 +7,7 @@ from optgen.lang.policies import l2
 @optimizer(cite="Huang et al. 2018, arXiv:1805.07557", name="NosAdam")
 def nosadam(
     p, g, t,
-    exp_avg=state(),
+    exp_avg=state(normalized_by="exp_avg_sq"),
     exp_avg_sq=state(nonneg),
     weights=scalar(0.0),
     *,

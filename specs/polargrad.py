@@ -8,7 +8,7 @@ from optgen.lang import (
 @optimizer(cite="Lau et al. 2025, arXiv:2505.21799", name="PolarGrad", matrix="heads")
 def polargrad(
     p, g, t,
-    momentum_buffer=state(),
+    momentum_buffer=state(normalized_by="exp_avg_sq"),
     exp_avg_sq=state(nonneg, when="not matrix or adamw"),
     *,
     lr=hyper(0.02, ge=0),

@@ -9,7 +9,7 @@ from optgen.lang import (
 @optimizer(cite="Mishchenko & Defazio 2024, arXiv:2306.06101")
 def prodigy(
     p, g,
-    exp_avg=state(),
+    exp_avg=state(normalized_by="exp_avg_sq"),
     exp_avg_sq=state(nonneg),
     s=state(),
     p0=state(init="param"),

@@ -7,7 +7,7 @@ from optgen.lang.policies import l2
 @optimizer(cite="Tong et al. 2019, arXiv:1908.00700", name="SAdam")
 def sadam(
     p, g, t,
-    exp_avg=state(),
+    exp_avg=state(normalized_by="exp_avg_sq"),
     exp_avg_sq=state(nonneg),
     max_exp_avg_sq=state(nonneg, when="amsgrad"),
     *,

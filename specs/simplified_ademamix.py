@@ -7,7 +7,7 @@ from optgen.lang.policies import decoupled
 @optimizer(cite="Morwani et al. 2025, arXiv:2502.02431", name="SimplifiedAdEMAMix")
 def simplified_ademamix(
     p, g, t,
-    exp_avg=state(),
+    exp_avg=state(normalized_by="exp_avg_sq"),
     exp_avg_sq=state(nonneg),
     *,
     lr=hyper(1e-4, ge=0),

@@ -16,7 +16,7 @@ def half_cosine(share):
 @optimizer(cite="Huang et al. 2025, arXiv:2501.06842", name="SPAM")
 def spam(
     p, g, t,
-    exp_avg=state(),
+    exp_avg=state(normalized_by="exp_avg_sq"),
     exp_avg_sq=state(nonneg),
     *,
     lr=hyper(1e-3, ge=0),

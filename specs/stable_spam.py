@@ -11,7 +11,7 @@ from specs.spam import half_cosine
 @optimizer(cite="Huang et al. 2025, arXiv:2502.17055", name="StableSPAM")
 def stable_spam(
     p, g, t,
-    exp_avg=state(),
+    exp_avg=state(normalized_by="exp_avg_sq"),
     exp_avg_sq=state(nonneg),
     max_avg=tensor_state(nonneg),
     norm_avg=tensor_state(nonneg),

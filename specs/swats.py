@@ -7,7 +7,7 @@ from optgen.lang.policies import l2
 @optimizer(cite="Keskar & Socher 2017, arXiv:1712.07628, algorithm 1", name="SWATS")
 def swats(
     p, g, t,
-    exp_avg=state(),
+    exp_avg=state(normalized_by="exp_avg_sq"),
     exp_avg_sq=state(nonneg),
     rate_avg=model_state(),
     sgd_rate=model_state(nonneg),

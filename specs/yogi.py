@@ -7,7 +7,7 @@ from optgen.lang.policies import decoupled
 @optimizer(cite="Zaheer et al. 2018, NeurIPS 31")
 def yogi(
     p, g, t,
-    exp_avg=state(),
+    exp_avg=state(normalized_by="exp_avg_sq"),
     exp_avg_sq=state(nonneg),
     *,
     lr=hyper(1e-2, ge=0),

@@ -205,8 +205,8 @@ def low_rank_muon_no_matrix(
     )
     # -- encode and store
     b.store("p", p)
-    b.store("momentum_buffer", momentum_buffer)
     b.store("exp_avg_sq", exp_avg_sq)
+    b.store("momentum_buffer", momentum_buffer)
 
 
 # Scalars at a step, in fp64, with the new host states behind them.
@@ -294,7 +294,8 @@ RULES = by_flags(
             "one_minus_adamw_betas_0", "adamw_lr_over_one_minus_adamw_betas_0_pow_t", "one_minus_adamw_betas_1",
             "sqrt_one_minus_adamw_betas_1_pow_t",
         ),
-        host=host_scalars_2, states=(StateRecord("momentum_buffer"), StateRecord("exp_avg_sq", nonneg=True)),
+        host=host_scalars_2,
+        states=(StateRecord("momentum_buffer", normalized_by="exp_avg_sq"), StateRecord("exp_avg_sq", nonneg=True)),
         matrix="heads", settings=({"adamw": True}, {"matrix": False}),
     ),
 )

@@ -75,7 +75,7 @@ TABLE: dict[str, Row] = {
     "E118": Row("{name} has no {kind} `{got}`"),
     "E119": Row(
         "state `{name}` cannot be normalized_by `{root}`",
-        "the quotient of a signed state and the root of a nonneg state of the same space, both present at once; where "
+        "the quotient of a signed state and the root of a nonneg state of the same space; where "
         "the root starts at 0, so does the signed one",
     ),
     "E120": Row("`return` must give `{want}` here, got `{got}`"),

@@ -278,7 +278,7 @@ def low_rank(inner: Spec, state: str, *, when: str, rank: int = 8, **fixed: bool
     of gradients count as 1e14 at most, so that fp32 has these products.
     """
     place, words = locs.of_frame(sys._getframe(1)), when.split(" and ")
-    plain = {s.name for s in inner.states if replace(s, loc=None) == StateDecl(s.name, spaces.elem)}
+    plain = {s.name for s in inner.states if replace(s, loc=None, normalized_by=None) == StateDecl(s.name, spaces.elem)}
     flags = {f.name for f in inner.flags}
     for what, got, known in (
         ("a signed state of elements that is always there and starts at 0", {state}, plain),

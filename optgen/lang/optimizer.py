@@ -355,9 +355,8 @@ def _check_references(spec: Spec) -> None:
             continue
         _refuse_unknown(s, "normalized_by", s.normalized_by, roots, "nonneg state", "nonneg states")
         root = roots[s.normalized_by]
-        missing = any(spec.holds(s.when, x) and not spec.holds(root.when, x) for x in spec.settings())
         late = s.init not in (0, "param") and root.init == 0
-        if s.nonneg or missing or late or root.space != s.space:
+        if s.nonneg or late or root.space != s.space:
             places = [loc for loc in (s.loc, root.loc) if loc]
             raise UserError("E119", loc=places, name=s.name, root=root.name)
 
