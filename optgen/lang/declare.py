@@ -170,7 +170,7 @@ def state(*traits: Trait, when: str | None = None, init: Any = 0.0, normalized_b
 
     when           the flags under which it exists: "amsgrad", "not factored", "a and b"
     init           its value before the first step: a number, or "param" for a copy of the weight
-    normalized_by  the nonneg state whose root, where it is present, the rule divides this one by: their quotient is bounded
+    normalized_by  the nonneg state whose root the rule divides this one by (where it is present): a bounded quotient
     """
     return _state(spaces.elem, traits, when, init, normalized_by)
 
