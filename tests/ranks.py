@@ -15,7 +15,6 @@ import copy
 import functools
 import gc
 import itertools
-import operator
 import os
 import sys
 import tempfile
@@ -1130,45 +1129,6 @@ def loads_what_other_ranks_saved(here: Here) -> None:
                     alike(value, opt.state[p][key], f"{key} of {name}")
                 else:
                     assert value == opt.state[p][key]
-
-
-def with_fp32(bag: Bag, opt: Any) -> dict[str, Any]:
-    """Return a state dict with matrix states in fp32, as plans of 8 bits kept them once (docs/checkpoints.md)."""
-    found, once = get_optimizer_state_dict(bag, opt), ("left", "right", "projector", "low_avg", "low_avg_sq")
-    fields = {f"{name}_{part}" for name in once for part in ("codes", "scale", "ends", "diagonal")}
-    rows = zip(found["state"].items(), opt.dense_state_dict()["state"].values(), strict=True)
-    found["state"] = {
-        p: {k: v for k, v in entry.items() if k not in fields} | {k: dense[k] for k in once if k in dense}
-        for (p, entry), dense in rows
-    }
-    return found
-
-
-@case(2)
-def loads_matrix_states_in_fp32(here: Here) -> None:
-    """From torch.distributed.checkpoint: what codes read as, to nearest, has the same codes."""
-    for cls in (generated.Kron, generated.GaLore):
-        made = []
-        for steps in (2, 1):
-            bag = Bag(here, torch.bfloat16, [(97, 130), (4160,)])
-            opt = cls(bag.named_parameters(), lr=1e-2, plan="int8_split24", backend=here.backend)
-            bag.train_on(here, opt, steps)
-            opt.load_state_dict(opt.dense_state_dict())
-            made.append((bag, opt, with_fp32(bag, opt)))
-        (bag, opt, saved), (other, again, found) = made
-        dcp.save(saved, checkpoint_id=str(here.folder / f"{cls.__name__}_fp32"))
-        dcp.load(found, checkpoint_id=str(here.folder / f"{cls.__name__}_fp32"))
-        assert sum(isinstance(x, DTensor) and x.dtype == torch.float32 for x in found["state"]["p0"].values()) > 1
-        set_optimizer_state_dict(other, again, found)
-        for p, q in zip(bag.parameters(), other.parameters(), strict=True):
-            assert opt.state[p].keys() == again.state[q].keys()
-            for key, value in sharding.locals_of(opt.state[p]).items():
-                same = torch.equal if isinstance(value, Tensor) else operator.eq
-                assert same(value, sharding.local(again.state[q][key])), (cls, key)
-        saved, name = get_optimizer_state_dict(bag, opt), "left_scale" if cls is generated.Kron else "low_avg_sq_ends"
-        sharding.local(saved["state"]["p0"][name]).fill_(-128)
-        with refused(ValueError, f"{name}: expected headers of its blocks"):
-            set_optimizer_state_dict(other, again, saved)
 
 
 @case(2)

@@ -1,8 +1,8 @@
 """State dicts: versions, and that nothing which does not fit is loaded, or changes anything."""
 
 import copy
+import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,51 +12,48 @@ from torch import Tensor
 from optgen import optim
 from optgen.optim import CAME, SGD, AdamW, NAdam
 from optgen.runtime.checkpoint import checkpoint
+from optgen.runtime.states.state import describe
 from tests.training import bits, everything, give, train
-from tools import make_checkpoint_fixture as fixture
-
-FILES = sorted((Path(__file__).parent / "cases/checkpoints").glob("format-*.pt"))
 
 
-OTHER_NOISE = {
-    ("AdamW", "int8_split24"): "74ac8249d9545f7d72bfa1e8a68cc35fcf35e36d4b0f742b6162fad8068c3410",
-    ("CAME", "int8_split24"): "b82a8a9a2a5c50a28812242f3c90723bd0b7f7031fec7cfcdf41d4e852a413e8",
-}
-"""Digests of the runs that went on after noise was spread evenly over windows of steps: files up to format 2 are
-older."""
+# -- forms ---------------------------------------------------------------------------------------------------------
+def named(cls: Any, plan: str, shapes: dict[str, tuple[int, ...]]) -> Any:
+    draw = torch.Generator().manual_seed(0)
+    params = {k: torch.nn.Parameter(torch.randn(s, generator=draw).bfloat16()) for k, s in shapes.items()}
+    return cls(params.items(), lr=1e-2, plan=plan, seed=5, backend="reference")
 
 
-# -- versions ------------------------------------------------------------------------------------------------------
-def test_every_version_has_its_file() -> None:
-    assert [int(f.stem.partition("-")[2]) for f in FILES] == list(range(checkpoint.FORMAT + 1))
-
-
-@pytest.mark.parametrize("file", FILES, ids=lambda f: f.stem)
-@pytest.mark.parametrize("case", fixture.CASES, ids=lambda c: f"{c[0]} {c[1]}")
-def test_checkpoints_of_every_version_go_on_as_they_would_have(file: Path, case: tuple[Any, ...]) -> None:
-    saved = torch.load(file, weights_only=True)[f"{case[0]} {case[1]}"]
-    opt, params = fixture.optimizer(case)
-    with torch.no_grad():
-        for name, p in params.items():
-            p.copy_(saved["model"][name])
-    opt.load_state_dict(saved["optimizer"])
-    assert all(group["format"] == checkpoint.FORMAT for group in opt.state_dict()["param_groups"])
-    fixture.train(opt, params, range(2, 4))
-    # What was kept is read as it was; what is rounded from then on draws the noise of today.
-    later = {} if file.stem > "format-2" else OTHER_NOISE
-    assert fixture.digest(opt) == later.get((case[0], case[1]), saved["after"])
-
-
-@pytest.mark.parametrize("version", [checkpoint.FORMAT + 1, -1, "1", 1.0, True])
-def test_unknown_versions_are_refused(version: object) -> None:
-    opt, params = fixture.optimizer(fixture.CASES[1])
-    fixture.train(opt, params, range(1))
-    saved = copy.deepcopy(opt.state_dict())
-    saved["param_groups"][0]["format"] = version
+@pytest.mark.parametrize("found", [checkpoint.FORMAT + 1, checkpoint.FORMAT - 1, -1, "5", 5.0, True, None])
+def test_other_forms_are_refused(found: object) -> None:
+    opt, _ = stepped(AdamW, "fp32_master")
+    saved, pickled = copy.deepcopy(opt.state_dict()), copy.deepcopy(opt.__getstate__())
+    for groups in (saved["param_groups"], pickled["param_groups"]):
+        groups[0]["format"] = found
+        if found is None:
+            del groups[0]["format"]
     before = everything(opt)
-    with pytest.raises(ValueError, match=r"group 0: expected a checkpoint of format 0 to \d+, got format"):
+    text = re.escape(f"expected a checkpoint of format {checkpoint.FORMAT}, got format {found!r}, which is not read")
+    with pytest.raises(ValueError, match=f"group 0: {text}"):
         opt.load_state_dict(saved)
     assert everything(opt) == before
+    with pytest.raises(ValueError, match=text):
+        AdamW.__new__(AdamW).__setstate__(pickled)
+
+
+def test_what_a_form_has() -> None:
+    """The list of a form: where it changes after a release, FORMAT rises."""
+    opt, _ = stepped(AdamW, "int8_split24")
+    saved = opt.state_dict()
+    shown = {key: describe(x.dtype, tuple(x.shape)) for key, x in saved["state"][0].items() if key != "step"}
+    assert checkpoint.FORMAT == 5 and set(saved) == {"state", "param_groups", "unnamed"}
+    assert shown == {
+        "exp_avg_codes": "uint8 [64, 80]", "exp_avg_scale": "int16 [64, 2]",
+        "exp_avg_sq_codes": "uint8 [64, 80]", "exp_avg_sq_range": "int16 [64, 2]",
+    }  # fmt: skip
+    assert set(saved["param_groups"][0]) == {
+        "lr", "betas", "eps", "weight_decay", "maximize", "amsgrad", "decouple_lr", "seed", "backend", "plan",
+        "format", "params",
+    }  # fmt: skip
 
 
 # -- what torch.optim must not take for its own --------------------------------------------------------------------
@@ -106,48 +103,6 @@ def test_momentum_that_torch_lets_be_missing_begins_anew(name: str) -> None:
         theirs.step()
     assert torch.equal(*params)
     assert not torch.equal(params[0], p)
-
-
-def of_before(entry: dict[str, Any]) -> dict[str, Any]:
-    """A state as format 3 had it."""
-    return {key.removesuffix("_codes"): value for key, value in entry.items()}
-
-
-def test_pickles_of_before_names_of_codes() -> None:
-    opt, params = stepped(AdamW, "int8_split24")
-    made = copy.deepcopy(opt.__getstate__())
-    made["state"] = {p: of_before(entry) for p, entry in made["state"].items()}
-    made["state"][params[0]] = made["state"].pop(next(iter(made["state"])))
-    group = made["param_groups"][0]
-    group["params"][0] = params[0]
-    group["format"] = 3
-    unpickled = AdamW.__new__(AdamW)
-    unpickled.__setstate__(made)
-    assert unpickled.state[params[0]].keys() == opt.state[params[0]].keys() > {"exp_avg_codes"}
-
-
-def test_distributed_checkpoints_of_before_names_of_codes(tmp_path: Path) -> None:
-    """As docs/checkpoints.md says: they are asked for what they have."""
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-
-    def made(steps: int) -> tuple[torch.nn.Module, Any]:
-        model = torch.nn.Linear(80, 64)
-        opt = AdamW(model.named_parameters(), plan="int8_split24", backend="reference")
-        train(opt, range(steps))
-        return model, opt
-
-    model, opt = made(2)
-    saved = get_optimizer_state_dict(model, opt)
-    old = {name: of_before(entry) for name, entry in saved["state"].items()}
-    dcp.save({"state": old, "param_groups": [{**saved["param_groups"][0], "format": 3}]}, checkpoint_id=tmp_path)
-    other, again = made(1)
-    found = get_optimizer_state_dict(other, again)
-    found["state"] = {name: of_before(entry) for name, entry in found["state"].items()}
-    dcp.load(found, checkpoint_id=tmp_path)
-    set_optimizer_state_dict(other, again, found)
-    assert torch.equal(again.state[other.weight]["exp_avg_codes"], opt.state[model.weight]["exp_avg_codes"])
-    assert again.state[other.weight]["step"] == 2
 
 
 # -- names that come with a checkpoint, or do not ------------------------------------------------------------------
@@ -278,11 +233,10 @@ PLANS = {
 @pytest.mark.parametrize("plan", PLANS)
 def test_every_single_change_is_refused_and_changes_nothing(plan: str) -> None:
     cls, shapes = PLANS[plan]
-    case = (cls.__name__, plan if plan != "came" else "int8_split24", torch.bfloat16, shapes)
-    opt, params = fixture.optimizer(case)
-    fixture.train(opt, params, range(2))
+    opt = named(cls, plan if plan != "came" else "int8_split24", shapes)
+    train(opt, range(2))
     saved = copy.deepcopy(opt.state_dict())
-    fixture.train(opt, params, range(2, 3))
+    train(opt, range(2, 3))
     before = everything(opt)
     number = 0
     for what, change in changes(saved):
@@ -363,11 +317,11 @@ def tensors(value: Any) -> Iterator[Tensor]:
 
 
 def test_parameters_without_a_state_in_the_checkpoint_are_named() -> None:
-    opt, params = fixture.optimizer(fixture.CASES[0])
-    fixture.train(opt, params, range(1))
+    opt, fresh = (named(AdamW, "int8_split24", {"w": (52, 79), "b": (7,)}) for _ in range(2))
+    train(opt, range(1))
     saved = copy.deepcopy(opt.state_dict())
     del saved["state"][1]
-    for other in (opt, fixture.optimizer(fixture.CASES[0])[0]):
+    for other in (opt, fresh):
         with pytest.warns(UserWarning, match=r"no state for 1 parameters \(b\): they start anew"):
             other.load_state_dict(saved)
 

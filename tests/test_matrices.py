@@ -6,7 +6,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +25,6 @@ from optgen.optim import SOAP, AdamMini, AdaMuon, Dion2, Muon, NorMuon, PolarGra
 from tests import harness, oracles
 
 OF_MATRICES = (AdaMuon, Dion2, Muon, NorMuon, PolarGrad, Scion, SinkGD)
-STACKS = Path(__file__).parent / "cases/checkpoints/stacks-4.pt"
 ULP = 2.0**-23
 
 
@@ -210,39 +208,6 @@ def test_a_stack_is_told_from_a_convolution(cls: Any) -> None:
         cls([("w", nn.Parameter(torch.zeros(24, 4)))], blocks={"w": (16, 4, 5)})
     opt = cls([("w", nn.Parameter(torch.zeros(24, 4)))], blocks={"w": tuple(torch.tensor([16, 8]).numpy())})
     assert repr(opt.param_groups[0]["blocks"]) == "(('w', (16, 8)),)"
-
-
-@pytest.mark.parametrize("cls", [Muon, NorMuon])
-def test_checkpoints_from_before_stacks_were_told_apart(cls: Any) -> None:
-    """A stack goes on by each matrix, which a warning says; what is said to be a convolution goes on as it was."""
-    saved = torch.load(STACKS)[cls.__name__]
-
-    def loaded(**options: Any) -> tuple[Any, dict[str, nn.Parameter]]:
-        params = {name: nn.Parameter(value.clone()) for name, value in saved["model"].items()}
-        opt = cls(params.items(), plan="fp32", backend="reference", **options)
-        opt.load_state_dict(saved["optimizer"])
-        for i, p in enumerate(params.values()):
-            p.grad = drawn(*p.shape, seed=7 + i)
-        return opt, params
-
-    with pytest.warns(UserWarning, match=r"'experts' \(of 1 such parameters\) was one matrix") as caught:
-        opt, params = loaded(blocks={"experts": 4})
-    assert len(caught) == 1
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        conv, one = loaded(blocks={"experts": 1})
-        again = cls(one.items(), plan="fp32", blocks={"experts": 1})
-        again.load_state_dict(conv.state_dict())
-    for index, (name, p) in enumerate(params.items()):
-        before = saved["optimizer"]["state"][index]
-        assert torch.equal(opt.state[p]["momentum_buffer"], before["momentum_buffer"])
-        assert all(torch.equal(value, conv.state[one[name]][key]) for key, value in before.items() if key != "step")
-    if cls is NorMuon:
-        assert torch.equal(opt.state[params["experts"]]["row_sq"], torch.zeros(4, 16, 1))
-    opt.step()
-    conv.step()
-    assert torch.equal(params["conv"], one["conv"]) and torch.equal(params["w"], one["w"])
-    assert not torch.equal(params["experts"], one["experts"])
 
 
 class Watch(TorchDispatchMode):

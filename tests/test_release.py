@@ -522,7 +522,7 @@ def test_sums_after_a_checkpoint_continue_bit_for_bit(first: str, prefix: str) -
     assert set(handle_a.state_dict()["sums"].values()) == {3}
     with pytest.raises(TypeError, match="sums"):
         handle_a.load_state_dict({"previous_norm": None, "sums": [1]})
-    handle_a.load_state_dict({"previous_norm": None})  # of before there were such
+    handle_a.load_state_dict({"previous_norm": None})  # as one without an accumulator gives it
 
 
 def test_zero_grad_forgets_a_sum_and_remove_gives_it_back() -> None:

@@ -220,7 +220,6 @@ def misread(cls: type, defaults: Mapping[str, Any], content: Mapping[str, Any]) 
             checkpoint.check_format(group)
             group = {**defaults, **group, **options.check(cls, {**defaults, **group})}
             p = torch.empty(one["shape"], dtype=dtype_of(one["dtype"]), device="cpu")
-            kept = checkpoint.renamed(cls, group, p, label, kept)
             now = _first_values(cls, group, p, kept, label).get(name, values)
         except (TypeError, ValueError, RuntimeError):  # no such plan, or not for this dtype; no room for such a shape
             continue

@@ -334,9 +334,9 @@ class Optimizer(Checkpointed):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._reset_caches()
-        given = {k: v for k, v in state.items() if k != low_bits.CARRIER and v is not None}  # no rules were None once
-        super().__setstate__(given)
-        self._bring_up()
+        super().__setstate__({k: v for k, v in state.items() if k != low_bits.CARRIER})
+        for group in self.param_groups:
+            checkpoint.check_format(group)
         own = {h.name: h.default for h in self.HYPERS} | {f.name: f.default for f in self.FLAGS if not f.derived}
         self.defaults |= own | self.defaults  # the rule may have got more since
         self.defaults.pop("differentiable", None)  # torch puts it there; it would wander into new groups
@@ -347,23 +347,6 @@ class Optimizer(Checkpointed):
             self._stepper.dtypes[id(entry.p)] = (entry.p, entry.p.dtype)
         if any(group.get("offload") for group in self.param_groups):  # copies of parameters do not know their homes
             self._offload.settle(self.param_groups)
-
-    def _bring_up(self) -> None:
-        """Migrate groups and states of an older version, as a pickle may hold them."""
-        cls = type(self)
-        versions = [group.get("format", 0) for group in self.param_groups]
-        for group in self.param_groups:
-            checkpoint.check_format(group)
-            group["format"] = checkpoint.FORMAT
-        if any(version != checkpoint.FORMAT for version in versions):
-            stacks = []
-            for p, group, number, *_, name in self._entries():
-                if p in self.state:
-                    self.state[p] = checkpoint.renamed(cls, group, p, name, self.state[p])
-                    old = versions[number] < checkpoint.STACKS
-                    stacks += [name] if old and checkpoint.is_stack(cls, group, p, name) else []
-            checkpoint.warn_stacks(cls, stacks)
-        self.defaults["format"] = checkpoint.FORMAT
 
     def __repr__(self) -> str:
         lines = [f"{type(self).__name__} ("]

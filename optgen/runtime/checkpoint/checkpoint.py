@@ -18,7 +18,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from operator import eq
 from types import MappingProxyType
@@ -41,74 +41,18 @@ Groups = list[dict[str, Any]]
 Names = list[list[Any]]
 
 FORMAT = 5
-"""The version of a group and its states, saved under "format". A file of every version is in tests/cases/checkpoints.
-
-1   The version is saved; version 0 had none.
-2   A group may have "overrides".
-3   A group may have "blocks". Rank-1 scales of tensors of three dimensions and more have one entry per index of each
-    dimension behind the first; before there was one per combination of indices (`_misread` tells them apart).
-4   A group may have "streams" of random bits. Codes have names of their own; before they had the name of their state,
-    which torch.optim gives to the state itself (`renamed` renames them by the plan).
-5   Rules of matrix="heads" may have "blocks", and take a stack of matrices apart; before, such a parameter was one
-    matrix of dimension 0 against the rest. Groups of rules with scheduled hyper-parameters have
-    "base_lr", of rules with weights for evaluation "train_mode", of several rules "rule"; states have "trained_weight"
-    in evaluation.
-
-The number rises with the first new line after a release: an optgen that does not know the line refuses the checkpoint.
+"""The form of a group and its states, saved under "format"; no other is read. It rises where keys of groups or states
+change after a release.
 """
-
-AXES, STACKS = 3, 5
-"""The first version with scales per index of each dimension, and with stacks of matrices."""
-
-
-def _misread(variant: Variant, p: Tensor) -> str:
-    """Return the problem of a state from before AXES whose shape does not tell how it is read; "" if there is none."""
-    for f in variant.fields:
-        dims = layout.column_dims(f.matrix, p.shape) if f.space == "axis" else ()
-        if len(dims) > 1 and math.prod(dims) == sum(dims):
-            return (
-                f"{f.name}: expected scales of {len(dims)} dimensions, but before format {AXES} there was one for each "
-                f"of their {math.prod(dims)} combinations: load a dense_state_dict() of the version that saved it"
-            )
-    return ""
 
 
 def check_format(group: Mapping[str, Any]) -> None:
-    """Raise ValueError for a group of an unknown version, or with a version and no plan."""
-    version = group.get("format", 0)
-    if type(version) is not int or not 0 <= version <= FORMAT:
-        raise ValueError(
-            f"expected a checkpoint of format 0 to {FORMAT}, got format {version!r}"
-            + ("; it was made by a newer optgen" if type(version) is int and version > FORMAT else "")
-        )
+    """Raise ValueError for a group of another form, or with a form and no plan."""
+    found = group.get("format")
+    if "plan" in group and (type(found) is not int or found != FORMAT):
+        raise ValueError(f"expected a checkpoint of format {FORMAT}, got format {found!r}, which is not read")
     if "format" in group and "plan" not in group:
         raise ValueError("expected 'plan', it is missing")
-
-
-def renamed(cls: Any, group: Mapping[str, Any], p: Tensor, label: plans.Label, entry: Any) -> Any:
-    """Return a parameter's saved state with codes under the names of their fields, not of the state (format 3).
-
-    Statistics of rows of what is a stack of matrices since format 5 are zeros.
-    """
-    if not isinstance(entry, Mapping) or p.dtype not in overrides.TRAINED:
-        return entry
-    pair = plans.chosen(cls, group, p.dtype, label).pair
-    codes = {f.owner: f for v in pair.variants for f in v.fields if f.name == f"{f.owner}_codes"}
-    found = {
-        key: f.name
-        for key, f in codes.items()
-        if isinstance(value := entry.get(key), Tensor) and f.name not in entry
-        and value.dtype == f.torch_dtype  # else it is the state itself, of a tensor that is too small for codes
-    }  # fmt: skip
-    entry = {found.get(key, key): value for key, value in entry.items()}
-    if not is_stack(cls, group, p, label):
-        return entry
-    fresh = {}
-    for f in select(cls, group, p, label)[2].fields:
-        value, one = entry.get(f.name), layout.field_shape(replace(f, matrix="first"), p.shape)
-        if isinstance(value, Tensor) and tuple(value.shape) == one != layout.field_shape(f, p.shape):
-            fresh[f.name] = torch.full(layout.field_shape(f, p.shape), f.zero, dtype=f.torch_dtype, device=p.device)
-    return {**entry, **fresh} if fresh else entry
 
 
 def is_stack(cls: Any, group: Mapping[str, Any], p: Tensor, label: plans.Label) -> bool:
@@ -117,19 +61,6 @@ def is_stack(cls: Any, group: Mapping[str, Any], p: Tensor, label: plans.Label) 
         return False
     variant = select(cls, group, p, label)[2]
     return variant.needs_matrix and variant.matrix == "last"
-
-
-def warn_stacks(cls: Any, labels: Collection[plans.Label]) -> None:
-    """Warn of stacks of matrices in a checkpoint from before format 5, if there are any."""
-    if labels:
-        label = next(iter(labels))
-        warn(
-            f"{cls.__name__}: the checkpoint is from before stacks of matrices were told from convolutions. {label!r} "
-            f"(of {len(labels)} such parameters) was one matrix, dimension 0 against the rest, and is a stack now: "
-            f"each matrix is made orthogonal by itself, and statistics of its rows start anew.  If it is a "
-            f"convolution, create the optimizer with blocks={{{label!r}: 1}}, and load again",
-            cls,
-        )
 
 
 def own_names(cls: Any, groups: Groups, states: Mapping[Any, Any]) -> list[dict[str, list[str]]]:
@@ -232,16 +163,12 @@ def read(
     started = any(not entry or "step" in entry for entry in state.of_parameters(present))
     loaded = Loaded({}, merged, [])
     missing: list[str] = []
-    stacks: list[plans.Label] = []
     mine = own_names(cls, groups, present)  # torch's flattened form has only the keys that the live groups have
     for group, saved_group, own, labels in zip(merged, sources, mine, labels_of(merged), strict=True):
         reading = _Reading(cls, group, {**own, **saved_group}, misfits, loaded)
         numbers = [order[id(p)] for p in group["params"]]
         absent = reading.read(labels, numbers, saved_state)
         missing += [name for p, name in absent if not started or state.of(present, p)]
-        if "plan" in saved_group and saved_group.get("format", 0) < STACKS:
-            pairs = zip(group["params"], labels, strict=True)
-            stacks += [x for p, x in pairs if p in loaded.states and is_stack(cls, group, p, x)]
     loaded.states.update({k: _copied(x, None, k, misfits) for k, x in saved_state.items() if k in beside})
     if sharding.anywhere(bool(misfits.lines), [p for group in merged for p in group["params"]]) and not misfits.lines:
         misfits.add("another rank found what does not fit its parts, and says it")
@@ -251,7 +178,6 @@ def read(
             "get_optimizer_state_dict, call eval(), and load once more)"
         )
     misfits.stop()
-    warn_stacks(cls, stacks)
     if missing and any("step" in entry for entry in state.of_parameters(loaded.states)):
         warn(
             f"{cls.__name__}.load_state_dict: the checkpoint has no state for {len(missing)} parameters "
@@ -508,9 +434,7 @@ def _take_settings(
         pairs = zip(labels_of(groups), labels_of(merged), strict=True)
         for present, group, other, (before, after) in zip(groups, merged, matched.sources, pairs, strict=True):
             mine = [read(present).get(label) for label in before]
-            silent = key == "blocks" and cls.BLOCKS == "heads" and other.get("format", 0) < STACKS
-            follows = "plan" in other and not silent
-            found = [theirs[matched.order[id(p)]][1] for p in group["params"]] if follows else mine
+            found = [theirs[matched.order[id(p)]][1] for p in group["params"]] if "plan" in other else mine
             if "plan" in present:
                 rows = zip(group["params"], after, mine, found, strict=True)
                 changed += [(label, was, now) for p, label, was, now in rows if was != now and p.requires_grad]
@@ -629,8 +553,6 @@ class _Reading:
         absent: list[tuple[Tensor, str]] = []
         for (p, label, number), name in zip(rows, names, strict=True):
             entry, extra = saved.get(number), {}
-            if self.own:
-                entry = renamed(cls, group, p, label, entry)
             if (kept or cls.INPUTS) and isinstance(entry, Mapping):
                 mine = kept - _names(cls, group, p, label)
                 if self.own and entry.keys() <= mine | fed:  # for the first step, which is still to come
@@ -670,12 +592,9 @@ class _Reading:
             if not self.own:
                 errors = found.get("error_bits")
                 found = reader().dense(found, variant.states, tuple(p.shape))
-            elif self.saved.get("format", 0) < AXES and (said := _misread(variant, p)):
-                raise ValueError(said)
             variant = held(self.cls, self.group, p, label, variant, found)
             where = f"{where}, plan {plan_name}"
             p = state.at_home(p)
-            found = _encoded(variant, p, found) if self.own else found
             if sharding.is_sharded(p):
                 parts = sharding.Parts.of(p, variant)
                 p, found = parts.weight(p), parts.taken(found)
@@ -711,22 +630,6 @@ def _misfed(cls: Any, p: Tensor, entry: Mapping[str, Any], where: str) -> Iterat
         value, fed = entry.get(name), as_float(entry.get(fed_name(name)))
         if state.kind(value) != (want := state.describe(torch.float32, tuple(p.shape))) or fed not in (1.0, 2.0):
             yield f"{where}: {name}: expected {want} that is fed, got {_short(value)} and {fed}"
-
-
-def _encoded(variant: Variant, p: Tensor, entry: dict[str, Any]) -> dict[str, Any]:
-    """Return an entry with codes of matrix states that the plan kept in fp32 when they were saved, as triangular ones
-    and those of low rank once were.  DTensors are assembled first, and each rank takes its part of the codes."""
-    fp32: dict[str, Tensor] = {}
-    for name in variant.eager.matrices:
-        field, x = next(f.of_values for f in variant.fields if f.owner == name), entry.get(name)
-        if isinstance(x, Tensor) and x.is_floating_point() and tuple(x.shape) == layout.field_shape(field, p.shape):
-            fp32[name] = sharding.full(x)
-    made = dict(entry)
-    for name, x in fp32.items():
-        if variant.eager.over.get(name, name) in fp32:
-            del made[name]
-            made |= layout.matrix_fields(variant, name, fp32, p.shape, x.device)
-    return made
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,6 @@
 
 Tensors have the names of their places (`model.embed.weight`). All else is JSON in the metadata, where
 {"tensor": name} refers to a tensor, {"tuple": [...]} is a tuple and {"dict": [[key, value], ...]} a dict.
-
-Two older forms are read: an archive of torch.save with the checksum in its comment, and a safetensors file with a
-checksum of its content. The bytes of a file tell its form, not its name.
 """
 
 from __future__ import annotations
@@ -18,7 +15,6 @@ import math
 import mmap
 import os
 import struct
-import zipfile
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,7 +28,6 @@ from optgen.runtime.checkpoint import checkpoint
 from optgen.runtime.checkpoint.atomic import instead_of
 from optgen.runtime.records import dtype_name, dtype_of
 from optgen.runtime.records.misfits import Misfits
-from optgen.runtime.states.state import describe
 
 VERSION = 1
 """The version of the content's structure; the optimizer's part has a version of its own (checkpoint.py)."""
@@ -43,9 +38,7 @@ HEAD = b'{"__metadata__":{"optgen_sha256":"'
 DIGITS = slice(8 + len(HEAD), 8 + len(HEAD) + 64)
 
 ARCHIVE = b"PK\x03\x04"
-MARK = b"optgen checkpoint sha256 "
-COMMENT = len(MARK) + 64
-"""The bytes of an archive's comment: MARK and the sum of all bytes before it."""
+"""The first bytes of a file of torch.save."""
 
 DTYPES: Mapping[str, torch.dtype] = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "F8_E5M2": torch.float8_e5m2,
@@ -184,13 +177,13 @@ def read(path: Path_) -> dict[str, Any]:
     Raises CheckpointError for a file that is damaged or no checkpoint.
     """
     path = Path(path)
-    with path.open("rb") as file:
-        begin = file.read(len(ARCHIVE))
-    if begin == ARCHIVE:
-        _check_archive(path)
-        content = load_torch(path)
-    else:
-        content = read_tree(path)
+    if is_of_torch(path):
+        raise CheckpointError(
+            f"{path} is a file of torch.save, not one of save_checkpoint, which is a safetensors file. The optimizer's "
+            f'state dict in it is loaded by opt.load_state_dict(torch.load({str(path)!r})["optimizer"]), under the key '
+            f"that it was saved with; `optgen convert` gives it another plan"
+        )
+    content = read_tree(path)
     version = content.get("optgen_checkpoint")
     if version is None:
         other = "optgen_record" in content
@@ -209,22 +202,19 @@ def read_tree(path: Path) -> dict[str, Any]:
     """Return the content of a safetensors file whose checksum is right, of any kind."""
     with path.open("rb") as file:
         begin = file.read(DIGITS.stop)
-    own = begin[8:].startswith(HEAD)
-    if own:
-        _compare(path, begin[DIGITS], _sum(path, path.stat().st_size, DIGITS))
+    own, kept = begin[8:].startswith(HEAD), begin[DIGITS].decode(errors="replace")
+    if own and (found := _sum(path)) != kept:
+        raise CheckpointError(f"{path} is damaged: its checksum is {found[:16]}..., expected {kept[:16]}...")
     metadata, tensors = _open(path)
-    if "optgen" not in metadata:
-        raise CheckpointError(f"{path} is no optgen checkpoint")
-    text = metadata.pop("optgen")
-    if not own and metadata != {"format": "pt", "sha256": _sum_of_content(text, tensors)}:
-        raise CheckpointError(f"{path} is damaged: its checksum is not that of its content")
+    if not own:
+        raise CheckpointError(f"{path} is no optgen checkpoint: it does not begin with the checksum of one")
     try:
-        found = _decoded(json.loads(text), tensors)
+        content = _decoded(json.loads(metadata["optgen"]), tensors)
     except UNREADABLE as error:
         raise CheckpointError(f"{path} cannot be loaded: its text lists no content: {error!r:.80}") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path} holds a {type(found).__name__}, not a dict")
-    return found
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds a {type(content).__name__}, not a dict")
+    return content
 
 
 def _decoded(value: Any, tensors: Mapping[str, Tensor]) -> Any:
@@ -278,38 +268,18 @@ def _open(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     return metadata, found
 
 
-# -- checksums -------------------------------------------------------------------------------------------------
-
-
-def _compare(path: Path, kept: bytes, found: str) -> None:
-    """Raise CheckpointError if the checksum in a file is not that of its bytes."""
-    if kept != found.encode():
-        raise CheckpointError(
-            f"{path} is damaged: its checksum is {found[:16]}..., expected {kept[:16].decode(errors='replace')}..."
-        )
-
-
-def _sum(path: Path, stop: int, digits: slice | None = None) -> str:
-    """Return the SHA-256 of a file's first `stop` bytes, of which `digits` count as zeros."""
-    found, left = hashlib.sha256(), stop
+def _sum(path: Path) -> str:
+    """Return the SHA-256 of a file's bytes, of which DIGITS count as zeros."""
+    found, left, digits = hashlib.sha256(), path.stat().st_size, True
     with path.open("rb") as file:
         while left:
             data = file.read(min(left, 1 << 22))
             if not data:
                 raise CheckpointError(f"{path} became shorter while it was read")
             left -= len(data)
-            if digits is not None:
-                data, digits = data[: digits.start] + b"0" * 64 + data[digits.stop :], None
+            if digits:
+                data, digits = data[: DIGITS.start] + b"0" * 64 + data[DIGITS.stop :], False
             found.update(data)
-    return found.hexdigest()
-
-
-def _sum_of_content(text: str, tensors: Mapping[str, Tensor]) -> str:
-    """Return the SHA-256 of the text and tensors of a safetensors file, as those of before have it."""
-    found = hashlib.sha256(text.encode())
-    for name, t in sorted(tensors.items()):
-        found.update(f"\n{name} {describe(t.dtype, tuple(t.shape))}\n".encode())
-        found.update(_bytes(t))
     return found.hexdigest()
 
 
@@ -317,10 +287,9 @@ def _sum_of_content(text: str, tensors: Mapping[str, Tensor]) -> str:
 
 
 def is_of_torch(path: Path) -> bool:
-    """Return True for an archive without a checksum, as torch.save writes it."""
+    """Return True for an archive, as torch.save writes it."""
     with path.open("rb") as file:
-        begin = file.read(4)
-    return begin == ARCHIVE and not _comment(path).startswith(MARK)
+        return file.read(len(ARCHIVE)) == ARCHIVE
 
 
 def load_torch(path: Path) -> dict[str, Any]:
@@ -335,27 +304,6 @@ def load_torch(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} holds a {type(found).__name__}, not a dict")
     return found
-
-
-def _comment(path: Path) -> bytes:
-    """Return the bytes where an archive has its comment."""
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - COMMENT))
-        return file.read()
-
-
-def _check_archive(path: Path) -> None:
-    """Raise CheckpointError unless every byte of an archive is as it was written."""
-    comment = _comment(path)
-    if not comment.startswith(MARK):
-        if not zipfile.is_zipfile(path):
-            raise CheckpointError(f"{path} has no checksum at its end: it was cut short")
-        raise CheckpointError(
-            f"{path} has no checksum at its end: it was not written by save_checkpoint. The optimizer's state dict "
-            f'in a file of torch.save is loaded by opt.load_state_dict(torch.load({str(path)!r})["optimizer"]), '
-            f"under the key that it was saved with; `optgen convert` gives it another plan"
-        )
-    _compare(path, comment[len(MARK) :], _sum(path, path.stat().st_size - COMMENT))
 
 
 # -- what all readers of a content count on; loading checks whether states fit their plans ----------------------

@@ -123,9 +123,6 @@ class Rules:
     EXAMPLE: ClassVar[str] = "{'*embed*': 'fp32'}"
     VALUE: ClassVar[str] = "plan"
 
-    where: str = OPTION  # in pickles of older versions, as is the next
-    tables: Tables | None = None
-
     def __init__(self, cls: type, given: Given = None, tables: Tables | None = None) -> None:
         self.where = f"{cls.__name__}: {self.OPTION}"
         if given is not None and not isinstance(given, Mapping):
@@ -133,7 +130,7 @@ class Rules:
         self.rules = [Rule(self.where, key, value, tables is not None) for key, value in (given or {}).items()]
         for rule in self.rules:
             rule.value = self.checked(cls, rule.value, f"{self.where}[{rule.shown}]")
-        self.tables = tables
+        self.tables: Tables | None = tables
 
     @classmethod
     def checked(cls, owner: type, value: Any, where: str) -> Any:
