@@ -250,7 +250,6 @@ TABLE: dict[str, Row] = {
     "E419": Row(
         "one file does not serve {name}: {why}", "nothing was written", "`optgen build {name}` generates a package"
     ),
-    "E420": Row("{path} cannot be replayed: {why}"),
 }
 
 

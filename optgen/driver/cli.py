@@ -455,54 +455,6 @@ def convert(
 
 
 @app.command()
-def replay(
-    file: Annotated[str, typer.Argument(metavar="FILE", help="A step that opt.record() wrote.")],
-    backend: Annotated[
-        str | None,
-        typer.Option("--backend", help="reference, cpp, or triton (interpreted without a GPU); none: as recorded."),
-    ] = None,
-    spec: Annotated[str | None, typer.Option("--spec", help="Another spec than the rule's name finds.")] = None,
-    maths: Annotated[str | None, typer.Option("--maths", help="strict or fast; none: as recorded.")] = None,
-    json: Json = False,
-) -> None:
-    """Make a recorded step again, and show where its bits differ; exit 1 if any does."""
-    with session("replay", json) as t:
-        from optgen.driver import replay as r
-        from optgen.driver.emit import BACKENDS
-
-        if backend is not None:
-            _choice("--backend", backend, tuple(BACKENDS))
-        if backend == "triton" and interpreted(t, ARGUMENTS):
-            return
-        found = r.replay(file, backend, spec, None if maths is None else _maths(maths))
-        t.result |= found
-        rows, wrong = [], 0
-        for row in found["parameters"]:
-            apart = row["differences"]
-            wrong += bool(apart)
-            if apart or not t.quiet:
-                told = [_difference(x) for x in apart] or [f"{row['values']} values equal"]
-                rows += [("" if k else row["name"], "" if k else row["kind"], text) for k, text in enumerate(told)]
-        if rows:
-            t.show(table("", ("parameter", "", "bit by bit"), rows))
-        by, count = found["backend"], len(found["parameters"])
-        head = f"step {found['step']} of {found['class']}, recorded by {found['recorded_by']}, made again by {by}"
-        if not wrong:
-            t.show(f"{head}: all bits of {count} parameter{'s' * (count > 1)} are as recorded")
-            return
-        for note in found["notes"]:
-            t.log(note, "yellow")
-        t.log(f"{head}: {wrong} of {count} parameters differ", "red")
-        t.fail()
-
-
-def _difference(x: dict[str, Any]) -> str:
-    was, made = (f"{v:.9g}" if isinstance(v, float) else v for v in (x["recorded"], x["made"]))
-    first = f", first {x['place']}" if x["place"] else ""
-    return f"{x['value']}: {x['differing']} of {x['elements']} differ{first}: {was} recorded, {made} made"
-
-
-@app.command()
 def doctor(json: Json = False) -> None:
     """Show what this machine has, and what follows from it."""
     with session("doctor", json) as t:

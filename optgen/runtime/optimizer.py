@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import count, islice
@@ -17,7 +16,7 @@ from torch.optim.optimizer import ParamsT
 from optgen.runtime.checkpoint import checkpoint, inputs, weights
 from optgen.runtime.layout import plans
 from optgen.runtime.layout.plans import Label, PlanOption
-from optgen.runtime.modes import offload, record, release, watch
+from optgen.runtime.modes import offload, release, watch
 from optgen.runtime.options import blocks as of_rows
 from optgen.runtime.options import entries, options
 from optgen.runtime.options import overrides as rules
@@ -316,7 +315,6 @@ class Optimizer(Checkpointed):
         self._offload = offload.Offload()
         self._release: release.Release | None = None
         self._watch: watch.Watch | None = None
-        self._record: record.Record | None = None
         self._uninterrupted = Uninterrupted()
         self._uphill = False  # between the two steps of SAM
         self._idle = 0
@@ -461,13 +459,9 @@ class Optimizer(Checkpointed):
         self._forget_removed()
         try:
             sampled = None if self._watch is None else self._watch.begin(self._owner())
-            begun = self._record is not None and self._record.begin(self._owner(), scaler)
             self._offload.step(self._owner(), self._stepper, scaler)
             if sampled and self._watch is not None:
                 self._watch.end(sampled)
-            if begun and (recorder := self._record) is not None:
-                self._record = None
-                recorder.end(self._owner())
         except BaseException:
             # A GradScaler takes its scale back after steps that succeed only, and would multiply it into the next one.
             for name in ("grad_scale", "found_inf"):
@@ -512,8 +506,6 @@ class Optimizer(Checkpointed):
         deleted, and its handle with it, updates nothing any more.
         """
         self._refuse_in_evaluation("release_gradients()")
-        if self._record is not None:
-            raise RuntimeError(f"{type(self).__name__}: record() waits for a step(); make it, then release gradients")
         self._release = release.Release(
             self, model, accumulate=accumulate, accumulator=accumulator, clip=clip, clip_by=clip_by
         )
@@ -547,16 +539,6 @@ class Optimizer(Checkpointed):
             raise RuntimeError(f"{type(self).__name__}.watch: it is watched already; remove() that watch first")
         self._watch = watch.Watch(self, to, every, path, sample)
         return self._watch
-
-    def record(self, path: str | os.PathLike[str], params: record.Names = None) -> None:
-        """Write the next step to the file `path`, from which `optgen replay` makes it again: docs/watch.md.
-
-        params  names or patterns of the parameters that are recorded, all by default.  The next step in which one of
-                them has a gradient is recorded, and it has the bits of any other
-        """
-        if self._release is not None:
-            raise RuntimeError(f"{type(self).__name__}.record: gradients are released; remove() their handle first")
-        self._record = record.Record(self._owner(), path, params, self._record)
 
     # -- evaluation -----------------------------------------------------------------------------------
 

@@ -270,10 +270,6 @@ class Several(Checkpointed):
                 raise
         return made
 
-    def record(self, path: Any, params: Any = None) -> NoReturn:
-        """Refuse: a record is of the step of one rule, `opt.parts[...].record(path)`."""
-        raise NotImplementedError("Several: record() is of the step of one rule: opt.parts[...].record(path)")
-
     def release_gradients(self, *given: Any, **options: Any) -> NoReturn:
         """Refuse: each part has a handle, and `clip_by="previous_norm"` the norm over its own parameters."""
         how = "[part.release_gradients(model) for part in opt.parts.values()]"

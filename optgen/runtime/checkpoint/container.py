@@ -186,10 +186,7 @@ def read(path: Path_) -> dict[str, Any]:
     content = read_tree(path)
     version = content.get("optgen_checkpoint")
     if version is None:
-        other = "optgen_record" in content
-        raise CheckpointError(
-            f"{path} is {'a step of opt.record(), for `optgen replay`, and ' * other}no optgen checkpoint"
-        )
+        raise CheckpointError(f"{path} is no optgen checkpoint")
     if type(version) is not int or version != VERSION:
         raise CheckpointError(f"{path}: expected a file of version {VERSION}, got {version}: made by a newer optgen?")
     lacks = problem(content)

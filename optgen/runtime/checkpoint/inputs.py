@@ -1,7 +1,7 @@
 """Inputs: further values per element of a rule, such as the diagonal of a Hessian, that its user feeds.
 
 An input is a state in fp32 that the rule reads and leaves as it is, beside a host state that says if it is fed
-(`records.fed_name`): so checkpoints, recorded steps and offload have it as any other.
+(`records.fed_name`): so checkpoints and offload have it as any other.
 """
 
 from __future__ import annotations

@@ -1,9 +1,0 @@
-from pathlib import Path
-
-from optgen.driver.replay import replay
-
-FILES = {"step.pt": '{"__metadata__": {}}'}
-
-
-def case():
-    replay("step.pt", None, None, None)
