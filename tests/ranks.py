@@ -139,11 +139,11 @@ class Piece:
 
 
 class Runs:
-    """A rule over the same parameters twice: whole on every rank, and in parts."""
+    """A rule over the same parameters twice: whole on every rank (or in parts, if `cut`), and in parts."""
 
-    def __init__(self, here: Here, cls: Any, pieces: Sequence[Piece], **options: Any) -> None:
-        self.here, self.pieces = here, pieces
-        self.alone = [piece.parameter(False) for piece in pieces]
+    def __init__(self, here: Here, cls: Any, pieces: Sequence[Piece], cut: bool = False, **options: Any) -> None:
+        self.here, self.pieces, self.cut = here, pieces, cut
+        self.alone = [piece.parameter(cut) for piece in pieces]
         self.parts = [piece.parameter(True) for piece in pieces]
         options = {"lr": 1e-2, "backend": here.backend, **options}
         if "lr" in options and not any(h.name == "lr" for h in cls.HYPERS):
@@ -160,8 +160,8 @@ class Runs:
 
     def give(self, gradient: Callable[[Piece], Tensor]) -> None:
         for piece, p, q in zip(self.pieces, self.alone, self.parts, strict=True):
-            p.grad = gradient(piece)
-            q.grad = piece.of(p.grad)
+            value = gradient(piece)
+            p.grad, q.grad = piece.of(value) if self.cut else value, piece.of(value)
 
     def sides(self) -> list[tuple[list[nn.Parameter], Any]]:
         return [(self.alone, self.one), (self.parts, self.many)]
@@ -185,7 +185,9 @@ def alike(whole: Tensor, part: Tensor, what: str) -> None:
     """`part` is this rank's part of `whole`, bit for bit."""
     if isinstance(part, DTensor):
         assert part.shape == whole.shape, (what, part.shape, whole.shape)
-        whole, part = sharding.part_of(whole, sharding.layout_of(part)), part.to_local()
+        cut = isinstance(whole, DTensor)
+        whole = whole.to_local() if cut else sharding.part_of(whole, sharding.layout_of(part))
+        part = part.to_local()
     assert part.shape == whole.shape, (what, part.shape, whole.shape)
     same = torch.eq(*(x.clone(memory_format=torch.contiguous_format).ravel().view(torch.uint8) for x in (whole, part)))
     assert same.all(), f"{what}: {int((~same).sum())} of {same.numel()} bytes differ"
@@ -457,25 +459,15 @@ def matrix_states(here: Here) -> None:
         assert runs.many.state[runs.parts[2]][key].to_local().shape[0] <= -(-70 // n)
 
 
-def products_are_those_of_a_batch() -> bool:
-    """Return True if a product has the bits that it has in a batch; small ones on Intel's CPUs have not."""
-    x = torch.arange(48.0).view(3, 4, 4).sin()
-    return torch.equal(torch.bmm(x, x)[0], x[0] @ x[0])
-
-
 @case(2)
 def matrix_rules_in_modes(here: Here) -> None:
     """Compiled, clipped, offloaded, under a GradScaler that meets an infinity on one rank, with a group added late: the
-    bits of plain steps on one rank."""
-    mesh = here.mesh(2)
-    rules: list[Any] = [generated.SOAP]
-    # Norms of Shampoo's grafting are sums over ranks, which round as over one rank on some CPUs only.
-    if here.device != "cpu" or products_are_those_of_a_batch():
-        rules.append(generated.Shampoo)
+    bits of plain steps, of SOAP on one rank and of Shampoo, whose norms are sums over ranks, on the same ranks."""
+    mesh, rules = here.mesh(2), (generated.SOAP, generated.Shampoo)
     for cls, mode in itertools.product(rules, ("compiled", "clipped", "scaled", "moved")):
         pieces = rows(here, mesh, [(17, 30), (5, 16, 24)], torch.bfloat16)
         options = {"plan": "int8_split24", "precondition_frequency": 2, "stagger": True}
-        runs = Runs(here, cls, pieces, **options)
+        runs = Runs(here, cls, pieces, cut=cls is generated.Shampoo, **options)
         if mode == "moved":
             runs.many = cls(runs.parts, lr=1e-2, backend=here.backend, offload=here.device == "cpu", **options)
         step = torch.compile(runs.many.step) if mode == "compiled" else runs.many.step
@@ -483,14 +475,14 @@ def matrix_rules_in_modes(here: Here) -> None:
         for k in range(4):
             if k == 2:
                 runs.pieces = [*pieces, Piece(here.values(6, 40, dtype=torch.bfloat16), mesh, [Shard(0)])]
-                for opt, params, sharded in ((runs.one, runs.alone, False), (runs.many, runs.parts, True)):
+                for opt, params, sharded in ((runs.one, runs.alone, runs.cut), (runs.many, runs.parts, True)):
                     params.append(runs.pieces[-1].parameter(sharded))
                     opt.add_param_group({"params": params[-1:], "lr": 2e-2})
             runs.give(lambda piece: here.values(*piece.value.shape, dtype=piece.value.dtype))
             if mode == "clipped":
                 nn.utils.clip_grad_norm_(runs.parts, 1.0)
                 for p, q in zip(runs.alone, runs.parts, strict=True):
-                    p.grad = whole(q.grad)
+                    p.grad = q.grad.clone() if runs.cut else whole(q.grad)
             with one_at_a_time(True):
                 runs.one.step()
                 if mode == "scaled":
@@ -664,6 +656,49 @@ def limited_norms(here: Here) -> None:
             everywhere(whole(found))
             off = (whole(found).double() - norm.double()).abs()
             assert (off <= (83 + here.world / 2 + 8 * k) * 2.0**-24 * norm).all(), (k, off, norm)
+
+
+@case(2, 4)
+def sums_beside_functions_of_matrices(here: Here) -> None:
+    """Shampoo's norms and KL-Shampoo's means of columns are within their roundings, sums in any order
+    (docs/scaling.md); everything else of a step, and stacks, have the bits of one rank."""
+    pieces = rows(here, here.mesh(here.world), [(17, 30), (70, 64), (5, 16, 24)], torch.float32)
+    for cls, summed in ((generated.Shampoo, "p"), (generated.KLShampoo, "eigen_right")):
+        runs = Runs(here, cls, pieces, plan="fp32", precondition_frequency=2)
+        group = runs.one.param_groups[0]
+        for k in range(4):
+            before = [kept(p, runs.one) for p in runs.alone]
+            runs.give(lambda piece: here.values(*piece.value.shape))
+            with one_at_a_time(True):
+                runs.one.step()
+                runs.many.step()
+            for p, q, old, piece in zip(runs.alone, runs.parts, before, pieces, strict=True):
+                one, many = kept(p, runs.one), kept(q, runs.many)
+                sums = k > 0 and piece.value.ndim == 2  # first steps are Adam's, or move nothing
+                for name, value in one.items():
+                    if not sums or name != summed:
+                        alike(value, many[name], f"{name} of {list(p.shape)} at step {k}")
+                if sums:
+                    new, was = one[summed].double(), old[summed].double()
+                    if summed == "p":  # lr times the factor times the update: two norms, their quotient, two products
+                        moved = new - was * (1 - group["lr"] * group["weight_decay"])
+                        allowed = (2 * (83 + here.world / 2) + 6) * moved.abs() + 2 * new.abs()
+                    else:  # e + (1 - beta) (mean - e)
+                        gain = 1 - group["betas"][1]
+                        mean, e = was + (new - was) / gain, was
+                        allowed = gain * (2 * (len(p) + here.world) * mean + 6 * (mean - e).abs()) + 2 * new.abs()
+                    off = (whole(many[summed]).double() - new).abs()
+                    assert (off <= 2.0**-24 * allowed).all(), (cls, k, list(p.shape), (off / allowed).max() * 2.0**24)
+            for p, q, piece in zip(runs.alone, runs.parts, pieces, strict=True):
+                with torch.no_grad():
+                    q.copy_(piece.of(p.detach()))
+            runs.many.load_state_dict(runs.one.state_dict())
+
+
+def kept(p: Tensor, opt: Any) -> dict[str, Tensor]:
+    """A copy of the weight, under "p", and of the states that are tensors."""
+    values = {"p": p.detach(), **opt.state.get(p, {})}
+    return {k: v.clone() for k, v in values.items() if isinstance(v, Tensor)}
 
 
 @optimizer(cite="none: the largest gradient of each matrix, a maximum, of which no bit depends on an order")
