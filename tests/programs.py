@@ -262,7 +262,7 @@ class Writer:
         low, _, left, basis, upper = (name in self.states for name in OF_WHOLE)
         g, of, back = ("wide(g)", "wide(u + 0 * g)", "unwide(g, {})") if self.wide else ("g", "(u + 0 * g)", "{}")
         forms = [
-            lambda: f"u = newton_schulz({self.full('elem', 1, False)})", lambda: "u = polar(u + 0 * g)",
+            lambda: f"u = newton_schulz({self.full('elem', 1, False)})",
             lambda: "u = gram(u + 0 * g) @ g / (1 + trace(gram(g)))", lambda: "u = top_rows(u + 0 * g, 0.5)",
             lambda: f"u = u + 0.1 * {self.pick('normal', 'uniform')}(g, {self.step()})",
             lambda: "u = unwide(g, gram(wide(g)) @ wide(u + 0 * g))",
@@ -699,7 +699,7 @@ NAMES: dict[str, Any] = {
     "gram": lambda x: x @ np.swapaxes(x, -1, -2), "wide": lambda x: x if x.shape[-2] < x.shape[-1] else x.mT,
     "unwide": lambda like, x: np.full_like(like, np.nan),
     "trace": lambda x: np.trace(x, axis1=-2, axis2=-1)[..., None, None],
-    **dict.fromkeys("newton_schulz polar top_rows finite inverse_root qr solve_triangular".split(), _nothing),
+    **dict.fromkeys("newton_schulz top_rows finite inverse_root qr solve_triangular".split(), _nothing),
     "lookahead": lambda f: _around(f, _lookahead, slow=_STATE, lookahead_k=_HYPER(5.0), alpha=_HYPER(0.5),
                                    sync=SimpleNamespace(kind="flag", every="lookahead_k")),
     "clipped": lambda f: _around(f, _clipped, max_norm=_HYPER(1.0)),

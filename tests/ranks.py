@@ -61,12 +61,13 @@ from optgen.lang import (
     normal,
     optimizer,
     orthogonal,
-    polar,
     qr,
     shape_flag,
     state,
     symmetric,
     trace,
+    unwide,
+    wide,
 )  # fmt: skip
 from optgen.ops import dtypes
 from optgen.runtime import files
@@ -387,11 +388,11 @@ def stacks_and_heads(here: Here) -> None:
 
 
 @optimizer(cite="none: a function of whole matrices whose operands and results are in fp32")
-def polar_steps(
+def by_qr(
     p, g, momentum=state(), *, lr=hyper(1e-3, ge=0), is_matrix=shape_flag(lambda shape: len(shape) > 1)
 ):
     momentum = 0.9 * momentum + 0.1 * g
-    p = p - lr * (polar(momentum) if is_matrix else momentum)
+    p = p - lr * (unwide(momentum, qr(wide(momentum).T).T) if is_matrix else momentum)
     return p, momentum
 
 
@@ -401,7 +402,7 @@ def functions_of_whole_matrices(here: Here) -> None:
     mesh = here.mesh(here.world)
     pieces = rows(here, mesh, [(17, 30), (2, 40), (5, 16, 24)], torch.bfloat16)
     pieces.append(Piece(here.values(12, 8 * here.world, dtype=torch.bfloat16), mesh, [Shard(1)]))
-    Runs(here, optgen.compile(polar_steps, plan="int8_split24"), pieces, plan="int8_split24").step(2)
+    Runs(here, optgen.compile(by_qr, plan="int8_split24"), pieces, plan="int8_split24").step(2)
 
 
 @optimizer(cite="none: as SOAP, without sums over elements", matrix="heads")
@@ -1333,8 +1334,9 @@ def start(rank: int, world: int, arguments: argparse.Namespace, init: str, local
 def before_ranks() -> None:
     """Compile what cases share, once for all ranks of all runs."""
     accumulator("fp32")
-    for spec, plan in ((polar_steps, "int8_split24"), (factors, "fp32"), (factors, "int8_split24"), (sketched, "fp32")):
-        optgen.compile(spec, plan=plan)
+    for spec, names in ((by_qr, ["int8_split24"]), (factors, ["fp32", "int8_split24"]), (sketched, ["fp32"])):
+        for plan in names:
+            optgen.compile(spec, plan=plan)
     plans.load(generated.SOAP, "int8")
 
 

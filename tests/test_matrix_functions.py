@@ -22,10 +22,8 @@ from optgen.lang import (
     newton_schulz,
     norm_lower_bound,
     optimizer,
-    power_iteration,
     shape_flag,
     singular_vectors,
-    svd_lowrank,
     unwide,
     wide,
 )  # fmt: skip
@@ -42,38 +40,6 @@ def spectrum(shape: tuple[int, ...], values: Tensor) -> Tensor:
     return u * values @ v
 
 
-@pytest.mark.parametrize("p", [1, 2, 4, 5, 10])
-def test_roots_by_newton_are_those_by_eigenvalues(p: int) -> None:
-    """With eps = 0, for condition numbers up to 1e4; x is rounded to fp32, which moves its smallest eigenvalue by n U
-    times the largest and a root by that over p; a dozen of rounds round as much each."""
-    for shape in ((3, 24, 24), (2, 2, 7, 7), (1, 1)):
-        for condition in (1.0, 1e2, 1e4):
-            n = shape[-1]
-            q = torch.linalg.qr(drawn(*shape).double()).Q
-            values = torch.logspace(0, -torch.tensor(condition).log10().item(), n, dtype=torch.float64)
-            x, wanted = 1e-3 * (q * values @ q.mT), q * (1e-3 * values) ** (-1 / p) @ q.mT
-            for given, unit in ((x, 2.0**-53), (x.float(), U)):
-                got = inverse_root(given, p, method="newton")
-                assert got.dtype == given.dtype
-                error = (got - wanted).norm(dim=(-2, -1)) / wanted.norm(dim=(-2, -1))
-                assert (error <= 12 * (n + p) * condition * unit / p).all(), (shape, condition, error)
-    x = gram(drawn(3, 6, 4))  # singular: eps counts, of a largest eigenvalue that is known to 6^(1/128)
-    got, wanted = inverse_root(x, p, 1e-3, method="newton"), inverse_root(x.double(), p, 1e-3)
-    assert (got - wanted).norm() <= 0.02 * wanted.norm()
-
-
-def test_roots_that_newton_does_not_find_are_those_by_eigenvalues(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Singular, not finite and 0: beside others, whose bits stay as they are."""
-    x = torch.stack([gram(drawn(5, 9)), gram(drawn(5, 2)), torch.zeros(5, 5), torch.full((5, 5), torch.nan)])
-    x = torch.cat([x, x[:1]])
-    found = inverse_root(x, 2, method="newton")
-    usual = inverse_root(x, 2)
-    assert torch.equal(found[1:4], usual[1:4]) or found[3].isnan().all() and torch.equal(found[1:3], usual[1:3])
-    assert torch.equal(found[0], found[4]) and not torch.equal(found[0], usual[0])
-    monkeypatch.setattr(matrices, "inverse_root", None)
-    assert torch.equal(inverse_root(x[[0, 4]], 2, method="newton"), found[[0, 4]])
-
-
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_bjorck_brings_singular_values_to_1(shape: tuple[int, ...]) -> None:
     """0.2 goes to at most 1.5 d^2 + .5 d^3 = 0.064, 0.0063, 6e-5, 6e-9."""
@@ -86,35 +52,14 @@ def test_bjorck_brings_singular_values_to_1(shape: tuple[int, ...]) -> None:
     assert (torch.linalg.svdvals(made.double()) - 1).abs().max() <= 8 * k * U
 
 
-def same_span(a: Tensor, b: Tensor) -> Tensor:
-    """The sine of the largest angle between the spans of orthonormal columns."""
-    return (a.double() - b @ (b.mT @ a.double())).norm(dim=(-2, -1)).max()
-
-
 @pytest.mark.parametrize("shape", [(3, 40, 24), (24, 40), (2, 2, 30, 30)], ids=str)
-def test_low_rank_functions_find_the_first_singular_vectors(shape: tuple[int, ...]) -> None:
-    """Each step of power_iteration brings angles nearer by (s_5 / s_4)^2 = 1/16; a fall by 4 from each singular value
-    to the next is more than svd_lowrank's oversampling and two iterations need for fp32."""
+def test_singular_vectors_are_the_first(shape: tuple[int, ...]) -> None:
+    """In fp32, the fourth from the fifth by a gap of 3 / 4^4 of the norm."""
     x = spectrum(shape, 4.0 ** -torch.arange(min(shape[-2:]), dtype=torch.float64))
     u = torch.linalg.svd(x).U[..., :4]
-    like = torch.zeros(*shape[:-1], 4)
-    begin = torch.linalg.qr(u + 0.05 * drawn(*shape[:-1], 4, seed=1).double()).Q
-    angles = [same_span(power_iteration(x, begin, steps), u) for steps in (0, 1, 2)]
-    assert angles[1] <= angles[0] / 12 and angles[2] <= angles[1] / 12
-    bound = 4**4 * 24 * U  # of the fourth vector in fp32: the gap is 3 / 4^4 of the norm
-    assert same_span(power_iteration(x.float(), like), u) <= bound
-    found = svd_lowrank(like, x.float())
-    assert same_span(found, u) <= bound and (found.abs().amax(-2) == found.amax(-2)).all()
-    assert (found - singular_vectors(like, x.float())).norm() <= 4 * bound
-    again = [svd_lowrank(like, x.float(), key=key) for key in (0, 1)]
-    assert torch.equal(found, again[0]) and not torch.equal(found, again[1])
-    with pytest.raises(ValueError, match="rank 41 is above the shorter side of a matrix of"):
-        svd_lowrank(torch.zeros(shape[-2], 41), x)
-    bad = x.float().reshape(-1, *shape[-2:])
-    bad[0, 0, 0] = torch.nan
-    empty = torch.zeros(len(bad), shape[-2], 4)
-    for made in (svd_lowrank(empty, bad), power_iteration(bad, empty)):
-        assert made[0].isnan().all() and made[1:].isfinite().all()
+    found = singular_vectors(torch.zeros(*shape[:-1], 4), x.float())
+    assert (found.double() - u @ (u.mT @ found.double())).norm(dim=(-2, -1)).max() <= 4**4 * 24 * U
+    assert (found.abs().amax(-2) == found.amax(-2)).all()
 
 
 SETS = {
@@ -142,7 +87,7 @@ def test_sets_of_emerging_optimizers(name: str) -> None:
 
 
 @optimizer(cite="nobody", matrix="heads")
-def by_newton(
+def by_all(
     p, g, t,
     left=matrix_state("rows", when="is_matrix"), basis=low_rank_state("short", rank="rank", when="is_matrix"),
     *,
@@ -155,8 +100,8 @@ def by_newton(
         return p, left, basis
     left = 0.9 * left + gram(g)
     full = wide(g)
-    basis = svd_lowrank(basis, full, 1, t) if starts else power_iteration(full, basis, order)
-    p = p - lr * inverse_root(left + identity(left), order, 1e-3, method="newton") @ bjorck(g / 10, order)
+    basis = singular_vectors(basis, full) if starts else basis
+    p = p - lr * inverse_root(left + identity(left), order, 1e-3) @ bjorck(g / 10, order)
     p = p - lr * unwide(g, basis @ (basis.T @ full))
     return p, left, basis
 
@@ -168,14 +113,14 @@ def test_rules_call_them(backend: str) -> None:
     shapes = [(6, 10), (9, 4), (3, 8, 8), (5, 1), (7,)]
     params = [nn.Parameter(drawn(*s, seed=k)) for k, s in enumerate(shapes)]
     named = [(f"w{k}", p) for k, p in enumerate(params)]
-    opt = optgen.compile(by_newton, "fp32")(named, lr=0.02, backend=backend, blocks={"w2": 3})
+    opt = optgen.compile(by_all, "fp32")(named, lr=0.02, backend=backend, blocks={"w2": 3})
     exact: list[Any] = [(p.detach().double(), None, None) for p in params]
     for t in range(1, 4):
         for k, p in enumerate(params):
             p.grad = drawn(*p.shape, seed=10 * t + k)
         opt.step()
         exact = [
-            by_newton.evaluate(p, q.grad.double(), t, kept, host, lr=0.02)
+            by_all.evaluate(p, q.grad.double(), t, kept, host, lr=0.02)
             for q, (p, kept, host) in zip(params, exact, strict=True)
         ]
     for q, (p, *_) in zip(params, exact, strict=True):
@@ -199,18 +144,11 @@ def rule(made: Callable[[Any, Any, Any], Any]) -> Any:
 
 
 REFUSED: list[tuple[Callable[[Any, Any, Any], Any], str]] = [
-    (lambda g, x, low: gram(inverse_root(g, 2, method="newton")), r"E206.*inverse_root\(\) takes a square matrix"),
-    (lambda g, x, low: inverse_root(x, 2.5, method="newton"), r"E103.*inverse_root.* takes a whole number for its p"),
-    (lambda g, x, low: inverse_root(x, 0, method="newton"), r"E103.*`inverse_root\(\)` takes p above 0, got 0\n"),
-    (lambda g, x, low: inverse_root(x, 2, method="svd"), r"E113.*method='eigh' or method='newton', got 'svd'"),
+    (lambda g, x, low: gram(inverse_root(g, 2)), r"E206.*inverse_root\(\) takes a square matrix"),
     (lambda g, x, low: bjorck(x, 1.5), r"E103.*`bjorck\(\)` takes a whole number for its steps"),
     (lambda g, x, low: bjorck(x, 0), r"E103.*test_matrix_functions.py:\d+.*takes 1 or more steps, got 0.*with ge=1"),
-    (lambda g, x, low: gram(power_iteration(g, low, -1)), r"E103.*takes 1 or more steps, got -1"),
-    (lambda g, x, low: gram(svd_lowrank(low, g, -1)), r"E103.*takes a niter of 0 or more, got -1"),
-    (lambda g, x, low: gram(svd_lowrank(low, g, 0.5)), r"E103.*`svd_lowrank\(\)` takes a whole number for its niter"),
-    (lambda g, x, low: gram(svd_lowrank(g, g)), r"E206.*takes a basis .* and a matrix of d rows"),
-    (lambda g, x, low: gram(power_iteration(g.T, low)), r"takes a basis.*got \(rows, rank\) and \(columns, rows\)"),
-    (lambda g, x, low: gram(singular_vectors(g, g)), r"E206.*singular_vectors\(\) takes a basis \(d, rank\)"),
+    (lambda g, x, low: gram(singular_vectors(g, g)), r"E206.*takes a basis \(d, rank\) and a matrix of d rows"),
+    (lambda g, x, low: gram(singular_vectors(low, g.T)), r"takes a basis.*got \(rows, rank\) and \(columns, rows\)"),
 ]
 
 

@@ -18,12 +18,12 @@ from optgen import load_checkpoint, optim, save_checkpoint
 from optgen.base.errors import UserError
 from optgen.driver.checkpoints import verify
 from optgen.lang import (
-    cholesky,
     eigenvectors,
     finite,
     flag,
     gram,
     hyper,
+    identity,
     inverse_root,
     mat_norm,
     matrix_state,
@@ -32,7 +32,6 @@ from optgen.lang import (
     norm,
     normal,
     optimizer,
-    polar,
     qr,
     shape_flag,
     singular_vectors,
@@ -241,10 +240,13 @@ WITHOUT_MEANING: list[tuple[Callable[[Any, Any], Any], str]] = [
     (lambda x, g: gram(uniform(g, 2.5)), r"E103.*`uniform\(\)` takes a whole number for its key, got one"),
     (lambda x, g: inverse_root(gram(g), 0), r"E103.*`inverse_root\(\)` takes p above 0, got 0\n"),
     (lambda x, g: gram(newton_schulz(newton_schulz(g).T).T), r"E129.*its operand is a result of newton_schulz\(\)"),
-    (lambda x, g: gram(newton_schulz(finite(2 * polar(g)))), r"E129.*its operand is a result of polar\(\)"),
+    (lambda x, g: gram(newton_schulz(finite(2 * newton_schulz(g)))), r"E129.*its operand is a result of newton"),
     (lambda x, g: gram(newton_schulz(top_rows(newton_schulz(g), 0.5), part=0.5)), r"E129.*is a result of newton"),
     (lambda x, g: gram(newton_schulz(unwide(g, newton_schulz(wide(g))))), r"E129.*its operand is a result of newton"),
-    (lambda x, g: gram(newton_schulz(where(mat_norm(g) > 1, polar(g), -polar(g)))), r"E129.*is a result of polar"),
+    (
+        lambda x, g: gram(newton_schulz(where(mat_norm(g) > 1, newton_schulz(g), -newton_schulz(g)))),
+        r"E129.*is a result of newton",
+    ),
     (lambda x, g: inverse_root(triangle(gram(g)), 2), r"E129.*inverse_root\(\) .* not symmetric: .*gram\(x\)"),
     (lambda x, g: solve_triangular(x, gram(g)), r"E129.*solve_triangular\(\) .* not triangular: .*triangle\(x\).T"),
     (lambda x, g: x * trace(g), r"E206.*trace\(\) takes a square matrix, got \(rows, columns\)"),
@@ -408,16 +410,22 @@ def test_factors_that_do_not_fit_are_refused_by_name(key: str, wrong: Any, backe
 @pytest.mark.parametrize("backend", ["reference", "cpp"])
 @pytest.mark.parametrize("odd", ["singular", "nan", "raises"])
 def test_a_factor_that_there_is_not(odd: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is NaN for its own matrix; an error of a function names the parameter."""
-    cls = optgen.compile(rule(lambda x, g: cholesky(gram(g))), "fp32")
+    """It is not finite for its own matrix; an error of a function names the parameter."""
+    cls = optgen.compile(rule(lambda x, g: solve_triangular(identity(x), triangle(gram(g)))), "fp32")
     params = [nn.Parameter(drawn(6, 9, seed=k)) for k in range(3)]
     opt = cls([(f"w{k}", p) for k, p in enumerate(params)], backend=backend)
     give(params, 1)
     params[1].grad.fill_(0.0 if odd == "singular" else torch.nan)
     if odd == "raises":
-        own = torch.linalg.cholesky_ex
-        monkeypatch.setattr(torch.linalg, "cholesky_ex", lambda x: (torch.linalg.cholesky(x), own(x)[1]))
-        with pytest.raises(RuntimeError, match=r"^parameter 'w1' \(float32 \[6, 9\]\): linalg.cholesky"):
+        own = torch.linalg.solve_triangular
+
+        def refuses(a: Tensor, b: Tensor, **options: Any) -> Tensor:
+            if not a.isfinite().all():
+                raise torch.linalg.LinAlgError("no factor")
+            return own(a, b, **options)
+
+        monkeypatch.setattr(torch.linalg, "solve_triangular", refuses)
+        with pytest.raises(RuntimeError, match=r"^parameter 'w1' \(float32 \[6, 9\]\): no factor"):
             opt.step()
     else:
         opt.step()
@@ -547,7 +555,7 @@ def test_the_last_basis_stays_where_a_decomposition_does_not_converge(
     assert all(x.isfinite().all() for x in (params[1], *states[1].values()) if isinstance(x, Tensor))
 
 
-BY_LAPACK = [eigenvectors, polar, lambda x: inverse_root(x, 2), lambda x: singular_vectors(x, x)]
+BY_LAPACK = [eigenvectors, lambda x: inverse_root(x, 2), lambda x: singular_vectors(x, x)]
 
 
 @pytest.mark.parametrize("function", BY_LAPACK)

@@ -6,9 +6,9 @@ from optgen.lang.declare import (
     model_state, nonneg, orthogonal, row, scalar, shape_flag, state, symmetric, tensor_state, triangular,
 )
 from optgen.lang.matrices import (
-    bjorck, cholesky, column_norms, eigenvectors, finite, gram, identity, inverse_root, matmul, newton_schulz,
-    norm_lower_bound, normal, orthogonal_iteration, polar, power_iteration, qr, singular_vectors, solve_triangular,
-    sorting, svd_lowrank, top_rows, trace, transpose, triangle, uniform, unwide, wide, zero_product,
+    bjorck, column_norms, eigenvectors, finite, gram, identity, inverse_root, matmul, newton_schulz, norm_lower_bound,
+    normal, orthogonal_iteration, qr, singular_vectors, solve_triangular, sorting, top_rows, trace, transpose, triangle,
+    uniform, unwide, wide, zero_product,
 )
 from optgen.lang.optimizer import optimizer
 from optgen.lang.reductions import (
@@ -28,16 +28,15 @@ from optgen.lang.wrappers import (
 
 __all__ = [
     "FlagDecl", "HostStateDecl", "HyperDecl", "Spec", "StateDecl", "Trace", "Value", "adagc", "agc", "amax", "asam",
-    "atan2", "averaged", "bjorck", "cautious", "cautious_decay", "cbrt", "centralized", "cholesky", "clip", "clipped",
+    "atan2", "averaged", "bjorck", "cautious", "cautious_decay", "cbrt", "centralized", "clip", "clipped",
     "clipped_value", "col", "col_max", "col_mean", "col_sum", "column_norms", "columns", "dot", "eigenvectors",
-    "elements", "ema", "ema_nesterov", "equal", "erf", "exp", "finite", "flag", "floor", "gpa", "gram", "grams",
-    "gsam", "hyper", "hyperball", "identity", "input", "inverse_root", "log", "lookahead", "low_rank",
-    "low_rank_state", "mars", "mat", "mat_max", "mat_mean", "mat_norm", "matmul", "matrix_state", "maximum", "mean",
-    "minimum", "model_dot", "model_norm", "model_state", "model_total", "newton_schulz", "nonneg", "norm",
-    "norm_lower_bound", "normal", "optimizer", "orthogonal", "orthogonal_iteration", "orthograd", "polar", "power",
-    "power_iteration", "qr", "rint", "rms", "row", "row_max", "row_mean", "row_sum", "rows", "rsqrt", "sam", "scalar",
-    "schedule_free", "shape_flag", "sigmoid", "sign", "singular_vectors", "snoo", "solve_triangular", "sorting",
-    "spam_reset", "sqrt", "square", "state", "svd_lowrank", "symmetric", "tanh", "tensor_state", "top_rows", "total",
-    "trace", "transpose", "triangle", "triangular", "uniform", "unwide", "warmed_up", "where", "wide", "wrapper",
-    "zclip", "zero_product",
+    "elements", "ema", "ema_nesterov", "equal", "erf", "exp", "finite", "flag", "floor", "gpa", "gram", "grams", "gsam",
+    "hyper", "hyperball", "identity", "input", "inverse_root", "log", "lookahead", "low_rank", "low_rank_state", "mars",
+    "mat", "mat_max", "mat_mean", "mat_norm", "matmul", "matrix_state", "maximum", "mean", "minimum", "model_dot",
+    "model_norm", "model_state", "model_total", "newton_schulz", "nonneg", "norm", "norm_lower_bound", "normal",
+    "optimizer", "orthogonal", "orthogonal_iteration", "orthograd", "power", "qr", "rint", "rms", "row", "row_max",
+    "row_mean", "row_sum", "rows", "rsqrt", "sam", "scalar", "schedule_free", "shape_flag", "sigmoid", "sign",
+    "singular_vectors", "snoo", "solve_triangular", "sorting", "spam_reset", "sqrt", "square", "state", "symmetric",
+    "tanh", "tensor_state", "top_rows", "total", "trace", "transpose", "triangle", "triangular", "uniform", "unwide",
+    "warmed_up", "where", "wide", "wrapper", "zclip", "zero_product",
 ]  # fmt: skip

@@ -45,7 +45,7 @@ def trace(spec: Spec, setting: tuple[tuple[str, bool], ...]) -> Trace:
 
 def _check_call(spec: Spec, node: Node, trace: Trace) -> None:
     """Raise UserError E129 for functions of whole matrices where rows are blocks, and for newton_schulz of its own
-    result or of polar's, scaled, transposed or in part."""
+    result, scaled, transposed or in part."""
     place = trace.places.get(node.uid, spec.loc)
     if spec.blocks and spec.matrix != "heads":
         why = 'matrix="blocks" divides rows into blocks, and it takes the whole matrix'
@@ -64,9 +64,9 @@ def _check_call(spec: Spec, node: Node, trace: Trace) -> None:
 
 
 def _orthogonal_by(spec: Spec, x: Node) -> Node | None:
-    """Return the call of newton_schulz or polar whose result x is, scaled, transposed, chosen from such, in part, or
-    multiplied by states that are orthogonal."""
-    if x.attr in ("newton_schulz", "newton_schulz_of_rows", "polar"):
+    """Return the call of newton_schulz whose result x is, scaled, transposed, chosen from such, in part, or multiplied
+    by states that are orthogonal."""
+    if x.attr in ("newton_schulz", "newton_schulz_of_rows"):
         return x
     of = [a for a in x.args if spaces.dims(a.space)] if x.op in _TURNED else []
     if x.attr in ("finite", "top_rows", "unwide"):
@@ -92,7 +92,7 @@ def _check_scalars(spec: Spec, node: Node, place: Loc | None) -> None:
     if wrong is not None:
         want, got = "host scalars beside its matrices", spaces.shown(wrong.space)
         hint = "host scalars depend on hyper-parameters and t only"
-    elif part := next((x for k, x in enumerate(_WHOLES.get(node.attr, ())) if not _is_whole(spec, scalars[k])), ""):
+    elif (part := _WHOLES.get(node.attr, "")) and not _is_whole(spec, scalars[0]):
         want, got = f"a whole number for its {part}", "one that may have a fraction"
         hint = "floor(x) is whole, and a hyper-parameter with whole=True"
     elif node.attr in _LEAST:
@@ -106,18 +106,13 @@ def _check_scalars(spec: Spec, node: Node, place: Loc | None) -> None:
         raise UserError("E103", loc=place, function=_called(node), want=want, got=got, hint=hint)
 
 
-_WHOLES = {
-    "normal": ("key",), "uniform": ("key",), "newton_root": ("p",), "bjorck": ("steps",),
-    "power_iteration": ("steps",), "svd_lowrank": ("niter", "key"),
-}  # fmt: skip
-"""The scalars of functions of whole matrices that are whole numbers, which come first."""
+_WHOLES = {"normal": "key", "uniform": "key", "bjorck": "steps"}
+"""The first scalar of functions of whole matrices where it is a whole number."""
 
-_ROOT = math.ulp(0.0), "p above 0", "gt=0; of symmetric x, inverse_root(x, 2) is x ** (-1 / 2)"
-_STEPS = 1.0, "1 or more steps", "ge=1"
 _LEAST = {
-    "inverse_root": _ROOT, "newton_root": _ROOT, "bjorck": _STEPS, "power_iteration": _STEPS,
-    "svd_lowrank": (0.0, "a niter of 0 or more", "ge=0"),
-}  # fmt: skip
+    "inverse_root": (math.ulp(0.0), "p above 0", "gt=0; of symmetric x, inverse_root(x, 2) is x ** (-1 / 2)"),
+    "bjorck": (1.0, "1 or more steps", "ge=1"),
+}
 """The least number that functions of whole matrices take as their first scalar, and how messages say it."""
 
 _WHOLE = frozenset("add sub mul pow neg abs min max where".split())
@@ -140,7 +135,7 @@ def _is_whole(spec: Spec, x: Node) -> bool:
 
 def _called(node: Node) -> str:
     """Return the name of a function of whole matrices in messages."""
-    name = str(node.attr).replace("_of_rows", "").replace("newton_root", "inverse_root")
+    name = str(node.attr).replace("_of_rows", "")
     return f"{name}()" if node.op == "call" else PRIMS[node.op].spelled
 
 
@@ -174,7 +169,7 @@ def _lacks(state: StateDecl, x: Any) -> Any:
 
 
 _HALVES = {
-    **dict.fromkeys("eigenvectors inverse_root newton_root cholesky norm_lower_bound".split(), (0, "symmetric")),
+    **dict.fromkeys(("eigenvectors", "inverse_root", "norm_lower_bound"), (0, "symmetric")),
     "orthogonal_iteration": (0, "symmetric"), "solve_triangular": (1, "triangular"),
 }  # fmt: skip
 """The operand of which functions of whole matrices read one half alone, or as if it had a trait, and the trait."""
@@ -194,8 +189,7 @@ def _check_operand(name: str, operands: Sequence[Any], numbers: Sequence[Any]) -
     off = _LACKS[trait](x.mT if name == "solve_triangular" and not numbers[0] else x).abs().max()
     if off > 1e-6 * x.abs().max():
         why = f"its operand is not {trait}: of random values it is off by {float(off):.2g}"
-        called = name.replace("newton_root", "inverse_root")
-        raise UserError("E129", loc=author_loc(), function=f"{called}()", why=why, remedy=_WITH[trait])
+        raise UserError("E129", loc=author_loc(), function=f"{name}()", why=why, remedy=_WITH[trait])
 
 
 def _check_traits(spec: Spec, flags: Mapping[str, bool], trace: Trace) -> None:

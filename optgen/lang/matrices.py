@@ -101,18 +101,13 @@ def sorting(x: Num) -> Any:
     return _call("sorting", (x,))
 
 
-def inverse_root(x: Num, p: Num, eps: Num = 0.0, *, method: str = "eigh") -> Any:
+def inverse_root(x: Num, p: Num, eps: Num = 0.0) -> Any:
     """(x + eps I) ** (-1 / p) of a symmetric x of no negative eigenvalue; those that rounding makes so count as 0.
 
-    p       above 0
-    eps     relative to the largest eigenvalue; raise it where x may be singular
-    method  "newton": by products alone, for a whole p (Guo & Higham 2006, coupled Newton); by "eigh" where it does not
-            converge.  Its largest eigenvalue, for eps, is a bound, at most n^(1/128) times the true one
+    p    above 0
+    eps  relative to the largest eigenvalue; raise it where x may be singular
     """
-    if method not in ("eigh", "newton"):
-        what = f"inverse_root() takes method='eigh' or method='newton', got {method!r}"
-        raise UserError("E113", loc=author_loc(), what=what, hint="'eigh' is the default")
-    return _call("newton_root" if method == "newton" else "inverse_root", (x,), (p, eps), said="inverse_root")
+    return _call("inverse_root", (x,), (p, eps))
 
 
 def bjorck(x: Num, steps: Num = 1) -> Any:
@@ -121,21 +116,6 @@ def bjorck(x: Num, steps: Num = 1) -> Any:
     Takes a singular value 1 - d to 1 - 1.5 d^2 + .5 d^3: those below sqrt(3) go to 1, larger ones to infinity.
     """
     return _call("bjorck", (x,), (steps,))
-
-
-def power_iteration(x: Num, basis: Num, steps: Num = 1) -> Any:
-    """The orthogonal factor of (x x')^steps basis, nearer to the first left singular vectors of x; those themselves
-    where basis is 0.
-
-    x      (rows, columns)
-    basis  (rows, rank)
-    """
-    return _call("power_iteration", (basis, x), (steps,))
-
-
-def cholesky(x: Num) -> Any:
-    """The lower triangular l for which l @ l.T is a symmetric positive definite x."""
-    return _call("cholesky", (x,))
 
 
 def solve_triangular(b: Num, a: Num, *, upper: bool = True) -> Any:
@@ -161,11 +141,6 @@ def identity(x: Num) -> Any:
 def trace(x: Num) -> Any:
     """The sum of the diagonal, one value for each matrix."""
     return reader_of(x).mat_sum(x * _call("identity", (x,), said="trace"))
-
-
-def polar(x: Num) -> Any:
-    """The orthogonal factor of x, by its singular values, in fp32: what newton_schulz comes near to."""
-    return _call("polar", (x,))
 
 
 def wide(x: Num) -> Any:
@@ -194,16 +169,6 @@ def singular_vectors(like: Num, x: Num) -> Any:
     Of the two signs of each it is the one whose entry of largest magnitude is positive.  NaN where x is not finite.
     """
     return _call("singular_vectors", (like, x))
-
-
-def svd_lowrank(like: Num, x: Num, niter: Num = 2, key: Num = 0) -> Any:
-    """The result of `singular_vectors`, nearly, by products with a few random columns, 8 more than `like` has (Halko et
-    al. 2011, arXiv:0909.4061, algorithm 4.4); it is U of torch.svd_lowrank.
-
-    niter  power iterations: more where singular values fall slowly
-    key    of the random numbers, which are those of `normal` and the same for all matrices
-    """
-    return _call("svd_lowrank", (like, x), (niter, key))
 
 
 def column_norms(like: Num, x: Num) -> Any:
@@ -256,10 +221,7 @@ def _recorded(node: ir.Node, x: Value) -> Value:
     return Value(x.record(node) if x.record else node, x.record)
 
 
-_OF_SQUARES = frozenset(
-    "eigenvectors sorting inverse_root newton_root cholesky triangle identity norm_lower_bound".split()
-)
-_OF_BASES = frozenset({"singular_vectors", "svd_lowrank", "power_iteration"})  # of one and the matrix that it is of
+_OF_SQUARES = frozenset("eigenvectors sorting inverse_root triangle identity norm_lower_bound".split())
 
 
 def _call(name: str, operands: tuple[Num, ...], numbers: Sequence[Num] = (), said: str = "") -> Any:
@@ -278,7 +240,7 @@ def _call(name: str, operands: tuple[Num, ...], numbers: Sequence[Num] = (), sai
             want = "a matrix that never has more columns than rows"
         elif name == "solve_triangular" and others != [2 * first[0]]:
             want = "a square matrix of as many rows as its first operand"
-        elif name in _OF_BASES:
+        elif name == "singular_vectors":
             if first[0] != others[0][0] or first[1] != "r" and first not in ("ss", others[0] if square else ""):
                 want = "a basis (d, rank) and a matrix of d rows"
                 hint = 'low_rank_state("short", ...) is a basis of wide(x)'

@@ -233,11 +233,10 @@ ON_HOST = frozenset(p.name for p in _ROWS if p.host)
 """Primitives of host scalars: each has a spelling of its own in Python (backends/host.py), in fp64."""
 
 CALLS = {
-    "newton_schulz": 1, "qr": 1, "eigenvectors": 1, "sorting": 1, "inverse_root": 1, "cholesky": 1,
-    "orthogonal_iteration": 2, "solve_triangular": 2, "triangle": 1, "identity": 1, "polar": 1,
-    "unwide": 2, "singular_vectors": 2, "column_norms": 2, "normal": 1, "uniform": 1,
-    "top_rows": 1, "newton_schulz_of_rows": 1, "finite": 2,
-    "newton_root": 1, "bjorck": 1, "power_iteration": 2, "svd_lowrank": 2, "norm_lower_bound": 1,
+    "newton_schulz": 1, "qr": 1, "eigenvectors": 1, "sorting": 1, "inverse_root": 1, "orthogonal_iteration": 2,
+    "solve_triangular": 2, "triangle": 1, "identity": 1, "unwide": 2, "singular_vectors": 2, "column_norms": 2,
+    "normal": 1, "uniform": 1, "top_rows": 1, "newton_schulz_of_rows": 1, "finite": 2, "bjorck": 1,
+    "norm_lower_bound": 1,
 }  # fmt: skip
 """Function of whole matrices -> how many of its operands are matrices."""
 

@@ -57,7 +57,6 @@ STEPS, LOST = 1000, 0.5  # after so many steps the noise of a sum may be this mu
 LATE = 1e6 + 1  # the step of which decays are: first steps are forgotten, and it is no multiple of an interval
 
 
-POLAR = ("newton_schulz", "polar")
 LIFTS = (
     "a polar factor brings all singular values to 1, and with the small ones the noise of few bits: Muon's momentum in "
     "4 bits cost a small model 0.06 to 0.10 nats, in 5 bits 0.02 to 0.05, in 8 bits 0.02 at most. Keep it in 8 bits, "
@@ -150,7 +149,7 @@ def amplified(spec: Spec, storage: Storage, flags: Mapping[str, bool]) -> list[F
     found = [Finding("L20", "warning", name, EVALUATED) for name in seen]
     nodes = list(postorder([spec.trace(dict(flags)).p])) if kept else []
     outside = [x for n in nodes[-1:] for x in unseen(n, {n for n in nodes if n.dtype is dtypes.boolean})]
-    polar, signs = [n for n in nodes if n.attr in POLAR], [n for n in outside if n.op == "sign"]
+    polar, signs = [n for n in nodes if n.attr == "newton_schulz"], [n for n in outside if n.op == "sign"]
     for code, reason, calls in (("L18", LIFTS, polar), ("L19", SIGNS, signs)):
         read = {n.attr for n in postorder(calls) if n.op == "load"}
         found += [Finding(code, "warning", name, reason) for name in kept if name in read]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextvars import ContextVar
@@ -161,11 +160,6 @@ def _factors(function: Callable[[Tensor], Sequence[Tensor]], x: Tensor) -> list[
     return [torch.where(good if y.ndim == x.ndim else good[..., 0], y, math.nan) for y in found]
 
 
-def _svd(x: Tensor) -> list[Tensor]:
-    """The factors u and v of x = u s v."""
-    return _factors(lambda y: torch.linalg.svd(y, full_matrices=False)[::2], x)
-
-
 def eigenvectors(x: Tensor) -> Tensor:
     """The eigenvectors of a symmetric x, as columns, those of the largest eigenvalues first."""
     return _factors(torch.linalg.eigh, x)[1].flip(-1)
@@ -192,55 +186,12 @@ def inverse_root(x: Tensor, p: float, eps: float = 0.0) -> Tensor:
     return root
 
 
-def newton_root(x: Tensor, p: float, eps: float = 0.0) -> Tensor:
-    """`inverse_root` for a whole p by coupled Newton (Guo & Higham 2006, SIAM J. Matrix Anal. 28, eq. 3.5), each matrix
-    up to its own last round; of those that do not come within .01 in 100 rounds, by the eigenvalues.
-
-    The largest eigenvalue is taken as the 64th root of the Frobenius norm of the 64th power.
-    """
-    norm = functools.partial(torch.linalg.matrix_norm, keepdim=True)
-    top = norm(x)
-    power = x / top
-    for k in range(1, 7):
-        power = power @ power
-        part = norm(power)
-        power, top = power / part, top * part ** 2.0**-k
-    one = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
-    scale = (1 + p) / (2 * (1 + eps) * top)
-    m, root = scale * (x + eps * top * one), scale ** (1 / p) * one
-    error = old = torch.full_like(top, math.inf)
-    for _ in range(100):
-        error, old = (m - one).abs().amax((-2, -1), keepdim=True), error
-        goes = (error > x.shape[-1] * torch.finfo(x.dtype).eps) & ((old > 0.1) | (error < old / 2))
-        if not goes.any():
-            break
-        turn = ((p + 1) * one - m) / p
-        root = torch.where(goes, root @ turn, root)
-        m = torch.where(goes, torch.linalg.matrix_power(turn, int(p)) @ m, m)
-    failed = ~(error <= 0.01)
-    return torch.where(failed, inverse_root(x, p, eps), root) if failed.any() else root
-
-
 def bjorck(x: Tensor, steps: float) -> Tensor:
     """x after rounds of 1.5 x - .5 x x' x, which bring singular values near 1 to 1."""
     for _ in range(int(steps)):
         half = 0.5 * x
         x = 1.5 * x - (half @ (x.mT @ x) if x.shape[-2] >= x.shape[-1] else half @ x.mT @ x)
     return x
-
-
-def power_iteration(basis: Tensor, x: Tensor, steps: float) -> Tensor:
-    """The orthogonal factor of (x x')^steps basis; the first left singular vectors of x where basis is 0."""
-    new, fresh = basis, (basis == 0).all(-1).all(-1)[..., None, None]
-    for _ in range(int(steps)):
-        new = qr(x @ (x.mT @ new))
-    return torch.where(fresh, singular_vectors(basis, x), new) if bool(fresh.any()) else new
-
-
-def cholesky(x: Tensor) -> Tensor:
-    """The lower triangular l for which l l' is a symmetric x; NaN where that is not positive definite."""
-    lower, failed = torch.linalg.cholesky_ex(x)
-    return torch.where(failed[..., None, None] == 0, lower, math.nan)
 
 
 def solve_triangular(b: Tensor, a: Tensor, upper: float) -> Tensor:
@@ -272,12 +223,6 @@ def identity(x: Tensor) -> Tensor:
     return torch.eye(x.shape[-1], dtype=x.dtype, device=x.device).expand_as(x)
 
 
-def polar(x: Tensor) -> Tensor:
-    """The orthogonal factor of x, by its singular values."""
-    u, v = _svd(x)
-    return u @ v
-
-
 def wide(x: Tensor) -> Tensor:
     """x (..., rows, columns), or its transpose where it has no more columns than rows."""
     return x if x.shape[-2] < x.shape[-1] else x.mT
@@ -298,27 +243,8 @@ def singular_vectors(like: Tensor, x: Tensor) -> Tensor:
 
     The entry of largest magnitude of each is positive.
     """
-    return _signed(_svd(x)[0][..., : like.shape[-1]])
-
-
-def _signed(u: Tensor) -> Tensor:
-    """Columns with the sign that makes the entry of largest magnitude positive."""
+    u = _factors(lambda y: torch.linalg.svd(y, full_matrices=False)[::2], x)[0][..., : like.shape[-1]]
     return u * u.gather(-2, u.abs().argmax(-2, keepdim=True)).sign()
-
-
-def svd_lowrank(like: Tensor, x: Tensor, niter: float, key: float) -> Tensor:
-    """The first left singular vectors of x, nearly (Halko et al. 2011, arXiv:0909.4061, algorithms 4.4 and 5.1).
-
-    ValueError where `like` has more columns than x has rows or columns.
-    """
-    rank, sides = like.shape[-1], x.shape[-2:]
-    if rank > min(sides):
-        raise ValueError(f"svd_lowrank: rank {rank} is above the shorter side of a matrix of {tuple(sides)}")
-    columns = x.new_empty(sides[-1], min(rank + 8, *sides))
-    q = qr(x @ normal(columns, key, torch.zeros((), dtype=torch.int64, device=x.device)))
-    for _ in range(int(niter)):
-        q = qr(x @ qr(x.mT @ q))
-    return _signed((q @ _svd(q.mT @ x)[0])[..., :rank])
 
 
 def column_norms(like: Tensor, x: Tensor) -> Tensor:
