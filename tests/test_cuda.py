@@ -37,7 +37,7 @@ from tests.product import Cell
 
 DEVICE = torch.device(os.environ.get("OPTGEN_TEST_DEVICE") or "cpu")
 PATTERNS = tuple(os.environ.get("OPTGEN_TEST_KERNELS", "").split())
-QUICK, HUGE = bool(os.environ.get("OPTGEN_TEST_QUICK")), bool(os.environ.get("OPTGEN_TEST_HUGE"))
+QUICK = bool(os.environ.get("OPTGEN_TEST_QUICK"))
 SEED = os.environ.get("OPTGEN_TEST_SEED", "")
 """Which third of the cells is checked beside the usual ones of FIRST: those of seeds 0, 1 and 2 are all; "": all."""
 FIRST = ("adamw", "lion", "sgd", "came", "lamb", "adafactor", "sm3", "prodigy", "muon")
@@ -383,7 +383,6 @@ def huge_differences(numel: int, device: torch.device) -> list[str]:
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not HUGE, reason="run by gpu_check.py --huge")
 def test_a_tensor_of_more_than_2_to_the_31_elements() -> None:
     assert not huge_differences(2**31 + 2**20 + 17 if DEVICE.type == "cuda" else 2**14 + 17, DEVICE)
 
