@@ -27,11 +27,11 @@ import typer
 from mkdocs.structure.files import File, Files
 
 import optgen
+from docs.page import UNINDEXED, code, fenced, folded, inline, kept_table, prose, rule_page, sizes, table
 from optgen.accumulate import accumulator
 from optgen.base.errors import TABLE, UserError
 from optgen.driver import explain, load
 from optgen.driver.cli import app
-from optgen.driver.page import UNINDEXED, code, fenced, folded, inline, kept_table, prose, rule_page, sizes, table
 from optgen.formats.plan import Plan
 from optgen.lang import wrappers
 from optgen.lang.spec import Recurrence, Spec

@@ -443,18 +443,6 @@ def test_lines_are_as_wide_as_asked(every: int, run: Run, monkeypatch: pytest.Mo
         assert code or out.startswith(f"{name} keeps ")
 
 
-def test_the_page_of_a_rule_stands_alone(project: Path, run: Run) -> None:
-    run("new", "mine")
-    uses = "from generated import Mine", "from optgen.optim import AdamW", "optgen.make(&quot;ema(adamw)&quot;"
-    for name, use in zip(("mine", "adamw", "ema(adamw)"), uses, strict=True):
-        assert run("explain", name, "--plan", "int8", "--html", "page.html")[0] == 0
-        text = Path("page.html").read_text(encoding="utf-8")
-        assert use in text
-        assert "<math" in text
-        assert re.findall(r'src="|url\(|@import|<link|<script', text) == []
-        assert {"int8", "fp32", "bnb8"} <= set(re.findall(r"<code>(\w+)</code>", text))
-
-
 def test_a_file_that_may_not_be_read_is_named(project: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     run("new", "mine")
     real = Path.read_bytes

@@ -289,7 +289,6 @@ def explain(
     plan: PlanName = DEFAULT_PLAN,
     param: Param = "bfloat16",
     flag: Flags = None,
-    html: Annotated[Path | None, typer.Option("--html", help="Also write the page of the rule to this file.")] = None,
     json: Json = False,
 ) -> None:
     """Explain memory, error bounds, traffic, sweeps and the lint's verdict."""
@@ -300,17 +299,6 @@ def explain(
         x = e.explain(found, chosen, _param(param), _flags(found, flag or []))
         t.result |= asdict(x) | {"traffic": x.traffic, "findings": [str(f) for f in x.findings], "verdict": x.verdict}
         _tell_explanation(t, x)
-        if html is not None:
-            from optgen.driver import load, page
-
-            others = [p for name, p in load.plans().items() if name != chosen.name]
-            package = "optgen.optim" if Path(found.loc.file).parent == ready.specs_dir() else "generated"
-            text = page.document(found, [chosen, *others], spec if "(" in spec else package)
-            try:
-                html.write_text(text, encoding="utf-8")
-            except OSError as error:
-                raise UserError("E413", path=str(html), why=error.strerror or str(error)) from error
-            t.log(f"the page of {found.name} is {html}")
 
 
 def _tell_explanation(t: Terminal, x: Any) -> None:

@@ -21,7 +21,7 @@ LONG = 30
 """Characters from which on a value that is used several times gets a line of its own."""
 
 
-def let_names(trace: Trace) -> list[str]:
+def _let_names(trace: Trace) -> list[str]:
     """Return the names of a trace's lets: the last value of p and of each state is x[t], others get primes."""
     kept = trace.new
     names: list[str] = []
@@ -85,12 +85,12 @@ def _expression(root: Node, known: Mapping[int, str]) -> str:
     return text[1:-1] if root.op == "where" else text
 
 
-def statements(trace: Trace) -> Iterator[tuple[str, Node, dict[int, str], str]]:
-    """Yield (name, value, names of earlier values by uid, text) of each line of a rule; the names are one dictionary.
+def _lines(trace: Trace) -> Iterator[str]:
+    """Yield each line of a rule.
 
     A value that an author's function returns unnamed is inlined, but one that recurs and is LONG is x1, x2, ...
     """
-    names, kept = let_names(trace), trace.new
+    names, kept = _let_names(trace), trace.new
     nodes = [*(let.node for let in trace.lets), *kept.values()]
     fed = {x for name in kept if fed_name(name) in kept for x in (name, fed_name(name))}  # inputs are the runtime's
     before = {name: f"{name}[t-1]" for name in {*kept} - fed} | {"step": "t"}
@@ -107,12 +107,12 @@ def statements(trace: Trace) -> Iterator[tuple[str, Node, dict[int, str], str]]:
             shared = users[node.uid] > 1 and node.uid not in known and node is not root
             if shared and len(text := _expression(node, known)) > LONG:
                 recurring = next(fresh)
-                yield recurring, node, known, text
+                yield f"{recurring} = {text}"
                 known[node.uid] = recurring
-        yield name, root, known, _expression(root, known)
+        yield f"{name} = {_expression(root, known)}"
         known.setdefault(root.uid, name)
 
 
 def plain_formulas(spec: Spec, flags: Mapping[str, bool] | None = None) -> list[str]:
     """The rule, one line per line of the author's: `exp_avg[t] = beta1 * exp_avg[t-1] + (1 - beta1) * g`."""
-    return [f"{name} = {text}" for name, _, _, text in statements(spec.trace(flags))]
+    return [*_lines(spec.trace(flags))]

@@ -1,8 +1,4 @@
-"""The page about a rule, generated from its spec and the formats: the documentation site and `optgen explain --html`.
-
-A page is Markdown of three things only: headings (lines that begin with `#`), fenced blocks of code, and blocks of
-HTML. `html` turns it into the body of an HTML document without a Markdown library.
-"""
+"""The page about a rule, generated from its spec and the formats: headings, blocks of code, and blocks of HTML."""
 
 from __future__ import annotations
 
@@ -11,11 +7,11 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from html import escape
 
+from docs.formulas import formulas, symbols
 from optgen.base.errors import UserError
 from optgen.driver import explain, judge
 from optgen.formats.plan import Plan
 from optgen.lang.declare import INPUT, FlagDecl, HostStateDecl, StateDecl
-from optgen.lang.formulas import Formula, formulas, symbols
 from optgen.lang.spec import Spec
 from optgen.ops import dtypes, spaces
 
@@ -28,7 +24,7 @@ _KEPT = {"row": "one per row", "col": "one per column", "mat": "one per matrix",
 
 
 def no_link(name: str) -> str:
-    """Return no address: pages that stand alone link to no other."""
+    """Return no address."""
     return ""
 
 
@@ -77,30 +73,16 @@ def folded(title: str, block: str) -> str:
     return f"<details markdown='1'>\n<summary>{title}</summary>\n\n{block}\n\n</details>"
 
 
-def html(page: str) -> str:
-    """Return a page as HTML, for a document of its own."""
-    parts = re.split(r"^````\w*\n(.*?)\n````$", page, flags=re.M | re.S)  # every other one is code
-    parts[1::2] = [f"<pre>{escape(code)}</pre>" for code in parts[1::2]]
-    for i, text in enumerate(parts[::2]):
-        text = re.sub(r"^(#+) (.*?)(?: \{.*\})?$", lambda m: f"<h{len(m[1])}>{m[2]}</h{len(m[1])}>", text, flags=re.M)
-        parts[2 * i] = text.replace(" markdown='1'", "")
-    return "".join(parts)
-
-
 # -- a rule
 
 
-def rule_page(
-    spec: Spec, plans: Sequence[Plan], *, link: Link = no_link, kernel: str = "", package: str = "optgen.optim"
-) -> str:
+def rule_page(spec: Spec, plans: Sequence[Plan], *, link: Link = no_link, kernel: str = "") -> str:
     """Return the page of a rule, whose passes are those under the first of the plans.
 
     kernel   the text of its Triton kernels; "" leaves them out
-    package  the package that has its class, `generated` for a user's own; or the rule in its wrappers, "ema(adamw)"
     """
     like = f" Drop-in for `{spec.like}`: the same arguments and state names." if spec.like else ""
-    use = f"from {package} import {spec.class_name}\n\nopt = {spec.class_name}(model.named_parameters(), "
-    use = f'opt = optgen.make("{package}", model, ' if "(" in package else use
+    use = f"from optgen.optim import {spec.class_name}\n\nopt = {spec.class_name}(model.named_parameters(), "
     use += f'lr=..., plan="{plans[0].name}")'
     for s in (s for s in spec.states if s.trait == INPUT):
         use += f"\nopt.feed({s.name}=...)  # before a step: tensors, a dict by parameter, or a function of a parameter"
@@ -116,33 +98,14 @@ def rule_page(
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
-_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<title>{title}</title>
-<style>
-:root {{ color-scheme: light dark }}
-body {{ font: 16px/1.5 sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; overflow-wrap: break-word }}
-.scrolls, pre {{ overflow-x: auto }} table {{ border-collapse: collapse }} summary {{ cursor: pointer }}
-th, td {{ text-align: left; vertical-align: top; padding: .2rem .8rem .2rem 0; border-bottom: 1px solid #8884 }}
-pre {{ padding: .6rem; background: #8882; font-size: 14px }} math {{ font-size: 1.1em }}
-</style></head><body>
-{body}</body></html>
-"""
-
-
-def document(spec: Spec, plans: Sequence[Plan], package: str) -> str:
-    """Return the page of a rule as an HTML document that needs no other file; `package` as in `rule_page`."""
-    return _PAGE.format(title=escape(spec.class_name), body=html(rule_page(spec, plans, package=package)))
-
-
-def _equations(lines: Sequence[tuple[Formula, Formula]]) -> str:
+def _equations(lines: Iterable[tuple[str, str]]) -> str:
     row = '<mtr><mtd style="text-align:right">{}</mtd><mtd style="text-align:left"><mo>=</mo>{}</mtd></mtr>'
-    rows = "".join(row.format(left.mathml, right.mathml) for left, right in lines)
+    rows = "".join(row.format(*line) for line in lines)
     return f'<div class="scrolls"><math display="block"><mtable displaystyle="true">{rows}</mtable></math></div>'
 
 
 def _rule(spec: Spec) -> Iterator[str]:
-    """Yield the formulas of the default setting, the lines that each flag changes, LaTeX and the author's source."""
+    """Yield the formulas of the default setting, the lines that each flag changes, and the author's source."""
     usual, *others = spec.settings()
     lines = formulas(spec, usual)
     yield _equations(lines)
@@ -152,15 +115,13 @@ def _rule(spec: Spec) -> Iterator[str]:
             other = [line for line in formulas(spec, setting) if line not in lines]
             block = _equations(other) if other else "<p>It only leaves lines out.</p>"
             yield folded(f"Lines that differ with {code(f'{flag.name}={setting[flag.name]}')}", block)
-    latex = " \\\\\n".join(f"{left.latex} &= {right.latex}" for left, right in lines)
-    yield folded("LaTeX", fenced(f"\\begin{{aligned}}\n{latex}\n\\end{{aligned}}", "latex"))
     text, made = inspect.getsource(spec.source.code), spec.loc.source() if spec.loc else ""
     text = text if made in text else f"{made}\n\n{text}"  # a rule in a wrapper
     yield folded("The spec, as its author wrote it", fenced(text, "python"))
 
 
 def _letters(spec: Spec) -> dict[str, str]:
-    return {name: f"<math>{symbol.mathml}</math>" for name, symbol in symbols(spec).items()}
+    return {name: f"<math>{symbol}</math>" for name, symbol in symbols(spec).items()}
 
 
 def _states(spec: Spec) -> str:
