@@ -523,21 +523,20 @@ class Optimizer(Checkpointed):
         self,
         every: int = 100,
         *,
-        to: watch.Callback | watch.Run | str | None = None,
-        path: Any = None,
+        to: watch.Callback | watch.Writer,
         sample: float = watch.SAMPLE,
     ) -> watch.Watch:
         """Measure every tensor at each step that is a multiple of `every`, until `remove()` of what is returned.
 
-        to      a function of (step, {name: {"gradient_norm": ...}}); "jsonl", which appends lines to the file `path`;
-                "tensorboard", which writes to the folder `path`; or the run of wandb.init(), to whose lines it adds
+        to      a function of (step, {name: {"gradient_norm": ...}}), or a writer with `add_scalar(tag, value, step)`,
+                such as torch.utils.tensorboard.SummaryWriter()
         sample  elements of each tensor that are measured at most; math.inf for all
         Numbers, their costs and what is not measured: docs/watch.md.  Bits of the step do not change.  RuntimeError if
         it is watched already.
         """
         if self._watch is not None:
             raise RuntimeError(f"{type(self).__name__}.watch: it is watched already; remove() that watch first")
-        self._watch = watch.Watch(self, to, every, path, sample)
+        self._watch = watch.Watch(self, to, every, sample)
         return self._watch
 
     # -- evaluation -----------------------------------------------------------------------------------

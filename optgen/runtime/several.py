@@ -13,7 +13,7 @@ from torch import Tensor
 
 from optgen.runtime.checkpoint import checkpoint
 from optgen.runtime.layout.plans import Label
-from optgen.runtime.modes.watch import SAMPLE, Callback, Run, Watches
+from optgen.runtime.modes.watch import SAMPLE, Callback, Watches, Writer
 from optgen.runtime.optimizer import Checkpointed, Optimizer
 from optgen.runtime.options import options, overrides
 from optgen.runtime.records.misfits import Misfits
@@ -257,14 +257,12 @@ class Several(Checkpointed):
         for part in self._members:
             part.eval()
 
-    def watch(
-        self, every: int = 100, *, to: Callback | Run | str | None = None, path: Any = None, sample: float = SAMPLE
-    ) -> Watches:
+    def watch(self, every: int = 100, *, to: Callback | Writer, sample: float = SAMPLE) -> Watches:
         """Measure every tensor as `Optimizer.watch` does; a function gets the numbers of each part by themselves."""
         made = Watches([])
         for part in self._members:
             try:
-                made.parts.append(part.watch(every, to=to, path=path, sample=sample))
+                made.parts.append(part.watch(every, to=to, sample=sample))
             except BaseException:
                 made.remove()
                 raise

@@ -13,12 +13,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import math
-import os
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
-from typing import Any, NamedTuple, Protocol, Self, runtime_checkable
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -49,13 +46,11 @@ Callback = Callable[[int, dict[str, Numbers]], object]
 """(step, name of a tensor -> its numbers) -> ignored."""
 
 
-@runtime_checkable
-class Run(Protocol):
-    """A run of Weights & Biases."""
+class Writer(Protocol):
+    """A writer of scalars, such as a SummaryWriter of TensorBoard."""
 
-    define_metric: Callable[..., Any]
-    log: Callable[..., Any]
-
+    def add_scalar(self, tag: str, value: float, step: int, /) -> object:
+        """Add one number under the name of its curve."""
 
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -336,15 +331,19 @@ class Watch:
     sample  elements of each tensor that are measured at most, or their runs; math.inf for all
     """
 
-    def __init__(self, owner: Any, to: Callback | Run | str | None, every: int, path: Any, sample: float) -> None:
+    def __init__(self, owner: Any, to: Callback | Writer, every: int, sample: float) -> None:
         name, count = f"{type(owner).__name__}.watch", as_int(every)
         if count is None or count < 1 or isinstance(every, bool):
             raise ValueError(f"{name}: every must be a whole number of steps >= 1, got {every!r}")
         if isinstance(sample, bool) or not isinstance(sample, (int, float)) or not sample >= RUN:
             raise ValueError(f"{name}: sample must be a number of elements >= {RUN}, or math.inf, got {sample!r}")
+        if not callable(to) and not hasattr(to, "add_scalar"):
+            writer = "a writer with add_scalar, such as torch.utils.tensorboard.SummaryWriter()"
+            raise ValueError(f"{name}: to must be a function of (step, numbers by name) or {writer}, got {to!r}")
         self.every, self.sample = count, int(sample) if math.isfinite(sample) else 2**62
         self.turn, self.step = 0, -1
-        self._owner, self._to, self._close = owner, *sink(name, to, path)
+        self._owner = owner
+        self._to: Callback = to if callable(to) else functools.partial(_write_scalars, to)
         self._tables: list[Table] = []
         self._known: dict[int | None, Known] = {}
         self._pending: list[Pending] = []
@@ -435,7 +434,6 @@ class Watch:
         self.flush()
         if self._owner._watch is self:
             self._owner._watch = None
-            self._close()
 
     def __enter__(self) -> Self:
         return self
@@ -467,52 +465,8 @@ class Watches:
         self.remove()
 
 
-def sink(name: str, to: Callback | Run | str | None, path: Any) -> tuple[Callback, Callable[[], object]]:
-    """Return the function that takes the numbers, and the one that ends it.
-
-    Raises ValueError for an unknown name or a missing path, ImportError if TensorBoard is not installed.
-    """
-    if path is not None and not isinstance(to, str):
-        raise ValueError(f'{name}: path= is for to="tensorboard" and to="jsonl"; a function writes where it likes')
-    if callable(to):
-        return to, lambda: None
-    if isinstance(to, Run):
-        return functools.partial(_log, to, set()), lambda: None
-    if to == "jsonl" and path is not None:
-        file = Path(path).open("a", encoding="utf-8", buffering=1)  # noqa: SIM115
-        return functools.partial(_write_lines, file), file.close
-    if to == "tensorboard":
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            how = "pip install tensorboard"
-            raise ImportError(f'{name}: to="tensorboard" needs the package tensorboard: {how}') from error
-        writer: Any = SummaryWriter(None if path is None else os.fspath(path))
-        return functools.partial(_write_scalars, writer), writer.close
-    lacks = "to=\"jsonl\" needs path=, the file that lines are appended to" if to == "jsonl" else (
-        f'to must be a function of (step, numbers by name), "tensorboard", "jsonl" or a run of wandb, got {to!r}'
-    )  # fmt: skip
-    raise ValueError(f"{name}: {lacks}")
-
-
-def _write_lines(file: Any, step: int, rows: Mapping[str, Numbers]) -> None:
-    """Append a line for each tensor; null stands for what is no finite number."""
-    for name, row in rows.items():
-        numbers = {key: value if math.isfinite(value) else None for key, value in row.items()}
-        file.write(json.dumps({"step": step, "name": name, **numbers}) + "\n")
-
-
-def _write_scalars(writer: Any, step: int, rows: Mapping[str, Numbers]) -> None:
+def _write_scalars(writer: Writer, step: int, rows: Mapping[str, Numbers]) -> None:
     """Add a scalar "number/tensor" for each number: TensorBoard puts one number of all tensors in one section."""
     for name, row in rows.items():
         for key, value in row.items():
             writer.add_scalar(f"{key}/{name}", value, step)
-
-
-def _log(run: Run, known: set[str], step: int, rows: Mapping[str, Numbers]) -> None:
-    """Add the numbers to the line of a run that the next wandb.log() ends; their axis is this optimizer's step."""
-    axis = "optimizer_step"
-    for key in {key for row in rows.values() for key in row} - known:
-        run.define_metric(f"{key}/*", step_metric=axis)
-        known.add(key)
-    run.log({axis: step, **{f"{key}/{name}": x for name, row in rows.items() for key, x in row.items()}}, commit=False)
