@@ -101,7 +101,7 @@ class Writer:
             last = left.right if isinstance(left, ast.BinOp) and isinstance(left.op, ast.Mult) else left
             if ast.dump(last) == ast.dump(right) and self.binding(right)[1] not in (PREFIX, POWER):
                 return f"{a.removesuffix(b)}<msup><mrow>{b}</mrow><mn>2</mn></msup>", binds
-            mark = "<mo>&sdot;</mo>" if isinstance(right, ast.Constant) else mark
+            mark = "<mo>&sdot;</mo>" if re.match("(<mrow>|<msup>)*<mn>", b) else mark
         return a + mark + b, binds
 
     def call(self, name: str, arguments: Sequence[ast.expr]) -> tuple[str, int]:
