@@ -42,7 +42,8 @@ KNOWN: Mapping[str, float] = {
 """Sweeps of which one pipe is busy for longer, and for which share."""
 
 SPILLING = (
-    "acprop.int8_split24", "adamw.int5_factored_split24.7", "adamw.torchao_fp8", "sadam.int8_split24",
+    "acprop.int8_split24", "adadelta.int8_split24", "adamw.int5_factored_split24.7", "adamw.torchao_fp8",
+    "apollo_qn.int8_split24.3", "apollo_qn.int8_split24.3_few", "sadam.int8_split24",
     "sgdf.int8_split24", "shampoo.int8_split24.1", "soap.int8_split24.3",
 )  # fmt: skip
 """Sweeps that spill in the registers that are planned for them, and so are compiled again at the first step."""
