@@ -8,7 +8,7 @@ from optgen.lang.policies import l2
 @optimizer(cite="Xie et al. 2022, arXiv:2006.15815")
 def adai(
     p, g, t,
-    exp_avg=state(),
+    exp_avg=state(normalized_by="correction"),
     exp_avg_sq=state(nonneg),
     correction=state(nonneg),
     *,

@@ -8,7 +8,7 @@ from optgen.lang import (
 @optimizer(cite="Si et al. 2025, arXiv:2507.11005, algorithm 1", name="AdaMuon", matrix="heads")
 def adamuon(
     p, g, t,
-    momentum_buffer=state(normalized_by="exp_avg_sq"),
+    momentum_buffer=state(),
     exp_avg_sq=state(nonneg),
     *,
     lr=hyper(0.02, ge=0),

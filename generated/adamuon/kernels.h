@@ -3,9 +3,14 @@
 
 // a sweep: direction (specs/adamuon.py:39)
 template <class S0, class S1>
-OPTGEN_INLINE void adamuon_1(F g, F scalar_0, F scalar_1, F scalar_2, S0 &momentum_buffer, S1 &direction) {
-    const F g_sign = sign(fma(scalar_2, g, fma(scalar_1, g, momentum_buffer.times(scalar_0))));
+OPTGEN_INLINE void adamuon_1(
+    F g, F momentum, F one_minus_momentum_times_grad_scale, F one_minus_nesterov_times_one_minus_momentum, F scalar_2,
+    S0 &momentum_buffer, S1 &direction
+) {
+    const F momentum_buffer_ = fma(one_minus_momentum_times_grad_scale, g, momentum_buffer.times(momentum));  // 37
+    const F g_sign = sign(fma(scalar_2, g, one_minus_nesterov_times_one_minus_momentum * momentum_buffer_));
     const I g_bitcast = bits(g_sign);
+    momentum_buffer.set(momentum_buffer_);
     direction.set(as_float(where(g_sign == g_sign, g_bitcast + 32767 + (g_bitcast >> 16 & 1), I(0x7fc00000))));
 }
 
@@ -42,18 +47,16 @@ OPTGEN_INLINE void adamuon_6(
 }
 
 // a sweep: the update
-template <class S0, class S1, class S2, class S3>
+template <class S0, class S1, class S2>
 OPTGEN_INLINE F adamuon_7(
-    F p, F g, F momentum, F eps, F one_minus_momentum_times_grad_scale, F one_minus_momentum,
-    F one_minus_lr_times_weight_decay, S0 &momentum_buffer, S1 &exp_avg_sq, S2 &lr_times_size, S3 &direction
+    F p, F momentum, F eps, F one_minus_momentum, F one_minus_lr_times_weight_decay, S0 &exp_avg_sq, S1 &lr_times_size,
+    S2 &direction
 ) {
     const F direction_ = direction.read();  // 39
     const F exp_avg_sq_ = fma(one_minus_momentum * direction_, direction_, exp_avg_sq.times(momentum));  // 40
     const F even = direction_ / (sqrt(exp_avg_sq_) + eps);  // 41
     const F p_ = one_minus_lr_times_weight_decay * p;       // 43
     const F p_2 = fma(-lr_times_size.read(), even, p_);     // 44
-    const F momentum_buffer_ = fma(one_minus_momentum_times_grad_scale, g, momentum_buffer.times(momentum));  // 37
-    momentum_buffer.set(momentum_buffer_);
     exp_avg_sq.set(exp_avg_sq_);
     return p_2;
 }

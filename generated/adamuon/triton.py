@@ -12,24 +12,31 @@ from optgen.runtime.gpu.prelude import minus, reciprocal, sign, widened
 
 @triton.jit
 def adamuon_1_tile(
-    PLAN: tl.constexpr, g, momentum_buffer, scalar_0, scalar_1, scalar_2, live, MASKED: tl.constexpr,
+    PLAN: tl.constexpr, g, momentum_buffer, momentum, one_minus_momentum_times_grad_scale,
+    one_minus_nesterov_times_one_minus_momentum, scalar_2, live, MASKED: tl.constexpr,
 ):
-    """The new direction."""
-    g_sign = sign(tl.fma(scalar_2, g, tl.fma(scalar_1, g, times(scalar_0, momentum_buffer, PLAN.momentum_buffer))))
-    g_bitcast = g_sign.to(tl.int32, bitcast=True)
-    return (
-        (
-            tl.where(g_sign == g_sign, g_bitcast + 32767 + (g_bitcast >> 16 & 1), 0x7fc00000) >> 16
-        ).to(tl.int16).to(tl.bfloat16, bitcast=True),
+    """The new momentum_buffer, direction."""
+    # 37
+    momentum_buffer = tl.fma(
+        one_minus_momentum_times_grad_scale, g, times(momentum, momentum_buffer, PLAN.momentum_buffer)
     )
+    g_sign = sign(tl.fma(scalar_2, g, one_minus_nesterov_times_one_minus_momentum * momentum_buffer))
+    g_bitcast = g_sign.to(tl.int32, bitcast=True)
+    return momentum_buffer, (
+        tl.where(g_sign == g_sign, g_bitcast + 32767 + (g_bitcast >> 16 & 1), 0x7fc00000) >> 16
+    ).to(tl.int16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adamuon_1_sweep(
-    table, work, scalar_0: tl.float32, scalar_1: tl.float32, scalar_2: tl.float32, step_key: tl.int32,
+    table, work, momentum: tl.float32, one_minus_momentum_times_grad_scale: tl.float32,
+    one_minus_nesterov_times_one_minus_momentum: tl.float32, scalar_2: tl.float32, step_key: tl.int32,
     SWEEP: tl.constexpr,
 ):
-    walk(table, work, adamuon_1_tile, SWEEP, (scalar_0, scalar_1, scalar_2), step_key)
+    walk(
+        table, work, adamuon_1_tile, SWEEP, (momentum, one_minus_momentum_times_grad_scale,
+        one_minus_nesterov_times_one_minus_momentum, scalar_2), step_key,
+    )
 
 
 @triton.jit
@@ -79,32 +86,26 @@ def adamuon_4_between(table, work, lr: tl.float32, eps: tl.float32, LEVEL: tl.co
 
 @triton.jit
 def adamuon_7_tile(
-    PLAN: tl.constexpr, p, g, momentum_buffer, exp_avg_sq, lr_times_size, direction_stored, momentum, eps,
-    one_minus_momentum_times_grad_scale, one_minus_momentum, one_minus_lr_times_weight_decay, live,
-    MASKED: tl.constexpr,
+    PLAN: tl.constexpr, p, exp_avg_sq, lr_times_size, direction_stored, momentum, eps, one_minus_momentum,
+    one_minus_lr_times_weight_decay, live, MASKED: tl.constexpr,
 ):
-    """The new p, momentum_buffer, exp_avg_sq."""
+    """The new p, exp_avg_sq."""
     direction = widened(direction_stored)  # 39
     exp_avg_sq = tl.fma(one_minus_momentum * direction, direction, times(momentum, exp_avg_sq, PLAN.exp_avg_sq))  # 40
     even = direction * reciprocal(tl.sqrt(exp_avg_sq) + eps)  # 41
     p = one_minus_lr_times_weight_decay * p                   # 43
     p = tl.fma(minus(lr_times_size), even, p)                 # 44
-    # 37
-    momentum_buffer = tl.fma(
-        one_minus_momentum_times_grad_scale, g, times(momentum, momentum_buffer, PLAN.momentum_buffer)
-    )
-    return p, momentum_buffer, exp_avg_sq
+    return p, exp_avg_sq
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adamuon_7_sweep(
-    table, work, momentum: tl.float32, eps: tl.float32, one_minus_momentum_times_grad_scale: tl.float32,
-    one_minus_momentum: tl.float32, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32,
-    SWEEP: tl.constexpr,
+    table, work, momentum: tl.float32, eps: tl.float32, one_minus_momentum: tl.float32,
+    one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     walk(
-        table, work, adamuon_7_tile, SWEEP, (momentum, eps, one_minus_momentum_times_grad_scale, one_minus_momentum,
-        one_minus_lr_times_weight_decay), step_key,
+        table, work, adamuon_7_tile, SWEEP, (momentum, eps, one_minus_momentum, one_minus_lr_times_weight_decay),
+        step_key,
     )
 
 
