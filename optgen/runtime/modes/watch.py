@@ -239,16 +239,16 @@ class Table:
         fields = coded(self.variant, owner)
         limits = ends(self.pair, self.variant, owner)
         first = buffers[0]
-        if limits is None:
-            moved = functools.reduce(torch.logical_or, [one.moved() for one in buffers])
-            count = _count(moved)
-            return first.sum(count, torch.full_like(count, -1))
         code, shift = first.entries, 0
-        for field, one in zip(fields, buffers, strict=True) if len(fields) > 1 or fields[0].per == EIGHT else ():
+        for field, one in zip(fields, buffers, strict=True) if any(f.per == EIGHT for f in fields) else ():
             width = field.width if field.per == EIGHT else 8
             shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=code.device)
             part = (one.entries[..., None] >> shifts & (1 << width) - 1).flatten(2) << shift
             code, shift = code | part if shift else part, shift + width
+        if limits is None:
+            moved = [code[0] != code[1]] if shift else [one.moved() for one in buffers]
+            count = _count(functools.reduce(torch.logical_or, moved))
+            return first.sum(count, torch.full_like(count, -1))
         if owner not in self._ends:  # rows: a comparison with a number takes ten times as long
             rows = torch.tensor(limits, dtype=torch.uint8, device="cpu")[:, None].expand(2, RUN)
             self._ends[owner] = sent(rows.contiguous(), code.device)
