@@ -148,7 +148,7 @@ def cells(count: int, rules: Sequence[str] = RULES) -> Any:
 
 
 def longest(rule: str, plan: str) -> float:
-    """How much longer a rule's largest step may be under a plan than in fp32."""
+    """Return the factor by which a rule's largest step may be longer under a plan than in fp32."""
     if plan in HAS_ZEROS or plan in LONG.get(rule, ((), ""))[0]:
         return math.inf
     return 2.5 if plan in COARSE and rule not in BASES else 2

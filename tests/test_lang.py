@@ -33,6 +33,7 @@ from optgen.lang.spec import draw_of, start
 from optgen.lang.symbolic import expression, recurrence
 from optgen.ops.prims import MATRIX_OPS, PRIMS, REDUCTIONS
 from optgen.runtime.records import fed_name
+from optgen.verify.intervals import Interval
 from specs.came import came
 from tests.harness import daily, python, spec_of
 
@@ -318,6 +319,21 @@ def test_what_a_rule_makes_a_number_is_a_tensor_of_its_shape_and_precision() -> 
     p, states, _ = starts_late.evaluate(p, g, 2, states)
     torch.testing.assert_close(p, torch.full((3, 4), 1 - 1e-2 * math.sqrt(0.005)))
     assert starts_late.evaluate(0.0, 1.0, 1)[0] == starts_late(0.0, 1.0, 1, 0.0, 0.0, lr=1.0)[0] == 1.0
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 3), (2, 1, 9)])
+@pytest.mark.parametrize("exact", [True, False])
+def test_an_element_wise_state_may_become_a_number_of_the_model(shape: tuple[int, ...], exact: bool) -> None:
+    @optimizer(matrix="first")
+    def follows(p: Any, g: Any, t: Any, s: Any = state(), *, lr: Any = hyper(1e-2)) -> Any:
+        s = where(t > 1, s, model_norm(g))
+        p = p - lr * s
+        return p, s
+
+    x = torch.ones(shape, dtype=torch.float64)
+    p, g = (x, 2 * x) if exact else (Interval.point(x), Interval.point(2 * x))
+    p, states, _ = follows.evaluate(p, g, 1)
+    assert p.shape == states["s"].shape == shape
 
 
 # Formulas are tried on one element, which is its own sum and maximum.

@@ -72,7 +72,7 @@ def test_every_public_method_of_an_optimizer_is_there() -> None:
             refused.append(name)
         else:
             assert list(inspect.signature(ours).parameters)[1:] == list(inspect.signature(theirs).parameters)[1:], name
-    assert sorted(refused) == ["record", "release_gradients"]
+    assert sorted(refused) == ["release_gradients"]
 
 
 # -- programs -------------------------------------------------------------------------------------------------

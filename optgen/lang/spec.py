@@ -391,12 +391,14 @@ def start(state: StateDecl, p: Any, hypers: Mapping[str, Any] | None = None) -> 
 
 def filled(space: spaces.Space, p: Any, value: Any, rank: Any = 1) -> Any:
     """A value of a space for a parameter p: a number, such as one of the sides of where(), as an entry for each place
-    there; the number itself where p is no tensor.
+    there, and one of a row or of the model as an entry for each element; the number itself where p is no tensor.
 
     rank  of a space of matrices of low rank
     """
-    if not isinstance(value, (int, float)) or not hasattr(p, "new_full"):
+    if not hasattr(p, "new_full"):
         return value
+    if not isinstance(value, (int, float)):
+        return value.expand(p.shape) if space == spaces.elem else value
     shapes = {
         "elem": tuple(p.shape),
         "row": (*p.shape[:-1], 1),

@@ -137,6 +137,9 @@ class Interval:
     def reshape(self, shape: Sequence[int]) -> Interval:
         return Interval(self.lo.reshape(shape), self.hi.reshape(shape), self.model)
 
+    def expand(self, shape: Sequence[int]) -> Interval:
+        return Interval(self.lo.expand(shape), self.hi.expand(shape), self.model)
+
     def clone(self) -> Interval:
         return self._under(self.model)
 
