@@ -14,7 +14,7 @@ GREEK = frozenset("alpha beta gamma delta epsilon zeta eta theta kappa lambda mu
 SYMBOLS = {"p": "theta", "exp_avg": "m", "exp_avg_sq": "v", "lr": "eta", "eps": "epsilon", "weight_decay": "lambda"}
 """Name in specs -> the field's letter, where the rule has no other value of that name."""
 SUM, PRODUCT, PREFIX, POWER, ATOM = 5, 6, 7, 8, 9
-"""How tightly a formula binds, as in ops/prims.py; comparisons bind 1, and the operators of bits 2, 3 and 4."""
+"""The precedence of a formula, as in ops/prims.py; comparisons have 1, and the operators of bits 2, 3 and 4."""
 PRIME = "\u02b9"
 """The prime of a name, as a letter that Python's parser takes."""
 THIN = '<mspace width="0.17em"/>'
@@ -43,7 +43,8 @@ class Writer:
     def name(self, text: str, below: str = "") -> str:
         """Return `beta1`, or g with a PRIME, as a symbol with its index and primes."""
         base, primes = text.rstrip(PRIME), "&prime;" * text.count(PRIME)
-        word, digits = re.fullmatch(r"(.*?)(\d*)", base).groups()  # type: ignore[union-attr]
+        word = base.rstrip("0123456789")
+        digits = base[len(word) :]
         word = self.letters.get(word, word)
         if word not in GREEK and len(word) > 1:
             word, digits = base, ""
