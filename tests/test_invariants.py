@@ -240,8 +240,10 @@ def test_later_steps_of_these_rules_do_go_on_at_a_rate_of_0(rule: str) -> None:
     assert not same(run.full(), known)
 
 
-def other(x: float, hyper: Any) -> float | None:
-    """Return another number in the range of a hyper-parameter, or None."""
+def other(x: Any, hyper: Any) -> float | None:
+    """Return another number in the range of a hyper-parameter, or None where its value is a name."""
+    if isinstance(x, str):
+        return None
     return next((y for y in (0.75 * x, 1.25 * x, 0.01) if y != x and hyper.allows(y)), None)
 
 
