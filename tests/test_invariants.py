@@ -301,7 +301,7 @@ def test_without_gradients_weights_decay_at_most(rule: str, names: list[str]) ->
 
 @cells(5)
 def test_dead_rows_and_columns(rule: str, names: list[str]) -> None:
-    """Few bits move no element further in a step than twice as far as fp32, 2.5 times in coarse plans."""
+    """Few bits move no element further in a step than twice as far as fp32, 2.5 times in coarse plans, 3 by factors."""
     for plan in names:
         draw = random.Random(f"{os.environ['OPTGEN_SAMPLE_SEED']} {rule} {plan}")
         rows, columns = (draw.sample(range(n), draw.randint(1, 6)) for n in SHAPES["w"])
@@ -323,7 +323,10 @@ def test_dead_rows_and_columns(rule: str, names: list[str]) -> None:
                 steps.append(run.largest(before))
             found.append(max(steps))
         most, few = found
-        assert few <= longest(rule, plan) * most, (plan, few, most)
+        # A factored second moment is a mean of a row's and of a column's: of 4,480 normal gradients the largest is 3.7
+        # times its root, where fp32's first step is the rate for each.
+        allowed = longest(rule, plan) * (1.2 if plan in FACTORED else 1)
+        assert few <= allowed * most, (plan, few, most)
 
 
 def scaled(rule: str, plan: str, unit: float, power: int, of_eps: int) -> tuple[dict[str, Tensor], float]:
