@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import optgen
-from optgen.convert.target import convert
+from optgen.convert.files import convert
 from tests.training import bits, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -49,33 +49,32 @@ def _plain(value: Any) -> Any:
 
 
 def _bitsandbytes(entry: Mapping[str, Any], states: Sequence[str], shape: tuple[int, ...]) -> dict[str, Any]:
-    """Decode the states of an entry by its tables and scales."""
-    found = {**{k: v for k, v in entry.items() if k != BNB}, **entry.get(BNB, {})}
+    """Decode the states of an entry."""
+    found = {**entry, **entry.get(BNB, {})}
     number = sum(f"state{i}" in found for i in (1, 2))
     if number != len(states):
         raise ValueError(
             f"expected the states {', '.join(states) or '(none)'}, got {number} of a bitsandbytes optimizer: "
             f"it is a checkpoint of another rule"
         )
-    made: dict[str, Any] = {}
-    for i, name in enumerate(states, 1):
-        codes, table, scale = (found.get(f"{key}{i}") for key in ("state", "qmap", "absmax"))
-        if isinstance(codes, Tensor) and codes.is_floating_point():
-            made[name] = codes.to(torch.float32)
-            continue
-        if not all(isinstance(x, Tensor) for x in (codes, table, scale)):
-            raise ValueError(f"{name}: expected bitsandbytes' state{i}, qmap{i} and absmax{i}, got only part of them")
-        assert isinstance(codes, Tensor) and isinstance(table, Tensor) and isinstance(scale, Tensor)
-        run = next((run for run in RUNS if scale.numel() == -(-codes.numel() // run)), 0)
-        if codes.dtype != torch.uint8 or table.numel() != 256 or not run or tuple(codes.shape) != shape:
-            raise ValueError(
-                f"{name}: expected uint8 {list(shape)}, a table of 256 values and one magnitude for each 256 or 2048 "
-                f"elements, got {codes.dtype} {list(codes.shape)}, {table.numel()} and {scale.numel()}"
-            )
-        made[name] = _runs(table.float()[codes.reshape(-1).long()], scale.float(), run).reshape(shape)
-    if "step" in found:
-        made["step"] = found["step"]
-    return made
+    made = {name: _by_table(name, i, found, shape) for i, name in enumerate(states, 1)}
+    return made | {key: found[key] for key in ("step",) if key in found}
+
+
+def _by_table(name: str, i: int, found: Mapping[str, Any], shape: tuple[int, ...]) -> Tensor:
+    """Decode the state of number i, `name`, by its table and scales."""
+    codes, table, scale = (found.get(f"{key}{i}") for key in ("state", "qmap", "absmax"))
+    if isinstance(codes, Tensor) and codes.is_floating_point():
+        return codes.to(torch.float32)
+    if not (isinstance(codes, Tensor) and isinstance(table, Tensor) and isinstance(scale, Tensor)):
+        raise ValueError(f"{name}: expected bitsandbytes' state{i}, qmap{i} and absmax{i}, got only part of them")
+    run = next((run for run in RUNS if scale.numel() == -(-codes.numel() // run)), 0)
+    if codes.dtype != torch.uint8 or table.numel() != 256 or not run or tuple(codes.shape) != shape:
+        raise ValueError(
+            f"{name}: expected uint8 {list(shape)}, a table of 256 values and one magnitude for each 256 or 2048 "
+            f"elements, got {codes.dtype} {list(codes.shape)}, {table.numel()} and {scale.numel()}"
+        )
+    return _runs(table.float()[codes.reshape(-1).long()], scale.float(), run).reshape(shape)
 
 
 def _runs(values: Tensor, scale: Tensor, run: int) -> Tensor:

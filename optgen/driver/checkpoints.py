@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from optgen.base import ready
-from optgen.convert import target as converting
-from optgen.convert.source import TORCH, existing
+from optgen.convert import files
+from optgen.convert.files import TORCH, existing
 from optgen.driver import compile as compiling
 from optgen.driver import load
 from optgen.driver.terminal import Missing
@@ -35,7 +35,7 @@ def convert(
     if to != TORCH:
         load.find_plan(to)
     try:
-        return converting.convert(source, target, to=to, find=_class, spec=spec, weights=weights, param=param)
+        return files.convert(source, target, to=to, find=_class, spec=spec, weights=weights, param=param)
     except ImportError as error:
         raise Missing(str(error)) from error
 
