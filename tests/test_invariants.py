@@ -404,6 +404,11 @@ def test_few_bits_step_as_far_as_fp32_in_a_network_with_dead_units(rule: str, na
             most = max(most, *(float((p.detach() - b).abs().max()) for p, b in now))
         return most
 
-    right = largest("fp32")
+    right, known = largest("fp32"), set[object]()
     for plan in names:
+        kept = plan_of(plan)
+        alike = kept.signed, kept.nonneg, kept.initial, kept.small
+        if plan in HAS_ZEROS or alike in known:  # which have no bound, or keep the states of fp32 weights alike
+            continue
+        known.add(alike)
         assert largest(plan) <= longest(rule, plan) * right, (plan, right)
