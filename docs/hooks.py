@@ -101,7 +101,7 @@ BESIDE = {
     "mars": "a second text; `MARS`", "orthograd": "a second text; `OrthoGrad`", "grams": "a second text; `Grams`",
     "cautious": "a second text; `CautiousAdamW`, `CautiousLion`", "schedule_free": "a second text; `ScheduleFreeSGD`",
     "spam_reset": "Adam that is made anew",
-    **dict.fromkeys(("sam", "asam", "gsam"), "`optgen.SAM`, which is compared with pytorch_optimizer's"),
+    "sam": "pytorch_optimizer.SAM", "asam": "pytorch_optimizer.SAM", "gsam": "pytorch_optimizer.GSAM",
 }  # fmt: skip
 """Wrapper -> what tests compare it with, where that is more than a second text."""
 SCROLLS = r'<div class="scrolls"><math.*?</math></div>'

@@ -443,13 +443,13 @@ class Machine(RuleBasedStateMachine):
         scaler.update()
         self.finish(*[found] * (not infinite))
 
-    @operation(idle, seed=seeds, adaptive=st.booleans(), lacking=masks)
-    def sam(self, seed: int, adaptive: bool = False, lacking: int = 0) -> None:
+    @operation(idle, seed=seeds, lacking=masks)
+    def sam(self, seed: int, lacking: int = 0) -> None:
         """Make a step at weights that a first one has moved; SAM's hooks refuse released gradients ever after."""
         found = [self.gradients(seed + i, lacking) for i in range(2)]
         self.feed()
         self.bound |= not self.two
-        sam = self.subject.opt if self.two else optgen.SAM(self.subject.opt, adaptive=adaptive)
+        sam = self.subject.opt if self.two else optgen.SAM(self.subject.opt)
         self.give(self.subject, found[0])
         sam.first_step()
         for action in (self.subject.opt.state_dict, self.subject.opt.eval, partial(copy.deepcopy, self.subject)):

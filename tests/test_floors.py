@@ -57,7 +57,7 @@ RUNTIME: dict[str, set[str]] = {
     "modes": {"records", "reference", "layout", "states", "options", "work", "step", "checkpoint"},
     "optimizer": {"records", "layout", "states", "options", "work", "step", "checkpoint", "modes"},
     "several": {"records", "layout", "modes", "states", "options", "checkpoint", "optimizer"},
-    "sharpness": {"records", "layout", "checkpoint", "optimizer"},
+    "sharpness": {"checkpoint", "optimizer"},
     "files": {"records", "layout", "states", "options", "checkpoint", "optimizer", "several"},
     "__init__": {"records", "states", "optimizer"},
 }

@@ -18,47 +18,35 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from optgen.runtime.checkpoint import inputs
-from optgen.runtime.layout import sharding
 from optgen.runtime.optimizer import Optimizer
-from optgen.runtime.records import fed_name
 
-EPS = 1e-12
 UNSCALED = "SAM: unscale_() may be called between first_step(scaler) and second_step(scaler), and nowhere else"
 
 
 class SAM:
-    """SAM (Foret et al. 2021, arXiv:2010.01412), and by its options ASAM and GSAM.
+    """SAM (Foret et al. 2021, arXiv:2010.01412).
 
     optimizer   any torch.optim.Optimizer; schedulers, checkpoints and zero_grad stay with it
     rho         the distance that the weights move: by rho * g / |g| over all parameters
-    adaptive    ASAM (Kwon et al. 2021, arXiv:2102.11600), elementwise: rho * w^2 g / |w g|
-    alpha       GSAM (Zhuang et al. 2022, arXiv:2203.08065): of the first gradient alpha times its part at right angles
-                to the second one is taken off that
-    ascent      an optimizer without states of the same parameters, whose step moves the weights in the place of rho and
-                adaptive: one of a spec of its own (examples/ascent.py)
 
     The moved weights are rounded to the dtype of the parameters: of 16-bit ones few move where rho / |g| is small.
-    They stay where they are if the norm is not finite.  Between the two steps a copy of the weights is kept, with alpha
-    one of the gradients too.  RuntimeError for steps out of order or in evaluation, for a state dict in between, and
-    with released gradients, which are gone before the weights can move.
+    They stay where they are if the norm is not finite.  Between the two steps a copy of the weights is kept.
+    RuntimeError for steps out of order or in evaluation, for a state dict in between, and with released gradients,
+    which are gone before the weights can move.
     """
 
-    _scaler: Any = None
-    _second: float | None = None  # the scale of the gradients within the second step
+    _kept: Mapping[Tensor, Tensor] | None = None  # the weights, between the steps
+    _scaler: Any = None  # of the first step
 
-    def __init__(
-        self, optimizer: Any, rho: float = 0.05, *, adaptive: bool = False, alpha: float = 0.0,
-        ascent: torch.optim.Optimizer | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, optimizer: Any, rho: float = 0.05) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             got = type(optimizer).__name__
             raise TypeError(f"SAM: expected an optimizer, got {got}: write SAM(AdamW(model.parameters()), rho=0.05)")
         if hasattr(optimizer, "first_step"):
             raise TypeError(f"SAM: {type(optimizer).__name__} has first_step() and second_step() itself: call these")
-        if not rho >= 0 or not 0 <= alpha <= 1:
-            raise ValueError(f"SAM: rho must be >= 0 and alpha from 0 to 1, got {rho!r} and {alpha!r}")
-        self.optimizer, self.rho, self.adaptive, self.alpha, self.ascent = optimizer, rho, adaptive, alpha, ascent
-        self._kept: list[tuple[Tensor, Tensor, Tensor | None]] | None = None
+        if not rho >= 0:
+            raise ValueError(f"SAM: rho must be >= 0, got {rho!r}")
+        self.optimizer, self.rho = optimizer, rho
         optimizer.register_step_pre_hook(self._refuse_moved)
         optimizer.register_state_dict_pre_hook(self._refuse_moved)
 
@@ -73,6 +61,11 @@ class SAM:
         states = getattr(scaler, "_per_optimizer_states", {})
         return id(self.optimizer) in states and states[id(self.optimizer)]["stage"] is OptState.UNSCALED
 
+    def _keep(self, kept: Mapping[Tensor, Tensor] | None) -> None:
+        self._kept = kept
+        for part in getattr(self.optimizer, "_members", ()):  # which then refuse what needs the weights that are kept
+            part._uphill = kept is not None
+
     @torch.no_grad()
     def first_step(self, scaler: Any = None) -> None:
         """Keep the weights, move them uphill along their gradients, and clear these.
@@ -85,60 +78,37 @@ class SAM:
         if self._is_unscaled(scaler):
             raise RuntimeError(UNSCALED)
         self._scaler = scaler
-        self._prepare()
         params = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
-        norm = _norm([p.abs() * p.grad if self.adaptive else p.grad for p in params]) if self.ascent is None else 0.0
-        finite = math.isfinite(norm)
-        kept = [(p, p.detach().clone(), p.grad.clone() if self.alpha and finite else None) for p in params]
-        if self.ascent is not None:
-            self.ascent.step()
-            if any(isinstance(x, Tensor) and x.ndim for entry in self.ascent.state.values() for x in entry.values()):
-                for p, weight, _ in kept:
-                    p.copy_(weight)
-                raise RuntimeError("SAM: the ascent keeps states; take a rule and a plan without, such as bf16_sr")
-        for p in params if finite and self.ascent is None else ():
-            p.add_(p.square() * p.grad if self.adaptive else p.grad, alpha=self.rho / (norm + EPS))
-        self._kept = kept
-        for part in getattr(self.optimizer, "_members", ()):  # which then refuse what needs the weights that are kept
-            part._uphill = True
+        self._keep({p: p.detach().clone() for p in params})
+        self._ascend(params)
         self.optimizer.zero_grad()
 
-    def _prepare(self) -> None:
-        """Make the ascent of a rule that has its own."""
+    def _ascend(self, params: list[Any]) -> None:
+        """Move the weights of those with a gradient."""
+        squares = [torch.linalg.vector_norm(p.grad.double()).square() for p in params]
+        totals = [x.full_tensor() if hasattr(x, "full_tensor") else x for x in squares]  # over all ranks
+        norm = math.sqrt(sum(x.to(totals[0].device) for x in totals))
+        for p in params if math.isfinite(norm) else ():
+            p.add_(p.grad, alpha=self.rho / (norm + 1e-12))
 
     @torch.no_grad()
-    def _restore(self) -> list[tuple[Tensor, Tensor]]:
-        """Put the weights back; return the first gradients that are kept, each with the second one."""
+    def _restore(self) -> None:
         if self._kept is None:
             raise RuntimeError("SAM: second_step() follows first_step() and a backward")
-        for p, weight, _ in self._kept:
+        for p, weight in self._kept.items():
             p.copy_(weight)
-        pairs = [(old, p.grad) for p, _, old in self._kept if old is not None and p.grad is not None]
-        self._kept = None
-        for part in getattr(self.optimizer, "_members", ()):
-            part._uphill = False
-        return pairs
+        self._keep(None)
 
-    @torch.no_grad()
     def second_step(self, scaler: Any = None) -> None:
         """Restore the weights, and make the optimizer's step with the gradients that are there now.
 
         scaler   a GradScaler, which makes the step; both losses have its scale, and its `update` comes afterwards
         A parameter that has none now is not stepped.  Gradients stay, as after any step.
         """
-        pairs, unscaled = self._restore(), self._is_unscaled(scaler)
-        if unscaled and scaler is not self._scaler:
+        self._restore()
+        if self._is_unscaled(scaler) and scaler is not self._scaler:
             raise RuntimeError(UNSCALED)
-        if pairs:
-            along = _total([(old.double() * new.double()).sum() for old, new in pairs])
-            ratio = along / (_norm([new for _, new in pairs]) ** 2 + EPS)
-            for old, new in pairs:
-                new.sub_((old - ratio * new) / (scaler.get_scale() if unscaled else 1.0), alpha=self.alpha)
-        self._second = 1.0 if scaler is None else scaler.get_scale()
-        try:
-            self.optimizer.step() if scaler is None else scaler.step(self.optimizer)
-        finally:
-            self._second = None
+        self.optimizer.step() if scaler is None else scaler.step(self.optimizer)
 
     def step(self, closure: Callable[[], Any], scaler: Any = None) -> Any:
         """Make both steps, and return the loss at the weights themselves.
@@ -170,46 +140,46 @@ class TwoPhase(Optimizer, SAM):
     ASCENT: ClassVar[type[Any]]
     ASCENDS: ClassVar[Mapping[str, str]]
     optimizer = property(lambda self: self)
-    adaptive, alpha, ascent, _kept = False, 0.0, None, None
+    _scale: float | None = None  # of the gradients, within the second step
+    _first: Mapping[Tensor, Tensor] = {}  # the gradients of the first step, if the rule reads them
 
-    def _prepare(self) -> None:
-        """Make the ascent with the options of now, and feed the gradients to an input `first_grad`."""
+    def _ascend(self, params: list[Any]) -> None:
+        """Make the ascent with the options of now."""
         own = ("params", "param_names", "streams", "maximize", "backend")
         keys = dict(zip(own, own, strict=True), **self.ASCENDS)
         groups = [{x: g[y] for x, y in keys.items() if y in g} | {"seed": g["seed"] + 1} for g in self.param_groups]
-        self.ascent = self.ASCENT(groups)
-        signs = {p: -1.0 if g["maximize"] else 1.0 for g in groups for p in g["params"]}
-        counts = {p: {"step": int(self.state[p]["step"])} for p in signs if "step" in self.state.get(p, ())}
-        self.ascent.state.update(counts)  # random bits of a run that goes on are those that it would have had
-        given: Any = lambda p: torch.zeros_like(p) if p.grad is None else signs[p] * p.grad  # noqa: E731
-        self.feed(**{y: given for x, y in self.ASCENDS.items() if x == "first_grad"})
+        ascent = self.ASCENT(groups)
+        for p in params:  # random bits of a run that goes on are those that it would have had
+            if "step" in self.state.get(p, ()):
+                ascent.state[p] = {"step": int(self.state[p]["step"])}
+        if "first_grad" in self.ASCENDS:
+            uphill = {p for g in groups if g["maximize"] for p in g["params"]}
+            self._first = {p: -p.grad if p in uphill else p.grad.clone() for p in params}
+        ascent.step()
+
+    def second_step(self, scaler: Any = None) -> None:
+        """Restore the weights and make the step, as `SAM.second_step`."""
+        self._scale = 1.0 if scaler is None else scaler.get_scale()
+        try:
+            super().second_step(scaler)
+        finally:
+            self._scale, self._first = None, {}
 
     def step(self, closure: Callable[[], Any] | None = None, scaler: Any = None) -> Any:
         """Make both steps, as `SAM.step`; RuntimeError without a closure, which would leave the first one out."""
         if closure is not None:
             return SAM.step(self, closure, scaler)
-        if self._second is None and not inputs.begins(self._owner()):
+        if self._scale is None and not inputs.begins(self._owner()):
             raise RuntimeError(f"{type(self).__name__}.step() takes a closure; or call first_step(), second_step()")
-        first = self.ASCENDS.get("first_grad", "")
-        for entry in self.state.values() if self._second != 1 else ():  # a scaler divides gradients alone
-            if entry.get(fed_name(first)):
-                sharding.local(entry[first]).div_(self._second)
+        if self._scale is not None and "first_grad" in self.ASCENDS:
+            first, scale = self._first, self._scale  # a scaler divides the second gradients alone
+            given: Any = lambda p: first[p].float() / scale if p in first else torch.zeros_like(p)  # noqa: E731
+            self.feed(**{self.ASCENDS["first_grad"]: given})
         return super().step()
 
     def release_gradients(self, *_: Any, **__: Any) -> Any:
         """Refuse it: gradients would be gone before the weights can move."""
         raise RuntimeError(f"{type(self).__name__}.release_gradients: first_step() needs all gradients at once")
-
-
-def _total(numbers: list[Any]) -> float:
-    """Return the sum of tensors of one number; of DTensors over all ranks."""
-    found = [x.full_tensor() if hasattr(x, "full_tensor") else x for x in numbers]
-    return float(sum(x.to(found[0].device) for x in found)) if found else 0.0
-
-
-def _norm(tensors: list[Tensor]) -> float:
-    """Return the Euclidean norm over all tensors."""
-    return math.sqrt(_total([torch.linalg.vector_norm(x.double()).square() for x in tensors]))
 
 
 __all__ = ["SAM", "TwoPhase"]
