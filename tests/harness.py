@@ -364,7 +364,7 @@ def _headers(by: native.Compiler, flags: tuple[str, ...], sets: Sequence[native.
         return path
     compiled_ = path.with_name(path.name + ".gch")
     compiled_.mkdir(parents=True, exist_ok=True)
-    with native._alone(path), tempfile.TemporaryDirectory(dir=HEADERS) as folder:
+    with native.alone(path), tempfile.TemporaryDirectory(dir=HEADERS) as folder:
         if path.exists():  # of another worker
             return path
         source, made = Path(folder) / path.name, Path(folder) / "made"

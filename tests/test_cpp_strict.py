@@ -133,7 +133,7 @@ def test_signs_of_all_kinds_of_floats(isa: native.Isa, tmp_path: Path) -> None:
         "        store(out + i, bits(sign(as_float(load(x + i)))));\n"
         "}\n"
     )
-    command = [*native.compiler().command, *native.FLAGS, *isa.flags, f"-I{native.HEADERS}", '-DOPTGEN_STAMP=""']
+    command = [*native.compiler().command, *native.FLAGS, *isa.flags, f"-I{native.HEADERS}"]
     subprocess.run([*command, "-shared", str(source), "-o", str(library)], check=True, capture_output=True)
     # Every exponent, of either sign, with the mantissas at both ends and some between: signalling NaNs are among them.
     mantissas = torch.tensor([0, 1, 2, 0x3FFFFF, 0x400000, 0x400001, 0x7FFFFE, 0x7FFFFF])
@@ -180,7 +180,7 @@ def test_random_bits_are_those_of_the_reference(rare: tuple[str, ...], tmp_path:
         ]
     source, library = tmp_path / "draws.cpp", tmp_path / "draws.so"
     source.write_text("\n".join(text) + "\n")
-    command = [*native.compiler().command, *native.FLAGS, *ISAS[0].flags, f"-I{native.HEADERS}", '-DOPTGEN_STAMP=""']
+    command = [*native.compiler().command, *native.FLAGS, *ISAS[0].flags, f"-I{native.HEADERS}"]
     subprocess.run([*command, "-shared", str(source), "-o", str(library)], check=True, capture_output=True)
     loaded = ctypes.CDLL(str(library))
     for k, wants in enumerate(WANTS):

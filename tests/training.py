@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import optgen
 from optgen.runtime import Optimizer
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -72,6 +74,12 @@ def everything(opt: Any, model: nn.Module | None = None) -> Any:
 def states(opt: Any) -> Any:
     """Return the bits of the states, in the order of the parameters."""
     return bits([opt.state.get(p, {}) for p in params_of(opt)])
+
+
+@functools.cache
+def nadam() -> type[Any]:
+    """Return a rule with a number of the host's among its states, in strict maths: all backends give the same bits."""
+    return optgen.compile("nadam", "fp32", maths="strict")
 
 
 def through_file(value: Any, weights_only: bool = True) -> Any:

@@ -41,7 +41,6 @@ SIZES = (98304, 29999104)
 CALL = 1e-4  # seconds at least that are timed at a time: few such windows are interrupted, however busy the machine is
 CHAIN = """
 #include <stdint.h>
-extern "C" __attribute__((visibility("default"))) const char *optgen_stamp() { return OPTGEN_STAMP; }
 extern "C" __attribute__((visibility("default"))) int64_t chain(int64_t n) {
     int64_t x = 0;
     for (int64_t i = 0; i < n; i += 4)
@@ -122,7 +121,7 @@ def preprocessed(job: native.Job) -> str:
     """Return the text of a job with all that it includes."""
     by = native.compiler()
     assert by is not None
-    command = [*by.command, *job.flags(native.isa()), *by.flags, '-DOPTGEN_STAMP="saved"', "-fopenmp"]
+    command = [*by.command, *job.flags(native.isa()), *by.flags, "-fopenmp"]
     return subprocess.run(
         [*command, "-E", "-x", "c++", "-"], input=job.source, capture_output=True, text=True, check=True
     ).stdout
@@ -130,8 +129,7 @@ def preprocessed(job: native.Job) -> str:
 
 def saved(text: str) -> Callable[..., int]:
     """Return the kernel of a text that `--save` wrote, for the instruction set that it was written for."""
-    stamped = text.replace('"saved"', "OPTGEN_STAMP")
-    return function(native.Job("saved", stamped))
+    return function(native.Job("saved", text))
 
 
 def variants(job: native.Job) -> dict[str, Callable[..., int]]:
@@ -150,7 +148,7 @@ def variants(job: native.Job) -> dict[str, Callable[..., int]]:
 def gigahertz() -> float | None:
     """Return the clock of this core while it adds; None where it has no x86 instructions."""
     try:
-        chain = function(replace(native.Job("chain", CHAIN), vector=False), "chain")
+        chain = function(native.Job("chain", CHAIN), "chain")
     except SystemExit:
         return None
     count, best = 2_000_000, float("inf")

@@ -71,7 +71,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "tests/test_loading.py::test_tables_are_kept_from_step_to_step_while_nothing_moves",
         "tests/test_sharding.py::test_one_gradient_over_another_mesh_is_refused_on_the_short_way_too",
         "tests/test_sharding.py::test_a_rule_that_sums_at_some_steps_agrees_on_gradients_at_every_step",
-        "tests/test_native.py",
+        "tests/test_native.py", "tests/test_fast_path.py",
     ),
 }  # fmt: skip
 

@@ -84,10 +84,11 @@ def _gpu() -> Line:
 def _cpu() -> Line:
     from optgen.runtime.cpu import native
 
-    found = native.describe()
-    if found["problem"]:
-        return Line("cpu", "eager PyTorch", "note", f"{found['problem']}; optimizers step on the CPU many times slower")
-    return Line("cpu", f"{found['isa']}, {found['version']}")
+    by = native.compiler()
+    if by is None:
+        why = f"{native.no_compiler()}; optimizers step on the CPU many times slower"
+        return Line("cpu", "eager PyTorch", "note", why)
+    return Line("cpu", f"{native.isa().name}, {by.version}")
 
 
 def _compiler() -> Line:
@@ -101,10 +102,14 @@ def _compiler() -> Line:
 def _cache() -> Line:
     from optgen.runtime.cpu import native
 
-    found = native.describe()
-    text = f"{found['cache']}, generated code and {found['kernels']} compiled kernels"
-    if found["writable"]:
+    folder = native.cache_folder()
+    text = f"{folder}, generated code and {len(list(folder.glob('*.so')))} compiled kernels"
+    present = next(place for place in (folder, *folder.parents) if place.exists())
+    if present == folder and not native.is_ours(folder.stat()):
+        why = "other users can write to it, so it is not used"
+    elif not present.is_dir() or not os.access(present, os.W_OK):
+        why = "read-only"
+    else:
         return Line("cache", text)
-    why = "read-only" if found["private"] else "other users can write to it, so it is not used"
     advice = f"{why}: all is made again in every process; OPTGEN_CACHE names another folder"
     return Line("cache", text, "warning", advice)

@@ -595,7 +595,6 @@ template <class Kernel, class = void> struct Runner {
 }  // namespace
 
 #define OPTGEN_EXPORT                                                                                                 \
-    extern "C" __attribute__((visibility("default"))) const char *optgen_stamp() { return OPTGEN_STAMP; }             \
     extern "C" __attribute__((visibility("default"))) const int32_t *optgen_layout() {                                \
         return Runner<OPTGEN_KERNEL<OPTGEN_GRAD>>::layout();                                                          \
     }                                                                                                                 \
