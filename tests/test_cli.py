@@ -208,6 +208,18 @@ def test_doctor_warns_of_a_cache_that_is_not_used(tmp_path: Path, run: Run, monk
     assert line["found"].startswith(f"{tmp_path}, ") and line["advice"].startswith("other users")
 
 
+def test_doctor_names_a_missing_compiler_and_makes_no_folder(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPTGEN_CACHE", str(tmp_path / "a" / "b"))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    lines = {line["what"]: line for line in as_json(run("doctor", "--json")[1])["lines"]}
+    assert lines["cpu"]["verdict"] == "note" and "'no-such-compiler' is no C++ compiler" in lines["cpu"]["advice"]
+    assert lines["cache"]["verdict"] == "ok"
+    assert lines["cache"]["found"].endswith(", generated code and 0 compiled kernels")
+    assert not (tmp_path / "a").exists()
+
+
 def test_version_and_help(run: Run) -> None:
     assert run("--version")[:2] == (0, f"optgen {optgen.__version__}\n")
     code, out, _ = run("--help")
