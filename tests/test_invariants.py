@@ -118,6 +118,7 @@ LONG = {
     "adai": (FACTORED, "divides by an average that begins at 0, which these keep as factors"),
     "dadapt_adagrad": (COARSE, "the weight is a sum over a root and has the noise of the sum"),
     "ftrl": (set(PLANS), "the weight is a sum over a root and has the noise of the sum"),
+    "grokfast_adamw": ({"torchao4"}, "adds twice an average of gradients that is rounded to 16 codes: 2.51"),
     "prodigy": ({"flashoptim"}, "squares of 1e-6 of a gradient are below what fp16 scales hold"),
     "rprop": (COARSE, "a rate goes up to the next code"),
 }
