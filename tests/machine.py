@@ -617,7 +617,7 @@ class Machine(RuleBasedStateMachine):
     def offloaded(self, on: bool) -> None:
         """Let the CPU stand for a device whose states are in host memory."""
         for part in self.subject.parts() if on and not self.bound else ():
-            part._offload = offload.Offload(lambda _: offload.Mover(), resident=())
+            part._offload = offload.Offload(resident=())
         self.bound |= on
         for group in self.subject.opt.param_groups:
             group["offload"] = on

@@ -158,7 +158,7 @@ def test_offloaded_steps_are_measured_and_captured_ones_refused(monkeypatch: pyt
     for on in (False, True):
         opt, params = made("int8_split24")
         if on:
-            opt._offload = offload.Offload(lambda _: offload.Mover(), resident=())
+            opt._offload = offload.Offload(resident=())
             opt.param_groups[0] |= {"offload": True, "backend": "cpp"}
         torch.manual_seed(3)
         train(opt, params, 1)

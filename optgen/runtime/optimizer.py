@@ -580,8 +580,8 @@ class Optimizer(Checkpointed):
                     self._refuse_in_evaluation("load_state_dict() of one that was taken in training")
                 return loaded
             except BaseException:
-                for p, home in moved:
-                    state.settle(p, home)
+                for entry, home in moved:
+                    state.settle(entry.p, home)
                 raise
 
     def _take(self, loaded: checkpoint.Loaded) -> None:

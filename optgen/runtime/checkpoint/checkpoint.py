@@ -69,7 +69,7 @@ def own_names(cls: Any, groups: Groups, states: Mapping[Any, Any]) -> list[dict[
     for group, labels in zip(groups, labels_of(groups), strict=True):
         names: dict[str, None] = {}
         for p, label in zip(group["params"], labels, strict=True):
-            own = states.get(p, {}).keys() - _names(cls, group, p, label) if states.get(p) else ()
+            own = states.get(p, {}).keys() - keys_of(cls, group, p, label) if states.get(p) else ()
             names |= dict.fromkeys(sorted(key for key in own if isinstance(key, str)))
         found.append({options.ENTRIES: list(names)} if names else {})
     beside = [key for key in states if isinstance(key, str)]
@@ -78,7 +78,7 @@ def own_names(cls: Any, groups: Groups, states: Mapping[Any, Any]) -> list[dict[
     return found
 
 
-def _names(cls: Any, group: Mapping[str, Any], p: Tensor, label: plans.Label) -> frozenset[str]:
+def keys_of(cls: Any, group: Mapping[str, Any], p: Tensor, label: plans.Label) -> frozenset[str]:
     """Return the keys of a parameter's state under its plan, for any setting of the flags."""
     trained = p.dtype in overrides.TRAINED
     return _fields(plans.chosen(cls, group, p.dtype, label).pair) if trained else frozenset()
@@ -554,7 +554,7 @@ class _Reading:
         for (p, label, number), name in zip(rows, names, strict=True):
             entry, extra = saved.get(number), {}
             if (kept or cls.INPUTS) and isinstance(entry, Mapping):
-                mine = kept - _names(cls, group, p, label)
+                mine = kept - keys_of(cls, group, p, label)
                 if self.own and entry.keys() <= mine | fed:  # for the first step, which is still to come
                     mine |= fed
                     misfits.lines += _misfed(cls, p, entry, state.label(p, name))

@@ -53,8 +53,7 @@ class ReleasedParameter:
     def __init__(self, optimizer: Any, entry: Entry) -> None:
         self.p, _, self.number, self.place, position, self.name = entry
         self.group: dict[str, Any] = {"params": [self.p], "param_names": [self.name], "positions": [position]}
-        self.stepper, self.offload = Stepper(self.number), optimizer._offload.part()
-        self.offload.expect(self.p)
+        self.stepper, self.offload = Stepper(self.number), optimizer._offload.part(entry)
         known = optimizer._stepper.dtypes.get(id(self.p))
         if known is not None:
             self.stepper.dtypes[id(self.p)] = known
