@@ -213,11 +213,10 @@ def misread(cls: type, defaults: Mapping[str, Any], content: Mapping[str, Any]) 
         number, group, *_, label = rows[at]
         kept, one = saved["state"].get(number), content["about"]["parameters"][at]
         if not isinstance(kept, Mapping) or any(
-            isinstance(value, Tensor) and not checkpoint.has_values(value) for value in kept.values()
+            isinstance(value, Tensor) and checkpoint.without_values(value) for value in kept.values()
         ):
             continue
         try:
-            checkpoint.check_format(group)
             group = {**defaults, **group, **options.check(cls, {**defaults, **group})}
             p = torch.empty(one["shape"], dtype=dtype_of(one["dtype"]), device="cpu")
             now = _first_values(cls, group, p, kept, label).get(name, values)

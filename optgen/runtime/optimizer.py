@@ -334,7 +334,8 @@ class Optimizer(Checkpointed):
         self._reset_caches()
         super().__setstate__({k: v for k, v in state.items() if k != low_bits.CARRIER})
         for group in self.param_groups:
-            checkpoint.check_format(group)
+            if line := checkpoint.other_form(group):
+                raise ValueError(line)
         own = {h.name: h.default for h in self.HYPERS} | {f.name: f.default for f in self.FLAGS if not f.derived}
         self.defaults |= own | self.defaults  # the rule may have got more since
         self.defaults.pop("differentiable", None)  # torch puts it there; it would wander into new groups

@@ -46,13 +46,12 @@ change after a release.
 """
 
 
-def check_format(group: Mapping[str, Any]) -> None:
-    """Raise ValueError for a group of another form, or with a form and no plan."""
+def other_form(group: Mapping[str, Any]) -> str:
+    """Describe a group of another form, or with a form and no plan; "" for one that is read."""
     found = group.get("format")
     if "plan" in group and (type(found) is not int or found != FORMAT):
-        raise ValueError(f"expected a checkpoint of format {FORMAT}, got format {found!r}, which is not read")
-    if "format" in group and "plan" not in group:
-        raise ValueError("expected 'plan', it is missing")
+        return f"expected a checkpoint of format {FORMAT}, got format {found!r}, which is not read"
+    return "expected 'plan', it is missing" if "format" in group and "plan" not in group else ""
 
 
 def is_stack(cls: Any, group: Mapping[str, Any], p: Tensor, label: plans.Label) -> bool:
@@ -67,11 +66,10 @@ def own_names(cls: Any, groups: Groups, states: Mapping[Any, Any]) -> list[dict[
     """Return the names of a user's own entries, for each group of a state dict."""
     found: list[dict[str, list[str]]] = []
     for group, labels in zip(groups, labels_of(groups), strict=True):
-        names: dict[str, None] = {}
-        for p, label in zip(group["params"], labels, strict=True):
-            own = states.get(p, {}).keys() - keys_of(cls, group, p, label) if states.get(p) else ()
-            names |= dict.fromkeys(sorted(key for key in own if isinstance(key, str)))
-        found.append({options.ENTRIES: list(names)} if names else {})
+        rows = [(p, label) for p, label in zip(group["params"], labels, strict=True) if states.get(p)]
+        own = [states[p].keys() - keys_of(cls, group, p, label) for p, label in rows]
+        names = sorted({key for keys in own for key in keys if isinstance(key, str)})
+        found.append({options.ENTRIES: names} if names else {})
     beside = [key for key in states if isinstance(key, str)]
     if beside and found:
         found[0][options.BESIDE] = beside
@@ -102,7 +100,7 @@ def _copied(value: Any, device: torch.device | None, name: str, misfits: Misfits
     A tensor without values is a misfit.
     """
     if isinstance(value, Tensor):
-        if value.layout is torch.strided and not has_values(value):
+        if value.layout is torch.strided and without_values(value):
             misfits.add(f"{name}: expected a tensor with values, got one without")
             return value
         return value.detach().to(device or value.device, copy=True)
@@ -134,57 +132,44 @@ def read(
     """
     misfits = Misfits(f"{cls.__name__}.load_state_dict: the checkpoint does not fit, nothing was loaded")
     saved_groups, saved_state = parts(saved, misfits)
-    for i, group in enumerate(saved_groups):
-        try:
-            check_format(group)
-        except ValueError as error:
-            misfits.add(f"group {i}: {error}")
-    filled = ["plan" in group for group in saved_groups if group["params"]]
-    if any(filled) and not all(filled):  # torch.distributed.checkpoint gives a saved group's options to one group
-        misfits.add("expected 'plan' in every group: some have no options, as those that were one when it was saved")
-    misfits.stop()
     saved_groups = _aligned(groups, saved_groups)
     order, sources = matched = _match(groups, saved_groups, misfits)
-    merged = [_merge(cls, i, g, s, order, misfits) for i, (g, s) in enumerate(zip(groups, sources, strict=True))]
+    bare = all(isinstance(entry, Mapping) and not entry for entry in saved_state.values())
+    pairs = enumerate(zip(groups, sources, strict=True))
+    merged = [_merge(cls, i, *pair, order, bare, misfits) for i, pair in pairs]
     misfits.stop()
-    if all(isinstance(entry, Mapping) and not entry for entry in saved_state.values()):
-        for i, source in enumerate(sources):
-            absent = [hyper.name for hyper in cls.HYPERS if hyper.name not in source and source["params"]]
-            if absent:  # of another rule, maybe, whose states would tell
-                misfits.add(f"group {i}: expected {', '.join(absent)}, they are missing, and so are all states")
-        misfits.stop()
     _take_streams(merged, saved_groups, matched, saved.get(options.UNNAMED) is True)
     _take_settings(cls, groups, merged, saved_groups, matched)
-    beside = {key for group in saved_groups for key in _listed(group, options.BESIDE)} - set(order.values())
-    known = {*order.values(), *beside}
-    for key in saved_state:
-        if key not in known:
-            misfits.add(f"state of {key!r}: expected parameters of the groups only, it is in none")
-    started = any(not entry or "step" in entry for entry in state.of_parameters(present))
+    numbers = set(order.values())
+    beside = set[Any]().union(*(_listed(group, options.BESIDE) for group in saved_groups)) - numbers
+    unknown = [key for key in saved_state if not (key in numbers or key in beside)]
+    misfits.lines += [f"state of {key!r}: expected parameters of the groups only, it is in none" for key in unknown]
     loaded = Loaded({}, merged, [])
-    missing: list[str] = []
+    absent: list[tuple[Tensor, str]] = []
     mine = own_names(cls, groups, present)  # torch's flattened form has only the keys that the live groups have
     for group, saved_group, own, labels in zip(merged, sources, mine, labels_of(merged), strict=True):
         reading = _Reading(cls, group, {**own, **saved_group}, misfits, loaded)
-        numbers = [order[id(p)] for p in group["params"]]
-        absent = reading.read(labels, numbers, saved_state)
-        missing += [name for p, name in absent if not started or state.of(present, p)]
+        absent += reading.read(labels, [order[id(p)] for p in group["params"]], saved_state)
     loaded.states.update({k: _copied(x, None, k, misfits) for k, x in saved_state.items() if k in beside})
     if sharding.anywhere(bool(misfits.lines), [p for group in merged for p in group["params"]]) and not misfits.lines:
         misfits.add("another rank found what does not fit its parts, and says it")
-    if any(line.endswith(MISSING) for line in misfits.lines):
-        misfits.heading += (
-            " (torch.distributed.checkpoint reads what the optimizer's own state dict has: make the states by "
-            "get_optimizer_state_dict, call eval(), and load once more)"
-        )
     misfits.stop()
-    if missing and any("step" in entry for entry in state.of_parameters(loaded.states)):
+    _warn_of_absent(cls, absent, present, loaded.states)
+    return loaded
+
+
+def _warn_of_absent(
+    cls: Any, absent: Sequence[tuple[Tensor, str]], present: Mapping[Any, Any], states: Mapping[Any, Any]
+) -> None:
+    """Warn of parameters without a state in a checkpoint of steps, unless no step was made of them here either."""
+    started = any(not entry or "step" in entry for entry in state.of_parameters(present))
+    names = [name for p, name in absent if not started or state.of(present, p)]
+    if names and any("step" in entry for entry in state.of_parameters(states)):
         warn(
-            f"{cls.__name__}.load_state_dict: the checkpoint has no state for {len(missing)} parameters "
-            f"({', '.join(missing[:SHOWN])}{', ...' if len(missing) > SHOWN else ''}): they start anew",
+            f"{cls.__name__}.load_state_dict: the checkpoint has no state for {len(names)} parameters "
+            f"({', '.join(names[:SHOWN])}{', ...' if len(names) > SHOWN else ''}): they start anew",
             cls,
         )
-    return loaded
 
 
 READER = "optgen.convert.packages"
@@ -222,47 +207,55 @@ def parts(saved: Mapping[str, Any], misfits: Misfits) -> tuple[list[Mapping[str,
     assert isinstance(groups, Sequence) and isinstance(entries, Mapping)
     seen: set[Any] = set()
     for i, group in enumerate(groups):
-        for number in group["params"]:
-            if not isinstance(number, (int, str)):
-                misfits.add(f"group {i}: expected numbers of parameters in 'params', got {_short(number)}")
-            elif number in seen:
-                misfits.add(f"group {i}: expected each parameter once in 'params', {_short(number)} is there again")
-            else:
-                seen.add(number)
-        names = group.get("param_names")
-        if names is None:
-            continue
-        if not isinstance(names, (list, tuple)) or not all(isinstance(name, (str, int)) for name in names):
-            misfits.add(f"group {i}: expected names in 'param_names', got {_short(names)}")
-        elif len(names) != len(group["params"]):
-            misfits.add(f"group {i}: expected {len(group['params'])} names in 'param_names', got {len(names)}")
+        misfits.lines += [f"group {i}: {line}" for line in _wrong_in_group(group, seen)]
+    filled = ["plan" in group for group in groups if group["params"]]
+    if any(filled) and not all(filled):  # torch.distributed.checkpoint gives a saved group's options to one group
+        misfits.add("expected 'plan' in every group: some have no options, as those that were one when it was saved")
     misfits.stop()
     return list(groups), entries
 
 
-def has_values(value: Tensor) -> bool:
-    """Return True if a tensor has memory for each of its elements: reading any other would crash the process."""
-    if value.layout is not torch.strided or value.is_meta:
-        return False
-    if type(value) not in (Tensor, nn.Parameter) or not value.numel():  # those of other types are made of others
-        return True
-    last = value.storage_offset() + sum((n - 1) * stride for n, stride in zip(value.shape, value.stride(), strict=True))
-    return (last + 1) * value.element_size() <= value.untyped_storage().nbytes()
+def _wrong_in_group(group: Mapping[str, Any], seen: set[Any]) -> Iterator[str]:
+    """Yield what is wrong with a saved group, whatever the optimizer; `seen` has the parameters of earlier groups."""
+    if line := other_form(group):
+        yield line
+    for number in group["params"]:
+        if not isinstance(number, (int, str)):
+            yield f"expected numbers of parameters in 'params', got {_short(number)}"
+        elif number in seen:
+            yield f"expected each parameter once in 'params', {_short(number)} is there again"
+        else:
+            seen.add(number)
+    names = group.get("param_names", ())
+    if names is not None and not (isinstance(names, (list, tuple)) and all(isinstance(x, (str, int)) for x in names)):
+        yield f"expected names in 'param_names', got {_short(names)}"
+    elif names is not None and "param_names" in group and len(names) != len(group["params"]):
+        yield f"expected {len(group['params'])} names in 'param_names', got {len(names)}"
 
 
 def without_values(value: Tensor) -> str:
-    """Describe a tensor without values for an error message; "" if it has values."""
-    if has_values(value):
+    """Describe a tensor without memory for each of its elements, reading which would crash the process; "" if it has
+    it."""
+    if value.is_meta:
+        return "on the meta device"
+    if value.layout is not torch.strided:
+        return f"of layout {value.layout}"
+    if type(value) not in (Tensor, nn.Parameter) or not value.numel():  # those of other types are made of others
         return ""
-    strange = f"of layout {value.layout}" if value.layout is not torch.strided else "whose memory was freed"
-    return "on the meta device" if value.is_meta else strange
+    last = value.storage_offset() + sum((n - 1) * stride for n, stride in zip(value.shape, value.stride(), strict=True))
+    return "" if (last + 1) * value.element_size() <= value.untyped_storage().nbytes() else "whose memory was freed"
 
 
 def _short(value: object) -> str:
     """Return a short text of any value for an error message."""
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) and value.ndim:
         return state.describe(value.dtype, tuple(value.shape))
     return f"{value!r:.80}"
+
+
+def _finite(value: object) -> float | None:
+    number = as_float(value)
+    return number if number is not None and math.isfinite(number) else None
 
 
 class Matched(NamedTuple):
@@ -376,9 +369,16 @@ def positions(groups: Groups, saved: list[Mapping[str, Any]], misfits: Misfits) 
 
 
 def _merge(
-    cls: Any, index: int, group: Mapping[str, Any], saved: Mapping[str, Any], order: Mapping[int, Any], misfits: Misfits
-) -> dict[str, Any]:
-    """Return the group after loading: present parameters, with saved options and names over the present ones."""
+    cls: Any, index: int, group: Mapping[str, Any], saved: Mapping[str, Any], order: Mapping[int, Any], bare: bool,
+    misfits: Misfits,
+) -> dict[str, Any]:  # fmt: skip
+    """Return the group after loading: present parameters, with saved options and names over the present ones.
+
+    bare   True if there is no state, which would tell if the options are another rule's
+    """
+    absent = [hyper.name for hyper in cls.HYPERS if bare and hyper.name not in saved and saved["params"]]
+    if absent:
+        misfits.add(f"group {index}: expected {', '.join(absent)}, they are missing, and so are all states")
     taken = {key: copy.deepcopy(value) for key, value in saved.items() if key not in options.FOREIGN}
     if (given := taken.pop("param_names", None)) is not None:  # what random bits go by; in the present order
         names = dict(zip(saved["params"], given, strict=True))
@@ -585,7 +585,8 @@ class _Reading:
         p, parts, exact, errors = target, None, None, None
         trained = found.pop(state.TRAINED, None) if self.evaluating else None
         if self.evaluating and not isinstance(trained, Tensor):
-            self.misfits.add(f"{where}: {state.TRAINED}{MISSING}")
+            self.misfits.add(f"{where}: {state.TRAINED}: it is missing, and the checkpoint was taken in evaluation")
+            self.misfits.heading = self.misfits.heading.removesuffix(EVALUATED) + EVALUATED
             return None
         try:
             plan_name, plan, variant = select(self.cls, self.group, p, label)
@@ -609,7 +610,10 @@ class _Reading:
         return _Source(self, plan, variant, target, p, parts, found, exact, trained, where)
 
 
-MISSING = ": it is missing, and the checkpoint was taken in evaluation"
+EVALUATED = (
+    " (torch.distributed.checkpoint reads what the optimizer's own state dict has: make the states by "
+    "get_optimizer_state_dict, call eval(), and load once more)"
+)
 
 
 def _trained(value: Tensor, target: Tensor, p: Tensor, parts: sharding.Parts | None, own: bool) -> Tensor:
@@ -664,63 +668,64 @@ class _Source:
         expected = {*variant.states, *variant.host_names, "step"} if dense else variant.keys
         for key in sorted(map(str, self.entry.keys() - expected)):
             self.misfit(f"{key}: not expected (it has {', '.join(sorted(expected))})")
-        made = self._scalars(dense)
-        whole, shown, parts = dict[str, Tensor](), None, self.parts
-        of_whole = variant.of_whole or variant.eager.matrices
-        if dense and of_whole and parts is not None and not parts.gathered and parts.layout.dims():
-            # Their formats need statistics of all ranks, which all ask, also those that found misfits.
-            whole = parts.assembled({key: self.entry[key].to(self.p.device) for key in variant.states})
+        made, whole = dict[str, Any](step=1), self._whole() if dense else {}
+        for key, want, read in self._expected(dense, arena):
+            value = self.entry.get(key)
+            made[key] = read(value)
+            if made[key] is None:
+                self.misfit(f"{key}: expected {want}, {'it is missing' if value is None else f'got {_short(value)}'}")
         if dense:
             self._numbers({**self.entry, **whole}, variant.states, variant.nonneg)
-        else:
-            self._copy(made, arena)
         if len(misfits) == before:
             shown = self._encode(made, arena, whole) if dense else self._checked(made)
-            shown = shown if self.trained is None or dense else self.trained
-        if shown is not None:
-            p = self.target if parts is None else self.p
-            if parts is not None and parts.gathered:  # p is a copy of all of it
-                p, shown = sharding.local(self.target), sharding.part_of(shown, parts.layout)
-            if self.trained is None:
-                self.reading.loaded.rounded.append((p, shown))
-            else:
-                shown = shown.to(p.device, p.dtype)
-                made[state.TRAINED] = shown if parts is None else sharding.wrapped(shown, parts.layout)
-        return made if parts is None else parts.wrapped(made)
+            if self.trained is not None and not dense:
+                shown = self.trained
+            if shown is not None:
+                self._show(shown, made)
+        return made if self.parts is None else self.parts.wrapped(made)
 
-    def _scalars(self, dense: bool) -> dict[str, Any]:
-        """Return `step` and the host states.
+    def _whole(self) -> Mapping[str, Tensor]:
+        """Return the states of the whole tensor, if formats need statistics of all ranks.
+
+        All ranks ask for them, also those that found misfits.
+        """
+        of_whole = self.variant.of_whole or self.variant.eager.matrices
+        if self.parts is None or self.parts.gathered or not of_whole or not self.parts.layout.dims():
+            return {}
+        return self.parts.assembled({key: self.entry[key].to(self.p.device) for key in self.variant.states})
+
+    def _show(self, weight: Tensor, made: dict[str, Any]) -> None:
+        """Let the parameter have that weight; in evaluation it stands beside it."""
+        parts, p = self.parts, self.target if self.parts is None else self.p
+        if parts is not None and parts.gathered:  # p is a copy of all of it
+            p, weight = sharding.local(self.target), sharding.part_of(weight, parts.layout)
+        if self.trained is None:
+            self.reading.loaded.rounded.append((p, weight))
+        else:
+            weight = weight.to(p.device, p.dtype)
+            made[state.TRAINED] = weight if parts is None else sharding.wrapped(weight, parts.layout)
+
+    def _expected(self, dense: bool, arena: Arena) -> Iterator[tuple[str, str, Callable[[Any], Any]]]:
+        """Yield (key, what its value has to be, function that returns the value to be taken over, None if it is not).
 
         torch's SGD counts no steps. If its buffer is there, a step was made, which is all that a rule without a count
         needs to know.
         """
-        made: dict[str, Any] = {"step": 1}
-        if "step" in self.entry:
-            made["step"] = state.step_count(self.entry["step"])
-            if made["step"] is None:
-                self.misfit(f"step: expected a whole number >= 0, got {self.entry['step']!r}")
-        elif not dense and set(self.variant.names) - set(self.variant.states):
-            self.misfit("step: expected a whole number >= 0, it is missing")
+        if "step" in self.entry or (not dense and set(self.variant.names) - set(self.variant.states)):
+            yield "step", "a whole number >= 0", state.step_count
         for name in self.variant.host_names:
-            made[name] = as_float(self.entry.get(name))
-            if made[name] is None or not math.isfinite(made[name]):
-                self.misfit(f"{name}: expected a finite number, got {self.entry.get(name, 'nothing')!r}")
-        return made
+            yield name, "a finite number", _finite
+        for f in () if dense else self.variant.fields:
+            want = state.describe(f.torch_dtype, state.shape(f, self.p, self.parts))
+            yield f.name, want, partial(self._field, f, arena)
 
-    def _copy(self, made: dict[str, Any], arena: Arena) -> None:
-        """Copy the variant's fields into `made`, contiguous and on p's device; floats are cast to the field's dtype."""
-        for f in self.variant.fields:
-            shape, value = state.shape(f, self.p, self.parts), self.entry.get(f.name)
-            want = state.describe(f.torch_dtype, shape)
-            if not isinstance(value, Tensor):
-                got = "it is missing" if value is None else f"got {_short(value)}"
-                self.misfit(f"{f.name}: expected {want}, {got}")
-                continue
-            floats = f.torch_dtype.is_floating_point and value.is_floating_point()
-            if tuple(value.shape) != shape or not (floats or value.dtype == f.torch_dtype):
-                self.misfit(f"{f.name}: expected {want}, got {_short(value)}")
-            else:
-                made[f.name] = state.zeros(f, self.p, arena, self.parts).copy_(value.detach())
+    def _field(self, f: Any, arena: Arena, value: Any) -> Tensor | None:
+        """Return a copy of a field, contiguous and on p's device; floats are cast to the field's dtype."""
+        if not isinstance(value, Tensor) or tuple(value.shape) != state.shape(f, self.p, self.parts):
+            return None
+        floats = f.torch_dtype.is_floating_point and value.is_floating_point()
+        fits = floats or value.dtype == f.torch_dtype
+        return state.zeros(f, self.p, arena, self.parts).copy_(value.detach()) if fits else None
 
     def _checked(self, made: Mapping[str, Any]) -> Tensor | None:
         """Check the numbers of copied fields; returns new values of p if it is rounded anew.
@@ -744,30 +749,29 @@ class _Source:
         same = layout.encode(plan, variant, p, dict.fromkeys(variant.states, 0.0), [*own, "p"], None, exact)
         return same["p"] if all(torch.equal(same[name], made[name]) for name in own) else None
 
-    def _numbers(self, values: Mapping[str, Any], names: Iterable[str], nonneg: Collection[str]) -> None:
-        """Add a misfit for every tensor with NaN, and for tensors of `nonneg` with negative numbers.
+    def _count(self, name: str, wrong: Tensor, want: str, got: str) -> None:
+        """Add a misfit if some elements are wrong."""
+        if number := int(wrong.sum()):
+            self.misfit(f"{name}: expected {want}, {number} of {wrong.numel()} are {got}")
 
-        Both come from a run that diverged, or a damaged file.
-        """
+    def _numbers(self, values: Mapping[str, Any], names: Iterable[str], nonneg: Collection[str]) -> None:
+        """Check tensors for NaN, and those of `nonneg` for negative numbers, as a damaged file or a run that diverged
+        has."""
         for name in names:
-            t = values[name]
-            if wrong := int(t.isnan().sum()):
-                self.misfit(f"{name}: expected numbers, {wrong} of {t.numel()} are NaN")
-            if name in nonneg and (wrong := int((t < 0).sum())):
-                self.misfit(f"{name}: expected numbers >= 0, {wrong} of {t.numel()} are negative")
+            self._count(name, values[name].isnan(), "numbers", "NaN")
+            if name in nonneg:
+                self._count(name, values[name] < 0, "numbers >= 0", "negative")
 
     def _headers(self, made: Mapping[str, Any]) -> None:
-        """Add a misfit for block headers that their format never writes."""
+        """Check block headers for those that their format never writes."""
         for f in self.variant.fields:
-            if f.most is None:
-                continue
-            kept = made[f.name]
-            value = kept.to(torch.int64) & ((1 << 8 * f.torch_dtype.itemsize) - 1)
-            fits = (value >= f.least) & (value <= f.most)
-            if f.low:
-                fits &= torch.tensor([bool(f.low >> k & 1) for k in range(256)], device=value.device)[value & 255]
-            if wrong := int((~fits & (kept != f.zero)).sum()):
-                self.misfit(f"{f.name}: expected headers of its blocks, {wrong} of {value.numel()} are none")
+            if f.most is not None:
+                kept = made[f.name]
+                value = kept.to(torch.int64) & ((1 << 8 * f.torch_dtype.itemsize) - 1)
+                fits = (value >= f.least) & (value <= f.most)
+                if f.low:
+                    fits &= torch.tensor([bool(f.low >> k & 1) for k in range(256)], device=value.device)[value & 255]
+                self._count(f.name, ~fits & (kept != f.zero), "headers of its blocks", "none")
 
     def _encode(self, made: dict[str, Any], arena: Arena, whole: Mapping[str, Tensor]) -> Tensor | None:
         """Encode dense states into `made`; returns the new values of p if its full weight is known.

@@ -339,10 +339,9 @@ def _is_row(one: Any) -> bool:
     if not isinstance(one, dict) or not {"key", "shape", "dtype"} <= one.keys():
         return False
     key, shape, dtype = one["key"], one["shape"], one["dtype"]
-    if not (key is None or isinstance(key, str)) or not isinstance(shape, list) or not isinstance(dtype, str):
-        return False
-    sizes = all(type(size) is int and 0 <= size < 2**63 for size in shape)
-    return sizes and isinstance(getattr(torch, dtype, None), torch.dtype)
+    sizes = isinstance(shape, list) and all(type(size) is int and 0 <= size < 2**63 for size in shape)
+    known = isinstance(dtype, str) and isinstance(getattr(torch, dtype, None), torch.dtype)
+    return sizes and known and isinstance(key, str | None)
 
 
 def _is_reading(one: Any, count: int) -> bool:
@@ -357,7 +356,7 @@ def _is_low_bits(bits: Any, shape: list[int]) -> bool:
     if not isinstance(bits, dict) or bits.keys() != {"low", "at", "exact", "check"} or type(bits["check"]) is not int:
         return False
     low, at, exact = bits["low"], bits["at"], bits["exact"]
-    if not all(isinstance(x, Tensor) and checkpoint.has_values(x) for x in (low, at, exact)):
+    if not all(isinstance(x, Tensor) and not checkpoint.without_values(x) for x in (low, at, exact)):
         return False
     if (low.dtype, list(low.shape)) != (torch.int16, shape) or (at.dtype, exact.dtype) != (torch.int64, torch.float32):
         return False

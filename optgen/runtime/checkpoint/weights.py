@@ -174,7 +174,9 @@ def _misfit(target: Tensor, value: Any) -> str:
     """Describe a value that does not fit or that torch cannot read; "" if it fits. Floating dtypes fit one another."""
     if not isinstance(value, Tensor):
         return f"{value!r:.80}"
-    if value.shape != target.shape or _kind(value) != _kind(target):
+    # torch cannot copy pairs of codes to or from numbers
+    kinds = {(t.is_floating_point(), t.dtype is torch.float4_e2m1fn_x2) for t in (value, target)}
+    if value.shape != target.shape or len(kinds) > 1:
         return state.kind(value)
     if value.layout is not target.layout:
         return f"one of layout {value.layout}"
@@ -190,11 +192,6 @@ def _misfit(target: Tensor, value: Any) -> str:
         without = checkpoint.without_values(sharding.local(value))
         return without and f"one {without}"
     return ""
-
-
-def _kind(t: Tensor) -> tuple[bool, bool]:
-    """Return (it is floating, its bytes are pairs of codes, which torch cannot copy to or from numbers)."""
-    return t.is_floating_point(), t.dtype is torch.float4_e2m1fn_x2
 
 
 def _unwritable(target: Tensor, trained: bool) -> str:
