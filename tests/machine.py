@@ -416,7 +416,7 @@ class Machine(RuleBasedStateMachine):
     def backward(self, seed: int, parts: int = 1, lacking: int = 0) -> None:
         """Sum the gradients of micro-batches by torch's backward; where they are released, within it."""
         for handle in self.handles:
-            handle.accumulate = parts
+            handle._release.accumulate = parts
         pieces = [self.gradients(seed + part, lacking) for part in range(parts)]
         self.feed()
         for found in pieces if pieces[0] else ():

@@ -18,7 +18,7 @@ from optgen.backends.printer import Printer
 from optgen.driver.compile import compile as compiled
 from optgen.lang import hyper, lookahead, optimizer
 from optgen.lower.noise import deal, word
-from optgen.runtime.modes.release import GradientAccumulator
+from optgen.runtime.modes.accumulated import GradientAccumulator
 from optgen.runtime.records import keys
 from optgen.runtime.records.keys import WINDOW, places, step_key, stream_key
 from optgen.runtime.reference import stored

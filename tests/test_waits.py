@@ -60,7 +60,7 @@ def waits(monkeypatch: pytest.MonkeyPatch, does: Callable[[], object]) -> list[s
 
         return started
 
-    mode, plain = Waits(), Release._complete
+    mode, plain = Waits(), Release.complete
 
     def complete(*args: Any) -> Any:  # backward calls it outside of modes
         with mode:
@@ -69,7 +69,7 @@ def waits(monkeypatch: pytest.MonkeyPatch, does: Callable[[], object]) -> list[s
     with monkeypatch.context() as patch, mode:
         patch.setattr(compiled, "start", on_device(compiled.start))
         patch.setattr(compiled, "load", on_device(compiled.load))
-        patch.setattr(Release, "_complete", complete)
+        patch.setattr(Release, "complete", complete)
         does()
     return mode.found
 

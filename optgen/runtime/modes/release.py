@@ -14,22 +14,19 @@ import gc
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, Self, cast, get_args
 
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
-from optgen.runtime.checkpoint import checkpoint
-from optgen.runtime.layout import plans, sharding
-from optgen.runtime.layout.plans import Label
-from optgen.runtime.modes.offload import sums_over_model
+from optgen.runtime.layout import sharding
+from optgen.runtime.modes.accumulated import GradientAccumulator, refuse_sums
 from optgen.runtime.options import entries, options
 from optgen.runtime.options.entries import Entry, Owner
 from optgen.runtime.records import Variant, as_float, as_int
 from optgen.runtime.records.arena import Arena
-from optgen.runtime.records.uninterrupted import Uninterrupted
 from optgen.runtime.records.warn import warn
 from optgen.runtime.states import state
 from optgen.runtime.step.stepper import Stepper
@@ -43,25 +40,56 @@ TINY = 1e-6
 class ReleasedParameter:
     """A parameter with a stepper of its own.
 
-    group    its options, copied from the user's group before each step
+    entry    its place in the optimizer, with a group of its own: options are copied from the user's before each step
+    old      what it was before it took another place or name
     summed   micro-batches since the last update
     sums     the sum of their gradients, if that is not p.grad itself
     updates  the number of its updates since the user's last step()
     roomy    True if a step, this or another one, needs a buffer as large as the parameter
     """
 
-    def __init__(self, optimizer: Any, entry: Entry) -> None:
-        self.p, _, self.number, self.place, position, self.name = entry
-        self.group: dict[str, Any] = {"params": [self.p], "param_names": [self.name], "positions": [position]}
-        self.stepper, self.offload = Stepper(self.number), optimizer._offload.part(entry)
+    def __init__(self, release: Release, owner: Owner, entry: Entry, old: ReleasedParameter | None) -> None:
+        optimizer, make = release.optimizer, release.accumulator
+        self.p, self.name = entry.p, entry.name
+        self.group: dict[str, Any] = {"params": [self.p], "param_names": [self.name], "positions": [entry.position]}
+        self.entry = entry._replace(group=self.group)
+        self.stepper, self.offload = Stepper(entry.number), optimizer._offload.part(entry)
         known = optimizer._stepper.dtypes.get(id(self.p))
         if known is not None:
             self.stepper.dtypes[id(self.p)] = known
-        self.summed = self.updates = 0
-        self.sums: GradientAccumulator | None = None
         self.flags: object = None
         self.variant: Variant | None = None
         self.roomy = False
+        self.refresh(owner)
+        self.summed: int = old.summed if old is not None else 0
+        self.updates: int = old.updates if old is not None else 0
+        count = release.counts.get(self.name, 0)
+        if old is not None and old.sums is not None and old.name == self.name:
+            count = old.sums.count
+        self.sums: GradientAccumulator | None = (
+            None if make is None else GradientAccumulator(make, self.p, self.name, count)
+        )
+
+    def is_at(self, owner: Owner) -> bool:
+        """Return True if the parameter has its place and name still."""
+        number, place = self.entry.number, self.entry.place
+        if number >= len(owner.groups):
+            return False
+        params, names = owner.groups[number]["params"], owner.groups[number].get("param_names")
+        named = names is None or (place < len(names) and names[place] == self.name)
+        return bool(named and place < len(params) and params[place] is self.p)
+
+    def refresh(self, owner: Owner) -> None:
+        """Take over the options as they are now.  Raises ValueError if the rule needs other parameters as well."""
+        group = self.group
+        entries.take_options(group, owner.groups[self.entry.number])
+        own = group.get("overrides"), group.get("blocks")
+        flags = (group["plan"], *own, options.flags_of(owner.cls, group), self.p.shape)
+        if flags != self.flags:
+            steps = refuse_sums(owner.cls, group, self.p, self.name)
+            self.variant = steps[0]
+            self.roomy = any(temp.space == "elem" for variant in steps for temp in variant.temps)
+            self.flags = flags
 
     @_disable_dynamo
     def step(self, owner: Owner) -> None:
@@ -73,17 +101,16 @@ class ReleasedParameter:
             self.stepper.forget_tables()
             self.offload.forget_tables()
 
-    def refresh(self, owner: Owner) -> None:
-        """Take over the options as they are now.  Raises ValueError if the rule needs other parameters as well."""
-        group = self.group
-        entries.take_options(group, owner.groups[self.number])
-        own = group.get("overrides"), group.get("blocks")
-        flags = (group["plan"], *own, options.flags_of(owner.cls, group), self.p.shape)
-        if flags != self.flags:
-            steps = refuse_sums(owner.cls, group, self.p, self.name)
-            self.variant = steps[0]
-            self.roomy = any(temp.space == "elem" for variant in steps for temp in variant.temps)
-            self.flags = flags
+    def gather(self) -> None:
+        """Move a sum that was kept elsewhere to p.grad."""
+        if self.p.grad is not None and self.p.grad._is_zerotensor():  # torch takes back none that p has outgrown
+            self.p.grad = state.materialized(self.p.grad)
+        if self.sums is not None and self.summed:
+            if self.p.grad is None:
+                self.p.grad = torch.zeros_like(self.p)
+            self.sums.add(self.p.grad)
+            self.sums.clear()
+        self.summed = 0
 
 
 def _give_room(owner: Owner, released: Iterable[ReleasedParameter]) -> None:
@@ -92,25 +119,6 @@ def _give_room(owner: Owner, released: Iterable[ReleasedParameter]) -> None:
     room = Arena([size for one in lacking if one.variant for size in state.sizes(one.variant, one.p, {})])
     for one in lacking:
         one.stepper.arena = room
-
-
-def refuse_sums(cls: Any, group: dict[str, Any], p: Tensor, name: Label) -> list[Variant]:
-    """Return the variants of the parameter's steps, the usual one first.
-
-    Raises ValueError if its rule needs other parameters' gradients.
-    """
-    _, plan, variant = checkpoint.select(cls, group, p, name)
-    steps = list(plans.at_steps(plan, variant, cls.FLAGS))
-    for v in steps:
-        if sums_over_model(v):
-            sums = ", ".join(v.model_temps) or "states of the model"
-            raise ValueError(
-                f"{cls.__name__}: the update of {state.label(p, name)} needs sums over the whole model ({sums}), known "
-                f"only when backward has ended: gradients cannot be released.  Call step() after backward; to clip by "
-                f"a norm over the model, take the rule that does not, and release_gradients(clip=..., "
-                f"clip_by='previous_norm')"
-            )
-    return steps
 
 
 class Hook:
@@ -125,27 +133,18 @@ class Hook:
         self.release = weakref.ref(release)
 
     def __call__(self, p: Tensor) -> None:
-        found = self.release()
-        if found is not None and found._optimizer() is not None:
-            found._complete(p)
-
-
-def _releases(p: Tensor) -> Iterator[Release]:
-    """Yield the releases that have a hook on the parameter."""
-    for hook in (getattr(p, "_post_accumulate_grad_hooks", None) or {}).values():
-        if isinstance(hook, Hook) and (found := hook.release()) is not None:
-            yield found
-
-
-def _unhook(hooks: dict[int, Any]) -> None:
-    for hook in hooks.values():
-        hook.remove()
+        release = self.release()
+        if release is not None:
+            release.complete(p)
 
 
 class Release:
     """The hooks of an optimizer, until `remove()`, or until the optimizer is gone.
 
-    accumulate  micro-batches whose gradients are summed before an update
+    accumulate   micro-batches whose gradients are summed before an update
+    accumulator  makes what keeps that sum in place of p.grad, if anything does
+    previous     the norm of all gradients at the step before, of clip_by="previous_norm"
+    counts       sums that each parameter has had by a checkpoint, by name
     """
 
     def __init__(
@@ -158,111 +157,120 @@ class Release:
         clip: float | None = None,
         clip_by: ClipBy = "norm",
     ) -> None:
-        owner = f"{type(optimizer).__name__}.release_gradients"
+        self._title = title = f"{type(optimizer).__name__}.release_gradients"
         if optimizer._release is not None:
-            raise RuntimeError(f"{owner}: the gradients are released already; remove() the handle of that call first")
-        count = as_int(accumulate)
-        if count is None or isinstance(accumulate, bool) or count < 1:
-            raise ValueError(f"{owner}: accumulate must be a whole number >= 1, got {accumulate!r}")
+            raise RuntimeError(f"{title}: the gradients are released already; remove() the handle of that call first")
+        count = None if isinstance(accumulate, bool) else as_int(accumulate)
+        if count is None or count < 1:
+            raise ValueError(f"{title}: accumulate must be a whole number >= 1, got {accumulate!r}")
         if accumulator is not None and (count == 1 or not callable(accumulator)):
             raise ValueError(
-                f"{owner}: accumulator must be what optgen.accumulate.accumulator('int8') makes, or a class "
+                f"{title}: accumulator must be what optgen.accumulate.accumulator('int8') makes, or a class "
                 f"like it, with accumulate >= 2; got {accumulator!r} and accumulate={count}"
             )
         if clip_by not in get_args(ClipBy):
             raise ValueError(
-                f"{owner}: clip_by must be one of {', '.join(get_args(ClipBy))}, got {clip_by!r}; the norm over the "
+                f"{title}: clip_by must be one of {', '.join(get_args(ClipBy))}, got {clip_by!r}; the norm over the "
                 f"model is known only after backward, and clip_by='previous_norm' takes that of the step before"
             )
         number = None if clip is None or isinstance(clip, bool) else as_float(clip)
         if clip is not None and not (number is not None and number > 0):
-            raise ValueError(f"{owner}: clip must be a number > 0, or None, got {clip!r}")
+            raise ValueError(f"{title}: clip must be a number > 0, or None, got {clip!r}")
         if model is not None and not isinstance(model, nn.Module):
-            raise TypeError(f"{owner}: model must be a torch.nn.Module or None, got {type(model).__name__}")
+            raise TypeError(f"{title}: model must be a torch.nn.Module or None, got {type(model).__name__}")
         self._optimizer, self.accumulate = weakref.ref(optimizer), count
-        self._model, self._accumulator = model, accumulator
+        self._model, self.accumulator = model, accumulator
         self._clip, self._clip_by = number, clip_by
         self._lock = threading.RLock()  # backward runs a thread per device
         self._released: dict[int, ReleasedParameter] = {}
         self._hooks: dict[int, Any] = {}
-        weakref.finalize(self, _unhook, self._hooks).atexit = False
         self._norms: dict[int, Tensor] = {}
         self.previous: Tensor | None = None
         self.counts: dict[str | int, int] = {}
-        self._looked = False
-        self._warned: set[str] = set()
-        groups = optimizer._owner()
-        self._refuse_wrappers(groups)
-        wanted = self._wanted(groups)
-        if not wanted:
-            raise ValueError(f"{owner}: no trainable parameter of this optimizer is in the model that was given")
-        self.refuse_released([p for p, *_ in wanted])
-        released = [ReleasedParameter(optimizer, found) for found in wanted]
-        for one in released:
-            one.refresh(groups)
-            self._give_sums(one)
-        _give_room(groups, released)
+        self._looked = self._warned = False
+        owner = optimizer._owner()
+        self._refuse_wrappers(owner)
+        if not self._wanted(owner):
+            raise ValueError(f"{title}: no trainable parameter of this optimizer is in the model that was given")
+        self._attach(owner)
         optimizer._stepper.forget_step()  # it was one over parameters that get theirs within backward now
-        for one in released:
-            self._place(one)
 
     @property
     def optimizer(self) -> Any:
-        """The optimizer, which is there whenever this is asked for a step."""
-        found = self._optimizer()
-        assert found is not None
-        return found
+        """The optimizer, which keeps this, and is there as long."""
+        return self._optimizer()
 
     def refuse_released(self, params: Iterable[Tensor]) -> None:
         """Raise RuntimeError if another optimizer updates one of the parameters within backward: that one would free
         the gradient, and this one would never see any."""
         for p in params:
-            for other in _releases(p):
-                owner = None if other is self else other._optimizer()
-                if owner is not None:
+            hooks = (getattr(p, "_post_accumulate_grad_hooks", None) or {}).values()
+            for other in (hook.release() for hook in hooks if isinstance(hook, Hook)):
+                if other is not None and other is not self:
                     raise RuntimeError(
-                        f"{type(self.optimizer).__name__}.release_gradients: the gradient of a parameter of shape "
-                        f"{list(p.shape)} is released to another optimizer already ({type(owner).__name__}), which "
-                        f"would go on to update it: remove() the handle of that call first, or delete that optimizer "
-                        f"(a name that still stands for it keeps it)"
+                        f"{self._title}: the gradient of a parameter of shape {list(p.shape)} is released to another "
+                        f"optimizer already ({type(other.optimizer).__name__}), which would go on to update it: "
+                        f"remove() the handle of that call first, or delete that optimizer (a name that still stands "
+                        f"for it keeps it)"
                     )
 
     def _refuse_wrappers(self, owner: Owner) -> None:
         """Raise NotImplementedError for wrappers that reduce gradients over ranks after the hooks have run."""
-        ddp, fsdp = map(sys.modules.get, ("torch.nn.parallel.distributed", "torch.distributed.fsdp"))
-        found = getattr(ddp, "DistributedDataParallel", None), getattr(fsdp, "FullyShardedDataParallel", None)
-        kinds = tuple(kind for kind in found if isinstance(kind, type))
-        if not kinds or not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        if not torch.distributed.is_available() or not torch.distributed.is_initialized():
             return
+        fsdp = sys.modules.get("torch.distributed.fsdp")
+        kinds = (nn.parallel.DistributedDataParallel, *((fsdp.FullyShardedDataParallel,) if fsdp else ()))
         ours = {id(entry.p) for entry in entries.of(owner.groups)}
         everything = gc.get_objects()
         wraps = {kind for kind in set(map(type, everything)) if issubclass(kind, kinds)}  # slow, so once per type
-        wrappers = [m for m in everything if type(m) in wraps and any(id(p) in ours for p in m.parameters())]
-        if wrappers:
-            raise NotImplementedError(
-                f"{owner.cls.__name__}.release_gradients: {type(wrappers[0]).__name__} sums gradients over "
-                f"ranks after the hooks of the parameters have run, in buffers of its own: ranks would part, and no "
-                f"memory would be saved.  Use torch.distributed.fsdp.fully_shard, or step() as usual"
-            )
+        for module in (m for m in everything if type(m) in wraps):
+            if any(id(p) in ours for p in module.parameters()):
+                raise NotImplementedError(
+                    f"{self._title}: {type(module).__name__} sums gradients over ranks after the hooks of the "
+                    f"parameters have run, in buffers of its own: ranks would part, and no memory would be saved.  Use "
+                    f"torch.distributed.fsdp.fully_shard, or step() as usual"
+                )
 
     def _wanted(self, owner: Owner) -> list[Entry]:
         """Return the parameters that are to be released."""
         members = None if self._model is None else {id(p) for p in self._model.parameters()}
         return [e for e in entries.of(owner.groups) if e.p.requires_grad and (members is None or id(e.p) in members)]
 
-    def _give_sums(self, one: ReleasedParameter) -> None:
-        if self._accumulator is not None and one.sums is None:
-            one.sums = GradientAccumulator(self._accumulator, one.p, one.name, self.counts.get(one.name, 0))
+    def _attach(self, owner: Owner) -> None:
+        """Place hooks on parameters that came, were made trainable or replaced; those that left lose theirs."""
+        wanted = self._wanted(owner)
+        self.refuse_released(e.p for e in wanted if id(e.p) not in self._released)
+        held = {id(e.p): self._released.get(id(e.p)) for e in wanted}
+        moved = [e for e in wanted if (old := held[id(e.p)]) is None or old.entry[2:] != e[2:]]
+        made = [ReleasedParameter(self, owner, e, held[id(e.p)]) for e in moved]
+        _give_room(owner, made)
+        for one in made:
+            if (old := self._released.get(id(one.p))) is None:
+                self._hooks[id(one.p)] = cast(Any, one.p).register_post_accumulate_grad_hook(Hook(self))
+            else:
+                old.gather()
+            self._released[id(one.p)] = one
+        for key in self._released.keys() - held.keys():
+            self._hooks.pop(key).remove()
+            self._released.pop(key).gather()
 
-    def _place(self, one: ReleasedParameter) -> None:
-        self._released[id(one.p)] = one
-        if id(one.p) not in self._hooks:
-            register: Callable[..., Any] = one.p.register_post_accumulate_grad_hook
-            self._hooks[id(one.p)] = register(Hook(self))
+    def attached(self) -> list[ReleasedParameter]:
+        """Return all parameters with a hook, after those that came and left have been seen to."""
+        with self._lock:
+            self._attach(self.optimizer._owner())
+            return list(self._released.values())
+
+    def remove(self) -> None:
+        """Remove all hooks, and put sums that no update has used into p.grad."""
+        with self._lock, torch.no_grad():
+            for key, one in self._released.items():
+                self._hooks.pop(key).remove()
+                one.gather()
+            self._released.clear()
 
     # -- within backward ------------------------------------------------------------------------------
 
-    def _complete(self, p: Tensor) -> None:
+    def complete(self, p: Tensor) -> None:
         """Use p.grad, which is complete for this backward; if something is refused, it stays and nothing changes."""
         with self._lock, torch.no_grad():
             self.optimizer._refuse_in_evaluation("backward() with released gradients")
@@ -273,7 +281,9 @@ class Release:
             if not self._looked:  # the model may have been wrapped since
                 self._refuse_wrappers(owner)
                 self._looked = True
-            one = self._current(owner, one)
+            if not one.is_at(owner):  # a checkpoint has other names, for instance
+                self._attach(owner)
+                one = self._released.get(id(p), one)
             p.grad = state.materialized(p.grad)  # sums and clipping write it
             if one.summed + 1 < self.accumulate:
                 if one.sums is not None:
@@ -281,35 +291,15 @@ class Release:
                     p.grad = None
                 one.summed += 1
                 return
-            self._update(owner, one)
-
-    def _current(self, owner: Owner, one: ReleasedParameter) -> ReleasedParameter:
-        """Return the parameter's record, made anew if it has another place or name now: a checkpoint's."""
-        if one.number < len(owner.groups):
-            params, names = owner.groups[one.number]["params"], owner.groups[one.number].get("param_names")
-            named = names is None or (one.place < len(names) and names[one.place] == one.name)
-            if one.place < len(params) and params[one.place] is one.p and named:
-                return one
-        self._attach(owner)
-        return self._released.get(id(one.p), one)
-
-    def _update(self, owner: Owner, one: ReleasedParameter) -> None:
-        """Clip the gradient, step, and free it."""
-        assert one.p.grad is not None
-        if one.sums is not None and one.summed:
-            one.sums.add(one.p.grad)
-            one.sums.clear()
-            one.summed = 0
-        self._clip_one(one)
-        watch = self.optimizer._watch
-        own = Entry(one.p, one.group, one.number, one.place, one.group["positions"][0], one.name)
-        sampled = [] if watch is None else watch.begin(owner, [own])
-        one.step(owner)
-        if watch is not None:
-            watch.end(sampled)
-        one.p.grad = None
-        one.summed = 0
-        one.updates += 1
+            one.gather()
+            self._clip_one(one)
+            watch = self.optimizer._watch
+            sampled = [] if watch is None else watch.begin(owner, [one.entry])
+            one.step(owner)
+            if watch is not None:
+                watch.end(sampled)
+            p.grad = None
+            one.updates += 1
 
     def _clip_one(self, one: ReleasedParameter) -> None:
         """Clip the gradient in place, as torch.nn.utils does it."""
@@ -332,46 +322,6 @@ class Release:
 
     # -- between backwards ----------------------------------------------------------------------------
 
-    def attached(self) -> list[ReleasedParameter]:
-        """Place hooks on parameters that came, were made trainable or replaced; those that left lose theirs.
-
-        Returns all that have one.
-        """
-        with self._lock:
-            self._attach(self.optimizer._owner())
-            return list(self._released.values())
-
-    def remove(self) -> None:
-        """Remove all hooks, and put sums that no update has used into p.grad."""
-        with self._lock, torch.no_grad():
-            _unhook(self._hooks)
-            self._hooks.clear()
-            for one in self._released.values():
-                self._hand_over(one)
-            self._released.clear()
-
-    def _attach(self, owner: Owner) -> None:
-        wanted = self._wanted(owner)
-        left = self._released.keys() - {id(p) for p, *_ in wanted}
-        self.refuse_released([p for p, *_ in wanted if id(p) not in self._released])
-        for entry in wanted:
-            old = self._released.get(id(entry.p))
-            if old is not None and (old.number, old.place, old.name) == (entry.number, entry.place, entry.name):
-                continue
-            one = ReleasedParameter(self.optimizer, entry)
-            one.refresh(owner)
-            if old is not None:
-                one.summed, one.updates = old.summed, old.updates
-                if old.summed or old.name == entry.name:
-                    one.sums = old.sums
-                    if one.sums is not None:
-                        one.sums.rename(entry.name)
-            self._give_sums(one)
-            self._place(one)
-        for key in left:
-            self._hooks.pop(key).remove()
-            self._hand_over(self._released.pop(key))
-
     def step(self) -> None:
         """Update from gradients that are still there, and end the norm of this step."""
         left = [vars(self.optimizer).pop(name, None) for name in ("grad_scale", "found_inf")]
@@ -389,36 +339,33 @@ class Release:
                     known: Any = one.p  # of Parameters; it looks for them when they are set
                     known._post_accumulate_grad_hooks = known._post_accumulate_grad_hooks
             self._attach(owner)
-            self._warn_repeated(self._released.values())
+            self._warn_repeated()
             for one in self._released.values():
                 one.updates = 0
-                if one.summed or one.p.grad is not None:
-                    self._hand_over(one)
-                    self._clip_one(one)
+                one.gather()
+                self._clip_one(one)
             if any(entry.p.grad is not None for entry in entries.of(owner.groups)):
                 self.optimizer._update()
             for one in (*before, *self._released.values()):  # those that were frozen since their gradient came as well
                 one.p.grad = None
-                one.summed = 0
-            if self._norms:
-                order = [self._norms[id(p)] for p, *_ in self._wanted(owner) if id(p) in self._norms]
-                self.previous = torch.linalg.vector_norm(torch.stack([n.to(order[0].device) for n in order]))
-                self._norms.clear()
+            kept = self._norms.keys() & self._released.keys()
+            if norms := [self._norms[id(e.p)] for e in entries.of(owner.groups) if id(e.p) in kept]:
+                self.previous = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
+            self._norms.clear()
 
-    def _warn_repeated(self, released: Iterable[ReleasedParameter]) -> None:
+    def _warn_repeated(self) -> None:
         """Warn, once, where a parameter was updated several times since the last step(): in each of several backwards.
 
         A loop without step() is not warned of: each of its backwards is meant to update.
         """
-        most = max(released, key=lambda one: one.updates, default=None)
-        if most is None or most.updates < 2 or "updates" in self._warned:
+        most = max(self._released.values(), key=lambda one: one.updates, default=None)
+        if most is None or most.updates < 2 or self._warned:
             return
-        self._warned.add("updates")
+        self._warned = True
         warn(
-            f"{type(self.optimizer).__name__}.release_gradients: {state.label(most.p, most.name)} was updated "
-            f"{most.updates} times since the last step(), once in each of several backwards.  For one update from the "
-            f"sum of their gradients give accumulate={most.updates * self.accumulate}; for an update in each, call "
-            f"step() after each",
+            f"{self._title}: {state.label(most.p, most.name)} was updated {most.updates} times since the last step(), "
+            f"once in each of several backwards.  For one update from the sum of their gradients give "
+            f"accumulate={most.updates * self.accumulate}; for an update in each, call step() after each",
             type(self.optimizer),
         )
 
@@ -430,17 +377,6 @@ class Release:
                 if one.sums is not None:
                     one.sums.clear()
 
-    def _hand_over(self, one: ReleasedParameter) -> None:
-        """Move a sum that was kept elsewhere to p.grad."""
-        if one.p.grad is not None and one.p.grad._is_zerotensor():  # torch takes back none that p has outgrown
-            one.p.grad = state.materialized(one.p.grad)
-        if one.sums is not None and one.summed:
-            if one.p.grad is None:
-                one.p.grad = torch.zeros_like(one.p)
-            one.sums.add(one.p.grad)
-            one.sums.clear()
-        one.summed = 0
-
 
 class Handle:
     """The handle of released gradients, which keeps its optimizer: also a context manager, which removes the hooks at
@@ -448,15 +384,6 @@ class Handle:
 
     def __init__(self, optimizer: Any, release: Release) -> None:
         self.optimizer, self._release = optimizer, release
-
-    @property
-    def accumulate(self) -> int:
-        """Micro-batches whose gradients are summed before an update; it may be changed."""
-        return self._release.accumulate
-
-    @accumulate.setter
-    def accumulate(self, count: int) -> None:
-        self._release.accumulate = count
 
     def remove(self) -> None:
         """Return to ordinary steps.  Sums of micro-batches that no update has used are in p.grad afterwards."""
@@ -480,8 +407,7 @@ class Handle:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a dict that `state_dict` returned.  Raises TypeError for anything else."""
         norm, sums = state_dict.get("previous_norm", self), state_dict.get("sums", {})
-        counts = [type(count) is int and count >= 0 for count in sums.values()] if isinstance(sums, dict) else [False]
-        if not (norm is None or (isinstance(norm, Tensor) and norm.numel() == 1)) or not all(counts):
+        if not (norm is None or (isinstance(norm, Tensor) and norm.numel() == 1)) or not isinstance(sums, dict):
             raise TypeError(
                 f"release_gradients: expected what the handle's state_dict() gave, {{'previous_norm': a tensor of one "
                 f"element or None, 'sums': numbers by name}}, got {state_dict!r:.80}"
@@ -497,65 +423,3 @@ class Handle:
 
     def __exit__(self, *error: object) -> None:
         self.remove()
-
-
-class GradientAccumulator:
-    """The sum of a parameter's gradients over micro-batches, kept by an optimizer whose rule is that sum.
-
-    In the place of the weight stands the gradient itself, which so takes the sum.
-
-    count   the sums before this one: each draws other random bits
-    """
-
-    def __init__(
-        self, make: Callable[[list[Tensor]], torch.optim.Optimizer], p: Tensor, name: Label, count: int = 0
-    ) -> None:
-        keeper = make([p])
-        if not isinstance(getattr(keeper, "SPEC", None), str) or len(keeper.param_groups) != 1:
-            raise TypeError(
-                f"release_gradients: accumulator must make a generated optimizer, as optgen.accumulate."
-                f"accumulator('int8') does, got {keeper!r:.80}"
-            )
-        self._cls, self._group = type(keeper), keeper.param_groups[0]
-        self.rename(name)  # what it keeps otherwise goes by the position that it has alone
-        variant = refuse_sums(self._cls, self._group, p, name)[0]
-        self._zeros = {f.name: f.zero for f in variant.fields}
-        self._first = {"step": 0, **dict(variant.host_states)}
-        self._group["params"] = []
-        self._seed, self.count = self._group["seed"], count
-        self._entry: dict[str, Any] | None = None
-
-    def rename(self, name: Label) -> None:
-        """Give the parameter another name, from which its random bits follow."""
-        self._group["param_names"] = [name]
-        if self._group.get("overrides"):
-            self._group["overrides"] = tuple((name, plan) for _, plan in self._group["overrides"])
-
-    @_disable_dynamo
-    def add(self, g: Tensor) -> None:
-        """Add g to the sum; g takes the new sum, rounded to its dtype."""
-        group, g = self._group, sharding.waited(g)
-        group["seed"] = self._seed + self.count
-        weight = g.detach()
-        weight.grad = g.detach()
-        group["params"] = [weight]
-        states: dict[Any, Any] = {} if self._entry is None else {weight: self._entry}
-        owner = Owner(self._cls, [group], states, Uninterrupted())
-        try:
-            Stepper().step(owner)  # one that stayed would hold the gradient
-            self._entry = states[weight]
-        finally:
-            weight.grad = None
-            group["params"] = []
-
-    def clear(self) -> None:
-        """Set the sum to 0; the next one draws other random bits.
-
-        The next one is of a window of its own (runtime/records/keys.py): places of one window an even number of steps
-        apart, as the same micro-batch of every sum would be, are all in the same half of the cell.
-        """
-        if self._entry is not None:
-            for name, zero in self._zeros.items():
-                self._entry[name].fill_(zero)
-            self._entry.update(self._first)
-        self.count += 1
