@@ -227,7 +227,7 @@ TABLE: dict[str, Row] = {
     "E406": Row(
         "{out} holds files that optgen did not write like this: {names}",
         "they were edited by hand, or made by something else; nothing was changed",
-        "move them away, or build with --force to lose what is in them",
+        "move them away, or delete them",
     ),
     "E407": Row(
         "[tool.optgen] in {file}: {what}",
@@ -243,7 +243,7 @@ TABLE: dict[str, Row] = {
     "E415": Row(
         "{file} cannot be read: {why}",
         "it says which files optgen wrote; without it they cannot be told from yours; nothing was changed",
-        "restore it (git checkout), or build with --force to write the folder anew",
+        "restore it (git checkout), or delete the folder and build it anew",
     ),
     "E417": Row("{path} cannot be read: {why}"),
     "E418": Row("{path} cannot be converted: {why}", "nothing was written"),

@@ -1,8 +1,9 @@
 """`optgen build`: specs x plans -> the generated package, all of it or nothing.
 
-All text is generated before anything is written. `swap` replaces the files, and a build that fails leaves the old ones.
-MANIFEST.json holds the hash of every file, so that one edited by hand is never overwritten (without --force), and one
-that is no longer built is removed. The same sources give the same bytes: no dates, hosts, absolute paths or hash order.
+The folder of a rule is generated as a whole. All text is generated before anything is written. `swap` replaces the
+files, and a build that fails leaves the old ones. MANIFEST.json holds the hash of every file, so that one edited by
+hand is never overwritten, and one that is no longer built is removed. The same sources give the same bytes: no dates,
+hosts, absolute paths or hash order.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import shutil
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from optgen.base.errors import UserError
 from optgen.base.loc import relative
 from optgen.driver import emit, judge, load, swap, targets
 from optgen.driver.eager_text import PLANS, is_ready
-from optgen.driver.project import DEFAULT_PLANS, Config, Maths, Wish, plan_wishes, read_config, wishes
+from optgen.driver.project import DEFAULT_PLANS, Config, Maths, Wish, once, placed, plan_wishes, read_config, wishes
 from optgen.formats.plan import Plan
 from optgen.lang.spec import Spec
 
@@ -56,7 +57,6 @@ class Request:
     out: str | None = None
     maths: Maths | None = None
     check: bool = False
-    force: bool = False
     project: Path = field(default_factory=load.home)
 
     def __post_init__(self) -> None:
@@ -64,8 +64,8 @@ class Request:
             raise UserError("E411", option="--out", want="the name of a folder", got="", hint="--out generated")
 
     @property
-    def partial(self) -> bool:
-        """Return True if specs or plans are named: the others stay as they are, except plans of a spec that changed."""
+    def named(self) -> bool:
+        """Return True if specs or plans are named: the folders of other rules stay as they are."""
         return bool(self.names or self.plans)
 
 
@@ -77,6 +77,7 @@ class Outcome:
     written: list[str] = field(default_factory=list)
     removed: list[str] = field(default_factory=list)
     unchanged: int = 0
+    edited: list[str] = field(default_factory=list)  # would change, and are not as a build wrote them
     skipped: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     diff: str = ""
@@ -90,54 +91,52 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Built:
-    """A spec in the manifest: its class, the name or path that it is found by, its plans."""
+    """A spec in the manifest.
+
+    reference  the name or file that it is found by from the project's folder
+    sources    the project's files that it was generated from, by their path from the generated folder, with their
+               hashes; the runtime compares them as its class is imported
+    """
 
     class_name: str
     reference: str
-    plans: tuple[str, ...]
+    plans: Sequence[str]
+    sources: Mapping[str, str]
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """The contents of a generated folder.
-
-    sources  a part ("adamw", "adamw/fp32") -> the project's files that it was generated from, by their path from the
-             folder, with their hashes; the runtime compares them as a class is imported
-    """
+    """The contents of a generated folder: the hash of each file, and the specs."""
 
     files: Mapping[str, str] = field(default_factory=dict)
     specs: Mapping[str, Built] = field(default_factory=dict)
-    sources: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+
+    def plans(self, spec: str) -> Sequence[str]:
+        return self.specs[spec].plans if spec in self.specs else ()
 
     def text(self) -> str:
-        specs = {k: {"class": b.class_name, "spec": b.reference, "plans": list(b.plans)} for k, b in self.specs.items()}
-        parts = {"files": self.files, "specs": specs, "sources": self.sources}
-        return json.dumps({name: dict(sorted(part.items())) for name, part in parts.items()}, indent=2) + "\n"
+        return json.dumps({k: dict(sorted(part.items())) for k, part in asdict(self).items()}, indent=2) + "\n"
 
 
-def read_manifest(out: Path, force: bool = False) -> Manifest:
-    """Return the folder's manifest; an empty one where there is none or, under `force`, where it cannot be read.
+def read_manifest(out: Path) -> Manifest:
+    """Return the folder's manifest, an empty one where there is none. Raises E415 for one that optgen did not write.
 
-    Files that it lists may be removed later: a name that leads out of the folder is an error, and left out under
-    `force`.
+    Files that it lists may be removed later: none may lie outside of the folder.
     """
+    file = out / MANIFEST
     try:
-        data = json.loads((out / MANIFEST).read_text(encoding="utf-8"))
-        specs = {k: Built(v["class"], v["spec"], tuple(v["plans"])) for k, v in data["specs"].items()}
-        files = {k: str(v) for k, v in data["files"].items()}
-        sources = {k: dict(v) for k, v in data.get("sources", {}).items()}
+        data = json.loads(file.read_text(encoding="utf-8"))
+        manifest = Manifest(dict(data["files"]), {name: Built(**row) for name, row in data["specs"].items()})
     except (FileNotFoundError, NotADirectoryError):
         return Manifest()
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        if force:
-            return Manifest()
         why = str(error) if isinstance(error, OSError | ValueError) else "it is not one that optgen wrote"
-        raise UserError("E415", file=relative(str(out / MANIFEST)), why=why) from error
-    foreign = [name for name in files if not swap.is_name(name)]
-    if foreign and not force:
-        why = f"it lists {foreign[0]!r}, which is not how optgen names a file of this folder"
-        raise UserError("E415", file=relative(str(out / MANIFEST)), why=why)
-    return Manifest({k: v for k, v in files.items() if k not in foreign}, specs, sources)
+        raise UserError("E415", file=relative(str(file)), why=why) from error
+    for name in manifest.files:
+        if not swap.is_name(name):
+            why = f"it lists {name!r}, which is not how optgen names a file of this folder"
+            raise UserError("E415", file=relative(str(file)), why=why)
+    return manifest
 
 
 def digest(data: bytes) -> str:
@@ -150,20 +149,19 @@ def digest(data: bytes) -> str:
 
 @dataclass(frozen=True)
 class Unit:
-    """A spec, the plans to generate now, and all those that its class will list."""
+    """A spec, and the plans under which it is generated."""
 
     spec: Spec
-    plans: tuple[Plan, ...]
-    listed: tuple[str, ...]
-    own: Mapping[str, str]  # the user's plans among them: plan -> its package
     reference: str
+    plans: tuple[Plan, ...]
 
+    def own(self, maths: Maths) -> list[Plan]:
+        """Return the plans that are the user's."""
+        return [plan for plan in self.plans if not emit.comes_with(plan, maths)]
 
-_LEFT = (
-    "{spec}/{plan} was generated from another text of {spec} and is left as it is: no plan of that name is here; "
-    "--plan FILE.py:{plan} generates it"
-)
-_LINKED = "{file} is no longer built, but not removed: its folder is a link to a place outside"
+    def built(self, out: Path, project: Path) -> Built:
+        """Return the unit's entry in the manifest of a folder."""
+        return Built(self.spec.class_name, self.reference, [p.name for p in self.plans], _sources(self, out, project))
 
 
 @contextlib.contextmanager
@@ -181,131 +179,133 @@ def _uncollected() -> Iterator[None]:
 @_uncollected()
 def build(request: Request, track: Track | None = None) -> Outcome:
     """Build or check the requested pairs. Raises UserError before anything is changed."""
-    project = request.project
-    config = read_config(project)
-    out = Path.cwd() / request.out if request.out is not None else project / config.out
+    config = read_config(request.project)
+    out = _folder(request, config)
+    manifest = read_manifest(out)
+    outcome = Outcome(relative(str(out)), warnings=load.idle(request.project))
+    units = _units(request, config, manifest, outcome)
+    outcome.packages = [f"{u.spec.name}/{plan.name}" for u in units for plan in u.plans]
+    outcome.classes = sorted(u.spec.class_name for u in units)
+    made = _generate(_jobs(request, config, units, out), track)
+    files = {name: text for name, text in made.items() if not _is_beside(name)}
+    specs = {u.spec.name: u.built(out, request.project) for u in units}
+    folders = {_package(name) for name in files}
+    others: dict[str, str] = {}
+    if request.named:
+        specs = {**manifest.specs, **specs}
+        others = {name: hashed for name, hashed in manifest.files.items() if _package(name) not in folders}
+    files[INIT] = init_text(_distinct(specs))
+    stale = _removable(out, set(manifest.files) - set(others) - set(files), outcome)
+    files[MANIFEST] = Manifest(others | {k: digest(v.encode()) for k, v in files.items()}, specs).text()
+    _compare(out, made | files, stale, manifest, outcome)
+    if not request.check:
+        _write(out, made | files, outcome)
+    return outcome
+
+
+def _removable(out: Path, gone: set[str], outcome: Outcome) -> list[str]:
+    """Return the files that may be removed: none that a link leads to, outside of the folder."""
+    inside = [name for name in sorted(gone) if swap.is_inside(out, name)]
+    why = "is no longer built, but not removed: its folder is a link to a place outside"
+    outcome.warnings += [f"{outcome.out}/{name} {why}" for name in sorted(gone.difference(inside))]
+    return inside
+
+
+def _folder(request: Request, config: Config) -> Path:
+    """Return the folder to build. Raises E413 where it cannot be one."""
+    out = Path.cwd() / request.out if request.out is not None else request.project / config.out
     try:
         if out.exists() and not out.is_dir():
             raise _not_written(relative(str(out)), "it is not a folder")
     except OSError as error:  # a name that is too long
         raise _not_written(request.out or config.out, error.strerror or str(error)) from error
-    manifest = read_manifest(out, request.force)
-    outcome = Outcome(relative(str(out)))
-    outcome.warnings += load.idle(project)
-    maths = request.maths or config.maths
-    units = _units(request, config, manifest, out, outcome)
-    backends = request.backends or config.backends or tuple(emit.BACKENDS)
-    here = ready.is_checkout() and out.resolve() == ready.generated_dir()
-    whole = here and not request.partial
-    stays = manifest.files if request.partial else ()
-    files = _generate(_jobs(units, maths, backends, here, whole, project, stays), track)
-    beside = {name: files.pop(name) for name in list(files) if _is_beside(name)}
-    specs = dict(manifest.specs) if request.partial else {}
-    specs |= {u.spec.name: Built(u.spec.class_name, u.reference, u.listed) for u in units}
-    _distinct(specs)
-    files[INIT] = init_text({b.class_name: name for name, b in specs.items()})
-    gone = sorted(x for x in set(manifest.files) - set(files) if not request.partial or _is_replaced(x, units, files))
-    kept = {k: v for k, v in manifest.files.items() if k not in gone}
-    stale = [name for name in gone if swap.is_inside(out, name)]
-    outcome.warnings += [_LINKED.format(file=f"{outcome.out}/{name}") for name in gone if name not in stale]
-    sources = dict(manifest.sources) if request.partial else {}
-    for u in units:
-        sources[u.spec.name] = _own([u.spec.loc.file], out, project)
-        for plan in u.plans:
-            sources[f"{u.spec.name}/{plan.name}"] = _own([u.spec.loc.file, plan.loc.file], out, project)
-    new = Manifest(kept | {k: digest(v.encode()) for k, v in files.items()}, specs, sources)
-    files[MANIFEST] = new.text()
-    files |= beside
-    outcome.packages = [f"{u.spec.name}/{p.name}" for u in units for p in u.plans]
-    outcome.classes = sorted(u.spec.class_name for u in units)
-    _compare(out, files, stale, outcome)
-    if request.check:
-        return outcome
-    if not request.force:
-        _refuse_edited(out, files, stale, manifest)
-    _write(out, files, outcome)
-    return outcome
+    return out
 
 
-def _is_replaced(name: str, units: Sequence[Unit], files: Files) -> bool:
-    """Return True if a file of the folder is of a rule, a plan, or a rule and a plan, that are built anew."""
-    rule, *inner = name.split("/")
-    if rule == PLANS:
-        return f"{PLANS}/{inner[0]}/{INIT}" in files
-    built = {u.spec.name: {"ascent", *(p.name for p in u.plans)} for u in units}
-    return rule in built and (len(inner) == 1 or inner[0] in built[rule])
+def _package(name: str) -> str:
+    """Return the folder of a file that is replaced as a whole: of a rule, or of a plan."""
+    return "/".join(name.split("/")[: 2 if name.startswith(f"{PLANS}/") else 1])
 
 
-def _units(request: Request, config: Config, manifest: Manifest, out: Path, outcome: Outcome) -> list[Unit]:
+def _units(request: Request, config: Config, manifest: Manifest, outcome: Outcome) -> list[Unit]:
     """Return the units of a build in the order of their names."""
-    project, maths = request.project, request.maths or config.maths
-    built = {name: (b.reference, b.plans) for name, b in manifest.specs.items()}
-    everything = wishes(project, config, built)
-    asked = everything if not request.names else _named(request, everything, manifest)
-    if request.plans and not request.names:
-        names = dict.fromkeys(w.spec for w in everything)
-        asked = [w for name in names for w in plan_wishes(name, request.plans, project)]
-    if not asked:
-        raise _nothing(request, config)
-    order = list(load.plans(project))
-    found: dict[str, tuple[Spec, dict[str, Plan]]] = {}
-    for wish in asked:
-        spec = load.find_spec(wish.spec, project)
-        plan = load.find_plan(wish.plan, project)
-        first, plans = found.setdefault(spec.name, (spec, {}))
+    project = request.project
+    found: dict[str, tuple[Spec, str, dict[str, Plan]]] = {}
+    for wish in _asked(request, config, manifest):
+        spec, plan = load.find_spec(wish.spec, project), load.find_plan(wish.plan, project)
+        first, _, plans = found.setdefault(spec.name, (spec, wish.spec, {}))
         if first.loc.file != spec.loc.file:
             raise load.named_twice(spec.name, (first.loc, spec.loc))
-        if _accepted(spec, plan, wish, request.force, outcome):
+        if _accepted(spec, plan, wish, outcome):
             plans[plan.name] = plan
+    if not found:
+        raise _nothing(request, config)
+    known = list(load.plans(project))
     units = []
-    for name, (spec, plans) in sorted(found.items()):
-        if not plans:
-            continue
-        before = manifest.specs[name].plans if request.partial and name in manifest.specs else ()
-        if before:
-            _refuse_other(spec, project / manifest.specs[name].reference)
-        kept = {p for p in before if f"{PLANS}/{p}/{INIT}" in manifest.files}  # the user's plans then
-        for other in _left_behind(spec, before, kept, plans, out, maths):
-            try:
-                plan = load.find_plan(other, project)
-            except UserError as error:
-                if error.code != "E404":
-                    raise
-                outcome.warnings.append(_LEFT.format(spec=name, plan=other))
-                continue
-            if _accepted(spec, plan, Wish(name, other, False), request.force, outcome):
-                plans[plan.name] = plan
-        everywhere = {*plans, *before}
-        listed = [p for p in order if p in everywhere] + sorted(everywhere - set(order))
-        own = _packages(p for p in listed if (not emit.comes_with(plans[p], maths) if p in plans else p in kept))
-        units.append(Unit(spec, tuple(plans[p] for p in listed if p in plans), tuple(listed), own, _reference(spec)))
+    for name, (spec, asked, plans) in sorted(found.items()):
+        reference = _reference(asked, spec, project)
+        if name in manifest.specs:
+            outcome.warnings += _changes(f"{outcome.out}/{name}", manifest.specs[name], reference, {*known, *plans})
+        order = [p for p in known if p in plans] + sorted(set(plans) - set(known))
+        if plans:
+            units.append(Unit(spec, reference, tuple(plans[p] for p in order)))
     return units
 
 
-def _refuse_other(spec: Spec, file: Path) -> None:
-    """E412 where the generated optimizer of that name was built from another file that still declares it."""
-    if file.is_file() and file.resolve() != Path(spec.loc.file).resolve():
-        places = [place for name, place in load.declared(file) if name == spec.name]
-        if places:
-            raise load.named_twice(spec.name, (*places, spec.loc))
+def _changes(folder: str, before: Built, reference: str, plans: Collection[str]) -> list[str]:
+    """Return warnings about a rule that is of another file than before, and about plans that are gone."""
+    other = [f"{folder} was built from {before.reference}, and is now of {reference}"]
+    gone = [f"{folder} no longer has the plan {p}: there is none of that name" for p in before.plans if p not in plans]
+    return gone + (other if before.reference != reference else [])
 
 
-def _packages(plans: Iterable[str]) -> dict[str, str]:
-    """Return the packages of a user's plans, as a class beside their folder names them."""
-    return {plan: f"..{PLANS}.{plan}" for plan in plans}
+def _asked(request: Request, config: Config, manifest: Manifest) -> list[Wish]:
+    """Return the requested pairs; a named rule keeps the plans that it has."""
+    project, known = request.project, load.plans(request.project)
+    usual = wishes(project, config)
+    if config.build is None and not request.names:
+        usual += _kept(manifest, project)
+    if not request.named:
+        return once(usual)
+    out: list[Wish] = []
+    for name in request.names or dict.fromkeys(w.spec for w in usual):
+        spec = load.find_spec(name, project)
+        names = (spec.name, spec.loc.file, f"{spec.loc.file}:{spec.name}")
+        before = manifest.plans(spec.name)
+        new = [Wish(name, w.plan, w.optional) for w in usual if w.spec in names]
+        if request.plans or not (new or before):
+            new = plan_wishes(name, request.plans or DEFAULT_PLANS, project)
+        out += new + [Wish(name, plan, False) for plan in before if plan in known]
+    return once(out)
 
 
-def _left_behind(
-    spec: Spec, before: tuple[str, ...], own: Collection[str], plans: Collection[str], out: Path, maths: Maths
-) -> list[str]:
-    """Return the existing plans of a class that were not requested, if the text of the class has changed since.
+def _kept(manifest: Manifest, project: Path) -> list[Wish]:
+    """Return the pairs that a folder has, but for those of specs and plans that are gone."""
+    known = load.plans(project)
+    found = {placed(built.reference, project): built.plans for built in manifest.specs.values()}
+    return [Wish(spec, p, False) for spec in found if _is_there(spec, project) for p in found[spec] if p in known]
 
-    A class is one rule: a plan of the old rule would train by that, under the formula of the new one.
+
+def _is_there(spec: str, project: Path) -> bool:
+    """Return True if there is a spec of that name, even a broken one."""
+    try:
+        load.find_spec(spec, project)
+    except UserError as error:
+        return error.code != "E404"
+    return True
+
+
+def _reference(asked: str, spec: Spec, project: Path) -> str:
+    """Return the reference to a spec in the manifest: wrappers around a rule, the name of one in specs/, or file:name.
+
+    Files are named by their path below the project.
     """
-    others = [plan for plan in before if plan not in plans]
-    packages = _packages(p for p in before if p in own)
-    same = not others or _read(out / spec.name / INIT) == emit.emit_class(spec, before, packages, maths)
-    return [] if same else others
+    file, root, source = Path(spec.loc.file), project.resolve(), targets.source_name(spec.loc.file)
+    if "(" in asked:
+        return asked
+    if source.startswith("specs/") and spec.name in dict(load.declared(file)):
+        return spec.name
+    return f"{file.relative_to(root).as_posix() if file.is_relative_to(root) else source}:{spec.name}"
 
 
 def _nothing(request: Request, config: Config) -> UserError:
@@ -319,120 +319,81 @@ def _nothing(request: Request, config: Config) -> UserError:
     return UserError("E414", note=note, hint="optgen list")
 
 
-def _named(request: Request, everything: Sequence[Wish], manifest: Manifest) -> list[Wish]:
-    """Return the named specs under the named plans, else under those that they have, else under the default plans."""
-    out: list[Wish] = []
-    known = load.entries(request.project)
-    for name in request.names:
-        spec = load.find_spec(name, request.project).name
-        usual = [w for w in everything if _stands_for(w, spec, known, request.project)]
-        if request.plans:
-            out += plan_wishes(name, request.plans, request.project)
-        elif usual:
-            out += [Wish(name, w.plan, w.optional) for w in usual]
-        else:
-            plans = manifest.specs[spec].plans if spec in manifest.specs else DEFAULT_PLANS
-            out += [Wish(name, plan, False) for plan in plans]
-    return out
-
-
-def _stands_for(wish: Wish, spec: str, known: Collection[str], project: Path) -> bool:
-    """Return True if a wish is for the spec of that name; another one may be broken."""
-    if wish.spec in known:
-        return wish.spec == spec
-    try:
-        return load.find_spec(wish.spec, project).name == spec
-    except UserError:
-        return False
-
-
-def _accepted(spec: Spec, plan: Plan, wish: Wish, force: bool, outcome: Outcome) -> bool:
+def _accepted(spec: Spec, plan: Plan, wish: Wish, outcome: Outcome) -> bool:
     """Return True if a pair is built. Leaves out a pair of a pattern that does not fit; raises UserError for others."""
     spec.check()
     try:
-        verdict = judge.judge(spec, plan, force=force)
+        judge.judge(spec, plan)
     except UserError as error:
         if not wish.optional or not error.code.startswith("E3"):
             raise
         outcome.skipped.append(f"{spec.name} under {plan.name}: {error.message}")
         return False
-    if force and not plan.discouraged:
-        errors = [f for f in verdict.findings if f.severity == "error"]
-        outcome.warnings += [f"{spec.name} under {plan.name}, built with --force: {f}" for f in errors]
     return True
 
 
-def _own(files: Iterable[str], out: Path, project: Path) -> dict[str, str]:
-    """Return the hashes of those files that are the project's own, by their path from the generated folder."""
+def _sources(unit: Unit, out: Path, project: Path) -> dict[str, str]:
+    """Return the hashes of a unit's files that are the project's own, by their path from the generated folder."""
     root, folder, made = project.resolve(), out.resolve(), ready.specs_dir().resolve()
-    found = [Path(file).resolve() for file in files]
-    # A folder elsewhere has no path to the project that holds on another machine.
-    own = [file for file in found if folder.is_relative_to(root) and file.is_relative_to(root)]
-    if made != root / "specs":
-        own = [file for file in own if not file.is_relative_to(made)]
+    if not folder.is_relative_to(root):  # such a folder has no path to the project that holds on another machine
+        return {}
+    places = [unit.spec.loc, *(plan.loc for plan in unit.plans)]
+    files = dict.fromkeys(Path(place.file).resolve() for place in places)
+    own = [f for f in files if f.is_relative_to(root) and (made == root / "specs" or not f.is_relative_to(made))]
     return {Path(os.path.relpath(file, folder)).as_posix(): targets.digest(str(file)) for file in own}
 
 
-def _reference(spec: Spec) -> str:
-    """Return the reference to a spec in the manifest: its path below its project, or the name of a ready-made one."""
-    file = Path(spec.loc.file).resolve()
-    own = load.table_above(file.parent)
-    if own is None and file.is_relative_to(ready.specs_dir().resolve()):
-        return spec.name
-    return targets.source_name(spec.loc.file)
-
-
-def _distinct(specs: Mapping[str, Built]) -> None:
+def _distinct(specs: Mapping[str, Built]) -> dict[str, str]:
+    """Return class name -> spec, E412 for two of one name."""
     seen: dict[str, str] = {}
     for name, b in sorted(specs.items()):
         if (other := seen.setdefault(b.class_name, name)) != name:
             raise UserError("E412", what=f"the class {b.class_name}", note=f"they are {other} and {name}")
+    return seen
 
 
 # -- generating
 
 
-def _jobs(
-    units: Sequence[Unit],
-    maths: Maths,
-    backends: tuple[str, ...],
-    here: bool,
-    whole: bool,
-    project: Path,
-    kept: Collection[str] = (),
-) -> list[Job]:
-    """Return the functions that generate the text of classes, of pairs, and of the packages of plans.
-
-    here    this repository's folder is built: optgen.optim's stub has its ready-made classes
-    whole   all of it is: include the files beside it
-    kept    files that stay: those of a backend that is not asked for are generated again, lest versions mix
-    """
-    others = {file for name, backend in emit.BACKENDS.items() if name not in backends for file in backend.names}
-    jobs: list[Job] = []
-
-    def add(folder: str, make: Job, left: Collection[str] = others) -> None:
-        def job() -> Files:
-            made = {f"{folder}/{file}": text for file, text in make().items()}
-            return {name: text for name, text in made.items() if Path(name).name not in left or name in kept}
-
-        jobs.append(job)
-
-    used = {plan.name: plan for u in units for plan in u.plans if not emit.comes_with(plan, maths)}
-    for plan in used.values():
-        add(f"{PLANS}/{plan.name}", partial(emit.plan_files, plan, maths))
+def _jobs(request: Request, config: Config, units: Sequence[Unit], out: Path) -> list[Job]:
+    """Return the functions that generate the text of classes, of pairs, and of the packages of plans."""
+    maths, others = request.maths or config.maths, _left_out(request.backends or config.backends)
+    here = ready.is_checkout() and out.resolve() == ready.generated_dir()  # optgen.optim's stub has its classes
+    own = {plan.name: plan for u in units for plan in u.own(maths)}
+    made: list[tuple[str, Job]] = [(f"{PLANS}/{k}", partial(emit.plan_files, plan, maths)) for k, plan in own.items()]
     for u in units:
-        add(u.spec.name, partial(emit.rule_files, u.spec, u.listed, u.own, maths))
-        if not (here and is_ready(u.spec)):
-            add(u.spec.name, partial(emit.class_stub, u.spec))
-        for plan in u.plans:
-            add(f"{u.spec.name}/{plan.name}", partial(emit.emit_plan, u.spec, plan, maths=maths))
-    if whole:
-        specs = [u.spec for u in units]
-        jobs.insert(0, lambda: {f"{READY}discouraged.py": emit.findings_text(specs)})  # it takes longest
-        ready = [plan for plan in load.plans(project).values() if is_ready(plan)]
-        for k, plan in enumerate(ready):
-            add(f"{READY}{plan.name}", partial(emit.plan_files, plan, "fast", tuple(ready[:k])), ())
-        jobs.append(lambda: {STUB: emit.emit_stub(specs)})
+        made += _jobs_of(u, maths, not (here and is_ready(u.spec)))
+    beside = _jobs_beside(units, request.project) if here and not request.named else []
+    return beside + [partial(_inside, folder, make, others) for folder, make in made]
+
+
+def _left_out(backends: Sequence[str]) -> set[str]:
+    """Return the names of files that a build with these backends has not; none are all."""
+    others = [b for name, b in emit.BACKENDS.items() if backends and name not in backends]
+    return {file for backend in others for file in backend.names}
+
+
+def _jobs_of(unit: Unit, maths: Maths, stub: bool) -> Iterator[tuple[str, Job]]:
+    """Yield the folder and the function of a rule's files and of each pair's, and of the class's stub."""
+    spec, packages = unit.spec, {plan.name: f"..{PLANS}.{plan.name}" for plan in unit.own(maths)}
+    yield spec.name, partial(emit.rule_files, spec, tuple(plan.name for plan in unit.plans), packages, maths)
+    if stub:
+        yield spec.name, partial(emit.class_stub, spec)
+    for plan in unit.plans:
+        yield f"{spec.name}/{plan.name}", partial(emit.emit_plan, spec, plan, maths=maths)
+
+
+def _inside(folder: str, make: Job, left: Collection[str] = ()) -> Files:
+    """Return the files that a job makes as those of a folder, without those of some names."""
+    return {f"{folder}/{name}": text for name, text in make().items() if Path(name).name not in left}
+
+
+def _jobs_beside(units: Sequence[Unit], project: Path) -> list[Job]:
+    """Return the functions that generate what lies beside this repository's folder, the longest first."""
+    specs, plans = [u.spec for u in units], [plan for plan in load.plans(project).values() if is_ready(plan)]
+    jobs: list[Job] = [lambda: {f"{READY}discouraged.py": emit.findings_text(specs), STUB: emit.emit_stub(specs)}]
+    for k, plan in enumerate(plans):
+        jobs.append(partial(_inside, f"{READY}{plan.name}", partial(emit.plan_files, plan, "fast", tuple(plans[:k]))))
     return jobs
 
 
@@ -517,7 +478,9 @@ def _read(path: Path) -> str | None:
         raise UserError("E413", path=relative(str(path)), why=error.strerror) from error
 
 
-def _compare(out: Path, files: Mapping[str, str], stale: Sequence[str], outcome: Outcome) -> None:
+def _compare(
+    out: Path, files: Mapping[str, str], stale: Sequence[str], manifest: Manifest, outcome: Outcome
+) -> None:
     """Record the differences between the folder and the files."""
     diff: list[str] = []
     for name in sorted({*files, *stale}):
@@ -526,22 +489,12 @@ def _compare(out: Path, files: Mapping[str, str], stale: Sequence[str], outcome:
             outcome.unchanged += old is not None
             continue
         (outcome.written if new is not None else outcome.removed).append(name)
+        if old and old.strip() and name != MANIFEST and not _is_beside(name):
+            outcome.edited += [name] * (digest(old.encode()) != manifest.files.get(name))
         a, b = f"{outcome.out}/{name}", f"{outcome.out}/{name} (built)"
         lines = difflib.unified_diff((old or "").splitlines(True), (new or "").splitlines(True), a, b)
         diff += [line if line.endswith("\n") else line + "\n" for line in lines]
     outcome.diff = "".join(diff)
-
-
-def _refuse_edited(out: Path, files: Mapping[str, str], stale: Sequence[str], manifest: Manifest) -> None:
-    """Raise E406 if a file that would change differs from the one that an earlier build wrote."""
-    edited = []
-    for name in sorted(x for x in {*files, *stale} if x != MANIFEST and not _is_beside(x)):
-        old = _read(out / name)
-        if old and old.strip() and old != files.get(name) and digest(old.encode()) != manifest.files.get(name):
-            edited.append(name)
-    if edited:
-        more = f" and {len(edited) - 3} more" if len(edited) > 3 else ""
-        raise UserError("E406", out=relative(str(out)), names=", ".join(edited[:3]) + more)
 
 
 def _is_beside(name: str) -> bool:
@@ -550,9 +503,12 @@ def _is_beside(name: str) -> bool:
 
 
 def _write(out: Path, files: Mapping[str, str], outcome: Outcome) -> None:
-    """Write the files that differ, all or none, the manifest last."""
+    """Write the files that differ, all or none, the manifest last. Raises E406 for those that were edited."""
     if outcome.clean:
         return
+    if outcome.edited:
+        more = f" and {len(outcome.edited) - 3} more" if outcome.edited[3:] else ""
+        raise UserError("E406", out=outcome.out, names=", ".join(outcome.edited[:3]) + more)
     try:
         written = {name: files[name] for name in outcome.written}
         beside = {name: written.pop(name) for name in outcome.written if _is_beside(name)}

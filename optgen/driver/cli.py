@@ -37,7 +37,6 @@ app = typer.Typer(
 )
 
 Plans = Annotated[list[str] | None, typer.Option("--plan", help="Plans (repeatable; patterns allowed); none: all.")]
-Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 SpecName = Annotated[str, typer.Argument(metavar="SPEC", help="A spec: its name, its file, or file.py:name.")]
 SpecNames = Annotated[list[str] | None, typer.Argument(metavar="SPEC", help="Specs; none: the project's.")]
 PlanName = Annotated[str, typer.Option("--plan", help="A plan: its name, or plans.py:name.")]
@@ -73,9 +72,10 @@ def _root(
     version: Annotated[bool, typer.Option("--version", is_eager=True, help="Print the version and stop.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Only results, warnings and errors.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Also the log, times and tracebacks.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Read the options of all commands."""
-    Terminal.quiet, Terminal.verbose = quiet, verbose
+    Terminal.quiet, Terminal.verbose, Terminal.as_json = quiet, verbose, json
     if version:
         import optgen
 
@@ -84,9 +84,9 @@ def _root(
 
 
 @app.command()
-def new(name: Annotated[str, typer.Argument(help="The rule's name: my_rule, or MyRule.")], json: Json = False) -> None:
+def new(name: Annotated[str, typer.Argument(help="The rule's name: my_rule, or MyRule.")]) -> None:
     """Start a spec: specs/NAME.py, which builds as it stands."""
-    with session("new", json) as t:
+    with session("new") as t:
         from optgen.driver.new import new as write
 
         path = write(name)
@@ -110,19 +110,15 @@ def build(
     check: Annotated[
         bool, typer.Option("--check", help="Write nothing; show what would change; exit 1 if anything.")
     ] = False,
-    force: Annotated[
-        bool, typer.Option("--force", help="Overwrite edited files; build plans that the lint refuses.")
-    ] = False,
     standalone: Annotated[
         bool, typer.Option("--standalone", help="Write one file of one spec and plan: torch, and Triton on a GPU.")
     ] = False,
-    json: Json = False,
 ) -> None:
     """Generate the package: all of it, or the named specs."""
-    with session("build", json) as t:
+    with session("build") as t:
         if standalone:
             given = {"--check": check, "--backend": backend, "--maths": maths}
-            _standalone(t, names or [], plan or [], out, force, [name for name, value in given.items() if value])
+            _standalone(t, [*(names or ())], [*(plan or ())], out, [name for name, value in given.items() if value])
             return
         from optgen.driver import build as b
         from optgen.driver.emit import BACKENDS
@@ -130,12 +126,12 @@ def build(
         for name in backend or ():
             _choice("--backend", name, tuple(BACKENDS))
         chosen = None if maths is None else _maths(maths)
-        request = b.Request(tuple(names or ()), tuple(plan or ()), tuple(backend or ()), out, chosen, check, force)
+        request = b.Request(tuple(names or ()), tuple(plan or ()), tuple(backend or ()), out, chosen, check)
         outcome = b.build(request, lambda items, total: t.track(items, total, "generating"))
         _tell_build(t, outcome, check)
 
 
-def _standalone(t: Terminal, names: list[str], plans: list[str], out: str | None, force: bool, more: list[str]) -> None:
+def _standalone(t: Terminal, names: list[str], plans: list[str], out: str | None, more: list[str]) -> None:
     from optgen.driver import load, standalone
 
     if more:
@@ -145,12 +141,12 @@ def _standalone(t: Terminal, names: list[str], plans: list[str], out: str | None
         raise UserError("E411", option="--standalone", want="for one spec and one --plan", got=got)
     if find_spec("triton") is None:
         t.warn("warning: the file gets no GPU kernels, as Triton is not installed: it steps in eager torch")
-    text = standalone.text(load.find_spec(names[0]), load.find_plan(plans[0]), force)
+    text = standalone.text(load.find_spec(names[0]), load.find_plan(plans[0]))
     t.result["text"] = text
     if out is None:
         t.show(text.rstrip("\n"))
         return
-    t.result["file"] = standalone.write(out, text, force)
+    t.result["file"] = standalone.write(out, text)
     t.show(f"{t.result['file']}: {len(text.splitlines())} lines")
 
 
@@ -183,10 +179,9 @@ def _tell_build(t: Terminal, outcome: Any, check: bool) -> None:
 @app.command("list")
 def list_(
     pattern: Annotated[str, typer.Argument(metavar="PATTERN", help='Names, such as "adam*"; none: all.')] = "*",
-    json: Json = False,
 ) -> None:
     """List the optimizers and plans that can be named."""
-    with session("list", json) as t:
+    with session("list") as t:
         from optgen.driver import load, overview
 
         specs = [overview.of_entry(e) for name, e in load.entries().items() if fnmatch.fnmatchcase(name, pattern)]
@@ -195,7 +190,7 @@ def list_(
             known = [*load.entries(), *load.plans()]
             want, hint = "the name of an optimizer or a plan, or a pattern of some", did_you_mean(pattern, known)
             raise UserError("E411", option="PATTERN", want=want, got=pattern, hint=hint)
-        t.result |= {"specs": specs, "plans": plans, "without_spec": [relative(str(f)) for f in load.without_spec()]}
+        t.result |= {"specs": specs, "plans": plans, "warnings": load.idle()}
         made = [(r["name"], r["class"], r["states"], relative(r["file"]) if r["own"] else "") for r in specs]
         if made:
             t.show(table("optimizers (with a file: of this project)", ("spec", "class", "states", "file"), made))
@@ -204,51 +199,67 @@ def list_(
         rows = [(r["name"], r["bytes"], r["bytes_float32"], r["discouraged"], r["doc"]) for r in plans]
         t.show(table("plans", ("plan", "bf16*", "fp32*", "", ""), rows))
         t.show("* bytes of AdamW's weight and states per parameter of that dtype; gradients not counted")
-        for line in load.idle():
-            t.warn(line)
+        _warn_of_idle(t)
         t.show("discouraged: the lint finds an error for AdamW's kind of states; using the plan warns (optgen explain)")
 
 
 @app.command()
-def check(names: SpecNames = None, plan: Plans = None, json: Json = False) -> None:
+def check(names: SpecNames = None, plan: Plans = None) -> None:
     """Read and verify specs, and judge plans for them; build nothing."""
-    with session("check", json) as t:
-        from optgen.driver import load, overview
+    with session("check") as t:
+        from optgen.driver import overview
 
         rows, errors = overview.check(names or [], plan or [], lambda items, total: t.track(items, total, "checking"))
-        t.result |= {"specs": rows, "errors": [as_fields(e) for e in errors]}
-        plans = list(rows[0]["plans"]) if rows else []
-        found = [v["verdict"] for r in rows for v in r["plans"].values()]
-        kinds = [x for x in ("ok", "discouraged", "refused", "does not fit") if x in found]
-        kinds += sorted({*found} - {*kinds})
-        if rows:  # plans in the cells: a column for each would be too narrow for its name
-            cells = [[", ".join(p for p in plans if r["plans"][p]["verdict"] == kind) for kind in kinds] for r in rows]
-            t.show(table("", ("spec", *kinds), [(r["name"], *row) for r, row in zip(rows, cells, strict=True)]))
-        for r in rows:
-            said: dict[str, list[str]] = {}  # finding -> plans: most plans share theirs with others
-            for name, verdict in r["plans"].items():
-                if names or verdict["verdict"] in ("refused", "does not fit"):
-                    for finding in verdict["findings"]:
-                        said.setdefault(finding, []).append(name)
-            for finding, under in said.items():
-                t.show(f"{r['name']} under {', '.join(under)}: {finding}")
-            for note in r["notes"]:
-                t.log(f"{r['name']}: {note}", "yellow")
+        t.result |= {"specs": rows, "errors": list(map(as_fields, errors))}
+        found = {v["verdict"] for r in rows for v in r["plans"].values()}
+        if rows:
+            t.show(_verdicts(rows, [x for x in ("ok", "discouraged", "refused", "does not fit") if x in found]))
+        for row in rows:
+            _tell_findings(t, row, bool(names))
         for error in errors:
             t.log(str(error), "red")
             t.fail(2)
-        for line in () if names else load.idle():
-            t.warn(line)
+        if not names:
+            _warn_of_idle(t)
         if "discouraged" in found:
             t.show("discouraged: the lint finds an error; using the plan warns (optgen explain says why it exists)")
-        if plan and {*found} & {"refused", "does not fit"}:
+        if plan and found & {"refused", "does not fit"}:
             t.fail(1)
-        elif errors:
-            count = len(rows) + len(errors)
-            have = "has" if len(errors) == 1 else "have"
-            t.log(f"{len(errors)} of {count} spec{'s' if count > 1 else ''} {have} errors", "red")
         else:
-            t.show(f"{len(rows)} spec{' is' if len(rows) == 1 else 's are'} fine" if rows else NO_SPECS)
+            _tell_count(t, len(rows), len(errors))
+
+
+def _tell_count(t: Terminal, sound: int, wrong: int) -> None:
+    if wrong:
+        t.log(f"{wrong} of {sound + wrong} specs have errors", "red")
+    else:
+        t.show(f"{sound} spec{' is' if sound == 1 else 's are'} fine" if sound else NO_SPECS)
+
+
+def _warn_of_idle(t: Terminal) -> None:
+    from optgen.driver import load
+
+    for line in load.idle():
+        t.warn(line)
+
+
+def _verdicts(rows: list[dict[str, Any]], kinds: list[str]) -> Any:
+    """Return a table with plans in its cells: a column for each plan would be too narrow for its name."""
+    columns = [[", ".join(p for p, v in r["plans"].items() if v["verdict"] == kind) for r in rows] for kind in kinds]
+    return table("", ("spec", *kinds), zip([r["name"] for r in rows], *columns, strict=True))
+
+
+def _tell_findings(t: Terminal, row: dict[str, Any], all_plans: bool) -> None:
+    """Show each finding once, with its plans: most plans share theirs with others."""
+    said: dict[str, list[str]] = {}
+    for name, verdict in row["plans"].items():
+        for finding in verdict["findings"]:
+            if all_plans or verdict["verdict"] in ("refused", "does not fit"):
+                said.setdefault(finding, []).append(name)
+    for finding, under in said.items():
+        t.show(f"{row['name']} under {', '.join(under)}: {finding}")
+    for note in row["notes"]:
+        t.log(f"{row['name']}: {note}", "yellow")
 
 
 @app.command()
@@ -260,10 +271,9 @@ def show(
     maths: Annotated[str, typer.Option("--maths", help="strict or fast.")] = "fast",
     after: Annotated[str | None, typer.Option("--pass", help="The IR after this pass, for instance fold.")] = None,
     diff: Annotated[bool, typer.Option("--diff", help="Only the lines that each pass changes.")] = False,
-    json: Json = False,
 ) -> None:
     """Show the lowered program and how many lines each pass changes; with --pass the program after it."""
-    with session("show", json) as t:
+    with session("show") as t:
         from optgen.driver import explain as e
 
         found, chosen = _pair(spec, plan)
@@ -289,10 +299,9 @@ def explain(
     plan: PlanName = DEFAULT_PLAN,
     param: Param = "bfloat16",
     flag: Flags = None,
-    json: Json = False,
 ) -> None:
     """Explain memory, error bounds, traffic, sweeps and the lint's verdict."""
-    with session("explain", json) as t:
+    with session("explain") as t:
         from optgen.driver import explain as e
 
         found, chosen = _pair(spec, plan)
@@ -345,10 +354,9 @@ def fuzz(
     maths: Annotated[str, typer.Option("--maths", help="For triton and cpp: strict or fast.")] = "fast",
     steps: Annotated[int, typer.Option("--steps", min=1, help="At most this many steps per example.")] = 4,
     case: Annotated[str | None, typer.Option("--case", help="One example, as a failure reports it.")] = None,
-    json: Json = False,
 ) -> None:
     """Test random inputs against the derived bounds and the fp64 oracle, and show the worst case found."""
-    with session("fuzz", json) as t:
+    with session("fuzz") as t:
         from optgen.driver import fuzz as f
         from optgen.driver.emit import BACKENDS
 
@@ -401,11 +409,9 @@ def _tell_fuzz(t: Terminal, spec: str, plan: str, result: Any) -> None:
 
 
 @app.command(name="verify-checkpoint")
-def verify_checkpoint(
-    file: Annotated[str, typer.Argument(metavar="FILE", help="A checkpoint.")], json: Json = False
-) -> None:
+def verify_checkpoint(file: Annotated[str, typer.Argument(metavar="FILE", help="A checkpoint.")]) -> None:
     """Check every byte of a checkpoint."""
-    with session("verify-checkpoint", json) as t:
+    with session("verify-checkpoint") as t:
         from optgen.driver import checkpoints
 
         found = checkpoints.verify(file)
@@ -429,10 +435,9 @@ def convert(
     param: Annotated[
         str | None, typer.Option("--param", help="The parameters' dtype in the result, instead of SRC's.")
     ] = None,
-    json: Json = False,
 ) -> None:
     """Convert a checkpoint: plan to plan, torch.optim and other packages to ours, ours to torch.optim."""
-    with session("convert", json) as t:
+    with session("convert") as t:
         from optgen.driver import checkpoints
 
         if param is not None:
@@ -443,9 +448,9 @@ def convert(
 
 
 @app.command()
-def doctor(json: Json = False) -> None:
+def doctor() -> None:
     """Show what this machine has, and what follows from it."""
-    with session("doctor", json) as t:
+    with session("doctor") as t:
         from optgen.driver import doctor as d
 
         lines = d.doctor()
@@ -484,7 +489,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command `optgen` and return its exit code."""
     ARGUMENTS[:] = sys.argv[1:] if arguments is None else arguments
     # Options of all commands are read before the command's name, and may stand behind it.
-    first = sorted(ARGUMENTS, key=lambda word: not re.fullmatch("-[qv]+|--quiet|--verbose", word))
+    first = sorted(ARGUMENTS, key=lambda word: not re.fullmatch("-[qv]+|--quiet|--verbose|--json", word))
     return run(app, first)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from optgen.driver import targets
 from optgen.formats.plan import Plan
@@ -24,17 +24,13 @@ class Verdict:
         return any(f.severity == "error" for f in self.findings) and not self.discouraged
 
 
-def judge(spec: Spec, plan: Plan, *, force: bool = False) -> Verdict:
-    """Return the verdict.
-
-    Raises UserError where a format cannot hold a state or a compander is wrong, and, without `force`, where the lint
-    refuses.
-    """
+def judge(spec: Spec, plan: Plan) -> Verdict:
+    """Return the verdict. Raises UserError where a format cannot hold a state, and where the lint refuses."""
     verdict = look(spec, plan)
-    if verdict.refused and not force:
+    if verdict.refused:
         for case in targets.cases(spec, plan):  # raises the first error
             lint.check(spec, plan, case.storage, case.flags, _where(case))
-    return replace(verdict, discouraged="--force") if force and not plan.discouraged else verdict
+    return verdict
 
 
 def look(spec: Spec, plan: Plan) -> Verdict:

@@ -1,7 +1,7 @@
 """Find and load specs and plans: the user's own first, then the ready-made ones.
 
-A name is looked for in the project's `specs/` folder, then among the ready-made specs; a path names a file, and
-`file.py:name` one of several in it. A spec is Python: loading a file runs it.
+A name is looked for in the project's `specs/` folder, then among the ready-made specs; `file.py` is the one in that
+file, and `file.py:name` one of several. A spec is Python: loading a file runs it.
 """
 
 from __future__ import annotations
@@ -41,11 +41,12 @@ Found = TypeVar("Found", Spec, Plan)
 
 @dataclass(frozen=True)
 class Entry:
-    """A spec before it is loaded: its name, its file, and whether the file is the project's own."""
+    """A spec before it is loaded: its name, its file, whether the file is the project's own, and its place in it."""
 
     name: str
     file: Path
     own: bool
+    place: Loc
 
 
 def table_above(folder: Path) -> Path | None:
@@ -68,8 +69,7 @@ def home() -> Path:
 
 
 def folders(project: Path | None = None) -> tuple[Path, ...]:
-    """Return the folders of specs: `specs/` of the project (by default `home()`), the ready-made ones, and those of
-    installed packages."""
+    """Return the folders of specs: `specs/` of the project (by default `home()`), and the ready-made ones."""
     own = (project or home()) / "specs"
     made = ready.specs_dir()
     same = own.is_dir() and made.is_dir() and own.resolve() == made.resolve()
@@ -112,28 +112,17 @@ def entries(project: Path | None = None) -> dict[str, Entry]:
 
     Raises UserError E412 for two specs of one name in one folder.
     """
-    return {name: _single(found) for name, found in sorted(_declarations(project).items())}
-
-
-def _declarations(project: Path | None) -> dict[str, list[tuple[Entry, Loc | None]]]:
-    """Return name -> its declarations: the project's own, else the ready-made ones and those of installed packages."""
+    out: dict[str, Entry] = {}
     own = ((project or home()) / "specs").resolve()
-    out: dict[bool, dict[str, list[tuple[Entry, Loc | None]]]] = {False: {}, True: {}}
-    for folder in folders(project):
+    for folder in reversed(folders(project)):
+        found: dict[str, Entry] = {}
         for file in python_files(folder):
             for name, place in declared(file) if file.name not in (PLANS_FILE, "__init__.py") else ():
-                out[folder == own].setdefault(name, []).append((Entry(name, file, folder == own), place))
-    return out[False] | out[True]
-
-
-def _single(found: list[tuple[Entry, Loc | None]]) -> Entry:
-    """Return the only declaration of a name. Raises E412 for several."""
-    if len(found) > 1:
-        for entry, place in found:
-            if place is None:  # named after an unreadable file: its own error comes first
-                load(entry.file)
-        raise named_twice(found[0][0].name, (place for _, place in found))
-    return found[0][0]
+                entry = Entry(name, file, folder == own, place)
+                if found.setdefault(name, entry) is not entry:
+                    raise named_twice(name, (found[name].place, place))
+        out |= found
+    return dict(sorted(out.items()))
 
 
 def named_twice(name: str, places: Iterable[Loc | None]) -> UserError:
@@ -141,59 +130,63 @@ def named_twice(name: str, places: Iterable[Loc | None]) -> UserError:
     return UserError("E412", loc=[place for place in places if place], what=f"the optimizer `{name}`")
 
 
-NO_SPEC = (
-    "{file} has no @optimizer: nothing is built of it (write @optimizer above the rule; a helper's file name may begin "
-    "with _)"
-)
-
-
-def without_spec(project: Path | None = None) -> list[Path]:
-    """Return the files of the project's own specs/ that look like specs and hold none."""
-    own = (project or home()) / "specs"
-    files = python_files(own) if own.is_dir() else []
-    return [f for f in files if f.name != PLANS_FILE and not f.name.startswith("_") and not declared(f)]
-
-
 def idle(project: Path | None = None) -> list[str]:
-    """Return a warning about each file of `without_spec`."""
-    return [NO_SPEC.format(file=relative(str(file))) for file in without_spec(project)]
+    """Return a warning about each file of the project's own specs/ that looks like one of specs and holds none."""
+    own = (project or home()) / "specs"
+    files = [f for f in python_files(own) if f.name != PLANS_FILE and f.name[0] != "_"] if own.is_dir() else []
+    remedy = "nothing is built of it (write @optimizer above the rule; a helper's file name may begin with _)"
+    return [f"{relative(str(file))} has no @optimizer: {remedy}" for file in files if not declared(file)]
 
 
-def declared(file: Path) -> tuple[tuple[str, Loc | None], ...]:
+def declared(file: Path) -> tuple[tuple[str, Loc], ...]:
     """Return name and place of the specs in a file, from its syntax tree: functions under `@optimizer`, and results of
     wrappers.
 
-    A file that cannot be read is listed under its own name, without a place; loading it raises the error.
+    A file that cannot be read is listed under its own name; loading it raises the error.
     """
     try:
         return _declared(file, file.stat().st_mtime_ns)
     except OSError:
-        return ((file.stem, None),)
+        return ((file.stem, Loc(str(file), 1)),)
 
 
 @lru_cache(maxsize=1024)
-def _declared(file: Path, changed: int) -> tuple[tuple[str, Loc | None], ...]:
+def _declared(file: Path, changed: int) -> tuple[tuple[str, Loc], ...]:
+    tree = _tree(file)
+    if tree is None:
+        return ((file.stem, Loc(str(file), 1)),)
+    known = {a.asname or a.name: a.name for n in tree.body if isinstance(n, ast.ImportFrom) for a in n.names}
+    around = WRAPPERS | {n.name for n in tree.body if isinstance(n, _DEFINITIONS) and "wrapper" in _decorators(n)}
+    names = ((_spec_of(n, known, around), Loc(str(file), n.lineno, n.col_offset)) for n in tree.body)
+    return tuple((name, place) for name, place in names if name)
+
+
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)  # of which all but the first are refused
+
+
+def _decorators(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> set[str]:
+    return {_name_of(d) for d in node.decorator_list}
+
+
+def _spec_of(node: ast.stmt, known: dict[str, str], around: Set[str]) -> str:
+    """Return the name of the spec that a statement makes, "" where it makes none.
+
+    known   variable -> the name that it was imported under, or of the spec that it holds: of a wrapper's result, added
+    """
+    if isinstance(node, _DEFINITIONS):
+        return node.name if "optimizer" in {known.get(d, d) for d in _decorators(node)} else ""
+    if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Call) or _name_of(node.value) not in around:
+        return ""
+    target = _name_of(node.targets[0])
+    known[target] = _made_name(node.value, known, around) or target
+    return "" if target.startswith("_") else known[target]
+
+
+def _tree(file: Path) -> ast.Module | None:
     try:
-        tree = ast.parse(file.read_bytes())
+        return ast.parse(file.read_bytes())
     except (SyntaxError, ValueError):
-        return ((file.stem, None),)
-    found = []
-    functions = [n for n in tree.body if isinstance(n, ast.FunctionDef)]
-    own = {n.name for n in functions if any(_name_of(d) == "wrapper" for d in n.decorator_list)}
-    imports = [a for n in tree.body if isinstance(n, ast.ImportFrom) for a in n.names]
-    known = {a.asname or a.name: a.name for a in imports}  # name -> imported name
-    for n in tree.body:
-        names = []
-        kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)  # of which all but the first are refused
-        if isinstance(n, kinds) and any(_name_of(d, known) == "optimizer" for d in n.decorator_list):
-            names = [n.name]
-        elif isinstance(n, ast.Assign) and isinstance(n.value, ast.Call) and _name_of(n.value) in WRAPPERS | own:
-            made = _made_name(n.value, known, WRAPPERS | own)
-            targets = [x.id for x in n.targets if isinstance(x, ast.Name)]
-            known |= {target: made or target for target in targets}
-            names = [made or target for target in targets[:1] if not target.startswith("_")]
-        found += [(name, Loc(str(file), n.lineno, n.col_offset)) for name in names]
-    return tuple(found)
+        return None
 
 
 WRAPPERS = frozenset({"low_rank", *wrappers.__all__})
@@ -206,18 +199,13 @@ def _made_name(made: ast.expr, known: Mapping[str, str], around: Set[str]) -> st
         inside = [*made.args[:1], *(k.value for k in made.keywords if k.arg == "inner")]
         inner = _made_name(inside[0], known, around) if _name_of(made) in around and inside else ""
         return f"{_name_of(made)}_{inner}" if inner else ""
-    return _name_of(made, known)
+    return known.get(_name_of(made), _name_of(made))
 
 
-def _name_of(node: ast.expr, known: Mapping[str, str] | None = None) -> str:
-    """Return the name of a function, attribute or variable, or of the function that a call calls; else "".
-
-    known   variable -> the name that it was imported under
-    """
+def _name_of(node: ast.expr) -> str:
+    """Return the name of a function, attribute or variable, or of the function that a call calls; else ""."""
     f = node.func if isinstance(node, ast.Call) else node
-    if isinstance(f, ast.Attribute):
-        return f.attr
-    return (known or {}).get(f.id, f.id) if isinstance(f, ast.Name) else ""
+    return f.attr if isinstance(f, ast.Attribute) else f.id if isinstance(f, ast.Name) else ""
 
 
 # -- specs
@@ -231,19 +219,13 @@ def find_spec(reference: str | Path, project: Path | None = None) -> Spec:
         return _wrapped(around, find_spec(inner[:-1], project))
     path, name = _split(reference)
     if path is None:
-        known = _declarations(project)
-        if name in known:
-            path = _single(known[name]).file
-        else:
-            # A decorator under another name is not seen in the text: the file's name then stands for its spec.
-            path = next((f for folder in folders(project) if _is_file(f := folder / f"{name}.py")), None)
-            if path is None or path.name == PLANS_FILE:
-                near = did_you_mean(around, wrappers.__all__) if inner else did_you_mean(name, known)
-                near = f"write {name})" if inner and around in wrappers.__all__ else near
-                written = 'in a file of specs/: low_rank(muon, "momentum_buffer", when="matrix and not adamw")'
-                near = written if around == "low_rank" else near
-                raise UserError("E404", kind="spec", name=name, hint=near)
-            name = ""
+        known = entries(project)
+        if name not in known:
+            hint = did_you_mean(around, wrappers.__all__) if inner else did_you_mean(name, known)
+            hint = f"write {name})" if inner and around in wrappers.__all__ else hint
+            written = 'in a file of specs/: low_rank(muon, "momentum_buffer", when="matrix and not adamw")'
+            raise UserError("E404", kind="spec", name=name, hint=written if around == "low_rank" else hint)
+        path = known[name].file
     return _pick(_of(path, Spec), name, path, "spec")
 
 
@@ -265,8 +247,7 @@ def find_plan(reference: str | Path, project: Path | None = None) -> Plan:
 
 
 def plans(project: Path | None = None) -> dict[str, Plan]:
-    """Return name -> plan: those of installed packages, the ready-made ones in their order, then those that the
-    project's specs/plans.py adds."""
+    """Return name -> plan: the ready-made ones in their order, then those that the project's specs/plans.py adds."""
     out: dict[str, Plan] = {}
     for folder in reversed(folders(project)):
         file = folder / PLANS_FILE
@@ -293,23 +274,17 @@ def _arguments(project: Path | None) -> set[str]:
 
 @lru_cache(maxsize=1024)
 def _arguments_of(file: Path, changed: int) -> frozenset[str]:
-    try:
-        tree = ast.parse(file.read_bytes())
-    except (SyntaxError, ValueError):
-        return frozenset()
-    return frozenset(node.arg for node in ast.walk(tree) if isinstance(node, ast.arg))
+    tree = _tree(file)
+    return frozenset() if tree is None else frozenset(n.arg for n in ast.walk(tree) if isinstance(n, ast.arg))
 
 
 def _split(reference: str | Path) -> tuple[Path | None, str]:
     """Return (file, name): file is None for a bare name, name is "" where the file alone is given."""
     text = str(reference)
-    head, colon, name = text.rpartition(":")
-    if colon and head.endswith(".py"):
-        path = Path(head)
-    elif text.endswith(".py") or isinstance(reference, Path) or "/" in text:
-        path, name = Path(text), ""
-    else:
+    head, _, name = text.rpartition(":") if ".py:" in text else (text, "", "")
+    if not head.endswith(".py") and not isinstance(reference, Path) and "/" not in text:
         return None, text
+    path = Path(head)
     if not _is_file(path):
         near = [f"{stem}.py" for stem in _stems(path.parent)]
         raise UserError("E404", kind="file", name=relative(str(path)), hint=did_you_mean(path.name, near))
@@ -393,47 +368,24 @@ def load(file: Path) -> ModuleType:
 def _neighbours(file: Path) -> Iterator[None]:
     """Let a file import those beside it, as `helper` or as `specs.helper`, and the ready-made ones as `specs.adamw`.
 
-    They are last on the path, and shadow nothing.
+    They are last on the path, and shadow nothing. Modules of `specs` are forgotten afterwards, and those that there
+    were come back: each project finds its own.
     """
-    before, made_ready = list(sys.path), str(ready.specs_dir())
-    foreign = sys.modules.get("specs")
-    package, beside = ModuleType("specs"), list[str]()
+    path, package, before = list(sys.path), ModuleType("specs"), _without_specs()
     try:
         sys.path += [str(file.parent), str(file.parent.parent)]
-        # In a checkout `specs` is the package of the ready-made ones; a project's own files are found after those.
-        # With a wheel it is the project's own folder, or does not exist.
-        package = _package("specs") or package
-        beside = list(getattr(package, "__path__", ()))
-        own = [str(file.parent)] if file.parent.name == "specs" else []
-        package.__path__ = [*beside, *(f for f in (*own, made_ready) if f not in beside)]
+        package.__path__ = [str(file.parent.parent / "specs"), str(file.parent / "specs"), str(ready.specs_dir())]
         sys.modules["specs"] = package
         yield
     finally:
-        sys.path[:] = before
-        package.__path__ = beside
-        nobodys = package.__spec__ is None
-        for name, module in list(sys.modules.items()):
-            if name.startswith("specs.") and (nobodys or made_ready not in beside):
-                place = getattr(module, "__file__", None)
-                # Another project must find its own modules of these names.
-                if nobodys or (place is not None and str(Path(place).parent) == made_ready):
-                    del sys.modules[name]
-        if nobodys:
-            del sys.modules["specs"]
-            if foreign is not None:
-                sys.modules["specs"] = foreign
+        sys.path[:] = path
+        _without_specs()
+        sys.modules.update(before)
 
 
-def _package(name: str) -> ModuleType | None:
-    """Import a package from Python's path; None where there is none, or it cannot be imported.
-
-    A plain module of that name may be a spec or a script: it is not run.
-    """
-    with contextlib.suppress(Exception, SystemExit):  # whatever an __init__.py raises
-        found = importlib.util.find_spec(name)
-        if found is not None and found.submodule_search_locations is not None:
-            return importlib.import_module(name)
-    return None
+def _without_specs() -> dict[str, ModuleType]:
+    """Remove `specs` and its modules from the imported ones, and return them."""
+    return {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] == "specs"}
 
 
 def _place(error: SyntaxError, file: str) -> Loc:
@@ -525,12 +477,7 @@ def _usage(text: str) -> str:
     found = next((vars(m)[name] for m in (optgen.lang, optgen.formats) if name in m.__all__), None)
     if not callable(found):
         return ""
-    parts = []
-    for p in inspect.signature(found).parameters.values():
-        if p.name == "function":  # the one that is decorated
-            continue
-        bare = p.replace(annotation=inspect.Parameter.empty)
-        simple = p.default is inspect.Parameter.empty or isinstance(p.default, (bool, int, float, str, NoneType))
-        # A default that is an object has a long text: its name is enough.
-        parts.append(str(bare) if simple else f"{p.name}=...")
+    taken = [p for p in inspect.signature(found).parameters.values() if p.name != "function"]  # which is decorated
+    plain = (bool, int, float, str, NoneType, type)  # none is a type; the text of an object is long
+    parts = [str(p.replace(annotation=p.empty)) if isinstance(p.default, plain) else f"{p.name}=..." for p in taken]
     return f"{name}({', '.join(parts)})"

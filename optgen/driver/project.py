@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -121,32 +121,23 @@ def is_pattern(name: str) -> bool:
     return any(c in name for c in "*?[")
 
 
-def wishes(project: Path, config: Config, built: Mapping[str, tuple[str, Sequence[str]]]) -> list[Wish]:
-    """Return every pair that `optgen build` without names builds.
-
-    built   existing packages: spec name -> (its name or file, its plans); without a table they are kept up to date,
-            and so are the project's own specs under the default plans
-    """
-    known = load.entries(project)
-    own = [name for name, entry in known.items() if entry.own]
+def wishes(project: Path, config: Config) -> list[Wish]:
+    """Return the pairs that the table asks for; without one, the project's own specs under the default plans."""
+    own = [name for name, entry in load.entries(project).items() if entry.own]
     if config.build is None:
-        out = [Wish(spec, plan, False) for spec in own for plan in DEFAULT_PLANS]
-        for name, (reference, plans) in sorted(built.items()):
-            if name in known or (project / reference).is_file():
-                out += [Wish(name if name in known else str(project / reference), plan, False) for plan in plans]
-        return _once(out)
+        return [Wish(spec, plan, False) for spec in own for plan in DEFAULT_PLANS]
     out = []
     for rule in config.build:
         for spec in rule.specs:
             names = [n for n in own if fnmatchcase(n, spec)] if is_pattern(spec) else [placed(spec, project)]
             for name in names:
                 out += plan_wishes(name, [placed(plan, project) for plan in rule.plans], project)
-    return _once(out)
+    return once(out)
 
 
 def placed(name: str, project: Path) -> str:
     """Return a name of the table as it is found from any folder: files are below the project."""
-    return str(project / name) if name.partition(":")[0].endswith(".py") else name
+    return str((project / name).resolve()) if name.partition(":")[0].endswith(".py") else name
 
 
 def plan_wishes(spec: str, plans: Sequence[str], project: Path) -> list[Wish]:
@@ -158,6 +149,6 @@ def plan_wishes(spec: str, plans: Sequence[str], project: Path) -> list[Wish]:
     return out
 
 
-def _once(found: list[Wish]) -> list[Wish]:
+def once(found: list[Wish]) -> list[Wish]:
     """Return each pair once; one requested by name is not optional."""
     return list({(w.spec, w.plan): w for w in sorted(found, key=lambda w: not w.optional)}.values())

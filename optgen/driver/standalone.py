@@ -61,11 +61,11 @@ def row(variant: Variant, names: Mapping[Defined, str] | None = None) -> standal
     return standalone_class.Variant(variant.param, functions[0], functions[1], fields=tuple(fields), **alike)
 
 
-def write(out: str, text: str, force: bool) -> str:
-    """Write the file and return its name; E406 where another stands there, unless `force`d, E413 where it cannot."""
+def write(out: str, text: str) -> str:
+    """Write the file and return its name; E406 where another stands there, E413 where it cannot."""
     path = Path(out)
     try:
-        if path.is_file() and not force and MARK not in path.read_text(encoding="utf-8", errors="replace"):
+        if path.is_file() and MARK not in path.read_text(encoding="utf-8", errors="replace"):
             raise UserError("E406", out=str(path.parent), names=path.name)
         path.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -262,13 +262,13 @@ def _range(hyper: Any) -> tuple[str, str]:
     return wrapper.described(hyper), f"lambda x: {' and '.join(conditions or ['x == x'])}"
 
 
-def text(spec: Spec, plan: Plan, force: bool = False) -> str:
+def text(spec: Spec, plan: Plan) -> str:
     """Return the file of a rule under a plan.
 
-    Raises UserError for a rule that one file does not serve, and, unless `force`d, for a plan that the lint refuses.
+    Raises UserError for a rule that one file does not serve, and for a plan that the lint refuses.
     """
     spec.check()
-    judge.judge(spec, plan, force=force)
+    judge.judge(spec, plan)
     record, host = record_text.plan_record(plan), record_text.rule_text(spec, "fast")
     fixed = {f.name: f.default for f in spec.flags if not f.derived}
     of_rule: dict[str, Any] = {}

@@ -58,12 +58,13 @@ class Terminal:
 
     quiet    results and errors only
     verbose  also what optgen logs, the command's seconds, and tracebacks of a user's errors
+    as_json  one JSON object on stdout
     """
 
-    quiet = verbose = False
+    quiet = verbose = as_json = False
 
-    def __init__(self, command: str, as_json: bool) -> None:
-        self.command, self.as_json = command, as_json
+    def __init__(self, command: str) -> None:
+        self.command = command
         self.code = OK
         self.silent = False
         self.result: dict[str, Any] = {}
@@ -150,15 +151,15 @@ def _width(stream: Any) -> int | None:
 
 
 @contextmanager
-def session(command: str, as_json: bool) -> Iterator[Terminal]:
+def session(command: str) -> Iterator[Terminal]:
     """Run a command's body: every way to end has its exit code, and a user's mistake has no traceback."""
-    terminal, start = Terminal(command, as_json), time.perf_counter()
+    terminal, start = Terminal(command), time.perf_counter()
     if terminal.verbose:
         logging.basicConfig(format="%(name)s: %(message)s")
         logging.getLogger("optgen").setLevel(logging.DEBUG)
     try:
         # A spec that prints while it is loaded would write before the object.
-        with redirect_stdout(sys.stderr) if as_json else nullcontext():
+        with redirect_stdout(sys.stderr) if terminal.as_json else nullcontext():
             yield terminal
     except UserError as error:
         terminal.code = WRONG_INPUT
@@ -235,7 +236,7 @@ def run(app: typer.Typer, words: list[str]) -> int:
             print(message(), file=sys.stderr)  # the help, in releases of click that have not shown it
             return WRONG_INPUT
         if "--json" in words:
-            terminal = Terminal("", True)
+            Terminal.as_json, terminal = True, Terminal("")
             terminal.error(WRONG_INPUT, message())
             terminal.finish()
         else:

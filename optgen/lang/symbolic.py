@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 import sympy
+from sympy.core.function import AppliedUndef
 
 from optgen.ir.node import Node, postorder, waiting
 from optgen.lang.spec import LATE, Recurrence, Spec
@@ -152,6 +153,8 @@ def _classify(
     others = others | set(signs.values())
     if not flat.has(s):
         return Recurrence("other")
+    if any(sums.has(s) for sums in flat.atoms(AppliedUndef)) and not flat.has(sympy.Piecewise):
+        return Recurrence("other")  # SymPy would take seconds to find a slope that depends on s
     derivative = sympy.diff(flat, s)
     slope = sympy.factor_terms(derivative)
     if slope == 0:

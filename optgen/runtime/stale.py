@@ -23,31 +23,21 @@ def check(folder: str, spec: str) -> None:
     action = os.environ.get("OPTGEN_STALE") or ACTIONS[0]
     if action not in ACTIONS:
         raise ValueError(f"OPTGEN_STALE must be one of {', '.join(ACTIONS)}, got {action!r}")
-    sources = {} if action == "ignore" else _sources(folder)
-    parts = {k: v for k, v in sources.items() if k == spec or k.startswith(f"{spec}/")}
-    found = [(part, file) for part, files in parts.items() for file in files if _changed(folder, file, files[file])]
-    if not found:
+    if action == "ignore":
         return
-    stale = {part for part, _ in found}
-    elsewhere = [_shown(folder, file) for file in parts.get(spec, ()) if Path(file).parent.name != "specs"]
-    name = f"{elsewhere[0]}:{spec}" if elsewhere else spec
-    plans = [] if spec in stale or len(stale) == len(parts) - 1 else sorted(p.partition("/")[2] for p in stale)
-    command = " ".join(["optgen build", name, *(f"--plan {plan}" for plan in plans)])
-    names = ", ".join(_shown(folder, file) for file in dict.fromkeys(file for _, file in found))
-    built = _shown(folder, spec)
-    text = f"{names} changed since {built} was built from it; run `{command}` (or set OPTGEN_STALE=ignore)"
+    try:
+        built = json.loads(Path(folder, "MANIFEST.json").read_bytes())["specs"][spec]
+        sources, reference = dict(built["sources"]), built["reference"]
+    except (OSError, ValueError, KeyError, TypeError):  # of an earlier version, or damaged: the next build says so
+        return
+    if not (found := [file for file, digest in sources.items() if _changed(folder, file, digest)]):
+        return
+    names = ", ".join(_shown(folder, file) for file in found)
+    built_at, command = _shown(folder, spec), f"optgen build {reference}"
+    text = f"{names} changed since {built_at} was built from it; run `{command}` (or set OPTGEN_STALE=ignore)"
     if action == "error":
         raise ImportError(text)
     warnings.warn(text, stacklevel=3)
-
-
-def _sources(folder: str) -> dict[str, dict[str, str]]:
-    """Return the parts of a package ("adamw", "adamw/fp32"), each with its files and their hashes."""
-    try:
-        found: dict[str, dict[str, str]] = json.loads(Path(folder, "MANIFEST.json").read_bytes())["sources"]
-    except (OSError, ValueError, KeyError, TypeError):  # of an earlier version, or damaged: the next build says so
-        return {}
-    return found
 
 
 def _changed(folder: str, file: str, digest: str) -> bool:
