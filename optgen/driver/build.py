@@ -287,10 +287,14 @@ def _kept(manifest: Manifest, project: Path) -> list[Wish]:
 
 
 def _is_there(spec: str, project: Path) -> bool:
-    """Return True if there is a spec of that name, even a broken one."""
+    """Return True if there is a spec of that name, even a broken one.  E403 where its file no longer has one."""
     try:
         load.find_spec(spec, project)
     except UserError as error:
+        file = project / "specs" / f"{spec}.py"
+        if error.code == "E404" and file.is_file():
+            remedy = "write @optimizer above the rule, or delete the file"
+            raise UserError("E403", file=relative(str(file)), kind="spec", remedy=remedy) from None
         return error.code != "E404"
     return True
 
