@@ -622,8 +622,8 @@ def _trained(value: Tensor, target: Tensor, p: Tensor, parts: sharding.Parts | N
     Raises ValueError if it does not fit.
     """
     want = state.describe(target.dtype if own else torch.float32, tuple(target.shape))
-    if (got := _short(value)) != want:
-        raise ValueError(f"{state.TRAINED}: expected {want}, got {got}")
+    if state.kind(value) != want:
+        raise ValueError(f"{state.TRAINED}: expected {want}, got {_short(value)}")
     part = value if parts is None else parts.beside(state.TRAINED, value)
     return part.detach().to(p.device, copy=True).contiguous()
 
