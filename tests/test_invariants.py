@@ -113,7 +113,7 @@ FACTORED = {"int4_factored_split24", "int5_factored_split24", "lpmm4_factor"}
 
 LONG = {
     "acprop": ({"flashoptim"}, "divides by the root of before, which may read as 0"),
-    "adadelta": ({"int4_split24"}, "takes the root of a quotient of two moments in 4 bits"),
+    "adadelta": ({"int4_split24", "int5_split24", "int6_split24"}, "steps grow by what rounding adds to their mean"),
     "adahessian": ({"flashoptim"}, "divides by the root of the input's squares, which may read as 0"),
     "adai": (FACTORED, "divides by an average that begins at 0, which these keep as factors"),
     "dadapt_adagrad": (COARSE, "the weight is a sum over a root and has the noise of the sum"),
