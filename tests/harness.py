@@ -29,7 +29,7 @@ import pytest
 import torch
 
 from optgen import passes
-from optgen.backends import host, reference
+from optgen.backends import host
 from optgen.driver import cpp_text, load, record_text, targets, triton_text
 from optgen.driver.kernel_text import unpack_of
 from optgen.driver.targets import Case
@@ -147,9 +147,10 @@ def only(s: Schedule | Step) -> Schedule:
 
 def _texts(spec: Spec, s: Schedule, kernels: Schedule) -> tuple[str, str]:
     """Generate what `Pair` runs: the reference, the host's scalars of it and of C++ kernels."""
-    names = "Blocks, block_max, block_min, choose, larger, lookup, quotient, rotl, scalars, search, smaller, sqrt"
+    names = "Blocks, choose, larger, quotient, rotl, scalars, smaller, sqrt"
     text = f"import torch\nfrom optgen.runtime.reference.eager import {names}\n"
-    lines = [*reference.tables([s]), *inlined.step_function(s, "f")]
+    text += "from tests.inlined import block_max, block_min, lookup, search\n"
+    lines = [*inlined.tables([s]), *inlined.step_function(s, "f")]
     head = f"from optgen.runtime.records.scalars import {', '.join(host.HELPERS)}\n"
     scalars = host.scalars_function(s.program, unpack_of(spec), "reference")
     scalars += ["", *host.scalars_function(kernels.program, unpack_of(spec), "kernel")]

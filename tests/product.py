@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import random
 import re
-import types
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -23,10 +22,9 @@ import torch
 from torch import Tensor
 
 from optgen import passes
-from optgen.backends import host
 from optgen.base.errors import UserError
-from optgen.driver import eager_text, emit, judge, record_text, targets
-from optgen.driver.kernel_text import host_program, unpack_of
+from optgen.driver import compile as compiling
+from optgen.driver import emit, judge, plan_formats, record_text, targets, triton_text
 from optgen.driver.targets import Case
 from optgen.formats.plan import Plan, Storage
 from optgen.ir.node import postorder
@@ -36,11 +34,12 @@ from optgen.lower import lower, matrix_of, needs_matrix
 from optgen.ops import dtypes, spaces
 from optgen.runtime import records
 from optgen.runtime.cpu import native
-from optgen.runtime.layout import layout
+from optgen.runtime.layout import layout, plans
 from optgen.runtime.records import join, sums
 from optgen.runtime.records.keys import step_key, stream_key
-from optgen.runtime.reference import stored
 from optgen.runtime.step import backends
+from optgen.runtime.work import eager
+from optgen.runtime.work.bucket import Bucket
 from optgen.verify import differential
 from optgen.verify.differential import Report, Values
 from optgen.verify.intervals import STRICT, Model
@@ -241,12 +240,30 @@ class Built:
     cell: Cell
     spec: Spec
     compiled: Compiled
-    text: str
-    step: Callable[..., Any]
-    decode: Callable[..., dict[str, Tensor]]
-    encode: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
-    scalars: Callable[..., tuple[float, ...]]
+    pair: join.Pair
     variant: records.Variant
+
+    def step(
+        self, tensors: Mapping[str, Tensor], g: Tensor, scalars: Sequence[float], key: int, stream: int
+    ) -> Iterator[Any]:
+        """Return the step of a parameter; it yields what it adds to sums over the model."""
+        bucket = Bucket(0, self.pair, self.variant, "reference", g.device, g.dtype, 0, ())
+        bucket.params, bucket.grads, bucket.shards, bucket.names = [tensors["p"]], [g], [None], ["p"]
+        bucket.states, bucket.streams = [dict(tensors)], [stream]
+        return eager.runner(bucket, scalars, key)
+
+    def decode(self, *tensors: Tensor) -> dict[str, Tensor]:
+        """Return the weight and the states, fp32."""
+        return plans.storage(self.pair, self.variant).decode(*tensors)
+
+    def encode(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the fields of values."""
+        return plans.storage(self.pair, self.variant).encode(values)
+
+    @property
+    def scalars(self) -> Callable[..., tuple[float, ...]]:
+        """The host's function of the scalars of a step."""
+        return self.variant.host[0]
 
     @property
     def case(self) -> Case:
@@ -284,36 +301,23 @@ def build(cell: Cell) -> Built:
     compiled = compile_case(spec, Case(flags, param, cell.small, storage, cell.vector))
     for step in (compiled.fast, compiled.strict):
         harness.remember(step, spec, compiled.case)
-    every = join.variants(record_text.rules(spec), record_text.plan_record(plan))
+    module = compiling.import_package(spec.name, _files(spec, plan))
+    pair = plans.load(getattr(module, spec.class_name), plan.name)
     size = (cell.param, cell.small, cell.vector)
-    variant = next(v for v in every if dict(v.flags) == flags and (v.param, v.small, v.vector) == size)
-    rule, codecs = rule_module(spec), codec_module(plan)
-    head = f"from optgen.runtime.records.scalars import {', '.join(host.HELPERS)}\n"
-    found = eager_text.rule_step(spec, flags)
-    text = head + "\n".join(host.scalars_function(host_program(found), unpack_of(spec), "scalars_of_step"))
-    made = _module(f"<{cell}>", text)
-    kept = [f"fields = {variant.fields!r}", f"eager = {variant.eager!r}"]
-    all_text = "\n".join([*kept, text, rule.TEXT, codecs.TEXT])
-    functions = stored.step(variant, rule, codecs), stored.decode(variant, codecs), stored.encode(variant, codecs)
-    return Built(cell, spec, compiled, all_text, *functions, made.scalars_of_step, variant)
-
-
-def _module(name: str, text: str) -> Any:
-    """A module of that text, which it has as TEXT."""
-    module: Any = types.ModuleType(name)
-    exec(compile(text, name, "exec"), module.__dict__)
-    module.TEXT = text
-    return module
+    variant = next(v for v in pair.variants if dict(v.flags) == flags and (v.param, v.small, v.vector) == size)
+    return Built(cell, spec, compiled, pair, variant)
 
 
 @lru_cache(maxsize=64)
-def rule_module(spec: Spec) -> Any:
-    return _module(f"<{spec.name}>", eager_text.rule_text(spec))
-
-
-@lru_cache(maxsize=64)
-def codec_module(plan: Plan) -> Any:
-    return _module(f"<{plan.name}>", eager_text.codec_text(plan))
+def _files(spec: Spec, plan: Plan) -> emit.Files:
+    """The files of a rule and of a plan that the eager reference needs."""
+    folder = f"{plan_formats.PLANS}/{plan.name}"
+    return {
+        "__init__.py": emit.emit_class(spec, (plan.name,), {plan.name: f".{folder.replace('/', '.')}"}, "strict"),
+        triton_text.STRICT: triton_text.tile_text(spec),
+        f"{folder}/__init__.py": record_text.plan_text(plan, "strict"),
+        f"{folder}/{triton_text.STRICT}": triton_text.codec_text(plan, "strict", (), triton_text.STRICT),
+    }
 
 
 class Run:
@@ -345,18 +349,13 @@ class Run:
 
     def step(self, g: Tensor) -> None:
         """One step in place."""
-        names = [b.name for b in self.built.compiled.strict.program.buffers]
-        tensors = [g if name == "g" else self.buffers[name] for name in names]
-        tensors = [self._seen(x) if x.shape == g.shape else x for x in tensors]
-        values = self.scalars()
-        count = len(self.built.variant.scalars)
+        values, count = self.scalars(), self.built.variant.host[1]
         self.steps += 1
-        done = self.built.step(*tensors, *values[:count], step_key(self.seed, self.steps), self.stream)
-        if self.built.in_parts:  # what it yields is summed over the model: here it is all of it
+        done = self.built.step(self.buffers, g, values[:count], step_key(self.seed, self.steps), self.stream)
+        with suppress(StopIteration):
             total = next(done)
-            with suppress(StopIteration):
-                while True:
-                    total = done.send(sums.in_lanes(total.reshape(1)))
+            while True:  # what it yields is summed over the model: here it is all of it
+                total = done.send(sums.in_lanes(total[0].reshape(1)))
         self.host_states = dict(zip(self.host_states, values[count:], strict=True))
 
     def _seen(self, x: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ import subprocess
 import zlib
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +13,7 @@ import torch
 
 from optgen.runtime.cpu import native
 from optgen.runtime.records import keys
-from optgen.runtime.reference import stored
-from optgen.runtime.reference.eager import Blocks
+from optgen.runtime.reference import tile
 from tests import harness, product
 from tests.harness import strict
 from tests.test_triton_strict import CASES
@@ -182,7 +182,7 @@ def test_random_bits_are_those_of_the_reference(rare: tuple[str, ...], tmp_path:
     source.write_text("\n".join(text) + "\n")
     command = [*native.compiler().command, *native.FLAGS, *ISAS[0].flags, f"-I{native.HEADERS}"]
     subprocess.run([*command, "-shared", str(source), "-o", str(library)], check=True, capture_output=True)
-    loaded = ctypes.CDLL(str(library))
+    loaded, device = ctypes.CDLL(str(library)), tile.load(tile.CODECS)
     for k, wants in enumerate(WANTS):
         fields, words = keys.deal(wants, rare)
         for step, stream in ((keys.step_key(3, 1), 5), (keys.step_key(9, 299), -77)):
@@ -191,5 +191,6 @@ def test_random_bits_are_those_of_the_reference(rare: tuple[str, ...], tmp_path:
             for found, name in zip(out, wants, strict=True):
                 if wants[name]:
                     word, shift, bits = fields[name]
-                    drawn = stored.word(Blocks(torch.empty(64), 1), word, words[word], step, stream)
-                    assert torch.equal(found, stored.Noise(drawn, shift).integer(bits).view(-1)), (wants, name)
+                    index, key = torch.arange(64, dtype=torch.int32), torch.tensor(step, dtype=torch.int32)
+                    drawn = device.word(index, key, stream, SimpleNamespace(recipes=keys.recipes(words)), word)
+                    assert torch.equal(found, device.integer(drawn, shift, bits)), (wants, name)

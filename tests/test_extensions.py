@@ -10,7 +10,7 @@ import pytest
 import sympy
 import torch
 
-from optgen.backends import cpp, reference, triton
+from optgen.backends import cpp, triton
 from optgen.driver import emit
 from optgen.driver.build import Request, build
 from optgen.driver.compile import compile
@@ -142,7 +142,7 @@ BACKEND = """
 import numpy as np
 
 from optgen.backends.printer import ATOM, Printer, number
-from optgen.driver import eager_text, emit
+from optgen.driver import emit, kernel_text
 
 SPELL = {
     "const": lambda p, n: (f"np.float32({number(n)})", ATOM),
@@ -155,12 +155,12 @@ SPELL = {
 
 def text(spec, maths):
     functions = {}
-    for flags in spec.settings():
-        step = eager_text.rule_step(spec, flags)
+    for setting in kernel_text.rule_kernels(spec, "strict").settings:
+        step = setting.step
         (only,) = step.stages
         program, sweep, printer = only.schedule.program, only.schedule.sweep, Printer(SPELL, {})
         arguments = [b.name for b in program.buffers] + [let.name for let in step.host]
-        name = eager_text.function_of(spec, flags)
+        (name,) = setting.kernels
         functions[name] = [f"def {name}({', '.join(arguments)}):"]
         functions[name] += [f"    {let.name} = {printer.bind(let)}" for let in sweep.lets]
         results = ", ".join(f"{s.buffer}={printer.text(s.node)}" for s in sweep.stores)
@@ -199,7 +199,7 @@ def test_a_backend_in_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 PRIMITIVES = """
 import math
 
-from optgen.backends import cpp, reference, triton
+from optgen.backends import cpp, triton
 from optgen.driver import emit
 from optgen.driver.build import Request, build
 from optgen.backends.printer import ATOM
@@ -208,7 +208,6 @@ from optgen.ops.prims import Prim
 
 # Core: a spelling for each backend.
 relu = primitive(Prim("relu", "f", "max(x, 0)", number=lambda x: max(x, 0.0), tensor="relu", rises="+"))
-reference.SPELL["relu"] = lambda p, n: (f"{p.text(n.args[0], ATOM)}.clamp(min=0.0)", ATOM)
 triton.STRICT["relu"] = triton.FAST["relu"] = lambda p, n: (f"tl.maximum({p.text(n.args[0])}, 0.0)", ATOM)
 cpp.SPELL["relu"] = lambda p, n: (f"max({p.text(n.args[0])}, F(0.0f))", ATOM)
 
@@ -221,7 +220,7 @@ halve = primitive(
 
 
 def test_primitives_in_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for table in (prims.PRIMS, reference.SPELL, triton.STRICT, triton.FAST, cpp.SPELL):
+    for table in (prims.PRIMS, triton.STRICT, triton.FAST, cpp.SPELL):
         for name in ("relu", "halve"):  # both are gone after the test
             monkeypatch.setitem(table, name, None)
     mine = module(tmp_path, "mine", PRIMITIVES)
@@ -249,7 +248,7 @@ def test_primitives_in_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     made = compile(gated, "fp32", maths="strict")
     folder = Path(sys.modules[made.__module__].__file__ or "").parent
     text = "".join(file.read_text() for file in folder.rglob("*.*") if file.suffix in (".py", ".h"))
-    for spelled in ("g.clamp(min=0.0)", "tl.maximum(g, 0.0)", "max(g_, F(0.0f))"):
+    for spelled in ("tl.maximum(g, 0.0)", "max(g_, F(0.0f))"):
         assert spelled in text
     assert "halve" not in text.replace("mine.halve", "")  # but in the comment
     weight = torch.nn.Parameter(p.float())

@@ -8,7 +8,7 @@ import itertools
 import math
 from collections.abc import Callable
 from functools import cache
-from types import CodeType
+from types import CodeType, SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ from optgen.lower.noise import deal, word
 from optgen.runtime.modes.accumulated import GradientAccumulator
 from optgen.runtime.records import keys
 from optgen.runtime.records.keys import WINDOW, places, step_key, stream_key
-from optgen.runtime.reference import stored
+from optgen.runtime.reference import tile
 from optgen.runtime.reference.eager import Blocks, rotl
 from tests.inlined import INLINED as SPELL
 
@@ -119,11 +119,13 @@ def test_words_of_programs_are_those_of_the_runtime() -> None:
     """Compare what lower.noise writes for kernels with what the reference draws, at chance and at rare places too."""
     wants, blocks = {"first": 12, "few": 6, "one": 1, "last": 5, "more": 16, "rare": 16}, Blocks(torch.empty(64), 1)
     _, nodes = deal(wants, {"rare"})
-    _, recipes = keys.deal(wants, {"rare"})
-    for k, (node, recipe) in enumerate(zip(nodes, recipes, strict=True)):
+    _, words = keys.deal(wants, {"rare"})
+    device = tile.load(tile.CODECS)
+    for k, node in enumerate(nodes):
         code, step = compile(Printer(SPELL, {}).text(node), "word", "eval"), step_key(0, 300 + k)
         drawn = eval(code, {"b": blocks, "stream_key": 7, "step_key": step, "torch": torch, "rotl": rotl})
-        assert torch.equal(drawn, stored.word(blocks, k, recipe, step, 7))
+        key = torch.tensor(step, dtype=torch.int32)
+        assert torch.equal(drawn, device.word(blocks.index(), key, 7, SimpleNamespace(recipes=keys.recipes(words)), k))
 
 
 @optimizer(cite="none", name="Descent")

@@ -42,7 +42,7 @@ def text(pair: str) -> str:
 def optimizer(pair: str, folder: Path, *, kernels: bool = False) -> Any:
     made = harness.module(folder, "one_file", text(pair), known=True)  # dataclasses look their module up
     cls = getattr(made, load.find_spec(pair.split("/")[0]).class_name)
-    cls.KERNELS = kernels  # by Triton's interpreter, where the file has kernels
+    cls.ON_CPU = kernels  # by Triton's interpreter, where the file has kernels
     return cls
 
 
@@ -82,14 +82,15 @@ def test_kernels_have_the_bits_of_the_package(pair: str, tmp_path: Path) -> None
 
 
 def test_a_file_is_short_enough_to_be_read() -> None:
-    """Kernels, codecs and the eager part of AdamW, without blank lines."""
-    assert sum(bool(line.strip()) for line in text("adamw/int8_split24").splitlines()) <= 770
+    """Kernels, codecs and the eager part of AdamW, and that of rules of several sweeps; without blank lines."""
+    for pair, most in {"adamw/int8_split24": 1800, "lamb/int8_split24": 1300, "muon/int8_split24": 1600}.items():
+        assert sum(bool(line.strip()) for line in text(pair).splitlines()) <= most, pair
 
 
 def test_triton_keeps_a_compiled_kernel_under_the_text_of_its_codecs(tmp_path: Path, compiling: dict[str, str]) -> None:
     """On disk a constant counts by its `cache_key`."""
     (tmp_path / "one_file.py").write_text(text("lion/bf16_sr"))
-    code = "import one_file as m; assert m.lion_tile.cache_key in m.VARIANTS[0].cache_key"
+    code = "import one_file as m; k = m.KERNELS['lion_float32']; assert k.tile.cache_key in k.cache_key"
     harness.python(code, cwd=tmp_path, env=compiling)
 
 
@@ -230,7 +231,7 @@ def test_where_triton_is_missing_a_file_steps_in_torch_and_says_so(
     assert cli.main(["build", "--standalone", "lion", "--plan", "int8_split24", "--out", "mine.py"]) == 0
     assert "no GPU kernels, as Triton is not installed" in capsys.readouterr().err
     made = Path("mine.py").read_text()
-    assert "triton" not in made
+    assert "import triton" not in made
     cls = harness.module(tmp_path, "mine", made, known=True).Lion
     check("lion/int8_split24", cls, "reference", SHAPES, 2)
 

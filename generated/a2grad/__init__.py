@@ -4,7 +4,6 @@
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp, by_flags
 from optgen.runtime.records.scalars import divide, power, root, where
-from optgen.runtime.reference.eager import larger, put, sqrt
 
 
 class A2Grad(Optimizer):
@@ -59,185 +58,6 @@ class A2Grad(Optimizer):
             params, dict(lr=lr, beta=beta, lips=lips, rho=rho, incremental=incremental, exponential=exponential),
             **options
         )
-
-
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def a2grad_1(stored, grad_scale, step):
-    b = stored.over("g", "avg_grad")
-    # -- load and decode
-    avg_grad = b.load("avg_grad")
-    g = b.load("g")
-    g = grad_scale * g
-    # -- update  (specs/a2grad.py)
-    avg_grad = avg_grad + (g - avg_grad) / step  # 27  avg_grad = avg_grad + (g - avg_grad) / t
-    away = g - avg_grad                          # 28  away = g - avg_grad
-    # -- encode and store
-    tensor_sum_for_v_tensor = b.tensor_sum(away * away)
-    b.store("avg_grad", avg_grad)
-    return tensor_sum_for_v_tensor
-
-
-def a2grad_3(
-    stored, grad_scale, share, one_minus_two_over_t_plus_three, rate_tensor, tensor_mul_tensor,
-    two_over_t_plus_two_times_rate_tensor,
-):
-    b = stored.over("p", "g", "x_offset")
-    # -- load and decode
-    p = b.load("p")
-    x_offset = b.load("x_offset")
-    rate = b.spread(rate_tensor)
-    g = b.load("g")
-    g = grad_scale * g
-    tensor_mul = b.spread(tensor_mul_tensor)
-    two_over_t_plus_two_times_rate = b.spread(two_over_t_plus_two_times_rate_tensor)
-    # -- update  (specs/a2grad.py)
-    moved = x_offset - rate * g             # 39  moved = x_offset - rate * g
-    p = p + share * moved - tensor_mul * g  # 40  p = p + share * moved - (1 - share) * last * rate * g
-    # 41  x_offset = (1 - share) * (moved + last * rate * g)
-    x_offset = one_minus_two_over_t_plus_three * (moved + two_over_t_plus_two_times_rate * g)
-    # -- encode and store
-    b.store("p", p)
-    b.store("x_offset", x_offset)
-
-
-def a2grad(
-    stored, grad_scale, step, lr, beta, two_times_lips_over_t_plus_one, last, scalar_2, share,
-    one_minus_two_over_t_plus_three,
-):
-
-    # == sweep 1: v (specs/a2grad.py:35)
-    tensor_sum_for_v_tensor = a2grad_1(stored, grad_scale, step)
-
-    # == tensor: values of tensors
-    # -- load and decode
-    v = stored["v"]
-    tensor_sum_for_v = tensor_sum_for_v_tensor
-    # -- update  (specs/a2grad.py)
-    v = v + tensor_sum_for_v                                 # 35  v = v + dot(away, away)
-    # 36  h = sqrt(v) * (sqrt(t + 1) if incremental or exponential else 1.0)
-    h = sqrt(v)
-    rate = lr / (two_times_lips_over_t_plus_one + beta * h)  # 37  rate = lr / (2 * lips / (t + 1) + beta * h)
-    # -- encode and store
-    rate_tensor = rate
-    two_over_t_plus_two_times_rate_tensor = last * rate
-    tensor_mul_tensor = scalar_2 * rate
-    put(stored["v"], v)
-
-    # == sweep 2: the update
-    a2grad_3(
-        stored, grad_scale, share, one_minus_two_over_t_plus_three, rate_tensor, tensor_mul_tensor,
-        two_over_t_plus_two_times_rate_tensor,
-    )
-
-
-def a2grad_exponential_1(stored, grad_scale, step):
-    b = stored.over("g", "avg_grad")
-    # -- load and decode
-    avg_grad = b.load("avg_grad")
-    g = b.load("g")
-    g = grad_scale * g
-    # -- update  (specs/a2grad.py)
-    avg_grad = avg_grad + (g - avg_grad) / step  # 27
-    away = g - avg_grad                          # 28
-    # -- encode and store
-    tensor_sum_for_v_avg_tensor = b.tensor_sum(away * away)
-    b.store("avg_grad", avg_grad)
-    return tensor_sum_for_v_avg_tensor
-
-
-def a2grad_exponential(
-    stored, grad_scale, step, lr, beta, rho, one_minus_rho, sqrt_t_plus_one, two_times_lips_over_t_plus_one, last,
-    scalar_4, share, one_minus_two_over_t_plus_three,
-):
-
-    # == sweep 1: v_avg (specs/a2grad.py:32)
-    tensor_sum_for_v_avg_tensor = a2grad_exponential_1(stored, grad_scale, step)
-
-    # == tensor: values of tensors
-    # -- load and decode
-    v = stored["v"]
-    v_avg = stored["v_avg"]
-    tensor_sum_for_v_avg = tensor_sum_for_v_avg_tensor
-    # -- update  (specs/a2grad.py)
-    v_avg = rho * v_avg + one_minus_rho * tensor_sum_for_v_avg  # 32  v_avg = rho * v_avg + (1 - rho) * dot(away, away)
-    v = larger(v, v_avg)                                        # 33  v = maximum(v, v_avg)
-    h = sqrt(v) * sqrt_t_plus_one  # 36
-    rate = lr / (two_times_lips_over_t_plus_one + beta * h)     # 37
-    # -- encode and store
-    rate_tensor = rate
-    two_over_t_plus_two_times_rate_tensor = last * rate
-    tensor_mul_tensor = scalar_4 * rate
-    put(stored["v"], v)
-    put(stored["v_avg"], v_avg)
-
-    # == sweep 2: the update
-    a2grad_3(
-        stored, grad_scale, share, one_minus_two_over_t_plus_three, rate_tensor, tensor_mul_tensor,
-        two_over_t_plus_two_times_rate_tensor,
-    )
-
-
-def a2grad_incremental(
-    stored, grad_scale, step, lr, beta, t_over_t_plus_one_pow_two, sqrt_t_plus_one, two_times_lips_over_t_plus_one,
-    last, scalar_4, share, one_minus_two_over_t_plus_three,
-):
-
-    # == sweep 1: v (specs/a2grad.py:35)
-    tensor_sum_for_v_tensor = a2grad_1(stored, grad_scale, step)
-
-    # == tensor: values of tensors
-    # -- load and decode
-    v = stored["v"]
-    tensor_sum_for_v = tensor_sum_for_v_tensor
-    # -- update  (specs/a2grad.py)
-    v = t_over_t_plus_one_pow_two * v                        # 30  v = (t / (t + 1)) ** 2 * v
-    v = v + tensor_sum_for_v                                 # 35
-    h = sqrt(v) * sqrt_t_plus_one  # 36
-    rate = lr / (two_times_lips_over_t_plus_one + beta * h)  # 37
-    # -- encode and store
-    rate_tensor = rate
-    two_over_t_plus_two_times_rate_tensor = last * rate
-    tensor_mul_tensor = scalar_4 * rate
-    put(stored["v"], v)
-
-    # == sweep 2: the update
-    a2grad_3(
-        stored, grad_scale, share, one_minus_two_over_t_plus_three, rate_tensor, tensor_mul_tensor,
-        two_over_t_plus_two_times_rate_tensor,
-    )
-
-
-def a2grad_incremental_exponential(
-    stored, grad_scale, step, lr, beta, rho, t_over_t_plus_one_pow_two, one_minus_rho, sqrt_t_plus_one,
-    two_times_lips_over_t_plus_one, last, scalar_5, share, one_minus_two_over_t_plus_three,
-):
-
-    # == sweep 1: v_avg (specs/a2grad.py:32)
-    tensor_sum_for_v_avg_tensor = a2grad_exponential_1(stored, grad_scale, step)
-
-    # == tensor: values of tensors
-    # -- load and decode
-    v = stored["v"]
-    v_avg = stored["v_avg"]
-    tensor_sum_for_v_avg = tensor_sum_for_v_avg_tensor
-    # -- update  (specs/a2grad.py)
-    v = t_over_t_plus_one_pow_two * v                           # 30
-    v_avg = rho * v_avg + one_minus_rho * tensor_sum_for_v_avg  # 32
-    v = larger(v, v_avg)                                        # 33
-    h = sqrt(v) * sqrt_t_plus_one  # 36
-    rate = lr / (two_times_lips_over_t_plus_one + beta * h)     # 37
-    # -- encode and store
-    rate_tensor = rate
-    two_over_t_plus_two_times_rate_tensor = last * rate
-    tensor_mul_tensor = scalar_5 * rate
-    put(stored["v"], v)
-    put(stored["v_avg"], v_avg)
-
-    # == sweep 2: the update
-    a2grad_3(
-        stored, grad_scale, share, one_minus_two_over_t_plus_three, rate_tensor, tensor_mul_tensor,
-        two_over_t_plus_two_times_rate_tensor,
-    )
 
 
 # Scalars at a step, in fp64, with the new host states behind them.
@@ -362,7 +182,6 @@ def kernel_scalars_4(step, grad_scale, *, lr, beta, lips, rho):
 
 
 # What several of the records below have.
-STATES = (StateRecord("avg_grad"), StateRecord("x_offset"), StateRecord("v", nonneg=True, space="tensor"))
 TEMPS = (
     Temp("tensor_sum_for_v", "tensor", reduction="tensor_sum", source="elem"),
     Temp("rate", "tensor"),
@@ -371,7 +190,17 @@ TEMPS = (
 )
 A2GRAD_1 = Stage(
     "a2grad_1", "elem", level=0, scalars=(0, 1), temps=("tensor_sum_for_v",), reads=("g", "avg_grad"),
-    stores=("avg_grad",), sums=(("square", ("tensor_sum_for_v",)),),
+    stores=("avg_grad",), sums=(("sum", ("tensor_sum_for_v",)),),
+)
+A2GRAD_2 = Stage(
+    "a2grad_2", "tensor", level=1, scalars=(2, 3, 4, 5, 6),
+    temps=("rate", "two_over_t_plus_two_times_rate", "tensor_mul"), reads=("v", "tensor_sum_for_v"),
+    stores=("v", "rate", "two_over_t_plus_two_times_rate", "tensor_mul"),
+    plus=("v", "rate", "two_over_t_plus_two_times_rate", "tensor_mul"),
+)
+A2GRAD_3 = Stage(
+    "a2grad_3", "elem", level=2, scalars=(0, 7, 8),
+    reads=("p", "g", "x_offset", "rate", "tensor_mul", "two_over_t_plus_two_times_rate"), stores=("p", "x_offset"),
 )
 TEMPS_2 = (
     Temp("tensor_sum_for_v_avg", "tensor", reduction="tensor_sum", source="elem"),
@@ -381,27 +210,57 @@ TEMPS_2 = (
 )
 A2GRAD_EXPONENTIAL_1 = Stage(
     "a2grad_exponential_1", "elem", level=0, scalars=(0, 1), temps=("tensor_sum_for_v_avg",), reads=("g", "avg_grad"),
+    stores=("avg_grad",), sums=(("sum", ("tensor_sum_for_v_avg",)),),
+)
+A2GRAD_EXPONENTIAL_2 = Stage(
+    "a2grad_exponential_2", "tensor", level=1, scalars=(2, 3, 4, 5, 6, 7, 8, 9),
+    temps=("rate", "two_over_t_plus_two_times_rate", "tensor_mul"), reads=("v", "v_avg", "tensor_sum_for_v_avg"),
+    stores=("v", "v_avg", "rate", "two_over_t_plus_two_times_rate", "tensor_mul"),
+    plus=("v", "v_avg", "rate", "two_over_t_plus_two_times_rate", "tensor_mul"), picked=("v",),
+)
+A2GRAD_3_2 = Stage(
+    "a2grad_3", "elem", level=2, scalars=(0, 10, 11),
+    reads=("p", "g", "x_offset", "rate", "tensor_mul", "two_over_t_plus_two_times_rate"), stores=("p", "x_offset"),
+)
+A2GRAD_INCREMENTAL_2 = Stage(
+    "a2grad_incremental_2", "tensor", level=1, scalars=(2, 3, 4, 5, 6, 7, 8),
+    temps=("rate", "two_over_t_plus_two_times_rate", "tensor_mul"), reads=("v", "tensor_sum_for_v"),
+    stores=("v", "rate", "two_over_t_plus_two_times_rate", "tensor_mul"),
+    plus=("v", "rate", "two_over_t_plus_two_times_rate", "tensor_mul"),
+)
+A2GRAD_3_3 = Stage(
+    "a2grad_3", "elem", level=2, scalars=(0, 9, 10),
+    reads=("p", "g", "x_offset", "rate", "tensor_mul", "two_over_t_plus_two_times_rate"), stores=("p", "x_offset"),
+)
+A2GRAD_INCREMENTAL_EXPONENTIAL_2 = Stage(
+    "a2grad_incremental_exponential_2", "tensor", level=1, scalars=(2, 3, 4, 5, 6, 7, 8, 9, 10),
+    temps=("rate", "two_over_t_plus_two_times_rate", "tensor_mul"), reads=("v", "v_avg", "tensor_sum_for_v_avg"),
+    stores=("v", "v_avg", "rate", "two_over_t_plus_two_times_rate", "tensor_mul"),
+    plus=("v", "v_avg", "rate", "two_over_t_plus_two_times_rate", "tensor_mul"), picked=("v",),
+)
+A2GRAD_3_4 = Stage(
+    "a2grad_3", "elem", level=2, scalars=(0, 11, 12),
+    reads=("p", "g", "x_offset", "rate", "tensor_mul", "two_over_t_plus_two_times_rate"), stores=("p", "x_offset"),
+)
+A2GRAD_1_2 = Stage(
+    "a2grad_1", "elem", level=0, scalars=(0, 1), temps=("tensor_sum_for_v",), reads=("g", "avg_grad"),
+    stores=("avg_grad",), sums=(("square", ("tensor_sum_for_v",)),),
+)
+A2GRAD_EXPONENTIAL_1_2 = Stage(
+    "a2grad_exponential_1", "elem", level=0, scalars=(0, 1), temps=("tensor_sum_for_v_avg",), reads=("g", "avg_grad"),
     stores=("avg_grad",), sums=(("square", ("tensor_sum_for_v_avg",)),),
 )
 
-# The eager reference, in strict maths.
+# The states, and what of them a step makes.
 RULES = by_flags(
     {"incremental": False, "exponential": False},
     RuleRecord(
-        "a2grad", "a2grad",
-        scalars=(
-            "grad_scale", "step", "lr", "beta", "two_times_lips_over_t_plus_one", "last", "scalar_2", "share",
-            "one_minus_two_over_t_plus_three",
-        ),
-        host=host_scalars, states=STATES, spaces=("tensor",), settings=({"incremental": False, "exponential": False},),
+        "a2grad",
+        states=(StateRecord("avg_grad"), StateRecord("x_offset"), StateRecord("v", nonneg=True, space="tensor")),
+        spaces=("tensor",), settings=({"exponential": False},),
     ),
     RuleRecord(
-        "a2grad", "a2grad_exponential",
-        scalars=(
-            "grad_scale", "step", "lr", "beta", "rho", "one_minus_rho", "sqrt_t_plus_one",
-            "two_times_lips_over_t_plus_one", "last", "scalar_4", "share", "one_minus_two_over_t_plus_three",
-        ),
-        host=host_scalars_2,
+        "a2grad",
         states=(
             StateRecord("avg_grad"),
             StateRecord("x_offset"),
@@ -411,20 +270,7 @@ RULES = by_flags(
         spaces=("tensor",), settings=({"incremental": False, "exponential": True},),
     ),
     RuleRecord(
-        "a2grad", "a2grad_incremental",
-        scalars=(
-            "grad_scale", "step", "lr", "beta", "t_over_t_plus_one_pow_two", "sqrt_t_plus_one",
-            "two_times_lips_over_t_plus_one", "last", "scalar_4", "share", "one_minus_two_over_t_plus_three",
-        ),
-        host=host_scalars_3, states=STATES, spaces=("tensor",), settings=({"incremental": True, "exponential": False},),
-    ),
-    RuleRecord(
-        "a2grad", "a2grad_incremental_exponential",
-        scalars=(
-            "grad_scale", "step", "lr", "beta", "rho", "t_over_t_plus_one_pow_two", "one_minus_rho", "sqrt_t_plus_one",
-            "two_times_lips_over_t_plus_one", "last", "scalar_5", "share", "one_minus_two_over_t_plus_three",
-        ),
-        host=host_scalars_4,
+        "a2grad",
         states=(
             StateRecord("avg_grad"),
             StateRecord("x_offset"),
@@ -435,7 +281,45 @@ RULES = by_flags(
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: fma, group.
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({"incremental": False, "exponential": False},),
+        (
+            "grad_scale", "step", "lr", "beta", "two_times_lips_over_t_plus_one", "last", "scalar_2", "share",
+            "one_minus_two_over_t_plus_three",
+        ),
+        host=host_scalars, temps=TEMPS, stages=(A2GRAD_1, A2GRAD_2, A2GRAD_3), strict=True,
+    ),
+    Rule(
+        ({"incremental": False, "exponential": True},),
+        (
+            "grad_scale", "step", "lr", "beta", "rho", "one_minus_rho", "sqrt_t_plus_one",
+            "two_times_lips_over_t_plus_one", "last", "scalar_4", "share", "one_minus_two_over_t_plus_three",
+        ),
+        host=host_scalars_2, temps=TEMPS_2, stages=(A2GRAD_EXPONENTIAL_1, A2GRAD_EXPONENTIAL_2, A2GRAD_3_2),
+        strict=True,
+    ),
+    Rule(
+        ({"incremental": True, "exponential": False},),
+        (
+            "grad_scale", "step", "lr", "beta", "t_over_t_plus_one_pow_two", "sqrt_t_plus_one",
+            "two_times_lips_over_t_plus_one", "last", "scalar_4", "share", "one_minus_two_over_t_plus_three",
+        ),
+        host=host_scalars_3, temps=TEMPS, stages=(A2GRAD_1, A2GRAD_INCREMENTAL_2, A2GRAD_3_3), strict=True,
+    ),
+    Rule(
+        ({"incremental": True, "exponential": True},),
+        (
+            "grad_scale", "step", "lr", "beta", "rho", "t_over_t_plus_one_pow_two", "one_minus_rho", "sqrt_t_plus_one",
+            "two_times_lips_over_t_plus_one", "last", "scalar_5", "share", "one_minus_two_over_t_plus_three",
+        ),
+        host=host_scalars_4, temps=TEMPS_2, stages=(A2GRAD_EXPONENTIAL_1, A2GRAD_INCREMENTAL_EXPONENTIAL_2, A2GRAD_3_4),
+        strict=True,
+    ),
+)
+
+# The step of kernels, in fast maths; rounding changed by: fma, group.
 STEPS = (
     Rule(
         ({"incremental": False, "exponential": False},),
@@ -443,21 +327,7 @@ STEPS = (
             "grad_scale", "one_over_t", "lr", "beta", "two_times_lips_over_t_plus_one", "last", "scalar_2", "share",
             "one_minus_two_over_t_plus_three",
         ),
-        host=kernel_scalars, temps=TEMPS,
-        stages=(
-            A2GRAD_1,
-            Stage(
-                "a2grad_2", "tensor", level=1, scalars=(2, 3, 4, 5, 6),
-                temps=("rate", "two_over_t_plus_two_times_rate", "tensor_mul"), reads=("v", "tensor_sum_for_v"),
-                stores=("v", "rate", "two_over_t_plus_two_times_rate", "tensor_mul"),
-                plus=("v", "rate", "two_over_t_plus_two_times_rate", "tensor_mul"),
-            ),
-            Stage(
-                "a2grad_3", "elem", level=2, scalars=(0, 7, 8),
-                reads=("p", "g", "x_offset", "rate", "tensor_mul", "two_over_t_plus_two_times_rate"),
-                stores=("p", "x_offset"),
-            ),
-        ),
+        host=kernel_scalars, temps=TEMPS, stages=(A2GRAD_1_2, A2GRAD_2, A2GRAD_3),
     ),
     Rule(
         ({"incremental": False, "exponential": True},),
@@ -465,22 +335,7 @@ STEPS = (
             "grad_scale", "one_over_t", "lr", "beta", "rho", "one_minus_rho", "sqrt_t_plus_one",
             "two_times_lips_over_t_plus_one", "last", "scalar_4", "share", "one_minus_two_over_t_plus_three",
         ),
-        host=kernel_scalars_2, temps=TEMPS_2,
-        stages=(
-            A2GRAD_EXPONENTIAL_1,
-            Stage(
-                "a2grad_exponential_2", "tensor", level=1, scalars=(2, 3, 4, 5, 6, 7, 8, 9),
-                temps=("rate", "two_over_t_plus_two_times_rate", "tensor_mul"),
-                reads=("v", "v_avg", "tensor_sum_for_v_avg"),
-                stores=("v", "v_avg", "rate", "two_over_t_plus_two_times_rate", "tensor_mul"),
-                plus=("v", "v_avg", "rate", "two_over_t_plus_two_times_rate", "tensor_mul"), picked=("v",),
-            ),
-            Stage(
-                "a2grad_3", "elem", level=2, scalars=(0, 10, 11),
-                reads=("p", "g", "x_offset", "rate", "tensor_mul", "two_over_t_plus_two_times_rate"),
-                stores=("p", "x_offset"),
-            ),
-        ),
+        host=kernel_scalars_2, temps=TEMPS_2, stages=(A2GRAD_EXPONENTIAL_1_2, A2GRAD_EXPONENTIAL_2, A2GRAD_3_2),
     ),
     Rule(
         ({"incremental": True, "exponential": False},),
@@ -488,21 +343,7 @@ STEPS = (
             "grad_scale", "one_over_t", "lr", "beta", "t_over_t_plus_one_pow_two", "sqrt_t_plus_one",
             "two_times_lips_over_t_plus_one", "last", "scalar_4", "share", "one_minus_two_over_t_plus_three",
         ),
-        host=kernel_scalars_3, temps=TEMPS,
-        stages=(
-            A2GRAD_1,
-            Stage(
-                "a2grad_incremental_2", "tensor", level=1, scalars=(2, 3, 4, 5, 6, 7, 8),
-                temps=("rate", "two_over_t_plus_two_times_rate", "tensor_mul"), reads=("v", "tensor_sum_for_v"),
-                stores=("v", "rate", "two_over_t_plus_two_times_rate", "tensor_mul"),
-                plus=("v", "rate", "two_over_t_plus_two_times_rate", "tensor_mul"),
-            ),
-            Stage(
-                "a2grad_3", "elem", level=2, scalars=(0, 9, 10),
-                reads=("p", "g", "x_offset", "rate", "tensor_mul", "two_over_t_plus_two_times_rate"),
-                stores=("p", "x_offset"),
-            ),
-        ),
+        host=kernel_scalars_3, temps=TEMPS, stages=(A2GRAD_1_2, A2GRAD_INCREMENTAL_2, A2GRAD_3_3),
     ),
     Rule(
         ({"incremental": True, "exponential": True},),
@@ -512,21 +353,7 @@ STEPS = (
             "one_minus_two_over_t_plus_three",
         ),
         host=kernel_scalars_4, temps=TEMPS_2,
-        stages=(
-            A2GRAD_EXPONENTIAL_1,
-            Stage(
-                "a2grad_incremental_exponential_2", "tensor", level=1, scalars=(2, 3, 4, 5, 6, 7, 8, 9, 10),
-                temps=("rate", "two_over_t_plus_two_times_rate", "tensor_mul"),
-                reads=("v", "v_avg", "tensor_sum_for_v_avg"),
-                stores=("v", "v_avg", "rate", "two_over_t_plus_two_times_rate", "tensor_mul"),
-                plus=("v", "v_avg", "rate", "two_over_t_plus_two_times_rate", "tensor_mul"), picked=("v",),
-            ),
-            Stage(
-                "a2grad_3", "elem", level=2, scalars=(0, 11, 12),
-                reads=("p", "g", "x_offset", "rate", "tensor_mul", "two_over_t_plus_two_times_rate"),
-                stores=("p", "x_offset"),
-            ),
-        ),
+        stages=(A2GRAD_EXPONENTIAL_1_2, A2GRAD_INCREMENTAL_EXPONENTIAL_2, A2GRAD_3_4),
     ),
 )
 

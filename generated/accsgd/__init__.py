@@ -42,25 +42,6 @@ class AccSGD(Optimizer):
         )
 
 
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def accsgd(stored, lr, weight_decay, grad_scale, lr_times_kappa_over_constant, beta, scalar_2):
-    b = stored.over("p", "g", "momentum_buffer")
-    # -- load and decode
-    p = b.load("p")
-    g = b.load("g")
-    g = grad_scale * g
-    momentum_buffer = b.load("momentum_buffer")
-    # -- update  (specs/accsgd.py)
-    g = g + weight_decay * p                      # 19  g = l2(g, p, weight_decay)
-    p_2 = p - lr * g                              # 23  p = p - lr * g
-    # 22  momentum_buffer = momentum_buffer + beta * (p - momentum_buffer - lr * kappa / constant * g)
-    momentum_buffer = momentum_buffer + beta * (p - momentum_buffer - lr_times_kappa_over_constant * g)
-    p = p_2 + scalar_2 * (momentum_buffer - p_2)  # 24  p = p + (1 - zeta) * (momentum_buffer - p)
-    # -- encode and store
-    b.store("p", p)
-    b.store("momentum_buffer", momentum_buffer)
-
-
 # Scalars at a step, in fp64, with the new host states behind them.
 def host_scalars(step, grad_scale, *, lr, kappa, xi, constant, weight_decay):
     zeta = divide(constant, constant + divide(xi * constant**2, kappa))  # 21  zeta = constant / (constant + beta)
@@ -79,27 +60,28 @@ def kernel_scalars(step, grad_scale, *, lr, kappa, xi, constant, weight_decay):
     return (weight_decay, grad_scale, minus_lr_times_kappa_over_constant, beta, minus_lr, scalar_3)
 
 
-# The eager reference, in strict maths.
-RULES = by_flags(
-    {},
-    RuleRecord(
-        "accsgd", "accsgd",
-        scalars=("lr", "weight_decay", "grad_scale", "lr_times_kappa_over_constant", "beta", "scalar_2"),
-        host=host_scalars, states=(StateRecord("momentum_buffer", init="param"),),
+# What several of the records below have.
+ACCSGD = Stage(
+    "accsgd", "elem", level=0, scalars=tuple(range(6)), reads=("p", "g", "momentum_buffer"),
+    stores=("p", "momentum_buffer"),
+)
+
+# The states, and what of them a step makes.
+RULES = by_flags({}, RuleRecord("accsgd", states=(StateRecord("momentum_buffer", init="param"),)))
+
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({},), ("lr", "weight_decay", "grad_scale", "lr_times_kappa_over_constant", "beta", "scalar_2"),
+        host=host_scalars, stages=(ACCSGD,), strict=True,
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: fma.
+# The step of kernels, in fast maths; rounding changed by: fma.
 STEPS = (
     Rule(
         ({},), ("weight_decay", "grad_scale", "minus_lr_times_kappa_over_constant", "beta", "minus_lr", "scalar_3"),
-        host=kernel_scalars,
-        stages=(
-            Stage(
-                "accsgd", "elem", level=0, scalars=tuple(range(6)), reads=("p", "g", "momentum_buffer"),
-                stores=("p", "momentum_buffer"),
-            ),
-        ),
+        host=kernel_scalars, stages=(ACCSGD,),
     ),
 )
 

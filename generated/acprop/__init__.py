@@ -2,11 +2,8 @@
 #     acprop
 # fmt: off
 # ruff: noqa
-import torch
-
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, by_flags
 from optgen.runtime.records.scalars import divide, maximum, root, where
-from optgen.runtime.reference.eager import sqrt
 
 
 class ACProp(Optimizer):
@@ -45,36 +42,6 @@ class ACProp(Optimizer):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay), **options)
 
 
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def acprop(
-    stored, lr, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1,
-    where_lt_one_t_eps_zero, sqrt_one_minus_beta2_pow_t_minus_one_max_one, where_lt_one_t_one_zero, one_minus_beta2,
-):
-    b = stored.over("p", "g", "exp_avg", "exp_avg_var")
-    # -- load and decode
-    p = b.load("p")
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg_var = b.load("exp_avg_var")
-    exp_avg = b.load("exp_avg")
-    # -- update  (specs/acprop.py)
-    p = p * one_minus_lr_times_weight_decay                                # 23  p = decoupled(p, lr, weight_decay)
-    # 25  before = exp_avg_var + where(t > 1, eps, 0.0)
-    before = exp_avg_var + where_lt_one_t_eps_zero
-    # 26  denom = sqrt(before) / sqrt(1 - beta2 ** maximum(t - 1, 1.0)) + eps
-    denom = sqrt(before) / sqrt_one_minus_beta2_pow_t_minus_one_max_one + eps
-    p = p - lr * torch.where(0.0 < where_lt_one_t_one_zero, g / denom, g)  # 27  p = p - lr * where(t > 1, g / denom, g)
-    # 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g
-    away = g - exp_avg                                                     # 28  away = g - exp_avg
-    # 29  exp_avg_var = beta2 * before + (1 - beta2) * away * away
-    exp_avg_var = beta2 * before + one_minus_beta2 * away * away
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg", exp_avg)
-    b.store("exp_avg_var", exp_avg_var)
-
-
 # Scalars at a step, in fp64, with the new host states behind them.
 def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     beta1, beta2 = betas
@@ -107,21 +74,30 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     )
 
 
-# The eager reference, in strict maths.
-RULES = by_flags(
-    {},
-    RuleRecord(
-        "acprop", "acprop",
-        scalars=(
+# What several of the records below have.
+ACPROP = Stage(
+    "acprop", "elem", level=0, scalars=tuple(range(11)), reads=("p", "g", "exp_avg", "exp_avg_var"),
+    stores=("p", "exp_avg", "exp_avg_var"), plus=("exp_avg_var",),
+    needs=(("exp_avg_var", ("g", "exp_avg", "exp_avg_var")),),
+)
+
+# The states, and what of them a step makes.
+RULES = by_flags({}, RuleRecord("acprop", states=(StateRecord("exp_avg"), StateRecord("exp_avg_var", nonneg=True))))
+
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({},),
+        (
             "lr", "beta1", "beta2", "eps", "grad_scale", "one_minus_lr_times_weight_decay", "one_minus_beta1",
             "where_lt_one_t_eps_zero", "sqrt_one_minus_beta2_pow_t_minus_one_max_one", "where_lt_one_t_one_zero",
             "one_minus_beta2",
         ),
-        host=host_scalars, states=(StateRecord("exp_avg"), StateRecord("exp_avg_var", nonneg=True)),
+        host=host_scalars, stages=(ACPROP,), strict=True,
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: fma, group, reciprocal.
+# The step of kernels, in fast maths; rounding changed by: fma, group, reciprocal.
 STEPS = (
     Rule(
         ({},),
@@ -130,14 +106,7 @@ STEPS = (
             "one_minus_beta1_times_grad_scale", "where_lt_one_t_eps_zero", "scalar_3", "where_lt_one_t_one_zero",
             "minus_lr", "one_minus_beta2",
         ),
-        host=kernel_scalars,
-        stages=(
-            Stage(
-                "acprop", "elem", level=0, scalars=tuple(range(11)), reads=("p", "g", "exp_avg", "exp_avg_var"),
-                stores=("p", "exp_avg", "exp_avg_var"), plus=("exp_avg_var",),
-                needs=(("exp_avg_var", ("g", "exp_avg", "exp_avg_var")),),
-            ),
-        ),
+        host=kernel_scalars, stages=(ACPROP,),
     ),
 )
 

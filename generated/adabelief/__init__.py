@@ -2,11 +2,8 @@
 #     adabelief
 # fmt: off
 # ruff: noqa
-import torch
-
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, by_flags
 from optgen.runtime.records.scalars import divide, maximum, root, where
-from optgen.runtime.reference.eager import larger, sqrt
 
 
 class AdaBelief(Optimizer):
@@ -61,112 +58,6 @@ class AdaBelief(Optimizer):
             params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad, rectify=rectify),
             **options
         )
-
-
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def adabelief(
-    stored, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
-    sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
-):
-    b = stored.over("p", "g", "exp_avg", "exp_avg_var")
-    # -- load and decode
-    p = b.load("p")
-    exp_avg = b.load("exp_avg")
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg_var = b.load("exp_avg_var")
-    # -- update  (specs/adabelief.py)
-    p = p * one_minus_lr_times_weight_decay                       # 27  p = decoupled(p, lr, weight_decay)
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g               # 28  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    surprise = g - exp_avg                                        # 29  surprise = g - exp_avg
-    # 30  exp_avg_var = beta2 * exp_avg_var + (1 - beta2) * surprise * surprise + eps
-    exp_avg_var = beta2 * exp_avg_var + one_minus_beta2 * surprise * surprise + eps
-    denom = sqrt(exp_avg_var) / sqrt_one_minus_beta2_pow_t + eps  # 39  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
-    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom       # 40  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg_var", exp_avg_var)
-    b.store("exp_avg", exp_avg)
-
-
-def adabelief_rectify(
-    stored, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
-    scalar_3, scalar_4, lr_over_one_minus_beta1_pow_t,
-):
-    b = stored.over("p", "g", "exp_avg", "exp_avg_var")
-    # -- load and decode
-    p = b.load("p")
-    exp_avg = b.load("exp_avg")
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg_var = b.load("exp_avg_var")
-    # -- update  (specs/adabelief.py)
-    p = p * one_minus_lr_times_weight_decay                  # 27
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g          # 28
-    surprise = g - exp_avg                                   # 29
-    exp_avg_var = beta2 * exp_avg_var + one_minus_beta2 * surprise * surprise + eps  # 30
-    # 37  denom = where(rho > 5, 1 / (rect * sqrt(1 - beta2**t)) * (sqrt(second) + eps), 1.0)
-    denom = torch.where(0.0 < scalar_4, scalar_3 * (sqrt(exp_avg_var) + eps), 1.0)
-    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom  # 40
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg_var", exp_avg_var)
-    b.store("exp_avg", exp_avg)
-
-
-def adabelief_amsgrad(
-    stored, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
-    sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
-):
-    b = stored.over("p", "g", "exp_avg", "exp_avg_var", "max_exp_avg_var")
-    # -- load and decode
-    p = b.load("p")
-    exp_avg = b.load("exp_avg")
-    g = b.load("g")
-    g = grad_scale * g
-    max_exp_avg_var = b.load("max_exp_avg_var")
-    exp_avg_var = b.load("exp_avg_var")
-    # -- update  (specs/adabelief.py)
-    p = p * one_minus_lr_times_weight_decay                           # 27
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g                   # 28
-    surprise = g - exp_avg                                            # 29
-    exp_avg_var = beta2 * exp_avg_var + one_minus_beta2 * surprise * surprise + eps  # 30
-    # 33  max_exp_avg_var = maximum(max_exp_avg_var, exp_avg_var)
-    max_exp_avg_var = larger(max_exp_avg_var, exp_avg_var)
-    denom = sqrt(max_exp_avg_var) / sqrt_one_minus_beta2_pow_t + eps  # 39
-    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom  # 40
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg_var", exp_avg_var)
-    b.store("exp_avg", exp_avg)
-    b.store("max_exp_avg_var", max_exp_avg_var)
-
-
-def adabelief_amsgrad_rectify(
-    stored, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
-    scalar_3, scalar_4, lr_over_one_minus_beta1_pow_t,
-):
-    b = stored.over("p", "g", "exp_avg", "exp_avg_var", "max_exp_avg_var")
-    # -- load and decode
-    p = b.load("p")
-    exp_avg = b.load("exp_avg")
-    g = b.load("g")
-    g = grad_scale * g
-    max_exp_avg_var = b.load("max_exp_avg_var")
-    exp_avg_var = b.load("exp_avg_var")
-    # -- update  (specs/adabelief.py)
-    p = p * one_minus_lr_times_weight_decay                  # 27
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g          # 28
-    surprise = g - exp_avg                                   # 29
-    exp_avg_var = beta2 * exp_avg_var + one_minus_beta2 * surprise * surprise + eps  # 30
-    max_exp_avg_var = larger(max_exp_avg_var, exp_avg_var)  # 33
-    denom = torch.where(0.0 < scalar_4, scalar_3 * (sqrt(max_exp_avg_var) + eps), 1.0)  # 37
-    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom  # 40
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg_var", exp_avg_var)
-    b.store("exp_avg", exp_avg)
-    b.store("max_exp_avg_var", max_exp_avg_var)
 
 
 # Scalars at a step, in fp64, with the new host states behind them.
@@ -246,15 +137,39 @@ SCALARS = (
     "beta1", "beta2", "eps", "grad_scale", "one_minus_lr_times_weight_decay", "one_minus_beta1", "one_minus_beta2",
     "sqrt_one_minus_beta2_pow_t", "lr_over_one_minus_beta1_pow_t",
 )
-STATES = (StateRecord("exp_avg", normalized_by="exp_avg_var"), StateRecord("exp_avg_var", nonneg=True))
+ADABELIEF = Stage(
+    "adabelief", "elem", level=0, scalars=tuple(range(9)), reads=("p", "g", "exp_avg", "exp_avg_var"),
+    stores=("p", "exp_avg", "exp_avg_var"), plus=("exp_avg_var",),
+    needs=(("exp_avg_var", ("g", "exp_avg", "exp_avg_var")),),
+)
 SCALARS_2 = (
     "beta1", "beta2", "eps", "grad_scale", "one_minus_lr_times_weight_decay", "one_minus_beta1", "one_minus_beta2",
     "scalar_3", "scalar_4", "lr_over_one_minus_beta1_pow_t",
 )
-STATES_2 = (
-    StateRecord("exp_avg", normalized_by="exp_avg_var"),
-    StateRecord("exp_avg_var", nonneg=True),
-    StateRecord("max_exp_avg_var", nonneg=True, nearest=True),
+ADABELIEF_RECTIFY = Stage(
+    "adabelief_rectify", "elem", level=0, scalars=tuple(range(10)), reads=("p", "g", "exp_avg", "exp_avg_var"),
+    stores=("p", "exp_avg", "exp_avg_var"), plus=("exp_avg_var",),
+    needs=(("exp_avg_var", ("g", "exp_avg", "exp_avg_var")),),
+)
+ADABELIEF_AMSGRAD = Stage(
+    "adabelief_amsgrad", "elem", level=0, scalars=tuple(range(9)),
+    reads=("p", "g", "exp_avg", "exp_avg_var", "max_exp_avg_var"),
+    stores=("p", "exp_avg", "exp_avg_var", "max_exp_avg_var"), plus=("exp_avg_var", "max_exp_avg_var"),
+    picked=("max_exp_avg_var",),
+    needs=(
+        ("exp_avg_var", ("g", "exp_avg", "exp_avg_var")),
+        ("max_exp_avg_var", ("g", "exp_avg", "exp_avg_var", "max_exp_avg_var")),
+    ),
+)
+ADABELIEF_AMSGRAD_RECTIFY = Stage(
+    "adabelief_amsgrad_rectify", "elem", level=0, scalars=tuple(range(10)),
+    reads=("p", "g", "exp_avg", "exp_avg_var", "max_exp_avg_var"),
+    stores=("p", "exp_avg", "exp_avg_var", "max_exp_avg_var"), plus=("exp_avg_var", "max_exp_avg_var"),
+    picked=("max_exp_avg_var",),
+    needs=(
+        ("exp_avg_var", ("g", "exp_avg", "exp_avg_var")),
+        ("max_exp_avg_var", ("g", "exp_avg", "exp_avg_var", "max_exp_avg_var")),
+    ),
 )
 SCALARS_3 = (
     "beta1", "beta2", "eps", "grad_scale", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale",
@@ -265,79 +180,45 @@ SCALARS_4 = (
     "one_minus_beta2", "scalar_3", "scalar_4", "lr_over_one_minus_beta1_pow_t",
 )
 
-# The eager reference, in strict maths.
+# The states, and what of them a step makes.
 RULES = by_flags(
     {"amsgrad": False, "rectify": False},
     RuleRecord(
-        "adabelief", "adabelief", scalars=SCALARS, host=host_scalars, states=STATES,
-        settings=({"amsgrad": False, "rectify": False},),
+        "adabelief",
+        states=(StateRecord("exp_avg", normalized_by="exp_avg_var"), StateRecord("exp_avg_var", nonneg=True)),
+        settings=({"amsgrad": False},),
     ),
     RuleRecord(
-        "adabelief", "adabelief_rectify", scalars=SCALARS_2, host=host_scalars_2, states=STATES,
-        settings=({"amsgrad": False, "rectify": True},),
-    ),
-    RuleRecord(
-        "adabelief", "adabelief_amsgrad", scalars=SCALARS, host=host_scalars, states=STATES_2,
-        settings=({"amsgrad": True, "rectify": False},),
-    ),
-    RuleRecord(
-        "adabelief", "adabelief_amsgrad_rectify", scalars=SCALARS_2, host=host_scalars_2, states=STATES_2,
-        settings=({"amsgrad": True, "rectify": True},),
+        "adabelief",
+        states=(
+            StateRecord("exp_avg", normalized_by="exp_avg_var"),
+            StateRecord("exp_avg_var", nonneg=True),
+            StateRecord("max_exp_avg_var", nonneg=True, nearest=True),
+        ),
+        settings=({"amsgrad": True},),
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: eps, fma, group, reciprocal, step.
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(({"amsgrad": False, "rectify": False},), SCALARS, host=host_scalars, stages=(ADABELIEF,), strict=True),
+    Rule(
+        ({"amsgrad": False, "rectify": True},), SCALARS_2, host=host_scalars_2, stages=(ADABELIEF_RECTIFY,),
+        strict=True,
+    ),
+    Rule(({"amsgrad": True, "rectify": False},), SCALARS, host=host_scalars, stages=(ADABELIEF_AMSGRAD,), strict=True),
+    Rule(
+        ({"amsgrad": True, "rectify": True},), SCALARS_2, host=host_scalars_2, stages=(ADABELIEF_AMSGRAD_RECTIFY,),
+        strict=True,
+    ),
+)
+
+# The step of kernels, in fast maths; rounding changed by: eps, fma, group, reciprocal, step.
 STEPS = (
-    Rule(
-        ({"amsgrad": False, "rectify": False},), SCALARS_3, host=kernel_scalars,
-        stages=(
-            Stage(
-                "adabelief", "elem", level=0, scalars=tuple(range(9)), reads=("p", "g", "exp_avg", "exp_avg_var"),
-                stores=("p", "exp_avg", "exp_avg_var"), plus=("exp_avg_var",),
-                needs=(("exp_avg_var", ("g", "exp_avg", "exp_avg_var")),),
-            ),
-        ),
-    ),
-    Rule(
-        ({"amsgrad": False, "rectify": True},), SCALARS_4, host=kernel_scalars_2,
-        stages=(
-            Stage(
-                "adabelief_rectify", "elem", level=0, scalars=tuple(range(10)),
-                reads=("p", "g", "exp_avg", "exp_avg_var"), stores=("p", "exp_avg", "exp_avg_var"),
-                plus=("exp_avg_var",), needs=(("exp_avg_var", ("g", "exp_avg", "exp_avg_var")),),
-            ),
-        ),
-    ),
-    Rule(
-        ({"amsgrad": True, "rectify": False},), SCALARS_3, host=kernel_scalars,
-        stages=(
-            Stage(
-                "adabelief_amsgrad", "elem", level=0, scalars=tuple(range(9)),
-                reads=("p", "g", "exp_avg", "exp_avg_var", "max_exp_avg_var"),
-                stores=("p", "exp_avg", "exp_avg_var", "max_exp_avg_var"), plus=("exp_avg_var", "max_exp_avg_var"),
-                picked=("max_exp_avg_var",),
-                needs=(
-                    ("exp_avg_var", ("g", "exp_avg", "exp_avg_var")),
-                    ("max_exp_avg_var", ("g", "exp_avg", "exp_avg_var", "max_exp_avg_var")),
-                ),
-            ),
-        ),
-    ),
-    Rule(
-        ({"amsgrad": True, "rectify": True},), SCALARS_4, host=kernel_scalars_2,
-        stages=(
-            Stage(
-                "adabelief_amsgrad_rectify", "elem", level=0, scalars=tuple(range(10)),
-                reads=("p", "g", "exp_avg", "exp_avg_var", "max_exp_avg_var"),
-                stores=("p", "exp_avg", "exp_avg_var", "max_exp_avg_var"), plus=("exp_avg_var", "max_exp_avg_var"),
-                picked=("max_exp_avg_var",),
-                needs=(
-                    ("exp_avg_var", ("g", "exp_avg", "exp_avg_var")),
-                    ("max_exp_avg_var", ("g", "exp_avg", "exp_avg_var", "max_exp_avg_var")),
-                ),
-            ),
-        ),
-    ),
+    Rule(({"amsgrad": False, "rectify": False},), SCALARS_3, host=kernel_scalars, stages=(ADABELIEF,)),
+    Rule(({"amsgrad": False, "rectify": True},), SCALARS_4, host=kernel_scalars_2, stages=(ADABELIEF_RECTIFY,)),
+    Rule(({"amsgrad": True, "rectify": False},), SCALARS_3, host=kernel_scalars, stages=(ADABELIEF_AMSGRAD,)),
+    Rule(({"amsgrad": True, "rectify": True},), SCALARS_4, host=kernel_scalars_2, stages=(ADABELIEF_AMSGRAD_RECTIFY,)),
 )
 
 READY = True

@@ -4,7 +4,6 @@
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, by_flags
 from optgen.runtime.records.scalars import divide, maximum, root, where
-from optgen.runtime.reference.eager import larger, smaller, sqrt
 
 
 class AdaBound(Optimizer):
@@ -65,57 +64,6 @@ class AdaBound(Optimizer):
         )
 
 
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def adabound(
-    stored, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, scalar_2, lower, upper,
-):
-    b = stored.over("p", "g", "exp_avg", "exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    exp_avg_sq = b.load("exp_avg_sq")
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg = b.load("exp_avg")
-    # -- update  (specs/adabound.py)
-    g = g + weight_decay * p                                   # 28  g = l2(g, p, weight_decay)
-    # 33  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
-    # 37  rate = lr * sqrt(1 - beta2**t) / (1 - beta1**t) / (sqrt(second) + eps)
-    rate = scalar_2 / (sqrt(exp_avg_sq) + eps)
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g            # 32  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    p = p - smaller(larger(rate, lower), upper) * exp_avg      # 38  p = p - clip(rate, lower, upper) * exp_avg
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg_sq", exp_avg_sq)
-    b.store("exp_avg", exp_avg)
-
-
-def adabound_amsbound(
-    stored, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, scalar_2, lower, upper,
-):
-    b = stored.over("p", "g", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    max_exp_avg_sq = b.load("max_exp_avg_sq")
-    exp_avg_sq = b.load("exp_avg_sq")
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg = b.load("exp_avg")
-    # -- update  (specs/adabound.py)
-    g = g + weight_decay * p                                   # 28
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g  # 33
-    # 35  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq)
-    rate = scalar_2 / (sqrt(max_exp_avg_sq) + eps)  # 37
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g            # 32
-    p = p - smaller(larger(rate, lower), upper) * exp_avg      # 38
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg_sq", exp_avg_sq)
-    b.store("exp_avg", exp_avg)
-    b.store("max_exp_avg_sq", max_exp_avg_sq)
-
-
 # Scalars at a step, in fp64, with the new host states behind them.
 def host_scalars(step, grad_scale, *, lr, betas, final_lr, gamma, eps, weight_decay, peak_lr):
     beta1, beta2 = betas
@@ -159,21 +107,31 @@ SCALARS = (
     "beta1", "beta2", "eps", "weight_decay", "grad_scale", "one_minus_beta1", "one_minus_beta2", "scalar_2", "lower",
     "upper",
 )
+ADABOUND = Stage(
+    "adabound", "elem", level=0, scalars=tuple(range(10)), reads=("p", "g", "exp_avg", "exp_avg_sq"),
+    stores=("p", "exp_avg", "exp_avg_sq"), plus=("exp_avg_sq",), needs=(("exp_avg_sq", ("p", "g", "exp_avg_sq")),),
+)
+ADABOUND_AMSBOUND = Stage(
+    "adabound_amsbound", "elem", level=0, scalars=tuple(range(10)),
+    reads=("p", "g", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+    stores=("p", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"), plus=("exp_avg_sq", "max_exp_avg_sq"),
+    picked=("max_exp_avg_sq",),
+    needs=(("exp_avg_sq", ("p", "g", "exp_avg_sq")), ("max_exp_avg_sq", ("p", "g", "exp_avg_sq", "max_exp_avg_sq"))),
+)
 SCALARS_2 = (
     "beta1", "beta2", "weight_decay", "grad_scale", "one_minus_beta1", "one_minus_beta2", "scalar_2", "scalar_3",
     "lower", "upper",
 )
 
-# The eager reference, in strict maths.
+# The states, and what of them a step makes.
 RULES = by_flags(
     {"amsbound": False},
     RuleRecord(
-        "adabound", "adabound", scalars=SCALARS, host=host_scalars,
-        states=(StateRecord("exp_avg", normalized_by="exp_avg_sq"), StateRecord("exp_avg_sq", nonneg=True)),
+        "adabound", states=(StateRecord("exp_avg", normalized_by="exp_avg_sq"), StateRecord("exp_avg_sq", nonneg=True)),
         host_states=(("peak_lr", 0.0),), settings=({"amsbound": False},),
     ),
     RuleRecord(
-        "adabound", "adabound_amsbound", scalars=SCALARS, host=host_scalars,
+        "adabound",
         states=(
             StateRecord("exp_avg", normalized_by="exp_avg_sq"),
             StateRecord("exp_avg_sq", nonneg=True),
@@ -183,33 +141,16 @@ RULES = by_flags(
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: fma, group, reciprocal, step.
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(({"amsbound": False},), SCALARS, host=host_scalars, stages=(ADABOUND,), strict=True),
+    Rule(({"amsbound": True},), SCALARS, host=host_scalars, stages=(ADABOUND_AMSBOUND,), strict=True),
+)
+
+# The step of kernels, in fast maths; rounding changed by: fma, group, reciprocal, step.
 STEPS = (
-    Rule(
-        ({"amsbound": False},), SCALARS_2, host=kernel_scalars,
-        stages=(
-            Stage(
-                "adabound", "elem", level=0, scalars=tuple(range(10)), reads=("p", "g", "exp_avg", "exp_avg_sq"),
-                stores=("p", "exp_avg", "exp_avg_sq"), plus=("exp_avg_sq",),
-                needs=(("exp_avg_sq", ("p", "g", "exp_avg_sq")),),
-            ),
-        ),
-    ),
-    Rule(
-        ({"amsbound": True},), SCALARS_2, host=kernel_scalars,
-        stages=(
-            Stage(
-                "adabound_amsbound", "elem", level=0, scalars=tuple(range(10)),
-                reads=("p", "g", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
-                stores=("p", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"), plus=("exp_avg_sq", "max_exp_avg_sq"),
-                picked=("max_exp_avg_sq",),
-                needs=(
-                    ("exp_avg_sq", ("p", "g", "exp_avg_sq")),
-                    ("max_exp_avg_sq", ("p", "g", "exp_avg_sq", "max_exp_avg_sq")),
-                ),
-            ),
-        ),
-    ),
+    Rule(({"amsbound": False},), SCALARS_2, host=kernel_scalars, stages=(ADABOUND,)),
+    Rule(({"amsbound": True},), SCALARS_2, host=kernel_scalars, stages=(ADABOUND_AMSBOUND,)),
 )
 
 READY = True

@@ -3,7 +3,6 @@
 # fmt: off
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, by_flags
-from optgen.runtime.reference.eager import sqrt
 
 
 class Adadelta(Optimizer):
@@ -37,29 +36,6 @@ class Adadelta(Optimizer):
         super().__init__(params, dict(lr=lr, rho=rho, eps=eps, weight_decay=weight_decay), **options)
 
 
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def adadelta(stored, lr, rho, eps, weight_decay, grad_scale, one_minus_rho):
-    b = stored.over("p", "g", "square_avg", "acc_delta")
-    # -- load and decode
-    p = b.load("p")
-    acc_delta = b.load("acc_delta")
-    square_avg = b.load("square_avg")
-    g = b.load("g")
-    g = grad_scale * g
-    # -- update  (specs/adadelta.py)
-    g = g + weight_decay * p                                     # 19  g = l2(g, p, weight_decay)
-    square_avg = rho * square_avg + one_minus_rho * g * g        # 20  square_avg = rho * square_avg + (1 - rho) * g * g
-    # 21  delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
-    delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
-    p = p - lr * delta                                           # 23  p = p - lr * delta
-    # 22  acc_delta = rho * acc_delta + (1 - rho) * delta * delta
-    acc_delta = rho * acc_delta + one_minus_rho * delta * delta
-    # -- encode and store
-    b.store("p", p)
-    b.store("square_avg", square_avg)
-    b.store("acc_delta", acc_delta)
-
-
 # Scalars at a step, in fp64, with the new host states behind them.
 def host_scalars(step, grad_scale, *, lr, rho, eps, weight_decay):
     one_minus_rho = 1 - rho
@@ -72,26 +48,32 @@ def kernel_scalars(step, grad_scale, *, lr, rho, eps, weight_decay):
     return (rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr)
 
 
-# The eager reference, in strict maths.
+# What several of the records below have.
+ADADELTA = Stage(
+    "adadelta", "elem", level=0, scalars=tuple(range(6)), reads=("p", "g", "square_avg", "acc_delta"),
+    stores=("p", "square_avg", "acc_delta"), plus=("square_avg", "acc_delta"),
+    needs=(("square_avg", ("p", "g", "square_avg")), ("acc_delta", ("p", "g", "square_avg", "acc_delta"))),
+)
+
+# The states, and what of them a step makes.
 RULES = by_flags(
     {},
-    RuleRecord(
-        "adadelta", "adadelta", scalars=("lr", "rho", "eps", "weight_decay", "grad_scale", "one_minus_rho"),
-        host=host_scalars, states=(StateRecord("square_avg", nonneg=True), StateRecord("acc_delta", nonneg=True)),
+    RuleRecord("adadelta", states=(StateRecord("square_avg", nonneg=True), StateRecord("acc_delta", nonneg=True))),
+)
+
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({},), ("lr", "rho", "eps", "weight_decay", "grad_scale", "one_minus_rho"), host=host_scalars,
+        stages=(ADADELTA,), strict=True,
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: fma, group, reciprocal.
+# The step of kernels, in fast maths; rounding changed by: fma, group, reciprocal.
 STEPS = (
     Rule(
         ({},), ("rho", "eps", "weight_decay", "grad_scale", "one_minus_rho", "minus_lr"), host=kernel_scalars,
-        stages=(
-            Stage(
-                "adadelta", "elem", level=0, scalars=tuple(range(6)), reads=("p", "g", "square_avg", "acc_delta"),
-                stores=("p", "square_avg", "acc_delta"), plus=("square_avg", "acc_delta"),
-                needs=(("square_avg", ("p", "g", "square_avg")), ("acc_delta", ("p", "g", "square_avg", "acc_delta"))),
-            ),
-        ),
+        stages=(ADADELTA,),
     ),
 )
 

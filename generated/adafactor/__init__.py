@@ -4,7 +4,6 @@
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp, by_flags
 from optgen.runtime.records.scalars import minimum, power
-from optgen.runtime.reference.eager import few_sum, larger, put, quotient, sqrt
 
 
 class Adafactor(Optimizer):
@@ -55,163 +54,6 @@ class Adafactor(Optimizer):
         super().__init__(
             params, dict(lr=lr, beta2_decay=beta2_decay, eps=eps, d=d, weight_decay=weight_decay), **options
         )
-
-
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def adafactor(
-    stored, grad_scale, one_minus_t_pow_beta2_decay, one_minus_beta2, eps2, lr_min_t_pow_m0p5, eps1,
-    eps1_times_eps1, d, one_minus_lr_times_weight_decay,
-):
-
-    # == sweep 1: alpha (specs/adafactor.py:42), row_var (specs/adafactor.py:45), col_var (specs/adafactor.py:46)
-    b = stored.over("p", "g")
-    # -- load and decode
-    p = b.load("p")
-    g = b.load("g")
-    g = grad_scale * g
-    # -- encode and store
-    g_mul = g * g
-    row_sum_for_alpha_tensor = b.row_sum(p * p)
-    row_sum_for_row_var_tensor = b.row_sum(g_mul)
-    col_sum_for_col_var_tensor = b.col_sum(g_mul)
-
-    # == row: values of rows
-    # -- load and decode
-    row_var = stored["row_var"]
-    row_sum_for_row_var = row_sum_for_row_var_tensor
-    row_sum_for_alpha = row_sum_for_alpha_tensor
-    # -- update  (specs/adafactor.py)
-    # 45  row_var = (1 - one_minus_beta2) * row_var + one_minus_beta2 * row_mean(g * g)
-    row_var = one_minus_t_pow_beta2_decay * row_var + one_minus_beta2 * (row_sum_for_row_var / b.extent("columns"))
-    # -- encode and store
-    mat_sum_of_row_var_tensor = few_sum(row_var, "mat")
-    tensor_sum_for_alpha_tensor = few_sum(row_sum_for_alpha, "tensor")
-    put(stored["row_var"], row_var)
-
-    # == col: values of columns
-    # -- load and decode
-    col_var = stored["col_var"]
-    col_sum_for_col_var = col_sum_for_col_var_tensor
-    # -- update  (specs/adafactor.py)
-    # 46  col_var = (1 - one_minus_beta2) * col_var + one_minus_beta2 * col_mean(g * g)
-    col_var = one_minus_t_pow_beta2_decay * col_var + one_minus_beta2 * (col_sum_for_col_var / b.extent("rows"))
-    # -- encode and store
-    put(stored["col_var"], col_var)
-
-    # == tensor: values of tensors
-    # -- load and decode
-    tensor_sum_for_alpha = tensor_sum_for_alpha_tensor
-    # -- update  (specs/adafactor.py)
-    # 42  alpha = maximum(rms(p), eps2) * minimum(lr, t**-0.5)
-    alpha = larger(sqrt(tensor_sum_for_alpha / b.extent("elements")), eps2) * lr_min_t_pow_m0p5
-    # -- encode and store
-    alpha_tensor = alpha
-
-    # == mat: values of matrices
-    # -- load and decode
-    mat_sum_of_row_var = mat_sum_of_row_var_tensor
-    # -- encode and store
-    mat_sum_of_row_var_over_rows_max_eps1_tensor = larger(mat_sum_of_row_var / b.extent("rows"), eps1)
-
-    # == row: values of rows
-    # -- load and decode
-    row_var = stored["row_var"]
-    mat_sum_of_row_var_over_rows_max_eps1 = mat_sum_of_row_var_over_rows_max_eps1_tensor
-    # -- encode and store
-    row_div_tensor = row_var / mat_sum_of_row_var_over_rows_max_eps1
-
-    # == sweep 2: p (specs/adafactor.py:52)
-    b = stored.over("g")
-    # -- load and decode
-    g = b.load("g")
-    g = grad_scale * g
-    row_div = b.spread(row_div_tensor)
-    col_var = b.spread(stored["col_var"])
-    # -- update  (specs/adafactor.py)
-    # 47  estimate = row_var / maximum(mat_mean(row_var), eps1) * col_var
-    estimate = row_div * col_var
-    # 51  update = g * rsqrt(maximum(estimate, eps1 * eps1))
-    update = g * quotient(1.0, sqrt(larger(estimate, eps1_times_eps1)))
-    # -- encode and store
-    row_sum_of_update_tensor = b.row_sum(update * update)
-
-    # == row: values of rows
-    # -- load and decode
-    row_sum_of_update = row_sum_of_update_tensor
-    # -- encode and store
-    tensor_sum_of_update_tensor = few_sum(row_sum_of_update, "tensor")
-
-    # == tensor: values of tensors
-    # -- load and decode
-    alpha = alpha_tensor
-    tensor_sum_of_update = tensor_sum_of_update_tensor
-    # -- encode and store
-    alpha_over_tensor_max_tensor = alpha / (sqrt(tensor_sum_of_update / b.extent("elements")) / d).clamp(min=1.0)
-
-    # == sweep 3: the update
-    b = stored.over("p", "g")
-    # -- load and decode
-    p = b.load("p")
-    alpha_over_tensor_max = b.spread(alpha_over_tensor_max_tensor)
-    g = b.load("g")
-    g = grad_scale * g
-    row_div = b.spread(row_div_tensor)
-    col_var = b.spread(stored["col_var"])
-    # -- update  (specs/adafactor.py)
-    p = p * one_minus_lr_times_weight_decay                              # 43  p = decoupled(p, lr, weight_decay)
-    estimate = row_div * col_var  # 47
-    update = g * quotient(1.0, sqrt(larger(estimate, eps1_times_eps1)))  # 51
-    # 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
-    p = p - alpha_over_tensor_max * update
-    # -- encode and store
-    b.store("p", p)
-
-
-def adafactor_no_factored(
-    stored, grad_scale, one_minus_t_pow_beta2_decay, one_minus_beta2, eps1_times_eps1, eps2, d, lr_min_t_pow_m0p5,
-    one_minus_lr_times_weight_decay,
-):
-
-    # == sweep 1: alpha (specs/adafactor.py:42), p (specs/adafactor.py:52)
-    b = stored.over("p", "g", "variance")
-    # -- load and decode
-    p = b.load("p")
-    g = b.load("g")
-    g = grad_scale * g
-    variance = b.load("variance")
-    # -- update  (specs/adafactor.py)
-    # 49  variance = (1 - one_minus_beta2) * variance + one_minus_beta2 * (g * g)
-    variance = one_minus_t_pow_beta2_decay * variance + one_minus_beta2 * (g * g)
-    update = g * quotient(1.0, sqrt(larger(variance, eps1_times_eps1)))  # 51
-    # -- encode and store
-    tensor_sum_for_alpha_tensor = b.tensor_sum(p * p)
-    tensor_sum_of_update_tensor = b.tensor_sum(update * update)
-
-    # == tensor: values of tensors
-    # -- load and decode
-    tensor_sum_for_alpha = tensor_sum_for_alpha_tensor
-    tensor_sum_of_update = tensor_sum_of_update_tensor
-    # -- update  (specs/adafactor.py)
-    alpha = larger(sqrt(tensor_sum_for_alpha / b.extent("elements")), eps2) * lr_min_t_pow_m0p5  # 42
-    # -- encode and store
-    alpha_over_tensor_max_tensor = alpha / (sqrt(tensor_sum_of_update / b.extent("elements")) / d).clamp(min=1.0)
-
-    # == sweep 2: the update
-    b = stored.over("p", "g", "variance")
-    # -- load and decode
-    p = b.load("p")
-    alpha_over_tensor_max = b.spread(alpha_over_tensor_max_tensor)
-    g = b.load("g")
-    g = grad_scale * g
-    variance = b.load("variance")
-    # -- update  (specs/adafactor.py)
-    p = p * one_minus_lr_times_weight_decay                              # 43
-    variance = one_minus_t_pow_beta2_decay * variance + one_minus_beta2 * (g * g)  # 49
-    update = g * quotient(1.0, sqrt(larger(variance, eps1_times_eps1)))  # 51
-    p = p - alpha_over_tensor_max * update  # 52
-    # -- encode and store
-    b.store("p", p)
-    b.store("variance", variance)
 
 
 # Scalars at a step, in fp64, with the new host states behind them.
@@ -270,31 +112,130 @@ def kernel_scalars_2(step, grad_scale, *, lr, beta2_decay, eps, d, weight_decay)
     )
 
 
-# The eager reference, in strict maths.
+# What several of the records below have.
+ADAFACTOR_4 = Stage(
+    "adafactor_4", "tensor", level=1, scalars=(3, 4), temps=("alpha",), reads=("tensor_sum_for_alpha",),
+    stores=("alpha",), extents=("elements",),
+)
+ADAFACTOR_5 = Stage(
+    "adafactor_5", "mat", level=1, scalars=(5,), temps=("mat_sum_of_row_var_over_rows_max_eps1",), matrices=True,
+    reads=("mat_sum_of_row_var",), stores=("mat_sum_of_row_var_over_rows_max_eps1",), extents=("rows",),
+    picked=("mat_sum_of_row_var_over_rows_max_eps1",),
+)
+ADAFACTOR_6 = Stage(
+    "adafactor_6", "row", level=1, scalars=(), temps=("row_div",), matrices=True,
+    reads=("row_var", "mat_sum_of_row_var_over_rows_max_eps1"), stores=("row_div",),
+)
+
+# The states, and what of them a step makes.
 RULES = by_flags(
     {"factored": True},
     RuleRecord(
-        "adafactor", "adafactor",
-        scalars=(
-            "grad_scale", "one_minus_t_pow_beta2_decay", "one_minus_beta2", "eps2", "lr_min_t_pow_m0p5", "eps1",
-            "eps1_times_eps1", "d", "one_minus_lr_times_weight_decay",
-        ),
-        host=host_scalars,
+        "adafactor",
         states=(StateRecord("row_var", nonneg=True, space="row"), StateRecord("col_var", nonneg=True, space="col")),
         spaces=("col", "mat", "row", "tensor"), by_rows=True, settings=({"factored": True},),
     ),
     RuleRecord(
-        "adafactor", "adafactor_no_factored",
-        scalars=(
-            "grad_scale", "one_minus_t_pow_beta2_decay", "one_minus_beta2", "eps1_times_eps1", "eps2", "d",
-            "lr_min_t_pow_m0p5", "one_minus_lr_times_weight_decay",
-        ),
-        host=host_scalars_2, states=(StateRecord("variance", nonneg=True),), spaces=("tensor",),
+        "adafactor", states=(StateRecord("variance", nonneg=True),), spaces=("tensor",),
         settings=({"factored": False},),
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: fma, group, linear, reciprocal.
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({"factored": True},),
+        (
+            "grad_scale", "one_minus_t_pow_beta2_decay", "one_minus_beta2", "eps2", "lr_min_t_pow_m0p5", "eps1",
+            "eps1_times_eps1", "d", "one_minus_lr_times_weight_decay",
+        ),
+        host=host_scalars,
+        temps=(
+            Temp("col_sum_for_col_var", "col", reduction="col_sum", source="elem"),
+            Temp("row_sum_for_alpha", "row", reduction="row_sum", source="elem"),
+            Temp("row_sum_for_row_var", "row", reduction="row_sum", source="elem"),
+            Temp("mat_sum_of_row_var", "mat", reduction="mat_sum", source="row"),
+            Temp("tensor_sum_for_alpha", "tensor", reduction="tensor_sum", source="row"),
+            Temp("alpha", "tensor"),
+            Temp("mat_sum_of_row_var_over_rows_max_eps1", "mat"),
+            Temp("row_div", "row"),
+            Temp("row_sum_of_update", "row", reduction="row_sum", source="elem"),
+            Temp("tensor_sum_of_update", "tensor", reduction="tensor_sum", source="row"),
+            Temp("alpha_over_tensor_max", "tensor"),
+        ),
+        stages=(
+            Stage(
+                "adafactor_1", "elem", level=0, scalars=(0,),
+                temps=("row_sum_for_alpha", "row_sum_for_row_var", "col_sum_for_col_var"), matrices=True,
+                reads=("p", "g"),
+                sums=(("sum", ("row_sum_for_alpha",)), ("sum", ("row_sum_for_row_var", "col_sum_for_col_var"))),
+            ),
+            Stage(
+                "adafactor_2", "row", level=1, scalars=(1, 2), temps=("mat_sum_of_row_var", "tensor_sum_for_alpha"),
+                matrices=True, reads=("row_var", "row_sum_for_row_var", "row_sum_for_alpha"), stores=("row_var",),
+                sums=(("sum", ("mat_sum_of_row_var",)), ("sum", ("tensor_sum_for_alpha",))), extents=("columns",),
+                plus=("row_var",),
+            ),
+            Stage(
+                "adafactor_3", "col", level=1, scalars=(1, 2), matrices=True, reads=("col_var", "col_sum_for_col_var"),
+                stores=("col_var",), extents=("rows",), plus=("col_var",),
+            ),
+            ADAFACTOR_4,
+            ADAFACTOR_5,
+            ADAFACTOR_6,
+            Stage(
+                "adafactor_7", "elem", level=2, scalars=(0, 6), temps=("row_sum_of_update",), matrices=True,
+                reads=("g", "col_var", "row_div"), sums=(("sum", ("row_sum_of_update",)),),
+            ),
+            Stage(
+                "adafactor_8", "row", level=3, scalars=(), temps=("tensor_sum_of_update",), matrices=True,
+                reads=("row_sum_of_update",), sums=(("sum", ("tensor_sum_of_update",)),),
+            ),
+            Stage(
+                "adafactor_9", "tensor", level=3, scalars=(7,), temps=("alpha_over_tensor_max",),
+                reads=("alpha", "tensor_sum_of_update"), stores=("alpha_over_tensor_max",), extents=("elements",),
+            ),
+            Stage(
+                "adafactor_10", "elem", level=4, scalars=(0, 8, 6), matrices=True,
+                reads=("p", "g", "col_var", "alpha_over_tensor_max", "row_div"), stores=("p",),
+            ),
+        ),
+        strict=True,
+    ),
+    Rule(
+        ({"factored": False},),
+        (
+            "grad_scale", "one_minus_t_pow_beta2_decay", "one_minus_beta2", "eps1_times_eps1", "eps2", "d",
+            "lr_min_t_pow_m0p5", "one_minus_lr_times_weight_decay",
+        ),
+        host=host_scalars_2,
+        temps=(
+            Temp("tensor_sum_for_alpha", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_of_update", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("alpha_over_tensor_max", "tensor"),
+        ),
+        stages=(
+            Stage(
+                "adafactor_no_factored_1", "elem", level=0, scalars=tuple(range(4)),
+                temps=("tensor_sum_for_alpha", "tensor_sum_of_update"), reads=("p", "g", "variance"),
+                sums=(("sum", ("tensor_sum_for_alpha",)), ("sum", ("tensor_sum_of_update",))),
+            ),
+            Stage(
+                "adafactor_no_factored_2", "tensor", level=1, scalars=(4, 5, 6), temps=("alpha_over_tensor_max",),
+                reads=("tensor_sum_for_alpha", "tensor_sum_of_update"), stores=("alpha_over_tensor_max",),
+                extents=("elements",),
+            ),
+            Stage(
+                "adafactor_no_factored_3", "elem", level=2, scalars=(0, 7, 1, 2, 3),
+                reads=("p", "g", "variance", "alpha_over_tensor_max"), stores=("p", "variance"), plus=("variance",),
+                needs=(("variance", ("g", "variance")),),
+            ),
+        ),
+        strict=True,
+    ),
+)
+
+# The step of kernels, in fast maths; rounding changed by: fma, group, linear, reciprocal.
 STEPS = (
     Rule(
         ({"factored": True},),
@@ -333,19 +274,9 @@ STEPS = (
                 "adafactor_3", "col", level=1, scalars=(0, 1, 2), matrices=True,
                 reads=("col_var", "col_sum_for_col_var"), stores=("col_var",), extents=("rows",), plus=("col_var",),
             ),
-            Stage(
-                "adafactor_4", "tensor", level=1, scalars=(3, 4), temps=("alpha",), reads=("tensor_sum_for_alpha",),
-                stores=("alpha",), extents=("elements",),
-            ),
-            Stage(
-                "adafactor_5", "mat", level=1, scalars=(5,), temps=("mat_sum_of_row_var_over_rows_max_eps1",),
-                matrices=True, reads=("mat_sum_of_row_var",), stores=("mat_sum_of_row_var_over_rows_max_eps1",),
-                extents=("rows",), picked=("mat_sum_of_row_var_over_rows_max_eps1",),
-            ),
-            Stage(
-                "adafactor_6", "row", level=1, scalars=(), temps=("row_div",), matrices=True,
-                reads=("row_var", "mat_sum_of_row_var_over_rows_max_eps1"), stores=("row_div",),
-            ),
+            ADAFACTOR_4,
+            ADAFACTOR_5,
+            ADAFACTOR_6,
             Stage(
                 "adafactor_7", "elem", level=2, scalars=(6,), temps=("row_sum_of_g",), matrices=True,
                 reads=("g", "col_var", "row_div"), sums=(("square", ("row_sum_of_g",)),),

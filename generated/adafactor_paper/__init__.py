@@ -4,7 +4,6 @@
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp, by_flags
 from optgen.runtime.records.scalars import minimum, power
-from optgen.runtime.reference.eager import few_sum, larger, put, quotient, sqrt
 
 
 class AdafactorPaper(Optimizer):
@@ -73,1052 +72,6 @@ class AdafactorPaper(Optimizer):
             ),
             **options
         )
-
-
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def adafactor_paper_1(stored, eps1, grad_scale):
-    b = stored.over("p", "g")
-    # -- load and decode
-    p = b.load("p")
-    g = b.load("g")
-    g = grad_scale * g
-    # -- update  (specs/adafactor_paper.py)
-    square = g * g + eps1  # 50  square = g * g + eps1
-    # -- encode and store
-    row_sum_for_rate_tensor = b.row_sum(p * p)
-    row_sum_for_exp_avg_sq_row_tensor = b.row_sum(square)
-    col_sum_for_exp_avg_sq_col_tensor = b.col_sum(square)
-    return row_sum_for_rate_tensor, row_sum_for_exp_avg_sq_row_tensor, col_sum_for_exp_avg_sq_col_tensor
-
-
-def adafactor_paper_2(
-    stored, beta2, one_minus_one_minus_t_pow_decay_rate, row_sum_for_exp_avg_sq_row_tensor, row_sum_for_rate_tensor,
-):
-    b = stored.over()
-    # -- load and decode
-    exp_avg_sq_row = stored["exp_avg_sq_row"]
-    row_sum_for_exp_avg_sq_row = row_sum_for_exp_avg_sq_row_tensor
-    row_sum_for_rate = row_sum_for_rate_tensor
-    # -- update  (specs/adafactor_paper.py)
-    # 52  exp_avg_sq_row = beta2 * exp_avg_sq_row + (1 - beta2) * row_mean(square)
-    exp_avg_sq_row = (
-        beta2 * exp_avg_sq_row + one_minus_one_minus_t_pow_decay_rate
-        * (row_sum_for_exp_avg_sq_row / b.extent("columns"))
-    )
-    # -- encode and store
-    mat_sum_of_exp_avg_sq_row_tensor = few_sum(exp_avg_sq_row, "mat")
-    tensor_sum_for_rate_tensor = few_sum(row_sum_for_rate, "tensor")
-    put(stored["exp_avg_sq_row"], exp_avg_sq_row)
-    return mat_sum_of_exp_avg_sq_row_tensor, tensor_sum_for_rate_tensor
-
-
-def adafactor_paper_3(stored, beta2, one_minus_one_minus_t_pow_decay_rate, col_sum_for_exp_avg_sq_col_tensor):
-    b = stored.over()
-    # -- load and decode
-    exp_avg_sq_col = stored["exp_avg_sq_col"]
-    col_sum_for_exp_avg_sq_col = col_sum_for_exp_avg_sq_col_tensor
-    # -- update  (specs/adafactor_paper.py)
-    # 53  exp_avg_sq_col = beta2 * exp_avg_sq_col + (1 - beta2) * col_mean(square)
-    exp_avg_sq_col = (
-        beta2 * exp_avg_sq_col + one_minus_one_minus_t_pow_decay_rate * (col_sum_for_exp_avg_sq_col / b.extent("rows"))
-    )
-    # -- encode and store
-    one_over_sqrt_exp_avg_sq_col_2_tensor = quotient(1.0, sqrt(exp_avg_sq_col))
-    put(stored["exp_avg_sq_col"], exp_avg_sq_col)
-    return one_over_sqrt_exp_avg_sq_col_2_tensor
-
-
-def adafactor_paper_4(stored, eps2, weight_decay, rate, tensor_sum_for_rate_tensor):
-    b = stored.over()
-    # -- load and decode
-    tensor_sum_for_rate = tensor_sum_for_rate_tensor
-    # -- update  (specs/adafactor_paper.py)
-    # 48  rate = rate * maximum(eps2, rms(p))
-    rate_ = rate * larger(eps2, sqrt(tensor_sum_for_rate / b.extent("elements")))
-    # -- encode and store
-    rate_tensor = rate_
-    rate_times_weight_decay_tensor = rate_ * weight_decay
-    return rate_tensor, rate_times_weight_decay_tensor
-
-
-def adafactor_paper_5(stored, mat_sum_of_exp_avg_sq_row_tensor):
-    b = stored.over()
-    # -- load and decode
-    mat_sum_of_exp_avg_sq_row = mat_sum_of_exp_avg_sq_row_tensor
-    # -- encode and store
-    mat_sum_of_exp_avg_sq_row_over_rows_tensor = mat_sum_of_exp_avg_sq_row / b.extent("rows")
-    return mat_sum_of_exp_avg_sq_row_over_rows_tensor
-
-
-def adafactor_paper_6(stored, mat_sum_of_exp_avg_sq_row_over_rows_tensor):
-    # -- load and decode
-    exp_avg_sq_row = stored["exp_avg_sq_row"]
-    mat_sum_of_exp_avg_sq_row_over_rows = mat_sum_of_exp_avg_sq_row_over_rows_tensor
-    # -- encode and store
-    one_over_sqrt_row_div_tensor = quotient(1.0, sqrt(exp_avg_sq_row / mat_sum_of_exp_avg_sq_row_over_rows))
-    return one_over_sqrt_row_div_tensor
-
-
-def adafactor_paper_7(stored, grad_scale, one_over_sqrt_row_div_tensor, one_over_sqrt_exp_avg_sq_col_2_tensor):
-    b = stored.over("g")
-    # -- load and decode
-    g = b.load("g")
-    g = grad_scale * g
-    one_over_sqrt_row_div = b.spread(one_over_sqrt_row_div_tensor)
-    one_over_sqrt_exp_avg_sq_col_2 = b.spread(one_over_sqrt_exp_avg_sq_col_2_tensor)
-    # -- update  (specs/adafactor_paper.py)
-    # 54  update = g * rsqrt(exp_avg_sq_row / mat_mean(exp_avg_sq_row)) * rsqrt(exp_avg_sq_col)
-    update = g * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2
-    # -- encode and store
-    row_sum_of_update_tensor = b.row_sum(update * update)
-    return row_sum_of_update_tensor
-
-
-def adafactor_paper_9(stored, clip_threshold, rate_tensor, tensor_sum_of_update_tensor):
-    b = stored.over()
-    # -- load and decode
-    rate_ = rate_tensor
-    tensor_sum_of_update = tensor_sum_of_update_tensor
-    # -- encode and store
-    rate_over_one_max_tensor_div_tensor = rate_ / (
-        sqrt(tensor_sum_of_update / b.extent("elements")) / clip_threshold
-    ).clamp(min=1.0)
-    return rate_over_one_max_tensor_div_tensor
-
-
-def adafactor_paper_10(
-    stored, grad_scale, rate_times_weight_decay_tensor, rate_over_one_max_tensor_div_tensor,
-    one_over_sqrt_row_div_tensor, one_over_sqrt_exp_avg_sq_col_2_tensor,
-):
-    b = stored.over("p", "g")
-    # -- load and decode
-    p = b.load("p")
-    rate_times_weight_decay = b.spread(rate_times_weight_decay_tensor)
-    rate_over_one_max_tensor_div = b.spread(rate_over_one_max_tensor_div_tensor)
-    g = b.load("g")
-    g = grad_scale * g
-    one_over_sqrt_row_div = b.spread(one_over_sqrt_row_div_tensor)
-    one_over_sqrt_exp_avg_sq_col_2 = b.spread(one_over_sqrt_exp_avg_sq_col_2_tensor)
-    # -- update  (specs/adafactor_paper.py)
-    update = g * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2  # 54
-    # 58  update = rate / maximum(1.0, rms(update) / clip_threshold) * update
-    update = rate_over_one_max_tensor_div * update
-    p = p - rate_times_weight_decay * p - update                         # 62  p = p - rate * weight_decay * p - update
-    # -- encode and store
-    b.store("p", p)
-
-
-def adafactor_paper(
-    stored, eps1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, eps2, weight_decay, rate, clip_threshold,
-):
-
-    # == sweep 1: rate (specs/adafactor_paper.py:48), exp_avg_sq_row (specs/adafactor_paper.py:52), exp_avg_sq_col
-    #     (specs/adafactor_paper.py:53)
-    row_sum_for_rate_tensor, row_sum_for_exp_avg_sq_row_tensor, col_sum_for_exp_avg_sq_col_tensor = adafactor_paper_1(
-        stored, eps1, grad_scale,
-    )
-
-    # == row: values of rows
-    mat_sum_of_exp_avg_sq_row_tensor, tensor_sum_for_rate_tensor = adafactor_paper_2(
-        stored, beta2, one_minus_one_minus_t_pow_decay_rate, row_sum_for_exp_avg_sq_row_tensor, row_sum_for_rate_tensor,
-    )
-
-    # == col: values of columns
-    one_over_sqrt_exp_avg_sq_col_2_tensor = adafactor_paper_3(
-        stored, beta2, one_minus_one_minus_t_pow_decay_rate, col_sum_for_exp_avg_sq_col_tensor,
-    )
-
-    # == tensor: values of tensors
-    rate_tensor, rate_times_weight_decay_tensor = adafactor_paper_4(
-        stored, eps2, weight_decay, rate, tensor_sum_for_rate_tensor,
-    )
-
-    # == mat: values of matrices
-    mat_sum_of_exp_avg_sq_row_over_rows_tensor = adafactor_paper_5(stored, mat_sum_of_exp_avg_sq_row_tensor)
-
-    # == row: values of rows
-    one_over_sqrt_row_div_tensor = adafactor_paper_6(stored, mat_sum_of_exp_avg_sq_row_over_rows_tensor)
-
-    # == sweep 2: update (specs/adafactor_paper.py:58)
-    row_sum_of_update_tensor = adafactor_paper_7(
-        stored, grad_scale, one_over_sqrt_row_div_tensor, one_over_sqrt_exp_avg_sq_col_2_tensor,
-    )
-
-    # == row: values of rows
-    # -- load and decode
-    row_sum_of_update = row_sum_of_update_tensor
-    # -- encode and store
-    tensor_sum_of_update_tensor = few_sum(row_sum_of_update, "tensor")
-
-    # == tensor: values of tensors
-    rate_over_one_max_tensor_div_tensor = adafactor_paper_9(
-        stored, clip_threshold, rate_tensor, tensor_sum_of_update_tensor,
-    )
-
-    # == sweep 3: the update
-    adafactor_paper_10(
-        stored, grad_scale, rate_times_weight_decay_tensor, rate_over_one_max_tensor_div_tensor,
-        one_over_sqrt_row_div_tensor, one_over_sqrt_exp_avg_sq_col_2_tensor,
-    )
-
-
-def adafactor_paper_no_factored_1(stored, eps1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate):
-    b = stored.over("p", "g", "exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/adafactor_paper.py)
-    square = g * g + eps1                         # 50
-    # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_one_minus_t_pow_decay_rate * square
-    update = g * quotient(1.0, sqrt(exp_avg_sq))  # 57  update = g * rsqrt(exp_avg_sq)
-    # -- encode and store
-    tensor_sum_for_rate_tensor = b.tensor_sum(p * p)
-    tensor_sum_of_update_tensor = b.tensor_sum(update * update)
-    return tensor_sum_for_rate_tensor, tensor_sum_of_update_tensor
-
-
-def adafactor_paper_no_factored_2(
-    stored, eps2, clip_threshold, weight_decay, rate, tensor_sum_for_rate_tensor, tensor_sum_of_update_tensor,
-):
-    b = stored.over()
-    # -- load and decode
-    tensor_sum_for_rate = tensor_sum_for_rate_tensor
-    tensor_sum_of_update = tensor_sum_of_update_tensor
-    # -- update  (specs/adafactor_paper.py)
-    rate_ = rate * larger(eps2, sqrt(tensor_sum_for_rate / b.extent("elements")))  # 48
-    # -- encode and store
-    rate_over_one_max_tensor_div_tensor = rate_ / (
-        sqrt(tensor_sum_of_update / b.extent("elements")) / clip_threshold
-    ).clamp(min=1.0)
-    rate_times_weight_decay_tensor = rate_ * weight_decay
-    return rate_over_one_max_tensor_div_tensor, rate_times_weight_decay_tensor
-
-
-def adafactor_paper_no_factored_3(
-    stored, eps1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, rate_times_weight_decay_tensor,
-    rate_over_one_max_tensor_div_tensor,
-):
-    b = stored.over("p", "g", "exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    rate_times_weight_decay = b.spread(rate_times_weight_decay_tensor)
-    rate_over_one_max_tensor_div = b.spread(rate_over_one_max_tensor_div_tensor)
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/adafactor_paper.py)
-    square = g * g + eps1                           # 50
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_one_minus_t_pow_decay_rate * square  # 56
-    update = g * quotient(1.0, sqrt(exp_avg_sq))    # 57
-    update = rate_over_one_max_tensor_div * update  # 58
-    p = p - rate_times_weight_decay * p - update    # 62
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg_sq", exp_avg_sq)
-
-
-def adafactor_paper_no_factored(
-    stored, eps1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, eps2, clip_threshold, weight_decay, rate,
-):
-
-    # == sweep 1: rate (specs/adafactor_paper.py:48), update (specs/adafactor_paper.py:58)
-    tensor_sum_for_rate_tensor, tensor_sum_of_update_tensor = adafactor_paper_no_factored_1(
-        stored, eps1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
-    )
-
-    # == tensor: values of tensors
-    rate_over_one_max_tensor_div_tensor, rate_times_weight_decay_tensor = adafactor_paper_no_factored_2(
-        stored, eps2, clip_threshold, weight_decay, rate, tensor_sum_for_rate_tensor, tensor_sum_of_update_tensor,
-    )
-
-    # == sweep 2: the update
-    adafactor_paper_no_factored_3(
-        stored, eps1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, rate_times_weight_decay_tensor,
-        rate_over_one_max_tensor_div_tensor,
-    )
-
-
-def adafactor_paper_has_momentum_10(
-    stored, beta1, grad_scale, one_minus_beta1, rate_times_weight_decay_tensor, rate_over_one_max_tensor_div_tensor,
-    one_over_sqrt_row_div_tensor, one_over_sqrt_exp_avg_sq_col_2_tensor,
-):
-    b = stored.over("p", "g", "exp_avg")
-    # -- load and decode
-    p = b.load("p")
-    rate_times_weight_decay = b.spread(rate_times_weight_decay_tensor)
-    exp_avg = b.load("exp_avg")
-    rate_over_one_max_tensor_div = b.spread(rate_over_one_max_tensor_div_tensor)
-    g = b.load("g")
-    g = grad_scale * g
-    one_over_sqrt_row_div = b.spread(one_over_sqrt_row_div_tensor)
-    one_over_sqrt_exp_avg_sq_col_2 = b.spread(one_over_sqrt_exp_avg_sq_col_2_tensor)
-    # -- update  (specs/adafactor_paper.py)
-    update = g * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2  # 54
-    update = rate_over_one_max_tensor_div * update  # 58
-    # 60  exp_avg = beta1 * exp_avg + (1 - beta1) * update
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * update
-    p = p - rate_times_weight_decay * p - exp_avg                        # 62
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg", exp_avg)
-
-
-def adafactor_paper_has_momentum(
-    stored, eps1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, eps2, weight_decay, rate, clip_threshold,
-    beta1, one_minus_beta1,
-):
-
-    # == sweep 1: rate (specs/adafactor_paper.py:48), exp_avg_sq_row (specs/adafactor_paper.py:52), exp_avg_sq_col
-    #     (specs/adafactor_paper.py:53)
-    row_sum_for_rate_tensor, row_sum_for_exp_avg_sq_row_tensor, col_sum_for_exp_avg_sq_col_tensor = adafactor_paper_1(
-        stored, eps1, grad_scale,
-    )
-
-    # == row: values of rows
-    mat_sum_of_exp_avg_sq_row_tensor, tensor_sum_for_rate_tensor = adafactor_paper_2(
-        stored, beta2, one_minus_one_minus_t_pow_decay_rate, row_sum_for_exp_avg_sq_row_tensor, row_sum_for_rate_tensor,
-    )
-
-    # == col: values of columns
-    one_over_sqrt_exp_avg_sq_col_2_tensor = adafactor_paper_3(
-        stored, beta2, one_minus_one_minus_t_pow_decay_rate, col_sum_for_exp_avg_sq_col_tensor,
-    )
-
-    # == tensor: values of tensors
-    rate_tensor, rate_times_weight_decay_tensor = adafactor_paper_4(
-        stored, eps2, weight_decay, rate, tensor_sum_for_rate_tensor,
-    )
-
-    # == mat: values of matrices
-    mat_sum_of_exp_avg_sq_row_over_rows_tensor = adafactor_paper_5(stored, mat_sum_of_exp_avg_sq_row_tensor)
-
-    # == row: values of rows
-    one_over_sqrt_row_div_tensor = adafactor_paper_6(stored, mat_sum_of_exp_avg_sq_row_over_rows_tensor)
-
-    # == sweep 2: update (specs/adafactor_paper.py:58)
-    row_sum_of_update_tensor = adafactor_paper_7(
-        stored, grad_scale, one_over_sqrt_row_div_tensor, one_over_sqrt_exp_avg_sq_col_2_tensor,
-    )
-
-    # == row: values of rows
-    # -- load and decode
-    row_sum_of_update = row_sum_of_update_tensor
-    # -- encode and store
-    tensor_sum_of_update_tensor = few_sum(row_sum_of_update, "tensor")
-
-    # == tensor: values of tensors
-    rate_over_one_max_tensor_div_tensor = adafactor_paper_9(
-        stored, clip_threshold, rate_tensor, tensor_sum_of_update_tensor,
-    )
-
-    # == sweep 3: the update
-    adafactor_paper_has_momentum_10(
-        stored, beta1, grad_scale, one_minus_beta1, rate_times_weight_decay_tensor, rate_over_one_max_tensor_div_tensor,
-        one_over_sqrt_row_div_tensor, one_over_sqrt_exp_avg_sq_col_2_tensor,
-    )
-
-
-def adafactor_paper_has_momentum_no_factored_3(
-    stored, eps1, beta1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, one_minus_beta1,
-    rate_times_weight_decay_tensor, rate_over_one_max_tensor_div_tensor,
-):
-    b = stored.over("p", "g", "exp_avg", "exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    rate_times_weight_decay = b.spread(rate_times_weight_decay_tensor)
-    exp_avg = b.load("exp_avg")
-    rate_over_one_max_tensor_div = b.spread(rate_over_one_max_tensor_div_tensor)
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/adafactor_paper.py)
-    square = g * g + eps1                                 # 50
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_one_minus_t_pow_decay_rate * square  # 56
-    update = g * quotient(1.0, sqrt(exp_avg_sq))          # 57
-    update = rate_over_one_max_tensor_div * update  # 58
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * update  # 60
-    p = p - rate_times_weight_decay * p - exp_avg         # 62
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg", exp_avg)
-    b.store("exp_avg_sq", exp_avg_sq)
-
-
-def adafactor_paper_has_momentum_no_factored(
-    stored, eps1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, eps2, clip_threshold, weight_decay, rate,
-    beta1, one_minus_beta1,
-):
-
-    # == sweep 1: rate (specs/adafactor_paper.py:48), update (specs/adafactor_paper.py:58)
-    tensor_sum_for_rate_tensor, tensor_sum_of_update_tensor = adafactor_paper_no_factored_1(
-        stored, eps1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
-    )
-
-    # == tensor: values of tensors
-    rate_over_one_max_tensor_div_tensor, rate_times_weight_decay_tensor = adafactor_paper_no_factored_2(
-        stored, eps2, clip_threshold, weight_decay, rate, tensor_sum_for_rate_tensor, tensor_sum_of_update_tensor,
-    )
-
-    # == sweep 2: the update
-    adafactor_paper_has_momentum_no_factored_3(
-        stored, eps1, beta1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, one_minus_beta1,
-        rate_times_weight_decay_tensor, rate_over_one_max_tensor_div_tensor,
-    )
-
-
-def adafactor_paper_no_relative_step_4(stored, lr, eps2, weight_decay, tensor_sum_for_rate_tensor):
-    b = stored.over()
-    # -- load and decode
-    tensor_sum_for_rate = tensor_sum_for_rate_tensor
-    # -- update  (specs/adafactor_paper.py)
-    rate = lr * larger(eps2, sqrt(tensor_sum_for_rate / b.extent("elements")))  # 48
-    # -- encode and store
-    rate_tensor = rate
-    rate_times_weight_decay_tensor = rate * weight_decay
-    return rate_tensor, rate_times_weight_decay_tensor
-
-
-def adafactor_paper_no_relative_step_9(stored, clip_threshold, rate_tensor, tensor_sum_of_update_tensor):
-    b = stored.over()
-    # -- load and decode
-    rate = rate_tensor
-    tensor_sum_of_update = tensor_sum_of_update_tensor
-    # -- encode and store
-    rate_over_one_max_tensor_div_tensor = rate / (
-        sqrt(tensor_sum_of_update / b.extent("elements")) / clip_threshold
-    ).clamp(min=1.0)
-    return rate_over_one_max_tensor_div_tensor
-
-
-def adafactor_paper_no_relative_step(
-    stored, eps1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, lr, eps2, weight_decay, clip_threshold,
-):
-
-    # == sweep 1: rate (specs/adafactor_paper.py:48), exp_avg_sq_row (specs/adafactor_paper.py:52), exp_avg_sq_col
-    #     (specs/adafactor_paper.py:53)
-    row_sum_for_rate_tensor, row_sum_for_exp_avg_sq_row_tensor, col_sum_for_exp_avg_sq_col_tensor = adafactor_paper_1(
-        stored, eps1, grad_scale,
-    )
-
-    # == row: values of rows
-    mat_sum_of_exp_avg_sq_row_tensor, tensor_sum_for_rate_tensor = adafactor_paper_2(
-        stored, beta2, one_minus_one_minus_t_pow_decay_rate, row_sum_for_exp_avg_sq_row_tensor, row_sum_for_rate_tensor,
-    )
-
-    # == col: values of columns
-    one_over_sqrt_exp_avg_sq_col_2_tensor = adafactor_paper_3(
-        stored, beta2, one_minus_one_minus_t_pow_decay_rate, col_sum_for_exp_avg_sq_col_tensor,
-    )
-
-    # == tensor: values of tensors
-    rate_tensor, rate_times_weight_decay_tensor = adafactor_paper_no_relative_step_4(
-        stored, lr, eps2, weight_decay, tensor_sum_for_rate_tensor,
-    )
-
-    # == mat: values of matrices
-    mat_sum_of_exp_avg_sq_row_over_rows_tensor = adafactor_paper_5(stored, mat_sum_of_exp_avg_sq_row_tensor)
-
-    # == row: values of rows
-    one_over_sqrt_row_div_tensor = adafactor_paper_6(stored, mat_sum_of_exp_avg_sq_row_over_rows_tensor)
-
-    # == sweep 2: update (specs/adafactor_paper.py:58)
-    row_sum_of_update_tensor = adafactor_paper_7(
-        stored, grad_scale, one_over_sqrt_row_div_tensor, one_over_sqrt_exp_avg_sq_col_2_tensor,
-    )
-
-    # == row: values of rows
-    # -- load and decode
-    row_sum_of_update = row_sum_of_update_tensor
-    # -- encode and store
-    tensor_sum_of_update_tensor = few_sum(row_sum_of_update, "tensor")
-
-    # == tensor: values of tensors
-    rate_over_one_max_tensor_div_tensor = adafactor_paper_no_relative_step_9(
-        stored, clip_threshold, rate_tensor, tensor_sum_of_update_tensor,
-    )
-
-    # == sweep 3: the update
-    adafactor_paper_10(
-        stored, grad_scale, rate_times_weight_decay_tensor, rate_over_one_max_tensor_div_tensor,
-        one_over_sqrt_row_div_tensor, one_over_sqrt_exp_avg_sq_col_2_tensor,
-    )
-
-
-def adafactor_paper_no_relative_step_no_factored_2(
-    stored, lr, eps2, clip_threshold, weight_decay, tensor_sum_for_rate_tensor, tensor_sum_of_update_tensor,
-):
-    b = stored.over()
-    # -- load and decode
-    tensor_sum_for_rate = tensor_sum_for_rate_tensor
-    tensor_sum_of_update = tensor_sum_of_update_tensor
-    # -- update  (specs/adafactor_paper.py)
-    rate = lr * larger(eps2, sqrt(tensor_sum_for_rate / b.extent("elements")))  # 48
-    # -- encode and store
-    rate_over_one_max_tensor_div_tensor = rate / (
-        sqrt(tensor_sum_of_update / b.extent("elements")) / clip_threshold
-    ).clamp(min=1.0)
-    rate_times_weight_decay_tensor = rate * weight_decay
-    return rate_over_one_max_tensor_div_tensor, rate_times_weight_decay_tensor
-
-
-def adafactor_paper_no_relative_step_no_factored(
-    stored, eps1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, lr, eps2, clip_threshold, weight_decay,
-):
-
-    # == sweep 1: rate (specs/adafactor_paper.py:48), update (specs/adafactor_paper.py:58)
-    tensor_sum_for_rate_tensor, tensor_sum_of_update_tensor = adafactor_paper_no_factored_1(
-        stored, eps1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
-    )
-
-    # == tensor: values of tensors
-    (
-        rate_over_one_max_tensor_div_tensor, rate_times_weight_decay_tensor
-    ) = adafactor_paper_no_relative_step_no_factored_2(
-        stored, lr, eps2, clip_threshold, weight_decay, tensor_sum_for_rate_tensor, tensor_sum_of_update_tensor,
-    )
-
-    # == sweep 2: the update
-    adafactor_paper_no_factored_3(
-        stored, eps1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, rate_times_weight_decay_tensor,
-        rate_over_one_max_tensor_div_tensor,
-    )
-
-
-def adafactor_paper_no_relative_step_has_momentum(
-    stored, eps1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, lr, eps2, weight_decay, clip_threshold,
-    beta1, one_minus_beta1,
-):
-
-    # == sweep 1: rate (specs/adafactor_paper.py:48), exp_avg_sq_row (specs/adafactor_paper.py:52), exp_avg_sq_col
-    #     (specs/adafactor_paper.py:53)
-    row_sum_for_rate_tensor, row_sum_for_exp_avg_sq_row_tensor, col_sum_for_exp_avg_sq_col_tensor = adafactor_paper_1(
-        stored, eps1, grad_scale,
-    )
-
-    # == row: values of rows
-    mat_sum_of_exp_avg_sq_row_tensor, tensor_sum_for_rate_tensor = adafactor_paper_2(
-        stored, beta2, one_minus_one_minus_t_pow_decay_rate, row_sum_for_exp_avg_sq_row_tensor, row_sum_for_rate_tensor,
-    )
-
-    # == col: values of columns
-    one_over_sqrt_exp_avg_sq_col_2_tensor = adafactor_paper_3(
-        stored, beta2, one_minus_one_minus_t_pow_decay_rate, col_sum_for_exp_avg_sq_col_tensor,
-    )
-
-    # == tensor: values of tensors
-    rate_tensor, rate_times_weight_decay_tensor = adafactor_paper_no_relative_step_4(
-        stored, lr, eps2, weight_decay, tensor_sum_for_rate_tensor,
-    )
-
-    # == mat: values of matrices
-    mat_sum_of_exp_avg_sq_row_over_rows_tensor = adafactor_paper_5(stored, mat_sum_of_exp_avg_sq_row_tensor)
-
-    # == row: values of rows
-    one_over_sqrt_row_div_tensor = adafactor_paper_6(stored, mat_sum_of_exp_avg_sq_row_over_rows_tensor)
-
-    # == sweep 2: update (specs/adafactor_paper.py:58)
-    row_sum_of_update_tensor = adafactor_paper_7(
-        stored, grad_scale, one_over_sqrt_row_div_tensor, one_over_sqrt_exp_avg_sq_col_2_tensor,
-    )
-
-    # == row: values of rows
-    # -- load and decode
-    row_sum_of_update = row_sum_of_update_tensor
-    # -- encode and store
-    tensor_sum_of_update_tensor = few_sum(row_sum_of_update, "tensor")
-
-    # == tensor: values of tensors
-    rate_over_one_max_tensor_div_tensor = adafactor_paper_no_relative_step_9(
-        stored, clip_threshold, rate_tensor, tensor_sum_of_update_tensor,
-    )
-
-    # == sweep 3: the update
-    adafactor_paper_has_momentum_10(
-        stored, beta1, grad_scale, one_minus_beta1, rate_times_weight_decay_tensor, rate_over_one_max_tensor_div_tensor,
-        one_over_sqrt_row_div_tensor, one_over_sqrt_exp_avg_sq_col_2_tensor,
-    )
-
-
-def adafactor_paper_no_relative_step_has_momentum_no_factored(
-    stored, eps1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, lr, eps2, clip_threshold, weight_decay,
-    beta1, one_minus_beta1,
-):
-
-    # == sweep 1: rate (specs/adafactor_paper.py:48), update (specs/adafactor_paper.py:58)
-    tensor_sum_for_rate_tensor, tensor_sum_of_update_tensor = adafactor_paper_no_factored_1(
-        stored, eps1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
-    )
-
-    # == tensor: values of tensors
-    (
-        rate_over_one_max_tensor_div_tensor, rate_times_weight_decay_tensor
-    ) = adafactor_paper_no_relative_step_no_factored_2(
-        stored, lr, eps2, clip_threshold, weight_decay, tensor_sum_for_rate_tensor, tensor_sum_of_update_tensor,
-    )
-
-    # == sweep 2: the update
-    adafactor_paper_has_momentum_no_factored_3(
-        stored, eps1, beta1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, one_minus_beta1,
-        rate_times_weight_decay_tensor, rate_over_one_max_tensor_div_tensor,
-    )
-
-
-def adafactor_paper_no_scale_parameter_1(stored, eps1, grad_scale):
-    b = stored.over("g")
-    # -- load and decode
-    g = b.load("g")
-    g = grad_scale * g
-    # -- update  (specs/adafactor_paper.py)
-    square = g * g + eps1  # 50
-    # -- encode and store
-    row_sum_for_exp_avg_sq_row_tensor = b.row_sum(square)
-    col_sum_for_exp_avg_sq_col_tensor = b.col_sum(square)
-    return row_sum_for_exp_avg_sq_row_tensor, col_sum_for_exp_avg_sq_col_tensor
-
-
-def adafactor_paper_no_scale_parameter_2(
-    stored, beta2, one_minus_one_minus_t_pow_decay_rate, row_sum_for_exp_avg_sq_row_tensor,
-):
-    b = stored.over()
-    # -- load and decode
-    exp_avg_sq_row = stored["exp_avg_sq_row"]
-    row_sum_for_exp_avg_sq_row = row_sum_for_exp_avg_sq_row_tensor
-    # -- update  (specs/adafactor_paper.py)
-    # 52
-    exp_avg_sq_row = (
-        beta2 * exp_avg_sq_row + one_minus_one_minus_t_pow_decay_rate
-        * (row_sum_for_exp_avg_sq_row / b.extent("columns"))
-    )
-    # -- encode and store
-    mat_sum_of_exp_avg_sq_row_tensor = few_sum(exp_avg_sq_row, "mat")
-    put(stored["exp_avg_sq_row"], exp_avg_sq_row)
-    return mat_sum_of_exp_avg_sq_row_tensor
-
-
-def adafactor_paper_no_scale_parameter_8(stored, clip_threshold, rate, tensor_sum_of_update_tensor):
-    b = stored.over()
-    # -- load and decode
-    tensor_sum_of_update = tensor_sum_of_update_tensor
-    # -- encode and store
-    lr_min_t_pow_m0p5_over_one_max_tensor_div_tensor = (
-        rate / (sqrt(tensor_sum_of_update / b.extent("elements")) / clip_threshold).clamp(min=1.0)
-    )
-    return lr_min_t_pow_m0p5_over_one_max_tensor_div_tensor
-
-
-def adafactor_paper_no_scale_parameter(
-    stored, eps1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, clip_threshold, rate,
-    lr_min_t_pow_m0p5_times_weight_decay,
-):
-
-    # == sweep 1: exp_avg_sq_row (specs/adafactor_paper.py:52), exp_avg_sq_col (specs/adafactor_paper.py:53)
-    row_sum_for_exp_avg_sq_row_tensor, col_sum_for_exp_avg_sq_col_tensor = adafactor_paper_no_scale_parameter_1(
-        stored, eps1, grad_scale,
-    )
-
-    # == row: values of rows
-    mat_sum_of_exp_avg_sq_row_tensor = adafactor_paper_no_scale_parameter_2(
-        stored, beta2, one_minus_one_minus_t_pow_decay_rate, row_sum_for_exp_avg_sq_row_tensor,
-    )
-
-    # == col: values of columns
-    one_over_sqrt_exp_avg_sq_col_2_tensor = adafactor_paper_3(
-        stored, beta2, one_minus_one_minus_t_pow_decay_rate, col_sum_for_exp_avg_sq_col_tensor,
-    )
-
-    # == mat: values of matrices
-    mat_sum_of_exp_avg_sq_row_over_rows_tensor = adafactor_paper_5(stored, mat_sum_of_exp_avg_sq_row_tensor)
-
-    # == row: values of rows
-    one_over_sqrt_row_div_tensor = adafactor_paper_6(stored, mat_sum_of_exp_avg_sq_row_over_rows_tensor)
-
-    # == sweep 2: update (specs/adafactor_paper.py:58)
-    row_sum_of_update_tensor = adafactor_paper_7(
-        stored, grad_scale, one_over_sqrt_row_div_tensor, one_over_sqrt_exp_avg_sq_col_2_tensor,
-    )
-
-    # == row: values of rows
-    # -- load and decode
-    row_sum_of_update = row_sum_of_update_tensor
-    # -- encode and store
-    tensor_sum_of_update_tensor = few_sum(row_sum_of_update, "tensor")
-
-    # == tensor: values of tensors
-    lr_min_t_pow_m0p5_over_one_max_tensor_div_tensor = adafactor_paper_no_scale_parameter_8(
-        stored, clip_threshold, rate, tensor_sum_of_update_tensor,
-    )
-
-    # == sweep 3: the update
-    b = stored.over("p", "g")
-    # -- load and decode
-    p = b.load("p")
-    lr_min_t_pow_m0p5_over_one_max_tensor_div = b.spread(lr_min_t_pow_m0p5_over_one_max_tensor_div_tensor)
-    g = b.load("g")
-    g = grad_scale * g
-    one_over_sqrt_row_div = b.spread(one_over_sqrt_row_div_tensor)
-    one_over_sqrt_exp_avg_sq_col_2 = b.spread(one_over_sqrt_exp_avg_sq_col_2_tensor)
-    # -- update  (specs/adafactor_paper.py)
-    update = g * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2  # 54
-    update = lr_min_t_pow_m0p5_over_one_max_tensor_div * update  # 58
-    p = p - lr_min_t_pow_m0p5_times_weight_decay * p - update            # 62
-    # -- encode and store
-    b.store("p", p)
-
-
-def adafactor_paper_no_scale_parameter_no_factored_1(
-    stored, eps1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
-):
-    b = stored.over("g", "exp_avg_sq")
-    # -- load and decode
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/adafactor_paper.py)
-    square = g * g + eps1                         # 50
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_one_minus_t_pow_decay_rate * square  # 56
-    update = g * quotient(1.0, sqrt(exp_avg_sq))  # 57
-    # -- encode and store
-    tensor_sum_of_update_tensor = b.tensor_sum(update * update)
-    return tensor_sum_of_update_tensor
-
-
-def adafactor_paper_no_scale_parameter_no_factored(
-    stored, eps1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, clip_threshold, rate,
-    lr_min_t_pow_m0p5_times_weight_decay,
-):
-
-    # == sweep 1: update (specs/adafactor_paper.py:58)
-    tensor_sum_of_update_tensor = adafactor_paper_no_scale_parameter_no_factored_1(
-        stored, eps1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
-    )
-
-    # == tensor: values of tensors
-    lr_min_t_pow_m0p5_over_one_max_tensor_div_tensor = adafactor_paper_no_scale_parameter_8(
-        stored, clip_threshold, rate, tensor_sum_of_update_tensor,
-    )
-
-    # == sweep 2: the update
-    b = stored.over("p", "g", "exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    lr_min_t_pow_m0p5_over_one_max_tensor_div = b.spread(lr_min_t_pow_m0p5_over_one_max_tensor_div_tensor)
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/adafactor_paper.py)
-    square = g * g + eps1                                        # 50
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_one_minus_t_pow_decay_rate * square  # 56
-    update = g * quotient(1.0, sqrt(exp_avg_sq))                 # 57
-    update = lr_min_t_pow_m0p5_over_one_max_tensor_div * update  # 58
-    p = p - lr_min_t_pow_m0p5_times_weight_decay * p - update    # 62
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg_sq", exp_avg_sq)
-
-
-def adafactor_paper_no_scale_parameter_has_momentum(
-    stored, eps1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, clip_threshold, rate, beta1,
-    one_minus_beta1, lr_min_t_pow_m0p5_times_weight_decay,
-):
-
-    # == sweep 1: exp_avg_sq_row (specs/adafactor_paper.py:52), exp_avg_sq_col (specs/adafactor_paper.py:53)
-    row_sum_for_exp_avg_sq_row_tensor, col_sum_for_exp_avg_sq_col_tensor = adafactor_paper_no_scale_parameter_1(
-        stored, eps1, grad_scale,
-    )
-
-    # == row: values of rows
-    mat_sum_of_exp_avg_sq_row_tensor = adafactor_paper_no_scale_parameter_2(
-        stored, beta2, one_minus_one_minus_t_pow_decay_rate, row_sum_for_exp_avg_sq_row_tensor,
-    )
-
-    # == col: values of columns
-    one_over_sqrt_exp_avg_sq_col_2_tensor = adafactor_paper_3(
-        stored, beta2, one_minus_one_minus_t_pow_decay_rate, col_sum_for_exp_avg_sq_col_tensor,
-    )
-
-    # == mat: values of matrices
-    mat_sum_of_exp_avg_sq_row_over_rows_tensor = adafactor_paper_5(stored, mat_sum_of_exp_avg_sq_row_tensor)
-
-    # == row: values of rows
-    one_over_sqrt_row_div_tensor = adafactor_paper_6(stored, mat_sum_of_exp_avg_sq_row_over_rows_tensor)
-
-    # == sweep 2: update (specs/adafactor_paper.py:58)
-    row_sum_of_update_tensor = adafactor_paper_7(
-        stored, grad_scale, one_over_sqrt_row_div_tensor, one_over_sqrt_exp_avg_sq_col_2_tensor,
-    )
-
-    # == row: values of rows
-    # -- load and decode
-    row_sum_of_update = row_sum_of_update_tensor
-    # -- encode and store
-    tensor_sum_of_update_tensor = few_sum(row_sum_of_update, "tensor")
-
-    # == tensor: values of tensors
-    lr_min_t_pow_m0p5_over_one_max_tensor_div_tensor = adafactor_paper_no_scale_parameter_8(
-        stored, clip_threshold, rate, tensor_sum_of_update_tensor,
-    )
-
-    # == sweep 3: the update
-    b = stored.over("p", "g", "exp_avg")
-    # -- load and decode
-    p = b.load("p")
-    exp_avg = b.load("exp_avg")
-    lr_min_t_pow_m0p5_over_one_max_tensor_div = b.spread(lr_min_t_pow_m0p5_over_one_max_tensor_div_tensor)
-    g = b.load("g")
-    g = grad_scale * g
-    one_over_sqrt_row_div = b.spread(one_over_sqrt_row_div_tensor)
-    one_over_sqrt_exp_avg_sq_col_2 = b.spread(one_over_sqrt_exp_avg_sq_col_2_tensor)
-    # -- update  (specs/adafactor_paper.py)
-    update = g * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2  # 54
-    update = lr_min_t_pow_m0p5_over_one_max_tensor_div * update  # 58
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * update  # 60
-    p = p - lr_min_t_pow_m0p5_times_weight_decay * p - exp_avg           # 62
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg", exp_avg)
-
-
-def adafactor_paper_no_scale_parameter_has_momentum_no_factored(
-    stored, eps1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, clip_threshold, rate, beta1,
-    one_minus_beta1, lr_min_t_pow_m0p5_times_weight_decay,
-):
-
-    # == sweep 1: update (specs/adafactor_paper.py:58)
-    tensor_sum_of_update_tensor = adafactor_paper_no_scale_parameter_no_factored_1(
-        stored, eps1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
-    )
-
-    # == tensor: values of tensors
-    lr_min_t_pow_m0p5_over_one_max_tensor_div_tensor = adafactor_paper_no_scale_parameter_8(
-        stored, clip_threshold, rate, tensor_sum_of_update_tensor,
-    )
-
-    # == sweep 2: the update
-    b = stored.over("p", "g", "exp_avg", "exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    exp_avg = b.load("exp_avg")
-    lr_min_t_pow_m0p5_over_one_max_tensor_div = b.spread(lr_min_t_pow_m0p5_over_one_max_tensor_div_tensor)
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/adafactor_paper.py)
-    square = g * g + eps1                                        # 50
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_one_minus_t_pow_decay_rate * square  # 56
-    update = g * quotient(1.0, sqrt(exp_avg_sq))                 # 57
-    update = lr_min_t_pow_m0p5_over_one_max_tensor_div * update  # 58
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * update         # 60
-    p = p - lr_min_t_pow_m0p5_times_weight_decay * p - exp_avg   # 62
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg", exp_avg)
-    b.store("exp_avg_sq", exp_avg_sq)
-
-
-def adafactor_paper_no_scale_parameter_no_relative_step_8(stored, lr, clip_threshold, tensor_sum_of_update_tensor):
-    b = stored.over()
-    # -- load and decode
-    tensor_sum_of_update = tensor_sum_of_update_tensor
-    # -- encode and store
-    lr_over_one_max_tensor_div_tensor = lr / (
-        sqrt(tensor_sum_of_update / b.extent("elements")) / clip_threshold
-    ).clamp(min=1.0)
-    return lr_over_one_max_tensor_div_tensor
-
-
-def adafactor_paper_no_scale_parameter_no_relative_step(
-    stored, eps1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, lr, clip_threshold,
-    lr_times_weight_decay,
-):
-
-    # == sweep 1: exp_avg_sq_row (specs/adafactor_paper.py:52), exp_avg_sq_col (specs/adafactor_paper.py:53)
-    row_sum_for_exp_avg_sq_row_tensor, col_sum_for_exp_avg_sq_col_tensor = adafactor_paper_no_scale_parameter_1(
-        stored, eps1, grad_scale,
-    )
-
-    # == row: values of rows
-    mat_sum_of_exp_avg_sq_row_tensor = adafactor_paper_no_scale_parameter_2(
-        stored, beta2, one_minus_one_minus_t_pow_decay_rate, row_sum_for_exp_avg_sq_row_tensor,
-    )
-
-    # == col: values of columns
-    one_over_sqrt_exp_avg_sq_col_2_tensor = adafactor_paper_3(
-        stored, beta2, one_minus_one_minus_t_pow_decay_rate, col_sum_for_exp_avg_sq_col_tensor,
-    )
-
-    # == mat: values of matrices
-    mat_sum_of_exp_avg_sq_row_over_rows_tensor = adafactor_paper_5(stored, mat_sum_of_exp_avg_sq_row_tensor)
-
-    # == row: values of rows
-    one_over_sqrt_row_div_tensor = adafactor_paper_6(stored, mat_sum_of_exp_avg_sq_row_over_rows_tensor)
-
-    # == sweep 2: update (specs/adafactor_paper.py:58)
-    row_sum_of_update_tensor = adafactor_paper_7(
-        stored, grad_scale, one_over_sqrt_row_div_tensor, one_over_sqrt_exp_avg_sq_col_2_tensor,
-    )
-
-    # == row: values of rows
-    # -- load and decode
-    row_sum_of_update = row_sum_of_update_tensor
-    # -- encode and store
-    tensor_sum_of_update_tensor = few_sum(row_sum_of_update, "tensor")
-
-    # == tensor: values of tensors
-    lr_over_one_max_tensor_div_tensor = adafactor_paper_no_scale_parameter_no_relative_step_8(
-        stored, lr, clip_threshold, tensor_sum_of_update_tensor,
-    )
-
-    # == sweep 3: the update
-    b = stored.over("p", "g")
-    # -- load and decode
-    p = b.load("p")
-    lr_over_one_max_tensor_div = b.spread(lr_over_one_max_tensor_div_tensor)
-    g = b.load("g")
-    g = grad_scale * g
-    one_over_sqrt_row_div = b.spread(one_over_sqrt_row_div_tensor)
-    one_over_sqrt_exp_avg_sq_col_2 = b.spread(one_over_sqrt_exp_avg_sq_col_2_tensor)
-    # -- update  (specs/adafactor_paper.py)
-    update = g * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2  # 54
-    update = lr_over_one_max_tensor_div * update  # 58
-    p = p - lr_times_weight_decay * p - update                           # 62
-    # -- encode and store
-    b.store("p", p)
-
-
-def adafactor_paper_no_scale_parameter_no_relative_step_no_factored(
-    stored, eps1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, lr, clip_threshold,
-    lr_times_weight_decay,
-):
-
-    # == sweep 1: update (specs/adafactor_paper.py:58)
-    tensor_sum_of_update_tensor = adafactor_paper_no_scale_parameter_no_factored_1(
-        stored, eps1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
-    )
-
-    # == tensor: values of tensors
-    lr_over_one_max_tensor_div_tensor = adafactor_paper_no_scale_parameter_no_relative_step_8(
-        stored, lr, clip_threshold, tensor_sum_of_update_tensor,
-    )
-
-    # == sweep 2: the update
-    b = stored.over("p", "g", "exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    lr_over_one_max_tensor_div = b.spread(lr_over_one_max_tensor_div_tensor)
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/adafactor_paper.py)
-    square = g * g + eps1                         # 50
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_one_minus_t_pow_decay_rate * square  # 56
-    update = g * quotient(1.0, sqrt(exp_avg_sq))  # 57
-    update = lr_over_one_max_tensor_div * update  # 58
-    p = p - lr_times_weight_decay * p - update    # 62
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg_sq", exp_avg_sq)
-
-
-def adafactor_paper_no_scale_parameter_no_relative_step_has_momentum(
-    stored, eps1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, lr, clip_threshold, beta1,
-    one_minus_beta1, lr_times_weight_decay,
-):
-
-    # == sweep 1: exp_avg_sq_row (specs/adafactor_paper.py:52), exp_avg_sq_col (specs/adafactor_paper.py:53)
-    row_sum_for_exp_avg_sq_row_tensor, col_sum_for_exp_avg_sq_col_tensor = adafactor_paper_no_scale_parameter_1(
-        stored, eps1, grad_scale,
-    )
-
-    # == row: values of rows
-    mat_sum_of_exp_avg_sq_row_tensor = adafactor_paper_no_scale_parameter_2(
-        stored, beta2, one_minus_one_minus_t_pow_decay_rate, row_sum_for_exp_avg_sq_row_tensor,
-    )
-
-    # == col: values of columns
-    one_over_sqrt_exp_avg_sq_col_2_tensor = adafactor_paper_3(
-        stored, beta2, one_minus_one_minus_t_pow_decay_rate, col_sum_for_exp_avg_sq_col_tensor,
-    )
-
-    # == mat: values of matrices
-    mat_sum_of_exp_avg_sq_row_over_rows_tensor = adafactor_paper_5(stored, mat_sum_of_exp_avg_sq_row_tensor)
-
-    # == row: values of rows
-    one_over_sqrt_row_div_tensor = adafactor_paper_6(stored, mat_sum_of_exp_avg_sq_row_over_rows_tensor)
-
-    # == sweep 2: update (specs/adafactor_paper.py:58)
-    row_sum_of_update_tensor = adafactor_paper_7(
-        stored, grad_scale, one_over_sqrt_row_div_tensor, one_over_sqrt_exp_avg_sq_col_2_tensor,
-    )
-
-    # == row: values of rows
-    # -- load and decode
-    row_sum_of_update = row_sum_of_update_tensor
-    # -- encode and store
-    tensor_sum_of_update_tensor = few_sum(row_sum_of_update, "tensor")
-
-    # == tensor: values of tensors
-    lr_over_one_max_tensor_div_tensor = adafactor_paper_no_scale_parameter_no_relative_step_8(
-        stored, lr, clip_threshold, tensor_sum_of_update_tensor,
-    )
-
-    # == sweep 3: the update
-    b = stored.over("p", "g", "exp_avg")
-    # -- load and decode
-    p = b.load("p")
-    exp_avg = b.load("exp_avg")
-    lr_over_one_max_tensor_div = b.spread(lr_over_one_max_tensor_div_tensor)
-    g = b.load("g")
-    g = grad_scale * g
-    one_over_sqrt_row_div = b.spread(one_over_sqrt_row_div_tensor)
-    one_over_sqrt_exp_avg_sq_col_2 = b.spread(one_over_sqrt_exp_avg_sq_col_2_tensor)
-    # -- update  (specs/adafactor_paper.py)
-    update = g * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2  # 54
-    update = lr_over_one_max_tensor_div * update  # 58
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * update  # 60
-    p = p - lr_times_weight_decay * p - exp_avg                          # 62
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg", exp_avg)
-
-
-def adafactor_paper_no_scale_parameter_no_relative_step_has_momentum_no_factored(
-    stored, eps1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, lr, clip_threshold, beta1,
-    one_minus_beta1, lr_times_weight_decay,
-):
-
-    # == sweep 1: update (specs/adafactor_paper.py:58)
-    tensor_sum_of_update_tensor = adafactor_paper_no_scale_parameter_no_factored_1(
-        stored, eps1, grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
-    )
-
-    # == tensor: values of tensors
-    lr_over_one_max_tensor_div_tensor = adafactor_paper_no_scale_parameter_no_relative_step_8(
-        stored, lr, clip_threshold, tensor_sum_of_update_tensor,
-    )
-
-    # == sweep 2: the update
-    b = stored.over("p", "g", "exp_avg", "exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    exp_avg = b.load("exp_avg")
-    lr_over_one_max_tensor_div = b.spread(lr_over_one_max_tensor_div_tensor)
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/adafactor_paper.py)
-    square = g * g + eps1                                 # 50
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_one_minus_t_pow_decay_rate * square  # 56
-    update = g * quotient(1.0, sqrt(exp_avg_sq))          # 57
-    update = lr_over_one_max_tensor_div * update  # 58
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * update  # 60
-    p = p - lr_times_weight_decay * p - exp_avg           # 62
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg", exp_avg)
-    b.store("exp_avg_sq", exp_avg_sq)
 
 
 # Scalars at a step, in fp64, with the new host states behind them.
@@ -1392,33 +345,6 @@ def kernel_scalars_12(step, grad_scale, *, lr, eps, clip_threshold, decay_rate, 
 
 
 # What several of the records below have.
-STATES = (
-    StateRecord("exp_avg_sq_row", nonneg=True, space="row"),
-    StateRecord("exp_avg_sq_col", nonneg=True, space="col"),
-)
-STATES_2 = (StateRecord("exp_avg_sq", nonneg=True),)
-STATES_3 = (
-    StateRecord("exp_avg"),
-    StateRecord("exp_avg_sq_row", nonneg=True, space="row"),
-    StateRecord("exp_avg_sq_col", nonneg=True, space="col"),
-)
-STATES_4 = (StateRecord("exp_avg"), StateRecord("exp_avg_sq", nonneg=True))
-SCALARS = (
-    "eps1", "grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "clip_threshold", "rate",
-    "lr_min_t_pow_m0p5_times_weight_decay",
-)
-SCALARS_2 = (
-    "eps1", "grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "clip_threshold", "rate", "beta1",
-    "one_minus_beta1", "lr_min_t_pow_m0p5_times_weight_decay",
-)
-SCALARS_3 = (
-    "eps1", "grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "lr", "clip_threshold",
-    "lr_times_weight_decay",
-)
-SCALARS_4 = (
-    "eps1", "grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "lr", "clip_threshold", "beta1",
-    "one_minus_beta1", "lr_times_weight_decay",
-)
 TEMPS = (
     Temp("col_sum_for_exp_avg_sq_col", "col", reduction="col_sum", source="elem"),
     Temp("row_sum_for_exp_avg_sq_row", "row", reduction="row_sum", source="elem"),
@@ -1430,29 +356,26 @@ TEMPS = (
     Temp("rate_times_weight_decay", "tensor"),
     Temp("mat_sum_of_exp_avg_sq_row_over_rows", "mat"),
     Temp("one_over_sqrt_row_div", "row"),
-    Temp("row_sum_of_g", "row", reduction="row_sum", source="elem"),
-    Temp("tensor_sum_of_g", "tensor", reduction="tensor_sum", source="row"),
+    Temp("row_sum_of_update", "row", reduction="row_sum", source="elem"),
+    Temp("tensor_sum_of_update", "tensor", reduction="tensor_sum", source="row"),
     Temp("rate_over_one_max_tensor_div", "tensor"),
-    Temp("row_mul_3", "row"),
 )
 ADAFACTOR_PAPER_1 = Stage(
-    "adafactor_paper_1", "elem", level=0, scalars=(),
-    temps=("row_sum_for_rate", "col_sum_for_exp_avg_sq_col", "row_sum_for_exp_avg_sq_row"), matrices=True,
+    "adafactor_paper_1", "elem", level=0, scalars=(0, 1),
+    temps=("row_sum_for_rate", "row_sum_for_exp_avg_sq_row", "col_sum_for_exp_avg_sq_col"), matrices=True,
     reads=("p", "g"),
-    sums=(("square", ("row_sum_for_rate",)), ("square", ("col_sum_for_exp_avg_sq_col", "row_sum_for_exp_avg_sq_row"))),
+    sums=(("sum", ("row_sum_for_rate",)), ("sum", ("row_sum_for_exp_avg_sq_row", "col_sum_for_exp_avg_sq_col"))),
 )
 ADAFACTOR_PAPER_2 = Stage(
-    "adafactor_paper_2", "row", level=1, scalars=tuple(range(4)),
-    temps=("mat_sum_of_exp_avg_sq_row", "tensor_sum_for_rate"), matrices=True,
-    reads=("exp_avg_sq_row", "row_sum_for_exp_avg_sq_row", "row_sum_for_rate"), stores=("exp_avg_sq_row",),
-    sums=(("sum", ("mat_sum_of_exp_avg_sq_row",)), ("sum", ("tensor_sum_for_rate",))), extents=("columns",),
-    plus=("exp_avg_sq_row",),
+    "adafactor_paper_2", "row", level=1, scalars=(2, 3), temps=("mat_sum_of_exp_avg_sq_row", "tensor_sum_for_rate"),
+    matrices=True, reads=("exp_avg_sq_row", "row_sum_for_exp_avg_sq_row", "row_sum_for_rate"),
+    stores=("exp_avg_sq_row",), sums=(("sum", ("mat_sum_of_exp_avg_sq_row",)), ("sum", ("tensor_sum_for_rate",))),
+    extents=("columns",), plus=("exp_avg_sq_row",),
 )
 ADAFACTOR_PAPER_3 = Stage(
-    "adafactor_paper_3", "col", level=1, scalars=tuple(range(4)), temps=("one_over_sqrt_exp_avg_sq_col_2",),
-    matrices=True, reads=("exp_avg_sq_col", "col_sum_for_exp_avg_sq_col"),
-    stores=("exp_avg_sq_col", "one_over_sqrt_exp_avg_sq_col_2"), extents=("rows",),
-    plus=("exp_avg_sq_col", "one_over_sqrt_exp_avg_sq_col_2"),
+    "adafactor_paper_3", "col", level=1, scalars=(2, 3), temps=("one_over_sqrt_exp_avg_sq_col_2",), matrices=True,
+    reads=("exp_avg_sq_col", "col_sum_for_exp_avg_sq_col"), stores=("exp_avg_sq_col", "one_over_sqrt_exp_avg_sq_col_2"),
+    extents=("rows",), plus=("exp_avg_sq_col", "one_over_sqrt_exp_avg_sq_col_2"),
 )
 ADAFACTOR_PAPER_4 = Stage(
     "adafactor_paper_4", "tensor", level=1, scalars=(4, 5, 6), temps=("rate", "rate_times_weight_decay"),
@@ -1467,49 +390,53 @@ ADAFACTOR_PAPER_6 = Stage(
     reads=("exp_avg_sq_row", "mat_sum_of_exp_avg_sq_row_over_rows"), stores=("one_over_sqrt_row_div",),
 )
 ADAFACTOR_PAPER_7 = Stage(
-    "adafactor_paper_7", "elem", level=2, scalars=(), temps=("row_sum_of_g",), matrices=True,
-    reads=("g", "one_over_sqrt_exp_avg_sq_col_2", "one_over_sqrt_row_div"), sums=(("square", ("row_sum_of_g",)),),
+    "adafactor_paper_7", "elem", level=2, scalars=(1,), temps=("row_sum_of_update",), matrices=True,
+    reads=("g", "one_over_sqrt_row_div", "one_over_sqrt_exp_avg_sq_col_2"), sums=(("sum", ("row_sum_of_update",)),),
 )
 ADAFACTOR_PAPER_8 = Stage(
-    "adafactor_paper_8", "row", level=3, scalars=(), temps=("tensor_sum_of_g",), matrices=True, reads=("row_sum_of_g",),
-    sums=(("sum", ("tensor_sum_of_g",)),),
+    "adafactor_paper_8", "row", level=3, scalars=(), temps=("tensor_sum_of_update",), matrices=True,
+    reads=("row_sum_of_update",), sums=(("sum", ("tensor_sum_of_update",)),),
 )
 ADAFACTOR_PAPER_9 = Stage(
-    "adafactor_paper_9", "tensor", level=3, scalars=(7, 1), temps=("rate_over_one_max_tensor_div",),
-    reads=("rate", "tensor_sum_of_g"), stores=("rate_over_one_max_tensor_div",), extents=("elements",),
+    "adafactor_paper_9", "tensor", level=3, scalars=(7,), temps=("rate_over_one_max_tensor_div",),
+    reads=("rate", "tensor_sum_of_update"), stores=("rate_over_one_max_tensor_div",), extents=("elements",),
 )
 ADAFACTOR_PAPER_10 = Stage(
-    "adafactor_paper_10", "row", level=3, scalars=(), temps=("row_mul_3",), matrices=True,
-    reads=("rate_over_one_max_tensor_div", "one_over_sqrt_row_div"), stores=("row_mul_3",),
-)
-ADAFACTOR_PAPER_11 = Stage(
-    "adafactor_paper_11", "elem", level=4, scalars=(8,), matrices=True,
-    reads=("p", "g", "rate_times_weight_decay", "one_over_sqrt_exp_avg_sq_col_2", "row_mul_3"), stores=("p",),
+    "adafactor_paper_10", "elem", level=4, scalars=(1,), matrices=True,
+    reads=(
+        "p", "g", "rate_times_weight_decay", "rate_over_one_max_tensor_div", "one_over_sqrt_row_div",
+        "one_over_sqrt_exp_avg_sq_col_2",
+    ),
+    stores=("p",),
 )
 TEMPS_2 = (
     Temp("tensor_sum_for_rate", "tensor", reduction="tensor_sum", source="elem"),
-    Temp("tensor_sum_of_g", "tensor", reduction="tensor_sum", source="elem"),
+    Temp("tensor_sum_of_update", "tensor", reduction="tensor_sum", source="elem"),
     Temp("rate_over_one_max_tensor_div", "tensor"),
     Temp("rate_times_weight_decay", "tensor"),
 )
 ADAFACTOR_PAPER_NO_FACTORED_1 = Stage(
     "adafactor_paper_no_factored_1", "elem", level=0, scalars=tuple(range(4)),
-    temps=("tensor_sum_for_rate", "tensor_sum_of_g"), reads=("p", "g", "exp_avg_sq"),
-    sums=(("square", ("tensor_sum_for_rate",)), ("square", ("tensor_sum_of_g",))),
+    temps=("tensor_sum_for_rate", "tensor_sum_of_update"), reads=("p", "g", "exp_avg_sq"),
+    sums=(("sum", ("tensor_sum_for_rate",)), ("sum", ("tensor_sum_of_update",))),
 )
 ADAFACTOR_PAPER_NO_FACTORED_2 = Stage(
-    "adafactor_paper_no_factored_2", "tensor", level=1, scalars=(4, 5, 6, 7, 1),
-    temps=("rate_over_one_max_tensor_div", "rate_times_weight_decay"), reads=("tensor_sum_for_rate", "tensor_sum_of_g"),
+    "adafactor_paper_no_factored_2", "tensor", level=1, scalars=(4, 5, 6, 7),
+    temps=("rate_over_one_max_tensor_div", "rate_times_weight_decay"),
+    reads=("tensor_sum_for_rate", "tensor_sum_of_update"),
     stores=("rate_over_one_max_tensor_div", "rate_times_weight_decay"), extents=("elements",),
 )
 ADAFACTOR_PAPER_NO_FACTORED_3 = Stage(
-    "adafactor_paper_no_factored_3", "elem", level=2, scalars=(0, 8, 1, 2, 3),
+    "adafactor_paper_no_factored_3", "elem", level=2, scalars=tuple(range(4)),
     reads=("p", "g", "exp_avg_sq", "rate_times_weight_decay", "rate_over_one_max_tensor_div"),
     stores=("p", "exp_avg_sq"), plus=("exp_avg_sq",), needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
 )
-ADAFACTOR_PAPER_HAS_MOMENTUM_11 = Stage(
-    "adafactor_paper_has_momentum_11", "elem", level=4, scalars=(8, 9), matrices=True,
-    reads=("p", "g", "exp_avg", "rate_times_weight_decay", "one_over_sqrt_exp_avg_sq_col_2", "row_mul_3"),
+ADAFACTOR_PAPER_HAS_MOMENTUM_10 = Stage(
+    "adafactor_paper_has_momentum_10", "elem", level=4, scalars=(8, 1, 9), matrices=True,
+    reads=(
+        "p", "g", "exp_avg", "rate_times_weight_decay", "rate_over_one_max_tensor_div", "one_over_sqrt_row_div",
+        "one_over_sqrt_exp_avg_sq_col_2",
+    ),
     stores=("p", "exp_avg"),
 )
 ADAFACTOR_PAPER_HAS_MOMENTUM_NO_FACTORED_3 = Stage(
@@ -1518,15 +445,15 @@ ADAFACTOR_PAPER_HAS_MOMENTUM_NO_FACTORED_3 = Stage(
     stores=("p", "exp_avg", "exp_avg_sq"), plus=("exp_avg_sq",), needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
 )
 ADAFACTOR_PAPER_NO_RELATIVE_STEP_2 = Stage(
-    "adafactor_paper_no_relative_step_2", "row", level=1, scalars=tuple(range(4)),
+    "adafactor_paper_no_relative_step_2", "row", level=1, scalars=(2, 3),
     temps=("mat_sum_of_exp_avg_sq_row", "tensor_sum_for_rate"), matrices=True,
     reads=("exp_avg_sq_row", "row_sum_for_exp_avg_sq_row", "row_sum_for_rate"), stores=("exp_avg_sq_row",),
     sums=(("sum", ("mat_sum_of_exp_avg_sq_row",)), ("sum", ("tensor_sum_for_rate",))), extents=("columns",),
     plus=("exp_avg_sq_row",),
 )
 ADAFACTOR_PAPER_NO_RELATIVE_STEP_3 = Stage(
-    "adafactor_paper_no_relative_step_3", "col", level=1, scalars=tuple(range(4)),
-    temps=("one_over_sqrt_exp_avg_sq_col_2",), matrices=True, reads=("exp_avg_sq_col", "col_sum_for_exp_avg_sq_col"),
+    "adafactor_paper_no_relative_step_3", "col", level=1, scalars=(2, 3), temps=("one_over_sqrt_exp_avg_sq_col_2",),
+    matrices=True, reads=("exp_avg_sq_col", "col_sum_for_exp_avg_sq_col"),
     stores=("exp_avg_sq_col", "one_over_sqrt_exp_avg_sq_col_2"), extents=("rows",),
     plus=("exp_avg_sq_col", "one_over_sqrt_exp_avg_sq_col_2"),
 )
@@ -1545,13 +472,14 @@ ADAFACTOR_PAPER_NO_RELATIVE_STEP_6 = Stage(
     reads=("exp_avg_sq_row", "mat_sum_of_exp_avg_sq_row_over_rows"), stores=("one_over_sqrt_row_div",),
 )
 ADAFACTOR_PAPER_NO_RELATIVE_STEP_NO_FACTORED_2 = Stage(
-    "adafactor_paper_no_relative_step_no_factored_2", "tensor", level=1, scalars=(4, 5, 6, 7, 1),
-    temps=("rate_over_one_max_tensor_div", "rate_times_weight_decay"), reads=("tensor_sum_for_rate", "tensor_sum_of_g"),
+    "adafactor_paper_no_relative_step_no_factored_2", "tensor", level=1, scalars=(4, 5, 6, 7),
+    temps=("rate_over_one_max_tensor_div", "rate_times_weight_decay"),
+    reads=("tensor_sum_for_rate", "tensor_sum_of_update"),
     stores=("rate_over_one_max_tensor_div", "rate_times_weight_decay"), extents=("elements",),
 )
-SCALARS_5 = (
-    "eps1", "grad_scale_times_grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "clip_threshold", "rate",
-    "grad_scale", "minus_lr_min_t_pow_m0p5_times_weight_decay",
+SCALARS = (
+    "eps1", "grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "clip_threshold", "rate",
+    "lr_min_t_pow_m0p5_times_weight_decay",
 )
 TEMPS_3 = (
     Temp("col_sum_for_exp_avg_sq_col", "col", reduction="col_sum", source="elem"),
@@ -1560,25 +488,23 @@ TEMPS_3 = (
     Temp("one_over_sqrt_exp_avg_sq_col_2", "col"),
     Temp("mat_sum_of_exp_avg_sq_row_over_rows", "mat"),
     Temp("one_over_sqrt_row_div", "row"),
-    Temp("row_sum_of_g", "row", reduction="row_sum", source="elem"),
-    Temp("tensor_sum_of_g", "tensor", reduction="tensor_sum", source="row"),
+    Temp("row_sum_of_update", "row", reduction="row_sum", source="elem"),
+    Temp("tensor_sum_of_update", "tensor", reduction="tensor_sum", source="row"),
     Temp("lr_min_t_pow_m0p5_over_one_max_tensor_div", "tensor"),
-    Temp("row_mul_3", "row"),
 )
 ADAFACTOR_PAPER_NO_SCALE_PARAMETER_1 = Stage(
-    "adafactor_paper_no_scale_parameter_1", "elem", level=0, scalars=(),
-    temps=("col_sum_for_exp_avg_sq_col", "row_sum_for_exp_avg_sq_row"), matrices=True, reads=("g",),
-    sums=(("square", ("col_sum_for_exp_avg_sq_col", "row_sum_for_exp_avg_sq_row")),),
+    "adafactor_paper_no_scale_parameter_1", "elem", level=0, scalars=(0, 1),
+    temps=("row_sum_for_exp_avg_sq_row", "col_sum_for_exp_avg_sq_col"), matrices=True, reads=("g",),
+    sums=(("sum", ("row_sum_for_exp_avg_sq_row", "col_sum_for_exp_avg_sq_col")),),
 )
 ADAFACTOR_PAPER_NO_SCALE_PARAMETER_2 = Stage(
-    "adafactor_paper_no_scale_parameter_2", "row", level=1, scalars=tuple(range(4)),
-    temps=("mat_sum_of_exp_avg_sq_row",), matrices=True, reads=("exp_avg_sq_row", "row_sum_for_exp_avg_sq_row"),
-    stores=("exp_avg_sq_row",), sums=(("sum", ("mat_sum_of_exp_avg_sq_row",)),), extents=("columns",),
-    plus=("exp_avg_sq_row",),
+    "adafactor_paper_no_scale_parameter_2", "row", level=1, scalars=(2, 3), temps=("mat_sum_of_exp_avg_sq_row",),
+    matrices=True, reads=("exp_avg_sq_row", "row_sum_for_exp_avg_sq_row"), stores=("exp_avg_sq_row",),
+    sums=(("sum", ("mat_sum_of_exp_avg_sq_row",)),), extents=("columns",), plus=("exp_avg_sq_row",),
 )
 ADAFACTOR_PAPER_NO_SCALE_PARAMETER_3 = Stage(
-    "adafactor_paper_no_scale_parameter_3", "col", level=1, scalars=tuple(range(4)),
-    temps=("one_over_sqrt_exp_avg_sq_col_2",), matrices=True, reads=("exp_avg_sq_col", "col_sum_for_exp_avg_sq_col"),
+    "adafactor_paper_no_scale_parameter_3", "col", level=1, scalars=(2, 3), temps=("one_over_sqrt_exp_avg_sq_col_2",),
+    matrices=True, reads=("exp_avg_sq_col", "col_sum_for_exp_avg_sq_col"),
     stores=("exp_avg_sq_col", "one_over_sqrt_exp_avg_sq_col_2"), extents=("rows",),
     plus=("exp_avg_sq_col", "one_over_sqrt_exp_avg_sq_col_2"),
 )
@@ -1592,10 +518,216 @@ ADAFACTOR_PAPER_NO_SCALE_PARAMETER_5 = Stage(
     reads=("exp_avg_sq_row", "mat_sum_of_exp_avg_sq_row_over_rows"), stores=("one_over_sqrt_row_div",),
 )
 ADAFACTOR_PAPER_NO_SCALE_PARAMETER_7 = Stage(
+    "adafactor_paper_no_scale_parameter_7", "row", level=3, scalars=(), temps=("tensor_sum_of_update",), matrices=True,
+    reads=("row_sum_of_update",), sums=(("sum", ("tensor_sum_of_update",)),),
+)
+ADAFACTOR_PAPER_NO_SCALE_PARAMETER_8 = Stage(
+    "adafactor_paper_no_scale_parameter_8", "tensor", level=3, scalars=(4, 5),
+    temps=("lr_min_t_pow_m0p5_over_one_max_tensor_div",), reads=("tensor_sum_of_update",),
+    stores=("lr_min_t_pow_m0p5_over_one_max_tensor_div",), extents=("elements",),
+)
+TEMPS_4 = (
+    Temp("tensor_sum_of_update", "tensor", reduction="tensor_sum", source="elem"),
+    Temp("lr_min_t_pow_m0p5_over_one_max_tensor_div", "tensor"),
+)
+ADAFACTOR_PAPER_NO_SCALE_PARAMETER_NO_FACTORED_1 = Stage(
+    "adafactor_paper_no_scale_parameter_no_factored_1", "elem", level=0, scalars=tuple(range(4)),
+    temps=("tensor_sum_of_update",), reads=("g", "exp_avg_sq"), sums=(("sum", ("tensor_sum_of_update",)),),
+)
+ADAFACTOR_PAPER_NO_SCALE_PARAMETER_NO_FACTORED_2 = Stage(
+    "adafactor_paper_no_scale_parameter_no_factored_2", "tensor", level=1, scalars=(4, 5),
+    temps=("lr_min_t_pow_m0p5_over_one_max_tensor_div",), reads=("tensor_sum_of_update",),
+    stores=("lr_min_t_pow_m0p5_over_one_max_tensor_div",), extents=("elements",),
+)
+SCALARS_2 = (
+    "eps1", "grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "clip_threshold", "rate", "beta1",
+    "one_minus_beta1", "lr_min_t_pow_m0p5_times_weight_decay",
+)
+ADAFACTOR_PAPER_NO_SCALE_PARAMETER_HAS_MOMENTUM_NO_FACTORED_3 = Stage(
+    "adafactor_paper_no_scale_parameter_has_momentum_no_factored_3", "elem", level=2, scalars=(0, 6, 1, 2, 3, 7, 8),
+    reads=("p", "g", "exp_avg", "exp_avg_sq", "lr_min_t_pow_m0p5_over_one_max_tensor_div"),
+    stores=("p", "exp_avg", "exp_avg_sq"), plus=("exp_avg_sq",), needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+)
+SCALARS_3 = (
+    "eps1", "grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "lr", "clip_threshold",
+    "lr_times_weight_decay",
+)
+TEMPS_5 = (
+    Temp("col_sum_for_exp_avg_sq_col", "col", reduction="col_sum", source="elem"),
+    Temp("row_sum_for_exp_avg_sq_row", "row", reduction="row_sum", source="elem"),
+    Temp("mat_sum_of_exp_avg_sq_row", "mat", reduction="mat_sum", source="row"),
+    Temp("one_over_sqrt_exp_avg_sq_col_2", "col"),
+    Temp("mat_sum_of_exp_avg_sq_row_over_rows", "mat"),
+    Temp("one_over_sqrt_row_div", "row"),
+    Temp("row_sum_of_update", "row", reduction="row_sum", source="elem"),
+    Temp("tensor_sum_of_update", "tensor", reduction="tensor_sum", source="row"),
+    Temp("lr_over_one_max_tensor_div", "tensor"),
+)
+ADAFACTOR_PAPER_NO_SCALE_PARAMETER_NO_RELATIVE_STEP_7 = Stage(
+    "adafactor_paper_no_scale_parameter_no_relative_step_7", "row", level=3, scalars=(),
+    temps=("tensor_sum_of_update",), matrices=True, reads=("row_sum_of_update",),
+    sums=(("sum", ("tensor_sum_of_update",)),),
+)
+ADAFACTOR_PAPER_NO_SCALE_PARAMETER_NO_RELATIVE_STEP_8 = Stage(
+    "adafactor_paper_no_scale_parameter_no_relative_step_8", "tensor", level=3, scalars=(4, 5),
+    temps=("lr_over_one_max_tensor_div",), reads=("tensor_sum_of_update",), stores=("lr_over_one_max_tensor_div",),
+    extents=("elements",),
+)
+TEMPS_6 = (
+    Temp("tensor_sum_of_update", "tensor", reduction="tensor_sum", source="elem"),
+    Temp("lr_over_one_max_tensor_div", "tensor"),
+)
+ADAFACTOR_PAPER_NO_SCALE_PARAMETER_NO_RELATIVE_STEP_NO_FACTORED_2 = Stage(
+    "adafactor_paper_no_scale_parameter_no_relative_step_no_factored_2", "tensor", level=1, scalars=(4, 5),
+    temps=("lr_over_one_max_tensor_div",), reads=("tensor_sum_of_update",), stores=("lr_over_one_max_tensor_div",),
+    extents=("elements",),
+)
+SCALARS_4 = (
+    "eps1", "grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "lr", "clip_threshold", "beta1",
+    "one_minus_beta1", "lr_times_weight_decay",
+)
+ADAFACTOR_PAPER_NO_SCALE_PARAMETER_NO_RELATIVE_STEP_HAS_MOMENTUM_NO_FACTORED_3 = Stage(
+    "adafactor_paper_no_scale_parameter_no_relative_step_has_momentum_no_factored_3", "elem", level=2,
+    scalars=(0, 6, 1, 2, 3, 7, 8), reads=("p", "g", "exp_avg", "exp_avg_sq", "lr_over_one_max_tensor_div"),
+    stores=("p", "exp_avg", "exp_avg_sq"), plus=("exp_avg_sq",), needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+)
+TEMPS_7 = (
+    Temp("col_sum_for_exp_avg_sq_col", "col", reduction="col_sum", source="elem"),
+    Temp("row_sum_for_exp_avg_sq_row", "row", reduction="row_sum", source="elem"),
+    Temp("row_sum_for_rate", "row", reduction="row_sum", source="elem"),
+    Temp("mat_sum_of_exp_avg_sq_row", "mat", reduction="mat_sum", source="row"),
+    Temp("tensor_sum_for_rate", "tensor", reduction="tensor_sum", source="row"),
+    Temp("one_over_sqrt_exp_avg_sq_col_2", "col"),
+    Temp("rate", "tensor"),
+    Temp("rate_times_weight_decay", "tensor"),
+    Temp("mat_sum_of_exp_avg_sq_row_over_rows", "mat"),
+    Temp("one_over_sqrt_row_div", "row"),
+    Temp("row_sum_of_g", "row", reduction="row_sum", source="elem"),
+    Temp("tensor_sum_of_g", "tensor", reduction="tensor_sum", source="row"),
+    Temp("rate_over_one_max_tensor_div", "tensor"),
+    Temp("row_mul_3", "row"),
+)
+ADAFACTOR_PAPER_1_2 = Stage(
+    "adafactor_paper_1", "elem", level=0, scalars=(),
+    temps=("row_sum_for_rate", "col_sum_for_exp_avg_sq_col", "row_sum_for_exp_avg_sq_row"), matrices=True,
+    reads=("p", "g"),
+    sums=(("square", ("row_sum_for_rate",)), ("square", ("col_sum_for_exp_avg_sq_col", "row_sum_for_exp_avg_sq_row"))),
+)
+ADAFACTOR_PAPER_2_2 = Stage(
+    "adafactor_paper_2", "row", level=1, scalars=tuple(range(4)),
+    temps=("mat_sum_of_exp_avg_sq_row", "tensor_sum_for_rate"), matrices=True,
+    reads=("exp_avg_sq_row", "row_sum_for_exp_avg_sq_row", "row_sum_for_rate"), stores=("exp_avg_sq_row",),
+    sums=(("sum", ("mat_sum_of_exp_avg_sq_row",)), ("sum", ("tensor_sum_for_rate",))), extents=("columns",),
+    plus=("exp_avg_sq_row",),
+)
+ADAFACTOR_PAPER_3_2 = Stage(
+    "adafactor_paper_3", "col", level=1, scalars=tuple(range(4)), temps=("one_over_sqrt_exp_avg_sq_col_2",),
+    matrices=True, reads=("exp_avg_sq_col", "col_sum_for_exp_avg_sq_col"),
+    stores=("exp_avg_sq_col", "one_over_sqrt_exp_avg_sq_col_2"), extents=("rows",),
+    plus=("exp_avg_sq_col", "one_over_sqrt_exp_avg_sq_col_2"),
+)
+ADAFACTOR_PAPER_7_2 = Stage(
+    "adafactor_paper_7", "elem", level=2, scalars=(), temps=("row_sum_of_g",), matrices=True,
+    reads=("g", "one_over_sqrt_exp_avg_sq_col_2", "one_over_sqrt_row_div"), sums=(("square", ("row_sum_of_g",)),),
+)
+ADAFACTOR_PAPER_8_2 = Stage(
+    "adafactor_paper_8", "row", level=3, scalars=(), temps=("tensor_sum_of_g",), matrices=True, reads=("row_sum_of_g",),
+    sums=(("sum", ("tensor_sum_of_g",)),),
+)
+ADAFACTOR_PAPER_9_2 = Stage(
+    "adafactor_paper_9", "tensor", level=3, scalars=(7, 1), temps=("rate_over_one_max_tensor_div",),
+    reads=("rate", "tensor_sum_of_g"), stores=("rate_over_one_max_tensor_div",), extents=("elements",),
+)
+ADAFACTOR_PAPER_10_2 = Stage(
+    "adafactor_paper_10", "row", level=3, scalars=(), temps=("row_mul_3",), matrices=True,
+    reads=("rate_over_one_max_tensor_div", "one_over_sqrt_row_div"), stores=("row_mul_3",),
+)
+ADAFACTOR_PAPER_11 = Stage(
+    "adafactor_paper_11", "elem", level=4, scalars=(8,), matrices=True,
+    reads=("p", "g", "rate_times_weight_decay", "one_over_sqrt_exp_avg_sq_col_2", "row_mul_3"), stores=("p",),
+)
+TEMPS_8 = (
+    Temp("tensor_sum_for_rate", "tensor", reduction="tensor_sum", source="elem"),
+    Temp("tensor_sum_of_g", "tensor", reduction="tensor_sum", source="elem"),
+    Temp("rate_over_one_max_tensor_div", "tensor"),
+    Temp("rate_times_weight_decay", "tensor"),
+)
+ADAFACTOR_PAPER_NO_FACTORED_1_2 = Stage(
+    "adafactor_paper_no_factored_1", "elem", level=0, scalars=tuple(range(4)),
+    temps=("tensor_sum_for_rate", "tensor_sum_of_g"), reads=("p", "g", "exp_avg_sq"),
+    sums=(("square", ("tensor_sum_for_rate",)), ("square", ("tensor_sum_of_g",))),
+)
+ADAFACTOR_PAPER_NO_FACTORED_2_2 = Stage(
+    "adafactor_paper_no_factored_2", "tensor", level=1, scalars=(4, 5, 6, 7, 1),
+    temps=("rate_over_one_max_tensor_div", "rate_times_weight_decay"), reads=("tensor_sum_for_rate", "tensor_sum_of_g"),
+    stores=("rate_over_one_max_tensor_div", "rate_times_weight_decay"), extents=("elements",),
+)
+ADAFACTOR_PAPER_NO_FACTORED_3_2 = Stage(
+    "adafactor_paper_no_factored_3", "elem", level=2, scalars=(0, 8, 1, 2, 3),
+    reads=("p", "g", "exp_avg_sq", "rate_times_weight_decay", "rate_over_one_max_tensor_div"),
+    stores=("p", "exp_avg_sq"), plus=("exp_avg_sq",), needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+)
+ADAFACTOR_PAPER_HAS_MOMENTUM_11 = Stage(
+    "adafactor_paper_has_momentum_11", "elem", level=4, scalars=(8, 9), matrices=True,
+    reads=("p", "g", "exp_avg", "rate_times_weight_decay", "one_over_sqrt_exp_avg_sq_col_2", "row_mul_3"),
+    stores=("p", "exp_avg"),
+)
+ADAFACTOR_PAPER_NO_RELATIVE_STEP_2_2 = Stage(
+    "adafactor_paper_no_relative_step_2", "row", level=1, scalars=tuple(range(4)),
+    temps=("mat_sum_of_exp_avg_sq_row", "tensor_sum_for_rate"), matrices=True,
+    reads=("exp_avg_sq_row", "row_sum_for_exp_avg_sq_row", "row_sum_for_rate"), stores=("exp_avg_sq_row",),
+    sums=(("sum", ("mat_sum_of_exp_avg_sq_row",)), ("sum", ("tensor_sum_for_rate",))), extents=("columns",),
+    plus=("exp_avg_sq_row",),
+)
+ADAFACTOR_PAPER_NO_RELATIVE_STEP_3_2 = Stage(
+    "adafactor_paper_no_relative_step_3", "col", level=1, scalars=tuple(range(4)),
+    temps=("one_over_sqrt_exp_avg_sq_col_2",), matrices=True, reads=("exp_avg_sq_col", "col_sum_for_exp_avg_sq_col"),
+    stores=("exp_avg_sq_col", "one_over_sqrt_exp_avg_sq_col_2"), extents=("rows",),
+    plus=("exp_avg_sq_col", "one_over_sqrt_exp_avg_sq_col_2"),
+)
+ADAFACTOR_PAPER_NO_RELATIVE_STEP_NO_FACTORED_2_2 = Stage(
+    "adafactor_paper_no_relative_step_no_factored_2", "tensor", level=1, scalars=(4, 5, 6, 7, 1),
+    temps=("rate_over_one_max_tensor_div", "rate_times_weight_decay"), reads=("tensor_sum_for_rate", "tensor_sum_of_g"),
+    stores=("rate_over_one_max_tensor_div", "rate_times_weight_decay"), extents=("elements",),
+)
+SCALARS_5 = (
+    "eps1", "grad_scale_times_grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "clip_threshold", "rate",
+    "grad_scale", "minus_lr_min_t_pow_m0p5_times_weight_decay",
+)
+TEMPS_9 = (
+    Temp("col_sum_for_exp_avg_sq_col", "col", reduction="col_sum", source="elem"),
+    Temp("row_sum_for_exp_avg_sq_row", "row", reduction="row_sum", source="elem"),
+    Temp("mat_sum_of_exp_avg_sq_row", "mat", reduction="mat_sum", source="row"),
+    Temp("one_over_sqrt_exp_avg_sq_col_2", "col"),
+    Temp("mat_sum_of_exp_avg_sq_row_over_rows", "mat"),
+    Temp("one_over_sqrt_row_div", "row"),
+    Temp("row_sum_of_g", "row", reduction="row_sum", source="elem"),
+    Temp("tensor_sum_of_g", "tensor", reduction="tensor_sum", source="row"),
+    Temp("lr_min_t_pow_m0p5_over_one_max_tensor_div", "tensor"),
+    Temp("row_mul_3", "row"),
+)
+ADAFACTOR_PAPER_NO_SCALE_PARAMETER_1_2 = Stage(
+    "adafactor_paper_no_scale_parameter_1", "elem", level=0, scalars=(),
+    temps=("col_sum_for_exp_avg_sq_col", "row_sum_for_exp_avg_sq_row"), matrices=True, reads=("g",),
+    sums=(("square", ("col_sum_for_exp_avg_sq_col", "row_sum_for_exp_avg_sq_row")),),
+)
+ADAFACTOR_PAPER_NO_SCALE_PARAMETER_2_2 = Stage(
+    "adafactor_paper_no_scale_parameter_2", "row", level=1, scalars=tuple(range(4)),
+    temps=("mat_sum_of_exp_avg_sq_row",), matrices=True, reads=("exp_avg_sq_row", "row_sum_for_exp_avg_sq_row"),
+    stores=("exp_avg_sq_row",), sums=(("sum", ("mat_sum_of_exp_avg_sq_row",)),), extents=("columns",),
+    plus=("exp_avg_sq_row",),
+)
+ADAFACTOR_PAPER_NO_SCALE_PARAMETER_3_2 = Stage(
+    "adafactor_paper_no_scale_parameter_3", "col", level=1, scalars=tuple(range(4)),
+    temps=("one_over_sqrt_exp_avg_sq_col_2",), matrices=True, reads=("exp_avg_sq_col", "col_sum_for_exp_avg_sq_col"),
+    stores=("exp_avg_sq_col", "one_over_sqrt_exp_avg_sq_col_2"), extents=("rows",),
+    plus=("exp_avg_sq_col", "one_over_sqrt_exp_avg_sq_col_2"),
+)
+ADAFACTOR_PAPER_NO_SCALE_PARAMETER_7_2 = Stage(
     "adafactor_paper_no_scale_parameter_7", "row", level=3, scalars=(), temps=("tensor_sum_of_g",), matrices=True,
     reads=("row_sum_of_g",), sums=(("sum", ("tensor_sum_of_g",)),),
 )
-ADAFACTOR_PAPER_NO_SCALE_PARAMETER_8 = Stage(
+ADAFACTOR_PAPER_NO_SCALE_PARAMETER_8_2 = Stage(
     "adafactor_paper_no_scale_parameter_8", "tensor", level=3, scalars=(4, 1, 5),
     temps=("lr_min_t_pow_m0p5_over_one_max_tensor_div",), reads=("tensor_sum_of_g",),
     stores=("lr_min_t_pow_m0p5_over_one_max_tensor_div",), extents=("elements",),
@@ -1608,15 +740,15 @@ ADAFACTOR_PAPER_NO_SCALE_PARAMETER_10 = Stage(
     "adafactor_paper_no_scale_parameter_10", "elem", level=4, scalars=(6, 7), matrices=True,
     reads=("p", "g", "one_over_sqrt_exp_avg_sq_col_2", "row_mul_3"), stores=("p",),
 )
-TEMPS_4 = (
+TEMPS_10 = (
     Temp("tensor_sum_of_g", "tensor", reduction="tensor_sum", source="elem"),
     Temp("lr_min_t_pow_m0p5_over_one_max_tensor_div", "tensor"),
 )
-ADAFACTOR_PAPER_NO_SCALE_PARAMETER_NO_FACTORED_1 = Stage(
+ADAFACTOR_PAPER_NO_SCALE_PARAMETER_NO_FACTORED_1_2 = Stage(
     "adafactor_paper_no_scale_parameter_no_factored_1", "elem", level=0, scalars=tuple(range(4)),
     temps=("tensor_sum_of_g",), reads=("g", "exp_avg_sq"), sums=(("square", ("tensor_sum_of_g",)),),
 )
-ADAFACTOR_PAPER_NO_SCALE_PARAMETER_NO_FACTORED_2 = Stage(
+ADAFACTOR_PAPER_NO_SCALE_PARAMETER_NO_FACTORED_2_2 = Stage(
     "adafactor_paper_no_scale_parameter_no_factored_2", "tensor", level=1, scalars=(4, 1, 5),
     temps=("lr_min_t_pow_m0p5_over_one_max_tensor_div",), reads=("tensor_sum_of_g",),
     stores=("lr_min_t_pow_m0p5_over_one_max_tensor_div",), extents=("elements",),
@@ -1633,7 +765,7 @@ SCALARS_7 = (
     "eps1", "grad_scale_times_grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "lr", "clip_threshold",
     "grad_scale", "minus_lr_times_weight_decay",
 )
-TEMPS_5 = (
+TEMPS_11 = (
     Temp("col_sum_for_exp_avg_sq_col", "col", reduction="col_sum", source="elem"),
     Temp("row_sum_for_exp_avg_sq_row", "row", reduction="row_sum", source="elem"),
     Temp("mat_sum_of_exp_avg_sq_row", "mat", reduction="mat_sum", source="row"),
@@ -1645,11 +777,11 @@ TEMPS_5 = (
     Temp("lr_over_one_max_tensor_div", "tensor"),
     Temp("row_mul_3", "row"),
 )
-ADAFACTOR_PAPER_NO_SCALE_PARAMETER_NO_RELATIVE_STEP_7 = Stage(
+ADAFACTOR_PAPER_NO_SCALE_PARAMETER_NO_RELATIVE_STEP_7_2 = Stage(
     "adafactor_paper_no_scale_parameter_no_relative_step_7", "row", level=3, scalars=(), temps=("tensor_sum_of_g",),
     matrices=True, reads=("row_sum_of_g",), sums=(("sum", ("tensor_sum_of_g",)),),
 )
-ADAFACTOR_PAPER_NO_SCALE_PARAMETER_NO_RELATIVE_STEP_8 = Stage(
+ADAFACTOR_PAPER_NO_SCALE_PARAMETER_NO_RELATIVE_STEP_8_2 = Stage(
     "adafactor_paper_no_scale_parameter_no_relative_step_8", "tensor", level=3, scalars=(4, 5, 1),
     temps=("lr_over_one_max_tensor_div",), reads=("tensor_sum_of_g",), stores=("lr_over_one_max_tensor_div",),
     extents=("elements",),
@@ -1658,11 +790,11 @@ ADAFACTOR_PAPER_NO_SCALE_PARAMETER_NO_RELATIVE_STEP_9 = Stage(
     "adafactor_paper_no_scale_parameter_no_relative_step_9", "row", level=3, scalars=(), temps=("row_mul_3",),
     matrices=True, reads=("lr_over_one_max_tensor_div", "one_over_sqrt_row_div"), stores=("row_mul_3",),
 )
-TEMPS_6 = (
+TEMPS_12 = (
     Temp("tensor_sum_of_g", "tensor", reduction="tensor_sum", source="elem"),
     Temp("lr_over_one_max_tensor_div", "tensor"),
 )
-ADAFACTOR_PAPER_NO_SCALE_PARAMETER_NO_RELATIVE_STEP_NO_FACTORED_2 = Stage(
+ADAFACTOR_PAPER_NO_SCALE_PARAMETER_NO_RELATIVE_STEP_NO_FACTORED_2_2 = Stage(
     "adafactor_paper_no_scale_parameter_no_relative_step_no_factored_2", "tensor", level=1, scalars=(4, 5, 1),
     temps=("lr_over_one_max_tensor_div",), reads=("tensor_sum_of_g",), stores=("lr_over_one_max_tensor_div",),
     extents=("elements",),
@@ -1672,124 +804,283 @@ SCALARS_8 = (
     "beta1", "one_minus_beta1_times_grad_scale", "minus_lr_times_weight_decay",
 )
 
-# The eager reference, in strict maths.
+# The states, and what of them a step makes.
 RULES = by_flags(
     {"scale_parameter": True, "relative_step": True, "has_momentum": False, "factored": True},
     RuleRecord(
-        "adafactor_paper", "adafactor_paper",
-        scalars=(
-            "eps1", "grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "eps2", "weight_decay", "rate",
-            "clip_threshold",
+        "adafactor_paper",
+        states=(
+            StateRecord("exp_avg_sq_row", nonneg=True, space="row"),
+            StateRecord("exp_avg_sq_col", nonneg=True, space="col"),
         ),
-        host=host_scalars, states=STATES, spaces=("col", "mat", "row", "tensor"), by_rows=True,
-        settings=({"scale_parameter": True, "relative_step": True, "has_momentum": False, "factored": True},),
+        spaces=("col", "mat", "row", "tensor"), by_rows=True, settings=({"has_momentum": False, "factored": True},),
     ),
     RuleRecord(
-        "adafactor_paper", "adafactor_paper_no_factored",
-        scalars=(
-            "eps1", "grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "eps2", "clip_threshold",
-            "weight_decay", "rate",
+        "adafactor_paper", states=(StateRecord("exp_avg_sq", nonneg=True),), spaces=("tensor",),
+        settings=({"has_momentum": False, "factored": False},),
+    ),
+    RuleRecord(
+        "adafactor_paper",
+        states=(
+            StateRecord("exp_avg"),
+            StateRecord("exp_avg_sq_row", nonneg=True, space="row"),
+            StateRecord("exp_avg_sq_col", nonneg=True, space="col"),
         ),
-        host=host_scalars_2, states=STATES_2, spaces=("tensor",),
-        settings=({"scale_parameter": True, "relative_step": True, "has_momentum": False, "factored": False},),
+        spaces=("col", "mat", "row", "tensor"), by_rows=True, settings=({"has_momentum": True, "factored": True},),
     ),
     RuleRecord(
-        "adafactor_paper", "adafactor_paper_has_momentum",
-        scalars=(
-            "eps1", "grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "eps2", "weight_decay", "rate",
-            "clip_threshold", "beta1", "one_minus_beta1",
-        ),
-        host=host_scalars_3, states=STATES_3, spaces=("col", "mat", "row", "tensor"), by_rows=True,
-        settings=({"scale_parameter": True, "relative_step": True, "has_momentum": True, "factored": True},),
-    ),
-    RuleRecord(
-        "adafactor_paper", "adafactor_paper_has_momentum_no_factored",
-        scalars=(
-            "eps1", "grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "eps2", "clip_threshold",
-            "weight_decay", "rate", "beta1", "one_minus_beta1",
-        ),
-        host=host_scalars_4, states=STATES_4, spaces=("tensor",),
-        settings=({"scale_parameter": True, "relative_step": True, "has_momentum": True, "factored": False},),
-    ),
-    RuleRecord(
-        "adafactor_paper", "adafactor_paper_no_relative_step",
-        scalars=(
-            "eps1", "grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "lr", "eps2", "weight_decay",
-            "clip_threshold",
-        ),
-        host=host_scalars_5, states=STATES, spaces=("col", "mat", "row", "tensor"), by_rows=True,
-        settings=({"scale_parameter": True, "relative_step": False, "has_momentum": False, "factored": True},),
-    ),
-    RuleRecord(
-        "adafactor_paper", "adafactor_paper_no_relative_step_no_factored",
-        scalars=(
-            "eps1", "grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "lr", "eps2", "clip_threshold",
-            "weight_decay",
-        ),
-        host=host_scalars_6, states=STATES_2, spaces=("tensor",),
-        settings=({"scale_parameter": True, "relative_step": False, "has_momentum": False, "factored": False},),
-    ),
-    RuleRecord(
-        "adafactor_paper", "adafactor_paper_no_relative_step_has_momentum",
-        scalars=(
-            "eps1", "grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "lr", "eps2", "weight_decay",
-            "clip_threshold", "beta1", "one_minus_beta1",
-        ),
-        host=host_scalars_7, states=STATES_3, spaces=("col", "mat", "row", "tensor"), by_rows=True,
-        settings=({"scale_parameter": True, "relative_step": False, "has_momentum": True, "factored": True},),
-    ),
-    RuleRecord(
-        "adafactor_paper", "adafactor_paper_no_relative_step_has_momentum_no_factored",
-        scalars=(
-            "eps1", "grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "lr", "eps2", "clip_threshold",
-            "weight_decay", "beta1", "one_minus_beta1",
-        ),
-        host=host_scalars_8, states=STATES_4, spaces=("tensor",),
-        settings=({"scale_parameter": True, "relative_step": False, "has_momentum": True, "factored": False},),
-    ),
-    RuleRecord(
-        "adafactor_paper", "adafactor_paper_no_scale_parameter", scalars=SCALARS, host=host_scalars_9, states=STATES,
-        spaces=("col", "mat", "row", "tensor"), by_rows=True,
-        settings=({"scale_parameter": False, "relative_step": True, "has_momentum": False, "factored": True},),
-    ),
-    RuleRecord(
-        "adafactor_paper", "adafactor_paper_no_scale_parameter_no_factored", scalars=SCALARS, host=host_scalars_9,
-        states=STATES_2, spaces=("tensor",),
-        settings=({"scale_parameter": False, "relative_step": True, "has_momentum": False, "factored": False},),
-    ),
-    RuleRecord(
-        "adafactor_paper", "adafactor_paper_no_scale_parameter_has_momentum", scalars=SCALARS_2, host=host_scalars_10,
-        states=STATES_3, spaces=("col", "mat", "row", "tensor"), by_rows=True,
-        settings=({"scale_parameter": False, "relative_step": True, "has_momentum": True, "factored": True},),
-    ),
-    RuleRecord(
-        "adafactor_paper", "adafactor_paper_no_scale_parameter_has_momentum_no_factored", scalars=SCALARS_2,
-        host=host_scalars_10, states=STATES_4, spaces=("tensor",),
-        settings=({"scale_parameter": False, "relative_step": True, "has_momentum": True, "factored": False},),
-    ),
-    RuleRecord(
-        "adafactor_paper", "adafactor_paper_no_scale_parameter_no_relative_step", scalars=SCALARS_3,
-        host=host_scalars_11, states=STATES, spaces=("col", "mat", "row", "tensor"), by_rows=True,
-        settings=({"scale_parameter": False, "relative_step": False, "has_momentum": False, "factored": True},),
-    ),
-    RuleRecord(
-        "adafactor_paper", "adafactor_paper_no_scale_parameter_no_relative_step_no_factored", scalars=SCALARS_3,
-        host=host_scalars_11, states=STATES_2, spaces=("tensor",),
-        settings=({"scale_parameter": False, "relative_step": False, "has_momentum": False, "factored": False},),
-    ),
-    RuleRecord(
-        "adafactor_paper", "adafactor_paper_no_scale_parameter_no_relative_step_has_momentum", scalars=SCALARS_4,
-        host=host_scalars_12, states=STATES_3, spaces=("col", "mat", "row", "tensor"), by_rows=True,
-        settings=({"scale_parameter": False, "relative_step": False, "has_momentum": True, "factored": True},),
-    ),
-    RuleRecord(
-        "adafactor_paper", "adafactor_paper_no_scale_parameter_no_relative_step_has_momentum_no_factored",
-        scalars=SCALARS_4, host=host_scalars_12, states=STATES_4, spaces=("tensor",),
-        settings=({"scale_parameter": False, "relative_step": False, "has_momentum": True, "factored": False},),
+        "adafactor_paper", states=(StateRecord("exp_avg"), StateRecord("exp_avg_sq", nonneg=True)), spaces=("tensor",),
+        settings=({"has_momentum": True, "factored": False},),
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: fma, group, linear, reciprocal.
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({"scale_parameter": True, "relative_step": True, "has_momentum": False, "factored": True},),
+        (
+            "eps1", "grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "eps2", "weight_decay", "rate",
+            "clip_threshold",
+        ),
+        host=host_scalars, temps=TEMPS,
+        stages=(
+            ADAFACTOR_PAPER_1, ADAFACTOR_PAPER_2, ADAFACTOR_PAPER_3, ADAFACTOR_PAPER_4, ADAFACTOR_PAPER_5,
+            ADAFACTOR_PAPER_6, ADAFACTOR_PAPER_7, ADAFACTOR_PAPER_8, ADAFACTOR_PAPER_9, ADAFACTOR_PAPER_10,
+        ),
+        strict=True,
+    ),
+    Rule(
+        ({"scale_parameter": True, "relative_step": True, "has_momentum": False, "factored": False},),
+        (
+            "eps1", "grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "eps2", "clip_threshold",
+            "weight_decay", "rate",
+        ),
+        host=host_scalars_2, temps=TEMPS_2,
+        stages=(ADAFACTOR_PAPER_NO_FACTORED_1, ADAFACTOR_PAPER_NO_FACTORED_2, ADAFACTOR_PAPER_NO_FACTORED_3),
+        strict=True,
+    ),
+    Rule(
+        ({"scale_parameter": True, "relative_step": True, "has_momentum": True, "factored": True},),
+        (
+            "eps1", "grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "eps2", "weight_decay", "rate",
+            "clip_threshold", "beta1", "one_minus_beta1",
+        ),
+        host=host_scalars_3, temps=TEMPS,
+        stages=(
+            ADAFACTOR_PAPER_1, ADAFACTOR_PAPER_2, ADAFACTOR_PAPER_3, ADAFACTOR_PAPER_4, ADAFACTOR_PAPER_5,
+            ADAFACTOR_PAPER_6, ADAFACTOR_PAPER_7, ADAFACTOR_PAPER_8, ADAFACTOR_PAPER_9, ADAFACTOR_PAPER_HAS_MOMENTUM_10,
+        ),
+        strict=True,
+    ),
+    Rule(
+        ({"scale_parameter": True, "relative_step": True, "has_momentum": True, "factored": False},),
+        (
+            "eps1", "grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "eps2", "clip_threshold",
+            "weight_decay", "rate", "beta1", "one_minus_beta1",
+        ),
+        host=host_scalars_4, temps=TEMPS_2,
+        stages=(
+            ADAFACTOR_PAPER_NO_FACTORED_1, ADAFACTOR_PAPER_NO_FACTORED_2, ADAFACTOR_PAPER_HAS_MOMENTUM_NO_FACTORED_3,
+        ),
+        strict=True,
+    ),
+    Rule(
+        ({"scale_parameter": True, "relative_step": False, "has_momentum": False, "factored": True},),
+        (
+            "eps1", "grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "lr", "eps2", "weight_decay",
+            "clip_threshold",
+        ),
+        host=host_scalars_5, temps=TEMPS,
+        stages=(
+            ADAFACTOR_PAPER_1, ADAFACTOR_PAPER_NO_RELATIVE_STEP_2, ADAFACTOR_PAPER_NO_RELATIVE_STEP_3,
+            ADAFACTOR_PAPER_NO_RELATIVE_STEP_4, ADAFACTOR_PAPER_NO_RELATIVE_STEP_5, ADAFACTOR_PAPER_NO_RELATIVE_STEP_6,
+            ADAFACTOR_PAPER_7, ADAFACTOR_PAPER_8, ADAFACTOR_PAPER_9, ADAFACTOR_PAPER_10,
+        ),
+        strict=True,
+    ),
+    Rule(
+        ({"scale_parameter": True, "relative_step": False, "has_momentum": False, "factored": False},),
+        (
+            "eps1", "grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "lr", "eps2", "clip_threshold",
+            "weight_decay",
+        ),
+        host=host_scalars_6, temps=TEMPS_2,
+        stages=(
+            ADAFACTOR_PAPER_NO_FACTORED_1, ADAFACTOR_PAPER_NO_RELATIVE_STEP_NO_FACTORED_2,
+            ADAFACTOR_PAPER_NO_FACTORED_3,
+        ),
+        strict=True,
+    ),
+    Rule(
+        ({"scale_parameter": True, "relative_step": False, "has_momentum": True, "factored": True},),
+        (
+            "eps1", "grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "lr", "eps2", "weight_decay",
+            "clip_threshold", "beta1", "one_minus_beta1",
+        ),
+        host=host_scalars_7, temps=TEMPS,
+        stages=(
+            ADAFACTOR_PAPER_1, ADAFACTOR_PAPER_NO_RELATIVE_STEP_2, ADAFACTOR_PAPER_NO_RELATIVE_STEP_3,
+            ADAFACTOR_PAPER_NO_RELATIVE_STEP_4, ADAFACTOR_PAPER_NO_RELATIVE_STEP_5, ADAFACTOR_PAPER_NO_RELATIVE_STEP_6,
+            ADAFACTOR_PAPER_7, ADAFACTOR_PAPER_8, ADAFACTOR_PAPER_9, ADAFACTOR_PAPER_HAS_MOMENTUM_10,
+        ),
+        strict=True,
+    ),
+    Rule(
+        ({"scale_parameter": True, "relative_step": False, "has_momentum": True, "factored": False},),
+        (
+            "eps1", "grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "lr", "eps2", "clip_threshold",
+            "weight_decay", "beta1", "one_minus_beta1",
+        ),
+        host=host_scalars_8, temps=TEMPS_2,
+        stages=(
+            ADAFACTOR_PAPER_NO_FACTORED_1, ADAFACTOR_PAPER_NO_RELATIVE_STEP_NO_FACTORED_2,
+            ADAFACTOR_PAPER_HAS_MOMENTUM_NO_FACTORED_3,
+        ),
+        strict=True,
+    ),
+    Rule(
+        ({"scale_parameter": False, "relative_step": True, "has_momentum": False, "factored": True},), SCALARS,
+        host=host_scalars_9, temps=TEMPS_3,
+        stages=(
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_1,
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_2,
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_3,
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_4,
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_5,
+            ADAFACTOR_PAPER_7,
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_7,
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_8,
+            Stage(
+                "adafactor_paper_no_scale_parameter_9", "elem", level=4, scalars=(1, 6), matrices=True,
+                reads=(
+                    "p", "g", "lr_min_t_pow_m0p5_over_one_max_tensor_div", "one_over_sqrt_row_div",
+                    "one_over_sqrt_exp_avg_sq_col_2",
+                ),
+                stores=("p",),
+            ),
+        ),
+        strict=True,
+    ),
+    Rule(
+        ({"scale_parameter": False, "relative_step": True, "has_momentum": False, "factored": False},), SCALARS,
+        host=host_scalars_9, temps=TEMPS_4,
+        stages=(
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_NO_FACTORED_1,
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_NO_FACTORED_2,
+            Stage(
+                "adafactor_paper_no_scale_parameter_no_factored_3", "elem", level=2, scalars=(0, 1, 2, 3, 6),
+                reads=("p", "g", "exp_avg_sq", "lr_min_t_pow_m0p5_over_one_max_tensor_div"), stores=("p", "exp_avg_sq"),
+                plus=("exp_avg_sq",), needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+            ),
+        ),
+        strict=True,
+    ),
+    Rule(
+        ({"scale_parameter": False, "relative_step": True, "has_momentum": True, "factored": True},), SCALARS_2,
+        host=host_scalars_10, temps=TEMPS_3,
+        stages=(
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_1,
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_2,
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_3,
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_4,
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_5,
+            ADAFACTOR_PAPER_7,
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_7,
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_8,
+            Stage(
+                "adafactor_paper_no_scale_parameter_has_momentum_9", "elem", level=4, scalars=(6, 1, 7, 8),
+                matrices=True,
+                reads=(
+                    "p", "g", "exp_avg", "lr_min_t_pow_m0p5_over_one_max_tensor_div", "one_over_sqrt_row_div",
+                    "one_over_sqrt_exp_avg_sq_col_2",
+                ),
+                stores=("p", "exp_avg"),
+            ),
+        ),
+        strict=True,
+    ),
+    Rule(
+        ({"scale_parameter": False, "relative_step": True, "has_momentum": True, "factored": False},), SCALARS_2,
+        host=host_scalars_10, temps=TEMPS_4,
+        stages=(
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_NO_FACTORED_1, ADAFACTOR_PAPER_NO_SCALE_PARAMETER_NO_FACTORED_2,
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_HAS_MOMENTUM_NO_FACTORED_3,
+        ),
+        strict=True,
+    ),
+    Rule(
+        ({"scale_parameter": False, "relative_step": False, "has_momentum": False, "factored": True},), SCALARS_3,
+        host=host_scalars_11, temps=TEMPS_5,
+        stages=(
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_1,
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_2,
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_3,
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_4,
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_5,
+            ADAFACTOR_PAPER_7,
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_NO_RELATIVE_STEP_7,
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_NO_RELATIVE_STEP_8,
+            Stage(
+                "adafactor_paper_no_scale_parameter_no_relative_step_9", "elem", level=4, scalars=(1, 6), matrices=True,
+                reads=(
+                    "p", "g", "lr_over_one_max_tensor_div", "one_over_sqrt_row_div", "one_over_sqrt_exp_avg_sq_col_2",
+                ),
+                stores=("p",),
+            ),
+        ),
+        strict=True,
+    ),
+    Rule(
+        ({"scale_parameter": False, "relative_step": False, "has_momentum": False, "factored": False},), SCALARS_3,
+        host=host_scalars_11, temps=TEMPS_6,
+        stages=(
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_NO_FACTORED_1,
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_NO_RELATIVE_STEP_NO_FACTORED_2,
+            Stage(
+                "adafactor_paper_no_scale_parameter_no_relative_step_no_factored_3", "elem", level=2,
+                scalars=(0, 1, 2, 3, 6), reads=("p", "g", "exp_avg_sq", "lr_over_one_max_tensor_div"),
+                stores=("p", "exp_avg_sq"), plus=("exp_avg_sq",), needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+            ),
+        ),
+        strict=True,
+    ),
+    Rule(
+        ({"scale_parameter": False, "relative_step": False, "has_momentum": True, "factored": True},), SCALARS_4,
+        host=host_scalars_12, temps=TEMPS_5,
+        stages=(
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_1,
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_2,
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_3,
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_4,
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_5,
+            ADAFACTOR_PAPER_7,
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_NO_RELATIVE_STEP_7,
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_NO_RELATIVE_STEP_8,
+            Stage(
+                "adafactor_paper_no_scale_parameter_no_relative_step_has_momentum_9", "elem", level=4,
+                scalars=(6, 1, 7, 8), matrices=True,
+                reads=(
+                    "p", "g", "exp_avg", "lr_over_one_max_tensor_div", "one_over_sqrt_row_div",
+                    "one_over_sqrt_exp_avg_sq_col_2",
+                ),
+                stores=("p", "exp_avg"),
+            ),
+        ),
+        strict=True,
+    ),
+    Rule(
+        ({"scale_parameter": False, "relative_step": False, "has_momentum": True, "factored": False},), SCALARS_4,
+        host=host_scalars_12, temps=TEMPS_6,
+        stages=(
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_NO_FACTORED_1,
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_NO_RELATIVE_STEP_NO_FACTORED_2,
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_NO_RELATIVE_STEP_HAS_MOMENTUM_NO_FACTORED_3,
+        ),
+        strict=True,
+    ),
+)
+
+# The step of kernels, in fast maths; rounding changed by: fma, group, linear, reciprocal.
 STEPS = (
     Rule(
         ({"scale_parameter": True, "relative_step": True, "has_momentum": False, "factored": True},),
@@ -1797,10 +1088,10 @@ STEPS = (
             "eps1", "grad_scale_times_grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "eps2",
             "weight_decay", "rate", "clip_threshold", "grad_scale",
         ),
-        host=kernel_scalars, temps=TEMPS,
+        host=kernel_scalars, temps=TEMPS_7,
         stages=(
-            ADAFACTOR_PAPER_1, ADAFACTOR_PAPER_2, ADAFACTOR_PAPER_3, ADAFACTOR_PAPER_4, ADAFACTOR_PAPER_5,
-            ADAFACTOR_PAPER_6, ADAFACTOR_PAPER_7, ADAFACTOR_PAPER_8, ADAFACTOR_PAPER_9, ADAFACTOR_PAPER_10,
+            ADAFACTOR_PAPER_1_2, ADAFACTOR_PAPER_2_2, ADAFACTOR_PAPER_3_2, ADAFACTOR_PAPER_4, ADAFACTOR_PAPER_5,
+            ADAFACTOR_PAPER_6, ADAFACTOR_PAPER_7_2, ADAFACTOR_PAPER_8_2, ADAFACTOR_PAPER_9_2, ADAFACTOR_PAPER_10_2,
             ADAFACTOR_PAPER_11,
         ),
     ),
@@ -1810,8 +1101,8 @@ STEPS = (
             "eps1", "grad_scale_times_grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "eps2",
             "clip_threshold", "weight_decay", "rate", "grad_scale",
         ),
-        host=kernel_scalars_2, temps=TEMPS_2,
-        stages=(ADAFACTOR_PAPER_NO_FACTORED_1, ADAFACTOR_PAPER_NO_FACTORED_2, ADAFACTOR_PAPER_NO_FACTORED_3),
+        host=kernel_scalars_2, temps=TEMPS_8,
+        stages=(ADAFACTOR_PAPER_NO_FACTORED_1_2, ADAFACTOR_PAPER_NO_FACTORED_2_2, ADAFACTOR_PAPER_NO_FACTORED_3_2),
     ),
     Rule(
         ({"scale_parameter": True, "relative_step": True, "has_momentum": True, "factored": True},),
@@ -1819,10 +1110,10 @@ STEPS = (
             "eps1", "grad_scale_times_grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "eps2",
             "weight_decay", "rate", "clip_threshold", "beta1", "one_minus_beta1_times_grad_scale",
         ),
-        host=kernel_scalars_3, temps=TEMPS,
+        host=kernel_scalars_3, temps=TEMPS_7,
         stages=(
-            ADAFACTOR_PAPER_1, ADAFACTOR_PAPER_2, ADAFACTOR_PAPER_3, ADAFACTOR_PAPER_4, ADAFACTOR_PAPER_5,
-            ADAFACTOR_PAPER_6, ADAFACTOR_PAPER_7, ADAFACTOR_PAPER_8, ADAFACTOR_PAPER_9, ADAFACTOR_PAPER_10,
+            ADAFACTOR_PAPER_1_2, ADAFACTOR_PAPER_2_2, ADAFACTOR_PAPER_3_2, ADAFACTOR_PAPER_4, ADAFACTOR_PAPER_5,
+            ADAFACTOR_PAPER_6, ADAFACTOR_PAPER_7_2, ADAFACTOR_PAPER_8_2, ADAFACTOR_PAPER_9_2, ADAFACTOR_PAPER_10_2,
             ADAFACTOR_PAPER_HAS_MOMENTUM_11,
         ),
     ),
@@ -1832,9 +1123,10 @@ STEPS = (
             "eps1", "grad_scale_times_grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "eps2",
             "clip_threshold", "weight_decay", "rate", "beta1", "one_minus_beta1_times_grad_scale",
         ),
-        host=kernel_scalars_4, temps=TEMPS_2,
+        host=kernel_scalars_4, temps=TEMPS_8,
         stages=(
-            ADAFACTOR_PAPER_NO_FACTORED_1, ADAFACTOR_PAPER_NO_FACTORED_2, ADAFACTOR_PAPER_HAS_MOMENTUM_NO_FACTORED_3,
+            ADAFACTOR_PAPER_NO_FACTORED_1_2, ADAFACTOR_PAPER_NO_FACTORED_2_2,
+            ADAFACTOR_PAPER_HAS_MOMENTUM_NO_FACTORED_3,
         ),
     ),
     Rule(
@@ -1843,11 +1135,11 @@ STEPS = (
             "eps1", "grad_scale_times_grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "lr", "eps2",
             "weight_decay", "clip_threshold", "grad_scale",
         ),
-        host=kernel_scalars_5, temps=TEMPS,
+        host=kernel_scalars_5, temps=TEMPS_7,
         stages=(
-            ADAFACTOR_PAPER_1, ADAFACTOR_PAPER_NO_RELATIVE_STEP_2, ADAFACTOR_PAPER_NO_RELATIVE_STEP_3,
+            ADAFACTOR_PAPER_1_2, ADAFACTOR_PAPER_NO_RELATIVE_STEP_2_2, ADAFACTOR_PAPER_NO_RELATIVE_STEP_3_2,
             ADAFACTOR_PAPER_NO_RELATIVE_STEP_4, ADAFACTOR_PAPER_NO_RELATIVE_STEP_5, ADAFACTOR_PAPER_NO_RELATIVE_STEP_6,
-            ADAFACTOR_PAPER_7, ADAFACTOR_PAPER_8, ADAFACTOR_PAPER_9, ADAFACTOR_PAPER_10, ADAFACTOR_PAPER_11,
+            ADAFACTOR_PAPER_7_2, ADAFACTOR_PAPER_8_2, ADAFACTOR_PAPER_9_2, ADAFACTOR_PAPER_10_2, ADAFACTOR_PAPER_11,
         ),
     ),
     Rule(
@@ -1856,10 +1148,10 @@ STEPS = (
             "eps1", "grad_scale_times_grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "lr", "eps2",
             "clip_threshold", "weight_decay", "grad_scale",
         ),
-        host=kernel_scalars_6, temps=TEMPS_2,
+        host=kernel_scalars_6, temps=TEMPS_8,
         stages=(
-            ADAFACTOR_PAPER_NO_FACTORED_1, ADAFACTOR_PAPER_NO_RELATIVE_STEP_NO_FACTORED_2,
-            ADAFACTOR_PAPER_NO_FACTORED_3,
+            ADAFACTOR_PAPER_NO_FACTORED_1_2, ADAFACTOR_PAPER_NO_RELATIVE_STEP_NO_FACTORED_2_2,
+            ADAFACTOR_PAPER_NO_FACTORED_3_2,
         ),
     ),
     Rule(
@@ -1868,11 +1160,11 @@ STEPS = (
             "eps1", "grad_scale_times_grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "lr", "eps2",
             "weight_decay", "clip_threshold", "beta1", "one_minus_beta1_times_grad_scale",
         ),
-        host=kernel_scalars_7, temps=TEMPS,
+        host=kernel_scalars_7, temps=TEMPS_7,
         stages=(
-            ADAFACTOR_PAPER_1, ADAFACTOR_PAPER_NO_RELATIVE_STEP_2, ADAFACTOR_PAPER_NO_RELATIVE_STEP_3,
+            ADAFACTOR_PAPER_1_2, ADAFACTOR_PAPER_NO_RELATIVE_STEP_2_2, ADAFACTOR_PAPER_NO_RELATIVE_STEP_3_2,
             ADAFACTOR_PAPER_NO_RELATIVE_STEP_4, ADAFACTOR_PAPER_NO_RELATIVE_STEP_5, ADAFACTOR_PAPER_NO_RELATIVE_STEP_6,
-            ADAFACTOR_PAPER_7, ADAFACTOR_PAPER_8, ADAFACTOR_PAPER_9, ADAFACTOR_PAPER_10,
+            ADAFACTOR_PAPER_7_2, ADAFACTOR_PAPER_8_2, ADAFACTOR_PAPER_9_2, ADAFACTOR_PAPER_10_2,
             ADAFACTOR_PAPER_HAS_MOMENTUM_11,
         ),
     ),
@@ -1882,29 +1174,29 @@ STEPS = (
             "eps1", "grad_scale_times_grad_scale", "beta2", "one_minus_one_minus_t_pow_decay_rate", "lr", "eps2",
             "clip_threshold", "weight_decay", "beta1", "one_minus_beta1_times_grad_scale",
         ),
-        host=kernel_scalars_8, temps=TEMPS_2,
+        host=kernel_scalars_8, temps=TEMPS_8,
         stages=(
-            ADAFACTOR_PAPER_NO_FACTORED_1, ADAFACTOR_PAPER_NO_RELATIVE_STEP_NO_FACTORED_2,
+            ADAFACTOR_PAPER_NO_FACTORED_1_2, ADAFACTOR_PAPER_NO_RELATIVE_STEP_NO_FACTORED_2_2,
             ADAFACTOR_PAPER_HAS_MOMENTUM_NO_FACTORED_3,
         ),
     ),
     Rule(
         ({"scale_parameter": False, "relative_step": True, "has_momentum": False, "factored": True},), SCALARS_5,
-        host=kernel_scalars_9, temps=TEMPS_3,
+        host=kernel_scalars_9, temps=TEMPS_9,
         stages=(
-            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_1, ADAFACTOR_PAPER_NO_SCALE_PARAMETER_2,
-            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_3, ADAFACTOR_PAPER_NO_SCALE_PARAMETER_4,
-            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_5, ADAFACTOR_PAPER_7, ADAFACTOR_PAPER_NO_SCALE_PARAMETER_7,
-            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_8, ADAFACTOR_PAPER_NO_SCALE_PARAMETER_9,
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_1_2, ADAFACTOR_PAPER_NO_SCALE_PARAMETER_2_2,
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_3_2, ADAFACTOR_PAPER_NO_SCALE_PARAMETER_4,
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_5, ADAFACTOR_PAPER_7_2, ADAFACTOR_PAPER_NO_SCALE_PARAMETER_7_2,
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_8_2, ADAFACTOR_PAPER_NO_SCALE_PARAMETER_9,
             ADAFACTOR_PAPER_NO_SCALE_PARAMETER_10,
         ),
     ),
     Rule(
         ({"scale_parameter": False, "relative_step": True, "has_momentum": False, "factored": False},), SCALARS_5,
-        host=kernel_scalars_9, temps=TEMPS_4,
+        host=kernel_scalars_9, temps=TEMPS_10,
         stages=(
-            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_NO_FACTORED_1,
-            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_NO_FACTORED_2,
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_NO_FACTORED_1_2,
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_NO_FACTORED_2_2,
             Stage(
                 "adafactor_paper_no_scale_parameter_no_factored_3", "elem", level=2, scalars=(0, 6, 1, 2, 3, 7),
                 reads=("p", "g", "exp_avg_sq", "lr_min_t_pow_m0p5_over_one_max_tensor_div"), stores=("p", "exp_avg_sq"),
@@ -1914,48 +1206,41 @@ STEPS = (
     ),
     Rule(
         ({"scale_parameter": False, "relative_step": True, "has_momentum": True, "factored": True},), SCALARS_6,
-        host=kernel_scalars_10, temps=TEMPS_3,
+        host=kernel_scalars_10, temps=TEMPS_9,
         stages=(
-            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_1, ADAFACTOR_PAPER_NO_SCALE_PARAMETER_2,
-            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_3, ADAFACTOR_PAPER_NO_SCALE_PARAMETER_4,
-            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_5, ADAFACTOR_PAPER_7, ADAFACTOR_PAPER_NO_SCALE_PARAMETER_7,
-            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_8, ADAFACTOR_PAPER_NO_SCALE_PARAMETER_9,
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_1_2, ADAFACTOR_PAPER_NO_SCALE_PARAMETER_2_2,
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_3_2, ADAFACTOR_PAPER_NO_SCALE_PARAMETER_4,
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_5, ADAFACTOR_PAPER_7_2, ADAFACTOR_PAPER_NO_SCALE_PARAMETER_7_2,
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_8_2, ADAFACTOR_PAPER_NO_SCALE_PARAMETER_9,
             ADAFACTOR_PAPER_NO_SCALE_PARAMETER_HAS_MOMENTUM_10,
         ),
     ),
     Rule(
         ({"scale_parameter": False, "relative_step": True, "has_momentum": True, "factored": False},), SCALARS_6,
-        host=kernel_scalars_10, temps=TEMPS_4,
+        host=kernel_scalars_10, temps=TEMPS_10,
         stages=(
-            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_NO_FACTORED_1,
-            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_NO_FACTORED_2,
-            Stage(
-                "adafactor_paper_no_scale_parameter_has_momentum_no_factored_3", "elem", level=2,
-                scalars=(0, 6, 1, 2, 3, 7, 8),
-                reads=("p", "g", "exp_avg", "exp_avg_sq", "lr_min_t_pow_m0p5_over_one_max_tensor_div"),
-                stores=("p", "exp_avg", "exp_avg_sq"), plus=("exp_avg_sq",),
-                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
-            ),
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_NO_FACTORED_1_2, ADAFACTOR_PAPER_NO_SCALE_PARAMETER_NO_FACTORED_2_2,
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_HAS_MOMENTUM_NO_FACTORED_3,
         ),
     ),
     Rule(
         ({"scale_parameter": False, "relative_step": False, "has_momentum": False, "factored": True},), SCALARS_7,
-        host=kernel_scalars_11, temps=TEMPS_5,
+        host=kernel_scalars_11, temps=TEMPS_11,
         stages=(
-            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_1, ADAFACTOR_PAPER_NO_SCALE_PARAMETER_2,
-            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_3, ADAFACTOR_PAPER_NO_SCALE_PARAMETER_4,
-            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_5, ADAFACTOR_PAPER_7,
-            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_NO_RELATIVE_STEP_7,
-            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_NO_RELATIVE_STEP_8,
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_1_2, ADAFACTOR_PAPER_NO_SCALE_PARAMETER_2_2,
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_3_2, ADAFACTOR_PAPER_NO_SCALE_PARAMETER_4,
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_5, ADAFACTOR_PAPER_7_2,
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_NO_RELATIVE_STEP_7_2,
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_NO_RELATIVE_STEP_8_2,
             ADAFACTOR_PAPER_NO_SCALE_PARAMETER_NO_RELATIVE_STEP_9, ADAFACTOR_PAPER_NO_SCALE_PARAMETER_10,
         ),
     ),
     Rule(
         ({"scale_parameter": False, "relative_step": False, "has_momentum": False, "factored": False},), SCALARS_7,
-        host=kernel_scalars_11, temps=TEMPS_6,
+        host=kernel_scalars_11, temps=TEMPS_12,
         stages=(
-            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_NO_FACTORED_1,
-            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_NO_RELATIVE_STEP_NO_FACTORED_2,
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_NO_FACTORED_1_2,
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_NO_RELATIVE_STEP_NO_FACTORED_2_2,
             Stage(
                 "adafactor_paper_no_scale_parameter_no_relative_step_no_factored_3", "elem", level=2,
                 scalars=(0, 6, 1, 2, 3, 7), reads=("p", "g", "exp_avg_sq", "lr_over_one_max_tensor_div"),
@@ -1965,28 +1250,23 @@ STEPS = (
     ),
     Rule(
         ({"scale_parameter": False, "relative_step": False, "has_momentum": True, "factored": True},), SCALARS_8,
-        host=kernel_scalars_12, temps=TEMPS_5,
+        host=kernel_scalars_12, temps=TEMPS_11,
         stages=(
-            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_1, ADAFACTOR_PAPER_NO_SCALE_PARAMETER_2,
-            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_3, ADAFACTOR_PAPER_NO_SCALE_PARAMETER_4,
-            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_5, ADAFACTOR_PAPER_7,
-            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_NO_RELATIVE_STEP_7,
-            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_NO_RELATIVE_STEP_8,
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_1_2, ADAFACTOR_PAPER_NO_SCALE_PARAMETER_2_2,
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_3_2, ADAFACTOR_PAPER_NO_SCALE_PARAMETER_4,
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_5, ADAFACTOR_PAPER_7_2,
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_NO_RELATIVE_STEP_7_2,
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_NO_RELATIVE_STEP_8_2,
             ADAFACTOR_PAPER_NO_SCALE_PARAMETER_NO_RELATIVE_STEP_9, ADAFACTOR_PAPER_NO_SCALE_PARAMETER_HAS_MOMENTUM_10,
         ),
     ),
     Rule(
         ({"scale_parameter": False, "relative_step": False, "has_momentum": True, "factored": False},), SCALARS_8,
-        host=kernel_scalars_12, temps=TEMPS_6,
+        host=kernel_scalars_12, temps=TEMPS_12,
         stages=(
-            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_NO_FACTORED_1,
-            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_NO_RELATIVE_STEP_NO_FACTORED_2,
-            Stage(
-                "adafactor_paper_no_scale_parameter_no_relative_step_has_momentum_no_factored_3", "elem", level=2,
-                scalars=(0, 6, 1, 2, 3, 7, 8), reads=("p", "g", "exp_avg", "exp_avg_sq", "lr_over_one_max_tensor_div"),
-                stores=("p", "exp_avg", "exp_avg_sq"), plus=("exp_avg_sq",),
-                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
-            ),
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_NO_FACTORED_1_2,
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_NO_RELATIVE_STEP_NO_FACTORED_2_2,
+            ADAFACTOR_PAPER_NO_SCALE_PARAMETER_NO_RELATIVE_STEP_HAS_MOMENTUM_NO_FACTORED_3,
         ),
     ),
 )

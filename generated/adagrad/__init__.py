@@ -4,7 +4,6 @@
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, by_flags
 from optgen.runtime.records.scalars import divide, maximum, where
-from optgen.runtime.reference.eager import sqrt
 
 
 class Adagrad(Optimizer):
@@ -48,23 +47,6 @@ class Adagrad(Optimizer):
         )
 
 
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def adagrad(stored, weight_decay, eps, grad_scale, step_lr):
-    b = stored.over("p", "g", "sum")
-    # -- load and decode
-    p = b.load("p")
-    g = b.load("g")
-    g = grad_scale * g
-    sum_ = b.load("sum")
-    # -- update  (specs/adagrad.py)
-    g = g + weight_decay * p                  # 19  g = l2(g, p, weight_decay)
-    sum_ = sum_ + g * g                       # 20  sum = sum + g * g
-    p = p - step_lr * g / (sqrt(sum_) + eps)  # 22  p = p - step_lr * g / (sqrt(sum) + eps)
-    # -- encode and store
-    b.store("p", p)
-    b.store("sum", sum_)
-
-
 # Scalars at a step, in fp64, with the new host states behind them.
 def host_scalars(step, grad_scale, *, lr, lr_decay, weight_decay, initial_accumulator_value, eps):
     step_lr = divide(lr, 1 + (step - 1) * lr_decay)  # 21  step_lr = lr / (1 + (t - 1) * lr_decay)
@@ -79,26 +61,21 @@ def kernel_scalars(step, grad_scale, *, lr, lr_decay, weight_decay, initial_accu
     return (weight_decay, grad_scale, scalar_0, scalar_1)
 
 
-# The eager reference, in strict maths.
-RULES = by_flags(
-    {},
-    RuleRecord(
-        "adagrad", "adagrad", scalars=("weight_decay", "eps", "grad_scale", "step_lr"), host=host_scalars,
-        states=(StateRecord("sum", nonneg=True, init="initial_accumulator_value"),),
-    ),
+# What several of the records below have.
+ADAGRAD = Stage(
+    "adagrad", "elem", level=0, scalars=tuple(range(4)), reads=("p", "g", "sum"), stores=("p", "sum"), plus=("sum",),
+    needs=(("sum", ("p", "g", "sum")),),
 )
 
-# The kernels, in fast maths; rounding changed by: fma, group, reciprocal, step.
-STEPS = (
-    Rule(
-        ({},), ("weight_decay", "grad_scale", "scalar_0", "scalar_1"), host=kernel_scalars,
-        stages=(
-            Stage(
-                "adagrad", "elem", level=0, scalars=tuple(range(4)), reads=("p", "g", "sum"), stores=("p", "sum"),
-                plus=("sum",), needs=(("sum", ("p", "g", "sum")),),
-            ),
-        ),
-    ),
+# The states, and what of them a step makes.
+RULES = by_flags({}, RuleRecord("adagrad", states=(StateRecord("sum", nonneg=True, init="initial_accumulator_value"),)))
+
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(({},), ("weight_decay", "eps", "grad_scale", "step_lr"), host=host_scalars, stages=(ADAGRAD,), strict=True),
 )
+
+# The step of kernels, in fast maths; rounding changed by: fma, group, reciprocal, step.
+STEPS = (Rule(({},), ("weight_decay", "grad_scale", "scalar_0", "scalar_1"), host=kernel_scalars, stages=(ADAGRAD,)),)
 
 READY = True

@@ -2,8 +2,6 @@
 #     build adahessian
 # fmt: off
 # ruff: noqa
-import torch
-
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, by_flags
 from optgen.runtime.records.scalars import divide, floor, maximum, where
 
@@ -45,79 +43,6 @@ class AdaHessian(Optimizer):
         )
 
 
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def adahessian(
-    stored, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
-    one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, by_0p5_times_hessian_power,
-    zero_pow_0p5_times_hessian_power,
-):
-    b = stored.over("p", "g", "exp_avg", "exp_hessian_diag_sq", "hessian")
-    # -- load and decode
-    p = b.load("p")
-    exp_avg = b.load("exp_avg")
-    g = b.load("g")
-    g = grad_scale * g
-    exp_hessian_diag_sq = b.load("exp_hessian_diag_sq")
-    hessian = b.load("hessian")
-    # -- update  (specs/adahessian.py)
-    p = p * one_minus_lr_times_weight_decay          # 22  p = decoupled(p, lr, weight_decay)
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g  # 23  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    # 24  exp_hessian_diag_sq = beta2 * exp_hessian_diag_sq + (1 - beta2) * hessian * hessian
-    exp_hessian_diag_sq = beta2 * exp_hessian_diag_sq + one_minus_beta2 * hessian * hessian
-    v = exp_hessian_diag_sq / one_minus_beta2_pow_t  # 25  v = exp_hessian_diag_sq / (1 - beta2**t)
-    v_max = v.clamp(min=1.1754943508222875e-38)
-    v_bitcast = v_max.view(torch.int32)
-    v_shr = v_bitcast - 0x3f3504f3 >> 23
-    v_bitcast = (v_bitcast - (v_shr << 23)).view(torch.float32)
-    v_div = (v_bitcast - 1.0) / (v_bitcast + 1.0)
-    v_mul = v_div * v_div
-    v_mul = by_0p5_times_hessian_power * torch.where(
-        v_max <= 3.4028234663852886e+38,
-        v_shr.to(torch.float32) + (
-            (((0.3205988888888889 * v_mul + 0.41219857142857147) * v_mul + 0.577078) * v_mul + 0.9617966666666667)
-            * v_mul + 2.8853900817779268
-        ) * v_div,
-        v_max
-    )
-    v_min = v_mul.clamp(min=-126.0).clamp(max=127.0)
-    v_rint = v_min.round()
-    v_sub = v_min - v_rint
-    # 26  p = p - lr / (1 - beta1**t) * exp_avg / (power(v, 0.5 * hessian_power) + eps)
-    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / (
-        torch.where(
-            v < 1.1754943508222875e-38, zero_pow_0p5_times_hessian_power,
-            torch.where(
-                v_mul <= 3.4028234663852886e+38,
-                (
-                    (
-                        (
-                            (
-                                (
-                                    (
-                                        ((1.5252734e-05 * v_sub + 0.0001540353) * v_sub + 0.0013333558) * v_sub
-                                        + 0.009618129
-                                    )
-                                    * v_sub + 0.055504109
-                                )
-                                * v_sub + 0.24022651
-                            )
-                            * v_sub + 0.69314718
-                        )
-                        * v_sub + 1.0
-                    ).view(torch.int32)
-                    + (v_rint.to(torch.int32) << 23)
-                ).view(torch.float32),
-                v_mul
-            )
-        )
-        + eps
-    )
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_hessian_diag_sq", exp_hessian_diag_sq)
-    b.store("exp_avg", exp_avg)
-
-
 # Scalars at a step, in fp64, with the new host states behind them.
 def host_scalars(step, grad_scale, *, lr, betas, hessian_power, eps, weight_decay, hessian_fed):
     beta1, beta2 = betas
@@ -154,17 +79,11 @@ def kernel_scalars(step, grad_scale, *, lr, betas, hessian_power, eps, weight_de
     )
 
 
-# The eager reference, in strict maths.
+# The states, and what of them a step makes.
 RULES = by_flags(
     {},
     RuleRecord(
-        "adahessian", "adahessian",
-        scalars=(
-            "beta1", "beta2", "eps", "grad_scale", "one_minus_lr_times_weight_decay", "one_minus_beta1",
-            "one_minus_beta2", "one_minus_beta2_pow_t", "lr_over_one_minus_beta1_pow_t", "by_0p5_times_hessian_power",
-            "zero_pow_0p5_times_hessian_power",
-        ),
-        host=host_scalars,
+        "adahessian",
         states=(
             StateRecord("exp_avg", normalized_by="exp_hessian_diag_sq"),
             StateRecord("exp_hessian_diag_sq", nonneg=True),
@@ -174,7 +93,29 @@ RULES = by_flags(
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: fma, group, reciprocal, step.
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({},),
+        (
+            "beta1", "beta2", "eps", "grad_scale", "one_minus_lr_times_weight_decay", "one_minus_beta1",
+            "one_minus_beta2", "one_minus_beta2_pow_t", "lr_over_one_minus_beta1_pow_t", "by_0p5_times_hessian_power",
+            "zero_pow_0p5_times_hessian_power",
+        ),
+        host=host_scalars,
+        stages=(
+            Stage(
+                "adahessian", "elem", level=0, scalars=tuple(range(11)),
+                reads=("p", "g", "exp_avg", "exp_hessian_diag_sq", "hessian"),
+                stores=("p", "exp_avg", "exp_hessian_diag_sq"), plus=("exp_hessian_diag_sq",),
+                needs=(("exp_hessian_diag_sq", ("exp_hessian_diag_sq", "hessian")),),
+            ),
+        ),
+        strict=True,
+    ),
+)
+
+# The step of kernels, in fast maths; rounding changed by: fma, group, reciprocal, step.
 STEPS = (
     Rule(
         ({},),

@@ -2,10 +2,7 @@
 #     adalite
 # fmt: off
 # ruff: noqa
-import torch
-
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp, by_flags
-from optgen.runtime.reference.eager import few_max, few_sum, larger, put, sqrt
 
 
 class Adalite(Optimizer):
@@ -76,353 +73,6 @@ class Adalite(Optimizer):
         )
 
 
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def adalite(
-    stored, eps2, grad_scale, g_norm_min, ratio_min, beta2, one_minus_beta1, one_minus_beta2, lr, eps1,
-    one_minus_beta2_pow_t, one_minus_lr_times_weight_decay,
-):
-
-    # == row: values of rows
-    # -- load and decode
-    v_rows = stored["v_rows"]
-    # -- encode and store
-    tensor_sum_of_v_rows_tensor = few_sum(v_rows, "tensor")
-
-    # == tensor: values of tensors
-    # -- load and decode
-    tensor_sum_of_v_rows = tensor_sum_of_v_rows_tensor
-    # -- encode and store
-    tensor_sum_of_v_rows_max_eps2_tensor = larger(tensor_sum_of_v_rows, eps2)
-
-    # == sweep 1: ratio (specs/adalite.py:41)
-    b = stored.over("p", "g")
-    # -- load and decode
-    p = b.load("p")
-    g = b.load("g")
-    g = grad_scale * g
-    # -- encode and store
-    row_sum_for_ratio_tensor = b.row_sum(p * p)
-    row_sum_for_ratio_2_tensor = b.row_sum(g * g)
-
-    # == row: values of rows
-    # -- load and decode
-    row_sum_for_ratio = row_sum_for_ratio_tensor
-    row_sum_for_ratio_2 = row_sum_for_ratio_2_tensor
-    # -- encode and store
-    tensor_sum_for_ratio_tensor = few_sum(row_sum_for_ratio, "tensor")
-    tensor_sum_for_ratio_2_tensor = few_sum(row_sum_for_ratio_2, "tensor")
-
-    # == tensor: values of tensors
-    # -- load and decode
-    tensor_sum_for_ratio = tensor_sum_for_ratio_tensor
-    tensor_sum_for_ratio_2 = tensor_sum_for_ratio_2_tensor
-    # -- update  (specs/adalite.py)
-    # 41  ratio = maximum(norm(p) / maximum(norm(g), g_norm_min), ratio_min)
-    ratio = larger(sqrt(tensor_sum_for_ratio) / larger(sqrt(tensor_sum_for_ratio_2), g_norm_min), ratio_min)
-    # -- encode and store
-    ratio_tensor = ratio
-
-    # == sweep 2: by_row (specs/adalite.py:48), by_column (specs/adalite.py:48)
-    b = stored.over("g")
-    # -- load and decode
-    v_rows = b.spread(stored["v_rows"])
-    v_columns = b.spread(stored["v_columns"])
-    tensor_sum_of_v_rows_max_eps2 = b.spread(tensor_sum_of_v_rows_max_eps2_tensor)
-    ratio = b.spread(ratio_tensor)
-    g = b.load("g")
-    g = grad_scale * g
-    m_rows = b.spread(stored["m_rows"])
-    m_columns = b.spread(stored["m_columns"])
-    m_scale = b.spread(stored["m_scale"])
-    # -- update  (specs/adalite.py)
-    # 44  v = v_rows * v_columns / maximum(total(v_rows), eps2) if matrix else v_avg
-    v = v_rows * v_columns / tensor_sum_of_v_rows_max_eps2
-    # 42  g = (ratio if matrix else where(elements(g) > 1, ratio, 1.0)) * g
-    g = ratio * g
-    m = m_rows * m_columns * m_scale                        # 43  m = m_rows * m_columns * m_scale if matrix else m_avg
-    m = m + one_minus_beta1 * (g - m)                       # 45  m = m + (1 - beta1) * (g - m)
-    g_sub = g - m
-    v = beta2 * v + one_minus_beta2 * (g_sub * g_sub)       # 46  v = beta2 * v + (1 - beta2) * (g - m) ** 2
-    # -- encode and store
-    v_rows_2_tensor = b.row_sum(v)
-    col_sum_for_by_column_tensor = b.col_sum(v)
-
-    # == row: values of rows
-    # -- load and decode
-    v_rows_2 = v_rows_2_tensor
-    # -- encode and store
-    v_rows_2_div = v_rows_2 / b.extent("columns")
-    tensor_sum_for_v_columns_tensor = few_sum(v_rows_2, "tensor")
-    mat_max_for_by_row_tensor = few_max(v_rows_2_div, "mat")
-    v_rows_2_over_columns_tensor = v_rows_2_div
-
-    # == col: values of columns
-    # -- load and decode
-    col_sum_for_by_column = col_sum_for_by_column_tensor
-    # -- encode and store
-    col_sum_for_by_column_div = col_sum_for_by_column / b.extent("rows")
-    mat_max_for_by_column_tensor = few_max(col_sum_for_by_column_div, "mat")
-    col_sum_for_by_column_over_rows_tensor = col_sum_for_by_column_div
-
-    # == tensor: values of tensors
-    # -- load and decode
-    tensor_sum_for_v_columns = tensor_sum_for_v_columns_tensor
-    # -- encode and store
-    tensor_sum_for_v_columns_max_eps2_tensor = larger(tensor_sum_for_v_columns, eps2)
-
-    # == row: values of rows
-    # -- load and decode
-    v_rows_2_over_columns = v_rows_2_over_columns_tensor
-    mat_max_for_by_row = mat_max_for_by_row_tensor
-    # -- encode and store
-    v_rows_2_over_columns_sub = v_rows_2_over_columns - mat_max_for_by_row
-    v_rows_2_over_columns_min = v_rows_2_over_columns_sub.clamp(min=-105.0).clamp(max=90.0)
-    v_rows_2_over_columns_rint = (v_rows_2_over_columns_min * 1.4426950408889634).round()
-    v_rows_2_over_columns_sub_2 = (
-        v_rows_2_over_columns_min - v_rows_2_over_columns_rint * 0.69314575 - v_rows_2_over_columns_rint * 1.4286068e-06
-    )
-    v_rows_2_over_columns_cast = v_rows_2_over_columns_rint.to(torch.int32)
-    v_rows_2_over_columns_shr = v_rows_2_over_columns_cast >> 1
-    v_rows_2_over_columns_where = torch.where(
-        v_rows_2_over_columns_sub <= 3.4028234663852886e+38,
-        (
-            1.0
-            + (
-                v_rows_2_over_columns_sub_2 + v_rows_2_over_columns_sub_2 * v_rows_2_over_columns_sub_2
-                * (
-                    (
-                        (
-                            (0.00138466025 * v_rows_2_over_columns_sub_2 + 0.00836832728) * v_rows_2_over_columns_sub_2
-                            + 0.0416677184
-                        )
-                        * v_rows_2_over_columns_sub_2 + 0.166665256
-                    )
-                    * v_rows_2_over_columns_sub_2 + 0.49999997
-                )
-            )
-        ) * (v_rows_2_over_columns_shr + 127 << 23).view(torch.float32) * (
-            v_rows_2_over_columns_cast - v_rows_2_over_columns_shr + 127 << 23
-        ).view(torch.float32),
-        v_rows_2_over_columns_sub
-    )
-    tensor_sum_for_by_row_tensor = few_sum(v_rows_2_over_columns_where, "tensor")
-    row_exp_tensor = v_rows_2_over_columns_where
-
-    # == col: values of columns
-    # -- load and decode
-    col_sum_for_by_column = col_sum_for_by_column_tensor
-    tensor_sum_for_v_columns_max_eps2 = tensor_sum_for_v_columns_max_eps2_tensor
-    col_sum_for_by_column_over_rows = col_sum_for_by_column_over_rows_tensor
-    mat_max_for_by_column = mat_max_for_by_column_tensor
-    # -- update  (specs/adalite.py)
-    # 53  v_columns = col_sum(v) / maximum(total(v_rows), eps2)
-    v_columns = col_sum_for_by_column / tensor_sum_for_v_columns_max_eps2
-    # -- encode and store
-    col_sum_for_by_column_over_rows_sub = col_sum_for_by_column_over_rows - mat_max_for_by_column
-    col_sum_for_by_column_over_rows_min = col_sum_for_by_column_over_rows_sub.clamp(min=-105.0).clamp(max=90.0)
-    col_sum_for_by_column_over_rows_rint = (col_sum_for_by_column_over_rows_min * 1.4426950408889634).round()
-    col_sum_for_by_column_over_rows_sub_2 = (
-        col_sum_for_by_column_over_rows_min - col_sum_for_by_column_over_rows_rint * 0.69314575
-        - col_sum_for_by_column_over_rows_rint * 1.4286068e-06
-    )
-    col_sum_for_by_column_over_rows_cast = col_sum_for_by_column_over_rows_rint.to(torch.int32)
-    col_sum_for_by_column_over_rows_shr = col_sum_for_by_column_over_rows_cast >> 1
-    col_sum_for_by_column_over_rows_where = torch.where(
-        col_sum_for_by_column_over_rows_sub <= 3.4028234663852886e+38,
-        (
-            1.0
-            + (
-                col_sum_for_by_column_over_rows_sub_2 + col_sum_for_by_column_over_rows_sub_2
-                * col_sum_for_by_column_over_rows_sub_2
-                * (
-                    (
-                        (
-                            (0.00138466025 * col_sum_for_by_column_over_rows_sub_2 + 0.00836832728)
-                            * col_sum_for_by_column_over_rows_sub_2 + 0.0416677184
-                        )
-                        * col_sum_for_by_column_over_rows_sub_2 + 0.166665256
-                    )
-                    * col_sum_for_by_column_over_rows_sub_2 + 0.49999997
-                )
-            )
-        ) * (col_sum_for_by_column_over_rows_shr + 127 << 23).view(torch.float32) * (
-            col_sum_for_by_column_over_rows_cast - col_sum_for_by_column_over_rows_shr + 127 << 23
-        ).view(torch.float32),
-        col_sum_for_by_column_over_rows_sub
-    )
-    tensor_sum_for_by_column_tensor = few_sum(col_sum_for_by_column_over_rows_where, "tensor")
-    v_columns_2_tensor = v_columns
-    exp_col_sub_tensor = col_sum_for_by_column_over_rows_where
-
-    # == row: values of rows
-    # -- load and decode
-    row_exp = row_exp_tensor
-    tensor_sum_for_by_row = tensor_sum_for_by_row_tensor
-    # -- update  (specs/adalite.py)
-    by_row = row_exp / tensor_sum_for_by_row  # 48  by_row, by_column = softmax(row_mean(v)), softmax(col_mean(v))
-    # -- encode and store
-    by_row_tensor = by_row
-
-    # == col: values of columns
-    # -- load and decode
-    exp_col_sub = exp_col_sub_tensor
-    tensor_sum_for_by_column = tensor_sum_for_by_column_tensor
-    # -- update  (specs/adalite.py)
-    by_column = exp_col_sub / tensor_sum_for_by_column  # 48
-    # -- encode and store
-    by_column_tensor = by_column
-
-    # == sweep 3: m_rows (specs/adalite.py:54), m_columns (specs/adalite.py:54)
-    b = stored.over("p", "g")
-    # -- load and decode
-    p = b.load("p")
-    m_rows = b.spread(stored["m_rows"])
-    m_columns = b.spread(stored["m_columns"])
-    m_scale = b.spread(stored["m_scale"])
-    ratio = b.spread(ratio_tensor)
-    g = b.load("g")
-    g = grad_scale * g
-    by_row = b.spread(by_row_tensor)
-    by_column = b.spread(by_column_tensor)
-    v_rows = b.spread(stored["v_rows"])
-    v_columns = b.spread(stored["v_columns"])
-    tensor_sum_of_v_rows_max_eps2 = b.spread(tensor_sum_of_v_rows_max_eps2_tensor)
-    # -- update  (specs/adalite.py)
-    p = p * one_minus_lr_times_weight_decay                 # 59  p = decoupled(p, lr, weight_decay)
-    m = m_rows * m_columns * m_scale                        # 43
-    g = ratio * g  # 42
-    m = m + one_minus_beta1 * (g - m)                       # 45
-    g_sub = g - m
-    m = m + (1.0 - by_row * by_column) * g_sub              # 49  m = m + (1 - by_row * by_column) * (g - m)
-    v = v_rows * v_columns / tensor_sum_of_v_rows_max_eps2  # 44
-    v = beta2 * v + one_minus_beta2 * (g_sub * g_sub)       # 46
-    # 50  u = (m + (1 - beta1) * (g - m)) / sqrt(v / (1 - beta2**t) + eps1)
-    u = (m + one_minus_beta1 * (g - m)) / sqrt(v / one_minus_beta2_pow_t + eps1)
-    p = p - lr * u                                          # 60  p = p - lr * u
-    # -- encode and store
-    m_rows_2_tensor = b.row_sum(m * by_column)
-    m_columns_2_tensor = b.col_sum(m * by_row)
-    b.store("p", p)
-
-    # == row: values of rows
-    # -- load and decode
-    v_rows_2 = v_rows_2_tensor
-    m_rows_2 = m_rows_2_tensor
-    # -- encode and store
-    tensor_sum_for_squares_tensor = few_sum(m_rows_2 * m_rows_2, "tensor")
-    put(stored["v_rows"], v_rows_2)
-
-    # == col: values of columns
-    # -- load and decode
-    v_columns_2 = v_columns_2_tensor
-    m_columns_2 = m_columns_2_tensor
-    # -- encode and store
-    tensor_sum_for_squares_2_tensor = few_sum(m_columns_2 * m_columns_2, "tensor")
-    put(stored["v_columns"], v_columns_2)
-
-    # == tensor: values of tensors
-    # -- load and decode
-    tensor_sum_for_squares = tensor_sum_for_squares_tensor
-    tensor_sum_for_squares_2 = tensor_sum_for_squares_2_tensor
-    # -- update  (specs/adalite.py)
-    # 55  squares = total(m_rows * m_rows) * total(m_columns * m_columns)
-    squares = tensor_sum_for_squares * tensor_sum_for_squares_2
-    # -- encode and store
-    squares_max_eps2_tensor = larger(squares, eps2)
-
-    # == sweep 4: m_scale (specs/adalite.py:56)
-    b = stored.over("g")
-    # -- load and decode
-    m_rows_2 = b.spread(m_rows_2_tensor)
-    m_rows = b.spread(stored["m_rows"])
-    m_columns = b.spread(stored["m_columns"])
-    m_scale = b.spread(stored["m_scale"])
-    ratio = b.spread(ratio_tensor)
-    g = b.load("g")
-    g = grad_scale * g
-    by_row = b.spread(by_row_tensor)
-    by_column = b.spread(by_column_tensor)
-    m_columns_2 = b.spread(m_columns_2_tensor)
-    # -- update  (specs/adalite.py)
-    m = m_rows * m_columns * m_scale              # 43
-    g = ratio * g  # 42
-    m = m + one_minus_beta1 * (g - m)             # 45
-    m = m + (1.0 - by_row * by_column) * (g - m)  # 49
-    # -- encode and store
-    row_sum_for_m_scale_tensor = b.row_sum(m_rows_2 * m * m_columns_2)
-
-    # == row: values of rows
-    # -- load and decode
-    m_rows_2 = m_rows_2_tensor
-    row_sum_for_m_scale = row_sum_for_m_scale_tensor
-    # -- encode and store
-    tensor_sum_for_m_scale_tensor = few_sum(row_sum_for_m_scale, "tensor")
-    put(stored["m_rows"], m_rows_2)
-
-    # == col: values of columns
-    # -- load and decode
-    m_columns_2 = m_columns_2_tensor
-    # -- encode and store
-    put(stored["m_columns"], m_columns_2)
-
-    # == tensor: values of tensors
-    # -- load and decode
-    tensor_sum_for_m_scale = tensor_sum_for_m_scale_tensor
-    squares_max_eps2 = squares_max_eps2_tensor
-    # -- update  (specs/adalite.py)
-    # 56  m_scale = total(m_rows * m * m_columns) / maximum(squares, eps2)
-    m_scale = tensor_sum_for_m_scale / squares_max_eps2
-    # -- encode and store
-    put(stored["m_scale"], m_scale)
-
-
-def adalite_no_matrix(
-    stored, grad_scale, g_norm_min, ratio_min, lr, beta2, eps1, one_minus_beta1, one_minus_beta2,
-    one_minus_beta2_pow_t, one_minus_lr_times_weight_decay,
-):
-
-    # == sweep 1: ratio (specs/adalite.py:41)
-    b = stored.over("p", "g")
-    # -- load and decode
-    p = b.load("p")
-    g = b.load("g")
-    g = grad_scale * g
-    # -- encode and store
-    tensor_sum_for_ratio_tensor = b.tensor_sum(p * p)
-    tensor_sum_for_ratio_2_tensor = b.tensor_sum(g * g)
-
-    # == tensor: values of tensors
-    # -- load and decode
-    tensor_sum_for_ratio = tensor_sum_for_ratio_tensor
-    tensor_sum_for_ratio_2 = tensor_sum_for_ratio_2_tensor
-    # -- update  (specs/adalite.py)
-    ratio = larger(sqrt(tensor_sum_for_ratio) / larger(sqrt(tensor_sum_for_ratio_2), g_norm_min), ratio_min)  # 41
-    # -- encode and store
-    ratio_2_tensor = torch.where(1.0 < b.extent("elements"), ratio, 1.0)
-
-    # == sweep 2: the update
-    b = stored.over("p", "g", "m_avg", "v_avg")
-    # -- load and decode
-    p = b.load("p")
-    m_avg = b.load("m_avg")
-    ratio_2 = b.spread(ratio_2_tensor)
-    g = b.load("g")
-    g = grad_scale * g
-    v_avg = b.load("v_avg")
-    # -- update  (specs/adalite.py)
-    p = p * one_minus_lr_times_weight_decay                # 59
-    g = ratio_2 * g  # 42
-    m = m_avg + one_minus_beta1 * (g - m_avg)              # 45
-    g_sub = g - m
-    v = beta2 * v_avg + one_minus_beta2 * (g_sub * g_sub)  # 46
-    u = (m + one_minus_beta1 * g_sub) / sqrt(v / one_minus_beta2_pow_t + eps1)  # 50
-    p = p - lr * u                                         # 60
-    # -- encode and store
-    b.store("p", p)
-    b.store("m_avg", m)
-    b.store("v_avg", v)
-
-
 # Scalars at a step, in fp64, with the new host states behind them.
 def host_scalars(step, grad_scale, *, lr, betas, weight_decay, g_norm_min, ratio_min, eps1, eps2):
     beta1, beta2 = betas
@@ -476,16 +126,18 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, weight_decay, g_norm_min, r
     )
 
 
-# The eager reference, in strict maths.
+# What several of the records below have.
+TEMPS = (
+    Temp("tensor_sum_for_ratio", "tensor", reduction="tensor_sum", source="elem"),
+    Temp("tensor_sum_for_ratio_2", "tensor", reduction="tensor_sum", source="elem"),
+    Temp("ratio_2", "tensor"),
+)
+
+# The states, and what of them a step makes.
 RULES = by_flags(
     {"matrix": True},
     RuleRecord(
-        "adalite", "adalite",
-        scalars=(
-            "eps2", "grad_scale", "g_norm_min", "ratio_min", "beta2", "one_minus_beta1", "one_minus_beta2", "lr",
-            "eps1", "one_minus_beta2_pow_t", "one_minus_lr_times_weight_decay",
-        ),
-        host=host_scalars,
+        "adalite",
         states=(
             StateRecord("v_rows", nonneg=True, space="row"),
             StateRecord("v_columns", nonneg=True, space="col"),
@@ -496,17 +148,200 @@ RULES = by_flags(
         spaces=("col", "mat", "row", "tensor"), by_rows=True, matrix="first", settings=({"matrix": True},),
     ),
     RuleRecord(
-        "adalite", "adalite_no_matrix",
-        scalars=(
-            "grad_scale", "g_norm_min", "ratio_min", "lr", "beta2", "eps1", "one_minus_beta1", "one_minus_beta2",
-            "one_minus_beta2_pow_t", "one_minus_lr_times_weight_decay",
-        ),
-        host=host_scalars_2, states=(StateRecord("m_avg"), StateRecord("v_avg", nonneg=True)), spaces=("tensor",),
-        matrix="first", settings=({"matrix": False},),
+        "adalite", states=(StateRecord("m_avg"), StateRecord("v_avg", nonneg=True)), spaces=("tensor",), matrix="first",
+        settings=({"matrix": False},),
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: fma, group, linear, reciprocal.
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({"matrix": True},),
+        (
+            "eps2", "grad_scale", "g_norm_min", "ratio_min", "beta2", "one_minus_beta1", "one_minus_beta2", "lr",
+            "eps1", "one_minus_beta2_pow_t", "one_minus_lr_times_weight_decay",
+        ),
+        host=host_scalars,
+        temps=(
+            Temp("tensor_sum_of_v_rows", "tensor", reduction="tensor_sum", source="row"),
+            Temp("tensor_sum_of_v_rows_max_eps2", "tensor"),
+            Temp("row_sum_for_ratio", "row", reduction="row_sum", source="elem"),
+            Temp("row_sum_for_ratio_2", "row", reduction="row_sum", source="elem"),
+            Temp("tensor_sum_for_ratio", "tensor", reduction="tensor_sum", source="row"),
+            Temp("tensor_sum_for_ratio_2", "tensor", reduction="tensor_sum", source="row"),
+            Temp("ratio", "tensor"),
+            Temp("col_sum_for_by_column", "col", reduction="col_sum", source="elem"),
+            Temp("v_rows_2", "row", reduction="row_sum", source="elem"),
+            Temp("mat_max_for_by_row", "mat", reduction="mat_max", source="row"),
+            Temp("tensor_sum_for_v_columns", "tensor", reduction="tensor_sum", source="row"),
+            Temp("v_rows_2_over_columns", "row"),
+            Temp("col_sum_for_by_column_over_rows", "col"),
+            Temp("mat_max_for_by_column", "mat", reduction="mat_max", source="col"),
+            Temp("tensor_sum_for_v_columns_max_eps2", "tensor"),
+            Temp("row_exp", "row"),
+            Temp("tensor_sum_for_by_row", "tensor", reduction="tensor_sum", source="row"),
+            Temp("exp_col_sub", "col"),
+            Temp("tensor_sum_for_by_column", "tensor", reduction="tensor_sum", source="col"),
+            Temp("v_columns_2", "col"),
+            Temp("by_row", "row"),
+            Temp("by_column", "col"),
+            Temp("m_columns_2", "col", reduction="col_sum", source="elem"),
+            Temp("m_rows_2", "row", reduction="row_sum", source="elem"),
+            Temp("tensor_sum_for_squares", "tensor", reduction="tensor_sum", source="row"),
+            Temp("tensor_sum_for_squares_2", "tensor", reduction="tensor_sum", source="col"),
+            Temp("squares_max_eps2", "tensor"),
+            Temp("row_sum_for_m_scale", "row", reduction="row_sum", source="elem"),
+            Temp("tensor_sum_for_m_scale", "tensor", reduction="tensor_sum", source="row"),
+        ),
+        stages=(
+            Stage(
+                "adalite_1", "row", level=-1, scalars=(), temps=("tensor_sum_of_v_rows",), matrices=True,
+                reads=("v_rows",), sums=(("sum", ("tensor_sum_of_v_rows",)),),
+            ),
+            Stage(
+                "adalite_2", "tensor", level=-1, scalars=(0,), temps=("tensor_sum_of_v_rows_max_eps2",),
+                reads=("tensor_sum_of_v_rows",), stores=("tensor_sum_of_v_rows_max_eps2",),
+                picked=("tensor_sum_of_v_rows_max_eps2",),
+            ),
+            Stage(
+                "adalite_3", "elem", level=0, scalars=(1,), temps=("row_sum_for_ratio", "row_sum_for_ratio_2"),
+                matrices=True, reads=("p", "g"),
+                sums=(("sum", ("row_sum_for_ratio",)), ("sum", ("row_sum_for_ratio_2",))),
+            ),
+            Stage(
+                "adalite_4", "row", level=1, scalars=(), temps=("tensor_sum_for_ratio", "tensor_sum_for_ratio_2"),
+                matrices=True, reads=("row_sum_for_ratio", "row_sum_for_ratio_2"),
+                sums=(("sum", ("tensor_sum_for_ratio",)), ("sum", ("tensor_sum_for_ratio_2",))),
+            ),
+            Stage(
+                "adalite_5", "tensor", level=1, scalars=(2, 3), temps=("ratio",),
+                reads=("tensor_sum_for_ratio", "tensor_sum_for_ratio_2"), stores=("ratio",), picked=("ratio",),
+            ),
+            Stage(
+                "adalite_6", "elem", level=2, scalars=(4, 1, 5, 6), temps=("v_rows_2", "col_sum_for_by_column"),
+                matrices=True,
+                reads=(
+                    "g", "v_rows", "v_columns", "m_rows", "m_columns", "m_scale", "tensor_sum_of_v_rows_max_eps2",
+                    "ratio",
+                ),
+                sums=(("sum", ("v_rows_2", "col_sum_for_by_column")),),
+            ),
+            Stage(
+                "adalite_7", "row", level=3, scalars=(),
+                temps=("tensor_sum_for_v_columns", "v_rows_2_over_columns", "mat_max_for_by_row"), matrices=True,
+                reads=("v_rows_2",), stores=("v_rows_2_over_columns",),
+                sums=(("sum", ("tensor_sum_for_v_columns",)), ("max", ("mat_max_for_by_row",))), extents=("columns",),
+            ),
+            Stage(
+                "adalite_8", "col", level=3, scalars=(),
+                temps=("col_sum_for_by_column_over_rows", "mat_max_for_by_column"), matrices=True,
+                reads=("col_sum_for_by_column",), stores=("col_sum_for_by_column_over_rows",),
+                sums=(("max", ("mat_max_for_by_column",)),), extents=("rows",),
+            ),
+            Stage(
+                "adalite_9", "tensor", level=3, scalars=(0,), temps=("tensor_sum_for_v_columns_max_eps2",),
+                reads=("tensor_sum_for_v_columns",), stores=("tensor_sum_for_v_columns_max_eps2",),
+                picked=("tensor_sum_for_v_columns_max_eps2",),
+            ),
+            Stage(
+                "adalite_10", "row", level=3, scalars=(), temps=("row_exp", "tensor_sum_for_by_row"), matrices=True,
+                reads=("v_rows_2_over_columns", "mat_max_for_by_row"), stores=("row_exp",),
+                sums=(("sum", ("tensor_sum_for_by_row",)),), picked=("row_exp",),
+            ),
+            Stage(
+                "adalite_11", "col", level=3, scalars=(),
+                temps=("v_columns_2", "exp_col_sub", "tensor_sum_for_by_column"), matrices=True,
+                reads=(
+                    "col_sum_for_by_column", "tensor_sum_for_v_columns_max_eps2", "col_sum_for_by_column_over_rows",
+                    "mat_max_for_by_column",
+                ),
+                stores=("v_columns_2", "exp_col_sub"), sums=(("sum", ("tensor_sum_for_by_column",)),),
+                picked=("exp_col_sub",),
+            ),
+            Stage(
+                "adalite_12", "row", level=3, scalars=(), temps=("by_row",), matrices=True,
+                reads=("row_exp", "tensor_sum_for_by_row"), stores=("by_row",),
+            ),
+            Stage(
+                "adalite_13", "col", level=3, scalars=(), temps=("by_column",), matrices=True,
+                reads=("exp_col_sub", "tensor_sum_for_by_column"), stores=("by_column",),
+            ),
+            Stage(
+                "adalite_14", "elem", level=4, scalars=(7, 4, 8, 1, 5, 6, 9, 10), temps=("m_rows_2", "m_columns_2"),
+                matrices=True,
+                reads=(
+                    "p", "g", "v_rows", "v_columns", "m_rows", "m_columns", "m_scale", "ratio", "by_row", "by_column",
+                    "tensor_sum_of_v_rows_max_eps2",
+                ),
+                stores=("p",), sums=(("sum", ("m_rows_2",)), ("sum", ("m_columns_2",))),
+            ),
+            Stage(
+                "adalite_15", "row", level=5, scalars=(), temps=("tensor_sum_for_squares",), matrices=True,
+                reads=("m_rows_2", "v_rows_2"), stores=("v_rows",), sums=(("sum", ("tensor_sum_for_squares",)),),
+                picked=("v_rows",),
+            ),
+            Stage(
+                "adalite_16", "col", level=5, scalars=(), temps=("tensor_sum_for_squares_2",), matrices=True,
+                reads=("m_columns_2", "v_columns_2"), stores=("v_columns",),
+                sums=(("sum", ("tensor_sum_for_squares_2",)),), picked=("v_columns",),
+            ),
+            Stage(
+                "adalite_17", "tensor", level=5, scalars=(0,), temps=("squares_max_eps2",),
+                reads=("tensor_sum_for_squares", "tensor_sum_for_squares_2"), stores=("squares_max_eps2",),
+                picked=("squares_max_eps2",),
+            ),
+            Stage(
+                "adalite_18", "elem", level=6, scalars=(1, 5), temps=("row_sum_for_m_scale",), matrices=True,
+                reads=(
+                    "g", "m_rows", "m_columns", "m_scale", "m_rows_2", "ratio", "by_row", "by_column", "m_columns_2",
+                ),
+                sums=(("sum", ("row_sum_for_m_scale",)),),
+            ),
+            Stage(
+                "adalite_19", "row", level=7, scalars=(), temps=("tensor_sum_for_m_scale",), matrices=True,
+                reads=("row_sum_for_m_scale", "m_rows_2"), stores=("m_rows",),
+                sums=(("sum", ("tensor_sum_for_m_scale",)),), picked=("m_rows",),
+            ),
+            Stage(
+                "adalite_20", "col", level=7, scalars=(), matrices=True, reads=("m_columns_2",), stores=("m_columns",),
+                picked=("m_columns",),
+            ),
+            Stage(
+                "adalite_21", "tensor", level=7, scalars=(), reads=("tensor_sum_for_m_scale", "squares_max_eps2"),
+                stores=("m_scale",),
+            ),
+        ),
+        strict=True,
+    ),
+    Rule(
+        ({"matrix": False},),
+        (
+            "grad_scale", "g_norm_min", "ratio_min", "lr", "beta2", "eps1", "one_minus_beta1", "one_minus_beta2",
+            "one_minus_beta2_pow_t", "one_minus_lr_times_weight_decay",
+        ),
+        host=host_scalars_2, temps=TEMPS,
+        stages=(
+            Stage(
+                "adalite_no_matrix_1", "elem", level=0, scalars=(0,),
+                temps=("tensor_sum_for_ratio", "tensor_sum_for_ratio_2"), reads=("p", "g"),
+                sums=(("sum", ("tensor_sum_for_ratio",)), ("sum", ("tensor_sum_for_ratio_2",))),
+            ),
+            Stage(
+                "adalite_no_matrix_2", "tensor", level=1, scalars=(1, 2), temps=("ratio_2",),
+                reads=("tensor_sum_for_ratio", "tensor_sum_for_ratio_2"), stores=("ratio_2",), extents=("elements",),
+                picked=("ratio_2",),
+            ),
+            Stage(
+                "adalite_no_matrix_3", "elem", level=2, scalars=(3, 4, 5, 0, 6, 7, 8, 9),
+                reads=("p", "g", "m_avg", "v_avg", "ratio_2"), stores=("p", "m_avg", "v_avg"), plus=("v_avg",),
+                needs=(("v_avg", ("g", "m_avg", "v_avg", "ratio_2")),),
+            ),
+        ),
+        strict=True,
+    ),
+)
+
+# The step of kernels, in fast maths; rounding changed by: fma, group, linear, reciprocal.
 STEPS = (
     Rule(
         ({"matrix": True},),
@@ -673,12 +508,7 @@ STEPS = (
             "g_norm_min", "ratio_min", "grad_scale_times_grad_scale", "beta2", "eps1", "grad_scale", "one_minus_beta1",
             "one_minus_beta2", "one_over_one_minus_beta2_pow_t", "one_minus_lr_times_weight_decay", "minus_lr",
         ),
-        host=kernel_scalars_2,
-        temps=(
-            Temp("tensor_sum_for_ratio", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("tensor_sum_for_ratio_2", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("ratio_2", "tensor"),
-        ),
+        host=kernel_scalars_2, temps=TEMPS,
         stages=(
             Stage(
                 "adalite_no_matrix_1", "elem", level=0, scalars=(),

@@ -3,7 +3,6 @@
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, by_flags
 from optgen.runtime.records.scalars import divide, maximum, root, where
-from optgen.runtime.reference.eager import larger, sqrt
 
 
 class Adam(Optimizer):
@@ -58,107 +57,6 @@ class Adam(Optimizer):
             ),
             **options
         )
-
-
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def adam(
-    stored, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
-    sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
-):
-    b = stored.over("p", "g", "exp_avg", "exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    exp_avg = b.load("exp_avg")
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/adam.py)
-    g = g + weight_decay * p                                     # 26  g = l2(g, p, weight_decay)
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g              # 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    # 28  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
-    denom = sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps  # 32  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
-    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom      # 33  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg_sq", exp_avg_sq)
-    b.store("exp_avg", exp_avg)
-
-
-def adam_decoupled_weight_decay(
-    stored, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
-    sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
-):
-    b = stored.over("p", "g", "exp_avg", "exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    exp_avg = b.load("exp_avg")
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/adam.py)
-    p = p * one_minus_lr_times_weight_decay                      # 24  p = decoupled(p, lr, weight_decay)
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g              # 27
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g  # 28
-    denom = sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps  # 32
-    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom      # 33
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg_sq", exp_avg_sq)
-    b.store("exp_avg", exp_avg)
-
-
-def adam_amsgrad(
-    stored, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
-    sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
-):
-    b = stored.over("p", "g", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    exp_avg = b.load("exp_avg")
-    g = b.load("g")
-    g = grad_scale * g
-    max_exp_avg_sq = b.load("max_exp_avg_sq")
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/adam.py)
-    g = g + weight_decay * p                                         # 26
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g                  # 27
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g  # 28
-    # 30  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq)
-    denom = sqrt(max_exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps  # 32
-    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 33
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg_sq", exp_avg_sq)
-    b.store("exp_avg", exp_avg)
-    b.store("max_exp_avg_sq", max_exp_avg_sq)
-
-
-def adam_amsgrad_decoupled_weight_decay(
-    stored, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
-    sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
-):
-    b = stored.over("p", "g", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    exp_avg = b.load("exp_avg")
-    g = b.load("g")
-    g = grad_scale * g
-    max_exp_avg_sq = b.load("max_exp_avg_sq")
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/adam.py)
-    p = p * one_minus_lr_times_weight_decay                          # 24
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g                  # 27
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g  # 28
-    max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq)  # 30
-    denom = sqrt(max_exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps  # 32
-    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 33
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg_sq", exp_avg_sq)
-    b.store("exp_avg", exp_avg)
-    b.store("max_exp_avg_sq", max_exp_avg_sq)
 
 
 # Scalars at a step, in fp64, with the new host states behind them.
@@ -219,15 +117,9 @@ SCALARS = (
     "beta1", "beta2", "eps", "weight_decay", "grad_scale", "one_minus_beta1", "one_minus_beta2",
     "sqrt_one_minus_beta2_pow_t", "lr_over_one_minus_beta1_pow_t",
 )
-STATES = (StateRecord("exp_avg", normalized_by="exp_avg_sq"), StateRecord("exp_avg_sq", nonneg=True))
 SCALARS_2 = (
     "beta1", "beta2", "eps", "grad_scale", "one_minus_lr_times_weight_decay", "one_minus_beta1", "one_minus_beta2",
     "sqrt_one_minus_beta2_pow_t", "lr_over_one_minus_beta1_pow_t",
-)
-STATES_2 = (
-    StateRecord("exp_avg", normalized_by="exp_avg_sq"),
-    StateRecord("exp_avg_sq", nonneg=True),
-    StateRecord("max_exp_avg_sq", nonneg=True, nearest=True),
 )
 SCALARS_3 = (
     "beta1", "beta2", "weight_decay", "grad_scale", "one_minus_beta1", "one_minus_beta2", "scalar_2", "scalar_3",
@@ -237,28 +129,80 @@ SCALARS_4 = (
     "scalar_4",
 )
 
-# The eager reference, in strict maths.
+# The states, and what of them a step makes.
 RULES = by_flags(
     {"amsgrad": False, "decoupled_weight_decay": False},
     RuleRecord(
-        "adam", "adam", scalars=SCALARS, host=host_scalars, states=STATES,
-        settings=({"amsgrad": False, "decoupled_weight_decay": False},),
+        "adam", states=(StateRecord("exp_avg", normalized_by="exp_avg_sq"), StateRecord("exp_avg_sq", nonneg=True)),
+        settings=({"amsgrad": False},),
     ),
     RuleRecord(
-        "adam", "adam_decoupled_weight_decay", scalars=SCALARS_2, host=host_scalars_2, states=STATES,
-        settings=({"amsgrad": False, "decoupled_weight_decay": True},),
-    ),
-    RuleRecord(
-        "adam", "adam_amsgrad", scalars=SCALARS, host=host_scalars, states=STATES_2,
-        settings=({"amsgrad": True, "decoupled_weight_decay": False},),
-    ),
-    RuleRecord(
-        "adam", "adam_amsgrad_decoupled_weight_decay", scalars=SCALARS_2, host=host_scalars_2, states=STATES_2,
-        settings=({"amsgrad": True, "decoupled_weight_decay": True},),
+        "adam",
+        states=(
+            StateRecord("exp_avg", normalized_by="exp_avg_sq"),
+            StateRecord("exp_avg_sq", nonneg=True),
+            StateRecord("max_exp_avg_sq", nonneg=True, nearest=True),
+        ),
+        settings=({"amsgrad": True},),
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: eps, fma, group, reciprocal, step.
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({"amsgrad": False, "decoupled_weight_decay": False},), SCALARS, host=host_scalars,
+        stages=(
+            Stage(
+                "adam", "elem", level=0, scalars=tuple(range(9)), reads=("p", "g", "exp_avg", "exp_avg_sq"),
+                stores=("p", "exp_avg", "exp_avg_sq"), plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("p", "g", "exp_avg_sq")),),
+            ),
+        ),
+        strict=True,
+    ),
+    Rule(
+        ({"amsgrad": False, "decoupled_weight_decay": True},), SCALARS_2, host=host_scalars_2,
+        stages=(
+            Stage(
+                "adam_decoupled_weight_decay", "elem", level=0, scalars=tuple(range(9)),
+                reads=("p", "g", "exp_avg", "exp_avg_sq"), stores=("p", "exp_avg", "exp_avg_sq"), plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+            ),
+        ),
+        strict=True,
+    ),
+    Rule(
+        ({"amsgrad": True, "decoupled_weight_decay": False},), SCALARS, host=host_scalars,
+        stages=(
+            Stage(
+                "adam_amsgrad", "elem", level=0, scalars=tuple(range(9)),
+                reads=("p", "g", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+                stores=("p", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"), plus=("exp_avg_sq", "max_exp_avg_sq"),
+                picked=("max_exp_avg_sq",),
+                needs=(
+                    ("exp_avg_sq", ("p", "g", "exp_avg_sq")),
+                    ("max_exp_avg_sq", ("p", "g", "exp_avg_sq", "max_exp_avg_sq")),
+                ),
+            ),
+        ),
+        strict=True,
+    ),
+    Rule(
+        ({"amsgrad": True, "decoupled_weight_decay": True},), SCALARS_2, host=host_scalars_2,
+        stages=(
+            Stage(
+                "adam_amsgrad_decoupled_weight_decay", "elem", level=0, scalars=tuple(range(9)),
+                reads=("p", "g", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+                stores=("p", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"), plus=("exp_avg_sq", "max_exp_avg_sq"),
+                picked=("max_exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq")), ("max_exp_avg_sq", ("g", "exp_avg_sq", "max_exp_avg_sq"))),
+            ),
+        ),
+        strict=True,
+    ),
+)
+
+# The step of kernels, in fast maths; rounding changed by: eps, fma, group, reciprocal, step.
 STEPS = (
     Rule(
         ({"amsgrad": False, "decoupled_weight_decay": False},), SCALARS_3, host=kernel_scalars,

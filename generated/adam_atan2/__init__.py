@@ -2,11 +2,8 @@
 #     build adam_atan2
 # fmt: off
 # ruff: noqa
-import torch
-
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, by_flags
 from optgen.runtime.records.scalars import divide, root
-from optgen.runtime.reference.eager import choose, larger, smaller, sqrt
 
 
 class AdamAtan2(Optimizer):
@@ -47,75 +44,6 @@ class AdamAtan2(Optimizer):
         )
 
 
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def adam_atan2(
-    stored, beta1, beta2, denom_scale, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1,
-    one_minus_beta2, sqrt_one_minus_beta2_pow_t, one_minus_beta1_pow_t, lr_times_out_scale,
-):
-    b = stored.over("p", "g", "exp_avg", "exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    exp_avg_sq = b.load("exp_avg_sq")
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg = b.load("exp_avg")
-    # -- update  (specs/adam_atan2.py)
-    p = p * one_minus_lr_times_weight_decay                    # 21  p = decoupled(p, lr, weight_decay)
-    # 23  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
-    exp_avg_sq_div = denom_scale * sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t
-    exp_avg_sq_abs = exp_avg_sq_div.abs()
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g            # 22  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg_div = exp_avg / one_minus_beta1_pow_t
-    exp_avg_abs = exp_avg_div.abs()
-    exp_avg_max = larger(exp_avg_sq_abs, exp_avg_abs)
-    exp_avg_min = smaller(exp_avg_sq_abs, exp_avg_abs)
-    exp_avg_where = torch.where(
-        exp_avg_max < 8.673617379884035e-19, 1.8446744073709552e+19,
-        choose(1.2676506002282294e+30 < exp_avg_max, 5.421010862427522e-20, 1.0)
-    )
-    exp_avg_where = torch.where(
-        exp_avg_max <= 3.4028234663852886e+38,
-        exp_avg_min * exp_avg_where / (exp_avg_max * exp_avg_where).clamp(min=1.2924697071141057e-26),
-        torch.where(exp_avg_min == exp_avg_max, 1.0, exp_avg_min * 0.0)
-    )
-    exp_avg_mul = exp_avg_where * exp_avg_where
-    exp_avg_add = exp_avg_where + exp_avg_where * (
-        exp_avg_mul
-        * (
-            (
-                (
-                    (
-                        (
-                            (
-                                ((-0.00196041632 * exp_avg_mul + 0.0116852121) * exp_avg_mul - 0.0326647833)
-                                * exp_avg_mul + 0.0595144704
-                            )
-                            * exp_avg_mul - 0.0849952772
-                        )
-                        * exp_avg_mul + 0.109875731
-                    )
-                    * exp_avg_mul - 0.142716765
-                )
-                * exp_avg_mul + 0.199993283
-            )
-            * exp_avg_mul - 0.333333284
-        )
-    )
-    exp_avg_where = torch.where(exp_avg_sq_abs < exp_avg_abs, 1.5707964 - exp_avg_add - 4.371139e-08, exp_avg_add)
-    # 24  p = p - lr * out_scale * atan2(exp_avg / (1 - beta1**t), denom_scale * sqrt(exp_avg_sq) / sqrt(1 - beta2**t))
-    p = p - lr_times_out_scale * (
-        torch.where(
-            exp_avg_sq_div.view(torch.int32) < 0, 3.1415928 - exp_avg_where - 8.742278e-08, exp_avg_where
-        ).view(torch.int32)
-        | exp_avg_div.view(torch.int32) & -2147483648
-    ).view(torch.float32)
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg_sq", exp_avg_sq)
-    b.store("exp_avg", exp_avg)
-
-
 # Scalars at a step, in fp64, with the new host states behind them.
 def host_scalars(step, grad_scale, *, lr, betas, weight_decay, out_scale, denom_scale):
     beta1, beta2 = betas
@@ -145,21 +73,36 @@ def kernel_scalars(step, grad_scale, *, lr, betas, weight_decay, out_scale, deno
     )
 
 
-# The eager reference, in strict maths.
+# The states, and what of them a step makes.
 RULES = by_flags(
     {},
     RuleRecord(
-        "adam_atan2", "adam_atan2",
-        scalars=(
-            "beta1", "beta2", "denom_scale", "grad_scale", "one_minus_lr_times_weight_decay", "one_minus_beta1",
-            "one_minus_beta2", "sqrt_one_minus_beta2_pow_t", "one_minus_beta1_pow_t", "lr_times_out_scale",
-        ),
-        host=host_scalars,
+        "adam_atan2",
         states=(StateRecord("exp_avg", normalized_by="exp_avg_sq"), StateRecord("exp_avg_sq", nonneg=True)),
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: fma, group, reciprocal.
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({},),
+        (
+            "beta1", "beta2", "denom_scale", "grad_scale", "one_minus_lr_times_weight_decay", "one_minus_beta1",
+            "one_minus_beta2", "sqrt_one_minus_beta2_pow_t", "one_minus_beta1_pow_t", "lr_times_out_scale",
+        ),
+        host=host_scalars,
+        stages=(
+            Stage(
+                "adam_atan2", "elem", level=0, scalars=tuple(range(10)), reads=("p", "g", "exp_avg", "exp_avg_sq"),
+                stores=("p", "exp_avg", "exp_avg_sq"), plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+            ),
+        ),
+        strict=True,
+    ),
+)
+
+# The step of kernels, in fast maths; rounding changed by: fma, group, reciprocal.
 STEPS = (
     Rule(
         ({},),

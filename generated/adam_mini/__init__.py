@@ -4,7 +4,6 @@
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp, by_flags
 from optgen.runtime.records.scalars import divide, root
-from optgen.runtime.reference.eager import put, sqrt
 
 
 class AdamMini(Optimizer):
@@ -50,86 +49,6 @@ class AdamMini(Optimizer):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay), **options)
 
 
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def adam_mini_3(stored, one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, denom_tensor):
-    b = stored.over("p", "m")
-    # -- load and decode
-    p = b.load("p")
-    m = b.load("m")
-    denom = b.spread(denom_tensor)
-    # -- update  (specs/adam_mini.py)
-    p = p * one_minus_lr_times_weight_decay            # 26  p = decoupled(p, lr, weight_decay)
-    p = p - lr_over_one_minus_beta1_pow_t * m / denom  # 34  p = p - lr / (1 - beta1**t) * m / denom
-    # -- encode and store
-    b.store("p", p)
-
-
-def adam_mini(
-    stored, beta1, grad_scale, one_minus_beta1, beta2, eps, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
-    one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t,
-):
-
-    # == sweep 1: vmean_row (specs/adam_mini.py:29)
-    b = stored.over("g", "m")
-    # -- load and decode
-    m = b.load("m")
-    g = b.load("g")
-    g = grad_scale * g
-    # -- update  (specs/adam_mini.py)
-    m = beta1 * m + one_minus_beta1 * g  # 27  m = beta1 * m + (1 - beta1) * g
-    # -- encode and store
-    row_sum_for_vmean_row_tensor = b.row_sum(g * g)
-    b.store("m", m)
-
-    # == row: values of rows
-    # -- load and decode
-    vmean_row = stored["vmean_row"]
-    row_sum_for_vmean_row = row_sum_for_vmean_row_tensor
-    # -- update  (specs/adam_mini.py)
-    # 29  vmean_row = beta2 * vmean_row + (1 - beta2) * row_mean(g * g)
-    vmean_row = beta2 * vmean_row + one_minus_beta2 * (row_sum_for_vmean_row / b.extent("columns"))
-    denom = sqrt(vmean_row) / sqrt_one_minus_beta2_pow_t + eps  # 33  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
-    # -- encode and store
-    denom_tensor = denom
-    put(stored["vmean_row"], vmean_row)
-
-    # == sweep 2: the update
-    adam_mini_3(stored, one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, denom_tensor)
-
-
-def adam_mini_no_by_rows(
-    stored, beta1, grad_scale, one_minus_beta1, beta2, eps, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
-    one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t,
-):
-
-    # == sweep 1: vmean (specs/adam_mini.py:31)
-    b = stored.over("g", "m")
-    # -- load and decode
-    m = b.load("m")
-    g = b.load("g")
-    g = grad_scale * g
-    # -- update  (specs/adam_mini.py)
-    m = beta1 * m + one_minus_beta1 * g  # 27
-    # -- encode and store
-    tensor_sum_for_vmean_tensor = b.tensor_sum(g * g)
-    b.store("m", m)
-
-    # == tensor: values of tensors
-    # -- load and decode
-    vmean = stored["vmean"]
-    tensor_sum_for_vmean = tensor_sum_for_vmean_tensor
-    # -- update  (specs/adam_mini.py)
-    # 31  vmean = beta2 * vmean + (1 - beta2) * mean(g * g)
-    vmean = beta2 * vmean + one_minus_beta2 * (tensor_sum_for_vmean / b.extent("elements"))
-    denom = sqrt(vmean) / sqrt_one_minus_beta2_pow_t + eps  # 33
-    # -- encode and store
-    denom_tensor = denom
-    put(stored["vmean"], vmean)
-
-    # == sweep 2: the update
-    adam_mini_3(stored, one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, denom_tensor)
-
-
 # Scalars at a step, in fp64, with the new host states behind them.
 def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     beta1, beta2 = betas
@@ -168,22 +87,60 @@ SCALARS_2 = (
     "sqrt_one_minus_beta2_pow_t", "one_minus_lr_times_weight_decay", "lr_over_one_minus_beta1_pow_t",
 )
 
-# The eager reference, in strict maths.
+# The states, and what of them a step makes.
 RULES = by_flags(
     {"by_rows": True},
     RuleRecord(
-        "adam_mini", "adam_mini", scalars=SCALARS, host=host_scalars,
-        states=(StateRecord("m"), StateRecord("vmean_row", nonneg=True, space="row")), early=("m",),
+        "adam_mini", states=(StateRecord("m"), StateRecord("vmean_row", nonneg=True, space="row")), early=("m",),
         spaces=("row", "tensor"), by_rows=True, matrix="first", settings=({"by_rows": True},),
     ),
     RuleRecord(
-        "adam_mini", "adam_mini_no_by_rows", scalars=SCALARS, host=host_scalars,
-        states=(StateRecord("m"), StateRecord("vmean", nonneg=True, space="tensor")), early=("m",), spaces=("tensor",),
-        matrix="first", settings=({"by_rows": False},),
+        "adam_mini", states=(StateRecord("m"), StateRecord("vmean", nonneg=True, space="tensor")), early=("m",),
+        spaces=("tensor",), matrix="first", settings=({"by_rows": False},),
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: fma, group, linear.
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({"by_rows": True},), SCALARS, host=host_scalars,
+        temps=(Temp("row_sum_for_vmean_row", "row", reduction="row_sum", source="elem"), Temp("denom", "row")),
+        stages=(
+            Stage(
+                "adam_mini_1", "elem", level=0, scalars=(0, 1, 2), temps=("row_sum_for_vmean_row",), matrices=True,
+                reads=("g", "m"), stores=("m",), sums=(("sum", ("row_sum_for_vmean_row",)),),
+            ),
+            Stage(
+                "adam_mini_2", "row", level=1, scalars=(3, 4, 5, 6), temps=("denom",), matrices=True,
+                reads=("vmean_row", "row_sum_for_vmean_row"), stores=("vmean_row", "denom"), extents=("columns",),
+                plus=("vmean_row", "denom"),
+            ),
+            Stage(
+                "adam_mini_3", "elem", level=2, scalars=(7, 8), matrices=True, reads=("p", "m", "denom"), stores=("p",),
+            ),
+        ),
+        early=("m",), strict=True,
+    ),
+    Rule(
+        ({"by_rows": False},), SCALARS, host=host_scalars,
+        temps=(Temp("tensor_sum_for_vmean", "tensor", reduction="tensor_sum", source="elem"), Temp("denom", "tensor")),
+        stages=(
+            Stage(
+                "adam_mini_no_by_rows_1", "elem", level=0, scalars=(0, 1, 2), temps=("tensor_sum_for_vmean",),
+                reads=("g", "m"), stores=("m",), sums=(("sum", ("tensor_sum_for_vmean",)),),
+            ),
+            Stage(
+                "adam_mini_no_by_rows_2", "tensor", level=1, scalars=(3, 4, 5, 6), temps=("denom",),
+                reads=("vmean", "tensor_sum_for_vmean"), stores=("vmean", "denom"), extents=("elements",),
+                plus=("vmean", "denom"),
+            ),
+            Stage("adam_mini_no_by_rows_3", "elem", level=2, scalars=(7, 8), reads=("p", "m", "denom"), stores=("p",)),
+        ),
+        early=("m",), strict=True,
+    ),
+)
+
+# The step of kernels, in fast maths; rounding changed by: fma, group, linear.
 STEPS = (
     Rule(
         ({"by_rows": True},), SCALARS_2, host=kernel_scalars,

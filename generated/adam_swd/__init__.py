@@ -2,11 +2,8 @@
 #     adam_swd
 # fmt: off
 # ruff: noqa
-import torch
-
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp, by_flags
 from optgen.runtime.records.scalars import divide, maximum, root, where
-from optgen.runtime.reference.eager import larger, sqrt
 
 
 class AdamSWD(Optimizer):
@@ -52,129 +49,6 @@ class AdamSWD(Optimizer):
         )
 
 
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def adam_swd_3(stored, lr, eps, weight_decay, model_sum_for_typical_tensor, model_sum_for_typical_2_tensor):
-    # -- load and decode
-    model_sum_for_typical = model_sum_for_typical_tensor
-    model_sum_for_typical_2 = model_sum_for_typical_2_tensor
-    # -- update  (specs/adam_swd.py)
-    # 30  typical = sqrt(model_total(second) / model_total(0 * p + 1))
-    typical = sqrt(model_sum_for_typical / model_sum_for_typical_2)
-    # -- encode and store
-    model_sub_tensor = 1.0 - torch.where(eps < typical, lr / (typical + eps), 0.0) * weight_decay
-    return model_sub_tensor
-
-
-def adam_swd(
-    stored, beta1, beta2, grad_scale, one_minus_beta1, one_minus_beta2, one_minus_beta2_pow_t, lr, eps,
-    weight_decay, lr_over_one_minus_beta1_pow_t,
-):
-
-    # == sweep 1: typical (specs/adam_swd.py:30)
-    b = stored.over("p", "g", "exp_avg", "exp_avg_sq")
-    # -- load and decode
-    exp_avg = b.load("exp_avg")
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg_sq = b.load("exp_avg_sq")
-    p = b.load("p")
-    # -- update  (specs/adam_swd.py)
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g            # 25  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    # 26  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
-    # 29  second = (max_exp_avg_sq if amsgrad else exp_avg_sq) / (1 - beta2**t)
-    second = exp_avg_sq / one_minus_beta2_pow_t
-    # -- encode and store
-    tensor_sum_for_typical_tensor = b.tensor_sum(second)
-    tensor_sum_for_typical_2_tensor = b.tensor_sum(0.0 * p + 1.0)
-    b.store("exp_avg_sq", exp_avg_sq)
-    b.store("exp_avg", exp_avg)
-
-    # == tensor: values of tensors
-    # -- load and decode
-    tensor_sum_for_typical = tensor_sum_for_typical_tensor
-    tensor_sum_for_typical_2 = tensor_sum_for_typical_2_tensor
-    # -- encode and store
-    model_sum_for_typical_tensor = yield tensor_sum_for_typical
-    model_sum_for_typical_2_tensor = yield tensor_sum_for_typical_2
-
-    # == model: values of the model
-    model_sub_tensor = adam_swd_3(
-        stored, lr, eps, weight_decay, model_sum_for_typical_tensor, model_sum_for_typical_2_tensor,
-    )
-
-    # == sweep 2: the update
-    b = stored.over("p", "exp_avg", "exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    model_sub = b.spread(model_sub_tensor)
-    exp_avg = b.load("exp_avg")
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/adam_swd.py)
-    # 31  p = decoupled(p, where(typical > eps, lr / (typical + eps), 0.0), weight_decay)
-    p = p * model_sub
-    second = exp_avg_sq / one_minus_beta2_pow_t  # 29
-    # 32  p = p - lr / (1 - beta1**t) * exp_avg / (sqrt(second) + eps)
-    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / (sqrt(second) + eps)
-    # -- encode and store
-    b.store("p", p)
-
-
-def adam_swd_amsgrad(
-    stored, beta1, beta2, grad_scale, one_minus_beta1, one_minus_beta2, one_minus_beta2_pow_t, lr, eps,
-    weight_decay, lr_over_one_minus_beta1_pow_t,
-):
-
-    # == sweep 1: typical (specs/adam_swd.py:30)
-    b = stored.over("p", "g", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-    # -- load and decode
-    exp_avg = b.load("exp_avg")
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg_sq = b.load("exp_avg_sq")
-    max_exp_avg_sq = b.load("max_exp_avg_sq")
-    p = b.load("p")
-    # -- update  (specs/adam_swd.py)
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g            # 25
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g  # 26
-    # 28  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq)
-    second = max_exp_avg_sq / one_minus_beta2_pow_t  # 29
-    # -- encode and store
-    tensor_sum_for_typical_tensor = b.tensor_sum(second)
-    tensor_sum_for_typical_2_tensor = b.tensor_sum(0.0 * p + 1.0)
-    b.store("exp_avg_sq", exp_avg_sq)
-    b.store("exp_avg", exp_avg)
-    b.store("max_exp_avg_sq", max_exp_avg_sq)
-
-    # == tensor: values of tensors
-    # -- load and decode
-    tensor_sum_for_typical = tensor_sum_for_typical_tensor
-    tensor_sum_for_typical_2 = tensor_sum_for_typical_2_tensor
-    # -- encode and store
-    model_sum_for_typical_tensor = yield tensor_sum_for_typical
-    model_sum_for_typical_2_tensor = yield tensor_sum_for_typical_2
-
-    # == model: values of the model
-    model_sub_tensor = adam_swd_3(
-        stored, lr, eps, weight_decay, model_sum_for_typical_tensor, model_sum_for_typical_2_tensor,
-    )
-
-    # == sweep 2: the update
-    b = stored.over("p", "exp_avg", "max_exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    model_sub = b.spread(model_sub_tensor)
-    exp_avg = b.load("exp_avg")
-    max_exp_avg_sq = b.load("max_exp_avg_sq")
-    # -- update  (specs/adam_swd.py)
-    p = p * model_sub  # 31
-    second = max_exp_avg_sq / one_minus_beta2_pow_t  # 29
-    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / (sqrt(second) + eps)  # 32
-    # -- encode and store
-    b.store("p", p)
-
-
 # Scalars at a step, in fp64, with the new host states behind them.
 def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     beta1, beta2 = betas
@@ -184,6 +58,18 @@ def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     lr_over_one_minus_beta1_pow_t = divide(lr, 1 - beta1**step)
     return (
         beta1, beta2, grad_scale, one_minus_beta1, one_minus_beta2, one_minus_beta2_pow_t, lr, eps, weight_decay,
+        lr_over_one_minus_beta1_pow_t,
+    )
+
+
+def host_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay):
+    beta1, beta2 = betas
+    one_minus_beta2 = 1 - beta2
+    one_minus_beta2_pow_t = 1 - beta2**step
+    one_minus_beta1 = 1 - beta1
+    lr_over_one_minus_beta1_pow_t = divide(lr, 1 - beta1**step)
+    return (
+        beta2, grad_scale, one_minus_beta2, one_minus_beta2_pow_t, lr, eps, weight_decay, beta1, one_minus_beta1,
         lr_over_one_minus_beta1_pow_t,
     )
 
@@ -225,10 +111,6 @@ SCALARS = (
     "beta1", "beta2", "grad_scale", "one_minus_beta1", "one_minus_beta2", "one_minus_beta2_pow_t", "lr", "eps",
     "weight_decay", "lr_over_one_minus_beta1_pow_t",
 )
-SCALARS_2 = (
-    "beta1", "beta2", "one_minus_beta1_times_grad_scale", "scalar_1", "one_over_one_minus_beta2_pow_t", "lr", "eps",
-    "weight_decay", "scalar_0", "scalar_1_2",
-)
 TEMPS = (
     Temp("tensor_sum_for_typical", "tensor", reduction="tensor_sum", source="elem"),
     Temp("tensor_sum_for_typical_2", "tensor", reduction="tensor_sum", source="elem"),
@@ -243,28 +125,43 @@ ADAM_SWD_2 = Stage(
     picked=("model_sum_for_typical", "model_sum_for_typical_2"),
 )
 ADAM_SWD_3 = Stage(
+    "adam_swd_3", "model", level=3, scalars=(6, 7, 8), temps=("model_sub",),
+    reads=("model_sum_for_typical", "model_sum_for_typical_2"), stores=("model_sub",),
+)
+SCALARS_2 = (
+    "beta2", "grad_scale", "one_minus_beta2", "one_minus_beta2_pow_t", "lr", "eps", "weight_decay", "beta1",
+    "one_minus_beta1", "lr_over_one_minus_beta1_pow_t",
+)
+ADAM_SWD_3_2 = Stage(
+    "adam_swd_3", "model", level=3, scalars=(4, 5, 6), temps=("model_sub",),
+    reads=("model_sum_for_typical", "model_sum_for_typical_2"), stores=("model_sub",),
+)
+SCALARS_3 = (
+    "beta1", "beta2", "one_minus_beta1_times_grad_scale", "scalar_1", "one_over_one_minus_beta2_pow_t", "lr", "eps",
+    "weight_decay", "scalar_0", "scalar_1_2",
+)
+ADAM_SWD_3_3 = Stage(
     "adam_swd_3", "model", level=3, scalars=(5, 6, 7), temps=("model_sub",),
     reads=("model_sum_for_typical", "model_sum_for_typical_2"), stores=("model_sub",), plus=("model_sub",),
 )
-SCALARS_3 = (
+SCALARS_4 = (
     "beta2", "scalar_0", "one_over_one_minus_beta2_pow_t", "lr", "eps", "weight_decay", "beta1",
     "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3",
 )
-ADAM_SWD_3_2 = Stage(
+ADAM_SWD_3_4 = Stage(
     "adam_swd_3", "model", level=3, scalars=(3, 4, 5), temps=("model_sub",),
     reads=("model_sum_for_typical", "model_sum_for_typical_2"), stores=("model_sub",), plus=("model_sub",),
 )
 
-# The eager reference, in strict maths.
+# The states, and what of them a step makes.
 RULES = by_flags(
     {"amsgrad": False},
     RuleRecord(
-        "adam_swd", "adam_swd", scalars=SCALARS, host=host_scalars,
-        states=(StateRecord("exp_avg", normalized_by="exp_avg_sq"), StateRecord("exp_avg_sq", nonneg=True)),
+        "adam_swd", states=(StateRecord("exp_avg", normalized_by="exp_avg_sq"), StateRecord("exp_avg_sq", nonneg=True)),
         early=("exp_avg_sq", "exp_avg"), spaces=("model",), settings=({"amsgrad": False},),
     ),
     RuleRecord(
-        "adam_swd", "adam_swd_amsgrad", scalars=SCALARS, host=host_scalars,
+        "adam_swd",
         states=(
             StateRecord("exp_avg", normalized_by="exp_avg_sq"),
             StateRecord("exp_avg_sq", nonneg=True),
@@ -274,10 +171,93 @@ RULES = by_flags(
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: eps, fma, group, reciprocal, root, step.
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({"amsgrad": False},), SCALARS, host=host_scalars, temps=TEMPS,
+        stages=(
+            Stage(
+                "adam_swd_1", "elem", level=0, scalars=tuple(range(6)),
+                temps=("tensor_sum_for_typical", "tensor_sum_for_typical_2"), reads=("p", "g", "exp_avg", "exp_avg_sq"),
+                stores=("exp_avg", "exp_avg_sq"),
+                sums=(("sum", ("tensor_sum_for_typical",)), ("sum", ("tensor_sum_for_typical_2",))),
+                plus=("exp_avg_sq",), needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+            ),
+            ADAM_SWD_2,
+            ADAM_SWD_3,
+            Stage(
+                "adam_swd_4", "elem", level=4, scalars=(7, 5, 9), reads=("p", "exp_avg", "exp_avg_sq", "model_sub"),
+                stores=("p",),
+            ),
+        ),
+        early=("exp_avg_sq", "exp_avg"), strict=True,
+    ),
+    Rule(
+        ({"amsgrad": False},), SCALARS_2, host=host_scalars_2, temps=TEMPS,
+        stages=(
+            Stage(
+                "adam_swd_late_1", "elem", level=0, scalars=tuple(range(4)),
+                temps=("tensor_sum_for_typical", "tensor_sum_for_typical_2"), reads=("p", "g", "exp_avg_sq"),
+                sums=(("sum", ("tensor_sum_for_typical",)), ("sum", ("tensor_sum_for_typical_2",))),
+            ),
+            ADAM_SWD_2,
+            ADAM_SWD_3_2,
+            Stage(
+                "adam_swd_late_4", "elem", level=4, scalars=(7, 0, 5, 1, 8, 2, 3, 9),
+                reads=("p", "g", "exp_avg", "exp_avg_sq", "model_sub"), stores=("p", "exp_avg", "exp_avg_sq"),
+                plus=("exp_avg_sq",), needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+            ),
+        ),
+        strict=True,
+    ),
+    Rule(
+        ({"amsgrad": True},), SCALARS, host=host_scalars, temps=TEMPS,
+        stages=(
+            Stage(
+                "adam_swd_amsgrad_1", "elem", level=0, scalars=tuple(range(6)),
+                temps=("tensor_sum_for_typical", "tensor_sum_for_typical_2"),
+                reads=("p", "g", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+                stores=("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+                sums=(("sum", ("tensor_sum_for_typical",)), ("sum", ("tensor_sum_for_typical_2",))),
+                plus=("exp_avg_sq", "max_exp_avg_sq"), picked=("max_exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq")), ("max_exp_avg_sq", ("g", "exp_avg_sq", "max_exp_avg_sq"))),
+            ),
+            ADAM_SWD_2,
+            ADAM_SWD_3,
+            Stage(
+                "adam_swd_amsgrad_4", "elem", level=4, scalars=(7, 5, 9),
+                reads=("p", "exp_avg", "max_exp_avg_sq", "model_sub"), stores=("p",),
+            ),
+        ),
+        early=("exp_avg", "max_exp_avg_sq"), strict=True,
+    ),
+    Rule(
+        ({"amsgrad": True},), SCALARS_2, host=host_scalars_2, temps=TEMPS,
+        stages=(
+            Stage(
+                "adam_swd_amsgrad_late_1", "elem", level=0, scalars=tuple(range(4)),
+                temps=("tensor_sum_for_typical", "tensor_sum_for_typical_2"),
+                reads=("p", "g", "exp_avg_sq", "max_exp_avg_sq"),
+                sums=(("sum", ("tensor_sum_for_typical",)), ("sum", ("tensor_sum_for_typical_2",))),
+            ),
+            ADAM_SWD_2,
+            ADAM_SWD_3_2,
+            Stage(
+                "adam_swd_amsgrad_late_4", "elem", level=4, scalars=(7, 0, 5, 1, 8, 2, 3, 9),
+                reads=("p", "g", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "model_sub"),
+                stores=("p", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"), plus=("exp_avg_sq", "max_exp_avg_sq"),
+                picked=("max_exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq")), ("max_exp_avg_sq", ("g", "exp_avg_sq", "max_exp_avg_sq"))),
+            ),
+        ),
+        strict=True,
+    ),
+)
+
+# The step of kernels, in fast maths; rounding changed by: eps, fma, group, reciprocal, root, step.
 STEPS = (
     Rule(
-        ({"amsgrad": False},), SCALARS_2, host=kernel_scalars, temps=TEMPS,
+        ({"amsgrad": False},), SCALARS_3, host=kernel_scalars, temps=TEMPS,
         stages=(
             Stage(
                 "adam_swd_1", "elem", level=0, scalars=tuple(range(5)),
@@ -287,7 +267,7 @@ STEPS = (
                 plus=("exp_avg_sq",), needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
             ),
             ADAM_SWD_2,
-            ADAM_SWD_3,
+            ADAM_SWD_3_3,
             Stage(
                 "adam_swd_4", "elem", level=4, scalars=(8, 9), reads=("p", "exp_avg", "exp_avg_sq", "model_sub"),
                 stores=("p",),
@@ -296,7 +276,7 @@ STEPS = (
         early=("exp_avg_sq", "exp_avg"),
     ),
     Rule(
-        ({"amsgrad": False},), SCALARS_3, host=kernel_scalars_2, temps=TEMPS,
+        ({"amsgrad": False},), SCALARS_4, host=kernel_scalars_2, temps=TEMPS,
         stages=(
             Stage(
                 "adam_swd_late_1", "elem", level=0, scalars=(0, 1, 2),
@@ -304,7 +284,7 @@ STEPS = (
                 sums=(("sum", ("tensor_sum_for_typical",)), ("sum", ("tensor_sum_for_typical_2",))),
             ),
             ADAM_SWD_2,
-            ADAM_SWD_3_2,
+            ADAM_SWD_3_4,
             Stage(
                 "adam_swd_late_4", "elem", level=4, scalars=(6, 0, 7, 1, 8, 9),
                 reads=("p", "g", "exp_avg", "exp_avg_sq", "model_sub"), stores=("p", "exp_avg", "exp_avg_sq"),
@@ -313,7 +293,7 @@ STEPS = (
         ),
     ),
     Rule(
-        ({"amsgrad": True},), SCALARS_2, host=kernel_scalars, temps=TEMPS,
+        ({"amsgrad": True},), SCALARS_3, host=kernel_scalars, temps=TEMPS,
         stages=(
             Stage(
                 "adam_swd_amsgrad_1", "elem", level=0, scalars=tuple(range(5)),
@@ -325,7 +305,7 @@ STEPS = (
                 needs=(("exp_avg_sq", ("g", "exp_avg_sq")), ("max_exp_avg_sq", ("g", "exp_avg_sq", "max_exp_avg_sq"))),
             ),
             ADAM_SWD_2,
-            ADAM_SWD_3,
+            ADAM_SWD_3_3,
             Stage(
                 "adam_swd_amsgrad_4", "elem", level=4, scalars=(8, 9),
                 reads=("p", "exp_avg", "max_exp_avg_sq", "model_sub"), stores=("p",),
@@ -334,7 +314,7 @@ STEPS = (
         early=("exp_avg", "max_exp_avg_sq"),
     ),
     Rule(
-        ({"amsgrad": True},), SCALARS_3, host=kernel_scalars_2, temps=TEMPS,
+        ({"amsgrad": True},), SCALARS_4, host=kernel_scalars_2, temps=TEMPS,
         stages=(
             Stage(
                 "adam_swd_amsgrad_late_1", "elem", level=0, scalars=(0, 1, 2),
@@ -343,7 +323,7 @@ STEPS = (
                 sums=(("sum", ("tensor_sum_for_typical",)), ("sum", ("tensor_sum_for_typical_2",))),
             ),
             ADAM_SWD_2,
-            ADAM_SWD_3_2,
+            ADAM_SWD_3_4,
             Stage(
                 "adam_swd_amsgrad_late_4", "elem", level=4, scalars=(6, 0, 7, 1, 8, 9),
                 reads=("p", "g", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "model_sub"),

@@ -4,7 +4,6 @@
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, by_flags
 from optgen.runtime.records.scalars import divide
-from optgen.runtime.reference.eager import larger
 
 
 class Adamax(Optimizer):
@@ -38,26 +37,6 @@ class Adamax(Optimizer):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay), **options)
 
 
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def adamax(stored, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1, lr_over_one_minus_beta1_pow_t):
-    b = stored.over("p", "g", "exp_avg", "exp_inf")
-    # -- load and decode
-    p = b.load("p")
-    exp_avg = b.load("exp_avg")
-    g = b.load("g")
-    g = grad_scale * g
-    exp_inf = b.load("exp_inf")
-    # -- update  (specs/adamax.py)
-    g = g + weight_decay * p                                   # 20  g = l2(g, p, weight_decay)
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g            # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_inf = larger(beta2 * exp_inf, g.abs() + eps)           # 22  exp_inf = maximum(beta2 * exp_inf, abs(g) + eps)
-    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / exp_inf  # 23  p = p - lr / (1 - beta1**t) * exp_avg / exp_inf
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_inf", exp_inf)
-    b.store("exp_avg", exp_avg)
-
-
 # Scalars at a step, in fp64, with the new host states behind them.
 def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     beta1, beta2 = betas
@@ -68,28 +47,22 @@ def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
 
 # What several of the records below have.
 SCALARS = ("beta1", "beta2", "eps", "weight_decay", "grad_scale", "one_minus_beta1", "lr_over_one_minus_beta1_pow_t")
+ADAMAX = Stage(
+    "adamax", "elem", level=0, scalars=tuple(range(7)), reads=("p", "g", "exp_avg", "exp_inf"),
+    stores=("p", "exp_avg", "exp_inf"), plus=("exp_inf",), picked=("exp_inf",),
+    needs=(("exp_inf", ("p", "g", "exp_inf")),),
+)
 
-# The eager reference, in strict maths.
+# The states, and what of them a step makes.
 RULES = by_flags(
     {},
-    RuleRecord(
-        "adamax", "adamax", scalars=SCALARS, host=host_scalars,
-        states=(StateRecord("exp_avg", normalized_by="exp_inf"), StateRecord("exp_inf", nonneg=True)),
-    ),
+    RuleRecord("adamax", states=(StateRecord("exp_avg", normalized_by="exp_inf"), StateRecord("exp_inf", nonneg=True))),
 )
 
-# The kernels, in fast maths; rounding changed by: fma, group, reciprocal.
-STEPS = (
-    Rule(
-        ({},), SCALARS, host=host_scalars,
-        stages=(
-            Stage(
-                "adamax", "elem", level=0, scalars=tuple(range(7)), reads=("p", "g", "exp_avg", "exp_inf"),
-                stores=("p", "exp_avg", "exp_inf"), plus=("exp_inf",), picked=("exp_inf",),
-                needs=(("exp_inf", ("p", "g", "exp_inf")),),
-            ),
-        ),
-    ),
-)
+# The step in strict maths, as the eager reference makes it.
+STRICT = (Rule(({},), SCALARS, host=host_scalars, stages=(ADAMAX,), strict=True),)
+
+# The step of kernels, in fast maths; rounding changed by: fma, group, reciprocal.
+STEPS = (Rule(({},), SCALARS, host=host_scalars, stages=(ADAMAX,)),)
 
 READY = True

@@ -3,7 +3,6 @@
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, by_flags
 from optgen.runtime.records.scalars import divide, maximum, root, where
-from optgen.runtime.reference.eager import sqrt
 
 
 class AdamC(Optimizer):
@@ -45,33 +44,6 @@ class AdamC(Optimizer):
         super().__init__(
             params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, normalized=normalized), **options
         )
-
-
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def adamc(
-    stored, beta1, beta2, eps, grad_scale, scalar_0, one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
-    lr_over_one_minus_beta1_pow_t,
-):
-    b = stored.over("p", "g", "exp_avg", "exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    exp_avg = b.load("exp_avg")
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/adamc.py)
-    # 26  p = decoupled(p, lr * schedule_of(lr, peak_lr) if normalized else lr, weight_decay)
-    p = p * scalar_0
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g              # 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    # 28  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
-    # 29  denom = sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps
-    denom = sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
-    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom      # 30  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg_sq", exp_avg_sq)
-    b.store("exp_avg", exp_avg)
 
 
 # Scalars at a step, in fp64, with the new host states behind them.
@@ -135,39 +107,50 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, peak_lr)
 
 
 # What several of the records below have.
-STATES = (StateRecord("exp_avg", normalized_by="exp_avg_sq"), StateRecord("exp_avg_sq", nonneg=True))
 ADAMC = Stage(
+    "adamc", "elem", level=0, scalars=tuple(range(9)), reads=("p", "g", "exp_avg", "exp_avg_sq"),
+    stores=("p", "exp_avg", "exp_avg_sq"), plus=("exp_avg_sq",), needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+)
+ADAMC_2 = Stage(
     "adamc", "elem", level=0, scalars=tuple(range(7)), reads=("p", "g", "exp_avg", "exp_avg_sq"),
     stores=("p", "exp_avg", "exp_avg_sq"), plus=("exp_avg_sq",), needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
 )
 
-# The eager reference, in strict maths.
+# The states, and what of them a step makes.
 RULES = by_flags(
     {"normalized": True},
     RuleRecord(
-        "adamc", "adamc",
-        scalars=(
-            "beta1", "beta2", "eps", "grad_scale", "scalar_0", "one_minus_beta1", "one_minus_beta2",
-            "sqrt_one_minus_beta2_pow_t", "lr_over_one_minus_beta1_pow_t",
-        ),
-        host=host_scalars, states=STATES, host_states=(("peak_lr", 0.0),), settings=({"normalized": True},),
-    ),
-    RuleRecord(
-        "adamc", "adamc",
-        scalars=(
-            "beta1", "beta2", "eps", "grad_scale", "one_minus_lr_times_weight_decay", "one_minus_beta1",
-            "one_minus_beta2", "sqrt_one_minus_beta2_pow_t", "lr_over_one_minus_beta1_pow_t",
-        ),
-        host=host_scalars_2, states=STATES, host_states=(("peak_lr", 0.0),), settings=({"normalized": False},),
+        "adamc", states=(StateRecord("exp_avg", normalized_by="exp_avg_sq"), StateRecord("exp_avg_sq", nonneg=True)),
+        host_states=(("peak_lr", 0.0),),
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: eps, fma, group, reciprocal, step.
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({"normalized": True},),
+        (
+            "beta1", "beta2", "eps", "grad_scale", "scalar_0", "one_minus_beta1", "one_minus_beta2",
+            "sqrt_one_minus_beta2_pow_t", "lr_over_one_minus_beta1_pow_t",
+        ),
+        host=host_scalars, stages=(ADAMC,), strict=True,
+    ),
+    Rule(
+        ({"normalized": False},),
+        (
+            "beta1", "beta2", "eps", "grad_scale", "one_minus_lr_times_weight_decay", "one_minus_beta1",
+            "one_minus_beta2", "sqrt_one_minus_beta2_pow_t", "lr_over_one_minus_beta1_pow_t",
+        ),
+        host=host_scalars_2, stages=(ADAMC,), strict=True,
+    ),
+)
+
+# The step of kernels, in fast maths; rounding changed by: eps, fma, group, reciprocal, step.
 STEPS = (
     Rule(
         ({"normalized": True},),
         ("beta1", "beta2", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3", "scalar_4"),
-        host=kernel_scalars, stages=(ADAMC,),
+        host=kernel_scalars, stages=(ADAMC_2,),
     ),
     Rule(
         ({"normalized": False},),
@@ -175,7 +158,7 @@ STEPS = (
             "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
             "scalar_3", "scalar_4",
         ),
-        host=kernel_scalars_2, stages=(ADAMC,),
+        host=kernel_scalars_2, stages=(ADAMC_2,),
     ),
 )
 

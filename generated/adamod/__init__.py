@@ -4,7 +4,6 @@
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, by_flags
 from optgen.runtime.records.scalars import divide, maximum, root, where
-from optgen.runtime.reference.eager import smaller, sqrt
 
 
 class AdaMod(Optimizer):
@@ -42,36 +41,6 @@ class AdaMod(Optimizer):
         super().__init__(params, dict(lr=lr, betas=betas, beta3=beta3, eps=eps, weight_decay=weight_decay), **options)
 
 
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def adamod(
-    stored, beta1, beta2, beta3, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
-    scalar_3, one_minus_beta3,
-):
-    b = stored.over("p", "g", "exp_avg", "exp_avg_sq", "exp_avg_lr")
-    # -- load and decode
-    p = b.load("p")
-    exp_avg_sq = b.load("exp_avg_sq")
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg_lr = b.load("exp_avg_lr")
-    exp_avg = b.load("exp_avg")
-    # -- update  (specs/adamod.py)
-    p = p * one_minus_lr_times_weight_decay                    # 22  p = decoupled(p, lr, weight_decay)
-    # 24  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
-    # 25  rate = lr * sqrt(1 - beta2**t) / (1 - beta1**t) / (sqrt(exp_avg_sq) + eps)
-    rate = scalar_3 / (sqrt(exp_avg_sq) + eps)
-    # 26  exp_avg_lr = beta3 * exp_avg_lr + (1 - beta3) * rate
-    exp_avg_lr = beta3 * exp_avg_lr + one_minus_beta3 * rate
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g            # 23  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    p = p - smaller(rate, exp_avg_lr) * exp_avg                # 27  p = p - minimum(rate, exp_avg_lr) * exp_avg
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg_sq", exp_avg_sq)
-    b.store("exp_avg", exp_avg)
-    b.store("exp_avg_lr", exp_avg_lr)
-
-
 # Scalars at a step, in fp64, with the new host states behind them.
 def host_scalars(step, grad_scale, *, lr, betas, beta3, eps, weight_decay):
     beta1, beta2 = betas
@@ -102,16 +71,11 @@ def kernel_scalars(step, grad_scale, *, lr, betas, beta3, eps, weight_decay):
     )
 
 
-# The eager reference, in strict maths.
+# The states, and what of them a step makes.
 RULES = by_flags(
     {},
     RuleRecord(
-        "adamod", "adamod",
-        scalars=(
-            "beta1", "beta2", "beta3", "eps", "grad_scale", "one_minus_lr_times_weight_decay", "one_minus_beta1",
-            "one_minus_beta2", "scalar_3", "one_minus_beta3",
-        ),
-        host=host_scalars,
+        "adamod",
         states=(
             StateRecord("exp_avg", normalized_by="exp_avg_sq"),
             StateRecord("exp_avg_sq", nonneg=True),
@@ -120,7 +84,28 @@ RULES = by_flags(
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: fma, group, reciprocal, step.
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({},),
+        (
+            "beta1", "beta2", "beta3", "eps", "grad_scale", "one_minus_lr_times_weight_decay", "one_minus_beta1",
+            "one_minus_beta2", "scalar_3", "one_minus_beta3",
+        ),
+        host=host_scalars,
+        stages=(
+            Stage(
+                "adamod", "elem", level=0, scalars=tuple(range(10)),
+                reads=("p", "g", "exp_avg", "exp_avg_sq", "exp_avg_lr"),
+                stores=("p", "exp_avg", "exp_avg_sq", "exp_avg_lr"), plus=("exp_avg_sq", "exp_avg_lr"),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq")), ("exp_avg_lr", ("g", "exp_avg_sq", "exp_avg_lr"))),
+            ),
+        ),
+        strict=True,
+    ),
+)
+
+# The step of kernels, in fast maths; rounding changed by: fma, group, reciprocal, step.
 STEPS = (
     Rule(
         ({},),

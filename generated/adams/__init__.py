@@ -3,7 +3,6 @@
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, by_flags
 from optgen.runtime.records.scalars import divide, maximum, where
-from optgen.runtime.reference.eager import sqrt
 
 
 class AdamS(Optimizer):
@@ -37,27 +36,6 @@ class AdamS(Optimizer):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay), **options)
 
 
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def adams(
-    stored, lr, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta2, one_minus_beta1,
-):
-    b = stored.over("p", "g", "exp_avg")
-    # -- load and decode
-    p = b.load("p")
-    exp_avg = b.load("exp_avg")
-    g = b.load("g")
-    g = grad_scale * g
-    # -- update  (specs/adams.py)
-    p = p * one_minus_lr_times_weight_decay                       # 19  p = decoupled(p, lr, weight_decay)
-    exp_avg_2 = beta1 * exp_avg + one_minus_beta1 * g             # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    # 20  second = beta2 * exp_avg * exp_avg + (1 - beta2) * g * g
-    second = beta2 * exp_avg * exp_avg + one_minus_beta2 * g * g
-    p = p - lr * exp_avg_2 / (sqrt(second) + eps)                 # 22  p = p - lr * exp_avg / (sqrt(second) + eps)
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg", exp_avg_2)
-
-
 # Scalars at a step, in fp64, with the new host states behind them.
 def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     beta1, beta2 = betas
@@ -80,20 +58,28 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     )
 
 
-# The eager reference, in strict maths.
-RULES = by_flags(
-    {},
-    RuleRecord(
-        "adams", "adams",
-        scalars=(
+# The states, and what of them a step makes.
+RULES = by_flags({}, RuleRecord("adams", states=(StateRecord("exp_avg"),)))
+
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({},),
+        (
             "lr", "beta1", "beta2", "eps", "grad_scale", "one_minus_lr_times_weight_decay", "one_minus_beta2",
             "one_minus_beta1",
         ),
-        host=host_scalars, states=(StateRecord("exp_avg"),),
+        host=host_scalars,
+        stages=(
+            Stage(
+                "adams", "elem", level=0, scalars=tuple(range(8)), reads=("p", "g", "exp_avg"), stores=("p", "exp_avg"),
+            ),
+        ),
+        strict=True,
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: fma, group, reciprocal, step.
+# The step of kernels, in fast maths; rounding changed by: fma, group, reciprocal, step.
 STEPS = (
     Rule(
         ({},),

@@ -2,11 +2,8 @@
 #     adamuon
 # fmt: off
 # ruff: noqa
-import torch
-
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Series, Stage, StateRecord, Temp, by_flags
 from optgen.runtime.records.scalars import divide, maximum, root, where
-from optgen.runtime.reference.eager import few_sum, newton_schulz, sqrt
 
 
 class AdaMuon(Optimizer):
@@ -81,135 +78,6 @@ class AdaMuon(Optimizer):
         )
 
 
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def adamuon(
-    stored, momentum, grad_scale, one_minus_momentum, one_minus_nesterov_times_one_minus_momentum, ahead,
-    ns_coefficients, ns_steps, gram, eps, lr, one_minus_lr_times_weight_decay,
-):
-
-    # == sweep 1: direction (specs/adamuon.py:39)
-    b = stored.over("g", "momentum_buffer")
-    # -- load and decode
-    momentum_buffer = b.load("momentum_buffer")
-    g = b.load("g")
-    g = grad_scale * g
-    # -- update  (specs/adamuon.py)
-    # 37  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
-    momentum_buffer = momentum * momentum_buffer + one_minus_momentum * g
-    # -- encode and store
-    momentum_buffer_sign = torch.where(
-        one_minus_nesterov_times_one_minus_momentum * momentum_buffer + ahead * g > 0, 1.0,
-        torch.where(
-            one_minus_nesterov_times_one_minus_momentum * momentum_buffer + ahead * g < 0, -1.0,
-            one_minus_nesterov_times_one_minus_momentum * momentum_buffer + ahead * g
-        )
-    )
-    momentum_buffer_bitcast = momentum_buffer_sign.view(torch.int32)
-    direction_tensor = b.flat(
-        (
-            torch.where(
-                momentum_buffer_sign == momentum_buffer_sign,
-                momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000
-            )
-            >> 16
-        ).to(torch.int16).view(torch.bfloat16)
-    )
-    b.store("momentum_buffer", momentum_buffer)
-
-    # == newton_schulz: newton_schulz of whole matrices
-    b = stored.over()
-    # -- load and decode
-    direction_stored = b.elements(direction_tensor)
-    # -- encode and store
-    direction_tensor = b.flat(
-        b.elements(
-            newton_schulz(
-                direction_tensor, float(ns_steps), float(1.0), float(gram), float(1e-07), float(ns_coefficients)
-            )
-        ).to(torch.bfloat16)
-    )
-
-    # == sweep 2: size (specs/adamuon.py:42)
-    b = stored.over("exp_avg_sq")
-    # -- load and decode
-    direction_stored = b.elements(direction_tensor)
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/adamuon.py)
-    # 39  direction = newton_schulz(sign((1 - ahead) * momentum_buffer + ahead * g), ns_steps, ns_coefficients,
-    #     gram=gram)
-    direction = direction_stored.to(torch.float32)
-    # 40  exp_avg_sq = momentum * exp_avg_sq + (1 - momentum) * direction * direction
-    exp_avg_sq = momentum * exp_avg_sq + one_minus_momentum * direction * direction
-    even = direction / (sqrt(exp_avg_sq) + eps)     # 41  even = direction / (sqrt(exp_avg_sq) + eps)
-    # -- encode and store
-    row_sum_for_size_tensor = b.row_sum(even * even)
-
-    # == row: values of rows
-    # -- load and decode
-    row_sum_for_size = row_sum_for_size_tensor
-    # -- encode and store
-    mat_sum_for_size_tensor = few_sum(row_sum_for_size, "mat")
-
-    # == tensor: values of tensors
-    # -- encode and store
-    by_0p2_times_sqrt_rows_times_columns_tensor = 0.2 * sqrt(b.extent("rows") * b.extent("columns"))
-
-    # == mat: values of matrices
-    # -- load and decode
-    by_0p2_times_sqrt_rows_times_columns = by_0p2_times_sqrt_rows_times_columns_tensor
-    mat_sum_for_size = mat_sum_for_size_tensor
-    # -- update  (specs/adamuon.py)
-    # 42  size = 0.2 * sqrt(rows(p) * columns(p)) / (mat_norm(even) + eps)
-    size = by_0p2_times_sqrt_rows_times_columns / (sqrt(mat_sum_for_size) + eps)
-    # -- encode and store
-    lr_times_size_tensor = lr * size
-
-    # == sweep 3: the update
-    b = stored.over("p", "exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    lr_times_size = b.spread(lr_times_size_tensor)
-    direction_stored = b.elements(direction_tensor)
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/adamuon.py)
-    p = p * one_minus_lr_times_weight_decay         # 43  p = policies.decoupled(p, lr, weight_decay)
-    direction = direction_stored.to(torch.float32)  # 39
-    exp_avg_sq = momentum * exp_avg_sq + one_minus_momentum * direction * direction  # 40
-    even = direction / (sqrt(exp_avg_sq) + eps)     # 41
-    p = p - lr_times_size * even                    # 44  p = p - lr * size * even
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg_sq", exp_avg_sq)
-
-
-def adamuon_no_matrix(
-    stored, eps, adamw_betas_0, adamw_betas_1, grad_scale, one_minus_adamw_lr_times_weight_decay,
-    one_minus_adamw_betas_0, adamw_lr_over_one_minus_adamw_betas_0_pow_t, one_minus_adamw_betas_1,
-    sqrt_one_minus_adamw_betas_1_pow_t,
-):
-    b = stored.over("p", "g", "momentum_buffer", "exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    momentum_buffer = b.load("momentum_buffer")
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/adamuon.py)
-    # 33  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr,
-    #     adamw_betas, eps, weight_decay )
-    momentum_buffer = adamw_betas_0 * momentum_buffer + one_minus_adamw_betas_0 * g
-    exp_avg_sq = adamw_betas_1 * exp_avg_sq + one_minus_adamw_betas_1 * g * g  # 33
-    # 33
-    p = (
-        p * one_minus_adamw_lr_times_weight_decay - adamw_lr_over_one_minus_adamw_betas_0_pow_t * momentum_buffer
-        / (sqrt(exp_avg_sq) / sqrt_one_minus_adamw_betas_1_pow_t + eps)
-    )
-    # -- encode and store
-    b.store("p", p)
-    b.store("momentum_buffer", momentum_buffer)
-    b.store("exp_avg_sq", exp_avg_sq)
-
-
 # Scalars at a step, in fp64, with the new host states behind them.
 def host_scalars(
     step, grad_scale, *, lr, weight_decay, momentum, eps, nesterov, ns_coefficients, ns_steps, gram, adamw_lr,
@@ -278,31 +146,88 @@ def kernel_scalars_2(
 
 # What several of the records below have.
 STATES = (StateRecord("momentum_buffer"), StateRecord("exp_avg_sq", nonneg=True))
+TEMPS = (
+    Temp("direction", "elem"),
+    Temp("row_sum_for_size", "row", reduction="row_sum", source="elem"),
+    Temp("mat_sum_for_size", "mat", reduction="mat_sum", source="row"),
+    Temp("by_0p2_times_sqrt_rows_times_columns", "tensor"),
+    Temp("lr_times_size", "mat"),
+)
+ADAMUON_4 = Stage(
+    "adamuon_4", "row", level=3, scalars=(), temps=("mat_sum_for_size",), matrices=True, reads=("row_sum_for_size",),
+    sums=(("sum", ("mat_sum_for_size",)),),
+)
+ADAMUON_5 = Stage(
+    "adamuon_5", "tensor", level=3, scalars=(), temps=("by_0p2_times_sqrt_rows_times_columns",),
+    stores=("by_0p2_times_sqrt_rows_times_columns",), extents=("rows", "columns"),
+)
 
-# The eager reference, in strict maths.
+# The states, and what of them a step makes.
 RULES = by_flags(
     {"adamw": False, "matrix": True},
     RuleRecord(
-        "adamuon", "adamuon",
-        scalars=(
+        "adamuon", states=STATES, spaces=("call", "mat", "tensor"), by_rows=True, matrix="heads",
+        settings=({"adamw": False, "matrix": True},),
+    ),
+    RuleRecord("adamuon", states=STATES, matrix="heads", settings=({"adamw": True}, {"matrix": False})),
+)
+
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({"adamw": False, "matrix": True},),
+        (
             "momentum", "grad_scale", "one_minus_momentum", "one_minus_nesterov_times_one_minus_momentum", "ahead",
             "ns_coefficients", "ns_steps", "gram", "eps", "lr", "one_minus_lr_times_weight_decay",
         ),
-        host=host_scalars, states=STATES, spaces=("call", "mat", "tensor"), by_rows=True, matrix="heads",
-        settings=({"adamw": False, "matrix": True},),
+        host=host_scalars, temps=TEMPS,
+        stages=(
+            Stage(
+                "adamuon_1", "elem", level=0, scalars=tuple(range(5)), temps=("direction",),
+                reads=("g", "momentum_buffer"), stores=("momentum_buffer", "direction"), picked=("direction",),
+            ),
+            Stage(
+                "newton_schulz", "call", level=1, scalars=(5, 6, 7), temps=("direction",),
+                given=("ns_steps", 1.0, "gram", 1e-07, "ns_coefficients"),
+            ),
+            Stage(
+                "adamuon_3", "elem", level=2, scalars=(0, 8, 2), temps=("row_sum_for_size",), matrices=True,
+                reads=("exp_avg_sq", "direction"), sums=(("sum", ("row_sum_for_size",)),),
+            ),
+            ADAMUON_4,
+            ADAMUON_5,
+            Stage(
+                "adamuon_6", "mat", level=3, scalars=(9, 8), temps=("lr_times_size",), matrices=True,
+                reads=("by_0p2_times_sqrt_rows_times_columns", "mat_sum_for_size"), stores=("lr_times_size",),
+            ),
+            Stage(
+                "adamuon_7", "elem", level=4, scalars=(0, 8, 2, 10), matrices=True,
+                reads=("p", "exp_avg_sq", "lr_times_size", "direction"), stores=("p", "exp_avg_sq"),
+                plus=("exp_avg_sq",), needs=(("exp_avg_sq", ("exp_avg_sq", "direction")),),
+            ),
+        ),
+        strict=True,
     ),
-    RuleRecord(
-        "adamuon", "adamuon_no_matrix",
-        scalars=(
+    Rule(
+        ({"adamw": True}, {"matrix": False}),
+        (
             "eps", "adamw_betas_0", "adamw_betas_1", "grad_scale", "one_minus_adamw_lr_times_weight_decay",
             "one_minus_adamw_betas_0", "adamw_lr_over_one_minus_adamw_betas_0_pow_t", "one_minus_adamw_betas_1",
             "sqrt_one_minus_adamw_betas_1_pow_t",
         ),
-        host=host_scalars_2, states=STATES, matrix="heads", settings=({"adamw": True}, {"matrix": False}),
+        host=host_scalars_2,
+        stages=(
+            Stage(
+                "adamuon_no_matrix", "elem", level=0, scalars=tuple(range(9)),
+                reads=("p", "g", "momentum_buffer", "exp_avg_sq"), stores=("p", "momentum_buffer", "exp_avg_sq"),
+                plus=("exp_avg_sq",), needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+            ),
+        ),
+        strict=True,
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: eps, fma, group, reciprocal, step.
+# The step of kernels, in fast maths; rounding changed by: eps, fma, group, reciprocal, step.
 STEPS = (
     Rule(
         ({"adamw": False, "matrix": True},),
@@ -311,14 +236,7 @@ STEPS = (
             "scalar_2", "ns_coefficients", "ns_steps", "gram", "eps", "one_minus_momentum", "lr",
             "one_minus_lr_times_weight_decay",
         ),
-        host=kernel_scalars,
-        temps=(
-            Temp("direction", "elem"),
-            Temp("row_sum_for_size", "row", reduction="row_sum", source="elem"),
-            Temp("mat_sum_for_size", "mat", reduction="mat_sum", source="row"),
-            Temp("by_0p2_times_sqrt_rows_times_columns", "tensor"),
-            Temp("lr_times_size", "mat"),
-        ),
+        host=kernel_scalars, temps=TEMPS,
         stages=(
             Stage(
                 "adamuon_1", "elem", level=0, scalars=tuple(range(4)), temps=("direction",),
@@ -332,14 +250,8 @@ STEPS = (
                 "adamuon_3", "elem", level=2, scalars=(0, 7, 8), temps=("row_sum_for_size",), matrices=True,
                 reads=("exp_avg_sq", "direction"), sums=(("square", ("row_sum_for_size",)),),
             ),
-            Stage(
-                "adamuon_4", "row", level=3, scalars=(), temps=("mat_sum_for_size",), matrices=True,
-                reads=("row_sum_for_size",), sums=(("sum", ("mat_sum_for_size",)),),
-            ),
-            Stage(
-                "adamuon_5", "tensor", level=3, scalars=(), temps=("by_0p2_times_sqrt_rows_times_columns",),
-                stores=("by_0p2_times_sqrt_rows_times_columns",), extents=("rows", "columns"),
-            ),
+            ADAMUON_4,
+            ADAMUON_5,
             Stage(
                 "adamuon_6", "mat", level=3, scalars=(9, 7), temps=("lr_times_size",), matrices=True,
                 reads=("by_0p2_times_sqrt_rows_times_columns", "mat_sum_for_size"), stores=("lr_times_size",),

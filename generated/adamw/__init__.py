@@ -3,7 +3,6 @@
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, by_flags
 from optgen.runtime.records.scalars import divide, maximum, root, where
-from optgen.runtime.reference.eager import larger, sqrt
 
 
 class AdamW(Optimizer):
@@ -62,58 +61,6 @@ class AdamW(Optimizer):
             dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad, decouple_lr=decouple_lr),
             **options
         )
-
-
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def adamw(
-    stored, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
-    sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
-):
-    b = stored.over("p", "g", "exp_avg", "exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    exp_avg = b.load("exp_avg")
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/adamw.py)
-    p = p * one_minus_lr_times_weight_decay                      # 30  p = decoupled(p, rate, weight_decay)
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g              # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
-    denom = sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps  # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
-    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom      # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg_sq", exp_avg_sq)
-    b.store("exp_avg", exp_avg)
-
-
-def adamw_amsgrad(
-    stored, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
-    sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
-):
-    b = stored.over("p", "g", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    exp_avg = b.load("exp_avg")
-    g = b.load("g")
-    g = grad_scale * g
-    max_exp_avg_sq = b.load("max_exp_avg_sq")
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/adamw.py)
-    p = p * one_minus_lr_times_weight_decay                          # 30
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g                  # 31
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g  # 32
-    # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq)
-    denom = sqrt(max_exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps  # 36
-    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg_sq", exp_avg_sq)
-    b.store("exp_avg", exp_avg)
-    b.store("max_exp_avg_sq", max_exp_avg_sq)
 
 
 # Scalars at a step, in fp64, with the new host states behind them.
@@ -176,30 +123,41 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, peak_lr)
 
 
 # What several of the records below have.
-SCALARS = (
-    "beta1", "beta2", "eps", "grad_scale", "one_minus_lr_times_weight_decay", "one_minus_beta1", "one_minus_beta2",
-    "sqrt_one_minus_beta2_pow_t", "lr_over_one_minus_beta1_pow_t",
-)
 STATES = (StateRecord("exp_avg", normalized_by="exp_avg_sq"), StateRecord("exp_avg_sq", nonneg=True))
-SCALARS_2 = (
-    "beta1", "beta2", "eps", "grad_scale", "scalar_0", "one_minus_beta1", "one_minus_beta2",
-    "sqrt_one_minus_beta2_pow_t", "lr_over_one_minus_beta1_pow_t",
-)
 STATES_2 = (
     StateRecord("exp_avg", normalized_by="exp_avg_sq"),
     StateRecord("exp_avg_sq", nonneg=True),
     StateRecord("max_exp_avg_sq", nonneg=True, nearest=True),
 )
+SCALARS = (
+    "beta1", "beta2", "eps", "grad_scale", "one_minus_lr_times_weight_decay", "one_minus_beta1", "one_minus_beta2",
+    "sqrt_one_minus_beta2_pow_t", "lr_over_one_minus_beta1_pow_t",
+)
+ADAMW = Stage(
+    "adamw", "elem", level=0, scalars=tuple(range(9)), reads=("p", "g", "exp_avg", "exp_avg_sq"),
+    stores=("p", "exp_avg", "exp_avg_sq"), plus=("exp_avg_sq",), needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+)
+SCALARS_2 = (
+    "beta1", "beta2", "eps", "grad_scale", "scalar_0", "one_minus_beta1", "one_minus_beta2",
+    "sqrt_one_minus_beta2_pow_t", "lr_over_one_minus_beta1_pow_t",
+)
+ADAMW_AMSGRAD = Stage(
+    "adamw_amsgrad", "elem", level=0, scalars=tuple(range(9)),
+    reads=("p", "g", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+    stores=("p", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"), plus=("exp_avg_sq", "max_exp_avg_sq"),
+    picked=("max_exp_avg_sq",),
+    needs=(("exp_avg_sq", ("g", "exp_avg_sq")), ("max_exp_avg_sq", ("g", "exp_avg_sq", "max_exp_avg_sq"))),
+)
 SCALARS_3 = (
     "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3",
     "scalar_4",
 )
-ADAMW = Stage(
+ADAMW_2 = Stage(
     "adamw", "elem", level=0, scalars=tuple(range(7)), reads=("p", "g", "exp_avg", "exp_avg_sq"),
     stores=("p", "exp_avg", "exp_avg_sq"), plus=("exp_avg_sq",), needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
 )
 SCALARS_4 = ("beta1", "beta2", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3", "scalar_4")
-ADAMW_AMSGRAD = Stage(
+ADAMW_AMSGRAD_2 = Stage(
     "adamw_amsgrad", "elem", level=0, scalars=tuple(range(7)),
     reads=("p", "g", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
     stores=("p", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"), plus=("exp_avg_sq", "max_exp_avg_sq"),
@@ -207,33 +165,35 @@ ADAMW_AMSGRAD = Stage(
     needs=(("exp_avg_sq", ("g", "exp_avg_sq")), ("max_exp_avg_sq", ("g", "exp_avg_sq", "max_exp_avg_sq"))),
 )
 
-# The eager reference, in strict maths.
+# The states, and what of them a step makes.
 RULES = by_flags(
     {"amsgrad": False, "decouple_lr": False},
+    RuleRecord("adamw", states=STATES, settings=({"amsgrad": False, "decouple_lr": False},)),
     RuleRecord(
-        "adamw", "adamw", scalars=SCALARS, host=host_scalars, states=STATES,
-        settings=({"amsgrad": False, "decouple_lr": False},),
+        "adamw", states=STATES, host_states=(("peak_lr", 0.0),), settings=({"amsgrad": False, "decouple_lr": True},),
     ),
+    RuleRecord("adamw", states=STATES_2, settings=({"amsgrad": True, "decouple_lr": False},)),
     RuleRecord(
-        "adamw", "adamw", scalars=SCALARS_2, host=host_scalars_2, states=STATES, host_states=(("peak_lr", 0.0),),
-        settings=({"amsgrad": False, "decouple_lr": True},),
-    ),
-    RuleRecord(
-        "adamw", "adamw_amsgrad", scalars=SCALARS, host=host_scalars, states=STATES_2,
-        settings=({"amsgrad": True, "decouple_lr": False},),
-    ),
-    RuleRecord(
-        "adamw", "adamw_amsgrad", scalars=SCALARS_2, host=host_scalars_2, states=STATES_2,
-        host_states=(("peak_lr", 0.0),), settings=({"amsgrad": True, "decouple_lr": True},),
+        "adamw", states=STATES_2, host_states=(("peak_lr", 0.0),), settings=({"amsgrad": True, "decouple_lr": True},),
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: eps, fma, group, reciprocal, step.
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(({"amsgrad": False, "decouple_lr": False},), SCALARS, host=host_scalars, stages=(ADAMW,), strict=True),
+    Rule(({"amsgrad": False, "decouple_lr": True},), SCALARS_2, host=host_scalars_2, stages=(ADAMW,), strict=True),
+    Rule(({"amsgrad": True, "decouple_lr": False},), SCALARS, host=host_scalars, stages=(ADAMW_AMSGRAD,), strict=True),
+    Rule(
+        ({"amsgrad": True, "decouple_lr": True},), SCALARS_2, host=host_scalars_2, stages=(ADAMW_AMSGRAD,), strict=True,
+    ),
+)
+
+# The step of kernels, in fast maths; rounding changed by: eps, fma, group, reciprocal, step.
 STEPS = (
-    Rule(({"amsgrad": False, "decouple_lr": False},), SCALARS_3, host=kernel_scalars, stages=(ADAMW,)),
-    Rule(({"amsgrad": False, "decouple_lr": True},), SCALARS_4, host=kernel_scalars_2, stages=(ADAMW,)),
-    Rule(({"amsgrad": True, "decouple_lr": False},), SCALARS_3, host=kernel_scalars, stages=(ADAMW_AMSGRAD,)),
-    Rule(({"amsgrad": True, "decouple_lr": True},), SCALARS_4, host=kernel_scalars_2, stages=(ADAMW_AMSGRAD,)),
+    Rule(({"amsgrad": False, "decouple_lr": False},), SCALARS_3, host=kernel_scalars, stages=(ADAMW_2,)),
+    Rule(({"amsgrad": False, "decouple_lr": True},), SCALARS_4, host=kernel_scalars_2, stages=(ADAMW_2,)),
+    Rule(({"amsgrad": True, "decouple_lr": False},), SCALARS_3, host=kernel_scalars, stages=(ADAMW_AMSGRAD_2,)),
+    Rule(({"amsgrad": True, "decouple_lr": True},), SCALARS_4, host=kernel_scalars_2, stages=(ADAMW_AMSGRAD_2,)),
 )
 
 READY = True

@@ -2,11 +2,8 @@
 #     adanorm
 # fmt: off
 # ruff: noqa
-import torch
-
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp, by_flags
 from optgen.runtime.records.scalars import divide, maximum, root, where
-from optgen.runtime.reference.eager import put, sqrt
 
 
 class AdaNorm(Optimizer):
@@ -46,60 +43,6 @@ class AdaNorm(Optimizer):
         super().__init__(params, dict(lr=lr, betas=betas, r=r, eps=eps, weight_decay=weight_decay), **options)
 
 
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def adanorm(
-    stored, weight_decay, grad_scale, r, one_minus_r, beta1, beta2, eps, one_minus_beta1, one_minus_beta2,
-    sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
-):
-
-    # == sweep 1: length (specs/adanorm.py:23)
-    b = stored.over("p", "g")
-    # -- load and decode
-    g = b.load("g")
-    g = grad_scale * g
-    p = b.load("p")
-    # -- update  (specs/adanorm.py)
-    g = g + weight_decay * p  # 22  g = l2(g, p, weight_decay)
-    # -- encode and store
-    tensor_sum_for_length_tensor = b.tensor_sum(g * g)
-
-    # == tensor: values of tensors
-    # -- load and decode
-    exp_grad_norm = stored["exp_grad_norm"]
-    tensor_sum_for_length = tensor_sum_for_length_tensor
-    # -- update  (specs/adanorm.py)
-    length = sqrt(tensor_sum_for_length)                      # 23  length = norm(g)
-    exp_grad_norm = r * exp_grad_norm + one_minus_r * length  # 24  exp_grad_norm = r * exp_grad_norm + (1 - r) * length
-    # 25  longer = where(exp_grad_norm > length, exp_grad_norm / maximum(length, 1e-30), 1.0)
-    longer = torch.where(length < exp_grad_norm, exp_grad_norm / length.clamp(min=1e-30), 1.0)
-    # -- encode and store
-    longer_tensor = longer
-    put(stored["exp_grad_norm"], exp_grad_norm)
-
-    # == sweep 2: the update
-    b = stored.over("p", "g", "exp_avg", "exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    exp_avg = b.load("exp_avg")
-    g = b.load("g")
-    g = grad_scale * g
-    longer = b.spread(longer_tensor)
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/adanorm.py)
-    g = g + weight_decay * p                                     # 22
-    # 26  exp_avg = beta1 * exp_avg + (1 - beta1) * g * longer
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g * longer
-    # 27  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
-    # 28  denom = sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps
-    denom = sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
-    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom      # 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg_sq", exp_avg_sq)
-    b.store("exp_avg", exp_avg)
-
-
 # Scalars at a step, in fp64, with the new host states behind them.
 def host_scalars(step, grad_scale, *, lr, betas, r, eps, weight_decay):
     beta1, beta2 = betas
@@ -129,16 +72,18 @@ def kernel_scalars(step, grad_scale, *, lr, betas, r, eps, weight_decay):
     )
 
 
-# The eager reference, in strict maths.
+# What several of the records below have.
+TEMPS = (Temp("tensor_sum_for_length", "tensor", reduction="tensor_sum", source="elem"), Temp("longer", "tensor"))
+ADANORM_2 = Stage(
+    "adanorm_2", "tensor", level=1, scalars=(2, 3), temps=("longer",), reads=("exp_grad_norm", "tensor_sum_for_length"),
+    stores=("exp_grad_norm", "longer"), plus=("exp_grad_norm",), picked=("longer",),
+)
+
+# The states, and what of them a step makes.
 RULES = by_flags(
     {},
     RuleRecord(
-        "adanorm", "adanorm",
-        scalars=(
-            "weight_decay", "grad_scale", "r", "one_minus_r", "beta1", "beta2", "eps", "one_minus_beta1",
-            "one_minus_beta2", "sqrt_one_minus_beta2_pow_t", "lr_over_one_minus_beta1_pow_t",
-        ),
-        host=host_scalars,
+        "adanorm",
         states=(
             StateRecord("exp_avg", normalized_by="exp_avg_sq"),
             StateRecord("exp_avg_sq", nonneg=True),
@@ -148,7 +93,32 @@ RULES = by_flags(
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: eps, fma, group, reciprocal, step.
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({},),
+        (
+            "weight_decay", "grad_scale", "r", "one_minus_r", "beta1", "beta2", "eps", "one_minus_beta1",
+            "one_minus_beta2", "sqrt_one_minus_beta2_pow_t", "lr_over_one_minus_beta1_pow_t",
+        ),
+        host=host_scalars, temps=TEMPS,
+        stages=(
+            Stage(
+                "adanorm_1", "elem", level=0, scalars=(0, 1), temps=("tensor_sum_for_length",), reads=("p", "g"),
+                sums=(("sum", ("tensor_sum_for_length",)),),
+            ),
+            ADANORM_2,
+            Stage(
+                "adanorm_3", "elem", level=2, scalars=(4, 5, 6, 0, 1, 7, 8, 9, 10),
+                reads=("p", "g", "exp_avg", "exp_avg_sq", "longer"), stores=("p", "exp_avg", "exp_avg_sq"),
+                plus=("exp_avg_sq",), needs=(("exp_avg_sq", ("p", "g", "exp_avg_sq")),),
+            ),
+        ),
+        strict=True,
+    ),
+)
+
+# The step of kernels, in fast maths; rounding changed by: eps, fma, group, reciprocal, step.
 STEPS = (
     Rule(
         ({},),
@@ -156,21 +126,13 @@ STEPS = (
             "weight_decay", "grad_scale", "r", "one_minus_r", "beta1", "beta2", "one_minus_beta1", "one_minus_beta2",
             "scalar_2", "scalar_3",
         ),
-        host=kernel_scalars,
-        temps=(
-            Temp("tensor_sum_for_length", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("longer", "tensor"),
-        ),
+        host=kernel_scalars, temps=TEMPS,
         stages=(
             Stage(
                 "adanorm_1", "elem", level=0, scalars=(0, 1), temps=("tensor_sum_for_length",), reads=("p", "g"),
                 sums=(("square", ("tensor_sum_for_length",)),),
             ),
-            Stage(
-                "adanorm_2", "tensor", level=1, scalars=(2, 3), temps=("longer",),
-                reads=("exp_grad_norm", "tensor_sum_for_length"), stores=("exp_grad_norm", "longer"),
-                plus=("exp_grad_norm",), picked=("longer",),
-            ),
+            ADANORM_2,
             Stage(
                 "adanorm_3", "elem", level=2, scalars=(4, 5, 0, 1, 6, 7, 8, 9),
                 reads=("p", "g", "exp_avg", "exp_avg_sq", "longer"), stores=("p", "exp_avg", "exp_avg_sq"),

@@ -4,7 +4,6 @@
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, by_flags
 from optgen.runtime.records.scalars import divide, maximum, power, root, where
-from optgen.runtime.reference.eager import larger, sqrt
 
 
 class AdaPNM(Optimizer):
@@ -64,122 +63,6 @@ class AdaPNM(Optimizer):
             ),
             **options
         )
-
-
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def adapnm(
-    stored, beta2, eps, beta0, grad_scale, one_minus_lr_times_weight_decay, decay_of_two,
-    one_minus_beta1_times_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t, one_plus_beta0, rate,
-):
-    b = stored.over("p", "g", "exp_avg", "neg_exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    neg_exp_avg = b.load("neg_exp_avg")
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg = b.load("exp_avg")
-    max_exp_avg_sq = b.load("max_exp_avg_sq")
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/adapnm.py)
-    p = p * one_minus_lr_times_weight_decay                                # 26  p = decay(p, lr, weight_decay)
-    # 30  exp_avg = decay_of_two * neg_exp_avg + (1 - decay_of_two) * g
-    exp_avg_2 = decay_of_two * neg_exp_avg + one_minus_beta1_times_beta1 * g
-    # 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
-    # 33  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq)
-    # 35  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
-    denom = sqrt(max_exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
-    # 37  p = p - rate * ((1 + beta0) * exp_avg - beta0 * last) / denom
-    p = p - rate * (one_plus_beta0 * exp_avg_2 - beta0 * exp_avg) / denom
-    # -- encode and store
-    neg_exp_avg_new = exp_avg.clone()
-    b.store("p", p)
-    b.store("exp_avg_sq", exp_avg_sq)
-    b.store("exp_avg", exp_avg_2)
-    b.store("neg_exp_avg", neg_exp_avg_new)
-    b.store("max_exp_avg_sq", max_exp_avg_sq)
-
-
-def adapnm_no_decoupled(
-    stored, beta2, eps, weight_decay, beta0, grad_scale, decay_of_two, one_minus_beta1_times_beta1, one_minus_beta2,
-    sqrt_one_minus_beta2_pow_t, one_plus_beta0, rate,
-):
-    b = stored.over("p", "g", "exp_avg", "neg_exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    neg_exp_avg = b.load("neg_exp_avg")
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg = b.load("exp_avg")
-    max_exp_avg_sq = b.load("max_exp_avg_sq")
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/adapnm.py)
-    g = g + weight_decay * p                                               # 28  g = l2(g, p, weight_decay)
-    exp_avg_2 = decay_of_two * neg_exp_avg + one_minus_beta1_times_beta1 * g  # 30
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g  # 31
-    max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq)  # 33
-    denom = sqrt(max_exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps  # 35
-    p = p - rate * (one_plus_beta0 * exp_avg_2 - beta0 * exp_avg) / denom  # 37
-    # -- encode and store
-    neg_exp_avg_new = exp_avg.clone()
-    b.store("p", p)
-    b.store("exp_avg_sq", exp_avg_sq)
-    b.store("exp_avg", exp_avg_2)
-    b.store("neg_exp_avg", neg_exp_avg_new)
-    b.store("max_exp_avg_sq", max_exp_avg_sq)
-
-
-def adapnm_no_amsgrad(
-    stored, beta2, eps, beta0, grad_scale, one_minus_lr_times_weight_decay, decay_of_two,
-    one_minus_beta1_times_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t, one_plus_beta0, rate,
-):
-    b = stored.over("p", "g", "exp_avg", "neg_exp_avg", "exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    neg_exp_avg = b.load("neg_exp_avg")
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg = b.load("exp_avg")
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/adapnm.py)
-    p = p * one_minus_lr_times_weight_decay                                # 26
-    exp_avg_2 = decay_of_two * neg_exp_avg + one_minus_beta1_times_beta1 * g  # 30
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g  # 31
-    denom = sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps  # 35
-    p = p - rate * (one_plus_beta0 * exp_avg_2 - beta0 * exp_avg) / denom  # 37
-    # -- encode and store
-    neg_exp_avg_new = exp_avg.clone()
-    b.store("p", p)
-    b.store("exp_avg_sq", exp_avg_sq)
-    b.store("exp_avg", exp_avg_2)
-    b.store("neg_exp_avg", neg_exp_avg_new)
-
-
-def adapnm_no_amsgrad_no_decoupled(
-    stored, beta2, eps, weight_decay, beta0, grad_scale, decay_of_two, one_minus_beta1_times_beta1, one_minus_beta2,
-    sqrt_one_minus_beta2_pow_t, one_plus_beta0, rate,
-):
-    b = stored.over("p", "g", "exp_avg", "neg_exp_avg", "exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    neg_exp_avg = b.load("neg_exp_avg")
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg = b.load("exp_avg")
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/adapnm.py)
-    g = g + weight_decay * p                                               # 28
-    exp_avg_2 = decay_of_two * neg_exp_avg + one_minus_beta1_times_beta1 * g  # 30
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g  # 31
-    denom = sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps  # 35
-    p = p - rate * (one_plus_beta0 * exp_avg_2 - beta0 * exp_avg) / denom  # 37
-    # -- encode and store
-    neg_exp_avg_new = exp_avg.clone()
-    b.store("p", p)
-    b.store("exp_avg_sq", exp_avg_sq)
-    b.store("exp_avg", exp_avg_2)
-    b.store("neg_exp_avg", neg_exp_avg_new)
 
 
 # Scalars at a step, in fp64, with the new host states behind them.
@@ -260,20 +143,9 @@ SCALARS = (
     "beta2", "eps", "beta0", "grad_scale", "one_minus_lr_times_weight_decay", "decay_of_two",
     "one_minus_beta1_times_beta1", "one_minus_beta2", "sqrt_one_minus_beta2_pow_t", "one_plus_beta0", "rate",
 )
-STATES = (
-    StateRecord("exp_avg", normalized_by="exp_avg_sq", nearest=True),
-    StateRecord("neg_exp_avg", normalized_by="exp_avg_sq", nearest=True),
-    StateRecord("exp_avg_sq", nonneg=True),
-    StateRecord("max_exp_avg_sq", nonneg=True, nearest=True),
-)
 SCALARS_2 = (
     "beta2", "eps", "weight_decay", "beta0", "grad_scale", "decay_of_two", "one_minus_beta1_times_beta1",
     "one_minus_beta2", "sqrt_one_minus_beta2_pow_t", "one_plus_beta0", "rate",
-)
-STATES_2 = (
-    StateRecord("exp_avg", normalized_by="exp_avg_sq", nearest=True),
-    StateRecord("neg_exp_avg", normalized_by="exp_avg_sq", nearest=True),
-    StateRecord("exp_avg_sq", nonneg=True),
 )
 SCALARS_3 = (
     "beta2", "one_minus_lr_times_weight_decay", "decay_of_two", "one_minus_beta1_times_beta1_times_grad_scale",
@@ -284,28 +156,88 @@ SCALARS_4 = (
     "scalar_4", "scalar_5", "scalar_6",
 )
 
-# The eager reference, in strict maths.
+# The states, and what of them a step makes.
 RULES = by_flags(
     {"amsgrad": True, "decoupled": True},
     RuleRecord(
-        "adapnm", "adapnm", scalars=SCALARS, host=host_scalars, states=STATES,
-        settings=({"amsgrad": True, "decoupled": True},),
+        "adapnm",
+        states=(
+            StateRecord("exp_avg", normalized_by="exp_avg_sq", nearest=True),
+            StateRecord("neg_exp_avg", normalized_by="exp_avg_sq", nearest=True),
+            StateRecord("exp_avg_sq", nonneg=True),
+            StateRecord("max_exp_avg_sq", nonneg=True, nearest=True),
+        ),
+        settings=({"amsgrad": True},),
     ),
     RuleRecord(
-        "adapnm", "adapnm_no_decoupled", scalars=SCALARS_2, host=host_scalars_2, states=STATES,
-        settings=({"amsgrad": True, "decoupled": False},),
-    ),
-    RuleRecord(
-        "adapnm", "adapnm_no_amsgrad", scalars=SCALARS, host=host_scalars, states=STATES_2,
-        settings=({"amsgrad": False, "decoupled": True},),
-    ),
-    RuleRecord(
-        "adapnm", "adapnm_no_amsgrad_no_decoupled", scalars=SCALARS_2, host=host_scalars_2, states=STATES_2,
-        settings=({"amsgrad": False, "decoupled": False},),
+        "adapnm",
+        states=(
+            StateRecord("exp_avg", normalized_by="exp_avg_sq", nearest=True),
+            StateRecord("neg_exp_avg", normalized_by="exp_avg_sq", nearest=True),
+            StateRecord("exp_avg_sq", nonneg=True),
+        ),
+        settings=({"amsgrad": False},),
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: distribute, eps, fma, group, reciprocal, step.
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({"amsgrad": True, "decoupled": True},), SCALARS, host=host_scalars,
+        stages=(
+            Stage(
+                "adapnm", "elem", level=0, scalars=tuple(range(11)),
+                reads=("p", "g", "exp_avg", "neg_exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+                stores=("p", "exp_avg", "neg_exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+                plus=("exp_avg_sq", "max_exp_avg_sq"), picked=("neg_exp_avg", "max_exp_avg_sq"),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq")), ("max_exp_avg_sq", ("g", "exp_avg_sq", "max_exp_avg_sq"))),
+            ),
+        ),
+        strict=True,
+    ),
+    Rule(
+        ({"amsgrad": True, "decoupled": False},), SCALARS_2, host=host_scalars_2,
+        stages=(
+            Stage(
+                "adapnm_no_decoupled", "elem", level=0, scalars=tuple(range(11)),
+                reads=("p", "g", "exp_avg", "neg_exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+                stores=("p", "exp_avg", "neg_exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+                plus=("exp_avg_sq", "max_exp_avg_sq"), picked=("neg_exp_avg", "max_exp_avg_sq"),
+                needs=(
+                    ("exp_avg_sq", ("p", "g", "exp_avg_sq")),
+                    ("max_exp_avg_sq", ("p", "g", "exp_avg_sq", "max_exp_avg_sq")),
+                ),
+            ),
+        ),
+        strict=True,
+    ),
+    Rule(
+        ({"amsgrad": False, "decoupled": True},), SCALARS, host=host_scalars,
+        stages=(
+            Stage(
+                "adapnm_no_amsgrad", "elem", level=0, scalars=tuple(range(11)),
+                reads=("p", "g", "exp_avg", "neg_exp_avg", "exp_avg_sq"),
+                stores=("p", "exp_avg", "neg_exp_avg", "exp_avg_sq"), plus=("exp_avg_sq",), picked=("neg_exp_avg",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+            ),
+        ),
+        strict=True,
+    ),
+    Rule(
+        ({"amsgrad": False, "decoupled": False},), SCALARS_2, host=host_scalars_2,
+        stages=(
+            Stage(
+                "adapnm_no_amsgrad_no_decoupled", "elem", level=0, scalars=tuple(range(11)),
+                reads=("p", "g", "exp_avg", "neg_exp_avg", "exp_avg_sq"),
+                stores=("p", "exp_avg", "neg_exp_avg", "exp_avg_sq"), plus=("exp_avg_sq",), picked=("neg_exp_avg",),
+                needs=(("exp_avg_sq", ("p", "g", "exp_avg_sq")),),
+            ),
+        ),
+        strict=True,
+    ),
+)
+
+# The step of kernels, in fast maths; rounding changed by: distribute, eps, fma, group, reciprocal, step.
 STEPS = (
     Rule(
         ({"amsgrad": True, "decoupled": True},), SCALARS_3, host=kernel_scalars,

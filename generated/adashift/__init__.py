@@ -2,11 +2,8 @@
 #     adashift
 # fmt: off
 # ruff: noqa
-import torch
-
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp, by_flags
 from optgen.runtime.records.scalars import divide, maximum, root, where
-from optgen.runtime.reference.eager import put, sqrt
 
 
 class AdaShift(Optimizer):
@@ -57,180 +54,6 @@ class AdaShift(Optimizer):
 
     def __init__(self, params, lr=0.001, betas=(0.9, 0.999), keep_num=10, eps=1e-10, reduce_max=True, **options):
         super().__init__(params, dict(lr=lr, betas=betas, keep_num=keep_num, eps=eps, reduce_max=reduce_max), **options)
-
-
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def adashift(
-    stored, where_lt_one_keep_num_one_zero, where_lt_two_keep_num_one_zero, where_lt_three_keep_num_one_zero,
-    where_lt_four_keep_num_one_zero, where_lt_five_keep_num_one_zero, where_lt_six_keep_num_one_zero,
-    where_lt_seven_keep_num_one_zero, where_lt_eight_keep_num_one_zero, where_lt_nine_keep_num_one_zero, eps,
-    scalar_0, share, one_minus_beta2_pow_t_minus_keep_num_max_one, grad_scale, weight, weight_2, weight_3, weight_4,
-    weight_5, weight_6, weight_7, weight_8, weight_9, scalar_9, where_lt_keep_num_t_one_zero,
-):
-
-    # == sweep 1: exp_avg_max (specs/adashift.py:34)
-    b = stored.over("past1", "past2", "past3", "past4", "past5", "past6", "past7", "past8", "past9", "past10")
-    # -- load and decode
-    past10 = b.load("past10")
-    past9 = b.load("past9")
-    past8 = b.load("past8")
-    past7 = b.load("past7")
-    past6 = b.load("past6")
-    past5 = b.load("past5")
-    past4 = b.load("past4")
-    past3 = b.load("past3")
-    past2 = b.load("past2")
-    past1 = b.load("past1")
-    # -- update  (specs/adashift.py)
-    # 30  mean, total, oldest = mean + weight * x, total + weight, where(keep_num > k, past[k], oldest)
-    oldest = torch.where(0.0 < where_lt_one_keep_num_one_zero, past2, past1)
-    oldest = torch.where(0.0 < where_lt_two_keep_num_one_zero, past3, oldest)  # 30
-    oldest = torch.where(0.0 < where_lt_three_keep_num_one_zero, past4, oldest)  # 30
-    oldest = torch.where(0.0 < where_lt_four_keep_num_one_zero, past5, oldest)  # 30
-    oldest = torch.where(0.0 < where_lt_five_keep_num_one_zero, past6, oldest)  # 30
-    oldest = torch.where(0.0 < where_lt_six_keep_num_one_zero, past7, oldest)  # 30
-    oldest = torch.where(0.0 < where_lt_seven_keep_num_one_zero, past8, oldest)  # 30
-    oldest = torch.where(0.0 < where_lt_eight_keep_num_one_zero, past9, oldest)  # 30
-    oldest = torch.where(0.0 < where_lt_nine_keep_num_one_zero, past10, oldest)  # 30
-    # -- encode and store
-    tensor_max_for_exp_avg_max_tensor = b.tensor_max(oldest.abs())
-
-    # == tensor: values of tensors
-    # -- load and decode
-    exp_avg_max = stored["exp_avg_max"]
-    tensor_max_for_exp_avg_max = tensor_max_for_exp_avg_max_tensor
-    # -- update  (specs/adashift.py)
-    # 34  exp_avg_max = (1 - share) * exp_avg_max + share * amax(abs(oldest)) ** 2
-    exp_avg_max = scalar_0 * exp_avg_max + share * (tensor_max_for_exp_avg_max * tensor_max_for_exp_avg_max)
-    # 37  second = (exp_avg_max if reduce_max else exp_avg_sq) / (1 - beta2 ** maximum(t - keep_num, 1.0))
-    second = exp_avg_max / one_minus_beta2_pow_t_minus_keep_num_max_one
-    # -- encode and store
-    sqrt_second_plus_eps_tensor = sqrt(second) + eps
-    put(stored["exp_avg_max"], exp_avg_max)
-
-    # == sweep 2: the update
-    b = stored.over("p", "g", "past1", "past2", "past3", "past4", "past5", "past6", "past7", "past8", "past9", "past10")
-    # -- load and decode
-    p = b.load("p")
-    g = b.load("g")
-    g = grad_scale * g
-    past1 = b.load("past1")
-    past2 = b.load("past2")
-    past3 = b.load("past3")
-    past4 = b.load("past4")
-    past5 = b.load("past5")
-    past6 = b.load("past6")
-    past7 = b.load("past7")
-    past8 = b.load("past8")
-    past9 = b.load("past9")
-    sqrt_second_plus_eps = b.spread(sqrt_second_plus_eps_tensor)
-    # -- update  (specs/adashift.py)
-    mean = g + weight * past1  # 30
-    mean = mean + weight_2 * past2  # 30
-    mean = mean + weight_3 * past3  # 30
-    mean = mean + weight_4 * past4  # 30
-    mean = mean + weight_5 * past5  # 30
-    mean = mean + weight_6 * past6  # 30
-    mean = mean + weight_7 * past7  # 30
-    mean = mean + weight_8 * past8  # 30
-    mean = mean + weight_9 * past9  # 30
-    # 38  p = where(full, p - lr / total * mean / (sqrt(second) + eps), p)
-    p = torch.where(0.0 < where_lt_keep_num_t_one_zero, p - scalar_9 * mean / sqrt_second_plus_eps, p)
-    # -- encode and store
-    past2_new = past1.clone()
-    past3_new = past2.clone()
-    past4_new = past3.clone()
-    past5_new = past4.clone()
-    past6_new = past5.clone()
-    past7_new = past6.clone()
-    past8_new = past7.clone()
-    past9_new = past8.clone()
-    past10_new = past9.clone()
-    b.store("p", p)
-    b.store("past1", g)
-    b.store("past2", past2_new)
-    b.store("past3", past3_new)
-    b.store("past4", past4_new)
-    b.store("past5", past5_new)
-    b.store("past6", past6_new)
-    b.store("past7", past7_new)
-    b.store("past8", past8_new)
-    b.store("past9", past9_new)
-    b.store("past10", past10_new)
-
-
-def adashift_no_reduce_max(
-    stored, eps, grad_scale, weight, where_lt_one_keep_num_one_zero, weight_2, where_lt_two_keep_num_one_zero,
-    weight_3, where_lt_three_keep_num_one_zero, weight_4, where_lt_four_keep_num_one_zero, weight_5,
-    where_lt_five_keep_num_one_zero, weight_6, where_lt_six_keep_num_one_zero, weight_7,
-    where_lt_seven_keep_num_one_zero, weight_8, where_lt_eight_keep_num_one_zero, weight_9,
-    where_lt_nine_keep_num_one_zero, scalar_18, share, one_minus_beta2_pow_t_minus_keep_num_max_one, scalar_21,
-    where_lt_keep_num_t_one_zero,
-):
-    b = stored.over(
-        "p", "g", "past1", "past2", "past3", "past4", "past5", "past6", "past7", "past8", "past9", "past10",
-        "exp_avg_sq",
-    )
-    # -- load and decode
-    p = b.load("p")
-    g = b.load("g")
-    g = grad_scale * g
-    past1 = b.load("past1")
-    past2 = b.load("past2")
-    past3 = b.load("past3")
-    past4 = b.load("past4")
-    past5 = b.load("past5")
-    past6 = b.load("past6")
-    past7 = b.load("past7")
-    past8 = b.load("past8")
-    past9 = b.load("past9")
-    exp_avg_sq = b.load("exp_avg_sq")
-    past10 = b.load("past10")
-    # -- update  (specs/adashift.py)
-    mean = g + weight * past1  # 30
-    mean = mean + weight_2 * past2  # 30
-    mean = mean + weight_3 * past3  # 30
-    mean = mean + weight_4 * past4  # 30
-    mean = mean + weight_5 * past5  # 30
-    mean = mean + weight_6 * past6  # 30
-    mean = mean + weight_7 * past7  # 30
-    mean = mean + weight_8 * past8  # 30
-    mean = mean + weight_9 * past9  # 30
-    oldest = torch.where(0.0 < where_lt_one_keep_num_one_zero, past2, past1)  # 30
-    oldest = torch.where(0.0 < where_lt_two_keep_num_one_zero, past3, oldest)  # 30
-    oldest = torch.where(0.0 < where_lt_three_keep_num_one_zero, past4, oldest)  # 30
-    oldest = torch.where(0.0 < where_lt_four_keep_num_one_zero, past5, oldest)  # 30
-    oldest = torch.where(0.0 < where_lt_five_keep_num_one_zero, past6, oldest)  # 30
-    oldest = torch.where(0.0 < where_lt_six_keep_num_one_zero, past7, oldest)  # 30
-    oldest = torch.where(0.0 < where_lt_seven_keep_num_one_zero, past8, oldest)  # 30
-    oldest = torch.where(0.0 < where_lt_eight_keep_num_one_zero, past9, oldest)  # 30
-    oldest = torch.where(0.0 < where_lt_nine_keep_num_one_zero, past10, oldest)  # 30
-    # 36  exp_avg_sq = (1 - share) * exp_avg_sq + share * oldest * oldest
-    exp_avg_sq = scalar_18 * exp_avg_sq + share * oldest * oldest
-    second = exp_avg_sq / one_minus_beta2_pow_t_minus_keep_num_max_one  # 37
-    p = torch.where(0.0 < where_lt_keep_num_t_one_zero, p - scalar_21 * mean / (sqrt(second) + eps), p)  # 38
-    # -- encode and store
-    past2_new = past1.clone()
-    past3_new = past2.clone()
-    past4_new = past3.clone()
-    past5_new = past4.clone()
-    past6_new = past5.clone()
-    past7_new = past6.clone()
-    past8_new = past7.clone()
-    past9_new = past8.clone()
-    past10_new = past9.clone()
-    b.store("p", p)
-    b.store("past1", g)
-    b.store("past2", past2_new)
-    b.store("past3", past3_new)
-    b.store("past4", past4_new)
-    b.store("past5", past5_new)
-    b.store("past6", past6_new)
-    b.store("past7", past7_new)
-    b.store("past8", past8_new)
-    b.store("past9", past9_new)
-    b.store("past10", past10_new)
-    b.store("exp_avg_sq", exp_avg_sq)
 
 
 # Scalars at a step, in fp64, with the new host states behind them.
@@ -409,12 +232,35 @@ SCALARS = (
     "scalar_0", "share", "one_minus_beta2_pow_t_minus_keep_num_max_one", "grad_scale", "weight", "weight_2", "weight_3",
     "weight_4", "weight_5", "weight_6", "weight_7", "weight_8", "weight_9", "scalar_9", "where_lt_keep_num_t_one_zero",
 )
+ADASHIFT_1 = Stage(
+    "adashift_1", "elem", level=0, scalars=tuple(range(9)), temps=("tensor_max_for_exp_avg_max",),
+    reads=("past1", "past2", "past3", "past4", "past5", "past6", "past7", "past8", "past9", "past10"),
+    sums=(("max", ("tensor_max_for_exp_avg_max",)),),
+)
+ADASHIFT_NO_REDUCE_MAX = Stage(
+    "adashift_no_reduce_max", "elem", level=0, scalars=tuple(range(25)),
+    reads=(
+        "p", "g", "past1", "past2", "past3", "past4", "past5", "past6", "past7", "past8", "past9", "past10",
+        "exp_avg_sq",
+    ),
+    stores=(
+        "p", "past1", "past2", "past3", "past4", "past5", "past6", "past7", "past8", "past9", "past10", "exp_avg_sq",
+    ),
+    plus=("exp_avg_sq",),
+    picked=("p", "past2", "past3", "past4", "past5", "past6", "past7", "past8", "past9", "past10"),
+    needs=(
+        (
+            "exp_avg_sq",
+            ("past1", "past2", "past3", "past4", "past5", "past6", "past7", "past8", "past9", "past10", "exp_avg_sq"),
+        ),
+    ),
+)
 
-# The eager reference, in strict maths.
+# The states, and what of them a step makes.
 RULES = by_flags(
     {"reduce_max": True},
     RuleRecord(
-        "adashift", "adashift", scalars=SCALARS, host=host_scalars,
+        "adashift",
         states=(
             StateRecord("past1", nearest=True),
             StateRecord("past2", nearest=True),
@@ -431,16 +277,7 @@ RULES = by_flags(
         spaces=("tensor",), settings=({"reduce_max": True},),
     ),
     RuleRecord(
-        "adashift", "adashift_no_reduce_max",
-        scalars=(
-            "eps", "grad_scale", "weight", "where_lt_one_keep_num_one_zero", "weight_2",
-            "where_lt_two_keep_num_one_zero", "weight_3", "where_lt_three_keep_num_one_zero", "weight_4",
-            "where_lt_four_keep_num_one_zero", "weight_5", "where_lt_five_keep_num_one_zero", "weight_6",
-            "where_lt_six_keep_num_one_zero", "weight_7", "where_lt_seven_keep_num_one_zero", "weight_8",
-            "where_lt_eight_keep_num_one_zero", "weight_9", "where_lt_nine_keep_num_one_zero", "scalar_18", "share",
-            "one_minus_beta2_pow_t_minus_keep_num_max_one", "scalar_21", "where_lt_keep_num_t_one_zero",
-        ),
-        host=host_scalars_2,
+        "adashift",
         states=(
             StateRecord("past1", nearest=True),
             StateRecord("past2", nearest=True),
@@ -458,7 +295,48 @@ RULES = by_flags(
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: fma, group, linear, reciprocal, root, step.
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({"reduce_max": True},), SCALARS, host=host_scalars,
+        temps=(
+            Temp("tensor_max_for_exp_avg_max", "tensor", reduction="tensor_max", source="elem"),
+            Temp("sqrt_second_plus_eps", "tensor"),
+        ),
+        stages=(
+            ADASHIFT_1,
+            Stage(
+                "adashift_2", "tensor", level=1, scalars=(9, 10, 11, 12), temps=("sqrt_second_plus_eps",),
+                reads=("exp_avg_max", "tensor_max_for_exp_avg_max"), stores=("exp_avg_max", "sqrt_second_plus_eps"),
+                plus=("exp_avg_max", "sqrt_second_plus_eps"),
+            ),
+            Stage(
+                "adashift_3", "elem", level=2, scalars=(13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24),
+                reads=(
+                    "p", "g", "past1", "past2", "past3", "past4", "past5", "past6", "past7", "past8", "past9",
+                    "sqrt_second_plus_eps",
+                ),
+                stores=("p", "past1", "past2", "past3", "past4", "past5", "past6", "past7", "past8", "past9", "past10"),
+                picked=("p", "past2", "past3", "past4", "past5", "past6", "past7", "past8", "past9", "past10"),
+            ),
+        ),
+        strict=True,
+    ),
+    Rule(
+        ({"reduce_max": False},),
+        (
+            "eps", "grad_scale", "weight", "where_lt_one_keep_num_one_zero", "weight_2",
+            "where_lt_two_keep_num_one_zero", "weight_3", "where_lt_three_keep_num_one_zero", "weight_4",
+            "where_lt_four_keep_num_one_zero", "weight_5", "where_lt_five_keep_num_one_zero", "weight_6",
+            "where_lt_six_keep_num_one_zero", "weight_7", "where_lt_seven_keep_num_one_zero", "weight_8",
+            "where_lt_eight_keep_num_one_zero", "weight_9", "where_lt_nine_keep_num_one_zero", "scalar_18", "share",
+            "one_minus_beta2_pow_t_minus_keep_num_max_one", "scalar_21", "where_lt_keep_num_t_one_zero",
+        ),
+        host=host_scalars_2, stages=(ADASHIFT_NO_REDUCE_MAX,), strict=True,
+    ),
+)
+
+# The step of kernels, in fast maths; rounding changed by: fma, group, linear, reciprocal, root, step.
 STEPS = (
     Rule(
         ({"reduce_max": True},), SCALARS, host=host_scalars,
@@ -467,11 +345,7 @@ STEPS = (
             Temp("one_over_sqrt_second_plus_eps", "tensor"),
         ),
         stages=(
-            Stage(
-                "adashift_1", "elem", level=0, scalars=tuple(range(9)), temps=("tensor_max_for_exp_avg_max",),
-                reads=("past1", "past2", "past3", "past4", "past5", "past6", "past7", "past8", "past9", "past10"),
-                sums=(("max", ("tensor_max_for_exp_avg_max",)),),
-            ),
+            ADASHIFT_1,
             Stage(
                 "adashift_2", "tensor", level=1, scalars=(9, 10, 11, 12), temps=("one_over_sqrt_second_plus_eps",),
                 reads=("exp_avg_max", "tensor_max_for_exp_avg_max"),
@@ -499,31 +373,7 @@ STEPS = (
             "where_lt_nine_keep_num_one_zero", "share", "scalar_19", "scalar_20", "scalar_21", "scalar_22",
             "where_lt_keep_num_t_one_zero",
         ),
-        host=kernel_scalars,
-        stages=(
-            Stage(
-                "adashift_no_reduce_max", "elem", level=0, scalars=tuple(range(25)),
-                reads=(
-                    "p", "g", "past1", "past2", "past3", "past4", "past5", "past6", "past7", "past8", "past9", "past10",
-                    "exp_avg_sq",
-                ),
-                stores=(
-                    "p", "past1", "past2", "past3", "past4", "past5", "past6", "past7", "past8", "past9", "past10",
-                    "exp_avg_sq",
-                ),
-                plus=("exp_avg_sq",),
-                picked=("p", "past2", "past3", "past4", "past5", "past6", "past7", "past8", "past9", "past10"),
-                needs=(
-                    (
-                        "exp_avg_sq",
-                        (
-                            "past1", "past2", "past3", "past4", "past5", "past6", "past7", "past8", "past9", "past10",
-                            "exp_avg_sq",
-                        ),
-                    ),
-                ),
-            ),
-        ),
+        host=kernel_scalars, stages=(ADASHIFT_NO_REDUCE_MAX,),
     ),
 )
 

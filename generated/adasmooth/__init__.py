@@ -3,7 +3,6 @@
 # fmt: off
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, by_flags
-from optgen.runtime.reference.eager import sqrt
 
 
 class AdaSmooth(Optimizer):
@@ -42,34 +41,6 @@ class AdaSmooth(Optimizer):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay), **options)
 
 
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def adasmooth(stored, lr, eps, weight_decay, grad_scale, beta2_minus_beta1, one_minus_beta2):
-    b = stored.over("p", "g", "s", "n", "exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    g = b.load("g")
-    g = grad_scale * g
-    s = b.load("s")
-    n = b.load("n")
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/adasmooth.py)
-    g = g + weight_decay * p                                           # 24  g = l2(g, p, weight_decay)
-    # 25  share = (beta2 - beta1) * minimum(abs(s) / (n + eps), 1.0) + (1 - beta2)
-    share = beta2_minus_beta1 * (s.abs() / (n + eps)).clamp(max=1.0) + one_minus_beta2
-    share_mul = share * share
-    # 26  exp_avg_sq = (1 - share * share) * exp_avg_sq + share * share * (g * g)
-    exp_avg_sq = (1.0 - share_mul) * exp_avg_sq + share_mul * (g * g)
-    update = lr * g / sqrt(exp_avg_sq + eps)                           # 27  update = lr * g / sqrt(exp_avg_sq + eps)
-    p = p - update                                                     # 30  p = p - update
-    s = s - update                                                     # 28  s = s - update
-    n = n + update.abs()                                               # 29  n = n + abs(update)
-    # -- encode and store
-    b.store("p", p)
-    b.store("s", s)
-    b.store("n", n)
-    b.store("exp_avg_sq", exp_avg_sq)
-
-
 # Scalars at a step, in fp64, with the new host states behind them.
 def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     beta1, beta2 = betas
@@ -80,28 +51,24 @@ def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
 
 # What several of the records below have.
 SCALARS = ("lr", "eps", "weight_decay", "grad_scale", "beta2_minus_beta1", "one_minus_beta2")
+ADASMOOTH = Stage(
+    "adasmooth", "elem", level=0, scalars=tuple(range(6)), reads=("p", "g", "s", "n", "exp_avg_sq"),
+    stores=("p", "s", "n", "exp_avg_sq"), plus=("n", "exp_avg_sq"),
+    needs=(("n", ("p", "g", "s", "n", "exp_avg_sq")), ("exp_avg_sq", ("p", "g", "s", "n", "exp_avg_sq"))),
+)
 
-# The eager reference, in strict maths.
+# The states, and what of them a step makes.
 RULES = by_flags(
     {},
     RuleRecord(
-        "adasmooth", "adasmooth", scalars=SCALARS, host=host_scalars,
-        states=(StateRecord("s"), StateRecord("n", nonneg=True), StateRecord("exp_avg_sq", nonneg=True)),
+        "adasmooth", states=(StateRecord("s"), StateRecord("n", nonneg=True), StateRecord("exp_avg_sq", nonneg=True)),
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: fma, group, reciprocal.
-STEPS = (
-    Rule(
-        ({},), SCALARS, host=host_scalars,
-        stages=(
-            Stage(
-                "adasmooth", "elem", level=0, scalars=tuple(range(6)), reads=("p", "g", "s", "n", "exp_avg_sq"),
-                stores=("p", "s", "n", "exp_avg_sq"), plus=("n", "exp_avg_sq"),
-                needs=(("n", ("p", "g", "s", "n", "exp_avg_sq")), ("exp_avg_sq", ("p", "g", "s", "n", "exp_avg_sq"))),
-            ),
-        ),
-    ),
-)
+# The step in strict maths, as the eager reference makes it.
+STRICT = (Rule(({},), SCALARS, host=host_scalars, stages=(ADASMOOTH,), strict=True),)
+
+# The step of kernels, in fast maths; rounding changed by: fma, group, reciprocal.
+STEPS = (Rule(({},), SCALARS, host=host_scalars, stages=(ADASMOOTH,)),)
 
 READY = True

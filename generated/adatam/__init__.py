@@ -2,11 +2,8 @@
 #     adatam
 # fmt: off
 # ruff: noqa
-import torch
-
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp, by_flags
 from optgen.runtime.records.scalars import divide, maximum, where
-from optgen.runtime.reference.eager import put, quotient, sqrt
 
 
 class AdaTAM(Optimizer):
@@ -46,60 +43,6 @@ class AdaTAM(Optimizer):
         )
 
 
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def adatam(
-    stored, grad_scale, decay_rate, eps, one_minus_decay_rate, lr, beta1, beta2, one_minus_beta2,
-    one_minus_lr_times_weight_decay,
-):
-
-    # == sweep 1: lengths (specs/adatam.py:22), s (specs/adatam.py:23)
-    b = stored.over("g", "exp_avg")
-    # -- load and decode
-    exp_avg = b.load("exp_avg")
-    g = b.load("g")
-    g = grad_scale * g
-    # -- encode and store
-    tensor_sum_for_lengths_tensor = b.tensor_sum(exp_avg * exp_avg)
-    tensor_sum_for_lengths_2_tensor = b.tensor_sum(g * g)
-    tensor_sum_for_s_tensor = b.tensor_sum(exp_avg * g)
-
-    # == tensor: values of tensors
-    # -- load and decode
-    s = stored["s"]
-    tensor_sum_for_lengths = tensor_sum_for_lengths_tensor
-    tensor_sum_for_lengths_2 = tensor_sum_for_lengths_2_tensor
-    tensor_sum_for_s = tensor_sum_for_s_tensor
-    # -- update  (specs/adatam.py)
-    lengths = sqrt(tensor_sum_for_lengths) * sqrt(tensor_sum_for_lengths_2)  # 22  lengths = norm(exp_avg) * norm(g)
-    # 23  s = decay_rate * s + (1 - decay_rate) * where(lengths > 0, dot(exp_avg, g) / lengths, 0.0)
-    s = decay_rate * s + one_minus_decay_rate * torch.where(0.0 < lengths, tensor_sum_for_s / lengths, 0.0)
-    # -- encode and store
-    one_plus_s_2_over_two_plus_eps_tensor = quotient(1.0 + s, 2.0) + eps
-    put(stored["s"], s)
-
-    # == sweep 2: the update
-    b = stored.over("p", "g", "exp_avg", "exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    exp_avg = b.load("exp_avg")
-    one_plus_s_2_over_two_plus_eps = b.spread(one_plus_s_2_over_two_plus_eps_tensor)
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/adatam.py)
-    p = p * one_minus_lr_times_weight_decay                         # 26  p = decoupled(p, lr, weight_decay)
-    # 24  exp_avg = beta1 * exp_avg + ((1 + s) / 2 + eps) * g
-    exp_avg = beta1 * exp_avg + one_plus_s_2_over_two_plus_eps * g
-    # 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
-    # 27  p = p - lr * exp_avg / (sqrt(exp_avg_sq) + eps)
-    p = p - lr * exp_avg / (sqrt(exp_avg_sq) + eps)
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg_sq", exp_avg_sq)
-    b.store("exp_avg", exp_avg)
-
-
 # Scalars at a step, in fp64, with the new host states behind them.
 def host_scalars(step, grad_scale, *, lr, betas, decay_rate, eps, weight_decay):
     beta1, beta2 = betas
@@ -127,16 +70,19 @@ def kernel_scalars(step, grad_scale, *, lr, betas, decay_rate, eps, weight_decay
     )
 
 
-# The eager reference, in strict maths.
+# What several of the records below have.
+TEMPS = (
+    Temp("tensor_sum_for_lengths", "tensor", reduction="tensor_sum", source="elem"),
+    Temp("tensor_sum_for_lengths_2", "tensor", reduction="tensor_sum", source="elem"),
+    Temp("tensor_sum_for_s", "tensor", reduction="tensor_sum", source="elem"),
+    Temp("one_plus_s_2_over_two_plus_eps", "tensor"),
+)
+
+# The states, and what of them a step makes.
 RULES = by_flags(
     {},
     RuleRecord(
-        "adatam", "adatam",
-        scalars=(
-            "grad_scale", "decay_rate", "eps", "one_minus_decay_rate", "lr", "beta1", "beta2", "one_minus_beta2",
-            "one_minus_lr_times_weight_decay",
-        ),
-        host=host_scalars,
+        "adatam",
         states=(
             StateRecord("exp_avg", normalized_by="exp_avg_sq"),
             StateRecord("exp_avg_sq", nonneg=True),
@@ -146,7 +92,42 @@ RULES = by_flags(
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: fma, group, linear, reciprocal, step.
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({},),
+        (
+            "grad_scale", "decay_rate", "eps", "one_minus_decay_rate", "lr", "beta1", "beta2", "one_minus_beta2",
+            "one_minus_lr_times_weight_decay",
+        ),
+        host=host_scalars, temps=TEMPS,
+        stages=(
+            Stage(
+                "adatam_1", "elem", level=0, scalars=(0,),
+                temps=("tensor_sum_for_lengths", "tensor_sum_for_lengths_2", "tensor_sum_for_s"),
+                reads=("g", "exp_avg"),
+                sums=(
+                    ("sum", ("tensor_sum_for_lengths",)), ("sum", ("tensor_sum_for_lengths_2",)),
+                    ("sum", ("tensor_sum_for_s",)),
+                ),
+            ),
+            Stage(
+                "adatam_2", "tensor", level=1, scalars=(1, 2, 3), temps=("one_plus_s_2_over_two_plus_eps",),
+                reads=("s", "tensor_sum_for_lengths", "tensor_sum_for_lengths_2", "tensor_sum_for_s"),
+                stores=("s", "one_plus_s_2_over_two_plus_eps"), plus=("one_plus_s_2_over_two_plus_eps",),
+            ),
+            Stage(
+                "adatam_3", "elem", level=2, scalars=(4, 5, 6, 2, 0, 7, 8),
+                reads=("p", "g", "exp_avg", "exp_avg_sq", "one_plus_s_2_over_two_plus_eps"),
+                stores=("p", "exp_avg", "exp_avg_sq"), plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+            ),
+        ),
+        strict=True,
+    ),
+)
+
+# The step of kernels, in fast maths; rounding changed by: fma, group, linear, reciprocal, step.
 STEPS = (
     Rule(
         ({},),
@@ -154,13 +135,7 @@ STEPS = (
             "decay_rate", "eps", "grad_scale", "grad_scale_times_grad_scale", "one_minus_decay_rate", "beta1", "beta2",
             "scalar_0", "one_minus_lr_times_weight_decay", "scalar_2", "scalar_3",
         ),
-        host=kernel_scalars,
-        temps=(
-            Temp("tensor_sum_for_lengths", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("tensor_sum_for_lengths_2", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("tensor_sum_for_s", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("one_plus_s_2_over_two_plus_eps", "tensor"),
-        ),
+        host=kernel_scalars, temps=TEMPS,
         stages=(
             Stage(
                 "adatam_1", "elem", level=0, scalars=(),

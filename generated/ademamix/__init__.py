@@ -4,7 +4,6 @@
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, by_flags
 from optgen.runtime.records.scalars import divide, exp, log, maximum, minimum, root, where
-from optgen.runtime.reference.eager import sqrt
 
 
 class AdEMAMix(Optimizer):
@@ -63,37 +62,6 @@ class AdEMAMix(Optimizer):
         )
 
 
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def ademamix(
-    stored, lr, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, beta3_now,
-    scalar_3, one_minus_beta2, sqrt_one_minus_beta2_pow_t, one_minus_beta1_pow_t, mix,
-):
-    b = stored.over("p", "g", "exp_avg", "exp_avg_slow", "exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    exp_avg = b.load("exp_avg")
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg_slow = b.load("exp_avg_slow")
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/ademamix.py)
-    p = p * one_minus_lr_times_weight_decay                      # 32  p = decoupled(p, lr, weight_decay)
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g              # 33  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    # 34  exp_avg_slow = beta3_now * exp_avg_slow + (1 - beta3_now) * g
-    exp_avg_slow = beta3_now * exp_avg_slow + scalar_3 * g
-    # 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
-    # 36  denom = sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps
-    denom = sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
-    # 37  p = p - lr * (exp_avg / (1 - beta1**t) + mix * exp_avg_slow) / denom
-    p = p - lr * (exp_avg / one_minus_beta1_pow_t + mix * exp_avg_slow) / denom
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg_sq", exp_avg_sq)
-    b.store("exp_avg", exp_avg)
-    b.store("exp_avg_slow", exp_avg_slow)
-
-
 # Scalars at a step, in fp64, with the new host states behind them.
 def host_scalars(step, grad_scale, *, lr, betas, alpha, alpha_warmup, beta3_warmup, eps, weight_decay):
     beta1, beta2, beta3 = betas
@@ -149,16 +117,11 @@ def kernel_scalars(step, grad_scale, *, lr, betas, alpha, alpha_warmup, beta3_wa
     )
 
 
-# The eager reference, in strict maths.
+# The states, and what of them a step makes.
 RULES = by_flags(
     {},
     RuleRecord(
-        "ademamix", "ademamix",
-        scalars=(
-            "lr", "beta1", "beta2", "eps", "grad_scale", "one_minus_lr_times_weight_decay", "one_minus_beta1",
-            "beta3_now", "scalar_3", "one_minus_beta2", "sqrt_one_minus_beta2_pow_t", "one_minus_beta1_pow_t", "mix",
-        ),
-        host=host_scalars,
+        "ademamix",
         states=(
             StateRecord("exp_avg", normalized_by="exp_avg_sq"),
             StateRecord("exp_avg_slow"),
@@ -167,7 +130,28 @@ RULES = by_flags(
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: distribute, eps, fma, group, reciprocal, step.
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({},),
+        (
+            "lr", "beta1", "beta2", "eps", "grad_scale", "one_minus_lr_times_weight_decay", "one_minus_beta1",
+            "beta3_now", "scalar_3", "one_minus_beta2", "sqrt_one_minus_beta2_pow_t", "one_minus_beta1_pow_t", "mix",
+        ),
+        host=host_scalars,
+        stages=(
+            Stage(
+                "ademamix", "elem", level=0, scalars=tuple(range(13)),
+                reads=("p", "g", "exp_avg", "exp_avg_slow", "exp_avg_sq"),
+                stores=("p", "exp_avg", "exp_avg_slow", "exp_avg_sq"), plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+            ),
+        ),
+        strict=True,
+    ),
+)
+
+# The step of kernels, in fast maths; rounding changed by: distribute, eps, fma, group, reciprocal, step.
 STEPS = (
     Rule(
         ({},),

@@ -35,29 +35,6 @@ class AggMo(Optimizer):
         super().__init__(params, dict(lr=lr, betas=betas, weight_decay=weight_decay), **options)
 
 
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def aggmo(stored, beta1, beta2, beta3, weight_decay, grad_scale, lr_over_three):
-    b = stored.over("p", "g", "buffer1", "buffer2", "buffer3")
-    # -- load and decode
-    p = b.load("p")
-    buffer1 = b.load("buffer1")
-    g = b.load("g")
-    g = grad_scale * g
-    buffer2 = b.load("buffer2")
-    buffer3 = b.load("buffer3")
-    # -- update  (specs/aggmo.py)
-    g = g + weight_decay * p                               # 20  g = l2(g, p, weight_decay)
-    buffer1 = beta1 * buffer1 + g                          # 21  buffer1 = beta1 * buffer1 + g
-    buffer2 = beta2 * buffer2 + g                          # 22  buffer2 = beta2 * buffer2 + g
-    buffer3 = beta3 * buffer3 + g                          # 23  buffer3 = beta3 * buffer3 + g
-    p = p - lr_over_three * (buffer1 + buffer2 + buffer3)  # 24  p = p - lr / 3 * (buffer1 + buffer2 + buffer3)
-    # -- encode and store
-    b.store("p", p)
-    b.store("buffer1", buffer1)
-    b.store("buffer2", buffer2)
-    b.store("buffer3", buffer3)
-
-
 # Scalars at a step, in fp64, with the new host states behind them.
 def host_scalars(step, grad_scale, *, lr, betas, weight_decay):
     beta1, beta2, beta3 = betas
@@ -71,25 +48,31 @@ def kernel_scalars(step, grad_scale, *, lr, betas, weight_decay):
     return (beta1, beta2, beta3, weight_decay, grad_scale, minus_lr_over_three)
 
 
-# The eager reference, in strict maths.
+# What several of the records below have.
+AGGMO = Stage(
+    "aggmo", "elem", level=0, scalars=tuple(range(6)), reads=("p", "g", "buffer1", "buffer2", "buffer3"),
+    stores=("p", "buffer1", "buffer2", "buffer3"),
+)
+
+# The states, and what of them a step makes.
 RULES = by_flags(
     {},
-    RuleRecord(
-        "aggmo", "aggmo", scalars=("beta1", "beta2", "beta3", "weight_decay", "grad_scale", "lr_over_three"),
-        host=host_scalars, states=(StateRecord("buffer1"), StateRecord("buffer2"), StateRecord("buffer3")),
+    RuleRecord("aggmo", states=(StateRecord("buffer1"), StateRecord("buffer2"), StateRecord("buffer3"))),
+)
+
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({},), ("beta1", "beta2", "beta3", "weight_decay", "grad_scale", "lr_over_three"), host=host_scalars,
+        stages=(AGGMO,), strict=True,
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: fma.
+# The step of kernels, in fast maths; rounding changed by: fma.
 STEPS = (
     Rule(
         ({},), ("beta1", "beta2", "beta3", "weight_decay", "grad_scale", "minus_lr_over_three"), host=kernel_scalars,
-        stages=(
-            Stage(
-                "aggmo", "elem", level=0, scalars=tuple(range(6)), reads=("p", "g", "buffer1", "buffer2", "buffer3"),
-                stores=("p", "buffer1", "buffer2", "buffer3"),
-            ),
-        ),
+        stages=(AGGMO,),
     ),
 )
 

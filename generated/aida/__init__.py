@@ -3,7 +3,6 @@
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp, by_flags
 from optgen.runtime.records.scalars import divide, maximum, root, where
-from optgen.runtime.reference.eager import sqrt
 
 
 class Aida(Optimizer):
@@ -46,68 +45,6 @@ class Aida(Optimizer):
         super().__init__(params, dict(lr=lr, betas=betas, xi=xi, eps=eps, weight_decay=weight_decay), **options)
 
 
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def aida(
-    stored, beta1, weight_decay, grad_scale, one_minus_beta1, xi, beta2, eps, one_minus_beta2,
-    sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
-):
-
-    # == sweep 1: along (specs/aida.py:25), mm (specs/aida.py:25), gg (specs/aida.py:25)
-    b = stored.over("p", "g", "exp_avg")
-    # -- load and decode
-    g = b.load("g")
-    g = grad_scale * g
-    p = b.load("p")
-    exp_avg = b.load("exp_avg")
-    # -- update  (specs/aida.py)
-    g = g + weight_decay * p                         # 23  g = l2(g, p, weight_decay)
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g  # 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    # -- encode and store
-    along_tensor = b.tensor_sum(g * exp_avg)
-    mm_tensor = b.tensor_sum(exp_avg * exp_avg)
-    gg_tensor = b.tensor_sum(g * g)
-
-    # == tensor: values of tensors
-    # -- load and decode
-    along = along_tensor
-    gg = gg_tensor
-    mm = mm_tensor
-    # -- update  (specs/aida.py)
-    # 29  of_g, of_m = of_g * (both / (of_g * of_g * gg + xi)), of_m * (both / (of_m * of_m * mm + xi))
-    of_g = along / (gg + xi)
-    of_m = along / (mm + xi)  # 29
-    both_ = of_g * of_m * along                      # 28  both = of_g * of_m * along
-    of_g = of_g * (both_ / (of_g * of_g * gg + xi))  # 29
-    of_m = of_m * (both_ / (of_m * of_m * mm + xi))  # 29
-    # -- encode and store
-    of_g_2_tensor = of_g
-    of_m_2_tensor = of_m
-
-    # == sweep 2: the update
-    b = stored.over("p", "g", "exp_avg", "exp_avg_var")
-    # -- load and decode
-    p = b.load("p")
-    exp_avg = b.load("exp_avg")
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg_var = b.load("exp_avg_var")
-    of_m_2 = b.spread(of_m_2_tensor)
-    of_g_2 = b.spread(of_g_2_tensor)
-    # -- update  (specs/aida.py)
-    g = g + weight_decay * p                                      # 23
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g               # 24
-    apart_ = of_m_2 * exp_avg - of_g_2 * g                        # 30  apart = of_m * exp_avg - of_g * g
-    # 31  exp_avg_var = beta2 * exp_avg_var + (1 - beta2) * apart * apart + eps
-    exp_avg_var = beta2 * exp_avg_var + one_minus_beta2 * apart_ * apart_ + eps
-    # 32  denom = sqrt(exp_avg_var) / sqrt(1 - beta2**t) + eps
-    denom = sqrt(exp_avg_var) / sqrt_one_minus_beta2_pow_t + eps
-    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom       # 33  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg_var", exp_avg_var)
-    b.store("exp_avg", exp_avg)
-
-
 # Scalars at a step, in fp64, with the new host states behind them.
 def host_scalars(step, grad_scale, *, lr, betas, xi, eps, weight_decay):
     beta1, beta2 = betas
@@ -133,22 +70,55 @@ def kernel_scalars(step, grad_scale, *, lr, betas, xi, eps, weight_decay):
     return (beta1, weight_decay, grad_scale, one_minus_beta1, xi, beta2, eps, one_minus_beta2, scalar_2, scalar_3)
 
 
-# The eager reference, in strict maths.
+# What several of the records below have.
+TEMPS = (
+    Temp("along", "tensor", reduction="tensor_sum", source="elem"),
+    Temp("gg", "tensor", reduction="tensor_sum", source="elem"),
+    Temp("mm", "tensor", reduction="tensor_sum", source="elem"),
+    Temp("of_g_2", "tensor"),
+    Temp("of_m_2", "tensor"),
+)
+AIDA_2 = Stage(
+    "aida_2", "tensor", level=1, scalars=(4,), temps=("of_g_2", "of_m_2"), reads=("along", "gg", "mm"),
+    stores=("of_g_2", "of_m_2"),
+)
+AIDA_3 = Stage(
+    "aida_3", "elem", level=2, scalars=(0, 5, 6, 1, 2, 3, 7, 8, 9),
+    reads=("p", "g", "exp_avg", "exp_avg_var", "of_m_2", "of_g_2"), stores=("p", "exp_avg", "exp_avg_var"),
+    plus=("exp_avg_var",), needs=(("exp_avg_var", ("p", "g", "exp_avg", "exp_avg_var", "of_m_2", "of_g_2")),),
+)
+
+# The states, and what of them a step makes.
 RULES = by_flags(
     {},
     RuleRecord(
-        "aida", "aida",
-        scalars=(
-            "beta1", "weight_decay", "grad_scale", "one_minus_beta1", "xi", "beta2", "eps", "one_minus_beta2",
-            "sqrt_one_minus_beta2_pow_t", "lr_over_one_minus_beta1_pow_t",
-        ),
-        host=host_scalars,
-        states=(StateRecord("exp_avg", normalized_by="exp_avg_var"), StateRecord("exp_avg_var", nonneg=True)),
+        "aida", states=(StateRecord("exp_avg", normalized_by="exp_avg_var"), StateRecord("exp_avg_var", nonneg=True)),
         spaces=("tensor",),
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: eps, fma, group, reciprocal, step.
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({},),
+        (
+            "beta1", "weight_decay", "grad_scale", "one_minus_beta1", "xi", "beta2", "eps", "one_minus_beta2",
+            "sqrt_one_minus_beta2_pow_t", "lr_over_one_minus_beta1_pow_t",
+        ),
+        host=host_scalars, temps=TEMPS,
+        stages=(
+            Stage(
+                "aida_1", "elem", level=0, scalars=tuple(range(4)), temps=("along", "mm", "gg"),
+                reads=("p", "g", "exp_avg"), sums=(("sum", ("along",)), ("sum", ("mm",)), ("sum", ("gg",))),
+            ),
+            AIDA_2,
+            AIDA_3,
+        ),
+        strict=True,
+    ),
+)
+
+# The step of kernels, in fast maths; rounding changed by: eps, fma, group, reciprocal, step.
 STEPS = (
     Rule(
         ({},),
@@ -156,29 +126,14 @@ STEPS = (
             "beta1", "weight_decay", "grad_scale", "one_minus_beta1", "xi", "beta2", "eps", "one_minus_beta2",
             "scalar_2", "scalar_3",
         ),
-        host=kernel_scalars,
-        temps=(
-            Temp("along", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("gg", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("mm", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("of_g_2", "tensor"),
-            Temp("of_m_2", "tensor"),
-        ),
+        host=kernel_scalars, temps=TEMPS,
         stages=(
             Stage(
                 "aida_1", "elem", level=0, scalars=tuple(range(4)), temps=("along", "mm", "gg"),
                 reads=("p", "g", "exp_avg"), sums=(("product", ("along",)), ("square", ("mm",)), ("square", ("gg",))),
             ),
-            Stage(
-                "aida_2", "tensor", level=1, scalars=(4,), temps=("of_g_2", "of_m_2"), reads=("along", "gg", "mm"),
-                stores=("of_g_2", "of_m_2"),
-            ),
-            Stage(
-                "aida_3", "elem", level=2, scalars=(0, 5, 6, 1, 2, 3, 7, 8, 9),
-                reads=("p", "g", "exp_avg", "exp_avg_var", "of_m_2", "of_g_2"), stores=("p", "exp_avg", "exp_avg_var"),
-                plus=("exp_avg_var",),
-                needs=(("exp_avg_var", ("p", "g", "exp_avg", "exp_avg_var", "of_m_2", "of_g_2")),),
-            ),
+            AIDA_2,
+            AIDA_3,
         ),
     ),
 )

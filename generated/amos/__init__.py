@@ -3,7 +3,6 @@
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp, by_flags
 from optgen.runtime.records.scalars import root
-from optgen.runtime.reference.eager import put, quotient, sqrt
 
 
 class Amos(Optimizer):
@@ -65,124 +64,6 @@ class Amos(Optimizer):
             ),
             **options
         )
-
-
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def amos_1(stored, d_coef_times_sqrt_lr_times_scale):
-    # -- load and decode
-    decay = stored["decay"]
-    # -- update  (specs/amos.py)
-    # 31  d = 1 / (1 + d_coef * sqrt(lr * scale) * decay)
-    d = quotient(1.0, 1.0 + d_coef_times_sqrt_lr_times_scale * decay)
-    # -- encode and store
-    d_tensor = d
-    return d_tensor
-
-
-def amos_3(
-    stored, lr, beta, extra_l2, eps, one_minus_beta, one_minus_beta_pow_t, c_coef_times_sqrt_lr, lr_times_scale,
-    tensor_sum_for_square_tensor,
-):
-    b = stored.over()
-    # -- load and decode
-    exp_avg_sq = stored["exp_avg_sq"]
-    tensor_sum_for_square = tensor_sum_for_square_tensor
-    decay = stored["decay"]
-    # -- update  (specs/amos.py)
-    square = tensor_sum_for_square / b.extent("elements")        # 27  square = mean(g * g)
-    # 28  exp_avg_sq = beta * exp_avg_sq + (1 - beta) * square
-    exp_avg_sq = beta * exp_avg_sq + one_minus_beta * square
-    c = quotient(1.0, sqrt(1.0 + c_coef_times_sqrt_lr * decay))  # 30  c = 1 / sqrt(1 + c_coef * sqrt(lr) * decay)
-    inverse_ = one_minus_beta_pow_t / (exp_avg_sq + eps)         # 29  inverse = (1 - beta**t) / (exp_avg_sq + eps)
-    gamma = c * lr * lr * inverse_ * square                      # 32  gamma = c * lr * lr * inverse * square
-    decay = decay * (1.0 + gamma) + gamma                        # 34  decay = decay * (1 + gamma) + gamma
-    # -- encode and store
-    gamma_minus_extra_l2_over_two_tensor = quotient(gamma - extra_l2, 2.0)
-    lr_times_scale_times_sqrt_inverse_tensor = lr_times_scale * sqrt(inverse_)
-    put(stored["exp_avg_sq"], exp_avg_sq)
-    put(stored["decay"], decay)
-    return gamma_minus_extra_l2_over_two_tensor, lr_times_scale_times_sqrt_inverse_tensor
-
-
-def amos(
-    stored, d_coef_times_sqrt_lr_times_scale, grad_scale, lr, beta, extra_l2, eps, one_minus_beta,
-    one_minus_beta_pow_t, c_coef_times_sqrt_lr, lr_times_scale,
-):
-
-    # == tensor: values of tensors
-    d_tensor = amos_1(stored, d_coef_times_sqrt_lr_times_scale)
-
-    # == sweep 1: square (specs/amos.py:27)
-    b = stored.over("g")
-    # -- load and decode
-    g = b.load("g")
-    g = grad_scale * g
-    # -- encode and store
-    tensor_sum_for_square_tensor = b.tensor_sum(g * g)
-
-    # == tensor: values of tensors
-    gamma_minus_extra_l2_over_two_tensor, lr_times_scale_times_sqrt_inverse_tensor = amos_3(
-        stored, lr, beta, extra_l2, eps, one_minus_beta, one_minus_beta_pow_t, c_coef_times_sqrt_lr, lr_times_scale,
-        tensor_sum_for_square_tensor,
-    )
-
-    # == sweep 2: the update
-    b = stored.over("p", "g")
-    # -- load and decode
-    p = b.load("p")
-    d = b.spread(d_tensor)
-    lr_times_scale_times_sqrt_inverse = b.spread(lr_times_scale_times_sqrt_inverse_tensor)
-    g = b.load("g")
-    g = grad_scale * g
-    gamma_minus_extra_l2_over_two = b.spread(gamma_minus_extra_l2_over_two_tensor)
-    # -- update  (specs/amos.py)
-    # 33  update = d * (lr * scale * sqrt(inverse) * g + (gamma - extra_l2) / 2 * p)
-    update = d * (lr_times_scale_times_sqrt_inverse * g + gamma_minus_extra_l2_over_two * p)
-    p = p - update  # 38  p = p - update
-    # -- encode and store
-    b.store("p", p)
-
-
-def amos_averages(
-    stored, d_coef_times_sqrt_lr_times_scale, grad_scale, lr, beta, extra_l2, eps, one_minus_beta,
-    one_minus_beta_pow_t, c_coef_times_sqrt_lr, lr_times_scale, momentum, one_minus_momentum,
-):
-
-    # == tensor: values of tensors
-    d_tensor = amos_1(stored, d_coef_times_sqrt_lr_times_scale)
-
-    # == sweep 1: square (specs/amos.py:27)
-    b = stored.over("g")
-    # -- load and decode
-    g = b.load("g")
-    g = grad_scale * g
-    # -- encode and store
-    tensor_sum_for_square_tensor = b.tensor_sum(g * g)
-
-    # == tensor: values of tensors
-    gamma_minus_extra_l2_over_two_tensor, lr_times_scale_times_sqrt_inverse_tensor = amos_3(
-        stored, lr, beta, extra_l2, eps, one_minus_beta, one_minus_beta_pow_t, c_coef_times_sqrt_lr, lr_times_scale,
-        tensor_sum_for_square_tensor,
-    )
-
-    # == sweep 2: the update
-    b = stored.over("p", "g", "exp_avg")
-    # -- load and decode
-    p = b.load("p")
-    exp_avg = b.load("exp_avg")
-    d = b.spread(d_tensor)
-    lr_times_scale_times_sqrt_inverse = b.spread(lr_times_scale_times_sqrt_inverse_tensor)
-    g = b.load("g")
-    g = grad_scale * g
-    gamma_minus_extra_l2_over_two = b.spread(gamma_minus_extra_l2_over_two_tensor)
-    # -- update  (specs/amos.py)
-    update = d * (lr_times_scale_times_sqrt_inverse * g + gamma_minus_extra_l2_over_two * p)  # 33
-    # 36  exp_avg = momentum * exp_avg + (1 - momentum) * update
-    exp_avg = momentum * exp_avg + one_minus_momentum * update
-    p = p - exp_avg                                             # 38
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg", exp_avg)
 
 
 # Scalars at a step, in fp64, with the new host states behind them.
@@ -247,10 +128,21 @@ TEMPS = (
 )
 AMOS_1 = Stage("amos_1", "tensor", level=-1, scalars=(0,), temps=("d",), reads=("decay",), stores=("d",), plus=("d",))
 AMOS_2 = Stage(
+    "amos_2", "elem", level=0, scalars=(1,), temps=("tensor_sum_for_square",), reads=("g",),
+    sums=(("sum", ("tensor_sum_for_square",)),),
+)
+AMOS_3 = Stage(
+    "amos_3", "tensor", level=1, scalars=(2, 3, 4, 5, 6, 7, 8, 9),
+    temps=("gamma_minus_extra_l2_over_two", "lr_times_scale_times_sqrt_inverse"),
+    reads=("exp_avg_sq", "decay", "tensor_sum_for_square"),
+    stores=("exp_avg_sq", "decay", "gamma_minus_extra_l2_over_two", "lr_times_scale_times_sqrt_inverse"),
+    extents=("elements",), plus=("exp_avg_sq", "decay", "lr_times_scale_times_sqrt_inverse"),
+)
+AMOS_2_2 = Stage(
     "amos_2", "elem", level=0, scalars=(), temps=("tensor_sum_for_square",), reads=("g",),
     sums=(("square", ("tensor_sum_for_square",)),),
 )
-AMOS_3 = Stage(
+AMOS_3_2 = Stage(
     "amos_3", "tensor", level=1, scalars=(1, 2, 3, 4, 5, 6, 7, 8, 9),
     temps=("gamma_minus_extra_l2_over_two", "lr_times_scale_times_sqrt_inverse"),
     reads=("exp_avg_sq", "decay", "tensor_sum_for_square"),
@@ -258,16 +150,11 @@ AMOS_3 = Stage(
     extents=("elements",), plus=("exp_avg_sq", "decay", "lr_times_scale_times_sqrt_inverse"),
 )
 
-# The eager reference, in strict maths.
+# The states, and what of them a step makes.
 RULES = by_flags(
     {"averages": False},
     RuleRecord(
-        "amos", "amos",
-        scalars=(
-            "d_coef_times_sqrt_lr_times_scale", "grad_scale", "lr", "beta", "extra_l2", "eps", "one_minus_beta",
-            "one_minus_beta_pow_t", "c_coef_times_sqrt_lr", "lr_times_scale",
-        ),
-        host=host_scalars,
+        "amos",
         states=(
             StateRecord("exp_avg_sq", nonneg=True, space="tensor"),
             StateRecord("decay", nonneg=True, space="tensor"),
@@ -275,12 +162,7 @@ RULES = by_flags(
         spaces=("tensor",), settings=({"averages": False},),
     ),
     RuleRecord(
-        "amos", "amos_averages",
-        scalars=(
-            "d_coef_times_sqrt_lr_times_scale", "grad_scale", "lr", "beta", "extra_l2", "eps", "one_minus_beta",
-            "one_minus_beta_pow_t", "c_coef_times_sqrt_lr", "lr_times_scale", "momentum", "one_minus_momentum",
-        ),
-        host=host_scalars_2,
+        "amos",
         states=(
             StateRecord("exp_avg"),
             StateRecord("exp_avg_sq", nonneg=True, space="tensor"),
@@ -290,7 +172,49 @@ RULES = by_flags(
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: fma, group, linear.
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({"averages": False},),
+        (
+            "d_coef_times_sqrt_lr_times_scale", "grad_scale", "lr", "beta", "extra_l2", "eps", "one_minus_beta",
+            "one_minus_beta_pow_t", "c_coef_times_sqrt_lr", "lr_times_scale",
+        ),
+        host=host_scalars, temps=TEMPS,
+        stages=(
+            AMOS_1,
+            AMOS_2,
+            AMOS_3,
+            Stage(
+                "amos_4", "elem", level=2, scalars=(1,),
+                reads=("p", "g", "d", "lr_times_scale_times_sqrt_inverse", "gamma_minus_extra_l2_over_two"),
+                stores=("p",),
+            ),
+        ),
+        strict=True,
+    ),
+    Rule(
+        ({"averages": True},),
+        (
+            "d_coef_times_sqrt_lr_times_scale", "grad_scale", "lr", "beta", "extra_l2", "eps", "one_minus_beta",
+            "one_minus_beta_pow_t", "c_coef_times_sqrt_lr", "lr_times_scale", "momentum", "one_minus_momentum",
+        ),
+        host=host_scalars_2, temps=TEMPS,
+        stages=(
+            AMOS_1,
+            AMOS_2,
+            AMOS_3,
+            Stage(
+                "amos_averages_4", "elem", level=2, scalars=(10, 1, 11),
+                reads=("p", "g", "exp_avg", "d", "lr_times_scale_times_sqrt_inverse", "gamma_minus_extra_l2_over_two"),
+                stores=("p", "exp_avg"),
+            ),
+        ),
+        strict=True,
+    ),
+)
+
+# The step of kernels, in fast maths; rounding changed by: fma, group, linear.
 STEPS = (
     Rule(
         ({"averages": False},),
@@ -301,8 +225,8 @@ STEPS = (
         host=kernel_scalars, temps=TEMPS,
         stages=(
             AMOS_1,
-            AMOS_2,
-            AMOS_3,
+            AMOS_2_2,
+            AMOS_3_2,
             Stage(
                 "amos_4", "elem", level=2, scalars=(10,),
                 reads=("p", "g", "d", "lr_times_scale_times_sqrt_inverse", "gamma_minus_extra_l2_over_two"),
@@ -320,8 +244,8 @@ STEPS = (
         host=kernel_scalars_2, temps=TEMPS,
         stages=(
             AMOS_1,
-            AMOS_2,
-            AMOS_3,
+            AMOS_2_2,
+            AMOS_3_2,
             Stage(
                 "amos_averages_4", "elem", level=2, scalars=(10, 11, 12),
                 reads=("p", "g", "exp_avg", "d", "lr_times_scale_times_sqrt_inverse", "gamma_minus_extra_l2_over_two"),

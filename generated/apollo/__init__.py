@@ -2,11 +2,8 @@
 #     apollo
 # fmt: off
 # ruff: noqa
-import torch
-
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp, by_flags
 from optgen.runtime.records.scalars import divide, floor, root
-from optgen.runtime.reference.eager import choose, few_sum, put, quotient, sqrt
 from optgen.runtime.reference.matrices import column_norms, normal, unwide, wide, zero_product
 
 
@@ -90,6 +87,7 @@ class APOLLO(Optimizer):
         )
 
 
+# Functions of whole matrices, which torch computes between sweeps.
 def apollo_matrices(
     low_avg, low_avg_sq, g_whole, beta1, beta2, eps, floor_t_minus_one_over_update_proj_gap, sqrt_rank,
     one_minus_beta1, one_minus_beta2, stream,
@@ -124,151 +122,6 @@ def apollo_matrices_per_tensor(
     ratio = (adam * adam).sum((-2, -1), keepdim=True).sqrt() / ((low * low).sum((-2, -1), keepdim=True).sqrt() + 1e-08)
     scaled = unwide(g_whole, full * ratio)                         # 54
     return low_avg, low_avg_sq, scaled
-
-
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def apollo_5(stored, sqrt_scale, step_size, one_minus_lr_times_weight_decay, scaled_tensor, limit_tensor):
-    b = stored.over("p")
-    # -- load and decode
-    p = b.load("p")
-    scaled = b.elements(scaled_tensor)
-    limit = b.spread(limit_tensor)
-    # -- update  (specs/apollo.py)
-    u = sqrt_scale * scaled / limit          # 58  u = sqrt(scale) * scaled / limit
-    p = p - step_size * u                    # 59  p = p - step_size * u
-    p = p * one_minus_lr_times_weight_decay  # 60  p = p * (1 - lr * weight_decay)
-    # -- encode and store
-    b.store("p", p)
-
-
-def apollo(
-    stored, grad_scale, beta1, beta2, eps, floor_t_minus_one_over_update_proj_gap, sqrt_rank, one_minus_beta1,
-    one_minus_beta2, sqrt_scale, step_size, one_minus_lr_times_weight_decay,
-):
-
-    # == sweep 1: scaled (specs/apollo.py:54)
-    b = stored.over("g")
-    # -- load and decode
-    g = b.load("g")
-    g = grad_scale * g
-    # -- encode and store
-    g_whole_tensor = b.flat(g)
-
-    # == whole: functions of whole matrices
-    low_avg_new, low_avg_sq_new, scaled_tensor = apollo_matrices(
-        stored["low_avg"], stored["low_avg_sq"], g_whole_tensor, float(beta1), float(beta2), float(eps),
-        float(floor_t_minus_one_over_update_proj_gap), float(sqrt_rank), float(one_minus_beta1), float(one_minus_beta2),
-        stored.streams(),
-    )
-    stored.put("low_avg", low_avg_new)
-    stored.put("low_avg_sq", low_avg_sq_new)
-
-    # == sweep 2: size (specs/apollo.py:55)
-    b = stored.over()
-    # -- load and decode
-    scaled = b.elements(scaled_tensor)
-    # -- encode and store
-    tensor_sum_for_size_tensor = b.tensor_sum(scaled * scaled)
-
-    # == tensor: values of tensors
-    # -- load and decode
-    tensor_sum_for_size = tensor_sum_for_size_tensor
-    scaled_grad = stored["scaled_grad"]
-    # -- update  (specs/apollo.py)
-    size = sqrt(tensor_sum_for_size)  # 55  size = norm(scaled)
-    # 56  limit = where(scaled_grad > 0, maximum(size / (scaled_grad + 1e-8), 1.01) / 1.01, 1.0)
-    limit = torch.where(0.0 < scaled_grad, quotient((size / (scaled_grad + 1e-08)).clamp(min=1.01), 1.01), 1.0)
-    scaled_grad = size / limit        # 57  scaled_grad = size / limit
-    # -- encode and store
-    limit_tensor = limit
-    put(stored["scaled_grad"], scaled_grad)
-
-    # == sweep 3: the update
-    apollo_5(stored, sqrt_scale, step_size, one_minus_lr_times_weight_decay, scaled_tensor, limit_tensor)
-
-
-def apollo_no_matrix(
-    stored, beta1, beta2, eps, grad_scale, one_minus_beta1, one_minus_beta2, step_size,
-    one_minus_lr_times_weight_decay,
-):
-    b = stored.over("p", "g", "exp_avg", "exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    exp_avg = b.load("exp_avg")
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/apollo.py)
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g            # 40  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    # 41  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
-    u = exp_avg / (sqrt(exp_avg_sq) + eps)                     # 42  u = exp_avg / (sqrt(exp_avg_sq) + eps)
-    p = p - step_size * u                                      # 59
-    p = p * one_minus_lr_times_weight_decay                    # 60
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg", exp_avg)
-    b.store("exp_avg_sq", exp_avg_sq)
-
-
-def apollo_per_tensor(
-    stored, grad_scale, beta1, beta2, eps, floor_t_minus_one_over_update_proj_gap, sqrt_rank, one_minus_beta1,
-    one_minus_beta2, sqrt_scale, step_size, one_minus_lr_times_weight_decay,
-):
-
-    # == sweep 1: scaled (specs/apollo.py:54)
-    b = stored.over("g")
-    # -- load and decode
-    g = b.load("g")
-    g = grad_scale * g
-    # -- encode and store
-    g_whole_tensor = b.flat(g)
-
-    # == whole: functions of whole matrices
-    low_avg_new, low_avg_sq_new, scaled_tensor = apollo_matrices_per_tensor(
-        stored["low_avg"], stored["low_avg_sq"], g_whole_tensor, float(beta1), float(beta2), float(eps),
-        float(floor_t_minus_one_over_update_proj_gap), float(sqrt_rank), float(one_minus_beta1), float(one_minus_beta2),
-        stored.streams(),
-    )
-    stored.put("low_avg", low_avg_new)
-    stored.put("low_avg_sq", low_avg_sq_new)
-
-    # == sweep 2: size (specs/apollo.py:55)
-    b = stored.over()
-    # -- load and decode
-    scaled = b.elements(scaled_tensor)
-    # -- encode and store
-    row_sum_for_size_tensor = b.row_sum(scaled * scaled)
-
-    # == row: values of rows
-    # -- load and decode
-    row_sum_for_size = row_sum_for_size_tensor
-    # -- encode and store
-    tensor_sum_for_size_tensor = few_sum(row_sum_for_size, "tensor")
-
-    # == tensor: values of tensors
-    # -- load and decode
-    scaled_grad = stored["scaled_grad"]
-    # -- encode and store
-    lt_zero_scaled_grad_tensor = choose(0.0 < scaled_grad, 1.0, 0.0)
-    scaled_grad_plus_1em08_tensor = scaled_grad + 1e-08
-
-    # == tensor: values of tensors
-    # -- load and decode
-    tensor_sum_for_size = tensor_sum_for_size_tensor
-    lt_zero_scaled_grad = lt_zero_scaled_grad_tensor
-    scaled_grad_plus_1em08 = scaled_grad_plus_1em08_tensor
-    # -- update  (specs/apollo.py)
-    size = sqrt(tensor_sum_for_size)  # 55
-    # 56
-    limit = torch.where(0.0 < lt_zero_scaled_grad, quotient((size / scaled_grad_plus_1em08).clamp(min=1.01), 1.01), 1.0)
-    scaled_grad = size / limit        # 57
-    # -- encode and store
-    limit_tensor = limit
-    put(stored["scaled_grad"], scaled_grad)
-
-    # == sweep 3: the update
-    apollo_5(stored, sqrt_scale, step_size, one_minus_lr_times_weight_decay, scaled_tensor, limit_tensor)
 
 
 # Scalars at a step, in fp64, with the new host states behind them.
@@ -326,46 +179,130 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, rank, up
 
 
 # What several of the records below have.
-SCALARS = (
-    "grad_scale", "beta1", "beta2", "eps", "floor_t_minus_one_over_update_proj_gap", "sqrt_rank", "one_minus_beta1",
-    "one_minus_beta2", "sqrt_scale", "step_size", "one_minus_lr_times_weight_decay",
-)
 STATES = (
     StateRecord("low_avg", space="rl", normalized_by="low_avg_sq", rank="rank", trait="low_rank"),
     StateRecord("low_avg_sq", nonneg=True, space="rl", rank="rank", trait="low_rank_nonneg"),
     StateRecord("scaled_grad", nonneg=True, space="tensor"),
 )
+SCALARS = (
+    "grad_scale", "beta1", "beta2", "eps", "floor_t_minus_one_over_update_proj_gap", "sqrt_rank", "one_minus_beta1",
+    "one_minus_beta2", "sqrt_scale", "step_size", "one_minus_lr_times_weight_decay",
+)
+APOLLO_1 = Stage("apollo_1", "elem", level=0, scalars=(0,), temps=("g_whole",), reads=("g",), stores=("g_whole",))
+APOLLO_MATRICES = Stage(
+    "apollo_matrices", "whole", level=1, scalars=(1, 2, 3, 4, 5, 6, 7), temps=("scaled",),
+    reads=("low_avg", "low_avg_sq", "g_whole"), stores=("low_avg", "low_avg_sq", "scaled"), extents=("stream",),
+)
+APOLLO_5 = Stage("apollo_5", "elem", level=4, scalars=(8, 9, 10), reads=("p", "scaled", "limit"), stores=("p",))
+APOLLO_MATRICES_PER_TENSOR = Stage(
+    "apollo_matrices_per_tensor", "whole", level=1, scalars=(1, 2, 3, 4, 5, 6, 7), temps=("scaled",),
+    reads=("low_avg", "low_avg_sq", "g_whole"), stores=("low_avg", "low_avg_sq", "scaled"), extents=("stream",),
+)
+APOLLO_PER_TENSOR_4 = Stage(
+    "apollo_per_tensor_4", "row", level=3, scalars=(), temps=("tensor_sum_for_size",), matrices=True,
+    reads=("row_sum_for_size",), sums=(("sum", ("tensor_sum_for_size",)),),
+)
+APOLLO_PER_TENSOR_5 = Stage(
+    "apollo_per_tensor_5", "tensor", level=3, scalars=(), temps=("lt_zero_scaled_grad", "scaled_grad_plus_1em08"),
+    reads=("scaled_grad",), stores=("lt_zero_scaled_grad", "scaled_grad_plus_1em08"),
+    plus=("lt_zero_scaled_grad", "scaled_grad_plus_1em08"), picked=("lt_zero_scaled_grad",),
+)
 SCALARS_2 = (
     "grad_scale", "beta1", "beta2", "eps", "floor_t_minus_one_over_update_proj_gap", "sqrt_rank", "one_minus_beta1",
     "one_minus_beta2", "scalar_0", "one_minus_lr_times_weight_decay",
 )
-APOLLO_1 = Stage("apollo_1", "elem", level=0, scalars=(0,), temps=("g_whole",), reads=("g",), stores=("g_whole",))
-APOLLO_5 = Stage("apollo_5", "elem", level=4, scalars=(8, 9), reads=("p", "scaled", "one_over_limit"), stores=("p",))
+APOLLO_5_2 = Stage("apollo_5", "elem", level=4, scalars=(8, 9), reads=("p", "scaled", "one_over_limit"), stores=("p",))
 
-# The eager reference, in strict maths.
+# The states, and what of them a step makes.
 RULES = by_flags(
     {"per_tensor": False, "adamw": False, "matrix": True},
     RuleRecord(
-        "apollo", "apollo", scalars=SCALARS, host=host_scalars, states=STATES, spaces=("call", "tensor"), by_rows=True,
-        matrix="heads", settings=({"per_tensor": False, "adamw": False, "matrix": True},),
+        "apollo", states=STATES, spaces=("call", "tensor"), by_rows=True, matrix="heads",
+        settings=({"per_tensor": False, "adamw": False, "matrix": True},),
     ),
     RuleRecord(
-        "apollo", "apollo_no_matrix",
-        scalars=(
-            "beta1", "beta2", "eps", "grad_scale", "one_minus_beta1", "one_minus_beta2", "step_size",
-            "one_minus_lr_times_weight_decay",
-        ),
-        host=host_scalars_2, states=(StateRecord("exp_avg"), StateRecord("exp_avg_sq", nonneg=True)), matrix="heads",
+        "apollo", states=(StateRecord("exp_avg"), StateRecord("exp_avg_sq", nonneg=True)), matrix="heads",
         settings=({"adamw": True}, {"matrix": False}),
     ),
     RuleRecord(
-        "apollo", "apollo_per_tensor", scalars=SCALARS, host=host_scalars, states=STATES,
-        spaces=("call", "mat", "tensor"), by_rows=True, matrix="heads",
+        "apollo", states=STATES, spaces=("call", "mat", "tensor"), by_rows=True, matrix="heads",
         settings=({"per_tensor": True, "adamw": False, "matrix": True},),
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: fma, group, linear, reciprocal.
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({"per_tensor": False, "adamw": False, "matrix": True},), SCALARS, host=host_scalars,
+        temps=(
+            Temp("g_whole", "elem", wide=True),
+            Temp("scaled", "elem", wide=True),
+            Temp("tensor_sum_for_size", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("limit", "tensor"),
+        ),
+        stages=(
+            APOLLO_1,
+            APOLLO_MATRICES,
+            Stage(
+                "apollo_3", "elem", level=2, scalars=(), temps=("tensor_sum_for_size",), reads=("scaled",),
+                sums=(("sum", ("tensor_sum_for_size",)),),
+            ),
+            Stage(
+                "apollo_4", "tensor", level=3, scalars=(), temps=("limit",),
+                reads=("scaled_grad", "tensor_sum_for_size"), stores=("scaled_grad", "limit"), picked=("limit",),
+            ),
+            APOLLO_5,
+        ),
+        strict=True,
+    ),
+    Rule(
+        ({"adamw": True}, {"matrix": False}),
+        (
+            "beta1", "beta2", "eps", "grad_scale", "one_minus_beta1", "one_minus_beta2", "step_size",
+            "one_minus_lr_times_weight_decay",
+        ),
+        host=host_scalars_2,
+        stages=(
+            Stage(
+                "apollo_no_matrix", "elem", level=0, scalars=tuple(range(8)), reads=("p", "g", "exp_avg", "exp_avg_sq"),
+                stores=("p", "exp_avg", "exp_avg_sq"), plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+            ),
+        ),
+        strict=True,
+    ),
+    Rule(
+        ({"per_tensor": True, "adamw": False, "matrix": True},), SCALARS, host=host_scalars,
+        temps=(
+            Temp("g_whole", "elem", wide=True),
+            Temp("scaled", "elem", wide=True),
+            Temp("row_sum_for_size", "row", reduction="row_sum", source="elem"),
+            Temp("tensor_sum_for_size", "tensor", reduction="tensor_sum", source="row"),
+            Temp("lt_zero_scaled_grad", "tensor"),
+            Temp("scaled_grad_plus_1em08", "tensor"),
+            Temp("limit", "tensor"),
+        ),
+        stages=(
+            APOLLO_1,
+            APOLLO_MATRICES_PER_TENSOR,
+            Stage(
+                "apollo_per_tensor_3", "elem", level=2, scalars=(), temps=("row_sum_for_size",), matrices=True,
+                reads=("scaled",), sums=(("sum", ("row_sum_for_size",)),),
+            ),
+            APOLLO_PER_TENSOR_4,
+            APOLLO_PER_TENSOR_5,
+            Stage(
+                "apollo_per_tensor_6", "tensor", level=3, scalars=(), temps=("limit",),
+                reads=("lt_zero_scaled_grad", "tensor_sum_for_size", "scaled_grad_plus_1em08"),
+                stores=("scaled_grad", "limit"), picked=("limit",),
+            ),
+            APOLLO_5,
+        ),
+        strict=True,
+    ),
+)
+
+# The step of kernels, in fast maths; rounding changed by: fma, group, linear, reciprocal.
 STEPS = (
     Rule(
         ({"per_tensor": False, "adamw": False, "matrix": True},), SCALARS_2, host=kernel_scalars,
@@ -377,11 +314,7 @@ STEPS = (
         ),
         stages=(
             APOLLO_1,
-            Stage(
-                "apollo_matrices", "whole", level=1, scalars=(1, 2, 3, 4, 5, 6, 7), temps=("scaled",),
-                reads=("low_avg", "low_avg_sq", "g_whole"), stores=("low_avg", "low_avg_sq", "scaled"),
-                extents=("stream",),
-            ),
+            APOLLO_MATRICES,
             Stage(
                 "apollo_3", "elem", level=2, scalars=(), temps=("tensor_sum_for_size",), reads=("scaled",),
                 sums=(("square", ("tensor_sum_for_size",)),),
@@ -390,7 +323,7 @@ STEPS = (
                 "apollo_4", "tensor", level=3, scalars=(), temps=("one_over_limit",),
                 reads=("scaled_grad", "tensor_sum_for_size"), stores=("scaled_grad", "one_over_limit"),
             ),
-            APOLLO_5,
+            APOLLO_5_2,
         ),
     ),
     Rule(
@@ -421,31 +354,19 @@ STEPS = (
         ),
         stages=(
             APOLLO_1,
-            Stage(
-                "apollo_matrices_per_tensor", "whole", level=1, scalars=(1, 2, 3, 4, 5, 6, 7), temps=("scaled",),
-                reads=("low_avg", "low_avg_sq", "g_whole"), stores=("low_avg", "low_avg_sq", "scaled"),
-                extents=("stream",),
-            ),
+            APOLLO_MATRICES_PER_TENSOR,
             Stage(
                 "apollo_per_tensor_3", "elem", level=2, scalars=(), temps=("row_sum_for_size",), matrices=True,
                 reads=("scaled",), sums=(("square", ("row_sum_for_size",)),),
             ),
-            Stage(
-                "apollo_per_tensor_4", "row", level=3, scalars=(), temps=("tensor_sum_for_size",), matrices=True,
-                reads=("row_sum_for_size",), sums=(("sum", ("tensor_sum_for_size",)),),
-            ),
-            Stage(
-                "apollo_per_tensor_5", "tensor", level=3, scalars=(),
-                temps=("lt_zero_scaled_grad", "scaled_grad_plus_1em08"), reads=("scaled_grad",),
-                stores=("lt_zero_scaled_grad", "scaled_grad_plus_1em08"),
-                plus=("lt_zero_scaled_grad", "scaled_grad_plus_1em08"), picked=("lt_zero_scaled_grad",),
-            ),
+            APOLLO_PER_TENSOR_4,
+            APOLLO_PER_TENSOR_5,
             Stage(
                 "apollo_per_tensor_6", "tensor", level=3, scalars=(), temps=("one_over_limit",),
                 reads=("lt_zero_scaled_grad", "tensor_sum_for_size", "scaled_grad_plus_1em08"),
                 stores=("scaled_grad", "one_over_limit"),
             ),
-            APOLLO_5,
+            APOLLO_5_2,
         ),
     ),
 )

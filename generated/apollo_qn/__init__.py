@@ -4,7 +4,6 @@
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp, by_flags
 from optgen.runtime.records.scalars import divide
-from optgen.runtime.reference.eager import larger, sqrt
 
 
 class ApolloQN(Optimizer):
@@ -72,420 +71,6 @@ class ApolloQN(Optimizer):
             ),
             **options
         )
-
-
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def apollo_qn_1(stored):
-    b = stored.over("update")
-    # -- load and decode
-    update = b.load("update")
-    # -- update  (specs/apollo_qn.py)
-    square = update * update  # 33  square = update * update
-    # -- encode and store
-    tensor_sum_for_length_tensor = b.tensor_sum(square * square)
-    return tensor_sum_for_length_tensor
-
-
-def apollo_qn_2(stored, eps_over_0p01, tensor_sum_for_length_tensor):
-    # -- load and decode
-    tensor_sum_for_length = tensor_sum_for_length_tensor
-    # -- update  (specs/apollo_qn.py)
-    # 34  length = sqrt(sqrt(total(square * square))) + (eps if belief else eps / 0.01)
-    length = sqrt(sqrt(tensor_sum_for_length)) + eps_over_0p01
-    # -- encode and store
-    length_tensor = length
-    return length_tensor
-
-
-def apollo_qn_3(stored, weight_decay, grad_scale, alpha, length_tensor):
-    b = stored.over("p", "g", "exp_avg_grad", "approx_hessian", "update")
-    # -- load and decode
-    exp_avg_grad = b.load("exp_avg_grad")
-    g = b.load("g")
-    g = grad_scale * g
-    p = b.load("p")
-    update = b.load("update")
-    length = b.spread(length_tensor)
-    approx_hessian = b.load("approx_hessian")
-    # -- update  (specs/apollo_qn.py)
-    g = g + weight_decay * p                      # 29  g = l2(g, p, weight_decay)
-    change = g - exp_avg_grad                     # 31  change = g - exp_avg_grad
-    exp_avg_grad = exp_avg_grad + alpha * change  # 32  exp_avg_grad = exp_avg_grad + alpha * change
-    unit = update / length                        # 35  unit = update / length
-    # -- encode and store
-    tensor_sum_for_delta_tensor = b.tensor_sum(change * unit)
-    tensor_sum_for_delta_2_tensor = b.tensor_sum(approx_hessian * unit * unit)
-    b.store("exp_avg_grad", exp_avg_grad)
-    return tensor_sum_for_delta_tensor, tensor_sum_for_delta_2_tensor
-
-
-def apollo_qn_4(
-    stored, minus_one_minus_beta_over_one_minus_beta_pow_t, tensor_sum_for_delta_tensor, length_tensor,
-    tensor_sum_for_delta_2_tensor,
-):
-    # -- load and decode
-    tensor_sum_for_delta = tensor_sum_for_delta_tensor
-    length = length_tensor
-    tensor_sum_for_delta_2 = tensor_sum_for_delta_2_tensor
-    # -- update  (specs/apollo_qn.py)
-    # 36  delta = -alpha * dot(change, unit) / length - total(approx_hessian * unit * unit)
-    delta = minus_one_minus_beta_over_one_minus_beta_pow_t * tensor_sum_for_delta / length - tensor_sum_for_delta_2
-    # -- encode and store
-    delta_tensor = delta
-    return delta_tensor
-
-
-def apollo_qn(
-    stored, eps_over_0p01, weight_decay, grad_scale, alpha, minus_one_minus_beta_over_one_minus_beta_pow_t, lr,
-):
-
-    # == sweep 1: length (specs/apollo_qn.py:34)
-    tensor_sum_for_length_tensor = apollo_qn_1(stored)
-
-    # == tensor: values of tensors
-    length_tensor = apollo_qn_2(stored, eps_over_0p01, tensor_sum_for_length_tensor)
-
-    # == sweep 2: delta (specs/apollo_qn.py:36)
-    tensor_sum_for_delta_tensor, tensor_sum_for_delta_2_tensor = apollo_qn_3(
-        stored, weight_decay, grad_scale, alpha, length_tensor,
-    )
-
-    # == tensor: values of tensors
-    delta_tensor = apollo_qn_4(
-        stored, minus_one_minus_beta_over_one_minus_beta_pow_t, tensor_sum_for_delta_tensor, length_tensor,
-        tensor_sum_for_delta_2_tensor,
-    )
-
-    # == sweep 3: the update
-    b = stored.over("p", "exp_avg_grad", "approx_hessian", "update")
-    # -- load and decode
-    p = b.load("p")
-    exp_avg_grad = b.load("exp_avg_grad")
-    approx_hessian = b.load("approx_hessian")
-    delta = b.spread(delta_tensor)
-    update = b.load("update")
-    length = b.spread(length_tensor)
-    # -- update  (specs/apollo_qn.py)
-    unit = update / length                                 # 35
-    approx_hessian = approx_hessian + delta * unit * unit  # 37  approx_hessian = approx_hessian + delta * unit * unit
-    denom = approx_hessian.abs().clamp(min=0.01)           # 41  denom = maximum(abs(approx_hessian), 0.01)
-    update = exp_avg_grad / denom                          # 42  update = exp_avg_grad / denom
-    p = p - lr * update                                    # 47  p = p - lr * update
-    # -- encode and store
-    b.store("p", p)
-    b.store("approx_hessian", approx_hessian)
-    b.store("update", update)
-
-
-def apollo_qn_stable_3(stored, grad_scale, alpha, length_tensor):
-    b = stored.over("g", "exp_avg_grad", "approx_hessian", "update")
-    # -- load and decode
-    exp_avg_grad = b.load("exp_avg_grad")
-    g = b.load("g")
-    g = grad_scale * g
-    update = b.load("update")
-    length = b.spread(length_tensor)
-    approx_hessian = b.load("approx_hessian")
-    # -- update  (specs/apollo_qn.py)
-    change = g - exp_avg_grad                     # 31
-    exp_avg_grad = exp_avg_grad + alpha * change  # 32
-    unit = update / length                        # 35
-    # -- encode and store
-    tensor_sum_for_delta_tensor = b.tensor_sum(change * unit)
-    tensor_sum_for_delta_2_tensor = b.tensor_sum(approx_hessian * unit * unit)
-    b.store("exp_avg_grad", exp_avg_grad)
-    return tensor_sum_for_delta_tensor, tensor_sum_for_delta_2_tensor
-
-
-def apollo_qn_stable(
-    stored, eps_over_0p01, grad_scale, alpha, minus_one_minus_beta_over_one_minus_beta_pow_t, weight_decay, lr,
-):
-
-    # == sweep 1: length (specs/apollo_qn.py:34)
-    tensor_sum_for_length_tensor = apollo_qn_1(stored)
-
-    # == tensor: values of tensors
-    length_tensor = apollo_qn_2(stored, eps_over_0p01, tensor_sum_for_length_tensor)
-
-    # == sweep 2: delta (specs/apollo_qn.py:36)
-    tensor_sum_for_delta_tensor, tensor_sum_for_delta_2_tensor = apollo_qn_stable_3(
-        stored, grad_scale, alpha, length_tensor,
-    )
-
-    # == tensor: values of tensors
-    delta_tensor = apollo_qn_4(
-        stored, minus_one_minus_beta_over_one_minus_beta_pow_t, tensor_sum_for_delta_tensor, length_tensor,
-        tensor_sum_for_delta_2_tensor,
-    )
-
-    # == sweep 3: update (specs/apollo_qn.py:44)
-    b = stored.over("approx_hessian", "update")
-    # -- load and decode
-    approx_hessian = b.load("approx_hessian")
-    delta = b.spread(delta_tensor)
-    update = b.load("update")
-    length = b.spread(length_tensor)
-    # -- update  (specs/apollo_qn.py)
-    unit = update / length                                 # 35
-    approx_hessian = approx_hessian + delta * unit * unit  # 37
-    denom = approx_hessian.abs().clamp(min=0.01)           # 41
-    # -- encode and store
-    tensor_sum_of_denom_tensor = b.tensor_sum(denom)
-    b.store("approx_hessian", approx_hessian)
-
-    # == tensor: values of tensors
-    # -- load and decode
-    tensor_sum_of_denom = tensor_sum_of_denom_tensor
-    # -- encode and store
-    tensor_div_tensor = weight_decay / (tensor_sum_of_denom / b.extent("elements"))
-
-    # == sweep 4: the update
-    b = stored.over("p", "exp_avg_grad", "approx_hessian", "update")
-    # -- load and decode
-    p = b.load("p")
-    exp_avg_grad = b.load("exp_avg_grad")
-    approx_hessian = b.load("approx_hessian")
-    tensor_div = b.spread(tensor_div_tensor)
-    # -- update  (specs/apollo_qn.py)
-    denom = approx_hessian.abs().clamp(min=0.01)  # 41
-    update = exp_avg_grad / denom                 # 42
-    # 44  update = update + weight_decay / (total(denom) / elements(denom)) * p
-    update = update + tensor_div * p
-    p = p - lr * update                           # 47
-    # -- encode and store
-    b.store("p", p)
-    b.store("update", update)
-
-
-def apollo_qn_decoupled(
-    stored, eps_over_0p01, grad_scale, alpha, minus_one_minus_beta_over_one_minus_beta_pow_t, lr, weight_decay,
-):
-
-    # == sweep 1: length (specs/apollo_qn.py:34)
-    tensor_sum_for_length_tensor = apollo_qn_1(stored)
-
-    # == tensor: values of tensors
-    length_tensor = apollo_qn_2(stored, eps_over_0p01, tensor_sum_for_length_tensor)
-
-    # == sweep 2: delta (specs/apollo_qn.py:36)
-    tensor_sum_for_delta_tensor, tensor_sum_for_delta_2_tensor = apollo_qn_stable_3(
-        stored, grad_scale, alpha, length_tensor,
-    )
-
-    # == tensor: values of tensors
-    delta_tensor = apollo_qn_4(
-        stored, minus_one_minus_beta_over_one_minus_beta_pow_t, tensor_sum_for_delta_tensor, length_tensor,
-        tensor_sum_for_delta_2_tensor,
-    )
-
-    # == sweep 3: the update
-    b = stored.over("p", "exp_avg_grad", "approx_hessian", "update")
-    # -- load and decode
-    p = b.load("p")
-    exp_avg_grad = b.load("exp_avg_grad")
-    approx_hessian = b.load("approx_hessian")
-    delta = b.spread(delta_tensor)
-    update = b.load("update")
-    length = b.spread(length_tensor)
-    # -- update  (specs/apollo_qn.py)
-    unit = update / length                                 # 35
-    approx_hessian = approx_hessian + delta * unit * unit  # 37
-    denom = approx_hessian.abs().clamp(min=0.01)           # 41
-    update = exp_avg_grad / denom                          # 42
-    update = update + weight_decay * p                     # 46  update = update + weight_decay * p
-    p = p - lr * update                                    # 47
-    # -- encode and store
-    b.store("p", p)
-    b.store("approx_hessian", approx_hessian)
-    b.store("update", update)
-
-
-def apollo_qn_belief_2(stored, eps, tensor_sum_for_length_tensor):
-    # -- load and decode
-    tensor_sum_for_length = tensor_sum_for_length_tensor
-    # -- update  (specs/apollo_qn.py)
-    length = sqrt(sqrt(tensor_sum_for_length)) + eps  # 34
-    # -- encode and store
-    length_tensor = length
-    return length_tensor
-
-
-def apollo_qn_belief(
-    stored, weight_decay, grad_scale, eps, alpha, minus_one_minus_beta_over_one_minus_beta_pow_t, lr, scalar_0,
-):
-
-    # == sweep 1: length (specs/apollo_qn.py:34), denom (specs/apollo_qn.py:39)
-    b = stored.over("p", "g", "exp_avg_grad", "update")
-    # -- load and decode
-    update = b.load("update")
-    g = b.load("g")
-    g = grad_scale * g
-    p = b.load("p")
-    exp_avg_grad = b.load("exp_avg_grad")
-    # -- update  (specs/apollo_qn.py)
-    square = update * update   # 33
-    g = g + weight_decay * p   # 29
-    change = g - exp_avg_grad  # 31
-    # -- encode and store
-    tensor_sum_for_length_tensor = b.tensor_sum(square * square)
-    tensor_max_of_change_tensor = b.tensor_max(change.abs())
-
-    # == tensor: values of tensors
-    length_tensor = apollo_qn_belief_2(stored, eps, tensor_sum_for_length_tensor)
-
-    # == sweep 2: delta (specs/apollo_qn.py:36)
-    tensor_sum_for_delta_tensor, tensor_sum_for_delta_2_tensor = apollo_qn_3(
-        stored, weight_decay, grad_scale, alpha, length_tensor,
-    )
-
-    # == tensor: values of tensors
-    delta_tensor = apollo_qn_4(
-        stored, minus_one_minus_beta_over_one_minus_beta_pow_t, tensor_sum_for_delta_tensor, length_tensor,
-        tensor_sum_for_delta_2_tensor,
-    )
-
-    # == sweep 3: the update
-    b = stored.over("p", "exp_avg_grad", "approx_hessian", "update")
-    # -- load and decode
-    p = b.load("p")
-    exp_avg_grad = b.load("exp_avg_grad")
-    approx_hessian = b.load("approx_hessian")
-    delta = b.spread(delta_tensor)
-    update = b.load("update")
-    length = b.spread(length_tensor)
-    tensor_max_of_change = b.spread(tensor_max_of_change_tensor)
-    # -- update  (specs/apollo_qn.py)
-    unit = update / length                                                 # 35
-    approx_hessian = approx_hessian + delta * unit * unit  # 37
-    # 39  denom = maximum(abs(approx_hessian), amax(abs(change))) + eps / alpha
-    denom = larger(approx_hessian.abs(), tensor_max_of_change) + scalar_0
-    update = exp_avg_grad / denom                                          # 42
-    p = p - lr * update                                                    # 47
-    # -- encode and store
-    b.store("p", p)
-    b.store("approx_hessian", approx_hessian)
-    b.store("update", update)
-
-
-def apollo_qn_belief_stable_1(stored, grad_scale):
-    b = stored.over("g", "exp_avg_grad", "update")
-    # -- load and decode
-    update = b.load("update")
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg_grad = b.load("exp_avg_grad")
-    # -- update  (specs/apollo_qn.py)
-    square = update * update   # 33
-    change = g - exp_avg_grad  # 31
-    # -- encode and store
-    tensor_sum_for_length_tensor = b.tensor_sum(square * square)
-    tensor_max_of_change_tensor = b.tensor_max(change.abs())
-    return tensor_sum_for_length_tensor, tensor_max_of_change_tensor
-
-
-def apollo_qn_belief_stable(
-    stored, grad_scale, eps, alpha, minus_one_minus_beta_over_one_minus_beta_pow_t, scalar_0, weight_decay, lr,
-):
-
-    # == sweep 1: length (specs/apollo_qn.py:34), denom (specs/apollo_qn.py:39)
-    tensor_sum_for_length_tensor, tensor_max_of_change_tensor = apollo_qn_belief_stable_1(stored, grad_scale)
-
-    # == tensor: values of tensors
-    length_tensor = apollo_qn_belief_2(stored, eps, tensor_sum_for_length_tensor)
-
-    # == sweep 2: delta (specs/apollo_qn.py:36)
-    tensor_sum_for_delta_tensor, tensor_sum_for_delta_2_tensor = apollo_qn_stable_3(
-        stored, grad_scale, alpha, length_tensor,
-    )
-
-    # == tensor: values of tensors
-    delta_tensor = apollo_qn_4(
-        stored, minus_one_minus_beta_over_one_minus_beta_pow_t, tensor_sum_for_delta_tensor, length_tensor,
-        tensor_sum_for_delta_2_tensor,
-    )
-
-    # == sweep 3: update (specs/apollo_qn.py:44)
-    b = stored.over("approx_hessian", "update")
-    # -- load and decode
-    approx_hessian = b.load("approx_hessian")
-    delta = b.spread(delta_tensor)
-    update = b.load("update")
-    length = b.spread(length_tensor)
-    tensor_max_of_change = b.spread(tensor_max_of_change_tensor)
-    # -- update  (specs/apollo_qn.py)
-    unit = update / length                                                 # 35
-    approx_hessian = approx_hessian + delta * unit * unit  # 37
-    denom = larger(approx_hessian.abs(), tensor_max_of_change) + scalar_0  # 39
-    # -- encode and store
-    tensor_sum_of_denom_tensor = b.tensor_sum(denom)
-    b.store("approx_hessian", approx_hessian)
-
-    # == tensor: values of tensors
-    # -- load and decode
-    tensor_sum_of_denom = tensor_sum_of_denom_tensor
-    # -- encode and store
-    tensor_div_tensor = weight_decay / (tensor_sum_of_denom / b.extent("elements"))
-
-    # == sweep 4: the update
-    b = stored.over("p", "exp_avg_grad", "approx_hessian", "update")
-    # -- load and decode
-    p = b.load("p")
-    exp_avg_grad = b.load("exp_avg_grad")
-    approx_hessian = b.load("approx_hessian")
-    tensor_max_of_change = b.spread(tensor_max_of_change_tensor)
-    tensor_div = b.spread(tensor_div_tensor)
-    # -- update  (specs/apollo_qn.py)
-    denom = larger(approx_hessian.abs(), tensor_max_of_change) + scalar_0  # 39
-    update = exp_avg_grad / denom                                          # 42
-    update = update + tensor_div * p  # 44
-    p = p - lr * update                                                    # 47
-    # -- encode and store
-    b.store("p", p)
-    b.store("update", update)
-
-
-def apollo_qn_belief_decoupled(
-    stored, grad_scale, eps, alpha, minus_one_minus_beta_over_one_minus_beta_pow_t, lr, weight_decay, scalar_0,
-):
-
-    # == sweep 1: length (specs/apollo_qn.py:34), denom (specs/apollo_qn.py:39)
-    tensor_sum_for_length_tensor, tensor_max_of_change_tensor = apollo_qn_belief_stable_1(stored, grad_scale)
-
-    # == tensor: values of tensors
-    length_tensor = apollo_qn_belief_2(stored, eps, tensor_sum_for_length_tensor)
-
-    # == sweep 2: delta (specs/apollo_qn.py:36)
-    tensor_sum_for_delta_tensor, tensor_sum_for_delta_2_tensor = apollo_qn_stable_3(
-        stored, grad_scale, alpha, length_tensor,
-    )
-
-    # == tensor: values of tensors
-    delta_tensor = apollo_qn_4(
-        stored, minus_one_minus_beta_over_one_minus_beta_pow_t, tensor_sum_for_delta_tensor, length_tensor,
-        tensor_sum_for_delta_2_tensor,
-    )
-
-    # == sweep 3: the update
-    b = stored.over("p", "exp_avg_grad", "approx_hessian", "update")
-    # -- load and decode
-    p = b.load("p")
-    exp_avg_grad = b.load("exp_avg_grad")
-    approx_hessian = b.load("approx_hessian")
-    delta = b.spread(delta_tensor)
-    update = b.load("update")
-    length = b.spread(length_tensor)
-    tensor_max_of_change = b.spread(tensor_max_of_change_tensor)
-    # -- update  (specs/apollo_qn.py)
-    unit = update / length                                                 # 35
-    approx_hessian = approx_hessian + delta * unit * unit  # 37
-    denom = larger(approx_hessian.abs(), tensor_max_of_change) + scalar_0  # 39
-    update = exp_avg_grad / denom                                          # 42
-    update = update + weight_decay * p                                     # 46
-    p = p - lr * update                                                    # 47
-    # -- encode and store
-    b.store("p", p)
-    b.store("approx_hessian", approx_hessian)
-    b.store("update", update)
 
 
 # Scalars at a step, in fp64, with the new host states behind them.
@@ -568,20 +153,78 @@ STATES = (StateRecord("exp_avg_grad"), StateRecord("approx_hessian"), StateRecor
 TEMPS = (
     Temp("tensor_sum_for_length", "tensor", reduction="tensor_sum", source="elem"),
     Temp("length", "tensor"),
+    Temp("tensor_sum_for_delta", "tensor", reduction="tensor_sum", source="elem"),
+    Temp("tensor_sum_for_delta_2", "tensor", reduction="tensor_sum", source="elem"),
+    Temp("delta", "tensor"),
+)
+APOLLO_QN_1 = Stage(
+    "apollo_qn_1", "elem", level=0, scalars=(), temps=("tensor_sum_for_length",), reads=("update",),
+    sums=(("sum", ("tensor_sum_for_length",)),),
+)
+APOLLO_QN_2 = Stage(
+    "apollo_qn_2", "tensor", level=1, scalars=(0,), temps=("length",), reads=("tensor_sum_for_length",),
+    stores=("length",), plus=("length",),
+)
+APOLLO_QN_4 = Stage(
+    "apollo_qn_4", "tensor", level=3, scalars=(4,), temps=("delta",),
+    reads=("tensor_sum_for_delta", "length", "tensor_sum_for_delta_2"), stores=("delta",),
+)
+APOLLO_QN_STABLE_3 = Stage(
+    "apollo_qn_stable_3", "elem", level=2, scalars=(1, 2), temps=("tensor_sum_for_delta", "tensor_sum_for_delta_2"),
+    reads=("g", "exp_avg_grad", "approx_hessian", "update", "length"), stores=("exp_avg_grad",),
+    sums=(("sum", ("tensor_sum_for_delta",)), ("sum", ("tensor_sum_for_delta_2",))),
+)
+APOLLO_QN_4_2 = Stage(
+    "apollo_qn_4", "tensor", level=3, scalars=(3,), temps=("delta",),
+    reads=("tensor_sum_for_delta", "length", "tensor_sum_for_delta_2"), stores=("delta",),
+)
+APOLLO_QN_STABLE_6 = Stage(
+    "apollo_qn_stable_6", "tensor", level=5, scalars=(4,), temps=("tensor_div",), reads=("tensor_sum_of_denom",),
+    stores=("tensor_div",), extents=("elements",),
+)
+APOLLO_QN_STABLE_7 = Stage(
+    "apollo_qn_stable_7", "elem", level=6, scalars=(5,), reads=("p", "exp_avg_grad", "approx_hessian", "tensor_div"),
+    stores=("p", "update"),
+)
+TEMPS_2 = (
+    Temp("tensor_max_of_change", "tensor", reduction="tensor_max", source="elem"),
+    Temp("tensor_sum_for_length", "tensor", reduction="tensor_sum", source="elem"),
+    Temp("length", "tensor"),
+    Temp("tensor_sum_for_delta", "tensor", reduction="tensor_sum", source="elem"),
+    Temp("tensor_sum_for_delta_2", "tensor", reduction="tensor_sum", source="elem"),
+    Temp("delta", "tensor"),
+)
+APOLLO_QN_BELIEF_STABLE_1 = Stage(
+    "apollo_qn_belief_stable_1", "elem", level=0, scalars=(0,), temps=("tensor_sum_for_length", "tensor_max_of_change"),
+    reads=("g", "exp_avg_grad", "update"),
+    sums=(("sum", ("tensor_sum_for_length",)), ("max", ("tensor_max_of_change",))),
+)
+APOLLO_QN_2_2 = Stage(
+    "apollo_qn_2", "tensor", level=1, scalars=(1,), temps=("length",), reads=("tensor_sum_for_length",),
+    stores=("length",), plus=("length",),
+)
+APOLLO_QN_STABLE_3_2 = Stage(
+    "apollo_qn_stable_3", "elem", level=2, scalars=(0, 2), temps=("tensor_sum_for_delta", "tensor_sum_for_delta_2"),
+    reads=("g", "exp_avg_grad", "approx_hessian", "update", "length"), stores=("exp_avg_grad",),
+    sums=(("sum", ("tensor_sum_for_delta",)), ("sum", ("tensor_sum_for_delta_2",))),
+)
+TEMPS_3 = (
+    Temp("tensor_sum_for_length", "tensor", reduction="tensor_sum", source="elem"),
+    Temp("length", "tensor"),
     Temp("one_over_length", "tensor"),
     Temp("tensor_sum_for_delta", "tensor", reduction="tensor_sum", source="elem"),
     Temp("tensor_sum_for_delta_2", "tensor", reduction="tensor_sum", source="elem"),
     Temp("tensor_mul_2", "tensor"),
 )
-APOLLO_QN_1 = Stage(
+APOLLO_QN_1_2 = Stage(
     "apollo_qn_1", "elem", level=0, scalars=(), temps=("tensor_sum_for_length",), reads=("update",),
     sums=(("square", ("tensor_sum_for_length",)),),
 )
-APOLLO_QN_2 = Stage(
+APOLLO_QN_2_3 = Stage(
     "apollo_qn_2", "tensor", level=1, scalars=(0,), temps=("length", "one_over_length"),
     reads=("tensor_sum_for_length",), stores=("length", "one_over_length"), plus=("length", "one_over_length"),
 )
-APOLLO_QN_4 = Stage(
+APOLLO_QN_4_3 = Stage(
     "apollo_qn_4", "tensor", level=3, scalars=(4,), temps=("tensor_mul_2",),
     reads=("tensor_sum_for_delta", "length", "tensor_sum_for_delta_2", "one_over_length"), stores=("tensor_mul_2",),
 )
@@ -589,16 +232,16 @@ SCALARS = (
     "eps_over_0p01", "grad_scale", "alpha", "minus_one_minus_beta_over_one_minus_beta_pow_t", "weight_decay",
     "minus_lr",
 )
-APOLLO_QN_STABLE_3 = Stage(
+APOLLO_QN_STABLE_3_3 = Stage(
     "apollo_qn_stable_3", "elem", level=2, scalars=(1, 2), temps=("tensor_sum_for_delta", "tensor_sum_for_delta_2"),
     reads=("g", "exp_avg_grad", "approx_hessian", "update", "one_over_length"), stores=("exp_avg_grad",),
     sums=(("product", ("tensor_sum_for_delta",)), ("product", ("tensor_sum_for_delta_2",))),
 )
-APOLLO_QN_4_2 = Stage(
+APOLLO_QN_4_4 = Stage(
     "apollo_qn_4", "tensor", level=3, scalars=(3,), temps=("tensor_mul_2",),
     reads=("tensor_sum_for_delta", "length", "tensor_sum_for_delta_2", "one_over_length"), stores=("tensor_mul_2",),
 )
-TEMPS_2 = (
+TEMPS_4 = (
     Temp("tensor_max_of_change", "tensor", reduction="tensor_max", source="elem"),
     Temp("tensor_sum_for_length", "tensor", reduction="tensor_sum", source="elem"),
     Temp("length", "tensor"),
@@ -611,81 +254,203 @@ SCALARS_2 = (
     "grad_scale", "eps", "alpha", "minus_one_minus_beta_over_one_minus_beta_pow_t", "weight_decay", "scalar_0",
     "minus_lr",
 )
-APOLLO_QN_BELIEF_STABLE_1 = Stage(
+APOLLO_QN_BELIEF_STABLE_1_2 = Stage(
     "apollo_qn_belief_stable_1", "elem", level=0, scalars=(0,), temps=("tensor_sum_for_length", "tensor_max_of_change"),
     reads=("g", "exp_avg_grad", "update"),
     sums=(("square", ("tensor_sum_for_length",)), ("max", ("tensor_max_of_change",))),
 )
-APOLLO_QN_2_2 = Stage(
+APOLLO_QN_2_4 = Stage(
     "apollo_qn_2", "tensor", level=1, scalars=(1,), temps=("length", "one_over_length"),
     reads=("tensor_sum_for_length",), stores=("length", "one_over_length"), plus=("length", "one_over_length"),
 )
-APOLLO_QN_STABLE_3_2 = Stage(
+APOLLO_QN_STABLE_3_4 = Stage(
     "apollo_qn_stable_3", "elem", level=2, scalars=(0, 2), temps=("tensor_sum_for_delta", "tensor_sum_for_delta_2"),
     reads=("g", "exp_avg_grad", "approx_hessian", "update", "one_over_length"), stores=("exp_avg_grad",),
     sums=(("product", ("tensor_sum_for_delta",)), ("product", ("tensor_sum_for_delta_2",))),
 )
 
-# The eager reference, in strict maths.
+# The states, and what of them a step makes.
 RULES = by_flags(
     {"belief": False, "decoupled": False, "stable": False},
+    RuleRecord("apollo_qn", states=STATES, early=("exp_avg_grad",), spaces=("tensor",), settings=({"stable": False},)),
     RuleRecord(
-        "apollo_qn", "apollo_qn",
-        scalars=(
-            "eps_over_0p01", "weight_decay", "grad_scale", "alpha", "minus_one_minus_beta_over_one_minus_beta_pow_t",
-            "lr",
-        ),
-        host=host_scalars, states=STATES, early=("exp_avg_grad",), spaces=("tensor",),
-        settings=({"belief": False, "decoupled": False, "stable": False},),
-    ),
-    RuleRecord(
-        "apollo_qn", "apollo_qn_stable",
-        scalars=(
-            "eps_over_0p01", "grad_scale", "alpha", "minus_one_minus_beta_over_one_minus_beta_pow_t", "weight_decay",
-            "lr",
-        ),
-        host=host_scalars_2, states=STATES, early=("exp_avg_grad", "approx_hessian"), spaces=("tensor",),
-        settings=({"belief": False, "stable": True},),
-    ),
-    RuleRecord(
-        "apollo_qn", "apollo_qn_decoupled",
-        scalars=(
-            "eps_over_0p01", "grad_scale", "alpha", "minus_one_minus_beta_over_one_minus_beta_pow_t", "lr",
-            "weight_decay",
-        ),
-        host=host_scalars_3, states=STATES, early=("exp_avg_grad",), spaces=("tensor",),
-        settings=({"belief": False, "decoupled": True, "stable": False},),
-    ),
-    RuleRecord(
-        "apollo_qn", "apollo_qn_belief",
-        scalars=(
-            "weight_decay", "grad_scale", "eps", "alpha", "minus_one_minus_beta_over_one_minus_beta_pow_t", "lr",
-            "scalar_0",
-        ),
-        host=host_scalars_4, states=STATES, early=("exp_avg_grad",), spaces=("tensor",),
-        settings=({"belief": True, "decoupled": False, "stable": False},),
-    ),
-    RuleRecord(
-        "apollo_qn", "apollo_qn_belief_stable",
-        scalars=(
-            "grad_scale", "eps", "alpha", "minus_one_minus_beta_over_one_minus_beta_pow_t", "scalar_0", "weight_decay",
-            "lr",
-        ),
-        host=host_scalars_5, states=STATES, early=("exp_avg_grad", "approx_hessian"), spaces=("tensor",),
-        settings=({"belief": True, "stable": True},),
-    ),
-    RuleRecord(
-        "apollo_qn", "apollo_qn_belief_decoupled",
-        scalars=(
-            "grad_scale", "eps", "alpha", "minus_one_minus_beta_over_one_minus_beta_pow_t", "lr", "weight_decay",
-            "scalar_0",
-        ),
-        host=host_scalars_6, states=STATES, early=("exp_avg_grad",), spaces=("tensor",),
-        settings=({"belief": True, "decoupled": True, "stable": False},),
+        "apollo_qn", states=STATES, early=("exp_avg_grad", "approx_hessian"), spaces=("tensor",),
+        settings=({"stable": True},),
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: fma, group, linear, reciprocal.
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({"belief": False, "decoupled": False, "stable": False},),
+        (
+            "eps_over_0p01", "weight_decay", "grad_scale", "alpha", "minus_one_minus_beta_over_one_minus_beta_pow_t",
+            "lr",
+        ),
+        host=host_scalars, temps=TEMPS,
+        stages=(
+            APOLLO_QN_1,
+            APOLLO_QN_2,
+            Stage(
+                "apollo_qn_3", "elem", level=2, scalars=(1, 2, 3),
+                temps=("tensor_sum_for_delta", "tensor_sum_for_delta_2"),
+                reads=("p", "g", "exp_avg_grad", "approx_hessian", "update", "length"), stores=("exp_avg_grad",),
+                sums=(("sum", ("tensor_sum_for_delta",)), ("sum", ("tensor_sum_for_delta_2",))),
+            ),
+            APOLLO_QN_4,
+            Stage(
+                "apollo_qn_5", "elem", level=4, scalars=(5,),
+                reads=("p", "exp_avg_grad", "approx_hessian", "update", "delta", "length"),
+                stores=("p", "approx_hessian", "update"),
+            ),
+        ),
+        early=("exp_avg_grad",), strict=True,
+    ),
+    Rule(
+        ({"belief": False, "stable": True},),
+        (
+            "eps_over_0p01", "grad_scale", "alpha", "minus_one_minus_beta_over_one_minus_beta_pow_t", "weight_decay",
+            "lr",
+        ),
+        host=host_scalars_2,
+        temps=(
+            Temp("tensor_sum_for_length", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("length", "tensor"),
+            Temp("tensor_sum_for_delta", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_for_delta_2", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("delta", "tensor"),
+            Temp("tensor_sum_of_denom", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_div", "tensor"),
+        ),
+        stages=(
+            APOLLO_QN_1,
+            APOLLO_QN_2,
+            APOLLO_QN_STABLE_3,
+            APOLLO_QN_4_2,
+            Stage(
+                "apollo_qn_stable_5", "elem", level=4, scalars=(), temps=("tensor_sum_of_denom",),
+                reads=("approx_hessian", "update", "delta", "length"), stores=("approx_hessian",),
+                sums=(("sum", ("tensor_sum_of_denom",)),),
+            ),
+            APOLLO_QN_STABLE_6,
+            APOLLO_QN_STABLE_7,
+        ),
+        early=("exp_avg_grad", "approx_hessian"), strict=True,
+    ),
+    Rule(
+        ({"belief": False, "decoupled": True, "stable": False},),
+        (
+            "eps_over_0p01", "grad_scale", "alpha", "minus_one_minus_beta_over_one_minus_beta_pow_t", "lr",
+            "weight_decay",
+        ),
+        host=host_scalars_3, temps=TEMPS,
+        stages=(
+            APOLLO_QN_1,
+            APOLLO_QN_2,
+            APOLLO_QN_STABLE_3,
+            APOLLO_QN_4_2,
+            Stage(
+                "apollo_qn_decoupled_5", "elem", level=4, scalars=(4, 5),
+                reads=("p", "exp_avg_grad", "approx_hessian", "update", "delta", "length"),
+                stores=("p", "approx_hessian", "update"),
+            ),
+        ),
+        early=("exp_avg_grad",), strict=True,
+    ),
+    Rule(
+        ({"belief": True, "decoupled": False, "stable": False},),
+        (
+            "weight_decay", "grad_scale", "eps", "alpha", "minus_one_minus_beta_over_one_minus_beta_pow_t", "lr",
+            "scalar_0",
+        ),
+        host=host_scalars_4, temps=TEMPS_2,
+        stages=(
+            Stage(
+                "apollo_qn_belief_1", "elem", level=0, scalars=(0, 1),
+                temps=("tensor_sum_for_length", "tensor_max_of_change"), reads=("p", "g", "exp_avg_grad", "update"),
+                sums=(("sum", ("tensor_sum_for_length",)), ("max", ("tensor_max_of_change",))),
+            ),
+            Stage(
+                "apollo_qn_2", "tensor", level=1, scalars=(2,), temps=("length",), reads=("tensor_sum_for_length",),
+                stores=("length",), plus=("length",),
+            ),
+            Stage(
+                "apollo_qn_3", "elem", level=2, scalars=(0, 1, 3),
+                temps=("tensor_sum_for_delta", "tensor_sum_for_delta_2"),
+                reads=("p", "g", "exp_avg_grad", "approx_hessian", "update", "length"), stores=("exp_avg_grad",),
+                sums=(("sum", ("tensor_sum_for_delta",)), ("sum", ("tensor_sum_for_delta_2",))),
+            ),
+            APOLLO_QN_4,
+            Stage(
+                "apollo_qn_belief_5", "elem", level=4, scalars=(5, 6),
+                reads=("p", "exp_avg_grad", "approx_hessian", "update", "delta", "length", "tensor_max_of_change"),
+                stores=("p", "approx_hessian", "update"),
+            ),
+        ),
+        early=("exp_avg_grad",), strict=True,
+    ),
+    Rule(
+        ({"belief": True, "stable": True},),
+        (
+            "grad_scale", "eps", "alpha", "minus_one_minus_beta_over_one_minus_beta_pow_t", "scalar_0", "weight_decay",
+            "lr",
+        ),
+        host=host_scalars_5,
+        temps=(
+            Temp("tensor_max_of_change", "tensor", reduction="tensor_max", source="elem"),
+            Temp("tensor_sum_for_length", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("length", "tensor"),
+            Temp("tensor_sum_for_delta", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_for_delta_2", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("delta", "tensor"),
+            Temp("tensor_sum_of_denom", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_div", "tensor"),
+        ),
+        stages=(
+            APOLLO_QN_BELIEF_STABLE_1,
+            APOLLO_QN_2_2,
+            APOLLO_QN_STABLE_3_2,
+            APOLLO_QN_4_2,
+            Stage(
+                "apollo_qn_belief_stable_5", "elem", level=4, scalars=(4,), temps=("tensor_sum_of_denom",),
+                reads=("approx_hessian", "update", "delta", "length", "tensor_max_of_change"),
+                stores=("approx_hessian",), sums=(("sum", ("tensor_sum_of_denom",)),),
+            ),
+            Stage(
+                "apollo_qn_stable_6", "tensor", level=5, scalars=(5,), temps=("tensor_div",),
+                reads=("tensor_sum_of_denom",), stores=("tensor_div",), extents=("elements",),
+            ),
+            Stage(
+                "apollo_qn_belief_stable_7", "elem", level=6, scalars=(6, 4),
+                reads=("p", "exp_avg_grad", "approx_hessian", "tensor_max_of_change", "tensor_div"),
+                stores=("p", "update"),
+            ),
+        ),
+        early=("exp_avg_grad", "approx_hessian"), strict=True,
+    ),
+    Rule(
+        ({"belief": True, "decoupled": True, "stable": False},),
+        (
+            "grad_scale", "eps", "alpha", "minus_one_minus_beta_over_one_minus_beta_pow_t", "lr", "weight_decay",
+            "scalar_0",
+        ),
+        host=host_scalars_6, temps=TEMPS_2,
+        stages=(
+            APOLLO_QN_BELIEF_STABLE_1,
+            APOLLO_QN_2_2,
+            APOLLO_QN_STABLE_3_2,
+            APOLLO_QN_4_2,
+            Stage(
+                "apollo_qn_belief_decoupled_5", "elem", level=4, scalars=(4, 5, 6),
+                reads=("p", "exp_avg_grad", "approx_hessian", "update", "delta", "length", "tensor_max_of_change"),
+                stores=("p", "approx_hessian", "update"),
+            ),
+        ),
+        early=("exp_avg_grad",), strict=True,
+    ),
+)
+
+# The step of kernels, in fast maths; rounding changed by: fma, group, linear, reciprocal.
 STEPS = (
     Rule(
         ({"belief": False, "decoupled": False, "stable": False},),
@@ -693,10 +458,10 @@ STEPS = (
             "eps_over_0p01", "weight_decay", "grad_scale", "alpha", "minus_one_minus_beta_over_one_minus_beta_pow_t",
             "minus_lr",
         ),
-        host=kernel_scalars, temps=TEMPS,
+        host=kernel_scalars, temps=TEMPS_3,
         stages=(
-            APOLLO_QN_1,
-            APOLLO_QN_2,
+            APOLLO_QN_1_2,
+            APOLLO_QN_2_3,
             Stage(
                 "apollo_qn_3", "elem", level=2, scalars=(1, 2, 3),
                 temps=("tensor_sum_for_delta", "tensor_sum_for_delta_2"),
@@ -704,7 +469,7 @@ STEPS = (
                 stores=("exp_avg_grad",),
                 sums=(("product", ("tensor_sum_for_delta",)), ("product", ("tensor_sum_for_delta_2",))),
             ),
-            APOLLO_QN_4,
+            APOLLO_QN_4_3,
             Stage(
                 "apollo_qn_5", "elem", level=4, scalars=(5,),
                 reads=("p", "exp_avg_grad", "approx_hessian", "update", "tensor_mul_2"),
@@ -726,33 +491,27 @@ STEPS = (
             Temp("tensor_div", "tensor"),
         ),
         stages=(
-            APOLLO_QN_1,
-            APOLLO_QN_2,
-            APOLLO_QN_STABLE_3,
-            APOLLO_QN_4_2,
+            APOLLO_QN_1_2,
+            APOLLO_QN_2_3,
+            APOLLO_QN_STABLE_3_3,
+            APOLLO_QN_4_4,
             Stage(
                 "apollo_qn_stable_5", "elem", level=4, scalars=(), temps=("tensor_sum_of_denom",),
                 reads=("approx_hessian", "update", "tensor_mul_2"), stores=("approx_hessian",),
                 sums=(("sum", ("tensor_sum_of_denom",)),),
             ),
-            Stage(
-                "apollo_qn_stable_6", "tensor", level=5, scalars=(4,), temps=("tensor_div",),
-                reads=("tensor_sum_of_denom",), stores=("tensor_div",), extents=("elements",),
-            ),
-            Stage(
-                "apollo_qn_stable_7", "elem", level=6, scalars=(5,),
-                reads=("p", "exp_avg_grad", "approx_hessian", "tensor_div"), stores=("p", "update"),
-            ),
+            APOLLO_QN_STABLE_6,
+            APOLLO_QN_STABLE_7,
         ),
         early=("exp_avg_grad", "approx_hessian"),
     ),
     Rule(
-        ({"belief": False, "decoupled": True, "stable": False},), SCALARS, host=kernel_scalars_2, temps=TEMPS,
+        ({"belief": False, "decoupled": True, "stable": False},), SCALARS, host=kernel_scalars_2, temps=TEMPS_3,
         stages=(
-            APOLLO_QN_1,
-            APOLLO_QN_2,
-            APOLLO_QN_STABLE_3,
-            APOLLO_QN_4_2,
+            APOLLO_QN_1_2,
+            APOLLO_QN_2_3,
+            APOLLO_QN_STABLE_3_3,
+            APOLLO_QN_4_4,
             Stage(
                 "apollo_qn_decoupled_5", "elem", level=4, scalars=(4, 5),
                 reads=("p", "exp_avg_grad", "approx_hessian", "update", "tensor_mul_2"),
@@ -767,7 +526,7 @@ STEPS = (
             "weight_decay", "grad_scale", "eps", "alpha", "minus_one_minus_beta_over_one_minus_beta_pow_t", "scalar_0",
             "minus_lr",
         ),
-        host=kernel_scalars_3, temps=TEMPS_2,
+        host=kernel_scalars_3, temps=TEMPS_4,
         stages=(
             Stage(
                 "apollo_qn_belief_1", "elem", level=0, scalars=(0, 1),
@@ -786,7 +545,7 @@ STEPS = (
                 stores=("exp_avg_grad",),
                 sums=(("product", ("tensor_sum_for_delta",)), ("product", ("tensor_sum_for_delta_2",))),
             ),
-            APOLLO_QN_4,
+            APOLLO_QN_4_3,
             Stage(
                 "apollo_qn_belief_5", "elem", level=4, scalars=(5, 6),
                 reads=("p", "exp_avg_grad", "approx_hessian", "update", "tensor_mul_2", "tensor_max_of_change"),
@@ -809,10 +568,10 @@ STEPS = (
             Temp("weight_decay_over_tensor_add", "tensor"),
         ),
         stages=(
-            APOLLO_QN_BELIEF_STABLE_1,
-            APOLLO_QN_2_2,
-            APOLLO_QN_STABLE_3_2,
-            APOLLO_QN_4_2,
+            APOLLO_QN_BELIEF_STABLE_1_2,
+            APOLLO_QN_2_4,
+            APOLLO_QN_STABLE_3_4,
+            APOLLO_QN_4_4,
             Stage(
                 "apollo_qn_belief_stable_5", "elem", level=4, scalars=(), temps=("tensor_sum_of_approx_hessian",),
                 reads=("approx_hessian", "update", "tensor_mul_2", "tensor_max_of_change"), stores=("approx_hessian",),
@@ -832,12 +591,12 @@ STEPS = (
         early=("exp_avg_grad", "approx_hessian"),
     ),
     Rule(
-        ({"belief": True, "decoupled": True, "stable": False},), SCALARS_2, host=kernel_scalars_4, temps=TEMPS_2,
+        ({"belief": True, "decoupled": True, "stable": False},), SCALARS_2, host=kernel_scalars_4, temps=TEMPS_4,
         stages=(
-            APOLLO_QN_BELIEF_STABLE_1,
-            APOLLO_QN_2_2,
-            APOLLO_QN_STABLE_3_2,
-            APOLLO_QN_4_2,
+            APOLLO_QN_BELIEF_STABLE_1_2,
+            APOLLO_QN_2_4,
+            APOLLO_QN_STABLE_3_4,
+            APOLLO_QN_4_4,
             Stage(
                 "apollo_qn_belief_decoupled_5", "elem", level=4, scalars=(4, 5, 6),
                 reads=("p", "exp_avg_grad", "approx_hessian", "update", "tensor_mul_2", "tensor_max_of_change"),

@@ -39,23 +39,6 @@ class ASGD(Optimizer):
         super().__init__(params, dict(lr=lr, lambd=lambd, alpha=alpha, t0=t0, weight_decay=weight_decay), **options)
 
 
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def asgd(stored, weight_decay, grad_scale, mu, one_minus_lambd_times_where_lt_one_t_eta_lr, rate):
-    b = stored.over("p", "g", "ax")
-    # -- load and decode
-    p = b.load("p")
-    g = b.load("g")
-    g = grad_scale * g
-    ax = b.load("ax")
-    # -- update  (specs/asgd.py)
-    g = g + weight_decay * p                                        # 21  g = l2(g, p, weight_decay)
-    p = p * one_minus_lambd_times_where_lt_one_t_eta_lr - rate * g  # 23  p = p * (1 - lambd * rate) - rate * g
-    ax = ax + mu * (p - ax)                                         # 24  ax = ax + mu * (p - ax)
-    # -- encode and store
-    b.store("p", p)
-    b.store("ax", ax)
-
-
 # Scalars at a step, in fp64, with the new host states behind them.
 def host_scalars(step, grad_scale, *, lr, lambd, alpha, t0, weight_decay, eta, mu):
     eta_2 = divide(lr, power(1 + lambd * lr * step, alpha))  # 25  eta = lr / (1 + lambd * lr * t) ** alpha
@@ -78,17 +61,23 @@ def kernel_scalars(step, grad_scale, *, lr, lambd, alpha, t0, weight_decay, eta,
     )
 
 
-# The eager reference, in strict maths.
+# The states, and what of them a step makes.
 RULES = by_flags(
     {},
-    RuleRecord(
-        "asgd", "asgd",
-        scalars=("weight_decay", "grad_scale", "mu", "one_minus_lambd_times_where_lt_one_t_eta_lr", "rate"),
-        host=host_scalars, states=(StateRecord("ax", init="param"),), host_states=(("eta", 0.0), ("mu", 1.0)),
+    RuleRecord("asgd", states=(StateRecord("ax", init="param"),), host_states=(("eta", 0.0), ("mu", 1.0))),
+)
+
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({},), ("weight_decay", "grad_scale", "mu", "one_minus_lambd_times_where_lt_one_t_eta_lr", "rate"),
+        host=host_scalars,
+        stages=(Stage("asgd", "elem", level=0, scalars=tuple(range(5)), reads=("p", "g", "ax"), stores=("p", "ax")),),
+        strict=True,
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: distribute, fma, group.
+# The step of kernels, in fast maths; rounding changed by: distribute, fma, group.
 STEPS = (
     Rule(
         ({},),

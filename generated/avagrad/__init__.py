@@ -4,7 +4,6 @@
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp, by_flags
 from optgen.runtime.records.scalars import divide, root, where
-from optgen.runtime.reference.eager import put, quotient, sqrt
 
 
 class AvaGrad(Optimizer):
@@ -45,62 +44,6 @@ class AvaGrad(Optimizer):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay), **options)
 
 
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def avagrad(
-    stored, moves, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, scalar_2,
-    one_minus_beta2, sqrt_one_minus_beta2_pow_t,
-):
-
-    # == model: values of the model
-    # -- load and decode
-    gamma = stored["gamma"]
-    # -- encode and store
-    lr_over_one_minus_beta1_pow_t_times_gamma_tensor = moves * gamma
-
-    # == sweep 1: gamma (specs/avagrad.py:32)
-    b = stored.over("p", "g", "exp_avg", "exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    lr_over_one_minus_beta1_pow_t_times_gamma = b.spread(lr_over_one_minus_beta1_pow_t_times_gamma_tensor)
-    exp_avg = b.load("exp_avg")
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/avagrad.py)
-    p = p * one_minus_lr_times_weight_decay                    # 24  p = decoupled(p, lr, weight_decay)
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g            # 25  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    root_ = sqrt(exp_avg_sq)                                   # 26  root = sqrt(exp_avg_sq)
-    # 29  p = p - moves * gamma * exp_avg / (root / sqrt(before) + eps)
-    p = p - lr_over_one_minus_beta1_pow_t_times_gamma * exp_avg / (root_ / scalar_2 + eps)
-    # 30  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
-    divisor = root_ / sqrt_one_minus_beta2_pow_t + eps         # 31  divisor = root / sqrt(1 - beta2**t) + eps
-    # -- encode and store
-    tensor_sum_for_gamma_tensor = b.tensor_sum(0.0 * p + 1.0)
-    tensor_sum_for_gamma_2_tensor = b.tensor_sum(quotient(1.0, divisor * divisor))
-    b.store("p", p)
-    b.store("exp_avg_sq", exp_avg_sq)
-    b.store("exp_avg", exp_avg)
-
-    # == tensor: values of tensors
-    # -- load and decode
-    tensor_sum_for_gamma = tensor_sum_for_gamma_tensor
-    tensor_sum_for_gamma_2 = tensor_sum_for_gamma_2_tensor
-    # -- encode and store
-    model_sum_for_gamma_tensor = yield tensor_sum_for_gamma
-    model_sum_for_gamma_2_tensor = yield tensor_sum_for_gamma_2
-
-    # == model: values of the model
-    # -- load and decode
-    model_sum_for_gamma = model_sum_for_gamma_tensor
-    model_sum_for_gamma_2 = model_sum_for_gamma_2_tensor
-    # -- update  (specs/avagrad.py)
-    # 32  gamma = sqrt(model_total(0 * p + 1) / model_total(1 / (divisor * divisor)))
-    gamma = sqrt(model_sum_for_gamma / model_sum_for_gamma_2)
-    # -- encode and store
-    put(stored["gamma"], gamma)
-
-
 # Scalars at a step, in fp64, with the new host states behind them.
 def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     beta1, beta2 = betas
@@ -134,16 +77,34 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     )
 
 
-# The eager reference, in strict maths.
+# What several of the records below have.
+TEMPS = (
+    Temp("lr_over_one_minus_beta1_pow_t_times_gamma", "model"),
+    Temp("tensor_sum_for_gamma", "tensor", reduction="tensor_sum", source="elem"),
+    Temp("tensor_sum_for_gamma_2", "tensor", reduction="tensor_sum", source="elem"),
+    Temp("model_sum_for_gamma", "model", reduction="model_sum", source="tensor"),
+    Temp("model_sum_for_gamma_2", "model", reduction="model_sum", source="tensor"),
+)
+AVAGRAD_1 = Stage(
+    "avagrad_1", "model", level=-1, scalars=(0,), temps=("lr_over_one_minus_beta1_pow_t_times_gamma",),
+    reads=("gamma",), stores=("lr_over_one_minus_beta1_pow_t_times_gamma",),
+    plus=("lr_over_one_minus_beta1_pow_t_times_gamma",),
+)
+AVAGRAD_3 = Stage(
+    "avagrad_3", "tensor", level=1, scalars=(), temps=("model_sum_for_gamma", "model_sum_for_gamma_2"),
+    reads=("tensor_sum_for_gamma", "tensor_sum_for_gamma_2"), stores=("model_sum_for_gamma", "model_sum_for_gamma_2"),
+    picked=("model_sum_for_gamma", "model_sum_for_gamma_2"),
+)
+AVAGRAD_4 = Stage(
+    "avagrad_4", "model", level=3, scalars=(), reads=("model_sum_for_gamma", "model_sum_for_gamma_2"),
+    stores=("gamma",),
+)
+
+# The states, and what of them a step makes.
 RULES = by_flags(
     {},
     RuleRecord(
-        "avagrad", "avagrad",
-        scalars=(
-            "moves", "beta1", "beta2", "eps", "grad_scale", "one_minus_lr_times_weight_decay", "one_minus_beta1",
-            "scalar_2", "one_minus_beta2", "sqrt_one_minus_beta2_pow_t",
-        ),
-        host=host_scalars,
+        "avagrad",
         states=(
             StateRecord("exp_avg", normalized_by="exp_avg_sq"),
             StateRecord("exp_avg_sq", nonneg=True),
@@ -153,7 +114,33 @@ RULES = by_flags(
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: fma, group, reciprocal.
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({},),
+        (
+            "moves", "beta1", "beta2", "eps", "grad_scale", "one_minus_lr_times_weight_decay", "one_minus_beta1",
+            "scalar_2", "one_minus_beta2", "sqrt_one_minus_beta2_pow_t",
+        ),
+        host=host_scalars, temps=TEMPS,
+        stages=(
+            AVAGRAD_1,
+            Stage(
+                "avagrad_2", "elem", level=0, scalars=(1, 2, 3, 4, 5, 6, 7, 8, 9),
+                temps=("tensor_sum_for_gamma", "tensor_sum_for_gamma_2"),
+                reads=("p", "g", "exp_avg", "exp_avg_sq", "lr_over_one_minus_beta1_pow_t_times_gamma"),
+                stores=("p", "exp_avg", "exp_avg_sq"),
+                sums=(("sum", ("tensor_sum_for_gamma",)), ("sum", ("tensor_sum_for_gamma_2",))), plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+            ),
+            AVAGRAD_3,
+            AVAGRAD_4,
+        ),
+        strict=True,
+    ),
+)
+
+# The step of kernels, in fast maths; rounding changed by: fma, group, reciprocal.
 STEPS = (
     Rule(
         ({},),
@@ -161,20 +148,9 @@ STEPS = (
             "moves", "beta1", "beta2", "eps", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale",
             "scalar_2", "scalar_3", "one_over_sqrt_one_minus_beta2_pow_t",
         ),
-        host=kernel_scalars,
-        temps=(
-            Temp("lr_over_one_minus_beta1_pow_t_times_gamma", "model"),
-            Temp("tensor_sum_for_gamma", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("tensor_sum_for_gamma_2", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("model_sum_for_gamma", "model", reduction="model_sum", source="tensor"),
-            Temp("model_sum_for_gamma_2", "model", reduction="model_sum", source="tensor"),
-        ),
+        host=kernel_scalars, temps=TEMPS,
         stages=(
-            Stage(
-                "avagrad_1", "model", level=-1, scalars=(0,), temps=("lr_over_one_minus_beta1_pow_t_times_gamma",),
-                reads=("gamma",), stores=("lr_over_one_minus_beta1_pow_t_times_gamma",),
-                plus=("lr_over_one_minus_beta1_pow_t_times_gamma",),
-            ),
+            AVAGRAD_1,
             Stage(
                 "avagrad_2", "elem", level=0, scalars=(1, 2, 3, 4, 5, 6, 7, 8),
                 temps=("tensor_sum_for_gamma", "tensor_sum_for_gamma_2"),
@@ -183,16 +159,8 @@ STEPS = (
                 sums=(("sum", ("tensor_sum_for_gamma",)), ("sum", ("tensor_sum_for_gamma_2",))), plus=("exp_avg_sq",),
                 needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
             ),
-            Stage(
-                "avagrad_3", "tensor", level=1, scalars=(), temps=("model_sum_for_gamma", "model_sum_for_gamma_2"),
-                reads=("tensor_sum_for_gamma", "tensor_sum_for_gamma_2"),
-                stores=("model_sum_for_gamma", "model_sum_for_gamma_2"),
-                picked=("model_sum_for_gamma", "model_sum_for_gamma_2"),
-            ),
-            Stage(
-                "avagrad_4", "model", level=3, scalars=(), reads=("model_sum_for_gamma", "model_sum_for_gamma_2"),
-                stores=("gamma",),
-            ),
+            AVAGRAD_3,
+            AVAGRAD_4,
         ),
     ),
 )

@@ -2,7 +2,6 @@
 # fmt: off
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp, by_flags
-from optgen.runtime.reference.eager import few_sum, put, quotient, sqrt
 
 
 class CAME(Optimizer):
@@ -63,207 +62,6 @@ class CAME(Optimizer):
         )
 
 
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def came_8(stored, clip_threshold, tensor_sum_of_update_tensor):
-    b = stored.over()
-    # -- load and decode
-    tensor_sum_of_update = tensor_sum_of_update_tensor
-    # -- encode and store
-    one_max_tensor_div_tensor = (sqrt(tensor_sum_of_update / b.extent("elements")) / clip_threshold).clamp(min=1.0)
-    return one_max_tensor_div_tensor
-
-
-def came(
-    stored, eps1, grad_scale, beta2, one_minus_beta2, clip_threshold, eps2, beta1, one_minus_beta1, beta3,
-    one_minus_beta3, lr, one_minus_lr_times_weight_decay,
-):
-
-    # == sweep 1: exp_avg_sq_row (specs/came.py:30), exp_avg_sq_col (specs/came.py:31)
-    b = stored.over("g")
-    # -- load and decode
-    g = b.load("g")
-    g = grad_scale * g
-    # -- update  (specs/came.py)
-    square = g * g + eps1  # 28  square = g * g + eps1
-    # -- encode and store
-    row_sum_for_exp_avg_sq_row_tensor = b.row_sum(square)
-    col_sum_for_exp_avg_sq_col_tensor = b.col_sum(square)
-
-    # == row: values of rows
-    # -- load and decode
-    exp_avg_sq_row = stored["exp_avg_sq_row"]
-    row_sum_for_exp_avg_sq_row = row_sum_for_exp_avg_sq_row_tensor
-    # -- update  (specs/came.py)
-    # 30  exp_avg_sq_row = beta2 * exp_avg_sq_row + (1 - beta2) * row_mean(square)
-    exp_avg_sq_row = beta2 * exp_avg_sq_row + one_minus_beta2 * (row_sum_for_exp_avg_sq_row / b.extent("columns"))
-    # -- encode and store
-    mat_sum_of_exp_avg_sq_row_tensor = few_sum(exp_avg_sq_row, "mat")
-    put(stored["exp_avg_sq_row"], exp_avg_sq_row)
-
-    # == col: values of columns
-    # -- load and decode
-    exp_avg_sq_col = stored["exp_avg_sq_col"]
-    col_sum_for_exp_avg_sq_col = col_sum_for_exp_avg_sq_col_tensor
-    # -- update  (specs/came.py)
-    # 31  exp_avg_sq_col = beta2 * exp_avg_sq_col + (1 - beta2) * col_mean(square)
-    exp_avg_sq_col = beta2 * exp_avg_sq_col + one_minus_beta2 * (col_sum_for_exp_avg_sq_col / b.extent("rows"))
-    # -- encode and store
-    one_over_sqrt_exp_avg_sq_col_2_tensor = quotient(1.0, sqrt(exp_avg_sq_col))
-    put(stored["exp_avg_sq_col"], exp_avg_sq_col)
-
-    # == mat: values of matrices
-    # -- load and decode
-    mat_sum_of_exp_avg_sq_row = mat_sum_of_exp_avg_sq_row_tensor
-    # -- encode and store
-    mat_sum_of_exp_avg_sq_row_over_rows_tensor = mat_sum_of_exp_avg_sq_row / b.extent("rows")
-
-    # == row: values of rows
-    # -- load and decode
-    exp_avg_sq_row = stored["exp_avg_sq_row"]
-    mat_sum_of_exp_avg_sq_row_over_rows = mat_sum_of_exp_avg_sq_row_over_rows_tensor
-    # -- encode and store
-    one_over_sqrt_row_div_tensor = quotient(1.0, sqrt(exp_avg_sq_row / mat_sum_of_exp_avg_sq_row_over_rows))
-
-    # == sweep 2: update (specs/came.py:36)
-    b = stored.over("g")
-    # -- load and decode
-    g = b.load("g")
-    g = grad_scale * g
-    one_over_sqrt_row_div = b.spread(one_over_sqrt_row_div_tensor)
-    one_over_sqrt_exp_avg_sq_col_2 = b.spread(one_over_sqrt_exp_avg_sq_col_2_tensor)
-    # -- update  (specs/came.py)
-    # 32  update = g * rsqrt(exp_avg_sq_row / mat_mean(exp_avg_sq_row)) * rsqrt(exp_avg_sq_col)
-    update = g * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2
-    # -- encode and store
-    row_sum_of_update_tensor = b.row_sum(update * update)
-
-    # == row: values of rows
-    # -- load and decode
-    row_sum_of_update = row_sum_of_update_tensor
-    # -- encode and store
-    tensor_sum_of_update_tensor = few_sum(row_sum_of_update, "tensor")
-
-    # == tensor: values of tensors
-    one_max_tensor_div_tensor = came_8(stored, clip_threshold, tensor_sum_of_update_tensor)
-
-    # == sweep 3: exp_avg_res_row (specs/came.py:40), exp_avg_res_col (specs/came.py:41)
-    b = stored.over("g", "exp_avg")
-    # -- load and decode
-    exp_avg = b.load("exp_avg")
-    g = b.load("g")
-    g = grad_scale * g
-    one_over_sqrt_row_div = b.spread(one_over_sqrt_row_div_tensor)
-    one_over_sqrt_exp_avg_sq_col_2 = b.spread(one_over_sqrt_exp_avg_sq_col_2_tensor)
-    one_max_tensor_div = b.spread(one_max_tensor_div_tensor)
-    # -- update  (specs/came.py)
-    update = g * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2  # 32
-    # 36  update = update / maximum(1.0, rms(update) / clip_threshold)
-    update = update / one_max_tensor_div
-    # 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * update
-    update_sub = update - exp_avg
-    residual = update_sub * update_sub + eps2                            # 39  residual = (update - exp_avg) ** 2 + eps2
-    # -- encode and store
-    row_sum_for_exp_avg_res_row_tensor = b.row_sum(residual)
-    col_sum_for_exp_avg_res_col_tensor = b.col_sum(residual)
-    b.store("exp_avg", exp_avg)
-
-    # == row: values of rows
-    # -- load and decode
-    exp_avg_res_row = stored["exp_avg_res_row"]
-    row_sum_for_exp_avg_res_row = row_sum_for_exp_avg_res_row_tensor
-    # -- update  (specs/came.py)
-    # 40  exp_avg_res_row = beta3 * exp_avg_res_row + (1 - beta3) * row_mean(residual)
-    exp_avg_res_row = beta3 * exp_avg_res_row + one_minus_beta3 * (row_sum_for_exp_avg_res_row / b.extent("columns"))
-    # -- encode and store
-    mat_sum_of_exp_avg_res_row_tensor = few_sum(exp_avg_res_row, "mat")
-    put(stored["exp_avg_res_row"], exp_avg_res_row)
-
-    # == col: values of columns
-    # -- load and decode
-    exp_avg_res_col = stored["exp_avg_res_col"]
-    col_sum_for_exp_avg_res_col = col_sum_for_exp_avg_res_col_tensor
-    # -- update  (specs/came.py)
-    # 41  exp_avg_res_col = beta3 * exp_avg_res_col + (1 - beta3) * col_mean(residual)
-    exp_avg_res_col = beta3 * exp_avg_res_col + one_minus_beta3 * (col_sum_for_exp_avg_res_col / b.extent("rows"))
-    # -- encode and store
-    one_over_sqrt_exp_avg_res_col_2_tensor = quotient(1.0, sqrt(exp_avg_res_col))
-    put(stored["exp_avg_res_col"], exp_avg_res_col)
-
-    # == mat: values of matrices
-    # -- load and decode
-    mat_sum_of_exp_avg_res_row = mat_sum_of_exp_avg_res_row_tensor
-    # -- encode and store
-    mat_sum_of_exp_avg_res_row_over_rows_tensor = mat_sum_of_exp_avg_res_row / b.extent("rows")
-
-    # == row: values of rows
-    # -- load and decode
-    exp_avg_res_row = stored["exp_avg_res_row"]
-    mat_sum_of_exp_avg_res_row_over_rows = mat_sum_of_exp_avg_res_row_over_rows_tensor
-    # -- encode and store
-    one_over_sqrt_row_div_2_tensor = quotient(1.0, sqrt(exp_avg_res_row / mat_sum_of_exp_avg_res_row_over_rows))
-
-    # == sweep 4: the update
-    b = stored.over("p", "exp_avg")
-    # -- load and decode
-    p = b.load("p")
-    exp_avg = b.load("exp_avg")
-    one_over_sqrt_row_div_2 = b.spread(one_over_sqrt_row_div_2_tensor)
-    one_over_sqrt_exp_avg_res_col_2 = b.spread(one_over_sqrt_exp_avg_res_col_2_tensor)
-    # -- update  (specs/came.py)
-    p = p * one_minus_lr_times_weight_decay  # 45  p = policies.decoupled(p, lr, weight_decay)
-    # 42  step = exp_avg * rsqrt(exp_avg_res_row / mat_mean(exp_avg_res_row)) * rsqrt(exp_avg_res_col)
-    step = exp_avg * one_over_sqrt_row_div_2 * one_over_sqrt_exp_avg_res_col_2
-    p = p - lr * step                        # 46  p = p - lr * step
-    # -- encode and store
-    b.store("p", p)
-
-
-def came_no_factored(
-    stored, eps1, beta2, grad_scale, one_minus_beta2, clip_threshold, lr, beta1, one_minus_beta1,
-    one_minus_lr_times_weight_decay,
-):
-
-    # == sweep 1: update (specs/came.py:36)
-    b = stored.over("g", "exp_avg_sq")
-    # -- load and decode
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/came.py)
-    square = g * g + eps1                                       # 28
-    # 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * square
-    update = g * quotient(1.0, sqrt(exp_avg_sq))                # 35  update = g * rsqrt(exp_avg_sq)
-    # -- encode and store
-    tensor_sum_of_update_tensor = b.tensor_sum(update * update)
-
-    # == tensor: values of tensors
-    one_max_tensor_div_tensor = came_8(stored, clip_threshold, tensor_sum_of_update_tensor)
-
-    # == sweep 2: the update
-    b = stored.over("p", "g", "exp_avg", "exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    exp_avg = b.load("exp_avg")
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg_sq = b.load("exp_avg_sq")
-    one_max_tensor_div = b.spread(one_max_tensor_div_tensor)
-    # -- update  (specs/came.py)
-    p = p * one_minus_lr_times_weight_decay                     # 45
-    square = g * g + eps1                                       # 28
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * square  # 34
-    update = g * quotient(1.0, sqrt(exp_avg_sq))                # 35
-    update = update / one_max_tensor_div  # 36
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * update        # 37
-    p = p - lr * exp_avg                                        # 46
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg", exp_avg)
-    b.store("exp_avg_sq", exp_avg_sq)
-
-
 # Scalars at a step, in fp64, with the new host states behind them.
 def host_scalars(step, grad_scale, *, lr, eps, clip_threshold, betas, weight_decay):
     eps1, eps2 = eps
@@ -318,16 +116,21 @@ def kernel_scalars_2(step, grad_scale, *, lr, eps, clip_threshold, betas, weight
     )
 
 
-# The eager reference, in strict maths.
+# What several of the records below have.
+CAME_4 = Stage(
+    "came_4", "mat", level=1, scalars=(), temps=("mat_sum_of_exp_avg_sq_row_over_rows",), matrices=True,
+    reads=("mat_sum_of_exp_avg_sq_row",), stores=("mat_sum_of_exp_avg_sq_row_over_rows",), extents=("rows",),
+)
+CAME_5 = Stage(
+    "came_5", "row", level=1, scalars=(), temps=("one_over_sqrt_row_div",), matrices=True,
+    reads=("exp_avg_sq_row", "mat_sum_of_exp_avg_sq_row_over_rows"), stores=("one_over_sqrt_row_div",),
+)
+
+# The states, and what of them a step makes.
 RULES = by_flags(
     {"factored": True},
     RuleRecord(
-        "came", "came",
-        scalars=(
-            "eps1", "grad_scale", "beta2", "one_minus_beta2", "clip_threshold", "eps2", "beta1", "one_minus_beta1",
-            "beta3", "one_minus_beta3", "lr", "one_minus_lr_times_weight_decay",
-        ),
-        host=host_scalars,
+        "came",
         states=(
             StateRecord("exp_avg"),
             StateRecord("exp_avg_sq_row", nonneg=True, space="row"),
@@ -338,17 +141,135 @@ RULES = by_flags(
         early=("exp_avg",), spaces=("col", "mat", "row", "tensor"), by_rows=True, settings=({"factored": True},),
     ),
     RuleRecord(
-        "came", "came_no_factored",
-        scalars=(
-            "eps1", "beta2", "grad_scale", "one_minus_beta2", "clip_threshold", "lr", "beta1", "one_minus_beta1",
-            "one_minus_lr_times_weight_decay",
-        ),
-        host=host_scalars_2, states=(StateRecord("exp_avg"), StateRecord("exp_avg_sq", nonneg=True)),
-        spaces=("tensor",), settings=({"factored": False},),
+        "came", states=(StateRecord("exp_avg"), StateRecord("exp_avg_sq", nonneg=True)), spaces=("tensor",),
+        settings=({"factored": False},),
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: fma, group, linear, reciprocal.
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({"factored": True},),
+        (
+            "eps1", "grad_scale", "beta2", "one_minus_beta2", "clip_threshold", "eps2", "beta1", "one_minus_beta1",
+            "beta3", "one_minus_beta3", "lr", "one_minus_lr_times_weight_decay",
+        ),
+        host=host_scalars,
+        temps=(
+            Temp("col_sum_for_exp_avg_sq_col", "col", reduction="col_sum", source="elem"),
+            Temp("row_sum_for_exp_avg_sq_row", "row", reduction="row_sum", source="elem"),
+            Temp("mat_sum_of_exp_avg_sq_row", "mat", reduction="mat_sum", source="row"),
+            Temp("one_over_sqrt_exp_avg_sq_col_2", "col"),
+            Temp("mat_sum_of_exp_avg_sq_row_over_rows", "mat"),
+            Temp("one_over_sqrt_row_div", "row"),
+            Temp("row_sum_of_update", "row", reduction="row_sum", source="elem"),
+            Temp("tensor_sum_of_update", "tensor", reduction="tensor_sum", source="row"),
+            Temp("one_max_tensor_div", "tensor"),
+            Temp("col_sum_for_exp_avg_res_col", "col", reduction="col_sum", source="elem"),
+            Temp("row_sum_for_exp_avg_res_row", "row", reduction="row_sum", source="elem"),
+            Temp("mat_sum_of_exp_avg_res_row", "mat", reduction="mat_sum", source="row"),
+            Temp("one_over_sqrt_exp_avg_res_col_2", "col"),
+            Temp("mat_sum_of_exp_avg_res_row_over_rows", "mat"),
+            Temp("one_over_sqrt_row_div_2", "row"),
+        ),
+        stages=(
+            Stage(
+                "came_1", "elem", level=0, scalars=(0, 1),
+                temps=("row_sum_for_exp_avg_sq_row", "col_sum_for_exp_avg_sq_col"), matrices=True, reads=("g",),
+                sums=(("sum", ("row_sum_for_exp_avg_sq_row", "col_sum_for_exp_avg_sq_col")),),
+            ),
+            Stage(
+                "came_2", "row", level=1, scalars=(2, 3), temps=("mat_sum_of_exp_avg_sq_row",), matrices=True,
+                reads=("exp_avg_sq_row", "row_sum_for_exp_avg_sq_row"), stores=("exp_avg_sq_row",),
+                sums=(("sum", ("mat_sum_of_exp_avg_sq_row",)),), extents=("columns",), plus=("exp_avg_sq_row",),
+            ),
+            Stage(
+                "came_3", "col", level=1, scalars=(2, 3), temps=("one_over_sqrt_exp_avg_sq_col_2",), matrices=True,
+                reads=("exp_avg_sq_col", "col_sum_for_exp_avg_sq_col"),
+                stores=("exp_avg_sq_col", "one_over_sqrt_exp_avg_sq_col_2"), extents=("rows",),
+                plus=("exp_avg_sq_col", "one_over_sqrt_exp_avg_sq_col_2"),
+            ),
+            CAME_4,
+            CAME_5,
+            Stage(
+                "came_6", "elem", level=2, scalars=(1,), temps=("row_sum_of_update",), matrices=True,
+                reads=("g", "one_over_sqrt_row_div", "one_over_sqrt_exp_avg_sq_col_2"),
+                sums=(("sum", ("row_sum_of_update",)),),
+            ),
+            Stage(
+                "came_7", "row", level=3, scalars=(), temps=("tensor_sum_of_update",), matrices=True,
+                reads=("row_sum_of_update",), sums=(("sum", ("tensor_sum_of_update",)),),
+            ),
+            Stage(
+                "came_8", "tensor", level=3, scalars=(4,), temps=("one_max_tensor_div",),
+                reads=("tensor_sum_of_update",), stores=("one_max_tensor_div",), extents=("elements",),
+                picked=("one_max_tensor_div",),
+            ),
+            Stage(
+                "came_9", "elem", level=4, scalars=(5, 6, 1, 7),
+                temps=("row_sum_for_exp_avg_res_row", "col_sum_for_exp_avg_res_col"), matrices=True,
+                reads=("g", "exp_avg", "one_over_sqrt_row_div", "one_over_sqrt_exp_avg_sq_col_2", "one_max_tensor_div"),
+                stores=("exp_avg",), sums=(("sum", ("row_sum_for_exp_avg_res_row", "col_sum_for_exp_avg_res_col")),),
+            ),
+            Stage(
+                "came_10", "row", level=5, scalars=(8, 9), temps=("mat_sum_of_exp_avg_res_row",), matrices=True,
+                reads=("exp_avg_res_row", "row_sum_for_exp_avg_res_row"), stores=("exp_avg_res_row",),
+                sums=(("sum", ("mat_sum_of_exp_avg_res_row",)),), extents=("columns",), plus=("exp_avg_res_row",),
+            ),
+            Stage(
+                "came_11", "col", level=5, scalars=(8, 9), temps=("one_over_sqrt_exp_avg_res_col_2",), matrices=True,
+                reads=("exp_avg_res_col", "col_sum_for_exp_avg_res_col"),
+                stores=("exp_avg_res_col", "one_over_sqrt_exp_avg_res_col_2"), extents=("rows",),
+                plus=("exp_avg_res_col", "one_over_sqrt_exp_avg_res_col_2"),
+            ),
+            Stage(
+                "came_12", "mat", level=5, scalars=(), temps=("mat_sum_of_exp_avg_res_row_over_rows",), matrices=True,
+                reads=("mat_sum_of_exp_avg_res_row",), stores=("mat_sum_of_exp_avg_res_row_over_rows",),
+                extents=("rows",),
+            ),
+            Stage(
+                "came_13", "row", level=5, scalars=(), temps=("one_over_sqrt_row_div_2",), matrices=True,
+                reads=("exp_avg_res_row", "mat_sum_of_exp_avg_res_row_over_rows"), stores=("one_over_sqrt_row_div_2",),
+            ),
+            Stage(
+                "came_14", "elem", level=6, scalars=(10, 11), matrices=True,
+                reads=("p", "exp_avg", "one_over_sqrt_row_div_2", "one_over_sqrt_exp_avg_res_col_2"), stores=("p",),
+            ),
+        ),
+        early=("exp_avg",), strict=True,
+    ),
+    Rule(
+        ({"factored": False},),
+        (
+            "eps1", "beta2", "grad_scale", "one_minus_beta2", "clip_threshold", "lr", "beta1", "one_minus_beta1",
+            "one_minus_lr_times_weight_decay",
+        ),
+        host=host_scalars_2,
+        temps=(
+            Temp("tensor_sum_of_update", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("one_max_tensor_div", "tensor"),
+        ),
+        stages=(
+            Stage(
+                "came_no_factored_1", "elem", level=0, scalars=tuple(range(4)), temps=("tensor_sum_of_update",),
+                reads=("g", "exp_avg_sq"), sums=(("sum", ("tensor_sum_of_update",)),),
+            ),
+            Stage(
+                "came_no_factored_2", "tensor", level=1, scalars=(4,), temps=("one_max_tensor_div",),
+                reads=("tensor_sum_of_update",), stores=("one_max_tensor_div",), extents=("elements",),
+                picked=("one_max_tensor_div",),
+            ),
+            Stage(
+                "came_no_factored_3", "elem", level=2, scalars=(5, 0, 6, 1, 2, 3, 7, 8),
+                reads=("p", "g", "exp_avg", "exp_avg_sq", "one_max_tensor_div"), stores=("p", "exp_avg", "exp_avg_sq"),
+                plus=("exp_avg_sq",), needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+            ),
+        ),
+        strict=True,
+    ),
+)
+
+# The step of kernels, in fast maths; rounding changed by: fma, group, linear, reciprocal.
 STEPS = (
     Rule(
         ({"factored": True},),
@@ -393,15 +314,8 @@ STEPS = (
                 stores=("exp_avg_sq_col", "one_over_sqrt_exp_avg_sq_col_2"), extents=("rows",),
                 plus=("exp_avg_sq_col", "one_over_sqrt_exp_avg_sq_col_2"),
             ),
-            Stage(
-                "came_4", "mat", level=1, scalars=(), temps=("mat_sum_of_exp_avg_sq_row_over_rows",), matrices=True,
-                reads=("mat_sum_of_exp_avg_sq_row",), stores=("mat_sum_of_exp_avg_sq_row_over_rows",),
-                extents=("rows",),
-            ),
-            Stage(
-                "came_5", "row", level=1, scalars=(), temps=("one_over_sqrt_row_div",), matrices=True,
-                reads=("exp_avg_sq_row", "mat_sum_of_exp_avg_sq_row_over_rows"), stores=("one_over_sqrt_row_div",),
-            ),
+            CAME_4,
+            CAME_5,
             Stage(
                 "came_6", "elem", level=2, scalars=(), temps=("row_sum_of_g",), matrices=True,
                 reads=("g", "one_over_sqrt_exp_avg_sq_col_2", "one_over_sqrt_row_div"),

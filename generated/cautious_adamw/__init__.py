@@ -2,11 +2,8 @@
 #     optgen build cautious_adamw
 # fmt: off
 # ruff: noqa
-import torch
-
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp, by_flags
 from optgen.runtime.records.scalars import divide, maximum, root, where
-from optgen.runtime.reference.eager import choose, sqrt
 
 
 class CautiousAdamW(Optimizer):
@@ -43,68 +40,6 @@ class CautiousAdamW(Optimizer):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay), **options)
 
 
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def cautious_adamw(
-    stored, beta1, grad_scale, one_minus_beta1, beta2, eps, one_minus_lr_times_weight_decay, one_minus_beta2,
-    sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
-):
-
-    # == sweep 1: scale (specs/cautious_adamw.py:24)
-    b = stored.over("g", "exp_avg")
-    # -- load and decode
-    exp_avg = b.load("exp_avg")
-    g = b.load("g")
-    g = grad_scale * g
-    # -- update  (specs/cautious_adamw.py)
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g  # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    # 23  agrees = where(sign(exp_avg) * sign(g) > 0, 1.0, 0.0)
-    agrees = choose(
-        0.0 < torch.where(
-            exp_avg > 0, 1.0, torch.where(exp_avg < 0, -1.0, exp_avg)
-        ) * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)),
-        1.0, 0.0
-    )
-    # -- encode and store
-    tensor_sum_of_agrees_tensor = b.tensor_sum(agrees)
-
-    # == tensor: values of tensors
-    # -- load and decode
-    tensor_sum_of_agrees = tensor_sum_of_agrees_tensor
-    # -- encode and store
-    tensor_sum_of_agrees_over_elements_max_0p001_tensor = (tensor_sum_of_agrees / b.extent("elements")).clamp(min=0.001)
-
-    # == sweep 2: the update
-    b = stored.over("p", "g", "exp_avg", "exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    exp_avg = b.load("exp_avg")
-    g = b.load("g")
-    g = grad_scale * g
-    tensor_sum_of_agrees_over_elements_max_0p001 = b.spread(tensor_sum_of_agrees_over_elements_max_0p001_tensor)
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/cautious_adamw.py)
-    p = p * one_minus_lr_times_weight_decay                          # 20  p = decoupled(p, lr, weight_decay)
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g                  # 21
-    # 23
-    agrees = choose(
-        0.0 < torch.where(
-            exp_avg > 0, 1.0, torch.where(exp_avg < 0, -1.0, exp_avg)
-        ) * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)),
-        1.0, 0.0
-    )
-    scale = agrees / tensor_sum_of_agrees_over_elements_max_0p001    # 24  scale = agrees / maximum(mean(agrees), 1e-3)
-    # 22  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
-    # 25  denom = sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps
-    denom = sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
-    # 26  p = p - lr / (1 - beta1**t) * scale * exp_avg / denom
-    p = p - lr_over_one_minus_beta1_pow_t * scale * exp_avg / denom
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg_sq", exp_avg_sq)
-    b.store("exp_avg", exp_avg)
-
-
 # Scalars at a step, in fp64, with the new host states behind them.
 def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     beta1, beta2 = betas
@@ -135,22 +70,55 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     )
 
 
-# The eager reference, in strict maths.
+# What several of the records below have.
+CAUTIOUS_ADAMW_1 = Stage(
+    "cautious_adamw_1", "elem", level=0, scalars=(0, 1, 2), temps=("tensor_sum_of_agrees",), reads=("g", "exp_avg"),
+    sums=(("sum", ("tensor_sum_of_agrees",)),),
+)
+
+# The states, and what of them a step makes.
 RULES = by_flags(
     {},
     RuleRecord(
-        "cautious_adamw", "cautious_adamw",
-        scalars=(
-            "beta1", "grad_scale", "one_minus_beta1", "beta2", "eps", "one_minus_lr_times_weight_decay",
-            "one_minus_beta2", "sqrt_one_minus_beta2_pow_t", "lr_over_one_minus_beta1_pow_t",
-        ),
-        host=host_scalars,
+        "cautious_adamw",
         states=(StateRecord("exp_avg", normalized_by="exp_avg_sq"), StateRecord("exp_avg_sq", nonneg=True)),
         spaces=("tensor",),
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: eps, fma, group, linear, reciprocal, step.
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({},),
+        (
+            "beta1", "grad_scale", "one_minus_beta1", "beta2", "eps", "one_minus_lr_times_weight_decay",
+            "one_minus_beta2", "sqrt_one_minus_beta2_pow_t", "lr_over_one_minus_beta1_pow_t",
+        ),
+        host=host_scalars,
+        temps=(
+            Temp("tensor_sum_of_agrees", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_of_agrees_over_elements_max_0p001", "tensor"),
+        ),
+        stages=(
+            CAUTIOUS_ADAMW_1,
+            Stage(
+                "cautious_adamw_2", "tensor", level=1, scalars=(),
+                temps=("tensor_sum_of_agrees_over_elements_max_0p001",), reads=("tensor_sum_of_agrees",),
+                stores=("tensor_sum_of_agrees_over_elements_max_0p001",), extents=("elements",),
+                picked=("tensor_sum_of_agrees_over_elements_max_0p001",),
+            ),
+            Stage(
+                "cautious_adamw_3", "elem", level=2, scalars=(0, 3, 4, 1, 5, 2, 6, 7, 8),
+                reads=("p", "g", "exp_avg", "exp_avg_sq", "tensor_sum_of_agrees_over_elements_max_0p001"),
+                stores=("p", "exp_avg", "exp_avg_sq"), plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+            ),
+        ),
+        strict=True,
+    ),
+)
+
+# The step of kernels, in fast maths; rounding changed by: eps, fma, group, linear, reciprocal, step.
 STEPS = (
     Rule(
         ({},),
@@ -164,10 +132,7 @@ STEPS = (
             Temp("tensor_div", "tensor"),
         ),
         stages=(
-            Stage(
-                "cautious_adamw_1", "elem", level=0, scalars=(0, 1, 2), temps=("tensor_sum_of_agrees",),
-                reads=("g", "exp_avg"), sums=(("sum", ("tensor_sum_of_agrees",)),),
-            ),
+            CAUTIOUS_ADAMW_1,
             Stage(
                 "cautious_adamw_2", "tensor", level=1, scalars=(), temps=("tensor_div",),
                 reads=("tensor_sum_of_agrees",), stores=("tensor_div",), extents=("elements",),

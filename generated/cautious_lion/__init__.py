@@ -2,10 +2,7 @@
 #     optgen build cautious_lion
 # fmt: off
 # ruff: noqa
-import torch
-
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp, by_flags
-from optgen.runtime.reference.eager import choose
 
 
 class CautiousLion(Optimizer):
@@ -38,57 +35,6 @@ class CautiousLion(Optimizer):
         super().__init__(params, dict(lr=lr, betas=betas, weight_decay=weight_decay), **options)
 
 
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def cautious_lion(
-    stored, beta1, grad_scale, one_minus_beta1, lr, beta2, one_minus_lr_times_weight_decay, one_minus_beta2,
-):
-
-    # == sweep 1: p (specs/cautious_lion.py:22)
-    b = stored.over("g", "exp_avg")
-    # -- load and decode
-    exp_avg = b.load("exp_avg")
-    g = b.load("g")
-    g = grad_scale * g
-    # -- update  (specs/cautious_lion.py)
-    # 19  update = sign(beta1 * exp_avg + (1 - beta1) * g)
-    update = torch.where(
-        beta1 * exp_avg + one_minus_beta1 * g > 0, 1.0,
-        torch.where(beta1 * exp_avg + one_minus_beta1 * g < 0, -1.0, beta1 * exp_avg + one_minus_beta1 * g)
-    )
-    # 20  agrees = where(update * sign(g) > 0, 1.0, 0.0)
-    agrees = choose(0.0 < update * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)), 1.0, 0.0)
-    # -- encode and store
-    tensor_sum_of_agrees_tensor = b.tensor_sum(agrees)
-
-    # == tensor: values of tensors
-    # -- load and decode
-    tensor_sum_of_agrees = tensor_sum_of_agrees_tensor
-    # -- encode and store
-    tensor_div_tensor = lr / (tensor_sum_of_agrees / b.extent("elements")).clamp(min=0.001)
-
-    # == sweep 2: the update
-    b = stored.over("p", "g", "exp_avg")
-    # -- load and decode
-    p = b.load("p")
-    tensor_div = b.spread(tensor_div_tensor)
-    exp_avg = b.load("exp_avg")
-    g = b.load("g")
-    g = grad_scale * g
-    # -- update  (specs/cautious_lion.py)
-    p = p * one_minus_lr_times_weight_decay          # 18  p = decoupled(p, lr, weight_decay)
-    # 19
-    update = torch.where(
-        beta1 * exp_avg + one_minus_beta1 * g > 0, 1.0,
-        torch.where(beta1 * exp_avg + one_minus_beta1 * g < 0, -1.0, beta1 * exp_avg + one_minus_beta1 * g)
-    )
-    agrees = choose(0.0 < update * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)), 1.0, 0.0)  # 20
-    p = p - tensor_div * agrees * update             # 22  p = p - lr / maximum(mean(agrees), 1e-3) * agrees * update
-    exp_avg = beta2 * exp_avg + one_minus_beta2 * g  # 21  exp_avg = beta2 * exp_avg + (1 - beta2) * g
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg", exp_avg)
-
-
 # Scalars at a step, in fp64, with the new host states behind them.
 def host_scalars(step, grad_scale, *, lr, betas, weight_decay):
     beta1, beta2 = betas
@@ -109,20 +55,34 @@ def kernel_scalars(step, grad_scale, *, lr, betas, weight_decay):
     )
 
 
-# The eager reference, in strict maths.
-RULES = by_flags(
-    {},
-    RuleRecord(
-        "cautious_lion", "cautious_lion",
-        scalars=(
-            "beta1", "grad_scale", "one_minus_beta1", "lr", "beta2", "one_minus_lr_times_weight_decay",
-            "one_minus_beta2",
-        ),
-        host=host_scalars, states=(StateRecord("exp_avg"),), spaces=("tensor",),
+# What several of the records below have.
+TEMPS = (Temp("tensor_sum_of_agrees", "tensor", reduction="tensor_sum", source="elem"), Temp("tensor_div", "tensor"))
+CAUTIOUS_LION_1 = Stage(
+    "cautious_lion_1", "elem", level=0, scalars=(0, 1, 2), temps=("tensor_sum_of_agrees",), reads=("g", "exp_avg"),
+    sums=(("sum", ("tensor_sum_of_agrees",)),),
+)
+CAUTIOUS_LION_2 = Stage(
+    "cautious_lion_2", "tensor", level=1, scalars=(3,), temps=("tensor_div",), reads=("tensor_sum_of_agrees",),
+    stores=("tensor_div",), extents=("elements",),
+)
+CAUTIOUS_LION_3 = Stage(
+    "cautious_lion_3", "elem", level=2, scalars=(0, 4, 1, 5, 2, 6), reads=("p", "g", "exp_avg", "tensor_div"),
+    stores=("p", "exp_avg"),
+)
+
+# The states, and what of them a step makes.
+RULES = by_flags({}, RuleRecord("cautious_lion", states=(StateRecord("exp_avg"),), spaces=("tensor",)))
+
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({},),
+        ("beta1", "grad_scale", "one_minus_beta1", "lr", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta2"),
+        host=host_scalars, temps=TEMPS, stages=(CAUTIOUS_LION_1, CAUTIOUS_LION_2, CAUTIOUS_LION_3), strict=True,
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: fma, group.
+# The step of kernels, in fast maths; rounding changed by: fma, group.
 STEPS = (
     Rule(
         ({},),
@@ -130,25 +90,7 @@ STEPS = (
             "beta1", "grad_scale", "one_minus_beta1_times_grad_scale", "lr", "beta2", "one_minus_lr_times_weight_decay",
             "one_minus_beta2_times_grad_scale",
         ),
-        host=kernel_scalars,
-        temps=(
-            Temp("tensor_sum_of_agrees", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("tensor_div", "tensor"),
-        ),
-        stages=(
-            Stage(
-                "cautious_lion_1", "elem", level=0, scalars=(0, 1, 2), temps=("tensor_sum_of_agrees",),
-                reads=("g", "exp_avg"), sums=(("sum", ("tensor_sum_of_agrees",)),),
-            ),
-            Stage(
-                "cautious_lion_2", "tensor", level=1, scalars=(3,), temps=("tensor_div",),
-                reads=("tensor_sum_of_agrees",), stores=("tensor_div",), extents=("elements",),
-            ),
-            Stage(
-                "cautious_lion_3", "elem", level=2, scalars=(0, 4, 1, 5, 2, 6),
-                reads=("p", "g", "exp_avg", "tensor_div"), stores=("p", "exp_avg"),
-            ),
-        ),
+        host=kernel_scalars, temps=TEMPS, stages=(CAUTIOUS_LION_1, CAUTIOUS_LION_2, CAUTIOUS_LION_3),
     ),
 )
 

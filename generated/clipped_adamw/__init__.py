@@ -4,7 +4,6 @@
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp, by_flags
 from optgen.runtime.records.scalars import divide, maximum, root, where
-from optgen.runtime.reference.eager import larger, sqrt
 
 
 class ClippedAdamW(Optimizer):
@@ -61,108 +60,6 @@ class ClippedAdamW(Optimizer):
             ),
             **options
         )
-
-
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def clipped_adamw(
-    stored, grad_scale, max_norm, beta1, beta2, eps, one_minus_lr_times_weight_decay, one_minus_beta1,
-    one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
-):
-
-    # == sweep 1: exp_avg (specs/adamw.py:31)
-    b = stored.over("g")
-    # -- load and decode
-    g = b.load("g")
-    g = grad_scale * g
-    # -- encode and store
-    tensor_sum_of_g_tensor = b.tensor_sum(g * g)
-
-    # == tensor: values of tensors
-    # -- load and decode
-    tensor_sum_of_g = tensor_sum_of_g_tensor
-    # -- encode and store
-    model_sum_of_g_tensor = yield tensor_sum_of_g
-
-    # == model: values of the model
-    # -- load and decode
-    model_sum_of_g = model_sum_of_g_tensor
-    # -- encode and store
-    model_min_tensor = (max_norm / (sqrt(model_sum_of_g) + 1e-06)).clamp(max=1.0)
-
-    # == sweep 2: the update
-    b = stored.over("p", "g", "exp_avg", "exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    exp_avg = b.load("exp_avg")
-    g = b.load("g")
-    g = grad_scale * g
-    model_min = b.spread(model_min_tensor)
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/clipped_adamw.py)
-    p = p * one_minus_lr_times_weight_decay                            # 30  p = decoupled(p, rate, weight_decay)
-    g_mul = g * model_min
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g_mul                # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g_mul * g_mul
-    # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
-    denom = sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
-    # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg_sq", exp_avg_sq)
-    b.store("exp_avg", exp_avg)
-
-
-def clipped_adamw_amsgrad(
-    stored, grad_scale, max_norm, beta1, beta2, eps, one_minus_lr_times_weight_decay, one_minus_beta1,
-    one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
-):
-
-    # == sweep 1: exp_avg (specs/adamw.py:31)
-    b = stored.over("g")
-    # -- load and decode
-    g = b.load("g")
-    g = grad_scale * g
-    # -- encode and store
-    tensor_sum_of_g_tensor = b.tensor_sum(g * g)
-
-    # == tensor: values of tensors
-    # -- load and decode
-    tensor_sum_of_g = tensor_sum_of_g_tensor
-    # -- encode and store
-    model_sum_of_g_tensor = yield tensor_sum_of_g
-
-    # == model: values of the model
-    # -- load and decode
-    model_sum_of_g = model_sum_of_g_tensor
-    # -- encode and store
-    model_min_tensor = (max_norm / (sqrt(model_sum_of_g) + 1e-06)).clamp(max=1.0)
-
-    # == sweep 2: the update
-    b = stored.over("p", "g", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    exp_avg = b.load("exp_avg")
-    g = b.load("g")
-    g = grad_scale * g
-    model_min = b.spread(model_min_tensor)
-    max_exp_avg_sq = b.load("max_exp_avg_sq")
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/clipped_adamw.py)
-    p = p * one_minus_lr_times_weight_decay                            # 30
-    g_mul = g * model_min
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g_mul                # 31
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g_mul * g_mul  # 32
-    # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq)
-    denom = sqrt(max_exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps  # 36
-    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom  # 37
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg_sq", exp_avg_sq)
-    b.store("exp_avg", exp_avg)
-    b.store("max_exp_avg_sq", max_exp_avg_sq)
 
 
 # Scalars at a step, in fp64, with the new host states behind them.
@@ -231,23 +128,15 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, max_norm
 
 
 # What several of the records below have.
-SCALARS = (
-    "grad_scale", "max_norm", "beta1", "beta2", "eps", "one_minus_lr_times_weight_decay", "one_minus_beta1",
-    "one_minus_beta2", "sqrt_one_minus_beta2_pow_t", "lr_over_one_minus_beta1_pow_t",
-)
 STATES = (StateRecord("exp_avg", normalized_by="exp_avg_sq"), StateRecord("exp_avg_sq", nonneg=True))
-SCALARS_2 = (
-    "grad_scale", "max_norm", "beta1", "beta2", "eps", "scalar_0", "one_minus_beta1", "one_minus_beta2",
-    "sqrt_one_minus_beta2_pow_t", "lr_over_one_minus_beta1_pow_t",
-)
 STATES_2 = (
     StateRecord("exp_avg", normalized_by="exp_avg_sq"),
     StateRecord("exp_avg_sq", nonneg=True),
     StateRecord("max_exp_avg_sq", nonneg=True, nearest=True),
 )
-SCALARS_3 = (
-    "grad_scale_times_grad_scale", "max_norm", "beta1", "beta2", "one_minus_lr_times_weight_decay",
-    "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3", "scalar_4",
+SCALARS = (
+    "grad_scale", "max_norm", "beta1", "beta2", "eps", "one_minus_lr_times_weight_decay", "one_minus_beta1",
+    "one_minus_beta2", "sqrt_one_minus_beta2_pow_t", "lr_over_one_minus_beta1_pow_t",
 )
 TEMPS = (
     Temp("tensor_sum_of_g", "tensor", reduction="tensor_sum", source="elem"),
@@ -256,7 +145,7 @@ TEMPS = (
 )
 CLIPPED_ADAMW_1 = Stage(
     "clipped_adamw_1", "elem", level=0, scalars=(0,), temps=("tensor_sum_of_g",), reads=("g",),
-    sums=(("product", ("tensor_sum_of_g",)),),
+    sums=(("sum", ("tensor_sum_of_g",)),),
 )
 CLIPPED_ADAMW_2 = Stage(
     "clipped_adamw_2", "tensor", level=1, scalars=(), temps=("model_sum_of_g",), reads=("tensor_sum_of_g",),
@@ -267,6 +156,33 @@ CLIPPED_ADAMW_3 = Stage(
     stores=("model_min",), plus=("model_min",), picked=("model_min",),
 )
 CLIPPED_ADAMW_4 = Stage(
+    "clipped_adamw_4", "elem", level=4, scalars=(2, 3, 4, 0, 5, 6, 7, 8, 9),
+    reads=("p", "g", "exp_avg", "exp_avg_sq", "model_min"), stores=("p", "exp_avg", "exp_avg_sq"), plus=("exp_avg_sq",),
+    needs=(("exp_avg_sq", ("g", "exp_avg_sq", "model_min")),),
+)
+SCALARS_2 = (
+    "grad_scale", "max_norm", "beta1", "beta2", "eps", "scalar_0", "one_minus_beta1", "one_minus_beta2",
+    "sqrt_one_minus_beta2_pow_t", "lr_over_one_minus_beta1_pow_t",
+)
+CLIPPED_ADAMW_AMSGRAD_4 = Stage(
+    "clipped_adamw_amsgrad_4", "elem", level=4, scalars=(2, 3, 4, 0, 5, 6, 7, 8, 9),
+    reads=("p", "g", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "model_min"),
+    stores=("p", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"), plus=("exp_avg_sq", "max_exp_avg_sq"),
+    picked=("max_exp_avg_sq",),
+    needs=(
+        ("exp_avg_sq", ("g", "exp_avg_sq", "model_min")),
+        ("max_exp_avg_sq", ("g", "exp_avg_sq", "max_exp_avg_sq", "model_min")),
+    ),
+)
+SCALARS_3 = (
+    "grad_scale_times_grad_scale", "max_norm", "beta1", "beta2", "one_minus_lr_times_weight_decay",
+    "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3", "scalar_4",
+)
+CLIPPED_ADAMW_1_2 = Stage(
+    "clipped_adamw_1", "elem", level=0, scalars=(0,), temps=("tensor_sum_of_g",), reads=("g",),
+    sums=(("product", ("tensor_sum_of_g",)),),
+)
+CLIPPED_ADAMW_4_2 = Stage(
     "clipped_adamw_4", "elem", level=4, scalars=(2, 3, 4, 5, 6, 7, 8),
     reads=("p", "g", "exp_avg", "exp_avg_sq", "model_min"), stores=("p", "exp_avg", "exp_avg_sq"), plus=("exp_avg_sq",),
     needs=(("exp_avg_sq", ("g", "exp_avg_sq", "model_min")),),
@@ -275,7 +191,7 @@ SCALARS_4 = (
     "grad_scale_times_grad_scale", "max_norm", "beta1", "beta2", "scalar_0", "one_minus_beta1_times_grad_scale",
     "scalar_2", "scalar_3", "scalar_4",
 )
-CLIPPED_ADAMW_AMSGRAD_4 = Stage(
+CLIPPED_ADAMW_AMSGRAD_4_2 = Stage(
     "clipped_adamw_amsgrad_4", "elem", level=4, scalars=(2, 3, 4, 5, 6, 7, 8),
     reads=("p", "g", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "model_min"),
     stores=("p", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"), plus=("exp_avg_sq", "max_exp_avg_sq"),
@@ -286,44 +202,60 @@ CLIPPED_ADAMW_AMSGRAD_4 = Stage(
     ),
 )
 
-# The eager reference, in strict maths.
+# The states, and what of them a step makes.
 RULES = by_flags(
     {"amsgrad": False, "decouple_lr": False},
+    RuleRecord("clipped_adamw", states=STATES, spaces=("model",), settings=({"amsgrad": False, "decouple_lr": False},)),
     RuleRecord(
-        "clipped_adamw", "clipped_adamw", scalars=SCALARS, host=host_scalars, states=STATES, spaces=("model",),
-        settings=({"amsgrad": False, "decouple_lr": False},),
+        "clipped_adamw", states=STATES, host_states=(("peak_lr", 0.0),), spaces=("model",),
+        settings=({"amsgrad": False, "decouple_lr": True},),
     ),
     RuleRecord(
-        "clipped_adamw", "clipped_adamw", scalars=SCALARS_2, host=host_scalars_2, states=STATES,
-        host_states=(("peak_lr", 0.0),), spaces=("model",), settings=({"amsgrad": False, "decouple_lr": True},),
+        "clipped_adamw", states=STATES_2, spaces=("model",), settings=({"amsgrad": True, "decouple_lr": False},),
     ),
     RuleRecord(
-        "clipped_adamw", "clipped_adamw_amsgrad", scalars=SCALARS, host=host_scalars, states=STATES_2,
-        spaces=("model",), settings=({"amsgrad": True, "decouple_lr": False},),
-    ),
-    RuleRecord(
-        "clipped_adamw", "clipped_adamw_amsgrad", scalars=SCALARS_2, host=host_scalars_2, states=STATES_2,
-        host_states=(("peak_lr", 0.0),), spaces=("model",), settings=({"amsgrad": True, "decouple_lr": True},),
+        "clipped_adamw", states=STATES_2, host_states=(("peak_lr", 0.0),), spaces=("model",),
+        settings=({"amsgrad": True, "decouple_lr": True},),
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: eps, fma, group, reciprocal, step.
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({"amsgrad": False, "decouple_lr": False},), SCALARS, host=host_scalars, temps=TEMPS,
+        stages=(CLIPPED_ADAMW_1, CLIPPED_ADAMW_2, CLIPPED_ADAMW_3, CLIPPED_ADAMW_4), strict=True,
+    ),
+    Rule(
+        ({"amsgrad": False, "decouple_lr": True},), SCALARS_2, host=host_scalars_2, temps=TEMPS,
+        stages=(CLIPPED_ADAMW_1, CLIPPED_ADAMW_2, CLIPPED_ADAMW_3, CLIPPED_ADAMW_4), strict=True,
+    ),
+    Rule(
+        ({"amsgrad": True, "decouple_lr": False},), SCALARS, host=host_scalars, temps=TEMPS,
+        stages=(CLIPPED_ADAMW_1, CLIPPED_ADAMW_2, CLIPPED_ADAMW_3, CLIPPED_ADAMW_AMSGRAD_4), strict=True,
+    ),
+    Rule(
+        ({"amsgrad": True, "decouple_lr": True},), SCALARS_2, host=host_scalars_2, temps=TEMPS,
+        stages=(CLIPPED_ADAMW_1, CLIPPED_ADAMW_2, CLIPPED_ADAMW_3, CLIPPED_ADAMW_AMSGRAD_4), strict=True,
+    ),
+)
+
+# The step of kernels, in fast maths; rounding changed by: eps, fma, group, reciprocal, step.
 STEPS = (
     Rule(
         ({"amsgrad": False, "decouple_lr": False},), SCALARS_3, host=kernel_scalars, temps=TEMPS,
-        stages=(CLIPPED_ADAMW_1, CLIPPED_ADAMW_2, CLIPPED_ADAMW_3, CLIPPED_ADAMW_4),
+        stages=(CLIPPED_ADAMW_1_2, CLIPPED_ADAMW_2, CLIPPED_ADAMW_3, CLIPPED_ADAMW_4_2),
     ),
     Rule(
         ({"amsgrad": False, "decouple_lr": True},), SCALARS_4, host=kernel_scalars_2, temps=TEMPS,
-        stages=(CLIPPED_ADAMW_1, CLIPPED_ADAMW_2, CLIPPED_ADAMW_3, CLIPPED_ADAMW_4),
+        stages=(CLIPPED_ADAMW_1_2, CLIPPED_ADAMW_2, CLIPPED_ADAMW_3, CLIPPED_ADAMW_4_2),
     ),
     Rule(
         ({"amsgrad": True, "decouple_lr": False},), SCALARS_3, host=kernel_scalars, temps=TEMPS,
-        stages=(CLIPPED_ADAMW_1, CLIPPED_ADAMW_2, CLIPPED_ADAMW_3, CLIPPED_ADAMW_AMSGRAD_4),
+        stages=(CLIPPED_ADAMW_1_2, CLIPPED_ADAMW_2, CLIPPED_ADAMW_3, CLIPPED_ADAMW_AMSGRAD_4_2),
     ),
     Rule(
         ({"amsgrad": True, "decouple_lr": True},), SCALARS_4, host=kernel_scalars_2, temps=TEMPS,
-        stages=(CLIPPED_ADAMW_1, CLIPPED_ADAMW_2, CLIPPED_ADAMW_3, CLIPPED_ADAMW_AMSGRAD_4),
+        stages=(CLIPPED_ADAMW_1_2, CLIPPED_ADAMW_2, CLIPPED_ADAMW_3, CLIPPED_ADAMW_AMSGRAD_4_2),
     ),
 )
 

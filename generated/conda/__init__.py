@@ -3,7 +3,6 @@
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp, by_flags
 from optgen.runtime.records.scalars import divide, root
-from optgen.runtime.reference.eager import sqrt
 from optgen.runtime.reference.matrices import finite, singular_vectors, unwide, wide
 
 
@@ -72,6 +71,7 @@ class Conda(Optimizer):
         )
 
 
+# Functions of whole matrices, which torch computes between sweeps.
 def conda_matrices(basis, g_whole):
     g = unwide(g_whole, basis.mT @ wide(g_whole))  # 38  g = unwide(g, basis.T @ wide(g))
     return g
@@ -96,128 +96,6 @@ def conda_matrices_renews_2(basis, g_2, operand_whole, g_whole, u_whole, beta1, 
     old = basis @ wide(operand_whole)  # 35
     basis = finite(singular_vectors(basis, beta1 * old + one_minus_beta1 * wide(g_whole)), basis)  # 36
     return basis, unwide(g_2, basis @ wide(u_whole))
-
-
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def conda_5(stored, scale, scalar_0, one_minus_lr_times_weight_decay, unwide_tensor):
-    b = stored.over("p")
-    # -- load and decode
-    p = b.load("p")
-    unwide = b.elements(unwide_tensor)
-    # -- update  (specs/conda.py)
-    u = scale * unwide                       # 43  u = scale * unwide(g, basis @ wide(u))
-    p = p - scalar_0 * u                     # 44  p = p - lr * sqrt(1 - beta2**t) / (1 - beta1**t) * u
-    p = p * one_minus_lr_times_weight_decay  # 45  p = p * (1 - lr * weight_decay)
-    # -- encode and store
-    b.store("p", p)
-
-
-def conda(
-    stored, grad_scale, beta1, beta2, eps, one_minus_beta1, one_minus_beta2, scale, scalar_0,
-    one_minus_lr_times_weight_decay,
-):
-
-    # == sweep 1: g (specs/conda.py:38)
-    b = stored.over("g")
-    # -- load and decode
-    g = b.load("g")
-    g = grad_scale * g
-    # -- encode and store
-    g_whole_tensor = b.flat(g)
-
-    # == whole: functions of whole matrices
-    g_2_tensor = conda_matrices(stored["basis"], g_whole_tensor)
-
-    # == sweep 2: u (specs/conda.py:43)
-    b = stored.over("exp_avg", "exp_avg_sq")
-    # -- load and decode
-    exp_avg = b.load("exp_avg")
-    g_2 = b.elements(g_2_tensor)
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/conda.py)
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g_2              # 39  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    # 40  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g_2 * g_2
-    u = exp_avg / (sqrt(exp_avg_sq) + eps)                         # 41  u = exp_avg / (sqrt(exp_avg_sq) + eps)
-    # -- encode and store
-    u_whole_tensor = b.flat(u)
-    b.store("exp_avg_sq", exp_avg_sq)
-    b.store("exp_avg", exp_avg)
-
-    # == whole: functions of whole matrices
-    unwide_tensor = conda_matrices_2(stored["basis"], g_2_tensor, u_whole_tensor)
-
-    # == sweep 3: the update
-    conda_5(stored, scale, scalar_0, one_minus_lr_times_weight_decay, unwide_tensor)
-
-
-def conda_no_matrix(
-    stored, beta1, beta2, eps, grad_scale, one_minus_beta1, one_minus_beta2, scalar_2,
-    one_minus_lr_times_weight_decay,
-):
-    b = stored.over("p", "g", "exp_avg", "exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    exp_avg = b.load("exp_avg")
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/conda.py)
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g            # 39
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g  # 40
-    u = exp_avg / (sqrt(exp_avg_sq) + eps)                     # 41
-    p = p - scalar_2 * u  # 44
-    p = p * one_minus_lr_times_weight_decay                    # 45
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg_sq", exp_avg_sq)
-    b.store("exp_avg", exp_avg)
-
-
-def conda_renews(
-    stored, grad_scale, beta1, one_minus_beta1, beta2, eps, one_minus_beta2, scale, scalar_0,
-    one_minus_lr_times_weight_decay,
-):
-
-    # == sweep 1: g (specs/conda.py:38), exp_avg (specs/conda.py:37)
-    b = stored.over("g", "exp_avg")
-    # -- load and decode
-    exp_avg = b.load("exp_avg")
-    g = b.load("g")
-    g = grad_scale * g
-    # -- encode and store
-    operand_whole_tensor = b.flat(exp_avg).clone()
-    g_whole_tensor = b.flat(g)
-
-    # == whole: functions of whole matrices
-    g_2_tensor, exp_avg_2_tensor = conda_matrices_renews(
-        stored["basis"], g_whole_tensor, operand_whole_tensor, float(beta1), float(one_minus_beta1),
-    )
-
-    # == sweep 2: u (specs/conda.py:43)
-    b = stored.over("exp_avg", "exp_avg_sq")
-    # -- load and decode
-    exp_avg_2 = b.elements(exp_avg_2_tensor)
-    g_2 = b.elements(g_2_tensor)
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/conda.py)
-    exp_avg = beta1 * exp_avg_2 + one_minus_beta1 * g_2            # 39
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g_2 * g_2  # 40
-    u = exp_avg / (sqrt(exp_avg_sq) + eps)                         # 41
-    # -- encode and store
-    u_whole_tensor = b.flat(u)
-    b.store("exp_avg_sq", exp_avg_sq)
-    b.store("exp_avg", exp_avg)
-
-    # == whole: functions of whole matrices
-    basis_new, unwide_tensor = conda_matrices_renews_2(
-        stored["basis"], g_2_tensor, operand_whole_tensor, g_whole_tensor, u_whole_tensor, float(beta1),
-        float(one_minus_beta1),
-    )
-    stored.put("basis", basis_new)
-
-    # == sweep 3: the update
-    conda_5(stored, scale, scalar_0, one_minus_lr_times_weight_decay, unwide_tensor)
 
 
 # Scalars at a step, in fp64, with the new host states behind them.
@@ -287,42 +165,108 @@ STATES = (
     StateRecord("exp_avg_sq", nonneg=True),
     StateRecord("basis", space="ss", init="identity", trait="orthogonal"),
 )
-CONDA_5 = Stage("conda_5", "elem", level=4, scalars=(6, 7), reads=("p", "unwide"), stores=("p",))
+TEMPS = (
+    Temp("g_whole", "elem", wide=True),
+    Temp("g_2", "elem", wide=True),
+    Temp("u_whole", "elem", wide=True),
+    Temp("unwide", "elem", wide=True),
+)
+CONDA_1 = Stage("conda_1", "elem", level=0, scalars=(0,), temps=("g_whole",), reads=("g",), stores=("g_whole",))
+CONDA_MATRICES = Stage(
+    "conda_matrices", "whole", level=1, scalars=(), temps=("g_2",), reads=("basis", "g_whole"), stores=("g_2",),
+)
+CONDA_3 = Stage(
+    "conda_3", "elem", level=2, scalars=(1, 2, 3, 4, 5), temps=("u_whole",), reads=("exp_avg", "exp_avg_sq", "g_2"),
+    stores=("exp_avg", "exp_avg_sq", "u_whole"), plus=("exp_avg_sq",), needs=(("exp_avg_sq", ("exp_avg_sq", "g_2")),),
+)
+CONDA_MATRICES_2 = Stage(
+    "conda_matrices_2", "whole", level=3, scalars=(), temps=("unwide",), reads=("basis", "g_2", "u_whole"),
+    stores=("unwide",),
+)
+CONDA_5 = Stage("conda_5", "elem", level=4, scalars=(6, 7, 8), reads=("p", "unwide"), stores=("p",))
+TEMPS_2 = (
+    Temp("g_whole", "elem", wide=True),
+    Temp("operand_whole", "elem", wide=True),
+    Temp("exp_avg_2", "elem", wide=True),
+    Temp("g_2", "elem", wide=True),
+    Temp("u_whole", "elem", wide=True),
+    Temp("unwide", "elem", wide=True),
+)
+CONDA_RENEWS_1 = Stage(
+    "conda_renews_1", "elem", level=0, scalars=(0,), temps=("operand_whole", "g_whole"), reads=("g", "exp_avg"),
+    stores=("operand_whole", "g_whole"), picked=("operand_whole",),
+)
+CONDA_MATRICES_RENEWS = Stage(
+    "conda_matrices_renews", "whole", level=1, scalars=(1, 2), temps=("g_2", "exp_avg_2"),
+    reads=("basis", "g_whole", "operand_whole"), stores=("g_2", "exp_avg_2"),
+)
+CONDA_RENEWS_3 = Stage(
+    "conda_renews_3", "elem", level=2, scalars=(1, 3, 4, 2, 5), temps=("u_whole",),
+    reads=("exp_avg_sq", "exp_avg_2", "g_2"), stores=("exp_avg", "exp_avg_sq", "u_whole"), plus=("exp_avg_sq",),
+    needs=(("exp_avg_sq", ("exp_avg_sq", "g_2")),),
+)
+CONDA_MATRICES_RENEWS_2 = Stage(
+    "conda_matrices_renews_2", "whole", level=3, scalars=(1, 2), temps=("unwide",),
+    reads=("basis", "g_2", "operand_whole", "g_whole", "u_whole"), stores=("basis", "unwide"),
+)
+CONDA_5_2 = Stage("conda_5", "elem", level=4, scalars=(6, 7), reads=("p", "unwide"), stores=("p",))
 
-# The eager reference, in strict maths.
+# The states, and what of them a step makes.
 RULES = by_flags(
     {"adamw": False, "renews": False, "matrix": True},
     RuleRecord(
-        "conda", "conda",
-        scalars=(
-            "grad_scale", "beta1", "beta2", "eps", "one_minus_beta1", "one_minus_beta2", "scale", "scalar_0",
-            "one_minus_lr_times_weight_decay",
-        ),
-        host=host_scalars, states=STATES, unchanged=(("basis",), ()), differs=("basis", "exp_avg", "exp_avg_sq", "p"),
+        "conda", states=STATES, unchanged=(("basis",), ()), differs=("basis", "exp_avg", "exp_avg_sq", "p"),
         spaces=("call",), by_rows=True, matrix="heads", settings=({"adamw": False, "renews": False, "matrix": True},),
     ),
     RuleRecord(
-        "conda", "conda_no_matrix",
-        scalars=(
-            "beta1", "beta2", "eps", "grad_scale", "one_minus_beta1", "one_minus_beta2", "scalar_2",
-            "one_minus_lr_times_weight_decay",
-        ),
-        host=host_scalars_2,
-        states=(StateRecord("exp_avg", normalized_by="exp_avg_sq"), StateRecord("exp_avg_sq", nonneg=True)),
+        "conda", states=(StateRecord("exp_avg", normalized_by="exp_avg_sq"), StateRecord("exp_avg_sq", nonneg=True)),
         unchanged=((), ()), matrix="heads", settings=({"adamw": True}, {"matrix": False}),
     ),
     RuleRecord(
-        "conda", "conda_renews",
-        scalars=(
-            "grad_scale", "beta1", "one_minus_beta1", "beta2", "eps", "one_minus_beta2", "scale", "scalar_0",
-            "one_minus_lr_times_weight_decay",
-        ),
-        host=host_scalars_3, states=STATES, unchanged=((), ("basis",)), differs=("basis", "exp_avg", "exp_avg_sq", "p"),
+        "conda", states=STATES, unchanged=((), ("basis",)), differs=("basis", "exp_avg", "exp_avg_sq", "p"),
         spaces=("call",), by_rows=True, matrix="heads", settings=({"adamw": False, "renews": True, "matrix": True},),
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: fma, group, reciprocal.
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({"adamw": False, "renews": False, "matrix": True},),
+        (
+            "grad_scale", "beta1", "beta2", "eps", "one_minus_beta1", "one_minus_beta2", "scale", "scalar_0",
+            "one_minus_lr_times_weight_decay",
+        ),
+        host=host_scalars, temps=TEMPS, stages=(CONDA_1, CONDA_MATRICES, CONDA_3, CONDA_MATRICES_2, CONDA_5),
+        strict=True,
+    ),
+    Rule(
+        ({"adamw": True}, {"matrix": False}),
+        (
+            "beta1", "beta2", "eps", "grad_scale", "one_minus_beta1", "one_minus_beta2", "scalar_2",
+            "one_minus_lr_times_weight_decay",
+        ),
+        host=host_scalars_2,
+        stages=(
+            Stage(
+                "conda_no_matrix", "elem", level=0, scalars=tuple(range(8)), reads=("p", "g", "exp_avg", "exp_avg_sq"),
+                stores=("p", "exp_avg", "exp_avg_sq"), plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+            ),
+        ),
+        strict=True,
+    ),
+    Rule(
+        ({"adamw": False, "renews": True, "matrix": True},),
+        (
+            "grad_scale", "beta1", "one_minus_beta1", "beta2", "eps", "one_minus_beta2", "scale", "scalar_0",
+            "one_minus_lr_times_weight_decay",
+        ),
+        host=host_scalars_3, temps=TEMPS_2,
+        stages=(CONDA_RENEWS_1, CONDA_MATRICES_RENEWS, CONDA_RENEWS_3, CONDA_MATRICES_RENEWS_2, CONDA_5), strict=True,
+    ),
+)
+
+# The step of kernels, in fast maths; rounding changed by: fma, group, reciprocal.
 STEPS = (
     Rule(
         ({"adamw": False, "renews": False, "matrix": True},),
@@ -330,30 +274,7 @@ STEPS = (
             "grad_scale", "beta1", "beta2", "eps", "one_minus_beta1", "one_minus_beta2", "scalar_0",
             "one_minus_lr_times_weight_decay",
         ),
-        host=kernel_scalars,
-        temps=(
-            Temp("g_whole", "elem", wide=True),
-            Temp("g_2", "elem", wide=True),
-            Temp("u_whole", "elem", wide=True),
-            Temp("unwide", "elem", wide=True),
-        ),
-        stages=(
-            Stage("conda_1", "elem", level=0, scalars=(0,), temps=("g_whole",), reads=("g",), stores=("g_whole",)),
-            Stage(
-                "conda_matrices", "whole", level=1, scalars=(), temps=("g_2",), reads=("basis", "g_whole"),
-                stores=("g_2",),
-            ),
-            Stage(
-                "conda_3", "elem", level=2, scalars=(1, 2, 3, 4, 5), temps=("u_whole",),
-                reads=("exp_avg", "exp_avg_sq", "g_2"), stores=("exp_avg", "exp_avg_sq", "u_whole"),
-                plus=("exp_avg_sq",), needs=(("exp_avg_sq", ("exp_avg_sq", "g_2")),),
-            ),
-            Stage(
-                "conda_matrices_2", "whole", level=3, scalars=(), temps=("unwide",), reads=("basis", "g_2", "u_whole"),
-                stores=("unwide",),
-            ),
-            CONDA_5,
-        ),
+        host=kernel_scalars, temps=TEMPS, stages=(CONDA_1, CONDA_MATRICES, CONDA_3, CONDA_MATRICES_2, CONDA_5_2),
     ),
     Rule(
         ({"adamw": True}, {"matrix": False}),
@@ -376,35 +297,8 @@ STEPS = (
             "grad_scale", "beta1", "one_minus_beta1", "beta2", "eps", "one_minus_beta2", "scalar_0",
             "one_minus_lr_times_weight_decay",
         ),
-        host=kernel_scalars_3,
-        temps=(
-            Temp("g_whole", "elem", wide=True),
-            Temp("operand_whole", "elem", wide=True),
-            Temp("exp_avg_2", "elem", wide=True),
-            Temp("g_2", "elem", wide=True),
-            Temp("u_whole", "elem", wide=True),
-            Temp("unwide", "elem", wide=True),
-        ),
-        stages=(
-            Stage(
-                "conda_renews_1", "elem", level=0, scalars=(0,), temps=("operand_whole", "g_whole"),
-                reads=("g", "exp_avg"), stores=("operand_whole", "g_whole"), picked=("operand_whole",),
-            ),
-            Stage(
-                "conda_matrices_renews", "whole", level=1, scalars=(1, 2), temps=("g_2", "exp_avg_2"),
-                reads=("basis", "g_whole", "operand_whole"), stores=("g_2", "exp_avg_2"),
-            ),
-            Stage(
-                "conda_renews_3", "elem", level=2, scalars=(1, 3, 4, 2, 5), temps=("u_whole",),
-                reads=("exp_avg_sq", "exp_avg_2", "g_2"), stores=("exp_avg", "exp_avg_sq", "u_whole"),
-                plus=("exp_avg_sq",), needs=(("exp_avg_sq", ("exp_avg_sq", "g_2")),),
-            ),
-            Stage(
-                "conda_matrices_renews_2", "whole", level=3, scalars=(1, 2), temps=("unwide",),
-                reads=("basis", "g_2", "operand_whole", "g_whole", "u_whole"), stores=("basis", "unwide"),
-            ),
-            CONDA_5,
-        ),
+        host=kernel_scalars_3, temps=TEMPS_2,
+        stages=(CONDA_RENEWS_1, CONDA_MATRICES_RENEWS, CONDA_RENEWS_3, CONDA_MATRICES_RENEWS_2, CONDA_5_2),
     ),
 )
 

@@ -2,11 +2,8 @@
 #     optgen build dadapt_adagrad
 # fmt: off
 # ruff: noqa
-import torch
-
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp, by_flags
 from optgen.runtime.records.scalars import divide, maximum, where
-from optgen.runtime.reference.eager import larger, put, smaller, sqrt
 
 
 class DAdaptAdaGrad(Optimizer):
@@ -54,74 +51,6 @@ class DAdaptAdaGrad(Optimizer):
         )
 
 
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def dadapt_adagrad(
-    stored, lr, eps, weight_decay, grad_scale, moves, kept_2, one_minus_where_lt_zero_lr_momentum_one, growth_rate,
-):
-
-    # == model: values of the model
-    # -- load and decode
-    d = stored["d"]
-    # -- encode and store
-    d_times_lr_tensor = d * lr
-
-    # == sweep 1: total (specs/dadapt_adagrad.py:34), d_hat (specs/dadapt_adagrad.py:35), gsq_weighted
-    #     (specs/dadapt_adagrad.py:33)
-    b = stored.over("p", "g", "alphak", "s", "x0")
-    # -- load and decode
-    p = b.load("p")
-    x0 = b.load("x0")
-    s = b.load("s")
-    d_times_lr = b.spread(d_times_lr_tensor)
-    g = b.load("g")
-    g = grad_scale * g
-    alphak = b.load("alphak")
-    # -- update  (specs/dadapt_adagrad.py)
-    # 28  g = where(lr > 0, policies.l2(g, p, weight_decay), 0.0)
-    g = torch.where(0.0 < moves, g + weight_decay * p, 0.0)
-    s = s + d_times_lr * g                                   # 32  s = s + d * lr * g
-    alphak = alphak + g * g                                  # 30  alphak = alphak + g * g
-    denom = sqrt(alphak) + eps                               # 31  denom = sqrt(alphak) + eps
-    # 36  p = kept * p + (1 - kept) * (x0 - s / denom)
-    p = kept_2 * p + one_minus_where_lt_zero_lr_momentum_one * (x0 - s / denom)
-    # -- encode and store
-    g_mul = lr * g
-    tensor_sum_for_total_tensor = b.tensor_sum(moves * s.abs())
-    tensor_sum_for_d_hat_tensor = b.tensor_sum(moves * s * s / denom)
-    tensor_sum_for_gsq_weighted_tensor = b.tensor_sum(g_mul * g_mul / denom)
-    b.store("p", p)
-    b.store("alphak", alphak)
-    b.store("s", s)
-
-    # == tensor: values of tensors
-    # -- load and decode
-    tensor_sum_for_gsq_weighted = tensor_sum_for_gsq_weighted_tensor
-    tensor_sum_for_total = tensor_sum_for_total_tensor
-    tensor_sum_for_d_hat = tensor_sum_for_d_hat_tensor
-    # -- encode and store
-    model_sum_for_gsq_weighted_tensor = yield tensor_sum_for_gsq_weighted
-    total_tensor = yield tensor_sum_for_total
-    model_sum_for_d_hat_tensor = yield tensor_sum_for_d_hat
-
-    # == model: values of the model
-    # -- load and decode
-    d = stored["d"]
-    total = total_tensor
-    model_sum_for_d_hat = model_sum_for_d_hat_tensor
-    gsq_weighted = stored["gsq_weighted"]
-    model_sum_for_gsq_weighted = model_sum_for_gsq_weighted_tensor
-    # -- update  (specs/dadapt_adagrad.py)
-    # 33  gsq_weighted = gsq_weighted + d * d * model_total((lr * g) ** 2 / denom)
-    gsq_weighted = gsq_weighted + d * d * model_sum_for_gsq_weighted
-    # 35  d_hat = (model_total(moves * s * s / denom) - gsq_weighted) / maximum(total, 1e-37)
-    d_hat = (model_sum_for_d_hat - gsq_weighted) / total.clamp(min=1e-37)
-    # 37  d = maximum(d, where(total > 0, minimum(d_hat, d * growth_rate), 0.0))
-    d = larger(d, torch.where(0.0 < total, smaller(d_hat, d * growth_rate), 0.0))
-    # -- encode and store
-    put(stored["d"], d)
-    put(stored["gsq_weighted"], gsq_weighted)
-
-
 # Scalars at a step, in fp64, with the new host states behind them.
 def host_scalars(step, grad_scale, *, lr, momentum, eps, weight_decay, d0, growth_rate):
     common_1 = 0 < lr
@@ -150,16 +79,33 @@ def kernel_scalars(step, grad_scale, *, lr, momentum, eps, weight_decay, d0, gro
     )
 
 
-# The eager reference, in strict maths.
+# What several of the records below have.
+TEMPS = (
+    Temp("d_times_lr", "model"),
+    Temp("tensor_sum_for_d_hat", "tensor", reduction="tensor_sum", source="elem"),
+    Temp("tensor_sum_for_gsq_weighted", "tensor", reduction="tensor_sum", source="elem"),
+    Temp("tensor_sum_for_total", "tensor", reduction="tensor_sum", source="elem"),
+    Temp("model_sum_for_d_hat", "model", reduction="model_sum", source="tensor"),
+    Temp("model_sum_for_gsq_weighted", "model", reduction="model_sum", source="tensor"),
+    Temp("total", "model", reduction="model_sum", source="tensor"),
+)
+DADAPT_ADAGRAD_1 = Stage(
+    "dadapt_adagrad_1", "model", level=-1, scalars=(0,), temps=("d_times_lr",), reads=("d",), stores=("d_times_lr",),
+    plus=("d_times_lr",),
+)
+DADAPT_ADAGRAD_3 = Stage(
+    "dadapt_adagrad_3", "tensor", level=1, scalars=(),
+    temps=("model_sum_for_gsq_weighted", "total", "model_sum_for_d_hat"),
+    reads=("tensor_sum_for_gsq_weighted", "tensor_sum_for_total", "tensor_sum_for_d_hat"),
+    stores=("model_sum_for_gsq_weighted", "total", "model_sum_for_d_hat"),
+    picked=("model_sum_for_gsq_weighted", "total", "model_sum_for_d_hat"),
+)
+
+# The states, and what of them a step makes.
 RULES = by_flags(
     {},
     RuleRecord(
-        "dadapt_adagrad", "dadapt_adagrad",
-        scalars=(
-            "lr", "eps", "weight_decay", "grad_scale", "moves", "kept_2", "one_minus_where_lt_zero_lr_momentum_one",
-            "growth_rate",
-        ),
-        host=host_scalars,
+        "dadapt_adagrad",
         states=(
             StateRecord("alphak", nonneg=True, init=1e-06),
             StateRecord("s", normalized_by="alphak"),
@@ -171,7 +117,39 @@ RULES = by_flags(
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: fma, group, reciprocal, step.
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({},),
+        (
+            "lr", "eps", "weight_decay", "grad_scale", "moves", "kept_2", "one_minus_where_lt_zero_lr_momentum_one",
+            "growth_rate",
+        ),
+        host=host_scalars, temps=TEMPS,
+        stages=(
+            DADAPT_ADAGRAD_1,
+            Stage(
+                "dadapt_adagrad_2", "elem", level=0, scalars=tuple(range(7)),
+                temps=("tensor_sum_for_total", "tensor_sum_for_d_hat", "tensor_sum_for_gsq_weighted"),
+                reads=("p", "g", "alphak", "s", "x0", "d_times_lr"), stores=("p", "alphak", "s"),
+                sums=(
+                    ("sum", ("tensor_sum_for_total",)), ("sum", ("tensor_sum_for_d_hat",)),
+                    ("sum", ("tensor_sum_for_gsq_weighted",)),
+                ),
+                plus=("alphak",), needs=(("alphak", ("p", "g", "alphak")),),
+            ),
+            DADAPT_ADAGRAD_3,
+            Stage(
+                "dadapt_adagrad_4", "model", level=3, scalars=(7,),
+                reads=("d", "gsq_weighted", "total", "model_sum_for_d_hat", "model_sum_for_gsq_weighted"),
+                stores=("d", "gsq_weighted"), plus=("gsq_weighted",), picked=("d",),
+            ),
+        ),
+        strict=True,
+    ),
+)
+
+# The step of kernels, in fast maths; rounding changed by: fma, group, reciprocal, step.
 STEPS = (
     Rule(
         ({},),
@@ -179,21 +157,9 @@ STEPS = (
             "lr", "eps", "weight_decay", "grad_scale", "moves", "kept_2", "one_minus_where_lt_zero_lr_momentum_one",
             "scalar_3", "scalar_4", "scalar_5", "scalar_6", "growth_rate",
         ),
-        host=kernel_scalars,
-        temps=(
-            Temp("d_times_lr", "model"),
-            Temp("tensor_sum_for_d_hat", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("tensor_sum_for_gsq_weighted", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("tensor_sum_for_total", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("model_sum_for_d_hat", "model", reduction="model_sum", source="tensor"),
-            Temp("model_sum_for_gsq_weighted", "model", reduction="model_sum", source="tensor"),
-            Temp("total", "model", reduction="model_sum", source="tensor"),
-        ),
+        host=kernel_scalars, temps=TEMPS,
         stages=(
-            Stage(
-                "dadapt_adagrad_1", "model", level=-1, scalars=(0,), temps=("d_times_lr",), reads=("d",),
-                stores=("d_times_lr",), plus=("d_times_lr",),
-            ),
+            DADAPT_ADAGRAD_1,
             Stage(
                 "dadapt_adagrad_2", "elem", level=0, scalars=(1, 2, 3, 4, 5, 6, 7, 8, 9, 10),
                 temps=("tensor_sum_for_total", "tensor_sum_for_d_hat", "tensor_sum_for_gsq_weighted"),
@@ -204,13 +170,7 @@ STEPS = (
                 ),
                 plus=("alphak",), needs=(("alphak", ("p", "g", "alphak")),),
             ),
-            Stage(
-                "dadapt_adagrad_3", "tensor", level=1, scalars=(),
-                temps=("model_sum_for_gsq_weighted", "total", "model_sum_for_d_hat"),
-                reads=("tensor_sum_for_gsq_weighted", "tensor_sum_for_total", "tensor_sum_for_d_hat"),
-                stores=("model_sum_for_gsq_weighted", "total", "model_sum_for_d_hat"),
-                picked=("model_sum_for_gsq_weighted", "total", "model_sum_for_d_hat"),
-            ),
+            DADAPT_ADAGRAD_3,
             Stage(
                 "dadapt_adagrad_4", "model", level=3, scalars=(11,),
                 reads=("d", "gsq_weighted", "total", "model_sum_for_d_hat", "model_sum_for_gsq_weighted"),

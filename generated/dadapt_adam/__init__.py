@@ -2,11 +2,8 @@
 #     build dadapt_adam
 # fmt: off
 # ruff: noqa
-import torch
-
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp, by_flags
 from optgen.runtime.records.scalars import divide, maximum, root, where
-from optgen.runtime.reference.eager import larger, put, smaller, sqrt
 
 
 class DAdaptAdam(Optimizer):
@@ -82,245 +79,6 @@ class DAdaptAdam(Optimizer):
             ),
             **options
         )
-
-
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def dadapt_adam_4(stored, growth_rate, beta3, one_minus_sqrt_beta2, total_tensor, model_sum_for_numerator_tensor):
-    # -- load and decode
-    d = stored["d"]
-    total = total_tensor
-    numerator_weighted = stored["numerator_weighted"]
-    model_sum_for_numerator = model_sum_for_numerator_tensor
-    # -- update  (specs/dadapt_adam.py)
-    total_lt = 0.0 < total
-    numerator = d * model_sum_for_numerator  # 47  numerator = d * model_dot(own * g, s / (sqrt(exp_avg_sq) + eps))
-    # 52  weighted = beta3 * numerator_weighted + (1 - beta3) * numerator
-    weighted = beta3 * numerator_weighted + one_minus_sqrt_beta2 * numerator
-    # 53  numerator_weighted = where(total > 0, weighted, numerator_weighted)
-    numerator_weighted = torch.where(total_lt, weighted, numerator_weighted)
-    # 54  d_hat = numerator_weighted / maximum((1 - beta3) * total, 1e-37)
-    d_hat = numerator_weighted / (one_minus_sqrt_beta2 * total).clamp(min=1e-37)
-    # 58  d = maximum(d, where(total > 0, minimum(d_hat, d * growth_rate), 0.0))
-    d = larger(d, torch.where(total_lt, smaller(d_hat, d * growth_rate), 0.0))
-    # -- encode and store
-    put(stored["d"], d)
-    put(stored["numerator_weighted"], numerator_weighted)
-
-
-def dadapt_adam(
-    stored, lr, weight_decay, gain1, gain3, eps, grad_scale, moves, keep1, keep2, gain2, keep3, growth_rate, beta3,
-    one_minus_sqrt_beta2,
-):
-
-    # == model: values of the model
-    # -- load and decode
-    d = stored["d"]
-    # -- update  (specs/dadapt_adam.py)
-    rate = d * lr  # 46  rate = d * own
-    # -- encode and store
-    one_times_one_minus_beta1_times_rate_tensor = gain1 * rate
-    one_minus_rate_times_weight_decay_tensor = 1.0 - rate * weight_decay
-    one_times_one_minus_sqrt_beta2_times_rate_tensor = gain3 * rate
-
-    # == sweep 1: total (specs/dadapt_adam.py:51), numerator (specs/dadapt_adam.py:47)
-    b = stored.over("p", "g", "exp_avg", "exp_avg_sq", "s")
-    # -- load and decode
-    p = b.load("p")
-    one_minus_rate_times_weight_decay = b.spread(one_minus_rate_times_weight_decay_tensor)
-    exp_avg = b.load("exp_avg")
-    one_times_one_minus_beta1_times_rate = b.spread(one_times_one_minus_beta1_times_rate_tensor)
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg_sq = b.load("exp_avg_sq")
-    s = b.load("s")
-    one_times_one_minus_sqrt_beta2_times_rate = b.spread(one_times_one_minus_sqrt_beta2_times_rate_tensor)
-    # -- update  (specs/dadapt_adam.py)
-    # 56  p = policies.decoupled(p, rate, weight_decay)
-    p = p * one_minus_rate_times_weight_decay
-    g = torch.where(0.0 < moves, g, 0.0)                                  # 35  g = where(lr > 0, g, 0.0)
-    # 48  exp_avg = keep1 * exp_avg + gain1 * rate * g
-    exp_avg = keep1 * exp_avg + one_times_one_minus_beta1_times_rate * g
-    # 49  exp_avg_sq = keep2 * exp_avg_sq + gain2 * g * g
-    exp_avg_sq_2 = keep2 * exp_avg_sq + gain2 * g * g
-    # 57  p = p - moves * exp_avg / (sqrt(exp_avg_sq) + eps)
-    p = p - moves * exp_avg / (sqrt(exp_avg_sq_2) + eps)
-    s_2 = keep3 * s + one_times_one_minus_sqrt_beta2_times_rate * g       # 50  s = keep3 * s + gain3 * rate * g
-    # -- encode and store
-    tensor_sum_for_total_tensor = b.tensor_sum(moves * s_2.abs())
-    tensor_sum_for_numerator_tensor = b.tensor_sum(lr * g * (s / (sqrt(exp_avg_sq) + eps)))
-    b.store("p", p)
-    b.store("exp_avg_sq", exp_avg_sq_2)
-    b.store("exp_avg", exp_avg)
-    b.store("s", s_2)
-
-    # == tensor: values of tensors
-    # -- load and decode
-    tensor_sum_for_numerator = tensor_sum_for_numerator_tensor
-    tensor_sum_for_total = tensor_sum_for_total_tensor
-    # -- encode and store
-    model_sum_for_numerator_tensor = yield tensor_sum_for_numerator
-    total_tensor = yield tensor_sum_for_total
-
-    # == model: values of the model
-    dadapt_adam_4(stored, growth_rate, beta3, one_minus_sqrt_beta2, total_tensor, model_sum_for_numerator_tensor)
-
-
-def dadapt_adam_no_decouple(
-    stored, lr, gain1, gain3, eps, weight_decay, grad_scale, moves, keep1, keep2, gain2, keep3, growth_rate, beta3,
-    one_minus_sqrt_beta2,
-):
-
-    # == model: values of the model
-    # -- load and decode
-    d = stored["d"]
-    # -- update  (specs/dadapt_adam.py)
-    rate = d * lr  # 46
-    # -- encode and store
-    one_times_one_minus_beta1_times_rate_tensor = gain1 * rate
-    one_times_one_minus_sqrt_beta2_times_rate_tensor = gain3 * rate
-
-    # == sweep 1: total (specs/dadapt_adam.py:51), numerator (specs/dadapt_adam.py:47)
-    b = stored.over("p", "g", "exp_avg", "exp_avg_sq", "s")
-    # -- load and decode
-    p = b.load("p")
-    exp_avg = b.load("exp_avg")
-    one_times_one_minus_beta1_times_rate = b.spread(one_times_one_minus_beta1_times_rate_tensor)
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg_sq = b.load("exp_avg_sq")
-    s = b.load("s")
-    one_times_one_minus_sqrt_beta2_times_rate = b.spread(one_times_one_minus_sqrt_beta2_times_rate_tensor)
-    # -- update  (specs/dadapt_adam.py)
-    g = g + weight_decay * p                                              # 34  g = policies.l2(g, p, weight_decay)
-    g = torch.where(0.0 < moves, g, 0.0)                                  # 35
-    exp_avg = keep1 * exp_avg + one_times_one_minus_beta1_times_rate * g  # 48
-    exp_avg_sq_2 = keep2 * exp_avg_sq + gain2 * g * g  # 49
-    p = p - moves * exp_avg / (sqrt(exp_avg_sq_2) + eps)  # 57
-    s_2 = keep3 * s + one_times_one_minus_sqrt_beta2_times_rate * g       # 50
-    # -- encode and store
-    tensor_sum_for_total_tensor = b.tensor_sum(moves * s_2.abs())
-    tensor_sum_for_numerator_tensor = b.tensor_sum(lr * g * (s / (sqrt(exp_avg_sq) + eps)))
-    b.store("p", p)
-    b.store("exp_avg_sq", exp_avg_sq_2)
-    b.store("exp_avg", exp_avg)
-    b.store("s", s_2)
-
-    # == tensor: values of tensors
-    # -- load and decode
-    tensor_sum_for_numerator = tensor_sum_for_numerator_tensor
-    tensor_sum_for_total = tensor_sum_for_total_tensor
-    # -- encode and store
-    model_sum_for_numerator_tensor = yield tensor_sum_for_numerator
-    total_tensor = yield tensor_sum_for_total
-
-    # == model: values of the model
-    dadapt_adam_4(stored, growth_rate, beta3, one_minus_sqrt_beta2, total_tensor, model_sum_for_numerator_tensor)
-
-
-def dadapt_adam_use_bias_correction(
-    stored, weight_decay, own, gain1, gain3, eps, grad_scale, moves, keep1, keep2, gain2, keep3, growth_rate, beta3,
-    one_minus_sqrt_beta2,
-):
-
-    # == model: values of the model
-    # -- load and decode
-    d = stored["d"]
-    # -- update  (specs/dadapt_adam.py)
-    rate = d * own  # 46
-    # -- encode and store
-    one_times_one_minus_beta1_times_rate_tensor = gain1 * rate
-    one_minus_rate_times_weight_decay_tensor = 1.0 - rate * weight_decay
-    one_times_one_minus_sqrt_beta2_times_rate_tensor = gain3 * rate
-
-    # == sweep 1: total (specs/dadapt_adam.py:51), numerator (specs/dadapt_adam.py:47)
-    b = stored.over("p", "g", "exp_avg", "exp_avg_sq", "s")
-    # -- load and decode
-    p = b.load("p")
-    one_minus_rate_times_weight_decay = b.spread(one_minus_rate_times_weight_decay_tensor)
-    exp_avg = b.load("exp_avg")
-    one_times_one_minus_beta1_times_rate = b.spread(one_times_one_minus_beta1_times_rate_tensor)
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg_sq = b.load("exp_avg_sq")
-    s = b.load("s")
-    one_times_one_minus_sqrt_beta2_times_rate = b.spread(one_times_one_minus_sqrt_beta2_times_rate_tensor)
-    # -- update  (specs/dadapt_adam.py)
-    p = p * one_minus_rate_times_weight_decay  # 56
-    g = torch.where(0.0 < moves, g, 0.0)                                  # 35
-    exp_avg = keep1 * exp_avg + one_times_one_minus_beta1_times_rate * g  # 48
-    exp_avg_sq_2 = keep2 * exp_avg_sq + gain2 * g * g  # 49
-    p = p - moves * exp_avg / (sqrt(exp_avg_sq_2) + eps)  # 57
-    s_2 = keep3 * s + one_times_one_minus_sqrt_beta2_times_rate * g       # 50
-    # -- encode and store
-    tensor_sum_for_total_tensor = b.tensor_sum(moves * s_2.abs())
-    tensor_sum_for_numerator_tensor = b.tensor_sum(own * g * (s / (sqrt(exp_avg_sq) + eps)))
-    b.store("p", p)
-    b.store("exp_avg_sq", exp_avg_sq_2)
-    b.store("exp_avg", exp_avg)
-    b.store("s", s_2)
-
-    # == tensor: values of tensors
-    # -- load and decode
-    tensor_sum_for_numerator = tensor_sum_for_numerator_tensor
-    tensor_sum_for_total = tensor_sum_for_total_tensor
-    # -- encode and store
-    model_sum_for_numerator_tensor = yield tensor_sum_for_numerator
-    total_tensor = yield tensor_sum_for_total
-
-    # == model: values of the model
-    dadapt_adam_4(stored, growth_rate, beta3, one_minus_sqrt_beta2, total_tensor, model_sum_for_numerator_tensor)
-
-
-def dadapt_adam_use_bias_correction_no_decouple(
-    stored, own, gain1, gain3, eps, weight_decay, grad_scale, moves, keep1, keep2, gain2, keep3, growth_rate, beta3,
-    one_minus_sqrt_beta2,
-):
-
-    # == model: values of the model
-    # -- load and decode
-    d = stored["d"]
-    # -- update  (specs/dadapt_adam.py)
-    rate = d * own  # 46
-    # -- encode and store
-    one_times_one_minus_beta1_times_rate_tensor = gain1 * rate
-    one_times_one_minus_sqrt_beta2_times_rate_tensor = gain3 * rate
-
-    # == sweep 1: total (specs/dadapt_adam.py:51), numerator (specs/dadapt_adam.py:47)
-    b = stored.over("p", "g", "exp_avg", "exp_avg_sq", "s")
-    # -- load and decode
-    p = b.load("p")
-    exp_avg = b.load("exp_avg")
-    one_times_one_minus_beta1_times_rate = b.spread(one_times_one_minus_beta1_times_rate_tensor)
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg_sq = b.load("exp_avg_sq")
-    s = b.load("s")
-    one_times_one_minus_sqrt_beta2_times_rate = b.spread(one_times_one_minus_sqrt_beta2_times_rate_tensor)
-    # -- update  (specs/dadapt_adam.py)
-    g = g + weight_decay * p                                              # 34
-    g = torch.where(0.0 < moves, g, 0.0)                                  # 35
-    exp_avg = keep1 * exp_avg + one_times_one_minus_beta1_times_rate * g  # 48
-    exp_avg_sq_2 = keep2 * exp_avg_sq + gain2 * g * g  # 49
-    p = p - moves * exp_avg / (sqrt(exp_avg_sq_2) + eps)  # 57
-    s_2 = keep3 * s + one_times_one_minus_sqrt_beta2_times_rate * g       # 50
-    # -- encode and store
-    tensor_sum_for_total_tensor = b.tensor_sum(moves * s_2.abs())
-    tensor_sum_for_numerator_tensor = b.tensor_sum(own * g * (s / (sqrt(exp_avg_sq) + eps)))
-    b.store("p", p)
-    b.store("exp_avg_sq", exp_avg_sq_2)
-    b.store("exp_avg", exp_avg)
-    b.store("s", s_2)
-
-    # == tensor: values of tensors
-    # -- load and decode
-    tensor_sum_for_numerator = tensor_sum_for_numerator_tensor
-    tensor_sum_for_total = tensor_sum_for_total_tensor
-    # -- encode and store
-    model_sum_for_numerator_tensor = yield tensor_sum_for_numerator
-    total_tensor = yield tensor_sum_for_total
-
-    # == model: values of the model
-    dadapt_adam_4(stored, growth_rate, beta3, one_minus_sqrt_beta2, total_tensor, model_sum_for_numerator_tensor)
 
 
 # Scalars at a step, in fp64, with the new host states behind them.
@@ -531,7 +289,7 @@ DADAPT_ADAM_3 = Stage(
     picked=("model_sum_for_numerator", "total"),
 )
 DADAPT_ADAM_4 = Stage(
-    "dadapt_adam_4", "model", level=3, scalars=(13, 14, 15),
+    "dadapt_adam_4", "model", level=3, scalars=(11, 12, 13),
     reads=("d", "numerator_weighted", "total", "model_sum_for_numerator"), stores=("d", "numerator_weighted"),
     picked=("d", "numerator_weighted"),
 )
@@ -549,49 +307,151 @@ DADAPT_ADAM_NO_DECOUPLE_1 = Stage(
     stores=("one_times_one_minus_beta1_times_rate", "one_times_one_minus_sqrt_beta2_times_rate"),
     plus=("one_times_one_minus_beta1_times_rate", "one_times_one_minus_sqrt_beta2_times_rate"),
 )
+DADAPT_ADAM_4_2 = Stage(
+    "dadapt_adam_4", "model", level=3, scalars=(13, 14, 15),
+    reads=("d", "numerator_weighted", "total", "model_sum_for_numerator"), stores=("d", "numerator_weighted"),
+    picked=("d", "numerator_weighted"),
+)
 
-# The eager reference, in strict maths.
+# The states, and what of them a step makes.
 RULES = by_flags(
     {"use_bias_correction": False, "decouple": True},
+    RuleRecord("dadapt_adam", states=STATES, spaces=("model",), settings=({"use_bias_correction": False},)),
     RuleRecord(
-        "dadapt_adam", "dadapt_adam",
-        scalars=(
-            "lr", "weight_decay", "gain1", "gain3", "eps", "grad_scale", "moves", "keep1", "keep2", "gain2", "keep3",
-            "growth_rate", "beta3", "one_minus_sqrt_beta2",
-        ),
-        host=host_scalars, states=STATES, spaces=("model",),
-        settings=({"use_bias_correction": False, "decouple": True},),
-    ),
-    RuleRecord(
-        "dadapt_adam", "dadapt_adam_no_decouple",
-        scalars=(
-            "lr", "gain1", "gain3", "eps", "weight_decay", "grad_scale", "moves", "keep1", "keep2", "gain2", "keep3",
-            "growth_rate", "beta3", "one_minus_sqrt_beta2",
-        ),
-        host=host_scalars_2, states=STATES, spaces=("model",),
-        settings=({"use_bias_correction": False, "decouple": False},),
-    ),
-    RuleRecord(
-        "dadapt_adam", "dadapt_adam_use_bias_correction",
-        scalars=(
-            "weight_decay", "own", "gain1", "gain3", "eps", "grad_scale", "moves", "keep1", "keep2", "gain2", "keep3",
-            "growth_rate", "beta3", "one_minus_sqrt_beta2",
-        ),
-        host=host_scalars_3, states=STATES, host_states=(("moved", 0.0),), spaces=("model",),
-        settings=({"use_bias_correction": True, "decouple": True},),
-    ),
-    RuleRecord(
-        "dadapt_adam", "dadapt_adam_use_bias_correction_no_decouple",
-        scalars=(
-            "own", "gain1", "gain3", "eps", "weight_decay", "grad_scale", "moves", "keep1", "keep2", "gain2", "keep3",
-            "growth_rate", "beta3", "one_minus_sqrt_beta2",
-        ),
-        host=host_scalars_4, states=STATES, host_states=(("moved", 0.0),), spaces=("model",),
-        settings=({"use_bias_correction": True, "decouple": False},),
+        "dadapt_adam", states=STATES, host_states=(("moved", 0.0),), spaces=("model",),
+        settings=({"use_bias_correction": True},),
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: fma, group, reciprocal, step.
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({"use_bias_correction": False, "decouple": True},),
+        (
+            "lr", "weight_decay", "gain1", "gain3", "eps", "grad_scale", "moves", "keep1", "keep2", "gain2", "keep3",
+            "growth_rate", "beta3", "one_minus_sqrt_beta2",
+        ),
+        host=host_scalars, temps=TEMPS,
+        stages=(
+            Stage(
+                "dadapt_adam_1", "model", level=-1, scalars=tuple(range(4)),
+                temps=(
+                    "one_times_one_minus_beta1_times_rate", "one_minus_rate_times_weight_decay",
+                    "one_times_one_minus_sqrt_beta2_times_rate",
+                ),
+                reads=("d",),
+                stores=(
+                    "one_times_one_minus_beta1_times_rate", "one_minus_rate_times_weight_decay",
+                    "one_times_one_minus_sqrt_beta2_times_rate",
+                ),
+                plus=("one_times_one_minus_beta1_times_rate", "one_times_one_minus_sqrt_beta2_times_rate"),
+            ),
+            Stage(
+                "dadapt_adam_2", "elem", level=0, scalars=(0, 4, 5, 6, 7, 8, 9, 10),
+                temps=("tensor_sum_for_total", "tensor_sum_for_numerator"),
+                reads=(
+                    "p", "g", "exp_avg", "exp_avg_sq", "s", "one_times_one_minus_sqrt_beta2_times_rate",
+                    "one_minus_rate_times_weight_decay", "one_times_one_minus_beta1_times_rate",
+                ),
+                stores=("p", "exp_avg", "exp_avg_sq", "s"),
+                sums=(("sum", ("tensor_sum_for_total",)), ("sum", ("tensor_sum_for_numerator",))), plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+            ),
+            DADAPT_ADAM_3,
+            DADAPT_ADAM_4,
+        ),
+        strict=True,
+    ),
+    Rule(
+        ({"use_bias_correction": False, "decouple": False},),
+        (
+            "lr", "gain1", "gain3", "eps", "weight_decay", "grad_scale", "moves", "keep1", "keep2", "gain2", "keep3",
+            "growth_rate", "beta3", "one_minus_sqrt_beta2",
+        ),
+        host=host_scalars_2, temps=TEMPS_2,
+        stages=(
+            DADAPT_ADAM_NO_DECOUPLE_1,
+            Stage(
+                "dadapt_adam_no_decouple_2", "elem", level=0, scalars=(0, 3, 4, 5, 6, 7, 8, 9, 10),
+                temps=("tensor_sum_for_total", "tensor_sum_for_numerator"),
+                reads=(
+                    "p", "g", "exp_avg", "exp_avg_sq", "s", "one_times_one_minus_sqrt_beta2_times_rate",
+                    "one_times_one_minus_beta1_times_rate",
+                ),
+                stores=("p", "exp_avg", "exp_avg_sq", "s"),
+                sums=(("sum", ("tensor_sum_for_total",)), ("sum", ("tensor_sum_for_numerator",))), plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("p", "g", "exp_avg_sq")),),
+            ),
+            DADAPT_ADAM_3,
+            DADAPT_ADAM_4,
+        ),
+        strict=True,
+    ),
+    Rule(
+        ({"use_bias_correction": True, "decouple": True},),
+        (
+            "weight_decay", "own", "gain1", "gain3", "eps", "grad_scale", "moves", "keep1", "keep2", "gain2", "keep3",
+            "growth_rate", "beta3", "one_minus_sqrt_beta2",
+        ),
+        host=host_scalars_3, temps=TEMPS,
+        stages=(
+            Stage(
+                "dadapt_adam_use_bias_correction_1", "model", level=-1, scalars=tuple(range(4)),
+                temps=(
+                    "one_times_one_minus_beta1_times_rate", "one_minus_rate_times_weight_decay",
+                    "one_times_one_minus_sqrt_beta2_times_rate",
+                ),
+                reads=("d",),
+                stores=(
+                    "one_times_one_minus_beta1_times_rate", "one_minus_rate_times_weight_decay",
+                    "one_times_one_minus_sqrt_beta2_times_rate",
+                ),
+                plus=("one_times_one_minus_beta1_times_rate", "one_times_one_minus_sqrt_beta2_times_rate"),
+            ),
+            Stage(
+                "dadapt_adam_use_bias_correction_2", "elem", level=0, scalars=(4, 5, 6, 7, 8, 9, 10, 1),
+                temps=("tensor_sum_for_total", "tensor_sum_for_numerator"),
+                reads=(
+                    "p", "g", "exp_avg", "exp_avg_sq", "s", "one_times_one_minus_sqrt_beta2_times_rate",
+                    "one_minus_rate_times_weight_decay", "one_times_one_minus_beta1_times_rate",
+                ),
+                stores=("p", "exp_avg", "exp_avg_sq", "s"),
+                sums=(("sum", ("tensor_sum_for_total",)), ("sum", ("tensor_sum_for_numerator",))), plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+            ),
+            DADAPT_ADAM_3,
+            DADAPT_ADAM_4,
+        ),
+        strict=True,
+    ),
+    Rule(
+        ({"use_bias_correction": True, "decouple": False},),
+        (
+            "own", "gain1", "gain3", "eps", "weight_decay", "grad_scale", "moves", "keep1", "keep2", "gain2", "keep3",
+            "growth_rate", "beta3", "one_minus_sqrt_beta2",
+        ),
+        host=host_scalars_4, temps=TEMPS_2,
+        stages=(
+            DADAPT_ADAM_NO_DECOUPLE_1,
+            Stage(
+                "dadapt_adam_use_bias_correction_no_decouple_2", "elem", level=0, scalars=(3, 4, 5, 6, 7, 8, 9, 10, 0),
+                temps=("tensor_sum_for_total", "tensor_sum_for_numerator"),
+                reads=(
+                    "p", "g", "exp_avg", "exp_avg_sq", "s", "one_times_one_minus_sqrt_beta2_times_rate",
+                    "one_times_one_minus_beta1_times_rate",
+                ),
+                stores=("p", "exp_avg", "exp_avg_sq", "s"),
+                sums=(("sum", ("tensor_sum_for_total",)), ("sum", ("tensor_sum_for_numerator",))), plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("p", "g", "exp_avg_sq")),),
+            ),
+            DADAPT_ADAM_3,
+            DADAPT_ADAM_4,
+        ),
+        strict=True,
+    ),
+)
+
+# The step of kernels, in fast maths; rounding changed by: fma, group, reciprocal, step.
 STEPS = (
     Rule(
         ({"use_bias_correction": False, "decouple": True},),
@@ -629,7 +489,7 @@ STEPS = (
                 needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
             ),
             DADAPT_ADAM_3,
-            DADAPT_ADAM_4,
+            DADAPT_ADAM_4_2,
         ),
     ),
     Rule(
@@ -653,7 +513,7 @@ STEPS = (
                 needs=(("exp_avg_sq", ("p", "g", "exp_avg_sq")),),
             ),
             DADAPT_ADAM_3,
-            DADAPT_ADAM_4,
+            DADAPT_ADAM_4_2,
         ),
     ),
     Rule(
@@ -692,7 +552,7 @@ STEPS = (
                 needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
             ),
             DADAPT_ADAM_3,
-            DADAPT_ADAM_4,
+            DADAPT_ADAM_4_2,
         ),
     ),
     Rule(
@@ -717,7 +577,7 @@ STEPS = (
                 needs=(("exp_avg_sq", ("p", "g", "exp_avg_sq")),),
             ),
             DADAPT_ADAM_3,
-            DADAPT_ADAM_4,
+            DADAPT_ADAM_4_2,
         ),
     ),
 )

@@ -2,11 +2,8 @@
 #     build dadapt_adan
 # fmt: off
 # ruff: noqa
-import torch
-
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp, by_flags
 from optgen.runtime.records.scalars import divide, maximum, where
-from optgen.runtime.reference.eager import larger, put, smaller, sqrt
 
 
 class DAdaptAdan(Optimizer):
@@ -75,178 +72,6 @@ class DAdaptAdan(Optimizer):
         )
 
 
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def dadapt_adan_4(
-    stored, beta3, growth_rate, one_minus_beta3, total_tensor, model_sum_for_d_hat_tensor, model_sum_for_fed_tensor,
-):
-    # -- load and decode
-    d = stored["d"]
-    total = total_tensor
-    model_sum_for_d_hat = model_sum_for_d_hat_tensor
-    gsq_weighted = stored["gsq_weighted"]
-    model_sum_for_fed = model_sum_for_fed_tensor
-    # -- update  (specs/dadapt_adan.py)
-    total_lt = 0.0 < total
-    # 42  fed = beta3 * gsq_weighted + (1 - beta3) * d * d * model_total((lr * g) ** 2 / denom)
-    fed = beta3 * gsq_weighted + one_minus_beta3 * d * d * model_sum_for_fed
-    gsq_weighted = torch.where(total_lt, fed, gsq_weighted)  # 43  gsq_weighted = where(total > 0, fed, gsq_weighted)
-    # 44  d_hat = (model_total(moves * s * s / denom) / (1 - beta3) - gsq_weighted) / maximum(total, 1e-37)
-    d_hat = (model_sum_for_d_hat / one_minus_beta3 - gsq_weighted) / total.clamp(min=1e-37)
-    # 50  d = maximum(d, where(total > 0, minimum(d_hat, d * growth_rate), 0.0))
-    d = larger(d, torch.where(total_lt, smaller(d_hat, d * growth_rate), 0.0))
-    # -- encode and store
-    put(stored["d"], d)
-    put(stored["gsq_weighted"], gsq_weighted)
-
-
-def dadapt_adan(
-    stored, lr, weight_decay, one_minus_beta2, one_minus_beta1, one_minus_beta3, beta1, beta2, beta3, eps,
-    grad_scale, moves, where_lt_one_t_one_zero, growth_rate,
-):
-
-    # == model: values of the model
-    # -- load and decode
-    d = stored["d"]
-    # -- update  (specs/dadapt_adan.py)
-    rate = d * lr  # 33  moves, rate = where(lr > 0, 1.0, 0.0), d * lr
-    # -- encode and store
-    one_plus_rate_times_weight_decay_tensor = 1.0 + rate * weight_decay
-    one_minus_beta2_times_rate_tensor = one_minus_beta2 * rate
-    one_minus_beta1_times_rate_tensor = one_minus_beta1 * rate
-    one_minus_beta3_times_rate_tensor = one_minus_beta3 * rate
-
-    # == sweep 1: total (specs/dadapt_adan.py:41), d_hat (specs/dadapt_adan.py:44), fed (specs/dadapt_adan.py:42)
-    b = stored.over("p", "g", "exp_avg", "exp_avg_diff", "exp_avg_sq", "prev_grad", "s")
-    # -- load and decode
-    p = b.load("p")
-    exp_avg = b.load("exp_avg")
-    one_minus_beta1_times_rate = b.spread(one_minus_beta1_times_rate_tensor)
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg_diff = b.load("exp_avg_diff")
-    one_minus_beta2_times_rate = b.spread(one_minus_beta2_times_rate_tensor)
-    prev_grad = b.load("prev_grad")
-    exp_avg_sq = b.load("exp_avg_sq")
-    one_plus_rate_times_weight_decay = b.spread(one_plus_rate_times_weight_decay_tensor)
-    s = b.load("s")
-    one_minus_beta3_times_rate = b.spread(one_minus_beta3_times_rate_tensor)
-    # -- update  (specs/dadapt_adan.py)
-    g = torch.where(0.0 < moves, g, 0.0)                                     # 31  g = where(lr > 0, g, 0.0)
-    # 36  exp_avg = beta1 * exp_avg + (1 - beta1) * rate * g
-    exp_avg = beta1 * exp_avg + one_minus_beta1_times_rate * g
-    # 34  change = where(t > 1, g - prev_grad, 0.0)
-    change = torch.where(0.0 < where_lt_one_t_one_zero, g - prev_grad, 0.0)
-    # 37  exp_avg_diff = beta2 * exp_avg_diff + (1 - beta2) * rate * change
-    exp_avg_diff = beta2 * exp_avg_diff + one_minus_beta2_times_rate * change
-    ahead = g + beta2 * change                                               # 35  ahead = g + beta2 * change
-    # 38  exp_avg_sq = beta3 * exp_avg_sq + (1 - beta3) * ahead * ahead
-    exp_avg_sq = beta3 * exp_avg_sq + one_minus_beta3 * ahead * ahead
-    denom = sqrt(exp_avg_sq) + eps                                           # 39  denom = sqrt(exp_avg_sq) + eps
-    # 47  p = p - moves * (exp_avg + beta2 * exp_avg_diff) / denom
-    p = p - moves * (exp_avg + beta2 * exp_avg_diff) / denom
-    # 49  p = policies.proximal(p, rate, weight_decay)
-    p = p / one_plus_rate_times_weight_decay
-    # 40  s = beta3 * s + (1 - beta3) * rate * g
-    s = beta3 * s + one_minus_beta3_times_rate * g
-    # -- encode and store
-    g_mul = lr * g
-    tensor_sum_for_total_tensor = b.tensor_sum(moves * s.abs())
-    tensor_sum_for_d_hat_tensor = b.tensor_sum(moves * s * s / denom)
-    tensor_sum_for_fed_tensor = b.tensor_sum(g_mul * g_mul / denom)
-    b.store("p", p)
-    b.store("exp_avg_sq", exp_avg_sq)
-    b.store("exp_avg", exp_avg)
-    b.store("exp_avg_diff", exp_avg_diff)
-    b.store("prev_grad", g)
-    b.store("s", s)
-
-    # == tensor: values of tensors
-    # -- load and decode
-    tensor_sum_for_total = tensor_sum_for_total_tensor
-    tensor_sum_for_fed = tensor_sum_for_fed_tensor
-    tensor_sum_for_d_hat = tensor_sum_for_d_hat_tensor
-    # -- encode and store
-    total_tensor = yield tensor_sum_for_total
-    model_sum_for_fed_tensor = yield tensor_sum_for_fed
-    model_sum_for_d_hat_tensor = yield tensor_sum_for_d_hat
-
-    # == model: values of the model
-    dadapt_adan_4(
-        stored, beta3, growth_rate, one_minus_beta3, total_tensor, model_sum_for_d_hat_tensor, model_sum_for_fed_tensor,
-    )
-
-
-def dadapt_adan_no_prox(
-    stored, lr, weight_decay, one_minus_beta2, one_minus_beta1, one_minus_beta3, beta1, beta2, beta3, eps,
-    grad_scale, moves, where_lt_one_t_one_zero, growth_rate,
-):
-
-    # == model: values of the model
-    # -- load and decode
-    d = stored["d"]
-    # -- update  (specs/dadapt_adan.py)
-    rate = d * lr  # 33
-    # -- encode and store
-    one_minus_beta2_times_rate_tensor = one_minus_beta2 * rate
-    one_minus_beta1_times_rate_tensor = one_minus_beta1 * rate
-    one_minus_rate_times_weight_decay_tensor = 1.0 - rate * weight_decay
-    one_minus_beta3_times_rate_tensor = one_minus_beta3 * rate
-
-    # == sweep 1: total (specs/dadapt_adan.py:41), d_hat (specs/dadapt_adan.py:44), fed (specs/dadapt_adan.py:42)
-    b = stored.over("p", "g", "exp_avg", "exp_avg_diff", "exp_avg_sq", "prev_grad", "s")
-    # -- load and decode
-    p = b.load("p")
-    one_minus_rate_times_weight_decay = b.spread(one_minus_rate_times_weight_decay_tensor)
-    exp_avg = b.load("exp_avg")
-    one_minus_beta1_times_rate = b.spread(one_minus_beta1_times_rate_tensor)
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg_diff = b.load("exp_avg_diff")
-    one_minus_beta2_times_rate = b.spread(one_minus_beta2_times_rate_tensor)
-    prev_grad = b.load("prev_grad")
-    exp_avg_sq = b.load("exp_avg_sq")
-    s = b.load("s")
-    one_minus_beta3_times_rate = b.spread(one_minus_beta3_times_rate_tensor)
-    # -- update  (specs/dadapt_adan.py)
-    # 46  p = policies.decoupled(p, rate, weight_decay)
-    p = p * one_minus_rate_times_weight_decay
-    g = torch.where(0.0 < moves, g, 0.0)                                     # 31
-    exp_avg = beta1 * exp_avg + one_minus_beta1_times_rate * g  # 36
-    change = torch.where(0.0 < where_lt_one_t_one_zero, g - prev_grad, 0.0)  # 34
-    exp_avg_diff = beta2 * exp_avg_diff + one_minus_beta2_times_rate * change  # 37
-    ahead = g + beta2 * change                                               # 35
-    exp_avg_sq = beta3 * exp_avg_sq + one_minus_beta3 * ahead * ahead  # 38
-    denom = sqrt(exp_avg_sq) + eps                                           # 39
-    p = p - moves * (exp_avg + beta2 * exp_avg_diff) / denom  # 47
-    s = beta3 * s + one_minus_beta3_times_rate * g  # 40
-    # -- encode and store
-    g_mul = lr * g
-    tensor_sum_for_total_tensor = b.tensor_sum(moves * s.abs())
-    tensor_sum_for_d_hat_tensor = b.tensor_sum(moves * s * s / denom)
-    tensor_sum_for_fed_tensor = b.tensor_sum(g_mul * g_mul / denom)
-    b.store("p", p)
-    b.store("exp_avg_sq", exp_avg_sq)
-    b.store("exp_avg", exp_avg)
-    b.store("exp_avg_diff", exp_avg_diff)
-    b.store("prev_grad", g)
-    b.store("s", s)
-
-    # == tensor: values of tensors
-    # -- load and decode
-    tensor_sum_for_total = tensor_sum_for_total_tensor
-    tensor_sum_for_fed = tensor_sum_for_fed_tensor
-    tensor_sum_for_d_hat = tensor_sum_for_d_hat_tensor
-    # -- encode and store
-    total_tensor = yield tensor_sum_for_total
-    model_sum_for_fed_tensor = yield tensor_sum_for_fed
-    model_sum_for_d_hat_tensor = yield tensor_sum_for_d_hat
-
-    # == model: values of the model
-    dadapt_adan_4(
-        stored, beta3, growth_rate, one_minus_beta3, total_tensor, model_sum_for_d_hat_tensor, model_sum_for_fed_tensor,
-    )
-
-
 # Scalars at a step, in fp64, with the new host states behind them.
 def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, d0, growth_rate):
     beta1, beta2, beta3 = betas
@@ -287,19 +112,6 @@ SCALARS = (
     "lr", "weight_decay", "one_minus_beta2", "one_minus_beta1", "one_minus_beta3", "beta1", "beta2", "beta3", "eps",
     "grad_scale", "moves", "where_lt_one_t_one_zero", "growth_rate",
 )
-STATES = (
-    StateRecord("exp_avg", normalized_by="exp_avg_sq"),
-    StateRecord("exp_avg_diff", normalized_by="exp_avg_sq"),
-    StateRecord("exp_avg_sq", nonneg=True),
-    StateRecord("prev_grad", nearest=True),
-    StateRecord("s"),
-    StateRecord("d", nonneg=True, space="model", init="d0"),
-    StateRecord("gsq_weighted", nonneg=True, space="model"),
-)
-SCALARS_2 = (
-    "lr", "weight_decay", "one_minus_beta2", "one_minus_beta1", "one_minus_beta3", "beta1", "beta2", "beta3",
-    "grad_scale", "moves", "where_lt_one_t_one_zero", "scalar_3", "scalar_4", "scalar_5", "scalar_6", "growth_rate",
-)
 DADAPT_ADAN_3 = Stage(
     "dadapt_adan_3", "tensor", level=1, scalars=(), temps=("total", "model_sum_for_fed", "model_sum_for_d_hat"),
     reads=("tensor_sum_for_total", "tensor_sum_for_fed", "tensor_sum_for_d_hat"),
@@ -307,25 +119,140 @@ DADAPT_ADAN_3 = Stage(
     picked=("total", "model_sum_for_fed", "model_sum_for_d_hat"),
 )
 DADAPT_ADAN_4 = Stage(
+    "dadapt_adan_4", "model", level=3, scalars=(7, 12, 4),
+    reads=("d", "gsq_weighted", "total", "model_sum_for_d_hat", "model_sum_for_fed"), stores=("d", "gsq_weighted"),
+    plus=("gsq_weighted",), picked=("d", "gsq_weighted"),
+)
+TEMPS = (
+    Temp("one_minus_beta1_times_rate", "model"),
+    Temp("one_minus_beta2_times_rate", "model"),
+    Temp("one_minus_beta3_times_rate", "model"),
+    Temp("one_minus_rate_times_weight_decay", "model"),
+    Temp("tensor_sum_for_d_hat", "tensor", reduction="tensor_sum", source="elem"),
+    Temp("tensor_sum_for_fed", "tensor", reduction="tensor_sum", source="elem"),
+    Temp("tensor_sum_for_total", "tensor", reduction="tensor_sum", source="elem"),
+    Temp("model_sum_for_d_hat", "model", reduction="model_sum", source="tensor"),
+    Temp("model_sum_for_fed", "model", reduction="model_sum", source="tensor"),
+    Temp("total", "model", reduction="model_sum", source="tensor"),
+)
+SCALARS_2 = (
+    "lr", "weight_decay", "one_minus_beta2", "one_minus_beta1", "one_minus_beta3", "beta1", "beta2", "beta3",
+    "grad_scale", "moves", "where_lt_one_t_one_zero", "scalar_3", "scalar_4", "scalar_5", "scalar_6", "growth_rate",
+)
+DADAPT_ADAN_4_2 = Stage(
     "dadapt_adan_4", "model", level=3, scalars=(7, 15, 4),
     reads=("d", "gsq_weighted", "total", "model_sum_for_d_hat", "model_sum_for_fed"), stores=("d", "gsq_weighted"),
     plus=("gsq_weighted",), picked=("d", "gsq_weighted"),
 )
 
-# The eager reference, in strict maths.
+# The states, and what of them a step makes.
 RULES = by_flags(
     {"no_prox": False},
     RuleRecord(
-        "dadapt_adan", "dadapt_adan", scalars=SCALARS, host=host_scalars, states=STATES, spaces=("model",),
-        settings=({"no_prox": False},),
-    ),
-    RuleRecord(
-        "dadapt_adan", "dadapt_adan_no_prox", scalars=SCALARS, host=host_scalars, states=STATES, spaces=("model",),
-        settings=({"no_prox": True},),
+        "dadapt_adan",
+        states=(
+            StateRecord("exp_avg", normalized_by="exp_avg_sq"),
+            StateRecord("exp_avg_diff", normalized_by="exp_avg_sq"),
+            StateRecord("exp_avg_sq", nonneg=True),
+            StateRecord("prev_grad", nearest=True),
+            StateRecord("s"),
+            StateRecord("d", nonneg=True, space="model", init="d0"),
+            StateRecord("gsq_weighted", nonneg=True, space="model"),
+        ),
+        spaces=("model",),
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: fma, group, linear, reciprocal, step.
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({"no_prox": False},), SCALARS, host=host_scalars,
+        temps=(
+            Temp("one_minus_beta1_times_rate", "model"),
+            Temp("one_minus_beta2_times_rate", "model"),
+            Temp("one_minus_beta3_times_rate", "model"),
+            Temp("one_plus_rate_times_weight_decay", "model"),
+            Temp("tensor_sum_for_d_hat", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_for_fed", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_for_total", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("model_sum_for_d_hat", "model", reduction="model_sum", source="tensor"),
+            Temp("model_sum_for_fed", "model", reduction="model_sum", source="tensor"),
+            Temp("total", "model", reduction="model_sum", source="tensor"),
+        ),
+        stages=(
+            Stage(
+                "dadapt_adan_1", "model", level=-1, scalars=tuple(range(5)),
+                temps=(
+                    "one_plus_rate_times_weight_decay", "one_minus_beta2_times_rate", "one_minus_beta1_times_rate",
+                    "one_minus_beta3_times_rate",
+                ),
+                reads=("d",),
+                stores=(
+                    "one_plus_rate_times_weight_decay", "one_minus_beta2_times_rate", "one_minus_beta1_times_rate",
+                    "one_minus_beta3_times_rate",
+                ),
+                plus=(
+                    "one_plus_rate_times_weight_decay", "one_minus_beta2_times_rate", "one_minus_beta1_times_rate",
+                    "one_minus_beta3_times_rate",
+                ),
+            ),
+            Stage(
+                "dadapt_adan_2", "elem", level=0, scalars=(0, 5, 6, 7, 8, 9, 10, 11, 4),
+                temps=("tensor_sum_for_total", "tensor_sum_for_d_hat", "tensor_sum_for_fed"),
+                reads=(
+                    "p", "g", "exp_avg", "exp_avg_diff", "exp_avg_sq", "prev_grad", "s", "one_minus_beta3_times_rate",
+                    "one_minus_beta1_times_rate", "one_minus_beta2_times_rate", "one_plus_rate_times_weight_decay",
+                ),
+                stores=("p", "exp_avg", "exp_avg_diff", "exp_avg_sq", "prev_grad", "s"),
+                sums=(
+                    ("sum", ("tensor_sum_for_total",)), ("sum", ("tensor_sum_for_d_hat",)),
+                    ("sum", ("tensor_sum_for_fed",)),
+                ),
+                plus=("exp_avg_sq",), picked=("prev_grad",), needs=(("exp_avg_sq", ("g", "exp_avg_sq", "prev_grad")),),
+            ),
+            DADAPT_ADAN_3,
+            DADAPT_ADAN_4,
+        ),
+        strict=True,
+    ),
+    Rule(
+        ({"no_prox": True},), SCALARS, host=host_scalars, temps=TEMPS,
+        stages=(
+            Stage(
+                "dadapt_adan_no_prox_1", "model", level=-1, scalars=tuple(range(5)),
+                temps=(
+                    "one_minus_beta2_times_rate", "one_minus_beta1_times_rate", "one_minus_rate_times_weight_decay",
+                    "one_minus_beta3_times_rate",
+                ),
+                reads=("d",),
+                stores=(
+                    "one_minus_beta2_times_rate", "one_minus_beta1_times_rate", "one_minus_rate_times_weight_decay",
+                    "one_minus_beta3_times_rate",
+                ),
+                plus=("one_minus_beta2_times_rate", "one_minus_beta1_times_rate", "one_minus_beta3_times_rate"),
+            ),
+            Stage(
+                "dadapt_adan_no_prox_2", "elem", level=0, scalars=(0, 5, 6, 7, 8, 9, 10, 11, 4),
+                temps=("tensor_sum_for_total", "tensor_sum_for_d_hat", "tensor_sum_for_fed"),
+                reads=(
+                    "p", "g", "exp_avg", "exp_avg_diff", "exp_avg_sq", "prev_grad", "s", "one_minus_beta3_times_rate",
+                    "one_minus_rate_times_weight_decay", "one_minus_beta1_times_rate", "one_minus_beta2_times_rate",
+                ),
+                stores=("p", "exp_avg", "exp_avg_diff", "exp_avg_sq", "prev_grad", "s"),
+                sums=(
+                    ("sum", ("tensor_sum_for_total",)), ("sum", ("tensor_sum_for_d_hat",)),
+                    ("sum", ("tensor_sum_for_fed",)),
+                ),
+                plus=("exp_avg_sq",), picked=("prev_grad",), needs=(("exp_avg_sq", ("g", "exp_avg_sq", "prev_grad")),),
+            ),
+            DADAPT_ADAN_3,
+            DADAPT_ADAN_4,
+        ),
+        strict=True,
+    ),
+)
+
+# The step of kernels, in fast maths; rounding changed by: fma, group, linear, reciprocal, step.
 STEPS = (
     Rule(
         ({"no_prox": False},), SCALARS_2, host=kernel_scalars,
@@ -374,23 +301,11 @@ STEPS = (
                 plus=("exp_avg_sq",), picked=("prev_grad",), needs=(("exp_avg_sq", ("g", "exp_avg_sq", "prev_grad")),),
             ),
             DADAPT_ADAN_3,
-            DADAPT_ADAN_4,
+            DADAPT_ADAN_4_2,
         ),
     ),
     Rule(
-        ({"no_prox": True},), SCALARS_2, host=kernel_scalars,
-        temps=(
-            Temp("one_minus_beta1_times_rate", "model"),
-            Temp("one_minus_beta2_times_rate", "model"),
-            Temp("one_minus_beta3_times_rate", "model"),
-            Temp("one_minus_rate_times_weight_decay", "model"),
-            Temp("tensor_sum_for_d_hat", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("tensor_sum_for_fed", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("tensor_sum_for_total", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("model_sum_for_d_hat", "model", reduction="model_sum", source="tensor"),
-            Temp("model_sum_for_fed", "model", reduction="model_sum", source="tensor"),
-            Temp("total", "model", reduction="model_sum", source="tensor"),
-        ),
+        ({"no_prox": True},), SCALARS_2, host=kernel_scalars, temps=TEMPS,
         stages=(
             Stage(
                 "dadapt_adan_no_prox_1", "model", level=-1, scalars=tuple(range(5)),
@@ -423,7 +338,7 @@ STEPS = (
                 plus=("exp_avg_sq",), picked=("prev_grad",), needs=(("exp_avg_sq", ("g", "exp_avg_sq", "prev_grad")),),
             ),
             DADAPT_ADAN_3,
-            DADAPT_ADAN_4,
+            DADAPT_ADAN_4_2,
         ),
     ),
 )

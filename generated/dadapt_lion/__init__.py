@@ -2,11 +2,8 @@
 #     build dadapt_lion
 # fmt: off
 # ruff: noqa
-import torch
-
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp, by_flags
 from optgen.runtime.records.scalars import root, where
-from optgen.runtime.reference.eager import larger, put
 
 
 class DAdaptLion(Optimizer):
@@ -53,81 +50,6 @@ class DAdaptLion(Optimizer):
         super().__init__(params, dict(lr=lr, betas=betas, weight_decay=weight_decay, d0=d0), **options)
 
 
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def dadapt_lion(
-    stored, lr, weight_decay, one_minus_beta2, one_minus_sqrt_beta2, beta1, grad_scale, moves, one_minus_beta1,
-    keep2, keep3, beta3,
-):
-
-    # == model: values of the model
-    # -- load and decode
-    d = stored["d"]
-    # -- update  (specs/dadapt_lion.py)
-    rate = d * lr  # 30  rate = d * lr
-    # -- encode and store
-    rate_tensor = rate
-    one_minus_beta2_times_rate_tensor = one_minus_beta2 * rate
-    one_minus_rate_times_weight_decay_tensor = 1.0 - rate * weight_decay
-    one_minus_sqrt_beta2_times_rate_tensor = one_minus_sqrt_beta2 * rate
-
-    # == sweep 1: total (specs/dadapt_lion.py:37), numerator (specs/dadapt_lion.py:35)
-    b = stored.over("p", "g", "exp_avg", "s")
-    # -- load and decode
-    p = b.load("p")
-    one_minus_rate_times_weight_decay = b.spread(one_minus_rate_times_weight_decay_tensor)
-    rate = b.spread(rate_tensor)
-    exp_avg = b.load("exp_avg")
-    g = b.load("g")
-    g = grad_scale * g
-    one_minus_beta2_times_rate = b.spread(one_minus_beta2_times_rate_tensor)
-    s = b.load("s")
-    one_minus_sqrt_beta2_times_rate = b.spread(one_minus_sqrt_beta2_times_rate_tensor)
-    # -- update  (specs/dadapt_lion.py)
-    p = p * one_minus_rate_times_weight_decay                   # 31  p = policies.decoupled(p, rate, weight_decay)
-    g = torch.where(0.0 < moves, g, 0.0)                        # 25  g = where(lr > 0, g, 0.0)
-    # 32  update = moves * sign(beta1 * exp_avg + (1 - beta1) * g)
-    update = moves * torch.where(
-        beta1 * exp_avg + one_minus_beta1 * g > 0, 1.0,
-        torch.where(beta1 * exp_avg + one_minus_beta1 * g < 0, -1.0, beta1 * exp_avg + one_minus_beta1 * g)
-    )
-    p = p - rate * update                                       # 33  p = p - rate * update
-    exp_avg = keep2 * exp_avg + one_minus_beta2_times_rate * g  # 34  exp_avg = keep2 * exp_avg + (1 - beta2) * rate * g
-    s_2 = keep3 * s + one_minus_sqrt_beta2_times_rate * update  # 36  s = keep3 * s + (1 - beta3) * rate * update
-    # -- encode and store
-    tensor_sum_for_total_tensor = b.tensor_sum(moves * s_2.abs())
-    tensor_sum_for_numerator_tensor = b.tensor_sum(lr * update * s)
-    b.store("p", p)
-    b.store("exp_avg", exp_avg)
-    b.store("s", s_2)
-
-    # == tensor: values of tensors
-    # -- load and decode
-    tensor_sum_for_numerator = tensor_sum_for_numerator_tensor
-    tensor_sum_for_total = tensor_sum_for_total_tensor
-    # -- encode and store
-    model_sum_for_numerator_tensor = yield tensor_sum_for_numerator
-    total_tensor = yield tensor_sum_for_total
-
-    # == model: values of the model
-    # -- load and decode
-    d = stored["d"]
-    total = total_tensor
-    numerator_weighted = stored["numerator_weighted"]
-    model_sum_for_numerator = model_sum_for_numerator_tensor
-    # -- update  (specs/dadapt_lion.py)
-    total_lt = 0.0 < total
-    numerator = d * model_sum_for_numerator  # 35  numerator = d * model_dot(lr * update, s)
-    # 38  weighted = beta3 * numerator_weighted + (1 - beta3) * numerator
-    weighted = beta3 * numerator_weighted + one_minus_sqrt_beta2 * numerator
-    # 39  numerator_weighted = where(total > 0, weighted, numerator_weighted)
-    numerator_weighted = torch.where(total_lt, weighted, numerator_weighted)
-    # 40  d = maximum(d, where(total > 0, numerator_weighted / maximum((1 - beta3) * total, 1e-37), 0.0))
-    d = larger(d, torch.where(total_lt, numerator_weighted / (one_minus_sqrt_beta2 * total).clamp(min=1e-37), 0.0))
-    # -- encode and store
-    put(stored["d"], d)
-    put(stored["numerator_weighted"], numerator_weighted)
-
-
 # Scalars at a step, in fp64, with the new host states behind them.
 def host_scalars(step, grad_scale, *, lr, betas, weight_decay, d0):
     beta1, beta2 = betas
@@ -162,16 +84,28 @@ def kernel_scalars(step, grad_scale, *, lr, betas, weight_decay, d0):
     )
 
 
-# The eager reference, in strict maths.
+# What several of the records below have.
+TEMPS = (
+    Temp("one_minus_beta2_times_rate", "model"),
+    Temp("one_minus_rate_times_weight_decay", "model"),
+    Temp("one_minus_sqrt_beta2_times_rate", "model"),
+    Temp("rate", "model"),
+    Temp("tensor_sum_for_numerator", "tensor", reduction="tensor_sum", source="elem"),
+    Temp("tensor_sum_for_total", "tensor", reduction="tensor_sum", source="elem"),
+    Temp("model_sum_for_numerator", "model", reduction="model_sum", source="tensor"),
+    Temp("total", "model", reduction="model_sum", source="tensor"),
+)
+DADAPT_LION_3 = Stage(
+    "dadapt_lion_3", "tensor", level=1, scalars=(), temps=("model_sum_for_numerator", "total"),
+    reads=("tensor_sum_for_numerator", "tensor_sum_for_total"), stores=("model_sum_for_numerator", "total"),
+    picked=("model_sum_for_numerator", "total"),
+)
+
+# The states, and what of them a step makes.
 RULES = by_flags(
     {},
     RuleRecord(
-        "dadapt_lion", "dadapt_lion",
-        scalars=(
-            "lr", "weight_decay", "one_minus_beta2", "one_minus_sqrt_beta2", "beta1", "grad_scale", "moves",
-            "one_minus_beta1", "keep2", "keep3", "beta3",
-        ),
-        host=host_scalars,
+        "dadapt_lion",
         states=(
             StateRecord("exp_avg"),
             StateRecord("s"),
@@ -182,7 +116,51 @@ RULES = by_flags(
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: fma, group.
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({},),
+        (
+            "lr", "weight_decay", "one_minus_beta2", "one_minus_sqrt_beta2", "beta1", "grad_scale", "moves",
+            "one_minus_beta1", "keep2", "keep3", "beta3",
+        ),
+        host=host_scalars, temps=TEMPS,
+        stages=(
+            Stage(
+                "dadapt_lion_1", "model", level=-1, scalars=tuple(range(4)),
+                temps=(
+                    "rate", "one_minus_beta2_times_rate", "one_minus_rate_times_weight_decay",
+                    "one_minus_sqrt_beta2_times_rate",
+                ),
+                reads=("d",),
+                stores=(
+                    "rate", "one_minus_beta2_times_rate", "one_minus_rate_times_weight_decay",
+                    "one_minus_sqrt_beta2_times_rate",
+                ),
+                plus=("rate", "one_minus_beta2_times_rate", "one_minus_sqrt_beta2_times_rate"),
+            ),
+            Stage(
+                "dadapt_lion_2", "elem", level=0, scalars=(0, 4, 5, 6, 7, 8, 9),
+                temps=("tensor_sum_for_total", "tensor_sum_for_numerator"),
+                reads=(
+                    "p", "g", "exp_avg", "s", "one_minus_sqrt_beta2_times_rate", "one_minus_rate_times_weight_decay",
+                    "rate", "one_minus_beta2_times_rate",
+                ),
+                stores=("p", "exp_avg", "s"),
+                sums=(("sum", ("tensor_sum_for_total",)), ("sum", ("tensor_sum_for_numerator",))),
+            ),
+            DADAPT_LION_3,
+            Stage(
+                "dadapt_lion_4", "model", level=3, scalars=(10, 3),
+                reads=("d", "numerator_weighted", "total", "model_sum_for_numerator"),
+                stores=("d", "numerator_weighted"), picked=("d", "numerator_weighted"),
+            ),
+        ),
+        strict=True,
+    ),
+)
+
+# The step of kernels, in fast maths; rounding changed by: fma, group.
 STEPS = (
     Rule(
         ({},),
@@ -190,17 +168,7 @@ STEPS = (
             "lr", "weight_decay", "one_minus_beta2", "one_minus_sqrt_beta2", "beta1", "grad_scale", "moves",
             "one_minus_beta1", "keep2", "keep3", "lr_times_where_lt_zero_lr_one_zero", "beta3",
         ),
-        host=kernel_scalars,
-        temps=(
-            Temp("one_minus_beta2_times_rate", "model"),
-            Temp("one_minus_rate_times_weight_decay", "model"),
-            Temp("one_minus_sqrt_beta2_times_rate", "model"),
-            Temp("rate", "model"),
-            Temp("tensor_sum_for_numerator", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("tensor_sum_for_total", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("model_sum_for_numerator", "model", reduction="model_sum", source="tensor"),
-            Temp("total", "model", reduction="model_sum", source="tensor"),
-        ),
+        host=kernel_scalars, temps=TEMPS,
         stages=(
             Stage(
                 "dadapt_lion_1", "model", level=-1, scalars=tuple(range(4)),
@@ -228,11 +196,7 @@ STEPS = (
                 stores=("p", "exp_avg", "s"),
                 sums=(("sum", ("tensor_sum_for_total",)), ("sum", ("tensor_sum_for_numerator",))),
             ),
-            Stage(
-                "dadapt_lion_3", "tensor", level=1, scalars=(), temps=("model_sum_for_numerator", "total"),
-                reads=("tensor_sum_for_numerator", "tensor_sum_for_total"), stores=("model_sum_for_numerator", "total"),
-                picked=("model_sum_for_numerator", "total"),
-            ),
+            DADAPT_LION_3,
             Stage(
                 "dadapt_lion_4", "model", level=3, scalars=(11, 3),
                 reads=("d", "numerator_weighted", "total", "model_sum_for_numerator"),

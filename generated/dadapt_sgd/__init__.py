@@ -2,11 +2,8 @@
 #     build dadapt_sgd
 # fmt: off
 # ruff: noqa
-import torch
-
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp, by_flags
 from optgen.runtime.records.scalars import where
-from optgen.runtime.reference.eager import larger, put, smaller, sqrt
 
 
 class DAdaptSGD(Optimizer):
@@ -62,170 +59,6 @@ class DAdaptSGD(Optimizer):
         )
 
 
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def dadapt_sgd_1(stored, lr, weight_decay, grad_scale, where_lt_zero_lr_one_zero):
-    b = stored.over("p", "g", "s")
-    # -- load and decode
-    g = b.load("g")
-    g = grad_scale * g
-    p = b.load("p")
-    s = b.load("s")
-    # -- update  (specs/dadapt_sgd.py)
-    g = torch.where(0.0 < where_lt_zero_lr_one_zero, g, 0.0)  # 28  g = where(lr > 0, g, 0.0)
-    # 30  g = where(lr > 0, policies.l2(g, p, weight_decay), 0.0)
-    g_2 = torch.where(0.0 < where_lt_zero_lr_one_zero, g + weight_decay * p, 0.0)
-    # -- encode and store
-    tensor_sum_for_size_tensor = b.tensor_sum(g * g)
-    tensor_sum_for_numerator_weighted_tensor = b.tensor_sum(lr * g_2 * s)
-    return tensor_sum_for_size_tensor, tensor_sum_for_numerator_weighted_tensor
-
-
-def dadapt_sgd_3(stored, lr, model_sum_for_size_tensor, model_sum_for_numerator_weighted_tensor):
-    # -- load and decode
-    g0_norm = stored["g0_norm"]
-    model_sum_for_size = model_sum_for_size_tensor
-    numerator_weighted = stored["numerator_weighted"]
-    d = stored["d"]
-    model_sum_for_numerator_weighted = model_sum_for_numerator_weighted_tensor
-    # -- update  (specs/dadapt_sgd.py)
-    size = sqrt(model_sum_for_size)                      # 29  size = model_norm(g)
-    g0_norm = torch.where(0.0 < g0_norm, g0_norm, size)  # 31  g0_norm = where(g0_norm > 0, g0_norm, size)
-    g0_norm_lt = 0.0 < g0_norm
-    # 32  scale = where(g0_norm > 0, d / where(g0_norm > 0, g0_norm, 1.0), 0.0)
-    scale = torch.where(g0_norm_lt, d / torch.where(g0_norm_lt, g0_norm, 1.0), 0.0)
-    # 33  numerator_weighted = numerator_weighted + scale * model_dot(lr * g, s)
-    numerator_weighted = numerator_weighted + scale * model_sum_for_numerator_weighted
-    # -- encode and store
-    two_times_numerator_weighted_2_tensor = 2.0 * numerator_weighted
-    scale_times_lr_tensor = scale * lr
-    put(stored["g0_norm"], g0_norm)
-    put(stored["numerator_weighted"], numerator_weighted)
-    return two_times_numerator_weighted_2_tensor, scale_times_lr_tensor
-
-
-def dadapt_sgd_6(stored, growth_rate, model_sum_for_length_tensor, two_times_numerator_weighted_2_tensor):
-    # -- load and decode
-    d = stored["d"]
-    model_sum_for_length = model_sum_for_length_tensor
-    two_times_numerator_weighted_2 = two_times_numerator_weighted_2_tensor
-    # -- update  (specs/dadapt_sgd.py)
-    length = sqrt(model_sum_for_length)                               # 37  length = model_norm(moved)
-    # 38  d_hat = 2 * numerator_weighted / maximum(length, 1e-37)
-    d_hat = two_times_numerator_weighted_2 / length.clamp(min=1e-37)
-    # 39  d = maximum(d, where(length > 0, minimum(d_hat, d * growth_rate), 0.0))
-    d = larger(d, torch.where(0.0 < length, smaller(d_hat, d * growth_rate), 0.0))
-    # -- encode and store
-    put(stored["d"], d)
-
-
-def dadapt_sgd(stored, lr, weight_decay, grad_scale, where_lt_zero_lr_one_zero, growth_rate):
-
-    # == sweep 1: size (specs/dadapt_sgd.py:29), numerator_weighted (specs/dadapt_sgd.py:33)
-    tensor_sum_for_size_tensor, tensor_sum_for_numerator_weighted_tensor = dadapt_sgd_1(
-        stored, lr, weight_decay, grad_scale, where_lt_zero_lr_one_zero,
-    )
-
-    # == tensor: values of tensors
-    # -- load and decode
-    tensor_sum_for_size = tensor_sum_for_size_tensor
-    tensor_sum_for_numerator_weighted = tensor_sum_for_numerator_weighted_tensor
-    # -- encode and store
-    model_sum_for_size_tensor = yield tensor_sum_for_size
-    model_sum_for_numerator_weighted_tensor = yield tensor_sum_for_numerator_weighted
-
-    # == model: values of the model
-    two_times_numerator_weighted_2_tensor, scale_times_lr_tensor = dadapt_sgd_3(
-        stored, lr, model_sum_for_size_tensor, model_sum_for_numerator_weighted_tensor,
-    )
-
-    # == sweep 2: length (specs/dadapt_sgd.py:37)
-    b = stored.over("p", "g", "s")
-    # -- load and decode
-    p = b.load("p")
-    scale_times_lr = b.spread(scale_times_lr_tensor)
-    g = b.load("g")
-    g = grad_scale * g
-    s = b.load("s")
-    # -- update  (specs/dadapt_sgd.py)
-    g = torch.where(0.0 < where_lt_zero_lr_one_zero, g, 0.0)      # 28
-    g = torch.where(0.0 < where_lt_zero_lr_one_zero, g + weight_decay * p, 0.0)  # 30
-    change = scale_times_lr * g                                   # 34  change = scale * lr * g
-    p = p - change                                                # 45  p = p - change
-    s = s + change                                                # 35  s = s + change
-    moved = torch.where(0.0 < where_lt_zero_lr_one_zero, s, 0.0)  # 36  moved = where(lr > 0, s, 0.0)
-    # -- encode and store
-    tensor_sum_for_length_tensor = b.tensor_sum(moved * moved)
-    b.store("p", p)
-    b.store("s", s)
-
-    # == tensor: values of tensors
-    # -- load and decode
-    tensor_sum_for_length = tensor_sum_for_length_tensor
-    # -- encode and store
-    model_sum_for_length_tensor = yield tensor_sum_for_length
-
-    # == model: values of the model
-    dadapt_sgd_6(stored, growth_rate, model_sum_for_length_tensor, two_times_numerator_weighted_2_tensor)
-
-
-def dadapt_sgd_has_momentum(
-    stored, lr, weight_decay, grad_scale, where_lt_zero_lr_one_zero, minus_where_lt_zero_lr_momentum_one,
-    one_minus_where_lt_zero_lr_momentum_one, growth_rate,
-):
-
-    # == sweep 1: size (specs/dadapt_sgd.py:29), numerator_weighted (specs/dadapt_sgd.py:33)
-    tensor_sum_for_size_tensor, tensor_sum_for_numerator_weighted_tensor = dadapt_sgd_1(
-        stored, lr, weight_decay, grad_scale, where_lt_zero_lr_one_zero,
-    )
-
-    # == tensor: values of tensors
-    # -- load and decode
-    tensor_sum_for_size = tensor_sum_for_size_tensor
-    tensor_sum_for_numerator_weighted = tensor_sum_for_numerator_weighted_tensor
-    # -- encode and store
-    model_sum_for_size_tensor = yield tensor_sum_for_size
-    model_sum_for_numerator_weighted_tensor = yield tensor_sum_for_numerator_weighted
-
-    # == model: values of the model
-    two_times_numerator_weighted_2_tensor, scale_times_lr_tensor = dadapt_sgd_3(
-        stored, lr, model_sum_for_size_tensor, model_sum_for_numerator_weighted_tensor,
-    )
-
-    # == sweep 2: length (specs/dadapt_sgd.py:37)
-    b = stored.over("p", "g", "s", "z_offset")
-    # -- load and decode
-    p = b.load("p")
-    scale_times_lr = b.spread(scale_times_lr_tensor)
-    g = b.load("g")
-    g = grad_scale * g
-    z_offset = b.load("z_offset")
-    s = b.load("s")
-    # -- update  (specs/dadapt_sgd.py)
-    g = torch.where(0.0 < where_lt_zero_lr_one_zero, g, 0.0)       # 28
-    g = torch.where(0.0 < where_lt_zero_lr_one_zero, g + weight_decay * p, 0.0)  # 30
-    change = scale_times_lr * g                                    # 34
-    change_2 = change - z_offset                                   # 42  change = change - z_offset
-    change_3 = one_minus_where_lt_zero_lr_momentum_one * change_2  # 44  change = (1 - kept) * change
-    p = p - change_3                                               # 45
-    s = s + change                                                 # 35
-    z_offset = minus_where_lt_zero_lr_momentum_one * change_2      # 43  z_offset = -kept * change
-    moved = torch.where(0.0 < where_lt_zero_lr_one_zero, s, 0.0)   # 36
-    # -- encode and store
-    tensor_sum_for_length_tensor = b.tensor_sum(moved * moved)
-    b.store("p", p)
-    b.store("s", s)
-    b.store("z_offset", z_offset)
-
-    # == tensor: values of tensors
-    # -- load and decode
-    tensor_sum_for_length = tensor_sum_for_length_tensor
-    # -- encode and store
-    model_sum_for_length_tensor = yield tensor_sum_for_length
-
-    # == model: values of the model
-    dadapt_sgd_6(stored, growth_rate, model_sum_for_length_tensor, two_times_numerator_weighted_2_tensor)
-
-
 # Scalars at a step, in fp64, with the new host states behind them.
 def host_scalars(step, grad_scale, *, lr, momentum, weight_decay, d0, growth_rate):
     where_lt_zero_lr_one_zero = where(0 < lr, 1, 0)
@@ -271,7 +104,7 @@ TEMPS = (
 DADAPT_SGD_1 = Stage(
     "dadapt_sgd_1", "elem", level=0, scalars=tuple(range(4)),
     temps=("tensor_sum_for_size", "tensor_sum_for_numerator_weighted"), reads=("p", "g", "s"),
-    sums=(("square", ("tensor_sum_for_size",)), ("sum", ("tensor_sum_for_numerator_weighted",))),
+    sums=(("sum", ("tensor_sum_for_size",)), ("sum", ("tensor_sum_for_numerator_weighted",))),
 )
 DADAPT_SGD_2 = Stage(
     "dadapt_sgd_2", "tensor", level=1, scalars=(), temps=("model_sum_for_size", "model_sum_for_numerator_weighted"),
@@ -288,12 +121,25 @@ DADAPT_SGD_5 = Stage(
     "dadapt_sgd_5", "tensor", level=5, scalars=(), temps=("model_sum_for_length",), reads=("tensor_sum_for_length",),
     stores=("model_sum_for_length",), picked=("model_sum_for_length",),
 )
+DADAPT_SGD_6 = Stage(
+    "dadapt_sgd_6", "model", level=7, scalars=(4,),
+    reads=("d", "model_sum_for_length", "two_times_numerator_weighted_2"), stores=("d",), picked=("d",),
+)
+DADAPT_SGD_6_2 = Stage(
+    "dadapt_sgd_6", "model", level=7, scalars=(6,),
+    reads=("d", "model_sum_for_length", "two_times_numerator_weighted_2"), stores=("d",), picked=("d",),
+)
+DADAPT_SGD_1_2 = Stage(
+    "dadapt_sgd_1", "elem", level=0, scalars=tuple(range(4)),
+    temps=("tensor_sum_for_size", "tensor_sum_for_numerator_weighted"), reads=("p", "g", "s"),
+    sums=(("square", ("tensor_sum_for_size",)), ("sum", ("tensor_sum_for_numerator_weighted",))),
+)
 
-# The eager reference, in strict maths.
+# The states, and what of them a step makes.
 RULES = by_flags(
     {"has_momentum": False},
     RuleRecord(
-        "dadapt_sgd", "dadapt_sgd", scalars=SCALARS, host=host_scalars,
+        "dadapt_sgd",
         states=(
             StateRecord("s"),
             StateRecord("d", nonneg=True, space="model", init="d0"),
@@ -303,12 +149,7 @@ RULES = by_flags(
         spaces=("model",), settings=({"has_momentum": False},),
     ),
     RuleRecord(
-        "dadapt_sgd", "dadapt_sgd_has_momentum",
-        scalars=(
-            "lr", "weight_decay", "grad_scale", "where_lt_zero_lr_one_zero", "minus_where_lt_zero_lr_momentum_one",
-            "one_minus_where_lt_zero_lr_momentum_one", "growth_rate",
-        ),
-        host=host_scalars_2,
+        "dadapt_sgd",
         states=(
             StateRecord("s"),
             StateRecord("z_offset"),
@@ -320,8 +161,8 @@ RULES = by_flags(
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: fma, group.
-STEPS = (
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
     Rule(
         ({"has_momentum": False},), SCALARS, host=host_scalars, temps=TEMPS,
         stages=(
@@ -330,14 +171,51 @@ STEPS = (
             DADAPT_SGD_3,
             Stage(
                 "dadapt_sgd_4", "elem", level=4, scalars=(1, 2, 3), temps=("tensor_sum_for_length",),
+                reads=("p", "g", "s", "scale_times_lr"), stores=("p", "s"), sums=(("sum", ("tensor_sum_for_length",)),),
+            ),
+            DADAPT_SGD_5,
+            DADAPT_SGD_6,
+        ),
+        strict=True,
+    ),
+    Rule(
+        ({"has_momentum": True},),
+        (
+            "lr", "weight_decay", "grad_scale", "where_lt_zero_lr_one_zero", "minus_where_lt_zero_lr_momentum_one",
+            "one_minus_where_lt_zero_lr_momentum_one", "growth_rate",
+        ),
+        host=host_scalars_2, temps=TEMPS,
+        stages=(
+            DADAPT_SGD_1,
+            DADAPT_SGD_2,
+            DADAPT_SGD_3,
+            Stage(
+                "dadapt_sgd_has_momentum_4", "elem", level=4, scalars=(1, 2, 3, 4, 5), temps=("tensor_sum_for_length",),
+                reads=("p", "g", "s", "z_offset", "scale_times_lr"), stores=("p", "s", "z_offset"),
+                sums=(("sum", ("tensor_sum_for_length",)),),
+            ),
+            DADAPT_SGD_5,
+            DADAPT_SGD_6_2,
+        ),
+        strict=True,
+    ),
+)
+
+# The step of kernels, in fast maths; rounding changed by: fma, group.
+STEPS = (
+    Rule(
+        ({"has_momentum": False},), SCALARS, host=host_scalars, temps=TEMPS,
+        stages=(
+            DADAPT_SGD_1_2,
+            DADAPT_SGD_2,
+            DADAPT_SGD_3,
+            Stage(
+                "dadapt_sgd_4", "elem", level=4, scalars=(1, 2, 3), temps=("tensor_sum_for_length",),
                 reads=("p", "g", "s", "scale_times_lr"), stores=("p", "s"),
                 sums=(("square", ("tensor_sum_for_length",)),),
             ),
             DADAPT_SGD_5,
-            Stage(
-                "dadapt_sgd_6", "model", level=7, scalars=(4,),
-                reads=("d", "model_sum_for_length", "two_times_numerator_weighted_2"), stores=("d",), picked=("d",),
-            ),
+            DADAPT_SGD_6,
         ),
     ),
     Rule(
@@ -348,7 +226,7 @@ STEPS = (
         ),
         host=kernel_scalars, temps=TEMPS,
         stages=(
-            DADAPT_SGD_1,
+            DADAPT_SGD_1_2,
             DADAPT_SGD_2,
             DADAPT_SGD_3,
             Stage(
@@ -357,10 +235,7 @@ STEPS = (
                 sums=(("square", ("tensor_sum_for_length",)),),
             ),
             DADAPT_SGD_5,
-            Stage(
-                "dadapt_sgd_6", "model", level=7, scalars=(6,),
-                reads=("d", "model_sum_for_length", "two_times_numerator_weighted_2"), stores=("d",), picked=("d",),
-            ),
+            DADAPT_SGD_6_2,
         ),
     ),
 )

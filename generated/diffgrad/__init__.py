@@ -2,11 +2,8 @@
 #     diffgrad
 # fmt: off
 # ruff: noqa
-import torch
-
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, by_flags
 from optgen.runtime.records.scalars import divide, maximum, root, where
-from optgen.runtime.reference.eager import sqrt
 
 
 class DiffGrad(Optimizer):
@@ -43,63 +40,6 @@ class DiffGrad(Optimizer):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay), **options)
 
 
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def diffgrad(
-    stored, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
-    sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
-):
-    b = stored.over("p", "g", "exp_avg", "exp_avg_sq", "prev_grad")
-    # -- load and decode
-    p = b.load("p")
-    prev_grad = b.load("prev_grad")
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg = b.load("exp_avg")
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/diffgrad.py)
-    g = g + weight_decay * p                                            # 21  g = l2(g, p, weight_decay)
-    prev_grad_abs = (prev_grad - g).abs()
-    prev_grad_min = (-prev_grad_abs.abs()).clamp(min=-105.0).clamp(max=90.0)
-    prev_grad_rint = (prev_grad_min * 1.4426950408889634).round()
-    prev_grad_sub = prev_grad_min - prev_grad_rint * 0.69314575 - prev_grad_rint * 1.4286068e-06
-    prev_grad_cast = prev_grad_rint.to(torch.int32)
-    prev_grad_shr = prev_grad_cast >> 1
-    prev_grad_where = torch.where(
-        -prev_grad_abs.abs() <= 3.4028234663852886e+38,
-        (
-            1.0
-            + (
-                prev_grad_sub + prev_grad_sub * prev_grad_sub
-                * (
-                    (
-                        ((0.00138466025 * prev_grad_sub + 0.00836832728) * prev_grad_sub + 0.0416677184) * prev_grad_sub
-                        + 0.166665256
-                    )
-                    * prev_grad_sub + 0.49999997
-                )
-            )
-        ) * (prev_grad_shr + 127 << 23).view(torch.float32) * (
-            prev_grad_cast - prev_grad_shr + 127 << 23
-        ).view(torch.float32),
-        -prev_grad_abs.abs()
-    )
-    # 24  friction = sigmoid(abs(prev_grad - g))
-    friction = torch.where(prev_grad_abs < 0.0, prev_grad_where, 1.0) / (1.0 + prev_grad_where)
-    # 22  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g
-    # 23  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
-    # 25  denom = sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps
-    denom = sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
-    # 26  p = p - lr / (1 - beta1**t) * friction * exp_avg / denom
-    p = p - lr_over_one_minus_beta1_pow_t * friction * exp_avg / denom
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg_sq", exp_avg_sq)
-    b.store("exp_avg", exp_avg)
-    b.store("prev_grad", g)
-
-
 # Scalars at a step, in fp64, with the new host states behind them.
 def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     beta1, beta2 = betas
@@ -125,16 +65,11 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     return (beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, scalar_2, scalar_3)
 
 
-# The eager reference, in strict maths.
+# The states, and what of them a step makes.
 RULES = by_flags(
     {},
     RuleRecord(
-        "diffgrad", "diffgrad",
-        scalars=(
-            "beta1", "beta2", "eps", "weight_decay", "grad_scale", "one_minus_beta1", "one_minus_beta2",
-            "sqrt_one_minus_beta2_pow_t", "lr_over_one_minus_beta1_pow_t",
-        ),
-        host=host_scalars,
+        "diffgrad",
         states=(
             StateRecord("exp_avg", normalized_by="exp_avg_sq"),
             StateRecord("exp_avg_sq", nonneg=True),
@@ -143,7 +78,28 @@ RULES = by_flags(
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: eps, fma, group, reciprocal, step.
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({},),
+        (
+            "beta1", "beta2", "eps", "weight_decay", "grad_scale", "one_minus_beta1", "one_minus_beta2",
+            "sqrt_one_minus_beta2_pow_t", "lr_over_one_minus_beta1_pow_t",
+        ),
+        host=host_scalars,
+        stages=(
+            Stage(
+                "diffgrad", "elem", level=0, scalars=tuple(range(9)),
+                reads=("p", "g", "exp_avg", "exp_avg_sq", "prev_grad"),
+                stores=("p", "exp_avg", "exp_avg_sq", "prev_grad"), plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("p", "g", "exp_avg_sq")),),
+            ),
+        ),
+        strict=True,
+    ),
+)
+
+# The step of kernels, in fast maths; rounding changed by: eps, fma, group, reciprocal, step.
 STEPS = (
     Rule(
         ({},),

@@ -3,7 +3,6 @@
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp, by_flags
 from optgen.runtime.records.scalars import divide, maximum, root, where
-from optgen.runtime.reference.eager import sqrt
 from optgen.runtime.reference.matrices import column_norms, normal, qr
 
 
@@ -67,6 +66,7 @@ class Dion(Optimizer):
         )
 
 
+# Functions of whole matrices, which torch computes between sweeps.
 def dion_matrices(q, full_whole, eps):
     left = qr(full_whole @ q.mT)                                           # 40  left = qr(full @ q.T)
     right = left.mT @ full_whole                                           # 41  right = left.T @ full
@@ -83,114 +83,6 @@ def dion_matrices_starts(q, full_whole, eps, stream):
     right_transpose = right.mT
     q = right / (column_norms(right_transpose, right_transpose).mT + eps)  # 42
     return q, left @ q, left @ right
-
-
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def dion_2(stored, grad_scale):
-    b = stored.over("g", "momentum_buffer")
-    # -- load and decode
-    momentum_buffer = b.load("momentum_buffer")
-    g = b.load("g")
-    g = grad_scale * g
-    # -- update  (specs/dion.py)
-    full = momentum_buffer + g  # 39  full = momentum_buffer + g
-    # -- encode and store
-    full_whole_tensor = b.flat(full)
-    return full_whole_tensor
-
-
-def dion_4(
-    stored, grad_scale, one_minus_mu, one_minus_lr_times_weight_decay, lr_times_sqrt_rows_over_columns_tensor,
-    matmul_tensor, matmul_2_tensor,
-):
-    b = stored.over("p", "g", "momentum_buffer")
-    # -- load and decode
-    p = b.load("p")
-    lr_times_sqrt_rows_over_columns = b.spread(lr_times_sqrt_rows_over_columns_tensor)
-    matmul_ = b.elements(matmul_tensor)
-    momentum_buffer = b.load("momentum_buffer")
-    g = b.load("g")
-    g = grad_scale * g
-    matmul_2 = b.elements(matmul_2_tensor)
-    # -- update  (specs/dion.py)
-    p = p * one_minus_lr_times_weight_decay            # 44  p = policies.decoupled(p, lr, weight_decay)
-    p = p - lr_times_sqrt_rows_over_columns * matmul_  # 45  p = p - lr * sqrt(rows(p) / columns(p)) * (left @ q)
-    full = momentum_buffer + g                         # 39
-    momentum_buffer = full - one_minus_mu * matmul_2   # 43  momentum_buffer = full - (1 - mu) * (left @ right)
-    # -- encode and store
-    b.store("p", p)
-    b.store("momentum_buffer", momentum_buffer)
-
-
-def dion(stored, lr, grad_scale, eps, one_minus_mu, one_minus_lr_times_weight_decay):
-
-    # == tensor: values of tensors
-    b = stored.over()
-    # -- encode and store
-    lr_times_sqrt_rows_over_columns_tensor = lr * sqrt(b.extent("rows") / b.extent("columns"))
-
-    # == sweep 1: p (specs/dion.py:45), momentum_buffer (specs/dion.py:43)
-    full_whole_tensor = dion_2(stored, grad_scale)
-
-    # == whole: functions of whole matrices
-    q_new, matmul_tensor, matmul_2_tensor = dion_matrices(stored["q"], full_whole_tensor, float(eps))
-    stored.put("q", q_new)
-
-    # == sweep 2: the update
-    dion_4(
-        stored, grad_scale, one_minus_mu, one_minus_lr_times_weight_decay, lr_times_sqrt_rows_over_columns_tensor,
-        matmul_tensor, matmul_2_tensor,
-    )
-
-
-def dion_starts(stored, lr, grad_scale, eps, one_minus_mu, one_minus_lr_times_weight_decay):
-
-    # == tensor: values of tensors
-    b = stored.over()
-    # -- encode and store
-    lr_times_sqrt_rows_over_columns_tensor = lr * sqrt(b.extent("rows") / b.extent("columns"))
-
-    # == sweep 1: p (specs/dion.py:45), momentum_buffer (specs/dion.py:43)
-    full_whole_tensor = dion_2(stored, grad_scale)
-
-    # == whole: functions of whole matrices
-    q_new, matmul_tensor, matmul_2_tensor = dion_matrices_starts(
-        stored["q"], full_whole_tensor, float(eps), stored.streams(),
-    )
-    stored.put("q", q_new)
-
-    # == sweep 2: the update
-    dion_4(
-        stored, grad_scale, one_minus_mu, one_minus_lr_times_weight_decay, lr_times_sqrt_rows_over_columns_tensor,
-        matmul_tensor, matmul_2_tensor,
-    )
-
-
-def dion_no_matrix(
-    stored, betas_0, betas_1, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_betas_0,
-    lr_over_one_minus_betas_0_pow_t, one_minus_betas_1, sqrt_one_minus_betas_1_pow_t,
-):
-    b = stored.over("p", "g", "momentum_buffer", "exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    momentum_buffer = b.load("momentum_buffer")
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/dion.py)
-    # 33  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, lr, betas, eps,
-    #     weight_decay )
-    momentum_buffer = betas_0 * momentum_buffer + one_minus_betas_0 * g
-    exp_avg_sq = betas_1 * exp_avg_sq + one_minus_betas_1 * g * g  # 33
-    # 33
-    p = (
-        p * one_minus_lr_times_weight_decay - lr_over_one_minus_betas_0_pow_t * momentum_buffer
-        / (sqrt(exp_avg_sq) / sqrt_one_minus_betas_1_pow_t + eps)
-    )
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg_sq", exp_avg_sq)
-    b.store("momentum_buffer", momentum_buffer)
 
 
 # Scalars at a step, in fp64, with the new host states behind them.
@@ -237,11 +129,6 @@ def kernel_scalars_2(step, grad_scale, *, lr, mu, betas, weight_decay, rank, eps
 
 # What several of the records below have.
 SCALARS = ("lr", "grad_scale", "eps", "one_minus_mu", "one_minus_lr_times_weight_decay")
-STATES = (
-    StateRecord("momentum_buffer", normalized_by="exp_avg_sq"),
-    StateRecord("q", space="rn", rank="rank", trait="orthogonal"),
-)
-SCALARS_2 = ("lr", "grad_scale", "eps", "minus_one_minus_mu", "one_minus_lr_times_weight_decay")
 TEMPS = (
     Temp("lr_times_sqrt_rows_over_columns", "tensor"),
     Temp("full_whole", "elem", wide=True),
@@ -256,62 +143,77 @@ DION_2 = Stage(
     "dion_2", "elem", level=0, scalars=(1,), temps=("full_whole",), reads=("g", "momentum_buffer"),
     stores=("full_whole",),
 )
+DION_MATRICES = Stage(
+    "dion_matrices", "whole", level=1, scalars=(2,), temps=("matmul", "matmul_2"), reads=("q", "full_whole"),
+    stores=("q", "matmul", "matmul_2"),
+)
 DION_4 = Stage(
     "dion_4", "elem", level=2, scalars=(1, 3, 4),
     reads=("p", "g", "momentum_buffer", "lr_times_sqrt_rows_over_columns", "matmul", "matmul_2"),
     stores=("p", "momentum_buffer"),
 )
+DION_MATRICES_STARTS = Stage(
+    "dion_matrices_starts", "whole", level=1, scalars=(2,), temps=("matmul", "matmul_2"), reads=("q", "full_whole"),
+    stores=("q", "matmul", "matmul_2"), extents=("stream",),
+)
+SCALARS_2 = ("lr", "grad_scale", "eps", "minus_one_minus_mu", "one_minus_lr_times_weight_decay")
 
-# The eager reference, in strict maths.
+# The states, and what of them a step makes.
 RULES = by_flags(
     {"adamw": False, "matrix": True, "starts": False},
     RuleRecord(
-        "dion", "dion", scalars=SCALARS, host=host_scalars, states=STATES, unchanged=((), ()),
-        differs=("momentum_buffer", "p", "q"), spaces=("call", "tensor"), by_rows=True, matrix="heads",
-        settings=({"adamw": False, "matrix": True, "starts": False},),
-    ),
-    RuleRecord(
-        "dion", "dion_starts", scalars=SCALARS, host=host_scalars, states=STATES, unchanged=((), ()),
-        differs=("momentum_buffer", "p", "q"), spaces=("call", "tensor"), by_rows=True, matrix="heads",
-        settings=({"adamw": False, "matrix": True, "starts": True},),
-    ),
-    RuleRecord(
-        "dion", "dion_no_matrix",
-        scalars=(
-            "betas_0", "betas_1", "eps", "grad_scale", "one_minus_lr_times_weight_decay", "one_minus_betas_0",
-            "lr_over_one_minus_betas_0_pow_t", "one_minus_betas_1", "sqrt_one_minus_betas_1_pow_t",
+        "dion",
+        states=(
+            StateRecord("momentum_buffer", normalized_by="exp_avg_sq"),
+            StateRecord("q", space="rn", rank="rank", trait="orthogonal"),
         ),
-        host=host_scalars_2,
+        unchanged=((), ()), differs=("momentum_buffer", "p", "q"), spaces=("call", "tensor"), by_rows=True,
+        matrix="heads", settings=({"adamw": False, "matrix": True},),
+    ),
+    RuleRecord(
+        "dion",
         states=(StateRecord("momentum_buffer", normalized_by="exp_avg_sq"), StateRecord("exp_avg_sq", nonneg=True)),
         unchanged=((), ()), matrix="heads", settings=({"adamw": True}, {"matrix": False}),
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: eps, fma, group, reciprocal, step.
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({"adamw": False, "matrix": True, "starts": False},), SCALARS, host=host_scalars, temps=TEMPS,
+        stages=(DION_1, DION_2, DION_MATRICES, DION_4), strict=True,
+    ),
+    Rule(
+        ({"adamw": False, "matrix": True, "starts": True},), SCALARS, host=host_scalars, temps=TEMPS,
+        stages=(DION_1, DION_2, DION_MATRICES_STARTS, DION_4), strict=True,
+    ),
+    Rule(
+        ({"adamw": True}, {"matrix": False}),
+        (
+            "betas_0", "betas_1", "eps", "grad_scale", "one_minus_lr_times_weight_decay", "one_minus_betas_0",
+            "lr_over_one_minus_betas_0_pow_t", "one_minus_betas_1", "sqrt_one_minus_betas_1_pow_t",
+        ),
+        host=host_scalars_2,
+        stages=(
+            Stage(
+                "dion_no_matrix", "elem", level=0, scalars=tuple(range(9)),
+                reads=("p", "g", "momentum_buffer", "exp_avg_sq"), stores=("p", "momentum_buffer", "exp_avg_sq"),
+                plus=("exp_avg_sq",), needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+            ),
+        ),
+        strict=True,
+    ),
+)
+
+# The step of kernels, in fast maths; rounding changed by: eps, fma, group, reciprocal, step.
 STEPS = (
     Rule(
         ({"adamw": False, "matrix": True, "starts": False},), SCALARS_2, host=kernel_scalars, temps=TEMPS,
-        stages=(
-            DION_1,
-            DION_2,
-            Stage(
-                "dion_matrices", "whole", level=1, scalars=(2,), temps=("matmul", "matmul_2"),
-                reads=("q", "full_whole"), stores=("q", "matmul", "matmul_2"),
-            ),
-            DION_4,
-        ),
+        stages=(DION_1, DION_2, DION_MATRICES, DION_4),
     ),
     Rule(
         ({"adamw": False, "matrix": True, "starts": True},), SCALARS_2, host=kernel_scalars, temps=TEMPS,
-        stages=(
-            DION_1,
-            DION_2,
-            Stage(
-                "dion_matrices_starts", "whole", level=1, scalars=(2,), temps=("matmul", "matmul_2"),
-                reads=("q", "full_whole"), stores=("q", "matmul", "matmul_2"), extents=("stream",),
-            ),
-            DION_4,
-        ),
+        stages=(DION_1, DION_2, DION_MATRICES_STARTS, DION_4),
     ),
     Rule(
         ({"adamw": True}, {"matrix": False}),

@@ -3,7 +3,6 @@
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Series, Stage, StateRecord, Temp, by_flags
 from optgen.runtime.records.scalars import divide, maximum, root, where
-from optgen.runtime.reference.eager import sqrt
 from optgen.runtime.reference.matrices import newton_schulz_of_rows, top_rows
 
 
@@ -91,85 +90,12 @@ class Dion2(Optimizer):
         )
 
 
+# Functions of whole matrices, which torch computes between sweeps.
 def dion2_matrices(full_whole, fraction, eps, ns_coefficients, ns_steps, gram):
     taken = top_rows(full_whole, fraction)  # 48  taken = top_rows(full, fraction)
     # 49  step = newton_schulz(taken, ns_steps, ns_coefficients, eps, gram=gram, part=fraction)
     step = newton_schulz_of_rows(taken, fraction, ns_steps, 1.0, gram, eps, ns_coefficients)
     return taken, step
-
-
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def dion2(
-    stored, lr, grad_scale, fraction, eps, ns_coefficients, ns_steps, gram, one_minus_ef_decay,
-    one_minus_lr_times_weight_decay,
-):
-
-    # == tensor: values of tensors
-    b = stored.over()
-    # -- encode and store
-    lr_times_sqrt_rows_over_columns_tensor = lr * sqrt(b.extent("rows") / b.extent("columns"))
-
-    # == sweep 1: taken (specs/dion2.py:48), step (specs/dion2.py:49)
-    b = stored.over("g", "momentum_buffer")
-    # -- load and decode
-    momentum_buffer = b.load("momentum_buffer")
-    g = b.load("g")
-    g = grad_scale * g
-    # -- update  (specs/dion2.py)
-    full = momentum_buffer + g  # 47  full = momentum_buffer + g
-    # -- encode and store
-    full_whole_tensor = b.flat(full)
-
-    # == whole: functions of whole matrices
-    taken_tensor, step_2_tensor = dion2_matrices(
-        full_whole_tensor, float(fraction), float(eps), float(ns_coefficients), float(ns_steps), float(gram),
-    )
-
-    # == sweep 2: the update
-    b = stored.over("p", "g", "momentum_buffer")
-    # -- load and decode
-    p = b.load("p")
-    lr_times_sqrt_rows_over_columns = b.spread(lr_times_sqrt_rows_over_columns_tensor)
-    step_2 = b.elements(step_2_tensor)
-    momentum_buffer = b.load("momentum_buffer")
-    g = b.load("g")
-    g = grad_scale * g
-    taken = b.elements(taken_tensor)
-    # -- update  (specs/dion2.py)
-    p = p * one_minus_lr_times_weight_decay              # 51  p = policies.decoupled(p, lr, weight_decay)
-    p = p - lr_times_sqrt_rows_over_columns * step_2     # 52  p = p - lr * sqrt(rows(p) / columns(p)) * step
-    full = momentum_buffer + g                           # 47
-    momentum_buffer = full - one_minus_ef_decay * taken  # 50  momentum_buffer = full - (1 - ef_decay) * taken
-    # -- encode and store
-    b.store("p", p)
-    b.store("momentum_buffer", momentum_buffer)
-
-
-def dion2_no_matrix(
-    stored, betas_0, betas_1, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_betas_0,
-    lr_over_one_minus_betas_0_pow_t, one_minus_betas_1, sqrt_one_minus_betas_1_pow_t,
-):
-    b = stored.over("p", "g", "momentum_buffer", "exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    momentum_buffer = b.load("momentum_buffer")
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/dion2.py)
-    # 43  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, lr, betas, eps,
-    #     weight_decay )
-    momentum_buffer = betas_0 * momentum_buffer + one_minus_betas_0 * g
-    exp_avg_sq = betas_1 * exp_avg_sq + one_minus_betas_1 * g * g  # 43
-    # 43
-    p = (
-        p * one_minus_lr_times_weight_decay - lr_over_one_minus_betas_0_pow_t * momentum_buffer
-        / (sqrt(exp_avg_sq) / sqrt_one_minus_betas_1_pow_t + eps)
-    )
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg_sq", exp_avg_sq)
-    b.store("momentum_buffer", momentum_buffer)
 
 
 # Scalars at a step, in fp64, with the new host states behind them.
@@ -228,31 +154,74 @@ def kernel_scalars_2(
     )
 
 
-# The eager reference, in strict maths.
+# What several of the records below have.
+TEMPS = (
+    Temp("lr_times_sqrt_rows_over_columns", "tensor"),
+    Temp("full_whole", "elem", wide=True),
+    Temp("step_2", "elem", wide=True),
+    Temp("taken", "elem", wide=True),
+)
+DION2_1 = Stage(
+    "dion2_1", "tensor", level=-1, scalars=(0,), temps=("lr_times_sqrt_rows_over_columns",),
+    stores=("lr_times_sqrt_rows_over_columns",), extents=("rows", "columns"),
+)
+DION2_2 = Stage(
+    "dion2_2", "elem", level=0, scalars=(1,), temps=("full_whole",), reads=("g", "momentum_buffer"),
+    stores=("full_whole",),
+)
+DION2_MATRICES = Stage(
+    "dion2_matrices", "whole", level=1, scalars=(2, 3, 4, 5, 6), temps=("taken", "step_2"), reads=("full_whole",),
+    stores=("taken", "step_2"),
+)
+DION2_4 = Stage(
+    "dion2_4", "elem", level=2, scalars=(1, 7, 8),
+    reads=("p", "g", "momentum_buffer", "lr_times_sqrt_rows_over_columns", "step_2", "taken"),
+    stores=("p", "momentum_buffer"),
+)
+
+# The states, and what of them a step makes.
 RULES = by_flags(
     {"adamw": False, "matrix": True},
     RuleRecord(
-        "dion2", "dion2",
-        scalars=(
-            "lr", "grad_scale", "fraction", "eps", "ns_coefficients", "ns_steps", "gram", "one_minus_ef_decay",
-            "one_minus_lr_times_weight_decay",
-        ),
-        host=host_scalars, states=(StateRecord("momentum_buffer", normalized_by="exp_avg_sq"),),
-        spaces=("call", "tensor"), by_rows=True, matrix="heads", settings=({"adamw": False, "matrix": True},),
+        "dion2", states=(StateRecord("momentum_buffer", normalized_by="exp_avg_sq"),), spaces=("call", "tensor"),
+        by_rows=True, matrix="heads", settings=({"adamw": False, "matrix": True},),
     ),
     RuleRecord(
-        "dion2", "dion2_no_matrix",
-        scalars=(
-            "betas_0", "betas_1", "eps", "grad_scale", "one_minus_lr_times_weight_decay", "one_minus_betas_0",
-            "lr_over_one_minus_betas_0_pow_t", "one_minus_betas_1", "sqrt_one_minus_betas_1_pow_t",
-        ),
-        host=host_scalars_2,
+        "dion2",
         states=(StateRecord("momentum_buffer", normalized_by="exp_avg_sq"), StateRecord("exp_avg_sq", nonneg=True)),
         matrix="heads", settings=({"adamw": True}, {"matrix": False}),
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: eps, fma, group, reciprocal, step.
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({"adamw": False, "matrix": True},),
+        (
+            "lr", "grad_scale", "fraction", "eps", "ns_coefficients", "ns_steps", "gram", "one_minus_ef_decay",
+            "one_minus_lr_times_weight_decay",
+        ),
+        host=host_scalars, temps=TEMPS, stages=(DION2_1, DION2_2, DION2_MATRICES, DION2_4), strict=True,
+    ),
+    Rule(
+        ({"adamw": True}, {"matrix": False}),
+        (
+            "betas_0", "betas_1", "eps", "grad_scale", "one_minus_lr_times_weight_decay", "one_minus_betas_0",
+            "lr_over_one_minus_betas_0_pow_t", "one_minus_betas_1", "sqrt_one_minus_betas_1_pow_t",
+        ),
+        host=host_scalars_2,
+        stages=(
+            Stage(
+                "dion2_no_matrix", "elem", level=0, scalars=tuple(range(9)),
+                reads=("p", "g", "momentum_buffer", "exp_avg_sq"), stores=("p", "momentum_buffer", "exp_avg_sq"),
+                plus=("exp_avg_sq",), needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+            ),
+        ),
+        strict=True,
+    ),
+)
+
+# The step of kernels, in fast maths; rounding changed by: eps, fma, group, reciprocal, step.
 STEPS = (
     Rule(
         ({"adamw": False, "matrix": True},),
@@ -260,32 +229,7 @@ STEPS = (
             "lr", "grad_scale", "fraction", "eps", "ns_coefficients", "ns_steps", "gram", "minus_one_minus_ef_decay",
             "one_minus_lr_times_weight_decay",
         ),
-        host=kernel_scalars,
-        temps=(
-            Temp("lr_times_sqrt_rows_over_columns", "tensor"),
-            Temp("full_whole", "elem", wide=True),
-            Temp("step_2", "elem", wide=True),
-            Temp("taken", "elem", wide=True),
-        ),
-        stages=(
-            Stage(
-                "dion2_1", "tensor", level=-1, scalars=(0,), temps=("lr_times_sqrt_rows_over_columns",),
-                stores=("lr_times_sqrt_rows_over_columns",), extents=("rows", "columns"),
-            ),
-            Stage(
-                "dion2_2", "elem", level=0, scalars=(1,), temps=("full_whole",), reads=("g", "momentum_buffer"),
-                stores=("full_whole",),
-            ),
-            Stage(
-                "dion2_matrices", "whole", level=1, scalars=(2, 3, 4, 5, 6), temps=("taken", "step_2"),
-                reads=("full_whole",), stores=("taken", "step_2"),
-            ),
-            Stage(
-                "dion2_4", "elem", level=2, scalars=(1, 7, 8),
-                reads=("p", "g", "momentum_buffer", "lr_times_sqrt_rows_over_columns", "step_2", "taken"),
-                stores=("p", "momentum_buffer"),
-            ),
-        ),
+        host=kernel_scalars, temps=TEMPS, stages=(DION2_1, DION2_2, DION2_MATRICES, DION2_4),
     ),
     Rule(
         ({"adamw": True}, {"matrix": False}),

@@ -2,7 +2,6 @@
 # fmt: off
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp, by_flags
-from optgen.runtime.reference.eager import larger, put, sqrt
 
 
 class DoWG(Optimizer):
@@ -35,60 +34,6 @@ class DoWG(Optimizer):
         super().__init__(params, dict(lr=lr, reps=reps, eps=eps, weight_decay=weight_decay), **options)
 
 
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def dowg(stored, weight_decay, grad_scale, lr, eps):
-
-    # == sweep 1: rbar (specs/dowg.py:21), squares (specs/dowg.py:22)
-    b = stored.over("p", "g", "p0")
-    # -- load and decode
-    p = b.load("p")
-    p0 = b.load("p0")
-    g = b.load("g")
-    g = grad_scale * g
-    # -- update  (specs/dowg.py)
-    g = g + weight_decay * p  # 20  g = l2(g, p, weight_decay)
-    # -- encode and store
-    p_sub = p - p0
-    tensor_sum_for_rbar_tensor = b.tensor_sum(p_sub * p_sub)
-    tensor_sum_for_squares_tensor = b.tensor_sum(g * g)
-
-    # == tensor: values of tensors
-    # -- load and decode
-    tensor_sum_for_rbar = tensor_sum_for_rbar_tensor
-    tensor_sum_for_squares = tensor_sum_for_squares_tensor
-    # -- encode and store
-    model_sum_for_rbar_tensor = yield tensor_sum_for_rbar
-    model_sum_for_squares_tensor = yield tensor_sum_for_squares
-
-    # == model: values of the model
-    # -- load and decode
-    rbar = stored["rbar"]
-    model_sum_for_rbar = model_sum_for_rbar_tensor
-    squares = stored["squares"]
-    model_sum_for_squares = model_sum_for_squares_tensor
-    # -- update  (specs/dowg.py)
-    rbar = larger(rbar, sqrt(model_sum_for_rbar))         # 21  rbar = maximum(rbar, model_norm(p - p0))
-    rbar_mul = rbar * rbar
-    squares = squares + rbar_mul * model_sum_for_squares  # 22  squares = squares + rbar * rbar * model_total(g * g)
-    # -- encode and store
-    model_div_tensor = lr * rbar_mul / (sqrt(squares) + eps)
-    put(stored["rbar"], rbar)
-    put(stored["squares"], squares)
-
-    # == sweep 2: the update
-    b = stored.over("p", "g")
-    # -- load and decode
-    p = b.load("p")
-    model_div = b.spread(model_div_tensor)
-    g = b.load("g")
-    g = grad_scale * g
-    # -- update  (specs/dowg.py)
-    g = g + weight_decay * p  # 20
-    p = p - model_div * g     # 23  p = p - lr * (rbar * rbar) / (sqrt(squares) + eps) * g
-    # -- encode and store
-    b.store("p", p)
-
-
 # Scalars at a step, in fp64, with the new host states behind them.
 def host_scalars(step, grad_scale, *, lr, reps, eps, weight_decay):
     return (weight_decay, grad_scale, lr, eps)
@@ -96,12 +41,30 @@ def host_scalars(step, grad_scale, *, lr, reps, eps, weight_decay):
 
 # What several of the records below have.
 SCALARS = ("weight_decay", "grad_scale", "lr", "eps")
+TEMPS = (
+    Temp("tensor_sum_for_rbar", "tensor", reduction="tensor_sum", source="elem"),
+    Temp("tensor_sum_for_squares", "tensor", reduction="tensor_sum", source="elem"),
+    Temp("model_sum_for_rbar", "model", reduction="model_sum", source="tensor"),
+    Temp("model_sum_for_squares", "model", reduction="model_sum", source="tensor"),
+    Temp("model_div", "model"),
+)
+DOWG_2 = Stage(
+    "dowg_2", "tensor", level=1, scalars=(), temps=("model_sum_for_rbar", "model_sum_for_squares"),
+    reads=("tensor_sum_for_rbar", "tensor_sum_for_squares"), stores=("model_sum_for_rbar", "model_sum_for_squares"),
+    picked=("model_sum_for_rbar", "model_sum_for_squares"),
+)
+DOWG_3 = Stage(
+    "dowg_3", "model", level=3, scalars=(2, 3), temps=("model_div",),
+    reads=("rbar", "squares", "model_sum_for_rbar", "model_sum_for_squares"), stores=("rbar", "squares", "model_div"),
+    plus=("squares", "model_div"), picked=("rbar",),
+)
+DOWG_4 = Stage("dowg_4", "elem", level=4, scalars=(0, 1), reads=("p", "g", "model_div"), stores=("p",))
 
-# The eager reference, in strict maths.
+# The states, and what of them a step makes.
 RULES = by_flags(
     {},
     RuleRecord(
-        "dowg", "dowg", scalars=SCALARS, host=host_scalars,
+        "dowg",
         states=(
             StateRecord("p0", init="param", nearest=True),
             StateRecord("rbar", nonneg=True, space="model", init="reps"),
@@ -111,35 +74,36 @@ RULES = by_flags(
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: fma.
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({},), SCALARS, host=host_scalars, temps=TEMPS,
+        stages=(
+            Stage(
+                "dowg_1", "elem", level=0, scalars=(0, 1), temps=("tensor_sum_for_rbar", "tensor_sum_for_squares"),
+                reads=("p", "g", "p0"), sums=(("sum", ("tensor_sum_for_rbar",)), ("sum", ("tensor_sum_for_squares",))),
+            ),
+            DOWG_2,
+            DOWG_3,
+            DOWG_4,
+        ),
+        strict=True,
+    ),
+)
+
+# The step of kernels, in fast maths; rounding changed by: fma.
 STEPS = (
     Rule(
-        ({},), SCALARS, host=host_scalars,
-        temps=(
-            Temp("tensor_sum_for_rbar", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("tensor_sum_for_squares", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("model_sum_for_rbar", "model", reduction="model_sum", source="tensor"),
-            Temp("model_sum_for_squares", "model", reduction="model_sum", source="tensor"),
-            Temp("model_div", "model"),
-        ),
+        ({},), SCALARS, host=host_scalars, temps=TEMPS,
         stages=(
             Stage(
                 "dowg_1", "elem", level=0, scalars=(0, 1), temps=("tensor_sum_for_rbar", "tensor_sum_for_squares"),
                 reads=("p", "g", "p0"),
                 sums=(("square", ("tensor_sum_for_rbar",)), ("square", ("tensor_sum_for_squares",))),
             ),
-            Stage(
-                "dowg_2", "tensor", level=1, scalars=(), temps=("model_sum_for_rbar", "model_sum_for_squares"),
-                reads=("tensor_sum_for_rbar", "tensor_sum_for_squares"),
-                stores=("model_sum_for_rbar", "model_sum_for_squares"),
-                picked=("model_sum_for_rbar", "model_sum_for_squares"),
-            ),
-            Stage(
-                "dowg_3", "model", level=3, scalars=(2, 3), temps=("model_div",),
-                reads=("rbar", "squares", "model_sum_for_rbar", "model_sum_for_squares"),
-                stores=("rbar", "squares", "model_div"), plus=("squares", "model_div"), picked=("rbar",),
-            ),
-            Stage("dowg_4", "elem", level=4, scalars=(0, 1), reads=("p", "g", "model_div"), stores=("p",)),
+            DOWG_2,
+            DOWG_3,
+            DOWG_4,
         ),
     ),
 )

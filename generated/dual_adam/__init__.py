@@ -4,7 +4,6 @@
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, by_flags
 from optgen.runtime.records.scalars import divide, maximum, root, where
-from optgen.runtime.reference.eager import sqrt
 
 
 class DualAdam(Optimizer):
@@ -45,33 +44,6 @@ class DualAdam(Optimizer):
         )
 
 
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def dual_adam(
-    stored, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
-    sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, scalar_4, share,
-):
-    b = stored.over("p", "g", "exp_avg", "exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    exp_avg = b.load("exp_avg")
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/dual_adam.py)
-    g = g + weight_decay * p                                     # 21  g = l2(g, p, weight_decay)
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g              # 22  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    # 23  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
-    # 26  denom = sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps
-    denom = sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
-    # 27  p = p - lr / (1 - beta1**t) * exp_avg * ((1 - share) / denom + share * denom)
-    p = p - lr_over_one_minus_beta1_pow_t * exp_avg * (scalar_4 / denom + share * denom)
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg_sq", exp_avg_sq)
-    b.store("exp_avg", exp_avg)
-
-
 # Scalars at a step, in fp64, with the new host states behind them.
 def host_scalars(step, grad_scale, *, lr, betas, switch_rate, eps, weight_decay):
     beta1, beta2 = betas
@@ -107,21 +79,36 @@ def kernel_scalars(step, grad_scale, *, lr, betas, switch_rate, eps, weight_deca
     )
 
 
-# The eager reference, in strict maths.
+# The states, and what of them a step makes.
 RULES = by_flags(
     {},
     RuleRecord(
-        "dual_adam", "dual_adam",
-        scalars=(
-            "beta1", "beta2", "eps", "weight_decay", "grad_scale", "one_minus_beta1", "one_minus_beta2",
-            "sqrt_one_minus_beta2_pow_t", "lr_over_one_minus_beta1_pow_t", "scalar_4", "share",
-        ),
-        host=host_scalars,
+        "dual_adam",
         states=(StateRecord("exp_avg", normalized_by="exp_avg_sq"), StateRecord("exp_avg_sq", nonneg=True)),
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: eps, fma, group, reciprocal, step.
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({},),
+        (
+            "beta1", "beta2", "eps", "weight_decay", "grad_scale", "one_minus_beta1", "one_minus_beta2",
+            "sqrt_one_minus_beta2_pow_t", "lr_over_one_minus_beta1_pow_t", "scalar_4", "share",
+        ),
+        host=host_scalars,
+        stages=(
+            Stage(
+                "dual_adam", "elem", level=0, scalars=tuple(range(11)), reads=("p", "g", "exp_avg", "exp_avg_sq"),
+                stores=("p", "exp_avg", "exp_avg_sq"), plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("p", "g", "exp_avg_sq")),),
+            ),
+        ),
+        strict=True,
+    ),
+)
+
+# The step of kernels, in fast maths; rounding changed by: eps, fma, group, reciprocal, step.
 STEPS = (
     Rule(
         ({},),

@@ -3,7 +3,6 @@
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, by_flags
 from optgen.runtime.records.scalars import divide, root
-from optgen.runtime.reference.eager import sqrt
 
 
 class EAdam(Optimizer):
@@ -37,28 +36,6 @@ class EAdam(Optimizer):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay), **options)
 
 
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def eadam(stored, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, scalar_2):
-    b = stored.over("p", "g", "exp_avg", "exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    exp_avg = b.load("exp_avg")
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/eadam.py)
-    g = g + weight_decay * p                                         # 20  g = l2(g, p, weight_decay)
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g                  # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    # 22  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g + eps
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g + eps
-    # 23  p = p - lr * sqrt(1 - beta2**t) / (1 - beta1**t) * exp_avg / sqrt(exp_avg_sq)
-    p = p - scalar_2 * exp_avg / sqrt(exp_avg_sq)
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg_sq", exp_avg_sq)
-    b.store("exp_avg", exp_avg)
-
-
 # Scalars at a step, in fp64, with the new host states behind them.
 def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     beta1, beta2 = betas
@@ -70,28 +47,23 @@ def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
 
 # What several of the records below have.
 SCALARS = ("beta1", "beta2", "eps", "weight_decay", "grad_scale", "one_minus_beta1", "one_minus_beta2", "scalar_2")
+EADAM = Stage(
+    "eadam", "elem", level=0, scalars=tuple(range(8)), reads=("p", "g", "exp_avg", "exp_avg_sq"),
+    stores=("p", "exp_avg", "exp_avg_sq"), plus=("exp_avg_sq",), needs=(("exp_avg_sq", ("p", "g", "exp_avg_sq")),),
+)
 
-# The eager reference, in strict maths.
+# The states, and what of them a step makes.
 RULES = by_flags(
     {},
     RuleRecord(
-        "eadam", "eadam", scalars=SCALARS, host=host_scalars,
-        states=(StateRecord("exp_avg", normalized_by="exp_avg_sq"), StateRecord("exp_avg_sq", nonneg=True)),
+        "eadam", states=(StateRecord("exp_avg", normalized_by="exp_avg_sq"), StateRecord("exp_avg_sq", nonneg=True)),
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: fma, group, reciprocal.
-STEPS = (
-    Rule(
-        ({},), SCALARS, host=host_scalars,
-        stages=(
-            Stage(
-                "eadam", "elem", level=0, scalars=tuple(range(8)), reads=("p", "g", "exp_avg", "exp_avg_sq"),
-                stores=("p", "exp_avg", "exp_avg_sq"), plus=("exp_avg_sq",),
-                needs=(("exp_avg_sq", ("p", "g", "exp_avg_sq")),),
-            ),
-        ),
-    ),
-)
+# The step in strict maths, as the eager reference makes it.
+STRICT = (Rule(({},), SCALARS, host=host_scalars, stages=(EADAM,), strict=True),)
+
+# The step of kernels, in fast maths; rounding changed by: fma, group, reciprocal.
+STEPS = (Rule(({},), SCALARS, host=host_scalars, stages=(EADAM,)),)
 
 READY = True

@@ -4,7 +4,6 @@
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, by_flags
 from optgen.runtime.records.scalars import divide, maximum, root, where
-from optgen.runtime.reference.eager import sqrt
 
 
 class EXAdam(Optimizer):
@@ -42,39 +41,6 @@ class EXAdam(Optimizer):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay), **options)
 
 
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def exadam(
-    stored, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
-    beta2_pow_t, beta1_pow_t, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
-):
-    b = stored.over("p", "g", "exp_avg", "exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    exp_avg = b.load("exp_avg")
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/exadam.py)
-    p = p * one_minus_lr_times_weight_decay                                  # 20  p = decoupled(p, lr, weight_decay)
-    # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g
-    # 22  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
-    # 24  of_first = 1 + beta2**t * (exp_avg_sq / (exp_avg_sq + eps))
-    of_first = 1.0 + beta2_pow_t * (exp_avg_sq / (exp_avg_sq + eps))
-    square = exp_avg * exp_avg                                               # 23  square = exp_avg * exp_avg
-    # 25  of_second = 1 + beta1**t * (square / (square + eps))
-    of_second = 1.0 + beta1_pow_t * (square / (square + eps))
-    # 26  denom = sqrt(of_second * exp_avg_sq) / sqrt(1 - beta2**t) + eps
-    denom = sqrt(of_second * exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
-    # 27  p = p - lr / (1 - beta1**t) * (exp_avg + g) * of_first / denom
-    p = p - lr_over_one_minus_beta1_pow_t * (exp_avg + g) * of_first / denom
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg_sq", exp_avg_sq)
-    b.store("exp_avg", exp_avg)
-
-
 # Scalars at a step, in fp64, with the new host states behind them.
 def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     beta1, beta2 = betas
@@ -109,22 +75,34 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     )
 
 
-# The eager reference, in strict maths.
+# What several of the records below have.
+EXADAM = Stage(
+    "exadam", "elem", level=0, scalars=tuple(range(11)), reads=("p", "g", "exp_avg", "exp_avg_sq"),
+    stores=("p", "exp_avg", "exp_avg_sq"), plus=("exp_avg_sq",), needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+)
+
+# The states, and what of them a step makes.
 RULES = by_flags(
     {},
     RuleRecord(
-        "exadam", "exadam",
-        scalars=(
+        "exadam", states=(StateRecord("exp_avg", normalized_by="exp_avg_sq"), StateRecord("exp_avg_sq", nonneg=True)),
+    ),
+)
+
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({},),
+        (
             "beta1", "beta2", "eps", "grad_scale", "one_minus_lr_times_weight_decay", "one_minus_beta1",
             "one_minus_beta2", "beta2_pow_t", "beta1_pow_t", "sqrt_one_minus_beta2_pow_t",
             "lr_over_one_minus_beta1_pow_t",
         ),
-        host=host_scalars,
-        states=(StateRecord("exp_avg", normalized_by="exp_avg_sq"), StateRecord("exp_avg_sq", nonneg=True)),
+        host=host_scalars, stages=(EXADAM,), strict=True,
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: eps, fma, group, reciprocal, step.
+# The step of kernels, in fast maths; rounding changed by: eps, fma, group, reciprocal, step.
 STEPS = (
     Rule(
         ({},),
@@ -132,14 +110,7 @@ STEPS = (
             "beta1", "beta2", "eps", "grad_scale", "one_minus_lr_times_weight_decay",
             "one_minus_beta1_times_grad_scale", "scalar_2", "beta2_pow_t", "beta1_pow_t", "scalar_5", "scalar_6",
         ),
-        host=kernel_scalars,
-        stages=(
-            Stage(
-                "exadam", "elem", level=0, scalars=tuple(range(11)), reads=("p", "g", "exp_avg", "exp_avg_sq"),
-                stores=("p", "exp_avg", "exp_avg_sq"), plus=("exp_avg_sq",),
-                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
-            ),
-        ),
+        host=kernel_scalars, stages=(EXADAM,),
     ),
 )
 

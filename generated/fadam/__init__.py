@@ -3,7 +3,6 @@
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp, by_flags
 from optgen.runtime.records.scalars import divide
-from optgen.runtime.reference.eager import smaller, sqrt
 
 
 class FAdam(Optimizer):
@@ -51,77 +50,6 @@ class FAdam(Optimizer):
         )
 
 
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def fadam(stored, grad_scale, eps, eps2, keep, scalar_1, clip, lr, beta1, weight_decay, one_minus_beta1):
-
-    # == sweep 1: floor (specs/fadam.py:27)
-    b = stored.over("g")
-    # -- load and decode
-    g = b.load("g")
-    g = grad_scale * g
-    # -- encode and store
-    tensor_sum_for_floor_tensor = b.tensor_sum(g * g)
-
-    # == tensor: values of tensors
-    # -- load and decode
-    tensor_sum_for_floor = tensor_sum_for_floor_tensor
-    # -- update  (specs/fadam.py)
-    # 27  floor = maximum(minimum(eps, eps2 * rms(g)), 1e-30)
-    floor_ = smaller(eps, eps2 * sqrt(tensor_sum_for_floor / b.extent("elements"))).clamp(min=1e-30)
-    # -- encode and store
-    floor_tensor = floor_
-
-    # == sweep 2: momentum (specs/fadam.py:30), p (specs/fadam.py:31)
-    b = stored.over("p", "g", "fim")
-    # -- load and decode
-    g = b.load("g")
-    g = grad_scale * g
-    fim = b.load("fim")
-    floor_ = b.spread(floor_tensor)
-    p = b.load("p")
-    # -- update  (specs/fadam.py)
-    fim = keep * fim + scalar_1 * g * g  # 26  fim = keep * fim + (1 - keep) * g * g
-    base = sqrt(fim) + floor_            # 28  base = sqrt(fim) + floor
-    natural = g / base                   # 29  natural, decay = g / base, p / base
-    decay = p / base                     # 29
-    # -- encode and store
-    tensor_sum_of_natural_tensor = b.tensor_sum(natural * natural)
-    tensor_sum_of_decay_tensor = b.tensor_sum(decay * decay)
-
-    # == tensor: values of tensors
-    # -- load and decode
-    tensor_sum_of_decay = tensor_sum_of_decay_tensor
-    tensor_sum_of_natural = tensor_sum_of_natural_tensor
-    # -- encode and store
-    tensor_max_tensor = (sqrt(tensor_sum_of_decay / b.extent("elements")) / clip).clamp(min=1.0)
-    tensor_div_max_one_tensor = (sqrt(tensor_sum_of_natural / b.extent("elements")) / clip).clamp(min=1.0)
-
-    # == sweep 3: the update
-    b = stored.over("p", "g", "momentum", "fim")
-    # -- load and decode
-    p = b.load("p")
-    momentum = b.load("momentum")
-    g = b.load("g")
-    g = grad_scale * g
-    fim = b.load("fim")
-    floor_ = b.spread(floor_tensor)
-    tensor_div_max_one = b.spread(tensor_div_max_one_tensor)
-    tensor_max_ = b.spread(tensor_max_tensor)
-    # -- update  (specs/fadam.py)
-    fim = keep * fim + scalar_1 * g * g                           # 26
-    base = sqrt(fim) + floor_                                     # 28
-    natural = g / base                                            # 29
-    # 30  momentum = beta1 * momentum + (1 - beta1) * (natural / maximum(rms(natural) / clip, 1.0))
-    momentum = beta1 * momentum + one_minus_beta1 * (natural / tensor_div_max_one)
-    decay = p / base                                              # 29
-    # 31  p = p - lr * (momentum + weight_decay * decay / maximum(rms(decay) / clip, 1.0))
-    p = p - lr * (momentum + weight_decay * decay / tensor_max_)
-    # -- encode and store
-    b.store("p", p)
-    b.store("momentum", momentum)
-    b.store("fim", fim)
-
-
 # Scalars at a step, in fp64, with the new host states behind them.
 def host_scalars(step, grad_scale, *, lr, betas, eps, eps2, clip, weight_decay):
     beta1, beta2 = betas
@@ -146,19 +74,56 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, eps2, clip, weight_decay
     )
 
 
-# The eager reference, in strict maths.
+# The states, and what of them a step makes.
 RULES = by_flags(
     {},
-    RuleRecord(
-        "fadam", "fadam",
-        scalars=(
-            "grad_scale", "eps", "eps2", "keep", "scalar_1", "clip", "lr", "beta1", "weight_decay", "one_minus_beta1",
+    RuleRecord("fadam", states=(StateRecord("momentum"), StateRecord("fim", nonneg=True)), spaces=("tensor",)),
+)
+
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({},),
+        ("grad_scale", "eps", "eps2", "keep", "scalar_1", "clip", "lr", "beta1", "weight_decay", "one_minus_beta1"),
+        host=host_scalars,
+        temps=(
+            Temp("tensor_sum_for_floor", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("floor", "tensor"),
+            Temp("tensor_sum_of_decay", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_of_natural", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_div_max_one", "tensor"),
+            Temp("tensor_max", "tensor"),
         ),
-        host=host_scalars, states=(StateRecord("momentum"), StateRecord("fim", nonneg=True)), spaces=("tensor",),
+        stages=(
+            Stage(
+                "fadam_1", "elem", level=0, scalars=(0,), temps=("tensor_sum_for_floor",), reads=("g",),
+                sums=(("sum", ("tensor_sum_for_floor",)),),
+            ),
+            Stage(
+                "fadam_2", "tensor", level=1, scalars=(1, 2), temps=("floor",), reads=("tensor_sum_for_floor",),
+                stores=("floor",), extents=("elements",), picked=("floor",),
+            ),
+            Stage(
+                "fadam_3", "elem", level=2, scalars=(0, 3, 4), temps=("tensor_sum_of_natural", "tensor_sum_of_decay"),
+                reads=("p", "g", "fim", "floor"),
+                sums=(("sum", ("tensor_sum_of_natural",)), ("sum", ("tensor_sum_of_decay",))),
+            ),
+            Stage(
+                "fadam_4", "tensor", level=3, scalars=(5,), temps=("tensor_max", "tensor_div_max_one"),
+                reads=("tensor_sum_of_decay", "tensor_sum_of_natural"), stores=("tensor_max", "tensor_div_max_one"),
+                extents=("elements",), picked=("tensor_max", "tensor_div_max_one"),
+            ),
+            Stage(
+                "fadam_5", "elem", level=4, scalars=(6, 7, 8, 0, 3, 4, 9),
+                reads=("p", "g", "momentum", "fim", "floor", "tensor_div_max_one", "tensor_max"),
+                stores=("p", "momentum", "fim"), plus=("fim",), needs=(("fim", ("g", "fim")),),
+            ),
+        ),
+        strict=True,
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: fma, group, linear, reciprocal.
+# The step of kernels, in fast maths; rounding changed by: fma, group, linear, reciprocal.
 STEPS = (
     Rule(
         ({},),

@@ -2,11 +2,8 @@
 #     fromage
 # fmt: off
 # ruff: noqa
-import torch
-
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp, by_flags
 from optgen.runtime.records.scalars import divide, root
-from optgen.runtime.reference.eager import sqrt
 
 
 class Fromage(Optimizer):
@@ -35,49 +32,6 @@ class Fromage(Optimizer):
         super().__init__(params, dict(lr=lr), **options)
 
 
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def fromage(stored, grad_scale, lr, one_over_sqrt_one_plus_lr_times_lr):
-
-    # == sweep 1: p_norm (specs/fromage.py:16), g_norm (specs/fromage.py:16)
-    b = stored.over("p", "g")
-    # -- load and decode
-    p = b.load("p")
-    g = b.load("g")
-    g = grad_scale * g
-    # -- encode and store
-    tensor_sum_for_p_norm_tensor = b.tensor_sum(p * p)
-    tensor_sum_for_g_norm_tensor = b.tensor_sum(g * g)
-
-    # == tensor: values of tensors
-    # -- load and decode
-    tensor_sum_for_g_norm = tensor_sum_for_g_norm_tensor
-    tensor_sum_for_p_norm = tensor_sum_for_p_norm_tensor
-    # -- update  (specs/fromage.py)
-    g_norm = sqrt(tensor_sum_for_g_norm)                                    # 16  p_norm, g_norm = norm(p), norm(g)
-    g_norm_le = g_norm <= 0.0
-    # 18  shrink = where(g_norm <= 0, 1.0, 1 / sqrt(1 + lr * lr))
-    shrink = torch.where(g_norm_le, 1.0, one_over_sqrt_one_plus_lr_times_lr)
-    p_norm = sqrt(tensor_sum_for_p_norm)                                    # 16
-    # 17  ratio = where((p_norm <= 0) | (g_norm <= 0), 1.0, p_norm / g_norm)
-    ratio = torch.where((p_norm <= 0.0) | g_norm_le, 1.0, p_norm / g_norm)
-    # -- encode and store
-    shrink_tensor = shrink
-    lr_times_ratio_tensor = lr * ratio
-
-    # == sweep 2: the update
-    b = stored.over("p", "g")
-    # -- load and decode
-    p = b.load("p")
-    lr_times_ratio = b.spread(lr_times_ratio_tensor)
-    g = b.load("g")
-    g = grad_scale * g
-    shrink = b.spread(shrink_tensor)
-    # -- update  (specs/fromage.py)
-    p = (p - lr_times_ratio * g) * shrink  # 19  p = (p - lr * ratio * g) * shrink
-    # -- encode and store
-    b.store("p", p)
-
-
 # Scalars at a step, in fp64, with the new host states behind them.
 def host_scalars(step, grad_scale, *, lr):
     one_over_sqrt_one_plus_lr_times_lr = divide(1, root(1 + lr * lr))
@@ -90,26 +44,44 @@ def kernel_scalars(step, grad_scale, *, lr):
     return (lr, grad_scale_times_grad_scale, one_over_sqrt_one_plus_lr_times_lr, grad_scale)
 
 
-# The eager reference, in strict maths.
-RULES = by_flags(
-    {},
-    RuleRecord(
-        "fromage", "fromage", scalars=("grad_scale", "lr", "one_over_sqrt_one_plus_lr_times_lr"), host=host_scalars,
-        spaces=("tensor",),
+# What several of the records below have.
+TEMPS = (
+    Temp("tensor_sum_for_g_norm", "tensor", reduction="tensor_sum", source="elem"),
+    Temp("tensor_sum_for_p_norm", "tensor", reduction="tensor_sum", source="elem"),
+    Temp("lr_times_ratio", "tensor"),
+    Temp("shrink", "tensor"),
+)
+
+# The states, and what of them a step makes.
+RULES = by_flags({}, RuleRecord("fromage", spaces=("tensor",)))
+
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({},), ("grad_scale", "lr", "one_over_sqrt_one_plus_lr_times_lr"), host=host_scalars, temps=TEMPS,
+        stages=(
+            Stage(
+                "fromage_1", "elem", level=0, scalars=(0,), temps=("tensor_sum_for_p_norm", "tensor_sum_for_g_norm"),
+                reads=("p", "g"), sums=(("sum", ("tensor_sum_for_p_norm",)), ("sum", ("tensor_sum_for_g_norm",))),
+            ),
+            Stage(
+                "fromage_2", "tensor", level=1, scalars=(1, 2), temps=("shrink", "lr_times_ratio"),
+                reads=("tensor_sum_for_g_norm", "tensor_sum_for_p_norm"), stores=("shrink", "lr_times_ratio"),
+                plus=("shrink",), picked=("shrink",),
+            ),
+            Stage(
+                "fromage_3", "elem", level=2, scalars=(0,), reads=("p", "g", "lr_times_ratio", "shrink"), stores=("p",),
+            ),
+        ),
+        strict=True,
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: fma, group, linear.
+# The step of kernels, in fast maths; rounding changed by: fma, group, linear.
 STEPS = (
     Rule(
         ({},), ("lr", "grad_scale_times_grad_scale", "one_over_sqrt_one_plus_lr_times_lr", "grad_scale"),
-        host=kernel_scalars,
-        temps=(
-            Temp("tensor_sum_for_g_norm", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("tensor_sum_for_p_norm", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("lr_times_ratio", "tensor"),
-            Temp("shrink", "tensor"),
-        ),
+        host=kernel_scalars, temps=TEMPS,
         stages=(
             Stage(
                 "fromage_1", "elem", level=0, scalars=(), temps=("tensor_sum_for_p_norm", "tensor_sum_for_g_norm"),

@@ -52,24 +52,6 @@ class FSGDM(Optimizer):
         )
 
 
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def fsgdm(stored, lr, weight_decay, grad_scale, scalar_0, where_lt_one_t_v_coefficient_one):
-    b = stored.over("p", "g", "momentum_buffer")
-    # -- load and decode
-    p = b.load("p")
-    momentum_buffer = b.load("momentum_buffer")
-    g = b.load("g")
-    g = grad_scale * g
-    # -- update  (specs/fsgdm.py)
-    g = g + weight_decay * p      # 23  g = l2(g, p, weight_decay)
-    # 26  momentum_buffer = start / (start + c_scaling * sigma) * momentum_buffer + where(t > 1, v_coefficient, 1.0) * g
-    momentum_buffer = scalar_0 * momentum_buffer + where_lt_one_t_v_coefficient_one * g
-    p = p - lr * momentum_buffer  # 27  p = p - lr * momentum_buffer
-    # -- encode and store
-    b.store("p", p)
-    b.store("momentum_buffer", momentum_buffer)
-
-
 # Scalars at a step, in fp64, with the new host states behind them.
 def host_scalars(step, grad_scale, *, lr, weight_decay, c_scaling, v_coefficient, n_stages, sigma):
     stage = maximum(floor(divide(sigma, n_stages)), 1)  # 24  stage = maximum(floor(sigma / n_stages), 1)
@@ -90,16 +72,24 @@ def kernel_scalars(step, grad_scale, *, lr, weight_decay, c_scaling, v_coefficie
     return (scalar_0, scalar_1, scalar_2, minus_lr)
 
 
-# The eager reference, in strict maths.
-RULES = by_flags(
-    {},
-    RuleRecord(
-        "fsgdm", "fsgdm", scalars=("lr", "weight_decay", "grad_scale", "scalar_0", "where_lt_one_t_v_coefficient_one"),
-        host=host_scalars, states=(StateRecord("momentum_buffer"),),
+# The states, and what of them a step makes.
+RULES = by_flags({}, RuleRecord("fsgdm", states=(StateRecord("momentum_buffer"),)))
+
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({},), ("lr", "weight_decay", "grad_scale", "scalar_0", "where_lt_one_t_v_coefficient_one"), host=host_scalars,
+        stages=(
+            Stage(
+                "fsgdm", "elem", level=0, scalars=tuple(range(5)), reads=("p", "g", "momentum_buffer"),
+                stores=("p", "momentum_buffer"),
+            ),
+        ),
+        strict=True,
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: distribute, fma, group.
+# The step of kernels, in fast maths; rounding changed by: distribute, fma, group.
 STEPS = (
     Rule(
         ({},), ("scalar_0", "scalar_1", "scalar_2", "minus_lr"), host=kernel_scalars,

@@ -4,7 +4,6 @@
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp, by_flags
 from optgen.runtime.records.scalars import divide, root
-from optgen.runtime.reference.eager import sqrt
 from optgen.runtime.reference.matrices import finite, singular_vectors, unwide, wide
 
 
@@ -77,6 +76,7 @@ class GaLore(Optimizer):
         )
 
 
+# Functions of whole matrices, which torch computes between sweeps.
 def galore_matrices(projector, low_avg, low_avg_sq, g_whole, beta1, beta2, eps, one_minus_beta1, one_minus_beta2):
     full = wide(g_whole)                                           # 42  full = wide(g)
     low = projector.mT @ full                                      # 45  low = projector.T @ full
@@ -96,96 +96,6 @@ def galore_matrices_renews(
     low_avg = beta1 * low_avg + one_minus_beta1 * low  # 46
     low_avg_sq = beta2 * low_avg_sq + one_minus_beta2 * low * low  # 47
     return projector, low_avg, low_avg_sq, unwide(g_whole, projector @ (low_avg / (low_avg_sq.sqrt() + eps)))
-
-
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def galore_3(stored, scale, step_size, one_minus_lr_times_weight_decay, unwide_tensor):
-    b = stored.over("p")
-    # -- load and decode
-    p = b.load("p")
-    unwide = b.elements(unwide_tensor)
-    # -- update  (specs/galore.py)
-    # 48  u = scale * unwide(g, projector @ (low_avg / (sqrt(low_avg_sq) + eps)))
-    u = scale * unwide
-    p = p - step_size * u                    # 49  p = p - step_size * u
-    p = p * one_minus_lr_times_weight_decay  # 50  p = p * (1 - lr * weight_decay)
-    # -- encode and store
-    b.store("p", p)
-
-
-def galore(
-    stored, grad_scale, beta1, beta2, eps, one_minus_beta1, one_minus_beta2, scale, step_size,
-    one_minus_lr_times_weight_decay,
-):
-
-    # == sweep 1: u (specs/galore.py:48)
-    b = stored.over("g")
-    # -- load and decode
-    g = b.load("g")
-    g = grad_scale * g
-    # -- encode and store
-    g_whole_tensor = b.flat(g)
-
-    # == whole: functions of whole matrices
-    low_avg_new, low_avg_sq_new, unwide_tensor = galore_matrices(
-        stored["projector"], stored["low_avg"], stored["low_avg_sq"], g_whole_tensor, float(beta1), float(beta2),
-        float(eps), float(one_minus_beta1), float(one_minus_beta2),
-    )
-    stored.put("low_avg", low_avg_new)
-    stored.put("low_avg_sq", low_avg_sq_new)
-
-    # == sweep 2: the update
-    galore_3(stored, scale, step_size, one_minus_lr_times_weight_decay, unwide_tensor)
-
-
-def galore_renews(
-    stored, grad_scale, beta1, beta2, eps, one_minus_beta1, one_minus_beta2, scale, step_size,
-    one_minus_lr_times_weight_decay,
-):
-
-    # == sweep 1: u (specs/galore.py:48)
-    b = stored.over("g")
-    # -- load and decode
-    g = b.load("g")
-    g = grad_scale * g
-    # -- encode and store
-    g_whole_tensor = b.flat(g)
-
-    # == whole: functions of whole matrices
-    projector_new, low_avg_new, low_avg_sq_new, unwide_tensor = galore_matrices_renews(
-        stored["projector"], stored["low_avg"], stored["low_avg_sq"], g_whole_tensor, float(beta1), float(beta2),
-        float(eps), float(one_minus_beta1), float(one_minus_beta2),
-    )
-    stored.put("projector", projector_new)
-    stored.put("low_avg", low_avg_new)
-    stored.put("low_avg_sq", low_avg_sq_new)
-
-    # == sweep 2: the update
-    galore_3(stored, scale, step_size, one_minus_lr_times_weight_decay, unwide_tensor)
-
-
-def galore_no_matrix(
-    stored, beta1, beta2, eps, grad_scale, one_minus_beta1, one_minus_beta2, step_size,
-    one_minus_lr_times_weight_decay,
-):
-    b = stored.over("p", "g", "exp_avg", "exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    exp_avg = b.load("exp_avg")
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/galore.py)
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g            # 38  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    # 39  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
-    u = exp_avg / (sqrt(exp_avg_sq) + eps)                     # 40  u = exp_avg / (sqrt(exp_avg_sq) + eps)
-    p = p - step_size * u                                      # 49
-    p = p * one_minus_lr_times_weight_decay                    # 50
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg", exp_avg)
-    b.store("exp_avg_sq", exp_avg_sq)
 
 
 # Scalars at a step, in fp64, with the new host states behind them.
@@ -235,71 +145,86 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, rank, up
 
 
 # What several of the records below have.
-SCALARS = (
-    "grad_scale", "beta1", "beta2", "eps", "one_minus_beta1", "one_minus_beta2", "scale", "step_size",
-    "one_minus_lr_times_weight_decay",
-)
 STATES = (
     StateRecord("projector", space="sr", rank="rank", trait="orthogonal"),
     StateRecord("low_avg", space="rl", normalized_by="low_avg_sq", rank="rank", trait="low_rank"),
     StateRecord("low_avg_sq", nonneg=True, space="rl", rank="rank", trait="low_rank_nonneg"),
 )
-SCALARS_2 = (
-    "grad_scale", "beta1", "beta2", "eps", "one_minus_beta1", "one_minus_beta2", "scalar_0",
+SCALARS = (
+    "grad_scale", "beta1", "beta2", "eps", "one_minus_beta1", "one_minus_beta2", "scale", "step_size",
     "one_minus_lr_times_weight_decay",
 )
 TEMPS = (Temp("g_whole", "elem", wide=True), Temp("unwide", "elem", wide=True))
 GALORE_1 = Stage("galore_1", "elem", level=0, scalars=(0,), temps=("g_whole",), reads=("g",), stores=("g_whole",))
-GALORE_3 = Stage("galore_3", "elem", level=2, scalars=(6, 7), reads=("p", "unwide"), stores=("p",))
+GALORE_MATRICES = Stage(
+    "galore_matrices", "whole", level=1, scalars=(1, 2, 3, 4, 5), temps=("unwide",),
+    reads=("projector", "low_avg", "low_avg_sq", "g_whole"), stores=("low_avg", "low_avg_sq", "unwide"),
+)
+GALORE_3 = Stage("galore_3", "elem", level=2, scalars=(6, 7, 8), reads=("p", "unwide"), stores=("p",))
+GALORE_MATRICES_RENEWS = Stage(
+    "galore_matrices_renews", "whole", level=1, scalars=(1, 2, 3, 4, 5), temps=("unwide",),
+    reads=("projector", "low_avg", "low_avg_sq", "g_whole"), stores=("projector", "low_avg", "low_avg_sq", "unwide"),
+)
+SCALARS_2 = (
+    "grad_scale", "beta1", "beta2", "eps", "one_minus_beta1", "one_minus_beta2", "scalar_0",
+    "one_minus_lr_times_weight_decay",
+)
+GALORE_3_2 = Stage("galore_3", "elem", level=2, scalars=(6, 7), reads=("p", "unwide"), stores=("p",))
 
-# The eager reference, in strict maths.
+# The states, and what of them a step makes.
 RULES = by_flags(
     {"adamw": False, "matrix": True, "renews": False},
     RuleRecord(
-        "galore", "galore", scalars=SCALARS, host=host_scalars, states=STATES, unchanged=(("projector",), ()),
-        differs=("low_avg", "low_avg_sq", "p", "projector"), spaces=("call",), by_rows=True, matrix="heads",
-        settings=({"adamw": False, "matrix": True, "renews": False},),
+        "galore", states=STATES, unchanged=(("projector",), ()), differs=("low_avg", "low_avg_sq", "p", "projector"),
+        spaces=("call",), by_rows=True, matrix="heads", settings=({"adamw": False, "matrix": True, "renews": False},),
     ),
     RuleRecord(
-        "galore", "galore_renews", scalars=SCALARS, host=host_scalars, states=STATES, unchanged=((), ("projector",)),
-        differs=("low_avg", "low_avg_sq", "p", "projector"), spaces=("call",), by_rows=True, matrix="heads",
-        settings=({"adamw": False, "matrix": True, "renews": True},),
+        "galore", states=STATES, unchanged=((), ("projector",)), differs=("low_avg", "low_avg_sq", "p", "projector"),
+        spaces=("call",), by_rows=True, matrix="heads", settings=({"adamw": False, "matrix": True, "renews": True},),
     ),
     RuleRecord(
-        "galore", "galore_no_matrix",
-        scalars=(
-            "beta1", "beta2", "eps", "grad_scale", "one_minus_beta1", "one_minus_beta2", "step_size",
-            "one_minus_lr_times_weight_decay",
-        ),
-        host=host_scalars_2, states=(StateRecord("exp_avg"), StateRecord("exp_avg_sq", nonneg=True)),
-        unchanged=((), ()), matrix="heads", settings=({"adamw": True}, {"matrix": False}),
+        "galore", states=(StateRecord("exp_avg"), StateRecord("exp_avg_sq", nonneg=True)), unchanged=((), ()),
+        matrix="heads", settings=({"adamw": True}, {"matrix": False}),
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: fma, group, reciprocal.
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({"adamw": False, "matrix": True, "renews": False},), SCALARS, host=host_scalars, temps=TEMPS,
+        stages=(GALORE_1, GALORE_MATRICES, GALORE_3), strict=True,
+    ),
+    Rule(
+        ({"adamw": False, "matrix": True, "renews": True},), SCALARS, host=host_scalars, temps=TEMPS,
+        stages=(GALORE_1, GALORE_MATRICES_RENEWS, GALORE_3), strict=True,
+    ),
+    Rule(
+        ({"adamw": True}, {"matrix": False}),
+        (
+            "beta1", "beta2", "eps", "grad_scale", "one_minus_beta1", "one_minus_beta2", "step_size",
+            "one_minus_lr_times_weight_decay",
+        ),
+        host=host_scalars_2,
+        stages=(
+            Stage(
+                "galore_no_matrix", "elem", level=0, scalars=tuple(range(8)), reads=("p", "g", "exp_avg", "exp_avg_sq"),
+                stores=("p", "exp_avg", "exp_avg_sq"), plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+            ),
+        ),
+        strict=True,
+    ),
+)
+
+# The step of kernels, in fast maths; rounding changed by: fma, group, reciprocal.
 STEPS = (
     Rule(
         ({"adamw": False, "matrix": True, "renews": False},), SCALARS_2, host=kernel_scalars, temps=TEMPS,
-        stages=(
-            GALORE_1,
-            Stage(
-                "galore_matrices", "whole", level=1, scalars=(1, 2, 3, 4, 5), temps=("unwide",),
-                reads=("projector", "low_avg", "low_avg_sq", "g_whole"), stores=("low_avg", "low_avg_sq", "unwide"),
-            ),
-            GALORE_3,
-        ),
+        stages=(GALORE_1, GALORE_MATRICES, GALORE_3_2),
     ),
     Rule(
         ({"adamw": False, "matrix": True, "renews": True},), SCALARS_2, host=kernel_scalars, temps=TEMPS,
-        stages=(
-            GALORE_1,
-            Stage(
-                "galore_matrices_renews", "whole", level=1, scalars=(1, 2, 3, 4, 5), temps=("unwide",),
-                reads=("projector", "low_avg", "low_avg_sq", "g_whole"),
-                stores=("projector", "low_avg", "low_avg_sq", "unwide"),
-            ),
-            GALORE_3,
-        ),
+        stages=(GALORE_1, GALORE_MATRICES_RENEWS, GALORE_3_2),
     ),
     Rule(
         ({"adamw": True}, {"matrix": False}),

@@ -2,11 +2,8 @@
 #     gravity
 # fmt: off
 # ruff: noqa
-import torch
-
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp, by_flags
 from optgen.runtime.records.scalars import divide, where
-from optgen.runtime.reference.eager import sqrt
 
 
 class Gravity(Optimizer):
@@ -40,175 +37,6 @@ class Gravity(Optimizer):
 
     def __init__(self, params, lr=0.01, alpha=0.01, beta=0.9, **options):
         super().__init__(params, dict(lr=lr, alpha=alpha, beta=beta), **options)
-
-
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def gravity(stored, grad_scale, lr, keep, one_minus_beta_times_t_plus_one_over_t_plus_two):
-
-    # == sweep 1: ratio (specs/gravity.py:20)
-    b = stored.over("g")
-    # -- load and decode
-    g = b.load("g")
-    g = grad_scale * g
-    # -- encode and store
-    tensor_max_of_g_tensor = b.tensor_max(g.abs())
-
-    # == sweep 2: the update
-    b = stored.over("p", "g", "v")
-    # -- load and decode
-    p = b.load("p")
-    v = b.load("v")
-    g = b.load("g")
-    g = grad_scale * g
-    tensor_max_of_g = b.spread(tensor_max_of_g_tensor)
-    # -- update  (specs/gravity.py)
-    ratio = g * tensor_max_of_g  # 20  ratio = g * amax(abs(g))
-    # 21  v = keep * v + (1 - keep) * (g / (1 + ratio * ratio))
-    v = keep * v + one_minus_beta_times_t_plus_one_over_t_plus_two * (g / (1.0 + ratio * ratio))
-    p = p - lr * v               # 22  p = p - lr * v
-    # -- encode and store
-    b.store("p", p)
-    b.store("v", v)
-
-
-def gravity_starts(stored, grad_scale, lr, scalar_0, keep, one_minus_beta_times_t_plus_one_over_t_plus_two):
-
-    # == sweep 1: ratio (specs/gravity.py:20)
-    b = stored.over("g")
-    # -- load and decode
-    g = b.load("g")
-    g = grad_scale * g
-    # -- encode and store
-    tensor_max_of_g_tensor = b.tensor_max(g.abs())
-
-    # == sweep 2: the update
-    b = stored.over("p", "g", "v", "uniform_0")
-    # -- load and decode
-    p = b.load("p")
-    uniform_0 = b.load("uniform_0")
-    g = b.load("g")
-    g = grad_scale * g
-    tensor_max_of_g = b.spread(tensor_max_of_g_tensor)
-    # -- update  (specs/gravity.py)
-    uniform_0_sub = 2.0 * uniform_0 - 0.9999999403953552
-    uniform_0_bitcast = ((1.0 - uniform_0_sub) * (1.0 + uniform_0_sub)).view(torch.int32)
-    uniform_0_shr = uniform_0_bitcast - 0x3f3504f3 >> 23
-    uniform_0_cast = uniform_0_shr.to(torch.float32)
-    uniform_0_sub_2 = (uniform_0_bitcast - (uniform_0_shr << 23)).view(torch.float32) - 1.0
-    uniform_0_mul = 0.5 * uniform_0_sub_2 * uniform_0_sub_2
-    uniform_0_div = uniform_0_sub_2 / (uniform_0_sub_2 + 2.0)
-    uniform_0_mul_2 = uniform_0_div * uniform_0_div
-    uniform_0_sub_3 = -(
-        uniform_0_cast * 0.69314575
-        - (
-            uniform_0_mul
-            - (
-                uniform_0_div
-                * (
-                    uniform_0_mul + uniform_0_mul_2
-                    * (
-                        ((0.230142057 * uniform_0_mul_2 + 0.285703063) * uniform_0_mul_2 + 0.399997503)
-                        * uniform_0_mul_2 + 0.666666687
-                    )
-                )
-                + uniform_0_cast * 1.4286068e-06
-            )
-            - uniform_0_sub_2
-        )
-    ) - 2.5
-    uniform_0_sub_4 = sqrt(
-        (
-            -(
-                uniform_0_cast * 0.69314575
-                - (
-                    uniform_0_mul
-                    - (
-                        uniform_0_div
-                        * (
-                            uniform_0_mul + uniform_0_mul_2
-                            * (
-                                ((0.230142057 * uniform_0_mul_2 + 0.285703063) * uniform_0_mul_2 + 0.399997503)
-                                * uniform_0_mul_2 + 0.666666687
-                            )
-                        )
-                        + uniform_0_cast * 1.4286068e-06
-                    )
-                    - uniform_0_sub_2
-                )
-            )
-        ).clamp(min=5.0)
-    ) - 3.0
-    # 18  v = where(lr > 0, alpha, 0.0) / where(lr > 0, lr, 1.0) * normal(0)
-    v = scalar_0 * (
-        1.4142135623730951
-        * (
-            torch.where(
-                -(
-                    uniform_0_cast * 0.69314575
-                    - (
-                        uniform_0_mul
-                        - (
-                            uniform_0_div
-                            * (
-                                uniform_0_mul + uniform_0_mul_2
-                                * (
-                                    ((0.230142057 * uniform_0_mul_2 + 0.285703063) * uniform_0_mul_2 + 0.399997503)
-                                    * uniform_0_mul_2 + 0.666666687
-                                )
-                            )
-                            + uniform_0_cast * 1.4286068e-06
-                        )
-                        - uniform_0_sub_2
-                    )
-                ) < 5.0,
-                (
-                    (
-                        (
-                            (
-                                (
-                                    (
-                                        (2.81022636e-08 * uniform_0_sub_3 + 3.43273939e-07) * uniform_0_sub_3
-                                        - 3.5233877e-06
-                                    )
-                                    * uniform_0_sub_3 - 4.39150654e-06
-                                )
-                                * uniform_0_sub_3 + 0.00021858087
-                            )
-                            * uniform_0_sub_3 - 0.00125372503
-                        )
-                        * uniform_0_sub_3 - 0.00417768164
-                    )
-                    * uniform_0_sub_3 + 0.246640727
-                ) * uniform_0_sub_3 + 1.50140941,
-                (
-                    (
-                        (
-                            (
-                                (
-                                    (
-                                        (-0.000200214257 * uniform_0_sub_4 + 0.000100950558) * uniform_0_sub_4
-                                        + 0.00134934322
-                                    )
-                                    * uniform_0_sub_4 - 0.00367342844
-                                )
-                                * uniform_0_sub_4 + 0.00573950773
-                            )
-                            * uniform_0_sub_4 - 0.0076224613
-                        )
-                        * uniform_0_sub_4 + 0.00943887047
-                    )
-                    * uniform_0_sub_4 + 1.00167406
-                ) * uniform_0_sub_4 + 2.83297682
-            )
-            * uniform_0_sub
-        )
-    )
-    ratio = g * tensor_max_of_g  # 20
-    v = keep * v + one_minus_beta_times_t_plus_one_over_t_plus_two * (g / (1.0 + ratio * ratio))  # 21
-    p = p - lr * v               # 22
-    # -- encode and store
-    b.store("p", p)
-    b.store("v", v)
 
 
 # Scalars at a step, in fp64, with the new host states behind them.
@@ -251,23 +79,49 @@ GRAVITY_1 = Stage(
     sums=(("max", ("tensor_max_of_g",)),),
 )
 
-# The eager reference, in strict maths.
+# The states, and what of them a step makes.
 RULES = by_flags(
     {"starts": False},
     RuleRecord(
-        "gravity", "gravity", scalars=("grad_scale", "lr", "keep", "one_minus_beta_times_t_plus_one_over_t_plus_two"),
-        host=host_scalars, states=(StateRecord("v"),), unchanged=((), ()), differs=("p", "v"), spaces=("tensor",),
+        "gravity", states=(StateRecord("v"),), unchanged=((), ()), differs=("p", "v"), spaces=("tensor",),
         settings=({"starts": False},),
     ),
     RuleRecord(
-        "gravity", "gravity_starts",
-        scalars=("grad_scale", "lr", "scalar_0", "keep", "one_minus_beta_times_t_plus_one_over_t_plus_two"),
-        host=host_scalars_2, states=(StateRecord("v", nearest=True),), unchanged=((), ()), differs=("p", "v"),
-        spaces=("tensor",), draws=("uniform_0",), settings=({"starts": True},),
+        "gravity", states=(StateRecord("v", nearest=True),), unchanged=((), ()), differs=("p", "v"), spaces=("tensor",),
+        draws=("uniform_0",), settings=({"starts": True},),
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: fma, group, reciprocal.
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({"starts": False},), ("grad_scale", "lr", "keep", "one_minus_beta_times_t_plus_one_over_t_plus_two"),
+        host=host_scalars, temps=TEMPS,
+        stages=(
+            GRAVITY_1,
+            Stage(
+                "gravity_2", "elem", level=2, scalars=(1, 0, 2, 3), reads=("p", "g", "v", "tensor_max_of_g"),
+                stores=("p", "v"),
+            ),
+        ),
+        strict=True,
+    ),
+    Rule(
+        ({"starts": True},),
+        ("grad_scale", "lr", "scalar_0", "keep", "one_minus_beta_times_t_plus_one_over_t_plus_two"),
+        host=host_scalars_2, temps=TEMPS,
+        stages=(
+            GRAVITY_1,
+            Stage(
+                "gravity_starts_2", "elem", level=2, scalars=(1, 0, 2, 3, 4),
+                reads=("p", "g", "uniform_0", "tensor_max_of_g"), stores=("p", "v"),
+            ),
+        ),
+        strict=True,
+    ),
+)
+
+# The step of kernels, in fast maths; rounding changed by: fma, group, reciprocal.
 STEPS = (
     Rule(
         ({"starts": False},), ("grad_scale", "grad_scale_times_grad_scale", "keep", "scalar_2", "minus_lr"),

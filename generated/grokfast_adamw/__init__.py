@@ -2,11 +2,8 @@
 #     optgen build grokfast_adamw
 # fmt: off
 # ruff: noqa
-import torch
-
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, by_flags
 from optgen.runtime.records.scalars import divide, root, where
-from optgen.runtime.reference.eager import larger, sqrt
 
 
 class GrokFastAdamW(Optimizer):
@@ -66,41 +63,6 @@ class GrokFastAdamW(Optimizer):
             ),
             **options
         )
-
-
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def grokfast_adamw(
-    stored, beta1, beta2, eps, grad_scale, where_lt_one_t_one_zero, scalar_1, scalar_2, one_minus_beta1,
-    one_minus_beta2, sqrt_one_minus_beta2_pow_t, scalar_6, scalar_7,
-):
-    b = stored.over("p", "g", "exp_avg", "exp_avg_sq", "grok_exp_avg")
-    # -- load and decode
-    p = b.load("p")
-    exp_avg = b.load("exp_avg")
-    g = b.load("g")
-    g = grad_scale * g
-    grok_exp_avg = b.load("grok_exp_avg")
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/grokfast_adamw.py)
-    p = p * scalar_6                                                    # 36  p = decoupled(p, rate, weight_decay)
-    slow = torch.where(0.0 < where_lt_one_t_one_zero, grok_exp_avg, g)  # 30  slow = where(t > 1, grok_exp_avg, g)
-    # 31  grok_exp_avg = slow + filters * (1 - grokfast_alpha) * (g - slow)
-    grok_exp_avg = slow + scalar_1 * (g - slow)
-    # 32  g = g + filters * grokfast_lamb * grok_exp_avg
-    g = g + scalar_2 * grok_exp_avg
-    # 33  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g
-    # 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
-    # 35  denom = maximum(sqrt(exp_avg_sq) / sqrt(1 - beta2**t), eps)
-    denom = larger(sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t, eps)
-    # 37  p = p - rate / (1 - beta1**t) * exp_avg / denom
-    p = p - scalar_7 * exp_avg / denom
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg_sq", exp_avg_sq)
-    b.store("exp_avg", exp_avg)
-    b.store("grok_exp_avg", grok_exp_avg)
 
 
 # Scalars at a step, in fp64, with the new host states behind them.
@@ -183,40 +145,47 @@ def kernel_scalars_2(
 
 
 # What several of the records below have.
-STATES = (
-    StateRecord("exp_avg", normalized_by="exp_avg_sq"),
-    StateRecord("exp_avg_sq", nonneg=True),
-    StateRecord("grok_exp_avg"),
-)
 GROKFAST_ADAMW = Stage(
     "grokfast_adamw", "elem", level=0, scalars=tuple(range(12)),
     reads=("p", "g", "exp_avg", "exp_avg_sq", "grok_exp_avg"), stores=("p", "exp_avg", "exp_avg_sq", "grok_exp_avg"),
     plus=("exp_avg_sq",), needs=(("exp_avg_sq", ("g", "exp_avg_sq", "grok_exp_avg")),),
 )
 
-# The eager reference, in strict maths.
+# The states, and what of them a step makes.
 RULES = by_flags(
     {"normalize_lr": True},
     RuleRecord(
-        "grokfast_adamw", "grokfast_adamw",
-        scalars=(
+        "grokfast_adamw",
+        states=(
+            StateRecord("exp_avg", normalized_by="exp_avg_sq"),
+            StateRecord("exp_avg_sq", nonneg=True),
+            StateRecord("grok_exp_avg"),
+        ),
+    ),
+)
+
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({"normalize_lr": True},),
+        (
             "beta1", "beta2", "eps", "grad_scale", "where_lt_one_t_one_zero", "scalar_1", "scalar_2", "one_minus_beta1",
             "one_minus_beta2", "sqrt_one_minus_beta2_pow_t", "scalar_6", "scalar_7",
         ),
-        host=host_scalars, states=STATES, settings=({"normalize_lr": True},),
+        host=host_scalars, stages=(GROKFAST_ADAMW,), strict=True,
     ),
-    RuleRecord(
-        "grokfast_adamw", "grokfast_adamw",
-        scalars=(
+    Rule(
+        ({"normalize_lr": False},),
+        (
             "beta1", "beta2", "eps", "grad_scale", "where_lt_one_t_one_zero", "scalar_1", "scalar_2", "one_minus_beta1",
             "one_minus_beta2", "sqrt_one_minus_beta2_pow_t", "one_minus_lr_times_weight_decay",
             "lr_over_one_minus_beta1_pow_t",
         ),
-        host=host_scalars_2, states=STATES, settings=({"normalize_lr": False},),
+        host=host_scalars_2, stages=(GROKFAST_ADAMW,), strict=True,
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: fma, group, reciprocal.
+# The step of kernels, in fast maths; rounding changed by: fma, group, reciprocal.
 STEPS = (
     Rule(
         ({"normalize_lr": True},),

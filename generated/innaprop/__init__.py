@@ -4,7 +4,6 @@
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, by_flags
 from optgen.runtime.records.scalars import divide, root
-from optgen.runtime.reference.eager import sqrt
 
 
 class INNAprop(Optimizer):
@@ -47,34 +46,6 @@ class INNAprop(Optimizer):
         )
 
 
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def innaprop(
-    stored, sigma, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_sigma, sqrt_one_minus_sigma_pow_t,
-    kept_2, scalar_4, scalar_5,
-):
-    b = stored.over("p", "g", "exp_avg", "exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    exp_avg = b.load("exp_avg")
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/innaprop.py)
-    p = p * one_minus_lr_times_weight_decay                             # 24  p = decoupled(p, lr, weight_decay)
-    # 25  exp_avg_sq = sigma * exp_avg_sq + (1 - sigma) * g * g
-    exp_avg_sq = sigma * exp_avg_sq + one_minus_sigma * g * g
-    # 26  scaled = g / (sqrt(exp_avg_sq) / sqrt(1 - sigma**t) + eps)
-    scaled = g / (sqrt(exp_avg_sq) / sqrt_one_minus_sigma_pow_t + eps)
-    # 28  exp_avg = kept * exp_avg + lr * lr * (1 - alpha * beta) / kept * scaled
-    exp_avg = kept_2 * exp_avg + scalar_4 * scaled
-    # 29  p = p - exp_avg - lr * (beta - lr) / kept * scaled
-    p = p - exp_avg - scalar_5 * scaled
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg", exp_avg)
-    b.store("exp_avg_sq", exp_avg_sq)
-
-
 # Scalars at a step, in fp64, with the new host states behind them.
 def host_scalars(step, grad_scale, *, lr, alpha, beta, sigma, eps, weight_decay):
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay
@@ -104,20 +75,30 @@ def kernel_scalars(step, grad_scale, *, lr, alpha, beta, sigma, eps, weight_deca
     )
 
 
-# The eager reference, in strict maths.
-RULES = by_flags(
-    {},
-    RuleRecord(
-        "innaprop", "innaprop",
-        scalars=(
+# The states, and what of them a step makes.
+RULES = by_flags({}, RuleRecord("innaprop", states=(StateRecord("exp_avg"), StateRecord("exp_avg_sq", nonneg=True))))
+
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({},),
+        (
             "sigma", "eps", "grad_scale", "one_minus_lr_times_weight_decay", "one_minus_sigma",
             "sqrt_one_minus_sigma_pow_t", "kept_2", "scalar_4", "scalar_5",
         ),
-        host=host_scalars, states=(StateRecord("exp_avg"), StateRecord("exp_avg_sq", nonneg=True)),
+        host=host_scalars,
+        stages=(
+            Stage(
+                "innaprop", "elem", level=0, scalars=tuple(range(9)), reads=("p", "g", "exp_avg", "exp_avg_sq"),
+                stores=("p", "exp_avg", "exp_avg_sq"), plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+            ),
+        ),
+        strict=True,
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: eps, fma, group, reciprocal.
+# The step of kernels, in fast maths; rounding changed by: eps, fma, group, reciprocal.
 STEPS = (
     Rule(
         ({},),

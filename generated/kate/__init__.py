@@ -3,7 +3,6 @@
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, by_flags
 from optgen.runtime.records.scalars import divide, maximum, where
-from optgen.runtime.reference.eager import sqrt
 
 
 class KATE(Optimizer):
@@ -39,27 +38,6 @@ class KATE(Optimizer):
         super().__init__(params, dict(lr=lr, delta=delta, eps=eps, weight_decay=weight_decay), **options)
 
 
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def kate(stored, lr, delta, eps, grad_scale, one_minus_lr_times_weight_decay):
-    b = stored.over("p", "g", "m_sq", "b_sq")
-    # -- load and decode
-    p = b.load("p")
-    m_sq = b.load("m_sq")
-    g = b.load("g")
-    g = grad_scale * g
-    b_sq = b.load("b_sq")
-    # -- update  (specs/kate.py)
-    p = p * one_minus_lr_times_weight_decay       # 22  p = decoupled(p, lr, weight_decay)
-    square = g * g                                # 23  square = g * g
-    b_sq = b_sq + square + eps                    # 24  b_sq = b_sq + square + eps
-    m_sq = m_sq + delta * square + square / b_sq  # 25  m_sq = m_sq + delta * square + square / b_sq
-    p = p - lr * sqrt(m_sq) * g / b_sq            # 26  p = p - lr * sqrt(m_sq) * g / b_sq
-    # -- encode and store
-    b.store("p", p)
-    b.store("m_sq", m_sq)
-    b.store("b_sq", b_sq)
-
-
 # Scalars at a step, in fp64, with the new host states behind them.
 def host_scalars(step, grad_scale, *, lr, delta, eps, weight_decay):
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay
@@ -80,16 +58,25 @@ def kernel_scalars(step, grad_scale, *, lr, delta, eps, weight_decay):
     )
 
 
-# The eager reference, in strict maths.
-RULES = by_flags(
-    {},
-    RuleRecord(
-        "kate", "kate", scalars=("lr", "delta", "eps", "grad_scale", "one_minus_lr_times_weight_decay"),
-        host=host_scalars, states=(StateRecord("m_sq", nonneg=True), StateRecord("b_sq", nonneg=True)),
+# The states, and what of them a step makes.
+RULES = by_flags({}, RuleRecord("kate", states=(StateRecord("m_sq", nonneg=True), StateRecord("b_sq", nonneg=True))))
+
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({},), ("lr", "delta", "eps", "grad_scale", "one_minus_lr_times_weight_decay"), host=host_scalars,
+        stages=(
+            Stage(
+                "kate", "elem", level=0, scalars=tuple(range(5)), reads=("p", "g", "m_sq", "b_sq"),
+                stores=("p", "m_sq", "b_sq"), plus=("m_sq", "b_sq"),
+                needs=(("m_sq", ("g", "m_sq", "b_sq")), ("b_sq", ("g", "b_sq"))),
+            ),
+        ),
+        strict=True,
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: fma, group, reciprocal, step.
+# The step of kernels, in fast maths; rounding changed by: fma, group, reciprocal, step.
 STEPS = (
     Rule(
         ({},),

@@ -4,7 +4,6 @@
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp, by_flags
 from optgen.runtime.records.scalars import divide, maximum, root, where
-from optgen.runtime.reference.eager import put, quotient, smaller, sqrt
 from optgen.runtime.reference.matrices import averaged, bjorck, finite, identity, orthogonal_iteration
 
 
@@ -91,6 +90,7 @@ class KLShampoo(Optimizer):
         )
 
 
+# Functions of whole matrices, which torch computes between sweeps.
 def kl_shampoo_matrices(basis_left, basis_right, operand_whole):
     # 48  g = basis_left.T @ (g * minimum(1e11 / abs(g), 1)) @ basis_right
     g = basis_left.mT @ operand_whole @ basis_right
@@ -133,233 +133,6 @@ def kl_shampoo_matrices_refresh(
     basis_right_2 = bjorck(basis_right_2, 1.0)                               # 67  basis_right = bjorck(basis_right)
     exp_avg = turn_transpose @ exp_avg_whole @ other  # 64
     return left, basis_left_2, right, basis_right_2, basis_left @ update_whole @ basis_right.mT, exp_avg
-
-
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def kl_shampoo_1(stored, max_clamp_value):
-    # -- load and decode
-    eigen_left = stored["eigen_left"]
-    # -- update  (specs/kl_shampoo.py)
-    # 49  down = minimum(rsqrt(eigen_left), max_clamp_value)
-    down_ = smaller(quotient(1.0, sqrt(eigen_left)), max_clamp_value)
-    # -- encode and store
-    down_tensor = down_
-    return down_tensor
-
-
-def kl_shampoo_2(stored, max_clamp_value):
-    # -- load and decode
-    eigen_right = stored["eigen_right"]
-    # -- update  (specs/kl_shampoo.py)
-    # 50  across = minimum(rsqrt(eigen_right), max_clamp_value)
-    across = smaller(quotient(1.0, sqrt(eigen_right)), max_clamp_value)
-    # -- encode and store
-    across_tensor = across
-    return across_tensor
-
-
-def kl_shampoo_6(stored, one_minus_beta2_times_where_lt_one_t_one_zero, row_sum_for_eigen_left_tensor):
-    b = stored.over()
-    # -- load and decode
-    eigen_left = stored["eigen_left"]
-    row_sum_for_eigen_left = row_sum_for_eigen_left_tensor
-    # -- update  (specs/kl_shampoo.py)
-    # 58  eigen_left = eigen_left + (1 - beta2) * moves * (row_mean(by_right * by_right) - eigen_left)
-    eigen_left = (
-        eigen_left + one_minus_beta2_times_where_lt_one_t_one_zero
-        * (row_sum_for_eigen_left / b.extent("columns") - eigen_left)
-    )
-    # -- encode and store
-    put(stored["eigen_left"], eigen_left)
-
-
-def kl_shampoo_7(stored, one_minus_beta2_times_where_lt_one_t_one_zero, col_sum_for_eigen_right_tensor):
-    b = stored.over()
-    # -- load and decode
-    eigen_right = stored["eigen_right"]
-    col_sum_for_eigen_right = col_sum_for_eigen_right_tensor
-    # -- update  (specs/kl_shampoo.py)
-    # 59  eigen_right = eigen_right + (1 - beta2) * moves * (col_mean(by_left * by_left) - eigen_right)
-    eigen_right = (
-        eigen_right + one_minus_beta2_times_where_lt_one_t_one_zero
-        * (col_sum_for_eigen_right / b.extent("rows") - eigen_right)
-    )
-    # -- encode and store
-    put(stored["eigen_right"], eigen_right)
-
-
-def kl_shampoo(
-    stored, max_clamp_value, grad_scale, beta1, eps, one_minus_beta1_times_where_lt_one_t_one_zero,
-    one_minus_beta2_times_where_lt_one_t_one_zero, beta2, gain, where_lt_one_t_one_zero_times_lr, scalar_1,
-):
-
-    # == row: values of rows
-    down_tensor = kl_shampoo_1(stored, max_clamp_value)
-
-    # == col: values of columns
-    across_tensor = kl_shampoo_2(stored, max_clamp_value)
-
-    # == sweep 1: g (specs/kl_shampoo.py:48)
-    b = stored.over("g")
-    # -- load and decode
-    g = b.load("g")
-    g = grad_scale * g
-    # -- encode and store
-    operand_whole_tensor = b.flat(g * quotient(100000000000.0, g.abs()).clamp(max=1.0))
-
-    # == whole: functions of whole matrices
-    g_2_tensor = kl_shampoo_matrices(stored["basis_left"], stored["basis_right"], operand_whole_tensor)
-
-    # == sweep 2: eigen_left (specs/kl_shampoo.py:58), eigen_right (specs/kl_shampoo.py:59), p (specs/kl_shampoo.py:53)
-    b = stored.over("exp_avg")
-    # -- load and decode
-    exp_avg = b.load("exp_avg")
-    g_2 = b.elements(g_2_tensor)
-    across = b.spread(across_tensor)
-    down_ = b.spread(down_tensor)
-    # -- update  (specs/kl_shampoo.py)
-    # 51  exp_avg = beta1 * exp_avg + (1 - beta1) * moves * g
-    exp_avg = beta1 * exp_avg + one_minus_beta1_times_where_lt_one_t_one_zero * g_2
-    by_right = g_2 * across                               # 55  by_left, by_right = g * down, g * across
-    by_left = g_2 * down_                                 # 55
-    down_mul = down_ * across
-    # 52  update = exp_avg * (down * across) / (1 + eps * (down * across))
-    update = exp_avg * down_mul / (1.0 + eps * down_mul)
-    # -- encode and store
-    row_sum_for_eigen_left_tensor = b.row_sum(by_right * by_right)
-    col_sum_for_eigen_right_tensor = b.col_sum(by_left * by_left)
-    update_whole_tensor = b.flat(update)
-    by_right_whole_tensor = b.flat(by_right)
-    by_left_whole_tensor = b.flat(by_left)
-    b.store("exp_avg", exp_avg)
-
-    # == row: values of rows
-    kl_shampoo_6(stored, one_minus_beta2_times_where_lt_one_t_one_zero, row_sum_for_eigen_left_tensor)
-
-    # == col: values of columns
-    kl_shampoo_7(stored, one_minus_beta2_times_where_lt_one_t_one_zero, col_sum_for_eigen_right_tensor)
-
-    # == whole: functions of whole matrices
-    left_new, right_new, matmul_3_tensor = kl_shampoo_matrices_2(
-        stored["left"], stored["basis_left"], stored["right"], stored["basis_right"], update_whole_tensor,
-        by_right_whole_tensor, by_left_whole_tensor, float(beta2), float(gain),
-    )
-    stored.put("left", left_new)
-    stored.put("right", right_new)
-
-    # == sweep 3: the update
-    b = stored.over("p")
-    # -- load and decode
-    p = b.load("p")
-    matmul_3 = b.elements(matmul_3_tensor)
-    # -- update  (specs/kl_shampoo.py)
-    # 53  p = p - moves * lr * (basis_left @ update @ basis_right.T)
-    p = p - where_lt_one_t_one_zero_times_lr * matmul_3
-    p = p * scalar_1                                     # 54  p = policies.decoupled(p, moves * lr, weight_decay)
-    # -- encode and store
-    b.store("p", p)
-
-
-def kl_shampoo_no_matrix(
-    stored, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1,
-    lr_over_one_minus_beta1_pow_t, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
-):
-    b = stored.over("p", "g", "exp_avg", "exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    exp_avg = b.load("exp_avg")
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/kl_shampoo.py)
-    # 43  p, exp_avg, exp_avg_sq = policies.adamw_step(p, g, t, exp_avg, exp_avg_sq, lr, betas, eps, weight_decay)
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g  # 43
-    # 43
-    p = (
-        p * one_minus_lr_times_weight_decay - lr_over_one_minus_beta1_pow_t * exp_avg
-        / (sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps)
-    )
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg", exp_avg)
-    b.store("exp_avg_sq", exp_avg_sq)
-
-
-def kl_shampoo_refresh(
-    stored, max_clamp_value, grad_scale, beta1, eps, one_minus_beta1_times_where_lt_one_t_one_zero,
-    one_minus_beta2_times_where_lt_one_t_one_zero, beta2, gain, moves, where_lt_one_t_one_zero_times_lr, scalar_1,
-):
-
-    # == row: values of rows
-    down_tensor = kl_shampoo_1(stored, max_clamp_value)
-
-    # == col: values of columns
-    across_tensor = kl_shampoo_2(stored, max_clamp_value)
-
-    # == sweep 1: g (specs/kl_shampoo.py:48)
-    b = stored.over("g")
-    # -- load and decode
-    g = b.load("g")
-    g = grad_scale * g
-    # -- encode and store
-    operand_whole_tensor = b.flat(g * quotient(100000000000.0, g.abs()).clamp(max=1.0))
-
-    # == whole: functions of whole matrices
-    g_2_tensor = kl_shampoo_matrices(stored["basis_left"], stored["basis_right"], operand_whole_tensor)
-
-    # == sweep 2: eigen_left (specs/kl_shampoo.py:58), eigen_right (specs/kl_shampoo.py:59), p (specs/kl_shampoo.py:53),
-    #     exp_avg (specs/kl_shampoo.py:64)
-    b = stored.over("exp_avg")
-    # -- load and decode
-    g_2 = b.elements(g_2_tensor)
-    across = b.spread(across_tensor)
-    down_ = b.spread(down_tensor)
-    exp_avg = b.load("exp_avg")
-    # -- update  (specs/kl_shampoo.py)
-    by_right = g_2 * across                               # 55
-    by_left = g_2 * down_                                 # 55
-    exp_avg = beta1 * exp_avg + one_minus_beta1_times_where_lt_one_t_one_zero * g_2  # 51
-    down_mul = down_ * across
-    update = exp_avg * down_mul / (1.0 + eps * down_mul)  # 52
-    # -- encode and store
-    row_sum_for_eigen_left_tensor = b.row_sum(by_right * by_right)
-    col_sum_for_eigen_right_tensor = b.col_sum(by_left * by_left)
-    update_whole_tensor = b.flat(update)
-    by_right_whole_tensor = b.flat(by_right)
-    exp_avg_whole_tensor = b.flat(exp_avg)
-    by_left_whole_tensor = b.flat(by_left)
-
-    # == row: values of rows
-    kl_shampoo_6(stored, one_minus_beta2_times_where_lt_one_t_one_zero, row_sum_for_eigen_left_tensor)
-
-    # == col: values of columns
-    kl_shampoo_7(stored, one_minus_beta2_times_where_lt_one_t_one_zero, col_sum_for_eigen_right_tensor)
-
-    # == whole: functions of whole matrices
-    (
-        left_new, basis_left_new, right_new, basis_right_new, matmul_3_tensor, exp_avg_2_tensor
-    ) = kl_shampoo_matrices_refresh(
-        stored["left"], stored["basis_left"], stored["right"], stored["basis_right"], update_whole_tensor,
-        by_right_whole_tensor, exp_avg_whole_tensor, by_left_whole_tensor, float(beta2), float(gain), float(moves),
-    )
-    stored.put("left", left_new)
-    stored.put("basis_left", basis_left_new)
-    stored.put("right", right_new)
-    stored.put("basis_right", basis_right_new)
-
-    # == sweep 3: the update
-    b = stored.over("p", "exp_avg")
-    # -- load and decode
-    p = b.load("p")
-    matmul_3 = b.elements(matmul_3_tensor)
-    exp_avg_2 = b.elements(exp_avg_2_tensor)
-    # -- update  (specs/kl_shampoo.py)
-    p = p - where_lt_one_t_one_zero_times_lr * matmul_3  # 53
-    p = p * scalar_1                                     # 54
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg", exp_avg_2)
 
 
 # Scalars at a step, in fp64, with the new host states behind them.
@@ -494,6 +267,18 @@ STATES = (
     StateRecord("basis_right", space="nn", init="identity", trait="orthogonal"),
     StateRecord("eigen_right", nonneg=True, space="col", init="init_factor"),
 )
+TEMPS = (
+    Temp("down", "row"),
+    Temp("across", "col"),
+    Temp("operand_whole", "elem", wide=True),
+    Temp("g_2", "elem", wide=True),
+    Temp("by_left_whole", "elem", wide=True),
+    Temp("by_right_whole", "elem", wide=True),
+    Temp("col_sum_for_eigen_right", "col", reduction="col_sum", source="elem"),
+    Temp("row_sum_for_eigen_left", "row", reduction="row_sum", source="elem"),
+    Temp("update_whole", "elem", wide=True),
+    Temp("matmul_3", "elem", wide=True),
+)
 KL_SHAMPOO_1 = Stage(
     "kl_shampoo_1", "row", level=-1, scalars=(0,), temps=("down",), matrices=True, reads=("eigen_left",),
     stores=("down",), plus=("down",), picked=("down",),
@@ -517,44 +302,139 @@ KL_SHAMPOO_7 = Stage(
     "kl_shampoo_7", "col", level=3, scalars=(5,), matrices=True, reads=("eigen_right", "col_sum_for_eigen_right"),
     stores=("eigen_right",), extents=("rows",), plus=("eigen_right",),
 )
+KL_SHAMPOO_MATRICES_2 = Stage(
+    "kl_shampoo_matrices_2", "whole", level=3, scalars=(6, 7), temps=("matmul_3",),
+    reads=("left", "basis_left", "right", "basis_right", "update_whole", "by_right_whole", "by_left_whole"),
+    stores=("left", "right", "matmul_3"),
+)
+KL_SHAMPOO_9 = Stage("kl_shampoo_9", "elem", level=4, scalars=(8, 9), reads=("p", "matmul_3"), stores=("p",))
+TEMPS_2 = (
+    Temp("down", "row"),
+    Temp("across", "col"),
+    Temp("operand_whole", "elem", wide=True),
+    Temp("g_2", "elem", wide=True),
+    Temp("by_left_whole", "elem", wide=True),
+    Temp("by_right_whole", "elem", wide=True),
+    Temp("col_sum_for_eigen_right", "col", reduction="col_sum", source="elem"),
+    Temp("exp_avg_whole", "elem", wide=True),
+    Temp("row_sum_for_eigen_left", "row", reduction="row_sum", source="elem"),
+    Temp("update_whole", "elem", wide=True),
+    Temp("exp_avg_2", "elem", wide=True),
+    Temp("matmul_3", "elem", wide=True),
+)
+KL_SHAMPOO_MATRICES_REFRESH = Stage(
+    "kl_shampoo_matrices_refresh", "whole", level=3, scalars=(6, 7, 8), temps=("matmul_3", "exp_avg_2"),
+    reads=(
+        "left", "basis_left", "right", "basis_right", "update_whole", "by_right_whole", "exp_avg_whole",
+        "by_left_whole",
+    ),
+    stores=("left", "basis_left", "right", "basis_right", "matmul_3", "exp_avg_2"),
+)
+KL_SHAMPOO_REFRESH_9 = Stage(
+    "kl_shampoo_refresh_9", "elem", level=4, scalars=(9, 10), reads=("p", "matmul_3", "exp_avg_2"),
+    stores=("p", "exp_avg"), picked=("exp_avg",),
+)
 
-# The eager reference, in strict maths.
+# The states, and what of them a step makes.
 RULES = by_flags(
     {"refresh": False, "matrix": True},
     RuleRecord(
-        "kl_shampoo", "kl_shampoo",
-        scalars=(
-            "max_clamp_value", "grad_scale", "beta1", "eps", "one_minus_beta1_times_where_lt_one_t_one_zero",
-            "one_minus_beta2_times_where_lt_one_t_one_zero", "beta2", "gain", "where_lt_one_t_one_zero_times_lr",
-            "scalar_1",
-        ),
-        host=host_scalars, states=STATES, unchanged=(("basis_left", "basis_right"), ()),
+        "kl_shampoo", states=STATES, unchanged=(("basis_left", "basis_right"), ()),
         differs=("basis_left", "basis_right", "exp_avg", "left", "right"), spaces=("call", "col", "row", "tensor"),
         by_rows=True, matrix="heads", settings=({"refresh": False, "matrix": True},),
     ),
     RuleRecord(
-        "kl_shampoo", "kl_shampoo_no_matrix",
-        scalars=(
-            "beta1", "beta2", "eps", "grad_scale", "one_minus_lr_times_weight_decay", "one_minus_beta1",
-            "lr_over_one_minus_beta1_pow_t", "one_minus_beta2", "sqrt_one_minus_beta2_pow_t",
-        ),
-        host=host_scalars_2, states=(StateRecord("exp_avg"), StateRecord("exp_avg_sq", nonneg=True)),
-        unchanged=((), ()), matrix="heads", settings=({"matrix": False},),
+        "kl_shampoo", states=(StateRecord("exp_avg"), StateRecord("exp_avg_sq", nonneg=True)), unchanged=((), ()),
+        matrix="heads", settings=({"matrix": False},),
     ),
     RuleRecord(
-        "kl_shampoo", "kl_shampoo_refresh",
-        scalars=(
-            "max_clamp_value", "grad_scale", "beta1", "eps", "one_minus_beta1_times_where_lt_one_t_one_zero",
-            "one_minus_beta2_times_where_lt_one_t_one_zero", "beta2", "gain", "moves",
-            "where_lt_one_t_one_zero_times_lr", "scalar_1",
-        ),
-        host=host_scalars_3, states=STATES, unchanged=((), ("basis_left", "basis_right")),
+        "kl_shampoo", states=STATES, unchanged=((), ("basis_left", "basis_right")),
         differs=("basis_left", "basis_right", "exp_avg", "left", "right"), spaces=("call", "col", "row", "tensor"),
         by_rows=True, matrix="heads", settings=({"refresh": True, "matrix": True},),
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: eps, fma, group, reciprocal, step.
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({"refresh": False, "matrix": True},),
+        (
+            "max_clamp_value", "grad_scale", "beta1", "eps", "one_minus_beta1_times_where_lt_one_t_one_zero",
+            "one_minus_beta2_times_where_lt_one_t_one_zero", "beta2", "gain", "where_lt_one_t_one_zero_times_lr",
+            "scalar_1",
+        ),
+        host=host_scalars, temps=TEMPS,
+        stages=(
+            KL_SHAMPOO_1,
+            KL_SHAMPOO_2,
+            KL_SHAMPOO_3,
+            KL_SHAMPOO_MATRICES,
+            Stage(
+                "kl_shampoo_5", "elem", level=2, scalars=(2, 3, 4),
+                temps=(
+                    "row_sum_for_eigen_left", "col_sum_for_eigen_right", "update_whole", "by_right_whole",
+                    "by_left_whole",
+                ),
+                matrices=True, reads=("exp_avg", "g_2", "across", "down"),
+                stores=("exp_avg", "update_whole", "by_right_whole", "by_left_whole"),
+                sums=(("sum", ("row_sum_for_eigen_left",)), ("sum", ("col_sum_for_eigen_right",))),
+            ),
+            KL_SHAMPOO_6,
+            KL_SHAMPOO_7,
+            KL_SHAMPOO_MATRICES_2,
+            KL_SHAMPOO_9,
+        ),
+        strict=True,
+    ),
+    Rule(
+        ({"matrix": False},),
+        (
+            "beta1", "beta2", "eps", "grad_scale", "one_minus_lr_times_weight_decay", "one_minus_beta1",
+            "lr_over_one_minus_beta1_pow_t", "one_minus_beta2", "sqrt_one_minus_beta2_pow_t",
+        ),
+        host=host_scalars_2,
+        stages=(
+            Stage(
+                "kl_shampoo_no_matrix", "elem", level=0, scalars=tuple(range(9)),
+                reads=("p", "g", "exp_avg", "exp_avg_sq"), stores=("p", "exp_avg", "exp_avg_sq"), plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+            ),
+        ),
+        strict=True,
+    ),
+    Rule(
+        ({"refresh": True, "matrix": True},),
+        (
+            "max_clamp_value", "grad_scale", "beta1", "eps", "one_minus_beta1_times_where_lt_one_t_one_zero",
+            "one_minus_beta2_times_where_lt_one_t_one_zero", "beta2", "gain", "moves",
+            "where_lt_one_t_one_zero_times_lr", "scalar_1",
+        ),
+        host=host_scalars_3, temps=TEMPS_2,
+        stages=(
+            KL_SHAMPOO_1,
+            KL_SHAMPOO_2,
+            KL_SHAMPOO_3,
+            KL_SHAMPOO_MATRICES,
+            Stage(
+                "kl_shampoo_refresh_5", "elem", level=2, scalars=(2, 3, 4),
+                temps=(
+                    "row_sum_for_eigen_left", "col_sum_for_eigen_right", "update_whole", "by_right_whole",
+                    "exp_avg_whole", "by_left_whole",
+                ),
+                matrices=True, reads=("exp_avg", "g_2", "across", "down"),
+                stores=("update_whole", "by_right_whole", "exp_avg_whole", "by_left_whole"),
+                sums=(("sum", ("row_sum_for_eigen_left",)), ("sum", ("col_sum_for_eigen_right",))),
+            ),
+            KL_SHAMPOO_6,
+            KL_SHAMPOO_7,
+            KL_SHAMPOO_MATRICES_REFRESH,
+            KL_SHAMPOO_REFRESH_9,
+        ),
+        strict=True,
+    ),
+)
+
+# The step of kernels, in fast maths; rounding changed by: eps, fma, group, reciprocal, step.
 STEPS = (
     Rule(
         ({"refresh": False, "matrix": True},),
@@ -563,19 +443,7 @@ STEPS = (
             "one_minus_beta2_times_where_lt_one_t_one_zero", "beta2", "gain", "minus_where_lt_one_t_one_zero_times_lr",
             "scalar_1",
         ),
-        host=kernel_scalars,
-        temps=(
-            Temp("down", "row"),
-            Temp("across", "col"),
-            Temp("operand_whole", "elem", wide=True),
-            Temp("g_2", "elem", wide=True),
-            Temp("by_left_whole", "elem", wide=True),
-            Temp("by_right_whole", "elem", wide=True),
-            Temp("col_sum_for_eigen_right", "col", reduction="col_sum", source="elem"),
-            Temp("row_sum_for_eigen_left", "row", reduction="row_sum", source="elem"),
-            Temp("update_whole", "elem", wide=True),
-            Temp("matmul_3", "elem", wide=True),
-        ),
+        host=kernel_scalars, temps=TEMPS,
         stages=(
             KL_SHAMPOO_1,
             KL_SHAMPOO_2,
@@ -593,12 +461,8 @@ STEPS = (
             ),
             KL_SHAMPOO_6,
             KL_SHAMPOO_7,
-            Stage(
-                "kl_shampoo_matrices_2", "whole", level=3, scalars=(6, 7), temps=("matmul_3",),
-                reads=("left", "basis_left", "right", "basis_right", "update_whole", "by_right_whole", "by_left_whole"),
-                stores=("left", "right", "matmul_3"),
-            ),
-            Stage("kl_shampoo_9", "elem", level=4, scalars=(8, 9), reads=("p", "matmul_3"), stores=("p",)),
+            KL_SHAMPOO_MATRICES_2,
+            KL_SHAMPOO_9,
         ),
     ),
     Rule(
@@ -623,21 +487,7 @@ STEPS = (
             "one_minus_beta2_times_where_lt_one_t_one_zero", "beta2", "gain", "moves",
             "minus_where_lt_one_t_one_zero_times_lr", "scalar_1",
         ),
-        host=kernel_scalars_3,
-        temps=(
-            Temp("down", "row"),
-            Temp("across", "col"),
-            Temp("operand_whole", "elem", wide=True),
-            Temp("g_2", "elem", wide=True),
-            Temp("by_left_whole", "elem", wide=True),
-            Temp("by_right_whole", "elem", wide=True),
-            Temp("col_sum_for_eigen_right", "col", reduction="col_sum", source="elem"),
-            Temp("exp_avg_whole", "elem", wide=True),
-            Temp("row_sum_for_eigen_left", "row", reduction="row_sum", source="elem"),
-            Temp("update_whole", "elem", wide=True),
-            Temp("exp_avg_2", "elem", wide=True),
-            Temp("matmul_3", "elem", wide=True),
-        ),
+        host=kernel_scalars_3, temps=TEMPS_2,
         stages=(
             KL_SHAMPOO_1,
             KL_SHAMPOO_2,
@@ -655,18 +505,8 @@ STEPS = (
             ),
             KL_SHAMPOO_6,
             KL_SHAMPOO_7,
-            Stage(
-                "kl_shampoo_matrices_refresh", "whole", level=3, scalars=(6, 7, 8), temps=("matmul_3", "exp_avg_2"),
-                reads=(
-                    "left", "basis_left", "right", "basis_right", "update_whole", "by_right_whole", "exp_avg_whole",
-                    "by_left_whole",
-                ),
-                stores=("left", "basis_left", "right", "basis_right", "matmul_3", "exp_avg_2"),
-            ),
-            Stage(
-                "kl_shampoo_refresh_9", "elem", level=4, scalars=(9, 10), reads=("p", "matmul_3", "exp_avg_2"),
-                stores=("p", "exp_avg"), picked=("exp_avg",),
-            ),
+            KL_SHAMPOO_MATRICES_REFRESH,
+            KL_SHAMPOO_REFRESH_9,
         ),
     ),
 )

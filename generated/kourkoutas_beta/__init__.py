@@ -2,11 +2,8 @@
 #     optgen build kourkoutas_beta
 # fmt: off
 # ruff: noqa
-import torch
-
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp, by_flags
 from optgen.runtime.records.scalars import divide, maximum, minimum, root, where
-from optgen.runtime.reference.eager import larger, put, smaller, sqrt
 
 
 class KourkoutasBeta(Optimizer):
@@ -91,325 +88,6 @@ class KourkoutasBeta(Optimizer):
             ),
             **options
         )
-
-
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def kourkoutas_beta_2(
-    stored, alpha, tiny_spike, one_minus_alpha, where_lt_warmup_steps_t_one_zero, beta2_max_minus_beta2_min,
-    one_minus_beta2_max, tensor_sum_for_length_tensor,
-):
-    # -- load and decode
-    grad_ema = stored["grad_ema"]
-    tensor_sum_for_length = tensor_sum_for_length_tensor
-    # -- update  (specs/kourkoutas_beta.py)
-    length = sqrt(tensor_sum_for_length)                    # 39  length = norm(g)
-    grad_ema = alpha * grad_ema + one_minus_alpha * length  # 40  grad_ema = alpha * grad_ema + (1 - alpha) * length
-    ratio = length / (grad_ema + tiny_spike)                # 41  ratio = length / (grad_ema + tiny_spike)
-    # 42  share = (1 - beta2_max) + (beta2_max - beta2_min) * where(t > warmup_steps, ratio / (1 + ratio), 0.5)
-    share = (
-        one_minus_beta2_max + beta2_max_minus_beta2_min
-        * torch.where(0.0 < where_lt_warmup_steps_t_one_zero, ratio / (1.0 + ratio), 0.5)
-    )
-    # -- encode and store
-    share_tensor = share
-    one_minus_share_tensor = 1.0 - share
-    put(stored["grad_ema"], grad_ema)
-    return share_tensor, one_minus_share_tensor
-
-
-def kourkoutas_beta(
-    stored, grad_scale, alpha, tiny_spike, one_minus_alpha, where_lt_warmup_steps_t_one_zero,
-    beta2_max_minus_beta2_min, one_minus_beta2_max, lr, beta1, eps, one_minus_beta1,
-    one_minus_lr_times_weight_decay, scalar_2, most,
-):
-
-    # == sweep 1: length (specs/kourkoutas_beta.py:39)
-    b = stored.over("g")
-    # -- load and decode
-    g = b.load("g")
-    g = grad_scale * g
-    # -- encode and store
-    tensor_sum_for_length_tensor = b.tensor_sum(g * g)
-
-    # == tensor: values of tensors
-    share_tensor, one_minus_share_tensor = kourkoutas_beta_2(
-        stored, alpha, tiny_spike, one_minus_alpha, where_lt_warmup_steps_t_one_zero, beta2_max_minus_beta2_min,
-        one_minus_beta2_max, tensor_sum_for_length_tensor,
-    )
-
-    # == sweep 2: the update
-    b = stored.over("p", "g", "exp_avg", "exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    exp_avg = b.load("exp_avg")
-    g = b.load("g")
-    g = grad_scale * g
-    one_minus_share = b.spread(one_minus_share_tensor)
-    exp_avg_sq = b.load("exp_avg_sq")
-    share = b.spread(share_tensor)
-    # -- update  (specs/kourkoutas_beta.py)
-    p = p * one_minus_lr_times_weight_decay                    # 45  p = decoupled(p, lr, weight_decay)
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g            # 43  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    # 44  exp_avg_sq = (1 - share) * exp_avg_sq + share * g * g
-    exp_avg_sq = one_minus_share * exp_avg_sq + share * g * g
-    step = lr * exp_avg / (sqrt(exp_avg_sq) + eps)             # 56  step = lr * exp_avg / (sqrt(second) + eps)
-    p = p - smaller(larger(step, scalar_2), most)              # 58  p = p - clip(step, -most, most)
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg_sq", exp_avg_sq)
-    b.store("exp_avg", exp_avg)
-
-
-def kourkoutas_beta_exact_2(
-    stored, alpha, tiny_spike, one_minus_alpha, where_lt_warmup_steps_t_one_zero, beta2_max_minus_beta2_min,
-    one_minus_beta2_max, tensor_sum_for_length_tensor,
-):
-    # -- load and decode
-    grad_ema = stored["grad_ema"]
-    tensor_sum_for_length = tensor_sum_for_length_tensor
-    beta2_product = stored["beta2_product"]
-    # -- update  (specs/kourkoutas_beta.py)
-    length = sqrt(tensor_sum_for_length)                    # 39
-    grad_ema = alpha * grad_ema + one_minus_alpha * length  # 40
-    ratio = length / (grad_ema + tiny_spike)                # 41
-    # 42
-    share = (
-        one_minus_beta2_max + beta2_max_minus_beta2_min
-        * torch.where(0.0 < where_lt_warmup_steps_t_one_zero, ratio / (1.0 + ratio), 0.5)
-    )
-    share_sub = 1.0 - share
-    beta2_product = share_sub * beta2_product               # 51  beta2_product = (1 - share) * beta2_product
-    # -- encode and store
-    share_tensor = share
-    one_minus_share_tensor = share_sub
-    sqrt_one_minus_beta2_product_2_tensor = sqrt(1.0 - beta2_product)
-    put(stored["grad_ema"], grad_ema)
-    put(stored["beta2_product"], beta2_product)
-    return share_tensor, one_minus_share_tensor, sqrt_one_minus_beta2_product_2_tensor
-
-
-def kourkoutas_beta_exact(
-    stored, grad_scale, alpha, tiny_spike, one_minus_alpha, where_lt_warmup_steps_t_one_zero,
-    beta2_max_minus_beta2_min, one_minus_beta2_max, beta1, eps, one_minus_beta1, one_minus_lr_times_weight_decay,
-    lr_over_one_minus_beta1_pow_t, scalar_3, most,
-):
-
-    # == sweep 1: length (specs/kourkoutas_beta.py:39)
-    b = stored.over("g")
-    # -- load and decode
-    g = b.load("g")
-    g = grad_scale * g
-    # -- encode and store
-    tensor_sum_for_length_tensor = b.tensor_sum(g * g)
-
-    # == tensor: values of tensors
-    share_tensor, one_minus_share_tensor, sqrt_one_minus_beta2_product_2_tensor = kourkoutas_beta_exact_2(
-        stored, alpha, tiny_spike, one_minus_alpha, where_lt_warmup_steps_t_one_zero, beta2_max_minus_beta2_min,
-        one_minus_beta2_max, tensor_sum_for_length_tensor,
-    )
-
-    # == sweep 2: the update
-    b = stored.over("p", "g", "exp_avg", "exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    exp_avg = b.load("exp_avg")
-    g = b.load("g")
-    g = grad_scale * g
-    one_minus_share = b.spread(one_minus_share_tensor)
-    exp_avg_sq = b.load("exp_avg_sq")
-    share = b.spread(share_tensor)
-    sqrt_one_minus_beta2_product_2 = b.spread(sqrt_one_minus_beta2_product_2_tensor)
-    # -- update  (specs/kourkoutas_beta.py)
-    p = p * one_minus_lr_times_weight_decay                    # 45
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g            # 43
-    exp_avg_sq = one_minus_share * exp_avg_sq + share * g * g  # 44
-    # 52  step = lr / (1 - beta1**t) * exp_avg / (sqrt(second) / sqrt(1 - beta2_product) + eps)
-    step = lr_over_one_minus_beta1_pow_t * exp_avg / (sqrt(exp_avg_sq) / sqrt_one_minus_beta2_product_2 + eps)
-    p = p - smaller(larger(step, scalar_3), most)              # 58
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg_sq", exp_avg_sq)
-    b.store("exp_avg", exp_avg)
-
-
-def kourkoutas_beta_bias_correction(
-    stored, grad_scale, alpha, tiny_spike, one_minus_alpha, where_lt_warmup_steps_t_one_zero,
-    beta2_max_minus_beta2_min, one_minus_beta2_max, beta1, eps, one_minus_beta1, one_minus_lr_times_weight_decay,
-    lr_over_one_minus_beta1_pow_t, sqrt_one_minus_beta2_max_pow_t, scalar_4, most,
-):
-
-    # == sweep 1: length (specs/kourkoutas_beta.py:39)
-    b = stored.over("g")
-    # -- load and decode
-    g = b.load("g")
-    g = grad_scale * g
-    # -- encode and store
-    tensor_sum_for_length_tensor = b.tensor_sum(g * g)
-
-    # == tensor: values of tensors
-    share_tensor, one_minus_share_tensor = kourkoutas_beta_2(
-        stored, alpha, tiny_spike, one_minus_alpha, where_lt_warmup_steps_t_one_zero, beta2_max_minus_beta2_min,
-        one_minus_beta2_max, tensor_sum_for_length_tensor,
-    )
-
-    # == sweep 2: the update
-    b = stored.over("p", "g", "exp_avg", "exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    exp_avg = b.load("exp_avg")
-    g = b.load("g")
-    g = grad_scale * g
-    one_minus_share = b.spread(one_minus_share_tensor)
-    exp_avg_sq = b.load("exp_avg_sq")
-    share = b.spread(share_tensor)
-    # -- update  (specs/kourkoutas_beta.py)
-    p = p * one_minus_lr_times_weight_decay                    # 45
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g            # 43
-    exp_avg_sq = one_minus_share * exp_avg_sq + share * g * g  # 44
-    # 54  step = lr / (1 - beta1**t) * exp_avg / (sqrt(second) / sqrt(1 - beta2_max**t) + eps)
-    step = lr_over_one_minus_beta1_pow_t * exp_avg / (sqrt(exp_avg_sq) / sqrt_one_minus_beta2_max_pow_t + eps)
-    p = p - smaller(larger(step, scalar_4), most)              # 58
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg_sq", exp_avg_sq)
-    b.store("exp_avg", exp_avg)
-
-
-def kourkoutas_beta_amsgrad(
-    stored, grad_scale, alpha, tiny_spike, one_minus_alpha, where_lt_warmup_steps_t_one_zero,
-    beta2_max_minus_beta2_min, one_minus_beta2_max, lr, beta1, eps, decay, one_minus_beta1,
-    one_minus_lr_times_weight_decay, scalar_2, most,
-):
-
-    # == sweep 1: length (specs/kourkoutas_beta.py:39)
-    b = stored.over("g")
-    # -- load and decode
-    g = b.load("g")
-    g = grad_scale * g
-    # -- encode and store
-    tensor_sum_for_length_tensor = b.tensor_sum(g * g)
-
-    # == tensor: values of tensors
-    share_tensor, one_minus_share_tensor = kourkoutas_beta_2(
-        stored, alpha, tiny_spike, one_minus_alpha, where_lt_warmup_steps_t_one_zero, beta2_max_minus_beta2_min,
-        one_minus_beta2_max, tensor_sum_for_length_tensor,
-    )
-
-    # == sweep 2: the update
-    b = stored.over("p", "g", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    exp_avg = b.load("exp_avg")
-    g = b.load("g")
-    g = grad_scale * g
-    max_exp_avg_sq = b.load("max_exp_avg_sq")
-    one_minus_share = b.spread(one_minus_share_tensor)
-    exp_avg_sq = b.load("exp_avg_sq")
-    share = b.spread(share_tensor)
-    # -- update  (specs/kourkoutas_beta.py)
-    p = p * one_minus_lr_times_weight_decay                      # 45
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g              # 43
-    exp_avg_sq = one_minus_share * exp_avg_sq + share * g * g  # 44
-    # 48  max_exp_avg_sq = maximum(decay * max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = larger(decay * max_exp_avg_sq, exp_avg_sq)
-    step = lr * exp_avg / (sqrt(max_exp_avg_sq) + eps)           # 56
-    p = p - smaller(larger(step, scalar_2), most)                # 58
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg_sq", exp_avg_sq)
-    b.store("exp_avg", exp_avg)
-    b.store("max_exp_avg_sq", max_exp_avg_sq)
-
-
-def kourkoutas_beta_amsgrad_exact(
-    stored, grad_scale, alpha, tiny_spike, one_minus_alpha, where_lt_warmup_steps_t_one_zero,
-    beta2_max_minus_beta2_min, one_minus_beta2_max, beta1, eps, decay, one_minus_beta1,
-    one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, scalar_3, most,
-):
-
-    # == sweep 1: length (specs/kourkoutas_beta.py:39)
-    b = stored.over("g")
-    # -- load and decode
-    g = b.load("g")
-    g = grad_scale * g
-    # -- encode and store
-    tensor_sum_for_length_tensor = b.tensor_sum(g * g)
-
-    # == tensor: values of tensors
-    share_tensor, one_minus_share_tensor, sqrt_one_minus_beta2_product_2_tensor = kourkoutas_beta_exact_2(
-        stored, alpha, tiny_spike, one_minus_alpha, where_lt_warmup_steps_t_one_zero, beta2_max_minus_beta2_min,
-        one_minus_beta2_max, tensor_sum_for_length_tensor,
-    )
-
-    # == sweep 2: the update
-    b = stored.over("p", "g", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    exp_avg = b.load("exp_avg")
-    g = b.load("g")
-    g = grad_scale * g
-    max_exp_avg_sq = b.load("max_exp_avg_sq")
-    one_minus_share = b.spread(one_minus_share_tensor)
-    exp_avg_sq = b.load("exp_avg_sq")
-    share = b.spread(share_tensor)
-    sqrt_one_minus_beta2_product_2 = b.spread(sqrt_one_minus_beta2_product_2_tensor)
-    # -- update  (specs/kourkoutas_beta.py)
-    p = p * one_minus_lr_times_weight_decay                      # 45
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g              # 43
-    exp_avg_sq = one_minus_share * exp_avg_sq + share * g * g  # 44
-    max_exp_avg_sq = larger(decay * max_exp_avg_sq, exp_avg_sq)  # 48
-    step = lr_over_one_minus_beta1_pow_t * exp_avg / (sqrt(max_exp_avg_sq) / sqrt_one_minus_beta2_product_2 + eps)  # 52
-    p = p - smaller(larger(step, scalar_3), most)                # 58
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg_sq", exp_avg_sq)
-    b.store("exp_avg", exp_avg)
-    b.store("max_exp_avg_sq", max_exp_avg_sq)
-
-
-def kourkoutas_beta_amsgrad_bias_correction(
-    stored, grad_scale, alpha, tiny_spike, one_minus_alpha, where_lt_warmup_steps_t_one_zero,
-    beta2_max_minus_beta2_min, one_minus_beta2_max, beta1, eps, decay, one_minus_beta1,
-    one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, sqrt_one_minus_beta2_max_pow_t, scalar_4, most,
-):
-
-    # == sweep 1: length (specs/kourkoutas_beta.py:39)
-    b = stored.over("g")
-    # -- load and decode
-    g = b.load("g")
-    g = grad_scale * g
-    # -- encode and store
-    tensor_sum_for_length_tensor = b.tensor_sum(g * g)
-
-    # == tensor: values of tensors
-    share_tensor, one_minus_share_tensor = kourkoutas_beta_2(
-        stored, alpha, tiny_spike, one_minus_alpha, where_lt_warmup_steps_t_one_zero, beta2_max_minus_beta2_min,
-        one_minus_beta2_max, tensor_sum_for_length_tensor,
-    )
-
-    # == sweep 2: the update
-    b = stored.over("p", "g", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    exp_avg = b.load("exp_avg")
-    g = b.load("g")
-    g = grad_scale * g
-    max_exp_avg_sq = b.load("max_exp_avg_sq")
-    one_minus_share = b.spread(one_minus_share_tensor)
-    exp_avg_sq = b.load("exp_avg_sq")
-    share = b.spread(share_tensor)
-    # -- update  (specs/kourkoutas_beta.py)
-    p = p * one_minus_lr_times_weight_decay                      # 45
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g              # 43
-    exp_avg_sq = one_minus_share * exp_avg_sq + share * g * g  # 44
-    max_exp_avg_sq = larger(decay * max_exp_avg_sq, exp_avg_sq)  # 48
-    step = lr_over_one_minus_beta1_pow_t * exp_avg / (sqrt(max_exp_avg_sq) / sqrt_one_minus_beta2_max_pow_t + eps)  # 54
-    p = p - smaller(larger(step, scalar_4), most)                # 58
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg_sq", exp_avg_sq)
-    b.store("exp_avg", exp_avg)
-    b.store("max_exp_avg_sq", max_exp_avg_sq)
 
 
 # Scalars at a step, in fp64, with the new host states behind them.
@@ -676,32 +354,43 @@ def kernel_scalars_6(
 
 
 # What several of the records below have.
-STATES = (
-    StateRecord("exp_avg", normalized_by="exp_avg_sq"),
-    StateRecord("exp_avg_sq", nonneg=True),
-    StateRecord("grad_ema", nonneg=True, space="tensor"),
-)
-STATES_2 = (
-    StateRecord("exp_avg", normalized_by="exp_avg_sq"),
-    StateRecord("exp_avg_sq", nonneg=True),
-    StateRecord("max_exp_avg_sq", nonneg=True),
-    StateRecord("grad_ema", nonneg=True, space="tensor"),
-)
-SCALARS = (
-    "alpha", "tiny_spike", "grad_scale_times_grad_scale", "one_minus_alpha", "where_lt_warmup_steps_t_one_zero",
-    "beta2_max_minus_beta2_min", "one_minus_beta2_max", "beta1", "one_minus_beta1_times_grad_scale", "scalar_2",
-    "scalar_3", "scalar_4", "most", "one_minus_lr_times_weight_decay",
-)
 TEMPS = (
     Temp("tensor_sum_for_length", "tensor", reduction="tensor_sum", source="elem"),
     Temp("one_minus_share", "tensor"),
     Temp("share", "tensor"),
 )
 KOURKOUTAS_BETA_1 = Stage(
+    "kourkoutas_beta_1", "elem", level=0, scalars=(0,), temps=("tensor_sum_for_length",), reads=("g",),
+    sums=(("sum", ("tensor_sum_for_length",)),),
+)
+KOURKOUTAS_BETA_2 = Stage(
+    "kourkoutas_beta_2", "tensor", level=1, scalars=(1, 2, 3, 4, 5, 6), temps=("share", "one_minus_share"),
+    reads=("grad_ema", "tensor_sum_for_length"), stores=("grad_ema", "share", "one_minus_share"),
+    plus=("grad_ema", "share"),
+)
+TEMPS_2 = (
+    Temp("tensor_sum_for_length", "tensor", reduction="tensor_sum", source="elem"),
+    Temp("one_minus_share", "tensor"),
+    Temp("share", "tensor"),
+    Temp("sqrt_one_minus_beta2_product_2", "tensor"),
+)
+KOURKOUTAS_BETA_EXACT_2 = Stage(
+    "kourkoutas_beta_exact_2", "tensor", level=1, scalars=(1, 2, 3, 4, 5, 6),
+    temps=("share", "one_minus_share", "sqrt_one_minus_beta2_product_2"),
+    reads=("grad_ema", "beta2_product", "tensor_sum_for_length"),
+    stores=("grad_ema", "beta2_product", "share", "one_minus_share", "sqrt_one_minus_beta2_product_2"),
+    plus=("grad_ema", "share"),
+)
+SCALARS = (
+    "alpha", "tiny_spike", "grad_scale_times_grad_scale", "one_minus_alpha", "where_lt_warmup_steps_t_one_zero",
+    "beta2_max_minus_beta2_min", "one_minus_beta2_max", "beta1", "one_minus_beta1_times_grad_scale", "scalar_2",
+    "scalar_3", "scalar_4", "most", "one_minus_lr_times_weight_decay",
+)
+KOURKOUTAS_BETA_1_2 = Stage(
     "kourkoutas_beta_1", "elem", level=0, scalars=(), temps=("tensor_sum_for_length",), reads=("g",),
     sums=(("square", ("tensor_sum_for_length",)),),
 )
-KOURKOUTAS_BETA_2 = Stage(
+KOURKOUTAS_BETA_2_2 = Stage(
     "kourkoutas_beta_2", "tensor", level=1, scalars=tuple(range(7)), temps=("share", "one_minus_share"),
     reads=("grad_ema", "tensor_sum_for_length"), stores=("grad_ema", "share", "one_minus_share"),
     plus=("grad_ema", "share"),
@@ -711,13 +400,13 @@ KOURKOUTAS_BETA_3 = Stage(
     reads=("p", "g", "exp_avg", "exp_avg_sq", "one_minus_share", "share"), stores=("p", "exp_avg", "exp_avg_sq"),
     needs=(("exp_avg_sq", ("g", "exp_avg_sq", "one_minus_share", "share")),),
 )
-TEMPS_2 = (
+TEMPS_3 = (
     Temp("tensor_sum_for_length", "tensor", reduction="tensor_sum", source="elem"),
     Temp("one_minus_share", "tensor"),
     Temp("one_over_sqrt_one_minus_beta2_product_2", "tensor"),
     Temp("share", "tensor"),
 )
-KOURKOUTAS_BETA_EXACT_2 = Stage(
+KOURKOUTAS_BETA_EXACT_2_2 = Stage(
     "kourkoutas_beta_exact_2", "tensor", level=1, scalars=tuple(range(7)),
     temps=("share", "one_minus_share", "one_over_sqrt_one_minus_beta2_product_2"),
     reads=("grad_ema", "beta2_product", "tensor_sum_for_length"),
@@ -739,27 +428,20 @@ KOURKOUTAS_BETA_AMSGRAD_3 = Stage(
     ),
 )
 
-# The eager reference, in strict maths.
+# The states, and what of them a step makes.
 RULES = by_flags(
     {"amsgrad": False, "bias_correction": False, "exact": False},
     RuleRecord(
-        "kourkoutas_beta", "kourkoutas_beta",
-        scalars=(
-            "grad_scale", "alpha", "tiny_spike", "one_minus_alpha", "where_lt_warmup_steps_t_one_zero",
-            "beta2_max_minus_beta2_min", "one_minus_beta2_max", "lr", "beta1", "eps", "one_minus_beta1",
-            "one_minus_lr_times_weight_decay", "scalar_2", "most",
+        "kourkoutas_beta",
+        states=(
+            StateRecord("exp_avg", normalized_by="exp_avg_sq"),
+            StateRecord("exp_avg_sq", nonneg=True),
+            StateRecord("grad_ema", nonneg=True, space="tensor"),
         ),
-        host=host_scalars, states=STATES, spaces=("tensor",),
-        settings=({"amsgrad": False, "bias_correction": False, "exact": False},),
+        spaces=("tensor",), settings=({"amsgrad": False, "exact": False},),
     ),
     RuleRecord(
-        "kourkoutas_beta", "kourkoutas_beta_exact",
-        scalars=(
-            "grad_scale", "alpha", "tiny_spike", "one_minus_alpha", "where_lt_warmup_steps_t_one_zero",
-            "beta2_max_minus_beta2_min", "one_minus_beta2_max", "beta1", "eps", "one_minus_beta1",
-            "one_minus_lr_times_weight_decay", "lr_over_one_minus_beta1_pow_t", "scalar_3", "most",
-        ),
-        host=host_scalars_2,
+        "kourkoutas_beta",
         states=(
             StateRecord("exp_avg", normalized_by="exp_avg_sq"),
             StateRecord("exp_avg_sq", nonneg=True),
@@ -769,34 +451,17 @@ RULES = by_flags(
         spaces=("tensor",), settings=({"amsgrad": False, "exact": True},),
     ),
     RuleRecord(
-        "kourkoutas_beta", "kourkoutas_beta_bias_correction",
-        scalars=(
-            "grad_scale", "alpha", "tiny_spike", "one_minus_alpha", "where_lt_warmup_steps_t_one_zero",
-            "beta2_max_minus_beta2_min", "one_minus_beta2_max", "beta1", "eps", "one_minus_beta1",
-            "one_minus_lr_times_weight_decay", "lr_over_one_minus_beta1_pow_t", "sqrt_one_minus_beta2_max_pow_t",
-            "scalar_4", "most",
+        "kourkoutas_beta",
+        states=(
+            StateRecord("exp_avg", normalized_by="exp_avg_sq"),
+            StateRecord("exp_avg_sq", nonneg=True),
+            StateRecord("max_exp_avg_sq", nonneg=True),
+            StateRecord("grad_ema", nonneg=True, space="tensor"),
         ),
-        host=host_scalars_3, states=STATES, spaces=("tensor",),
-        settings=({"amsgrad": False, "bias_correction": True, "exact": False},),
+        spaces=("tensor",), settings=({"amsgrad": True, "exact": False},),
     ),
     RuleRecord(
-        "kourkoutas_beta", "kourkoutas_beta_amsgrad",
-        scalars=(
-            "grad_scale", "alpha", "tiny_spike", "one_minus_alpha", "where_lt_warmup_steps_t_one_zero",
-            "beta2_max_minus_beta2_min", "one_minus_beta2_max", "lr", "beta1", "eps", "decay", "one_minus_beta1",
-            "one_minus_lr_times_weight_decay", "scalar_2", "most",
-        ),
-        host=host_scalars_4, states=STATES_2, spaces=("tensor",),
-        settings=({"amsgrad": True, "bias_correction": False, "exact": False},),
-    ),
-    RuleRecord(
-        "kourkoutas_beta", "kourkoutas_beta_amsgrad_exact",
-        scalars=(
-            "grad_scale", "alpha", "tiny_spike", "one_minus_alpha", "where_lt_warmup_steps_t_one_zero",
-            "beta2_max_minus_beta2_min", "one_minus_beta2_max", "beta1", "eps", "decay", "one_minus_beta1",
-            "one_minus_lr_times_weight_decay", "lr_over_one_minus_beta1_pow_t", "scalar_3", "most",
-        ),
-        host=host_scalars_5,
+        "kourkoutas_beta",
         states=(
             StateRecord("exp_avg", normalized_by="exp_avg_sq"),
             StateRecord("exp_avg_sq", nonneg=True),
@@ -806,30 +471,158 @@ RULES = by_flags(
         ),
         spaces=("tensor",), settings=({"amsgrad": True, "exact": True},),
     ),
-    RuleRecord(
-        "kourkoutas_beta", "kourkoutas_beta_amsgrad_bias_correction",
-        scalars=(
+)
+
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({"amsgrad": False, "bias_correction": False, "exact": False},),
+        (
+            "grad_scale", "alpha", "tiny_spike", "one_minus_alpha", "where_lt_warmup_steps_t_one_zero",
+            "beta2_max_minus_beta2_min", "one_minus_beta2_max", "lr", "beta1", "eps", "one_minus_beta1",
+            "one_minus_lr_times_weight_decay", "scalar_2", "most",
+        ),
+        host=host_scalars, temps=TEMPS,
+        stages=(
+            KOURKOUTAS_BETA_1,
+            KOURKOUTAS_BETA_2,
+            Stage(
+                "kourkoutas_beta_3", "elem", level=2, scalars=(7, 8, 9, 0, 10, 11, 12, 13),
+                reads=("p", "g", "exp_avg", "exp_avg_sq", "one_minus_share", "share"),
+                stores=("p", "exp_avg", "exp_avg_sq"),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq", "one_minus_share", "share")),),
+            ),
+        ),
+        strict=True,
+    ),
+    Rule(
+        ({"amsgrad": False, "exact": True},),
+        (
+            "grad_scale", "alpha", "tiny_spike", "one_minus_alpha", "where_lt_warmup_steps_t_one_zero",
+            "beta2_max_minus_beta2_min", "one_minus_beta2_max", "beta1", "eps", "one_minus_beta1",
+            "one_minus_lr_times_weight_decay", "lr_over_one_minus_beta1_pow_t", "scalar_3", "most",
+        ),
+        host=host_scalars_2, temps=TEMPS_2,
+        stages=(
+            KOURKOUTAS_BETA_1,
+            KOURKOUTAS_BETA_EXACT_2,
+            Stage(
+                "kourkoutas_beta_exact_3", "elem", level=2, scalars=(7, 8, 0, 9, 10, 11, 12, 13),
+                reads=("p", "g", "exp_avg", "exp_avg_sq", "one_minus_share", "share", "sqrt_one_minus_beta2_product_2"),
+                stores=("p", "exp_avg", "exp_avg_sq"),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq", "one_minus_share", "share")),),
+            ),
+        ),
+        strict=True,
+    ),
+    Rule(
+        ({"amsgrad": False, "bias_correction": True, "exact": False},),
+        (
+            "grad_scale", "alpha", "tiny_spike", "one_minus_alpha", "where_lt_warmup_steps_t_one_zero",
+            "beta2_max_minus_beta2_min", "one_minus_beta2_max", "beta1", "eps", "one_minus_beta1",
+            "one_minus_lr_times_weight_decay", "lr_over_one_minus_beta1_pow_t", "sqrt_one_minus_beta2_max_pow_t",
+            "scalar_4", "most",
+        ),
+        host=host_scalars_3, temps=TEMPS,
+        stages=(
+            KOURKOUTAS_BETA_1,
+            KOURKOUTAS_BETA_2,
+            Stage(
+                "kourkoutas_beta_bias_correction_3", "elem", level=2, scalars=(7, 8, 0, 9, 10, 11, 12, 13, 14),
+                reads=("p", "g", "exp_avg", "exp_avg_sq", "one_minus_share", "share"),
+                stores=("p", "exp_avg", "exp_avg_sq"),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq", "one_minus_share", "share")),),
+            ),
+        ),
+        strict=True,
+    ),
+    Rule(
+        ({"amsgrad": True, "bias_correction": False, "exact": False},),
+        (
+            "grad_scale", "alpha", "tiny_spike", "one_minus_alpha", "where_lt_warmup_steps_t_one_zero",
+            "beta2_max_minus_beta2_min", "one_minus_beta2_max", "lr", "beta1", "eps", "decay", "one_minus_beta1",
+            "one_minus_lr_times_weight_decay", "scalar_2", "most",
+        ),
+        host=host_scalars_4, temps=TEMPS,
+        stages=(
+            KOURKOUTAS_BETA_1,
+            KOURKOUTAS_BETA_2,
+            Stage(
+                "kourkoutas_beta_amsgrad_3", "elem", level=2, scalars=(7, 8, 9, 10, 0, 11, 12, 13, 14),
+                reads=("p", "g", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "one_minus_share", "share"),
+                stores=("p", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"), picked=("max_exp_avg_sq",),
+                needs=(
+                    ("exp_avg_sq", ("g", "exp_avg_sq", "one_minus_share", "share")),
+                    ("max_exp_avg_sq", ("g", "exp_avg_sq", "max_exp_avg_sq", "one_minus_share", "share")),
+                ),
+            ),
+        ),
+        strict=True,
+    ),
+    Rule(
+        ({"amsgrad": True, "exact": True},),
+        (
+            "grad_scale", "alpha", "tiny_spike", "one_minus_alpha", "where_lt_warmup_steps_t_one_zero",
+            "beta2_max_minus_beta2_min", "one_minus_beta2_max", "beta1", "eps", "decay", "one_minus_beta1",
+            "one_minus_lr_times_weight_decay", "lr_over_one_minus_beta1_pow_t", "scalar_3", "most",
+        ),
+        host=host_scalars_5, temps=TEMPS_2,
+        stages=(
+            KOURKOUTAS_BETA_1,
+            KOURKOUTAS_BETA_EXACT_2,
+            Stage(
+                "kourkoutas_beta_amsgrad_exact_3", "elem", level=2, scalars=(7, 8, 9, 0, 10, 11, 12, 13, 14),
+                reads=(
+                    "p", "g", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "one_minus_share", "share",
+                    "sqrt_one_minus_beta2_product_2",
+                ),
+                stores=("p", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"), picked=("max_exp_avg_sq",),
+                needs=(
+                    ("exp_avg_sq", ("g", "exp_avg_sq", "one_minus_share", "share")),
+                    ("max_exp_avg_sq", ("g", "exp_avg_sq", "max_exp_avg_sq", "one_minus_share", "share")),
+                ),
+            ),
+        ),
+        strict=True,
+    ),
+    Rule(
+        ({"amsgrad": True, "bias_correction": True, "exact": False},),
+        (
             "grad_scale", "alpha", "tiny_spike", "one_minus_alpha", "where_lt_warmup_steps_t_one_zero",
             "beta2_max_minus_beta2_min", "one_minus_beta2_max", "beta1", "eps", "decay", "one_minus_beta1",
             "one_minus_lr_times_weight_decay", "lr_over_one_minus_beta1_pow_t", "sqrt_one_minus_beta2_max_pow_t",
             "scalar_4", "most",
         ),
-        host=host_scalars_6, states=STATES_2, spaces=("tensor",),
-        settings=({"amsgrad": True, "bias_correction": True, "exact": False},),
+        host=host_scalars_6, temps=TEMPS,
+        stages=(
+            KOURKOUTAS_BETA_1,
+            KOURKOUTAS_BETA_2,
+            Stage(
+                "kourkoutas_beta_amsgrad_bias_correction_3", "elem", level=2,
+                scalars=(7, 8, 9, 0, 10, 11, 12, 13, 14, 15),
+                reads=("p", "g", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "one_minus_share", "share"),
+                stores=("p", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"), picked=("max_exp_avg_sq",),
+                needs=(
+                    ("exp_avg_sq", ("g", "exp_avg_sq", "one_minus_share", "share")),
+                    ("max_exp_avg_sq", ("g", "exp_avg_sq", "max_exp_avg_sq", "one_minus_share", "share")),
+                ),
+            ),
+        ),
+        strict=True,
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: eps, fma, group, linear, reciprocal, step.
+# The step of kernels, in fast maths; rounding changed by: eps, fma, group, linear, reciprocal, step.
 STEPS = (
     Rule(
         ({"amsgrad": False, "bias_correction": False, "exact": False},), SCALARS, host=kernel_scalars, temps=TEMPS,
-        stages=(KOURKOUTAS_BETA_1, KOURKOUTAS_BETA_2, KOURKOUTAS_BETA_3),
+        stages=(KOURKOUTAS_BETA_1_2, KOURKOUTAS_BETA_2_2, KOURKOUTAS_BETA_3),
     ),
     Rule(
-        ({"amsgrad": False, "exact": True},), SCALARS, host=kernel_scalars_2, temps=TEMPS_2,
+        ({"amsgrad": False, "exact": True},), SCALARS, host=kernel_scalars_2, temps=TEMPS_3,
         stages=(
-            KOURKOUTAS_BETA_1,
-            KOURKOUTAS_BETA_EXACT_2,
+            KOURKOUTAS_BETA_1_2,
+            KOURKOUTAS_BETA_EXACT_2_2,
             Stage(
                 "kourkoutas_beta_exact_3", "elem", level=2, scalars=(7, 8, 2, 9, 10, 11, 12, 13),
                 reads=(
@@ -843,17 +636,17 @@ STEPS = (
     ),
     Rule(
         ({"amsgrad": False, "bias_correction": True, "exact": False},), SCALARS, host=kernel_scalars_3, temps=TEMPS,
-        stages=(KOURKOUTAS_BETA_1, KOURKOUTAS_BETA_2, KOURKOUTAS_BETA_3),
+        stages=(KOURKOUTAS_BETA_1_2, KOURKOUTAS_BETA_2_2, KOURKOUTAS_BETA_3),
     ),
     Rule(
         ({"amsgrad": True, "bias_correction": False, "exact": False},), SCALARS_2, host=kernel_scalars_4, temps=TEMPS,
-        stages=(KOURKOUTAS_BETA_1, KOURKOUTAS_BETA_2, KOURKOUTAS_BETA_AMSGRAD_3),
+        stages=(KOURKOUTAS_BETA_1_2, KOURKOUTAS_BETA_2_2, KOURKOUTAS_BETA_AMSGRAD_3),
     ),
     Rule(
-        ({"amsgrad": True, "exact": True},), SCALARS_2, host=kernel_scalars_5, temps=TEMPS_2,
+        ({"amsgrad": True, "exact": True},), SCALARS_2, host=kernel_scalars_5, temps=TEMPS_3,
         stages=(
-            KOURKOUTAS_BETA_1,
-            KOURKOUTAS_BETA_EXACT_2,
+            KOURKOUTAS_BETA_1_2,
+            KOURKOUTAS_BETA_EXACT_2_2,
             Stage(
                 "kourkoutas_beta_amsgrad_exact_3", "elem", level=2, scalars=(7, 8, 9, 2, 10, 11, 12, 13, 14),
                 reads=(
@@ -870,7 +663,7 @@ STEPS = (
     ),
     Rule(
         ({"amsgrad": True, "bias_correction": True, "exact": False},), SCALARS_2, host=kernel_scalars_6, temps=TEMPS,
-        stages=(KOURKOUTAS_BETA_1, KOURKOUTAS_BETA_2, KOURKOUTAS_BETA_AMSGRAD_3),
+        stages=(KOURKOUTAS_BETA_1_2, KOURKOUTAS_BETA_2_2, KOURKOUTAS_BETA_AMSGRAD_3),
     ),
 )
 

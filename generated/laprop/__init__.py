@@ -2,11 +2,8 @@
 #     laprop
 # fmt: off
 # ruff: noqa
-import torch
-
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, by_flags
 from optgen.runtime.records.scalars import divide, root, where
-from optgen.runtime.reference.eager import larger, sqrt
 
 
 class LaProp(Optimizer):
@@ -68,128 +65,6 @@ class LaProp(Optimizer):
             ),
             **options
         )
-
-
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def laprop(
-    stored, beta1, beta2, eps, grad_scale, one_minus_beta2, sqrt_one_minus_beta2_pow_t, one_minus_beta1,
-    lr_over_one_minus_beta1_pow_t, one_minus_lr_times_weight_decay,
-):
-    b = stored.over("p", "g", "exp_avg", "exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    exp_avg = b.load("exp_avg")
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/laprop.py)
-    # 29  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
-    # 38  scaled = g / (sqrt(second) / sqrt(1 - beta2**t) + eps)
-    scaled = g / (sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps)
-    # 39  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * scaled
-    p = p - lr_over_one_minus_beta1_pow_t * exp_avg                     # 40  p = p - lr / (1 - beta1**t) * exp_avg
-    p = p * one_minus_lr_times_weight_decay                             # 41  p = decoupled(p, lr, weight_decay)
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg", exp_avg)
-    b.store("exp_avg_sq", exp_avg_sq)
-
-
-def laprop_centered(
-    stored, beta1, beta2, eps, grad_scale, one_minus_beta2, where_lt_steps_before_using_centered_t_one_zero,
-    sqrt_one_minus_beta2_pow_t, one_minus_beta1, lr_over_one_minus_beta1_pow_t, one_minus_lr_times_weight_decay,
-):
-    b = stored.over("p", "g", "exp_avg", "exp_avg_sq", "exp_mean")
-    # -- load and decode
-    p = b.load("p")
-    exp_avg = b.load("exp_avg")
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg_sq = b.load("exp_avg_sq")
-    exp_mean = b.load("exp_mean")
-    # -- update  (specs/laprop.py)
-    g_mul = one_minus_beta2 * g
-    exp_avg_sq = beta2 * exp_avg_sq + g_mul * g  # 29
-    exp_mean = beta2 * exp_mean + g_mul                             # 32  exp_mean = beta2 * exp_mean + (1 - beta2) * g
-    # 33  second = maximum(exp_avg_sq - where(counts, exp_mean * exp_mean, 0.0), 0.0)
-    second = larger(
-        exp_avg_sq - torch.where(0.0 < where_lt_steps_before_using_centered_t_one_zero, exp_mean * exp_mean, 0.0), 0.0
-    )
-    scaled = g / (sqrt(second) / sqrt_one_minus_beta2_pow_t + eps)  # 38
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * scaled  # 39
-    p = p - lr_over_one_minus_beta1_pow_t * exp_avg                 # 40
-    p = p * one_minus_lr_times_weight_decay                         # 41
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg_sq", exp_avg_sq)
-    b.store("exp_avg", exp_avg)
-    b.store("exp_mean", exp_mean)
-
-
-def laprop_amsgrad(
-    stored, beta1, beta2, eps, grad_scale, one_minus_beta2, sqrt_one_minus_beta2_pow_t, one_minus_beta1,
-    lr_over_one_minus_beta1_pow_t, one_minus_lr_times_weight_decay,
-):
-    b = stored.over("p", "g", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    exp_avg = b.load("exp_avg")
-    g = b.load("g")
-    g = grad_scale * g
-    max_exp_avg_sq = b.load("max_exp_avg_sq")
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/laprop.py)
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g  # 29
-    largest = larger(max_exp_avg_sq, exp_avg_sq)                     # 35  largest = maximum(max_exp_avg_sq, second)
-    scaled = g / (sqrt(largest) / sqrt_one_minus_beta2_pow_t + eps)  # 38
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * scaled  # 39
-    p = p - lr_over_one_minus_beta1_pow_t * exp_avg                  # 40
-    p = p * one_minus_lr_times_weight_decay                          # 41
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg", exp_avg)
-    b.store("exp_avg_sq", exp_avg_sq)
-    b.store("max_exp_avg_sq", largest)
-
-
-def laprop_amsgrad_centered(
-    stored, beta1, beta2, eps, grad_scale, one_minus_beta2, where_lt_steps_before_using_centered_t_one_zero,
-    sqrt_one_minus_beta2_pow_t, one_minus_beta1, lr_over_one_minus_beta1_pow_t, one_minus_lr_times_weight_decay,
-):
-    b = stored.over("p", "g", "exp_avg", "exp_avg_sq", "exp_mean", "max_exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    exp_avg = b.load("exp_avg")
-    g = b.load("g")
-    g = grad_scale * g
-    max_exp_avg_sq = b.load("max_exp_avg_sq")
-    exp_avg_sq = b.load("exp_avg_sq")
-    exp_mean = b.load("exp_mean")
-    # -- update  (specs/laprop.py)
-    g_mul = one_minus_beta2 * g
-    exp_avg_sq = beta2 * exp_avg_sq + g_mul * g  # 29
-    exp_mean = beta2 * exp_mean + g_mul                             # 32
-    # 33
-    second = larger(
-        exp_avg_sq - torch.where(0.0 < where_lt_steps_before_using_centered_t_one_zero, exp_mean * exp_mean, 0.0), 0.0
-    )
-    largest = larger(max_exp_avg_sq, second)                        # 35
-    # 37  second = where(counts, largest, second) if centered else largest
-    second = torch.where(0.0 < where_lt_steps_before_using_centered_t_one_zero, largest, second)
-    scaled = g / (sqrt(second) / sqrt_one_minus_beta2_pow_t + eps)  # 38
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * scaled  # 39
-    p = p - lr_over_one_minus_beta1_pow_t * exp_avg                 # 40
-    p = p * one_minus_lr_times_weight_decay                         # 41
-    # 36  max_exp_avg_sq = where(counts, largest, max_exp_avg_sq) if centered else largest
-    max_exp_avg_sq = torch.where(0.0 < where_lt_steps_before_using_centered_t_one_zero, largest, max_exp_avg_sq)
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg_sq", exp_avg_sq)
-    b.store("exp_avg", exp_avg)
-    b.store("exp_mean", exp_mean)
-    b.store("max_exp_avg_sq", max_exp_avg_sq)
 
 
 # Scalars at a step, in fp64, with the new host states behind them.
@@ -272,16 +147,15 @@ SCALARS_4 = (
     "one_minus_lr_times_weight_decay",
 )
 
-# The eager reference, in strict maths.
+# The states, and what of them a step makes.
 RULES = by_flags(
     {"amsgrad": False, "centered": False},
     RuleRecord(
-        "laprop", "laprop", scalars=SCALARS, host=host_scalars,
-        states=(StateRecord("exp_avg"), StateRecord("exp_avg_sq", nonneg=True)),
+        "laprop", states=(StateRecord("exp_avg"), StateRecord("exp_avg_sq", nonneg=True)),
         settings=({"amsgrad": False, "centered": False},),
     ),
     RuleRecord(
-        "laprop", "laprop_centered", scalars=SCALARS_2, host=host_scalars_2,
+        "laprop",
         states=(
             StateRecord("exp_avg"),
             StateRecord("exp_avg_sq", nonneg=True),
@@ -290,7 +164,7 @@ RULES = by_flags(
         settings=({"amsgrad": False, "centered": True},),
     ),
     RuleRecord(
-        "laprop", "laprop_amsgrad", scalars=SCALARS, host=host_scalars,
+        "laprop",
         states=(
             StateRecord("exp_avg"),
             StateRecord("exp_avg_sq", nonneg=True),
@@ -299,7 +173,7 @@ RULES = by_flags(
         settings=({"amsgrad": True, "centered": False},),
     ),
     RuleRecord(
-        "laprop", "laprop_amsgrad_centered", scalars=SCALARS_2, host=host_scalars_2,
+        "laprop",
         states=(
             StateRecord("exp_avg"),
             StateRecord("exp_avg_sq", nonneg=True),
@@ -310,7 +184,63 @@ RULES = by_flags(
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: eps, fma, group, reciprocal.
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({"amsgrad": False, "centered": False},), SCALARS, host=host_scalars,
+        stages=(
+            Stage(
+                "laprop", "elem", level=0, scalars=tuple(range(9)), reads=("p", "g", "exp_avg", "exp_avg_sq"),
+                stores=("p", "exp_avg", "exp_avg_sq"), plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+            ),
+        ),
+        strict=True,
+    ),
+    Rule(
+        ({"amsgrad": False, "centered": True},), SCALARS_2, host=host_scalars_2,
+        stages=(
+            Stage(
+                "laprop_centered", "elem", level=0, scalars=tuple(range(10)),
+                reads=("p", "g", "exp_avg", "exp_avg_sq", "exp_mean"),
+                stores=("p", "exp_avg", "exp_avg_sq", "exp_mean"), plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+            ),
+        ),
+        strict=True,
+    ),
+    Rule(
+        ({"amsgrad": True, "centered": False},), SCALARS, host=host_scalars,
+        stages=(
+            Stage(
+                "laprop_amsgrad", "elem", level=0, scalars=tuple(range(9)),
+                reads=("p", "g", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+                stores=("p", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"), plus=("exp_avg_sq", "max_exp_avg_sq"),
+                picked=("max_exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq")), ("max_exp_avg_sq", ("g", "exp_avg_sq", "max_exp_avg_sq"))),
+            ),
+        ),
+        strict=True,
+    ),
+    Rule(
+        ({"amsgrad": True, "centered": True},), SCALARS_2, host=host_scalars_2,
+        stages=(
+            Stage(
+                "laprop_amsgrad_centered", "elem", level=0, scalars=tuple(range(10)),
+                reads=("p", "g", "exp_avg", "exp_avg_sq", "exp_mean", "max_exp_avg_sq"),
+                stores=("p", "exp_avg", "exp_avg_sq", "exp_mean", "max_exp_avg_sq"), plus=("exp_avg_sq",),
+                picked=("max_exp_avg_sq",),
+                needs=(
+                    ("exp_avg_sq", ("g", "exp_avg_sq")),
+                    ("max_exp_avg_sq", ("g", "exp_avg_sq", "exp_mean", "max_exp_avg_sq")),
+                ),
+            ),
+        ),
+        strict=True,
+    ),
+)
+
+# The step of kernels, in fast maths; rounding changed by: eps, fma, group, reciprocal.
 STEPS = (
     Rule(
         ({"amsgrad": False, "centered": False},), SCALARS_3, host=kernel_scalars,

@@ -4,7 +4,6 @@
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, by_flags
 from optgen.runtime.records.scalars import divide
-from optgen.runtime.reference.eager import sqrt
 
 
 class LionK(Optimizer):
@@ -42,47 +41,6 @@ class LionK(Optimizer):
 
     def __init__(self, params, lr=0.0001, betas=(0.9, 0.99), e=0.001, weight_decay=0.0, huber=False, **options):
         super().__init__(params, dict(lr=lr, betas=betas, e=e, weight_decay=weight_decay, huber=huber), **options)
-
-
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def lion_k(
-    stored, lr, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, e_times_e,
-    one_minus_beta2,
-):
-    b = stored.over("p", "g", "exp_avg")
-    # -- load and decode
-    p = b.load("p")
-    exp_avg = b.load("exp_avg")
-    g = b.load("g")
-    g = grad_scale * g
-    # -- update  (specs/lion_k.py)
-    p = p * one_minus_lr_times_weight_decay                 # 23  p = decoupled(p, lr, weight_decay)
-    mixed = beta1 * exp_avg + one_minus_beta1 * g           # 24  mixed = beta1 * exp_avg + (1 - beta1) * g
-    # 25  p = p - lr * (clip(mixed / e, -1.0, 1.0) if huber else mixed / sqrt(mixed * mixed + e * e))
-    p = p - lr * (mixed / sqrt(mixed * mixed + e_times_e))
-    exp_avg = beta2 * exp_avg + one_minus_beta2 * g         # 26  exp_avg = beta2 * exp_avg + (1 - beta2) * g
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg", exp_avg)
-
-
-def lion_k_huber(
-    stored, lr, beta1, beta2, e, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
-):
-    b = stored.over("p", "g", "exp_avg")
-    # -- load and decode
-    p = b.load("p")
-    exp_avg = b.load("exp_avg")
-    g = b.load("g")
-    g = grad_scale * g
-    # -- update  (specs/lion_k.py)
-    p = p * one_minus_lr_times_weight_decay                  # 23
-    mixed = beta1 * exp_avg + one_minus_beta1 * g            # 24
-    p = p - lr * (mixed / e).clamp(min=-1.0).clamp(max=1.0)  # 25
-    exp_avg = beta2 * exp_avg + one_minus_beta2 * g          # 26
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg", exp_avg)
 
 
 # Scalars at a step, in fp64, with the new host states behind them.
@@ -129,28 +87,44 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, e, weight_decay):
     )
 
 
-# The eager reference, in strict maths.
-RULES = by_flags(
-    {"huber": False},
-    RuleRecord(
-        "lion_k", "lion_k",
-        scalars=(
+# The states, and what of them a step makes.
+RULES = by_flags({"huber": False}, RuleRecord("lion_k", states=(StateRecord("exp_avg"),)))
+
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({"huber": False},),
+        (
             "lr", "beta1", "beta2", "grad_scale", "one_minus_lr_times_weight_decay", "one_minus_beta1", "e_times_e",
             "one_minus_beta2",
         ),
-        host=host_scalars, states=(StateRecord("exp_avg"),), settings=({"huber": False},),
+        host=host_scalars,
+        stages=(
+            Stage(
+                "lion_k", "elem", level=0, scalars=tuple(range(8)), reads=("p", "g", "exp_avg"),
+                stores=("p", "exp_avg"),
+            ),
+        ),
+        strict=True,
     ),
-    RuleRecord(
-        "lion_k", "lion_k_huber",
-        scalars=(
+    Rule(
+        ({"huber": True},),
+        (
             "lr", "beta1", "beta2", "e", "grad_scale", "one_minus_lr_times_weight_decay", "one_minus_beta1",
             "one_minus_beta2",
         ),
-        host=host_scalars_2, states=(StateRecord("exp_avg"),), settings=({"huber": True},),
+        host=host_scalars_2,
+        stages=(
+            Stage(
+                "lion_k_huber", "elem", level=0, scalars=tuple(range(8)), reads=("p", "g", "exp_avg"),
+                stores=("p", "exp_avg"),
+            ),
+        ),
+        strict=True,
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: fma, group, reciprocal.
+# The step of kernels, in fast maths; rounding changed by: fma, group, reciprocal.
 STEPS = (
     Rule(
         ({"huber": False},),

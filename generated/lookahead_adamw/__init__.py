@@ -4,7 +4,6 @@
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, by_flags
 from optgen.runtime.records.scalars import divide, maximum, root, where
-from optgen.runtime.reference.eager import larger, sqrt
 
 
 class LookaheadAdamW(Optimizer):
@@ -64,113 +63,6 @@ class LookaheadAdamW(Optimizer):
             ),
             **options
         )
-
-
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def lookahead_adamw(
-    stored, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
-    sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
-):
-    b = stored.over("p", "g", "exp_avg", "exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    exp_avg = b.load("exp_avg")
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/lookahead_adamw.py)
-    p = p * one_minus_lr_times_weight_decay                      # 30  p = decoupled(p, rate, weight_decay)
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g              # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
-    denom = sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps  # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
-    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom      # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg_sq", exp_avg_sq)
-    b.store("exp_avg", exp_avg)
-
-
-def lookahead_adamw_sync(
-    stored, beta1, beta2, eps, alpha, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
-    sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
-):
-    b = stored.over("p", "g", "exp_avg", "exp_avg_sq", "slow")
-    # -- load and decode
-    slow = b.load("slow")
-    p = b.load("p")
-    exp_avg = b.load("exp_avg")
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/lookahead_adamw.py)
-    p = p * one_minus_lr_times_weight_decay                      # 30
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g              # 31
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g  # 32
-    denom = sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps  # 36
-    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom      # 37
-    # -- encode and store
-    slow_add = slow + alpha * (p - slow)
-    b.store("p", slow_add)
-    b.store("exp_avg_sq", exp_avg_sq)
-    b.store("exp_avg", exp_avg)
-    b.store("slow", slow_add)
-
-
-def lookahead_adamw_amsgrad(
-    stored, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
-    sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
-):
-    b = stored.over("p", "g", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    exp_avg = b.load("exp_avg")
-    g = b.load("g")
-    g = grad_scale * g
-    max_exp_avg_sq = b.load("max_exp_avg_sq")
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/lookahead_adamw.py)
-    p = p * one_minus_lr_times_weight_decay                          # 30
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g                  # 31
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g  # 32
-    # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq)
-    denom = sqrt(max_exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps  # 36
-    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg_sq", exp_avg_sq)
-    b.store("exp_avg", exp_avg)
-    b.store("max_exp_avg_sq", max_exp_avg_sq)
-
-
-def lookahead_adamw_amsgrad_sync(
-    stored, beta1, beta2, eps, alpha, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
-    sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
-):
-    b = stored.over("p", "g", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "slow")
-    # -- load and decode
-    slow = b.load("slow")
-    p = b.load("p")
-    exp_avg = b.load("exp_avg")
-    g = b.load("g")
-    g = grad_scale * g
-    max_exp_avg_sq = b.load("max_exp_avg_sq")
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/lookahead_adamw.py)
-    p = p * one_minus_lr_times_weight_decay                          # 30
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g                  # 31
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g  # 32
-    max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq)  # 34
-    denom = sqrt(max_exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps  # 36
-    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37
-    # -- encode and store
-    slow_add = slow + alpha * (p - slow)
-    b.store("p", slow_add)
-    b.store("exp_avg_sq", exp_avg_sq)
-    b.store("exp_avg", exp_avg)
-    b.store("max_exp_avg_sq", max_exp_avg_sq)
-    b.store("slow", slow_add)
 
 
 # Scalars at a step, in fp64, with the new host states behind them.
@@ -292,18 +184,33 @@ def kernel_scalars_4(step, grad_scale, *, lr, betas, eps, weight_decay, lookahea
 
 
 # What several of the records below have.
-SCALARS = (
-    "beta1", "beta2", "eps", "grad_scale", "one_minus_lr_times_weight_decay", "one_minus_beta1", "one_minus_beta2",
-    "sqrt_one_minus_beta2_pow_t", "lr_over_one_minus_beta1_pow_t",
-)
 STATES = (
     StateRecord("exp_avg", normalized_by="exp_avg_sq"),
     StateRecord("exp_avg_sq", nonneg=True),
     StateRecord("slow", init="param"),
 )
+STATES_2 = (
+    StateRecord("exp_avg", normalized_by="exp_avg_sq"),
+    StateRecord("exp_avg_sq", nonneg=True),
+    StateRecord("max_exp_avg_sq", nonneg=True, nearest=True),
+    StateRecord("slow", init="param"),
+)
+SCALARS = (
+    "beta1", "beta2", "eps", "grad_scale", "one_minus_lr_times_weight_decay", "one_minus_beta1", "one_minus_beta2",
+    "sqrt_one_minus_beta2_pow_t", "lr_over_one_minus_beta1_pow_t",
+)
+LOOKAHEAD_ADAMW = Stage(
+    "lookahead_adamw", "elem", level=0, scalars=tuple(range(9)), reads=("p", "g", "exp_avg", "exp_avg_sq"),
+    stores=("p", "exp_avg", "exp_avg_sq"), plus=("exp_avg_sq",), needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+)
 SCALARS_2 = (
     "beta1", "beta2", "eps", "alpha", "grad_scale", "one_minus_lr_times_weight_decay", "one_minus_beta1",
     "one_minus_beta2", "sqrt_one_minus_beta2_pow_t", "lr_over_one_minus_beta1_pow_t",
+)
+LOOKAHEAD_ADAMW_SYNC = Stage(
+    "lookahead_adamw_sync", "elem", level=0, scalars=tuple(range(10)),
+    reads=("p", "g", "exp_avg", "exp_avg_sq", "slow"), stores=("p", "exp_avg", "exp_avg_sq", "slow"),
+    plus=("exp_avg_sq",), needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
 )
 SCALARS_3 = (
     "beta1", "beta2", "eps", "grad_scale", "scalar_0", "one_minus_beta1", "one_minus_beta2",
@@ -313,17 +220,25 @@ SCALARS_4 = (
     "beta1", "beta2", "eps", "alpha", "grad_scale", "scalar_0", "one_minus_beta1", "one_minus_beta2",
     "sqrt_one_minus_beta2_pow_t", "lr_over_one_minus_beta1_pow_t",
 )
-STATES_2 = (
-    StateRecord("exp_avg", normalized_by="exp_avg_sq"),
-    StateRecord("exp_avg_sq", nonneg=True),
-    StateRecord("max_exp_avg_sq", nonneg=True, nearest=True),
-    StateRecord("slow", init="param"),
+LOOKAHEAD_ADAMW_AMSGRAD = Stage(
+    "lookahead_adamw_amsgrad", "elem", level=0, scalars=tuple(range(9)),
+    reads=("p", "g", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+    stores=("p", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"), plus=("exp_avg_sq", "max_exp_avg_sq"),
+    picked=("max_exp_avg_sq",),
+    needs=(("exp_avg_sq", ("g", "exp_avg_sq")), ("max_exp_avg_sq", ("g", "exp_avg_sq", "max_exp_avg_sq"))),
+)
+LOOKAHEAD_ADAMW_AMSGRAD_SYNC = Stage(
+    "lookahead_adamw_amsgrad_sync", "elem", level=0, scalars=tuple(range(10)),
+    reads=("p", "g", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "slow"),
+    stores=("p", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "slow"), plus=("exp_avg_sq", "max_exp_avg_sq"),
+    picked=("max_exp_avg_sq",),
+    needs=(("exp_avg_sq", ("g", "exp_avg_sq")), ("max_exp_avg_sq", ("g", "exp_avg_sq", "max_exp_avg_sq"))),
 )
 SCALARS_5 = (
     "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3",
     "scalar_4",
 )
-LOOKAHEAD_ADAMW = Stage(
+LOOKAHEAD_ADAMW_2 = Stage(
     "lookahead_adamw", "elem", level=0, scalars=tuple(range(7)), reads=("p", "g", "exp_avg", "exp_avg_sq"),
     stores=("p", "exp_avg", "exp_avg_sq"), plus=("exp_avg_sq",), needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
 )
@@ -331,7 +246,7 @@ SCALARS_6 = (
     "beta1", "beta2", "alpha", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
     "scalar_3", "scalar_4",
 )
-LOOKAHEAD_ADAMW_SYNC = Stage(
+LOOKAHEAD_ADAMW_SYNC_2 = Stage(
     "lookahead_adamw_sync", "elem", level=0, scalars=tuple(range(8)), reads=("p", "g", "exp_avg", "exp_avg_sq", "slow"),
     stores=("p", "exp_avg", "exp_avg_sq", "slow"), plus=("exp_avg_sq",), needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
 )
@@ -339,14 +254,14 @@ SCALARS_7 = ("beta1", "beta2", "scalar_0", "one_minus_beta1_times_grad_scale", "
 SCALARS_8 = (
     "beta1", "beta2", "alpha", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3", "scalar_4",
 )
-LOOKAHEAD_ADAMW_AMSGRAD = Stage(
+LOOKAHEAD_ADAMW_AMSGRAD_2 = Stage(
     "lookahead_adamw_amsgrad", "elem", level=0, scalars=tuple(range(7)),
     reads=("p", "g", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
     stores=("p", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"), plus=("exp_avg_sq", "max_exp_avg_sq"),
     picked=("max_exp_avg_sq",),
     needs=(("exp_avg_sq", ("g", "exp_avg_sq")), ("max_exp_avg_sq", ("g", "exp_avg_sq", "max_exp_avg_sq"))),
 )
-LOOKAHEAD_ADAMW_AMSGRAD_SYNC = Stage(
+LOOKAHEAD_ADAMW_AMSGRAD_SYNC_2 = Stage(
     "lookahead_adamw_amsgrad_sync", "elem", level=0, scalars=tuple(range(8)),
     reads=("p", "g", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "slow"),
     stores=("p", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "slow"), plus=("exp_avg_sq", "max_exp_avg_sq"),
@@ -354,84 +269,112 @@ LOOKAHEAD_ADAMW_AMSGRAD_SYNC = Stage(
     needs=(("exp_avg_sq", ("g", "exp_avg_sq")), ("max_exp_avg_sq", ("g", "exp_avg_sq", "max_exp_avg_sq"))),
 )
 
-# The eager reference, in strict maths.
+# The states, and what of them a step makes.
 RULES = by_flags(
     {"amsgrad": False, "decouple_lr": False, "sync": False},
     RuleRecord(
-        "lookahead_adamw", "lookahead_adamw", scalars=SCALARS, host=host_scalars, states=STATES,
-        unchanged=(("slow",), ()), differs=("p", "slow"),
+        "lookahead_adamw", states=STATES, unchanged=(("slow",), ()), differs=("p", "slow"),
         settings=({"amsgrad": False, "decouple_lr": False, "sync": False},),
     ),
     RuleRecord(
-        "lookahead_adamw", "lookahead_adamw_sync", scalars=SCALARS_2, host=host_scalars_2, states=STATES,
-        unchanged=((), ("slow",)), differs=("p", "slow"),
+        "lookahead_adamw", states=STATES, unchanged=((), ("slow",)), differs=("p", "slow"),
         settings=({"amsgrad": False, "decouple_lr": False, "sync": True},),
     ),
     RuleRecord(
-        "lookahead_adamw", "lookahead_adamw", scalars=SCALARS_3, host=host_scalars_3, states=STATES,
-        host_states=(("peak_lr", 0.0),), unchanged=(("slow",), ()), differs=("p", "slow"),
-        settings=({"amsgrad": False, "decouple_lr": True, "sync": False},),
+        "lookahead_adamw", states=STATES, host_states=(("peak_lr", 0.0),), unchanged=(("slow",), ()),
+        differs=("p", "slow"), settings=({"amsgrad": False, "decouple_lr": True, "sync": False},),
     ),
     RuleRecord(
-        "lookahead_adamw", "lookahead_adamw_sync", scalars=SCALARS_4, host=host_scalars_4, states=STATES,
-        host_states=(("peak_lr", 0.0),), unchanged=((), ("slow",)), differs=("p", "slow"),
-        settings=({"amsgrad": False, "decouple_lr": True, "sync": True},),
+        "lookahead_adamw", states=STATES, host_states=(("peak_lr", 0.0),), unchanged=((), ("slow",)),
+        differs=("p", "slow"), settings=({"amsgrad": False, "decouple_lr": True, "sync": True},),
     ),
     RuleRecord(
-        "lookahead_adamw", "lookahead_adamw_amsgrad", scalars=SCALARS, host=host_scalars, states=STATES_2,
-        unchanged=(("slow",), ()), differs=("p", "slow"),
+        "lookahead_adamw", states=STATES_2, unchanged=(("slow",), ()), differs=("p", "slow"),
         settings=({"amsgrad": True, "decouple_lr": False, "sync": False},),
     ),
     RuleRecord(
-        "lookahead_adamw", "lookahead_adamw_amsgrad_sync", scalars=SCALARS_2, host=host_scalars_2, states=STATES_2,
-        unchanged=((), ("slow",)), differs=("p", "slow"),
+        "lookahead_adamw", states=STATES_2, unchanged=((), ("slow",)), differs=("p", "slow"),
         settings=({"amsgrad": True, "decouple_lr": False, "sync": True},),
     ),
     RuleRecord(
-        "lookahead_adamw", "lookahead_adamw_amsgrad", scalars=SCALARS_3, host=host_scalars_3, states=STATES_2,
-        host_states=(("peak_lr", 0.0),), unchanged=(("slow",), ()), differs=("p", "slow"),
-        settings=({"amsgrad": True, "decouple_lr": True, "sync": False},),
+        "lookahead_adamw", states=STATES_2, host_states=(("peak_lr", 0.0),), unchanged=(("slow",), ()),
+        differs=("p", "slow"), settings=({"amsgrad": True, "decouple_lr": True, "sync": False},),
     ),
     RuleRecord(
-        "lookahead_adamw", "lookahead_adamw_amsgrad_sync", scalars=SCALARS_4, host=host_scalars_4, states=STATES_2,
-        host_states=(("peak_lr", 0.0),), unchanged=((), ("slow",)), differs=("p", "slow"),
-        settings=({"amsgrad": True, "decouple_lr": True, "sync": True},),
+        "lookahead_adamw", states=STATES_2, host_states=(("peak_lr", 0.0),), unchanged=((), ("slow",)),
+        differs=("p", "slow"), settings=({"amsgrad": True, "decouple_lr": True, "sync": True},),
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: eps, fma, group, reciprocal, step.
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({"amsgrad": False, "decouple_lr": False, "sync": False},), SCALARS, host=host_scalars,
+        stages=(LOOKAHEAD_ADAMW,), strict=True,
+    ),
+    Rule(
+        ({"amsgrad": False, "decouple_lr": False, "sync": True},), SCALARS_2, host=host_scalars_2,
+        stages=(LOOKAHEAD_ADAMW_SYNC,), strict=True,
+    ),
+    Rule(
+        ({"amsgrad": False, "decouple_lr": True, "sync": False},), SCALARS_3, host=host_scalars_3,
+        stages=(LOOKAHEAD_ADAMW,), strict=True,
+    ),
+    Rule(
+        ({"amsgrad": False, "decouple_lr": True, "sync": True},), SCALARS_4, host=host_scalars_4,
+        stages=(LOOKAHEAD_ADAMW_SYNC,), strict=True,
+    ),
+    Rule(
+        ({"amsgrad": True, "decouple_lr": False, "sync": False},), SCALARS, host=host_scalars,
+        stages=(LOOKAHEAD_ADAMW_AMSGRAD,), strict=True,
+    ),
+    Rule(
+        ({"amsgrad": True, "decouple_lr": False, "sync": True},), SCALARS_2, host=host_scalars_2,
+        stages=(LOOKAHEAD_ADAMW_AMSGRAD_SYNC,), strict=True,
+    ),
+    Rule(
+        ({"amsgrad": True, "decouple_lr": True, "sync": False},), SCALARS_3, host=host_scalars_3,
+        stages=(LOOKAHEAD_ADAMW_AMSGRAD,), strict=True,
+    ),
+    Rule(
+        ({"amsgrad": True, "decouple_lr": True, "sync": True},), SCALARS_4, host=host_scalars_4,
+        stages=(LOOKAHEAD_ADAMW_AMSGRAD_SYNC,), strict=True,
+    ),
+)
+
+# The step of kernels, in fast maths; rounding changed by: eps, fma, group, reciprocal, step.
 STEPS = (
     Rule(
         ({"amsgrad": False, "decouple_lr": False, "sync": False},), SCALARS_5, host=kernel_scalars,
-        stages=(LOOKAHEAD_ADAMW,),
+        stages=(LOOKAHEAD_ADAMW_2,),
     ),
     Rule(
         ({"amsgrad": False, "decouple_lr": False, "sync": True},), SCALARS_6, host=kernel_scalars_2,
-        stages=(LOOKAHEAD_ADAMW_SYNC,),
+        stages=(LOOKAHEAD_ADAMW_SYNC_2,),
     ),
     Rule(
         ({"amsgrad": False, "decouple_lr": True, "sync": False},), SCALARS_7, host=kernel_scalars_3,
-        stages=(LOOKAHEAD_ADAMW,),
+        stages=(LOOKAHEAD_ADAMW_2,),
     ),
     Rule(
         ({"amsgrad": False, "decouple_lr": True, "sync": True},), SCALARS_8, host=kernel_scalars_4,
-        stages=(LOOKAHEAD_ADAMW_SYNC,),
+        stages=(LOOKAHEAD_ADAMW_SYNC_2,),
     ),
     Rule(
         ({"amsgrad": True, "decouple_lr": False, "sync": False},), SCALARS_5, host=kernel_scalars,
-        stages=(LOOKAHEAD_ADAMW_AMSGRAD,),
+        stages=(LOOKAHEAD_ADAMW_AMSGRAD_2,),
     ),
     Rule(
         ({"amsgrad": True, "decouple_lr": False, "sync": True},), SCALARS_6, host=kernel_scalars_2,
-        stages=(LOOKAHEAD_ADAMW_AMSGRAD_SYNC,),
+        stages=(LOOKAHEAD_ADAMW_AMSGRAD_SYNC_2,),
     ),
     Rule(
         ({"amsgrad": True, "decouple_lr": True, "sync": False},), SCALARS_7, host=kernel_scalars_3,
-        stages=(LOOKAHEAD_ADAMW_AMSGRAD,),
+        stages=(LOOKAHEAD_ADAMW_AMSGRAD_2,),
     ),
     Rule(
         ({"amsgrad": True, "decouple_lr": True, "sync": True},), SCALARS_8, host=kernel_scalars_4,
-        stages=(LOOKAHEAD_ADAMW_AMSGRAD_SYNC,),
+        stages=(LOOKAHEAD_ADAMW_AMSGRAD_SYNC_2,),
     ),
 )
 

@@ -2,11 +2,8 @@
 #     optgen build low_rank_muon
 # fmt: off
 # ruff: noqa
-import torch
-
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Series, Stage, StateRecord, Temp, by_flags
 from optgen.runtime.records.scalars import divide, maximum, root, where
-from optgen.runtime.reference.eager import larger, newton_schulz, quotient, sqrt
 from optgen.runtime.reference.matrices import qr
 
 
@@ -82,6 +79,7 @@ class LowRankMuon(Optimizer):
         )
 
 
+# Functions of whole matrices, which torch computes between sweeps.
 def low_rank_muon_matrices(momentum_buffer_left, momentum_buffer_right):
     return momentum_buffer_left @ momentum_buffer_right
 
@@ -93,120 +91,6 @@ def low_rank_muon_matrices_2(momentum_buffer_right, momentum_buffer_whole):
         momentum_buffer_whole_call, momentum_buffer_whole_matmul,
         momentum_buffer_whole_call @ momentum_buffer_whole_matmul
     )
-
-
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def low_rank_muon(
-    stored, lr, scale_floor, momentum, grad_scale, one_minus_momentum, ns_coefficients, eps, ns_steps, gram,
-    one_minus_lr_times_weight_decay,
-):
-
-    # == tensor: values of tensors
-    b = stored.over()
-    # -- update  (specs/low_rank_muon.py)
-    # 57  scale = 0.2 * sqrt(maximum(height, width)) if match_rms_adamw else sqrt(maximum(scale_floor, height / width))
-    scale = sqrt(larger(scale_floor, b.extent("rows") / b.extent("columns")))
-    # -- encode and store
-    lr_times_scale_tensor = lr * scale
-
-    # == whole: functions of whole matrices
-    matmul_tensor = low_rank_muon_matrices(stored["momentum_buffer_left"], stored["momentum_buffer_right"])
-
-    # == sweep 1: direction (specs/muon.py:55), matmul
-    b = stored.over("g", "momentum_buffer_residual")
-    # -- load and decode
-    matmul_ = b.elements(matmul_tensor)
-    momentum_buffer_residual = b.load("momentum_buffer_residual")
-    g = b.load("g")
-    g = grad_scale * g
-    # -- update  (specs/low_rank_muon.py)
-    g_mul = one_minus_momentum * (g * quotient(100000000000000.0, g.abs()).clamp(max=1.0))
-    # 53  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
-    momentum_buffer = momentum * (matmul_ + momentum_buffer_residual) + g_mul
-    # 54  direction = momentum * momentum_buffer + (1 - momentum) * g if nesterov else momentum_buffer
-    direction = momentum * momentum_buffer + g_mul
-    # -- encode and store
-    direction_bitcast = direction.view(torch.int32)
-    direction_tensor = b.flat(
-        (
-            torch.where(direction == direction, direction_bitcast + 32767 + (direction_bitcast >> 16 & 1), 0x7fc00000)
-            >> 16
-        ).to(torch.int16).view(torch.bfloat16)
-    )
-    momentum_buffer_whole_tensor = b.flat(momentum_buffer)
-
-    # == newton_schulz: newton_schulz of whole matrices
-    b = stored.over()
-    # -- load and decode
-    direction_stored = b.elements(direction_tensor)
-    # -- encode and store
-    direction_tensor = b.flat(
-        b.elements(
-            newton_schulz(
-                direction_tensor, float(ns_steps), float(1.0), float(gram), float(eps), float(ns_coefficients)
-            )
-        ).to(torch.bfloat16)
-    )
-
-    # == whole: functions of whole matrices
-    momentum_buffer_left_new, momentum_buffer_right_new, matmul_2_tensor = low_rank_muon_matrices_2(
-        stored["momentum_buffer_right"], momentum_buffer_whole_tensor,
-    )
-    stored.put("momentum_buffer_left", momentum_buffer_left_new)
-    stored.put("momentum_buffer_right", momentum_buffer_right_new)
-
-    # == sweep 2: the update
-    b = stored.over("p", "g", "momentum_buffer_residual")
-    # -- load and decode
-    p = b.load("p")
-    lr_times_scale = b.spread(lr_times_scale_tensor)
-    direction_stored = b.elements(direction_tensor)
-    matmul_ = b.elements(matmul_tensor)
-    momentum_buffer_residual = b.load("momentum_buffer_residual")
-    g = b.load("g")
-    g = grad_scale * g
-    matmul_2 = b.elements(matmul_2_tensor)
-    # -- update  (specs/low_rank_muon.py)
-    p = p * one_minus_lr_times_weight_decay         # 58  p = policies.decoupled(p, lr, weight_decay)
-    # 55  direction = newton_schulz(direction, ns_steps, ns_coefficients, eps, gram=gram)
-    direction = direction_stored.to(torch.float32)
-    p = p - lr_times_scale * direction              # 59  p = p - lr * scale * direction
-    # 53
-    momentum_buffer = (
-        momentum * (matmul_ + momentum_buffer_residual) + one_minus_momentum
-        * (g * quotient(100000000000000.0, g.abs()).clamp(max=1.0))
-    )
-    # -- encode and store
-    b.store("p", p)
-    b.store("momentum_buffer_residual", momentum_buffer - matmul_2)
-
-
-def low_rank_muon_no_matrix(
-    stored, adamw_betas_0, adamw_betas_1, adamw_eps, grad_scale, one_minus_adamw_lr_times_weight_decay,
-    one_minus_adamw_betas_0, adamw_lr_over_one_minus_adamw_betas_0_pow_t, one_minus_adamw_betas_1,
-    sqrt_one_minus_adamw_betas_1_pow_t,
-):
-    b = stored.over("p", "g", "momentum_buffer", "exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    momentum_buffer = b.load("momentum_buffer")
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/low_rank_muon.py)
-    # 49  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr,
-    #     adamw_betas, adamw_eps, weight_decay )
-    momentum_buffer = adamw_betas_0 * momentum_buffer + one_minus_adamw_betas_0 * g
-    exp_avg_sq = adamw_betas_1 * exp_avg_sq + one_minus_adamw_betas_1 * g * g  # 49
-    # 49
-    p = (
-        p * one_minus_adamw_lr_times_weight_decay - adamw_lr_over_one_minus_adamw_betas_0_pow_t * momentum_buffer
-        / (sqrt(exp_avg_sq) / sqrt_one_minus_adamw_betas_1_pow_t + adamw_eps)
-    )
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg_sq", exp_avg_sq)
-    b.store("momentum_buffer", momentum_buffer)
 
 
 # Scalars at a step, in fp64, with the new host states behind them.
@@ -270,16 +154,47 @@ def kernel_scalars_2(
     )
 
 
-# The eager reference, in strict maths.
+# What several of the records below have.
+TEMPS = (
+    Temp("lr_times_scale", "tensor"),
+    Temp("matmul", "elem", wide=True),
+    Temp("direction", "elem"),
+    Temp("momentum_buffer_whole", "elem", wide=True),
+    Temp("matmul_2", "elem", wide=True),
+)
+LOW_RANK_MUON_1 = Stage(
+    "low_rank_muon_1", "tensor", level=-1, scalars=(0, 1), temps=("lr_times_scale",), stores=("lr_times_scale",),
+    extents=("rows", "columns"),
+)
+LOW_RANK_MUON_MATRICES = Stage(
+    "low_rank_muon_matrices", "whole", level=-1, scalars=(), temps=("matmul",),
+    reads=("momentum_buffer_left", "momentum_buffer_right"), stores=("matmul",),
+)
+LOW_RANK_MUON_3 = Stage(
+    "low_rank_muon_3", "elem", level=0, scalars=(2, 3, 4), temps=("direction", "momentum_buffer_whole"),
+    reads=("g", "momentum_buffer_residual", "matmul"), stores=("direction", "momentum_buffer_whole"),
+    picked=("direction",),
+)
+NEWTON_SCHULZ = Stage(
+    "newton_schulz", "call", level=1, scalars=(5, 6, 7, 8), temps=("direction",),
+    given=("ns_steps", 1.0, "gram", "eps", "ns_coefficients"),
+)
+LOW_RANK_MUON_MATRICES_2 = Stage(
+    "low_rank_muon_matrices_2", "whole", level=1, scalars=(), temps=("matmul_2",),
+    reads=("momentum_buffer_right", "momentum_buffer_whole"),
+    stores=("momentum_buffer_left", "momentum_buffer_right", "matmul_2"),
+)
+LOW_RANK_MUON_6 = Stage(
+    "low_rank_muon_6", "elem", level=2, scalars=(2, 3, 4, 9),
+    reads=("p", "g", "momentum_buffer_residual", "lr_times_scale", "direction", "matmul", "matmul_2"),
+    stores=("p", "momentum_buffer_residual"),
+)
+
+# The states, and what of them a step makes.
 RULES = by_flags(
     {"adamw": False, "matrix": True},
     RuleRecord(
-        "low_rank_muon", "low_rank_muon",
-        scalars=(
-            "lr", "scale_floor", "momentum", "grad_scale", "one_minus_momentum", "ns_coefficients", "eps", "ns_steps",
-            "gram", "one_minus_lr_times_weight_decay",
-        ),
-        host=host_scalars,
+        "low_rank_muon",
         states=(
             StateRecord("momentum_buffer_residual", nearest=True, trait="residual"),
             StateRecord("momentum_buffer_left", space="mr", rank="rank"),
@@ -288,19 +203,47 @@ RULES = by_flags(
         spaces=("call", "tensor"), by_rows=True, matrix="heads", settings=({"adamw": False, "matrix": True},),
     ),
     RuleRecord(
-        "low_rank_muon", "low_rank_muon_no_matrix",
-        scalars=(
-            "adamw_betas_0", "adamw_betas_1", "adamw_eps", "grad_scale", "one_minus_adamw_lr_times_weight_decay",
-            "one_minus_adamw_betas_0", "adamw_lr_over_one_minus_adamw_betas_0_pow_t", "one_minus_adamw_betas_1",
-            "sqrt_one_minus_adamw_betas_1_pow_t",
-        ),
-        host=host_scalars_2,
+        "low_rank_muon",
         states=(StateRecord("momentum_buffer", normalized_by="exp_avg_sq"), StateRecord("exp_avg_sq", nonneg=True)),
         matrix="heads", settings=({"adamw": True}, {"matrix": False}),
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: eps, fma, group, reciprocal, step.
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({"adamw": False, "matrix": True},),
+        (
+            "lr", "scale_floor", "momentum", "grad_scale", "one_minus_momentum", "ns_coefficients", "eps", "ns_steps",
+            "gram", "one_minus_lr_times_weight_decay",
+        ),
+        host=host_scalars, temps=TEMPS,
+        stages=(
+            LOW_RANK_MUON_1, LOW_RANK_MUON_MATRICES, LOW_RANK_MUON_3, NEWTON_SCHULZ, LOW_RANK_MUON_MATRICES_2,
+            LOW_RANK_MUON_6,
+        ),
+        strict=True,
+    ),
+    Rule(
+        ({"adamw": True}, {"matrix": False}),
+        (
+            "adamw_betas_0", "adamw_betas_1", "adamw_eps", "grad_scale", "one_minus_adamw_lr_times_weight_decay",
+            "one_minus_adamw_betas_0", "adamw_lr_over_one_minus_adamw_betas_0_pow_t", "one_minus_adamw_betas_1",
+            "sqrt_one_minus_adamw_betas_1_pow_t",
+        ),
+        host=host_scalars_2,
+        stages=(
+            Stage(
+                "low_rank_muon_no_matrix", "elem", level=0, scalars=tuple(range(9)),
+                reads=("p", "g", "momentum_buffer", "exp_avg_sq"), stores=("p", "momentum_buffer", "exp_avg_sq"),
+                plus=("exp_avg_sq",), needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+            ),
+        ),
+        strict=True,
+    ),
+)
+
+# The step of kernels, in fast maths; rounding changed by: eps, fma, group, reciprocal, step.
 STEPS = (
     Rule(
         ({"adamw": False, "matrix": True},),
@@ -308,42 +251,10 @@ STEPS = (
             "lr", "scale_floor", "momentum", "grad_scale", "one_minus_momentum_times_grad_scale", "ns_coefficients",
             "eps", "ns_steps", "gram", "one_minus_lr_times_weight_decay",
         ),
-        host=kernel_scalars,
-        temps=(
-            Temp("lr_times_scale", "tensor"),
-            Temp("matmul", "elem", wide=True),
-            Temp("direction", "elem"),
-            Temp("momentum_buffer_whole", "elem", wide=True),
-            Temp("matmul_2", "elem", wide=True),
-        ),
+        host=kernel_scalars, temps=TEMPS,
         stages=(
-            Stage(
-                "low_rank_muon_1", "tensor", level=-1, scalars=(0, 1), temps=("lr_times_scale",),
-                stores=("lr_times_scale",), extents=("rows", "columns"),
-            ),
-            Stage(
-                "low_rank_muon_matrices", "whole", level=-1, scalars=(), temps=("matmul",),
-                reads=("momentum_buffer_left", "momentum_buffer_right"), stores=("matmul",),
-            ),
-            Stage(
-                "low_rank_muon_3", "elem", level=0, scalars=(2, 3, 4), temps=("direction", "momentum_buffer_whole"),
-                reads=("g", "momentum_buffer_residual", "matmul"), stores=("direction", "momentum_buffer_whole"),
-                picked=("direction",),
-            ),
-            Stage(
-                "newton_schulz", "call", level=1, scalars=(5, 6, 7, 8), temps=("direction",),
-                given=("ns_steps", 1.0, "gram", "eps", "ns_coefficients"),
-            ),
-            Stage(
-                "low_rank_muon_matrices_2", "whole", level=1, scalars=(), temps=("matmul_2",),
-                reads=("momentum_buffer_right", "momentum_buffer_whole"),
-                stores=("momentum_buffer_left", "momentum_buffer_right", "matmul_2"),
-            ),
-            Stage(
-                "low_rank_muon_6", "elem", level=2, scalars=(2, 3, 4, 9),
-                reads=("p", "g", "momentum_buffer_residual", "lr_times_scale", "direction", "matmul", "matmul_2"),
-                stores=("p", "momentum_buffer_residual"),
-            ),
+            LOW_RANK_MUON_1, LOW_RANK_MUON_MATRICES, LOW_RANK_MUON_3, NEWTON_SCHULZ, LOW_RANK_MUON_MATRICES_2,
+            LOW_RANK_MUON_6,
         ),
     ),
     Rule(

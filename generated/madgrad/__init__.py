@@ -2,8 +2,6 @@
 #     madgrad
 # fmt: off
 # ruff: noqa
-import torch
-
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, by_flags
 from optgen.runtime.records.scalars import root, where
 
@@ -57,184 +55,6 @@ class MADGRAD(Optimizer):
         )
 
 
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def madgrad(stored, weight_decay, eps, grad_scale, weight):
-    b = stored.over("p", "g", "grad_sum_sq", "s")
-    # -- load and decode
-    p = b.load("p")
-    grad_sum_sq = b.load("grad_sum_sq")
-    s = b.load("s")
-    g = b.load("g")
-    g = grad_scale * g
-    # -- update  (specs/madgrad.py)
-    grad_sum_sq_bitcast = (
-        (grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 0x2a508935
-    ).view(torch.float32)
-    grad_sum_sq_sub = grad_sum_sq_bitcast - (
-        grad_sum_sq_bitcast - grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)
-    ) * 0.3333333333333333
-    grad_sum_sq_sub = grad_sum_sq_sub - (
-        grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)
-    ) * 0.3333333333333333
-    # 28  before = cbrt(grad_sum_sq) + eps
-    before = torch.where(
-        (0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38),
-        grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333,
-        grad_sum_sq
-    ) + eps
-    # 29  start = x0 if has_momentum else p + where(before > 0, s / before, 0.0)
-    start = p + torch.where(0.0 < before, s / before, 0.0)
-    g = g + weight_decay * p                                # 27  g = l2(g, p, weight_decay)
-    g_mul = weight * g
-    grad_sum_sq = grad_sum_sq + g_mul * g                   # 31  grad_sum_sq = grad_sum_sq + weight * g * g
-    grad_sum_sq_bitcast = (
-        (grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 0x2a508935
-    ).view(torch.float32)
-    grad_sum_sq_sub = grad_sum_sq_bitcast - (
-        grad_sum_sq_bitcast - grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)
-    ) * 0.3333333333333333
-    grad_sum_sq_sub = grad_sum_sq_sub - (
-        grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)
-    ) * 0.3333333333333333
-    # 33  denom = cbrt(grad_sum_sq) + eps
-    denom = torch.where(
-        (0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38),
-        grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333,
-        grad_sum_sq
-    ) + eps
-    s = s + g_mul                                           # 32  s = s + weight * g
-    z = start - torch.where(0.0 < denom, s / denom, 0.0)    # 34  z = start - where(denom > 0, s / denom, 0.0)
-    # -- encode and store
-    b.store("p", z)
-    b.store("grad_sum_sq", grad_sum_sq)
-    b.store("s", s)
-
-
-def madgrad_has_momentum(stored, weight_decay, eps, grad_scale, weight, one_minus_momentum):
-    b = stored.over("p", "g", "grad_sum_sq", "s", "x0")
-    # -- load and decode
-    p = b.load("p")
-    x0 = b.load("x0")
-    grad_sum_sq = b.load("grad_sum_sq")
-    g = b.load("g")
-    g = grad_scale * g
-    s = b.load("s")
-    # -- update  (specs/madgrad.py)
-    g = g + weight_decay * p                           # 27
-    g_mul = weight * g
-    grad_sum_sq = grad_sum_sq + g_mul * g              # 31
-    grad_sum_sq_bitcast = (
-        (grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 0x2a508935
-    ).view(torch.float32)
-    grad_sum_sq_sub = grad_sum_sq_bitcast - (
-        grad_sum_sq_bitcast - grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)
-    ) * 0.3333333333333333
-    grad_sum_sq_sub = grad_sum_sq_sub - (
-        grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)
-    ) * 0.3333333333333333
-    # 33
-    denom = torch.where(
-        (0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38),
-        grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333,
-        grad_sum_sq
-    ) + eps
-    s = s + g_mul                                      # 32
-    z = x0 - torch.where(0.0 < denom, s / denom, 0.0)  # 34
-    p = p + one_minus_momentum * (z - p)               # 35  p = p + (1 - momentum) * (z - p) if has_momentum else z
-    # -- encode and store
-    b.store("p", p)
-    b.store("grad_sum_sq", grad_sum_sq)
-    b.store("s", s)
-
-
-def madgrad_decouple_decay(stored, eps, grad_scale, weight, scalar_1):
-    b = stored.over("p", "g", "grad_sum_sq", "s")
-    # -- load and decode
-    p = b.load("p")
-    grad_sum_sq = b.load("grad_sum_sq")
-    s = b.load("s")
-    g = b.load("g")
-    g = grad_scale * g
-    # -- update  (specs/madgrad.py)
-    grad_sum_sq_bitcast = (
-        (grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 0x2a508935
-    ).view(torch.float32)
-    grad_sum_sq_sub = grad_sum_sq_bitcast - (
-        grad_sum_sq_bitcast - grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)
-    ) * 0.3333333333333333
-    grad_sum_sq_sub = grad_sum_sq_sub - (
-        grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)
-    ) * 0.3333333333333333
-    # 28
-    before = torch.where(
-        (0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38),
-        grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333,
-        grad_sum_sq
-    ) + eps
-    start = p + torch.where(0.0 < before, s / before, 0.0)  # 29
-    g_mul = weight * g
-    grad_sum_sq = grad_sum_sq + g_mul * g                   # 31
-    grad_sum_sq_bitcast = (
-        (grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 0x2a508935
-    ).view(torch.float32)
-    grad_sum_sq_sub = grad_sum_sq_bitcast - (
-        grad_sum_sq_bitcast - grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)
-    ) * 0.3333333333333333
-    grad_sum_sq_sub = grad_sum_sq_sub - (
-        grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)
-    ) * 0.3333333333333333
-    # 33
-    denom = torch.where(
-        (0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38),
-        grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333,
-        grad_sum_sq
-    ) + eps
-    s = s + g_mul                                           # 32
-    z = start - torch.where(0.0 < denom, s / denom, 0.0)    # 34
-    p = z - scalar_1 * p                                    # 37  p = p - rate * weight_decay * old
-    # -- encode and store
-    b.store("p", p)
-    b.store("grad_sum_sq", grad_sum_sq)
-    b.store("s", s)
-
-
-def madgrad_decouple_decay_has_momentum(stored, eps, grad_scale, weight, one_minus_momentum, scalar_2):
-    b = stored.over("p", "g", "grad_sum_sq", "s", "x0")
-    # -- load and decode
-    p = b.load("p")
-    x0 = b.load("x0")
-    grad_sum_sq = b.load("grad_sum_sq")
-    g = b.load("g")
-    g = grad_scale * g
-    s = b.load("s")
-    # -- update  (specs/madgrad.py)
-    g_mul = weight * g
-    grad_sum_sq = grad_sum_sq + g_mul * g              # 31
-    grad_sum_sq_bitcast = (
-        (grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 0x2a508935
-    ).view(torch.float32)
-    grad_sum_sq_sub = grad_sum_sq_bitcast - (
-        grad_sum_sq_bitcast - grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)
-    ) * 0.3333333333333333
-    grad_sum_sq_sub = grad_sum_sq_sub - (
-        grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)
-    ) * 0.3333333333333333
-    # 33
-    denom = torch.where(
-        (0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38),
-        grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333,
-        grad_sum_sq
-    ) + eps
-    s = s + g_mul                                      # 32
-    z = x0 - torch.where(0.0 < denom, s / denom, 0.0)  # 34
-    p_2 = p + one_minus_momentum * (z - p)             # 35
-    p = p_2 - scalar_2 * p                             # 37
-    # -- encode and store
-    b.store("p", p)
-    b.store("grad_sum_sq", grad_sum_sq)
-    b.store("s", s)
-
-
 # Scalars at a step, in fp64, with the new host states behind them.
 def host_scalars(step, grad_scale, *, lr, momentum, weight_decay, eps):
     rate = where(0 < lr, lr + eps, 0)  # 25  old, rate = p, where(lr > 0, lr + eps, 0.0)
@@ -285,75 +105,79 @@ def kernel_scalars_2(step, grad_scale, *, lr, momentum, weight_decay, eps):
 
 # What several of the records below have.
 SCALARS = ("weight_decay", "eps", "grad_scale", "weight")
-STATES = (StateRecord("grad_sum_sq", nonneg=True), StateRecord("s"))
+MADGRAD_2 = Stage(
+    "madgrad", "elem", level=0, scalars=tuple(range(4)), reads=("p", "g", "grad_sum_sq", "s"),
+    stores=("p", "grad_sum_sq", "s"), plus=("grad_sum_sq",), needs=(("grad_sum_sq", ("p", "g", "grad_sum_sq")),),
+)
 SCALARS_2 = ("weight_decay", "eps", "grad_scale", "weight", "one_minus_momentum")
-STATES_2 = (StateRecord("grad_sum_sq", nonneg=True), StateRecord("s"), StateRecord("x0", init="param", nearest=True))
+MADGRAD_HAS_MOMENTUM = Stage(
+    "madgrad_has_momentum", "elem", level=0, scalars=tuple(range(5)), reads=("p", "g", "grad_sum_sq", "s", "x0"),
+    stores=("p", "grad_sum_sq", "s"), plus=("grad_sum_sq",), needs=(("grad_sum_sq", ("p", "g", "grad_sum_sq")),),
+)
+MADGRAD_DECOUPLE_DECAY = Stage(
+    "madgrad_decouple_decay", "elem", level=0, scalars=tuple(range(4)), reads=("p", "g", "grad_sum_sq", "s"),
+    stores=("p", "grad_sum_sq", "s"), plus=("grad_sum_sq",), needs=(("grad_sum_sq", ("g", "grad_sum_sq")),),
+)
+MADGRAD_DECOUPLE_DECAY_HAS_MOMENTUM = Stage(
+    "madgrad_decouple_decay_has_momentum", "elem", level=0, scalars=tuple(range(5)),
+    reads=("p", "g", "grad_sum_sq", "s", "x0"), stores=("p", "grad_sum_sq", "s"), plus=("grad_sum_sq",),
+    needs=(("grad_sum_sq", ("g", "grad_sum_sq")),),
+)
 
-# The eager reference, in strict maths.
+# The states, and what of them a step makes.
 RULES = by_flags(
     {"decouple_decay": False, "has_momentum": False},
     RuleRecord(
-        "madgrad", "madgrad", scalars=SCALARS, host=host_scalars, states=STATES,
-        settings=({"decouple_decay": False, "has_momentum": False},),
+        "madgrad", states=(StateRecord("grad_sum_sq", nonneg=True), StateRecord("s")),
+        settings=({"has_momentum": False},),
     ),
     RuleRecord(
-        "madgrad", "madgrad_has_momentum", scalars=SCALARS_2, host=host_scalars_2, states=STATES_2,
-        unchanged=(("x0",),), settings=({"decouple_decay": False, "has_momentum": True},),
-    ),
-    RuleRecord(
-        "madgrad", "madgrad_decouple_decay", scalars=("eps", "grad_scale", "weight", "scalar_1"), host=host_scalars_3,
-        states=STATES, settings=({"decouple_decay": True, "has_momentum": False},),
-    ),
-    RuleRecord(
-        "madgrad", "madgrad_decouple_decay_has_momentum",
-        scalars=("eps", "grad_scale", "weight", "one_minus_momentum", "scalar_2"), host=host_scalars_4, states=STATES_2,
-        unchanged=(("x0",),), settings=({"decouple_decay": True, "has_momentum": True},),
+        "madgrad",
+        states=(
+            StateRecord("grad_sum_sq", nonneg=True),
+            StateRecord("s"),
+            StateRecord("x0", init="param", nearest=True),
+        ),
+        unchanged=(("x0",),), settings=({"has_momentum": True},),
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: fma, group, reciprocal.
-STEPS = (
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
     Rule(
-        ({"decouple_decay": False, "has_momentum": False},), SCALARS, host=host_scalars,
-        stages=(
-            Stage(
-                "madgrad", "elem", level=0, scalars=tuple(range(4)), reads=("p", "g", "grad_sum_sq", "s"),
-                stores=("p", "grad_sum_sq", "s"), plus=("grad_sum_sq",),
-                needs=(("grad_sum_sq", ("p", "g", "grad_sum_sq")),),
-            ),
-        ),
+        ({"decouple_decay": False, "has_momentum": False},), SCALARS, host=host_scalars, stages=(MADGRAD_2,),
+        strict=True,
     ),
     Rule(
         ({"decouple_decay": False, "has_momentum": True},), SCALARS_2, host=host_scalars_2,
-        stages=(
-            Stage(
-                "madgrad_has_momentum", "elem", level=0, scalars=tuple(range(5)),
-                reads=("p", "g", "grad_sum_sq", "s", "x0"), stores=("p", "grad_sum_sq", "s"), plus=("grad_sum_sq",),
-                needs=(("grad_sum_sq", ("p", "g", "grad_sum_sq")),),
-            ),
-        ),
+        stages=(MADGRAD_HAS_MOMENTUM,), strict=True,
+    ),
+    Rule(
+        ({"decouple_decay": True, "has_momentum": False},), ("eps", "grad_scale", "weight", "scalar_1"),
+        host=host_scalars_3, stages=(MADGRAD_DECOUPLE_DECAY,), strict=True,
+    ),
+    Rule(
+        ({"decouple_decay": True, "has_momentum": True},),
+        ("eps", "grad_scale", "weight", "one_minus_momentum", "scalar_2"), host=host_scalars_4,
+        stages=(MADGRAD_DECOUPLE_DECAY_HAS_MOMENTUM,), strict=True,
+    ),
+)
+
+# The step of kernels, in fast maths; rounding changed by: fma, group, reciprocal.
+STEPS = (
+    Rule(({"decouple_decay": False, "has_momentum": False},), SCALARS, host=host_scalars, stages=(MADGRAD_2,)),
+    Rule(
+        ({"decouple_decay": False, "has_momentum": True},), SCALARS_2, host=host_scalars_2,
+        stages=(MADGRAD_HAS_MOMENTUM,),
     ),
     Rule(
         ({"decouple_decay": True, "has_momentum": False},), ("eps", "scalar_0", "scalar_1", "scalar_2"),
-        host=kernel_scalars,
-        stages=(
-            Stage(
-                "madgrad_decouple_decay", "elem", level=0, scalars=tuple(range(4)),
-                reads=("p", "g", "grad_sum_sq", "s"), stores=("p", "grad_sum_sq", "s"), plus=("grad_sum_sq",),
-                needs=(("grad_sum_sq", ("g", "grad_sum_sq")),),
-            ),
-        ),
+        host=kernel_scalars, stages=(MADGRAD_DECOUPLE_DECAY,),
     ),
     Rule(
         ({"decouple_decay": True, "has_momentum": True},),
         ("eps", "scalar_0", "scalar_1", "one_minus_momentum", "scalar_3"), host=kernel_scalars_2,
-        stages=(
-            Stage(
-                "madgrad_decouple_decay_has_momentum", "elem", level=0, scalars=tuple(range(5)),
-                reads=("p", "g", "grad_sum_sq", "s", "x0"), stores=("p", "grad_sum_sq", "s"), plus=("grad_sum_sq",),
-                needs=(("grad_sum_sq", ("g", "grad_sum_sq")),),
-            ),
-        ),
+        stages=(MADGRAD_DECOUPLE_DECAY_HAS_MOMENTUM,),
     ),
 )
 

@@ -3,7 +3,6 @@
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, by_flags
 from optgen.runtime.records.scalars import divide, maximum, root, where
-from optgen.runtime.reference.eager import sqrt
 
 
 class NAdam(Optimizer):
@@ -60,54 +59,6 @@ class NAdam(Optimizer):
             ),
             **options
         )
-
-
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def nadam(
-    stored, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, one_minus_beta2_pow_t,
-    grad_lr, avg_lr,
-):
-    b = stored.over("p", "g", "exp_avg", "exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg = b.load("exp_avg")
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/nadam.py)
-    g = g + weight_decay * p                                   # 26  g = l2(g, p, weight_decay)
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g            # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    # 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
-    denom = sqrt(exp_avg_sq / one_minus_beta2_pow_t) + eps     # 32  denom = sqrt(exp_avg_sq / (1 - beta2**t)) + eps
-    p = p - (grad_lr * g + avg_lr * exp_avg) / denom           # 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg_sq", exp_avg_sq)
-    b.store("exp_avg", exp_avg)
-
-
-def nadam_decoupled_weight_decay(
-    stored, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
-    one_minus_beta2_pow_t, grad_lr, avg_lr,
-):
-    b = stored.over("p", "g", "exp_avg", "exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg = b.load("exp_avg")
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/nadam.py)
-    p = p * one_minus_lr_times_weight_decay                    # 24  p = decoupled(p, lr, weight_decay)
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g            # 30
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g  # 31
-    denom = sqrt(exp_avg_sq / one_minus_beta2_pow_t) + eps     # 32
-    p = p - (grad_lr * g + avg_lr * exp_avg) / denom           # 35
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg_sq", exp_avg_sq)
-    b.store("exp_avg", exp_avg)
 
 
 # Scalars at a step, in fp64, with the new host states behind them.
@@ -199,32 +150,49 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, momentum
 
 
 # What several of the records below have.
-STATES = (StateRecord("exp_avg", normalized_by="exp_avg_sq"), StateRecord("exp_avg_sq", nonneg=True))
+NADAM = Stage(
+    "nadam", "elem", level=0, scalars=tuple(range(10)), reads=("p", "g", "exp_avg", "exp_avg_sq"),
+    stores=("p", "exp_avg", "exp_avg_sq"), plus=("exp_avg_sq",), needs=(("exp_avg_sq", ("p", "g", "exp_avg_sq")),),
+)
 
-# The eager reference, in strict maths.
+# The states, and what of them a step makes.
 RULES = by_flags(
     {"decoupled_weight_decay": False},
     RuleRecord(
-        "nadam", "nadam",
-        scalars=(
-            "beta1", "beta2", "eps", "weight_decay", "grad_scale", "one_minus_beta1", "one_minus_beta2",
-            "one_minus_beta2_pow_t", "grad_lr", "avg_lr",
-        ),
-        host=host_scalars, states=STATES, host_states=(("mu_product", 1.0),),
-        settings=({"decoupled_weight_decay": False},),
-    ),
-    RuleRecord(
-        "nadam", "nadam_decoupled_weight_decay",
-        scalars=(
-            "beta1", "beta2", "eps", "grad_scale", "one_minus_lr_times_weight_decay", "one_minus_beta1",
-            "one_minus_beta2", "one_minus_beta2_pow_t", "grad_lr", "avg_lr",
-        ),
-        host=host_scalars_2, states=STATES, host_states=(("mu_product", 1.0),),
-        settings=({"decoupled_weight_decay": True},),
+        "nadam", states=(StateRecord("exp_avg", normalized_by="exp_avg_sq"), StateRecord("exp_avg_sq", nonneg=True)),
+        host_states=(("mu_product", 1.0),),
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: eps, fma, group, reciprocal, root, step.
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({"decoupled_weight_decay": False},),
+        (
+            "beta1", "beta2", "eps", "weight_decay", "grad_scale", "one_minus_beta1", "one_minus_beta2",
+            "one_minus_beta2_pow_t", "grad_lr", "avg_lr",
+        ),
+        host=host_scalars, stages=(NADAM,), strict=True,
+    ),
+    Rule(
+        ({"decoupled_weight_decay": True},),
+        (
+            "beta1", "beta2", "eps", "grad_scale", "one_minus_lr_times_weight_decay", "one_minus_beta1",
+            "one_minus_beta2", "one_minus_beta2_pow_t", "grad_lr", "avg_lr",
+        ),
+        host=host_scalars_2,
+        stages=(
+            Stage(
+                "nadam_decoupled_weight_decay", "elem", level=0, scalars=tuple(range(10)),
+                reads=("p", "g", "exp_avg", "exp_avg_sq"), stores=("p", "exp_avg", "exp_avg_sq"), plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+            ),
+        ),
+        strict=True,
+    ),
+)
+
+# The step of kernels, in fast maths; rounding changed by: eps, fma, group, reciprocal, root, step.
 STEPS = (
     Rule(
         ({"decoupled_weight_decay": False},),
@@ -232,14 +200,7 @@ STEPS = (
             "beta1", "beta2", "weight_decay", "grad_scale", "one_minus_beta1", "one_minus_beta2", "grad_lr", "avg_lr",
             "scalar_4", "scalar_5",
         ),
-        host=kernel_scalars,
-        stages=(
-            Stage(
-                "nadam", "elem", level=0, scalars=tuple(range(10)), reads=("p", "g", "exp_avg", "exp_avg_sq"),
-                stores=("p", "exp_avg", "exp_avg_sq"), plus=("exp_avg_sq",),
-                needs=(("exp_avg_sq", ("p", "g", "exp_avg_sq")),),
-            ),
-        ),
+        host=kernel_scalars, stages=(NADAM,),
     ),
     Rule(
         ({"decoupled_weight_decay": True},),

@@ -2,11 +2,8 @@
 #     normuon
 # fmt: off
 # ruff: noqa
-import torch
-
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Series, Stage, StateRecord, Temp, by_flags
 from optgen.runtime.records.scalars import divide, maximum, root, where
-from optgen.runtime.reference.eager import few_sum, larger, newton_schulz, put, sqrt
 
 
 class NorMuon(Optimizer):
@@ -79,143 +76,6 @@ class NorMuon(Optimizer):
         )
 
 
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def normuon(
-    stored, beta1, grad_scale, one_minus_beta1, ns_coefficients, ns_steps, gram, beta2, eps, one_minus_beta2, lr,
-    one_minus_lr_times_weight_decay,
-):
-
-    # == sweep 1: direction (specs/normuon.py:41)
-    b = stored.over("g", "momentum_buffer")
-    # -- load and decode
-    momentum_buffer = b.load("momentum_buffer")
-    g = b.load("g")
-    g = grad_scale * g
-    # -- update  (specs/normuon.py)
-    # 40  momentum_buffer = beta1 * momentum_buffer + (1 - beta1) * g
-    momentum_buffer = beta1 * momentum_buffer + one_minus_beta1 * g
-    # -- encode and store
-    momentum_buffer_bitcast = momentum_buffer.view(torch.int32)
-    direction_tensor = b.flat(
-        (
-            torch.where(
-                momentum_buffer == momentum_buffer,
-                momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000
-            )
-            >> 16
-        ).to(torch.int16).view(torch.bfloat16)
-    )
-    b.store("momentum_buffer", momentum_buffer)
-
-    # == newton_schulz: newton_schulz of whole matrices
-    b = stored.over()
-    # -- load and decode
-    direction_stored = b.elements(direction_tensor)
-    # -- encode and store
-    direction_tensor = b.flat(
-        b.elements(
-            newton_schulz(
-                direction_tensor, float(ns_steps), float(1.0), float(gram), float(1e-07), float(ns_coefficients)
-            )
-        ).to(torch.bfloat16)
-    )
-
-    # == sweep 2: row_sq (specs/normuon.py:42)
-    b = stored.over()
-    # -- load and decode
-    direction_stored = b.elements(direction_tensor)
-    # -- update  (specs/normuon.py)
-    # 41  direction = newton_schulz(momentum_buffer, ns_steps, ns_coefficients, gram=gram)
-    direction = direction_stored.to(torch.float32)
-    # -- encode and store
-    row_sum_for_row_sq_tensor = b.row_sum(direction * direction)
-
-    # == row: values of rows
-    # -- load and decode
-    row_sq = stored["row_sq"]
-    row_sum_for_row_sq = row_sum_for_row_sq_tensor
-    # -- update  (specs/normuon.py)
-    # 42  row_sq = beta2 * row_sq + (1 - beta2) * row_mean(direction * direction)
-    row_sq = beta2 * row_sq + one_minus_beta2 * (row_sum_for_row_sq / b.extent("columns"))
-    # -- encode and store
-    sqrt_row_sq_2_plus_eps_tensor = sqrt(row_sq) + eps
-    put(stored["row_sq"], row_sq)
-
-    # == sweep 3: size (specs/normuon.py:44)
-    b = stored.over()
-    # -- load and decode
-    direction_stored = b.elements(direction_tensor)
-    sqrt_row_sq_2_plus_eps = b.spread(sqrt_row_sq_2_plus_eps_tensor)
-    # -- update  (specs/normuon.py)
-    direction = direction_stored.to(torch.float32)  # 41
-    even = direction / sqrt_row_sq_2_plus_eps       # 43  even = direction / (sqrt(row_sq) + eps)
-    # -- encode and store
-    row_sum_for_size_tensor = b.row_sum(even * even)
-
-    # == row: values of rows
-    # -- load and decode
-    row_sum_for_size = row_sum_for_size_tensor
-    # -- encode and store
-    mat_sum_for_size_tensor = few_sum(row_sum_for_size, "mat")
-
-    # == tensor: values of tensors
-    # -- encode and store
-    by_0p2_times_sqrt_rows_times_columns_tensor = 0.2 * sqrt(b.extent("rows") * b.extent("columns"))
-
-    # == mat: values of matrices
-    # -- load and decode
-    by_0p2_times_sqrt_rows_times_columns = by_0p2_times_sqrt_rows_times_columns_tensor
-    mat_sum_for_size = mat_sum_for_size_tensor
-    # -- update  (specs/normuon.py)
-    # 44  size = 0.2 * sqrt(rows(p) * columns(p)) / maximum(mat_norm(even), eps)
-    size = by_0p2_times_sqrt_rows_times_columns / larger(sqrt(mat_sum_for_size), eps)
-    # -- encode and store
-    lr_times_size_tensor = lr * size
-
-    # == sweep 4: the update
-    b = stored.over("p")
-    # -- load and decode
-    p = b.load("p")
-    lr_times_size = b.spread(lr_times_size_tensor)
-    direction_stored = b.elements(direction_tensor)
-    sqrt_row_sq_2_plus_eps = b.spread(sqrt_row_sq_2_plus_eps_tensor)
-    # -- update  (specs/normuon.py)
-    p = p * one_minus_lr_times_weight_decay         # 45  p = policies.decoupled(p, lr, weight_decay)
-    direction = direction_stored.to(torch.float32)  # 41
-    even = direction / sqrt_row_sq_2_plus_eps       # 43
-    p = p - lr_times_size * even                    # 46  p = p - lr * size * even
-    # -- encode and store
-    b.store("p", p)
-
-
-def normuon_no_matrix(
-    stored, eps, adamw_betas_0, adamw_betas_1, grad_scale, one_minus_adamw_lr_times_weight_decay,
-    one_minus_adamw_betas_0, adamw_lr_over_one_minus_adamw_betas_0_pow_t, one_minus_adamw_betas_1,
-    sqrt_one_minus_adamw_betas_1_pow_t,
-):
-    b = stored.over("p", "g", "momentum_buffer", "exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    momentum_buffer = b.load("momentum_buffer")
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/normuon.py)
-    # 35  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr,
-    #     adamw_betas, eps, weight_decay )
-    momentum_buffer = adamw_betas_0 * momentum_buffer + one_minus_adamw_betas_0 * g
-    exp_avg_sq = adamw_betas_1 * exp_avg_sq + one_minus_adamw_betas_1 * g * g  # 35
-    # 35
-    p = (
-        p * one_minus_adamw_lr_times_weight_decay - adamw_lr_over_one_minus_adamw_betas_0_pow_t * momentum_buffer
-        / (sqrt(exp_avg_sq) / sqrt_one_minus_adamw_betas_1_pow_t + eps)
-    )
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg_sq", exp_avg_sq)
-    b.store("momentum_buffer", momentum_buffer)
-
-
 # Scalars at a step, in fp64, with the new host states behind them.
 def host_scalars(
     step, grad_scale, *, lr, weight_decay, betas, eps, ns_coefficients, ns_steps, gram, adamw_lr, adamw_betas,
@@ -276,16 +136,21 @@ def kernel_scalars_2(
     )
 
 
-# The eager reference, in strict maths.
+# What several of the records below have.
+NORMUON_6 = Stage(
+    "normuon_6", "row", level=5, scalars=(), temps=("mat_sum_for_size",), matrices=True, reads=("row_sum_for_size",),
+    sums=(("sum", ("mat_sum_for_size",)),),
+)
+NORMUON_7 = Stage(
+    "normuon_7", "tensor", level=5, scalars=(), temps=("by_0p2_times_sqrt_rows_times_columns",),
+    stores=("by_0p2_times_sqrt_rows_times_columns",), extents=("rows", "columns"),
+)
+
+# The states, and what of them a step makes.
 RULES = by_flags(
     {"adamw": False, "matrix": True},
     RuleRecord(
-        "normuon", "normuon",
-        scalars=(
-            "beta1", "grad_scale", "one_minus_beta1", "ns_coefficients", "ns_steps", "gram", "beta2", "eps",
-            "one_minus_beta2", "lr", "one_minus_lr_times_weight_decay",
-        ),
-        host=host_scalars,
+        "normuon",
         states=(
             StateRecord("momentum_buffer", normalized_by="exp_avg_sq"),
             StateRecord("row_sq", nonneg=True, space="row"),
@@ -294,19 +159,85 @@ RULES = by_flags(
         settings=({"adamw": False, "matrix": True},),
     ),
     RuleRecord(
-        "normuon", "normuon_no_matrix",
-        scalars=(
-            "eps", "adamw_betas_0", "adamw_betas_1", "grad_scale", "one_minus_adamw_lr_times_weight_decay",
-            "one_minus_adamw_betas_0", "adamw_lr_over_one_minus_adamw_betas_0_pow_t", "one_minus_adamw_betas_1",
-            "sqrt_one_minus_adamw_betas_1_pow_t",
-        ),
-        host=host_scalars_2,
+        "normuon",
         states=(StateRecord("momentum_buffer", normalized_by="exp_avg_sq"), StateRecord("exp_avg_sq", nonneg=True)),
         matrix="heads", settings=({"adamw": True}, {"matrix": False}),
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: eps, fma, group, linear, reciprocal, step.
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({"adamw": False, "matrix": True},),
+        (
+            "beta1", "grad_scale", "one_minus_beta1", "ns_coefficients", "ns_steps", "gram", "beta2", "eps",
+            "one_minus_beta2", "lr", "one_minus_lr_times_weight_decay",
+        ),
+        host=host_scalars,
+        temps=(
+            Temp("direction", "elem"),
+            Temp("row_sum_for_row_sq", "row", reduction="row_sum", source="elem"),
+            Temp("sqrt_row_sq_2_plus_eps", "row"),
+            Temp("row_sum_for_size", "row", reduction="row_sum", source="elem"),
+            Temp("mat_sum_for_size", "mat", reduction="mat_sum", source="row"),
+            Temp("by_0p2_times_sqrt_rows_times_columns", "tensor"),
+            Temp("lr_times_size", "mat"),
+        ),
+        stages=(
+            Stage(
+                "normuon_1", "elem", level=0, scalars=(0, 1, 2), temps=("direction",), reads=("g", "momentum_buffer"),
+                stores=("momentum_buffer", "direction"), picked=("direction",),
+            ),
+            Stage(
+                "newton_schulz", "call", level=1, scalars=(3, 4, 5), temps=("direction",),
+                given=("ns_steps", 1.0, "gram", 1e-07, "ns_coefficients"),
+            ),
+            Stage(
+                "normuon_3", "elem", level=2, scalars=(), temps=("row_sum_for_row_sq",), matrices=True,
+                reads=("direction",), sums=(("sum", ("row_sum_for_row_sq",)),),
+            ),
+            Stage(
+                "normuon_4", "row", level=3, scalars=(6, 7, 8), temps=("sqrt_row_sq_2_plus_eps",), matrices=True,
+                reads=("row_sq", "row_sum_for_row_sq"), stores=("row_sq", "sqrt_row_sq_2_plus_eps"),
+                extents=("columns",), plus=("row_sq", "sqrt_row_sq_2_plus_eps"),
+            ),
+            Stage(
+                "normuon_5", "elem", level=4, scalars=(), temps=("row_sum_for_size",), matrices=True,
+                reads=("direction", "sqrt_row_sq_2_plus_eps"), sums=(("sum", ("row_sum_for_size",)),),
+            ),
+            NORMUON_6,
+            NORMUON_7,
+            Stage(
+                "normuon_8", "mat", level=5, scalars=(9, 7), temps=("lr_times_size",), matrices=True,
+                reads=("by_0p2_times_sqrt_rows_times_columns", "mat_sum_for_size"), stores=("lr_times_size",),
+            ),
+            Stage(
+                "normuon_9", "elem", level=6, scalars=(10,), matrices=True,
+                reads=("p", "lr_times_size", "direction", "sqrt_row_sq_2_plus_eps"), stores=("p",),
+            ),
+        ),
+        strict=True,
+    ),
+    Rule(
+        ({"adamw": True}, {"matrix": False}),
+        (
+            "eps", "adamw_betas_0", "adamw_betas_1", "grad_scale", "one_minus_adamw_lr_times_weight_decay",
+            "one_minus_adamw_betas_0", "adamw_lr_over_one_minus_adamw_betas_0_pow_t", "one_minus_adamw_betas_1",
+            "sqrt_one_minus_adamw_betas_1_pow_t",
+        ),
+        host=host_scalars_2,
+        stages=(
+            Stage(
+                "normuon_no_matrix", "elem", level=0, scalars=tuple(range(9)),
+                reads=("p", "g", "momentum_buffer", "exp_avg_sq"), stores=("p", "momentum_buffer", "exp_avg_sq"),
+                plus=("exp_avg_sq",), needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+            ),
+        ),
+        strict=True,
+    ),
+)
+
+# The step of kernels, in fast maths; rounding changed by: eps, fma, group, linear, reciprocal, step.
 STEPS = (
     Rule(
         ({"adamw": False, "matrix": True},),
@@ -348,14 +279,8 @@ STEPS = (
                 "normuon_5", "elem", level=4, scalars=(), temps=("row_sum_for_size",), matrices=True,
                 reads=("direction", "one_over_sqrt_row_sq_2_plus_eps"), sums=(("square", ("row_sum_for_size",)),),
             ),
-            Stage(
-                "normuon_6", "row", level=5, scalars=(), temps=("mat_sum_for_size",), matrices=True,
-                reads=("row_sum_for_size",), sums=(("sum", ("mat_sum_for_size",)),),
-            ),
-            Stage(
-                "normuon_7", "tensor", level=5, scalars=(), temps=("by_0p2_times_sqrt_rows_times_columns",),
-                stores=("by_0p2_times_sqrt_rows_times_columns",), extents=("rows", "columns"),
-            ),
+            NORMUON_6,
+            NORMUON_7,
             Stage(
                 "normuon_8", "mat", level=5, scalars=(8, 6), temps=("lr_times_size",), matrices=True,
                 reads=("by_0p2_times_sqrt_rows_times_columns", "mat_sum_for_size"), stores=("lr_times_size",),

@@ -4,7 +4,6 @@
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, by_flags
 from optgen.runtime.records.scalars import divide, maximum, power, where
-from optgen.runtime.reference.eager import sqrt
 
 
 class NosAdam(Optimizer):
@@ -55,45 +54,6 @@ class NosAdam(Optimizer):
         )
 
 
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def nosadam(stored, lr, beta1, eps, weight_decay, grad_scale, one_minus_beta1, scalar_1, share):
-    b = stored.over("p", "g", "exp_avg", "exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    exp_avg = b.load("exp_avg")
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/nosadam.py)
-    g = g + weight_decay * p                            # 25  g = l2(g, p, weight_decay)
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g     # 29  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg_sq = scalar_1 * exp_avg_sq + share * g * g  # 30  exp_avg_sq = (1 - share) * exp_avg_sq + share * g * g
-    p = p - lr * exp_avg / (sqrt(exp_avg_sq) + eps)     # 32  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + eps)
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg_sq", exp_avg_sq)
-    b.store("exp_avg", exp_avg)
-
-
-def nosadam_bias_correction(stored, beta1, eps, weight_decay, grad_scale, one_minus_beta1, scalar_1, share, rate):
-    b = stored.over("p", "g", "exp_avg", "exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    exp_avg = b.load("exp_avg")
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/nosadam.py)
-    g = g + weight_decay * p                            # 25
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g     # 29
-    exp_avg_sq = scalar_1 * exp_avg_sq + share * g * g  # 30
-    p = p - rate * exp_avg / (sqrt(exp_avg_sq) + eps)   # 32
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg_sq", exp_avg_sq)
-    b.store("exp_avg", exp_avg)
-
-
 # Scalars at a step, in fp64, with the new host states behind them.
 def host_scalars(step, grad_scale, *, lr, beta1, gamma, eps, weight_decay, weights):
     weight = power(step, -gamma)       # 26  weight = t ** (-gamma)
@@ -140,29 +100,44 @@ def kernel_scalars_2(step, grad_scale, *, lr, beta1, gamma, eps, weight_decay, w
 
 
 # What several of the records below have.
-STATES = (StateRecord("exp_avg", normalized_by="exp_avg_sq"), StateRecord("exp_avg_sq", nonneg=True))
-SCALARS = ("beta1", "weight_decay", "grad_scale", "one_minus_beta1", "share", "scalar_2", "scalar_3", "scalar_4")
 NOSADAM = Stage(
     "nosadam", "elem", level=0, scalars=tuple(range(8)), reads=("p", "g", "exp_avg", "exp_avg_sq"),
     stores=("p", "exp_avg", "exp_avg_sq"), plus=("exp_avg_sq",), needs=(("exp_avg_sq", ("p", "g", "exp_avg_sq")),),
 )
+SCALARS = ("beta1", "weight_decay", "grad_scale", "one_minus_beta1", "share", "scalar_2", "scalar_3", "scalar_4")
 
-# The eager reference, in strict maths.
+# The states, and what of them a step makes.
 RULES = by_flags(
     {"bias_correction": False},
     RuleRecord(
-        "nosadam", "nosadam",
-        scalars=("lr", "beta1", "eps", "weight_decay", "grad_scale", "one_minus_beta1", "scalar_1", "share"),
-        host=host_scalars, states=STATES, host_states=(("weights", 0.0),), settings=({"bias_correction": False},),
-    ),
-    RuleRecord(
-        "nosadam", "nosadam_bias_correction",
-        scalars=("beta1", "eps", "weight_decay", "grad_scale", "one_minus_beta1", "scalar_1", "share", "rate"),
-        host=host_scalars_2, states=STATES, host_states=(("weights", 0.0),), settings=({"bias_correction": True},),
+        "nosadam", states=(StateRecord("exp_avg", normalized_by="exp_avg_sq"), StateRecord("exp_avg_sq", nonneg=True)),
+        host_states=(("weights", 0.0),),
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: fma, group, reciprocal, step.
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({"bias_correction": False},),
+        ("lr", "beta1", "eps", "weight_decay", "grad_scale", "one_minus_beta1", "scalar_1", "share"), host=host_scalars,
+        stages=(NOSADAM,), strict=True,
+    ),
+    Rule(
+        ({"bias_correction": True},),
+        ("beta1", "eps", "weight_decay", "grad_scale", "one_minus_beta1", "scalar_1", "share", "rate"),
+        host=host_scalars_2,
+        stages=(
+            Stage(
+                "nosadam_bias_correction", "elem", level=0, scalars=tuple(range(8)),
+                reads=("p", "g", "exp_avg", "exp_avg_sq"), stores=("p", "exp_avg", "exp_avg_sq"), plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("p", "g", "exp_avg_sq")),),
+            ),
+        ),
+        strict=True,
+    ),
+)
+
+# The step of kernels, in fast maths; rounding changed by: fma, group, reciprocal, step.
 STEPS = (
     Rule(({"bias_correction": False},), SCALARS, host=kernel_scalars, stages=(NOSADAM,)),
     Rule(({"bias_correction": True},), SCALARS, host=kernel_scalars_2, stages=(NOSADAM,)),

@@ -4,7 +4,6 @@
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp, by_flags
 from optgen.runtime.records.scalars import where
-from optgen.runtime.reference.eager import put, sqrt
 
 
 class NovoGrad(Optimizer):
@@ -48,88 +47,6 @@ class NovoGrad(Optimizer):
             params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, grad_averaging=grad_averaging),
             **options
         )
-
-
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def novograd_2(stored, eps, decay, one_minus_where_lt_one_t_beta2_zero, tensor_sum_for_exp_avg_sq_tensor):
-    # -- load and decode
-    exp_avg_sq = stored["exp_avg_sq"]
-    tensor_sum_for_exp_avg_sq = tensor_sum_for_exp_avg_sq_tensor
-    # -- update  (specs/novograd.py)
-    # 21  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * dot(g, g)
-    exp_avg_sq = decay * exp_avg_sq + one_minus_where_lt_one_t_beta2_zero * tensor_sum_for_exp_avg_sq
-    # -- encode and store
-    sqrt_exp_avg_sq_2_plus_eps_tensor = sqrt(exp_avg_sq) + eps
-    put(stored["exp_avg_sq"], exp_avg_sq)
-    return sqrt_exp_avg_sq_2_plus_eps_tensor
-
-
-def novograd(stored, grad_scale, eps, decay, one_minus_where_lt_one_t_beta2_zero, lr, beta1, weight_decay):
-
-    # == sweep 1: exp_avg_sq (specs/novograd.py:21)
-    b = stored.over("g")
-    # -- load and decode
-    g = b.load("g")
-    g = grad_scale * g
-    # -- encode and store
-    tensor_sum_for_exp_avg_sq_tensor = b.tensor_sum(g * g)
-
-    # == tensor: values of tensors
-    sqrt_exp_avg_sq_2_plus_eps_tensor = novograd_2(
-        stored, eps, decay, one_minus_where_lt_one_t_beta2_zero, tensor_sum_for_exp_avg_sq_tensor,
-    )
-
-    # == sweep 2: the update
-    b = stored.over("p", "g", "exp_avg")
-    # -- load and decode
-    p = b.load("p")
-    exp_avg = b.load("exp_avg")
-    g = b.load("g")
-    g = grad_scale * g
-    sqrt_exp_avg_sq_2_plus_eps = b.spread(sqrt_exp_avg_sq_2_plus_eps_tensor)
-    # -- update  (specs/novograd.py)
-    # 22  update = g / (sqrt(exp_avg_sq) + eps) + weight_decay * p
-    update = g / sqrt_exp_avg_sq_2_plus_eps + weight_decay * p
-    exp_avg = beta1 * exp_avg + update                          # 25  exp_avg = beta1 * exp_avg + update
-    p = p - lr * exp_avg                                        # 26  p = p - lr * exp_avg
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg", exp_avg)
-
-
-def novograd_grad_averaging(
-    stored, grad_scale, eps, decay, one_minus_where_lt_one_t_beta2_zero, lr, beta1, weight_decay, one_minus_beta1,
-):
-
-    # == sweep 1: exp_avg_sq (specs/novograd.py:21)
-    b = stored.over("g")
-    # -- load and decode
-    g = b.load("g")
-    g = grad_scale * g
-    # -- encode and store
-    tensor_sum_for_exp_avg_sq_tensor = b.tensor_sum(g * g)
-
-    # == tensor: values of tensors
-    sqrt_exp_avg_sq_2_plus_eps_tensor = novograd_2(
-        stored, eps, decay, one_minus_where_lt_one_t_beta2_zero, tensor_sum_for_exp_avg_sq_tensor,
-    )
-
-    # == sweep 2: the update
-    b = stored.over("p", "g", "exp_avg")
-    # -- load and decode
-    p = b.load("p")
-    exp_avg = b.load("exp_avg")
-    g = b.load("g")
-    g = grad_scale * g
-    sqrt_exp_avg_sq_2_plus_eps = b.spread(sqrt_exp_avg_sq_2_plus_eps_tensor)
-    # -- update  (specs/novograd.py)
-    update = g / sqrt_exp_avg_sq_2_plus_eps + weight_decay * p  # 22
-    update = one_minus_beta1 * update                           # 24  update = (1 - beta1) * update
-    exp_avg = beta1 * exp_avg + update                          # 25
-    p = p - lr * exp_avg                                        # 26
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg", exp_avg)
 
 
 # Scalars at a step, in fp64, with the new host states behind them.
@@ -176,40 +93,78 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay):
 
 
 # What several of the records below have.
-STATES = (StateRecord("exp_avg"), StateRecord("exp_avg_sq", nonneg=True, space="tensor"))
 TEMPS = (
+    Temp("tensor_sum_for_exp_avg_sq", "tensor", reduction="tensor_sum", source="elem"),
+    Temp("sqrt_exp_avg_sq_2_plus_eps", "tensor"),
+)
+NOVOGRAD_1 = Stage(
+    "novograd_1", "elem", level=0, scalars=(0,), temps=("tensor_sum_for_exp_avg_sq",), reads=("g",),
+    sums=(("sum", ("tensor_sum_for_exp_avg_sq",)),),
+)
+NOVOGRAD_2 = Stage(
+    "novograd_2", "tensor", level=1, scalars=(1, 2, 3), temps=("sqrt_exp_avg_sq_2_plus_eps",),
+    reads=("exp_avg_sq", "tensor_sum_for_exp_avg_sq"), stores=("exp_avg_sq", "sqrt_exp_avg_sq_2_plus_eps"),
+    plus=("exp_avg_sq", "sqrt_exp_avg_sq_2_plus_eps"),
+)
+TEMPS_2 = (
     Temp("tensor_sum_for_exp_avg_sq", "tensor", reduction="tensor_sum", source="elem"),
     Temp("one_over_sqrt_exp_avg_sq_2_plus_eps", "tensor"),
 )
-NOVOGRAD_1 = Stage(
+NOVOGRAD_1_2 = Stage(
     "novograd_1", "elem", level=0, scalars=(), temps=("tensor_sum_for_exp_avg_sq",), reads=("g",),
     sums=(("square", ("tensor_sum_for_exp_avg_sq",)),),
 )
-NOVOGRAD_2 = Stage(
+NOVOGRAD_2_2 = Stage(
     "novograd_2", "tensor", level=1, scalars=tuple(range(4)), temps=("one_over_sqrt_exp_avg_sq_2_plus_eps",),
     reads=("exp_avg_sq", "tensor_sum_for_exp_avg_sq"), stores=("exp_avg_sq", "one_over_sqrt_exp_avg_sq_2_plus_eps"),
     plus=("exp_avg_sq", "one_over_sqrt_exp_avg_sq_2_plus_eps"),
 )
 
-# The eager reference, in strict maths.
+# The states, and what of them a step makes.
 RULES = by_flags(
     {"grad_averaging": False},
     RuleRecord(
-        "novograd", "novograd",
-        scalars=("grad_scale", "eps", "decay", "one_minus_where_lt_one_t_beta2_zero", "lr", "beta1", "weight_decay"),
-        host=host_scalars, states=STATES, spaces=("tensor",), settings=({"grad_averaging": False},),
-    ),
-    RuleRecord(
-        "novograd", "novograd_grad_averaging",
-        scalars=(
-            "grad_scale", "eps", "decay", "one_minus_where_lt_one_t_beta2_zero", "lr", "beta1", "weight_decay",
-            "one_minus_beta1",
-        ),
-        host=host_scalars_2, states=STATES, spaces=("tensor",), settings=({"grad_averaging": True},),
+        "novograd", states=(StateRecord("exp_avg"), StateRecord("exp_avg_sq", nonneg=True, space="tensor")),
+        spaces=("tensor",),
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: distribute, fma, group, linear.
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({"grad_averaging": False},),
+        ("grad_scale", "eps", "decay", "one_minus_where_lt_one_t_beta2_zero", "lr", "beta1", "weight_decay"),
+        host=host_scalars, temps=TEMPS,
+        stages=(
+            NOVOGRAD_1,
+            NOVOGRAD_2,
+            Stage(
+                "novograd_3", "elem", level=2, scalars=(4, 5, 6, 0),
+                reads=("p", "g", "exp_avg", "sqrt_exp_avg_sq_2_plus_eps"), stores=("p", "exp_avg"),
+            ),
+        ),
+        strict=True,
+    ),
+    Rule(
+        ({"grad_averaging": True},),
+        (
+            "grad_scale", "eps", "decay", "one_minus_where_lt_one_t_beta2_zero", "lr", "beta1", "weight_decay",
+            "one_minus_beta1",
+        ),
+        host=host_scalars_2, temps=TEMPS,
+        stages=(
+            NOVOGRAD_1,
+            NOVOGRAD_2,
+            Stage(
+                "novograd_grad_averaging_3", "elem", level=2, scalars=(4, 5, 6, 0, 7),
+                reads=("p", "g", "exp_avg", "sqrt_exp_avg_sq_2_plus_eps"), stores=("p", "exp_avg"),
+            ),
+        ),
+        strict=True,
+    ),
+)
+
+# The step of kernels, in fast maths; rounding changed by: distribute, fma, group, linear.
 STEPS = (
     Rule(
         ({"grad_averaging": False},),
@@ -217,10 +172,10 @@ STEPS = (
             "eps", "grad_scale_times_grad_scale", "decay", "one_minus_where_lt_one_t_beta2_zero", "beta1",
             "weight_decay", "grad_scale", "minus_lr",
         ),
-        host=kernel_scalars, temps=TEMPS,
+        host=kernel_scalars, temps=TEMPS_2,
         stages=(
-            NOVOGRAD_1,
-            NOVOGRAD_2,
+            NOVOGRAD_1_2,
+            NOVOGRAD_2_2,
             Stage(
                 "novograd_3", "elem", level=2, scalars=(4, 5, 6, 7),
                 reads=("p", "g", "exp_avg", "one_over_sqrt_exp_avg_sq_2_plus_eps"), stores=("p", "exp_avg"),
@@ -233,10 +188,10 @@ STEPS = (
             "eps", "grad_scale_times_grad_scale", "decay", "one_minus_where_lt_one_t_beta2_zero", "beta1",
             "one_minus_beta1_times_grad_scale", "one_minus_beta1_times_weight_decay", "minus_lr",
         ),
-        host=kernel_scalars_2, temps=TEMPS,
+        host=kernel_scalars_2, temps=TEMPS_2,
         stages=(
-            NOVOGRAD_1,
-            NOVOGRAD_2,
+            NOVOGRAD_1_2,
+            NOVOGRAD_2_2,
             Stage(
                 "novograd_grad_averaging_3", "elem", level=2, scalars=(4, 5, 6, 7),
                 reads=("p", "g", "exp_avg", "one_over_sqrt_exp_avg_sq_2_plus_eps"), stores=("p", "exp_avg"),

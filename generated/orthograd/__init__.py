@@ -2,11 +2,8 @@
 #     orthograd
 # fmt: off
 # ruff: noqa
-import torch
-
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp, by_flags
 from optgen.runtime.records.scalars import where
-from optgen.runtime.reference.eager import sqrt
 
 
 class OrthoGrad(Optimizer):
@@ -53,186 +50,6 @@ class OrthoGrad(Optimizer):
             params, dict(lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov),
             **options
         )
-
-
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def orthograd_1(stored, grad_scale):
-    b = stored.over("p", "g")
-    # -- load and decode
-    g = b.load("g")
-    g = grad_scale * g
-    p = b.load("p")
-    # -- encode and store
-    tensor_sum_for_g_norm_tensor = b.tensor_sum(g * g)
-    tensor_sum_for_radial_tensor = b.tensor_sum(p * g)
-    tensor_sum_for_radial_2_tensor = b.tensor_sum(p * p)
-    return tensor_sum_for_g_norm_tensor, tensor_sum_for_radial_tensor, tensor_sum_for_radial_2_tensor
-
-
-def orthograd_2(stored, tensor_sum_for_radial_tensor, tensor_sum_for_radial_2_tensor, tensor_sum_for_g_norm_tensor):
-    # -- load and decode
-    tensor_sum_for_radial = tensor_sum_for_radial_tensor
-    tensor_sum_for_radial_2 = tensor_sum_for_radial_2_tensor
-    tensor_sum_for_g_norm = tensor_sum_for_g_norm_tensor
-    # -- update  (specs/orthograd.py)
-    radial = tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1e-30)  # 23  radial = dot(p, g) / (dot(p, p) + 1e-30)
-    # 25  g_norm, tangent_norm = norm(g), norm(tangent)
-    g_norm = sqrt(tensor_sum_for_g_norm)
-    # -- encode and store
-    radial_tensor = radial
-    g_norm_tensor = g_norm
-    by_1em05_times_g_norm_tensor = 1e-05 * g_norm
-    return radial_tensor, g_norm_tensor, by_1em05_times_g_norm_tensor
-
-
-def orthograd_3(stored, grad_scale, radial_tensor):
-    b = stored.over("p", "g")
-    # -- load and decode
-    g = b.load("g")
-    g = grad_scale * g
-    radial = b.spread(radial_tensor)
-    p = b.load("p")
-    # -- update  (specs/orthograd.py)
-    tangent = g - radial * p  # 24  tangent = g - radial * p
-    # -- encode and store
-    tensor_sum_for_tangent_norm_tensor = b.tensor_sum(tangent * tangent)
-    return tensor_sum_for_tangent_norm_tensor
-
-
-def orthograd_4(stored, by_1em05_times_g_norm_tensor, tensor_sum_for_tangent_norm_tensor, g_norm_tensor):
-    # -- load and decode
-    by_1em05_times_g_norm = by_1em05_times_g_norm_tensor
-    tensor_sum_for_tangent_norm = tensor_sum_for_tangent_norm_tensor
-    g_norm = g_norm_tensor
-    # -- update  (specs/orthograd.py)
-    tangent_norm = sqrt(tensor_sum_for_tangent_norm)  # 25
-    # 26  stretch = where(tangent_norm > 1e-5 * g_norm, g_norm / tangent_norm, 0.0)
-    stretch = torch.where(by_1em05_times_g_norm < tangent_norm, g_norm / tangent_norm, 0.0)
-    # -- encode and store
-    stretch_tensor = stretch
-    return stretch_tensor
-
-
-def orthograd(stored, grad_scale, lr, weight_decay):
-
-    # == sweep 1: g_norm (specs/orthograd.py:25), radial (specs/orthograd.py:23)
-    tensor_sum_for_g_norm_tensor, tensor_sum_for_radial_tensor, tensor_sum_for_radial_2_tensor = orthograd_1(
-        stored, grad_scale,
-    )
-
-    # == tensor: values of tensors
-    radial_tensor, g_norm_tensor, by_1em05_times_g_norm_tensor = orthograd_2(
-        stored, tensor_sum_for_radial_tensor, tensor_sum_for_radial_2_tensor, tensor_sum_for_g_norm_tensor,
-    )
-
-    # == sweep 2: tangent_norm (specs/orthograd.py:25)
-    tensor_sum_for_tangent_norm_tensor = orthograd_3(stored, grad_scale, radial_tensor)
-
-    # == tensor: values of tensors
-    stretch_tensor = orthograd_4(
-        stored, by_1em05_times_g_norm_tensor, tensor_sum_for_tangent_norm_tensor, g_norm_tensor,
-    )
-
-    # == sweep 3: the update
-    b = stored.over("p", "g")
-    # -- load and decode
-    p = b.load("p")
-    stretch = b.spread(stretch_tensor)
-    g = b.load("g")
-    g = grad_scale * g
-    radial = b.spread(radial_tensor)
-    # -- update  (specs/orthograd.py)
-    tangent = g - radial * p                  # 24
-    g = stretch * tangent + weight_decay * p  # 27  g = l2(stretch * tangent, p, weight_decay)
-    p = p - lr * g                            # 32  p = p - lr * update
-    # -- encode and store
-    b.store("p", p)
-
-
-def orthograd_has_momentum(
-    stored, grad_scale, lr, weight_decay, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-):
-
-    # == sweep 1: g_norm (specs/orthograd.py:25), radial (specs/orthograd.py:23)
-    tensor_sum_for_g_norm_tensor, tensor_sum_for_radial_tensor, tensor_sum_for_radial_2_tensor = orthograd_1(
-        stored, grad_scale,
-    )
-
-    # == tensor: values of tensors
-    radial_tensor, g_norm_tensor, by_1em05_times_g_norm_tensor = orthograd_2(
-        stored, tensor_sum_for_radial_tensor, tensor_sum_for_radial_2_tensor, tensor_sum_for_g_norm_tensor,
-    )
-
-    # == sweep 2: tangent_norm (specs/orthograd.py:25)
-    tensor_sum_for_tangent_norm_tensor = orthograd_3(stored, grad_scale, radial_tensor)
-
-    # == tensor: values of tensors
-    stretch_tensor = orthograd_4(
-        stored, by_1em05_times_g_norm_tensor, tensor_sum_for_tangent_norm_tensor, g_norm_tensor,
-    )
-
-    # == sweep 3: the update
-    b = stored.over("p", "g", "momentum_buffer")
-    # -- load and decode
-    p = b.load("p")
-    momentum_buffer = b.load("momentum_buffer")
-    stretch = b.spread(stretch_tensor)
-    g = b.load("g")
-    g = grad_scale * g
-    radial = b.spread(radial_tensor)
-    # -- update  (specs/orthograd.py)
-    tangent = g - radial * p                  # 24
-    g = stretch * tangent + weight_decay * p  # 27
-    # 30  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-    momentum_buffer = where_lt_one_t_momentum_zero * momentum_buffer + where_lt_one_t_one_minus_dampening_one * g
-    p = p - lr * momentum_buffer              # 32
-    # -- encode and store
-    b.store("p", p)
-    b.store("momentum_buffer", momentum_buffer)
-
-
-def orthograd_nesterov_has_momentum(
-    stored, grad_scale, lr, momentum, weight_decay, where_lt_one_t_momentum_zero,
-    where_lt_one_t_one_minus_dampening_one,
-):
-
-    # == sweep 1: g_norm (specs/orthograd.py:25), radial (specs/orthograd.py:23)
-    tensor_sum_for_g_norm_tensor, tensor_sum_for_radial_tensor, tensor_sum_for_radial_2_tensor = orthograd_1(
-        stored, grad_scale,
-    )
-
-    # == tensor: values of tensors
-    radial_tensor, g_norm_tensor, by_1em05_times_g_norm_tensor = orthograd_2(
-        stored, tensor_sum_for_radial_tensor, tensor_sum_for_radial_2_tensor, tensor_sum_for_g_norm_tensor,
-    )
-
-    # == sweep 2: tangent_norm (specs/orthograd.py:25)
-    tensor_sum_for_tangent_norm_tensor = orthograd_3(stored, grad_scale, radial_tensor)
-
-    # == tensor: values of tensors
-    stretch_tensor = orthograd_4(
-        stored, by_1em05_times_g_norm_tensor, tensor_sum_for_tangent_norm_tensor, g_norm_tensor,
-    )
-
-    # == sweep 3: the update
-    b = stored.over("p", "g", "momentum_buffer")
-    # -- load and decode
-    p = b.load("p")
-    stretch = b.spread(stretch_tensor)
-    g = b.load("g")
-    g = grad_scale * g
-    radial = b.spread(radial_tensor)
-    momentum_buffer = b.load("momentum_buffer")
-    # -- update  (specs/orthograd.py)
-    tangent = g - radial * p                  # 24
-    g = stretch * tangent + weight_decay * p  # 27
-    momentum_buffer = where_lt_one_t_momentum_zero * momentum_buffer + where_lt_one_t_one_minus_dampening_one * g  # 30
-    # 31  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
-    update = g + momentum * momentum_buffer
-    p = p - lr * update                       # 32
-    # -- encode and store
-    b.store("p", p)
-    b.store("momentum_buffer", momentum_buffer)
 
 
 # Scalars at a step, in fp64, with the new host states behind them.
@@ -298,6 +115,26 @@ TEMPS = (
     Temp("stretch", "tensor"),
 )
 ORTHOGRAD_1 = Stage(
+    "orthograd_1", "elem", level=0, scalars=(0,),
+    temps=("tensor_sum_for_g_norm", "tensor_sum_for_radial", "tensor_sum_for_radial_2"), reads=("p", "g"),
+    sums=(
+        ("sum", ("tensor_sum_for_g_norm",)), ("sum", ("tensor_sum_for_radial",)), ("sum", ("tensor_sum_for_radial_2",)),
+    ),
+)
+ORTHOGRAD_2 = Stage(
+    "orthograd_2", "tensor", level=1, scalars=(), temps=("radial", "g_norm", "by_1em05_times_g_norm"),
+    reads=("tensor_sum_for_radial", "tensor_sum_for_radial_2", "tensor_sum_for_g_norm"),
+    stores=("radial", "g_norm", "by_1em05_times_g_norm"),
+)
+ORTHOGRAD_3 = Stage(
+    "orthograd_3", "elem", level=2, scalars=(0,), temps=("tensor_sum_for_tangent_norm",), reads=("p", "g", "radial"),
+    sums=(("sum", ("tensor_sum_for_tangent_norm",)),),
+)
+ORTHOGRAD_4 = Stage(
+    "orthograd_4", "tensor", level=3, scalars=(), temps=("stretch",),
+    reads=("by_1em05_times_g_norm", "tensor_sum_for_tangent_norm", "g_norm"), stores=("stretch",), picked=("stretch",),
+)
+ORTHOGRAD_1_2 = Stage(
     "orthograd_1", "elem", level=0, scalars=(),
     temps=("tensor_sum_for_g_norm", "tensor_sum_for_radial", "tensor_sum_for_radial_2"), reads=("p", "g"),
     sums=(
@@ -305,56 +142,87 @@ ORTHOGRAD_1 = Stage(
         ("square", ("tensor_sum_for_radial_2",)),
     ),
 )
-ORTHOGRAD_2 = Stage(
+ORTHOGRAD_2_2 = Stage(
     "orthograd_2", "tensor", level=1, scalars=(0, 1), temps=("radial", "g_norm", "by_1em05_times_g_norm"),
     reads=("tensor_sum_for_radial", "tensor_sum_for_radial_2", "tensor_sum_for_g_norm"),
     stores=("radial", "g_norm", "by_1em05_times_g_norm"),
 )
-ORTHOGRAD_3 = Stage(
+ORTHOGRAD_3_2 = Stage(
     "orthograd_3", "elem", level=2, scalars=(0,), temps=("tensor_sum_for_tangent_norm",), reads=("p", "g", "radial"),
     sums=(("square", ("tensor_sum_for_tangent_norm",)),),
 )
-ORTHOGRAD_4 = Stage(
-    "orthograd_4", "tensor", level=3, scalars=(), temps=("stretch",),
-    reads=("by_1em05_times_g_norm", "tensor_sum_for_tangent_norm", "g_norm"), stores=("stretch",), picked=("stretch",),
-)
 
-# The eager reference, in strict maths.
+# The states, and what of them a step makes.
 RULES = by_flags(
     {"nesterov": False, "has_momentum": False},
+    RuleRecord("orthograd", spaces=("tensor",), settings=({"nesterov": False, "has_momentum": False},)),
     RuleRecord(
-        "orthograd", "orthograd", scalars=("grad_scale", "lr", "weight_decay"), host=host_scalars, spaces=("tensor",),
-        settings=({"nesterov": False, "has_momentum": False},),
+        "orthograd", states=(StateRecord("momentum_buffer"),), spaces=("tensor",), settings=({"has_momentum": True},),
     ),
-    RuleRecord(
-        "orthograd", "orthograd_has_momentum",
-        scalars=(
-            "grad_scale", "lr", "weight_decay", "where_lt_one_t_momentum_zero",
-            "where_lt_one_t_one_minus_dampening_one",
+)
+
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({"nesterov": False, "has_momentum": False},), ("grad_scale", "lr", "weight_decay"), host=host_scalars,
+        temps=TEMPS,
+        stages=(
+            ORTHOGRAD_1,
+            ORTHOGRAD_2,
+            ORTHOGRAD_3,
+            ORTHOGRAD_4,
+            Stage(
+                "orthograd_5", "elem", level=4, scalars=(1, 2, 0), reads=("p", "g", "stretch", "radial"), stores=("p",),
+            ),
         ),
-        host=host_scalars_2, states=(StateRecord("momentum_buffer"),), spaces=("tensor",),
-        settings=({"nesterov": False, "has_momentum": True},),
+        strict=True,
     ),
-    RuleRecord(
-        "orthograd", "orthograd_nesterov_has_momentum",
-        scalars=(
+    Rule(
+        ({"nesterov": False, "has_momentum": True},),
+        ("grad_scale", "lr", "weight_decay", "where_lt_one_t_momentum_zero", "where_lt_one_t_one_minus_dampening_one"),
+        host=host_scalars_2, temps=TEMPS,
+        stages=(
+            ORTHOGRAD_1,
+            ORTHOGRAD_2,
+            ORTHOGRAD_3,
+            ORTHOGRAD_4,
+            Stage(
+                "orthograd_has_momentum_5", "elem", level=4, scalars=(1, 2, 0, 3, 4),
+                reads=("p", "g", "momentum_buffer", "stretch", "radial"), stores=("p", "momentum_buffer"),
+            ),
+        ),
+        strict=True,
+    ),
+    Rule(
+        ({"nesterov": True, "has_momentum": True},),
+        (
             "grad_scale", "lr", "momentum", "weight_decay", "where_lt_one_t_momentum_zero",
             "where_lt_one_t_one_minus_dampening_one",
         ),
-        host=host_scalars_3, states=(StateRecord("momentum_buffer"),), spaces=("tensor",),
-        settings=({"nesterov": True, "has_momentum": True},),
+        host=host_scalars_3, temps=TEMPS,
+        stages=(
+            ORTHOGRAD_1,
+            ORTHOGRAD_2,
+            ORTHOGRAD_3,
+            ORTHOGRAD_4,
+            Stage(
+                "orthograd_nesterov_has_momentum_5", "elem", level=4, scalars=(1, 2, 3, 0, 4, 5),
+                reads=("p", "g", "momentum_buffer", "stretch", "radial"), stores=("p", "momentum_buffer"),
+            ),
+        ),
+        strict=True,
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: fma, linear.
+# The step of kernels, in fast maths; rounding changed by: fma, linear.
 STEPS = (
     Rule(
         ({"nesterov": False, "has_momentum": False},),
         ("grad_scale", "grad_scale_times_grad_scale", "weight_decay", "minus_lr"), host=kernel_scalars, temps=TEMPS,
         stages=(
-            ORTHOGRAD_1,
-            ORTHOGRAD_2,
-            ORTHOGRAD_3,
+            ORTHOGRAD_1_2,
+            ORTHOGRAD_2_2,
+            ORTHOGRAD_3_2,
             ORTHOGRAD_4,
             Stage(
                 "orthograd_5", "elem", level=4, scalars=(2, 0, 3), reads=("p", "g", "stretch", "radial"), stores=("p",),
@@ -369,9 +237,9 @@ STEPS = (
         ),
         host=kernel_scalars_2, temps=TEMPS,
         stages=(
-            ORTHOGRAD_1,
-            ORTHOGRAD_2,
-            ORTHOGRAD_3,
+            ORTHOGRAD_1_2,
+            ORTHOGRAD_2_2,
+            ORTHOGRAD_3_2,
             ORTHOGRAD_4,
             Stage(
                 "orthograd_has_momentum_5", "elem", level=4, scalars=(2, 0, 3, 4, 5),
@@ -387,9 +255,9 @@ STEPS = (
         ),
         host=kernel_scalars_3, temps=TEMPS,
         stages=(
-            ORTHOGRAD_1,
-            ORTHOGRAD_2,
-            ORTHOGRAD_3,
+            ORTHOGRAD_1_2,
+            ORTHOGRAD_2_2,
+            ORTHOGRAD_3_2,
             ORTHOGRAD_4,
             Stage(
                 "orthograd_nesterov_has_momentum_5", "elem", level=4, scalars=(2, 3, 0, 4, 5, 6),

@@ -42,52 +42,6 @@ class PNM(Optimizer):
         super().__init__(params, dict(lr=lr, betas=betas, weight_decay=weight_decay, decoupled=decoupled), **options)
 
 
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def pnm(
-    stored, beta0, grad_scale, one_minus_lr_times_weight_decay, decay_of_two, one_minus_beta1_times_beta1,
-    one_plus_beta0, scalar_4,
-):
-    b = stored.over("p", "g", "exp_avg", "neg_exp_avg")
-    # -- load and decode
-    p = b.load("p")
-    neg_exp_avg = b.load("neg_exp_avg")
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg = b.load("exp_avg")
-    # -- update  (specs/pnm.py)
-    p = p * one_minus_lr_times_weight_decay                            # 21  p = decay(p, lr, weight_decay)
-    # 25  exp_avg = decay_of_two * neg_exp_avg + (1 - decay_of_two) * g
-    exp_avg_2 = decay_of_two * neg_exp_avg + one_minus_beta1_times_beta1 * g
-    # 26  p = p - lr / sqrt((1 + beta0) ** 2 + beta0 * beta0) * ((1 + beta0) * exp_avg - beta0 * last)
-    p = p - scalar_4 * (one_plus_beta0 * exp_avg_2 - beta0 * exp_avg)
-    # -- encode and store
-    neg_exp_avg_new = exp_avg.clone()
-    b.store("p", p)
-    b.store("exp_avg", exp_avg_2)
-    b.store("neg_exp_avg", neg_exp_avg_new)
-
-
-def pnm_no_decoupled(
-    stored, beta0, weight_decay, grad_scale, decay_of_two, one_minus_beta1_times_beta1, one_plus_beta0, scalar_3,
-):
-    b = stored.over("p", "g", "exp_avg", "neg_exp_avg")
-    # -- load and decode
-    p = b.load("p")
-    neg_exp_avg = b.load("neg_exp_avg")
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg = b.load("exp_avg")
-    # -- update  (specs/pnm.py)
-    g = g + weight_decay * p                                           # 23  g = l2(g, p, weight_decay)
-    exp_avg_2 = decay_of_two * neg_exp_avg + one_minus_beta1_times_beta1 * g  # 25
-    p = p - scalar_3 * (one_plus_beta0 * exp_avg_2 - beta0 * exp_avg)  # 26
-    # -- encode and store
-    neg_exp_avg_new = exp_avg.clone()
-    b.store("p", p)
-    b.store("exp_avg", exp_avg_2)
-    b.store("neg_exp_avg", neg_exp_avg_new)
-
-
 # Scalars at a step, in fp64, with the new host states behind them.
 def host_scalars(step, grad_scale, *, lr, betas, weight_decay):
     beta1, beta0 = betas
@@ -140,31 +94,48 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, weight_decay):
     )
 
 
-# What several of the records below have.
-STATES = (StateRecord("exp_avg", nearest=True), StateRecord("neg_exp_avg", nearest=True))
-
-# The eager reference, in strict maths.
+# The states, and what of them a step makes.
 RULES = by_flags(
     {"decoupled": True},
-    RuleRecord(
-        "pnm", "pnm",
-        scalars=(
+    RuleRecord("pnm", states=(StateRecord("exp_avg", nearest=True), StateRecord("neg_exp_avg", nearest=True))),
+)
+
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({"decoupled": True},),
+        (
             "beta0", "grad_scale", "one_minus_lr_times_weight_decay", "decay_of_two", "one_minus_beta1_times_beta1",
             "one_plus_beta0", "scalar_4",
         ),
-        host=host_scalars, states=STATES, settings=({"decoupled": True},),
+        host=host_scalars,
+        stages=(
+            Stage(
+                "pnm", "elem", level=0, scalars=tuple(range(7)), reads=("p", "g", "exp_avg", "neg_exp_avg"),
+                stores=("p", "exp_avg", "neg_exp_avg"), picked=("neg_exp_avg",),
+            ),
+        ),
+        strict=True,
     ),
-    RuleRecord(
-        "pnm", "pnm_no_decoupled",
-        scalars=(
+    Rule(
+        ({"decoupled": False},),
+        (
             "beta0", "weight_decay", "grad_scale", "decay_of_two", "one_minus_beta1_times_beta1", "one_plus_beta0",
             "scalar_3",
         ),
-        host=host_scalars_2, states=STATES, settings=({"decoupled": False},),
+        host=host_scalars_2,
+        stages=(
+            Stage(
+                "pnm_no_decoupled", "elem", level=0, scalars=tuple(range(7)),
+                reads=("p", "g", "exp_avg", "neg_exp_avg"), stores=("p", "exp_avg", "neg_exp_avg"),
+                picked=("neg_exp_avg",),
+            ),
+        ),
+        strict=True,
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: distribute, fma, group.
+# The step of kernels, in fast maths; rounding changed by: distribute, fma, group.
 STEPS = (
     Rule(
         ({"decoupled": True},),

@@ -2,11 +2,8 @@
 #     polargrad
 # fmt: off
 # ruff: noqa
-import torch
-
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Series, Stage, StateRecord, Temp, by_flags
 from optgen.runtime.records.scalars import divide, maximum, root, where
-from optgen.runtime.reference.eager import few_sum, newton_schulz, sqrt
 
 
 class PolarGrad(Optimizer):
@@ -74,120 +71,6 @@ class PolarGrad(Optimizer):
         )
 
 
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def polargrad(
-    stored, momentum, grad_scale, one_minus_momentum, ns_coefficients, ns_steps, gram, lr,
-    one_minus_lr_times_weight_decay,
-):
-
-    # == sweep 1: direction (specs/polargrad.py:37)
-    b = stored.over("g", "momentum_buffer")
-    # -- load and decode
-    momentum_buffer = b.load("momentum_buffer")
-    g = b.load("g")
-    g = grad_scale * g
-    # -- update  (specs/polargrad.py)
-    # 36  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
-    momentum_buffer = momentum * momentum_buffer + one_minus_momentum * g
-    # -- encode and store
-    momentum_buffer_bitcast = momentum_buffer.view(torch.int32)
-    direction_tensor = b.flat(
-        (
-            torch.where(
-                momentum_buffer == momentum_buffer,
-                momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000
-            )
-            >> 16
-        ).to(torch.int16).view(torch.bfloat16)
-    )
-    b.store("momentum_buffer", momentum_buffer)
-
-    # == newton_schulz: newton_schulz of whole matrices
-    b = stored.over()
-    # -- load and decode
-    direction_stored = b.elements(direction_tensor)
-    # -- encode and store
-    direction_tensor = b.flat(
-        b.elements(
-            newton_schulz(
-                direction_tensor, float(ns_steps), float(1.0), float(gram), float(1e-07), float(ns_coefficients)
-            )
-        ).to(torch.bfloat16)
-    )
-
-    # == sweep 2: nuclear (specs/polargrad.py:38)
-    b = stored.over("momentum_buffer")
-    # -- load and decode
-    momentum_buffer = b.load("momentum_buffer")
-    direction_stored = b.elements(direction_tensor)
-    # -- update  (specs/polargrad.py)
-    # 37  direction = newton_schulz(momentum_buffer, ns_steps, ns_coefficients, gram=gram)
-    direction = direction_stored.to(torch.float32)
-    # -- encode and store
-    row_sum_for_nuclear_tensor = b.row_sum(momentum_buffer * direction)
-
-    # == row: values of rows
-    # -- load and decode
-    row_sum_for_nuclear = row_sum_for_nuclear_tensor
-    # -- encode and store
-    mat_sum_for_nuclear_tensor = few_sum(row_sum_for_nuclear, "mat")
-
-    # == tensor: values of tensors
-    # -- encode and store
-    rows_times_columns_tensor = b.extent("rows") * b.extent("columns")
-
-    # == mat: values of matrices
-    # -- load and decode
-    mat_sum_for_nuclear = mat_sum_for_nuclear_tensor
-    rows_times_columns = rows_times_columns_tensor
-    # -- update  (specs/polargrad.py)
-    # 38  nuclear = mat_mean(momentum_buffer * direction) * (rows(p) * columns(p))
-    nuclear = mat_sum_for_nuclear / rows_times_columns * rows_times_columns
-    # -- encode and store
-    lr_times_nuclear_tensor = lr * nuclear
-
-    # == sweep 3: the update
-    b = stored.over("p")
-    # -- load and decode
-    p = b.load("p")
-    lr_times_nuclear = b.spread(lr_times_nuclear_tensor)
-    direction_stored = b.elements(direction_tensor)
-    # -- update  (specs/polargrad.py)
-    p = p * one_minus_lr_times_weight_decay         # 39  p = policies.decoupled(p, lr, weight_decay)
-    direction = direction_stored.to(torch.float32)  # 37
-    p = p - lr_times_nuclear * direction            # 40  p = p - lr * nuclear * direction
-    # -- encode and store
-    b.store("p", p)
-
-
-def polargrad_no_matrix(
-    stored, adamw_betas_0, adamw_betas_1, adamw_eps, grad_scale, one_minus_adamw_lr_times_weight_decay,
-    one_minus_adamw_betas_0, adamw_lr_over_one_minus_adamw_betas_0_pow_t, one_minus_adamw_betas_1,
-    sqrt_one_minus_adamw_betas_1_pow_t,
-):
-    b = stored.over("p", "g", "momentum_buffer", "exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    momentum_buffer = b.load("momentum_buffer")
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/polargrad.py)
-    # 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr,
-    #     adamw_betas, adamw_eps, weight_decay )
-    momentum_buffer = adamw_betas_0 * momentum_buffer + one_minus_adamw_betas_0 * g
-    exp_avg_sq = adamw_betas_1 * exp_avg_sq + one_minus_adamw_betas_1 * g * g  # 32
-    # 32
-    p = (
-        p * one_minus_adamw_lr_times_weight_decay - adamw_lr_over_one_minus_adamw_betas_0_pow_t * momentum_buffer
-        / (sqrt(exp_avg_sq) / sqrt_one_minus_adamw_betas_1_pow_t + adamw_eps)
-    )
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg_sq", exp_avg_sq)
-    b.store("momentum_buffer", momentum_buffer)
-
-
 # Scalars at a step, in fp64, with the new host states behind them.
 def host_scalars(
     step, grad_scale, *, lr, weight_decay, momentum, ns_coefficients, ns_steps, gram, adamw_lr, adamw_betas,
@@ -248,33 +131,92 @@ def kernel_scalars_2(
     )
 
 
-# The eager reference, in strict maths.
+# What several of the records below have.
+TEMPS = (
+    Temp("direction", "elem"),
+    Temp("row_sum_for_nuclear", "row", reduction="row_sum", source="elem"),
+    Temp("mat_sum_for_nuclear", "mat", reduction="mat_sum", source="row"),
+    Temp("rows_times_columns", "tensor"),
+    Temp("lr_times_nuclear", "mat"),
+)
+POLARGRAD_4 = Stage(
+    "polargrad_4", "row", level=3, scalars=(), temps=("mat_sum_for_nuclear",), matrices=True,
+    reads=("row_sum_for_nuclear",), sums=(("sum", ("mat_sum_for_nuclear",)),),
+)
+POLARGRAD_5 = Stage(
+    "polargrad_5", "tensor", level=3, scalars=(), temps=("rows_times_columns",), stores=("rows_times_columns",),
+    extents=("rows", "columns"),
+)
+
+# The states, and what of them a step makes.
 RULES = by_flags(
     {"adamw": False, "matrix": True},
     RuleRecord(
-        "polargrad", "polargrad",
-        scalars=(
-            "momentum", "grad_scale", "one_minus_momentum", "ns_coefficients", "ns_steps", "gram", "lr",
-            "one_minus_lr_times_weight_decay",
-        ),
-        host=host_scalars, states=(StateRecord("momentum_buffer", normalized_by="exp_avg_sq"),),
-        early=("momentum_buffer",), spaces=("call", "mat", "tensor"), by_rows=True, matrix="heads",
-        settings=({"adamw": False, "matrix": True},),
+        "polargrad", states=(StateRecord("momentum_buffer", normalized_by="exp_avg_sq"),), early=("momentum_buffer",),
+        spaces=("call", "mat", "tensor"), by_rows=True, matrix="heads", settings=({"adamw": False, "matrix": True},),
     ),
     RuleRecord(
-        "polargrad", "polargrad_no_matrix",
-        scalars=(
-            "adamw_betas_0", "adamw_betas_1", "adamw_eps", "grad_scale", "one_minus_adamw_lr_times_weight_decay",
-            "one_minus_adamw_betas_0", "adamw_lr_over_one_minus_adamw_betas_0_pow_t", "one_minus_adamw_betas_1",
-            "sqrt_one_minus_adamw_betas_1_pow_t",
-        ),
-        host=host_scalars_2,
+        "polargrad",
         states=(StateRecord("momentum_buffer", normalized_by="exp_avg_sq"), StateRecord("exp_avg_sq", nonneg=True)),
         matrix="heads", settings=({"adamw": True}, {"matrix": False}),
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: eps, fma, group, reciprocal, step.
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({"adamw": False, "matrix": True},),
+        (
+            "momentum", "grad_scale", "one_minus_momentum", "ns_coefficients", "ns_steps", "gram", "lr",
+            "one_minus_lr_times_weight_decay",
+        ),
+        host=host_scalars, temps=TEMPS,
+        stages=(
+            Stage(
+                "polargrad_1", "elem", level=0, scalars=(0, 1, 2), temps=("direction",), reads=("g", "momentum_buffer"),
+                stores=("momentum_buffer", "direction"), picked=("direction",),
+            ),
+            Stage(
+                "newton_schulz", "call", level=1, scalars=(3, 4, 5), temps=("direction",),
+                given=("ns_steps", 1.0, "gram", 1e-07, "ns_coefficients"),
+            ),
+            Stage(
+                "polargrad_3", "elem", level=2, scalars=(), temps=("row_sum_for_nuclear",), matrices=True,
+                reads=("momentum_buffer", "direction"), sums=(("sum", ("row_sum_for_nuclear",)),),
+            ),
+            POLARGRAD_4,
+            POLARGRAD_5,
+            Stage(
+                "polargrad_6", "mat", level=3, scalars=(6,), temps=("lr_times_nuclear",), matrices=True,
+                reads=("mat_sum_for_nuclear", "rows_times_columns"), stores=("lr_times_nuclear",),
+            ),
+            Stage(
+                "polargrad_7", "elem", level=4, scalars=(7,), matrices=True,
+                reads=("p", "lr_times_nuclear", "direction"), stores=("p",),
+            ),
+        ),
+        early=("momentum_buffer",), strict=True,
+    ),
+    Rule(
+        ({"adamw": True}, {"matrix": False}),
+        (
+            "adamw_betas_0", "adamw_betas_1", "adamw_eps", "grad_scale", "one_minus_adamw_lr_times_weight_decay",
+            "one_minus_adamw_betas_0", "adamw_lr_over_one_minus_adamw_betas_0_pow_t", "one_minus_adamw_betas_1",
+            "sqrt_one_minus_adamw_betas_1_pow_t",
+        ),
+        host=host_scalars_2,
+        stages=(
+            Stage(
+                "polargrad_no_matrix", "elem", level=0, scalars=tuple(range(9)),
+                reads=("p", "g", "momentum_buffer", "exp_avg_sq"), stores=("p", "momentum_buffer", "exp_avg_sq"),
+                plus=("exp_avg_sq",), needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+            ),
+        ),
+        strict=True,
+    ),
+)
+
+# The step of kernels, in fast maths; rounding changed by: eps, fma, group, reciprocal, step.
 STEPS = (
     Rule(
         ({"adamw": False, "matrix": True},),
@@ -282,14 +224,7 @@ STEPS = (
             "momentum", "one_minus_momentum_times_grad_scale", "ns_coefficients", "ns_steps", "gram", "lr",
             "one_minus_lr_times_weight_decay",
         ),
-        host=kernel_scalars,
-        temps=(
-            Temp("direction", "elem"),
-            Temp("row_sum_for_nuclear", "row", reduction="row_sum", source="elem"),
-            Temp("mat_sum_for_nuclear", "mat", reduction="mat_sum", source="row"),
-            Temp("rows_times_columns", "tensor"),
-            Temp("lr_times_nuclear", "mat"),
-        ),
+        host=kernel_scalars, temps=TEMPS,
         stages=(
             Stage(
                 "polargrad_1", "elem", level=0, scalars=(0, 1), temps=("direction",), reads=("g", "momentum_buffer"),
@@ -303,14 +238,8 @@ STEPS = (
                 "polargrad_3", "elem", level=2, scalars=(), temps=("row_sum_for_nuclear",), matrices=True,
                 reads=("momentum_buffer", "direction"), sums=(("product", ("row_sum_for_nuclear",)),),
             ),
-            Stage(
-                "polargrad_4", "row", level=3, scalars=(), temps=("mat_sum_for_nuclear",), matrices=True,
-                reads=("row_sum_for_nuclear",), sums=(("sum", ("mat_sum_for_nuclear",)),),
-            ),
-            Stage(
-                "polargrad_5", "tensor", level=3, scalars=(), temps=("rows_times_columns",),
-                stores=("rows_times_columns",), extents=("rows", "columns"),
-            ),
+            POLARGRAD_4,
+            POLARGRAD_5,
             Stage(
                 "polargrad_6", "mat", level=3, scalars=(5,), temps=("lr_times_nuclear",), matrices=True,
                 reads=("mat_sum_for_nuclear", "rows_times_columns"), stores=("lr_times_nuclear",),

@@ -2,11 +2,8 @@
 #     prodigy
 # fmt: off
 # ruff: noqa
-import torch
-
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp, by_flags
 from optgen.runtime.records.scalars import divide, maximum, root, where
-from optgen.runtime.reference.eager import larger, put, smaller, sqrt
 
 
 class Prodigy(Optimizer):
@@ -85,314 +82,6 @@ class Prodigy(Optimizer):
             ),
             **options
         )
-
-
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def prodigy_4(stored, eps, d0, d_coef, growth_rate, beta3, d_denom_tensor, model_sum_for_numerator_tensor):
-    # -- load and decode
-    d_max = stored["d_max"]
-    d_denom = d_denom_tensor
-    d_numerator = stored["d_numerator"]
-    d = stored["d"]
-    model_sum_for_numerator = model_sum_for_numerator_tensor
-    # -- update  (specs/prodigy.py)
-    d_denom_lt = 0.0 < d_denom
-    # 50  numerator = beta3 * d_numerator + d / d0 * d * model_dot(own * g, p0 - p)
-    numerator = beta3 * d_numerator + d / d0 * d * model_sum_for_numerator
-    # 55  d_numerator = where(d_denom > 0, numerator, d_numerator)
-    d_numerator = torch.where(d_denom_lt, numerator, d_numerator)
-    # 56  d_hat = d_coef * d_numerator / maximum(d_denom, 1e-37)
-    d_hat = d_coef * d_numerator / d_denom.clamp(min=1e-37)
-    # 58  d_max = maximum(d_max, where(d_denom > 0, d_hat, 0.0))
-    d_max = larger(d_max, torch.where(d_denom_lt, d_hat, 0.0))
-    # 57  raised = where(equal(d, d0), maximum(d, d_hat), d)
-    raised = torch.where(d == d0, larger(d, d_hat), d)
-    # 59  d = where(d_denom > 0, minimum(d_max, raised * growth_rate), d)
-    d = torch.where(d_denom_lt, smaller(d_max, raised * growth_rate), d)
-    # -- encode and store
-    d_2_tensor = d
-    d_2_times_eps_tensor = d * eps
-    put(stored["d_max"], d_max)
-    put(stored["d_numerator"], d_numerator)
-    return d_2_tensor, d_2_times_eps_tensor
-
-
-def prodigy_5(
-    stored, grad_scale, coupled, moves, keep1, keep2, gain2, one_minus_rate_times_weight_decay_tensor, rate_tensor,
-    one_times_one_minus_beta1_times_d_tensor, d_2_times_eps_tensor,
-):
-    b = stored.over("p", "g", "exp_avg", "exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    one_minus_rate_times_weight_decay = b.spread(one_minus_rate_times_weight_decay_tensor)
-    rate = b.spread(rate_tensor)
-    exp_avg = b.load("exp_avg")
-    one_times_one_minus_beta1_times_d = b.spread(one_times_one_minus_beta1_times_d_tensor)
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg_sq = b.load("exp_avg_sq")
-    d = b.spread(stored["d"])
-    d_2_times_eps = b.spread(d_2_times_eps_tensor)
-    # -- update  (specs/prodigy.py)
-    # 60  p = policies.decoupled(p, rate, weight_decay)
-    p_2 = p * one_minus_rate_times_weight_decay
-    # 38  g = where(lr > 0, policies.l2(g, p, coupled), 0.0)
-    g = torch.where(0.0 < moves, g + coupled * p, 0.0)
-    exp_avg = keep1 * exp_avg + one_times_one_minus_beta1_times_d * g  # 51  exp_avg = keep1 * exp_avg + gain1 * d * g
-    d_mul = d * g
-    # 52  exp_avg_sq = keep2 * exp_avg_sq + gain2 * (d * g) ** 2
-    exp_avg_sq = keep2 * exp_avg_sq + gain2 * (d_mul * d_mul)
-    # 61  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
-    p = p_2 - rate * exp_avg / (sqrt(exp_avg_sq) + d_2_times_eps)
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg_sq", exp_avg_sq)
-    b.store("exp_avg", exp_avg)
-
-
-def prodigy(
-    stored, lr, d0, gain1, weight_decay_2, grad_scale, coupled, moves, keep3, eps, d_coef, growth_rate, beta3,
-    keep1, keep2, gain2,
-):
-
-    # == model: values of the model
-    # -- load and decode
-    d = stored["d"]
-    # -- update  (specs/prodigy.py)
-    rate = d * lr  # 49  rate = d * own
-    # -- encode and store
-    d_div = d / d0
-    one_times_one_minus_beta1_times_d_tensor = gain1 * d
-    rate_tensor = rate
-    one_minus_rate_times_weight_decay_tensor = 1.0 - rate * weight_decay_2
-    d_over_d0_tensor = d_div
-    d_over_d0_times_rate_tensor = d_div * rate
-
-    # == sweep 1: d_denom (specs/prodigy.py:54), numerator (specs/prodigy.py:50)
-    b = stored.over("p", "g", "s", "p0")
-    # -- load and decode
-    s = b.load("s")
-    d_over_d0_times_rate = b.spread(d_over_d0_times_rate_tensor)
-    g = b.load("g")
-    g = grad_scale * g
-    p = b.load("p")
-    p0 = b.load("p0")
-    # -- update  (specs/prodigy.py)
-    g = torch.where(0.0 < moves, g + coupled * p, 0.0)  # 38
-    # 53  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
-    s = keep3 * s + d_over_d0_times_rate * g
-    # -- encode and store
-    tensor_sum_for_d_denom_tensor = b.tensor_sum(moves * s.abs())
-    tensor_sum_for_numerator_tensor = b.tensor_sum(lr * g * (p0 - p))
-    b.store("s", s)
-
-    # == tensor: values of tensors
-    # -- load and decode
-    tensor_sum_for_numerator = tensor_sum_for_numerator_tensor
-    tensor_sum_for_d_denom = tensor_sum_for_d_denom_tensor
-    # -- encode and store
-    model_sum_for_numerator_tensor = yield tensor_sum_for_numerator
-    d_denom_tensor = yield tensor_sum_for_d_denom
-
-    # == model: values of the model
-    d_2_tensor, d_2_times_eps_tensor = prodigy_4(
-        stored, eps, d0, d_coef, growth_rate, beta3, d_denom_tensor, model_sum_for_numerator_tensor,
-    )
-
-    # == sweep 2: the update
-    prodigy_5(
-        stored, grad_scale, coupled, moves, keep1, keep2, gain2, one_minus_rate_times_weight_decay_tensor, rate_tensor,
-        one_times_one_minus_beta1_times_d_tensor, d_2_times_eps_tensor,
-    )
-
-    # == model: values of the model
-    # -- load and decode
-    d_2 = d_2_tensor
-    # -- encode and store
-    put(stored["d"], d_2)
-
-
-def prodigy_safeguard_warmup(
-    stored, lr, d0, gain1, weight_decay_2, moves, grad_scale, coupled, keep3, eps, d_coef, growth_rate, beta3,
-    keep1, keep2, gain2,
-):
-
-    # == model: values of the model
-    # -- load and decode
-    d = stored["d"]
-    # -- update  (specs/prodigy.py)
-    rate = d * lr  # 49
-    # -- encode and store
-    d_div = d / d0
-    one_times_one_minus_beta1_times_d_tensor = gain1 * d
-    rate_tensor = rate
-    one_minus_rate_times_weight_decay_tensor = 1.0 - rate * weight_decay_2
-    d_over_d0_tensor = d_div
-    d_over_d0_times_d_times_one_tensor = d_div * (d * moves)
-
-    # == sweep 1: d_denom (specs/prodigy.py:54), numerator (specs/prodigy.py:50)
-    b = stored.over("p", "g", "s", "p0")
-    # -- load and decode
-    s = b.load("s")
-    d_over_d0_times_d_times_one = b.spread(d_over_d0_times_d_times_one_tensor)
-    g = b.load("g")
-    g = grad_scale * g
-    p = b.load("p")
-    p0 = b.load("p0")
-    # -- update  (specs/prodigy.py)
-    g = torch.where(0.0 < moves, g + coupled * p, 0.0)  # 38
-    s = keep3 * s + d_over_d0_times_d_times_one * g  # 53
-    # -- encode and store
-    tensor_sum_for_d_denom_tensor = b.tensor_sum(moves * s.abs())
-    tensor_sum_for_numerator_tensor = b.tensor_sum(lr * g * (p0 - p))
-    b.store("s", s)
-
-    # == tensor: values of tensors
-    # -- load and decode
-    tensor_sum_for_numerator = tensor_sum_for_numerator_tensor
-    tensor_sum_for_d_denom = tensor_sum_for_d_denom_tensor
-    # -- encode and store
-    model_sum_for_numerator_tensor = yield tensor_sum_for_numerator
-    d_denom_tensor = yield tensor_sum_for_d_denom
-
-    # == model: values of the model
-    d_2_tensor, d_2_times_eps_tensor = prodigy_4(
-        stored, eps, d0, d_coef, growth_rate, beta3, d_denom_tensor, model_sum_for_numerator_tensor,
-    )
-
-    # == sweep 2: the update
-    prodigy_5(
-        stored, grad_scale, coupled, moves, keep1, keep2, gain2, one_minus_rate_times_weight_decay_tensor, rate_tensor,
-        one_times_one_minus_beta1_times_d_tensor, d_2_times_eps_tensor,
-    )
-
-    # == model: values of the model
-    # -- load and decode
-    d_2 = d_2_tensor
-    # -- encode and store
-    put(stored["d"], d_2)
-
-
-def prodigy_use_bias_correction(
-    stored, d0, own, gain1, weight_decay_2, grad_scale, coupled, moves, keep3, eps, d_coef, growth_rate, beta3,
-    keep1, keep2, gain2,
-):
-
-    # == model: values of the model
-    # -- load and decode
-    d = stored["d"]
-    # -- update  (specs/prodigy.py)
-    rate = d * own  # 49
-    # -- encode and store
-    d_div = d / d0
-    one_times_one_minus_beta1_times_d_tensor = gain1 * d
-    rate_tensor = rate
-    one_minus_rate_times_weight_decay_tensor = 1.0 - rate * weight_decay_2
-    d_over_d0_tensor = d_div
-    d_over_d0_times_rate_tensor = d_div * rate
-
-    # == sweep 1: d_denom (specs/prodigy.py:54), numerator (specs/prodigy.py:50)
-    b = stored.over("p", "g", "s", "p0")
-    # -- load and decode
-    s = b.load("s")
-    d_over_d0_times_rate = b.spread(d_over_d0_times_rate_tensor)
-    g = b.load("g")
-    g = grad_scale * g
-    p = b.load("p")
-    p0 = b.load("p0")
-    # -- update  (specs/prodigy.py)
-    g = torch.where(0.0 < moves, g + coupled * p, 0.0)  # 38
-    s = keep3 * s + d_over_d0_times_rate * g  # 53
-    # -- encode and store
-    tensor_sum_for_d_denom_tensor = b.tensor_sum(moves * s.abs())
-    tensor_sum_for_numerator_tensor = b.tensor_sum(own * g * (p0 - p))
-    b.store("s", s)
-
-    # == tensor: values of tensors
-    # -- load and decode
-    tensor_sum_for_numerator = tensor_sum_for_numerator_tensor
-    tensor_sum_for_d_denom = tensor_sum_for_d_denom_tensor
-    # -- encode and store
-    model_sum_for_numerator_tensor = yield tensor_sum_for_numerator
-    d_denom_tensor = yield tensor_sum_for_d_denom
-
-    # == model: values of the model
-    d_2_tensor, d_2_times_eps_tensor = prodigy_4(
-        stored, eps, d0, d_coef, growth_rate, beta3, d_denom_tensor, model_sum_for_numerator_tensor,
-    )
-
-    # == sweep 2: the update
-    prodigy_5(
-        stored, grad_scale, coupled, moves, keep1, keep2, gain2, one_minus_rate_times_weight_decay_tensor, rate_tensor,
-        one_times_one_minus_beta1_times_d_tensor, d_2_times_eps_tensor,
-    )
-
-    # == model: values of the model
-    # -- load and decode
-    d_2 = d_2_tensor
-    # -- encode and store
-    put(stored["d"], d_2)
-
-
-def prodigy_use_bias_correction_safeguard_warmup(
-    stored, d0, own, gain1, weight_decay_2, moves, grad_scale, coupled, keep3, eps, d_coef, growth_rate, beta3,
-    keep1, keep2, gain2,
-):
-
-    # == model: values of the model
-    # -- load and decode
-    d = stored["d"]
-    # -- update  (specs/prodigy.py)
-    rate = d * own  # 49
-    # -- encode and store
-    d_div = d / d0
-    one_times_one_minus_beta1_times_d_tensor = gain1 * d
-    rate_tensor = rate
-    one_minus_rate_times_weight_decay_tensor = 1.0 - rate * weight_decay_2
-    d_over_d0_tensor = d_div
-    d_over_d0_times_d_times_one_tensor = d_div * (d * moves)
-
-    # == sweep 1: d_denom (specs/prodigy.py:54), numerator (specs/prodigy.py:50)
-    b = stored.over("p", "g", "s", "p0")
-    # -- load and decode
-    s = b.load("s")
-    d_over_d0_times_d_times_one = b.spread(d_over_d0_times_d_times_one_tensor)
-    g = b.load("g")
-    g = grad_scale * g
-    p = b.load("p")
-    p0 = b.load("p0")
-    # -- update  (specs/prodigy.py)
-    g = torch.where(0.0 < moves, g + coupled * p, 0.0)  # 38
-    s = keep3 * s + d_over_d0_times_d_times_one * g  # 53
-    # -- encode and store
-    tensor_sum_for_d_denom_tensor = b.tensor_sum(moves * s.abs())
-    tensor_sum_for_numerator_tensor = b.tensor_sum(own * g * (p0 - p))
-    b.store("s", s)
-
-    # == tensor: values of tensors
-    # -- load and decode
-    tensor_sum_for_numerator = tensor_sum_for_numerator_tensor
-    tensor_sum_for_d_denom = tensor_sum_for_d_denom_tensor
-    # -- encode and store
-    model_sum_for_numerator_tensor = yield tensor_sum_for_numerator
-    d_denom_tensor = yield tensor_sum_for_d_denom
-
-    # == model: values of the model
-    d_2_tensor, d_2_times_eps_tensor = prodigy_4(
-        stored, eps, d0, d_coef, growth_rate, beta3, d_denom_tensor, model_sum_for_numerator_tensor,
-    )
-
-    # == sweep 2: the update
-    prodigy_5(
-        stored, grad_scale, coupled, moves, keep1, keep2, gain2, one_minus_rate_times_weight_decay_tensor, rate_tensor,
-        one_times_one_minus_beta1_times_d_tensor, d_2_times_eps_tensor,
-    )
-
-    # == model: values of the model
-    # -- load and decode
-    d_2 = d_2_tensor
-    # -- encode and store
-    put(stored["d"], d_2)
 
 
 # Scalars at a step, in fp64, with the new host states behind them.
@@ -599,6 +288,11 @@ TEMPS = (
     Temp("d_2", "model"),
     Temp("d_2_times_eps", "model"),
 )
+PRODIGY_2 = Stage(
+    "prodigy_2", "elem", level=0, scalars=(0, 4, 5, 6, 7), temps=("tensor_sum_for_d_denom", "tensor_sum_for_numerator"),
+    reads=("p", "g", "s", "p0", "d_over_d0_times_rate"), stores=("s",),
+    sums=(("sum", ("tensor_sum_for_d_denom",)), ("sum", ("tensor_sum_for_numerator",))),
+)
 PRODIGY_3 = Stage(
     "prodigy_3", "tensor", level=1, scalars=(), temps=("model_sum_for_numerator", "d_denom"),
     reads=("tensor_sum_for_numerator", "tensor_sum_for_d_denom"), stores=("model_sum_for_numerator", "d_denom"),
@@ -631,6 +325,12 @@ TEMPS_2 = (
     Temp("d_2", "model"),
     Temp("d_2_times_eps", "model"),
 )
+PRODIGY_SAFEGUARD_WARMUP_2 = Stage(
+    "prodigy_safeguard_warmup_2", "elem", level=0, scalars=(0, 5, 6, 4, 7),
+    temps=("tensor_sum_for_d_denom", "tensor_sum_for_numerator"),
+    reads=("p", "g", "s", "p0", "d_over_d0_times_d_times_one"), stores=("s",),
+    sums=(("sum", ("tensor_sum_for_d_denom",)), ("sum", ("tensor_sum_for_numerator",))),
+)
 PRODIGY_5_2 = Stage(
     "prodigy_5", "elem", level=4, scalars=(5, 6, 4, 12, 13, 14),
     reads=(
@@ -639,54 +339,156 @@ PRODIGY_5_2 = Stage(
     ),
     stores=("p", "exp_avg", "exp_avg_sq"), plus=("exp_avg_sq",), needs=(("exp_avg_sq", ("p", "g", "exp_avg_sq", "d")),),
 )
+PRODIGY_USE_BIAS_CORRECTION_2 = Stage(
+    "prodigy_use_bias_correction_2", "elem", level=0, scalars=(4, 5, 6, 7, 1),
+    temps=("tensor_sum_for_d_denom", "tensor_sum_for_numerator"), reads=("p", "g", "s", "p0", "d_over_d0_times_rate"),
+    stores=("s",), sums=(("sum", ("tensor_sum_for_d_denom",)), ("sum", ("tensor_sum_for_numerator",))),
+)
 PRODIGY_4_2 = Stage(
     "prodigy_4", "model", level=3, scalars=(8, 0, 9, 10, 11), temps=("d_2", "d_2_times_eps"),
     reads=("d", "d_max", "d_numerator", "d_denom", "model_sum_for_numerator"),
     stores=("d_max", "d_numerator", "d_2", "d_2_times_eps"), picked=("d_max", "d_numerator", "d_2"),
 )
+PRODIGY_USE_BIAS_CORRECTION_SAFEGUARD_WARMUP_2 = Stage(
+    "prodigy_use_bias_correction_safeguard_warmup_2", "elem", level=0, scalars=(5, 6, 4, 7, 1),
+    temps=("tensor_sum_for_d_denom", "tensor_sum_for_numerator"),
+    reads=("p", "g", "s", "p0", "d_over_d0_times_d_times_one"), stores=("s",),
+    sums=(("sum", ("tensor_sum_for_d_denom",)), ("sum", ("tensor_sum_for_numerator",))),
+)
 
-# The eager reference, in strict maths.
+# The states, and what of them a step makes.
 RULES = by_flags(
     {"use_bias_correction": False, "safeguard_warmup": False},
     RuleRecord(
-        "prodigy", "prodigy",
-        scalars=(
-            "lr", "d0", "gain1", "weight_decay_2", "grad_scale", "coupled", "moves", "keep3", "eps", "d_coef",
-            "growth_rate", "beta3", "keep1", "keep2", "gain2",
-        ),
-        host=host_scalars, states=STATES, unchanged=(("p0",),), spaces=("model",),
-        settings=({"use_bias_correction": False, "safeguard_warmup": False},),
+        "prodigy", states=STATES, unchanged=(("p0",),), spaces=("model",), settings=({"use_bias_correction": False},),
     ),
     RuleRecord(
-        "prodigy", "prodigy_safeguard_warmup",
-        scalars=(
-            "lr", "d0", "gain1", "weight_decay_2", "moves", "grad_scale", "coupled", "keep3", "eps", "d_coef",
-            "growth_rate", "beta3", "keep1", "keep2", "gain2",
-        ),
-        host=host_scalars_2, states=STATES, unchanged=(("p0",),), spaces=("model",),
-        settings=({"use_bias_correction": False, "safeguard_warmup": True},),
-    ),
-    RuleRecord(
-        "prodigy", "prodigy_use_bias_correction",
-        scalars=(
-            "d0", "own", "gain1", "weight_decay_2", "grad_scale", "coupled", "moves", "keep3", "eps", "d_coef",
-            "growth_rate", "beta3", "keep1", "keep2", "gain2",
-        ),
-        host=host_scalars_3, states=STATES, host_states=(("moved", 0.0),), unchanged=(("p0",),), spaces=("model",),
-        settings=({"use_bias_correction": True, "safeguard_warmup": False},),
-    ),
-    RuleRecord(
-        "prodigy", "prodigy_use_bias_correction_safeguard_warmup",
-        scalars=(
-            "d0", "own", "gain1", "weight_decay_2", "moves", "grad_scale", "coupled", "keep3", "eps", "d_coef",
-            "growth_rate", "beta3", "keep1", "keep2", "gain2",
-        ),
-        host=host_scalars_4, states=STATES, host_states=(("moved", 0.0),), unchanged=(("p0",),), spaces=("model",),
-        settings=({"use_bias_correction": True, "safeguard_warmup": True},),
+        "prodigy", states=STATES, host_states=(("moved", 0.0),), unchanged=(("p0",),), spaces=("model",),
+        settings=({"use_bias_correction": True},),
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: fma, group, reciprocal.
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({"use_bias_correction": False, "safeguard_warmup": False},),
+        (
+            "lr", "d0", "gain1", "weight_decay_2", "grad_scale", "coupled", "moves", "keep3", "eps", "d_coef",
+            "growth_rate", "beta3", "keep1", "keep2", "gain2",
+        ),
+        host=host_scalars, temps=TEMPS,
+        stages=(
+            Stage(
+                "prodigy_1", "model", level=-1, scalars=tuple(range(4)),
+                temps=(
+                    "one_times_one_minus_beta1_times_d", "rate", "one_minus_rate_times_weight_decay", "d_over_d0",
+                    "d_over_d0_times_rate",
+                ),
+                reads=("d",),
+                stores=(
+                    "one_times_one_minus_beta1_times_d", "rate", "one_minus_rate_times_weight_decay", "d_over_d0",
+                    "d_over_d0_times_rate",
+                ),
+                plus=("one_times_one_minus_beta1_times_d", "rate", "d_over_d0", "d_over_d0_times_rate"),
+            ),
+            PRODIGY_2,
+            PRODIGY_3,
+            PRODIGY_4,
+            PRODIGY_5,
+            PRODIGY_6,
+        ),
+        strict=True,
+    ),
+    Rule(
+        ({"use_bias_correction": False, "safeguard_warmup": True},),
+        (
+            "lr", "d0", "gain1", "weight_decay_2", "moves", "grad_scale", "coupled", "keep3", "eps", "d_coef",
+            "growth_rate", "beta3", "keep1", "keep2", "gain2",
+        ),
+        host=host_scalars_2, temps=TEMPS_2,
+        stages=(
+            Stage(
+                "prodigy_safeguard_warmup_1", "model", level=-1, scalars=tuple(range(5)),
+                temps=(
+                    "one_times_one_minus_beta1_times_d", "rate", "one_minus_rate_times_weight_decay", "d_over_d0",
+                    "d_over_d0_times_d_times_one",
+                ),
+                reads=("d",),
+                stores=(
+                    "one_times_one_minus_beta1_times_d", "rate", "one_minus_rate_times_weight_decay", "d_over_d0",
+                    "d_over_d0_times_d_times_one",
+                ),
+                plus=("one_times_one_minus_beta1_times_d", "rate", "d_over_d0", "d_over_d0_times_d_times_one"),
+            ),
+            PRODIGY_SAFEGUARD_WARMUP_2,
+            PRODIGY_3,
+            PRODIGY_4,
+            PRODIGY_5_2,
+            PRODIGY_6,
+        ),
+        strict=True,
+    ),
+    Rule(
+        ({"use_bias_correction": True, "safeguard_warmup": False},),
+        (
+            "d0", "own", "gain1", "weight_decay_2", "grad_scale", "coupled", "moves", "keep3", "eps", "d_coef",
+            "growth_rate", "beta3", "keep1", "keep2", "gain2",
+        ),
+        host=host_scalars_3, temps=TEMPS,
+        stages=(
+            Stage(
+                "prodigy_use_bias_correction_1", "model", level=-1, scalars=tuple(range(4)),
+                temps=(
+                    "one_times_one_minus_beta1_times_d", "rate", "one_minus_rate_times_weight_decay", "d_over_d0",
+                    "d_over_d0_times_rate",
+                ),
+                reads=("d",),
+                stores=(
+                    "one_times_one_minus_beta1_times_d", "rate", "one_minus_rate_times_weight_decay", "d_over_d0",
+                    "d_over_d0_times_rate",
+                ),
+                plus=("one_times_one_minus_beta1_times_d", "rate", "d_over_d0", "d_over_d0_times_rate"),
+            ),
+            PRODIGY_USE_BIAS_CORRECTION_2,
+            PRODIGY_3,
+            PRODIGY_4_2,
+            PRODIGY_5,
+            PRODIGY_6,
+        ),
+        strict=True,
+    ),
+    Rule(
+        ({"use_bias_correction": True, "safeguard_warmup": True},),
+        (
+            "d0", "own", "gain1", "weight_decay_2", "moves", "grad_scale", "coupled", "keep3", "eps", "d_coef",
+            "growth_rate", "beta3", "keep1", "keep2", "gain2",
+        ),
+        host=host_scalars_4, temps=TEMPS_2,
+        stages=(
+            Stage(
+                "prodigy_use_bias_correction_safeguard_warmup_1", "model", level=-1, scalars=tuple(range(5)),
+                temps=(
+                    "one_times_one_minus_beta1_times_d", "rate", "one_minus_rate_times_weight_decay", "d_over_d0",
+                    "d_over_d0_times_d_times_one",
+                ),
+                reads=("d",),
+                stores=(
+                    "one_times_one_minus_beta1_times_d", "rate", "one_minus_rate_times_weight_decay", "d_over_d0",
+                    "d_over_d0_times_d_times_one",
+                ),
+                plus=("one_times_one_minus_beta1_times_d", "rate", "d_over_d0", "d_over_d0_times_d_times_one"),
+            ),
+            PRODIGY_USE_BIAS_CORRECTION_SAFEGUARD_WARMUP_2,
+            PRODIGY_3,
+            PRODIGY_4_2,
+            PRODIGY_5_2,
+            PRODIGY_6,
+        ),
+        strict=True,
+    ),
+)
+
+# The step of kernels, in fast maths; rounding changed by: fma, group, reciprocal.
 STEPS = (
     Rule(
         ({"use_bias_correction": False, "safeguard_warmup": False},),
@@ -712,12 +514,7 @@ STEPS = (
                     "d_over_d0_times_rate",
                 ),
             ),
-            Stage(
-                "prodigy_2", "elem", level=0, scalars=(0, 4, 5, 6, 7),
-                temps=("tensor_sum_for_d_denom", "tensor_sum_for_numerator"),
-                reads=("p", "g", "s", "p0", "d_over_d0_times_rate"), stores=("s",),
-                sums=(("sum", ("tensor_sum_for_d_denom",)), ("sum", ("tensor_sum_for_numerator",))),
-            ),
+            PRODIGY_2,
             PRODIGY_3,
             PRODIGY_4,
             PRODIGY_5,
@@ -748,12 +545,7 @@ STEPS = (
                     "d_over_d0_times_d_times_one",
                 ),
             ),
-            Stage(
-                "prodigy_safeguard_warmup_2", "elem", level=0, scalars=(0, 5, 6, 4, 7),
-                temps=("tensor_sum_for_d_denom", "tensor_sum_for_numerator"),
-                reads=("p", "g", "s", "p0", "d_over_d0_times_d_times_one"), stores=("s",),
-                sums=(("sum", ("tensor_sum_for_d_denom",)), ("sum", ("tensor_sum_for_numerator",))),
-            ),
+            PRODIGY_SAFEGUARD_WARMUP_2,
             PRODIGY_3,
             PRODIGY_4,
             PRODIGY_5_2,
@@ -784,12 +576,7 @@ STEPS = (
                     "d_over_d0_times_rate",
                 ),
             ),
-            Stage(
-                "prodigy_use_bias_correction_2", "elem", level=0, scalars=(4, 5, 6, 7, 1),
-                temps=("tensor_sum_for_d_denom", "tensor_sum_for_numerator"),
-                reads=("p", "g", "s", "p0", "d_over_d0_times_rate"), stores=("s",),
-                sums=(("sum", ("tensor_sum_for_d_denom",)), ("sum", ("tensor_sum_for_numerator",))),
-            ),
+            PRODIGY_USE_BIAS_CORRECTION_2,
             PRODIGY_3,
             PRODIGY_4_2,
             PRODIGY_5,
@@ -820,12 +607,7 @@ STEPS = (
                     "d_over_d0_times_d_times_one",
                 ),
             ),
-            Stage(
-                "prodigy_use_bias_correction_safeguard_warmup_2", "elem", level=0, scalars=(5, 6, 4, 7, 1),
-                temps=("tensor_sum_for_d_denom", "tensor_sum_for_numerator"),
-                reads=("p", "g", "s", "p0", "d_over_d0_times_d_times_one"), stores=("s",),
-                sums=(("sum", ("tensor_sum_for_d_denom",)), ("sum", ("tensor_sum_for_numerator",))),
-            ),
+            PRODIGY_USE_BIAS_CORRECTION_SAFEGUARD_WARMUP_2,
             PRODIGY_3,
             PRODIGY_4_2,
             PRODIGY_5_2,

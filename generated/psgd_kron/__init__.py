@@ -2,11 +2,8 @@
 #     psgd_kron
 # fmt: off
 # ruff: noqa
-import torch
-
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp, by_flags
 from optgen.runtime.records.scalars import divide, maximum, where
-from optgen.runtime.reference.eager import quotient, sqrt
 from optgen.runtime.reference.matrices import (
     column_norms, finite, norm_lower_bound, normal, solve_triangular, triangle, unwide, wide,
 )
@@ -96,6 +93,7 @@ class Kron(Optimizer):
         )
 
 
+# Functions of whole matrices, which torch computes between sweeps.
 def psgd_kron_matrices(left, right, m_whole, sqrt_rows_times_columns, lr):
     u = left.mT @ (left @ m_whole @ right.mT) @ right  # 80  u = left.T @ (left @ m @ right.T) @ right
     u_to_wide = wide(u)
@@ -178,279 +176,6 @@ def psgd_kron_matrices_refresh_oblong(
     u_to_wide = wide(u)
     size = (u_to_wide * u_to_wide).sum((-2, -1), keepdim=True).sqrt() / sqrt_rows_times_columns  # 81
     return short, long, u, lr * (1.1 * (size + 1e-06).reciprocal()).clamp(max=1.0)
-
-
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def psgd_kron_2(stored, momentum, grad_scale, one_minus_momentum, one_minus_momentum_pow_t):
-    b = stored.over("g", "momentum_buffer")
-    # -- load and decode
-    momentum_buffer = b.load("momentum_buffer")
-    g = b.load("g")
-    g = grad_scale * g
-    # -- update  (specs/psgd_kron.py)
-    # 52  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g * minimum(1e10 / abs(g), 1)
-    momentum_buffer = (
-        momentum * momentum_buffer + one_minus_momentum * g * quotient(10000000000.0, g.abs()).clamp(max=1.0)
-    )
-    m = momentum_buffer / one_minus_momentum_pow_t  # 53  m = momentum_buffer / (1 - momentum**t)
-    # -- encode and store
-    m_whole_tensor = b.flat(m)
-    b.store("momentum_buffer", momentum_buffer)
-    return m_whole_tensor
-
-
-def psgd_kron_4(stored, one_minus_lr_times_weight_decay, mul_tensor, u_tensor):
-    b = stored.over("p")
-    # -- load and decode
-    p = b.load("p")
-    mul_ = b.spread(mul_tensor)
-    u = b.elements(u_tensor)
-    # -- update  (specs/psgd_kron.py)
-    p = p * one_minus_lr_times_weight_decay  # 82  p = policies.decoupled(p, lr, weight_decay)
-    p = p - mul_ * u                         # 83  p = p - lr * minimum(1.0, 1.1 / (size + 1e-6)) * u
-    # -- encode and store
-    b.store("p", p)
-
-
-def psgd_kron(
-    stored, momentum, grad_scale, one_minus_momentum, one_minus_momentum_pow_t, lr, one_minus_lr_times_weight_decay,
-):
-
-    # == tensor: values of tensors
-    b = stored.over()
-    # -- encode and store
-    sqrt_rows_times_columns_tensor = sqrt(b.extent("rows") * b.extent("columns"))
-
-    # == sweep 1: u (specs/psgd_kron.py:80), p (specs/psgd_kron.py:83)
-    m_whole_tensor = psgd_kron_2(stored, momentum, grad_scale, one_minus_momentum, one_minus_momentum_pow_t)
-
-    # == whole: functions of whole matrices
-    u_tensor, mul_tensor = psgd_kron_matrices(
-        stored["left"], stored["right"], m_whole_tensor, sqrt_rows_times_columns_tensor, float(lr),
-    )
-
-    # == sweep 2: the update
-    psgd_kron_4(stored, one_minus_lr_times_weight_decay, mul_tensor, u_tensor)
-
-
-def psgd_kron_oblong(
-    stored, momentum, grad_scale, one_minus_momentum, one_minus_momentum_pow_t, lr, where_lt_one_t_zero_one,
-    one_minus_lr_times_weight_decay,
-):
-
-    # == tensor: values of tensors
-    b = stored.over()
-    # -- encode and store
-    sqrt_rows_times_columns_tensor = sqrt(b.extent("rows") * b.extent("columns"))
-
-    # == sweep 1: u (specs/psgd_kron.py:73), p (specs/psgd_kron.py:83)
-    m_whole_tensor = psgd_kron_2(stored, momentum, grad_scale, one_minus_momentum, one_minus_momentum_pow_t)
-
-    # == whole: functions of whole matrices
-    long_new, u_tensor, mul_tensor = psgd_kron_matrices_oblong(
-        stored["short"], stored["long"], m_whole_tensor, sqrt_rows_times_columns_tensor, float(lr),
-        float(where_lt_one_t_zero_one),
-    )
-    stored.put("long", long_new)
-
-    # == sweep 2: the update
-    psgd_kron_4(stored, one_minus_lr_times_weight_decay, mul_tensor, u_tensor)
-
-
-def psgd_kron_no_matrix_2(stored, lr, tensor_sum_of_u_tensor):
-    b = stored.over()
-    # -- load and decode
-    tensor_sum_of_u = tensor_sum_of_u_tensor
-    # -- encode and store
-    lr_times_one_min_tensor_div_tensor = (
-        lr * quotient(1.1, sqrt(tensor_sum_of_u / b.extent("elements")) + 1e-06).clamp(max=1.0)
-    )
-    return lr_times_one_min_tensor_div_tensor
-
-
-def psgd_kron_no_matrix(stored, momentum, grad_scale, one_minus_momentum, one_minus_momentum_pow_t, lr):
-
-    # == sweep 1: p (specs/psgd_kron.py:60)
-    b = stored.over("g", "momentum_buffer", "diagonal")
-    # -- load and decode
-    momentum_buffer = b.load("momentum_buffer")
-    g = b.load("g")
-    g = grad_scale * g
-    diagonal = b.load("diagonal")
-    # -- update  (specs/psgd_kron.py)
-    # 52
-    momentum_buffer = (
-        momentum * momentum_buffer + one_minus_momentum * g * quotient(10000000000.0, g.abs()).clamp(max=1.0)
-    )
-    m = momentum_buffer / one_minus_momentum_pow_t  # 53
-    u = diagonal * diagonal * m                     # 59  u = diagonal * diagonal * m
-    # -- encode and store
-    tensor_sum_of_u_tensor = b.tensor_sum(u * u)
-    b.store("momentum_buffer", momentum_buffer)
-
-    # == tensor: values of tensors
-    lr_times_one_min_tensor_div_tensor = psgd_kron_no_matrix_2(stored, lr, tensor_sum_of_u_tensor)
-
-    # == sweep 2: the update
-    b = stored.over("p", "momentum_buffer", "diagonal")
-    # -- load and decode
-    p = b.load("p")
-    lr_times_one_min_tensor_div = b.spread(lr_times_one_min_tensor_div_tensor)
-    diagonal = b.load("diagonal")
-    momentum_buffer = b.load("momentum_buffer")
-    # -- update  (specs/psgd_kron.py)
-    m = momentum_buffer / one_minus_momentum_pow_t  # 53
-    u = diagonal * diagonal * m                     # 59
-    p = p - lr_times_one_min_tensor_div * u         # 60  p = p - lr * minimum(1.0, 1.1 / (rms(u) + 1e-6)) * u
-    # -- encode and store
-    b.store("p", p)
-
-
-def psgd_kron_refresh_2(stored, momentum, grad_scale, one_minus_momentum, one_minus_momentum_pow_t):
-    b = stored.over("g", "momentum_buffer")
-    # -- load and decode
-    momentum_buffer = b.load("momentum_buffer")
-    g = b.load("g")
-    g = grad_scale * g
-    # -- update  (specs/psgd_kron.py)
-    # 52
-    momentum_buffer = (
-        momentum * momentum_buffer + one_minus_momentum * g * quotient(10000000000.0, g.abs()).clamp(max=1.0)
-    )
-    m = momentum_buffer / one_minus_momentum_pow_t  # 53
-    # -- encode and store
-    m_whole_tensor = b.flat(m)
-    g_whole_tensor = b.flat(g)
-    b.store("momentum_buffer", momentum_buffer)
-    return m_whole_tensor, g_whole_tensor
-
-
-def psgd_kron_refresh(
-    stored, momentum, grad_scale, one_minus_momentum, one_minus_momentum_pow_t, lr, lr_precond, step,
-    one_minus_lr_times_weight_decay,
-):
-
-    # == tensor: values of tensors
-    b = stored.over()
-    # -- encode and store
-    sqrt_rows_times_columns_tensor = sqrt(b.extent("rows") * b.extent("columns"))
-
-    # == sweep 1: u (specs/psgd_kron.py:80), p (specs/psgd_kron.py:83)
-    m_whole_tensor, g_whole_tensor = psgd_kron_refresh_2(
-        stored, momentum, grad_scale, one_minus_momentum, one_minus_momentum_pow_t,
-    )
-
-    # == whole: functions of whole matrices
-    left_new, right_new, u_tensor, mul_tensor = psgd_kron_matrices_refresh(
-        stored["left"], stored["right"], m_whole_tensor, g_whole_tensor, sqrt_rows_times_columns_tensor, float(lr),
-        float(lr_precond), float(step), stored.streams(),
-    )
-    stored.put("left", left_new)
-    stored.put("right", right_new)
-
-    # == sweep 2: the update
-    psgd_kron_4(stored, one_minus_lr_times_weight_decay, mul_tensor, u_tensor)
-
-
-def psgd_kron_refresh_oblong(
-    stored, momentum, grad_scale, one_minus_momentum, one_minus_momentum_pow_t, lr, lr_precond, step,
-    where_lt_one_t_zero_one, one_minus_lr_times_weight_decay,
-):
-
-    # == tensor: values of tensors
-    b = stored.over()
-    # -- encode and store
-    sqrt_rows_times_columns_tensor = sqrt(b.extent("rows") * b.extent("columns"))
-
-    # == sweep 1: u (specs/psgd_kron.py:73), p (specs/psgd_kron.py:83)
-    m_whole_tensor, g_whole_tensor = psgd_kron_refresh_2(
-        stored, momentum, grad_scale, one_minus_momentum, one_minus_momentum_pow_t,
-    )
-
-    # == whole: functions of whole matrices
-    short_new, long_new, u_tensor, mul_tensor = psgd_kron_matrices_refresh_oblong(
-        stored["short"], stored["long"], m_whole_tensor, g_whole_tensor, sqrt_rows_times_columns_tensor, float(lr),
-        float(lr_precond), float(step), float(where_lt_one_t_zero_one), stored.streams(),
-    )
-    stored.put("short", short_new)
-    stored.put("long", long_new)
-
-    # == sweep 2: the update
-    psgd_kron_4(stored, one_minus_lr_times_weight_decay, mul_tensor, u_tensor)
-
-
-def psgd_kron_refresh_no_matrix(
-    stored, momentum, grad_scale, one_minus_momentum, one_minus_momentum_pow_t, lr_precond, lr,
-):
-
-    # == sweep 1: new (specs/psgd_kron.py:57)
-    b = stored.over("g", "momentum_buffer", "diagonal")
-    # -- load and decode
-    momentum_buffer = b.load("momentum_buffer")
-    g = b.load("g")
-    g = grad_scale * g
-    diagonal = b.load("diagonal")
-    # -- update  (specs/psgd_kron.py)
-    # 52
-    momentum_buffer = (
-        momentum * momentum_buffer + one_minus_momentum * g * quotient(10000000000.0, g.abs()).clamp(max=1.0)
-    )
-    diagonal_mul = diagonal * diagonal
-    m = momentum_buffer / one_minus_momentum_pow_t  # 53
-    # 56  aa, bb = diagonal * diagonal * m * m, 1 / (diagonal * diagonal + EPS)
-    aa = diagonal_mul * m * m
-    bb = quotient(1.0, diagonal_mul + 1e-16)  # 56
-    # -- encode and store
-    tensor_max_of_aa_tensor = b.tensor_max(aa + bb)
-    b.store("momentum_buffer", momentum_buffer)
-
-    # == tensor: values of tensors
-    # -- load and decode
-    tensor_max_of_aa = tensor_max_of_aa_tensor
-    # -- encode and store
-    tensor_max_of_aa_plus_1em16_tensor = tensor_max_of_aa + 1e-16
-
-    # == sweep 2: p (specs/psgd_kron.py:60)
-    b = stored.over("momentum_buffer", "diagonal")
-    # -- load and decode
-    diagonal = b.load("diagonal")
-    momentum_buffer = b.load("momentum_buffer")
-    tensor_max_of_aa_plus_1em16 = b.spread(tensor_max_of_aa_plus_1em16_tensor)
-    # -- update  (specs/psgd_kron.py)
-    diagonal_mul = diagonal * diagonal
-    m = momentum_buffer / one_minus_momentum_pow_t      # 53
-    aa = diagonal_mul * m * m  # 56
-    bb = quotient(1.0, diagonal_mul + 1e-16)  # 56
-    # 57  new = diagonal - lr_precond * (aa - bb) * diagonal / (amax(aa + bb) + EPS)
-    new = diagonal - lr_precond * (aa - bb) * diagonal / tensor_max_of_aa_plus_1em16
-    diagonal = torch.where(new < 1e+38, new, diagonal)  # 58  diagonal = where(new < 1e38, new, diagonal)
-    u = diagonal * diagonal * m                         # 59
-    # -- encode and store
-    tensor_sum_of_u_tensor = b.tensor_sum(u * u)
-
-    # == tensor: values of tensors
-    lr_times_one_min_tensor_div_tensor = psgd_kron_no_matrix_2(stored, lr, tensor_sum_of_u_tensor)
-
-    # == sweep 3: the update
-    b = stored.over("p", "momentum_buffer", "diagonal")
-    # -- load and decode
-    p = b.load("p")
-    lr_times_one_min_tensor_div = b.spread(lr_times_one_min_tensor_div_tensor)
-    diagonal = b.load("diagonal")
-    momentum_buffer = b.load("momentum_buffer")
-    tensor_max_of_aa_plus_1em16 = b.spread(tensor_max_of_aa_plus_1em16_tensor)
-    # -- update  (specs/psgd_kron.py)
-    diagonal_mul = diagonal * diagonal
-    m = momentum_buffer / one_minus_momentum_pow_t      # 53
-    aa = diagonal_mul * m * m  # 56
-    bb = quotient(1.0, diagonal_mul + 1e-16)  # 56
-    new = diagonal - lr_precond * (aa - bb) * diagonal / tensor_max_of_aa_plus_1em16  # 57
-    diagonal = torch.where(new < 1e+38, new, diagonal)  # 58
-    u = diagonal * diagonal * m                         # 59
-    p = p - lr_times_one_min_tensor_div * u             # 60
-    # -- encode and store
-    b.store("p", p)
-    b.store("diagonal", diagonal)
 
 
 # Scalars at a step, in fp64, with the new host states behind them.
@@ -599,7 +324,6 @@ STATES = (
     StateRecord("left", space="mm", init="identity", trait="triangular"),
     StateRecord("right", space="nn", init="identity", trait="triangular"),
 )
-SCALARS = ("momentum", "grad_scale", "one_minus_momentum", "one_minus_momentum_pow_t", "lr")
 STATES_2 = (StateRecord("momentum_buffer"), StateRecord("diagonal", nonneg=True, init=1.0))
 STATES_3 = (
     StateRecord("momentum_buffer"),
@@ -607,7 +331,6 @@ STATES_3 = (
     StateRecord("short", space="ss", init="identity", nearest=True, trait="triangular"),
     StateRecord("long", space="rl", nearest=True, rank=1),
 )
-SCALARS_2 = ("momentum", "grad_scale", "one_minus_momentum", "one_minus_momentum_pow_t", "lr_precond", "lr")
 TEMPS = (
     Temp("sqrt_rows_times_columns", "tensor"),
     Temp("m_whole", "elem", wide=True),
@@ -622,7 +345,28 @@ PSGD_KRON_2 = Stage(
     "psgd_kron_2", "elem", level=0, scalars=tuple(range(4)), temps=("m_whole",), reads=("g", "momentum_buffer"),
     stores=("momentum_buffer", "m_whole"),
 )
+PSGD_KRON_MATRICES = Stage(
+    "psgd_kron_matrices", "whole", level=1, scalars=(4,), temps=("u", "mul"),
+    reads=("left", "right", "m_whole", "sqrt_rows_times_columns"), stores=("u", "mul"),
+)
+PSGD_KRON_4 = Stage("psgd_kron_4", "elem", level=2, scalars=(5,), matrices=True, reads=("p", "mul", "u"), stores=("p",))
+PSGD_KRON_MATRICES_OBLONG = Stage(
+    "psgd_kron_matrices_oblong", "whole", level=1, scalars=(4, 5), temps=("u", "mul"),
+    reads=("short", "long", "m_whole", "sqrt_rows_times_columns"), stores=("long", "u", "mul"),
+)
+PSGD_KRON_4_2 = Stage(
+    "psgd_kron_4", "elem", level=2, scalars=(6,), matrices=True, reads=("p", "mul", "u"), stores=("p",),
+)
 TEMPS_2 = (
+    Temp("tensor_sum_of_u", "tensor", reduction="tensor_sum", source="elem"),
+    Temp("lr_times_one_min_tensor_div", "tensor"),
+)
+PSGD_KRON_NO_MATRIX_2 = Stage(
+    "psgd_kron_no_matrix_2", "tensor", level=1, scalars=(4,), temps=("lr_times_one_min_tensor_div",),
+    reads=("tensor_sum_of_u",), stores=("lr_times_one_min_tensor_div",), extents=("elements",),
+    plus=("lr_times_one_min_tensor_div",),
+)
+TEMPS_3 = (
     Temp("sqrt_rows_times_columns", "tensor"),
     Temp("g_whole", "elem", wide=True),
     Temp("m_whole", "elem", wide=True),
@@ -633,27 +377,33 @@ PSGD_KRON_REFRESH_2 = Stage(
     "psgd_kron_refresh_2", "elem", level=0, scalars=tuple(range(4)), temps=("m_whole", "g_whole"),
     reads=("g", "momentum_buffer"), stores=("momentum_buffer", "m_whole", "g_whole"),
 )
+PSGD_KRON_MATRICES_REFRESH = Stage(
+    "psgd_kron_matrices_refresh", "whole", level=1, scalars=(4, 5, 6), temps=("u", "mul"),
+    reads=("left", "right", "m_whole", "g_whole", "sqrt_rows_times_columns"), stores=("left", "right", "u", "mul"),
+    extents=("stream",),
+)
+PSGD_KRON_4_3 = Stage(
+    "psgd_kron_4", "elem", level=2, scalars=(7,), matrices=True, reads=("p", "mul", "u"), stores=("p",),
+)
+PSGD_KRON_MATRICES_REFRESH_OBLONG = Stage(
+    "psgd_kron_matrices_refresh_oblong", "whole", level=1, scalars=(4, 5, 6, 7), temps=("u", "mul"),
+    reads=("short", "long", "m_whole", "g_whole", "sqrt_rows_times_columns"), stores=("short", "long", "u", "mul"),
+    extents=("stream",),
+)
+PSGD_KRON_4_4 = Stage(
+    "psgd_kron_4", "elem", level=2, scalars=(8,), matrices=True, reads=("p", "mul", "u"), stores=("p",),
+)
 
-# The eager reference, in strict maths.
+# The states, and what of them a step makes.
 RULES = by_flags(
     {"refresh": False, "matrix": True, "oblong": False},
     RuleRecord(
-        "psgd_kron", "psgd_kron",
-        scalars=(
-            "momentum", "grad_scale", "one_minus_momentum", "one_minus_momentum_pow_t", "lr",
-            "one_minus_lr_times_weight_decay",
-        ),
-        host=host_scalars, states=STATES, unchanged=(("left", "right"), ()), differs=("left", "p", "right"),
+        "psgd_kron", states=STATES, unchanged=(("left", "right"), ()), differs=("left", "p", "right"),
         spaces=("call", "mat", "tensor"), by_rows=True, matrix="heads",
         settings=({"refresh": False, "matrix": True, "oblong": False},),
     ),
     RuleRecord(
-        "psgd_kron", "psgd_kron_oblong",
-        scalars=(
-            "momentum", "grad_scale", "one_minus_momentum", "one_minus_momentum_pow_t", "lr", "where_lt_one_t_zero_one",
-            "one_minus_lr_times_weight_decay",
-        ),
-        host=host_scalars_2,
+        "psgd_kron",
         states=(
             StateRecord("momentum_buffer"),
             StateRecord("short", space="ss", init="identity", trait="triangular"),
@@ -663,33 +413,22 @@ RULES = by_flags(
         matrix="heads", settings=({"refresh": False, "matrix": True, "oblong": True},),
     ),
     RuleRecord(
-        "psgd_kron", "psgd_kron_no_matrix", scalars=SCALARS, host=host_scalars_3, states=STATES_2,
-        unchanged=(("diagonal",), ()), differs=("diagonal", "p"), early=("momentum_buffer",), spaces=("tensor",),
-        matrix="heads", settings=({"refresh": False, "matrix": False, "oblong": False},),
+        "psgd_kron", states=STATES_2, unchanged=(("diagonal",), ()), differs=("diagonal", "p"),
+        early=("momentum_buffer",), spaces=("tensor",), matrix="heads",
+        settings=({"refresh": False, "matrix": False, "oblong": False},),
     ),
     RuleRecord(
-        "psgd_kron", "psgd_kron_no_matrix", scalars=SCALARS, host=host_scalars_3, states=STATES_3,
-        unchanged=(("diagonal", "long", "short"), ("long", "short")), differs=("diagonal", "p"),
-        early=("momentum_buffer",), spaces=("tensor",), matrix="heads",
+        "psgd_kron", states=STATES_3, unchanged=(("diagonal", "long", "short"), ("long", "short")),
+        differs=("diagonal", "p"), early=("momentum_buffer",), spaces=("tensor",), matrix="heads",
         settings=({"refresh": False, "matrix": False, "oblong": True},),
     ),
     RuleRecord(
-        "psgd_kron", "psgd_kron_refresh",
-        scalars=(
-            "momentum", "grad_scale", "one_minus_momentum", "one_minus_momentum_pow_t", "lr", "lr_precond", "step",
-            "one_minus_lr_times_weight_decay",
-        ),
-        host=host_scalars_4, states=STATES, unchanged=((), ("left", "right")), differs=("left", "p", "right"),
+        "psgd_kron", states=STATES, unchanged=((), ("left", "right")), differs=("left", "p", "right"),
         spaces=("call", "mat", "tensor"), by_rows=True, matrix="heads",
         settings=({"refresh": True, "matrix": True, "oblong": False},),
     ),
     RuleRecord(
-        "psgd_kron", "psgd_kron_refresh_oblong",
-        scalars=(
-            "momentum", "grad_scale", "one_minus_momentum", "one_minus_momentum_pow_t", "lr", "lr_precond", "step",
-            "where_lt_one_t_zero_one", "one_minus_lr_times_weight_decay",
-        ),
-        host=host_scalars_5,
+        "psgd_kron",
         states=(
             StateRecord("momentum_buffer"),
             StateRecord("short", space="ss", init="identity", trait="triangular"),
@@ -699,19 +438,117 @@ RULES = by_flags(
         matrix="heads", settings=({"refresh": True, "matrix": True, "oblong": True},),
     ),
     RuleRecord(
-        "psgd_kron", "psgd_kron_refresh_no_matrix", scalars=SCALARS_2, host=host_scalars_6, states=STATES_2,
-        unchanged=((), ("diagonal",)), differs=("diagonal", "p"), early=("momentum_buffer",), spaces=("tensor",),
-        matrix="heads", settings=({"refresh": True, "matrix": False, "oblong": False},),
+        "psgd_kron", states=STATES_2, unchanged=((), ("diagonal",)), differs=("diagonal", "p"),
+        early=("momentum_buffer",), spaces=("tensor",), matrix="heads",
+        settings=({"refresh": True, "matrix": False, "oblong": False},),
     ),
     RuleRecord(
-        "psgd_kron", "psgd_kron_refresh_no_matrix", scalars=SCALARS_2, host=host_scalars_6, states=STATES_3,
-        unchanged=(("long", "short"), ("diagonal", "long", "short")), differs=("diagonal", "p"),
-        early=("momentum_buffer",), spaces=("tensor",), matrix="heads",
+        "psgd_kron", states=STATES_3, unchanged=(("long", "short"), ("diagonal", "long", "short")),
+        differs=("diagonal", "p"), early=("momentum_buffer",), spaces=("tensor",), matrix="heads",
         settings=({"refresh": True, "matrix": False, "oblong": True},),
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: distribute, fma, group, linear, reciprocal, step.
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({"refresh": False, "matrix": True, "oblong": False},),
+        (
+            "momentum", "grad_scale", "one_minus_momentum", "one_minus_momentum_pow_t", "lr",
+            "one_minus_lr_times_weight_decay",
+        ),
+        host=host_scalars, temps=TEMPS, stages=(PSGD_KRON_1, PSGD_KRON_2, PSGD_KRON_MATRICES, PSGD_KRON_4), strict=True,
+    ),
+    Rule(
+        ({"refresh": False, "matrix": True, "oblong": True},),
+        (
+            "momentum", "grad_scale", "one_minus_momentum", "one_minus_momentum_pow_t", "lr", "where_lt_one_t_zero_one",
+            "one_minus_lr_times_weight_decay",
+        ),
+        host=host_scalars_2, temps=TEMPS, stages=(PSGD_KRON_1, PSGD_KRON_2, PSGD_KRON_MATRICES_OBLONG, PSGD_KRON_4_2),
+        strict=True,
+    ),
+    Rule(
+        ({"refresh": False, "matrix": False},),
+        ("momentum", "grad_scale", "one_minus_momentum", "one_minus_momentum_pow_t", "lr"), host=host_scalars_3,
+        temps=TEMPS_2,
+        stages=(
+            Stage(
+                "psgd_kron_no_matrix_1", "elem", level=0, scalars=tuple(range(4)), temps=("tensor_sum_of_u",),
+                reads=("g", "momentum_buffer", "diagonal"), stores=("momentum_buffer",),
+                sums=(("sum", ("tensor_sum_of_u",)),),
+            ),
+            PSGD_KRON_NO_MATRIX_2,
+            Stage(
+                "psgd_kron_no_matrix_3", "elem", level=2, scalars=(3,),
+                reads=("p", "momentum_buffer", "diagonal", "lr_times_one_min_tensor_div"), stores=("p",),
+            ),
+        ),
+        early=("momentum_buffer",), strict=True,
+    ),
+    Rule(
+        ({"refresh": True, "matrix": True, "oblong": False},),
+        (
+            "momentum", "grad_scale", "one_minus_momentum", "one_minus_momentum_pow_t", "lr", "lr_precond", "step",
+            "one_minus_lr_times_weight_decay",
+        ),
+        host=host_scalars_4, temps=TEMPS_3,
+        stages=(PSGD_KRON_1, PSGD_KRON_REFRESH_2, PSGD_KRON_MATRICES_REFRESH, PSGD_KRON_4_3), strict=True,
+    ),
+    Rule(
+        ({"refresh": True, "matrix": True, "oblong": True},),
+        (
+            "momentum", "grad_scale", "one_minus_momentum", "one_minus_momentum_pow_t", "lr", "lr_precond", "step",
+            "where_lt_one_t_zero_one", "one_minus_lr_times_weight_decay",
+        ),
+        host=host_scalars_5, temps=TEMPS_3,
+        stages=(PSGD_KRON_1, PSGD_KRON_REFRESH_2, PSGD_KRON_MATRICES_REFRESH_OBLONG, PSGD_KRON_4_4), strict=True,
+    ),
+    Rule(
+        ({"refresh": True, "matrix": False},),
+        ("momentum", "grad_scale", "one_minus_momentum", "one_minus_momentum_pow_t", "lr_precond", "lr"),
+        host=host_scalars_6,
+        temps=(
+            Temp("tensor_max_of_aa", "tensor", reduction="tensor_max", source="elem"),
+            Temp("tensor_max_of_aa_plus_1em16", "tensor"),
+            Temp("tensor_sum_of_u", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("lr_times_one_min_tensor_div", "tensor"),
+        ),
+        stages=(
+            Stage(
+                "psgd_kron_refresh_no_matrix_1", "elem", level=0, scalars=tuple(range(4)), temps=("tensor_max_of_aa",),
+                reads=("g", "momentum_buffer", "diagonal"), stores=("momentum_buffer",),
+                sums=(("max", ("tensor_max_of_aa",)),),
+            ),
+            Stage(
+                "psgd_kron_refresh_no_matrix_2", "tensor", level=1, scalars=(), temps=("tensor_max_of_aa_plus_1em16",),
+                reads=("tensor_max_of_aa",), stores=("tensor_max_of_aa_plus_1em16",),
+                plus=("tensor_max_of_aa_plus_1em16",),
+            ),
+            Stage(
+                "psgd_kron_refresh_no_matrix_3", "elem", level=2, scalars=(4, 3), temps=("tensor_sum_of_u",),
+                reads=("momentum_buffer", "diagonal", "tensor_max_of_aa_plus_1em16"),
+                sums=(("sum", ("tensor_sum_of_u",)),),
+            ),
+            Stage(
+                "psgd_kron_no_matrix_2", "tensor", level=3, scalars=(5,), temps=("lr_times_one_min_tensor_div",),
+                reads=("tensor_sum_of_u",), stores=("lr_times_one_min_tensor_div",), extents=("elements",),
+                plus=("lr_times_one_min_tensor_div",),
+            ),
+            Stage(
+                "psgd_kron_refresh_no_matrix_5", "elem", level=4, scalars=(4, 3),
+                reads=(
+                    "p", "momentum_buffer", "diagonal", "lr_times_one_min_tensor_div", "tensor_max_of_aa_plus_1em16",
+                ),
+                stores=("p", "diagonal"), picked=("diagonal",),
+                needs=(("diagonal", ("momentum_buffer", "diagonal", "tensor_max_of_aa_plus_1em16")),),
+            ),
+        ),
+        early=("momentum_buffer",), strict=True,
+    ),
+)
+
+# The step of kernels, in fast maths; rounding changed by: distribute, fma, group, linear, reciprocal, step.
 STEPS = (
     Rule(
         ({"refresh": False, "matrix": True, "oblong": False},),
@@ -719,16 +556,7 @@ STEPS = (
             "momentum", "grad_scale", "one_minus_momentum_times_grad_scale", "one_over_one_minus_momentum_pow_t", "lr",
             "one_minus_lr_times_weight_decay",
         ),
-        host=kernel_scalars, temps=TEMPS,
-        stages=(
-            PSGD_KRON_1,
-            PSGD_KRON_2,
-            Stage(
-                "psgd_kron_matrices", "whole", level=1, scalars=(4,), temps=("u", "mul"),
-                reads=("left", "right", "m_whole", "sqrt_rows_times_columns"), stores=("u", "mul"),
-            ),
-            Stage("psgd_kron_4", "elem", level=2, scalars=(5,), matrices=True, reads=("p", "mul", "u"), stores=("p",)),
-        ),
+        host=kernel_scalars, temps=TEMPS, stages=(PSGD_KRON_1, PSGD_KRON_2, PSGD_KRON_MATRICES, PSGD_KRON_4),
     ),
     Rule(
         ({"refresh": False, "matrix": True, "oblong": True},),
@@ -736,16 +564,7 @@ STEPS = (
             "momentum", "grad_scale", "one_minus_momentum_times_grad_scale", "one_over_one_minus_momentum_pow_t", "lr",
             "where_lt_one_t_zero_one", "one_minus_lr_times_weight_decay",
         ),
-        host=kernel_scalars_2, temps=TEMPS,
-        stages=(
-            PSGD_KRON_1,
-            PSGD_KRON_2,
-            Stage(
-                "psgd_kron_matrices_oblong", "whole", level=1, scalars=(4, 5), temps=("u", "mul"),
-                reads=("short", "long", "m_whole", "sqrt_rows_times_columns"), stores=("long", "u", "mul"),
-            ),
-            Stage("psgd_kron_4", "elem", level=2, scalars=(6,), matrices=True, reads=("p", "mul", "u"), stores=("p",)),
-        ),
+        host=kernel_scalars_2, temps=TEMPS, stages=(PSGD_KRON_1, PSGD_KRON_2, PSGD_KRON_MATRICES_OBLONG, PSGD_KRON_4_2),
     ),
     Rule(
         ({"refresh": False, "matrix": False},),
@@ -753,22 +572,14 @@ STEPS = (
             "momentum", "grad_scale", "one_minus_momentum_times_grad_scale", "scalar_1", "lr",
             "one_over_one_minus_momentum_pow_t",
         ),
-        host=kernel_scalars_3,
-        temps=(
-            Temp("tensor_sum_of_u", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("lr_times_one_min_tensor_div", "tensor"),
-        ),
+        host=kernel_scalars_3, temps=TEMPS_2,
         stages=(
             Stage(
                 "psgd_kron_no_matrix_1", "elem", level=0, scalars=tuple(range(4)), temps=("tensor_sum_of_u",),
                 reads=("g", "momentum_buffer", "diagonal"), stores=("momentum_buffer",),
                 sums=(("product", ("tensor_sum_of_u",)),),
             ),
-            Stage(
-                "psgd_kron_no_matrix_2", "tensor", level=1, scalars=(4,), temps=("lr_times_one_min_tensor_div",),
-                reads=("tensor_sum_of_u",), stores=("lr_times_one_min_tensor_div",), extents=("elements",),
-                plus=("lr_times_one_min_tensor_div",),
-            ),
+            PSGD_KRON_NO_MATRIX_2,
             Stage(
                 "psgd_kron_no_matrix_3", "elem", level=2, scalars=(5,),
                 reads=("p", "momentum_buffer", "diagonal", "lr_times_one_min_tensor_div"), stores=("p",),
@@ -782,17 +593,8 @@ STEPS = (
             "momentum", "grad_scale", "one_minus_momentum_times_grad_scale", "one_over_one_minus_momentum_pow_t", "lr",
             "lr_precond", "step", "one_minus_lr_times_weight_decay",
         ),
-        host=kernel_scalars_4, temps=TEMPS_2,
-        stages=(
-            PSGD_KRON_1,
-            PSGD_KRON_REFRESH_2,
-            Stage(
-                "psgd_kron_matrices_refresh", "whole", level=1, scalars=(4, 5, 6), temps=("u", "mul"),
-                reads=("left", "right", "m_whole", "g_whole", "sqrt_rows_times_columns"),
-                stores=("left", "right", "u", "mul"), extents=("stream",),
-            ),
-            Stage("psgd_kron_4", "elem", level=2, scalars=(7,), matrices=True, reads=("p", "mul", "u"), stores=("p",)),
-        ),
+        host=kernel_scalars_4, temps=TEMPS_3,
+        stages=(PSGD_KRON_1, PSGD_KRON_REFRESH_2, PSGD_KRON_MATRICES_REFRESH, PSGD_KRON_4_3),
     ),
     Rule(
         ({"refresh": True, "matrix": True, "oblong": True},),
@@ -800,17 +602,8 @@ STEPS = (
             "momentum", "grad_scale", "one_minus_momentum_times_grad_scale", "one_over_one_minus_momentum_pow_t", "lr",
             "lr_precond", "step", "where_lt_one_t_zero_one", "one_minus_lr_times_weight_decay",
         ),
-        host=kernel_scalars_5, temps=TEMPS_2,
-        stages=(
-            PSGD_KRON_1,
-            PSGD_KRON_REFRESH_2,
-            Stage(
-                "psgd_kron_matrices_refresh_oblong", "whole", level=1, scalars=(4, 5, 6, 7), temps=("u", "mul"),
-                reads=("short", "long", "m_whole", "g_whole", "sqrt_rows_times_columns"),
-                stores=("short", "long", "u", "mul"), extents=("stream",),
-            ),
-            Stage("psgd_kron_4", "elem", level=2, scalars=(8,), matrices=True, reads=("p", "mul", "u"), stores=("p",)),
-        ),
+        host=kernel_scalars_5, temps=TEMPS_3,
+        stages=(PSGD_KRON_1, PSGD_KRON_REFRESH_2, PSGD_KRON_MATRICES_REFRESH_OBLONG, PSGD_KRON_4_4),
     ),
     Rule(
         ({"refresh": True, "matrix": False},),

@@ -4,7 +4,6 @@
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, by_flags
 from optgen.runtime.records.scalars import divide
-from optgen.runtime.reference.eager import sqrt
 
 
 class QHAdam(Optimizer):
@@ -58,61 +57,6 @@ class QHAdam(Optimizer):
             ),
             **options
         )
-
-
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def qhadam(
-    stored, lr, betas_0, betas_1, weight_decay, eps, grad_scale, one_minus_betas_0, one_minus_betas_1,
-    one_minus_nus_0, nus_0_over_one_minus_betas_0_pow_t, one_minus_nus_1, nus_1_over_one_minus_betas_1_pow_t,
-):
-    b = stored.over("p", "g", "exp_avg", "exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg = b.load("exp_avg")
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/qhadam.py)
-    g = g + weight_decay * p                                        # 25  g = l2(g, p, weight_decay)
-    exp_avg = betas_0 * exp_avg + one_minus_betas_0 * g             # 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    # 29  first = (1 - nu1) * g + nu1 / (1 - beta1**t) * exp_avg
-    first = one_minus_nus_0 * g + nus_0_over_one_minus_betas_0_pow_t * exp_avg
-    square = g * g                                                  # 26  square = g * g
-    # 28  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
-    exp_avg_sq = betas_1 * exp_avg_sq + one_minus_betas_1 * square
-    # 30  second = (1 - nu2) * square + nu2 / (1 - beta2**t) * exp_avg_sq
-    second = one_minus_nus_1 * square + nus_1_over_one_minus_betas_1_pow_t * exp_avg_sq
-    p = p - lr * first / (sqrt(second) + eps)                       # 31  p = p - lr * first / (sqrt(second) + eps)
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg_sq", exp_avg_sq)
-    b.store("exp_avg", exp_avg)
-
-
-def qhadam_decouple_weight_decay(
-    stored, lr, betas_0, betas_1, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_betas_0,
-    one_minus_betas_1, one_minus_nus_0, nus_0_over_one_minus_betas_0_pow_t, one_minus_nus_1,
-    nus_1_over_one_minus_betas_1_pow_t,
-):
-    b = stored.over("p", "g", "exp_avg", "exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg = b.load("exp_avg")
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/qhadam.py)
-    p = p * one_minus_lr_times_weight_decay                         # 23  p = decoupled(p, lr, weight_decay)
-    exp_avg = betas_0 * exp_avg + one_minus_betas_0 * g             # 27
-    first = one_minus_nus_0 * g + nus_0_over_one_minus_betas_0_pow_t * exp_avg  # 29
-    square = g * g                                                  # 26
-    exp_avg_sq = betas_1 * exp_avg_sq + one_minus_betas_1 * square  # 28
-    second = one_minus_nus_1 * square + nus_1_over_one_minus_betas_1_pow_t * exp_avg_sq  # 30
-    p = p - lr * first / (sqrt(second) + eps)                       # 31
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg_sq", exp_avg_sq)
-    b.store("exp_avg", exp_avg)
 
 
 # Scalars at a step, in fp64, with the new host states behind them.
@@ -180,33 +124,53 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, nus, weight_decay, eps):
     )
 
 
-# What several of the records below have.
-STATES = (StateRecord("exp_avg", normalized_by="exp_avg_sq"), StateRecord("exp_avg_sq", nonneg=True))
-
-# The eager reference, in strict maths.
+# The states, and what of them a step makes.
 RULES = by_flags(
     {"decouple_weight_decay": False},
     RuleRecord(
-        "qhadam", "qhadam",
-        scalars=(
+        "qhadam", states=(StateRecord("exp_avg", normalized_by="exp_avg_sq"), StateRecord("exp_avg_sq", nonneg=True)),
+    ),
+)
+
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({"decouple_weight_decay": False},),
+        (
             "lr", "betas_0", "betas_1", "weight_decay", "eps", "grad_scale", "one_minus_betas_0", "one_minus_betas_1",
             "one_minus_nus_0", "nus_0_over_one_minus_betas_0_pow_t", "one_minus_nus_1",
             "nus_1_over_one_minus_betas_1_pow_t",
         ),
-        host=host_scalars, states=STATES, settings=({"decouple_weight_decay": False},),
+        host=host_scalars,
+        stages=(
+            Stage(
+                "qhadam", "elem", level=0, scalars=tuple(range(12)), reads=("p", "g", "exp_avg", "exp_avg_sq"),
+                stores=("p", "exp_avg", "exp_avg_sq"), plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("p", "g", "exp_avg_sq")),),
+            ),
+        ),
+        strict=True,
     ),
-    RuleRecord(
-        "qhadam", "qhadam_decouple_weight_decay",
-        scalars=(
+    Rule(
+        ({"decouple_weight_decay": True},),
+        (
             "lr", "betas_0", "betas_1", "eps", "grad_scale", "one_minus_lr_times_weight_decay", "one_minus_betas_0",
             "one_minus_betas_1", "one_minus_nus_0", "nus_0_over_one_minus_betas_0_pow_t", "one_minus_nus_1",
             "nus_1_over_one_minus_betas_1_pow_t",
         ),
-        host=host_scalars_2, states=STATES, settings=({"decouple_weight_decay": True},),
+        host=host_scalars_2,
+        stages=(
+            Stage(
+                "qhadam_decouple_weight_decay", "elem", level=0, scalars=tuple(range(12)),
+                reads=("p", "g", "exp_avg", "exp_avg_sq"), stores=("p", "exp_avg", "exp_avg_sq"), plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+            ),
+        ),
+        strict=True,
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: distribute, fma, group, reciprocal.
+# The step of kernels, in fast maths; rounding changed by: distribute, fma, group, reciprocal.
 STEPS = (
     Rule(
         ({"decouple_weight_decay": False},),

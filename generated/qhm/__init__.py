@@ -35,25 +35,6 @@ class QHM(Optimizer):
         super().__init__(params, dict(lr=lr, momentum=momentum, nu=nu, weight_decay=weight_decay), **options)
 
 
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def qhm(stored, lr, momentum, nu, weight_decay, grad_scale, one_minus_momentum, one_minus_nu):
-    b = stored.over("p", "g", "momentum_buffer")
-    # -- load and decode
-    p = b.load("p")
-    g = b.load("g")
-    g = grad_scale * g
-    momentum_buffer = b.load("momentum_buffer")
-    # -- update  (specs/qhm.py)
-    g = g + weight_decay * p                                               # 21  g = l2(g, p, weight_decay)
-    # 22  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
-    momentum_buffer = momentum * momentum_buffer + one_minus_momentum * g
-    # 23  p = p - lr * ((1 - nu) * g + nu * momentum_buffer)
-    p = p - lr * (one_minus_nu * g + nu * momentum_buffer)
-    # -- encode and store
-    b.store("p", p)
-    b.store("momentum_buffer", momentum_buffer)
-
-
 # Scalars at a step, in fp64, with the new host states behind them.
 def host_scalars(step, grad_scale, *, lr, momentum, nu, weight_decay):
     one_minus_momentum = 1 - momentum
@@ -68,17 +49,25 @@ def kernel_scalars(step, grad_scale, *, lr, momentum, nu, weight_decay):
     return (momentum, weight_decay, grad_scale, one_minus_momentum, lr_times_one_minus_nu, lr_times_nu)
 
 
-# The eager reference, in strict maths.
-RULES = by_flags(
-    {},
-    RuleRecord(
-        "qhm", "qhm",
-        scalars=("lr", "momentum", "nu", "weight_decay", "grad_scale", "one_minus_momentum", "one_minus_nu"),
-        host=host_scalars, states=(StateRecord("momentum_buffer"),),
+# The states, and what of them a step makes.
+RULES = by_flags({}, RuleRecord("qhm", states=(StateRecord("momentum_buffer"),)))
+
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({},), ("lr", "momentum", "nu", "weight_decay", "grad_scale", "one_minus_momentum", "one_minus_nu"),
+        host=host_scalars,
+        stages=(
+            Stage(
+                "qhm", "elem", level=0, scalars=tuple(range(7)), reads=("p", "g", "momentum_buffer"),
+                stores=("p", "momentum_buffer"),
+            ),
+        ),
+        strict=True,
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: distribute, fma, group.
+# The step of kernels, in fast maths; rounding changed by: distribute, fma, group.
 STEPS = (
     Rule(
         ({},), ("momentum", "weight_decay", "grad_scale", "one_minus_momentum", "lr_times_one_minus_nu", "lr_times_nu"),

@@ -2,11 +2,8 @@
 #     rebuild: optgen build radam_schedule_free
 # fmt: off
 # ruff: noqa
-import torch
-
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, by_flags
 from optgen.runtime.records.scalars import divide, maximum, power, root, where
-from optgen.runtime.reference.eager import sqrt
 
 
 class RAdamScheduleFree(Optimizer):
@@ -73,32 +70,6 @@ class RAdamScheduleFree(Optimizer):
             ),
             **options
         )
-
-
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def radam_schedule_free(
-    stored, beta2, eps, weight_decay, grad_scale, one_minus_beta2, sqrt_one_minus_beta2_pow_t, scalar_2, c,
-    scalar_4, rate,
-):
-    b = stored.over("p", "g", "z", "exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    z = b.load("z")
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/radam_schedule_free.py)
-    # 43  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
-    # 44  step = g / where(rho > 4, sqrt(exp_avg_sq) / sqrt(correction) + eps, 1.0) + weight_decay * p
-    step = g / torch.where(0.0 < scalar_2, sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps, 1.0) + weight_decay * p
-    # 45  p = p + c * (z - p) + rate * (beta1 * (1 - c) - 1) * step
-    p = p + c * (z - p) + scalar_4 * step
-    z = z - rate * step                                        # 46  z = z - rate * step
-    # -- encode and store
-    b.store("p", p)
-    b.store("z", z)
-    b.store("exp_avg_sq", exp_avg_sq)
 
 
 # Scalars at a step, in fp64, with the new host states behind them.
@@ -223,30 +194,31 @@ SCALARS = (
     "beta2", "eps", "weight_decay", "grad_scale", "one_minus_beta2", "sqrt_one_minus_beta2_pow_t", "scalar_2", "c",
     "scalar_4", "rate",
 )
-STATES = (StateRecord("z", init="param"), StateRecord("exp_avg_sq", nonneg=True))
-SCALARS_2 = (
-    "beta2", "eps", "weight_decay", "grad_scale", "scalar_0", "one_over_sqrt_one_minus_beta2_pow_t", "scalar_2", "c",
-    "scalar_4", "scalar_5",
-)
 RADAM_SCHEDULE_FREE = Stage(
     "radam_schedule_free", "elem", level=0, scalars=tuple(range(10)), reads=("p", "g", "z", "exp_avg_sq"),
     stores=("p", "z", "exp_avg_sq"), plus=("exp_avg_sq",), needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
 )
+SCALARS_2 = (
+    "beta2", "eps", "weight_decay", "grad_scale", "scalar_0", "one_over_sqrt_one_minus_beta2_pow_t", "scalar_2", "c",
+    "scalar_4", "scalar_5",
+)
 
-# The eager reference, in strict maths.
+# The states, and what of them a step makes.
 RULES = by_flags(
     {"silent_sgd_phase": True},
     RuleRecord(
-        "radam_schedule_free", "radam_schedule_free", scalars=SCALARS, host=host_scalars, states=STATES,
-        host_states=(("weight_sum", 0.0), ("lr_max", 0.0)), settings=({"silent_sgd_phase": True},),
-    ),
-    RuleRecord(
-        "radam_schedule_free", "radam_schedule_free", scalars=SCALARS, host=host_scalars_2, states=STATES,
-        host_states=(("weight_sum", 0.0), ("lr_max", 0.0)), settings=({"silent_sgd_phase": False},),
+        "radam_schedule_free", states=(StateRecord("z", init="param"), StateRecord("exp_avg_sq", nonneg=True)),
+        host_states=(("weight_sum", 0.0), ("lr_max", 0.0)),
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: fma, group, reciprocal.
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(({"silent_sgd_phase": True},), SCALARS, host=host_scalars, stages=(RADAM_SCHEDULE_FREE,), strict=True),
+    Rule(({"silent_sgd_phase": False},), SCALARS, host=host_scalars_2, stages=(RADAM_SCHEDULE_FREE,), strict=True),
+)
+
+# The step of kernels, in fast maths; rounding changed by: fma, group, reciprocal.
 STEPS = (
     Rule(({"silent_sgd_phase": True},), SCALARS_2, host=kernel_scalars, stages=(RADAM_SCHEDULE_FREE,)),
     Rule(({"silent_sgd_phase": False},), SCALARS_2, host=kernel_scalars_2, stages=(RADAM_SCHEDULE_FREE,)),

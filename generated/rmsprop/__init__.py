@@ -3,7 +3,6 @@
 # fmt: off
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, by_flags
-from optgen.runtime.reference.eager import larger, sqrt
 
 
 class RMSprop(Optimizer):
@@ -56,94 +55,6 @@ class RMSprop(Optimizer):
         )
 
 
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def rmsprop(stored, lr, alpha, eps, weight_decay, grad_scale, one_minus_alpha):
-    b = stored.over("p", "g", "square_avg")
-    # -- load and decode
-    p = b.load("p")
-    g = b.load("g")
-    g = grad_scale * g
-    square_avg = b.load("square_avg")
-    # -- update  (specs/rmsprop.py)
-    g = g + weight_decay * p                                   # 27  g = l2(g, p, weight_decay)
-    # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-    square_avg = alpha * square_avg + one_minus_alpha * g * g
-    update = g / (sqrt(square_avg) + eps)                      # 34  update = g / (sqrt(variance) + eps)
-    p = p - lr * update                                        # 38  p = p - lr * update
-    # -- encode and store
-    b.store("p", p)
-    b.store("square_avg", square_avg)
-
-
-def rmsprop_has_momentum(stored, lr, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha):
-    b = stored.over("p", "g", "square_avg", "momentum_buffer")
-    # -- load and decode
-    p = b.load("p")
-    momentum_buffer = b.load("momentum_buffer")
-    g = b.load("g")
-    g = grad_scale * g
-    square_avg = b.load("square_avg")
-    # -- update  (specs/rmsprop.py)
-    g = g + weight_decay * p                                   # 27
-    square_avg = alpha * square_avg + one_minus_alpha * g * g  # 28
-    update = g / (sqrt(square_avg) + eps)                      # 34
-    # 36  momentum_buffer = momentum * momentum_buffer + update
-    momentum_buffer = momentum * momentum_buffer + update
-    p = p - lr * momentum_buffer                               # 38
-    # -- encode and store
-    b.store("p", p)
-    b.store("square_avg", square_avg)
-    b.store("momentum_buffer", momentum_buffer)
-
-
-def rmsprop_centered(stored, lr, alpha, eps, weight_decay, grad_scale, one_minus_alpha):
-    b = stored.over("p", "g", "square_avg", "grad_avg")
-    # -- load and decode
-    p = b.load("p")
-    g = b.load("g")
-    g = grad_scale * g
-    square_avg = b.load("square_avg")
-    grad_avg = b.load("grad_avg")
-    # -- update  (specs/rmsprop.py)
-    g = g + weight_decay * p                                  # 27
-    g_mul = one_minus_alpha * g
-    square_avg = alpha * square_avg + g_mul * g  # 28
-    grad_avg = alpha * grad_avg + g_mul                       # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
-    # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
-    variance = larger(square_avg - grad_avg * grad_avg, 0.0)
-    update = g / (sqrt(variance) + eps)                       # 34
-    p = p - lr * update                                       # 38
-    # -- encode and store
-    b.store("p", p)
-    b.store("square_avg", square_avg)
-    b.store("grad_avg", grad_avg)
-
-
-def rmsprop_centered_has_momentum(stored, lr, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha):
-    b = stored.over("p", "g", "square_avg", "grad_avg", "momentum_buffer")
-    # -- load and decode
-    p = b.load("p")
-    momentum_buffer = b.load("momentum_buffer")
-    g = b.load("g")
-    g = grad_scale * g
-    square_avg = b.load("square_avg")
-    grad_avg = b.load("grad_avg")
-    # -- update  (specs/rmsprop.py)
-    g = g + weight_decay * p                                  # 27
-    g_mul = one_minus_alpha * g
-    square_avg = alpha * square_avg + g_mul * g  # 28
-    grad_avg = alpha * grad_avg + g_mul                       # 31
-    variance = larger(square_avg - grad_avg * grad_avg, 0.0)  # 33
-    update = g / (sqrt(variance) + eps)                       # 34
-    momentum_buffer = momentum * momentum_buffer + update  # 36
-    p = p - lr * momentum_buffer                              # 38
-    # -- encode and store
-    b.store("p", p)
-    b.store("square_avg", square_avg)
-    b.store("grad_avg", grad_avg)
-    b.store("momentum_buffer", momentum_buffer)
-
-
 # Scalars at a step, in fp64, with the new host states behind them.
 def host_scalars(step, grad_scale, *, lr, alpha, eps, weight_decay, momentum):
     one_minus_alpha = 1 - alpha
@@ -169,29 +80,46 @@ def kernel_scalars_2(step, grad_scale, *, lr, alpha, eps, weight_decay, momentum
 
 # What several of the records below have.
 SCALARS = ("lr", "alpha", "eps", "weight_decay", "grad_scale", "one_minus_alpha")
+RMSPROP = Stage(
+    "rmsprop", "elem", level=0, scalars=tuple(range(6)), reads=("p", "g", "square_avg"), stores=("p", "square_avg"),
+    plus=("square_avg",), needs=(("square_avg", ("p", "g", "square_avg")),),
+)
 SCALARS_2 = ("lr", "alpha", "eps", "weight_decay", "momentum", "grad_scale", "one_minus_alpha")
+RMSPROP_HAS_MOMENTUM = Stage(
+    "rmsprop_has_momentum", "elem", level=0, scalars=tuple(range(7)), reads=("p", "g", "square_avg", "momentum_buffer"),
+    stores=("p", "square_avg", "momentum_buffer"), plus=("square_avg",),
+    needs=(("square_avg", ("p", "g", "square_avg")),),
+)
+RMSPROP_CENTERED = Stage(
+    "rmsprop_centered", "elem", level=0, scalars=tuple(range(6)), reads=("p", "g", "square_avg", "grad_avg"),
+    stores=("p", "square_avg", "grad_avg"), plus=("square_avg",), needs=(("square_avg", ("p", "g", "square_avg")),),
+)
+RMSPROP_CENTERED_HAS_MOMENTUM = Stage(
+    "rmsprop_centered_has_momentum", "elem", level=0, scalars=tuple(range(7)),
+    reads=("p", "g", "square_avg", "grad_avg", "momentum_buffer"),
+    stores=("p", "square_avg", "grad_avg", "momentum_buffer"), plus=("square_avg",),
+    needs=(("square_avg", ("p", "g", "square_avg")),),
+)
 SCALARS_3 = ("alpha", "eps", "weight_decay", "grad_scale", "one_minus_alpha", "minus_lr")
 SCALARS_4 = ("alpha", "eps", "weight_decay", "momentum", "grad_scale", "one_minus_alpha", "minus_lr")
 
-# The eager reference, in strict maths.
+# The states, and what of them a step makes.
 RULES = by_flags(
     {"centered": False, "has_momentum": False},
     RuleRecord(
-        "rmsprop", "rmsprop", scalars=SCALARS, host=host_scalars, states=(StateRecord("square_avg", nonneg=True),),
+        "rmsprop", states=(StateRecord("square_avg", nonneg=True),),
         settings=({"centered": False, "has_momentum": False},),
     ),
     RuleRecord(
-        "rmsprop", "rmsprop_has_momentum", scalars=SCALARS_2, host=host_scalars_2,
-        states=(StateRecord("square_avg", nonneg=True), StateRecord("momentum_buffer")),
+        "rmsprop", states=(StateRecord("square_avg", nonneg=True), StateRecord("momentum_buffer")),
         settings=({"centered": False, "has_momentum": True},),
     ),
     RuleRecord(
-        "rmsprop", "rmsprop_centered", scalars=SCALARS, host=host_scalars,
-        states=(StateRecord("square_avg", nonneg=True), StateRecord("grad_avg", normalized_by="square_avg")),
+        "rmsprop", states=(StateRecord("square_avg", nonneg=True), StateRecord("grad_avg", normalized_by="square_avg")),
         settings=({"centered": True, "has_momentum": False},),
     ),
     RuleRecord(
-        "rmsprop", "rmsprop_centered_has_momentum", scalars=SCALARS_2, host=host_scalars_2,
+        "rmsprop",
         states=(
             StateRecord("square_avg", nonneg=True),
             StateRecord("grad_avg", normalized_by="square_avg"),
@@ -201,47 +129,33 @@ RULES = by_flags(
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: fma, group, reciprocal.
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(({"centered": False, "has_momentum": False},), SCALARS, host=host_scalars, stages=(RMSPROP,), strict=True),
+    Rule(
+        ({"centered": False, "has_momentum": True},), SCALARS_2, host=host_scalars_2, stages=(RMSPROP_HAS_MOMENTUM,),
+        strict=True,
+    ),
+    Rule(
+        ({"centered": True, "has_momentum": False},), SCALARS, host=host_scalars, stages=(RMSPROP_CENTERED,),
+        strict=True,
+    ),
+    Rule(
+        ({"centered": True, "has_momentum": True},), SCALARS_2, host=host_scalars_2,
+        stages=(RMSPROP_CENTERED_HAS_MOMENTUM,), strict=True,
+    ),
+)
+
+# The step of kernels, in fast maths; rounding changed by: fma, group, reciprocal.
 STEPS = (
+    Rule(({"centered": False, "has_momentum": False},), SCALARS_3, host=kernel_scalars, stages=(RMSPROP,)),
     Rule(
-        ({"centered": False, "has_momentum": False},), SCALARS_3, host=kernel_scalars,
-        stages=(
-            Stage(
-                "rmsprop", "elem", level=0, scalars=tuple(range(6)), reads=("p", "g", "square_avg"),
-                stores=("p", "square_avg"), plus=("square_avg",), needs=(("square_avg", ("p", "g", "square_avg")),),
-            ),
-        ),
+        ({"centered": False, "has_momentum": True},), SCALARS_4, host=kernel_scalars_2, stages=(RMSPROP_HAS_MOMENTUM,),
     ),
-    Rule(
-        ({"centered": False, "has_momentum": True},), SCALARS_4, host=kernel_scalars_2,
-        stages=(
-            Stage(
-                "rmsprop_has_momentum", "elem", level=0, scalars=tuple(range(7)),
-                reads=("p", "g", "square_avg", "momentum_buffer"), stores=("p", "square_avg", "momentum_buffer"),
-                plus=("square_avg",), needs=(("square_avg", ("p", "g", "square_avg")),),
-            ),
-        ),
-    ),
-    Rule(
-        ({"centered": True, "has_momentum": False},), SCALARS_3, host=kernel_scalars,
-        stages=(
-            Stage(
-                "rmsprop_centered", "elem", level=0, scalars=tuple(range(6)),
-                reads=("p", "g", "square_avg", "grad_avg"), stores=("p", "square_avg", "grad_avg"),
-                plus=("square_avg",), needs=(("square_avg", ("p", "g", "square_avg")),),
-            ),
-        ),
-    ),
+    Rule(({"centered": True, "has_momentum": False},), SCALARS_3, host=kernel_scalars, stages=(RMSPROP_CENTERED,)),
     Rule(
         ({"centered": True, "has_momentum": True},), SCALARS_4, host=kernel_scalars_2,
-        stages=(
-            Stage(
-                "rmsprop_centered_has_momentum", "elem", level=0, scalars=tuple(range(7)),
-                reads=("p", "g", "square_avg", "grad_avg", "momentum_buffer"),
-                stores=("p", "square_avg", "grad_avg", "momentum_buffer"), plus=("square_avg",),
-                needs=(("square_avg", ("p", "g", "square_avg")),),
-            ),
-        ),
+        stages=(RMSPROP_CENTERED_HAS_MOMENTUM,),
     ),
 )
 

@@ -4,7 +4,6 @@
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, by_flags
 from optgen.runtime.records.scalars import divide, maximum, minimum, power, root
-from optgen.runtime.reference.eager import sqrt
 
 
 class ScheduleFreeAdamW(Optimizer):
@@ -73,54 +72,6 @@ class ScheduleFreeAdamW(Optimizer):
             ),
             **options
         )
-
-
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def schedule_free_adamw(
-    stored, beta2, eps, weight_decay, grad_scale, one_minus_beta2, sqrt_one_minus_beta2_pow_t, c, scalar_3, rate,
-):
-    b = stored.over("p", "g", "z", "exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    z = b.load("z")
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/schedule_free_adamw.py)
-    # 40  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
-    # 41  step = g / (sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps) + weight_decay * p
-    step = g / (sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps) + weight_decay * p
-    # 42  p = p + c * (z_offset if compact else z - p) + rate * (beta1 * (1 - c) - 1) * step
-    p = p + c * (z - p) + scalar_3 * step
-    z = z - rate * step                                        # 46  z = z - rate * step
-    # -- encode and store
-    b.store("p", p)
-    b.store("z", z)
-    b.store("exp_avg_sq", exp_avg_sq)
-
-
-def schedule_free_adamw_compact(
-    stored, beta2, eps, weight_decay, grad_scale, one_minus_beta2, sqrt_one_minus_beta2_pow_t, c, scalar_3,
-    scalar_4, scalar_5,
-):
-    b = stored.over("p", "g", "z_offset", "exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    z_offset = b.load("z_offset")
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/schedule_free_adamw.py)
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g  # 40
-    step = g / (sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps) + weight_decay * p  # 41
-    p = p + c * z_offset + scalar_3 * step  # 42
-    # 44  z_offset = (1 - c) * (z_offset - rate * beta1 * step)
-    z_offset = scalar_5 * (z_offset - scalar_4 * step)
-    # -- encode and store
-    b.store("p", p)
-    b.store("z_offset", z_offset)
-    b.store("exp_avg_sq", exp_avg_sq)
 
 
 # Scalars at a step, in fp64, with the new host states behind them.
@@ -210,30 +161,55 @@ def kernel_scalars_2(
     )
 
 
-# The eager reference, in strict maths.
+# The states, and what of them a step makes.
 RULES = by_flags(
     {"compact": False},
     RuleRecord(
-        "schedule_free_adamw", "schedule_free_adamw",
-        scalars=(
-            "beta2", "eps", "weight_decay", "grad_scale", "one_minus_beta2", "sqrt_one_minus_beta2_pow_t", "c",
-            "scalar_3", "rate",
-        ),
-        host=host_scalars, states=(StateRecord("z", init="param"), StateRecord("exp_avg_sq", nonneg=True)),
+        "schedule_free_adamw", states=(StateRecord("z", init="param"), StateRecord("exp_avg_sq", nonneg=True)),
         host_states=(("weight_sum", 0.0), ("lr_max", 0.0)), settings=({"compact": False},),
     ),
     RuleRecord(
-        "schedule_free_adamw", "schedule_free_adamw_compact",
-        scalars=(
-            "beta2", "eps", "weight_decay", "grad_scale", "one_minus_beta2", "sqrt_one_minus_beta2_pow_t", "c",
-            "scalar_3", "scalar_4", "scalar_5",
-        ),
-        host=host_scalars_2, states=(StateRecord("z_offset"), StateRecord("exp_avg_sq", nonneg=True)),
+        "schedule_free_adamw", states=(StateRecord("z_offset"), StateRecord("exp_avg_sq", nonneg=True)),
         host_states=(("weight_sum", 0.0), ("lr_max", 0.0)), settings=({"compact": True},),
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: eps, fma, group, reciprocal.
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({"compact": False},),
+        (
+            "beta2", "eps", "weight_decay", "grad_scale", "one_minus_beta2", "sqrt_one_minus_beta2_pow_t", "c",
+            "scalar_3", "rate",
+        ),
+        host=host_scalars,
+        stages=(
+            Stage(
+                "schedule_free_adamw", "elem", level=0, scalars=tuple(range(9)), reads=("p", "g", "z", "exp_avg_sq"),
+                stores=("p", "z", "exp_avg_sq"), plus=("exp_avg_sq",), needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+            ),
+        ),
+        strict=True,
+    ),
+    Rule(
+        ({"compact": True},),
+        (
+            "beta2", "eps", "weight_decay", "grad_scale", "one_minus_beta2", "sqrt_one_minus_beta2_pow_t", "c",
+            "scalar_3", "scalar_4", "scalar_5",
+        ),
+        host=host_scalars_2,
+        stages=(
+            Stage(
+                "schedule_free_adamw_compact", "elem", level=0, scalars=tuple(range(10)),
+                reads=("p", "g", "z_offset", "exp_avg_sq"), stores=("p", "z_offset", "exp_avg_sq"),
+                plus=("exp_avg_sq",), needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+            ),
+        ),
+        strict=True,
+    ),
+)
+
+# The step of kernels, in fast maths; rounding changed by: eps, fma, group, reciprocal.
 STEPS = (
     Rule(
         ({"compact": False},),

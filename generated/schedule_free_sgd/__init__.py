@@ -70,40 +70,6 @@ class ScheduleFreeSGD(Optimizer):
         )
 
 
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def schedule_free_sgd(stored, weight_decay, grad_scale, c, scalar_1, rate):
-    b = stored.over("p", "g", "z")
-    # -- load and decode
-    p = b.load("p")
-    z = b.load("z")
-    g = b.load("g")
-    g = grad_scale * g
-    # -- update  (specs/schedule_free_sgd.py)
-    step = g + weight_decay * p            # 37  step = g + weight_decay * p
-    # 38  p = p + c * (z_offset if compact else z - p) + rate * (momentum * (1 - c) - 1) * step
-    p = p + c * (z - p) + scalar_1 * step
-    z = z - rate * step                    # 42  z = z - rate * step
-    # -- encode and store
-    b.store("p", p)
-    b.store("z", z)
-
-
-def schedule_free_sgd_compact(stored, weight_decay, grad_scale, c, scalar_1, scalar_2, scalar_3):
-    b = stored.over("p", "g", "z_offset")
-    # -- load and decode
-    p = b.load("p")
-    z_offset = b.load("z_offset")
-    g = b.load("g")
-    g = grad_scale * g
-    # -- update  (specs/schedule_free_sgd.py)
-    step = g + weight_decay * p                         # 37
-    p = p + c * z_offset + scalar_1 * step  # 38
-    z_offset = scalar_3 * (z_offset - scalar_2 * step)  # 40  z_offset = (1 - c) * (z_offset - rate * momentum * step)
-    # -- encode and store
-    b.store("p", p)
-    b.store("z_offset", z_offset)
-
-
 # Scalars at a step, in fp64, with the new host states behind them.
 def host_scalars(
     step, grad_scale, *, lr, momentum, weight_decay, warmup_steps, r, weight_lr_power, weight_sum, lr_max,
@@ -164,42 +130,44 @@ def kernel_scalars_2(
 
 
 # What several of the records below have.
+SCHEDULE_FREE_SGD = Stage(
+    "schedule_free_sgd", "elem", level=0, scalars=tuple(range(5)), reads=("p", "g", "z"), stores=("p", "z"),
+)
 SCALARS = ("weight_decay", "grad_scale", "c", "scalar_1", "scalar_2", "scalar_3")
+SCHEDULE_FREE_SGD_COMPACT = Stage(
+    "schedule_free_sgd_compact", "elem", level=0, scalars=tuple(range(6)), reads=("p", "g", "z_offset"),
+    stores=("p", "z_offset"),
+)
 
-# The eager reference, in strict maths.
+# The states, and what of them a step makes.
 RULES = by_flags(
     {"compact": False},
     RuleRecord(
-        "schedule_free_sgd", "schedule_free_sgd", scalars=("weight_decay", "grad_scale", "c", "scalar_1", "rate"),
-        host=host_scalars, states=(StateRecord("z", init="param"),), host_states=(("weight_sum", 0.0), ("lr_max", 0.0)),
-        settings=({"compact": False},),
+        "schedule_free_sgd", states=(StateRecord("z", init="param"),),
+        host_states=(("weight_sum", 0.0), ("lr_max", 0.0)), settings=({"compact": False},),
     ),
     RuleRecord(
-        "schedule_free_sgd", "schedule_free_sgd_compact", scalars=SCALARS, host=host_scalars_2,
-        states=(StateRecord("z_offset"),), host_states=(("weight_sum", 0.0), ("lr_max", 0.0)),
+        "schedule_free_sgd", states=(StateRecord("z_offset"),), host_states=(("weight_sum", 0.0), ("lr_max", 0.0)),
         settings=({"compact": True},),
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: fma.
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({"compact": False},), ("weight_decay", "grad_scale", "c", "scalar_1", "rate"), host=host_scalars,
+        stages=(SCHEDULE_FREE_SGD,), strict=True,
+    ),
+    Rule(({"compact": True},), SCALARS, host=host_scalars_2, stages=(SCHEDULE_FREE_SGD_COMPACT,), strict=True),
+)
+
+# The step of kernels, in fast maths; rounding changed by: fma.
 STEPS = (
     Rule(
         ({"compact": False},), ("weight_decay", "grad_scale", "c", "scalar_1", "scalar_2"), host=kernel_scalars,
-        stages=(
-            Stage(
-                "schedule_free_sgd", "elem", level=0, scalars=tuple(range(5)), reads=("p", "g", "z"), stores=("p", "z"),
-            ),
-        ),
+        stages=(SCHEDULE_FREE_SGD,),
     ),
-    Rule(
-        ({"compact": True},), SCALARS, host=kernel_scalars_2,
-        stages=(
-            Stage(
-                "schedule_free_sgd_compact", "elem", level=0, scalars=tuple(range(6)), reads=("p", "g", "z_offset"),
-                stores=("p", "z_offset"),
-            ),
-        ),
-    ),
+    Rule(({"compact": True},), SCALARS, host=kernel_scalars_2, stages=(SCHEDULE_FREE_SGD_COMPACT,)),
 )
 
 READY = True

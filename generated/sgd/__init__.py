@@ -45,60 +45,6 @@ class SGD(Optimizer):
         )
 
 
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def sgd(stored, lr, weight_decay, grad_scale):
-    b = stored.over("p", "g")
-    # -- load and decode
-    p = b.load("p")
-    g = b.load("g")
-    g = grad_scale * g
-    # -- update  (specs/sgd.py)
-    g = g + weight_decay * p  # 20  g = l2(g, p, weight_decay)
-    p = p - lr * g            # 25  p = p - lr * update
-    # -- encode and store
-    b.store("p", p)
-
-
-def sgd_has_momentum(
-    stored, lr, weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-):
-    b = stored.over("p", "g", "momentum_buffer")
-    # -- load and decode
-    p = b.load("p")
-    momentum_buffer = b.load("momentum_buffer")
-    g = b.load("g")
-    g = grad_scale * g
-    # -- update  (specs/sgd.py)
-    g = g + weight_decay * p      # 20
-    # 23  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-    momentum_buffer = where_lt_one_t_momentum_zero * momentum_buffer + where_lt_one_t_one_minus_dampening_one * g
-    p = p - lr * momentum_buffer  # 25
-    # -- encode and store
-    b.store("p", p)
-    b.store("momentum_buffer", momentum_buffer)
-
-
-def sgd_nesterov_has_momentum(
-    stored, lr, momentum, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
-    where_lt_one_t_one_minus_dampening_one,
-):
-    b = stored.over("p", "g", "momentum_buffer")
-    # -- load and decode
-    p = b.load("p")
-    g = b.load("g")
-    g = grad_scale * g
-    momentum_buffer = b.load("momentum_buffer")
-    # -- update  (specs/sgd.py)
-    g = g + weight_decay * p                 # 20
-    momentum_buffer = where_lt_one_t_momentum_zero * momentum_buffer + where_lt_one_t_one_minus_dampening_one * g  # 23
-    # 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
-    update = g + momentum * momentum_buffer
-    p = p - lr * update                      # 25
-    # -- encode and store
-    b.store("p", p)
-    b.store("momentum_buffer", momentum_buffer)
-
-
 # Scalars at a step, in fp64, with the new host states behind them.
 def host_scalars(step, grad_scale, *, lr, momentum, dampening, weight_decay):
     return (lr, weight_decay, grad_scale)
@@ -147,34 +93,48 @@ def kernel_scalars_3(step, grad_scale, *, lr, momentum, dampening, weight_decay)
     )
 
 
-# The eager reference, in strict maths.
+# What several of the records below have.
+SGD_NESTEROV_HAS_MOMENTUM = Stage(
+    "sgd_nesterov_has_momentum", "elem", level=0, scalars=tuple(range(6)), reads=("p", "g", "momentum_buffer"),
+    stores=("p", "momentum_buffer"),
+)
+
+# The states, and what of them a step makes.
 RULES = by_flags(
     {"nesterov": False, "has_momentum": False},
-    RuleRecord(
-        "sgd", "sgd", scalars=("lr", "weight_decay", "grad_scale"), host=host_scalars,
-        settings=({"nesterov": False, "has_momentum": False},),
+    RuleRecord("sgd", settings=({"nesterov": False, "has_momentum": False},)),
+    RuleRecord("sgd", states=(StateRecord("momentum_buffer"),), settings=({"has_momentum": True},)),
+)
+
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({"nesterov": False, "has_momentum": False},), ("lr", "weight_decay", "grad_scale"), host=host_scalars,
+        stages=(Stage("sgd", "elem", level=0, scalars=(0, 1, 2), reads=("p", "g"), stores=("p",)),), strict=True,
     ),
-    RuleRecord(
-        "sgd", "sgd_has_momentum",
-        scalars=(
-            "lr", "weight_decay", "grad_scale", "where_lt_one_t_momentum_zero",
-            "where_lt_one_t_one_minus_dampening_one",
+    Rule(
+        ({"nesterov": False, "has_momentum": True},),
+        ("lr", "weight_decay", "grad_scale", "where_lt_one_t_momentum_zero", "where_lt_one_t_one_minus_dampening_one"),
+        host=host_scalars_2,
+        stages=(
+            Stage(
+                "sgd_has_momentum", "elem", level=0, scalars=tuple(range(5)), reads=("p", "g", "momentum_buffer"),
+                stores=("p", "momentum_buffer"),
+            ),
         ),
-        host=host_scalars_2, states=(StateRecord("momentum_buffer"),),
-        settings=({"nesterov": False, "has_momentum": True},),
+        strict=True,
     ),
-    RuleRecord(
-        "sgd", "sgd_nesterov_has_momentum",
-        scalars=(
+    Rule(
+        ({"nesterov": True, "has_momentum": True},),
+        (
             "lr", "momentum", "weight_decay", "grad_scale", "where_lt_one_t_momentum_zero",
             "where_lt_one_t_one_minus_dampening_one",
         ),
-        host=host_scalars_3, states=(StateRecord("momentum_buffer"),),
-        settings=({"nesterov": True, "has_momentum": True},),
+        host=host_scalars_3, stages=(SGD_NESTEROV_HAS_MOMENTUM,), strict=True,
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: distribute, fma, group.
+# The step of kernels, in fast maths; rounding changed by: distribute, fma, group.
 STEPS = (
     Rule(
         ({"nesterov": False, "has_momentum": False},), ("lr_times_grad_scale", "lr_times_weight_decay"),
@@ -196,13 +156,7 @@ STEPS = (
             "momentum", "weight_decay", "grad_scale", "where_lt_one_t_momentum_zero",
             "where_lt_one_t_one_minus_dampening_one", "minus_lr",
         ),
-        host=kernel_scalars_3,
-        stages=(
-            Stage(
-                "sgd_nesterov_has_momentum", "elem", level=0, scalars=tuple(range(6)),
-                reads=("p", "g", "momentum_buffer"), stores=("p", "momentum_buffer"),
-            ),
-        ),
+        host=kernel_scalars_3, stages=(SGD_NESTEROV_HAS_MOMENTUM,),
     ),
 )
 

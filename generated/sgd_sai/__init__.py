@@ -2,10 +2,7 @@
 #     sgd_sai
 # fmt: off
 # ruff: noqa
-import torch
-
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp, by_flags
-from optgen.runtime.reference.eager import put, sqrt
 
 
 class SGDSaI(Optimizer):
@@ -46,92 +43,6 @@ class SGDSaI(Optimizer):
         super().__init__(params, dict(lr=lr, momentum=momentum, eps=eps, weight_decay=weight_decay), **options)
 
 
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def sgd_sai(stored, lr, momentum, grad_scale, one_minus_momentum, one_minus_lr_times_weight_decay):
-
-    # == tensor: values of tensors
-    # -- load and decode
-    gsnr = stored["gsnr"]
-    # -- encode and store
-    lr_times_gsnr_tensor = lr * gsnr
-
-    # == sweep 1: the update
-    b = stored.over("p", "g", "momentum_buffer")
-    # -- load and decode
-    p = b.load("p")
-    lr_times_gsnr = b.spread(lr_times_gsnr_tensor)
-    momentum_buffer = b.load("momentum_buffer")
-    g = b.load("g")
-    g = grad_scale * g
-    # -- update  (specs/sgd_sai.py)
-    p = p * one_minus_lr_times_weight_decay                                # 30  p = decoupled(p, lr, weight_decay)
-    # 29  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
-    momentum_buffer = momentum * momentum_buffer + one_minus_momentum * g
-    p = p - lr_times_gsnr * momentum_buffer                                # 31  p = p - lr * gsnr * momentum_buffer
-    # -- encode and store
-    b.store("p", p)
-    b.store("momentum_buffer", momentum_buffer)
-
-
-def sgd_sai_starts(stored, grad_scale, momentum, one_minus_momentum, lr, eps, one_minus_lr_times_weight_decay):
-
-    # == sweep 1: gsnr (specs/sgd_sai.py:28), away (specs/sgd_sai.py:26)
-    b = stored.over("g")
-    # -- load and decode
-    g = b.load("g")
-    g = grad_scale * g
-    # -- encode and store
-    tensor_sum_for_gsnr_tensor = b.tensor_sum(g * g)
-    tensor_sum_of_g_tensor = b.tensor_sum(g)
-
-    # == tensor: values of tensors
-    # -- load and decode
-    tensor_sum_for_gsnr = tensor_sum_for_gsnr_tensor
-    tensor_sum_of_g = tensor_sum_of_g_tensor
-    # -- encode and store
-    sqrt_tensor_sum_for_gsnr_tensor = sqrt(tensor_sum_for_gsnr)
-    tensor_sum_of_g_over_elements_tensor = tensor_sum_of_g / b.extent("elements")
-
-    # == sweep 2: deviation (specs/sgd_sai.py:27)
-    b = stored.over("g", "momentum_buffer")
-    # -- load and decode
-    momentum_buffer = b.load("momentum_buffer")
-    g = b.load("g")
-    g = grad_scale * g
-    tensor_sum_of_g_over_elements = b.spread(tensor_sum_of_g_over_elements_tensor)
-    # -- update  (specs/sgd_sai.py)
-    momentum_buffer = momentum * momentum_buffer + one_minus_momentum * g  # 29
-    away = g - tensor_sum_of_g_over_elements                               # 26  away = g - mean(g)
-    # -- encode and store
-    tensor_sum_for_deviation_tensor = b.tensor_sum(away * away)
-    b.store("momentum_buffer", momentum_buffer)
-
-    # == tensor: values of tensors
-    # -- load and decode
-    sqrt_tensor_sum_for_gsnr = sqrt_tensor_sum_for_gsnr_tensor
-    tensor_sum_for_deviation = tensor_sum_for_deviation_tensor
-    # -- update  (specs/sgd_sai.py)
-    # 27  deviation = sqrt(dot(away, away) / maximum(elements(g) - 1.0, 1.0))
-    deviation = sqrt(tensor_sum_for_deviation / (b.extent("elements") - 1.0).clamp(min=1.0))
-    # 28  gsnr = norm(g) / where(deviation > 0, deviation + eps, 1.0)
-    gsnr = sqrt_tensor_sum_for_gsnr / torch.where(0.0 < deviation, deviation + eps, 1.0)
-    # -- encode and store
-    lr_times_gsnr_2_tensor = lr * gsnr
-    put(stored["gsnr"], gsnr)
-
-    # == sweep 3: the update
-    b = stored.over("p", "momentum_buffer")
-    # -- load and decode
-    p = b.load("p")
-    lr_times_gsnr_2 = b.spread(lr_times_gsnr_2_tensor)
-    momentum_buffer = b.load("momentum_buffer")
-    # -- update  (specs/sgd_sai.py)
-    p = p * one_minus_lr_times_weight_decay    # 30
-    p = p - lr_times_gsnr_2 * momentum_buffer  # 31
-    # -- encode and store
-    b.store("p", p)
-
-
 # Scalars at a step, in fp64, with the new host states behind them.
 def host_scalars(step, grad_scale, *, lr, momentum, eps, weight_decay):
     one_minus_momentum = 1 - momentum
@@ -163,35 +74,88 @@ def kernel_scalars_2(step, grad_scale, *, lr, momentum, eps, weight_decay):
 
 # What several of the records below have.
 STATES = (StateRecord("momentum_buffer"), StateRecord("gsnr", nonneg=True, space="tensor", nearest=True))
+SGD_SAI_1 = Stage(
+    "sgd_sai_1", "tensor", level=-1, scalars=(0,), temps=("lr_times_gsnr",), reads=("gsnr",), stores=("lr_times_gsnr",),
+    plus=("lr_times_gsnr",),
+)
 
-# The eager reference, in strict maths.
+# The states, and what of them a step makes.
 RULES = by_flags(
     {"starts": False},
     RuleRecord(
-        "sgd_sai", "sgd_sai",
-        scalars=("lr", "momentum", "grad_scale", "one_minus_momentum", "one_minus_lr_times_weight_decay"),
-        host=host_scalars, states=STATES, unchanged=(("gsnr",), ()), differs=("gsnr", "p"), spaces=("tensor",),
+        "sgd_sai", states=STATES, unchanged=(("gsnr",), ()), differs=("gsnr", "p"), spaces=("tensor",),
         settings=({"starts": False},),
     ),
     RuleRecord(
-        "sgd_sai", "sgd_sai_starts",
-        scalars=("grad_scale", "momentum", "one_minus_momentum", "lr", "eps", "one_minus_lr_times_weight_decay"),
-        host=host_scalars_2, states=STATES, unchanged=((), ("gsnr",)), differs=("gsnr", "p"),
-        early=("momentum_buffer",), spaces=("tensor",), settings=({"starts": True},),
+        "sgd_sai", states=STATES, unchanged=((), ("gsnr",)), differs=("gsnr", "p"), early=("momentum_buffer",),
+        spaces=("tensor",), settings=({"starts": True},),
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: fma, group, linear.
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({"starts": False},), ("lr", "momentum", "grad_scale", "one_minus_momentum", "one_minus_lr_times_weight_decay"),
+        host=host_scalars, temps=(Temp("lr_times_gsnr", "tensor"),),
+        stages=(
+            SGD_SAI_1,
+            Stage(
+                "sgd_sai_2", "elem", level=0, scalars=(1, 2, 3, 4),
+                reads=("p", "g", "momentum_buffer", "lr_times_gsnr"), stores=("p", "momentum_buffer"),
+            ),
+        ),
+        strict=True,
+    ),
+    Rule(
+        ({"starts": True},),
+        ("grad_scale", "momentum", "one_minus_momentum", "lr", "eps", "one_minus_lr_times_weight_decay"),
+        host=host_scalars_2,
+        temps=(
+            Temp("tensor_sum_for_gsnr", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("tensor_sum_of_g", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("sqrt_tensor_sum_for_gsnr", "tensor"),
+            Temp("tensor_sum_of_g_over_elements", "tensor"),
+            Temp("tensor_sum_for_deviation", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("lr_times_gsnr_2", "tensor"),
+        ),
+        stages=(
+            Stage(
+                "sgd_sai_starts_1", "elem", level=0, scalars=(0,), temps=("tensor_sum_for_gsnr", "tensor_sum_of_g"),
+                reads=("g",), sums=(("sum", ("tensor_sum_for_gsnr",)), ("sum", ("tensor_sum_of_g",))),
+            ),
+            Stage(
+                "sgd_sai_starts_2", "tensor", level=1, scalars=(),
+                temps=("sqrt_tensor_sum_for_gsnr", "tensor_sum_of_g_over_elements"),
+                reads=("tensor_sum_for_gsnr", "tensor_sum_of_g"),
+                stores=("sqrt_tensor_sum_for_gsnr", "tensor_sum_of_g_over_elements"), extents=("elements",),
+            ),
+            Stage(
+                "sgd_sai_starts_3", "elem", level=2, scalars=(1, 0, 2), temps=("tensor_sum_for_deviation",),
+                reads=("g", "momentum_buffer", "tensor_sum_of_g_over_elements"), stores=("momentum_buffer",),
+                sums=(("sum", ("tensor_sum_for_deviation",)),),
+            ),
+            Stage(
+                "sgd_sai_starts_4", "tensor", level=3, scalars=(3, 4), temps=("lr_times_gsnr_2",),
+                reads=("sqrt_tensor_sum_for_gsnr", "tensor_sum_for_deviation"), stores=("gsnr", "lr_times_gsnr_2"),
+                extents=("elements",),
+            ),
+            Stage(
+                "sgd_sai_starts_5", "elem", level=4, scalars=(5,), reads=("p", "momentum_buffer", "lr_times_gsnr_2"),
+                stores=("p",),
+            ),
+        ),
+        early=("momentum_buffer",), strict=True,
+    ),
+)
+
+# The step of kernels, in fast maths; rounding changed by: fma, group, linear.
 STEPS = (
     Rule(
         ({"starts": False},),
         ("lr", "momentum", "one_minus_momentum_times_grad_scale", "one_minus_lr_times_weight_decay"),
         host=kernel_scalars, temps=(Temp("lr_times_gsnr", "tensor"),),
         stages=(
-            Stage(
-                "sgd_sai_1", "tensor", level=-1, scalars=(0,), temps=("lr_times_gsnr",), reads=("gsnr",),
-                stores=("lr_times_gsnr",), plus=("lr_times_gsnr",),
-            ),
+            SGD_SAI_1,
             Stage(
                 "sgd_sai_2", "elem", level=0, scalars=(1, 2, 3), reads=("p", "g", "momentum_buffer", "lr_times_gsnr"),
                 stores=("p", "momentum_buffer"),

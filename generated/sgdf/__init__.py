@@ -3,7 +3,6 @@
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, by_flags
 from optgen.runtime.records.scalars import divide, maximum, where
-from optgen.runtime.reference.eager import sqrt
 
 
 class SGDF(Optimizer):
@@ -58,122 +57,6 @@ class SGDF(Optimizer):
             dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, of_average=of_average, root_gain=root_gain),
             **options
         )
-
-
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def sgdf(
-    stored, lr, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
-    one_minus_beta1_pow_t, one_minus_beta2_pow_t,
-):
-    b = stored.over("p", "g", "exp_avg", "exp_var")
-    # -- load and decode
-    p = b.load("p")
-    exp_avg = b.load("exp_avg")
-    g = b.load("g")
-    g = grad_scale * g
-    exp_var = b.load("exp_var")
-    # -- update  (specs/sgdf.py)
-    g = g + weight_decay * p                                   # 25  g = l2(g, p, weight_decay)
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g            # 26  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    # 29  center, variance = exp_avg / (1 - beta1**t), exp_var / (1 - beta2**t)
-    center = exp_avg / one_minus_beta1_pow_t
-    away = g - exp_avg                                         # 27  away = g - exp_avg
-    # 28  exp_var = beta2 * exp_var + (1 - beta2) * away * away
-    exp_var = beta2 * exp_var + one_minus_beta2 * away * away
-    variance = exp_var / one_minus_beta2_pow_t  # 29
-    rest = g - center                                          # 30  rest = g - center
-    gain = variance / (variance + rest * rest + eps)           # 33  gain = variance / (variance + rest * rest + eps)
-    p = p - lr * (center + gain * rest)                        # 36  p = p - lr * (center + gain * rest)
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg", exp_avg)
-    b.store("exp_var", exp_var)
-
-
-def sgdf_root_gain(
-    stored, lr, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
-    one_minus_beta1_pow_t, one_minus_beta2_pow_t,
-):
-    b = stored.over("p", "g", "exp_avg", "exp_var")
-    # -- load and decode
-    p = b.load("p")
-    exp_avg = b.load("exp_avg")
-    g = b.load("g")
-    g = grad_scale * g
-    exp_var = b.load("exp_var")
-    # -- update  (specs/sgdf.py)
-    g = g + weight_decay * p                                   # 25
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g            # 26
-    center = exp_avg / one_minus_beta1_pow_t  # 29
-    away = g - exp_avg                                         # 27
-    exp_var = beta2 * exp_var + one_minus_beta2 * away * away  # 28
-    variance = exp_var / one_minus_beta2_pow_t  # 29
-    rest = g - center                                          # 30
-    gain = variance / (variance + rest * rest + eps)           # 33
-    gain = sqrt(gain)                                          # 35  gain = sqrt(gain)
-    p = p - lr * (center + gain * rest)                        # 36
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg", exp_avg)
-    b.store("exp_var", exp_var)
-
-
-def sgdf_of_average(
-    stored, lr, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
-    one_minus_beta1_pow_t, one_minus_beta2_pow_t, scalar_4,
-):
-    b = stored.over("p", "g", "exp_avg", "exp_var")
-    # -- load and decode
-    p = b.load("p")
-    exp_avg = b.load("exp_avg")
-    g = b.load("g")
-    g = grad_scale * g
-    exp_var = b.load("exp_var")
-    # -- update  (specs/sgdf.py)
-    g = g + weight_decay * p                                   # 25
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g            # 26
-    center = exp_avg / one_minus_beta1_pow_t  # 29
-    away = g - exp_avg                                         # 27
-    exp_var = beta2 * exp_var + one_minus_beta2 * away * away  # 28
-    variance = exp_var / one_minus_beta2_pow_t  # 29
-    # 32  variance = (1 - beta1) * (1 - beta1 ** (2 * t)) / (1 + beta1) * variance
-    variance = scalar_4 * variance
-    rest = g - center                                          # 30
-    gain = variance / (variance + rest * rest + eps)           # 33
-    p = p - lr * (center + gain * rest)                        # 36
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg", exp_avg)
-    b.store("exp_var", exp_var)
-
-
-def sgdf_of_average_root_gain(
-    stored, lr, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
-    one_minus_beta1_pow_t, one_minus_beta2_pow_t, scalar_4,
-):
-    b = stored.over("p", "g", "exp_avg", "exp_var")
-    # -- load and decode
-    p = b.load("p")
-    exp_avg = b.load("exp_avg")
-    g = b.load("g")
-    g = grad_scale * g
-    exp_var = b.load("exp_var")
-    # -- update  (specs/sgdf.py)
-    g = g + weight_decay * p                                   # 25
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g            # 26
-    center = exp_avg / one_minus_beta1_pow_t  # 29
-    away = g - exp_avg                                         # 27
-    exp_var = beta2 * exp_var + one_minus_beta2 * away * away  # 28
-    variance = exp_var / one_minus_beta2_pow_t  # 29
-    variance = scalar_4 * variance  # 32
-    rest = g - center                                          # 30
-    gain = variance / (variance + rest * rest + eps)           # 33
-    gain = sqrt(gain)                                          # 35
-    p = p - lr * (center + gain * rest)                        # 36
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg", exp_avg)
-    b.store("exp_var", exp_var)
 
 
 # Scalars at a step, in fp64, with the new host states behind them.
@@ -241,7 +124,6 @@ SCALARS = (
     "lr", "beta1", "beta2", "eps", "weight_decay", "grad_scale", "one_minus_beta1", "one_minus_beta2",
     "one_minus_beta1_pow_t", "one_minus_beta2_pow_t",
 )
-STATES = (StateRecord("exp_avg"), StateRecord("exp_var", nonneg=True))
 SCALARS_2 = (
     "lr", "beta1", "beta2", "eps", "weight_decay", "grad_scale", "one_minus_beta1", "one_minus_beta2",
     "one_minus_beta1_pow_t", "one_minus_beta2_pow_t", "scalar_4",
@@ -257,28 +139,61 @@ SCALARS_4 = (
     "lr_times_one_over_one_minus_beta1_pow_t",
 )
 
-# The eager reference, in strict maths.
+# The states, and what of them a step makes.
 RULES = by_flags(
     {"of_average": False, "root_gain": False},
-    RuleRecord(
-        "sgdf", "sgdf", scalars=SCALARS, host=host_scalars, states=STATES,
-        settings=({"of_average": False, "root_gain": False},),
+    RuleRecord("sgdf", states=(StateRecord("exp_avg"), StateRecord("exp_var", nonneg=True))),
+)
+
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({"of_average": False, "root_gain": False},), SCALARS, host=host_scalars,
+        stages=(
+            Stage(
+                "sgdf", "elem", level=0, scalars=tuple(range(10)), reads=("p", "g", "exp_avg", "exp_var"),
+                stores=("p", "exp_avg", "exp_var"), plus=("exp_var",),
+                needs=(("exp_var", ("p", "g", "exp_avg", "exp_var")),),
+            ),
+        ),
+        strict=True,
     ),
-    RuleRecord(
-        "sgdf", "sgdf_root_gain", scalars=SCALARS, host=host_scalars, states=STATES,
-        settings=({"of_average": False, "root_gain": True},),
+    Rule(
+        ({"of_average": False, "root_gain": True},), SCALARS, host=host_scalars,
+        stages=(
+            Stage(
+                "sgdf_root_gain", "elem", level=0, scalars=tuple(range(10)), reads=("p", "g", "exp_avg", "exp_var"),
+                stores=("p", "exp_avg", "exp_var"), plus=("exp_var",),
+                needs=(("exp_var", ("p", "g", "exp_avg", "exp_var")),),
+            ),
+        ),
+        strict=True,
     ),
-    RuleRecord(
-        "sgdf", "sgdf_of_average", scalars=SCALARS_2, host=host_scalars_2, states=STATES,
-        settings=({"of_average": True, "root_gain": False},),
+    Rule(
+        ({"of_average": True, "root_gain": False},), SCALARS_2, host=host_scalars_2,
+        stages=(
+            Stage(
+                "sgdf_of_average", "elem", level=0, scalars=tuple(range(11)), reads=("p", "g", "exp_avg", "exp_var"),
+                stores=("p", "exp_avg", "exp_var"), plus=("exp_var",),
+                needs=(("exp_var", ("p", "g", "exp_avg", "exp_var")),),
+            ),
+        ),
+        strict=True,
     ),
-    RuleRecord(
-        "sgdf", "sgdf_of_average_root_gain", scalars=SCALARS_2, host=host_scalars_2, states=STATES,
-        settings=({"of_average": True, "root_gain": True},),
+    Rule(
+        ({"of_average": True, "root_gain": True},), SCALARS_2, host=host_scalars_2,
+        stages=(
+            Stage(
+                "sgdf_of_average_root_gain", "elem", level=0, scalars=tuple(range(11)),
+                reads=("p", "g", "exp_avg", "exp_var"), stores=("p", "exp_avg", "exp_var"), plus=("exp_var",),
+                needs=(("exp_var", ("p", "g", "exp_avg", "exp_var")),),
+            ),
+        ),
+        strict=True,
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: distribute, fma, group, reciprocal, step.
+# The step of kernels, in fast maths; rounding changed by: distribute, fma, group, reciprocal, step.
 STEPS = (
     Rule(
         ({"of_average": False, "root_gain": False},), SCALARS_3, host=kernel_scalars,

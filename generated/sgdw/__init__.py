@@ -45,61 +45,6 @@ class SGDW(Optimizer):
         )
 
 
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def sgdw(stored, lr, grad_scale, one_minus_lr_times_weight_decay):
-    b = stored.over("p", "g")
-    # -- load and decode
-    p = b.load("p")
-    g = b.load("g")
-    g = grad_scale * g
-    # -- update  (specs/sgdw.py)
-    p = p * one_minus_lr_times_weight_decay  # 24  p = decoupled(p, lr, weight_decay)
-    p = p - lr * g                           # 25  p = p - lr * update
-    # -- encode and store
-    b.store("p", p)
-
-
-def sgdw_has_momentum(
-    stored, lr, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-    one_minus_lr_times_weight_decay,
-):
-    b = stored.over("p", "g", "momentum_buffer")
-    # -- load and decode
-    p = b.load("p")
-    momentum_buffer = b.load("momentum_buffer")
-    g = b.load("g")
-    g = grad_scale * g
-    # -- update  (specs/sgdw.py)
-    p = p * one_minus_lr_times_weight_decay  # 24
-    # 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-    momentum_buffer = where_lt_one_t_momentum_zero * momentum_buffer + where_lt_one_t_one_minus_dampening_one * g
-    p = p - lr * momentum_buffer             # 25
-    # -- encode and store
-    b.store("p", p)
-    b.store("momentum_buffer", momentum_buffer)
-
-
-def sgdw_nesterov_has_momentum(
-    stored, lr, momentum, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-    one_minus_lr_times_weight_decay,
-):
-    b = stored.over("p", "g", "momentum_buffer")
-    # -- load and decode
-    p = b.load("p")
-    g = b.load("g")
-    g = grad_scale * g
-    momentum_buffer = b.load("momentum_buffer")
-    # -- update  (specs/sgdw.py)
-    p = p * one_minus_lr_times_weight_decay  # 24
-    momentum_buffer = where_lt_one_t_momentum_zero * momentum_buffer + where_lt_one_t_one_minus_dampening_one * g  # 22
-    # 23  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
-    update = g + momentum * momentum_buffer
-    p = p - lr * update                      # 25
-    # -- encode and store
-    b.store("p", p)
-    b.store("momentum_buffer", momentum_buffer)
-
-
 # Scalars at a step, in fp64, with the new host states behind them.
 def host_scalars(step, grad_scale, *, lr, momentum, dampening, weight_decay):
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay
@@ -155,34 +100,53 @@ def kernel_scalars_3(step, grad_scale, *, lr, momentum, dampening, weight_decay)
     )
 
 
-# The eager reference, in strict maths.
+# The states, and what of them a step makes.
 RULES = by_flags(
     {"nesterov": False, "has_momentum": False},
-    RuleRecord(
-        "sgdw", "sgdw", scalars=("lr", "grad_scale", "one_minus_lr_times_weight_decay"), host=host_scalars,
-        settings=({"nesterov": False, "has_momentum": False},),
+    RuleRecord("sgdw", settings=({"nesterov": False, "has_momentum": False},)),
+    RuleRecord("sgdw", states=(StateRecord("momentum_buffer"),), settings=({"has_momentum": True},)),
+)
+
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({"nesterov": False, "has_momentum": False},), ("lr", "grad_scale", "one_minus_lr_times_weight_decay"),
+        host=host_scalars, stages=(Stage("sgdw", "elem", level=0, scalars=(0, 1, 2), reads=("p", "g"), stores=("p",)),),
+        strict=True,
     ),
-    RuleRecord(
-        "sgdw", "sgdw_has_momentum",
-        scalars=(
+    Rule(
+        ({"nesterov": False, "has_momentum": True},),
+        (
             "lr", "grad_scale", "where_lt_one_t_momentum_zero", "where_lt_one_t_one_minus_dampening_one",
             "one_minus_lr_times_weight_decay",
         ),
-        host=host_scalars_2, states=(StateRecord("momentum_buffer"),),
-        settings=({"nesterov": False, "has_momentum": True},),
+        host=host_scalars_2,
+        stages=(
+            Stage(
+                "sgdw_has_momentum", "elem", level=0, scalars=tuple(range(5)), reads=("p", "g", "momentum_buffer"),
+                stores=("p", "momentum_buffer"),
+            ),
+        ),
+        strict=True,
     ),
-    RuleRecord(
-        "sgdw", "sgdw_nesterov_has_momentum",
-        scalars=(
+    Rule(
+        ({"nesterov": True, "has_momentum": True},),
+        (
             "lr", "momentum", "grad_scale", "where_lt_one_t_momentum_zero", "where_lt_one_t_one_minus_dampening_one",
             "one_minus_lr_times_weight_decay",
         ),
-        host=host_scalars_3, states=(StateRecord("momentum_buffer"),),
-        settings=({"nesterov": True, "has_momentum": True},),
+        host=host_scalars_3,
+        stages=(
+            Stage(
+                "sgdw_nesterov_has_momentum", "elem", level=0, scalars=tuple(range(6)),
+                reads=("p", "g", "momentum_buffer"), stores=("p", "momentum_buffer"),
+            ),
+        ),
+        strict=True,
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: distribute, fma, group.
+# The step of kernels, in fast maths; rounding changed by: distribute, fma, group.
 STEPS = (
     Rule(
         ({"nesterov": False, "has_momentum": False},), ("one_minus_lr_times_weight_decay", "minus_lr_times_grad_scale"),

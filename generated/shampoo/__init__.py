@@ -2,11 +2,8 @@
 #     shampoo
 # fmt: off
 # ruff: noqa
-import torch
-
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp, by_flags
 from optgen.runtime.records.scalars import divide, maximum, root, where
-from optgen.runtime.reference.eager import few_sum, sqrt
 from optgen.runtime.reference.matrices import averaged, finite, inverse_root
 
 
@@ -84,6 +81,7 @@ class Shampoo(Optimizer):
         )
 
 
+# Functions of whole matrices, which torch computes between sweeps.
 def shampoo_matrices(
     left, root_left, right, root_right, exp_avg_whole, g_whole, shampoo_beta, one_minus_shampoo_beta,
 ):
@@ -111,201 +109,6 @@ def shampoo_matrices_refresh(
     root_right = finite(inverse_root(right, root_order, matrix_eps), root_right)
     update = root_left @ exp_avg_whole @ root_right  # 51
     return left_2, root_left, right_2, root_right, update
-
-
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def shampoo_7(stored, sqrt_mat_sum_of_adam_tensor, mat_sum_of_update_tensor):
-    # -- load and decode
-    sqrt_mat_sum_of_adam = sqrt_mat_sum_of_adam_tensor
-    mat_sum_of_update = mat_sum_of_update_tensor
-    # -- encode and store
-    mat_div_tensor = sqrt_mat_sum_of_adam / sqrt(mat_sum_of_update).clamp(min=1e-30)
-    return mat_div_tensor
-
-
-def shampoo_8(
-    stored, lr, eps, one_minus_beta1_pow_t, sqrt_one_minus_beta2_pow_t, one_minus_lr_times_weight_decay,
-    where_lt_t_precondition_frequency_one_zero, mat_div_tensor, update_tensor,
-):
-    b = stored.over("p", "exp_avg", "exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    exp_avg = b.load("exp_avg")
-    exp_avg_sq = b.load("exp_avg_sq")
-    mat_div = b.spread(mat_div_tensor)
-    update = b.elements(update_tensor)
-    # -- update  (specs/shampoo.py)
-    p = p * one_minus_lr_times_weight_decay  # 53  p = policies.decoupled(p, lr, weight_decay)
-    # 44  adam = exp_avg / (1 - beta1**t) / (sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps)
-    adam = exp_avg / one_minus_beta1_pow_t / (sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps)
-    update = mat_div * update                # 52  update = mat_norm(adam) / maximum(mat_norm(update), 1e-30) * update
-    # 54  p = p - lr * where(t < precondition_frequency, adam, update)
-    p = p - lr * torch.where(0.0 < where_lt_t_precondition_frequency_one_zero, adam, update)
-    # -- encode and store
-    b.store("p", p)
-
-
-def shampoo(
-    stored, beta1, beta2, eps, grad_scale, one_minus_beta1, one_minus_beta2, one_minus_beta1_pow_t,
-    sqrt_one_minus_beta2_pow_t, shampoo_beta, one_minus_shampoo_beta, lr, one_minus_lr_times_weight_decay,
-    where_lt_t_precondition_frequency_one_zero,
-):
-
-    # == sweep 1: update (specs/shampoo.py:52), update (specs/shampoo.py:51)
-    b = stored.over("g", "exp_avg", "exp_avg_sq")
-    # -- load and decode
-    exp_avg = b.load("exp_avg")
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/shampoo.py)
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g            # 42  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    # 43  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
-    adam = exp_avg / one_minus_beta1_pow_t / (sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps)  # 44
-    # -- encode and store
-    row_sum_of_adam_tensor = b.row_sum(adam * adam)
-    exp_avg_whole_tensor = b.flat(exp_avg)
-    g_whole_tensor = b.flat(g)
-    b.store("exp_avg_sq", exp_avg_sq)
-    b.store("exp_avg", exp_avg)
-
-    # == row: values of rows
-    # -- load and decode
-    row_sum_of_adam = row_sum_of_adam_tensor
-    # -- encode and store
-    mat_sum_of_adam_tensor = few_sum(row_sum_of_adam, "mat")
-
-    # == mat: values of matrices
-    # -- load and decode
-    mat_sum_of_adam = mat_sum_of_adam_tensor
-    # -- encode and store
-    sqrt_mat_sum_of_adam_tensor = sqrt(mat_sum_of_adam)
-
-    # == whole: functions of whole matrices
-    left_new, right_new, update_tensor = shampoo_matrices(
-        stored["left"], stored["root_left"], stored["right"], stored["root_right"], exp_avg_whole_tensor,
-        g_whole_tensor, float(shampoo_beta), float(one_minus_shampoo_beta),
-    )
-    stored.put("left", left_new)
-    stored.put("right", right_new)
-
-    # == sweep 2: update (specs/shampoo.py:52)
-    b = stored.over()
-    # -- load and decode
-    update = b.elements(update_tensor)
-    # -- encode and store
-    row_sum_of_update_tensor = b.row_sum(update * update)
-
-    # == row: values of rows
-    # -- load and decode
-    row_sum_of_update = row_sum_of_update_tensor
-    # -- encode and store
-    mat_sum_of_update_tensor = few_sum(row_sum_of_update, "mat")
-
-    # == mat: values of matrices
-    mat_div_tensor = shampoo_7(stored, sqrt_mat_sum_of_adam_tensor, mat_sum_of_update_tensor)
-
-    # == sweep 3: the update
-    shampoo_8(
-        stored, lr, eps, one_minus_beta1_pow_t, sqrt_one_minus_beta2_pow_t, one_minus_lr_times_weight_decay,
-        where_lt_t_precondition_frequency_one_zero, mat_div_tensor, update_tensor,
-    )
-
-
-def shampoo_no_matrix(
-    stored, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1,
-    lr_over_one_minus_beta1_pow_t, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
-):
-    b = stored.over("p", "g", "exp_avg", "exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    exp_avg = b.load("exp_avg")
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/shampoo.py)
-    # 39  p, exp_avg, exp_avg_sq = policies.adamw_step(p, g, t, exp_avg, exp_avg_sq, lr, betas, eps, weight_decay)
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g  # 39
-    # 39
-    p = (
-        p * one_minus_lr_times_weight_decay - lr_over_one_minus_beta1_pow_t * exp_avg
-        / (sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps)
-    )
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg_sq", exp_avg_sq)
-    b.store("exp_avg", exp_avg)
-
-
-def shampoo_refresh(
-    stored, beta1, beta2, eps, grad_scale, one_minus_beta1, one_minus_beta2, one_minus_beta1_pow_t,
-    sqrt_one_minus_beta2_pow_t, shampoo_beta, matrix_eps, root_order, one_minus_shampoo_beta, lr,
-    one_minus_lr_times_weight_decay, where_lt_t_precondition_frequency_one_zero,
-):
-
-    # == sweep 1: update (specs/shampoo.py:52), update (specs/shampoo.py:51)
-    b = stored.over("g", "exp_avg", "exp_avg_sq")
-    # -- load and decode
-    exp_avg = b.load("exp_avg")
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/shampoo.py)
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g            # 42
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g  # 43
-    adam = exp_avg / one_minus_beta1_pow_t / (sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps)  # 44
-    # -- encode and store
-    row_sum_of_adam_tensor = b.row_sum(adam * adam)
-    g_whole_tensor = b.flat(g)
-    exp_avg_whole_tensor = b.flat(exp_avg)
-    b.store("exp_avg_sq", exp_avg_sq)
-    b.store("exp_avg", exp_avg)
-
-    # == row: values of rows
-    # -- load and decode
-    row_sum_of_adam = row_sum_of_adam_tensor
-    # -- encode and store
-    mat_sum_of_adam_tensor = few_sum(row_sum_of_adam, "mat")
-
-    # == mat: values of matrices
-    # -- load and decode
-    mat_sum_of_adam = mat_sum_of_adam_tensor
-    # -- encode and store
-    sqrt_mat_sum_of_adam_tensor = sqrt(mat_sum_of_adam)
-
-    # == whole: functions of whole matrices
-    left_new, root_left_new, right_new, root_right_new, update_tensor = shampoo_matrices_refresh(
-        stored["left"], stored["root_left"], stored["right"], stored["root_right"], g_whole_tensor,
-        exp_avg_whole_tensor, float(shampoo_beta), float(matrix_eps), float(root_order), float(one_minus_shampoo_beta),
-    )
-    stored.put("left", left_new)
-    stored.put("root_left", root_left_new)
-    stored.put("right", right_new)
-    stored.put("root_right", root_right_new)
-
-    # == sweep 2: update (specs/shampoo.py:52)
-    b = stored.over()
-    # -- load and decode
-    update = b.elements(update_tensor)
-    # -- encode and store
-    row_sum_of_update_tensor = b.row_sum(update * update)
-
-    # == row: values of rows
-    # -- load and decode
-    row_sum_of_update = row_sum_of_update_tensor
-    # -- encode and store
-    mat_sum_of_update_tensor = few_sum(row_sum_of_update, "mat")
-
-    # == mat: values of matrices
-    mat_div_tensor = shampoo_7(stored, sqrt_mat_sum_of_adam_tensor, mat_sum_of_update_tensor)
-
-    # == sweep 3: the update
-    shampoo_8(
-        stored, lr, eps, one_minus_beta1_pow_t, sqrt_one_minus_beta2_pow_t, one_minus_lr_times_weight_decay,
-        where_lt_t_precondition_frequency_one_zero, mat_div_tensor, update_tensor,
-    )
 
 
 # Scalars at a step, in fp64, with the new host states behind them.
@@ -436,9 +239,9 @@ STATES = (
     StateRecord("root_right", space="nn", init="identity", nearest=True, trait="symmetric"),
 )
 SCALARS = (
-    "beta1", "beta2", "grad_scale", "one_minus_beta1_times_grad_scale", "scalar_1", "scalar_2", "scalar_3",
-    "shampoo_beta", "one_minus_shampoo_beta", "one_minus_lr_times_weight_decay",
-    "where_lt_t_precondition_frequency_one_zero", "minus_lr",
+    "beta1", "beta2", "eps", "grad_scale", "one_minus_beta1", "one_minus_beta2", "one_minus_beta1_pow_t",
+    "sqrt_one_minus_beta2_pow_t", "shampoo_beta", "one_minus_shampoo_beta", "lr", "one_minus_lr_times_weight_decay",
+    "where_lt_t_precondition_frequency_one_zero",
 )
 TEMPS = (
     Temp("exp_avg_whole", "elem", wide=True),
@@ -460,12 +263,12 @@ SHAMPOO_3 = Stage(
     stores=("sqrt_mat_sum_of_adam",),
 )
 SHAMPOO_MATRICES = Stage(
-    "shampoo_matrices", "whole", level=1, scalars=(7, 8), temps=("update",),
+    "shampoo_matrices", "whole", level=1, scalars=(8, 9), temps=("update",),
     reads=("left", "root_left", "right", "root_right", "exp_avg_whole", "g_whole"), stores=("left", "right", "update"),
 )
 SHAMPOO_5 = Stage(
     "shampoo_5", "elem", level=2, scalars=(), temps=("row_sum_of_update",), matrices=True, reads=("update",),
-    sums=(("square", ("row_sum_of_update",)),),
+    sums=(("sum", ("row_sum_of_update",)),),
 )
 SHAMPOO_6 = Stage(
     "shampoo_6", "row", level=3, scalars=(), temps=("mat_sum_of_update",), matrices=True, reads=("row_sum_of_update",),
@@ -476,57 +279,174 @@ SHAMPOO_7 = Stage(
     reads=("sqrt_mat_sum_of_adam", "mat_sum_of_update"), stores=("mat_div",),
 )
 SCALARS_2 = (
+    "beta1", "beta2", "eps", "grad_scale", "one_minus_beta1", "one_minus_beta2", "one_minus_beta1_pow_t",
+    "sqrt_one_minus_beta2_pow_t", "shampoo_beta", "matrix_eps", "root_order", "one_minus_shampoo_beta", "lr",
+    "one_minus_lr_times_weight_decay", "where_lt_t_precondition_frequency_one_zero",
+)
+SHAMPOO_MATRICES_REFRESH = Stage(
+    "shampoo_matrices_refresh", "whole", level=1, scalars=(8, 9, 10, 11), temps=("update",),
+    reads=("left", "root_left", "right", "root_right", "g_whole", "exp_avg_whole"),
+    stores=("left", "root_left", "right", "root_right", "update"),
+)
+SCALARS_3 = (
+    "beta1", "beta2", "grad_scale", "one_minus_beta1_times_grad_scale", "scalar_1", "scalar_2", "scalar_3",
+    "shampoo_beta", "one_minus_shampoo_beta", "one_minus_lr_times_weight_decay",
+    "where_lt_t_precondition_frequency_one_zero", "minus_lr",
+)
+SHAMPOO_MATRICES_2 = Stage(
+    "shampoo_matrices", "whole", level=1, scalars=(7, 8), temps=("update",),
+    reads=("left", "root_left", "right", "root_right", "exp_avg_whole", "g_whole"), stores=("left", "right", "update"),
+)
+SHAMPOO_5_2 = Stage(
+    "shampoo_5", "elem", level=2, scalars=(), temps=("row_sum_of_update",), matrices=True, reads=("update",),
+    sums=(("square", ("row_sum_of_update",)),),
+)
+SCALARS_4 = (
     "beta1", "beta2", "grad_scale", "one_minus_beta1_times_grad_scale", "scalar_1", "scalar_2", "scalar_3",
     "shampoo_beta", "matrix_eps", "root_order", "one_minus_shampoo_beta", "one_minus_lr_times_weight_decay",
     "where_lt_t_precondition_frequency_one_zero", "minus_lr",
 )
-SHAMPOO_MATRICES_REFRESH = Stage(
+SHAMPOO_MATRICES_REFRESH_2 = Stage(
     "shampoo_matrices_refresh", "whole", level=1, scalars=(7, 8, 9, 10), temps=("update",),
     reads=("left", "root_left", "right", "root_right", "g_whole", "exp_avg_whole"),
     stores=("left", "root_left", "right", "root_right", "update"),
 )
 
-# The eager reference, in strict maths.
+# The states, and what of them a step makes.
 RULES = by_flags(
     {"refresh": False, "matrix": True},
     RuleRecord(
-        "shampoo", "shampoo",
-        scalars=(
-            "beta1", "beta2", "eps", "grad_scale", "one_minus_beta1", "one_minus_beta2", "one_minus_beta1_pow_t",
-            "sqrt_one_minus_beta2_pow_t", "shampoo_beta", "one_minus_shampoo_beta", "lr",
-            "one_minus_lr_times_weight_decay", "where_lt_t_precondition_frequency_one_zero",
-        ),
-        host=host_scalars, states=STATES, unchanged=(("root_left", "root_right"), ()),
+        "shampoo", states=STATES, unchanged=(("root_left", "root_right"), ()),
         differs=("left", "p", "right", "root_left", "root_right"), early=("exp_avg_sq", "exp_avg"),
         spaces=("call", "mat"), by_rows=True, matrix="heads", settings=({"refresh": False, "matrix": True},),
     ),
     RuleRecord(
-        "shampoo", "shampoo_no_matrix",
-        scalars=(
-            "beta1", "beta2", "eps", "grad_scale", "one_minus_lr_times_weight_decay", "one_minus_beta1",
-            "lr_over_one_minus_beta1_pow_t", "one_minus_beta2", "sqrt_one_minus_beta2_pow_t",
-        ),
-        host=host_scalars_2,
-        states=(StateRecord("exp_avg", normalized_by="exp_avg_sq"), StateRecord("exp_avg_sq", nonneg=True)),
+        "shampoo", states=(StateRecord("exp_avg", normalized_by="exp_avg_sq"), StateRecord("exp_avg_sq", nonneg=True)),
         unchanged=((), ()), matrix="heads", settings=({"matrix": False},),
     ),
     RuleRecord(
-        "shampoo", "shampoo_refresh",
-        scalars=(
-            "beta1", "beta2", "eps", "grad_scale", "one_minus_beta1", "one_minus_beta2", "one_minus_beta1_pow_t",
-            "sqrt_one_minus_beta2_pow_t", "shampoo_beta", "matrix_eps", "root_order", "one_minus_shampoo_beta", "lr",
-            "one_minus_lr_times_weight_decay", "where_lt_t_precondition_frequency_one_zero",
-        ),
-        host=host_scalars_3, states=STATES, unchanged=((), ("root_left", "root_right")),
+        "shampoo", states=STATES, unchanged=((), ("root_left", "root_right")),
         differs=("left", "p", "right", "root_left", "root_right"), early=("exp_avg_sq", "exp_avg"),
         spaces=("call", "mat"), by_rows=True, matrix="heads", settings=({"refresh": True, "matrix": True},),
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: eps, fma, group, reciprocal, step.
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({"refresh": False, "matrix": True},), SCALARS, host=host_scalars, temps=TEMPS,
+        stages=(
+            Stage(
+                "shampoo_1", "elem", level=0, scalars=tuple(range(8)),
+                temps=("row_sum_of_adam", "exp_avg_whole", "g_whole"), matrices=True,
+                reads=("g", "exp_avg", "exp_avg_sq"), stores=("exp_avg", "exp_avg_sq", "exp_avg_whole", "g_whole"),
+                sums=(("sum", ("row_sum_of_adam",)),), plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+            ),
+            SHAMPOO_2,
+            SHAMPOO_3,
+            SHAMPOO_MATRICES,
+            SHAMPOO_5,
+            SHAMPOO_6,
+            SHAMPOO_7,
+            Stage(
+                "shampoo_8", "elem", level=4, scalars=(10, 2, 6, 7, 11, 12), matrices=True,
+                reads=("p", "exp_avg", "exp_avg_sq", "mat_div", "update"), stores=("p",),
+            ),
+        ),
+        early=("exp_avg_sq", "exp_avg"), strict=True,
+    ),
+    Rule(
+        ({"refresh": False, "matrix": True},), SCALARS, host=host_scalars, temps=TEMPS,
+        stages=(
+            Stage(
+                "shampoo_late_1", "elem", level=0, scalars=tuple(range(8)),
+                temps=("row_sum_of_adam", "exp_avg_whole", "g_whole"), matrices=True,
+                reads=("g", "exp_avg", "exp_avg_sq"), stores=("exp_avg_whole", "g_whole"),
+                sums=(("sum", ("row_sum_of_adam",)),),
+            ),
+            SHAMPOO_2,
+            SHAMPOO_3,
+            SHAMPOO_MATRICES,
+            SHAMPOO_5,
+            SHAMPOO_6,
+            SHAMPOO_7,
+            Stage(
+                "shampoo_late_8", "elem", level=4, scalars=(10, 0, 1, 2, 3, 4, 5, 6, 7, 11, 12), matrices=True,
+                reads=("p", "g", "exp_avg", "exp_avg_sq", "mat_div", "update"), stores=("p", "exp_avg", "exp_avg_sq"),
+                plus=("exp_avg_sq",), needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+            ),
+        ),
+        strict=True,
+    ),
+    Rule(
+        ({"matrix": False},),
+        (
+            "beta1", "beta2", "eps", "grad_scale", "one_minus_lr_times_weight_decay", "one_minus_beta1",
+            "lr_over_one_minus_beta1_pow_t", "one_minus_beta2", "sqrt_one_minus_beta2_pow_t",
+        ),
+        host=host_scalars_2,
+        stages=(
+            Stage(
+                "shampoo_no_matrix", "elem", level=0, scalars=tuple(range(9)),
+                reads=("p", "g", "exp_avg", "exp_avg_sq"), stores=("p", "exp_avg", "exp_avg_sq"), plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+            ),
+        ),
+        strict=True,
+    ),
+    Rule(
+        ({"refresh": True, "matrix": True},), SCALARS_2, host=host_scalars_3, temps=TEMPS,
+        stages=(
+            Stage(
+                "shampoo_refresh_1", "elem", level=0, scalars=tuple(range(8)),
+                temps=("row_sum_of_adam", "g_whole", "exp_avg_whole"), matrices=True,
+                reads=("g", "exp_avg", "exp_avg_sq"), stores=("exp_avg", "exp_avg_sq", "g_whole", "exp_avg_whole"),
+                sums=(("sum", ("row_sum_of_adam",)),), plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+            ),
+            SHAMPOO_2,
+            SHAMPOO_3,
+            SHAMPOO_MATRICES_REFRESH,
+            SHAMPOO_5,
+            SHAMPOO_6,
+            SHAMPOO_7,
+            Stage(
+                "shampoo_8", "elem", level=4, scalars=(12, 2, 6, 7, 13, 14), matrices=True,
+                reads=("p", "exp_avg", "exp_avg_sq", "mat_div", "update"), stores=("p",),
+            ),
+        ),
+        early=("exp_avg_sq", "exp_avg"), strict=True,
+    ),
+    Rule(
+        ({"refresh": True, "matrix": True},), SCALARS_2, host=host_scalars_3, temps=TEMPS,
+        stages=(
+            Stage(
+                "shampoo_refresh_late_1", "elem", level=0, scalars=tuple(range(8)),
+                temps=("row_sum_of_adam", "g_whole", "exp_avg_whole"), matrices=True,
+                reads=("g", "exp_avg", "exp_avg_sq"), stores=("g_whole", "exp_avg_whole"),
+                sums=(("sum", ("row_sum_of_adam",)),),
+            ),
+            SHAMPOO_2,
+            SHAMPOO_3,
+            SHAMPOO_MATRICES_REFRESH,
+            SHAMPOO_5,
+            SHAMPOO_6,
+            SHAMPOO_7,
+            Stage(
+                "shampoo_late_8", "elem", level=4, scalars=(12, 0, 1, 2, 3, 4, 5, 6, 7, 13, 14), matrices=True,
+                reads=("p", "g", "exp_avg", "exp_avg_sq", "mat_div", "update"), stores=("p", "exp_avg", "exp_avg_sq"),
+                plus=("exp_avg_sq",), needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+            ),
+        ),
+        strict=True,
+    ),
+)
+
+# The step of kernels, in fast maths; rounding changed by: eps, fma, group, reciprocal, step.
 STEPS = (
     Rule(
-        ({"refresh": False, "matrix": True},), SCALARS, host=kernel_scalars, temps=TEMPS,
+        ({"refresh": False, "matrix": True},), SCALARS_3, host=kernel_scalars, temps=TEMPS,
         stages=(
             Stage(
                 "shampoo_1", "elem", level=0, scalars=tuple(range(7)),
@@ -537,8 +457,8 @@ STEPS = (
             ),
             SHAMPOO_2,
             SHAMPOO_3,
-            SHAMPOO_MATRICES,
-            SHAMPOO_5,
+            SHAMPOO_MATRICES_2,
+            SHAMPOO_5_2,
             SHAMPOO_6,
             SHAMPOO_7,
             Stage(
@@ -549,7 +469,7 @@ STEPS = (
         early=("exp_avg_sq", "exp_avg"),
     ),
     Rule(
-        ({"refresh": False, "matrix": True},), SCALARS, host=kernel_scalars, temps=TEMPS,
+        ({"refresh": False, "matrix": True},), SCALARS_3, host=kernel_scalars, temps=TEMPS,
         stages=(
             Stage(
                 "shampoo_late_1", "elem", level=0, scalars=tuple(range(7)),
@@ -559,8 +479,8 @@ STEPS = (
             ),
             SHAMPOO_2,
             SHAMPOO_3,
-            SHAMPOO_MATRICES,
-            SHAMPOO_5,
+            SHAMPOO_MATRICES_2,
+            SHAMPOO_5_2,
             SHAMPOO_6,
             SHAMPOO_7,
             Stage(
@@ -586,7 +506,7 @@ STEPS = (
         ),
     ),
     Rule(
-        ({"refresh": True, "matrix": True},), SCALARS_2, host=kernel_scalars_3, temps=TEMPS,
+        ({"refresh": True, "matrix": True},), SCALARS_4, host=kernel_scalars_3, temps=TEMPS,
         stages=(
             Stage(
                 "shampoo_refresh_1", "elem", level=0, scalars=tuple(range(7)),
@@ -597,8 +517,8 @@ STEPS = (
             ),
             SHAMPOO_2,
             SHAMPOO_3,
-            SHAMPOO_MATRICES_REFRESH,
-            SHAMPOO_5,
+            SHAMPOO_MATRICES_REFRESH_2,
+            SHAMPOO_5_2,
             SHAMPOO_6,
             SHAMPOO_7,
             Stage(
@@ -609,7 +529,7 @@ STEPS = (
         early=("exp_avg_sq", "exp_avg"),
     ),
     Rule(
-        ({"refresh": True, "matrix": True},), SCALARS_2, host=kernel_scalars_3, temps=TEMPS,
+        ({"refresh": True, "matrix": True},), SCALARS_4, host=kernel_scalars_3, temps=TEMPS,
         stages=(
             Stage(
                 "shampoo_refresh_late_1", "elem", level=0, scalars=tuple(range(7)),
@@ -619,8 +539,8 @@ STEPS = (
             ),
             SHAMPOO_2,
             SHAMPOO_3,
-            SHAMPOO_MATRICES_REFRESH,
-            SHAMPOO_5,
+            SHAMPOO_MATRICES_REFRESH_2,
+            SHAMPOO_5_2,
             SHAMPOO_6,
             SHAMPOO_7,
             Stage(

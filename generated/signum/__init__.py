@@ -2,8 +2,6 @@
 #     signum
 # fmt: off
 # ruff: noqa
-import torch
-
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, by_flags
 
 
@@ -40,37 +38,6 @@ class Signum(Optimizer):
         super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay), **options)
 
 
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def signum(stored, lr, grad_scale, one_minus_lr_times_weight_decay):
-    b = stored.over("p", "g")
-    # -- load and decode
-    p = b.load("p")
-    g = b.load("g")
-    g = grad_scale * g
-    # -- update  (specs/signum.py)
-    p = p * one_minus_lr_times_weight_decay                            # 22  p = decoupled(p, lr, weight_decay)
-    p = p - lr * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g))  # 23  p = p - lr * sign(update)
-    # -- encode and store
-    b.store("p", p)
-
-
-def signum_has_momentum(stored, lr, momentum, grad_scale, one_minus_momentum, one_minus_lr_times_weight_decay):
-    b = stored.over("p", "g", "momentum_buffer")
-    # -- load and decode
-    p = b.load("p")
-    momentum_buffer = b.load("momentum_buffer")
-    g = b.load("g")
-    g = grad_scale * g
-    # -- update  (specs/signum.py)
-    p = p * one_minus_lr_times_weight_decay                                # 22
-    # 20  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
-    momentum_buffer = momentum * momentum_buffer + one_minus_momentum * g
-    p = p - lr * torch.where(momentum_buffer > 0, 1.0, torch.where(momentum_buffer < 0, -1.0, momentum_buffer))  # 23
-    # -- encode and store
-    b.store("p", p)
-    b.store("momentum_buffer", momentum_buffer)
-
-
 # Scalars at a step, in fp64, with the new host states behind them.
 def host_scalars(step, grad_scale, *, lr, momentum, weight_decay):
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay
@@ -96,25 +63,40 @@ def kernel_scalars_2(step, grad_scale, *, lr, momentum, weight_decay):
     return (momentum, one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr)
 
 
-# The eager reference, in strict maths.
+# What several of the records below have.
+SIGNUM = Stage("signum", "elem", level=0, scalars=(0, 1, 2), reads=("p", "g"), stores=("p",))
+
+# The states, and what of them a step makes.
 RULES = by_flags(
     {"has_momentum": False},
-    RuleRecord(
-        "signum", "signum", scalars=("lr", "grad_scale", "one_minus_lr_times_weight_decay"), host=host_scalars,
-        settings=({"has_momentum": False},),
+    RuleRecord("signum", settings=({"has_momentum": False},)),
+    RuleRecord("signum", states=(StateRecord("momentum_buffer"),), settings=({"has_momentum": True},)),
+)
+
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({"has_momentum": False},), ("lr", "grad_scale", "one_minus_lr_times_weight_decay"), host=host_scalars,
+        stages=(SIGNUM,), strict=True,
     ),
-    RuleRecord(
-        "signum", "signum_has_momentum",
-        scalars=("lr", "momentum", "grad_scale", "one_minus_momentum", "one_minus_lr_times_weight_decay"),
-        host=host_scalars_2, states=(StateRecord("momentum_buffer"),), settings=({"has_momentum": True},),
+    Rule(
+        ({"has_momentum": True},),
+        ("lr", "momentum", "grad_scale", "one_minus_momentum", "one_minus_lr_times_weight_decay"), host=host_scalars_2,
+        stages=(
+            Stage(
+                "signum_has_momentum", "elem", level=0, scalars=tuple(range(5)), reads=("p", "g", "momentum_buffer"),
+                stores=("p", "momentum_buffer"),
+            ),
+        ),
+        strict=True,
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: fma, group.
+# The step of kernels, in fast maths; rounding changed by: fma, group.
 STEPS = (
     Rule(
         ({"has_momentum": False},), ("grad_scale", "one_minus_lr_times_weight_decay", "minus_lr"), host=kernel_scalars,
-        stages=(Stage("signum", "elem", level=0, scalars=(0, 1, 2), reads=("p", "g"), stores=("p",)),),
+        stages=(SIGNUM,),
     ),
     Rule(
         ({"has_momentum": True},),

@@ -4,7 +4,6 @@
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, by_flags
 from optgen.runtime.records.scalars import divide, log, maximum, minimum, root, where
-from optgen.runtime.reference.eager import sqrt
 
 
 class SimplifiedAdEMAMix(Optimizer):
@@ -59,31 +58,6 @@ class SimplifiedAdEMAMix(Optimizer):
         )
 
 
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def simplified_ademamix(
-    stored, lr, beta2, alpha, eps, grad_scale, one_minus_lr_times_weight_decay, keep, one_minus_beta2,
-    sqrt_one_minus_beta2_pow_t,
-):
-    b = stored.over("p", "g", "exp_avg", "exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    exp_avg = b.load("exp_avg")
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/simplified_ademamix.py)
-    p = p * one_minus_lr_times_weight_decay                    # 29  p = decoupled(p, lr, weight_decay)
-    exp_avg = keep * exp_avg + g                               # 30  exp_avg = keep * exp_avg + g
-    # 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
-    # 32  p = p - lr * (exp_avg + alpha * g) / (sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps)
-    p = p - lr * (exp_avg + alpha * g) / (sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps)
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg_sq", exp_avg_sq)
-    b.store("exp_avg", exp_avg)
-
-
 # Scalars at a step, in fp64, with the new host states behind them.
 def host_scalars(step, grad_scale, *, lr, betas, alpha, beta1_warmup, min_beta1, eps, weight_decay):
     beta1, beta2 = betas
@@ -127,21 +101,36 @@ def kernel_scalars(step, grad_scale, *, lr, betas, alpha, beta1_warmup, min_beta
     )
 
 
-# The eager reference, in strict maths.
+# The states, and what of them a step makes.
 RULES = by_flags(
     {},
     RuleRecord(
-        "simplified_ademamix", "simplified_ademamix",
-        scalars=(
-            "lr", "beta2", "alpha", "eps", "grad_scale", "one_minus_lr_times_weight_decay", "keep", "one_minus_beta2",
-            "sqrt_one_minus_beta2_pow_t",
-        ),
-        host=host_scalars,
+        "simplified_ademamix",
         states=(StateRecord("exp_avg", normalized_by="exp_avg_sq"), StateRecord("exp_avg_sq", nonneg=True)),
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: eps, fma, group, reciprocal, step.
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({},),
+        (
+            "lr", "beta2", "alpha", "eps", "grad_scale", "one_minus_lr_times_weight_decay", "keep", "one_minus_beta2",
+            "sqrt_one_minus_beta2_pow_t",
+        ),
+        host=host_scalars,
+        stages=(
+            Stage(
+                "simplified_ademamix", "elem", level=0, scalars=tuple(range(9)),
+                reads=("p", "g", "exp_avg", "exp_avg_sq"), stores=("p", "exp_avg", "exp_avg_sq"), plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+            ),
+        ),
+        strict=True,
+    ),
+)
+
+# The step of kernels, in fast maths; rounding changed by: eps, fma, group, reciprocal, step.
 STEPS = (
     Rule(
         ({},),

@@ -4,7 +4,6 @@
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp, by_flags
 from optgen.runtime.records.scalars import divide, maximum, root, where
-from optgen.runtime.reference.eager import quotient, sqrt
 
 
 class SinkGD(Optimizer):
@@ -59,231 +58,6 @@ class SinkGD(Optimizer):
         )
 
 
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def sinkgd(stored, grad_scale, one_minus_lr_times_weight_decay, lr_times_scale):
-
-    # == sweep 1: across (specs/sinkgd.py:35)
-    b = stored.over("g")
-    # -- load and decode
-    g = b.load("g")
-    g = grad_scale * g
-    # -- encode and store
-    row_sum_for_across_tensor = b.row_sum(g * g)
-
-    # == row: values of rows
-    # -- load and decode
-    row_sum_for_across = row_sum_for_across_tensor
-    # -- update  (specs/sinkgd.py)
-    # 35  across = 1 / maximum(sqrt(row_mean((g * down) ** 2)), 1e-12)
-    across = quotient(1.0, sqrt(row_sum_for_across / b.extent("columns")).clamp(min=1e-12))
-    # -- encode and store
-    across_tensor = across
-
-    # == sweep 2: down (specs/sinkgd.py:36)
-    b = stored.over("g")
-    # -- load and decode
-    g = b.load("g")
-    g = grad_scale * g
-    across = b.spread(across_tensor)
-    # -- encode and store
-    g_mul = g * across
-    col_sum_for_down_tensor = b.col_sum(g_mul * g_mul)
-
-    # == col: values of columns
-    # -- load and decode
-    col_sum_for_down = col_sum_for_down_tensor
-    # -- update  (specs/sinkgd.py)
-    # 36  down = 1 / maximum(sqrt(col_mean((g * across) ** 2)), 1e-12)
-    down_ = quotient(1.0, sqrt(col_sum_for_down / b.extent("rows")).clamp(min=1e-12))
-    # -- encode and store
-    down_tensor = down_
-
-    # == sweep 3: across (specs/sinkgd.py:35)
-    b = stored.over("g")
-    # -- load and decode
-    g = b.load("g")
-    g = grad_scale * g
-    down_ = b.spread(down_tensor)
-    # -- encode and store
-    g_mul = g * down_
-    row_sum_for_across_2_tensor = b.row_sum(g_mul * g_mul)
-
-    # == row: values of rows
-    # -- load and decode
-    row_sum_for_across_2 = row_sum_for_across_2_tensor
-    # -- update  (specs/sinkgd.py)
-    across = quotient(1.0, sqrt(row_sum_for_across_2 / b.extent("columns")).clamp(min=1e-12))  # 35
-    # -- encode and store
-    across_2_tensor = across
-
-    # == sweep 4: down (specs/sinkgd.py:36)
-    b = stored.over("g")
-    # -- load and decode
-    g = b.load("g")
-    g = grad_scale * g
-    across_2 = b.spread(across_2_tensor)
-    # -- encode and store
-    g_mul = g * across_2
-    col_sum_for_down_2_tensor = b.col_sum(g_mul * g_mul)
-
-    # == col: values of columns
-    # -- load and decode
-    col_sum_for_down_2 = col_sum_for_down_2_tensor
-    # -- update  (specs/sinkgd.py)
-    down_ = quotient(1.0, sqrt(col_sum_for_down_2 / b.extent("rows")).clamp(min=1e-12))  # 36
-    # -- encode and store
-    down_2_tensor = down_
-
-    # == sweep 5: across (specs/sinkgd.py:35)
-    b = stored.over("g")
-    # -- load and decode
-    g = b.load("g")
-    g = grad_scale * g
-    down_2 = b.spread(down_2_tensor)
-    # -- encode and store
-    g_mul = g * down_2
-    row_sum_for_across_3_tensor = b.row_sum(g_mul * g_mul)
-
-    # == row: values of rows
-    # -- load and decode
-    row_sum_for_across_3 = row_sum_for_across_3_tensor
-    # -- update  (specs/sinkgd.py)
-    across = quotient(1.0, sqrt(row_sum_for_across_3 / b.extent("columns")).clamp(min=1e-12))  # 35
-    # -- encode and store
-    across_3_tensor = across
-
-    # == sweep 6: down (specs/sinkgd.py:36)
-    b = stored.over("g")
-    # -- load and decode
-    g = b.load("g")
-    g = grad_scale * g
-    across_3 = b.spread(across_3_tensor)
-    # -- encode and store
-    g_mul = g * across_3
-    col_sum_for_down_3_tensor = b.col_sum(g_mul * g_mul)
-
-    # == col: values of columns
-    # -- load and decode
-    col_sum_for_down_3 = col_sum_for_down_3_tensor
-    # -- update  (specs/sinkgd.py)
-    down_ = quotient(1.0, sqrt(col_sum_for_down_3 / b.extent("rows")).clamp(min=1e-12))  # 36
-    # -- encode and store
-    down_3_tensor = down_
-
-    # == sweep 7: across (specs/sinkgd.py:35)
-    b = stored.over("g")
-    # -- load and decode
-    g = b.load("g")
-    g = grad_scale * g
-    down_3 = b.spread(down_3_tensor)
-    # -- encode and store
-    g_mul = g * down_3
-    row_sum_for_across_4_tensor = b.row_sum(g_mul * g_mul)
-
-    # == row: values of rows
-    # -- load and decode
-    row_sum_for_across_4 = row_sum_for_across_4_tensor
-    # -- update  (specs/sinkgd.py)
-    across = quotient(1.0, sqrt(row_sum_for_across_4 / b.extent("columns")).clamp(min=1e-12))  # 35
-    # -- encode and store
-    across_4_tensor = across
-
-    # == sweep 8: down (specs/sinkgd.py:36)
-    b = stored.over("g")
-    # -- load and decode
-    g = b.load("g")
-    g = grad_scale * g
-    across_4 = b.spread(across_4_tensor)
-    # -- encode and store
-    g_mul = g * across_4
-    col_sum_for_down_4_tensor = b.col_sum(g_mul * g_mul)
-
-    # == col: values of columns
-    # -- load and decode
-    col_sum_for_down_4 = col_sum_for_down_4_tensor
-    # -- update  (specs/sinkgd.py)
-    down_ = quotient(1.0, sqrt(col_sum_for_down_4 / b.extent("rows")).clamp(min=1e-12))  # 36
-    # -- encode and store
-    down_4_tensor = down_
-
-    # == sweep 9: across (specs/sinkgd.py:35)
-    b = stored.over("g")
-    # -- load and decode
-    g = b.load("g")
-    g = grad_scale * g
-    down_4 = b.spread(down_4_tensor)
-    # -- encode and store
-    g_mul = g * down_4
-    row_sum_for_across_5_tensor = b.row_sum(g_mul * g_mul)
-
-    # == row: values of rows
-    # -- load and decode
-    row_sum_for_across_5 = row_sum_for_across_5_tensor
-    # -- update  (specs/sinkgd.py)
-    across = quotient(1.0, sqrt(row_sum_for_across_5 / b.extent("columns")).clamp(min=1e-12))  # 35
-    # -- encode and store
-    across_5_tensor = across
-
-    # == sweep 10: down (specs/sinkgd.py:36)
-    b = stored.over("g")
-    # -- load and decode
-    g = b.load("g")
-    g = grad_scale * g
-    across_5 = b.spread(across_5_tensor)
-    # -- encode and store
-    g_mul = g * across_5
-    col_sum_for_down_5_tensor = b.col_sum(g_mul * g_mul)
-
-    # == col: values of columns
-    # -- load and decode
-    col_sum_for_down_5 = col_sum_for_down_5_tensor
-    # -- update  (specs/sinkgd.py)
-    down_ = quotient(1.0, sqrt(col_sum_for_down_5 / b.extent("rows")).clamp(min=1e-12))  # 36
-    # -- encode and store
-    down_5_tensor = down_
-
-    # == sweep 11: the update
-    b = stored.over("p", "g")
-    # -- load and decode
-    p = b.load("p")
-    g = b.load("g")
-    g = grad_scale * g
-    across_5 = b.spread(across_5_tensor)
-    down_5 = b.spread(down_5_tensor)
-    # -- update  (specs/sinkgd.py)
-    p = p * one_minus_lr_times_weight_decay  # 38  p = policies.decoupled(p, lr, weight_decay)
-    even = g * across_5 * down_5             # 37  even = g * across * down
-    p = p - lr_times_scale * even            # 39  p = p - lr * scale * even
-    # -- encode and store
-    b.store("p", p)
-
-
-def sinkgd_no_matrix(
-    stored, betas_0, betas_1, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_betas_0,
-    lr_over_one_minus_betas_0_pow_t, one_minus_betas_1, sqrt_one_minus_betas_1_pow_t,
-):
-    b = stored.over("p", "g", "exp_avg", "exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    exp_avg = b.load("exp_avg")
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/sinkgd.py)
-    # 31  p, exp_avg, exp_avg_sq = policies.adamw_step(p, g, t, exp_avg, exp_avg_sq, lr, betas, eps, weight_decay)
-    exp_avg = betas_0 * exp_avg + one_minus_betas_0 * g
-    exp_avg_sq = betas_1 * exp_avg_sq + one_minus_betas_1 * g * g  # 31
-    # 31
-    p = (
-        p * one_minus_lr_times_weight_decay - lr_over_one_minus_betas_0_pow_t * exp_avg
-        / (sqrt(exp_avg_sq) / sqrt_one_minus_betas_1_pow_t + eps)
-    )
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg", exp_avg)
-    b.store("exp_avg_sq", exp_avg_sq)
-
-
 # Scalars at a step, in fp64, with the new host states behind them.
 def host_scalars(step, grad_scale, *, lr, scale, weight_decay, betas, eps):
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay
@@ -327,53 +101,160 @@ def kernel_scalars_2(step, grad_scale, *, lr, scale, weight_decay, betas, eps):
     )
 
 
-# The eager reference, in strict maths.
+# What several of the records below have.
+TEMPS = (
+    Temp("row_sum_for_across", "row", reduction="row_sum", source="elem"),
+    Temp("across", "row"),
+    Temp("col_sum_for_down", "col", reduction="col_sum", source="elem"),
+    Temp("down", "col"),
+    Temp("row_sum_for_across_2", "row", reduction="row_sum", source="elem"),
+    Temp("across_2", "row"),
+    Temp("col_sum_for_down_2", "col", reduction="col_sum", source="elem"),
+    Temp("down_2", "col"),
+    Temp("row_sum_for_across_3", "row", reduction="row_sum", source="elem"),
+    Temp("across_3", "row"),
+    Temp("col_sum_for_down_3", "col", reduction="col_sum", source="elem"),
+    Temp("down_3", "col"),
+    Temp("row_sum_for_across_4", "row", reduction="row_sum", source="elem"),
+    Temp("across_4", "row"),
+    Temp("col_sum_for_down_4", "col", reduction="col_sum", source="elem"),
+    Temp("down_4", "col"),
+    Temp("row_sum_for_across_5", "row", reduction="row_sum", source="elem"),
+    Temp("across_5", "row"),
+    Temp("col_sum_for_down_5", "col", reduction="col_sum", source="elem"),
+    Temp("down_5", "col"),
+)
+
+# The states, and what of them a step makes.
 RULES = by_flags(
     {"adamw": False, "matrix": True},
     RuleRecord(
-        "sinkgd", "sinkgd", scalars=("grad_scale", "one_minus_lr_times_weight_decay", "lr_times_scale"),
-        host=host_scalars, spaces=("col", "row", "tensor"), by_rows=True, matrix="heads",
+        "sinkgd", spaces=("col", "row", "tensor"), by_rows=True, matrix="heads",
         settings=({"adamw": False, "matrix": True},),
     ),
     RuleRecord(
-        "sinkgd", "sinkgd_no_matrix",
-        scalars=(
-            "betas_0", "betas_1", "eps", "grad_scale", "one_minus_lr_times_weight_decay", "one_minus_betas_0",
-            "lr_over_one_minus_betas_0_pow_t", "one_minus_betas_1", "sqrt_one_minus_betas_1_pow_t",
-        ),
-        host=host_scalars_2, states=(StateRecord("exp_avg"), StateRecord("exp_avg_sq", nonneg=True)), matrix="heads",
+        "sinkgd", states=(StateRecord("exp_avg"), StateRecord("exp_avg_sq", nonneg=True)), matrix="heads",
         settings=({"adamw": True}, {"matrix": False}),
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: eps, fma, group, linear, reciprocal, step.
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({"adamw": False, "matrix": True},), ("grad_scale", "one_minus_lr_times_weight_decay", "lr_times_scale"),
+        host=host_scalars, temps=TEMPS,
+        stages=(
+            Stage(
+                "sinkgd_1", "elem", level=0, scalars=(0,), temps=("row_sum_for_across",), matrices=True, reads=("g",),
+                sums=(("sum", ("row_sum_for_across",)),),
+            ),
+            Stage(
+                "sinkgd_2", "row", level=1, scalars=(), temps=("across",), matrices=True, reads=("row_sum_for_across",),
+                stores=("across",), extents=("columns",),
+            ),
+            Stage(
+                "sinkgd_3", "elem", level=2, scalars=(0,), temps=("col_sum_for_down",), matrices=True,
+                reads=("g", "across"), sums=(("sum", ("col_sum_for_down",)),),
+            ),
+            Stage(
+                "sinkgd_4", "col", level=3, scalars=(), temps=("down",), matrices=True, reads=("col_sum_for_down",),
+                stores=("down",), extents=("rows",),
+            ),
+            Stage(
+                "sinkgd_5", "elem", level=4, scalars=(0,), temps=("row_sum_for_across_2",), matrices=True,
+                reads=("g", "down"), sums=(("sum", ("row_sum_for_across_2",)),),
+            ),
+            Stage(
+                "sinkgd_6", "row", level=5, scalars=(), temps=("across_2",), matrices=True,
+                reads=("row_sum_for_across_2",), stores=("across_2",), extents=("columns",),
+            ),
+            Stage(
+                "sinkgd_7", "elem", level=6, scalars=(0,), temps=("col_sum_for_down_2",), matrices=True,
+                reads=("g", "across_2"), sums=(("sum", ("col_sum_for_down_2",)),),
+            ),
+            Stage(
+                "sinkgd_8", "col", level=7, scalars=(), temps=("down_2",), matrices=True, reads=("col_sum_for_down_2",),
+                stores=("down_2",), extents=("rows",),
+            ),
+            Stage(
+                "sinkgd_9", "elem", level=8, scalars=(0,), temps=("row_sum_for_across_3",), matrices=True,
+                reads=("g", "down_2"), sums=(("sum", ("row_sum_for_across_3",)),),
+            ),
+            Stage(
+                "sinkgd_10", "row", level=9, scalars=(), temps=("across_3",), matrices=True,
+                reads=("row_sum_for_across_3",), stores=("across_3",), extents=("columns",),
+            ),
+            Stage(
+                "sinkgd_11", "elem", level=10, scalars=(0,), temps=("col_sum_for_down_3",), matrices=True,
+                reads=("g", "across_3"), sums=(("sum", ("col_sum_for_down_3",)),),
+            ),
+            Stage(
+                "sinkgd_12", "col", level=11, scalars=(), temps=("down_3",), matrices=True,
+                reads=("col_sum_for_down_3",), stores=("down_3",), extents=("rows",),
+            ),
+            Stage(
+                "sinkgd_13", "elem", level=12, scalars=(0,), temps=("row_sum_for_across_4",), matrices=True,
+                reads=("g", "down_3"), sums=(("sum", ("row_sum_for_across_4",)),),
+            ),
+            Stage(
+                "sinkgd_14", "row", level=13, scalars=(), temps=("across_4",), matrices=True,
+                reads=("row_sum_for_across_4",), stores=("across_4",), extents=("columns",),
+            ),
+            Stage(
+                "sinkgd_15", "elem", level=14, scalars=(0,), temps=("col_sum_for_down_4",), matrices=True,
+                reads=("g", "across_4"), sums=(("sum", ("col_sum_for_down_4",)),),
+            ),
+            Stage(
+                "sinkgd_16", "col", level=15, scalars=(), temps=("down_4",), matrices=True,
+                reads=("col_sum_for_down_4",), stores=("down_4",), extents=("rows",),
+            ),
+            Stage(
+                "sinkgd_17", "elem", level=16, scalars=(0,), temps=("row_sum_for_across_5",), matrices=True,
+                reads=("g", "down_4"), sums=(("sum", ("row_sum_for_across_5",)),),
+            ),
+            Stage(
+                "sinkgd_18", "row", level=17, scalars=(), temps=("across_5",), matrices=True,
+                reads=("row_sum_for_across_5",), stores=("across_5",), extents=("columns",),
+            ),
+            Stage(
+                "sinkgd_19", "elem", level=18, scalars=(0,), temps=("col_sum_for_down_5",), matrices=True,
+                reads=("g", "across_5"), sums=(("sum", ("col_sum_for_down_5",)),),
+            ),
+            Stage(
+                "sinkgd_20", "col", level=19, scalars=(), temps=("down_5",), matrices=True,
+                reads=("col_sum_for_down_5",), stores=("down_5",), extents=("rows",),
+            ),
+            Stage(
+                "sinkgd_21", "elem", level=20, scalars=(0, 1, 2), matrices=True, reads=("p", "g", "across_5", "down_5"),
+                stores=("p",),
+            ),
+        ),
+        strict=True,
+    ),
+    Rule(
+        ({"adamw": True}, {"matrix": False}),
+        (
+            "betas_0", "betas_1", "eps", "grad_scale", "one_minus_lr_times_weight_decay", "one_minus_betas_0",
+            "lr_over_one_minus_betas_0_pow_t", "one_minus_betas_1", "sqrt_one_minus_betas_1_pow_t",
+        ),
+        host=host_scalars_2,
+        stages=(
+            Stage(
+                "sinkgd_no_matrix", "elem", level=0, scalars=tuple(range(9)), reads=("p", "g", "exp_avg", "exp_avg_sq"),
+                stores=("p", "exp_avg", "exp_avg_sq"), plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+            ),
+        ),
+        strict=True,
+    ),
+)
+
+# The step of kernels, in fast maths; rounding changed by: eps, fma, group, linear, reciprocal, step.
 STEPS = (
     Rule(
         ({"adamw": False, "matrix": True},),
         ("grad_scale_times_grad_scale", "one_minus_lr_times_weight_decay", "lr_times_scale_times_grad_scale"),
-        host=kernel_scalars,
-        temps=(
-            Temp("row_sum_for_across", "row", reduction="row_sum", source="elem"),
-            Temp("across", "row"),
-            Temp("col_sum_for_down", "col", reduction="col_sum", source="elem"),
-            Temp("down", "col"),
-            Temp("row_sum_for_across_2", "row", reduction="row_sum", source="elem"),
-            Temp("across_2", "row"),
-            Temp("col_sum_for_down_2", "col", reduction="col_sum", source="elem"),
-            Temp("down_2", "col"),
-            Temp("row_sum_for_across_3", "row", reduction="row_sum", source="elem"),
-            Temp("across_3", "row"),
-            Temp("col_sum_for_down_3", "col", reduction="col_sum", source="elem"),
-            Temp("down_3", "col"),
-            Temp("row_sum_for_across_4", "row", reduction="row_sum", source="elem"),
-            Temp("across_4", "row"),
-            Temp("col_sum_for_down_4", "col", reduction="col_sum", source="elem"),
-            Temp("down_4", "col"),
-            Temp("row_sum_for_across_5", "row", reduction="row_sum", source="elem"),
-            Temp("across_5", "row"),
-            Temp("col_sum_for_down_5", "col", reduction="col_sum", source="elem"),
-            Temp("down_5", "col"),
-        ),
+        host=kernel_scalars, temps=TEMPS,
         stages=(
             Stage(
                 "sinkgd_1", "elem", level=0, scalars=(), temps=("row_sum_for_across",), matrices=True, reads=("g",),

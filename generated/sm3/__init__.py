@@ -2,7 +2,6 @@
 # fmt: off
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp, by_flags
-from optgen.runtime.reference.eager import put, quotient, smaller, sqrt
 
 
 class SM3(Optimizer):
@@ -47,111 +46,6 @@ class SM3(Optimizer):
         super().__init__(params, dict(lr=lr, momentum=momentum, eps=eps), **options)
 
 
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def sm3(stored, lr, eps, grad_scale):
-
-    # == sweep 1: accumulator_row (specs/sm3.py:39), accumulator_col (specs/sm3.py:40)
-    b = stored.over("p", "g")
-    # -- load and decode
-    p = b.load("p")
-    g = b.load("g")
-    g = grad_scale * g
-    accumulator_row = b.spread(stored["accumulator_row"])
-    accumulator_col = b.spread(stored["accumulator_col"])
-    # -- update  (specs/sm3.py)
-    # 38  total = minimum(accumulator_row, accumulator_col) + g * g
-    total = smaller(accumulator_row, accumulator_col) + g * g
-    update = g * quotient(1.0, sqrt(total + eps))              # 44  update = g * rsqrt(total + eps)
-    p = p - lr * update                                        # 48  p = p - lr * update
-    # -- encode and store
-    accumulator_row_2_tensor = b.row_max(total)
-    accumulator_col_2_tensor = b.col_max(total)
-    b.store("p", p)
-
-    # == row: values of rows
-    # -- load and decode
-    accumulator_row_2 = accumulator_row_2_tensor
-    # -- encode and store
-    put(stored["accumulator_row"], accumulator_row_2)
-
-    # == col: values of columns
-    # -- load and decode
-    accumulator_col_2 = accumulator_col_2_tensor
-    # -- encode and store
-    put(stored["accumulator_col"], accumulator_col_2)
-
-
-def sm3_no_factored(stored, lr, eps, grad_scale):
-    b = stored.over("p", "g", "accumulator")
-    # -- load and decode
-    p = b.load("p")
-    g = b.load("g")
-    g = grad_scale * g
-    accumulator = b.load("accumulator")
-    # -- update  (specs/sm3.py)
-    accumulator = accumulator + g * g                    # 42  accumulator = accumulator + g * g
-    update = g * quotient(1.0, sqrt(accumulator + eps))  # 44
-    p = p - lr * update                                  # 48
-    # -- encode and store
-    b.store("p", p)
-    b.store("accumulator", accumulator)
-
-
-def sm3_has_momentum(stored, lr, momentum, eps, grad_scale, one_minus_momentum):
-
-    # == sweep 1: accumulator_row (specs/sm3.py:39), accumulator_col (specs/sm3.py:40)
-    b = stored.over("p", "g", "momentum_buffer")
-    # -- load and decode
-    p = b.load("p")
-    momentum_buffer = b.load("momentum_buffer")
-    g = b.load("g")
-    g = grad_scale * g
-    accumulator_row = b.spread(stored["accumulator_row"])
-    accumulator_col = b.spread(stored["accumulator_col"])
-    # -- update  (specs/sm3.py)
-    total = smaller(accumulator_row, accumulator_col) + g * g  # 38
-    update = g * quotient(1.0, sqrt(total + eps))              # 44
-    # 46  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * update
-    momentum_buffer = momentum * momentum_buffer + one_minus_momentum * update
-    p = p - lr * momentum_buffer                               # 48
-    # -- encode and store
-    accumulator_row_2_tensor = b.row_max(total)
-    accumulator_col_2_tensor = b.col_max(total)
-    b.store("p", p)
-    b.store("momentum_buffer", momentum_buffer)
-
-    # == row: values of rows
-    # -- load and decode
-    accumulator_row_2 = accumulator_row_2_tensor
-    # -- encode and store
-    put(stored["accumulator_row"], accumulator_row_2)
-
-    # == col: values of columns
-    # -- load and decode
-    accumulator_col_2 = accumulator_col_2_tensor
-    # -- encode and store
-    put(stored["accumulator_col"], accumulator_col_2)
-
-
-def sm3_has_momentum_no_factored(stored, lr, momentum, eps, grad_scale, one_minus_momentum):
-    b = stored.over("p", "g", "accumulator", "momentum_buffer")
-    # -- load and decode
-    p = b.load("p")
-    momentum_buffer = b.load("momentum_buffer")
-    g = b.load("g")
-    g = grad_scale * g
-    accumulator = b.load("accumulator")
-    # -- update  (specs/sm3.py)
-    accumulator = accumulator + g * g                    # 42
-    update = g * quotient(1.0, sqrt(accumulator + eps))  # 44
-    momentum_buffer = momentum * momentum_buffer + one_minus_momentum * update  # 46
-    p = p - lr * momentum_buffer                         # 48
-    # -- encode and store
-    b.store("p", p)
-    b.store("accumulator", accumulator)
-    b.store("momentum_buffer", momentum_buffer)
-
-
 # Scalars at a step, in fp64, with the new host states behind them.
 def host_scalars(step, grad_scale, *, lr, momentum, eps):
     return (lr, eps, grad_scale)
@@ -176,11 +70,14 @@ def kernel_scalars_2(step, grad_scale, *, lr, momentum, eps):
 
 
 # What several of the records below have.
-SCALARS = ("lr", "momentum", "eps", "grad_scale", "one_minus_momentum")
-SCALARS_2 = ("eps", "grad_scale_times_grad_scale", "minus_lr_times_grad_scale")
 TEMPS = (
     Temp("accumulator_col_2", "col", reduction="col_max", source="elem"),
     Temp("accumulator_row_2", "row", reduction="row_max", source="elem"),
+)
+SM3_1 = Stage(
+    "sm3_1", "elem", level=0, scalars=(0, 1, 2), temps=("accumulator_row_2", "accumulator_col_2"), matrices=True,
+    reads=("p", "g", "accumulator_row", "accumulator_col"), stores=("p",),
+    sums=(("max", ("accumulator_row_2", "accumulator_col_2")),),
 )
 SM3_2 = Stage(
     "sm3_2", "row", level=1, scalars=(), matrices=True, reads=("accumulator_row_2",), stores=("accumulator_row",),
@@ -190,13 +87,29 @@ SM3_3 = Stage(
     "sm3_3", "col", level=1, scalars=(), matrices=True, reads=("accumulator_col_2",), stores=("accumulator_col",),
     picked=("accumulator_col",),
 )
+SM3_NO_FACTORED = Stage(
+    "sm3_no_factored", "elem", level=0, scalars=(0, 1, 2), reads=("p", "g", "accumulator"), stores=("p", "accumulator"),
+    plus=("accumulator",), needs=(("accumulator", ("g", "accumulator")),),
+)
+SCALARS = ("lr", "momentum", "eps", "grad_scale", "one_minus_momentum")
+SM3_HAS_MOMENTUM_1 = Stage(
+    "sm3_has_momentum_1", "elem", level=0, scalars=tuple(range(5)), temps=("accumulator_row_2", "accumulator_col_2"),
+    matrices=True, reads=("p", "g", "accumulator_row", "accumulator_col", "momentum_buffer"),
+    stores=("p", "momentum_buffer"), sums=(("max", ("accumulator_row_2", "accumulator_col_2")),),
+)
+SM3_HAS_MOMENTUM_NO_FACTORED = Stage(
+    "sm3_has_momentum_no_factored", "elem", level=0, scalars=tuple(range(5)),
+    reads=("p", "g", "accumulator", "momentum_buffer"), stores=("p", "accumulator", "momentum_buffer"),
+    plus=("accumulator",), needs=(("accumulator", ("g", "accumulator")),),
+)
+SCALARS_2 = ("eps", "grad_scale_times_grad_scale", "minus_lr_times_grad_scale")
 SCALARS_3 = ("momentum", "eps", "grad_scale_times_grad_scale", "one_minus_momentum_times_grad_scale", "minus_lr")
 
-# The eager reference, in strict maths.
+# The states, and what of them a step makes.
 RULES = by_flags(
     {"has_momentum": False, "factored": True},
     RuleRecord(
-        "sm3", "sm3", scalars=("lr", "eps", "grad_scale"), host=host_scalars,
+        "sm3",
         states=(
             StateRecord("accumulator_row", nonneg=True, space="row"),
             StateRecord("accumulator_col", nonneg=True, space="col"),
@@ -204,11 +117,11 @@ RULES = by_flags(
         spaces=("col", "row"), by_rows=True, settings=({"has_momentum": False, "factored": True},),
     ),
     RuleRecord(
-        "sm3", "sm3_no_factored", scalars=("lr", "eps", "grad_scale"), host=host_scalars,
-        states=(StateRecord("accumulator", nonneg=True),), settings=({"has_momentum": False, "factored": False},),
+        "sm3", states=(StateRecord("accumulator", nonneg=True),),
+        settings=({"has_momentum": False, "factored": False},),
     ),
     RuleRecord(
-        "sm3", "sm3_has_momentum", scalars=SCALARS, host=host_scalars_2,
+        "sm3",
         states=(
             StateRecord("accumulator_row", nonneg=True, space="row"),
             StateRecord("accumulator_col", nonneg=True, space="col"),
@@ -217,57 +130,45 @@ RULES = by_flags(
         spaces=("col", "row"), by_rows=True, settings=({"has_momentum": True, "factored": True},),
     ),
     RuleRecord(
-        "sm3", "sm3_has_momentum_no_factored", scalars=SCALARS, host=host_scalars_2,
-        states=(StateRecord("accumulator", nonneg=True), StateRecord("momentum_buffer")),
+        "sm3", states=(StateRecord("accumulator", nonneg=True), StateRecord("momentum_buffer")),
         settings=({"has_momentum": True, "factored": False},),
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: fma, group, reciprocal.
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({"has_momentum": False, "factored": True},), ("lr", "eps", "grad_scale"), host=host_scalars, temps=TEMPS,
+        stages=(SM3_1, SM3_2, SM3_3), strict=True,
+    ),
+    Rule(
+        ({"has_momentum": False, "factored": False},), ("lr", "eps", "grad_scale"), host=host_scalars,
+        stages=(SM3_NO_FACTORED,), strict=True,
+    ),
+    Rule(
+        ({"has_momentum": True, "factored": True},), SCALARS, host=host_scalars_2, temps=TEMPS,
+        stages=(SM3_HAS_MOMENTUM_1, SM3_2, SM3_3), strict=True,
+    ),
+    Rule(
+        ({"has_momentum": True, "factored": False},), SCALARS, host=host_scalars_2,
+        stages=(SM3_HAS_MOMENTUM_NO_FACTORED,), strict=True,
+    ),
+)
+
+# The step of kernels, in fast maths; rounding changed by: fma, group, reciprocal.
 STEPS = (
     Rule(
         ({"has_momentum": False, "factored": True},), SCALARS_2, host=kernel_scalars, temps=TEMPS,
-        stages=(
-            Stage(
-                "sm3_1", "elem", level=0, scalars=(0, 1, 2), temps=("accumulator_row_2", "accumulator_col_2"),
-                matrices=True, reads=("p", "g", "accumulator_row", "accumulator_col"), stores=("p",),
-                sums=(("max", ("accumulator_row_2", "accumulator_col_2")),),
-            ),
-            SM3_2,
-            SM3_3,
-        ),
+        stages=(SM3_1, SM3_2, SM3_3),
     ),
-    Rule(
-        ({"has_momentum": False, "factored": False},), SCALARS_2, host=kernel_scalars,
-        stages=(
-            Stage(
-                "sm3_no_factored", "elem", level=0, scalars=(0, 1, 2), reads=("p", "g", "accumulator"),
-                stores=("p", "accumulator"), plus=("accumulator",), needs=(("accumulator", ("g", "accumulator")),),
-            ),
-        ),
-    ),
+    Rule(({"has_momentum": False, "factored": False},), SCALARS_2, host=kernel_scalars, stages=(SM3_NO_FACTORED,)),
     Rule(
         ({"has_momentum": True, "factored": True},), SCALARS_3, host=kernel_scalars_2, temps=TEMPS,
-        stages=(
-            Stage(
-                "sm3_has_momentum_1", "elem", level=0, scalars=tuple(range(5)),
-                temps=("accumulator_row_2", "accumulator_col_2"), matrices=True,
-                reads=("p", "g", "accumulator_row", "accumulator_col", "momentum_buffer"),
-                stores=("p", "momentum_buffer"), sums=(("max", ("accumulator_row_2", "accumulator_col_2")),),
-            ),
-            SM3_2,
-            SM3_3,
-        ),
+        stages=(SM3_HAS_MOMENTUM_1, SM3_2, SM3_3),
     ),
     Rule(
         ({"has_momentum": True, "factored": False},), SCALARS_3, host=kernel_scalars_2,
-        stages=(
-            Stage(
-                "sm3_has_momentum_no_factored", "elem", level=0, scalars=tuple(range(5)),
-                reads=("p", "g", "accumulator", "momentum_buffer"), stores=("p", "accumulator", "momentum_buffer"),
-                plus=("accumulator",), needs=(("accumulator", ("g", "accumulator")),),
-            ),
-        ),
+        stages=(SM3_HAS_MOMENTUM_NO_FACTORED,),
     ),
 )
 

@@ -2,7 +2,6 @@
 # fmt: off
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp, by_flags
-from optgen.runtime.reference.eager import sqrt
 
 
 class SNGM(Optimizer):
@@ -32,50 +31,6 @@ class SNGM(Optimizer):
         super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay), **options)
 
 
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def sngm(stored, weight_decay, grad_scale, lr, momentum):
-
-    # == sweep 1: momentum_buffer (specs/sngm.py:18)
-    b = stored.over("p", "g")
-    # -- load and decode
-    g = b.load("g")
-    g = grad_scale * g
-    p = b.load("p")
-    # -- update  (specs/sngm.py)
-    g = g + weight_decay * p  # 17  g = l2(g, p, weight_decay)
-    # -- encode and store
-    tensor_sum_of_g_tensor = b.tensor_sum(g * g)
-
-    # == tensor: values of tensors
-    # -- load and decode
-    tensor_sum_of_g = tensor_sum_of_g_tensor
-    # -- encode and store
-    model_sum_of_g_tensor = yield tensor_sum_of_g
-
-    # == model: values of the model
-    # -- load and decode
-    model_sum_of_g = model_sum_of_g_tensor
-    # -- encode and store
-    sqrt_model_sum_of_g_max_1em30_tensor = sqrt(model_sum_of_g).clamp(min=1e-30)
-
-    # == sweep 2: the update
-    b = stored.over("p", "g", "momentum_buffer")
-    # -- load and decode
-    p = b.load("p")
-    momentum_buffer = b.load("momentum_buffer")
-    g = b.load("g")
-    g = grad_scale * g
-    sqrt_model_sum_of_g_max_1em30 = b.spread(sqrt_model_sum_of_g_max_1em30_tensor)
-    # -- update  (specs/sngm.py)
-    g = g + weight_decay * p      # 17
-    # 18  momentum_buffer = momentum * momentum_buffer + g / maximum(model_norm(g), 1e-30)
-    momentum_buffer = momentum * momentum_buffer + g / sqrt_model_sum_of_g_max_1em30
-    p = p - lr * momentum_buffer  # 19  p = p - lr * momentum_buffer
-    # -- encode and store
-    b.store("p", p)
-    b.store("momentum_buffer", momentum_buffer)
-
-
 # Scalars at a step, in fp64, with the new host states behind them.
 def host_scalars(step, grad_scale, *, lr, momentum, weight_decay):
     return (weight_decay, grad_scale, lr, momentum)
@@ -86,16 +41,45 @@ def kernel_scalars(step, grad_scale, *, lr, momentum, weight_decay):
     return (weight_decay, grad_scale, momentum, minus_lr)
 
 
-# The eager reference, in strict maths.
-RULES = by_flags(
-    {},
-    RuleRecord(
-        "sngm", "sngm", scalars=("weight_decay", "grad_scale", "lr", "momentum"), host=host_scalars,
-        states=(StateRecord("momentum_buffer"),), spaces=("model",),
+# What several of the records below have.
+SNGM_2 = Stage(
+    "sngm_2", "tensor", level=1, scalars=(), temps=("model_sum_of_g",), reads=("tensor_sum_of_g",),
+    stores=("model_sum_of_g",), picked=("model_sum_of_g",),
+)
+
+# The states, and what of them a step makes.
+RULES = by_flags({}, RuleRecord("sngm", states=(StateRecord("momentum_buffer"),), spaces=("model",)))
+
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({},), ("weight_decay", "grad_scale", "lr", "momentum"), host=host_scalars,
+        temps=(
+            Temp("tensor_sum_of_g", "tensor", reduction="tensor_sum", source="elem"),
+            Temp("model_sum_of_g", "model", reduction="model_sum", source="tensor"),
+            Temp("sqrt_model_sum_of_g_max_1em30", "model"),
+        ),
+        stages=(
+            Stage(
+                "sngm_1", "elem", level=0, scalars=(0, 1), temps=("tensor_sum_of_g",), reads=("p", "g"),
+                sums=(("sum", ("tensor_sum_of_g",)),),
+            ),
+            SNGM_2,
+            Stage(
+                "sngm_3", "model", level=3, scalars=(), temps=("sqrt_model_sum_of_g_max_1em30",),
+                reads=("model_sum_of_g",), stores=("sqrt_model_sum_of_g_max_1em30",),
+                picked=("sqrt_model_sum_of_g_max_1em30",),
+            ),
+            Stage(
+                "sngm_4", "elem", level=4, scalars=(2, 3, 0, 1),
+                reads=("p", "g", "momentum_buffer", "sqrt_model_sum_of_g_max_1em30"), stores=("p", "momentum_buffer"),
+            ),
+        ),
+        strict=True,
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: fma, linear.
+# The step of kernels, in fast maths; rounding changed by: fma, linear.
 STEPS = (
     Rule(
         ({},), ("weight_decay", "grad_scale", "momentum", "minus_lr"), host=kernel_scalars,
@@ -109,10 +93,7 @@ STEPS = (
                 "sngm_1", "elem", level=0, scalars=(0, 1), temps=("tensor_sum_of_g",), reads=("p", "g"),
                 sums=(("square", ("tensor_sum_of_g",)),),
             ),
-            Stage(
-                "sngm_2", "tensor", level=1, scalars=(), temps=("model_sum_of_g",), reads=("tensor_sum_of_g",),
-                stores=("model_sum_of_g",), picked=("model_sum_of_g",),
-            ),
+            SNGM_2,
             Stage(
                 "sngm_3", "model", level=3, scalars=(), temps=("one_over_sqrt_model_sum_of_g_max_1em30",),
                 reads=("model_sum_of_g",), stores=("one_over_sqrt_model_sum_of_g_max_1em30",),

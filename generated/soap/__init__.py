@@ -5,7 +5,6 @@ import torch
 
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp, by_flags
 from optgen.runtime.records.scalars import divide, maximum, root, where
-from optgen.runtime.reference.eager import quotient, sqrt
 from optgen.runtime.reference.matrices import (
     averaged, bjorck, column_norms, finite, orthogonal_iteration, sorting,
 )
@@ -98,6 +97,7 @@ class SOAP(Optimizer):
         )
 
 
+# Functions of whole matrices, which torch computes between sweeps.
 def soap_matrices(basis_left, basis_right, g_whole):
     turned = basis_left.mT @ g_whole  # 57  turned = basis_left.T @ g if by_rows else g
     turned = turned @ basis_right     # 58  turned = turned @ basis_right if by_columns else turned
@@ -229,332 +229,6 @@ def soap_matrices_refresh_no_by_rows(
     return right, basis_right_2, update, exp_avg, exp_avg_sq
 
 
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def soap_1(stored, grad_scale):
-    b = stored.over("g")
-    # -- load and decode
-    g = b.load("g")
-    g = grad_scale * g
-    # -- update  (specs/soap.py)
-    g = g * quotient(100000000000000.0, g.abs()).clamp(max=1.0)  # 56  g = g * minimum(1e14 / abs(g), 1)
-    # -- encode and store
-    g_whole_tensor = b.flat(g)
-    return g_whole_tensor
-
-
-def soap(
-    stored, grad_scale, beta1, beta2, eps, one_minus_beta1_times_where_lt_one_t_one_zero,
-    one_minus_beta2_times_where_lt_one_t_one_zero, shampoo_beta, one_minus_shampoo_beta, scalar_0, scalar_1,
-):
-
-    # == sweep 1: turned (specs/soap.py:58)
-    g_whole_tensor = soap_1(stored, grad_scale)
-
-    # == whole: functions of whole matrices
-    turned_2_tensor = soap_matrices(stored["basis_left"], stored["basis_right"], g_whole_tensor)
-
-    # == sweep 2: update (specs/soap.py:63)
-    b = stored.over("exp_avg", "exp_avg_sq")
-    # -- load and decode
-    exp_avg = b.load("exp_avg")
-    turned_2 = b.elements(turned_2_tensor)
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/soap.py)
-    # 59  exp_avg = beta1 * exp_avg + (1 - beta1) * moves * turned
-    exp_avg = beta1 * exp_avg + one_minus_beta1_times_where_lt_one_t_one_zero * turned_2
-    # 60  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * moves * turned * turned
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2_times_where_lt_one_t_one_zero * turned_2 * turned_2
-    update = exp_avg / (sqrt(exp_avg_sq) + eps)  # 61  update = exp_avg / (sqrt(exp_avg_sq) + eps)
-    # -- encode and store
-    update_whole_tensor = b.flat(update)
-    b.store("exp_avg_sq", exp_avg_sq)
-    b.store("exp_avg", exp_avg)
-
-    # == whole: functions of whole matrices
-    left_new, right_new, update_2_tensor = soap_matrices_2(
-        stored["left"], stored["basis_left"], stored["right"], stored["basis_right"], update_whole_tensor,
-        turned_2_tensor, float(shampoo_beta), float(one_minus_shampoo_beta),
-    )
-    stored.put("left", left_new)
-    stored.put("right", right_new)
-
-    # == sweep 3: the update
-    b = stored.over("p")
-    # -- load and decode
-    p = b.load("p")
-    update_2 = b.elements(update_2_tensor)
-    # -- update  (specs/soap.py)
-    p = p - scalar_0 * update_2  # 64  p = p - moves * lr * sqrt(1 - beta2**k) / (1 - beta1**k) * update
-    p = p * scalar_1             # 65  p = policies.decoupled(p, moves * lr, weight_decay)
-    # -- encode and store
-    b.store("p", p)
-
-
-def soap_no_by_columns_3(
-    stored, beta1, beta2, eps, one_minus_beta1_times_where_lt_one_t_one_zero,
-    one_minus_beta2_times_where_lt_one_t_one_zero, turned_tensor,
-):
-    b = stored.over("exp_avg", "exp_avg_sq")
-    # -- load and decode
-    exp_avg = b.load("exp_avg")
-    turned = b.elements(turned_tensor)
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/soap.py)
-    exp_avg = beta1 * exp_avg + one_minus_beta1_times_where_lt_one_t_one_zero * turned  # 59
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2_times_where_lt_one_t_one_zero * turned * turned  # 60
-    update = exp_avg / (sqrt(exp_avg_sq) + eps)  # 61
-    # -- encode and store
-    update_whole_tensor = b.flat(update)
-    b.store("exp_avg_sq", exp_avg_sq)
-    b.store("exp_avg", exp_avg)
-    return update_whole_tensor
-
-
-def soap_no_by_columns_5(stored, scalar_0, scalar_1, update_tensor):
-    b = stored.over("p")
-    # -- load and decode
-    p = b.load("p")
-    update = b.elements(update_tensor)
-    # -- update  (specs/soap.py)
-    p = p - scalar_0 * update  # 64
-    p = p * scalar_1           # 65
-    # -- encode and store
-    b.store("p", p)
-
-
-def soap_no_by_columns(
-    stored, grad_scale, beta1, beta2, eps, one_minus_beta1_times_where_lt_one_t_one_zero,
-    one_minus_beta2_times_where_lt_one_t_one_zero, shampoo_beta, one_minus_shampoo_beta, scalar_0, scalar_1,
-):
-
-    # == sweep 1: turned (specs/soap.py:57)
-    g_whole_tensor = soap_1(stored, grad_scale)
-
-    # == whole: functions of whole matrices
-    turned_tensor = soap_matrices_no_by_columns(stored["basis_left"], g_whole_tensor)
-
-    # == sweep 2: update (specs/soap.py:62)
-    update_whole_tensor = soap_no_by_columns_3(
-        stored, beta1, beta2, eps, one_minus_beta1_times_where_lt_one_t_one_zero,
-        one_minus_beta2_times_where_lt_one_t_one_zero, turned_tensor,
-    )
-
-    # == whole: functions of whole matrices
-    left_new, update_tensor = soap_matrices_no_by_columns_2(
-        stored["left"], stored["basis_left"], update_whole_tensor, turned_tensor, float(shampoo_beta),
-        float(one_minus_shampoo_beta),
-    )
-    stored.put("left", left_new)
-
-    # == sweep 3: the update
-    soap_no_by_columns_5(stored, scalar_0, scalar_1, update_tensor)
-
-
-def soap_no_by_rows(
-    stored, grad_scale, beta1, beta2, eps, one_minus_beta1_times_where_lt_one_t_one_zero,
-    one_minus_beta2_times_where_lt_one_t_one_zero, shampoo_beta, one_minus_shampoo_beta, scalar_0, scalar_1,
-):
-
-    # == sweep 1: turned (specs/soap.py:58)
-    g_whole_tensor = soap_1(stored, grad_scale)
-
-    # == whole: functions of whole matrices
-    turned_tensor = soap_matrices_no_by_rows(stored["basis_right"], g_whole_tensor)
-
-    # == sweep 2: update (specs/soap.py:63)
-    update_whole_tensor = soap_no_by_columns_3(
-        stored, beta1, beta2, eps, one_minus_beta1_times_where_lt_one_t_one_zero,
-        one_minus_beta2_times_where_lt_one_t_one_zero, turned_tensor,
-    )
-
-    # == whole: functions of whole matrices
-    right_new, update_tensor = soap_matrices_no_by_rows_2(
-        stored["right"], stored["basis_right"], update_whole_tensor, turned_tensor, float(shampoo_beta),
-        float(one_minus_shampoo_beta),
-    )
-    stored.put("right", right_new)
-
-    # == sweep 3: the update
-    soap_no_by_columns_5(stored, scalar_0, scalar_1, update_tensor)
-
-
-def soap_no_by_rows_no_by_columns(
-    stored, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1,
-    lr_over_one_minus_beta1_pow_t, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
-):
-    b = stored.over("p", "g", "exp_avg", "exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    exp_avg = b.load("exp_avg")
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/soap.py)
-    # 52  p, exp_avg, exp_avg_sq = policies.adamw_step(p, g, t, exp_avg, exp_avg_sq, lr, betas, eps, weight_decay)
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g  # 52
-    # 52
-    p = (
-        p * one_minus_lr_times_weight_decay - lr_over_one_minus_beta1_pow_t * exp_avg
-        / (sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps)
-    )
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg_sq", exp_avg_sq)
-    b.store("exp_avg", exp_avg)
-
-
-def soap_refresh(
-    stored, grad_scale, beta1, beta2, eps, one_minus_beta1_times_where_lt_one_t_one_zero,
-    one_minus_beta2_times_where_lt_one_t_one_zero, shampoo_beta, one_minus_shampoo_beta, moves, scalar_0, scalar_1,
-):
-
-    # == sweep 1: turned (specs/soap.py:58)
-    g_whole_tensor = soap_1(stored, grad_scale)
-
-    # == whole: functions of whole matrices
-    turned_2_tensor = soap_matrices(stored["basis_left"], stored["basis_right"], g_whole_tensor)
-
-    # == sweep 2: update (specs/soap.py:63), exp_avg (specs/soap.py:83), exp_avg_sq (specs/soap.py:83)
-    b = stored.over("exp_avg", "exp_avg_sq")
-    # -- load and decode
-    exp_avg = b.load("exp_avg")
-    turned_2 = b.elements(turned_2_tensor)
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/soap.py)
-    exp_avg = beta1 * exp_avg + one_minus_beta1_times_where_lt_one_t_one_zero * turned_2  # 59
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2_times_where_lt_one_t_one_zero * turned_2 * turned_2  # 60
-    update = exp_avg / (sqrt(exp_avg_sq) + eps)  # 61
-    # -- encode and store
-    update_whole_tensor = b.flat(update)
-    exp_avg_whole_tensor = b.flat(exp_avg)
-    exp_avg_sq_whole_tensor = b.flat(exp_avg_sq)
-
-    # == whole: functions of whole matrices
-    (
-        left_new, basis_left_new, right_new, basis_right_new, update_2_tensor, exp_avg_3_tensor, exp_avg_sq_3_tensor
-    ) = soap_matrices_refresh(
-        stored["left"], stored["basis_left"], stored["right"], stored["basis_right"], update_whole_tensor,
-        turned_2_tensor, exp_avg_whole_tensor, exp_avg_sq_whole_tensor, float(shampoo_beta),
-        float(one_minus_shampoo_beta), float(moves),
-    )
-    stored.put("left", left_new)
-    stored.put("basis_left", basis_left_new)
-    stored.put("right", right_new)
-    stored.put("basis_right", basis_right_new)
-
-    # == sweep 3: the update
-    b = stored.over("p", "exp_avg", "exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    update_2 = b.elements(update_2_tensor)
-    exp_avg_3 = b.elements(exp_avg_3_tensor)
-    exp_avg_sq_3 = b.elements(exp_avg_sq_3_tensor)
-    # -- update  (specs/soap.py)
-    p = p - scalar_0 * update_2  # 64
-    p = p * scalar_1             # 65
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg_sq", exp_avg_sq_3)
-    b.store("exp_avg", exp_avg_3)
-
-
-def soap_refresh_no_by_columns_3(
-    stored, beta1, beta2, eps, one_minus_beta1_times_where_lt_one_t_one_zero,
-    one_minus_beta2_times_where_lt_one_t_one_zero, turned_tensor,
-):
-    b = stored.over("exp_avg", "exp_avg_sq")
-    # -- load and decode
-    exp_avg = b.load("exp_avg")
-    turned = b.elements(turned_tensor)
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/soap.py)
-    exp_avg = beta1 * exp_avg + one_minus_beta1_times_where_lt_one_t_one_zero * turned  # 59
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2_times_where_lt_one_t_one_zero * turned * turned  # 60
-    update = exp_avg / (sqrt(exp_avg_sq) + eps)  # 61
-    # -- encode and store
-    update_whole_tensor = b.flat(update)
-    exp_avg_whole_tensor = b.flat(exp_avg)
-    exp_avg_sq_whole_tensor = b.flat(exp_avg_sq)
-    return update_whole_tensor, exp_avg_whole_tensor, exp_avg_sq_whole_tensor
-
-
-def soap_refresh_no_by_columns_5(stored, scalar_0, scalar_1, update_tensor, exp_avg_2_tensor, exp_avg_sq_2_tensor):
-    b = stored.over("p", "exp_avg", "exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    update = b.elements(update_tensor)
-    exp_avg_2 = b.elements(exp_avg_2_tensor)
-    exp_avg_sq_2 = b.elements(exp_avg_sq_2_tensor)
-    # -- update  (specs/soap.py)
-    p = p - scalar_0 * update  # 64
-    p = p * scalar_1           # 65
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg_sq", exp_avg_sq_2)
-    b.store("exp_avg", exp_avg_2)
-
-
-def soap_refresh_no_by_columns(
-    stored, grad_scale, beta1, beta2, eps, one_minus_beta1_times_where_lt_one_t_one_zero,
-    one_minus_beta2_times_where_lt_one_t_one_zero, shampoo_beta, one_minus_shampoo_beta, moves, scalar_0, scalar_1,
-):
-
-    # == sweep 1: turned (specs/soap.py:57)
-    g_whole_tensor = soap_1(stored, grad_scale)
-
-    # == whole: functions of whole matrices
-    turned_tensor = soap_matrices_no_by_columns(stored["basis_left"], g_whole_tensor)
-
-    # == sweep 2: update (specs/soap.py:62), exp_avg (specs/soap.py:76), exp_avg_sq (specs/soap.py:76)
-    update_whole_tensor, exp_avg_whole_tensor, exp_avg_sq_whole_tensor = soap_refresh_no_by_columns_3(
-        stored, beta1, beta2, eps, one_minus_beta1_times_where_lt_one_t_one_zero,
-        one_minus_beta2_times_where_lt_one_t_one_zero, turned_tensor,
-    )
-
-    # == whole: functions of whole matrices
-    (
-        left_new, basis_left_new, update_tensor, exp_avg_2_tensor, exp_avg_sq_2_tensor
-    ) = soap_matrices_refresh_no_by_columns(
-        stored["left"], stored["basis_left"], update_whole_tensor, turned_tensor, exp_avg_whole_tensor,
-        exp_avg_sq_whole_tensor, float(shampoo_beta), float(one_minus_shampoo_beta), float(moves),
-    )
-    stored.put("left", left_new)
-    stored.put("basis_left", basis_left_new)
-
-    # == sweep 3: the update
-    soap_refresh_no_by_columns_5(stored, scalar_0, scalar_1, update_tensor, exp_avg_2_tensor, exp_avg_sq_2_tensor)
-
-
-def soap_refresh_no_by_rows(
-    stored, grad_scale, beta1, beta2, eps, one_minus_beta1_times_where_lt_one_t_one_zero,
-    one_minus_beta2_times_where_lt_one_t_one_zero, shampoo_beta, one_minus_shampoo_beta, moves, scalar_0, scalar_1,
-):
-
-    # == sweep 1: turned (specs/soap.py:58)
-    g_whole_tensor = soap_1(stored, grad_scale)
-
-    # == whole: functions of whole matrices
-    turned_tensor = soap_matrices_no_by_rows(stored["basis_right"], g_whole_tensor)
-
-    # == sweep 2: update (specs/soap.py:63), exp_avg (specs/soap.py:83), exp_avg_sq (specs/soap.py:83)
-    update_whole_tensor, exp_avg_whole_tensor, exp_avg_sq_whole_tensor = soap_refresh_no_by_columns_3(
-        stored, beta1, beta2, eps, one_minus_beta1_times_where_lt_one_t_one_zero,
-        one_minus_beta2_times_where_lt_one_t_one_zero, turned_tensor,
-    )
-
-    # == whole: functions of whole matrices
-    right_new, basis_right_new, update_tensor, exp_avg_2_tensor, exp_avg_sq_2_tensor = soap_matrices_refresh_no_by_rows(
-        stored["right"], stored["basis_right"], update_whole_tensor, exp_avg_whole_tensor, turned_tensor,
-        exp_avg_sq_whole_tensor, float(shampoo_beta), float(one_minus_shampoo_beta), float(moves),
-    )
-    stored.put("right", right_new)
-    stored.put("basis_right", basis_right_new)
-
-    # == sweep 3: the update
-    soap_refresh_no_by_columns_5(stored, scalar_0, scalar_1, update_tensor, exp_avg_2_tensor, exp_avg_sq_2_tensor)
-
-
 # Scalars at a step, in fp64, with the new host states behind them.
 def host_scalars(
     step, grad_scale, *, lr, betas, shampoo_beta, eps, weight_decay, precondition_frequency, max_precond_dim,
@@ -661,10 +335,6 @@ def kernel_scalars_3(
 
 
 # What several of the records below have.
-SCALARS = (
-    "grad_scale", "beta1", "beta2", "eps", "one_minus_beta1_times_where_lt_one_t_one_zero",
-    "one_minus_beta2_times_where_lt_one_t_one_zero", "shampoo_beta", "one_minus_shampoo_beta", "scalar_0", "scalar_1",
-)
 STATES = (
     StateRecord("exp_avg", normalized_by="exp_avg_sq"),
     StateRecord("exp_avg_sq", nonneg=True),
@@ -685,17 +355,33 @@ STATES_3 = (
     StateRecord("right", space="nn", trait="symmetric"),
     StateRecord("basis_right", space="nn", init="identity", trait="orthogonal"),
 )
-SCALARS_2 = (
+SCALARS = (
     "grad_scale", "beta1", "beta2", "eps", "one_minus_beta1_times_where_lt_one_t_one_zero",
-    "one_minus_beta2_times_where_lt_one_t_one_zero", "shampoo_beta", "one_minus_shampoo_beta", "moves", "scalar_0",
-    "scalar_1",
+    "one_minus_beta2_times_where_lt_one_t_one_zero", "shampoo_beta", "one_minus_shampoo_beta", "scalar_0", "scalar_1",
+)
+TEMPS = (
+    Temp("g_whole", "elem", wide=True),
+    Temp("turned_2", "elem", wide=True),
+    Temp("update_whole", "elem", wide=True),
+    Temp("update_2", "elem", wide=True),
 )
 SOAP_1 = Stage("soap_1", "elem", level=0, scalars=(0,), temps=("g_whole",), reads=("g",), stores=("g_whole",))
 SOAP_MATRICES = Stage(
     "soap_matrices", "whole", level=1, scalars=(), temps=("turned_2",), reads=("basis_left", "basis_right", "g_whole"),
     stores=("turned_2",),
 )
-TEMPS = (
+SOAP_3 = Stage(
+    "soap_3", "elem", level=2, scalars=(1, 2, 3, 4, 5), temps=("update_whole",),
+    reads=("exp_avg", "exp_avg_sq", "turned_2"), stores=("exp_avg", "exp_avg_sq", "update_whole"), plus=("exp_avg_sq",),
+    needs=(("exp_avg_sq", ("exp_avg_sq", "turned_2")),),
+)
+SOAP_MATRICES_2 = Stage(
+    "soap_matrices_2", "whole", level=3, scalars=(6, 7), temps=("update_2",),
+    reads=("left", "basis_left", "right", "basis_right", "update_whole", "turned_2"),
+    stores=("left", "right", "update_2"),
+)
+SOAP_5 = Stage("soap_5", "elem", level=4, scalars=(8, 9), reads=("p", "update_2"), stores=("p",))
+TEMPS_2 = (
     Temp("g_whole", "elem", wide=True),
     Temp("turned", "elem", wide=True),
     Temp("update_whole", "elem", wide=True),
@@ -710,6 +396,10 @@ SOAP_NO_BY_COLUMNS_3 = Stage(
     reads=("exp_avg", "exp_avg_sq", "turned"), stores=("exp_avg", "exp_avg_sq", "update_whole"), plus=("exp_avg_sq",),
     needs=(("exp_avg_sq", ("exp_avg_sq", "turned")),),
 )
+SOAP_MATRICES_NO_BY_COLUMNS_2 = Stage(
+    "soap_matrices_no_by_columns_2", "whole", level=3, scalars=(6, 7), temps=("update",),
+    reads=("left", "basis_left", "update_whole", "turned"), stores=("left", "update"),
+)
 SOAP_NO_BY_COLUMNS_5 = Stage(
     "soap_no_by_columns_5", "elem", level=4, scalars=(8, 9), reads=("p", "update"), stores=("p",),
 )
@@ -717,7 +407,42 @@ SOAP_MATRICES_NO_BY_ROWS = Stage(
     "soap_matrices_no_by_rows", "whole", level=1, scalars=(), temps=("turned",), reads=("basis_right", "g_whole"),
     stores=("turned",),
 )
-TEMPS_2 = (
+SOAP_MATRICES_NO_BY_ROWS_2 = Stage(
+    "soap_matrices_no_by_rows_2", "whole", level=3, scalars=(6, 7), temps=("update",),
+    reads=("right", "basis_right", "update_whole", "turned"), stores=("right", "update"),
+)
+SCALARS_2 = (
+    "grad_scale", "beta1", "beta2", "eps", "one_minus_beta1_times_where_lt_one_t_one_zero",
+    "one_minus_beta2_times_where_lt_one_t_one_zero", "shampoo_beta", "one_minus_shampoo_beta", "moves", "scalar_0",
+    "scalar_1",
+)
+TEMPS_3 = (
+    Temp("g_whole", "elem", wide=True),
+    Temp("turned_2", "elem", wide=True),
+    Temp("exp_avg_sq_whole", "elem", wide=True),
+    Temp("exp_avg_whole", "elem", wide=True),
+    Temp("update_whole", "elem", wide=True),
+    Temp("exp_avg_3", "elem", wide=True),
+    Temp("exp_avg_sq_3", "elem", wide=True),
+    Temp("update_2", "elem", wide=True),
+)
+SOAP_REFRESH_3 = Stage(
+    "soap_refresh_3", "elem", level=2, scalars=(1, 2, 3, 4, 5),
+    temps=("update_whole", "exp_avg_whole", "exp_avg_sq_whole"), reads=("exp_avg", "exp_avg_sq", "turned_2"),
+    stores=("update_whole", "exp_avg_whole", "exp_avg_sq_whole"), plus=("exp_avg_sq_whole",),
+)
+SOAP_MATRICES_REFRESH = Stage(
+    "soap_matrices_refresh", "whole", level=3, scalars=(6, 7, 8), temps=("update_2", "exp_avg_3", "exp_avg_sq_3"),
+    reads=(
+        "left", "basis_left", "right", "basis_right", "update_whole", "turned_2", "exp_avg_whole", "exp_avg_sq_whole",
+    ),
+    stores=("left", "basis_left", "right", "basis_right", "update_2", "exp_avg_3", "exp_avg_sq_3"),
+)
+SOAP_REFRESH_5 = Stage(
+    "soap_refresh_5", "elem", level=4, scalars=(9, 10), reads=("p", "update_2", "exp_avg_3", "exp_avg_sq_3"),
+    stores=("p", "exp_avg", "exp_avg_sq"), picked=("exp_avg", "exp_avg_sq"), needs=(("exp_avg_sq", ("exp_avg_sq_3",)),),
+)
+TEMPS_4 = (
     Temp("g_whole", "elem", wide=True),
     Temp("turned", "elem", wide=True),
     Temp("exp_avg_sq_whole", "elem", wide=True),
@@ -732,109 +457,139 @@ SOAP_REFRESH_NO_BY_COLUMNS_3 = Stage(
     temps=("update_whole", "exp_avg_whole", "exp_avg_sq_whole"), reads=("exp_avg", "exp_avg_sq", "turned"),
     stores=("update_whole", "exp_avg_whole", "exp_avg_sq_whole"), plus=("exp_avg_sq_whole",),
 )
+SOAP_MATRICES_REFRESH_NO_BY_COLUMNS = Stage(
+    "soap_matrices_refresh_no_by_columns", "whole", level=3, scalars=(6, 7, 8),
+    temps=("update", "exp_avg_2", "exp_avg_sq_2"),
+    reads=("left", "basis_left", "update_whole", "turned", "exp_avg_whole", "exp_avg_sq_whole"),
+    stores=("left", "basis_left", "update", "exp_avg_2", "exp_avg_sq_2"),
+)
 SOAP_REFRESH_NO_BY_COLUMNS_5 = Stage(
     "soap_refresh_no_by_columns_5", "elem", level=4, scalars=(9, 10),
     reads=("p", "update", "exp_avg_2", "exp_avg_sq_2"), stores=("p", "exp_avg", "exp_avg_sq"),
     picked=("exp_avg", "exp_avg_sq"), needs=(("exp_avg_sq", ("exp_avg_sq_2",)),),
 )
+SOAP_MATRICES_REFRESH_NO_BY_ROWS = Stage(
+    "soap_matrices_refresh_no_by_rows", "whole", level=3, scalars=(6, 7, 8),
+    temps=("update", "exp_avg_2", "exp_avg_sq_2"),
+    reads=("right", "basis_right", "update_whole", "exp_avg_whole", "turned", "exp_avg_sq_whole"),
+    stores=("right", "basis_right", "update", "exp_avg_2", "exp_avg_sq_2"),
+)
 
-# The eager reference, in strict maths.
+# The states, and what of them a step makes.
 RULES = by_flags(
     {"refresh": False, "by_rows": True, "by_columns": True},
     RuleRecord(
-        "soap", "soap", scalars=SCALARS, host=host_scalars, states=STATES,
-        unchanged=(("basis_left", "basis_right"), ()),
+        "soap", states=STATES, unchanged=(("basis_left", "basis_right"), ()),
         differs=("basis_left", "basis_right", "exp_avg", "exp_avg_sq", "left", "right"), spaces=("call",), by_rows=True,
         matrix="heads", settings=({"refresh": False, "by_rows": True, "by_columns": True},),
     ),
     RuleRecord(
-        "soap", "soap_no_by_columns", scalars=SCALARS, host=host_scalars, states=STATES_2,
-        unchanged=(("basis_left",), ()), differs=("basis_left", "exp_avg", "exp_avg_sq", "left"), spaces=("call",),
-        by_rows=True, matrix="heads", settings=({"refresh": False, "by_rows": True, "by_columns": False},),
+        "soap", states=STATES_2, unchanged=(("basis_left",), ()),
+        differs=("basis_left", "exp_avg", "exp_avg_sq", "left"), spaces=("call",), by_rows=True, matrix="heads",
+        settings=({"refresh": False, "by_rows": True, "by_columns": False},),
     ),
     RuleRecord(
-        "soap", "soap_no_by_rows", scalars=SCALARS, host=host_scalars, states=STATES_3,
-        unchanged=(("basis_right",), ()), differs=("basis_right", "exp_avg", "exp_avg_sq", "right"), spaces=("call",),
-        by_rows=True, matrix="heads", settings=({"refresh": False, "by_rows": False, "by_columns": True},),
+        "soap", states=STATES_3, unchanged=(("basis_right",), ()),
+        differs=("basis_right", "exp_avg", "exp_avg_sq", "right"), spaces=("call",), by_rows=True, matrix="heads",
+        settings=({"refresh": False, "by_rows": False, "by_columns": True},),
     ),
     RuleRecord(
-        "soap", "soap_no_by_rows_no_by_columns",
-        scalars=(
-            "beta1", "beta2", "eps", "grad_scale", "one_minus_lr_times_weight_decay", "one_minus_beta1",
-            "lr_over_one_minus_beta1_pow_t", "one_minus_beta2", "sqrt_one_minus_beta2_pow_t",
-        ),
-        host=host_scalars_2,
-        states=(StateRecord("exp_avg", normalized_by="exp_avg_sq"), StateRecord("exp_avg_sq", nonneg=True)),
+        "soap", states=(StateRecord("exp_avg", normalized_by="exp_avg_sq"), StateRecord("exp_avg_sq", nonneg=True)),
         unchanged=((), ()), matrix="heads", settings=({"by_rows": False, "by_columns": False},),
     ),
     RuleRecord(
-        "soap", "soap_refresh", scalars=SCALARS_2, host=host_scalars_3, states=STATES,
-        unchanged=((), ("basis_left", "basis_right")),
+        "soap", states=STATES, unchanged=((), ("basis_left", "basis_right")),
         differs=("basis_left", "basis_right", "exp_avg", "exp_avg_sq", "left", "right"), spaces=("call",), by_rows=True,
         matrix="heads", settings=({"refresh": True, "by_rows": True, "by_columns": True},),
     ),
     RuleRecord(
-        "soap", "soap_refresh_no_by_columns", scalars=SCALARS_2, host=host_scalars_3, states=STATES_2,
-        unchanged=((), ("basis_left",)), differs=("basis_left", "exp_avg", "exp_avg_sq", "left"), spaces=("call",),
-        by_rows=True, matrix="heads", settings=({"refresh": True, "by_rows": True, "by_columns": False},),
+        "soap", states=STATES_2, unchanged=((), ("basis_left",)),
+        differs=("basis_left", "exp_avg", "exp_avg_sq", "left"), spaces=("call",), by_rows=True, matrix="heads",
+        settings=({"refresh": True, "by_rows": True, "by_columns": False},),
     ),
     RuleRecord(
-        "soap", "soap_refresh_no_by_rows", scalars=SCALARS_2, host=host_scalars_3, states=STATES_3,
-        unchanged=((), ("basis_right",)), differs=("basis_right", "exp_avg", "exp_avg_sq", "right"), spaces=("call",),
-        by_rows=True, matrix="heads", settings=({"refresh": True, "by_rows": False, "by_columns": True},),
+        "soap", states=STATES_3, unchanged=((), ("basis_right",)),
+        differs=("basis_right", "exp_avg", "exp_avg_sq", "right"), spaces=("call",), by_rows=True, matrix="heads",
+        settings=({"refresh": True, "by_rows": False, "by_columns": True},),
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: eps, fma, group, reciprocal, step.
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({"refresh": False, "by_rows": True, "by_columns": True},), SCALARS, host=host_scalars, temps=TEMPS,
+        stages=(SOAP_1, SOAP_MATRICES, SOAP_3, SOAP_MATRICES_2, SOAP_5), strict=True,
+    ),
+    Rule(
+        ({"refresh": False, "by_rows": True, "by_columns": False},), SCALARS, host=host_scalars, temps=TEMPS_2,
+        stages=(
+            SOAP_1, SOAP_MATRICES_NO_BY_COLUMNS, SOAP_NO_BY_COLUMNS_3, SOAP_MATRICES_NO_BY_COLUMNS_2,
+            SOAP_NO_BY_COLUMNS_5,
+        ),
+        strict=True,
+    ),
+    Rule(
+        ({"refresh": False, "by_rows": False, "by_columns": True},), SCALARS, host=host_scalars, temps=TEMPS_2,
+        stages=(
+            SOAP_1, SOAP_MATRICES_NO_BY_ROWS, SOAP_NO_BY_COLUMNS_3, SOAP_MATRICES_NO_BY_ROWS_2, SOAP_NO_BY_COLUMNS_5,
+        ),
+        strict=True,
+    ),
+    Rule(
+        ({"by_rows": False, "by_columns": False},),
+        (
+            "beta1", "beta2", "eps", "grad_scale", "one_minus_lr_times_weight_decay", "one_minus_beta1",
+            "lr_over_one_minus_beta1_pow_t", "one_minus_beta2", "sqrt_one_minus_beta2_pow_t",
+        ),
+        host=host_scalars_2,
+        stages=(
+            Stage(
+                "soap_no_by_rows_no_by_columns", "elem", level=0, scalars=tuple(range(9)),
+                reads=("p", "g", "exp_avg", "exp_avg_sq"), stores=("p", "exp_avg", "exp_avg_sq"), plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+            ),
+        ),
+        strict=True,
+    ),
+    Rule(
+        ({"refresh": True, "by_rows": True, "by_columns": True},), SCALARS_2, host=host_scalars_3, temps=TEMPS_3,
+        stages=(SOAP_1, SOAP_MATRICES, SOAP_REFRESH_3, SOAP_MATRICES_REFRESH, SOAP_REFRESH_5), strict=True,
+    ),
+    Rule(
+        ({"refresh": True, "by_rows": True, "by_columns": False},), SCALARS_2, host=host_scalars_3, temps=TEMPS_4,
+        stages=(
+            SOAP_1, SOAP_MATRICES_NO_BY_COLUMNS, SOAP_REFRESH_NO_BY_COLUMNS_3, SOAP_MATRICES_REFRESH_NO_BY_COLUMNS,
+            SOAP_REFRESH_NO_BY_COLUMNS_5,
+        ),
+        strict=True,
+    ),
+    Rule(
+        ({"refresh": True, "by_rows": False, "by_columns": True},), SCALARS_2, host=host_scalars_3, temps=TEMPS_4,
+        stages=(
+            SOAP_1, SOAP_MATRICES_NO_BY_ROWS, SOAP_REFRESH_NO_BY_COLUMNS_3, SOAP_MATRICES_REFRESH_NO_BY_ROWS,
+            SOAP_REFRESH_NO_BY_COLUMNS_5,
+        ),
+        strict=True,
+    ),
+)
+
+# The step of kernels, in fast maths; rounding changed by: eps, fma, group, reciprocal, step.
 STEPS = (
     Rule(
-        ({"refresh": False, "by_rows": True, "by_columns": True},), SCALARS, host=kernel_scalars,
-        temps=(
-            Temp("g_whole", "elem", wide=True),
-            Temp("turned_2", "elem", wide=True),
-            Temp("update_whole", "elem", wide=True),
-            Temp("update_2", "elem", wide=True),
-        ),
-        stages=(
-            SOAP_1,
-            SOAP_MATRICES,
-            Stage(
-                "soap_3", "elem", level=2, scalars=(1, 2, 3, 4, 5), temps=("update_whole",),
-                reads=("exp_avg", "exp_avg_sq", "turned_2"), stores=("exp_avg", "exp_avg_sq", "update_whole"),
-                plus=("exp_avg_sq",), needs=(("exp_avg_sq", ("exp_avg_sq", "turned_2")),),
-            ),
-            Stage(
-                "soap_matrices_2", "whole", level=3, scalars=(6, 7), temps=("update_2",),
-                reads=("left", "basis_left", "right", "basis_right", "update_whole", "turned_2"),
-                stores=("left", "right", "update_2"),
-            ),
-            Stage("soap_5", "elem", level=4, scalars=(8, 9), reads=("p", "update_2"), stores=("p",)),
-        ),
+        ({"refresh": False, "by_rows": True, "by_columns": True},), SCALARS, host=kernel_scalars, temps=TEMPS,
+        stages=(SOAP_1, SOAP_MATRICES, SOAP_3, SOAP_MATRICES_2, SOAP_5),
     ),
     Rule(
-        ({"refresh": False, "by_rows": True, "by_columns": False},), SCALARS, host=kernel_scalars, temps=TEMPS,
+        ({"refresh": False, "by_rows": True, "by_columns": False},), SCALARS, host=kernel_scalars, temps=TEMPS_2,
         stages=(
-            SOAP_1,
-            SOAP_MATRICES_NO_BY_COLUMNS,
-            SOAP_NO_BY_COLUMNS_3,
-            Stage(
-                "soap_matrices_no_by_columns_2", "whole", level=3, scalars=(6, 7), temps=("update",),
-                reads=("left", "basis_left", "update_whole", "turned"), stores=("left", "update"),
-            ),
+            SOAP_1, SOAP_MATRICES_NO_BY_COLUMNS, SOAP_NO_BY_COLUMNS_3, SOAP_MATRICES_NO_BY_COLUMNS_2,
             SOAP_NO_BY_COLUMNS_5,
         ),
     ),
     Rule(
-        ({"refresh": False, "by_rows": False, "by_columns": True},), SCALARS, host=kernel_scalars, temps=TEMPS,
+        ({"refresh": False, "by_rows": False, "by_columns": True},), SCALARS, host=kernel_scalars, temps=TEMPS_2,
         stages=(
-            SOAP_1,
-            SOAP_MATRICES_NO_BY_ROWS,
-            SOAP_NO_BY_COLUMNS_3,
-            Stage(
-                "soap_matrices_no_by_rows_2", "whole", level=3, scalars=(6, 7), temps=("update",),
-                reads=("right", "basis_right", "update_whole", "turned"), stores=("right", "update"),
-            ),
-            SOAP_NO_BY_COLUMNS_5,
+            SOAP_1, SOAP_MATRICES_NO_BY_ROWS, SOAP_NO_BY_COLUMNS_3, SOAP_MATRICES_NO_BY_ROWS_2, SOAP_NO_BY_COLUMNS_5,
         ),
     ),
     Rule(
@@ -853,69 +608,20 @@ STEPS = (
         ),
     ),
     Rule(
-        ({"refresh": True, "by_rows": True, "by_columns": True},), SCALARS_2, host=kernel_scalars_3,
-        temps=(
-            Temp("g_whole", "elem", wide=True),
-            Temp("turned_2", "elem", wide=True),
-            Temp("exp_avg_sq_whole", "elem", wide=True),
-            Temp("exp_avg_whole", "elem", wide=True),
-            Temp("update_whole", "elem", wide=True),
-            Temp("exp_avg_3", "elem", wide=True),
-            Temp("exp_avg_sq_3", "elem", wide=True),
-            Temp("update_2", "elem", wide=True),
-        ),
-        stages=(
-            SOAP_1,
-            SOAP_MATRICES,
-            Stage(
-                "soap_refresh_3", "elem", level=2, scalars=(1, 2, 3, 4, 5),
-                temps=("update_whole", "exp_avg_whole", "exp_avg_sq_whole"),
-                reads=("exp_avg", "exp_avg_sq", "turned_2"),
-                stores=("update_whole", "exp_avg_whole", "exp_avg_sq_whole"), plus=("exp_avg_sq_whole",),
-            ),
-            Stage(
-                "soap_matrices_refresh", "whole", level=3, scalars=(6, 7, 8),
-                temps=("update_2", "exp_avg_3", "exp_avg_sq_3"),
-                reads=(
-                    "left", "basis_left", "right", "basis_right", "update_whole", "turned_2", "exp_avg_whole",
-                    "exp_avg_sq_whole",
-                ),
-                stores=("left", "basis_left", "right", "basis_right", "update_2", "exp_avg_3", "exp_avg_sq_3"),
-            ),
-            Stage(
-                "soap_refresh_5", "elem", level=4, scalars=(9, 10),
-                reads=("p", "update_2", "exp_avg_3", "exp_avg_sq_3"), stores=("p", "exp_avg", "exp_avg_sq"),
-                picked=("exp_avg", "exp_avg_sq"), needs=(("exp_avg_sq", ("exp_avg_sq_3",)),),
-            ),
-        ),
+        ({"refresh": True, "by_rows": True, "by_columns": True},), SCALARS_2, host=kernel_scalars_3, temps=TEMPS_3,
+        stages=(SOAP_1, SOAP_MATRICES, SOAP_REFRESH_3, SOAP_MATRICES_REFRESH, SOAP_REFRESH_5),
     ),
     Rule(
-        ({"refresh": True, "by_rows": True, "by_columns": False},), SCALARS_2, host=kernel_scalars_3, temps=TEMPS_2,
+        ({"refresh": True, "by_rows": True, "by_columns": False},), SCALARS_2, host=kernel_scalars_3, temps=TEMPS_4,
         stages=(
-            SOAP_1,
-            SOAP_MATRICES_NO_BY_COLUMNS,
-            SOAP_REFRESH_NO_BY_COLUMNS_3,
-            Stage(
-                "soap_matrices_refresh_no_by_columns", "whole", level=3, scalars=(6, 7, 8),
-                temps=("update", "exp_avg_2", "exp_avg_sq_2"),
-                reads=("left", "basis_left", "update_whole", "turned", "exp_avg_whole", "exp_avg_sq_whole"),
-                stores=("left", "basis_left", "update", "exp_avg_2", "exp_avg_sq_2"),
-            ),
+            SOAP_1, SOAP_MATRICES_NO_BY_COLUMNS, SOAP_REFRESH_NO_BY_COLUMNS_3, SOAP_MATRICES_REFRESH_NO_BY_COLUMNS,
             SOAP_REFRESH_NO_BY_COLUMNS_5,
         ),
     ),
     Rule(
-        ({"refresh": True, "by_rows": False, "by_columns": True},), SCALARS_2, host=kernel_scalars_3, temps=TEMPS_2,
+        ({"refresh": True, "by_rows": False, "by_columns": True},), SCALARS_2, host=kernel_scalars_3, temps=TEMPS_4,
         stages=(
-            SOAP_1,
-            SOAP_MATRICES_NO_BY_ROWS,
-            SOAP_REFRESH_NO_BY_COLUMNS_3,
-            Stage(
-                "soap_matrices_refresh_no_by_rows", "whole", level=3, scalars=(6, 7, 8),
-                temps=("update", "exp_avg_2", "exp_avg_sq_2"),
-                reads=("right", "basis_right", "update_whole", "exp_avg_whole", "turned", "exp_avg_sq_whole"),
-                stores=("right", "basis_right", "update", "exp_avg_2", "exp_avg_sq_2"),
-            ),
+            SOAP_1, SOAP_MATRICES_NO_BY_ROWS, SOAP_REFRESH_NO_BY_COLUMNS_3, SOAP_MATRICES_REFRESH_NO_BY_ROWS,
             SOAP_REFRESH_NO_BY_COLUMNS_5,
         ),
     ),

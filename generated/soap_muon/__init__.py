@@ -2,11 +2,8 @@
 #     soap_muon
 # fmt: off
 # ruff: noqa
-import torch
-
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Series, Stage, StateRecord, Temp, by_flags
 from optgen.runtime.records.scalars import divide, maximum, root, where
-from optgen.runtime.reference.eager import few_sum, larger, newton_schulz, quotient, sqrt
 from optgen.runtime.reference.matrices import averaged, bjorck, finite, orthogonal_iteration, sorting, wide
 
 
@@ -111,6 +108,7 @@ class SOAPMuon(Optimizer):
         )
 
 
+# Functions of whole matrices, which torch computes between sweeps.
 def soap_muon_matrices(basis_left, basis_right, operand_whole):
     # 89  inside = basis_left.T @ (momentum * momentum_buffer + (1 - momentum) * g) @ basis_right
     inside = basis_left.mT @ operand_whole @ basis_right
@@ -172,245 +170,6 @@ def soap_muon_matrices_3(
         left, basis_left_2, right, basis_right_2, even,
         (even_matmul * even_matmul).sum((-2, -1), keepdim=True).sqrt().clamp(min=1e-14).sqrt().reciprocal(), exp_avg_sq,
     )
-
-
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def soap_muon(
-    stored, momentum, grad_scale, one_minus_momentum, shampoo_beta, eps, scalar_0, known, one_minus_shampoo_beta,
-    ns_coefficients, ns_steps, one_minus_outward, row_floor, lr, two_times_lr, lr_times_lr, lookahead,
-    lookahead_beta, went, one_minus_lr_times_weight_decay, one_minus_lookahead_beta,
-):
-
-    # == tensor: values of tensors
-    b = stored.over()
-    # -- encode and store
-    sqrt_one_max_rows_over_columns_tensor = sqrt((b.extent("rows") / b.extent("columns")).clamp(min=1.0))
-
-    # == sweep 1: p (specs/soap_muon.py:95), inside (specs/soap_muon.py:89)
-    b = stored.over("p", "g", "momentum_buffer")
-    # -- load and decode
-    momentum_buffer = b.load("momentum_buffer")
-    g = b.load("g")
-    g = grad_scale * g
-    p = b.load("p")
-    # -- update  (specs/soap_muon.py)
-    g = g * quotient(100000000000000.0, g.abs()).clamp(max=1.0)  # 87  g = g * minimum(1e14 / abs(g), 1)
-    g_mul = one_minus_momentum * g
-    # 88  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
-    momentum_buffer = momentum * momentum_buffer + g_mul
-    # -- encode and store
-    row_sum_of_p_tensor = b.row_sum(p * p)
-    operand_whole_tensor = b.flat(momentum * momentum_buffer + g_mul)
-    g_whole_tensor = b.flat(g)
-    b.store("momentum_buffer", momentum_buffer)
-
-    # == row: values of rows
-    # -- load and decode
-    row_sum_of_p = row_sum_of_p_tensor
-    # -- encode and store
-    mat_sum_of_p_2_tensor = few_sum(row_sum_of_p, "mat")
-    row_sum_of_p_max_1em16_tensor = row_sum_of_p.clamp(min=1e-16)
-
-    # == mat: values of matrices
-    # -- load and decode
-    mat_sum_of_p_2 = mat_sum_of_p_2_tensor
-    # -- encode and store
-    mat_sum_of_p_2_mul = mat_sum_of_p_2 / b.extent("rows") * b.extent("rows")
-    mat_sum_of_p_2_over_rows_times_rows_tensor = mat_sum_of_p_2_mul
-    mat_sqrt_tensor = sqrt(mat_sum_of_p_2_mul.clamp(min=1e-16))
-    mat_sum_of_p_2_over_rows_times_rows_max_1em12_tensor = mat_sum_of_p_2_mul.clamp(min=1e-12)
-
-    # == whole: functions of whole matrices
-    inside_tensor = soap_muon_matrices(stored["basis_left"], stored["basis_right"], operand_whole_tensor)
-
-    # == sweep 2: even (specs/soap_muon.py:92), even (specs/soap_muon.py:93), exp_avg_sq (specs/soap_muon.py:101)
-    b = stored.over("exp_avg_sq")
-    # -- load and decode
-    inside = b.elements(inside_tensor)
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/soap_muon.py)
-    # 90  exp_avg_sq = shampoo_beta * exp_avg_sq + (1 - shampoo_beta) * known * inside * inside
-    exp_avg_sq = shampoo_beta * exp_avg_sq + scalar_0 * inside * inside
-    # 91  inside = inside / where(t > 1, maximum(sqrt(exp_avg_sq), eps), 1.0)
-    inside = inside / torch.where(0.0 < known, larger(sqrt(exp_avg_sq), eps), 1.0)
-    # -- encode and store
-    inside_whole_tensor = b.flat(inside)
-    exp_avg_sq_whole_tensor = b.flat(exp_avg_sq)
-
-    # == whole: functions of whole matrices
-    (
-        left_new, basis_left_new, right_new, basis_right_new, even_tensor, sqrt_2_tensor, exp_avg_sq_2_tensor
-    ) = soap_muon_matrices_2(
-        stored["left"], stored["basis_left"], stored["right"], stored["basis_right"], inside_whole_tensor,
-        g_whole_tensor, exp_avg_sq_whole_tensor, float(shampoo_beta), float(one_minus_shampoo_beta), float(known),
-    )
-    stored.put("left", left_new)
-    stored.put("basis_left", basis_left_new)
-    stored.put("right", right_new)
-    stored.put("basis_right", basis_right_new)
-
-    # == sweep 3: u (specs/soap_muon.py:94)
-    b = stored.over("exp_avg_sq")
-    # -- load and decode
-    exp_avg_sq_2 = b.elements(exp_avg_sq_2_tensor)
-    even = b.elements(even_tensor)
-    sqrt_2 = b.spread(sqrt_2_tensor)
-    # -- update  (specs/soap_muon.py)
-    even = even / sqrt_2  # 93  even = even / sqrt(maximum(mat_norm(gram(wide(even))), 1e-14))
-    # -- encode and store
-    even_bitcast = even.view(torch.int32)
-    u_tensor = b.flat(
-        (
-            torch.where(even == even, even_bitcast + 32767 + (even_bitcast >> 16 & 1), 0x7fc00000) >> 16
-        ).to(torch.int16).view(torch.bfloat16)
-    )
-    b.store("exp_avg_sq", exp_avg_sq_2)
-
-    # == newton_schulz: newton_schulz of whole matrices
-    b = stored.over()
-    # -- load and decode
-    u_stored = b.elements(u_tensor)
-    # -- encode and store
-    u_tensor = b.flat(
-        b.elements(
-            newton_schulz(u_tensor, float(ns_steps), float(0.0), float(0.0), float(1e-07), float(ns_coefficients))
-        ).to(torch.bfloat16)
-    )
-
-    # == sweep 4: p (specs/soap_muon.py:95)
-    b = stored.over("p")
-    # -- load and decode
-    sqrt_one_max_rows_over_columns = b.spread(sqrt_one_max_rows_over_columns_tensor)
-    u_stored = b.elements(u_tensor)
-    p = b.load("p")
-    # -- update  (specs/soap_muon.py)
-    u = u_stored.to(torch.float32)  # 94  u = newton_schulz(even, ns_steps, ns_coefficients, normalize=False)
-    # -- encode and store
-    sqrt_one_max_rows_over_columns_mul = sqrt_one_max_rows_over_columns * u
-    row_sum_of_u_tensor = b.row_sum(sqrt_one_max_rows_over_columns_mul * sqrt_one_max_rows_over_columns_mul)
-    row_sum_of_p_2_tensor = b.row_sum(sqrt_one_max_rows_over_columns_mul * p)
-
-    # == row: values of rows
-    # -- load and decode
-    row_sum_of_p_2 = row_sum_of_p_2_tensor
-    # -- encode and store
-    mat_sum_of_p_tensor = few_sum(row_sum_of_p_2, "mat")
-
-    # == mat: values of matrices
-    # -- load and decode
-    mat_sum_of_p = mat_sum_of_p_tensor
-    mat_sum_of_p_2_over_rows_times_rows_max_1em12 = mat_sum_of_p_2_over_rows_times_rows_max_1em12_tensor
-    # -- encode and store
-    mat_sum_of_p_mul = mat_sum_of_p / b.extent("rows") * b.extent("rows")
-    mat_sum_of_p_2_over_rows_times_rows_max_1em12_where = torch.where(
-        mat_sum_of_p_mul < 0.0, one_minus_outward * mat_sum_of_p_mul / mat_sum_of_p_2_over_rows_times_rows_max_1em12,
-        0.0
-    )
-    mat_div_2_tensor = mat_sum_of_p_2_over_rows_times_rows_max_1em12_where
-    two_times_mat_div_2_tensor = 2.0 * mat_sum_of_p_2_over_rows_times_rows_max_1em12_where
-    mat_div_2_times_mat_div_2_tensor = (
-        mat_sum_of_p_2_over_rows_times_rows_max_1em12_where * mat_sum_of_p_2_over_rows_times_rows_max_1em12_where
-    )
-
-    # == row: values of rows
-    # -- load and decode
-    row_sum_of_p_max_1em16 = row_sum_of_p_max_1em16_tensor
-    row_sum_of_u = row_sum_of_u_tensor
-    two_times_mat_div_2 = two_times_mat_div_2_tensor
-    row_sum_of_p_2 = row_sum_of_p_2_tensor
-    mat_div_2_times_mat_div_2 = mat_div_2_times_mat_div_2_tensor
-    row_sum_of_p = row_sum_of_p_tensor
-    mat_div_2 = mat_div_2_tensor
-    # -- encode and store
-    row_sum_of_u_max = larger(
-        row_sum_of_u - two_times_mat_div_2 * row_sum_of_p_2 + mat_div_2_times_mat_div_2 * row_sum_of_p, 0.0
-    )
-    row_sum_of_p_max_1em16_max = (
-        row_floor * sqrt(row_sum_of_p_max_1em16 / row_sum_of_u_max.clamp(min=1e-16))
-    ).clamp(min=1.0)
-    mat_sum_of_p_3_tensor = few_sum(row_sum_of_p_max_1em16_max * (row_sum_of_p_2 - mat_div_2 * row_sum_of_p), "mat")
-    mat_sum_of_p_4_tensor = few_sum(row_sum_of_p_max_1em16_max * row_sum_of_p_max_1em16_max * row_sum_of_u_max, "mat")
-    row_floor_times_sqrt_row_div_max_one_tensor = row_sum_of_p_max_1em16_max
-
-    # == mat: values of matrices
-    # -- load and decode
-    mat_sqrt = mat_sqrt_tensor
-    mat_sum_of_p_3 = mat_sum_of_p_3_tensor
-    mat_sum_of_p_2_over_rows_times_rows = mat_sum_of_p_2_over_rows_times_rows_tensor
-    mat_sum_of_p_4 = mat_sum_of_p_4_tensor
-    # -- encode and store
-    mat_sum_of_p_3_mul = mat_sum_of_p_3 / b.extent("rows") * b.extent("rows")
-    mat_div_4_tensor = (mat_sqrt - lr * mat_sum_of_p_3_mul / mat_sqrt).clamp(min=1e-08) / sqrt(
-        (
-            mat_sum_of_p_2_over_rows_times_rows - two_times_lr * mat_sum_of_p_3_mul + lr_times_lr
-            * (mat_sum_of_p_4 / b.extent("rows") * b.extent("rows"))
-        ).clamp(min=1e-16)
-    )
-
-    # == sweep 5: the update
-    b = stored.over("p", "lookahead_avg")
-    # -- load and decode
-    row_floor_times_sqrt_row_div_max_one = b.spread(row_floor_times_sqrt_row_div_max_one_tensor)
-    sqrt_one_max_rows_over_columns = b.spread(sqrt_one_max_rows_over_columns_tensor)
-    u_stored = b.elements(u_tensor)
-    mat_div_2 = b.spread(mat_div_2_tensor)
-    p = b.load("p")
-    mat_div_4 = b.spread(mat_div_4_tensor)
-    lookahead_avg = b.load("lookahead_avg")
-    # -- update  (specs/soap_muon.py)
-    u = u_stored.to(torch.float32)       # 94
-    row_floor_times_sqrt_row_div_max_one_mul = (
-        row_floor_times_sqrt_row_div_max_one * (sqrt_one_max_rows_over_columns * u - mat_div_2 * p)
-    )
-    mat_div_4_mul = mat_div_4 * (p - lr * row_floor_times_sqrt_row_div_max_one_mul)
-    # 95  p = pinned(p, sqrt(maximum(1.0, rows(p) / columns(p))) * u, lr, weight_decay, row_floor, outward)
-    p_2 = torch.where(
-        0.0 < torch.where(
-            row_floor_times_sqrt_row_div_max_one_mul > 0, 1.0,
-            torch.where(row_floor_times_sqrt_row_div_max_one_mul < 0, -1.0, row_floor_times_sqrt_row_div_max_one_mul)
-        ) * torch.where(p > 0, 1.0, torch.where(p < 0, -1.0, p)),
-        mat_div_4_mul * one_minus_lr_times_weight_decay, mat_div_4_mul
-    )
-    start = p - went * lookahead_avg     # 80  start = p - went * lookahead_avg
-    # 102  lookahead_avg = lookahead_beta * lookahead_avg + (1 - lookahead_beta) * (p - start)
-    lookahead_avg = lookahead_beta * lookahead_avg + one_minus_lookahead_beta * (p_2 - start)
-    p = p_2 + lookahead * lookahead_avg  # 103  p, went = p + lookahead * lookahead_avg, lookahead
-    # -- encode and store
-    b.store("p", p)
-    b.store("lookahead_avg", lookahead_avg)
-
-
-def soap_muon_no_matrix(
-    stored, lookahead, lookahead_beta, eps, adamw_betas_0, adamw_betas_1, grad_scale, went,
-    one_minus_adamw_lr_times_weight_decay, one_minus_adamw_betas_0, adamw_lr_over_one_minus_adamw_betas_0_pow_t,
-    one_minus_adamw_betas_1, sqrt_one_minus_adamw_betas_1_pow_t, one_minus_lookahead_beta,
-):
-    b = stored.over("p", "g", "momentum_buffer", "exp_avg_sq", "lookahead_avg")
-    # -- load and decode
-    p = b.load("p")
-    momentum_buffer = b.load("momentum_buffer")
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg_sq = b.load("exp_avg_sq")
-    lookahead_avg = b.load("lookahead_avg")
-    # -- update  (specs/soap_muon.py)
-    # 82  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr,
-    #     adamw_betas, eps, weight_decay )
-    momentum_buffer = adamw_betas_0 * momentum_buffer + one_minus_adamw_betas_0 * g
-    exp_avg_sq = adamw_betas_1 * exp_avg_sq + one_minus_adamw_betas_1 * g * g  # 82
-    # 82
-    p_2 = (
-        p * one_minus_adamw_lr_times_weight_decay - adamw_lr_over_one_minus_adamw_betas_0_pow_t * momentum_buffer
-        / (sqrt(exp_avg_sq) / sqrt_one_minus_adamw_betas_1_pow_t + eps)
-    )
-    start = p - went * lookahead_avg     # 80
-    lookahead_avg = lookahead_beta * lookahead_avg + one_minus_lookahead_beta * (p_2 - start)  # 102
-    p = p_2 + lookahead * lookahead_avg  # 103
-    # -- encode and store
-    b.store("p", p)
-    b.store("momentum_buffer", momentum_buffer)
-    b.store("exp_avg_sq", exp_avg_sq)
-    b.store("lookahead_avg", lookahead_avg)
 
 
 # Scalars at a step, in fp64, with the new host states behind them.
@@ -495,18 +254,75 @@ def kernel_scalars_2(
     )
 
 
-# The eager reference, in strict maths.
+# What several of the records below have.
+SOAP_MUON_1 = Stage(
+    "soap_muon_1", "tensor", level=-1, scalars=(), temps=("sqrt_one_max_rows_over_columns",),
+    stores=("sqrt_one_max_rows_over_columns",), extents=("rows", "columns"),
+)
+SOAP_MUON_3 = Stage(
+    "soap_muon_3", "row", level=1, scalars=(), temps=("mat_sum_of_p_2", "row_sum_of_p_max_1em16"), matrices=True,
+    reads=("row_sum_of_p",), stores=("row_sum_of_p_max_1em16",), sums=(("sum", ("mat_sum_of_p_2",)),),
+    picked=("row_sum_of_p_max_1em16",),
+)
+SOAP_MUON_4 = Stage(
+    "soap_muon_4", "mat", level=1, scalars=(),
+    temps=("mat_sum_of_p_2_over_rows_times_rows", "mat_sqrt", "mat_sum_of_p_2_over_rows_times_rows_max_1em12"),
+    matrices=True, reads=("mat_sum_of_p_2",),
+    stores=("mat_sum_of_p_2_over_rows_times_rows", "mat_sqrt", "mat_sum_of_p_2_over_rows_times_rows_max_1em12"),
+    extents=("rows",), picked=("mat_sum_of_p_2_over_rows_times_rows_max_1em12",),
+)
+SOAP_MUON_MATRICES = Stage(
+    "soap_muon_matrices", "whole", level=1, scalars=(), temps=("inside",),
+    reads=("basis_left", "basis_right", "operand_whole"), stores=("inside",),
+)
+SOAP_MUON_6 = Stage(
+    "soap_muon_6", "elem", level=2, scalars=(3, 4, 5, 6), temps=("inside_whole", "exp_avg_sq_whole"),
+    reads=("exp_avg_sq", "inside"), stores=("inside_whole", "exp_avg_sq_whole"), plus=("exp_avg_sq_whole",),
+)
+NEWTON_SCHULZ = Stage(
+    "newton_schulz", "call", level=5, scalars=(8, 9), temps=("u",),
+    given=("ns_steps", 0.0, 0.0, 1e-07, "ns_coefficients"),
+)
+SOAP_MUON_11 = Stage(
+    "soap_muon_11", "row", level=7, scalars=(), temps=("mat_sum_of_p",), matrices=True, reads=("row_sum_of_p_2",),
+    sums=(("sum", ("mat_sum_of_p",)),),
+)
+SOAP_MUON_12 = Stage(
+    "soap_muon_12", "mat", level=7, scalars=(10,),
+    temps=("mat_div_2", "two_times_mat_div_2", "mat_div_2_times_mat_div_2"), matrices=True,
+    reads=("mat_sum_of_p", "mat_sum_of_p_2_over_rows_times_rows_max_1em12"),
+    stores=("mat_div_2", "two_times_mat_div_2", "mat_div_2_times_mat_div_2"), extents=("rows",),
+    plus=("mat_div_2_times_mat_div_2",), picked=("mat_div_2",),
+)
+SOAP_MUON_13 = Stage(
+    "soap_muon_13", "row", level=7, scalars=(11,),
+    temps=("row_floor_times_sqrt_row_div_max_one", "mat_sum_of_p_3", "mat_sum_of_p_4"), matrices=True,
+    reads=(
+        "row_sum_of_p_max_1em16", "row_sum_of_u", "two_times_mat_div_2", "row_sum_of_p_2", "mat_div_2_times_mat_div_2",
+        "row_sum_of_p", "mat_div_2",
+    ),
+    stores=("row_floor_times_sqrt_row_div_max_one",), sums=(("sum", ("mat_sum_of_p_3",)), ("sum", ("mat_sum_of_p_4",))),
+    picked=("row_floor_times_sqrt_row_div_max_one",),
+)
+SOAP_MUON_14 = Stage(
+    "soap_muon_14", "mat", level=7, scalars=(12, 13, 14), temps=("mat_div_4",), matrices=True,
+    reads=("mat_sqrt", "mat_sum_of_p_3", "mat_sum_of_p_2_over_rows_times_rows", "mat_sum_of_p_4"),
+    stores=("mat_div_4",), extents=("rows",),
+)
+SOAP_MUON_15 = Stage(
+    "soap_muon_15", "elem", level=8, scalars=(12, 15, 16, 17, 18, 19), matrices=True,
+    reads=(
+        "p", "lookahead_avg", "row_floor_times_sqrt_row_div_max_one", "sqrt_one_max_rows_over_columns", "u",
+        "mat_div_2", "mat_div_4",
+    ),
+    stores=("p", "lookahead_avg"),
+)
+
+# The states, and what of them a step makes.
 RULES = by_flags(
     {"adamw": False, "matrix": True},
     RuleRecord(
-        "soap_muon", "soap_muon",
-        scalars=(
-            "momentum", "grad_scale", "one_minus_momentum", "shampoo_beta", "eps", "scalar_0", "known",
-            "one_minus_shampoo_beta", "ns_coefficients", "ns_steps", "one_minus_outward", "row_floor", "lr",
-            "two_times_lr", "lr_times_lr", "lookahead", "lookahead_beta", "went", "one_minus_lr_times_weight_decay",
-            "one_minus_lookahead_beta",
-        ),
-        host=host_scalars,
+        "soap_muon",
         states=(
             StateRecord("momentum_buffer"),
             StateRecord("exp_avg_sq", nonneg=True),
@@ -520,20 +336,108 @@ RULES = by_flags(
         settings=({"adamw": False, "matrix": True},),
     ),
     RuleRecord(
-        "soap_muon", "soap_muon_no_matrix",
-        scalars=(
+        "soap_muon",
+        states=(StateRecord("momentum_buffer"), StateRecord("exp_avg_sq", nonneg=True), StateRecord("lookahead_avg")),
+        host_states=(("went", 0.0),), matrix="heads", settings=({"adamw": True}, {"matrix": False}),
+    ),
+)
+
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({"adamw": False, "matrix": True},),
+        (
+            "momentum", "grad_scale", "one_minus_momentum", "shampoo_beta", "eps", "scalar_0", "known",
+            "one_minus_shampoo_beta", "ns_coefficients", "ns_steps", "one_minus_outward", "row_floor", "lr",
+            "two_times_lr", "lr_times_lr", "lookahead", "lookahead_beta", "went", "one_minus_lr_times_weight_decay",
+            "one_minus_lookahead_beta",
+        ),
+        host=host_scalars,
+        temps=(
+            Temp("sqrt_one_max_rows_over_columns", "tensor"),
+            Temp("g_whole", "elem", wide=True),
+            Temp("operand_whole", "elem", wide=True),
+            Temp("row_sum_of_p", "row", reduction="row_sum", source="elem"),
+            Temp("mat_sum_of_p_2", "mat", reduction="mat_sum", source="row"),
+            Temp("row_sum_of_p_max_1em16", "row"),
+            Temp("mat_sqrt", "mat"),
+            Temp("mat_sum_of_p_2_over_rows_times_rows", "mat"),
+            Temp("mat_sum_of_p_2_over_rows_times_rows_max_1em12", "mat"),
+            Temp("inside", "elem", wide=True),
+            Temp("exp_avg_sq_whole", "elem", wide=True),
+            Temp("inside_whole", "elem", wide=True),
+            Temp("even", "elem", wide=True),
+            Temp("exp_avg_sq_2", "elem", wide=True),
+            Temp("sqrt_2", "mat"),
+            Temp("u", "elem"),
+            Temp("row_sum_of_p_2", "row", reduction="row_sum", source="elem"),
+            Temp("row_sum_of_u", "row", reduction="row_sum", source="elem"),
+            Temp("mat_sum_of_p", "mat", reduction="mat_sum", source="row"),
+            Temp("mat_div_2", "mat"),
+            Temp("mat_div_2_times_mat_div_2", "mat"),
+            Temp("two_times_mat_div_2", "mat"),
+            Temp("mat_sum_of_p_3", "mat", reduction="mat_sum", source="row"),
+            Temp("mat_sum_of_p_4", "mat", reduction="mat_sum", source="row"),
+            Temp("row_floor_times_sqrt_row_div_max_one", "row"),
+            Temp("mat_div_4", "mat"),
+        ),
+        stages=(
+            SOAP_MUON_1,
+            Stage(
+                "soap_muon_2", "elem", level=0, scalars=(0, 1, 2), temps=("row_sum_of_p", "operand_whole", "g_whole"),
+                matrices=True, reads=("p", "g", "momentum_buffer"),
+                stores=("momentum_buffer", "operand_whole", "g_whole"), sums=(("sum", ("row_sum_of_p",)),),
+            ),
+            SOAP_MUON_3,
+            SOAP_MUON_4,
+            SOAP_MUON_MATRICES,
+            SOAP_MUON_6,
+            Stage(
+                "soap_muon_matrices_2", "whole", level=3, scalars=(3, 7, 6), temps=("even", "sqrt_2", "exp_avg_sq_2"),
+                reads=("left", "basis_left", "right", "basis_right", "inside_whole", "g_whole", "exp_avg_sq_whole"),
+                stores=("left", "basis_left", "right", "basis_right", "even", "sqrt_2", "exp_avg_sq_2"),
+            ),
+            Stage(
+                "soap_muon_8", "elem", level=4, scalars=(), temps=("u",), matrices=True,
+                reads=("even", "sqrt_2", "exp_avg_sq_2"), stores=("exp_avg_sq", "u"), picked=("exp_avg_sq", "u"),
+                needs=(("exp_avg_sq", ("exp_avg_sq_2",)),),
+            ),
+            NEWTON_SCHULZ,
+            Stage(
+                "soap_muon_10", "elem", level=6, scalars=(), temps=("row_sum_of_u", "row_sum_of_p_2"), matrices=True,
+                reads=("p", "sqrt_one_max_rows_over_columns", "u"),
+                sums=(("sum", ("row_sum_of_u",)), ("sum", ("row_sum_of_p_2",))),
+            ),
+            SOAP_MUON_11,
+            SOAP_MUON_12,
+            SOAP_MUON_13,
+            SOAP_MUON_14,
+            SOAP_MUON_15,
+        ),
+        strict=True,
+    ),
+    Rule(
+        ({"adamw": True}, {"matrix": False}),
+        (
             "lookahead", "lookahead_beta", "eps", "adamw_betas_0", "adamw_betas_1", "grad_scale", "went",
             "one_minus_adamw_lr_times_weight_decay", "one_minus_adamw_betas_0",
             "adamw_lr_over_one_minus_adamw_betas_0_pow_t", "one_minus_adamw_betas_1",
             "sqrt_one_minus_adamw_betas_1_pow_t", "one_minus_lookahead_beta",
         ),
         host=host_scalars_2,
-        states=(StateRecord("momentum_buffer"), StateRecord("exp_avg_sq", nonneg=True), StateRecord("lookahead_avg")),
-        host_states=(("went", 0.0),), matrix="heads", settings=({"adamw": True}, {"matrix": False}),
+        stages=(
+            Stage(
+                "soap_muon_no_matrix", "elem", level=0, scalars=tuple(range(13)),
+                reads=("p", "g", "momentum_buffer", "exp_avg_sq", "lookahead_avg"),
+                stores=("p", "momentum_buffer", "exp_avg_sq", "lookahead_avg"), plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+            ),
+        ),
+        strict=True,
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: eps, fma, group, linear, reciprocal, step.
+# The step of kernels, in fast maths; rounding changed by: eps, fma, group, linear, reciprocal, step.
 STEPS = (
     Rule(
         ({"adamw": False, "matrix": True},),
@@ -573,39 +477,16 @@ STEPS = (
             Temp("mat_div_4", "mat"),
         ),
         stages=(
-            Stage(
-                "soap_muon_1", "tensor", level=-1, scalars=(), temps=("sqrt_one_max_rows_over_columns",),
-                stores=("sqrt_one_max_rows_over_columns",), extents=("rows", "columns"),
-            ),
+            SOAP_MUON_1,
             Stage(
                 "soap_muon_2", "elem", level=0, scalars=(0, 1, 2), temps=("row_sum_of_p", "operand_whole", "g_whole"),
                 matrices=True, reads=("p", "g", "momentum_buffer"),
                 stores=("momentum_buffer", "operand_whole", "g_whole"), sums=(("square", ("row_sum_of_p",)),),
             ),
-            Stage(
-                "soap_muon_3", "row", level=1, scalars=(), temps=("mat_sum_of_p_2", "row_sum_of_p_max_1em16"),
-                matrices=True, reads=("row_sum_of_p",), stores=("row_sum_of_p_max_1em16",),
-                sums=(("sum", ("mat_sum_of_p_2",)),), picked=("row_sum_of_p_max_1em16",),
-            ),
-            Stage(
-                "soap_muon_4", "mat", level=1, scalars=(),
-                temps=(
-                    "mat_sum_of_p_2_over_rows_times_rows", "mat_sqrt", "mat_sum_of_p_2_over_rows_times_rows_max_1em12",
-                ),
-                matrices=True, reads=("mat_sum_of_p_2",),
-                stores=(
-                    "mat_sum_of_p_2_over_rows_times_rows", "mat_sqrt", "mat_sum_of_p_2_over_rows_times_rows_max_1em12",
-                ),
-                extents=("rows",), picked=("mat_sum_of_p_2_over_rows_times_rows_max_1em12",),
-            ),
-            Stage(
-                "soap_muon_matrices", "whole", level=1, scalars=(), temps=("inside",),
-                reads=("basis_left", "basis_right", "operand_whole"), stores=("inside",),
-            ),
-            Stage(
-                "soap_muon_6", "elem", level=2, scalars=(3, 4, 5, 6), temps=("inside_whole", "exp_avg_sq_whole"),
-                reads=("exp_avg_sq", "inside"), stores=("inside_whole", "exp_avg_sq_whole"), plus=("exp_avg_sq_whole",),
-            ),
+            SOAP_MUON_3,
+            SOAP_MUON_4,
+            SOAP_MUON_MATRICES,
+            SOAP_MUON_6,
             Stage(
                 "soap_muon_matrices_3", "whole", level=3, scalars=(3, 7, 6), temps=("even", "div", "exp_avg_sq_2"),
                 reads=("left", "basis_left", "right", "basis_right", "inside_whole", "g_whole", "exp_avg_sq_whole"),
@@ -616,50 +497,17 @@ STEPS = (
                 reads=("even", "div", "exp_avg_sq_2"), stores=("exp_avg_sq", "u"), picked=("exp_avg_sq", "u"),
                 needs=(("exp_avg_sq", ("exp_avg_sq_2",)),),
             ),
-            Stage(
-                "newton_schulz", "call", level=5, scalars=(8, 9), temps=("u",),
-                given=("ns_steps", 0.0, 0.0, 1e-07, "ns_coefficients"),
-            ),
+            NEWTON_SCHULZ,
             Stage(
                 "soap_muon_10", "elem", level=6, scalars=(), temps=("row_sum_of_u", "row_sum_of_p_2"), matrices=True,
                 reads=("p", "sqrt_one_max_rows_over_columns", "u"),
                 sums=(("square", ("row_sum_of_u",)), ("product", ("row_sum_of_p_2",))),
             ),
-            Stage(
-                "soap_muon_11", "row", level=7, scalars=(), temps=("mat_sum_of_p",), matrices=True,
-                reads=("row_sum_of_p_2",), sums=(("sum", ("mat_sum_of_p",)),),
-            ),
-            Stage(
-                "soap_muon_12", "mat", level=7, scalars=(10,),
-                temps=("mat_div_2", "two_times_mat_div_2", "mat_div_2_times_mat_div_2"), matrices=True,
-                reads=("mat_sum_of_p", "mat_sum_of_p_2_over_rows_times_rows_max_1em12"),
-                stores=("mat_div_2", "two_times_mat_div_2", "mat_div_2_times_mat_div_2"), extents=("rows",),
-                plus=("mat_div_2_times_mat_div_2",), picked=("mat_div_2",),
-            ),
-            Stage(
-                "soap_muon_13", "row", level=7, scalars=(11,),
-                temps=("row_floor_times_sqrt_row_div_max_one", "mat_sum_of_p_3", "mat_sum_of_p_4"), matrices=True,
-                reads=(
-                    "row_sum_of_p_max_1em16", "row_sum_of_u", "two_times_mat_div_2", "row_sum_of_p_2",
-                    "mat_div_2_times_mat_div_2", "row_sum_of_p", "mat_div_2",
-                ),
-                stores=("row_floor_times_sqrt_row_div_max_one",),
-                sums=(("sum", ("mat_sum_of_p_3",)), ("sum", ("mat_sum_of_p_4",))),
-                picked=("row_floor_times_sqrt_row_div_max_one",),
-            ),
-            Stage(
-                "soap_muon_14", "mat", level=7, scalars=(12, 13, 14), temps=("mat_div_4",), matrices=True,
-                reads=("mat_sqrt", "mat_sum_of_p_3", "mat_sum_of_p_2_over_rows_times_rows", "mat_sum_of_p_4"),
-                stores=("mat_div_4",), extents=("rows",),
-            ),
-            Stage(
-                "soap_muon_15", "elem", level=8, scalars=(12, 15, 16, 17, 18, 19), matrices=True,
-                reads=(
-                    "p", "lookahead_avg", "row_floor_times_sqrt_row_div_max_one", "sqrt_one_max_rows_over_columns", "u",
-                    "mat_div_2", "mat_div_4",
-                ),
-                stores=("p", "lookahead_avg"),
-            ),
+            SOAP_MUON_11,
+            SOAP_MUON_12,
+            SOAP_MUON_13,
+            SOAP_MUON_14,
+            SOAP_MUON_15,
         ),
     ),
     Rule(

@@ -4,7 +4,6 @@
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, by_flags
 from optgen.runtime.records.scalars import floor
-from optgen.runtime.reference.eager import larger
 
 
 class Sophia(Optimizer):
@@ -44,49 +43,6 @@ class Sophia(Optimizer):
 
     def __init__(self, params, lr=0.0006, betas=(0.96, 0.99), gamma=0.01, eps=1e-12, weight_decay=0.0, **options):
         super().__init__(params, dict(lr=lr, betas=betas, gamma=gamma, eps=eps, weight_decay=weight_decay), **options)
-
-
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def sophia(stored, lr, beta1, gamma, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1):
-    b = stored.over("p", "g", "exp_avg", "hessian_avg")
-    # -- load and decode
-    p = b.load("p")
-    exp_avg = b.load("exp_avg")
-    g = b.load("g")
-    g = grad_scale * g
-    hessian_avg = b.load("hessian_avg")
-    # -- update  (specs/sophia.py)
-    p = p * one_minus_lr_times_weight_decay          # 24  p = decoupled(p, lr, weight_decay)
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g  # 25  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    # 28  p = p - lr * clip(exp_avg / maximum(gamma * hessian_avg, eps), -1.0, 1.0)
-    p = p - lr * (exp_avg / larger(gamma * hessian_avg, eps)).clamp(min=-1.0).clamp(max=1.0)
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg", exp_avg)
-
-
-def sophia_fresh(
-    stored, lr, beta1, beta2, gamma, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1,
-    one_minus_beta2,
-):
-    b = stored.over("p", "g", "exp_avg", "hessian_avg", "hessian")
-    # -- load and decode
-    p = b.load("p")
-    exp_avg = b.load("exp_avg")
-    g = b.load("g")
-    g = grad_scale * g
-    hessian_avg = b.load("hessian_avg")
-    hessian = b.load("hessian")
-    # -- update  (specs/sophia.py)
-    p = p * one_minus_lr_times_weight_decay                        # 24
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g                # 25
-    # 27  hessian_avg = beta2 * hessian_avg + (1 - beta2) * hessian
-    hessian_avg = beta2 * hessian_avg + one_minus_beta2 * hessian
-    p = p - lr * (exp_avg / larger(gamma * hessian_avg, eps)).clamp(min=-1.0).clamp(max=1.0)  # 28
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg", exp_avg)
-    b.store("hessian_avg", hessian_avg)
 
 
 # Scalars at a step, in fp64, with the new host states behind them.
@@ -131,28 +87,52 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, gamma, eps, weight_decay, h
 # What several of the records below have.
 STATES = (StateRecord("exp_avg"), StateRecord("hessian_avg"), StateRecord("hessian", nearest=True, trait="input"))
 
-# The eager reference, in strict maths.
+# The states, and what of them a step makes.
 RULES = by_flags(
     {"fresh": False},
     RuleRecord(
-        "sophia", "sophia",
-        scalars=("lr", "beta1", "gamma", "eps", "grad_scale", "one_minus_lr_times_weight_decay", "one_minus_beta1"),
-        host=host_scalars, states=STATES, host_states=(("hessian_fed", 0.0),),
+        "sophia", states=STATES, host_states=(("hessian_fed", 0.0),),
         unchanged=(("hessian", "hessian_avg"), ("hessian",)), differs=("hessian_avg", "p"),
         settings=({"fresh": False},),
     ),
     RuleRecord(
-        "sophia", "sophia_fresh",
-        scalars=(
-            "lr", "beta1", "beta2", "gamma", "eps", "grad_scale", "one_minus_lr_times_weight_decay", "one_minus_beta1",
-            "one_minus_beta2",
-        ),
-        host=host_scalars_2, states=STATES, host_states=(("hessian_fed", 0.0),),
+        "sophia", states=STATES, host_states=(("hessian_fed", 0.0),),
         unchanged=(("hessian",), ("hessian", "hessian_avg")), differs=("hessian_avg", "p"), settings=({"fresh": True},),
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: fma, group, reciprocal.
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({"fresh": False},),
+        ("lr", "beta1", "gamma", "eps", "grad_scale", "one_minus_lr_times_weight_decay", "one_minus_beta1"),
+        host=host_scalars,
+        stages=(
+            Stage(
+                "sophia", "elem", level=0, scalars=tuple(range(7)), reads=("p", "g", "exp_avg", "hessian_avg"),
+                stores=("p", "exp_avg"),
+            ),
+        ),
+        strict=True,
+    ),
+    Rule(
+        ({"fresh": True},),
+        (
+            "lr", "beta1", "beta2", "gamma", "eps", "grad_scale", "one_minus_lr_times_weight_decay", "one_minus_beta1",
+            "one_minus_beta2",
+        ),
+        host=host_scalars_2,
+        stages=(
+            Stage(
+                "sophia_fresh", "elem", level=0, scalars=tuple(range(9)),
+                reads=("p", "g", "exp_avg", "hessian_avg", "hessian"), stores=("p", "exp_avg", "hessian_avg"),
+            ),
+        ),
+        strict=True,
+    ),
+)
+
+# The step of kernels, in fast maths; rounding changed by: fma, group, reciprocal.
 STEPS = (
     Rule(
         ({"fresh": False},),

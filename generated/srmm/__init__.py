@@ -35,23 +35,6 @@ class SRMM(Optimizer):
         super().__init__(params, dict(lr=lr, beta=beta, memory_length=memory_length), **options)
 
 
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def srmm(stored, lr, grad_scale, share):
-    b = stored.over("p", "g", "mov_avg_grad")
-    # -- load and decode
-    p = b.load("p")
-    mov_avg_grad = b.load("mov_avg_grad")
-    g = b.load("g")
-    g = grad_scale * g
-    # -- update  (specs/srmm.py)
-    # 21  mov_avg_grad = mov_avg_grad + share * (g - mov_avg_grad)
-    mov_avg_grad = mov_avg_grad + share * (g - mov_avg_grad)
-    p = p - lr * mov_avg_grad                                 # 22  p = p - lr * mov_avg_grad
-    # -- encode and store
-    b.store("p", p)
-    b.store("mov_avg_grad", mov_avg_grad)
-
-
 # Scalars at a step, in fp64, with the new host states behind them.
 def host_scalars(step, grad_scale, *, lr, beta, memory_length):
     # 20  share = where(t > 1, (t - memory_length * floor(t / memory_length) + 1) ** (-beta), 1.0)
@@ -66,25 +49,18 @@ def kernel_scalars(step, grad_scale, *, lr, beta, memory_length):
     return (grad_scale, share, minus_lr)
 
 
-# The eager reference, in strict maths.
-RULES = by_flags(
-    {},
-    RuleRecord(
-        "srmm", "srmm", scalars=("lr", "grad_scale", "share"), host=host_scalars, states=(StateRecord("mov_avg_grad"),),
-    ),
+# What several of the records below have.
+SRMM_2 = Stage(
+    "srmm", "elem", level=0, scalars=(0, 1, 2), reads=("p", "g", "mov_avg_grad"), stores=("p", "mov_avg_grad"),
 )
 
-# The kernels, in fast maths; rounding changed by: fma.
-STEPS = (
-    Rule(
-        ({},), ("grad_scale", "share", "minus_lr"), host=kernel_scalars,
-        stages=(
-            Stage(
-                "srmm", "elem", level=0, scalars=(0, 1, 2), reads=("p", "g", "mov_avg_grad"),
-                stores=("p", "mov_avg_grad"),
-            ),
-        ),
-    ),
-)
+# The states, and what of them a step makes.
+RULES = by_flags({}, RuleRecord("srmm", states=(StateRecord("mov_avg_grad"),)))
+
+# The step in strict maths, as the eager reference makes it.
+STRICT = (Rule(({},), ("lr", "grad_scale", "share"), host=host_scalars, stages=(SRMM_2,), strict=True),)
+
+# The step of kernels, in fast maths; rounding changed by: fma.
+STEPS = (Rule(({},), ("grad_scale", "share", "minus_lr"), host=kernel_scalars, stages=(SRMM_2,)),)
 
 READY = True

@@ -36,24 +36,6 @@ class SRSGD(Optimizer):
         super().__init__(params, dict(lr=lr, weight_decay=weight_decay, restarting_iter=restarting_iter), **options)
 
 
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def srsgd(stored, lr, weight_decay, grad_scale, scalar_0):
-    b = stored.over("p", "g", "ahead")
-    # -- load and decode
-    p = b.load("p")
-    g = b.load("g")
-    g = grad_scale * g
-    ahead = b.load("ahead")
-    # -- update  (specs/srsgd.py)
-    g = g + weight_decay * p            # 20  g = l2(g, p, weight_decay)
-    g_mul = lr * g
-    ahead = scalar_0 * (ahead - g_mul)  # 23  ahead = (k - 1) / (k + 2) * (ahead - lr * g)
-    p = p - g_mul + ahead               # 24  p = p - lr * g + ahead
-    # -- encode and store
-    b.store("p", p)
-    b.store("ahead", ahead)
-
-
 # Scalars at a step, in fp64, with the new host states behind them.
 def host_scalars(step, grad_scale, *, lr, weight_decay, restarting_iter):
     rounds = restarting_iter - 1                         # 21  rounds = restarting_iter - 1
@@ -71,16 +53,21 @@ def kernel_scalars(step, grad_scale, *, lr, weight_decay, restarting_iter):
     return (lr_times_grad_scale, lr_times_weight_decay, scalar_2)
 
 
-# The eager reference, in strict maths.
-RULES = by_flags(
-    {},
-    RuleRecord(
-        "srsgd", "srsgd", scalars=("lr", "weight_decay", "grad_scale", "scalar_0"), host=host_scalars,
-        states=(StateRecord("ahead"),),
+# The states, and what of them a step makes.
+RULES = by_flags({}, RuleRecord("srsgd", states=(StateRecord("ahead"),)))
+
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({},), ("lr", "weight_decay", "grad_scale", "scalar_0"), host=host_scalars,
+        stages=(
+            Stage("srsgd", "elem", level=0, scalars=tuple(range(4)), reads=("p", "g", "ahead"), stores=("p", "ahead")),
+        ),
+        strict=True,
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: distribute, fma, group.
+# The step of kernels, in fast maths; rounding changed by: distribute, fma, group.
 STEPS = (
     Rule(
         ({},), ("lr_times_grad_scale", "lr_times_weight_decay", "scalar_2"), host=kernel_scalars,

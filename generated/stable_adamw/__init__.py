@@ -4,7 +4,6 @@
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp, by_flags
 from optgen.runtime.records.scalars import divide
-from optgen.runtime.reference.eager import larger, sqrt
 
 
 class StableAdamW(Optimizer):
@@ -42,53 +41,6 @@ class StableAdamW(Optimizer):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay), **options)
 
 
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def stable_adamw(
-    stored, grad_scale, beta1_hat, scalar_1, beta2_hat, scalar_3, eps_times_eps, lr, weight_decay, eps,
-):
-
-    # == sweep 1: surprise (specs/stable_adamw.py:24)
-    b = stored.over("g", "exp_avg", "exp_avg_sq")
-    # -- load and decode
-    exp_avg = b.load("exp_avg")
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/stable_adamw.py)
-    exp_avg = beta1_hat * exp_avg + scalar_1 * g            # 22  exp_avg = beta1_hat * exp_avg + (1 - beta1_hat) * g
-    # 23  exp_avg_sq = beta2_hat * exp_avg_sq + (1 - beta2_hat) * g * g
-    exp_avg_sq = beta2_hat * exp_avg_sq + scalar_3 * g * g
-    # -- encode and store
-    tensor_sum_for_surprise_tensor = b.tensor_sum(g * g / larger(exp_avg_sq, eps_times_eps))
-    b.store("exp_avg_sq", exp_avg_sq)
-    b.store("exp_avg", exp_avg)
-
-    # == tensor: values of tensors
-    # -- load and decode
-    tensor_sum_for_surprise = tensor_sum_for_surprise_tensor
-    # -- update  (specs/stable_adamw.py)
-    # 24  surprise = sqrt(mean(g * g / maximum(exp_avg_sq, eps * eps)))
-    surprise = sqrt(tensor_sum_for_surprise / b.extent("elements"))
-    rate = lr / surprise.clamp(min=1.0)                              # 25  rate = lr / maximum(1.0, surprise)
-    # -- encode and store
-    rate_tensor = rate
-    one_minus_rate_times_weight_decay_tensor = 1.0 - rate * weight_decay
-
-    # == sweep 2: the update
-    b = stored.over("p", "exp_avg", "exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    one_minus_rate_times_weight_decay = b.spread(one_minus_rate_times_weight_decay_tensor)
-    rate = b.spread(rate_tensor)
-    exp_avg = b.load("exp_avg")
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/stable_adamw.py)
-    p = p * one_minus_rate_times_weight_decay          # 26  p = decoupled(p, rate, weight_decay)
-    p = p - rate * exp_avg / (sqrt(exp_avg_sq) + eps)  # 27  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + eps)
-    # -- encode and store
-    b.store("p", p)
-
-
 # Scalars at a step, in fp64, with the new host states behind them.
 def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     beta1, beta2 = betas
@@ -101,6 +53,19 @@ def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     scalar_3 = 1 - beta2_hat
     eps_times_eps = eps * eps
     return (grad_scale, beta1_hat, scalar_1, beta2_hat, scalar_3, eps_times_eps, lr, weight_decay, eps)
+
+
+def host_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay):
+    beta1, beta2 = betas
+    common_1 = step - 1
+    # 21  beta2_hat = beta2 * (1 - beta2 ** (t - 1)) / (1 - beta2**t)
+    beta2_hat = divide(beta2 * (1 - beta2**common_1), 1 - beta2**step)
+    scalar_1 = 1 - beta2_hat
+    eps_times_eps = eps * eps
+    # 20  beta1_hat = beta1 * (1 - beta1 ** (t - 1)) / (1 - beta1**t)
+    beta1_hat = divide(beta1 * (1 - beta1**common_1), 1 - beta1**step)
+    scalar_1_2 = 1 - beta1_hat
+    return (grad_scale, beta2_hat, scalar_1, eps_times_eps, lr, weight_decay, eps, beta1_hat, scalar_1_2)
 
 
 def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
@@ -137,23 +102,72 @@ TEMPS = (
     Temp("one_minus_rate_times_weight_decay", "tensor"),
     Temp("rate", "tensor"),
 )
+STABLE_ADAMW_3 = Stage(
+    "stable_adamw_3", "elem", level=2, scalars=(8,),
+    reads=("p", "exp_avg", "exp_avg_sq", "one_minus_rate_times_weight_decay", "rate"), stores=("p",),
+)
 
-# The eager reference, in strict maths.
+# The states, and what of them a step makes.
 RULES = by_flags(
     {},
     RuleRecord(
-        "stable_adamw", "stable_adamw",
-        scalars=(
-            "grad_scale", "beta1_hat", "scalar_1", "beta2_hat", "scalar_3", "eps_times_eps", "lr", "weight_decay",
-            "eps",
-        ),
-        host=host_scalars,
+        "stable_adamw",
         states=(StateRecord("exp_avg", normalized_by="exp_avg_sq"), StateRecord("exp_avg_sq", nonneg=True)),
         early=("exp_avg_sq", "exp_avg"), spaces=("tensor",),
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: fma, group, linear, reciprocal.
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({},),
+        ("grad_scale", "beta1_hat", "scalar_1", "beta2_hat", "scalar_3", "eps_times_eps", "lr", "weight_decay", "eps"),
+        host=host_scalars, temps=TEMPS,
+        stages=(
+            Stage(
+                "stable_adamw_1", "elem", level=0, scalars=tuple(range(6)), temps=("tensor_sum_for_surprise",),
+                reads=("g", "exp_avg", "exp_avg_sq"), stores=("exp_avg", "exp_avg_sq"),
+                sums=(("sum", ("tensor_sum_for_surprise",)),), plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+            ),
+            Stage(
+                "stable_adamw_2", "tensor", level=1, scalars=(6, 7),
+                temps=("rate", "one_minus_rate_times_weight_decay"), reads=("tensor_sum_for_surprise",),
+                stores=("rate", "one_minus_rate_times_weight_decay"), extents=("elements",),
+            ),
+            STABLE_ADAMW_3,
+        ),
+        early=("exp_avg_sq", "exp_avg"), strict=True,
+    ),
+    Rule(
+        ({},),
+        (
+            "grad_scale", "beta2_hat", "scalar_1", "eps_times_eps", "lr", "weight_decay", "eps", "beta1_hat",
+            "scalar_1_2",
+        ),
+        host=host_scalars_2, temps=TEMPS,
+        stages=(
+            Stage(
+                "stable_adamw_late_1", "elem", level=0, scalars=tuple(range(4)), temps=("tensor_sum_for_surprise",),
+                reads=("g", "exp_avg_sq"), sums=(("sum", ("tensor_sum_for_surprise",)),),
+            ),
+            Stage(
+                "stable_adamw_2", "tensor", level=1, scalars=(4, 5),
+                temps=("rate", "one_minus_rate_times_weight_decay"), reads=("tensor_sum_for_surprise",),
+                stores=("rate", "one_minus_rate_times_weight_decay"), extents=("elements",),
+            ),
+            Stage(
+                "stable_adamw_late_3", "elem", level=2, scalars=(6, 0, 7, 8, 1, 2),
+                reads=("p", "g", "exp_avg", "exp_avg_sq", "one_minus_rate_times_weight_decay", "rate"),
+                stores=("p", "exp_avg", "exp_avg_sq"), plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+            ),
+        ),
+        strict=True,
+    ),
+)
+
+# The step of kernels, in fast maths; rounding changed by: fma, group, linear, reciprocal.
 STEPS = (
     Rule(
         ({},),
@@ -175,10 +189,7 @@ STEPS = (
                 stores=("rate", "one_minus_rate_times_weight_decay"), extents=("elements",),
                 plus=("one_minus_rate_times_weight_decay",),
             ),
-            Stage(
-                "stable_adamw_3", "elem", level=2, scalars=(8,),
-                reads=("p", "exp_avg", "exp_avg_sq", "one_minus_rate_times_weight_decay", "rate"), stores=("p",),
-            ),
+            STABLE_ADAMW_3,
         ),
         early=("exp_avg_sq", "exp_avg"),
     ),

@@ -2,11 +2,8 @@
 #     build stable_spam
 # fmt: off
 # ruff: noqa
-import torch
-
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp, by_flags
 from optgen.runtime.records.scalars import divide, floor, maximum, minimum, power, root, where
-from optgen.runtime.reference.eager import put, sqrt
 
 
 class StableSPAM(Optimizer):
@@ -85,166 +82,6 @@ class StableSPAM(Optimizer):
             ),
             **options
         )
-
-
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def stable_spam_2(stored, gamma3, one_minus_gamma3, one_minus_gamma3_pow_t, top_tensor):
-    # -- load and decode
-    max_avg = stored["max_avg"]
-    top = top_tensor
-    # -- update  (specs/stable_spam.py)
-    # 46  max_avg = gamma3 * max_avg + (1 - gamma3) * top
-    max_avg = gamma3 * max_avg + one_minus_gamma3 * top
-    # 47  limit = minimum(max_avg / (1 - gamma3**t), 1e14)
-    limit = (max_avg / one_minus_gamma3_pow_t).clamp(max=100000000000000.0)
-    # -- encode and store
-    limit_tensor = limit
-    limit_over_top_max_1em30_tensor = limit / top.clamp(min=1e-30)
-    put(stored["max_avg"], max_avg)
-    return limit_tensor, limit_over_top_max_1em30_tensor
-
-
-def stable_spam_3(stored, grad_scale, limit_tensor, limit_over_top_max_1em30_tensor):
-    b = stored.over("g")
-    # -- load and decode
-    limit = b.spread(limit_tensor)
-    g = b.load("g")
-    g = grad_scale * g
-    limit_over_top_max_1em30 = b.spread(limit_over_top_max_1em30_tensor)
-    # -- update  (specs/stable_spam.py)
-    # 48  clipped = where(abs(g) > limit, g * (limit / maximum(top, 1e-30)), g)
-    clipped = torch.where(limit < g.abs(), g * limit_over_top_max_1em30, g)
-    # -- encode and store
-    tensor_sum_for_length_tensor = b.tensor_sum(clipped * clipped)
-    return tensor_sum_for_length_tensor
-
-
-def stable_spam_5(
-    stored, eps, grad_scale, scalar_0, one_minus_beta1, scalar_2, one_minus_beta2, scalar_4,
-    one_minus_lr_times_weight_decay, scalar_6, limit_tensor, limit_over_top_max_1em30_tensor,
-    even_over_length_max_1em30_tensor,
-):
-    b = stored.over("p", "g", "exp_avg", "exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    exp_avg = b.load("exp_avg")
-    limit = b.spread(limit_tensor)
-    g = b.load("g")
-    g = grad_scale * g
-    limit_over_top_max_1em30 = b.spread(limit_over_top_max_1em30_tensor)
-    even_over_length_max_1em30 = b.spread(even_over_length_max_1em30_tensor)
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/stable_spam.py)
-    # 59  p = policies.decoupled(p, lr, weight_decay)
-    p = p * one_minus_lr_times_weight_decay
-    clipped = torch.where(limit < g.abs(), g * limit_over_top_max_1em30, g)  # 48
-    # 53  scaled = clipped * (even / maximum(length, 1e-30))
-    scaled = clipped * even_over_length_max_1em30
-    # 56  exp_avg = kept * beta1 * exp_avg + (1 - beta1) * scaled
-    exp_avg = scalar_0 * exp_avg + one_minus_beta1 * scaled
-    # 57  exp_avg_sq = kept * beta2 * exp_avg_sq + (1 - beta2) * scaled * scaled
-    exp_avg_sq = scalar_2 * exp_avg_sq + one_minus_beta2 * scaled * scaled
-    # 58  denom = sqrt(exp_avg_sq) / sqrt(1 - beta2**since) + eps
-    denom = sqrt(exp_avg_sq) / scalar_4 + eps
-    # 60  p = p - lr / (1 - beta1**since) * exp_avg / denom
-    p = p - scalar_6 * exp_avg / denom
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg_sq", exp_avg_sq)
-    b.store("exp_avg", exp_avg)
-
-
-def stable_spam(
-    stored, grad_scale, gamma3, one_minus_gamma3, one_minus_gamma3_pow_t, eps, gamma1, gamma2, one_minus_gamma1,
-    one_minus_gamma2, one_minus_gamma1_pow_t, one_minus_gamma2_pow_t, scalar_0, one_minus_beta1, scalar_2,
-    one_minus_beta2, scalar_4, one_minus_lr_times_weight_decay, scalar_6,
-):
-
-    # == sweep 1: top (specs/stable_spam.py:45)
-    b = stored.over("g")
-    # -- load and decode
-    g = b.load("g")
-    g = grad_scale * g
-    # -- encode and store
-    top_tensor = b.tensor_max(g.abs())
-
-    # == tensor: values of tensors
-    limit_tensor, limit_over_top_max_1em30_tensor = stable_spam_2(
-        stored, gamma3, one_minus_gamma3, one_minus_gamma3_pow_t, top_tensor,
-    )
-
-    # == sweep 2: length (specs/stable_spam.py:49)
-    tensor_sum_for_length_tensor = stable_spam_3(stored, grad_scale, limit_tensor, limit_over_top_max_1em30_tensor)
-
-    # == tensor: values of tensors
-    # -- load and decode
-    norm_avg = stored["norm_avg"]
-    tensor_sum_for_length = tensor_sum_for_length_tensor
-    norm_sq_avg = stored["norm_sq_avg"]
-    # -- update  (specs/stable_spam.py)
-    length = sqrt(tensor_sum_for_length)                                     # 49  length = norm(clipped)
-    # 50  norm_avg = gamma1 * norm_avg + (1 - gamma1) * length
-    norm_avg = gamma1 * norm_avg + one_minus_gamma1 * length
-    # 51  norm_sq_avg = gamma2 * norm_sq_avg + (1 - gamma2) * length * length
-    norm_sq_avg = gamma2 * norm_sq_avg + one_minus_gamma2 * length * length
-    # 52  even = norm_avg / (1 - gamma1**t) / (sqrt(norm_sq_avg / (1 - gamma2**t)) + eps)
-    even = norm_avg / one_minus_gamma1_pow_t / (sqrt(norm_sq_avg / one_minus_gamma2_pow_t) + eps)
-    # -- encode and store
-    even_over_length_max_1em30_tensor = even / length.clamp(min=1e-30)
-    put(stored["norm_avg"], norm_avg)
-    put(stored["norm_sq_avg"], norm_sq_avg)
-
-    # == sweep 3: the update
-    stable_spam_5(
-        stored, eps, grad_scale, scalar_0, one_minus_beta1, scalar_2, one_minus_beta2, scalar_4,
-        one_minus_lr_times_weight_decay, scalar_6, limit_tensor, limit_over_top_max_1em30_tensor,
-        even_over_length_max_1em30_tensor,
-    )
-
-
-def stable_spam_anneals(
-    stored, grad_scale, gamma3, one_minus_gamma3, one_minus_gamma3_pow_t, eps, gamma2, gamma1_2, scalar_1,
-    one_minus_gamma2, scalar_3, one_minus_gamma2_pow_t, scalar_0, scalar_1_2, scalar_2, one_minus_beta2, scalar_4,
-    one_minus_lr_times_weight_decay, scalar_6,
-):
-
-    # == sweep 1: top (specs/stable_spam.py:45)
-    b = stored.over("g")
-    # -- load and decode
-    g = b.load("g")
-    g = grad_scale * g
-    # -- encode and store
-    top_tensor = b.tensor_max(g.abs())
-
-    # == tensor: values of tensors
-    limit_tensor, limit_over_top_max_1em30_tensor = stable_spam_2(
-        stored, gamma3, one_minus_gamma3, one_minus_gamma3_pow_t, top_tensor,
-    )
-
-    # == sweep 2: length (specs/stable_spam.py:49)
-    tensor_sum_for_length_tensor = stable_spam_3(stored, grad_scale, limit_tensor, limit_over_top_max_1em30_tensor)
-
-    # == tensor: values of tensors
-    # -- load and decode
-    norm_avg = stored["norm_avg"]
-    tensor_sum_for_length = tensor_sum_for_length_tensor
-    norm_sq_avg = stored["norm_sq_avg"]
-    # -- update  (specs/stable_spam.py)
-    length = sqrt(tensor_sum_for_length)                                     # 49
-    norm_avg = gamma1_2 * norm_avg + scalar_1 * length  # 50
-    norm_sq_avg = gamma2 * norm_sq_avg + one_minus_gamma2 * length * length  # 51
-    even = norm_avg / scalar_3 / (sqrt(norm_sq_avg / one_minus_gamma2_pow_t) + eps)  # 52
-    # -- encode and store
-    even_over_length_max_1em30_tensor = even / length.clamp(min=1e-30)
-    put(stored["norm_avg"], norm_avg)
-    put(stored["norm_sq_avg"], norm_sq_avg)
-
-    # == sweep 3: the update
-    stable_spam_5(
-        stored, eps, grad_scale, scalar_0, scalar_1_2, scalar_2, one_minus_beta2, scalar_4,
-        one_minus_lr_times_weight_decay, scalar_6, limit_tensor, limit_over_top_max_1em30_tensor,
-        even_over_length_max_1em30_tensor,
-    )
 
 
 # Scalars at a step, in fp64, with the new host states behind them.
@@ -475,13 +312,6 @@ def kernel_scalars_2(
 
 
 # What several of the records below have.
-STATES = (
-    StateRecord("exp_avg", normalized_by="exp_avg_sq"),
-    StateRecord("exp_avg_sq", nonneg=True),
-    StateRecord("max_avg", nonneg=True, space="tensor"),
-    StateRecord("norm_avg", nonneg=True, space="tensor"),
-    StateRecord("norm_sq_avg", nonneg=True, space="tensor"),
-)
 TEMPS = (
     Temp("top", "tensor", reduction="tensor_max", source="elem"),
     Temp("limit", "tensor"),
@@ -499,7 +329,12 @@ STABLE_SPAM_2 = Stage(
 )
 STABLE_SPAM_3 = Stage(
     "stable_spam_3", "elem", level=2, scalars=(0,), temps=("tensor_sum_for_length",),
-    reads=("g", "limit", "limit_over_top_max_1em30"), sums=(("square", ("tensor_sum_for_length",)),),
+    reads=("g", "limit", "limit_over_top_max_1em30"), sums=(("sum", ("tensor_sum_for_length",)),),
+)
+STABLE_SPAM_4 = Stage(
+    "stable_spam_4", "tensor", level=3, scalars=(4, 5, 6, 7, 8, 9, 10), temps=("even_over_length_max_1em30",),
+    reads=("norm_avg", "norm_sq_avg", "tensor_sum_for_length"),
+    stores=("norm_avg", "norm_sq_avg", "even_over_length_max_1em30"), plus=("norm_avg", "norm_sq_avg"),
 )
 STABLE_SPAM_5 = Stage(
     "stable_spam_5", "elem", level=4, scalars=(4, 0, 11, 12, 13, 14, 15, 16, 17),
@@ -507,31 +342,57 @@ STABLE_SPAM_5 = Stage(
     stores=("p", "exp_avg", "exp_avg_sq"), plus=("exp_avg_sq",),
     needs=(("exp_avg_sq", ("g", "exp_avg_sq", "limit", "limit_over_top_max_1em30", "even_over_length_max_1em30")),),
 )
+STABLE_SPAM_ANNEALS_4 = Stage(
+    "stable_spam_anneals_4", "tensor", level=3, scalars=(4, 5, 6, 7, 8, 9, 10), temps=("even_over_length_max_1em30",),
+    reads=("norm_avg", "norm_sq_avg", "tensor_sum_for_length"),
+    stores=("norm_avg", "norm_sq_avg", "even_over_length_max_1em30"), plus=("norm_avg", "norm_sq_avg"),
+)
+STABLE_SPAM_3_2 = Stage(
+    "stable_spam_3", "elem", level=2, scalars=(0,), temps=("tensor_sum_for_length",),
+    reads=("g", "limit", "limit_over_top_max_1em30"), sums=(("square", ("tensor_sum_for_length",)),),
+)
 
-# The eager reference, in strict maths.
+# The states, and what of them a step makes.
 RULES = by_flags(
     {"anneals": False},
     RuleRecord(
-        "stable_spam", "stable_spam",
-        scalars=(
+        "stable_spam",
+        states=(
+            StateRecord("exp_avg", normalized_by="exp_avg_sq"),
+            StateRecord("exp_avg_sq", nonneg=True),
+            StateRecord("max_avg", nonneg=True, space="tensor"),
+            StateRecord("norm_avg", nonneg=True, space="tensor"),
+            StateRecord("norm_sq_avg", nonneg=True, space="tensor"),
+        ),
+        spaces=("tensor",),
+    ),
+)
+
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({"anneals": False},),
+        (
             "grad_scale", "gamma3", "one_minus_gamma3", "one_minus_gamma3_pow_t", "eps", "gamma1", "gamma2",
             "one_minus_gamma1", "one_minus_gamma2", "one_minus_gamma1_pow_t", "one_minus_gamma2_pow_t", "scalar_0",
             "one_minus_beta1", "scalar_2", "one_minus_beta2", "scalar_4", "one_minus_lr_times_weight_decay", "scalar_6",
         ),
-        host=host_scalars, states=STATES, spaces=("tensor",), settings=({"anneals": False},),
+        host=host_scalars, temps=TEMPS,
+        stages=(STABLE_SPAM_1, STABLE_SPAM_2, STABLE_SPAM_3, STABLE_SPAM_4, STABLE_SPAM_5), strict=True,
     ),
-    RuleRecord(
-        "stable_spam", "stable_spam_anneals",
-        scalars=(
+    Rule(
+        ({"anneals": True},),
+        (
             "grad_scale", "gamma3", "one_minus_gamma3", "one_minus_gamma3_pow_t", "eps", "gamma2", "gamma1_2",
             "scalar_1", "one_minus_gamma2", "scalar_3", "one_minus_gamma2_pow_t", "scalar_0", "scalar_1_2", "scalar_2",
             "one_minus_beta2", "scalar_4", "one_minus_lr_times_weight_decay", "scalar_6",
         ),
-        host=host_scalars_2, states=STATES, spaces=("tensor",), settings=({"anneals": True},),
+        host=host_scalars_2, temps=TEMPS,
+        stages=(STABLE_SPAM_1, STABLE_SPAM_2, STABLE_SPAM_3, STABLE_SPAM_ANNEALS_4, STABLE_SPAM_5), strict=True,
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: fma, group, reciprocal.
+# The step of kernels, in fast maths; rounding changed by: fma, group, reciprocal.
 STEPS = (
     Rule(
         ({"anneals": False},),
@@ -542,17 +403,7 @@ STEPS = (
             "scalar_6",
         ),
         host=kernel_scalars, temps=TEMPS,
-        stages=(
-            STABLE_SPAM_1,
-            STABLE_SPAM_2,
-            STABLE_SPAM_3,
-            Stage(
-                "stable_spam_4", "tensor", level=3, scalars=(4, 5, 6, 7, 8, 9, 10),
-                temps=("even_over_length_max_1em30",), reads=("norm_avg", "norm_sq_avg", "tensor_sum_for_length"),
-                stores=("norm_avg", "norm_sq_avg", "even_over_length_max_1em30"), plus=("norm_avg", "norm_sq_avg"),
-            ),
-            STABLE_SPAM_5,
-        ),
+        stages=(STABLE_SPAM_1, STABLE_SPAM_2, STABLE_SPAM_3_2, STABLE_SPAM_4, STABLE_SPAM_5),
     ),
     Rule(
         ({"anneals": True},),
@@ -562,17 +413,7 @@ STEPS = (
             "one_minus_beta2", "scalar_3_2", "scalar_4", "one_minus_lr_times_weight_decay", "scalar_6",
         ),
         host=kernel_scalars_2, temps=TEMPS,
-        stages=(
-            STABLE_SPAM_1,
-            STABLE_SPAM_2,
-            STABLE_SPAM_3,
-            Stage(
-                "stable_spam_anneals_4", "tensor", level=3, scalars=(4, 5, 6, 7, 8, 9, 10),
-                temps=("even_over_length_max_1em30",), reads=("norm_avg", "norm_sq_avg", "tensor_sum_for_length"),
-                stores=("norm_avg", "norm_sq_avg", "even_over_length_max_1em30"), plus=("norm_avg", "norm_sq_avg"),
-            ),
-            STABLE_SPAM_5,
-        ),
+        stages=(STABLE_SPAM_1, STABLE_SPAM_2, STABLE_SPAM_3_2, STABLE_SPAM_ANNEALS_4, STABLE_SPAM_5),
     ),
 )
 

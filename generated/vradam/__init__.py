@@ -4,7 +4,6 @@
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp, by_flags
 from optgen.runtime.records.scalars import divide, maximum, root, where
-from optgen.runtime.reference.eager import smaller, sqrt
 
 
 class VRAdam(Optimizer):
@@ -58,112 +57,6 @@ class VRAdam(Optimizer):
         )
 
 
-# Steps in place, in strict maths; the codecs of a plan load and store.
-def vradam_3(stored, lr, beta3, weight_decay, lr_cutoff, one_minus_beta1_pow_t, model_sum_for_rate_tensor):
-    # -- load and decode
-    model_sum_for_rate = model_sum_for_rate_tensor
-    # -- update  (specs/vradam.py)
-    # 26  rate = lr / (1 + minimum(beta3 * model_dot(along, along), lr_cutoff))
-    rate = lr / (1.0 + smaller(beta3 * model_sum_for_rate, lr_cutoff))
-    # -- encode and store
-    rate_over_one_minus_beta1_pow_t_tensor = rate / one_minus_beta1_pow_t
-    one_minus_rate_times_weight_decay_tensor = 1.0 - rate * weight_decay
-    return rate_over_one_minus_beta1_pow_t_tensor, one_minus_rate_times_weight_decay_tensor
-
-
-def vradam(
-    stored, beta1, beta2, grad_scale, one_minus_beta1, one_minus_beta2, lr, beta3, weight_decay, lr_cutoff,
-    one_minus_beta1_pow_t, eps, sqrt_one_minus_beta2_pow_t,
-):
-
-    # == sweep 1: rate (specs/vradam.py:26)
-    b = stored.over("g", "exp_avg", "exp_avg_sq")
-    # -- load and decode
-    exp_avg = b.load("exp_avg")
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/vradam.py)
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g            # 23  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    # 24  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
-    # -- encode and store
-    tensor_sum_for_rate_tensor = b.tensor_sum(exp_avg * exp_avg)
-    b.store("exp_avg_sq", exp_avg_sq)
-    b.store("exp_avg", exp_avg)
-
-    # == tensor: values of tensors
-    # -- load and decode
-    tensor_sum_for_rate = tensor_sum_for_rate_tensor
-    # -- encode and store
-    model_sum_for_rate_tensor = yield tensor_sum_for_rate
-
-    # == model: values of the model
-    rate_over_one_minus_beta1_pow_t_tensor, one_minus_rate_times_weight_decay_tensor = vradam_3(
-        stored, lr, beta3, weight_decay, lr_cutoff, one_minus_beta1_pow_t, model_sum_for_rate_tensor,
-    )
-
-    # == sweep 2: the update
-    b = stored.over("p", "exp_avg", "exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    one_minus_rate_times_weight_decay = b.spread(one_minus_rate_times_weight_decay_tensor)
-    rate_over_one_minus_beta1_pow_t = b.spread(rate_over_one_minus_beta1_pow_t_tensor)
-    exp_avg = b.load("exp_avg")
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/vradam.py)
-    p = p * one_minus_rate_times_weight_decay  # 27  p = decoupled(p, rate, weight_decay)
-    # 28  p = p - rate / (1 - beta1**t) * exp_avg / (sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps)
-    p = p - rate_over_one_minus_beta1_pow_t * exp_avg / (sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps)
-    # -- encode and store
-    b.store("p", p)
-
-
-def vradam_normgrad(
-    stored, grad_scale, lr, beta3, weight_decay, lr_cutoff, one_minus_beta1_pow_t, beta1, beta2, eps,
-    one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
-):
-
-    # == sweep 1: rate (specs/vradam.py:26)
-    b = stored.over("g")
-    # -- load and decode
-    g = b.load("g")
-    g = grad_scale * g
-    # -- encode and store
-    tensor_sum_for_rate_tensor = b.tensor_sum(g * g)
-
-    # == tensor: values of tensors
-    # -- load and decode
-    tensor_sum_for_rate = tensor_sum_for_rate_tensor
-    # -- encode and store
-    model_sum_for_rate_tensor = yield tensor_sum_for_rate
-
-    # == model: values of the model
-    rate_over_one_minus_beta1_pow_t_tensor, one_minus_rate_times_weight_decay_tensor = vradam_3(
-        stored, lr, beta3, weight_decay, lr_cutoff, one_minus_beta1_pow_t, model_sum_for_rate_tensor,
-    )
-
-    # == sweep 2: the update
-    b = stored.over("p", "g", "exp_avg", "exp_avg_sq")
-    # -- load and decode
-    p = b.load("p")
-    one_minus_rate_times_weight_decay = b.spread(one_minus_rate_times_weight_decay_tensor)
-    rate_over_one_minus_beta1_pow_t = b.spread(rate_over_one_minus_beta1_pow_t_tensor)
-    exp_avg = b.load("exp_avg")
-    g = b.load("g")
-    g = grad_scale * g
-    exp_avg_sq = b.load("exp_avg_sq")
-    # -- update  (specs/vradam.py)
-    p = p * one_minus_rate_times_weight_decay                  # 27
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g            # 23
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g  # 24
-    p = p - rate_over_one_minus_beta1_pow_t * exp_avg / (sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps)  # 28
-    # -- encode and store
-    b.store("p", p)
-    b.store("exp_avg_sq", exp_avg_sq)
-    b.store("exp_avg", exp_avg)
-
-
 # Scalars at a step, in fp64, with the new host states behind them.
 def host_scalars(step, grad_scale, *, lr, betas, beta3, eps, weight_decay, lr_cutoff):
     beta1, beta2 = betas
@@ -178,6 +71,18 @@ def host_scalars(step, grad_scale, *, lr, betas, beta3, eps, weight_decay, lr_cu
 
 
 def host_scalars_2(step, grad_scale, *, lr, betas, beta3, eps, weight_decay, lr_cutoff):
+    beta1, beta2 = betas
+    one_minus_beta1 = 1 - beta1
+    one_minus_beta1_pow_t = 1 - beta1**step
+    one_minus_beta2 = 1 - beta2
+    sqrt_one_minus_beta2_pow_t = root(1 - beta2**step)
+    return (
+        beta1, grad_scale, one_minus_beta1, lr, beta3, weight_decay, lr_cutoff, one_minus_beta1_pow_t, beta2, eps,
+        one_minus_beta2, sqrt_one_minus_beta2_pow_t,
+    )
+
+
+def host_scalars_3(step, grad_scale, *, lr, betas, beta3, eps, weight_decay, lr_cutoff):
     beta1, beta2 = betas
     one_minus_beta1_pow_t = 1 - beta1**step
     one_minus_beta1 = 1 - beta1
@@ -248,29 +153,117 @@ VRADAM_2 = Stage(
     stores=("model_sum_for_rate",), picked=("model_sum_for_rate",),
 )
 
-# The eager reference, in strict maths.
+# The states, and what of them a step makes.
 RULES = by_flags(
     {"normgrad": False},
     RuleRecord(
-        "vradam", "vradam",
-        scalars=(
+        "vradam", states=STATES, early=("exp_avg_sq", "exp_avg"), spaces=("model",), settings=({"normgrad": False},),
+    ),
+    RuleRecord("vradam", states=STATES, spaces=("model",), settings=({"normgrad": True},)),
+)
+
+# The step in strict maths, as the eager reference makes it.
+STRICT = (
+    Rule(
+        ({"normgrad": False},),
+        (
             "beta1", "beta2", "grad_scale", "one_minus_beta1", "one_minus_beta2", "lr", "beta3", "weight_decay",
             "lr_cutoff", "one_minus_beta1_pow_t", "eps", "sqrt_one_minus_beta2_pow_t",
         ),
-        host=host_scalars, states=STATES, early=("exp_avg_sq", "exp_avg"), spaces=("model",),
-        settings=({"normgrad": False},),
+        host=host_scalars, temps=TEMPS,
+        stages=(
+            Stage(
+                "vradam_1", "elem", level=0, scalars=tuple(range(5)), temps=("tensor_sum_for_rate",),
+                reads=("g", "exp_avg", "exp_avg_sq"), stores=("exp_avg", "exp_avg_sq"),
+                sums=(("sum", ("tensor_sum_for_rate",)),), plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+            ),
+            VRADAM_2,
+            Stage(
+                "vradam_3", "model", level=3, scalars=(5, 6, 7, 8, 9),
+                temps=("rate_over_one_minus_beta1_pow_t", "one_minus_rate_times_weight_decay"),
+                reads=("model_sum_for_rate",),
+                stores=("rate_over_one_minus_beta1_pow_t", "one_minus_rate_times_weight_decay"),
+                plus=("rate_over_one_minus_beta1_pow_t",),
+            ),
+            Stage(
+                "vradam_4", "elem", level=4, scalars=(10, 11),
+                reads=(
+                    "p", "exp_avg", "exp_avg_sq", "one_minus_rate_times_weight_decay",
+                    "rate_over_one_minus_beta1_pow_t",
+                ),
+                stores=("p",),
+            ),
+        ),
+        early=("exp_avg_sq", "exp_avg"), strict=True,
     ),
-    RuleRecord(
-        "vradam", "vradam_normgrad",
-        scalars=(
+    Rule(
+        ({"normgrad": False},),
+        (
+            "beta1", "grad_scale", "one_minus_beta1", "lr", "beta3", "weight_decay", "lr_cutoff",
+            "one_minus_beta1_pow_t", "beta2", "eps", "one_minus_beta2", "sqrt_one_minus_beta2_pow_t",
+        ),
+        host=host_scalars_2, temps=TEMPS,
+        stages=(
+            Stage(
+                "vradam_late_1", "elem", level=0, scalars=(0, 1, 2), temps=("tensor_sum_for_rate",),
+                reads=("g", "exp_avg"), sums=(("sum", ("tensor_sum_for_rate",)),),
+            ),
+            VRADAM_2,
+            Stage(
+                "vradam_3", "model", level=3, scalars=(3, 4, 5, 6, 7),
+                temps=("rate_over_one_minus_beta1_pow_t", "one_minus_rate_times_weight_decay"),
+                reads=("model_sum_for_rate",),
+                stores=("rate_over_one_minus_beta1_pow_t", "one_minus_rate_times_weight_decay"),
+                plus=("rate_over_one_minus_beta1_pow_t",),
+            ),
+            Stage(
+                "vradam_late_4", "elem", level=4, scalars=(0, 8, 9, 1, 2, 10, 11),
+                reads=(
+                    "p", "g", "exp_avg", "exp_avg_sq", "one_minus_rate_times_weight_decay",
+                    "rate_over_one_minus_beta1_pow_t",
+                ),
+                stores=("p", "exp_avg", "exp_avg_sq"), plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+            ),
+        ),
+        strict=True,
+    ),
+    Rule(
+        ({"normgrad": True},),
+        (
             "grad_scale", "lr", "beta3", "weight_decay", "lr_cutoff", "one_minus_beta1_pow_t", "beta1", "beta2", "eps",
             "one_minus_beta1", "one_minus_beta2", "sqrt_one_minus_beta2_pow_t",
         ),
-        host=host_scalars_2, states=STATES, spaces=("model",), settings=({"normgrad": True},),
+        host=host_scalars_3, temps=TEMPS,
+        stages=(
+            Stage(
+                "vradam_normgrad_1", "elem", level=0, scalars=(0,), temps=("tensor_sum_for_rate",), reads=("g",),
+                sums=(("sum", ("tensor_sum_for_rate",)),),
+            ),
+            VRADAM_2,
+            Stage(
+                "vradam_3", "model", level=3, scalars=(1, 2, 3, 4, 5),
+                temps=("rate_over_one_minus_beta1_pow_t", "one_minus_rate_times_weight_decay"),
+                reads=("model_sum_for_rate",),
+                stores=("rate_over_one_minus_beta1_pow_t", "one_minus_rate_times_weight_decay"),
+                plus=("rate_over_one_minus_beta1_pow_t",),
+            ),
+            Stage(
+                "vradam_late_4", "elem", level=4, scalars=(6, 7, 8, 0, 9, 10, 11),
+                reads=(
+                    "p", "g", "exp_avg", "exp_avg_sq", "one_minus_rate_times_weight_decay",
+                    "rate_over_one_minus_beta1_pow_t",
+                ),
+                stores=("p", "exp_avg", "exp_avg_sq"), plus=("exp_avg_sq",),
+                needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
+            ),
+        ),
+        strict=True,
     ),
 )
 
-# The kernels, in fast maths; rounding changed by: eps, fma, group, reciprocal, step.
+# The step of kernels, in fast maths; rounding changed by: eps, fma, group, reciprocal, step.
 STEPS = (
     Rule(
         ({"normgrad": False},),

@@ -35,7 +35,7 @@ def cpp(text: str) -> str:
 def _numbered(text: str, mark: str, alone: bool) -> Iterator[str]:
     """Yield lines of text in which the author's lines stand once, and their numbers at every further place.
 
-    alone  numbers have no lines beside them: the eager text of a rule has these
+    alone  numbers have no lines beside them: the strict tiles of a rule have these
     """
     seen: set[str] = set()
     number = ""

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from optgen.backends.codec import ROOT, Codec, X
 from optgen.backends.cpp import KEPT, STORED, CppPrinter, Phases, assigned, keep, read_kept, stored, tables, type_of
 from optgen.backends.cpp_text import NAMES, reached
 from optgen.backends.printer import computed, with_comments
-from optgen.backends.reference import ROOT, Codec, X
 from optgen.backends.triton_text import C
 from optgen.ir import node as ir
 from optgen.ir.node import Node, postorder

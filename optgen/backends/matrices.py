@@ -111,5 +111,4 @@ def matrix_function(schedule: Schedule, name: str) -> list[str]:
 
 def needs(functions: Iterable[Sequence[str]]) -> list[str]:
     """Return the names that functions' lines want from optgen.runtime.reference.matrices."""
-    # Eager text has newton_schulz from elsewhere.
-    return called(sorted({"averaged", "wide", "zero_product", *CALLS} - {"newton_schulz"}), chain(*functions))
+    return called(sorted({"averaged", "wide", "zero_product", *CALLS}), chain(*functions))

@@ -192,3 +192,29 @@ def _number(node: Node) -> Node:
 
 computed = Rewriter(_number)
 """Replaces functions of numbers alone by the number."""
+
+
+TITLES = {"decode": "load and decode", "update": "update", "encode": "encode and store"}
+
+
+def bound_lines(sweep_lets: tuple[Let, ...], printer: Printer) -> dict[str, list[tuple[str, str]]]:
+    """Stage -> (code, comment) of every let, binding their names as they come."""
+    lines: dict[str, list[tuple[str, str]]] = {"decode": [], "update": [], "encode": []}
+    for let in sweep_lets:
+        lines[let.stage].append((f"{let.name} = {printer.bind(let)}", comment_of(let)))
+    return lines
+
+
+def assemble(lines: dict[str, list[tuple[str, str]]], source: str = "") -> list[str]:
+    """The kernel's three blocks, each under its title."""
+    out: list[str] = []
+    for stage, title in TITLES.items():
+        if lines[stage]:
+            out.append(f"# -- {title}" + (f"  ({source})" if stage == "update" and source else ""))
+            out += with_comments(lines[stage])
+    return out
+
+
+def listed(name: str, numbers: tuple[float, ...]) -> list[str]:
+    """A tuple of numbers under a name, lines of text."""
+    return wrapped(f"{name} = (", [shortest(x) for x in numbers], ")", whole=120, limit=119)

@@ -13,8 +13,18 @@ import textwrap
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from optgen.backends import triton
-from optgen.backends.printer import ATOM, Printer, Text, called, computed, with_comments, wrapped
-from optgen.backends.reference import ROOT, Codec, Known, X, assemble, bound_lines, lets_of, reading
+from optgen.backends.codec import ROOT, Codec, Known, X, lets_of, reading
+from optgen.backends.printer import (
+    ATOM,
+    Printer,
+    Text,
+    assemble,
+    bound_lines,
+    called,
+    computed,
+    with_comments,
+    wrapped,
+)  # fmt: skip
 from optgen.backends.triton import TritonPrinter
 from optgen.ir.node import Node, postorder
 from optgen.ir.program import Let, Program, Schedule, Step, Store
@@ -110,6 +120,16 @@ def sweep_functions(schedule: Schedule, kernel: str, nonneg: Collection[str], so
     nonneg  states of which no value is negative
     """
     program = schedule.program
+    scalars = triton.scalars(program)
+    args = ["table", "work", *(f"{h}: tl.float32" for h in scalars), "step_key: tl.int32", "SWEEP: tl.constexpr"]
+    call = ["table", "work", f"{kernel}_tile", "SWEEP", *triton.in_tuple(scalars), "step_key"]
+    out = [*tile_function(schedule, kernel, nonneg, source), "", "", triton.ENTRY]
+    return [*out, *wrapped(f"def {kernel}_sweep(", args), *(f"    {x}" for x in wrapped("walk(", call, close=")"))]
+
+
+def tile_function(schedule: Schedule, kernel: str, nonneg: Collection[str], source: str) -> list[str]:
+    """The tile function of a sweep, with the functions that look numbers up for it."""
+    program = schedule.program
     printer = RulePrinter(schedule, nonneg)
 
     def reading(let: Let) -> str:
@@ -125,12 +145,7 @@ def sweep_functions(schedule: Schedule, kernel: str, nonneg: Collection[str], so
     given = ["PLAN: tl.constexpr", *names, *sizes, *host, "live", "MASKED: tl.constexpr"]
     out = [*triton.tables(program, "table"), "@triton.jit", *wrapped(f"def {kernel}_tile(", given)]
     out.append(f'    """{_made(schedule)}"""')
-    out += [f"    {line}" for line in assemble(lines, source) if not line.startswith("# -- ")]
-    scalars = triton.scalars(program)
-    args = ["table", "work", *(f"{h}: tl.float32" for h in scalars), "step_key: tl.int32", "SWEEP: tl.constexpr"]
-    out += ["", "", triton.ENTRY, *wrapped(f"def {kernel}_sweep(", args)]
-    call = ["table", "work", f"{kernel}_tile", "SWEEP", *triton.in_tuple(scalars), "step_key"]
-    return [*out, *(f"    {x}" for x in wrapped("walk(", call, close=")"))]
+    return out + [f"    {line}" for line in assemble(lines, source) if not line.startswith("# -- ")]
 
 
 def _made(schedule: Schedule) -> str:
@@ -175,10 +190,8 @@ def level_functions(stages: Sequence[tuple[str, Schedule]], known: dict[str, str
     host: dict[str, None] = {}
     calls = []
     for k, (kernel, schedule) in enumerate(stages):
-        given, text = _values(schedule)
-        function = known.setdefault("\n".join([*given, *text]), f"{kernel}_values")
-        if function == f"{kernel}_values":
-            out += ["@triton.jit", *wrapped(f"def {function}(", given), *text, "", ""]
+        function, text = values_function(schedule, kernel, known)
+        out += [*text, "", ""] if text else []
         scalars = triton.scalars(schedule.program)
         host |= dict.fromkeys(scalars)
         taken = ["table", "work", function, "LEVEL", str(k), *triton.in_tuple(scalars)]
@@ -186,6 +199,17 @@ def level_functions(stages: Sequence[tuple[str, Schedule]], known: dict[str, str
     args = ["table", "work", *(f"{h}: tl.float32" for h in host), "LEVEL: tl.constexpr"]
     out += ["@triton.jit", *wrapped(f"def {stages[0][0]}_between(", args)]
     return [*out, *calls]
+
+
+def values_function(schedule: Schedule, kernel: str, known: dict[str, str]) -> tuple[str, list[str]]:
+    """The name and the lines of the function of a stage of small work; no lines where an equal one stands already.
+
+    known  as in level_functions
+    """
+    given, text = _values(schedule)
+    function = known.setdefault("\n".join([*given, *text]), f"{kernel}_values")
+    new = function == f"{kernel}_values"
+    return function, ["@triton.jit", *wrapped(f"def {function}(", given), *text] if new else []
 
 
 def _values(schedule: Schedule) -> tuple[list[str], list[str]]:

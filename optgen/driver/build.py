@@ -27,7 +27,7 @@ from optgen.base import ready
 from optgen.base.errors import UserError
 from optgen.base.loc import relative
 from optgen.driver import emit, judge, load, swap, targets
-from optgen.driver.eager_text import PLANS, is_ready
+from optgen.driver.plan_formats import PLANS, is_ready
 from optgen.driver.project import DEFAULT_PLANS, Config, Maths, Wish, once, placed, plan_wishes, read_config, wishes
 from optgen.formats.plan import Plan
 from optgen.lang.spec import Spec

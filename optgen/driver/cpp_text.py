@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from optgen import passes
 from optgen.backends import columns, cpp_codecs, cpp_text
-from optgen.driver import eager_text, kernel_text, targets, triton_text
+from optgen.driver import kernel_text, plan_formats, targets, triton_text
 from optgen.driver.project import Maths
 from optgen.formats.plan import Plan
 from optgen.ir.node import Node, Rewriter, is_const, op
@@ -57,7 +57,7 @@ def codec_text(plan: Plan, maths: Maths, others: Sequence[Plan] = ()) -> str:
     """Return the text of a plan's C++ codecs, with the names of those that stand in the files of `others`."""
     every = list(triton_text.codecs(plan, maths))
     alone = {name for name, codec, _, _ in every if not cpp_codecs.table_lines([codec])}
-    known = {name: there for name, there in eager_text.shared(plan, others).items() if name in alone}
+    known = {name: there for name, there in plan_formats.shared(plan, others).items() if name in alone}
     found = [codec for codec in every if codec[0] not in known]
     structs = [table] if (table := cpp_codecs.table_lines(codec for _, codec, _, _ in found)) else []
     names = {name for name, _, _, _ in every}

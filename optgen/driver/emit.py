@@ -11,8 +11,8 @@ from pathlib import Path
 
 from optgen.backends import columns, wrapper
 from optgen.base.errors import UserError
-from optgen.driver import cpp_text, eager_text, judge, load, record_text, targets, triton_text
-from optgen.driver.eager_text import PLANS, is_ready
+from optgen.driver import cpp_text, judge, load, record_text, steps, targets, triton_text
+from optgen.driver.plan_formats import PLANS, is_ready
 from optgen.driver.project import Maths
 from optgen.formats.plan import Plan
 from optgen.lang.declare import INPUT
@@ -47,7 +47,12 @@ BACKENDS = {
         lambda plan, maths, others: {cpp_text.CODECS: cpp_text.codec_text(plan, maths, others)},
         (cpp_text.FILE, cpp_text.CODECS),
     ),
-    "reference": Backend(lambda spec, maths: {}),  # beside the class, which needs it everywhere
+    "reference": Backend(
+        lambda spec, maths: {triton_text.STRICT: triton_text.tile_text(spec)},
+        lambda plan, maths, others: {
+            triton_text.STRICT: triton_text.codec_text(plan, "strict", others, triton_text.STRICT)
+        },
+    ),
 }
 """Name -> backend."""
 
@@ -152,7 +157,7 @@ def findings_text(specs: Iterable[Spec]) -> str:
 
 def plan_files(plan: Plan, maths: Maths = "fast", others: Sequence[Plan] = ()) -> Files:
     """Return file name -> text of a plan's package: its record and its codecs, but for those that `others` have."""
-    files = {record_text.PLAN: record_text.plan_text(plan, maths, others)}
+    files = {record_text.PLAN: record_text.plan_text(plan, maths)}
     for backend in BACKENDS.values():
         files |= backend.plan(plan, maths, others)
     return files
@@ -165,18 +170,20 @@ def emit_class(spec: Spec, plans: tuple[str, ...], own: Mapping[str, str], maths
     """
     row = class_row(spec, plans, own)
     doc = "\n    ".join(line.rstrip() for line in row.doc.strip().splitlines()) or f"The rule {row.module}."
-    (eager, steps), (kinds, scalars, records) = eager_text.rule_lines(spec, maths), record_text.rule_lines(spec, maths)
-    code = compile("\n".join(["import torch", *scalars, *eager, *steps, *records]), row.source, "exec")
-    for name in {row.name, *plans, Path(triton_text.FILE).stem} & {*kinds, *code.co_names}:
+    called, functions = steps.matrix_lines(spec, maths)
+    kinds, scalars, records = record_text.rule_lines(spec, maths)
+    code = compile("\n".join(["import torch", *scalars, *called, *functions, *records]), row.source, "exec")
+    modules = {Path(file).stem for file in (triton_text.FILE, triton_text.STRICT)}
+    for name in ({row.name, *plans, *modules} & {*kinds, *code.co_names}) | ({*plans} & modules):
         raise UserError("E115", loc=spec.loc, name=name, why="something else in the generated module has it")
-    uses_torch = any("torch." in line for line in steps)
+    uses_torch = any("torch." in line for line in functions)
     mark = targets.mark(spec.loc.file, f"{spec.name} · sha256 {row.digest} · rebuild: optgen build {spec.name}")
     kinds += ["Flag", "Hyper", *(["Series"] if any(h.series for h in row.hypers) else [])]
     first = ["from optgen.runtime.sharpness import TwoPhase", f"from .ascent import {row.ascent}"]
     kinds, first = (kinds, first) if row.ascent else ([*kinds, "Optimizer"], [])
-    imports = [wrapper.imported(sorted(kinds), "optgen.runtime"), *first, *scalars, *eager]
+    imports = [wrapper.imported(sorted(kinds), "optgen.runtime"), *first, *scalars, *called]
     head = wrapper.render("optim.py.j2", mark=mark, c=row, doc=doc, torch=uses_torch, imports=imports)
-    return "\n".join([head[:-1], *steps, *records, *(["", "READY = True"] if is_ready(spec) else [])]) + "\n"
+    return "\n".join([head[:-1], *functions, *records, *(["", "READY = True"] if is_ready(spec) else [])]) + "\n"
 
 
 READY_STUB = '''"""The ready-made optimizers: `from optgen.optim import AdamW`."""

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from optgen import passes
 from optgen.backends import columns, host, matrices, triton, triton_text, wrapper
 from optgen.base.names import unique
-from optgen.driver import eager_text, explain, kernel_text, targets
+from optgen.driver import explain, kernel_text, plan_formats, targets
 from optgen.driver.pool import Pool
 from optgen.driver.project import Maths
 from optgen.driver.steps import rule_step
@@ -124,7 +124,7 @@ def _filled(parts: Sequence[tuple[str, Any]], indent: str, apart: bool) -> Itera
 
 def rules(spec: Spec) -> tuple[RuleRecord, ...]:
     """Return the records of a rule, one for every setting of its flags."""
-    return by_flags(_usual(spec), *_rules(spec)[1])
+    return by_flags(_usual(spec), *_rules(spec))
 
 
 def _usual(spec: Spec) -> Mapping[str, bool]:
@@ -132,10 +132,9 @@ def _usual(spec: Spec) -> Mapping[str, bool]:
 
 
 @lru_cache(maxsize=64)
-def _rules(spec: Spec) -> tuple[Pool, tuple[RuleRecord, ...]]:
-    """Return the host functions of a rule in strict maths, and its records."""
-    pool = Pool()
-    return pool, tuple(_merged(_rule(spec, flags, pool) for flags in spec.settings()))
+def _rules(spec: Spec) -> tuple[RuleRecord, ...]:
+    """Return the records of a rule, those of settings that differ in nothing else as one."""
+    return tuple(_merged(_rule(spec, flags) for flags in spec.settings()))
 
 
 R = TypeVar("R", Rule, RuleRecord)
@@ -172,7 +171,7 @@ def _place(names: Sequence[str]) -> Callable[[tuple[str, bool]], int]:
     return lambda pair: names.index(pair[0])
 
 
-def _rule(spec: Spec, flags: Mapping[str, bool], pool: Pool) -> RuleRecord:
+def _rule(spec: Spec, flags: Mapping[str, bool]) -> RuleRecord:
     step, program = rule_step(spec, flags), lower_rule(spec, flags)
     recurrences = targets.recurrences_of(spec, tuple(sorted(flags.items())))
     states = [
@@ -182,13 +181,8 @@ def _rule(spec: Spec, flags: Mapping[str, bool], pool: Pool) -> RuleRecord:
         )
         for s in spec.present(flags)
     ]
-    make = partial(host.scalars_function, kernel_text.host_program(step), kernel_text.unpack_of(spec))
-    function: Any = Name(pool.add("host_scalars", make))
     return RuleRecord(
         name=spec.name,
-        step=eager_text.function_of(spec, flags),
-        scalars=tuple(let.name for let in step.host),
-        host=function,
         states=tuple(states),
         host_states=program.host_states,
         unchanged=tuple(tuple(sorted(spec.unchanged(at))) for at in spec.at_steps(flags)),
@@ -210,13 +204,14 @@ def _spaces(program: Program) -> Iterator[str]:
         yield "call"
 
 
-def steps(spec: Spec, maths: Maths, pool: Pool) -> tuple[Rule, ...]:
-    """Return the steps of a rule's kernels, one for settings whose steps are equal; host functions go to `pool`."""
+def steps(spec: Spec, maths: Maths, pool: Pool, named: str = "kernel_scalars") -> tuple[Rule, ...]:
+    """Return the steps of a rule's kernels, one for settings whose steps are equal; host functions go to `pool` under
+    that name."""
     nonneg = {s.name for s in spec.states if s.nonneg}
     found: list[Rule] = []
     for s in kernel_text.rule_kernels(spec, maths).settings:
         make = partial(host.scalars_function, kernel_text.host_program(s.step), kernel_text.unpack_of(spec))
-        function: Any = Name(pool.add("kernel_scalars", make))
+        function: Any = Name(pool.add(named, make))
         step = Rule(
             settings=(s.flags,),
             scalars=tuple(let.name for let in s.step.host),
@@ -230,11 +225,14 @@ def steps(spec: Spec, maths: Maths, pool: Pool) -> tuple[Rule, ...]:
     return tuple(_merged(found))
 
 
-def _shared(found: Sequence[Rule | RuleRecord]) -> tuple[list[str], list[Any]]:
-    """Return constants for what several records have alike, as lines of text, and the records with their names."""
+def _shared(found: Sequence[Rule | RuleRecord], taken: str) -> tuple[list[str], list[Any]]:
+    """Return constants for what several records have alike, as lines of text, and the records with their names.
+
+    taken  the name of the class
+    """
     every = [(k, x) for record in found for k, x in _shareable(record)]
     counts = Counter(line(x) for _, x in every)
-    names: dict[str, str] = {"": "RULES", " ": "STEPS"}
+    names: dict[str, str] = {" " * k: x for k, x in enumerate(("RULES", "STRICT", "STEPS", taken))}
     lines: list[str] = []
     for wanted, x in every:
         text = line(x)
@@ -319,22 +317,24 @@ def rule_text(spec: Spec, maths: Maths) -> str:
 
 def rule_lines(spec: Spec, maths: Maths) -> tuple[list[str], list[str], list[str]]:
     """Return the names that a rule's records import from optgen.runtime, their other imports, and their text."""
-    strict, found = _rules(spec)
-    pool = Pool(dict(strict.names), list(strict.functions))
-    made = steps(spec, maths, pool)
-    names = ["Rule", "RuleRecord", "Stage", "StateRecord", *(["Temp"] if any(step.temps for step in made) else [])]
-    names += ["by_flags"]
+    found, pool = _rules(spec), Pool()
+    exact = steps(spec, "strict", pool, "host_scalars")
+    made = () if maths == "strict" else steps(spec, maths, pool)
+    temps = any(step.temps for step in (*exact, *made))
+    names = ["Rule", "RuleRecord", "Stage", "StateRecord", *(["Temp"] if temps else []), "by_flags"]
     called = host.needs(pool.functions)
     imports = [wrapper.imported(called, "optgen.runtime.records.scalars")] if called else []
     body = ["", "", "# Scalars at a step, in fp64, with the new host states behind them."]
     texts = [columns.python("\n".join(function)).split("\n") for function in pool.functions]
     body += [line for text in texts for line in ("", "", *text)][2:]
-    constants, short = _shared([*found, *made])
+    constants, short = _shared([*found, *exact, *made], spec.class_name)
     body += ["", "", *(["# What several of the records below have.", *constants, ""] if constants else [])]
-    body += ["# The eager reference, in strict maths."]
+    body += ["# The states, and what of them a step makes."]
     body += written("RULES = ", Call("by_flags", (_usual(spec), *short[: len(found)])))
-    body += ["", f"# The kernels, in {maths} maths{_rounding(spec, maths)}."]
-    body += written("STEPS = ", tuple(short[len(found) :]))
+    body += ["", "# The step in strict maths, as the eager reference makes it."]
+    body += written("STRICT = ", tuple(short[len(found) : len(found) + len(exact)]))
+    body += ["", f"# The step of kernels, in {maths} maths{_rounding(spec, maths)}."]
+    body += written("STEPS = ", tuple(short[len(found) + len(exact) :])) if made else ["STEPS = STRICT"]
     return names, imports, body
 
 
@@ -348,13 +348,14 @@ def _rounding(spec: Spec, maths: Maths) -> str:
 # -- plans
 
 
-def plan_text(plan: Plan, maths: Maths = "fast", others: Sequence[Plan] = ()) -> str:
-    """Return the text of a plan's package: how it keeps an element, its eager codecs, and its record."""
+def plan_text(plan: Plan, maths: Maths = "fast") -> str:
+    """Return the text of a plan's package: how it keeps an element, and its record."""
     doc = [f'"""{plan.doc}', "", *(f"    {x}" for x in explain.storage_lines(explain.of_plan(plan))), '"""']
     text = list(written("PLAN = ", plan_record(plan, maths)))
     known = ("Field", "FormatRecord", "PlanRecord", "Stage", "Temp", "Whole")
     names = [name for name in known if any(f"{name}(" in line for line in text)]
-    return eager_text.codec_text(plan, others, doc, [f"from optgen.runtime import {', '.join(names)}"], text)
+    head = [*doc, targets.mark(plan.loc.file, f"plan {plan.name}"), "# fmt: off", "# ruff: noqa"]
+    return "\n".join([*head, f"from optgen.runtime import {', '.join(names)}", "", *text]) + "\n"
 
 
 def plan_record(plan: Plan, maths: Maths = "fast") -> PlanRecord:
@@ -375,13 +376,13 @@ def _format(plan: Plan, fmt: Format, maths: Maths) -> FormatRecord:
     fields = tuple(_field(name, f) for name, f in zip(_names(found), found.fields().values(), strict=True))
     vector, work = fmt.of_vectors(), whole_work(found, maths)
     return FormatRecord(
-        codec=eager_text.codec_of(plan, found),
+        codec=plan_formats.codec_of(plan, found),
         fields=fields,
         noise=found.noise_bits,
         relative=found.relative,
         positive=found.positive,
         matrix=found.matrix,
-        nearest=eager_text.codec_of(plan, fmt.rounded("nearest")) if fmt.rounding == "auto" else None,
+        nearest=plan_formats.codec_of(plan, fmt.rounded("nearest")) if fmt.rounding == "auto" else None,
         vector=None if vector == fmt else _format(plan, vector, maths),
         whole=None if work is None else work.record,
     )
@@ -399,7 +400,7 @@ def _names(fmt: Format) -> list[str]:
 class WholeWork:
     """The small work for states in one format, as a record and as schedules.
 
-    reads, given  buffers of the codec's programs that its functions take; see `optgen.backends.reference.Codec`
+    reads, given  buffers of the codec's programs that its functions take; see `optgen.backends.codec.Codec`
     """
 
     record: Whole

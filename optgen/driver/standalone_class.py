@@ -2,81 +2,38 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from optgen.runtime.layout.layout import column_dims, field_shape, matrix_shape
-from optgen.runtime.records import Eager
+from optgen.runtime.records import Stage, Variant
 from optgen.runtime.records.keys import step_key, stream_key
+from optgen.runtime.reference import matrices
 from optgen.runtime.reference.eager import scalars
-from optgen.runtime.reference.stored import Stored, encode
+from optgen.runtime.reference.matrix_codecs import CODECS
+from optgen.runtime.reference.run import EagerStep, Storage, Tensors, few_shape, write
+
+HERE: Any = sys.modules[__name__]
+"""The file: its functions are attributes."""
 
 
-@dataclass(frozen=True)
-class Field:
-    """One stored tensor; entries of `width` bits per `per` elements, `zero` is the entry that decodes to 0."""
-
-    name: str
-    dtype: str
-    per: int = 1
-    zero: float = 0
-    state: str = ""
-    width: int = 1
-    space: str = "elem"
-    matrix: Any = "last"
-    shared: bool = False
-    rank: int = 0  # files have no states of low rank, and no parts of matrix states
-    part: str = ""
-
-    @property
-    def wide(self) -> bool:
-        return self.space == "elem" or self.shared
-
-    @property
-    def owner(self) -> str:
-        return self.state or self.name
-
-
-@dataclass(frozen=True)
-class Variant:
-    """The step for parameters of one dtype: its functions, and the tensors that it keeps.
-
-    host  (step, grad_scale, **hypers, **host states) -> the scalars of the step, then new host states; fp64
-    """
-
-    param: str
-    step: Callable[..., Any]
-    host: Callable[..., tuple[Any, ...]]
-    small: bool = False
-    vector: bool = False
-    flags: Mapping[str, bool] = field(default_factory=dict)
-    fields: tuple[Field, ...] = ()
-    host_states: tuple[tuple[str, float], ...] = ()
-    init: Mapping[str, float | str] = field(default_factory=dict)
-    matrix: Any = "last"
-    axes: bool = False
-    eager: Eager = field(default_factory=Eager)
-
-    @property
-    def states(self) -> tuple[str, ...]:
-        return tuple(f.name for f in self.fields)
-
-    def owned(self, owner: str) -> tuple[str, ...]:
-        return tuple(f.name for f in self.fields if f.owner == owner)
+@cache
+def eager_step(variant: Variant) -> EagerStep:
+    """Return the step of a variant in eager torch."""
+    return EagerStep(variant, HERE, HERE)
 
 
 class SingleFile(torch.optim.Optimizer):
-    """An optimizer of one device; its state dict holds states as they are stored."""
+    """An optimizer of one device, whose steps are eager torch; its state dict holds states as they are stored."""
 
     HYPERS: Mapping[str, Any]  # name -> (numbers, 0 for one, or a function of the group; range; test)
     FLAGS: Mapping[str, Any] = {}  # name -> bool, a hyper-parameter that must not be 0, or a function of the shape
     VARIANTS: tuple[Any, ...]
-    _run: Any  # (group, hypers, jobs): make the steps of a group
-    _create: Any  # (variant, p, group) -> the first states
     SMALL: int  # smaller tensors keep their states in fp32
 
     def __init__(self, params: Any, defaults: dict[str, Any], seed: int) -> None:
@@ -129,7 +86,7 @@ class SingleFile(torch.optim.Optimizer):
         variant, state = self._variant(p, group), self.state[p]
         if not state:
             state.update(self._create(variant, p, group))
-        if wrong := [x for x in variant.states if x not in state]:
+        if wrong := [x for x in variant.names if x not in state]:
             raise RuntimeError(f"{type(self).__name__}: parameter {name!r} has no state {', '.join(wrong)}")
         return variant
 
@@ -154,38 +111,95 @@ class SingleFile(torch.optim.Optimizer):
             for name, value in state_dict["state"].get(key, {}).items():
                 self.state[p][name] = value.to(p.device, copy=True) if isinstance(value, Tensor) else value
 
-
-class EagerFile(SingleFile):
-    """An optimizer whose steps are made by eager torch."""
-
-    CODECS: Any
-
     def _create(self, variant: Any, p: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
         """Return the state of a parameter before its first step."""
         state: dict[str, Any] = {"step": 0, **dict(variant.host_states)}
         for f in variant.fields:
-            dtype = getattr(torch, f.dtype)
-            state[f.name] = torch.full(field_shape(f, p.shape), f.zero, dtype=dtype, device=p.device)
+            shape, dtype = field_shape(f, p.shape), getattr(torch, f.dtype)
+            state[f.name] = torch.full(shape, f.zero, dtype=dtype, device=p.device)
+            if f.owner == "p" and dtype is torch.float32:  # a copy of the weight
+                state[f.name].copy_(p.detach())
         return state
 
     def _run(self, group: Mapping[str, Any], hypers: Mapping[str, Any], jobs: Sequence[tuple[Any, ...]]) -> None:
         for variant, name, p, state in jobs:
-            numbers, step = self._advance(variant, variant.host, group, hypers, state)
-            if not p.numel():
-                continue
-            w, g = p.contiguous(), p.grad.contiguous()
-            shape = matrix_shape(variant.matrix, p.shape)
-            alike = {f.name for f in variant.fields if f.per == 1 and f.space == "elem"}
-            fields = {f: state[f].view(shape) if f in alike else state[f] for f in variant.states}
-            dims = column_dims(variant.matrix, p.shape) if variant.axes else None
-            random_keys = step, stream_key(name)
-            stored = Stored(variant, self.CODECS, w.view(shape), g.view(shape), fields, random_keys, dims=dims)
-            variant.step(stored, *(scalars(p, *numbers) if numbers else ()))
-            if w is not p:
-                p.copy_(w)
+            numbers, key = self._advance(variant, variant.host[0], group, hypers, state)
+            if p.numel():
+                self._eager(variant, p, state, numbers, key, stream_key(name))
+
+    def _on_host(self, variant: Variant, stage: Stage, x: Tensors, numbers: Sequence[float], key: int) -> None:
+        """Make a stage of whole matrices."""
+        raise NotImplementedError
+
+    def _eager(
+        self, variant: Variant, p: Tensor, state: Mapping[str, Any], numbers: Any, key: int, stream: int
+    ) -> None:
+        """Make a step of a parameter."""
+        assert variant.rule is not None and p.grad is not None
+        w, g = p.contiguous(), p.grad.contiguous()
+        shape = matrix_shape(variant.matrix, p.shape)
+        alike = {f.name for f in variant.fields if f.per == 1 and f.space == "elem"}
+        fields = {f: state[f].view(shape) if f in alike else state[f] for f in variant.names}
+        dims = column_dims(variant.matrix, p.shape) if variant.has_axes else None
+        x = Tensors(w.view(shape), g.view(shape), fields, dims=dims, stream=stream)
+        for t in variant.rule.temps:
+            dtype = torch.bfloat16 if t.space == "elem" and not t.wide else torch.float32
+            of = x.p.shape if t.space == "elem" else few_shape(t.space, x)
+            x.temps[t.name] = torch.empty(of, dtype=dtype, device=p.device)
+        given, step, k = scalars(p, *numbers) if numbers else (), eager_step(variant), 0
+        for stage in variant.rule.stages:
+            if stage.on_host:
+                self._on_host(variant, stage, x, [float(s) for s in given], key)
+            else:
+                step.run(k, k + 1, x, given, key)
+                k += 1
+        if w is not p:
+            p.copy_(w)
 
 
-class Starting(EagerFile):
+def as_matrices(x: Tensor, lead: Sequence[int] = ()) -> Tensor:
+    """Return a tensor as a batch of matrices, or the one that it is; one number is that of each matrix."""
+    x = x if x.ndim else x.expand(*lead, 1, 1)
+    x = x.reshape(-1, *x.shape[-2:])
+    return x if len(x) > 1 else x[0]
+
+
+class OfMatrices(SingleFile):
+    """An optimizer whose steps call functions of whole matrices."""
+
+    def _on_host(self, variant: Variant, stage: Stage, x: Tensors, numbers: Sequence[float], key: int) -> None:
+        """Call a function, and keep what it returns; states in 8 bits are decoded before and encoded after it."""
+        if stage.space == "call":
+            assert variant.rule is not None
+            named: dict[Any, float] = dict(zip(variant.rule.scalars, numbers, strict=False))
+            value = x.temps[stage.temps[0]]
+            made = getattr(HERE, stage.kernel)(as_matrices(value), *(float(named.get(k, k)) for k in stage.given))
+            value.copy_(made.view(value.shape))
+            return
+        kept, lead = variant.eager, x.p.shape[:-2]
+        sizes = {"rows": x.p.shape[-2], "columns": x.p.shape[-1], "elements": x.p.numel()}
+        stream = as_matrices(matrices.streams(x.stream, lead, x.p.device))
+        fields = {name: as_matrices(y, lead) for name, y in {**x.fields, **x.temps}.items() if y.ndim != 1}
+
+        def read(name: str) -> Tensor:
+            coded = [fields[f] for f in variant.coded(name)]
+            return CODECS[kept.matrices[name]].decode(*coded) if name in kept.matrices else fields[name]
+
+        extents = [stream if name == "stream" else float(sizes[name]) for name in stage.extents]
+        made = getattr(HERE, stage.kernel)(*map(read, stage.reads), *(numbers[k] for k in stage.scalars), *extents)
+        results = dict(zip(stage.stores, [made] if isinstance(made, Tensor) else made, strict=True))
+        for name in sorted(stage.stores, key=kept.over.__contains__):
+            new: tuple[Tensor, ...] = (results[name],)
+            if name in kept.matrices:
+                noise = matrices.rounding(name, key, stream) if name in kept.random else None
+                base = [fields[f] for f in variant.owned(kept.over.get(name, ""))]
+                new = CODECS[kept.matrices[name]].encode(*new, *base, noise=noise)
+            fields |= zip(variant.owned(name) or (name,), new, strict=True)
+        names = [f for name in stage.stores for f in variant.owned(name) or (name,)]
+        write([(x[f], fields[f].reshape(x[f].shape)) for f in names])
+
+
+class Starting(SingleFile):
     """An optimizer with states that begin as the weight, or as a number other than 0."""
 
     def _create(self, variant: Any, p: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
@@ -194,12 +208,11 @@ class Starting(EagerFile):
         for owner in dict.fromkeys(f.owner for f in variant.fields if f.owner != "p"):
             start = variant.init.get(owner, 0.0)
             starts[owner] = self._read(group, start) if start in self.HYPERS else start
-        seen = matrix_shape(variant.matrix, p.shape)
-        weight = p.detach().float().contiguous().view(seen)
+        weight = p.detach().float().contiguous().view(matrix_shape(variant.matrix, p.shape))
         values = {k: weight if x == "param" else torch.full_like(weight, x) for k, x in starts.items()}
-        made = encode(variant, self.CODECS)({"p": weight, **values}) if weight.numel() else {}
+        made = Storage(variant, HERE).encode({"p": weight, **values}) if weight.numel() else {}
         for f in variant.fields:
-            if starts.get(f.owner) == 0:
+            if not starts.get(f.owner):
                 continue  # what its entries are already
             if not f.wide:
                 state[f.name].fill_(starts[f.owner])

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import lru_cache, partial
 
 from optgen import passes
-from optgen.backends import matrices
+from optgen.backends import columns, matrices, wrapper
 from optgen.driver import targets
 from optgen.driver.pool import Pool
 from optgen.driver.project import Maths
@@ -64,6 +64,13 @@ def matrix_function(spec: Spec, stage: Stage, maths: Maths = "fast") -> str:
     return _pool(spec, maths).name("", matrices.matrix_function(stage.schedule, "@"), scalars_of(stage))[0]
 
 
-def matrix_functions(spec: Spec, maths: Maths) -> list[list[str]]:
-    """Return the functions of whole matrices of a rule as lines of text."""
-    return _pool(spec, maths).functions
+def matrix_lines(spec: Spec, maths: Maths) -> tuple[list[str], list[str]]:
+    """Return the imports, but for torch, of a rule's functions of whole matrices, and their text."""
+    functions = _pool(spec, maths).functions
+    if not functions:
+        return [], []
+    names = matrices.needs(functions)
+    imports = [wrapper.imported(names, "optgen.runtime.reference.matrices")] if names else []
+    text = ["", "", "# Functions of whole matrices, which torch computes between sweeps.", *functions[0]]
+    text += [x for function in functions[1:] for x in ("", "", *function)]
+    return imports, columns.python("\n".join(text)).split("\n")

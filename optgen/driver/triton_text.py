@@ -6,14 +6,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import groupby
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from optgen import passes
-from optgen.backends import columns, reference, triton_text
-from optgen.backends.printer import wrapped
-from optgen.backends.reference import Codec
-from optgen.driver import eager_text, kernel_text, record_text, targets
+from optgen.backends import columns, triton_text
+from optgen.backends.codec import Codec
+from optgen.backends.printer import listed, wrapped
+from optgen.driver import kernel_text, plan_formats, record_text, targets
 from optgen.driver.project import Maths
 from optgen.formats.format import Format
 from optgen.formats.plan import Plan
@@ -25,16 +26,18 @@ from optgen.ops import dtypes
 from optgen.runtime.records.join import Pair
 
 FILE = "triton.py"
+STRICT = "strict.py"
+"""The files of tiles and codecs: those of kernels, and those in strict maths that the eager reference runs."""
 
 Import = Callable[[str, str], ModuleType]
 """(name, text) -> the module of that text."""
 
 
-def _module(header: str, lines: list[str], imports: Sequence[str] = ()) -> str:
+def _module(header: str, lines: list[str], imports: Sequence[str] = (), kernels: bool = True) -> str:
     compiled = any("triton.jit" in line for line in lines)
     head = ["import triton", "import triton.language as tl", ""] if compiled else []
     head = [header, "# fmt: off", "# ruff: noqa", *head, *imports]
-    return columns.python("\n".join([*head, *triton_text.imports(lines), *lines]).rstrip("\n") + "\n", kernels=True)
+    return columns.python("\n".join([*head, *triton_text.imports(lines), *lines]).rstrip("\n") + "\n", kernels=kernels)
 
 
 # -- rules
@@ -64,6 +67,24 @@ def rule_text(spec: Spec, maths: Maths) -> str:
 _sweep = triton_text.sweep_functions
 
 
+def tile_text(spec: Spec) -> str:
+    """Return the text of generated/<rule>/strict.py: the functions of tiles and of small work, in strict maths, which
+    the eager reference runs."""
+    file = targets.source_name(spec.loc.file)
+    nonneg = {s.name for s in spec.states if s.nonneg}
+    lines: list[str] = []
+    known: dict[str, str] = {}
+    for kernel, stage in kernel_text.rule_kernels(spec, "strict").stages.items():
+        if stage.call:
+            continue
+        if stage.is_sweep:
+            lines += ["", "", *triton_text.tile_function(stage.schedule, kernel, nonneg, file)]
+            continue
+        function, text = triton_text.values_function(stage.schedule, kernel, known)
+        lines += ["", "", *(text or [f"{kernel}_values = {function}"])]
+    return _module(targets.mark(spec.loc.file, f"{spec.name} · tiles, strict maths"), lines, kernels=False)
+
+
 # -- plans
 
 
@@ -85,16 +106,16 @@ def codecs(plan: Plan, maths: Maths) -> Iterator[tuple[str, Codec, Format | None
     for param in (dtypes.bf16, dtypes.f16):
         made = _codec(lower_weight(plan.master, param), True, maths)
         yield f"weight_{param.name}", made, None, plan.master.describe(param)
-    for name, fmt in eager_text.formats(plan).items():
+    for name, fmt in plan_formats.formats(plan).items():
         made = _codec(lower_codec(fmt, plus=False), fmt.signed, maths, record_text.whole_work(fmt, maths))
         yield name, made, fmt, str(fmt)
 
 
 @lru_cache(maxsize=256)
-def codec_text(plan: Plan, maths: Maths, others: Sequence[Plan] = ()) -> str:
-    """Return the text of a plan's Triton codecs, which imports those that `others` have too."""
+def codec_text(plan: Plan, maths: Maths, others: Sequence[Plan] = (), file: str = FILE) -> str:
+    """Return the text of a plan's Triton codecs, which imports those that `others` have too in a file of that name."""
     every = list(codecs(plan, maths))
-    known = eager_text.shared(plan, others)
+    known = plan_formats.shared(plan, others)
     found = [codec for codec in every if codec[0] not in known]
     known = {name: known[name] for name, *_ in every if name in known}
     numbers: dict[str, tuple[float, ...]] = {}
@@ -108,10 +129,10 @@ def codec_text(plan: Plan, maths: Maths, others: Sequence[Plan] = ()) -> str:
         numbers |= triton_text.numbers(codec)
         given = triton_text.codec_record(codec, name, plus=fmt is not None and fmt.plus_zero)
         records += ["", f"# {doc}", *wrapped(f"{name} = Codec(", given, ")")]
-    tables = [line for name, x in sorted(numbers.items()) for line in reference.listed(name, x)]
+    tables = [line for name, x in sorted(numbers.items()) for line in listed(name, x)]
     header = targets.mark(plan.loc.file, f"plan {plan.name} · triton codecs, {maths} maths")
     lines = [*([""] if tables else []), *tables, *lines, "", *records]
-    return _module(header, lines, eager_text.imports(known, ".triton"))
+    return _module(header, lines, plan_formats.imports(known, f".{Path(file).stem}"))
 
 
 # -- both

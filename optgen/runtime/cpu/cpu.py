@@ -122,7 +122,7 @@ def expected(variant: Variant, grad: torch.dtype) -> list[int]:
     columns += [(f.torch_dtype.itemsize * f.width, _kind_of(f)) for f in variant.fields]
     columns += [(2 if t.space == "elem" and not t.wide else 4, _kind(t.space)) for t in variant.temps]
     columns += [(4, KINDS.index(t.space) + 8) for t in workspace.reduced(variant)]
-    return [variant.host_for("cpp")[1], variant.block, len(columns), *(x for column in columns for x in column)]
+    return [variant.host[1], variant.block, len(columns), *(x for column in columns for x in column)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ import triton.language as tl
 from optgen.runtime.gpu import codecs
 from optgen.runtime.gpu.codecs import Kept, Plan
 from optgen.runtime.gpu.prelude import down, fold, joint, missing, numbered, opaque, pointer, term, within
-from optgen.runtime.records.keys import PLACE, WINDOW, Word, salt, signed
+from optgen.runtime.records.keys import Recipe, Word, recipes
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,18 +103,9 @@ class Sweep:
         return int(self.buffers[i][1].primitive_bitwidth) // 8
 
     @cached_property
-    def recipes(self) -> tuple[tuple[Any, ...], ...]:
-        """The salt of each word, the factor of the step's place, the bits of the place that each of its fields without
-        room for all takes and how far up they move, and True if each step hashes it anew."""
-        return tuple(
-            (
-                signed(salt(k)),
-                signed(spread),
-                tuple((WINDOW - 1 & -(1 << PLACE - bits), shift + bits - PLACE) for shift, bits in narrow),
-                anew,
-            )
-            for k, (spread, narrow, anew) in enumerate(self.words)
-        )
+    def recipes(self) -> tuple[Recipe, ...]:
+        """Return how each word of random bits is made."""
+        return recipes(self.words)
 
     def dtype(self, i: int) -> Any:
         """Return the dtype of a buffer's values."""

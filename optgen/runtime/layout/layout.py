@@ -219,7 +219,7 @@ def encode(
     room    tensors to write them into; without it they are allocated
     weight  the full weight (fp32, p's shape and device) where p is a rounding of it
     """
-    function = plans.reference(plan, variant).encode
+    function = plans.storage(plan, variant).encode
     own = [Field("p", dtype_name(p.dtype))] if "p" in wanted else []
     fields = own + [f for f in variant.fields if f.name in wanted]
     out = {f.name: room[f.name] for f in fields if room and f.name in room}
@@ -257,7 +257,7 @@ def decode(
     plan: Pair, variant: Variant, p: Tensor, state: Mapping[str, Tensor], wanted: Collection[str]
 ) -> dict[str, Tensor]:
     """fp32 tensors of p's shape for the wanted values: "p" (the full weight) or names of states."""
-    function = plans.reference(plan, variant).decode
+    function = plans.storage(plan, variant).decode
     few = {f.owner: f.name for f in variant.fields if not f.wide}
     elements = [name for name in wanted if name not in few]
     out = {name: torch.empty(p.shape, dtype=torch.float32, device=p.device) for name in elements}
@@ -300,5 +300,5 @@ def first(
     columns = grid(matrix_shape(variant.matrix, p.shape))[1]
     piece = Piece(0, 1, 0, min(columns, -(-least // variant.block) * variant.block), True)
     part = _Part(variant, p.shape, None if variant.of_whole else piece)
-    made = part.decoded(plans.reference(plan, variant).decode, variant, p.detach(), state)
+    made = part.decoded(plans.storage(plan, variant).decode, variant, p.detach(), state)
     return {name: made[name].reshape(-1)[:least] for name in wanted}

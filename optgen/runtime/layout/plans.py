@@ -22,9 +22,10 @@ from typing import Any, NamedTuple
 import torch
 
 from optgen.runtime.records import Flag, Rule, Variant, beside, dtype_name, join, keys, whole
-from optgen.runtime.records.join import Pair, PlanRecord, Reference, RuleRecord
+from optgen.runtime.records.join import Pair, PlanRecord, RuleRecord
 from optgen.runtime.records.keys import Label as Label
-from optgen.runtime.reference import stored
+from optgen.runtime.reference import tile
+from optgen.runtime.reference.run import EagerStep, Storage
 
 provider: Callable[[type, str], Pair] | None = None
 """(class, plan) -> pair, for plans that were not built ahead.  None: only plans that were built are known."""
@@ -46,6 +47,9 @@ READY = "optgen._generated."
 
 DEVICE = "triton"
 """The module of a rule's Triton kernels, and of a plan's Triton codecs."""
+
+STRICT = "strict"
+"""The module of a rule's tiles in strict maths, and of a plan's codecs, which the eager reference runs."""
 
 FULL = "fp32_states"
 """The name that stands for the plan of the group, as it keeps small tensors."""
@@ -136,22 +140,29 @@ def _built(base: Any, plan: str) -> Pair | None:
         return None
     rule, own = sys.modules[base.__module__], f"{base.__module__}.{plan}"
     findings = importlib.import_module(own) if importlib.util.find_spec(own) else None
-    functions = functools.partial(_functions, base.__module__, record.__name__)
+    eager = base.__module__, f"{base.__module__}.{STRICT}", f"{record.__name__}.{STRICT}"
     device = f"{base.__module__}.{DEVICE}", f"{record.__name__}.{DEVICE}"
     pair = joined(rule, record, findings, Path(rule.__path__[0]))
-    return replace(pair, reference=functions, triton=device)
+    return replace(pair, eager=eager, triton=device)
 
 
 def with_steps(rules: tuple[RuleRecord, ...], steps: tuple[Rule, ...], plan: PlanRecord) -> Iterator[Variant]:
-    """Yield the variants of a rule under a plan, each with the step of its flags.
+    """Yield the variants of a rule under a plan, each with the step of its flags."""
+    return (with_step(v, steps) for v in join.variants(rules, plan))
+
+
+def with_step(variant: Variant, steps: tuple[Rule, ...]) -> Variant:
+    """Return a variant with the one of these steps that is of its flags.
 
     Of a step that reads new states back there are two, and the one that reads none back is taken where it may not.
     """
-    for v in join.variants(rules, plan):
-        early = set(v.eager.early)
-        fitting = [s for s in steps if any(setting.items() <= v.flags.items() for setting in s.settings)]
-        fitting.sort(key=lambda s: set(s.early) != early)
-        yield replace(v, rule=whole.divided(fitting[0], v)).in_stages() if fitting else v
+    early = set(variant.eager.early)
+    fitting = [s for s in steps if any(setting.items() <= variant.flags.items() for setting in s.settings)]
+    fitting.sort(key=lambda s: set(s.early) != early)
+    if not fitting:
+        return variant
+    bare = replace(variant, temps=(), stages=(), rule=None)
+    return replace(bare, rule=whole.divided(fitting[0], bare)).in_stages()
 
 
 def joined(records: ModuleType, plan: ModuleType, findings: ModuleType | None, folder: Path) -> Pair:
@@ -168,21 +179,32 @@ def joined(records: ModuleType, plan: ModuleType, findings: ModuleType | None, f
         wrong = {**{x: why for why, of in found.get(name, {}).items() for x in of if rule in of[x]}, **wrong}
     variants = tuple(with_steps(records.RULES, records.STEPS, plan.PLAN))
     cpp = folder / "kernels.h", Path(plan.__path__[0]) / "codecs.h"
-    return Pair(name, variants, plan.PLAN.small_numel, cpp=cpp, discouraged=wrong)
-
-
-def _functions(rule: str, plan: str, variant: Variant) -> Reference:
-    """Return the eager functions of a variant: its rule's under its plan's codecs."""
-    functions, codecs = importlib.import_module(rule), importlib.import_module(plan)
-    codec = stored.decode(variant, codecs), stored.encode(variant, codecs)
-    return Reference(stored.step(variant, functions, codecs), *codec, functions, codecs)
+    return Pair(name, variants, plan.PLAN.small_numel, strict=records.STRICT, cpp=cpp, discouraged=wrong)
 
 
 @functools.lru_cache(maxsize=4096)
-def reference(pair: Pair, variant: Variant) -> Reference:
-    """The eager functions of a variant."""
-    assert pair.reference is not None
-    return pair.reference(variant)
+def strict(pair: Pair, variant: Variant) -> Variant:
+    """Return a variant with the step in strict maths, as the eager reference makes it."""
+    return with_step(variant, pair.strict)
+
+
+@functools.lru_cache(maxsize=4096)
+def reference(pair: Pair, variant: Variant) -> EagerStep:
+    """Return the step of a variant with a step in strict maths, in eager torch."""
+    _, tiles, codecs = pair.eager
+    return EagerStep(variant, tile.load(tiles), tile.load(codecs))
+
+
+@functools.lru_cache(maxsize=4096)
+def storage(pair: Pair, variant: Variant) -> Storage:
+    """Return the functions that encode and decode the values of a variant."""
+    return Storage(variant, tile.load(pair.eager[2]))
+
+
+def matrix_function(pair: Pair, name: str) -> Callable[..., Any]:
+    """Return a function of whole matrices of a rule."""
+    found: Callable[..., Any] = getattr(importlib.import_module(pair.eager[0]), name)
+    return found
 
 
 @functools.lru_cache(maxsize=4096)

@@ -27,10 +27,8 @@ from optgen.runtime.layout.plans import Label
 from optgen.runtime.layout.workspace import sent
 from optgen.runtime.options import entries
 from optgen.runtime.options.entries import Entry, Owner
-from optgen.runtime.records import EIGHT, PACK, Field, Variant, as_int
+from optgen.runtime.records import EIGHT, Field, Variant, as_int
 from optgen.runtime.records.join import Pair
-from optgen.runtime.reference.eager import Blocks
-from optgen.runtime.reference.stored import FULL, Codec
 from optgen.runtime.states import state
 from optgen.runtime.work import counting
 
@@ -155,27 +153,21 @@ def ends(pair: Pair, variant: Variant, owner: str) -> tuple[int, int] | None:
     """Return the codes of -1 and 1 in a block of these, or twice that of 0 if no value of the state is negative; None
     if it has no codes, or scales of a whole tensor."""
     codes = coded(variant, owner)
-    codec = codec_of(pair, variant, owner)
-    if not codes or codec.whole or any(f.torch_dtype is not torch.uint8 for f in codes):
+    whole = owner in variant.eager.whole
+    if not codes or whole or any(f.torch_dtype is not torch.uint8 for f in codes):
         return None
-    size = max(codec.block, PACK if codec.packed else 2)
-    x = torch.tensor([0.0 if owner in variant.nonneg else -1.0, 1.0]).repeat(size // 2)[None]
-    b, code, shift = Blocks(x, size), torch.zeros((1, 1, size), dtype=torch.int64), 0
-    for name, field in zip(variant.owned(owner), codec.nearest(b, b.elements(x)), strict=False):
+    size = max(variant.block_of([owner]), 2)
+    x = torch.tensor([0.0 if owner in variant.nonneg else -1.0, 1.0]).repeat(size // 2)[None, None]
+    code, shift = torch.zeros((1, 1, size), dtype=torch.int64), 0
+    storage = plans.storage(pair, variant)
+    for name, field in zip(variant.owned(owner), storage.nearest(owner, x), strict=False):
         for f in codes:
             if f.name == name:
                 width = f.width if f.per == EIGHT else 8
-                code |= (b.codes(field, width) if width < EIGHT else b.elements(field)).long() << shift
+                code |= (field.long() & (1 << width) - 1) << shift
                 shift += width
     low, high = code.flatten()[:2].tolist()
     return low, low if owner in variant.nonneg else high
-
-
-def codec_of(pair: Pair, variant: Variant, owner: str) -> Codec:
-    """Return the codec of a state, or of the weight "p"."""
-    name = variant.eager.codecs.get(owner, "")
-    found: Codec = getattr(plans.reference(pair, variant).codecs, name) if name else FULL
-    return found
 
 
 @functools.lru_cache(maxsize=1024)
@@ -221,8 +213,7 @@ class Table:
         """Return the sums of each parameter: fp32 (parameters, 7 and 2 for each state)."""
         plain = self.weight[0]
         parts = [one.entries.flatten() for one in self.weight]
-        decode = codec_of(self.pair, self.variant, "p").decode
-        before, after = decode(Blocks(parts[0], 1), *parts).view(plain.entries.shape).unbind()
+        before, after = plans.storage(self.pair, self.variant).weight(parts).view(plain.entries.shape).unbind()
         g = self.gradient.entries[0].to(torch.float32)
         update = after - before
         ratio = (update / after).abs_().nan_to_num_(nan=0.0, posinf=math.inf).amax(1)  # 0 where both are 0

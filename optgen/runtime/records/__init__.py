@@ -349,7 +349,7 @@ class Stage:
     kernel    name of its kernel, or of the function that it calls
     space     over whose entries it runs: "elem" for a sweep, else a small space; "call": none, it is a function of
               whole matrices in optgen.runtime.reference.matrices, in place; "whole": none, it is a function of whole
-              matrices in the rule's eager text, of `reads`, scalars and `extents`, which returns `stores`
+              matrices in the rule's module, of `reads`, scalars and `extents`, which returns `stores`
     level     stages of one level may not begin before all of the level before has ended
     scalars   which of the variant's kernel scalars it takes, by position
     temps     names of the temps that it stores or reduces to
@@ -453,7 +453,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Eager:
-    """The storage of a rule under a plan, as the eager reference reads and writes it.
+    """The storage of a rule under a plan.
 
     codecs    owner ("p" or a state) -> name of its codec in the plan's module; fp32 as it is where there is none
     relative  state -> state whose root it is divided by
@@ -462,7 +462,6 @@ class Eager:
     early     states that later sweeps of the step read as they are stored
     still     states that the step leaves as they are stored
     whole     those that are kept as a whole, and the work for them
-    walks     of these, the blocks of the walk that reduces each: kernels sum its rows by panels of them
     matrices  matrix state -> trait by which it is encoded (reference/matrix_codecs.py); fp32 as it is where not
     over      matrix state -> the one by whose root, as it reads, it is divided
     random    matrix states that are rounded stochastically
@@ -476,7 +475,6 @@ class Eager:
     early: tuple[str, ...] = ()
     still: tuple[str, ...] = ()
     whole: Mapping[str, Whole] = field(default_factory=dict)
-    walks: Mapping[str, int] = field(default_factory=dict)
     matrices: Mapping[str, str] = field(default_factory=dict)
     over: Mapping[str, str] = field(default_factory=dict)
     random: frozenset[str] = frozenset()
@@ -488,14 +486,11 @@ class Variant:
     """One kernel of a plan.
 
     function     name of the variant
-    step         name of its eager step function
     param        dtype of the parameter ("bfloat16")
     small        whether it is the variant for tensors too small to be worth quantizing
     vector       whether it is the variant for tensors of fewer than two dimensions, where the plan has one
     flags        the setting of the flags that it was made for
-    fields       what is stored, in the order of the step function's arguments
-    scalars      names of the step function's host scalars, in order
-    host         (step, grad_scale, **hypers, **host_states) -> scalars, then new host states; fp64
+    fields       what is stored, in order
     block        elements per block of the fields with per > 1
     stochastic   whether it draws random bits, to round by or as numbers of the rule
     host_states  (name, first value) of the per-parameter numbers that stay on the host
@@ -504,16 +499,14 @@ class Variant:
     stages       the kernels of a step that takes more than one, in order; () where `kernel` is all of it
     rows         whether other steps of the same parameter, for which flags are set otherwise, work on rows and columns
     matrix       see Matrix; kernels see its shape in the place of the parameter's (layout.matrix_shape)
-    eager        how the eager reference keeps each value
-    rule         the step in the maths of its kernels, which may want other scalars
+    eager        how each value is kept
+    rule         the step: in the maths of its kernels, or in strict maths for the eager reference
     rank         of its matrices of low rank in one group (`in_blocks`); 0 if there are none
     """
 
     function: str
     param: str
     fields: tuple[Field, ...]
-    scalars: tuple[str, ...]
-    host: HostFunction
     small: bool = False
     vector: bool = False
     flags: Mapping[str, bool] = field(default_factory=dict)
@@ -521,7 +514,6 @@ class Variant:
     stochastic: bool = False
     host_states: tuple[tuple[str, float], ...] = ()
     init: Mapping[str, float | str] = field(default_factory=dict)
-    step: str = ""
     temps: tuple[Temp, ...] = ()
     stages: tuple[Stage, ...] = ()
     rows: bool = False
@@ -587,8 +579,7 @@ class Variant:
         for k, stage in enumerate(rule.stages):
             own = replace(stage, kernel=f"{self.function}_{k + 1}", block=self.block_of(self.owners_in(stage)))
             stages.append(stage if stage.on_host else own)
-        walks = {name: stage.block for stage in stages for name in stage.reduces}
-        return replace(self, temps=rule.temps, stages=tuple(stages), eager=replace(self.eager, walks=walks))
+        return replace(self, temps=rule.temps, stages=tuple(stages))
 
     def owners_in(self, stage: Stage) -> list[str]:
         """Return the values that a stage of the rule touches: those read, those stored, those whose roots are read."""
@@ -602,10 +593,11 @@ class Variant:
         block = max((f.per for f in fields if f.per != EIGHT), default=1)
         return block if block > 1 or all(f.per != EIGHT for f in fields) else PACK
 
-    def host_for(self, backend: str) -> tuple[HostFunction, int]:
-        """(host function, number of scalars that it returns before the host states) of a backend."""
-        of = self if backend == "reference" or self.rule is None else self.rule
-        return of.host, len(of.scalars)
+    @property
+    def host(self) -> tuple[HostFunction, int]:
+        """(host function, number of scalars that it returns before the host states)."""
+        assert self.rule is not None
+        return self.rule.host, len(self.rule.scalars)
 
     @cached_property
     def model_temps(self) -> tuple[str, ...]:

@@ -7,17 +7,16 @@ other; `variants` lists what they make of each parameter dtype, size class and s
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
-from optgen.runtime.records import EIGHT, PACK, Eager, Field, HostFunction, Matrix, Variant, Whole, keys
+from optgen.runtime.records import EIGHT, PACK, Eager, Field, Matrix, Rule, Variant, Whole, keys
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    pass
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -53,8 +52,6 @@ class RuleRecord:
     """The step of a rule under some settings of its flags.
 
     name          the rule
-    step          the eager step function
-    scalars, host  see Variant
     states        those that exist under these flags, in the order of the signature
     unchanged     the states that this step gives back as it found them, then those of each other step of the same
                   parameter, for which flags that follow steps are set otherwise
@@ -69,9 +66,6 @@ class RuleRecord:
     """
 
     name: str
-    step: str
-    scalars: tuple[str, ...]
-    host: HostFunction
     states: tuple[StateRecord, ...] = ()
     host_states: tuple[tuple[str, float], ...] = ()
     unchanged: tuple[tuple[str, ...], ...] = ((),)
@@ -199,17 +193,6 @@ class PlanRecord:
         return found | {name: replace(found[name], relative=False) for name in absolute}
 
 
-class Reference(NamedTuple):
-    """The eager functions of a variant, see runtime/reference/stored.py; those of whole matrices are in `module`,
-    those of the plan in `codecs`."""
-
-    step: Callable[..., Any]
-    decode: Callable[..., Mapping[str, Tensor]]
-    encode: Callable[..., Mapping[str, Tensor]]
-    module: ModuleType | None = None
-    codecs: ModuleType | None = None
-
-
 @dataclass(frozen=True, eq=False)
 class Pair:
     """A rule under a plan.
@@ -217,7 +200,9 @@ class Pair:
     name         the plan's name
     variants     one for each parameter dtype, size class and setting of the flags
     small_numel  tensors with fewer elements take the variant for small tensors
-    reference    variant -> its eager functions
+    strict       the steps of the rule in strict maths
+    eager        the modules of the rule's functions of whole matrices, of its tiles in strict maths, and of the plan's
+                 codecs in strict maths, by name
     cpp          the files of the rule's C++ text and of the plan's
     triton       the modules of the rule's Triton kernels and of the plan's codecs, by name
     discouraged  state -> what the lint finds wrong with how the plan keeps it
@@ -226,7 +211,8 @@ class Pair:
     name: str
     variants: tuple[Variant, ...]
     small_numel: int = 0
-    reference: Callable[[Variant], Reference] | None = None
+    strict: tuple[Rule, ...] = ()
+    eager: tuple[str, ...] = ()
     cpp: tuple[Path, ...] = ()
     triton: tuple[str, ...] = ()
     discouraged: Mapping[str, str] = field(default_factory=dict)
@@ -288,11 +274,8 @@ def joined(
     tail = ("_small" if small else "") + ("_vector" if vector else "")
     return Variant(
         function=f"{rule.name}_{param}{rule.suffix}{tail}",
-        step=rule.step,
         param=param,
         fields=tuple(fields),
-        scalars=rule.scalars,
-        host=rule.host,
         flags=rule.flags,
         block=block if block > 1 or all(f.per != EIGHT for f in fields) else PACK,
         stochastic=bool(words or rule.draws or random),

@@ -80,6 +80,24 @@ def deal(
     return out, tuple(words)
 
 
+Recipe = tuple[int, int, tuple[tuple[int, int], ...], bool]
+"""The salt of a word, the factor of the step's place, the bits of the place that each of its fields without room for
+all takes and how far up they move, and True if each step hashes it anew."""
+
+
+def recipes(words: Iterable[Word]) -> tuple[Recipe, ...]:
+    """Return how kernels make each word."""
+    return tuple(
+        (
+            signed(salt(k)),
+            signed(spread),
+            tuple((WINDOW - 1 & -(1 << PLACE - bits), shift + bits - PLACE) for shift, bits in narrow),
+            anew,
+        )
+        for k, (spread, narrow, anew) in enumerate(words)
+    )
+
+
 def _shares(wants: Mapping[str, int]) -> list[dict[str, int]]:
     """Return, for each word, the values that share it and their bits."""
     shares: list[dict[str, int]] = []

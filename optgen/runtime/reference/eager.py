@@ -1,4 +1,4 @@
-"""Functions for the eager reference: tensors read in storage blocks, and the element counter.
+"""Functions of the eager reference: tensors read in storage blocks, the element counter, and exact arithmetic.
 
 The 2-D view of a tensor: ndim >= 2: rows = shape[0], columns = numel / rows; ndim <= 1: one row.  Blocks
 run along the columns of a row and never across rows; the last block of a row may be short.
@@ -15,12 +15,6 @@ import torch
 from torch import Tensor
 
 from optgen.runtime.records import sums
-from optgen.runtime.reference.matrices import newton_schulz
-
-__all__ = [
-    "Blocks", "axis_max", "axis_min", "block_max", "block_min", "choose", "few_max", "few_sum", "larger", "lookup",
-    "newton_schulz", "put", "quotient", "rotl", "rows_and_columns", "scalars", "search", "smaller", "sqrt",
-]  # fmt: skip
 
 
 def rows_and_columns(shape: torch.Size) -> tuple[int, int]:
@@ -186,25 +180,6 @@ def axis_min(x: Tensor, dims: Sequence[int] | None) -> Tensor:
     return smallest.flatten(-len(dims))
 
 
-def put(to: Tensor, x: Tensor) -> None:
-    """Write small values to a state of their shape."""
-    to.copy_(x)
-
-
-def block_max(x: Tensor, live: Tensor | None) -> Tensor:
-    """The largest int32 of each block, lanes past the end left out: (rows, blocks, 1)."""
-    if live is not None:
-        x = torch.where(live, x, torch.iinfo(x.dtype).min)
-    return x.amax(-1, keepdim=True)
-
-
-def block_min(x: Tensor, live: Tensor | None) -> Tensor:
-    """The smallest int32 of each block, lanes past the end left out: (rows, blocks, 1)."""
-    if live is not None:
-        x = torch.where(live, x, torch.iinfo(x.dtype).max)
-    return x.amin(-1, keepdim=True)
-
-
 def choose(condition: Tensor, x: float, y: float) -> Tensor:
     """x where the condition holds, else y: fp32, or int32 where they are ints; torch's own is of the default dtype."""
     dtype = torch.float32 if isinstance(x, float) else torch.int32
@@ -212,19 +187,9 @@ def choose(condition: Tensor, x: float, y: float) -> Tensor:
 
 
 @lru_cache(maxsize=256)
-def _entries(table: tuple[float, ...], device: torch.device) -> Tensor:
+def entries(table: tuple[float, ...], device: torch.device) -> Tensor:
+    """Return a table of numbers on a device, fp32."""
     return torch.tensor(table, dtype=torch.float32, device=device)
-
-
-def lookup(x: Tensor, table: tuple[float, ...]) -> Tensor:
-    """fp32: the entry number x (int32) of a table, 0 <= x < its length."""
-    return _entries(table, x.device)[x.long()]
-
-
-def search(x: Tensor, table: tuple[float, ...]) -> Tensor:
-    """int32: how many entries of a rising table are <= x (fp32); 0 for a NaN."""
-    found = torch.searchsorted(_entries(table, x.device), x.contiguous(), right=True, out_int32=True)
-    return torch.where(x == x, found, 0)
 
 
 def scalars(p: Tensor, *values: float) -> tuple[Tensor, ...]:

@@ -99,7 +99,7 @@ class CachedBucket:
         users = [state[p][name] for p in self.params for name in bucket.variant.names]
         self.fields = [weakref.ref(x) for x in users]
         self.field_addresses = [_address(s[name]) for s in bucket.states for name in bucket.variant.names]
-        self.made_by = bucket.variant.host_for(bucket.backend)
+        self.made_by = bucket.variant.host
 
     def matches(self, state: Mapping[Any, State]) -> bool:
         """Return True if the same kernels can run on what is there now; notes the states and the gradients' addresses.

@@ -508,7 +508,7 @@ class Launcher:
             if bucket.counted:
                 assert isinstance(old, Triton)
                 if old.control is None:
-                    old.control = counting.Control(bucket.variant.host_for(bucket.backend)[1], bucket.device)
+                    old.control = counting.Control(bucket.variant.host[1], bucket.device)
                 old.stock()
             self._used[key] = old
         return old

@@ -8,51 +8,17 @@ of them are the same number.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from optgen.runtime.layout import layout, plans, sharding
+from optgen.runtime.layout import sharding
 from optgen.runtime.records import Variant, sums
 from optgen.runtime.states import state
-from optgen.runtime.work import matrices
 from optgen.runtime.work.bucket import Bucket
 from optgen.runtime.work.staged import Runner
-
-
-def reference_runner(bucket: Bucket, scalars: Sequence[float], step_key: int) -> Runner:
-    """Make the step of a bucket in eager torch, one parameter beside the other: on any device, in strict maths."""
-    variant = bucket.variant
-    function = plans.reference(bucket.plan, variant).step
-    wide = {f.name for f in variant.fields if f.per == 1 and f.space == "elem"}
-    places: Sequence[layout.Place | None] = bucket.places or [None] * len(bucket.params)
-    parts: list[Generator[Tensor, Tensor, None]] = []
-    each = zip(bucket.params, bucket.grads, bucket.states, bucket.streams, places, strict=True)
-    for i, (p, g, s, stream, place) in enumerate(each):
-        shape = layout.matrix_shape(variant.matrix, p.shape)
-        if p.numel():
-            fields = (s[name].view(shape) if name in wide else s[name] for name in variant.names)
-            where: dict[str, Any] = {} if place is None else {"place": place[:3]}
-            if variant.has_axes:
-                where["dims"] = layout.column_dims(variant.matrix, p.shape)
-            try:
-                with matrices.Noting(bucket, [i]):
-                    parts.append(function(p.view(shape), g.view(shape), *fields, *scalars, step_key, stream, **where))
-            except matrices.LinAlgError as error:
-                raise matrices.failure(error, bucket, [i]) from error
-    if not variant.model_temps:
-        return
-    total: Tensor | None = None
-    for _ in variant.model_temps:
-        values = [next(part) if total is None else part.send(total.to(bucket.device)) for part in parts]
-        total = yield values
-    assert total is not None
-    for part in parts:
-        with suppress(StopIteration):
-            part.send(total.to(bucket.device))
 
 
 def check(buckets: Iterable[Bucket]) -> None:

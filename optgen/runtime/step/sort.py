@@ -237,6 +237,9 @@ def buckets(
     if scaler is not None and not all(b.counted for b in found) and scaler.found_infinity():
         return [], []
     backends.compile_all(found, [owner.groups[b.group]["backend"] for b in found])
+    for bucket in found:
+        if bucket.backend == "reference":
+            bucket.variant = plans.strict(bucket.plan, bucket.variant)
     for b, i in fresh:  # thawed since it was given
         if b.variant.needs_matrix and len(b.params[i].shape) < 2:
             raise admit.no_matrix(owner.cls, b.params[i], b.names[i])

@@ -17,7 +17,7 @@ from optgen.runtime.records.arena import Arena
 from optgen.runtime.states import state
 from optgen.runtime.step import agreement, fast_path, launch, shared, sort
 from optgen.runtime.step.admit import Dtypes
-from optgen.runtime.work import counting, staged, workers
+from optgen.runtime.work import counting, eager, staged, workers
 from optgen.runtime.work.bucket import Bucket
 
 
@@ -41,7 +41,7 @@ class ReadyBucket(NamedTuple):
         """Return the step in parts, between which the host has something to do."""
         if self.kernels is not None:
             return self.kernels.runner(self.bucket, self.counted.scalars, self.counted.key)
-        return shared.reference_runner(self.bucket, self.counted.scalars, self.counted.key)
+        return eager.runner(self.bucket, self.counted.scalars, self.counted.key)
 
 
 class Stepper:
@@ -193,5 +193,5 @@ def _counted(
     """Return a bucket's step; `control`: where its scalars are on the device, None if it is counted on the host."""
     variant, sign = bucket.variant, -1.0 if group["maximize"] else 1.0
     hypers = options.hypers_of(cls, group, None if control is None else bucket.device)
-    made_by = variant.host_for(bucket.backend)
+    made_by = variant.host
     return counting.counted(made_by, variant, control, bucket.step, sign, hypers, bucket.host, group["seed"], scaler)

@@ -210,7 +210,8 @@ def counted(
             "which a step that is counted on the device does not read: keep them in fp32 (overrides= of a plan), or do "
             "not set capturable=True and fused=True"
         )
-    names = (variant.rule or variant).scalars
+    assert variant.rule is not None
+    names = variant.rule.scalars
     for x in (x for stage in variant.stages for x in stage.given if isinstance(x, str)):
         control.rounded(names.index(x))  # raises where a function of matrices needs what only the device knows
     return Counted(control, 0, Step(done, host, values[width:], skip))

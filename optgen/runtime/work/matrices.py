@@ -94,7 +94,7 @@ def _call(
 ) -> None:
     """Call the function of a stage for the matrices of tensors, in batches of one shape."""
     variant = bucket.variant
-    function = getattr(plans.reference(bucket.plan, variant).module, stage.kernel)
+    function = plans.matrix_function(bucket.plan, stage.kernel)
     numbers = scalars.rounded if isinstance(scalars, Control) else scalars.__getitem__
     given = [numbers(k) for k in stage.scalars]
     traits, over, random = variant.eager.matrices, variant.eager.over, variant.eager.random

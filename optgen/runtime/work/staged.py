@@ -174,7 +174,8 @@ def _call(
     """
     numbers = scalars.rounded if isinstance(scalars, Control) else scalars.__getitem__
     function: Callable[..., Tensor] = getattr(functions, stage.kernel)
-    names = (bucket.variant.rule or bucket.variant).scalars
+    assert bucket.variant.rule is not None
+    names = bucket.variant.rule.scalars
     given = [numbers(names.index(x)) if isinstance(x, str) else x for x in stage.given]
     matrix = bucket.variant.matrix
     own: list[Tensor] = []

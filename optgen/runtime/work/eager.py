@@ -1,0 +1,62 @@
+"""The steps of a bucket in eager torch: the strict tiles, one parameter after the other, on any device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from optgen.runtime.layout import layout, plans, workspace
+from optgen.runtime.layout.workspace import Workspace
+from optgen.runtime.records import Temp
+from optgen.runtime.reference.eager import scalars as on_device
+from optgen.runtime.reference.run import Tensors, few_shape
+from optgen.runtime.work import staged
+from optgen.runtime.work.bucket import Bucket
+from optgen.runtime.work.staged import Runner
+
+
+def runner(bucket: Bucket, scalars: Sequence[float], step_key: int) -> Runner:
+    """Make the step of a bucket whose variant has a step in strict maths."""
+    variant, params = bucket.variant, bucket.params
+    step = plans.reference(bucket.plan, variant)
+    shapes = [layout.matrix_shape(variant.matrix, p.shape) for p in params]
+    dims = [layout.column_dims(variant.matrix, p.shape) for p in params] if variant.has_axes else None
+    room = workspace.make(variant, shapes, bucket.device, dims, bucket.pool)
+    wide = {f.name for f in variant.fields if f.per == 1 and f.space == "elem"}
+    found = []
+    for i in filter(bucket.numel, range(len(params))):
+        fields = {name: bucket.states[i][name] for name in variant.names}
+        x = Tensors(
+            params[i].view(shapes[i]),
+            bucket.grads[i].view(shapes[i]),
+            {name: t.view(shapes[i]) if name in wide else t for name, t in fields.items()},
+            place=None if bucket.places is None else bucket.places[i][:3],
+            dims=None if dims is None else dims[i],
+            stream=bucket.streams[i],
+        )
+        x.temps = {t.name: _view(room, t, column[i], x) for t, column in zip(variant.temps, room.offsets, strict=False)}
+        found.append(x)
+    numbers = on_device(params[0], *scalars) if scalars else ()
+
+    def kernels(begin: int, end: int) -> None:
+        for x in found:
+            step.run(begin, end, x, numbers, step_key)
+
+    if variant.stages:
+        yield from staged.drive(bucket, room, scalars, step_key, kernels)
+    else:
+        kernels(0, 1)
+
+
+def _view(room: Workspace, temp: Temp, at: int, x: Tensors) -> Tensor:
+    """Return the values of a temp of a parameter, in their shape."""
+    if temp.space != "elem":
+        shape = few_shape(temp.space, x)
+        return room.memory[at : at + math.prod(shape)].view(shape)
+    count = x.p.numel()
+    if temp.wide:
+        return room.memory[at : at + count].view(x.p.shape)
+    return room.memory[at : at + -(-count // 2)].view(torch.bfloat16)[:count].view(x.p.shape)
