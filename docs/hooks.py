@@ -29,7 +29,7 @@ from mkdocs.structure.files import File, Files
 import optgen
 from optgen.accumulate import accumulator
 from optgen.base.errors import TABLE, UserError
-from optgen.driver import explain, load
+from optgen.driver import explain, load, memory
 from optgen.driver.cli import app
 from optgen.formats.plan import Plan
 from optgen.lang import wrappers
@@ -367,7 +367,7 @@ def page_of_plan(plan: Plan, rules: dict[str, Spec]) -> str:
     parts = [
         f"# {plan.name}", prose(plan.doc), f"<p>Take it if {inline(when(plan))}</p>", warn,
         fenced(f'AdamW(model.named_parameters(), lr=3e-4, plan="{plan.name}")', "python"),
-        "## What is stored", kept_table(explain.of_plan(plan), "kind of value"), small if plan.small_numel else "",
+        "## What is stored", kept_table(memory.of_plan(plan), "kind of value"), small if plan.small_numel else "",
         *steady(plan), *measured(plan), "## Bytes per parameter",
         table(("rule", "bf16 parameters", "fp32 parameters"), rows),
         f"## Its text {UNINDEXED}", fenced(text_of(plan), "python"),
@@ -387,7 +387,7 @@ def steady(plan: Plan) -> list[str]:
     rows = [
         (role, f"{decay:g}", escape(found.partition(": ")[2]))
         for role in ("signed", "nonneg") for decay in (0.9, 0.99, 0.999)
-        if (found := explain.steady_state(getattr(plan, role), Recurrence("ema", decay)))
+        if (found := memory.steady_state(getattr(plan, role), Recurrence("ema", decay)))
     ]  # fmt: skip
     head = ("kind", "decay", "error after many steps")
     return ["## Averages stored again at every step", table(head, rows)] if rows else []

@@ -16,10 +16,10 @@ import sys
 import tempfile
 import textwrap
 import zlib
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,20 +28,20 @@ from unittest import mock
 import pytest
 import torch
 
-from optgen import passes
-from optgen.backends import host
-from optgen.driver import cpp_text, load, record_text, targets, triton_text
-from optgen.driver.kernel_text import unpack_of
+from optgen.driver import compile as compiling
+from optgen.driver import cpp_text, emit, load, plan_formats, record_text, targets, triton_text
+from optgen.driver.project import Maths
 from optgen.driver.targets import Case
-from optgen.ir.program import Schedule, Step
+from optgen.formats.plan import Plan
 from optgen.lang.spec import Spec
-from optgen.lower import lower
 from optgen.ops import dtypes
 from optgen.runtime.cpu import join, native
 from optgen.runtime.layout import plans
-from optgen.runtime.records import Rule, Variant
+from optgen.runtime.records import Field, Rule, Variant
+from optgen.runtime.records import join as joins
 from optgen.runtime.reference.eager import Blocks, rows_and_columns
-from tests import inlined
+from optgen.runtime.work import eager
+from optgen.runtime.work.bucket import Bucket
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -90,25 +90,16 @@ def sampled(test: str, params: Iterable[Any]) -> list[Any]:
     return made
 
 
-def schedule(
-    spec: Spec, plan: Any, param: str, maths: str, flags: Mapping[str, bool] | None = None, small: bool = False
-) -> Schedule:
+def case_of(
+    spec: Spec, plan: Any, param: str, flags: Mapping[str, bool] | None = None, small: bool = False,
+    vector: bool = False,
+) -> Case:  # fmt: skip
+    """The case of a dtype, of flags (others by default) and of a size class."""
     settings = {f.name: f.default for f in spec.flags} | dict(flags or {})
     recurrences = targets.recurrences_of(spec, tuple(sorted(settings.items())))
-    storage = plan.storage(spec.present(settings), dtypes.FROM_TORCH[param], small, recurrences)
-    made = passes.run(lower(spec, settings, storage), maths)  # type: ignore[arg-type]
-    remember(made, spec, Case(settings, storage.param, small, storage))
-    return made
-
-
-_cases: OrderedDict[int, tuple[Schedule | Step, Spec, Case]] = OrderedDict()
-
-
-def remember(made: Schedule | Step, spec: Spec, case: Case) -> None:
-    """Keep which case this is the step of, for its C++ text: that is generated for weights of any dtype."""
-    _cases[id(made)] = made, spec, case
-    if len(_cases) > 64:
-        _cases.popitem(last=False)
+    dtype = dtypes.FROM_TORCH[param]
+    storage = plan.storage(spec.present(settings), dtype, small, recurrences, vector=vector)
+    return Case(settings, dtype, small, storage, vector)
 
 
 def module(folder: Path, name: str, text: str, known: bool = False) -> ModuleType:
@@ -137,76 +128,74 @@ def package(folder: Path, name: str, texts: Mapping[str, str]) -> ModuleType:
     return imported(folder / name / "__init__.py", name, known=True)
 
 
-def only(s: Schedule | Step) -> Schedule:
-    """The schedule of a step that is one kernel."""
-    if isinstance(s, Schedule):
-        return s
-    (stage,) = s.stages
-    return stage.schedule
+@lru_cache(maxsize=64)
+def loaded(spec: Spec, plan: Plan) -> joins.Pair:
+    """A rule under a plan in strict maths, with what the eager reference needs."""
+    folder = f"{plan_formats.PLANS}/{plan.name}"
+    files = {
+        "__init__.py": emit.emit_class(spec, (plan.name,), {plan.name: f".{folder.replace('/', '.')}"}, "strict"),
+        triton_text.STRICT: triton_text.tile_text(spec),
+        f"{folder}/__init__.py": record_text.plan_text(plan, "strict"),
+        f"{folder}/{triton_text.STRICT}": triton_text.codec_text(plan, "strict", (), triton_text.STRICT),
+    }
+    return plans.load(getattr(compiling.import_package(spec.name, files), spec.class_name), plan.name)
 
 
-def _texts(spec: Spec, s: Schedule, kernels: Schedule) -> tuple[str, str]:
-    """Generate what `Pair` runs: the reference, the host's scalars of it and of C++ kernels."""
-    names = "Blocks, choose, larger, quotient, rotl, scalars, smaller, sqrt"
-    text = f"import torch\nfrom optgen.runtime.reference.eager import {names}\n"
-    text += "from tests.inlined import block_max, block_min, lookup, search\n"
-    lines = [*inlined.tables([s]), *inlined.step_function(s, "f")]
-    head = f"from optgen.runtime.records.scalars import {', '.join(host.HELPERS)}\n"
-    scalars = host.scalars_function(s.program, unpack_of(spec), "reference")
-    scalars += ["", *host.scalars_function(kernels.program, unpack_of(spec), "kernel")]
-    return text + "\n".join(lines) + "\n", head + "\n".join(scalars) + "\n"
+def variant_of(spec: Spec, case: Case) -> Variant:
+    """The strict records of a case."""
+    name = targets.case_name(spec, case)
+    return next(v for v in loaded(spec, case.storage.plan).variants if v.function == name)
+
+
+def eager_step(
+    spec: Spec, case: Case, tensors: Mapping[str, torch.Tensor], g: torch.Tensor, scalars: Sequence[float], key: int,
+    stream: int,
+) -> Iterator[Any]:  # fmt: skip
+    """Return the step of a parameter; it yields what it adds to sums over the model."""
+    pair, variant = loaded(spec, case.storage.plan), variant_of(spec, case)
+    bucket = Bucket(0, pair, variant, "reference", g.device, g.dtype, 0, ())
+    bucket.params, bucket.grads, bucket.shards, bucket.names = [tensors["p"]], [g], [None], ["p"]
+    bucket.states, bucket.streams = [dict(tensors)], [stream]
+    return eager.runner(bucket, scalars, key)
 
 
 class Pair:
-    """The reference and the kernel of one schedule, and a set of buffers for each."""
+    """The strict reference and the kernels of one case, in strict or fast maths, and a set of buffers for each."""
 
-    def __init__(self, spec: Spec, s: Schedule | Step, folder: Path, *, kernels: Schedule | Step | None = None) -> None:
-        self.known = kernels or s
-        self.case = next((_cases[id(x)][2] for x in (self.known, s) if id(x) in _cases), None)
-        s, kernels = only(s), only(self.known)
-        self.spec, self.schedule, self.kernels, self.folder = spec, s, kernels, folder
-        reference_text, host_text = _texts(spec, s, kernels)
-        self.reference = module(folder, "ref", reference_text)
-        self.host = module(folder, "host", host_text)
+    def __init__(self, spec: Spec, case: Case, folder: Path, maths: Maths = "strict") -> None:
+        self.spec, self.case, self.folder, self.maths = spec, case, folder, maths
+        self.variant = variant_of(spec, case)
 
     @cached_property
     def triton(self) -> tuple[Variant, Any]:
         """The case's variant, and the Triton kernels of all cases of its plan."""
-        plan, maths = self.case.storage.plan, self.kernels.program.maths
-        name = targets.case_name(self.spec, self.case)
         folder = Path(tempfile.mkdtemp(dir=self.folder))
-        pair, kernels = triton_text.joined(self.spec, plan, maths, partial(module, folder))
-        return next(v for v in pair.variants if v.function == name), kernels
+        pair, kernels = triton_text.joined(self.spec, self.case.storage.plan, self.maths, partial(module, folder))
+        return next(v for v in pair.variants if v.function == self.variant.function), kernels
 
     def buffers(self, shape: tuple[int, ...], weight: torch.Tensor) -> dict[str, torch.Tensor]:
         """Fresh state: what stores zero, and a weight."""
         rows, columns = rows_and_columns(torch.Size(shape))
-        out = {}
-        for b in self.schedule.program.buffers:
-            if b.role == "param":
-                out[b.name] = weight.to(getattr(torch, b.dtype.torch), copy=True)
-            elif b.role != "grad":
-                size = shape if not b.space.size else (rows, -(-columns // b.space.size))
-                if b.dtype.packed:
-                    size = (rows, -(-columns // 8) * b.dtype.bits)
-                biased = b.dtype.name == "u8" and (b.role == "weight" or not b.owner.endswith("sq"))
-                out[b.name] = torch.full(size, 128 if biased else 0, dtype=getattr(torch, b.dtype.torch))
+        out = {"p": weight.to(getattr(torch, self.variant.param), copy=True)}
+        for f in self.variant.fields:
+            size = shape if f.per == 1 else (rows, -(-columns // f.per) * f.width)
+            out[f.name] = torch.full(size, f.zero, dtype=f.torch_dtype)
         return out
 
-    def scalars(self, which: str, step: int, hypers: Mapping[str, Any]) -> tuple[float, ...]:
-        """The host scalars of a step; host states are given among the hyper-parameters, else as they start."""
-        program = (self.schedule if which == "reference" else self.kernels).program
-        values = {h.name: h.default for h in self.spec.hypers} | dict(program.host_states) | dict(hypers)
-        if which == "kernel" and self.case is not None:
-            rule = self.joined[1]
-            return rule.host(step, 1.0, **values)[: len(rule.scalars)]
-        return getattr(self.host, which)(step, 1.0, **values)[: len(program.host)]
+    def ordered(self, buffers: Mapping[str, torch.Tensor], g: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors in the order of a kernel's table."""
+        return [buffers["p"], g, *(buffers[name] for name in self.variant.names)]
+
+    def values(self, hypers: Mapping[str, Any]) -> dict[str, Any]:
+        """Hyper-parameters, and host states as they start, unless given."""
+        return {h.name: h.default for h in self.spec.hypers} | dict(self.variant.host_states) | dict(hypers)
 
     def run_reference(
         self, buffers: dict[str, torch.Tensor], g: torch.Tensor, step: int, key: int, stream: int, **hypers: Any
     ) -> None:
-        ordered = [g if b.role == "grad" else buffers[b.name] for b in self.schedule.program.buffers]
-        self.reference.f(*ordered, *self.scalars("reference", step, hypers), key, stream)
+        function, count = self.variant.host
+        scalars = function(step, 1.0, **self.values(hypers))[:count]
+        assert not list(eager_step(self.spec, self.case, buffers, g, scalars, key, stream))
 
     def run_triton(
         self, buffers: dict[str, torch.Tensor], g: torch.Tensor, step: int, key: int, stream: int, tiles: int = 4,
@@ -225,12 +214,12 @@ class Pair:
         from optgen.runtime.gpu.compiled import launched
 
         variant, kernels = self.triton
-        name, block = variant.function, self.schedule.program.block
+        name, block = variant.function, variant.block
         size = kernels.TILE[name]
         numbers = [torch.tensor(x) for x in kernels.NUMBERS[name]]
         groups: dict[tuple[bool, bool], tuple[list[list[int]], list[list[int]]]] = {}
         for buffers, g, stream in tensors:
-            ordered = [g if b.role == "grad" else buffers[b.name] for b in self.schedule.program.buffers]
+            ordered = self.ordered(buffers, g)
             rows, columns = rows_and_columns(g.shape)
             ragged = block > 1 and rows > 1 and columns % block != 0
             count = -(-rows * -(-columns // block) // (size // block)) if ragged else max(1, -(-g.numel() // size))
@@ -239,8 +228,7 @@ class Pair:
             work += [[len(table), first] for first in range(0, count, tiles)]
             table.append([t.data_ptr() for t in (*ordered, *numbers)] + [g.numel(), columns, stream, 0, 0, columns])
         grad = getattr(tl, str(tensors[0][1].dtype).removeprefix("torch."))
-        values = {h.name: h.default for h in self.spec.hypers} | dict(self.kernels.program.host_states) | dict(hypers)
-        made = variant.single.host(step, 1.0, **values)
+        made = variant.single.host(step, 1.0, **self.values(hypers))
         scalars = [made[k] for k in variant.single.stages[0].scalars]
         for (ragged, aligned), (table, work) in groups.items():
             how: dict[str, Any] = dict(grad=grad, tiles=tiles, tile=size, ragged=ragged, aligned=aligned)
@@ -253,17 +241,17 @@ class Pair:
     def joined(self) -> tuple[Variant, Rule]:
         """The case's variant, and the rule of its C++ kernel, in the maths of the kernels."""
         made: dict[str, Any] = {}
-        exec(compile(record_text.rule_text(self.spec, self.kernels.program.maths), "records", "exec"), made)
+        exec(compile(record_text.rule_text(self.spec, self.maths), "records", "exec"), made)
         plan = record_text.plan_record(self.case.storage.plan)
-        variants = plans.with_steps(made["RULES"], made["STEPS"], plan)
-        variant = next(v for v in variants if v.function == targets.case_name(self.spec, self.case))
+        variants = joins.with_steps(made["RULES"], made["STEPS"], plan)
+        variant = next(v for v in variants if v.function == self.variant.function)
         return variant, variant.single
 
     @cached_property
     def source(self) -> str:
         """The C++ text of this kernel alone."""
-        maths = self.kernels.program.maths
-        texts = cpp_text.rule_text(self.spec, maths), cpp_text.codec_text(self.case.storage.plan, maths)
+        plan = self.case.storage.plan
+        texts = cpp_text.rule_text(self.spec, self.maths), cpp_text.codec_text(plan, self.maths)
         return join.source(*self.joined, *texts).replace(f"using {join.KERNEL} =", "using f =")
 
     def run_cpp(
@@ -276,11 +264,12 @@ class Pair:
         """
         rows = []
         for buffers, g, stream in tensors:
-            ordered = [g if b.role == "grad" else buffers[b.name] for b in self.schedule.program.buffers]
-            columns = rows_and_columns(g.shape)[1]
-            rows.append([t.data_ptr() for t in ordered] + [g.numel(), columns, stream, *(at or (0, 0, columns))])
+            columns, pointers = rows_and_columns(g.shape)[1], [t.data_ptr() for t in self.ordered(buffers, g)]
+            rows.append([*pointers, g.numel(), columns, stream, *(at or (0, 0, columns))])
         table = torch.tensor(rows, dtype=torch.int64)
-        scalars = torch.tensor(self.scalars("kernel", step, hypers), dtype=torch.float64).float()
+        rule = self.joined[1]
+        made = rule.host(step, 1.0, **self.values(hypers))[: len(rule.scalars)]
+        scalars = torch.tensor(made, dtype=torch.float64).float()
         library = compiled(self.source, str(tensors[0][1].dtype).removeprefix("torch."), isa)
         arguments = (table.data_ptr(), len(rows), scalars.data_ptr(), key, threads)
         types = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32)
@@ -292,7 +281,7 @@ def strict(
 ) -> Pair:
     """The reference and the strict kernel of a shipped rule under a shipped plan."""
     spec = spec_of(rule)
-    return Pair(spec, schedule(spec, plan_of(plan), param, "strict", flags), folder)
+    return Pair(spec, case_of(spec, plan_of(plan), param, flags), folder)
 
 
 def compiled(source: str, grad: str, isa: str = "") -> ctypes.CDLL:
@@ -379,12 +368,12 @@ def _headers(by: native.Compiler, flags: tuple[str, ...], sets: Sequence[native.
     return path
 
 
-def by_element(tensor: torch.Tensor, buffer: Any, shape: tuple[int, ...]) -> torch.Tensor:
-    """A buffer's entries, flat: of packed codes, those of a tensor of that shape, one by one."""
-    if not buffer.dtype.packed:
+def by_element(tensor: torch.Tensor, f: Field, shape: tuple[int, ...]) -> torch.Tensor:
+    """A field's entries, flat: of packed codes, those of a tensor of that shape, one by one."""
+    if f.width == 1:
         return tensor.reshape(-1)
     rows, columns = rows_and_columns(torch.Size(shape))
-    codes = Blocks(torch.empty(shape), 64).codes(tensor, buffer.dtype.bits)
+    codes = Blocks(torch.empty(shape), 64).codes(tensor, f.width)
     return codes.reshape(rows, -1)[:, :columns].reshape(-1)
 
 
@@ -406,4 +395,6 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(*(x.reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8) for x in (a, b)))
 
 
-__all__ = ["Pair", "compiled", "only", "plan_of", "remember", "same_bits", "schedule", "spec_of", "strict"]
+__all__ = [
+    "Pair", "case_of", "compiled", "eager_step", "loaded", "plan_of", "same_bits", "spec_of", "strict", "variant_of",
+]  # fmt: skip

@@ -21,16 +21,13 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from optgen import passes
 from optgen.base.errors import UserError
-from optgen.driver import compile as compiling
-from optgen.driver import emit, judge, plan_formats, record_text, targets, triton_text
+from optgen.driver import emit, judge, targets
 from optgen.driver.targets import Case
 from optgen.formats.plan import Plan, Storage
 from optgen.ir.node import postorder
-from optgen.ir.program import Program, Step
 from optgen.lang.spec import MatrixKind, Spec
-from optgen.lower import lower, matrix_of, needs_matrix
+from optgen.lower import matrix_of, needs_matrix
 from optgen.ops import dtypes, spaces
 from optgen.runtime import records
 from optgen.runtime.cpu import native
@@ -38,8 +35,6 @@ from optgen.runtime.layout import layout, plans
 from optgen.runtime.records import join, sums
 from optgen.runtime.records.keys import step_key, stream_key
 from optgen.runtime.step import backends
-from optgen.runtime.work import eager
-from optgen.runtime.work.bucket import Bucket
 from optgen.verify import differential
 from optgen.verify.differential import Report, Values
 from optgen.verify.intervals import STRICT, Model
@@ -211,54 +206,25 @@ def hypers_of(cell: Cell, **wanted: Any) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Compiled:
-    """One case through the passes."""
-
-    spec: Spec
-    case: Case
-    program: Program
-    fast: Step
-
-    @cached_property
-    def strict(self) -> Step:
-        """The step in strict maths."""
-        return targets.placed(self.spec, passes.step(self.program, "strict"))
-
-
-def compile_case(spec: Spec, case: Case) -> Compiled:
-    """Lower one case and run the passes of fast maths."""
-    program = lower(spec, case.flags, case.storage)
-    pieces = passes.cut(program)
-    fast = targets.placed(spec, passes.step(program, pieces=pieces))
-    return Compiled(spec, case, program, fast)
-
-
-@dataclass(frozen=True)
 class Built:
-    """A cell, compiled: its functions as `optgen build` prints them."""
+    """A cell, compiled: its functions as `optgen build` prints them, in strict maths."""
 
     cell: Cell
     spec: Spec
-    compiled: Compiled
+    case: Case
     pair: join.Pair
     variant: records.Variant
 
-    def step(
-        self, tensors: Mapping[str, Tensor], g: Tensor, scalars: Sequence[float], key: int, stream: int
-    ) -> Iterator[Any]:
-        """Return the step of a parameter; it yields what it adds to sums over the model."""
-        bucket = Bucket(0, self.pair, self.variant, "reference", g.device, g.dtype, 0, ())
-        bucket.params, bucket.grads, bucket.shards, bucket.names = [tensors["p"]], [g], [None], ["p"]
-        bucket.states, bucket.streams = [dict(tensors)], [stream]
-        return eager.runner(bucket, scalars, key)
+    def decode(self, *tensors: Tensor, shape: torch.Size) -> dict[str, Tensor]:
+        """Return the weight and the states of a parameter of that shape, fp32."""
+        return plans.storage(self.pair, self.variant).decode(*tensors, dims=self._dims(shape))
 
-    def decode(self, *tensors: Tensor) -> dict[str, Tensor]:
-        """Return the weight and the states, fp32."""
-        return plans.storage(self.pair, self.variant).decode(*tensors)
+    def encode(self, values: Mapping[str, Tensor], shape: torch.Size) -> dict[str, Tensor]:
+        """Return the fields of values of a parameter of that shape."""
+        return plans.storage(self.pair, self.variant).encode(values, self._dims(shape))
 
-    def encode(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the fields of values."""
-        return plans.storage(self.pair, self.variant).encode(values)
+    def _dims(self, shape: torch.Size) -> tuple[int, ...] | None:
+        return layout.column_dims(self.variant.matrix, shape) if self.variant.has_axes else None
 
     @property
     def scalars(self) -> Callable[..., tuple[float, ...]]:
@@ -266,12 +232,8 @@ class Built:
         return self.variant.host[0]
 
     @property
-    def case(self) -> Case:
-        return self.compiled.case
-
-    @property
     def storage(self) -> Storage:
-        return self.compiled.case.storage
+        return self.case.storage
 
     @property
     def matrix(self) -> MatrixKind:
@@ -281,7 +243,12 @@ class Built:
     @cached_property
     def in_parts(self) -> bool:
         """Return True if a step waits for sums over the model."""
-        return any(b.reduction == "model_sum" for b in self.compiled.strict.temps)
+        return any(t.reduction == "model_sum" for t in self.variant.temps)
+
+    @property
+    def in_stages(self) -> bool:
+        """Return True if a step takes several kernels, or one that knows rows, columns or sizes."""
+        return self.variant.single is None
 
     def enclose(
         self, before: Values, g: Tensor, options: Mapping[str, Any], kept: Mapping[str, Tensor] | None = None
@@ -294,30 +261,8 @@ class Built:
 def build(cell: Cell) -> Built:
     """The cell through lowering, passes and the reference backend."""
     spec, plan = spec_of(cell.spec), plan_of(cell.plan)
-    flags = flags_of(cell)
-    recurrences = targets.recurrences_of(spec, tuple(sorted(flags.items())))
-    param = dtypes.FROM_TORCH[cell.param]
-    storage = plan.storage(spec.present(flags), param, cell.small, recurrences, vector=cell.vector)
-    compiled = compile_case(spec, Case(flags, param, cell.small, storage, cell.vector))
-    for step in (compiled.fast, compiled.strict):
-        harness.remember(step, spec, compiled.case)
-    module = compiling.import_package(spec.name, _files(spec, plan))
-    pair = plans.load(getattr(module, spec.class_name), plan.name)
-    size = (cell.param, cell.small, cell.vector)
-    variant = next(v for v in pair.variants if dict(v.flags) == flags and (v.param, v.small, v.vector) == size)
-    return Built(cell, spec, compiled, pair, variant)
-
-
-@lru_cache(maxsize=64)
-def _files(spec: Spec, plan: Plan) -> emit.Files:
-    """The files of a rule and of a plan that the eager reference needs."""
-    folder = f"{plan_formats.PLANS}/{plan.name}"
-    return {
-        "__init__.py": emit.emit_class(spec, (plan.name,), {plan.name: f".{folder.replace('/', '.')}"}, "strict"),
-        triton_text.STRICT: triton_text.tile_text(spec),
-        f"{folder}/__init__.py": record_text.plan_text(plan, "strict"),
-        f"{folder}/{triton_text.STRICT}": triton_text.codec_text(plan, "strict", (), triton_text.STRICT),
-    }
+    case = harness.case_of(spec, plan, cell.param, flags_of(cell), cell.small, cell.vector)
+    return Built(cell, spec, case, harness.loaded(spec, plan), harness.variant_of(spec, case))
 
 
 class Run:
@@ -332,7 +277,7 @@ class Run:
         self.built, self.seed, self.steps = built, seed, 0
         self.stream = stream_key(0) if stream is None else stream
         self.hypers = hypers_of(built.cell, **hypers)
-        self.host_states = dict(built.compiled.strict.program.host_states)
+        self.host_states = dict(built.variant.host_states)
         self.buffers = fresh(built, weight, self.hypers)
 
     def copy(self) -> Run:
@@ -351,7 +296,8 @@ class Run:
         """One step in place."""
         values, count = self.scalars(), self.built.variant.host[1]
         self.steps += 1
-        done = self.built.step(self.buffers, g, values[:count], step_key(self.seed, self.steps), self.stream)
+        keys, built = (step_key(self.seed, self.steps), self.stream), self.built
+        done = harness.eager_step(built.spec, built.case, self.buffers, g, values[:count], *keys)
         with suppress(StopIteration):
             total = next(done)
             while True:  # what it yields is summed over the model: here it is all of it
@@ -366,7 +312,7 @@ class Run:
         """The fp32 weight under "p" and the fp32 states."""
         shape = self.buffers["p"].shape
         stored = [self.buffers["p"], *(self.buffers[f.name] for f in self.built.variant.fields if f.wide)]
-        made = self.built.decode(*(self._seen(x) if x.shape == shape else x for x in stored))
+        made = self.built.decode(*(self._seen(x) if x.shape == shape else x for x in stored), shape=shape)
         return {name: x.view(shape) for name, x in made.items()} | {
             name: self.buffers[name].float() for name in small_states(self.built)
         }
@@ -446,20 +392,17 @@ def fresh(built: Built, weight: Tensor, hypers: Mapping[str, Any]) -> dict[str, 
         if decl.init != 0.0:
             starts.add(decl.name)
     seen = layout.matrix_shape(built.matrix, weight.shape)
-    encoded = built.encode({k: v.view(seen) if v.shape == weight.shape else v for k, v in values.items()})
+    encoded = built.encode({k: v.view(seen) if v.shape == weight.shape else v for k, v in values.items()}, weight.shape)
     out = {}
-    for b in built.compiled.strict.program.buffers:
-        if b.role == "grad":
+    for f in built.variant.fields:
+        if f.owner in few:
+            shape = layout.value_shape(few[f.owner], weight.shape, built.spec.matrix)
+            out[f.name] = torch.full(shape, values[f.owner].item(), dtype=f.torch_dtype)
             continue
-        if b.owner in few:
-            shape = layout.value_shape(few[b.owner], weight.shape, built.spec.matrix)
-            out[b.name] = torch.full(shape, values[b.owner].item(), dtype=getattr(torch, b.dtype.torch))
-            continue
-        whole = b.space.name == "elem" and not b.dtype.packed
-        out[b.name] = encoded[b.name].clone().contiguous().view(weight.shape if whole else encoded[b.name].shape)
-        if b.owner not in starts:
-            zero = built.case.storage.fields()[b.name].zero
-            out[b.name].fill_(int(zero) * (255 // ((1 << b.dtype.bits) - 1)) if b.dtype.packed else zero)
+        whole = f.space == "elem" and f.per == 1
+        out[f.name] = encoded[f.name].clone().contiguous().view(weight.shape if whole else encoded[f.name].shape)
+        if f.owner not in starts:
+            out[f.name].fill_(f.zero)
     out["p"] = rounded.clone()
     return out
 
@@ -480,7 +423,7 @@ def compiled_for(cell: Cell) -> AbstractContextManager[None]:
 
 def takes_stages(cell: Cell) -> bool:
     """Return True if a step of the cell takes several kernels."""
-    return build(cell).compiled.strict.in_stages
+    return build(cell).in_stages
 
 
 def optimizer_class(cell: Cell, folder: Path) -> Any:
@@ -548,8 +491,8 @@ def check(cell: Cell, folder: Path, shapes: Iterable[tuple[int, ...]] = (), step
     of several stages is run by the reference alone.
     """
     built = build(cell)
-    several = built.compiled.strict.in_stages
-    pair = None if several else Pair(built.spec, built.compiled.strict, folder)
+    several = built.in_stages
+    pair = None if several else Pair(built.spec, built.case, folder)
     draw = torch.Generator().manual_seed(zlib.crc32(str(cell).encode()))
     reports = []
     shapes = tuple(shapes) or fitting(cell, SHAPES + REDUCED * several)

@@ -528,7 +528,7 @@ def test_a_rule_of_two_phases_has_the_package_of_its_first_step(project: Path, m
 
 @pytest.mark.parametrize(
     ("name", "plan", "taken"),
-    [("stage", "own", "Stage"), ("triton", "own", "triton"), ("first", "STEPS", "STEPS"), ("first", "torch", "torch")]
+    [("stage", "own", "Stage"), ("first", "strict", "strict"), ("first", "STEPS", "STEPS"), ("first", "torch", "torch")]
 )
 def test_a_class_or_a_plan_is_called_as_nothing_else_in_its_module(
     project: Path, name: str, plan: str, taken: str

@@ -31,7 +31,7 @@ CELLS = [
 def test_within_its_bound_of_the_oracle_and_a_code_of_strict(cell: Cell, isa: str, tmp_path: Path) -> None:
     """From strict's state and random bits: only a value beside a threshold takes another code."""
     built = build(cell)
-    pair = harness.Pair(built.spec, built.compiled.strict, tmp_path, kernels=built.compiled.fast)
+    pair = harness.Pair(built.spec, built.case, tmp_path, "fast")
     run, _ = _trained(built, (9, 256), 9)
     draw = draws(cell, 10)
     users = isa == ISAS[0] or (cell.spec, cell.plan) == ("adamw", "int8_split24")
@@ -49,7 +49,7 @@ def test_within_its_bound_of_the_oracle_and_a_code_of_strict(cell: Cell, isa: st
 def test_no_nan_turns_into_a_number(plan: str, isa: str, tmp_path: Path) -> None:
     """NaNs of either sign, with any payload: no carry of rounding may turn their pattern into a number's."""
     built = build(Cell("adamw", plan))
-    pair = harness.Pair(built.spec, built.compiled.strict, tmp_path, kernels=built.compiled.fast)
+    pair = harness.Pair(built.spec, built.case, tmp_path, "fast")
     run, _ = _trained(built, (9, 256), 9)
     patterns = [0x7F800001, 0x7FC00000, 0x7FFFFFFF, -0x7FFFFF, -0x400000, -0x8100, -1]
     short = [sign | 0x7F80 | payload for sign in (0, -0x8000) for payload in range(1, 128)]

@@ -80,8 +80,7 @@ def zeros(p, g, t, above=state(), below=state(), c=state(), d=state(), *, lr=hyp
 
 def check(spec: Any, plan: Any, param: str, folder: Path, isa: str, **hypers: float) -> None:
     """Three strict steps beside the reference, bit for bit."""
-    s = harness.schedule(spec, plan, param, "strict")
-    pair = harness.Pair(spec, s, folder)
+    pair = harness.Pair(spec, harness.case_of(spec, plan, param), folder)
     draw = torch.Generator().manual_seed(1)
     weight = torch.randn((9, 130), generator=draw)
     ours, theirs = pair.buffers(weight.shape, weight), pair.buffers(weight.shape, weight)
@@ -118,7 +117,7 @@ def test_an_author_may_use_any_name(plan: str, isa: str, tmp_path: Path) -> None
 def test_names_are_the_authors(plan: str, isa: str, tmp_path: Path) -> None:
     """Parts called as a kernel's own variables, states and locals in upper case; @optimizer without parentheses."""
     check(letters, harness.plan_of(plan), "bfloat16", tmp_path, isa)
-    pair = harness.Pair(letters, harness.schedule(letters, harness.plan_of(plan), "float32", "strict"), tmp_path)
+    pair = harness.Pair(letters, harness.case_of(letters, harness.plan_of(plan), "float32"), tmp_path)
     ours, theirs = (pair.buffers((3, 70), torch.ones(3, 70)) for _ in range(2))
     pair.run_reference(ours, torch.ones(3, 70), 1, 77, 3)
     pair.run_triton(theirs, torch.ones(3, 70), 1, 77, 3)

@@ -54,8 +54,7 @@ def test_subnormals_survive_a_kernel(tmp_path: Path) -> None:
     if native.compiler() is None:
         pytest.skip("there is no C++ compiler")
     assert not any("fast-math" in flag for flag in native.FLAGS)
-    spec = harness.spec_of("sgd")
-    pair = harness.Pair(spec, harness.schedule(spec, harness.plan_of("fp32"), "float32", "strict"), tmp_path)
+    pair = harness.strict("sgd", "fp32", tmp_path, "float32")
     harness.compiled(pair.source, "float32")
     assert float(torch.tensor(1e-40) * torch.tensor(1.0)) > 0
 

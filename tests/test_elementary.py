@@ -88,9 +88,8 @@ def given() -> tuple[Tensor, Tensor]:
 def test_backends_have_the_bits_of_the_definitions_and_fast_maths_is_near(maths: str, tmp_path: Path) -> None:
     """Strict kernels and the reference on one side, the definitions on torch tensors on the other; fast maths within
     enclosures, where it may take 0 for subnormal numbers."""
-    schedule = harness.schedule(functions, harness.plan_of("fp32"), "float32", maths)
-    strict = harness.schedule(functions, harness.plan_of("fp32"), "float32", "strict")
-    pair, (p, g) = harness.Pair(functions, strict, tmp_path, kernels=schedule), given()
+    case = harness.case_of(functions, harness.plan_of("fp32"), "float32")
+    pair, (p, g) = harness.Pair(functions, case, tmp_path, maths), given()
     made = {name: pair.buffers((len(g),), p) for name in ("reference", "triton", "cpp")}
     pair.run_reference(made["reference"], g, 1, 1, 1)
     pair.run_triton(made["triton"], g, 1, 1, 1)

@@ -14,7 +14,7 @@ from optgen.backends import cpp, triton
 from optgen.driver import emit
 from optgen.driver.build import Request, build
 from optgen.driver.compile import compile
-from optgen.driver.explain import UNKNOWN, memory
+from optgen.driver.memory import UNKNOWN, memory
 from optgen.formats import Plan
 from optgen.ir import node as ir
 from optgen.ir.ranges import Intervals

@@ -1,8 +1,8 @@
 """Checkpoint files: whole or not at all, refused when damaged, and back bit for bit."""
 
 import dataclasses
+import functools
 import hashlib
-import importlib
 import itertools
 import json
 import os
@@ -29,6 +29,8 @@ from optgen.optim import AdamW, Lion
 from optgen.runtime import files
 from optgen.runtime.checkpoint import checkpoint, container
 from optgen.runtime.files import CheckpointError
+from optgen.runtime.layout import plans
+from optgen.runtime.reference import tile
 from tests.training import everything, train
 
 
@@ -269,10 +271,11 @@ def test_a_plan_of_the_same_name_that_reads_codes_otherwise(tmp_path: Path, monk
         for _, plan, v in (checkpoint.select(AdamW, opt.param_groups[0], p) for p in opt.param_groups[0]["params"])
         if v.function.endswith("bfloat16")
     )
-    codecs = importlib.import_module(f"optgen.plans.{plan.name}")
+    codecs = tile.load(f"optgen.plans.{plan.name}.strict")
     present = getattr(codecs, variant.eager.codecs["exp_avg_sq"])
-    other = dataclasses.replace(present, decode=lambda *fields: present.decode(*fields) * 1.01)
-    monkeypatch.setattr(codecs, variant.eager.codecs["exp_avg_sq"], other)
+    decode = functools.partial(lambda f, c, *rest: f(1.01 * c, *rest), present.decode)
+    monkeypatch.setattr(codecs, variant.eager.codecs["exp_avg_sq"], dataclasses.replace(present, decode=decode))
+    plans.storage.cache_clear()
     before = everything(opt, model)
     with pytest.raises(ValueError, match=r"exp_avg_sq was saved as .* it is not the plan that the checkpoint was made"):
         load_checkpoint(path, opt, model)

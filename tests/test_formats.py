@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from optgen.base.errors import UserError
-from optgen.driver.explain import memory
+from optgen.driver.memory import memory
 
 from optgen.formats import (  # isort: skip
     Blocked, Codebook, Copy, Ecc8, Factored, Float, Format, Fp8, Kahan, LogMax, LogMinMax, Master, Native, Noise, Plan,

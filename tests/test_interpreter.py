@@ -42,7 +42,7 @@ def test_quickened_is_undone_and_done_again() -> None:
 def test_a_kernel_stores_the_same_bits(cell: Cell, tmp_path: Path) -> None:
     """Random bits, packed codes, tables, blocks that end ragged."""
     built = product.build(cell)
-    pair = harness.Pair(built.spec, built.compiled.strict, tmp_path)
+    pair = harness.Pair(built.spec, built.case, tmp_path)
     draw = torch.Generator().manual_seed(0)
     run = Run(built, torch.randn(3, 70, generator=draw))
     for _ in range(2):

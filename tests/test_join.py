@@ -1,4 +1,4 @@
-"""Records of rules and of plans, and what the runtime makes of the two: held to what the compiler lowers."""
+"""Records of rules and of plans, and what the runtime makes of the two: held to the spec and to the plan's storage."""
 
 from __future__ import annotations
 
@@ -11,20 +11,15 @@ from typing import Any
 
 import pytest
 
-from optgen import passes
 from optgen.driver import cpp_text, load, record_text, targets, triton_text
 from optgen.driver.targets import Case
 from optgen.formats import Blocked, Plan, scales, softsign
-from optgen.formats.of_matrices import OfMatrix
-from optgen.formats.plan import field_names
-from optgen.ir.node import postorder
 from optgen.lang.spec import Spec
-from optgen.lower import lower, matrix_of, needs_matrix
-from optgen.ops import spaces
-from optgen.ops.prims import MATRIX_OPS
+from optgen.lower import matrix_of, relative, untouched
 from optgen.runtime import records
 from optgen.runtime.cpu import cpu
 from optgen.runtime.records import Variant, join
+from optgen.verify.differential import read_back
 from tests import harness
 
 ROOT = Path(__file__).parents[1]
@@ -32,7 +27,7 @@ SPECS, PLANS = sorted(load.entries(ROOT)), load.plans(ROOT)
 
 
 def check(spec: Spec, plan: Plan) -> None:
-    """Every variant of the join is what the program of its case says."""
+    """Every variant of the join is what the spec and the storage of its case say."""
     joined = list(join.variants(record_text.rules(spec), record_text.plan_record(plan)))
     cases = list(targets.cases(spec, plan))
     for variant, case in zip(joined, cases, strict=True):
@@ -42,69 +37,38 @@ def check(spec: Spec, plan: Plan) -> None:
 
 
 def compare(spec: Spec, case: Case, variant: Variant) -> None:
-    program, storage, eager = lower(spec, case.flags, case.storage), case.storage, variant.eager
-    buffers = [b for b in program.buffers if b.role not in ("param", "grad", "draw")]
-    # Matrix states in few bits are fp32 to programs: torch encodes them around whole stages.
-    formats = {b.owner: storage.states[b.owner] for b in buffers if isinstance(storage.states.get(b.owner), OfMatrix)}
-    assert {x: fmt.trait for x, fmt in formats.items()} == eager.matrices
-    fields = [f for f in variant.fields if f.owner not in formats]
-    buffers = [b for b in buffers if b.owner not in formats]
-    assert [f.name for f in fields] == [b.name for b in buffers]
-    stored, elements = storage.fields(), {s.name for s in spec.states if s.space == spaces.elem}
-    nonneg = {next(iter(field_names(s, storage.states[s].fields()).values())) for s in storage.nonneg}
-    for b, f in zip(buffers, fields, strict=True):
-        own, few = stored[b.name], b.space.name in spaces.SMALL | spaces.MATRICES
-        bits = b.dtype.bits if b.dtype.packed else 0
-        assert (f.dtype, f.state, f.width) == (b.dtype.torch, b.owner, bits or 1)
-        assert f.per == (8 if bits else b.space.size or 1)
-        assert f.zero == own.zero if not bits else f.zero == int(own.zero) * (255 // ((1 << bits) - 1))
-        assert f.space == (b.space.name if few else "elem")
-        assert f.shared == (few and b.owner in elements)
-        assert f.nonneg == ((own.nonneg and b.dtype.is_float) or b.name in nonneg)
-        assert (f.least, f.most, f.low) == ((own.least, own.most, own.low) if own.most is not None else (0, None, 0))
-    assert variant.block == program.block
-    assert variant.host_states == program.host_states
-    nodes = list(postorder(program.roots()))
-    draws = {n.attr for n in nodes if n.op == "key"}
-    assert {x for x, fmt in formats.items() if fmt.rounding == "stochastic"} == eager.random
-    own = tuple(b.owner for b in program.buffers if b.role == "draw")
-    assert set(eager.draws) == set(own)
-    assert bool(draws) == bool(eager.words) and variant.stochastic == bool(draws or eager.random or own)
-    few = ({n.space.name for n in nodes} | {b.space.name for b in program.buffers}) & spaces.SMALL
-    few |= {"call"} if any(n.op in MATRIX_OPS for n in nodes) else set()
-    elsewhere = needs_matrix(spec, case.flags) and few.isdisjoint({"row", "col", "mat", "call"})
-    assert variant.rows == elsewhere
-    assert variant.matrix == (matrix_of(spec, case.flags, storage) if elsewhere or few else "last")
-    fast = passes.cut(passes.linear(program))
-    # A step has two texts: where one of its early states is kept as a whole none is read back.
-    assert set(eager.early) == set(fast.early) or (eager.whole and not eager.early)
-    written_to = {b.owner for b in program.buffers if b.writes}
-    assert set(eager.still) == set(storage.states) - written_to
-    relative = {name for name, fmt in storage.states.items() if fmt.relative}
-    assert set(eager.relative) == relative
-    check_noise(case, program, eager)
+    storage, eager = case.storage, variant.eager
+    own = {name: f for name, f in storage.fields().items() if name not in eager.matrices}
+    fields = {f.name: f for f in variant.fields if f.owner not in eager.matrices}
+    assert fields.keys() == own.keys()
+    for name, f in fields.items():
+        made = own[name]
+        bits = made.dtype.bits if made.dtype.packed else 0
+        assert (f.dtype, f.width) == (made.dtype.torch, bits or 1)
+        assert f.zero == (made.zero if not bits else int(made.zero) * (255 // ((1 << bits) - 1)))
+        assert f.shared == (made.space != "elem")
+    assert set(eager.still) == untouched(spec, storage, case.flags)
+    assert eager.relative == {k: x for k, x in relative(spec, storage).items() if k not in eager.matrices}
+    assert variant.matrix in ("last", matrix_of(spec, case.flags, storage))
+    assert eager.early in ((), read_back(spec, storage, case.flags))
+    check_noise(case, eager)
 
 
-def check_noise(case: Case, program: Any, eager: records.Eager) -> None:
-    """A store reads the words that its value is dealt, and no bit of a word is dealt twice."""
+def check_noise(case: Case, eager: records.Eager) -> None:
+    """Each value that is stored has its bits of a word, and no bit of a word is dealt twice."""
     storage = case.storage
     bits = {name: fmt.noise_bits for name, fmt in storage.states.items()} | {"p": storage.master.noise_bits(case.param)}
-    assert set(eager.noise) == {name for name, n in bits.items() if n and name not in eager.still}
+    assert eager.noise.keys() == {x for x, n in bits.items() if n and x not in {*eager.still, *eager.matrices}}
     taken = set[tuple[int, int]]()
     for name, (word, shift) in eager.noise.items():
         own = {(word, at) for at in range(shift, shift + bits[name])}
         assert not own & taken
         assert max(at for _, at in own) < 32
         taken |= own
-    for s in program.stores:
-        drawn = any(n.op == "key" for n in postorder([s.node]))
-        owner = program.buffer(s.buffer).owner
-        # A code of a relative state reads the root of the state that it is divided by.
-        assert drawn <= (owner in eager.noise or eager.relative.get(owner) in eager.noise), s.buffer
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_the_join_is_what_the_compiler_lowers(seed: int) -> None:
+def test_the_join_is_what_spec_and_storage_say(seed: int) -> None:
     """Rules of each kind under drawn plans."""
     draw = random.Random(seed)
     own_matrix = "adamp", "int4_factored_split24"  # not the matrix of the plan
@@ -115,7 +79,7 @@ def test_the_join_is_what_the_compiler_lowers(seed: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SPECS)
-def test_every_join_is_what_the_compiler_lowers(name: str) -> None:
+def test_every_join_is_what_spec_and_storage_say(name: str) -> None:
     for plan in PLANS.values():
         check(load.find_spec(name, ROOT), plan)
 

@@ -10,8 +10,8 @@ import torch
 
 from optgen.base.errors import UserError
 from optgen.base.loc import relative
-from optgen.driver.explain import memory
 from optgen.driver.judge import judge, look
+from optgen.driver.memory import memory
 
 from optgen.formats import (  # isort: skip
     Blocked, Codebook, Factored, Field, Format, Fp8, LogMax, LogMinMax, Noise, Plan, Rank1, codebooks, compander, f16,

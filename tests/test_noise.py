@@ -6,24 +6,19 @@ once in 10^8 checks, and the keys below are fixed.
 
 import itertools
 import math
-from collections.abc import Callable
-from functools import cache
-from types import CodeType, SimpleNamespace
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from optgen.accumulate import accumulator
-from optgen.backends.printer import Printer
 from optgen.driver.compile import compile as compiled
 from optgen.lang import hyper, lookahead, optimizer
-from optgen.lower.noise import deal, word
 from optgen.runtime.modes.accumulated import GradientAccumulator
 from optgen.runtime.records import keys
 from optgen.runtime.records.keys import WINDOW, places, step_key, stream_key
 from optgen.runtime.reference import tile
-from optgen.runtime.reference.eager import Blocks, rotl
-from tests.inlined import INLINED as SPELL
 
 N = 1 << 18
 SIGMAS = 6.0
@@ -31,15 +26,19 @@ FIELDS = ((20, 12), (8, 12), (0, 8))  # what 8-bit states and a weight share: (s
 AT = places(FIELDS)
 
 
-@cache
-def code_of(k: int) -> CodeType:
-    return compile(Printer(SPELL, {}).text(word(k, AT)), "word", "eval")
+def drawn(recipes: Sequence[keys.Recipe], k: int, stream: int, step: int, count: int) -> torch.Tensor:
+    """Word k of consecutive elements as the reference and Triton's kernels make it, uint32 in int64."""
+    key = torch.tensor(step, dtype=torch.int32)
+    index, sweep = torch.arange(count, dtype=torch.int32), SimpleNamespace(recipes=recipes)
+    made = tile.load(tile.CODECS).word(index, key, stream, sweep, k)
+    return made.long() & 0xFFFFFFFF
+
+
+RECIPES = keys.recipes([(AT, (), False)] * 6)
 
 
 def words(stream: int, step: int, k: int = 0, count: int = N) -> torch.Tensor:
-    """The words of `count` consecutive elements, uint32 in int64."""
-    names = {"b": Blocks(torch.empty(count), 1), "stream_key": stream, "step_key": step, "torch": torch, "rotl": rotl}
-    return eval(code_of(k), names).long() & 0xFFFFFFFF
+    return drawn(RECIPES, k, stream, step, count)
 
 
 def bits_of(w: torch.Tensor) -> torch.Tensor:
@@ -78,7 +77,7 @@ def test_windows_tensors_and_words_of_one_element_are_independent(one: tuple[int
 def test_there_are_words_for_any_number_of_states() -> None:
     """Each under a salt of its own, so far from all others that no two eights of a tensor of 2^27 elements meet."""
     salts = [keys.salt(k) for k in range(24)]
-    assert len(deal({f"state{i}": 12 for i in range(48)})[1]) == 24
+    assert len(keys.deal({f"state{i}": 12 for i in range(48)})[1]) == 24
     assert min(a ^ b for a, b in itertools.combinations(salts, 2)) >= 1 << 24
 
 
@@ -103,29 +102,14 @@ def test_a_field_visits_equal_parts_of_its_range_once_each(shift: int, bits: int
 def test_fields_of_few_bits_move_too() -> None:
     """A format may ask for fewer bits than the place in a window has: each of its numbers comes as often as the others,
     in every row of as many steps."""
-    dealt, nodes = deal({"first": 12, "few": 6, "one": 1, "last": 5})
-    assert len(nodes) == 1
-    code = compile(Printer(SPELL, {}).text(nodes[0]), "word", "eval")
-    names = {"b": Blocks(torch.empty(64), 1), "stream_key": 7, "torch": torch, "rotl": rotl}
-    draws = torch.stack([eval(code, {**names, "step_key": step_key(0, t)}) for t in range(WINDOW)]).long()
+    dealt, made = keys.deal({"first": 12, "few": 6, "one": 1, "last": 5})
+    assert len(made) == 1
+    draws = torch.stack([drawn(keys.recipes(made), 0, 7, step_key(0, t), 64) for t in range(WINDOW)])
     for name in ("few", "one", "last"):
-        shift, bits = dealt[name].shift, dealt[name].bits
-        field = ((draws & 0xFFFFFFFF) >> shift) & ((1 << bits) - 1)
+        _, shift, bits = dealt[name]
+        field = (draws >> shift) & ((1 << bits) - 1)
         rows = field.view(-1, 1 << bits, 64).sort(1).values
         assert (rows == torch.arange(1 << bits)[:, None]).all()
-
-
-def test_words_of_programs_are_those_of_the_runtime() -> None:
-    """Compare what lower.noise writes for kernels with what the reference draws, at chance and at rare places too."""
-    wants, blocks = {"first": 12, "few": 6, "one": 1, "last": 5, "more": 16, "rare": 16}, Blocks(torch.empty(64), 1)
-    _, nodes = deal(wants, {"rare"})
-    _, words = keys.deal(wants, {"rare"})
-    device = tile.load(tile.CODECS)
-    for k, node in enumerate(nodes):
-        code, step = compile(Printer(SPELL, {}).text(node), "word", "eval"), step_key(0, 300 + k)
-        drawn = eval(code, {"b": blocks, "stream_key": 7, "step_key": step, "torch": torch, "rotl": rotl})
-        key = torch.tensor(step, dtype=torch.int32)
-        assert torch.equal(drawn, device.word(blocks.index(), key, 7, SimpleNamespace(recipes=keys.recipes(words)), k))
 
 
 @optimizer(cite="none", name="Descent")
@@ -215,12 +199,11 @@ def test_windows_do_not_resonate_with_grids_that_move(beta: float) -> None:
 
 
 def test_bits_are_dealt_without_overlap_and_words_are_added_as_needed() -> None:
-    noise, used = deal({"exp_avg_sq": 12, "exp_avg": 12, "p": 8})
-    assert len(used) == 1
-    assert sorted((n.shift, n.shift + n.bits) for n in noise.values()) == [(0, 8), (8, 20), (20, 32)]
-    noise, used = deal({"a": 16, "b": 16, "none": 0, "c": 16})
-    assert len(used) == 2
-    assert set(noise) == {"a", "b", "c"}
-    assert used == [word(k, places(((16, 16), (0, 16)) if k == 0 else ((16, 16),))) for k in range(2)]
+    dealt, made = keys.deal({"exp_avg_sq": 12, "exp_avg": 12, "p": 8})
+    assert len(made) == 1
+    assert sorted((shift, shift + bits) for _, shift, bits in dealt.values()) == [(0, 8), (8, 20), (20, 32)]
+    dealt, made = keys.deal({"a": 16, "b": 16, "none": 0, "c": 16})
+    assert set(dealt) == {"a", "b", "c"}
+    assert made == tuple((places(shares), (), False) for shares in (((16, 16), (0, 16)), ((16, 16),)))
     with pytest.raises(ValueError, match="33 random bits"):
-        deal({"a": 33})
+        keys.deal({"a": 33})

@@ -91,8 +91,7 @@ def test_an_author_may_use_any_name(maths: str, tmp_path: Path, monkeypatch: pyt
     """Found by test_fast_maths...[adagrad]: a host scalar `start` was overwritten by the kernel's own variable."""
     monkeypatch.setattr(product, "spec_of", lambda name: hostile)
     built = product.build(Cell("hostile", DEFAULT))
-    kernels = built.compiled.strict if maths == "strict" else built.compiled.fast
-    pair = harness.Pair(built.spec, built.compiled.strict, tmp_path, kernels=kernels)
+    pair = harness.Pair(built.spec, built.case, tmp_path, maths)
     draw = torch.Generator().manual_seed(0)
     for shape in ((700,), (5, 70)):
         run = Run(built, torch.randn(shape, generator=draw))

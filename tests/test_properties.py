@@ -25,6 +25,7 @@ from optgen.formats.logmax import LogMax
 from optgen.formats.logminmax import LogMinMax
 from optgen.formats.plan import field_names
 from optgen.runtime.layout import layout
+from optgen.runtime.records import Field
 from optgen.runtime.records.keys import step_key
 from optgen.runtime.reference.eager import Blocks
 from optgen.verify import bounds
@@ -125,7 +126,7 @@ def test_many_steps_are_within_their_bounds(cell: Cell) -> None:
     # that reads states back has no bound then.
     coarse = cell.plan in (
         "int8_rn_split24", "int4_split24", "int5_int3_split24", "bnb8", "torchao4", "torchao8", "torchao_fp8",
-    ) and build(cell).compiled.strict.early  # fmt: skip
+    ) and build(cell).variant.eager.early  # fmt: skip
     assert reports[0].claimed == 1 or coarse or cell.plan == "flashoptim", "the bound promises nothing for one step"
 
 
@@ -172,7 +173,7 @@ def _trained(built: Built, shape: tuple[int, ...], salt: int, stream: int = 7) -
 def test_tiling_changes_nothing(spec: str, plan: str, shape: tuple[int, ...], tmp_path: Path) -> None:
     """1, 4 and 16 tiles per program: element and keys alone decide the random bits."""
     built = build(Cell(spec, plan))
-    pair = harness.Pair(built.spec, built.compiled.strict, tmp_path)
+    pair = harness.Pair(built.spec, built.case, tmp_path)
     run, g = _trained(built, shape, 2)
     results = []
     for tiles in (1, 4, 16):
@@ -212,13 +213,12 @@ def test_a_tail_leaves_the_blocks_before_it_alone(plan: str, size: int) -> None:
         long.step(g)
         short.step(g[:size].clone())
     whole = size // block * block
-    for b in built.compiled.strict.program.buffers:
-        if b.role != "grad":
-            count = whole // (b.space.size or 1)
-            left, right = (
-                harness.by_element(run.buffers[b.name], b, run.buffers["p"].shape)[:count] for run in (long, short)
-            )
-            assert harness.same_bits(left, right), b.name
+    for f in (Field("p", built.cell.param), *built.variant.fields):
+        count = whole // (f.per if f.width == 1 else 1)
+        left, right = (
+            harness.by_element(run.buffers[f.name], f, run.buffers["p"].shape)[:count] for run in (long, short)
+        )
+        assert harness.same_bits(left, right), f.name
 
 
 # -- 2. nothing comes of nothing
@@ -310,11 +310,10 @@ def assert_kept_apart(cell: Cell, step: Callable[[Run, Tensor], None] = Run.step
             g[index] = bad if k == 1 else g[index]
         step(dirty, g)
     inside = torch.stack([torch.arange(len(weight)) // block == index // block for index in at]).any(0)
-    for b in built.compiled.strict.program.buffers:
-        if b.role != "grad":
-            keep = ~inside[:: b.space.size or 1]
-            left, right = (harness.by_element(run.buffers[b.name], b, weight.shape)[keep] for run in (clean, dirty))
-            assert harness.same_bits(left, right), b.name
+    for f in (Field("p", cell.param), *built.variant.fields):
+        keep = ~inside[:: f.per if f.width == 1 else 1]
+        left, right = (harness.by_element(run.buffers[f.name], f, weight.shape)[keep] for run in (clean, dirty))
+        assert harness.same_bits(left, right), f.name
 
 
 @pytest.mark.parametrize("cell", of_pairs("apart", elementwise, within_blocks=True))
@@ -341,13 +340,12 @@ THROUGH_KERNELS = [
 
 def through_kernel(built: Built, maths: str, folder: Path) -> Callable[[Run, Tensor], None]:
     """A step of a run by the Triton kernel of that maths, in place of the reference."""
-    kernels = built.compiled.strict if maths == "strict" else built.compiled.fast
-    pair = harness.Pair(built.spec, built.compiled.strict, folder, kernels=kernels)
+    pair = harness.Pair(built.spec, built.case, folder, maths)
 
     def step(run: Run, g: Tensor) -> None:
         key = step_key(run.seed, run.steps + 1)
         pair.run_triton(run.buffers, g, run.steps + 1, key, run.stream, **run.hypers, **run.host_states)
-        count = len(built.compiled.strict.host)
+        count = built.variant.host[1]
         run.host_states = dict(zip(run.host_states, run.scalars()[count:], strict=True))
         run.steps += 1
 
@@ -454,8 +452,7 @@ def test_fast_maths_is_within_its_bound_of_the_oracle_and_a_code_of_strict(cell:
     threshold: by 1.
     """
     built = build(cell)
-    made = built.compiled
-    pair = harness.Pair(built.spec, made.strict, tmp_path, kernels=made.fast)
+    pair = harness.Pair(built.spec, built.case, tmp_path, "fast")
     run, _ = _trained(built, (3, 256), 9)
     draw = draws(cell, 10)
     for _ in range(3):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from optgen.base.errors import UserError
-from optgen.driver import explain, targets
+from optgen.driver import explain, memory, targets
 from optgen.driver.compile import compile as compiled
 from optgen.formats import Blocked, Factored, LogMinMax, Plan, Rank1, Split, scales, softsign
 from optgen.formats.bound import ROUNDOFF
@@ -312,7 +312,7 @@ def test_one_more_sweep_over_gradient_and_second_moment() -> None:
     assert found.traffic == 12.5 + 2 * 2 / 64 <= 12.6
     assert found.sweeps[-1].why == "2 sweeps: keeping exp_avg_sq needs row_max, col_max"
     rows = {row.name: row for row in explain.explain(adamw, plans.lpmm4_factor).memory}
-    assert (rows["exp_avg_sq"].bytes, rows["exp_avg_sq"].error) == (0, explain.NONE)
+    assert (rows["exp_avg_sq"].bytes, rows["exp_avg_sq"].error) == (0, memory.NONE)
 
 
 # -- vectors, states and their forms

@@ -46,8 +46,7 @@ def kept_by(
     spec: Spec, maths: str, backend: str, g: Tensor, folder: Path, steps: int = 1, **hypers: float
 ) -> dict[str, Tensor]:
     """Return what that many steps of one gradient keep under the plan fp32."""
-    schedules = [harness.schedule(spec, harness.plan_of("fp32"), "float32", m) for m in ("strict", maths)]
-    pair = harness.Pair(spec, schedules[0], folder, kernels=schedules[1])
+    pair = harness.Pair(spec, harness.case_of(spec, harness.plan_of("fp32"), "float32"), folder, maths)
     buffers = pair.buffers(tuple(g.shape), torch.zeros_like(g))
     run = pair.run_triton if backend == "triton" else pair.run_reference
     for step in range(1, steps + 1):
@@ -151,8 +150,7 @@ def fast_beside_strict(
     """Return what a step for each gradient keeps: the strict reference's buffers and the fast kernel's."""
     if backend == "cpp" and native.compiler() is None:
         pytest.skip("there is no C++ compiler")
-    schedules = [harness.schedule(spec, plan, "float32", maths) for maths in ("strict", "fast")]
-    pair = harness.Pair(spec, schedules[0], folder, kernels=schedules[1])
+    pair = harness.Pair(spec, harness.case_of(spec, plan, "float32"), folder, "fast")
     strict, fast = (pair.buffers(tuple(gradients[0].shape), torch.zeros_like(gradients[0])) for _ in range(2))
     for step, g in enumerate(gradients, start=1):
         pair.run_reference(strict, g, step, 1, 1)
@@ -247,7 +245,7 @@ def test_conversions_by_value_round_alike_on_every_backend(dtype: DType, tmp_pat
     g = torch.cat([(0x3F800000 + patterns).view(torch.float32), abs(patterns).view(torch.float32), NUMBERS])
     g = torch.cat([g, -g])
     plan = Plan("By value.", name="by_value", signed=ByValue(dtype))
-    pair = harness.Pair(keeping, harness.schedule(keeping, plan, "float32", "strict"), tmp_path)
+    pair = harness.Pair(keeping, harness.case_of(keeping, plan, "float32"), tmp_path)
     wanted = (0.0 + g).to(getattr(torch, dtype.torch))
     found = {name: pair.buffers(tuple(g.shape), torch.zeros_like(g)) for name in ("reference", "triton", "cpp")}
     pair.run_reference(found["reference"], g, 1, 1, 1, lr=1.0)
@@ -307,7 +305,7 @@ class Counts(ByValue):
 
 def test_ties_go_to_even_numbers_before_an_odd_bias_is_added(tmp_path: Path) -> None:
     """Fast maths may round and add in one where that keeps which numbers are even."""
-    plan, g = Plan("a test", signed=Counts(), small_numel=0), torch.arange(64) / 2
+    plan, g = Plan("a test", name="counts", signed=Counts(), small_numel=0), torch.arange(64) / 2
     _, found = fast_beside_strict(keeping, plan, [g], "triton", tmp_path)
     assert torch.equal(found["kept_codes"], g.round().to(torch.uint8) + 1)
 
@@ -341,9 +339,7 @@ def negative_part(p, g, below=state(nonneg), *, lr=hyper(1e-3, ge=0)):
 
 
 def test_minus_zero_decodes_as_the_smallest(tmp_path: Path) -> None:
-    pair = harness.Pair(
-        negative_part, harness.schedule(negative_part, plans.int8_split24, "float32", "strict"), tmp_path
-    )
+    pair = harness.Pair(negative_part, harness.case_of(negative_part, plans.int8_split24, "float32"), tmp_path)
     g = torch.linspace(-1.0, 1.0, 64)  # one block: sizes from 1 down to 0, then -0
     kept = [pair.buffers((64,), torch.zeros(64)) for _ in range(2)]
     pair.run_reference(kept[0], g, 1, 0, 0)

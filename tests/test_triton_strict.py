@@ -53,7 +53,7 @@ def stepped(p, g, *, lr=hyper(1e-2, ge=0)):
 
 
 def test_floor_of_subnormals(tmp_path: Path) -> None:
-    pair = harness.Pair(stepped, harness.schedule(stepped, harness.plan_of("fp32"), "float32", "strict"), tmp_path)
+    pair = harness.Pair(stepped, harness.case_of(stepped, harness.plan_of("fp32"), "float32"), tmp_path)
     g = torch.tensor([-1e-40, 1e-40, -0.0, -1.5, 2.0, -(2.0**-126), 3e38])
     ours, theirs = pair.buffers(g.shape, torch.zeros(7)), pair.buffers(g.shape, torch.zeros(7))
     pair.run_reference(ours, g, 1, 0, 0, lr=1.0)
@@ -75,8 +75,8 @@ found = []
 kernel_stats._read_nvidia = lambda asm, listed: found.append(asm["ptx"]) or ("", 0, 0)
 for name, plan, param in (("stepped", "fp32", "float32"), ("adamw", "int8_split24", "bfloat16")):
     spec = harness.spec_of(name) if name != "stepped" else test_triton_strict.stepped
-    schedule = harness.schedule(spec, harness.plan_of(plan), param, "strict")
-    variant, kernels = harness.Pair(spec, schedule, Path(sys.argv[1])).triton
+    case = harness.case_of(spec, harness.plan_of(plan), param)
+    variant, kernels = harness.Pair(spec, case, Path(sys.argv[1])).triton
     fn = getattr(kernels, variant.function)
     sweep = kernels.CONSTANTS[variant.function]["SWEEP"]
     constants = {"SWEEP": launched(sweep, grad=getattr(tl, param), tiles=4, aligned=True)}

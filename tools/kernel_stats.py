@@ -518,14 +518,12 @@ def case_of(spec_name: str, plan_name: str, param: str) -> Any:
     return max(cases, key=lambda c: sum(wanted[k] == v for k, v in dict(c.flags).items()))
 
 
-def fast_step(spec_name: str, plan_name: str, param: str) -> Any:
-    """The step of that case in fast maths."""
-    from optgen import passes
-    from optgen.driver import targets
-    from optgen.lower import lower
+def in_stages(spec_name: str, plan_name: str, param: str) -> bool:
+    """Return True if a step of that case takes several kernels."""
+    from optgen.driver import record_text, targets
 
-    spec, case = named(spec_name, plan_name)[0], case_of(spec_name, plan_name, param)
-    return targets.placed(spec, passes.step(lower(spec, case.flags, case.storage), "fast"))
+    name = targets.case_name(named(spec_name, plan_name)[0], case_of(spec_name, plan_name, param))
+    return next(v for v in record_text.variants(*named(spec_name, plan_name)) if v.function == name).single is None
 
 
 def chosen() -> Iterable[Job]:
@@ -537,7 +535,7 @@ def chosen() -> Iterable[Job]:
 def watched() -> Iterable[Job]:
     """The sweeps of WATCHED, likewise."""
     for named in WATCHED:
-        several = fast_step(*named).in_stages
+        several = in_stages(*named)
         for job in of_several_sweeps(*named) if several else of_one_sweep(*named):
             if WATCHED_ON in job.targets and (job.panels or not several) and not job.name.endswith("_few"):
                 yield job
@@ -635,7 +633,7 @@ def sweeps(names: Sequence[str] = ()) -> Iterable[Job]:
         if spec_name in ("__init__", "plans") or (wanted and not any(w in spec_name for w in wanted)):
             continue
         param = "float32" if plan_name == "fp32" else "bfloat16"
-        several = fast_step(spec_name, plan_name, param).in_stages
+        several = in_stages(spec_name, plan_name, param)
         for job in (of_several_sweeps if several else of_one_sweep)(spec_name, plan_name, param):
             if job.bytes and roofline.TARGET in job.targets:
                 yield job

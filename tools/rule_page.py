@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from html import escape
 
 from optgen.base.errors import UserError
-from optgen.driver import explain, judge
+from optgen.driver import explain, judge, memory
 from optgen.formats.plan import Plan
 from optgen.lang.declare import INPUT, FlagDecl, HostStateDecl, StateDecl
 from optgen.lang.spec import Spec
@@ -183,10 +183,10 @@ def _plans(spec: Spec, plans: Sequence[Plan], link: Link) -> Iterator[tuple[str,
 def sizes(spec: Spec, plan: Plan) -> tuple[str, ...]:
     """Return the bytes for bf16 and fp32 parameters; raises UserError where the plan does not fit."""
     storages = (explain.case_of(spec, plan, dtype.torch, {}).storage for dtype in (dtypes.bf16, dtypes.f32))
-    return tuple(f"{sum(k.bytes for k in explain.memory(spec, storage)):.6g}" for storage in storages)
+    return tuple(f"{sum(k.bytes for k in memory.memory(spec, storage)):.6g}" for storage in storages)
 
 
-def kept_table(rows: Sequence[explain.Kept], first: str) -> str:
+def kept_table(rows: Sequence[memory.Kept], first: str) -> str:
     """Return what is stored of each value, with the bound of one store and the range in which it holds."""
     cells = ((code(k.name), escape(k.stored), f"{k.bytes:g}", escape(k.error), escape(k.valid)) for k in rows)
     return table((first, "stored as", "bytes", "|error| &le;", "where"), cells)

@@ -100,7 +100,6 @@ def number(node: Node) -> str:
 COMMON: Mapping[str, Spelling] = {
     "const": lambda p, n: (number(n), ATOM if n.attr >= 0 else 30),
     "sym": lambda p, n: (str(n.attr), ATOM),
-    "key": lambda p, n: (str(n.attr), ATOM),
     "neg": lambda p, n: (f"-{p.text(n.args[0], 30)}", 30),
     "not": lambda p, n: (f"~{p.text(n.args[0], 30)}", 30),
 }

@@ -236,7 +236,6 @@ _COMMON: dict[str, Spelling] = {
     "where": function("tl.where"),
     "sign": function("sign"),
     "lshr": _lshr,
-    "rotl": function("rotl"),
     "cast": lambda p, n: (f"{p.text(n.args[0], ATOM)}.to({tl_dtype(n.dtype)})", ATOM),
     "bitcast": lambda p, n: (f"{p.text(n.args[0], ATOM)}.to({tl_dtype(n.dtype)}, bitcast=True)", ATOM),
     "rint": function("rint"),

@@ -272,20 +272,20 @@ def show(
     after: Annotated[str | None, typer.Option("--pass", help="The IR after this pass, for instance fold.")] = None,
     diff: Annotated[bool, typer.Option("--diff", help="Only the lines that each pass changes.")] = False,
 ) -> None:
-    """Show the lowered program and how many lines each pass changes; with --pass the program after it."""
+    """Show the program of a rule, how many lines each pass changes, and the codecs of its plan; with --pass one IR."""
     with session("show") as t:
         from optgen.driver import explain as e
 
         found, chosen = _pair(spec, plan)
         case = e.case_of(found, chosen, _param(param), _flags(found, flag or []))
         t.result |= {"spec": found.name, "plan": chosen.name, "param": param, "flags": dict(case.flags), "stages": []}
-        stages = e.stages(found, case, _maths(maths))
+        stages = e.stages(found, chosen, case, _maths(maths))
         if after is not None:
             _choice("--pass", after, tuple(dict.fromkeys(stage.name for stage in stages)))
-        for n, stage in enumerate(stages):
+        for stage in stages:
             if after in (None, stage.name):
                 t.result["stages"].append({"pass": stage.name, "changed": stage.changed, "text": stage.text})
-                whole = not diff and (after is not None or n == 0)
+                whole = not diff and (after is not None or stage.diff == stage.text)
                 if whole or (diff and stage.changed):
                     t.show(f"-- {stage.name}\n" + (stage.text if whole else stage.diff).rstrip())
                 else:

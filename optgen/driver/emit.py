@@ -174,7 +174,7 @@ def emit_class(spec: Spec, plans: tuple[str, ...], own: Mapping[str, str], maths
     kinds, scalars, records = record_text.rule_lines(spec, maths)
     code = compile("\n".join(["import torch", *scalars, *called, *functions, *records]), row.source, "exec")
     modules = {Path(file).stem for file in (triton_text.FILE, triton_text.STRICT)}
-    for name in ({row.name, *plans, *modules} & {*kinds, *code.co_names}) | ({*plans} & modules):
+    for name in ({row.name, *plans, *modules} & {*kinds, *code.co_names}) | ({row.name, *plans} & modules):
         raise UserError("E115", loc=spec.loc, name=name, why="something else in the generated module has it")
     uses_torch = any("torch." in line for line in functions)
     mark = targets.mark(spec.loc.file, f"{spec.name} · sha256 {row.digest} · rebuild: optgen build {spec.name}")

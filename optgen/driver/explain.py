@@ -3,120 +3,27 @@
 from __future__ import annotations
 
 import difflib
-import math
-import textwrap
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from optgen import passes
 from optgen.base.loc import relative
-from optgen.driver import judge, targets
+from optgen.driver import judge, record_text, steps, targets, triton_text
+from optgen.driver.memory import SIDE, Kept, memory, rank
 from optgen.driver.project import Maths
 from optgen.driver.targets import Case
-from optgen.formats.bound import Bound
-from optgen.formats.format import Format
-from optgen.formats.plan import Plan, Storage
+from optgen.formats.plan import Plan
 from optgen.ir.node import postorder
 from optgen.ir.program import Program, Schedule, Step
 from optgen.ir.show import show, text
-from optgen.lang.declare import StateDecl
-from optgen.lang.spec import Recurrence, Spec
-from optgen.lower import lower
+from optgen.lang.spec import Spec
+from optgen.lower import lower_rule
 from optgen.ops import dtypes, spaces
 from optgen.ops.prims import REDUCTIONS
-from optgen.verify import bounds, lint
+from optgen.runtime.records import Rule, Variant
+from optgen.verify import lint
 from optgen.verify.lint import Finding
-
-UNKNOWN, NONE = "no bound is known", "no bound for an element"  # instead of an error
-SIDE = 1024
-"""Rows and columns of the matrices for which bytes of low rank are counted."""
-
-
-# -- memory
-
-
-@dataclass(frozen=True)
-class Kept:
-    """A value between steps: its bytes per parameter, and the error bound of storing it once."""
-
-    name: str
-    stored: str
-    bytes: float
-    error: str
-    valid: str
-    steady: str = ""
-
-
-def memory(spec: Spec, storage: Storage, decays: Mapping[str, Recurrence] | None = None) -> list[Kept]:
-    """Return a row for the weight and for each state; with `decays`, also the bound of averages after many steps."""
-    master, param = storage.master, storage.param
-    weight = _bound(master.bound(param))
-    size = sum(f.bytes_per_param for f in master.fields(param).values())
-    rows = [Kept("p", master.describe(param), size, *weight)]
-    held = {s.name: s.space for s in spec.states}
-    ranks = {s.name: _rank(spec, s) for s in spec.states if s.rank}
-    for name, fmt in storage.states.items():
-        error, valid = _bound(fmt.bound())
-        steady = steady_state(fmt, (decays or {}).get(name))
-        of, size = (f", one per {held[name].name}", 0.0)
-        if spaces.dims(held[name]):
-            of = "" if held[name] is spaces.elem else ", of square matrices"
-            size = fmt.bytes_per_param
-        if name in ranks:
-            of, size = f", of {SIDE} x {SIDE} matrices of rank {ranks[name]}", size * ranks[name] / SIDE
-        rows.append(Kept(name, f"{fmt}{of}", size, error, valid, steady))
-    return rows
-
-
-def _rank(spec: Spec, state: StateDecl) -> int:
-    """Return the rank of a state by default, of matrices of SIDE rows and columns; SIDE where it has none."""
-    own = state.rank if isinstance(state.rank, int) else SIDE
-    return min(int(next((h.values[0] for h in spec.hypers if h.name == state.rank), own)), SIDE)
-
-
-def _bound(bound: Bound | None) -> tuple[str, str]:
-    """Return (error, range) in words; a user's format may have none, and so an element of which only means are kept."""
-    if bound is None:
-        return UNKNOWN, ""
-    if bound.value == 0:
-        return "exact", bound.valid
-    if math.isinf(bound.value):
-        return NONE, bound.valid
-    return f"{bound.value:.3g} {'|x|' if bound.of == 'value' else bound.of}", bound.valid
-
-
-def steady_state(fmt: Format, recurrence: Recurrence | None) -> str:
-    none = fmt.exact or "" not in fmt.fields() or fmt.bound() is None
-    if none or recurrence is None or recurrence.kind != "ema" or not recurrence.decay or recurrence.decay >= 1:
-        return ""
-    return f"under a decay of {recurrence.decay:g}: {bounds.steady_state(fmt, recurrence.decay)}"
-
-
-def of_plan(plan: Plan) -> list[Kept]:
-    """Return a row for the weight in each narrow dtype, and for each format that keeps states."""
-    rows = []
-    for param in (dtypes.bf16, dtypes.f16):
-        size = sum(f.bytes_per_param for f in plan.master.fields(param).values())
-        rows.append(Kept(f"{param.name} weight", plan.master.describe(param), size, *_bound(plan.master.bound(param))))
-    roles = {role: getattr(plan, role) for role in ("signed", "nonneg", "initial", "small")}
-    roles |= plan.of_matrices if plan.matrices == 8 else {}
-    for role, fmt in {**roles, **plan.overrides}.items():
-        for name, kept in {role: fmt, f"{role}, vectors": fmt.of_vectors()}.items():
-            if name == role or kept != fmt:
-                rows.append(Kept(name, str(kept), kept.bytes_per_param, *_bound(kept.bound())))
-    return rows
-
-
-def storage_lines(rows: Sequence[Kept]) -> list[str]:
-    """Return the rows as plain lines, for the head of a generated file."""
-    names = max(len(r.name) for r in rows)
-    indent = " " * (names + 2)
-    wrapper = textwrap.TextWrapper(112, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-    return [line for r in rows for line in wrapper.wrap(f"{r.name:<{names}}  {r.bytes:g} B  {r.stored}")]
-
-
-# -- everything
 
 
 @dataclass(frozen=True)
@@ -180,51 +87,85 @@ def explain(spec: Spec, plan: Plan, param: str = "bfloat16", flags: Mapping[str,
     from optgen.lang.plain import plain_formulas
 
     case = case_of(spec, plan, param, flags or {})
-    step = passes.step(lower(spec, case.flags, case.storage), "fast")
+    variant, step = _joined(spec, plan, case)
     decays = lint.recurrences(spec, case.flags)
     rows = tuple(memory(spec, case.storage, decays))
     verdict = judge.look(spec, plan)
-    plain = 4.0 * (1 + sum(_rank(spec, s) / SIDE for s in spec.present(case.flags) if spaces.dims(s.space)))
+    plain = 4.0 * (1 + sum(rank(spec, s) / SIDE for s in spec.present(case.flags) if spaces.dims(s.space)))
     host = tuple((let.name, text(let.node)) for let in step.host)
     return Explanation(
         spec.name, plan.name, param, dict(case.flags), f"{relative(spec.loc.file)}:{spec.loc.line}",
-        tuple(plain_formulas(spec, case.flags)), rows, sum(r.bytes for r in rows), plain, tuple(_sweeps(step)), host,
-        step.program.rules, verdict.findings, verdict.discouraged,
+        tuple(plain_formulas(spec, case.flags)), rows, sum(r.bytes for r in rows), plain,
+        tuple(_sweeps(variant, step)), host, step.program.rules, verdict.findings, verdict.discouraged,
     )  # fmt: skip
 
 
-def _sweeps(step: Step) -> Iterator[Pass]:
-    for stage in step.sweeps:
-        sweep = stage.schedule.sweep
-        buffers = stage.schedule.program.buffers
-        size = {b.name: b.bytes_per_param for b in buffers if b.space.name in ("elem", "block") and b.role != "partial"}
+def _variant(spec: Spec, plan: Plan, case: Case) -> Variant:
+    return next(v for v in record_text.variants(spec, plan) if v.function == targets.case_name(spec, case))
+
+
+def _joined(spec: Spec, plan: Plan, case: Case) -> tuple[Variant, Step]:
+    """Return the records of a case, and the step of the rule alone that they were made of."""
+    variant = _variant(spec, plan, case)
+    assert variant.rule is not None
+    found = [s for flags, s, _ in steps.kernel_steps(spec, "fast") if flags == case.flags]
+    return variant, next(s for s in found if s.early == variant.rule.early)
+
+
+def _sizes(variant: Variant, rule: Rule) -> dict[str, dict[str, float]]:
+    """Return the bytes per parameter of each value's fields; of rows, columns and other few values none."""
+    grain = float(dtypes.FROM_TORCH[variant.param].bytes)
+    out = {"p": {"p": grain}, "g": {"g": grain}}
+    for f in variant.fields:
+        if f.space == "elem":
+            out.setdefault(f.owner, {})[f.name] = dtypes.FROM_TORCH[f.dtype].bytes * f.width / f.per
+    return out | {t.name: {t.name: 4.0 if t.wide else 2.0} for t in rule.temps if t.space == "elem"}
+
+
+def _sweeps(variant: Variant, step: Step) -> Iterator[Pass]:
+    rule, kept = variant.rule, variant.eager
+    assert rule is not None
+    sizes, temps = _sizes(variant, rule), {t.name: t for t in rule.temps}
+    stages = [s for s in rule.stages if s.space == "elem"]
+    why = iter(stage.why for stage in step.sweeps)
+    for stage in stages:
+        read = dict.fromkeys(x for x in stage.reads if x not in stage.absent)
+        read |= dict.fromkeys(kept.relative[x] for x in read if x in kept.relative)
+        stored = [] if stage.reduces else [x for x in stage.stores if x not in kept.still]
+        stored += [x for x in stage.temps if temps[x].space == "elem"]
+        own = f"{', '.join(stage.reduces)} as a whole" if stage.reduces else next(why)
         yield Pass(
-            {name: size[name] for name in sweep.reads if size.get(name)},  # random numbers are drawn, not read
-            {s.buffer: size[s.buffer] for s in sweep.stores if s.buffer in size},
-            tuple(f"{b.reduction} {b.name}" for b in stage.schedule.partials),
-            why_last(step) if stage is step.sweeps[-1] else stage.why,
+            {k: x for name in read for k, x in sizes.get(name, {}).items()},  # random numbers are drawn, not read
+            {k: x for name in stored for k, x in sizes.get(name, {}).items()},
+            tuple(f"{temps[x].reduction} {x}" for x in stage.temps if temps[x].reduction),
+            why_last(variant, step) if stage is stages[-1] else own,
         )
 
 
-def why_last(step: Step) -> str:
+def why_last(variant: Variant, step: Step) -> str:
     """Return the reason for the number of sweeps."""
-    program = step.program
-    count = len(step.sweeps)
-    if len(step.stages) == 1:
-        of = f" (and of its block of {program.block})" if program.block > 1 else ""
+    program, rule = step.program, variant.rule
+    assert rule is not None
+    sweeps = [s for s in rule.stages if s.space == "elem"]
+    if len(rule.stages) == 1:
+        of = f" (and of its block of {variant.block})" if variant.block > 1 else ""
         return f"one sweep: every value depends on values of its own element{of} only"
     needs: dict[str, dict[str, None]] = {}  # user -> operations
     seen: set[int] = set()
-    lets = [(f"{let.name} ({let.loc.short})", let.node) for let in program.body if let.loc is not None]
-    for user, root in [*lets, *((f"keeping {program.buffer(s.buffer).owner}", s.node) for s in program.stores)]:
+    for user, root in [(f"{let.name} ({let.loc.short})", let.node) for let in program.body if let.loc is not None]:
         new = [n for n in postorder([root]) if n.uid not in seen and (
             n.op in ("call", "matmul") or (n.op in REDUCTIONS and n.args[0].space == spaces.elem))]  # fmt: skip
         seen |= {n.uid for n in new}
         needs.setdefault(user, {}).update((str(n.attr) if n.op == "call" else n.op, None) for n in new)
+    kinds = {t.name: t.reduction for t in rule.temps}
+    for walk in sweeps:
+        for state in walk.reduces:
+            own = (kinds[x] for x in walk.temps if x.startswith(f"{state}_"))
+            needs[f"keeping {state}"] = dict.fromkeys(own)
     users = [f"{user} needs {', '.join(ops)}" for user, ops in needs.items() if ops]
-    early = f"; {' and '.join(step.early)} stored early and read back: fewer bytes than computing it again"
-    sweeps = "1 sweep and work on what it reduces" if count == 1 else f"{count} sweeps"
-    return f"{sweeps}: " + "; ".join(users) + (early if step.early else "")
+    early = f"; {' and '.join(rule.early)} stored early and read back: fewer bytes than computing it again"
+    count = "1 sweep and work on what it reduces" if len(sweeps) == 1 else f"{len(sweeps)} sweeps"
+    return f"{count}: " + "; ".join(users) + (early if rule.early else "")
 
 
 # -- show
@@ -240,9 +181,9 @@ class Stage:
     diff: str
 
 
-def stages(spec: Spec, case: Case, maths: Maths) -> list[Stage]:
-    """Return the program as it is lowered, and after every pass."""
-    program = lower(spec, case.flags, case.storage)
+def stages(spec: Spec, plan: Plan, case: Case, maths: Maths) -> list[Stage]:
+    """Return the program of the rule as it is lowered and after every pass, then the codecs that keep its values."""
+    program = lower_rule(spec, case.flags)
     first = show(program)
     out = [Stage("lower", first, True, first)]
 
@@ -253,4 +194,10 @@ def stages(spec: Spec, case: Case, maths: Maths) -> list[Stage]:
         out.append(Stage(name, new, old != new, diff))
 
     passes.step(program, maths, log)
+    used = _variant(spec, plan, case).eager.codecs
+    for name, codec, _, doc in triton_text.codecs(plan, maths):
+        if owners := [owner for owner, own in used.items() if own == name]:
+            made = {"decode": codec.decode, "encode": codec.encode or codec.nearest}
+            lines = [f"{k}:\n{show(s.schedule)}" for k, step in made.items() for s in step.stages]
+            out.append(Stage(f"codec of {', '.join(owners)}: {doc}", "\n".join(lines), True, "\n".join(lines)))
     return out

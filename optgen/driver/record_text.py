@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from optgen import passes
 from optgen.backends import columns, host, matrices, triton, triton_text, wrapper
 from optgen.base.names import unique
-from optgen.driver import explain, kernel_text, plan_formats, targets
+from optgen.driver import kernel_text, memory, plan_formats, targets
 from optgen.driver.pool import Pool
 from optgen.driver.project import Maths
 from optgen.driver.steps import rule_step
@@ -28,8 +28,8 @@ from optgen.ops import dtypes, spaces
 from optgen.ops.prims import MATRIX_OPS
 from optgen.passes.convert import ARITHMETIC
 from optgen.runtime import records
-from optgen.runtime.records import Field, Rule, Temp, Whole
-from optgen.runtime.records.join import FP32, FormatRecord, PlanRecord, RuleRecord, StateRecord, by_flags
+from optgen.runtime.records import Field, Rule, Temp, Variant, Whole
+from optgen.runtime.records.join import FP32, FormatRecord, PlanRecord, RuleRecord, StateRecord, by_flags, with_steps
 
 PLAN = "__init__.py"
 WIDTH = 120
@@ -125,6 +125,11 @@ def _filled(parts: Sequence[tuple[str, Any]], indent: str, apart: bool) -> Itera
 def rules(spec: Spec) -> tuple[RuleRecord, ...]:
     """Return the records of a rule, one for every setting of its flags."""
     return by_flags(_usual(spec), *_rules(spec))
+
+
+def variants(spec: Spec, plan: Plan, maths: Maths = "fast") -> Iterator[Variant]:
+    """Yield what the runtime makes of a rule and a plan; host functions are names."""
+    return with_steps(rules(spec), steps(spec, maths, Pool()), plan_record(plan, maths))
 
 
 def _usual(spec: Spec) -> Mapping[str, bool]:
@@ -350,7 +355,7 @@ def _rounding(spec: Spec, maths: Maths) -> str:
 
 def plan_text(plan: Plan, maths: Maths = "fast") -> str:
     """Return the text of a plan's package: how it keeps an element, and its record."""
-    doc = [f'"""{plan.doc}', "", *(f"    {x}" for x in explain.storage_lines(explain.of_plan(plan))), '"""']
+    doc = [f'"""{plan.doc}', "", *(f"    {x}" for x in memory.storage_lines(memory.of_plan(plan))), '"""']
     text = list(written("PLAN = ", plan_record(plan, maths)))
     known = ("Field", "FormatRecord", "PlanRecord", "Stage", "Temp", "Whole")
     names = [name for name in known if any(f"{name}(" in line for line in text)]

@@ -23,7 +23,7 @@ from optgen.ir.program import Program, Store
 from optgen.lang.spec import Spec
 from optgen.lower import CodecPrograms, lower_codec, lower_weight
 from optgen.ops import dtypes
-from optgen.runtime.records.join import Pair
+from optgen.runtime.records.join import Pair, with_steps
 
 FILE = "triton.py"
 STRICT = "strict.py"
@@ -141,9 +141,8 @@ def codec_text(plan: Plan, maths: Maths, others: Sequence[Plan] = (), file: str 
 def joined(spec: Spec, plan: Plan, maths: Maths, module: Import) -> tuple[Pair, Any]:
     """Return a rule under a plan without its C++ kernels, and the Triton kernels of its single sweeps."""
     from optgen.runtime.gpu.join import kernels
-    from optgen.runtime.layout import plans
 
     records = module("records", record_text.rule_text(spec, maths))
-    variants = plans.with_steps(records.RULES, records.STEPS, record_text.plan_record(plan, maths))
+    variants = with_steps(records.RULES, records.STEPS, record_text.plan_record(plan, maths))
     pair = Pair(plan.name, tuple(variants), plan.small_numel)
     return pair, kernels(pair, module("rule", rule_text(spec, maths)), module("codecs", codec_text(plan, maths)))

@@ -31,7 +31,7 @@ from optgen.ops.dtypes import DType
 from optgen.ops.prims import PRIMS
 from optgen.ops.spaces import Space
 
-LEAVES = ("const", "sym", "load", "index", "key", "extent", "draw")
+LEAVES = ("const", "sym", "load", "extent", "draw")
 
 
 class Node:
@@ -89,7 +89,7 @@ def leaf(node: Node) -> str:
         return f"${node.attr}"
     if node.op == "load":
         return f"%{node.attr}:{node.dtype}" + (f"/{node.space.size}" if node.space.size else "")
-    return "#index" if node.op == "index" else f"#{node.op}.{node.attr}"
+    return f"#{node.op}.{node.attr}"
 
 
 def brief(node: Node, depth: int = 5) -> str:
@@ -121,14 +121,6 @@ def sym(name: str, dtype: DType = dtypes.f32) -> Node:
 
 def load(buffer: str, dtype: DType, space: Space) -> Node:
     return _make("load", (), buffer, dtype, space)
-
-
-def index() -> Node:
-    return _make("index", (), None, dtypes.i32, spaces.elem)
-
-
-def key(name: str) -> Node:
-    return _make("key", (), name, dtypes.i32, spaces.host)
 
 
 def extent(name: str) -> Node:

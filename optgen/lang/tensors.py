@@ -58,11 +58,6 @@ def _where(c: Any, a: Operand, b: Operand) -> Any:
     return torch.where(c, *_both(a, b))
 
 
-def _rotl(x: Any, k: Operand) -> Any:
-    wide = x.long() & 0xFFFFFFFF
-    return ((wide << k) | (wide >> (32 - k))).int()
-
-
 def _entries(table: Table, x: Any) -> Any:
     return torch.tensor(table.values, dtype=torch.float32, device=x.device)
 
@@ -78,7 +73,7 @@ def _dtype(dtype: DType) -> torch.dtype:
 
 
 _MEANINGS: dict[str, Callable[..., Any]] = {
-    "sqrt": _sqrt, "where": _where, "rotl": _rotl, "search": _search, "pow": operator.pow, "eq": operator.eq,
+    "sqrt": _sqrt, "where": _where, "search": _search, "pow": operator.pow, "eq": operator.eq,
     "max": lambda a, b: torch.maximum(*_both(a, b)),
     "min": lambda a, b: torch.minimum(*_both(a, b)),
     "sign": lambda x: torch.where(x > 0, 1.0, torch.where(x < 0, -1.0, x)).to(x.dtype),

@@ -1,9 +1,9 @@
-"""Spec + storage -> Program: the only room that sees both halves."""
+"""Specs and formats -> programs: of a rule alone, and of each format's codecs."""
 
 from optgen.lower.codec import CODE, CodecPrograms, X, lower_codec, lower_weight
-from optgen.lower.program import differing, lower, lower_rule, matrix_of, needs_matrix, normalizer, untouched
+from optgen.lower.program import differing, lower_rule, matrix_of, needs_matrix, normalizer, relative, untouched
 
 __all__ = [
-    "CODE", "CodecPrograms", "X", "differing", "lower", "lower_codec", "lower_rule", "lower_weight", "matrix_of",
-    "needs_matrix", "normalizer", "untouched",
+    "CODE", "CodecPrograms", "X", "differing", "lower_codec", "lower_rule", "lower_weight", "matrix_of",
+    "needs_matrix", "normalizer", "relative", "untouched",
 ]  # fmt: skip

@@ -17,10 +17,28 @@ from optgen.ir import node as ir
 from optgen.ir.program import Buffer, Let, Program, Store
 from optgen.lang.values import Num, Value
 from optgen.lower.naming import Recorder
-from optgen.lower.noise import Drawn
 from optgen.lower.program import block_of, buffer_of, read
 from optgen.ops import dtypes, spaces
 from optgen.ops.dtypes import DType
+
+
+@dataclass(frozen=True)
+class Drawn(Noise):
+    """Noise as a codec asks for it: leaves instead of bits of a word."""
+
+    word: Num = None
+    shift: int = 0
+    bits: int = 0
+
+    def integer(self) -> Num:
+        return Value(ir.draw("integer", self.bits, self.bits))
+
+    def fraction(self, width: int) -> Num:
+        return Value(ir.draw("fraction", self.bits, width))
+
+    def middle(self, width: int) -> Num:
+        return Value(ir.draw("middle", self.bits, width))
+
 
 CODE, X, ROOT = "code", "x", "root"
 """Buffers of codec programs: the field without a suffix, the fp32 value, the root that is read back of it."""

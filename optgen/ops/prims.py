@@ -170,7 +170,6 @@ _ROWS = (
     Prim("shl", "ik", "x << constant", shown="<<", operator=operator.lshift),
     Prim("shr", "ik", "x >> constant, arithmetic", shown=">>", operator=operator.rshift),
     Prim("lshr", "ik", "x >> constant, logical"),
-    Prim("rotl", "ii", "x rotated left by y bits, 0 < y < 32"),
     # conversions; attr is the target dtype
     Prim("cast", "x", "value conversion; f32 -> i32 truncates, f32 -> bf16/f16 rounds to nearest even", "attr"),
     Prim("bitcast", "x", "same bits, another dtype of the same width", "attr"),

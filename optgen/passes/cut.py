@@ -180,25 +180,13 @@ class _Sweep:
 
 
 def _costs(buffers: Iterable[Buffer]) -> dict[str, float]:
-    """Bytes per parameter that decide where states are stored: those of 8-bit states and 24-bit weights for all plans.
+    """Bytes per parameter that decide where states are stored: those of 8-bit states and bf16 weights for all plans.
 
     One rule is then cut into the same sweeps under every plan whose states need no rows and columns; in fp32 and in
     4 bits three of the ready-made rules move up to 2 bytes more than they could (docs/decisions.md).
     """
-    out: dict[str, float] = {}
-    owners: set[tuple[str, str]] = set()
-    for b in buffers:
-        out[b.name] = 0.0
-        if b.space != spaces.elem or b.role in ("partial", "draw"):
-            continue
-        if b.role in ("param", "grad"):
-            out[b.name] = 2.0
-        elif b.role == "temp":
-            out[b.name] = b.dtype.bytes
-        elif (b.role, b.owner) not in owners:
-            owners.add((b.role, b.owner))
-            out[b.name] = 1.03125 if b.role == "state" else 1.0
-    return out
+    moved = {"param": 2.0, "grad": 2.0, "state": 1.03125}
+    return {b.name: moved.get(b.role, 0.0) if b.space == spaces.elem else 0.0 for b in buffers}
 
 
 class Cutter:
@@ -321,21 +309,14 @@ class Cutter:
     # -- which sweep stores what
 
     def groups(self) -> list[list[str]]:
-        """Return the owners whose stores need the same sweep: those that are encoded relative to one another."""
+        """Return the owners whose stores need the same sweep: those that may be encoded relative to one another."""
         groups: list[list[str]] = []
-        reads = {o: {n.uid for s in ss for n in postorder([s.node])} for o, ss in self.stores.items()}
+        pairs = {*self.program.together, *((b, a) for a, b in self.program.together)}
         for owner in self.stores:
-            near = [g for g in groups if any(self._share_encoding(owner, o, reads) for o in g)]
+            near = [g for g in groups if any((owner, o) in pairs for o in g)]
             merged = [owner, *(o for g in near for o in g)]
             groups = [g for g in groups if g not in near] + [merged]
         return groups
-
-    def _share_encoding(self, a: str, b: str, reads: Mapping[str, set[int]]) -> bool:
-        """Return True if the two encodings read the same block statistics, or one is relative to the other."""
-        if (a, b) in self.program.together or (b, a) in self.program.together:
-            return True
-        blocks = [n.uid for s in self.stores[a] for n in postorder([s.node]) if n.op in ("block_max", "block_min")]
-        return not reads[b].isdisjoint(blocks)
 
     def sweeps(self, at: Mapping[str, int]) -> list[_Sweep]:
         """The sweeps where owner o's stores stand at level at[o]."""
@@ -437,8 +418,7 @@ class Cutter:
         stores += [Store(s.buffer, mapped(s.node)) for o, ss in self.stores.items() if at[o] == sweep.level for s in ss]
 
         def new(let: Let) -> Node | None:
-            back = let.node if let.stage == "decode" else None  # an early state, read back
-            return None if let.node in early else memo.get(let.node, back)
+            return None if let.node in early else memo.get(let.node)
 
         why = self._why(sweep, reduced, number, count)
         return StageProgram(self._program(stores, new, reduced, spaces.elem), sweep.level, why)
@@ -459,7 +439,7 @@ class Cutter:
             stored = Store(name, ir.op("cast", call, attr=dtypes.bf16))
             lets = tuple(let for let in self.program.body if let.node.space == spaces.host)
             program = replace(
-                self.program, buffers=(buffer,), body=lets, stores=(stored,), block=1, kept=(), host_stores=(),
+                self.program, buffers=(buffer,), body=lets, stores=(stored,), kept=(), host_stores=(),
                 space=spaces.elem, sums=(),
             )  # fmt: skip
             out.append(StageProgram(program, self.level(c), f"{c.attr} of whole matrices"))
@@ -519,11 +499,9 @@ class Cutter:
             if n.op == "load" and n.attr not in known:
                 known.add(n.attr)
                 found.append(Buffer(n.attr, n.dtype, n.space, "temp", n.attr, True, False))
-        blocks = [b.space.size for b in found] + [n.attr for n in nodes if n.op in ("block_max", "block_min")]
-        least = self.program.block if any(b.dtype.packed for b in found) else 1
         return replace(
-            self.program, buffers=tuple(found), body=tuple(lets), stores=tuple(stores), space=space,
-            block=max(blocks, default=0) or least, kept=(), host_stores=(), sums=(),
+            self.program, buffers=tuple(found), body=tuple(lets), stores=tuple(stores), space=space, kept=(),
+            host_stores=(), sums=(),
         )  # fmt: skip
 
     def _why(self, sweep: _Sweep, reduced: list[Buffer], number: int, count: int) -> str:

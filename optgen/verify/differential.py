@@ -15,7 +15,7 @@ import math
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import lru_cache, reduce
 from typing import Any
 
 import torch
@@ -29,13 +29,14 @@ from optgen.lang.draws import KEYS
 from optgen.lang.matrices import transpose, wide, zero_product
 from optgen.lang.spec import Spec, draw_of, filled, start
 from optgen.lang.values import equal, reader_of
-from optgen.lower import lower, matrix_of, untouched
+from optgen.lower import lower_rule, matrix_of, relative, untouched
 from optgen.ops import spaces
 from optgen.ops.dtypes import F32_UNIT, FROM_TORCH
 from optgen.ops.prims import MATRIX_OPS, PRIMS, REDUCTIONS
 from optgen.runtime.checkpoint import checkpoint
 from optgen.runtime.layout import layout
 from optgen.runtime.options.options import hypers_of
+from optgen.runtime.records.join import settled
 from optgen.runtime.records.keys import DRAW, stream_key
 from optgen.runtime.reference import eager
 from optgen.verify.intervals import STRICT, Interval, Model
@@ -201,19 +202,22 @@ class StoredStep:
 
 # -- values that are stored before the last sweep that needs them
 
-_READ_BACK: dict[tuple[object, ...], tuple[str, ...]] = {}
+@lru_cache(maxsize=1024)
+def _early(spec: Spec, flags: tuple[tuple[str, bool], ...]) -> tuple[str, ...]:
+    return passes.step(lower_rule(spec, dict(flags)), "strict").early
 
 
 def read_back(spec: Spec, storage: Storage, flags: Mapping[str, bool]) -> tuple[str, ...]:
-    """The states (or "p") whose new value later sweeps of the same step take from where it was stored."""
+    """The states (or "p") whose new value later sweeps of the same step take from where it was stored.
+
+    None is where one of them is kept as a whole, or relative to a state that is not among them.
+    """
     trace = spec.trace(flags)
     if not any(n.op in REDUCTIONS or n.op in MATRIX_OPS for n in postorder([trace.p, *trace.states.values()])):
         return ()
-    formats = tuple((name, repr(fmt)) for name, fmt in storage.states.items())
-    key = (spec, tuple(sorted(flags.items())), storage.param.name, repr(storage.master), formats)
-    if key not in _READ_BACK:
-        _READ_BACK[key] = passes.step(lower(spec, flags, storage), "strict").early
-    return _READ_BACK[key]
+    early = _early(spec, tuple(sorted(flags.items())))
+    whole = any(storage.states[x].matrix is not None for x in early if x in storage.states)
+    return () if whole or set(settled(early, relative(spec, storage))) != {*early} else early
 
 
 def _scalars(spec: Spec, before: Values, hypers: Mapping[str, Any]) -> dict[str, float]:

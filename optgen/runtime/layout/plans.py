@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from optgen.runtime.records import Flag, Rule, Variant, beside, dtype_name, join, keys, whole
-from optgen.runtime.records.join import Pair, PlanRecord, RuleRecord
+from optgen.runtime.records import Flag, Variant, beside, dtype_name, join, keys
+from optgen.runtime.records.join import Pair
 from optgen.runtime.records.keys import Label as Label
 from optgen.runtime.reference import tile
 from optgen.runtime.reference.run import EagerStep, Storage
@@ -146,25 +146,6 @@ def _built(base: Any, plan: str) -> Pair | None:
     return replace(pair, eager=eager, triton=device)
 
 
-def with_steps(rules: tuple[RuleRecord, ...], steps: tuple[Rule, ...], plan: PlanRecord) -> Iterator[Variant]:
-    """Yield the variants of a rule under a plan, each with the step of its flags."""
-    return (with_step(v, steps) for v in join.variants(rules, plan))
-
-
-def with_step(variant: Variant, steps: tuple[Rule, ...]) -> Variant:
-    """Return a variant with the one of these steps that is of its flags.
-
-    Of a step that reads new states back there are two, and the one that reads none back is taken where it may not.
-    """
-    early = set(variant.eager.early)
-    fitting = [s for s in steps if any(setting.items() <= variant.flags.items() for setting in s.settings)]
-    fitting.sort(key=lambda s: set(s.early) != early)
-    if not fitting:
-        return variant
-    bare = replace(variant, temps=(), stages=(), rule=None)
-    return replace(bare, rule=whole.divided(fitting[0], bare)).in_stages()
-
-
 def joined(records: ModuleType, plan: ModuleType, findings: ModuleType | None, folder: Path) -> Pair:
     """Return the pair of a rule's package, or the module of its records, and a plan's package.
 
@@ -177,7 +158,7 @@ def joined(records: ModuleType, plan: ModuleType, findings: ModuleType | None, f
         found = importlib.import_module(f"{beside}.discouraged").DISCOURAGED if hasattr(records, "READY") else {}
         rule = records.RULES[0].name
         wrong = {**{x: why for why, of in found.get(name, {}).items() for x in of if rule in of[x]}, **wrong}
-    variants = tuple(with_steps(records.RULES, records.STEPS, plan.PLAN))
+    variants = tuple(join.with_steps(records.RULES, records.STEPS, plan.PLAN))
     cpp = folder / "kernels.h", Path(plan.__path__[0]) / "codecs.h"
     return Pair(name, variants, plan.PLAN.small_numel, strict=records.STRICT, cpp=cpp, discouraged=wrong)
 
@@ -185,7 +166,7 @@ def joined(records: ModuleType, plan: ModuleType, findings: ModuleType | None, f
 @functools.lru_cache(maxsize=4096)
 def strict(pair: Pair, variant: Variant) -> Variant:
     """Return a variant with the step in strict maths, as the eager reference makes it."""
-    return with_step(variant, pair.strict)
+    return join.with_step(variant, pair.strict)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -11,12 +11,9 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from optgen.runtime.records import EIGHT, PACK, Eager, Field, Matrix, Rule, Variant, Whole, keys
-
-if TYPE_CHECKING:
-    pass
+from optgen.runtime.records.whole import divided
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -233,6 +230,25 @@ def variants(rules: tuple[RuleRecord, ...], plan: PlanRecord) -> Iterator[Varian
                 yield joined(rule, plan, param, small, small=True)
             if not rule.by_rows and any(fmt.matrix for fmt in large.values()):
                 yield joined(rule, plan, param, plan.formats(rule, False, True), vector=True)
+
+
+def with_steps(rules: tuple[RuleRecord, ...], steps: tuple[Rule, ...], plan: PlanRecord) -> Iterator[Variant]:
+    """Yield the variants of a rule under a plan, each with the step of its flags."""
+    return (with_step(v, steps) for v in variants(rules, plan))
+
+
+def with_step(variant: Variant, steps: tuple[Rule, ...]) -> Variant:
+    """Return a variant with the one of these steps that is of its flags.
+
+    Of a step that reads new states back there are two, and the one that reads none back is taken where it may not.
+    """
+    early = set(variant.eager.early)
+    fitting = [s for s in steps if any(setting.items() <= variant.flags.items() for setting in s.settings)]
+    fitting.sort(key=lambda s: set(s.early) != early)
+    if not fitting:
+        return variant
+    bare = replace(variant, temps=(), stages=(), rule=None)
+    return replace(bare, rule=divided(fitting[0], bare)).in_stages()
 
 
 def joined(

@@ -6,10 +6,16 @@ The kernels hash (element index, stream key, step key) into one 32-bit word.  Bo
   that neither their order nor their grouping changes a bit; else of its position over all groups.  Parameters with
   names that go on from a checkpoint without keep the positions, which their group records under "streams";
 - the step key has two parts, since noise is evenly spread over a window of 256 steps and drawn anew then
-  (lower/noise.py): its lowest bits are those of the step's place in its window, reversed, the others mix the group's
+  (gpu/codecs.py): its lowest bits are those of the step's place in its window, reversed, the others mix the group's
   seed with the window's number.
 
 Keys are 32 bits as signed Python ints, the form in which Triton and torch take them.
+
+Over time the bits are evenly spread rather than independent: within a window of 256 steps each field visits 256 equal
+parts of its range once each, in van der Corput's order (a random start, and on it the bits of the step's number
+reversed); a field of b < 8 bits its 2^b values, again and again.  An average over some steps sees far less noise so.
+Each draw by itself is uniform, and rounding unbiased; fields of one element walk through a window side by side, so
+their noise is not independent over it, and what was rounded under one draw is not independent of the next.
 """
 
 from __future__ import annotations

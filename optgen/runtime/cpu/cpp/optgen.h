@@ -195,7 +195,7 @@ struct float16 {
     static F load(const uint16_t *p) { return widen_half(raw(p)); }
 };
 
-// -- random bits: a hash of the element's number, the tensor and the step (lower/noise.py)
+// -- random bits: a hash of the element's number, the tensor and the step (gpu/codecs.py says why)
 
 constexpr int SHARE = 8;  // neighbours that share a hash
 constexpr int PLACE = 8;  // bits of a step's place in its window
