@@ -13,6 +13,7 @@ other numbers.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -34,6 +35,7 @@ def changes() -> list[Change]:
         (interpreter, "_convert_float", _widening(interpreter._convert_float)),
         (interpreter, "_patch_lang", _patch_once()),
         (interpreter, "_patch_attr", _plain_member),
+        (interpreter, "_patch_builtin", _patch_named()),
         (builder, "options", replace(builder.options, sanitize_overflow=builder.options.debug)),
         (builder, "create_splat", lambda kind, x: _of_condition(splat(kind, x), x)),
         (builder, "create_minimumf", lambda a, b: builder.binary_op(a, b, _ordered(np.minimum, np.bitwise_or))),
@@ -223,6 +225,24 @@ def _patch_once() -> Callable[[Any], Any]:
         return nothing if modules else patch(fn)
 
     return patch_once
+
+
+def _patch_named() -> Callable[[Any, Any, Any], None]:
+    """The interpreter looks at all members of a module for its builtins at every launch; here at the first."""
+    from triton.language import core
+    from triton.runtime import interpreter
+
+    names: dict[Any, list[str]] = {}
+
+    def patch(pkg: Any, builder: Any, scope: Any) -> None:
+        if pkg not in names:
+            names[pkg] = [name for name, member in inspect.getmembers(pkg) if core.is_builtin(member)]
+        for name in names[pkg]:
+            member = getattr(pkg, name)
+            if core.is_builtin(member):
+                interpreter._patch_attr(pkg, name, member, builder, scope)
+
+    return patch
 
 
 def _plain_member(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
