@@ -22,7 +22,7 @@ setup:
 	@$(PYTHON) tools/setup_env.py
 
 demo: setup
-	@$(PY) tools/demo.py $(ARGS)
+	@$(PY) -m tools.demo $(ARGS)
 
 # The tests start hundreds of processes: where these keep what Python compiles, they are a tenth faster.
 demo test test-full: export PYTHONDONTWRITEBYTECODE :=

@@ -27,6 +27,7 @@ import typer
 from mkdocs.structure.files import File, Files
 
 import optgen
+from docs.tools.rule_page import UNINDEXED, code, fenced, folded, inline, kept_table, prose, rule_page, sizes, table
 from optgen.accumulate import accumulator
 from optgen.base.errors import TABLE, UserError
 from optgen.driver import explain, load, memory
@@ -40,7 +41,6 @@ from optgen.runtime.modes.watch import Watch
 from optgen.runtime.optimizer import Checkpointed, Optimizer
 from optgen.runtime.several import Several
 from optgen.runtime.states.memory import Memory
-from tools.rule_page import UNINDEXED, code, fenced, folded, inline, kept_table, prose, rule_page, sizes, table
 
 ROOT = Path(__file__).resolve().parent.parent
 MAIN, NOTEBOOK = "int8_split24", "examples/your_rule.py"

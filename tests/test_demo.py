@@ -2,20 +2,14 @@
 
 import json
 import math
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
-
-import demo
-import demo_model
-import evidence
-import train_rules
-from demo_model import Corpus, Size
+from docs.tools import evidence, train_rules
+from tools import demo, demo_model
+from tools.demo_model import Corpus, Size
 
 SMALL = Size(layers=1, width=16, heads=2, context=16, batch=4)
 
@@ -99,7 +93,7 @@ def test_a_learning_rate_is_found_between_two_worse_ones() -> None:
 
 def test_the_page_of_evidence_has_the_results_that_were_measured() -> None:
     kept = json.loads(evidence.RECORD.read_text(encoding="utf-8"))
-    assert evidence.PAGE.read_text(encoding="utf-8").endswith(evidence.results(kept)), "run tools/evidence.py --page"
+    assert evidence.PAGE.read_text(encoding="utf-8").endswith(evidence.results(kept)), "run docs.tools.evidence --page"
     assert {task.name: task.steps for task in evidence.TASKS}.items() <= kept["made"].items(), "of other tasks"
 
 

@@ -12,7 +12,7 @@ ROOMS = (
 )  # fmt: skip
 FILES = {
     **{room: f"optgen/{room}/**/*.py" for room in ROOMS},
-    **{folder: f"{folder}/*.py" for folder in ("optgen", "specs", "docs", "examples", "tools", "tests")},
+    **{folder: f"{folder}/*.py" for folder in ("optgen", "specs", "docs", "docs/tools", "examples", "tools", "tests")},
 }
 DANGLING = {"What", "Whether", "Of", "That", "Where", "How", "Those"}
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tools.drift import RULES, Descent
+from docs.tools.drift import RULES, Descent
 
 MEASURED = {
     "muon": 1.6e-2, "low_rank_muon": 9.3e-3, "normuon": 2.4e-2, "adamuon": 1.2e-1, "polargrad": 3.5e-2, "scion": 2.7e-2,

@@ -1,26 +1,14 @@
 """The tables of docs/formats.md are what the tool writes today, and say what they must."""
 
 import math
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from docs.tools import format_bounds as tool
 
 
-@pytest.fixture(scope="module")
-def tool() -> Iterator[Any]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "tools"))
-        import format_bounds
-
-        yield format_bounds
-
-
-def test_the_document_is_current_and_no_bound_is_exceeded(tool: Any) -> None:
-    assert tool.main(["--check"]) == 0, "run tools/format_bounds.py"
+def test_the_document_is_current_and_no_bound_is_exceeded() -> None:
+    assert tool.main(["--check"]) == 0, "run docs/tools/format_bounds.py"
     states, weights = tool.rows()
     assert "| none | value | - | - |" in tool.DOCUMENT.read_text(encoding="utf-8")  # of means of rows and columns
     for row in (*states, *weights):
@@ -35,7 +23,7 @@ def test_the_document_is_current_and_no_bound_is_exceeded(tool: Any) -> None:
     assert names == {name for name, plan in vars(plans).items() if type(plan).__name__ == "Plan"}
 
 
-def test_errors_beyond_a_bound_are_seen(tool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_beyond_a_bound_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Random blocks find a code that is one too far, which one block under one scale might not show."""
     from optgen.formats import Blocked, linear, scales
 

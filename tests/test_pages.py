@@ -20,6 +20,9 @@ from torch import Tensor, nn
 
 import optgen
 import optgen.optim
+from docs.tools import draw
+from docs.tools.formulas import formulas
+from docs.tools.rule_page import rule_page
 from optgen.accumulate import accumulator
 from optgen.driver import judge
 from optgen.driver.load import find_spec
@@ -28,9 +31,6 @@ from optgen.lang.plain import plain_formulas
 from optgen.optim import AdamW
 from optgen.runtime.optimizer import OTHERS
 from specs import plans
-from tools import draw
-from tools.formulas import formulas
-from tools.rule_page import rule_page
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)

@@ -25,8 +25,7 @@ def tool() -> Iterator[Any]:
     """The tool, with kernels as the machine has them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("OPTGEN_BACKEND", raising=False)
-        patch.syspath_prepend(str(ROOT / "tools"))
-        import sweep_formats
+        from docs.tools import sweep_formats
 
         yield sweep_formats
 
@@ -34,7 +33,7 @@ def tool() -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def stream(tool: Any) -> tuple[Any, torch.Tensor]:
     """Three tensors of 2,048: gradients with a scale and a drift for each element, heavy tails, fading."""
-    from format_streams import laid_out
+    from docs.tools.format_streams import laid_out
 
     parts, numel = laid_out([(f"w{i}", (16, 128)) for i in range(3)])
     random = torch.Generator().manual_seed(0)

@@ -27,12 +27,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from demo_model import Corpus, Run, Size, corpus, train
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.syntax import Syntax
 from rich.table import Table
 from torch import nn
+
+from tools.demo_model import Corpus, Run, Size, corpus, train
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "demo_out"
@@ -223,7 +224,7 @@ def plot(results: dict[str, list[Run]], path: Path) -> None:
 
 USE_IT = """
 import sys, torch
-from demo_model import Size, corpus, train
+from tools.demo_model import Size, corpus, train
 from generated import SignedMomentum
 
 torch.set_num_threads(1)
@@ -245,7 +246,7 @@ def new_spec(console: Console, steps: int) -> str:
     console.print(Syntax(EXAMPLE.read_text(), "python", word_wrap=True))
     start = time.monotonic()
     # What stands in the project folder comes before the repository's own `generated`.
-    path = os.pathsep.join([str(project), str(ROOT / "tools")])
+    path = os.pathsep.join([str(project), str(ROOT)])
     environment = {**os.environ, "PYTHONPATH": path}
     build = [sys.executable, "-m", "optgen", "build", EXAMPLE.stem]
     subprocess.run(build, cwd=project, env=environment, check=True)

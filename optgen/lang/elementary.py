@@ -1,8 +1,8 @@
 """Definitions of exp, log, tanh, sigmoid, erf, erfinv, atan2 and c ** x of elements in core primitives.
 
 Polynomials are minimax fits, their coefficients rounded to fp32 one after the other, the lowest first; each is within
-.5 * 2^-24 of the result.  `tools/certify_functions.py` evaluates them at every fp32 number; docs/language.md has the
-largest errors.  Fast maths fuses their products, and may take 0 for subnormal operands and results.
+.5 * 2^-24 of the result.  `docs/tools/certify_functions.py` evaluates them at every fp32 number; docs/language.md has
+the largest errors.  Fast maths fuses their products, and may take 0 for subnormal operands and results.
 """
 
 from __future__ import annotations

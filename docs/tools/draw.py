@@ -1,7 +1,7 @@
 """Draw the pictures of the documentation into docs/images, light and dark in one SVG each.
 
-    .venv/bin/python tools/draw.py                  all of them, in some minutes
-    .venv/bin/python tools/draw.py memory pareto    only these
+    python -m docs.tools.draw                  all of them, in some minutes
+    python -m docs.tools.draw memory pareto    only these
 
 `memory` comes from the formats, `pareto`, `training`, `evidence` and `curves` from docs/benchmarks, others from runs of
 optgen. The same packages draw the same bytes.
@@ -29,7 +29,7 @@ from matplotlib.figure import Figure
 from matplotlib.path import Path as Outline
 from torch import Tensor
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 IMAGES, BENCHMARKS = ROOT / "docs" / "images", ROOT / "docs" / "benchmarks"
 PAPER, INK, GRID, BLUE, ORANGE, GREEN, RED, PURPLE = COLOURS = (
     "#ffffff", "#222222", "#dcdcdc", "#3b6ea8", "#c96f12", "#2e8b57", "#c0392b", "#7d5ba6",
@@ -130,7 +130,7 @@ def pareto() -> Figure:
 
 def training() -> Figure:
     """Draw the differences of losses to fp32 with their 95 % intervals, paired by seed, from training.json."""
-    import train_rules as t
+    from docs.tools import train_rules as t
 
     kept = json.loads((BENCHMARKS / "training.json").read_text(encoding="utf-8"))
     parts = {
@@ -159,7 +159,7 @@ def intervals(ax: Any, title: str, verdicts: Sequence[Any]) -> None:
 
 def evidence() -> Figure:
     """Draw the same of the tasks of evidence.json."""
-    import evidence as e
+    from docs.tools import evidence as e
 
     runs = json.loads(e.RECORD.read_text(encoding="utf-8"))["runs"]
     drawn, axes = figure(760, 720, 2, 2)
@@ -180,8 +180,8 @@ def curves() -> Figure:
 
     A point is also the mean of as many of the record's as leave about 15 of them; FLOOR is where an axis ends.
     """
-    import evidence as e
-    import train_rules as t
+    from docs.tools import evidence as e
+    from docs.tools import train_rules as t
 
     runs = json.loads(e.RECORD.read_text(encoding="utf-8"))["runs"]
     kept = json.loads((BENCHMARKS / "training.json").read_text(encoding="utf-8"))
@@ -444,7 +444,6 @@ def write(name: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
     warnings.filterwarnings("ignore", r"\w+: plan '\w+' is discouraged")
     for name in sys.argv[1:] or PICTURES:
         write(name)

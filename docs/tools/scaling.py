@@ -1,6 +1,6 @@
 """Count the bytes that a rank of many keeps and sends in a step, and its work on whole matrices, without other ranks.
 
-    python tools/scaling.py [--ranks 1024] [--rank 0]     # the tables of docs/scaling.md
+    python -m docs.tools.scaling [--ranks 1024] [--rank 0]     # the tables of docs/scaling.md
 
 The optimizer's own code makes a step over parameters without memory, with torch's process group that sends nothing;
 kernels are left out, messages are counted.  The parameters are those of a model of 70 billion weights, cut along
@@ -15,26 +15,22 @@ import itertools
 import math
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
-from torch.distributed.tensor import DTensor, Shard  # noqa: E402
-from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
-
-import generated  # noqa: E402
-from optgen.runtime.cpu import cpu  # noqa: E402
-from optgen.runtime.layout import layout, sharding, workspace  # noqa: E402
-from optgen.runtime.reference.matrices import FLOPS  # noqa: E402
-from optgen.runtime.step import backends  # noqa: E402
-from optgen.runtime.work import workers  # noqa: E402
+import generated
+from optgen.runtime.cpu import cpu
+from optgen.runtime.layout import layout, sharding, workspace
+from optgen.runtime.reference.matrices import FLOPS
+from optgen.runtime.step import backends
+from optgen.runtime.work import workers
 
 RULES = ("AdamW", "Lion", "LAMB", "StableAdamW", "Adafactor", "CAME", "Prodigy", "ClippedAdamW")
 MATRICES_ONLY = ("CAME",)

@@ -1,7 +1,7 @@
 """Train four small tasks by AdamW, Lion, CAME and Muon, in fp32, in few bits and by bitsandbytes' 8 bits.
 
-    .venv/bin/python tools/evidence.py              runs that docs/benchmarks/evidence.json lacks, then page and picture
-    .venv/bin/python tools/evidence.py --page       page and picture of the runs that are there
+    python -m docs.tools.evidence              runs that docs/benchmarks/evidence.json lacks, then page and picture
+    python -m docs.tools.evidence --page       page and picture of the runs that are there
 
 Needs scikit-learn and bitsandbytes.  What was cut off goes on; runs of another processor, other versions or numbers of
 steps are deleted first.  Runs that are made now keep their curves, too: to have that of an older one, delete it.  The
@@ -27,15 +27,16 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from benchmark import cpu_model
-from demo import mean_and_interval, mean_and_spread
-from demo_model import LanguageModel, Size, batches, corpus, rate, split, stored_bytes
-from prose import filled, packed, table
 from torch import Tensor, nn
 from torch.func import functional_call
-from train_rules import ADAMW, Rule, Verdict, key_of, make, rate_found
 
-ROOT = Path(__file__).resolve().parent.parent
+from docs.tools.train_rules import ADAMW, Rule, Verdict, key_of, make, rate_found
+from tools.benchmark import cpu_model
+from tools.demo import mean_and_interval, mean_and_spread
+from tools.demo_model import LanguageModel, Size, batches, corpus, rate, split, stored_bytes
+from tools.prose import filled, packed, table
+
+ROOT = Path(__file__).resolve().parents[2]
 RECORD, PAGE, RESULTS = ROOT / "docs/benchmarks/evidence.json", ROOT / "docs/evidence.md", "## Results\n"
 SEEDS, TUNING = range(1, 6), 0  # of the tables, and of the search for learning rates
 PACKAGE = ("bitsandbytes, fp32 weights", "bitsandbytes, bf16 weights")
@@ -100,7 +101,7 @@ def images(seed: int, steps: int) -> tuple[Iterator[Pair], list[Pair]]:
     try:
         from sklearn.datasets import load_digits
     except ImportError as e:
-        raise SystemExit(f"tools/evidence.py: {e}; `pip install scikit-learn` brings the images of digits") from None
+        raise SystemExit(f"evidence: {e}; `pip install scikit-learn` brings the images of digits") from None
     x, y = (torch.tensor(part) for part in load_digits(return_X_y=True))
     x, random = x.float().view(-1, 1, 8, 8) / 16, torch.Generator().manual_seed(seed)
     order = torch.randperm(len(y), generator=random)
@@ -280,7 +281,6 @@ def results(kept: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
-    sys.path.insert(0, str(ROOT))
     torch.set_num_threads(1)
     kept: dict[str, Any] = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {}
     if "--page" not in sys.argv:

@@ -16,8 +16,9 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from demo_model import LanguageModel, Size, batches, corpus, loss_of, rate
 from torch import Tensor, nn
+
+from tools.demo_model import LanguageModel, Size, batches, corpus, loss_of, rate
 
 ALIGNED = 256
 """Tensors begin at multiples of it in the flat layout: no block of any format, nor of a peer, holds two of them."""

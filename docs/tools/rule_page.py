@@ -7,13 +7,13 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from html import escape
 
+from docs.tools.formulas import formulas, symbols
 from optgen.base.errors import UserError
 from optgen.driver import explain, judge, memory
 from optgen.formats.plan import Plan
 from optgen.lang.declare import INPUT, FlagDecl, HostStateDecl, StateDecl
 from optgen.lang.spec import Spec
 from optgen.ops import dtypes, spaces
-from tools.formulas import formulas, symbols
 
 Link = Callable[[str], str]
 """The name of a plan or rule -> the address of its page; "" if it has none."""

@@ -1,11 +1,11 @@
 """The demo's language model trained by many rules, each in fp32 and in few bits; and by AdamW under many plans.
 
-    .venv/bin/python tools/train_rules.py                   writes docs/training.md and docs/benchmarks/training.json
-    .venv/bin/python tools/train_rules.py --plans           the same of AdamW under every plan with states below fp32
-    .venv/bin/python tools/train_rules.py --plans int4_split24 flashoptim       these alone; others stay as they are
-    .venv/bin/python tools/train_rules.py --only CAME --steps 200 --seeds 1
-    .venv/bin/python tools/train_rules.py --tuned           matrix rules, SAM and Sophia at rates found in one way; only
-                                                            runs that are missing
+    python -m docs.tools.train_rules                   writes docs/training.md and docs/benchmarks/training.json
+    python -m docs.tools.train_rules --plans           the same of AdamW under every plan with states below fp32
+    python -m docs.tools.train_rules --plans int4_split24 flashoptim       these alone; others stay as they are
+    python -m docs.tools.train_rules --only CAME --steps 200 --seeds 1
+    python -m docs.tools.train_rules --tuned           matrix rules, SAM and Sophia at rates found in one way, where
+                                                       runs are missing
 
 Every pair starts from the same weights and sees the same batches in the same order, seed by seed; the learning rate is
 the rule's own, found in fp32 and used for both.  What is said of a pair is the mean of its paired differences with the
@@ -28,17 +28,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from demo import mean_and_interval, mean_and_spread
-from demo_model import Corpus, Run, Size, corpus, loss_of, train
-from prose import filled, packed, table
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
+from tools.demo import mean_and_interval, mean_and_spread
+from tools.demo_model import Corpus, Run, Size, corpus, loss_of, train
+from tools.prose import filled, packed, table
+
 # Discouraged plans are measured on purpose.
 warnings.filterwarnings("ignore", r"\w+: plan '\w+' is discouraged")
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 STEPS, TUNED_STEPS, SEEDS = 600, 400, 3
 PLANS = ("fp32", "int8_split24")
 
@@ -188,7 +189,7 @@ def markdown(kept: Mapping[str, Any]) -> str:
             f"{kept['steps']} steps, {kept['seeds']} seeds, text {kept['text']}. *8 bits* is plan int8_split24 with",
             "bf16 weights, *fp32* is all in fp32. The rules' learning rates come from a coarse search, so the table",
             "compares formats within a rule, not the rules with one another.",
-            "", "    .venv/bin/python tools/train_rules.py", "", *table(HEAD, map(row, verdicts), (0, 5)),
+            "", "    .venv/bin/python -m docs.tools.train_rules", "", *table(HEAD, map(row, verdicts), (0, 5)),
         ]  # fmt: skip
     if kept.get("runs"):
         lines += tuned_section(kept)
@@ -198,7 +199,7 @@ def markdown(kept: Mapping[str, Any]) -> str:
             f"AdamW, betas (0.9, 0.95), {kept['plan_steps']} steps, {kept['plan_seeds']} seeds, text",
             f"{kept['plan_text']}; bf16 weights (fp32 ones under `int8`). The fp32 run of a seed is the same in every",
             "row.",
-            "", "    .venv/bin/python tools/train_rules.py --plans", "",
+            "", "    .venv/bin/python -m docs.tools.train_rules --plans", "",
             *table(PLAN_HEAD, map(plan_row, plans), (0, 4)), "",
             "The row of `lpmm4_factor` was measured when its steps went on with the second moment as it is kept; they",
             "now go on with the computed one.", "", remark(plans),
@@ -224,7 +225,7 @@ def tuned_section(kept: Mapping[str, Any]) -> list[str]:
         "fall on other steps. *SAM* is AdamW in `optgen.SAM` with rho 0.05, of two gradients a step. *Sophia* is fed",
         "squared gradients for labels drawn from the model every 10 steps (Sophia-G), with its authors' gamma 0.05.",
         "Neither rho nor gamma was tuned. Sophia's bytes include 4 of the tensor that was fed last.",
-        "", "    .venv/bin/python tools/train_rules.py --tuned", "",
+        "", "    .venv/bin/python -m docs.tools.train_rules --tuned", "",
         *table(("run", "lr", "fp32", "loss", "- fp32", "", "B/param fp32", "B/param"), map(row, verdicts), (0, 5)),
         "", "![Differences of losses to fp32, with their intervals](images/training.svg)", "",
         "Rules in fp32, minus AdamW, paired: "
@@ -362,7 +363,6 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "docs")
     asked = parser.parse_args()
     asked.steps = asked.steps or (TUNED_STEPS if asked.tuned else STEPS)
-    sys.path.insert(0, str(ROOT))
     console, text = Console(), corpus()
     (asked.out / "benchmarks").mkdir(parents=True, exist_ok=True)
     record = asked.out / "benchmarks" / "training.json"

@@ -1,7 +1,7 @@
 """Measure how far rules under a plan get from the fp64 reading of their specs in one descent.
 
-    .venv/bin/python tools/drift.py [--plan int8_split24] [--steps 1000] [--only muon soap]       rules of matrices
-    .venv/bin/python tools/drift.py --elements [--only lion]            rules of elements under plans of fewer bits
+    python -m docs.tools.drift [--plan int8_split24] [--steps 1000] [--only muon soap]       rules of matrices
+    python -m docs.tools.drift --elements [--only lion]            rules of elements under plans of fewer bits
 
 The loss is tr(E' A E B) / 2, E = W - W*, of 64 x 64 matrices; A and B are symmetric with eigenvalues from 0.1 to 1.
 Every run sees gradients at its own weights and the same noise, N(0, 0.05^2).  lr falls to 0 along a cosine.  A distance
@@ -13,17 +13,13 @@ from __future__ import annotations
 import argparse
 import importlib
 import math
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-sys.path[:0] = [str(Path(__file__).resolve().parent.parent)]
-
-from optgen import optim  # noqa: E402
-from tools.prose import table  # noqa: E402
+from optgen import optim
+from tools.prose import table
 
 SIDE, NOISE, F64 = 64, 0.05, torch.float64
 LOW: dict[str, Any] = {"lr": 0.1, "rank": 16}

@@ -1,7 +1,7 @@
 """The tables of docs/formats.md: every bound that is claimed of a format, beside what the format does.
 
-    .venv/bin/python tools/format_bounds.py            writes them between their marks
-    .venv/bin/python tools/format_bounds.py --check    says whether they are current
+    python -m docs.tools.format_bounds            writes them between their marks
+    python -m docs.tools.format_bounds --check    says whether they are current
 
 Three numbers for each format, all from its own `encode` and `decode`: the derived bound (optgen.verify.bounds), the
 exact supremum over all fp32 inputs of a block under one scale (tools/certificate.py), and the largest error of
@@ -21,12 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from prose import filled, table
 from torch import Tensor
 
-ROOT = Path(__file__).resolve().parent.parent
+from tools.prose import filled, table
+
+ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = ROOT / "docs" / "formats.md"
-BEGIN, END = "<!-- bounds: tools/format_bounds.py -->", "<!-- end of bounds -->"
+BEGIN, END = "<!-- bounds: docs/tools/format_bounds.py -->", "<!-- end of bounds -->"
 BLOCKS = 600
 WIDTHS = (8, 6, 5, 4, 3, 2)
 
@@ -123,9 +124,8 @@ def fuzzed(fmt: Any, seed: int = 0) -> float:
 
 
 def of_format(fmt: Any, plans: tuple[str, ...] = ()) -> Row:
-    from certificate import certify
-
     from optgen.verify.bounds import one_step_bound
+    from tools.certificate import certify
 
     bound = one_step_bound(fmt)
     if math.isinf(bound.value):  # what is kept are sums of elements, and no element by itself
@@ -248,7 +248,6 @@ def main(given: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="write nothing; 1 where the tables are not current")
     asked = parser.parse_args(given)
-    sys.path.insert(0, str(ROOT))
     torch.set_num_threads(1)
     old = DOCUMENT.read_text(encoding="utf-8")
     new = between(old, text())

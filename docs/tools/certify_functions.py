@@ -1,6 +1,6 @@
 """The exact worst error of each function of elements: every fp32 argument, against fp64 and, the worst, against mpmath.
 
-    python tools/certify_functions.py [--part 64] [--rest 257] [exp log ...]
+    python -m docs.tools.certify_functions [--part 64] [--rest 257] [exp log ...]
 
 The definitions (lang/elementary.py) are evaluated on torch tensors, whose operations round as those of strict kernels.
 Errors are in units in the last place of the exact result, 2^-149 at least.  `--part n` takes one argument in n, and

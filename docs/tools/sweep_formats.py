@@ -1,10 +1,10 @@
 """Measure the errors that every plan makes in AdamW's states and updates, on gradients of real models.
 
-    .venv/bin/python tools/sweep_formats.py                     writes docs/benchmarks/formats.md and .json
-    .venv/bin/python tools/sweep_formats.py --plans int8 int4   only these
-    .venv/bin/python tools/sweep_formats.py --quick             short streams: everything runs, the numbers say little
-    .venv/bin/python tools/sweep_formats.py --data streams.pt   keeps the streams in a file, or takes them from there
-    .venv/bin/python tools/sweep_formats.py --range             only the part on other seeds, lengths and sizes, anew
+    python -m docs.tools.sweep_formats                      writes docs/benchmarks/formats.md and .json
+    python -m docs.tools.sweep_formats --plans int8 int4    only these
+    python -m docs.tools.sweep_formats --quick              short streams: everything runs, the numbers say little
+    python -m docs.tools.sweep_formats --data streams.pt    keeps the streams in a file, or takes them from there
+    python -m docs.tools.sweep_formats --range              only the part on other seeds, lengths and sizes, anew
 
 Plans are those of specs/plans.py, by name; what keeps no states below fp32 and what keeps them as another plan does is
 left out.  They are measured through generated AdamW kernels and the optimizer's own loading and reading of states, with
@@ -32,14 +32,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from format_streams import Data, Part, collect
-from prose import filled, table
 from torch import Tensor
+
+from docs.tools.format_streams import Data, Part, collect
+from tools.prose import filled, table
 
 # Discouraged plans are measured on purpose.
 warnings.filterwarnings("ignore", r"\w+: plan '\w+' is discouraged")
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 STEPS, QUICK_STEPS = 2000, 120
 BETA1, BETAS2 = 0.9, (0.999, 0.95)
 EPS = 1e-8
@@ -458,13 +459,14 @@ def markdown(found: Sequence[dict[str, Any]], data: dict[str, Any]) -> Iterator[
     versions = ", ".join(f"{k} {v}" for k, v in data["versions"].items())
     yield "# What storage formats do to AdamW's updates\n"
     yield f"""\
-Gradients of two small models over {data["steps"]:,} steps (`tools/format_streams.py`): the demo's language model and a
-convolutional network, {data["elements"]:,} elements of {data["tensors"]} tensors (embeddings, attention, perceptrons,
-convolutions, norms, biases, heads); states of all their elements at steps {", ".join(map(str, data["dumps"]))}. Adam's
-update is u = m / (sqrt(v) + eps), bias corrected, betas (0.9, 0.999) or (0.9, 0.95). *NMSE* is the sum of squared
-errors of u over its sum of squares, the geometric mean over tensors; *x* beside it: over that of `{base["name"]}`.
+Gradients of two small models over {data["steps"]:,} steps (`docs/tools/format_streams.py`): the demo's language model
+and a convolutional network, {data["elements"]:,} elements of {data["tensors"]} tensors (embeddings, attention,
+perceptrons, convolutions, norms, biases, heads); states of all their elements at steps
+{", ".join(map(str, data["dumps"]))}. Adam's update is u = m / (sqrt(v) + eps), bias corrected,
+betas (0.9, 0.999) or (0.9, 0.95). *NMSE* is the sum of squared errors of u over its sum of squares, the geometric mean
+over tensors; *x* beside it: over that of `{base["name"]}`.
 *Bits* are those of both states, with scales. Every tensor is stored as the plan says, however small it is. Written by
-`tools/sweep_formats.py`; {versions}.
+`docs/tools/sweep_formats.py`; {versions}.
 
 ## Stored once
 
@@ -578,7 +580,6 @@ def main(given: Sequence[str] | None = None, say: Callable[[str], None] = print)
     parser.add_argument("--range", action="store_true", help="only the streams of other seeds, lengths and sizes")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks")
     asked = parser.parse_args(given)
-    sys.path.insert(0, str(ROOT))
     torch.set_num_threads(1)
     record = asked.out / "formats.json"
     former: dict[str, Any] = json.loads(record.read_text(encoding="utf-8")) if record.exists() else {}
