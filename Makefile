@@ -53,7 +53,7 @@ gpu-check: setup
 	$(PY) tools/gpu_check.py $(ARGS)
 
 bench-cpu: setup
-	@$(PY) tools/bench_cpu.py $(ARGS)
+	@$(PY) -m tools.bench cpu $(ARGS)
 
 docs: setup
 	@$(PY) tools/docs.py

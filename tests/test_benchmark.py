@@ -12,8 +12,8 @@ import torch
 from torch.utils.benchmark import Timer
 
 from optgen.driver import explain, load, targets
-from tools import bench_cpu, bench_memory, benchmark
-from tools.benchmark import BASE, COPY, FP32, Contender, Lane, Target
+from tools.bench import cpu, memory, race
+from tools.bench.race import BASE, COPY, FP32, Contender, Lane, Target
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -23,10 +23,10 @@ def sgd(name: str, kept: float = math.nan, make: Any = None, **more: Any) -> Con
 
 
 # What a step moves ----------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", ["AdamW", "Lion", *benchmark.SEVERAL_SWEEPS])
+@pytest.mark.parametrize("name", ["AdamW", "Lion", *race.SEVERAL_SWEEPS])
 def test_traffic_is_that_of_the_step_that_is_generated(name: str) -> None:
     """Rules that keep values of rows and columns move these too: at most four, in fp32, of a matrix of 128 x 128."""
-    for c in benchmark.generated("triton"):
+    for c in race.generated("triton"):
         rule, _, plan = c.name.partition(" ")
         if rule == name and c.dtype == torch.bfloat16 and "released" not in plan:
             spec = load.find_spec(name.lower())
@@ -51,12 +51,12 @@ def test_ratios_are_medians_of_rounds() -> None:
         "peer": lane("peer", 60.0, 6.0, first=1),
         COPY: lane(COPY, 0.75, 7.5, 0.75, 75.0),
     }
-    row = benchmark._row("ours", lanes, numel=10, copied=140)
+    row = race._row("ours", lanes, numel=10, copied=140)
     assert row["speed"] == {"median": 2.0, "q1": 2.0, "q3": 2.0, "n": 3}
     assert row["versus"] == {BASE: row["speed"], "peer": {"median": 4.0, "q1": 4.0, "q3": 4.0, "n": 2}}
     assert row["of_copy"]["median"] == 0.5  # 28 bytes for each of 10 elements in 1.5 s, where 280 are copied in 0.75 s
     assert row["ns_per_parameter"]["median"] == 0.15e9 and row["us"]["median"] == 1.5e6
-    assert benchmark._row(BASE, lanes, 10, 140)["speed"] is None
+    assert race._row(BASE, lanes, 10, 140)["speed"] is None
 
 
 # Sections -------------------------------------------------------------------------------------------------------------
@@ -77,16 +77,16 @@ def test_a_contender_that_fails_costs_nobody_else_a_row() -> None:
 
     late = sgd("late", 4, lambda p: Breaking(p, lr=0.1))
     field = [sgd(BASE), sgd("bad", make=refuse), late, sgd("other", ours=True)]
-    found = benchmark.section("here", [(8,), (4, 4)], field, rounds=4, copied=64, memory=1e6)
+    found = race.section("here", [(8,), (4, 4)], field, rounds=4, copied=64, memory=1e6)
     assert [r["name"] for r in found["rows"]] == [BASE, "other"] and found["elements"] == 24
     assert found["left_out"] == {
         "bad": "RuntimeError: no such kernel",
         "late": "OutOfMemoryError: cannot open kernel.so",
     }
     assert found["rows"][1]["speed"]["n"] == 4 and found["rows"][1]["of_copy"]["median"] > 0
-    page = "\n".join(benchmark.section_lines(found))
+    page = "\n".join(race.section_lines(found))
     assert "## here, 1 thread" in page and "Left out: bad (RuntimeError: no such kernel); late (" in page
-    nothing = benchmark.section("here", [(8,)], field[:1], copied=64, memory=1e6, end=0.0)
+    nothing = race.section("here", [(8,)], field[:1], copied=64, memory=1e6, end=0.0)
     assert nothing["rows"] == [] and nothing["left_out"] == {BASE: "no time left"}
 
 
@@ -100,9 +100,9 @@ RUN = [
 
 def test_a_run_on_the_cpu_writes_its_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OPTGEN_ISA", raising=False)
-    monkeypatch.setattr(bench_cpu, "TARGETS", (Target("AdamW fp32", "2x64", 1e9),))
-    assert bench_cpu.main([*RUN, "--out", str(tmp_path)]) == 0
-    assert bench_cpu.main([*RUN, "--out", str(tmp_path), "--strict"]) == 1
+    monkeypatch.setattr(cpu, "TARGETS", (Target("AdamW fp32", "2x64", 1e9),))
+    assert cpu.main([*RUN, "--out", str(tmp_path)]) == 0
+    assert cpu.main([*RUN, "--out", str(tmp_path), "--strict"]) == 1
     path = tmp_path / "cpu-some-cpu.json"
     data = json.loads(path.read_text(encoding="utf-8"))
     assert {"device", "code_path", "cores", "date", "compiler", "packages"} <= set(data["machine"])
@@ -139,7 +139,7 @@ def test_released_gradients_are_not_in_the_peak(tmp_path: Path, monkeypatch: pyt
     layers, width = 24, 512
     said: list[str] = []
     given = ["--layers", str(layers), "--width", str(width), "--out", str(tmp_path), "--name", "here"]
-    assert bench_memory.main([*given, "--ways", "ordinary", "released"], said.append) == 0
+    assert memory.main([*given, "--ways", "ordinary", "released"], said.append) == 0
     ordinary, released = json.loads((tmp_path / "memory-here.json").read_text())["rows"]
     assert [round(row["counted"], 4) for row in (ordinary, released)] == [7.0625, 5.0625]
     numel = layers * width * width

@@ -42,8 +42,8 @@ sys.path[:0] = [p for p in (str(ROOT),) if p not in sys.path]
 import torch  # noqa: E402
 
 from optgen.runtime.step import launch  # noqa: E402
-from tools import benchmark  # noqa: E402
-from tools.benchmark import BASE, COPY, FLAGSHIP, Contender, Target  # noqa: E402
+from tools.bench import race  # noqa: E402
+from tools.bench.race import BASE, COPY, FLAGSHIP, Contender, Target  # noqa: E402
 
 BUDGET, GRACE = 480.0, 60.0
 """Seconds after which a half starts nothing new, and those that a GPU which does not answer is waited for beyond."""
@@ -101,9 +101,9 @@ class Run:
         self.asked, self.dry, self.began = asked, asked.device == "cpu", time.monotonic()
         self.seed = datetime.date.today().toordinal() % 3 if asked.seed is None else asked.seed
         self.asked.kernels = asked.kernels or list(DRY) * self.dry
-        self.machine = benchmark.machine(asked.device)
-        self.path: Path = asked.out / f"{benchmark.slug(self.machine['device'])}_{self.machine['date']}.json"
-        earlier, same = benchmark.read(self.path), ("device", "date", "torch", "packages")
+        self.machine = race.machine(asked.device)
+        self.path: Path = asked.out / f"{race.slug(self.machine['device'])}_{self.machine['date']}.json"
+        earlier, same = race.read(self.path), ("device", "date", "torch", "packages")
         kept = all(earlier.get("machine", {}).get(key) == self.machine[key] for key in same)
         self.data: dict[str, Any] = earlier if kept else {"sections": {}, "targets": [], "missing": {}}
         self.data["machine"] = self.machine
@@ -113,8 +113,8 @@ class Run:
 
     def save(self) -> None:
         self.data["seconds"] = round(time.monotonic() - self.began, 1)
-        benchmark.save(self.path, self.data)
-        benchmark.write(self.path.with_suffix(".md"), benchmark.markdown(self.data))
+        race.save(self.path, self.data)
+        race.write(self.path.with_suffix(".md"), race.markdown(self.data))
 
     def give_up(self) -> None:
         """End a run that waits for a GPU which does not answer."""
@@ -155,31 +155,31 @@ class Run:
     # -- benchmarks -----------------------------------------------------------------------------------------------
 
     def bench(self) -> None:
-        ours = benchmark.generated("triton")
+        ours = race.generated("triton")
         if not self.dry:
             self.compile_ahead([c.name for c in ours])
-        others, self.data["missing"] = benchmark.peers("cuda")
-        entrants = benchmark.torch_s_own() + ours + others
+        others, self.data["missing"] = race.peers("cuda")
+        entrants = race.torch_s_own() + ours + others
         rounds = 10 if self.asked.quick else 30
         lists: dict[str, tuple[str, Any, int]] = {
             "tensor": ("One large tensor", [(10**9,)], 1),
             "matrix": ("One matrix", [(4096, 4096)], 10),
-            "gpt2": ("GPT-2's tensors", benchmark.gpt2(), 10),
-            "llama_8b": ("Llama-8B's tensors", benchmark.llama_8b(), 3),
+            "gpt2": ("GPT-2's tensors", race.gpt2(), 10),
+            "llama_8b": ("Llama-8B's tensors", race.llama_8b(), 3),
         }
         if self.dry:  # emulation takes a tenth of a second for a launch, the interpreter milliseconds for an operation
             entrants = [c for c in entrants if c.name in (BASE, FLAGSHIP, f"{FLAGSHIP}, released", "LAMB int8_split24")]
-            small = [(5000,)], [(3, 40)], benchmark.gpt2(4, 1, 40, 8), benchmark.llama_8b(4, 1, 8, 2, 40)
+            small = [(5000,)], [(3, 40)], race.gpt2(4, 1, 40, 8), race.llama_8b(4, 1, 8, 2, 40)
             lists = {name: (lists[name][0], shapes, 1) for name, shapes in zip(lists, small, strict=True)}
             rounds = 2
         if self.asked.no_llama:
             del lists["llama_8b"]
         for name, (title, shapes, steps) in lists.items():
             if name == "tensor" and not self.dry:  # the largest that leaves room for those that are compared
-                per = sum(16 if c.dtype == benchmark.FP32 else 9 for c in entrants[:1] + ours[:1])
-                shapes = [(min(10**9, int(benchmark.free_memory("cuda") / per) // 1000 * 1000),)]
+                per = sum(16 if c.dtype == race.FP32 else 9 for c in entrants[:1] + ours[:1])
+                shapes = [(min(10**9, int(race.free_memory("cuda") / per) // 1000 * 1000),)]
             # In fp32, weights and states of 8e9 parameters fill the memory alone.
-            chosen = [c for c in entrants if name != "llama_8b" or (c.dtype == benchmark.BF16 and "_rn_" not in c.name)]
+            chosen = [c for c in entrants if name != "llama_8b" or (c.dtype == race.BF16 and "_rn_" not in c.name)]
             if name == "tensor" or (self.dry and name != "matrix"):  # a vector is not swept again
                 chosen = [c for c in chosen if not c.again and "released" not in c.name]
             self.section(name, title, shapes, chosen, rounds if name != "llama_8b" else rounds // 3 or 1, steps)
@@ -191,7 +191,7 @@ class Run:
         self, name: str, title: str, shapes: Any, entrants: Sequence[Contender], rounds: int, steps: int
     ) -> None:
         copied = 2**16 if self.dry else 2**31
-        found = benchmark.section(
+        found = race.section(
             title, shapes, entrants, device=self.asked.device, threads=1, rounds=rounds, steps=steps, copied=copied,
             end=self.end, say=self.say,
         )  # fmt: skip
@@ -219,7 +219,7 @@ class Run:
     def compile_ahead(self, names: Sequence[str]) -> None:
         """Compile what is timed into Triton's cache on disk, on all cores: one process takes minutes."""
         context = multiprocessing.get_context("spawn")  # a process that was forked cannot use CUDA
-        with ProcessPoolExecutor(min(benchmark.cores(), len(names)), context) as pool:
+        with ProcessPoolExecutor(min(race.cores(), len(names)), context) as pool:
             for name, done in [(name, pool.submit(compile_for, name)) for name in names]:
                 with suppress(Exception):  # the benchmark itself says what does not compile
                     done.result()
@@ -229,7 +229,7 @@ class Run:
 
     def check(self) -> bool:
         """Run the tests marked `cuda` until the budget ends; return whether all ran and passed."""
-        jobs = self.asked.jobs or (1 if self.dry else min(benchmark.cores(), JOBS))
+        jobs = self.asked.jobs or (1 if self.dry else min(race.cores(), JOBS))
         environment = {
             **os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
             "OPTGEN_TEST_DEVICE": self.asked.device, "OPTGEN_TEST_KERNELS": " ".join(self.asked.kernels),
@@ -278,7 +278,7 @@ class Run:
 
 def compile_for(name: str) -> None:
     """Step large and small tensors once, from whatever process."""
-    contender = next(c for c in benchmark.generated("triton") if c.name == name)
+    contender = next(c for c in race.generated("triton") if c.name == name)
     contender.build([torch.zeros(n, dtype=contender.dtype, device="cuda") for n in (4096, 64)]).step()
     torch.cuda.synchronize()
 

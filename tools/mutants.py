@@ -1,40 +1,42 @@
-"""Score the daily tests by mutants: small changes of the compiler and of a step, drawn with a fixed seed.
+"""Score the daily tests by mutants: small changes of the compiler and of a step, of which tests/mutants.json has 200.
 
-    python tools/mutants.py --minutes 30      # test those that were not tested or noticed yet, room by room
-    python tools/mutants.py --draw            # draw others for those whose line is gone
-    python tools/mutants.py --page            # write docs/mutants.md
+    python -m tools.mutants --minutes 30      # test those that were not tested or noticed yet, room by room
+    python -m tools.mutants --draw            # draw others for those whose line is gone
+    python -m tools.mutants --page            # write docs/mutants.md
 
-200 mutants are drawn by the operators of tools/seed_defects.py.  Each is put into the module as it is imported, in a
-process forked from one that has imported torch and Triton: no file changes, so several may run beside each other, and
-beside work.  TESTS has the files that cover a room, the cheapest first, and "texts": the generated texts of RULES, of
-MORE rules, or of all as tests/test_build.py compares them.  A mutant is noticed by the first test that fails within
-60 s of processor time; the page lists those that are not.  tests/mutants.json keeps the list, the results, and reasons:
-one that begins with "equivalent" says why no result can differ, and such a mutant does not count.  Where a line has
-moved since, its mutant follows it and is tested again; where it is gone, another of the room is drawn.
+Each is put into the module as it is imported, in a process forked from one that has imported torch and Triton: no file
+changes, so several may run beside each other, and beside work.  TESTS has the files that cover a room, the cheapest
+first, and "texts": the generated texts of RULES, of MORE rules, or of all as tests/test_build.py compares them.  A
+mutant is noticed by the first test that fails within 60 s of processor time; the page lists those that are not.  The
+list has the results, and reasons: one that begins with "equivalent" says why no result can differ, and such a mutant
+does not count.  Where a line has moved since, its mutant follows it and is tested again; where it is gone, another of
+the room is drawn.  tests/seeded_defects.json has 40 older ones of the same form, each with the test that noticed it.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib
 import importlib.machinery
 import json
 import linecache
 import os
 import random
+import re
 import resource
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
-import seed_defects  # noqa: E402
-
-KEPT, PAGE = ROOT / "tests" / "mutants.json", ROOT / "docs" / "mutants.md"
-SEED, PER_ROOM, SECONDS = 20261127, 40, 60
+KEPT, SEEDED = ROOT / "tests" / "mutants.json", ROOT / "tests" / "seeded_defects.json"
+PAGE = ROOT / "docs" / "mutants.md"
+SEED, SECONDS = 20261127, 60
 RULES = {
     "texts": ("adamw", "came", "lion"),
     "more texts": tuple("muon soap adafactor prodigy schedule_free_adamw lamb sgd adam_mini psgd_kron".split()),
@@ -73,41 +75,145 @@ TESTS: dict[str, tuple[str, ...]] = {
         "tests/test_sharding.py::test_a_rule_that_sums_at_some_steps_agrees_on_gradients_at_every_step",
         "tests/test_native.py", "tests/test_fast_path.py",
     ),
+    "runtime/reference": (PROGRAMS, "tests/test_golden.py"),
 }  # fmt: skip
 
 
-Place = tuple[str, str, str]
+_COMPARISONS = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "==", "is": "is not", "in": "not in"}
+_OPERATORS = {"+": "-", "-": "+", "*": "+", "<<": ">>", ">>": "<<", "&": "|", "|": "&", "%": "//", "//": "%"}
+_NAMES = {"maximum": "minimum", "minimum": "maximum", "max": "min", "min": "max", "any": "all", "all": "any"}
 
 
-def _place(mutant: dict[str, Any]) -> Place:
-    return mutant["file"], mutant["function"], mutant["before"]
+class Edit(NamedTuple):
+    """A change within one line: what is between two columns becomes another text."""
+
+    kind: str
+    row: int
+    start: int
+    end: int
+    new: str
 
 
-def by_line(room: str) -> dict[Place, list[dict[str, Any]]]:
-    """Return the mutants that fit a room, by line."""
-    out: dict[Place, list[dict[str, Any]]] = {}
-    for path in sorted((ROOT / "optgen" / room).rglob("*.py")):
-        for c in seed_defects.candidates(path, room):
-            out.setdefault(_place(c), []).append(c)
-    return out
+def _between(lines: Sequence[str], left: ast.expr, right: ast.expr, table: dict[str, str], kind: str) -> Iterator[Edit]:
+    """Exchange the operator that stands between two expressions of one line."""
+    if left.end_lineno != right.lineno or left.end_col_offset is None:
+        return
+    text = lines[right.lineno - 1][left.end_col_offset : right.col_offset]
+    found = re.search(r"is not|not in|[<>=!+\-*/&|%]+|\bis\b|\bin\b", text)
+    if found and found[0] in table:
+        start = left.end_col_offset + found.start()
+        yield Edit(kind, right.lineno, start, start + len(found[0]), table[found[0]])
 
 
-def drawn() -> list[dict[str, Any]]:
-    """Return the mutants, each of a line of its own, those of a room in a drawn order."""
-    choice, out = random.Random(SEED), []
-    for room in TESTS:
-        found = by_line(room)
-        out += [choice.choice(found[line]) for line in choice.sample(sorted(found), PER_ROOM)]
-    return out
+def _edits_of(node: ast.AST, lines: Sequence[str]) -> Iterator[Edit]:
+    """Return the changes that one node of the syntax tree allows."""
+    line = lines[node.lineno - 1] if isinstance(node, ast.expr) else ""
+
+    def text(e: ast.expr) -> str:
+        return line[e.col_offset : e.end_col_offset]
+
+    if not isinstance(node, ast.expr) or node.lineno != node.end_lineno or node.end_col_offset is None:
+        return
+    whole = (node.lineno, node.col_offset, node.end_col_offset)
+    match node:
+        case ast.Compare(left=left, comparators=[right]):
+            yield from _between(lines, left, right, _COMPARISONS, "comparison")
+        case ast.BinOp(left=left, right=right):
+            yield from _between(lines, left, right, _OPERATORS, "operator")
+        case ast.Constant(value=value) if type(value) in (int, float):
+            yield Edit("constant", *whole, repr(value + 1))
+        case ast.BoolOp(values=values):
+            rest = [text(v) for v in values[:-1]]
+            yield Edit("condition dropped", *whole, (" and " if isinstance(node.op, ast.And) else " or ").join(rest))
+        case ast.UnaryOp(op=ast.USub()):
+            yield Edit("sign", node.lineno, node.col_offset, node.col_offset + 1, "")
+        case ast.Call(func=ast.Name(id=name)) if name in _NAMES:
+            yield Edit("function", node.lineno, node.col_offset, node.col_offset + len(name), _NAMES[name])
+        case ast.Call(args=[first, second, *rest], keywords=[]):
+            if not any(isinstance(a, ast.Starred | ast.Constant) for a in node.args[:2]):
+                args = [text(second), text(first), *map(text, rest)]
+                yield Edit("arguments swapped", *whole, f"{text(node.func)}({', '.join(args)})")
+
+
+def _skipped(node: ast.AST) -> bool:
+    """Return True for messages and assertions."""
+    called = getattr(getattr(node, "func", None), "id", "")
+    told = isinstance(node, ast.Raise | ast.Assert | ast.JoinedStr)
+    return told or called.endswith("Error") or called == "warn"
+
+
+def functions(text: str) -> Iterator[tuple[str, ast.AST]]:
+    """Yield each function with its dotted name; functions within functions belong to the outer one."""
+
+    def visit(body: Sequence[ast.stmt], prefix: str) -> Iterator[tuple[str, ast.AST]]:
+        for node in body:
+            if isinstance(node, ast.ClassDef):
+                yield from visit(node.body, f"{prefix}{node.name}.")
+            elif isinstance(node, ast.FunctionDef):
+                yield prefix + node.name, node
+
+    yield from visit(ast.parse(text).body, "")
+
+
+@cache
+def _spans(text: str) -> tuple[tuple[str, int, int], ...]:
+    """Return (function, its first line, the line after its last) of a file, lines counted from 0."""
+    return tuple((name, f.lineno - 1, f.end_lineno) for name, f in functions(text))  # type: ignore[attr-defined]
+
+
+def _walk(node: ast.AST) -> Iterator[ast.AST]:
+    yield node
+    for name, child in ast.iter_fields(node):
+        for n in child if isinstance(child, list) else [child]:
+            if isinstance(n, ast.AST) and name not in ("annotation", "returns", "decorator_list") and not _skipped(n):
+                yield from _walk(n)
+
+
+def candidates(path: Path, room: str) -> Iterator[dict[str, Any]]:
+    """Yield every mutant that fits a file, as an entry of the list."""
+    text = path.read_text(encoding="utf-8")
+    lines = text.split("\n")
+    for name, function in functions(text):
+        body = "\n".join(lines[function.lineno - 1 : function.end_lineno])  # type: ignore[attr-defined]
+        for node in _walk(function):
+            for kind, row, start, end, new in _edits_of(node, lines):
+                before = lines[row - 1]
+                after = before[:start] + new + before[end:]
+                if before.isascii() and body.count(before) == 1 and after != before:
+                    place = {"file": str(path.relative_to(ROOT)), "function": name, "kind": kind}
+                    yield {"room": room, **place, "before": before.strip(), "after": after.strip()}
+
+
+def changed(defect: dict[str, Any]) -> tuple[Path, str, str] | None:
+    """Return (file, its text, its text with the defect), or None where the line is gone or is there several times."""
+    first = ROOT / defect["file"]
+    name, places = defect["function"], []
+    for path in [p for p in (first, *sorted((ROOT / "optgen").rglob("*.py"))) if p.is_file()]:
+        text = path.read_text(encoding="utf-8")
+        if (name.split(".")[-1] or "\n") not in text or defect["before"] not in text:
+            continue
+        lines = text.split("\n")
+        spans = [(a, b) for n, a, b in _spans(text) if n == name] if name else [(0, len(lines))]
+        places = [(path, i) for a, b in spans for i in range(a, b) if lines[i].strip() == defect["before"]]
+        if places:
+            break
+    if len(places) != 1:
+        return None
+    path, at = places[0]
+    indent = lines[at][: len(lines[at]) - len(lines[at].lstrip())]
+    after = "\n".join([*lines[:at], indent + defect["after"], *lines[at + 1 :]])
+    return path, text, after
 
 
 def redrawn(mutants: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the mutants, with others of lines that have none in the place of those whose line is gone."""
     choice, out = random.Random(SEED), list(mutants)
     for k, m in enumerate(out):
-        while seed_defects._changed(out[k]) is None:
-            found = by_line(m["room"])
-            out[k] = choice.choice(found[choice.choice(sorted(found.keys() - set(map(_place, out))))])
+        while changed(out[k]) is None:
+            taken = {tuple(x[name] for name in ("file", "function", "before")) for x in out}
+            files = sorted((ROOT / "optgen" / m["room"]).rglob("*.py"))
+            fitting = (c for path in files for c in candidates(path, m["room"]))
+            out[k] = choice.choice([c for c in fitting if (c["file"], c["function"], c["before"]) not in taken])
     return out
 
 
@@ -117,9 +223,9 @@ def key(mutant: dict[str, Any]) -> str:
 
 def put_in(mutant: dict[str, Any]) -> bool:
     """Have the import of its module find the changed text; False where the line is gone."""
-    if (changed := seed_defects._changed(mutant)) is None:
+    if (found := changed(mutant)) is None:
         return False
-    path, _, text = changed
+    path, _, text = found
     plain = importlib.machinery.SourceFileLoader.get_code
 
     def get_code(self: Any, name: str) -> Any:
@@ -197,7 +303,7 @@ def page(results: dict[str, Any], mutants: list[dict[str, Any]]) -> str:
             rooms[m["room"]].append((m, result))
     every = [x for found in rooms.values() for x in found]
     for room, found in [*rooms.items(), ("all", every)]:
-        noticed, count = sum(bool(r["noticed"]) for _, r in found), PER_ROOM * (len(TESTS) if room == "all" else 1)
+        noticed, count = sum(bool(r["noticed"]) for _, r in found), sum(room in ("all", m["room"]) for m in mutants)
         same = sum(r.get("reason", "").startswith("equivalent") for _, r in found if not r["noticed"])
         share = f"{noticed / (len(found) - same):.0%}" if found else ""
         lines.append(f"| {room} | {count} | {len(found)} | {same} | {noticed} | {share} |")
@@ -224,7 +330,7 @@ def main() -> int:
     parser.add_argument("--draw", action="store_true")
     parser.add_argument("--page", action="store_true")
     asked = parser.parse_args()
-    kept = json.loads(KEPT.read_text()) if KEPT.exists() else [{"mutant": m} for m in drawn()]
+    kept = json.loads(KEPT.read_text())
     mutants, results = [x.pop("mutant") for x in kept], {}
     results = {key(m): x for m, x in zip(mutants, kept, strict=True) if x}
     if asked.draw:
@@ -240,8 +346,7 @@ def main() -> int:
         importlib.import_module(heavy)
 
     end, plain = time.monotonic() + 60 * asked.minutes, dict[str, Any]()
-    # A room in turn, so that a part of the run is a part of each; those that were tested already come last.
-    for mutant in sorted((m for k in range(PER_ROOM) for m in mutants[k::PER_ROOM]), key=lambda m: key(m) in results):
+    for mutant in sorted(mutants, key=lambda m: key(m) in results):  # those that were tested already come last
         before = results.get(key(mutant), {})
         if before.get("noticed") or before.get("gone") or time.monotonic() > end:
             continue

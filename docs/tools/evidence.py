@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from docs.tools.train_rules import ADAMW, Rule, Verdict, key_of, make, rate_found
-from tools.benchmark import cpu_model
+from tools.bench.race import cpu_model
 from tools.demo import mean_and_interval, mean_and_spread
 from tools.demo_model import LanguageModel, Size, batches, corpus, rate, split, stored_bytes
 from tools.prose import filled, packed, table

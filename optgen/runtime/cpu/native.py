@@ -47,7 +47,7 @@ compilers' own headers leave registers undefined on purpose, and shifts beside s
 
 GCC_FLAGS = ("-fschedule-insns", "-fsched-pressure", "--param=max-completely-peeled-insns=400")
 """Neighbours of a loop that was written out are interleaved, so that a processor finds more to do at a time: 6 % of
-AdamW int8_split24 (Zen 5; tools/cpu_kernel.py), of some rules nothing, for 0.15 s to compile.  Loops of up to 400
+AdamW int8_split24 (Zen 5; `tools.bench kernel`), of some rules nothing, for 0.15 s to compile.  Loops of up to 400
 instructions, not 200, are written out: another 4 % with AVX2.  Others do not know these flags."""
 
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")

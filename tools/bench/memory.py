@@ -1,7 +1,7 @@
 """Peak memory of whole training steps: weights, gradients, states and what a step needs beside them.
 
-    .venv/bin/python tools/bench_memory.py               the GPU's memory where there is one, else this process's
-    .venv/bin/python tools/bench_memory.py --layers 64 --width 512 --ways released torch
+    python -m tools.bench memory               the GPU's memory where there is one, else this process's
+    python -m tools.bench memory --layers 64 --width 512 --ways released torch
 
 Every way trains the same chain of square layers in a process of its own, on a batch so small that activations vanish,
 and says by how much its memory grew from before the model was made: on a GPU torch.cuda.max_memory_allocated, on a CPU
@@ -19,10 +19,15 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [p for p in (str(ROOT),) if p not in sys.path]
+import torch
+from torch import nn
 
-from tools.prose import table  # noqa: E402
+from optgen.accumulate import accumulator
+from optgen.optim import AdamW, Lion
+from tools.bench.race import cpu_model, save, write
+from tools.prose import table
+
+ROOT = Path(__file__).resolve().parents[2]
 
 WAYS: dict[str, str] = {
     "torch": "torch.optim.AdamW, fp32 weights",
@@ -51,16 +56,12 @@ class Meter:
     """The growth of memory since construction: of the GPU's allocator, or of this process."""
 
     def __init__(self) -> None:
-        import torch
-
         self.cuda = torch.cuda.is_available()
         self.again()
         self.start = torch.cuda.memory_allocated() if self.cuda else resident("VmRSS")
 
     def again(self) -> None:
         """Forget the largest so far."""
-        import torch
-
         if self.cuda:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
@@ -68,26 +69,15 @@ class Meter:
             Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
     def peak(self) -> int:
-        import torch
-
         return (torch.cuda.max_memory_allocated() if self.cuda else resident("VmHWM")) - self.start
 
 
 def measure(way: str, layers: int, width: int, steps: int) -> dict[str, Any]:
     """Train in this process; return the bytes at the peak, and their least number by counting."""
-    import torch
-    from torch import nn
-
-    from optgen.optim import AdamW, Lion
-
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.float32 if way in ("torch", "fp32") else torch.bfloat16
     micro = 4 if way.startswith("accumulated") else 1
-    sums = None
-    if way == "accumulated-int8":
-        from optgen.accumulate import accumulator
-
-        sums = accumulator("int8")
+    sums = accumulator("int8") if way == "accumulated-int8" else None
 
     def prepare(count: int, size: int) -> tuple[nn.Module, Any]:
         torch.manual_seed(0)
@@ -128,12 +118,11 @@ def measure(way: str, layers: int, width: int, steps: int) -> dict[str, Any]:
 
 def run(way: str, layers: int, width: int, steps: int) -> dict[str, Any]:
     """Run `measure` in a process of its own, whose allocator returns memory at once."""
-    command = [sys.executable, __file__, "--one", way, "--layers", str(layers), "--width", str(width)]
+    sizes = ["--layers", str(layers), "--width", str(width), "--steps", str(steps)]
+    command = [sys.executable, "-m", "tools.bench", "memory", "--one", way, *sizes]
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(
-        [*command, "--steps", str(steps)], capture_output=True, text=True, env=environment, check=False
-    )
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if done.returncode:
         raise RuntimeError(f"{way}: {done.stderr[-2000:]}")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -149,7 +138,7 @@ def document(rows: Sequence[dict[str, Any]], name: str, versions: str) -> Iterat
     yield from table(("bytes per parameter", "peak of a step", "of the first step", "counted"), cells)
     yield "\n*Counted*: weights, states, and gradients where they wait for the step.  The rest is the gradients of one"
     yield "layer and some tens of megabytes whatever the model, for temporaries and buffers of libraries; in the first"
-    yield "step also what it takes to make the states.  Written by `tools/bench_memory.py`."
+    yield "step also what it takes to make the states.  Written by `python -m tools.bench memory`."
 
 
 def main(given: Sequence[str] | None = None, say: Callable[[str], None] = print) -> int:
@@ -165,10 +154,6 @@ def main(given: Sequence[str] | None = None, say: Callable[[str], None] = print)
     if options.one:
         say(json.dumps(measure(options.one, options.layers, options.width, options.steps)))
         return 0
-    import torch
-
-    from tools.benchmark import cpu_model, save, write
-
     rows = []
     for way in options.ways:
         rows.append(run(way, options.layers, options.width, options.steps))
@@ -180,7 +165,3 @@ def main(given: Sequence[str] | None = None, say: Callable[[str], None] = print)
     text = "\n".join(document(rows, machine, f"torch {torch.__version__}"))
     write(options.out / f"memory-{name}.md", text + "\n")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,25 +1,19 @@
-"""Time one C++ kernel by itself, as users get it and without its optimizations, side by side.
+"""Time one C++ kernel by itself, as users get it and without its optimizations.
 
-    python tools/cpu_kernel.py                                      AdamW int8_split24, in cache and far beyond
-    python tools/cpu_kernel.py --optimizer Lion --plan int8_rn_split24 --numel 98304
-    python tools/cpu_kernel.py --save lion.ii ...                   keep this kernel's text
-    python tools/cpu_kernel.py --vs lion.ii ...                     race with one that another revision has kept
+    python -m tools.bench kernel                                    AdamW int8_split24, in cache and far beyond
+    python -m tools.bench kernel --optimizer Lion --plan int8_rn_split24 --numel 98304
+    python -m tools.bench kernel --save lion.ii ...                 keep this kernel's text
+    python -m tools.bench kernel --vs lion.ii ...                   race with one that another revision has kept
 
-What tools/bench_cpu.py times is a whole step(); here the compiled function is called on one thread, with the tables
-of a real step.  Variants take turns, in a random order every round: tiles of other sizes, no fetching ahead, and code
-that the compiler does not interleave.  Least and median of the rounds, in ns per parameter; the least also in cycles
-for 16 parameters, counted by a chain of additions, one a cycle.
+The compiled function is called on one thread, with the tables of a real step.  The variants are tiles of other sizes
+and code that the compiler does not interleave.  Cycles are counted by a chain of additions, one a cycle.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
-import json
-import random
-import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,14 +22,12 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT)]
+import torch
 
-import torch  # noqa: E402
-
-import optgen.optim  # noqa: E402
-from optgen.runtime.cpu import cpu, native  # noqa: E402
-from optgen.runtime.layout import workspace  # noqa: E402
+import optgen.optim
+from optgen.runtime.cpu import cpu, native
+from optgen.runtime.layout import workspace
+from tools.bench.race import Race, run_races
 
 SIZES = (98304, 29999104)
 CALL = 1e-4  # seconds at least that are timed at a time: few such windows are interrupted, however busy the machine is
@@ -82,9 +74,9 @@ def recorded(optimizer: str, plan: str, numel: int, param: torch.dtype) -> Itera
     def recording(library: ctypes.CDLL, bucket: Any) -> Any:
         step = found(library, bucket)
         if isinstance(step, native.Unavailable):
-            raise SystemExit(f"cpu_kernel: {step}")
+            raise SystemExit(f"kernel: {step}")
         if bucket.variant.temps or workspace.reduced(bucket.variant):
-            raise SystemExit(f"cpu_kernel: {optimizer} takes several stages; this times kernels of one")
+            raise SystemExit(f"kernel: {optimizer} takes several stages; this times kernels of one")
         jobs.append(cpu.job(bucket.plan, bucket.variant, bucket.grad_dtype))
         width = len(cpu.expected(bucket.variant, bucket.grad_dtype)[3:]) // 2 + 6
 
@@ -108,7 +100,7 @@ def recorded(optimizer: str, plan: str, numel: int, param: torch.dtype) -> Itera
 def function(job: native.Job, name: str = "optgen_step") -> Callable[..., int]:
     (library,) = native.load([job])
     if isinstance(library, native.Unavailable):
-        raise SystemExit(f"cpu_kernel: {library}")
+        raise SystemExit(f"kernel: {library}")
     found: Any = getattr(library, name)
     if name == "optgen_step":
         found.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32)
@@ -125,11 +117,6 @@ def preprocessed(job: native.Job) -> str:
     return subprocess.run(
         [*command, "-E", "-x", "c++", "-"], input=job.source, capture_output=True, text=True, check=True
     ).stdout
-
-
-def saved(text: str) -> Callable[..., int]:
-    """Return the kernel of a text that `--save` wrote, for the instruction set that it was written for."""
-    return function(native.Job("saved", text))
 
 
 def variants(job: native.Job) -> dict[str, Callable[..., int]]:
@@ -159,78 +146,38 @@ def gigahertz() -> float | None:
     return count / best / 1e9
 
 
-def race(
-    call: Call,
-    found: dict[str, Callable[..., int]],
-    numel: int,
-    rounds: int,
-    clock: Callable[[], float] = time.perf_counter,
-) -> dict[str, list[float]]:
-    """Return the ns per parameter of each round."""
-    times: dict[str, list[float]] = {name: [] for name in found}
-    key, inner = 1, 1
-    for name in found:  # warm
-        call(found[name], key)
-    start = clock()
-    call(found[next(iter(found))], key)
-    inner = max(1, round(CALL / max(clock() - start, 1e-7)))
-    for _ in range(rounds):
-        for name in random.sample(list(found), len(found)):
-            start = clock()
-            for _ in range(inner):
+def races(asked: argparse.Namespace) -> Iterator[Race]:
+    cycle = gigahertz()
+    for numel in asked.numel:
+        with recorded(asked.optimizer, asked.plan, numel, getattr(torch, asked.param)) as call:
+            if asked.save:
+                asked.save.write_text(preprocessed(call.job), encoding="utf-8")
+                return
+            found = variants(call.job)
+            if asked.vs:
+                old = native.Job("saved", asked.vs.read_text(encoding="utf-8"))
+                found = {"old": function(old), "new": function(call.job)}
+            key = 1
+
+            def once(of: Callable[..., int], call: Call = call) -> None:
+                nonlocal key
                 key = (key * 1103515245 + 12345) & 0x7FFFFFFF
-                call(found[name], key)
-            times[name].append((clock() - start) / inner / numel * 1e9)
-    return times
+                call(of, key)
+
+            title = f"{asked.optimizer} {asked.plan}, {asked.param}, {native.isa().name}, {numel:,} elements"
+            runs = {name: (lambda of=of: once(of)) for name, of in found.items()}
+            unit = ("ns per parameter", 1e9 / numel)
+            if cycle and not asked.vs:
+                unit = (f"cycles of {cycle:.2f} GHz for 16 parameters", 16e9 * cycle / numel)
+            yield Race(title, runs, unit, least=CALL)
 
 
-def race_saved(chosen: argparse.Namespace) -> int:
-    """Write the kernel's text, or print the ratio of its CPU time to that of the text that was written before."""
-    for numel in chosen.numel:
-        with recorded(chosen.optimizer, chosen.plan, numel, getattr(torch, chosen.param)) as call:
-            if chosen.save:
-                chosen.save.write_text(preprocessed(call.job), encoding="utf-8")
-                return 0
-            found = {"new": function(call.job), "old": saved(chosen.vs.read_text(encoding="utf-8"))}
-            times = race(call, found, numel, chosen.rounds, time.thread_time)
-            ratios = [new / old for new, old in zip(times["new"], times["old"], strict=True)]
-            low, middle, high = statistics.quantiles(ratios, n=4)
-            name = f"{chosen.optimizer} {chosen.plan}, {chosen.param}, {native.isa().name}"
-            print(f"{name}, {numel:,} elements: {middle:.3f} of the CPU time, quartiles {low:.3f} to {high:.3f}")
-    return 0
-
-
-def main(given: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+def main(given: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description="One C++ kernel by itself")
     parser.add_argument("--optimizer", default="AdamW", help="of optgen.optim")
     parser.add_argument("--plan", default="int8_split24")
     parser.add_argument("--param", default="bfloat16", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--numel", nargs="*", type=int, default=list(SIZES), help="elements of the parameter")
-    parser.add_argument("--rounds", type=int, default=100)
-    parser.add_argument("--json", action="store_true")
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the kernel's text, and time nothing")
-    parser.add_argument("--vs", type=Path, metavar="FILE", help="race with this text alone, in CPU time")
-    chosen = parser.parse_args(given)
-    if chosen.save or chosen.vs:
-        return race_saved(chosen)
-    ghz = gigahertz()
-    out: list[dict[str, Any]] = []
-    for numel in chosen.numel:
-        with recorded(chosen.optimizer, chosen.plan, numel, getattr(torch, chosen.param)) as call:
-            for name, times in race(call, variants(call.job), numel, chosen.rounds).items():
-                least, middle = min(times), statistics.median(times)
-                cycles = None if ghz is None else round(least * 16 * ghz, 1)
-                out.append({"numel": numel, "variant": name, "least": least, "median": middle, "cycles": cycles})
-    if chosen.json:
-        print(json.dumps(out, indent=2))
-        return 0
-    title = f"{chosen.optimizer} {chosen.plan}, {chosen.param}, {native.isa().name}, one thread"
-    print(title + (f", {ghz:.2f} GHz" if ghz else ""))
-    for row in out:
-        cycles = "" if ghz is None else f"  {row['cycles']:6.1f} cycles for 16"
-        print(f"{row['numel']:12,}  {row['variant']:<20} {row['least']:.3f} to {row['median']:.3f} ns{cycles}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    parser.add_argument("--vs", type=Path, metavar="FILE", help="race with this text alone")
+    return run_races(races, parser, given)

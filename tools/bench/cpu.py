@@ -1,10 +1,10 @@
 """Benchmarks of the CPU backend on this machine, beside torch's optimizers and those of other libraries.
 
-    .venv/bin/python tools/bench_cpu.py                   everything; about half an hour where all peers are installed
-    .venv/bin/python tools/bench_cpu.py --quick           under a minute: no peers, fewer sizes and rounds
-    .venv/bin/python tools/bench_cpu.py --only int8 --sizes 3e7 --threads 1
+    python -m tools.bench cpu                   everything; about half an hour where all peers are installed
+    python -m tools.bench cpu --quick           under a minute: no peers, fewer sizes and rounds
+    python -m tools.bench cpu --only int8 --sizes 3e7 --threads 1
 
-Peers are compared where they are installed (tools/requirements-bench.txt). Writes docs/benchmarks/cpu-<model>.json and
+Peers are compared where they are installed (tools/bench/requirements.txt). Writes docs/benchmarks/cpu-<model>.json and
 .md after every section. The exit code is 0 whatever the times are, 1 where a target is missed under --strict, 2 for a
 wrong call.
 """
@@ -20,11 +20,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [p for p in (str(ROOT),) if p not in sys.path]
+from tools.bench import race
+from tools.bench.race import BASE, FLAGSHIP, Contender, Target
 
-from tools import benchmark  # noqa: E402
-from tools.benchmark import BASE, FLAGSHIP, Contender, Target  # noqa: E402
+ROOT = Path(__file__).resolve().parents[2]
 
 SIZES, QUICK_SIZES = ("1e5", "1e6", "3e7", "gpt2", "148x512", "148x4096"), ("1e6", "3e7", "148x512")
 ROUNDS, QUICK_ROUNDS = 30, 9
@@ -52,14 +51,14 @@ TARGETS = tuple(
 )
 
 
-def size(name: str) -> tuple[str, benchmark.Shapes, int]:
+def size(name: str) -> tuple[str, race.Shapes, int]:
     """Return (title, shapes, steps in a row within a turn) of what the command line calls a size.
 
     >>> size("148x512")[0], size("1e6")[2], len(size("gpt2")[1])
     ('148 tensors of 512', 20, 148)
     """
     if name == "gpt2":
-        shapes = benchmark.gpt2()
+        shapes = race.gpt2()
         return f"GPT-2's {len(shapes)} tensors", shapes, 1
     count, _, each = name.rpartition("x")
     try:
@@ -76,10 +75,10 @@ def size(name: str) -> tuple[str, benchmark.Shapes, int]:
 
 def chosen(only: Sequence[str], quick: bool, backend: str) -> tuple[list[Contender], dict[str, str]]:
     """Return (contenders, name -> why it is missing); the one that all are compared with is always among them."""
-    found = benchmark.torch_s_own() + benchmark.generated(backend)
+    found = race.torch_s_own() + race.generated(backend)
     if quick and not only:
         return [c for c in found if c.name in QUICK], {}
-    others, missing = benchmark.peers("cpu")
+    others, missing = race.peers("cpu")
     named = [c for c in found + others if not only or any(word.lower() in c.name.lower() for word in only)]
     if not named:
         raise ValueError(f"--only: no contender here has {' or '.join(only)} in its name")
@@ -103,7 +102,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
 def main(given: Sequence[str] | None = None) -> int:
     asked = arguments(given)
     rounds = asked.rounds or (QUICK_ROUNDS if asked.quick else ROUNDS)
-    threads = sorted(set(asked.threads)) or sorted({1, min(2, benchmark.cores()), benchmark.cores()})
+    threads = sorted(set(asked.threads)) or sorted({1, min(2, race.cores()), race.cores()})
     try:
         if os.environ.get("OPTGEN_ISA"):
             raise ValueError("OPTGEN_ISA is set, but the benchmark takes the code paths in turn: unset it")
@@ -114,26 +113,22 @@ def main(given: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    machine, began = benchmark.machine("cpu"), time.monotonic()
-    path = asked.out / f"cpu-{benchmark.slug(asked.name or machine['device'])}.json"
+    machine, began = race.machine("cpu"), time.monotonic()
+    path = asked.out / f"cpu-{race.slug(asked.name or machine['device'])}.json"
     data: dict[str, Any] = {"machine": machine, "backend": asked.backend, "sections": {}, "missing": missing}
     say = functools.partial(print, flush=True)
     say(f"{machine['device']}, torch {machine['torch']}: {len(contenders)} contenders")
     for count in threads:
         for name, (title, shapes, steps) in sizes.items():
             copied = 2**28 if steps == 1 else 0  # what lies in the caches is not held to memory
-            found = benchmark.section(
+            found = race.section(
                 title, shapes, contenders, threads=count, rounds=rounds, steps=steps, copied=copied
             )
             data["sections"][f"{name}, {count}"] = found
             data["targets"] = [t.judge(data["sections"], machine["vectors"]) for t in TARGETS]
             data["seconds"] = round(time.monotonic() - began, 1)
-            benchmark.save(path, data)
-            benchmark.write(path.with_suffix(".md"), benchmark.markdown(data))
-            say("\n".join(benchmark.section_lines(found)))
+            race.save(path, data)
+            race.write(path.with_suffix(".md"), race.markdown(data))
+            say("\n".join(race.section_lines(found)))
     say(f"written: {path} and .md")
     return int(asked.strict and any(t["verdict"] == "missed" for t in data["targets"]))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,11 +1,12 @@
 """The shared parts of benchmarks: the machine, the contenders, rounds in which they take turns, targets and reports.
 
-Contenders stand in memory beside each other and are timed by torch.utils.benchmark, in a random order in every round. A
-ratio is the median of the rounds' own ratios: what slows a whole round down is in both of its times.
+Contenders stand in memory beside each other and take turns, in a random order in every round. A ratio is the median of
+the rounds' own ratios: what slows a whole round down is in both of its times.
 """
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import gc
 import importlib
@@ -439,6 +440,85 @@ def _row(name: str, lanes: Mapping[str, Lane], numel: int, copied: int) -> dict[
         "speed": ratio(BASE), "of_copy": ratio(COPY, c.moved * numel / max(2 * copied, 1)),
         "versus": {o: ratio(o) for o, lane in lanes.items() if c.ours and not lane.contender.ours and o != COPY},
     }  # fmt: skip
+
+
+# A race: calls that take turns ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Race:
+    """Calls that take turns, and how they are reported.
+
+    runs     name -> call; the first one is what the others are compared with
+    scale    a unit, and how many of it a second of a call is: ("ms", 1e3)
+    before   what is done before what is timed, given the name
+    least    seconds that are timed at a time, which has as many calls as take that long; 0: one call
+    row      times in a row of a turn: the later ones find in the caches what the first has left
+    missing  name -> why it does not take part
+    """
+
+    title: str
+    runs: Mapping[str, Callable[[], object]]
+    scale: tuple[str, float] = ("ms", 1e3)
+    before: Callable[[str], None] = lambda name: None
+    least: float = 0.0
+    row: int = 1
+    missing: Mapping[str, str] = field(default_factory=dict)
+
+    def times(self, rounds: int, clock: Callable[[], float]) -> dict[str, list[float]]:
+        """Return the time of a call in each round, in the unit."""
+        out: dict[str, list[float]] = {name: [] for name in self.runs}
+        calls, order, shuffled = 1, list(self.runs), random.Random(0)
+        for number in range(-2, rounds):  # the first two rounds warm up
+            shuffled.shuffle(order)
+            gc.collect()
+            gc.disable()
+            for name in (name for name in order for _ in range(self.row)):
+                self.before(name)
+                run, start = self.runs[name], clock()
+                for _ in range(calls):
+                    run()
+                out[name].append((clock() - start) / calls * self.scale[1])
+            gc.enable()
+            if number == -1:
+                calls = max(1, math.ceil(self.least * self.scale[1] / min(x[-1] for x in out.values())))
+        return {name: x[2 * self.row :] for name, x in out.items()}
+
+    def lines(self, rounds: int, clock: Callable[[], float]) -> list[str]:
+        """Run it; return its table."""
+        found = self.times(rounds, clock)
+        base, *others = found
+        rows = [[base, digits(statistics.median(found[base])), digits(min(found[base])), "", ""]]
+        for name in others:
+            x = summary([a / b for a, b in zip(found[name], found[base], strict=True)])
+            ratio = [f"{x['median']:.3f}", f"{x['q1']:.3f} to {x['q3']:.3f}"]
+            rows.append([name, digits(statistics.median(found[name])), digits(min(found[name])), *ratio])
+        rows += [[name, f"not here: {why}", "", "", ""] for name, why in self.missing.items()]
+        head = ("", f"{self.scale[0]}, median", "least", f"of {base}", "quartiles")
+        return [f"## {self.title}", "", *table(head, rows), ""]
+
+
+def run_races(
+    races: Callable[[argparse.Namespace], Iterator[Race]], parser: argparse.ArgumentParser, given: Sequence[str]
+) -> int:
+    """Read the command line and run the races; print their tables, and write them to --out."""
+    parser.add_argument("--rounds", type=int, default=50)
+    parser.add_argument("--threads", type=int, default=1, help="1: CPU time is measured, which others disturb less")
+    parser.add_argument("--out", type=Path, help="also write the tables to this file")
+    asked = parser.parse_args(given)
+    torch.set_num_threads(asked.threads)
+    clock = time.thread_time if asked.threads == 1 else time.perf_counter
+    packages = ("torch", "triton", "flashoptim", "pytorch-optimizer", "heavyball")
+    words = [cpu_model(), f"{cores()} cores", f"load {os.getloadavg()[0]:.1f}", f"{asked.threads} threads"]
+    words += [f"{asked.rounds} rounds", *(f"{x} {v}" for x in packages if (v := installed(x)))]
+    text = [f"# {parser.description}", "", ", ".join(words) + ".", ""]
+    print("\n".join(text), flush=True)
+    for race in races(asked):
+        text += race.lines(asked.rounds, clock)
+        print("\n".join(text[text.index(f"## {race.title}") :]), flush=True)
+    if asked.out:
+        write(asked.out, "\n".join(text))
+    return 0
 
 
 # Targets --------------------------------------------------------------------------------------------------------------
