@@ -25,6 +25,7 @@ import os
 import random
 import re
 import resource
+import signal
 import sys
 import time
 from collections import Counter
@@ -288,7 +289,7 @@ def verdict(mutant: dict[str, Any] | None, room: str) -> dict[str, Any]:
         said = stream.read()
     _, status, used = os.wait4(child, 0)
     made = json.loads(said) if said else {"noticed": f"the process ended with status {status}"}
-    if not said and used.ru_utime + used.ru_stime >= SECONDS - 1:
+    if not said and status in (signal.SIGXCPU, signal.SIGKILL):
         made = {"noticed": "", "out of time": True}
     return {**made, "seconds": round(used.ru_utime + used.ru_stime, 1)}
 
