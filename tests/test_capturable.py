@@ -35,7 +35,6 @@ from optgen.runtime import Optimizer
 from optgen.runtime.gpu import compiled, controlled
 from optgen.runtime.records import keys
 from optgen.runtime.records import scalars as host
-from optgen.runtime.step import fast_path
 from optgen.runtime.work import counting
 from tests import training
 from tests.harness import python
@@ -187,7 +186,7 @@ def test_nothing_is_read_on_the_way(
         if with_scaler:
             opt.grad_scale, opt.found_inf = torch.tensor(8.0), torch.tensor(0.0)  # type: ignore[attr-defined]
         if not short:
-            opt._stepper.fast_path = fast_path.FastPath()
+            opt._stepper.plans.forget()
         with Reads() if step else nullcontext():
             opt.step()
     assert len(launched) % 3 == 0
@@ -218,7 +217,7 @@ def captured(opt: Optimizer, count: Tensor) -> None:
 def test_counts_that_something_else_has_changed_are_followed(change: Any) -> None:
     opt = trained(AdamW, 4, plan="fp32", capturable=True, fused=True)
     count = opt.state[params_of(opt)[0]]["step"]
-    assert opt._stepper.fast_path.last is not None
+    assert opt._stepper.plans.kept
     change(opt, count)
     for step in (4, 5):
         plain = AdamW(copies(opt), plan="fp32", backend="triton")
@@ -318,7 +317,7 @@ def capture() -> Iterator[None]:
 def test_what_a_graph_uses_stays_as_it_is() -> None:
     """Gradients that lie elsewhere during the capture get tables of their own; steps outside are not disturbed."""
     opt, plain = (trained(AdamW, plan="bf16_sr", capturable=True) for _ in range(2))
-    first = list(opt._stepper.launcher._used.values())
+    first = list(opt._stepper.launcher.used.values())
     for p in params_of(opt):
         p.grad = p.grad.clone()
     with capture():
@@ -326,7 +325,7 @@ def test_what_a_graph_uses_stays_as_it_is() -> None:
     plain.step()
     captured = opt._stepper.launcher._captured
     assert [x for entry in captured if isinstance(entry, tuple) for x in entry[1]]
-    assert list(opt._stepper.launcher._used.values()) == first  # the graph's are its own
+    assert list(opt._stepper.launcher.used.values()) == first  # the graph's are its own
     for one in (opt, plain):
         give(params_of(one), 8)
         one.step()

@@ -100,14 +100,14 @@ def dtype_for(plan: str) -> torch.dtype:
      for plan, sets in (("fp32", ISAS[:1]), ("int8_split24", ISAS), ("bf16", ISAS[:1])) for isa in sets],
 )  # fmt: skip
 def test_same_bits(name: str, plan: str, isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second and third step are replayed."""
+    """The second and third step are made by the plan of the first."""
     monkeypatch.setenv("OPTGEN_ISA", isa)
     cls = optgen.compile(name, plan, maths="strict")
     ours = train(cls, "reference", dtype_for(plan), plan, SHAPES)
     with optimized() if (plan, isa) == ("int8_split24", ISAS[0]) else nullcontext():
         theirs = train(cls, "cpp", dtype_for(plan), plan, SHAPES)
     compare(ours, theirs, SHAPES)
-    assert theirs[2]._stepper.fast_path.last is not None
+    assert theirs[2]._stepper.plans.kept
 
 
 @pytest.mark.parametrize("plan", ["fp32", "int8_split24"])
@@ -216,7 +216,7 @@ def test_stages_in_two_calls_are_the_step() -> None:
     whole = train(cls, "cpp", torch.bfloat16, "int8_split24", shapes)
     cut = train(cls, "cpp", torch.bfloat16, "int8_split24", shapes)
     function, given = stages_of(cut[2])
-    count = len(cut[2]._stepper.fast_path.last.buckets[0].variant.stages)
+    count = len(cut[2]._stepper.plans.kept[0].parts[0].bucket.variant.stages)
     assert function(*given, -1, count) and function(*given, 0, count + 1)
     for k in range(count):
         assert function(*given, k, k + 1) == 0
@@ -228,16 +228,9 @@ def test_stages_in_two_calls_are_the_step() -> None:
 
 def stages_of(opt: Any) -> tuple[Any, tuple[Any, ...]]:
     """`optgen_stages` of an optimizer's first bucket, and all arguments but the range."""
-    part = opt._stepper.fast_path.last.buckets[0]
-    (library,) = native.load([cpu.job(plan_module(opt, part), part.variant, torch.bfloat16)])
+    part = opt._stepper.plans.kept[0].parts[0]
+    (library,) = native.load([cpu.job(part.bucket.plan, part.bucket.variant, torch.bfloat16)])
     assert isinstance(library, ctypes.CDLL)
     function = library.optgen_stages
     function.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, *[ctypes.c_int32] * 4)
-    scalars = part.count(opt._stepper.fast_path.last.groups[part.group], None).scalars
-    return function, (part.kernels.table.address, part.kernels.table.tensors, scalars, 17, 2)
-
-
-def plan_module(opt: Any, part: Any) -> Any:
-    from optgen.runtime.layout import plans as loaded
-
-    return loaded.load(type(opt), "int8_split24")
+    return function, (part.kernels.table.address, part.kernels.table.tensors, part.bucket.row, 17, 2)

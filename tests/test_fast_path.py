@@ -4,8 +4,10 @@ import copy
 import ctypes
 import gc
 import pickle
+import sys
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -14,12 +16,14 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+import generated
 import optgen.optim
 from optgen.runtime.cpu import cpu, native
-from optgen.runtime.step import fast_path
+from optgen.runtime.step import plan
 from tests import training
-from tests.test_native import SHAPES, everything, first, gradient_half, is_short, trained
-from tests.training import give, nadam, params_of
+from tests.test_native import SHAPES, everything, first, gradient_half, trained
+from tests.training import bits, give, nadam, params_of
+from tests.training import has_plan as is_short
 
 pytestmark = pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler on this machine")
 
@@ -113,9 +117,7 @@ def test_whatever_changes_between_steps_is_seen(change: str, monkeypatch: pytest
     """The same bits as eager torch; and where nothing is new to the kernels, the short way."""
     value = torch.tensor(0.1) if change == "fill_lr" else 0.1
     made = [trained(lr=copy.copy(value)), trained("reference", lr=copy.copy(value))]
-    taken: list[bool] = []
-    again = fast_path.CachedStep.run
-    monkeypatch.setattr(fast_path.CachedStep, "run", lambda *args: taken.append(again(*args)) or taken[-1])
+    taken = training.planned_steps(monkeypatch)
     assert is_short(made[0])
     for opt in made:
         CHANGES[change](opt)
@@ -132,19 +134,68 @@ def test_whatever_changes_between_steps_is_seen(change: str, monkeypatch: pytest
         assert is_short(made[0])
 
 
-@hypothesis.settings(max_examples=40)
-@hypothesis.given(changes=st.lists(st.sampled_from(sorted(CHANGES)), max_size=8))
-def test_changes_one_after_the_other(changes: list[str]) -> None:
-    made = [trained(), trained("reference")]
-    for opt in made:
-        for step, change in enumerate(changes):
-            CHANGES[change](opt)
-            opt.step()
-            if step % 3 < 2:
-                opt.step()
+RULES: dict[str, Any] = {"NAdam": {}, "Muon": {}, "SOAP": {"precondition_frequency": 3}, "Prodigy": {}, "CAME": {}}
+"""One sweep, a function of matrices, steps of three kinds, a sum over the model, sums of rows and columns."""
+
+OTHERS: dict[str, Callable[[Any], object]] = {
+    "add_group": lambda opt: opt.add_param_group({"params": given(7, [(3, 4)]), "lr": 0.3}),
+    "move_field": lambda opt: entry(opt).update({k: x.clone() for k, x in entry(opt).items() if isinstance(x, Tensor)}),
+    "load_state_dict": lambda opt: opt.load_state_dict(copy.deepcopy(opt.state_dict())),
+    "another_dtype": lambda opt: setattr(first(opt), "data", first(opt).data.bfloat16()),
+}
+OF_NADAM = {"gradient_negated", "load", "new_field", "new_field_data", "share_field", "set_host_state", "flag"}
+OF_ALL = sorted((CHANGES.keys() - OF_NADAM) | OTHERS.keys())
+
+
+@hypothesis.settings(max_examples=30)
+@hypothesis.given(rule=st.sampled_from(sorted(RULES)), changes=st.lists(st.sampled_from(OF_ALL), max_size=6))
+def test_plans_of_every_kind_of_step(rule: str, changes: list[str]) -> None:
+    """Beside an optimizer that plans each step anew; what one refuses, the other does."""
+    cls, twins = getattr(optgen.optim, rule), []
+    for kept in (True, False):
+        params = training.parameters([(6, 5), (4, 6), (6, 5), (80, 64)])  # the last is large enough for codes
+        groups = [{"params": params[:3]}, {"params": params[3:], "seed": 3}]
+        opt = cls(groups, lr=0.1, backend="cpp", **RULES[rule])
+        if not kept:
+            training.keep_no_plan(opt)
+        errors = []
+        for step, change in enumerate(["nothing", *changes]):
             give(params_of(opt), step)
-        opt.step()
-    assert everything(made[0]) == everything(made[1])
+            for work in ((CHANGES | OTHERS)[change], cls.step, cls.step, cls.step):
+                try:
+                    work(opt)
+                except (RuntimeError, TypeError, ValueError) as error:
+                    errors.append(str(error))
+        twins.append((errors, bits([params_of(opt), list(opt.state.values())])))
+    assert twins[0] == twins[1]
+
+
+ROOTS = [Path(str(package.__file__)).parent for package in (optgen, generated)]
+
+
+def calls(work: Callable[..., object], *given: Any) -> int:
+    """Return the number of calls of Python functions of the package."""
+    found: list[Path] = []
+    sys.setprofile(lambda frame, event, _: found.append(Path(frame.f_code.co_filename)) if event == "call" else None)
+    try:
+        work(*given)
+    finally:
+        sys.setprofile(None)
+    return sum(file.is_relative_to(root) for file in found for root in ROOTS)
+
+
+@pytest.mark.parametrize(("rule", "usual"), [("AdamW", 100), ("Muon", 200)])
+def test_python_calls_of_a_step(rule: str, usual: int, tmp_path: Path) -> None:
+    """Count those of ten parameters: of the first step, of usual ones, and of a checkpoint that is loaded."""
+    cls: Any = getattr(optgen.optim, rule)
+    for shapes in ([(32, 16)] * 10, [(32, 16), (16, 32), (8, 24), (5, 40), (9, 9)] * 2):
+        params = training.parameters(shapes)
+        opt, model = cls(params, lr=1e-3, backend="cpp"), nn.ParameterList(params)
+        for step, most in enumerate((2000, usual, usual)):
+            give(params, step)
+            assert calls(opt.step) <= most
+        optgen.save_checkpoint(tmp_path / "saved", opt, model)
+        assert calls(optgen.load_checkpoint, tmp_path / "saved", opt, model) <= 3000
 
 
 def test_what_is_refused_changes_nothing() -> None:
@@ -167,19 +218,17 @@ def test_what_is_refused_changes_nothing() -> None:
     assert everything(opt)[1] == before
 
 
-def test_alternating_gradients_do_not_make_a_new_cached_step_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = []
-    cached = fast_path.CachedStep
-    monkeypatch.setattr(fast_path, "CachedStep", lambda *args: made.append(1) or cached(*args))
-    opt = trained(steps=0)
-    for step in range(100):
-        give(params_of(opt), step)
-        params_of(opt)[step % 2].grad = None
-        opt.step()
-    assert len(made) < 12
-    for _ in range(fast_path.PATIENCE + 2):
-        opt.step()
-    assert is_short(opt)
+def test_as_many_turns_of_parameters_as_plans_are_kept_have_one_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = training.planned_steps(monkeypatch)
+    for turns in (2, plan.KEPT + 1):
+        opt, other = trained(steps=0), trained("reference", steps=0)
+        for step in range(4 * turns):
+            for one in (opt, other):
+                give(params_of(one), step)
+                params_of(one)[step % turns].grad = None
+                one.step()
+        assert everything(opt) == everything(other)
+        assert taken[-1] == (turns == 2)
 
 
 def test_versions_hooks_and_closures() -> None:
@@ -241,25 +290,6 @@ def test_step_counts_that_users_read() -> None:
     assert is_short(opt)
     assert [type(entry["step"]) for entry in opt.state_dict()["state"].values()] == [int] * len(SHAPES)
     assert everything(opt) == everything(trained("reference", steps=300))
-
-
-@pytest.mark.parametrize("threads", [1, 2])
-def test_kernels_in_8_bits_the_short_way(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many steps of AdamW, small and large tensors in two groups: the bits of the long way."""
-    made = []
-    torch.set_num_threads(threads)
-    for short in (True, False):
-        params = training.parameters([(3, 5), (80, 100), (), (70, 999)], torch.bfloat16)
-        groups = [{"params": params[:2]}, {"params": params[2:], "weight_decay": 0.0, "seed": 3}]
-        opt = optgen.optim.AdamW(groups, lr=1e-2, backend="cpp")
-        if not short:
-            monkeypatch.setattr(opt._stepper.fast_path, "keep", lambda *_: None)
-        for step in range(6):
-            opt.param_groups[0]["lr"] = 0.01 / (step + 1)
-            training.train(opt, [step])
-        assert is_short(opt) == short
-        made.append(everything(opt))
-    assert made[0] == made[1]
 
 
 def test_a_backend_that_changes_between_steps() -> None:

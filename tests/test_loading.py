@@ -184,7 +184,7 @@ def test_tables_are_kept_from_step_to_step_while_nothing_moves() -> None:
     give(params_of(opt), 0)
     for _ in range(2):
         opt.step()
-        kept.append(list(map(id, opt._stepper.launcher._used.values())))
+        kept.append(list(map(id, opt._stepper.launcher.used.values())))
         opt._stepper.forget_step()
     assert kept[0] == kept[1]
 

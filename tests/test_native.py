@@ -77,11 +77,6 @@ def same_as_eager() -> None:
     assert everything(trained()) == everything(trained("reference"))
 
 
-def is_short(opt: Any) -> bool:
-    """Return True if the next step can go the short way, as far as the last one knows."""
-    return opt._stepper.fast_path.last is not None
-
-
 def first(opt: Any, ndim: int = 2) -> Any:
     """Return the first parameter of so many dimensions."""
     return next(p for p in opt.param_groups[0]["params"] if p.ndim == ndim)
@@ -96,7 +91,7 @@ def gradient_half(opt: Any) -> None:
 def test_the_same_bits_as_the_reference() -> None:
     same_as_eager()
     opt = trained("auto")
-    assert is_short(opt)
+    assert training.has_plan(opt)
     assert everything(opt) == everything(trained("reference"))
 
 
@@ -571,7 +566,7 @@ for p in params:
     p.grad = torch.ones(70000)
 def step():
     opt.step()
-    assert opt._stepper.fast_path.last is not None
+    assert opt._stepper.plans.kept
     return cpu.threads(70000)
 opt.step()
 assert step() == 2

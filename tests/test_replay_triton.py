@@ -1,6 +1,5 @@
 """The short way through steps of Triton kernels (interpreted): taken where nothing is new, and the same bits."""
 
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -10,11 +9,12 @@ from torch import Tensor, nn
 
 pytest.importorskip("triton")
 
-from generated import LAMB, Adafactor, AdamW
+from generated import LAMB, AdamW
 from optgen.runtime import Optimizer
 from optgen.runtime.layout import workspace
-from optgen.runtime.step import fast_path, launch
-from tests.training import bits, everything, params_of
+from optgen.runtime.step import launch
+from tests.test_fast_path import CHANGES as OF_CPP
+from tests.training import bits, everything, has_plan, keep_no_plan, params_of, planned_steps
 
 SHAPES = [(3, 5), (7,), (), (0,), (4, 6)]
 
@@ -35,7 +35,7 @@ def trained(cls: type[Optimizer], backend: str = "triton", short: bool = True, *
     groups = [{"params": params[:3]}, {"params": params[3:], "weight_decay": 0.0}]
     opt = cls(groups, lr=0.1, plan="fp32", backend=backend, **options)
     if not short:
-        opt._stepper.fast_path.keep = lambda *_: None  # type: ignore[method-assign]
+        keep_no_plan(opt)
     for step in range(2):
         give(params, step)
         opt.step()
@@ -52,20 +52,9 @@ def gradients_elsewhere(opt: Optimizer) -> None:
         p.grad = p.grad * 2
 
 
-def gradient_of_another_dtype(opt: Optimizer) -> None:
-    first(opt).grad_dtype = None
-    first(opt).grad = first(opt).grad.bfloat16()
-
-
 def unaligned(x: Tensor) -> Tensor:
     """A bucket takes another kernel for it."""
     return torch.cat([torch.zeros(1), x.flatten()])[1:].view(x.shape)
-
-
-def add_group(opt: Optimizer) -> None:
-    new = [nn.Parameter(torch.ones(5, 2))]
-    give(new, 3)
-    opt.add_param_group({"params": new})
 
 
 def tune(opt: Optimizer) -> None:
@@ -74,33 +63,25 @@ def tune(opt: Optimizer) -> None:
 
 
 CHANGES: dict[str, Callable[[Optimizer], object]] = {
-    "nothing": lambda opt: None,
-    "rate": lambda opt: opt.param_groups[0].update(lr=0.03),
+    **{key: OF_CPP[key] for key in ("nothing", "lr", "maximize", "no_gradient", "gradient_half")},
+    **{key: OF_CPP[key] for key in ("add_group", "new_field")},
     "tensor_rate": lambda opt: opt.param_groups[1].update(lr=torch.tensor(0.03)),
-    "maximize": lambda opt: opt.param_groups[0].update(maximize=True),
     "gradient_elsewhere": lambda opt: setattr(first(opt), "grad", opt.__dict__.setdefault("kept", first(opt).grad) + 0),
     "gradients_elsewhere": gradients_elsewhere,
     "gradient_unaligned": lambda opt: setattr(first(opt), "grad", unaligned(first(opt).grad)),
-    "gradient_of_another_dtype": gradient_of_another_dtype,
-    "no_gradient": lambda opt: setattr(params_of(opt)[4], "grad", None),
-    "new_field": lambda opt: opt.state[first(opt)].update(exp_avg=opt.state[first(opt)]["exp_avg"] * 2),
     "another_step": lambda opt: opt.state[first(opt)].update(step=opt.state[first(opt)]["step"] + 40),
     "option": lambda opt: opt.param_groups[0].update(amsgrad=False, comment=1),
-    "add_group": add_group,
     "tune": tune,
 }
-SHORT = {"nothing", "rate", "tensor_rate", "maximize", "gradient_elsewhere", "gradients_elsewhere"}
+SHORT = {"nothing", "lr", "tensor_rate", "maximize", "gradient_elsewhere", "gradients_elsewhere"}
 
 
 @pytest.mark.parametrize("options", [{}, {"capturable": True}], ids=["", "capturable"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_whatever_changes_is_seen(change: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     opt, long = trained(AdamW, **options), trained(AdamW, short=False, **options)
-    assert opt._stepper.fast_path.last is not None
-    assert long._stepper.fast_path.last is None
-    taken: list[bool] = []
-    again = fast_path.CachedStep.run
-    monkeypatch.setattr(fast_path.CachedStep, "run", lambda *args: taken.append(again(*args)) or taken[-1])
+    assert has_plan(opt) and not has_plan(long)
+    taken = planned_steps(monkeypatch)
     for one in (opt, long):
         CHANGES[change](one)
         one.step()
@@ -110,39 +91,10 @@ def test_whatever_changes_is_seen(change: str, options: dict[str, Any], monkeypa
     assert taken[0] == (change in SHORT)
 
 
-KINDS = (None, torch.float32, torch.bfloat16)
-
-
-@pytest.mark.parametrize(("rule", "backend"), [(AdamW, "cpp"), (LAMB, "cpp"), (Adafactor, "cpp"), (AdamW, "triton")])
-def test_gradients_that_come_go_and_change_their_dtype(
-    rule: type[Optimizer], backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Beside an optimizer that never takes the short way."""
-    taken: list[bool] = []
-    again = fast_path.CachedStep.run
-    monkeypatch.setattr(fast_path.CachedStep, "run", lambda *args: taken.append(again(*args)) or taken[-1])
-    draws = 3 if backend == "triton" else 6
-    for seed in range(draws):
-        draw, kinds = random.Random(seed), list[torch.dtype | None]([torch.float32] * len(SHAPES))
-        twins = [trained(rule, backend), trained(rule, backend, short=False)]
-        for step in range(12):
-            if draw.random() < 0.4:
-                kinds[draw.randrange(len(kinds))] = draw.choice(KINDS)
-            for one in twins:
-                one.zero_grad()
-                give(params_of(one), step)
-                for p, kind in zip(params_of(one), kinds, strict=True):
-                    p.grad_dtype = None
-                    p.grad = p.grad.to(kind) if kind else None
-                one.step()
-            assert everything(twins[0]) == everything(twins[1])
-    assert sum(taken) > 3 * draws < 3 * taken.count(False)
-
-
 @pytest.mark.parametrize("options", [{}, {"capturable": True}], ids=["", "capturable"])
 def test_steps_of_several_stages(options: dict[str, Any]) -> None:
     opt, long = trained(LAMB, **options), trained(LAMB, short=False, **options)
-    kept, taken = opt._stepper.fast_path.last, []
+    (kept,), taken = opt._stepper.plans.kept, []
     for step in range(4):
         for one in (opt, long):
             taken.append([p.grad for p in params_of(one)])  # alive, so that the new ones lie elsewhere
@@ -150,7 +102,7 @@ def test_steps_of_several_stages(options: dict[str, Any]) -> None:
                 one.zero_grad()
             give(params_of(one), step)
             one.step()
-        assert opt._stepper.fast_path.last is kept is not None
+        assert opt._stepper.plans.kept == [kept]
     assert everything(opt) == everything(long)
 
 
@@ -185,7 +137,7 @@ def test_under_a_scaler(backend: str) -> None:
             p.grad.mul_(8.0)
         opt.grad_scale, opt.found_inf = torch.tensor(8.0), torch.tensor(found)  # type: ignore[attr-defined]
         opt.step()
-        assert opt._stepper.fast_path.last is not None
+        assert has_plan(opt)
         if not found:
             give(params_of(plain), step)
             plain.step()

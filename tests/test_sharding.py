@@ -32,10 +32,10 @@ from optgen.runtime.layout import sharding
 from optgen.runtime.options import entries, options
 from optgen.runtime.records import Field
 from optgen.runtime.reference.matrices import FLOPS
-from optgen.runtime.step import agreement, fast_path
+from optgen.runtime.step import agreement
 from optgen.runtime.work import workers
 from tests import ranks
-from tests.training import bits
+from tests.training import bits, has_plan, keep_no_plan, planned_steps
 from tools import scaling
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -139,15 +139,18 @@ def part(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0, of: Pl
 
 def give(opt: Any, seed: int) -> None:
     for k, p in enumerate(opt.param_groups[0]["params"]):
-        p.grad = part(*p.to_local().shape, dtype=p.dtype, seed=100 * seed + k)
+        own = {"of": p.placements[0]} if isinstance(p, DTensor) else {}
+        g = part(*sharding.local(p).shape, dtype=p.dtype, seed=100 * seed + k, **own)
+        p.grad = g if own else g.to_local()
 
 
 def two_steps(short: bool) -> Any:
     """An optimizer that takes the short way from now on, or never."""
     params = [nn.Parameter(part(*shape, seed=k)) for k, shape in enumerate([(8, 640), (5, 130), (0, 7), (1,)])]
+    params += [nn.Parameter(part(8, 70, of=Replicate())), nn.Parameter(part(8, 70).to_local())]  # in one bucket
     opt = AdamW(params, plan="int8_split24", backend="cpp", lr=1e-2)
     if not short:
-        opt._stepper.fast_path.keep = lambda *_: None
+        keep_no_plan(opt)
     for step in range(2):
         give(opt, step)
         opt.step()
@@ -170,15 +173,14 @@ NO_COMPILER = pytest.mark.skipif(native.compiler() is None, reason="no C++ compi
 @NO_COMPILER
 @pytest.mark.parametrize("change", CHANGES)
 def test_whatever_changes_between_steps_over_parts_is_seen(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, taken = fast_path.CachedStep.run, list[bool]()
-    monkeypatch.setattr(fast_path.CachedStep, "run", lambda *args: taken.append(run(*args)) or taken[-1])
+    taken = planned_steps(monkeypatch)
     found = []
     with one_of(2):
         for short in (True, False):
             opt = two_steps(short)
             params = opt.param_groups[0]["params"]
             p = params[0]
-            assert (opt._stepper.fast_path.last is not None) is short
+            assert has_plan(opt) is short
             CHANGES[change](p, opt.state[p])
             taken.clear()
             opt.step()
@@ -207,7 +209,7 @@ def test_no_rank_takes_the_short_way_while_others_may_wait(cls: Any, shape: tupl
             for step in range(3):
                 params[0].grad = part(8, 640, seed=step)
                 opt.step()
-            assert (opt._stepper.fast_path.last is None) == (cls is LAMB or not frozen)
+            assert has_plan(opt) != (cls is LAMB or not frozen)
 
 
 @NO_COMPILER

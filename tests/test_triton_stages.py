@@ -216,7 +216,7 @@ def test_launches_are_kept_while_only_addresses_change(build: Callable[..., Any]
     for size in (1.0, 2.0):
         p.grad = torch.full((5, 70), size)
         opt.step()
-        (kernels,) = opt._stepper.launcher._used.values()
+        (kernels,) = opt._stepper.launcher.used.values()
         plan = kernels.launches
         kept.append(([call.work for call in plan.calls], plan.table, plan.room.memory.data_ptr()))
     assert all(old is new for old, new in zip(kept[0][0], kept[1][0], strict=True))
@@ -291,7 +291,7 @@ def test_a_tensor_of_few_segments_is_summed_by_smaller_ones_in_fast_maths(
         p = torch.nn.Parameter(weight.clone())
         p.grad, opt = g, build(lamb, "fp32", "fast")([p], lr=1e-2, backend="triton")
         opt.step()
-        (kernels,) = opt._stepper.launcher._used.values()
+        (kernels,) = opt._stepper.launcher.used.values()
         found.append((p.data.double(), kernels.launches.calls[0].work.shape[0]))
     (small, items), (large, one) = found
     assert (items, one) == (2, 1)

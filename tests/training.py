@@ -7,11 +7,13 @@ import io
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import optgen
 from optgen.runtime import Optimizer
+from optgen.runtime.step import plan
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -48,6 +50,29 @@ def train(opt: torch.optim.Optimizer, steps: Iterable[int]) -> None:
     for step in steps:
         give(params_of(opt), step)
         opt.step()
+
+
+def has_plan(opt: Any) -> bool:
+    """Return True if an optimizer has kept the plan of a step."""
+    return bool(opt._stepper.plans.kept)
+
+
+def keep_no_plan(opt: Any) -> None:
+    """Let an optimizer plan each step anew."""
+    opt._stepper.plans.keep = lambda *_: None
+
+
+def planned_steps(patch: pytest.MonkeyPatch) -> list[bool]:
+    """Return a list that gets, for each step of an optimizer with a plan, whether it was made by one that was kept."""
+    found, find = list[bool](), plan.Plans.find
+
+    def note(self: Any, *given: Any) -> Any:
+        kept, made = bool(self.kept), find(self, *given)
+        found.extend([made is not None] * kept)
+        return made
+
+    patch.setattr(plan.Plans, "find", note)
+    return found
 
 
 def bits(value: Any) -> Any:

@@ -4,8 +4,8 @@ The exported function of a kernel (optgen/runtime/cpu/cpp/optgen.h):
 
     int32_t optgen_step(const int64_t *table, int64_t tensors, const float *scalars, int32_t step_key, int32_t threads)
 
-table is a row of int64 per tensor, as `launch.rows` makes them.  Elements are divided evenly among the threads; their
-number does not change a bit of the result.
+table is a row of int64 per tensor, as `workspace.rows` makes them.  Elements are divided evenly among the threads;
+their number does not change a bit of the result.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -129,7 +130,7 @@ def expected(variant: Variant, grad: torch.dtype) -> list[int]:
 class Table:
     """A bucket's tensors as its kernel reads them; those without elements are left out.
 
-    rows      int64, `width` a row: addresses of p, g and the fields, then six sizes (launch.rows)
+    rows      int64, `width` a row: addresses of p, g and the fields, then six sizes (workspace.rows)
     elements  in all
     room      what the rows point to beside the bucket's own tensors (steps of several stages)
     """
@@ -149,7 +150,7 @@ class Table:
 
 
 def table(lines: Sequence[Sequence[int]], fields: int) -> Table:
-    """Return the table of the rows of `launch.rows`, for tensors of that many fields."""
+    """Return the table of the rows of `workspace.rows`, for tensors of that many fields."""
     rows = array("q")
     elements = 0
     for line in lines:
@@ -178,16 +179,15 @@ def threads(elements: int) -> int:
     return torch.get_num_threads() if elements >= SERIAL and not _forked else 1
 
 
-def runner(bucket: Bucket, table: Table, scalars: Sequence[float], step_key: int) -> staged.Runner:
+def runner(bucket: Bucket, table: Table, scalars: Any, step_key: int) -> staged.Runner:
     """The step of a bucket that is more than one stretch of kernels (see staged.py)."""
     stages: Callable[..., int] | None = bucket.kernel
     assert stages is not None
     assert isinstance(table.room, workspace.Workspace)
-    given = (ctypes.c_float * len(scalars))(*scalars)
     count = threads(table.elements)
 
     def kernels(begin: int, end: int) -> None:
-        code = stages(table.address, table.tensors, given, step_key, count, begin, end)
+        code = stages(table.address, table.tensors, scalars, step_key, count, begin, end)
         if code:
             raise RuntimeError(f"a C++ kernel refused its table (code {code})")
 

@@ -85,7 +85,7 @@ def _add_sweep(out: Any, name: str, variant: Variant, stage: Stage, frame: Frame
 
 @dataclass(frozen=True)
 class Frame:
-    """The entries of a row of the table of a variant's step (optgen.runtime.step.launch.rows and stage_rows).
+    """The entries of a row of the table of a variant's step (optgen.runtime.layout.workspace.rows).
 
     columns   value that lies in memory -> entry of its address
     partials  temp that sweeps reduce -> entry of the address of partial results

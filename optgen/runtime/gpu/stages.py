@@ -1,6 +1,6 @@
-"""Triton's launches of a step of several stages.
+"""Triton's launches of a step: of one sweep, or of several stages.
 
-All tensors of a bucket share one table (optgen.runtime.step.launch.stage_rows and, behind it, the addresses of dense
+All tensors of a bucket share one table (optgen.runtime.layout.workspace.rows and, behind it, the addresses of dense
 operands), and every launch has a list of work items:
 
     sweep                            (tensor, first tile); tiles of panels are counted matrix by matrix, panels of
@@ -50,14 +50,42 @@ FINISHED = 256
 """Values that a program finishes; lanes of columns."""
 
 
+TILES = 4
+"""Full tiles per work item, where a plan does not say otherwise: amortizes the table look-ups."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """The settings of launches; None: as the plan says.  No setting but `rows` changes a bit of the result.
+
+    tile   elements per tile, a power of two and of at least one storage block
+    tiles  full tiles per work item; they go in pairs, one that is left over by masked parts
+    warps  warps per program
+    rows   rows per tile of a panel: 1, 2, 4 or 8; in fast maths another order of sums
+
+    The first three are of steps of one sweep.
+    """
+
+    tile: int | None = None
+    tiles: int | None = None
+    warps: int = 1
+    rows: int = 1
+
+    def tile_of(self, usual: int) -> int:
+        """Return the elements per tile of a kernel."""
+        return self.tile or usual * (1 if torch.version.hip is None else 2)  # AMD's warps have 64 threads
+
+
 @dataclass(frozen=True)
 class Live:
     """The tensors of a bucket that have elements.
 
+    numbers  which of the bucket's tensors they are
     columns  addresses: of p, of g, of each field
     own      aligned or not, each: what of the addresses the launches depend on
     """
 
+    numbers: list[int]
     shapes: list[torch.Size]
     streams: list[int]
     columns: list[list[int]]
@@ -76,18 +104,20 @@ class Live:
 
         columns = [some(column) for column in columns]
         own = [all(column[k] % 16 == 0 for column in columns) for k in range(len(live))]
-        return cls(some(shapes), some(streams), columns, some(places), dims and some(dims), own)
+        return cls(live, some(shapes), some(streams), columns, some(places), dims and some(dims), own)
 
-    def rows(self, rows: Rows, room: workspace.Workspace, dense: list[list[int]]) -> list[list[int]]:
-        """Return the rows of the table, with the addresses of dense operands."""
-        made = rows(self.columns, room, self.shapes, self.streams, self.places)
-        return [line + more for line, more in zip(made, dense, strict=True)]
+    def table(self, room: workspace.Workspace, dense: list[list[int]], staged: bool) -> Tensor:
+        """Return the table on the host, with the addresses of dense operands."""
+        made = workspace.rows(self.columns, room, self.shapes, self.streams, self.places, staged)
+        lines = [line + more for line, more in zip(made, dense, strict=True)]
+        return torch.tensor(lines, dtype=torch.int64, device="cpu")
 
 
 @dataclass(slots=True)
 class Plan:
     """The launches of a bucket's step, and what of it may be kept.
 
+    host  the table; `table` is on the device
     ends  after how many calls a stage and all before it are done, those that are functions of matrices not counted
     room  kept alive: the kernels know only its addresses
     """
@@ -95,51 +125,38 @@ class Plan:
     live: Live
     room: workspace.Workspace
     dense: list[list[int]]
+    host: Tensor
     table: Tensor
     calls: list[Call] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
     kept: list[Tensor] = field(default_factory=list)
 
 
-Places = Sequence[layout.Place] | None
-Now = tuple[list[torch.Size], list[int], list[list[int]], Places, workspace.Dims]
-Rows = Callable[
-    [Sequence[Sequence[int]], workspace.Workspace, Sequence[torch.Size], Sequence[int], Places], list[list[int]]
-]
-
+Now = tuple[list[torch.Size], list[int], list[list[int]], workspace.Places, workspace.Dims]
 
 Limits = Callable[[str], dict[str, int]]
 """Kernel -> what else the compiler is told of it."""
 
 
 def build(
-    bucket: Bucket, kernels: ModuleType, grad: Any, now: Now, old: Plan | None, rows: Rows, panel_rows: int,
-    limits: Limits,
-) -> Plan:  # fmt: skip
+    bucket: Bucket, kernels: ModuleType, grad: Any, now: Now, old: Plan | None, tuning: Tuning, limits: Limits
+) -> Plan:
     """The launches for tensors of these shapes, stream keys, columns of addresses, places and dimensions of columns.
 
-    grad        Triton's dtype of the gradients
-    old         the launches of the step before
-    rows        makes the table
-    panel_rows  rows per tile of a panel
+    grad   Triton's dtype of the gradients
+    old    the launches of the step before
     """
-    live, device = Live.of(now), bucket.device
+    live, device, staged = Live.of(now), bucket.device, bool(bucket.variant.stages)
     if old is not None and replace(live, columns=[]) == replace(old.live, columns=[]):
         # Only addresses are new.  Earlier launches may still read the old table, so it is another one.
-        made = moved(old, _sent(live.rows(rows, old.room, old.dense), device))
-        made.live = live
-        return made
+        host = live.table(old.room, old.dense, staged)
+        return replace(moved(old, sent(host, device)), live=live, host=host)
     room = workspace.make(bucket.variant, live.shapes, device, live.dims, bucket.pool)
     room = replace(room, numbers=workspace.numbers(kernels, bucket.variant, device))
-    maker = _Maker(bucket, kernels, grad, live, room, panel_rows, limits)
-    maker.make(Plan(live, room, maker.dense, _sent(live.rows(rows, room, maker.dense), device)))
+    maker = _Maker(bucket, kernels, grad, live, room, tuning, limits)
+    host = live.table(room, maker.dense, staged)
+    maker.make(Plan(live, room, maker.dense, host, sent(host, device)))
     return maker.plan
-
-
-def lines(plan: Plan, now: Now, rows: Rows) -> list[list[int]] | None:
-    """The table of a plan for tensors that lie elsewhere; None where its launches are not theirs."""
-    live = Live.of(now)
-    return live.rows(rows, plan.room, plan.dense) if live.own == plan.live.own else None
 
 
 def moved(plan: Plan, table: Tensor) -> Plan:
@@ -156,11 +173,11 @@ class _Maker:
     """Make the calls of a plan, stage by stage."""
 
     def __init__(
-        self, bucket: Bucket, kernels: ModuleType, grad: Any, live: Live, room: workspace.Workspace, panel_rows: int,
+        self, bucket: Bucket, kernels: ModuleType, grad: Any, live: Live, room: workspace.Workspace, tuning: Tuning,
         limits: Limits,
     ) -> None:  # fmt: skip
         self.variant, self.device, self.apart = bucket.variant, bucket.device, bucket.in_parts
-        self.kernels, self.grad, self.panel_rows, self.limits = kernels, grad, panel_rows, limits
+        self.kernels, self.grad, self.tuning, self.limits = kernels, grad, tuning, limits
         self.shapes, self.own, self.places = live.shapes, live.own, live.places
         self.sizes = [workspace.matrices(shape) for shape in self.shapes]
         variant = self.variant
@@ -205,6 +222,9 @@ class _Maker:
         if self.operands is not None:
             plan.kept.append(self.operands)
         kernels = [s for s in self.variant.stages if not s.on_host]
+        if self.variant.single is not None:
+            (stage,) = self.variant.single.stages
+            kernels = [replace(stage, kernel=self.variant.function, block=self.variant.block)]
         for _, level in groupby(kernels, key=lambda s: s.level):
             stages = list(level)
             if stages[0].space == "elem":
@@ -244,7 +264,10 @@ class _Maker:
             work = work_items(tuple(counts), tuple(counts.values()), record.tiles)
             # The registers that suffice are counted for wide accesses without masks.
             few = not record.ragged and stage.matrices and record.across < usual.across
-            limit = self.limits(stage.kernel + "_few" * few) if record.aligned and not record.ragged else {}
+            planned = record.aligned and not record.ragged
+            if self.variant.single is not None:
+                planned = record.tile == self.kernels.TILE[stage.kernel]
+            limit = self.limits(stage.kernel + "_few" * few) if planned else {}
             self._add(stage, work, {"SWEEP": record}, stage.scalars, num_warps=warps, **limit)
         gathered = [i for i in range(len(self.shapes)) if stage.matrices and not self._fits(stage, i)]
         for name, k in self._operands(stage).items() if gathered else ():
@@ -258,24 +281,29 @@ class _Maker:
             return (warps if torch.version.hip is None else max(warps // 2, 1)), tuple(record.items())  # of 64 lanes
 
         shape, block = self.shapes[i], stage.block
+        if self.variant.single is not None:
+            tile, per_item = self.tuning.tile_of(self.kernels.TILE[stage.kernel]), self.tuning.tiles or TILES
+            ragged = is_ragged(shape, block, self.places[i], self.variant.stochastic)
+            record = dict(tiles=per_item, tile=tile, ragged=ragged, aligned=self.own[i])
+            return (self.tuning.warps, tuple(record.items())), tiles(shape, block, tile)
         if not stage.matrices:
             tile = self.kernels.TILE[stage.kernel]
             sums_up = any(name in self.partials for name in stage.temps)
             ragged = is_ragged(shape, block, self.places[i], self.variant.stochastic)
             count = tiles(shape, block, tile)
-            per_item = self._segment(stage, count) // tile if sums_up else 4
+            per_item = self._segment(stage, count) // tile if sums_up else TILES
             return how(tiles=per_item, tile=tile, ragged=ragged, aligned=self.own[i]), count
         if not self._fits(stage, i):
             flat = ("tiles", FLAT_TILES), ("tile", 1), ("ragged", True)
             return (1, flat), tiles(shape, block, max(256, block))
         matrices, height, columns = self.sizes[i]
         rows, across = workspace.panel(self.variant, stage, shape)
-        per_item = rows // self.panel_rows
+        per_item = rows // self.tuning.rows
         place = self.places[i]
         eights = block > 1 or not (place.width % 8 or place.column % 8)
         aligned = self.own[i] and columns % 16 == 0 and eights
         count = matrices * -(-height // rows) * -(-columns // across) * per_item
-        return how(tiles=per_item, tile=self.panel_rows, across=across, aligned=aligned), count
+        return how(tiles=per_item, tile=self.tuning.rows, across=across, aligned=aligned), count
 
     def _segment(self, stage: Stage, count: int) -> int:
         """Return the elements whose sum is one partial result of a tensor that has so many tiles."""

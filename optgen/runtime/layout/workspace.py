@@ -105,15 +105,20 @@ matrices.  Further matrices are another bucket, which comes after it and has the
 
 
 class Pool:
-    """The memory of an optimizer's buckets, of which one after the other makes its whole step."""
+    """The memory of an optimizer's buckets, of which one after the other makes its whole step.
+
+    grown   whether there was too little
+    """
 
     def __init__(self) -> None:
         self._memory: dict[torch.device, Tensor] = {}
+        self.grown = False
 
     def take(self, size: int, device: torch.device) -> Tensor:
         """Return as many fp32 values or more, the same each time unless they are too few."""
         found = self._memory.get(device)
         if found is None or found.numel() < size:
+            self.grown |= found is not None
             found = self._memory[device] = torch.empty(size, dtype=torch.float32, device=device)
         return found
 
@@ -171,6 +176,32 @@ def make(
     told = sent(torch.tensor([x for one in said for x in one], dtype=torch.int64, device="cpu"), device)
     axes = tuple(told.data_ptr() + 8 * start for start, _ in zip(starts, said, strict=False))
     return Workspace(memory, columns, offsets, None, axes, told)
+
+
+Places = Sequence[layout.Place] | None
+"""The place of each tensor; None: each is all of its logical tensor."""
+
+
+def rows(
+    columns: Sequence[Sequence[int]], room: Workspace, shapes: Sequence[torch.Size], streams: Sequence[int],
+    places: Places, staged: bool,
+) -> list[list[int]]:  # fmt: skip
+    """Return a kernel's table, a row per tensor: addresses (`columns`: p, g, the fields; the temps and partials of a
+    workspace, its tables of numbers; where that matters, of what columns are made of); numel, columns, stream key; then
+    where it lies in the logical tensor: row and column of its first element, columns of that (layout.Place).
+
+    staged   of a step of several stages: the number of matrices, their rows and columns stand before numel; at the end,
+             rows and columns of the matrices of the logical tensor, and its numel
+    """
+    tables = [[table.data_ptr()] * len(shapes) for table in room.numbers]
+    addresses = [*columns, *room.columns, *tables, *([room.axes] if room.axes else [])]
+    out = []
+    for *line, shape, stream, place in zip(
+        *addresses, shapes, streams, places or map(layout.place, shapes), strict=True
+    ):
+        sizes = math.prod(shape), layout.grid(shape)[1], stream
+        out.append([*line, *matrices(shape), *sizes, *place] if staged else [*line, *sizes, *place[:3]])
+    return out
 
 
 def numbers(kernels: ModuleType, variant: Variant, device: torch.device) -> tuple[Tensor, ...]:

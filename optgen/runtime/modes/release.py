@@ -2,7 +2,7 @@
 
 A hook of torch's runs when a gradient has been accumulated.  It makes the step of that one parameter with the state,
 the options, the name and the position that it has in the optimizer, and so with the bits of an ordinary step.  Each
-parameter has a stepper of its own, so that each takes the fast path (step/fast_path.py).
+parameter has a stepper of its own, and so plans that are kept (step/plan.py).
 
 `step()` still updates parameters that have a gradient left, because fewer micro-batches than announced came, or because
 they came into the optimizer after the hooks were placed.

@@ -189,7 +189,7 @@ class Flag:
         """True if no constructor argument sets it."""
         return self.nonzero is not None or self.shape is not None or self.clock is not None
 
-    @property
+    @cached_property
     def clock(self) -> str | None:
         """The hyper-parameter that turns it on and off from step to step, or its own name; None if nothing does."""
         return self.name if self.first else fed_name(self.fed) if self.fed else self.every
@@ -321,7 +321,7 @@ class Field:
     def torch_dtype(self) -> torch.dtype:
         return dtype_of(self.dtype)
 
-    @property
+    @cached_property
     def owner(self) -> str:
         return self.state or self.name
 
@@ -604,6 +604,11 @@ class Variant:
         """Sums over the model that the step needs, in the order in which they are taken."""
         summed = {t.name for t in self.temps if t.space == "model" and t.reduction}
         return tuple(name for stage in self.stages for name in stage.temps if name in summed)
+
+    @cached_property
+    def of_model(self) -> tuple[str, ...]:
+        """Names of the fields that the whole model has one value of."""
+        return tuple(f.name for f in self.fields if f.space == "model")
 
     @cached_property
     def in_parts(self) -> bool:

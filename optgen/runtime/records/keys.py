@@ -132,9 +132,18 @@ def signed(word: int) -> int:
 @functools.lru_cache(maxsize=1024)
 def step_key(seed: int, step: int) -> int:
     """32 bits for step number `step` (1, 2, ...) under `seed` (its low 64 bits count)."""
+    return signed(_window_key(seed, step >> PLACE) | _PLACES[step & WINDOW - 1])
+
+
+_PLACES = [int(f"{place:0{PLACE}b}"[::-1], 2) for place in range(WINDOW)]
+"""The places of a window, their bits reversed."""
+
+
+@functools.lru_cache(maxsize=1024)
+def _window_key(seed: int, window: int) -> int:
+    """Return the upper bits of the keys of a window's steps."""
     stream = _mix((seed + _GOLDEN) % 2**64)
-    word = _mix((stream + (step >> PLACE) * _GOLDEN) % 2**64) >> 32
-    return signed(word & -WINDOW | sum((step >> i & 1) << (PLACE - 1 - i) for i in range(PLACE)))
+    return _mix((stream + window * _GOLDEN) % 2**64) >> 32 & -WINDOW
 
 
 def stream_of_steps(seed: int) -> int:

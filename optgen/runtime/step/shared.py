@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from optgen.runtime.layout import sharding
-from optgen.runtime.records import Variant, sums
+from optgen.runtime.records import sums
 from optgen.runtime.states import state
+from optgen.runtime.step.plan import Ready
 from optgen.runtime.work.bucket import Bucket
 from optgen.runtime.work.staged import Runner
 
@@ -35,16 +36,19 @@ def check(buckets: Iterable[Bucket]) -> None:
         )
 
 
-def run(turns: Iterable[Iterable[Runner]]) -> None:
-    """Run all parts of all runners, those of one turn after the other.
+def run(waiting: Sequence[Ready]) -> None:
+    """Make the steps of buckets that wait for one another, those of one turn after the other.
 
     After an error the other runners go on, for which other ranks wait; the first error is raised at the end.
     """
     failures: list[Exception] = []
-    for runners in turns:
-        _run(runners, failures)
+    with torch.no_grad():
+        for turn in sorted({one.bucket.turn for one in waiting}):
+            _run([one.runner() for one in waiting if one.bucket.turn == turn], failures)
     if failures:
         raise failures[0]
+    for one in waiting:
+        one.bucket.finish(one.counted.after)
 
 
 def _run(runners: Iterable[Runner], failures: list[Exception]) -> None:
@@ -85,10 +89,6 @@ def _on(runners: Iterable[tuple[Runner, Tensor | None]], failures: list[Exceptio
     return after
 
 
-def _of_model(variant: Variant) -> list[str]:
-    return [f.name for f in variant.fields if f.space == "model"]
-
-
 def begin(
     states: Mapping[Any, Any],
     new: Sequence[dict[str, Any]],
@@ -100,8 +100,8 @@ def begin(
     fresh   their parameters: bucket, and position in it
     Raises RuntimeError if the model has none yet, and groups would have it begin with different numbers.
     """
-    for name in dict.fromkeys(name for b, _ in fresh for name in _of_model(b.variant)):
-        theirs = [(made, b, i) for made, (b, i) in zip(new, fresh, strict=True) if name in _of_model(b.variant)]
+    for name in dict.fromkeys(name for b, _ in fresh for name in b.variant.of_model):
+        theirs = [(made, b, i) for made, (b, i) in zip(new, fresh, strict=True) if name in b.variant.of_model]
         old = next((s[name] for s in state.of_parameters(states) if name in s and s.get("step")), None)
         if old is None:
             _refuse_unequal(name, [(b, i) for _, b, i in theirs], groups)
@@ -132,8 +132,8 @@ def spread(states: Mapping[Any, Any], buckets: Sequence[Bucket]) -> None:
     Others may have missed the step, have no elements, have made another number of steps, or stand in a group with
     hyper-parameters of its own; a state of the model is one number all the same.
     """
-    live = [(b.variant, s) for b in buckets for i, s in enumerate(b.states) if b.numel(i)]
-    values = {name: s[name] for variant, s in reversed(live) for name in _of_model(variant)}
+    live = [(b.variant, b.states[i]) for b in buckets for i in b.live]
+    values = {name: s[name] for variant, s in reversed(live) for name in variant.of_model}
     for s in state.of_parameters(states):
         for name in values.keys() & s.keys():
             if s[name] is not values[name]:

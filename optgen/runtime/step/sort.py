@@ -74,48 +74,18 @@ class _Sorter:
         grad_dtype = admit.check_pair(self.cls, self.dtypes, p, g, name)
         choice, variant = self.choices.find(entry)
         kept: state.State | None = self.states.get(p)
-        if self.limits and kept and kept.get("step") and kept.keys() != variant.keys:
+        if self.limits and kept:
             self._refuse_limits(choice, variant, kept, state.label(p, name))
-        shard, cut = None, _UNCUT
-        if self.sharded is not None and isinstance(p, self.sharded):
-            shard = admit.shard(self.cls, choice.plan, variant, entry, kept)
-            if not shard.gathered:
-                cut = shard.layout.roles(variant.matrix)
+        shard, cut, size = self._shard(entry, choice, variant, kept)
         count = self._count(choice, variant, kept, p, name)
         if self.inputs:
             inputs.check_fed(self.cls, variant, count.host, state.label(p, name))
-        key = (self.number, variant, grad_dtype, choice.device, cut, *count.key)
-        at_step: options.Setting = ()
-        if self.clocked:
-            assert not isinstance(count.step, Tensor)  # such flags are not counted on a device
-            host = dict(zip(variant.host_names, count.host, strict=True))
-            at_step = options.at_step(self.cls, self.group, count.step + 1, entry.position, host)
-            key = (*key, at_step)
-        turn = 0
-        if variant.left_per_element and not (cut and variant.model_temps):
-            size = p.numel() if shard is None or not cut else sharding.largest_part(shard.layout)
-            chunk = self._chunk(key, variant.left_per_element * size)
-            key, turn = (*key, chunk), chunk if cut else 0
-        bucket = self.buckets.get(key)
-        if bucket is None:
-            backend = backends.able(choice.backend, choice.plan, variant)
-            bucket = self.buckets[key] = Bucket(
-                self.number, choice.plan, variant, backend, choice.device, grad_dtype, count.step, count.host, cut=cut,
-                counted=backend == "triton" and (count.on_device or bool(choice.counted)), at_step=at_step,
-                workspace=self.workspace, turn=turn,
-            )  # fmt: skip
+        bucket = self._bucket(entry, choice, variant, grad_dtype, cut, count, size)
         if not count.ready or (self.switched and self._begins(variant, p, kept, name)):
             self.fresh.append((bucket, len(bucket.params)))
         if shard is not None:
             (p, g), kept = admit.local_pair(self.cls, p, g, name), sharding.locals_of(shard.owner)
-        if (
-            type(g) is not Tensor
-            or type(p) not in _PLAIN
-            or not p.untyped_storage().nbytes()
-            or not g.untyped_storage().nbytes()
-            or g._is_zerotensor()
-            or p._is_zerotensor()
-        ):
+        if not _has_memory(p, g):
             g = admit.in_memory(self.cls, p, g, name, choice.backend == "reference")
         bucket.shards.append(shard)
         bucket.params.append(p)
@@ -126,9 +96,48 @@ class _Sorter:
             bucket.pieces[len(bucket.names)] = stream, rows
         bucket.streams.append(keys.stream_key(stream))
         bucket.names.append(name)
+        bucket.positions.append(entry.position)
+
+    def _shard(
+        self, entry: Entry, choice: Choice, variant: Variant, kept: state.State | None
+    ) -> tuple[sharding.Shard | None, frozenset[str], int]:
+        """Return how a parameter lies over ranks, if it does, what of its matrices is cut, and the elements of the
+        largest part."""
+        if self.sharded is None or not isinstance(entry.p, self.sharded):
+            return None, _UNCUT, entry.p.numel()
+        shard = admit.shard(self.cls, choice.plan, variant, entry, kept)
+        cut = _UNCUT if shard.gathered else shard.layout.roles(variant.matrix)
+        return shard, cut, sharding.largest_part(shard.layout) if cut else entry.p.numel()
+
+    def _bucket(
+        self, entry: Entry, choice: Choice, variant: Variant, grad_dtype: torch.dtype, cut: frozenset[str],
+        count: _Count, size: int,
+    ) -> Bucket:  # fmt: skip
+        """Return the bucket of a parameter, a new one if there is none; size: elements of the largest part of it."""
+        at_step: options.Setting = ()
+        if self.clocked:
+            assert not isinstance(count.step, Tensor)  # such flags are not counted on a device
+            host = dict(zip(variant.host_names, count.host, strict=True))
+            at_step = options.at_step(self.cls, self.group, count.step + 1, entry.position, host)
+        kind: tuple[object, ...] = (self.number, variant, grad_dtype, choice.device, cut, at_step)
+        key, turn = (*kind, *count.key), 0
+        if variant.left_per_element and not (cut and variant.model_temps):
+            chunk = self._chunk(key, variant.left_per_element * size)
+            kind, key, turn = (*kind, chunk), (*key, chunk), chunk if cut else 0
+        bucket = self.buckets.get(key)
+        if bucket is None:
+            backend = backends.able(choice.backend, choice.plan, variant)
+            bucket = self.buckets[key] = Bucket(
+                self.number, choice.plan, variant, backend, choice.device, grad_dtype, count.step, count.host, cut=cut,
+                counted=backend == "triton" and (count.on_device or bool(choice.counted)), at_step=at_step,
+                workspace=self.workspace, turn=turn, kind=kind,
+            )  # fmt: skip
+        return bucket
 
     def _refuse_limits(self, choice: Choice, variant: Variant, kept: state.State, label: str) -> None:
         """Raise ValueError for a state that has what the parameter has no use for under limits changed since."""
+        if not kept.get("step") or kept.keys() == variant.keys:
+            return
         owners = {f.name: f.owner for v in choice.plan.variants for f in v.fields}
         gone = {owners[x] for x in kept.keys() - variant.keys if x in owners}
         if found := gone or {owners[x] for x in variant.keys - kept.keys() if x in owners}:
@@ -180,6 +189,19 @@ class _Sorter:
         if self.capturing:
             raise counting.not_ready(state.label(p, name))
         return bool(late)
+
+
+def _has_memory(p: Tensor, g: Tensor) -> bool:
+    """Return True if a parameter and its gradient have memory of their own, as nearly all have; False if it needs a
+    closer look."""
+    return not (
+        type(g) is not Tensor
+        or type(p) not in _PLAIN
+        or not p.untyped_storage().nbytes()
+        or not g.untyped_storage().nbytes()
+        or g._is_zerotensor()
+        or p._is_zerotensor()
+    )
 
 
 def _steps(kept: state.State | None, p: Tensor, name: Label) -> int:
@@ -240,11 +262,19 @@ def buckets(
     for bucket in found:
         if bucket.backend == "reference":
             bucket.variant = plans.strict(bucket.plan, bucket.variant)
-    for b, i in fresh:  # thawed since it was given
-        if b.variant.needs_matrix and len(b.params[i].shape) < 2:
-            raise admit.no_matrix(owner.cls, b.params[i], b.names[i])
-        admit.refuse_flattened(owner.cls, b.params[i], b.names[i])
+    _refuse_thawed(owner.cls, fresh)
+    shared.check(found)
+    for bucket, row in zip(found, counting.table([b.variant.host[1] for b in found]), strict=True):
+        bucket.row = row
     return found, fresh
+
+
+def _refuse_thawed(cls: Any, fresh: Fresh) -> None:
+    """Raise ValueError for a parameter that would have been refused, if it had not been frozen when it was given."""
+    for b, i in fresh:
+        if b.variant.needs_matrix and len(b.params[i].shape) < 2:
+            raise admit.no_matrix(cls, b.params[i], b.names[i])
+        admit.refuse_flattened(cls, b.params[i], b.names[i])
 
 
 def complete(owner: Owner, found: Sequence[Bucket], fresh: Fresh, arena: Arena | None) -> None:

@@ -40,6 +40,9 @@ class Bucket:
                    follow, and the rows; `divide` puts the matrices in their place
     wholes         the states of these parameters as the optimizer holds them, by index of the matrix
     workspace      bytes of its values of elements between sweeps; half of it, of the matrices in one batch
+    kind           what buckets of one kind differ in is the count of their steps
+    positions      of the parameters, over all groups
+    row            its scalars: a row of the table of all buckets of the step (counting.table)
     """
 
     group: int
@@ -67,16 +70,29 @@ class Bucket:
     wholes: dict[int, state.State] = field(default_factory=dict)
     workspace: int = workspace.USUAL
     turn: int = 0
+    kind: tuple[object, ...] = ()
+    positions: list[int] = field(default_factory=list)
+    row: Any = None
 
     @property
     def in_parts(self) -> bool:
-        """True if the host has work between its kernels: a sum over the model or over ranks, a function of matrices."""
-        return self.variant.in_parts or (bool(self.variant.stages) and bool(self.cut))
+        """True if the host has work between its kernels: a sum over the model or over ranks, a function of matrices; or
+        does it all."""
+        return self.backend == "reference" or self.variant.in_parts or (bool(self.variant.stages) and bool(self.cut))
 
     @property
     def waits(self) -> bool:
         """True if its step is made together with those of other buckets."""
         return bool(self.variant.model_temps) or (bool(self.variant.stages) and bool(self.cut))
+
+    @property
+    def lasts(self) -> bool:
+        """True if its kernels can make further steps.
+
+        Those of a parameter that is not contiguous run on a copy, and those of several matrices on views, made anew at
+        each step.  Nothing is kept of eager torch, with which the others are compared.
+        """
+        return not (self.backend == "reference" or self.written or self.wholes)
 
     @property
     def owned(self) -> list[state.State]:
@@ -87,6 +103,12 @@ class Bucket:
     def numel(self, i: int) -> int:
         """Elements of the logical tensor."""
         return self.params[i].numel() if self.places is None else self.places[i].numel
+
+    @property
+    def live(self) -> list[int]:
+        """The parameters that have elements, on any rank."""
+        sizes = [p.numel() for p in self.params] if self.places is None else [place.numel for place in self.places]
+        return [i for i, size in enumerate(sizes) if size]
 
     @property
     def first(self) -> tuple[Tensor, str | int]:
@@ -152,8 +174,10 @@ class Bucket:
         for user, copy in self.written:
             user.copy_(copy)
         kept = (self.step, *self.host) if isinstance(after, Step) else after
-        for s in (*self.states, *self.wholes.values(), *(shard.owner for shard in self.shards if shard is not None)):
-            s.update(zip(("step", *self.variant.host_names), kept, strict=True))
+        states = [*self.states, *self.wholes.values(), *(shard.owner for shard in self.shards if shard is not None)]
+        for name, value in zip(("step", *self.variant.host_names), kept, strict=True):
+            for s in states:
+                s[name] = value
         sharded = [shard.p for shard in self.shards if shard is not None]
         if sharded:
             torch.autograd.graph.increment_version(sharded)

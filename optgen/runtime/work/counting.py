@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from optgen.runtime.records import HostFunction, Variant, keys
+from optgen.runtime.records import Variant, keys
 from optgen.runtime.records.scalars import Scalar
 from optgen.runtime.states import state
 
@@ -56,7 +56,7 @@ class Scaler(NamedTuple):
 
 
 Scalars = Any
-"""The scalars of a bucket's step: fp32 numbers in a ctypes array, or the Control in which they are on the device."""
+"""The scalars of a bucket's step: a row of fp32 numbers (`table`), or the Control in which they are on the device."""
 
 
 class Counted(NamedTuple):
@@ -171,30 +171,38 @@ class Step:
             kept.copy_(new if self.skip is None else torch.where(self.skip, kept, new))
 
 
-def counted(
-    made_by: tuple[HostFunction, int],
-    variant: Variant,
-    control: Control | None,
-    done: Any,
-    sign: float,
-    hypers: Mapping[str, Any],
-    host: Sequence[Any],
-    seed: int,
-    scaler: Scaler | None,
-) -> Counted:
-    """Compute the scalars of the step after `done` steps, in fp64: on the host, or into `control`.
+Row = ctypes.Array[ctypes.c_float]
 
-    made_by  the host function, and how many of its results are kernel scalars
-    sign     what gradients are multiplied with, before the scaler
-    host     the host states before the step
+
+def table(widths: Sequence[int]) -> list[Row]:
+    """Return the rows of a new table of fp32 scalars, one after the other in memory, each of the widest width."""
+    width = max(widths, default=0)
+    return list(((ctypes.c_float * width) * len(widths))())
+
+
+def on_host(
+    variant: Variant, row: Row, done: Any, host: Sequence[Any], factor: float, hypers: Mapping[str, Any], seed: int
+) -> Counted:  # fmt: skip
+    """Compute the scalars of the step after `done` steps, in fp64, into a row of a table.
+
+    host    the host states before the step
+    factor  what gradients are multiplied with
     """
-    function, width = made_by
-    before = dict(zip(variant.host_names, host, strict=True))
-    if control is None:
-        number, factor = done + 1, sign if scaler is None else scaler.factor(sign)
-        values = function(number, factor, **hypers, **before)
-        rounded = (ctypes.c_float * width)(*values[:width])
-        return Counted(rounded, keys.step_key(seed, number), [number, *values[width:]])
+    (function, width), number = variant.host, done + 1
+    values = function(number, factor, **hypers, **dict(zip(variant.host_names, host, strict=True)))
+    row[:width] = list(values[:width])
+    return Counted(row, keys.step_key(seed, number), [number, *values[width:]])
+
+
+def on_device(
+    variant: Variant, control: Control, done: Any, host: Sequence[Any], sign: float, hypers: Mapping[str, Any],
+    seed: int, scaler: Scaler | None,
+) -> Counted:  # fmt: skip
+    """Compute the scalars of the step after `done` steps into `control`.
+
+    sign  what gradients are multiplied with, before the scaler
+    """
+    function, width = variant.host
     there, skip = done.device, None
     scale: Scalar = sign
     number = control.count(done)
@@ -202,7 +210,7 @@ def counted(
         skip = scaler.found.reshape(()).to(there, non_blocking=True) != 0
     if scaler is not None and scaler.scale is not None:
         scale = sign / scaler.scale.reshape(()).to(there, torch.float64, non_blocking=True)
-    values = function(number, scale, **hypers, **before)
+    values = function(number, scale, **hypers, **dict(zip(variant.host_names, host, strict=True)))
     control.fill(values[:width], seed if variant.stochastic else None, skip)
     if variant.eager.random:
         raise RuntimeError(

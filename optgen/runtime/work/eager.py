@@ -27,7 +27,7 @@ def runner(bucket: Bucket, scalars: Sequence[float], step_key: int) -> Runner:
     room = workspace.make(variant, shapes, bucket.device, dims, bucket.pool)
     wide = {f.name for f in variant.fields if f.per == 1 and f.space == "elem"}
     found = []
-    for i in filter(bucket.numel, range(len(params))):
+    for i in bucket.live:
         fields = {name: bucket.states[i][name] for name in variant.names}
         x = Tensors(
             params[i].view(shapes[i]),

@@ -48,10 +48,9 @@ def work(
     matrix, reads = bucket.variant.matrix, _operands(bucket.variant, stage)
     names, count = [*reads, *_columns(bucket.variant, stage.stores)], len(reads)
     known, wanted = ({j: x for j, x in enumerate(names) if x in some} for some in _around(bucket.variant, stage))
-    live = [i for i in range(len(bucket.params)) if bucket.numel(i)]
     own: list[tuple[int, int, torch.Size, list[Tensor]]] = []
     parted: list[workers.Parted] = []
-    for n, i in enumerate(live):
+    for n, i in enumerate(bucket.live):
         p, shard = bucket.params[i], bucket.shards[i] if bucket.shards else None
         shape = layout.matrix_shape(matrix, p.shape)
         values = [_value(bucket, room, name, i, n, shape) for name in names]

@@ -139,7 +139,7 @@ def _with_elements(bucket: Bucket, column: Sequence[int]) -> list[tuple[int, int
 
     Nothing is computed for a tensor without elements: its room would hold the total of the step before.
     """
-    live = [i for i in range(len(bucket.params)) if bucket.numel(i)]
+    live = bucket.live
     if len(column) == len(live):
         return list(zip(live, column, strict=True))
     return [(i, column[i]) for i in live]

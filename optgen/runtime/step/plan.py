@@ -1,0 +1,348 @@
+"""The plans of steps: their buckets, their kernels, and what both follow from.
+
+Sorting many small tensors into buckets takes longer than their kernels.  So a plan is kept, and makes further steps
+while all that it follows from is as it was (`Plans.find`): parameters, the places of their memory and of their states,
+which of them have gradients, and the options that decide which kernels run.  Numbers are read anew at each step.
+Gradients may have moved, if they are aligned as before: their addresses are written into the kernels' tables.
+
+Between steps a plan holds parameters alone; states and gradients are known by weak references and addresses, so that
+users can free them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import chain, repeat
+from operator import call, is_, itemgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from optgen.runtime.layout import sharding
+from optgen.runtime.options import options
+from optgen.runtime.options.entries import Owner
+from optgen.runtime.step import launch
+from optgen.runtime.step.launch import Kernels, Tables
+from optgen.runtime.work import counting, staged
+from optgen.runtime.work.bucket import Bucket
+from optgen.runtime.work.counting import Control, Counted, Scaler
+
+State = dict[str, Any]
+
+_address: Callable[[Tensor], int] = Tensor.data_ptr
+_contiguous: Callable[[Tensor], bool] = Tensor.is_contiguous
+
+
+class Options:
+    """The options of a parameter group: those that decide its buckets, and the numbers of a step.
+
+    group    as it is now; `matches` takes another one
+    decided  what decides buckets, as it was when they were made
+    """
+
+    DECIDING = (*sorted(options.OWN - {"seed"}), *options.RUNNING, "param_names")
+
+    def __init__(self, cls: Any, group: Mapping[str, Any]) -> None:
+        self.cls, self.group = cls, group
+        limits = [name for flag in cls.FLAGS for name in flag.limits] + [h.name for h in cls.HYPERS if h.whole]
+        self.keys = (*self.DECIDING, *limits)
+        self.decided = [x.copy() if isinstance(x, (list, dict)) else x for x in self._deciding(group)]
+        self.numbers = (*(h.name for h in cls.HYPERS), *(h.lr_if for h in cls.HYPERS if h.lr_if), options.BASE)
+        self.read: list[Any] = []
+        self.plain, self.hypers = False, dict[str, Any]()
+
+    def _deciding(self, group: Mapping[str, Any]) -> list[Any]:
+        own = list(map(group.get, self.keys))
+        return [list(map(id, group["params"])), list(group), options.flags_of(self.cls, group), *own]
+
+    def matches(self, group: Mapping[str, Any]) -> bool:
+        """Return True if a group has the same parameters and asks for the same buckets; its numbers are taken."""
+        self.group = group
+        if not self.plain:
+            self.read = []
+        return self._deciding(group) == self.decided
+
+    def on_host(self) -> dict[str, Any]:
+        """Return the hyper-parameters, read once for a step; not again while they are the same Python numbers."""
+        found = list(map(self.group.get, self.numbers))
+        if len(found) != len(self.read) or not all(map(is_, found, self.read)):
+            self.hypers = options.hypers_of(self.cls, self.group)
+            parts = chain.from_iterable(x if type(x) is tuple else (x,) for x in found)
+            self.read, self.plain = found, {*map(type, parts)} <= {float, int, bool, type(None)}
+        return self.hypers
+
+    def count(self, bucket: Bucket, control: Control | None, scaler: Scaler | None) -> Counted:
+        """Compute the scalars of a bucket's step; control: where they are on the device, None for the host's.
+
+        Raises ValueError if a hyper-parameter is out of its range.
+        """
+        sign, seed = -1.0 if self.group["maximize"] else 1.0, self.group["seed"]
+        if control is None:
+            factor = sign if scaler is None else scaler.factor(sign)
+            return counting.on_host(bucket.variant, bucket.row, bucket.step, bucket.host, factor, self.on_host(), seed)
+        hypers = options.hypers_of(self.cls, self.group, bucket.device)
+        return counting.on_device(bucket.variant, control, bucket.step, bucket.host, sign, hypers, seed, scaler)
+
+
+class Ready(NamedTuple):
+    """A bucket before its step."""
+
+    bucket: Bucket
+    kernels: Kernels
+    counted: Counted
+
+    def run(self) -> None:
+        """Make the step, and count it."""
+        if self.bucket.in_parts:
+            with torch.no_grad():
+                staged.run(self.runner())
+        else:
+            self.kernels.run(self.counted.scalars, self.counted.key)
+            torch.autograd.graph.increment_version(self.bucket.params)  # nobody else sees what kernels write
+        self.bucket.finish(self.counted.after)
+
+    def runner(self) -> staged.Runner:
+        """Return the step in parts, between which the host has something to do."""
+        return self.kernels.runner(self.bucket, self.counted.scalars, self.counted.key)
+
+
+class Part:
+    """A bucket of a plan, what its tensors were, and its kernels."""
+
+    def __init__(self, bucket: Bucket, kernels: Kernels, states: Mapping[Any, State]) -> None:
+        self.bucket, self.kernels = bucket, kernels
+        # torch moves the version of a DTensor, not that of its local part.
+        self.params: list[Any] = [p if x is None else x.p for p, x in zip(bucket.params, bucket.shards, strict=True)]
+        self.specs = [None if shard is None else shard.p._spec for shard in bucket.shards]
+        self.sharded = any(spec is not None for spec in self.specs)
+        self.shapes = [p.shape for p in bucket.params]
+        self.dtypes = [p.dtype for p in bucket.params]
+        self.grad_dtypes = [bucket.grad_dtype] * len(bucket.params)
+        self.single = [i for i, shape in enumerate(self.shapes) if shape.numel() == 1]
+        self.names = list(map(itemgetter, bucket.variant.names))
+        entries = [states[p] for p in self.params]
+        self.fields = [weakref.ref(x) for x in chain.from_iterable(map(name, entries) for name in self.names)]
+        self.grads: list[int] = []
+
+    def is_due(self, cls: Any, group: Mapping[str, Any], states: Mapping[Any, State]) -> bool:
+        """Return True if the next step has the bucket's setting of the flags that change from step to step."""
+        step, positions = states[self.params[0]]["step"] + 1, self.bucket.positions
+        some = positions if group.get("stagger") else positions[:1]
+        return all(options.at_step(cls, group, step, k) == self.bucket.at_step for k in some)
+
+    def fits(self, states: Mapping[Any, State], grads: list[Any]) -> bool:
+        """Return True if the same kernels can run on what is there now; the bucket takes it.
+
+        Raises an error of Python or torch for what is missing or is no dense tensor.
+        """
+        entries: list[Any] = list(map(states.get, self.params))  # a defaultdict would make what is missing
+        columns = [list(map(name, entries)) for name in self.names]
+        if not (all(map(is_, map(call, self.fields), chain.from_iterable(columns))) and self._takes_counts(entries)):
+            return False
+        bucket = self.bucket
+        bucket.grads, bucket.states = grads, entries
+        if self.sharded:
+            if not all(map(_placed, grads, self.specs)):
+                return False
+            columns = self._takes_parts(columns)
+        weights, self.grads, *fields = (list(map(_address, x)) for x in (bucket.params, bucket.grads, *columns))
+        known = self.kernels.known.columns
+        return (
+            weights == known[0]
+            and fields == known[2:]
+            and self._is_alike(bucket.params, bucket.grads)
+            and (self.grads == known[1] or self._may_move(bucket.grads, known[1]))
+        )
+
+    def _is_alike(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
+        """Return True if shapes and dtypes are as before, and all is contiguous."""
+        return (
+            [p.shape for p in params] == self.shapes
+            and [g.shape for g in grads] == self.shapes
+            and [p.dtype for p in params] == self.dtypes
+            and [g.dtype for g in grads] == self.grad_dtypes
+            and all(map(_contiguous, params))
+            and all(map(_contiguous, grads))
+            # One element is the only size at which a lazily negated tensor is contiguous.
+            and not any(grads[i].is_neg() for i in self.single)
+        )
+
+    def _takes_parts(self, columns: Sequence[list[Any]]) -> list[list[Any]]:
+        """Let the bucket take the parts on this rank of what it has; return those of the fields."""
+        bucket, parts = self.bucket, list(map(_local, columns))
+        bucket.params, bucket.grads = _local(self.params), _local(bucket.grads)
+        for i, shard in enumerate(bucket.shards):
+            if shard is not None:
+                shard.owner = bucket.states[i]
+                bucket.states[i] = {name: part[i] for name, part in zip(bucket.variant.names, parts, strict=True)}
+        return parts
+
+    def _takes_counts(self, entries: Sequence[State]) -> bool:
+        """Return True if all have made as many steps, counted as before; the bucket takes the counts."""
+        bucket = self.bucket
+        kept = []
+        for name in ("step", *bucket.variant.host_names):
+            value = entries[0][name]
+            if not all(map(is_, map(itemgetter(name), entries), repeat(value))):
+                return False
+            kept.append(value)
+        if bucket.counted:
+            return all(map(is_, kept, (bucket.step, *bucket.host)))
+        bucket.step, bucket.host = kept[0], tuple(kept[1:])
+        return type(bucket.step) is int and bucket.step > 0 and {*map(type, bucket.host)} <= {float}
+
+    def _may_move(self, grads: Sequence[Tensor], known: Sequence[int]) -> bool:
+        """Return True if the launches can read the gradients at their new addresses."""
+        for g, old, new in zip(grads, known, self.grads, strict=True):
+            if old == new:
+                continue
+            # The address of freed memory is the offset alone.
+            if g.device != self.bucket.device or (g.numel() and new == g.storage_offset() * g.itemsize):
+                return False
+            if (old ^ new) % self.kernels.ALIGNMENT:
+                return False
+        return True
+
+    def ready(self, group: Options, scaler: Scaler | None) -> Ready:
+        """Return the bucket with the scalars of its next step."""
+        control = self.kernels.control if self.bucket.counted else None
+        return Ready(self.bucket, self.kernels, group.count(self.bucket, control, scaler))
+
+    def follow(self) -> None:
+        """Write the addresses of gradients into the tables, where they have changed."""
+        if self.grads != self.kernels.known.columns[1]:
+            self.kernels.follow(self.grads)
+
+    def rest(self) -> None:
+        """Let go of all but the parameters."""
+        bucket = self.bucket
+        bucket.grads, bucket.states = [], []
+        if self.sharded:
+            bucket.params = []
+            for shard in bucket.shards:
+                if shard is not None:
+                    shard.owner = {}
+
+
+def _local(tensors: Iterable[Any]) -> list[Any]:
+    return [getattr(x, "_local_tensor", x) for x in tensors]
+
+
+def _placed(g: Any, spec: Any) -> bool:
+    """Return True if a gradient lies over the mesh as `spec` says (None: it is a plain tensor)."""
+    own = getattr(g, "_spec", None)
+    if own is None or spec is None:
+        return own is spec
+    return own is spec or (own.mesh == spec.mesh and own.placements == spec.placements)
+
+
+class Plan:
+    """A step that further ones may repeat.
+
+    idle    of each parameter of the optimizer, whether it has no gradient
+    places  of each part's parameters among these
+    used    its kernels, as the launcher knows them
+    """
+
+    def __init__(self, owner: Owner, params: Sequence[Any], ready: Iterable[Ready], used: Tables) -> None:
+        self.used = used
+        self.parts = [Part(one.bucket, one.kernels, owner.states) for one in ready]
+        self.clocked = any(flag.clock is not None for flag in owner.cls.FLAGS)
+        self.kinds = len({part.bucket.kind for part in self.parts})
+        self.idle = [p.grad is None for p in params]
+        at = {id(p): i for i, p in enumerate(params)}
+        self.places = [[at[id(p)] for p in part.params] for part in self.parts]
+        self.rest()
+
+    def is_due(self, owner: Owner) -> bool:
+        """Return True if flags that change from step to step have the plan's setting at the next one."""
+        return not self.clocked or all(
+            part.is_due(owner.cls, owner.groups[part.bucket.group], owner.states) for part in self.parts
+        )
+
+    def fits(self, owner: Owner, grads: Sequence[Any]) -> bool:
+        """Return True if its kernels can run on what is there now; the buckets take it."""
+        for part, places in zip(self.parts, self.places, strict=True):
+            if not part.fits(owner.states, [grads[i] for i in places]):
+                return False
+        # What has made as many steps is one bucket.
+        buckets = [part.bucket for part in self.parts]
+        return self.kinds == len(buckets) or len({(b.kind, b.step, b.host) for b in buckets}) == len(buckets)
+
+    def skips(self, scaler: Scaler | None) -> bool:
+        """Return True if a scaler has found an infinity, and the host has to know."""
+        return scaler is not None and any(not part.bucket.counted for part in self.parts) and scaler.found_infinity()
+
+    def rest(self) -> None:
+        """Let go of states and gradients until the next step."""
+        for part in self.parts:
+            part.rest()
+
+
+KEPT = 4
+"""The most plans that are kept: of a rule that does more at every k-th step, of parameters that take turns."""
+
+
+class Plans:
+    """The plans that are kept; all hold for the same parameters and options, and one for those with gradients now.
+
+    groups  the options; [] where nothing is kept
+    """
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Plan the next step anew."""
+        self.kept: list[Plan] = []
+        self.groups: list[Options] = []
+
+    def find(self, owner: Owner, scaled: bool) -> Plan | None:
+        """Return the plan that makes the next step, too, whose tensors its buckets take; forget all if one does not
+        hold any more."""
+        if not self.kept:
+            return None
+        try:
+            with self.plain_reads():
+                if self._hold(owner, scaled):
+                    grads = [p.grad for p in self.params]
+                    idle = list(map(is_, grads, repeat(None)))
+                    plan = next((x for x in self.kept if x.idle == idle and x.is_due(owner)), None)
+                    if plan is None or plan.fits(owner, grads):
+                        return plan
+        except (KeyError, TypeError, AttributeError, RuntimeError):  # no state, not a dense tensor
+            pass
+        self.forget()
+        return None
+
+    def _hold(self, owner: Owner, scaled: bool) -> bool:
+        groups = owner.groups
+        return (
+            len(groups) == len(self.groups)
+            and scaled == self.scaled
+            and all(map(Options.matches, self.groups, groups))
+            and self._launch_settings() == self.launch_settings
+            and not any(p.requires_grad for p in self.frozen)
+        )
+
+    def _launch_settings(self) -> list[Any]:
+        """Return the tuning and the streams of launches."""
+        return [launch.tuning, *(torch.cuda.current_stream(device).cuda_stream for device in self.devices)]
+
+    def keep(self, owner: Owner, groups: list[Options], ready: Sequence[Ready], used: Tables, scaled: bool) -> None:
+        """Keep the plan of a step; scaled: there was a GradScaler."""
+        if not self.kept:
+            self.groups, self.scaled = groups, scaled
+            self.params = [p for group in owner.groups for p in group["params"]]
+            sharded = [p for p in self.params if sharding.is_sharded(p)] if sharding.kind() else []
+            self.frozen = [p for p in sharded if not p.requires_grad]  # ranks may wait for one another once trained
+            self.devices = list({p.device: None for p in self.params if p.is_cuda})
+            self.launch_settings = self._launch_settings()
+            # torch asks subclasses for a handler at each attribute, which takes longer than the comparison itself.
+            self.plain_reads: Callable[[], AbstractContextManager[Any]] = (
+                torch._C.DisableTorchFunctionSubclass if sharded else nullcontext
+            )
+        self.kept = [Plan(owner, self.params, ready, used), *self.kept][:KEPT]
