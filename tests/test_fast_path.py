@@ -134,7 +134,7 @@ def test_whatever_changes_between_steps_is_seen(change: str, monkeypatch: pytest
         assert is_short(made[0])
 
 
-RULES: dict[str, Any] = {"NAdam": {}, "Muon": {}, "SOAP": {"precondition_frequency": 3}, "Prodigy": {}, "CAME": {}}
+RULES: dict[str, Any] = {"AdamW": {}, "Muon": {}, "SOAP": {"precondition_frequency": 3}, "Prodigy": {}, "CAME": {}}
 """One sweep, a function of matrices, steps of three kinds, a sum over the model, sums of rows and columns."""
 
 OTHERS: dict[str, Callable[[Any], object]] = {

@@ -138,7 +138,7 @@ class Table:
     rows: array[int]
     width: int
     elements: int
-    room: object = None
+    room: workspace.Workspace | None = None
 
     @property
     def address(self) -> int:
@@ -183,7 +183,7 @@ def runner(bucket: Bucket, table: Table, scalars: Any, step_key: int) -> staged.
     """The step of a bucket that is more than one stretch of kernels (see staged.py)."""
     stages: Callable[..., int] | None = bucket.kernel
     assert stages is not None
-    assert isinstance(table.room, workspace.Workspace)
+    assert table.room is not None
     count = threads(table.elements)
 
     def kernels(begin: int, end: int) -> None:

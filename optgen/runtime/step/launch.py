@@ -119,6 +119,7 @@ class Kernels(ABC):
     known    the signature for which the tables hold
     stream   the stream of a GPU on which they were made
     control  the scalars of a step that is counted on the device, else None
+    apart    whether it has memory for what stages leave for one another that no pool has
     """
 
     ALIGNMENT: ClassVar[int] = ALIGNMENT
@@ -128,6 +129,7 @@ class Kernels(ABC):
         self.known, self.stream = now, stream
         self.device, self.variant = bucket.device, bucket.variant
         self.control: counting.Control | None = old.control if old else None
+        self.apart = bucket.pool is None and bool(bucket.variant.temps)
 
     @abstractmethod
     def run(self, scalars: Scalars, step_key: int) -> None:
@@ -174,6 +176,8 @@ class Native(Kernels):
             alike = old is not None and (old.known.shapes, old.known.dims) == (now.shapes, now.dims)
             before = old.table if old is not None and alike else None
             self.table = cpu_stages.table(bucket.variant, *now, before, bucket.pool)
+            assert self.table.room is not None
+            self.apart |= any(self.table.room.columns[-1])  # dense copies
         else:
             room = workspace.make(bucket.variant, (), bucket.device)
             lines = workspace.rows(now.columns, room, now.shapes, now.streams, now.places, False)
@@ -209,6 +213,7 @@ class Triton(Kernels):
         before, grad = old.launches if old else None, getattr(tl, dtype_name(bucket.grad_dtype))
         self.launches: stages.Plan = stages.build(bucket, self.module, grad, now, before, tuning, told)
         self.spare: Tensor | None = None
+        self.apart |= bool(self.launches.kept)
 
     def load(self, scalars: Scalars, step_key: int) -> None:
         _tell_compiling(self.plan)
@@ -346,8 +351,8 @@ class Launcher:
 
     @property
     def grown(self) -> bool:
-        """True if buckets have got more memory in this step, in the place of what there was."""
-        return any(pool.grown for pool in self._pools.values())
+        """True if this step's kernels have memory beside that of other plans: of their own, or more from a pool."""
+        return any(x.apart for x in self.used.values()) or any(pool.grown for pool in self._pools.values())
 
     def _for_graph(self, bucket: Bucket, now: Signature, last: Kernels | None) -> Kernels:
         """Return kernels for a graph, and keep them for as long as the optimizer is there."""

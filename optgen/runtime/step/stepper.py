@@ -120,7 +120,7 @@ class Stepper:
         """Keep the plan of a step, if it can make further ones."""
         if counting.capturing() or not all(one.bucket.lasts for one in ready):
             return
-        if self.launcher.grown:  # other plans have the memory that was too small
+        if self.launcher.grown:  # else other plans would keep as much
             self.plans.forget()
         self.plans.keep(owner, groups, ready, self.launcher.used, scaled)
 
