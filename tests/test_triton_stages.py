@@ -136,7 +136,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_tensors_that_no_panel_fits_are_walked_in_tiles_of_256_elements_or_of_a_block() -> None:
-    maker = SimpleNamespace(shapes=[torch.Size((18, 520))], _fits=lambda *_: False)
+    several = SimpleNamespace(single=None)
+    maker = SimpleNamespace(variant=several, shapes=[torch.Size((18, 520))], _fits=lambda *_: False)
     for block, count in ((1, -(-18 * 520 // 256)), (16, -(-18 * 33 // 16)), (512, 18 * 2)):
         assert stages._Maker._walked(maker, SimpleNamespace(block=block, matrices=True), 0)[1] == count
 
